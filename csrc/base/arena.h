@@ -1,0 +1,19 @@
+// Gradient memory: page-aligned, zeroed, backed by a memfd where the kernel allows one, so that another rank of this
+// host can map it. Falls back to private memory, and says which.
+#ifndef NB_BASE_ARENA_H
+#define NB_BASE_ARENA_H
+
+#include <stddef.h>
+
+#include "base/error.h"
+
+struct nb_arena {
+    void *base;
+    size_t bytes; // rounded up to whole pages
+    int fd;       // -1: private memory
+};
+
+int nb_arena_open(struct nb_arena *arena, size_t bytes, struct nb_error *err);
+void nb_arena_close(struct nb_arena *arena);
+
+#endif

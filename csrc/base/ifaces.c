@@ -1,0 +1,129 @@
+// Which interfaces does a spec in NCCL_SOCKET_IFNAME's syntax name?
+#include <errno.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "base/error.h"
+#include "base/sock.h"
+
+enum { NAMES_TEXT = 256 };
+
+// What is asked for: every interface (list empty), those of the list, or all but those.
+struct spec {
+    const char *list; // "eth0,eth1"
+    bool exact;
+    bool except;
+};
+
+static struct spec read_spec(const char *text) {
+    struct spec spec = {.list = text != NULL ? text : ""};
+    if (*spec.list == '^') {
+        spec.except = true;
+        spec.list++;
+    }
+    if (*spec.list == '=') {
+        spec.exact = true;
+        spec.list++;
+    }
+    return spec;
+}
+
+static bool in_list(const struct spec *spec, const char *name) {
+    for (const char *at = spec->list; *at != '\0';) {
+        size_t len = strcspn(at, ",");
+        if (len > 0 && strncmp(name, at, len) == 0 && (!spec->exact || name[len] == '\0')) {
+            return true;
+        }
+        at += len + (at[len] == ',');
+    }
+    return false;
+}
+
+// Loopback is meant only when it is named, or when there is nothing else (`any`).
+static bool wanted(const struct spec *spec, const struct ifaddrs *it, bool any) {
+    bool open = spec->except || *spec->list == '\0';
+    bool listed = in_list(spec, it->ifa_name);
+    if (!open) {
+        return listed;
+    }
+    return !(spec->except && listed) && (any || (it->ifa_flags & IFF_LOOPBACK) == 0);
+}
+
+static bool usable(const struct ifaddrs *it, int family) {
+    const unsigned up = IFF_UP | IFF_RUNNING; // an idle docker0 is up, and carries nothing
+    if (it->ifa_addr == NULL || it->ifa_addr->sa_family != family || (it->ifa_flags & up) != up) {
+        return false;
+    }
+    // A link-local address says nothing to another host without that host's own scope.
+    return family == AF_INET || !IN6_IS_ADDR_LINKLOCAL(&((struct sockaddr_in6 *)(void *)it->ifa_addr)->sin6_addr);
+}
+
+static bool has_name(char (*names)[IF_NAMESIZE], int count, const char *name) {
+    for (int i = 0; i < count; i++) {
+        if (strncmp(names[i], name, IF_NAMESIZE) == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+// One address an interface, IPv4 where it has one.
+static int collect(const struct spec *spec, const struct ifaddrs *all, bool any, struct nb_sockaddr *addrs,
+                   char (*names)[IF_NAMESIZE], int max) {
+    static const int families[] = {AF_INET, AF_INET6};
+    int count = 0;
+    for (size_t f = 0; f < sizeof families / sizeof families[0]; f++) {
+        for (const struct ifaddrs *it = all; it != NULL && count < max; it = it->ifa_next) {
+            if (!usable(it, families[f]) || !wanted(spec, it, any) || has_name(names, count, it->ifa_name)) {
+                continue;
+            }
+            addrs[count] = (struct nb_sockaddr){0};
+            addrs[count].len = families[f] == AF_INET ? sizeof(struct sockaddr_in) : sizeof(struct sockaddr_in6);
+            memcpy(&addrs[count].any, it->ifa_addr, addrs[count].len);
+            (void)snprintf(names[count], IF_NAMESIZE, "%s", it->ifa_name);
+            count++;
+        }
+    }
+    return count;
+}
+
+static void list_names(const struct ifaddrs *all, char text[NAMES_TEXT]) {
+    size_t used = 0;
+    text[0] = '\0';
+    for (const struct ifaddrs *it = all; it != NULL; it = it->ifa_next) {
+        if (!usable(it, AF_INET) && !usable(it, AF_INET6)) {
+            continue;
+        }
+        int n = snprintf(text + used, NAMES_TEXT - used, "%s%s", used > 0 ? ", " : "", it->ifa_name);
+        if (n < 0 || (size_t)n >= NAMES_TEXT - used) {
+            text[used] = '\0';
+            return;
+        }
+        used += (size_t)n;
+    }
+}
+
+int nb_sock_interfaces(const char *spec, struct nb_sockaddr *addrs, char (*names)[IF_NAMESIZE], int max,
+                       struct nb_error *err) {
+    struct spec what = read_spec(spec);
+    struct ifaddrs *all;
+    if (getifaddrs(&all) != 0) {
+        return nb_fail(err, -errno, "getifaddrs: %m");
+    }
+    int count = collect(&what, all, false, addrs, names, max);
+    if (count == 0) {
+        count = collect(&what, all, true, addrs, names, max);
+    }
+    if (count == 0) {
+        char there[NAMES_TEXT];
+        list_names(all, there);
+        count = nb_fail(err, -ENODEV, "no interface that is up matches '%s'; there is: %s", spec != NULL ? spec : "",
+                        there[0] != '\0' ? there : "none");
+    }
+    freeifaddrs(all);
+    return count;
+}

@@ -1,0 +1,61 @@
+// Sockets: addresses as text, interfaces by NCCL_SOCKET_IFNAME's syntax, ports from a range, whole reads and writes
+// with a deadline. Never listens on an address nobody asked for.
+#ifndef NB_BASE_SOCK_H
+#define NB_BASE_SOCK_H
+
+#include <net/if.h>
+#include <netinet/in.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/socket.h>
+
+#include "base/error.h"
+
+enum { NB_SOCK_TEXT = 64 }; // "[fe80::…]:65535"
+
+struct nb_sockaddr {
+    socklen_t len;
+    union {
+        struct sockaddr any;
+        struct sockaddr_in in4;
+        struct sockaddr_in6 in6;
+    };
+};
+
+struct nb_port_range { // {0, 0}: any port
+    uint16_t low;
+    uint16_t high;
+};
+
+// "10.0.0.1:4000", "[::1]:4000"; no name is looked up. Errors: -EINVAL.
+int nb_sock_parse(const char *text, struct nb_sockaddr *addr, struct nb_error *err);
+void nb_sock_format(const struct nb_sockaddr *addr, char text[NB_SOCK_TEXT]);
+bool nb_sock_is_loopback(const struct nb_sockaddr *addr);
+uint16_t nb_sock_port(const struct nb_sockaddr *addr);
+void nb_sock_set_port(struct nb_sockaddr *addr, uint16_t port);
+
+// The addresses of the interfaces that `spec` names ("eth0,eth1": prefixes; "=eth0": exact; "^lo,docker": all but;
+// NULL or "": every interface that is up and not loopback, else loopback). IPv4 first. Returns how many were written.
+// Errors: -ENODEV naming the spec and what there is.
+int nb_sock_interfaces(const char *spec, struct nb_sockaddr *addrs, char (*names)[IF_NAMESIZE], int max,
+                       struct nb_error *err);
+
+// A non-blocking, close-on-exec listener on addr's host and its port (0: the first free one of the range). Sets
+// addr's port. Errors: -EADDRINUSE naming the port or the range.
+int nb_sock_listen(struct nb_sockaddr *addr, struct nb_port_range ports, int backlog, struct nb_error *err);
+
+// Starts a non-blocking connect, from `from` where not NULL. Returns the descriptor.
+int nb_sock_connect(const struct nb_sockaddr *to, const struct nb_sockaddr *from, struct nb_error *err);
+
+// The pending error of a connect that became writable: 0 or -errno.
+int nb_sock_connected(int fd);
+
+// TCP_NODELAY, keepalive, TCP_USER_TIMEOUT = timeout_ms.
+void nb_sock_tune(int fd, int timeout_ms);
+
+// Whole buffers on a non-blocking descriptor, until deadline_ns of nb_now_ns(). 0, or -ETIMEDOUT, -ECONNRESET, -errno.
+int nb_sock_write_all(int fd, const void *buf, size_t bytes, int64_t deadline_ns);
+int nb_sock_read_all(int fd, void *buf, size_t bytes, int64_t deadline_ns);
+
+#endif

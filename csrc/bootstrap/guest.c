@@ -1,0 +1,217 @@
+// How does a rank other than 0 reach rank 0, and learn that everybody has come?
+#include <errno.h>
+#include <poll.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "base/error.h"
+#include "base/sha256.h"
+#include "base/sock.h"
+#include "bootstrap/bootstrap.h"
+#include "bootstrap/internal.h"
+
+enum {
+    CONNECT_MS = 3000, // after which a connect that got no answer is begun anew
+    RETRY_FIRST_MS = 10,
+    RETRY_MOST_MS = 200,
+    LEFT_MOST_MS = 24 * 3600 * 1000,
+    VERDICT_SLACK_MS = 2000
+};
+
+static const int64_t MS = 1000000;
+
+struct guest {
+    const struct nb_boot_config *config;
+    const char *address;
+    struct nb_sockaddr to;
+    int64_t deadline_ns;
+    struct nb_shake shake;
+};
+
+// A port that nobody listens on can connect to itself when the kernel picks it as the local one.
+static bool is_own_echo(int fd) {
+    struct nb_sockaddr here = {.len = sizeof here.in6};
+    struct nb_sockaddr there = {.len = sizeof there.in6};
+    if (getsockname(fd, &here.any, &here.len) != 0 || getpeername(fd, &there.any, &there.len) != 0) {
+        return false;
+    }
+    return here.len == there.len && memcmp(&here.any, &there.any, here.len) == 0;
+}
+
+// The descriptor of a finished connect, or -errno.
+static int connect_once(const struct guest *guest) {
+    int fd = nb_sock_connect(&guest->to, NULL, NULL);
+    if (fd < 0) {
+        return fd;
+    }
+    int64_t now = nb_now_ns();
+    int64_t until = now + CONNECT_MS * MS < guest->deadline_ns ? now + CONNECT_MS * MS : guest->deadline_ns;
+    int rc = -ETIMEDOUT;
+    for (int64_t left = until - now; left > 0; left = until - nb_now_ns()) {
+        struct pollfd poller = {.fd = fd, .events = POLLOUT};
+        if (poll(&poller, 1, (int)((left + MS - 1) / MS)) > 0) {
+            rc = nb_sock_connected(fd);
+            break;
+        }
+    }
+    if (rc == 0 && is_own_echo(fd)) {
+        rc = -ECONNREFUSED;
+    }
+    if (rc != 0) {
+        close(fd);
+        return rc;
+    }
+    return fd;
+}
+
+static int fail_version(const struct guest *guest, uint32_t version, struct nb_error *err) {
+    return nb_fail_peer(err, NB_EMISMATCH, 0, "rank 0 at %s speaks version %u of the bootstrap, rank %d version %d",
+                        guest->address, version, guest->config->rank, NB_BOOT_PROTOCOL);
+}
+
+static int fail_wire(const struct guest *guest, const char *what, struct nb_error *err) {
+    return nb_fail_peer(err, NB_EWIRE, 0, "what listens at %s is not rank 0 of this job: %s", guest->address, what);
+}
+
+// Proves the secret and lets rank 0 prove it. -errno without a text: the connection was lost, and may be tried again.
+static int shake_hands(struct guest *guest, int fd, struct nb_answer *answer, struct nb_error *err) {
+    struct nb_shake *shake = &guest->shake;
+    struct nb_proof proof;
+    int rc = nb_shake_hello(shake, guest->config, err);
+    if (rc == 0) {
+        rc = nb_sock_write_all(fd, &shake->hello, sizeof shake->hello, guest->deadline_ns);
+    }
+    if (rc == 0) {
+        rc = nb_sock_read_all(fd, &shake->challenge, sizeof shake->challenge, guest->deadline_ns);
+    }
+    if (rc != 0) {
+        return rc;
+    }
+    if (memcmp(shake->challenge.magic, NB_BOOT_MAGIC, sizeof shake->challenge.magic) != 0) {
+        return fail_wire(guest, "its challenge is none", err);
+    }
+    if (shake->challenge.version != NB_BOOT_PROTOCOL) {
+        return fail_version(guest, shake->challenge.version, err);
+    }
+    nb_shake_proof(shake, guest->config, &proof);
+    rc = nb_sock_write_all(fd, &proof, sizeof proof, guest->deadline_ns);
+    if (rc == 0) {
+        rc = nb_sock_read_all(fd, answer, sizeof *answer, guest->deadline_ns);
+    }
+    if (rc != 0) {
+        return rc;
+    }
+    struct nb_answer expected = *answer;
+    nb_shake_answer(shake, guest->config, &expected);
+    if (!nb_bytes_equal(expected.mac, answer->mac, sizeof answer->mac)) {
+        return nb_fail_peer(err, NB_EAUTH, 0,
+                            "rank %d and rank 0 at %s do not know the same secret (NETBOTTLENECK_SECRET)",
+                            guest->config->rank, guest->address);
+    }
+    return 0;
+}
+
+// Rank 0 may not be there yet, or may be too busy to have heard this rank in time.
+static bool may_pass(int code) {
+    static const int passing[] = {ECONNREFUSED, ECONNRESET,  ETIMEDOUT, EHOSTUNREACH, ENETUNREACH,
+                                  EHOSTDOWN,    ENETDOWN,    EAGAIN,    EADDRNOTAVAIL};
+    for (size_t i = 0; i < sizeof passing / sizeof passing[0]; i++) {
+        if (code == -passing[i]) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static void pause_ms(int ms) {
+    (void)poll(NULL, 0, ms);
+}
+
+// Connects and authenticates, again and again until the deadline. Returns the descriptor.
+static int reach(struct guest *guest, struct nb_answer *answer, struct nb_error *err) {
+    int wait_ms = RETRY_FIRST_MS;
+    for (;;) {
+        int rc = connect_once(guest);
+        if (rc >= 0) {
+            int fd = rc;
+            struct nb_error fatal = {0};
+            nb_sock_tune(fd, guest->config->timeout_ms);
+            rc = shake_hands(guest, fd, answer, &fatal);
+            if (rc == 0) {
+                return fd;
+            }
+            close(fd);
+            if (fatal.code != 0) {
+                return nb_fail_peer(err, fatal.code, fatal.peer, "%s", fatal.text);
+            }
+        }
+        errno = -rc;
+        if (!may_pass(rc)) {
+            return nb_fail_peer(err, rc, 0, "rank %d: rank 0 at %s: %m", guest->config->rank, guest->address);
+        }
+        if (nb_now_ns() + wait_ms * MS >= guest->deadline_ns) {
+            return nb_fail_peer(err, -ETIMEDOUT, 0, "rank %d: rank 0 at %s did not answer within %g s (%m)",
+                                guest->config->rank, guest->address, guest->config->timeout_ms / 1000.0);
+        }
+        pause_ms(wait_ms);
+        wait_ms = wait_ms * 2 < RETRY_MOST_MS ? wait_ms * 2 : RETRY_MOST_MS;
+    }
+}
+
+// Rank 0 has proved the secret and has said how long it waits for the others.
+static int await_verdict(const struct guest *guest, int fd, uint32_t left_ms, unsigned char session[NB_SHA256_BYTES],
+                         struct nb_error *err) {
+    struct nb_verdict verdict;
+    int64_t wait_ms = (int64_t)(left_ms < LEFT_MOST_MS ? left_ms : LEFT_MOST_MS) + VERDICT_SLACK_MS;
+    int rc = nb_sock_read_all(fd, &verdict, sizeof verdict, nb_now_ns() + wait_ms * MS);
+    if (rc == -ETIMEDOUT) {
+        return nb_fail_peer(err, rc, 0, "rank 0 at %s did not say whether all ranks came", guest->address);
+    }
+    if (rc != 0) {
+        errno = -rc;
+        return nb_fail_peer(err, NB_EPEER, 0, "rank 0 at %s left before all ranks had come: %m", guest->address);
+    }
+    struct nb_verdict expected = verdict;
+    nb_shake_verdict(&guest->shake, guest->config, &expected);
+    if (!nb_bytes_equal(expected.mac, verdict.mac, sizeof verdict.mac) || verdict.code > 0) {
+        return fail_wire(guest, "its verdict is not authentic", err);
+    }
+    if (verdict.code != 0) {
+        verdict.text[sizeof verdict.text - 1] = '\0';
+        return nb_fail_peer(err, verdict.code, verdict.peer, "%s", verdict.text);
+    }
+    nb_shake_session(guest->config, verdict.salt, session);
+    return 0;
+}
+
+int nb_join_guest(struct nb_boot *boot, const struct nb_boot_config *config, const char *address,
+                  struct nb_error *err) {
+    struct guest guest = {.config = config, .address = address};
+    struct nb_answer answer;
+    int rc = nb_sock_parse(address, &guest.to, err);
+    if (rc != 0) {
+        return rc;
+    }
+    guest.deadline_ns = nb_now_ns() + config->timeout_ms * MS;
+    int fd = reach(&guest, &answer, err);
+    if (fd < 0) {
+        return fd;
+    }
+    rc = await_verdict(&guest, fd, answer.left_ms, boot->session, err);
+    boot->self.len = sizeof boot->self.in6;
+    if (rc == 0 && getsockname(fd, &boot->self.any, &boot->self.len) != 0) {
+        rc = nb_fail(err, -errno, "getsockname: %m");
+    }
+    if (rc == 0 && (boot->control = malloc(sizeof *boot->control)) == NULL) {
+        rc = nb_fail(err, -ENOMEM, "memory for one connection");
+    }
+    if (rc != 0) {
+        close(fd);
+        return rc;
+    }
+    boot->control[0] = fd;
+    return 0;
+}

@@ -1,0 +1,321 @@
+// Rank 0's side of the agreement: who has submitted what, which operations all ranks have submitted, in what order
+// they run. Nothing here waits: an operation that some rank never submits is named in a stall notice.
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/bits.h"
+#include "base/clock.h"
+#include "engine/internal.h"
+
+enum { IDS_MAX = 1024, IDLE_MAX = 4096 };
+
+// One key. It stays known between its rounds, so that it can be given a number.
+struct entry {
+    struct nb_hash_node by_key;
+    struct nb_list link; // idle, open (some ranks have submitted) or full (all have)
+    struct desc desc;    // of this round, as its first rank submitted it
+    struct desc cached;  // of the last round that ran: what a bit of a mask stands for
+    uint32_t id;
+    uint32_t rounds;
+    int first_rank;
+    int count;
+    bool refused;
+    bool told; // a stall notice was given
+    int64_t since_ns;
+    char refusal[NB_ERROR_TEXT];
+    uint64_t have[];
+};
+
+struct agree {
+    struct nb_hash by_key;
+    struct nb_list idle;
+    struct nb_list open;
+    struct nb_list full;
+    int idle_count;
+    struct entry *ids[IDS_MAX];
+    uint32_t id_count;
+    uint64_t next_seq;
+    size_t words;
+};
+
+int nb_agree_open(struct nb_job *job, struct nb_error *err) {
+    struct agree *a = calloc(1, sizeof *a);
+    if (a == NULL) {
+        return nb_fail(err, -ENOMEM, "the table of operations");
+    }
+    nb_hash_init(&a->by_key);
+    nb_list_init(&a->idle);
+    nb_list_init(&a->open);
+    nb_list_init(&a->full);
+    a->next_seq = 1;
+    a->words = nb_bits_words((size_t)job->size);
+    job->agree = a;
+    return 0;
+}
+
+static void list_free(struct nb_list *head) {
+    NB_LIST_EACH_SAFE(it, nx, head) {
+        free(NB_CONTAINER(it, struct entry, link));
+    }
+}
+
+void nb_agree_close(struct nb_job *job) {
+    if (job->agree != NULL) {
+        list_free(&job->agree->idle);
+        list_free(&job->agree->open);
+        list_free(&job->agree->full);
+        free(job->agree);
+    }
+}
+
+uint64_t nb_agree_next_seq(struct nb_job *job) {
+    return job->agree->next_seq++;
+}
+
+static const char *const kind_names[NB_OP_KINDS] = {"allreduce", "allgather", "reducescatter", "broadcast", "barrier"};
+
+// Says how the two differ, or leaves text empty.
+static void desc_differ(const struct desc *a, int rank_a, const struct desc *b, int rank_b, char *text, size_t room) {
+    const char *what = NULL;
+    char va[64];
+    char vb[64];
+    if (a->kind != b->kind) {
+        what = "operations";
+        snprintf(va, sizeof va, "%s", kind_names[a->kind % NB_OP_KINDS]);
+        snprintf(vb, sizeof vb, "%s", kind_names[b->kind % NB_OP_KINDS]);
+    } else if (a->dtype != b->dtype) {
+        what = "data types";
+        snprintf(va, sizeof va, "%s", nb_dtype_name(a->dtype));
+        snprintf(vb, sizeof vb, "%s", nb_dtype_name(b->dtype));
+    } else if (a->bytes != b->bytes) {
+        what = "sizes";
+        snprintf(va, sizeof va, "%llu bytes", (unsigned long long)a->bytes);
+        snprintf(vb, sizeof vb, "%llu bytes", (unsigned long long)b->bytes);
+    } else if (a->redop != b->redop) {
+        what = "reductions";
+        snprintf(va, sizeof va, "%s", nb_redop_name(a->redop));
+        snprintf(vb, sizeof vb, "%s", nb_redop_name(b->redop));
+    } else if (a->root != b->root) {
+        what = "root ranks";
+        snprintf(va, sizeof va, "%d", a->root);
+        snprintf(vb, sizeof vb, "%d", b->root);
+    } else if (a->prescale != b->prescale || a->postscale != b->postscale) {
+        what = "scale factors";
+        snprintf(va, sizeof va, "%g and %g", a->prescale, a->postscale);
+        snprintf(vb, sizeof vb, "%g and %g", b->prescale, b->postscale);
+    }
+    if (what != NULL) {
+        snprintf(text, room, "mismatched %s of '%s': rank %d has %s, but rank %d has %s", what, a->name, rank_a, va,
+                 rank_b, vb);
+    }
+}
+
+static struct entry *entry_get(struct nb_job *job, const struct desc *desc) {
+    struct agree *a = job->agree;
+    struct nb_hash_node *node = nb_hash_get(&a->by_key, desc->key);
+    if (node != NULL) {
+        return NB_CONTAINER(node, struct entry, by_key);
+    }
+    struct entry *entry = calloc(1, sizeof *entry + a->words * sizeof entry->have[0]);
+    if (entry == NULL) {
+        struct nb_error why = {0};
+        nb_fail(&why, -ENOMEM, "the record of %s", desc->name);
+        nb_job_fail(job, &why, true);
+        return NULL;
+    }
+    entry->id = NO_ID;
+    entry->desc = *desc;
+    nb_hash_put(&a->by_key, &entry->by_key, desc->key);
+    nb_list_insert(&a->idle, &entry->link);
+    a->idle_count++;
+    return entry;
+}
+
+static void entry_move(struct agree *a, struct entry *entry, struct nb_list *to) {
+    a->idle_count += (to == &a->idle) - (entry->count == 0 && to != &a->idle);
+    nb_list_remove(&entry->link);
+    nb_list_insert(to, &entry->link);
+}
+
+static void entry_add(struct nb_job *job, struct entry *entry, int rank, const struct desc *desc) {
+    struct agree *a = job->agree;
+    if (nb_bits_get(entry->have, (size_t)rank)) {
+        return;
+    }
+    if (entry->count == 0) {
+        entry_move(a, entry, &a->open);
+        entry->desc = *desc;
+        entry->first_rank = rank;
+        entry->since_ns = nb_now_ns();
+    } else if (!entry->refused) {
+        desc_differ(&entry->desc, entry->first_rank, desc, rank, entry->refusal, sizeof entry->refusal);
+        entry->refused = entry->refusal[0] != 0;
+    }
+    nb_bits_set(entry->have, (size_t)rank);
+    entry->count++;
+    if (entry->count == job->size) {
+        entry_move(a, entry, &a->full);
+    }
+}
+
+void nb_agree_submit(struct nb_job *job, int rank, const struct desc *desc) {
+    struct entry *entry = entry_get(job, desc);
+    if (entry != NULL) {
+        entry_add(job, entry, rank, desc);
+    }
+}
+
+void nb_agree_mask(struct nb_job *job, int rank, const uint64_t *words, size_t count) {
+    struct agree *a = job->agree;
+    size_t bits = count * 64 < IDS_MAX ? count * 64 : IDS_MAX;
+    for (size_t id = nb_bits_next(words, 0, bits); id < bits; id = nb_bits_next(words, id + 1, bits)) {
+        if (a->ids[id] != NULL) {
+            entry_add(job, a->ids[id], rank, &a->ids[id]->cached);
+        }
+    }
+}
+
+// Forgets the oldest of the keys that were used once.
+static void idle_trim(struct agree *a) {
+    NB_LIST_EACH_SAFE(it, nx, &a->idle) {
+        struct entry *entry = NB_CONTAINER(it, struct entry, link);
+        if (a->idle_count <= IDLE_MAX) {
+            return;
+        }
+        if (entry->id == NO_ID) {
+            nb_list_remove(&entry->link);
+            nb_list_remove(&entry->by_key.link);
+            free(entry);
+            a->idle_count--;
+        }
+    }
+}
+
+static void entry_rest(struct nb_job *job, struct entry *entry) {
+    struct agree *a = job->agree;
+    memset(entry->have, 0, a->words * sizeof entry->have[0]);
+    entry->count = 0;
+    entry->refused = false;
+    entry->told = false;
+    entry->refusal[0] = 0;
+    nb_list_remove(&entry->link);
+    nb_list_insert(&a->idle, &entry->link);
+    a->idle_count++;
+    idle_trim(a);
+}
+
+static void refuse(struct nb_job *job, struct entry *entry) {
+    struct wire_refuse refusal = {.key = entry->desc.key};
+    memcpy(refusal.text, entry->refusal, sizeof refusal.text);
+    entry_rest(job, entry);
+    nb_control_broadcast(job, CTL_REFUSE, &refusal, sizeof refusal);
+    nb_member_refuse(job, &refusal);
+}
+
+static void go(struct nb_job *job, struct entry *entry) {
+    struct agree *a = job->agree;
+    entry->rounds++;
+    if (entry->id == NO_ID && entry->rounds > 1 && a->id_count < IDS_MAX) {
+        entry->id = a->id_count++;
+        a->ids[entry->id] = entry;
+    }
+    entry->cached = entry->desc;
+    struct wire_go message = {.seq = nb_agree_next_seq(job), .key = entry->desc.key, .id = entry->id};
+    entry_rest(job, entry);
+    nb_control_broadcast(job, CTL_GO, &message, sizeof message);
+    nb_member_go(job, &message);
+}
+
+// The one to run next: the highest priority, and among equals the one that was complete first.
+static struct entry *full_best(struct agree *a) {
+    struct entry *best = NULL;
+    NB_LIST_EACH(it, &a->full) {
+        struct entry *entry = NB_CONTAINER(it, struct entry, link);
+        if (best == NULL || entry->desc.priority > best->desc.priority) {
+            best = entry;
+        }
+    }
+    return best;
+}
+
+void nb_agree_release(struct nb_job *job) {
+    struct agree *a = job->agree;
+    while (!job->failed && !nb_probe_busy(job) && !nb_list_empty(&a->full)) {
+        struct entry *entry = full_best(a);
+        if (entry->refused) {
+            refuse(job, entry);
+        } else if (nb_probe_wanted(job, entry->desc.bytes)) {
+            nb_probe_begin(job);
+        } else {
+            go(job, entry);
+        }
+    }
+}
+
+static void rank_failed(struct nb_job *job, int rank, const unsigned char *body, size_t bytes) {
+    struct wire_failure failure;
+    if (bytes != sizeof failure) {
+        return;
+    }
+    memcpy(&failure, body, sizeof failure);
+    failure.text[NB_ERROR_TEXT - 1] = 0;
+    bool known = failure.peer >= 0 && failure.peer < job->size;
+    struct nb_error why = {0};
+    nb_fail_peer(&why, failure.code, known ? failure.peer : rank, "%s", failure.text);
+    nb_job_fail(job, &why, true);
+}
+
+void nb_agree_message(struct nb_job *job, int rank, enum control_type type, const unsigned char *body, size_t bytes) {
+    if (type == CTL_SUBMIT) {
+        for (size_t at = 0; at + sizeof(struct desc) <= bytes; at += sizeof(struct desc)) {
+            struct desc desc;
+            memcpy(&desc, body + at, sizeof desc);
+            desc.name[NB_NAME_MAX - 1] = 0;
+            nb_agree_submit(job, rank, &desc);
+        }
+    } else if (type == CTL_MASK && bytes <= IDS_MAX / 8) {
+        uint64_t words[IDS_MAX / 64] = {0};
+        memcpy(words, body, bytes);
+        nb_agree_mask(job, rank, words, bytes / sizeof words[0]);
+    } else if (type == CTL_PING && bytes == sizeof(int64_t)) {
+        struct wire_pong pong = {.here_ns = nb_now_ns()};
+        memcpy(&pong.sent_ns, body, bytes);
+        nb_control_send(&job->controls[rank], CTL_PONG, &pong, sizeof pong);
+    } else if (type == CTL_FAIL) {
+        rank_failed(job, rank, body, bytes);
+    } else if (type == CTL_BYE) {
+        int32_t left = rank;
+        job->controls[rank].left = true;
+        nb_control_broadcast(job, CTL_LEFT, &left, sizeof left);
+        nb_job_peer_left(job, rank);
+    }
+    nb_agree_release(job);
+}
+
+static void stall_tell(struct nb_job *job, struct entry *entry, int64_t waited_ns) {
+    char text[NB_ERROR_TEXT];
+    int n = snprintf(text, sizeof text, "'%s' waits for %.0f s already. Ranks that have not submitted it:",
+                     entry->desc.name, (double)waited_ns / 1e9);
+    for (int r = 0; r < job->size && n < (int)sizeof text - 16; r++) {
+        if (!nb_bits_get(entry->have, (size_t)r)) {
+            n += snprintf(text + n, sizeof text - (size_t)n, " %d", r);
+        }
+    }
+    entry->told = true;
+    nb_ring_put(job->config.ring, NB_EV_STALL, entry->desc.key, entry->rounds, (uint64_t)waited_ns, ~entry->have[0], 0,
+                0);
+    nb_job_notify(job, text);
+    nb_control_broadcast(job, CTL_NOTICE, text, strlen(text));
+}
+
+void nb_agree_tick(struct nb_job *job, int64_t now_ns) {
+    int64_t limit = (int64_t)job->config.stall_ms * 1000000;
+    NB_LIST_EACH(it, &job->agree->open) {
+        struct entry *entry = NB_CONTAINER(it, struct entry, link);
+        if (limit > 0 && !entry->told && now_ns - entry->since_ns > limit) {
+            stall_tell(job, entry, now_ns - entry->since_ns);
+        }
+    }
+}

@@ -1,0 +1,165 @@
+// The control connections: whole messages over the sockets that bootstrap left, never blocking.
+#include <errno.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "engine/internal.h"
+
+enum { CONTROL_MESSAGE_MAX = 16 * 1024 * 1024, CONTROL_READ = 64 * 1024 };
+
+struct header {
+    uint32_t bytes; // of the body
+    uint32_t type;
+};
+
+static void control_want(struct control *control) {
+    uint32_t events = (uint32_t)EPOLLIN | (control->out_bytes > 0 ? (uint32_t)EPOLLOUT : 0);
+    nb_loop_change(&control->job->loop, &control->watch, events);
+}
+
+static void control_write(struct control *control) {
+    while (control->out_bytes > 0) {
+        ssize_t n = send(control->watch.fd, control->out, control->out_bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (n <= 0) {
+            break; // a broken connection shows when it is read
+        }
+        control->out_bytes -= (size_t)n;
+        memmove(control->out, control->out + n, control->out_bytes);
+    }
+}
+
+static bool room_for(unsigned char **buffer, size_t *room, size_t bytes) {
+    if (bytes <= *room) {
+        return true;
+    }
+    size_t grown = *room == 0 ? 4096 : *room;
+    while (grown < bytes) {
+        grown *= 2;
+    }
+    unsigned char *p = realloc(*buffer, grown);
+    if (p == NULL) {
+        return false;
+    }
+    *buffer = p;
+    *room = grown;
+    return true;
+}
+
+void nb_control_send(struct control *control, enum control_type type, const void *body, size_t bytes) {
+    struct header header = {.bytes = (uint32_t)bytes, .type = (uint32_t)type};
+    if (control->watch.fd < 0 ||
+        !room_for(&control->out, &control->out_room, control->out_bytes + sizeof header + bytes)) {
+        return; // the peer is gone, or the deadline will say so
+    }
+    memcpy(control->out + control->out_bytes, &header, sizeof header);
+    if (bytes > 0) {
+        memcpy(control->out + control->out_bytes + sizeof header, body, bytes);
+    }
+    control->out_bytes += sizeof header + bytes;
+    control_write(control);
+    control_want(control);
+}
+
+void nb_control_broadcast(struct nb_job *job, enum control_type type, const void *body, size_t bytes) {
+    for (int i = 1; i < job->control_count; i++) {
+        nb_control_send(&job->controls[i], type, body, bytes);
+    }
+}
+
+void nb_control_drain(struct control *control, int64_t deadline_ns) {
+    control_write(control);
+    while (control->watch.fd >= 0 && control->out_bytes > 0 && nb_now_ns() < deadline_ns) {
+        struct pollfd p = {.fd = control->watch.fd, .events = POLLOUT};
+        if (poll(&p, 1, 10) < 0 || (p.revents & (POLLERR | POLLHUP)) != 0) {
+            return;
+        }
+        control_write(control);
+    }
+}
+
+static void control_gone(struct control *control) {
+    struct nb_job *job = control->job;
+    nb_loop_remove(&job->loop, &control->watch);
+    close(control->watch.fd);
+    control->watch.fd = -1;
+    if (!control->left) {
+        struct nb_error why = {0};
+        nb_fail_peer(&why, NB_EPEER, control->peer, "rank %d is gone: its control connection closed", control->peer);
+        nb_ring_put(job->config.ring, NB_EV_PEER_LOST, 0, (uint64_t)control->peer, (uint64_t)(int64_t)NB_EPEER, 0, 0, 0);
+        nb_job_fail(job, &why, true);
+    }
+}
+
+static void control_dispatch(struct control *control) {
+    struct nb_job *job = control->job;
+    size_t at = 0;
+    while (control->in_bytes - at >= sizeof(struct header)) {
+        struct header header;
+        memcpy(&header, control->in + at, sizeof header);
+        if (header.bytes > CONTROL_MESSAGE_MAX) {
+            struct nb_error why = {0};
+            nb_fail_peer(&why, NB_EWIRE, control->peer, "rank %d sent a control message of %u bytes", control->peer,
+                         header.bytes);
+            nb_job_fail(job, &why, true);
+            at = control->in_bytes;
+            break;
+        }
+        if (control->in_bytes - at < sizeof header + header.bytes) {
+            break;
+        }
+        const unsigned char *body = control->in + at + sizeof header;
+        if (job->rank == 0) {
+            nb_agree_message(job, control->peer, header.type, body, header.bytes);
+        } else {
+            nb_member_message(job, header.type, body, header.bytes);
+        }
+        at += sizeof header + header.bytes;
+    }
+    control->in_bytes -= at;
+    memmove(control->in, control->in + at, control->in_bytes);
+}
+
+static void control_ready(struct nb_watch *watch, uint32_t events) {
+    struct control *control = NB_CONTAINER(watch, struct control, watch);
+    if ((events & EPOLLOUT) != 0) {
+        control_write(control);
+        control_want(control);
+    }
+    if ((events & (EPOLLIN | EPOLLERR | EPOLLHUP)) == 0 ||
+        !room_for(&control->in, &control->in_room, control->in_bytes + CONTROL_READ)) {
+        return;
+    }
+    ssize_t n = recv(watch->fd, control->in + control->in_bytes, CONTROL_READ, MSG_DONTWAIT);
+    if (n < 0 && (errno == EAGAIN || errno == EINTR)) {
+        return;
+    }
+    if (n <= 0) {
+        control_gone(control);
+        return;
+    }
+    control->heard_ns = nb_now_ns();
+    control->in_bytes += (size_t)n;
+    control_dispatch(control);
+}
+
+int nb_control_init(struct control *control, struct nb_job *job, int peer, int fd, struct nb_error *err) {
+    control->job = job;
+    control->peer = peer;
+    control->watch.fd = fd;
+    control->watch.ready = control_ready;
+    control->heard_ns = nb_now_ns();
+    return nb_loop_add(&job->loop, &control->watch, EPOLLIN, err);
+}
+
+void nb_control_fini(struct control *control) {
+    if (control->job != NULL && control->watch.fd >= 0) {
+        nb_loop_remove(&control->job->loop, &control->watch);
+        close(control->watch.fd);
+    }
+    free(control->in);
+    free(control->out);
+}

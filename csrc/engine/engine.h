@@ -1,0 +1,129 @@
+// The engine: one communication thread a job, which owns the lanes and the control connections. Callers submit
+// operations and wait; nothing here ever touches Python.
+//
+// Operations match by (comm, key, round), never by the order of submission: rank 0 learns who has submitted what,
+// and says "go" when all members have. A go is also the receiver's credit: every member's memory is known by then.
+#ifndef NB_ENGINE_H
+#define NB_ENGINE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/dtype.h"
+#include "base/error.h"
+#include "bootstrap/bootstrap.h"
+#include "trace/ring.h"
+
+struct nb_job;
+struct nb_comm;
+struct nb_work;
+
+enum nb_op_kind { NB_OP_ALLREDUCE, NB_OP_ALLGATHER, NB_OP_REDUCESCATTER, NB_OP_BROADCAST, NB_OP_BARRIER, NB_OP_KINDS };
+
+enum { NB_NAME_MAX = 96, NB_SEGMENTS_MAX = 512, NB_PROBE_MAX = 8, NB_STREAMS_AUTO = 0 };
+
+struct nb_segment {
+    void *base;
+    size_t bytes; // a multiple of the element size
+};
+
+// In place, over the line that the segments form. All-gather: the line is the whole output, this rank's part is filled
+// in. Reduce-scatter: the line is the whole input, this rank's part is the answer. Unused fields are zero.
+struct nb_op {
+    const char *name; // for messages, and hashed to the key where key is 0
+    uint64_t key;
+    enum nb_op_kind kind;
+    int dtype;
+    int redop;
+    int root;        // rank in the comm
+    int priority;    // the higher travels first among agreed operations
+    double prescale; // 0 stands for 1
+    double postscale;
+    const struct nb_segment *segments; // copied
+    int segment_count;
+    uint32_t bucket; // bucket + 1 for the record, 0: none
+    uint16_t part;   // this is part `part` of `parts` of one tensor (0: whole)
+    uint16_t parts;
+    int device;      // 0: host memory. Others are refused
+    void *fence;     // what must have happened before memory is read; NULL: nothing
+};
+
+struct nb_job_config {
+    struct nb_boot *boot; // joined; the job takes its control connections over
+    const char *transport; // "tcp", "ofi"
+    int streams;           // NB_STREAMS_AUTO, or 1…NB_LANES_MAX
+    const char *provider;
+    const char *library;
+    const char *ifname;
+    struct nb_port_range ports;
+    size_t segment_bytes; // 0: 256 KiB
+    int timeout_ms;
+    int stall_ms;         // after which a missing rank is named; 0: never
+    struct nb_ring *ring; // of the communication thread; NULL: nothing is recorded
+    int64_t clock_offset_ns; // as nb_boot_clock found it
+};
+
+// What streams=auto found, in the order tried.
+struct nb_probe_point {
+    int lanes;
+    uint64_t bytes; // moved a rank, one way
+    int64_t ns;
+};
+
+struct nb_job_info {
+    int streams_open;
+    int streams_used;  // 0 while auto has not decided
+    uint64_t bytes_out; // payload by the lanes' completions
+    uint64_t bytes_in;
+    uint64_t dropped;  // lanes that were lost
+    const char *provider; // "tcp", "ofi: net 117.0 (libfabric 1.17)"
+    int probe_count;
+    struct nb_probe_point probe[NB_PROBE_MAX];
+};
+
+// Opens the lanes, exchanges their addresses, starts the thread. Errors name what was asked for and what there is.
+int nb_job_open(struct nb_job **job, const struct nb_job_config *config, struct nb_error *err);
+// Tells the others that this rank leaves in good order, fails what is pending with NB_ECLOSED, ends the thread.
+// Never waits for a peer.
+void nb_job_close(struct nb_job *job);
+// As close, but the others are told that this rank failed.
+void nb_job_abort(struct nb_job *job, const char *why);
+void nb_job_info(struct nb_job *job, struct nb_job_info *info);
+// The next thing that a user must be told (a stall, a lost lane), at most once each; false: nothing.
+bool nb_job_notice(struct nb_job *job, char *text, size_t text_bytes);
+// The error that ended the job, if one did.
+int nb_job_failure(struct nb_job *job, struct nb_error *err);
+
+// Memory that many operations will use: mapped for every lane that wants it, until the job ends.
+int nb_job_map(struct nb_job *job, void *base, size_t bytes, struct nb_error *err);
+
+// The comm of all ranks; it belongs to the job.
+struct nb_comm *nb_job_world(struct nb_job *job);
+int nb_comm_rank(const struct nb_comm *comm);
+int nb_comm_size(const struct nb_comm *comm);
+
+// Never blocks on a peer. The memory of the segments is the engine's until the work is done. -EINVAL for what no rank
+// could do (unknown dtype, bytes that are no multiple of an element); -EEXIST when an operation of this name is pending.
+int nb_submit(struct nb_comm *comm, const struct nb_op *op, struct nb_work **work, struct nb_error *err);
+
+// Done? Then *code is 0 or the failure.
+bool nb_work_test(const struct nb_work *work, int *code);
+// 0 when done, -EAGAIN after timeout_ms (-1: none), or the operation's failure, described in err.
+int nb_work_wait(struct nb_work *work, int timeout_ms, struct nb_error *err);
+// Of any thread; a work that is not done stays with the engine until it is.
+void nb_work_release(struct nb_work *work);
+
+struct nb_work_times { // nb_now_ns(); 0: not yet
+    int64_t submit_ns;
+    int64_t agreed_ns;
+    int64_t start_ns;
+    int64_t first_byte_ns;
+    int64_t done_ns;
+};
+void nb_work_times(const struct nb_work *work, struct nb_work_times *times);
+
+// 64-bit FNV-1a of the name: the key.
+uint64_t nb_key(const char *name);
+
+#endif

@@ -1,0 +1,253 @@
+// What the files of the engine share. Unless a line says otherwise, a field belongs to the communication thread.
+#ifndef NB_ENGINE_INTERNAL_H
+#define NB_ENGINE_INTERNAL_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "base/arena.h"
+#include "base/hash.h"
+#include "base/list.h"
+#include "base/loop.h"
+#include "coll/reduce.h"
+#include "coll/sched.h"
+#include "engine/engine.h"
+#include "transport/lanes.h"
+
+enum {
+    STREAMS_AUTO_MAX = 16,      // opened when streams=auto
+    SEGMENT_DEFAULT = 256 * 1024,
+    IN_FLIGHT_MAX = 8 * 1024 * 1024,
+    PROBE_FROM_BYTES = 4 * 1024 * 1024, // the first transfer of this size starts the probe
+    NO_ID = 0xffffffff,
+    TICK_MS = 50
+};
+
+// What all ranks must submit alike under one key. Crosses the wire.
+struct desc {
+    uint64_t key;
+    uint64_t bytes;
+    double prescale;
+    double postscale;
+    uint8_t kind;
+    uint8_t dtype;
+    uint8_t redop;
+    uint8_t device;
+    int32_t root;
+    int32_t priority;
+    uint32_t comm;
+    char name[NB_NAME_MAX];
+};
+
+_Static_assert(sizeof(struct desc) == 48 + NB_NAME_MAX, "crosses the wire");
+
+struct nb_comm {
+    struct nb_job *job;
+    uint32_t id;
+    int rank;
+    int size;
+};
+
+struct nb_work {
+    struct nb_list link;           // in the job's inbox, then among its waiting or running works
+    struct nb_hash_node by_key;    // under the job's lock: in flight by name
+    struct nb_comm *comm;
+    _Atomic int refs;              // the caller's and the engine's
+    _Atomic int done;
+    struct nb_error failure;       // valid when done
+    struct desc desc;
+    uint32_t round;
+    uint32_t bucket;
+    uint64_t seq;                  // the operation's number on the wire
+    bool quiet;                    // a probe: not recorded
+    bool running;
+    struct nb_sched sched;
+    size_t element_bytes;
+    nb_reduce_fn reduce;
+    nb_scale_fn scale;
+    int flows_left;
+    struct nb_flow in;
+    struct nb_flow out;
+    struct nb_work_times times;
+    void *fused;                   // the line as one piece, where the caller's pieces are too small to travel
+    int piece_count;               // of the line that travels
+    struct nb_segment *pieces;
+    size_t *starts;                // piece_count + 1 prefix sums
+    int segment_count;             // of the caller's line
+    struct nb_segment *segments;
+};
+
+// One control connection. A message is a header and its body, as bootstrap left the stream.
+struct control {
+    struct nb_watch watch;
+    struct nb_job *job;
+    int peer;
+    bool left; // the peer said that it leaves
+    int64_t heard_ns;
+    unsigned char *in;
+    size_t in_room;
+    size_t in_bytes;
+    unsigned char *out;
+    size_t out_room;
+    size_t out_bytes;
+};
+
+enum control_type {
+    CTL_SUBMIT = 1, // to 0: struct desc each
+    CTL_MASK,       // to 0: uint64_t words: one bit for each cached operation that was submitted
+    CTL_GO,         // from 0: struct wire_go each
+    CTL_REFUSE,     // from 0: struct wire_refuse
+    CTL_PING,       // to 0: int64_t
+    CTL_PONG,       // from 0: struct wire_pong
+    CTL_FAIL,       // to 0: struct wire_failure
+    CTL_ABORT,      // from 0: struct wire_failure
+    CTL_BYE,        // both ways
+    CTL_LEFT,       // from 0: int32_t rank
+    CTL_PROBE,      // from 0: struct wire_probe
+    CTL_STREAMS,    // from 0: struct wire_streams
+    CTL_NOTICE      // from 0: text
+};
+
+struct wire_go {
+    uint64_t seq;
+    uint64_t key;
+    uint32_t id; // by which the key may be named in a mask from now on, or NO_ID
+    uint32_t zero;
+};
+
+struct wire_refuse {
+    uint64_t key;
+    char text[NB_ERROR_TEXT];
+};
+
+struct wire_failure {
+    int32_t code;
+    int32_t peer;
+    char text[NB_ERROR_TEXT];
+};
+
+struct wire_pong {
+    int64_t sent_ns;
+    int64_t here_ns;
+};
+
+struct wire_probe {
+    uint64_t seq;
+    uint32_t lanes;
+    uint32_t slot;
+    uint64_t bytes;
+};
+
+struct wire_streams {
+    uint32_t used;
+    uint32_t count;
+    struct nb_probe_point points[NB_PROBE_MAX];
+};
+
+struct suspicion { // a lane broke: the peer may be dead, or another rank is and the peer left because of it
+    bool raised;
+    int64_t until_ns;
+    struct nb_error why;
+};
+
+struct nb_job {
+    struct nb_job_config config;
+    struct nb_boot boot;
+    int rank;
+    int size;
+    struct nb_comm world;
+    struct nb_loop loop;
+    pthread_t thread;
+    bool thread_runs;
+    struct nb_lanes *lanes;
+    struct control *controls; // rank 0: by rank; others: [0]
+    int control_count;
+    bool *peer_left;          // by rank
+    bool *peer_open;          // by rank: lanes were opened
+    unsigned char *addresses; // all ranks' lane addresses
+
+    pthread_mutex_t lock;     // guards the fields down to the blank line
+    pthread_cond_t finished;
+    struct nb_list inbox;     // works, and
+    struct nb_list maps;      // memory to be mapped, for the communication thread
+    struct nb_hash in_flight; // works by key
+    struct nb_hash rounds;    // struct round: how often a key was used
+    struct nb_error failure;  // sticky
+    struct nb_job_info info;
+    bool stop;
+    bool aborting;
+    struct nb_error abort_why;
+    char notices[4][NB_ERROR_TEXT];
+    int notice_count;
+
+    struct nb_list waiting;   // submitted, not agreed
+    struct nb_list running;
+    bool failed;
+    struct suspicion suspicion;
+    int64_t next_ping_ns;
+    uint64_t *mask;           // cached operations submitted since the last flush
+    size_t mask_words;
+    struct member *member;    // what this rank knows of the agreement
+    struct agree *agree;      // rank 0: what it knows of all
+    struct probe *probe;
+};
+
+// work.c
+size_t nb_work_line(const struct nb_op *op);
+int nb_work_make(struct nb_comm *comm, const struct nb_op *op, struct nb_work **work, struct nb_error *err);
+void nb_work_unref(struct nb_work *work);
+// Done: with job->failure's record or the given one; NULL: success.
+void nb_work_finish(struct nb_work *work, const struct nb_error *why);
+
+// run.c
+void nb_run_start(struct nb_work *work, uint64_t seq);
+void nb_run_cancel(struct nb_work *work);
+// Completes an operation in which no byte moves.
+void nb_run_alone(struct nb_work *work);
+
+// control.c
+int nb_control_init(struct control *control, struct nb_job *job, int peer, int fd, struct nb_error *err);
+void nb_control_fini(struct control *control);
+void nb_control_send(struct control *control, enum control_type type, const void *body, size_t bytes);
+// To every other rank that is still there. Rank 0 only.
+void nb_control_broadcast(struct nb_job *job, enum control_type type, const void *body, size_t bytes);
+// Writes what is queued, until deadline_ns at most.
+void nb_control_drain(struct control *control, int64_t deadline_ns);
+
+// member.c: this rank's side of the agreement
+int nb_member_open(struct nb_job *job, struct nb_error *err);
+void nb_member_close(struct nb_job *job);
+void nb_member_submit(struct nb_job *job, struct nb_work *work);
+void nb_member_flush(struct nb_job *job);
+void nb_member_go(struct nb_job *job, const struct wire_go *go);
+void nb_member_refuse(struct nb_job *job, const struct wire_refuse *refuse);
+void nb_member_message(struct nb_job *job, enum control_type type, const unsigned char *body, size_t bytes);
+
+// agree.c: rank 0's side
+int nb_agree_open(struct nb_job *job, struct nb_error *err);
+void nb_agree_close(struct nb_job *job);
+void nb_agree_submit(struct nb_job *job, int rank, const struct desc *desc);
+void nb_agree_mask(struct nb_job *job, int rank, const uint64_t *words, size_t count);
+void nb_agree_message(struct nb_job *job, int rank, enum control_type type, const unsigned char *body, size_t bytes);
+// Says go for what all ranks have submitted.
+void nb_agree_release(struct nb_job *job);
+void nb_agree_tick(struct nb_job *job, int64_t now_ns);
+uint64_t nb_agree_next_seq(struct nb_job *job);
+
+// probe.c
+int nb_probe_open(struct nb_job *job, struct nb_error *err);
+void nb_probe_close(struct nb_job *job);
+bool nb_probe_wanted(const struct nb_job *job, uint64_t bytes);
+bool nb_probe_busy(const struct nb_job *job);
+void nb_probe_begin(struct nb_job *job);
+void nb_probe_run(struct nb_job *job, const struct wire_probe *order);
+void nb_probe_streams(struct nb_job *job, const struct wire_streams *streams);
+void nb_probe_finished(struct nb_job *job, struct nb_work *work);
+
+// job.c
+void nb_job_fail(struct nb_job *job, const struct nb_error *why, bool tell);
+void nb_job_peer_left(struct nb_job *job, int rank);
+void nb_job_notify(struct nb_job *job, const char *text);
+int nb_job_peer_ready(struct nb_job *job, int peer, struct nb_error *err);
+
+#endif

@@ -1,0 +1,204 @@
+// A rank's side of the agreement: what it has submitted, and what rank 0 answers.
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/bits.h"
+#include "base/clock.h"
+#include "engine/internal.h"
+
+enum { IDS_MAX = 1024 };
+
+// An operation that rank 0 gave a number: it may be named by one bit.
+struct cached {
+    struct nb_hash_node by_key;
+    uint32_t id;
+    bool used;
+    struct desc desc;
+};
+
+struct member {
+    struct cached cached[IDS_MAX];
+    struct nb_hash by_key;
+    uint64_t mask[IDS_MAX / 64];
+    size_t mask_words; // of the mask that hold a bit
+    struct desc *fresh;
+    size_t fresh_count;
+    size_t fresh_room;
+};
+
+int nb_member_open(struct nb_job *job, struct nb_error *err) {
+    job->member = calloc(1, sizeof *job->member);
+    if (job->member == NULL) {
+        return nb_fail(err, -12, "the table of operations");
+    }
+    nb_hash_init(&job->member->by_key);
+    return 0;
+}
+
+void nb_member_close(struct nb_job *job) {
+    if (job->member != NULL) {
+        free(job->member->fresh);
+        free(job->member);
+    }
+}
+
+void nb_member_submit(struct nb_job *job, struct nb_work *work) {
+    struct member *m = job->member;
+    nb_list_insert(&job->waiting, &work->link);
+    struct nb_hash_node *node = nb_hash_get(&m->by_key, work->desc.key);
+    struct cached *cached = node != NULL ? NB_CONTAINER(node, struct cached, by_key) : NULL;
+    if (cached != NULL && memcmp(&cached->desc, &work->desc, sizeof work->desc) == 0) {
+        nb_bits_set(m->mask, cached->id);
+        size_t words = cached->id / 64 + 1;
+        m->mask_words = words > m->mask_words ? words : m->mask_words;
+        return;
+    }
+    if (m->fresh_count == m->fresh_room) {
+        size_t room = m->fresh_room == 0 ? 64 : 2 * m->fresh_room;
+        struct desc *grown = realloc(m->fresh, room * sizeof *grown);
+        if (grown == NULL) {
+            struct nb_error why = {0};
+            nb_fail(&why, -12, "%zu operations submitted", room);
+            nb_job_fail(job, &why, true);
+            return;
+        }
+        m->fresh = grown;
+        m->fresh_room = room;
+    }
+    m->fresh[m->fresh_count++] = work->desc;
+}
+
+void nb_member_flush(struct nb_job *job) {
+    struct member *m = job->member;
+    if (job->rank == 0) {
+        for (size_t i = 0; i < m->fresh_count; i++) {
+            nb_agree_submit(job, 0, &m->fresh[i]);
+        }
+        if (m->mask_words > 0) {
+            nb_agree_mask(job, 0, m->mask, m->mask_words);
+        }
+    } else {
+        if (m->fresh_count > 0) {
+            nb_control_send(&job->controls[0], CTL_SUBMIT, m->fresh, m->fresh_count * sizeof *m->fresh);
+        }
+        if (m->mask_words > 0) {
+            nb_control_send(&job->controls[0], CTL_MASK, m->mask, m->mask_words * sizeof m->mask[0]);
+        }
+    }
+    m->fresh_count = 0;
+    memset(m->mask, 0, m->mask_words * sizeof m->mask[0]);
+    m->mask_words = 0;
+}
+
+static struct nb_work *waiting_find(struct nb_job *job, uint64_t key) {
+    NB_LIST_EACH(it, &job->waiting) {
+        struct nb_work *work = NB_CONTAINER(it, struct nb_work, link);
+        if (work->desc.key == key) {
+            return work;
+        }
+    }
+    return NULL;
+}
+
+static void remember(struct member *m, uint32_t id, const struct desc *desc) {
+    struct cached *cached = &m->cached[id];
+    if (cached->used) {
+        nb_list_remove(&cached->by_key.link);
+    }
+    cached->used = true;
+    cached->id = id;
+    cached->desc = *desc;
+    nb_hash_put(&m->by_key, &cached->by_key, desc->key);
+}
+
+void nb_member_go(struct nb_job *job, const struct wire_go *go) {
+    struct nb_work *work = waiting_find(job, go->key);
+    if (work == NULL) {
+        return; // it was failed here meanwhile
+    }
+    if (go->id < IDS_MAX) {
+        remember(job->member, go->id, &work->desc);
+    }
+    struct nb_error why = {0};
+    work->times.agreed_ns = nb_now_ns();
+    nb_ring_put_at(job->config.ring, work->times.agreed_ns, NB_EV_OP_AGREED, go->key, work->round, 0, 0, 0, 0);
+    bool moves = work->in.blocks + work->out.blocks > 0;
+    if (moves && (nb_job_peer_ready(job, work->sched.to, &why) < 0 || nb_job_peer_ready(job, work->sched.from, &why) < 0)) {
+        nb_job_fail(job, &why, true);
+        return;
+    }
+    nb_run_start(work, go->seq);
+}
+
+void nb_member_refuse(struct nb_job *job, const struct wire_refuse *refuse) {
+    struct nb_work *work = waiting_find(job, refuse->key);
+    struct nb_error why = {0};
+    nb_fail(&why, NB_EMISMATCH, "%.*s", NB_ERROR_TEXT - 1, refuse->text);
+    if (work != NULL) {
+        nb_work_finish(work, &why);
+    }
+}
+
+static void failure_heard(struct nb_job *job, const unsigned char *body, size_t bytes) {
+    struct wire_failure failure;
+    if (bytes != sizeof failure) {
+        return;
+    }
+    memcpy(&failure, body, sizeof failure);
+    failure.text[NB_ERROR_TEXT - 1] = 0;
+    struct nb_error why = {0};
+    nb_fail_peer(&why, failure.code, failure.peer, "%s", failure.text);
+    nb_job_fail(job, &why, false);
+}
+
+static void pong_heard(struct nb_job *job, const unsigned char *body, size_t bytes) {
+    struct wire_pong pong;
+    int64_t now = nb_now_ns();
+    if (bytes == sizeof pong) {
+        memcpy(&pong, body, sizeof pong);
+        int64_t trip = now - pong.sent_ns;
+        int64_t offset = pong.sent_ns + trip / 2 - pong.here_ns;
+        nb_ring_put_at(job->config.ring, now, NB_EV_CLOCK, 0, (uint64_t)offset, (uint64_t)trip, 0, 0, 0);
+    }
+}
+
+static void go_heard(struct nb_job *job, const unsigned char *body, size_t bytes) {
+    for (size_t at = 0; at + sizeof(struct wire_go) <= bytes && !job->failed; at += sizeof(struct wire_go)) {
+        struct wire_go go;
+        memcpy(&go, body + at, sizeof go);
+        nb_member_go(job, &go);
+    }
+}
+
+void nb_member_message(struct nb_job *job, enum control_type type, const unsigned char *body, size_t bytes) {
+    struct wire_refuse refuse;
+    struct wire_probe probe;
+    struct wire_streams streams;
+    char text[NB_ERROR_TEXT] = {0};
+    int32_t rank = 0;
+    if (type == CTL_GO) {
+        go_heard(job, body, bytes);
+    } else if (type == CTL_REFUSE && bytes == sizeof refuse) {
+        memcpy(&refuse, body, bytes);
+        nb_member_refuse(job, &refuse);
+    } else if (type == CTL_ABORT) {
+        failure_heard(job, body, bytes);
+    } else if (type == CTL_PONG) {
+        pong_heard(job, body, bytes);
+    } else if (type == CTL_BYE) {
+        job->controls[0].left = true;
+        nb_job_peer_left(job, 0);
+    } else if (type == CTL_LEFT && bytes == sizeof rank) {
+        memcpy(&rank, body, bytes);
+        nb_job_peer_left(job, rank);
+    } else if (type == CTL_PROBE && bytes == sizeof probe) {
+        memcpy(&probe, body, bytes);
+        nb_probe_run(job, &probe);
+    } else if (type == CTL_STREAMS && bytes == sizeof streams) {
+        memcpy(&streams, body, bytes);
+        nb_probe_streams(job, &streams);
+    } else if (type == CTL_NOTICE) {
+        memcpy(text, body, bytes < sizeof text ? bytes : sizeof text - 1);
+        nb_job_notify(job, text);
+    }
+}

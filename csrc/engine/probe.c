@@ -1,0 +1,207 @@
+// streams=auto: what 1, 2, 4, 8, 16 lanes of this job move, measured once, at its first large transfer, by sums of its
+// own over memory of its own. Rank 0 orders; the smallest count within 2 % of the best is used from then on.
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/clock.h"
+#include "engine/internal.h"
+
+enum {
+    PROBE_SLOTS = 3,                 // sums under way at once, so that lanes never run dry between two
+    PROBE_BYTES_MAX = 8 * 1024 * 1024,
+    PROBE_BYTES_MIN = 1024 * 1024,
+    WINDOW_NS = 50 * 1000 * 1000,
+    COUNT_NS = 500 * 1000 * 1000,    // the longest that one count is measured
+    AGREE_PERCENT = 5,
+    GOOD_PERCENT = 2
+};
+
+struct probe {
+    struct nb_arena arena;
+    bool mapped;
+    bool busy;
+    bool done;
+    // rank 0
+    int lanes;          // being measured
+    bool settled;
+    int under_way;
+    uint64_t bytes;     // of a sum
+    uint64_t moved;     // since the window began
+    int64_t count_ns;   // when this count began
+    int64_t window_ns;  // when this window began
+    double last_rate;
+    struct nb_probe_point last;
+    struct wire_streams result;
+};
+
+int nb_probe_open(struct nb_job *job, struct nb_error *err) {
+    job->probe = calloc(1, sizeof *job->probe);
+    if (job->probe == NULL) {
+        return nb_fail(err, -ENOMEM, "the probe");
+    }
+    job->probe->arena.fd = -1;
+    return 0;
+}
+
+void nb_probe_close(struct nb_job *job) {
+    if (job->probe != NULL) {
+        nb_arena_close(&job->probe->arena);
+        free(job->probe);
+    }
+}
+
+bool nb_probe_wanted(const struct nb_job *job, uint64_t bytes) {
+    return job->config.streams == NB_STREAMS_AUTO && !job->probe->done && bytes >= PROBE_FROM_BYTES;
+}
+
+bool nb_probe_busy(const struct nb_job *job) {
+    return job->probe->busy;
+}
+
+static void order(struct nb_job *job, uint32_t slot) {
+    struct probe *p = job->probe;
+    struct wire_probe message = {
+        .seq = nb_agree_next_seq(job), .lanes = (uint32_t)p->lanes, .slot = slot, .bytes = p->bytes};
+    p->under_way++;
+    nb_control_broadcast(job, CTL_PROBE, &message, sizeof message);
+    nb_probe_run(job, &message);
+}
+
+static void count_begin(struct nb_job *job, int lanes) {
+    struct probe *p = job->probe;
+    p->lanes = lanes;
+    p->settled = false;
+    p->last_rate = 0;
+    p->moved = 0;
+    p->count_ns = nb_now_ns();
+    p->window_ns = p->count_ns;
+    for (uint32_t slot = 0; slot < PROBE_SLOTS && !job->failed; slot++) {
+        order(job, slot);
+    }
+}
+
+void nb_probe_begin(struct nb_job *job) {
+    job->probe->busy = true;
+    job->probe->bytes = PROBE_BYTES_MIN;
+    count_begin(job, 1);
+}
+
+void nb_probe_run(struct nb_job *job, const struct wire_probe *message) {
+    struct probe *p = job->probe;
+    struct nb_error why = {0};
+    int rc = 0;
+    if (p->arena.base == NULL) {
+        rc = nb_arena_open(&p->arena, (size_t)PROBE_SLOTS * PROBE_BYTES_MAX, &why);
+        if (rc == 0) {
+            rc = nb_lanes_map(job->lanes, p->arena.base, p->arena.bytes, &why);
+        }
+    }
+    if (rc == 0 && (message->slot >= PROBE_SLOTS || message->bytes > PROBE_BYTES_MAX)) {
+        rc = nb_fail_peer(&why, NB_EWIRE, 0, "rank 0 asked for an impossible probe");
+    }
+    struct nb_segment segment = {.base = (char *)p->arena.base + message->slot * (size_t)PROBE_BYTES_MAX,
+                                 .bytes = message->bytes};
+    struct nb_op op = {.name = "probe",
+                       .kind = NB_OP_ALLREDUCE,
+                       .dtype = NB_F32,
+                       .segments = &segment,
+                       .segment_count = 1};
+    struct nb_work *work = NULL;
+    if (rc == 0) {
+        rc = nb_job_peer_ready(job, (job->rank + 1) % job->size, &why);
+    }
+    if (rc == 0) {
+        rc = nb_work_make(&job->world, &op, &work, &why);
+    }
+    if (rc < 0) {
+        nb_job_fail(job, &why, true);
+        return;
+    }
+    work->refs = 1;
+    work->quiet = true;
+    work->bucket = message->slot;
+    nb_lanes_use(job->lanes, (int)message->lanes);
+    nb_run_start(work, message->seq);
+}
+
+// The smallest count that is nearly the best.
+static uint32_t choose(const struct wire_streams *result) {
+    double best = 0;
+    for (uint32_t i = 0; i < result->count; i++) {
+        double rate = (double)result->points[i].bytes / (double)result->points[i].ns;
+        best = rate > best ? rate : best;
+    }
+    for (uint32_t i = 0; i < result->count; i++) {
+        double rate = (double)result->points[i].bytes / (double)result->points[i].ns;
+        if (rate >= best * (100 - GOOD_PERCENT) / 100) {
+            return (uint32_t)result->points[i].lanes;
+        }
+    }
+    return 1;
+}
+
+static void count_end(struct nb_job *job) {
+    struct probe *p = job->probe;
+    p->result.points[p->result.count++] = p->last;
+    int next = p->lanes * 2;
+    if (next <= job->info.streams_open && p->result.count < NB_PROBE_MAX) {
+        count_begin(job, next);
+        return;
+    }
+    p->result.used = choose(&p->result);
+    p->busy = false;
+    nb_control_broadcast(job, CTL_STREAMS, &p->result, sizeof p->result);
+    nb_probe_streams(job, &p->result);
+    nb_agree_release(job);
+}
+
+// A window ends: settled when it agrees with the one before, or when time is up.
+static void window_end(struct probe *p, int64_t now) {
+    double rate = (double)p->moved / (double)(now - p->window_ns);
+    double low = p->last_rate * (100 - AGREE_PERCENT) / 100;
+    double high = p->last_rate * (100 + AGREE_PERCENT) / 100;
+    p->settled = (rate >= low && rate <= high) || now - p->count_ns >= COUNT_NS;
+    p->last = (struct nb_probe_point){.lanes = p->lanes, .bytes = p->moved, .ns = now - p->window_ns};
+    p->last_rate = rate;
+    p->moved = 0;
+    p->window_ns = now;
+}
+
+void nb_probe_finished(struct nb_job *job, struct nb_work *work) {
+    struct probe *p = job->probe;
+    uint64_t moved = work->out.bytes_moved;
+    uint32_t slot = work->bucket;
+    nb_work_finish(work, NULL);
+    if (job->rank != 0 || job->failed) {
+        return;
+    }
+    int64_t now = nb_now_ns();
+    p->under_way--;
+    p->moved += moved;
+    if (!p->settled && now - p->window_ns >= WINDOW_NS) {
+        window_end(p, now);
+    } else if (!p->settled && p->bytes < PROBE_BYTES_MAX && now - p->count_ns < WINDOW_NS) {
+        p->bytes *= 2; // a sum that is over this soon is too small to fill the lanes
+    }
+    if (!p->settled) {
+        order(job, slot);
+    } else if (p->under_way == 0) {
+        count_end(job);
+    }
+}
+
+void nb_probe_streams(struct nb_job *job, const struct wire_streams *streams) {
+    struct probe *p = job->probe;
+    p->done = true;
+    nb_lanes_use(job->lanes, (int)streams->used);
+    pthread_mutex_lock(&job->lock);
+    job->info.streams_used = (int)streams->used;
+    job->info.probe_count = (int)(streams->count < NB_PROBE_MAX ? streams->count : NB_PROBE_MAX);
+    memcpy(job->info.probe, streams->points, sizeof job->info.probe);
+    pthread_mutex_unlock(&job->lock);
+    for (int i = 0; i < job->info.probe_count; i++) {
+        const struct nb_probe_point *at = &streams->points[i];
+        nb_ring_put(job->config.ring, NB_EV_PROBE, 0, (uint64_t)at->lanes, at->bytes, (uint64_t)at->ns, 0, 0);
+    }
+}

@@ -1,0 +1,367 @@
+// An operation from submit to release, as the caller sees it.
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/bits.h"
+#include "base/clock.h"
+#include "engine/internal.h"
+
+enum { PIECES_MAX = NB_LANE_IOV_MAX - 1 }; // of one block
+
+struct round {
+    struct nb_hash_node node;
+    uint32_t count;
+};
+
+uint64_t nb_key(const char *name) {
+    uint64_t hash = 14695981039346656037u;
+    for (const unsigned char *c = (const unsigned char *)name; *c != 0; c++) {
+        hash = (hash ^ *c) * 1099511628211u;
+    }
+    return hash;
+}
+
+size_t nb_work_line(const struct nb_op *op) {
+    size_t bytes = 0;
+    for (int i = 0; i < op->segment_count; i++) {
+        bytes += op->segments[i].bytes;
+    }
+    return bytes;
+}
+
+static int op_check(const struct nb_comm *comm, const struct nb_op *op, struct nb_error *err) {
+    size_t element = nb_dtype_size(op->dtype);
+    if (op->name == NULL || op->name[0] == 0 || strlen(op->name) >= NB_NAME_MAX) {
+        return nb_fail(err, -EINVAL, "a name of 1 to %d characters is needed", NB_NAME_MAX - 1);
+    }
+    if (element == 0) {
+        return nb_fail(err, -EINVAL, "%s: no dtype has the number %d", op->name, op->dtype);
+    }
+    if (op->redop < 0 || op->redop >= NB_REDOPS) {
+        return nb_fail(err, -EINVAL, "%s: no reduction has the number %d", op->name, op->redop);
+    }
+    if (op->root < 0 || op->root >= comm->size) {
+        return nb_fail(err, -EINVAL, "%s: root %d is not among %d ranks", op->name, op->root, comm->size);
+    }
+    if (op->device != 0) {
+        return nb_fail(err, -EINVAL, "%s: only host memory can travel, not device %d", op->name, op->device);
+    }
+    for (int i = 0; i < op->segment_count; i++) {
+        if (op->segments[i].bytes % element != 0) {
+            return nb_fail(err, -EINVAL, "%s: a piece of %zu bytes is not whole %s elements", op->name,
+                           op->segments[i].bytes, nb_dtype_name(op->dtype));
+        }
+    }
+    bool parts = op->kind == NB_OP_ALLGATHER || op->kind == NB_OP_REDUCESCATTER;
+    if (parts && nb_work_line(op) % ((size_t)comm->size * element) != 0) {
+        return nb_fail(err, -EINVAL, "%s: %zu bytes are not %d equal parts", op->name, nb_work_line(op), comm->size);
+    }
+    return 0;
+}
+
+static enum nb_sched_kind schedule_for(const struct nb_op *op) {
+    static const enum nb_sched_kind kinds[NB_OP_KINDS] = {[NB_OP_ALLREDUCE] = NB_SCHED_RING_ALLREDUCE,
+                                                          [NB_OP_ALLGATHER] = NB_SCHED_RING_ALLGATHER,
+                                                          [NB_OP_REDUCESCATTER] = NB_SCHED_RING_REDUCESCATTER,
+                                                          [NB_OP_BROADCAST] = NB_SCHED_CHAIN_BROADCAST,
+                                                          [NB_OP_BARRIER] = NB_SCHED_NONE};
+    return kinds[op->kind];
+}
+
+static size_t line_starts(const struct nb_segment *pieces, int count, size_t *starts) {
+    size_t at = 0;
+    for (int i = 0; i < count; i++) {
+        starts[i] = at;
+        at += pieces[i].bytes;
+    }
+    starts[count] = at;
+    return at;
+}
+
+// True when some block of the line lies in more pieces than one segment can carry.
+static bool too_scattered(const struct nb_work *work) {
+    size_t block = work->sched.block_bytes;
+    int first = 0;
+    for (int i = 0; i < work->piece_count; i++) {
+        while (work->starts[first + 1] + block <= work->starts[i]) {
+            first++;
+        }
+        if (i - first + 1 > PIECES_MAX) {
+            return true;
+        }
+    }
+    return false;
+}
+
+// The line as one piece of memory of the engine's own.
+static int fuse(struct nb_work *work, struct nb_error *err) {
+    size_t bytes = work->starts[work->piece_count];
+    work->fused = malloc(bytes);
+    if (work->fused == NULL) {
+        return nb_fail(err, -ENOMEM, "%s: %zu bytes to join %d pieces", work->desc.name, bytes, work->piece_count);
+    }
+    for (int i = 0; i < work->piece_count; i++) {
+        memcpy((char *)work->fused + work->starts[i], work->pieces[i].base, work->pieces[i].bytes);
+    }
+    work->pieces[0] = (struct nb_segment){.base = work->fused, .bytes = bytes};
+    work->piece_count = 1;
+    work->starts[1] = bytes;
+    return 0;
+}
+
+static void unfuse(const struct nb_work *work) {
+    size_t at = 0;
+    for (int i = 0; i < work->segment_count; i++) {
+        memcpy(work->segments[i].base, (char *)work->fused + at, work->segments[i].bytes);
+        at += work->segments[i].bytes;
+    }
+}
+
+static void desc_fill(struct desc *desc, const struct nb_comm *comm, const struct nb_op *op) {
+    memset(desc, 0, sizeof *desc);
+    desc->key = op->key != 0 ? op->key : nb_key(op->name);
+    desc->bytes = nb_work_line(op);
+    desc->prescale = op->prescale == 0 ? 1 : op->prescale;
+    desc->postscale = op->postscale == 0 ? 1 : op->postscale;
+    desc->kind = (uint8_t)op->kind;
+    desc->dtype = (uint8_t)op->dtype;
+    desc->redop = (uint8_t)op->redop;
+    desc->root = op->root;
+    desc->priority = op->priority;
+    desc->comm = comm->id;
+    strncpy(desc->name, op->name, NB_NAME_MAX - 1);
+}
+
+static struct nb_work *work_alloc(int segments) {
+    size_t pieces = (size_t)segments + 1;
+    struct nb_work *work = calloc(1, sizeof *work);
+    struct nb_segment *memory = calloc(2 * pieces, sizeof *memory);
+    size_t *starts = calloc(pieces + 1, sizeof *starts);
+    if (work == NULL || memory == NULL || starts == NULL) {
+        free(work);
+        free(memory);
+        free(starts);
+        return NULL;
+    }
+    work->pieces = memory;
+    work->segments = memory + pieces;
+    work->starts = starts;
+    return work;
+}
+
+static int flows_alloc(struct nb_work *work, struct nb_error *err) {
+    uint32_t in = nb_sched_blocks_in(&work->sched);
+    uint32_t out = nb_sched_blocks_out(&work->sched);
+    work->in.map = calloc(nb_bits_words(in) + 1, sizeof(uint64_t));
+    work->out.map = calloc(nb_bits_words(out) + 1, sizeof(uint64_t));
+    if (work->in.map == NULL || work->out.map == NULL) {
+        return nb_fail(err, -ENOMEM, "%s: maps of %u blocks", work->desc.name, in + out);
+    }
+    work->in.blocks = in;
+    work->out.blocks = out;
+    return 0;
+}
+
+int nb_work_make(struct nb_comm *comm, const struct nb_op *op, struct nb_work **out, struct nb_error *err) {
+    int rc = op_check(comm, op, err);
+    if (rc < 0) {
+        return rc;
+    }
+    struct nb_work *work = work_alloc(op->segment_count);
+    if (work == NULL) {
+        return nb_fail(err, -ENOMEM, "%s: %d pieces", op->name, op->segment_count);
+    }
+    nb_list_init(&work->link);
+    nb_list_init(&work->by_key.link);
+    work->comm = comm;
+    work->refs = 2;
+    work->bucket = op->bucket;
+    desc_fill(&work->desc, comm, op);
+    for (int i = 0; i < op->segment_count; i++) {
+        work->segments[i] = op->segments[i];
+        if (op->segments[i].bytes > 0) {
+            work->pieces[work->piece_count++] = op->segments[i];
+        }
+    }
+    work->segment_count = op->segment_count;
+    size_t bytes = line_starts(work->pieces, work->piece_count, work->starts);
+    work->element_bytes = nb_dtype_size(op->dtype);
+    enum nb_isa isa = nb_reduce_best();
+    work->reduce = nb_reduce_kernel(isa, op->dtype, op->redop);
+    work->scale = nb_scale_kernel(isa, op->dtype);
+    nb_sched_init(&work->sched, schedule_for(op), comm->rank, comm->size, op->root, bytes, work->element_bytes);
+    if (work->piece_count > 1 && too_scattered(work)) {
+        rc = fuse(work, err);
+    }
+    if (rc == 0) {
+        rc = flows_alloc(work, err);
+    }
+    if (rc < 0) {
+        work->refs = 1;
+        nb_work_unref(work);
+        return rc;
+    }
+    *out = work;
+    return 0;
+}
+
+void nb_work_unref(struct nb_work *work) {
+    if (atomic_fetch_sub(&work->refs, 1) > 1) {
+        return;
+    }
+    free(work->fused);
+    free(work->in.map);
+    free(work->out.map);
+    free(work->pieces);
+    free(work->starts);
+    free(work);
+}
+
+static uint32_t round_next(struct nb_job *job, uint64_t key) {
+    struct nb_hash_node *node = nb_hash_get(&job->rounds, key);
+    struct round *round = node != NULL ? NB_CONTAINER(node, struct round, node) : calloc(1, sizeof *round);
+    if (round == NULL) {
+        return 0;
+    }
+    if (node == NULL) {
+        nb_hash_put(&job->rounds, &round->node, key);
+    }
+    return round->count++;
+}
+
+int nb_submit(struct nb_comm *comm, const struct nb_op *op, struct nb_work **out, struct nb_error *err) {
+    struct nb_job *job = comm->job;
+    struct nb_work *work = NULL;
+    int rc = nb_work_make(comm, op, &work, err);
+    if (rc < 0) {
+        return rc;
+    }
+    work->times.submit_ns = nb_now_ns();
+    pthread_mutex_lock(&job->lock);
+    if (job->failure.code != 0 || job->stop) {
+        const struct nb_error closed = {.code = NB_ECLOSED, .peer = NB_NO_PEER, .text = "the job was shut down"};
+        *err = job->failure.code != 0 ? job->failure : closed;
+        rc = err->code;
+    } else if (nb_hash_get(&job->in_flight, work->desc.key) != NULL) {
+        rc = nb_fail(err, -EEXIST, "%s: an operation of this name is still under way on rank %d", op->name, job->rank);
+    } else {
+        nb_hash_put(&job->in_flight, &work->by_key, work->desc.key);
+        work->round = round_next(job, work->desc.key);
+        if (comm->size > 1) {
+            nb_list_insert(&job->inbox, &work->link);
+        }
+    }
+    pthread_mutex_unlock(&job->lock);
+    if (rc < 0) {
+        work->refs = 1;
+        nb_work_unref(work);
+        return rc;
+    }
+    const struct desc *d = &work->desc;
+    uint64_t packed = (uint64_t)d->kind | (uint64_t)d->dtype << 8 | (uint64_t)(uint32_t)d->priority << 32;
+    nb_ring_put_at(job->config.ring, work->times.submit_ns, NB_EV_OP_SUBMIT, d->key, work->round, d->bytes,
+                   work->bucket, d->comm, packed);
+    *out = work;
+    if (comm->size > 1) {
+        nb_loop_wake(&job->loop);
+    } else {
+        nb_run_alone(work);
+    }
+    return 0;
+}
+
+// Bytes of the operation by lane, and the end, into the ring.
+static void work_record(struct nb_work *work) {
+    struct nb_job *job = work->comm->job;
+    uint64_t key = work->desc.key;
+    uint64_t sent = 0;
+    uint64_t received = 0;
+    if (job->config.ring == NULL || work->quiet) {
+        return;
+    }
+    for (int i = 0; work->running && job->lanes != NULL && i < job->info.streams_open; i++) {
+        uint64_t out = work->out.lane_bytes[i];
+        uint64_t in = work->in.lane_bytes[i];
+        sent += out;
+        received += in;
+        if (out + in > 0) {
+            nb_ring_put(job->config.ring, NB_EV_OP_LANE, key, work->round, (uint64_t)i, out, in, 0);
+        }
+    }
+    if (work->times.first_byte_ns != 0) {
+        nb_ring_put_at(job->config.ring, work->times.first_byte_ns, NB_EV_OP_FIRST_BYTE, key, work->round, 0, 0, 0, 0);
+    }
+    nb_ring_put_at(job->config.ring, work->times.done_ns, NB_EV_OP_DONE, key, work->round, sent, received,
+                   (uint64_t)work->sched.kind, (uint64_t)(int64_t)work->failure.code);
+}
+
+void nb_work_finish(struct nb_work *work, const struct nb_error *why) {
+    struct nb_job *job = work->comm->job;
+    if (why != NULL) {
+        work->failure = *why;
+    } else if (work->fused != NULL) {
+        unfuse(work);
+    }
+    work->times.first_byte_ns = work->in.first_ns;
+    work->times.done_ns = nb_now_ns();
+    work_record(work);
+    nb_list_remove(&work->link);
+    if (work->quiet) {
+        nb_work_unref(work);
+        return;
+    }
+    pthread_mutex_lock(&job->lock);
+    nb_list_remove(&work->by_key.link);
+    atomic_store_explicit(&work->done, 1, memory_order_release);
+    pthread_cond_broadcast(&job->finished);
+    pthread_mutex_unlock(&job->lock);
+    nb_work_unref(work);
+}
+
+bool nb_work_test(const struct nb_work *work, int *code) {
+    if (atomic_load_explicit(&work->done, memory_order_acquire) == 0) {
+        return false;
+    }
+    *code = work->failure.code;
+    return true;
+}
+
+int nb_work_wait(struct nb_work *work, int timeout_ms, struct nb_error *err) {
+    struct nb_job *job = work->comm->job;
+    int code = 0;
+    if (!nb_work_test(work, &code)) {
+        struct timespec until;
+        clock_gettime(CLOCK_MONOTONIC, &until);
+        until.tv_sec += timeout_ms / 1000;
+        until.tv_nsec += (long)(timeout_ms % 1000) * 1000000;
+        until.tv_sec += until.tv_nsec / 1000000000;
+        until.tv_nsec %= 1000000000;
+        int rc = 0;
+        pthread_mutex_lock(&job->lock);
+        while (rc == 0 && !nb_work_test(work, &code)) {
+            rc = timeout_ms < 0 ? pthread_cond_wait(&job->finished, &job->lock)
+                                : pthread_cond_timedwait(&job->finished, &job->lock, &until);
+        }
+        pthread_mutex_unlock(&job->lock);
+    }
+    if (!nb_work_test(work, &code)) {
+        return -EAGAIN;
+    }
+    if (code != 0 && err != NULL) {
+        *err = work->failure;
+    }
+    return code;
+}
+
+void nb_work_release(struct nb_work *work) {
+    if (work != NULL) {
+        nb_work_unref(work);
+    }
+}
+
+void nb_work_times(const struct nb_work *work, struct nb_work_times *times) {
+    int code;
+    bool done = nb_work_test(work, &code);
+    *times = done ? work->times : (struct nb_work_times){.submit_ns = work->times.submit_ns};
+}

@@ -1,0 +1,258 @@
+// How does a Comm come about? Arguments are checked before any I/O; then join, clock, job, with the GIL released.
+#include "py/comm.h"
+
+#include <string.h>
+
+#include "base/clock.h"
+#include "transport/transport.h"
+
+struct open_args {
+    PyObject *rank;
+    PyObject *size;
+    PyObject *secret;
+    PyObject *listener;
+    PyObject *address;
+    PyObject *tag;
+    PyObject *transport;
+    PyObject *streams;
+    PyObject *provider;
+    PyObject *library;
+    PyObject *ifname;
+    PyObject *ports;
+    PyObject *segment_bytes;
+    PyObject *timeout;
+    PyObject *stall;
+    PyObject *recorder;
+};
+
+// What the join and the job need, in C.
+struct open_plan {
+    struct nb_boot_config boot;
+    struct nb_job_config job;
+    const char *address;
+    PyObject *listener; // borrowed; NULL: none
+};
+
+static int parse(PyObject *args, PyObject *kwargs, struct open_args *in) {
+    static const char *const keywords[] = {"rank",          "size",      "secret",  "listener", "address",  "tag",
+                                           "transport",     "streams",   "provider", "library", "ifname",   "ports",
+                                           "segment_bytes", "timeout_s", "stall_s", "recorder", NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$OOOOOOOOOOOOOO:Comm", (char **)keywords, &in->rank, &in->size,
+                                     &in->secret, &in->listener, &in->address, &in->tag, &in->transport, &in->streams,
+                                     &in->provider, &in->library, &in->ifname, &in->ports, &in->segment_bytes,
+                                     &in->timeout, &in->stall, &in->recorder)) {
+        return -1;
+    }
+    if (in->secret == NULL) {
+        PyErr_SetString(PyExc_TypeError, "Comm() needs the keyword argument 'secret'");
+        return -1;
+    }
+    return 0;
+}
+
+// The text of a string argument, valid as long as self->strings; `missing` where it is None or not given.
+static int get_text(struct core_comm *self, const char *name, PyObject *value, const char *missing, const char **out) {
+    *out = missing;
+    if (value == NULL || value == Py_None) {
+        return 0;
+    }
+    if (!PyUnicode_Check(value)) {
+        PyErr_Format(PyExc_TypeError, "%s must be a string, not %R", name, value);
+        return -1;
+    }
+    Py_ssize_t bytes;
+    const char *text = PyUnicode_AsUTF8AndSize(value, &bytes);
+    if (text == NULL || PyList_Append(self->strings, value) < 0) {
+        return -1;
+    }
+    if (strlen(text) != (size_t)bytes) {
+        PyErr_Format(PyExc_ValueError, "%s must not hold a null character: %R", name, value);
+        return -1;
+    }
+    *out = text;
+    return 0;
+}
+
+static int get_texts(struct core_comm *self, const struct open_args *in, struct open_plan *plan) {
+    if (get_text(self, "address", in->address, NULL, &plan->address) < 0 ||
+        get_text(self, "tag", in->tag, "", &plan->boot.tag) < 0 ||
+        get_text(self, "transport", in->transport, "tcp", &plan->job.transport) < 0 ||
+        get_text(self, "provider", in->provider, NULL, &plan->job.provider) < 0 ||
+        get_text(self, "library", in->library, NULL, &plan->job.library) < 0 ||
+        get_text(self, "ifname", in->ifname, NULL, &plan->boot.ifname) < 0) {
+        return -1;
+    }
+    plan->job.ifname = plan->boot.ifname;
+    if (nb_transport_find(plan->job.transport) == NULL) {
+        PyErr_Format(PyExc_ValueError, "transport must be one of transports(), not \"%s\"", plan->job.transport);
+        return -1;
+    }
+    return 0;
+}
+
+static int optional_long(const char *name, PyObject *value, long high, long *out) {
+    *out = 0;
+    return value == NULL ? 0 : core_get_long(name, value, 0, high, out);
+}
+
+static int optional_timeout(const char *name, PyObject *value, int low_ms, int missing_ms, int *out_ms) {
+    *out_ms = missing_ms;
+    return value == NULL ? 0 : core_get_timeout(name, value, low_ms, out_ms);
+}
+
+static int get_numbers(struct core_comm *self, const struct open_args *in, struct open_plan *plan) {
+    long rank;
+    long size;
+    long streams;
+    long segment;
+    if (core_get_long("size", in->size, 1, INT32_MAX, &size) < 0 ||
+        core_get_long("rank", in->rank, 0, size - 1, &rank) < 0 ||
+        optional_long("streams", in->streams, NB_LANES_MAX, &streams) < 0 ||
+        optional_long("segment_bytes", in->segment_bytes, NB_SEGMENT_MAX, &segment) < 0 ||
+        core_get_ports(in->ports, &plan->boot.ports) < 0 ||
+        optional_timeout("timeout_s", in->timeout, 1, 30000, &plan->boot.timeout_ms) < 0 ||
+        optional_timeout("stall_s", in->stall, 0, 60000, &plan->job.stall_ms) < 0) {
+        return -1;
+    }
+    self->rank = (int)rank;
+    self->size = (int)size;
+    plan->boot.rank = self->rank;
+    plan->boot.size = self->size;
+    plan->job.streams = (int)streams;
+    plan->job.segment_bytes = (size_t)segment;
+    plan->job.ports = plan->boot.ports;
+    plan->job.timeout_ms = plan->boot.timeout_ms;
+    return 0;
+}
+
+static int get_secret(struct core_comm *self, PyObject *secret, struct nb_boot_config *config) {
+    char *bytes;
+    Py_ssize_t count;
+    if (PyBytes_AsStringAndSize(secret, &bytes, &count) < 0) {
+        return -1;
+    }
+    if (config->size > 1 && (count < 16 || count > NB_SECRET_MAX)) {
+        PyErr_Format(PyExc_ValueError, "secret must have 16 to %d bytes, not %zd", NB_SECRET_MAX, count);
+        return -1;
+    }
+    config->secret = (const unsigned char *)bytes;
+    config->secret_bytes = (size_t)count;
+    return PyList_Append(self->strings, secret);
+}
+
+// Who gives the listener, and who the address.
+static int get_door(PyObject *listener, const struct core_state *state, struct open_plan *plan) {
+    if (listener != NULL && listener != Py_None) {
+        if (!Py_IS_TYPE(listener, state->types[CORE_LISTENER])) {
+            PyErr_Format(PyExc_TypeError, "listener must be a Listener, not %R", listener);
+            return -1;
+        }
+        plan->listener = listener;
+    }
+    int rank = plan->boot.rank;
+    if (plan->boot.size == 1) {
+        plan->listener = NULL;
+        plan->address = NULL;
+        return 0;
+    }
+    if (rank == 0 && plan->listener == NULL) {
+        PyErr_SetString(PyExc_ValueError, "listener must be given on rank 0 of more than one rank");
+        return -1;
+    }
+    if (rank > 0 && (plan->address == NULL || plan->listener != NULL)) {
+        PyErr_Format(PyExc_ValueError, "address of rank 0, and no listener, must be given on rank %d", rank);
+        return -1;
+    }
+    if (rank == 0) {
+        plan->address = NULL;
+        return 0;
+    }
+    struct nb_sockaddr addr;
+    struct nb_error err = {0};
+    int rc = nb_sock_parse(plan->address, &addr, &err);
+    if (rc < 0) {
+        core_raise(state, rc, &err);
+        return -1;
+    }
+    return 0;
+}
+
+static int get_recorder(struct core_comm *self, PyObject *recorder, const struct core_state *state,
+                        struct open_plan *plan) {
+    if (recorder == NULL || recorder == Py_None) {
+        return 0;
+    }
+    if (!Py_IS_TYPE(recorder, state->types[CORE_RECORDER])) {
+        PyErr_Format(PyExc_TypeError, "recorder must be a Recorder, not %R", recorder);
+        return -1;
+    }
+    plan->job.ring = core_recorder_take(recorder);
+    if (plan->job.ring == NULL) {
+        return -1;
+    }
+    self->recorder = Py_NewRef(recorder);
+    self->recording = true;
+    return 0;
+}
+
+// Without the GIL.
+static int join(struct core_comm *self, struct open_plan *plan, struct nb_listener *door, struct nb_error *err) {
+    int64_t round_trip_ns = 0;
+    int rc = nb_boot_join(&self->boot, &plan->boot, door, plan->address, err);
+    if (rc < 0) {
+        return rc;
+    }
+    rc = nb_boot_clock(&self->boot, &self->clock_offset_ns, &round_trip_ns, err);
+    if (rc == 0) {
+        nb_ring_put(plan->job.ring, NB_EV_CLOCK, 0, (uint64_t)self->clock_offset_ns, (uint64_t)round_trip_ns, 0, 0, 0);
+        plan->job.boot = &self->boot;
+        plan->job.clock_offset_ns = self->clock_offset_ns;
+        rc = nb_job_open(&self->job, &plan->job, err);
+    }
+    if (rc < 0) {
+        nb_boot_close(&self->boot);
+    }
+    return rc;
+}
+
+static int connect_all(struct core_comm *self, struct open_plan *plan, const struct core_state *state) {
+    struct nb_listener *door = NULL;
+    if (plan->listener != NULL) {
+        door = core_listener_use(plan->listener);
+        if (door == NULL) {
+            return -1;
+        }
+    }
+    struct nb_error err = {0};
+    int rc;
+    Py_BEGIN_ALLOW_THREADS
+    rc = join(self, plan, door, &err);
+    Py_END_ALLOW_THREADS
+    if (door != NULL) {
+        core_listener_done(plan->listener);
+    }
+    if (rc < 0) {
+        if (self->recording) {
+            self->recording = false;
+            core_recorder_drop(self->recorder);
+        }
+        core_raise(state, rc, &err);
+        return -1;
+    }
+    return 0;
+}
+
+int core_comm_open(struct core_comm *self, PyObject *args, PyObject *kwargs) {
+    const struct core_state *state = core_state_of((PyObject *)self);
+    struct open_args in = {0};
+    struct open_plan plan = {0};
+    self->strings = PyList_New(0);
+    self->mapped = PyList_New(0);
+    if (self->strings == NULL || self->mapped == NULL || parse(args, kwargs, &in) < 0 ||
+        get_numbers(self, &in, &plan) < 0 || get_texts(self, &in, &plan) < 0 ||
+        get_secret(self, in.secret, &plan.boot) < 0 || get_door(in.listener, state, &plan) < 0 ||
+        get_recorder(self, in.recorder, state, &plan) < 0) {
+        return -1;
+    }
+    return connect_all(self, &plan, state);
+}

@@ -1,0 +1,81 @@
+// The inside of a GradHook: parameters, buckets, and what has happened to them in this step. Everything under the GIL.
+#ifndef NB_PY_GRADHOOK_H
+#define NB_PY_GRADHOOK_H
+
+#include "py/core.h"
+
+// A submitted bucket is one line: what lies between two gradients that travel directly is one segment more.
+enum { GRADHOOK_DIRECT_MAX = (NB_SEGMENTS_MAX - 1) / 2 };
+
+struct gradhook_param {
+    PyObject *parameter;
+    PyObject *view;
+    PyObject *dtype;  // of the view
+    PyObject *direct; // the gradient that travels from its own memory, until the wait; else NULL
+    void *direct_base;
+    char *memory; // in the bucket
+    size_t offset;
+    size_t bytes;
+    uint32_t bucket;
+    uint32_t left; // passes until it is ready
+    bool dense;    // the view is contiguous, as a gradient that can be copied at once
+    bool ordered;  // is in `order`
+};
+
+struct gradhook_bucket {
+    char name[NB_NAME_MAX];
+    int dtype;
+    int priority;
+    char *base;
+    size_t bytes;
+    uint32_t *members; // parameters, by offset
+    uint32_t member_count;
+    uint32_t left;   // members that are not ready
+    uint32_t direct; // members that travel directly
+    bool sent;       // and not waited for
+    bool round;      // was sent since the last complete step
+    struct core_hold *hold; // sent to a Comm
+    PyObject *future;       // sent to a callable
+};
+
+struct core_gradhook {
+    PyObject_HEAD
+    PyObject *recorder; // or NULL
+    PyObject *target;   // a Comm, a callable, or NULL: nowhere
+    PyObject *keep;
+    bool native; // the target is a Comm
+    bool busy;   // waiting without the GIL
+    double prescale;
+    double postscale;
+    int redop;
+    size_t direct_bytes;
+    uint32_t passes;
+    uint32_t param_count;
+    struct gradhook_param *params;
+    uint32_t bucket_count;
+    struct gradhook_bucket *buckets;
+    uint32_t *members;
+    uint32_t *order; // of readiness in this step
+    uint32_t order_count;
+    uint32_t *last_order; // in the last complete step
+    uint32_t last_count;
+    uint32_t pending; // buckets that are sent
+};
+
+// gradhook_open.c: checks the arguments and fills self; 0, or -1 with an exception.
+int gradhook_open(struct core_gradhook *self, PyObject *args, PyObject *kwargs);
+
+// gradhook_place.c: brings the gradient of a parameter to where its bucket is sent from; 0, or -1 with an exception.
+int gradhook_place(struct core_gradhook *self, struct gradhook_param *param);
+
+// gradhook_bucket.c
+// A gradient was accumulated.
+int gradhook_fire(struct core_gradhook *self, uint32_t index);
+int gradhook_flush(struct core_gradhook *self);
+int gradhook_wait(struct core_gradhook *self);
+// Every parameter and bucket as at the start of a step. Nothing may be pending.
+void gradhook_rearm(struct core_gradhook *self);
+// Leaves what is in flight to the Comm.
+void gradhook_abandon(struct core_gradhook *self);
+
+#endif

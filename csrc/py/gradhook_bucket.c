@@ -1,0 +1,331 @@
+// When is a bucket complete, and what happens then? Counts down, sends, waits, re-arms.
+#include "py/gradhook.h"
+
+#include "base/clock.h"
+
+static PyObject *object_of(struct core_gradhook *self) {
+    return (PyObject *)self;
+}
+
+static void stamp(const struct core_gradhook *self, enum nb_event_kind kind, uint64_t key) {
+    if (self->recorder != NULL) {
+        nb_ring_put(core_recorder_ring(self->recorder), kind, key, 0, 0, 0, 0, 0);
+    }
+}
+
+// The bucket's line: its memory, with the gradients that travel directly in their places. Returns how many segments.
+static int build_line(const struct core_gradhook *self, const struct gradhook_bucket *bucket,
+                      struct nb_segment *segments) {
+    int count = 0;
+    size_t at = 0;
+    for (uint32_t i = 0; i < bucket->member_count; i++) {
+        const struct gradhook_param *param = &self->params[bucket->members[i]];
+        if (param->direct == NULL) {
+            continue;
+        }
+        if (param->offset > at) {
+            segments[count++] = (struct nb_segment){.base = bucket->base + at, .bytes = param->offset - at};
+        }
+        segments[count++] = (struct nb_segment){.base = param->direct_base, .bytes = param->bytes};
+        at = param->offset + param->bytes;
+    }
+    if (bucket->bytes > at) {
+        segments[count++] = (struct nb_segment){.base = bucket->base + at, .bytes = bucket->bytes - at};
+    }
+    return count;
+}
+
+static int send_native(struct core_gradhook *self, struct gradhook_bucket *bucket) {
+    struct nb_segment segments[NB_SEGMENTS_MAX];
+    struct core_hold *hold = core_hold_new();
+    if (hold == NULL) {
+        return -1;
+    }
+    struct nb_op op = {
+        .name = bucket->name,
+        .kind = NB_OP_ALLREDUCE,
+        .dtype = bucket->dtype,
+        .redop = self->redop,
+        .priority = bucket->priority,
+        .prescale = self->prescale,
+        .postscale = self->postscale,
+        .segments = segments,
+        .segment_count = build_line(self, bucket, segments),
+        .bucket = (uint32_t)(bucket - self->buckets) + 1,
+    };
+    if (core_comm_submit(self->target, &op, hold) < 0) {
+        core_hold_free(hold);
+        return -1;
+    }
+    bucket->hold = hold;
+    return 0;
+}
+
+static int send_to_callable(struct core_gradhook *self, struct gradhook_bucket *bucket) {
+    PyObject *index = PyLong_FromLong((long)(bucket - self->buckets));
+    if (index == NULL) {
+        return -1;
+    }
+    PyObject *future = PyObject_CallFunctionObjArgs(self->target, index, NULL);
+    Py_DECREF(index);
+    if (future == NULL) {
+        return -1;
+    }
+    bucket->future = future;
+    return 0;
+}
+
+static int send(struct core_gradhook *self, struct gradhook_bucket *bucket) {
+    int rc = 0;
+    if (self->native) {
+        rc = send_native(self, bucket);
+    } else if (self->target != NULL) {
+        rc = send_to_callable(self, bucket);
+    }
+    if (rc == 0) {
+        bucket->sent = true;
+        bucket->round = true;
+        self->pending++;
+    }
+    return rc;
+}
+
+// What a bucket is at the start of a step.
+static void open_bucket(struct core_gradhook *self, struct gradhook_bucket *bucket) {
+    bucket->left = bucket->member_count;
+    for (uint32_t i = 0; i < bucket->member_count; i++) {
+        struct gradhook_param *param = &self->params[bucket->members[i]];
+        param->left = self->passes;
+        Py_CLEAR(param->direct);
+    }
+    bucket->direct = 0;
+}
+
+static int wait_native(struct core_gradhook *self, struct gradhook_bucket *bucket) {
+    self->busy = true;
+    int rc = core_hold_wait(self->target, bucket->hold, INT64_MAX);
+    self->busy = false;
+    return rc < 0 ? -1 : 0;
+}
+
+static int wait_future(struct core_gradhook *self, struct gradhook_bucket *bucket) {
+    PyObject *name = core_state_of(object_of(self))->names[CORE_WAIT];
+    self->busy = true;
+    PyObject *done = PyObject_CallMethodObjArgs(bucket->future, name, NULL);
+    self->busy = false;
+    Py_XDECREF(done);
+    return done != NULL ? 0 : -1;
+}
+
+// Waits for a bucket and opens it again, also where it failed. It stays sent only where the wait itself was ended (by
+// a signal, say) and the engine still has its memory.
+static int finish(struct core_gradhook *self, struct gradhook_bucket *bucket) {
+    int rc = 0;
+    if (bucket->hold != NULL) {
+        rc = wait_native(self, bucket);
+        if (!core_comm_is_here(self->target) || !core_hold_done(bucket->hold)) {
+            return -1;
+        }
+    } else if (bucket->future != NULL) {
+        rc = wait_future(self, bucket);
+    }
+    struct core_hold *hold = bucket->hold;
+    bucket->hold = NULL;
+    bucket->sent = false;
+    self->pending--;
+    PyObject *type;
+    PyObject *value;
+    PyObject *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    core_hold_free(hold);
+    Py_CLEAR(bucket->future);
+    open_bucket(self, bucket);
+    PyErr_Restore(type, value, trace);
+    return rc;
+}
+
+// One thread at a time waits; what it waits for is not touched meanwhile.
+static int check_idle(const struct core_gradhook *self) {
+    if (self->busy) {
+        PyErr_SetString(PyExc_RuntimeError, "GradHook is being waited for, in another thread or further up");
+        return -1;
+    }
+    return 0;
+}
+
+// The last pass over a parameter has come.
+static int make_ready(struct core_gradhook *self, uint32_t index) {
+    struct gradhook_param *param = &self->params[index];
+    struct gradhook_bucket *bucket = &self->buckets[param->bucket];
+    bool first = param->left > 0;
+    param->left = 1;
+    if (gradhook_place(self, param) < 0) {
+        if (!first) {
+            bucket->left++;
+        }
+        return -1;
+    }
+    param->left = 0;
+    if (first) {
+        bucket->left--;
+    }
+    if (!param->ordered) {
+        param->ordered = true;
+        self->order[self->order_count++] = index;
+    }
+    return bucket->left == 0 ? send(self, bucket) : 0;
+}
+
+int gradhook_fire(struct core_gradhook *self, uint32_t index) {
+    struct gradhook_param *param = &self->params[index];
+    struct gradhook_bucket *bucket = &self->buckets[param->bucket];
+    stamp(self, NB_EV_GRAD_READY, index);
+    if (bucket->sent && (check_idle(self) < 0 || finish(self, bucket) < 0)) {
+        return -1;
+    }
+    if (param->left > 1) {
+        param->left--;
+        return 0;
+    }
+    return make_ready(self, index);
+}
+
+int gradhook_flush(struct core_gradhook *self) {
+    if (check_idle(self) < 0) {
+        return -1;
+    }
+    for (uint32_t b = 0; b < self->bucket_count; b++) {
+        struct gradhook_bucket *bucket = &self->buckets[b];
+        for (uint32_t i = 0; !bucket->sent && i < bucket->member_count; i++) {
+            struct gradhook_param *param = &self->params[bucket->members[i]];
+            if (param->left > 0 && gradhook_place(self, param) < 0) {
+                return -1;
+            }
+        }
+        if (!bucket->sent && send(self, bucket) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+// Once every bucket was sent, the order of this step is the last complete one.
+static void end_step(struct core_gradhook *self) {
+    for (uint32_t b = 0; b < self->bucket_count; b++) {
+        if (!self->buckets[b].round) {
+            return;
+        }
+    }
+    uint32_t *spare = self->last_order;
+    self->last_order = self->order;
+    self->last_count = self->order_count;
+    self->order = spare;
+    self->order_count = 0;
+    for (uint32_t b = 0; b < self->bucket_count; b++) {
+        self->buckets[b].round = false;
+    }
+    for (uint32_t i = 0; i < self->param_count; i++) {
+        self->params[i].ordered = false;
+    }
+}
+
+// Waits for all buckets that are sent. The first failure is the one that is raised; a wait that was ended by something
+// else than the operation ends this too.
+static int finish_all(struct core_gradhook *self) {
+    PyObject *type = NULL;
+    PyObject *value = NULL;
+    PyObject *trace = NULL;
+    bool failed = false;
+    for (uint32_t b = 0; b < self->bucket_count; b++) {
+        struct gradhook_bucket *bucket = &self->buckets[b];
+        if (!bucket->sent || finish(self, bucket) == 0) {
+            continue;
+        }
+        if (failed) {
+            PyErr_Clear();
+        } else {
+            PyErr_Fetch(&type, &value, &trace);
+            failed = true;
+        }
+        if (bucket->sent) {
+            break;
+        }
+    }
+    if (failed) {
+        PyErr_Restore(type, value, trace);
+    }
+    return failed ? -1 : 0;
+}
+
+int gradhook_wait(struct core_gradhook *self) {
+    if (check_idle(self) < 0) {
+        return -1;
+    }
+    stamp(self, NB_EV_WAIT_BEGIN, 0);
+    int rc = finish_all(self);
+    stamp(self, NB_EV_WAIT_END, 0);
+    if (self->pending == 0) {
+        end_step(self);
+    }
+    return rc;
+}
+
+void gradhook_rearm(struct core_gradhook *self) {
+    for (uint32_t b = 0; b < self->bucket_count; b++) {
+        open_bucket(self, &self->buckets[b]);
+        self->buckets[b].round = false;
+    }
+    for (uint32_t i = 0; i < self->param_count; i++) {
+        self->params[i].ordered = false;
+    }
+    self->order_count = 0;
+}
+
+// A new reference to what a bucket in flight needs, or NULL.
+static PyObject *keep_of(const struct core_gradhook *self, const struct gradhook_bucket *bucket) {
+    PyObject *list = PyList_New(0);
+    if (list != NULL && self->keep != NULL && PyList_Append(list, self->keep) < 0) {
+        Py_CLEAR(list);
+    }
+    for (uint32_t i = 0; list != NULL && i < bucket->member_count; i++) {
+        const struct gradhook_param *param = &self->params[bucket->members[i]];
+        PyObject *memory = param->direct != NULL ? param->direct : param->view;
+        if (PyList_Append(list, memory) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+static void abandon(struct core_gradhook *self, struct gradhook_bucket *bucket) {
+    struct core_hold *hold = bucket->hold;
+    bucket->hold = NULL;
+    if (hold == NULL || !core_comm_is_here(self->target)) {
+        return;
+    }
+    if (core_hold_done(hold)) {
+        core_hold_free(hold);
+        return;
+    }
+    hold->keep = keep_of(self, bucket);
+    if (hold->keep == NULL) { // out of memory: the gradients are leaked rather than freed under the engine
+        PyErr_Clear();
+        Py_XINCREF(self->keep);
+        for (uint32_t i = 0; i < bucket->member_count; i++) {
+            Py_INCREF(self->params[bucket->members[i]].view);
+            Py_XINCREF(self->params[bucket->members[i]].direct);
+        }
+    }
+    core_comm_hold(self->target, hold);
+}
+
+void gradhook_abandon(struct core_gradhook *self) {
+    PyObject *type;
+    PyObject *value;
+    PyObject *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    for (uint32_t b = 0; b < self->bucket_count && self->buckets != NULL; b++) {
+        abandon(self, &self->buckets[b]);
+    }
+    PyErr_Restore(type, value, trace);
+}

@@ -1,0 +1,142 @@
+// How does one gradient get to where its bucket is sent from? Only C of torch runs here: attributes and methods whose
+// names were interned once.
+#include "py/gradhook.h"
+
+#include <string.h>
+
+// A foreign gradient, and what it lets us do.
+struct foreign {
+    void *base;
+    bool plain; // host memory of the view's dtype and size, contiguous
+};
+
+// Whether a method or an attribute says True: 1, 0, or -1 with an exception.
+static int truth(PyObject *answer) {
+    if (answer == NULL) {
+        return -1;
+    }
+    int rc = PyObject_IsTrue(answer);
+    Py_DECREF(answer);
+    return rc;
+}
+
+static int get_size(PyObject *object, PyObject *name, size_t *out) {
+    PyObject *value = PyObject_GetAttr(object, name);
+    if (value == NULL) {
+        return -1;
+    }
+    *out = PyLong_AsSize_t(value);
+    Py_DECREF(value);
+    return PyErr_Occurred() != NULL ? -1 : 0;
+}
+
+static int get_base(PyObject *gradient, PyObject *name, void **out) {
+    PyObject *value = PyObject_CallMethodObjArgs(gradient, name, NULL);
+    if (value == NULL) {
+        return -1;
+    }
+    *out = PyLong_AsVoidPtr(value);
+    Py_DECREF(value);
+    return PyErr_Occurred() != NULL ? -1 : 0;
+}
+
+// What kind of memory the gradient is. A sparse one has no address and no order: it is not plain.
+static int look(const struct core_state *state, const struct gradhook_param *param, PyObject *gradient,
+                struct foreign *out) {
+    *out = (struct foreign){0};
+    PyObject *dtype = PyObject_GetAttr(gradient, state->names[CORE_DTYPE]);
+    if (dtype == NULL) {
+        return -1;
+    }
+    bool same = dtype == param->dtype;
+    Py_DECREF(dtype);
+    if (!same || !param->dense) {
+        return 0;
+    }
+    int host = truth(PyObject_GetAttr(gradient, state->names[CORE_IS_CPU]));
+    if (host <= 0) {
+        return host;
+    }
+    int contiguous = truth(PyObject_CallMethodObjArgs(gradient, state->names[CORE_IS_CONTIGUOUS], NULL));
+    if (contiguous <= 0) {
+        PyErr_Clear();
+        return 0;
+    }
+    size_t bytes;
+    if (get_size(gradient, state->names[CORE_NBYTES], &bytes) < 0 ||
+        get_base(gradient, state->names[CORE_DATA_PTR], &out->base) < 0) {
+        return -1;
+    }
+    out->plain = bytes == param->bytes;
+    return 0;
+}
+
+// view.copy_(gradient.detach()): any layout, dtype and device that torch can copy.
+static int copy_any(const struct core_state *state, const struct gradhook_param *param, PyObject *gradient) {
+    PyObject *bare = PyObject_CallMethodObjArgs(gradient, state->names[CORE_DETACH], NULL);
+    if (bare == NULL) {
+        return -1;
+    }
+    PyObject *view = PyObject_CallMethodObjArgs(param->view, state->names[CORE_COPY_], bare, NULL);
+    Py_DECREF(bare);
+    Py_XDECREF(view);
+    return view != NULL ? 0 : -1;
+}
+
+static void drop_direct(struct core_gradhook *self, struct gradhook_param *param) {
+    if (param->direct != NULL) {
+        self->buckets[param->bucket].direct--;
+        Py_CLEAR(param->direct);
+    }
+}
+
+// A large gradient stays where autograd put it: a copy would cost more than one segment more.
+static bool may_stay(const struct core_gradhook *self, const struct gradhook_param *param) {
+    bool takes_segments = self->native || self->target == NULL;
+    return takes_segments && param->bytes >= self->direct_bytes &&
+           self->buckets[param->bucket].direct < GRADHOOK_DIRECT_MAX;
+}
+
+static int place_foreign(struct core_gradhook *self, struct gradhook_param *param, PyObject *gradient) {
+    const struct core_state *state = core_state_of((PyObject *)self);
+    struct foreign found;
+    if (look(state, param, gradient, &found) < 0) {
+        return -1;
+    }
+    if (found.plain && found.base == param->memory) {
+        return 0;
+    }
+    if (found.plain && may_stay(self, param)) {
+        param->direct = Py_NewRef(gradient);
+        param->direct_base = found.base;
+        self->buckets[param->bucket].direct++;
+        return 0;
+    }
+    if (found.plain) {
+        memcpy(param->memory, found.base, param->bytes);
+    } else if (copy_any(state, param, gradient) < 0) {
+        return -1;
+    }
+    return PyObject_SetAttr(param->parameter, state->names[CORE_GRAD], param->view);
+}
+
+int gradhook_place(struct core_gradhook *self, struct gradhook_param *param) {
+    const struct core_state *state = core_state_of((PyObject *)self);
+    drop_direct(self, param);
+    if (param->bytes == 0) {
+        return 0;
+    }
+    PyObject *gradient = PyObject_GetAttr(param->parameter, state->names[CORE_GRAD]);
+    if (gradient == NULL) {
+        return -1;
+    }
+    int rc = 0;
+    if (gradient == Py_None) {
+        memset(param->memory, 0, param->bytes);
+        rc = PyObject_SetAttr(param->parameter, state->names[CORE_GRAD], param->view);
+    } else if (gradient != param->view) {
+        rc = place_foreign(self, param, gradient);
+    }
+    Py_DECREF(gradient);
+    return rc;
+}

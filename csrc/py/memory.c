@@ -1,0 +1,140 @@
+// Where does an operation's memory lie, and what keeps it there?
+#include "py/core.h"
+
+#include <stdlib.h>
+
+// A pair of integers is (address, bytes).
+static bool is_pair(PyObject *object) {
+    return PyTuple_Check(object) && PyTuple_Size(object) == 2 && PyLong_Check(PyTuple_GetItem(object, 0)) &&
+           PyLong_Check(PyTuple_GetItem(object, 1));
+}
+
+static int parse_pair(PyObject *pair, Py_ssize_t place, struct nb_segment *segment) {
+    segment->base = PyLong_AsVoidPtr(PyTuple_GetItem(pair, 0));
+    segment->bytes = PyErr_Occurred() == NULL ? PyLong_AsSize_t(PyTuple_GetItem(pair, 1)) : 0;
+    bool bad = PyErr_Occurred() != NULL || (segment->base == NULL && segment->bytes > 0) ||
+               segment->bytes > (size_t)PY_SSIZE_T_MAX;
+    if (bad) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_ValueError, "memory[%zd] must be (address, bytes), not %R", place, pair);
+        return -1;
+    }
+    return 0;
+}
+
+// Replaces what the exporter said by a sentence that names the place.
+static void explain_buffer(PyObject *object, Py_ssize_t place, bool writable) {
+    PyObject *type;
+    PyObject *value;
+    PyObject *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject *said = value != NULL ? PyObject_Str(value) : NULL;
+    if (said == NULL) {
+        PyErr_Clear();
+    }
+    bool no_buffer = PyErr_GivenExceptionMatches(type, PyExc_TypeError);
+    PyErr_Format(no_buffer ? PyExc_TypeError : PyExc_ValueError,
+                 "memory[%zd] must have a %scontiguous buffer or be (address, bytes); %R has not: %V", place,
+                 writable ? "writable, " : "", Py_TYPE(object), said, "no reason given");
+    Py_XDECREF(said);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+}
+
+static int add(struct core_memory *memory, PyObject *object, Py_ssize_t place, bool writable, size_t element_bytes) {
+    struct nb_segment segment;
+    if (is_pair(object)) {
+        if (parse_pair(object, place, &segment) < 0) {
+            return -1;
+        }
+    } else {
+        Py_buffer *view = &memory->views[memory->view_count];
+        if (PyObject_GetBuffer(object, view, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0) {
+            explain_buffer(object, place, writable);
+            return -1;
+        }
+        memory->view_count++;
+        segment.base = view->buf;
+        segment.bytes = (size_t)view->len;
+    }
+    if (segment.bytes % element_bytes != 0) {
+        PyErr_Format(PyExc_ValueError, "memory[%zd] has %zu bytes, no multiple of the element's %zu", place,
+                     segment.bytes, element_bytes);
+        return -1;
+    }
+    if (segment.bytes > (size_t)PY_SSIZE_T_MAX - memory->bytes) {
+        PyErr_Format(PyExc_ValueError, "memory has more than %zd bytes", PY_SSIZE_T_MAX);
+        return -1;
+    }
+    if (segment.bytes > 0) {
+        memory->segments[memory->count++] = segment;
+        memory->bytes += segment.bytes;
+    }
+    return 0;
+}
+
+static int reserve(struct core_memory *memory, Py_ssize_t pieces) {
+    if (pieces > NB_SEGMENTS_MAX) {
+        PyErr_Format(PyExc_ValueError, "memory has %zd pieces; %d are the most", pieces, NB_SEGMENTS_MAX);
+        return -1;
+    }
+    size_t room = pieces > 0 ? (size_t)pieces : 1;
+    memory->segments = calloc(room, sizeof(*memory->segments));
+    memory->views = calloc(room, sizeof(*memory->views));
+    if (memory->segments == NULL || memory->views == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    return 0;
+}
+
+// A list or a tuple that is no pair is a sequence of pieces; anything else is one piece.
+static int parse_pieces(struct core_memory *memory, PyObject *object, bool writable, size_t element_bytes) {
+    if (is_pair(object) || !(PyTuple_Check(object) || PyList_Check(object))) {
+        return reserve(memory, 1) < 0 ? -1 : add(memory, object, 0, writable, element_bytes);
+    }
+    PyObject *pieces = PySequence_Tuple(object);
+    if (pieces == NULL) {
+        return -1;
+    }
+    Py_ssize_t count = PyTuple_Size(pieces);
+    int rc = reserve(memory, count);
+    for (Py_ssize_t i = 0; i < count && rc == 0; i++) {
+        rc = add(memory, PyTuple_GetItem(pieces, i), i, writable, element_bytes);
+    }
+    Py_DECREF(pieces);
+    return rc;
+}
+
+int core_memory_parse(struct core_memory *memory, PyObject *object, bool writable, size_t element_bytes) {
+    struct core_memory found = {0};
+    if (object != Py_None && parse_pieces(&found, object, writable, element_bytes) < 0) {
+        PyObject *type;
+        PyObject *value;
+        PyObject *trace;
+        PyErr_Fetch(&type, &value, &trace);
+        core_memory_release(&found);
+        PyErr_Restore(type, value, trace);
+        return -1;
+    }
+    *memory = found;
+    return 0;
+}
+
+void core_memory_release(struct core_memory *memory) {
+    struct core_memory old = *memory;
+    *memory = (struct core_memory){0};
+    for (int i = 0; i < old.view_count; i++) {
+        PyBuffer_Release(&old.views[i]);
+    }
+    free(old.views);
+    free(old.segments);
+}
+
+int core_memory_visit(const struct core_memory *memory, visitproc visit, void *arg) {
+    for (int i = 0; i < memory->view_count; i++) {
+        Py_VISIT(memory->views[i].obj);
+    }
+    return 0;
+}

@@ -1,0 +1,120 @@
+// How does an event get from any thread into the run folder without ever waiting?
+#include "trace/ring.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/types.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+
+_Static_assert(sizeof(struct nb_ring_header) <= NB_RING_HEADER, "the header is one page");
+_Static_assert(sizeof NB_RING_MAGIC == sizeof(((struct nb_ring_header *)0)->magic), "the magic fills its field");
+
+static size_t file_bytes(uint64_t events) {
+    return NB_RING_HEADER + (size_t)events * sizeof(struct nb_event);
+}
+
+static void fill_header(struct nb_ring_header *header, uint64_t capacity, int rank) {
+    struct timespec wall;
+    header->version = NB_RING_VERSION;
+    header->event_bytes = sizeof(struct nb_event);
+    header->capacity = capacity;
+    header->rank = (uint32_t)rank;
+    header->pid = (uint32_t)getpid();
+    clock_gettime(CLOCK_REALTIME, &wall);
+    header->opened_mono_ns = nb_now_ns();
+    header->opened_wall_ns = (int64_t)wall.tv_sec * 1000000000 + wall.tv_nsec;
+    memcpy(header->magic, NB_RING_MAGIC, sizeof header->magic);
+}
+
+int nb_ring_open(struct nb_ring *ring, const char *path, uint64_t capacity, int rank, struct nb_error *err) {
+    int rc;
+    if (capacity > ((uint64_t)PTRDIFF_MAX - NB_RING_HEADER) / sizeof(struct nb_event)) {
+        return nb_fail(err, -EFBIG, "%s: %llu events do not fit a file", path, (unsigned long long)capacity);
+    }
+    size_t bytes = file_bytes(capacity);
+    int fd = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    if (fd < 0) {
+        return nb_fail(err, -errno, "open %s: %m", path);
+    }
+    if (ftruncate(fd, (off_t)bytes) != 0) {
+        rc = nb_fail(err, -errno, "%s: to %zu bytes: %m", path, bytes);
+        goto err_close;
+    }
+    void *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (base == MAP_FAILED) {
+        rc = nb_fail(err, -errno, "%s: mapping %zu bytes: %m", path, bytes);
+        goto err_close;
+    }
+    fill_header(base, capacity, rank);
+    ring->header = base;
+    ring->events = (struct nb_event *)(void *)((char *)base + NB_RING_HEADER);
+    ring->capacity = capacity;
+    atomic_init(&ring->step, 0);
+    ring->fd = fd;
+    return 0;
+
+err_close:
+    close(fd);
+    return rc;
+}
+
+static uint64_t written(const struct nb_ring *ring) {
+    uint64_t taken = atomic_load_explicit(&ring->header->taken, memory_order_relaxed);
+    return taken < ring->capacity ? taken : ring->capacity;
+}
+
+void nb_ring_close(struct nb_ring *ring) {
+    if (ring == NULL || ring->header == NULL) {
+        return;
+    }
+    size_t keep = file_bytes(written(ring));
+    atomic_store_explicit(&ring->header->closed, 1, memory_order_release);
+    (void)munmap(ring->header, file_bytes(ring->capacity));
+    (void)!ftruncate(ring->fd, (off_t)keep); // uncut, the file is as readable
+    close(ring->fd);
+    ring->header = NULL;
+    ring->events = NULL;
+    ring->fd = -1;
+}
+
+void nb_ring_put(struct nb_ring *ring, enum nb_event_kind kind, uint64_t key, uint64_t a, uint64_t b, uint64_t c,
+                 uint64_t d, uint64_t e) {
+    if (ring == NULL || ring->header == NULL) {
+        return;
+    }
+    nb_ring_put_at(ring, nb_now_ns(), kind, key, a, b, c, d, e);
+}
+
+void nb_ring_put_at(struct nb_ring *ring, int64_t time_ns, enum nb_event_kind kind, uint64_t key, uint64_t a,
+                    uint64_t b, uint64_t c, uint64_t d, uint64_t e) {
+    if (ring == NULL || ring->header == NULL) {
+        return;
+    }
+    uint64_t slot = atomic_fetch_add_explicit(&ring->header->taken, 1, memory_order_relaxed);
+    if (slot >= ring->capacity) {
+        return;
+    }
+    struct nb_event *event = &ring->events[slot];
+    event->time_ns = time_ns;
+    event->step = atomic_load_explicit(&ring->step, memory_order_relaxed);
+    event->key = key;
+    event->a = a;
+    event->b = b;
+    event->c = c;
+    event->d = d;
+    event->e = e;
+    __atomic_store_n(&event->kind, (uint32_t)kind, __ATOMIC_RELEASE);
+}
+
+uint64_t nb_ring_dropped(const struct nb_ring *ring) {
+    if (ring == NULL || ring->header == NULL) {
+        return 0;
+    }
+    uint64_t taken = atomic_load_explicit(&ring->header->taken, memory_order_relaxed);
+    return taken > ring->capacity ? taken - ring->capacity : 0;
+}

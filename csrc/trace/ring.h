@@ -1,0 +1,53 @@
+// The ring: events in a file of this rank's run folder, through one shared mapping. Writing never blocks, never
+// allocates, and never overwrites: when the file is full the event is counted as dropped. What was written is
+// readable after SIGKILL. Several threads may write to one ring.
+#ifndef NB_TRACE_RING_H
+#define NB_TRACE_RING_H
+
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/error.h"
+#include "trace/event.h"
+
+enum { NB_RING_HEADER = 4096, NB_RING_VERSION = 1 };
+#define NB_RING_MAGIC "NBRING1"
+
+// The first page of the file. Little-endian, as every machine that is supported.
+struct nb_ring_header {
+    char magic[8];
+    uint32_t version;
+    uint32_t event_bytes;
+    uint64_t capacity; // in events
+    uint32_t rank;
+    uint32_t pid;
+    int64_t opened_mono_ns; // the same moment by both clocks
+    int64_t opened_wall_ns;
+    _Atomic uint64_t taken;   // slots handed out; may pass capacity
+    _Atomic uint64_t closed;  // 1 after an orderly close
+};
+
+struct nb_ring {
+    struct nb_ring_header *header; // NULL: recording is off, and nb_ring_put does nothing
+    struct nb_event *events;
+    uint64_t capacity;
+    _Atomic uint32_t step; // stamped into every event
+    int fd;
+};
+
+// Makes the file, sparse, for `capacity` events. Errors: -errno of open, ftruncate, mmap, naming the path.
+int nb_ring_open(struct nb_ring *ring, const char *path, uint64_t capacity, int rank, struct nb_error *err);
+// Cuts the file to what was written. Nobody may be writing.
+void nb_ring_close(struct nb_ring *ring);
+
+// Stamps now.
+void nb_ring_put(struct nb_ring *ring, enum nb_event_kind kind, uint64_t key, uint64_t a, uint64_t b, uint64_t c,
+                 uint64_t d, uint64_t e);
+// Stamps a time taken before.
+void nb_ring_put_at(struct nb_ring *ring, int64_t time_ns, enum nb_event_kind kind, uint64_t key, uint64_t a,
+                    uint64_t b, uint64_t c, uint64_t d, uint64_t e);
+
+uint64_t nb_ring_dropped(const struct nb_ring *ring);
+
+#endif

@@ -1,0 +1,591 @@
+// Credits on RMA lanes: a sender writes only where the receiver told it to. Arrivals that are placed go straight to
+// their final address where that memory is mapped; arrivals that are added, and those without mapped memory, go to a
+// bounded staging pool of this rank, whose buffers are granted again when they are emptied.
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/arena.h"
+#include "base/bits.h"
+#include "transport/lanes_internal.h"
+
+enum {
+    STAGING_BUFFERS = 32, // of one segment each, per peer
+    MAPPED_MAX = NB_REGIONS_MAX - 1,
+    STAGING_REGION = 0, // in what a peer calls a region; mapped memory is 1 + its index
+    GRANTS_PER_MESSAGE = 3,
+    MESSAGE_REGION = 1,
+    MESSAGE_GRANTS = 2
+};
+
+struct wire_region {
+    uint8_t type;
+    uint8_t region;
+    uint16_t lane;
+    uint32_t zero;
+    uint64_t key;
+    uint64_t addr;
+};
+
+struct wire_grant {
+    uint64_t op;
+    uint64_t offset;
+    uint32_t first;
+    uint32_t count;
+    uint16_t slot;
+    uint16_t region;
+    uint32_t zero;
+};
+
+struct wire_grants {
+    uint8_t type;
+    uint8_t count;
+    uint16_t zero[3];
+    struct wire_grant grants[GRANTS_PER_MESSAGE];
+};
+
+_Static_assert(sizeof(struct wire_region) == 24, "crosses the wire");
+_Static_assert(sizeof(struct wire_grants) == 104 && sizeof(struct wire_grants) <= NB_LANE_MESSAGE_MAX, "fits");
+
+// What the peer allowed us: blocks [first, first + count) of an operation go to offset of a region.
+struct grant {
+    struct wire_grant wire;
+    uint32_t left; // blocks not used
+    struct grant *next;
+};
+
+// A receiver's flow with a slot, or waiting for one.
+struct inbound {
+    struct nb_list link;
+    struct nb_flow *flow;
+    uint32_t granted; // blocks before this one are granted
+    int slot;         // -1: none yet
+};
+
+struct buffer {
+    struct nb_flow *flow; // NULL: free
+    uint32_t first;
+    uint32_t count;
+    uint32_t left;
+};
+
+struct rma_peer {
+    struct nb_arena staging;
+    struct nb_region staging_region[NB_LANES_MAX];
+    struct buffer buffers[STAGING_BUFFERS];
+    struct remote_region remote[NB_REGIONS_MAX][NB_LANES_MAX];
+    struct grant *orphans; // for operations that this rank has not started
+    struct wire_grant *queue; // grants to be sent
+    size_t queue_count;
+    size_t queue_room;
+    uint64_t announced[NB_REGIONS_MAX]; // bit per lane: the peer was told
+};
+
+struct mapped {
+    char *base;
+    size_t bytes;
+    struct nb_region region[NB_LANES_MAX];
+};
+
+struct rma {
+    struct mapped mapped[MAPPED_MAX];
+    int mapped_count;
+    struct nb_list inbound; // in the order they were added
+    struct inbound *slots[NB_SLOTS];
+    struct grant *spare;
+    size_t buffer_bytes;
+};
+
+static bool is_rma(const struct nb_lanes *lanes) {
+    return lanes->config.ops->kind == NB_LANE_RMA;
+}
+
+void nb_grants_init(struct nb_lanes *lanes) {
+    if (!is_rma(lanes)) {
+        return;
+    }
+    lanes->rma = calloc(1, sizeof *lanes->rma);
+    if (lanes->rma != NULL) {
+        nb_list_init(&lanes->rma->inbound);
+        lanes->rma->buffer_bytes = lanes->config.segment_bytes + NB_SCRATCH_SLACK;
+    }
+}
+
+static void grants_free(struct grant *grant) {
+    while (grant != NULL) {
+        struct grant *next = grant->next;
+        free(grant);
+        grant = next;
+    }
+}
+
+static void peer_fini(struct nb_lanes *lanes, struct rma_peer *rma) {
+    for (int i = 0; i < lanes->config.lanes && lanes->lane[i] != NULL; i++) {
+        if (rma->staging_region[i].handle != NULL) {
+            lanes->lane[i]->ops->unmap(lanes->lane[i], &rma->staging_region[i]);
+        }
+    }
+    grants_free(rma->orphans);
+    free(rma->queue);
+    nb_arena_close(&rma->staging);
+    free(rma);
+}
+
+void nb_grants_fini(struct nb_lanes *lanes) {
+    if (!is_rma(lanes) || lanes->rma == NULL) {
+        return;
+    }
+    for (int p = 0; lanes->peers != NULL && p < lanes->config.lane.size; p++) {
+        for (int i = 0; lanes->peers[p].paths != NULL && i < lanes->config.lanes; i++) {
+            lanes->lane[i]->ops->peer_close(lanes->lane[i], p);
+        }
+        if (lanes->peers[p].rma != NULL) {
+            peer_fini(lanes, lanes->peers[p].rma);
+        }
+    }
+    for (int m = 0; m < lanes->rma->mapped_count; m++) {
+        nb_lanes_unmap(lanes, lanes->rma->mapped[m].base);
+    }
+    NB_LIST_EACH_SAFE(it, nx, &lanes->rma->inbound) {
+        free(NB_CONTAINER(it, struct inbound, link));
+    }
+    grants_free(lanes->rma->spare);
+    free(lanes->rma);
+}
+
+// Tells the peer, on each lane, how that lane may be used to write to a region.
+static void announce(struct nb_lanes *lanes, int peer_rank, int region) {
+    struct rma_peer *rma = lanes->peers[peer_rank].rma;
+    const struct nb_region *local =
+        region == STAGING_REGION ? rma->staging_region : lanes->rma->mapped[region - 1].region;
+    for (int i = 0; i < lanes->config.lanes; i++) {
+        if ((rma->announced[region] >> i & 1) != 0) {
+            continue;
+        }
+        struct wire_region message = {.type = MESSAGE_REGION,
+                                      .region = (uint8_t)region,
+                                      .lane = (uint16_t)i,
+                                      .key = local[i].key,
+                                      .addr = local[i].addr};
+        if (lanes->lane[i]->ops->message(lanes->lane[i], peer_rank, &message, sizeof message) == 0) {
+            rma->announced[region] |= (uint64_t)1 << i;
+        }
+    }
+}
+
+static size_t queue_send(struct nb_lanes *lanes, int peer_rank) {
+    struct rma_peer *rma = lanes->peers[peer_rank].rma;
+    size_t sent = 0;
+    while (sent < rma->queue_count) {
+        struct wire_grants message = {.type = MESSAGE_GRANTS};
+        size_t n = rma->queue_count - sent;
+        n = n < GRANTS_PER_MESSAGE ? n : GRANTS_PER_MESSAGE;
+        message.count = (uint8_t)n;
+        memcpy(message.grants, rma->queue + sent, n * sizeof message.grants[0]);
+        int lane = 0;
+        while (lane < lanes->config.lanes && !lanes->peers[peer_rank].paths[lane].open) {
+            lane++;
+        }
+        if (lane == lanes->config.lanes ||
+            lanes->lane[lane]->ops->message(lanes->lane[lane], peer_rank, &message, sizeof message) < 0) {
+            break;
+        }
+        sent += n;
+    }
+    return sent;
+}
+
+void nb_grants_flush(struct nb_lanes *lanes, int peer_rank) {
+    if (!is_rma(lanes) || lanes->peers[peer_rank].rma == NULL) {
+        return;
+    }
+    struct rma_peer *rma = lanes->peers[peer_rank].rma;
+    for (int region = 0; region <= lanes->rma->mapped_count; region++) {
+        announce(lanes, peer_rank, region);
+    }
+    size_t sent = queue_send(lanes, peer_rank);
+    rma->queue_count -= sent;
+    memmove(rma->queue, rma->queue + sent, rma->queue_count * sizeof rma->queue[0]);
+}
+
+static void queue_put(struct rma_peer *rma, struct wire_grant grant) {
+    if (rma->queue_count == rma->queue_room) {
+        size_t room = rma->queue_room == 0 ? 128 : rma->queue_room * 2;
+        struct wire_grant *grown = realloc(rma->queue, room * sizeof *grown);
+        if (grown == NULL) {
+            return; // the deadline names the peer that got no grant
+        }
+        rma->queue = grown;
+        rma->queue_room = room;
+    }
+    rma->queue[rma->queue_count++] = grant;
+}
+
+int nb_grants_peer_open(struct nb_lanes *lanes, int peer_rank, struct nb_error *err) {
+    if (!is_rma(lanes)) {
+        return 0;
+    }
+    struct rma_peer *rma = calloc(1, sizeof *rma);
+    if (rma == NULL || lanes->rma == NULL) {
+        free(rma);
+        return nb_fail(err, -ENOMEM, "staging for rank %d", peer_rank);
+    }
+    lanes->peers[peer_rank].rma = rma;
+    rma->staging.fd = -1;
+    int rc = nb_arena_open(&rma->staging, STAGING_BUFFERS * lanes->rma->buffer_bytes, err);
+    for (int i = 0; rc == 0 && i < lanes->config.lanes; i++) {
+        rc = lanes->lane[i]->ops->map(lanes->lane[i], rma->staging.base, rma->staging.bytes, &rma->staging_region[i],
+                                      err);
+    }
+    if (rc == 0) {
+        nb_grants_flush(lanes, peer_rank);
+    }
+    return rc;
+}
+
+// The mapped memory a range lies in, or -1.
+static int mapped_find(const struct nb_lanes *lanes, const void *base, size_t bytes) {
+    for (int m = 0; m < lanes->rma->mapped_count; m++) {
+        const struct mapped *at = &lanes->rma->mapped[m];
+        const char *low = base;
+        if (low >= at->base && low + bytes <= at->base + at->bytes) {
+            return m;
+        }
+    }
+    return -1;
+}
+
+int nb_lanes_map(struct nb_lanes *lanes, void *base, size_t bytes, struct nb_error *err) {
+    if (!is_rma(lanes) || mapped_find(lanes, base, bytes) >= 0) {
+        return 0;
+    }
+    if (lanes->rma->mapped_count == MAPPED_MAX) {
+        return 0; // it travels through staging
+    }
+    struct mapped *at = &lanes->rma->mapped[lanes->rma->mapped_count];
+    *at = (struct mapped){.base = base, .bytes = bytes};
+    for (int i = 0; i < lanes->config.lanes; i++) {
+        int rc = lanes->lane[i]->ops->map(lanes->lane[i], base, bytes, &at->region[i], err);
+        if (rc < 0) {
+            while (--i >= 0) {
+                lanes->lane[i]->ops->unmap(lanes->lane[i], &at->region[i]);
+            }
+            return rc;
+        }
+    }
+    lanes->rma->mapped_count++;
+    for (int p = 0; p < lanes->config.lane.size; p++) {
+        nb_grants_flush(lanes, p);
+    }
+    return 0;
+}
+
+void nb_lanes_unmap(struct nb_lanes *lanes, void *base) {
+    for (int m = 0; is_rma(lanes) && m < lanes->rma->mapped_count; m++) {
+        struct mapped *at = &lanes->rma->mapped[m];
+        for (int i = 0; at->base == base && i < lanes->config.lanes; i++) {
+            lanes->lane[i]->ops->unmap(lanes->lane[i], &at->region[i]);
+        }
+        if (at->base == base) {
+            at->base = NULL; // its number stays taken: the peers know it
+            at->bytes = 0;
+        }
+    }
+}
+
+static struct buffer *buffer_free(struct rma_peer *rma) {
+    for (int b = 0; b < STAGING_BUFFERS; b++) {
+        if (rma->buffers[b].flow == NULL) {
+            return &rma->buffers[b];
+        }
+    }
+    return NULL;
+}
+
+// Grants the next run of one flow. False: no buffer is free, or everything is granted.
+static bool grant_next(struct nb_lanes *lanes, struct inbound *in) {
+    struct nb_flow *flow = in->flow;
+    struct rma_peer *rma = lanes->peers[flow->peer].rma;
+    while (in->granted < flow->blocks && nb_bits_get(flow->map, in->granted)) {
+        in->granted++;
+    }
+    if (in->granted >= flow->blocks) {
+        return false;
+    }
+    uint32_t first = in->granted;
+    uint32_t most = (uint32_t)(lanes->config.segment_bytes / flow->block_bytes);
+    most = most < 1 ? 1 : most;
+    most = most < flow->blocks - first ? most : flow->blocks - first;
+    uint32_t count = flow->ops->run_limit(flow, first, most);
+    struct wire_grant grant = {.op = flow->op, .first = first, .count = count, .slot = (uint16_t)in->slot};
+    struct iovec iov[NB_LANE_IOV_MAX];
+    int pieces = flow->staged_only ? 0 : flow->ops->memory(flow, first, count, iov);
+    int m = pieces == 1 ? mapped_find(lanes, iov[0].iov_base, iov[0].iov_len) : -1;
+    if (m >= 0) {
+        grant.region = (uint16_t)(1 + m);
+        grant.offset = (uint64_t)((char *)iov[0].iov_base - lanes->rma->mapped[m].base);
+    } else {
+        struct buffer *buffer = buffer_free(rma);
+        if (buffer == NULL) {
+            return false;
+        }
+        *buffer = (struct buffer){.flow = flow, .first = first, .count = count, .left = count};
+        grant.region = STAGING_REGION;
+        grant.offset = (uint64_t)(buffer - rma->buffers) * lanes->rma->buffer_bytes;
+    }
+    in->granted += count;
+    struct wire_grant *last = rma->queue_count > 0 ? &rma->queue[rma->queue_count - 1] : NULL;
+    if (m >= 0 && last != NULL && last->op == grant.op && last->region == grant.region &&
+        last->first + last->count == first && last->offset + last->count * flow->block_bytes == grant.offset) {
+        last->count += count;
+    } else {
+        queue_put(rma, grant);
+    }
+    return true;
+}
+
+// Gives slots to flows that wait for one, and grants whatever there is room for, the oldest first.
+static void pump(struct nb_lanes *lanes, int peer_rank) {
+    struct rma *rma = lanes->rma;
+    int slot = 0;
+    NB_LIST_EACH(it, &rma->inbound) {
+        struct inbound *in = NB_CONTAINER(it, struct inbound, link);
+        while (in->slot < 0 && slot < NB_SLOTS && rma->slots[slot] != NULL) {
+            slot++;
+        }
+        if (in->slot < 0 && slot < NB_SLOTS) {
+            in->slot = slot;
+            rma->slots[slot] = in;
+        }
+        if (in->slot >= 0 && (in->flow->peer == peer_rank)) {
+            while (grant_next(lanes, in)) {
+            }
+        }
+    }
+    nb_grants_flush(lanes, peer_rank);
+}
+
+void nb_grants_in_added(struct nb_lanes *lanes, struct nb_flow *flow) {
+    struct inbound *in = calloc(1, sizeof *in);
+    if (in == NULL) {
+        return; // the deadline names the peer that got no grant
+    }
+    in->flow = flow;
+    in->slot = -1;
+    flow->grant = in;
+    nb_list_insert(&lanes->rma->inbound, &in->link);
+    pump(lanes, flow->peer);
+}
+
+static void inbound_drop(struct nb_lanes *lanes, struct inbound *in) {
+    if (in->slot >= 0) {
+        lanes->rma->slots[in->slot] = NULL;
+    }
+    nb_list_remove(&in->link);
+    free(in);
+}
+
+void nb_grants_landed(struct nb_lanes *lanes, int lane, const struct nb_frame *frame) {
+    struct inbound *in = lanes->rma->slots[frame->slot];
+    if (in == NULL || (uint64_t)frame->block + frame->blocks > in->flow->blocks) {
+        return; // of a flow that was cancelled
+    }
+    struct nb_flow *flow = in->flow;
+    int peer_rank = flow->peer;
+    struct rma_peer *rma = lanes->peers[peer_rank].rma;
+    struct buffer *buffer = NULL;
+    for (int b = 0; b < STAGING_BUFFERS && buffer == NULL; b++) {
+        struct buffer *at = &rma->buffers[b];
+        bool covers = at->flow == flow && frame->block >= at->first && frame->block < at->first + at->count;
+        buffer = covers ? at : NULL;
+    }
+    const void *data = NULL;
+    if (buffer != NULL) {
+        size_t at = (size_t)(buffer - rma->buffers) * lanes->rma->buffer_bytes;
+        at += (frame->block - buffer->first) * flow->block_bytes;
+        data = (const char *)rma->staging.base + at;
+        struct iovec iov[NB_LANE_IOV_MAX];
+        int pieces = flow->staged_only ? 0 : flow->ops->memory(flow, frame->block, frame->blocks, iov);
+        const char *from = data;
+        for (int i = 0; i < pieces; i++) {
+            memcpy(iov[i].iov_base, from, iov[i].iov_len);
+            from += iov[i].iov_len;
+        }
+        data = pieces > 0 ? NULL : data;
+        buffer->left -= frame->blocks;
+        buffer->flow = buffer->left == 0 ? NULL : flow;
+    }
+    bool last = flow->left == frame->blocks;
+    if (last) {
+        inbound_drop(lanes, in);
+    }
+    if (nb_lanes_arrived(lanes, flow, lane, frame, data) == 0 && (buffer != NULL || last)) {
+        pump(lanes, peer_rank);
+    }
+}
+
+static void grants_put(struct nb_lanes *lanes, struct grant **head, const struct wire_grant *wire) {
+    struct grant *grant = lanes->rma->spare;
+    if (grant != NULL) {
+        lanes->rma->spare = grant->next;
+    } else {
+        grant = malloc(sizeof *grant);
+    }
+    if (grant == NULL) {
+        return; // nothing is sent there: the deadline reports it
+    }
+    *grant = (struct grant){.wire = *wire, .left = wire->count};
+    while (*head != NULL) {
+        head = &(*head)->next;
+    }
+    *head = grant;
+}
+
+static void grants_spare(struct nb_lanes *lanes, struct grant *grant) {
+    grant->next = lanes->rma->spare;
+    lanes->rma->spare = grant;
+}
+
+void nb_grants_out_added(struct nb_lanes *lanes, struct nb_flow *flow) {
+    if (!is_rma(lanes)) {
+        return;
+    }
+    struct grant **at = &lanes->peers[flow->peer].rma->orphans;
+    struct grant **end = (struct grant **)&flow->grant;
+    while (*at != NULL) {
+        struct grant *grant = *at;
+        if (grant->wire.op != flow->op) {
+            at = &grant->next;
+            continue;
+        }
+        *at = grant->next;
+        grant->next = NULL;
+        *end = grant;
+        end = &grant->next;
+    }
+}
+
+// The local memory as the lane knows it.
+static void *local_handle(const struct nb_lanes *lanes, int lane, const struct nb_request *req) {
+    int m = mapped_find(lanes, req->iov[0].iov_base, req->iov[0].iov_len);
+    for (int i = 1; i < req->iov_count; i++) {
+        m = mapped_find(lanes, req->iov[i].iov_base, req->iov[i].iov_len) == m ? m : -1;
+    }
+    return m >= 0 ? lanes->rma->mapped[m].region[lane].handle : NULL;
+}
+
+bool nb_grants_use(struct nb_lanes *lanes, struct nb_flow *flow, int lane, uint32_t first, uint32_t *count,
+                   struct nb_request *req) {
+    struct rma_peer *rma = lanes->peers[flow->peer].rma;
+    for (struct grant *g = flow->grant; g != NULL; g = g->next) {
+        const struct remote_region *remote = &rma->remote[g->wire.region][lane];
+        if (first < g->wire.first || first >= g->wire.first + g->wire.count || !remote->known) {
+            continue;
+        }
+        uint32_t room = g->wire.first + g->wire.count - first;
+        *count = *count < room ? *count : room;
+        g->left -= *count;
+        req->remote_addr = remote->addr + g->wire.offset + (first - g->wire.first) * flow->block_bytes;
+        req->remote_key = remote->key;
+        req->frame.slot = g->wire.slot;
+        return true;
+    }
+    return false;
+}
+
+void nb_grants_local(struct nb_lanes *lanes, int lane, struct nb_request *req) {
+    req->local_region[0] = is_rma(lanes) ? local_handle(lanes, lane, req) : NULL;
+}
+
+static struct grant *grant_of(const struct nb_flow *flow, const struct nb_request *req) {
+    struct grant *g = flow->grant;
+    while (g != NULL &&
+           (req->frame.block < g->wire.first || req->frame.block >= g->wire.first + g->wire.count)) {
+        g = g->next;
+    }
+    return g;
+}
+
+void nb_grants_unuse(struct nb_lanes *lanes, struct nb_flow *flow, struct nb_request *req) {
+    struct grant *grant = is_rma(lanes) ? grant_of(flow, req) : NULL;
+    if (grant != NULL) {
+        grant->left += req->frame.blocks;
+    }
+}
+
+void nb_grants_sent(struct nb_lanes *lanes, struct nb_flow *flow, struct nb_request *req) {
+    (void)req;
+    if (!is_rma(lanes)) {
+        return;
+    }
+    bool all = flow->left == 0 && flow->in_flight == req->frame.blocks;
+    struct grant **at = (struct grant **)&flow->grant;
+    while (*at != NULL) {
+        struct grant *grant = *at;
+        if (all || grant->left == 0) {
+            *at = grant->next;
+            grants_spare(lanes, grant);
+        } else {
+            at = &grant->next;
+        }
+    }
+}
+
+void nb_grants_cancel(struct nb_lanes *lanes, struct nb_flow *flow) {
+    if (!is_rma(lanes)) {
+        return;
+    }
+    if (flow->dir == NB_FLOW_OUT) {
+        grants_free(flow->grant);
+        flow->grant = NULL;
+        return;
+    }
+    for (int s = 0; s < NB_SLOTS; s++) {
+        if (lanes->rma->slots[s] != NULL && lanes->rma->slots[s]->flow == flow) {
+            lanes->rma->slots[s] = NULL;
+        }
+    }
+    NB_LIST_EACH_SAFE(it, nx, &lanes->rma->inbound) {
+        struct inbound *in = NB_CONTAINER(it, struct inbound, link);
+        if (in->flow == flow) {
+            nb_list_remove(&in->link);
+            free(in);
+        }
+    }
+}
+
+static void region_known(struct nb_lanes *lanes, int lane, int peer_rank, const struct wire_region *message) {
+    if (message->region < NB_REGIONS_MAX && message->lane == lane) {
+        lanes->peers[peer_rank].rma->remote[message->region][lane] =
+            (struct remote_region){.key = message->key, .addr = message->addr, .known = true};
+    }
+}
+
+static void grants_known(struct nb_lanes *lanes, int peer_rank, const struct wire_grants *message) {
+    struct rma_peer *rma = lanes->peers[peer_rank].rma;
+    for (int i = 0; i < message->count && i < GRANTS_PER_MESSAGE; i++) {
+        const struct wire_grant *wire = &message->grants[i];
+        if (wire->region >= NB_REGIONS_MAX || wire->slot >= NB_SLOTS) {
+            continue;
+        }
+        struct nb_flow *flow = nb_lanes_find(lanes, peer_rank, NB_FLOW_OUT, wire->op);
+        grants_put(lanes, flow != NULL ? (struct grant **)&flow->grant : &rma->orphans, wire);
+    }
+}
+
+void nb_grants_message(struct nb_lanes *lanes, int lane, int peer_rank, const void *data, size_t bytes) {
+    if (!is_rma(lanes) || bytes < 1 || lanes->peers[peer_rank].rma == NULL) {
+        return;
+    }
+    uint8_t type = *(const uint8_t *)data;
+    if (type == MESSAGE_REGION && bytes == sizeof(struct wire_region)) {
+        struct wire_region message;
+        memcpy(&message, data, sizeof message);
+        region_known(lanes, lane, peer_rank, &message);
+    } else if (type == MESSAGE_GRANTS && bytes == sizeof(struct wire_grants)) {
+        struct wire_grants message;
+        memcpy(&message, data, sizeof message);
+        grants_known(lanes, peer_rank, &message);
+    }
+    nb_lanes_push(lanes, peer_rank, 0);
+}

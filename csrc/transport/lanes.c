@@ -1,0 +1,585 @@
+// The pull scheduler: which blocks travel next, on which lane. See lanes.h. What only RMA lanes need (grants, slots,
+// staging) is in grants.c.
+#include "transport/lanes.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/bits.h"
+#include "base/clock.h"
+#include "transport/lanes_internal.h"
+
+enum {
+    CONCURRENT_FLOWS = 4, // operations that share the lanes to one peer
+    REQUESTS_PER_PATH = 64,
+    UNGRANTED_RUNS = 8, // looked at before a lane gives up on a flow
+    TAIL_LARGE = 64 * 1024,
+    TAIL_SMALL = 16 * 1024
+};
+
+static struct path *path_of(struct nb_lanes *lanes, int peer, int lane) {
+    return &lanes->peers[peer].paths[lane];
+}
+
+struct nb_flow *nb_lanes_find(struct nb_lanes *lanes, int peer, enum nb_flow_dir dir, uint64_t op) {
+    struct nb_list *head = dir == NB_FLOW_IN ? &lanes->peers[peer].in : &lanes->peers[peer].out;
+    NB_LIST_EACH(it, head) {
+        struct nb_flow *flow = NB_CONTAINER(it, struct nb_flow, link);
+        if (flow->op == op) {
+            return flow;
+        }
+    }
+    return NULL;
+}
+
+static void flow_moved(struct nb_flow *flow, int lane, size_t bytes) {
+    flow->bytes_moved += bytes;
+    flow->lane_bytes[lane] += bytes;
+    flow->moved_ns = nb_now_ns();
+}
+
+static void flow_finish(struct nb_flow *flow) {
+    nb_list_remove(&flow->link);
+    flow->ops->finished(flow);
+}
+
+// The largest segment that is worth its length now: near the end short ones, so that a slow lane cannot hold it.
+static size_t segment_now(const struct nb_lanes *lanes, const struct peer *peer) {
+    size_t lanes_n = (size_t)lanes->used;
+    size_t left = 0;
+    if (lanes_n == 1) {
+        return lanes->config.segment_bytes;
+    }
+    NB_LIST_EACH(it, &peer->out) {
+        const struct nb_flow *flow = NB_CONTAINER(it, struct nb_flow, link);
+        left += flow->left * flow->block_bytes;
+        if (left >= 2 * lanes_n * lanes->config.segment_bytes) {
+            return lanes->config.segment_bytes;
+        }
+    }
+    size_t tail = left >= 2 * lanes_n * TAIL_LARGE ? TAIL_LARGE : TAIL_SMALL;
+    return tail < lanes->config.segment_bytes ? tail : lanes->config.segment_bytes;
+}
+
+// Available blocks from `first` on that may travel as one segment.
+static uint32_t run_length(const struct nb_flow *flow, uint32_t first, size_t segment_bytes) {
+    uint32_t most = (uint32_t)(segment_bytes / flow->block_bytes);
+    most = most < 1 ? 1 : most > NB_FRAME_BLOCKS_MAX ? NB_FRAME_BLOCKS_MAX : most;
+    most = most < flow->blocks - first ? most : flow->blocks - first;
+    most = flow->ops->run_limit(flow, first, most);
+    uint32_t n = 1;
+    while (n < most && nb_bits_get(flow->map, first + n)) {
+        n++;
+    }
+    return n;
+}
+
+// Takes the next run off the flow into the request; false when there is none that may go.
+static bool flow_take(struct nb_lanes *lanes, struct nb_flow *flow, int lane, size_t segment, struct nb_request *req) {
+    uint32_t first = (uint32_t)nb_bits_next(flow->map, flow->cursor, flow->blocks);
+    uint32_t count = 0;
+    int tried = 0;
+    while (first < flow->blocks) {
+        count = run_length(flow, first, segment);
+        if (lanes->config.ops->kind == NB_LANE_STREAM || nb_grants_use(lanes, flow, lane, first, &count, req)) {
+            break;
+        }
+        first = ++tried < UNGRANTED_RUNS ? (uint32_t)nb_bits_next(flow->map, first + count, flow->blocks) : flow->blocks;
+    }
+    if (first >= flow->blocks) {
+        return false;
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        nb_bits_clear(flow->map, first + i);
+    }
+    flow->cursor = first == flow->cursor ? first + count : flow->cursor;
+    flow->left -= count;
+    flow->in_flight += count;
+    req->peer = flow->peer;
+    req->owner = flow;
+    req->frame.op = flow->op;
+    req->frame.block = first;
+    req->frame.blocks = (uint16_t)count;
+    req->frame.bytes = (uint32_t)flow->ops->bytes(flow, first, count);
+    req->iov_count = flow->ops->memory(flow, first, count, req->iov);
+    nb_grants_local(lanes, lane, req);
+    return true;
+}
+
+// Puts a run back that no lane took.
+static void flow_untake(struct nb_flow *flow, const struct nb_frame *frame) {
+    for (uint32_t i = 0; i < frame->blocks; i++) {
+        nb_bits_set(flow->map, frame->block + i);
+    }
+    flow->cursor = frame->block < flow->cursor ? frame->block : flow->cursor;
+    flow->left += frame->blocks;
+    flow->in_flight -= frame->blocks;
+}
+
+static bool peer_take(struct nb_lanes *lanes, struct peer *peer, int lane, struct nb_request *req) {
+    size_t segment = segment_now(lanes, peer);
+    int seen = 0;
+    NB_LIST_EACH(it, &peer->out) {
+        if (seen++ == CONCURRENT_FLOWS) {
+            break;
+        }
+        if (flow_take(lanes, NB_CONTAINER(it, struct nb_flow, link), lane, segment, req)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static bool path_has_window(const struct nb_lanes *lanes, const struct path *path) {
+    return path->open && !path->refused && path->idle != NULL && path->in_flight < lanes->window_bytes;
+}
+
+// Lets one lane take what it can. True when it took something.
+static bool path_pull(struct nb_lanes *lanes, struct peer *peer, int lane) {
+    struct path *path = &peer->paths[lane];
+    if (path->pulling || !path_has_window(lanes, path)) {
+        return false;
+    }
+    struct nb_request *req = path->idle;
+    path->pulling = true;
+    bool took = peer_take(lanes, peer, lane, req);
+    if (took) {
+        struct nb_flow *flow = req->owner;
+        path->idle = req->next;
+        path->in_flight += req->frame.bytes;
+        int rc = lanes->lane[lane]->ops->post(lanes->lane[lane], req);
+        if (rc < 0) {
+            path->in_flight -= req->frame.bytes;
+            req->next = path->idle;
+            path->idle = req;
+            nb_grants_unuse(lanes, flow, req);
+            flow_untake(flow, &req->frame);
+            path->refused = true;
+            took = false;
+        }
+    }
+    path->pulling = false;
+    return took;
+}
+
+void nb_lanes_push(struct nb_lanes *lanes, int peer_rank, int64_t now_ns) {
+    (void)now_ns;
+    struct peer *peer = &lanes->peers[peer_rank];
+    bool moved = !nb_list_empty(&peer->out);
+    while (moved) {
+        moved = false;
+        for (int i = 0; i < lanes->used; i++) {
+            int lane = (peer->next_lane + i) % lanes->used;
+            moved = path_pull(lanes, peer, lane) || moved;
+        }
+        peer->next_lane = (peer->next_lane + 1) % lanes->used;
+    }
+}
+
+static void up_sent(void *ctx, struct nb_lane *lane, struct nb_request *req, int code) {
+    struct nb_lanes *lanes = ctx;
+    struct path *path = path_of(lanes, req->peer, lane->index);
+    struct nb_flow *flow = req->owner;
+    struct nb_frame frame = req->frame;
+    int peer = req->peer;
+    path->in_flight -= frame.bytes;
+    req->owner = NULL;
+    req->next = path->idle;
+    path->idle = req;
+    if (flow == NULL) {
+        return; // cancelled meanwhile
+    }
+    nb_grants_sent(lanes, flow, req);
+    if (code < 0) {
+        flow_untake(flow, &frame);
+        return; // the lane is going: lost() follows
+    }
+    flow->in_flight -= frame.blocks;
+    flow_moved(flow, lane->index, frame.bytes);
+    if (flow->left == 0 && flow->in_flight == 0) {
+        flow_finish(flow);
+    }
+    if (lane->index < lanes->used) {
+        path_pull(lanes, &lanes->peers[peer], lane->index);
+    }
+}
+
+static void up_writable(void *ctx, struct nb_lane *lane, int peer_rank) {
+    struct nb_lanes *lanes = ctx;
+    struct peer *peer = &lanes->peers[peer_rank];
+    struct path *path = &peer->paths[lane->index];
+    path->refused = false;
+    nb_grants_flush(lanes, peer_rank);
+    while (lane->index < lanes->used && path_pull(lanes, peer, lane->index)) {
+    }
+}
+
+// A run that a peer announces: of a flow that is expected, inside it, and none of it there already.
+static int run_check(const struct nb_lanes *lanes, const struct nb_flow *flow, const struct nb_frame *frame) {
+    uint64_t end = (uint64_t)frame->block + frame->blocks;
+    if (frame->blocks == 0 || frame->blocks > NB_FRAME_BLOCKS_MAX || end > flow->blocks) {
+        return NB_EWIRE;
+    }
+    if (flow->ops->run_limit(flow, frame->block, frame->blocks) < 1) {
+        return NB_EWIRE;
+    }
+    size_t bytes = flow->ops->bytes(flow, frame->block, frame->blocks);
+    if (bytes == 0 || bytes > lanes->config.segment_bytes + flow->block_bytes) {
+        return NB_EWIRE;
+    }
+    for (uint32_t i = 0; i < frame->blocks; i++) {
+        if (nb_bits_get(flow->map, frame->block + i)) {
+            return NB_EWIRE;
+        }
+    }
+    return 0;
+}
+
+// Marks a run as taken care of, so that nothing lands there twice.
+static void run_claim(struct nb_flow *flow, const struct nb_frame *frame) {
+    for (uint32_t i = 0; i < frame->blocks; i++) {
+        nb_bits_set(flow->map, frame->block + i);
+    }
+}
+
+static void run_unclaim(struct nb_flow *flow, const struct nb_frame *frame) {
+    for (uint32_t i = 0; i < frame->blocks; i++) {
+        nb_bits_clear(flow->map, frame->block + i);
+    }
+}
+
+static void run_landed(struct nb_lanes *lanes, struct nb_flow *flow, int lane, const struct nb_frame *frame,
+                       const void *data) {
+    (void)lanes;
+    size_t bytes = flow->ops->bytes(flow, frame->block, frame->blocks);
+    flow_moved(flow, lane, bytes);
+    flow->first_ns = flow->first_ns != 0 ? flow->first_ns : flow->moved_ns;
+    flow->left -= frame->blocks;
+    bool last = flow->left == 0;
+    flow->ops->consume(flow, frame->block, frame->blocks, data, bytes);
+    if (last) {
+        flow_finish(flow);
+    }
+}
+
+static int up_place(void *ctx, struct nb_lane *lane, int peer_rank, const struct nb_frame *frame,
+                    struct iovec iov[NB_LANE_IOV_MAX]) {
+    struct nb_lanes *lanes = ctx;
+    struct path *path = path_of(lanes, peer_rank, lane->index);
+    struct nb_flow *flow = nb_lanes_find(lanes, peer_rank, NB_FLOW_IN, frame->op);
+    if (flow == NULL) {
+        if (frame->op <= lanes->peers[peer_rank].in_floor) {
+            return NB_EWIRE;
+        }
+        path->held = true;
+        return -EAGAIN;
+    }
+    int rc = run_check(lanes, flow, frame);
+    if (rc < 0 || frame->bytes != flow->ops->bytes(flow, frame->block, frame->blocks)) {
+        return NB_EWIRE;
+    }
+    rc = flow->ops->memory(flow, frame->block, frame->blocks, iov);
+    if (rc == 0) {
+        if (path->scratch == NULL) {
+            path->scratch = aligned_alloc(4096, lanes->config.segment_bytes + NB_SCRATCH_SLACK);
+        }
+        if (path->scratch == NULL || frame->bytes > lanes->config.segment_bytes + NB_SCRATCH_SLACK) {
+            return -ENOMEM;
+        }
+        iov[0] = (struct iovec){.iov_base = path->scratch, .iov_len = frame->bytes};
+        rc = 1;
+        path->placing_scratch = true;
+    } else {
+        path->placing_scratch = false;
+    }
+    run_claim(flow, frame);
+    path->placing = flow;
+    path->placing_frame = *frame;
+    return rc;
+}
+
+static void up_landed(void *ctx, struct nb_lane *lane, int peer_rank, const struct nb_frame *frame) {
+    struct nb_lanes *lanes = ctx;
+    if (lanes->config.ops->kind == NB_LANE_RMA) {
+        nb_grants_landed(lanes, lane->index, frame);
+        return;
+    }
+    struct path *path = path_of(lanes, peer_rank, lane->index);
+    struct nb_flow *flow = path->placing;
+    path->placing = NULL;
+    if (flow != NULL) {
+        run_landed(lanes, flow, lane->index, frame, path->placing_scratch ? path->scratch : NULL);
+    }
+}
+
+// An RMA arrival, its slot resolved by grants.c.
+int nb_lanes_arrived(struct nb_lanes *lanes, struct nb_flow *flow, int lane, const struct nb_frame *frame,
+                     const void *data) {
+    int rc = run_check(lanes, flow, frame);
+    if (rc == 0) {
+        run_claim(flow, frame);
+        run_landed(lanes, flow, lane, frame, data);
+    }
+    return rc;
+}
+
+static void up_message(void *ctx, struct nb_lane *lane, int peer, const void *data, size_t bytes) {
+    nb_grants_message(ctx, lane->index, peer, data, bytes);
+}
+
+static void up_lost(void *ctx, struct nb_lane *lane, int peer_rank, const struct nb_error *why) {
+    struct nb_lanes *lanes = ctx;
+    struct peer *peer = &lanes->peers[peer_rank];
+    struct path *path = &peer->paths[lane->index];
+    if (path->placing != NULL) {
+        run_unclaim(path->placing, &path->placing_frame);
+        path->placing = NULL;
+    }
+    path->open = false;
+    int left = 0;
+    for (int i = 0; i < lanes->config.lanes; i++) {
+        left += peer->paths[i].open;
+    }
+    lanes->config.lane_lost(lanes->config.ctx, peer_rank, lane->index, why, left);
+}
+
+static const struct nb_lane_up lanes_up = {.place = up_place,
+                                           .landed = up_landed,
+                                           .sent = up_sent,
+                                           .writable = up_writable,
+                                           .message = up_message,
+                                           .lost = up_lost};
+
+static void path_close(struct path *path) {
+    free(path->scratch);
+    free(path->requests);
+}
+
+void nb_lanes_close(struct nb_lanes *lanes) {
+    if (lanes == NULL) {
+        return;
+    }
+    nb_grants_fini(lanes);
+    for (int i = 0; i < lanes->config.lanes; i++) {
+        if (lanes->lane[i] != NULL) {
+            lanes->lane[i]->ops->close(lanes->lane[i]);
+        }
+    }
+    for (int p = 0; lanes->peers != NULL && p < lanes->config.lane.size; p++) {
+        for (int i = 0; lanes->peers[p].paths != NULL && i < lanes->config.lanes; i++) {
+            path_close(&lanes->peers[p].paths[i]);
+        }
+        free(lanes->peers[p].paths);
+    }
+    free(lanes->peers);
+    free(lanes);
+}
+
+static int lane_open(struct nb_lanes *lanes, int index, struct nb_error *err) {
+    struct nb_lane_config config = lanes->config.lane;
+    config.index = index;
+    config.up = &lanes_up;
+    config.up_ctx = lanes;
+    if (lanes->config.bind_count > 0) {
+        config.bind = lanes->config.binds[index % lanes->config.bind_count];
+    }
+    return lanes->config.ops->open(&config, &lanes->lane[index], err);
+}
+
+int nb_lanes_open(struct nb_lanes **out, const struct nb_lanes_config *config, struct nb_error *err) {
+    struct nb_lanes *lanes = calloc(1, sizeof *lanes);
+    if (lanes == NULL) {
+        return nb_fail(err, -ENOMEM, "%d lanes", config->lanes);
+    }
+    int rc = 0;
+    lanes->config = *config;
+    lanes->used = config->lanes;
+    size_t share = config->in_flight_max / (size_t)config->lanes;
+    lanes->window_bytes = share > 2 * config->segment_bytes ? share : 2 * config->segment_bytes;
+    lanes->peers = calloc((size_t)config->lane.size, sizeof *lanes->peers);
+    if (lanes->peers == NULL) {
+        rc = nb_fail(err, -ENOMEM, "%d peers", config->lane.size);
+        goto err_close;
+    }
+    for (int p = 0; p < config->lane.size; p++) {
+        nb_list_init(&lanes->peers[p].in);
+        nb_list_init(&lanes->peers[p].out);
+    }
+    nb_grants_init(lanes);
+    for (int i = 0; i < config->lanes; i++) {
+        rc = lane_open(lanes, i, err);
+        if (rc < 0) {
+            goto err_close;
+        }
+    }
+    *out = lanes;
+    return 0;
+err_close:
+    nb_lanes_close(lanes);
+    return rc;
+}
+
+size_t nb_lanes_address_bytes(const struct nb_lanes *lanes) {
+    return (size_t)lanes->config.lanes * sizeof(struct nb_lane_address);
+}
+
+void nb_lanes_address(const struct nb_lanes *lanes, void *out) {
+    struct nb_lane_address *address = out;
+    memset(out, 0, nb_lanes_address_bytes(lanes));
+    for (int i = 0; i < lanes->config.lanes; i++) {
+        size_t bytes = 0;
+        lanes->lane[i]->ops->address(lanes->lane[i], address[i].addr, &bytes);
+        address[i].bytes = (uint32_t)bytes;
+    }
+}
+
+static int path_open(struct nb_lanes *lanes, struct path *path, struct nb_error *err) {
+    path->requests = calloc(REQUESTS_PER_PATH, sizeof *path->requests);
+    if (path->requests == NULL) {
+        return nb_fail(err, -ENOMEM, "requests of a lane");
+    }
+    for (int i = 0; i < REQUESTS_PER_PATH; i++) {
+        path->requests[i].next = path->idle;
+        path->idle = &path->requests[i];
+    }
+    path->open = true;
+    (void)lanes;
+    return 0;
+}
+
+int nb_lanes_peer_open(struct nb_lanes *lanes, int peer_rank, const void *addresses, struct nb_error *err) {
+    struct peer *peer = &lanes->peers[peer_rank];
+    const struct nb_lane_address *address = addresses;
+    if (peer->paths != NULL) {
+        return 0;
+    }
+    peer->paths = calloc((size_t)lanes->config.lanes, sizeof *peer->paths);
+    if (peer->paths == NULL) {
+        return nb_fail(err, -ENOMEM, "lanes to rank %d", peer_rank);
+    }
+    for (int i = 0; i < lanes->config.lanes; i++) {
+        int rc = path_open(lanes, &peer->paths[i], err);
+        if (rc == 0 && address[i].bytes > NB_LANE_ADDR_MAX) {
+            rc = nb_fail_peer(err, NB_EWIRE, peer_rank, "rank %d gave a bad lane address", peer_rank);
+        }
+        if (rc == 0) {
+            rc = lanes->lane[i]->ops->peer_open(lanes->lane[i], peer_rank, address[i].addr, address[i].bytes, err);
+        }
+        if (rc < 0) {
+            return rc;
+        }
+    }
+    return nb_grants_peer_open(lanes, peer_rank, err);
+}
+
+bool nb_lanes_peer_ready(const struct nb_lanes *lanes, int peer) {
+    for (int i = 0; i < lanes->config.lanes; i++) {
+        if (!lanes->lane[i]->ops->peer_ready(lanes->lane[i], peer)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+void nb_lanes_use(struct nb_lanes *lanes, int count) {
+    lanes->used = count < 1 ? 1 : count > lanes->config.lanes ? lanes->config.lanes : count;
+}
+
+int nb_lanes_used(const struct nb_lanes *lanes) {
+    return lanes->used;
+}
+
+// Out flows stand by priority, then by age.
+static void out_insert(struct nb_list *head, struct nb_flow *flow) {
+    struct nb_list *at = head;
+    while (at->prev != head) {
+        const struct nb_flow *before = NB_CONTAINER(at->prev, struct nb_flow, link);
+        if (before->priority > flow->priority ||
+            (before->priority == flow->priority && before->op < flow->op)) {
+            break;
+        }
+        at = at->prev;
+    }
+    nb_list_insert(at, &flow->link);
+}
+
+void nb_lanes_add(struct nb_lanes *lanes, struct nb_flow *flow, int64_t now_ns) {
+    struct peer *peer = &lanes->peers[flow->peer];
+    flow->cursor = 0;
+    flow->in_flight = 0;
+    flow->bytes_moved = 0;
+    flow->moved_ns = now_ns;
+    flow->first_ns = 0;
+    flow->grant = NULL;
+    memset(flow->lane_bytes, 0, sizeof flow->lane_bytes[0] * (size_t)lanes->config.lanes);
+    if (flow->dir == NB_FLOW_OUT) {
+        out_insert(&peer->out, flow);
+        nb_grants_out_added(lanes, flow);
+        nb_lanes_push(lanes, flow->peer, now_ns);
+        return;
+    }
+    nb_list_insert(&peer->in, &flow->link);
+    peer->in_floor = flow->op > peer->in_floor ? flow->op : peer->in_floor;
+    if (lanes->config.ops->kind == NB_LANE_RMA) {
+        nb_grants_in_added(lanes, flow);
+        return;
+    }
+    for (int i = 0; i < lanes->config.lanes; i++) {
+        if (peer->paths[i].held) {
+            peer->paths[i].held = false;
+            lanes->lane[i]->ops->resume(lanes->lane[i], flow->peer);
+        }
+    }
+}
+
+void nb_lanes_ready(struct nb_lanes *lanes, struct nb_flow *flow, uint32_t block) {
+    (void)lanes;
+    nb_bits_set(flow->map, block);
+    flow->cursor = block < flow->cursor ? block : flow->cursor;
+}
+
+void nb_lanes_cancel(struct nb_lanes *lanes, struct nb_flow *flow) {
+    struct peer *peer = &lanes->peers[flow->peer];
+    for (int i = 0; i < lanes->config.lanes; i++) {
+        struct path *path = &peer->paths[i];
+        bool used = path->placing == flow || lanes->config.ops->kind == NB_LANE_RMA;
+        for (int r = 0; r < REQUESTS_PER_PATH; r++) {
+            used = used || path->requests[r].owner == flow;
+        }
+        if (used && path->open) {
+            path->open = false;
+            path->placing = NULL;
+            lanes->lane[i]->ops->peer_close(lanes->lane[i], flow->peer);
+        }
+    }
+    nb_grants_cancel(lanes, flow);
+    nb_list_remove(&flow->link);
+}
+
+int nb_lanes_progress(struct nb_lanes *lanes, int64_t now_ns) {
+    (void)now_ns;
+    int done = 0;
+    for (int i = 0; i < lanes->config.lanes; i++) {
+        int n = lanes->lane[i]->ops->progress(lanes->lane[i]);
+        done += n > 0 ? n : 0;
+    }
+    return done;
+}
+
+int nb_lanes_arm(struct nb_lanes *lanes) {
+    for (int i = 0; i < lanes->config.lanes; i++) {
+        if (lanes->lane[i]->ops->arm(lanes->lane[i]) == -EAGAIN) {
+            return -EAGAIN;
+        }
+    }
+    return 0;
+}
+
+void nb_lanes_stats(const struct nb_lanes *lanes, int peer, int lane, struct nb_lane_stats *stats) {
+    lanes->lane[lane]->ops->stats(lanes->lane[lane], peer, stats);
+}
+
+const char *nb_lanes_describe(const struct nb_lanes *lanes) {
+    return lanes->lane[0]->ops->describe(lanes->lane[0]);
+}

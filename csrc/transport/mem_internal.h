@@ -1,0 +1,128 @@
+// What mem.c (a lane) and mem_net.c (what ranks share) have in common. Nobody else includes this.
+#ifndef NB_MEM_INTERNAL_H
+#define NB_MEM_INTERNAL_H
+
+#include <pthread.h>
+
+#include "transport/mem.h"
+
+enum {
+    PIPE_MAX = 4,     // packets on their way in one direction
+    PACKETS_A_TURN = 3 // that one call of progress() takes from one peer
+};
+
+// A complete segment, arrival or message on its way.
+struct packet {
+    struct packet *next;
+    int delay;
+    bool is_message;
+    struct nb_frame frame;
+    size_t bytes;
+    unsigned char data[];
+};
+
+struct queue {
+    struct packet *head;
+    struct packet *tail;
+    int count;
+};
+
+// One lane between two ranks; [0] is the lower one's side. Queues are the receiving side's.
+struct link {
+    bool wants[2]; // opened, and not gone since. Up when both do
+    struct queue data[2];
+    struct queue messages[2]; // RMA; on STREAM lanes messages stand among the data
+};
+
+struct region {
+    struct region *next;
+    uint64_t key;
+    uint64_t addr;
+    char *base;
+    size_t bytes;
+};
+
+struct mem_lane;
+
+struct nb_mem_net {
+    pthread_mutex_t lock;
+    int size;
+    int lanes;
+    uint64_t seed;
+    int delay_max;
+    int refuse_one_in; // 0: never
+    int posts_max;     // requests one peer takes at a time
+    bool in_pieces;
+    struct mem_lane **lane; // [rank × lanes + index]
+    struct link *links;     // [(index × size + lower) × size + higher]
+};
+
+// In nb_request.lane_private.
+struct posted {
+    struct nb_request *next;
+    size_t done;
+    int delay;
+    bool arrived; // RMA: written and announced, completion outstanding
+};
+_Static_assert(sizeof(struct posted) <= sizeof((struct nb_request *)0)->lane_private, "fits the request");
+
+enum state { NONE, OPENING, OPEN };
+
+struct mem_peer {
+    enum state state;
+    uint64_t epoch; // of the flow: a callback may have closed it
+    int delay;      // until opened, or until writable
+    bool refused;
+    bool held;
+    struct nb_request *out;
+    int out_count;
+    struct packet *current; // being received
+    bool placed;
+    struct iovec iov[NB_LANE_IOV_MAX];
+    size_t done;
+    struct nb_lane_stats stats;
+};
+
+struct mem_lane {
+    struct nb_lane base;
+    struct nb_lane_config config;
+    struct nb_mem_net *net;
+    uint64_t random;
+    struct region *regions; // under the net's lock: peers look keys up
+    struct mem_peer *peers;
+};
+
+static inline struct mem_lane *nb_mem_lane_of(const struct nb_lane *base) {
+    return (struct mem_lane *)(uintptr_t)base; // the first member
+}
+
+static inline bool nb_mem_is_rma(const struct mem_lane *lane) {
+    return lane->base.ops->kind == NB_LANE_RMA;
+}
+
+static inline uint32_t nb_mem_draw(uint64_t *state, uint32_t below) {
+    *state = *state * 6364136223846793005u + 1442695040888963407u;
+    return (uint32_t)((*state >> 33) % below);
+}
+
+// mem_net.c. The lock is held in these.
+struct link *nb_mem_link(const struct nb_mem_net *net, int index, int a, int b);
+struct mem_lane *nb_mem_lane(const struct nb_mem_net *net, int rank, int index);
+void nb_mem_wake(const struct nb_mem_net *net, int rank, int index);
+void nb_mem_push(struct queue *queue, struct packet *packet);
+struct packet *nb_mem_pop(struct queue *queue);
+bool nb_mem_up(const struct link *link);
+void nb_mem_down(struct link *link);
+// Where a write of this request may go now; NULL: the key is closed, or the range is not of its memory.
+char *nb_mem_remote(const struct mem_lane *lane, const struct nb_request *request);
+
+// And not in these.
+int nb_mem_map(struct nb_lane *base, void *memory, size_t bytes, struct nb_region *region, struct nb_error *err);
+void nb_mem_unmap(struct nb_lane *base, struct nb_region *region);
+// Copies between `data` and the bytes from `skip` on of scattered memory.
+void nb_mem_gather(const struct iovec *iov, size_t skip, void *data, size_t bytes);
+void nb_mem_scatter(const struct iovec *iov, size_t skip, const void *data, size_t bytes);
+// The net that a name of nb_mem_net_name() stands for; NULL: none.
+struct nb_mem_net *nb_mem_find(const char *name);
+
+#endif

@@ -1,0 +1,282 @@
+// Finds libfabric, loads it, and says which providers it has.
+#ifdef NB_HAVE_OFI
+
+#include "transport/ofi_lib.h"
+
+#include <dlfcn.h>
+#include <link.h>
+#include <netdb.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_errno.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const char *const usual_places[] = {
+    "libfabric.so.1",
+    "/opt/amazon/efa/lib/libfabric.so.1",
+    "/opt/amazon/efa/lib64/libfabric.so.1",
+    NULL,
+};
+
+// In the order of preference. A bare "tcp" is one endpoint type from 1.18 on; before, it needs ofi_rxm above it.
+static const char *const preferred[] = {"efa", "verbs;ofi_rxm", "tcp", "net", "tcp;ofi_rxm", NULL};
+
+// Those whose endpoints have IP addresses, so that a lane can be bound to an interface and a port.
+static const char *const by_ip[] = {"verbs", "tcp", "net", "sockets", "udp", NULL};
+
+static int load_symbols(struct nb_ofi_lib *lib, void *handle, const char *path, struct nb_error *err) {
+    static const struct {
+        const char *name;
+        size_t offset;
+    } symbols[] = {
+        {"fi_getinfo", offsetof(struct nb_ofi_lib, getinfo)},   {"fi_freeinfo", offsetof(struct nb_ofi_lib, freeinfo)},
+        {"fi_dupinfo", offsetof(struct nb_ofi_lib, dupinfo)},   {"fi_fabric", offsetof(struct nb_ofi_lib, fabric)},
+        {"fi_version", offsetof(struct nb_ofi_lib, version)},   {"fi_strerror", offsetof(struct nb_ofi_lib, strerror)},
+    };
+    for (size_t i = 0; i < sizeof symbols / sizeof symbols[0]; i++) {
+        void *symbol = dlsym(handle, symbols[i].name);
+        if (symbol == NULL) {
+            return nb_fail(err, NB_ENOLIB, "%s is not a libfabric: it has no %s", path, symbols[i].name);
+        }
+        memcpy((char *)lib + symbols[i].offset, &symbol, sizeof symbol);
+    }
+    return 0;
+}
+
+int nb_ofi_lib_open(struct nb_ofi_lib *lib, const char *library, struct nb_error *err) {
+    void *handle = NULL;
+    const char *path = library;
+    if (library != NULL) {
+        handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
+    } else {
+        for (int i = 0; handle == NULL && usual_places[i] != NULL; i++) {
+            path = usual_places[i];
+            handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+        }
+    }
+    if (handle == NULL) {
+        return library != NULL ? nb_fail(err, NB_ENOLIB, "libfabric at %s: %s", library, dlerror())
+                               : nb_fail(err, NB_ENOLIB, "no libfabric: %s: %s", usual_places[0],
+                                         "install libfabric1, or the package mpich from PyPI and give its path");
+    }
+    struct nb_ofi_lib found = {0};
+    int rc = load_symbols(&found, handle, path, err);
+    if (rc < 0) {
+        return rc;
+    }
+    struct link_map *map = NULL;
+    if (dlinfo(handle, RTLD_DI_LINKMAP, &map) == 0 && map->l_name[0] != '\0') {
+        path = map->l_name;
+    }
+    snprintf(found.path, sizeof found.path, "%s", path);
+    uint32_t version = found.version();
+    if (FI_VERSION_LT(version, (uint32_t)NB_OFI_API)) {
+        return nb_fail(err, NB_ENOLIB, "libfabric %u.%u at %s is too old: 1.17 or later is needed", FI_MAJOR(version),
+                       FI_MINOR(version), found.path);
+    }
+    *lib = found;
+    return 0;
+}
+
+void nb_ofi_lib_version(const struct nb_ofi_lib *lib, char text[NB_OFI_NAME]) {
+    uint32_t version = lib->version();
+    snprintf(text, NB_OFI_NAME, "%u.%u", FI_MAJOR(version), FI_MINOR(version));
+}
+
+// What a lane needs of a provider. `provider` NULL: of any.
+static struct fi_info *hints_new(const struct nb_ofi_lib *lib, const char *provider) {
+    struct fi_info *hints = lib->dupinfo(NULL);
+    if (hints == NULL) {
+        return NULL;
+    }
+    hints->caps = FI_MSG | FI_SEND | FI_RECV | FI_RMA | FI_WRITE | FI_REMOTE_WRITE;
+    hints->mode = FI_CONTEXT | FI_CONTEXT2;
+    hints->ep_attr->type = FI_EP_RDM;
+    hints->tx_attr->msg_order = FI_ORDER_SAS;
+    hints->rx_attr->msg_order = FI_ORDER_SAS;
+    hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
+    hints->domain_attr->threading = FI_THREAD_DOMAIN;
+    hints->domain_attr->control_progress = FI_PROGRESS_MANUAL;
+    hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;
+    hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
+    hints->domain_attr->cq_data_size = sizeof(uint32_t);
+    if (provider != NULL) {
+        hints->fabric_attr->prov_name = strdup(provider); // freeinfo frees it
+        if (hints->fabric_attr->prov_name == NULL) {
+            lib->freeinfo(hints);
+            return NULL;
+        }
+    }
+    return hints;
+}
+
+static bool has_ip_address(const char *provider) {
+    size_t core = strcspn(provider, ";");
+    for (int i = 0; by_ip[i] != NULL; i++) {
+        if (strlen(by_ip[i]) == core && memcmp(by_ip[i], provider, core) == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+// The first endpoint of exactly this provider: libfabric also answers with layers above it.
+static int find_exact(const struct nb_ofi_lib *lib, const char *provider, const struct nb_sockaddr *source,
+                      uint64_t op_flags, struct fi_info **info) {
+    struct fi_info *hints = hints_new(lib, provider);
+    if (hints == NULL) {
+        return -FI_ENOMEM;
+    }
+    hints->tx_attr->op_flags = op_flags;
+    char node[NI_MAXHOST];
+    char service[NI_MAXSERV];
+    const char *at = NULL;
+    uint64_t flags = 0;
+    int rc = 0;
+    if (source != NULL && has_ip_address(provider)) {
+        hints->addr_format = source->any.sa_family == AF_INET6 ? FI_SOCKADDR_IN6 : FI_SOCKADDR_IN;
+        at = node;
+        flags = FI_SOURCE | FI_NUMERICHOST;
+        if (getnameinfo(&source->any, source->len, node, sizeof node, service, sizeof service,
+                        NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
+            rc = -FI_EINVAL;
+        }
+    }
+    struct fi_info *list = NULL;
+    if (rc == 0) {
+        rc = lib->getinfo(NB_OFI_API, at, at != NULL ? service : NULL, flags, hints, &list);
+    }
+    lib->freeinfo(hints);
+    if (rc < 0) {
+        return rc;
+    }
+    rc = -FI_ENODATA;
+    for (const struct fi_info *it = list; it != NULL && rc == -FI_ENODATA; it = it->next) {
+        if (strcmp(it->fabric_attr->prov_name, provider) == 0) {
+            *info = lib->dupinfo(it);
+            rc = *info == NULL ? -FI_ENOMEM : 0;
+        }
+    }
+    lib->freeinfo(list);
+    return rc;
+}
+
+static int find(const struct nb_ofi_lib *lib, const char *provider, const struct nb_sockaddr *source,
+                struct fi_info **info, bool *delivery) {
+    if (find_exact(lib, provider, source, FI_DELIVERY_COMPLETE, info) == 0) {
+        // Asked for with each write that wants it, not for every message.
+        (*info)->tx_attr->op_flags &= ~FI_DELIVERY_COMPLETE;
+        *delivery = true;
+        return 0;
+    }
+    *delivery = false;
+    return find_exact(lib, provider, source, 0, info);
+}
+
+static int rank_of(const char *provider) {
+    int i = 0;
+    while (preferred[i] != NULL && strcmp(preferred[i], provider) != 0) {
+        i++;
+    }
+    return i;
+}
+
+// Each provider once, in the order of preference.
+static int list_providers(const struct nb_ofi_lib *lib, struct nb_ofi_provider *out, int max) {
+    struct fi_info *hints = hints_new(lib, NULL);
+    if (hints == NULL) {
+        return -FI_ENOMEM;
+    }
+    struct fi_info *list = NULL;
+    int rc = lib->getinfo(NB_OFI_API, NULL, NULL, 0, hints, &list);
+    lib->freeinfo(hints);
+    if (rc < 0) {
+        return rc == -FI_ENODATA ? 0 : rc;
+    }
+    int count = 0;
+    for (const struct fi_info *it = list; it != NULL && count < max; it = it->next) {
+        const char *name = it->fabric_attr->prov_name;
+        bool known = false;
+        for (int i = 0; i < count && !known; i++) {
+            known = strcmp(out[i].name, name) == 0;
+        }
+        if (known) {
+            continue;
+        }
+        int at = count;
+        while (at > 0 && rank_of(out[at - 1].name) > rank_of(name)) {
+            out[at] = out[at - 1];
+            at--;
+        }
+        uint32_t version = it->fabric_attr->prov_version;
+        snprintf(out[at].name, sizeof out[at].name, "%s", name);
+        snprintf(out[at].version, sizeof out[at].version, "%u.%u", FI_MAJOR(version), FI_MINOR(version));
+        count++;
+    }
+    lib->freeinfo(list);
+    return count;
+}
+
+static int fail_missing(const struct nb_ofi_lib *lib, const char *provider, const struct nb_sockaddr *source,
+                        struct nb_error *err) {
+    struct nb_ofi_provider there[16];
+    int count = list_providers(lib, there, (int)(sizeof there / sizeof there[0]));
+    char names[256] = "none";
+    for (int i = 0, used = 0; i < count && used < (int)sizeof names; i++) {
+        used += snprintf(names + used, sizeof names - (size_t)used, "%s%s", i > 0 ? ", " : "", there[i].name);
+    }
+    char at[NB_SOCK_TEXT] = "any address";
+    if (source != NULL) {
+        nb_sock_format(source, at);
+    }
+    char version[NB_OFI_NAME];
+    nb_ofi_lib_version(lib, version);
+    return nb_fail(err, -ENODEV, "libfabric %s has no provider %s%sfor remote writes at %s; it has: %s", version,
+                   provider != NULL ? provider : "", provider != NULL ? " " : "", at, names);
+}
+
+int nb_ofi_info_get(const struct nb_ofi_lib *lib, const char *provider, const struct nb_sockaddr *source,
+                    struct fi_info **info, bool *delivery, struct nb_error *err) {
+    if (provider == NULL) {
+        for (int i = 0; preferred[i] != NULL; i++) {
+            if (find(lib, preferred[i], source, info, delivery) == 0) {
+                return 0;
+            }
+        }
+        return fail_missing(lib, NULL, source, err);
+    }
+    int rc = find(lib, provider, source, info, delivery);
+    if (rc < 0 && strchr(provider, ';') == NULL) {
+        char layered[NB_OFI_NAME];
+        snprintf(layered, sizeof layered, "%s;ofi_rxm", provider);
+        rc = find(lib, layered, source, info, delivery);
+    }
+    return rc < 0 ? fail_missing(lib, provider, source, err) : 0;
+}
+
+int nb_ofi_providers(const char *library, struct nb_ofi_provider *providers, int max, struct nb_error *err) {
+    struct nb_ofi_lib lib;
+    int rc = nb_ofi_lib_open(&lib, library, err);
+    if (rc < 0) {
+        return rc;
+    }
+    rc = list_providers(&lib, providers, max);
+    return rc < 0 ? nb_fail(err, rc, "the providers of %s: %s", lib.path, lib.strerror(-rc)) : rc;
+}
+
+int nb_ofi_library(const char *library, struct nb_ofi_library *found, struct nb_error *err) {
+    struct nb_ofi_lib lib;
+    int rc = nb_ofi_lib_open(&lib, library, err);
+    if (rc < 0) {
+        return rc;
+    }
+    memcpy(found->path, lib.path, sizeof found->path);
+    nb_ofi_lib_version(&lib, found->version);
+    return 0;
+}
+
+#else
+typedef int nb_ofi_lib_is_empty; // ISO C wants a declaration in every file
+#endif

@@ -1,0 +1,159 @@
+// Short messages of the libfabric lane: a pool of buffers to send from, a pool of posted ones to receive into, and
+// what came from a peer before this side had opened it. A message that does not show the job's token is dropped.
+#ifdef NB_HAVE_OFI
+
+#include <errno.h>
+#include <rdma/fi_errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/sha256.h"
+#include "transport/ofi_lane.h"
+
+void nb_ofi_token(const struct nb_ofi_lane *lane, int peer, unsigned char token[NB_OFI_TOKEN]) {
+    unsigned char whole[NB_TOKEN_BYTES];
+    int rank = lane->config.rank;
+    nb_boot_token(lane->config.boot, "ofi", rank < peer ? rank : peer, rank < peer ? peer : rank, whole);
+    memcpy(token, whole, NB_OFI_TOKEN);
+}
+
+static void *slot_desc(const struct nb_ofi_lane *lane) {
+    return lane->slots_mr != NULL ? fi_mr_desc(lane->slots_mr) : NULL;
+}
+
+int nb_ofi_messages_open(struct nb_ofi_lane *lane, struct nb_error *err) {
+    int count = NB_OFI_SENDS + NB_OFI_RECEIVES + 2 * lane->config.size;
+    lane->slots = calloc((size_t)count, sizeof *lane->slots);
+    if (lane->slots == NULL) {
+        return nb_fail(err, -ENOMEM, "lane %d: %d messages", lane->base.index, count);
+    }
+    lane->slot_count = count;
+    for (int i = 0; i < count; i++) {
+        struct nb_ofi_slot *slot = &lane->slots[i];
+        slot->op.kind = i < NB_OFI_SENDS ? NB_OFI_SEND : NB_OFI_RECEIVE;
+        nb_list_init(&slot->op.link);
+        nb_list_insert(i < NB_OFI_SENDS ? &lane->send_free : &lane->idle, &slot->op.link);
+    }
+    int rc = nb_ofi_register_local(lane, lane->slots, (size_t)count * sizeof *lane->slots, FI_SEND | FI_RECV,
+                                   &lane->slots_mr, err);
+    if (rc < 0) {
+        return rc;
+    }
+    rc = nb_ofi_receives_post(lane);
+    return rc < 0 ? nb_fail(err, rc, "lane %d: post receives with %s: %s", lane->base.index, lane->name,
+                            lane->lib.strerror(-rc))
+                  : 0;
+}
+
+void nb_ofi_messages_close(struct nb_ofi_lane *lane) {
+    free(lane->slots);
+    lane->slots = NULL;
+}
+
+int nb_ofi_receives_post(struct nb_ofi_lane *lane) {
+    NB_LIST_EACH_SAFE(it, next, &lane->idle) {
+        struct nb_ofi_slot *slot = NB_CONTAINER(it, struct nb_ofi_slot, op.link);
+        size_t room = sizeof slot->message + sizeof slot->spare;
+        ssize_t rc = fi_recv(lane->ep, &slot->message, room, slot_desc(lane), FI_ADDR_UNSPEC, &slot->op);
+        if (rc < 0) {
+            return rc == -FI_EAGAIN ? 0 : (int)rc;
+        }
+        nb_list_remove(it);
+    }
+    return 0;
+}
+
+int nb_ofi_message(struct nb_lane *base, int peer, const void *data, size_t bytes) {
+    struct nb_ofi_lane *lane = nb_ofi_lane_of(base);
+    int rc = nb_ofi_peer_check(lane, peer);
+    if (rc < 0) {
+        return rc;
+    }
+    if (bytes > NB_LANE_MESSAGE_MAX) {
+        return -EMSGSIZE;
+    }
+    struct nb_ofi_peer *to = &lane->peers[peer];
+    struct nb_ofi_message message = {.rank = (uint32_t)lane->config.rank, .bytes = (uint32_t)bytes};
+    memcpy(message.token, to->token, sizeof message.token);
+    memcpy(message.data, data, bytes);
+    ssize_t sent;
+    if (NB_OFI_HEADER + bytes <= lane->inject_max) {
+        sent = fi_inject(lane->ep, &message, NB_OFI_HEADER + bytes, to->addr);
+    } else {
+        if (nb_list_empty(&lane->send_free)) {
+            return nb_ofi_peer_block(lane, peer);
+        }
+        struct nb_ofi_slot *slot = NB_CONTAINER(lane->send_free.next, struct nb_ofi_slot, op.link);
+        slot->message = message;
+        sent = fi_send(lane->ep, &slot->message, NB_OFI_HEADER + bytes, slot_desc(lane), to->addr, &slot->op);
+        if (sent == 0) {
+            nb_list_remove(&slot->op.link);
+            slot->op.peer = peer;
+            to->under_way++;
+        }
+    }
+    if (sent == -FI_EAGAIN) {
+        return nb_ofi_peer_block(lane, peer);
+    }
+    return sent < 0 ? nb_ofi_peer_fail(lane, peer, (int)sent, "message") : 0;
+}
+
+void nb_ofi_sent(struct nb_ofi_lane *lane, struct nb_ofi_slot *slot) {
+    nb_list_insert(&lane->send_free, &slot->op.link);
+    nb_ofi_peer_done(lane, slot->op.peer);
+}
+
+// The rank it is from, or NB_NO_PEER for what is no message of this job.
+static int sender_of(const struct nb_ofi_lane *lane, const struct nb_ofi_slot *slot, size_t bytes) {
+    const struct nb_ofi_message *message = &slot->message;
+    if (bytes < NB_OFI_HEADER || message->bytes > NB_LANE_MESSAGE_MAX || bytes != NB_OFI_HEADER + message->bytes ||
+        message->rank >= (uint32_t)lane->config.size || message->rank == (uint32_t)lane->config.rank) {
+        return NB_NO_PEER;
+    }
+    int rank = (int)message->rank;
+    unsigned char token[NB_OFI_TOKEN];
+    if (lane->peers[rank].open) {
+        memcpy(token, lane->peers[rank].token, sizeof token);
+    } else {
+        nb_ofi_token(lane, rank, token);
+    }
+    return nb_bytes_equal(token, message->token, sizeof token) ? rank : NB_NO_PEER;
+}
+
+static void deliver(struct nb_ofi_lane *lane, struct nb_ofi_slot *slot, int rank) {
+    struct nb_ofi_message message = slot->message;
+    nb_list_insert(&lane->idle, &slot->op.link);
+    lane->config.up->message(lane->config.up_ctx, &lane->base, rank, message.data, message.bytes);
+}
+
+void nb_ofi_received(struct nb_ofi_lane *lane, struct nb_ofi_slot *slot, size_t bytes) {
+    int rank = sender_of(lane, slot, bytes);
+    if (rank == NB_NO_PEER) {
+        nb_list_insert(&lane->idle, &slot->op.link);
+    } else if (!lane->peers[rank].open || lane->held_ready) {
+        slot->op.peer = rank;
+        nb_list_insert(&lane->held, &slot->op.link);
+    } else {
+        deliver(lane, slot, rank);
+    }
+}
+
+// No message overtakes an earlier one of its peer: from the opening of a peer to the end of this, all that comes is
+// held, and `arm` does not let the thread sleep.
+void nb_ofi_held_deliver(struct nb_ofi_lane *lane) {
+    lane->held_ready = false;
+    NB_LIST_EACH_SAFE(it, next, &lane->held) {
+        struct nb_ofi_slot *slot = NB_CONTAINER(it, struct nb_ofi_slot, op.link);
+        if (lane->peers[slot->op.peer].open) {
+            nb_list_remove(it);
+            deliver(lane, slot, slot->op.peer);
+            if (lane->dead) {
+                return;
+            }
+        }
+    }
+}
+
+#else
+typedef int nb_ofi_message_is_empty; // ISO C wants a declaration in every file
+#endif

@@ -1,0 +1,9 @@
+// The plain TCP network.
+#ifndef NB_TRANSPORT_TCP_H
+#define NB_TRANSPORT_TCP_H
+
+#include "transport/transport.h"
+
+extern const struct nb_lane_ops nb_tcp_ops;
+
+#endif

@@ -1,0 +1,236 @@
+"""Types of the C module. Every buffer is in place and belongs to the engine until its Work is done."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+# dtypes
+UINT8: int
+INT8: int
+INT32: int
+INT64: int
+FLOAT16: int
+BFLOAT16: int
+FLOAT32: int
+FLOAT64: int
+# reductions
+SUM: int
+MIN: int
+MAX: int
+PRODUCT: int
+# kinds of operation
+ALLREDUCE: int
+ALLGATHER: int
+REDUCESCATTER: int
+BROADCAST: int
+BARRIER: int
+
+VERSION: str
+HAVE_OFI: bool  # built with libfabric's headers
+EVENTS: dict[str, int]  # name of each event kind, as in csrc/trace/event.h without NB_EV_
+
+# An object with the buffer protocol (writable, contiguous), or (address, bytes) of memory the caller keeps alive
+# by the `keep` argument.
+type Memory = Any
+
+def now_ns() -> int:
+    """CLOCK_MONOTONIC in ns: the clock of every record."""
+
+def dtype_size(dtype: int) -> int: ...
+def transports() -> list[str]:
+    """The names of the networks that were built in."""
+
+def providers(library: str | None = None) -> list[tuple[str, str]]:
+    """(provider, version) of each libfabric provider a lane could use here. Raises Error where there is no libfabric."""
+
+def libfabric(library: str | None = None) -> tuple[str, str]:
+    """(path, version) of the libfabric that would be used. Raises Error naming what was tried."""
+
+def interfaces(spec: str | None = None) -> list[tuple[str, str]]:
+    """(name, address) of the interfaces that `spec` (NCCL_SOCKET_IFNAME's syntax) names."""
+
+def isa() -> str:
+    """The reduce kernels in use: "generic" or "avx2"."""
+
+def reduce(destination: Memory, source: Memory, dtype: int, op: int, isa: str | None = None) -> None:
+    """destination = destination op source, by the kernel of `isa`: to test and to measure."""
+
+@final
+class Arena:
+    """Page-aligned, zeroed memory (memfd where the kernel allows), with the writable buffer protocol.
+
+    Memory is freed when the last buffer and the object are gone."""
+
+    def __init__(self, nbytes: int) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def fd(self) -> int: ...
+
+@final
+class Listener:
+    """Rank 0's door. Raises Error (EADDRINUSE, ENODEV) naming the port or the interface."""
+
+    def __init__(
+        self, address: str | None = None, ifname: str | None = None, ports: tuple[int, int] = (0, 0)
+    ) -> None: ...
+    @property
+    def address(self) -> str:
+        """ "host:port", what the other ranks need."""
+
+    def close(self) -> None: ...
+
+@final
+class Recorder:
+    """A ring file of stamps. Any thread may stamp; stamping never blocks."""
+
+    def __init__(self, path: str, capacity: int, rank: int) -> None: ...
+    def put(self, kind: int, key: int = 0, a: int = 0, b: int = 0, c: int = 0, d: int = 0, e: int = 0) -> None: ...
+    def put_at(
+        self, time_ns: int, kind: int, key: int = 0, a: int = 0, b: int = 0, c: int = 0, d: int = 0, e: int = 0
+    ) -> None: ...
+    def stamper(self, kind: int, key: int = 0, a: int = 0, b: int = 0) -> Callable[..., None]:
+        """A C callable that stamps this event whatever it is called with, and returns None."""
+
+    @property
+    def step(self) -> int: ...
+    @step.setter
+    def step(self, value: int) -> None: ...
+    @property
+    def dropped(self) -> int: ...
+    def close(self) -> None: ...
+
+@final
+class Work:
+    """An operation under way."""
+
+    def test(self) -> bool:
+        """True when done. Raises what the operation failed with."""
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits with the GIL released (signals are served); False after timeout_s. Raises the operation's failure:
+        PeerError naming the rank, WireError, MismatchError, TimeoutError."""
+
+    def times(self) -> tuple[int, int, int, int, int]:
+        """(submit, agreed, start, first byte, done) in ns of now_ns(); 0: not yet."""
+
+@final
+class Comm:
+    """A job's communicator: all ranks. One communication thread, which never touches Python.
+
+    Raises, before any byte of data moves: ValueError for a bad argument; Error with errno ENOENT for a missing libfabric,
+    ENODEV for a missing provider or interface; MismatchError when ranks disagree on `tag`; TimeoutError naming the
+    ranks that did not come."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        secret: bytes,
+        listener: Listener | None = None,
+        address: str | None = None,
+        tag: str = "",
+        transport: str = "tcp",
+        streams: int = 0,
+        provider: str | None = None,
+        library: str | None = None,
+        ifname: str | None = None,
+        ports: tuple[int, int] = (0, 0),
+        segment_bytes: int = 0,
+        timeout_s: float = 30.0,
+        stall_s: float = 60.0,
+        recorder: Recorder | None = None,
+    ) -> None: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def submit(
+        self,
+        name: str,
+        kind: int,
+        memory: Memory | Sequence[Memory],
+        dtype: int,
+        *,
+        op: int = ...,
+        root: int = 0,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        priority: int = 0,
+        bucket: int = 0,
+        keep: Any = None,
+    ) -> Work:
+        """Starts an operation in place; `keep` lives as long as the transfer. ValueError for what no rank could do, or
+        when an operation of this name is pending here."""
+
+    def map(self, arena: Arena) -> None:
+        """Tells the lanes of memory that many operations will use."""
+
+    def exchange(self, blob: bytes) -> list[bytes]:
+        """All-gather of equal-length blobs over the lanes, by rank; blocking, GIL released."""
+
+    def info(self) -> dict[str, Any]:
+        """streams_open, streams_used, bytes_out, bytes_in, lanes_lost, provider, clock_offset_ns, and
+        probe: list of (lanes, bytes, ns)."""
+
+    def notices(self) -> list[str]:
+        """What the user must be told since the last call: stalls, lost lanes."""
+
+    def abort(self, why: str) -> None: ...
+    def close(self) -> None: ...
+
+@final
+class GradHook:
+    """The gradient hook backend: stamps "gradient ready", counts buckets down and submits them, all in C.
+
+    parameters[i] belongs to bucket_of[i], at byte offset[i] of the bucket's memory; views[i] is a tensor over that
+    memory. A gradient that is views[i] already is used as it is; a smaller foreign one is copied there and the
+    parameter's `grad` re-pointed; one of at least `direct_bytes` travels from where autograd put it."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Any],
+        views: Sequence[Any],
+        bucket_of: Sequence[int],
+        offset: Sequence[int],
+        buckets: Sequence[tuple[str, int, int, int, int]],
+        *,
+        recorder: Recorder | None = None,
+        direct_bytes: int = 262144,
+        passes: int = 1,
+        keep: Any = None,
+    ) -> None:
+        """buckets: (name, dtype, address, bytes, priority) each."""
+
+    def hook(self, index: int) -> Callable[[Any], None]:
+        """The C callable for parameters[index].register_post_accumulate_grad_hook."""
+
+    def target(
+        self,
+        sink: Comm | Callable[[int], Any] | None,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        op: int = ...,
+    ) -> None:
+        """Where complete buckets go: a Comm; a callable that gets the bucket's index (its memory is then always
+        whole: nothing travels directly) and returns an object with wait(); None: nowhere (null). Only between steps."""
+
+    def flush(self) -> None:
+        """Submits every bucket that is not, zeros standing for gradients that are missing; a parameter whose grad is
+        None gets its view."""
+
+    def wait(self) -> None:
+        """Waits for all buckets, GIL released; re-arms the hook for the next step. Raises as Work.wait."""
+
+    def ready_order(self) -> list[int]:
+        """Indices of the parameters in the order in which they became ready in the last complete step."""
+
+    @property
+    def passes(self) -> int: ...
+    @passes.setter
+    def passes(self, value: int) -> None: ...
+    @property
+    def pending(self) -> int:
+        """Buckets submitted and not waited for."""

@@ -1,0 +1,89 @@
+// Ranks as threads: opens a job of `size` ranks on loopback and runs a function on each.
+#ifndef NB_TESTS_JOB_H
+#define NB_TESTS_JOB_H
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "bootstrap/bootstrap.h"
+#include "check.h"
+#include "engine/engine.h"
+
+enum { TEST_RANKS_MAX = 16 };
+
+struct test_rank {
+    int rank;
+    int size;
+    const char *transport;
+    int streams;
+    int timeout_ms;
+    int stall_ms;
+    struct nb_listener *listener;
+    char address[NB_SOCK_TEXT];
+    struct nb_job *job;
+    struct nb_error err;
+    int rc;
+    void *arg;
+    void (*run)(struct test_rank *me);
+};
+
+static const unsigned char test_secret[32] = "0123456789abcdef0123456789abcde";
+
+static void *test_rank_main(void *arg) {
+    struct test_rank *me = arg;
+    struct nb_boot_config config = {.rank = me->rank,
+                                    .size = me->size,
+                                    .timeout_ms = 10000,
+                                    .ifname = "lo",
+                                    .secret = test_secret,
+                                    .secret_bytes = sizeof test_secret,
+                                    .tag = "test"};
+    struct nb_boot boot = {0};
+    me->rc = nb_boot_join(&boot, &config, me->listener, me->rank == 0 ? NULL : me->address, &me->err);
+    if (me->rc == 0) {
+        struct nb_job_config job = {.boot = &boot,
+                                    .transport = me->transport,
+                                    .streams = me->streams,
+                                    .timeout_ms = me->timeout_ms,
+                                    .stall_ms = me->stall_ms};
+        me->rc = nb_job_open(&me->job, &job, &me->err);
+    }
+    if (me->rc == 0) {
+        me->run(me);
+    }
+    nb_job_close(me->job);
+    return NULL;
+}
+
+// 0, or 77 when the transport is not there.
+static inline int test_job(const struct test_rank *like) {
+    struct test_rank ranks[TEST_RANKS_MAX];
+    pthread_t threads[TEST_RANKS_MAX];
+    struct nb_listener listener = {.fd = -1};
+    struct nb_error err = {0};
+    struct nb_boot_config config = {.size = like->size, .ifname = "lo", .secret = test_secret, .secret_bytes = 32};
+    CHECK(nb_listener_open(&listener, &config, NULL, &err) == 0, "listen: %s", err.text);
+    for (int r = 0; r < like->size; r++) {
+        ranks[r] = *like;
+        ranks[r].rank = r;
+        ranks[r].listener = r == 0 ? &listener : NULL;
+        nb_sock_format(&listener.addr, ranks[r].address);
+        CHECK(pthread_create(&threads[r], NULL, test_rank_main, &ranks[r]) == 0, "thread %d", r);
+    }
+    for (int r = 0; r < like->size; r++) {
+        pthread_join(threads[r], NULL);
+    }
+    nb_listener_close(&listener);
+    for (int r = 0; r < like->size; r++) {
+        if (ranks[r].rc == NB_ENOLIB) {
+            fprintf(stderr, "%s\n", ranks[r].err.text);
+            return 77;
+        }
+        CHECK(ranks[r].rc == 0, "rank %d: %s", r, ranks[r].err.text);
+    }
+    return 0;
+}
+
+#endif

@@ -1,0 +1,114 @@
+// Bitmaps, lists, errors and dtypes do what their headers say.
+#include <errno.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "base/bits.h"
+#include "base/dtype.h"
+#include "base/error.h"
+#include "base/list.h"
+#include "check.h"
+
+static void test_bits(void) {
+    enum { BITS = 200 };
+    static const size_t set[] = {0, 63, 64, 127, 130, 199};
+    uint64_t map[4] = {0};
+    CHECK(nb_bits_words(0) == 0 && nb_bits_words(64) == 1 && nb_bits_words(65) == 2, "words");
+    CHECK(nb_bits_next(map, 0, BITS) == BITS, "an empty map has no next bit");
+    for (size_t i = 0; i < sizeof set / sizeof set[0]; i++) {
+        nb_bits_set(map, set[i]);
+    }
+    size_t at = 0;
+    for (size_t i = 0; i < sizeof set / sizeof set[0]; i++) {
+        at = nb_bits_next(map, at, BITS);
+        CHECK(at == set[i] && nb_bits_get(map, at), "bit %zu was found at %zu", set[i], at);
+        at++;
+    }
+    CHECK(nb_bits_next(map, at, BITS) == BITS, "nothing after the last bit");
+    CHECK(nb_bits_next(map, 131, 199) == 199, "a bit past the end is not found");
+    nb_bits_clear(map, 64);
+    CHECK(!nb_bits_get(map, 64) && nb_bits_get(map, 63) && nb_bits_next(map, 64, BITS) == 127, "64 was cleared");
+}
+
+struct item {
+    int value;
+    struct nb_list link;
+};
+
+static int digits(struct nb_list *head) {
+    int number = 0;
+    NB_LIST_EACH(it, head) {
+        number = number * 10 + NB_CONTAINER(it, struct item, link)->value;
+    }
+    return number;
+}
+
+static void test_list(void) {
+    struct nb_list head;
+    struct item items[5];
+    nb_list_init(&head);
+    CHECK(nb_list_empty(&head), "a new list is empty");
+    for (int i = 0; i < 5; i++) {
+        items[i].value = i + 1;
+        nb_list_insert(&head, &items[i].link);
+    }
+    CHECK(digits(&head) == 12345, "inserted before the head: at the end; %d", digits(&head));
+    nb_list_remove(&items[2].link);
+    nb_list_remove(&items[2].link);
+    CHECK(digits(&head) == 1245, "a node that is in no list may be removed again; %d", digits(&head));
+    nb_list_insert(&items[0].link, &items[2].link);
+    CHECK(digits(&head) == 31245, "inserted before a node; %d", digits(&head));
+    NB_LIST_EACH_SAFE(it, next, &head) {
+        if (NB_CONTAINER(it, struct item, link)->value % 2 == 1) {
+            nb_list_remove(it);
+        }
+    }
+    CHECK(digits(&head) == 24, "the body may remove the node it is at; %d", digits(&head));
+}
+
+static void test_error(void) {
+    struct nb_error err = {0};
+    errno = ECONNREFUSED;
+    CHECK(nb_fail_peer(&err, -errno, 3, "rank %d: %m", 3) == -ECONNREFUSED, "the code is returned");
+    CHECK(errno == ECONNREFUSED, "errno is kept");
+    CHECK(err.code == -ECONNREFUSED && err.peer == 3, "%d, peer %d", err.code, err.peer);
+    CHECK(strcmp(err.text, "rank 3: Connection refused") == 0, "%s", err.text);
+    CHECK(nb_fail(&err, NB_EWIRE, "later") == NB_EWIRE, "the later code is returned all the same");
+    CHECK(err.code == -ECONNREFUSED && err.peer == 3 && strstr(err.text, "later") == NULL, "the first failure sticks");
+
+    struct nb_error other = {0};
+    CHECK(nb_fail(&other, NB_EWIRE, "%0600d", 7) == NB_EWIRE, "a long text is cut");
+    CHECK(other.peer == NB_NO_PEER && strlen(other.text) == NB_ERROR_TEXT - 1, "%zu", strlen(other.text));
+    CHECK(nb_fail(NULL, -EINVAL, "nobody listens") == -EINVAL, "the record may be missing");
+
+    CHECK(strcmp(nb_code_name(NB_EPEER), "peer lost") == 0, "%s", nb_code_name(NB_EPEER));
+    CHECK(strcmp(nb_code_name(NB_ETIMEOUT), "timed out") == 0, "%s", nb_code_name(NB_ETIMEOUT));
+    CHECK(strcmp(nb_code_name(-ENODEV), "No such device") == 0, "%s", nb_code_name(-ENODEV));
+    for (int code = NB_ENOLIB; code <= NB_EPEER; code++) {
+        CHECK(strstr(nb_code_name(code), "nknown") == NULL, "code %d has no name", code);
+    }
+}
+
+static void test_dtype(void) {
+    CHECK(nb_dtype_size(NB_F32) == 4 && nb_dtype_size(NB_BF16) == 2 && nb_dtype_size(NB_F64) == 8, "sizes");
+    CHECK(nb_dtype_size(-1) == 0 && nb_dtype_size(NB_DTYPES) == 0, "no dtype has no size");
+    CHECK(strcmp(nb_dtype_name(NB_BF16), "bfloat16") == 0 && strcmp(nb_dtype_name(NB_DTYPES), "?") == 0, "names");
+    for (int i = 0; i < NB_DTYPES; i++) {
+        CHECK(nb_dtype_size(i) > 0 && nb_dtype_name(i)[0] != '?', "dtype %d", i);
+        for (int j = 0; j < i; j++) {
+            CHECK(strcmp(nb_dtype_name(i), nb_dtype_name(j)) != 0, "dtypes %d and %d share a name", i, j);
+        }
+    }
+    for (int i = 0; i < NB_REDOPS; i++) {
+        CHECK(nb_redop_name(i)[0] != '?', "reduction %d", i);
+    }
+    CHECK(strcmp(nb_redop_name(NB_MAX), "max") == 0 && nb_redop_name(NB_REDOPS)[0] == '?', "names");
+}
+
+int main(void) {
+    test_bits();
+    test_list();
+    test_error();
+    test_dtype();
+    return 0;
+}

@@ -1,0 +1,199 @@
+// The engine over real lanes: every kind of operation, on 1 to 5 ranks, in any order of submission.
+#include <errno.h>
+#include <stdint.h>
+#include <unistd.h>
+
+#include "job.h"
+
+static struct nb_work *submit(struct test_rank *me, struct nb_op op) {
+    struct nb_work *work = NULL;
+    struct nb_error err = {0};
+    CHECK(nb_submit(nb_job_world(me->job), &op, &work, &err) == 0, "rank %d submits %s: %s", me->rank, op.name,
+          err.text);
+    return work;
+}
+
+static void finish(struct test_rank *me, struct nb_work *work) {
+    struct nb_error err = {0};
+    CHECK(nb_work_wait(work, 60000, &err) == 0, "rank %d waits: %s", me->rank, err.text);
+    nb_work_release(work);
+}
+
+static float given(int rank, size_t i) {
+    return (float)((i * 7 + (size_t)rank * 13) % 61);
+}
+
+static float summed(int size, size_t i) {
+    float sum = 0;
+    for (int r = 0; r < size; r++) {
+        sum += given(r, i);
+    }
+    return sum;
+}
+
+static void allreduce_of(struct test_rank *me, size_t count, int pieces) {
+    char name[NB_NAME_MAX];
+    float *data = malloc((count + 1) * sizeof *data);
+    struct nb_segment segments[8];
+    size_t at = 0;
+    for (int p = 0; p < pieces; p++) {
+        size_t n = p == pieces - 1 ? count - at : count / (size_t)pieces;
+        segments[p] = (struct nb_segment){.base = data + at, .bytes = n * sizeof *data};
+        at += n;
+    }
+    for (int round = 0; round < 3; round++) {
+        for (size_t i = 0; i < count; i++) {
+            data[i] = given(me->rank, i);
+        }
+        snprintf(name, sizeof name, "sum.%zu.%d", count, pieces);
+        struct nb_op op = {.name = name,
+                           .kind = NB_OP_ALLREDUCE,
+                           .dtype = NB_F32,
+                           .segments = segments,
+                           .segment_count = pieces,
+                           .postscale = 2};
+        finish(me, submit(me, op));
+        for (size_t i = 0; i < count; i++) {
+            float want = 2 * summed(me->size, i);
+            CHECK(data[i] == want, "rank %d of %d, %zu in %d: [%zu] is %g, not %g", me->rank, me->size, count, pieces,
+                  i, (double)data[i], (double)want);
+        }
+    }
+    free(data);
+}
+
+static void all_sizes(struct test_rank *me) {
+    static const size_t counts[] = {0, 1, 2, 5, 1000, 4096, 65537, 300001, 2000003};
+    for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
+        allreduce_of(me, counts[i], 1);
+        allreduce_of(me, counts[i], 3);
+    }
+}
+
+static void other_kinds(struct test_rank *me) {
+    size_t n = 50021;
+    size_t size = (size_t)me->size;
+    int32_t *line = calloc(n * size, sizeof *line);
+    struct nb_segment all = {.base = line, .bytes = n * size * sizeof *line};
+    for (size_t i = 0; i < n; i++) {
+        line[(size_t)me->rank * n + i] = (int32_t)((size_t)me->rank * 100000 + i);
+    }
+    struct nb_op op = {.name = "gather", .kind = NB_OP_ALLGATHER, .dtype = NB_I32, .segments = &all, .segment_count = 1};
+    finish(me, submit(me, op));
+    for (size_t i = 0; i < n * size; i++) {
+        CHECK(line[i] == (int32_t)(i / n * 100000 + i % n), "rank %d gathered %d at %zu", me->rank, line[i], i);
+    }
+    for (int root = 0; root < me->size; root++) {
+        for (size_t i = 0; i < n * size; i++) {
+            line[i] = me->rank == root ? (int32_t)(i ^ (size_t)root) : -1;
+        }
+        op = (struct nb_op){.name = "cast", .kind = NB_OP_BROADCAST, .dtype = NB_I32, .root = root, .segments = &all, .segment_count = 1};
+        finish(me, submit(me, op));
+        for (size_t i = 0; i < n * size; i++) {
+            CHECK(line[i] == (int32_t)(i ^ (size_t)root), "rank %d got %d at %zu", me->rank, line[i], i);
+        }
+    }
+    for (size_t i = 0; i < n * size; i++) {
+        line[i] = (int32_t)i + me->rank;
+    }
+    op = (struct nb_op){.name = "scatter", .kind = NB_OP_REDUCESCATTER, .dtype = NB_I32, .segments = &all, .segment_count = 1};
+    finish(me, submit(me, op));
+    for (size_t i = 0; i < n; i++) {
+        size_t at = (size_t)me->rank * n + i;
+        int32_t want = (int32_t)(at * size + size * (size - 1) / 2);
+        CHECK(line[at] == want, "rank %d part %zu is %d, not %d", me->rank, i, line[at], want);
+    }
+    op = (struct nb_op){.name = "barrier", .kind = NB_OP_BARRIER};
+    finish(me, submit(me, op));
+    free(line);
+}
+
+enum { MANY = 50, MANY_COUNT = 3001 };
+
+static void any_order(struct test_rank *me) {
+    static const char *const names[] = {"a", "b", "c", "d", "e"};
+    float *data = malloc(MANY * MANY_COUNT * sizeof *data);
+    struct nb_work *works[MANY];
+    unsigned seed = 17u * (unsigned)(me->rank + 1);
+    for (int round = 0; round < 6; round++) {
+        int order[MANY];
+        for (int i = 0; i < MANY; i++) {
+            order[i] = i;
+        }
+        for (int i = MANY - 1; i > 0; i--) {
+            int j = (int)(rand_r(&seed) % (unsigned)(i + 1));
+            int swap = order[i];
+            order[i] = order[j];
+            order[j] = swap;
+        }
+        for (int k = 0; k < MANY; k++) {
+            int which = order[k];
+            float *mine = data + (size_t)which * MANY_COUNT;
+            char name[32];
+            snprintf(name, sizeof name, "%s.%d", names[which % 5], which);
+            for (size_t i = 0; i < MANY_COUNT; i++) {
+                mine[i] = given(me->rank, i + (size_t)which);
+            }
+            struct nb_segment segment = {.base = mine, .bytes = MANY_COUNT * sizeof *mine};
+            struct nb_op op = {.name = name, .kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .segments = &segment, .segment_count = 1, .priority = which % 3};
+            works[which] = submit(me, op);
+        }
+        for (int which = 0; which < MANY; which++) {
+            finish(me, works[which]);
+            for (size_t i = 0; i < MANY_COUNT; i++) {
+                float got = data[(size_t)which * MANY_COUNT + i];
+                CHECK(got == summed(me->size, i + (size_t)which), "rank %d, operation %d", me->rank, which);
+            }
+        }
+    }
+    free(data);
+}
+
+static void mismatches(struct test_rank *me) {
+    float data[64] = {0};
+    struct nb_error err = {0};
+    struct nb_segment segment = {.base = data, .bytes = me->rank == 1 ? 128 : 256};
+    struct nb_op op = {.name = "odd", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .segments = &segment, .segment_count = 1};
+    struct nb_work *work = submit(me, op);
+    CHECK(nb_work_wait(work, 20000, &err) == NB_EMISMATCH, "rank %d: %s", me->rank, err.text);
+    CHECK(strstr(err.text, "256 bytes") != NULL && strstr(err.text, "128 bytes") != NULL, "text: %s", err.text);
+    nb_work_release(work);
+    allreduce_of(me, 100, 1); // the job goes on
+    struct nb_work *first = submit(me, (struct nb_op){.name = "twice", .kind = NB_OP_BARRIER});
+    struct nb_work *second = NULL;
+    struct nb_error dup = {0};
+    op = (struct nb_op){.name = "twice", .kind = NB_OP_BARRIER};
+    if (me->rank == 0) { // the others have not all submitted: it is certainly still under way
+        int rc = nb_submit(nb_job_world(me->job), &op, &second, &dup);
+        CHECK(rc == -EEXIST || me->size == 1 || rc == 0, "duplicate: %d", rc);
+        if (rc == 0) {
+            nb_work_release(second);
+        }
+    }
+    (void)first;
+    nb_work_release(first);
+}
+
+int main(int argc, char **argv) {
+    const char *transport = argc > 1 ? argv[1] : "tcp";
+    for (int size = 1; size <= 5; size++) {
+        for (int streams = 1; streams <= 4; streams += 3) {
+            struct test_rank like = {.size = size, .transport = transport, .streams = streams, .timeout_ms = 20000};
+            like.run = all_sizes;
+            int rc = test_job(&like);
+            if (rc != 0) {
+                return rc;
+            }
+            like.run = other_kinds;
+            test_job(&like);
+            like.run = any_order;
+            test_job(&like);
+            like.run = mismatches;
+            if (size > 1) {
+                test_job(&like);
+            }
+            printf("%s: %d ranks, %d streams\n", transport, size, streams);
+        }
+    }
+    return 0;
+}

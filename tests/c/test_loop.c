@@ -1,0 +1,129 @@
+// A loop calls who is ready, never who was removed, and can be woken from another thread.
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <sys/epoll.h>
+#include <unistd.h>
+
+#include "base/list.h"
+#include "base/loop.h"
+#include "check.h"
+
+enum { LIMIT_MS = 15000 };
+
+struct end {
+    struct nb_watch watch;
+    struct nb_loop *loop;
+    struct end *other;
+    int write_fd;
+    int called;
+    uint32_t seen;
+};
+
+static void on_ready(struct nb_watch *watch, uint32_t events) {
+    struct end *end = NB_CONTAINER(watch, struct end, watch);
+    char byte;
+    end->called++;
+    end->seen = events;
+    if ((events & EPOLLIN) != 0) {
+        CHECK(read(watch->fd, &byte, 1) == 1, "a byte is there");
+    }
+}
+
+// Whoever is called first takes both away.
+static void on_ready_remove(struct nb_watch *watch, uint32_t events) {
+    struct end *end = NB_CONTAINER(watch, struct end, watch);
+    end->called++;
+    end->seen = events;
+    nb_loop_remove(end->loop, &end->other->watch);
+    close(end->other->watch.fd);
+    nb_loop_remove(end->loop, &end->watch);
+}
+
+static void end_open(struct end *end, struct nb_loop *loop, void (*ready)(struct nb_watch *, uint32_t)) {
+    int fds[2];
+    CHECK(pipe2(fds, O_NONBLOCK | O_CLOEXEC) == 0, "pipe: %m");
+    *end = (struct end){.watch = {.fd = fds[0], .ready = ready}, .loop = loop, .write_fd = fds[1]};
+    CHECK(nb_loop_add(loop, &end->watch, EPOLLIN, NULL) == 0, "add: %m");
+}
+
+static void end_write(const struct end *end) {
+    CHECK(write(end->write_fd, "x", 1) == 1, "write: %m");
+}
+
+static void test_ready(void) {
+    struct nb_loop loop;
+    struct end a;
+    CHECK(nb_loop_init(&loop, NULL) == 0, "init: %m");
+    end_open(&a, &loop, on_ready);
+    CHECK(nb_loop_wait(&loop, 0) == 0 && a.called == 0, "nothing is ready");
+    end_write(&a);
+    CHECK(nb_loop_wait(&loop, LIMIT_MS) == 1 && a.called == 1 && a.seen == EPOLLIN, "called %d times", a.called);
+    nb_loop_change(&loop, &a.watch, 0);
+    CHECK(a.watch.events == 0, "the watch says what is asked for");
+    end_write(&a);
+    CHECK(nb_loop_wait(&loop, 0) == 0 && a.called == 1, "nothing was asked for");
+    nb_loop_change(&loop, &a.watch, EPOLLIN);
+    CHECK(nb_loop_wait(&loop, LIMIT_MS) == 1 && a.called == 2, "asked for again");
+    close(a.write_fd);
+    CHECK(nb_loop_wait(&loop, LIMIT_MS) == 1 && (a.seen & EPOLLHUP) != 0, "the other end has closed: %x", a.seen);
+    nb_loop_remove(&loop, &a.watch);
+    CHECK(nb_loop_wait(&loop, 0) == 0 && a.called == 3, "a removed watch is not called");
+    close(a.watch.fd);
+    CHECK(nb_loop_add(&loop, &a.watch, EPOLLIN, NULL) < 0, "a closed descriptor cannot be watched");
+    nb_loop_fini(&loop);
+}
+
+static void test_removed_in_the_batch(void) {
+    struct nb_loop loop;
+    struct end a;
+    struct end b;
+    CHECK(nb_loop_init(&loop, NULL) == 0, "init: %m");
+    end_open(&a, &loop, on_ready_remove);
+    end_open(&b, &loop, on_ready_remove);
+    a.other = &b;
+    b.other = &a;
+    end_write(&a);
+    end_write(&b);
+    CHECK(nb_loop_wait(&loop, LIMIT_MS) == 1, "one of the two was handled");
+    CHECK(a.called + b.called == 1, "called: %d, %d", a.called, b.called);
+    CHECK(nb_loop_wait(&loop, 0) == 0, "none is left");
+    close(a.called != 0 ? a.watch.fd : b.watch.fd); // the other's was closed by the handler
+    close(a.write_fd);
+    close(b.write_fd);
+    nb_loop_fini(&loop);
+}
+
+static void *wake(void *arg) {
+    nb_loop_wake(arg);
+    return NULL;
+}
+
+static void test_wake(void) {
+    struct nb_loop loop;
+    struct end a;
+    pthread_t thread;
+    CHECK(nb_loop_init(&loop, NULL) == 0, "init: %m");
+    end_open(&a, &loop, on_ready);
+    CHECK(pthread_create(&thread, NULL, wake, &loop) == 0, "thread");
+    CHECK(nb_loop_wait(&loop, -1) == 0 && a.called == 0, "woken: no watch is called");
+    CHECK(pthread_join(thread, NULL) == 0, "join");
+    nb_loop_wake(&loop);
+    nb_loop_wake(&loop);
+    end_write(&a);
+    while (a.called == 0) {
+        CHECK(nb_loop_wait(&loop, LIMIT_MS) <= 1, "the wake is no event");
+    }
+    CHECK(nb_loop_wait(&loop, 0) == 0, "wakes do not pile up");
+    nb_loop_remove(&loop, &a.watch);
+    close(a.watch.fd);
+    close(a.write_fd);
+    nb_loop_fini(&loop);
+}
+
+int main(void) {
+    test_ready();
+    test_removed_in_the_batch();
+    test_wake();
+    return 0;
+}

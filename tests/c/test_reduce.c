@@ -1,0 +1,374 @@
+// Reduction kernels: every dtype, operation and instruction set against plain arithmetic in float64 and in integers.
+#include <math.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+#include "check.h"
+#include "coll/kernels.h"
+#include "coll/reduce.h"
+
+enum { COUNT_MAX = 1100, ROOM = COUNT_MAX * 8 + 64, GUARD = 0xa5 };
+
+static const size_t sizes[NB_DTYPES] = {1, 1, 4, 8, 2, 2, 4, 8};
+
+static uint64_t draw(uint64_t *state) {
+    uint64_t z = *state += 0x9e3779b97f4a7c15u;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+// A binary format of `fraction` stored bits and `exponent` exponent bits, decoded and encoded by its definition.
+static double decode(uint64_t bits, int fraction, int exponent) {
+    int bias = (1 << (exponent - 1)) - 1;
+    uint64_t mantissa = bits & (((uint64_t)1 << fraction) - 1);
+    int power = (int)(bits >> fraction & (((uint64_t)1 << exponent) - 1));
+    double sign = bits >> (fraction + exponent) & 1 ? -1 : 1;
+    if (power == (1 << exponent) - 1) {
+        return mantissa != 0 ? NAN : sign * INFINITY;
+    }
+    if (power == 0) {
+        return sign * ldexp((double)mantissa, 1 - bias - fraction);
+    }
+    return sign * ldexp((double)(mantissa | (uint64_t)1 << fraction), power - bias - fraction);
+}
+
+static uint64_t encode(double value, int fraction, int exponent) {
+    int bias = (1 << (exponent - 1)) - 1;
+    uint64_t top = ((uint64_t)1 << exponent) - 1;
+    uint64_t sign = (uint64_t)(signbit(value) != 0) << (fraction + exponent);
+    if (isnan(value)) {
+        return sign | top << fraction | (uint64_t)1 << (fraction - 1);
+    }
+    int power = 0;
+    (void)frexp(value, &power);
+    power = power - 1 < 1 - bias ? 1 - bias : power - 1;
+    double units = fabs(value) <= 0x1p1023 ? rint(ldexp(fabs(value), fraction - power)) : INFINITY; // to nearest even
+    double limit = ldexp(2 - ldexp(1, -fraction), bias); // the largest number
+    if (!(ldexp(units, power - fraction) <= limit)) {
+        return sign | top << fraction;
+    }
+    uint64_t whole = (uint64_t)units;
+    uint64_t stored = (uint64_t)(power + bias - 1) << fraction; // a subnormal has no leading one to add
+    return sign | (whole < (uint64_t)1 << fraction ? whole : stored + whole);
+}
+
+static bool is_float(int dtype) {
+    return dtype >= NB_F16;
+}
+
+static double float_at(const unsigned char *at, int dtype) {
+    uint64_t bits = 0;
+    memcpy(&bits, at, sizes[dtype]);
+    double value;
+    memcpy(&value, &bits, sizeof(value));
+    return dtype == NB_F64 ? value : decode(bits, dtype == NB_F16 ? 10 : dtype == NB_BF16 ? 7 : 23, dtype == NB_F16 ? 5 : 8);
+}
+
+static void float_put(unsigned char *at, int dtype, double value) {
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof(bits));
+    if (dtype != NB_F64) {
+        bits = encode(value, dtype == NB_F16 ? 10 : dtype == NB_BF16 ? 7 : 23, dtype == NB_F16 ? 5 : 8);
+    }
+    memcpy(at, &bits, sizes[dtype]);
+}
+
+static int64_t integer_at(const unsigned char *at, int dtype) {
+    uint64_t bits = 0;
+    memcpy(&bits, at, sizes[dtype]);
+    switch (dtype) {
+    case NB_U8:
+        return (int64_t)bits;
+    case NB_I8:
+        return (int8_t)bits;
+    case NB_I32:
+        return (int32_t)bits;
+    default:
+        return (int64_t)bits;
+    }
+}
+
+static double float_op(double a, double b, int redop) {
+    switch (redop) {
+    case NB_SUM:
+        return a + b;
+    case NB_PRODUCT:
+        return a * b;
+    default:
+        if (isnan(a) || isnan(b)) {
+            return NAN;
+        }
+        return (redop == NB_MIN) == (a < b) ? a : b;
+    }
+}
+
+static int64_t integer_op(int64_t a, int64_t b, int redop) {
+    switch (redop) {
+    case NB_SUM:
+        return (int64_t)((uint64_t)a + (uint64_t)b);
+    case NB_PRODUCT:
+        return (int64_t)((uint64_t)a * (uint64_t)b);
+    default:
+        return (redop == NB_MIN) == (a < b) ? a : b;
+    }
+}
+
+static void reduce_plainly(unsigned char *dst, const unsigned char *src, size_t count, int dtype, int redop) {
+    for (size_t i = 0; i < count; i++) {
+        unsigned char *at = dst + i * sizes[dtype];
+        const unsigned char *from = src + i * sizes[dtype];
+        if (is_float(dtype)) {
+            float_put(at, dtype, float_op(float_at(at, dtype), float_at(from, dtype), redop));
+        } else {
+            int64_t value = integer_op(integer_at(at, dtype), integer_at(from, dtype), redop);
+            memcpy(at, &value, sizes[dtype]);
+        }
+    }
+}
+
+// Equal as numbers: any NaN is a NaN, and the sign of a zero counts only where it is asked for.
+static bool same(const unsigned char *a, const unsigned char *b, int dtype, bool zero_sign) {
+    if (memcmp(a, b, sizes[dtype]) == 0) {
+        return true;
+    }
+    if (!is_float(dtype)) {
+        return false;
+    }
+    double x = float_at(a, dtype);
+    double y = float_at(b, dtype);
+    return (isnan(x) && isnan(y)) || (!zero_sign && x == y);
+}
+
+// Random bits (all kinds of numbers), small integers, or numbers near one another.
+static void fill(unsigned char *at, size_t count, int dtype, uint64_t *seed) {
+    uint64_t style = draw(seed) % 3;
+    for (size_t i = 0; i < count; i++) {
+        uint64_t bits = draw(seed);
+        if (style > 0 && is_float(dtype)) {
+            double value = (double)(int64_t)(bits % 31) - 15;
+            float_put(at + i * sizes[dtype], dtype, style == 1 ? value : value * 0.37);
+        } else {
+            memcpy(at + i * sizes[dtype], &bits, sizes[dtype]);
+        }
+    }
+}
+
+struct buffers {
+    unsigned char start[ROOM];
+    unsigned char src[ROOM];
+    unsigned char want[ROOM];
+    unsigned char got[NB_ISAS][ROOM];
+};
+
+static void check_guards(const struct buffers *b, int isa, size_t offset, size_t bytes) {
+    for (size_t i = 0; i < ROOM; i++) {
+        bool inside = i >= offset && i < offset + bytes;
+        CHECK(inside || b->got[isa][i] == GUARD, "isa %d wrote at %zu, outside of %zu + %zu", isa, i, offset, bytes);
+    }
+}
+
+static void check_case(struct buffers *b, int dtype, int redop, size_t count, uint64_t *seed) {
+    size_t width = sizes[dtype];
+    size_t to = draw(seed) % 33;
+    size_t from = draw(seed) % 33;
+    fill(b->start, count, dtype, seed);
+    fill(b->src + from, count, dtype, seed);
+    memcpy(b->want, b->start, count * width);
+    reduce_plainly(b->want, b->src + from, count, dtype, redop);
+    for (int isa = 0; isa <= (int)nb_reduce_best(); isa++) {
+        memset(b->got[isa], GUARD, ROOM);
+        memcpy(b->got[isa] + to, b->start, count * width);
+        nb_reduce_kernel((enum nb_isa)isa, dtype, redop)(b->got[isa] + to, b->src + from, count);
+        check_guards(b, isa, to, count * width);
+        for (size_t i = 0; i < count; i++) {
+            bool zero_sign = redop == NB_SUM || redop == NB_PRODUCT;
+            CHECK(same(b->got[isa] + to + i * width, b->want + i * width, dtype, zero_sign),
+                  "%s dtype %d op %d count %zu: element %zu", nb_isa_name(isa), dtype, redop, count, i);
+            CHECK(same(b->got[isa] + to + i * width, b->got[0] + to + i * width, dtype, true),
+                  "%s dtype %d op %d count %zu: element %zu is not the generic one's", nb_isa_name(isa), dtype, redop,
+                  count, i);
+        }
+    }
+}
+
+static void test_every_kernel(struct buffers *b) {
+    uint64_t seed = 11;
+    for (int dtype = 0; dtype < NB_DTYPES; dtype++) {
+        for (int redop = 0; redop < NB_REDOPS; redop++) {
+            for (size_t count = 0; count <= 70; count++) {
+                check_case(b, dtype, redop, count, &seed);
+            }
+            for (int i = 0; i < 10; i++) {
+                check_case(b, dtype, redop, 71 + draw(&seed) % (COUNT_MAX - 70), &seed);
+            }
+        }
+    }
+}
+
+static double scaled_integer(double value, int dtype) {
+    static const double low[] = {0, -0x1p7, -0x1p31, -0x1p63};
+    static const double high[] = {255, 127, 2147483647.0, 0x1p63};
+    return value <= low[dtype] ? low[dtype] : value >= high[dtype] ? high[dtype] : trunc(value);
+}
+
+static void check_scale(struct buffers *b, int dtype, double scale, size_t count, uint64_t *seed) {
+    size_t width = sizes[dtype];
+    size_t to = draw(seed) % 33;
+    fill(b->start, count, dtype, seed);
+    for (int isa = 0; isa <= (int)nb_reduce_best(); isa++) {
+        memset(b->got[isa], GUARD, ROOM);
+        memcpy(b->got[isa] + to, b->start, count * width);
+        nb_scale_kernel((enum nb_isa)isa, dtype)(b->got[isa] + to, count, scale);
+        check_guards(b, isa, to, count * width);
+        for (size_t i = 0; i < count; i++) {
+            unsigned char *got = b->got[isa] + to + i * width;
+            if (is_float(dtype)) {
+                double factor = dtype == NB_F64 ? scale : (double)(float)scale;
+                float_put(b->want, dtype, float_at(b->start + i * width, dtype) * factor);
+                CHECK(same(got, b->want, dtype, true), "%s dtype %d scale %g: element %zu", nb_isa_name(isa), dtype,
+                      scale, i);
+                continue;
+            }
+            double want = scaled_integer((double)integer_at(b->start + i * width, dtype) * scale, dtype);
+            int64_t value = integer_at(got, dtype);
+            CHECK(want >= 0x1p63 ? value == INT64_MAX : value == (int64_t)want, "%s dtype %d scale %g: element %zu",
+                  nb_isa_name(isa), dtype, scale, i);
+        }
+    }
+}
+
+static void test_every_scale(struct buffers *b) {
+    static const double scales[] = {0.25, 1.0 / 3, 3, -1, 1e30, 0};
+    uint64_t seed = 12;
+    for (int dtype = 0; dtype < NB_DTYPES; dtype++) {
+        for (size_t s = 0; s < sizeof(scales) / sizeof(*scales); s++) {
+            for (size_t count = 0; count <= 40; count++) {
+                check_scale(b, dtype, scales[s], count, &seed);
+            }
+        }
+    }
+}
+
+static const struct nb_kernels *kernels_of(int isa) {
+#if defined(__x86_64__)
+    if (isa == NB_ISA_AVX2) {
+        return &nb_kernels_avx2;
+    }
+#endif
+    (void)isa;
+    return &nb_kernels_generic;
+}
+
+// All 65536 halves to float32 and back, whatever the thread does with subnormals.
+static void check_halves(const struct nb_kernels *set) {
+    enum { HALVES = 65536 };
+    uint16_t *halves = malloc(HALVES * sizeof(*halves));
+    uint16_t *back = malloc(HALVES * sizeof(*back));
+    float *floats = malloc(HALVES * sizeof(*floats));
+    CHECK(halves && back && floats, "memory");
+    for (uint32_t i = 0; i < HALVES; i++) {
+        halves[i] = (uint16_t)i;
+    }
+    set->f16_f32(floats, halves, HALVES);
+    set->f32_f16(back, floats, HALVES);
+    for (uint32_t i = 0; i < HALVES; i++) {
+        bool nan = (i & 0x7fff) > 0x7c00;
+        double want = decode(i, 10, 5);
+        CHECK(nan ? isnan(floats[i]) : (double)floats[i] == want, "half %04x is not %g", i, (double)floats[i]);
+        CHECK((signbit(floats[i]) != 0) == (i >> 15), "half %04x lost its sign", i);
+        CHECK(back[i] == (nan ? (i | 0x200) : i), "half %04x came back as %04x", i, back[i]);
+    }
+    free(halves);
+    free(back);
+    free(floats);
+}
+
+// Every point halfway between two neighbouring halves goes to the even one, and its neighbours to the nearer.
+static void check_half_ties(const struct nb_kernels *set) {
+    for (uint32_t i = 0; i < 0x7c00; i++) {
+        double low = decode(i, 10, 5);
+        double high = i == 0x7bff ? 65536 : decode(i + 1, 10, 5);
+        float tie = (float)((low + high) / 2);
+        float in[8] = {tie, -tie, nextafterf(tie, 0), nextafterf(tie, INFINITY), tie, tie, tie, tie};
+        uint16_t out[8];
+        set->f32_f16(out, in, 8);
+        uint32_t even = i % 2 == 0 ? i : i + 1;
+        CHECK(out[0] == even && out[1] == (even | 0x8000), "tie above %04x went to %04x", i, out[0]);
+        CHECK(out[2] == i && out[3] == i + 1, "around the tie above %04x: %04x, %04x", i, out[2], out[3]);
+    }
+}
+
+static void test_halves(void) {
+    for (int isa = 0; isa <= (int)nb_reduce_best(); isa++) {
+        check_halves(kernels_of(isa));
+        check_half_ties(kernels_of(isa));
+#if defined(__x86_64__)
+        unsigned mode = _mm_getcsr();
+        _mm_setcsr(mode | 0x8040); // subnormal float32 inputs and results become zero
+        check_halves(kernels_of(isa));
+        _mm_setcsr(mode);
+#endif
+    }
+    float one = 1;
+    uint16_t half = 0;
+    nb_cast_f32_f16(&half, &one, 1);
+    CHECK(half == 0x3c00, "1.0 is %04x", half);
+    one = 0;
+    nb_cast_f16_f32(&one, &half, 1);
+    CHECK(one == 1, "0x3c00 is %g", (double)one);
+}
+
+// a + b for the same two bfloat16 in all 16 places, so that the vector and the tail both see them.
+static void check_bf16(uint16_t a, uint16_t b, uint16_t want) {
+    for (int isa = 0; isa <= (int)nb_reduce_best(); isa++) {
+        uint16_t dst[17];
+        uint16_t src[17];
+        for (int i = 0; i < 17; i++) {
+            dst[i] = a;
+            src[i] = b;
+        }
+        nb_reduce_kernel((enum nb_isa)isa, NB_BF16, NB_SUM)(dst, src, 17);
+        for (int i = 0; i < 17; i++) {
+            CHECK(dst[i] == want, "%s: %04x + %04x gave %04x, not %04x", nb_isa_name(isa), a, b, dst[i], want);
+        }
+    }
+}
+
+static void test_bf16_rounding(void) {
+    check_bf16(0x3f80, 0x3b80, 0x3f80); // 1 + 2^-8: a tie, 1 is even
+    check_bf16(0x3f81, 0x3b80, 0x3f82); // 1 + 2^-7 + 2^-8: a tie, up to even
+    check_bf16(0x3f80, 0x3bc0, 0x3f81); // more than half: up
+    check_bf16(0x7f7f, 0x7f7f, 0x7f80); // overflow is infinity
+    check_bf16(0x7f80, 0x3f80, 0x7f80); // infinity stays
+    check_bf16(0x7fff, 0x3f80, 0x7fff); // a NaN of all ones stays a NaN
+    check_bf16(0x7f81, 0x3f80, 0x7fc1); // a signalling NaN becomes quiet
+    check_bf16(0xffff, 0x0000, 0xffff);
+}
+
+static void test_unknown(void) {
+    CHECK(nb_reduce_kernel(NB_ISA_GENERIC, NB_DTYPES, NB_SUM) == NULL, "there is no such dtype");
+    CHECK(nb_reduce_kernel(NB_ISA_GENERIC, -1, NB_SUM) == NULL, "there is no such dtype");
+    CHECK(nb_reduce_kernel(NB_ISA_GENERIC, NB_F32, NB_REDOPS) == NULL, "there is no such reduction");
+    CHECK(nb_scale_kernel(NB_ISA_GENERIC, NB_DTYPES) == NULL, "there is no such dtype");
+    CHECK(strcmp(nb_isa_name(NB_ISA_AVX2), "avx2") == 0 && strcmp(nb_isa_name(7), "?") == 0, "names");
+}
+
+int main(void) {
+    struct buffers *buffers = calloc(1, sizeof(*buffers));
+    CHECK(buffers, "memory");
+    test_every_kernel(buffers);
+    test_every_scale(buffers);
+    free(buffers);
+    test_halves();
+    test_bf16_rounding();
+    test_unknown();
+    printf("kernels checked up to %s\n", nb_isa_name(nb_reduce_best()));
+    return 0;
+}

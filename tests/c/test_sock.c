@@ -1,0 +1,252 @@
+// Addresses are read and written alike, ports come from their range, and a peer's end is an error, never a signal.
+#include <errno.h>
+#include <poll.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/clock.h"
+#include "base/sock.h"
+#include "check.h"
+
+enum { LIMIT_MS = 15000 };
+
+static int64_t in_ms(int ms) {
+    return nb_now_ns() + ms * (int64_t)1000000;
+}
+
+static void test_text(void) {
+    static const char *const good[] = {"127.0.0.1:4000", "0.0.0.0:0", "10.1.2.3:65535", "[::1]:4000", "[fd00::1:2]:1"};
+    static const char *const bad[] = {"",           "127.0.0.1",  "127.0.0.1:",  "127.0.0.1:65536", "127.0.0.1:-1",
+                                      "host:80",    "::1:4000",   "[::1]4000",   "[::1:4000",       "127.0.0.1:1x",
+                                      "[1.2.3.4]:1", "1.2.3:4000", "[fe80::1%no-such-if]:1", "[]:1", ":80"};
+    struct nb_sockaddr addr;
+    char text[NB_SOCK_TEXT];
+    for (size_t i = 0; i < sizeof good / sizeof good[0]; i++) {
+        CHECK(nb_sock_parse(good[i], &addr, NULL) == 0, "'%s'", good[i]);
+        nb_sock_format(&addr, text);
+        CHECK(strcmp(text, good[i]) == 0, "'%s' came back as '%s'", good[i], text);
+    }
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        struct nb_error err = {0};
+        CHECK(nb_sock_parse(bad[i], &addr, &err) == -EINVAL, "'%s' is no address", bad[i]);
+        CHECK(strstr(err.text, bad[i]) != NULL, "the text is quoted: %s", err.text);
+    }
+    CHECK(nb_sock_parse("[fe80::1%lo]:7", &addr, NULL) == 0, "a scope");
+    nb_sock_format(&addr, text);
+    CHECK(strcmp(text, "[fe80::1%lo]:7") == 0, "%s", text);
+}
+
+static void test_loopback_and_port(void) {
+    static const struct {
+        const char *text;
+        bool loopback;
+    } cases[] = {{"127.0.0.1:1", true}, {"127.9.9.9:1", true}, {"128.0.0.1:1", false}, {"[::1]:1", true}, {"[::2]:1", false}};
+    struct nb_sockaddr addr;
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        CHECK(nb_sock_parse(cases[i].text, &addr, NULL) == 0, "%s", cases[i].text);
+        CHECK(nb_sock_is_loopback(&addr) == cases[i].loopback, "%s", cases[i].text);
+        nb_sock_set_port(&addr, 54321);
+        CHECK(nb_sock_port(&addr) == 54321, "%s: port %u", cases[i].text, nb_sock_port(&addr));
+    }
+}
+
+static int listen_on(const char *text, uint16_t low, uint16_t high, struct nb_sockaddr *addr, struct nb_error *err) {
+    CHECK(nb_sock_parse(text, addr, NULL) == 0, "%s", text);
+    return nb_sock_listen(addr, (struct nb_port_range){low, high}, 8, err);
+}
+
+// Two neighbouring ports, both taken by this test.
+static uint16_t take_two_ports(int fds[2]) {
+    for (int i = 0; i < 1000; i++) {
+        struct nb_sockaddr addr;
+        fds[0] = listen_on("127.0.0.1:0", 0, 0, &addr, NULL);
+        CHECK(fds[0] >= 0 && nb_sock_port(&addr) != 0, "any port: %m");
+        uint16_t port = nb_sock_port(&addr);
+        fds[1] = port < UINT16_MAX ? listen_on("127.0.0.1:0", port + 1, port + 1, &addr, NULL) : -1;
+        if (fds[1] >= 0) {
+            return port;
+        }
+        close(fds[0]);
+    }
+    CHECK(false, "no two neighbouring ports are free");
+}
+
+static void test_port_range(void) {
+    struct nb_sockaddr addr;
+    struct nb_error err = {0};
+    char range[32];
+    int fds[2];
+    uint16_t port = take_two_ports(fds);
+    (void)snprintf(range, sizeof range, "%u-%u", port, port + 1);
+    CHECK(listen_on("127.0.0.1:0", port, port + 1, &addr, &err) == -EADDRINUSE, "both ports are taken");
+    CHECK(strstr(err.text, range) != NULL && strstr(err.text, "127.0.0.1") != NULL, "%s", err.text);
+
+    struct nb_error one = {0};
+    (void)snprintf(range, sizeof range, "127.0.0.1:%u", port);
+    CHECK(listen_on(range, 0, 0, &addr, &one) == -EADDRINUSE, "the port of the address is taken");
+    (void)snprintf(range, sizeof range, "port %u", port);
+    CHECK(strstr(one.text, range) != NULL, "%s", one.text);
+
+    close(fds[1]);
+    int fd = listen_on("127.0.0.1:0", port, port + 1, &addr, NULL);
+    CHECK(fd >= 0 && nb_sock_port(&addr) == port + 1, "the free port of the range: %u", nb_sock_port(&addr));
+    CHECK(listen_on("127.0.0.1:0", 9, 8, &addr, NULL) == -EINVAL, "an empty range");
+    close(fd);
+    close(fds[0]);
+}
+
+static void wait_for(int fd, short events) {
+    struct pollfd poller = {.fd = fd, .events = events};
+    CHECK(poll(&poller, 1, LIMIT_MS) == 1, "descriptor %d was not ready in time", fd);
+}
+
+// A connection through a listener at `text`; false where the host has no such address.
+static bool connect_pair(const char *text, const char *from_text, int fds[2], struct nb_sockaddr *from_seen) {
+    struct nb_sockaddr addr;
+    struct nb_sockaddr from;
+    int listener = listen_on(text, 0, 0, &addr, NULL);
+    if (listener < 0) {
+        return false;
+    }
+    CHECK(from_text == NULL || nb_sock_parse(from_text, &from, NULL) == 0, "from");
+    fds[0] = nb_sock_connect(&addr, from_text != NULL ? &from : NULL, NULL);
+    CHECK(fds[0] >= 0, "connect: %m");
+    wait_for(fds[0], POLLOUT);
+    CHECK(nb_sock_connected(fds[0]) == 0, "connected");
+    wait_for(listener, POLLIN);
+    from_seen->len = sizeof from_seen->in6;
+    fds[1] = accept4(listener, &from_seen->any, &from_seen->len, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    CHECK(fds[1] >= 0, "accept: %m");
+    nb_sock_tune(fds[0], LIMIT_MS);
+    nb_sock_tune(fds[1], 0);
+    close(listener);
+    return true;
+}
+
+struct transfer {
+    int fd;
+    unsigned char *data;
+    size_t bytes;
+    int rc;
+};
+
+static void *write_it(void *arg) {
+    struct transfer *transfer = arg;
+    transfer->rc = nb_sock_write_all(transfer->fd, transfer->data, transfer->bytes, in_ms(LIMIT_MS));
+    return NULL;
+}
+
+static void test_whole_buffers(int fds[2]) {
+    enum { BYTES = 8 << 20 };
+    unsigned char *out = malloc(BYTES);
+    unsigned char *in = malloc(BYTES);
+    pthread_t thread;
+    CHECK(out != NULL && in != NULL, "memory");
+    for (size_t i = 0; i < BYTES; i++) {
+        out[i] = (unsigned char)(i * 7 + i / 4096);
+    }
+    struct transfer transfer = {fds[0], out, BYTES, 1};
+    CHECK(pthread_create(&thread, NULL, write_it, &transfer) == 0, "thread");
+    CHECK(nb_sock_read_all(fds[1], in, BYTES, in_ms(LIMIT_MS)) == 0, "read");
+    CHECK(pthread_join(thread, NULL) == 0 && transfer.rc == 0, "write: %d", transfer.rc);
+    CHECK(memcmp(in, out, BYTES) == 0, "what was written was read");
+
+    CHECK(nb_sock_read_all(fds[1], in, 1, nb_now_ns() - 1) == -ETIMEDOUT, "nothing to read");
+    CHECK(nb_sock_write_all(fds[0], out, 3, in_ms(LIMIT_MS)) == 0, "three bytes");
+    CHECK(nb_sock_read_all(fds[1], in, 4, in_ms(50)) == -ETIMEDOUT, "three bytes are not four");
+    int rc = 0;
+    while (rc == 0) {
+        rc = nb_sock_write_all(fds[0], out, BYTES, nb_now_ns() - 1);
+    }
+    CHECK(rc == -ETIMEDOUT, "nobody reads: %d", rc);
+    free(out);
+    free(in);
+}
+
+static void test_end_of_peer(int fds[2]) {
+    char byte = 'x';
+    CHECK(nb_sock_write_all(fds[1], &byte, 1, in_ms(LIMIT_MS)) == 0, "one byte");
+    (void)shutdown(fds[1], SHUT_RDWR);
+    CHECK(nb_sock_read_all(fds[0], &byte, 1, in_ms(LIMIT_MS)) == 0, "what came before the end is read");
+    CHECK(nb_sock_read_all(fds[0], &byte, 1, in_ms(LIMIT_MS)) == -ECONNRESET, "the end is a reset");
+    int rc = 0;
+    while (rc == 0) {
+        rc = nb_sock_write_all(fds[0], &byte, 1, in_ms(LIMIT_MS));
+    }
+    CHECK(rc == -ECONNRESET, "writing to nobody: %d, and no SIGPIPE", rc);
+    close(fds[0]);
+    close(fds[1]);
+}
+
+static void test_connections(void) {
+    struct nb_sockaddr from;
+    int fds[2];
+    CHECK(connect_pair("127.0.0.1:0", NULL, fds, &from), "IPv4 loopback");
+    test_whole_buffers(fds);
+    close(fds[0]);
+    close(fds[1]);
+    CHECK(connect_pair("127.0.0.1:0", "127.0.0.2:1", fds, &from), "from another address of loopback");
+    CHECK(ntohl(from.in4.sin_addr.s_addr) == 0x7f000002, "from %x", ntohl(from.in4.sin_addr.s_addr));
+    test_end_of_peer(fds);
+    if (connect_pair("[::1]:0", NULL, fds, &from)) {
+        CHECK(nb_sock_is_loopback(&from) && from.any.sa_family == AF_INET6, "from [::1]");
+        test_end_of_peer(fds);
+    } else {
+        (void)printf("test_sock: no IPv6 loopback here, that part is left out\n");
+    }
+}
+
+static void test_refused(void) {
+    struct nb_sockaddr addr;
+    int listener = listen_on("127.0.0.1:0", 0, 0, &addr, NULL);
+    CHECK(listener >= 0, "listen");
+    close(listener);
+    struct nb_error err = {0};
+    int fd = nb_sock_connect(&addr, NULL, &err);
+    int rc = fd;
+    if (fd >= 0) {
+        wait_for(fd, POLLOUT);
+        rc = nb_sock_connected(fd);
+        close(fd);
+    }
+    CHECK(rc == -ECONNREFUSED, "nobody listens there: %d", rc);
+}
+
+static void test_interfaces(void) {
+    enum { MAX = 64 };
+    struct nb_sockaddr addrs[MAX];
+    char names[MAX][IF_NAMESIZE];
+    static const char *const lo[] = {"lo", "=lo", "=lo,=nothing", "nothing,lo", "l"};
+    for (size_t i = 0; i < sizeof lo / sizeof lo[0]; i++) {
+        int n = nb_sock_interfaces(lo[i], addrs, names, MAX, NULL);
+        CHECK(n >= 1 && strncmp(names[0], "l", 1) == 0, "'%s' is there", lo[i]);
+    }
+    CHECK(nb_sock_interfaces("=lo", addrs, names, MAX, NULL) == 1 && nb_sock_is_loopback(&addrs[0]), "one a name");
+    int all = nb_sock_interfaces(NULL, addrs, names, MAX, NULL);
+    CHECK(all >= 1 && nb_sock_interfaces("", addrs, names, MAX, NULL) == all, "by itself: %d", all);
+    bool others = strcmp(names[0], "lo") != 0;
+    for (int i = 0; i < all; i++) {
+        CHECK(!others || !nb_sock_is_loopback(&addrs[i]), "%s is loopback", names[i]);
+        CHECK(i == 0 || addrs[i - 1].any.sa_family == AF_INET || addrs[i].any.sa_family == AF_INET6, "IPv4 first");
+    }
+    int rest = nb_sock_interfaces("^lo", addrs, names, MAX, NULL);
+    CHECK(rest == (others ? all : -ENODEV), "all but lo: %d of %d", rest, all);
+    CHECK(nb_sock_interfaces("^nothing", addrs, names, MAX, NULL) == all, "all but nothing");
+    CHECK(nb_sock_interfaces("lo", addrs, names, 0, NULL) <= 0, "no room");
+
+    struct nb_error err = {0};
+    CHECK(nb_sock_interfaces("=l,nosuch", addrs, names, MAX, &err) == -ENODEV, "an exact name is no prefix");
+    CHECK(strstr(err.text, "'=l,nosuch'") != NULL && strstr(err.text, "lo") != NULL, "%s", err.text);
+}
+
+int main(void) {
+    test_text();
+    test_loopback_and_port();
+    test_port_range();
+    test_connections();
+    test_refused();
+    test_interfaces();
+    return 0;
+}

@@ -2,10 +2,13 @@
 #include "base/arena.h"
 
 #include <errno.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <sys/mman.h>
 #include <sys/types.h>
 #include <unistd.h>
+
+#include "base/error.h"
 
 static void *map_shared(size_t bytes, int *fd) {
     int memory = memfd_create("netbottleneck", MFD_CLOEXEC);

@@ -22,6 +22,14 @@ static inline void nb_bits_clear(uint64_t *map, size_t i) {
     map[i / 64] &= ~((uint64_t)1 << (i % 64));
 }
 
+static inline uint32_t nb_bits_count(const uint64_t *map, size_t bits) {
+    uint32_t n = 0;
+    for (size_t w = 0; w < nb_bits_words(bits); w++) {
+        n += (uint32_t)__builtin_popcountll(map[w]);
+    }
+    return n;
+}
+
 // The first set bit in [from, bits), or `bits`.
 static inline size_t nb_bits_next(const uint64_t *map, size_t from, size_t bits) {
     if (from >= bits) {

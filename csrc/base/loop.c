@@ -8,6 +8,8 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include "base/error.h"
+
 int nb_loop_init(struct nb_loop *loop, struct nb_error *err) {
     int rc;
     loop->count = 0;

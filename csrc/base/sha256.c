@@ -2,6 +2,9 @@
 #include "base/sha256.h"
 
 #include <errno.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
 #include <string.h>
 #include <sys/random.h>
 #include <sys/types.h>
@@ -41,7 +44,7 @@ static void compress(uint32_t state[8], const unsigned char *block) {
     uint32_t w[64];
     uint32_t s[8];
     for (int i = 0; i < 16; i++) {
-        w[i] = load_be(block + 4 * i);
+        w[i] = load_be(block + (size_t)4 * i);
     }
     for (int i = 16; i < 64; i++) {
         uint32_t sigma0 = rotate(w[i - 15], 7) ^ rotate(w[i - 15], 18) ^ w[i - 15] >> 3;
@@ -94,7 +97,7 @@ void nb_sha256_final(struct nb_sha256 *sha, unsigned char digest[NB_SHA256_BYTES
     nb_sha256_add(sha, padding, (used < 56 ? 56 : 56 + NB_SHA256_BLOCK) - used);
     nb_sha256_add(sha, length, sizeof length);
     for (int i = 0; i < 8; i++) {
-        store_be(digest + 4 * i, sha->state[i]);
+        store_be(digest + (size_t)4 * i, sha->state[i]);
     }
 }
 

@@ -2,15 +2,19 @@
 #include "bootstrap/bootstrap.h"
 
 #include <errno.h>
+#include <net/if.h>
 #include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include "base/bits.h"
+#include "base/error.h"
 #include "base/sha256.h"
+#include "base/sock.h"
 #include "bootstrap/internal.h"
 
 enum { SECRET_MIN = 16, BACKLOG = 1024, INTERFACES_MAX = 32 };

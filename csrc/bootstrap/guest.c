@@ -2,8 +2,11 @@
 #include <errno.h>
 #include <poll.h>
 #include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include "base/clock.h"
@@ -116,8 +119,8 @@ static int shake_hands(struct guest *guest, int fd, struct nb_answer *answer, st
 
 // Rank 0 may not be there yet, or may be too busy to have heard this rank in time.
 static bool may_pass(int code) {
-    static const int passing[] = {ECONNREFUSED, ECONNRESET,  ETIMEDOUT, EHOSTUNREACH, ENETUNREACH,
-                                  EHOSTDOWN,    ENETDOWN,    EAGAIN,    EADDRNOTAVAIL};
+    static const int passing[] = {ECONNREFUSED, ECONNRESET, ETIMEDOUT, EHOSTUNREACH, ENETUNREACH,
+                                  EHOSTDOWN,    ENETDOWN,   EAGAIN,    EADDRNOTAVAIL};
     for (size_t i = 0; i < sizeof passing / sizeof passing[0]; i++) {
         if (code == -passing[i]) {
             return true;
@@ -190,7 +193,7 @@ static int await_verdict(const struct guest *guest, int fd, uint32_t left_ms, un
 int nb_join_guest(struct nb_boot *boot, const struct nb_boot_config *config, const char *address,
                   struct nb_error *err) {
     struct guest guest = {.config = config, .address = address};
-    struct nb_answer answer;
+    struct nb_answer answer = {0};
     int rc = nb_sock_parse(address, &guest.to, err);
     if (rc != 0) {
         return rc;
@@ -205,13 +208,12 @@ int nb_join_guest(struct nb_boot *boot, const struct nb_boot_config *config, con
     if (rc == 0 && getsockname(fd, &boot->self.any, &boot->self.len) != 0) {
         rc = nb_fail(err, -errno, "getsockname: %m");
     }
-    if (rc == 0 && (boot->control = malloc(sizeof *boot->control)) == NULL) {
-        rc = nb_fail(err, -ENOMEM, "memory for one connection");
-    }
-    if (rc != 0) {
+    int *control = rc == 0 ? malloc(sizeof *control) : NULL;
+    if (control == NULL) {
         close(fd);
-        return rc;
+        return rc != 0 ? rc : nb_fail(err, -ENOMEM, "memory for one connection");
     }
-    boot->control[0] = fd;
+    control[0] = fd;
+    boot->control = control;
     return 0;
 }

@@ -1,5 +1,7 @@
 // What does each message of a join contain, and what does its proof cover?
 #include <errno.h>
+#include <stddef.h>
+#include <stdint.h>
 #include <string.h>
 
 #include "base/error.h"

@@ -2,10 +2,13 @@
 #include <errno.h>
 #include <poll.h>
 #include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/types.h>
 #include <unistd.h>
 
 #include "base/bits.h"
@@ -108,8 +111,8 @@ static void check_tag(struct host *host, const struct nb_hello *hello) {
     size_t theirs_bytes = hello->tag_bytes - from;
     const char *cut = from > 0 ? "…" : "";
     int rank = (int)hello->rank;
-    (void)nb_fail_peer(&host->failure, NB_EMISMATCH, rank, "rank %d runs with '%s%.*s', rank 0 with '%s%.*s'", rank, cut,
-                       (int)(theirs_bytes < 190 ? theirs_bytes : 190), hello->tag + from, cut,
+    (void)nb_fail_peer(&host->failure, NB_EMISMATCH, rank, "rank %d runs with '%s%.*s', rank 0 with '%s%.*s'", rank,
+                       cut, (int)(theirs_bytes < 190 ? theirs_bytes : 190), hello->tag + from, cut,
                        (int)(mine_bytes - from < 190 ? mine_bytes - from : 190), mine + from);
 }
 

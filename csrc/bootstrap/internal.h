@@ -80,8 +80,7 @@ void nb_shake_session(const struct nb_boot_config *config, const unsigned char s
 // The two sides of a join. They fill boot->control, self and session of a boot that is otherwise set.
 int nb_join_host(struct nb_boot *boot, const struct nb_boot_config *config, const struct nb_listener *listener,
                  struct nb_error *err);
-int nb_join_guest(struct nb_boot *boot, const struct nb_boot_config *config, const char *address,
-                  struct nb_error *err);
+int nb_join_guest(struct nb_boot *boot, const struct nb_boot_config *config, const char *address, struct nb_error *err);
 
 // "rank 2 of 8", "ranks 2, 5 of 8": those whose bit is not set in `came`. Returns the first of them, or NB_NO_PEER.
 enum { NB_RANKS_TEXT = 160 };

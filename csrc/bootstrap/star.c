@@ -3,10 +3,13 @@
 // Rank 0 finds out who is missing and tells the others, so that every rank names the same one.
 #include <errno.h>
 #include <poll.h>
-#include <stdio.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/types.h>
 
 #include "base/bits.h"
 #include "base/clock.h"
@@ -43,26 +46,77 @@ static const char *kind_name(uint32_t kind) {
     return kind < FRAME_KINDS ? names[kind] : names[0];
 }
 
-// What went wrong with a peer's connection, in terms of the peer.
-static int fail_io(int rc, int peer, const struct nb_boot *boot, uint32_t kind, struct nb_error *err) {
-    if (rc == -ETIMEDOUT) {
-        return nb_fail_peer(err, NB_ETIMEOUT, peer, "%s: rank %d did not answer within %g s", kind_name(kind), peer,
-                            boot->timeout_ms / 1000.0);
-    }
-    errno = -rc;
-    return nb_fail_peer(err, NB_EPEER, peer, "%s: rank %d left: %m", kind_name(kind), peer);
+// One exchange as this rank sees it: the frame that every rank gives, and where failures go.
+struct talk {
+    const struct nb_boot *boot;
+    struct frame frame;
+    int64_t deadline_ns;
+    struct nb_error *err;
+};
+
+static struct talk talk_begin(const struct nb_boot *boot, enum frame_kind kind, size_t bytes, struct nb_error *err) {
+    // Rank 0 may have begun a little later, and is heard out before another rank blames it.
+    int64_t limit_ms = boot->timeout_ms + (int64_t)(boot->rank == 0 ? 0 : SLACK_MS);
+    return (struct talk){boot, {.kind = kind, .value = bytes}, nb_now_ns() + limit_ms * MS, err};
 }
 
-static int check_frame(const struct frame *got, const struct frame *wanted, int peer, struct nb_error *err) {
+static int fail_io(const struct talk *talk, int rc, int peer) {
+    const char *what = kind_name(talk->frame.kind);
+    if (rc == -ETIMEDOUT) {
+        return nb_fail_peer(talk->err, NB_ETIMEOUT, peer, "%s: rank %d did not answer within %g s", what, peer,
+                            talk->boot->timeout_ms / 1000.0);
+    }
+    errno = -rc;
+    return nb_fail_peer(talk->err, NB_EPEER, peer, "%s: rank %d left: %m", what, peer);
+}
+
+static int fail_missing(const struct talk *talk, const uint64_t *came) {
+    char ranks[NB_RANKS_TEXT];
+    int first = nb_ranks_missing(came, talk->boot->size, ranks);
+    return nb_fail_peer(talk->err, NB_ETIMEOUT, first, "%s: %s did not come within %g s", kind_name(talk->frame.kind),
+                        ranks, talk->boot->timeout_ms / 1000.0);
+}
+
+static int check_frame(const struct talk *talk, const struct frame *got, int peer) {
+    const struct frame *wanted = &talk->frame;
     if (got->kind != wanted->kind) {
-        return nb_fail_peer(err, NB_EMISMATCH, peer, "rank %d is at %s where this rank is at %s", peer,
+        return nb_fail_peer(talk->err, NB_EMISMATCH, peer, "rank %d is at %s where this rank is at %s", peer,
                             kind_name(got->kind), kind_name(wanted->kind));
     }
     if (wanted->kind == FRAME_ALLGATHER && got->value != wanted->value) {
-        return nb_fail_peer(err, NB_EMISMATCH, peer, "an all-gather of %llu bytes on rank %d, of %llu on this rank",
+        return nb_fail_peer(talk->err, NB_EMISMATCH, peer,
+                            "an all-gather of %llu bytes on rank %d, of %llu on this rank",
                             (unsigned long long)got->value, peer, (unsigned long long)wanted->value);
     }
     return 0;
+}
+
+static int write_framed(const struct talk *talk, int rank, const void *payload, size_t bytes) {
+    int fd = talk->boot->control[rank];
+    int rc = nb_sock_write_all(fd, &talk->frame, sizeof talk->frame, talk->deadline_ns);
+    if (rc == 0) {
+        rc = nb_sock_write_all(fd, payload, bytes, talk->deadline_ns);
+    }
+    if (rc != 0) {
+        (void)shutdown(fd, SHUT_WR); // cut within a message: what followed would be read as its rest
+    }
+    return rc;
+}
+
+// Reads rank 0's next frame. A failure that it reports becomes this rank's.
+static int read_frame(const struct talk *talk, struct frame *got) {
+    struct trouble trouble;
+    int fd = talk->boot->control[0];
+    size_t rest = sizeof trouble - sizeof trouble.frame;
+    int rc = nb_sock_read_all(fd, got, sizeof *got, talk->deadline_ns);
+    if (rc == 0 && got->kind == FRAME_FAILED && got->code < 0 && got->value == rest) {
+        rc = nb_sock_read_all(fd, (char *)&trouble + sizeof trouble.frame, rest, talk->deadline_ns);
+        if (rc == 0) {
+            trouble.text[sizeof trouble.text - 1] = '\0';
+            return nb_fail_peer(talk->err, got->code, trouble.peer, "%s", trouble.text);
+        }
+    }
+    return rc == 0 ? check_frame(talk, got, 0) : fail_io(talk, rc, 0);
 }
 
 // Rank 0 has failed: the others need not wait for their own deadline. Best effort.
@@ -75,23 +129,12 @@ static void tell_others(const struct nb_boot *boot, const struct nb_error *failu
     }
 }
 
-// Reads rank 0's next frame. A failure that it reports becomes this rank's.
-static int read_frame(const struct nb_boot *boot, const struct frame *wanted, struct frame *got, int64_t deadline_ns,
-                      struct nb_error *err) {
-    struct trouble trouble;
-    int rc = nb_sock_read_all(boot->control[0], got, sizeof *got, deadline_ns);
-    if (rc == 0 && got->kind == FRAME_FAILED && got->value == sizeof trouble - sizeof trouble.frame) {
-        trouble.frame = *got;
-        rc = nb_sock_read_all(boot->control[0], &trouble.peer, sizeof trouble - sizeof trouble.frame, deadline_ns);
-        if (rc == 0 && trouble.frame.code < 0) {
-            trouble.text[sizeof trouble.text - 1] = '\0';
-            return nb_fail_peer(err, trouble.frame.code, trouble.peer, "%s", trouble.text);
-        }
+// The failure is this rank's, and everybody's where this rank is 0; err may hold an older one.
+static int fail_all(const struct nb_boot *boot, const struct nb_error *failure, struct nb_error *err) {
+    if (boot->rank == 0) {
+        tell_others(boot, failure);
     }
-    if (rc != 0) {
-        return fail_io(rc, 0, boot, wanted->kind, err);
-    }
-    return check_frame(got, wanted, 0, err);
+    return nb_fail_peer(err, failure->code, failure->peer, "%s", failure->text);
 }
 
 // What has come from one rank: the frame, then its bytes.
@@ -100,67 +143,66 @@ struct inbox {
     size_t got;
 };
 
-// Takes what is there. 1: all of it has come.
-static int take(const struct nb_boot *boot, int rank, struct inbox *inbox, const struct frame *wanted, char *out,
-                struct nb_error *err) {
-    size_t bytes = (size_t)wanted->value;
+// Everybody's bytes on their way to rank 0.
+struct collection {
+    const struct talk *talk;
+    char *out;
+    struct inbox *inboxes; // by rank
+    struct pollfd *polled; //
+    uint64_t *came;        // bit by rank
+};
+
+// Takes what is there of one rank. 1: all of it has come.
+static int take(const struct collection *all, int rank) {
+    const struct talk *talk = all->talk;
+    struct inbox *inbox = &all->inboxes[rank];
+    size_t bytes = (size_t)talk->frame.value;
     size_t whole = sizeof inbox->frame + bytes;
     while (inbox->got < whole) {
         char *at = (char *)&inbox->frame + inbox->got;
         size_t left = sizeof inbox->frame - inbox->got;
         if (inbox->got >= sizeof inbox->frame) {
-            at = out + (size_t)rank * bytes + (inbox->got - sizeof inbox->frame);
+            at = all->out + (size_t)rank * bytes + (inbox->got - sizeof inbox->frame);
             left = whole - inbox->got;
         }
-        ssize_t n = recv(boot->control[rank], at, left, 0);
+        ssize_t n = recv(talk->boot->control[rank], at, left, 0);
         if (n < 0 && (errno == EAGAIN || errno == EINTR)) {
             return 0;
         }
         if (n <= 0) {
-            return fail_io(n < 0 ? -errno : -ECONNRESET, rank, boot, wanted->kind, err);
+            return fail_io(talk, n < 0 ? -errno : -ECONNRESET, rank);
         }
         inbox->got += (size_t)n;
-        if (inbox->got == sizeof inbox->frame) {
-            int rc = check_frame(&inbox->frame, wanted, rank, err);
-            if (rc != 0) {
-                return rc;
-            }
+        int rc = inbox->got == sizeof inbox->frame ? check_frame(talk, &inbox->frame, rank) : 0;
+        if (rc != 0) {
+            return rc;
         }
     }
     return 1;
 }
 
-static int fail_missing(const struct nb_boot *boot, const uint64_t *came, uint32_t kind, struct nb_error *err) {
-    char ranks[NB_RANKS_TEXT];
-    int first = nb_ranks_missing(came, boot->size, ranks);
-    return nb_fail_peer(err, NB_ETIMEOUT, first, "%s: %s did not come within %g s", kind_name(kind), ranks,
-                        boot->timeout_ms / 1000.0);
-}
-
 // One poll over those that have not given everything yet; returns how many have now, or a failure.
-static int take_round(const struct nb_boot *boot, struct inbox *inboxes, struct pollfd *polled, uint64_t *came,
-                      const struct frame *wanted, char *out, int64_t deadline_ns, struct nb_error *err) {
-    int64_t left_ms = (deadline_ns - nb_now_ns() + MS - 1) / MS;
+static int take_round(const struct collection *all) {
+    const struct nb_boot *boot = all->talk->boot;
+    int64_t left_ms = (all->talk->deadline_ns - nb_now_ns() + MS - 1) / MS;
     int finished = 0;
     if (left_ms <= 0) {
-        return fail_missing(boot, came, wanted->kind, err);
+        return fail_missing(all->talk, all->came);
+    }
+    for (int rank = 0; rank < boot->size; rank++) {
+        bool done = nb_bits_get(all->came, (size_t)rank);
+        all->polled[rank] = (struct pollfd){.fd = done ? -1 : boot->control[rank], .events = POLLIN};
+    }
+    if (poll(all->polled, (nfds_t)boot->size, (int)(left_ms < POLL_MOST_MS ? left_ms : POLL_MOST_MS)) < 0) {
+        return errno == EINTR ? 0 : nb_fail(all->talk->err, -errno, "poll: %m");
     }
     for (int rank = 1; rank < boot->size; rank++) {
-        bool done = nb_bits_get(came, (size_t)rank);
-        polled[rank] = (struct pollfd){.fd = done ? -1 : boot->control[rank], .events = POLLIN};
-    }
-    polled[0] = (struct pollfd){.fd = -1};
-    int n = poll(polled, (nfds_t)boot->size, (int)(left_ms < POLL_MOST_MS ? left_ms : POLL_MOST_MS));
-    if (n < 0) {
-        return errno == EINTR ? 0 : nb_fail(err, -errno, "poll: %m");
-    }
-    for (int rank = 1; rank < boot->size; rank++) {
-        int rc = polled[rank].revents != 0 ? take(boot, rank, &inboxes[rank], wanted, out, err) : 0;
+        int rc = all->polled[rank].revents != 0 ? take(all, rank) : 0;
         if (rc < 0) {
             return rc;
         }
         if (rc > 0) {
-            nb_bits_set(came, (size_t)rank);
+            nb_bits_set(all->came, (size_t)rank);
             finished++;
         }
     }
@@ -168,92 +210,65 @@ static int take_round(const struct nb_boot *boot, struct inbox *inboxes, struct 
 }
 
 // Rank 0: everybody's bytes, each at its place in out.
-static int collect(const struct nb_boot *boot, const struct frame *wanted, char *out, int64_t deadline_ns,
-                   struct nb_error *err) {
-    size_t size = (size_t)boot->size;
-    struct inbox *inboxes = calloc(size, sizeof *inboxes);
-    struct pollfd *polled = calloc(size, sizeof *polled);
-    uint64_t *came = calloc(nb_bits_words(size), sizeof *came);
+static int collect(const struct talk *talk, char *out) {
+    size_t size = (size_t)talk->boot->size;
+    struct collection all = {.talk = talk, .out = out};
     int rc = 0;
-    if (inboxes == NULL || polled == NULL || came == NULL) {
-        rc = nb_fail(err, -ENOMEM, "memory for %d ranks", boot->size);
+    all.inboxes = calloc(size, sizeof *all.inboxes);
+    all.polled = calloc(size, sizeof *all.polled);
+    all.came = calloc(nb_bits_words(size), sizeof *all.came);
+    if (all.inboxes == NULL || all.polled == NULL || all.came == NULL) {
+        rc = nb_fail(talk->err, -ENOMEM, "memory for %zu ranks", size);
     } else {
-        nb_bits_set(came, 0);
-        for (int count = 1; count < boot->size && rc >= 0; count += rc) {
-            rc = take_round(boot, inboxes, polled, came, wanted, out, deadline_ns, err);
+        nb_bits_set(all.came, 0);
+        for (int count = 1; count < talk->boot->size && rc >= 0; count += rc) {
+            rc = take_round(&all);
         }
     }
-    free(came);
-    free(polled);
-    free(inboxes);
+    free(all.came);
+    free(all.polled);
+    free(all.inboxes);
     return rc < 0 ? rc : 0;
 }
 
-static int write_framed(const struct nb_boot *boot, int rank, const struct frame *frame, const void *payload,
-                        size_t bytes, int64_t deadline_ns, struct nb_error *err) {
-    int fd = boot->control[rank];
-    int rc = nb_sock_write_all(fd, frame, sizeof *frame, deadline_ns);
-    if (rc == 0) {
-        rc = nb_sock_write_all(fd, payload, bytes, deadline_ns);
-    }
-    if (rc != 0) {
-        (void)shutdown(fd, SHUT_RDWR); // cut within a message: what followed would be read as its rest
-        return fail_io(rc, rank, boot, frame->kind, err);
-    }
-    return 0;
-}
-
-static int exchange_host(const struct nb_boot *boot, const struct frame *frame, char *out, struct nb_error *err) {
-    int64_t deadline_ns = nb_now_ns() + boot->timeout_ms * MS;
-    int rc = collect(boot, frame, out, deadline_ns, err);
-    for (int rank = 1; rank < boot->size && rc == 0; rank++) {
-        rc = write_framed(boot, rank, frame, out, (size_t)boot->size * frame->value, deadline_ns, err);
+static int exchange_host(const struct talk *talk, char *out) {
+    size_t whole = (size_t)talk->boot->size * (size_t)talk->frame.value;
+    int rc = collect(talk, out);
+    for (int rank = 1; rank < talk->boot->size && rc == 0; rank++) {
+        rc = write_framed(talk, rank, out, whole);
+        if (rc != 0) {
+            rc = fail_io(talk, rc, rank);
+        }
     }
     return rc;
 }
 
-// Rank 0 may have begun a little later, and is heard out before this rank blames it.
-static int64_t guest_deadline(const struct nb_boot *boot) {
-    return nb_now_ns() + (boot->timeout_ms + (int64_t)SLACK_MS) * MS;
-}
-
-static int exchange_guest(const struct nb_boot *boot, const struct frame *frame, const void *in, char *out,
-                          struct nb_error *err) {
-    int64_t deadline_ns = guest_deadline(boot);
+static int exchange_guest(const struct talk *talk, const void *in, char *out) {
+    size_t whole = (size_t)talk->boot->size * (size_t)talk->frame.value;
     struct frame got;
-    int rc = write_framed(boot, 0, frame, in, (size_t)frame->value, deadline_ns, err);
-    if (rc == 0) {
-        rc = read_frame(boot, frame, &got, deadline_ns, err);
-    }
+    (void)write_framed(talk, 0, in, (size_t)talk->frame.value); // where it fails, rank 0 may have said why
+    int rc = read_frame(talk, &got);
     if (rc != 0) {
         return rc;
     }
-    rc = nb_sock_read_all(boot->control[0], out, (size_t)boot->size * (size_t)frame->value, deadline_ns);
-    return rc == 0 ? 0 : fail_io(rc, 0, boot, frame->kind, err);
+    rc = nb_sock_read_all(talk->boot->control[0], out, whole, talk->deadline_ns);
+    return rc == 0 ? 0 : fail_io(talk, rc, 0);
 }
 
-// The failure is rank 0's own and everybody's; err may hold an older one.
-static int share_failure(const struct nb_boot *boot, const struct nb_error *failure, struct nb_error *err) {
-    if (boot->rank == 0) {
-        tell_others(boot, failure);
-    }
-    return nb_fail_peer(err, failure->code, failure->peer, "%s", failure->text);
-}
-
-static int exchange(const struct nb_boot *boot, enum frame_kind kind, const void *in, size_t bytes, char *out,
+static int exchange(const struct nb_boot *boot, enum frame_kind kind, const void *in, size_t bytes, void *out,
                     struct nb_error *err) {
     struct nb_error failure = {0};
-    struct frame frame = {.kind = kind, .value = bytes};
-    int rc = 0;
+    struct talk talk = talk_begin(boot, kind, bytes, &failure);
+    int rc;
     if (boot->rank != 0) {
-        rc = exchange_guest(boot, &frame, in, out, &failure);
+        rc = exchange_guest(&talk, in, out);
     } else {
         if (bytes > 0) {
             memmove(out, in, bytes);
         }
-        rc = exchange_host(boot, &frame, out, &failure);
+        rc = exchange_host(&talk, out);
     }
-    return rc == 0 ? 0 : share_failure(boot, &failure, err);
+    return rc == 0 ? 0 : fail_all(boot, &failure, err);
 }
 
 int nb_boot_allgather(struct nb_boot *boot, const void *in, size_t bytes, void *out, struct nb_error *err) {
@@ -267,41 +282,39 @@ int nb_boot_barrier(struct nb_boot *boot, struct nb_error *err) {
     return exchange(boot, FRAME_BARRIER, NULL, 0, NULL, err);
 }
 
-// Answers every ping of one rank with this clock, one rank after the other: no answer waits for another's.
-static int serve_clock(const struct nb_boot *boot, int rank, int64_t deadline_ns, struct nb_error *err) {
-    const struct frame wanted = {.kind = FRAME_PING};
+// Answers every ping of one rank with this clock.
+static int serve_clock(const struct talk *talk, int rank) {
+    struct talk pong = *talk;
+    pong.frame.kind = FRAME_PONG;
     for (int i = 0; i < EXCHANGES; i++) {
         struct frame ping;
-        int rc = nb_sock_read_all(boot->control[rank], &ping, sizeof ping, deadline_ns);
+        int rc = nb_sock_read_all(talk->boot->control[rank], &ping, sizeof ping, talk->deadline_ns);
         if (rc != 0) {
-            return fail_io(rc, rank, boot, FRAME_PING, err);
+            return fail_io(talk, rc, rank);
         }
-        rc = check_frame(&ping, &wanted, rank, err);
+        rc = check_frame(talk, &ping, rank);
         if (rc != 0) {
             return rc;
         }
-        struct frame pong = {.kind = FRAME_PONG, .value = (uint64_t)nb_now_ns()};
-        rc = write_framed(boot, rank, &pong, NULL, 0, deadline_ns, err);
+        pong.frame.value = (uint64_t)nb_now_ns();
+        rc = write_framed(&pong, rank, NULL, 0);
         if (rc != 0) {
-            return rc;
+            return fail_io(talk, rc, rank);
         }
     }
     return 0;
 }
 
-static int ask_clock(const struct nb_boot *boot, int64_t *offset_ns, int64_t *round_trip_ns, struct nb_error *err) {
-    const struct frame ping = {.kind = FRAME_PING};
-    const struct frame wanted = {.kind = FRAME_PONG};
-    int64_t deadline_ns = guest_deadline(boot);
+static int ask_clock(const struct talk *talk, int64_t *offset_ns, int64_t *round_trip_ns) {
+    struct talk answer = *talk;
     int64_t offset = 0;
     int64_t least = INT64_MAX;
+    answer.frame.kind = FRAME_PONG;
     for (int i = 0; i < EXCHANGES; i++) {
         struct frame pong;
         int64_t sent_ns = nb_now_ns();
-        int rc = write_framed(boot, 0, &ping, NULL, 0, deadline_ns, err);
-        if (rc == 0) {
-            rc = read_frame(boot, &wanted, &pong, deadline_ns, err);
-        }
+        (void)write_framed(talk, 0, NULL, 0); // where it fails, rank 0 may have said why
+        int rc = read_frame(&answer, &pong);
         if (rc != 0) {
             return rc;
         }
@@ -316,20 +329,21 @@ static int ask_clock(const struct nb_boot *boot, int64_t *offset_ns, int64_t *ro
     return 0;
 }
 
+// Rank 0 serves one rank after the other: no answer waits for another's.
 int nb_boot_clock(struct nb_boot *boot, int64_t *offset_ns, int64_t *round_trip_ns, struct nb_error *err) {
     struct nb_error failure = {0};
+    struct talk talk = talk_begin(boot, FRAME_PING, 0, &failure);
     int rc = 0;
     if (boot->rank != 0) {
-        rc = ask_clock(boot, offset_ns, round_trip_ns, &failure);
+        rc = ask_clock(&talk, offset_ns, round_trip_ns);
     } else {
-        int64_t deadline_ns = nb_now_ns() + boot->timeout_ms * MS;
         for (int rank = 1; rank < boot->size && rc == 0; rank++) {
-            rc = serve_clock(boot, rank, deadline_ns, &failure);
+            rc = serve_clock(&talk, rank);
         }
         if (rc == 0) {
             *offset_ns = 0;
             *round_trip_ns = 0;
         }
     }
-    return rc == 0 ? 0 : share_failure(boot, &failure, err);
+    return rc == 0 ? 0 : fail_all(boot, &failure, err);
 }

@@ -30,6 +30,7 @@ struct probe {
     uint64_t moved;     // since the window began
     int64_t count_ns;   // when this count began
     int64_t window_ns;  // when this window began
+    int windows;        // of this count, so far
     double last_rate;
     struct nb_probe_point last;
     struct wire_streams result;
@@ -73,6 +74,7 @@ static void count_begin(struct nb_job *job, int lanes) {
     p->lanes = lanes;
     p->settled = false;
     p->last_rate = 0;
+    p->windows = 0;
     p->moved = 0;
     p->count_ns = nb_now_ns();
     p->window_ns = p->count_ns;
@@ -156,12 +158,13 @@ static void count_end(struct nb_job *job) {
     nb_agree_release(job);
 }
 
-// A window ends: settled when it agrees with the one before, or when time is up.
+// A window ends: settled when it agrees with the one before, or when time is up. The first is not compared: it may
+// live on credit that shapers and buffers had saved.
 static void window_end(struct probe *p, int64_t now) {
     double rate = (double)p->moved / (double)(now - p->window_ns);
     double low = p->last_rate * (100 - AGREE_PERCENT) / 100;
     double high = p->last_rate * (100 + AGREE_PERCENT) / 100;
-    p->settled = (rate >= low && rate <= high) || now - p->count_ns >= COUNT_NS;
+    p->settled = (++p->windows > 2 && rate >= low && rate <= high) || now - p->count_ns >= COUNT_NS;
     p->last = (struct nb_probe_point){.lanes = p->lanes, .bytes = p->moved, .ns = now - p->window_ns};
     p->last_rate = rate;
     p->moved = 0;

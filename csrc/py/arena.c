@@ -4,8 +4,7 @@
 #include "base/arena.h"
 
 struct core_arena {
-    PyObject_HEAD
-    struct nb_arena arena;
+    PyObject_HEAD struct nb_arena arena;
     size_t bytes; // as asked for
 };
 

@@ -5,8 +5,6 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "base/clock.h"
-
 static struct core_comm *comm_of(PyObject *object) {
     return (struct core_comm *)object;
 }
@@ -127,25 +125,17 @@ static PyObject *job_notices(const struct core_comm *self) {
     return list;
 }
 
-// Ends the job: in good order, or, where `why` is given, telling the others. Threads that wait leave within one slice.
-static void end_job(struct core_comm *self, const char *why) {
+// Ends the job. Threads that wait leave within one slice.
+static void end_job(struct core_comm *self) {
     struct nb_job *job = self->job;
     self->job = NULL;
     self->closing = true;
     while (self->waiters > 0) {
-        Py_BEGIN_ALLOW_THREADS
-        (void)poll(NULL, 0, 1);
+        Py_BEGIN_ALLOW_THREADS(void) poll(NULL, 0, 1);
         Py_END_ALLOW_THREADS
     }
-    Py_BEGIN_ALLOW_THREADS
-    if (why != NULL) {
-        nb_job_abort(job, why);
-    } else {
-        nb_job_close(job);
-    }
-    nb_boot_close(&self->boot);
-    Py_END_ALLOW_THREADS
-    self->closing = false;
+    Py_BEGIN_ALLOW_THREADS nb_job_close(job);
+    Py_END_ALLOW_THREADS self->closing = false;
     if (self->recording) {
         self->recording = false;
         core_recorder_drop(self->recorder);
@@ -176,7 +166,8 @@ static int comm_clear(PyObject *object) {
         return 0;
     }
     if (self->job != NULL) {
-        end_job(self, "the communicator was dropped without close()");
+        nb_job_abort(self->job, "its communicator was dropped without close()");
+        end_job(self);
     }
     core_comm_sweep(object);
     Py_CLEAR(self->recorder);
@@ -195,138 +186,46 @@ static void comm_dealloc(PyObject *object) {
     Py_DECREF(type);
 }
 
-// Keeps what can be asked after the end, then ends.
-static PyObject *comm_end(PyObject *object, const char *why) {
+// Keeps what can be asked after the end.
+static int keep_last(struct core_comm *self) {
+    PyObject *info = job_info(self);
+    PyObject *notices = info != NULL ? job_notices(self) : NULL;
+    if (notices == NULL) {
+        Py_XDECREF(info);
+        return -1;
+    }
+    self->last_info = info;
+    self->last_notices = notices;
+    return 0;
+}
+
+static PyObject *comm_close(PyObject *object, PyObject *Py_UNUSED(none)) {
     struct core_comm *self = comm_of(object);
     if (core_here(core_state_of(object), self->pid, "communicator") < 0) {
         return NULL;
     }
     if (self->job != NULL) {
-        PyObject *info = job_info(self);
-        PyObject *notices = info != NULL ? job_notices(self) : NULL;
-        if (notices == NULL) {
-            Py_XDECREF(info);
+        if (keep_last(self) < 0) {
             return NULL;
         }
-        self->last_info = info;
-        self->last_notices = notices;
-        end_job(self, why);
+        end_job(self);
     }
     core_comm_sweep(object);
     Py_RETURN_NONE;
 }
 
-static PyObject *comm_close(PyObject *object, PyObject *Py_UNUSED(none)) {
-    return comm_end(object, NULL);
-}
-
 static PyObject *comm_abort(PyObject *object, PyObject *args, PyObject *kwargs) {
     static const char *const keywords[] = {"why", NULL};
+    const struct core_comm *self = comm_of(object);
     const char *why;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s:abort", (char **)keywords, &why)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s:abort", (char **)keywords, &why) ||
+        core_here(core_state_of(object), self->pid, "communicator") < 0) {
         return NULL;
     }
-    return comm_end(object, why);
-}
-
-struct submit_args {
-    const char *name;
-    PyObject *kind;
-    PyObject *memory;
-    PyObject *dtype;
-    PyObject *op;
-    PyObject *root;
-    PyObject *prescale;
-    PyObject *postscale;
-    PyObject *priority;
-    PyObject *bucket;
-    PyObject *keep;
-};
-
-static int optional_long(const char *name, PyObject *value, long low, long high, long *out) {
-    *out = 0;
-    return value == NULL ? 0 : core_get_long(name, value, low, high, out);
-}
-
-static int parse_numbers(const struct submit_args *in, int size, struct nb_op *op) {
-    long kind;
-    long root;
-    long priority;
-    long bucket;
-    if (core_get_long("kind", in->kind, 0, NB_OP_KINDS - 1, &kind) < 0 || core_get_dtype(in->dtype, &op->dtype) < 0 ||
-        core_get_redop(in->op, &op->redop) < 0 || optional_long("root", in->root, 0, size - 1, &root) < 0 ||
-        core_get_scale("prescale", in->prescale, &op->prescale) < 0 ||
-        core_get_scale("postscale", in->postscale, &op->postscale) < 0 ||
-        optional_long("priority", in->priority, INT32_MIN, INT32_MAX, &priority) < 0 ||
-        optional_long("bucket", in->bucket, 0, UINT32_MAX, &bucket) < 0) {
-        return -1;
+    if (self->job != NULL) {
+        nb_job_abort(self->job, why);
     }
-    if (in->name[0] == '\0') {
-        PyErr_SetString(PyExc_ValueError, "name must not be empty");
-        return -1;
-    }
-    op->name = in->name;
-    op->kind = (enum nb_op_kind)kind;
-    op->root = (int)root;
-    op->priority = (int)priority;
-    op->bucket = (uint32_t)bucket;
-    return 0;
-}
-
-// Parses into op and hold.
-static int parse_submit(const struct submit_args *in, int size, struct nb_op *op, struct core_hold *hold) {
-    if (parse_numbers(in, size, op) < 0) {
-        return -1;
-    }
-    size_t element = nb_dtype_size(op->dtype);
-    if (core_memory_parse(&hold->memory, in->memory, true, element) < 0) {
-        return -1;
-    }
-    bool parts = op->kind == NB_OP_ALLGATHER || op->kind == NB_OP_REDUCESCATTER;
-    if (parts && hold->memory.bytes % ((size_t)size * element) != 0) {
-        PyErr_Format(PyExc_ValueError, "memory of \"%s\" has %zu bytes, which %d ranks cannot share equally in "
-                                       "elements of %zu",
-                     op->name, hold->memory.bytes, size, element);
-        return -1;
-    }
-    op->segments = hold->memory.segments;
-    op->segment_count = hold->memory.count;
-    hold->keep = Py_XNewRef(in->keep);
-    return 0;
-}
-
-static PyObject *submit(PyObject *object, const struct submit_args *in) {
-    struct core_hold *hold = core_hold_new();
-    if (hold == NULL) {
-        return NULL;
-    }
-    struct nb_op op = {0};
-    if (parse_submit(in, comm_of(object)->size, &op, hold) < 0 || core_comm_submit(object, &op, hold) < 0) {
-        PyObject *type;
-        PyObject *value;
-        PyObject *trace;
-        PyErr_Fetch(&type, &value, &trace);
-        core_hold_free(hold);
-        PyErr_Restore(type, value, trace);
-        return NULL;
-    }
-    return core_work_new(core_state_of(object), object, hold);
-}
-
-static PyObject *comm_submit(PyObject *object, PyObject *args, PyObject *kwargs) {
-    static const char *const keywords[] = {"name",     "kind",      "memory",   "dtype",  "op",   "root",
-                                           "prescale", "postscale", "priority", "bucket", "keep", NULL};
-    struct submit_args in = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sOOO|$OOOOOOO:submit", (char **)keywords, &in.name, &in.kind,
-                                     &in.memory, &in.dtype, &in.op, &in.root, &in.prescale, &in.postscale,
-                                     &in.priority, &in.bucket, &in.keep)) {
-        return NULL;
-    }
-    if (core_comm_check(object) < 0) {
-        return NULL;
-    }
-    core_comm_sweep(object);
-    return submit(object, &in);
+    Py_RETURN_NONE;
 }
 
 static PyObject *comm_map(PyObject *object, PyObject *arena) {
@@ -348,61 +247,6 @@ static PyObject *comm_map(PyObject *object, PyObject *arena) {
         return core_raise(state, rc, &err);
     }
     Py_RETURN_NONE;
-}
-
-// Submits the all-gather of a line of which this rank's part is filled in, and waits.
-static int gather(PyObject *object, PyObject *line) {
-    struct core_comm *self = comm_of(object);
-    char name[NB_NAME_MAX];
-    PyOS_snprintf(name, sizeof name, "netbottleneck.exchange.%llu", (unsigned long long)self->exchanges++);
-    PyObject *kind = PyLong_FromLong(NB_OP_ALLGATHER);
-    PyObject *dtype = PyLong_FromLong(NB_U8);
-    PyObject *work = NULL;
-    if (kind != NULL && dtype != NULL) {
-        const struct submit_args in = {.name = name, .kind = kind, .memory = line, .dtype = dtype};
-        work = submit(object, &in);
-    }
-    Py_XDECREF(kind);
-    Py_XDECREF(dtype);
-    PyObject *done = work != NULL ? PyObject_CallMethod(work, "wait", NULL) : NULL;
-    Py_XDECREF(work);
-    Py_XDECREF(done);
-    return done != NULL ? 0 : -1;
-}
-
-static PyObject *split(const char *line, Py_ssize_t bytes, int size) {
-    PyObject *list = PyList_New(size);
-    for (int i = 0; list != NULL && i < size; i++) {
-        PyObject *part = PyBytes_FromStringAndSize(line + i * bytes, bytes);
-        if (part == NULL || PyList_SetItem(list, i, part) < 0) {
-            Py_CLEAR(list);
-        }
-    }
-    return list;
-}
-
-static PyObject *comm_exchange(PyObject *object, PyObject *blob) {
-    const struct core_comm *self = comm_of(object);
-    char *data;
-    Py_ssize_t bytes;
-    if (PyBytes_AsStringAndSize(blob, &data, &bytes) < 0 || core_comm_check(object) < 0) {
-        return NULL;
-    }
-    if (bytes > PY_SSIZE_T_MAX / self->size) {
-        PyErr_Format(PyExc_ValueError, "blob of %zd bytes is too large for %d ranks", bytes, self->size);
-        return NULL;
-    }
-    core_comm_sweep(object);
-    PyObject *line = PyByteArray_FromStringAndSize(NULL, bytes * self->size);
-    if (line == NULL) {
-        return NULL;
-    }
-    char *base = PyByteArray_AsString(line);
-    memset(base, 0, (size_t)(bytes * self->size));
-    memcpy(base + bytes * self->rank, data, (size_t)bytes);
-    PyObject *parts = gather(object, line) == 0 ? split(base, bytes, self->size) : NULL;
-    Py_DECREF(line);
-    return parts;
 }
 
 static PyObject *comm_info(PyObject *object, PyObject *Py_UNUSED(none)) {
@@ -449,19 +293,21 @@ PyTypeObject *core_comm_type(PyObject *module) {
         "Rank 0 gives its Listener, the others its address; a job of one rank needs neither. Dropped without\n"
         "close() it aborts: the others are told. In a forked child every call raises Error.";
     static const PyMethodDef methods[] = {
-        {"submit", WITH_KEYWORDS(comm_submit),
+        {"submit", WITH_KEYWORDS(core_comm_submit_method),
          "submit($self, name, kind, memory, dtype, *, op=SUM, root=0, prescale=1.0, postscale=1.0,\n"
          "       priority=0, bucket=0, keep=None)\n--\n\n"
          "Start an operation in place and return its Work.\n\n"
          "`memory` and `keep` live until it is done. ValueError for what no rank could do, or when an operation\n"
          "of this name is pending here."},
         {"map", comm_map, METH_O, "map($self, arena)\n--\n\nTell the lanes of memory that many operations will use."},
-        {"exchange", comm_exchange, METH_O,
+        {"exchange", core_comm_exchange, METH_O,
          "exchange($self, blob)\n--\n\nAll-gather equal-length blobs, by rank. Every rank, in the same order."},
         {"info", comm_info, METH_NOARGS, "info($self)\n--\n\nWhat is open and what has moved; also after close()."},
         {"notices", comm_notices, METH_NOARGS,
          "notices($self)\n--\n\nWhat the user must be told since the last call: stalls, lost lanes."},
-        {"abort", WITH_KEYWORDS(comm_abort), "abort($self, why)\n--\n\nEnd at once; the others are told why."},
+        {"abort", WITH_KEYWORDS(comm_abort),
+         "abort($self, why)\n--\n\nFail what is pending here and on the other ranks, who are told why; close() is "
+         "still due."},
         {"close", comm_close, METH_NOARGS,
          "close($self)\n--\n\nEnd in good order; what is pending fails with ClosedError. May be repeated."},
         {0},

@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-#include "base/clock.h"
+#include "bootstrap/bootstrap.h"
 #include "transport/transport.h"
 
 struct open_args {
@@ -34,9 +34,9 @@ struct open_plan {
 };
 
 static int parse(PyObject *args, PyObject *kwargs, struct open_args *in) {
-    static const char *const keywords[] = {"rank",          "size",      "secret",  "listener", "address",  "tag",
-                                           "transport",     "streams",   "provider", "library", "ifname",   "ports",
-                                           "segment_bytes", "timeout_s", "stall_s", "recorder", NULL};
+    static const char *const keywords[] = {"rank",          "size",      "secret",   "listener", "address", "tag",
+                                           "transport",     "streams",   "provider", "library",  "ifname",  "ports",
+                                           "segment_bytes", "timeout_s", "stall_s",  "recorder", NULL};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$OOOOOOOOOOOOOO:Comm", (char **)keywords, &in->rank, &in->size,
                                      &in->secret, &in->listener, &in->address, &in->tag, &in->transport, &in->streams,
                                      &in->provider, &in->library, &in->ifname, &in->ports, &in->segment_bytes,
@@ -73,6 +73,17 @@ static int get_text(struct core_comm *self, const char *name, PyObject *value, c
     return 0;
 }
 
+// Raises, naming the networks there are.
+static int refuse_transport(const char *name) {
+    char known[128] = "";
+    for (int i = 0; nb_transports[i] != NULL; i++) {
+        size_t used = strlen(known);
+        PyOS_snprintf(known + used, sizeof known - used, "%s\"%s\"", i > 0 ? ", " : "", nb_transports[i]->name);
+    }
+    PyErr_Format(PyExc_ValueError, "transport must be one of %s, not \"%s\"", known, name);
+    return -1;
+}
+
 static int get_texts(struct core_comm *self, const struct open_args *in, struct open_plan *plan) {
     if (get_text(self, "address", in->address, NULL, &plan->address) < 0 ||
         get_text(self, "tag", in->tag, "", &plan->boot.tag) < 0 ||
@@ -84,8 +95,7 @@ static int get_texts(struct core_comm *self, const struct open_args *in, struct 
     }
     plan->job.ifname = plan->boot.ifname;
     if (nb_transport_find(plan->job.transport) == NULL) {
-        PyErr_Format(PyExc_ValueError, "transport must be one of transports(), not \"%s\"", plan->job.transport);
-        return -1;
+        return refuse_transport(plan->job.transport);
     }
     return 0;
 }
@@ -198,20 +208,19 @@ static int get_recorder(struct core_comm *self, PyObject *recorder, const struct
 // Without the GIL.
 static int join(struct core_comm *self, struct open_plan *plan, struct nb_listener *door, struct nb_error *err) {
     int64_t round_trip_ns = 0;
-    int rc = nb_boot_join(&self->boot, &plan->boot, door, plan->address, err);
+    struct nb_boot boot = {0};
+    int rc = nb_boot_join(&boot, &plan->boot, door, plan->address, err);
     if (rc < 0) {
         return rc;
     }
-    rc = nb_boot_clock(&self->boot, &self->clock_offset_ns, &round_trip_ns, err);
+    rc = nb_boot_clock(&boot, &self->clock_offset_ns, &round_trip_ns, err);
     if (rc == 0) {
         nb_ring_put(plan->job.ring, NB_EV_CLOCK, 0, (uint64_t)self->clock_offset_ns, (uint64_t)round_trip_ns, 0, 0, 0);
-        plan->job.boot = &self->boot;
+        plan->job.boot = &boot;
         plan->job.clock_offset_ns = self->clock_offset_ns;
         rc = nb_job_open(&self->job, &plan->job, err);
     }
-    if (rc < 0) {
-        nb_boot_close(&self->boot);
-    }
+    nb_boot_close(&boot); // what the job has not taken over
     return rc;
 }
 
@@ -225,10 +234,8 @@ static int connect_all(struct core_comm *self, struct open_plan *plan, const str
     }
     struct nb_error err = {0};
     int rc;
-    Py_BEGIN_ALLOW_THREADS
-    rc = join(self, plan, door, &err);
-    Py_END_ALLOW_THREADS
-    if (door != NULL) {
+    Py_BEGIN_ALLOW_THREADS rc = join(self, plan, door, &err);
+    Py_END_ALLOW_THREADS if (door != NULL) {
         core_listener_done(plan->listener);
     }
     if (rc < 0) {

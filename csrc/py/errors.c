@@ -85,7 +85,8 @@ int core_here(const struct core_state *state, pid_t pid, const char *what) {
     if (now == pid) {
         return 0;
     }
-    PyObject *text = PyUnicode_FromFormat("%s made in process %ld, used in process %ld after fork", what, (long)pid, (long)now);
+    PyObject *text =
+        PyUnicode_FromFormat("%s made in process %ld, used in process %ld after fork", what, (long)pid, (long)now);
     if (text != NULL) {
         raise_error(state->classes[CORE_ERROR], EPERM, text, NB_NO_PEER);
         Py_DECREF(text);

@@ -30,18 +30,17 @@ struct gradhook_bucket {
     size_t bytes;
     uint32_t *members; // parameters, by offset
     uint32_t member_count;
-    uint32_t left;   // members that are not ready
-    uint32_t direct; // members that travel directly
-    bool sent;       // and not waited for
-    bool round;      // was sent since the last complete step
+    uint32_t left;          // members that are not ready
+    uint32_t direct;        // members that travel directly
+    bool sent;              // and not waited for
+    bool round;             // was sent since the last complete step
     struct core_hold *hold; // sent to a Comm
     PyObject *future;       // sent to a callable
 };
 
 struct core_gradhook {
-    PyObject_HEAD
-    PyObject *recorder; // or NULL
-    PyObject *target;   // a Comm, a callable, or NULL: nowhere
+    PyObject_HEAD PyObject *recorder; // or NULL
+    PyObject *target;                 // a Comm, a callable, or NULL: nowhere
     PyObject *keep;
     bool native; // the target is a Comm
     bool busy;   // waiting without the GIL

@@ -75,7 +75,7 @@ static int send_to_callable(struct core_gradhook *self, struct gradhook_bucket *
     return 0;
 }
 
-static int send(struct core_gradhook *self, struct gradhook_bucket *bucket) {
+static int send_bucket(struct core_gradhook *self, struct gradhook_bucket *bucket) {
     int rc = 0;
     if (self->native) {
         rc = send_native(self, bucket);
@@ -122,8 +122,11 @@ static int wait_future(struct core_gradhook *self, struct gradhook_bucket *bucke
 static int finish(struct core_gradhook *self, struct gradhook_bucket *bucket) {
     int rc = 0;
     if (bucket->hold != NULL) {
+        if (!core_comm_is_here(self->target)) {
+            return core_comm_check(self->target);
+        }
         rc = wait_native(self, bucket);
-        if (!core_comm_is_here(self->target) || !core_hold_done(bucket->hold)) {
+        if (!core_hold_done(bucket->hold)) {
             return -1;
         }
     } else if (bucket->future != NULL) {
@@ -173,7 +176,7 @@ static int make_ready(struct core_gradhook *self, uint32_t index) {
         param->ordered = true;
         self->order[self->order_count++] = index;
     }
-    return bucket->left == 0 ? send(self, bucket) : 0;
+    return bucket->left == 0 ? send_bucket(self, bucket) : 0;
 }
 
 int gradhook_fire(struct core_gradhook *self, uint32_t index) {
@@ -202,7 +205,7 @@ int gradhook_flush(struct core_gradhook *self) {
                 return -1;
             }
         }
-        if (!bucket->sent && send(self, bucket) < 0) {
+        if (!bucket->sent && send_bucket(self, bucket) < 0) {
             return -1;
         }
     }

@@ -58,9 +58,12 @@ static int look(const struct core_state *state, const struct gradhook_param *par
         return host;
     }
     int contiguous = truth(PyObject_CallMethodObjArgs(gradient, state->names[CORE_IS_CONTIGUOUS], NULL));
-    if (contiguous <= 0) {
+    if (contiguous < 0 && PyErr_ExceptionMatches(PyExc_RuntimeError)) { // a sparse one does not know
         PyErr_Clear();
         return 0;
+    }
+    if (contiguous <= 0) {
+        return contiguous;
     }
     size_t bytes;
     if (get_size(gradient, state->names[CORE_NBYTES], &bytes) < 0 ||

@@ -2,8 +2,7 @@
 #include "py/core.h"
 
 struct core_listener {
-    PyObject_HEAD
-    struct nb_listener listener;
+    PyObject_HEAD struct nb_listener listener;
     bool open;
     int users; // joins under way
 };
@@ -92,12 +91,8 @@ PyTypeObject *core_listener_type(PyObject *module) {
         {0},
     };
     static const PyType_Slot slots[] = {
-        {Py_tp_doc, (void *)doc},
-        {Py_tp_new, (void *)listener_new},
-        {Py_tp_dealloc, (void *)listener_dealloc},
-        {Py_tp_methods, (void *)methods},
-        {Py_tp_getset, (void *)getset},
-        {0, NULL},
+        {Py_tp_doc, (void *)doc},         {Py_tp_new, (void *)listener_new}, {Py_tp_dealloc, (void *)listener_dealloc},
+        {Py_tp_methods, (void *)methods}, {Py_tp_getset, (void *)getset},    {0, NULL},
     };
     static const PyType_Spec spec = {
         .name = "netbottleneck._core.Listener",

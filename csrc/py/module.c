@@ -23,20 +23,31 @@ struct constant {
 };
 
 static const struct constant constants[] = {
-    {"UINT8", NB_U8},           {"INT8", NB_I8},           {"INT32", NB_I32},
-    {"INT64", NB_I64},          {"FLOAT16", NB_F16},       {"BFLOAT16", NB_BF16},
-    {"FLOAT32", NB_F32},        {"FLOAT64", NB_F64},       {"SUM", NB_SUM},
-    {"MIN", NB_MIN},            {"MAX", NB_MAX},           {"PRODUCT", NB_PRODUCT},
-    {"ALLREDUCE", NB_OP_ALLREDUCE}, {"ALLGATHER", NB_OP_ALLGATHER}, {"REDUCESCATTER", NB_OP_REDUCESCATTER},
-    {"BROADCAST", NB_OP_BROADCAST}, {"BARRIER", NB_OP_BARRIER},
+    {"UINT8", NB_U8},
+    {"INT8", NB_I8},
+    {"INT32", NB_I32},
+    {"INT64", NB_I64},
+    {"FLOAT16", NB_F16},
+    {"BFLOAT16", NB_BF16},
+    {"FLOAT32", NB_F32},
+    {"FLOAT64", NB_F64},
+    {"SUM", NB_SUM},
+    {"MIN", NB_MIN},
+    {"MAX", NB_MAX},
+    {"PRODUCT", NB_PRODUCT},
+    {"ALLREDUCE", NB_OP_ALLREDUCE},
+    {"ALLGATHER", NB_OP_ALLGATHER},
+    {"REDUCESCATTER", NB_OP_REDUCESCATTER},
+    {"BROADCAST", NB_OP_BROADCAST},
+    {"BARRIER", NB_OP_BARRIER},
 };
 
 #define EVENT(name) {#name, NB_EV_##name}
 static const struct constant events[] = {
-    EVENT(NONE),        EVENT(STEP_BEGIN), EVENT(STEP_END),  EVENT(FORWARD_BEGIN),   EVENT(FORWARD_END),
-    EVENT(GRAD_READY),  EVENT(OPTIMIZER_BEGIN), EVENT(OPTIMIZER_END), EVENT(WAIT_BEGIN), EVENT(WAIT_END),
-    EVENT(OP_SUBMIT),   EVENT(OP_AGREED),  EVENT(OP_START),  EVENT(OP_FIRST_BYTE),   EVENT(OP_DONE),
-    EVENT(OP_LANE),     EVENT(CLOCK),      EVENT(PROBE),     EVENT(STALL),           EVENT(PEER_LOST),
+    EVENT(NONE),       EVENT(STEP_BEGIN),      EVENT(STEP_END),      EVENT(FORWARD_BEGIN), EVENT(FORWARD_END),
+    EVENT(GRAD_READY), EVENT(OPTIMIZER_BEGIN), EVENT(OPTIMIZER_END), EVENT(WAIT_BEGIN),    EVENT(WAIT_END),
+    EVENT(OP_SUBMIT),  EVENT(OP_AGREED),       EVENT(OP_START),      EVENT(OP_FIRST_BYTE), EVENT(OP_DONE),
+    EVENT(OP_LANE),    EVENT(CLOCK),           EVENT(PROBE),         EVENT(STALL),         EVENT(PEER_LOST),
     EVENT(LANE_LOST),
 };
 
@@ -130,8 +141,9 @@ struct reduction {
 
 static int reduce_lines(const struct core_memory *to, const struct core_memory *from, const struct reduction *how) {
     if (to->bytes != from->bytes || to->count > 1 || from->count > 1) {
-        PyErr_Format(PyExc_ValueError, "destination has %zu bytes and source %zu: they must be one piece each, and equal",
-                     to->bytes, from->bytes);
+        PyErr_Format(PyExc_ValueError,
+                     "destination has %zu bytes and source %zu: they must be one piece each, and equal", to->bytes,
+                     from->bytes);
         return -1;
     }
     nb_reduce_fn kernel = nb_reduce_kernel(how->isa, how->dtype, how->op);
@@ -245,9 +257,11 @@ static int find_classes(struct core_state *state) {
 
 static int intern_names(struct core_state *state) {
     static const char *const names[CORE_NAMES] = {
-        [CORE_GRAD] = "grad",     [CORE_DATA_PTR] = "data_ptr", [CORE_DTYPE] = "dtype",
-        [CORE_IS_CONTIGUOUS] = "is_contiguous", [CORE_IS_CPU] = "is_cpu", [CORE_NBYTES] = "nbytes",
-        [CORE_COPY_] = "copy_",   [CORE_DETACH] = "detach",     [CORE_WAIT] = "wait",
+        [CORE_GRAD] = "grad",     [CORE_DATA_PTR] = "data_ptr",
+        [CORE_DTYPE] = "dtype",   [CORE_IS_CONTIGUOUS] = "is_contiguous",
+        [CORE_IS_CPU] = "is_cpu", [CORE_NBYTES] = "nbytes",
+        [CORE_COPY_] = "copy_",   [CORE_DETACH] = "detach",
+        [CORE_WAIT] = "wait",
     };
     for (int i = 0; i < CORE_NAMES; i++) {
         state->names[i] = PyUnicode_InternFromString(names[i]);

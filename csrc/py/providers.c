@@ -19,10 +19,8 @@ PyObject *core_providers(PyObject *module, PyObject *args, PyObject *kwargs) {
     if (parse(args, kwargs, "|z:providers", &library) < 0) {
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS
-    count = nb_ofi_providers(library, found, PROVIDERS_MAX, &err);
-    Py_END_ALLOW_THREADS
-    if (count < 0) {
+    Py_BEGIN_ALLOW_THREADS count = nb_ofi_providers(library, found, PROVIDERS_MAX, &err);
+    Py_END_ALLOW_THREADS if (count < 0) {
         return core_raise(PyModule_GetState(module), count, &err);
     }
     PyObject *list = PyList_New(count);
@@ -43,8 +41,7 @@ PyObject *core_libfabric(PyObject *module, PyObject *args, PyObject *kwargs) {
     if (parse(args, kwargs, "|z:libfabric", &library) < 0) {
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS
-    rc = nb_ofi_library(library, &found, &err);
-    Py_END_ALLOW_THREADS
-    return rc < 0 ? core_raise(PyModule_GetState(module), rc, &err) : Py_BuildValue("(ss)", found.path, found.version);
+    Py_BEGIN_ALLOW_THREADS rc = nb_ofi_library(library, &found, &err);
+    Py_END_ALLOW_THREADS return rc < 0 ? core_raise(PyModule_GetState(module), rc, &err)
+                                       : Py_BuildValue("(ss)", found.path, found.version);
 }

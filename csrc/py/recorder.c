@@ -6,8 +6,7 @@
 #include "base/clock.h"
 
 struct core_recorder {
-    PyObject_HEAD
-    struct nb_ring ring;
+    PyObject_HEAD struct nb_ring ring;
     struct nb_ring none; // what a closed recorder stamps into: nothing
     uint64_t dropped;    // when it was closed
     pid_t pid;
@@ -146,16 +145,15 @@ static PyObject *recorder_put_at(PyObject *object, PyObject *args, PyObject *kwa
 }
 
 struct core_stamper {
-    PyObject_HEAD
-    PyObject *recorder;
+    PyObject_HEAD PyObject *recorder;
     struct stamp stamp;
 };
 
 static PyObject *recorder_stamper(PyObject *object, PyObject *args, PyObject *kwargs) {
     static const char *const keywords[] = {"kind", "key", "a", "b", NULL};
     struct stamp s = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|O&O&O&:stamper", (char **)keywords, &s.kind, core_get_u64,
-                                     &s.key, core_get_u64, &s.value[0], core_get_u64, &s.value[1]) ||
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|O&O&O&:stamper", (char **)keywords, &s.kind, core_get_u64, &s.key,
+                                     core_get_u64, &s.value[0], core_get_u64, &s.value[1]) ||
         check_kind(s.kind) < 0) {
         return NULL;
     }
@@ -227,12 +225,8 @@ PyTypeObject *core_recorder_type(PyObject *module) {
         {0},
     };
     static const PyType_Slot slots[] = {
-        {Py_tp_doc, (void *)doc},
-        {Py_tp_new, (void *)recorder_new},
-        {Py_tp_dealloc, (void *)recorder_dealloc},
-        {Py_tp_methods, (void *)methods},
-        {Py_tp_getset, (void *)getset},
-        {0, NULL},
+        {Py_tp_doc, (void *)doc},         {Py_tp_new, (void *)recorder_new}, {Py_tp_dealloc, (void *)recorder_dealloc},
+        {Py_tp_methods, (void *)methods}, {Py_tp_getset, (void *)getset},    {0, NULL},
     };
     static const PyType_Spec spec = {
         .name = "netbottleneck._core.Recorder",

@@ -9,8 +9,7 @@
 enum { SLICE_MS = 100 };
 
 struct core_work {
-    PyObject_HEAD
-    PyObject *comm;
+    PyObject_HEAD PyObject *comm;
     struct core_hold *hold;
 };
 
@@ -83,14 +82,13 @@ int core_hold_wait(PyObject *comm, const struct core_hold *hold, int64_t deadlin
         if (entered < 0) {
             return -1;
         }
-        Py_BEGIN_ALLOW_THREADS
-        if (entered > 0) {
+        Py_BEGIN_ALLOW_THREADS if (entered > 0) {
             (void)nb_work_wait(hold->work, timeout_ms, NULL);
-        } else {
+        }
+        else {
             (void)poll(NULL, 0, 1); // what is pending is about to fail
         }
-        Py_END_ALLOW_THREADS
-        if (entered > 0) {
+        Py_END_ALLOW_THREADS if (entered > 0) {
             core_comm_leave(comm);
         }
         if (core_hold_done(hold)) {

@@ -3,6 +3,9 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/types.h>
@@ -10,6 +13,8 @@
 #include <unistd.h>
 
 #include "base/clock.h"
+#include "base/error.h"
+#include "trace/event.h"
 
 _Static_assert(sizeof(struct nb_ring_header) <= NB_RING_HEADER, "the header is one page");
 _Static_assert(sizeof NB_RING_MAGIC == sizeof(((struct nb_ring_header *)0)->magic), "the magic fills its field");

@@ -316,7 +316,11 @@ static bool grant_next(struct nb_lanes *lanes, struct inbound *in) {
     uint32_t most = (uint32_t)(lanes->config.segment_bytes / flow->block_bytes);
     most = most < 1 ? 1 : most;
     most = most < flow->blocks - first ? most : flow->blocks - first;
-    uint32_t count = flow->ops->run_limit(flow, first, most);
+    uint32_t limit = flow->ops->run_limit(flow, first, most);
+    uint32_t count = 1;
+    while (count < limit && !nb_bits_get(flow->map, first + count)) { // blocks without bytes are there already
+        count++;
+    }
     struct wire_grant grant = {.op = flow->op, .first = first, .count = count, .slot = (uint16_t)in->slot};
     struct iovec iov[NB_LANE_IOV_MAX];
     int pieces = flow->staged_only ? 0 : flow->ops->memory(flow, first, count, iov);

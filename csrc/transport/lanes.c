@@ -11,7 +11,6 @@
 #include "transport/lanes_internal.h"
 
 enum {
-    CONCURRENT_FLOWS = 4, // operations that share the lanes to one peer
     REQUESTS_PER_PATH = 64,
     UNGRANTED_RUNS = 8, // looked at before a lane gives up on a flow
     TAIL_LARGE = 64 * 1024,
@@ -95,6 +94,7 @@ static bool flow_take(struct nb_lanes *lanes, struct nb_flow *flow, int lane, si
     }
     flow->cursor = first == flow->cursor ? first + count : flow->cursor;
     flow->left -= count;
+    flow->available -= count;
     flow->in_flight += count;
     req->peer = flow->peer;
     req->owner = flow;
@@ -114,17 +114,15 @@ static void flow_untake(struct nb_flow *flow, const struct nb_frame *frame) {
     }
     flow->cursor = frame->block < flow->cursor ? frame->block : flow->cursor;
     flow->left += frame->blocks;
+    flow->available += frame->blocks;
     flow->in_flight -= frame->blocks;
 }
 
 static bool peer_take(struct nb_lanes *lanes, struct peer *peer, int lane, struct nb_request *req) {
     size_t segment = segment_now(lanes, peer);
-    int seen = 0;
     NB_LIST_EACH(it, &peer->out) {
-        if (seen++ == CONCURRENT_FLOWS) {
-            break;
-        }
-        if (flow_take(lanes, NB_CONTAINER(it, struct nb_flow, link), lane, segment, req)) {
+        struct nb_flow *flow = NB_CONTAINER(it, struct nb_flow, link);
+        if (flow->available > 0 && flow_take(lanes, flow, lane, segment, req)) {
             return true;
         }
     }
@@ -514,6 +512,7 @@ void nb_lanes_add(struct nb_lanes *lanes, struct nb_flow *flow, int64_t now_ns) 
     flow->grant = NULL;
     memset(flow->lane_bytes, 0, sizeof flow->lane_bytes[0] * (size_t)lanes->config.lanes);
     if (flow->dir == NB_FLOW_OUT) {
+        flow->available = nb_bits_count(flow->map, flow->blocks);
         out_insert(&peer->out, flow);
         nb_grants_out_added(lanes, flow);
         nb_lanes_push(lanes, flow->peer, now_ns);
@@ -535,6 +534,7 @@ void nb_lanes_add(struct nb_lanes *lanes, struct nb_flow *flow, int64_t now_ns) 
 
 void nb_lanes_ready(struct nb_lanes *lanes, struct nb_flow *flow, uint32_t block) {
     (void)lanes;
+    flow->available += !nb_bits_get(flow->map, block);
     nb_bits_set(flow->map, block);
     flow->cursor = block < flow->cursor ? block : flow->cursor;
 }

@@ -50,7 +50,8 @@ struct nb_flow {
     // Of lanes.c.
     struct nb_list link;
     uint32_t cursor;
-    uint32_t left;      // out: blocks not taken; in: blocks not landed
+    uint32_t left;      // out: blocks not taken; in: blocks not landed. The owner's to begin with
+    uint32_t available; // out: blocks that may be sent and are not taken
     uint32_t in_flight; // out: blocks taken and not yet sent
     uint64_t bytes_moved;
     int64_t moved_ns;   // when a block last moved

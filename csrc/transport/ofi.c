@@ -323,11 +323,8 @@ static int arm(struct nb_lane *base) {
     if (lane->dead) {
         return 0;
     }
-    if (lane->watch.fd < 0 || lane->held_ready || lane->lost_due || !nb_list_empty(&lane->idle)) {
-        return -EAGAIN;
-    }
-    struct fid *queue = &lane->cq->fid;
-    return fi_trywait(lane->fabric, &queue, 1) == 0 ? 0 : -EAGAIN;
+    bool owed = lane->held_ready || lane->lost_due || !nb_list_empty(&lane->idle);
+    return owed ? -EAGAIN : nb_ofi_queue_arm(lane);
 }
 
 // The lane

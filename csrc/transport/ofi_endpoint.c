@@ -41,6 +41,8 @@ void nb_ofi_endpoint_close(struct nb_ofi_lane *lane) {
     lane->slots_mr = NULL;
     close_fid(lane->cq != NULL ? &lane->cq->fid : NULL);
     lane->cq = NULL;
+    close_fid(lane->wait_set != NULL ? &lane->wait_set->fid : NULL);
+    lane->wait_set = NULL;
     close_fid(lane->av != NULL ? &lane->av->fid : NULL);
     lane->av = NULL;
     close_fid(lane->domain != NULL ? &lane->domain->fid : NULL);
@@ -53,18 +55,55 @@ void nb_ofi_endpoint_close(struct nb_ofi_lane *lane) {
     }
 }
 
-// A queue that a thread can sleep on, else one that must be polled.
-static int open_queue(struct nb_ofi_lane *lane) {
-    struct fi_cq_attr attr = {.size = NB_OFI_CQ_SIZE, .format = FI_CQ_FORMAT_DATA, .wait_obj = FI_WAIT_FD};
-    int rc = lane->config.loop != NULL ? fi_cq_open(lane->domain, &attr, &lane->cq, NULL) : -FI_ENOSYS;
-    if (rc == 0 && fi_control(&lane->cq->fid, FI_GETWAIT, &lane->watch.fd) != 0) {
+// Before 1.20 the tcp code's fi_trywait does nothing: a queue's descriptor, once readable, stays so, and a thread never
+// sleeps. A wait set is the same descriptor with a call that clears it.
+static bool needs_wait_set(const struct nb_ofi_lane *lane) {
+    const char *provider = lane->info->fabric_attr->prov_name;
+    return FI_VERSION_LT(lane->lib.version(), FI_VERSION(1, 20)) &&
+           (strcmp(provider, "net") == 0 || strcmp(provider, "tcp") == 0);
+}
+
+// Opens a queue that a thread can sleep on.
+static int open_waiting_queue(struct nb_ofi_lane *lane, struct fi_cq_attr attr) {
+    attr.wait_obj = FI_WAIT_FD;
+    if (needs_wait_set(lane)) {
+        struct fi_wait_attr set = {.wait_obj = FI_WAIT_FD};
+        int rc = lane->fabric->ops->wait_open(lane->fabric, &set, &lane->wait_set);
+        if (rc < 0) {
+            return rc;
+        }
+        attr.wait_obj = FI_WAIT_SET;
+        attr.wait_set = lane->wait_set;
+    }
+    int rc = fi_cq_open(lane->domain, &attr, &lane->cq, NULL);
+    if (rc < 0) {
+        return rc;
+    }
+    struct fid *waits = lane->wait_set != NULL ? &lane->wait_set->fid : &lane->cq->fid;
+    if (fi_control(waits, FI_GETWAIT, &lane->watch.fd) != 0) {
         lane->watch.fd = -1;
     }
-    if (rc < 0) {
-        attr.wait_obj = FI_WAIT_NONE;
-        rc = fi_cq_open(lane->domain, &attr, &lane->cq, NULL);
+    return 0;
+}
+
+// Else one that must be polled.
+static int open_queue(struct nb_ofi_lane *lane) {
+    struct fi_cq_attr attr = {.size = NB_OFI_CQ_SIZE, .format = FI_CQ_FORMAT_DATA, .wait_obj = FI_WAIT_NONE};
+    if (lane->config.loop != NULL && open_waiting_queue(lane, attr) == 0) {
+        return 0;
     }
-    return rc;
+    return fi_cq_open(lane->domain, &attr, &lane->cq, NULL);
+}
+
+int nb_ofi_queue_arm(struct nb_ofi_lane *lane) {
+    if (lane->watch.fd < 0) {
+        return -EAGAIN;
+    }
+    if (lane->wait_set != NULL) {
+        return lane->wait_set->ops->wait(lane->wait_set, 0) == -FI_ETIMEDOUT ? 0 : -EAGAIN;
+    }
+    struct fid *queue = &lane->cq->fid;
+    return fi_trywait(lane->fabric, &queue, 1) == 0 ? 0 : -EAGAIN;
 }
 
 static int open_objects(struct nb_ofi_lane *lane, const char **step) {
@@ -96,7 +135,17 @@ static int open_objects(struct nb_ofi_lane *lane, const char **step) {
         return rc;
     }
     *step = "fi_enable";
-    return fi_enable(lane->ep);
+    rc = fi_enable(lane->ep);
+    if (rc < 0 && strstr(lane->info->fabric_attr->prov_name, "ofi_rxm") != NULL) {
+        // ofi_rxm (seen in 2.5) has freed parts of such an endpoint, and would free them again: it is left as it is.
+        lane->ep = NULL;
+        lane->cq = NULL;
+        lane->wait_set = NULL;
+        lane->av = NULL;
+        lane->domain = NULL;
+        lane->fabric = NULL;
+    }
+    return rc;
 }
 
 static void read_info(struct nb_ofi_lane *lane) {

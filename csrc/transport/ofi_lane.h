@@ -101,6 +101,7 @@ struct nb_ofi_lane {
     struct fid_fabric *fabric;
     struct fid_domain *domain;
     struct fid_av *av;
+    struct fid_wait *wait_set; // NULL where the queue itself can be slept on
     struct fid_cq *cq;
     struct fid_ep *ep;
     struct nb_watch watch; // fd -1: this provider has nothing to wait on
@@ -127,6 +128,9 @@ struct nb_ofi_lane {
 int nb_ofi_endpoint_open(struct nb_ofi_lane *lane, const struct nb_lane_config *config, struct nb_error *err);
 // Closes all of libfabric's objects. When it returns, nothing lands and nothing completes any more.
 void nb_ofi_endpoint_close(struct nb_ofi_lane *lane);
+// Whether a thread may sleep on the watch now: 0, or -EAGAIN when the queue must be read first, or always where the
+// provider has nothing to wait on.
+int nb_ofi_queue_arm(struct nb_ofi_lane *lane);
 
 int nb_ofi_map(struct nb_lane *lane, void *base, size_t bytes, struct nb_region *region, struct nb_error *err);
 void nb_ofi_unmap(struct nb_lane *lane, struct nb_region *region);

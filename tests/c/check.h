@@ -9,7 +9,7 @@
 enum { CHECK_FAILED = 1, CHECK_SKIPPED = 77 };
 
 __attribute__((noreturn, format(printf, 4, 5), unused)) static void check_end(int status, const char *where,
-                                                                            const char *what, const char *fmt, ...) {
+                                                                              const char *what, const char *fmt, ...) {
     char text[1024];
     va_list args;
     va_start(args, fmt);

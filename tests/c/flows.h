@@ -371,6 +371,7 @@ static inline int flows_node_open(struct flow_world *world, int rank, struct nb_
 }
 
 static inline void flows_node_close(struct flow_node *node) {
+    node->may_lose = true; // closing one peer of a lane may cost the others
     nb_lanes_close(node->lanes);
     node->lanes = NULL;
     for (int i = 0; i < node->sides_count; i++) {

@@ -11,8 +11,8 @@ static void check_memory(const struct nb_arena *arena, size_t asked) {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
     unsigned char *bytes = arena->base;
     CHECK((uintptr_t)arena->base % page == 0, "aligned to a page: %p", arena->base);
-    CHECK(arena->bytes % page == 0 && arena->bytes >= asked && arena->bytes - asked <= page, "%zu for %zu", arena->bytes,
-          asked);
+    CHECK(arena->bytes % page == 0 && arena->bytes >= asked && arena->bytes - asked <= page, "%zu for %zu",
+          arena->bytes, asked);
     for (size_t i = 0; i < arena->bytes; i++) {
         CHECK(bytes[i] == 0, "byte %zu is %d", i, bytes[i]);
         bytes[i] = (unsigned char)i;
@@ -56,7 +56,8 @@ static void test_limits(void) {
     nb_arena_close(&arena);
     for (size_t i = 0; i < sizeof huge / sizeof huge[0]; i++) {
         struct nb_error err = {0};
-        CHECK(nb_arena_open(&arena, huge[i], &err) == -ENOMEM && err.text[0] != '\0', "%zu bytes: %d", huge[i], err.code);
+        CHECK(nb_arena_open(&arena, huge[i], &err) == -ENOMEM && err.text[0] != '\0', "%zu bytes: %d", huge[i],
+              err.code);
     }
 }
 

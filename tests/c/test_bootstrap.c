@@ -2,132 +2,15 @@
 #include <errno.h>
 #include <poll.h>
 #include <pthread.h>
-#include <stdbool.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
 
-#include "base/clock.h"
+#include "boot.h"
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/internal.h"
 #include "check.h"
 
-enum { RANKS_MAX = 8, LIMIT_MS = 15000 };
-
-static const unsigned char secret[] = "sixteen bytes or more";
 static const unsigned char other_secret[] = "another sixteen bytes";
-
-struct rank {
-    struct nb_boot_config config;
-    struct nb_boot boot;
-    struct nb_listener *listener;
-    const char *address;
-    struct nb_error err;
-    int rc;
-    pthread_t thread;
-    // what a body needs and finds
-    const void *in;
-    size_t bytes;
-    void *out;
-    int64_t offset_ns;
-    int64_t trip_ns;
-};
-
-struct job {
-    int size;
-    struct nb_listener listener;
-    char address[NB_SOCK_TEXT];
-    struct rank ranks[RANKS_MAX];
-};
-
-static int64_t in_limit(void) {
-    return nb_now_ns() + LIMIT_MS * (int64_t)1000000;
-}
-
-static void job_open(struct job *job, int size) {
-    memset(job, 0, sizeof *job);
-    job->size = size;
-    for (int i = 0; i < size; i++) {
-        struct rank *rank = &job->ranks[i];
-        rank->config = (struct nb_boot_config){.rank = i, .size = size, .timeout_ms = LIMIT_MS, .ifname = "=lo"};
-        rank->config.secret = secret;
-        rank->config.secret_bytes = sizeof secret;
-        rank->config.tag = "1/tcp";
-        rank->address = i == 0 ? NULL : job->address;
-        rank->listener = i == 0 ? &job->listener : NULL;
-    }
-    if (size > 1) {
-        CHECK(nb_listener_open(&job->listener, &job->ranks[0].config, NULL, NULL) == 0, "listener");
-        CHECK(nb_sock_is_loopback(&job->listener.addr), "by the name of the interface");
-        nb_sock_format(&job->listener.addr, job->address);
-    }
-}
-
-static void job_close(struct job *job) {
-    for (int i = 0; i < job->size; i++) {
-        nb_boot_close(&job->ranks[i].boot);
-    }
-    nb_listener_close(&job->listener);
-}
-
-static void *join(void *arg) {
-    struct rank *rank = arg;
-    rank->rc = nb_boot_join(&rank->boot, &rank->config, rank->listener, rank->address, &rank->err);
-    return NULL;
-}
-
-static void start(struct rank *rank, void *(*body)(void *)) {
-    memset(&rank->err, 0, sizeof rank->err);
-    CHECK(pthread_create(&rank->thread, NULL, body, rank) == 0, "thread");
-}
-
-static void finish(struct rank *rank) {
-    CHECK(pthread_join(rank->thread, NULL) == 0, "join");
-}
-
-// All ranks but `absent` (-1: none) at once.
-static void run_but(struct job *job, void *(*body)(void *), int absent) {
-    for (int i = 0; i < job->size; i++) {
-        if (i != absent) {
-            start(&job->ranks[i], body);
-        }
-    }
-    for (int i = 0; i < job->size; i++) {
-        if (i != absent) {
-            finish(&job->ranks[i]);
-        }
-    }
-}
-
-static void check_joined(const struct job *job) {
-    for (int i = 0; i < job->size; i++) {
-        const struct rank *rank = &job->ranks[i];
-        CHECK(rank->rc == 0, "rank %d: %d %s", i, rank->rc, rank->err.text);
-        CHECK(rank->boot.rank == i && rank->boot.size == job->size && rank->boot.control[0] >= -1, "rank %d", i);
-        CHECK(nb_bytes_equal(rank->boot.session, job->ranks[0].boot.session, 32), "rank %d has another session", i);
-        CHECK(nb_sock_is_loopback(&rank->boot.self), "rank %d came from another interface", i);
-    }
-}
-
-// The ranks that were there say the same, and it contains `part`.
-static void check_failed(const struct job *job, int absent, int code, int peer, const char *part) {
-    for (int i = 0; i < job->size; i++) {
-        const struct rank *rank = &job->ranks[i];
-        if (i == absent) {
-            continue;
-        }
-        CHECK(rank->rc == code && rank->err.code == code, "rank %d: %d %s", i, rank->rc, rank->err.text);
-        CHECK(rank->err.peer == peer, "rank %d blames %d: %s", i, rank->err.peer, rank->err.text);
-        CHECK(strcmp(rank->err.text, job->ranks[0].err.text) == 0, "rank %d: %s", i, rank->err.text);
-        CHECK(strstr(rank->err.text, part) != NULL, "'%s' is not in: %s", part, rank->err.text);
-    }
-}
-
-static void *gather(void *arg) {
-    struct rank *rank = arg;
-    rank->rc = nb_boot_allgather(&rank->boot, rank->in, rank->bytes, rank->out, &rank->err);
-    return NULL;
-}
 
 static void *barrier(void *arg) {
     struct rank *rank = arg;
@@ -135,84 +18,12 @@ static void *barrier(void *arg) {
     return NULL;
 }
 
-static void *ask_clock(void *arg) {
-    struct rank *rank = arg;
-    rank->rc = nb_boot_clock(&rank->boot, &rank->offset_ns, &rank->trip_ns, &rank->err);
-    return NULL;
-}
-
-static void check_allgather(struct job *job, size_t bytes) {
+// Joined connections carry bytes.
+static void check_barrier(struct job *job) {
+    run_but(job, barrier, -1);
     for (int i = 0; i < job->size; i++) {
-        struct rank *rank = &job->ranks[i];
-        unsigned char *in = malloc(bytes);
-        CHECK(in != NULL && (rank->out = calloc((size_t)job->size, bytes)) != NULL, "memory");
-        for (size_t k = 0; k < bytes; k++) {
-            in[k] = (unsigned char)((size_t)i * 31 + k);
-        }
-        rank->in = in;
-        rank->bytes = bytes;
+        CHECK(job->ranks[i].rc == 0, "rank %d: %s", i, job->ranks[i].err.text);
     }
-    run_but(job, gather, -1);
-    for (int i = 0; i < job->size; i++) {
-        struct rank *rank = &job->ranks[i];
-        CHECK(rank->rc == 0, "rank %d: %s", i, rank->err.text);
-        for (int from = 0; from < job->size; from++) {
-            CHECK(memcmp((char *)rank->out + (size_t)from * bytes, job->ranks[from].in, bytes) == 0,
-                  "%zu bytes of rank %d on rank %d", bytes, from, i);
-        }
-    }
-    for (int i = 0; i < job->size; i++) {
-        free((void *)job->ranks[i].in);
-        free(job->ranks[i].out);
-    }
-}
-
-static void check_clock(struct job *job) {
-    run_but(job, ask_clock, -1);
-    for (int i = 0; i < job->size; i++) {
-        const struct rank *rank = &job->ranks[i];
-        CHECK(rank->rc == 0, "rank %d: %s", i, rank->err.text);
-        CHECK(i == 0 ? rank->trip_ns == 0 : rank->trip_ns > 0, "round trip %lld", (long long)rank->trip_ns);
-        // One clock, two readings within a round trip: the halves differ by no more than half of it.
-        CHECK(llabs((long long)rank->offset_ns) <= rank->trip_ns / 2 + 1, "rank %d is off by %lld ns in %lld", i,
-              (long long)rank->offset_ns, (long long)rank->trip_ns);
-    }
-}
-
-static void check_tokens(const struct job *job) {
-    unsigned char here[NB_TOKEN_BYTES];
-    unsigned char there[NB_TOKEN_BYTES];
-    const struct nb_boot *last = &job->ranks[job->size - 1].boot;
-    nb_boot_token(&job->ranks[0].boot, "lane", 0, 1, here);
-    nb_boot_token(last, "lane", 0, 1, there);
-    CHECK(memcmp(here, there, sizeof here) == 0, "both sides compute the same token");
-    nb_boot_token(last, "lane", 1, 0, there);
-    CHECK(memcmp(here, there, sizeof here) != 0, "the other direction has another");
-    nb_boot_token(last, "lane", 0, 2, there);
-    CHECK(memcmp(here, there, sizeof here) != 0, "another pair has another");
-    nb_boot_token(last, "lanes", 0, 1, there);
-    CHECK(memcmp(here, there, sizeof here) != 0, "another purpose has another");
-}
-
-static void test_sizes(void) {
-    static const int sizes[] = {1, 2, 5};
-    unsigned char sessions[3][32];
-    for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
-        struct job job;
-        job_open(&job, sizes[i]);
-        run_but(&job, join, -1);
-        check_joined(&job);
-        check_allgather(&job, 1);
-        check_allgather(&job, NB_BOOT_BLOB_MAX);
-        run_but(&job, barrier, -1);
-        CHECK(job.ranks[sizes[i] - 1].rc == 0, "barrier: %s", job.ranks[sizes[i] - 1].err.text);
-        check_clock(&job);
-        check_tokens(&job);
-        memcpy(sessions[i], job.ranks[0].boot.session, 32);
-        job_close(&job);
-    }
-    CHECK(memcmp(sessions[0], sessions[1], 32) != 0 && memcmp(sessions[1], sessions[2], 32) != 0,
-          "no two jobs share a session");
 }
 
 static int knock(const struct job *job) {
@@ -256,7 +67,7 @@ static void test_strangers(void) {
     for (int i = 1; i < SILENT; i++) {
         close(silent[i]);
     }
-    check_allgather(&job, 8);
+    check_barrier(&job);
     job_close(&job);
 }
 
@@ -503,63 +314,6 @@ static void test_leaves_early(void) {
     job_close(&job);
 }
 
-// Buffers of `bytes` for every rank; rank 1 gives `odd` bytes.
-static void run_gather(struct job *job, size_t bytes, size_t odd, int absent) {
-    static const char in[16];
-    char out[RANKS_MAX][RANKS_MAX * sizeof in];
-    for (int i = 0; i < job->size; i++) {
-        job->ranks[i].in = in;
-        job->ranks[i].bytes = i == 1 ? odd : bytes;
-        job->ranks[i].out = out[i];
-    }
-    run_but(job, gather, absent);
-}
-
-static void test_exchange_fails(void) {
-    struct job job;
-    job_open(&job, 4);
-    run_but(&job, join, -1);
-    check_joined(&job);
-    run_gather(&job, 8, 9, -1);
-    check_failed(&job, -1, NB_EMISMATCH, 1, "an all-gather of 9 bytes on rank 1, of 8 on this rank");
-    job_close(&job);
-
-    job_open(&job, 4);
-    run_but(&job, join, -1);
-    check_joined(&job);
-    nb_boot_close(&job.ranks[2].boot);
-    run_gather(&job, 8, 8, 2);
-    check_failed(&job, 2, NB_EPEER, 2, "rank 2 left");
-    job_close(&job);
-
-    job_open(&job, 4);
-    job.ranks[0].config.timeout_ms = 1000;
-    run_but(&job, join, -1);
-    check_joined(&job);
-    run_but(&job, barrier, 3);
-    check_failed(&job, 3, NB_ETIMEOUT, 3, "rank 3 of 4 did not come within 1 s");
-    job_close(&job);
-
-    job_open(&job, 3);
-    run_but(&job, join, -1);
-    check_joined(&job);
-    nb_boot_close(&job.ranks[1].boot);
-    run_but(&job, ask_clock, 1);
-    check_failed(&job, 1, NB_EPEER, 1, "rank 1 left");
-    job_close(&job);
-
-    job_open(&job, 3);
-    run_but(&job, join, -1);
-    start(&job.ranks[0], barrier);
-    start(&job.ranks[1], barrier);
-    start(&job.ranks[2], ask_clock);
-    for (int i = 0; i < 3; i++) {
-        finish(&job.ranks[i]);
-    }
-    check_failed(&job, -1, NB_EMISMATCH, 2, "rank 2 is at clock where this rank is at a barrier");
-    job_close(&job);
-}
-
 static void test_config(void) {
     struct job job;
     struct nb_listener listener;
@@ -596,7 +350,6 @@ static void test_config(void) {
 }
 
 int main(void) {
-    test_sizes();
     test_strangers();
     test_wrong_secret();
     test_forged();
@@ -606,7 +359,6 @@ int main(void) {
     test_tags();
     test_claims();
     test_leaves_early();
-    test_exchange_fails();
     test_config();
     return 0;
 }

@@ -27,8 +27,7 @@ static const struct vector vectors[] = {
      LIT("abcdefghbcdefghicdefghijdefghijkefghijklfghijklmghijklmn"
          "hijklmnoijklmnopjklmnopqklmnopqrlmnopqrsmnopqrstnopqrstu"),
      "cf5b16a778af8380036ce59e7b0492370b249b11e8f07a51afac45037afee9d1"},
-    {LIT(X16("\x0b") X4("\x0b")), LIT("Hi There"),
-     "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7"},
+    {LIT(X16("\x0b") X4("\x0b")), LIT("Hi There"), "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7"},
     {LIT("Jefe"), LIT("what do ya want for nothing?"),
      "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843"},
     {LIT(X16("\xaa") X4("\xaa")), LIT(X16("\xdd") X16("\xdd") X16("\xdd") "\xdd\xdd"),
@@ -36,10 +35,12 @@ static const struct vector vectors[] = {
     {LIT("\x01\x02\x03\x04\x05\x06\x07\x08\x09\x0a\x0b\x0c\x0d\x0e\x0f\x10\x11\x12\x13\x14\x15\x16\x17\x18\x19"),
      LIT(X16("\xcd") X16("\xcd") X16("\xcd") "\xcd\xcd"),
      "82558a389a443c0ea4cc819899f2083a85f0faa3e578f8077a2e3ff46729665b"},
-    {LIT(X16("\xaa") X16("\xaa") X16("\xaa") X16("\xaa") X16("\xaa") X16("\xaa") X16("\xaa") X16("\xaa") "\xaa\xaa\xaa"),
+    {LIT(X16("\xaa") X16("\xaa") X16("\xaa") X16("\xaa") X16("\xaa") X16("\xaa") X16("\xaa")
+             X16("\xaa") "\xaa\xaa\xaa"),
      LIT("Test Using Larger Than Block-Size Key - Hash Key First"),
      "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54"},
-    {LIT(X16("\xaa") X16("\xaa") X16("\xaa") X16("\xaa") X16("\xaa") X16("\xaa") X16("\xaa") X16("\xaa") "\xaa\xaa\xaa"),
+    {LIT(X16("\xaa") X16("\xaa") X16("\xaa") X16("\xaa") X16("\xaa") X16("\xaa") X16("\xaa")
+             X16("\xaa") "\xaa\xaa\xaa"),
      LIT("This is a test using a larger than block-size key and a larger than block-size data. The key needs to be "
          "hashed before being used by the HMAC algorithm."),
      "9b09ffa71b942fcb27635fbcd5b0e944bfdc63644f0713938a7f51535c3a35e2"},

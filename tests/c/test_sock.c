@@ -18,9 +18,21 @@ static int64_t in_ms(int ms) {
 
 static void test_text(void) {
     static const char *const good[] = {"127.0.0.1:4000", "0.0.0.0:0", "10.1.2.3:65535", "[::1]:4000", "[fd00::1:2]:1"};
-    static const char *const bad[] = {"",           "127.0.0.1",  "127.0.0.1:",  "127.0.0.1:65536", "127.0.0.1:-1",
-                                      "host:80",    "::1:4000",   "[::1]4000",   "[::1:4000",       "127.0.0.1:1x",
-                                      "[1.2.3.4]:1", "1.2.3:4000", "[fe80::1%no-such-if]:1", "[]:1", ":80"};
+    static const char *const bad[] = {"",
+                                      "127.0.0.1",
+                                      "127.0.0.1:",
+                                      "127.0.0.1:65536",
+                                      "127.0.0.1:-1",
+                                      "host:80",
+                                      "::1:4000",
+                                      "[::1]4000",
+                                      "[::1:4000",
+                                      "127.0.0.1:1x",
+                                      "[1.2.3.4]:1",
+                                      "1.2.3:4000",
+                                      "[fe80::1%no-such-if]:1",
+                                      "[]:1",
+                                      ":80"};
     struct nb_sockaddr addr;
     char text[NB_SOCK_TEXT];
     for (size_t i = 0; i < sizeof good / sizeof good[0]; i++) {
@@ -42,7 +54,8 @@ static void test_loopback_and_port(void) {
     static const struct {
         const char *text;
         bool loopback;
-    } cases[] = {{"127.0.0.1:1", true}, {"127.9.9.9:1", true}, {"128.0.0.1:1", false}, {"[::1]:1", true}, {"[::2]:1", false}};
+    } cases[] = {
+        {"127.0.0.1:1", true}, {"127.9.9.9:1", true}, {"128.0.0.1:1", false}, {"[::1]:1", true}, {"[::2]:1", false}};
     struct nb_sockaddr addr;
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         CHECK(nb_sock_parse(cases[i].text, &addr, NULL) == 0, "%s", cases[i].text);

@@ -1,0 +1,163 @@
+// What does an operation asked for from Python look like? Its arguments, checked, and the all-gather of blobs on top.
+#include "py/comm.h"
+
+#include <string.h>
+
+#include "base/dtype.h"
+
+struct submit_args {
+    const char *name;
+    PyObject *kind;
+    PyObject *memory;
+    PyObject *dtype;
+    PyObject *op;
+    PyObject *root;
+    PyObject *prescale;
+    PyObject *postscale;
+    PyObject *priority;
+    PyObject *bucket;
+    PyObject *keep;
+};
+
+static int optional_long(const char *name, PyObject *value, long low, long high, long *out) {
+    *out = 0;
+    return value == NULL ? 0 : core_get_long(name, value, low, high, out);
+}
+
+static int parse_numbers(const struct submit_args *in, int size, struct nb_op *op) {
+    long kind;
+    long root;
+    long priority;
+    long bucket;
+    if (core_get_long("kind", in->kind, 0, NB_OP_KINDS - 1, &kind) < 0 || core_get_dtype(in->dtype, &op->dtype) < 0 ||
+        core_get_redop(in->op, &op->redop) < 0 || optional_long("root", in->root, 0, size - 1, &root) < 0 ||
+        core_get_scale("prescale", in->prescale, &op->prescale) < 0 ||
+        core_get_scale("postscale", in->postscale, &op->postscale) < 0 ||
+        optional_long("priority", in->priority, INT32_MIN, INT32_MAX, &priority) < 0 ||
+        optional_long("bucket", in->bucket, 0, UINT32_MAX, &bucket) < 0) {
+        return -1;
+    }
+    if (in->name[0] == '\0') {
+        PyErr_SetString(PyExc_ValueError, "name must not be empty");
+        return -1;
+    }
+    op->name = in->name;
+    op->kind = (enum nb_op_kind)kind;
+    op->root = (int)root;
+    op->priority = (int)priority;
+    op->bucket = (uint32_t)bucket;
+    return 0;
+}
+
+// Parses into op and hold.
+static int parse_submit(const struct submit_args *in, int size, struct nb_op *op, struct core_hold *hold) {
+    if (parse_numbers(in, size, op) < 0) {
+        return -1;
+    }
+    size_t element = nb_dtype_size(op->dtype);
+    if (core_memory_parse(&hold->memory, in->memory, true, element) < 0) {
+        return -1;
+    }
+    bool parts = op->kind == NB_OP_ALLGATHER || op->kind == NB_OP_REDUCESCATTER;
+    if (parts && hold->memory.bytes % ((size_t)size * element) != 0) {
+        PyErr_Format(PyExc_ValueError,
+                     "memory of \"%s\" has %zu bytes, which %d ranks cannot share equally in "
+                     "elements of %zu",
+                     op->name, hold->memory.bytes, size, element);
+        return -1;
+    }
+    op->segments = hold->memory.segments;
+    op->segment_count = hold->memory.count;
+    hold->keep = Py_XNewRef(in->keep);
+    return 0;
+}
+
+static PyObject *submit(PyObject *object, const struct submit_args *in) {
+    struct core_hold *hold = core_hold_new();
+    if (hold == NULL) {
+        return NULL;
+    }
+    struct nb_op op = {0};
+    if (parse_submit(in, ((struct core_comm *)object)->size, &op, hold) < 0 ||
+        core_comm_submit(object, &op, hold) < 0) {
+        PyObject *type;
+        PyObject *value;
+        PyObject *trace;
+        PyErr_Fetch(&type, &value, &trace);
+        core_hold_free(hold);
+        PyErr_Restore(type, value, trace);
+        return NULL;
+    }
+    return core_work_new(core_state_of(object), object, hold);
+}
+
+PyObject *core_comm_submit_method(PyObject *object, PyObject *args, PyObject *kwargs) {
+    static const char *const keywords[] = {"name",     "kind",      "memory",   "dtype",  "op",   "root",
+                                           "prescale", "postscale", "priority", "bucket", "keep", NULL};
+    struct submit_args in = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sOOO|$OOOOOOO:submit", (char **)keywords, &in.name, &in.kind,
+                                     &in.memory, &in.dtype, &in.op, &in.root, &in.prescale, &in.postscale, &in.priority,
+                                     &in.bucket, &in.keep)) {
+        return NULL;
+    }
+    if (core_comm_check(object) < 0) {
+        return NULL;
+    }
+    core_comm_sweep(object);
+    return submit(object, &in);
+}
+
+// Submits the all-gather of a line of which this rank's part is filled in, and waits.
+static int gather(PyObject *object, PyObject *line) {
+    struct core_comm *self = (struct core_comm *)object;
+    char name[NB_NAME_MAX];
+    PyOS_snprintf(name, sizeof name, "netbottleneck.exchange.%llu", (unsigned long long)self->exchanges++);
+    PyObject *kind = PyLong_FromLong(NB_OP_ALLGATHER);
+    PyObject *dtype = PyLong_FromLong(NB_U8);
+    PyObject *work = NULL;
+    if (kind != NULL && dtype != NULL) {
+        const struct submit_args in = {.name = name, .kind = kind, .memory = line, .dtype = dtype};
+        work = submit(object, &in);
+    }
+    Py_XDECREF(kind);
+    Py_XDECREF(dtype);
+    PyObject *done = work != NULL ? PyObject_CallMethod(work, "wait", NULL) : NULL;
+    Py_XDECREF(work);
+    Py_XDECREF(done);
+    return done != NULL ? 0 : -1;
+}
+
+static PyObject *split(const char *line, Py_ssize_t bytes, int size) {
+    PyObject *list = PyList_New(size);
+    for (int i = 0; list != NULL && i < size; i++) {
+        PyObject *part = PyBytes_FromStringAndSize(line + i * bytes, bytes);
+        if (part == NULL || PyList_SetItem(list, i, part) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+PyObject *core_comm_exchange(PyObject *object, PyObject *blob) {
+    const struct core_comm *self = (struct core_comm *)object;
+    char *data;
+    Py_ssize_t bytes;
+    if (PyBytes_AsStringAndSize(blob, &data, &bytes) < 0 || core_comm_check(object) < 0) {
+        return NULL;
+    }
+    if (bytes > PY_SSIZE_T_MAX / self->size) {
+        PyErr_Format(PyExc_ValueError, "blob of %zd bytes is too large for %d ranks", bytes, self->size);
+        return NULL;
+    }
+    core_comm_sweep(object);
+    PyObject *line = PyByteArray_FromStringAndSize(NULL, bytes * self->size);
+    if (line == NULL) {
+        return NULL;
+    }
+    char *base = PyByteArray_AsString(line);
+    memset(base, 0, (size_t)(bytes * self->size));
+    memcpy(base + bytes * self->rank, data, (size_t)bytes);
+    PyObject *parts = gather(object, line) == 0 ? split(base, bytes, self->size) : NULL;
+    Py_DECREF(line);
+    return parts;
+}

@@ -1,0 +1,300 @@
+// How does Python see the gradient hook backend? The type, and the callable that autograd calls for each gradient.
+#include "py/gradhook.h"
+
+#include <stdlib.h>
+
+struct core_hook {
+    PyObject_HEAD PyObject *gradhook;
+    uint32_t index;
+};
+
+static struct core_gradhook *gradhook_of(PyObject *object) {
+    return (struct core_gradhook *)object;
+}
+
+static PyObject *gradhook_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    struct core_gradhook *self = (struct core_gradhook *)PyType_GenericAlloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->prescale = 1.0;
+    self->postscale = 1.0;
+    self->redop = NB_SUM;
+    if (gradhook_open(self, args, kwargs) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static int gradhook_traverse(PyObject *object, visitproc visit, void *arg) {
+    const struct core_gradhook *self = gradhook_of(object);
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(self->recorder);
+    Py_VISIT(self->target);
+    Py_VISIT(self->keep);
+    for (uint32_t i = 0; i < self->param_count; i++) {
+        Py_VISIT(self->params[i].parameter);
+        Py_VISIT(self->params[i].view);
+        Py_VISIT(self->params[i].dtype);
+        Py_VISIT(self->params[i].direct);
+    }
+    for (uint32_t b = 0; b < self->bucket_count; b++) {
+        Py_VISIT(self->buckets[b].future);
+    }
+    return 0;
+}
+
+// Afterwards there is no parameter and no bucket: a call that still comes finds none.
+static int gradhook_clear(PyObject *object) {
+    struct core_gradhook *self = gradhook_of(object);
+    gradhook_abandon(self);
+    uint32_t params = self->param_count;
+    uint32_t buckets = self->bucket_count;
+    self->param_count = 0;
+    self->bucket_count = 0;
+    self->pending = 0;
+    for (uint32_t i = 0; i < params; i++) {
+        Py_CLEAR(self->params[i].parameter);
+        Py_CLEAR(self->params[i].view);
+        Py_CLEAR(self->params[i].dtype);
+        Py_CLEAR(self->params[i].direct);
+    }
+    for (uint32_t b = 0; b < buckets; b++) {
+        Py_CLEAR(self->buckets[b].future);
+    }
+    Py_CLEAR(self->recorder);
+    Py_CLEAR(self->target);
+    Py_CLEAR(self->keep);
+    return 0;
+}
+
+static void gradhook_dealloc(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    struct core_gradhook *self = gradhook_of(object);
+    PyObject_GC_UnTrack(object);
+    gradhook_clear(object);
+    free(self->params);
+    free(self->buckets);
+    free(self->members);
+    free(self->order);
+    free(self->last_order);
+    PyObject_GC_Del(object);
+    Py_DECREF(type);
+}
+
+static PyObject *gradhook_hook(PyObject *object, PyObject *index_value) {
+    struct core_gradhook *self = gradhook_of(object);
+    long index;
+    if (core_get_long("index", index_value, 0, (long)self->param_count - 1, &index) < 0) {
+        return NULL;
+    }
+    PyTypeObject *type = core_state_of(object)->types[CORE_HOOK];
+    struct core_hook *hook = (struct core_hook *)PyType_GenericAlloc(type, 0);
+    if (hook != NULL) {
+        hook->gradhook = Py_NewRef(object);
+        hook->index = (uint32_t)index;
+    }
+    return (PyObject *)hook;
+}
+
+static int check_between_steps(const struct core_gradhook *self, const char *what) {
+    if (self->pending > 0) {
+        PyErr_Format(PyExc_RuntimeError, "%s may change only between steps: %u buckets are pending", what,
+                     self->pending);
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *gradhook_target(PyObject *object, PyObject *args, PyObject *kwargs) {
+    static const char *const keywords[] = {"sink", "prescale", "postscale", "op", NULL};
+    struct core_gradhook *self = gradhook_of(object);
+    PyObject *sink;
+    PyObject *prescale_value = NULL;
+    PyObject *postscale_value = NULL;
+    PyObject *op_value = NULL;
+    double prescale;
+    double postscale;
+    int redop;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|OOO:target", (char **)keywords, &sink, &prescale_value,
+                                     &postscale_value, &op_value) ||
+        core_get_scale("prescale", prescale_value, &prescale) < 0 ||
+        core_get_scale("postscale", postscale_value, &postscale) < 0 || core_get_redop(op_value, &redop) < 0 ||
+        check_between_steps(self, "the target") < 0) {
+        return NULL;
+    }
+    bool native = Py_IS_TYPE(sink, core_state_of(object)->types[CORE_COMM]);
+    if (sink != Py_None && !native && !PyCallable_Check(sink)) {
+        PyErr_Format(PyExc_TypeError, "sink must be a Comm, a callable or None, not %R", sink);
+        return NULL;
+    }
+    gradhook_rearm(self);
+    PyObject *old = self->target;
+    self->target = sink != Py_None ? Py_NewRef(sink) : NULL;
+    self->native = native;
+    self->prescale = prescale;
+    self->postscale = postscale;
+    self->redop = redop;
+    Py_XDECREF(old);
+    Py_RETURN_NONE;
+}
+
+static PyObject *gradhook_method_flush(PyObject *object, PyObject *Py_UNUSED(none)) {
+    return gradhook_flush(gradhook_of(object)) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *gradhook_method_wait(PyObject *object, PyObject *Py_UNUSED(none)) {
+    return gradhook_wait(gradhook_of(object)) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *gradhook_ready_order(PyObject *object, PyObject *Py_UNUSED(none)) {
+    const struct core_gradhook *self = gradhook_of(object);
+    PyObject *list = PyList_New(self->last_count);
+    for (uint32_t i = 0; list != NULL && i < self->last_count; i++) {
+        PyObject *index = PyLong_FromUnsignedLong(self->last_order[i]);
+        if (index == NULL || PyList_SetItem(list, i, index) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+static PyObject *gradhook_get_passes(PyObject *object, void *Py_UNUSED(closure)) {
+    return PyLong_FromUnsignedLong(gradhook_of(object)->passes);
+}
+
+static int gradhook_set_passes(PyObject *object, PyObject *value, void *Py_UNUSED(closure)) {
+    struct core_gradhook *self = gradhook_of(object);
+    long passes;
+    if (value == NULL) {
+        PyErr_SetString(PyExc_TypeError, "passes cannot be deleted");
+        return -1;
+    }
+    if (core_get_long("passes", value, 1, INT32_MAX, &passes) < 0 || check_between_steps(self, "passes") < 0) {
+        return -1;
+    }
+    self->passes = (uint32_t)passes;
+    gradhook_rearm(self);
+    return 0;
+}
+
+static PyObject *gradhook_get_pending(PyObject *object, void *Py_UNUSED(closure)) {
+    return PyLong_FromUnsignedLong(gradhook_of(object)->pending);
+}
+
+// Whatever it is called with: it reads the parameter's gradient itself.
+static PyObject *hook_call(PyObject *object, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs)) {
+    const struct core_hook *self = (struct core_hook *)object;
+    uint32_t index = self->index;
+    PyObject *gradhook = self->gradhook;
+    if (gradhook == NULL || index >= gradhook_of(gradhook)->param_count) {
+        PyErr_SetString(PyExc_RuntimeError, "the GradHook of this hook was cleared");
+        return NULL;
+    }
+    Py_INCREF(gradhook); // the hook may be removed meanwhile
+    int rc = gradhook_fire(gradhook_of(gradhook), index);
+    Py_DECREF(gradhook);
+    return rc < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static int hook_traverse(PyObject *object, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(((struct core_hook *)object)->gradhook);
+    return 0;
+}
+
+static int hook_clear(PyObject *object) {
+    Py_CLEAR(((struct core_hook *)object)->gradhook);
+    return 0;
+}
+
+static void hook_dealloc(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    hook_clear(object);
+    PyObject_GC_Del(object);
+    Py_DECREF(type);
+}
+
+#define WITH_KEYWORDS(function) (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS
+
+static const char gradhook_doc[] =
+    "GradHook(parameters, views, bucket_of, offset, buckets, *, recorder=None, direct_bytes=262144,\n"
+    "         passes=1, keep=None)\n--\n\n"
+    "The gradient hook backend: stamps \"gradient ready\", counts buckets down and submits them, all in C.\n\n"
+    "parameters[i] belongs to bucket_of[i], at byte offset[i] of the bucket's memory; views[i] is a tensor over\n"
+    "that memory. buckets: (name, dtype, address, bytes, priority) each. A gradient that is views[i] already is\n"
+    "used as it is; a smaller foreign one is copied there and the parameter's `grad` re-pointed; one of at least\n"
+    "`direct_bytes` travels from where autograd put it, except to a callable, and is reduced in place. What is\n"
+    "not contiguous, or of another dtype, is copied by the view's copy_().\n\n"
+    "A hook that fires again before its bucket is submitted replaces that gradient. One that fires again after,\n"
+    "in a second backward, waits for the bucket and opens it anew: it is submitted once more when all its\n"
+    "parameters fired again, or by flush(). The result is then that of the values the parameters hold: the\n"
+    "average of (already averaged + new), as in DDP. Autograd adds to memory that may still be in flight, so\n"
+    "call wait() between two backwards.";
+
+PyTypeObject *core_gradhook_type(PyObject *module) {
+    static const PyMethodDef methods[] = {
+        {"hook", gradhook_hook, METH_O,
+         "hook($self, index, /)\n--\n\n"
+         "Return the C callable for parameters[index].register_post_accumulate_grad_hook."},
+        {"target", WITH_KEYWORDS(gradhook_target),
+         "target($self, sink, prescale=1.0, postscale=1.0, op=SUM)\n--\n\n"
+         "Say where complete buckets go: a Comm, a callable that gets the bucket's index and returns an object\n"
+         "with wait(), or None: nowhere. Re-arms; RuntimeError while buckets are pending."},
+        {"flush", gradhook_method_flush, METH_NOARGS,
+         "flush($self)\n--\n\n"
+         "Submit every bucket that is not, with what the parameters' `grad` holds: zeros, and the view as\n"
+         "`grad`, where it is None."},
+        {"wait", gradhook_method_wait, METH_NOARGS,
+         "wait($self)\n--\n\n"
+         "Wait for all submitted buckets, GIL released, and re-arm them, also where they failed.\n\n"
+         "Raises the first failure, as Work.wait. A wait that a signal ends leaves the rest pending."},
+        {"ready_order", gradhook_ready_order, METH_NOARGS,
+         "ready_order($self)\n--\n\n"
+         "Return indices of parameters in the order in which they became ready in the last complete step."},
+        {0},
+    };
+    static const PyGetSetDef getset[] = {
+        {"passes", gradhook_get_passes, gradhook_set_passes,
+         "Backward passes after which a gradient is ready; to be set between steps, re-arms.", NULL},
+        {"pending", gradhook_get_pending, NULL, "Buckets submitted and not waited for.", NULL},
+        {0},
+    };
+    static const PyType_Slot slots[] = {
+        {Py_tp_doc, (void *)gradhook_doc},
+        {Py_tp_new, (void *)gradhook_new},
+        {Py_tp_dealloc, (void *)gradhook_dealloc},
+        {Py_tp_traverse, (void *)gradhook_traverse},
+        {Py_tp_clear, (void *)gradhook_clear},
+        {Py_tp_methods, (void *)methods},
+        {Py_tp_getset, (void *)getset},
+        {0, NULL},
+    };
+    static const PyType_Spec spec = {
+        .name = "netbottleneck._core.GradHook",
+        .basicsize = sizeof(struct core_gradhook),
+        .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+        .slots = (PyType_Slot *)slots,
+    };
+    return (PyTypeObject *)PyType_FromModuleAndSpec(module, (PyType_Spec *)&spec, NULL);
+}
+
+PyTypeObject *core_hook_type(PyObject *module) {
+    static const PyType_Slot slots[] = {
+        {Py_tp_doc, (void *)"What GradHook.hook makes."},
+        {Py_tp_dealloc, (void *)hook_dealloc},
+        {Py_tp_traverse, (void *)hook_traverse},
+        {Py_tp_clear, (void *)hook_clear},
+        {Py_tp_call, (void *)hook_call},
+        {0, NULL},
+    };
+    static const PyType_Spec spec = {
+        .name = "netbottleneck._core.Hook",
+        .basicsize = sizeof(struct core_hook),
+        .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+        .slots = (PyType_Slot *)slots,
+    };
+    return (PyTypeObject *)PyType_FromModuleAndSpec(module, (PyType_Spec *)&spec, NULL);
+}

@@ -1,0 +1,407 @@
+// The one suite that every network passes: mem (both kinds), tcp, ofi. test_transport NETWORK [SEED] runs one of them.
+#include <pthread.h>
+
+#include "flows.h"
+#include "probe.h"
+
+enum { BLOCK = 16 * 1024, BLOCKS_MAX = 24, QUIET_TURNS = 2000, BOOT_MS = 10000 };
+
+struct network {
+    const char *name;
+    int seeds; // of random flows
+};
+
+struct suite {
+    const struct nb_lane_ops *ops;
+    bool is_mem;
+    struct nb_boot boots[2][FLOWS_RANKS_MAX]; // of 2 and of 3 ranks
+};
+
+struct joiner {
+    struct nb_boot *boot;
+    struct nb_boot_config config;
+    struct nb_listener *listener;
+    char address[NB_SOCK_TEXT];
+};
+
+static void *join_main(void *arg) {
+    struct joiner *joiner = arg;
+    struct nb_error err = {0};
+    bool first = joiner->config.rank == 0;
+    int rc = nb_boot_join(joiner->boot, &joiner->config, first ? joiner->listener : NULL,
+                          first ? NULL : joiner->address, &err);
+    CHECK(rc == 0, "rank %d: %s", joiner->config.rank, err.text);
+    return NULL;
+}
+
+static void boots_open(struct nb_boot *boots, int size) {
+    static const unsigned char secret[] = "a secret of this test alone";
+    struct joiner joiners[FLOWS_RANKS_MAX];
+    pthread_t threads[FLOWS_RANKS_MAX];
+    struct nb_listener listener;
+    struct nb_error err = {0};
+    for (int rank = 0; rank < size; rank++) {
+        struct nb_boot_config config = {.rank = rank,
+                                        .size = size,
+                                        .timeout_ms = BOOT_MS,
+                                        .secret = secret,
+                                        .secret_bytes = sizeof secret,
+                                        .tag = "test"};
+        joiners[rank] = (struct joiner){.boot = &boots[rank], .config = config, .listener = &listener};
+    }
+    int rc = nb_listener_open(&listener, &joiners[0].config, "127.0.0.1", &err);
+    CHECK(rc == 0, "listener: %s", err.text);
+    for (int rank = 0; rank < size; rank++) {
+        nb_sock_format(&listener.addr, joiners[rank].address);
+        CHECK(pthread_create(&threads[rank], NULL, join_main, &joiners[rank]) == 0, "thread");
+    }
+    for (int rank = 0; rank < size; rank++) {
+        CHECK(pthread_join(threads[rank], NULL) == 0, "thread");
+    }
+    nb_listener_close(&listener);
+}
+
+// A world of `size` ranks without flows; the caller fills in its plan.
+static struct flow_world *world_make(struct suite *suite, struct flow_plan plan) {
+    struct flow_world *world = calloc(1, sizeof *world);
+    struct nb_error err = {0};
+    CHECK(world != NULL, "memory");
+    world->ops = suite->ops;
+    world->plan = plan;
+    world->boots = suite->is_mem ? NULL : suite->boots[plan.size - 2];
+    CHECK(nb_sock_parse("127.0.0.1:0", &world->bind, &err) == 0, "%s", err.text);
+    int rc = flows_open(world, &err);
+    CHECK(rc == 0, "open: %s", err.text);
+    return world;
+}
+
+static void world_free(struct flow_world *world) {
+    flows_close(world);
+    free(world);
+}
+
+struct runner {
+    struct flow_world *world;
+    struct flow_node *node;
+    atomic_int *done;
+};
+
+static void *runner_main(void *arg) {
+    const struct runner *runner = arg;
+    struct flow_node *node = runner->node;
+    int size = runner->world->plan.size;
+    int64_t deadline = flows_deadline();
+    bool counted = false;
+    while (atomic_load(runner->done) < size) {
+        bool more = flows_step(node);
+        if (!counted && flows_done(node)) {
+            counted = true;
+            atomic_fetch_add(runner->done, 1);
+            for (int rank = 0; rank < size; rank++) {
+                nb_loop_wake(&runner->world->nodes[rank].loop);
+            }
+        }
+        int64_t left_ms = (deadline - nb_now_ns()) / 1000000;
+        CHECK(left_ms > 0, "%s seed %llu: rank %d hangs: %d of %d flows finished", runner->world->ops->name,
+              (unsigned long long)node->plan->seed, node->rank, node->finished, node->sides_count);
+        if (!more && atomic_load(runner->done) < size && nb_lanes_arm(node->lanes) == 0) {
+            (void)nb_loop_wait(&node->loop, (int)left_ms);
+        }
+    }
+    return NULL;
+}
+
+static void test_random_flows(struct suite *suite, uint64_t seed) {
+    struct flow_plan plan;
+    flows_plan(&plan, seed, BLOCK, BLOCKS_MAX);
+    struct flow_world *world = world_make(suite, plan);
+    struct runner runners[FLOWS_RANKS_MAX];
+    pthread_t threads[FLOWS_RANKS_MAX];
+    atomic_int done = 0;
+    for (int rank = 0; rank < plan.size; rank++) {
+        runners[rank] = (struct runner){.world = world, .node = &world->nodes[rank], .done = &done};
+        CHECK(pthread_create(&threads[rank], NULL, runner_main, &runners[rank]) == 0, "thread");
+    }
+    for (int rank = 0; rank < plan.size; rank++) {
+        CHECK(pthread_join(threads[rank], NULL) == 0, "thread");
+    }
+    world_free(world);
+}
+
+static void turn_all(struct flow_world *world) {
+    for (int rank = 0; rank < world->plan.size; rank++) {
+        if (world->nodes[rank].lanes != NULL) {
+            flows_turn(&world->nodes[rank]);
+        }
+    }
+}
+
+static void turn_quietly(struct flow_world *world) {
+    for (int i = 0; i < QUIET_TURNS; i++) {
+        turn_all(world);
+    }
+}
+
+#define TURN_UNTIL(world, cond)                                                                                        \
+    for (int64_t deadline = flows_deadline(); !(cond);) {                                                              \
+        turn_all(world);                                                                                               \
+        CHECK(nb_now_ns() < deadline, "%s: never: " #cond, (world)->ops->name);                                        \
+    }
+
+static void turn_until_ready(struct flow_world *world) {
+    TURN_UNTIL(world, nb_lanes_peer_ready(world->nodes[0].lanes, 1) && nb_lanes_peer_ready(world->nodes[1].lanes, 0));
+}
+
+static struct flow_spec spec_of(int from, int to, uint64_t op, uint32_t blocks) {
+    return (struct flow_spec){.from = from,
+                              .to = to,
+                              .op = op,
+                              .blocks = blocks,
+                              .block_bytes = BLOCK,
+                              .bytes = (size_t)blocks * BLOCK - 5,
+                              .step = blocks};
+}
+
+static struct flow_plan plan_of(uint64_t seed, int lanes) {
+    return (struct flow_plan){.seed = seed, .size = 2, .lanes = lanes, .segment_bytes = 2 * BLOCK, .mapped = seed % 2 == 0};
+}
+
+static void add_all(struct flow_node *node) {
+    for (int i = 0; i < node->sides_count; i++) {
+        flows_add(&node->sides[i]);
+    }
+}
+
+static void test_priorities(struct suite *suite, uint64_t seed) {
+    struct flow_plan plan = plan_of(seed, 1);
+    plan.mapped = true;
+    plan.count = 2;
+    plan.specs[0] = spec_of(0, 1, 1, 48);
+    plan.specs[1] = spec_of(0, 1, 2, 8);
+    plan.specs[1].priority = 3;
+    struct flow_world *world = world_make(suite, plan);
+    struct flow_node *sender = &world->nodes[0];
+    turn_until_ready(world);
+    add_all(&world->nodes[1]);
+    add_all(sender);
+    turn_quietly(world); // RMA: the grants come
+    for (int i = 0; i < 2; i++) {
+        for (uint32_t block = 0; block < sender->sides[i].spec->blocks; block++) {
+            nb_lanes_ready(sender->lanes, &sender->sides[i].flow, block);
+        }
+    }
+    nb_lanes_push(sender->lanes, 1, nb_now_ns());
+    TURN_UNTIL(world, flows_done(sender) && flows_done(&world->nodes[1]));
+    CHECK(sender->landing[0] == 2 && world->nodes[1].landing[0] == 2, "op %llu finished before the urgent one",
+          (unsigned long long)world->nodes[1].landing[0]);
+    world_free(world);
+}
+
+// Segments of an operation the receiver has not started wait for it, and nothing of them lands before.
+static void test_late_receiver(struct suite *suite, uint64_t seed) {
+    struct flow_plan plan = plan_of(seed, 2);
+    plan.count = 2;
+    plan.specs[0] = spec_of(0, 1, 1, 12);
+    plan.specs[1] = spec_of(0, 1, 2, 12);
+    plan.specs[1].staged = true;
+    struct flow_world *world = world_make(suite, plan);
+    struct flow_node *sender = &world->nodes[0];
+    struct flow_node *receiver = &world->nodes[1];
+    turn_until_ready(world);
+    add_all(sender);
+    flows_ready(&sender->sides[0], 12);
+    flows_ready(&sender->sides[1], 12);
+    turn_quietly(world);
+    CHECK(receiver->sides[0].landed == 0 && receiver->sides[1].landed == 0, "blocks landed before the flow was there");
+    flows_add(&receiver->sides[0]);
+    TURN_UNTIL(world, receiver->sides[0].finished || receiver->sides[0].landed > 0);
+    flows_add(&receiver->sides[1]);
+    TURN_UNTIL(world, flows_done(sender) && flows_done(receiver));
+    world_free(world);
+}
+
+static void test_cancel_receiver(struct suite *suite, uint64_t seed) {
+    struct flow_plan plan = plan_of(seed, 2);
+    plan.count = 1;
+    plan.specs[0] = spec_of(0, 1, 1, 96);
+    struct flow_world *world = world_make(suite, plan);
+    struct flow_side *out = &world->nodes[0].sides[0];
+    struct flow_side *in = &world->nodes[1].sides[0];
+    world->nodes[0].may_lose = true;
+    world->nodes[1].may_lose = true;
+    turn_until_ready(world);
+    flows_add(in);
+    flows_add(out);
+    flows_ready(out, 96);
+    TURN_UNTIL(world, in->landed >= 4);
+    if (!in->finished) {
+        nb_lanes_cancel(world->nodes[1].lanes, &in->flow);
+        in->finished = true; // an arrival would be seen
+        memset(in->memory, 0x77, in->memory_bytes);
+        turn_quietly(world);
+        for (size_t i = 0; i < in->memory_bytes; i++) {
+            CHECK(in->memory[i] == 0x77, "seed %llu: byte %zu was written after cancel", (unsigned long long)seed, i);
+        }
+    }
+    world_free(world);
+}
+
+static void test_cancel_sender(struct suite *suite, uint64_t seed) {
+    struct flow_plan plan = plan_of(seed, 2);
+    plan.count = 1;
+    plan.specs[0] = spec_of(0, 1, 1, 96);
+    plan.specs[0].staged = seed % 3 == 0;
+    struct flow_world *world = world_make(suite, plan);
+    struct flow_side *out = &world->nodes[0].sides[0];
+    struct flow_side *in = &world->nodes[1].sides[0];
+    world->nodes[0].may_lose = true;
+    world->nodes[1].may_lose = true;
+    turn_until_ready(world);
+    flows_add(in);
+    flows_add(out);
+    flows_ready(out, 96);
+    TURN_UNTIL(world, in->landed >= 4);
+    if (!out->finished) {
+        nb_lanes_cancel(world->nodes[0].lanes, &out->flow);
+        memset(out->memory, 0x55, out->memory_bytes); // what still lands was read before: consume() compares it
+        turn_quietly(world);
+    }
+    world_free(world);
+}
+
+// A rank leaves in the middle of flows both ways.
+static void test_peer_gone(struct suite *suite, uint64_t seed) {
+    struct flow_plan plan = plan_of(seed, 2);
+    plan.count = 2;
+    plan.specs[0] = spec_of(0, 1, 1, 96);
+    plan.specs[1] = spec_of(1, 0, 2, 96);
+    struct flow_world *world = world_make(suite, plan);
+    struct flow_node *stays = &world->nodes[0];
+    struct flow_node *goes = &world->nodes[1];
+    stays->may_lose = true;
+    goes->may_lose = true;
+    turn_until_ready(world);
+    for (int rank = 0; rank < 2; rank++) {
+        add_all(&world->nodes[rank]);
+        flows_ready(&world->nodes[rank].sides[rank], 96);
+    }
+    TURN_UNTIL(world, stays->sides[1].landed >= 4);
+    flows_node_close(goes);
+    if (strcmp(suite->ops->name, "ofi") != 0) { // there the control connection tells
+        TURN_UNTIL(world, stays->lost == plan.lanes);
+        CHECK(stays->left_last == 0, "%d lanes are said to be left", stays->left_last);
+        uint32_t landed = stays->sides[1].landed;
+        turn_quietly(world);
+        CHECK(stays->sides[1].landed == landed, "blocks of a lost peer landed");
+        CHECK(stays->lost == plan.lanes, "lane_lost was called %d times for %d lanes", stays->lost, plan.lanes);
+    }
+    turn_quietly(world);
+    world_free(world);
+}
+
+// One lane of two breaks while nothing travels: both ranks are told, and the other lane carries what comes.
+static void test_one_lane_breaks(struct suite *suite, uint64_t seed) {
+    struct flow_plan plan = plan_of(seed, 2);
+    plan.count = 2;
+    plan.specs[0] = spec_of(0, 1, 1, 12);
+    plan.specs[1] = spec_of(1, 0, 2, 12);
+    struct flow_world *world = world_make(suite, plan);
+    turn_until_ready(world);
+    turn_quietly(world);
+    for (int rank = 0; rank < 2; rank++) {
+        world->nodes[rank].may_lose = true;
+    }
+    nb_mem_break(world->net, 0, 1, (int)(seed % 2));
+    TURN_UNTIL(world, world->nodes[0].lost == 1 && world->nodes[1].lost == 1);
+    CHECK(world->nodes[0].left_last == 1 && world->nodes[1].left_last == 1, "one lane is left");
+    for (int rank = 0; rank < 2; rank++) {
+        add_all(&world->nodes[rank]);
+        flows_ready(&world->nodes[rank].sides[rank], 12);
+    }
+    TURN_UNTIL(world, flows_done(&world->nodes[0]) && flows_done(&world->nodes[1]));
+    world_free(world);
+}
+
+// False: this machine lacks what the network needs; it says what.
+static bool network_is_there(struct suite *suite) {
+    struct flow_world *world = calloc(1, sizeof *world);
+    struct nb_error err = {0};
+    CHECK(world != NULL, "memory");
+    world->ops = suite->ops;
+    world->plan = plan_of(0, 1);
+    world->boots = suite->is_mem ? NULL : suite->boots[0];
+    CHECK(nb_sock_parse("127.0.0.1:0", &world->bind, &err) == 0, "%s", err.text);
+    int rc = flows_open(world, &err);
+    CHECK(rc == 0 || rc == NB_ENOLIB, "%s: %s", suite->ops->name, err.text);
+    if (rc != 0) {
+        printf("%s left out: %s\n", suite->ops->name, err.text);
+        nb_loop_fini(&world->nodes[0].loop);
+        nb_mem_net_close(world->net);
+        free(world);
+        return false;
+    }
+    world_free(world);
+    return true;
+}
+
+static void run_suite(struct suite *suite, int seeds, const char *seed) {
+    if (seed != NULL) {
+        test_random_flows(suite, strtoull(seed, NULL, 10));
+        return;
+    }
+    int few = seeds / 6 + 1;
+    for (int i = 0; i < few; i++) {
+        struct probe_world probe = {.ops = suite->ops, .seed = (uint64_t)i};
+        probe.boots = suite->is_mem ? NULL : suite->boots[0];
+        probe_messages(&probe);
+        if (suite->ops->kind == NB_LANE_STREAM) {
+            probe_segments(&probe);
+        }
+        probe_close(&probe);
+        test_priorities(suite, (uint64_t)i);
+        test_late_receiver(suite, (uint64_t)i);
+        test_cancel_receiver(suite, (uint64_t)i);
+        test_cancel_sender(suite, (uint64_t)i);
+        test_peer_gone(suite, (uint64_t)i);
+        if (suite->is_mem) {
+            test_one_lane_breaks(suite, (uint64_t)i);
+        }
+    }
+    for (int i = 0; i < seeds; i++) {
+        test_random_flows(suite, (uint64_t)i);
+    }
+}
+
+int main(int argc, char **argv) {
+    static const struct network networks[] = {{"mem", 60}, {"mem-rma", 60}, {"tcp", 30}, {"ofi", 12}};
+    int passed = 0;
+    for (size_t i = 0; i < sizeof networks / sizeof *networks; i++) {
+        if (argc > 1 && strcmp(argv[1], networks[i].name) != 0) {
+            continue;
+        }
+        struct suite *suite = calloc(1, sizeof *suite);
+        CHECK(suite != NULL, "memory");
+        suite->is_mem = i < 2;
+        suite->ops = suite->is_mem ? nb_mem_ops(i == 0 ? NB_LANE_STREAM : NB_LANE_RMA)
+                                   : nb_transport_find(networks[i].name);
+        CHECK(suite->ops != NULL, "%s is not built in", networks[i].name);
+        for (int size = 2; size <= 3 && !suite->is_mem; size++) {
+            boots_open(suite->boots[size - 2], size);
+        }
+        if (network_is_there(suite)) {
+            run_suite(suite, networks[i].seeds, argc > 2 ? argv[2] : NULL);
+            printf("%s passed\n", networks[i].name);
+            passed++;
+        }
+        for (int size = 2; size <= 3 && !suite->is_mem; size++) {
+            for (int rank = 0; rank < size; rank++) {
+                nb_boot_close(&suite->boots[size - 2][rank]);
+            }
+        }
+        free(suite);
+    }
+    if (passed == 0) {
+        SKIP("none of the networks asked for is there");
+    }
+    return 0;
+}

@@ -150,7 +150,7 @@ int connect(int fd, const struct sockaddr *addr, socklen_t len) {
 
 int listen(int fd, int backlog) {
     pthread_once(&cap.once, start);
-    struct sockaddr_storage local;
+    struct sockaddr_storage local = {0};
     socklen_t len = sizeof local;
     in_addr_t host;
     unsigned long port;

@@ -183,6 +183,22 @@ static PyObject *gradhook_get_pending(PyObject *object, void *Py_UNUSED(closure)
     return PyLong_FromUnsignedLong(gradhook_of(object)->pending);
 }
 
+static PyObject *gradhook_get_paused(PyObject *object, void *Py_UNUSED(closure)) {
+    return PyBool_FromLong(gradhook_of(object)->paused);
+}
+
+static int gradhook_set_paused(PyObject *object, PyObject *value, void *Py_UNUSED(closure)) {
+    int paused = value == NULL ? -1 : PyObject_IsTrue(value);
+    if (value == NULL) {
+        PyErr_SetString(PyExc_TypeError, "paused cannot be deleted");
+    }
+    if (paused < 0) {
+        return -1;
+    }
+    gradhook_of(object)->paused = paused;
+    return 0;
+}
+
 // Whatever it is called with: it reads the parameter's gradient itself.
 static PyObject *hook_call(PyObject *object, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs)) {
     const struct core_hook *self = (struct core_hook *)object;
@@ -232,7 +248,7 @@ static const char gradhook_doc[] =
     "in a second backward, waits for the bucket and opens it anew: it is submitted once more when all its\n"
     "parameters fired again, or by flush(). The result is then that of the values the parameters hold: the\n"
     "average of (already averaged + new), as in DDP. Autograd adds to memory that may still be in flight, so\n"
-    "call wait() between two backwards.";
+    "call wait() between two backwards. Parameters are held weakly; one that is gone counts as zeros.";
 
 PyTypeObject *core_gradhook_type(PyObject *module) {
     static const PyMethodDef methods[] = {
@@ -249,7 +265,8 @@ PyTypeObject *core_gradhook_type(PyObject *module) {
          "`grad`, where it is None."},
         {"wait", gradhook_method_wait, METH_NOARGS,
          "wait($self)\n--\n\n"
-         "Wait for all submitted buckets, GIL released, and re-arm them, also where they failed.\n\n"
+         "Wait for all submitted buckets, GIL released, and re-arm them, also where they failed. In the others\n"
+         "what was ready must fire again, or is taken by flush().\n\n"
          "Raises the first failure, as Work.wait. A wait that a signal ends leaves the rest pending."},
         {"ready_order", gradhook_ready_order, METH_NOARGS,
          "ready_order($self)\n--\n\n"
@@ -259,6 +276,8 @@ PyTypeObject *core_gradhook_type(PyObject *module) {
     static const PyGetSetDef getset[] = {
         {"passes", gradhook_get_passes, gradhook_set_passes,
          "Backward passes after which a gradient is ready; to be set between steps, re-arms.", NULL},
+        {"paused", gradhook_get_paused, gradhook_set_paused,
+         "While true, gradients are stamped and otherwise left alone: they add up, and nothing is sent.", NULL},
         {"pending", gradhook_get_pending, NULL, "Buckets submitted and not waited for.", NULL},
         {0},
     };

@@ -8,7 +8,7 @@
 enum { GRADHOOK_DIRECT_MAX = (NB_SEGMENTS_MAX - 1) / 2 };
 
 struct gradhook_param {
-    PyObject *parameter;
+    PyObject *parameter; // a weak reference: torch never collects a cycle through a hook of its own
     PyObject *view;
     PyObject *dtype;  // of the view
     PyObject *direct; // the gradient that travels from its own memory, until the wait; else NULL
@@ -44,6 +44,7 @@ struct core_gradhook {
     PyObject *keep;
     bool native; // the target is a Comm
     bool busy;   // waiting without the GIL
+    bool paused; // gradients are stamped and left alone
     double prescale;
     double postscale;
     int redop;

@@ -183,6 +183,9 @@ int gradhook_fire(struct core_gradhook *self, uint32_t index) {
     struct gradhook_param *param = &self->params[index];
     struct gradhook_bucket *bucket = &self->buckets[param->bucket];
     stamp(self, NB_EV_GRAD_READY, index);
+    if (self->paused) {
+        return 0;
+    }
     if (bucket->sent && (check_idle(self) < 0 || finish(self, bucket) < 0)) {
         return -1;
     }
@@ -260,6 +263,23 @@ static int finish_all(struct core_gradhook *self) {
     return failed ? -1 : 0;
 }
 
+// In a bucket that was not submitted, what is ready must fire again or be taken by flush(): the next backward may add
+// to it, and must not find it under way because the rest of the bucket came first.
+static void reopen_rest(struct core_gradhook *self) {
+    for (uint32_t i = 0; i < self->param_count; i++) {
+        struct gradhook_param *param = &self->params[i];
+        struct gradhook_bucket *bucket = &self->buckets[param->bucket];
+        if (!bucket->sent && param->left == 0) {
+            param->left = 1;
+            bucket->left++;
+            if (param->direct != NULL) {
+                bucket->direct--;
+                Py_CLEAR(param->direct);
+            }
+        }
+    }
+}
+
 int gradhook_wait(struct core_gradhook *self) {
     if (check_idle(self) < 0) {
         return -1;
@@ -267,6 +287,7 @@ int gradhook_wait(struct core_gradhook *self) {
     stamp(self, NB_EV_WAIT_BEGIN, 0);
     int rc = finish_all(self);
     stamp(self, NB_EV_WAIT_END, 0);
+    reopen_rest(self);
     if (self->pending == 0) {
         end_step(self);
     }

@@ -140,7 +140,10 @@ static int parse_param(struct core_gradhook *self, const struct lists *lists, ui
         core_get_long("offset", PyTuple_GetItem(lists->offset, index), 0, PY_SSIZE_T_MAX, &offset) < 0) {
         return -1;
     }
-    param->parameter = Py_NewRef(PyTuple_GetItem(lists->parameters, index));
+    param->parameter = PyWeakref_NewRef(PyTuple_GetItem(lists->parameters, index), NULL);
+    if (param->parameter == NULL) {
+        return -1;
+    }
     param->view = Py_NewRef(PyTuple_GetItem(lists->views, index));
     param->bucket = (uint32_t)bucket;
     param->offset = (size_t)offset;
@@ -158,7 +161,7 @@ static int parse_params(struct core_gradhook *self, const struct lists *lists) {
     int rc = seen != NULL ? 0 : -1;
     for (uint32_t i = 0; i < self->param_count && rc == 0; i++) {
         rc = parse_param(self, lists, i);
-        PyObject *identity = rc == 0 ? PyLong_FromVoidPtr(self->params[i].parameter) : NULL;
+        PyObject *identity = rc == 0 ? PyLong_FromVoidPtr(PyTuple_GetItem(lists->parameters, i)) : NULL;
         int known = identity != NULL ? PySet_Contains(seen, identity) : -1;
         if (known > 0) {
             PyErr_Format(PyExc_ValueError, "parameters[%u] is there twice", i);

@@ -100,7 +100,8 @@ static bool may_stay(const struct core_gradhook *self, const struct gradhook_par
            self->buckets[param->bucket].direct < GRADHOOK_DIRECT_MAX;
 }
 
-static int place_foreign(struct core_gradhook *self, struct gradhook_param *param, PyObject *gradient) {
+// *shown: the parameter's `grad` is to be the view.
+static int place_foreign(struct core_gradhook *self, struct gradhook_param *param, PyObject *gradient, bool *shown) {
     const struct core_state *state = core_state_of((PyObject *)self);
     struct foreign found;
     if (look(state, param, gradient, &found) < 0) {
@@ -120,26 +121,43 @@ static int place_foreign(struct core_gradhook *self, struct gradhook_param *para
     } else if (copy_any(state, param, gradient) < 0) {
         return -1;
     }
-    return PyObject_SetAttr(param->parameter, state->names[CORE_GRAD], param->view);
+    *shown = true;
+    return 0;
 }
 
-int gradhook_place(struct core_gradhook *self, struct gradhook_param *param) {
+static int place_of(struct core_gradhook *self, struct gradhook_param *param, PyObject *parameter) {
     const struct core_state *state = core_state_of((PyObject *)self);
-    drop_direct(self, param);
-    if (param->bytes == 0) {
-        return 0;
-    }
-    PyObject *gradient = PyObject_GetAttr(param->parameter, state->names[CORE_GRAD]);
+    PyObject *gradient = PyObject_GetAttr(parameter, state->names[CORE_GRAD]);
     if (gradient == NULL) {
         return -1;
     }
     int rc = 0;
+    bool shown = false;
     if (gradient == Py_None) {
         memset(param->memory, 0, param->bytes);
-        rc = PyObject_SetAttr(param->parameter, state->names[CORE_GRAD], param->view);
+        shown = true;
     } else if (gradient != param->view) {
-        rc = place_foreign(self, param, gradient);
+        rc = place_foreign(self, param, gradient, &shown);
     }
     Py_DECREF(gradient);
+    return rc == 0 && shown ? PyObject_SetAttr(parameter, state->names[CORE_GRAD], param->view) : rc;
+}
+
+int gradhook_place(struct core_gradhook *self, struct gradhook_param *param) {
+    drop_direct(self, param);
+    if (param->bytes == 0) {
+        return 0;
+    }
+    PyObject *parameter = PyWeakref_GetObject(param->parameter);
+    if (parameter == NULL) {
+        return -1;
+    }
+    if (parameter == Py_None) { // it is gone: nobody will read the sum
+        memset(param->memory, 0, param->bytes);
+        return 0;
+    }
+    Py_INCREF(parameter);
+    int rc = place_of(self, param, parameter);
+    Py_DECREF(parameter);
     return rc;
 }

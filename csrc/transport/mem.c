@@ -12,19 +12,6 @@ static int draw_delay(struct mem_lane *lane) {
     return (int)nb_mem_draw(&lane->random, (uint32_t)lane->net->delay_max + 1);
 }
 
-static struct posted *posted_of(struct nb_request *request) {
-    return (struct posted *)(void *)request->lane_private;
-}
-
-static struct link *link_of(const struct mem_lane *lane, int peer) {
-    return nb_mem_link(lane->net, lane->base.index, lane->config.rank, peer);
-}
-
-// This rank's side of its link to the peer.
-static int side_of(const struct mem_lane *lane, int peer) {
-    return lane->config.rank > peer;
-}
-
 // The peer's queue that this lane's messages, or its data, go to.
 static struct queue *queue_to(const struct mem_lane *lane, int peer, bool message) {
     struct link *link = link_of(lane, peer);
@@ -480,12 +467,23 @@ static int rma_open(const struct nb_lane_config *config, struct nb_lane **lane, 
 }
 
 #define OPS(its_name, its_kind, its_open)                                                                              \
-    {                                                                                                                  \
-        .name = its_name, .kind = its_kind, .open = its_open, .address = mem_address, .peer_open = mem_peer_open,      \
-        .peer_ready = mem_peer_ready, .peer_close = mem_peer_close, .map = nb_mem_map, .unmap = nb_mem_unmap,                \
-        .post = mem_post, .message = mem_message, .resume = mem_resume, .progress = mem_progress, .arm = mem_arm,      \
-        .stats = mem_stats, .describe = mem_describe, .close = mem_close                                               \
-    }
+    {.name = its_name,                                                                                                 \
+     .kind = its_kind,                                                                                                 \
+     .open = its_open,                                                                                                 \
+     .address = mem_address,                                                                                           \
+     .peer_open = mem_peer_open,                                                                                       \
+     .peer_ready = mem_peer_ready,                                                                                     \
+     .peer_close = mem_peer_close,                                                                                     \
+     .map = nb_mem_map,                                                                                                \
+     .unmap = nb_mem_unmap,                                                                                            \
+     .post = mem_post,                                                                                                 \
+     .message = mem_message,                                                                                           \
+     .resume = mem_resume,                                                                                             \
+     .progress = mem_progress,                                                                                         \
+     .arm = mem_arm,                                                                                                   \
+     .stats = mem_stats,                                                                                               \
+     .describe = mem_describe,                                                                                         \
+     .close = mem_close}
 
 const struct nb_lane_ops *nb_mem_ops(int kind) {
     static const struct nb_lane_ops ops[] = {[NB_LANE_STREAM] = OPS("mem", NB_LANE_STREAM, stream_open),

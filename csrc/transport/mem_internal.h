@@ -7,7 +7,7 @@
 #include "transport/mem.h"
 
 enum {
-    PIPE_MAX = 4,     // packets on their way in one direction
+    PIPE_MAX = 4,      // packets on their way in one direction
     PACKETS_A_TURN = 3 // that one call of progress() takes from one peer
 };
 
@@ -105,6 +105,10 @@ static inline uint32_t nb_mem_draw(uint64_t *state, uint32_t below) {
     return (uint32_t)((*state >> 33) % below);
 }
 
+static inline struct posted *posted_of(struct nb_request *request) {
+    return (struct posted *)(void *)request->lane_private;
+}
+
 // mem_net.c. The lock is held in these.
 struct link *nb_mem_link(const struct nb_mem_net *net, int index, int a, int b);
 struct mem_lane *nb_mem_lane(const struct nb_mem_net *net, int rank, int index);
@@ -124,5 +128,14 @@ void nb_mem_gather(const struct iovec *iov, size_t skip, void *data, size_t byte
 void nb_mem_scatter(const struct iovec *iov, size_t skip, const void *data, size_t bytes);
 // The net that a name of nb_mem_net_name() stands for; NULL: none.
 struct nb_mem_net *nb_mem_find(const char *name);
+
+static inline struct link *link_of(const struct mem_lane *lane, int peer) {
+    return nb_mem_link(lane->net, lane->base.index, lane->config.rank, peer);
+}
+
+// This rank's side of its link to the peer.
+static inline int side_of(const struct mem_lane *lane, int peer) {
+    return lane->config.rank > peer;
+}
 
 #endif

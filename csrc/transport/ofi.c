@@ -59,8 +59,8 @@ int nb_ofi_peer_fail(struct nb_ofi_lane *lane, int peer, int fi_code, const char
     struct nb_ofi_peer *at = &lane->peers[peer];
     at->failing = true;
     lane->lost_due = lane->lost_due || at->under_way == 0;
-    return nb_fail_peer(&at->why, NB_EPEER, peer, "lane %d (%s): %s to rank %d: %s", lane->base.index, lane->name,
-                        what, peer, lane->lib.strerror(fi_code < 0 ? -fi_code : fi_code));
+    return nb_fail_peer(&at->why, NB_EPEER, peer, "lane %d (%s): %s to rank %d: %s", lane->base.index, lane->name, what,
+                        peer, lane->lib.strerror(fi_code < 0 ? -fi_code : fi_code));
 }
 
 void nb_ofi_peer_done(struct nb_ofi_lane *lane, int peer) {
@@ -118,8 +118,8 @@ static int peer_open(struct nb_lane *base, int peer, const unsigned char *addr, 
         return nb_fail_peer(err, NB_EWIRE, peer, "lane %d: rank %d's is no libfabric address", base->index, peer);
     }
     if (strncmp(at.lane, lane->name, sizeof at.lane - 1) != 0) {
-        return nb_fail_peer(err, NB_EMISMATCH, peer, "lane %d: %s here, %s at rank %d", base->index, lane->name, at.lane,
-                            peer);
+        return nb_fail_peer(err, NB_EMISMATCH, peer, "lane %d: %s here, %s at rank %d", base->index, lane->name,
+                            at.lane, peer);
     }
     struct nb_ofi_peer *to = &lane->peers[peer];
     int rc = fi_av_insert(lane->av, at.name, 1, &to->addr, 0, NULL);
@@ -161,8 +161,12 @@ static int post(struct nb_lane *base, struct nb_request *request) {
     void *desc[NB_LANE_IOV_MAX] = {NULL};
     struct nb_ofi_peer *to = &lane->peers[request->peer];
     struct fi_rma_iov remote = {.addr = request->remote_addr, .key = request->remote_key};
-    struct fi_msg_rma write = {.msg_iov = request->iov, .desc = desc, .iov_count = (size_t)request->iov_count,
-                               .addr = to->addr, .rma_iov = &remote, .rma_iov_count = 1};
+    struct fi_msg_rma write = {.msg_iov = request->iov,
+                               .desc = desc,
+                               .iov_count = (size_t)request->iov_count,
+                               .addr = to->addr,
+                               .rma_iov = &remote,
+                               .rma_iov_count = 1};
     if (write.iov_count > lane->iov_limit || (lane->local && region == NULL)) {
         rc = nb_ofi_bounce_take(lane, request, &bounce);
         if (rc < 0) {
@@ -318,13 +322,24 @@ static void ready(struct nb_watch *watch, uint32_t events) {
     progress(&NB_CONTAINER(watch, struct nb_ofi_lane, watch)->base);
 }
 
+// A peer that took nothing while nothing is under way to it: its connection is being made. That makes no completion,
+// and arming the queue may be what completes it, so the thread polls until it is there.
+static bool is_connecting(const struct nb_ofi_lane *lane) {
+    for (int i = 0; i < lane->config.size && lane->blocked > 0; i++) {
+        if (lane->peers[i].blocked && lane->peers[i].under_way == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
 static int arm(struct nb_lane *base) {
     struct nb_ofi_lane *lane = nb_ofi_lane_of(base);
     if (lane->dead) {
         return 0;
     }
     bool owed = lane->held_ready || lane->lost_due || !nb_list_empty(&lane->idle);
-    return owed ? -EAGAIN : nb_ofi_queue_arm(lane);
+    return owed || is_connecting(lane) ? -EAGAIN : nb_ofi_queue_arm(lane);
 }
 
 // The lane

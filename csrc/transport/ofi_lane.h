@@ -19,7 +19,7 @@
 #include "transport/transport.h"
 
 enum {
-    NB_OFI_BOUNCES = 8,   // staging buffers of a lane, made when they are first needed
+    NB_OFI_BOUNCES = 8, // staging buffers of a lane, made when they are first needed
     NB_OFI_CQ_SIZE = 4096,
     NB_OFI_CQ_BATCH = 16,
     NB_OFI_SENDS = 64,    // messages on their way out
@@ -73,9 +73,9 @@ struct nb_ofi_region {
 
 struct nb_ofi_peer {
     bool open;
-    bool blocked;    // told -EAGAIN; `writable` is owed
-    bool failing;    // something failed: nothing more is taken, and `lost` follows when nothing is under way
-    bool told;       // `lost` was called
+    bool blocked; // told -EAGAIN; `writable` is owed
+    bool failing; // something failed: nothing more is taken, and `lost` follows when nothing is under way
+    bool told;    // `lost` was called
     uint32_t under_way;
     fi_addr_t addr;
     uint64_t bytes_out;

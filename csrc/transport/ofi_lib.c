@@ -5,7 +5,6 @@
 
 #include <dlfcn.h>
 #include <link.h>
-#include <netdb.h>
 #include <rdma/fi_endpoint.h>
 #include <rdma/fi_errno.h>
 #include <stddef.h>
@@ -31,9 +30,9 @@ static int load_symbols(struct nb_ofi_lib *lib, void *handle, const char *path, 
         const char *name;
         size_t offset;
     } symbols[] = {
-        {"fi_getinfo", offsetof(struct nb_ofi_lib, getinfo)},   {"fi_freeinfo", offsetof(struct nb_ofi_lib, freeinfo)},
-        {"fi_dupinfo", offsetof(struct nb_ofi_lib, dupinfo)},   {"fi_fabric", offsetof(struct nb_ofi_lib, fabric)},
-        {"fi_version", offsetof(struct nb_ofi_lib, version)},   {"fi_strerror", offsetof(struct nb_ofi_lib, strerror)},
+        {"fi_getinfo", offsetof(struct nb_ofi_lib, getinfo)}, {"fi_freeinfo", offsetof(struct nb_ofi_lib, freeinfo)},
+        {"fi_dupinfo", offsetof(struct nb_ofi_lib, dupinfo)}, {"fi_fabric", offsetof(struct nb_ofi_lib, fabric)},
+        {"fi_version", offsetof(struct nb_ofi_lib, version)}, {"fi_strerror", offsetof(struct nb_ofi_lib, strerror)},
     };
     for (size_t i = 0; i < sizeof symbols / sizeof symbols[0]; i++) {
         void *symbol = dlsym(handle, symbols[i].name);
@@ -122,6 +121,16 @@ static bool has_ip_address(const char *provider) {
     return false;
 }
 
+// "10.0.0.1:4000" or "[::1]:4000" in two.
+static void split(const struct nb_sockaddr *source, char text[NB_SOCK_TEXT], const char **node, const char **service) {
+    nb_sock_format(source, text);
+    char *colon = strrchr(text, ':');
+    bool bracket = text[0] == '[';
+    colon[bracket ? -1 : 0] = '\0';
+    *node = text + bracket;
+    *service = colon + 1;
+}
+
 // The first endpoint of exactly this provider: libfabric also answers with layers above it.
 static int find_exact(const struct nb_ofi_lib *lib, const char *provider, const struct nb_sockaddr *source,
                       uint64_t op_flags, struct fi_info **info) {
@@ -130,24 +139,17 @@ static int find_exact(const struct nb_ofi_lib *lib, const char *provider, const 
         return -FI_ENOMEM;
     }
     hints->tx_attr->op_flags = op_flags;
-    char node[NI_MAXHOST];
-    char service[NI_MAXSERV];
-    const char *at = NULL;
+    char text[NB_SOCK_TEXT];
+    const char *node = NULL;
+    const char *service = NULL;
     uint64_t flags = 0;
-    int rc = 0;
     if (source != NULL && has_ip_address(provider)) {
         hints->addr_format = source->any.sa_family == AF_INET6 ? FI_SOCKADDR_IN6 : FI_SOCKADDR_IN;
-        at = node;
         flags = FI_SOURCE | FI_NUMERICHOST;
-        if (getnameinfo(&source->any, source->len, node, sizeof node, service, sizeof service,
-                        NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
-            rc = -FI_EINVAL;
-        }
+        split(source, text, &node, &service);
     }
     struct fi_info *list = NULL;
-    if (rc == 0) {
-        rc = lib->getinfo(NB_OFI_API, at, at != NULL ? service : NULL, flags, hints, &list);
-    }
+    int rc = lib->getinfo(NB_OFI_API, node, service, flags, hints, &list);
     lib->freeinfo(hints);
     if (rc < 0) {
         return rc;

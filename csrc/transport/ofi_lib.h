@@ -15,8 +15,8 @@
 enum { NB_OFI_API = FI_VERSION(1, 17) };
 
 struct nb_ofi_lib {
-    int (*getinfo)(uint32_t version, const char *node, const char *service, uint64_t flags,
-                   const struct fi_info *hints, struct fi_info **info);
+    int (*getinfo)(uint32_t version, const char *node, const char *service, uint64_t flags, const struct fi_info *hints,
+                   struct fi_info **info);
     void (*freeinfo)(struct fi_info *info);
     struct fi_info *(*dupinfo)(const struct fi_info *info); // of NULL: an empty one, of the size the library knows
     int (*fabric)(struct fi_fabric_attr *attr, struct fid_fabric **fabric, void *context);

@@ -232,5 +232,11 @@ class GradHook:
     @passes.setter
     def passes(self, value: int) -> None: ...
     @property
+    def paused(self) -> bool:
+        """While true, gradients are stamped and otherwise left alone: they add up, and nothing is sent."""
+
+    @paused.setter
+    def paused(self, value: bool) -> None: ...
+    @property
     def pending(self) -> int:
         """Buckets submitted and not waited for."""

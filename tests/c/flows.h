@@ -48,6 +48,7 @@ struct flow_spec {
     uint64_t op;
     int priority;
     uint32_t blocks;
+    uint32_t full; // blocks that have bytes; those behind them have none and never travel
     size_t block_bytes;
     size_t bytes;
     uint32_t step;    // no run crosses a multiple of this many blocks
@@ -231,8 +232,8 @@ static inline void flows_op_finished(struct nb_flow *flow) {
     struct flow_side *side = flows_side(flow);
     CHECK(!side->finished, "seed %llu: op %llu finished twice", (unsigned long long)side->node->plan->seed,
           (unsigned long long)flow->op);
-    CHECK(flow->dir == NB_FLOW_OUT || side->landed == side->spec->blocks, "seed %llu: op %llu has %u of %u blocks",
-          (unsigned long long)side->node->plan->seed, (unsigned long long)flow->op, side->landed, side->spec->blocks);
+    CHECK(flow->dir == NB_FLOW_OUT || side->landed == side->spec->full, "seed %llu: op %llu has %u of %u blocks",
+          (unsigned long long)side->node->plan->seed, (unsigned long long)flow->op, side->landed, side->spec->full);
     side->finished = true;
     side->node->landing[side->node->finished++] = flow->op;
     flows_check_guards(side);
@@ -270,7 +271,8 @@ static inline void flows_plan(struct flow_plan *plan, uint64_t seed, size_t bloc
         spec->priority = (int)flows_below(&random, 3);
         spec->block_bytes = block;
         spec->blocks = 1 + flows_below(&random, blocks_max);
-        spec->bytes = spec->blocks * block - flows_below(&random, (uint32_t)block); // the last block may be short
+        spec->full = flows_below(&random, 4) == 0 ? 1 + flows_below(&random, spec->blocks) : spec->blocks;
+        spec->bytes = spec->full * block - flows_below(&random, (uint32_t)block); // the last block may be short
         spec->step = 1 + flows_below(&random, spec->blocks);
         spec->staged = flows_below(&random, 2) == 0;
         spec->ready_first = flows_below(&random, 3) == 0;
@@ -307,13 +309,17 @@ static inline void flows_side_open(struct flow_node *node, const struct flow_spe
     side->order = calloc(spec->blocks, sizeof *side->order);
     side->flow.map = calloc(nb_bits_words(spec->blocks), sizeof(uint64_t));
     CHECK(side->seen != NULL && side->order != NULL && side->flow.map != NULL, "memory");
-    flows_shuffle(side->order, spec->blocks, &node->random);
+    flows_shuffle(side->order, spec->full, &node->random);
     side->flow.ops = flows_ops();
     side->flow.dir = out ? NB_FLOW_OUT : NB_FLOW_IN;
     side->flow.peer = out ? spec->to : spec->from;
     side->flow.op = spec->op;
     side->flow.priority = spec->priority;
     side->flow.blocks = spec->blocks;
+    side->flow.left = spec->full;
+    for (uint32_t i = spec->full; i < spec->blocks && !out; i++) {
+        nb_bits_set(side->flow.map, i);
+    }
     side->flow.block_bytes = spec->block_bytes;
     side->flow.staged_only = spec->staged && !out;
     side->flow.owner = side;
@@ -428,16 +434,16 @@ static inline void flows_add(struct flow_side *side) {
     struct flow_node *node = side->node;
     side->added = true;
     if (side->flow.dir == NB_FLOW_OUT && side->spec->ready_first) {
-        for (uint32_t i = 0; i < side->spec->blocks; i++) {
+        for (uint32_t i = 0; i < side->spec->full; i++) {
             nb_bits_set(side->flow.map, i);
         }
-        side->ready = side->spec->blocks;
+        side->ready = side->spec->full;
     }
     nb_lanes_add(node->lanes, &side->flow, nb_now_ns());
 }
 
 static inline void flows_ready(struct flow_side *side, uint32_t count) {
-    for (; count > 0 && side->ready < side->spec->blocks; count--) {
+    for (; count > 0 && side->ready < side->spec->full; count--) {
         nb_lanes_ready(side->node->lanes, &side->flow, side->order[side->ready++]);
     }
     nb_lanes_push(side->node->lanes, side->flow.peer, nb_now_ns());
@@ -461,7 +467,7 @@ static inline bool flows_step(struct flow_node *node) {
             }
             return true; // flows of one peer are added in the order of their ops
         }
-        if (side->flow.dir == NB_FLOW_OUT && side->ready < side->spec->blocks) {
+        if (side->flow.dir == NB_FLOW_OUT && side->ready < side->spec->full) {
             more = true;
             if (flows_below(&node->random, 2) == 0) {
                 flows_ready(side, 1 + flows_below(&node->random, 8));

@@ -196,7 +196,8 @@ static inline void probe_messages(struct probe_world *world) {
         for (int i = 0; i < 2; i++) {
             struct probe_side *side = &world->sides[i];
             size_t bytes = probe_message(i, side->messages_out, data);
-            int rc = side->messages_out < PROBE_MESSAGES ? world->ops->message(side->lane, 1 - i, data, bytes) : -EAGAIN;
+            int rc =
+                side->messages_out < PROBE_MESSAGES ? world->ops->message(side->lane, 1 - i, data, bytes) : -EAGAIN;
             CHECK(rc == 0 || rc == -EAGAIN, "message: %s", nb_code_name(rc));
             side->messages_out += rc == 0;
         }
@@ -217,10 +218,8 @@ static inline uint32_t probe_post(struct probe_world *world, uint32_t next, uint
             base[i] = flows_byte(next, i);
         }
         *request = (struct nb_request){.peer = 1, .owner = &world->sides[0]};
-        request->frame = (struct nb_frame){.op = (uint64_t)next << 40,
-                                           .block = next,
-                                           .blocks = (uint16_t)(next % 200 + 1),
-                                           .bytes = (uint32_t)bytes};
+        request->frame = (struct nb_frame){
+            .op = (uint64_t)next << 40, .block = next, .blocks = (uint16_t)(next % 200 + 1), .bytes = (uint32_t)bytes};
         request->iov_count = probe_split(base, bytes, &world->random, request->iov);
         int rc = world->ops->post(world->sides[0].lane, request);
         CHECK(rc == 0 || rc == -EAGAIN, "post: %s", nb_code_name(rc));

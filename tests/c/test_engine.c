@@ -159,19 +159,19 @@ static void mismatches(struct test_rank *me) {
     CHECK(strstr(err.text, "256 bytes") != NULL && strstr(err.text, "128 bytes") != NULL, "text: %s", err.text);
     nb_work_release(work);
     allreduce_of(me, 100, 1); // the job goes on
-    struct nb_work *first = submit(me, (struct nb_op){.name = "twice", .kind = NB_OP_BARRIER});
-    struct nb_work *second = NULL;
-    struct nb_error dup = {0};
-    op = (struct nb_op){.name = "twice", .kind = NB_OP_BARRIER};
-    if (me->rank == 0) { // the others have not all submitted: it is certainly still under way
-        int rc = nb_submit(nb_job_world(me->job), &op, &second, &dup);
-        CHECK(rc == -EEXIST || me->size == 1 || rc == 0, "duplicate: %d", rc);
-        if (rc == 0) {
-            nb_work_release(second);
-        }
+    struct nb_op twice = {.name = "twice", .kind = NB_OP_BARRIER};
+    struct nb_op after = {.name = "after", .kind = NB_OP_BARRIER};
+    if (me->rank == 0) { // the others submit "twice" only when "after" is over
+        struct nb_error dup = {0};
+        struct nb_work *first = submit(me, twice);
+        struct nb_work *second = NULL;
+        CHECK(nb_submit(nb_job_world(me->job), &twice, &second, &dup) == -EEXIST, "duplicate: %s", dup.text);
+        finish(me, submit(me, after));
+        finish(me, first);
+    } else {
+        finish(me, submit(me, after));
+        finish(me, submit(me, twice));
     }
-    (void)first;
-    nb_work_release(first);
 }
 
 int main(int argc, char **argv) {

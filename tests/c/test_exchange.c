@@ -1,7 +1,10 @@
 // What joined ranks exchange is the same on all of them, and where it fails every rank names the same one.
-#include <errno.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 
 #include "boot.h"
 #include "bootstrap/bootstrap.h"
@@ -78,6 +81,20 @@ static void check_tokens(const struct job *job) {
     CHECK(memcmp(here, there, sizeof here) != 0, "another purpose has another");
 }
 
+static void check_control(const struct job *job) {
+    for (int i = 1; i < job->size; i++) {
+        const int fds[] = {job->ranks[0].boot.control[i], job->ranks[i].boot.control[0]};
+        for (int side = 0; side < 2; side++) {
+            int on = 0;
+            socklen_t len = sizeof on;
+            CHECK(getsockopt(fds[side], IPPROTO_TCP, TCP_NODELAY, &on, &len) == 0 && on != 0,
+                  "small messages go at once");
+            CHECK((fcntl(fds[side], F_GETFL) & O_NONBLOCK) != 0, "the connection does not block");
+            CHECK((fcntl(fds[side], F_GETFD) & FD_CLOEXEC) != 0, "a child does not inherit the connection");
+        }
+    }
+}
+
 static void test_sizes(void) {
     static const int sizes[] = {1, 2, 5};
     unsigned char sessions[3][32];
@@ -86,6 +103,7 @@ static void test_sizes(void) {
         job_open(&job, sizes[i]);
         run_but(&job, join, -1);
         check_joined(&job);
+        check_control(&job);
         check_allgather(&job, 1);
         check_allgather(&job, NB_BOOT_BLOB_MAX);
         run_but(&job, barrier, -1);

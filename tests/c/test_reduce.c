@@ -68,7 +68,12 @@ static double float_at(const unsigned char *at, int dtype) {
     memcpy(&bits, at, sizes[dtype]);
     double value;
     memcpy(&value, &bits, sizeof(value));
-    return dtype == NB_F64 ? value : decode(bits, dtype == NB_F16 ? 10 : dtype == NB_BF16 ? 7 : 23, dtype == NB_F16 ? 5 : 8);
+    return dtype == NB_F64 ? value
+                           : decode(bits,
+                                    dtype == NB_F16    ? 10
+                                    : dtype == NB_BF16 ? 7
+                                                       : 23,
+                                    dtype == NB_F16 ? 5 : 8);
 }
 
 static void float_put(unsigned char *at, int dtype, double value) {

@@ -4,7 +4,7 @@
 #include "flows.h"
 #include "probe.h"
 
-enum { BLOCK = 16 * 1024, BLOCKS_MAX = 24, QUIET_TURNS = 2000, BOOT_MS = 10000 };
+enum { BLOCK = 16 * 1024, BLOCKS_MAX = 24, QUIET_TURNS = 1000, BOOT_MS = 10000 };
 
 struct network {
     const char *name;
@@ -157,13 +157,15 @@ static struct flow_spec spec_of(int from, int to, uint64_t op, uint32_t blocks) 
                               .to = to,
                               .op = op,
                               .blocks = blocks,
+                              .full = blocks,
                               .block_bytes = BLOCK,
                               .bytes = (size_t)blocks * BLOCK - 5,
                               .step = blocks};
 }
 
 static struct flow_plan plan_of(uint64_t seed, int lanes) {
-    return (struct flow_plan){.seed = seed, .size = 2, .lanes = lanes, .segment_bytes = 2 * BLOCK, .mapped = seed % 2 == 0};
+    return (struct flow_plan){
+        .seed = seed, .size = 2, .lanes = lanes, .segment_bytes = 2 * BLOCK, .mapped = seed % 2 == 0};
 }
 
 static void add_all(struct flow_node *node) {
@@ -373,7 +375,7 @@ static void run_suite(struct suite *suite, int seeds, const char *seed) {
 }
 
 int main(int argc, char **argv) {
-    static const struct network networks[] = {{"mem", 60}, {"mem-rma", 60}, {"tcp", 30}, {"ofi", 12}};
+    static const struct network networks[] = {{"mem", 40}, {"mem-rma", 40}, {"tcp", 24}, {"ofi", 10}};
     int passed = 0;
     for (size_t i = 0; i < sizeof networks / sizeof *networks; i++) {
         if (argc > 1 && strcmp(argv[1], networks[i].name) != 0) {
@@ -382,8 +384,8 @@ int main(int argc, char **argv) {
         struct suite *suite = calloc(1, sizeof *suite);
         CHECK(suite != NULL, "memory");
         suite->is_mem = i < 2;
-        suite->ops = suite->is_mem ? nb_mem_ops(i == 0 ? NB_LANE_STREAM : NB_LANE_RMA)
-                                   : nb_transport_find(networks[i].name);
+        suite->ops =
+            suite->is_mem ? nb_mem_ops(i == 0 ? NB_LANE_STREAM : NB_LANE_RMA) : nb_transport_find(networks[i].name);
         CHECK(suite->ops != NULL, "%s is not built in", networks[i].name);
         for (int size = 2; size <= 3 && !suite->is_mem; size++) {
             boots_open(suite->boots[size - 2], size);

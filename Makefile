@@ -1,0 +1,45 @@
+# Every target calls a script that CI also calls. `make` alone lists them.
+NB := .venv/bin/netbottleneck
+.DEFAULT_GOAL := help
+.PHONY: help setup build test test-full lint bench study notebooks sanitize clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## set everything up: packages (APT=0: none), .venv, torch, the C build
+	@tools/setup_env.sh dev
+
+build: ## compile what has changed
+	@tools/setup_env.sh run
+
+study: ## two ranks train on three networks made here; the answer, and a report
+	@tools/setup_env.sh run
+	@$(NB) study $(ARGS)
+
+test: ## set up, then all tests: C, then Python
+	@tools/setup_env.sh dev
+	@tools/test.sh
+
+test-full: ## the full matrices too
+	@tools/setup_env.sh dev
+	@tools/test.sh --full
+
+lint: ## format, clang-tidy, ruff, mypy, sizes, layers, binary
+	@tools/setup_env.sh dev
+	@tools/lint.sh
+
+sanitize: ## the C tests under ASan+UBSan, then under TSan
+	@tools/setup_env.sh dev
+	@tools/sanitize.sh
+
+bench: ## all-reduce over stock, tcp and ofi on loopback (ARGS="--lab 2gbit/500mbit …")
+	@tools/setup_env.sh run
+	@$(NB) bench --ranks 2 $(ARGS)
+
+notebooks: ## execute the notebooks in benchmarks/notebooks
+	@tools/setup_env.sh run
+	@tools/notebooks.sh
+
+clean: ## remove what was built; .venv stays
+	@rm -rf build dist python/*.egg-info python/netbottleneck/*.so python/netbottleneck/lab/*.so
+	@find python tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,48 @@
+"""Frozen dataclasses to JSON and back, by their type hints. Tuples are lists in JSON; unknown keys are left out."""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any
+
+
+def shallow(value: Any) -> dict[str, Any]:
+    """What json calls for a dataclass within a row, too."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return {item.name: getattr(value, item.name) for item in fields(value)}
+
+
+def dump(value: Any) -> str:
+    """One line of JSON."""
+    return json.dumps(value, separators=(",", ":"), default=shallow)
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def build(kind: Any, value: Any) -> Any:
+    """`value` as JSON gives it, made the type that a dataclass says."""
+    if value is None:
+        return None
+    if is_dataclass(kind):
+        hints = _hints(typing.cast(type, kind))
+        return typing.cast(Any, kind)(**{k: build(hints[k], v) for k, v in value.items() if k in hints})
+    origin = typing.get_origin(kind)
+    if origin is tuple:
+        inner = typing.get_args(kind)
+        if inner[-1] is not Ellipsis:
+            return tuple(build(i, v) for i, v in zip(inner, value, strict=True))
+        if inner[0] in (int, float, str):
+            return tuple(value)
+        return tuple(build(inner[0], v) for v in value)
+    if origin in (types.UnionType, typing.Union):
+        return build(next(k for k in typing.get_args(kind) if k is not type(None)), value)
+    return value

@@ -1,0 +1,89 @@
+"""A training loop of the user's own: `with netbottleneck.profile(model, optimizer): …`."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+from netbottleneck import env, launch
+from netbottleneck.hooks import ddp as ddp_hooks
+from netbottleneck.hooks.measured import Measured
+from netbottleneck.session import Session, open_session
+from netbottleneck.torch.gradients import Gradients
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+
+@contextmanager
+def profile(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    transport: str | None = None,
+    streams: int | str | None = None,
+    directory: str | None = None,
+    session: Session | None = None,
+) -> Generator[Session, None, None]:
+    """Measure the loop inside, and average its gradients over all ranks by the transports named.
+
+    model: a plain module, or one that DDP wraps. Parameters and buffers of rank 0 are given to all ranks at the
+    beginning, as DDP does. Arguments stand before the environment's variables. At the end rank 0 writes the report
+    into the run folder.
+    """
+    settings = env.settings({"transports": transport, "streams": streams, "directory": directory})
+    group = model.process_group if isinstance(model, DistributedDataParallel) else None
+    chosen = session or open_session(settings, group=group, directory=directory, model=type(model).__name__)
+    measured = measure(chosen, model, optimizer)
+    try:
+        yield chosen
+    except BaseException as error:
+        chosen.close(f"{type(error).__name__}: {error}")
+        raise
+    measured.close()
+    if session is None:
+        finish(chosen)
+
+
+def measure(session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Measured:
+    """Put the hooks on a model, DDP's or plain."""
+    if isinstance(model, DistributedDataParallel):
+        return ddp_hooks.attach(model, optimizer, session=session)
+    broadcast(session.control, model)
+    gradients = Gradients(
+        model.named_parameters(),
+        recorder=session.recorder,
+        direct_bytes=session.settings.direct_bytes,
+        agree=lambda mine: session.control.exchange(mine)[0],
+    )
+    return Measured(session, gradients, optimizer, model=model)
+
+
+def broadcast(comm: Any, model: torch.nn.Module) -> None:
+    """Give rank 0's parameters and buffers to all ranks."""
+    core = launch.core()
+    works = []
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        data = tensor.detach()
+        if data.numel() == 0:
+            continue
+        flat = data if data.is_contiguous() else data.contiguous()
+        where = (flat.data_ptr(), flat.numel() * flat.element_size())
+        works.append((comm.submit(f"state.{name}"[-90:], core.BROADCAST, where, core.UINT8, keep=flat), data, flat))
+    for work, data, flat in works:
+        work.wait()
+        if flat is not data:
+            data.copy_(flat)
+
+
+def finish(session: Session, *, show: bool = True) -> None:
+    """Close a session on this rank; rank 0 then writes the report, and shows it."""
+    session.close()
+    if session.place.rank != 0:
+        return
+    session.wait_for_records()
+    from netbottleneck.report import Run
+
+    run = Run(session.folder)
+    run.write_all()
+    if show:
+        run.show()

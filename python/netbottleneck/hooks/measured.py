@@ -1,0 +1,196 @@
+"""Hooks on a model and its optimizer that make a session of a training loop. Python runs once a step, never once a
+gradient: what is stamped inside a step is stamped by C callables."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from netbottleneck.comm import key_of
+from netbottleneck.recorder import EVENTS
+from netbottleneck.session import Session
+from netbottleneck.torch.gradients import Gradients
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+_engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+
+
+class Measured:
+    """One model, its gradients and its optimizer under a session.
+
+    own_sync: the gradients are sent and waited for at the end of each backward pass, by these hooks; False: somebody
+    else does that (an optimizer of ours). bare: switches the user's own path on and off, where there is one; the
+    arm "bare" then runs it with nothing of ours between. model None: found at the first forward pass.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        gradients: Gradients,
+        optimizer: torch.optim.Optimizer,
+        *,
+        model: torch.nn.Module | None = None,
+        own_sync: bool = True,
+        bare: Callable[[bool], None] | None = None,
+    ) -> None:
+        self.session = session
+        self.gradients = gradients
+        self._own_sync = own_sync
+        self._bare = bare
+        self._handles: list[Any] = []
+        self._sampling: list[Any] = []
+        self._modules: list[tuple[str, torch.nn.Module]] = []
+        self._queued = False
+        self._unsent = False
+        self._held = False
+        self._arm = ""
+        self._version = -1
+        put = session.recorder.stamper
+        self._optimizer_begin, self._optimizer_end = put(EVENTS["OPTIMIZER_BEGIN"]), put(EVENTS["OPTIMIZER_END"])
+        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        if model is None:
+            self._seeking = register_module_forward_pre_hook(self._seek)
+            self._handles.append(self._seeking)
+        else:
+            self._watch(model)
+        session.on_close.append(self.close)
+        self._choose()
+        session.begin()
+        self._sample()
+
+    def hold(self, held: bool) -> None:
+        """Gradients only add up while held, as inside DDP's no_sync()."""
+        self._held = held
+        self._pause()
+
+    def close(self) -> None:
+        """Take all hooks away."""
+        self._describe()
+        for handle in [*self._handles, *self._sampling]:
+            handle.remove()
+        self._handles.clear()
+        self._sampling.clear()
+
+    def _seek(self, module: torch.nn.Module, _args: Any) -> None:
+        """Find the model: the outermost module that has all the parameters."""
+        own = {id(parameter) for parameter in module.parameters()}
+        if all(id(parameter) in own for parameter in self.gradients.parameters):
+            self._seeking.remove()
+            self.session.recorder.put(EVENTS["FORWARD_BEGIN"])
+            self._watch(module)
+
+    def _watch(self, model: torch.nn.Module) -> None:
+        put = self.session.recorder.stamper
+        self._modules = [(name, module) for name, module in model.named_modules() if not any(module.children())]
+        self._handles.append(model.register_forward_pre_hook(put(EVENTS["FORWARD_BEGIN"])))
+        self._handles.append(model.register_forward_hook(put(EVENTS["FORWARD_END"])))
+        if self._own_sync:
+            self._handles.append(model.register_forward_hook(self._after_forward))
+        self._describe()
+
+    def _after_forward(self, _model: Any, _args: Any, output: Any) -> None:
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._backward_begins)
+
+    def _backward_begins(self, _gradient: Any) -> None:
+        if not self._queued and not self._held and self._arm != "bare":
+            self._queued = True
+            self._unsent = True
+            _engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        self._queued = False
+        self._sync()
+
+    def _sync(self) -> None:
+        self._unsent = False
+        self.gradients.flush()
+        self.gradients.wait()
+
+    def _before_step(self, *_: Any) -> None:
+        if self._own_sync and self._arm != "bare" and (self._unsent or self.gradients.pending):
+            self._queued = False
+            self._sync()
+        self._optimizer_begin()
+
+    def _after_step(self, *_: Any) -> None:
+        self._optimizer_end()
+        self.session.end()
+        for handle in self._sampling:
+            handle.remove()
+        self._sampling.clear()
+        if self.gradients.version != self._version:
+            self._describe()
+        self._choose()
+        self.session.begin()
+        self._sample()
+
+    def _choose(self) -> None:
+        """Let the arm of the step that comes next move the gradients."""
+        arm = self.session.arm
+        if arm == self._arm:
+            return
+        before, self._arm = self._arm, arm
+        if self._bare is not None and "bare" in (before, arm):
+            self._bare(arm == "bare")
+        self._pause()
+        if arm != "bare":
+            self.session.arms[arm].target(self.gradients)
+
+    def _pause(self) -> None:
+        self.gradients.paused = self._held or self._arm == "bare"
+
+    def _sample(self) -> None:
+        if not self.session.sampled:
+            return
+        put = self.session.recorder.stamper
+        for index, (_, module) in enumerate(self._modules):
+            self._sampling.append(module.register_forward_pre_hook(put(EVENTS["FORWARD_BEGIN"], index + 1)))
+            self._sampling.append(module.register_forward_hook(put(EVENTS["FORWARD_END"], index + 1)))
+
+    def _describe(self) -> None:
+        g = self.gradients
+        bucket_of = {index: number for number, bucket in enumerate(g.buckets) for index in bucket.parameters}
+        buckets = [
+            {
+                "name": bucket.name,
+                "key": key_of(bucket.name),
+                "bytes": bucket.nbytes,
+                "dtype": str(bucket.dtype).removeprefix("torch."),
+                "parameters": list(bucket.parameters),
+            }
+            for bucket in g.buckets
+        ]
+        earlier = self.session.described.get("buckets", []) if self._version not in (-1, g.version) else []
+        names = {bucket["name"] for bucket in buckets}
+        self._version = g.version
+        self.session.describe(
+            parameters=[
+                {
+                    "name": name,
+                    "bytes": parameter.numel() * parameter.element_size(),
+                    "dtype": str(parameter.dtype).removeprefix("torch."),
+                    "bucket": bucket_of[index],
+                }
+                for index, (name, parameter) in enumerate(zip(g.names, g.parameters, strict=True))
+            ],
+            modules=[name for name, _ in self._modules],
+            buckets=buckets + [bucket for bucket in earlier if bucket["name"] not in names],
+        )
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    """Return the tensors in an output: alone, in a sequence or a mapping, or as attributes of a data class."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            yield from _tensors(getattr(value, name))

@@ -1,0 +1,168 @@
+"""The job of this process: settings, place and communicator. One place holds the current one."""
+
+import atexit
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from netbottleneck import launch
+from netbottleneck.env import Settings
+from netbottleneck.env import settings as read_settings
+from netbottleneck.errors import HorovodInternalError
+from netbottleneck.launch import core
+
+if TYPE_CHECKING:
+    from netbottleneck import _core
+
+__all__ = ["Job", "Observer", "core", "current", "is_started", "observe", "start", "stop"]
+
+NOTICE_S = 5.0
+
+logger = logging.getLogger("netbottleneck")
+
+
+class Observer:
+    """What wants to know of jobs: `observe` names it. All methods do nothing here."""
+
+    def recorder(self, settings: Settings, place: launch.Place) -> "_core.Recorder | None":
+        """Return what the job that is about to start records to."""
+        return None
+
+    def started(self, started: "Job") -> None:
+        """The job runs."""
+
+    def gradients(self, gradients: Any, optimizer: Any) -> None:
+        """A distributed optimizer has made its Gradients; their target may be changed between steps."""
+
+    def stopping(self, stopping: "Job") -> None:
+        """The job is about to end."""
+
+
+@dataclass
+class Job:
+    """A running job. Operations may be submitted from any thread."""
+
+    settings: Settings
+    place: launch.Place
+    comm: "_core.Comm"
+    homogeneous: bool = True  # the same number of ranks on every host
+    recorder: "_core.Recorder | None" = None
+    observer: Observer = field(default_factory=Observer)
+    handles: dict[int, Any] = field(default_factory=dict)  # what is under way, by number
+    _numbers: dict[str, "itertools.count[int]"] = field(default_factory=dict)
+
+    def number(self, kind: str) -> int:
+        """Return how many things of this kind were numbered before: the same on all ranks that ask alike."""
+        return next(self._numbers.setdefault(kind, itertools.count()))
+
+    def hold(self, pending: Any) -> int:
+        """Keep what is under way under a number, and return the number."""
+        handle = self.number("handle")
+        self.handles[handle] = pending
+        return handle
+
+    def submit(self, name: str, kind: int, memory: Any, dtype: int, **options: Any) -> "_core.Work":
+        """Start an operation, as Comm.submit; a job that has failed raises HorovodInternalError."""
+        try:
+            return self.comm.submit(name, kind, memory, dtype, **options)
+        except HorovodInternalError:
+            raise
+        except OSError as error:
+            raise HorovodInternalError(f"{name}: {error}") from error
+
+    def wait(self, works: Sequence["_core.Work"]) -> None:
+        """Wait for all, and tell of stalls meanwhile.
+
+        Raises the first failure, a HorovodInternalError, once all are done or have failed, so that no transfer touches
+        memory that a caller may free.
+        """
+        failure: HorovodInternalError | None = None
+        for work in works:
+            try:
+                while not work.wait(NOTICE_S):
+                    self.tell()
+            except HorovodInternalError as error:
+                failure = failure or error
+            except OSError as error:
+                failure = failure or HorovodInternalError(str(error))
+        if failure is not None:
+            raise failure
+
+    def tell(self) -> None:
+        """Log what the communicator has to say: ranks that others wait for, lanes that were lost."""
+        for notice in self.comm.notices():
+            logger.warning("[rank %d/%d] %s", self.place.rank, self.place.size, notice)
+
+
+@dataclass
+class _Process:
+    """What this process runs."""
+
+    job: Job | None = None
+    observer: Observer = field(default_factory=Observer)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+_process = _Process()
+
+
+def observe(observer: Observer) -> None:
+    """Have an observer told of the jobs that start from now on, in the place of the one before."""
+    _process.observer = observer
+
+
+def current() -> Job:
+    """Return the current job; ValueError where none was started."""
+    if _process.job is None:
+        raise ValueError("Horovod has not been initialized; use hvd.init().")
+    return _process.job
+
+
+def is_started() -> bool:
+    """Return whether there is a current job."""
+    return _process.job is not None
+
+
+def start(settings: Settings | None = None, *, environ: Mapping[str, str] = os.environ) -> Job:
+    """Start this process's job, or return the one that runs.
+
+    Every rank calls it. Raises as launch.detect and launch.connect.
+    """
+    with _process.lock:
+        if _process.job is None:
+            _process.job = _open(settings or read_settings(environ=environ), _process.observer, environ)
+            _process.observer.started(_process.job)
+        return _process.job
+
+
+def stop() -> None:
+    """End the job, if there is one; `start` may follow. Operations that are pending fail."""
+    with _process.lock:
+        ended, _process.job = _process.job, None
+    if ended is not None:
+        try:
+            ended.observer.stopping(ended)
+        finally:
+            ended.comm.close()
+
+
+def _open(settings: Settings, observer: Observer, environ: Mapping[str, str]) -> Job:
+    place = launch.detect(settings, environ)
+    recorder = observer.recorder(settings, place)
+    comm = launch.connect(settings, place, recorder=recorder, environ=environ)
+    try:
+        hosts = comm.exchange(launch.host_digest(settings)) if place.size > 1 else [launch.host_digest(settings)]
+    except BaseException:
+        comm.close()
+        raise
+    found = launch.topology(hosts, place.rank)
+    if settings.host_id is not None or not place.complete:
+        place = launch.located(place, found)
+    return Job(settings, place, comm, found.homogeneous, recorder, observer)
+
+
+atexit.register(stop)

@@ -1,0 +1,88 @@
+"""The lab's yardstick: N TCP flows in one direction, payload counted per flow by the receiver. A script of its own.
+
+receive ADDRESS FLOWS WARMUP_S WINDOW_S DEADLINE_S    prints its port, then {"flow_bps": […], "seconds": …} as JSON
+send ADDRESS PORT FLOWS DEADLINE_S                    sends until the receiver hangs up"""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+import sys
+import time
+
+BLOCK = 1 << 18
+
+
+def receive(address: str, flows: int, warmup: float, window: float, deadline: float) -> None:
+    """Accept the flows, let them run for `warmup` s, then count for `window` s."""
+    end = time.monotonic() + deadline
+    with socket.create_server((address, 0), backlog=flows) as server:
+        server.settimeout(deadline)
+        sys.stdout.write(f"{server.getsockname()[1]}\n")
+        sys.stdout.flush()
+        accepted = [server.accept()[0] for _ in range(flows)]
+    selector = selectors.DefaultSelector()
+    for connection in accepted:
+        connection.settimeout(max(0.1, end - time.monotonic()))
+        index = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little")
+        connection.setblocking(False)
+        selector.register(connection, selectors.EVENT_READ, index)
+    count(selector, time.monotonic() + warmup, [0] * flows)
+    counted = [0] * flows
+    start = time.monotonic()
+    count(selector, start + window, counted)
+    seconds = time.monotonic() - start
+    sys.stdout.write(json.dumps({"flow_bps": [8 * n / seconds for n in counted], "seconds": seconds}) + "\n")
+
+
+def ready(selector: selectors.BaseSelector, seconds: float) -> list[tuple[socket.socket, int]]:
+    """Return the flows that can go on within `seconds`, with their numbers."""
+    found = []
+    for key, _ in selector.select(seconds):
+        assert isinstance(key.fileobj, socket.socket)
+        found.append((key.fileobj, key.data))
+    return found
+
+
+def count(selector: selectors.BaseSelector, until: float, counted: list[int]) -> None:
+    """Read what comes until the given time and add it up per flow."""
+    buffer = bytearray(BLOCK)
+    while (left := until - time.monotonic()) > 0:
+        for connection, index in ready(selector, left):
+            got = connection.recv_into(buffer)
+            if got == 0:
+                raise ConnectionError("a sender hung up")
+            counted[index] += got
+
+
+def send(address: str, port: int, flows: int, deadline: float) -> None:
+    """Keep every flow full until the receiver hangs up."""
+    end = time.monotonic() + deadline
+    selector = selectors.DefaultSelector()
+    for index in range(flows):
+        connection = socket.create_connection((address, port), timeout=deadline)
+        connection.sendall(index.to_bytes(4, "little"))
+        connection.setblocking(False)
+        selector.register(connection, selectors.EVENT_WRITE, index)
+    block = bytes(BLOCK)
+    while (left := end - time.monotonic()) > 0:
+        for connection, _ in ready(selector, left):
+            try:
+                connection.send(block)
+            except BlockingIOError:
+                continue
+            except (BrokenPipeError, ConnectionResetError):
+                return
+
+
+def main(args: list[str]) -> None:
+    """Run one side."""
+    if args[0] == "receive":
+        receive(args[1], int(args[2]), float(args[3]), float(args[4]), float(args[5]))
+    else:
+        send(args[1], int(args[2]), int(args[3]), float(args[4]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,111 @@
+"""The lab's network as text: the commands for `ip -batch` and `tc -batch`, per namespace. No process is started here.
+
+Two hosts are joined by one veth pair; any other number by a bridge in a namespace of its own, the switch. A link's cap
+is an HTB class on the host's side and, with a switch, one on the switch's side too, so that it holds both ways. A
+flow's cap is one HTB class of 2048, chosen by a classic BPF program from the exclusive or of both ports."""
+
+from __future__ import annotations
+
+from netbottleneck.lab._space import PORTS
+from netbottleneck.lab.spec import LinkSpec
+
+INTERFACE = "nb0"
+UNCAPPED_BPS = 100 * 10**9
+_FLOW_CLASS = 0x1000  # class ids 1:1000 to 1:17ff
+
+
+def address(host: int) -> str:
+    """Return a host's IPv4 address inside the lab."""
+    return f"10.77.0.{host + 1}"
+
+
+def pair_commands(peer_pid: int) -> str:
+    """`ip` commands for the first of two hosts; `peer_pid` lives in the other's namespace."""
+    return f"link add {INTERFACE} type veth peer name {INTERFACE} netns {peer_pid}\n"
+
+
+def switch_commands(pids: list[int]) -> str:
+    """`ip` commands for the switch; one pid in the namespace of each host."""
+    lines = ["link add br0 type bridge mcast_snooping 0", "link set br0 addrgenmode none up"]
+    for host, pid in enumerate(pids):
+        lines.append(f"link add {_port(host)} type veth peer name {INTERFACE} netns {pid}")
+        lines.append(f"link set {_port(host)} addrgenmode none master br0 up")
+    return "\n".join(lines) + "\n"
+
+
+def host_commands(host: int) -> str:
+    """`ip` commands for one host, when its interface is there."""
+    return (
+        f"link set lo up\nlink set {INTERFACE} addrgenmode none\n"
+        f"addr add {address(host)}/24 dev {INTERFACE}\nlink set {INTERFACE} up\n"
+    )
+
+
+def host_caps(spec: LinkSpec, per_flow: bool) -> str:
+    """`tc` commands for one host's side of its link; `per_flow`: with a class per flow."""
+    if spec.link_bps is None and not per_flow:
+        return ""
+    lines = _link(INTERFACE, spec.link_bps or UNCAPPED_BPS)
+    if per_flow:
+        lines += _flows(INTERFACE, spec.flow_bps[0])
+    return "\n".join(lines) + "\n"
+
+
+def switch_caps(spec: LinkSpec, hosts: int) -> str:
+    """`tc` commands for the switch's side of every link."""
+    if spec.link_bps is None:
+        return ""
+    lines: list[str] = []
+    for host in range(hosts):
+        lines += _link(_port(host), spec.link_bps)
+        lines.append(f"qdisc add dev {_port(host)} parent 1:10 pfifo limit 256")
+    return "\n".join(lines) + "\n"
+
+
+def _port(host: int) -> str:
+    return f"port{host}"
+
+
+def _burst_bytes(bps: int) -> int:
+    # 4 ms of traffic: a class that waits for a busy CPU that long loses nothing; never less than two 64 KiB packets
+    return max(128 * 1024, bps // 8 * 4 // 1000)
+
+
+def _class(device: str, parent: str, minor: int, rate: int, ceil: int) -> str:
+    burst = _burst_bytes(ceil)
+    return (
+        f"class add dev {device} parent {parent} classid 1:{minor:x} htb rate {rate}bit ceil {ceil}bit "
+        f"burst {burst} cburst {burst} quantum 60000"
+    )
+
+
+def _link(device: str, bps: int) -> list[str]:
+    return [
+        f"qdisc add dev {device} root handle 1: htb default 10 r2q 1000",
+        _class(device, "1:", 1, bps, bps),
+        _class(device, "1:1", 0x10, min(bps, 10**6), bps),
+    ]
+
+
+def _flows(device: str, bps: int) -> list[str]:
+    lines = [_class(device, "1:1", _FLOW_CLASS + index, min(bps, 10**6), bps) for index in range(PORTS)]
+    return [*lines, f"filter add dev {device} parent 1: protocol ip prio 1 bpf bytecode '{_classifier()}'"]
+
+
+def _classifier() -> str:
+    program = [
+        (48, 0, 0, 23),  # A = protocol
+        (21, 1, 0, 6),  # TCP: go on
+        (21, 0, 9, 17),  # neither TCP nor UDP: the default class
+        (177, 0, 0, 14),  # X = length of the IP header
+        (72, 0, 0, 14),  # A = source port
+        (2, 0, 0, 0),  # M[0] = A
+        (72, 0, 0, 16),  # A = destination port
+        (97, 0, 0, 0),  # X = M[0]
+        (172, 0, 0, 0),  # A ^= X
+        (84, 0, 0, PORTS - 1),  # A &= 2047
+        (68, 0, 0, (1 << 16) + _FLOW_CLASS),  # A |= 1:1000
+        (22, 0, 0, 0),  # return A
+        (6, 0, 0, 0),  # return 0
+    ]
+    return f"{len(program)}," + ",".join(" ".join(map(str, step)) for step in program)

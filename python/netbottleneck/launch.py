@@ -1,0 +1,208 @@
+"""From the launcher's environment to a communicator: place, meeting, listener and `_core.Comm` put together."""
+
+import importlib
+import itertools
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from netbottleneck import rendezvous
+from netbottleneck._version import __version__
+from netbottleneck.env import Settings
+from netbottleneck.errors import Error
+from netbottleneck.place import Place, Topology, detect, host_digest, located, machine_digest, topology
+
+if TYPE_CHECKING:
+    from netbottleneck import _core
+
+__all__ = [
+    "Place",
+    "Topology",
+    "connect",
+    "core",
+    "detect",
+    "host_digest",
+    "located",
+    "machine_digest",
+    "native",
+    "topology",
+]
+
+LOOPBACK = "127.0.0.1"
+
+# Every connect meets under keys of its own; all ranks count alike.
+_meetings = itertools.count()
+
+
+def core() -> ModuleType:
+    """Return the C module; ImportError with one clear line where it is not built."""
+    try:
+        return importlib.import_module("netbottleneck._core")
+    except ImportError as error:
+        raise ImportError(f"netbottleneck._core is not built: {error}; run `make build`") from error
+
+
+def native(settings: Settings) -> str:
+    """Return the first transport of the list that is ours to run; tcp where there is none."""
+    return next((name for name in settings.transports if name in ("tcp", "ofi")), "tcp")
+
+
+def connect(
+    settings: Settings,
+    place: Place,
+    *,
+    recorder: "_core.Recorder | None" = None,
+    transport: str | None = None,
+    streams: int | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> "_core.Comm":
+    """Return a communicator of all ranks of the job; every rank calls this, in the same order of calls.
+
+    transport: "tcp" or "ofi"; None: the first such name of the settings, else tcp. streams: instead of the settings'.
+    Raises ValueError where ranks have no way to meet, TimeoutError naming the ranks that did not come in
+    NETBOTTLENECK_START_TIMEOUT_S, MismatchError where ranks disagree on what Settings.tag holds, Error for a port in
+    use or a missing interface, provider or library, and ImportError where the C module is not built.
+    """
+    module = core()
+    options = {
+        "tag": settings.tag(__version__),
+        "transport": transport or native(settings),
+        "streams": settings.streams if streams is None else streams,
+        "provider": settings.provider,
+        "library": settings.library,
+        "ifname": settings.ifname,
+        "ports": settings.ports,
+        "segment_bytes": settings.segment_bytes,
+        "timeout_s": settings.timeout_s,
+        "stall_s": settings.stall_s,
+        "recorder": recorder,
+    }
+    if place.size == 1:
+        comm: _core.Comm = module.Comm(0, 1, secret=secrets.token_bytes(32), **options)
+        return comm
+    meeting = rendezvous.choose(settings, place, environ)
+    key = f"netbottleneck/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_meetings)}"
+    channel = meeting.channel
+    if channel is None:
+        return _meet_directly(module, settings, place, str(meeting.address), options)
+    if place.rank == 0:
+        return _receive(module, settings, place, meeting, key, options)
+    return _visit(module, settings, place, channel, key, options)
+
+
+def _meet_directly(
+    module: ModuleType, settings: Settings, place: Place, address: str, options: dict[str, object]
+) -> "_core.Comm":
+    """No channel: all know the address and the secret, or there is none, by the user's own word."""
+    secret = settings.secret or f"insecure {address}".encode().ljust(16)
+    listener = _listen(module, settings, address, None) if place.rank == 0 else None
+    comm: _core.Comm = module.Comm(
+        place.rank,
+        place.size,
+        secret=secret,
+        listener=listener,
+        address=None if listener else _resolved(address),
+        **options,
+    )
+    return comm
+
+
+def _receive(
+    module: ModuleType,
+    settings: Settings,
+    place: Place,
+    meeting: rendezvous.Meeting,
+    key: str,
+    options: dict[str, object],
+) -> "_core.Comm":
+    """Rank 0: wait until all others are there, then open the door, say where it is, and let them in."""
+    channel = meeting.channel
+    if channel is None:
+        raise ValueError("rank 0 needs a channel to receive the others through")
+    try:
+        machines = _gather(settings, place, channel, key)
+        same = all(machine == machine_digest() for machine in machines)
+        listener = _listen(module, settings, meeting.address, LOOPBACK if same and settings.ifname is None else None)
+    except OSError as error:
+        channel.put(f"{key}/address", f"!{error}".encode())
+        raise
+    secret = settings.secret or secrets.token_bytes(32)
+    shown = "" if settings.secret else secret.hex()
+    channel.put(f"{key}/address", f"{listener.address} {shown}".encode())
+    try:
+        comm: _core.Comm = module.Comm(place.rank, place.size, secret=secret, listener=listener, **options)
+    finally:
+        for name in ("address", *(f"ready.{rank}" for rank in range(1, place.size))):
+            channel.forget(f"{key}/{name}")
+    return comm
+
+
+def _gather(settings: Settings, place: Place, channel: rendezvous.Channel, key: str) -> list[bytes]:
+    """Return what each other rank left as a sign that it is there: the digest of its machine."""
+    deadline = time.monotonic() + settings.start_timeout_s
+    found = []
+    for rank in range(1, place.size):
+        try:
+            found.append(rendezvous.get(channel, f"{key}/ready.{rank}", deadline))
+        except TimeoutError:
+            missing = [r for r in range(1, place.size) if channel.look(f"{key}/ready.{r}") is None]
+            raise TimeoutError(
+                f"of {place.size} ranks, {_ranks(missing)} did not come to {channel.name} within "
+                f"{settings.start_timeout_s:g} s (NETBOTTLENECK_START_TIMEOUT_S)"
+            ) from None
+    return found
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _visit(
+    module: ModuleType,
+    settings: Settings,
+    place: Place,
+    channel: rendezvous.Channel,
+    key: str,
+    options: dict[str, object],
+) -> "_core.Comm":
+    """Any other rank: say that it is there, learn where rank 0's door is, and go there."""
+    channel.put(f"{key}/ready.{place.rank}", machine_digest())
+    try:
+        # Rank 0 gives up first, and says what is missing.
+        answer = rendezvous.get(channel, f"{key}/address", time.monotonic() + settings.start_timeout_s + 5).decode()
+    except TimeoutError:
+        raise TimeoutError(
+            f"rank 0 did not say at {channel.name} where it listens, within {settings.start_timeout_s:g} s "
+            f"(NETBOTTLENECK_START_TIMEOUT_S); this is rank {place.rank} of {place.size}"
+        ) from None
+    if answer.startswith("!"):
+        raise Error(0, f"rank 0 could not open the job: {answer[1:]}")
+    address, _, shown = answer.partition(" ")
+    secret = settings.secret or bytes.fromhex(shown)
+    if len(secret) < 16:
+        raise ValueError("NETBOTTLENECK_SECRET is set on rank 0 but not here: set it on all ranks or on none")
+    comm: _core.Comm = module.Comm(place.rank, place.size, secret=secret, address=address, **options)
+    return comm
+
+
+def _listen(module: ModuleType, settings: Settings, fixed: str | None, host: str | None) -> "_core.Listener":
+    """Open rank 0's door: at a fixed "host:port", else at a host's address, else on the interface of the settings."""
+    listener: _core.Listener
+    if fixed is not None:
+        where, _, port = _resolved(fixed).rpartition(":")
+        listener = module.Listener(where, None, (int(port), int(port)))
+    else:
+        listener = module.Listener(host, settings.ifname, settings.ports)
+    return listener
+
+
+def _resolved(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    try:
+        return f"{socket.gethostbyname(host)}:{port}"
+    except OSError as error:
+        raise ValueError(f"{address}: no such host: {error}") from error

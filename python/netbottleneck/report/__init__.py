@@ -1,0 +1,88 @@
+"""What a person or a program reads of a run: Run, and the files that a run folder gets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from netbottleneck import recorder
+from netbottleneck import trace as tr
+from netbottleneck import verdict as rules
+from netbottleneck.findings import Findings, find
+from netbottleneck.report import chrome, html, summary, tables, terminal
+from netbottleneck.verdict import Verdict
+from rich.console import Console
+
+__all__ = ["Run"]
+
+
+class Run:
+    """A run that was recorded: a run folder, or a single trace file (*.jsonl.gz).
+
+    Raises FileNotFoundError where there is none, ValueError naming the file for an unknown version.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._folder = self.path if self.path.is_dir() else None
+        self.trace: tr.Trace = (
+            recorder.load(self.path) if self._folder or not self.path.exists() else tr.read(self.path)
+        )
+
+    @cached_property
+    def findings(self) -> Findings:
+        """The numbers."""
+        return find(self.trace)
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """Code, reason, next step."""
+        return rules.decide(self.findings)
+
+    @cached_property
+    def summary(self) -> Mapping[str, Any]:
+        """What summary.json holds."""
+        return summary.summary(self.findings, self.verdict)
+
+    @property
+    def text(self) -> str:
+        """What report.txt holds."""
+        return terminal.text(self.findings, self.verdict)
+
+    def show(self, console: Console | None = None) -> None:
+        """Prints the report."""
+        terminal.show(self.findings, self.verdict, console)
+
+    def write_all(self, folder: Path | str | None = None) -> list[Path]:
+        """Writes every file of the report into `folder` (default: the run's own) and names them.
+
+        Where the run has rings, their readable form goes to ranks/ of the run's own folder.
+        """
+        if folder is None and self._folder is None:
+            raise ValueError(f"{self.path} is a single file: say which folder to write to")
+        place = Path(folder) if folder is not None else self.path
+        place.mkdir(parents=True, exist_ok=True)
+        written = []
+        for name, words in {
+            "summary.json": json.dumps(self.summary, indent=1) + "\n",
+            "layers.csv": tables.layers_csv(self.findings),
+            "collectives.csv": tables.collectives_csv(self.trace),
+            "report.txt": self.text,
+            "report.html": html.page(self.findings, self.verdict),
+        }.items():
+            (place / name).write_text(words, encoding="utf-8")
+            written.append(place / name)
+        chrome.write(self.trace, place / "trace.json.gz")
+        written.append(place / "trace.json.gz")
+        (place / "ranks").mkdir(exist_ok=True)
+        for rank in self.trace.ranks:
+            path = place / "ranks" / f"{rank.rank}.jsonl.gz"
+            tr.write(self.trace.of_rank(rank.rank), path)
+            written.append(path)
+        return written
+
+    def _repr_html_(self) -> str:
+        return html.fragment(self.findings, self.verdict)

@@ -1,0 +1,95 @@
+"""report.html, one file without a script or a link, and the small form for a notebook."""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Any
+
+import jinja2
+from netbottleneck.findings import Findings, Parts
+from netbottleneck.report import words
+from netbottleneck.units import gbit, ms, nbytes, percent
+from netbottleneck.verdict import Verdict
+
+BAR_WIDTH, BAR_HEIGHT, LABEL_WIDTH = 640, 22, 80
+KINDS = (
+    ("compute", "compute"),
+    ("hidden", "compute with hidden communication"),
+    ("exposed", "exposed communication"),
+    ("wait", "waiting for other ranks"),
+    ("other", "other"),
+)
+
+
+def _environment() -> jinja2.Environment:
+    def load(name: str) -> str:
+        return resources.files("netbottleneck.report").joinpath(name).read_text(encoding="utf-8")
+
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(load),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters.update(ms=ms, gbit=gbit, percent=percent, nbytes=nbytes)
+    return environment
+
+
+def _segments(parts: Parts, longest_ns: float) -> list[dict[str, Any]]:
+    lengths = {
+        "compute": parts.compute_ns - parts.hidden_ns,
+        "hidden": parts.hidden_ns,
+        "exposed": parts.exposed_ns,
+        "wait": parts.wait_ns,
+        "other": parts.other_ns,
+    }
+    scale = BAR_WIDTH / longest_ns if longest_ns else 0.0
+    found: list[dict[str, Any]] = []
+    x = 0.0
+    for kind, what in KINDS:
+        width = lengths[kind] * scale
+        if width > 0:
+            found.append(
+                {"kind": kind, "x": round(x, 2), "width": round(width, 2), "what": f"{what}: {ms(lengths[kind])}"}
+            )
+        x += width
+    return found
+
+
+def _context(findings: Findings, verdict: Verdict) -> dict[str, Any]:
+    longest_ns = max((parts.step_ns for parts in findings.parts.values()), default=0.0)
+    bars = [
+        {
+            "name": name,
+            "y": place * (BAR_HEIGHT + 8),
+            "segments": _segments(parts, longest_ns),
+            "step": ms(parts.step_ns),
+        }
+        for place, (name, parts) in enumerate(findings.parts.items())
+    ]
+    return {
+        "f": findings,
+        "trace": findings.trace,
+        "verdict": verdict,
+        "sentence": " ".join(words.sentences(findings)),
+        "warnings": words.warnings(findings),
+        "bars": bars,
+        "kinds": KINDS,
+        "bar_height": BAR_HEIGHT,
+        "label_width": LABEL_WIDTH,
+        "width": LABEL_WIDTH + BAR_WIDTH + 90,
+        "height": len(bars) * (BAR_HEIGHT + 8),
+        "layers": sorted(findings.layers, key=lambda layer: -layer.exposed_ns)[:20],
+        "pairs": {pair.other: pair for pair in findings.comparisons},
+    }
+
+
+def page(findings: Findings, verdict: Verdict) -> str:
+    """The whole page."""
+    return _environment().get_template("report.html.j2").render(_context(findings, verdict))
+
+
+def fragment(findings: Findings, verdict: Verdict) -> str:
+    """The sentence, the bars and the verdict."""
+    return _environment().get_template("fragment.html.j2").render(_context(findings, verdict))

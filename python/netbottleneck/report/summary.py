@@ -1,0 +1,206 @@
+"""summary.json: the findings of a run as plain values, units in the keys; summary.schema.json describes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+from netbottleneck import stats
+from netbottleneck.findings import Findings, Parts
+from netbottleneck.report.words import sentences
+from netbottleneck.scaling import WARMUP_STEPS
+from netbottleneck.trace import Trace
+from netbottleneck.verdict import Verdict, handicap_sentence
+
+VERSION = 1
+FORMULA = "step - (exposed - skew) * (1 - achieved / achievable)"
+
+
+def _s(ns: float | None) -> float | None:
+    return None if ns is None else ns / 1e9
+
+
+def _interval(estimate: stats.Estimate, scale: float = 1.0) -> dict[str, float]:
+    return {"value": estimate.value * scale, "low": estimate.low * scale, "high": estimate.high * scale}
+
+
+def _pair(pair: stats.Paired | None, withheld: bool = False) -> dict[str, Any] | None:
+    if pair is None:
+        return None
+    return {
+        "base": pair.base,
+        "other": pair.other,
+        "pairs": pair.pairs,
+        "steps": pair.steps,
+        "enough": pair.enough,
+        "difference_s": _interval(pair.difference_ns, 1e-9),
+        "ratio": _interval(pair.ratio),
+        "gain": None if withheld else _interval(pair.gain),
+    }
+
+
+def _split(parts: Parts) -> dict[str, Any]:
+    return {
+        "step_s": _s(parts.step_ns),
+        "compute_s": _s(parts.compute_ns),
+        "communication_s": _s(parts.communication_ns),
+        "hidden_communication_s": _s(parts.hidden_ns),
+        "exposed_communication_s": _s(parts.exposed_ns),
+        "wait_s": _s(parts.wait_ns),
+        "other_s": _s(parts.other_ns),
+        "input_s": _s(parts.input_ns),
+        "skew_s": _s(parts.skew_ns),
+        "tensor_bytes": parts.tensor_bytes,
+        "operations": parts.operations,
+        "steps": parts.steps,
+    }
+
+
+def _bandwidth(found: stats.Achieved, link_bps: float | None) -> dict[str, Any]:
+    return {
+        "active_bits_per_s": found.active_bps,
+        "average_bits_per_s": found.average_bps,
+        "active_p10_bits_per_s": found.p10_bps,
+        "active_p90_bits_per_s": found.p90_bps,
+        "wire_bits_per_s": found.wire_bps,
+        "active_utilization": found.active_bps / link_bps if link_bps else None,
+        "average_utilization": found.average_bps / link_bps if link_bps else None,
+        "steps": found.steps,
+    }
+
+
+def _network(trace: Trace) -> dict[str, Any] | None:
+    if trace.network is None:
+        return None
+    return {
+        "how": trace.network.how,
+        "link_bits_per_s": trace.network.link_bps,
+        "flow_bits_per_s": list(trace.network.flow_bps),
+        "verified": dict(trace.network.verified),
+    }
+
+
+def _probe(found: stats.Achievable | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    points = [{"streams": count, "bits_per_s": rate} for count, rate in found.points]
+    best = {"streams": found.best[0], "bits_per_s": found.best[1]}
+    return {"transport": found.transport, "points": points, "best": best}
+
+
+def _ranks(trace: Trace) -> list[dict[str, Any]]:
+    return [
+        {
+            "rank": rank.rank,
+            "hostname": rank.hostname,
+            "host_id": rank.host_id,
+            "finished": rank.finished,
+            "error": rank.error,
+            "clock": {
+                "method": rank.clock.method,
+                "offset_ns": rank.clock.offset_ns,
+                "error_ns": rank.clock.error_ns,
+            },
+            "steps_unfinished": rank.steps_unfinished,
+            "events_dropped": rank.events_dropped,
+            "transports": [
+                {
+                    "name": info.name,
+                    "provider": info.provider,
+                    "streams_open": info.streams_open,
+                    "streams_used": info.streams_used,
+                    "bytes_out": info.bytes_out,
+                    "bytes_in": info.bytes_in,
+                }
+                for info in rank.transports
+            ],
+        }
+        for rank in trace.ranks
+    ]
+
+
+def _layers(findings: Findings) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": layer.name,
+            "parameters": layer.parameters,
+            "bytes": layer.bytes,
+            "buckets": list(layer.buckets),
+            "forward_s": _s(layer.forward_ns),
+            "backward_s": _s(layer.backward_ns),
+            "exposed_communication_s": _s(layer.exposed_ns),
+        }
+        for layer in findings.layers
+    ]
+
+
+def _faults(trace: Trace) -> list[dict[str, Any]]:
+    return [
+        {"rank": f.rank, "kind": f.kind, "time_ns": f.time_ns, "peers": list(f.peers), "waited_s": f.waited_ns / 1e9}
+        for f in trace.faults
+    ]
+
+
+def _steps(findings: Findings) -> dict[str, Any]:
+    return {
+        name: {
+            "median_s": time.median_ns / 1e9,
+            "p10_s": time.p10_ns / 1e9,
+            "p90_s": time.p90_ns / 1e9,
+            "steps": time.steps,
+            "blocks": time.blocks,
+        }
+        for name, time in findings.times.items()
+    }
+
+
+def summary(findings: Findings, verdict: Verdict) -> dict[str, Any]:
+    """The run as JSON values."""
+    trace = findings.trace
+    withheld = findings.handicapped
+    predicted_ns = findings.predicted_full_use_ns
+    return {
+        "version": VERSION,
+        "id": trace.id,
+        "origin": trace.origin,
+        "model": trace.model,
+        "command": list(trace.command),
+        "started_wall_ns": trace.started_wall_ns,
+        "size": trace.size,
+        "transports": list(trace.transports),
+        "base": findings.base,
+        "warmup_steps": WARMUP_STEPS,
+        "sentence": " ".join(sentences(findings)),
+        "verdict": {"code": verdict.code, "why": verdict.why, "next": verdict.next},
+        "network": _network(trace),
+        "steps": _steps(findings),
+        "split": {name: _split(parts) for name, parts in findings.parts.items()},
+        "bandwidth": {name: _bandwidth(found, findings.link_bps) for name, found in findings.achieved.items()},
+        "probe": _probe(findings.achievable),
+        "comparisons": [_pair(pair, withheld) for pair in findings.comparisons],
+        "handicap": _pair(findings.handicap),
+        "gain_withheld": handicap_sentence(findings),
+        "headroom": _pair(findings.headroom),
+        "scaling": {
+            name: {"factor": s.factor, "t1_s": s.t1_ns / 1e9, "tn_s": s.tn_ns / 1e9, "how": s.how}
+            for name, s in findings.scaling.items()
+        },
+        "late": [{"rank": rank, "others_wait_s": ns / 1e9} for rank, ns in findings.late_ns.items()],
+        "predicted": None
+        if predicted_ns is None
+        else {"full_use_step_at_most_s": predicted_ns / 1e9, "formula": FORMULA},
+        "latency_share": findings.latency_share,
+        "layers": _layers(findings),
+        "ranks": _ranks(trace),
+        "faults": _faults(trace),
+        "notes": list(trace.notes),
+    }
+
+
+def schema() -> Mapping[str, Any]:
+    """The JSON schema that is shipped."""
+    text = resources.files("netbottleneck.report").joinpath("summary.schema.json").read_text(encoding="utf-8")
+    loaded: Mapping[str, Any] = json.loads(text)
+    return loaded

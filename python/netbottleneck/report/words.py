@@ -1,0 +1,89 @@
+"""The findings in sentences. Each number is labelled measured or predicted; what is not known is left out."""
+
+from __future__ import annotations
+
+from netbottleneck.findings import Findings
+from netbottleneck.trace import NULL, Rank
+from netbottleneck.units import gbit, ms, percent, streams
+from netbottleneck.verdict import best_gain, handicap_sentence, stock_is_as_good
+
+# A rank that makes the others wait less than this part of the step is not named.
+LATE_SHARE_MIN = 0.01
+
+
+def sentences(findings: Findings) -> list[str]:
+    """What a report opens with."""
+    base = findings.base
+    if base is None:
+        return ["No step could be split: only the untouched script was recorded, or nothing."]
+    parts = findings.parts[base]
+    found = [f"Of your {ms(parts.step_ns)} step, {ms(parts.exposed_ns)} is exposed communication ({findings.label})."]
+    found += _bandwidth(findings, base)
+    predicted = findings.predicted_full_use_ns
+    if predicted is not None and predicted < parts.step_ns:
+        found.append(f"At full use the step would be {ms(predicted)} at most (predicted).")
+    found += _comparison(findings)
+    if findings.late_ns:
+        rank = max(findings.late_ns, key=lambda r: findings.late_ns[r])
+        if findings.late_ns[rank] >= LATE_SHARE_MIN * parts.step_ns:
+            found.append(f"Rank {rank} makes the others wait {ms(findings.late_ns[rank])} ({findings.label}).")
+    return found
+
+
+def _bandwidth(findings: Findings, base: str) -> list[str]:
+    did, can = findings.achieved.get(base), findings.achievable
+    if did is None:
+        return []
+    moved = f"The {base} path moved data at {gbit(did.active_bps)} in transfer, {gbit(did.average_bps)} over the step"
+    label = findings.label
+    if can is None:
+        return [f"{moved} ({label})."]
+    return [f"{moved} ({label}); these hosts can do {gbit(can.best[1])} with {streams(can.best[0])} ({label})."]
+
+
+def _comparison(findings: Findings) -> list[str]:
+    pair = best_gain(findings)
+    if pair is not None:
+        gain = pair.gain
+        return [
+            f"With {pair.other} the step is {percent(gain.value)} shorter, {percent(gain.low)} to {percent(gain.high)} "
+            f"({findings.label})."
+        ]
+    if stock_is_as_good(findings):
+        tried = ", ".join(p.other for p in findings.comparisons if p.enough)
+        return [f"The {findings.base} path is as good as {tried} ({findings.label})."]
+    return []
+
+
+def _about_rank(rank: Rank, origin: str) -> list[str]:
+    found = []
+    if rank.steps_unfinished:
+        found.append(f"rank {rank.rank}: {rank.steps_unfinished} step(s) began and never ended; left out.")
+    if rank.events_dropped:
+        found.append(f"rank {rank.rank}: {rank.events_dropped} event(s) dropped; its numbers may be too low.")
+    if rank.error:
+        found.append(f"rank {rank.rank} failed: {rank.error}")
+    elif not rank.finished and origin == "measured":
+        found.append(f"rank {rank.rank} did not end in good order.")
+    if rank.clock.method in ("wall", "none") and rank.rank != 0:
+        found.append(f"rank {rank.rank}: its clock was laid on rank 0's by its wall time, or not at all.")
+    return found
+
+
+def warnings(findings: Findings) -> list[str]:
+    """What a reader must know before believing the rest."""
+    trace = findings.trace
+    found = [sentence for sentence in [handicap_sentence(findings)] if sentence]
+    if NULL in findings.times:
+        found.append("null moved nothing: the training of this run is not valid.")
+    for rank in trace.ranks:
+        found += _about_rank(rank, trace.origin)
+    missing = sorted(set(range(trace.size)) - {rank.rank for rank in trace.ranks})
+    if missing:
+        found.append(f"no record of rank {', '.join(map(str, missing))}.")
+    for f in trace.faults:
+        found.append(f"rank {f.rank}: {f.kind.replace('_', ' ')}, rank {', '.join(map(str, f.peers)) or '?'}")
+    for pair in findings.comparisons:
+        if not pair.enough:
+            found.append(f"comparison with {pair.other}: {pair.pairs} pair of blocks is too few.")
+    return [*found, *trace.notes]

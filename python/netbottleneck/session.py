@@ -1,0 +1,258 @@
+"""A measured run in this process: its folder, its rings, and its arms, which take turns by blocks of steps."""
+
+import atexit
+import json
+import logging
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from netbottleneck import comm as comms
+from netbottleneck import job, launch
+from netbottleneck.env import Settings, describe
+from netbottleneck.recorder import EVENTS
+
+if TYPE_CHECKING:
+    from netbottleneck import _core
+
+FOLDER_BYTES = 1024  # of a folder's name as ranks exchange it
+FINISH_S = 20.0  # how long rank 0 waits for the others' records before it reports
+RANKS = "ranks"
+
+logger = logging.getLogger("netbottleneck")
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Which arm a step belongs to: blocks of equal length, the order of the arms turned round from cycle to cycle.
+
+    So a drift of the machine counts for no arm (A B, B A, A B, …).
+    """
+
+    arms: tuple[str, ...]
+    length: int
+
+    def at(self, step: int) -> tuple[int, int]:
+        """Return (block, index of the arm) of a step."""
+        block = step // self.length
+        cycle, position = divmod(block, len(self.arms))
+        return block, position if cycle % 2 == 0 else len(self.arms) - 1 - position
+
+
+@dataclass
+class Session:
+    """What all hooks of this process write to. Between `end` and `begin` lies what belongs to no step."""
+
+    settings: Settings
+    place: launch.Place
+    folder: Path
+    blocks: Blocks
+    recorder: "_core.Recorder"
+    arms: Mapping[str, comms.Communicator]
+    control: "_core.Comm"
+    model: str = ""
+    network: Mapping[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+    step: int = 0
+    running: bool = False
+    closed: bool = False
+    described: dict[str, Any] = field(default_factory=dict)
+    on_close: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def arm(self) -> str:
+        """The name of the arm that the current step belongs to."""
+        return self.blocks.arms[self.blocks.at(self.step)[1]]
+
+    @property
+    def sampled(self) -> bool:
+        """True for steps in which each module is stamped."""
+        every = self.settings.sample_every
+        return every > 0 and self.counted and self.step % every == every // 2
+
+    @property
+    def counted(self) -> bool:
+        """True for steps inside START_STEP and END_STEP."""
+        end = self.settings.end_step
+        return self.step >= self.settings.start_step and (end == 0 or self.step < end)
+
+    def begin(self) -> None:
+        """Stamp the beginning of a step."""
+        block, arm = self.blocks.at(self.step)
+        self.recorder.step = self.step
+        for communicator in self.arms.values():
+            ring = getattr(communicator, "_ring", None)
+            if ring is not None:
+                ring.step = self.step
+        self.running = True
+        if self.counted:
+            self.recorder.put(EVENTS["STEP_BEGIN"], 0, block, arm, int(self.sampled))
+
+    def end(self) -> None:
+        """Stamp the end of a step, and go on to the next."""
+        if self.running and self.counted:
+            self.recorder.put(EVENTS["STEP_END"])
+        self.running = False
+        self.step += 1
+
+    def describe(self, **what: Any) -> None:
+        """Add to this rank's description of itself (parameters, modules, buckets), and write it down."""
+        self.described.update(what)
+        self.write(finished=False)
+
+    def write(self, *, finished: bool, error: str | None = None) -> None:
+        """Write this rank's description of itself."""
+        meta = {
+            "version": 1,
+            "rank": self.place.rank,
+            "size": self.place.size,
+            "hostname": platform.node(),
+            "host_id": launch.host_digest(self.settings).hex(),
+            "pid": os.getpid(),
+            "finished": finished,
+            "error": error,
+            "transports": {name: arm.info() for name, arm in self.arms.items()},
+            **self.described,
+        }
+        _write_json(self.folder / RANKS / f"{self.place.rank}.meta.json", meta)
+
+    def close(self, error: str | None = None) -> None:
+        """End the run: records are complete on disk when this returns, on every rank that came so far."""
+        if self.closed:
+            return
+        self.closed = True
+        if self.running and error is None:
+            self.running = False  # a step that was begun and never ended: the loop is over
+        for call in self.on_close:
+            call()
+        self.write(finished=error is None, error=error)
+        for arm in self.arms.values():
+            arm.close()
+        self.recorder.close()
+
+    def wait_for_records(self) -> None:
+        """Wait until all ranks' records are there, as far as this host can see them; at most FINISH_S."""
+        until = time.monotonic() + FINISH_S
+        missing = set(range(self.place.size))
+        while missing and time.monotonic() < until:
+            missing = {rank for rank in missing if not _finished(self.folder / RANKS / f"{rank}.meta.json")}
+            if missing:
+                time.sleep(0.02)
+        if missing:
+            logger.warning("no complete record of ranks %s in %s", sorted(missing), self.folder)
+
+
+def _finished(path: Path) -> bool:
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(meta.get("finished") or meta.get("error"))
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(f".{os.getpid()}.tmp")
+    scratch.write_text(json.dumps(value, indent=1), encoding="utf-8")
+    scratch.replace(path)
+
+
+def _folder(settings: Settings, directory: str | None, agree: Callable[[bytes], list[bytes]]) -> Path:
+    """Return the run folder, the same on all ranks: rank 0 names it."""
+    stamp = os.environ.get("SLURM_JOB_ID") or time.strftime("%Y%m%d-%H%M%S")
+    chosen = Path(directory or settings.directory or f"netbottleneck-{stamp}").absolute()
+    name = str(chosen).encode()
+    if len(name) > FOLDER_BYTES:
+        raise ValueError(f"NETBOTTLENECK_DIR={chosen}: a name of at most {FOLDER_BYTES} bytes is needed")
+    return Path(agree(name.ljust(FOLDER_BYTES))[0].decode().rstrip())
+
+
+def _arm(
+    name: str,
+    settings: Settings,
+    place: launch.Place,
+    folder: Path,
+    recorder: "_core.Recorder",
+    control: "_core.Comm",
+    group: Any,
+) -> comms.Communicator:
+    if name in ("tcp", "ofi"):
+        ring = _ring(folder, place.rank, name, settings)
+        return comms.Native(name, launch.connect(settings, place, recorder=ring, transport=name), ring)
+    if name == "null":
+        return comms.Null()
+    if name in ("stock", "bare"):
+        chosen = group if group is not None else comms.stock_group(settings, place, control.exchange)
+        return comms.Stock(chosen, place.size, recorder)
+    raise ValueError(f"NETBOTTLENECK_TRANSPORT={name}: must be a list of {', '.join(comms.KINDS)}")
+
+
+def _ring(folder: Path, rank: int, name: str, settings: Settings) -> "_core.Recorder":
+    path = folder / RANKS / f"{rank}.{name}.ring"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ring: _core.Recorder = launch.core().Recorder(str(path), settings.trace_events, rank)
+    return ring
+
+
+def open_session(
+    settings: Settings,
+    *,
+    arms: tuple[str, ...] | None = None,
+    group: Any = None,
+    directory: str | None = None,
+    model: str = "",
+    network: Mapping[str, Any] | None = None,
+    notes: tuple[str, ...] = (),
+) -> Session:
+    """Return a session of all ranks of the job; every rank calls this.
+
+    arms: transports that take turns; the settings' where None. "bare" means the user's own path, untouched: the
+    hooks that use the session know how to step aside. group: a torch.distributed group that stock uses.
+    Raises as launch.connect, and OSError where the folder cannot be written.
+    """
+    this = job.start(settings)
+    place, control = this.place, this.comm
+    names = arms or settings.transports
+    folder = _folder(settings, directory, control.exchange)
+    recorder = _ring(folder, place.rank, "train", settings)
+    made: dict[str, comms.Communicator] = {}
+    for name in dict.fromkeys(names):
+        made[name] = _arm(name, settings, place, folder, recorder, control, group)
+    opened = Session(
+        settings,
+        place,
+        folder,
+        Blocks(tuple(dict.fromkeys(names)), settings.block_steps),
+        recorder,
+        made,
+        control,
+        model,
+        network,
+        list(notes),
+    )
+    if place.rank == 0:
+        _write_json(folder / "run.json", _run(opened))
+        _write_json(folder / "env.json", {row.name: [row.value, row.source] for row in describe(settings)})
+    opened.write(finished=False)
+    control.exchange(b"ready".ljust(8))
+    atexit.register(opened.close)
+    return opened
+
+
+def _run(session: Session) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "id": session.folder.name,
+        "command": sys.argv,
+        "started_wall_ns": time.time_ns(),
+        "size": session.place.size,
+        "transports": list(session.blocks.arms),
+        "network": session.network,
+        "model": session.model,
+        "notes": session.notes,
+    }

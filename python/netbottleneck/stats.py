@@ -1,0 +1,245 @@
+"""Comparisons over a trace: transports by alternating blocks, achieved and achievable bandwidth, scaling factor.
+
+Pure and seeded: the same trace gives the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from netbottleneck.scaling import WARMUP_STEPS, Split, counted
+from netbottleneck.trace import NULL, SINGLE, Collective, Trace
+from numpy.typing import NDArray
+
+BOOTSTRAP_DRAWS = 2000
+BOOTSTRAP_SEED = 0
+# Fewer pairs of blocks than this carry no claim.
+PAIRS_MIN = 2
+# Fewest operations, and smallest ratio of sizes, that a latency can be fitted to.
+FIT_OPERATIONS_MIN = 8
+FIT_SIZES_RATIO_MIN = 2.0
+# Of the probe, the fewest streams within this of the best are named.
+PROBE_NEAR_BEST = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A value with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """Steps under `other` against steps under `base`, over pairs of neighbouring blocks.
+
+    difference_ns: other minus base; ratio: other over base. Both are medians over the pairs of the difference or ratio
+    of the blocks' median steps; intervals by bootstrap over pairs and over the steps within each block.
+    """
+
+    base: str
+    other: str
+    pairs: int
+    steps: int
+    difference_ns: Estimate
+    ratio: Estimate
+
+    @property
+    def enough(self) -> bool:
+        """Whether there are pairs enough for a claim."""
+        return self.pairs >= PAIRS_MIN
+
+    @property
+    def gain(self) -> Estimate:
+        """The part of base's step that other saves."""
+        return Estimate(1 - self.ratio.value, 1 - self.ratio.high, 1 - self.ratio.low)
+
+
+def step_times(trace: Trace, transport: str, warmup: int = WARMUP_STEPS) -> dict[int, NDArray[np.float64]]:
+    """By block: ns of each counted step under a transport, the median over the ranks that finished it."""
+    by_step: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for step in counted(trace, warmup):
+        if step.transport == transport:
+            by_step[step.block, step.index].append(step.duration_ns)
+    blocks: dict[int, list[float]] = defaultdict(list)
+    for (block, _), lengths in sorted(by_step.items()):
+        blocks[block].append(float(np.median(lengths)))
+    return {block: np.array(lengths) for block, lengths in blocks.items()}
+
+
+def _pairs(
+    base: Mapping[int, NDArray[np.float64]], other: Mapping[int, NDArray[np.float64]]
+) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+    """Neighbouring blocks of two transports, each block once: blocks of third transports between them do not count."""
+    blocks = sorted([(block, 0) for block in base] + [(block, 1) for block in other])
+    found = []
+    place = 0
+    while place + 1 < len(blocks):
+        (left, is_other), (right, next_is_other) = blocks[place], blocks[place + 1]
+        if is_other == next_is_other:
+            place += 1
+            continue
+        found.append((base[right], other[left]) if is_other else (base[left], other[right]))
+        place += 2
+    return found
+
+
+def _estimate(values: NDArray[np.float64], draws: NDArray[np.float64]) -> Estimate:
+    low, high = np.percentile(draws, [2.5, 97.5])
+    return Estimate(float(np.median(values)), float(low), float(high))
+
+
+def compare(
+    trace: Trace, base: str, other: str, warmup: int = WARMUP_STEPS, seed: int = BOOTSTRAP_SEED
+) -> Paired | None:
+    """The paired comparison of two transports of one run; None where no two of their blocks are neighbours."""
+    pairs = _pairs(step_times(trace, base, warmup), step_times(trace, other, warmup))
+    if not pairs:
+        return None
+    random = np.random.default_rng(seed)
+
+    def redraw(lengths: NDArray[np.float64]) -> NDArray[np.float64]:
+        picks: NDArray[np.int64] = random.integers(len(lengths), size=(BOOTSTRAP_DRAWS, len(lengths)))
+        return np.asarray(np.median(lengths[picks], axis=1), np.float64)
+
+    found = np.array([[np.median(a), np.median(b)] for a, b in pairs])
+    drawn = np.array([[redraw(a), redraw(b)] for a, b in pairs])
+    which = random.integers(len(pairs), size=(BOOTSTRAP_DRAWS, len(pairs)))
+    column = random.integers(BOOTSTRAP_DRAWS, size=which.shape)
+    a, b = drawn[which, 0, column], drawn[which, 1, column]
+    return Paired(
+        base,
+        other,
+        len(pairs),
+        sum(len(x) + len(y) for x, y in pairs),
+        _estimate(found[:, 1] - found[:, 0], np.median(b - a, axis=1)),
+        _estimate(found[:, 1] / found[:, 0], np.median(b / a, axis=1)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Achieved:
+    """What a transport did, one direction, in busbw (tensor bits times 2(n-1)/n for an all-reduce).
+
+    active: over the time in transfer; average: over whole steps. Never one without the other. p10, p90: of single
+    steps' active rate. wire_bps: active, from completions; None where the transport does not tell.
+    """
+
+    transport: str
+    active_bps: float
+    average_bps: float
+    p10_bps: float
+    p90_bps: float
+    wire_bps: float | None
+    steps: int
+
+
+def achieved(transport: str, splits: Iterable[Split]) -> Achieved | None:
+    """Over the steps of a transport; None where nothing moved."""
+    moved = [s for s in splits if s.transport == transport and s.transfer_ns > 0 and s.bus_bytes > 0]
+    if not moved:
+        return None
+    transfer_ns = sum(s.transfer_ns for s in moved)
+    rates = [8e9 * s.bus_bytes / s.transfer_ns for s in moved]
+    wire = [s.wire_bytes for s in moved if s.wire_bytes is not None]
+    p10, p90 = np.percentile(rates, [10, 90])
+    return Achieved(
+        transport,
+        8e9 * sum(s.bus_bytes for s in moved) / transfer_ns,
+        8e9 * sum(s.bus_bytes for s in moved) / sum(s.step_ns for s in moved),
+        float(p10),
+        float(p90),
+        8e9 * sum(wire) / transfer_ns if len(wire) == len(moved) else None,
+        len(moved),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Achievable:
+    """What a probe reached: (streams, bits/s) points, medians over ranks; best: the fewest streams near the top."""
+
+    transport: str
+    points: tuple[tuple[int, float], ...]
+    best: tuple[int, float]
+
+
+def achievable(trace: Trace) -> Achievable | None:
+    """The probe of the transport that reached most; None without a probe."""
+    rates: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for rank in trace.ranks:
+        for info in rank.transports:
+            for point in info.probe:
+                if point.bits_per_s > 0:
+                    rates[info.name][point.lanes].append(point.bits_per_s)
+    found = []
+    for name, by_lanes in rates.items():
+        points = tuple((lanes, float(np.median(values))) for lanes, values in sorted(by_lanes.items()))
+        top = max(rate for _, rate in points)
+        found.append(Achievable(name, points, next(p for p in points if p[1] >= PROBE_NEAR_BEST * top)))
+    return max(found, key=lambda a: a.best[1], default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """T_1 / T_n for equal work per worker. how: "measured" or "estimated from compute"."""
+
+    factor: float
+    t1_ns: float
+    tn_ns: float
+    how: str
+
+
+def scaling_factor(trace: Trace, transport: str, splits: Sequence[Split]) -> Scaling | None:
+    """T_1 by one rank alone in the same run, else by the steps less exposed communication and waiting."""
+    times = [t for lengths in step_times(trace, transport).values() for t in lengths.tolist()]
+    alone = [t for lengths in step_times(trace, SINGLE).values() for t in lengths.tolist()]
+    if not times:
+        return None
+    tn_ns = float(np.median(times))
+    if alone:
+        t1_ns, how = float(np.median(alone)), "measured"
+    else:
+        own = [s.step_ns - s.exposed_ns - s.wait_ns for s in splits if s.transport == transport]
+        if not own:
+            return None
+        t1_ns, how = float(np.median(own)), "estimated from compute"
+    return Scaling(t1_ns / tn_ns, t1_ns, tn_ns, how)
+
+
+def latency_share(operations: Sequence[Collective]) -> float | None:
+    """The part of transfer time that does not depend on size: a of ns = a + b bytes, by least squares.
+
+    Over operations that ran alone on their rank; None where these are too few or too alike in size.
+    """
+    points = []
+    by_rank: dict[int, list[Collective]] = defaultdict(list)
+    for c in operations:
+        if c.finished and c.tensor_bytes > 0:
+            by_rank[c.rank].append(c)
+    for rows in by_rank.values():
+        spans = sorted(((c.start_ns or 0), (c.done_ns or 0), c.tensor_bytes) for c in rows)
+        busy_until = 0
+        for place, (start, done, nbytes) in enumerate(spans):
+            followed = place + 1 < len(spans) and spans[place + 1][0] < done
+            if start >= busy_until and not followed:
+                points.append((nbytes, done - start))
+            busy_until = max(busy_until, done)
+    if len(points) < FIT_OPERATIONS_MIN:
+        return None
+    sizes, times = np.array(points, np.float64).T
+    if sizes.max() < FIT_SIZES_RATIO_MIN * sizes.min():
+        return None
+    slope, constant = np.polyfit(sizes, times, 1)
+    if slope < 0:
+        return 1.0
+    return float(np.clip(constant * len(times) / times.sum(), 0.0, 1.0))
+
+
+def headroom(trace: Trace, base: str) -> Paired | None:
+    """Steps in which nothing moved against those of `base`, where the run had them."""
+    return compare(trace, base, NULL)

@@ -1,0 +1,98 @@
+"""Horovod's functions on models and optimizers: one rank's state for all."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from netbottleneck.ops import allgather_object, broadcast_object
+from netbottleneck.torch.mpi_ops import broadcast_async_, synchronize
+
+__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Give every rank the root's parameters, in place.
+
+    params: a dict such as model.state_dict(), or a list of tensors or of (name, tensor) pairs such as
+    model.named_parameters(); the same on every rank. Values that are no tensors are left as they are. Raises
+    ValueError for anything else.
+    """
+    if isinstance(params, Mapping):
+        pairs = sorted(params.items())
+    elif isinstance(params, Iterable):
+        pairs = [item if isinstance(item, tuple) else (str(index), item) for index, item in enumerate(params)]
+    else:
+        raise ValueError(f"invalid params of type {type(params).__name__}: a dict or a list of tensors is required")
+    _broadcast([(str(name), value) for name, value in pairs if isinstance(value, torch.Tensor)], root_rank)
+
+
+def _broadcast(pairs: list[tuple[str, torch.Tensor]], root_rank: int) -> None:
+    under_way = []
+    for name, tensor in pairs:
+        target = tensor.detach()
+        travelling = target if target.is_contiguous() and target.device.type == "cpu" else target.cpu().contiguous()
+        under_way.append((broadcast_async_(travelling, root_rank, name), travelling, target))
+    for handle, travelling, target in under_way:
+        synchronize(handle)
+        if travelling is not target:
+            target.copy_(travelling)
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
+    """Give every rank the root's optimizer state and options.
+
+    Tensors are written in place where they have the root's shape and type, else made; everything else travels as it
+    is, by one pickle. A rank that has more state than the root loses it. model is taken for compatibility and not
+    used. Raises ValueError for LBFGS, whose state is its own kind.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("cannot broadcast torch.optim.LBFGS state")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    mine = [
+        {key: _outline(value) for key, value in optimizer.state.get(parameter, {}).items()} for parameter in parameters
+    ]
+    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    states, options = broadcast_object((mine, options), root_rank, "optimizer_state")
+    for group, chosen in zip(optimizer.param_groups, options, strict=True):
+        for key in set(group) - set(chosen) - {"params"}:
+            del group[key]
+        group.update(chosen)
+    travelling: list[tuple[str, torch.Tensor]] = []
+    for index, (parameter, state) in enumerate(zip(parameters, states, strict=True)):
+        if state or parameter in optimizer.state:
+            optimizer.state[parameter] = _filled(optimizer.state[parameter], state, parameter, index, travelling)
+    _broadcast(travelling, root_rank)
+
+
+class _Outline:
+    """A tensor without its numbers."""
+
+    def __init__(self, tensor: torch.Tensor, of: str) -> None:
+        self.shape, self.dtype, self.of = tensor.shape, tensor.dtype, of
+
+
+def _outline(value: Any) -> Any:
+    return _Outline(value, value.device.type) if isinstance(value, torch.Tensor) else value
+
+
+def _filled(
+    old: dict[str, Any],
+    state: dict[str, Any],
+    parameter: torch.Tensor,
+    index: int,
+    travelling: list[tuple[str, torch.Tensor]],
+) -> dict[str, Any]:
+    """Return the state of one parameter with room for the root's tensors, and list these as travelling."""
+    new: dict[str, Any] = {}
+    for key, value in state.items():
+        if not isinstance(value, _Outline):
+            new[key] = value
+            continue
+        here = old.get(key)
+        if not isinstance(here, torch.Tensor) or here.shape != value.shape or here.dtype != value.dtype:
+            device = "cpu" if value.of == "cpu" else parameter.device
+            here = torch.zeros(value.shape, dtype=value.dtype, device=device)
+        new[key] = here
+        travelling.append((f"optimizer.{index}.{key}", here))
+    return new

@@ -1,0 +1,214 @@
+"""Horovod's DistributedOptimizer: any torch optimizer, whose gradients are reduced while the backward pass runs."""
+
+import warnings
+import weakref
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from netbottleneck import job, steps
+from netbottleneck.torch.compression import Compression, Compressor
+from netbottleneck.torch.gradients import Gradients
+from netbottleneck.torch.one_by_one import PassGuard, PerParameter
+from netbottleneck.torch.reductions import allreduce_async_
+
+
+class Reduction(Protocol):
+    """What carries an optimizer's gradients."""
+
+    passes: int
+
+    @property
+    def pending(self) -> int:
+        """How much was sent and not waited for."""
+
+    def flush(self) -> None:
+        """Send what is not sent."""
+
+    def wait(self) -> None:
+        """Wait until all gradients are back."""
+
+    def close(self) -> None:
+        """Remove the hooks."""
+
+
+class _Distributed(torch.optim.Optimizer):
+    """What a distributed optimizer adds to the class of the one that it was made from; the state is that one's."""
+
+    _reduction: Reduction | None
+    _guard: PassGuard | None
+    _parameter_names: dict[torch.Tensor, str]
+    _synchronized: bool
+    _should_synchronize: bool
+    backward_passes_per_step: int
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Say how many backward passes come before a step, from now on."""
+        self.backward_passes_per_step = _positive(passes)
+        if self._reduction is not None:
+            self._reduction.passes = passes
+        if self._guard is not None:
+            self._guard.limit = passes
+
+    def synchronize(self) -> None:
+        """Wait until all gradients are reduced, sending zeros for those that the backward pass did not reach."""
+        if self._reduction is not None:
+            self._reduction.flush()
+            self._reduction.wait()
+        if self._guard is not None:
+            self._guard.reset()
+        self._synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Generator[None, None, None]:
+        """Make step() skip its own synchronize(): for gradients that were changed after one, as clipping does."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduce what is left to reduce, and make a step; a closure's gradients are reduced after it."""
+        if closure is not None and self._should_synchronize:
+            return super().step(self._synchronizing(closure))
+        if self._should_synchronize:
+            if self._synchronized:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(): gradients are reduced twice",
+                    stacklevel=2,
+                )
+            self.synchronize()
+        self._synchronized = False
+        return super().step() if closure is None else super().step(closure)
+
+    def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self.synchronize()
+            self._synchronized = False
+            return loss
+
+        return run
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Forget gradients, as the base class does; AssertionError while they are on their way."""
+        if self._reduction is not None and self._reduction.pending:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(): the gradients are on their way to the other ranks"
+            )
+        super().zero_grad(*args, **kwargs)
+
+
+def DistributedOptimizer(  # noqa: PLR0913, PLR0917 - Horovod's name and signature
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = steps.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+) -> Any:
+    """Return an optimizer of the same class whose step() uses gradients that are reduced over all ranks.
+
+    It shares parameters and state with the one that is given, which must not be used any more. Gradients travel in
+    buckets, each as soon as it is complete; with compression, or sparse_as_dense, each gradient travels alone and
+    Python runs for it: slower. backward_passes_per_step gradients are added up before they travel.
+    gradient_predivide_factor divides before the sum, the rest of the division comes after it; only with op=Average.
+    num_groups and groups are taken for compatibility: the buckets are such groups.
+
+    Raises ValueError for named_parameters that repeat a name or leave a parameter out, for a predivide factor with
+    another op, and for a parameter that is not in host memory or whose type cannot be reduced.
+    """
+    if gradient_predivide_factor != 1.0 and op != steps.Average:
+        raise ValueError("gradient_predivide_factor is for op=Average only")
+    named = _named(optimizer, named_parameters)
+    made: type[Any] = type(
+        type(optimizer).__name__, (_Distributed, type(optimizer)), {"__doc__": type(optimizer).__doc__}
+    )
+    result: Any = object.__new__(made)
+    # A scheduler that was made before has replaced the old one's step; that replacement is not for this one.
+    result.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    result._parameter_names = {parameter: name for name, parameter in named}
+    result._synchronized = False
+    result._should_synchronize = True
+    result.backward_passes_per_step = _positive(backward_passes_per_step)
+    this = job.current()
+    reduce, _ = steps.reduction(op, this.place.size)
+    result._reduction = None
+    result._guard = None
+    if this.place.size == 1 and this.recorder is None:
+        return result
+    label = f"optimizer.{this.number('optimizer')}"
+    if compression is not Compression.none or sparse_as_dense:
+
+        def start(tensor: torch.Tensor, name: str) -> int:
+            return allreduce_async_(
+                tensor,
+                name=f"{label}.{name}",
+                op=op,
+                prescale_factor=1.0 / gradient_predivide_factor,
+                postscale_factor=gradient_predivide_factor,
+            )
+
+        slow = PerParameter(named, compression, start, backward_passes_per_step, sparse_as_dense)
+        result._reduction = slow
+        weakref.finalize(result, slow.close)
+        return result
+    # Autograd would add to memory that is being reduced.
+    result._guard = PassGuard([p for _, p in named if p.requires_grad], backward_passes_per_step)
+    gradients = Gradients(
+        named,
+        recorder=this.recorder,
+        passes=backward_passes_per_step,
+        direct_bytes=this.settings.direct_bytes,
+        label=label,
+    )
+    moved = this.place.size > 1 and this.settings.transports[0] != "null"
+    gradients.target(this.comm if moved else None, op == steps.Average, predivide=gradient_predivide_factor, op=reduce)
+    result._reduction = gradients
+    weakref.finalize(result, gradients.close)
+    weakref.finalize(result, result._guard.close)
+    this.observer.gradients(gradients, result)
+    return result
+
+
+def _positive(passes: int) -> int:
+    if passes < 1:
+        raise ValueError(f"backward_passes_per_step={passes}: at least 1 is required")
+    return passes
+
+
+def _named(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+) -> list[tuple[str, torch.Tensor]]:
+    """Return (name, parameter) of all that the optimizer has, in its own order, which is that of the model."""
+    own = [
+        (f"allreduce.noname.{index}.{member}", parameter)
+        for index, group in enumerate(optimizer.param_groups)
+        for member, parameter in enumerate(group["params"])
+    ]
+    if named_parameters is None:
+        return own
+    given = list(named_parameters)
+    if any(not isinstance(item, tuple) for item in given):
+        raise ValueError("named_parameters must be (name, parameter) pairs, as model.named_parameters() gives them")
+    seen: set[str] = set()
+    repeated = sorted({name for name, _ in given if name in seen or seen.add(name)})  # type: ignore[func-returns-value]
+    if repeated:
+        raise ValueError(f"named_parameters must have unique names; these are repeated: {', '.join(repeated)}")
+    names = {parameter: name for name, parameter in given}
+    missing = [name for name, parameter in own if parameter not in names]
+    if missing:
+        raise ValueError(
+            f"named_parameters leaves out {len(missing)} parameters of the optimizer (by group and number: "
+            f"{', '.join(name.removeprefix('allreduce.noname.') for name in missing)}): give all, or none"
+        )
+    return [(names[parameter], parameter) for _, parameter in own]

@@ -1,0 +1,40 @@
+"""Numbers in words, once: ms, Gbit/s, MiB, per cent."""
+
+from __future__ import annotations
+
+
+def _digits(value: float) -> str:
+    """Three digits that matter, no exponent."""
+    size = abs(value)
+    return f"{value:.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
+
+
+def ms(ns: float) -> str:
+    """12345678 ns: "12.3 ms"."""
+    return f"{_digits(ns / 1e6)} ms"
+
+
+def gbit(bits_per_s: float) -> str:
+    """3.1e9: "3.10 Gbit/s"; small rates in Mbit/s."""
+    if 0 < abs(bits_per_s) < 1e8:
+        return f"{_digits(bits_per_s / 1e6)} Mbit/s"
+    return f"{_digits(bits_per_s / 1e9)} Gbit/s"
+
+
+def percent(part: float) -> str:
+    """0.123: "12 %"; below ten with one decimal."""
+    value = 100 * part
+    return f"{value:.0f} %" if abs(value) >= 10 else f"{value:.1f} %"
+
+
+def nbytes(count: float) -> str:
+    """26214400: "25.0 MiB"."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def streams(count: int) -> str:
+    """4: "4 streams"."""
+    return f"{count} stream{'' if count == 1 else 's'}"

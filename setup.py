@@ -1,0 +1,121 @@
+"""Builds netbottleneck._core, one C extension for all CPythons from 3.11 on, and the lab's preload shim."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import cbuild  # noqa: E402
+
+LIMITED_API = "0x030b0000"
+SHIM_SOURCE = ROOT / "csrc" / "lab" / "flowcap.c"
+SHIM_NAME = "libnbflowcap.so"
+
+
+def our_own_build() -> bool:
+    """Tell whether warnings are errors: in our builds, not in a user's."""
+    return os.environ.get("NETBOTTLENECK_WERROR") == "1"
+
+
+def python_include_flags() -> list[str]:
+    """Name Python's headers as a system's, so that only our own code is warned about."""
+    return [f"-isystem{path}" for path in {sysconfig.get_path("include"), sysconfig.get_path("platinclude")}]
+
+
+class BuildCore(build_ext):
+    """Compiles what has changed, on all cores, and links it the usual way."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Build one extension; its sources are kept out of the base class, which would compile them one by one."""
+        flags = [*cbuild.base_flags(), *python_include_flags(), *ext.extra_compile_args]
+        flags += [f"-D{name}={value}" for name, value in ext.define_macros]
+        if our_own_build():
+            flags += cbuild.WARNINGS
+        folder = ROOT / "build" / "core" / f"{sys.platform}-{platform.machine()}-{sys.implementation.cache_tag}"
+        try:
+            objects = cbuild.compile_all(
+                [ROOT / source for source in ext.sources], folder, [*self.compiler.compiler_so, *flags]
+            )
+        except RuntimeError as error:
+            raise SystemExit(str(error)) from error
+        sources, ext.sources = ext.sources, []
+        ext.extra_objects = ext.depends = [str(path) for path in objects]
+        try:
+            super().build_extension(ext)
+        finally:
+            ext.sources = sources
+        if cbuild.libfabric_include() is None:
+            print(cbuild.OFI_LEFT_OUT, flush=True)
+
+    def run(self) -> None:
+        """Build the extension, then the shim beside the lab's Python files."""
+        super().run()
+        if sys.platform.startswith("linux") and SHIM_SOURCE.is_file():
+            self._build_shim()
+
+    def _build_shim(self) -> None:
+        made = ROOT / "build" / "core" / SHIM_NAME
+        made.parent.mkdir(parents=True, exist_ok=True)
+        compiler = [*self.compiler.compiler_so[:1], "-O2", "-fPIC", "-shared", "-D_GNU_SOURCE", "-std=gnu11"]
+        warnings = cbuild.WARNINGS if our_own_build() else []
+        try:
+            cbuild.run_compiler(
+                [*compiler, *warnings, f"-I{cbuild.CSRC}", str(SHIM_SOURCE), "-o", str(made), *cbuild.LIBRARIES]
+            )
+        except RuntimeError as error:
+            raise SystemExit(str(error)) from error
+        target = self._shim_target()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # A running job may have the old file mapped: replace it, do not write into it.
+        beside = target.with_suffix(".new")
+        shutil.copy2(made, beside)
+        beside.replace(target)
+
+    def _shim_target(self) -> Path:
+        base = ROOT / "python" if self.inplace else Path(self.build_lib)
+        return base / "netbottleneck" / "lab" / SHIM_NAME
+
+    def get_outputs(self) -> list[str]:
+        """Return what is installed: the extension and the shim."""
+        outputs = super().get_outputs()
+        return [*outputs, str(self._shim_target())] if SHIM_SOURCE.is_file() else outputs
+
+
+class WheelWithEverything(bdist_wheel):
+    """A wheel goes to machines that did not build it, so it always has libfabric's transport."""
+
+    def run(self) -> None:
+        """Refuse to make a wheel without libfabric's headers, unless that is asked for."""
+        if cbuild.libfabric_include() is None and os.environ.get("NETBOTTLENECK_ALLOW_NO_OFI") != "1":
+            raise SystemExit(
+                "a wheel without libfabric's transport: install libfabric-dev, or name a folder that holds"
+                " rdma/fabric.h in NETBOTTLENECK_LIBFABRIC_INCLUDE, or set NETBOTTLENECK_ALLOW_NO_OFI=1 to go without"
+            )
+        super().run()
+
+
+core = Extension(
+    "netbottleneck._core",
+    sources=[path.relative_to(ROOT).as_posix() for path in cbuild.core_sources()],
+    define_macros=[("Py_LIMITED_API", LIMITED_API)],
+    extra_compile_args=["-O3"],
+    extra_link_args=cbuild.LIBRARIES,
+    py_limited_api=True,
+)
+
+setup(
+    ext_modules=[core],
+    cmdclass={"build_ext": BuildCore, "bdist_wheel": WheelWithEverything},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)

@@ -1,0 +1,247 @@
+"""What every Python test may use: rank processes on loopback, the skip rule and the marker of the full matrices."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+FULL_LIMIT_S = 300
+RANKS_LIMIT_S = 15.0
+
+# Before torch is loaded: threads of its own that spin for a core make a busy machine several times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run the full matrices too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.hasplugin("timeout"):
+        raise pytest.UsageError("pytest-timeout is missing: a test over 20 s must fail (requirements/dev.txt)")
+    # Told to end, it ends like at Ctrl-C: fixtures are closed, so no rank outlives the run.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    full = [item for item in items if item.get_closest_marker("full") is not None]
+    if config.getoption("--full"):
+        for item in full:
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(FULL_LIMIT_S))
+        return
+    left_out = set(full)
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=full)
+
+
+def listed_skips() -> list[tuple[str, str]]:
+    """Return tests/skips.txt as (glob, reason)."""
+    lines = (TESTS / "skips.txt").read_text(encoding="utf-8").splitlines()
+    rows = [line.partition("|") for line in lines if line.strip() and not line.startswith("#")]
+    return [(glob.strip(), reason.strip()) for glob, _, reason in rows]
+
+
+def refuse_unlisted_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Turn a skip that tests/skips.txt does not list into a failure."""
+    if not report.skipped or hasattr(report, "wasxfail"):
+        return
+    said = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    name = report.nodeid.removeprefix("tests/")
+    if not any(reason and fnmatch.fnmatchcase(name, glob) and reason in said for glob, reason in listed_skips()):
+        report.outcome = "failed"
+        report.longrepr = f"{name}: this skip is not listed in tests/skips.txt: {said}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    refuse_unlisted_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    refuse_unlisted_skip(report)
+    return report
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback address that was free a moment ago."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """How one rank ended: its exit code (None: killed at the deadline) and what it printed."""
+
+    rank: int
+    code: int | None
+    stdout: str
+    stderr: str
+
+
+@dataclass
+class RankJob:
+    """Rank processes that run; each leads a process group of its own."""
+
+    processes: list[subprocess.Popen[bytes]]
+    folder: Path
+    closed: bool = field(default=False)
+
+    def kill(self, rank: int, signum: int = signal.SIGKILL) -> None:
+        """Send a signal to one rank alone."""
+        self.processes[rank].send_signal(signum)
+
+    def output(self, rank: int) -> str:
+        """Return what a rank has printed to stdout so far."""
+        return (self.folder / f"{rank}.out").read_text(encoding="utf-8", errors="replace")
+
+    def wait_for_line(self, rank: int, line: str, limit_s: float = RANKS_LIMIT_S) -> None:
+        """Return once a rank has printed this line. Fails where the rank ends first, or at the deadline."""
+        deadline = time.monotonic() + limit_s
+        while line not in self.output(rank).splitlines():
+            ended = self.processes[rank].poll() is not None
+            if (ended and line not in self.output(rank).splitlines()) or time.monotonic() > deadline:
+                self.close()
+                pytest.fail(f"rank {rank} did not print {line!r}\n{self.describe()}", pytrace=False)
+            time.sleep(0.01)
+
+    def wait(self, limit_s: float = RANKS_LIMIT_S, *, check: bool = True) -> list[RankResult]:
+        """Wait for all ranks; with check, fail unless each ended with 0. What still runs at the deadline is killed."""
+        deadline = time.monotonic() + limit_s
+        codes: list[int | None] = []
+        for process in self.processes:
+            try:
+                codes.append(process.wait(max(0.0, deadline - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                codes.append(None)
+        self.close()
+        results = [self._result(rank, code) for rank, code in enumerate(codes)]
+        if check and any(code != 0 for code in codes):
+            pytest.fail(
+                f"ranks ended with {codes} (None: not done after {limit_s} s)\n{self.describe()}", pytrace=False
+            )
+        return results
+
+    def _result(self, rank: int, code: int | None) -> RankResult:
+        stderr = (self.folder / f"{rank}.err").read_text(encoding="utf-8", errors="replace")
+        return RankResult(rank, code, self.output(rank), stderr)
+
+    def describe(self) -> str:
+        """Return what every rank printed, as text for a failure."""
+        results = [self._result(rank, None) for rank in range(len(self.processes))]
+        return "\n".join(f"--- rank {r.rank} stdout\n{r.stdout}--- rank {r.rank} stderr\n{r.stderr}" for r in results)
+
+    def close(self) -> None:
+        """Kill every process that is left, with its children."""
+        if self.closed:
+            return
+        self.closed = True
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+
+
+@dataclass
+class Ranks:
+    """Starts ranks of one job on 127.0.0.1. See start; calling it starts and waits."""
+
+    folder: Path
+    jobs: list[RankJob] = field(default_factory=list)
+
+    def start(
+        self,
+        n: int,
+        target: str | Path,
+        args: Sequence[str] = (),
+        env: Mapping[str, str] | Callable[[int], Mapping[str, str]] | None = None,
+    ) -> RankJob:
+        """Start n ranks of a script (a Path), of source text (with a line break) or of a module (any other text).
+
+        env is added to each rank's environment, or is a function of the rank that returns what to add. Every rank gets
+        RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+        """
+        folder = self.folder / f"job{len(self.jobs)}"
+        folder.mkdir()
+        command = self._command(target, folder)
+        port = str(free_port())
+        processes: list[subprocess.Popen[bytes]] = []
+        job = RankJob(processes, folder)
+        self.jobs.append(job)
+        for rank in range(n):
+            extra = env(rank) if callable(env) else (env or {})
+            values = {
+                **{name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")},
+                "PYTHONUNBUFFERED": "1",
+                "OMP_NUM_THREADS": "1",
+                "RANK": str(rank),
+                "WORLD_SIZE": str(n),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(n),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                **extra,
+            }
+            with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
+                process = subprocess.Popen(
+                    [*command, *args],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    env=values,
+                    cwd=folder,
+                    start_new_session=True,
+                )
+            processes.append(process)
+        return job
+
+    def _command(self, target: str | Path, folder: Path) -> list[str]:
+        if isinstance(target, Path):
+            return [sys.executable, str(target)]
+        if "\n" not in target:
+            return [sys.executable, "-m", target]
+        script = folder / "rank.py"
+        script.write_text(target, encoding="utf-8")
+        return [sys.executable, str(script)]
+
+    def __call__(
+        self,
+        n: int,
+        target: str | Path,
+        env: Mapping[str, str] | Callable[[int], Mapping[str, str]] | None = None,
+        *,
+        args: Sequence[str] = (),
+        limit_s: float = RANKS_LIMIT_S,
+        check: bool = True,
+    ) -> list[RankResult]:
+        """Start n ranks, wait for them and return how each ended, in rank order."""
+        return self.start(n, target, args, env).wait(limit_s, check=check)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Generator[Ranks, None, None]:
+    """Give a test its rank processes; none outlives the test."""
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    maker = Ranks(folder)
+    yield maker
+    for job in maker.jobs:
+        job.close()

@@ -1,0 +1,315 @@
+"""One rank of the Horovod checks: runs the named ones in order and prints "ok NAME" after each."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import netbottleneck.torch as hvd
+import pytest
+import torch
+
+CHECKS: dict[str, Callable[[], None]] = {}
+REDUCED = [
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+]
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def raises(kind: type[BaseException], words: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(kind, match=re.escape(words)):
+        call()
+
+
+def same_everywhere(tensor: torch.Tensor) -> None:
+    everyone = hvd.allgather(tensor.detach().reshape(1, -1).contiguous())
+    assert all(torch.equal(row, everyone[0]) for row in everyone)
+
+
+@check
+def who_is_who() -> None:
+    assert (hvd.rank(), hvd.size()) == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    assert (hvd.local_rank(), hvd.local_size()) == (hvd.rank(), hvd.size())
+    assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
+    assert hvd.is_initialized()
+    assert hvd.is_homogeneous()
+    assert not hvd.nccl_built()
+    assert not hvd.mpi_enabled()
+    assert hvd.gloo_built()
+
+
+@check
+def init_and_shutdown_repeat() -> None:
+    hvd.init()
+    for number in range(30):
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+        raises(ValueError, "has not been initialized", hvd.rank)
+        assert hvd.synchronize(0) is None
+        hvd.init()
+        assert hvd.allreduce(torch.tensor([number]), op=hvd.Sum).item() == number * hvd.size()
+
+
+@check
+def allreduce_is_exact_in_every_type() -> None:
+    for dtype, dims in itertools.product(REDUCED, range(4)):
+        tensor = torch.arange(3**dims).reshape([3] * dims).to(dtype)
+        kept = tensor.clone()
+        total = hvd.allreduce(tensor, op=hvd.Sum)
+        assert torch.equal(tensor, kept)
+        assert total.dtype == dtype
+        assert torch.equal(total, tensor * hvd.size())
+        assert torch.equal(hvd.allreduce(tensor), tensor)
+        inplace = tensor.clone()
+        assert hvd.allreduce_(inplace, op=hvd.Sum) is inplace
+        assert torch.equal(inplace, tensor * hvd.size())
+
+
+@check
+def reductions_other_than_sums() -> None:
+    mine = torch.tensor([hvd.rank(), -hvd.rank(), 2], dtype=torch.int64)
+    last = hvd.size() - 1
+    assert hvd.allreduce(mine, op=hvd.Max).tolist() == [last, 0, 2]
+    assert hvd.allreduce(mine, op=hvd.Min).tolist() == [0, -last, 2]
+    assert hvd.allreduce(mine, op=hvd.Product).tolist() == [0, 0, 2 ** hvd.size()]
+    raises(NotImplementedError, "Adasum", lambda: hvd.allreduce(mine, op=hvd.Adasum))
+    raises(ValueError, "op=9", lambda: hvd.allreduce(mine, op=9))
+
+
+@check
+def scaling_truncates_integers() -> None:
+    mine = torch.tensor([5, -5, 7], dtype=torch.int32)
+    assert hvd.allreduce(mine, op=hvd.Sum, prescale_factor=0.5).tolist() == [
+        2 * hvd.size(),
+        -2 * hvd.size(),
+        3 * hvd.size(),
+    ]
+    assert hvd.allreduce(mine, op=hvd.Sum, postscale_factor=0.25).tolist() == [
+        int(value * hvd.size() * 0.25) for value in (5, -5, 7)
+    ]
+    odd = torch.tensor([2 * hvd.rank() + 1], dtype=torch.int64)  # the sum is size squared
+    assert hvd.allreduce(odd).item() == hvd.size()
+
+
+@check
+def average_is_deprecated() -> None:
+    one = torch.ones(2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert hvd.allreduce(one, average=False).tolist() == [hvd.size()] * 2
+        assert hvd.allreduce_(one.clone(), True).tolist() == [1, 1]
+    assert {item.category for item in caught} == {DeprecationWarning}
+    raises(ValueError, "not both", lambda: hvd.allreduce(one, average=True, op=hvd.Sum))
+    assert hvd.allreduce_(one.clone(), None, "by position", hvd.Sum).tolist() == [hvd.size()] * 2
+
+
+@check
+def handles_are_numbers_and_operations_are_asynchronous() -> None:
+    handles = [hvd.allreduce_async(torch.full((17,), float(i)), name=f"t{i}", op=hvd.Sum) for i in range(15)]
+    assert all(isinstance(handle, int) for handle in handles)
+    hvd.allreduce(torch.ones(1))
+    for i, handle in enumerate(handles):
+        while not hvd.poll(handle):
+            pass
+        assert hvd.synchronize(handle).tolist() == [float(i * hvd.size())] * 17
+        assert hvd.synchronize(handle) is None
+
+
+@check
+def order_does_not_matter() -> None:
+    names = [f"tensor {i}" for i in range(20)]
+    if hvd.rank() == 0:
+        names.reverse()
+    handles = {name: hvd.allreduce_async(torch.full((3,), float(len(name))), name=name) for name in names}
+    for name, handle in sorted(handles.items()):
+        assert hvd.synchronize(handle).tolist() == [float(len(name))] * 3
+
+
+@check
+def a_name_in_use_is_refused_at_once() -> None:
+    if hvd.rank() == 0:
+        handle = hvd.allreduce_async(torch.ones(3), name="twice", op=hvd.Sum)
+        raises(ValueError, "twice", lambda: hvd.allreduce_async(torch.ones(3), name="twice", op=hvd.Sum))
+    hvd.barrier()
+    if hvd.rank() > 0:
+        handle = hvd.allreduce_async(torch.ones(3), name="twice", op=hvd.Sum)
+    assert hvd.synchronize(handle).tolist() == [hvd.size()] * 3
+
+
+@check
+def what_ranks_disagree_on_fails_everywhere_and_the_job_goes_on() -> None:
+    one = torch.ones(4 + hvd.rank())
+    raises(hvd.HorovodInternalError, "length", lambda: hvd.allreduce(one, name="length"))
+    kind = torch.float32 if hvd.rank() else torch.int32
+    raises(hvd.HorovodInternalError, "kind", lambda: hvd.allreduce(torch.ones(4, dtype=kind), name="kind"))
+    op = hvd.Sum if hvd.rank() else hvd.Max
+    raises(hvd.HorovodInternalError, "reduction", lambda: hvd.allreduce(torch.ones(4), name="reduction", op=op))
+    raises(hvd.HorovodInternalError, "root", lambda: hvd.broadcast(torch.ones(4), min(hvd.rank(), 1), name="root"))
+    assert hvd.allreduce(torch.ones(4), name="length", op=hvd.Sum).tolist() == [hvd.size()] * 4
+
+
+@check
+def what_cannot_travel_is_refused() -> None:
+    raises(ValueError, "contiguous", lambda: hvd.allreduce(torch.ones(4, 4).t()))
+    raises(ValueError, "contiguous", lambda: hvd.allreduce_(torch.ones(4, 4)[:, 1]))
+    raises(ValueError, "torch.bool is not supported", lambda: hvd.allreduce(torch.ones(4, dtype=torch.bool)))
+    raises(ValueError, "torch.complex64 is not supported", lambda: hvd.allreduce(torch.ones(4, dtype=torch.complex64)))
+    raises(ValueError, "meta", lambda: hvd.allreduce(torch.ones(4, device="meta")))
+    raises(ValueError, f"root_rank={hvd.size()}", lambda: hvd.broadcast(torch.ones(4), hvd.size()))
+
+
+@check
+def groups_travel_as_one() -> None:
+    tensors = [torch.full((i, 2), float(i)) for i in range(5)] + [
+        torch.arange(3),
+        torch.tensor(7, dtype=torch.bfloat16),
+    ]
+    results = hvd.grouped_allreduce(tensors, op=hvd.Sum)
+    assert isinstance(results, list)
+    for tensor, result in zip(tensors, results, strict=True):
+        assert torch.equal(result, tensor * hvd.size())
+    outputs = hvd.synchronize(hvd.grouped_allreduce_async(tensors, name="group"))
+    assert isinstance(outputs, tuple)
+    assert all(torch.equal(a, b) for a, b in zip(outputs, tensors, strict=True))
+    many = [torch.full((1,), float(i)) for i in range(1200)]
+    inplace = hvd.grouped_allreduce_(many, op=hvd.Sum)
+    assert all(a is b for a, b in zip(inplace, many, strict=True))
+    assert [t.item() for t in many] == [float(i * hvd.size()) for i in range(1200)]
+
+
+@check
+def broadcast_is_of_every_type() -> None:
+    for dtype in [*REDUCED, torch.int16, torch.bool, torch.complex64]:
+        for root in range(hvd.size()):
+            tensor = torch.arange(6).reshape(2, 3).to(dtype) * hvd.rank()
+            result = hvd.broadcast(tensor, root)
+            assert torch.equal(result, torch.arange(6).reshape(2, 3).to(dtype) * root)
+            assert torch.equal(tensor, torch.arange(6).reshape(2, 3).to(dtype) * hvd.rank())
+            assert hvd.broadcast_(tensor, root) is tensor
+            assert torch.equal(tensor, result)
+
+
+@check
+def allgather_joins_what_differs_in_length() -> None:
+    for dtype in [*REDUCED, torch.int16, torch.bool]:
+        mine = torch.full((hvd.rank() + 1, 2), hvd.rank()).to(dtype)
+        result = hvd.allgather(mine)
+        assert result.dtype == dtype
+        expected = torch.cat([torch.full((r + 1, 2), r) for r in range(hvd.size())]).to(dtype)
+        assert torch.equal(result, expected)
+    none = hvd.allgather(torch.zeros(0 if hvd.rank() else 2, 3))
+    assert none.shape == (2, 3)
+    raises(hvd.HorovodInternalError, "differ", lambda: hvd.allgather(torch.zeros(2, 3 + hvd.rank())))
+    handle = hvd.allgather_async(torch.tensor([hvd.rank()]))
+    while not hvd.poll(handle):
+        pass
+    assert hvd.synchronize(handle).tolist() == list(range(hvd.size()))
+
+
+@check
+def gradients_flow_through() -> None:
+    leaf = torch.arange(4.0, requires_grad=True)
+    hvd.allreduce(leaf, op=hvd.Sum).sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [hvd.size()] * 4
+    leaf.grad = None
+    sum(t.sum() for t in hvd.grouped_allreduce([leaf, leaf * 2], op=hvd.Average)).backward()  # type: ignore[union-attr]
+    assert leaf.grad.tolist() == [3.0] * 4
+    leaf.grad = None
+    hvd.broadcast(leaf, 0).sum().backward()
+    assert leaf.grad.tolist() == [1.0 if hvd.rank() == 0 else 0.0] * 4
+    leaf.grad = None
+    (hvd.allgather(leaf) * torch.arange(4.0 * hvd.size())).sum().backward()
+    assert leaf.grad.tolist() == [4.0 * hvd.rank() + i for i in range(4)]
+
+
+@check
+def compression_by_class() -> None:
+    tensor = torch.arange(4.0)
+    result = hvd.allreduce(tensor, compression=hvd.Compression.fp16, op=hvd.Sum)
+    assert result.dtype == torch.float32
+    assert torch.equal(result, tensor * hvd.size())
+    assert hvd.Compression.fp16.compress(tensor)[0].dtype == torch.float16
+    whole = torch.arange(4)
+    assert hvd.Compression.fp16.compress(whole)[0].dtype == torch.int64
+
+
+@check
+def objects_travel() -> None:
+    thing = {"rank": hvd.rank(), "call": lambda x: x + 1}
+    got = hvd.broadcast_object(thing, root_rank=hvd.size() - 1)
+    assert got["rank"] == hvd.size() - 1
+    assert got["call"](1) == 2
+    assert hvd.allgather_object("x" * hvd.rank()) == ["x" * r for r in range(hvd.size())]
+
+
+@check
+def parameters_are_broadcast_in_place() -> None:
+    torch.manual_seed(hvd.rank())
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Linear(5, 2))
+    model[0].to(memory_format=torch.channels_last)
+    before = [p.data_ptr() for p in model.parameters()]
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    assert [p.data_ptr() for p in model.parameters()] == before
+    for value in model.state_dict().values():
+        same_everywhere(value.double())
+    for params in (list(model.named_parameters()), list(model.parameters())):
+        hvd.broadcast_parameters(params, root_rank=hvd.size() - 1)
+    raises(ValueError, "invalid params", lambda: hvd.broadcast_parameters(7, 0))
+
+
+@check
+def optimizer_state_is_the_roots() -> None:
+    makers: list[Callable[[Any], torch.optim.Optimizer]] = [
+        lambda p: torch.optim.SGD(p, lr=0.1 * (1 + hvd.rank()), momentum=0.9),
+        lambda p: torch.optim.AdamW(p, lr=0.1 * (1 + hvd.rank()), amsgrad=True),
+        lambda p: torch.optim.Adagrad(p, lr=0.1 * (1 + hvd.rank())),
+    ]
+    for make in makers:
+        model = torch.nn.Linear(3, 2)
+        optimizer = make(model.parameters())
+        kept = [p.clone() for p in model.parameters()]
+        if hvd.rank() == 0:
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        else:
+            assert all(torch.equal(p, k) for p, k in zip(model.parameters(), kept, strict=True))
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        states = hvd.allgather_object(optimizer.state_dict())
+        assert repr(states[0]) == repr(states[hvd.rank()])
+        assert states[0]["state"]
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        assert type(optimizer.param_groups[0]["lr"]) is float
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    lbfgs = torch.optim.LBFGS(torch.nn.Linear(3, 2).parameters())
+    raises(ValueError, "LBFGS", lambda: hvd.broadcast_optimizer_state(lbfgs, 0))
+
+
+def main() -> None:
+    hvd.init()
+    for name in sys.argv[1:]:
+        CHECKS[name]()
+        print("ok", name)
+    hvd.barrier()
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

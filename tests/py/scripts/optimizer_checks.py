@@ -1,0 +1,341 @@
+"""One rank of the checks of DistributedOptimizer: training on all ranks equals training on all data at once."""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import netbottleneck.torch as hvd
+import pytest
+import torch
+from torch.nn import functional as F
+
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def raises(kind: type[BaseException], words: str) -> Any:
+    return pytest.raises(kind, match=re.escape(words))
+
+
+def whole(*shape: int, seed: int) -> torch.Tensor:
+    """Small integers, the same on every rank: sums of them are exact."""
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+class Net(torch.nn.Module):
+    """Parameters that are small, larger than a direct gradient, shared, channels-last, and never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+        self.wide = torch.nn.Linear(3, 40000, bias=False)
+        self.back = torch.nn.Linear(40000, 4)
+        self.shared = torch.nn.Linear(4, 4)
+        self.unused = torch.nn.Linear(5, 5)
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+        for number, parameter in enumerate(self.parameters()):
+            with torch.no_grad():
+                parameter.copy_(whole(*parameter.shape, seed=number))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.back(self.wide(self.conv(x).amax((2, 3)))) * 2**-12
+        return self.shared(self.shared(x)) * self.scale
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return whole(2, 2, 3, 3, seed=100 * step + rank)
+
+
+def expected(model: Net, steps: int, op: int = hvd.Average, passes: int = 1) -> None:
+    """Train a copy of the model on the batches of all ranks, one after the other."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-10, momentum=0.5)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(hvd.size()):
+            for each in range(passes):
+                model(batch(step * passes + each, rank)).sum().backward()
+        for parameter in model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif op == hvd.Average:
+                parameter.grad /= hvd.size()
+        optimizer.step()
+
+
+def close(model: Net, other: Net) -> None:
+    for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        everyone = hvd.allgather(mine.detach().reshape(1, -1).contiguous())
+        assert all(torch.equal(row, everyone[0]) for row in everyone), name
+
+
+def train(model: Net, optimizer: Any, steps: int, set_to_none: bool = True, passes: int = 1) -> None:
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        for each in range(passes):
+            model(batch(step * passes + each, hvd.rank())).sum().backward()
+        optimizer.step()
+
+
+def wrapped(model: Net, **options: Any) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-10, momentum=0.5)
+    return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), **options)
+
+
+def trains(steps: int = 4, set_to_none: bool = True, passes: int = 1, op: int = hvd.Average, **options: Any) -> None:
+    model, other = Net(), Net()
+    optimizer = wrapped(model, backward_passes_per_step=passes, op=op, **options)
+    train(model, optimizer, steps, set_to_none, passes)
+    expected(other, steps, op, passes)
+    close(model, other)
+
+
+@check
+def equals_training_on_all_data() -> None:
+    trains()
+
+
+@check
+def gradients_are_kept_or_forgotten() -> None:
+    trains(set_to_none=False)
+
+
+@check
+def sums_instead_of_averages() -> None:
+    trains(op=hvd.Sum, steps=3)
+
+
+@check
+def several_passes_a_step() -> None:
+    trains(passes=3)
+
+
+@check
+def predivided() -> None:
+    trains(gradient_predivide_factor=2.0)
+
+
+@check
+def compressed_on_the_slow_path() -> None:
+    class Double(hvd.Compression.none):  # type: ignore[misc, name-defined]
+        @staticmethod
+        def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            return tensor.double(), tensor.dtype
+
+        @staticmethod
+        def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+            return tensor.to(ctx)
+
+    trains(compression=Double)
+    trains(compression=Double, passes=2)
+    model = torch.nn.Linear(4, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), compression=hvd.Compression.fp16, op=hvd.Sum
+    )
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert model.weight.tolist() == [[1.0 - hvd.size()] * 4]
+
+
+@check
+def class_and_state_are_the_base_optimizers() -> None:
+    model = Net()
+    base = torch.optim.Adam(model.parameters(), lr=0.5)
+    schedule_before = torch.optim.lr_scheduler.StepLR(base, 1, 0.5)
+    optimizer = hvd.DistributedOptimizer(base, named_parameters=model.named_parameters())
+    assert isinstance(optimizer, torch.optim.Adam)
+    assert type(optimizer).__name__ == "Adam"
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+    train(model, optimizer, 1)
+    schedule.step()
+    assert abs(optimizer.param_groups[0]["lr"] - 0.05) < 1e-9
+    del schedule_before
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert len(saved["state"]) == len(list(model.parameters()))
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, 1)
+    same = hvd.allgather_object({k: v.tolist() for k, v in model.state_dict().items() if v.numel() < 100})
+    assert same[0] == same[hvd.rank()]
+    assert set(optimizer._parameter_names.values()) == {name for name, _ in model.named_parameters()}
+
+
+@check
+def clipping_between_synchronize_and_step() -> None:
+    model = torch.nn.Linear(4, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        (model(torch.full((1, 4), float(hvd.rank()))) * 64).sum().backward()
+        optimizer.synchronize()
+        assert model.weight.grad is not None
+        assert model.weight.grad.tolist() == [[32.0 * (hvd.size() - 1)] * 4]
+        model.weight.grad.clamp_(max=1.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with optimizer.skip_synchronize():
+                optimizer.step()
+    assert model.weight.tolist() == [[-3.0] * 4]
+
+
+@check
+def misuse_is_told() -> None:
+    model = Net()
+    optimizer = wrapped(model)
+    model(batch(0, hvd.rank())).sum().backward()
+    with raises(AssertionError, "zero_grad() was called after loss.backward()"):
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    assert any("optimizer.step() called without optimizer.skip_synchronize()" in str(w.message) for w in caught)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    named = list(model.named_parameters())
+    with raises(ValueError, "leaves out 1 parameters"):
+        hvd.DistributedOptimizer(base, named[1:])
+    with raises(ValueError, "unique names"):
+        hvd.DistributedOptimizer(base, [("same", p) for _, p in named])
+    with raises(ValueError, "pairs"):
+        hvd.DistributedOptimizer(base, list(model.parameters()))
+    with raises(ValueError, "gradient_predivide_factor"):
+        hvd.DistributedOptimizer(base, named, op=hvd.Sum, gradient_predivide_factor=2.0)
+    with raises(ValueError, "at least 1"):
+        hvd.DistributedOptimizer(base, named, backward_passes_per_step=0)
+    strange = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    with raises(ValueError, "torch.complex64"):
+        hvd.DistributedOptimizer(torch.optim.SGD([strange], lr=0.1))
+
+
+@check
+def one_pass_too_many() -> None:
+    for options in ({}, {"op": hvd.Sum}, {"compression": hvd.Compression.fp16}):
+        model = Net()
+        optimizer = wrapped(model, **options)
+        model(batch(0, hvd.rank())).sum().backward()
+        with raises(AssertionError, "backward_passes_per_step"):
+            model(batch(1, hvd.rank())).sum().backward()
+        optimizer.step()
+        hvd.barrier()
+
+
+@check
+def passes_can_change_between_steps() -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.set_backward_passes_per_step(2)
+    optimizer.zero_grad()
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert model.weight.tolist() == [[-3.0, -3.0]]
+
+
+@check
+def a_rank_that_skips_a_parameter() -> None:
+    first, second = torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(2, 1, bias=False)
+    parameters = [first.weight, second.weight]
+    for parameter in parameters:
+        torch.nn.init.zeros_(parameter)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), op=hvd.Sum)
+    for step in range(3):
+        optimizer.zero_grad()
+        chosen = first if (hvd.rank() + step) % 2 == 0 else second
+        chosen(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    counts = [sum((rank + step) % 2 == which for rank in range(hvd.size()) for step in range(3)) for which in (0, 1)]
+    assert [parameter[0, 0].item() for parameter in parameters] == [-float(count) for count in counts]
+
+
+@check
+def gradients_that_the_user_replaces() -> None:
+    weight = torch.nn.Parameter(torch.zeros(8))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=hvd.Sum)
+    for _ in range(3):
+        weight.grad = torch.full((8,), 5.0)  # something of the user's own, to which backward adds
+        weight.sum().backward()
+        optimizer.step()
+    assert weight.tolist() == [-18.0 * hvd.size()] * 8
+
+
+@check
+def a_closure_is_reduced_after_it_ran() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=hvd.Sum)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (weight * (hvd.rank() + 1)).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert weight.tolist() == [-hvd.size() * (hvd.size() + 1) / 2] * 2
+
+
+@check
+def sparse_gradients_can_be_made_dense() -> None:
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    torch.nn.init.zeros_(table.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), op=hvd.Sum, sparse_as_dense=True)
+    table(torch.tensor([hvd.rank(), 3])).sum().backward()
+    optimizer.step()
+    column = table.weight[:, 0].tolist()
+    assert column == [-1.0 if row < hvd.size() else 0.0 for row in range(3)] + [-float(hvd.size())]
+
+
+@check
+def half_precision_parameters() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3).bfloat16(), torch.nn.Linear(3, 3).double())
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), op=hvd.Sum)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model[0](torch.ones(1, 3).bfloat16()).double() + model[1](torch.ones(1, 3).double())).sum().backward()
+        optimizer.step()
+    for parameter in model.parameters():
+        assert torch.equal(parameter, torch.full_like(parameter, -2.0 * hvd.size()))
+
+
+@check
+def buckets_settle_on_one_order() -> None:
+    first, second = torch.nn.Linear(600, 600), torch.nn.Linear(600, 600)
+    parameters = [*first.parameters(), *second.parameters()]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.0))
+    gradients = optimizer._reduction
+    assert [bucket.parameters for bucket in gradients.buckets] == [(3, 2), (1, 0)]
+    for _ in range(3):
+        first(F.relu(second(torch.ones(1, 600)))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    seen = [bucket.parameters for bucket in gradients.buckets]
+    assert gradients.version == 1
+    assert sorted(seen[0]) == [0, 1]
+    assert hvd.allgather_object(seen) == [seen] * hvd.size()
+
+
+def main() -> None:
+    hvd.init()
+    for name in sys.argv[1:] or CHECKS:
+        CHECKS[name]()
+        print("ok", name)
+    hvd.barrier()
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

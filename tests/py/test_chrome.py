@@ -1,0 +1,57 @@
+"""trace.json.gz opens in Perfetto: lanes are named, and nothing overlaps on one."""
+
+import gzip
+import json
+from dataclasses import replace
+
+import pytest
+from chromecheck import overlaps
+from netbottleneck import trace
+from netbottleneck.report import Run, chrome
+from ringwriter import FakeRun
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(FakeRun(tmp_path / "run", blocks=9).write())
+
+
+def test_the_chrome_trace_names_its_lanes_and_none_overlaps(run):
+    run.write_all()
+    document = json.loads(gzip.decompress((run.path / "trace.json.gz").read_bytes()))
+    assert overlaps(document) == []
+    assert document["schemaVersion"] == 1
+    assert document["distributedInfo"]["world_size"] == 2
+    events = document["traceEvents"]
+    assert all(isinstance(event["pid"], int) for event in events)
+    named = {(e["pid"], e["tid"]) for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    assert {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"} == named
+    begun, ended = ([e["id"] for e in events if e["ph"] == phase] for phase in "be")
+    assert sorted(begun) == sorted(ended)
+    assert len(set(begun)) == len(begun) == len(run.trace.collectives)
+
+
+def test_overlapping_operations_and_nested_modules_get_lanes_of_their_own(run):
+    step = replace(
+        run.trace.steps[0], modules=((0, 100, 900), (1, 200, 300), (2, 250, 800)), waits=((1, 5, 9), (2, 7, 12))
+    )
+    operations = tuple(
+        trace.Collective(0, "stock", key, 1, 100 * key, 8, start_ns=100 * key, done_ns=100 * key + 250)
+        for key in range(5)
+    )
+    document = chrome.chrome(replace(run.trace, steps=(step,), collectives=operations))
+    assert overlaps(document) == []
+    spans = [e for e in document["traceEvents"] if e["ph"] == "X"]
+    assert len({e["tid"] for e in spans if e["tid"] >= chrome.TRANSFERS}) == 3
+    assert len({e["tid"] for e in spans if chrome.MODULES <= e["tid"] < chrome.TRANSFERS}) == 3
+
+
+def test_the_overlap_check_finds_an_overlap():
+    events = [{"ph": "X", "pid": 0, "tid": 1, "ts": ts, "dur": 2.0, "name": "x"} for ts in (0.0, 1.5)]
+    assert overlaps({"traceEvents": events})
+
+
+def test_a_chrome_trace_that_was_cut_says_so(run):
+    document = chrome.chrome(run.trace, events_max=100)
+    assert document["steps_cut"] > 0
+    assert chrome.chrome(run.trace)["steps_cut"] == 0

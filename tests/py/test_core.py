@@ -1,0 +1,742 @@
+"""The C module as Python sees it: values, lifetimes, errors, fork. Two ranks are two threads of this process."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import pickle
+import re
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from netbottleneck import _core, errors
+
+EVENT_H = Path(__file__).resolve().parents[2] / "csrc" / "trace" / "event.h"
+SECRET = b"sixteen bytes..."
+LIMIT_S = 10.0
+NUMPY = {
+    _core.UINT8: np.uint8,
+    _core.INT8: np.int8,
+    _core.INT32: np.int32,
+    _core.INT64: np.int64,
+    _core.FLOAT16: np.float16,
+    _core.FLOAT32: np.float32,
+    _core.FLOAT64: np.float64,
+}
+
+
+class Token:
+    """Something that can be watched by a weak reference."""
+
+
+def on_ranks(comms: list[_core.Comm], work: Callable[[_core.Comm], Any]) -> list[Any]:
+    """Run work on every rank at once and return what each returned; the first exception is raised."""
+    results: list[Any] = [None] * len(comms)
+    failures: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            results[index] = work(comms[index])
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(comms))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+    if failures:
+        raise failures[0]
+    return results
+
+
+def join(size: int, **options: Any) -> list[_core.Comm]:
+    """Return the communicators of `size` ranks on loopback."""
+    listener = _core.Listener(ifname="lo")
+    comms: list[Any] = list(range(size))
+
+    def open_rank(rank: Any) -> _core.Comm:
+        door = {"listener": listener} if rank == 0 else {"address": listener.address}
+        return _core.Comm(rank, size, secret=SECRET, ifname="lo", streams=1, timeout_s=LIMIT_S, **door, **options)
+
+    try:
+        return on_ranks(comms, open_rank)
+    finally:
+        listener.close()
+
+
+@pytest.fixture
+def pair() -> Generator[list[_core.Comm], None, None]:
+    comms = join(2)
+    yield comms
+    for comm in comms:
+        comm.close()
+
+
+@pytest.fixture
+def alone() -> Generator[_core.Comm, None, None]:
+    comm = _core.Comm(0, 1, secret=b"")
+    yield comm
+    comm.close()
+
+
+def run_python(source: str, *args: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", source, *args], capture_output=True, text=True, timeout=18, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# constants and functions
+
+
+def test_events_are_those_of_the_header() -> None:
+    found = re.findall(r"^\s*NB_EV_(\w+) = (\d+)", EVENT_H.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {name: int(number) for name, number in found} == _core.EVENTS
+
+
+def test_dtype_sizes() -> None:
+    sizes = {dtype: _core.dtype_size(dtype) for dtype in NUMPY}
+    assert sizes == {dtype: np.dtype(kind).itemsize for dtype, kind in NUMPY.items()}
+    assert _core.dtype_size(_core.BFLOAT16) == 2
+
+
+def test_the_clock_is_the_monotonic_one() -> None:
+    before, now, after = time.monotonic_ns(), _core.now_ns(), time.monotonic_ns()
+    assert before <= now <= after
+
+
+def test_a_second_module_of_one_process_is_its_own() -> None:
+    source = """
+import importlib.machinery, importlib.util, sys
+from netbottleneck import _core as first
+loader = importlib.machinery.ExtensionFileLoader(first.__name__, first.__file__)
+spec = importlib.util.spec_from_loader(first.__name__, loader)
+second = importlib.util.module_from_spec(spec)
+loader.exec_module(second)
+assert second is not first and second.Arena is not first.Arena
+assert second.Arena(8).nbytes == first.Arena(8).nbytes == 8
+del second
+import gc; gc.collect()
+assert first.Arena(8).nbytes == 8
+"""
+    run_python(source)
+
+
+@pytest.mark.parametrize("isa", [None, "generic"])
+@pytest.mark.parametrize("dtype", sorted(NUMPY))
+def test_reduce_adds(dtype: int, isa: str | None) -> None:
+    left = np.arange(37).astype(NUMPY[dtype])
+    right = np.arange(37)[::-1].astype(NUMPY[dtype]).copy()
+    expected = left + right
+    _core.reduce(left, right, dtype, _core.SUM, isa)
+    assert left.tobytes() == expected.tobytes()
+
+
+def test_interfaces_have_addresses_without_ports() -> None:
+    assert ("lo", "127.0.0.1") in _core.interfaces("lo")
+
+
+# arena
+
+
+def test_an_arena_is_zeroed_page_aligned_and_writable() -> None:
+    arena = _core.Arena(mmap.PAGESIZE + 4)
+    with memoryview(arena) as view:
+        assert view.nbytes == arena.nbytes == mmap.PAGESIZE + 4
+        assert not view.readonly
+        assert bytes(view) == bytes(view.nbytes)
+    assert arena.address % mmap.PAGESIZE == 0
+
+
+def test_a_tensor_keeps_the_arena() -> None:
+    arena = _core.Arena(4096)
+    tensor = torch.frombuffer(arena, dtype=torch.float32, offset=64, count=8)
+    assert tensor.data_ptr() == arena.address + 64
+    tensor.fill_(3)
+    with memoryview(arena) as view:
+        assert struct.unpack_from("8f", view, 64) == (3.0,) * 8
+    held = sys.getrefcount(arena)
+    del tensor
+    gc.collect()
+    assert sys.getrefcount(arena) < held
+
+
+def test_a_buffer_outlives_the_name_of_its_arena() -> None:
+    arena = _core.Arena(4096)
+    view = memoryview(arena)
+    del arena
+    gc.collect()
+    view[:4] = b"kept"
+    assert bytes(view[:4]) == b"kept"
+
+
+def test_another_mapping_of_the_descriptor_is_the_same_memory() -> None:
+    arena = _core.Arena(4096)
+    assert arena.fd >= 0
+    with mmap.mmap(arena.fd, 4096) as other:
+        other[7] = 42
+        assert memoryview(arena)[7] == 42
+
+
+# recorder
+
+
+def events_of(path: Path) -> list[tuple[int, ...]]:
+    """(time, kind, step, key, a, b, c, d, e) of each event in a closed ring file."""
+    return list(struct.iter_unpack("=qII6Q", path.read_bytes()[4096:]))
+
+
+def test_stamps_reach_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "ring"
+    recorder = _core.Recorder(str(path), 8, 3)
+    recorder.step = 5
+    begin, ready = _core.EVENTS["STEP_BEGIN"], _core.EVENTS["GRAD_READY"]
+    recorder.put_at(17, begin, 1, -1, c=2**64 - 1)
+    stamper = recorder.stamper(ready, key=9, a=8, b=7)
+    before = _core.now_ns()
+    assert stamper(1, "two", three=3) is None
+    recorder.put(begin, e=6)
+    after = _core.now_ns()
+    recorder.close()
+    first, second, third = events_of(path)
+    assert first == (17, begin, 5, 1, 2**64 - 1, 0, 2**64 - 1, 0, 0)
+    assert second[1:] == (ready, 5, 9, 8, 7, 0, 0, 0)
+    assert third[1:] == (begin, 5, 0, 0, 0, 0, 0, 6)
+    assert before <= second[0] <= third[0] <= after
+
+
+def test_a_full_ring_counts_what_it_drops(tmp_path: Path) -> None:
+    recorder = _core.Recorder(str(tmp_path / "ring"), 2, 0)
+    for _ in range(5):
+        recorder.put(_core.EVENTS["STEP_END"])
+    assert recorder.dropped == 3
+    recorder.close()
+    assert recorder.dropped == 3
+
+
+def test_a_closed_recorder_stamps_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "ring"
+    recorder = _core.Recorder(str(path), 2, 0)
+    stamper = recorder.stamper(_core.EVENTS["STEP_END"])
+    recorder.close()
+    recorder.close()
+    stamper()
+    recorder.put(_core.EVENTS["STEP_END"])
+    assert events_of(path) == []
+
+
+def test_a_comm_keeps_its_recorder_open(tmp_path: Path) -> None:
+    path = tmp_path / "ring"
+    recorder = _core.Recorder(str(path), 64, 0)
+    comm = _core.Comm(0, 1, secret=b"", recorder=recorder)
+    recorder.close()
+    comm.submit("late", _core.ALLREDUCE, bytearray(4), _core.FLOAT32).wait()
+    comm.close()
+    kinds = [event[1] for event in events_of(path)]
+    assert _core.EVENTS["OP_SUBMIT"] in kinds
+    assert _core.EVENTS["OP_DONE"] in kinds
+
+
+# operations
+
+
+def test_one_rank_needs_no_network(alone: _core.Comm) -> None:
+    line = np.arange(8, dtype=np.float32)
+    work = alone.submit("scaled", _core.ALLREDUCE, line, _core.FLOAT32, prescale=4.0, postscale=0.5)
+    assert work.wait() is True
+    assert work.test() is True
+    assert line.tolist() == [2.0 * i for i in range(8)]
+    times = work.times()
+    assert 0 < times[0] <= times[4] <= _core.now_ns()
+    assert alone.exchange(b"blob") == [b"blob"]
+    assert (alone.rank, alone.size) == (0, 1)
+
+
+def test_two_ranks_add_over_pieces(pair: list[_core.Comm]) -> None:
+    def add(comm: _core.Comm) -> list[float]:
+        first = np.full(3, comm.rank + 1, np.float32)
+        second = np.full(1000, comm.rank + 2, np.float32)
+        memory = [first, (second.ctypes.data, second.nbytes), bytearray(0)]
+        comm.submit("pieces", _core.ALLREDUCE, memory, _core.FLOAT32, keep=second).wait()
+        return [*set(first.tolist()), *set(second.tolist())]
+
+    assert on_ranks(pair, add) == [[3.0, 5.0]] * 2
+
+
+def test_blobs_are_exchanged_by_rank(pair: list[_core.Comm]) -> None:
+    for _ in range(3):
+        assert on_ranks(pair, lambda comm: comm.exchange(b"rank%d" % comm.rank)) == [[b"rank0", b"rank1"]] * 2
+    assert on_ranks(pair, lambda comm: comm.exchange(b"")) == [[b"", b""]] * 2
+
+
+def test_blobs_of_unequal_length_are_a_mismatch(pair: list[_core.Comm]) -> None:
+    with pytest.raises(errors.MismatchError):
+        on_ranks(pair, lambda comm: comm.exchange(bytes(comm.rank + 1)))
+
+
+def test_a_barrier_and_a_broadcast(pair: list[_core.Comm]) -> None:
+    def tell(comm: _core.Comm) -> bytes:
+        comm.submit("barrier", _core.BARRIER, None, _core.UINT8).wait()
+        line = bytearray(b"rank%d" % comm.rank)
+        comm.submit("tell", _core.BROADCAST, line, _core.UINT8, root=1).wait()
+        return bytes(line)
+
+    assert on_ranks(pair, tell) == [b"rank1"] * 2
+
+
+def test_info_counts_bytes_and_survives_close(pair: list[_core.Comm]) -> None:
+    line = 1 << 16
+
+    def add(comm: _core.Comm) -> None:
+        comm.submit("bytes", _core.ALLREDUCE, bytearray(line), _core.UINT8).wait()
+
+    on_ranks(pair, add)
+    on_ranks(pair, lambda comm: comm.close())
+    for comm in pair:
+        info = comm.info()
+        assert info["bytes_out"] == info["bytes_in"] == line
+        assert (info["streams_open"], info["lanes_lost"], info["provider"]) == (1, 0, "tcp")
+        assert comm.notices() == []
+
+
+def test_a_mapped_arena_travels(pair: list[_core.Comm]) -> None:
+    def add(comm: _core.Comm) -> bytes:
+        arena = _core.Arena(4096)
+        comm.map(arena)
+        memoryview(arena)[:] = bytes([comm.rank + 1]) * 4096
+        comm.submit("arena", _core.ALLREDUCE, arena, _core.UINT8).wait()
+        return bytes(memoryview(arena))
+
+    assert on_ranks(pair, add) == [b"\3" * 4096] * 2
+
+
+# lifetimes
+
+
+def test_memory_and_keep_live_until_a_dropped_work_is_done(pair: list[_core.Comm]) -> None:
+    line, token = bytearray(64), Token()
+    watch = weakref.ref(token)
+    work = pair[0].submit("dropped", _core.ALLREDUCE, line, _core.UINT8, keep=token)
+    del work, token
+    gc.collect()
+    assert watch() is not None
+    with pytest.raises(BufferError):
+        line.append(1)
+    pair[1].submit("dropped", _core.ALLREDUCE, bytearray(b"\1" * 64), _core.UINT8).wait()
+    pair[1].submit("after", _core.BARRIER, None, _core.UINT8)
+    pair[0].submit("after", _core.BARRIER, None, _core.UINT8).wait()
+    pair[0].notices()
+    assert watch() is None
+    line.append(1)
+    assert line == b"\1" * 65
+
+
+def test_a_done_work_lets_go_of_its_memory(alone: _core.Comm) -> None:
+    line, token = bytearray(64), Token()
+    watch = weakref.ref(token)
+    work = alone.submit("done", _core.ALLREDUCE, line, _core.UINT8, keep=token)
+    del token
+    work.wait()
+    assert watch() is None
+    line.append(1)
+
+
+def test_close_lets_go_of_everything(pair: list[_core.Comm]) -> None:
+    line, token = bytearray(64), Token()
+    watch = weakref.ref(token)
+    pair[0].submit("pending", _core.ALLREDUCE, line, _core.UINT8, keep=token)
+    del token
+    pair[0].close()
+    assert watch() is None
+    line.append(1)
+
+
+def test_a_cycle_through_a_pending_work_is_collected() -> None:
+    comms = join(2)
+    token = Token()
+    watch = weakref.ref(token)
+    token.work = comms[0].submit("cycle", _core.ALLREDUCE, bytearray(64), _core.UINT8, keep=token)  # type: ignore[attr-defined]
+    token.comm = comms[0]  # type: ignore[attr-defined]
+    del token
+    comms[0] = comms[1]
+    gc.collect()
+    assert watch() is None
+    comms[1].close()
+
+
+def test_nothing_grows_over_ten_thousand_operations() -> None:
+    source = """
+import gc, resource, sys, tempfile, os
+from netbottleneck import _core
+comm = _core.Comm(0, 1, secret=b"")
+recorder = _core.Recorder(os.path.join(tempfile.mkdtemp(), "ring"), 16, 0)
+line, keep = bytearray(4096), object()
+def some(times):
+    for i in range(times):
+        comm.submit("op", _core.ALLREDUCE, [line, (0, 0)], _core.FLOAT32, keep=keep).wait()
+        comm.submit("dropped", _core.ALLREDUCE, line, _core.FLOAT32, keep=keep)
+        comm.exchange(b"blob"); comm.info(); comm.notices()
+        memoryview(_core.Arena(4096)).release()
+        recorder.stamper(1)(); recorder.put(1, key=i)
+        _core.reduce(line, line, _core.FLOAT32, _core.MAX)
+        for bad in (lambda: comm.submit("", 0, line, 0), lambda: comm.submit("x", 0, [line, b"ro"], 0)):
+            try:
+                bad()
+            except ValueError:
+                pass
+def count():
+    gc.collect(); comm.notices()
+    return [sys.getrefcount(x) for x in (line, keep, comm, recorder, _core.Work, _core.Arena, None)]
+def rss_kib():
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * resource.getpagesize() // 1024
+some(1000)
+before, memory = count(), rss_kib()
+some(10000)
+after, grown = count(), rss_kib() - memory
+assert all(abs(a - b) < 50 for a, b in zip(before, after)), (before, after)
+assert before[:4] == after[:4], (before, after)
+assert grown < 1024, grown
+"""
+    run_python(source)
+
+
+# failures
+
+
+def test_wait_gives_up_after_its_time(pair: list[_core.Comm]) -> None:
+    work = pair[0].submit("alone", _core.BARRIER, None, _core.UINT8)
+    assert work.test() is False
+    assert work.wait(0) is False
+    assert work.wait(0.01) is False
+    pair[1].submit("alone", _core.BARRIER, None, _core.UINT8)
+    assert work.wait(LIMIT_S) is True
+
+
+def test_a_signal_ends_a_wait_and_not_the_operation(pair: list[_core.Comm]) -> None:
+    class Rang(Exception):
+        pass
+
+    def ring(*_: object) -> None:
+        raise Rang
+
+    old = signal.signal(signal.SIGUSR1, ring)
+    try:
+        work = pair[0].submit("long", _core.BARRIER, None, _core.UINT8)
+        me = threading.main_thread().ident
+        assert me is not None
+        threading.Timer(0.05, signal.pthread_kill, (me, signal.SIGUSR1)).start()
+        with pytest.raises(Rang):
+            work.wait(LIMIT_S)
+    finally:
+        signal.signal(signal.SIGUSR1, old)
+    pair[1].submit("long", _core.BARRIER, None, _core.UINT8)
+    assert work.wait(LIMIT_S) is True
+
+
+def test_close_wakes_a_wait_of_another_thread(pair: list[_core.Comm]) -> None:
+    work = pair[0].submit("pending", _core.BARRIER, None, _core.UINT8)
+    raised: list[BaseException] = []
+    waiting = threading.Event()
+
+    def wait() -> None:
+        waiting.set()
+        try:
+            work.wait(LIMIT_S)
+        except errors.ClosedError as failure:
+            raised.append(failure)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert waiting.wait(LIMIT_S)
+    pair[0].close()
+    thread.join(LIMIT_S)
+    assert [type(failure) for failure in raised] == [errors.ClosedError]
+
+
+def test_abort_reaches_the_other_rank(pair: list[_core.Comm]) -> None:
+    work = pair[1].submit("pending", _core.BARRIER, None, _core.UINT8)
+    pair[0].abort("the disk is full")
+    with pytest.raises(errors.PeerError, match="the disk is full") as caught:
+        work.wait(LIMIT_S)
+    assert caught.value.peer == 0
+    assert isinstance(caught.value, errors.HorovodInternalError)
+
+
+def test_a_dropped_comm_fails_the_others() -> None:
+    comms = join(2)
+    work = comms[1].submit("pending", _core.BARRIER, None, _core.UINT8)
+    del comms[0]
+    gc.collect()
+    with pytest.raises(errors.PeerError) as caught:
+        work.wait(LIMIT_S)
+    assert caught.value.peer == 0
+    comms[0].close()
+
+
+def test_calls_after_close_say_so(alone: _core.Comm) -> None:
+    alone.close()
+    alone.close()
+    for call in (
+        lambda: alone.submit("x", _core.BARRIER, None, _core.UINT8),
+        lambda: alone.exchange(b""),
+        lambda: alone.map(_core.Arena(8)),
+    ):
+        with pytest.raises(errors.ClosedError, match="closed"):
+            call()
+
+
+def test_a_name_that_is_pending_is_refused(pair: list[_core.Comm]) -> None:
+    pair[0].submit("same", _core.BARRIER, None, _core.UINT8)
+    with pytest.raises(ValueError, match="same"):
+        pair[0].submit("same", _core.BARRIER, None, _core.UINT8)
+
+
+def test_ranks_that_differ_are_a_mismatch_and_the_job_goes_on(pair: list[_core.Comm]) -> None:
+    works = [comm.submit("grads", _core.ALLREDUCE, bytearray(8 * (1 + comm.rank)), _core.UINT8) for comm in pair]
+    for work in works:
+        with pytest.raises(errors.MismatchError, match="grads"):
+            work.wait(LIMIT_S)
+    assert on_ranks(pair, lambda comm: comm.exchange(b"on")) == [[b"on", b"on"]] * 2
+
+
+def test_a_missing_rank_is_named() -> None:
+    listener = _core.Listener(ifname="lo")
+    with pytest.raises(errors.DeadlineError, match="1") as caught:
+        _core.Comm(0, 2, secret=SECRET, listener=listener, timeout_s=0.2)
+    assert isinstance(caught.value, TimeoutError)
+    assert isinstance(caught.value, errors.HorovodInternalError)
+
+
+def test_tags_that_differ_are_a_mismatch() -> None:
+    listener = _core.Listener(ifname="lo")
+
+    def open_rank(rank: Any) -> _core.Comm:
+        door = {"listener": listener} if rank == 0 else {"address": listener.address}
+        return _core.Comm(rank, 2, secret=SECRET, tag=f"tag {rank}", timeout_s=2.0, **door)
+
+    with pytest.raises(errors.MismatchError, match="tag"):
+        on_ranks([0, 1], open_rank)  # type: ignore[list-item]
+
+
+def test_errors_can_be_pickled() -> None:
+    failure = errors.PeerError(104, "rank 3 is gone")
+    failure.peer = 3
+    back = pickle.loads(pickle.dumps(failure))
+    assert (type(back), back.args, back.peer) == (errors.PeerError, (104, "rank 3 is gone"), 3)
+
+
+# bad input: the argument and its value are named
+
+
+def comm_with(**options: Any) -> Callable[[], object]:
+    return lambda: _core.Comm(**{"rank": 0, "size": 1, "secret": b"", **options})
+
+
+BAD_COMMS = [
+    ({"size": 0}, "size .* not 0"),
+    ({"rank": 1}, "rank .* not 1"),
+    ({"rank": -1}, "rank .* not -1"),
+    ({"size": 2, "secret": b"short"}, "secret .* not 5"),
+    ({"size": 2, "secret": SECRET}, "listener .* rank 0"),
+    ({"size": 2, "rank": 1, "secret": SECRET}, "address .* rank 1"),
+    ({"size": 2, "rank": 1, "secret": SECRET, "address": "nowhere"}, "nowhere"),
+    ({"transport": "pigeon"}, 'transport .*"tcp".* not "pigeon"'),
+    ({"streams": 65}, "streams .* 64, not 65"),
+    ({"streams": -1}, "streams .* not -1"),
+    ({"segment_bytes": 1 << 40}, f"segment_bytes .* not {1 << 40}"),
+    ({"segment_bytes": 100}, "100 bytes"),
+    ({"timeout_s": 0}, "timeout_s .* not 0"),
+    ({"timeout_s": float("nan")}, "timeout_s .* not nan"),
+    ({"stall_s": -1.0}, "stall_s .* not -1.0"),
+    ({"ports": (7, 3)}, r"ports .* not \(7, 3\)"),
+    ({"ports": (1, 1 << 16)}, r"ports\[1\] .* not 65536"),
+    ({"tag": "a\0b"}, "tag .* null"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), BAD_COMMS)
+def test_a_comm_names_a_bad_argument(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        comm_with(**options)()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rank": "zero"}, "rank .* not 'zero'"),
+        ({"secret": "text"}, "bytes"),
+        ({"provider": 3}, "provider .* not 3"),
+        ({"recorder": "ring"}, "recorder .* not 'ring'"),
+        ({"listener": 4, "size": 2, "secret": SECRET}, "listener .* not 4"),
+        ({"ports": 5}, "ports .* not 5"),
+        ({"timeout_s": "soon"}, "timeout_s .* not 'soon'"),
+    ],
+)
+def test_a_comm_names_a_bad_type(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        comm_with(**options)()
+
+
+GOOD_SUBMIT: dict[str, Any] = {"name": "op", "kind": _core.ALLREDUCE, "memory": bytearray(8), "dtype": _core.FLOAT32}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"name": ""}, "name"),
+        ({"name": "n" * 200}, "name"),
+        ({"kind": 99}, "kind .* not 99"),
+        ({"dtype": 77}, "dtype .* not 77"),
+        ({"op": -1}, "op .* not -1"),
+        ({"root": 2}, "root .* not 2"),
+        ({"prescale": 0.0}, "prescale .* not 0.0"),
+        ({"postscale": float("inf")}, "postscale .* not inf"),
+        ({"priority": 1 << 40}, f"priority .* not {1 << 40}"),
+        ({"bucket": -3}, "bucket .* not -3"),
+        ({"memory": b"read only"}, r"memory\[0\] .*writable"),
+        ({"memory": bytearray(7)}, r"memory\[0\] has 7 bytes"),
+        ({"memory": [bytearray(8), np.zeros((4, 4), np.float32)[:, 1]]}, r"memory\[1\] .*contiguous"),
+        ({"memory": (0, 8)}, r"memory\[0\] .*\(0, 8\)"),
+        ({"memory": (4096, -8)}, r"memory\[0\] .*\(4096, -8\)"),
+        ({"memory": [bytearray(4)] * 513}, "513 pieces; 512"),
+    ],
+)
+def test_submit_names_a_bad_argument(alone: _core.Comm, changed: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        alone.submit(**{**GOOD_SUBMIT, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [({"memory": 5}, r"memory\[0\] .*int"), ({"memory": [bytearray(4), "text"]}, r"memory\[1\] .*str")],
+)
+def test_submit_names_a_bad_type(alone: _core.Comm, changed: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        alone.submit(**{**GOOD_SUBMIT, **changed})
+
+
+def test_a_line_that_ranks_cannot_share_is_refused(pair: list[_core.Comm]) -> None:
+    with pytest.raises(ValueError, match='"shared" has 12 bytes, which 2 ranks'):
+        pair[0].submit("shared", _core.ALLGATHER, bytearray(12), _core.FLOAT32)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: _core.Arena(0), "nbytes .* not 0"),
+        (lambda: _core.Arena(-5), "nbytes .* not -5"),
+        (lambda: _core.dtype_size(8), "dtype .* not 8"),
+        (lambda: _core.reduce(bytearray(4), bytearray(8), _core.FLOAT32, _core.SUM), "4 bytes and source 8"),
+        (lambda: _core.reduce(bytearray(4), bytearray(4), _core.FLOAT32, _core.SUM, "mmx"), 'not "mmx"'),
+        (lambda: _core.Listener(address="nowhere"), "nowhere"),
+        (lambda: _core.Listener(ports=(9, 2)), r"ports .* not \(9, 2\)"),
+        (lambda: _core.Recorder("ring", 0, 0), "capacity .* not 0"),
+        (lambda: _core.Recorder("ring", 8, -2), "rank .* not -2"),
+    ],
+)
+def test_a_bad_value_is_named(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_what_the_system_refuses_is_an_error_with_errno(tmp_path: Path) -> None:
+    with pytest.raises(errors.Error, match="missing") as caught:
+        _core.Recorder(str(tmp_path / "missing" / "ring"), 8, 0)
+    assert caught.value.errno == 2
+    with pytest.raises(errors.Error, match="nosuchif0"):
+        _core.Listener(ifname="=nosuchif0")
+    with pytest.raises(errors.Error, match="/nonexistent"):
+        _core.libfabric("/nonexistent")
+
+
+def test_a_bad_stamp_is_named(tmp_path: Path) -> None:
+    recorder = _core.Recorder(str(tmp_path / "ring"), 8, 0)
+    for call in (lambda: recorder.put(0), lambda: recorder.put_at(1, 21), lambda: recorder.stamper(-1)):
+        with pytest.raises(ValueError, match="kind"):
+            call()
+    with pytest.raises(ValueError, match=str(1 << 64)):
+        recorder.put(1, key=1 << 64)
+    with pytest.raises(ValueError, match=r"step .* not -1"):
+        recorder.step = -1
+
+
+# fork
+
+
+def child_says(work: Callable[[], str]) -> str:
+    """Return what work returns in a forked child."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(writer, work().encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        said = pipe.read()
+    os.waitpid(pid, 0)
+    return said
+
+
+def refusal(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except errors.Error as failure:
+        return str(failure)
+    return "no error"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_is_refused_and_harms_nobody(pair: list[_core.Comm], tmp_path: Path) -> None:
+    comm = pair[0]
+    work = comm.submit("across", _core.BARRIER, None, _core.UINT8)
+    path = tmp_path / "ring"
+    recorder = _core.Recorder(str(path), 8, 0)
+    stamper = recorder.stamper(_core.EVENTS["STEP_END"])
+    calls: list[Callable[[], object]] = [
+        lambda: comm.submit("child", _core.BARRIER, None, _core.UINT8),
+        lambda: comm.exchange(b""),
+        lambda: comm.map(_core.Arena(8)),
+        comm.info,
+        comm.notices,
+        lambda: comm.abort("child"),
+        comm.close,
+        work.test,
+        work.wait,
+        lambda: recorder.put(1),
+    ]
+
+    def use_all() -> str:
+        nonlocal work, recorder
+        said = [refusal(call) for call in calls]
+        calls.clear()
+        stamper()
+        work = recorder = comm_gone = None  # type: ignore[assignment]  # noqa: F841
+        gc.collect()
+        return "\n".join(said)
+
+    said = child_says(use_all).splitlines()
+    assert len(said) == 10
+    assert all(f"made in process {os.getpid()}, used in process" in line for line in said), said
+    pair[1].submit("across", _core.BARRIER, None, _core.UINT8)
+    assert work.wait(LIMIT_S) is True
+    recorder.put(_core.EVENTS["STEP_BEGIN"])
+    recorder.close()
+    assert [event[1] for event in events_of(path)] == [_core.EVENTS["STEP_BEGIN"]]

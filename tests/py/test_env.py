@@ -1,0 +1,216 @@
+"""The environment: precedence, what is refused, what is told of, and what all ranks must agree on."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+from netbottleneck import env
+from netbottleneck.env import settings
+
+PYTHON = Path(__file__).resolve().parents[2] / "python"
+
+
+def test_nothing_set_means_defaults_and_nothing_enabled() -> None:
+    chosen = settings(environ={})
+    assert not chosen.enabled
+    assert chosen.transports == ("stock",)
+    assert chosen.streams == 0
+    assert chosen.timeout_s == 30.0
+    assert chosen.sources == {}
+
+
+@pytest.mark.parametrize(
+    ("environ", "enabled"),
+    [
+        ({"NETBOTTLENECK": "1"}, True),
+        ({"NETBOTTLENECK": "0"}, False),
+        ({"NETBOTTLENECK_TRANSPORT": "stock"}, True),
+        ({"NETBOTTLENECK_TRANSPORT": "ofi"}, True),
+        ({"NETBOTTLENECK_TRANSPORT": ""}, False),
+        ({"NETBOTTLENECK_STREAMS": "4"}, False),
+    ],
+)
+def test_a_switch_or_any_transport_enables(environ: dict[str, str], enabled: bool) -> None:
+    assert settings(environ=environ).enabled is enabled
+
+
+def test_precedence_is_argument_ours_horovods_default() -> None:
+    horovod = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "7"}
+    ours = {"NETBOTTLENECK_TIMEOUT_S": "8", **horovod}
+    assert settings(environ=horovod).timeout_s == 7
+    assert settings(environ=horovod).sources["timeout_s"] == "HOROVOD_GLOO_TIMEOUT_SECONDS"
+    assert settings(environ=ours).timeout_s == 8
+    assert settings({"timeout_s": 9.0}, ours).timeout_s == 9
+    assert settings({"timeout_s": None}, ours).timeout_s == 8
+    assert settings({"timeout_s": 9.0}, ours).sources["timeout_s"] == "argument"
+
+
+def test_a_wrong_horovod_value_does_not_matter_where_ours_is_set() -> None:
+    environ = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "soon", "NETBOTTLENECK_TIMEOUT_S": "8"}
+    assert settings(environ=environ).timeout_s == 8
+
+
+@pytest.mark.parametrize(
+    ("environ", "stall_s"),
+    [
+        ({"HOROVOD_STALL_CHECK_TIME_SECONDS": "5"}, 5.0),
+        ({"HOROVOD_STALL_CHECK_TIME_SECONDS": "5", "HOROVOD_STALL_CHECK_DISABLE": "1"}, 0.0),
+        ({"HOROVOD_STALL_CHECK_TIME_SECONDS": "5", "HOROVOD_STALL_CHECK_DISABLE": "0"}, 5.0),
+        ({"HOROVOD_STALL_CHECK_DISABLE": "true"}, 60.0),  # Horovod reads a number there
+        ({"HOROVOD_STALL_CHECK_DISABLE": "1", "NETBOTTLENECK_STALL_S": "2.5"}, 2.5),
+    ],
+)
+def test_horovods_stall_check_is_honoured(environ: dict[str, str], stall_s: float) -> None:
+    assert settings(environ=environ).stall_s == stall_s
+
+
+def test_horovods_interface_is_an_exact_name() -> None:
+    assert settings(environ={"HOROVOD_GLOO_IFACE": "eth1"}).ifname == "=eth1"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("NETBOTTLENECK", "yes", "0 or 1"),
+        ("NETBOTTLENECK_TRANSPORT", "quic", "stock, tcp, ofi, null"),
+        ("NETBOTTLENECK_TRANSPORT", "stock,stock", "without repetition"),
+        ("NETBOTTLENECK_TRANSPORT", "stock,", "stock, tcp, ofi, null"),
+        ("NETBOTTLENECK_STREAMS", "0", "1 to 64"),
+        ("NETBOTTLENECK_STREAMS", "65", "1 to 64"),
+        ("NETBOTTLENECK_STREAMS", "many", "auto"),
+        ("NETBOTTLENECK_PORTS", "9000", "LOW-HIGH"),
+        ("NETBOTTLENECK_PORTS", "9001-9000", "LOW-HIGH"),
+        ("NETBOTTLENECK_PORTS", "1-70000", "65535"),
+        ("NETBOTTLENECK_SEGMENT_BYTES", "1.5", "bytes"),
+        ("NETBOTTLENECK_SEGMENT_BYTES", "-1", "bytes"),
+        ("NETBOTTLENECK_TIMEOUT_S", "0", "seconds"),
+        ("NETBOTTLENECK_TIMEOUT_S", "nan", "seconds"),
+        ("NETBOTTLENECK_TIMEOUT_S", "inf", "seconds"),
+        ("NETBOTTLENECK_MASTER", "host", "HOST:PORT"),
+        ("NETBOTTLENECK_MASTER", "host:0", "HOST:PORT"),
+        ("NETBOTTLENECK_LOG_LEVEL", "loud", "warning"),
+        ("NETBOTTLENECK_START_STEP", "-1", "whole number"),
+        ("NETBOTTLENECK_SIZE", "0", "whole number"),
+        ("HOROVOD_GLOO_TIMEOUT_SECONDS", "soon", "seconds"),
+        ("HOROVOD_LOG_LEVEL", "loud", "warning"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_name_and_what_is_allowed(name: str, value: str, allowed: str) -> None:
+    with pytest.raises(ValueError, match="must be") as caught:
+        settings(environ={name: value})
+    assert f"{name}={value}" in str(caught.value)
+    assert allowed in str(caught.value)
+
+
+def test_a_wrong_argument_is_refused_whatever_its_type() -> None:
+    for wrong in ({"streams": 65}, {"streams": "65"}, {"transports": ("quic",)}, {"transports": "quic"}):
+        with pytest.raises(ValueError, match="must be"):
+            settings(wrong, {})
+    with pytest.raises(TypeError, match="no such setting: stream"):
+        settings({"stream": 4}, {})
+
+
+def test_arguments_may_be_text_or_of_the_fields_type() -> None:
+    assert settings({"streams": "auto"}, {"NETBOTTLENECK_STREAMS": "4"}).streams == 0
+    assert settings({"streams": 0}, {"NETBOTTLENECK_STREAMS": "4"}).streams == 0
+    assert settings({"transports": ["stock", "ofi"]}, {}).transports == ("stock", "ofi")
+    assert settings({"ports": (9000, 9010)}, {}).ports == (9000, 9010)
+    assert settings({"on": True}, {}).on
+    assert settings({"secret": b"0123456789abcdef\xff"}, {}).secret == b"0123456789abcdef\xff"
+
+
+def test_the_window_of_steps_must_not_be_empty() -> None:
+    with pytest.raises(ValueError, match=r"NETBOTTLENECK_END_STEP=5.*NETBOTTLENECK_START_STEP=5"):
+        settings(environ={"NETBOTTLENECK_START_STEP": "5", "NETBOTTLENECK_END_STEP": "5"})
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("65536", 65536),
+        ("1K", 1000),
+        ("1Ki", 1024),
+        ("2M", 2 * 10**6),
+        ("2MiB", 2 << 20),
+        ("1.5Gi", 3 << 29),
+        ("64 M", 64 * 10**6),
+        ("10B", 10),
+    ],
+)
+def test_sizes_are_decimal_or_binary_as_written(text: str, nbytes: int) -> None:
+    assert settings(environ={"NETBOTTLENECK_SEGMENT_BYTES": text}).segment_bytes == nbytes
+
+
+def test_an_unknown_name_warns_with_the_nearest() -> None:
+    with pytest.warns(UserWarning, match=r"NETBOTTLENECK_TRASPORT.*did you mean NETBOTTLENECK_TRANSPORT"):
+        settings(environ={"NETBOTTLENECK_TRASPORT": "ofi"})
+    with pytest.warns(UserWarning, match="NETBOTTLENECK_QQQQQQQQQQQQ is not a variable"):
+        settings(environ={"NETBOTTLENECK_QQQQQQQQQQQQ": "1"})
+
+
+def test_known_and_foreign_names_do_not_warn() -> None:
+    every = {row.name: row.value for row in env.describe(settings(environ={})) if row.value}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        settings(environ={**every, "HOROVOD_AUTOTUNE": "1", "NET": "1"})
+
+
+def test_a_secret_is_text_or_hex_and_is_never_shown() -> None:
+    word = "correct horse battery"
+    chosen = settings(environ={"NETBOTTLENECK_SECRET": word})
+    assert chosen.secret == word.encode()
+    assert settings(environ={"NETBOTTLENECK_SECRET": "0f" * 16}).secret == b"\x0f" * 16
+    assert word not in repr(env.describe(chosen))
+    assert word not in repr(chosen)
+    with pytest.raises(ValueError, match="NETBOTTLENECK_SECRET") as caught:
+        settings(environ={"NETBOTTLENECK_SECRET": "tooshort"})
+    assert "tooshort" not in str(caught.value)
+
+
+def test_description_shows_value_default_and_source_of_every_variable() -> None:
+    environ = {"NETBOTTLENECK_TRANSPORT": "stock,ofi", "HOROVOD_LOG_LEVEL": "INFO"}
+    rows = {row.name: row for row in env.describe(settings({"streams": 4}, environ))}
+    fields = [field for field in dataclasses.fields(env.Settings) if "variable" in field.metadata]
+    assert len(rows) == len(fields)
+    assert all(row.text and row.allowed for row in rows.values())
+    assert (rows["NETBOTTLENECK_TRANSPORT"].value, rows["NETBOTTLENECK_TRANSPORT"].default) == ("stock,ofi", "stock")
+    assert rows["NETBOTTLENECK_TRANSPORT"].source == "NETBOTTLENECK_TRANSPORT"
+    assert (rows["NETBOTTLENECK_STREAMS"].value, rows["NETBOTTLENECK_STREAMS"].source) == ("4", "argument")
+    assert (rows["NETBOTTLENECK_LOG_LEVEL"].value, rows["NETBOTTLENECK_LOG_LEVEL"].source) == (
+        "info",
+        "HOROVOD_LOG_LEVEL",
+    )
+    assert rows["NETBOTTLENECK_PORTS"].source == "default"
+
+
+def test_every_default_is_a_value_that_would_be_taken() -> None:
+    shown = {row.name: row.default for row in env.describe(settings(environ={})) if row.default}
+    assert {row.name: row.value for row in env.describe(settings(environ=shown)) if row.default} == shown
+
+
+def test_ranks_that_differ_have_different_tags() -> None:
+    tag = settings(environ={}).tag("1.0")
+    assert tag == settings(environ={"NETBOTTLENECK_LOG_LEVEL": "info", "NETBOTTLENECK_DIR": "x"}).tag("1.0")
+    others = [
+        settings(environ={"NETBOTTLENECK_TRANSPORT": "ofi"}).tag("1.0"),
+        settings(environ={"NETBOTTLENECK_STREAMS": "4"}).tag("1.0"),
+        settings(environ={"NETBOTTLENECK_PROVIDER": "net"}).tag("1.0"),
+        settings(environ={"NETBOTTLENECK_SEGMENT_BYTES": "64Ki"}).tag("1.0"),
+        settings(environ={"NETBOTTLENECK_BLOCK_STEPS": "4"}).tag("1.0"),
+        settings(environ={}).tag("1.1"),
+    ]
+    assert len({tag, *others}) == 1 + len(others)
+    assert "streams=4" in others[1]
+
+
+def test_these_modules_import_no_torch() -> None:
+    code = (
+        "import sys; import netbottleneck.env, netbottleneck.launch, netbottleneck.ops, netbottleneck.plan; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(PYTHON), "PATH": ""}, timeout=15)

@@ -1,0 +1,704 @@
+"""The gradient hook backend on real torch models. Two ranks are two threads of this process."""
+
+from __future__ import annotations
+
+import gc
+import struct
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from netbottleneck import _core, errors
+from torch import nn
+
+SECRET = b"sixteen bytes..."
+LIMIT_S = 10.0
+SMALL, LARGE = 1 << 40, 0  # direct_bytes: every gradient is small, or large
+
+
+class Plan:
+    """The parameters of a model dealt to buckets, with arena, views and a GradHook on every parameter."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], buckets: int = 2, **options: Any) -> None:
+        self.parameters = list(parameters)
+        count = len(self.parameters)
+        self.bucket_of = [i * buckets // count for i in range(count)]
+        self.offset, sizes = [], [0] * buckets
+        for parameter, bucket in zip(self.parameters, self.bucket_of, strict=True):
+            self.offset.append(sizes[bucket])
+            sizes[bucket] += (parameter.nbytes + 63) // 64 * 64
+        self.starts = [sum(sizes[:b]) for b in range(buckets)]
+        self.arena = _core.Arena(sum(sizes))
+        self.views = [
+            torch.frombuffer(self.arena, dtype=torch.float32, count=p.numel(), offset=self.starts[b] + o).view(p.shape)
+            if p.numel() > 0
+            else torch.empty(0)
+            for p, b, o in zip(self.parameters, self.bucket_of, self.offset, strict=True)
+        ]
+        self.buckets = [
+            (f"bucket{b}", _core.FLOAT32, self.arena.address + self.starts[b], sizes[b], -b) for b in range(buckets)
+        ]
+        options.setdefault("direct_bytes", SMALL)
+        self.hook = _core.GradHook(
+            self.parameters, self.views, self.bucket_of, self.offset, self.buckets, keep=self.arena, **options
+        )
+        self.handles = [
+            parameter.register_post_accumulate_grad_hook(self.hook.hook(i))
+            for i, parameter in enumerate(self.parameters)
+        ]
+
+    def finish(self) -> None:
+        self.hook.flush()
+        self.hook.wait()
+
+    def owns(self, index: int) -> bool:
+        """Tell whether the parameter's gradient is its view."""
+        return self.parameters[index].grad is self.views[index]
+
+    def grads(self) -> list[list[float]]:
+        return [p.grad.flatten().tolist() if p.grad is not None else [] for p in self.parameters]
+
+
+class Sink:
+    """A callable target that notes what it saw, adds 1 to the whole bucket when it is waited for, and may fail."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.waited: list[int] = []
+        self.fail: Exception | None = None
+        self.plan: Plan | None = None
+        self.memory: list[list[float]] = []
+
+    def __call__(self, bucket: int) -> Sink.Future:
+        self.seen.append(bucket)
+        if self.plan is not None:
+            members = [i for i, b in enumerate(self.plan.bucket_of) if b == bucket]
+            self.memory.append([self.plan.views[i].sum().item() for i in members])
+        return Sink.Future(self, bucket)
+
+    class Future:
+        def __init__(self, sink: Sink, bucket: int) -> None:
+            self.sink, self.bucket = sink, bucket
+
+        def wait(self) -> None:
+            self.sink.waited.append(self.bucket)
+            if self.sink.fail is not None:
+                raise self.sink.fail
+
+
+def chain(count: int, size: int = 4) -> nn.ParameterList:
+    return nn.ParameterList([nn.Parameter(torch.full((size,), float(i + 1))) for i in range(count)])
+
+
+def weighted_sum(parameters: Iterable[torch.Tensor], factor: float = 1.0) -> torch.Tensor:
+    """Return a loss with gradient factor × (i + 1) for parameter i."""
+    return sum(((i + 1) * factor * p).sum() for i, p in enumerate(parameters))  # type: ignore[return-value]
+
+
+@pytest.fixture
+def alone() -> Iterable[_core.Comm]:
+    comm = _core.Comm(0, 1, secret=b"")
+    yield comm
+    comm.close()
+
+
+def on_two_ranks(work: Callable[[_core.Comm], Any]) -> list[Any]:
+    """Run work on two ranks at once and return what each returned; the first exception is raised."""
+    listener = _core.Listener(ifname="lo")
+    results: list[Any] = [None, None]
+    failures: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        door: dict[str, Any] = {"listener": listener} if rank == 0 else {"address": listener.address}
+        try:
+            comm = _core.Comm(rank, 2, secret=SECRET, ifname="lo", streams=2, timeout_s=LIMIT_S, **door)
+            try:
+                results[rank] = work(comm)
+                comm.exchange(b"done")
+            finally:
+                comm.close()
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(15)
+        assert not thread.is_alive()
+    listener.close()
+    if failures:
+        raise failures[0]
+    return results
+
+
+# where gradients lie
+
+
+def test_a_small_gradient_is_copied_and_the_parameter_re_pointed(alone: _core.Comm) -> None:
+    plan = Plan(chain(4))
+    plan.hook.target(alone, postscale=0.5)
+    weighted_sum(plan.parameters).backward()
+    assert plan.hook.pending == 2
+    plan.finish()
+    assert plan.hook.pending == 0
+    assert [plan.owns(i) for i in range(4)] == [True] * 4
+    assert plan.grads() == [[0.5 * (i + 1)] * 4 for i in range(4)]
+
+
+def test_a_large_gradient_travels_from_where_autograd_put_it(alone: _core.Comm) -> None:
+    plan = Plan(chain(4), direct_bytes=LARGE)
+    plan.hook.target(alone, prescale=2.0)
+    weighted_sum(plan.parameters).backward()
+    before = [parameter.grad for parameter in plan.parameters]
+    plan.finish()
+    assert [parameter.grad is grad for parameter, grad in zip(plan.parameters, before, strict=True)] == [True] * 4
+    assert plan.grads() == [[2.0 * (i + 1)] * 4 for i in range(4)]
+    assert [view.abs().sum().item() for view in plan.views] == [0.0] * 4
+
+
+def test_the_size_decides_between_copy_and_direct(alone: _core.Comm) -> None:
+    plan = Plan([nn.Parameter(torch.ones(n)) for n in (15, 16, 17, 3)], buckets=1, direct_bytes=64)
+    plan.hook.target(alone, postscale=3.0)
+    weighted_sum(plan.parameters).backward()
+    plan.finish()
+    assert [plan.owns(i) for i in range(4)] == [True, False, False, True]
+    assert [set(grad) for grad in plan.grads()] == [{3.0}, {6.0}, {9.0}, {12.0}]
+
+
+def test_more_direct_gradients_than_an_operation_takes_segments(alone: _core.Comm) -> None:
+    plan = Plan(chain(600), buckets=1, direct_bytes=LARGE)
+    plan.hook.target(alone, postscale=2.0)
+    weighted_sum(plan.parameters).backward()
+    plan.finish()
+    direct = sum(not plan.owns(i) for i in range(600))
+    assert 0 < direct < 600
+    assert plan.grads() == [[2.0 * (i + 1)] * 4 for i in range(600)]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("direct_bytes", [SMALL, LARGE])
+def test_zero_grad_of_either_kind(alone: _core.Comm, set_to_none: bool, direct_bytes: int) -> None:
+    plan = Plan(chain(5), direct_bytes=direct_bytes)
+    optimizer = torch.optim.SGD(plan.parameters, lr=1.0)
+    plan.hook.target(alone)
+    for step in range(1, 4):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        weighted_sum(plan.parameters, step).backward()
+        plan.finish()
+        assert plan.grads() == [[float(step * (i + 1))] * 4 for i in range(5)]
+        optimizer.step()
+    assert [p[0].item() for p in plan.parameters] == [(i + 1) * (1.0 - 6) for i in range(5)]
+
+
+def test_a_view_that_is_kept_is_accumulated_into(alone: _core.Comm) -> None:
+    plan = Plan(chain(2), direct_bytes=LARGE)
+    plan.hook.target(alone)
+    for parameter, view in zip(plan.parameters, plan.views, strict=True):
+        parameter.grad = view
+    weighted_sum(plan.parameters).backward()
+    plan.finish()
+    assert [plan.owns(0), plan.owns(1)] == [True, True]
+    assert [view.tolist() for view in plan.views] == [[1.0] * 4, [2.0] * 4]
+
+
+def test_a_gradient_that_is_not_contiguous_is_made_right(alone: _core.Comm) -> None:
+    weight = nn.Parameter(torch.arange(24.0).view(2, 3, 2, 2).to(memory_format=torch.channels_last))
+    plan = Plan([weight], buckets=1, direct_bytes=LARGE)
+    plan.hook.target(alone)
+    factor = torch.arange(24.0).view(2, 3, 2, 2)
+    (weight * factor).sum().backward()
+    plan.finish()
+    assert plan.owns(0)
+    assert torch.equal(plan.views[0], factor)
+
+
+def test_a_graph_of_the_gradient_does_not_reach_the_view(alone: _core.Comm) -> None:
+    plan = Plan(chain(1), buckets=1)
+    plan.hook.target(alone)
+    (plan.parameters[0] ** 2).sum().backward(create_graph=True)
+    plan.finish()
+    assert plan.views[0].tolist() == [2.0] * 4
+    assert not plan.views[0].requires_grad
+
+
+def test_a_sparse_gradient_is_an_error(alone: _core.Comm) -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    plan = Plan(table.parameters(), buckets=1)
+    plan.hook.target(alone)
+    with pytest.raises(RuntimeError, match=r"[Ss]parse"):
+        table(torch.tensor([1])).sum().backward()
+
+
+def test_an_empty_parameter_counts(alone: _core.Comm) -> None:
+    plan = Plan([nn.Parameter(torch.ones(0)), nn.Parameter(torch.ones(3))], buckets=1)
+    plan.hook.target(alone)
+    weighted_sum(plan.parameters).backward()
+    assert plan.hook.pending == 1
+    plan.finish()
+    assert plan.grads() == [[], [2.0] * 3]
+
+
+# which gradients there are
+
+
+def test_unused_parameters_contribute_zeros_and_get_their_views(alone: _core.Comm) -> None:
+    plan = Plan(chain(4))
+    plan.views[3].fill_(99)
+    plan.hook.target(alone)
+    weighted_sum(plan.parameters[:3]).backward()
+    assert plan.hook.pending == 1
+    plan.finish()
+    assert plan.owns(3)
+    assert plan.grads()[3] == [0.0] * 4
+    assert sorted(plan.hook.ready_order()) == [0, 1, 2]
+
+
+def test_a_shared_parameter_is_one_gradient(alone: _core.Comm) -> None:
+    shared = nn.Parameter(torch.ones(4))
+    plan = Plan([shared, nn.Parameter(torch.ones(4))], buckets=1)
+    plan.hook.target(alone)
+    (shared.sum() + (2 * shared * plan.parameters[1]).sum()).backward()
+    plan.finish()
+    assert plan.grads() == [[3.0] * 4, [2.0] * 4]
+
+
+def test_gradients_that_the_user_replaced_are_taken(alone: _core.Comm) -> None:
+    plan = Plan(chain(2), buckets=1)
+    plan.hook.target(alone)
+    plan.parameters[0].grad = torch.full((4,), 10.0)
+    weighted_sum(plan.parameters).backward()
+    plan.finish()
+    assert plan.grads() == [[11.0] * 4, [2.0] * 4]
+    plan.parameters[0].grad = torch.full((4,), 7.0)
+    plan.parameters[1].grad = torch.full((4,), 8.0)
+    plan.finish()
+    assert plan.grads() == [[7.0] * 4, [8.0] * 4]
+    assert [plan.owns(0), plan.owns(1)] == [True, True]
+
+
+def test_a_parameter_that_was_frozen_is_zero(alone: _core.Comm) -> None:
+    plan = Plan(chain(2), buckets=1)
+    plan.hook.target(alone)
+    plan.parameters[1].requires_grad_(False)
+    weighted_sum(plan.parameters).backward()
+    plan.finish()
+    assert plan.grads() == [[1.0] * 4, [0.0] * 4]
+
+
+# several backward passes
+
+
+def test_passes_are_counted_for_each_parameter(alone: _core.Comm) -> None:
+    plan = Plan(chain(3), passes=3)
+    plan.hook.target(alone)
+    for count in range(1, 4):
+        weighted_sum(plan.parameters).backward()
+        assert plan.hook.pending == (2 if count == 3 else 0)
+        if count < 3:
+            plan.hook.wait()
+    plan.finish()
+    assert plan.grads() == [[3.0 * (i + 1)] * 4 for i in range(3)]
+    plan.hook.passes = 1
+    assert plan.hook.passes == 1
+    for parameter in plan.parameters:
+        parameter.grad = None
+    weighted_sum(plan.parameters).backward()
+    assert plan.hook.pending == 2
+    plan.finish()
+    assert plan.grads() == [[float(i + 1)] * 4 for i in range(3)]
+
+
+@pytest.mark.parametrize("direct_bytes", [SMALL, LARGE])
+def test_a_gradient_accumulated_again_before_its_bucket_is_sent(alone: _core.Comm, direct_bytes: int) -> None:
+    plan = Plan(chain(2), buckets=1, direct_bytes=direct_bytes)
+    plan.hook.target(alone)
+    for _ in range(2):
+        weighted_sum(plan.parameters[:1]).backward()
+    assert plan.hook.pending == 0
+    (2 * plan.parameters[1]).sum().backward()
+    assert plan.hook.pending == 1
+    plan.finish()
+    assert plan.grads() == [[2.0] * 4, [2.0] * 4]
+    assert plan.hook.ready_order() == [0, 1]
+
+
+@pytest.mark.parametrize("direct_bytes", [SMALL, LARGE])
+@pytest.mark.parametrize("all_at_last", [True, False])
+def test_after_wait_a_bucket_that_was_not_sent_needs_all_its_gradients(
+    alone: _core.Comm, direct_bytes: int, all_at_last: bool
+) -> None:
+    plan = Plan(chain(2), buckets=1, direct_bytes=direct_bytes)
+    plan.hook.target(alone)
+    weighted_sum(plan.parameters[:1]).backward()
+    plan.hook.wait()
+    (2 * plan.parameters[1]).sum().backward()
+    assert plan.hook.pending == 0
+    plan.hook.wait()
+    if all_at_last:
+        weighted_sum(plan.parameters).backward()
+        assert plan.hook.pending == 1
+    plan.finish()
+    factor = 2.0 if all_at_last else 1.0
+    assert plan.grads() == [[factor] * 4, [2.0 * factor] * 4]
+
+
+@pytest.mark.parametrize("direct_bytes", [SMALL, LARGE])
+def test_a_second_backward_averages_the_average_and_what_is_new(direct_bytes: int) -> None:
+    def train(comm: _core.Comm) -> list[list[float]]:
+        plan = Plan(chain(3), direct_bytes=direct_bytes)
+        plan.hook.target(comm, postscale=0.5)
+        weighted_sum(plan.parameters, 2.0 * (1 + 2 * comm.rank)).backward()
+        plan.hook.wait()
+        weighted_sum(plan.parameters, 2.0 * comm.rank).backward()
+        plan.finish()
+        return plan.grads()
+
+    first, second = on_two_ranks(train)
+    assert first == second == [[5.0 * (i + 1)] * 4 for i in range(3)]
+
+
+def test_a_hook_that_fires_after_its_bucket_was_sent_opens_it_again() -> None:
+    plan = Plan(chain(2), buckets=1)
+    sink = Sink()
+    plan.hook.target(sink)
+    weighted_sum(plan.parameters).backward()
+    assert (sink.seen, sink.waited, plan.hook.pending) == ([0], [], 1)
+    weighted_sum(plan.parameters[:1]).backward()
+    assert (sink.seen, sink.waited, plan.hook.pending) == ([0], [0], 0)
+    plan.hook.flush()
+    assert (sink.seen, plan.hook.pending) == ([0, 0], 1)
+    plan.hook.wait()
+    assert plan.grads() == [[2.0] * 4, [2.0] * 4]
+
+
+# targets
+
+
+def test_a_callable_gets_whole_buckets_and_is_waited_for() -> None:
+    plan = Plan(chain(4), direct_bytes=LARGE)
+    sink = Sink()
+    sink.plan = plan
+    plan.hook.target(sink)
+    weighted_sum(plan.parameters).backward()
+    assert plan.hook.pending == 2
+    assert sink.waited == []
+    plan.finish()
+    assert sorted(sink.seen) == sorted(sink.waited) == [0, 1]
+    assert sorted(sink.memory) == [[4.0, 8.0], [12.0, 16.0]]
+    assert [plan.owns(i) for i in range(4)] == [True] * 4
+
+
+def test_none_moves_nothing() -> None:
+    plan = Plan(chain(4), direct_bytes=LARGE)
+    plan.hook.target(None, postscale=0.5)
+    weighted_sum(plan.parameters).backward()
+    before = [parameter.grad for parameter in plan.parameters]
+    assert plan.hook.pending == 2
+    plan.finish()
+    assert plan.hook.pending == 0
+    assert all(p.grad is grad for p, grad in zip(plan.parameters, before, strict=True))
+    assert plan.grads() == [[float(i + 1)] * 4 for i in range(4)]
+
+
+def test_targets_alternate_between_steps(alone: _core.Comm) -> None:
+    plan = Plan(chain(4), direct_bytes=32)
+    sink = Sink()
+    for step in range(6):
+        target: Any = [alone, sink, None][step % 3]
+        plan.hook.target(target)
+        weighted_sum(plan.parameters, step + 1.0).backward()
+        plan.finish()
+        assert plan.grads() == [[(step + 1.0) * (i + 1)] * 4 for i in range(4)]
+        for parameter in plan.parameters:
+            parameter.grad = None
+    assert len(sink.seen) == len(sink.waited) == 4
+
+
+def test_what_belongs_between_steps_is_refused_inside_one(alone: _core.Comm) -> None:
+    plan = Plan(chain(2))
+    plan.hook.target(alone)
+    weighted_sum(plan.parameters).backward()
+    with pytest.raises(RuntimeError, match="2 buckets are pending"):
+        plan.hook.target(None)
+    with pytest.raises(RuntimeError, match="2 buckets are pending"):
+        plan.hook.passes = 2
+    plan.hook.wait()
+    plan.hook.target(None)
+    plan.hook.passes = 2
+
+
+def test_a_failure_of_wait_is_raised_and_the_hook_is_armed_again() -> None:
+    plan = Plan(chain(2))
+    sink = Sink()
+    plan.hook.target(sink)
+    weighted_sum(plan.parameters).backward()
+    sink.fail = errors.WireError("broken")
+    with pytest.raises(errors.WireError, match="broken"):
+        plan.hook.wait()
+    assert sink.waited == [0, 1]
+    assert plan.hook.pending == 0
+    sink.fail = None
+    weighted_sum(plan.parameters).backward()
+    assert plan.hook.pending == 2
+    plan.hook.wait()
+
+
+def test_a_failure_to_submit_comes_out_of_backward() -> None:
+    comm = _core.Comm(0, 1, secret=b"")
+    plan = Plan(chain(2), buckets=1)
+    plan.hook.target(comm)
+    comm.close()
+    with pytest.raises(errors.ClosedError):
+        weighted_sum(plan.parameters).backward()
+    assert plan.hook.pending == 0
+    plan.hook.target(None)
+    weighted_sum(plan.parameters).backward()
+    plan.finish()
+
+
+def test_a_lost_peer_comes_out_of_wait() -> None:
+    lost = threading.Event()
+
+    def train(comm: _core.Comm) -> None:
+        if comm.rank == 1:
+            lost.wait(LIMIT_S)
+            comm.abort("told to")
+            raise InterruptedError
+        plan = Plan(chain(2))
+        plan.hook.target(comm)
+        weighted_sum(plan.parameters).backward()
+        lost.set()
+        with pytest.raises(errors.PeerError) as caught:
+            plan.hook.wait()
+        assert caught.value.peer == 1
+        assert plan.hook.pending == 0
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        on_two_ranks(train)
+
+
+@pytest.mark.parametrize("direct_bytes", [SMALL, 64, LARGE])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_two_ranks_get_the_average(direct_bytes: int, set_to_none: bool) -> None:
+    def train(comm: _core.Comm) -> list[list[list[float]]]:
+        plan = Plan([nn.Parameter(torch.ones(n)) for n in (3, 1000, 16, 70000, 5)], direct_bytes=direct_bytes)
+        optimizer = torch.optim.SGD(plan.parameters, lr=1.0)
+        plan.hook.target(comm, postscale=0.5)
+        seen = []
+        for step in range(1, 4):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            used = plan.parameters if comm.rank == 0 or step != 2 else plan.parameters[:-2]
+            weighted_sum(used, 2.0 * step * (1 + comm.rank)).backward()
+            plan.finish()
+            seen.append([sorted(set(grad)) for grad in plan.grads()])
+        return seen
+
+    first, second = on_two_ranks(train)
+    expected = [[[3.0 * step * (i + 1)] for i in range(5)] for step in range(1, 4)]
+    expected[1][3:] = [[2.0 * 4], [2.0 * 5]]
+    assert first == second == expected
+
+
+# what is recorded
+
+
+def test_stamps_and_order_of_readiness(alone: _core.Comm, tmp_path: Path) -> None:
+    path = tmp_path / "ring"
+    recorder = _core.Recorder(str(path), 64, 0)
+    plan = Plan(chain(3), recorder=recorder)
+    plan.hook.target(alone)
+    assert plan.hook.ready_order() == []
+    first, second, third = plan.parameters
+    (first * (second * third)).sum().backward()
+    assert plan.hook.ready_order() == []
+    plan.hook.wait()
+    order = plan.hook.ready_order()
+    recorder.close()
+    events = list(struct.iter_unpack("=qII6Q", path.read_bytes()[4096:]))
+    ready = [event[3] for event in events if event[1] == _core.EVENTS["GRAD_READY"]]
+    assert sorted(order) == [0, 1, 2]
+    assert ready == order
+    assert [event[1] for event in events[-2:]] == [_core.EVENTS["WAIT_BEGIN"], _core.EVENTS["WAIT_END"]]
+
+
+@pytest.mark.parametrize("direct_bytes", [SMALL, LARGE])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_no_python_runs_for_a_gradient(alone: _core.Comm, direct_bytes: int, set_to_none: bool) -> None:
+    def python_calls(count: int, target: _core.Comm | None) -> int:
+        plan = Plan(chain(count), direct_bytes=direct_bytes)
+        plan.hook.target(target)
+        calls = 0
+
+        def note(_frame: object, event: str, _arg: object) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        for _ in range(2):
+            for parameter in plan.parameters:
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+            loss = torch.cat([p * 2 for p in plan.parameters]).sum()
+            calls = 0
+            threading.setprofile(note)
+            sys.setprofile(note)
+            try:
+                loss.backward()
+                plan.hook.flush()
+                plan.hook.wait()
+            finally:
+                sys.setprofile(None)
+                threading.setprofile(None)
+        assert plan.grads() == [[2.0] * 4] * count
+        return calls
+
+    for target in (None, alone):
+        assert python_calls(10, target) == python_calls(1000, target) > 0
+
+
+# lifetimes
+
+
+def test_model_and_hook_are_collected_together(alone: _core.Comm) -> None:
+    plan = Plan(chain(3), direct_bytes=LARGE)
+    plan.hook.target(alone)
+    weighted_sum(plan.parameters).backward()
+    watches: Sequence[weakref.ref[Any]] = [weakref.ref(plan.parameters[0]), weakref.ref(plan.views[0])]
+    del plan
+    gc.collect()
+    assert [watch() for watch in watches] == [None, None]
+
+
+def test_a_parameter_that_is_gone_counts_as_zeros() -> None:
+    plan = Plan(chain(2), buckets=1)
+    sink = Sink()
+    plan.hook.target(sink)
+    weighted_sum(plan.parameters).backward()
+    plan.finish()
+    plan.parameters.pop()
+    gc.collect()
+    plan.hook.flush()
+    plan.hook.wait()
+    assert sink.seen == [0, 0]
+    assert [view.tolist() for view in plan.views] == [[1.0] * 4, [0.0] * 4]
+
+
+def test_gradients_in_flight_outlive_their_hook() -> None:
+    def train(comm: _core.Comm) -> bool:
+        if comm.rank == 1:
+            comm.exchange(b"dropped")
+            sent = Plan(chain(2), direct_bytes=LARGE)
+            sent.hook.target(comm)
+            weighted_sum(sent.parameters).backward()
+            sent.finish()
+            return sent.grads() == [[2.0] * 4, [4.0] * 4]
+        plan = Plan(chain(2), direct_bytes=LARGE)
+        plan.hook.target(comm)
+        weighted_sum(plan.parameters).backward()
+        watch = weakref.ref(plan.parameters[0].grad)
+        del plan
+        gc.collect()
+        kept = watch() is not None
+        for i in range(2):
+            comm.exchange(b"dropped" if i == 0 else b"done")
+            comm.notices()
+        return kept and watch() is None
+
+    def both(comm: _core.Comm) -> bool:
+        right = train(comm)
+        if comm.rank == 1:
+            comm.exchange(b"done")
+        return right
+
+    assert on_two_ranks(both) == [True, True]
+
+
+def test_nothing_grows_over_many_steps(alone: _core.Comm) -> None:
+    plan = Plan(chain(4), direct_bytes=LARGE)
+    plan.hook.target(alone)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            for parameter in plan.parameters:
+                parameter.grad = None
+            weighted_sum(plan.parameters).backward()
+            plan.finish()
+
+    def counts() -> list[int]:
+        gc.collect()
+        things = (plan.hook, plan.views[0], plan.parameters[0], alone, torch.float32, plan.arena)
+        return [sys.getrefcount(thing) for thing in things]
+
+    steps(10)
+    before = counts()
+    steps(500)
+    assert counts() == before
+
+
+# bad input
+
+
+def arguments(**changed: Any) -> dict[str, Any]:
+    plan = Plan(chain(2), buckets=1)
+    good = {
+        "parameters": plan.parameters,
+        "views": plan.views,
+        "bucket_of": plan.bucket_of,
+        "offset": plan.offset,
+        "buckets": plan.buckets,
+        "keep": plan,
+    }
+    return {**good, **{name: change(plan) for name, change in changed.items()}}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"views": lambda p: p.views[:1]}, r"2 parameters .* views \(1\)"),
+        ({"parameters": lambda p: p.parameters[:1] * 2}, r"parameters\[1\] is there twice"),
+        ({"bucket_of": lambda _: [0, 1]}, "bucket_of .* not 1"),
+        ({"offset": lambda _: [0, -4]}, "offset .* not -4"),
+        ({"offset": lambda _: [0, 2]}, r"views\[1\] .* offset 2"),
+        ({"offset": lambda _: [0, 4096]}, r"views\[1\] .* offset 4096"),
+        ({"views": lambda p: [p.views[0], p.views[0]]}, r"views\[1\]"),
+        ({"views": lambda p: [p.views[0], p.views[1].view(torch.uint8)]}, r"views\[1\] has elements of 1 bytes"),
+        ({"buckets": lambda p: [*p.buckets, p.buckets[0]]}, r'buckets\[1\] has the name of another, "bucket0"'),
+        ({"buckets": lambda p: [*p.buckets, ("b", *p.buckets[0][1:])]}, r'buckets\[1\], "b", has no parameter'),
+        ({"buckets": lambda p: [("", *p.buckets[0][1:])]}, r"buckets\[0\] must have a name"),
+        ({"buckets": lambda p: [("n" * 96, *p.buckets[0][1:])]}, r"buckets\[0\] must have a name .* 95"),
+        ({"buckets": lambda p: [("b", 42, *p.buckets[0][2:])]}, "dtype .* not 42"),
+        ({"buckets": lambda p: [(*p.buckets[0][:3], 63, 0)]}, r"buckets\[0\] .*63"),
+        ({"buckets": lambda p: [("b", _core.FLOAT32, 0, 64, 0)]}, r"buckets\[0\] must have an address"),
+        ({"passes": lambda _: 0}, "passes .* not 0"),
+        ({"direct_bytes": lambda _: -1}, "direct_bytes .* not -1"),
+    ],
+)
+def test_a_bad_plan_is_named(changed: dict[str, Callable[[Plan], Any]], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        _core.GradHook(**arguments(**changed))
+
+
+def test_bad_calls_are_named() -> None:
+    hook = _core.GradHook(**arguments())
+    with pytest.raises(ValueError, match=r"index .* not 2"):
+        hook.hook(2)
+    with pytest.raises(ValueError, match=r"passes .* not 0"):
+        hook.passes = 0
+    with pytest.raises(ValueError, match=r"postscale .* not 0.0"):
+        hook.target(None, postscale=0.0)
+    with pytest.raises(ValueError, match=r"op .* not 9"):
+        hook.target(None, op=9)
+    with pytest.raises(TypeError, match=r"sink .* not 5"):
+        hook.target(5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"recorder .* not 5"):
+        _core.GradHook(**arguments(recorder=lambda _: 5))
+    with pytest.raises(TypeError, match=r"buckets\[0\] .*name, dtype, address, bytes, priority"):
+        _core.GradHook(**arguments(buckets=lambda _: [5]))

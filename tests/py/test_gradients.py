@@ -1,0 +1,195 @@
+"""Gradients: buckets, views and hooks in one process, with sinks that are callables or nowhere."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("netbottleneck._core", reason="the C module is not built", exc_type=ImportError)
+
+from netbottleneck.torch.gradients import Gradients  # noqa: E402
+
+
+class Double:
+    """A sink that stands for two equal ranks: each bucket is doubled in place once it is waited for."""
+
+    def __init__(self, gradients: Gradients) -> None:
+        self.gradients = gradients
+        self.sent: list[int] = []
+        self.waited: list[int] = []
+
+    def __call__(self, index: int) -> Any:
+        self.sent.append(index)
+        sink = self
+
+        class Future:
+            def wait(self) -> None:
+                sink.gradients.flat(index).mul_(2)
+                sink.waited.append(index)
+
+        return Future()
+
+
+def model() -> torch.nn.Module:
+    made = torch.nn.Sequential(
+        torch.nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last),
+        torch.nn.Flatten(),
+        torch.nn.Linear(12, 5),
+        torch.nn.Linear(5, 1),
+    )
+    for number, parameter in enumerate(made.parameters()):
+        with torch.no_grad():
+            parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape) % 5 - number % 3)
+    return made
+
+
+def backward(made: torch.nn.Module) -> None:
+    made(torch.arange(18.0).reshape(1, 2, 3, 3) % 4).sum().backward()
+
+
+def plain_gradients() -> list[Any]:
+    made = model()
+    backward(made)
+    return [parameter.grad for parameter in made.parameters()]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("direct_bytes", [0, 64, 1 << 20])
+def test_a_callable_gets_each_bucket_once_a_step(set_to_none: bool, direct_bytes: int) -> None:
+    made = model()
+    gradients = Gradients(made.named_parameters(), direct_bytes=direct_bytes, limits=(64, 128))
+    sink = Double(gradients)
+    gradients.target(sink)
+    assert len(gradients.buckets) > 2
+    for _ in range(3):
+        backward(made)
+        assert gradients.pending == len(gradients.buckets)
+        gradients.flush()
+        gradients.wait()
+        assert gradients.pending == 0
+        assert sorted(sink.sent) == sink.waited == list(range(len(gradients.buckets)))
+        for parameter, plain in zip(made.parameters(), plain_gradients(), strict=True):
+            assert torch.equal(parameter.grad, 2 * plain)
+        sink.sent.clear()
+        sink.waited.clear()
+        made.zero_grad(set_to_none=set_to_none)
+
+
+def test_nowhere_leaves_gradients_as_they_are() -> None:
+    made = model()
+    gradients = Gradients(made.named_parameters())
+    gradients.target(None)
+    for _ in range(2):
+        made.zero_grad()
+        backward(made)
+        gradients.flush()
+        gradients.wait()
+        for parameter, plain in zip(made.parameters(), plain_gradients(), strict=True):
+            assert torch.equal(parameter.grad, plain)
+
+
+def test_what_takes_no_gradient_or_has_no_element_is_left_out() -> None:
+    frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    empty = torch.nn.Parameter(torch.ones(0, 3))
+    gradients = Gradients([("a", torch.nn.Parameter(torch.ones(2))), ("frozen", frozen), ("empty", empty)])
+    assert gradients.names == ("a",)
+    assert Gradients([]).buckets == ()
+
+
+def test_buckets_say_where_each_gradient_lies() -> None:
+    made = model()
+    gradients = Gradients(made.named_parameters(), limits=(64, 128))
+    sink = Double(gradients)
+    gradients.target(sink)
+    backward(made)
+    gradients.wait()
+    for index, bucket in enumerate(gradients.buckets):
+        flat = gradients.flat(index)
+        assert flat.nbytes == bucket.nbytes
+        for member, offset in zip(bucket.parameters, bucket.parameter_offsets, strict=True):
+            gradient = gradients.parameters[member].grad
+            assert gradient.data_ptr() == flat.data_ptr() + offset
+
+
+def test_rank_zeros_order_is_taken_after_the_first_step() -> None:
+    first, second = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
+    named = [("first", first.weight), ("second", second.weight)]
+    told: list[bytes] = []
+
+    def agree(mine: bytes) -> bytes:
+        told.append(mine)
+        return mine
+
+    gradients = Gradients(named, limits=(64, 64), agree=agree)
+    gradients.target(Double(gradients))
+    assert [bucket.parameters for bucket in gradients.buckets] == [(1,), (0,)]
+    for step in range(3):
+        first(second(torch.ones(1, 4))).sum().backward()
+        kept = [parameter.grad.clone() for _, parameter in named]
+        gradients.wait()
+        assert [torch.equal(p.grad, 2 * k) for (_, p), k in zip(named, kept, strict=True)] == [True, True]
+        assert [bucket.parameters for bucket in gradients.buckets] == [(0,), (1,)]
+        if step == 1:
+            first.zero_grad(set_to_none=False)
+            second.zero_grad(set_to_none=False)
+        else:
+            first.zero_grad()
+            second.zero_grad()
+    assert len(told) == 1
+    assert gradients.version == 1
+
+
+def test_gradients_are_ordinary_tensors() -> None:
+    made = model()
+    gradients = Gradients(made.named_parameters())
+    gradients.target(Double(gradients))
+    backward(made)
+    gradients.wait()
+    for parameter in made.parameters():
+        assert parameter.grad.stride() == parameter.stride()
+        assert not parameter.grad._is_view()
+        parameter.grad.detach_()
+        assert torch.equal(copy.deepcopy(parameter.grad), parameter.grad)
+
+
+def test_hooks_go_when_closed() -> None:
+    made = model()
+    gradients = Gradients(made.named_parameters())
+    sink = Double(gradients)
+    gradients.target(sink)
+    gradients.close()
+    backward(made)
+    assert sink.sent == []
+
+
+def test_memory_goes_with_the_last_gradient() -> None:
+    made = model()
+    gradients = Gradients(made.named_parameters())
+    gradients.target(None)
+    backward(made)
+    gradients.wait()
+    gone = weakref.ref(gradients)
+    gradients.close()
+    del gradients
+    gc.collect()
+    assert gone() is None
+    for parameter, plain in zip(made.parameters(), plain_gradients(), strict=True):
+        assert torch.equal(parameter.grad, plain)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "words"),
+    [
+        (torch.nn.Parameter(torch.ones(2, dtype=torch.complex64)), "complex64 is not supported"),
+        (torch.nn.Parameter(torch.ones(2, device="meta")), "host memory only"),
+    ],
+)
+def test_what_cannot_travel_is_refused_by_name(parameter: Any, words: str) -> None:
+    with pytest.raises(ValueError, match="odd") as caught:
+        Gradients([("odd", parameter)])
+    assert words in str(caught.value)

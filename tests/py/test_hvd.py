@@ -1,0 +1,145 @@
+"""Horovod's API: the checks in scripts/ on two and three ranks that torchrun's variables describe."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import Ranks, free_port
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def checks(script: str) -> list[str]:
+    """Return the names of a script's checks, in its order."""
+    return re.findall(r"^@check\ndef (\w+)", (SCRIPTS / script).read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def run(ranks: Ranks, size: int, script: str, names: list[str]) -> None:
+    """Run checks on all ranks; every rank must have passed each."""
+    for result in ranks(size, SCRIPTS / script, args=names):
+        assert result.stdout.splitlines() == [f"ok {name}" for name in names]
+
+
+def thirds(names: list[str]) -> list[list[str]]:
+    """Return the names in three parts, each short enough for one test."""
+    return [names[start::3] for start in range(3)]
+
+
+@pytest.mark.parametrize("names", thirds(checks("hvd_checks.py")), ids=["a", "b", "c"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives(ranks: Ranks, size: int, names: list[str]) -> None:
+    run(ranks, size, "hvd_checks.py", names)
+
+
+@pytest.mark.parametrize("names", thirds(checks("optimizer_checks.py")), ids=["a", "b", "c"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_optimizer(ranks: Ranks, size: int, names: list[str]) -> None:
+    run(ranks, size, "optimizer_checks.py", names)
+
+
+SINGLE = """
+import torch
+import netbottleneck.torch as hvd
+hvd.init()
+assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.cross_size()) == (0, 1, 0, 1)
+assert hvd.allreduce(torch.ones(3)).tolist() == [1.0] * 3
+assert hvd.allgather(torch.ones(2, 2)).shape == (2, 2)
+assert hvd.broadcast_object("x") == "x"
+weight = torch.nn.Parameter(torch.ones(2))
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+hvd.broadcast_optimizer_state(optimizer, 0)
+for _ in range(2):
+    optimizer.zero_grad()
+    weight.sum().backward()
+    optimizer.step()
+assert weight.tolist() == [-1.0, -1.0]
+hvd.shutdown()
+"""
+
+
+def test_one_process_without_a_launcher_is_a_job_of_its_own(ranks: Ranks) -> None:
+    none = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "")
+    ranks(1, SINGLE, none)
+
+
+BESIDE = """
+import os
+import torch
+import torch.distributed as dist
+import netbottleneck.torch as hvd
+hvd.init()
+dist.init_process_group("gloo")
+value = torch.ones(2)
+dist.all_reduce(value)
+assert value.tolist() == hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist()
+hvd.shutdown()
+hvd.init()
+assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2.0, 2.0]
+dist.destroy_process_group()
+hvd.shutdown()
+"""
+
+
+def test_torch_distributed_works_beside_it(ranks: Ranks) -> None:
+    ranks(2, BESIDE)
+
+
+KILLED = """
+import os, signal, sys
+import torch
+import netbottleneck.torch as hvd
+hvd.init()
+model = torch.nn.Linear(1 << 18, 4)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+print("training", flush=True)
+try:
+    while True:
+        optimizer.zero_grad()
+        model(torch.ones(1, 1 << 18)).sum().backward()
+        optimizer.step()
+except hvd.HorovodInternalError as error:
+    print("lost", error.peer)
+    assert str(error.peer) in str(error)
+hvd.shutdown()
+"""
+
+
+def test_a_rank_killed_in_training_is_named_on_the_others(ranks: Ranks) -> None:
+    job = ranks.start(3, KILLED)
+    for rank in range(3):
+        job.wait_for_line(rank, "training")
+    job.kill(1)
+    results = job.wait(check=False)
+    for rank in (0, 2):
+        assert results[rank].code == 0, results[rank].stderr
+        assert "lost 1" in results[rank].stdout.splitlines()
+
+
+def test_an_agents_store_is_used_where_torchrun_keeps_one(ranks: Ranks) -> None:
+    port = free_port()
+    agent = f"""
+import sys, time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", {port}, is_master=True, wait_for_workers=False)
+print("listening", flush=True)
+for rank in range(2):
+    while not store.check([f"done {{rank}}"]):
+        time.sleep(0.01)
+"""
+    worker = """
+import os
+import torch, torch.distributed as dist
+import netbottleneck.torch as hvd
+for _ in range(3):
+    hvd.init()
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2.0, 2.0]
+    hvd.shutdown()
+store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+store.set(f"done {os.environ['RANK']}", "1")
+"""
+    holder = ranks.start(1, agent)
+    holder.wait_for_line(0, "listening")
+    ranks(2, worker, {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    holder.wait()

@@ -1,0 +1,326 @@
+"""The lab: caps hold, hosts are apart, and however a run ends nothing is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from netbottleneck.lab import Lab, LabError, LinkSpec, parse_lab
+
+DEADLINE_S = 15
+PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+
+
+def open_lab(*args: Any, **options: Any) -> Lab:
+    """Return a lab of namespaces, not yet entered; skips where this machine allows none."""
+    ways = options.pop("ways", ("root", "user"))
+    try:
+        with Lab(1, "none", ways=ways):
+            pass
+    except LabError as error:
+        pytest.skip(f"no network namespaces on this machine: {error}")
+    return Lab(*args, ways=ways, **options)
+
+
+def python(code: str, *args: str) -> list[str]:
+    """Return a command that runs Python code."""
+    return [sys.executable, "-I", "-c", code, *args]
+
+
+def output(process: subprocess.Popen[str]) -> str:
+    """Return what a process wrote; fails where it did not end well."""
+    text, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, errors
+    return text
+
+
+def wait_until(true: Callable[[], bool], what: str) -> None:
+    """Wait for a state, with a deadline."""
+    until = time.monotonic() + DEADLINE_S
+    while not true():
+        assert time.monotonic() < until, f"not within {DEADLINE_S} s: {what}"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("text", "link", "flows"),
+    [
+        ("2gbit", 2 * 10**9, ()),
+        ("2gbit/500mbit", 2 * 10**9, (5 * 10**8,)),
+        ("1.5Gbit/400mbit, 64kbit", 15 * 10**8, (4 * 10**8, 64000)),
+        ("none", None, ()),
+        ("none/8mbit", None, (8 * 10**6,)),
+        ("100mbit/none", 10**8, ()),
+    ],
+)
+def test_a_lab_is_read_from_text_and_written_back(text: str, link: int | None, flows: tuple[int, ...]) -> None:
+    spec = parse_lab(text)
+    assert spec == LinkSpec(link, flows)
+    assert parse_lab(str(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    "text", ["", "2", "2gb", "fast", "2gbit/", "2gbit/1mbit,", "2gbit/none,1mbit", "-1gbit", "0mbit"]
+)
+def test_a_wrong_lab_is_refused_by_its_own_text(text: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        parse_lab(text)
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flows", "expected"), [(1, 4e8), (2, 5e8), (3, 8e8), (4, 1e9)], ids=lambda value: f"{value:g}"
+)
+def test_expected_rate_is_the_flows_caps_together_up_to_the_link(flows: int, expected: float) -> None:
+    assert parse_lab("1gbit/400mbit,100mbit,300mbit").expected_bps(flows) == expected
+
+
+@pytest.mark.parametrize(
+    "arguments", [(0, "none"), (2, "none", 0), (2, "wrong")], ids=["no hosts", "no ranks", "no rate"]
+)
+def test_bad_arguments_are_refused_before_anything_starts(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match=r"not 0 with 1|not 2 with 0|'wrong' is no rate"):
+        Lab(*arguments)
+
+
+@pytest.mark.parametrize("flow", ["htb", "pacing"])
+def test_one_flow_gets_its_cap_and_four_get_the_link(flow: str) -> None:
+    with open_lab(2, "200mbit/50mbit", flow=flow) as lab:
+        found = lab.verify()
+    assert found["how"].startswith("namespaces")
+    assert found["flow_cap"] == flow
+    assert found["one_flow"]["measured_bps"] == pytest.approx(50e6, rel=0.15)
+    assert found["many_flows"]["flows"] == 4
+    assert found["many_flows"]["measured_bps"] == pytest.approx(200e6, rel=0.15)
+    assert found["many_flows"]["measured_flow_bps"] == pytest.approx([50e6] * 4, rel=0.15)
+    assert found["ok"]
+
+
+def test_each_flow_of_a_list_gets_its_own_cap() -> None:
+    with open_lab(2, "400mbit/80mbit,80mbit,20mbit") as lab:
+        found = lab.verify()
+    assert found["many_flows"]["measured_flow_bps"] == pytest.approx([80e6, 80e6, 20e6], rel=0.15)
+    assert found["ok"]
+
+
+def test_a_link_caps_both_ways_through_a_switch() -> None:
+    with open_lab(3, "100mbit") as lab:
+        found = lab.verify()
+    assert found["many_flows"]["measured_bps"] == pytest.approx(100e6, rel=0.15)
+
+
+def test_the_same_without_root() -> None:
+    with open_lab(2, "200mbit/50mbit", ways=["user"]) as lab:
+        assert lab.how == "namespaces (user)"
+        found = lab.verify()
+    assert found["one_flow"]["measured_bps"] == pytest.approx(50e6, rel=0.15)
+    assert found["many_flows"]["measured_bps"] == pytest.approx(200e6, rel=0.15)
+
+
+def test_on_loopback_flows_are_capped_and_the_lab_says_what_that_means() -> None:
+    with Lab(2, "100mbit/40mbit", ways=["loopback"]) as lab:
+        assert lab.how == "loopback"
+        assert "no link is capped" in lab.why
+        found = lab.verify()
+        assert lab.variables(0)["NETBOTTLENECK_HOST_ID"] != lab.variables(1)["NETBOTTLENECK_HOST_ID"]
+    assert found["many_flows"]["measured_flow_bps"] == pytest.approx([40e6] * 3, rel=0.15)
+
+
+def test_where_no_namespace_can_be_made_the_lab_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    with Lab(2, "100mbit/40mbit") as lab:
+        assert lab.how == "loopback"
+        assert "ip is not installed" in lab.why
+        assert lab.flow_cap == "pacing"
+    with pytest.raises(LabError, match="ip is not installed"), Lab(2, "none", ways=["root", "user"]):
+        pass
+
+
+def test_a_lab_of_one_host_has_no_link_to_cap() -> None:
+    with open_lab(1, "8mbit/4mbit", ranks_per_host=2) as lab:
+        found = lab.verify(seconds=0.1)
+    assert found["one_flow"]["configured_bps"] is None
+    assert found["one_flow"]["measured_bps"] > 8e6
+
+
+RATES = """
+import json, socket, sys
+pacing = lambda s: int.from_bytes(s.getsockopt(socket.SOL_SOCKET, 47, 8), sys.byteorder)
+home, result = sys.argv[1], {}
+for port in map(int, sys.argv[2:]):
+    server = socket.create_server((home, port))
+    out = socket.socket()
+    out.setblocking(False)
+    out.connect_ex((home, port))
+    server.settimeout(10)
+    result[port] = [pacing(out), pacing(server.accept()[0])]
+print(json.dumps(result))
+"""
+
+
+def test_a_ports_own_rate_holds_at_both_ends_and_control_is_free() -> None:
+    with open_lab(2, "none/8mbit,16mbit") as lab:
+        env = {**os.environ, "NETBOTTLENECK_PORTS": "41000-41007"}
+        ports = [41000, 41001, 41002, 41003, int(lab.variables(0)["MASTER_PORT"])]
+        ranks = [lab.popen(rank, python(RATES, lab.address(rank), *map(str, ports)), env, **PIPES) for rank in (0, 1)]
+        first, second = (list(json.loads(output(rank)).values()) for rank in ranks)
+    free, slow, fast = [2**64 - 1] * 2, [10**6] * 2, [2 * 10**6] * 2
+    assert first == [free, slow, fast, slow, free]
+    assert second == [slow, fast, slow, fast, free]
+
+
+MEET = """
+import json, socket, sys
+home, others = sys.argv[1], sys.argv[2:]
+server = socket.create_server((home, 40000))
+print("listening", flush=True)
+sys.stdin.readline()
+calls = [socket.create_connection((other, 40000), timeout=10) for other in others]
+server.settimeout(10)
+print(json.dumps(sorted(server.accept()[1][0] for _ in others)))
+"""
+
+
+def test_three_hosts_reach_each_other() -> None:
+    with open_lab(3, "none") as lab:
+        homes = [lab.address(host) for host in range(3)]
+        others = [[other for other in homes if other != home] for home in homes]
+        ranks = [lab.popen(k, python(MEET, homes[k], *others[k]), stdin=subprocess.PIPE, **PIPES) for k in range(3)]
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "listening\n"
+        for rank in ranks:
+            assert rank.stdin is not None
+            rank.stdin.write("go\n")
+            rank.stdin.flush()
+        assert [json.loads(output(rank)) for rank in ranks] == others
+
+
+SELF = "import json, os; print(json.dumps([os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'NETBOTTLENECK_HOST_ID')]))"
+
+
+def test_ranks_of_a_host_share_its_id_and_no_others() -> None:
+    with open_lab(2, "none", ranks_per_host=2) as lab:
+        ranks = [json.loads(output(lab.popen(rank, python(SELF), **PIPES))) for rank in range(4)]
+        assert [lab.host(rank) for rank in range(4)] == [0, 0, 1, 1]
+        with pytest.raises(IndexError, match="rank 4 of 4"):
+            lab.popen(4, ["true"])
+    assert [rank[:2] for rank in ranks] == [["0", "0"], ["1", "1"], ["2", "0"], ["3", "1"]]
+    ids = [rank[2] for rank in ranks]
+    assert ids[0] == ids[1] != ids[2] == ids[3]
+
+
+def test_a_missing_command_says_so() -> None:
+    with open_lab(1, "none") as lab:
+        process = lab.popen(0, ["no-such-command"], **PIPES)
+        assert "no-such-command: No such file" in process.communicate(timeout=DEADLINE_S)[1]
+        assert process.returncode == 127
+
+
+# The run that is ended: a rank with a child that left its session, and where asked a forked copy of the lab's process,
+# which outlives it and holds all its descriptors.
+RUN = """
+import json, os, sys, time
+from netbottleneck.lab import Lab
+with Lab(int(sys.argv[1]), "100mbit/50mbit", ways=[sys.argv[2]]) as lab:
+    rank = lab.popen(0, ["sh", "-c", "setsid sleep 1000 & echo started; exec sleep 1000"], stdout=-1, text=True)
+    assert rank.stdout.readline() == "started\\n"
+    fork = os.fork() if sys.argv[3] == "forked" else -1
+    if fork == 0:
+        os.close(1)
+        sys.stdin.read(1)
+        os._exit(0)
+    spaces = [os.stat(f"/proc/{place.holder.pid}/ns/net").st_ino for place in lab._spaces.all]
+    print(json.dumps([lab.variables(0)["NETBOTTLENECK_HOST_ID"][:-1], spaces]), flush=True)
+    if sys.argv[3] == "raises":
+        raise RuntimeError("on purpose")
+    if sys.argv[3] != "returns":
+        time.sleep(1000)
+"""
+
+
+def traces(mark: str, spaces: list[int]) -> Iterator[int]:
+    """Yield every process that lives in one of the namespaces or was started with the lab's mark."""
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            inside = os.stat(f"/proc/{name}/ns/net").st_ino in spaces
+            if inside or mark.encode() in Path(f"/proc/{name}/environ").read_bytes():
+                yield int(name)
+        except OSError:  # gone meanwhile
+            continue
+
+
+def links() -> list[str]:
+    """Return the names of this namespace's interfaces and of the named namespaces."""
+    named = Path("/run/netns")
+    return sorted(os.listdir("/sys/class/net")) + sorted(os.listdir(named) if named.is_dir() else [])
+
+
+@pytest.mark.parametrize("way", ["root", "user", "loopback"])
+@pytest.mark.parametrize(
+    ("end", "number"),
+    [
+        ("signal", signal.SIGKILL),
+        ("forked", signal.SIGKILL),
+        ("signal", signal.SIGTERM),
+        ("signal", signal.SIGINT),
+        ("raises", None),
+        ("returns", None),
+    ],
+)
+def test_nothing_is_left_however_the_run_ends(way: str, end: str, number: int | None) -> None:
+    if way != "loopback":
+        open_lab(1, "none", ways=[way])
+    before = links()
+    run = subprocess.Popen(
+        [sys.executable, "-c", RUN, "2" if end == "signal" else "3", way, end], stdin=subprocess.PIPE, **PIPES
+    )
+    try:
+        assert run.stdout is not None
+        line = run.stdout.readline()
+        assert line, run.communicate(timeout=DEADLINE_S)[1]
+        mark, spaces = json.loads(line)
+        spaces = [] if way == "loopback" else spaces
+        if number is not None:
+            assert len(list(traces(mark, spaces))) >= 2
+            run.send_signal(number)
+        run.wait(DEADLINE_S)
+        wait_until(lambda: not list(traces(mark, spaces)), "every process of the lab is gone")
+        assert links() == before
+    finally:
+        run.kill()
+        run.communicate(timeout=DEADLINE_S)
+
+
+def command_line(*args: str) -> subprocess.CompletedProcess[str]:
+    """Run python -m netbottleneck.lab."""
+    return subprocess.run(
+        [sys.executable, "-m", "netbottleneck.lab", *args],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+
+def test_the_command_line_ends_all_ranks_when_one_fails() -> None:
+    code = "import os, sys, time; sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(1000)"
+    done = command_line("none", "2", "--", *python(code))
+    assert done.returncode == 7
+    assert "rank 1 ended with 7" in done.stderr
+    assert "exit codes -9 7" in done.stderr
+
+
+def test_the_command_line_refuses_a_wrong_rate_by_name() -> None:
+    done = command_line("2gb", "2", "--", "true")
+    assert done.returncode == 2
+    assert "'2gb'" in done.stderr

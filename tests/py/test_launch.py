@@ -1,0 +1,328 @@
+"""Who a process is under each launcher, and where ranks meet."""
+
+from __future__ import annotations
+
+import http.server
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from netbottleneck import launch, rendezvous
+from netbottleneck.env import settings
+from netbottleneck.launch import Place, detect, topology
+from netbottleneck.rendezvous import Folder, Http, choose, first_host, get, private_folder
+
+HOROVOD = {
+    "HOROVOD_RANK": "3",
+    "HOROVOD_SIZE": "4",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_LOCAL_SIZE": "2",
+    "HOROVOD_CROSS_RANK": "1",
+    "HOROVOD_CROSS_SIZE": "2",
+}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SRUN = {
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NNODES": "2",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "77",
+}
+
+
+def place(environ: dict[str, str]) -> Place:
+    """Return the place that an environment means."""
+    return detect(settings(environ=environ), environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (HOROVOD, Place(3, 4, 1, 2, 1, 2, "horovodrun")),
+        (TORCHRUN, Place(3, 4, 1, 2, 1, 2, "torchrun")),
+        (MPIRUN, Place(3, 4, 1, 2, None, None, "mpirun")),
+        (HYDRA, Place(3, 4, 1, 2, None, None, "pmi")),
+        (SRUN, Place(3, 4, 1, None, 1, 2, "srun")),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, Place(1, 2, launcher="torchrun")),
+        ({}, Place(0, 1, 0, 1, 0, 1, "none")),
+    ],
+)
+def test_each_launcher_is_read(environ: dict[str, str], expected: Place) -> None:
+    assert place(environ) == expected
+
+
+def test_our_own_variables_come_before_any_launcher() -> None:
+    found = place({**HOROVOD, "NETBOTTLENECK_RANK": "0", "NETBOTTLENECK_SIZE": "2"})
+    assert (found.rank, found.size, found.launcher, found.local_rank) == (0, 2, "explicit", None)
+
+
+def test_launchers_that_agree_are_read_in_order() -> None:
+    assert place({**SRUN, **MPIRUN}).launcher == "mpirun"
+    assert place({**MPIRUN, **TORCHRUN, **HOROVOD}).launcher == "horovodrun"
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"RANK": "0"}, ["RANK=0", "WORLD_SIZE"]),
+        ({"WORLD_SIZE": "4"}, ["WORLD_SIZE=4", "RANK"]),
+        ({"HOROVOD_SIZE": "2"}, ["HOROVOD_SIZE=2", "HOROVOD_RANK"]),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, ["OMPI_COMM_WORLD_SIZE"]),
+        ({"NETBOTTLENECK_RANK": "0"}, ["NETBOTTLENECK_SIZE"]),
+        ({"NETBOTTLENECK_SIZE": "2"}, ["NETBOTTLENECK_RANK"]),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, ["rank 2 of 2"]),
+        ({"NETBOTTLENECK_RANK": "2", "NETBOTTLENECK_SIZE": "2"}, ["rank 2 of 2"]),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, ["RANK=one"]),
+        ({**TORCHRUN, **MPIRUN, "WORLD_SIZE": "1", "RANK": "0"}, ["torchrun: rank 0 of 1", "mpirun: rank 3 of 4"]),
+        ({**SRUN, "RANK": "0", "WORLD_SIZE": "1"}, ["torchrun: rank 0 of 1", "srun: rank 3 of 4"]),
+        ({**HOROVOD, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "8"}, ["disagree", "0 of 8"]),
+        ({**SRUN, "RANK": "0", "WORLD_SIZE": "6"}, ["disagree", "0 of 6"]),
+    ],
+)
+def test_half_an_environment_or_two_that_disagree_is_refused(environ: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        place(environ)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_a_launcher_inside_another_is_no_disagreement() -> None:
+    inner = {"RANK": "5", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x"}
+    assert place({**SRUN, **inner}).size == 8
+    assert place({**MPIRUN, **inner}).size == 8
+
+
+def test_a_size_of_one_alone_says_nothing() -> None:
+    assert place({"WORLD_SIZE": "1"}).size == 1
+
+
+def test_a_batch_script_without_a_step_is_a_single_process() -> None:
+    environ = {key: value for key, value in SRUN.items() if key != "SLURM_STEP_ID"}
+    assert place(environ).size == 1
+
+
+def test_topology_follows_from_hosts_alone() -> None:
+    hosts = ["a", "b", "a", "b", "a"]
+    found = [topology(hosts, rank) for rank in range(5)]
+    assert [t.local_rank for t in found] == [0, 0, 1, 1, 2]
+    assert [t.local_size for t in found] == [3, 2, 3, 2, 3]
+    assert [t.cross_rank for t in found] == [0, 1, 0, 1, 0]
+    assert [t.cross_size for t in found] == [2, 2, 2, 2, 1]
+    assert not found[0].homogeneous
+    assert topology(["x"], 0) == launch.Topology(0, 1, 0, 1, True)
+
+
+def test_host_ids_tell_simulated_hosts_apart() -> None:
+    one = launch.host_digest(settings(environ={"NETBOTTLENECK_HOST_ID": "one"}))
+    two = launch.host_digest(settings(environ={"NETBOTTLENECK_HOST_ID": "two"}))
+    here = launch.host_digest(settings(environ={}))
+    assert len({one, two, here}) == 3
+    assert here == launch.machine_digest()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node7", "node7"),
+        ("node7,node8", "node7"),
+        ("n[03-06,9]", "n03"),
+        ("n[3,5]", "n3"),
+        ("rack[1-2]-n,other", "rack1-n"),
+    ],
+)
+def test_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_a_folder_carries_values_between_ranks(tmp_path: Path) -> None:
+    here, there = Folder(tmp_path / "meet"), Folder(tmp_path / "meet")
+    assert there.look("job/0/address") is None
+    here.put("job/0/address", b"value\n\x00")
+    assert get(there, "job/0/address", time.monotonic() + 10) == b"value\n\x00"
+    here.forget("job/0/address")
+    assert there.look("job/0/address") is None
+
+
+def test_a_private_folder_is_private_and_forgets_the_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = private_folder("job 1")
+    (path,) = tmp_path.iterdir()
+    assert path.stat().st_mode & 0o077 == 0
+    code = (
+        "import sys; from pathlib import Path; from netbottleneck.rendezvous import Folder; "
+        "Folder(Path(sys.argv[1]), private=True).put('key', b'stale')"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=15)
+    assert (path / "key").exists()
+    assert folder.look("key") is None
+    folder.put("key", b"fresh")
+    assert folder.look("key") == b"fresh"
+    folder.forget("key")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o755)
+    with pytest.raises(PermissionError, match="NETBOTTLENECK_MASTER"):
+        Folder(open_to_all, private=True)
+
+
+def test_waiting_for_a_key_ends_at_the_deadline(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError, match="nobody left some/key"):
+        get(Folder(tmp_path), "some/key", time.monotonic())
+
+
+class KeyValue(http.server.BaseHTTPRequestHandler):
+    """What horovodrun's server does: PUT and GET of /scope/key."""
+
+    kept: dict[str, bytes]
+
+    def do_PUT(self) -> None:
+        self.kept[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        value = self.kept.get(self.path)
+        self.send_response(404 if value is None else 200)
+        self.send_header("Content-Length", str(len(value or b"")))
+        self.end_headers()
+        self.wfile.write(value or b"")
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def key_value_port() -> Iterator[int]:
+    KeyValue.kept = {}
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), KeyValue)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server.server_port
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_horovodruns_server_carries_values(key_value_port: int) -> None:
+    channel = Http("127.0.0.1", key_value_port)
+    assert channel.look("netbottleneck/0/0/address") is None
+    channel.put("netbottleneck/0/0/address", b"here")
+    assert channel.look("netbottleneck/0/0/address") == b"here"
+    assert list(KeyValue.kept) == ["/netbottleneck.0.0/address"]
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:1 does not answer"):
+        Http("127.0.0.1", 1).look("a/b")
+
+
+def meeting(environ: dict[str, str]) -> rendezvous.Meeting:
+    """Return how the ranks of an environment would meet."""
+    return choose(settings(environ=environ), place(environ), environ)
+
+
+def test_ranks_meet_where_the_launcher_lets_them(key_value_port: int, tmp_path: Path) -> None:
+    server = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(key_value_port)}
+    assert isinstance(meeting({**HOROVOD, **server}).channel, Http)
+    folder = meeting({**HOROVOD, **server, "NETBOTTLENECK_RENDEZVOUS": str(tmp_path)})
+    assert isinstance(folder.channel, Folder)
+    assert folder.channel.name == str(tmp_path)
+
+
+def test_one_host_under_mpirun_meets_in_a_private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    mpirun = {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "123"}
+    first, same = meeting(mpirun).channel, meeting(mpirun).channel
+    other = meeting({**mpirun, "PMIX_NAMESPACE": "124"}).channel
+    assert isinstance(first, Folder)
+    assert first.name == same.name != other.name  # type: ignore[union-attr]
+
+
+def test_nowhere_to_meet_is_refused_with_what_to_set() -> None:
+    with pytest.raises(ValueError, match="set NETBOTTLENECK_MASTER=HOST:PORT"):
+        meeting({**MPIRUN, "PMIX_NAMESPACE": "123"})
+
+
+def test_an_address_without_a_secret_is_for_loopback_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    ranks = {"NETBOTTLENECK_RANK": "0", "NETBOTTLENECK_SIZE": "2"}
+    far = {**ranks, "NETBOTTLENECK_MASTER": "192.0.2.1:5000"}
+    with pytest.raises(ValueError, match="set NETBOTTLENECK_SECRET"):
+        meeting(far)
+    assert meeting({**far, "NETBOTTLENECK_SECRET": "0123456789abcdef"}).address == "192.0.2.1:5000"
+    assert meeting({**far, "NETBOTTLENECK_INSECURE": "1"}).channel is None
+    near = meeting({**ranks, "NETBOTTLENECK_MASTER": "127.0.0.1:5000"})
+    assert near.address == "127.0.0.1:5000"
+    assert isinstance(near.channel, Folder)
+
+
+def test_two_hosts_under_srun_need_a_secret() -> None:
+    srun = {**SRUN, "SLURM_STEP_NODELIST": "192.0.2.7"}
+    with pytest.raises(ValueError, match="set NETBOTTLENECK_SECRET"):
+        meeting(srun)
+    found = meeting({**srun, "NETBOTTLENECK_SECRET": "0123456789abcdef"})
+    assert str(found.address).startswith("192.0.2.7:")
+
+
+def test_without_torch_a_torchrun_job_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.distributed", None)
+    environ = {**TORCHRUN, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
+    with pytest.raises(ImportError, match="set NETBOTTLENECK_MASTER=HOST:PORT"):
+        meeting(environ)
+
+
+STORE_RANK = """
+from netbottleneck import rendezvous
+from netbottleneck.env import settings
+from netbottleneck.launch import detect
+import time
+chosen = settings()
+place = detect(chosen)
+def meet(number):
+    channel = rendezvous.choose(chosen, place).channel
+    if place.rank == 0:
+        channel.put(f"job/{number}/address", b"%d" % number)
+    assert rendezvous.get(channel, f"job/{number}/address", time.monotonic() + 10) == b"%d" % number
+    return channel
+for number in range(100):
+    first = meet(number)
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.ones(2)
+dist.all_reduce(value)
+assert value.tolist() == [2.0, 2.0]
+assert meet(100).name == "torch.distributed's store"
+dist.destroy_process_group()
+assert meet(101).name == first.name
+dist.init_process_group("gloo")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_a_torch_store_serves_many_jobs_and_torch_distributed_beside_them(ranks) -> None:  # type: ignore[no-untyped-def]
+    ranks(2, STORE_RANK)

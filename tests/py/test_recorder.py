@@ -1,0 +1,278 @@
+"""Rings become a trace: formats, clocks, ranks that were killed."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from netbottleneck import recorder, rings
+from ringwriter import BUCKETS, MS, FakeRun, RingWriter
+
+EVENT_H = Path(__file__).parents[2] / "csrc" / "trace" / "event.h"
+
+
+def test_event_numbers_are_those_of_the_header():
+    found = {name: int(number) for name, number in re.findall(r"NB_EV_(\w+) = (\d+)", EVENT_H.read_text())}
+    assert found == dict(recorder.EVENTS)
+
+
+def test_event_numbers_are_those_of_the_module():
+    core = pytest.importorskip("netbottleneck._core", reason="netbottleneck._core is not built")
+    assert dict(recorder.EVENTS) == core.EVENTS
+
+
+def test_numbers_within_operations_are_those_of_the_headers():
+    from netbottleneck import events
+
+    csrc = EVENT_H.parents[1]
+    kinds = re.search(r"enum nb_op_kind \{(.*?)\}", (csrc / "engine/engine.h").read_text(), re.S)[1]
+    assert [k.strip().removeprefix("NB_OP_").lower() for k in kinds.split(",")][:-1] == list(events.KINDS)
+    dtypes = re.search(r"enum nb_dtype \{(.*?)\}", (csrc / "base/dtype.h").read_text(), re.S)[1]
+    short = {"u": "uint", "i": "int", "f": "float", "bf": "bfloat"}
+    names = [re.fullmatch(r"NB_([A-Z]+)(\d*)", word.strip()) for word in dtypes.split(",")]
+    assert [short[n[1].lower()] + n[2] for n in names if n[2]] == list(events.DTYPES)
+    schedules = re.search(r"enum nb_sched_kind \{(.*?)\}", (csrc / "coll/sched.h").read_text(), re.S)[1]
+    order = re.findall(r"NB_SCHED_(\w+)", schedules)
+    said = [(name or "none").replace("-", "").replace(" ", "_").upper() for name in events.ALGORITHMS]
+    assert said == order
+
+
+def test_what_was_put_is_read_in_order_of_time(tmp_path):
+    ring = RingWriter(tmp_path / "0.train.ring", rank=3, mono_ns=5, wall_ns=9)
+    ring.put(20, "STEP_END", 1)
+    ring.put(10, "STEP_BEGIN", 1, a=2, b=1, c=1)
+    ring.put(15, "GRAD_READY", 1, key=2**64 - 1, e=2**63)
+    ring.close()
+    found = rings.read_ring(ring.path)
+    assert found.events["time_ns"].tolist() == [10, 15, 20]
+    assert int(found.events["key"][1]) == 2**64 - 1
+    assert int(found.events["e"][1]) == 2**63
+    assert (found.rank, found.opened_mono_ns, found.opened_wall_ns, found.closed, found.dropped) == (3, 5, 9, True, 0)
+
+
+def test_a_full_ring_says_what_it_dropped(tmp_path):
+    ring = RingWriter(tmp_path / "0.train.ring", capacity=4)
+    for at in range(7):
+        ring.put(at, "GRAD_READY")
+    ring.close()
+    found = rings.read_ring(ring.path)
+    assert (len(found.events), found.dropped) == (4, 3)
+
+
+def test_a_killed_writer_leaves_what_it_finished(tmp_path):
+    ring = RingWriter(tmp_path / "0.train.ring", capacity=64)
+    ring.put(1, "STEP_BEGIN")
+    ring.tear()
+    ring.put(2, "STEP_END")
+    ring.close(orderly=False)
+    found = rings.read_ring(ring.path)
+    assert found.events["kind"].tolist() == [1, 2]
+    assert (found.closed, found.dropped) == (False, 1)
+
+
+def test_a_file_cut_within_an_event_loses_only_that_event(tmp_path):
+    ring = RingWriter(tmp_path / "0.train.ring")
+    for at in range(5):
+        ring.put(at + 1, "GRAD_READY")
+    ring.close(cut_bytes=30)
+    found = rings.read_ring(ring.path)
+    assert (len(found.events), found.dropped) == (4, 1)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 5000, b"NBRING2\0" + b"\0" * 5000, b"NBRING1\0" + b"\0" * 10])
+def test_what_is_no_ring_is_refused_by_name(tmp_path, content):
+    path = tmp_path / "0.train.ring"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"train\.ring: not a ring file"):
+        rings.read_ring(path)
+
+
+def test_a_ring_of_another_version_is_refused(tmp_path):
+    ring = RingWriter(tmp_path / "0.train.ring")
+    ring.close()
+    data = bytearray(ring.path.read_bytes())
+    data[8] = 9
+    ring.path.write_bytes(data)
+    with pytest.raises(ValueError, match="ring version 9"):
+        rings.read_ring(ring.path)
+
+
+def test_a_run_becomes_steps_and_operations(tmp_path):
+    trace = recorder.load(FakeRun(tmp_path, blocks=3, block_steps=4).write())
+    assert [len([s for s in trace.steps if s.rank == r]) for r in (0, 1)] == [12, 12]
+    step = next(s for s in trace.steps if s.transport == "stock")
+    assert (step.block, len(step.forward), len(step.optimizer), len(step.waits)) == (1, 1, 1, 1)
+    assert [parameter for parameter, _ in step.grad_ready] == [3, 2, 1, 0]
+    sampled = next(s for s in trace.steps if s.sampled and s.transport != "bare")
+    assert [module for module, _, _ in sampled.modules] == [0, 1, 2]
+    assert {s.transport for s in trace.steps} == {"bare", "stock", "ofi"}
+    assert {c.transport for c in trace.collectives} == {"stock", "ofi"}
+
+
+def test_stock_tells_no_more_than_it_knows(tmp_path):
+    trace = recorder.load(FakeRun(tmp_path, blocks=3).write())
+    stock = next(c for c in trace.collectives if c.transport == "stock")
+    assert stock.finished
+    assert (stock.agreed_ns, stock.first_byte_ns, stock.lanes, stock.wire_bytes, stock.algorithm) == (None,) * 5
+    native = next(c for c in trace.collectives if c.transport == "ofi")
+    assert native.agreed_ns is not None
+    assert native.first_byte_ns == native.start_ns + 1000
+    assert native.lanes == ((0, 1 << 20, 1 << 20), (1, 1 << 20, 1 << 20))
+    assert (native.wire_bytes, native.algorithm) == (2 << 20, "ring all-reduce")
+    assert (native.name, native.key, native.bucket, native.priority, native.dtype) == (
+        BUCKETS[0]["name"],
+        BUCKETS[0]["key"],
+        0,
+        3,
+        "float32",
+    )
+
+
+def test_stamps_of_the_training_thread_do_not_count_twice(tmp_path):
+    run = FakeRun(tmp_path, transports=("stock", "ofi"), blocks=2, block_steps=2)
+    run.write()
+    before = recorder.load(tmp_path)
+    native = next(s for s in before.steps if s.transport == "ofi" and s.rank == 0)
+    path = tmp_path / "ranks" / "0.train.ring"
+    ring = RingWriter(path, capacity=1 << 16)
+    for event in rings.read_ring(path).events.tolist():
+        time_ns, kind, step, key, *rest = event
+        ring.put(time_ns, kind, step, key, **dict(zip("abcde", rest, strict=True)))
+    ring.put(native.begin_ns + 1, "OP_SUBMIT", native.index, 0x22, a=1, b=5, e=6 << 8)
+    ring.close()
+    after = recorder.load(tmp_path)
+    assert after.collectives == before.collectives
+
+
+def test_operations_without_a_round_are_counted_on(tmp_path):
+    folder = FakeRun(tmp_path, transports=("stock",), blocks=1).write()
+    numbered = recorder.load(folder)
+    for rank in (0, 1):
+        path = folder / "ranks" / f"{rank}.train.ring"
+        ring = RingWriter(path, rank)
+        for time_ns, kind, step, key, a, *rest in rings.read_ring(path).events.tolist():
+            is_op = kind >= recorder.EVENTS["OP_SUBMIT"]
+            ring.put(time_ns, kind, step, key, a=0 if is_op else a, **dict(zip("bcde", rest, strict=True)))
+        ring.close()
+    counted = recorder.load(folder)
+    assert [c.done_ns for c in counted.collectives] == [c.done_ns for c in numbered.collectives]
+    assert len({(c.rank, *c.match) for c in counted.collectives}) == len(counted.collectives) == 24
+
+
+def test_stamps_of_one_moment_are_taken_in_the_order_they_must_have_had(tmp_path):
+    folder = FakeRun(tmp_path, transports=("ofi",), blocks=1, block_steps=1).write()
+    step = recorder.load(folder).steps[0]
+    ring = RingWriter(folder / "ranks" / "0.ofi.ring")
+    at = step.begin_ns + 1
+    ring.put(at, "OP_LANE", key=5, b=0, c=7, d=7)
+    ring.put(at, "OP_DONE", key=5, b=7, c=7, d=1)
+    ring.put(at, "OP_START", key=5)
+    ring.put(at, "OP_AGREED", key=5)
+    ring.put(at, "OP_SUBMIT", key=5, b=7)
+    ring.close()
+    (found,) = (c for c in recorder.load(folder).collectives if c.rank == 0)
+    assert (found.agreed_ns, found.start_ns, found.done_ns) == (at, at, at)
+    assert (found.wire_bytes, found.lanes) == (7, ((0, 7, 7),))
+
+
+def test_clocks_are_laid_on_rank_0s_by_heartbeat(tmp_path):
+    plain = recorder.load(FakeRun(tmp_path / "a", blocks=2).write())
+    skewed = recorder.load(FakeRun(tmp_path / "b", blocks=2, clock_skew_ns={1: -7_000_000_123}).write())
+    assert skewed.steps == plain.steps
+    assert skewed.collectives == plain.collectives
+    clock = next(r.clock for r in skewed.ranks if r.rank == 1)
+    assert (clock.method, clock.offset_ns) == ("heartbeat", -7_000_000_123)
+
+
+def test_a_drifting_clock_is_followed(tmp_path):
+    folder = FakeRun(tmp_path, transports=("stock", "ofi"), blocks=2, block_steps=2).write()
+    straight = recorder.load(folder)
+    drift = 50e-6
+
+    def theirs(time_ns):
+        return time_ns + 10**9 + round(drift * time_ns)
+
+    for name in ("train", "ofi"):
+        path = folder / "ranks" / f"1.{name}.ring"
+        ring = RingWriter(path, rank=1)
+        for time_ns, kind, step, key, *rest in rings.read_ring(path).events.tolist():
+            if kind != recorder.EVENTS["CLOCK"]:
+                ring.put(theirs(time_ns), kind, step, key, **dict(zip("abcde", rest, strict=True)))
+        if name == "ofi":
+            for at in range(0, 1000, 50):
+                ring.put(theirs(at * MS), "CLOCK", a=theirs(at * MS) - at * MS, b=1000 + at)
+        ring.close()
+    followed = recorder.load(folder)
+    for a, b in zip(straight.steps, followed.steps, strict=True):
+        assert abs(a.begin_ns - b.begin_ns) < 1000
+        assert abs(a.end_ns - b.end_ns) < 1000
+
+
+def test_without_heartbeats_the_wall_clock_serves_and_says_so(tmp_path):
+    folder = FakeRun(tmp_path, transports=("bare", "stock"), blocks=2, clock_skew_ns={1: 3 * 10**9}).write()
+    plain = recorder.load(FakeRun(tmp_path / "plain", transports=("bare", "stock"), blocks=2).write())
+    trace = recorder.load(folder)
+    assert [r.clock.method for r in trace.ranks] == ["rank 0", "wall"]
+    assert trace.steps == plain.steps
+    assert [r.clock.method for r in plain.ranks] == ["rank 0", "same clock"]
+
+
+def test_the_steps_of_a_killed_rank_are_kept_and_the_last_is_counted(tmp_path):
+    trace = recorder.load(FakeRun(tmp_path, blocks=3, killed=1).write())
+    alive, killed = trace.ranks
+    assert (alive.finished, alive.steps_unfinished, alive.events_dropped) == (True, 0, 0)
+    assert (killed.finished, killed.steps_unfinished, killed.events_dropped) == (False, 1, 1)
+    assert len([s for s in trace.steps if s.rank == 1]) == len([s for s in trace.steps if s.rank == 0])
+
+
+def test_a_rank_without_a_description_is_read_with_the_others(tmp_path):
+    folder = FakeRun(tmp_path, blocks=2).write()
+    whole = recorder.load(folder)
+    (folder / "ranks" / "0.meta.json").unlink()
+    (folder / "ranks" / "1.ofi.ring").write_bytes(b"torn")
+    trace = recorder.load(folder)
+    assert trace.parameters == whole.parameters
+    assert trace.steps == whole.steps
+    assert any("rank 0 left no description" in note for note in trace.notes)
+    assert any("1.ofi.ring" in note for note in trace.notes)
+
+
+def test_faults_name_the_missing_ranks(tmp_path):
+    folder = FakeRun(tmp_path, size=4, transports=("stock", "ofi"), blocks=2).write()
+    ring = RingWriter(folder / "ranks" / "0.ofi.ring")
+    ring.put(1, "STALL", key=4, a=1, b=5 * MS, c=~0b0101)
+    ring.put(2, "PEER_LOST", a=3, b=-104)
+    ring.put(3, "LANE_LOST", a=1, b=2, c=-5)
+    ring.close()
+    stall, peer, lane = recorder.load(folder).faults
+    assert (stall.kind, stall.peers, stall.waited_ns) == ("stall", (1, 3), 5 * MS)
+    assert (peer.kind, peer.peers, peer.code) == ("peer_lost", (3,), -104)
+    assert (lane.kind, lane.lane, lane.code) == ("lane_lost", 2, -5)
+
+
+def test_the_probe_of_a_rank_that_left_no_description_is_in_its_ring(tmp_path):
+    folder = FakeRun(tmp_path, transports=("stock", "ofi"), blocks=2, probe=[]).write()
+    ring = RingWriter(folder / "ranks" / "0.ofi.ring")
+    ring.put(1, "PROBE", a=4, b=1000, c=2000)
+    ring.close()
+    info = next(i for i in recorder.load(folder).ranks[0].transports if i.name == "ofi")
+    assert [(p.lanes, p.bytes, p.ns, p.bits_per_s) for p in info.probe] == [(4, 1000, 2000, 4e9)]
+
+
+def test_the_readable_form_stands_for_the_rings(tmp_path):
+    folder = FakeRun(tmp_path, blocks=3, clock_skew_ns={1: 10**9}).write()
+    trace = recorder.convert(folder)
+    for path in (folder / "ranks").glob("*.ring"):
+        path.unlink()
+    assert recorder.load(folder) == trace
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no run\.json"):
+        recorder.load(tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps({"version": 2}))
+    with pytest.raises(ValueError, match=r"run\.json"):
+        recorder.load(tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps({"version": 1, "size": 2, "transports": ["stock"]}))
+    with pytest.raises(FileNotFoundError, match="no rank"):
+        recorder.load(tmp_path)

@@ -1,0 +1,256 @@
+"""The report of a run: words, files, schema, and what it leaves out rather than invents.
+
+data/report.txt is Run("data/synthetic.jsonl.gz").text, looked through by hand.
+"""
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import jsonschema
+import pytest
+from chromecheck import overlaps
+from netbottleneck import findings, recorder, scaling, trace, verdict
+from netbottleneck.report import Run, chrome, html, summary, tables, terminal, words
+from rich.console import Console
+from ringwriter import MS, FakeRun
+
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(FakeRun(tmp_path / "run", blocks=9).write())
+
+
+def check_schema(value):
+    jsonschema.validate(json.loads(json.dumps(value)), summary.schema(), cls=jsonschema.Draft202012Validator)
+
+
+def test_the_stored_trace_makes_the_stored_report():
+    assert Run(DATA / "synthetic.jsonl.gz").text == (DATA / "report.txt").read_text()
+
+
+def test_the_report_opens_with_the_sentence_and_ends_with_the_verdict(run):
+    flat = " ".join(run.text.split())
+    assert flat.startswith(
+        "Of your 175 ms step, 143 ms is exposed communication (measured). The stock path moved data at 0.48 Gbit/s in "
+        "transfer, 0.43 Gbit/s over the step (measured); these hosts can do 1.90 Gbit/s with 4 streams (measured). "
+        "At full use the step would be 68.1 ms at most (predicted). With ofi the step is 64 % shorter, 64 % to 64 % "
+        "(measured)."
+    )
+    assert flat.index("Verdict: TRANSPORT_LIMITED") < flat.index("Why:") < flat.index("Next:")
+
+
+def test_every_number_of_the_sentence_says_what_it_is(run):
+    for sentence in words.sentences(run.findings):
+        assert sentence.endswith(("(measured).", "(predicted)."))
+
+
+def test_what_is_not_known_is_left_out(tmp_path):
+    found = Run(FakeRun(tmp_path, transports=("stock",), blocks=2, run={"network": None}).write())
+    assert "can do" not in found.text
+    assert "At full use" not in found.text
+    assert "of link" not in found.text
+    assert found.summary["probe"] is None
+    assert found.summary["predicted"] is None
+    assert found.summary["bandwidth"]["stock"]["active_utilization"] is None
+    assert found.summary["bandwidth"]["stock"]["wire_bits_per_s"] is None
+
+
+def test_active_and_average_use_of_the_link_stand_together(run):
+    for found in run.summary["bandwidth"].values():
+        assert found["active_utilization"] >= found["average_utilization"] > 0
+    assert "24 %, 22 %" in run.text
+
+
+def test_no_line_is_wider_than_80_columns(run):
+    assert max(map(len, run.text.splitlines())) <= 80
+    assert not any(line != line.rstrip() for line in run.text.splitlines())
+
+
+def test_a_pipe_gets_no_escape_codes_and_no_color_is_obeyed(run, monkeypatch):
+    pipe = Console(file=io.StringIO())
+    run.show(pipe)
+    assert "\x1b" not in pipe.file.getvalue()
+    monkeypatch.setenv("NO_COLOR", "1")
+    screen = Console(file=io.StringIO(), force_terminal=True, width=200)
+    run.show(screen)
+    assert "\x1b[3" not in screen.file.getvalue()
+    monkeypatch.delenv("NO_COLOR")
+    screen = Console(file=io.StringIO(), force_terminal=True, width=200, color_system="standard")
+    run.show(screen)
+    assert "\x1b[3" in screen.file.getvalue()
+
+
+def test_names_of_layers_are_not_taken_for_markup(run):
+    renamed = tuple(replace(p, name=f"[red]{p.name}") for p in run.trace.parameters)
+    found = findings.find(replace(run.trace, parameters=renamed))
+    assert "[red]layer1" in terminal.text(found, verdict.decide(found))
+
+
+def test_the_parts_in_the_summary_add_up_to_the_step(run):
+    for parts in run.summary["split"].values():
+        added = parts["compute_s"] + parts["exposed_communication_s"] + parts["wait_s"] + parts["other_s"]
+        assert added == pytest.approx(parts["step_s"], rel=1e-9)
+    exposed = sum(layer["exposed_communication_s"] for layer in run.summary["layers"])
+    assert exposed == pytest.approx(run.summary["split"]["stock"]["exposed_communication_s"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"blocks": 9},
+        {"blocks": 3, "killed": 1},
+        {"transports": ("bare",), "blocks": 1},
+        {"transports": ("null", "stock", "single"), "blocks": 9},
+        {"size": 1, "blocks": 3},
+        {"blocks": 9, "bare_ms": 150},
+        {"size": 3, "blocks": 9, "late_ms": {2: 40}},
+        {"run": {"network": None}, "blocks": 3, "block_steps": 1},
+    ],
+)
+def test_every_run_has_a_report_and_a_summary_that_the_schema_allows(tmp_path, settings):
+    found = Run(FakeRun(tmp_path, **settings).write())
+    check_schema(found.summary)
+    assert "Verdict: " in found.text
+    assert found.verdict.code in html.page(found.findings, found.verdict)
+    assert overlaps(chrome.chrome(found.trace)) == []
+
+
+def test_the_schema_refuses_what_it_does_not_know(run):
+    with pytest.raises(jsonschema.ValidationError):
+        check_schema({**run.summary, "mood": "good"})
+    with pytest.raises(jsonschema.ValidationError):
+        check_schema({k: v for k, v in run.summary.items() if k != "verdict"})
+
+
+def test_a_handicapped_stock_withholds_every_gain(tmp_path):
+    found = Run(FakeRun(tmp_path, blocks=9, bare_ms=150).write())
+    assert "our stock is handicapped by 17 %" in " ".join(found.text.split())
+    assert "withheld" in found.text
+    assert "shorter" not in found.text
+    assert found.summary["comparisons"][0]["gain"] is None
+
+
+def test_null_warns_that_training_is_not_valid(tmp_path):
+    found = Run(FakeRun(tmp_path, transports=("null", "stock"), blocks=8).write())
+    assert "the training of this run is not valid" in found.text
+    assert found.summary["headroom"]["difference_s"]["value"] == pytest.approx(-0.143, abs=0.001)
+
+
+def test_a_killed_rank_is_named(tmp_path):
+    text = Run(FakeRun(tmp_path, blocks=3, killed=1).write()).text
+    assert "rank 1: 1 step(s) began and never ended" in text
+    assert "rank 1: 1 event(s) dropped" in text
+    assert "rank 1 did not end in good order" in text
+
+
+def test_a_rank_without_a_record_is_named(run):
+    alone = run.trace.of_rank(0)
+    assert "no record of rank 1." in words.warnings(findings.find(alone))
+
+
+def test_a_late_rank_is_named_in_the_sentence(tmp_path):
+    found = Run(FakeRun(tmp_path, blocks=9, size=3, late_ms={2: 40}).write())
+    assert "Rank 2 makes the others wait 40.0 ms (measured)." in words.sentences(found.findings)
+    assert found.summary["late"] == [{"rank": 2, "others_wait_s": pytest.approx(0.04, rel=0.1)}]
+
+
+def test_all_files_are_written_and_hold_the_same_numbers(run):
+    written = {path.name for path in run.write_all()}
+    assert written == {
+        "summary.json",
+        "layers.csv",
+        "collectives.csv",
+        "report.txt",
+        "report.html",
+        "trace.json.gz",
+        "0.jsonl.gz",
+        "1.jsonl.gz",
+    }
+    check_schema(json.loads((run.path / "summary.json").read_text()))
+    assert (run.path / "report.txt").read_text() == run.text
+    rows = list(csv.DictReader((run.path / "layers.csv").open()))
+    assert [row["layer"] for row in rows] == ["conv1", "layer1", "fc"]
+    assert sum(int(row["exposed_ns_attributed_by_bytes"]) for row in rows) == pytest.approx(
+        run.findings.parts["stock"].exposed_ns, rel=0.01
+    )
+    assert trace.merge(trace.read(run.path / "ranks" / f"{r}.jsonl.gz") for r in (0, 1)).steps == run.trace.steps
+
+
+def test_collectives_leave_cells_empty_that_stock_does_not_know(run):
+    rows = list(csv.DictReader(io.StringIO(tables.collectives_csv(run.trace))))
+    assert len(rows) == len(run.trace.collectives)
+    stock = next(row for row in rows if row["transport"] == "stock")
+    assert (stock["first_byte_ns"], stock["wire_bytes"], stock["lane_bytes_sent"], stock["agreed_ns"]) == ("",) * 4
+    native = next(row for row in rows if row["transport"] == "ofi")
+    assert native["lane_bytes_sent"] == "0:1048576 1:1048576"
+    assert int(native["done_ns"]) > int(native["start_ns"]) > 0
+
+
+def test_the_page_is_one_file_that_shows_every_part(run):
+    page = html.page(run.findings, run.verdict)
+    assert "<script" not in page
+    assert "http" not in page.replace("http-equiv", "")
+    svg = ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + len("</svg>")])
+    widths = [float(r.get("width")) for r in svg.iter("rect")]
+    assert sum(widths) == pytest.approx(html.BAR_WIDTH * (1 + 63.2 / 175.2), rel=0.01)
+    assert "prefers-color-scheme: dark" in page
+    assert "&amp;" in html.page(findings.find(replace(run.trace, model="a & b")), run.verdict)
+
+
+def test_a_run_shows_itself_in_a_notebook(run):
+    assert "TRANSPORT_LIMITED" in run._repr_html_()
+    assert "<svg" in run._repr_html_()
+    assert len(run._repr_html_()) < 10_000
+
+
+def test_a_run_that_is_not_there_is_refused_by_name(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        Run(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="which folder"):
+        Run(DATA / "synthetic.jsonl.gz").write_all()
+
+
+def test_a_saved_run_is_answered_without_the_c_module(run):
+    code = (
+        "import sys\n"
+        "sys.modules['netbottleneck._core'] = None\n"
+        "from netbottleneck.report import Run\n"
+        "print(Run(sys.argv[1]).verdict.code)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, run.path], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "TRANSPORT_LIMITED"
+
+
+def test_rings_and_readable_form_give_the_same_answer(run):
+    run.write_all()
+    text = run.text
+    for path in (run.path / "ranks").glob("*.ring"):
+        path.unlink()
+    assert Run(run.path).text == text
+
+
+def test_no_number_of_a_simulated_trace_is_called_measured(run):
+    found = findings.find(replace(run.trace, origin="simulated"))
+    text = terminal.text(found, verdict.decide(found))
+    assert "simulated" in text
+    assert "measured" not in text
+    assert "Measured" not in text
+
+
+def test_the_split_agrees_with_the_settings_of_the_run(run):
+    parts = run.findings.parts["stock"]
+    assert parts.hidden_ns == 15 * MS
+    assert parts.exposed_ns == 143 * MS
+    native = run.findings.parts["ofi"]
+    assert (native.hidden_ns, native.exposed_ns) == (9 * MS, 31 * MS)
+    assert run.summary["warmup_steps"] == scaling.WARMUP_STEPS
+    assert recorder.load(run.path) == run.trace

@@ -1,0 +1,272 @@
+"""Interval algebra against a raster, the parts of a step, layers, bandwidth, paired comparisons."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from netbottleneck import findings, layers, recorder, scaling, stats
+from netbottleneck.trace import Collective, Probe, Rank, Step, Trace, TransportInfo
+from ringwriter import MS, FakeRun
+
+SIZE = 60
+pairs = st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)), max_size=12)
+
+
+def raster(some_pairs):
+    cells = np.zeros(SIZE, bool)
+    for begin, end in some_pairs:
+        cells[begin:end] = True
+    return cells
+
+
+def painted(interval_set):
+    assert (interval_set[:, 1] > interval_set[:, 0]).all()
+    assert (interval_set[1:, 0] >= interval_set[:-1, 1]).all()
+    return raster(interval_set.tolist())
+
+
+@settings(max_examples=300, deadline=None)
+@given(pairs, pairs)
+def test_intervals_agree_with_a_raster(a, b):
+    left, right = scaling.intervals(a), scaling.intervals(b)
+    assert (painted(left) == raster(a)).all()
+    assert (painted(scaling.union(left, right)) == (raster(a) | raster(b))).all()
+    assert (painted(scaling.intersection(left, right)) == (raster(a) & raster(b))).all()
+    assert (painted(scaling.subtraction(left, right)) == (raster(a) & ~raster(b))).all()
+    assert scaling.total(left) == raster(a).sum()
+
+
+def one_step(**fields):
+    return Step(**({"rank": 0, "index": 1, "block": 0, "transport": "stock", "begin_ns": 0, "end_ns": 100} | fields))
+
+
+def operation(start, done, **fields):
+    known = {"rank": 0, "transport": "stock", "key": start, "round": 1, "submit_ns": start, "tensor_bytes": 8}
+    return Collective(**(known | {"start_ns": start, "done_ns": done, "step": 1} | fields))
+
+
+def split_of(step, *operations, size=1):
+    trace = Trace(id="t", size=size, transports=("stock",), steps=(step,), collectives=operations)
+    ((_, found, exposed),) = scaling.split_steps(trace, warmup=0)
+    return found, exposed
+
+
+def test_a_step_is_split_by_hand():
+    step = one_step(
+        forward=((10, 30),),
+        grad_ready=((1, 40), (0, 60)),
+        waits=((0, 60, 85),),
+        optimizer=((88, 98),),
+    )
+    found, exposed = split_of(step, operation(45, 70), operation(62, 80, submit_ns=55), operation(83, 84, submit_ns=82))
+    assert found.compute_ns == 60
+    assert found.communication_ns == 36
+    assert found.hidden_ns == 15
+    assert found.exposed_ns == 21
+    assert found.wait_ns == 1
+    assert found.input_ns == 10
+    assert found.other_ns == 100 - 60 - 21 - 1
+    assert [ns for _, ns in exposed] == [10, 10, 1]
+
+
+def test_time_blocked_is_not_compute():
+    step = one_step(forward=((0, 20),), grad_ready=((0, 60),), waits=((0, 30, 45),))
+    found, _ = split_of(step, operation(25, 50))
+    assert (found.compute_ns, found.hidden_ns, found.exposed_ns) == (45, 10, 15)
+
+
+def test_each_backward_pass_ends_with_its_last_gradient():
+    step = one_step(forward=((0, 10), (40, 50)), grad_ready=((1, 20), (0, 30), (1, 60), (0, 70)))
+    assert scaling.backward_intervals(step) == [(10, 30), (50, 70)]
+    assert layers.backward_times(step) == [(1, 10), (0, 10), (1, 10), (0, 10)]
+
+
+def test_communication_is_cut_to_its_step_and_counts_in_both():
+    first, second = one_step(grad_ready=((0, 50),)), one_step(index=2, begin_ns=100, end_ns=200, grad_ready=((0, 150),))
+    trace = Trace("t", 1, ("stock",), steps=(first, second), collectives=(operation(60, 130),))
+    splits = [found for _, found, _ in scaling.split_steps(trace, warmup=0)]
+    assert [s.communication_ns for s in splits] == [40, 30]
+    assert [s.hidden_ns for s in splits] == [0, 30]
+    assert [s.operations for s in splits] == [1, 0]
+
+
+def test_unfinished_and_failed_operations_take_no_time():
+    found, _ = split_of(one_step(grad_ready=((0, 10),)), operation(20, None), operation(30, 40, error=-5))
+    assert (found.communication_ns, found.operations) == (0, 0)
+
+
+def test_waiting_for_the_last_rank_is_told_from_transfer():
+    steps = tuple(one_step(rank=rank, forward=((0, 10),), grad_ready=((0, 20 + 30 * rank),)) for rank in (0, 1))
+    operations = tuple(operation(20 + 30 * rank, 80, rank=rank, key=7) for rank in (0, 1))
+    trace = Trace("t", 2, ("stock",), steps=steps, collectives=operations)
+    early, late = (found for _, found, _ in scaling.split_steps(trace, warmup=0))
+    assert (early.exposed_ns, early.skew_ns, early.late_ns, early.transfer_ns) == (60, 30, {1: 30}, 30)
+    assert (late.exposed_ns, late.skew_ns, late.late_ns, late.transfer_ns) == (30, 0, {}, 30)
+
+
+span = st.tuples(st.integers(-20, 120), st.integers(-20, 120))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(span, max_size=2),
+    st.lists(span, max_size=2),
+    st.lists(st.integers(0, 100), max_size=6),
+    st.lists(span, max_size=3),
+    st.lists(st.tuples(st.integers(0, 90), st.integers(0, 30), st.integers(0, 60)), max_size=5),
+)
+def test_the_parts_add_up_whatever_was_stamped(forward, optimizer, ready, waits, operations):
+    step = one_step(
+        forward=tuple(forward),
+        optimizer=tuple(optimizer),
+        grad_ready=tuple((i, at) for i, at in enumerate(sorted(ready))),
+        waits=tuple((0, begin, end) for begin, end in waits),
+    )
+    rows = [operation(s + q, s + q + d, submit_ns=s, key=i) for i, (s, q, d) in enumerate(operations)]
+    trace = Trace("t", 1, ("stock",), steps=(step,), collectives=tuple(rows))
+    for _, s, exposed in scaling.split_steps(trace, warmup=0):
+        parts = (s.compute_ns, s.exposed_ns, s.wait_ns, s.other_ns)
+        assert min(parts) >= 0
+        assert sum(parts) == s.step_ns == 100
+        assert s.hidden_ns + s.exposed_ns == s.communication_ns
+        assert s.hidden_ns <= s.compute_ns
+        assert sum(ns for _, ns in exposed) == s.exposed_ns
+
+
+@pytest.fixture
+def run(tmp_path):
+    return recorder.load(FakeRun(tmp_path, blocks=9).write())
+
+
+def test_layers_sum_to_the_exposed_time_of_the_step(run):
+    found = findings.find(run)
+    assert sum(x.exposed_ns for x in found.layers) == pytest.approx(found.parts["stock"].exposed_ns, rel=1e-9)
+    assert [x.name for x in found.layers] == ["conv1", "layer1", "fc"]
+    by_name = {x.name: x for x in found.layers}
+    assert by_name["layer1"].backward_ns == 7 * MS
+    assert by_name["conv1"].backward_ns == 8 * MS
+    assert by_name["fc"].forward_ns == 2 * MS
+    assert by_name["layer1"].exposed_ns / by_name["conv1"].exposed_ns == pytest.approx((6 << 20) / ((1 << 20) + 1024))
+
+
+def test_operations_without_a_layer_have_a_row_of_their_own(run):
+    own = tuple(replace(c, bucket=None) if c.bucket == 1 else c for c in run.collectives)
+    found = findings.find(replace(run, collectives=own))
+    assert found.layers[-1].name == layers.NO_LAYER
+    assert sum(x.exposed_ns for x in found.layers) == pytest.approx(found.parts["stock"].exposed_ns, rel=1e-9)
+
+
+def test_bandwidth_is_bytes_over_transfer_and_over_the_step(run):
+    found = findings.find(run).achieved["stock"]
+    nbytes = (9 << 20) + 1024
+    assert found.active_bps == pytest.approx(8e9 * nbytes / (158 * MS))
+    splits = [s for _, s, _ in scaling.split_steps(run) if s.transport == "stock"]
+    assert found.average_bps == pytest.approx(8e9 * nbytes * len(splits) / sum(s.step_ns for s in splits))
+    assert found.wire_bps is None
+    assert findings.find(run).achieved["ofi"].wire_bps == pytest.approx(8e9 * nbytes / (40 * MS))
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "factor"),
+    [("allreduce", 2, 1.0), ("allreduce", 8, 1.75), ("allgather", 4, 0.75), ("broadcast", 4, 1.0), ("barrier", 4, 0.0)],
+)
+def test_bus_factors_are_those_of_nccl_tests(kind, size, factor):
+    assert scaling.bus_factor(kind, size) == factor
+
+
+def test_what_is_achievable_needs_no_more_streams_than_it_must():
+    probe = (Probe(1, 10, 8), Probe(2, 20, 8), Probe(4, 39, 8), Probe(8, 40, 8))
+    ranks = (Rank(0, transports=(TransportInfo("tcp", probe=probe),)),)
+    found = stats.achievable(Trace("t", 1, ("tcp",), ranks=ranks))
+    assert found.best == (4, 39e9)
+    assert [count for count, _ in found.points] == [1, 2, 4, 8]
+    assert stats.achievable(Trace("t", 1, ("tcp",))) is None
+
+
+def blocks_of(*blocks):
+    """A trace of blocks, each (transport, lengths of its steps)."""
+    steps, now, index = [], 0, 0
+    for block, (transport, lengths) in enumerate(blocks):
+        for length in lengths:
+            steps += [Step(rank, index, block, transport, now, now + length) for rank in (0, 1)]
+            now, index = now + length, index + 1
+    return Trace("t", 2, tuple(dict.fromkeys(name for name, _ in blocks)), steps=tuple(steps))
+
+
+def test_the_first_step_of_each_block_is_not_counted():
+    trace = blocks_of(("a", [900, 10, 10]), ("b", [900, 20, 20]))
+    assert {b: t.tolist() for b, t in stats.step_times(trace, "a").items()} == {0: [10, 10]}
+    assert {b: t.tolist() for b, t in stats.step_times(trace, "b").items()} == {1: [20, 20]}
+
+
+def test_neighbouring_blocks_are_paired_once_each_across_third_transports():
+    rows = [("bare", [1, 1]), ("a", [1, 100]), ("b", [1, 80])] * 3
+    found = stats.compare(blocks_of(*rows), "a", "b")
+    assert found.pairs == 3
+    assert found.difference_ns == stats.Estimate(-20, -20, -20)
+    assert found.ratio.value == 0.8
+    assert found.gain.value == pytest.approx(0.2)
+    assert stats.compare(blocks_of(("a", [1, 2])), "a", "b") is None
+    assert not stats.compare(blocks_of(("a", [1, 2]), ("b", [1, 2])), "a", "b").enough
+
+
+def test_a_drift_common_to_both_is_no_difference():
+    random = np.random.default_rng(1)
+    rows = []
+    for pair in range(6):
+        names = ("a", "b") if pair % 2 == 0 else ("b", "a")
+        rows += [(name, [1, *(10_000 * (1 + pair) + random.integers(0, 100, 8))]) for name in names]
+    found = stats.compare(blocks_of(*rows), "a", "b")
+    assert found.difference_ns.low <= 0 <= found.difference_ns.high
+    assert found.difference_ns.high - found.difference_ns.low < 200
+
+
+def test_the_interval_covers_the_true_difference_as_often_as_it_says():
+    random = np.random.default_rng(2)
+    covered = 0
+    for _ in range(60):
+        rows = []
+        for _ in range(5):
+            level = random.normal(0, 200)
+            rows += [
+                (name, [1, *(random.normal(10_000 + shift + level, 300, 6)).astype(int)])
+                for name, shift in (("a", 0), ("b", 150))
+            ]
+        found = stats.compare(blocks_of(*rows), "a", "b")
+        covered += found.difference_ns.low <= 150 <= found.difference_ns.high
+    assert covered >= 51
+
+
+def test_a_comparison_is_the_same_each_time(run):
+    assert stats.compare(run, "stock", "ofi") == stats.compare(run, "stock", "ofi")
+
+
+def test_scaling_is_measured_where_one_rank_ran_alone(tmp_path):
+    run = recorder.load(FakeRun(tmp_path, transports=("single", "bare", "stock"), blocks=6).write())
+    found = findings.find(run).scaling["stock"]
+    assert (found.how, found.t1_ns) == ("measured", pytest.approx(33.2 * MS, abs=MS))
+    assert found.factor == found.t1_ns / found.tn_ns
+
+
+def test_scaling_is_estimated_where_it_did_not(run):
+    found = findings.find(run).scaling["stock"]
+    assert found.how == "estimated from compute"
+    assert found.t1_ns == pytest.approx(32.2 * MS, abs=MS)
+
+
+@pytest.mark.parametrize(("constant", "slope", "share"), [(0, 2, 0.0), (1000, 0, 1.0), (1000, 1, 0.606)])
+def test_the_share_of_latency_is_fitted(constant, slope, share):
+    sizes = [100, 200, 400, 800, 1600] * 2
+    rows, now = [], 0
+    for size in sizes:
+        rows.append(operation(now, now + constant + slope * size + (size == 0), tensor_bytes=size))
+        now += 10**6
+    assert stats.latency_share(rows) == pytest.approx(share, abs=0.02)
+
+
+def test_no_latency_is_fitted_to_too_little():
+    rows = [operation(i * 10, i * 10 + 5, tensor_bytes=8) for i in range(20)]
+    assert stats.latency_share(rows) is None
+    assert stats.latency_share(rows[:3]) is None

@@ -1,0 +1,144 @@
+"""The trace format: what is written is what is read; what cannot be read is refused by name."""
+
+import gzip
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from netbottleneck import recorder, trace
+from ringwriter import FakeRun
+
+ns = st.integers(0, 2**62)
+maybe_ns = st.none() | ns
+word = st.text(max_size=8)
+u64 = st.integers(0, 2**64 - 1)
+span = st.tuples(ns, ns)
+
+steps = st.builds(
+    trace.Step,
+    rank=st.integers(0, 9),
+    index=st.integers(0, 99),
+    block=st.integers(0, 9),
+    transport=word,
+    begin_ns=ns,
+    end_ns=ns,
+    plan=st.none() | word,
+    sampled=st.booleans(),
+    forward=st.lists(span, max_size=3).map(tuple),
+    optimizer=st.lists(span, max_size=3).map(tuple),
+    modules=st.lists(st.tuples(ns, ns, ns), max_size=3).map(tuple),
+    grad_ready=st.lists(span, max_size=3).map(tuple),
+    waits=st.lists(st.tuples(u64, ns, ns), max_size=3).map(tuple),
+)
+collectives = st.builds(
+    trace.Collective,
+    rank=st.integers(0, 9),
+    transport=word,
+    key=u64,
+    round=st.integers(0, 99),
+    submit_ns=ns,
+    tensor_bytes=ns,
+    name=word,
+    step=st.none() | st.integers(0, 99),
+    priority=st.integers(-9, 9),
+    bucket=st.none() | st.integers(0, 9),
+    algorithm=st.none() | word,
+    wire_bytes=maybe_ns,
+    agreed_ns=maybe_ns,
+    start_ns=maybe_ns,
+    first_byte_ns=maybe_ns,
+    done_ns=maybe_ns,
+    lanes=st.none() | st.lists(st.tuples(ns, ns, ns), max_size=3).map(tuple),
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(steps, max_size=4), st.lists(collectives, max_size=4), word)
+def test_what_is_written_is_read(tmp_path_factory, some_steps, some_collectives, model):
+    path = tmp_path_factory.mktemp("t") / "a.jsonl.gz"
+    given_trace = trace.Trace(
+        id="x",
+        size=2,
+        transports=("stock",),
+        model=model,
+        network=trace.Network("lab", 1e9, (5e8,), {"link_bps": 9.5e8}),
+        ranks=(trace.Rank(0, transports=(trace.TransportInfo("ofi", probe=(trace.Probe(1, 2, 3),)),)),),
+        parameters=(trace.Parameter("w", 4, "float32", 0),),
+        buckets=(trace.Bucket("b", 2**63 + 1, 4, "float32", (0,)),),
+        steps=tuple(some_steps),
+        collectives=tuple(some_collectives),
+        faults=(trace.Fault(0, "stall", 5, (1,), waited_ns=3),),
+    )
+    trace.write(given_trace, path)
+    assert trace.read(path) == given_trace
+
+
+def test_the_same_trace_makes_the_same_bytes(tmp_path):
+    run = recorder.load(FakeRun(tmp_path / "run", blocks=2).write())
+    trace.write(run, tmp_path / "a")
+    trace.write(run, tmp_path / "b")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_ranks_put_together_are_the_run(tmp_path):
+    run = recorder.load(FakeRun(tmp_path, size=3, blocks=2).write())
+    assert trace.merge(run.of_rank(rank) for rank in range(3)).steps == run.steps
+    assert sorted(trace.merge(run.of_rank(rank) for rank in range(3)).collectives, key=lambda c: c.submit_ns) == sorted(
+        run.collectives, key=lambda c: c.submit_ns
+    )
+
+
+def test_ranks_of_different_runs_are_not_put_together(tmp_path):
+    run = recorder.load(FakeRun(tmp_path, blocks=2).write())
+    with pytest.raises(ValueError, match="different runs"):
+        trace.merge([run.of_rank(0), replace(run.of_rank(1), id="other")])
+    with pytest.raises(ValueError, match="no trace"):
+        trace.merge([])
+
+
+def packed(path, *lines):
+    path.write_bytes(gzip.compress("".join(line + "\n" for line in lines).encode()))
+    return path
+
+
+HEAD = {"format": trace.FORMAT, "version": trace.VERSION, "id": "x", "size": 1, "transports": []}
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ((), "not a netbottleneck trace"),
+        (("[]",), "not a netbottleneck trace"),
+        (('{"format": "else"}',), "not a netbottleneck trace"),
+        ((json.dumps(HEAD | {"version": 2}),), "trace version 2; this netbottleneck reads version 1"),
+        ((json.dumps(HEAD), "{"), "line 2"),
+        ((json.dumps(HEAD), '{"step": {"rank": 1}}'), "line 2.*missing"),
+        ((json.dumps(HEAD), '{"step": 5}'), "line 2"),
+        ((json.dumps(HEAD), '{"a": 1, "b": 2}'), "line 2"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name_and_line(tmp_path, lines, message):
+    path = packed(tmp_path / "bad.jsonl.gz", *lines)
+    with pytest.raises(ValueError, match=f"bad.jsonl.gz.*{message}"):
+        trace.read(path)
+
+
+def test_a_file_that_is_cut_short_is_refused(tmp_path):
+    run = recorder.load(FakeRun(tmp_path / "run", blocks=2).write())
+    trace.write(run, tmp_path / "a.jsonl.gz")
+    whole = (tmp_path / "a.jsonl.gz").read_bytes()
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"a\.jsonl\.gz"):
+        trace.read(tmp_path / "a.jsonl.gz")
+    (tmp_path / "a.jsonl.gz").write_bytes(b"plain text")
+    with pytest.raises(ValueError, match=r"a\.jsonl\.gz"):
+        trace.read(tmp_path / "a.jsonl.gz")
+    with pytest.raises(FileNotFoundError):
+        trace.read(tmp_path / "none.jsonl.gz")
+
+
+def test_keys_that_a_later_writer_adds_are_left_out(tmp_path):
+    path = packed(tmp_path / "a.jsonl.gz", json.dumps(HEAD | {"mood": 1}), '{"weather": 2}')
+    assert trace.read(path) == trace.Trace(id="x", size=1, transports=())

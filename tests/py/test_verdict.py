@@ -1,0 +1,158 @@
+"""Each rule has a run that it decides, and a run that it does not."""
+
+from dataclasses import replace
+
+import pytest
+from netbottleneck import findings, recorder, verdict
+from netbottleneck.trace import Network
+from ringwriter import FakeRun
+
+
+def found(folder, **settings):
+    return findings.find(recorder.load(FakeRun(folder, **settings).write()))
+
+
+def test_a_faster_transport_is_a_transport_limit(tmp_path):
+    v = verdict.decide(found(tmp_path, blocks=9))
+    assert v.code == "TRANSPORT_LIMITED"
+    assert v.why.startswith("Measured: ofi")
+    assert v.next == "NETBOTTLENECK_TRANSPORT=ofi NETBOTTLENECK_STREAMS=4"
+
+
+def test_a_handicapped_stock_withholds_the_gain(tmp_path):
+    numbers = found(tmp_path, blocks=9, bare_ms=160)
+    sentence = verdict.handicap_sentence(numbers)
+    assert sentence.startswith("our stock is handicapped by 9.4 %")
+    assert verdict.best_gain(numbers) is None
+    assert not verdict.stock_is_as_good(numbers)
+    assert "our stock is handicapped" in verdict.decide(numbers).why
+
+
+def test_a_stock_as_fast_as_the_script_is_not_handicapped(tmp_path):
+    assert verdict.handicap_sentence(found(tmp_path, blocks=9)) is None
+
+
+def test_one_pair_of_blocks_is_no_proof_of_anything(tmp_path):
+    numbers = found(tmp_path, transports=("stock", "ofi"), blocks=2, run={"network": None}, probe=[])
+    assert len(numbers.comparisons) == 1
+    assert verdict.best_gain(numbers) is None
+    assert verdict.decide(numbers).code == "INCONCLUSIVE"
+
+
+def test_a_probe_that_reaches_more_is_a_transport_limit_to_be_measured(tmp_path):
+    v = verdict.decide(found(tmp_path, transports=("stock", "ofi"), blocks=2))
+    assert v.code == "TRANSPORT_LIMITED"
+    assert "NETBOTTLENECK_TRANSPORT=stock,ofi" in v.next
+
+
+def test_a_full_link_is_a_link_limit_and_stock_is_kept(tmp_path):
+    numbers = found(tmp_path, blocks=9, transfer_ms={"stock": (9, 31)}, bare_ms=63)
+    assert verdict.stock_is_as_good(numbers)
+    v = verdict.decide(numbers)
+    assert v.code == "LINK_LIMITED"
+    assert "as good as what was tried" in v.why
+
+
+def test_when_stock_is_as_good_do_nothing_is_the_verdict(tmp_path):
+    v = verdict.decide(
+        found(tmp_path, blocks=9, bare_ms=174, transfer_ms={"ofi": (35, 123)}, probe=[[1, 6_000_000, 10**8]])
+    )
+    assert v.code == "DO_NOTHING"
+    assert v.next == "Do nothing: keep stock."
+
+
+def test_a_gain_below_the_least_is_none(tmp_path):
+    numbers = found(tmp_path, blocks=9, transfer_ms={"ofi": (35, 120)}, bare_ms=174)
+    (pair,) = numbers.comparisons
+    assert pair.difference_ns.high < 0
+    assert 0 < pair.gain.value < verdict.GAIN_MIN
+    assert verdict.stock_is_as_good(numbers)
+
+
+def test_hidden_communication_is_no_bottleneck(tmp_path):
+    v = verdict.decide(found(tmp_path, blocks=9, transfer_ms={"stock": (5, 1), "ofi": (5, 1)}, bare_ms=33))
+    assert v.code == "NOT_NETWORK"
+    assert v.next.startswith("Do nothing")
+
+
+def test_a_rank_that_is_late_is_a_straggler(tmp_path):
+    numbers = found(
+        tmp_path, blocks=9, size=3, late_ms={2: 40}, transfer_ms={"stock": (1, 2), "ofi": (1, 2)}, bare_ms=75
+    )
+    v = verdict.decide(numbers)
+    assert v.code == "STRAGGLER"
+    assert "rank 2 makes the others wait 40" in v.why
+
+
+def test_slow_input_is_told_from_a_slow_network(tmp_path):
+    numbers = found(
+        tmp_path, blocks=9, late_ms={0: 60, 1: 60}, transfer_ms={"stock": (2, 1), "ofi": (2, 1)}, bare_ms=94
+    )
+    assert verdict.decide(numbers).code == "INPUT_LIMITED"
+
+
+def test_one_rank_has_no_communication(tmp_path):
+    assert verdict.decide(found(tmp_path, size=1, blocks=3)).code == "NO_COMMUNICATION"
+
+
+def test_steps_without_operations_have_no_communication(tmp_path):
+    run = recorder.load(FakeRun(tmp_path, blocks=3).write())
+    assert verdict.decide(findings.find(replace(run, collectives=()))).code == "NO_COMMUNICATION"
+
+
+def test_only_the_untouched_script_is_no_communication(tmp_path):
+    assert verdict.decide(found(tmp_path, transports=("bare",), blocks=1)).code == "NO_COMMUNICATION"
+
+
+def test_too_few_steps_are_inconclusive(tmp_path):
+    v = verdict.decide(found(tmp_path, blocks=3, block_steps=3))
+    assert (v.code, v.why) == ("INCONCLUSIVE", "2 steps were counted; 5 are the least.")
+
+
+def test_ranks_that_differ_in_provider_are_misconfigured(tmp_path):
+    run = recorder.load(FakeRun(tmp_path, blocks=9).write())
+    first, second = run.ranks
+    other = tuple(replace(info, provider="else") for info in second.transports)
+    v = verdict.decide(findings.find(replace(run, ranks=(first, replace(second, transports=other)))))
+    assert v.code == "MISCONFIGURED"
+    assert "gloo: rank 0; else: rank 1" in v.why
+
+
+@pytest.fixture
+def unexplained(tmp_path):
+    """Exposed communication, far below the link, nothing else tried."""
+    run = recorder.load(FakeRun(tmp_path, transports=("stock",), blocks=1, block_steps=12).write())
+    return findings.find(replace(run, network=Network(link_bps=1e10)))
+
+
+def test_what_no_rule_explains_is_inconclusive(unexplained):
+    assert verdict.decide(unexplained).code == "INCONCLUSIVE"
+
+
+def test_time_that_does_not_depend_on_size_is_latency(unexplained):
+    assert verdict.decide(replace(unexplained, latency_share=0.7)).code == "LATENCY_LIMITED"
+    assert verdict.decide(replace(unexplained, latency_share=0.4)).code == "INCONCLUSIVE"
+
+
+def test_a_busy_communication_thread_is_a_host_limit(unexplained):
+    assert verdict.decide(replace(unexplained, cpu_share=0.95)).code == "HOST_LIMITED"
+    assert verdict.decide(replace(unexplained, cpu_share=0.5)).code == "INCONCLUSIVE"
+
+
+def test_a_share_on_both_sides_of_the_least_is_inconclusive(unexplained):
+    wide = replace(unexplained.share, value=0.1, low=0.05, high=0.15)
+    v = verdict.decide(replace(unexplained, share=wide))
+    assert v.code == "INCONCLUSIVE"
+    assert "both sides" in v.why
+
+
+def test_every_code_that_can_come_out_is_listed():
+    import inspect
+    import re
+
+    said = set(re.findall(r'Verdict\(\s*"([A-Z_]+)"', inspect.getsource(verdict)))
+    assert said == set(verdict.CODES)
+
+
+def test_html_is_escaped():
+    assert "&lt;b&gt;" in verdict.Verdict("INCONCLUSIVE", "<b>", "x")._repr_html_()

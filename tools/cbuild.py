@@ -1,0 +1,161 @@
+"""The C build that setup.py, tools/ctest.py and tools/lint.sh share: sources, flags, headers, a parallel compile."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+WARNINGS = [
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wshadow",
+    "-Wstrict-prototypes",
+    "-Wmissing-prototypes",
+    "-Wvla",
+    "-Wconversion",
+    "-Wno-sign-conversion",
+]
+LANGUAGE = ["-std=gnu11", "-fvisibility=hidden", "-pthread"]
+LIBRARIES = ["-pthread", "-ldl", "-lm"]
+ONLY_IN_TESTS = {"transport/mem.c"}
+OFI_LEFT_OUT = "ofi left out: install libfabric-dev"
+
+
+def core_sources(*, tests: bool = False) -> list[Path]:
+    """Return the C files of _core, or with tests those a C test links: no csrc/py, but the transport made for tests."""
+    rooms_out = {"lab", "py"} if tests else {"lab"}
+    found = []
+    for path in sorted(CSRC.glob("**/*.c")):
+        name = path.relative_to(CSRC)
+        if name.parts[0] not in rooms_out and (tests or name.as_posix() not in ONLY_IN_TESTS):
+            found.append(path)
+    return found
+
+
+def version() -> str:
+    """Return the package's version, read without an import."""
+    namespace: dict[str, str] = {}
+    exec((ROOT / "python" / "netbottleneck" / "_version.py").read_text(encoding="utf-8"), namespace)
+    return namespace["__version__"]
+
+
+def _pkg_config_includes() -> list[Path]:
+    try:
+        done = subprocess.run(
+            ["pkg-config", "--variable=includedir", "libfabric"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [Path(done.stdout.strip())] if done.returncode == 0 and done.stdout.strip() else []
+
+
+def libfabric_include() -> Path | None:
+    """Return the folder that holds rdma/fabric.h, or None. NETBOTTLENECK_LIBFABRIC_INCLUDE alone decides where set."""
+    asked = os.environ.get("NETBOTTLENECK_LIBFABRIC_INCLUDE")
+    places = [Path(asked)] if asked is not None else [*_pkg_config_includes(), Path("/usr/include")]
+    if asked is None:
+        places += [Path("/usr/local/include"), ROOT / "build" / "libfabric" / "usr" / "include"]
+    return next((place for place in places if (place / "rdma" / "fabric.h").is_file()), None)
+
+
+def defines() -> list[tuple[str, str]]:
+    """Return the macros of every build as (name, value)."""
+    macros = [("_GNU_SOURCE", "1"), ("NB_VERSION", f'"{version()}"')]
+    if libfabric_include() is not None:
+        macros.append(("NB_HAVE_OFI", "1"))
+    return macros
+
+
+def include_flags() -> list[str]:
+    """Return -I for csrc and, where they are not on the compiler's own path, for libfabric's headers."""
+    flags = [f"-I{CSRC}"]
+    fabric = libfabric_include()
+    if fabric is not None and fabric != Path("/usr/include"):
+        flags.append(f"-isystem{fabric}")
+    return flags
+
+
+def base_flags() -> list[str]:
+    """Return what every C file of ours is compiled with, warnings aside."""
+    return [*LANGUAGE, *(f"-D{name}={value}" for name, value in defines()), *include_flags()]
+
+
+def _is_fresh(target: Path, command: str) -> bool:
+    """Tell whether target was made by this command and is newer than all that its dependency file names."""
+    recipe, listing = target.with_suffix(".cmd"), target.with_suffix(".d")
+    try:
+        if recipe.read_text(encoding="utf-8") != command:
+            return False
+        made = target.stat().st_mtime_ns
+        names = listing.read_text(encoding="utf-8").replace("\\\n", " ").split(":", 1)[1].split()
+        return all(Path(name).stat().st_mtime_ns <= made for name in names)
+    except (OSError, IndexError):
+        return False
+
+
+def run_compiler(argv: Sequence[str]) -> None:
+    """Run one compiler command; what it says goes to stderr. Raises RuntimeError naming the command where it fails."""
+    done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.stdout:
+        sys.stderr.write(done.stdout)
+    if done.returncode != 0:
+        raise RuntimeError(f"failed: {shlex.join(argv)}")
+
+
+def compile_one(source: Path, target: Path, argv: Sequence[str]) -> bool:
+    """Compile source into target unless target is fresh; return whether the compiler ran."""
+    full = [*argv, "-MMD", "-MF", str(target.with_suffix(".d")), "-c", str(source), "-o", str(target)]
+    command = shlex.join(full)
+    if _is_fresh(target, command):
+        return False
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.with_suffix(".cmd").unlink(missing_ok=True)
+    run_compiler(full)
+    target.with_suffix(".cmd").write_text(command, encoding="utf-8")
+    return True
+
+
+def compile_all(sources: Iterable[Path], folder: Path, argv: Sequence[str], *, jobs: int | None = None) -> list[Path]:
+    """Compile sources in parallel into folder, each under its path below the root; return the objects in order.
+
+    argv is the compiler with its flags. Raises RuntimeError after all have been tried if one did not compile.
+    """
+    listed = list(sources)
+    targets = [folder / source.relative_to(ROOT).with_suffix(".o") for source in listed]
+    with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+        pending = [pool.submit(compile_one, *pair, argv) for pair in zip(listed, targets, strict=True)]
+    failures = [str(error) for error in (task.exception() for task in pending) if error is not None]
+    if failures:
+        raise RuntimeError("\n".join(failures))
+    return targets
+
+
+def main() -> int:
+    """Print one fact for the shell scripts: flags, sources or ofi."""
+    what = sys.argv[1] if len(sys.argv) == 2 else ""
+    if what == "flags":
+        print("\n".join([*base_flags(), *WARNINGS]))
+    elif what == "sources":
+        print("\n".join(str(path.relative_to(ROOT)) for path in sorted(CSRC.glob("**/*.c"))))
+    elif what == "ofi":
+        print(libfabric_include() or OFI_LEFT_OUT)
+    else:
+        print("usage: cbuild.py flags|sources|ofi", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Fails where _core is more than C against CPython's limited API: in its sources, build, symbols or libraries."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BINARY = ROOT / "python" / "netbottleneck" / "_core.abi3.so"
+BANNED = re.compile(r"pybind11|\bcffi\b|\bcython\b|torch/extension\.h|cpp_extension", re.IGNORECASE)
+LIBRARIES_BANNED = re.compile(r"libstdc\+\+|libc\+\+|libtorch|libc10|libpython")
+
+
+def source_findings() -> Iterator[str]:
+    """Yield each line of csrc, setup.py and the build requirements that names what is not used here."""
+    files = [ROOT / "setup.py", ROOT / "requirements" / "build.txt"]
+    files += [path for path in sorted((ROOT / "csrc").glob("**/*")) if path.is_file()]
+    for path in files:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            match = BANNED.search(line)
+            if match is not None:
+                yield f"{path.relative_to(ROOT)}:{number}: {match[0]}"
+    for path in files:
+        if path.suffix in {".cc", ".cpp", ".cxx", ".pyx", ".hpp"}:
+            yield f"{path.relative_to(ROOT)}: not C"
+    with (ROOT / "pyproject.toml").open("rb") as source:
+        requires = tomllib.load(source)["build-system"]["requires"]
+    yield from (f"pyproject.toml: build-system requires {name}" for name in requires if BANNED.search(name))
+
+
+def said_by(*argv: str) -> str:
+    """Return what a tool prints. Raises CalledProcessError where it fails."""
+    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+
+
+def binary_findings() -> Iterator[str]:
+    """Yield what is wrong with the built module."""
+    if not BINARY.is_file():
+        yield f"{BINARY.relative_to(ROOT)} is not built: make build"
+        return
+    for options in ((), ("-D",)):
+        for line in said_by("nm", *options, str(BINARY)).splitlines():
+            symbol = line.split()[-1]
+            if symbol.startswith("_Z"):
+                yield f"C++ symbol {symbol}"
+    for line in said_by("readelf", "-d", str(BINARY)).splitlines():
+        if "(NEEDED)" in line and LIBRARIES_BANNED.search(line):
+            yield f"needs {line.split('[')[-1].rstrip(']')}"
+    exported = [line.split()[-1] for line in said_by("nm", "-D", "--defined-only", str(BINARY)).splitlines()]
+    yield from (f"exports {name}" for name in exported if name not in {"PyInit__core", "_init", "_fini"})
+
+
+def abi_finding() -> str | None:
+    """Return what abi3audit has against the module; it is left out where it is not installed."""
+    beside = Path(sys.executable).parent / "abi3audit"
+    tool = str(beside) if beside.is_file() else shutil.which("abi3audit")
+    if tool is None:
+        print("abi3audit is not installed: its check is left out")
+        return None
+    if not BINARY.is_file():
+        return None
+    argv = [tool, "--strict", "--assume-minimum-abi3", "3.11", str(BINARY)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    return None if done.returncode == 0 else f"abi3audit: {done.stdout}{done.stderr}"
+
+
+def main() -> int:
+    """Print every finding. Returns 1 where there is one."""
+    findings = [*source_findings(), *binary_findings()]
+    abi = abi_finding()
+    if abi is not None:
+        findings.append(abi)
+    print("".join(f"{finding}\n" for finding in findings), end="")
+    print(f"binary: {len(findings)} findings")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""Fails on an include or import that the rooms' table does not allow. The table is data: the constants below."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+PACKAGE = ROOT / "python" / "netbottleneck"
+
+# A folder of csrc may include itself and these.
+C_ROOMS: dict[str, set[str]] = {
+    "base": set(),
+    "trace": {"base"},
+    "bootstrap": {"base"},
+    "cuda": {"base"},
+    "transport": {"base", "trace", "bootstrap"},
+    "coll": {"base", "trace", "transport"},
+    "engine": {"base", "trace", "bootstrap", "transport", "coll", "cuda"},
+    "sim": {"base", "trace"},
+    "nccl": {"base", "trace", "bootstrap", "transport"},
+    "py": {"base", "trace", "bootstrap", "transport", "coll", "engine", "cuda", "sim"},
+    "lab": set(),
+}
+
+# A header from outside may be included only here: (header, files of csrc).
+# Beside the two homes of sockets, those that own a control connection: bootstrap makes it, engine/control.c keeps it.
+SOCKET_FILES = ["base/*", "transport/tcp*", "bootstrap/*", "engine/control*", "lab/*"]
+C_OUTSIDE: list[tuple[str, list[str]]] = [
+    ("Python.h", ["py/*"]),
+    ("rdma/*", ["transport/ofi*"]),
+    ("cuda*.h", ["cuda/*"]),
+    ("sys/socket.h", SOCKET_FILES),
+    ("netinet/*", SOCKET_FILES),
+    ("arpa/inet.h", SOCKET_FILES),
+    ("netdb.h", SOCKET_FILES),
+]
+
+# A room of the package is a module or a folder; where one file would be too long, several modules are one room.
+FOUNDATION = {"_version", "errors", "units"}
+ROOM_OF_MODULE = {
+    "codec": "trace",
+    "values": "env",
+    "place": "launch",
+    "rendezvous": "launch",
+    "rings": "recorder",
+    "events": "recorder",
+    "job": "comm",
+    "ops": "comm",
+    "steps": "comm",
+    "layers": "scaling",
+    "stats": "scaling",
+    "findings": "verdict",
+}
+
+# A room may import itself, the foundation and these. "*": everything but cli.
+PYTHON_ROOMS: dict[str, set[str]] = {
+    "_version": set(),
+    "errors": {"_core"},
+    "units": set(),
+    "trace": set(),
+    "env": set(),
+    "models": set(),
+    "lab": {"env"},
+    "plan": {"trace", "_core"},
+    "cost": {"trace"},
+    "scaling": {"trace"},
+    "compat": {"trace"},
+    "simulate": {"trace", "plan", "cost", "_core"},
+    "replay": {"trace", "plan", "cost", "comm"},
+    "whatif": {"trace", "scaling", "simulate", "cost", "plan", "compat"},
+    "verdict": {"trace", "scaling", "cost", "whatif"},
+    "report": {"trace", "scaling", "verdict", "whatif"},
+    "launch": {"env", "_core"},
+    "comm": {"_core", "env", "trace", "launch"},
+    "recorder": {"_core", "env", "trace", "launch"},
+    "monitor": {"_core", "env", "trace", "launch"},
+    "session": {"_core", "comm", "recorder", "monitor", "hooks", "plan", "env", "launch", "trace"},
+    "torch": {"_core", "comm", "recorder", "session", "hooks", "plan", "env", "launch"},
+    "hooks": {"_core", "comm", "recorder", "session", "plan", "env", "launch"},
+    "bench": {"*"},
+    "study": {"*"},
+    "doctor": {"*"},
+    "__init__": {"*"},
+    "__main__": {"cli"},
+    "cli": {"*"},
+}
+
+# A package from outside may be imported only here, by module or folder of ours. "lazily": inside a function only.
+EVERYWHERE_LIVE = {"lab", "cli", "bench", "study", "doctor"}
+OUTSIDE: dict[str, set[str]] = {
+    "torch": {"torch", "hooks", "comm", "models"},
+    "horovod": {"torch", "hooks", "comm"},
+    "matplotlib": {"report"},
+    "subprocess": EVERYWHERE_LIVE,
+    "multiprocessing": EVERYWHERE_LIVE,
+}
+OUTSIDE_LAZILY: dict[str, set[str]] = {"torch": {"launch"}}
+
+# Analysis is a function of a trace: no clock, file, randomness, environment, process or socket in it.
+PURE_ROOMS = {"plan", "cost", "scaling", "compat", "simulate", "whatif", "verdict"}
+IMPURE = {
+    "time",
+    "datetime",
+    "random",
+    "os",
+    "socket",
+    "threading",
+    "asyncio",
+    "tempfile",
+    "shutil",
+    "pathlib",
+    "psutil",
+}
+
+INCLUDE = re.compile(r'^\s*#\s*include\s+([<"])([^>"]+)[>"]')
+
+
+def c_findings(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line, what is wrong) for one C file or header."""
+    name = path.relative_to(CSRC).as_posix()
+    room = name.split("/")[0]
+    if room not in C_ROOMS:
+        yield 1, f"csrc/{room} has no row in C_ROOMS"
+        return
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        match = INCLUDE.match(line)
+        if match is None:
+            continue
+        header = match[2]
+        for pattern, places in C_OUTSIDE:
+            if fnmatch.fnmatchcase(header, pattern) and not any(fnmatch.fnmatchcase(name, place) for place in places):
+                yield number, f"<{header}> belongs in {', '.join('csrc/' + place for place in places)} only"
+        if match[1] == '"':
+            target = header.split("/")[0]
+            if not (CSRC / header).is_file():
+                yield number, f'"{header}" is not a path below csrc'
+            elif target != room and target not in C_ROOMS[room]:
+                allowed = ", ".join(sorted(C_ROOMS[room])) or "itself alone"
+                yield number, f"{room} includes {target}; it may include {allowed}"
+
+
+def room_of(path: Path) -> str:
+    """Return the room that a file of the package belongs to."""
+    module = path.relative_to(PACKAGE).parts[0].removesuffix(".py").removesuffix(".pyi")
+    return ROOM_OF_MODULE.get(module, module)
+
+
+def known_modules() -> set[str]:
+    """Return the modules and folders that are there, so that a name imported from the package can be told from them."""
+    return {path.stem for path in PACKAGE.glob("*") if path.suffix in {".py", ".pyi"} or path.is_dir()}
+
+
+def imported(node: ast.AST, package: list[str]) -> Iterator[str]:
+    """Yield the dotted names that an import statement names, relative ones resolved against package."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = package[: len(package) - node.level + 1] if node.level else []
+        stem = [*base, *(node.module.split(".") if node.module else [])]
+        yield from (".".join([*stem, alias.name]) for alias in node.names)
+
+
+def imports(tree: ast.Module, package: list[str]) -> Iterator[tuple[int, str, bool]]:
+    """Yield (line, dotted name, inside a function) for each import that is made at run time."""
+
+    def walk(node: ast.AST, lazily: bool) -> Iterator[tuple[int, str, bool]]:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for child in node.orelse:
+                yield from walk(child, lazily)
+            return
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for name in imported(node, package):
+                yield node.lineno, name, lazily
+        inside = lazily or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, inside)
+
+    yield from walk(tree, False)
+
+
+def own_finding(room: str, target: str) -> str | None:
+    """Return what is wrong with an import of one room of ours by another."""
+    allowed = PYTHON_ROOMS[room]
+    everything = "*" in allowed and (target != "cli" or room == "cli")
+    if target == room or target in FOUNDATION or target in allowed or everything:
+        return None
+    return f"{room} imports {target}; it may import {', '.join(sorted(allowed | FOUNDATION))}"
+
+
+def outside_finding(room: str, top: str, lazily: bool) -> str | None:
+    """Return what is wrong with an import of a package that is not ours."""
+    if room in PURE_ROOMS and top in IMPURE:
+        return f"{room} is analysis, a function of a trace: it may not import {top}"
+    if top not in OUTSIDE or room in OUTSIDE[top]:
+        return None
+    if room in OUTSIDE_LAZILY.get(top, set()):
+        return None if lazily else f"{room} may import {top} inside a function only"
+    return f"{top} belongs in {', '.join(sorted(OUTSIDE[top]))} only"
+
+
+def python_findings(path: Path, modules: set[str]) -> Iterator[tuple[int, str]]:
+    """Yield (line, what is wrong) for one Python file of the package."""
+    room = room_of(path)
+    if room not in PYTHON_ROOMS:
+        yield 1, f"{room} has no row in PYTHON_ROOMS"
+        return
+    package = ["netbottleneck", *path.relative_to(PACKAGE).parts[:-1]]
+    for line, name, lazily in imports(ast.parse(path.read_text(encoding="utf-8")), package):
+        parts = name.split(".")
+        if parts[0] == "netbottleneck":
+            module = parts[1] if len(parts) > 1 and parts[1] in modules else "__init__"
+            finding = own_finding(room, ROOM_OF_MODULE.get(module, module))
+        else:
+            finding = outside_finding(room, parts[0], lazily)
+        if finding is not None:
+            yield line, finding
+
+
+def main() -> int:
+    """Print every finding as file:line. Returns 1 where there is one."""
+    found = [(path, *row) for path in sorted(CSRC.glob("**/*.[ch]")) for row in c_findings(path)]
+    modules = known_modules()
+    files = sorted(PACKAGE.glob("**/*.py"))
+    found += [(path, *row) for path in files for row in sorted(set(python_findings(path, modules)))]
+    for path, line, text in found:
+        print(f"{path.relative_to(ROOT)}:{line}: {text}")
+    print(f"layers: {len(found)} findings")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

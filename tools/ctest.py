@@ -1,0 +1,204 @@
+"""Builds and runs the C tests: each tests/c/test_*.c is a program that ends with 0, 1 or 77 (skipped, saying why)."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import cbuild
+
+TESTS = cbuild.ROOT / "tests" / "c"
+SKIPS = cbuild.ROOT / "tests" / "skips.txt"
+BUILD = cbuild.ROOT / "build" / "ctest"
+SUPPRESSIONS = cbuild.ROOT / "tools" / "sanitizers"
+LIMIT_S = 60
+SKIPPED = 77
+RUNNING: set[int] = set()
+# Sanitizers of gcc 12 cannot place their shadow memory where the kernel randomises more bits than this.
+RANDOM_BITS_MAX = 28
+# Warnings are judged once, at -O2: instrumented code gives gcc's flow analysis false ideas.
+FLAVOURS = {
+    "plain": ["-O2", "-g", *cbuild.WARNINGS],
+    "asan": ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"],
+    "tsan": ["-O1", "-g", "-fsanitize=thread", "-fno-omit-frame-pointer"],
+}
+ENVIRONMENT = {
+    "ASAN_OPTIONS": "detect_leaks=1:strict_string_checks=1:detect_stack_use_after_return=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "LSAN_OPTIONS": f"print_suppressions=0:suppressions={SUPPRESSIONS / 'lsan.supp'}",
+    "TSAN_OPTIONS": "second_deadlock_stack=1:ignore_noninstrumented_modules=1:"
+    f"suppressions={SUPPRESSIONS / 'tsan.supp'}",
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one program ended: PASS, FAIL or SKIP, with the reason and what it printed."""
+
+    name: str
+    verdict: str
+    reason: str
+    output: str
+    seconds: float
+
+
+def listed_skips() -> list[tuple[str, str]]:
+    """Return tests/skips.txt as (glob, reason)."""
+    rows = []
+    for line in SKIPS.read_text(encoding="utf-8").splitlines():
+        if line.strip() and not line.startswith("#"):
+            pattern, _, reason = line.partition("|")
+            rows.append((pattern.strip(), reason.strip()))
+    return rows
+
+
+def may_skip(name: str, said: str) -> bool:
+    """Tell whether tests/skips.txt allows this program this reason."""
+    return any(reason and fnmatch.fnmatchcase(name, glob) and reason in said for glob, reason in listed_skips())
+
+
+def launcher(flavour: str) -> list[str]:
+    """Return the command in front of a sanitized program that switches address randomisation off where it is needed."""
+    bits = Path("/proc/sys/vm/mmap_rnd_bits")
+    try:
+        too_many = int(bits.read_text(encoding="ascii")) > RANDOM_BITS_MAX
+    except (OSError, ValueError):
+        too_many = False
+    if flavour == "plain" or not too_many or shutil.which("setarch") is None:
+        return []
+    return ["setarch", os.uname().machine, "-R"]
+
+
+def build(flavour: str, programs: list[Path], jobs: int) -> dict[Path, Path | str]:
+    """Compile core and tests; return each program's binary, or what its compile or link said."""
+    folder = BUILD / flavour
+    compiler = [os.environ.get("CC", "gcc"), *cbuild.base_flags(), *FLAVOURS[flavour]]
+    objects = cbuild.compile_all(cbuild.core_sources(tests=True), folder, compiler, jobs=jobs)
+    archive = folder / "libcore.a"
+    archive.unlink(missing_ok=True)
+    if objects:
+        cbuild.run_compiler(["ar", "rcs", str(archive), *map(str, objects)])
+    compiler.append(f"-I{TESTS}")
+
+    def one(program: Path) -> Path | str:
+        target = folder / program.stem
+        try:
+            (made,) = cbuild.compile_all([program], folder, compiler, jobs=1)
+            sanitize = [flag for flag in FLAVOURS[flavour] if flag.startswith("-fsanitize")]
+            cbuild.run_compiler([compiler[0], *sanitize, str(made), str(archive), "-o", str(target), *cbuild.LIBRARIES])
+        except RuntimeError as error:
+            return str(error)
+        return target
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return dict(zip(programs, pool.map(one, programs), strict=True))
+
+
+def end_all(signum: int, _frame: object) -> None:
+    """Take the programs along where this script is told to end."""
+    for leader in list(RUNNING):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(leader, signal.SIGKILL)
+    os._exit(128 + signum)
+
+
+def end_group(process: subprocess.Popen[str]) -> None:
+    """Kill what is left of a program and its children."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    RUNNING.discard(process.pid)
+    process.wait()
+
+
+def run(name: str, binary: Path, flavour: str) -> Result:
+    """Run one program in a process group of its own, with a time limit, and judge how it ended."""
+    began = time.monotonic()
+    argv = [*launcher(flavour), str(binary)]
+    # What it prints goes to a file: a grandchild that holds a pipe open could make this wait for ever.
+    log = binary.with_suffix(".log")
+    with log.open("w", encoding="utf-8") as sink:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env={**ENVIRONMENT, **os.environ},
+        )
+        RUNNING.add(process.pid)
+        try:
+            code: int | None = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end_group(process)
+    output = log.read_text(encoding="utf-8", errors="replace")
+    seconds = time.monotonic() - began
+    said = output.strip().splitlines()[-1] if output.strip() else "no reason given"
+    if code is None:
+        return Result(name, "FAIL", f"not done after {LIMIT_S} s", output, seconds)
+    if code == SKIPPED and may_skip(f"c/{name}", said):
+        return Result(name, "SKIP", said, output, seconds)
+    if code == SKIPPED:
+        return Result(name, "FAIL", f"skip is not listed in tests/skips.txt: {said}", output, seconds)
+    if code < 0:
+        return Result(name, "FAIL", f"signal {signal.Signals(-code).name}", output, seconds)
+    return Result(name, "PASS" if code == 0 else "FAIL", "" if code == 0 else f"exit {code}", output, seconds)
+
+
+def report(result: Result) -> None:
+    """Print one line for a program, and all it said where it failed."""
+    reason = f" ({result.reason})" if result.reason else ""
+    print(f"{result.verdict} {result.name} {result.seconds:.1f} s{reason}", flush=True)
+    if result.verdict == "FAIL" and result.output:
+        print("".join(f"    {line}\n" for line in result.output.splitlines()[-200:]), end="", flush=True)
+
+
+def main() -> int:
+    """Build, run, report. Returns 0 where nothing failed and something ran."""
+    parser = argparse.ArgumentParser(description="Build and run the C tests.")
+    parser.add_argument("--flavour", choices=sorted(FLAVOURS), default="plain")
+    parser.add_argument("--filter", default="*", help="glob over program names, as in 'test_lanes*'")
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, end_all)
+    programs = [path for path in sorted(TESTS.glob("test_*.c")) if fnmatch.fnmatchcase(path.stem, options.filter)]
+    if not programs:
+        print(f"no C test matches {options.filter}", file=sys.stderr)
+        return 1
+    try:
+        binaries = build(options.flavour, programs, options.jobs)
+    except RuntimeError as error:
+        print(f"the core does not build ({options.flavour}): {error}", file=sys.stderr)
+        return 1
+
+    def one(program: Path) -> Result:
+        binary = binaries[program]
+        if isinstance(binary, str):
+            result = Result(program.stem, "FAIL", "does not build", binary, 0.0)
+        else:
+            result = run(program.stem, binary, options.flavour)
+        report(result)
+        return result
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        verdicts = [result.verdict for result in pool.map(one, programs)]
+    print(f"C tests, {options.flavour}, one program each:")
+    passed, failed, skipped = (verdicts.count(verdict) for verdict in ("PASS", "FAIL", "SKIP"))
+    print(f"{passed} passed, {failed} failed, {skipped} skipped", flush=True)
+    return 1 if failed or not passed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

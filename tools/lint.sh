@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Every check that runs nothing of ours: format, clang-tidy, ruff, mypy, lizard, file sizes, layers, binary. All are run; a
+# line at the end names those that found something.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+bin=$PWD/.venv/bin
+failed=()
+
+check() {
+    local name=$1
+    shift
+    printf '%s\n' "-- $name"
+    "$@" </dev/null || failed+=("$name")
+}
+
+python_files() { find python tests tools benchmarks setup.py -name '*.py' -print 2>/dev/null; }
+c_format() { find csrc tests/c -name '*.[ch]' -print0 | xargs -0 -r "$bin/clang-format" --dry-run -Werror; }
+ruff_format() { python_files | xargs -r "$bin/ruff" format -q --check; }
+ruff_check() { python_files | xargs -r "$bin/ruff" check -q; }
+# Parameters of Python functions are ruff's matter: Horovod's own signatures are longer than ours.
+lizard_c() { "$bin/lizard" -w -l c -L 60 -C 15 -a 6 -W tools/lizard_allow.txt csrc; }
+lizard_python() { "$bin/lizard" -w -l python -L 60 -C 15 python; }
+
+check clang-format c_format
+check clang-tidy "$bin/python" tools/tidy.py
+check ruff ruff_check
+check ruff-format ruff_format
+check mypy "$bin/mypy"
+check lizard-c lizard_c
+check lizard-python lizard_python
+check sizes "$bin/python" tools/check_size.py
+check layers "$bin/python" tools/check_layers.py
+check binary "$bin/python" tools/check_binary.py
+
+if [ ${#failed[@]} -gt 0 ]; then
+    echo "lint: failed: ${failed[*]}"
+    exit 1
+fi
+echo "lint: ok"

@@ -1,0 +1,204 @@
+#!/usr/bin/env bash
+# Makes everything that a clone needs: system packages, .venv, pinned requirements, torch, libfabric's headers, the C build.
+# usage: tools/setup_env.sh [run|dev]      run: for make study and make build; dev: for tests and checks too (default)
+#   APT=0           install no system packages
+#   PYTHON=python3  the Python that .venv is made from
+# Quick where nothing is to do: each part leaves a stamp that holds the hash of what it was made from.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+level=${1:-dev}
+case $level in run | dev) ;; *) echo "usage: tools/setup_env.sh [run|dev]" >&2; exit 2 ;; esac
+
+venv=.venv
+stamps=build/stamps
+log=build/setup.log
+torch_least=2.1
+mkdir -p "$stamps"
+: >"$log"
+
+fact() { printf 'set-up: %s\n' "$*"; }
+fail() {
+    printf 'set-up: %s\n' "$*" >&2
+    exit 1
+}
+have() { command -v "$1" >/dev/null 2>&1; }
+
+# Runs a command whose output only matters where it fails: it is kept in build/setup.log, and its end is shown then.
+quietly() {
+    if ! "$@" >>"$log" 2>&1 </dev/null; then
+        grep -v -E '^(WARNING: Location|Looking in)' "$log" | tail -n 30 >&2
+        return 1
+    fi
+}
+
+hash_of() { { readlink -f $venv/bin/python; find "$@" -type f ! -name '*.pyc' -print0 | sort -z | xargs -0 sha256sum; } | sha256sum | cut -d' ' -f1; }
+is_done() { [ -f "$stamps/$1" ] && [ "$(cat "$stamps/$1")" = "$2" ]; }
+is_made() { printf '%s\n' "$2" >"$stamps/$1"; }
+
+find_python() {
+    local name
+    for name in "${PYTHON:-python3}" python3.14 python3.13 python3.12 python3.11; do
+        if have "$name" && "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            command -v "$name"
+            return
+        fi
+    done
+    return 1
+}
+
+# What is missing here, as Debian's package names: first what a build needs, then what a run is better with.
+missing_needed() {
+    have "${CC:-gcc}" || echo gcc libc6-dev
+    have make || echo make
+    if ! have "${CC:-gcc}" || ! echo '#include <stdio.h>' | "${CC:-gcc}" -E - >/dev/null 2>&1; then echo libc6-dev; fi
+    [ -n "$python" ] || echo python3 python3-venv python3-dev
+    if [ -n "$python" ] && [ ! -x $venv/bin/python ] && ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then echo python3-venv; fi
+    if [ -n "$python" ] && ! [ -f "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ]; then
+        echo python3-dev
+    fi
+}
+missing_useful() {
+    local path=$PATH:/usr/sbin:/sbin
+    PATH=$path have ip && PATH=$path have tc || echo iproute2
+    have iperf3 || echo iperf3
+    have fi_info || echo libfabric-bin
+    [ -n "$(fabric_headers)" ] && ldconfig_knows libfabric.so.1 || echo libfabric-dev
+}
+ldconfig_knows() { { ldconfig -p 2>/dev/null || /sbin/ldconfig -p 2>/dev/null || true; } | grep -q -F "$1"; }
+fabric_headers() {
+    local place
+    for place in ${NETBOTTLENECK_LIBFABRIC_INCLUDE:-/usr/include /usr/local/include build/libfabric/usr/include}; do
+        if [ -f "$place/rdma/fabric.h" ]; then
+            echo "$place"
+            return
+        fi
+    done
+}
+
+system_packages() {
+    local needed useful
+    needed=$(missing_needed | tr ' ' '\n' | sort -u | xargs)
+    useful=$(missing_useful | sort -u | xargs)
+    [ -n "$needed$useful" ] || return 0
+    local missing=$needed${needed:+${useful:+ }}$useful
+    if [ "${APT:-1}" = 0 ]; then
+        fact "missing: $missing (APT=0: not installed)"
+    elif ! have apt-get; then
+        fact "missing, and no apt-get here: $missing (Debian's names)"
+    elif [ "$(id -u)" != 0 ]; then
+        fact "missing: $missing. With root: apt-get install $missing"
+    else
+        fact "installing with apt-get: $missing"
+        export DEBIAN_FRONTEND=noninteractive
+        quietly apt-get update -q || fact "apt-get update failed: going on with the lists that are here"
+        # One after another where all at once does not work, so that one that is not to be had costs nothing else.
+        # shellcheck disable=SC2086
+        if ! quietly apt-get install -y -q --no-install-recommends $missing; then
+            local package
+            for package in $missing; do
+                quietly apt-get install -y -q --no-install-recommends "$package" || fact "not installed: $package"
+            done
+        fi
+    fi
+    [ -n "$python" ] || python=$(find_python) || python=
+    needed=$(missing_needed | tr ' ' '\n' | sort -u | xargs)
+    [ -z "$needed" ] || fail "cannot go on without: $needed"
+    useful=$(missing_useful | sort -u | xargs)
+    case " $useful " in *" iproute2 "*) fact "without iproute2 the lab runs on loopback, without caps" ;; esac
+    case " $useful " in *" iperf3 "*) fact "without iperf3 the reports have no row of it" ;; esac
+}
+
+# Headers alone, without root: enough to build; the library itself is loaded at run time.
+libfabric_headers() {
+    [ -z "$(fabric_headers)" ] || return 0
+    if [ "${APT:-1}" != 0 ] && have apt-get && have dpkg; then
+        local where=build/libfabric
+        rm -rf $where
+        mkdir -p $where
+        if (cd $where && quietly_here apt-get download libfabric-dev && dpkg -x libfabric-dev_*.deb . && rm -f ./*.deb); then
+            fact "libfabric's headers unpacked into $where"
+            ldconfig_knows libfabric.so.1 || fact "libfabric1 is missing: ofi is built, and will not load until it is there"
+            return 0
+        fi
+    fi
+    fact "ofi left out: install libfabric-dev"
+}
+quietly_here() { "$@" >/dev/null 2>&1 </dev/null; }
+
+virtual_environment() {
+    if [ -x $venv/bin/python ] && $venv/bin/python -c 'import pip' 2>/dev/null; then return 0; fi
+    rm -rf $venv $stamps/*
+    if ! quietly "$python" -m venv $venv; then
+        rm -rf $venv
+        fail "$python cannot make $venv: install python3-venv"
+    fi
+    fact "$venv made from $("$python" -V)"
+}
+
+requirements() {
+    local hash
+    hash=$(hash_of requirements)
+    if is_done requirements-dev "$hash" || is_done "requirements-$level" "$hash"; then return 0; fi
+    fact "installing requirements/$level.txt"
+    quietly $venv/bin/python -m pip install -q --disable-pip-version-check --no-input \
+        -c requirements/constraints.txt -r "requirements/$level.txt" || fail "pip could not install requirements/$level.txt"
+    is_made "requirements-$level" "$hash"
+}
+
+# Prints the folder that a Python imports torch from, where torch is new enough. Starts no import of it.
+torch_folder() {
+    "$1" - "$torch_least" <<'PY' 2>/dev/null
+import importlib.metadata, importlib.util, pathlib, sys
+found = importlib.util.find_spec("torch")
+version = importlib.metadata.version("torch") if found and found.origin else "0"
+least = [int(part) for part in sys.argv[1].split(".")]
+if [int(part) for part in version.split("+")[0].split(".")[:2]] < least:
+    sys.exit(1)
+print(pathlib.Path(found.origin).parent.parent, version)
+PY
+}
+
+torch() {
+    local found base link
+    if found=$(torch_folder $venv/bin/python); then return 0; fi
+    link=$($venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch_of_base.pth
+    base=$("$venv/bin/python" -c 'import sys; print(*sys.version_info[:2])')
+    if found=$(torch_folder "$python") && [ "$("$python" -c 'import sys; print(*sys.version_info[:2])')" = "$base" ]; then
+        printf '%s\n' "${found% *}" >"$link"
+        fact "torch ${found##* } is there already: $venv uses it"
+        return 0
+    fi
+    fact "installing $(grep -v '^#' requirements/torch.txt)"
+    quietly $venv/bin/python -m pip install -q --disable-pip-version-check --no-input \
+        -c requirements/constraints.txt -r requirements/torch.txt ||
+        fact "torch could not be installed: what needs no torch works (bench, report)"
+}
+
+# The editable install once; after that only what has changed is compiled.
+c_build() {
+    local setup hash
+    setup=$(hash_of setup.py pyproject.toml python/netbottleneck/_version.py)
+    hash=$(hash_of setup.py pyproject.toml python/netbottleneck/_version.py tools/cbuild.py csrc)-$(fabric_headers)
+    if is_done build "$hash" && [ -f python/netbottleneck/_core.abi3.so ]; then return 0; fi
+    export NETBOTTLENECK_WERROR=${NETBOTTLENECK_WERROR-1}
+    if is_done editable "$setup" && $venv/bin/python -c 'import importlib.metadata as m; m.version("netbottleneck")' 2>/dev/null; then
+        quietly $venv/bin/python setup.py -q build_ext --inplace || fail "the C core does not build: see above"
+    else
+        quietly $venv/bin/python -m pip install -q --disable-pip-version-check --no-input --no-build-isolation --no-deps -e . ||
+            fail "the C core does not build: see above"
+        is_made editable "$setup"
+    fi
+    $venv/bin/python -c 'import netbottleneck._core' || fail "the C core was built and does not load"
+    is_made build "$hash"
+    fact "C core built$([ -n "$(fabric_headers)" ] && echo ", with ofi" || echo "; ofi left out: install libfabric-dev")"
+}
+
+python=$(find_python) || python=
+system_packages
+libfabric_headers
+virtual_environment
+requirements
+torch
+c_build
+fact "ready: $($venv/bin/python -V), torch $($venv/bin/python -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null || echo none), $venv"

@@ -107,7 +107,7 @@ void nb_grants_init(struct nb_lanes *lanes) {
     lanes->rma = calloc(1, sizeof *lanes->rma);
     if (lanes->rma != NULL) {
         nb_list_init(&lanes->rma->inbound);
-        lanes->rma->buffer_bytes = lanes->config.segment_bytes + NB_SCRATCH_SLACK;
+        lanes->rma->buffer_bytes = NB_SCRATCH_BYTES(lanes->config.segment_bytes);
     }
 }
 
@@ -138,6 +138,11 @@ void nb_grants_fini(struct nb_lanes *lanes) {
     for (int p = 0; lanes->peers != NULL && p < lanes->config.lane.size; p++) {
         for (int i = 0; lanes->peers[p].paths != NULL && i < lanes->config.lanes; i++) {
             lanes->lane[i]->ops->peer_close(lanes->lane[i], p);
+        }
+        NB_LIST_EACH(it, &lanes->peers[p].out) {
+            struct nb_flow *flow = NB_CONTAINER(it, struct nb_flow, link);
+            grants_free(flow->grant);
+            flow->grant = NULL;
         }
         if (lanes->peers[p].rma != NULL) {
             peer_fini(lanes, lanes->peers[p].rma);
@@ -205,6 +210,9 @@ void nb_grants_flush(struct nb_lanes *lanes, int peer_rank) {
     }
     size_t sent = queue_send(lanes, peer_rank);
     rma->queue_count -= sent;
+    if (rma->queue_count == 0) {
+        return;
+    }
     memmove(rma->queue, rma->queue + sent, rma->queue_count * sizeof rma->queue[0]);
 }
 

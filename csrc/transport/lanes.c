@@ -280,7 +280,7 @@ static int up_place(void *ctx, struct nb_lane *lane, int peer_rank, const struct
     rc = flow->ops->memory(flow, frame->block, frame->blocks, iov);
     if (rc == 0) {
         if (path->scratch == NULL) {
-            path->scratch = aligned_alloc(4096, lanes->config.segment_bytes + NB_SCRATCH_SLACK);
+            path->scratch = aligned_alloc(4096, NB_SCRATCH_BYTES(lanes->config.segment_bytes));
         }
         if (path->scratch == NULL || frame->bytes > lanes->config.segment_bytes + NB_SCRATCH_SLACK) {
             return -ENOMEM;

@@ -11,6 +11,9 @@ enum {
     NB_REGIONS_MAX = 16             // regions of one peer that are known here
 };
 
+// What a segment may need, in whole pages.
+#define NB_SCRATCH_BYTES(segment_bytes) (((segment_bytes) + NB_SCRATCH_SLACK + 4095) / 4096 * 4096)
+
 // A lane's address as bootstrap carries it.
 struct nb_lane_address {
     uint32_t bytes;

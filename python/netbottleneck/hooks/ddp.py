@@ -7,6 +7,7 @@ from typing import Any
 
 from netbottleneck import env
 from netbottleneck.hooks.measured import Measured
+from netbottleneck.plan import FIRST_BYTES
 from netbottleneck.session import Session, open_session
 from netbottleneck.torch.gradients import Gradients
 
@@ -29,7 +30,7 @@ def attach(
         [(name, p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore],
         recorder=chosen.recorder,
         direct_bytes=chosen.settings.direct_bytes,
-        bucket_bytes=max(limit, 1 << 20),
+        limits=(FIRST_BYTES, max(limit, FIRST_BYTES)),
         agree=lambda mine: chosen.control.exchange(mine)[0],
         label="ddp",
     )
@@ -95,7 +96,7 @@ def _optimizer_of(ddp: DistributedDataParallel) -> torch.optim.Optimizer | None:
     import gc
 
     for thing in gc.get_objects():
-        if isinstance(thing, torch.optim.Optimizer) and _has_parameters_of(thing, ddp):
+        if issubclass(type(thing), torch.optim.Optimizer) and _has_parameters_of(thing, ddp):
             return thing
     return None
 

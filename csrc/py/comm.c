@@ -42,6 +42,17 @@ void core_comm_leave(PyObject *comm) {
     comm_of(comm)->waiters--;
 }
 
+void core_comm_failure(PyObject *comm, const struct core_hold *hold, int code, struct nb_error *err) {
+    const struct core_comm *self = comm_of(comm);
+    if (self->job != NULL || self->closing) { // a work's wait may use the job
+        (void)nb_work_wait(hold->work, 0, err);
+    } else if (self->failure.code == code) {
+        *err = self->failure;
+    } else {
+        nb_fail(err, code, "the communicator was closed: %s", nb_code_name(code));
+    }
+}
+
 void core_comm_hold(PyObject *comm, struct core_hold *hold) {
     nb_list_insert(&comm_of(comm)->holds, &hold->link);
 }

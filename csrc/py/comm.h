@@ -2,7 +2,7 @@
 #ifndef NB_PY_COMM_H
 #define NB_PY_COMM_H
 
-#include "py/core.h"
+#include "py/core.h" // IWYU pragma: export
 
 struct core_comm {
     PyObject_HEAD struct nb_job *job; // NULL: not open, or closed
@@ -15,6 +15,7 @@ struct core_comm {
     PyObject *last_info;              // as it was when it was closed
     PyObject *last_notices;           //
     struct nb_list holds;             // operations that nobody waits for any more
+    struct nb_error failure; // what had ended the job when it was closed
     int rank;
     int size;
     pid_t pid; // that made it

@@ -219,6 +219,7 @@ static int join(struct core_comm *self, struct open_plan *plan, struct nb_listen
         plan->job.boot = &boot;
         plan->job.clock_offset_ns = self->clock_offset_ns;
         rc = nb_job_open(&self->job, &plan->job, err);
+        plan->job.boot = NULL;
     }
     nb_boot_close(&boot); // what the job has not taken over
     return rc;

@@ -2,7 +2,7 @@
 #ifndef NB_PY_GRADHOOK_H
 #define NB_PY_GRADHOOK_H
 
-#include "py/core.h"
+#include "py/core.h" // IWYU pragma: export
 
 // A submitted bucket is one line: what lies between two gradients that travel directly is one segment more.
 enum { GRADHOOK_DIRECT_MAX = (NB_SEGMENTS_MAX - 1) / 2 };

@@ -287,7 +287,7 @@ int gradhook_open(struct core_gradhook *self, PyObject *args, PyObject *kwargs) 
     PyObject *recorder = Py_None;
     PyObject *direct = NULL;
     PyObject *passes_value = NULL;
-    long bytes = 256 * 1024;
+    long bytes = 256L * 1024;
     long passes = 1;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOO|$OOOO:GradHook", (char **)keywords, &in[0], &in[1], &in[2],
                                      &in[3], &in[4], &recorder, &direct, &passes_value, &self->keep)) {

@@ -70,7 +70,7 @@ static int outcome(PyObject *comm, const struct core_hold *hold) {
     if (code == 0) {
         return 1;
     }
-    code = nb_work_wait(hold->work, 0, &err);
+    core_comm_failure(comm, hold, code, &err);
     core_raise(core_state_of(comm), code, &err);
     return -1;
 }

@@ -27,7 +27,7 @@ class Communicator(Protocol):
     name: str
 
     def target(self, gradients: "Gradients") -> None:
-        """Send complete buckets this way from now on, averaged over the ranks. Between steps only."""
+        """Send complete buckets this way from now on, with the arithmetic they have. Between steps only."""
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -51,7 +51,8 @@ class Native:
         self._ring = ring
 
     def target(self, gradients: "Gradients") -> None:
-        gradients.target(self.comm)
+        average, predivide, op = gradients.factors
+        gradients.target(self.comm, average, predivide=predivide, op=op)
 
     def barrier(self) -> None:
         self.comm.submit("netbottleneck.barrier", launch.core().BARRIER, [], launch.core().UINT8).wait()
@@ -74,7 +75,8 @@ class Null:
     name = "null"
 
     def target(self, gradients: "Gradients") -> None:
-        gradients.target(None)
+        average, predivide, op = gradients.factors
+        gradients.target(None, average, predivide=predivide, op=op)
 
     def barrier(self) -> None:
         return
@@ -117,9 +119,11 @@ class Stock:
         self._size = size
         self._recorder = recorder
         self._rounds: dict[str, int] = {}
+        self._info = self._describe()
 
     def target(self, gradients: "Gradients") -> None:
-        gradients.target(self._sink(gradients))
+        average, predivide, op = gradients.factors
+        gradients.target(self._sink(gradients, average, op), average, predivide=predivide, op=op)
 
     def barrier(self) -> None:
         import torch.distributed as dist
@@ -127,6 +131,9 @@ class Stock:
         dist.barrier(group=self._group)
 
     def info(self) -> dict[str, Any]:
+        return self._info
+
+    def _describe(self) -> dict[str, Any]:
         import torch.distributed as dist
 
         interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
@@ -138,8 +145,12 @@ class Stock:
     def close(self) -> None:
         return
 
-    def _sink(self, gradients: "Gradients") -> Callable[[int], _StockWork]:
+    def _sink(self, gradients: "Gradients", average: bool, op: int | None) -> Callable[[int], _StockWork]:
         import torch.distributed as dist
+
+        core = launch.core()
+        names = {None: "SUM", core.SUM: "SUM", core.MIN: "MIN", core.MAX: "MAX", core.PRODUCT: "PRODUCT"}
+        reduction = getattr(dist.ReduceOp, names[op])
 
         made: list[tuple[int, list[Any]]] = []
 
@@ -148,8 +159,9 @@ class Stock:
                 made[:] = [(gradients.version, [gradients.flat(i) for i in range(len(gradients.buckets))])]
             bucket, flat = gradients.buckets[index], made[0][1][index]
             done = self._submitted(bucket.name, index, bucket.nbytes)
-            flat.div_(self._size)
-            work = dist.all_reduce(flat, group=self._group, async_op=True)
+            if average:
+                flat.div_(self._size)  # before the sum, as DDP does
+            work = dist.all_reduce(flat, reduction, group=self._group, async_op=True)
             if done is not None and work is not None:
                 done(work)
             return _StockWork(work, bucket.name)

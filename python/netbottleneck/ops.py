@@ -6,6 +6,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import numpy.typing as npt
+
 from netbottleneck import job
 from netbottleneck.steps import (
     Adasum,
@@ -42,8 +43,32 @@ __all__ = [
     "broadcast_",
     "broadcast_object",
     "grouped_allreduce",
+    "init",
+    "rank",
     "reducescatter",
+    "shutdown",
+    "size",
 ]
+
+
+def init() -> None:
+    """Start this process's job with all ranks of its launcher; a second call changes nothing."""
+    job.start()
+
+
+def shutdown() -> None:
+    """End the job; init() may follow."""
+    job.stop()
+
+
+def rank() -> int:
+    """Return this process's number among all ranks; ValueError before init()."""
+    return job.current().place.rank
+
+
+def size() -> int:
+    """Return the number of ranks; ValueError before init()."""
+    return job.current().place.size
 
 
 def _in_place(array: Array) -> Array:

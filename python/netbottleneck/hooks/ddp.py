@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from netbottleneck import env
+from netbottleneck.hooks.finish import finish_at_exit
 from netbottleneck.hooks.measured import Measured
 from netbottleneck.plan import FIRST_BYTES
 from netbottleneck.session import Session, open_session
@@ -38,6 +39,8 @@ def attach(
         chosen, gradients, optimizer, model=ddp, bare=lambda on: setattr(ddp, "require_backward_grad_sync", on)
     )
     _replace_no_sync(ddp, measured)
+    if session is None:
+        finish_at_exit(chosen)
     return measured
 
 

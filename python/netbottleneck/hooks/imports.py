@@ -9,6 +9,9 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
+
+from netbottleneck import job
 
 DDP = "torch.nn.parallel.distributed"
 HOROVOD = "horovod"
@@ -17,12 +20,31 @@ ALIASES = {HOROVOD: "netbottleneck", f"{HOROVOD}.torch": "netbottleneck.torch"}
 
 def install() -> None:
     """Hook into what is imported, now or later."""
+    job.observe(_FirstOptimizer())
     if DDP in sys.modules:
         _patch_ddp()
     else:
         sys.meta_path.insert(0, _Later())
     if HOROVOD not in sys.modules and importlib.util.find_spec(HOROVOD) is None:
         sys.meta_path.append(_Horovod())
+
+
+class _FirstOptimizer(job.Observer):
+    """Stands in for hooks.horovod, which needs torch, until the first optimizer is made: by then torch is there."""
+
+    def __init__(self) -> None:
+        self._real: job.Observer | None = None
+
+    def gradients(self, gradients: Any, optimizer: Any) -> None:
+        if self._real is None:
+            from netbottleneck.hooks.horovod import Measuring
+
+            self._real = Measuring()
+        self._real.gradients(gradients, optimizer)
+
+    def stopping(self, stopping: job.Job) -> None:
+        if self._real is not None:
+            self._real.stopping(stopping)
 
 
 def _patch_ddp() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from netbottleneck import env, launch
 from netbottleneck.hooks import ddp as ddp_hooks
+from netbottleneck.hooks.finish import finish
 from netbottleneck.hooks.measured import Measured
 from netbottleneck.session import Session, open_session
 from netbottleneck.torch.gradients import Gradients
@@ -73,17 +74,3 @@ def broadcast(comm: Any, model: torch.nn.Module) -> None:
         work.wait()
         if flat is not data:
             data.copy_(flat)
-
-
-def finish(session: Session, *, show: bool = True) -> None:
-    """Close a session on this rank; rank 0 then writes the report, and shows it."""
-    session.close()
-    if session.place.rank != 0:
-        return
-    session.wait_for_records()
-    from netbottleneck.report import Run
-
-    run = Run(session.folder)
-    run.write_all()
-    if show:
-        run.show()

@@ -4,6 +4,30 @@ from collections.abc import Sequence
 from typing import Any
 
 from netbottleneck import job
+from netbottleneck.ops import rank, shutdown, size
+
+__all__ = [
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "rocm_built",
+    "shutdown",
+    "size",
+]
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Any = None) -> None:
@@ -16,24 +40,9 @@ def init(comm: Sequence[int] | None = None, process_sets: Any = None) -> None:
     job.start()
 
 
-def shutdown() -> None:
-    """End the job; init() may follow."""
-    job.stop()
-
-
 def is_initialized() -> bool:
     """Return whether init() was called, and shutdown() was not since."""
     return job.is_started()
-
-
-def size() -> int:
-    """Return the number of ranks."""
-    return job.current().place.size
-
-
-def rank() -> int:
-    """Return this process's number among all ranks."""
-    return job.current().place.rank
 
 
 def local_size() -> int:

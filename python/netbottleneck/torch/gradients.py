@@ -57,10 +57,11 @@ class Gradients:
     """Hooks on parameters that fill buckets and send each complete one to a sink; see `target`.
 
     parameters: (name, tensor) pairs, the same on every rank and in the same order; those that need no gradient or
-    have no element are left out. passes: backward passes a step. direct_bytes: a gradient from
-    this size on travels from where autograd put it. limits: bytes of the first bucket, and of the others. agree: turns this rank's bytes into rank 0's bytes,
-    a collective call of equal lengths; None: through the Comm, where the sink is one. It is called once, at the end
-    of the first step, so that all ranks re-order their buckets alike; without it, buckets keep backward order.
+    have no element are left out. passes: backward passes a step. direct_bytes: a gradient from this size on travels
+    from where autograd put it. limits: bytes of the first bucket, and of the others. agree: turns this rank's bytes
+    into rank 0's bytes, a collective call of equal lengths; None: through the Comm, where the sink is one. It is
+    called once, at the end of the first step, so that all ranks re-order their buckets alike; without it, buckets
+    keep backward order.
 
     Raises ValueError for a parameter that is not in host memory, or of a dtype that cannot be reduced.
     """
@@ -128,14 +129,13 @@ class Gradients:
         *,
         predivide: float = 1.0,
         op: int | None = None,
-        size: int | None = None,
     ) -> None:
         """Say where complete buckets go, between steps.
 
         sink: a Comm; a callable that gets a bucket's index, starts its transfer (the bytes are `flat(index)`) and
-        returns an object with wait(); None: nowhere, nothing is moved. average divides by the number of ranks,
-        predivide of it before the sum and the rest after it; only a Comm does this by itself, a
-        callable has to. op: one of the core's reductions, the sum where None.
+        returns an object with wait(); None: nowhere, nothing is moved. average divides by the number of ranks, by
+        predivide before the sum and by the rest after it. Only a Comm does this by itself; a callable has to. op: one
+        of the core's reductions, the sum where None.
         """
         core = job.core()
         self._sink = sink
@@ -147,6 +147,18 @@ class Gradients:
                 sink.map(self.arena)
         else:
             self.hook.target(sink)
+
+    @property
+    def factors(self) -> tuple[bool, float, int | None]:
+        """What `target` was told of the arithmetic: (average, predivide, op)."""
+        return self._factors
+
+    def record(self, recorder: "_core.Recorder") -> None:
+        """Stamp into this recorder from now on. Between steps only."""
+        self._recorder = recorder
+        self._build([list(bucket.parameters) for bucket in self.buckets])
+        average, predivide, op = self._factors
+        self.target(self._sink, average, predivide=predivide, op=op)
 
     def flat(self, index: int) -> torch.Tensor:
         """Return bucket `index` as one flat tensor over its memory."""

@@ -1,0 +1,29 @@
+"""Horovod's optimizer under a session: told of it by the job, which knows nothing of sessions."""
+
+from typing import Any
+
+from netbottleneck import job
+from netbottleneck.hooks.finish import finish, finish_at_exit
+from netbottleneck.hooks.measured import Measured
+from netbottleneck.session import Session, open_session
+
+
+class Measuring(job.Observer):
+    """Measures the first distributed optimizer of a job that has something to move."""
+
+    def __init__(self) -> None:
+        self._session: Session | None = None
+
+    def gradients(self, gradients: Any, optimizer: Any) -> None:
+        if self._session is not None:
+            return
+        settings = job.current().settings
+        self._session = open_session(settings, model=type(optimizer).__name__)
+        gradients.record(self._session.recorder)
+        Measured(self._session, gradients, optimizer, own_sync=False)
+        finish_at_exit(self._session)
+
+    def stopping(self, stopping: job.Job) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            finish(session)

@@ -26,8 +26,7 @@ struct nb_error {
 int nb_fail(struct nb_error *err, int code, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
 
 // The same, naming the peer at fault.
-int nb_fail_peer(struct nb_error *err, int code, int peer, const char *fmt, ...)
-    __attribute__((format(printf, 4, 5)));
+int nb_fail_peer(struct nb_error *err, int code, int peer, const char *fmt, ...) __attribute__((format(printf, 4, 5)));
 
 // A short name for a code: "peer lost", "timed out", or strerror's text.
 const char *nb_code_name(int code);

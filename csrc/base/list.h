@@ -10,12 +10,12 @@ struct nb_list {
     struct nb_list *next;
 };
 
-#define NB_CONTAINER(ptr, type, member) ((type *)(void *)((char *)(ptr)-offsetof(type, member)))
+#define NB_CONTAINER(ptr, type, member) ((type *)(void *)((char *)(ptr) - offsetof(type, member)))
 
 #define NB_LIST_EACH(it, head) for (struct nb_list *it = (head)->next; it != (head); it = it->next)
 
 // As NB_LIST_EACH; the body may remove `it`.
-#define NB_LIST_EACH_SAFE(it, nx, head)                                                                      \
+#define NB_LIST_EACH_SAFE(it, nx, head)                                                                                \
     for (struct nb_list *it = (head)->next, *nx = it->next; it != (head); it = nx, nx = it->next)
 
 static inline void nb_list_init(struct nb_list *head) {

@@ -32,8 +32,8 @@ struct nb_boot {
     int rank;
     int size;
     int timeout_ms;
-    int *control;            // rank 0: one descriptor per rank (control[0] = -1); others: control[0] only
-    struct nb_sockaddr self; // the local address of the control connection: the interface that reaches rank 0
+    int *control;              // rank 0: one descriptor per rank (control[0] = -1); others: control[0] only
+    struct nb_sockaddr self;   // the local address of the control connection: the interface that reaches rank 0
     unsigned char session[32]; // drawn by rank 0, known to all ranks that joined: the root of every later token
 };
 

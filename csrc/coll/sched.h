@@ -12,11 +12,11 @@
 #include <stdint.h>
 
 enum nb_sched_kind {
-    NB_SCHED_NONE,          // no byte moves: one rank, zero bytes, a barrier
-    NB_SCHED_RING_ALLREDUCE, // reduce-scatter, then all-gather, 2(n-1) steps
-    NB_SCHED_RING_ALLGATHER, // n-1 steps
+    NB_SCHED_NONE,               // no byte moves: one rank, zero bytes, a barrier
+    NB_SCHED_RING_ALLREDUCE,     // reduce-scatter, then all-gather, 2(n-1) steps
+    NB_SCHED_RING_ALLGATHER,     // n-1 steps
     NB_SCHED_RING_REDUCESCATTER, // n-1 steps; rank r ends with part r
-    NB_SCHED_CHAIN_BROADCAST // one step: root, root + 1, …, each passes on what lands
+    NB_SCHED_CHAIN_BROADCAST     // one step: root, root + 1, …, each passes on what lands
 };
 
 enum { NB_BLOCK_MIN = 16 * 1024, NB_BLOCKS_MAX = 1 << 18, NB_NO_BLOCK = UINT32_MAX };
@@ -26,15 +26,15 @@ struct nb_sched {
     int rank; // in the group
     int size;
     int root;
-    size_t bytes;        // of the whole line
-    size_t part_bytes;   // of one part of the ring (the last may be shorter); the whole line for a broadcast
-    size_t block_bytes;  // a power of two, ≥ NB_BLOCK_MIN, so that there are at most NB_BLOCKS_MAX blocks
-    uint32_t per_step;   // blocks
-    uint32_t steps_out;  // this rank sends (0 for the last rank of a chain)
-    uint32_t steps_in;   // this rank receives (0 for the root)
+    size_t bytes;          // of the whole line
+    size_t part_bytes;     // of one part of the ring (the last may be shorter); the whole line for a broadcast
+    size_t block_bytes;    // a power of two, ≥ NB_BLOCK_MIN, so that there are at most NB_BLOCKS_MAX blocks
+    uint32_t per_step;     // blocks
+    uint32_t steps_out;    // this rank sends (0 for the last rank of a chain)
+    uint32_t steps_in;     // this rank receives (0 for the root)
     uint32_t reduce_steps; // the first steps whose arrivals are added, not placed
-    int to;   // rank in the group
-    int from; //
+    int to;                // rank in the group
+    int from;              //
 };
 
 struct nb_range {

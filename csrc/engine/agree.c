@@ -296,8 +296,9 @@ void nb_agree_message(struct nb_job *job, int rank, enum control_type type, cons
 
 static void stall_tell(struct nb_job *job, struct entry *entry, int64_t waited_ns) {
     char text[NB_ERROR_TEXT];
-    int n = snprintf(text, sizeof text, "'%s' waits for %.0f s already. Ranks that have not submitted it:",
-                     entry->desc.name, (double)waited_ns / 1e9);
+    int n = snprintf(text, sizeof text,
+                     "'%s' waits for %.0f s already. Ranks that have not submitted it:", entry->desc.name,
+                     (double)waited_ns / 1e9);
     for (int r = 0; r < job->size && n < (int)sizeof text - 16; r++) {
         if (!nb_bits_get(entry->have, (size_t)r)) {
             n += snprintf(text + n, sizeof text - (size_t)n, " %d", r);

@@ -89,7 +89,8 @@ static void control_gone(struct control *control) {
     if (!control->left) {
         struct nb_error why = {0};
         nb_fail_peer(&why, NB_EPEER, control->peer, "rank %d is gone: its control connection closed", control->peer);
-        nb_ring_put(job->config.ring, NB_EV_PEER_LOST, 0, (uint64_t)control->peer, (uint64_t)(int64_t)NB_EPEER, 0, 0, 0);
+        nb_ring_put(job->config.ring, NB_EV_PEER_LOST, 0, (uint64_t)control->peer, (uint64_t)(int64_t)NB_EPEER, 0, 0,
+                    0);
         nb_job_fail(job, &why, true);
     }
 }

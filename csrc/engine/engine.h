@@ -45,12 +45,12 @@ struct nb_op {
     uint32_t bucket; // bucket + 1 for the record, 0: none
     uint16_t part;   // this is part `part` of `parts` of one tensor (0: whole)
     uint16_t parts;
-    int device;      // 0: host memory. Others are refused
-    void *fence;     // what must have happened before memory is read; NULL: nothing
+    int device;  // 0: host memory. Others are refused
+    void *fence; // what must have happened before memory is read; NULL: nothing
 };
 
 struct nb_job_config {
-    struct nb_boot *boot; // joined; the job takes its control connections over
+    struct nb_boot *boot;  // joined; the job takes its control connections over
     const char *transport; // "tcp", "ofi"
     int streams;           // NB_STREAMS_AUTO, or 1…NB_LANES_MAX
     const char *provider;
@@ -59,8 +59,8 @@ struct nb_job_config {
     struct nb_port_range ports;
     size_t segment_bytes; // 0: 256 KiB
     int timeout_ms;
-    int stall_ms;         // after which a missing rank is named; 0: never
-    struct nb_ring *ring; // of the communication thread; NULL: nothing is recorded
+    int stall_ms;            // after which a missing rank is named; 0: never
+    struct nb_ring *ring;    // of the communication thread; NULL: nothing is recorded
     int64_t clock_offset_ns; // as nb_boot_clock found it
 };
 
@@ -73,10 +73,10 @@ struct nb_probe_point {
 
 struct nb_job_info {
     int streams_open;
-    int streams_used;  // 0 while auto has not decided
+    int streams_used;   // 0 while auto has not decided
     uint64_t bytes_out; // payload by the lanes' completions
     uint64_t bytes_in;
-    uint64_t dropped;  // lanes that were lost
+    uint64_t dropped;     // lanes that were lost
     const char *provider; // "tcp", "ofi: net 117.0 (libfabric 1.17)"
     int probe_count;
     struct nb_probe_point probe[NB_PROBE_MAX];

@@ -15,7 +15,7 @@
 #include "transport/lanes.h"
 
 enum {
-    STREAMS_AUTO_MAX = 16,      // opened when streams=auto
+    STREAMS_AUTO_MAX = 16, // opened when streams=auto
     SEGMENT_DEFAULT = 256 * 1024,
     IN_FLIGHT_MAX = 8 * 1024 * 1024,
     PROBE_FROM_BYTES = 4 * 1024 * 1024, // the first transfer of this size starts the probe
@@ -49,17 +49,17 @@ struct nb_comm {
 };
 
 struct nb_work {
-    struct nb_list link;           // in the job's inbox, then among its waiting or running works
-    struct nb_hash_node by_key;    // under the job's lock: in flight by name
+    struct nb_list link;        // in the job's inbox, then among its waiting or running works
+    struct nb_hash_node by_key; // under the job's lock: in flight by name
     struct nb_comm *comm;
-    _Atomic int refs;              // the caller's and the engine's
+    _Atomic int refs; // the caller's and the engine's
     _Atomic int done;
-    struct nb_error failure;       // valid when done
+    struct nb_error failure; // valid when done
     struct desc desc;
     uint32_t round;
     uint32_t bucket;
-    uint64_t seq;                  // the operation's number on the wire
-    bool quiet;                    // a probe: not recorded
+    uint64_t seq; // the operation's number on the wire
+    bool quiet;   // a probe: not recorded
     bool running;
     struct nb_sched sched;
     size_t element_bytes;
@@ -69,11 +69,11 @@ struct nb_work {
     struct nb_flow in;
     struct nb_flow out;
     struct nb_work_times times;
-    void *fused;                   // the line as one piece, where the caller's pieces are too small to travel
-    int piece_count;               // of the line that travels
+    void *fused;     // the line as one piece, where the caller's pieces are too small to travel
+    int piece_count; // of the line that travels
     struct nb_segment *pieces;
-    size_t *starts;                // piece_count + 1 prefix sums
-    int segment_count;             // of the caller's line
+    size_t *starts;    // piece_count + 1 prefix sums
+    int segment_count; // of the caller's line
     struct nb_segment *segments;
 };
 
@@ -144,6 +144,12 @@ struct wire_streams {
     struct nb_probe_point points[NB_PROBE_MAX];
 };
 
+struct map_request {
+    struct nb_list link;
+    void *base;
+    size_t bytes;
+};
+
 struct suspicion { // a lane broke: the peer may be dead, or another rank is and the peer left because of it
     bool raised;
     int64_t until_ns;
@@ -166,7 +172,7 @@ struct nb_job {
     bool *peer_open;          // by rank: lanes were opened
     unsigned char *addresses; // all ranks' lane addresses
 
-    pthread_mutex_t lock;     // guards the fields down to the blank line
+    pthread_mutex_t lock; // guards the fields down to the blank line
     pthread_cond_t finished;
     struct nb_list inbox;     // works, and
     struct nb_list maps;      // memory to be mapped, for the communication thread
@@ -180,15 +186,15 @@ struct nb_job {
     char notices[4][NB_ERROR_TEXT];
     int notice_count;
 
-    struct nb_list waiting;   // submitted, not agreed
+    struct nb_list waiting; // submitted, not agreed
     struct nb_list running;
     bool failed;
     struct suspicion suspicion;
     int64_t next_ping_ns;
-    uint64_t *mask;           // cached operations submitted since the last flush
+    uint64_t *mask; // cached operations submitted since the last flush
     size_t mask_words;
-    struct member *member;    // what this rank knows of the agreement
-    struct agree *agree;      // rank 0: what it knows of all
+    struct member *member; // what this rank knows of the agreement
+    struct agree *agree;   // rank 0: what it knows of all
     struct probe *probe;
 };
 
@@ -244,10 +250,15 @@ void nb_probe_run(struct nb_job *job, const struct wire_probe *order);
 void nb_probe_streams(struct nb_job *job, const struct wire_streams *streams);
 void nb_probe_finished(struct nb_job *job, struct nb_work *work);
 
+// open.c
+void nb_job_free(struct nb_job *job);
+int nb_job_peer_ready(struct nb_job *job, int peer, struct nb_error *err);
+
 // job.c
+void *nb_job_main(void *job);
+void nb_job_lane_lost(void *job, int peer, int lane, const struct nb_error *why, int lanes_left);
 void nb_job_fail(struct nb_job *job, const struct nb_error *why, bool tell);
 void nb_job_peer_left(struct nb_job *job, int rank);
 void nb_job_notify(struct nb_job *job, const char *text);
-int nb_job_peer_ready(struct nb_job *job, int peer, struct nb_error *err);
 
 #endif

@@ -9,14 +9,7 @@
 
 enum {
     GRACE_NS = 250 * 1000 * 1000, // a broken lane waits this long for rank 0 to say who is dead
-    FAREWELL_NS = 200 * 1000 * 1000,
-    BINDS_MAX = 8
-};
-
-struct map_request {
-    struct nb_list link;
-    void *base;
-    size_t bytes;
+    FAREWELL_NS = 200 * 1000 * 1000
 };
 
 struct nb_comm *nb_job_world(struct nb_job *job) {
@@ -135,7 +128,7 @@ static void cut_short(struct nb_job *job, int peer) {
     }
 }
 
-static void lane_lost(void *ctx, int peer, int lane, const struct nb_error *why, int lanes_left) {
+void nb_job_lane_lost(void *ctx, int peer, int lane, const struct nb_error *why, int lanes_left) {
     struct nb_job *job = ctx;
     (void)lanes_left;
     if (job->failed) {
@@ -151,8 +144,7 @@ static void lane_lost(void *ctx, int peer, int lane, const struct nb_error *why,
     job->info.dropped++;
     pthread_mutex_unlock(&job->lock);
     if (!job->suspicion.raised) {
-        job->suspicion =
-            (struct suspicion){.raised = true, .until_ns = nb_now_ns() + GRACE_NS, .why = *why};
+        job->suspicion = (struct suspicion){.raised = true, .until_ns = nb_now_ns() + GRACE_NS, .why = *why};
     }
 }
 
@@ -275,7 +267,7 @@ static void farewell(struct nb_job *job) {
     }
 }
 
-static void *thread_main(void *arg) {
+void *nb_job_main(void *arg) {
     struct nb_job *job = arg;
     int64_t next_tick = 0;
     while (!stop_asked(job)) {
@@ -306,256 +298,6 @@ static void *thread_main(void *arg) {
     return NULL;
 }
 
-static int lanes_wanted(const struct nb_job_config *config) {
-    return config->streams == NB_STREAMS_AUTO ? STREAMS_AUTO_MAX : config->streams;
-}
-
-static int binds_find(struct nb_job *job, struct nb_sockaddr *binds, struct nb_error *err) {
-    if (job->config.ifname == NULL || job->config.ifname[0] == 0) {
-        binds[0] = job->boot.self; // the interface that reaches rank 0
-        nb_sock_set_port(&binds[0], 0);
-        return 1;
-    }
-    char names[BINDS_MAX][IF_NAMESIZE];
-    return nb_sock_interfaces(job->config.ifname, binds, names, BINDS_MAX, err);
-}
-
-static int job_lanes_open(struct nb_job *job, struct nb_error *err) {
-    const struct nb_job_config *config = &job->config;
-    const struct nb_lane_ops *ops = nb_transport_find(config->transport);
-    struct nb_sockaddr binds[BINDS_MAX];
-    if (ops == NULL) {
-        return nb_fail(err, -EINVAL, "no transport is called '%s'", config->transport);
-    }
-    int bind_count = binds_find(job, binds, err);
-    if (bind_count < 0) {
-        return bind_count;
-    }
-    struct nb_lanes_config lanes = {.ops = ops,
-                                    .lane = {.rank = job->rank,
-                                             .size = job->size,
-                                             .loop = &job->loop,
-                                             .boot = &job->boot,
-                                             .ports = config->ports,
-                                             .timeout_ms = config->timeout_ms,
-                                             .provider = config->provider,
-                                             .library = config->library},
-                                    .lanes = lanes_wanted(config),
-                                    .binds = binds,
-                                    .bind_count = bind_count,
-                                    .segment_bytes = config->segment_bytes,
-                                    .in_flight_max = IN_FLIGHT_MAX,
-                                    .lane_lost = lane_lost,
-                                    .ctx = job};
-    int rc = nb_lanes_open(&job->lanes, &lanes, err);
-    if (rc == 0) {
-        job->info.streams_open = lanes.lanes;
-        job->info.streams_used = config->streams == NB_STREAMS_AUTO ? 0 : lanes.lanes;
-        job->info.provider = nb_lanes_describe(job->lanes);
-    }
-    return rc;
-}
-
-int nb_job_peer_ready(struct nb_job *job, int peer, struct nb_error *err) {
-    size_t bytes = nb_lanes_address_bytes(job->lanes);
-    if (job->peer_left[peer]) {
-        return nb_fail_peer(err, NB_EPEER, peer, "rank %d left the job", peer);
-    }
-    if (job->peer_open[peer]) {
-        return 0;
-    }
-    job->peer_open[peer] = true;
-    return nb_lanes_peer_open(job->lanes, peer, job->addresses + (size_t)peer * bytes, err);
-}
-
-// The neighbours of a ring: opened at once, so that the first step does not pay for it.
-static int neighbours_open(struct nb_job *job, struct nb_error *err) {
-    int next = (job->rank + 1) % job->size;
-    int prev = (job->rank + job->size - 1) % job->size;
-    int rc = nb_job_peer_ready(job, next, err);
-    if (rc == 0) {
-        rc = nb_job_peer_ready(job, prev, err);
-    }
-    int64_t until = nb_now_ns() + (int64_t)job->config.timeout_ms * 1000000;
-    while (rc == 0 && !job->suspicion.raised &&
-           !(nb_lanes_peer_ready(job->lanes, next) && nb_lanes_peer_ready(job->lanes, prev))) {
-        nb_lanes_progress(job->lanes, 0);
-        nb_loop_wait(&job->loop, nb_lanes_arm(job->lanes) == -EAGAIN ? 0 : 10);
-        if (nb_now_ns() > until) {
-            int peer = nb_lanes_peer_ready(job->lanes, next) ? prev : next;
-            rc = nb_fail_peer(err, NB_ETIMEOUT, peer, "the lanes to rank %d did not open within %d ms", peer,
-                              job->config.timeout_ms);
-        }
-    }
-    if (rc == 0 && job->suspicion.raised) {
-        *err = job->suspicion.why;
-        rc = err->code;
-    }
-    return rc;
-}
-
-static int addresses_exchange(struct nb_job *job, struct nb_error *err) {
-    size_t bytes = nb_lanes_address_bytes(job->lanes);
-    unsigned char *mine = calloc(1, bytes);
-    job->addresses = calloc((size_t)job->size, bytes);
-    if (mine == NULL || job->addresses == NULL) {
-        free(mine);
-        return nb_fail(err, -ENOMEM, "lane addresses of %d ranks", job->size);
-    }
-    nb_lanes_address(job->lanes, mine);
-    int rc = nb_boot_allgather(&job->boot, mine, bytes, job->addresses, err);
-    free(mine);
-    return rc;
-}
-
-static int controls_open(struct nb_job *job, struct nb_error *err) {
-    job->control_count = job->rank == 0 ? job->size : 1;
-    job->controls = calloc((size_t)job->control_count, sizeof *job->controls);
-    if (job->controls == NULL) {
-        return nb_fail(err, -ENOMEM, "%d control connections", job->control_count);
-    }
-    for (int i = 0; i < job->control_count; i++) {
-        job->controls[i].watch.fd = -1;
-    }
-    for (int i = job->rank == 0; i < job->control_count; i++) {
-        int rc = nb_control_init(&job->controls[i], job, i, job->boot.control[i], err);
-        if (rc < 0) {
-            return rc;
-        }
-        job->boot.control[i] = -1; // it is ours now
-    }
-    return 0;
-}
-
-static int network_open(struct nb_job *job, struct nb_error *err) {
-    int rc = job_lanes_open(job, err);
-    // All ranks learn whether all lanes are open before anybody uses one: nobody waits for a rank that gave up.
-    int32_t all[2] = {rc, 0};
-    int32_t *each = calloc((size_t)job->size, sizeof *each);
-    struct nb_error exchange = {0};
-    if (each == NULL || nb_boot_allgather(&job->boot, all, sizeof all[0], each, &exchange) < 0) {
-        free(each);
-        if (err->code == 0) {
-            *err = exchange;
-        }
-        return rc < 0 ? rc : nb_fail(err, -ENOMEM, "%d ranks", job->size);
-    }
-    for (int r = 0; r < job->size && rc == 0; r++) {
-        if (each[r] < 0) {
-            rc = nb_fail_peer(err, NB_EPEER, r, "rank %d could not open its lanes (%s): see its own message", r,
-                              nb_code_name(each[r]));
-        }
-    }
-    free(each);
-    if (rc == 0) {
-        rc = addresses_exchange(job, err);
-    }
-    if (rc == 0) {
-        rc = neighbours_open(job, err);
-    }
-    if (rc == 0) {
-        rc = nb_boot_barrier(&job->boot, err);
-    }
-    return rc == 0 ? controls_open(job, err) : rc;
-}
-
-static void job_free(struct nb_job *job) {
-    nb_lanes_close(job->lanes);
-    for (int i = 0; job->controls != NULL && i < job->control_count; i++) {
-        nb_control_fini(&job->controls[i]);
-    }
-    free(job->controls);
-    free(job->addresses);
-    nb_member_close(job);
-    nb_agree_close(job);
-    nb_probe_close(job);
-    for (int i = 0; i < NB_HASH_CHAINS; i++) {
-        NB_LIST_EACH_SAFE(it, nx, &job->rounds.chains[i]) {
-            free(NB_CONTAINER(it, struct nb_hash_node, link));
-        }
-    }
-    NB_LIST_EACH_SAFE(it, nx, &job->maps) {
-        free(NB_CONTAINER(it, struct map_request, link));
-    }
-    nb_loop_fini(&job->loop);
-    nb_boot_close(&job->boot);
-    pthread_cond_destroy(&job->finished);
-    pthread_mutex_destroy(&job->lock);
-    free(job->peer_left);
-    free(job->peer_open);
-    free(job);
-}
-
-static int job_init(struct nb_job *job, const struct nb_job_config *config, struct nb_error *err) {
-    job->config = *config;
-    job->boot = *config->boot;
-    job->rank = job->boot.rank;
-    job->size = job->boot.size;
-    job->world = (struct nb_comm){.job = job, .rank = job->rank, .size = job->size};
-    job->config.segment_bytes = config->segment_bytes == 0 ? SEGMENT_DEFAULT : config->segment_bytes;
-    job->config.timeout_ms = config->timeout_ms <= 0 ? 30000 : config->timeout_ms;
-    job->peer_left = calloc((size_t)job->size, sizeof *job->peer_left);
-    job->peer_open = calloc((size_t)job->size, sizeof *job->peer_open);
-    nb_list_init(&job->inbox);
-    nb_list_init(&job->maps);
-    nb_list_init(&job->waiting);
-    nb_list_init(&job->running);
-    nb_hash_init(&job->in_flight);
-    nb_hash_init(&job->rounds);
-    pthread_condattr_t attr;
-    pthread_condattr_init(&attr);
-    pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
-    pthread_cond_init(&job->finished, &attr);
-    pthread_condattr_destroy(&attr);
-    pthread_mutex_init(&job->lock, NULL);
-    job->loop.epoll_fd = -1;
-    job->loop.wake_fd = -1;
-    if (job->peer_left == NULL || job->peer_open == NULL) {
-        return nb_fail(err, -ENOMEM, "a job of %d ranks", job->size);
-    }
-    int rc = nb_loop_init(&job->loop, err);
-    if (rc == 0) {
-        rc = nb_member_open(job, err);
-    }
-    if (rc == 0) {
-        rc = nb_probe_open(job, err);
-    }
-    return rc == 0 && job->rank == 0 ? nb_agree_open(job, err) : rc;
-}
-
-int nb_job_open(struct nb_job **out, const struct nb_job_config *config, struct nb_error *err) {
-    if (config->streams < 0 || config->streams > NB_LANES_MAX) {
-        return nb_fail(err, -EINVAL, "%d streams: 1 to %d, or auto", config->streams, NB_LANES_MAX);
-    }
-    if (config->segment_bytes != 0 &&
-        (config->segment_bytes < NB_BLOCK_MIN || config->segment_bytes > NB_SEGMENT_MAX / 2)) {
-        return nb_fail(err, -EINVAL, "segments of %zu bytes: %d to %d", config->segment_bytes, NB_BLOCK_MIN,
-                       NB_SEGMENT_MAX / 2);
-    }
-    struct nb_job *job = calloc(1, sizeof *job);
-    if (job == NULL) {
-        return nb_fail(err, -ENOMEM, "a job");
-    }
-    int rc = job_init(job, config, err);
-    *config->boot = (struct nb_boot){.rank = job->rank, .size = job->size}; // the connections are the job's now
-    if (rc == 0 && job->size > 1) {
-        rc = network_open(job, err);
-    }
-    if (rc == 0 && job->size > 1) {
-        rc = -pthread_create(&job->thread, NULL, thread_main, job);
-        job->thread_runs = rc == 0;
-        if (rc < 0) {
-            nb_fail(err, rc, "the communication thread (%s)", nb_code_name(rc));
-        }
-    }
-    if (rc < 0) {
-        job_free(job);
-        return rc;
-    }
-    *out = job;
-    return 0;
-}
-
 void nb_job_close(struct nb_job *job) {
     if (job == NULL) {
         return;
@@ -567,7 +309,7 @@ void nb_job_close(struct nb_job *job) {
         nb_loop_wake(&job->loop);
         pthread_join(job->thread, NULL);
     }
-    job_free(job);
+    nb_job_free(job);
 }
 
 void nb_job_abort(struct nb_job *job, const char *why) {

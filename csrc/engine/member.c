@@ -123,7 +123,8 @@ void nb_member_go(struct nb_job *job, const struct wire_go *go) {
     work->times.agreed_ns = nb_now_ns();
     nb_ring_put_at(job->config.ring, work->times.agreed_ns, NB_EV_OP_AGREED, go->key, work->round, 0, 0, 0, 0);
     bool moves = work->in.blocks + work->out.blocks > 0;
-    if (moves && (nb_job_peer_ready(job, work->sched.to, &why) < 0 || nb_job_peer_ready(job, work->sched.from, &why) < 0)) {
+    if (moves &&
+        (nb_job_peer_ready(job, work->sched.to, &why) < 0 || nb_job_peer_ready(job, work->sched.from, &why) < 0)) {
         nb_job_fail(job, &why, true);
         return;
     }

@@ -8,11 +8,11 @@
 #include "engine/internal.h"
 
 enum {
-    PROBE_SLOTS = 3,                 // sums under way at once, so that lanes never run dry between two
+    PROBE_SLOTS = 3, // sums under way at once, so that lanes never run dry between two
     PROBE_BYTES_MAX = 8 * 1024 * 1024,
     PROBE_BYTES_MIN = 1024 * 1024,
     WINDOW_NS = 50 * 1000 * 1000,
-    COUNT_NS = 500 * 1000 * 1000,    // the longest that one count is measured
+    COUNT_NS = 500 * 1000 * 1000, // the longest that one count is measured
     AGREE_PERCENT = 5,
     GOOD_PERCENT = 2
 };
@@ -23,14 +23,14 @@ struct probe {
     bool busy;
     bool done;
     // rank 0
-    int lanes;          // being measured
+    int lanes; // being measured
     bool settled;
     int under_way;
-    uint64_t bytes;     // of a sum
-    uint64_t moved;     // since the window began
-    int64_t count_ns;   // when this count began
-    int64_t window_ns;  // when this window began
-    int windows;        // of this count, so far
+    uint64_t bytes;    // of a sum
+    uint64_t moved;    // since the window began
+    int64_t count_ns;  // when this count began
+    int64_t window_ns; // when this window began
+    int windows;       // of this count, so far
     double last_rate;
     struct nb_probe_point last;
     struct wire_streams result;
@@ -104,11 +104,8 @@ void nb_probe_run(struct nb_job *job, const struct wire_probe *message) {
     }
     struct nb_segment segment = {.base = (char *)p->arena.base + message->slot * (size_t)PROBE_BYTES_MAX,
                                  .bytes = message->bytes};
-    struct nb_op op = {.name = "probe",
-                       .kind = NB_OP_ALLREDUCE,
-                       .dtype = NB_F32,
-                       .segments = &segment,
-                       .segment_count = 1};
+    struct nb_op op = {
+        .name = "probe", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .segments = &segment, .segment_count = 1};
     struct nb_work *work = NULL;
     if (rc == 0) {
         rc = nb_job_peer_ready(job, (job->rank + 1) % job->size, &why);

@@ -39,8 +39,7 @@ static int range_memory(const struct nb_work *work, struct nb_range range, struc
 
 static struct nb_range flow_range(const struct nb_flow *flow, uint32_t first, uint32_t count) {
     const struct nb_work *work = flow->owner;
-    return flow->dir == NB_FLOW_IN ? nb_sched_in(&work->sched, first, count)
-                                   : nb_sched_out(&work->sched, first, count);
+    return flow->dir == NB_FLOW_IN ? nb_sched_in(&work->sched, first, count) : nb_sched_out(&work->sched, first, count);
 }
 
 static size_t flow_bytes(const struct nb_flow *flow, uint32_t first, uint32_t count) {
@@ -53,7 +52,8 @@ static uint32_t flow_run_limit(const struct nb_flow *flow, uint32_t first, uint3
     count = count < step_left ? count : step_left;
     if (work->piece_count > 1) {
         struct iovec iov[NB_LANE_IOV_MAX];
-        while (count > 1 && range_memory(work, flow_range(flow, first, count), iov, NB_LANE_IOV_MAX) > NB_LANE_IOV_MAX) {
+        while (count > 1 &&
+               range_memory(work, flow_range(flow, first, count), iov, NB_LANE_IOV_MAX) > NB_LANE_IOV_MAX) {
             count /= 2;
         }
     }

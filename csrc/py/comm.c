@@ -44,12 +44,14 @@ void core_comm_leave(PyObject *comm) {
 
 void core_comm_failure(PyObject *comm, const struct core_hold *hold, int code, struct nb_error *err) {
     const struct core_comm *self = comm_of(comm);
-    if (self->job != NULL || self->closing) { // a work's wait may use the job
+    if (self->job != NULL) { // a work's own words lie where only the job's lifetime lets one look
         (void)nb_work_wait(hold->work, 0, err);
     } else if (self->failure.code == code) {
         *err = self->failure;
+    } else if (code == NB_ECLOSED) {
+        nb_fail(err, code, "the communicator was closed before the operation was over");
     } else {
-        nb_fail(err, code, "the communicator was closed: %s", nb_code_name(code));
+        nb_fail(err, code, "%s; the communicator was closed since", nb_code_name(code));
     }
 }
 
@@ -141,12 +143,16 @@ static void end_job(struct core_comm *self) {
     struct nb_job *job = self->job;
     self->job = NULL;
     self->closing = true;
+    (void)nb_job_failure(job, &self->failure);
     while (self->waiters > 0) {
-        Py_BEGIN_ALLOW_THREADS(void) poll(NULL, 0, 1);
-        Py_END_ALLOW_THREADS
+        PyThreadState *saved = PyEval_SaveThread();
+        (void)poll(NULL, 0, 1);
+        PyEval_RestoreThread(saved);
     }
-    Py_BEGIN_ALLOW_THREADS nb_job_close(job);
-    Py_END_ALLOW_THREADS self->closing = false;
+    PyThreadState *saved = PyEval_SaveThread();
+    nb_job_close(job);
+    PyEval_RestoreThread(saved);
+    self->closing = false;
     if (self->recording) {
         self->recording = false;
         core_recorder_drop(self->recorder);

@@ -15,7 +15,7 @@ struct core_comm {
     PyObject *last_info;              // as it was when it was closed
     PyObject *last_notices;           //
     struct nb_list holds;             // operations that nobody waits for any more
-    struct nb_error failure; // what had ended the job when it was closed
+    struct nb_error failure;          // what had ended the job when it was closed
     int rank;
     int size;
     pid_t pid; // that made it

@@ -235,8 +235,10 @@ static int connect_all(struct core_comm *self, struct open_plan *plan, const str
     }
     struct nb_error err = {0};
     int rc;
-    Py_BEGIN_ALLOW_THREADS rc = join(self, plan, door, &err);
-    Py_END_ALLOW_THREADS if (door != NULL) {
+    PyThreadState *saved = PyEval_SaveThread();
+    rc = join(self, plan, door, &err);
+    PyEval_RestoreThread(saved);
+    if (door != NULL) {
         core_listener_done(plan->listener);
     }
     if (rc < 0) {

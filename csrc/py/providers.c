@@ -19,8 +19,10 @@ PyObject *core_providers(PyObject *module, PyObject *args, PyObject *kwargs) {
     if (parse(args, kwargs, "|z:providers", &library) < 0) {
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS count = nb_ofi_providers(library, found, PROVIDERS_MAX, &err);
-    Py_END_ALLOW_THREADS if (count < 0) {
+    PyThreadState *saved = PyEval_SaveThread();
+    count = nb_ofi_providers(library, found, PROVIDERS_MAX, &err);
+    PyEval_RestoreThread(saved);
+    if (count < 0) {
         return core_raise(PyModule_GetState(module), count, &err);
     }
     PyObject *list = PyList_New(count);
@@ -41,7 +43,8 @@ PyObject *core_libfabric(PyObject *module, PyObject *args, PyObject *kwargs) {
     if (parse(args, kwargs, "|z:libfabric", &library) < 0) {
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS rc = nb_ofi_library(library, &found, &err);
-    Py_END_ALLOW_THREADS return rc < 0 ? core_raise(PyModule_GetState(module), rc, &err)
-                                       : Py_BuildValue("(ss)", found.path, found.version);
+    PyThreadState *saved = PyEval_SaveThread();
+    rc = nb_ofi_library(library, &found, &err);
+    PyEval_RestoreThread(saved);
+    return rc < 0 ? core_raise(PyModule_GetState(module), rc, &err) : Py_BuildValue("(ss)", found.path, found.version);
 }

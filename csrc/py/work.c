@@ -82,13 +82,14 @@ int core_hold_wait(PyObject *comm, const struct core_hold *hold, int64_t deadlin
         if (entered < 0) {
             return -1;
         }
-        Py_BEGIN_ALLOW_THREADS if (entered > 0) {
+        PyThreadState *saved = PyEval_SaveThread();
+        if (entered > 0) {
             (void)nb_work_wait(hold->work, timeout_ms, NULL);
-        }
-        else {
+        } else {
             (void)poll(NULL, 0, 1); // what is pending is about to fail
         }
-        Py_END_ALLOW_THREADS if (entered > 0) {
+        PyEval_RestoreThread(saved);
+        if (entered > 0) {
             core_comm_leave(comm);
         }
         if (core_hold_done(hold)) {

@@ -6,27 +6,28 @@
 
 // `key` and a…e by kind; a field that is not named is 0. Times are nb_now_ns() of this host.
 enum nb_event_kind {
-    NB_EV_NONE = 0,         // not written yet
-    NB_EV_STEP_BEGIN = 1,   // a: block, b: transport (index into the run's list), c: 1 when modules are sampled
-    NB_EV_STEP_END = 2,     //
+    NB_EV_NONE = 0,          // not written yet
+    NB_EV_STEP_BEGIN = 1,    // a: block, b: transport (index into the run's list), c: 1 when modules are sampled
+    NB_EV_STEP_END = 2,      //
     NB_EV_FORWARD_BEGIN = 3, // key: 0 for the whole model, else module index + 1
-    NB_EV_FORWARD_END = 4,  // key: as above
-    NB_EV_GRAD_READY = 5,   // key: parameter index
+    NB_EV_FORWARD_END = 4,   // key: as above
+    NB_EV_GRAD_READY = 5,    // key: parameter index
     NB_EV_OPTIMIZER_BEGIN = 6,
     NB_EV_OPTIMIZER_END = 7,
-    NB_EV_WAIT_BEGIN = 8,   // the training thread starts to wait. key: op key, or 0 for all
-    NB_EV_WAIT_END = 9,     //
-    NB_EV_OP_SUBMIT = 10,   // key: op key, a: round, b: tensor bytes, c: bucket + 1 (0: none), d: comm, e: kind | dtype << 8 | priority << 32
-    NB_EV_OP_AGREED = 11,   // key, a: round
-    NB_EV_OP_START = 12,    // key, a: round; handed to the wire (stock: call returned)
+    NB_EV_WAIT_BEGIN = 8, // the training thread starts to wait. key: op key, or 0 for all
+    NB_EV_WAIT_END = 9,   //
+    NB_EV_OP_SUBMIT =
+        10, // key: op key, a: round, b: tensor bytes, c: bucket + 1 (0: none), d: comm, e: kind | dtype << 8 | priority << 32
+    NB_EV_OP_AGREED = 11,     // key, a: round
+    NB_EV_OP_START = 12,      // key, a: round; handed to the wire (stock: call returned)
     NB_EV_OP_FIRST_BYTE = 13, // key, a: round; first byte from a peer
-    NB_EV_OP_DONE = 14,     // key, a: round, b: bytes sent, c: bytes received, d: algorithm, e: error code (0: none)
-    NB_EV_OP_LANE = 15,     // key, a: round, b: lane, c: bytes sent, d: bytes received
-    NB_EV_CLOCK = 16,       // a: offset to rank 0's clock in ns (int64), b: round trip in ns
-    NB_EV_PROBE = 17,       // a: lanes, b: bytes moved a rank, one way, c: ns
-    NB_EV_STALL = 18,       // key, a: round, b: waited ns, c: bitmask of the first 64 missing ranks
-    NB_EV_PEER_LOST = 19,   // a: peer, b: code
-    NB_EV_LANE_LOST = 20    // a: peer, b: lane, c: code
+    NB_EV_OP_DONE = 14,       // key, a: round, b: bytes sent, c: bytes received, d: algorithm, e: error code (0: none)
+    NB_EV_OP_LANE = 15,       // key, a: round, b: lane, c: bytes sent, d: bytes received
+    NB_EV_CLOCK = 16,         // a: offset to rank 0's clock in ns (int64), b: round trip in ns
+    NB_EV_PROBE = 17,         // a: lanes, b: bytes moved a rank, one way, c: ns
+    NB_EV_STALL = 18,         // key, a: round, b: waited ns, c: bitmask of the first 64 missing ranks
+    NB_EV_PEER_LOST = 19,     // a: peer, b: code
+    NB_EV_LANE_LOST = 20      // a: peer, b: lane, c: code
 };
 
 struct nb_event {

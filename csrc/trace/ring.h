@@ -24,8 +24,8 @@ struct nb_ring_header {
     uint32_t pid;
     int64_t opened_mono_ns; // the same moment by both clocks
     int64_t opened_wall_ns;
-    _Atomic uint64_t taken;   // slots handed out; may pass capacity
-    _Atomic uint64_t closed;  // 1 after an orderly close
+    _Atomic uint64_t taken;  // slots handed out; may pass capacity
+    _Atomic uint64_t closed; // 1 after an orderly close
 };
 
 struct nb_ring {

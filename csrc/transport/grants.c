@@ -5,103 +5,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/arena.h"
 #include "base/bits.h"
-#include "transport/lanes_internal.h"
-
-enum {
-    STAGING_BUFFERS = 32, // of one segment each, per peer
-    MAPPED_MAX = NB_REGIONS_MAX - 1,
-    STAGING_REGION = 0, // in what a peer calls a region; mapped memory is 1 + its index
-    GRANTS_PER_MESSAGE = 3,
-    MESSAGE_REGION = 1,
-    MESSAGE_GRANTS = 2
-};
-
-struct wire_region {
-    uint8_t type;
-    uint8_t region;
-    uint16_t lane;
-    uint32_t zero;
-    uint64_t key;
-    uint64_t addr;
-};
-
-struct wire_grant {
-    uint64_t op;
-    uint64_t offset;
-    uint32_t first;
-    uint32_t count;
-    uint16_t slot;
-    uint16_t region;
-    uint32_t zero;
-};
-
-struct wire_grants {
-    uint8_t type;
-    uint8_t count;
-    uint16_t zero[3];
-    struct wire_grant grants[GRANTS_PER_MESSAGE];
-};
-
-_Static_assert(sizeof(struct wire_region) == 24, "crosses the wire");
-_Static_assert(sizeof(struct wire_grants) == 104 && sizeof(struct wire_grants) <= NB_LANE_MESSAGE_MAX, "fits");
-
-// What the peer allowed us: blocks [first, first + count) of an operation go to offset of a region.
-struct grant {
-    struct wire_grant wire;
-    uint32_t left; // blocks not used
-    struct grant *next;
-};
-
-// A receiver's flow with a slot, or waiting for one.
-struct inbound {
-    struct nb_list link;
-    struct nb_flow *flow;
-    uint32_t granted; // blocks before this one are granted
-    int slot;         // -1: none yet
-};
-
-struct buffer {
-    struct nb_flow *flow; // NULL: free
-    uint32_t first;
-    uint32_t count;
-    uint32_t left;
-};
-
-struct rma_peer {
-    struct nb_arena staging;
-    struct nb_region staging_region[NB_LANES_MAX];
-    struct buffer buffers[STAGING_BUFFERS];
-    struct remote_region remote[NB_REGIONS_MAX][NB_LANES_MAX];
-    struct grant *orphans; // for operations that this rank has not started
-    struct wire_grant *queue; // grants to be sent
-    size_t queue_count;
-    size_t queue_room;
-    uint64_t announced[NB_REGIONS_MAX]; // bit per lane: the peer was told
-};
-
-struct mapped {
-    char *base;
-    size_t bytes;
-    struct nb_region region[NB_LANES_MAX];
-};
-
-struct rma {
-    struct mapped mapped[MAPPED_MAX];
-    int mapped_count;
-    struct nb_list inbound; // in the order they were added
-    struct inbound *slots[NB_SLOTS];
-    struct grant *spare;
-    size_t buffer_bytes;
-};
-
-static bool is_rma(const struct nb_lanes *lanes) {
-    return lanes->config.ops->kind == NB_LANE_RMA;
-}
+#include "transport/grants_internal.h"
 
 void nb_grants_init(struct nb_lanes *lanes) {
-    if (!is_rma(lanes)) {
+    if (!nb_is_rma(lanes)) {
         return;
     }
     lanes->rma = calloc(1, sizeof *lanes->rma);
@@ -111,7 +19,7 @@ void nb_grants_init(struct nb_lanes *lanes) {
     }
 }
 
-static void grants_free(struct grant *grant) {
+void nb_grants_free(struct grant *grant) {
     while (grant != NULL) {
         struct grant *next = grant->next;
         free(grant);
@@ -125,14 +33,14 @@ static void peer_fini(struct nb_lanes *lanes, struct rma_peer *rma) {
             lanes->lane[i]->ops->unmap(lanes->lane[i], &rma->staging_region[i]);
         }
     }
-    grants_free(rma->orphans);
+    nb_grants_free(rma->orphans);
     free(rma->queue);
     nb_arena_close(&rma->staging);
     free(rma);
 }
 
 void nb_grants_fini(struct nb_lanes *lanes) {
-    if (!is_rma(lanes) || lanes->rma == NULL) {
+    if (!nb_is_rma(lanes) || lanes->rma == NULL) {
         return;
     }
     for (int p = 0; lanes->peers != NULL && p < lanes->config.lane.size; p++) {
@@ -141,7 +49,7 @@ void nb_grants_fini(struct nb_lanes *lanes) {
         }
         NB_LIST_EACH(it, &lanes->peers[p].out) {
             struct nb_flow *flow = NB_CONTAINER(it, struct nb_flow, link);
-            grants_free(flow->grant);
+            nb_grants_free(flow->grant);
             flow->grant = NULL;
         }
         if (lanes->peers[p].rma != NULL) {
@@ -154,7 +62,7 @@ void nb_grants_fini(struct nb_lanes *lanes) {
     NB_LIST_EACH_SAFE(it, nx, &lanes->rma->inbound) {
         free(NB_CONTAINER(it, struct inbound, link));
     }
-    grants_free(lanes->rma->spare);
+    nb_grants_free(lanes->rma->spare);
     free(lanes->rma);
 }
 
@@ -201,7 +109,7 @@ static size_t queue_send(struct nb_lanes *lanes, int peer_rank) {
 }
 
 void nb_grants_flush(struct nb_lanes *lanes, int peer_rank) {
-    if (!is_rma(lanes) || lanes->peers[peer_rank].rma == NULL) {
+    if (!nb_is_rma(lanes) || lanes->peers[peer_rank].rma == NULL) {
         return;
     }
     struct rma_peer *rma = lanes->peers[peer_rank].rma;
@@ -230,7 +138,7 @@ static void queue_put(struct rma_peer *rma, struct wire_grant grant) {
 }
 
 int nb_grants_peer_open(struct nb_lanes *lanes, int peer_rank, struct nb_error *err) {
-    if (!is_rma(lanes)) {
+    if (!nb_is_rma(lanes)) {
         return 0;
     }
     struct rma_peer *rma = calloc(1, sizeof *rma);
@@ -251,8 +159,7 @@ int nb_grants_peer_open(struct nb_lanes *lanes, int peer_rank, struct nb_error *
     return rc;
 }
 
-// The mapped memory a range lies in, or -1.
-static int mapped_find(const struct nb_lanes *lanes, const void *base, size_t bytes) {
+int nb_mapped_find(const struct nb_lanes *lanes, const void *base, size_t bytes) {
     for (int m = 0; m < lanes->rma->mapped_count; m++) {
         const struct mapped *at = &lanes->rma->mapped[m];
         const char *low = base;
@@ -264,7 +171,7 @@ static int mapped_find(const struct nb_lanes *lanes, const void *base, size_t by
 }
 
 int nb_lanes_map(struct nb_lanes *lanes, void *base, size_t bytes, struct nb_error *err) {
-    if (!is_rma(lanes) || mapped_find(lanes, base, bytes) >= 0) {
+    if (!nb_is_rma(lanes) || nb_mapped_find(lanes, base, bytes) >= 0) {
         return 0;
     }
     if (lanes->rma->mapped_count == MAPPED_MAX) {
@@ -289,7 +196,7 @@ int nb_lanes_map(struct nb_lanes *lanes, void *base, size_t bytes, struct nb_err
 }
 
 void nb_lanes_unmap(struct nb_lanes *lanes, void *base) {
-    for (int m = 0; is_rma(lanes) && m < lanes->rma->mapped_count; m++) {
+    for (int m = 0; nb_is_rma(lanes) && m < lanes->rma->mapped_count; m++) {
         struct mapped *at = &lanes->rma->mapped[m];
         for (int i = 0; at->base == base && i < lanes->config.lanes; i++) {
             lanes->lane[i]->ops->unmap(lanes->lane[i], &at->region[i]);
@@ -332,7 +239,7 @@ static bool grant_next(struct nb_lanes *lanes, struct inbound *in) {
     struct wire_grant grant = {.op = flow->op, .first = first, .count = count, .slot = (uint16_t)in->slot};
     struct iovec iov[NB_LANE_IOV_MAX];
     int pieces = flow->staged_only ? 0 : flow->ops->memory(flow, first, count, iov);
-    int m = pieces == 1 ? mapped_find(lanes, iov[0].iov_base, iov[0].iov_len) : -1;
+    int m = pieces == 1 ? nb_mapped_find(lanes, iov[0].iov_base, iov[0].iov_len) : -1;
     if (m >= 0) {
         grant.region = (uint16_t)(1 + m);
         grant.offset = (uint64_t)((char *)iov[0].iov_base - lanes->rma->mapped[m].base);
@@ -436,119 +343,12 @@ void nb_grants_landed(struct nb_lanes *lanes, int lane, const struct nb_frame *f
     }
 }
 
-static void grants_put(struct nb_lanes *lanes, struct grant **head, const struct wire_grant *wire) {
-    struct grant *grant = lanes->rma->spare;
-    if (grant != NULL) {
-        lanes->rma->spare = grant->next;
-    } else {
-        grant = malloc(sizeof *grant);
-    }
-    if (grant == NULL) {
-        return; // nothing is sent there: the deadline reports it
-    }
-    *grant = (struct grant){.wire = *wire, .left = wire->count};
-    while (*head != NULL) {
-        head = &(*head)->next;
-    }
-    *head = grant;
-}
-
-static void grants_spare(struct nb_lanes *lanes, struct grant *grant) {
-    grant->next = lanes->rma->spare;
-    lanes->rma->spare = grant;
-}
-
-void nb_grants_out_added(struct nb_lanes *lanes, struct nb_flow *flow) {
-    if (!is_rma(lanes)) {
-        return;
-    }
-    struct grant **at = &lanes->peers[flow->peer].rma->orphans;
-    struct grant **end = (struct grant **)&flow->grant;
-    while (*at != NULL) {
-        struct grant *grant = *at;
-        if (grant->wire.op != flow->op) {
-            at = &grant->next;
-            continue;
-        }
-        *at = grant->next;
-        grant->next = NULL;
-        *end = grant;
-        end = &grant->next;
-    }
-}
-
-// The local memory as the lane knows it.
-static void *local_handle(const struct nb_lanes *lanes, int lane, const struct nb_request *req) {
-    int m = mapped_find(lanes, req->iov[0].iov_base, req->iov[0].iov_len);
-    for (int i = 1; i < req->iov_count; i++) {
-        m = mapped_find(lanes, req->iov[i].iov_base, req->iov[i].iov_len) == m ? m : -1;
-    }
-    return m >= 0 ? lanes->rma->mapped[m].region[lane].handle : NULL;
-}
-
-bool nb_grants_use(struct nb_lanes *lanes, struct nb_flow *flow, int lane, uint32_t first, uint32_t *count,
-                   struct nb_request *req) {
-    struct rma_peer *rma = lanes->peers[flow->peer].rma;
-    for (struct grant *g = flow->grant; g != NULL; g = g->next) {
-        const struct remote_region *remote = &rma->remote[g->wire.region][lane];
-        if (first < g->wire.first || first >= g->wire.first + g->wire.count || !remote->known) {
-            continue;
-        }
-        uint32_t room = g->wire.first + g->wire.count - first;
-        *count = *count < room ? *count : room;
-        g->left -= *count;
-        req->remote_addr = remote->addr + g->wire.offset + (first - g->wire.first) * flow->block_bytes;
-        req->remote_key = remote->key;
-        req->frame.slot = g->wire.slot;
-        return true;
-    }
-    return false;
-}
-
-void nb_grants_local(struct nb_lanes *lanes, int lane, struct nb_request *req) {
-    req->local_region[0] = is_rma(lanes) ? local_handle(lanes, lane, req) : NULL;
-}
-
-static struct grant *grant_of(const struct nb_flow *flow, const struct nb_request *req) {
-    struct grant *g = flow->grant;
-    while (g != NULL &&
-           (req->frame.block < g->wire.first || req->frame.block >= g->wire.first + g->wire.count)) {
-        g = g->next;
-    }
-    return g;
-}
-
-void nb_grants_unuse(struct nb_lanes *lanes, struct nb_flow *flow, struct nb_request *req) {
-    struct grant *grant = is_rma(lanes) ? grant_of(flow, req) : NULL;
-    if (grant != NULL) {
-        grant->left += req->frame.blocks;
-    }
-}
-
-void nb_grants_sent(struct nb_lanes *lanes, struct nb_flow *flow, struct nb_request *req) {
-    (void)req;
-    if (!is_rma(lanes)) {
-        return;
-    }
-    bool all = flow->left == 0 && flow->in_flight == req->frame.blocks;
-    struct grant **at = (struct grant **)&flow->grant;
-    while (*at != NULL) {
-        struct grant *grant = *at;
-        if (all || grant->left == 0) {
-            *at = grant->next;
-            grants_spare(lanes, grant);
-        } else {
-            at = &grant->next;
-        }
-    }
-}
-
 void nb_grants_cancel(struct nb_lanes *lanes, struct nb_flow *flow) {
-    if (!is_rma(lanes)) {
+    if (!nb_is_rma(lanes)) {
         return;
     }
     if (flow->dir == NB_FLOW_OUT) {
-        grants_free(flow->grant);
+        nb_grants_free(flow->grant);
         flow->grant = NULL;
         return;
     }
@@ -564,40 +364,4 @@ void nb_grants_cancel(struct nb_lanes *lanes, struct nb_flow *flow) {
             free(in);
         }
     }
-}
-
-static void region_known(struct nb_lanes *lanes, int lane, int peer_rank, const struct wire_region *message) {
-    if (message->region < NB_REGIONS_MAX && message->lane == lane) {
-        lanes->peers[peer_rank].rma->remote[message->region][lane] =
-            (struct remote_region){.key = message->key, .addr = message->addr, .known = true};
-    }
-}
-
-static void grants_known(struct nb_lanes *lanes, int peer_rank, const struct wire_grants *message) {
-    struct rma_peer *rma = lanes->peers[peer_rank].rma;
-    for (int i = 0; i < message->count && i < GRANTS_PER_MESSAGE; i++) {
-        const struct wire_grant *wire = &message->grants[i];
-        if (wire->region >= NB_REGIONS_MAX || wire->slot >= NB_SLOTS) {
-            continue;
-        }
-        struct nb_flow *flow = nb_lanes_find(lanes, peer_rank, NB_FLOW_OUT, wire->op);
-        grants_put(lanes, flow != NULL ? (struct grant **)&flow->grant : &rma->orphans, wire);
-    }
-}
-
-void nb_grants_message(struct nb_lanes *lanes, int lane, int peer_rank, const void *data, size_t bytes) {
-    if (!is_rma(lanes) || bytes < 1 || lanes->peers[peer_rank].rma == NULL) {
-        return;
-    }
-    uint8_t type = *(const uint8_t *)data;
-    if (type == MESSAGE_REGION && bytes == sizeof(struct wire_region)) {
-        struct wire_region message;
-        memcpy(&message, data, sizeof message);
-        region_known(lanes, lane, peer_rank, &message);
-    } else if (type == MESSAGE_GRANTS && bytes == sizeof(struct wire_grants)) {
-        struct wire_grants message;
-        memcpy(&message, data, sizeof message);
-        grants_known(lanes, peer_rank, &message);
-    }
-    nb_lanes_push(lanes, peer_rank, 0);
 }

@@ -11,7 +11,6 @@
 #include "transport/lanes_internal.h"
 
 enum {
-    REQUESTS_PER_PATH = 64,
     UNGRANTED_RUNS = 8, // looked at before a lane gives up on a flow
     TAIL_LARGE = 64 * 1024,
     TAIL_SMALL = 16 * 1024
@@ -84,7 +83,8 @@ static bool flow_take(struct nb_lanes *lanes, struct nb_flow *flow, int lane, si
         if (lanes->config.ops->kind == NB_LANE_STREAM || nb_grants_use(lanes, flow, lane, first, &count, req)) {
             break;
         }
-        first = ++tried < UNGRANTED_RUNS ? (uint32_t)nb_bits_next(flow->map, first + count, flow->blocks) : flow->blocks;
+        first =
+            ++tried < UNGRANTED_RUNS ? (uint32_t)nb_bits_next(flow->map, first + count, flow->blocks) : flow->blocks;
     }
     if (first >= flow->blocks) {
         return false;
@@ -342,143 +342,12 @@ static void up_lost(void *ctx, struct nb_lane *lane, int peer_rank, const struct
     lanes->config.lane_lost(lanes->config.ctx, peer_rank, lane->index, why, left);
 }
 
-static const struct nb_lane_up lanes_up = {.place = up_place,
-                                           .landed = up_landed,
-                                           .sent = up_sent,
-                                           .writable = up_writable,
-                                           .message = up_message,
-                                           .lost = up_lost};
-
-static void path_close(struct path *path) {
-    free(path->scratch);
-    free(path->requests);
-}
-
-void nb_lanes_close(struct nb_lanes *lanes) {
-    if (lanes == NULL) {
-        return;
-    }
-    nb_grants_fini(lanes);
-    for (int i = 0; i < lanes->config.lanes; i++) {
-        if (lanes->lane[i] != NULL) {
-            lanes->lane[i]->ops->close(lanes->lane[i]);
-        }
-    }
-    for (int p = 0; lanes->peers != NULL && p < lanes->config.lane.size; p++) {
-        for (int i = 0; lanes->peers[p].paths != NULL && i < lanes->config.lanes; i++) {
-            path_close(&lanes->peers[p].paths[i]);
-        }
-        free(lanes->peers[p].paths);
-    }
-    free(lanes->peers);
-    free(lanes);
-}
-
-static int lane_open(struct nb_lanes *lanes, int index, struct nb_error *err) {
-    struct nb_lane_config config = lanes->config.lane;
-    config.index = index;
-    config.up = &lanes_up;
-    config.up_ctx = lanes;
-    if (lanes->config.bind_count > 0) {
-        config.bind = lanes->config.binds[index % lanes->config.bind_count];
-    }
-    return lanes->config.ops->open(&config, &lanes->lane[index], err);
-}
-
-int nb_lanes_open(struct nb_lanes **out, const struct nb_lanes_config *config, struct nb_error *err) {
-    struct nb_lanes *lanes = calloc(1, sizeof *lanes);
-    if (lanes == NULL) {
-        return nb_fail(err, -ENOMEM, "%d lanes", config->lanes);
-    }
-    int rc = 0;
-    lanes->config = *config;
-    lanes->used = config->lanes;
-    size_t share = config->in_flight_max / (size_t)config->lanes;
-    lanes->window_bytes = share > 2 * config->segment_bytes ? share : 2 * config->segment_bytes;
-    lanes->peers = calloc((size_t)config->lane.size, sizeof *lanes->peers);
-    if (lanes->peers == NULL) {
-        rc = nb_fail(err, -ENOMEM, "%d peers", config->lane.size);
-        goto err_close;
-    }
-    for (int p = 0; p < config->lane.size; p++) {
-        nb_list_init(&lanes->peers[p].in);
-        nb_list_init(&lanes->peers[p].out);
-    }
-    nb_grants_init(lanes);
-    for (int i = 0; i < config->lanes; i++) {
-        rc = lane_open(lanes, i, err);
-        if (rc < 0) {
-            goto err_close;
-        }
-    }
-    *out = lanes;
-    return 0;
-err_close:
-    nb_lanes_close(lanes);
-    return rc;
-}
-
-size_t nb_lanes_address_bytes(const struct nb_lanes *lanes) {
-    return (size_t)lanes->config.lanes * sizeof(struct nb_lane_address);
-}
-
-void nb_lanes_address(const struct nb_lanes *lanes, void *out) {
-    struct nb_lane_address *address = out;
-    memset(out, 0, nb_lanes_address_bytes(lanes));
-    for (int i = 0; i < lanes->config.lanes; i++) {
-        size_t bytes = 0;
-        lanes->lane[i]->ops->address(lanes->lane[i], address[i].addr, &bytes);
-        address[i].bytes = (uint32_t)bytes;
-    }
-}
-
-static int path_open(struct nb_lanes *lanes, struct path *path, struct nb_error *err) {
-    path->requests = calloc(REQUESTS_PER_PATH, sizeof *path->requests);
-    if (path->requests == NULL) {
-        return nb_fail(err, -ENOMEM, "requests of a lane");
-    }
-    for (int i = 0; i < REQUESTS_PER_PATH; i++) {
-        path->requests[i].next = path->idle;
-        path->idle = &path->requests[i];
-    }
-    path->open = true;
-    (void)lanes;
-    return 0;
-}
-
-int nb_lanes_peer_open(struct nb_lanes *lanes, int peer_rank, const void *addresses, struct nb_error *err) {
-    struct peer *peer = &lanes->peers[peer_rank];
-    const struct nb_lane_address *address = addresses;
-    if (peer->paths != NULL) {
-        return 0;
-    }
-    peer->paths = calloc((size_t)lanes->config.lanes, sizeof *peer->paths);
-    if (peer->paths == NULL) {
-        return nb_fail(err, -ENOMEM, "lanes to rank %d", peer_rank);
-    }
-    for (int i = 0; i < lanes->config.lanes; i++) {
-        int rc = path_open(lanes, &peer->paths[i], err);
-        if (rc == 0 && address[i].bytes > NB_LANE_ADDR_MAX) {
-            rc = nb_fail_peer(err, NB_EWIRE, peer_rank, "rank %d gave a bad lane address", peer_rank);
-        }
-        if (rc == 0) {
-            rc = lanes->lane[i]->ops->peer_open(lanes->lane[i], peer_rank, address[i].addr, address[i].bytes, err);
-        }
-        if (rc < 0) {
-            return rc;
-        }
-    }
-    return nb_grants_peer_open(lanes, peer_rank, err);
-}
-
-bool nb_lanes_peer_ready(const struct nb_lanes *lanes, int peer) {
-    for (int i = 0; i < lanes->config.lanes; i++) {
-        if (!lanes->lane[i]->ops->peer_ready(lanes->lane[i], peer)) {
-            return false;
-        }
-    }
-    return true;
-}
+const struct nb_lane_up nb_lanes_up = {.place = up_place,
+                                       .landed = up_landed,
+                                       .sent = up_sent,
+                                       .writable = up_writable,
+                                       .message = up_message,
+                                       .lost = up_lost};
 
 void nb_lanes_use(struct nb_lanes *lanes, int count) {
     lanes->used = count < 1 ? 1 : count > lanes->config.lanes ? lanes->config.lanes : count;
@@ -493,8 +362,7 @@ static void out_insert(struct nb_list *head, struct nb_flow *flow) {
     struct nb_list *at = head;
     while (at->prev != head) {
         const struct nb_flow *before = NB_CONTAINER(at->prev, struct nb_flow, link);
-        if (before->priority > flow->priority ||
-            (before->priority == flow->priority && before->op < flow->op)) {
+        if (before->priority > flow->priority || (before->priority == flow->priority && before->op < flow->op)) {
             break;
         }
         at = at->prev;
@@ -544,7 +412,7 @@ void nb_lanes_cancel(struct nb_lanes *lanes, struct nb_flow *flow) {
     for (int i = 0; i < lanes->config.lanes; i++) {
         struct path *path = &peer->paths[i];
         bool used = path->placing == flow || lanes->config.ops->kind == NB_LANE_RMA;
-        for (int r = 0; r < REQUESTS_PER_PATH; r++) {
+        for (int r = 0; r < NB_REQUESTS_PER_PATH; r++) {
             used = used || path->requests[r].owner == flow;
         }
         if (used && path->open) {

@@ -39,9 +39,9 @@ struct nb_flow {
     const struct nb_flow_ops *ops;
     enum nb_flow_dir dir;
     int peer;
-    uint64_t op;      // both sides of an operation use one number
-    int priority;     // the higher goes first; equal: the lower op
-    uint32_t blocks;  // ≥ 1
+    uint64_t op;     // both sides of an operation use one number
+    int priority;    // the higher goes first; equal: the lower op
+    uint32_t blocks; // ≥ 1
     size_t block_bytes;
     uint64_t *map;    // nb_bits_words(blocks), zeroed. Out: available blocks. In: landed blocks
     bool staged_only; // in, RMA lanes: no run has memory() of its own
@@ -54,20 +54,20 @@ struct nb_flow {
     uint32_t available; // out: blocks that may be sent and are not taken
     uint32_t in_flight; // out: blocks taken and not yet sent
     uint64_t bytes_moved;
-    int64_t moved_ns;   // when a block last moved
-    int64_t first_ns;   // when the first one landed
+    int64_t moved_ns; // when a block last moved
+    int64_t first_ns; // when the first one landed
     uint64_t lane_bytes[NB_LANES_MAX];
-    void *grant;        // RMA: granted runs (out) or slots (in)
+    void *grant; // RMA: granted runs (out) or slots (in)
 };
 
 struct nb_lanes_config {
     const struct nb_lane_ops *ops;
-    struct nb_lane_config lane; // index, bind, up and up_ctx are filled in per lane
-    int lanes;                  // opened
+    struct nb_lane_config lane;      // index, bind, up and up_ctx are filled in per lane
+    int lanes;                       // opened
     const struct nb_sockaddr *binds; // the interfaces to spread the lanes over
     int bind_count;
-    size_t segment_bytes;       // the largest segment: NETBOTTLENECK_SEGMENT_BYTES
-    size_t in_flight_max;       // bytes to one peer over all lanes
+    size_t segment_bytes; // the largest segment: NETBOTTLENECK_SEGMENT_BYTES
+    size_t in_flight_max; // bytes to one peer over all lanes
     // A lane is gone. The job is told; it goes on while another lane to that peer is left.
     void (*lane_lost)(void *ctx, int peer, int lane, const struct nb_error *why, int lanes_left);
     void *ctx;

@@ -5,10 +5,11 @@
 #include "transport/lanes.h"
 
 enum {
-    NB_FRAME_BLOCKS_MAX = 256,      // what 8 bits carry
-    NB_SCRATCH_SLACK = 64 * 1024,   // a segment is cut on whole blocks, which may be larger than it
-    NB_SLOTS = 64,                  // in flows that RMA arrivals can name
-    NB_REGIONS_MAX = 16             // regions of one peer that are known here
+    NB_FRAME_BLOCKS_MAX = 256,    // what 8 bits carry
+    NB_SCRATCH_SLACK = 64 * 1024, // a segment is cut on whole blocks, which may be larger than it
+    NB_REQUESTS_PER_PATH = 64,
+    NB_SLOTS = 64,      // in flows that RMA arrivals can name
+    NB_REGIONS_MAX = 16 // regions of one peer that are known here
 };
 
 // What a segment may need, in whole pages.
@@ -46,7 +47,7 @@ struct remote_region {
 struct peer {
     struct nb_list out;
     struct nb_list in;
-    uint64_t in_floor; // the highest operation expected so far: an older one that is not in the list is over
+    uint64_t in_floor;  // the highest operation expected so far: an older one that is not in the list is over
     struct path *paths; // by lane; NULL: not opened
     int next_lane;
     struct rma_peer *rma; // NULL on STREAM lanes
@@ -60,6 +61,9 @@ struct nb_lanes {
     struct peer *peers;
     struct rma *rma;
 };
+
+// What the lanes tell the scheduler.
+extern const struct nb_lane_up nb_lanes_up;
 
 struct nb_flow *nb_lanes_find(struct nb_lanes *lanes, int peer, enum nb_flow_dir dir, uint64_t op);
 // Hands an RMA arrival to its flow. 0 or NB_EWIRE.

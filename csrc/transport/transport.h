@@ -86,9 +86,9 @@ struct nb_lane_config {
     int index; // of this lane
     int rank;
     int size;
-    struct nb_loop *loop; // STREAM lanes register their descriptors here; RMA lanes the one they wait on
-    const struct nb_boot *boot;   // for tokens and self's address
-    struct nb_sockaddr bind;      // the interface this lane uses, port 0
+    struct nb_loop *loop;       // STREAM lanes register their descriptors here; RMA lanes the one they wait on
+    const struct nb_boot *boot; // for tokens and self's address
+    struct nb_sockaddr bind;    // the interface this lane uses, port 0
     struct nb_port_range ports;
     int timeout_ms;
     const char *provider; // ofi: NULL for the best there is

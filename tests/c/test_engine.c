@@ -78,7 +78,8 @@ static void other_kinds(struct test_rank *me) {
     for (size_t i = 0; i < n; i++) {
         line[(size_t)me->rank * n + i] = (int32_t)((size_t)me->rank * 100000 + i);
     }
-    struct nb_op op = {.name = "gather", .kind = NB_OP_ALLGATHER, .dtype = NB_I32, .segments = &all, .segment_count = 1};
+    struct nb_op op = {
+        .name = "gather", .kind = NB_OP_ALLGATHER, .dtype = NB_I32, .segments = &all, .segment_count = 1};
     finish(me, submit(me, op));
     for (size_t i = 0; i < n * size; i++) {
         CHECK(line[i] == (int32_t)(i / n * 100000 + i % n), "rank %d gathered %d at %zu", me->rank, line[i], i);
@@ -87,7 +88,12 @@ static void other_kinds(struct test_rank *me) {
         for (size_t i = 0; i < n * size; i++) {
             line[i] = me->rank == root ? (int32_t)(i ^ (size_t)root) : -1;
         }
-        op = (struct nb_op){.name = "cast", .kind = NB_OP_BROADCAST, .dtype = NB_I32, .root = root, .segments = &all, .segment_count = 1};
+        op = (struct nb_op){.name = "cast",
+                            .kind = NB_OP_BROADCAST,
+                            .dtype = NB_I32,
+                            .root = root,
+                            .segments = &all,
+                            .segment_count = 1};
         finish(me, submit(me, op));
         for (size_t i = 0; i < n * size; i++) {
             CHECK(line[i] == (int32_t)(i ^ (size_t)root), "rank %d got %d at %zu", me->rank, line[i], i);
@@ -96,7 +102,8 @@ static void other_kinds(struct test_rank *me) {
     for (size_t i = 0; i < n * size; i++) {
         line[i] = (int32_t)i + me->rank;
     }
-    op = (struct nb_op){.name = "scatter", .kind = NB_OP_REDUCESCATTER, .dtype = NB_I32, .segments = &all, .segment_count = 1};
+    op = (struct nb_op){
+        .name = "scatter", .kind = NB_OP_REDUCESCATTER, .dtype = NB_I32, .segments = &all, .segment_count = 1};
     finish(me, submit(me, op));
     for (size_t i = 0; i < n; i++) {
         size_t at = (size_t)me->rank * n + i;
@@ -135,7 +142,12 @@ static void any_order(struct test_rank *me) {
                 mine[i] = given(me->rank, i + (size_t)which);
             }
             struct nb_segment segment = {.base = mine, .bytes = MANY_COUNT * sizeof *mine};
-            struct nb_op op = {.name = name, .kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .segments = &segment, .segment_count = 1, .priority = which % 3};
+            struct nb_op op = {.name = name,
+                               .kind = NB_OP_ALLREDUCE,
+                               .dtype = NB_F32,
+                               .segments = &segment,
+                               .segment_count = 1,
+                               .priority = which % 3};
             works[which] = submit(me, op);
         }
         for (int which = 0; which < MANY; which++) {
@@ -153,7 +165,8 @@ static void mismatches(struct test_rank *me) {
     float data[64] = {0};
     struct nb_error err = {0};
     struct nb_segment segment = {.base = data, .bytes = me->rank == 1 ? 128 : 256};
-    struct nb_op op = {.name = "odd", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .segments = &segment, .segment_count = 1};
+    struct nb_op op = {
+        .name = "odd", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .segments = &segment, .segment_count = 1};
     struct nb_work *work = submit(me, op);
     CHECK(nb_work_wait(work, 20000, &err) == NB_EMISMATCH, "rank %d: %s", me->rank, err.text);
     CHECK(strstr(err.text, "256 bytes") != NULL && strstr(err.text, "128 bytes") != NULL, "text: %s", err.text);
@@ -174,8 +187,7 @@ static void mismatches(struct test_rank *me) {
     }
 }
 
-int main(int argc, char **argv) {
-    const char *transport = argc > 1 ? argv[1] : "tcp";
+static int network(const char *transport) {
     for (int size = 1; size <= 5; size++) {
         for (int streams = 1; streams <= 4; streams += 3) {
             struct test_rank like = {.size = size, .transport = transport, .streams = streams, .timeout_ms = 20000};
@@ -196,4 +208,13 @@ int main(int argc, char **argv) {
         }
     }
     return 0;
+}
+
+// test_engine [NETWORK]: one network, or every one that is there.
+int main(int argc, char **argv) {
+    if (argc > 1) {
+        return network(argv[1]);
+    }
+    int rc = network("tcp");
+    return rc != 0 ? rc : network("ofi");
 }

@@ -62,7 +62,7 @@ def plain_gradients() -> list[Any]:
 @pytest.mark.parametrize("direct_bytes", [0, 64, 1 << 20])
 def test_a_callable_gets_each_bucket_once_a_step(set_to_none: bool, direct_bytes: int) -> None:
     made = model()
-    gradients = Gradients(made.named_parameters(), direct_bytes=direct_bytes, limits=(64, 128))
+    gradients = Gradients(made.named_parameters(), direct_bytes=direct_bytes, limits=(16, 64))
     sink = Double(gradients)
     gradients.target(sink)
     assert len(gradients.buckets) > 2

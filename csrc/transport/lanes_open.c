@@ -1,0 +1,137 @@
+// Lanes from open to close: their addresses, and the paths to each peer.
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "transport/lanes_internal.h"
+
+static void path_close(struct path *path) {
+    free(path->scratch);
+    free(path->requests);
+}
+
+void nb_lanes_close(struct nb_lanes *lanes) {
+    if (lanes == NULL) {
+        return;
+    }
+    nb_grants_fini(lanes);
+    for (int i = 0; i < lanes->config.lanes; i++) {
+        if (lanes->lane[i] != NULL) {
+            lanes->lane[i]->ops->close(lanes->lane[i]);
+        }
+    }
+    for (int p = 0; lanes->peers != NULL && p < lanes->config.lane.size; p++) {
+        for (int i = 0; lanes->peers[p].paths != NULL && i < lanes->config.lanes; i++) {
+            path_close(&lanes->peers[p].paths[i]);
+        }
+        free(lanes->peers[p].paths);
+    }
+    free(lanes->peers);
+    free(lanes);
+}
+
+static int lane_open(struct nb_lanes *lanes, int index, struct nb_error *err) {
+    struct nb_lane_config config = lanes->config.lane;
+    config.index = index;
+    config.up = &nb_lanes_up;
+    config.up_ctx = lanes;
+    if (lanes->config.bind_count > 0) {
+        config.bind = lanes->config.binds[index % lanes->config.bind_count];
+    }
+    return lanes->config.ops->open(&config, &lanes->lane[index], err);
+}
+
+int nb_lanes_open(struct nb_lanes **out, const struct nb_lanes_config *config, struct nb_error *err) {
+    struct nb_lanes *lanes = calloc(1, sizeof *lanes);
+    if (lanes == NULL) {
+        return nb_fail(err, -ENOMEM, "%d lanes", config->lanes);
+    }
+    int rc = 0;
+    lanes->config = *config;
+    lanes->used = config->lanes;
+    size_t share = config->in_flight_max / (size_t)config->lanes;
+    lanes->window_bytes = share > 2 * config->segment_bytes ? share : 2 * config->segment_bytes;
+    lanes->peers = calloc((size_t)config->lane.size, sizeof *lanes->peers);
+    if (lanes->peers == NULL) {
+        rc = nb_fail(err, -ENOMEM, "%d peers", config->lane.size);
+        goto err_close;
+    }
+    for (int p = 0; p < config->lane.size; p++) {
+        nb_list_init(&lanes->peers[p].in);
+        nb_list_init(&lanes->peers[p].out);
+    }
+    nb_grants_init(lanes);
+    for (int i = 0; i < config->lanes; i++) {
+        rc = lane_open(lanes, i, err);
+        if (rc < 0) {
+            goto err_close;
+        }
+    }
+    *out = lanes;
+    return 0;
+err_close:
+    nb_lanes_close(lanes);
+    return rc;
+}
+
+size_t nb_lanes_address_bytes(const struct nb_lanes *lanes) {
+    return (size_t)lanes->config.lanes * sizeof(struct nb_lane_address);
+}
+
+void nb_lanes_address(const struct nb_lanes *lanes, void *out) {
+    struct nb_lane_address *address = out;
+    memset(out, 0, nb_lanes_address_bytes(lanes));
+    for (int i = 0; i < lanes->config.lanes; i++) {
+        size_t bytes = 0;
+        lanes->lane[i]->ops->address(lanes->lane[i], address[i].addr, &bytes);
+        address[i].bytes = (uint32_t)bytes;
+    }
+}
+
+static int path_open(struct nb_lanes *lanes, struct path *path, struct nb_error *err) {
+    path->requests = calloc(NB_REQUESTS_PER_PATH, sizeof *path->requests);
+    if (path->requests == NULL) {
+        return nb_fail(err, -ENOMEM, "requests of a lane");
+    }
+    for (int i = 0; i < NB_REQUESTS_PER_PATH; i++) {
+        path->requests[i].next = path->idle;
+        path->idle = &path->requests[i];
+    }
+    path->open = true;
+    (void)lanes;
+    return 0;
+}
+
+int nb_lanes_peer_open(struct nb_lanes *lanes, int peer_rank, const void *addresses, struct nb_error *err) {
+    struct peer *peer = &lanes->peers[peer_rank];
+    const struct nb_lane_address *address = addresses;
+    if (peer->paths != NULL) {
+        return 0;
+    }
+    peer->paths = calloc((size_t)lanes->config.lanes, sizeof *peer->paths);
+    if (peer->paths == NULL) {
+        return nb_fail(err, -ENOMEM, "lanes to rank %d", peer_rank);
+    }
+    for (int i = 0; i < lanes->config.lanes; i++) {
+        int rc = path_open(lanes, &peer->paths[i], err);
+        if (rc == 0 && address[i].bytes > NB_LANE_ADDR_MAX) {
+            rc = nb_fail_peer(err, NB_EWIRE, peer_rank, "rank %d gave a bad lane address", peer_rank);
+        }
+        if (rc == 0) {
+            rc = lanes->lane[i]->ops->peer_open(lanes->lane[i], peer_rank, address[i].addr, address[i].bytes, err);
+        }
+        if (rc < 0) {
+            return rc;
+        }
+    }
+    return nb_grants_peer_open(lanes, peer_rank, err);
+}
+
+bool nb_lanes_peer_ready(const struct nb_lanes *lanes, int peer) {
+    for (int i = 0; i < lanes->config.lanes; i++) {
+        if (!lanes->lane[i]->ops->peer_ready(lanes->lane[i], peer)) {
+            return false;
+        }
+    }
+    return true;
+}

@@ -1,0 +1,264 @@
+// The bytes of one TCP connection: segments and messages, in and out, never more than the kernel takes at once.
+#include <errno.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "transport/tcp_internal.h"
+
+enum {
+    READ_BUDGET = 2 * 1024 * 1024, // bytes of one connection in one turn of the loop
+    WRITE_BUDGET = 2 * 1024 * 1024,
+    TYPE_SEGMENT = 1,
+    TYPE_MESSAGE = 2
+};
+
+static size_t pieces_left(const struct pieces *p) {
+    size_t bytes = 0;
+    for (int i = p->at; i < p->count; i++) {
+        bytes += p->iov[i].iov_len;
+    }
+    return bytes;
+}
+
+static void pieces_skip(struct pieces *p, size_t bytes) {
+    while (p->at < p->count && bytes >= p->iov[p->at].iov_len) {
+        bytes -= p->iov[p->at].iov_len;
+        p->at++;
+    }
+    if (bytes > 0) {
+        p->iov[p->at].iov_base = (char *)p->iov[p->at].iov_base + bytes;
+        p->iov[p->at].iov_len -= bytes;
+    }
+}
+
+void nb_tcp_want(struct conn *conn) {
+    uint32_t events = conn->held ? 0 : (uint32_t)EPOLLIN;
+    if (conn->state == CONNECTING || (conn->state == OPEN && (conn->request != NULL || conn->out_is_message))) {
+        events |= EPOLLOUT;
+    }
+    nb_loop_change(conn->lane->config.loop, &conn->watch, events);
+}
+
+void nb_tcp_shut(struct conn *conn) {
+    if (conn->watch.fd >= 0) {
+        nb_loop_remove(conn->lane->config.loop, &conn->watch);
+        close(conn->watch.fd);
+        conn->watch.fd = -1;
+    }
+    conn->state = NONE;
+}
+
+void nb_tcp_reset(struct conn *conn) {
+    nb_tcp_shut(conn);
+    conn->hello_got = 0;
+    conn->out_is_message = false;
+    conn->refused = false;
+    conn->message_count = 0;
+    conn->header_got = 0;
+    conn->in_payload = false;
+    conn->held = false;
+}
+
+void nb_tcp_lost(struct conn *conn, int code, const char *what) {
+    struct tcp_lane *lane = conn->lane;
+    struct nb_error why = {0};
+    errno = code > NB_EPEER ? -code : 0;
+    nb_fail_peer(&why, code > NB_EPEER ? NB_EPEER : code, conn->peer, "lane %d to rank %d: %s (%s)", lane->base.index,
+                 conn->peer, what, nb_code_name(code));
+    struct nb_request *request = conn->request;
+    conn->request = NULL;
+    nb_tcp_reset(conn);
+    if (request != NULL) {
+        lane->config.up->sent(lane->config.up_ctx, &lane->base, request, why.code);
+    }
+    lane->config.up->lost(lane->config.up_ctx, &lane->base, conn->peer, &why);
+}
+
+// Where the bytes behind a complete header go. 0, -EAGAIN (held), or a failure.
+static int payload_begin(struct conn *conn) {
+    struct tcp_lane *lane = conn->lane;
+    const struct header *h = &conn->in_header;
+    conn->in.at = 0;
+    if (h->type == TYPE_MESSAGE && h->bytes <= NB_LANE_MESSAGE_MAX) {
+        conn->in.iov[0] = (struct iovec){.iov_base = conn->in_message, .iov_len = h->bytes};
+        conn->in.count = 1;
+    } else if (h->type == TYPE_SEGMENT && h->bytes <= NB_SEGMENT_MAX) {
+        conn->frame = (struct nb_frame){.op = h->op, .block = h->block, .blocks = h->blocks, .bytes = h->bytes};
+        int n = lane->config.up->place(lane->config.up_ctx, &lane->base, conn->peer, &conn->frame, conn->in.iov);
+        if (n < 0) {
+            return n;
+        }
+        conn->in.count = n;
+    } else {
+        return NB_EWIRE;
+    }
+    conn->in_left = h->bytes;
+    conn->in_payload = true;
+    return 0;
+}
+
+static void payload_end(struct conn *conn) {
+    struct tcp_lane *lane = conn->lane;
+    conn->in_payload = false;
+    if (conn->in_header.type == TYPE_MESSAGE) {
+        lane->config.up->message(lane->config.up_ctx, &lane->base, conn->peer, conn->in_message, conn->in_header.bytes);
+        return;
+    }
+    conn->stats.bytes_in += conn->in_header.bytes;
+    lane->config.up->landed(lane->config.up_ctx, &lane->base, conn->peer, &conn->frame);
+}
+
+// One receive: the rest of the payload, and the header behind it.
+static ssize_t conn_recv(struct conn *conn) {
+    struct iovec iov[NB_LANE_IOV_MAX + 1];
+    int count = 0;
+    for (int i = conn->in.at; conn->in_payload && i < conn->in.count; i++) {
+        iov[count++] = conn->in.iov[i];
+    }
+    iov[count].iov_base = (char *)&conn->in_header + conn->header_got;
+    iov[count].iov_len = sizeof conn->in_header - conn->header_got;
+    struct header next = {0};
+    if (conn->in_payload) { // the header under way is still needed
+        iov[count].iov_base = &next;
+        iov[count].iov_len = sizeof next;
+    }
+    struct msghdr msg = {.msg_iov = iov, .msg_iovlen = (size_t)count + 1};
+    ssize_t n = recvmsg(conn->watch.fd, &msg, MSG_DONTWAIT);
+    if (n <= 0) {
+        return n;
+    }
+    size_t got = (size_t)n;
+    if (conn->in_payload) {
+        size_t payload = got < conn->in_left ? got : conn->in_left;
+        pieces_skip(&conn->in, payload);
+        conn->in_left -= payload;
+        got -= payload;
+        if (conn->in_left > 0) {
+            return n;
+        }
+        payload_end(conn);
+        if (conn->state != OPEN) {
+            return n;
+        }
+        conn->header_got = 0;
+        memcpy(&conn->in_header, &next, sizeof next);
+    }
+    conn->header_got += got;
+    return n;
+}
+
+void nb_tcp_read(struct conn *conn) {
+    size_t budget = READ_BUDGET;
+    while (conn->state == OPEN) {
+        while (!conn->in_payload && conn->header_got == sizeof conn->in_header) {
+            int rc = payload_begin(conn);
+            if (rc == -EAGAIN) {
+                conn->held = true;
+                nb_tcp_want(conn);
+                return;
+            }
+            if (rc < 0) {
+                nb_tcp_lost(conn, rc, "an impossible segment was announced");
+                return;
+            }
+            if (conn->in_left == 0) {
+                payload_end(conn);
+                conn->header_got = 0;
+            }
+        }
+        if (conn->state != OPEN || budget == 0) {
+            return;
+        }
+        ssize_t n = conn_recv(conn);
+        if (n < 0 && (errno == EAGAIN || errno == EINTR)) {
+            return;
+        }
+        if (n <= 0) {
+            nb_tcp_lost(conn, n < 0 ? -errno : -ECONNRESET, "connection closed");
+            return;
+        }
+        budget = (size_t)n < budget ? budget - (size_t)n : 0;
+    }
+}
+
+static void out_begin(struct conn *conn, struct header header) {
+    conn->out_header = header;
+    conn->out.at = 0;
+    conn->out.count = 1;
+    conn->out.iov[0] = (struct iovec){.iov_base = &conn->out_header, .iov_len = sizeof conn->out_header};
+}
+
+void nb_tcp_next_message(struct conn *conn) {
+    struct message *message = &conn->messages[conn->message_head % MESSAGES];
+    out_begin(conn, (struct header){.type = TYPE_MESSAGE, .bytes = (uint32_t)message->bytes});
+    conn->out.iov[conn->out.count++] = (struct iovec){.iov_base = message->data, .iov_len = message->bytes};
+    conn->out_is_message = true;
+}
+
+static void out_end(struct conn *conn) {
+    struct tcp_lane *lane = conn->lane;
+    if (conn->out_is_message) {
+        conn->out_is_message = false;
+        conn->message_head++;
+        conn->message_count--;
+        return;
+    }
+    struct nb_request *request = conn->request;
+    conn->request = NULL;
+    conn->stats.bytes_out += request->frame.bytes;
+    if (conn->message_count > 0) {
+        nb_tcp_next_message(conn);
+    }
+    lane->config.up->sent(lane->config.up_ctx, &lane->base, request, 0);
+}
+
+bool nb_tcp_pending(const struct conn *conn) {
+    return conn->request != NULL || conn->out_is_message;
+}
+
+void nb_tcp_write(struct conn *conn) {
+    size_t budget = WRITE_BUDGET;
+    while (conn->state == OPEN && nb_tcp_pending(conn) && budget > 0) {
+        struct msghdr msg = {.msg_iov = &conn->out.iov[conn->out.at],
+                             .msg_iovlen = (size_t)(conn->out.count - conn->out.at)};
+        ssize_t n = sendmsg(conn->watch.fd, &msg, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (n < 0 && errno != EAGAIN && errno != EINTR) {
+            nb_tcp_lost(conn, -errno, "send failed");
+            return;
+        }
+        if (n < 0) {
+            break;
+        }
+        pieces_skip(&conn->out, (size_t)n);
+        budget = (size_t)n < budget ? budget - (size_t)n : 0;
+        if (pieces_left(&conn->out) > 0) {
+            continue;
+        }
+        out_end(conn);
+        if (conn->state == OPEN && conn->message_count > 0 && !nb_tcp_pending(conn)) {
+            nb_tcp_next_message(conn);
+        }
+        if (conn->state == OPEN && !nb_tcp_pending(conn) && conn->refused) {
+            conn->refused = false;
+            conn->lane->config.up->writable(conn->lane->config.up_ctx, &conn->lane->base, conn->peer);
+        }
+    }
+    if (conn->state == OPEN) {
+        nb_tcp_want(conn);
+    }
+}
+
+void nb_tcp_segment(struct conn *conn, struct nb_request *request) {
+    const struct nb_frame *frame = &request->frame;
+    out_begin(conn, (struct header){.type = TYPE_SEGMENT,
+                                    .bytes = frame->bytes,
+                                    .op = frame->op,
+                                    .block = frame->block,
+                                    .blocks = frame->blocks});
+    for (int i = 0; i < request->iov_count; i++) {
+        conn->out.iov[conn->out.count++] = request->iov[i];
+    }
+    conn->request = request;
+}

@@ -27,7 +27,8 @@ struct probe {
     bool settled;
     int under_way;
     uint64_t bytes;    // of a sum
-    uint64_t moved;    // since the window began
+    uint64_t landed; // bytes of the sums that are over
+    uint64_t begun;  // bytes that had landed when the window began
     int64_t count_ns;  // when this count began
     int64_t window_ns; // when this window began
     int windows;       // of this count, so far
@@ -75,9 +76,9 @@ static void count_begin(struct nb_job *job, int lanes) {
     p->settled = false;
     p->last_rate = 0;
     p->windows = 0;
-    p->moved = 0;
     p->count_ns = nb_now_ns();
     p->window_ns = p->count_ns;
+    p->begun = p->landed;
     for (uint32_t slot = 0; slot < PROBE_SLOTS && !job->failed; slot++) {
         order(job, slot);
     }
@@ -155,22 +156,35 @@ static void count_end(struct nb_job *job) {
     nb_agree_release(job);
 }
 
+// Bytes that have landed here, those of unfinished sums too: sums end in bunches, bytes do not.
+static uint64_t landed_now(const struct nb_job *job) {
+    uint64_t bytes = job->probe->landed;
+    for (struct nb_list *it = job->running.next; it != &job->running; it = it->next) {
+        const struct nb_work *work = NB_CONTAINER(it, struct nb_work, link);
+        bytes += work->quiet ? work->in.bytes_moved : 0;
+    }
+    return bytes;
+}
+
 // A window ends: settled when it agrees with the one before, or when time is up. The first is not compared: it may
 // live on credit that shapers and buffers had saved.
-static void window_end(struct probe *p, int64_t now) {
-    double rate = (double)p->moved / (double)(now - p->window_ns);
+static void window_end(struct nb_job *job, int64_t now) {
+    struct probe *p = job->probe;
+    uint64_t landed = landed_now(job);
+    uint64_t moved = landed - p->begun;
+    double rate = (double)moved / (double)(now - p->window_ns);
     double low = p->last_rate * (100 - AGREE_PERCENT) / 100;
     double high = p->last_rate * (100 + AGREE_PERCENT) / 100;
     p->settled = (++p->windows > 2 && rate >= low && rate <= high) || now - p->count_ns >= COUNT_NS;
-    p->last = (struct nb_probe_point){.lanes = p->lanes, .bytes = p->moved, .ns = now - p->window_ns};
+    p->last = (struct nb_probe_point){.lanes = p->lanes, .bytes = moved, .ns = now - p->window_ns};
     p->last_rate = rate;
-    p->moved = 0;
+    p->begun = landed;
     p->window_ns = now;
 }
 
 void nb_probe_finished(struct nb_job *job, struct nb_work *work) {
     struct probe *p = job->probe;
-    uint64_t moved = work->out.bytes_moved;
+    uint64_t landed = work->in.bytes_moved;
     uint32_t slot = work->bucket;
     nb_work_finish(work, NULL);
     if (job->rank != 0 || job->failed) {
@@ -178,9 +192,9 @@ void nb_probe_finished(struct nb_job *job, struct nb_work *work) {
     }
     int64_t now = nb_now_ns();
     p->under_way--;
-    p->moved += moved;
+    p->landed += landed;
     if (!p->settled && now - p->window_ns >= WINDOW_NS) {
-        window_end(p, now);
+        window_end(job, now);
     } else if (!p->settled && p->bytes < PROBE_BYTES_MAX && now - p->count_ns < WINDOW_NS) {
         p->bytes *= 2; // a sum that is over this soon is too small to fill the lanes
     }

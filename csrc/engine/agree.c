@@ -1,13 +1,21 @@
 // Rank 0's side of the agreement: who has submitted what, which operations all ranks have submitted, in what order
 // they run. Nothing here waits: an operation that some rank never submits is named in a stall notice.
 #include <errno.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/bits.h"
 #include "base/clock.h"
+#include "base/dtype.h"
+#include "base/error.h"
+#include "base/hash.h"
+#include "base/list.h"
+#include "engine/engine.h"
 #include "engine/internal.h"
+#include "trace/event.h"
+#include "trace/ring.h"
 
 enum { IDS_MAX = 1024, IDLE_MAX = 4096 };
 

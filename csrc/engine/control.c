@@ -1,13 +1,19 @@
 // The control connections: whole messages over the sockets that bootstrap left, never blocking.
 #include <errno.h>
 #include <poll.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include "base/clock.h"
+#include "base/error.h"
+#include "base/list.h"
+#include "base/loop.h"
 #include "engine/internal.h"
+#include "trace/event.h"
+#include "trace/ring.h"
 
 enum { CONTROL_MESSAGE_MAX = 16 * 1024 * 1024, CONTROL_READ = 64 * 1024 };
 

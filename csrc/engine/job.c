@@ -1,11 +1,19 @@
 // A job from open to close: lanes, control connections, the communication thread, and what happens when one fails.
 #include <errno.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/clock.h"
+#include "base/error.h"
+#include "base/list.h"
+#include "base/loop.h"
+#include "engine/engine.h"
 #include "engine/internal.h"
+#include "trace/event.h"
+#include "trace/ring.h"
+#include "transport/lanes.h"
 
 enum {
     GRACE_NS = 250 * 1000 * 1000, // a broken lane waits this long for rank 0 to say who is dead

@@ -1,10 +1,16 @@
 // A rank's side of the agreement: what it has submitted, and what rank 0 answers.
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/bits.h"
 #include "base/clock.h"
+#include "base/error.h"
+#include "base/hash.h"
+#include "base/list.h"
 #include "engine/internal.h"
+#include "trace/event.h"
+#include "trace/ring.h"
 
 enum { IDS_MAX = 1024 };
 
@@ -42,12 +48,18 @@ void nb_member_close(struct nb_job *job) {
     }
 }
 
+static bool desc_equal(const struct desc *a, const struct desc *b) {
+    return a->key == b->key && a->bytes == b->bytes && a->prescale == b->prescale && a->postscale == b->postscale &&
+           a->kind == b->kind && a->dtype == b->dtype && a->redop == b->redop && a->device == b->device &&
+           a->root == b->root && a->priority == b->priority && a->comm == b->comm && strcmp(a->name, b->name) == 0;
+}
+
 void nb_member_submit(struct nb_job *job, struct nb_work *work) {
     struct member *m = job->member;
     nb_list_insert(&job->waiting, &work->link);
     struct nb_hash_node *node = nb_hash_get(&m->by_key, work->desc.key);
     struct cached *cached = node != NULL ? NB_CONTAINER(node, struct cached, by_key) : NULL;
-    if (cached != NULL && memcmp(&cached->desc, &work->desc, sizeof work->desc) == 0) {
+    if (cached != NULL && desc_equal(&cached->desc, &work->desc)) {
         nb_bits_set(m->mask, cached->id);
         size_t words = cached->id / 64 + 1;
         m->mask_words = words > m->mask_words ? words : m->mask_words;

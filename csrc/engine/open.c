@@ -1,14 +1,25 @@
 // How a job comes to be: lanes, addresses, neighbours, control connections, the thread.
 #include <errno.h>
+#include <stdint.h>
 #include <stdlib.h>
 
 #include "base/clock.h"
+#include "base/error.h"
+#include "base/hash.h"
+#include "base/list.h"
+#include "base/loop.h"
+#include "base/sock.h"
+#include "bootstrap/bootstrap.h"
+#include "coll/sched.h"
+#include "engine/engine.h"
 #include "engine/internal.h"
+#include "transport/lanes.h"
+#include "transport/transport.h"
 
 enum { BINDS_MAX = 8 };
 
 static int lanes_wanted(const struct nb_job_config *config) {
-    return config->streams == NB_STREAMS_AUTO ? STREAMS_AUTO_MAX : config->streams;
+    return config->streams == NB_STREAMS_AUTO ? (int)STREAMS_AUTO_MAX : config->streams;
 }
 
 static int binds_find(struct nb_job *job, struct nb_sockaddr *binds, struct nb_error *err) {

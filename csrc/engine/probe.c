@@ -1,11 +1,20 @@
 // streams=auto: what 1, 2, 4, 8, 16 lanes of this job move, measured once, at its first large transfer, by sums of its
 // own over memory of its own. Rank 0 orders; the smallest count within 2 % of the best is used from then on.
 #include <errno.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/arena.h"
 #include "base/clock.h"
+#include "base/dtype.h"
+#include "base/error.h"
+#include "base/list.h"
+#include "engine/engine.h"
 #include "engine/internal.h"
+#include "trace/event.h"
+#include "trace/ring.h"
+#include "transport/lanes.h"
 
 enum {
     PROBE_SLOTS = 3, // sums under way at once, so that lanes never run dry between two
@@ -27,8 +36,8 @@ struct probe {
     bool settled;
     int under_way;
     uint64_t bytes;    // of a sum
-    uint64_t landed; // bytes of the sums that are over
-    uint64_t begun;  // bytes that had landed when the window began
+    uint64_t landed;   // bytes of the sums that are over
+    uint64_t begun;    // bytes that had landed when the window began
     int64_t count_ns;  // when this count began
     int64_t window_ns; // when this window began
     int windows;       // of this count, so far
@@ -114,7 +123,7 @@ void nb_probe_run(struct nb_job *job, const struct wire_probe *message) {
     if (rc == 0) {
         rc = nb_work_make(&job->world, &op, &work, &why);
     }
-    if (rc < 0) {
+    if (rc < 0 || work == NULL) {
         nb_job_fail(job, &why, true);
         return;
     }

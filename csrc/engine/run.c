@@ -1,9 +1,17 @@
 // An agreed operation on the wire: its schedule turned into flows, its arrivals into sums.
+#include <stdint.h>
 #include <string.h>
 
 #include "base/bits.h"
 #include "base/clock.h"
+#include "base/list.h"
+#include "coll/sched.h"
+#include "engine/engine.h"
 #include "engine/internal.h"
+#include "trace/event.h"
+#include "trace/ring.h"
+#include "transport/lanes.h"
+#include "transport/transport.h"
 
 // The piece that holds byte `offset` of the line.
 static int piece_at(const struct nb_work *work, size_t offset) {
@@ -69,7 +77,7 @@ static int flow_memory(const struct nb_flow *flow, uint32_t first, uint32_t coun
 }
 
 static void line_scale(const struct nb_work *work, struct nb_range range, double factor) {
-    struct iovec iov[1];
+    struct iovec iov[1] = {{0}};
     while (factor != 1 && range.bytes > 0) {
         range_memory(work, range, iov, 1);
         work->scale(iov[0].iov_base, iov[0].iov_len / work->element_bytes, factor);
@@ -79,7 +87,7 @@ static void line_scale(const struct nb_work *work, struct nb_range range, double
 }
 
 static void line_reduce(const struct nb_work *work, struct nb_range range, const char *data) {
-    struct iovec iov[1];
+    struct iovec iov[1] = {{0}};
     while (range.bytes > 0) {
         range_memory(work, range, iov, 1);
         work->reduce(iov[0].iov_base, data, iov[0].iov_len / work->element_bytes);

@@ -1,11 +1,26 @@
 // An operation from submit to release, as the caller sees it.
 #include <errno.h>
+#include <math.h>
+#include <stdatomic.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "base/bits.h"
 #include "base/clock.h"
+#include "base/dtype.h"
+#include "base/error.h"
+#include "base/hash.h"
+#include "base/list.h"
+#include "base/loop.h"
+#include "coll/reduce.h"
+#include "coll/sched.h"
+#include "engine/engine.h"
 #include "engine/internal.h"
+#include "trace/event.h"
+#include "trace/ring.h"
+#include "transport/transport.h"
 
 enum { PIECES_MAX = NB_LANE_IOV_MAX - 1 }; // of one block
 
@@ -234,7 +249,7 @@ int nb_submit(struct nb_comm *comm, const struct nb_op *op, struct nb_work **out
     struct nb_job *job = comm->job;
     struct nb_work *work = NULL;
     int rc = nb_work_make(comm, op, &work, err);
-    if (rc < 0) {
+    if (rc < 0 || work == NULL) {
         return rc;
     }
     work->times.submit_ns = nb_now_ns();

@@ -2,11 +2,18 @@
 // their final address where that memory is mapped; arrivals that are added, and those without mapped memory, go to a
 // bounded staging pool of this rank, whose buffers are granted again when they are emptied.
 #include <errno.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/arena.h"
 #include "base/bits.h"
+#include "base/error.h"
+#include "base/list.h"
 #include "transport/grants_internal.h"
+#include "transport/lanes.h"
+#include "transport/lanes_internal.h"
+#include "transport/transport.h"
 
 void nb_grants_init(struct nb_lanes *lanes) {
     if (!nb_is_rma(lanes)) {
@@ -125,7 +132,7 @@ void nb_grants_flush(struct nb_lanes *lanes, int peer_rank) {
 }
 
 static void queue_put(struct rma_peer *rma, struct wire_grant grant) {
-    if (rma->queue_count == rma->queue_room) {
+    if (rma->queue == NULL || rma->queue_count == rma->queue_room) {
         size_t room = rma->queue_room == 0 ? 128 : rma->queue_room * 2;
         struct wire_grant *grown = realloc(rma->queue, room * sizeof *grown);
         if (grown == NULL) {
@@ -217,24 +224,46 @@ static struct buffer *buffer_free(struct rma_peer *rma) {
     return NULL;
 }
 
-// Grants the next run of one flow. False: no buffer is free, or everything is granted.
-static bool grant_next(struct nb_lanes *lanes, struct inbound *in) {
+// The next run of a flow that has no grant: blocks [*first, *first + count) that are not there. 0: all is granted.
+static uint32_t ungranted(const struct nb_lanes *lanes, struct inbound *in, uint32_t *first) {
     struct nb_flow *flow = in->flow;
-    struct rma_peer *rma = lanes->peers[flow->peer].rma;
     while (in->granted < flow->blocks && nb_bits_get(flow->map, in->granted)) {
         in->granted++;
     }
     if (in->granted >= flow->blocks) {
-        return false;
+        return 0;
     }
-    uint32_t first = in->granted;
+    *first = in->granted;
     uint32_t most = (uint32_t)(lanes->config.segment_bytes / flow->block_bytes);
     most = most < 1 ? 1 : most;
-    most = most < flow->blocks - first ? most : flow->blocks - first;
-    uint32_t limit = flow->ops->run_limit(flow, first, most);
+    most = most < flow->blocks - *first ? most : flow->blocks - *first;
+    most = flow->ops->run_limit(flow, *first, most);
     uint32_t count = 1;
-    while (count < limit && !nb_bits_get(flow->map, first + count)) { // blocks without bytes are there already
+    while (count < most && !nb_bits_get(flow->map, *first + count)) { // blocks without bytes are there already
         count++;
+    }
+    return count;
+}
+
+// Puts a grant on the queue; one that goes on where the last one ends makes that one longer.
+static void queue_join(struct rma_peer *rma, const struct wire_grant *grant, size_t block_bytes) {
+    struct wire_grant *last = rma->queue_count > 0 ? &rma->queue[rma->queue_count - 1] : NULL;
+    if (grant->region != STAGING_REGION && last != NULL && last->op == grant->op && last->region == grant->region &&
+        last->first + last->count == grant->first && last->offset + last->count * block_bytes == grant->offset) {
+        last->count += grant->count;
+    } else {
+        queue_put(rma, *grant);
+    }
+}
+
+// Grants the next run of one flow. False: no buffer is free, or everything is granted.
+static bool grant_next(struct nb_lanes *lanes, struct inbound *in) {
+    struct nb_flow *flow = in->flow;
+    struct rma_peer *rma = lanes->peers[flow->peer].rma;
+    uint32_t first = 0;
+    uint32_t count = ungranted(lanes, in, &first);
+    if (count == 0) {
+        return false;
     }
     struct wire_grant grant = {.op = flow->op, .first = first, .count = count, .slot = (uint16_t)in->slot};
     struct iovec iov[NB_LANE_IOV_MAX];
@@ -253,13 +282,7 @@ static bool grant_next(struct nb_lanes *lanes, struct inbound *in) {
         grant.offset = (uint64_t)(buffer - rma->buffers) * lanes->rma->buffer_bytes;
     }
     in->granted += count;
-    struct wire_grant *last = rma->queue_count > 0 ? &rma->queue[rma->queue_count - 1] : NULL;
-    if (m >= 0 && last != NULL && last->op == grant.op && last->region == grant.region &&
-        last->first + last->count == first && last->offset + last->count * flow->block_bytes == grant.offset) {
-        last->count += count;
-    } else {
-        queue_put(rma, grant);
-    }
+    queue_join(rma, &grant, flow->block_bytes);
     return true;
 }
 
@@ -304,6 +327,35 @@ static void inbound_drop(struct nb_lanes *lanes, struct inbound *in) {
     free(in);
 }
 
+// The staging buffer that a run landed in, or NULL: it went straight to its place.
+static struct buffer *buffer_of(struct rma_peer *rma, const struct nb_flow *flow, uint32_t block) {
+    for (int b = 0; b < STAGING_BUFFERS; b++) {
+        struct buffer *at = &rma->buffers[b];
+        if (at->flow == flow && block >= at->first && block < at->first + at->count) {
+            return at;
+        }
+    }
+    return NULL;
+}
+
+// Takes a run out of its staging buffer: to its final address where it has one (then NULL), else its bytes.
+static const void *unstage(const struct nb_lanes *lanes, struct nb_flow *flow, struct buffer *buffer,
+                           const struct nb_frame *frame) {
+    struct rma_peer *rma = lanes->peers[flow->peer].rma;
+    size_t at = (size_t)(buffer - rma->buffers) * lanes->rma->buffer_bytes;
+    const char *from = (const char *)rma->staging.base + at + (frame->block - buffer->first) * flow->block_bytes;
+    const void *data = from;
+    struct iovec iov[NB_LANE_IOV_MAX];
+    int pieces = flow->staged_only ? 0 : flow->ops->memory(flow, frame->block, frame->blocks, iov);
+    for (int i = 0; i < pieces; i++) {
+        memcpy(iov[i].iov_base, from, iov[i].iov_len);
+        from += iov[i].iov_len;
+    }
+    buffer->left -= frame->blocks;
+    buffer->flow = buffer->left == 0 ? NULL : flow;
+    return pieces > 0 ? NULL : data;
+}
+
 void nb_grants_landed(struct nb_lanes *lanes, int lane, const struct nb_frame *frame) {
     struct inbound *in = lanes->rma->slots[frame->slot];
     if (in == NULL || (uint64_t)frame->block + frame->blocks > in->flow->blocks) {
@@ -311,29 +363,8 @@ void nb_grants_landed(struct nb_lanes *lanes, int lane, const struct nb_frame *f
     }
     struct nb_flow *flow = in->flow;
     int peer_rank = flow->peer;
-    struct rma_peer *rma = lanes->peers[peer_rank].rma;
-    struct buffer *buffer = NULL;
-    for (int b = 0; b < STAGING_BUFFERS && buffer == NULL; b++) {
-        struct buffer *at = &rma->buffers[b];
-        bool covers = at->flow == flow && frame->block >= at->first && frame->block < at->first + at->count;
-        buffer = covers ? at : NULL;
-    }
-    const void *data = NULL;
-    if (buffer != NULL) {
-        size_t at = (size_t)(buffer - rma->buffers) * lanes->rma->buffer_bytes;
-        at += (frame->block - buffer->first) * flow->block_bytes;
-        data = (const char *)rma->staging.base + at;
-        struct iovec iov[NB_LANE_IOV_MAX];
-        int pieces = flow->staged_only ? 0 : flow->ops->memory(flow, frame->block, frame->blocks, iov);
-        const char *from = data;
-        for (int i = 0; i < pieces; i++) {
-            memcpy(iov[i].iov_base, from, iov[i].iov_len);
-            from += iov[i].iov_len;
-        }
-        data = pieces > 0 ? NULL : data;
-        buffer->left -= frame->blocks;
-        buffer->flow = buffer->left == 0 ? NULL : flow;
-    }
+    struct buffer *buffer = buffer_of(lanes->peers[peer_rank].rma, flow, frame->block);
+    const void *data = buffer != NULL ? unstage(lanes, flow, buffer, frame) : NULL;
     bool last = flow->left == frame->blocks;
     if (last) {
         inbound_drop(lanes, in);

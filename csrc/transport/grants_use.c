@@ -1,8 +1,12 @@
 // The sender's side of credits on RMA lanes: what peers granted, and what is left of it.
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "transport/grants_internal.h"
+#include "transport/lanes.h"
+#include "transport/lanes_internal.h"
+#include "transport/transport.h"
 
 static void grants_put(struct nb_lanes *lanes, struct grant **head, const struct wire_grant *wire) {
     struct grant *grant = lanes->rma->spare;

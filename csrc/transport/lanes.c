@@ -3,12 +3,16 @@
 #include "transport/lanes.h"
 
 #include <errno.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/bits.h"
 #include "base/clock.h"
+#include "base/error.h"
+#include "base/list.h"
 #include "transport/lanes_internal.h"
+#include "transport/transport.h"
 
 enum {
     UNGRANTED_RUNS = 8, // looked at before a lane gives up on a flow

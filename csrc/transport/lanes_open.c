@@ -1,9 +1,13 @@
 // Lanes from open to close: their addresses, and the paths to each peer.
 #include <errno.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/error.h"
+#include "base/list.h"
 #include "transport/lanes_internal.h"
+#include "transport/transport.h"
 
 static void path_close(struct path *path) {
     free(path->scratch);

@@ -2,6 +2,7 @@
 // data in the kernel (TCP_NOTSENT_LOWAT), so that a slow connection never holds more than it can move.
 #include <errno.h>
 #include <netinet/tcp.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -9,8 +10,14 @@
 #include <unistd.h>
 
 #include "base/clock.h"
+#include "base/error.h"
+#include "base/list.h"
+#include "base/loop.h"
 #include "base/sha256.h"
+#include "base/sock.h"
+#include "bootstrap/bootstrap.h"
 #include "transport/tcp_internal.h"
+#include "transport/transport.h"
 
 enum {
     NOTSENT_BYTES = 128 * 1024, // of unsent data the kernel holds: more only makes a slow connection hold more

@@ -1,11 +1,15 @@
 // The bytes of one TCP connection: segments and messages, in and out, never more than the kernel takes at once.
 #include <errno.h>
+#include <stdint.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "base/error.h"
+#include "base/loop.h"
 #include "transport/tcp_internal.h"
+#include "transport/transport.h"
 
 enum {
     READ_BUDGET = 2 * 1024 * 1024, // bytes of one connection in one turn of the loop
@@ -218,6 +222,20 @@ bool nb_tcp_pending(const struct conn *conn) {
     return conn->request != NULL || conn->out_is_message;
 }
 
+// What comes after a segment or message that is out: a message that waits, else whatever the lanes want to send.
+static void out_next(struct conn *conn) {
+    out_end(conn);
+    if (conn->state != OPEN || nb_tcp_pending(conn)) {
+        return;
+    }
+    if (conn->message_count > 0) {
+        nb_tcp_next_message(conn);
+    } else if (conn->refused) {
+        conn->refused = false;
+        conn->lane->config.up->writable(conn->lane->config.up_ctx, &conn->lane->base, conn->peer);
+    }
+}
+
 void nb_tcp_write(struct conn *conn) {
     size_t budget = WRITE_BUDGET;
     while (conn->state == OPEN && nb_tcp_pending(conn) && budget > 0) {
@@ -233,16 +251,8 @@ void nb_tcp_write(struct conn *conn) {
         }
         pieces_skip(&conn->out, (size_t)n);
         budget = (size_t)n < budget ? budget - (size_t)n : 0;
-        if (pieces_left(&conn->out) > 0) {
-            continue;
-        }
-        out_end(conn);
-        if (conn->state == OPEN && conn->message_count > 0 && !nb_tcp_pending(conn)) {
-            nb_tcp_next_message(conn);
-        }
-        if (conn->state == OPEN && !nb_tcp_pending(conn) && conn->refused) {
-            conn->refused = false;
-            conn->lane->config.up->writable(conn->lane->config.up_ctx, &conn->lane->base, conn->peer);
+        if (pieces_left(&conn->out) == 0) {
+            out_next(conn);
         }
     }
     if (conn->state == OPEN) {

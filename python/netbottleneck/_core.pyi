@@ -1,7 +1,7 @@
 """Types of the C module. Every buffer is in place and belongs to the engine until its Work is done."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 # dtypes
 UINT8: int
@@ -30,7 +30,7 @@ EVENTS: dict[str, int]  # name of each event kind, as in csrc/trace/event.h with
 
 # An object with the buffer protocol (writable, contiguous), or (address, bytes) of memory the caller keeps alive
 # by the `keep` argument.
-type Memory = Any
+Memory: TypeAlias = Any
 
 def now_ns() -> int:
     """CLOCK_MONOTONIC in ns: the clock of every record."""
@@ -40,7 +40,7 @@ def transports() -> list[str]:
     """The names of the networks that were built in."""
 
 def providers(library: str | None = None) -> list[tuple[str, str]]:
-    """(provider, version) of each libfabric provider a lane could use here. Raises Error where there is no libfabric."""
+    """(provider, version) of each libfabric provider a lane could use. Raises Error where there is no libfabric."""
 
 def libfabric(library: str | None = None) -> tuple[str, str]:
     """(path, version) of the libfabric that would be used. Raises Error naming what was tried."""
@@ -119,8 +119,8 @@ class Work:
 class Comm:
     """A job's communicator: all ranks. One communication thread, which never touches Python.
 
-    Raises, before any byte of data moves: ValueError for a bad argument; Error with errno ENOENT for a missing libfabric,
-    ENODEV for a missing provider or interface; MismatchError when ranks disagree on `tag`; TimeoutError naming the
+    Raises, before any byte of data moves: ValueError for a bad argument; Error with errno ENOENT for a missing
+    libfabric, ENODEV for a missing provider or interface; MismatchError when ranks disagree on `tag`; TimeoutError naming the
     ranks that did not come."""
 
     def __init__(

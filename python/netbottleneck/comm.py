@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from netbottleneck import launch
 from netbottleneck.env import Settings
 from netbottleneck.errors import PeerError
-from netbottleneck.recorder import EVENTS
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -173,13 +172,15 @@ class Stock:
         recorder = self._recorder
         if recorder is None:
             return None
+        core = launch.core()
+        events = core.EVENTS
         key, turn = key_of(name), self._rounds.get(name, 0)
         self._rounds[name] = turn + 1
-        recorder.put(EVENTS["OP_SUBMIT"], key, turn, nbytes, index + 1, 0, launch.core().ALLREDUCE)
+        recorder.put(events["OP_SUBMIT"], key, turn, nbytes, index + 1, 0, core.ALLREDUCE)
 
         def started(work: Any) -> None:
-            recorder.put(EVENTS["OP_START"], key, turn)
-            work.get_future().then(recorder.stamper(EVENTS["OP_DONE"], key, turn))
+            recorder.put(events["OP_START"], key, turn)
+            work.get_future().then(recorder.stamper(events["OP_DONE"], key, turn))
 
         return started
 
@@ -209,15 +210,15 @@ def stock_group(settings: Settings, place: launch.Place, exchange: Callable[[byt
 def _store(place: launch.Place, exchange: Callable[[bytes], list[bytes]], limit: timedelta) -> Any:
     import socket
 
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore, TCPStore
 
     if place.size == 1:
-        return dist.HashStore()
+        return HashStore()
     host = os.environ.get("MASTER_ADDR") or socket.gethostname()
     if place.rank == 0:
-        store = dist.TCPStore(host, 0, place.size, is_master=True, timeout=limit, wait_for_workers=False)
+        store = TCPStore(host, 0, place.size, is_master=True, timeout=limit, wait_for_workers=False)
         exchange(f"{host}:{store.port}".encode().ljust(128))
         return store
     where = exchange(b" " * 128)[0].decode().strip()
     host, _, port = where.rpartition(":")
-    return dist.TCPStore(host, int(port), place.size, is_master=False, timeout=limit, wait_for_workers=False)
+    return TCPStore(host, int(port), place.size, is_master=False, timeout=limit, wait_for_workers=False)

@@ -72,8 +72,10 @@ class _OpenStep:
                 self.waits.append((event.key, begin, event.time_ns))
 
 
-def steps(events: Iterable[Event], rank: int, transports: Sequence[str], plan: str | None) -> tuple[list[tr.Step], int]:
-    """The finished steps of a rank's training thread, and the number of those that began and never ended."""
+def steps(
+    events: Iterable[Event], rank: int, transports: Sequence[str], plan: str | None
+) -> tuple[list[tr.Step], int, bool]:
+    """The finished steps of a rank's training thread, how many were begun anew, and whether the last is still open."""
     finished: list[tr.Step] = []
     current: _OpenStep | None = None
     unfinished = 0
@@ -105,7 +107,7 @@ def steps(events: Iterable[Event], rank: int, transports: Sequence[str], plan: s
             current = None
         else:
             current.take(event)
-    return finished, unfinished + (current is not None)
+    return finished, unfinished, current is not None
 
 
 class StepIndex:
@@ -134,6 +136,10 @@ class BucketIndex:
         if 0 <= number < len(self._buckets) and self._buckets[number].bytes == submit.b:
             return number
         return None
+
+    def dtype(self, index: int | None) -> str | None:
+        """The type that the bucket was described with."""
+        return self._buckets[index].dtype if index is not None else None
 
     def name(self, index: int | None, key: int) -> str:
         return self._buckets[index].name if index is not None else f"{key:016x}"
@@ -176,7 +182,7 @@ def collectives(
                 "step": step.index if step else None,
                 "comm": event.d,
                 "kind": _named(KINDS, event.e & 0xFF),
-                "dtype": _named(DTYPES, event.e >> 8 & 0xFF),
+                "dtype": buckets.dtype(bucket) or _named(DTYPES, event.e >> 8 & 0xFF),
                 "priority": signed(event.e >> 32, 32),
                 "bucket": bucket,
                 "lanes": [],

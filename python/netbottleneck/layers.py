@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+
 from netbottleneck.scaling import Exposed, backward_intervals, intervals, subtraction, total
 from netbottleneck.trace import Collective, Parameter, Step, Trace
 
@@ -72,6 +73,11 @@ def _by_parameter(trace: Trace, operation: Collective, exposed_ns: float) -> lis
     return [(p, exposed_ns * trace.parameters[p].bytes / weight) for p in members]
 
 
+def _by_parameters(trace: Trace, shares: Exposed) -> Iterator[tuple[int, float]]:
+    for operation, ns in shares:
+        yield from _by_parameter(trace, operation, ns)
+
+
 def _forward_times(trace: Trace, sampled: Iterable[Step]) -> dict[str, list[int]]:
     """By module: ns of each forward."""
     found: dict[str, list[int]] = defaultdict(list)
@@ -103,7 +109,7 @@ def layers(trace: Trace, steps: Iterable[tuple[Step, Exposed]], sampled: Iterabl
         count += 1
         for index, ns in backward_times(step):
             backward[known.get(index, NO_LAYER)] += ns
-        for member, part in (pair for share in shares for pair in _by_parameter(trace, *share)):
+        for member, part in _by_parameters(trace, shares):
             exposed[known.get(member, NO_LAYER)] += part
     order = dict.fromkeys([*names, *(name for name in (NO_LAYER,) if exposed[name] or backward[name])])
     count = max(count, 1)

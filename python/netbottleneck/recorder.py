@@ -15,10 +15,11 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
 from netbottleneck import events as ev
 from netbottleneck import trace as tr
 from netbottleneck.rings import EVENT, Ring, read_ring
-from numpy.typing import NDArray
 
 # Name of each event kind, as in csrc/trace/event.h without NB_EV_.
 EVENTS: Mapping[str, int] = MappingProxyType(
@@ -161,7 +162,7 @@ def _rank_trace(
     run: tr.Trace, files: _RankFiles, clock: tr.Clock, named: Mapping[str, list[ev.Event]], plan: str | None
 ) -> tr.Trace:
     train = named.get(TRAIN, [])
-    steps, unfinished = ev.steps(train, files.rank, run.transports, plan)
+    steps, unfinished, still_open = ev.steps(train, files.rank, run.transports, plan)
     index, buckets = ev.StepIndex(steps), ev.BucketIndex(run.buckets)
     # The training thread's own stamps count where the transport has no ring.
     found = [c for c in ev.collectives(train, files.rank, None, index, buckets) if c.transport not in named]
@@ -169,6 +170,7 @@ def _rank_trace(
         if name != TRAIN:
             found += ev.collectives(events, files.rank, name, index, buckets)
     infos = files.meta.get("transports") or {}
+    ended_well = bool(files.meta.get("finished")) and not files.meta.get("error")
     rank = tr.Rank(
         files.rank,
         hostname=files.meta.get("hostname", ""),
@@ -177,7 +179,8 @@ def _rank_trace(
         finished=bool(files.meta.get("finished", False)),
         error=files.meta.get("error"),
         clock=clock,
-        steps_unfinished=unfinished,
+        # In good order, the loop ends within the step that its last step began.
+        steps_unfinished=unfinished + (still_open and not ended_well),
         events_dropped=sum(ring.dropped for ring in files.rings.values()),
         transports=tuple(
             _transport(name, infos.get(name) or {}, ev.probes(named.get(name, ())))

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from netbottleneck.trace import Collective, Step, Trace
 from numpy.typing import NDArray
+
+from netbottleneck.trace import BARE, Collective, Step, Trace
 
 Intervals = NDArray[np.int64]
 T = TypeVar("T")
@@ -124,8 +125,8 @@ def compute_intervals(step: Step) -> Intervals:
 
 
 def is_split(step: Step) -> bool:
-    """Whether more than its begin and end is known of a step."""
-    return bool(step.forward or step.grad_ready or step.optimizer)
+    """Whether the parts of a step are known; the untouched script's never are: it tells nothing of its operations."""
+    return step.transport != BARE and bool(step.forward or step.grad_ready or step.optimizer)
 
 
 def last_entries(trace: Trace) -> dict[tuple[str, int, int, int], tuple[int, int]]:

@@ -172,7 +172,7 @@ def _folder(settings: Settings, directory: str | None, agree: Callable[[bytes], 
     return Path(agree(name.ljust(FOLDER_BYTES))[0].decode().rstrip())
 
 
-def _arm(
+def _arm(  # noqa: PLR0913, PLR0917 - what an arm may need, once
     name: str,
     settings: Settings,
     place: launch.Place,
@@ -199,7 +199,7 @@ def _ring(folder: Path, rank: int, name: str, settings: Settings) -> "_core.Reco
     return ring
 
 
-def open_session(
+def open_session(  # noqa: PLR0913 - all but the first have a default that fits
     settings: Settings,
     *,
     arms: tuple[str, ...] | None = None,

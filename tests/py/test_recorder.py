@@ -225,6 +225,20 @@ def test_the_steps_of_a_killed_rank_are_kept_and_the_last_is_counted(tmp_path):
     assert len([s for s in trace.steps if s.rank == 1]) == len([s for s in trace.steps if s.rank == 0])
 
 
+def test_the_step_in_which_a_loop_ended_in_good_order_is_no_loss(tmp_path):
+    folder = FakeRun(tmp_path, blocks=3, killed=1).write()
+    meta = folder / "ranks" / "1.meta.json"
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"finished": True}))
+    assert recorder.load(folder).ranks[1].steps_unfinished == 0
+
+
+def test_the_type_of_a_bucket_is_that_of_its_description(tmp_path):
+    folder = FakeRun(tmp_path, transports=("stock",), blocks=1).write()
+    for path in (folder / "ranks").glob("*.meta.json"):
+        path.write_text(path.read_text().replace("float32", "bfloat16"))
+    assert {c.dtype for c in recorder.load(folder).collectives} == {"bfloat16"}
+
+
 def test_a_rank_without_a_description_is_read_with_the_others(tmp_path):
     folder = FakeRun(tmp_path, blocks=2).write()
     whole = recorder.load(folder)

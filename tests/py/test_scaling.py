@@ -92,6 +92,11 @@ def test_communication_is_cut_to_its_step_and_counts_in_both():
     assert [s.operations for s in splits] == [1, 0]
 
 
+def test_the_untouched_script_is_never_split():
+    step = one_step(transport="bare", forward=((0, 10),), optimizer=((50, 60),))
+    assert scaling.split_steps(Trace("t", 1, ("bare",), steps=(step,)), warmup=0) == []
+
+
 def test_unfinished_and_failed_operations_take_no_time():
     found, _ = split_of(one_step(grad_ready=((0, 10),)), operation(20, None), operation(30, 40, error=-5))
     assert (found.communication_ns, found.operations) == (0, 0)

@@ -1,9 +1,14 @@
-"""DistributedDataParallel: its own reducer steps aside while ours moves the gradients, and takes over again in the
-arm "bare", which is the user's script as it was."""
+"""DistributedDataParallel: its own reducer steps aside while ours moves the gradients.
+
+It takes over again in the arm "bare", which is the user's script as it was.
+"""
 
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck import env
 from netbottleneck.hooks.finish import finish_at_exit
@@ -11,9 +16,6 @@ from netbottleneck.hooks.measured import Measured
 from netbottleneck.plan import FIRST_BYTES
 from netbottleneck.session import Session, open_session
 from netbottleneck.torch.gradients import Gradients
-
-import torch
-from torch.nn.parallel import DistributedDataParallel
 
 
 def attach(
@@ -90,7 +92,7 @@ def install() -> None:
 
     optimizer_init = torch.optim.Optimizer.__init__
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
-    torch.optim.Optimizer.__init__ = made  # type: ignore[method-assign]
+    torch.optim.Optimizer.__init__ = made  # type: ignore[method-assign,assignment]
     DistributedDataParallel._netbottleneck = True  # type: ignore[attr-defined]
 
 
@@ -98,10 +100,10 @@ def _optimizer_of(ddp: DistributedDataParallel) -> torch.optim.Optimizer | None:
     """Return an optimizer that was made before the model was wrapped, if one is alive."""
     import gc
 
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.optim.Optimizer) and _has_parameters_of(thing, ddp):
-            return thing
-    return None
+    found: list[torch.optim.Optimizer] = [
+        thing for thing in gc.get_objects() if issubclass(type(thing), torch.optim.Optimizer)
+    ]
+    return next((optimizer for optimizer in found if _has_parameters_of(optimizer, ddp)), None)
 
 
 def _has_parameters_of(optimizer: torch.optim.Optimizer, ddp: DistributedDataParallel) -> bool:

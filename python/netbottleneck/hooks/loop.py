@@ -4,15 +4,15 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
 from netbottleneck import env, launch
 from netbottleneck.hooks import ddp as ddp_hooks
 from netbottleneck.hooks.finish import finish
 from netbottleneck.hooks.measured import Measured
 from netbottleneck.session import Session, open_session
 from netbottleneck.torch.gradients import Gradients
-
-import torch
-from torch.nn.parallel import DistributedDataParallel
 
 
 @contextmanager

@@ -1,18 +1,20 @@
-"""Hooks on a model and its optimizer that make a session of a training loop. Python runs once a step, never once a
-gradient: what is stamped inside a step is stamped by C callables."""
+"""Hooks on a model and its optimizer that make a session of a training loop.
+
+Python runs once a step, never once a gradient: what is stamped inside a step is stamped by C callables.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from netbottleneck.comm import key_of
 from netbottleneck.recorder import EVENTS
 from netbottleneck.session import Session
 from netbottleneck.torch.gradients import Gradients
 
-import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
-
-_engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+_engine: Any = torch.autograd.Variable._execution_engine
 
 
 class Measured:

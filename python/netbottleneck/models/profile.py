@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from netbottleneck.models import build, sample_shape
 from torch import Tensor, nn
+
+from netbottleneck.models import build, sample_shape
 
 _NORM_OPERATIONS = 8  # a norm reads and writes its input a few times: it counts as that many multiply-adds an element
 

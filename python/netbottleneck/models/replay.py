@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from netbottleneck.models import profile
 from torch import Tensor, nn
+
+from netbottleneck.models import profile
 
 MODES = ("sleep", "spin")
 VALUES = 15  # gradients are whole numbers from -7 to 7: float32 adds them exactly on any number of ranks

@@ -8,13 +8,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from netbottleneck import recorder
 from netbottleneck import trace as tr
 from netbottleneck import verdict as rules
 from netbottleneck.findings import Findings, find
 from netbottleneck.report import chrome, html, summary, tables, terminal
 from netbottleneck.verdict import Verdict
-from rich.console import Console
 
 __all__ = ["Run"]
 

@@ -6,6 +6,7 @@ from importlib import resources
 from typing import Any
 
 import jinja2
+
 from netbottleneck.findings import Findings, Parts
 from netbottleneck.report import words
 from netbottleneck.units import gbit, ms, nbytes, percent

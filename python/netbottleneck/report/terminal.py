@@ -5,16 +5,17 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from netbottleneck.findings import Findings, Parts
 from netbottleneck.layers import Layer
 from netbottleneck.report.words import sentences, warnings
 from netbottleneck.trace import PSEUDO
 from netbottleneck.units import gbit, ms, nbytes, percent
 from netbottleneck.verdict import Verdict
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 WIDTH = 80
 TOP_LAYERS = 8

@@ -106,12 +106,13 @@ def _is_fresh(target: Path, command: str) -> bool:
 
 
 def run_compiler(argv: Sequence[str]) -> None:
-    """Run one compiler command; what it says goes to stderr. Raises RuntimeError naming the command where it fails."""
+    """Run one compiler command; what it says goes to stderr. Raises RuntimeError naming what was not made."""
     done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.stdout:
         sys.stderr.write(done.stdout)
     if done.returncode != 0:
-        raise RuntimeError(f"failed: {shlex.join(argv)}")
+        target = argv[argv.index("-o") + 1] if "-o" in argv else shlex.join(argv)
+        raise RuntimeError(f"{argv[0]} could not make {target}")
 
 
 def compile_one(source: Path, target: Path, argv: Sequence[str]) -> bool:

@@ -24,10 +24,16 @@ fail() {
 }
 have() { command -v "$1" >/dev/null 2>&1; }
 
-# Runs a command whose output only matters where it fails: it is kept in build/setup.log, and its end is shown then.
+# Runs a command whose output only matters where it fails: it is kept in build/setup.log, and what it says of errors, or its
+# end, is shown then.
 quietly() {
+    local from
+    from=$(($(wc -l <"$log") + 1))
     if ! "$@" >>"$log" 2>&1 </dev/null; then
-        grep -v -E '^(WARNING: Location|Looking in)' "$log" | tail -n 30 >&2
+        {
+            tail -n "+$from" "$log" | grep -E '(error|ERROR|E):' | head -n 15 || tail -n 15 "$log"
+            echo "all of it: $log"
+        } >&2
         return 1
     fi
 }

@@ -1,6 +1,8 @@
 // How does Python see gradient memory? As an object with the writable buffer protocol.
 #include "py/core.h"
 
+#include <stddef.h>
+
 #include "base/arena.h"
 
 struct core_arena {

@@ -138,6 +138,25 @@ static PyObject *job_notices(const struct core_comm *self) {
     return list;
 }
 
+int core_comm_tell(PyObject *object) {
+    struct core_comm *self = (struct core_comm *)object;
+    char text[NB_ERROR_TEXT];
+    while (self->job != NULL && nb_job_notice(self->job, text, sizeof text)) {
+        PyObject *logging = PyImport_ImportModule("logging");
+        PyObject *logger = logging != NULL ? PyObject_CallMethod(logging, "getLogger", "s", "netbottleneck") : NULL;
+        PyObject *done = logger != NULL ? PyObject_CallMethod(logger, "warning", "siis", "[rank %d/%d] %s", self->rank,
+                                                              self->size, text)
+                                        : NULL;
+        Py_XDECREF(logging);
+        Py_XDECREF(logger);
+        if (done == NULL) {
+            return -1;
+        }
+        Py_DECREF(done);
+    }
+    return 0;
+}
+
 // Ends the job. Threads that wait leave within one slice.
 static void end_job(struct core_comm *self) {
     struct nb_job *job = self->job;

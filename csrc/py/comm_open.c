@@ -1,6 +1,7 @@
 // How does a Comm come about? Arguments are checked before any I/O; then join, clock, job, with the GIL released.
 #include "py/comm.h"
 
+#include <stdint.h>
 #include <string.h>
 
 #include "bootstrap/bootstrap.h"

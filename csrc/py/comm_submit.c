@@ -1,6 +1,7 @@
 // What does an operation asked for from Python look like? Its arguments, checked, and the all-gather of blobs on top.
 #include "py/comm.h"
 
+#include <stdint.h>
 #include <string.h>
 
 #include "base/dtype.h"

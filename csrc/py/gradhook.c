@@ -1,6 +1,7 @@
 // How does Python see the gradient hook backend? The type, and the callable that autograd calls for each gradient.
 #include "py/gradhook.h"
 
+#include <stdint.h>
 #include <stdlib.h>
 
 struct core_hook {

@@ -1,7 +1,8 @@
 // When is a bucket complete, and what happens then? Counts down, sends, waits, re-arms.
 #include "py/gradhook.h"
 
-#include "base/clock.h"
+#include <stddef.h>
+#include <stdint.h>
 
 static PyObject *object_of(struct core_gradhook *self) {
     return (PyObject *)self;

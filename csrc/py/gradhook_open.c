@@ -1,6 +1,7 @@
 // Is a plan of buckets what a GradHook can run? Every argument is checked here, once.
 #include "py/gradhook.h"
 
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 

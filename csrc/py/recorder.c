@@ -1,6 +1,8 @@
 // How does Python stamp events, and who keeps the ring open?
 #include "py/core.h"
 
+#include <stdatomic.h>
+#include <stdint.h>
 #include <unistd.h>
 
 #include "base/clock.h"

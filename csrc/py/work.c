@@ -2,6 +2,7 @@
 #include "py/core.h"
 
 #include <poll.h>
+#include <stdint.h>
 #include <stdlib.h>
 
 #include "base/clock.h"
@@ -95,7 +96,7 @@ int core_hold_wait(PyObject *comm, const struct core_hold *hold, int64_t deadlin
         if (core_hold_done(hold)) {
             break;
         }
-        if (PyErr_CheckSignals() < 0) {
+        if (PyErr_CheckSignals() < 0 || core_comm_tell(comm) < 0) {
             return -1;
         }
         if (timeout_ms == 0) {

@@ -16,8 +16,8 @@ enum nb_event_kind {
     NB_EV_OPTIMIZER_END = 7,
     NB_EV_WAIT_BEGIN = 8, // the training thread starts to wait. key: op key, or 0 for all
     NB_EV_WAIT_END = 9,   //
-    NB_EV_OP_SUBMIT =
-        10, // key: op key, a: round, b: tensor bytes, c: bucket + 1 (0: none), d: comm, e: kind | dtype << 8 | priority << 32
+    // key: op key, a: round, b: tensor bytes, c: bucket + 1 (0: none), d: comm, e: kind | dtype << 8 | priority << 32
+    NB_EV_OP_SUBMIT = 10,
     NB_EV_OP_AGREED = 11,     // key, a: round
     NB_EV_OP_START = 12,      // key, a: round; handed to the wire (stock: call returned)
     NB_EV_OP_FIRST_BYTE = 13, // key, a: round; first byte from a peer

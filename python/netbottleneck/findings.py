@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
+
 from netbottleneck import stats
 from netbottleneck.layers import Layer, layers
 from netbottleneck.scaling import WARMUP_STEPS, Exposed, Split, split_steps, typical
@@ -151,21 +152,22 @@ def _about(common: Findings, base: str, rows: Sequence[Row], warmup: int) -> Fin
     trace = common.trace
     middle = typical(rows, lambda row: row[1].step_ns)
     splits = [row[1] for row in rows]
-    others = [name for name in common.times if name not in (base, *PSEUDO)]
-    pairs = [stats.compare(trace, base, other, warmup) for other in others]
+    others = set(common.times) - {base, *PSEUDO}
+    pairs = _there({name: stats.compare(trace, base, name, warmup) for name in common.times if name in others})
     own = [c for c in trace.collectives if c.transport == base and c.step is not None]
+    sampled = [step for step in trace.steps if step.transport == base]
     transfer_ns = sum(s.transfer_ns for s in splits) / max(trace.size, 1)
     return replace(
         common,
         base=base,
         share=_share(splits),
         late_ns=_late([row[1] for row in middle], trace.size),
-        comparisons=tuple(pair for pair in pairs if pair is not None),
+        comparisons=tuple(pairs.values()),
         handicap=stats.compare(trace, BARE, base, warmup) if base == STOCK else None,
         headroom=stats.headroom(trace, base),
         latency_share=stats.latency_share(own),
         cpu_share=_cpu_share(trace, base, transfer_ns),
-        layers=layers(trace, [(step, exposed) for step, _, exposed in middle], (row[0] for row in rows)),
+        layers=layers(trace, [(step, exposed) for step, _, exposed in middle], sampled),
         predicted_full_use_ns=_full_use(common.parts[base], common.achieved.get(base), common.achievable),
     )
 
@@ -175,8 +177,9 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
     rows: dict[str, list[Row]] = defaultdict(list)
     for row in split_steps(trace, warmup):
         rows[row[0].transport].append(row)
-    splits = {name: [row[1] for row in own] for name, own in rows.items()}
-    times = {name: _step_time(trace, name, warmup) for name in dict.fromkeys([*trace.transports, *rows])}
+    named = list(dict.fromkeys([*trace.transports, *rows]))
+    splits = {name: [row[1] for row in rows[name]] for name in named if name in rows}
+    times = {name: _step_time(trace, name, warmup) for name in named}
     achieved = {name: stats.achieved(name, own) for name, own in splits.items()}
     factors = {n: stats.scaling_factor(trace, n, splits.get(n, ())) for n in times if n not in PSEUDO}
     common = Findings(

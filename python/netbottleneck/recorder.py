@@ -154,6 +154,11 @@ def _transport(name: str, info: Mapping[str, Any], probe: tuple[tr.Probe, ...]) 
     return tr.TransportInfo(name, **known, probe=told or probe)
 
 
+def _transports(told: Mapping[str, Any], named: Mapping[str, list[ev.Event]]) -> tuple[tr.TransportInfo, ...]:
+    names = dict.fromkeys([*told, *(name for name in named if name != TRAIN)])
+    return tuple(_transport(name, told.get(name) or {}, ev.probes(named.get(name, ()))) for name in names)
+
+
 def _key(value: int | str) -> int:
     return (int(value, 0) if isinstance(value, str) else value) & (1 << 64) - 1
 
@@ -169,7 +174,6 @@ def _rank_trace(
     for name, events in named.items():
         if name != TRAIN:
             found += ev.collectives(events, files.rank, name, index, buckets)
-    infos = files.meta.get("transports") or {}
     ended_well = bool(files.meta.get("finished")) and not files.meta.get("error")
     rank = tr.Rank(
         files.rank,
@@ -182,10 +186,7 @@ def _rank_trace(
         # In good order, the loop ends within the step that its last step began.
         steps_unfinished=unfinished + (still_open and not ended_well),
         events_dropped=sum(ring.dropped for ring in files.rings.values()),
-        transports=tuple(
-            _transport(name, infos.get(name) or {}, ev.probes(named.get(name, ())))
-            for name in dict.fromkeys([*infos, *(n for n in named if n != TRAIN)])
-        ),
+        transports=_transports(files.meta.get("transports") or {}, named),
     )
     return replace(
         run,

@@ -105,7 +105,7 @@ def run_python(source: str, *args: str) -> str:
 
 
 def test_events_are_those_of_the_header() -> None:
-    found = re.findall(r"^\s*NB_EV_(\w+) = (\d+)", EVENT_H.read_text(encoding="utf-8"), re.MULTILINE)
+    found = re.findall(r"^\s*NB_EV_(\w+) =\s*(\d+)", EVENT_H.read_text(encoding="utf-8"), re.MULTILINE)
     assert {name: int(number) for name, number in found} == _core.EVENTS
 
 

@@ -12,7 +12,7 @@ EVENT_H = Path(__file__).parents[2] / "csrc" / "trace" / "event.h"
 
 
 def test_event_numbers_are_those_of_the_header():
-    found = {name: int(number) for name, number in re.findall(r"NB_EV_(\w+) = (\d+)", EVENT_H.read_text())}
+    found = {name: int(number) for name, number in re.findall(r"NB_EV_(\w+)\s*=\s*(\d+)", EVENT_H.read_text())}
     assert found == dict(recorder.EVENTS)
 
 

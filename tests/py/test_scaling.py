@@ -156,6 +156,17 @@ def test_layers_sum_to_the_exposed_time_of_the_step(run):
     assert by_name["layer1"].exposed_ns / by_name["conv1"].exposed_ns == pytest.approx((6 << 20) / ((1 << 20) + 1024))
 
 
+def test_transports_stand_in_the_order_in_which_they_were_named(run):
+    assert list(findings.find(replace(run, transports=("ofi", "bare", "stock"))).parts) == ["ofi", "stock"]
+
+
+def test_forward_times_come_from_sampled_steps_even_where_these_do_not_count(run):
+    first = {b: min(s.index for s in run.steps if s.block == b) for b in range(9)}
+    steps = tuple(replace(s, modules=s.modules if s.index == first[s.block] else ()) for s in run.steps)
+    assert {s.block for s in steps if s.modules and s.transport == "stock"}
+    assert [x.forward_ns for x in findings.find(replace(run, steps=steps)).layers] == [2 * MS] * 3
+
+
 def test_operations_without_a_layer_have_a_row_of_their_own(run):
     own = tuple(replace(c, bucket=None) if c.bucket == 1 else c for c in run.collectives)
     found = findings.find(replace(run, collectives=own))

@@ -1,0 +1,172 @@
+"""All-reduce over stock, tcp and ofi, interleaved, verified and counted as nccl-tests does."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+
+from netbottleneck import env, launch
+from netbottleneck._version import __version__
+from netbottleneck.bench.conductor import Workers, patience_s
+from netbottleneck.bench.request import SIZES, TRANSPORTS, Request, parse_lanes, parse_sizes
+from netbottleneck.bench.results import Results, heading, line
+from netbottleneck.lab import Lab, LinkSpec
+
+__all__ = ["Request", "Results", "bench", "measure", "parse_lanes", "parse_sizes"]
+
+Say = Callable[[str], None]
+
+
+def bench(
+    ranks: int = 2,
+    lab: str | LinkSpec | None = None,
+    transports: str | Sequence[str] | None = None,
+    streams: str | int | Sequence[int] = "auto",
+    sizes: str | int | Sequence[int] = SIZES,
+    *,
+    dtype: str = "float32",
+    op: str = "sum",
+    iterations: int = 0,
+    ranks_per_host: int = 1,
+    say: Say | None = None,
+) -> Results:
+    """Start `ranks` processes here and measure all-reduce of each size on each transport, in turn on the same memory.
+
+    lab: hosts joined by capped links, such as "2gbit/500mbit"; None: loopback. sizes in bytes or as "1M,64Mi";
+    streams as "auto" or numbers; transports None: those that are there. say: called with each line of the table.
+    Raises ValueError for a bad argument, LabError where no lab is possible, Error with the words of a rank that failed.
+    """
+    named = transports.split(",") if isinstance(transports, str) else transports
+    request = Request(
+        tuple(named) if named is not None else TRANSPORTS,
+        parse_lanes(streams) if isinstance(streams, str) else _several(streams),
+        parse_sizes(sizes) if isinstance(sizes, str) else _several(sizes),
+        dtype,
+        op,
+        iterations,
+        named is not None,
+    )
+    return start(request, ranks, lab, ranks_per_host, say)
+
+
+def _several(value: int | Sequence[int]) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def start(
+    request: Request, ranks: int, lab: str | LinkSpec | None = None, ranks_per_host: int = 1, say: Say | None = None
+) -> Results:
+    """Carry out a request with ranks started here; see bench."""
+    launch.core()
+    if ranks < 1 or ranks_per_host < 1 or ranks % ranks_per_host:
+        raise ValueError(f"{ranks} ranks, {ranks_per_host} on each host: the first must be a multiple of the second")
+    results = Results(head(ranks))
+    if lab is None:
+        if ranks_per_host > 1:
+            raise ValueError("ranks per host mean something in a lab only: name one, such as 2gbit/500mbit")
+        results.head["network"] = "loopback"
+        _work(request, ranks, None, results, say)
+        return results
+    with Lab(ranks // ranks_per_host, lab, ranks_per_host) as hosts:
+        results.head["lab"] = hosts.verify() if hosts.hosts > 1 else {"lab": str(hosts.spec), "how": hosts.how}
+        results.head["network"] = f"lab {hosts.spec}"
+        if say:
+            say(f"# {lab_line(results.head['lab'])}")
+        _work(request, ranks, hosts, results, say)
+    return results
+
+
+def _work(request: Request, ranks: int, lab: Lab | None, results: Results, say: Say | None) -> None:
+    with Workers(request, ranks, lab) as workers:
+        workers.listen(listener(results, say), patience_s(request, lab.spec if lab else None))
+
+
+def measure(request: Request, settings: env.Settings, place: launch.Place, say: Say | None = None) -> Results:
+    """Carry out a request as one rank of a launcher's job; rank 0's result has the rows."""
+    from netbottleneck.bench.worker import Rank
+
+    results = Results(head(place.size))
+    results.head["network"] = f"{place.size} ranks of {place.launcher}"
+    rank = Rank(request, settings, place, listener(results, say))
+    results.head["interface"] = settings.ifname
+    rank.run()
+    return results
+
+
+def listener(results: Results, say: Say | None) -> Callable[[Mapping[str, Any]], None]:
+    """Return what takes rank 0's lines into the results, and says them."""
+    tell = say or _silent
+
+    def take(said: Mapping[str, Any]) -> None:
+        if "open" in said:
+            tell(heading())
+        elif "left_out" in said:
+            results.notes.append(str(said["left_out"]))
+            tell(f"# {said['left_out']}")
+        elif "row" in said:
+            results.rows.append(dict(said["row"]))
+            tell(line(said["row"]))
+
+    return take
+
+
+def _silent(_: str) -> None:
+    """Says nothing."""
+
+
+def lab_line(lab: Mapping[str, Any]) -> str:
+    """Return one line of what a lab is and what was measured in it."""
+    measured = ", ".join(
+        f"{what} {lab[key] / 1e9:.2f} Gbit/s"
+        for key, what in (("flow_bps", "one flow"), ("link_bps", "all flows"))
+        if isinstance(lab.get(key), int | float)
+    )
+    return f"lab {lab['lab']}: {lab['how']}" + (f"; measured: {measured}" if measured else "")
+
+
+def head(ranks: int) -> dict[str, Any]:
+    """Return where and with what a benchmark is made."""
+    versions = {"netbottleneck": __version__, "python": platform.python_version()}
+    for name in ("torch", "numpy"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "started_wall_ns": time.time_ns(),
+        "command": sys.argv,
+        "ranks": ranks,
+        "machine": {
+            "cpu": _cpu(),
+            "cores": len(os.sched_getaffinity(0)),
+            "kernel": platform.release(),
+            "architecture": platform.machine(),
+        },
+        "versions": versions,
+        "lab": None,
+    }
+
+
+def _cpu() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next((text.partition(":")[2].strip() for text in file if text.startswith("model name")), "")
+    except OSError:
+        return ""
+
+
+class _Callable(ModuleType):
+    """This module, which can be called as its function: `netbottleneck.bench(…)` means the same before and after
+    anything has imported it."""
+
+    def __call__(self, *args: Any, **options: Any) -> Results:
+        return bench(*args, **options)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -1,0 +1,161 @@
+"""Rows of a benchmark: from samples to numbers, and as a table in text and in HTML."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+VERSION = 1
+_COLUMNS = (
+    ("transport", "", 10),
+    ("streams", "", 9),
+    ("size", "(B)", 11),
+    ("count", "(elements)", 11),
+    ("type", "", 9),
+    ("redop", "", 8),
+    ("time", "(us)", 11),
+    ("algbw", "(GB/s)", 8),
+    ("busbw", "(GB/s)", 8),
+    ("busbw", "(Gbit/s)", 9),
+    ("wire", "(Gbit/s)", 9),
+    ("#wrong", "", 7),
+)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """One path at one size: values[rank, round] of (time_ns, cpu_ns, wire_bytes, payload_bytes, wrong).
+
+    wire: whether wire_bytes count what hosts sent through their interfaces; payload_bytes are -1 where not known.
+    """
+
+    values: NDArray[np.int64]
+    count: int
+    itemsize: int
+    wire: bool
+
+    def row(self) -> dict[str, Any]:
+        """Return the numbers of a row. An iteration lasts as long as it does on its slowest rank.
+
+        algbw = bytes / median time, busbw = algbw × 2(n−1)/n (nccl-tests, doc/PERFORMANCE.md). wire_bits_per_s: what
+        a host, or else a rank, sent in one direction during the iterations, over their time. cpu_s_per_gb: processor
+        time of all threads of all ranks for each 10^9 bytes of the tensor.
+        """
+        ranks, rounds, _ = self.values.shape
+        nbytes = self.count * self.itemsize
+        times = self.values[:, :, 0].max(axis=0) / 1e9
+        p10, median, p90 = (float(x) for x in np.quantile(times, (0.1, 0.5, 0.9)))
+        algbw = nbytes / median
+        spent = float(self.values[:, :, 1].sum()) / 1e9
+        return {
+            "bytes": nbytes,
+            "count": self.count,
+            "time_s": {"median": median, "p10": p10, "p90": p90, "n": rounds},
+            "algbw_bytes_per_s": algbw,
+            "busbw_bytes_per_s": algbw * 2 * (ranks - 1) / ranks,
+            "wire_bits_per_s": self._wire(float(times.sum())),
+            "cpu_s_per_gb": spent / (nbytes * rounds / 1e9) if nbytes else None,
+            "wrong": int(self.values[:, :, 4].sum()),
+        }
+
+    def _wire(self, seconds: float) -> float | None:
+        sent = self.values[:, :, 2 if self.wire else 3]
+        if (sent < 0).any():
+            return None
+        # Only one rank of a host counts what its interface sent.
+        sources = int((sent.sum(axis=1) > 0).sum()) or 1
+        return 8 * float(sent.sum()) / sources / seconds
+
+
+def heading() -> str:
+    """Return the head of the table: names and units."""
+    names = "".join(name.rjust(width) for name, _, width in _COLUMNS)
+    units = "".join(unit.rjust(width) for _, unit, width in _COLUMNS)
+    return f"#{names[1:]}\n#{units[1:]}"
+
+
+def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a row's cells as text."""
+    wire = row["wire_bits_per_s"]
+    lanes = str(row["streams"])
+    if lanes == "auto" and row.get("streams_used"):
+        lanes = f"auto ({row['streams_used']})"
+    return (
+        str(row["transport"]),
+        lanes,
+        str(row["bytes"]),
+        str(row["count"]),
+        str(row["dtype"]),
+        str(row["redop"]),
+        f"{1e6 * row['time_s']['median']:.1f}",
+        f"{row['algbw_bytes_per_s'] / 1e9:.3f}",
+        f"{row['busbw_bytes_per_s'] / 1e9:.3f}",
+        f"{8 * row['busbw_bytes_per_s'] / 1e9:.2f}",
+        "-" if wire is None else f"{wire / 1e9:.2f}",
+        str(row["wrong"]),
+    )
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """Return a row of the table."""
+    return "".join(cell.rjust(width) for cell, (_, _, width) in zip(cells(row), _COLUMNS, strict=True))
+
+
+@dataclass
+class Results:
+    """A benchmark: `head` says where and how (machine, versions, lab), `rows` hold the numbers, `notes` what was left
+    out."""
+
+    head: dict[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def wrong(self) -> int:
+        """How many elements were wrong, of all iterations and ranks."""
+        return sum(int(row["wrong"]) for row in self.rows)
+
+    @property
+    def probe(self) -> dict[str, list[tuple[int, float]]]:
+        """By transport: (lanes, bits a second one way) as streams=auto found them."""
+        found: dict[str, list[tuple[int, float]]] = {}
+        for row in self.rows:
+            if row.get("probe"):
+                found[row["transport"]] = [(lanes, 8e9 * moved / ns) for lanes, moved, ns in row["probe"] if ns]
+        return found
+
+    def row(self, transport: str, streams: int | str | None = None, nbytes: int | None = None) -> dict[str, Any]:
+        """Return the last row of a transport, or of these streams and this size. Raises KeyError."""
+        for row in reversed(self.rows):
+            if row["transport"] == transport and streams in (None, row["streams"]) and nbytes in (None, row["bytes"]):
+                return row
+        raise KeyError(f"no row of {transport}, streams {streams}, {nbytes} bytes")
+
+    def table(self) -> str:
+        """Return the table as text."""
+        return "\n".join([heading(), *map(line, self.rows), *(f"# {note}" for note in self.notes)])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the file holds."""
+        return {"version": VERSION, **self.head, "notes": self.notes, "rows": self.rows}
+
+    def write(self, path: Path | str) -> None:
+        """Write the file."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        head = [f"{name} {unit}".strip() for name, unit, _ in _COLUMNS]
+        body = "".join(_html_row("td", cells(row)) for row in self.rows)
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        return f"<table>{_html_row('th', head)}{body}</table>{notes}"
+
+
+def _html_row(tag: str, texts: Sequence[str]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{escape(text)}</{tag}>" for text in texts) + "</tr>"

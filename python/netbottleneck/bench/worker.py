@@ -1,0 +1,184 @@
+"""One rank of a benchmark: every size, on all paths in turn, round after round. Rank 0 tells what came out.
+
+python -m netbottleneck.bench.worker REQUEST: the request as JSON; rank and meeting place come from the environment.
+Rank 0 prints one JSON object a line: {"open": …}, {"left_out": …}, {"row": …}, {"beat": …}. A rank ends when its
+standard input is closed: whoever started it is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path as FilePath
+from typing import Any
+
+import numpy as np
+from netbottleneck import env, launch
+from netbottleneck.bench.data import DTYPES, Data
+from netbottleneck.bench.paths import Native, Path, missing, open_stock
+from netbottleneck.bench.request import Request
+from netbottleneck.bench.results import Samples
+from numpy.typing import NDArray
+
+Emit = Callable[[Mapping[str, Any]], None]
+FIELDS = ("time_ns", "cpu_ns", "wire_bytes", "payload_bytes", "wrong")
+REASON_BYTES = 200
+
+
+class Rank:
+    """This process's share of a benchmark. Raises what connecting or an all-reduce raises."""
+
+    def __init__(self, request: Request, settings: env.Settings, place: launch.Place, emit: Emit) -> None:
+        self.request = request
+        self.settings = settings
+        self.place = place
+        self._emit = emit if place.rank == 0 else _nothing
+        self._core = launch.core()
+        itemsize = DTYPES[request.dtype].itemsize
+        self._bytes = max(request.elements(size) for size in request.sizes) * itemsize
+        self.control = launch.connect(settings, place, transport="tcp", streams=1)
+        self.paths: list[Path] = []
+
+    def run(self) -> None:
+        """Measure everything."""
+        memory = self._core.Arena(max(self._bytes, 4096))
+        try:
+            self._open(memory)
+            if not self.paths:
+                raise ValueError(f"none of {', '.join(self.request.transports)} can be used here")
+            for nbytes in self.request.sizes:
+                self._size(nbytes, memory)
+        finally:
+            for path in self.paths:
+                path.close()
+            self.control.close()
+
+    def _open(self, memory: Any) -> None:
+        what = (self.request.dtype, self.request.op)
+        for transport in self.request.transports:
+            why = self._agree(missing(transport, self.settings))
+            if why and self.request.exact and transport != "stock":
+                raise ValueError(f"{transport} was asked for and cannot be used: {why}")
+            if why:
+                self._emit({"left_out": f"{transport} left out: {why}"})
+            elif transport == "stock":
+                self.paths += open_stock(self.settings, self.place, self.control, memory, what)
+            else:
+                for lanes in self.request.streams:
+                    made = launch.connect(self.settings, self.place, transport=transport, streams=lanes)
+                    self.paths.append(Native(made, transport, lanes, memory, what))
+        self._emit({"open": [[path.name, path.streams] for path in self.paths], "ranks": self.place.size})
+
+    def _agree(self, why: str) -> str:
+        """Return why this or another rank cannot; "" where all can."""
+        said = self.control.exchange(why.encode()[:REASON_BYTES].ljust(REASON_BYTES))
+        found = {rank: text.decode(errors="replace").strip() for rank, text in enumerate(said) if text.strip()}
+        return (
+            "; ".join(f"rank {rank}: {text}" for rank, text in found.items())
+            if len(set(found.values())) > 1
+            else (next(iter(found.values()), ""))
+        )
+
+    def _size(self, nbytes: int, memory: Any) -> None:
+        count = self.request.elements(nbytes)
+        kind = DTYPES[self.request.dtype]
+        data = Data(self.request.dtype, self.request.op, self.place.rank, self.place.size, count)
+        buffer: NDArray[Any] = np.frombuffer(memory, dtype=kind.store, count=count)
+        rounds = self.request.rounds(nbytes)
+        found = np.zeros((len(self.paths), rounds, len(FIELDS)), np.int64)
+        for path in self.paths:
+            path.prepare(count)
+            self._once(path, data, buffer)
+        for turn in range(rounds):
+            order = range(len(self.paths))
+            for index in order if turn % 2 == 0 else reversed(order):
+                self.paths[index].prepare(count)
+                found[index, turn] = self._once(self.paths[index], data, buffer)
+            self._emit({"beat": [nbytes, turn]})
+        shares = [np.frombuffer(blob, np.int64) for blob in self.control.exchange(found.tobytes())]
+        samples = np.stack(shares).reshape(-1, *found.shape)
+        for index, path in enumerate(self.paths):
+            row = Samples(samples[:, index], count, kind.itemsize, self.counts_wire()).row()
+            head = {"transport": path.name, "streams": path.streams or "auto", "op": "allreduce"}
+            head |= {"redop": self.request.op, "dtype": self.request.dtype, "ranks": self.place.size}
+            self._emit({"row": {**head, **row, **path.info()}})
+
+    def counts_wire(self) -> bool:
+        """Whether this rank reports its host's interface: an interface that is no loopback, one rank a host."""
+        return self._interface() != "lo"
+
+    def _once(self, path: Path, data: Data, buffer: NDArray[Any]) -> tuple[int, ...]:
+        now = self._core.now_ns
+        interface = self._interface()
+        data.fill(buffer)
+        self.control.submit("bench.barrier", self._core.BARRIER, [], self._core.UINT8).wait()
+        payload, sent, cpu = path.payload(), _sent_bytes(interface), time.process_time_ns()
+        start = now()
+        path.go()
+        end = now()
+        cpu = time.process_time_ns() - cpu
+        sent = _sent_bytes(interface) - sent if (self.place.local_rank or 0) == 0 else 0
+        moved = -1 if payload is None else (path.payload() or 0) - payload
+        return end - start, cpu, sent, moved, data.wrong(buffer)
+
+    def _interface(self) -> str:
+        spec = (self.settings.ifname or "").lstrip("=")
+        return spec or str(self._core.interfaces(None)[0][0])
+
+
+def _nothing(_: Mapping[str, Any]) -> None:
+    """What ranks other than 0 tell."""
+
+
+def _sent_bytes(interface: str) -> int:
+    """Return what an interface of this network namespace has sent, 0 where that is not known."""
+    for line in FilePath("/proc/self/net/dev").read_text(encoding="ascii").splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == interface:
+            return int(numbers.split()[8])
+    return 0
+
+
+def _end_with_parent() -> None:
+    """End this process when its standard input is closed."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> int:
+    """Run this rank; a failure is one line on stderr."""
+    _end_with_parent()
+    rank = "?"
+
+    def emit(line: Mapping[str, Any]) -> None:
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+
+    try:
+        settings = env.settings()
+        place = launch.detect(settings)
+        rank = str(place.rank)
+        Rank(Request.from_json(json.loads(sys.argv[1])), settings, place, emit).run()
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        if os.environ.get("NETBOTTLENECK_LOG_LEVEL") in ("debug", "trace"):
+            raise
+        sys.stderr.write(f"rank {rank}: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A communicator that another one failed beside must not hold this process.
+    os._exit(code)

@@ -56,6 +56,7 @@ ROOM_OF_MODULE = {
     "layers": "scaling",
     "stats": "scaling",
     "findings": "verdict",
+    "records": "session",
 }
 
 # A room may import itself, the foundation and these. "*": everything but cli.

@@ -120,8 +120,8 @@ class Comm:
     """A job's communicator: all ranks. One communication thread, which never touches Python.
 
     Raises, before any byte of data moves: ValueError for a bad argument; Error with errno ENOENT for a missing
-    libfabric, ENODEV for a missing provider or interface; MismatchError when ranks disagree on `tag`; TimeoutError naming the
-    ranks that did not come."""
+    libfabric, ENODEV for a missing provider or interface; MismatchError when ranks disagree on `tag`; TimeoutError
+    naming the ranks that did not come."""
 
     def __init__(
         self,

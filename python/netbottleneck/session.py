@@ -7,15 +7,17 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from netbottleneck import comm as comms
-from netbottleneck import job, launch
+from netbottleneck import job, launch, records
 from netbottleneck.env import Settings, describe
 from netbottleneck.recorder import EVENTS
+from netbottleneck.trace import SINGLE
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -61,8 +63,10 @@ class Session:
     step: int = 0
     running: bool = False
     closed: bool = False
+    shared: bool = True  # all ranks write to one folder
     described: dict[str, Any] = field(default_factory=dict)
     on_close: list[Callable[[], None]] = field(default_factory=list)
+    alone: bool = False
 
     @property
     def arm(self) -> str:
@@ -101,6 +105,19 @@ class Session:
         self.running = False
         self.step += 1
 
+    @contextmanager
+    def by_itself(self, number: int) -> Generator[None, None, None]:
+        """Stamp what is inside as step `number` of this rank alone, before the arms take turns.
+
+        For a session that was opened with alone=True.
+        """
+        if not self.alone or self.running:
+            raise ValueError("steps of one rank alone come before all others, in a session opened with alone=True")
+        self.recorder.step = number
+        self.recorder.put(EVENTS["STEP_BEGIN"], 0, 0, len(self.blocks.arms), 0)
+        yield
+        self.recorder.put(EVENTS["STEP_END"])
+
     def describe(self, **what: Any) -> None:
         """Add to this rank's description of itself (parameters, modules, buckets), and write it down."""
         self.described.update(what)
@@ -136,8 +153,19 @@ class Session:
             arm.close()
         self.recorder.close()
 
-    def wait_for_records(self) -> None:
-        """Wait until all ranks' records are there, as far as this host can see them; at most FINISH_S."""
+    def collect(self) -> None:
+        """Wait until rank 0 has all ranks' records, at most FINISH_S; where no folder is shared, bring them there.
+
+        Every rank calls it, after `close`.
+        """
+        if not self.shared:
+            try:
+                records.gather(self.control, self.folder / RANKS)
+            except OSError as error:
+                logger.warning("the records of other hosts could not be brought to %s: %s", self.folder, error)
+            return
+        if self.place.rank != 0:
+            return
         until = time.monotonic() + FINISH_S
         missing = set(range(self.place.size))
         while missing and time.monotonic() < until:
@@ -209,11 +237,13 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
     model: str = "",
     network: Mapping[str, Any] | None = None,
     notes: tuple[str, ...] = (),
+    alone: bool = False,
 ) -> Session:
     """Return a session of all ranks of the job; every rank calls this.
 
     arms: transports that take turns; the settings' where None. "bare" means the user's own path, untouched: the
-    hooks that use the session know how to step aside. group: a torch.distributed group that stock uses.
+    hooks that use the session know how to step aside. group: a torch.distributed group that stock uses. alone: steps
+    of one rank by itself come first, see Session.by_itself.
     Raises as launch.connect, and OSError where the folder cannot be written.
     """
     this = job.start(settings)
@@ -235,12 +265,14 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
         model,
         network,
         list(notes),
+        alone=alone,
     )
     if place.rank == 0:
         _write_json(folder / "run.json", _run(opened))
         _write_json(folder / "env.json", {row.name: [row.value, row.source] for row in describe(settings)})
     opened.write(finished=False)
-    control.exchange(b"ready".ljust(8))
+    control.exchange(b"written")
+    opened.shared = records.shared(control, folder / "run.json")
     atexit.register(opened.close)
     return opened
 
@@ -252,7 +284,7 @@ def _run(session: Session) -> dict[str, Any]:
         "command": sys.argv,
         "started_wall_ns": time.time_ns(),
         "size": session.place.size,
-        "transports": list(session.blocks.arms),
+        "transports": [*session.blocks.arms, *([SINGLE] if session.alone else [])],
         "network": session.network,
         "model": session.model,
         "notes": session.notes,

@@ -13,9 +13,9 @@ def finish(session: Session, *, show: bool = True) -> None:
         return
     failed = getattr(sys, "last_value", None)
     session.close(f"{type(failed).__name__}: {failed}" if failed is not None else None)
+    session.collect()
     if session.place.rank != 0:
         return
-    session.wait_for_records()
     from netbottleneck.report import Run
 
     run = Run(session.folder)

@@ -87,7 +87,7 @@ int nb_job_open(struct nb_job **job, const struct nb_job_config *config, struct 
 // Tells the others that this rank leaves in good order, fails what is pending with NB_ECLOSED, ends the thread.
 // Never waits for a peer.
 void nb_job_close(struct nb_job *job);
-// As close, but the others are told that this rank failed.
+// Fails the job on every rank, with this rank as the one at fault. nb_job_close is still due.
 void nb_job_abort(struct nb_job *job, const char *why);
 void nb_job_info(struct nb_job *job, struct nb_job_info *info);
 // The next thing that a user must be told (a stall, a lost lane), at most once each; false: nothing.

@@ -343,9 +343,9 @@ bool nb_work_test(const struct nb_work *work, int *code) {
 }
 
 int nb_work_wait(struct nb_work *work, int timeout_ms, struct nb_error *err) {
-    struct nb_job *job = work->comm->job;
     int code = 0;
-    if (!nb_work_test(work, &code)) {
+    if (!nb_work_test(work, &code)) { // a work that is done may outlive its job
+        struct nb_job *job = work->comm->job;
         struct timespec until;
         clock_gettime(CLOCK_MONOTONIC, &until);
         until.tv_sec += timeout_ms / 1000;

@@ -6,7 +6,8 @@
 #include "base/arena.h"
 
 struct core_arena {
-    PyObject_HEAD struct nb_arena arena;
+    PyObject base;
+    struct nb_arena arena;
     size_t bytes; // as asked for
 };
 

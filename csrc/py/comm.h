@@ -5,17 +5,18 @@
 #include "py/core.h" // IWYU pragma: export
 
 struct core_comm {
-    PyObject_HEAD struct nb_job *job; // NULL: not open, or closed
-    bool closing;                     // the job is being closed, and was taken out of `job`
-    int waiters;                      // threads that wait on the job without the GIL
-    bool recording;                   // `recorder` is taken for the communication thread
-    PyObject *recorder;               // or NULL
-    PyObject *strings;                // what the job's configuration points to
-    PyObject *mapped;                 // arenas whose memory the lanes know
-    PyObject *last_info;              // as it was when it was closed
-    PyObject *last_notices;           //
-    struct nb_list holds;             // operations that nobody waits for any more
-    struct nb_error failure;          // what had ended the job when it was closed
+    PyObject base;
+    struct nb_job *job;      // NULL: not open, or closed
+    bool closing;            // the job is being closed, and was taken out of `job`
+    int waiters;             // threads that wait on the job without the GIL
+    bool recording;          // `recorder` is taken for the communication thread
+    PyObject *recorder;      // or NULL
+    PyObject *strings;       // what the job's configuration points to
+    PyObject *mapped;        // arenas whose memory the lanes know
+    PyObject *last_info;     // as it was when it was closed
+    PyObject *last_notices;  //
+    struct nb_list holds;    // operations that nobody waits for any more
+    struct nb_error failure; // what had ended the job when it was closed
     int rank;
     int size;
     pid_t pid; // that made it

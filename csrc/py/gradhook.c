@@ -5,7 +5,8 @@
 #include <stdlib.h>
 
 struct core_hook {
-    PyObject_HEAD PyObject *gradhook;
+    PyObject base;
+    PyObject *gradhook;
     uint32_t index;
 };
 

@@ -39,8 +39,9 @@ struct gradhook_bucket {
 };
 
 struct core_gradhook {
-    PyObject_HEAD PyObject *recorder; // or NULL
-    PyObject *target;                 // a Comm, a callable, or NULL: nowhere
+    PyObject base;
+    PyObject *recorder; // or NULL
+    PyObject *target;   // a Comm, a callable, or NULL: nowhere
     PyObject *keep;
     bool native; // the target is a Comm
     bool busy;   // waiting without the GIL

@@ -2,7 +2,8 @@
 #include "py/core.h"
 
 struct core_listener {
-    PyObject_HEAD struct nb_listener listener;
+    PyObject base;
+    struct nb_listener listener;
     bool open;
     int users; // joins under way
 };

@@ -8,7 +8,8 @@
 #include "base/clock.h"
 
 struct core_recorder {
-    PyObject_HEAD struct nb_ring ring;
+    PyObject base;
+    struct nb_ring ring;
     struct nb_ring none; // what a closed recorder stamps into: nothing
     uint64_t dropped;    // when it was closed
     pid_t pid;
@@ -147,7 +148,8 @@ static PyObject *recorder_put_at(PyObject *object, PyObject *args, PyObject *kwa
 }
 
 struct core_stamper {
-    PyObject_HEAD PyObject *recorder;
+    PyObject base;
+    PyObject *recorder;
     struct stamp stamp;
 };
 

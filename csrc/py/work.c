@@ -10,7 +10,8 @@
 enum { SLICE_MS = 100 };
 
 struct core_work {
-    PyObject_HEAD PyObject *comm;
+    PyObject base;
+    PyObject *comm;
     struct core_hold *hold;
 };
 

@@ -1,7 +1,10 @@
 // Reduction kernels for any CPU, written as loops the compiler turns into vector code, and the choice of a set.
 #include "coll/reduce.h"
 
+#include "base/dtype.h"
 #include "coll/kernels.h"
+#include <stddef.h>
+#include <stdint.h>
 
 // What two elements a (there) and b (arriving) give. A NaN on either side is the smallest and the largest.
 #define ADD(a, b) ((a) + (b))

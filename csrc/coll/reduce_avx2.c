@@ -1,5 +1,7 @@
 // Reduction kernels for x86-64 with AVX2 and F16C. Bit for bit what the generic ones give, which finish the last few
 // elements. The target is asked for function by function, so the file needs no flag of its own.
+#include "base/dtype.h"
+#include <stddef.h>
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -91,8 +93,8 @@ static inline TARGET __m256i max_i64(__m256i a, __m256i b) {
         size_t left = count;                                                                                           \
         for (; left >= (width); left -= (width)) {                                                                     \
             store(d, op(load(d), load(s)));                                                                            \
-            d += (width) * (element_bytes);                                                                            \
-            s += (width) * (element_bytes);                                                                            \
+            d += (size_t)(width) * (element_bytes);                                                                    \
+            s += (size_t)(width) * (element_bytes);                                                                    \
         }                                                                                                              \
         nb_kernels_generic.reduce[dtype][redop](d, s, left);                                                           \
     }
@@ -103,7 +105,7 @@ static inline TARGET __m256i max_i64(__m256i a, __m256i b) {
         size_t left = count;                                                                                           \
         for (; left >= (width); left -= (width)) {                                                                     \
             store(d, multiply(load(d), splat));                                                                        \
-            d += (width) * (element_bytes);                                                                            \
+            d += (size_t)(width) * (element_bytes);                                                                    \
         }                                                                                                              \
         nb_kernels_generic.scale[dtype](d, left, scale);                                                               \
     }

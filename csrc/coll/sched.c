@@ -1,5 +1,7 @@
 // Which bytes travel in which step: ring and chain as arithmetic, without any I/O.
 #include "coll/sched.h"
+#include <stddef.h>
+#include <stdint.h>
 
 enum { PART_ALIGN = 64 };
 

@@ -246,11 +246,10 @@ static const char gradhook_doc[] =
     "used as it is; a smaller foreign one is copied there and the parameter's `grad` re-pointed; one of at least\n"
     "`direct_bytes` travels from where autograd put it, except to a callable, and is reduced in place. What is\n"
     "not contiguous, or of another dtype, is copied by the view's copy_().\n\n"
-    "A hook that fires again before its bucket is submitted replaces that gradient. One that fires again after,\n"
-    "in a second backward, waits for the bucket and opens it anew: it is submitted once more when all its\n"
-    "parameters fired again, or by flush(). The result is then that of the values the parameters hold: the\n"
-    "average of (already averaged + new), as in DDP. Autograd adds to memory that may still be in flight, so\n"
-    "call wait() between two backwards. Parameters are held weakly; one that is gone counts as zeros.";
+    "A hook that fires again before its bucket is submitted replaces that gradient. One that fires while its\n"
+    "bucket is on its way raises RuntimeError: autograd has added to memory that is being reduced. After wait()\n"
+    "a second backward sends its buckets once more; the result is that of the values the parameters hold, the\n"
+    "average of (already averaged + new), as in DDP. Parameters are held weakly; one that is gone counts as zeros.";
 
 PyTypeObject *core_gradhook_type(PyObject *module) {
     static const PyMethodDef methods[] = {

@@ -187,7 +187,11 @@ int gradhook_fire(struct core_gradhook *self, uint32_t index) {
     if (self->paused) {
         return 0;
     }
-    if (bucket->sent && (check_idle(self) < 0 || finish(self, bucket) < 0)) {
+    if (bucket->sent) { // autograd has added to memory that is being reduced
+        PyErr_Format(PyExc_RuntimeError,
+                     "parameter %u was added to while its bucket %s is on its way: wait() between two backward passes, "
+                     "or say how many passes a step has",
+                     index, bucket->name);
         return -1;
     }
     if (param->left > 1) {

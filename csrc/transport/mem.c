@@ -3,10 +3,13 @@
 #include "transport/mem.h"
 
 #include <errno.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/error.h"
 #include "transport/mem_internal.h"
+#include "transport/transport.h"
 
 static int draw_delay(struct mem_lane *lane) {
     return (int)nb_mem_draw(&lane->random, (uint32_t)lane->net->delay_max + 1);

@@ -1,10 +1,15 @@
 // What the ranks of a network inside one process share: links, the packets on them, and the weather.
 #include <errno.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/error.h"
+#include "base/loop.h"
+#include "transport/mem.h"
 #include "transport/mem_internal.h"
+#include "transport/transport.h"
 
 struct link *nb_mem_link(const struct nb_mem_net *net, int index, int a, int b) {
     int low = a < b ? a : b;

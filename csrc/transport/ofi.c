@@ -1,4 +1,11 @@
 // Drives one libfabric endpoint: its peers, the writes under way, and what its completion queue says.
+#include "base/error.h"
+#include "base/list.h"
+#include "base/loop.h"
+#include "transport/ofi_lib.h"
+#include "transport/transport.h"
+#include <stddef.h>
+#include <stdint.h>
 #ifdef NB_HAVE_OFI
 
 #include "transport/ofi.h"

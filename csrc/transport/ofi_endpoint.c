@@ -1,4 +1,12 @@
 // libfabric's objects of one lane, in the order in which they are made and closed, and the memory it may touch.
+#include "base/error.h"
+#include "base/list.h"
+#include "base/loop.h"
+#include "base/sock.h"
+#include "transport/ofi.h"
+#include "transport/ofi_lib.h"
+#include "transport/transport.h"
+#include <stdint.h>
 #ifdef NB_HAVE_OFI
 
 #include <errno.h>

@@ -1,4 +1,8 @@
 // Finds libfabric, loads it, and says which providers it has.
+#include "base/error.h"
+#include "base/sock.h"
+#include "transport/ofi.h"
+#include <stdint.h>
 #ifdef NB_HAVE_OFI
 
 #include "transport/ofi_lib.h"
@@ -37,7 +41,8 @@ static int load_symbols(struct nb_ofi_lib *lib, void *handle, const char *path, 
     for (size_t i = 0; i < sizeof symbols / sizeof symbols[0]; i++) {
         void *symbol = dlsym(handle, symbols[i].name);
         if (symbol == NULL) {
-            return nb_fail(err, NB_ENOLIB, "%s is not a libfabric: it has no %s", path, symbols[i].name);
+            nb_fail(err, NB_ENOLIB, "%s is not a libfabric: it has no %s", path, symbols[i].name);
+            return NB_ENOLIB;
         }
         memcpy((char *)lib + symbols[i].offset, &symbol, sizeof symbol);
     }
@@ -56,9 +61,13 @@ int nb_ofi_lib_open(struct nb_ofi_lib *lib, const char *library, struct nb_error
         }
     }
     if (handle == NULL) {
-        return library != NULL ? nb_fail(err, NB_ENOLIB, "libfabric at %s: %s", library, dlerror())
-                               : nb_fail(err, NB_ENOLIB, "no libfabric: %s: %s", usual_places[0],
-                                         "install libfabric1, or the package mpich from PyPI and give its path");
+        if (library != NULL) {
+            nb_fail(err, NB_ENOLIB, "libfabric at %s: %s", library, dlerror());
+        } else {
+            nb_fail(err, NB_ENOLIB, "no libfabric: %s: %s", usual_places[0],
+                    "install libfabric1, or the package mpich from PyPI and give its path");
+        }
+        return NB_ENOLIB;
     }
     struct nb_ofi_lib found = {0};
     int rc = load_symbols(&found, handle, path, err);
@@ -72,8 +81,9 @@ int nb_ofi_lib_open(struct nb_ofi_lib *lib, const char *library, struct nb_error
     snprintf(found.path, sizeof found.path, "%s", path);
     uint32_t version = found.version();
     if (FI_VERSION_LT(version, (uint32_t)NB_OFI_API)) {
-        return nb_fail(err, NB_ENOLIB, "libfabric %u.%u at %s is too old: 1.17 or later is needed", FI_MAJOR(version),
-                       FI_MINOR(version), found.path);
+        nb_fail(err, NB_ENOLIB, "libfabric %u.%u at %s is too old: 1.17 or later is needed", FI_MAJOR(version),
+                FI_MINOR(version), found.path);
+        return NB_ENOLIB;
     }
     *lib = found;
     return 0;

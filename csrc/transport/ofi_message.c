@@ -1,5 +1,10 @@
 // Short messages of the libfabric lane: a pool of buffers to send from, a pool of posted ones to receive into, and
 // what came from a peer before this side had opened it. A message that does not show the job's token is dropped.
+#include "base/error.h"
+#include "base/list.h"
+#include "bootstrap/bootstrap.h"
+#include "transport/transport.h"
+#include <stdint.h>
 #ifdef NB_HAVE_OFI
 
 #include <errno.h>

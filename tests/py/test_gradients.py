@@ -8,11 +8,8 @@ import weakref
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("netbottleneck._core", reason="the C module is not built", exc_type=ImportError)
-
-from netbottleneck.torch.gradients import Gradients  # noqa: E402
+import torch
+from netbottleneck.torch.gradients import Gradients
 
 
 class Double:

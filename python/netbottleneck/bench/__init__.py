@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from types import ModuleType
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from netbottleneck import env, launch
 from netbottleneck._version import __version__
@@ -17,10 +17,21 @@ from netbottleneck.bench.conductor import Workers, patience_s
 from netbottleneck.bench.request import SIZES, TRANSPORTS, Request, parse_lanes, parse_sizes
 from netbottleneck.bench.results import Results, heading, line
 from netbottleneck.lab import Lab, LinkSpec
+from netbottleneck.units import gbit
 
 __all__ = ["Request", "Results", "bench", "measure", "parse_lanes", "parse_sizes"]
 
 Say = Callable[[str], None]
+
+
+class More(TypedDict, total=False):
+    """What else `bench` takes, with its defaults: float32, sum, 0 (by size), 1, None."""
+
+    dtype: str
+    op: str
+    iterations: int
+    ranks_per_host: int
+    say: Say | None
 
 
 def bench(
@@ -29,12 +40,7 @@ def bench(
     transports: str | Sequence[str] | None = None,
     streams: str | int | Sequence[int] = "auto",
     sizes: str | int | Sequence[int] = SIZES,
-    *,
-    dtype: str = "float32",
-    op: str = "sum",
-    iterations: int = 0,
-    ranks_per_host: int = 1,
-    say: Say | None = None,
+    **more: Unpack[More],
 ) -> Results:
     """Start `ranks` processes here and measure all-reduce of each size on each transport, in turn on the same memory.
 
@@ -47,12 +53,12 @@ def bench(
         tuple(named) if named is not None else TRANSPORTS,
         parse_lanes(streams) if isinstance(streams, str) else _several(streams),
         parse_sizes(sizes) if isinstance(sizes, str) else _several(sizes),
-        dtype,
-        op,
-        iterations,
+        more.get("dtype", "float32"),
+        more.get("op", "sum"),
+        more.get("iterations", 0),
         named is not None,
     )
-    return start(request, ranks, lab, ranks_per_host, say)
+    return start(request, ranks, lab, more.get("ranks_per_host", 1), more.get("say"))
 
 
 def _several(value: int | Sequence[int]) -> tuple[int, ...]:
@@ -122,12 +128,11 @@ def _silent(_: str) -> None:
 
 def lab_line(lab: Mapping[str, Any]) -> str:
     """Return one line of what a lab is and what was measured in it."""
-    measured = ", ".join(
-        f"{what} {lab[key] / 1e9:.2f} Gbit/s"
-        for key, what in (("flow_bps", "one flow"), ("link_bps", "all flows"))
-        if isinstance(lab.get(key), int | float)
-    )
-    return f"lab {lab['lab']}: {lab['how']}" + (f"; measured: {measured}" if measured else "")
+    runs = [lab[key] for key in ("one_flow", "many_flows") if lab.get(key)]
+    words = [f"{run['flows']} flow{'s' if run['flows'] > 1 else ''} {gbit(run['measured_bps'])}" for run in runs]
+    measured = f"; measured: {', '.join(words)}" if words else ""
+    bad = "" if lab.get("ok", True) else " (NOT what was asked for)"
+    return f"lab {lab['lab']}: {lab['how']}{measured}{bad}"
 
 
 def head(ranks: int) -> dict[str, Any]:
@@ -162,8 +167,10 @@ def _cpu() -> str:
 
 
 class _Callable(ModuleType):
-    """This module, which can be called as its function: `netbottleneck.bench(…)` means the same before and after
-    anything has imported it."""
+    """This module, which can be called as its function.
+
+    So `netbottleneck.bench(…)` means the same before and after anything has imported the module.
+    """
 
     def __call__(self, *args: Any, **options: Any) -> Results:
         return bench(*args, **options)

@@ -57,7 +57,8 @@ class Request:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Request:
         """Return the request that a dictionary spells."""
-        return cls(**{name: tuple(item) if isinstance(item, list) else item for name, item in value.items()})
+        fields: dict[str, Any] = {name: tuple(item) if isinstance(item, list) else item for name, item in value.items()}
+        return cls(**fields)
 
 
 def _each(what: str, names: Sequence[str], known: Sequence[str]) -> None:

@@ -110,8 +110,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 @dataclass
 class Results:
-    """A benchmark: `head` says where and how (machine, versions, lab), `rows` hold the numbers, `notes` what was left
-    out."""
+    """A benchmark: `head` says where and how, `rows` hold the numbers, `notes` what was left out."""
 
     head: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -135,7 +134,7 @@ class Results:
         """Return the last row of a transport, or of these streams and this size. Raises KeyError."""
         for row in reversed(self.rows):
             if row["transport"] == transport and streams in (None, row["streams"]) and nbytes in (None, row["bytes"]):
-                return row
+                return dict(row)
         raise KeyError(f"no row of {transport}, streams {streams}, {nbytes} bytes")
 
     def table(self) -> str:

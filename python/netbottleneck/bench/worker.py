@@ -17,12 +17,13 @@ from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
 from netbottleneck import env, launch
 from netbottleneck.bench.data import DTYPES, Data
 from netbottleneck.bench.paths import Native, Path, missing, open_stock
 from netbottleneck.bench.request import Request
 from netbottleneck.bench.results import Samples
-from numpy.typing import NDArray
 
 Emit = Callable[[Mapping[str, Any]], None]
 FIELDS = ("time_ns", "cpu_ns", "wire_bytes", "payload_bytes", "wrong")

@@ -41,6 +41,7 @@ def attach(
         chosen, gradients, optimizer, model=ddp, bare=lambda on: setattr(ddp, "require_backward_grad_sync", on)
     )
     _replace_no_sync(ddp, measured)
+    _keep_buffers_alike(ddp, measured)
     if session is None:
         finish_at_exit(chosen)
     return measured
@@ -51,6 +52,15 @@ def reducer_off(ddp: DistributedDataParallel) -> None:
     if getattr(ddp, "_comm_hooks", None):
         raise ValueError("this DDP model has a communication hook of its own: netbottleneck cannot stand in for it")
     ddp.require_backward_grad_sync = False
+
+
+def _keep_buffers_alike(ddp: DistributedDataParallel, measured: Measured) -> None:
+    """Have rank 0's buffers given to all before the next forward pass, as a DDP model does whose reducer works."""
+
+    def after_forward(*_: Any) -> None:
+        ddp.require_forward_param_sync = torch.is_grad_enabled() and not measured.held
+
+    ddp.register_forward_hook(after_forward)
 
 
 def _replace_no_sync(ddp: DistributedDataParallel, measured: Measured) -> None:

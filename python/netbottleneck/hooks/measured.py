@@ -61,6 +61,11 @@ class Measured:
         session.begin()
         self._sample()
 
+    @property
+    def held(self) -> bool:
+        """True where gradients only add up."""
+        return self._held
+
     def hold(self, held: bool) -> None:
         """Gradients only add up while held, as inside DDP's no_sync()."""
         self._held = held

@@ -1,6 +1,7 @@
 """A plain DDP training script. Its only line that is not any user's: `import netbottleneck`, where E2E_IMPORT puts it.
 
-E2E_IMPORT: before or after torch's import; never: the untouched script. Every rank writes its weights to E2E_OUT.
+E2E_IMPORT: before or after torch's import; never: the untouched script. E2E_MODEL: linear, or norm, which has buffers.
+Every rank writes its parameters and buffers to E2E_OUT.
 """
 
 import os
@@ -15,31 +16,36 @@ from torch.nn.parallel import DistributedDataParallel
 if os.environ["E2E_IMPORT"] == "after":
     import netbottleneck  # noqa: F401
 
-STEPS = int(os.environ.get("E2E_STEPS", "12"))
+STEPS = 12
+
+
+def network() -> torch.nn.Module:
+    if os.environ.get("E2E_MODEL") == "norm":
+        return torch.nn.Sequential(torch.nn.Linear(20, 32), torch.nn.BatchNorm1d(32), torch.nn.Linear(32, 4))
+    return torch.nn.Sequential(
+        torch.nn.Linear(20, 300), torch.nn.ReLU(), torch.nn.Linear(300, 600), torch.nn.ReLU(), torch.nn.Linear(600, 4)
+    )
 
 
 def main() -> None:
-    torch.manual_seed(7)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    model = DistributedDataParallel(
-        torch.nn.Sequential(
-            torch.nn.Linear(20, 300),
-            torch.nn.ReLU(),
-            torch.nn.Linear(300, 600),
-            torch.nn.ReLU(),
-            torch.nn.Linear(600, 4),
-        )
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    data = torch.Generator().manual_seed(dist.get_rank())
+    torch.manual_seed(dist.get_rank())
+    plain = network()
+    parameters = plain.parameters()
+    if os.environ.get("E2E_OPTIMIZER") == "first":
+        optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+        model = DistributedDataParallel(plain)
+    else:
+        model = DistributedDataParallel(plain)
+        optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
     for _ in range(STEPS):
-        inputs = torch.randn(8, 20, generator=data)
-        targets = torch.randint(4, (8,), generator=data)
+        inputs, targets = torch.randn(8, 20), torch.randint(4, (8,))
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
-    torch.save(model.module.state_dict(), Path(os.environ["E2E_OUT"]) / f"{dist.get_rank()}.pt")
+    state = b"".join(tensor.numpy().tobytes() for tensor in plain.state_dict().values())
+    (Path(os.environ["E2E_OUT"]) / f"{dist.get_rank()}.weights").write_bytes(state)
     dist.destroy_process_group()
 
 

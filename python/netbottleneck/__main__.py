@@ -1,0 +1,8 @@
+"""python -m netbottleneck: the command line."""
+
+import sys
+
+from netbottleneck.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

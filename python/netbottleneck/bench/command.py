@@ -1,0 +1,126 @@
+"""The words of `netbottleneck bench`, and what they start."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from netbottleneck import env, launch
+from netbottleneck.bench import measure, pair, start
+from netbottleneck.bench.data import DTYPES, REDUCTIONS
+from netbottleneck.bench.request import SIZES, TRANSPORTS, Request, parse_lanes, parse_sizes
+from netbottleneck.lab import parse_lab
+
+
+def say(text: str) -> None:
+    """Print a line now."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's own words."""
+    made = argparse.ArgumentParser(
+        prog="netbottleneck bench",
+        description="All-reduce over the stock path and over our own lanes, in turn, on the same memory and clock.",
+    )
+    made.add_argument("--ranks", type=int, metavar="N", help="ranks to start here (2); under a launcher: its ranks")
+    made.add_argument("--ranks-per-host", type=int, default=1, metavar="K", help="ranks on each host of the lab")
+    made.add_argument("--lab", metavar="LINK[/FLOW[,FLOW…]]", help="such as 2gbit/500mbit or none/400mbit,100mbit")
+    made.add_argument("--transports", metavar="LIST", help=f"of {', '.join(TRANSPORTS)} (those that are there)")
+    made.add_argument("--streams", metavar="LIST", help="auto, or numbers such as 1,2,4,8 (auto)")
+    made.add_argument("--sizes", metavar="LIST", help="such as 1M,16M,64Mi; M is 10^6, Mi is 2^20 (1M,16M,64M)")
+    made.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    made.add_argument("--op", choices=list(REDUCTIONS), default="sum")
+    made.add_argument("--iters", type=int, default=0, metavar="N", help="iterations of each size (by size: 20 to 5)")
+    made.add_argument("--json", metavar="FILE", help="write rows here too")
+    hosts = made.add_argument_group("two hosts of your own, without torch or a launcher")
+    both = hosts.add_mutually_exclusive_group()
+    both.add_argument("--listen", action="store_true", help="on one: prints the command for the other")
+    both.add_argument("--connect", metavar="HOST[:PORT]", help="on the other")
+    hosts.add_argument("--port", type=int, metavar="P", help=f"where to listen ({pair.PORT}); 0: the system chooses")
+    hosts.add_argument("--ifname", metavar="IF", help="interface to listen on (NETBOTTLENECK_IFNAME)")
+    hosts.add_argument("--secret", metavar="S", help="what --listen printed (NETBOTTLENECK_SECRET)")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; 1 where a result was wrong. Raises what the benchmark raises."""
+    made = parser()
+    args = made.parse_args(argv)
+    try:
+        asked = _request(args)
+        if args.lab is not None:
+            parse_lab(args.lab)
+        _check(args)
+    except ValueError as error:
+        made.error(str(error))
+    settings = env.settings({"secret": args.secret, "ifname": args.ifname})
+    if args.listen or args.connect:
+        return _pair(args, asked, settings)
+    place = launch.detect(settings)
+    if place.size > 1 and args.lab is None and args.ranks in (None, place.size):
+        results = measure(asked, settings, place, say)
+        if place.rank != 0:
+            return 0
+    elif place.size > 1:
+        made.error(f"{place.launcher} started {place.size} ranks; --lab and --ranks start their own: use one of them")
+    else:
+        say(
+            f"# all-reduce {asked.dtype} {asked.op}, {args.ranks or 2} ranks, "
+            f"{'lab ' + args.lab if args.lab else 'loopback: what this machine moves, no network'}"
+        )
+        results = start(asked, args.ranks or 2, args.lab, args.ranks_per_host, say)
+    if args.json:
+        results.write(args.json)
+    if results.wrong:
+        sys.stderr.write(f"netbottleneck: {results.wrong} elements were wrong\n")
+    return 1 if results.wrong else 0
+
+
+def _request(args: argparse.Namespace) -> Request:
+    named = tuple(args.transports.split(",")) if args.transports else TRANSPORTS
+    return Request(
+        named,
+        parse_lanes(args.streams or "auto"),
+        parse_sizes(args.sizes) if args.sizes else SIZES,
+        args.dtype,
+        args.op,
+        args.iters,
+        args.transports is not None,
+    )
+
+
+def _check(args: argparse.Namespace) -> None:
+    paired = args.listen or args.connect
+    for name in ("port", "secret", "ifname"):
+        if getattr(args, name) is not None and not paired:
+            raise ValueError(f"--{name} goes with --listen or --connect")
+    for name in ("lab", "ranks", "json"):
+        if getattr(args, name) is not None and paired:
+            raise ValueError(f"--{name} does not go with --listen or --connect")
+    if args.port is not None and not 0 <= args.port <= 65535:
+        raise ValueError(f"--port {args.port}: must be from 0 to 65535")
+    if args.ranks is not None and not 1 <= args.ranks <= 200:
+        raise ValueError(f"--ranks {args.ranks}: must be from 1 to 200")
+    if args.ranks_per_host < 1 or (args.ranks or 2) % args.ranks_per_host:
+        raise ValueError(f"--ranks-per-host {args.ranks_per_host}: --ranks must be a multiple of it")
+
+
+def _pair(args: argparse.Namespace, asked: Request, settings: env.Settings) -> int:
+    options: dict[str, Any] = {
+        "transports": asked.transports if args.transports else ("tcp", "ofi"),
+        "streams": asked.streams if args.streams else pair.STREAMS,
+        "bytes": asked.sizes[-1] if args.sizes else pair.BYTES,
+    }
+    if "stock" in options["transports"] or 0 in options["streams"] or options["bytes"] < 4:
+        raise ValueError(
+            "between two hosts, tcp and ofi are measured with given numbers of streams and at least 4 bytes"
+        )
+    if args.listen:
+        pair.listen(settings, args.port, say, **options)
+    else:
+        pair.connect(settings, args.connect, say, **options)
+    return 0

@@ -1,0 +1,268 @@
+"""Two hosts of the user's own, without torch or a launcher: what 1 to 16 network streams move between them.
+
+One side listens and prints the command for the other. The listening side decides size and count of each measurement;
+both measure the same all-reduces, and both say what came out.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import statistics
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from netbottleneck import launch
+from netbottleneck.bench.paths import missing
+from netbottleneck.env import Settings
+from netbottleneck.errors import Error
+from netbottleneck.units import gbit
+from netbottleneck.units import streams as in_words
+
+if TYPE_CHECKING:
+    from netbottleneck import _core
+
+PORT = 29555
+STREAMS = (1, 2, 4, 8, 16)
+BYTES = 64 * 10**6
+WARM_BYTES = 4 * 10**6
+LEAST_BYTES = 10**6
+BUDGET_S = 50.0  # for all measurements together
+POINT_S = 2.0  # what one may take where all-reduces are short
+WAIT_S = 600.0  # how long the listening side waits for the other
+NOTEWORTHY = 1.15  # gain of several streams over one from which the verdict names it
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Point:
+    """What `streams` streams moved: bits a second, one way, the median of `count` all-reduces of `bytes`."""
+
+    transport: str
+    streams: int
+    bytes: int
+    count: int
+    bits_per_s: float
+
+
+@dataclass
+class Pair:
+    """One side of the measurement: rank 0 listens, rank 1 connects."""
+
+    settings: Settings
+    rank: int
+    say: Say
+    secret: bytes
+    transports: tuple[str, ...]
+    streams: tuple[int, ...] = STREAMS
+    bytes: int = BYTES
+    listener: _core.Listener | None = None
+    address: str = ""
+    points: list[Point] = field(default_factory=list)
+
+    def run(self) -> list[Point]:
+        """Measure. Raises TimeoutError when the other side does not come, PeerError when it goes."""
+        core = launch.core()
+        self._interface = _interface(self.address, self.rank)
+        # The first meeting may take long; from then on the usual deadline holds.
+        self._join("tcp", 1, WAIT_S if self.rank == 0 else self.settings.start_timeout_s).close()
+        control = self._join("tcp", 1)
+        try:
+            self._begun = time.monotonic()
+            self.say("# the other side is there")
+            usable = self._usable(control)
+            memory = core.Arena(max(self.bytes, WARM_BYTES))
+            plan = [(transport, lanes) for transport in usable for lanes in self.streams]
+            self.say(f"{'transport':>10} {'streams':>8} {'size':>10} {'moved one way':>16}")
+            for index, (transport, lanes) in enumerate(plan):
+                made = self._join(transport, lanes)
+                try:
+                    point = self._point(control, made, memory, (transport, lanes), len(plan) - index)
+                finally:
+                    made.close()
+                self.points.append(point)
+                size = f"{point.bytes / 1e6:.0f} MB"
+                self.say(f"{transport:>10} {lanes:>8} {size:>10} {gbit(point.bits_per_s):>16}")
+            return self.points
+        finally:
+            control.close()
+
+    def _join(self, transport: str, lanes: int, timeout_s: float | None = None) -> _core.Comm:
+        door: dict[str, Any] = {"listener": self.listener} if self.rank == 0 else {"address": self.address}
+        made: _core.Comm = launch.core().Comm(
+            self.rank,
+            2,
+            secret=self.secret,
+            tag="netbottleneck bench between two hosts",
+            transport=transport,
+            streams=lanes,
+            provider=self.settings.provider,
+            library=self.settings.library,
+            ifname=self._interface,
+            ports=self.settings.ports,
+            segment_bytes=self.settings.segment_bytes,
+            timeout_s=timeout_s or self.settings.timeout_s,
+            **door,
+        )
+        return made
+
+    def _usable(self, control: _core.Comm) -> list[str]:
+        """Return the transports that both sides have; both must want the same."""
+        wanted = ",".join([*self.transports, *map(str, self.streams), str(self.bytes)])
+        said = [text.decode().strip() for text in control.exchange(wanted.encode().ljust(200))]
+        if said[0] != said[1]:
+            raise ValueError(f"the two sides were asked for different things: {said[0]} and {said[1]}")
+        found = []
+        for transport in self.transports:
+            why = missing(transport, self.settings)
+            both = [text.decode(errors="replace").strip() for text in control.exchange(why.encode()[:200].ljust(200))]
+            if any(both):
+                sides = zip(("the listening side", "the connecting side"), both, strict=True)
+                self.say(f"# {transport} left out: " + "; ".join(f"{side}: {text}" for side, text in sides if text))
+            else:
+                found.append(transport)
+        if not found:
+            raise ValueError(f"none of {', '.join(self.transports)} is there on both sides")
+        return found
+
+    def _point(
+        self, control: _core.Comm, made: _core.Comm, memory: _core.Arena, what: tuple[str, int], left: int
+    ) -> Point:
+        warm = min(self.bytes, WARM_BYTES)
+        made.map(memory)
+        self._together(control, made, memory, min(warm, 65536))
+        rate = warm / self._together(control, made, memory, warm)
+        nbytes, count = self._choose(rate, left)
+        nbytes, count = struct.unpack("<qq", control.exchange(struct.pack("<qq", nbytes, count))[0])
+        middle = statistics.median(self._together(control, made, memory, nbytes) for _ in range(count))
+        return Point(*what, nbytes, count, 8 * nbytes / middle)
+
+    def _choose(self, bytes_per_s: float, left: int) -> tuple[int, int]:
+        """Return how large and how many the all-reduces of the next point are, by the time that is left."""
+        seconds = max(0.2, (self._begun + BUDGET_S - time.monotonic()) / left)
+        nbytes = self.bytes
+        if nbytes / bytes_per_s > 1.3 * seconds:
+            nbytes = max(min(nbytes, LEAST_BYTES), int(bytes_per_s * seconds) // LEAST_BYTES * LEAST_BYTES)
+        return nbytes, max(1, min(5, int(min(seconds, POINT_S) * bytes_per_s / nbytes)))
+
+    def _together(self, control: _core.Comm, made: _core.Comm, memory: _core.Arena, nbytes: int) -> float:
+        """All-reduce once, check the sums, and return the seconds of the slower side."""
+        core = launch.core()
+        nbytes -= nbytes % 4
+        values: NDArray[np.float32] = np.frombuffer(memoryview(memory), np.float32, nbytes // 4)
+        values[:] = np.resize(np.arange(1, 1010, dtype=np.float32), len(values)) * (self.rank + 1)
+        control.submit("pair.barrier", core.BARRIER, [], core.UINT8).wait()
+        start = core.now_ns()
+        made.submit("pair", core.ALLREDUCE, [(memory.address, nbytes)], core.FLOAT32, keep=memory).wait()
+        taken = core.now_ns() - start
+        values /= 3
+        if not np.array_equal(values, np.resize(np.arange(1, 1010, dtype=np.float32), len(values))):
+            raise Error(0, f"an all-reduce of {nbytes} bytes came out wrong")
+        times: list[int] = [struct.unpack("<q", blob)[0] for blob in control.exchange(struct.pack("<q", taken))]
+        return max(times) / 1e9
+
+
+def verdict(points: Sequence[Point]) -> str:
+    """Return the sentences: one stream against the best number of streams, by transport."""
+    said = []
+    for transport in dict.fromkeys(point.transport for point in points):
+        curve = [point for point in points if point.transport == transport]
+        one, most = curve[0], max(curve, key=lambda point: point.bits_per_s)
+        # The fewest that are nearly the best.
+        best = next(point for point in curve if point.bits_per_s >= 0.95 * most.bits_per_s)
+        gain = best.bits_per_s / one.bits_per_s
+        head = f"{transport}: {_first(one)} {gbit(one.bits_per_s)}"
+        if best is one or gain < NOTEWORTHY:
+            tail = f"; the best of {len(curve)} counts {gbit(most.bits_per_s)}: more streams buy nothing here."
+        else:
+            tail = (
+                f", {in_words(best.streams)} move {gbit(best.bits_per_s)}: a job with one connection for each peer "
+                f"leaves a factor of {gain:.1f} of this network unused. NETBOTTLENECK_TRANSPORT={transport} with "
+                f"NETBOTTLENECK_STREAMS=auto takes it."
+            )
+        said.append(head + tail)
+    return "\n".join(said)
+
+
+def _first(point: Point) -> str:
+    return "one stream moves" if point.streams == 1 else f"{in_words(point.streams)} move"
+
+
+def _interface(address: str, rank: int) -> str | None:
+    """Return the interface (in the settings' syntax) that owns the listening address, or that leads to it."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if rank != 0:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((socket.gethostbyname(host), int(port)))
+            except OSError as error:
+                raise Error(error.errno or 0, f"no way to {host}: {error.strerror or error}") from error
+            host = probe.getsockname()[0]
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.family == socket.AF_INET and entry.address == host for entry in entries):
+            return f"={name}"
+    return None
+
+
+def listen(settings: Settings, port: int | None, say: Say, **options: Any) -> list[Point]:
+    """Listen, print the command for the other host, measure. Raises Error for a port in use or a missing interface."""
+    core = launch.core()
+    chosen = settings.ports if port is None else (port, port)
+    if port is None and settings.ports == (0, 0):
+        chosen = (PORT, PORT)
+    drawn = settings.secret is None
+    secret = settings.secret or secrets.token_bytes(16)
+    listener: _core.Listener = core.Listener(None, settings.ifname, chosen)
+    try:
+        key = f" --secret {secret.hex()}" if drawn else ""
+        say(
+            f"# listening at {listener.address}; on the other host run"
+            + ("" if drawn else ", with the same NETBOTTLENECK_SECRET")
+        )
+        say(f"netbottleneck bench --connect {listener.address}{key}{_same(options)}")
+        if settings.ports == (0, 0):
+            say("# behind a firewall: open a range of ports, and set NETBOTTLENECK_PORTS=LOW-HIGH to it on both")
+        pair = Pair(settings, 0, say, secret, listener=listener, address=listener.address, **options)
+        points = pair.run()
+    finally:
+        listener.close()
+    say(verdict(points))
+    return points
+
+
+def _same(options: dict[str, Any]) -> str:
+    """Return what the other side must be asked for too, where it is not what it would do anyway."""
+    words = []
+    if options.get("transports", ("tcp", "ofi")) != ("tcp", "ofi"):
+        words.append(f" --transports {','.join(options['transports'])}")
+    if options.get("streams", STREAMS) != STREAMS:
+        words.append(f" --streams {','.join(map(str, options['streams']))}")
+    if options.get("bytes", BYTES) != BYTES:
+        words.append(f" --sizes {options['bytes']}")
+    return "".join(words)
+
+
+def connect(settings: Settings, address: str, say: Say, **options: Any) -> list[Point]:
+    """Go to a host that listens, and measure. address: "HOST" or "HOST:PORT"."""
+    if settings.secret is None:
+        raise ValueError("--connect needs what --listen printed: --secret S, or NETBOTTLENECK_SECRET")
+    host, colon, port = address.rpartition(":")
+    host, port = (host, port) if colon else (address, str(PORT))
+    if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise ValueError(f"--connect {address}: must be HOST or HOST:PORT")
+    try:
+        where = f"{socket.gethostbyname(host)}:{port}"
+    except OSError as error:
+        raise ValueError(f"--connect {address}: no such host: {error}") from error
+    points = Pair(settings, 1, say, settings.secret, address=where, **options).run()
+    say(verdict(points))
+    return points

@@ -1,0 +1,57 @@
+"""A study on the ranks of a launcher: no links are made, the network is the one that joins the hosts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from netbottleneck import job, study_jobs, study_report
+from netbottleneck.env import settings
+from netbottleneck.lab import LinkSpec
+from netbottleneck.report import Run
+from netbottleneck.study_report import Found, Study
+from netbottleneck.study_tell import Teller
+
+HERE = "here"
+HOOKED = ("NETBOTTLENECK", "NETBOTTLENECK_TRANSPORT")
+
+
+def main(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Run the jobs on this rank, as all others do. Returns the exit code, on rank 0 that of the whole."""
+    if any(os.environ.get(name) for name in HOOKED):
+        # Hooks are in place by now that would measure the models of the study once more: begin again without them.
+        kept = {name: value for name, value in os.environ.items() if name not in HOOKED}
+        os.execve(sys.executable, [sys.executable, "-m", "netbottleneck.study", *words], kept)
+    from netbottleneck import study
+
+    started = job.start(settings())
+    first = started.place.rank == 0
+    teller = Teller()
+    found = Study(Path(args.directory).absolute(), time.time_ns(), ["netbottleneck", "study", *words])
+    if first:
+        teller.say(
+            f"The network is the one between the {started.place.size} ranks of this launcher: none is made here."
+        )
+    for name in args.jobs:
+        task = study.make_task(name, args, LinkSpec(), found.folder / HERE, None)
+        with teller.working(f"{name}, {HERE}") if first else nullcontext(_silent) as follow:
+            outcome = study_jobs.run(task, follow)
+        if first:
+            run = Run(outcome.folder)
+            run.write_all()
+            found.found.append(Found(HERE, name, run, outcome))
+            found.write()
+    if not first:
+        return study.FINE
+    study_report.show(found, teller.console)
+    teller.say(f"Written: {found.write()}, and a report in each run's folder beside it.")
+    return study.verdict_code(found, args.strict)
+
+
+def _silent(_step: int, _steps: int, _arm: str) -> None:
+    """Rank 0 tells."""

@@ -1,0 +1,85 @@
+"""What a study asks its ranks to do and what comes back: values that travel as JSON. No torch here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+JOBS = ("digits", "replay")
+ACCURACY = 0.95  # of the held-out fifth, that the digits are trained to
+MOST_ROUNDS = 8  # times the rounds asked for, after which training ends whatever was learned
+
+
+@dataclass(frozen=True)
+class Task:
+    """One job on one network. arms take turns by blocks of block_steps steps, in `rounds` rounds.
+
+    alone: steps that rank 0 does by itself before. exact_steps: so many steps instead of rounds, whatever is learned
+    by then. compute_ms, compute, model: of the replay. network, notes: see open_session.
+    """
+
+    job: str
+    arms: tuple[str, ...]
+    folder: str
+    block_steps: int = 10
+    rounds: int = 6
+    alone: int = 10
+    exact_steps: int = 0
+    compute: str = "sleep"
+    compute_ms: tuple[float, float] = (133.0, 267.0)
+    model: str = "resnet50"
+    provider: str | None = None
+    network: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def steps(self) -> int:
+        """The least number of steps."""
+        return self.exact_steps or self.block_steps * len(self.arms) * self.rounds
+
+    @property
+    def most_steps(self) -> int:
+        """The greatest number of steps."""
+        return self.exact_steps or self.steps * MOST_ROUNDS
+
+    @property
+    def title(self) -> str:
+        """What is trained, in words."""
+        return "thin ResNet on digits" if self.job == "digits" else f"{self.model}, replayed ({self.compute})"
+
+    def to_json(self) -> str:
+        """Return it as one line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Task:
+        """Return what to_json wrote."""
+        told = json.loads(text)
+        for name in ("arms", "compute_ms", "notes"):
+            told[name] = tuple(told[name])
+        return cls(**told)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a job came to. digests: SHA-256 of each rank's weights; accuracy: on held-out data, None: none asked."""
+
+    folder: str
+    steps: int
+    digests: tuple[str, ...]
+    accuracy: float | None = None
+
+    @property
+    def equal(self) -> bool:
+        """Whether all ranks hold the same weights, bit for bit."""
+        return len(set(self.digests)) == 1
+
+    @classmethod
+    def from_dict(cls, told: dict[str, Any]) -> Outcome:
+        """Return what as_dict made."""
+        return cls(told["folder"], told["steps"], tuple(told["digests"]), told["accuracy"])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {**asdict(self), "digests": list(self.digests), "equal_on_all_ranks": self.equal}

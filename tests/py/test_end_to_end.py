@@ -1,0 +1,231 @@
+"""Scripts of users, started as users start them: one line changed or none, under every transport."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import RankResult, Ranks
+
+pytest.importorskip("torch")
+
+SCRIPTS = Path(__file__).parent / "scripts"
+FILES = ("run.json", "env.json", "summary.json", "layers.csv", "collectives.csv", "trace.json.gz", "report.txt")
+STEPS = 12  # of the scripts
+LINEAR_BYTES = 4 * (20 * 300 + 300 + 300 * 600 + 600 + 600 * 4 + 4)
+MEASURED = {"NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_BLOCK_STEPS": "3", "NETBOTTLENECK_TIMEOUT_S": "10"}
+
+
+def torchrun(ranks: Ranks, script: str, out: Path, env: Mapping[str, str]) -> RankResult:
+    """Run a script on two ranks as `torchrun --nproc-per-node 2` does."""
+    out.mkdir(exist_ok=True)
+    arguments = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    # What a rank's environment would hold is torchrun's to set.
+    none = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "")
+    whole = {**none, **env, "E2E_OUT": str(out)}
+    return ranks(1, "torch.distributed.run", whole, args=[*arguments, str(SCRIPTS / script)])[0]
+
+
+def states(out: Path) -> list[bytes]:
+    """Return the parameters and buffers that each rank ended with."""
+    return [(out / f"{rank}.weights").read_bytes() for rank in range(2)]
+
+
+def weights(out: Path) -> bytes:
+    """Return what both ranks ended with, which is the same."""
+    first, second = states(out)
+    assert first == second
+    return first
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """Return the weights that the DDP script ends with by itself."""
+    folder = tmp_path_factory.mktemp("untouched")
+    Ranks(folder)(2, SCRIPTS / "e2e_ddp.py", {"E2E_IMPORT": "never", "E2E_OUT": str(folder)})
+    return weights(folder)
+
+
+def record(folder: Path, transports: list[str]) -> list[dict[str, Any]]:
+    """Check that a run folder is whole; return what each rank says of its transports."""
+    for name in FILES:
+        assert (folder / name).stat().st_size > 0, name
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["transports"] == transports
+    assert [(rank["finished"], rank["error"], rank["events_dropped"]) for rank in summary["ranks"]] == [
+        (True, None, 0)
+    ] * 2
+    assert json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))["traceEvents"]
+    assert (folder / "report.txt").read_text().startswith("Of your ")
+    for rank in range(2):
+        assert gzip.decompress((folder / "ranks" / f"{rank}.jsonl.gz").read_bytes())
+    told = [{entry["name"]: entry for entry in rank["transports"]} for rank in summary["ranks"]]
+    assert [list(entry) for entry in told] == [transports] * 2
+    return told
+
+
+def moved(folder: Path, transport: str) -> list[dict[str, str]]:
+    """Return the gradients' operations of a transport, of all ranks."""
+    with (folder / "collectives.csv").open(newline="") as file:
+        return [row for row in csv.DictReader(file) if row["transport"] == transport and row["kind"] == "allreduce"]
+
+
+@pytest.mark.parametrize(
+    ("transports", "where"),
+    [("stock", "before"), ("tcp", "before"), ("ofi", "after"), ("stock,ofi", "before"), ("stock,ofi", "after")],
+)
+def test_one_line_measures_a_ddp_script_and_changes_no_weight(
+    ranks: Ranks, tmp_path: Path, untouched: bytes, transports: str, where: str
+) -> None:
+    run = tmp_path / "run"
+    env = {
+        **MEASURED,
+        "E2E_IMPORT": where,
+        "NETBOTTLENECK_TRANSPORT": transports,
+        "NETBOTTLENECK_STREAMS": "2",
+        "NETBOTTLENECK_DIR": str(run),
+    }
+    ended = torchrun(ranks, "e2e_ddp.py", tmp_path / "out", env)
+    assert weights(tmp_path / "out") == untouched
+    assert "Of your " in ended.stdout
+    names = transports.split(",")
+    steps = STEPS // len(names)
+    for told in record(run, names):
+        for name, entry in told.items():
+            if name == "stock":
+                assert (entry["provider"], entry["bytes_out"]) == ("gloo", None)
+            else:
+                # 2(n-1)/n of each tensor byte, n = 2; a fixed number of streams is not probed for.
+                assert entry["bytes_out"] == entry["bytes_in"] == steps * LINEAR_BYTES
+                assert entry["streams_open"] == entry["streams_used"] == 2
+                assert entry["provider"] if name == "tcp" else "/" in entry["provider"]
+    for name in names:
+        rows = moved(run, name)
+        assert sum(int(row["tensor_bytes"]) for row in rows) == 2 * steps * LINEAR_BYTES
+        assert {row["first_byte_ns"] != "" for row in rows} == {name != "stock"}
+        assert all(row["submit_ns"] and row["start_ns"] and row["done_ns"] for row in rows)
+
+
+@pytest.mark.parametrize("transports", ["ofi", "tcp"])
+def test_streams_auto_owes_the_gradients_and_its_probe(ranks: Ranks, tmp_path: Path, transports: str) -> None:
+    script = """
+import os
+import numpy as np
+import netbottleneck as nb
+from netbottleneck import job
+this = job.start()
+big = np.ones(3 << 20, np.float32)
+for _ in range(3):
+    nb.allreduce_(big)
+info = this.comm.info()
+assert info["probe"], info
+assert info["streams_used"] in [lanes for lanes, _, _ in info["probe"]], info
+owed = 3 * big.nbytes + sum(moved for _, moved, _ in info["probe"])
+assert info["bytes_out"] == owed, (info["bytes_out"], owed, info)
+job.stop()
+"""
+    ranks(2, script, {"NETBOTTLENECK_TRANSPORT": transports})
+
+
+def test_no_variable_changes_nothing_and_says_nothing(
+    ranks: Ranks, tmp_path: Path, untouched: bytes
+) -> None:
+    said = {}
+    for where in ("never", "before", "after"):
+        out = tmp_path / where
+        ended = torchrun(ranks, "e2e_ddp.py", out, {"E2E_IMPORT": where})
+        said[where] = (ended.stdout, ended.stderr.count("\n"))
+        assert weights(out) == untouched
+        assert "bottleneck" not in (ended.stdout + ended.stderr).replace(str(SCRIPTS), "")
+    assert said["before"] == said["after"] == said["never"]
+    assert [path for path in ranks.folder.rglob("netbottleneck*")] == []
+
+
+@pytest.mark.parametrize(("transport", "where"), [("tcp", "before"), ("stock", "after")])
+def test_buffers_follow_rank_0_as_they_do_without_us(
+    ranks: Ranks, tmp_path: Path, transport: str, where: str
+) -> None:
+    env = {**MEASURED, "E2E_MODEL": "norm", "E2E_OUT": str(tmp_path)}
+    ranks(2, SCRIPTS / "e2e_ddp.py", {**env, "E2E_IMPORT": "never"})
+    untouched = states(tmp_path)
+    ranks(2, SCRIPTS / "e2e_ddp.py", {**env, "E2E_IMPORT": where, "NETBOTTLENECK_TRANSPORT": transport})
+    assert states(tmp_path) == untouched
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_an_optimizer_may_be_made_before_ddp_wraps(
+    ranks: Ranks, tmp_path: Path, untouched: bytes, where: str
+) -> None:
+    run = tmp_path / "run"
+    env = {
+        **MEASURED,
+        "E2E_IMPORT": where,
+        "E2E_OPTIMIZER": "first",
+        "E2E_OUT": str(tmp_path),
+        "NETBOTTLENECK_TRANSPORT": "tcp",
+        "NETBOTTLENECK_DIR": str(run),
+    }
+    ranks(2, SCRIPTS / "e2e_ddp.py", env)
+    assert weights(tmp_path) == untouched
+    record(run, ["tcp"])
+
+
+@pytest.mark.parametrize("transports", ["tcp", "stock,tcp"])
+@pytest.mark.parametrize("how", ["alias", "instead"])
+def test_a_horovod_script_is_measured_and_trains_as_horovod_would(
+    ranks: Ranks, tmp_path: Path, how: str, transports: str
+) -> None:
+    run = tmp_path / "run"
+    env = {
+        **MEASURED,
+        "E2E_IMPORT": how,
+        "NETBOTTLENECK_TRANSPORT": transports,
+        "NETBOTTLENECK_DIR": str(run),
+    }
+    torchrun(ranks, "e2e_hvd.py", tmp_path, env)
+    assert weights(tmp_path) == (tmp_path / "reference").read_bytes()
+    for told in record(run, transports.split(",")):
+        assert told["tcp"]["bytes_out"] > 0
+
+
+def test_under_mpiruns_variables_ranks_find_each_other(ranks: Ranks, tmp_path: Path) -> None:
+    torchs = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "")
+
+    def env(rank: int) -> dict[str, str]:
+        return {
+            **torchs,
+            "PMIX_NAMESPACE": tmp_path.name,
+            "XDG_RUNTIME_DIR": str(tmp_path),
+            "OMPI_COMM_WORLD_RANK": str(rank),
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "E2E_IMPORT": "instead",
+            "E2E_OUT": str(tmp_path),
+            "NETBOTTLENECK_TRANSPORT": "tcp",
+            "NETBOTTLENECK_DIR": str(tmp_path / "run"),
+        }
+
+    ranks(2, SCRIPTS / "e2e_hvd.py", env)
+    assert weights(tmp_path) == (tmp_path / "reference").read_bytes()
+
+
+def test_mpirun_starts_a_horovod_script(tmp_path: Path) -> None:
+    mpirun = shutil.which("mpirun")
+    if mpirun is None:
+        pytest.skip("mpirun is not installed")
+    command = [mpirun, "-n", "2", sys.executable, str(SCRIPTS / "e2e_hvd.py")]
+    if "Open MPI" in subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=True).stdout:
+        command[1:1] = ["--allow-run-as-root", "--oversubscribe"]
+    env = {"E2E_IMPORT": "instead", "E2E_OUT": str(tmp_path), "NETBOTTLENECK_TRANSPORT": "tcp"}
+    assigned = [f"{name}={value}" for name, value in env.items()]
+    subprocess.run(["env", *assigned, *command], cwd=tmp_path, check=True, capture_output=True, timeout=15)
+    assert weights(tmp_path) == (tmp_path / "reference").read_bytes()

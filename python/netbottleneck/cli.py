@@ -104,7 +104,7 @@ def _run_as_main(module: bool, words: Sequence[str]) -> None:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
             trace = trace.tb_next
-        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error.with_traceback(trace), trace
         sys.excepthook(type(error), error, trace)
         raise SystemExit(FAILURE) from error
 

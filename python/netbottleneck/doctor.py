@@ -59,7 +59,7 @@ def _guarded(look: Callable[[], Any]) -> Any:
     try:
         return look()
     except (OSError, ValueError, RuntimeError, ImportError) as error:
-        return {"error": str(error)}
+        return {"error": getattr(error, "strerror", None) or str(error)}
 
 
 def _core_facts() -> dict[str, Any]:

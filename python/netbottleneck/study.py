@@ -17,12 +17,13 @@ from netbottleneck.lab import Lab, LabError, LinkSpec, parse_lab
 from netbottleneck.report import Run
 from netbottleneck.study_ranks import JobError, run_in_lab
 from netbottleneck.study_report import Found, Study
-from netbottleneck.study_task import JOBS, Outcome, Task
+from netbottleneck.study_task import AS_BEFORE, JOBS, Outcome, Task
 from netbottleneck.study_tell import Teller
 from netbottleneck.values import TRANSPORTS
 
 NETWORKS = "2gbit/500mbit,2gbit,none"
 QUICK = "2gbit/500mbit"
+TUNED_STEPS = 10
 FINE, FAILED, USAGE, INCONCLUSIVE = 0, 1, 2, 4
 OWN = (
     "To look at a network of your own: `netbottleneck bench --listen` on one host and `netbottleneck bench --connect "
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0 fine, 1 failure, 2 usage, 4 inconclusive (with --strict)."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        args = _parsed(words)
+        args = parsed(words)
         place = launch.detect(env.settings())
         wanted = [parse_lab(text) for text in args.networks]
         missing = _missing(args)
@@ -107,40 +108,40 @@ def _network(study: Study, lab: Lab, args: argparse.Namespace, teller: Teller, *
         teller.say(f"No namespaces here: {lab.why}.")
     network = {"how": lab.how, "link_bps": lab.spec.link_bps, "flow_bps": list(lab.spec.flow_bps), "verified": seen}
     study.networks[text] = network
-    for job in args.jobs:
-        task = make_task(job, args, lab.spec, study.folder / slug(text), network)
-        found = _job(study, lab, task, teller)
-        if job == "digits" and check:
-            again = replace(
-                task, arms=("stock",), folder=f"{task.folder}-stock", alone=0, exact_steps=found.outcome.steps
-            )
-            found.again = _followed(lab, again, "over stock alone", teller)
-        if job == "replay" and lab.spec.flow_bps and "stock" in task.arms:
-            found.tuned = _tuned(lab, task, teller)
-        for line in [f"{text}, {job}: {words}." for words in study_report.answer(found)]:
-            teller.say(line)
-        study.write()
+    tasks = [make_task(job, args, lab.spec, study.folder / slug(text), network) for job in args.jobs]
+    alone = _over_stock_alone(tasks[0]) if check and tasks[0].job == "digits" else None
+    asked = [tasks[0], *([alone] if alone else []), *tasks[1:]]
+    outcomes = {task.folder: outcome for task, outcome in zip(asked, _followed(lab, asked, teller), strict=True)}
+    tuned = _tuned(lab, tasks, args, teller)
+    for task in tasks:
+        run = Run(task.folder)
+        run.write_all()
+        found = Found(text, task.job, run, outcomes[task.folder])
+        found.again = outcomes[alone.folder] if alone and task is tasks[0] else None
+        found.tuned = tuned if task.job == "replay" else None
+        study.found.append(found)
+        for line in study_report.answer(found):
+            teller.say(f"{text}, {task.job}: {line}.")
+    study.write()
 
 
-def _job(study: Study, lab: Lab, task: Task, teller: Teller) -> Found:
-    outcome = _followed(lab, task, str(lab.spec), teller)
-    run = Run(task.folder)
-    run.write_all()
-    found = Found(str(lab.spec), task.job, run, outcome)
-    study.found.append(found)
-    return found
+def _followed(lab: Lab, tasks: Sequence[Task], teller: Teller, extra: Mapping[str, str] | None = None) -> list[Outcome]:
+    with teller.working(f"{lab.spec}: starting {lab.size} ranks") as follow:
+        return run_in_lab(lab, tasks, follow, env=extra)
 
 
-def _followed(lab: Lab, task: Task, what: str, teller: Teller, extra: Mapping[str, str] | None = None) -> Outcome:
-    with teller.working(f"{task.job}, {what}") as follow:
-        return run_in_lab(lab, task, follow, env=extra)
+def _over_stock_alone(task: Task) -> Task:
+    """The same training over stock, for as many steps."""
+    return replace(task, arms=("stock",), folder=f"{task.folder}-stock", alone=0, exact_steps=AS_BEFORE)
 
 
-def _tuned(lab: Lab, task: Task, teller: Teller) -> Run:
+def _tuned(lab: Lab, tasks: Sequence[Task], args: argparse.Namespace, teller: Teller) -> Run | None:
     """Stock as a user may tune it: four connections by naming the interface four times. Not paired with the rest."""
-    alone = replace(task, arms=("stock",), folder=f"{task.folder}-stock-x4", alone=0, exact_steps=task.block_steps * 2)
-    four = ",".join([lab.interface] * 4)
-    _followed(lab, alone, "stock with four interfaces", teller, {"GLOO_SOCKET_IFNAME": four})
+    task = next((task for task in tasks if task.job == "replay" and "stock" in task.arms), None)
+    if task is None or not lab.spec.flow_bps or args.quick:
+        return None
+    alone = replace(task, arms=("stock",), folder=f"{task.folder}-stock-x4", alone=0, exact_steps=TUNED_STEPS)
+    _followed(lab, [alone], teller, {"GLOO_SOCKET_IFNAME": ",".join([lab.interface] * 4)})
     run = Run(alone.folder)
     run.write_all()
     return run
@@ -158,7 +159,7 @@ def make_task(job: str, args: argparse.Namespace, spec: LinkSpec, folder: Path, 
     else:
         steps, rounds, alone = (3 if spec.flow_bps else 4), 5, 6
         if args.quick:
-            steps, rounds, alone = 2, 2, 4
+            steps, rounds, alone = 4, 2, 4
     return Task(
         job,
         ("bare", *args.transports),
@@ -220,7 +221,8 @@ def _arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def _parsed(words: Sequence[str]) -> argparse.Namespace:
+def parsed(words: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments of a command line. Raises SystemExit as argparse does."""
     args = _arguments().parse_args(words)
     args.networks = args.networks or (QUICK if args.quick else NETWORKS).split(",")
     args.notes = []

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 from netbottleneck import job, study_jobs, study_report
@@ -15,6 +16,7 @@ from netbottleneck.env import settings
 from netbottleneck.lab import LinkSpec
 from netbottleneck.report import Run
 from netbottleneck.study_report import Found, Study
+from netbottleneck.study_task import Task
 from netbottleneck.study_tell import Teller
 
 HERE = "here"
@@ -40,7 +42,7 @@ def main(args: argparse.Namespace, words: Sequence[str]) -> int:
     for name in args.jobs:
         task = study.make_task(name, args, LinkSpec(), found.folder / HERE, None)
         with teller.working(f"{name}, {HERE}") if first else nullcontext(_silent) as follow:
-            outcome = study_jobs.run(task, follow)
+            outcome = study_jobs.run(task, partial(follow, task))
         if first:
             run = Run(outcome.folder)
             run.write_all()
@@ -53,5 +55,5 @@ def main(args: argparse.Namespace, words: Sequence[str]) -> int:
     return study.verdict_code(found, args.strict)
 
 
-def _silent(_step: int, _steps: int, _arm: str) -> None:
+def _silent(_task: Task, _step: int, _steps: int, _arm: str) -> None:
     """Rank 0 tells."""

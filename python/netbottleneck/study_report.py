@@ -11,16 +11,21 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from netbottleneck import verdict as rules
 from netbottleneck.report import Run
 from netbottleneck.stats import Paired
 from netbottleneck.study_task import ACCURACY, Outcome
 from netbottleneck.trace import PSEUDO
-from netbottleneck.units import gbit, ms, percent, streams
+from netbottleneck.units import gbit, ms, percent
 
 VERSION = 1
 BASE = "stock"
+LEGEND = (
+    "bare: DDP untouched; single: one rank alone. step: median; moved at: in transfer, one way; achievable: by a probe "
+    "of the same hosts (streams). All measured."
+)
 
 
 @dataclass
@@ -45,8 +50,9 @@ class Found:
 
     @property
     def nothing_to_do(self) -> bool:
-        """Whether no transport that was tried gains anything that may be claimed."""
-        return rules.stock_is_as_good(self.run.findings)
+        """Whether other transports were tried in pairs enough, and none is surely faster than stock."""
+        tried = [pair for pair in self.run.findings.comparisons if pair.enough and pair.base == BASE]
+        return bool(tried) and not any(rules.wins(pair) for pair in tried)
 
 
 @dataclass
@@ -105,21 +111,19 @@ def answer(found: Found) -> list[str]:
     lines = []
     if found.outcome.accuracy is not None:
         reached = "" if found.outcome.accuracy >= ACCURACY else f", below the {percent(ACCURACY)} asked for"
-        lines.append(f"accuracy {found.outcome.accuracy:.3f} on the held-out fifth after {_steps(found)}{reached}")
+        lines.append(
+            f"accuracy {found.outcome.accuracy:.3f} on the held-out fifth after {found.outcome.steps} steps{reached}"
+        )
     equal = "weights equal on all ranks, bit for bit" if found.outcome.equal else "WEIGHTS DIFFER BETWEEN RANKS"
     same = {None: "", True: ", and equal to a run over stock alone", False: "; NOT EQUAL TO A RUN OVER STOCK ALONE"}
     lines.append(equal + same[found.same_as_stock])
     withheld = rules.handicap_sentence(findings)
-    if withheld:
-        lines.append(withheld)
-    lines += [_gain(pair) for pair in findings.comparisons if not withheld]
+    if withheld and not found.nothing_to_do:
+        lines.append(withheld.rstrip("."))
+    lines += [_gain(pair) for pair in findings.comparisons if not withheld or found.nothing_to_do]
     if found.nothing_to_do:
         lines.append("on this network: do nothing; stock is as good")
     return lines
-
-
-def _steps(found: Found) -> str:
-    return f"{found.outcome.steps} steps"
 
 
 def _gain(pair: Paired) -> str:
@@ -130,35 +134,32 @@ def _gain(pair: Paired) -> str:
 
 
 def table(study: Study) -> Iterable[Table]:
-    """Yield a table for each job: the networks and their transports."""
+    """Yield a table for each job: the networks, and below each its transports."""
     for job in dict.fromkeys(found.job for found in study.found):
         rows = [found for found in study.found if found.job == job]
         made = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=rows[0].run.trace.model, title_justify="left")
-        made.add_column("network", overflow="fold")
-        made.add_column("transport")
+        made.add_column("", no_wrap=True)
         for column in ("step", "against stock (95 %)", "moved at", "achievable"):
             made.add_column(column, justify="right", overflow="fold")
         for found in rows:
+            made.add_row(Text(found.network, style="bold"))
             for line in _rows(found):
                 made.add_row(*line)
-            made.add_section()
         yield made
 
 
 def _rows(found: Found) -> Iterable[tuple[str, ...]]:
     findings = found.run.findings
     can = findings.achievable
-    network = found.network
     for name, time in findings.times.items():
         did = findings.achieved.get(name)
-        reach = f"{gbit(can.best[1])}, {streams(can.best[0])}" if can and did and name == can.transport else ""
         moved = gbit(did.active_bps) if did else ""
-        yield network, name, ms(time.median_ns), _difference(found, name), moved, reach
-        network = ""
+        reach = f"{gbit(can.best[1])} ({can.best[0]})" if can and did else ""
+        yield f"  {name}", ms(time.median_ns), _difference(found, name), moved, reach
         tuned = found.tuned.findings if found.tuned is not None and name == BASE else None
         if tuned is not None and BASE in tuned.times:
             moved = gbit(tuned.achieved[BASE].active_bps) if BASE in tuned.achieved else ""
-            yield "", "stock x4", ms(tuned.times[BASE].median_ns), "own run, not paired", moved, ""
+            yield "  stock x4", ms(tuned.times[BASE].median_ns), "own run, not paired", moved, reach
 
 
 def _difference(found: Found, transport: str) -> str:
@@ -179,7 +180,7 @@ def show(study: Study, console: Console) -> None:
         console.print(made)
     if any(found.tuned is not None for found in study.found):
         console.print("stock x4: GLOO_SOCKET_IFNAME with the interface four times.", highlight=False)
-    console.print("bare: DDP untouched; single: one rank alone; a step is a median, all times are measured.")
+    console.print(LEGEND, highlight=False)
     console.print()
     for found in study.found:
         verdict = found.run.verdict

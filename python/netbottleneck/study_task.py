@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 JOBS = ("digits", "replay")
 ACCURACY = 0.95  # of the held-out fifth, that the digits are trained to
+AS_BEFORE = -1
 MOST_ROUNDS = 8  # times the rounds asked for, after which training ends whatever was learned
 
 
@@ -16,7 +18,8 @@ class Task:
     """One job on one network. arms take turns by blocks of block_steps steps, in `rounds` rounds.
 
     alone: steps that rank 0 does by itself before. exact_steps: so many steps instead of rounds, whatever is learned
-    by then. compute_ms, compute, model: of the replay. network, notes: see open_session.
+    by then; AS_BEFORE: as many as the task before this one needed. compute_ms, compute, model: of the replay. network,
+    notes: see open_session.
     """
 
     job: str
@@ -48,17 +51,22 @@ class Task:
         """What is trained, in words."""
         return "thin ResNet on digits" if self.job == "digits" else f"{self.model}, replayed ({self.compute})"
 
-    def to_json(self) -> str:
-        """Return it as one line."""
-        return json.dumps(asdict(self))
-
     @classmethod
-    def from_json(cls, text: str) -> Task:
-        """Return what to_json wrote."""
-        told = json.loads(text)
+    def from_dict(cls, told: dict[str, Any]) -> Task:
+        """Return what asdict, and JSON, made of a task."""
         for name in ("arms", "compute_ms", "notes"):
             told[name] = tuple(told[name])
         return cls(**told)
+
+
+def to_json(tasks: Sequence[Task]) -> str:
+    """Return tasks as one line."""
+    return json.dumps([asdict(task) for task in tasks])
+
+
+def from_json(text: str) -> list[Task]:
+    """Return what to_json wrote."""
+    return [Task.from_dict(told) for told in json.loads(text)]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from netbottleneck.study_task import Task
+
+Follow = Callable[[Task, int, int, str], None]
 PARTS = 4  # of a job, told of where there is no terminal
 
 
@@ -31,8 +34,8 @@ class Teller:
             self._progress = None
 
     @contextmanager
-    def working(self, what: str) -> Generator[Callable[[int, int, str], None]]:
-        """Show that something is under way; gives what is to be called with (step, steps, arm)."""
+    def working(self, what: str) -> Generator[Follow]:
+        """Show that something is under way; gives what is to be called with (task, step, steps, arm)."""
         if not self.console.is_terminal:
             yield self._plain(what)
             return
@@ -41,8 +44,10 @@ class Teller:
         shown = self._progress.add_task(what, total=None, arm="")
         progress = self._progress
 
-        def follow(step: int, steps: int, arm: str) -> None:
-            progress.update(shown, completed=step, total=steps, arm=f"step {step} of {steps}, {arm}")
+        def follow(task: Task, step: int, steps: int, arm: str) -> None:
+            progress.update(
+                shown, description=task.title, completed=step, total=steps, arm=f"step {step} of {steps}, {arm}"
+            )
 
         progress.start()
         try:
@@ -50,14 +55,14 @@ class Teller:
         finally:
             self.done()
 
-    def _plain(self, what: str) -> Callable[[int, int, str], None]:
+    def _plain(self, what: str) -> Follow:
         self.say(f"{what} ...")
-        told = [0]
+        told: dict[str, int] = {}
 
-        def follow(step: int, steps: int, arm: str) -> None:
+        def follow(task: Task, step: int, steps: int, arm: str) -> None:
             part = PARTS * step // max(steps, 1)
-            if part > told[0]:
-                told[0] = part
-                self.say(f"{what}: step {step} of {steps} ({arm})")
+            if part > told.get(task.folder, -1):
+                told[task.folder] = part
+                self.say(f"{task.title} over {', '.join(task.arms)}: step {step} of {steps}")
 
         return follow

@@ -1,13 +1,14 @@
-"""One rank of a study's job: `python -m netbottleneck.study_worker TASK`. Rank 0 tells by lines of JSON on stdout."""
+"""One rank of a study: `python -m netbottleneck.study_worker TASKS`. Rank 0 tells by lines of JSON on stdout."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from netbottleneck.study_task import Task
+from netbottleneck.study_task import AS_BEFORE, from_json
 
 
 def say(**what: Any) -> None:
@@ -17,14 +18,19 @@ def say(**what: Any) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the task that the only argument is."""
+    """Run the tasks that the only argument lists, one after another."""
     (text,) = sys.argv[1:] if argv is None else argv
     from netbottleneck import study_jobs
 
-    def tell(step: int, steps: int, arm: str) -> None:
-        say(step=step, steps=steps, arm=arm)
+    steps = 0
+    for number, task in enumerate(from_json(text)):
 
-    say(outcome=study_jobs.run(Task.from_json(text), tell).as_dict())
+        def tell(step: int, of: int, arm: str, number: int = number) -> None:
+            say(task=number, step=step, steps=of, arm=arm)
+
+        outcome = study_jobs.run(replace(task, exact_steps=steps) if task.exact_steps == AS_BEFORE else task, tell)
+        steps = outcome.steps
+        say(outcome=outcome.as_dict())
     return 0
 
 

@@ -11,6 +11,7 @@ from netbottleneck import env, launch
 from netbottleneck.bench import measure, pair, start
 from netbottleneck.bench.data import DTYPES, REDUCTIONS
 from netbottleneck.bench.request import SIZES, TRANSPORTS, Request, parse_lanes, parse_sizes
+from netbottleneck.bench.results import Results
 from netbottleneck.lab import parse_lab
 
 
@@ -61,23 +62,24 @@ def main(argv: Sequence[str]) -> int:
     if args.listen or args.connect:
         return _pair(args, asked, settings)
     place = launch.detect(settings)
-    if place.size > 1 and args.lab is None and args.ranks in (None, place.size):
-        results = measure(asked, settings, place, say)
-        if place.rank != 0:
-            return 0
-    elif place.size > 1:
+    if place.size > 1 and (args.lab is not None or args.ranks not in (None, place.size)):
         made.error(f"{place.launcher} started {place.size} ranks; --lab and --ranks start their own: use one of them")
-    else:
-        say(
-            f"# all-reduce {asked.dtype} {asked.op}, {args.ranks or 2} ranks, "
-            f"{'lab ' + args.lab if args.lab else 'loopback: what this machine moves, no network'}"
-        )
-        results = start(asked, args.ranks or 2, args.lab, args.ranks_per_host, say)
+    results = measure(asked, settings, place, say) if place.size > 1 else _here(args, asked)
+    if place.rank != 0:
+        return 0
     if args.json:
         results.write(args.json)
     if results.wrong:
         sys.stderr.write(f"netbottleneck: {results.wrong} elements were wrong\n")
     return 1 if results.wrong else 0
+
+
+def _here(args: argparse.Namespace, asked: Request) -> Results:
+    """Start the ranks on this machine."""
+    ranks = args.ranks or 2
+    where = f"lab {args.lab}" if args.lab else "loopback: what this machine moves, no network"
+    say(f"# all-reduce {asked.dtype} {asked.op}, {ranks} ranks, {where}")
+    return start(asked, ranks, args.lab, args.ranks_per_host, say)
 
 
 def _request(args: argparse.Namespace) -> Request:

@@ -93,7 +93,7 @@ class Workers:
         if output is None:
             raise ValueError("rank 0 has no output")
         os.set_blocking(output.fileno(), False)
-        heard, last, pending = time.monotonic(), None, b""
+        heard, last, pending = time.monotonic(), 0.0, b""
         with selectors.DefaultSelector() as selector:
             selector.register(output, selectors.EVENT_READ)
             while True:
@@ -104,17 +104,19 @@ class Workers:
                     *lines, pending = (pending + got).split(b"\n")
                     for said in lines:
                         tell(json.loads(said))
-                failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
-                if failed:
+                if any(codes):
                     last = last or time.monotonic() + GRACE_S
-                    if None not in codes or time.monotonic() > last:
-                        raise Error(0, self._why(codes))
                 elif None not in codes and not got:
                     return
-                elif time.monotonic() - heard > silence_s:
-                    raise Error(
-                        0, f"the benchmark's ranks said nothing for {silence_s:.0f} s: ended. {self._why(codes)}"
-                    )
+                self._judge(codes, last, heard + silence_s)
+
+    def _judge(self, codes: Sequence[int | None], last: float, silent: float) -> None:
+        """Raise where a rank has failed and the others had until `last` to say why, or nobody spoke until `silent`."""
+        now = time.monotonic()
+        if last and (None not in codes or now > last):
+            raise Error(0, self._why(codes))
+        if not last and now > silent:
+            raise Error(0, f"the benchmark's ranks said nothing for too long, and were ended. {self._why(codes)}")
 
     def _why(self, codes: Sequence[int | None]) -> str:
         """Return the failing ranks' own words; a rank that was killed comes first, what others say of it after."""

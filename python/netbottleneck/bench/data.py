@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PERIOD = 1_000_003
+SEED = 1
 REDUCTIONS = ("sum", "min", "max", "product")
 _FOLD: dict[str, Callable[..., Any]] = {
     "sum": np.add.reduce,
@@ -73,10 +74,10 @@ class Data:
     × the sum of the magnitudes (for a product: of the magnitude): twice what any order of additions can do.
     """
 
-    def __init__(self, dtype: str, op: str, rank: int, ranks: int, count: int, seed: int = 1) -> None:
+    def __init__(self, dtype: str, op: str, rank: int, ranks: int, count: int) -> None:
         self.kind = DTYPES[dtype]
         count = min(count, PERIOD)
-        inputs = [self._values(op, count, np.random.default_rng([seed, other])) for other in range(ranks)]
+        inputs = [self._values(op, count, np.random.default_rng([SEED, other])) for other in range(ranks)]
         self._input = inputs[rank]
         exact = op in ("min", "max") or self.kind.epsilon == 0
         if exact:

@@ -157,7 +157,8 @@ class Pair:
         """All-reduce once, check the sums, and return the seconds of the slower side."""
         core = launch.core()
         nbytes -= nbytes % 4
-        values: NDArray[np.float32] = np.frombuffer(memoryview(memory), np.float32, nbytes // 4)
+        buffer: Any = memory
+        values: NDArray[np.float32] = np.frombuffer(buffer, np.float32, nbytes // 4)
         values[:] = np.resize(np.arange(1, 1010, dtype=np.float32), len(values)) * (self.rank + 1)
         control.submit("pair.barrier", core.BARRIER, [], core.UINT8).wait()
         start = core.now_ns()

@@ -172,7 +172,7 @@ def main() -> int:
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         if os.environ.get("NETBOTTLENECK_LOG_LEVEL") in ("debug", "trace"):
             raise
-        sys.stderr.write(f"rank {rank}: {error}\n")
+        sys.stderr.write(f"rank {rank}: {getattr(error, 'strerror', None) or error}\n")
         return 1
     return 0
 

@@ -1,0 +1,434 @@
+"""One rank of the checks of training loops: runs the named ones in order and prints "ok NAME" after each.
+
+Each check trains a model under netbottleneck.profile, and a copy of it without: as DDP over gloo, or with gradients
+averaged over gloo by hand. Both must end alike. They compute in float64, because a product's last bits depend on where
+its operands lie, and the bound is far below what a single gradient that is left out, or counted twice, makes of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import netbottleneck
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+Loop = Callable[[Any, torch.optim.Optimizer, Callable[[], None]], None]
+CHECKS: dict[str, Callable[[], None]] = {}
+STEPS = 5
+BOUND = 1e-10
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def profiled(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    name = f"run.{len(PROFILED)}"
+    PROFILED.append(name)
+    return netbottleneck.profile(model, optimizer, directory=name)
+
+
+PROFILED: list[str] = []
+
+
+def equal(one: torch.nn.Module, other: torch.nn.Module) -> None:
+    """The same state here in both, and the same parameters on both ranks."""
+    for (name, a), b in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        assert b.isfinite().all(), name
+        worst = float((a.double() - b.double()).abs().max() / b.abs().max().clamp(min=1))
+        assert worst <= BOUND, (name, worst)
+    for name, parameter in one.named_parameters():
+        bits = parameter.detach().double().contiguous()
+        theirs = [torch.empty_like(bits) for _ in range(2)]
+        dist.all_gather(theirs, bits)
+        assert torch.equal(*theirs), name
+
+
+def average(model: torch.nn.Module) -> None:
+    """Average gradients by hand; one that is missing counts as zeros."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        flat = (gradient / 2).contiguous().reshape(-1)
+        dist.all_reduce(flat)
+        parameter.grad = flat.reshape(gradient.shape).contiguous(memory_format=_format(gradient))
+
+
+def _format(tensor: torch.Tensor) -> torch.memory_format:
+    channels_last = tensor.dim() == 4 and not tensor.is_contiguous()
+    return torch.channels_last if channels_last else torch.contiguous_format
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.0078125, momentum=0.5, weight_decay=0.25)
+
+
+def plain(model: torch.nn.Module, loop: Loop, optimizer: Callable[[Any], torch.optim.Optimizer] = sgd) -> None:
+    """Compare a plain module under profile with gradients that are averaged by hand after each backward pass."""
+    reference = copy.deepcopy(model)
+    torch.manual_seed(dist.get_rank())
+    loop(reference, optimizer(reference), lambda: average(reference))
+    chosen = optimizer(model)
+    torch.manual_seed(dist.get_rank())
+    with profiled(model, chosen):
+        loop(model, chosen, lambda: None)
+    equal(model, reference)
+
+
+def wrapped(
+    model: torch.nn.Module, loop: Loop, optimizer: Callable[[Any], torch.optim.Optimizer] = sgd, **options: Any
+) -> None:
+    """Compare a DDP model under profile with the same without; the optimizer is made before DDP wraps."""
+    twin = copy.deepcopy(model)
+    second = optimizer(twin)
+    reference = DistributedDataParallel(twin, **options)
+    torch.manual_seed(dist.get_rank())
+    loop(reference, second, lambda: None)
+    chosen = optimizer(model)
+    ours = DistributedDataParallel(model, **options)
+    torch.manual_seed(dist.get_rank())
+    with profiled(ours, chosen):
+        loop(ours, chosen, lambda: None)
+    equal(model, twin)
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(6, 700), torch.nn.ReLU(), torch.nn.Linear(700, 500), torch.nn.Linear(500, 3))
+
+
+def simple(model: Any, optimizer: torch.optim.Optimizer, averaged: Callable[[], None]) -> None:
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(4, 6)).square().mean().backward()
+        averaged()
+        optimizer.step()
+
+
+@check
+def gradients_set_to_none() -> None:
+    plain(network(), simple)
+    wrapped(network(), simple)
+
+
+@check
+def gradients_set_to_zero() -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer, averaged: Callable[[], None]) -> None:
+        for _ in range(STEPS):
+            optimizer.zero_grad(set_to_none=False)
+            model(torch.randn(4, 6)).square().mean().backward()
+            averaged()
+            optimizer.step()
+
+    plain(network(), loop)
+    wrapped(network(), loop)
+
+
+@check
+def options_of_ddp() -> None:
+    wrapped(network(), simple, gradient_as_bucket_view=True)
+    wrapped(network(), simple, static_graph=True)
+    wrapped(network(), simple, find_unused_parameters=True)
+    wrapped(network(), simple, bucket_cap_mb=1)
+
+
+class Branches(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first = torch.nn.Linear(6, 5)
+        self.left = torch.nn.Linear(5, 3)
+        self.right = torch.nn.Linear(5, 3)
+        self.never = torch.nn.Linear(5, 3)
+        self.take = "both"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.take == "both":
+            return self.left(x) + self.right(x)
+        return self.left(x) if self.take == "left" else self.right(x)
+
+
+def skipping(model: Any, optimizer: torch.optim.Optimizer, averaged: Callable[[], None]) -> None:
+    """Each rank takes a branch of its own, another one each step."""
+    inner = getattr(model, "module", model)
+    for step in range(STEPS):
+        inner.take = ["left", "right", "both"][(step + dist.get_rank()) % 3]
+        optimizer.zero_grad()
+        model(torch.randn(4, 6)).square().mean().backward()
+        averaged()
+        optimizer.step()
+
+
+@check
+def a_rank_skips_a_parameter() -> None:
+    model = Branches()
+    del model.never
+    plain(model, skipping)
+    model = Branches()
+    del model.never
+    wrapped(model, skipping, find_unused_parameters=True)
+
+
+@check
+def a_parameter_is_never_used() -> None:
+    plain(Branches(), simple)
+
+
+@check
+def a_parameter_is_never_used_in_ddp() -> None:
+    # DDP leaves its gradient None: weight decay and momentum do not touch it.
+    wrapped(Branches(), simple, find_unused_parameters=True)
+
+
+@check
+def a_parameter_is_shared() -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(2)
+            self.inward = torch.nn.Linear(6, 6)
+            self.outward = torch.nn.Linear(6, 6)
+            self.outward.weight = self.inward.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.outward(self.inward(x))
+
+    plain(Tied(), simple)
+    wrapped(Tied(), simple)
+
+
+@check
+def two_backward_passes_a_step() -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer, averaged: Callable[[], None]) -> None:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            for _ in range(2):
+                model(torch.randint(-3, 4, (4, 6)).to(torch.float64)).sum().backward()
+                averaged()
+            optimizer.step()
+
+    plain(network(), loop)
+    wrapped(network(), loop)
+
+
+@check
+def gradients_are_replaced() -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer, averaged: Callable[[], None]) -> None:
+        for step in range(STEPS):
+            if step % 2:  # by foreign memory, small and large, before the backward pass
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+            else:
+                optimizer.zero_grad(set_to_none=False)
+            model(torch.randn(4, 6)).square().mean().backward()
+            averaged()
+            for parameter in model.parameters():  # and after it
+                parameter.grad = parameter.grad * 0.5
+            optimizer.step()
+
+    plain(network(), loop)
+    wrapped(network(), loop)
+
+
+@check
+def gradients_are_clipped() -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer, averaged: Callable[[], None]) -> None:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6)).square().mean().backward()
+            averaged()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+
+    plain(network(), loop)
+    wrapped(network(), loop)
+
+
+@check
+def gradients_accumulate_without_sync() -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer, _averaged: Callable[[], None]) -> None:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            for part in range(3):
+                with model.no_sync() if part < 2 else nullcontext():
+                    model(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+
+    wrapped(network(), loop)
+
+
+@check
+def evaluation_lies_between_steps() -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer, averaged: Callable[[], None]) -> None:
+        for _ in range(STEPS):
+            simple_step(model, optimizer, averaged)
+            model.eval()
+            with torch.no_grad():
+                model(torch.randn(4, 6))
+            model.train()
+
+    norm = torch.nn.Sequential(network(), torch.nn.BatchNorm1d(3))
+    wrapped(norm, loop)
+    plain(network(), loop)
+
+
+def simple_step(model: Any, optimizer: torch.optim.Optimizer, averaged: Callable[[], None]) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(4, 6)).square().mean().backward()
+    averaged()
+    optimizer.step()
+
+
+@check
+def the_step_calls_a_closure() -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer, averaged: Callable[[], None]) -> None:
+        for _ in range(STEPS):
+            inputs = torch.randn(4, 6)
+
+            def closure(inputs: torch.Tensor = inputs) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = model(inputs).square().mean()
+                loss.backward()
+                averaged()
+                return loss
+
+            optimizer.step(closure)
+
+    plain(network(), loop)
+    wrapped(network(), loop)
+
+
+@check
+def parameters_are_bfloat16() -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer, averaged: Callable[[], None]) -> None:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.randint(-3, 4, (4, 6)).bfloat16()).sum().backward()
+            averaged()
+            optimizer.step()
+
+    plain(network().bfloat16(), loop)
+
+
+@check
+def a_parameter_lies_channels_last() -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer, averaged: Callable[[], None]) -> None:
+        for step in range(STEPS):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            inputs = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+            model(inputs).square().mean().backward()
+            averaged()
+            optimizer.step()
+
+    def made() -> torch.nn.Module:
+        torch.manual_seed(4)
+        layers = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 200, 3), torch.nn.Conv2d(200, 60, 1))
+        layers.append(torch.nn.Conv2d(60, 200, 3))
+        return layers.to(memory_format=torch.channels_last)
+
+    plain(made(), loop)
+    wrapped(made(), loop)
+
+
+@check
+def activations_are_computed_again() -> None:
+    class Again(torch.nn.Module):
+        def __init__(self, reentrant: bool) -> None:
+            super().__init__()
+            self.inner = network()
+            self.reentrant = reentrant
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = checkpoint(self.inner, x.requires_grad_(), use_reentrant=self.reentrant)
+            return out
+
+    for reentrant in (True, False):
+        plain(Again(reentrant), simple)
+        wrapped(Again(reentrant), simple)
+
+
+@check
+def outputs_are_of_any_type() -> None:
+    class Answer:
+        def __init__(self, value: torch.Tensor) -> None:
+            self.value = value
+
+    class Model(Branches):
+        def forward(self, x: torch.Tensor) -> Any:
+            return Answer(super().forward(x))
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer, averaged: Callable[[], None]) -> None:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6)).value.square().mean().backward()
+            averaged()
+            optimizer.step()
+
+    plain(Model(), loop)
+
+
+@check
+def another_method_than_forward_is_called() -> None:
+    class Model(Branches):
+        def loss(self, x: torch.Tensor) -> torch.Tensor:
+            return self(x).square().mean() if self.take == "forward" else self.left(self.first(x)).square().sum()
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer, averaged: Callable[[], None]) -> None:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model.loss(torch.randn(4, 6)).backward()
+            averaged()
+            optimizer.step()
+
+    plain(Model(), loop)
+
+
+@check
+def two_models_have_one_optimizer() -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer, averaged: Callable[[], None]) -> None:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model[1](model[0](torch.randn(4, 6))).square().mean().backward()
+            averaged()
+            optimizer.step()
+
+    plain(torch.nn.ModuleList([torch.nn.Linear(6, 8), torch.nn.Linear(8, 2)]), loop)
+
+
+@check
+def arms_take_turns() -> None:
+    assert os.environ["NETBOTTLENECK_TRANSPORT"] == "stock,tcp"
+    wrapped(network(), simple)
+    wrapped(Branches(), skipping, find_unused_parameters=True, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.set_default_dtype(torch.float64)
+    for name in sys.argv[1:]:
+        try:
+            CHECKS[name]()
+        except AssertionError:
+            traceback.print_exc()  # the same on both ranks, so that they can go on
+            print("failed", name)
+        else:
+            print("ok", name)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,411 @@
+"""The benchmark: what it is asked, what it counts, what it says, and that nothing of it stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import netbottleneck
+import numpy as np
+import pytest
+from netbottleneck import bench
+from netbottleneck.bench import pair
+from netbottleneck.bench.conductor import Workers
+from netbottleneck.bench.data import DTYPES, PERIOD, REDUCTIONS, Data
+from netbottleneck.bench.request import Request, parse_lanes, parse_sizes
+from netbottleneck.bench.results import Results, Samples, cells
+from netbottleneck.errors import Error
+from netbottleneck.lab import Lab, LabError
+
+KEYS = {
+    "transport",
+    "streams",
+    "op",
+    "dtype",
+    "ranks",
+    "bytes",
+    "time_s",
+    "algbw_bytes_per_s",
+    "busbw_bytes_per_s",
+    "wire_bits_per_s",
+    "cpu_s_per_gb",
+    "wrong",
+}
+LIMIT_S = 15.0
+
+
+def fold(op: str, inputs: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """Reduce in the order 0, 1, 2, … in the storage type."""
+    call = {"sum": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum}[op]
+    result = inputs[0].copy()
+    for other in inputs[1:]:
+        result = call(result, other, dtype=result.dtype)
+    return result
+
+
+@pytest.mark.parametrize("op", REDUCTIONS)
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_a_right_result_of_any_type_and_reduction_counts_no_wrong_element(dtype: str, op: str) -> None:
+    ranks, count = 5, 2003
+    every = [Data(dtype, op, rank, ranks, count) for rank in range(ranks)]
+    kind = DTYPES[dtype]
+    inputs = []
+    for data in every:
+        buffer = np.zeros(count, kind.store)
+        data.fill(buffer)
+        inputs.append(kind.decode(buffer))
+    result = fold(op, inputs)
+    stored = kind.encode(result) if dtype == "bfloat16" else result.astype(kind.store)
+    assert every[0].wrong(stored) == 0
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_one_element_that_was_not_reduced_is_counted(dtype: str) -> None:
+    data = Data(dtype, "sum", 0, 2, 1000)
+    kind = DTYPES[dtype]
+    buffers = [np.zeros(1000, kind.store) for _ in range(2)]
+    data.fill(buffers[0])
+    Data(dtype, "sum", 1, 2, 1000).fill(buffers[1])
+    total = fold("sum", [kind.decode(buffer) for buffer in buffers])
+    stored = kind.encode(total) if dtype == "bfloat16" else total.astype(kind.store)
+    stored[777] = buffers[0][777]
+    assert data.wrong(stored) == 1
+
+
+def test_data_moved_by_a_round_number_of_elements_is_wrong() -> None:
+    count = PERIOD + (1 << 18)
+    data = Data("int32", "max", 0, 1, count)
+    buffer = np.zeros(count, np.int32)
+    data.fill(buffer)
+    assert data.wrong(buffer) == 0
+    buffer[: 1 << 16] = buffer[1 << 17 : (1 << 17) + (1 << 16)]
+    assert data.wrong(buffer) > 1 << 15
+
+
+def test_not_a_number_is_wrong() -> None:
+    data = Data("float32", "sum", 0, 1, 3)
+    buffer = np.zeros(3, np.float32)
+    data.fill(buffer)
+    buffer[1] = np.nan
+    assert data.wrong(buffer) == 1
+
+
+def test_sizes_and_lanes_are_read_as_they_are_written() -> None:
+    assert parse_sizes("1M,16Mi,0,7") == (10**6, 16 * 2**20, 0, 7)
+    assert parse_lanes("auto,1,64") == (0, 1, 64)
+    with pytest.raises(ValueError, match=r"'4X': must be a size"):
+        parse_sizes("1M,4X")
+    with pytest.raises(ValueError, match=r"'65': must be auto or a number"):
+        parse_lanes("65")
+
+
+def test_a_request_names_what_it_does_not_know() -> None:
+    with pytest.raises(ValueError, match="transport nccl: must be one of stock, tcp, ofi"):
+        Request(("nccl",))
+    with pytest.raises(ValueError, match="dtype float8: must be one of"):
+        Request(dtype="float8")
+    asked = Request(("tcp",), (0, 2), (4, 8), "int8", "max", 3, True)
+    assert Request.from_json(json.loads(json.dumps(asked.to_json()))) == asked
+
+
+def test_a_row_is_the_arithmetic_of_its_samples() -> None:
+    # Two ranks, three rounds; the slower rank makes each round's time: 2, 4 and 3 ms.
+    times = np.array([[1, 4, 3], [2, 1, 1]]) * 1_000_000
+    values = np.zeros((2, 3, 5), np.int64)
+    values[:, :, 0] = times
+    values[:, :, 1] = 1_000_000
+    values[0, :, 2] = 900_000
+    values[1, 0, 4] = 7
+    row = Samples(values, 250_000, 4, wire=True).row()
+    assert row["time_s"] == {"median": 0.003, "p10": pytest.approx(0.0022), "p90": pytest.approx(0.0038), "n": 3}
+    assert row["algbw_bytes_per_s"] == pytest.approx(1e6 / 0.003)
+    assert row["busbw_bytes_per_s"] == pytest.approx(row["algbw_bytes_per_s"])
+    assert row["cpu_s_per_gb"] == pytest.approx(0.006 / 0.003)
+    assert row["wire_bits_per_s"] == pytest.approx(8 * 2_700_000 / 0.009)
+    assert row["wrong"] == 7
+
+
+def test_bytes_that_a_path_does_not_tell_are_not_estimated() -> None:
+    values = np.ones((2, 1, 5), np.int64)
+    values[:, :, 3] = -1
+    assert Samples(values, 1, 4, wire=False).row()["wire_bits_per_s"] is None
+
+
+def test_rows_of_every_path_are_right_and_complete_on_loopback() -> None:
+    said: list[str] = []
+    found = netbottleneck.bench(
+        2, sizes="0,4,1000001", transports="stock,tcp", streams="1,2", iterations=2, say=said.append
+    )
+    paths = {(row["transport"], row["streams"]) for row in found.rows}
+    assert paths == {("stock", 1), ("stock x4", 4), ("tcp", 1), ("tcp", 2)}
+    assert len(found.rows) == 12
+    assert found.wrong == 0
+    for row in found.rows:
+        assert row.keys() >= KEYS
+        assert row["time_s"].keys() == {"median", "p10", "p90", "n"}
+        assert row["bytes"] in (0, 4, 1000000)
+    assert "\n".join(said) == found.table()
+    assert set(found.head) >= {"machine", "versions", "lab", "ranks"}
+
+
+GLOO_SOCKETS = """
+import os
+from pathlib import Path
+from netbottleneck import comm, env, launch
+from netbottleneck.bench import paths
+
+def sockets():
+    return sum(os.readlink(fd).startswith("socket") for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink())
+
+settings = env.settings()
+place = launch.detect(settings)
+control = launch.connect(settings, place, transport="tcp", streams=1)
+control.exchange(b"here")
+counted = []
+make = comm.stock_group
+
+def counting(*given):
+    before = sockets()
+    group = make(*given)
+    counted.append(sockets() - before)
+    return group
+
+comm.stock_group(settings, place, control.exchange)
+comm.stock_group = counting
+memory = launch.core().Arena(4096)
+made = paths.open_stock(settings, place, control, memory, ("float32", "sum"))
+print([path.name for path in made], counted[1] - counted[0], os.environ["GLOO_SOCKET_IFNAME"])
+control.exchange(b"done")
+"""
+
+
+def test_the_tuned_stock_has_more_connections_and_the_environment_is_as_before(ranks: Any) -> None:
+    for result in ranks(2, GLOO_SOCKETS, env={"GLOO_SOCKET_IFNAME": "lo", "NETBOTTLENECK_IFNAME": "lo"}):
+        names, more, left = result.stdout.strip().rpartition("] ")[0], *result.stdout.strip().split()[-2:]
+        assert names == "['stock', 'stock x4'"
+        assert int(more) >= 3
+        assert left == "lo"
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_every_type_is_right_on_three_ranks(dtype: str) -> None:
+    found = netbottleneck.bench(3, sizes="1,999,300007", transports="tcp", streams="2", dtype=dtype, iterations=1)
+    assert found.wrong == 0
+    assert [row["count"] for row in found.rows] == [max(n // DTYPES[dtype].itemsize, 1) for n in (1, 999, 300007)]
+
+
+def test_auto_keeps_the_curve_of_the_probe() -> None:
+    found = netbottleneck.bench(2, sizes="8M", transports="tcp", streams="auto", iterations=1)
+    assert [lanes for lanes, _ in found.probe["tcp"]][:2] == [1, 2]
+    assert all(rate > 0 for _, rate in found.probe["tcp"])
+    assert found.row("tcp")["streams_used"] >= 1
+
+
+def test_results_show_themselves_and_read_back(tmp_path: Path) -> None:
+    row = {"transport": "tcp <&>", "streams": "auto", "streams_used": 4, "bytes": 4, "count": 1, "dtype": "float32"}
+    row |= {"redop": "sum", "time_s": {"median": 1e-3}, "algbw_bytes_per_s": 4e3, "busbw_bytes_per_s": 4e3}
+    results = Results({"ranks": 2}, [{**row, "wire_bits_per_s": None, "wrong": 0}], ["ofi left out: no library"])
+    assert "tcp &lt;&amp;&gt;" in results._repr_html_()
+    assert "ofi left out" in results._repr_html_()
+    assert cells(results.rows[0])[1] == "auto (4)"
+    results.write(tmp_path / "rows.json")
+    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == results.rows
+    with pytest.raises(KeyError, match="no row of stock"):
+        results.row("stock")
+
+
+def test_the_module_can_be_called_whoever_imported_it() -> None:
+    assert bench is netbottleneck.bench or callable(netbottleneck.bench)
+    with pytest.raises(ValueError, match="transport nothing"):
+        netbottleneck.bench(transports="nothing")
+
+
+def test_a_missing_libfabric_is_left_out_with_a_line_unless_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NETBOTTLENECK_LIBFABRIC", "/nonexistent")
+    with pytest.raises(Error, match=r"ofi was asked for and cannot be used: .*nonexistent"):
+        netbottleneck.bench(2, sizes="4", transports="ofi", iterations=1)
+    found = netbottleneck.bench(2, sizes="4", iterations=1)
+    assert "ofi" not in {row["transport"] for row in found.rows}
+    assert "nonexistent" in found.notes[0]
+
+
+def children() -> set[int]:
+    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
+
+
+def test_a_killed_rank_ends_the_benchmark_with_its_name_and_leaves_nobody() -> None:
+    before = children()
+    asked = Request(("tcp",), (2,), (4 * 10**6,), iterations=10**6, exact=True)
+    started: list[int] = []
+
+    with Workers(asked, 2, None) as workers:
+        started += [process.pid for process in workers._processes]
+
+        def tell(line: Any) -> None:
+            if "beat" in line:
+                os.kill(started[1], signal.SIGKILL)
+
+        with pytest.raises(Error, match="rank 1 was ended by SIGKILL"):
+            workers.listen(tell, LIMIT_S)
+    assert children() <= before
+    assert all(not Path(f"/proc/{pid}").exists() for pid in started)
+
+
+def test_workers_end_when_the_one_who_started_them_is_killed(tmp_path: Path) -> None:
+    script = (
+        "import sys, netbottleneck\n"
+        "from netbottleneck.bench import Request, start\n"
+        "from netbottleneck.bench import conductor\n"
+        "seen = conductor.Workers.__enter__\n"
+        "def enter(self):\n"
+        "    seen(self); print(*[p.pid for p in self._processes], flush=True); return self\n"
+        "conductor.Workers.__enter__ = enter\n"
+        "start(Request(('tcp',), (1,), (10**6,), iterations=10**6, exact=True), 2)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        parent.kill()
+    deadline = time.monotonic() + LIMIT_S
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [pid for pid in pids if alive(pid)] == []
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_launchers_ranks_are_used(ranks: Any, tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text("import sys\nfrom netbottleneck.cli import main\nsys.exit(main(sys.argv[1:]))\n")
+    words = ["bench", "--sizes", "1000", "--transports", "tcp", "--iters", "1", "--json", str(tmp_path / "rows.json")]
+    results = ranks(3, script, args=words, env={"NETBOTTLENECK_IFNAME": "lo"})
+    assert "busbw" in results[0].stdout
+    assert results[1].stdout == ""
+    assert [row["ranks"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]] == [3]
+
+
+RUNNING = """
+import time
+from netbottleneck import _core
+until = time.monotonic() + 10
+while True:
+    try:
+        _core.interfaces("=nb0")
+        break
+    except OSError:
+        if time.monotonic() > until:
+            raise
+        time.sleep(0.02)
+"""
+
+
+@pytest.fixture(scope="module")
+def lab() -> Generator[Lab, None, None]:
+    try:
+        with Lab(2, "400mbit/100mbit", ways=("root", "user")) as made:
+            # The kernel may take a second to call a new interface running.
+            waits = [made.popen(rank, [sys.executable, "-c", RUNNING], os.environ) for rank in range(2)]
+            assert [wait.wait(LIMIT_S) for wait in waits] == [0, 0]
+            yield made
+    except LabError as error:
+        pytest.skip(f"no network namespaces on this machine: {error}")
+
+
+def run_pair(lab: Lab, *words: str) -> tuple[list[str], list[str]]:
+    """Run both sides on two hosts; what each printed. The second command is what the first one printed."""
+    command = [sys.executable, "-m"]
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")}
+    first = lab.popen(0, [*command, "netbottleneck", "bench", "--listen", "--port", "0", *words], environ, **options)
+    timer = threading.Timer(LIMIT_S, first.kill)
+    timer.start()
+    try:
+        assert first.stdout is not None
+        said = []
+        for line in first.stdout:
+            said.append(line.rstrip("\n"))
+            if line.startswith("netbottleneck bench --connect"):
+                break
+        second = lab.popen(1, [*command, *said[-1].split()], environ, **options)
+        theirs, _ = second.communicate(timeout=LIMIT_S)
+        ours, _ = first.communicate(timeout=LIMIT_S)
+    finally:
+        timer.cancel()
+    assert (first.returncode, second.returncode) == (0, 0), f"{said}\n{ours}\n{theirs}"
+    return [*said, *ours.splitlines()], theirs.splitlines()
+
+
+def test_two_hosts_see_the_curve_and_the_same_verdict(lab: Lab) -> None:
+    ours, theirs = run_pair(lab, "--transports", "tcp", "--sizes", "4M")
+    table = [line.split() for line in theirs if line.split()[:1] == ["tcp"]]
+    assert [row[1] for row in table] == ["1", "2", "4", "8", "16"]
+    assert theirs[-1] == ours[-1]
+    assert "one stream moves" in theirs[-1]
+    # A flow has a quarter of the link: how large the gain comes out is the machine's, that there is one is the lab's.
+    assert "leaves a factor of" in theirs[-1]
+
+
+def test_a_wrong_secret_is_refused_and_the_right_one_still_comes_in(lab: Lab) -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")}
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    words = ["bench", "--listen", "--port", "0", "--transports", "tcp", "--streams", "1", "--sizes", "1M"]
+    first = lab.popen(0, [sys.executable, "-m", "netbottleneck", *words], environ, **options)
+    assert first.stdout is not None
+    first.stdout.readline()
+    command = first.stdout.readline().split()
+    secret = command.index("--secret") + 1
+    liar = [*command[:secret], "0" * 32, *command[secret + 1 :]]
+    refused = lab.popen(1, [sys.executable, "-m", *liar], environ, **options)
+    said, _ = refused.communicate(timeout=LIMIT_S)
+    assert refused.returncode == 1
+    assert "do not know the same secret" in said
+    right = lab.popen(1, [sys.executable, "-m", *command], environ, **options)
+    said, _ = right.communicate(timeout=LIMIT_S)
+    assert right.returncode == 0, said
+    first.communicate(timeout=LIMIT_S)
+    assert first.returncode == 0
+
+
+def test_a_lab_is_verified_and_its_wire_is_counted() -> None:
+    try:
+        found = netbottleneck.bench(2, "800mbit/200mbit", "tcp", "4", "4M", iterations=2)
+    except LabError as error:
+        pytest.skip(f"no network namespaces on this machine: {error}")
+    lab = found.head["lab"]
+    if "namespaces" not in lab["how"]:
+        pytest.skip(f"no network namespaces on this machine: {lab['why']}")
+    assert lab["ok"]
+    row = found.row("tcp", 4)
+    # What the interface sent is the payload with headers, of two iterations: never less than the payload.
+    assert row["wire_bits_per_s"] * row["time_s"]["p90"] >= 8 * row["bytes"] * 0.99
+    assert row["wrong"] == 0
+
+
+def points(*rates: float) -> list[pair.Point]:
+    return [pair.Point("tcp", 2**index, 10**6, 1, rate) for index, rate in enumerate(rates)]
+
+
+def test_the_verdict_names_the_fewest_streams_that_are_nearly_the_best() -> None:
+    said = pair.verdict(points(1e9, 2e9, 3.9e9, 4e9, 3.8e9))
+    assert "one stream moves 1.00 Gbit/s, 4 streams move 3.90 Gbit/s" in said
+    assert "a factor of 3.9" in said
+
+
+def test_the_verdict_says_so_where_more_streams_buy_nothing() -> None:
+    said = pair.verdict(points(9.4e9, 9.5e9, 9.3e9))
+    assert "one stream moves 9.40 Gbit/s" in said
+    assert "more streams buy nothing" in said

@@ -1,0 +1,237 @@
+"""The command line: what each command does, its exit codes, and how failures are told."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from netbottleneck import __version__, cli
+from netbottleneck.cli import COMMANDS, main
+
+TRACE = Path(__file__).parent / "data" / "synthetic.jsonl.gz"
+
+
+def command(
+    *words: str, env: dict[str, str] | None = None, code: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the command line, or a program, in a process of its own without variables of ours."""
+    values = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")}
+    head = [sys.executable, "-c", code] if code else [sys.executable, "-m", "netbottleneck"]
+    return subprocess.run(
+        [*head, *words], capture_output=True, text=True, timeout=15, env={**values, **(env or {})}, check=False
+    )
+
+
+def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    said = capsys.readouterr().err
+    assert all(name in said for name in COMMANDS)
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in COMMANDS)
+
+
+def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["benhc"]) == 2
+    assert "no command 'benhc'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "study"])
+def test_every_command_says_more_when_asked(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: object = main([name, "--help"])
+    except SystemExit as end:
+        code = end.code
+    assert code == 0
+    assert "usage: netbottleneck" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out == f"netbottleneck {__version__}\n"
+
+
+def test_study_gets_the_words_and_gives_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    got: list[list[str]] = []
+    study = types.ModuleType("netbottleneck.study")
+    study.main = lambda words: got.append(words) or 3  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "netbottleneck.study", study)
+    monkeypatch.setattr("netbottleneck.study", study, raising=False)
+    assert main(["study", "--quick", "x"]) == 3
+    assert got == [["--quick", "x"]]
+
+
+def test_env_shows_value_default_and_where_it_comes_from() -> None:
+    done = command("env", env={"NETBOTTLENECK_STREAMS": "4", "HOROVOD_GLOO_IFACE": "eth7"})
+    assert "NETBOTTLENECK_STREAMS=4\n" in done.stdout
+    assert "NETBOTTLENECK_IFNAME==eth7  (from HOROVOD_GLOO_IFACE)" in done.stdout
+    rows = {row["name"]: row for row in json.loads(command("env", "--json").stdout)}
+    assert rows["NETBOTTLENECK_TRANSPORT"]["value"] == rows["NETBOTTLENECK_TRANSPORT"]["default"] == "stock"
+
+
+def test_a_failure_is_one_line_and_a_traceback_only_when_debugging() -> None:
+    done = command("env", env={"NETBOTTLENECK_STREAMS": "many"})
+    assert done.returncode == 1
+    assert done.stderr == "netbottleneck: NETBOTTLENECK_STREAMS=many: must be auto, or a number from 1 to 64\n"
+    done = command("env", env={"NETBOTTLENECK_STREAMS": "many", "NETBOTTLENECK_LOG_LEVEL": "debug"})
+    assert "Traceback" in done.stderr
+
+
+def test_report_shows_the_answer_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    assert main(["report", str(TRACE), "--html", str(page)]) == 0
+    assert capsys.readouterr().out.strip()
+    assert page.read_text().lstrip().lower().startswith("<!doctype html")
+    assert main(["report", str(TRACE), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"]["code"]
+    assert main(["report", str(TRACE), "--write", str(tmp_path / "all")]) == 0
+    assert (tmp_path / "all" / "summary.json").exists()
+
+
+def test_report_of_nothing_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "/nonexistent/run"]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "/nonexistent/run" in said
+
+
+def test_report_and_env_work_without_the_c_module_and_import_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['netbottleneck._core'] = None\n"
+        "sys.modules['torch'] = None\n"
+        "from netbottleneck.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    done = command("report", str(TRACE), code=code)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert command("env", code=code).returncode == 0
+    done = command("bench", code=code)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "_core is not built" in done.stderr
+
+
+def test_strict_tells_an_inconclusive_run_by_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    from netbottleneck import report
+    from netbottleneck.verdict import Verdict
+
+    monkeypatch.setattr(report.Run, "verdict", Verdict("INCONCLUSIVE", "too few steps", "run longer"))
+    assert main(["report", str(TRACE), "--strict"]) == cli.INCONCLUSIVE == 4
+    assert main(["report", str(TRACE)]) == 0
+
+
+SCRIPT = """
+import os, sys
+print(__name__, sys.argv, os.environ["NETBOTTLENECK"], "netbottleneck" in sys.modules, "torch" in sys.modules)
+"""
+
+
+def test_run_is_the_script_itself_with_measurement_on(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT + "import beside\n")
+    (tmp_path / "beside.py").write_text("print('beside', __name__)\n")
+    done = command("run", str(script), "--lr", "0.1")
+    assert done.stdout.splitlines() == [f"__main__ ['{script}', '--lr', '0.1'] 1 True False", "beside beside"]
+    assert done.returncode == 0
+    done = command("run", str(script), env={"NETBOTTLENECK": "0"})
+    assert " 0 True" in done.stdout
+
+
+def test_run_m_runs_a_module(tmp_path: Path) -> None:
+    (tmp_path / "trainer.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "netbottleneck", "run", "-m", "trainer", "a"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=15,
+        check=True,
+    )
+    assert done.stdout.startswith("__main__ ['")
+    assert "trainer.py', 'a'] 1 True" in done.stdout
+
+
+def test_run_hooks_into_ddp_before_the_script_imports_torch(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\nfrom netbottleneck.hooks.imports import DDP\nprint([type(f).__name__ for f in sys.meta_path])\n"
+    )
+    assert "_Later" in command("run", str(script)).stdout
+    assert "_Later" not in command("run", str(script), env={"NETBOTTLENECK": "0"}).stdout
+
+
+def test_a_scripts_own_end_is_kept(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit(7)\n")
+    assert command("run", str(script)).returncode == 7
+    script.write_text("def train():\n    raise ValueError('loss is nan')\ntrain()\n")
+    done = command("run", str(script))
+    assert done.returncode == 1
+    assert done.stderr.endswith("ValueError: loss is nan\n")
+    assert "in train" in done.stderr
+    assert "runpy" not in done.stderr
+    assert "cli.py" not in done.stderr
+
+
+def test_run_without_a_script_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-x"]) == 2
+    assert main(["run", "/nonexistent/train.py"]) == 1
+    assert "no such script: /nonexistent/train.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--sizes", "4X"], "'4X': must be a size"),
+        (["--streams", "0"], "'0': must be auto or a number from 1 to 64"),
+        (["--transports", "udp"], "transport udp: must be one of stock, tcp, ofi"),
+        (["--lab", "fast"], "'fast' is no rate"),
+        (["--ranks", "3", "--ranks-per-host", "2"], "--ranks must be a multiple"),
+        (["--port", "1"], "--port goes with --listen"),
+        (["--listen", "--lab", "none"], "--lab does not go with --listen"),
+        (["--listen", "--connect", "there"], "not allowed with argument"),
+    ],
+)
+def test_bench_names_what_is_wrong_before_anything_starts(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["bench", *words])
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_bench_between_two_hosts_needs_a_secret_and_a_host(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--connect", "localhost:1"]) == 1
+    assert "NETBOTTLENECK_SECRET" in capsys.readouterr().err
+    assert main(["bench", "--connect", "localhost:x", "--secret", "0" * 32]) == 1
+    assert "must be HOST or HOST:PORT" in capsys.readouterr().err
+
+
+def test_bench_prints_nccl_tests_columns_and_writes_rows(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.json"
+    done = command("bench", "--transports", "tcp", "--sizes", "1K", "--iters", "2", "--json", str(rows))
+    assert done.returncode == 0, done.stderr
+    columns = next(line for line in done.stdout.splitlines() if "busbw" in line).split()
+    for name in ("size", "count", "type", "redop", "time", "algbw", "busbw", "#wrong"):
+        assert name in columns
+    found = json.loads(rows.read_text())
+    assert [(row["bytes"], row["time_s"]["n"], row["wrong"]) for row in found["rows"]] == [(1000, 2, 0)]
+    assert found["machine"]["cores"] > 0
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = command("bench", "--listen", "--ifname", "=lo", "--port", str(port))
+    assert done.returncode == 1
+    assert str(port) in done.stderr
+    assert done.stderr.count("\n") == 1

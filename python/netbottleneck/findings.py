@@ -84,7 +84,7 @@ class Findings:
     @property
     def handicapped(self) -> bool:
         """Whether a gain over base must be withheld."""
-        return self.handicap is not None and self.handicap.enough and self.handicap.ratio.high > 1 + HANDICAP_MAX
+        return self.handicap is not None and self.handicap.enough and self.handicap.ratio.value > 1 + HANDICAP_MAX
 
 
 def _parts(splits: Sequence[Split]) -> Parts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import signal
 import sys
 import time
@@ -24,6 +25,7 @@ from netbottleneck.values import TRANSPORTS
 NETWORKS = "2gbit/500mbit,2gbit,none"
 QUICK = "2gbit/500mbit"
 TUNED_STEPS = 10
+HOOKED = ("NETBOTTLENECK", "NETBOTTLENECK_TRANSPORT")
 FINE, FAILED, USAGE, INCONCLUSIVE = 0, 1, 2, 4
 OWN = (
     "To look at a network of your own: `netbottleneck bench --listen` on one host and `netbottleneck bench --connect "
@@ -49,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"netbottleneck study: {missing}\n")
         return FAILED
     if place.size > 1:
+        _without_hooks(words)
         from netbottleneck import study_here
 
         return study_here.main(args, words)
@@ -65,6 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + (signalled.args[0] if signalled.args else signal.SIGINT)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _without_hooks(words: Sequence[str]) -> None:
+    """Begin again without the variables that put hooks into this process: they would measure the study's own models."""
+    if any(os.environ.get(name) for name in HOOKED):
+        kept = {name: value for name, value in os.environ.items() if name not in HOOKED}
+        os.execve(sys.executable, [sys.executable, "-m", "netbottleneck.study", *words], kept)
 
 
 def _terminated(signum: int, _frame: object) -> NoReturn:

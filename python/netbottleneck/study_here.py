@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -20,15 +18,10 @@ from netbottleneck.study_task import Task
 from netbottleneck.study_tell import Teller
 
 HERE = "here"
-HOOKED = ("NETBOTTLENECK", "NETBOTTLENECK_TRANSPORT")
 
 
 def main(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Run the jobs on this rank, as all others do. Returns the exit code, on rank 0 that of the whole."""
-    if any(os.environ.get(name) for name in HOOKED):
-        # Hooks are in place by now that would measure the models of the study once more: begin again without them.
-        kept = {name: value for name, value in os.environ.items() if name not in HOOKED}
-        os.execve(sys.executable, [sys.executable, "-m", "netbottleneck.study", *words], kept)
     from netbottleneck import study
 
     started = job.start(settings())

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 
-from netbottleneck.findings import HANDICAP_MAX, STOCK, Findings
+from netbottleneck.findings import STOCK, Findings
 from netbottleneck.stats import Paired
 from netbottleneck.trace import PSEUDO
 from netbottleneck.units import gbit, ms, percent, streams
@@ -59,16 +59,14 @@ class Verdict:
 
 
 def handicap_sentence(findings: Findings) -> str | None:
-    """What must be said when stock under us is not shown to be as fast as the untouched script."""
+    """What must be said when stock under us was slower than the untouched script by more than a little."""
     pair = findings.handicap
     if pair is None or not findings.handicapped:
         return None
     ratio = pair.ratio
-    surely = ratio.value - 1 > HANDICAP_MAX
-    by = percent(ratio.value - 1) if surely else f"up to {percent(ratio.high - 1)}"
     return (
-        f"our stock is handicapped by {by} (against the untouched script; 95 % interval {percent(ratio.low - 1)} to "
-        f"{percent(ratio.high - 1)}, {pair.pairs} pairs of blocks): the gain is withheld."
+        f"our stock is handicapped by {percent(ratio.value - 1)} (against the untouched script; 95 % interval "
+        f"{percent(ratio.low - 1)} to {percent(ratio.high - 1)}, {pair.pairs} pairs of blocks): the gain is withheld."
     )
 
 

@@ -139,9 +139,9 @@ def correct(args: argparse.Namespace) -> Iterator[Figure]:
                 break
         note = f"{wrong} of {checked} elements wrong, 1 to {args.ranks} ranks, to {largest} bytes, "
         note += f"{time.monotonic() - started:.0f} s"
-        yield Figure(
-            f"{name}: every type, rank count and size right", None if reason else float(wrong == 0), 1, reason or note
-        )
+        absent = "cannot be used" in reason or "can be used here" in reason
+        value = None if absent else float(wrong == 0 and not reason)
+        yield Figure(f"{name}: every type, rank count and size right", value, 1, reason or note)
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Figure]]] = {

@@ -53,8 +53,9 @@ static bool wanted(const struct spec *spec, const struct ifaddrs *it, bool any) 
     return !(spec->except && listed) && (any || (it->ifa_flags & IFF_LOOPBACK) == 0);
 }
 
-static bool usable(const struct ifaddrs *it, int family) {
-    const unsigned up = IFF_UP | IFF_RUNNING; // an idle docker0 is up, and carries nothing
+static bool usable(const struct ifaddrs *it, int family, bool exact) {
+    // An idle docker0 is up, and carries nothing; one that was asked for by its whole name may not carry anything yet.
+    const unsigned up = exact ? IFF_UP : IFF_UP | IFF_RUNNING;
     if (it->ifa_addr == NULL || it->ifa_addr->sa_family != family || (it->ifa_flags & up) != up) {
         return false;
     }
@@ -78,7 +79,8 @@ static int collect(const struct spec *spec, const struct ifaddrs *all, bool any,
     int count = 0;
     for (size_t f = 0; f < sizeof families / sizeof families[0]; f++) {
         for (const struct ifaddrs *it = all; it != NULL && count < max; it = it->ifa_next) {
-            if (!usable(it, families[f]) || !wanted(spec, it, any) || has_name(names, count, it->ifa_name)) {
+            if (!usable(it, families[f], spec->exact) || !wanted(spec, it, any) ||
+                has_name(names, count, it->ifa_name)) {
                 continue;
             }
             addrs[count] = (struct nb_sockaddr){0};
@@ -95,7 +97,7 @@ static void list_names(const struct ifaddrs *all, char text[NAMES_TEXT]) {
     size_t used = 0;
     text[0] = '\0';
     for (const struct ifaddrs *it = all; it != NULL; it = it->ifa_next) {
-        if (!usable(it, AF_INET) && !usable(it, AF_INET6)) {
+        if (!usable(it, AF_INET, false) && !usable(it, AF_INET6, false)) {
             continue;
         }
         int n = snprintf(text + used, NAMES_TEXT - used, "%s%s", used > 0 ? ", " : "", it->ifa_name);

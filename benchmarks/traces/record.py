@@ -1,0 +1,60 @@
+"""Records the stored trace: ResNet-50's gradients over bare DDP, stock and ofi, two ranks, a link capped per flow.
+
+python benchmarks/traces/record.py [FILE]
+
+Compute is timed (133 ms forward, 267 ms backward, spread over the layers); what is sent is real, and so is every
+stamp. What names a machine, a folder or a process is taken out before the file is written.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from netbottleneck import trace
+from netbottleneck.lab import Lab
+from netbottleneck.report import Run
+from netbottleneck.study_ranks import run_in_lab
+from netbottleneck.study_task import Task
+
+LAB = "2gbit/500mbit"
+NAME = "resnet50-2gbit-500mbit"
+ARMS = ("bare", "stock", "ofi")
+STEPS, ROUNDS, ALONE = 4, 6, 6
+
+
+def record(folder: Path) -> trace.Trace:
+    """Run the job in a lab, its run folder at `folder`, and return what was recorded."""
+    with Lab(2, LAB) as lab:
+        network = {
+            "how": lab.how,
+            "link_bps": lab.spec.link_bps,
+            "flow_bps": list(lab.spec.flow_bps),
+            "verified": lab.verify(),
+        }
+        task = Task("replay", ARMS, str(folder), block_steps=STEPS, rounds=ROUNDS, alone=ALONE, network=network)
+        run_in_lab(lab, [task], lambda _task, step, steps, arm: print(f"step {step} of {steps}, {arm}"))
+    return Run(folder).trace
+
+
+def scrub(found: trace.Trace) -> trace.Trace:
+    """Return the run without the names of hosts, folders and processes."""
+    ranks = tuple(
+        replace(rank, hostname=f"host{rank.rank}", host_id=f"host{rank.rank}", pid=0, error=None)
+        for rank in found.ranks
+    )
+    return replace(found, id=NAME, command=("record.py",), ranks=ranks)
+
+
+def main() -> None:
+    """Record, and write the file."""
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name(f"{NAME}.jsonl.gz")
+    with tempfile.TemporaryDirectory() as folder:
+        trace.write(scrub(record(Path(folder) / NAME)), path)
+    Run(path).show()
+
+
+if __name__ == "__main__":
+    main()

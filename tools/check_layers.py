@@ -57,6 +57,13 @@ ROOM_OF_MODULE = {
     "stats": "scaling",
     "findings": "verdict",
     "records": "session",
+    "study_here": "study",
+    "study_jobs": "study",
+    "study_ranks": "study",
+    "study_report": "study",
+    "study_task": "study",
+    "study_tell": "study",
+    "study_worker": "study",
 }
 
 # A room may import itself, the foundation and these. "*": everything but cli.
@@ -95,7 +102,7 @@ PYTHON_ROOMS: dict[str, set[str]] = {
 # A package from outside may be imported only here, by module or folder of ours. "lazily": inside a function only.
 EVERYWHERE_LIVE = {"lab", "cli", "bench", "study", "doctor"}
 OUTSIDE: dict[str, set[str]] = {
-    "torch": {"torch", "hooks", "comm", "models"},
+    "torch": {"torch", "hooks", "comm", "models", "study"},
     "horovod": {"torch", "hooks", "comm"},
     "matplotlib": {"report"},
     "subprocess": EVERYWHERE_LIVE,

@@ -57,13 +57,6 @@ ROOM_OF_MODULE = {
     "stats": "scaling",
     "findings": "verdict",
     "records": "session",
-    "study_here": "study",
-    "study_jobs": "study",
-    "study_ranks": "study",
-    "study_report": "study",
-    "study_task": "study",
-    "study_tell": "study",
-    "study_worker": "study",
 }
 
 # A room may import itself, the foundation and these. "*": everything but cli.

@@ -16,8 +16,8 @@ from pathlib import Path
 from netbottleneck import trace
 from netbottleneck.lab import Lab
 from netbottleneck.report import Run
-from netbottleneck.study_ranks import run_in_lab
-from netbottleneck.study_task import Task
+from netbottleneck.study.ranks import run_in_lab
+from netbottleneck.study.task import Task
 
 LAB = "2gbit/500mbit"
 NAME = "resnet50-2gbit-500mbit"

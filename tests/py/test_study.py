@@ -16,8 +16,8 @@ import pytest
 from netbottleneck import study
 from netbottleneck.lab import Lab, LinkSpec, parse_lab
 from netbottleneck.report import Run
-from netbottleneck.study_ranks import JobError, run_in_lab
-from netbottleneck.study_task import AS_BEFORE, Outcome, Task, from_json, to_json
+from netbottleneck.study.ranks import JobError, run_in_lab
+from netbottleneck.study.task import AS_BEFORE, Outcome, Task, from_json, to_json
 
 pytest.importorskip("torch")
 
@@ -201,7 +201,7 @@ def test_every_network_gives_a_claim_enough_pairs_and_steps() -> None:
 
 
 def test_batches_share_an_epoch_among_the_ranks() -> None:
-    from netbottleneck.study_jobs import batches
+    from netbottleneck.study.jobs import batches
 
     ranks = [batches(100, rank, 2, 16) for rank in range(2)]
     seen = [int(index) for _ in range(3) for rank in ranks for index in next(rank)]

@@ -24,7 +24,7 @@ def attach(
     """Measure a DDP model, and move its gradients by the transports of the environment.
 
     Every rank calls it, before the first backward pass. Raises ValueError for a model on a device that is not the
-    CPU, and for one with a communication hook of the user's.
+    CPU, and for one with a communication hook of the user's or with static_graph=True.
     """
     reducer_off(ddp)
     chosen = session or open_session(env.settings(), group=ddp.process_group, model=type(ddp.module).__name__)
@@ -51,6 +51,8 @@ def reducer_off(ddp: DistributedDataParallel) -> None:
     """Let DDP's own reducer do nothing from the next forward pass on."""
     if getattr(ddp, "_comm_hooks", None):
         raise ValueError("this DDP model has a communication hook of its own: netbottleneck cannot stand in for it")
+    if ddp.static_graph:
+        raise ValueError("this DDP model has static_graph=True: netbottleneck cannot stand in for its reducer")
     ddp.require_backward_grad_sync = False
 
 
@@ -76,6 +78,18 @@ def _replace_no_sync(ddp: DistributedDataParallel, measured: Measured) -> None:
             measured.hold(False)
 
     ddp.no_sync = no_sync  # type: ignore[method-assign]
+    measured.session.on_close.append(lambda: ddp.__dict__.pop("no_sync", None))
+
+
+def _keep_buffers_alike(ddp: DistributedDataParallel, measured: Measured) -> None:
+    """Have rank 0's buffers (running means, say) broadcast before the next forward pass, as DDP does when it reduces."""
+
+    def after(*_: Any) -> None:
+        if not measured.held and torch.is_grad_enabled():
+            ddp.require_forward_param_sync = True
+
+    handle = ddp.register_forward_hook(after)
+    measured.session.on_close.append(handle.remove)
 
 
 def install() -> None:

@@ -43,7 +43,7 @@ class Measured:
         self._sampling: list[Any] = []
         self._modules: list[tuple[str, torch.nn.Module]] = []
         self._queued = False
-        self._unsent = False
+        self._synced = False  # in this step
         self._held = False
         self._arm = ""
         self._version = -1
@@ -66,6 +66,11 @@ class Measured:
         """True where gradients only add up."""
         return self._held
 
+    @property
+    def held(self) -> bool:
+        """Whether gradients only add up now."""
+        return self._held
+
     def hold(self, held: bool) -> None:
         """Gradients only add up while held, as inside DDP's no_sync()."""
         self._held = held
@@ -78,6 +83,10 @@ class Measured:
             handle.remove()
         self._handles.clear()
         self._sampling.clear()
+        if self._own_sync:
+            self.gradients.close()
+        if self._bare is not None:
+            self._bare(True)
 
     def _seek(self, module: torch.nn.Module, _args: Any) -> None:
         """Find the model: the outermost module that has all the parameters."""
@@ -89,7 +98,9 @@ class Measured:
 
     def _watch(self, model: torch.nn.Module) -> None:
         put = self.session.recorder.stamper
-        self._modules = [(name, module) for name, module in model.named_modules() if not any(module.children())]
+        # By the names that the parameters have: without what DDP wraps around them.
+        named = getattr(model, "module", model).named_modules() if self._bare is not None else model.named_modules()
+        self._modules = [(name, module) for name, module in named if not any(module.children())]
         self._handles.append(model.register_forward_pre_hook(put(EVENTS["FORWARD_BEGIN"])))
         self._handles.append(model.register_forward_hook(put(EVENTS["FORWARD_END"])))
         if self._own_sync:
@@ -104,7 +115,6 @@ class Measured:
     def _backward_begins(self, _gradient: Any) -> None:
         if not self._queued and not self._held and self._arm != "bare":
             self._queued = True
-            self._unsent = True
             _engine.queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
@@ -112,14 +122,20 @@ class Measured:
         self._sync()
 
     def _sync(self) -> None:
-        self._unsent = False
+        self._synced = True
         self.gradients.flush()
         self.gradients.wait()
 
     def _before_step(self, *_: Any) -> None:
-        if self._own_sync and self._arm != "bare" and (self._unsent or self.gradients.pending):
+        if (
+            self._own_sync
+            and not self.gradients.paused
+            and (not self._synced or self._queued or self.gradients.pending)
+        ):
+            # No output of the model was seen on its way back: another method was called, or it hides its tensors.
             self._queued = False
             self._sync()
+        self._synced = False
         self._optimizer_begin()
 
     def _after_step(self, *_: Any) -> None:

@@ -13,6 +13,7 @@ from netbottleneck.units import gbit, ms, nbytes, percent
 from netbottleneck.verdict import Verdict
 
 BAR_WIDTH, BAR_HEIGHT, LABEL_WIDTH = 640, 22, 80
+TOP_LAYERS = 20
 KINDS = (
     ("compute", "compute"),
     ("hidden", "compute with hidden communication"),
@@ -37,22 +38,27 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _segments(parts: Parts, longest_ns: float) -> list[dict[str, Any]]:
-    lengths = {
+def lengths(parts: Parts) -> dict[str, float]:
+    """Return ns by kind, in the order of KINDS: they add up to the step."""
+    return {
         "compute": parts.compute_ns - parts.hidden_ns,
         "hidden": parts.hidden_ns,
         "exposed": parts.exposed_ns,
         "wait": parts.wait_ns,
         "other": parts.other_ns,
     }
+
+
+def _segments(parts: Parts, longest_ns: float) -> list[dict[str, Any]]:
+    by_kind = lengths(parts)
     scale = BAR_WIDTH / longest_ns if longest_ns else 0.0
     found: list[dict[str, Any]] = []
     x = 0.0
     for kind, what in KINDS:
-        width = lengths[kind] * scale
+        width = by_kind[kind] * scale
         if width > 0:
             found.append(
-                {"kind": kind, "x": round(x, 2), "width": round(width, 2), "what": f"{what}: {ms(lengths[kind])}"}
+                {"kind": kind, "x": round(x, 2), "width": round(width, 2), "what": f"{what}: {ms(by_kind[kind])}"}
             )
         x += width
     return found
@@ -69,6 +75,7 @@ def _context(findings: Findings, verdict: Verdict) -> dict[str, Any]:
         }
         for place, (name, parts) in enumerate(findings.parts.items())
     ]
+    layers = sorted(findings.layers, key=lambda layer: -layer.exposed_ns)
     return {
         "f": findings,
         "trace": findings.trace,
@@ -81,7 +88,10 @@ def _context(findings: Findings, verdict: Verdict) -> dict[str, Any]:
         "label_width": LABEL_WIDTH,
         "width": LABEL_WIDTH + BAR_WIDTH + 90,
         "height": len(bars) * (BAR_HEIGHT + 8),
-        "layers": sorted(findings.layers, key=lambda layer: -layer.exposed_ns)[:20],
+        "layers": layers[:TOP_LAYERS],
+        "layers_left": len(layers[TOP_LAYERS:]),
+        "layers_left_ns": sum(layer.exposed_ns for layer in layers[TOP_LAYERS:]),
+        "meanings": {name: words.MEANING[name] for name in findings.times if name in words.MEANING},
         "pairs": {pair.other: pair for pair in findings.comparisons},
     }
 

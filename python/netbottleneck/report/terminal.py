@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
@@ -12,18 +12,13 @@ from rich.text import Text
 
 from netbottleneck.findings import Findings, Parts
 from netbottleneck.layers import Layer
-from netbottleneck.report.words import sentences, warnings
+from netbottleneck.report.words import MEANING, sentences, warnings
 from netbottleneck.trace import PSEUDO
 from netbottleneck.units import gbit, ms, nbytes, percent
 from netbottleneck.verdict import Verdict
 
 WIDTH = 80
 TOP_LAYERS = 8
-_MEANING: Mapping[str, str] = {
-    "bare": "the untouched script",
-    "single": "one rank alone",
-    "null": "nothing moves",
-}
 
 
 def _table(*columns: str) -> Table:
@@ -122,6 +117,11 @@ def _probe_line(findings: Findings) -> str:
     return f"Achievable by streams ({findings.label}, probe over {can.transport}): {points}."
 
 
+def _number(ns: float) -> str:
+    """Ms without the unit."""
+    return ms(ns).removesuffix(" ms")
+
+
 def _transport_table(findings: Findings) -> tuple[str, Table]:
     table = _table("transport", "step", "p10-p90 ms", "steps/blocks", "difference, 95 %")
     pairs = {pair.other: pair for pair in findings.comparisons}
@@ -133,11 +133,11 @@ def _transport_table(findings: Findings) -> tuple[str, Table]:
             difference = "withheld"
         else:
             ns = pair.difference_ns
-            interval = f" ({ns.low / 1e6:.1f} to {ns.high / 1e6:.1f})" if pair.enough else " (no interval)"
+            interval = f" ({_number(ns.low)} to {_number(ns.high)})" if pair.enough else " (no interval)"
             difference = ms(ns.value) + interval
-        spread = f"{time.p10_ns / 1e6:.1f}-{time.p90_ns / 1e6:.1f}"
+        spread = f"{_number(time.p10_ns)}-{_number(time.p90_ns)}"
         _row(table, name, ms(time.median_ns), spread, f"{time.steps}/{time.blocks}", difference)
-    meant = "; ".join(f"{name}: {_MEANING[name]}" for name in findings.times if name in PSEUDO)
+    meant = "; ".join(f"{name}: {MEANING[name]}" for name in findings.times if name in PSEUDO)
     title = f"Transports in turn, difference to {findings.base} paired by block ({findings.label})"
     return title + (f". {meant[0].upper()}{meant[1:]}" if meant else ""), table
 
@@ -187,13 +187,15 @@ def render(findings: Findings, verdict: Verdict, console: Console) -> None:
 def text(findings: Findings, verdict: Verdict) -> str:
     """The report as report.txt holds it: plain, no trailing blanks."""
     buffer = io.StringIO()
-    console = Console(file=buffer, width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False)
+    console = Console(
+        file=buffer, width=WIDTH, color_system=None, force_terminal=False, force_jupyter=False, legacy_windows=False
+    )
     render(findings, verdict, console)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
 
 
 def show(findings: Findings, verdict: Verdict, console: Console | None = None) -> None:
     """Prints to the terminal, at most WIDTH columns; NO_COLOR and pipes are seen to by rich."""
-    screen = console or Console()
+    screen = console or Console(force_jupyter=False)
     screen.width = min(screen.width, WIDTH) if screen.is_terminal else WIDTH
     render(findings, verdict, screen)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from netbottleneck.findings import Findings
-from netbottleneck.trace import NULL, Rank
+from netbottleneck.trace import BARE, NULL, SINGLE, Rank
 from netbottleneck.units import gbit, ms, percent, streams
 from netbottleneck.verdict import best_gain, handicap_sentence, stock_is_as_good
 
 # A rank that makes the others wait less than this part of the step is not named.
 LATE_SHARE_MIN = 0.01
+# What stands in a list of transports and is none.
+MEANING: Mapping[str, str] = {BARE: "the untouched script", SINGLE: "one rank alone", NULL: "nothing moves"}
 
 
 def sentences(findings: Findings) -> list[str]:

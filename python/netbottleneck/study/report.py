@@ -16,7 +16,7 @@ from rich.text import Text
 from netbottleneck import verdict as rules
 from netbottleneck.report import Run
 from netbottleneck.stats import Paired
-from netbottleneck.study_task import ACCURACY, Outcome
+from netbottleneck.study.task import ACCURACY, Outcome
 from netbottleneck.trace import PSEUDO
 from netbottleneck.units import gbit, ms, percent
 
@@ -50,9 +50,9 @@ class Found:
 
     @property
     def nothing_to_do(self) -> bool:
-        """Whether other transports were tried in pairs enough, and none is surely faster than stock."""
+        """Whether other transports were tried in pairs enough, and none gains as much as would count."""
         tried = [pair for pair in self.run.findings.comparisons if pair.enough and pair.base == BASE]
-        return bool(tried) and not any(rules.wins(pair) for pair in tried)
+        return bool(tried) and all(pair.gain.value < rules.GAIN_MIN for pair in tried)
 
 
 @dataclass
@@ -129,8 +129,12 @@ def answer(found: Found) -> list[str]:
 def _gain(pair: Paired) -> str:
     low, high = pair.ratio.low, pair.ratio.high
     times = f"{1 / pair.ratio.value:.2f} times as fast ({1 / high:.2f} to {1 / low:.2f})"
-    sure = "" if pair.enough else "; one pair is no claim"
-    return f"{pair.other}: the step is {times} as over {pair.base}, {pair.pairs} pairs of blocks (measured{sure})"
+    doubt = ""
+    if not pair.enough:
+        doubt = "; one pair is no claim"
+    elif low <= 1 <= high:
+        doubt = "; not sure, more --rounds would tell"
+    return f"{pair.other}: the step is {times} as over {pair.base}, {pair.pairs} pairs of blocks (measured{doubt})"
 
 
 def table(study: Study) -> Iterable[Table]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from netbottleneck.study_task import Task
+from netbottleneck.study.task import Task
 
 Follow = Callable[[Task, int, int, str], None]
 PARTS = 4  # of a job, told of where there is no terminal

@@ -13,13 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from netbottleneck import env, launch, study_report
+from netbottleneck import env, launch
 from netbottleneck.lab import Lab, LabError, LinkSpec, parse_lab
 from netbottleneck.report import Run
-from netbottleneck.study_ranks import JobError, run_in_lab
-from netbottleneck.study_report import Found, Study
-from netbottleneck.study_task import AS_BEFORE, JOBS, Outcome, Task
-from netbottleneck.study_tell import Teller
+from netbottleneck.study import report
+from netbottleneck.study.ranks import JobError, run_in_lab
+from netbottleneck.study.report import Found, Study
+from netbottleneck.study.task import AS_BEFORE, JOBS, Outcome, Task
+from netbottleneck.study.tell import Teller
 from netbottleneck.values import TRANSPORTS
 
 NETWORKS = "2gbit/500mbit,2gbit,none"
@@ -52,9 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     if place.size > 1:
         _without_hooks(words)
-        from netbottleneck import study_here
+        from netbottleneck.study import here
 
-        return study_here.main(args, words)
+        return here.main(args, words)
     before = signal.signal(signal.SIGTERM, _terminated)
     study = Study(Path(args.directory).absolute(), time.time_ns(), ["netbottleneck", "study", *words])
     teller = Teller()
@@ -95,7 +96,7 @@ def _study(study: Study, networks: Sequence[LinkSpec], args: argparse.Namespace,
         sys.stderr.write(f"netbottleneck study: {error}\n")
         return FAILED
     path = study.write()
-    study_report.show(study, teller.console)
+    report.show(study, teller.console)
     teller.say(f"Written: {path}, and a report in each run's folder beside it.")
     return verdict_code(study, args.strict)
 
@@ -113,7 +114,7 @@ def _network(study: Study, lab: Lab, args: argparse.Namespace, teller: Teller, *
     text = str(lab.spec)
     with teller.working(f"{text}: measuring what is in force"):
         seen = lab.verify(0.5 if args.quick else 1.0)
-    teller.say(study_report.measured_line(text, seen))
+    teller.say(report.measured_line(text, seen))
     if lab.way == "loopback":
         teller.say(f"No namespaces here: {lab.why}.")
     network = {"how": lab.how, "link_bps": lab.spec.link_bps, "flow_bps": list(lab.spec.flow_bps), "verified": seen}
@@ -130,7 +131,7 @@ def _network(study: Study, lab: Lab, args: argparse.Namespace, teller: Teller, *
         found.again = outcomes[alone.folder] if alone and task is tasks[0] else None
         found.tuned = tuned if task.job == "replay" else None
         study.found.append(found)
-        for line in study_report.answer(found):
+        for line in report.answer(found):
             teller.say(f"{text}, {task.job}: {line}.")
     study.write()
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from netbottleneck.lab import Lab
-from netbottleneck.study_task import Outcome, Task, to_json
+from netbottleneck.study.task import Outcome, Task, to_json
 
 LIMIT_S = 300.0  # for each task
 GRACE_S = 3.0  # after one rank has failed, for the others to say what they saw
@@ -47,7 +47,7 @@ def run_in_lab(
     """
     logs = Path(tasks[0].folder).parent
     logs.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "netbottleneck.study_worker", to_json(tasks)]
+    command = [sys.executable, "-m", "netbottleneck.study.worker", to_json(tasks)]
     ranks: list[Rank] = []
     try:
         for rank in range(lab.size):

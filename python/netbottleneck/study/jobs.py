@@ -16,7 +16,7 @@ from netbottleneck.hooks.loop import measure
 from netbottleneck.models.data import digits
 from netbottleneck.models.replay import IdleOptimizer, replay
 from netbottleneck.session import Session, open_session
-from netbottleneck.study_task import ACCURACY, Outcome, Task
+from netbottleneck.study.task import ACCURACY, Outcome, Task
 
 BATCH = 32  # images a rank and step
 SEED = 7

@@ -9,13 +9,14 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
-from netbottleneck import job, study_jobs, study_report
+from netbottleneck import job
 from netbottleneck.env import settings
 from netbottleneck.lab import LinkSpec
 from netbottleneck.report import Run
-from netbottleneck.study_report import Found, Study
-from netbottleneck.study_task import Task
-from netbottleneck.study_tell import Teller
+from netbottleneck.study import jobs, report
+from netbottleneck.study.report import Found, Study
+from netbottleneck.study.task import Task
+from netbottleneck.study.tell import Teller
 
 HERE = "here"
 
@@ -35,7 +36,7 @@ def main(args: argparse.Namespace, words: Sequence[str]) -> int:
     for name in args.jobs:
         task = study.make_task(name, args, LinkSpec(), found.folder / HERE, None)
         with teller.working(f"{name}, {HERE}") if first else nullcontext(_silent) as follow:
-            outcome = study_jobs.run(task, partial(follow, task))
+            outcome = jobs.run(task, partial(follow, task))
         if first:
             run = Run(outcome.folder)
             run.write_all()
@@ -43,7 +44,7 @@ def main(args: argparse.Namespace, words: Sequence[str]) -> int:
             found.write()
     if not first:
         return study.FINE
-    study_report.show(found, teller.console)
+    report.show(found, teller.console)
     teller.say(f"Written: {found.write()}, and a report in each run's folder beside it.")
     return study.verdict_code(found, args.strict)
 

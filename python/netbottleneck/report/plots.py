@@ -1,0 +1,187 @@
+"""Pictures of a run and of a benchmark, for notebooks. Needs matplotlib: `pip install 'netbottleneck[plot]'`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from netbottleneck.report.html import KINDS, lengths
+from netbottleneck.units import gbit, ms
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from netbottleneck.report import Run
+
+# Distinct in print and for colour-blind readers; the same meaning in every picture.
+COLOURS: Mapping[str, str] = {
+    "compute": "#4c9f70",
+    "hidden": "#2f7f9e",
+    "exposed": "#cc4b37",
+    "wait": "#d9a441",
+    "other": "#9a9a9a",
+}
+TRANSPORT_COLOURS: Mapping[str, str] = {
+    "bare": "#9a9a9a",
+    "single": "#c9c9c9",
+    "stock": "#cc4b37",
+    "tcp": "#d9a441",
+    "ofi": "#2f7f9e",
+}
+
+
+class Bench(Protocol):
+    """What netbottleneck.bench returns, as far as it is drawn."""
+
+    rows: Sequence[Mapping[str, Any]]
+
+    @property
+    def probe(self) -> Mapping[str, Sequence[tuple[int, float]]]:
+        """By transport: (streams, bits a second one way)."""
+
+
+def _axes(width: float, height: float) -> Axes:
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install 'netbottleneck[plot]'") from error
+    axes: Axes = plt.subplots(figsize=(width, height), layout="constrained")[1]
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes
+
+
+def _colour(transport: str) -> str:
+    return TRANSPORT_COLOURS.get(transport, "#7b6fa6")
+
+
+def _bars(axes: Axes, names: Sequence[str], values: Sequence[float], labels: Sequence[str]) -> None:
+    """Horizontal bars, first on top, each with its number."""
+    bars = axes.barh(names, values, color=[_colour(name) for name in names], height=0.6)
+    axes.bar_label(bars, labels=list(labels), padding=4)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(values, default=0) * 1.2 or 1)
+
+
+def _levels(axes: Axes, achieved: Mapping[str, float], what: str) -> None:
+    """A dashed line for what each transport achieved."""
+    for name, rate in achieved.items():
+        axes.axhline(rate / 1e9, color=_colour(name), linestyle="--", label=f"{name} achieved {gbit(rate)} {what}")
+
+
+def _curve(axes: Axes, name: str, points: Sequence[tuple[int, float]]) -> None:
+    """Achievable by number of network streams."""
+    counts = [count for count, _ in points]
+    axes.plot(counts, [rate / 1e9 for _, rate in points], "o-", color=_colour(name), label=f"{name}, probe")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.set_xlabel("network streams")
+    axes.set_ylabel("Gbit/s, one way")
+
+
+def _finish_levels(axes: Axes, title: str) -> Axes:
+    axes.set_ylim(bottom=0)
+    axes.set_title(title, loc="left")
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return axes
+
+
+def bench_curve(results: Bench) -> Axes:
+    """Draw the busbw of each transport at the largest size against what its probe reached by number of streams."""
+    axes = _axes(8, 3.6)
+    largest = max((row["bytes"] for row in results.rows), default=0)
+    for name, points in results.probe.items():
+        _curve(axes, name, points)
+    achieved = {str(row["transport"]): 8 * row["busbw_bytes_per_s"] for row in results.rows if row["bytes"] == largest}
+    _levels(axes, achieved, f"at {largest / 1e6:g} MB")
+    return _finish_levels(axes, "Achieved against achievable (measured)")
+
+
+def bench_sizes(results: Bench) -> Axes:
+    """Draw busbw by size, a line for each transport."""
+    axes = _axes(6, 3.6)
+    for name in dict.fromkeys(str(row["transport"]) for row in results.rows):
+        rows = [row for row in results.rows if row["transport"] == name]
+        sizes = [row["bytes"] / 1e6 for row in rows]
+        rates = [8 * row["busbw_bytes_per_s"] / 1e9 for row in rows]
+        axes.plot(sizes, rates, "o-", color=_colour(name), label=name)
+    axes.set_xscale("log")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("MB")
+    axes.set_ylabel("busbw, Gbit/s one way")
+    axes.set_title("All-reduce by size (measured)", loc="left")
+    axes.legend(frameon=False)
+    return axes
+
+
+def split(run: Run) -> Axes:
+    """Draw where a step goes, a bar for each transport whose steps could be split."""
+    parts = run.findings.parts
+    axes = _axes(8, 1.2 + 0.55 * len(parts))
+    for kind, what in KINDS:
+        left = [sum(_before(lengths(p), kind)) / 1e6 for p in parts.values()]
+        axes.barh(
+            list(parts), [lengths(p)[kind] / 1e6 for p in parts.values()], left=left, color=COLOURS[kind], label=what
+        )
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    axes.set_title(f"Where a step goes ({run.findings.label})", loc="left")
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return axes
+
+
+def _before(values: Mapping[str, float], kind: str) -> list[float]:
+    names = [name for name, _ in KINDS]
+    return [values[name] for name in names[: names.index(kind)]]
+
+
+def layers(run: Run, most: int = 12) -> Axes:
+    """Draw the layers that cost the most exposed communication, with their backward times."""
+    found = sorted(run.findings.layers, key=lambda layer: -layer.exposed_ns)[:most]
+    names = [layer.name for layer in found]
+    axes = _axes(8, 1.2 + 0.34 * len(found))
+    places = range(len(found))
+    axes.barh(
+        [place - 0.2 for place in places],
+        [layer.exposed_ns / 1e6 for layer in found],
+        0.4,
+        color=COLOURS["exposed"],
+        label="exposed, attributed by bytes",
+    )
+    axes.barh(
+        [place + 0.2 for place in places],
+        [layer.backward_ns / 1e6 for layer in found],
+        0.4,
+        color=COLOURS["compute"],
+        label="backward",
+    )
+    axes.set_yticks(list(places), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms a step")
+    axes.set_title(f"Layers under {run.findings.base} ({run.findings.label})", loc="left")
+    axes.legend(frameon=False)
+    return axes
+
+
+def transports(run: Run) -> Axes:
+    """Draw the median step of each transport."""
+    times = run.findings.times
+    axes = _axes(7, 1.0 + 0.45 * len(times))
+    medians = [time.median_ns for time in times.values()]
+    _bars(axes, list(times), [ns / 1e6 for ns in medians], [ms(ns) for ns in medians])
+    axes.set_xlabel("ms")
+    axes.set_title(f"Step, median ({run.findings.label})", loc="left")
+    return axes
+
+
+def bandwidth(run: Run) -> Axes:
+    """Draw what each transport achieved in transfer against the probe of the same hosts, and the link."""
+    findings = run.findings
+    axes = _axes(8, 3.6)
+    if findings.achievable:
+        _curve(axes, findings.achievable.transport, findings.achievable.points)
+    _levels(axes, {name: did.active_bps for name, did in findings.achieved.items()}, "in transfer")
+    if findings.link_bps:
+        axes.axhline(
+            findings.link_bps / 1e9, color="#9a9a9a", linewidth=1, label=f"the link, {gbit(findings.link_bps)}"
+        )
+    return _finish_levels(axes, f"Achieved against achievable ({findings.label})")

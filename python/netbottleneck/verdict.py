@@ -83,9 +83,9 @@ def best_gain(findings: Findings) -> Paired | None:
 
 
 def stock_is_as_good(findings: Findings) -> bool:
-    """Whether other transports were tried in pairs enough, and none wins."""
+    """Whether other transports were tried in pairs enough, and none wins, or would by its estimate."""
     tried = [p for p in findings.comparisons if p.enough]
-    return bool(tried) and not findings.handicapped and best_gain(findings) is None
+    return bool(tried) and not findings.handicapped and all(p.gain.value < GAIN_MIN for p in tried)
 
 
 def _keep(findings: Findings) -> str:

@@ -96,23 +96,6 @@ def bench_curve(results: Bench) -> Axes:
     return _finish_levels(axes, "Achieved against achievable (measured)")
 
 
-def bench_sizes(results: Bench) -> Axes:
-    """Draw busbw by size, a line for each transport."""
-    axes = _axes(6, 3.6)
-    for name in dict.fromkeys(str(row["transport"]) for row in results.rows):
-        rows = [row for row in results.rows if row["transport"] == name]
-        sizes = [row["bytes"] / 1e6 for row in rows]
-        rates = [8 * row["busbw_bytes_per_s"] / 1e9 for row in rows]
-        axes.plot(sizes, rates, "o-", color=_colour(name), label=name)
-    axes.set_xscale("log")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("MB")
-    axes.set_ylabel("busbw, Gbit/s one way")
-    axes.set_title("All-reduce by size (measured)", loc="left")
-    axes.legend(frameon=False)
-    return axes
-
-
 def split(run: Run) -> Axes:
     """Draw where a step goes, a bar for each transport whose steps could be split."""
     parts = run.findings.parts

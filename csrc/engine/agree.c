@@ -91,8 +91,8 @@ static void desc_differ(const struct desc *a, int rank_a, const struct desc *b, 
     char vb[64];
     if (a->kind != b->kind) {
         what = "operations";
-        snprintf(va, sizeof va, "%s", kind_names[a->kind % NB_OP_KINDS]);
-        snprintf(vb, sizeof vb, "%s", kind_names[b->kind % NB_OP_KINDS]);
+        snprintf(va, sizeof va, "%s", kind_names[a->kind]);
+        snprintf(vb, sizeof vb, "%s", kind_names[b->kind]);
     } else if (a->dtype != b->dtype) {
         what = "data types";
         snprintf(va, sizeof va, "%s", nb_dtype_name(a->dtype));
@@ -179,9 +179,11 @@ void nb_agree_mask(struct nb_job *job, int rank, const uint64_t *words, size_t c
     struct agree *a = job->agree;
     size_t bits = count * 64 < IDS_MAX ? count * 64 : IDS_MAX;
     for (size_t id = nb_bits_next(words, 0, bits); id < bits; id = nb_bits_next(words, id + 1, bits)) {
-        if (a->ids[id] != NULL) {
-            entry_add(job, a->ids[id], rank, &a->ids[id]->cached);
+        if (a->ids[id] == NULL) {
+            nb_job_wire_fail(job, rank, "the number of an operation that has none");
+            return;
         }
+        entry_add(job, a->ids[id], rank, &a->ids[id]->cached);
     }
 }
 
@@ -262,28 +264,46 @@ void nb_agree_release(struct nb_job *job) {
     }
 }
 
-static void rank_failed(struct nb_job *job, int rank, const unsigned char *body, size_t bytes) {
+static void rank_failed(struct nb_job *job, int rank, const unsigned char *body) {
     struct wire_failure failure;
-    if (bytes != sizeof failure) {
-        return;
-    }
     memcpy(&failure, body, sizeof failure);
     failure.text[NB_ERROR_TEXT - 1] = 0;
+    if (failure.code >= 0) {
+        nb_job_wire_fail(job, rank, "a failure that is none");
+        return;
+    }
     bool known = failure.peer >= 0 && failure.peer < job->size;
     struct nb_error why = {0};
     nb_fail_peer(&why, failure.code, known ? failure.peer : rank, "%s", failure.text);
     nb_job_fail(job, &why, true);
 }
 
-void nb_agree_message(struct nb_job *job, int rank, enum control_type type, const unsigned char *body, size_t bytes) {
-    if (type == CTL_SUBMIT) {
-        for (size_t at = 0; at + sizeof(struct desc) <= bytes; at += sizeof(struct desc)) {
-            struct desc desc;
-            memcpy(&desc, body + at, sizeof desc);
-            desc.name[NB_NAME_MAX - 1] = 0;
-            nb_agree_submit(job, rank, &desc);
+// What no rank of this job could have submitted.
+static bool desc_possible(const struct nb_job *job, const struct desc *desc) {
+    return desc->kind < NB_OP_KINDS && desc->dtype < NB_DTYPES && desc->redop < NB_REDOPS && desc->device == 0 &&
+           desc->root >= 0 && desc->root < job->size && desc->comm == job->world.id &&
+           memchr(desc->name, 0, sizeof desc->name) != NULL;
+}
+
+static void submits_heard(struct nb_job *job, int rank, const unsigned char *body, size_t bytes) {
+    for (size_t at = 0; at < bytes && !job->failed; at += sizeof(struct desc)) {
+        struct desc desc;
+        memcpy(&desc, body + at, sizeof desc);
+        if (!desc_possible(job, &desc)) {
+            nb_job_wire_fail(job, rank, "an impossible operation");
+            return;
         }
-    } else if (type == CTL_MASK && bytes <= IDS_MAX / 8) {
+        nb_agree_submit(job, rank, &desc);
+    }
+}
+
+void nb_agree_message(struct nb_job *job, int rank, enum control_type type, const unsigned char *body, size_t bytes) {
+    if (job->failed && type != CTL_BYE) {
+        return; // what was sent before the failure was known
+    }
+    if (type == CTL_SUBMIT && bytes % sizeof(struct desc) == 0) {
+        submits_heard(job, rank, body, bytes);
+    } else if (type == CTL_MASK && bytes <= IDS_MAX / 8 && bytes % sizeof(uint64_t) == 0) {
         uint64_t words[IDS_MAX / 64] = {0};
         memcpy(words, body, bytes);
         nb_agree_mask(job, rank, words, bytes / sizeof words[0]);
@@ -291,13 +311,15 @@ void nb_agree_message(struct nb_job *job, int rank, enum control_type type, cons
         struct wire_pong pong = {.here_ns = nb_now_ns()};
         memcpy(&pong.sent_ns, body, bytes);
         nb_control_send(&job->controls[rank], CTL_PONG, &pong, sizeof pong);
-    } else if (type == CTL_FAIL) {
-        rank_failed(job, rank, body, bytes);
-    } else if (type == CTL_BYE) {
+    } else if (type == CTL_FAIL && bytes == sizeof(struct wire_failure)) {
+        rank_failed(job, rank, body);
+    } else if (type == CTL_BYE && bytes == 0) {
         int32_t left = rank;
         job->controls[rank].left = true;
         nb_control_broadcast(job, CTL_LEFT, &left, sizeof left);
         nb_job_peer_left(job, rank);
+    } else {
+        nb_job_wire_fail(job, rank, "a control message that is none");
     }
     nb_agree_release(job);
 }

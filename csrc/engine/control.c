@@ -108,10 +108,7 @@ static void control_dispatch(struct control *control) {
         struct header header;
         memcpy(&header, control->in + at, sizeof header);
         if (header.bytes > CONTROL_MESSAGE_MAX) {
-            struct nb_error why = {0};
-            nb_fail_peer(&why, NB_EWIRE, control->peer, "rank %d sent a control message of %u bytes", control->peer,
-                         header.bytes);
-            nb_job_fail(job, &why, true);
+            nb_job_wire_fail(job, control->peer, "a control message that is too long");
             at = control->in_bytes;
             break;
         }

@@ -15,7 +15,8 @@
 #include "transport/lanes.h"
 
 enum {
-    STREAMS_AUTO_MAX = 16, // opened when streams=auto
+    STREAMS_AUTO_MAX = 16,   // opened when streams=auto
+    STREAMS_BEFORE_AUTO = 2, // used until the probe: small transfers gain little from more
     SEGMENT_DEFAULT = 256 * 1024,
     IN_FLIGHT_MAX = 8 * 1024 * 1024,
     PROBE_FROM_BYTES = 4 * 1024 * 1024, // the first transfer of this size starts the probe
@@ -150,9 +151,9 @@ struct map_request {
     size_t bytes;
 };
 
-struct suspicion { // a lane broke: the peer may be dead, or another rank is and the peer left because of it
+struct suspicion { // of one peer, whose lane broke: it may be dead, or another rank is and the peer left because of it
     bool raised;
-    int64_t until_ns;
+    int64_t since_ns;
     struct nb_error why;
 };
 
@@ -169,16 +170,20 @@ struct nb_job {
     struct control *controls; // rank 0: by rank; others: [0]
     int control_count;
     bool *peer_left;          // by rank
+    int left_rank;            // one of those that left, or NB_NO_PEER
     bool *peer_open;          // by rank: lanes were opened
     unsigned char *addresses; // all ranks' lane addresses
 
     pthread_mutex_t lock; // guards the fields down to the blank line
     pthread_cond_t finished;
-    struct nb_list inbox;     // works, and
-    struct nb_list maps;      // memory to be mapped, for the communication thread
-    struct nb_hash in_flight; // works by key
-    struct nb_hash rounds;    // struct round: how often a key was used
-    struct nb_error failure;  // sticky
+    struct nb_list inbox;         // works, and
+    struct nb_list maps;          // memory to be mapped, for the communication thread
+    struct nb_hash in_flight;     // works by key
+    struct nb_hash rounds;        // struct round: how often a key was used
+    struct nb_list rounds_by_age; // the same, the one that was used last at the end
+    int round_count;
+    int waiters;             // threads inside nb_work_wait
+    struct nb_error failure; // sticky
     struct nb_job_info info;
     bool stop;
     bool aborting;
@@ -186,10 +191,11 @@ struct nb_job {
     char notices[4][NB_ERROR_TEXT];
     int notice_count;
 
+    uint64_t last_seq;      // of the operations that rank 0 has started
     struct nb_list waiting; // submitted, not agreed
     struct nb_list running;
     bool failed;
-    struct suspicion suspicion;
+    struct suspicion *suspicions; // by rank
     int64_t next_ping_ns;
     uint64_t *mask; // cached operations submitted since the last flush
     size_t mask_words;
@@ -202,6 +208,7 @@ struct nb_job {
 size_t nb_work_line(const struct nb_op *op);
 int nb_work_make(struct nb_comm *comm, const struct nb_op *op, struct nb_work **work, struct nb_error *err);
 void nb_work_unref(struct nb_work *work);
+void nb_work_rounds_free(struct nb_job *job);
 // Done: with job->failure's record or the given one; NULL: success.
 void nb_work_finish(struct nb_work *work, const struct nb_error *why);
 
@@ -225,6 +232,8 @@ int nb_member_open(struct nb_job *job, struct nb_error *err);
 void nb_member_close(struct nb_job *job);
 void nb_member_submit(struct nb_job *job, struct nb_work *work);
 void nb_member_flush(struct nb_job *job);
+// Whether rank 0 may start an operation by this number now: they only grow.
+bool nb_member_next(struct nb_job *job, uint64_t seq);
 void nb_member_go(struct nb_job *job, const struct wire_go *go);
 void nb_member_refuse(struct nb_job *job, const struct wire_refuse *refuse);
 void nb_member_message(struct nb_job *job, enum control_type type, const unsigned char *body, size_t bytes);
@@ -256,9 +265,15 @@ int nb_job_peer_ready(struct nb_job *job, int peer, struct nb_error *err);
 
 // job.c
 void *nb_job_main(void *job);
+// tick.c: what happens by time: silence, bytes that do not move, lanes that broke
+void nb_job_tick(struct nb_job *job, int64_t now);
 void nb_job_lane_lost(void *job, int peer, int lane, const struct nb_error *why, int lanes_left);
 void nb_job_fail(struct nb_job *job, const struct nb_error *why, bool tell);
 void nb_job_peer_left(struct nb_job *job, int rank);
+// What is waiting cannot run any more when some rank has left: the job fails then.
+void nb_job_left_check(struct nb_job *job);
+// A peer sent what the protocol does not allow: the job fails and names it.
+void nb_job_wire_fail(struct nb_job *job, int peer, const char *what);
 void nb_job_notify(struct nb_job *job, const char *text);
 
 #endif

@@ -15,10 +15,7 @@
 #include "trace/ring.h"
 #include "transport/lanes.h"
 
-enum {
-    GRACE_NS = 250 * 1000 * 1000, // a broken lane waits this long for rank 0 to say who is dead
-    FAREWELL_NS = 200 * 1000 * 1000
-};
+enum { FAREWELL_NS = 200 * 1000 * 1000 };
 
 struct nb_comm *nb_job_world(struct nb_job *job) {
     return &job->world;
@@ -84,6 +81,7 @@ static void inbox_drain(struct nb_job *job) {
         pthread_mutex_lock(&job->lock);
     }
     pthread_mutex_unlock(&job->lock);
+    nb_job_left_check(job);
 }
 
 void nb_job_fail(struct nb_job *job, const struct nb_error *why, bool tell) {
@@ -98,7 +96,7 @@ void nb_job_fail(struct nb_job *job, const struct nb_error *why, bool tell) {
     memcpy(message.text, why->text, sizeof message.text);
     if (job->rank == 0) {
         nb_control_broadcast(job, CTL_ABORT, &message, sizeof message);
-    } else if (tell) {
+    } else if (tell && job->controls != NULL) { // while the job opens, bootstrap tells
         nb_control_send(&job->controls[0], CTL_FAIL, &message, sizeof message);
     }
 }
@@ -110,111 +108,49 @@ static void failed_sweep(struct nb_job *job) {
     works_fail(&job->waiting, &job->failure);
 }
 
-static void peer_left_fail(struct nb_job *job, int rank, const char *name) {
+void nb_job_wire_fail(struct nb_job *job, int peer, const char *what) {
     struct nb_error why = {0};
-    nb_fail_peer(&why, NB_EPEER, rank, "rank %d left the job before '%s' was over", rank, name);
+    nb_fail_peer(&why, NB_EWIRE, peer, "rank %d sent %s", peer, what);
+    nb_job_fail(job, &why, true);
+}
+
+void nb_job_left_check(struct nb_job *job) {
+    if (job->left_rank == NB_NO_PEER || nb_list_empty(&job->waiting)) {
+        return;
+    }
+    const struct nb_work *work = NB_CONTAINER(job->waiting.next, struct nb_work, link);
+    struct nb_error why = {0};
+    nb_fail_peer(&why, NB_EPEER, job->left_rank, "rank %d left the job before '%s' was over", job->left_rank,
+                 work->desc.name);
     nb_job_fail(job, &why, true);
 }
 
 void nb_job_peer_left(struct nb_job *job, int rank) {
+    struct suspicion *s = &job->suspicions[rank];
     job->peer_left[rank] = true;
-    if (!nb_list_empty(&job->waiting)) {
-        peer_left_fail(job, rank, NB_CONTAINER(job->waiting.next, struct nb_work, link)->desc.name);
-    }
-}
-
-// What a rank that left in good order still owed is in the kernel; only an operation that its end cuts short fails.
-static void cut_short(struct nb_job *job, int peer) {
-    NB_LIST_EACH(it, &job->running) {
-        const struct nb_work *work = NB_CONTAINER(it, struct nb_work, link);
-        bool in = work->in.peer == peer && work->in.left > 0;
-        bool out = work->out.peer == peer && work->out.left + work->out.in_flight > 0;
-        if (in || out) {
-            peer_left_fail(job, peer, work->desc.name);
-            return;
-        }
-    }
+    job->left_rank = rank;
+    *s = (struct suspicion){.raised = true, .since_ns = nb_now_ns()}; // operations under way may need it still
+    nb_job_left_check(job);
 }
 
 void nb_job_lane_lost(void *ctx, int peer, int lane, const struct nb_error *why, int lanes_left) {
     struct nb_job *job = ctx;
+    struct suspicion *s = &job->suspicions[peer];
     (void)lanes_left;
     if (job->failed) {
         return;
     }
-    if (job->peer_left[peer]) {
-        cut_short(job, peer);
-        return;
+    if (!job->peer_left[peer]) {
+        nb_ring_put(job->config.ring, NB_EV_LANE_LOST, 0, (uint64_t)peer, (uint64_t)lane, (uint64_t)(int64_t)why->code,
+                    0, 0);
+        pthread_mutex_lock(&job->lock);
+        job->info.dropped++;
+        pthread_mutex_unlock(&job->lock);
     }
-    nb_ring_put(job->config.ring, NB_EV_LANE_LOST, 0, (uint64_t)peer, (uint64_t)lane, (uint64_t)(int64_t)why->code, 0,
-                0);
-    pthread_mutex_lock(&job->lock);
-    job->info.dropped++;
-    pthread_mutex_unlock(&job->lock);
-    if (!job->suspicion.raised) {
-        job->suspicion = (struct suspicion){.raised = true, .until_ns = nb_now_ns() + GRACE_NS, .why = *why};
-    }
-}
-
-static void suspicion_tick(struct nb_job *job, int64_t now) {
-    struct suspicion *s = &job->suspicion;
-    if (!s->raised || now < s->until_ns) {
-        return;
-    }
-    if (job->peer_left[s->why.peer]) {
-        s->raised = false;
-        cut_short(job, s->why.peer);
-    } else if (!nb_list_empty(&job->running) || !nb_list_empty(&job->waiting)) {
-        nb_job_fail(job, &s->why, true);
-    }
-}
-
-static void ping_tick(struct nb_job *job, int64_t now) {
-    if (job->rank > 0 && now >= job->next_ping_ns) {
-        int64_t quarter = (int64_t)job->config.timeout_ms * 1000000 / 4;
-        job->next_ping_ns = now + (quarter < 1000000000 ? quarter : 1000000000);
-        nb_control_send(&job->controls[0], CTL_PING, &now, sizeof now);
-    }
-}
-
-static void silence_tick(struct nb_job *job, int64_t now) {
-    int64_t limit = (int64_t)job->config.timeout_ms * 1000000;
-    bool waits = !nb_list_empty(&job->running) || !nb_list_empty(&job->waiting);
-    for (int i = 0; i < job->control_count; i++) {
-        struct control *c = &job->controls[i];
-        if (c->job != NULL && c->watch.fd >= 0 && !c->left && waits && now - c->heard_ns > limit) {
-            struct nb_error why = {0};
-            nb_fail_peer(&why, NB_ETIMEOUT, c->peer, "rank %d has been silent for %.1f s (NETBOTTLENECK_TIMEOUT_S)",
-                         c->peer, (double)(now - c->heard_ns) / 1e9);
-            nb_job_fail(job, &why, true);
-        }
-    }
-}
-
-// Granted bytes that do not move. A rank that is silent shows first by its control connection, and is named.
-static void movement_tick(struct nb_job *job, int64_t now) {
-    int64_t limit = (int64_t)job->config.timeout_ms * 1250000;
-    NB_LIST_EACH(it, &job->running) {
-        struct nb_work *work = NB_CONTAINER(it, struct nb_work, link);
-        int64_t in = work->in.moved_ns;
-        int64_t moved = work->out.moved_ns > in ? work->out.moved_ns : in;
-        if (moved > 0 && now - moved > limit) {
-            int peer = work->in.left > 0 ? work->in.peer : work->out.peer;
-            struct nb_error why = {0};
-            nb_fail_peer(&why, NB_ETIMEOUT, peer, "'%s': no byte moved between rank %d and rank %d for %.1f s",
-                         work->desc.name, job->rank, peer, (double)(now - moved) / 1e9);
-            nb_job_fail(job, &why, true);
-        }
-    }
-}
-
-static void tick(struct nb_job *job, int64_t now) {
-    ping_tick(job, now);
-    silence_tick(job, now);
-    suspicion_tick(job, now);
-    movement_tick(job, now);
-    if (job->rank == 0) {
-        nb_agree_tick(job, now);
+    if (why->code == NB_EWIRE) { // nobody's death explains that
+        nb_job_fail(job, why, true);
+    } else if (!s->raised) {
+        *s = (struct suspicion){.raised = true, .since_ns = nb_now_ns(), .why = *why};
     }
 }
 
@@ -291,7 +227,7 @@ void *nb_job_main(void *arg) {
         int64_t now = nb_now_ns();
         if (now >= next_tick) {
             next_tick = now + (int64_t)TICK_MS * 1000000;
-            tick(job, now);
+            nb_job_tick(job, now);
         }
         if (job->failed) {
             failed_sweep(job);
@@ -317,6 +253,11 @@ void nb_job_close(struct nb_job *job) {
         nb_loop_wake(&job->loop);
         pthread_join(job->thread, NULL);
     }
+    pthread_mutex_lock(&job->lock);
+    while (job->waiters > 0) { // every work is over: they are on their way out
+        pthread_cond_wait(&job->finished, &job->lock);
+    }
+    pthread_mutex_unlock(&job->lock);
     nb_job_free(job);
 }
 

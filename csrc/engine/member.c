@@ -12,7 +12,7 @@
 #include "trace/event.h"
 #include "trace/ring.h"
 
-enum { IDS_MAX = 1024 };
+enum { IDS_MAX = 1024, SUBMITS_MAX = 1024 }; // SUBMITS_MAX: in one message
 
 // An operation that rank 0 gave a number: it may be named by one bit.
 struct cached {
@@ -90,8 +90,10 @@ void nb_member_flush(struct nb_job *job) {
             nb_agree_mask(job, 0, m->mask, m->mask_words);
         }
     } else {
-        if (m->fresh_count > 0) {
-            nb_control_send(&job->controls[0], CTL_SUBMIT, m->fresh, m->fresh_count * sizeof *m->fresh);
+        for (size_t at = 0; at < m->fresh_count; at += SUBMITS_MAX) {
+            size_t left = m->fresh_count - at;
+            size_t count = left < SUBMITS_MAX ? left : SUBMITS_MAX;
+            nb_control_send(&job->controls[0], CTL_SUBMIT, m->fresh + at, count * sizeof *m->fresh);
         }
         if (m->mask_words > 0) {
             nb_control_send(&job->controls[0], CTL_MASK, m->mask, m->mask_words * sizeof m->mask[0]);
@@ -123,10 +125,17 @@ static void remember(struct member *m, uint32_t id, const struct desc *desc) {
     nb_hash_put(&m->by_key, &cached->by_key, desc->key);
 }
 
+bool nb_member_next(struct nb_job *job, uint64_t seq) {
+    bool next = seq > job->last_seq;
+    job->last_seq = next ? seq : job->last_seq;
+    return next;
+}
+
 void nb_member_go(struct nb_job *job, const struct wire_go *go) {
     struct nb_work *work = waiting_find(job, go->key);
-    if (work == NULL) {
-        return; // it was failed here meanwhile
+    if (work == NULL || !nb_member_next(job, go->seq)) {
+        nb_job_wire_fail(job, 0, "a start of what was not submitted");
+        return;
     }
     if (go->id < IDS_MAX) {
         remember(job->member, go->id, &work->desc);
@@ -152,27 +161,27 @@ void nb_member_refuse(struct nb_job *job, const struct wire_refuse *refuse) {
     }
 }
 
-static void failure_heard(struct nb_job *job, const unsigned char *body, size_t bytes) {
+static void failure_heard(struct nb_job *job, const unsigned char *body) {
     struct wire_failure failure;
-    if (bytes != sizeof failure) {
-        return;
-    }
     memcpy(&failure, body, sizeof failure);
     failure.text[NB_ERROR_TEXT - 1] = 0;
+    if (failure.code >= 0) {
+        nb_job_wire_fail(job, 0, "a failure that is none");
+        return;
+    }
+    bool known = failure.peer >= 0 && failure.peer < job->size;
     struct nb_error why = {0};
-    nb_fail_peer(&why, failure.code, failure.peer, "%s", failure.text);
+    nb_fail_peer(&why, failure.code, known ? failure.peer : NB_NO_PEER, "%s", failure.text);
     nb_job_fail(job, &why, false);
 }
 
-static void pong_heard(struct nb_job *job, const unsigned char *body, size_t bytes) {
+static void pong_heard(struct nb_job *job, const unsigned char *body) {
     struct wire_pong pong;
     int64_t now = nb_now_ns();
-    if (bytes == sizeof pong) {
-        memcpy(&pong, body, sizeof pong);
-        int64_t trip = now - pong.sent_ns;
-        int64_t offset = pong.sent_ns + trip / 2 - pong.here_ns;
-        nb_ring_put_at(job->config.ring, now, NB_EV_CLOCK, 0, (uint64_t)offset, (uint64_t)trip, 0, 0, 0);
-    }
+    memcpy(&pong, body, sizeof pong);
+    uint64_t trip = (uint64_t)now - (uint64_t)pong.sent_ns;
+    uint64_t offset = (uint64_t)pong.sent_ns + trip / 2 - (uint64_t)pong.here_ns;
+    nb_ring_put_at(job->config.ring, now, NB_EV_CLOCK, 0, offset, trip, 0, 0, 0);
 }
 
 static void go_heard(struct nb_job *job, const unsigned char *body, size_t bytes) {
@@ -183,35 +192,80 @@ static void go_heard(struct nb_job *job, const unsigned char *body, size_t bytes
     }
 }
 
-void nb_member_message(struct nb_job *job, enum control_type type, const unsigned char *body, size_t bytes) {
-    struct wire_refuse refuse;
+static void left_heard(struct nb_job *job, const unsigned char *body) {
+    int32_t rank = 0;
+    memcpy(&rank, body, sizeof rank);
+    if (rank < 0 || rank >= job->size) {
+        nb_job_wire_fail(job, 0, "the end of a rank that does not exist");
+        return;
+    }
+    nb_job_peer_left(job, rank);
+}
+
+// Whether the length of a message from rank 0 is one that its type has.
+static bool length_possible(enum control_type type, size_t bytes) {
+    switch (type) {
+    case CTL_GO:
+        return bytes % sizeof(struct wire_go) == 0;
+    case CTL_REFUSE:
+        return bytes == sizeof(struct wire_refuse);
+    case CTL_ABORT:
+        return bytes == sizeof(struct wire_failure);
+    case CTL_PONG:
+        return bytes == sizeof(struct wire_pong);
+    case CTL_BYE:
+        return bytes == 0;
+    case CTL_LEFT:
+        return bytes == sizeof(int32_t);
+    case CTL_PROBE:
+        return bytes == sizeof(struct wire_probe);
+    case CTL_STREAMS:
+        return bytes == sizeof(struct wire_streams);
+    case CTL_NOTICE:
+        return bytes < NB_ERROR_TEXT;
+    default:
+        return false;
+    }
+}
+
+static void probe_heard(struct nb_job *job, enum control_type type, const unsigned char *body) {
     struct wire_probe probe;
     struct wire_streams streams;
+    if (type == CTL_PROBE) {
+        memcpy(&probe, body, sizeof probe);
+        nb_probe_run(job, &probe);
+    } else {
+        memcpy(&streams, body, sizeof streams);
+        nb_probe_streams(job, &streams);
+    }
+}
+
+void nb_member_message(struct nb_job *job, enum control_type type, const unsigned char *body, size_t bytes) {
+    struct wire_refuse refuse;
     char text[NB_ERROR_TEXT] = {0};
-    int32_t rank = 0;
-    if (type == CTL_GO) {
+    if (job->failed && type != CTL_BYE) {
+        return; // what was sent before the failure was known
+    }
+    if (!length_possible(type, bytes)) {
+        nb_job_wire_fail(job, 0, "a control message that is none");
+    } else if (type == CTL_GO) {
         go_heard(job, body, bytes);
-    } else if (type == CTL_REFUSE && bytes == sizeof refuse) {
+    } else if (type == CTL_REFUSE) {
         memcpy(&refuse, body, bytes);
         nb_member_refuse(job, &refuse);
     } else if (type == CTL_ABORT) {
-        failure_heard(job, body, bytes);
+        failure_heard(job, body);
     } else if (type == CTL_PONG) {
-        pong_heard(job, body, bytes);
+        pong_heard(job, body);
     } else if (type == CTL_BYE) {
         job->controls[0].left = true;
         nb_job_peer_left(job, 0);
-    } else if (type == CTL_LEFT && bytes == sizeof rank) {
-        memcpy(&rank, body, bytes);
-        nb_job_peer_left(job, rank);
-    } else if (type == CTL_PROBE && bytes == sizeof probe) {
-        memcpy(&probe, body, bytes);
-        nb_probe_run(job, &probe);
-    } else if (type == CTL_STREAMS && bytes == sizeof streams) {
-        memcpy(&streams, body, bytes);
-        nb_probe_streams(job, &streams);
+    } else if (type == CTL_LEFT) {
+        left_heard(job, body);
+    } else if (type == CTL_PROBE || type == CTL_STREAMS) {
+        probe_heard(job, type, body);
     } else if (type == CTL_NOTICE) {
-        memcpy(text, body, bytes < sizeof text ? bytes : sizeof text - 1);
+        memcpy(text, body, bytes);
         nb_job_notify(job, text);
     }
 }

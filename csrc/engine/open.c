@@ -64,6 +64,7 @@ static int job_lanes_open(struct nb_job *job, struct nb_error *err) {
         job->info.streams_open = lanes.lanes;
         job->info.streams_used = config->streams == NB_STREAMS_AUTO ? 0 : lanes.lanes;
         job->info.provider = nb_lanes_describe(job->lanes);
+        nb_lanes_use(job->lanes, config->streams == NB_STREAMS_AUTO ? STREAMS_BEFORE_AUTO : lanes.lanes);
     }
     return rc;
 }
@@ -80,6 +81,15 @@ int nb_job_peer_ready(struct nb_job *job, int peer, struct nb_error *err) {
     return nb_lanes_peer_open(job->lanes, peer, job->addresses + (size_t)peer * bytes, err);
 }
 
+// What a lane that broke while the job opens has left behind, or NULL.
+static const struct nb_error *open_failure(const struct nb_job *job, int next, int prev) {
+    if (job->failed) {
+        return &job->failure;
+    }
+    const struct suspicion *s = &job->suspicions[job->suspicions[next].raised ? next : prev];
+    return s->raised ? &s->why : NULL;
+}
+
 // The neighbours of a ring: opened at once, so that the first step does not pay for it.
 static int neighbours_open(struct nb_job *job, struct nb_error *err) {
     int next = (job->rank + 1) % job->size;
@@ -89,7 +99,7 @@ static int neighbours_open(struct nb_job *job, struct nb_error *err) {
         rc = nb_job_peer_ready(job, prev, err);
     }
     int64_t until = nb_now_ns() + (int64_t)job->config.timeout_ms * 1000000;
-    while (rc == 0 && !job->suspicion.raised &&
+    while (rc == 0 && open_failure(job, next, prev) == NULL &&
            !(nb_lanes_peer_ready(job->lanes, next) && nb_lanes_peer_ready(job->lanes, prev))) {
         nb_lanes_progress(job->lanes, 0);
         nb_loop_wait(&job->loop, nb_lanes_arm(job->lanes) == -EAGAIN ? 0 : 10);
@@ -99,8 +109,8 @@ static int neighbours_open(struct nb_job *job, struct nb_error *err) {
                               job->config.timeout_ms);
         }
     }
-    if (rc == 0 && job->suspicion.raised) {
-        *err = job->suspicion.why;
+    if (rc == 0 && open_failure(job, next, prev) != NULL) {
+        *err = *open_failure(job, next, prev);
         rc = err->code;
     }
     return rc;
@@ -150,7 +160,8 @@ static int network_open(struct nb_job *job, struct nb_error *err) {
         if (err->code == 0) {
             *err = exchange;
         }
-        return rc < 0 ? rc : nb_fail(err, -ENOMEM, "%d ranks", job->size);
+        rc = rc < 0 ? rc : nb_fail(err, -ENOMEM, "%d ranks", job->size);
+        return err->code != 0 ? err->code : rc;
     }
     for (int r = 0; r < job->size && rc == 0; r++) {
         if (each[r] < 0) {
@@ -181,11 +192,7 @@ void nb_job_free(struct nb_job *job) {
     nb_member_close(job);
     nb_agree_close(job);
     nb_probe_close(job);
-    for (int i = 0; i < NB_HASH_CHAINS; i++) {
-        NB_LIST_EACH_SAFE(it, nx, &job->rounds.chains[i]) {
-            free(NB_CONTAINER(it, struct nb_hash_node, link));
-        }
-    }
+    nb_work_rounds_free(job);
     NB_LIST_EACH_SAFE(it, nx, &job->maps) {
         free(NB_CONTAINER(it, struct map_request, link));
     }
@@ -195,6 +202,7 @@ void nb_job_free(struct nb_job *job) {
     pthread_mutex_destroy(&job->lock);
     free(job->peer_left);
     free(job->peer_open);
+    free(job->suspicions);
     free(job);
 }
 
@@ -208,12 +216,15 @@ static int job_init(struct nb_job *job, const struct nb_job_config *config, stru
     job->config.timeout_ms = config->timeout_ms <= 0 ? 30000 : config->timeout_ms;
     job->peer_left = calloc((size_t)job->size, sizeof *job->peer_left);
     job->peer_open = calloc((size_t)job->size, sizeof *job->peer_open);
+    job->suspicions = calloc((size_t)job->size, sizeof *job->suspicions);
+    job->left_rank = NB_NO_PEER;
     nb_list_init(&job->inbox);
     nb_list_init(&job->maps);
     nb_list_init(&job->waiting);
     nb_list_init(&job->running);
     nb_hash_init(&job->in_flight);
     nb_hash_init(&job->rounds);
+    nb_list_init(&job->rounds_by_age);
     pthread_condattr_t attr;
     pthread_condattr_init(&attr);
     pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
@@ -222,7 +233,7 @@ static int job_init(struct nb_job *job, const struct nb_job_config *config, stru
     pthread_mutex_init(&job->lock, NULL);
     job->loop.epoll_fd = -1;
     job->loop.wake_fd = -1;
-    if (job->peer_left == NULL || job->peer_open == NULL) {
+    if (job->peer_left == NULL || job->peer_open == NULL || job->suspicions == NULL) {
         return nb_fail(err, -ENOMEM, "a job of %d ranks", job->size);
     }
     int rc = nb_loop_init(&job->loop, err);

@@ -103,22 +103,29 @@ void nb_probe_run(struct nb_job *job, const struct wire_probe *message) {
     struct probe *p = job->probe;
     struct nb_error why = {0};
     int rc = 0;
+    if (message->slot >= PROBE_SLOTS || message->bytes > PROBE_BYTES_MAX || message->bytes % 4 != 0 ||
+        !nb_member_next(job, message->seq)) {
+        nb_job_wire_fail(job, 0, "an impossible probe");
+        return;
+    }
     if (p->arena.base == NULL) {
         rc = nb_arena_open(&p->arena, (size_t)PROBE_SLOTS * PROBE_BYTES_MAX, &why);
         if (rc == 0) {
             rc = nb_lanes_map(job->lanes, p->arena.base, p->arena.bytes, &why);
         }
     }
-    if (rc == 0 && (message->slot >= PROBE_SLOTS || message->bytes > PROBE_BYTES_MAX)) {
-        rc = nb_fail_peer(&why, NB_EWIRE, 0, "rank 0 asked for an impossible probe");
+    struct nb_segment segment = {.bytes = message->bytes};
+    if (rc == 0) {
+        segment.base = (char *)p->arena.base + message->slot * (size_t)PROBE_BYTES_MAX;
     }
-    struct nb_segment segment = {.base = (char *)p->arena.base + message->slot * (size_t)PROBE_BYTES_MAX,
-                                 .bytes = message->bytes};
     struct nb_op op = {
         .name = "probe", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .segments = &segment, .segment_count = 1};
     struct nb_work *work = NULL;
     if (rc == 0) {
         rc = nb_job_peer_ready(job, (job->rank + 1) % job->size, &why);
+    }
+    if (rc == 0) {
+        rc = nb_job_peer_ready(job, (job->rank + job->size - 1) % job->size, &why);
     }
     if (rc == 0) {
         rc = nb_work_make(&job->world, &op, &work, &why);
@@ -130,7 +137,7 @@ void nb_probe_run(struct nb_job *job, const struct wire_probe *message) {
     work->refs = 1;
     work->quiet = true;
     work->bucket = message->slot;
-    nb_lanes_use(job->lanes, (int)message->lanes);
+    nb_lanes_use(job->lanes, message->lanes <= NB_LANES_MAX ? (int)message->lanes : NB_LANES_MAX);
     nb_run_start(work, message->seq);
 }
 
@@ -217,7 +224,7 @@ void nb_probe_finished(struct nb_job *job, struct nb_work *work) {
 void nb_probe_streams(struct nb_job *job, const struct wire_streams *streams) {
     struct probe *p = job->probe;
     p->done = true;
-    nb_lanes_use(job->lanes, (int)streams->used);
+    nb_lanes_use(job->lanes, streams->used <= NB_LANES_MAX ? (int)streams->used : NB_LANES_MAX);
     pthread_mutex_lock(&job->lock);
     job->info.streams_used = (int)streams->used;
     job->info.probe_count = (int)(streams->count < NB_PROBE_MAX ? streams->count : NB_PROBE_MAX);

@@ -58,7 +58,7 @@ static uint32_t flow_run_limit(const struct nb_flow *flow, uint32_t first, uint3
     const struct nb_work *work = flow->owner;
     uint32_t step_left = work->sched.per_step - first % work->sched.per_step;
     count = count < step_left ? count : step_left;
-    if (work->piece_count > 1) {
+    if (work->piece_count > 1 && flow->dir == NB_FLOW_OUT) {
         struct iovec iov[NB_LANE_IOV_MAX];
         while (count > 1 &&
                range_memory(work, flow_range(flow, first, count), iov, NB_LANE_IOV_MAX) > NB_LANE_IOV_MAX) {
@@ -73,7 +73,8 @@ static int flow_memory(const struct nb_flow *flow, uint32_t first, uint32_t coun
     if (flow->dir == NB_FLOW_IN && nb_sched_reduces(&work->sched, first)) {
         return 0;
     }
-    return range_memory(work, flow_range(flow, first, count), iov, NB_LANE_IOV_MAX);
+    int n = range_memory(work, flow_range(flow, first, count), iov, NB_LANE_IOV_MAX);
+    return n <= NB_LANE_IOV_MAX ? n : 0; // in: the sender's memory was not cut where this rank's is
 }
 
 static void line_scale(const struct nb_work *work, struct nb_range range, double factor) {
@@ -97,13 +98,26 @@ static void line_reduce(const struct nb_work *work, struct nb_range range, const
     }
 }
 
+static void line_place(const struct nb_work *work, struct nb_range range, const char *data) {
+    struct iovec iov[1] = {{0}};
+    while (range.bytes > 0) {
+        range_memory(work, range, iov, 1);
+        memcpy(iov[0].iov_base, data, iov[0].iov_len);
+        data += iov[0].iov_len;
+        range.offset += iov[0].iov_len;
+        range.bytes -= iov[0].iov_len;
+    }
+}
+
 static void flow_consume(struct nb_flow *flow, uint32_t first, uint32_t count, const void *data, size_t bytes) {
     struct nb_work *work = flow->owner;
     struct nb_job *job = work->comm->job;
     struct nb_range range = nb_sched_in(&work->sched, first, count);
     (void)bytes;
-    if (data != NULL) {
+    if (data != NULL && nb_sched_reduces(&work->sched, first)) {
         line_reduce(work, range, data);
+    } else if (data != NULL) {
+        line_place(work, range, data);
     }
     if (nb_sched_completes(&work->sched, first)) {
         line_scale(work, range, work->desc.postscale);

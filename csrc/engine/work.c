@@ -22,10 +22,15 @@
 #include "trace/ring.h"
 #include "transport/transport.h"
 
-enum { PIECES_MAX = NB_LANE_IOV_MAX - 1 }; // of one block
+enum {
+    PIECES_MAX = NB_LANE_IOV_MAX - 1, // of one block
+    ROUNDS_MAX = 16 * 1024,           // keys whose rounds are counted: those of names used once must not add up
+    BLOCK_SLACK = 64 * 1024           // of the lanes' buffers, beyond a segment
+};
 
 struct round {
     struct nb_hash_node node;
+    struct nb_list by_age;
     uint32_t count;
 };
 
@@ -45,23 +50,8 @@ size_t nb_work_line(const struct nb_op *op) {
     return bytes;
 }
 
-static int op_check(const struct nb_comm *comm, const struct nb_op *op, struct nb_error *err) {
+static int line_check(const struct nb_comm *comm, const struct nb_op *op, struct nb_error *err) {
     size_t element = nb_dtype_size(op->dtype);
-    if (op->name == NULL || op->name[0] == 0 || strlen(op->name) >= NB_NAME_MAX) {
-        return nb_fail(err, -EINVAL, "a name of 1 to %d characters is needed", NB_NAME_MAX - 1);
-    }
-    if (element == 0) {
-        return nb_fail(err, -EINVAL, "%s: no dtype has the number %d", op->name, op->dtype);
-    }
-    if (op->redop < 0 || op->redop >= NB_REDOPS) {
-        return nb_fail(err, -EINVAL, "%s: no reduction has the number %d", op->name, op->redop);
-    }
-    if (op->root < 0 || op->root >= comm->size) {
-        return nb_fail(err, -EINVAL, "%s: root %d is not among %d ranks", op->name, op->root, comm->size);
-    }
-    if (op->device != 0) {
-        return nb_fail(err, -EINVAL, "%s: only host memory can travel, not device %d", op->name, op->device);
-    }
     for (int i = 0; i < op->segment_count; i++) {
         if (op->segments[i].bytes % element != 0) {
             return nb_fail(err, -EINVAL, "%s: a piece of %zu bytes is not whole %s elements", op->name,
@@ -73,6 +63,29 @@ static int op_check(const struct nb_comm *comm, const struct nb_op *op, struct n
         return nb_fail(err, -EINVAL, "%s: %zu bytes are not %d equal parts", op->name, nb_work_line(op), comm->size);
     }
     return 0;
+}
+
+static int op_check(const struct nb_comm *comm, const struct nb_op *op, struct nb_error *err) {
+    if (op->name == NULL || op->name[0] == 0 || strlen(op->name) >= NB_NAME_MAX) {
+        return nb_fail(err, -EINVAL, "a name of 1 to %d characters is needed", NB_NAME_MAX - 1);
+    }
+    if ((int)op->kind < 0 || op->kind >= NB_OP_KINDS || op->segment_count < 0) {
+        return nb_fail(err, -EINVAL, "%s: no operation has the number %d and %d pieces", op->name, (int)op->kind,
+                       op->segment_count);
+    }
+    if (nb_dtype_size(op->dtype) == 0) {
+        return nb_fail(err, -EINVAL, "%s: no dtype has the number %d", op->name, op->dtype);
+    }
+    if (op->redop < 0 || op->redop >= NB_REDOPS) {
+        return nb_fail(err, -EINVAL, "%s: no reduction has the number %d", op->name, op->redop);
+    }
+    if (op->root < 0 || op->root >= comm->size) {
+        return nb_fail(err, -EINVAL, "%s: root %d is not among %d ranks", op->name, op->root, comm->size);
+    }
+    if (op->device != 0) {
+        return nb_fail(err, -EINVAL, "%s: only host memory can travel, not device %d", op->name, op->device);
+    }
+    return line_check(comm, op, err);
 }
 
 static enum nb_sched_kind schedule_for(const struct nb_op *op) {
@@ -128,7 +141,9 @@ static int fuse(struct nb_work *work, struct nb_error *err) {
 static void unfuse(const struct nb_work *work) {
     size_t at = 0;
     for (int i = 0; i < work->segment_count; i++) {
-        memcpy(work->segments[i].base, (char *)work->fused + at, work->segments[i].bytes);
+        if (work->segments[i].bytes > 0) {
+            memcpy(work->segments[i].base, (char *)work->fused + at, work->segments[i].bytes);
+        }
         at += work->segments[i].bytes;
     }
 }
@@ -206,7 +221,11 @@ int nb_work_make(struct nb_comm *comm, const struct nb_op *op, struct nb_work **
     work->reduce = nb_reduce_kernel(isa, op->dtype, op->redop);
     work->scale = nb_scale_kernel(isa, op->dtype);
     nb_sched_init(&work->sched, schedule_for(op), comm->rank, comm->size, op->root, bytes, work->element_bytes);
-    if (work->piece_count > 1 && too_scattered(work)) {
+    if (work->sched.kind != NB_SCHED_NONE && work->sched.block_bytes > comm->job->config.segment_bytes + BLOCK_SLACK) {
+        rc = nb_fail(err, -EINVAL, "%s: %zu bytes are too many for segments of %zu bytes", op->name, bytes,
+                     comm->job->config.segment_bytes);
+    }
+    if (rc == 0 && work->piece_count > 1 && too_scattered(work)) {
         rc = fuse(work, err);
     }
     if (rc == 0) {
@@ -235,14 +254,32 @@ void nb_work_unref(struct nb_work *work) {
 
 static uint32_t round_next(struct nb_job *job, uint64_t key) {
     struct nb_hash_node *node = nb_hash_get(&job->rounds, key);
-    struct round *round = node != NULL ? NB_CONTAINER(node, struct round, node) : calloc(1, sizeof *round);
+    struct round *round = node != NULL ? NB_CONTAINER(node, struct round, node) : NULL;
+    if (round == NULL && job->round_count < ROUNDS_MAX) {
+        round = calloc(1, sizeof *round);
+        job->round_count += round != NULL;
+    } else if (round == NULL) { // the one that was not used for longest
+        round = NB_CONTAINER(job->rounds_by_age.next, struct round, by_age);
+        round->count = 0;
+        nb_list_remove(&round->node.link);
+        nb_list_remove(&round->by_age);
+    } else {
+        nb_list_remove(&round->by_age);
+    }
     if (round == NULL) {
         return 0;
     }
     if (node == NULL) {
         nb_hash_put(&job->rounds, &round->node, key);
     }
+    nb_list_insert(&job->rounds_by_age, &round->by_age);
     return round->count++;
+}
+
+void nb_work_rounds_free(struct nb_job *job) {
+    NB_LIST_EACH_SAFE(it, nx, &job->rounds_by_age) {
+        free(NB_CONTAINER(it, struct round, by_age));
+    }
 }
 
 int nb_submit(struct nb_comm *comm, const struct nb_op *op, struct nb_work **out, struct nb_error *err) {
@@ -256,8 +293,8 @@ int nb_submit(struct nb_comm *comm, const struct nb_op *op, struct nb_work **out
     pthread_mutex_lock(&job->lock);
     if (job->failure.code != 0 || job->stop) {
         const struct nb_error closed = {.code = NB_ECLOSED, .peer = NB_NO_PEER, .text = "the job was shut down"};
-        *err = job->failure.code != 0 ? job->failure : closed;
-        rc = err->code;
+        const struct nb_error *why = job->failure.code != 0 ? &job->failure : &closed;
+        rc = nb_fail_peer(err, why->code, why->peer, "%s", why->text);
     } else if (nb_hash_get(&job->in_flight, work->desc.key) != NULL) {
         rc = nb_fail(err, -EEXIST, "%s: an operation of this name is still under way on rank %d", op->name, job->rank);
     } else {
@@ -354,9 +391,13 @@ int nb_work_wait(struct nb_work *work, int timeout_ms, struct nb_error *err) {
         until.tv_nsec %= 1000000000;
         int rc = 0;
         pthread_mutex_lock(&job->lock);
+        job->waiters++;
         while (rc == 0 && !nb_work_test(work, &code)) {
             rc = timeout_ms < 0 ? pthread_cond_wait(&job->finished, &job->lock)
                                 : pthread_cond_timedwait(&job->finished, &job->lock, &until);
+        }
+        if (--job->waiters == 0) {
+            pthread_cond_broadcast(&job->finished);
         }
         pthread_mutex_unlock(&job->lock);
     }

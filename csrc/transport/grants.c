@@ -356,20 +356,33 @@ static const void *unstage(const struct nb_lanes *lanes, struct nb_flow *flow, s
     return pieces > 0 ? NULL : data;
 }
 
+// An arrival that no grant allows: what lies there may be of any operation.
+static void arrived_wrong(struct nb_lanes *lanes, int lane, int peer_rank) {
+    struct nb_error why = {0};
+    nb_fail_peer(&why, NB_EWIRE, peer_rank, "lane %d: rank %d wrote what it was not allowed to", lane, peer_rank);
+    lanes->config.lane_lost(lanes->config.ctx, peer_rank, lane, &why, nb_lanes_left(lanes, peer_rank));
+}
+
 void nb_grants_landed(struct nb_lanes *lanes, int lane, const struct nb_frame *frame) {
-    struct inbound *in = lanes->rma->slots[frame->slot];
-    if (in == NULL || (uint64_t)frame->block + frame->blocks > in->flow->blocks) {
+    struct inbound *in = frame->slot < NB_SLOTS ? lanes->rma->slots[frame->slot] : NULL;
+    if (in == NULL) {
         return; // of a flow that was cancelled
     }
     struct nb_flow *flow = in->flow;
     int peer_rank = flow->peer;
     struct buffer *buffer = buffer_of(lanes->peers[peer_rank].rma, flow, frame->block);
+    bool beyond = buffer != NULL && frame->block + frame->blocks > buffer->first + buffer->count;
+    if (beyond || nb_lanes_check(lanes, flow, frame) < 0) {
+        arrived_wrong(lanes, lane, peer_rank);
+        return;
+    }
     const void *data = buffer != NULL ? unstage(lanes, flow, buffer, frame) : NULL;
     bool last = flow->left == frame->blocks;
     if (last) {
         inbound_drop(lanes, in);
     }
-    if (nb_lanes_arrived(lanes, flow, lane, frame, data) == 0 && (buffer != NULL || last)) {
+    nb_lanes_arrived(lanes, flow, lane, frame, data);
+    if (buffer != NULL || last) {
         pump(lanes, peer_rank);
     }
 }
@@ -382,6 +395,10 @@ void nb_grants_cancel(struct nb_lanes *lanes, struct nb_flow *flow) {
         nb_grants_free(flow->grant);
         flow->grant = NULL;
         return;
+    }
+    struct rma_peer *rma = lanes->peers[flow->peer].rma;
+    for (int b = 0; rma != NULL && b < STAGING_BUFFERS; b++) {
+        rma->buffers[b].flow = rma->buffers[b].flow == flow ? NULL : rma->buffers[b].flow;
     }
     for (int s = 0; s < NB_SLOTS; s++) {
         if (lanes->rma->slots[s] != NULL && lanes->rma->slots[s]->flow == flow) {

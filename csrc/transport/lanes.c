@@ -210,6 +210,9 @@ static void up_sent(void *ctx, struct nb_lane *lane, struct nb_request *req, int
 static void up_writable(void *ctx, struct nb_lane *lane, int peer_rank) {
     struct nb_lanes *lanes = ctx;
     struct peer *peer = &lanes->peers[peer_rank];
+    if (peer->paths == NULL) {
+        return; // the peer came before this rank has opened it
+    }
     struct path *path = &peer->paths[lane->index];
     path->refused = false;
     nb_grants_flush(lanes, peer_rank);
@@ -217,13 +220,14 @@ static void up_writable(void *ctx, struct nb_lane *lane, int peer_rank) {
     }
 }
 
-// A run that a peer announces: of a flow that is expected, inside it, and none of it there already.
-static int run_check(const struct nb_lanes *lanes, const struct nb_flow *flow, const struct nb_frame *frame) {
+// A run that a peer announces: of a flow that is expected, inside it, and none of it there already. What comes again is
+// the beginning of a segment that the sender's lane broke under, and that came over another: this lane is broken too.
+int nb_lanes_check(const struct nb_lanes *lanes, const struct nb_flow *flow, const struct nb_frame *frame) {
     uint64_t end = (uint64_t)frame->block + frame->blocks;
     if (frame->blocks == 0 || frame->blocks > NB_FRAME_BLOCKS_MAX || end > flow->blocks) {
         return NB_EWIRE;
     }
-    if (flow->ops->run_limit(flow, frame->block, frame->blocks) < 1) {
+    if (flow->ops->run_limit(flow, frame->block, frame->blocks) != frame->blocks) {
         return NB_EWIRE;
     }
     size_t bytes = flow->ops->bytes(flow, frame->block, frame->blocks);
@@ -232,7 +236,7 @@ static int run_check(const struct nb_lanes *lanes, const struct nb_flow *flow, c
     }
     for (uint32_t i = 0; i < frame->blocks; i++) {
         if (nb_bits_get(flow->map, frame->block + i)) {
-            return NB_EWIRE;
+            return -EALREADY;
         }
     }
     return 0;
@@ -265,21 +269,41 @@ static void run_landed(struct nb_lanes *lanes, struct nb_flow *flow, int lane, c
     }
 }
 
+// A run that another lane has begun to read: that lane broke at the sender, and this rank will see it soon.
+static bool run_elsewhere(const struct nb_lanes *lanes, const struct nb_flow *flow, const struct nb_frame *frame) {
+    for (int i = 0; i < lanes->config.lanes; i++) {
+        const struct path *path = &lanes->peers[flow->peer].paths[i];
+        const struct nb_frame *other = &path->placing_frame;
+        if (path->placing == flow && frame->block < (uint64_t)other->block + other->blocks &&
+            other->block < (uint64_t)frame->block + frame->blocks) {
+            return true;
+        }
+    }
+    return false;
+}
+
 static int up_place(void *ctx, struct nb_lane *lane, int peer_rank, const struct nb_frame *frame,
                     struct iovec iov[NB_LANE_IOV_MAX]) {
     struct nb_lanes *lanes = ctx;
+    if (lanes->peers[peer_rank].paths == NULL || !path_of(lanes, peer_rank, lane->index)->open) {
+        return NB_EWIRE;
+    }
     struct path *path = path_of(lanes, peer_rank, lane->index);
     struct nb_flow *flow = nb_lanes_find(lanes, peer_rank, NB_FLOW_IN, frame->op);
     if (flow == NULL) {
         if (frame->op <= lanes->peers[peer_rank].in_floor) {
-            return NB_EWIRE;
+            return -EALREADY;
         }
         path->held = true;
         return -EAGAIN;
     }
-    int rc = run_check(lanes, flow, frame);
+    int rc = nb_lanes_check(lanes, flow, frame);
+    if (rc == -EALREADY && run_elsewhere(lanes, flow, frame)) {
+        path->held = true;
+        return -EAGAIN;
+    }
     if (rc < 0 || frame->bytes != flow->ops->bytes(flow, frame->block, frame->blocks)) {
-        return NB_EWIRE;
+        return rc < 0 ? rc : NB_EWIRE;
     }
     rc = flow->ops->memory(flow, frame->block, frame->blocks, iov);
     if (rc == 0) {
@@ -315,35 +339,42 @@ static void up_landed(void *ctx, struct nb_lane *lane, int peer_rank, const stru
     }
 }
 
-// An RMA arrival, its slot resolved by grants.c.
-int nb_lanes_arrived(struct nb_lanes *lanes, struct nb_flow *flow, int lane, const struct nb_frame *frame,
-                     const void *data) {
-    int rc = run_check(lanes, flow, frame);
-    if (rc == 0) {
-        run_claim(flow, frame);
-        run_landed(lanes, flow, lane, frame, data);
-    }
-    return rc;
+// An RMA arrival, its slot resolved and its run checked by grants.c.
+void nb_lanes_arrived(struct nb_lanes *lanes, struct nb_flow *flow, int lane, const struct nb_frame *frame,
+                      const void *data) {
+    run_claim(flow, frame);
+    run_landed(lanes, flow, lane, frame, data);
 }
 
 static void up_message(void *ctx, struct nb_lane *lane, int peer, const void *data, size_t bytes) {
     nb_grants_message(ctx, lane->index, peer, data, bytes);
 }
 
+// Reads on where a segment had to wait.
+static void paths_resume(struct nb_lanes *lanes, int peer_rank) {
+    for (int i = 0; i < lanes->config.lanes; i++) {
+        struct path *path = path_of(lanes, peer_rank, i);
+        if (path->held) {
+            path->held = false;
+            lanes->lane[i]->ops->resume(lanes->lane[i], peer_rank);
+        }
+    }
+}
+
 static void up_lost(void *ctx, struct nb_lane *lane, int peer_rank, const struct nb_error *why) {
     struct nb_lanes *lanes = ctx;
-    struct peer *peer = &lanes->peers[peer_rank];
-    struct path *path = &peer->paths[lane->index];
+    if (lanes->peers[peer_rank].paths == NULL) {
+        return;
+    }
+    struct path *path = path_of(lanes, peer_rank, lane->index);
     if (path->placing != NULL) {
         run_unclaim(path->placing, &path->placing_frame);
         path->placing = NULL;
     }
     path->open = false;
-    int left = 0;
-    for (int i = 0; i < lanes->config.lanes; i++) {
-        left += peer->paths[i].open;
-    }
-    lanes->config.lane_lost(lanes->config.ctx, peer_rank, lane->index, why, left);
+    path->held = false;
+    lanes->config.lane_lost(lanes->config.ctx, peer_rank, lane->index, why, nb_lanes_left(lanes, peer_rank));
+    paths_resume(lanes, peer_rank);
 }
 
 const struct nb_lane_up nb_lanes_up = {.place = up_place,
@@ -376,6 +407,7 @@ static void out_insert(struct nb_list *head, struct nb_flow *flow) {
 
 void nb_lanes_add(struct nb_lanes *lanes, struct nb_flow *flow, int64_t now_ns) {
     struct peer *peer = &lanes->peers[flow->peer];
+    int peer_rank = flow->peer;
     flow->cursor = 0;
     flow->in_flight = 0;
     flow->bytes_moved = 0;
@@ -396,12 +428,7 @@ void nb_lanes_add(struct nb_lanes *lanes, struct nb_flow *flow, int64_t now_ns) 
         nb_grants_in_added(lanes, flow);
         return;
     }
-    for (int i = 0; i < lanes->config.lanes; i++) {
-        if (peer->paths[i].held) {
-            peer->paths[i].held = false;
-            lanes->lane[i]->ops->resume(lanes->lane[i], flow->peer);
-        }
-    }
+    paths_resume(lanes, peer_rank); // the flow may be over, and freed, behind this
 }
 
 void nb_lanes_ready(struct nb_lanes *lanes, struct nb_flow *flow, uint32_t block) {

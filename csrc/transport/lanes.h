@@ -21,7 +21,8 @@ struct nb_flow;
 struct nb_flow_ops {
     // Payload bytes of blocks [first, first + count).
     size_t (*bytes)(const struct nb_flow *flow, uint32_t first, uint32_t count);
-    // How many blocks from `first` on may travel together, at most `count` (end of a step, of a piece of memory).
+    // How many blocks from `first` on may travel together, at most `count`. In: the end of a step, nothing else: what
+    // the sender cuts by its own memory must be accepted.
     uint32_t (*run_limit)(const struct nb_flow *flow, uint32_t first, uint32_t count);
     // Where the run lies in memory. Out: where it is read. In: where it goes; 0 pieces: the bytes are to be handed to
     // consume() from a buffer of the lanes' own.
@@ -82,6 +83,8 @@ size_t nb_lanes_address_bytes(const struct nb_lanes *lanes);
 void nb_lanes_address(const struct nb_lanes *lanes, void *out);
 int nb_lanes_peer_open(struct nb_lanes *lanes, int peer, const void *address, struct nb_error *err);
 bool nb_lanes_peer_ready(const struct nb_lanes *lanes, int peer);
+// How many lanes to a peer that was opened are not lost.
+int nb_lanes_left(const struct nb_lanes *lanes, int peer);
 
 // From now on only the first `count` lanes take new segments.
 void nb_lanes_use(struct nb_lanes *lanes, int count);

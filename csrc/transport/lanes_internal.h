@@ -66,9 +66,11 @@ struct nb_lanes {
 extern const struct nb_lane_up nb_lanes_up;
 
 struct nb_flow *nb_lanes_find(struct nb_lanes *lanes, int peer, enum nb_flow_dir dir, uint64_t op);
-// Hands an RMA arrival to its flow. 0 or NB_EWIRE.
-int nb_lanes_arrived(struct nb_lanes *lanes, struct nb_flow *flow, int lane, const struct nb_frame *frame,
-                     const void *data);
+// Whether a run may land: 0, -EALREADY (some of it is there), or NB_EWIRE.
+int nb_lanes_check(const struct nb_lanes *lanes, const struct nb_flow *flow, const struct nb_frame *frame);
+// Hands an RMA arrival that was checked to its flow.
+void nb_lanes_arrived(struct nb_lanes *lanes, struct nb_flow *flow, int lane, const struct nb_frame *frame,
+                      const void *data);
 
 // grants.c. On STREAM lanes each of these does nothing (use: true).
 void nb_grants_init(struct nb_lanes *lanes);

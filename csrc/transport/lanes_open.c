@@ -131,6 +131,14 @@ int nb_lanes_peer_open(struct nb_lanes *lanes, int peer_rank, const void *addres
     return nb_grants_peer_open(lanes, peer_rank, err);
 }
 
+int nb_lanes_left(const struct nb_lanes *lanes, int peer) {
+    int left = 0;
+    for (int i = 0; lanes->peers[peer].paths != NULL && i < lanes->config.lanes; i++) {
+        left += lanes->peers[peer].paths[i].open;
+    }
+    return left;
+}
+
 bool nb_lanes_peer_ready(const struct nb_lanes *lanes, int peer) {
     for (int i = 0; i < lanes->config.lanes; i++) {
         if (!lanes->lane[i]->ops->peer_ready(lanes->lane[i], peer)) {

@@ -42,6 +42,8 @@ void nb_tcp_want(struct conn *conn) {
     if (conn->state == CONNECTING || (conn->state == OPEN && (conn->request != NULL || conn->out_is_message))) {
         events |= EPOLLOUT;
     }
+    // The end of a connection is told whether asked for or not: of one that is held once, not again and again.
+    events = events == 0 ? (uint32_t)EPOLLET : events;
     nb_loop_change(conn->lane->config.loop, &conn->watch, events);
 }
 
@@ -153,6 +155,10 @@ static ssize_t conn_recv(struct conn *conn) {
     return n;
 }
 
+static const char *refusal(int code) {
+    return code == -EALREADY ? "a segment came again" : "an impossible segment was announced";
+}
+
 void nb_tcp_read(struct conn *conn) {
     size_t budget = READ_BUDGET;
     while (conn->state == OPEN) {
@@ -164,7 +170,7 @@ void nb_tcp_read(struct conn *conn) {
                 return;
             }
             if (rc < 0) {
-                nb_tcp_lost(conn, rc, "an impossible segment was announced");
+                nb_tcp_lost(conn, rc, refusal(rc));
                 return;
             }
             if (conn->in_left == 0) {

@@ -67,7 +67,7 @@ struct nb_request {
 // What a lane tells lanes.c, on the driving thread, from inside progress() or a watch of the loop.
 struct nb_lane_up {
     // STREAM: a header came. Fills iov with exactly frame->bytes of memory and returns the count; -EAGAIN: not known yet,
-    // the lane stops reading from this peer until resume(); any other failure: the peer is at fault.
+    // the lane stops reading from this peer until resume(); any other failure: the lane is given up.
     int (*place)(void *ctx, struct nb_lane *lane, int peer, const struct nb_frame *frame,
                  struct iovec iov[NB_LANE_IOV_MAX]);
     // The bytes are in place. RMA: only slot, block, blocks of the frame are known, peer is NB_NO_PEER.

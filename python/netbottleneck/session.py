@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 FOLDER_BYTES = 1024  # of a folder's name as ranks exchange it
 FINISH_S = 20.0  # how long rank 0 waits for the others' records before it reports
+FAILED_FINISH_S = 3.0  # the same after an error: the others have failed too by then, or are gone
 RANKS = "ranks"
 
 logger = logging.getLogger("netbottleneck")
@@ -63,6 +64,7 @@ class Session:
     step: int = 0
     running: bool = False
     closed: bool = False
+    error: str | None = None
     shared: bool = True  # all ranks write to one folder
     described: dict[str, Any] = field(default_factory=dict)
     on_close: list[Callable[[], None]] = field(default_factory=list)
@@ -144,6 +146,7 @@ class Session:
         if self.closed:
             return
         self.closed = True
+        self.error = error
         if self.running and error is None:
             self.running = False  # a step that was begun and never ended: the loop is over
         for call in self.on_close:
@@ -166,7 +169,7 @@ class Session:
             return
         if self.place.rank != 0:
             return
-        until = time.monotonic() + FINISH_S
+        until = time.monotonic() + (FINISH_S if self.error is None else FAILED_FINISH_S)
         missing = set(range(self.place.size))
         while missing and time.monotonic() < until:
             missing = {rank for rank in missing if not _finished(self.folder / RANKS / f"{rank}.meta.json")}

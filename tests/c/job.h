@@ -20,6 +20,7 @@ struct test_rank {
     int streams;
     int timeout_ms;
     int stall_ms;
+    size_t segment_bytes; // 0: the default
     struct nb_listener *listener;
     char address[NB_SOCK_TEXT];
     struct nb_job *job;
@@ -47,7 +48,8 @@ static void *test_rank_main(void *arg) {
                                     .transport = me->transport,
                                     .streams = me->streams,
                                     .timeout_ms = me->timeout_ms,
-                                    .stall_ms = me->stall_ms};
+                                    .stall_ms = me->stall_ms,
+                                    .segment_bytes = me->segment_bytes};
         me->rc = nb_job_open(&me->job, &job, &me->err);
     }
     if (me->rc == 0) {

@@ -135,9 +135,7 @@ job.stop()
     ranks(2, script, {"NETBOTTLENECK_TRANSPORT": transports})
 
 
-def test_no_variable_changes_nothing_and_says_nothing(
-    ranks: Ranks, tmp_path: Path, untouched: bytes
-) -> None:
+def test_no_variable_changes_nothing_and_says_nothing(ranks: Ranks, tmp_path: Path, untouched: bytes) -> None:
     said = {}
     for where in ("never", "before", "after"):
         out = tmp_path / where
@@ -150,9 +148,7 @@ def test_no_variable_changes_nothing_and_says_nothing(
 
 
 @pytest.mark.parametrize(("transport", "where"), [("tcp", "before"), ("stock", "after")])
-def test_buffers_follow_rank_0_as_they_do_without_us(
-    ranks: Ranks, tmp_path: Path, transport: str, where: str
-) -> None:
+def test_buffers_follow_rank_0_as_they_do_without_us(ranks: Ranks, tmp_path: Path, transport: str, where: str) -> None:
     env = {**MEASURED, "E2E_MODEL": "norm", "E2E_OUT": str(tmp_path)}
     ranks(2, SCRIPTS / "e2e_ddp.py", {**env, "E2E_IMPORT": "never"})
     untouched = states(tmp_path)
@@ -161,9 +157,7 @@ def test_buffers_follow_rank_0_as_they_do_without_us(
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
-def test_an_optimizer_may_be_made_before_ddp_wraps(
-    ranks: Ranks, tmp_path: Path, untouched: bytes, where: str
-) -> None:
+def test_an_optimizer_may_be_made_before_ddp_wraps(ranks: Ranks, tmp_path: Path, untouched: bytes, where: str) -> None:
     run = tmp_path / "run"
     env = {
         **MEASURED,

@@ -22,7 +22,7 @@ ALL = [name for name in checks() if name != "arms_take_turns"]
 
 
 def run(ranks: Ranks, names: list[str], transport: str) -> None:
-    env = {**ENV, "NETBOTTLENECK_TRANSPORT": transport, "NETBOTTLENECK_STREAMS": "2"}
+    env = {**ENV, "E2E_TRANSPORT": transport}
     for result in ranks(2, SCRIPT, env, args=names):
         said = [line for line in result.stdout.splitlines() if line.startswith(("ok ", "failed "))]
         assert said == [f"ok {name}" for name in names], result.stderr

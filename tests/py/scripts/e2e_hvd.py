@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 if os.environ["E2E_IMPORT"] == "alias":
-    import netbottleneck  # isort: skip
     import horovod.torch as hvd
 else:
     import netbottleneck.torch as hvd

@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import netbottleneck
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -35,7 +36,8 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
 def profiled(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     name = f"run.{len(PROFILED)}"
     PROFILED.append(name)
-    return netbottleneck.profile(model, optimizer, directory=name)
+    # By argument: the environment's variable would measure the models to compare with, too.
+    return netbottleneck.profile(model, optimizer, transport=os.environ["E2E_TRANSPORT"], streams=2, directory=name)
 
 
 PROFILED: list[str] = []
@@ -105,7 +107,9 @@ def wrapped(
 
 def network() -> torch.nn.Module:
     torch.manual_seed(1)
-    return torch.nn.Sequential(torch.nn.Linear(6, 700), torch.nn.ReLU(), torch.nn.Linear(700, 500), torch.nn.Linear(500, 3))
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 700), torch.nn.ReLU(), torch.nn.Linear(700, 500), torch.nn.Linear(500, 3)
+    )
 
 
 def simple(model: Any, optimizer: torch.optim.Optimizer, averaged: Callable[[], None]) -> None:
@@ -138,7 +142,8 @@ def gradients_set_to_zero() -> None:
 @check
 def options_of_ddp() -> None:
     wrapped(network(), simple, gradient_as_bucket_view=True)
-    wrapped(network(), simple, static_graph=True)
+    with pytest.raises(ValueError, match="static_graph=True"):
+        wrapped(network(), simple, static_graph=True)
     wrapped(network(), simple, find_unused_parameters=True)
     wrapped(network(), simple, bucket_cap_mb=1)
 
@@ -404,14 +409,72 @@ def two_models_have_one_optimizer() -> None:
             averaged()
             optimizer.step()
 
+    torch.manual_seed(1)
     plain(torch.nn.ModuleList([torch.nn.Linear(6, 8), torch.nn.Linear(8, 2)]), loop)
 
 
 @check
+def ddp_goes_on_by_itself_after_the_block() -> None:
+    model = network()
+    twin = copy.deepcopy(model)
+    second, chosen = sgd(twin), sgd(model)
+    reference, ours = DistributedDataParallel(twin), DistributedDataParallel(model)
+    torch.manual_seed(dist.get_rank())
+    simple(reference, second, lambda: None)
+    simple(reference, second, lambda: None)
+    torch.manual_seed(dist.get_rank())
+    with profiled(ours, chosen):
+        simple(ours, chosen, lambda: None)
+    simple(ours, chosen, lambda: None)
+    equal(model, twin)
+
+
+@check
+def a_plain_model_is_let_go_after_the_block() -> None:
+    model = network()
+    chosen = sgd(model)
+    with profiled(model, chosen):
+        simple(model, chosen, lambda: None)
+    model(torch.full((1, 6), float(dist.get_rank()))).sum().backward()
+    alone = copy.deepcopy(model)
+    alone.zero_grad()
+    chosen.zero_grad()
+    for each in (alone, model):
+        each(torch.full((1, 6), float(dist.get_rank()))).sum().backward()
+    for mine, plain_one in zip(model.parameters(), alone.parameters(), strict=True):
+        assert (mine.grad - plain_one.grad).abs().max() <= BOUND
+
+
+@check
+def two_ddp_models_are_measured_one_in_the_other() -> None:
+    def train(models: list[Any], optimizers: list[torch.optim.Optimizer]) -> None:
+        torch.manual_seed(dist.get_rank())
+        for _ in range(STEPS):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            models[1](models[0](torch.randn(4, 6))).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+
+    torch.manual_seed(1)
+    inner = [torch.nn.Linear(6, 8), torch.nn.Linear(8, 2)]
+    twins = copy.deepcopy(inner)
+    train([DistributedDataParallel(twin) for twin in twins], [sgd(twin) for twin in twins])
+    chosen = [sgd(model) for model in inner]
+    ours = [DistributedDataParallel(model) for model in inner]
+    with profiled(ours[0], chosen[0]), profiled(ours[1], chosen[1]):
+        train(ours, chosen)
+    for model, twin in zip(inner, twins, strict=True):
+        equal(model, twin)
+
+
+@check
 def arms_take_turns() -> None:
-    assert os.environ["NETBOTTLENECK_TRANSPORT"] == "stock,tcp"
+    assert os.environ["E2E_TRANSPORT"] == "stock,tcp"
     wrapped(network(), simple)
-    wrapped(Branches(), skipping, find_unused_parameters=True, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01))
+    wrapped(
+        Branches(), skipping, find_unused_parameters=True, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01)
+    )
 
 
 def main() -> None:

@@ -1,0 +1,127 @@
+// What happens to a job by time alone: heartbeats, ranks that are silent, bytes that do not move, lanes that broke.
+#include <stdint.h>
+
+#include "base/clock.h"
+#include "base/error.h"
+#include "base/list.h"
+#include "engine/engine.h"
+#include "engine/internal.h"
+#include "transport/lanes.h"
+
+enum { GRACE_NS = 250 * 1000 * 1000 }; // a broken lane waits this long for rank 0 to say who is dead
+
+static int64_t later(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+
+// An operation under way that needs a peer, or NULL; *moved_ns: when a block last moved between the two.
+static const struct nb_work *needed(const struct nb_job *job, int peer, int64_t *moved_ns) {
+    const struct nb_work *found = NULL;
+    for (const struct nb_list *it = job->running.next; it != &job->running; it = it->next) {
+        const struct nb_work *work = NB_CONTAINER(it, struct nb_work, link);
+        bool in = work->in.peer == peer && work->in.left > 0;
+        bool out = work->out.peer == peer && work->out.left + work->out.in_flight > 0;
+        *moved_ns = in ? later(*moved_ns, work->in.moved_ns) : *moved_ns;
+        *moved_ns = out ? later(*moved_ns, work->out.moved_ns) : *moved_ns;
+        found = found == NULL && (in || out) ? work : found;
+    }
+    return found;
+}
+
+// What a rank that left in good order still owed is in the kernel, on any of its lanes: an operation is cut short when
+// all of them have ended, or when nothing comes any more.
+static void left_tick(struct nb_job *job, int peer, int64_t now) {
+    struct suspicion *s = &job->suspicions[peer];
+    int64_t moved = s->since_ns;
+    int64_t quiet_ns = (int64_t)job->config.timeout_ms * 1000000 / 4;
+    const struct nb_work *work = needed(job, peer, &moved);
+    if (work == NULL) {
+        s->raised = false;
+    } else if (nb_lanes_left(job->lanes, peer) == 0 || now - moved > quiet_ns) {
+        struct nb_error why = {0};
+        nb_fail_peer(&why, NB_EPEER, peer, "rank %d left the job before '%s' was over", peer, work->desc.name);
+        nb_job_fail(job, &why, true);
+    }
+}
+
+// A rank that lost a lane and has not left: forgiven when nothing needs that lane, while another one is there.
+static void broken_tick(struct nb_job *job, int peer, int64_t now) {
+    struct suspicion *s = &job->suspicions[peer];
+    int64_t moved = s->since_ns;
+    const struct nb_work *work = needed(job, peer, &moved);
+    bool any = nb_lanes_left(job->lanes, peer) > 0;
+    if (now - moved < GRACE_NS) {
+        return;
+    }
+    if (work != NULL || (!any && !nb_list_empty(&job->waiting))) {
+        nb_job_fail(job, &s->why, true);
+    } else if (any) {
+        s->raised = false;
+    }
+}
+
+static void suspicion_tick(struct nb_job *job, int64_t now) {
+    for (int peer = 0; peer < job->size && !job->failed; peer++) {
+        if (!job->suspicions[peer].raised) {
+            continue;
+        }
+        if (job->peer_left[peer]) {
+            left_tick(job, peer, now);
+        } else {
+            broken_tick(job, peer, now);
+        }
+    }
+}
+
+static void ping_tick(struct nb_job *job, int64_t now) {
+    struct control *control = &job->controls[0];
+    if (job->rank > 0 && now >= job->next_ping_ns && control->out_bytes == 0) {
+        int64_t quarter = (int64_t)job->config.timeout_ms * 1000000 / 4;
+        job->next_ping_ns = now + (quarter < 1000000000 ? quarter : 1000000000);
+        nb_control_send(control, CTL_PING, &now, sizeof now);
+    }
+}
+
+static void silence_tick(struct nb_job *job, int64_t now) {
+    int64_t limit = (int64_t)job->config.timeout_ms * 1000000;
+    bool waits = !nb_list_empty(&job->running) || !nb_list_empty(&job->waiting);
+    for (int i = 0; i < job->control_count; i++) {
+        struct control *c = &job->controls[i];
+        if (c->job != NULL && c->watch.fd >= 0 && !c->left && waits && now - c->heard_ns > limit) {
+            struct nb_error why = {0};
+            nb_fail_peer(&why, NB_ETIMEOUT, c->peer, "rank %d has been silent for %.1f s (NETBOTTLENECK_TIMEOUT_S)",
+                         c->peer, (double)(now - c->heard_ns) / 1e9);
+            nb_job_fail(job, &why, true);
+        }
+    }
+}
+
+// Granted bytes that do not move: an operation that waits for its turn on a busy network is none of them. A rank that
+// is silent shows first by its control connection, and is named.
+static void movement_tick(struct nb_job *job, int64_t now) {
+    int64_t limit = (int64_t)job->config.timeout_ms * 1250000;
+    int64_t moved = 0;
+    NB_LIST_EACH(it, &job->running) {
+        const struct nb_work *work = NB_CONTAINER(it, struct nb_work, link);
+        moved = later(moved, later(work->in.moved_ns, work->out.moved_ns));
+    }
+    if (moved == 0 || now - moved <= limit) {
+        return;
+    }
+    const struct nb_work *work = NB_CONTAINER(job->running.next, struct nb_work, link);
+    int peer = work->in.left > 0 ? work->in.peer : work->out.peer;
+    struct nb_error why = {0};
+    nb_fail_peer(&why, NB_ETIMEOUT, peer, "'%s': no byte moved between rank %d and rank %d for %.1f s", work->desc.name,
+                 job->rank, peer, (double)(now - moved) / 1e9);
+    nb_job_fail(job, &why, true);
+}
+
+void nb_job_tick(struct nb_job *job, int64_t now) {
+    ping_tick(job, now);
+    silence_tick(job, now);
+    suspicion_tick(job, now);
+    movement_tick(job, now);
+    if (job->rank == 0) {
+        nb_agree_tick(job, now);
+    }
+}

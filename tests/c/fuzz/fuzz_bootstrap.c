@@ -1,0 +1,200 @@
+// Feeds bootstrap the bytes of a broken peer. The first byte says to whom: 0: rank 0's door, raw; 1: the same after a
+// hello and a proof that are right for what the bytes claim; 2: a guest, from a rank 0 that knows the secret; 3 and 4: an
+// all-gather on rank 0 and on rank 1; 5: the clock.
+#include <errno.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "bootstrap/internal.h"
+
+enum { MODES = 6, TIMEOUT_MS = 4, LIMIT_NS = 500 * 1000 * 1000 };
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
+
+static const unsigned char secret[] = "sixteen bytes or more";
+
+struct input {
+    const uint8_t *data;
+    size_t bytes;
+};
+
+// The next bytes, zero where there are none.
+static void take(struct input *in, void *out, size_t bytes) {
+    size_t n = in->bytes < bytes ? in->bytes : bytes;
+    memset(out, 0, bytes);
+    memcpy(out, in->data, n);
+    in->data += n;
+    in->bytes -= n;
+}
+
+static struct nb_boot_config config_of(int rank) {
+    struct nb_boot_config config = {.rank = rank, .size = 2, .timeout_ms = TIMEOUT_MS, .ifname = "=lo"};
+    config.secret = secret;
+    config.secret_bytes = sizeof secret;
+    config.tag = "1/tcp";
+    return config;
+}
+
+static int door(struct nb_listener *listener, const struct nb_boot_config *config) {
+    struct nb_error err = {0};
+    if (nb_listener_open(listener, config, NULL, &err) < 0) {
+        abort();
+    }
+    return nb_sock_connect(&listener->addr, NULL, &err);
+}
+
+struct knock {
+    struct input in;
+    int fd;
+    bool proves;
+};
+
+// What comes to the door: hello, and the proof that belongs to it.
+static void *knock_main(void *arg) {
+    struct knock *knock = arg;
+    struct nb_boot_config config = config_of(1);
+    int64_t until = nb_now_ns() + LIMIT_NS;
+    if (knock->proves) {
+        struct nb_shake shake = {0};
+        struct nb_proof proof;
+        (void)nb_shake_hello(&shake, &config, NULL);
+        take(&knock->in, &shake.hello.rank, 12);
+        take(&knock->in, shake.hello.tag, sizeof shake.hello.tag);
+        shake.hello.rank %= 4;
+        shake.hello.size %= 4;
+        shake.hello.tag_bytes %= 2 * NB_BOOT_TAG_MAX;
+        (void)nb_sock_write_all(knock->fd, &shake.hello, sizeof shake.hello, until);
+        if (nb_sock_read_all(knock->fd, &shake.challenge, sizeof shake.challenge, until) == 0) {
+            nb_shake_proof(&shake, &config, &proof);
+            (void)nb_sock_write_all(knock->fd, &proof, sizeof proof, until);
+        }
+    }
+    (void)nb_sock_write_all(knock->fd, knock->in.data, knock->in.bytes, until);
+    (void)shutdown(knock->fd, SHUT_WR);
+    return NULL;
+}
+
+static void host(struct input in, bool proves) {
+    struct nb_listener listener = {.fd = -1};
+    struct nb_boot_config config = config_of(0);
+    struct nb_boot boot = {0};
+    struct nb_error err = {0};
+    struct knock knock = {.in = in, .fd = door(&listener, &config), .proves = proves};
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, knock_main, &knock) != 0) {
+        abort();
+    }
+    (void)nb_boot_join(&boot, &config, &listener, NULL, &err);
+    pthread_join(thread, NULL);
+    nb_boot_close(&boot);
+    close(knock.fd);
+    nb_listener_close(&listener);
+}
+
+struct house {
+    struct input in;
+    int fd;
+};
+
+// A rank 0 that knows the secret and says strange things.
+static void *house_main(void *arg) {
+    struct house *house = arg;
+    struct nb_boot_config config = config_of(0);
+    struct nb_shake shake = {0};
+    struct nb_proof proof;
+    struct nb_answer answer = {0};
+    struct nb_verdict verdict = {0};
+    uint8_t how = 0;
+    int64_t until = nb_now_ns() + LIMIT_NS;
+    int fd = -1;
+    while (fd < 0 && nb_now_ns() < until) {
+        fd = accept4(house->fd, NULL, NULL, SOCK_NONBLOCK);
+    }
+    if (nb_sock_read_all(fd, &shake.hello, sizeof shake.hello, until) == 0) {
+        (void)nb_shake_challenge(&shake, NULL);
+        take(&house->in, &how, 1);
+        if ((how & 1) != 0) {
+            take(&house->in, &shake.challenge, sizeof shake.challenge);
+        }
+        (void)nb_sock_write_all(fd, &shake.challenge, sizeof shake.challenge, until);
+        (void)nb_sock_read_all(fd, &proof, sizeof proof, until);
+        nb_shake_answer(&shake, &config, &answer);
+        (void)nb_sock_write_all(fd, &answer, sizeof answer, until);
+        take(&house->in, &verdict, sizeof verdict);
+        if ((how & 2) == 0) {
+            nb_shake_verdict(&shake, &config, &verdict);
+        }
+        (void)nb_sock_write_all(fd, &verdict, sizeof verdict, until);
+    }
+    close(fd);
+    return NULL;
+}
+
+static void guest(struct input in) {
+    struct nb_listener listener = {.fd = -1};
+    struct nb_boot_config config = config_of(0);
+    struct nb_boot boot = {0};
+    struct nb_error err = {0};
+    char address[NB_SOCK_TEXT];
+    close(door(&listener, &config));
+    close(accept(listener.fd, NULL, NULL));
+    struct house house = {.in = in, .fd = listener.fd};
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, house_main, &house) != 0) {
+        abort();
+    }
+    nb_sock_format(&listener.addr, address);
+    config.rank = 1;
+    (void)nb_boot_join(&boot, &config, NULL, address, &err);
+    pthread_join(thread, NULL);
+    nb_boot_close(&boot);
+    nb_listener_close(&listener);
+}
+
+static void star(struct input in, int mode) {
+    int pair[2];
+    unsigned char mine[24] = {0};
+    unsigned char all[48];
+    struct nb_error err = {0};
+    struct nb_boot boot = {.rank = mode == 4, .size = 2, .timeout_ms = TIMEOUT_MS};
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, pair) != 0) {
+        abort();
+    }
+    boot.control = calloc(2, sizeof *boot.control);
+    boot.control[0] = boot.rank == 0 ? -1 : pair[0];
+    boot.control[1] = pair[0];
+    (void)send(pair[1], in.data, in.bytes, MSG_NOSIGNAL | MSG_DONTWAIT);
+    (void)shutdown(pair[1], SHUT_WR);
+    if (mode == 5) {
+        int64_t offset = 0;
+        int64_t trip = 0;
+        boot.rank = in.bytes % 2;
+        boot.control[0] = boot.rank == 0 ? -1 : pair[0];
+        (void)nb_boot_clock(&boot, &offset, &trip, &err);
+    } else {
+        (void)nb_boot_allgather(&boot, mine, sizeof mine, all, &err);
+        (void)nb_boot_barrier(&boot, &err);
+    }
+    nb_boot_close(&boot);
+    close(pair[1]);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
+    if (bytes < 1) {
+        return 0;
+    }
+    struct input in = {.data = data + 1, .bytes = bytes - 1};
+    int mode = data[0] % MODES;
+    if (mode < 2) {
+        host(in, mode == 1);
+    } else if (mode == 2) {
+        guest(in);
+    } else {
+        star(in, mode);
+    }
+    return 0;
+}

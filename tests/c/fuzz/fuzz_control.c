@@ -1,0 +1,192 @@
+// Feeds a job the control messages of a broken peer, between operations of its own. The first byte says which rank the
+// job is; then messages: type, two bytes of length, body. A type above 15 goes out as raw bytes, without a header.
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "engine/internal.h"
+#include "transport/tcp.h"
+
+enum { SIZE = 3, WORKS = 4, TYPES = 16 };
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
+
+static void fail_all(struct nb_job *job, struct nb_list *works) {
+    while (!nb_list_empty(works)) {
+        struct nb_work *work = NB_CONTAINER(works->next, struct nb_work, link);
+        nb_run_cancel(work);
+        nb_work_finish(work, &job->failure);
+    }
+}
+
+static void lane_lost(void *ctx, int peer, int lane, const struct nb_error *why, int lanes_left) {
+    nb_job_lane_lost(ctx, peer, lane, why, lanes_left);
+}
+
+static void job_tables(struct nb_job *job, struct nb_error *err) {
+    nb_list_init(&job->inbox);
+    nb_list_init(&job->maps);
+    nb_list_init(&job->waiting);
+    nb_list_init(&job->running);
+    nb_list_init(&job->rounds_by_age);
+    nb_hash_init(&job->in_flight);
+    nb_hash_init(&job->rounds);
+    pthread_mutex_init(&job->lock, NULL);
+    pthread_cond_init(&job->finished, NULL);
+    job->peer_left = calloc(SIZE, sizeof *job->peer_left);
+    job->peer_open = calloc(SIZE, sizeof *job->peer_open);
+    job->suspicions = calloc(SIZE, sizeof *job->suspicions);
+    job->left_rank = NB_NO_PEER;
+    if (nb_loop_init(&job->loop, err) < 0 || nb_member_open(job, err) < 0 || nb_probe_open(job, err) < 0 ||
+        (job->rank == 0 && nb_agree_open(job, err) < 0)) {
+        abort();
+    }
+}
+
+// A job as nb_job_open leaves it, without a thread; others[i] is the far end of control connection i.
+static struct nb_job *job_make(int rank, int others[SIZE]) {
+    struct nb_error err = {0};
+    struct nb_job *job = calloc(1, sizeof *job);
+    job->rank = rank;
+    job->size = SIZE;
+    job->boot = (struct nb_boot){.rank = rank, .size = SIZE};
+    job->world = (struct nb_comm){.job = job, .rank = rank, .size = SIZE};
+    job->config =
+        (struct nb_job_config){.timeout_ms = 1000, .segment_bytes = SEGMENT_DEFAULT, .streams = NB_STREAMS_AUTO};
+    job_tables(job, &err);
+    struct nb_lanes_config lanes = {.ops = &nb_tcp_ops, .lanes = 2, .segment_bytes = SEGMENT_DEFAULT};
+    lanes.lane = (struct nb_lane_config){.rank = rank, .size = SIZE, .loop = &job->loop, .boot = &job->boot};
+    nb_sock_parse("127.0.0.1:0", &lanes.lane.bind, &err);
+    lanes.binds = &lanes.lane.bind;
+    lanes.bind_count = 1;
+    lanes.in_flight_max = IN_FLIGHT_MAX;
+    lanes.lane_lost = lane_lost;
+    lanes.ctx = job;
+    if (nb_lanes_open(&job->lanes, &lanes, &err) < 0) {
+        abort();
+    }
+    job->info.streams_open = 2;
+    size_t room = nb_lanes_address_bytes(job->lanes);
+    job->addresses = calloc(SIZE, room);
+    for (int r = 0; r < SIZE; r++) {
+        nb_lanes_address(job->lanes, job->addresses + (size_t)r * room);
+    }
+    job->control_count = rank == 0 ? SIZE : 1;
+    job->controls = calloc((size_t)job->control_count, sizeof *job->controls);
+    job->controls[0].watch.fd = -1;
+    for (int i = rank == 0; i < job->control_count; i++) {
+        int pair[2];
+        if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, pair) != 0 ||
+            nb_control_init(&job->controls[i], job, i, pair[0], &err) < 0) {
+            abort();
+        }
+        others[i] = pair[1];
+    }
+    return job;
+}
+
+static void drain(int fd) {
+    char buffer[4096];
+    while (fd >= 0 && recv(fd, buffer, sizeof buffer, MSG_DONTWAIT) > 0) {
+    }
+}
+
+// One turn of the communication thread.
+static void turn(struct nb_job *job) {
+    while (!nb_list_empty(&job->inbox)) {
+        struct nb_work *work = NB_CONTAINER(job->inbox.next, struct nb_work, link);
+        nb_list_remove(&work->link);
+        nb_member_submit(job, work);
+    }
+    nb_job_left_check(job);
+    nb_member_flush(job);
+    if (job->rank == 0) {
+        nb_agree_release(job);
+    }
+    nb_loop_wait(&job->loop, 0);
+    nb_job_tick(job, nb_now_ns());
+    if (job->failed) {
+        fail_all(job, &job->running);
+        fail_all(job, &job->waiting);
+    }
+}
+
+static void submit(struct nb_job *job, int which, struct nb_work **works, float *memory) {
+    static const char *const names[WORKS] = {"a", "b", "c", "d"};
+    struct nb_segment segment = {.base = memory, .bytes = (size_t)which * 4000};
+    struct nb_op op = {.name = names[which], .kind = (enum nb_op_kind)(which % NB_OP_KINDS), .dtype = NB_F32};
+    op.key = (uint64_t)which + 1; // short, so that messages may name it
+    op.segments = &segment;
+    op.segment_count = 1;
+    if (op.kind == NB_OP_ALLGATHER || op.kind == NB_OP_REDUCESCATTER) {
+        segment.bytes = 12000;
+    }
+    int code = 0;
+    if (works[which] != NULL && !nb_work_test(works[which], &code)) {
+        return;
+    }
+    nb_work_release(works[which]);
+    works[which] = NULL;
+    (void)nb_submit(&job->world, &op, &works[which], NULL);
+}
+
+static size_t message(int fd, const uint8_t *data, size_t bytes) {
+    unsigned char out[8 + 2048];
+    uint32_t type = data[0];
+    uint32_t length = (uint32_t)(data[1] | (data[2] & 7) << 8);
+    size_t body = bytes - 3 < length ? bytes - 3 : length;
+    size_t skip = type < TYPES ? 8 : 0;
+    memcpy(out, &length, 4);
+    memcpy(out + 4, &type, 4);
+    memset(out + skip, 0, length);
+    memcpy(out + skip, data + 3, body);
+    (void)send(fd, out, skip + length, MSG_DONTWAIT | MSG_NOSIGNAL);
+    return 3 + body;
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
+    if (bytes < 1) {
+        return 0;
+    }
+    int others[SIZE] = {-1, -1, -1};
+    struct nb_work *works[WORKS] = {NULL};
+    float *memory = calloc(WORKS, 12000);
+    struct nb_job *job = job_make(data[0] & 1, others);
+    for (int i = 0; i < WORKS; i++) {
+        submit(job, i, works, memory + (size_t)i * 3000);
+    }
+    turn(job);
+    size_t at = 1;
+    for (int n = 0; at + 3 <= bytes && n < 32; n++) {
+        int which = job->rank == 0 ? 1 + n % 2 : 0;
+        at += message(others[which], data + at, bytes - at);
+        turn(job);
+        submit(job, n % WORKS, works, memory + (size_t)(n % WORKS) * 3000);
+        for (int i = 0; i < SIZE; i++) {
+            drain(others[i]);
+        }
+    }
+    turn(job);
+    const struct nb_error over = {.code = NB_ECLOSED, .peer = NB_NO_PEER};
+    job->failure = job->failure.code != 0 ? job->failure : over;
+    turn(job);
+    fail_all(job, &job->running);
+    fail_all(job, &job->waiting);
+    for (int i = 0; i < WORKS; i++) {
+        int code = 0;
+        if (works[i] != NULL && !nb_work_test(works[i], &code)) {
+            abort(); // an operation outlived its job
+        }
+        nb_work_release(works[i]);
+    }
+    nb_job_free(job);
+    for (int i = 0; i < SIZE; i++) {
+        if (others[i] >= 0) {
+            close(others[i]);
+        }
+    }
+    free(memory);
+    return 0;
+}

@@ -1,0 +1,197 @@
+// Feeds two TCP lanes the bytes of a broken peer while flows are under way. The first byte says what is fed: 0: segments
+// and messages of a peer that is known (lane, length, bytes); 1: a greeting, then those; 2: the address of a peer.
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "base/bits.h"
+#include "base/clock.h"
+#include "transport/lanes_internal.h"
+#include "transport/tcp_internal.h"
+
+enum { LANES = 2, BLOCK = 32, BLOCKS = 12, STEP = 6, FLOWS = 3 };
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
+
+struct side {
+    struct nb_flow flow;
+    uint64_t map[1];
+    unsigned char *memory;
+    bool over;
+};
+
+static size_t flow_bytes(const struct nb_flow *flow, uint32_t first, uint32_t count) {
+    (void)flow;
+    if (first + count > BLOCKS) {
+        abort(); // the lanes ask only for what they have checked
+    }
+    return (size_t)count * BLOCK;
+}
+
+static uint32_t flow_limit(const struct nb_flow *flow, uint32_t first, uint32_t count) {
+    (void)flow;
+    uint32_t left = STEP - first % STEP;
+    return count < left ? count : left;
+}
+
+// Flow 2 has no memory of its own.
+static int flow_memory(const struct nb_flow *flow, uint32_t first, uint32_t count, struct iovec iov[NB_LANE_IOV_MAX]) {
+    const struct side *side = flow->owner;
+    if (flow->op == 2) {
+        return 0;
+    }
+    size_t half = (size_t)count * BLOCK / 2;
+    iov[0] = (struct iovec){.iov_base = side->memory + (size_t)first * BLOCK, .iov_len = half};
+    iov[1] = (struct iovec){.iov_base = side->memory + (size_t)first * BLOCK + half,
+                            .iov_len = (size_t)count * BLOCK - half};
+    return 2;
+}
+
+static void flow_consume(struct nb_flow *flow, uint32_t first, uint32_t count, const void *data, size_t bytes) {
+    struct side *side = flow->owner;
+    if (data != NULL) {
+        memcpy(side->memory + (size_t)first * BLOCK, data, bytes);
+    }
+    (void)count;
+}
+
+static void flow_finished(struct nb_flow *flow) {
+    struct side *side = flow->owner;
+    if (side->over) {
+        abort(); // once
+    }
+    side->over = true;
+}
+
+static const struct nb_flow_ops flow_ops = {.bytes = flow_bytes,
+                                            .run_limit = flow_limit,
+                                            .memory = flow_memory,
+                                            .consume = flow_consume,
+                                            .finished = flow_finished};
+
+static void lane_lost(void *ctx, int peer, int lane, const struct nb_error *why, int lanes_left) {
+    (void)ctx;
+    (void)peer;
+    (void)lane;
+    if (why->code >= 0 || lanes_left < 0 || lanes_left >= LANES) {
+        abort();
+    }
+}
+
+static void side_add(struct nb_lanes *lanes, struct side *side, int i) {
+    side->memory = calloc(BLOCKS, BLOCK);
+    side->flow = (struct nb_flow){.ops = &flow_ops,
+                                  .dir = i == 0 ? NB_FLOW_OUT : NB_FLOW_IN,
+                                  .peer = 1,
+                                  .op = (uint64_t)i,
+                                  .blocks = BLOCKS,
+                                  .block_bytes = BLOCK,
+                                  .map = side->map,
+                                  .left = BLOCKS,
+                                  .owner = side};
+    nb_list_init(&side->flow.link);
+    side->map[0] = i == 0 ? (1u << BLOCKS) - 1 : 0;
+    nb_lanes_add(lanes, &side->flow, nb_now_ns());
+}
+
+static void turn(struct nb_loop *loop, const int *others) {
+    char buffer[4096];
+    for (int i = 0; i < 4; i++) {
+        nb_loop_wait(loop, 0);
+    }
+    for (int i = 0; i < LANES; i++) {
+        while (recv(others[i], buffer, sizeof buffer, MSG_DONTWAIT) > 0) {
+        }
+    }
+}
+
+// Puts one end of a pair where the lane has its connection to rank 1.
+static int connect_pair(struct nb_lanes *lanes, struct nb_loop *loop, int lane, bool greeted) {
+    int pair[2];
+    struct nb_error err = {0};
+    struct conn *conn = &NB_CONTAINER(lanes->lane[lane], struct tcp_lane, base)->conns[1];
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, pair) != 0) {
+        abort();
+    }
+    conn->watch.fd = pair[0];
+    conn->state = greeted ? OPEN : GREETING;
+    if (nb_loop_add(loop, &conn->watch, EPOLLIN, &err) < 0) {
+        abort();
+    }
+    return pair[1];
+}
+
+static void greet(const struct nb_boot *boot, int fd, uint32_t lane) {
+    struct hello hello = {.magic = 0x4e424c41, .rank = 1, .lane = lane};
+    nb_boot_token(boot, "tcp lane", 1, 0, hello.token);
+    (void)send(fd, &hello, sizeof hello, MSG_DONTWAIT | MSG_NOSIGNAL);
+}
+
+static void feed(struct nb_lanes *lanes, struct nb_loop *loop, const struct nb_boot *boot, const uint8_t *data,
+                 size_t bytes) {
+    struct side sides[FLOWS] = {0};
+    int others[LANES];
+    for (int i = 0; i < LANES; i++) {
+        others[i] = connect_pair(lanes, loop, i, data[0] % 3 == 0);
+        if (data[0] % 3 == 1 && (data[0] & 0x40) != 0) {
+            greet(boot, others[i], (uint32_t)i);
+        }
+    }
+    size_t at = 1;
+    for (int n = 0; at + 2 <= bytes && n < 64; n++) {
+        size_t length = data[at + 1] < bytes - at - 2 ? data[at + 1] : bytes - at - 2;
+        (void)send(others[data[at] % LANES], data + at + 2, length, MSG_DONTWAIT | MSG_NOSIGNAL);
+        at += 2 + length;
+        if (n < FLOWS) {
+            side_add(lanes, &sides[n], n);
+        }
+        turn(loop, others);
+    }
+    close(others[0]);
+    nb_loop_wait(loop, 0);
+    for (int i = 0; i < FLOWS; i++) {
+        if (sides[i].memory != NULL && !sides[i].over) {
+            nb_lanes_cancel(lanes, &sides[i].flow);
+        }
+        free(sides[i].memory);
+        sides[i].memory = NULL;
+    }
+    nb_loop_wait(loop, 0);
+    close(others[1]);
+    nb_loop_wait(loop, 0);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
+    struct nb_loop loop;
+    struct nb_error err = {0};
+    struct nb_lanes *lanes = NULL;
+    struct nb_boot boot = {.rank = 0, .size = 2};
+    if (bytes < 1 || nb_loop_init(&loop, &err) < 0) {
+        return 0;
+    }
+    struct nb_lanes_config config = {.ops = &nb_tcp_ops, .lanes = LANES, .segment_bytes = 4 * BLOCK};
+    config.lane = (struct nb_lane_config){.rank = 0, .size = 2, .loop = &loop, .boot = &boot, .timeout_ms = 1000};
+    nb_sock_parse("127.0.0.1:0", &config.lane.bind, &err);
+    config.binds = &config.lane.bind;
+    config.bind_count = 1;
+    config.in_flight_max = 1 << 20;
+    config.lane_lost = lane_lost;
+    if (nb_lanes_open(&lanes, &config, &err) < 0) {
+        abort();
+    }
+    unsigned char *address = calloc(1, nb_lanes_address_bytes(lanes));
+    nb_lanes_address(lanes, address);
+    if (data[0] % 3 == 2) {
+        size_t room = nb_lanes_address_bytes(lanes);
+        memcpy(address, data + 1, bytes - 1 < room ? bytes - 1 : room);
+        (void)nb_lanes_peer_open(lanes, 1, address, &err);
+    } else if (nb_lanes_peer_open(lanes, 1, address, &err) == 0) {
+        feed(lanes, &loop, &boot, data, bytes);
+    }
+    free(address);
+    nb_lanes_close(lanes);
+    nb_loop_fini(&loop);
+    return 0;
+}

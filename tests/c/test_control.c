@@ -1,0 +1,330 @@
+// What a rank makes of control messages that a broken peer sends, and what it keeps when there is nothing to do: every
+// impossible message ends the job with an error that names the peer, memory does not grow, the thread sleeps.
+#include <errno.h>
+#include <malloc.h>
+#include <stdint.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "engine/internal.h"
+#include "job.h"
+
+enum { LIMIT_MS = 30000 };
+
+struct raw {
+    const char *what;
+    uint32_t type;
+    uint32_t bytes; // as the header says
+    size_t body;    // bytes that follow
+    const void *data;
+};
+
+struct header {
+    uint32_t bytes;
+    uint32_t type;
+};
+
+static struct nb_work *submit(struct test_rank *me, const char *name, enum nb_op_kind kind,
+                              struct nb_segment *segment) {
+    struct nb_op op = {
+        .name = name, .kind = kind, .dtype = NB_F32, .segments = segment, .segment_count = segment != NULL};
+    struct nb_work *work = NULL;
+    struct nb_error err = {0};
+    CHECK(nb_submit(nb_job_world(me->job), &op, &work, &err) == 0, "rank %d submits %s: %s", me->rank, name, err.text);
+    return work;
+}
+
+static int finish(struct nb_work *work, struct nb_error *err) {
+    int rc = nb_work_wait(work, LIMIT_MS, err);
+    nb_work_release(work);
+    return rc;
+}
+
+static void barrier(struct test_rank *me, const char *name) {
+    struct nb_error err = {0};
+    CHECK(finish(submit(me, name, NB_OP_BARRIER, NULL), &err) == 0, "rank %d, %s: %s", me->rank, name, err.text);
+}
+
+// Writes straight into a job's control connection, between two of its own messages.
+static void inject(int fd, const struct raw *raw) {
+    unsigned char buffer[4096];
+    struct header header = {.bytes = raw->bytes, .type = raw->type};
+    memcpy(buffer, &header, sizeof header);
+    memcpy(buffer + sizeof header, raw->data, raw->body);
+    ssize_t n = send(fd, buffer, sizeof header + raw->body, MSG_NOSIGNAL);
+    CHECK(n == (ssize_t)(sizeof header + raw->body), "%s: %m", raw->what);
+}
+
+// One rank's message to the other; both must hear that it was impossible, and whose it was.
+static void broken(struct test_rank *me, int victim) {
+    const struct raw *raw = me->arg;
+    struct nb_error err = {0};
+    struct nb_work *work = NULL;
+    struct nb_op op = {.name = me->rank == 0 ? "a" : "b", .kind = NB_OP_BARRIER}; // neither is ever agreed
+    int fd = dup(me->job->controls[1 - me->rank].watch.fd);                       // rank 1 has one only, its first
+    barrier(me, "before");
+    if (me->rank != victim) {
+        inject(fd, raw);
+    }
+    int rc = nb_submit(nb_job_world(me->job), &op, &work, &err);
+    rc = rc == 0 ? finish(work, &err) : rc; // the job may have failed already
+    CHECK(rc == NB_EWIRE && err.peer == 1 - victim, "rank %d, %s: %d, peer %d, %s", me->rank, raw->what, rc, err.peer,
+          err.text);
+    close(fd);
+}
+
+static void broken_member(struct test_rank *me) {
+    broken(me, 0);
+}
+
+static void broken_root(struct test_rank *me) {
+    broken(me, 1);
+}
+
+static void each(const struct raw *raws, size_t count, void (*run)(struct test_rank *me)) {
+    for (size_t i = 0; i < count; i++) {
+        struct raw raw = raws[i];
+        struct test_rank like = {.size = 2, .transport = "tcp", .streams = 1, .timeout_ms = 20000, .arg = &raw};
+        like.run = run;
+        test_job(&like);
+    }
+}
+
+// The same valid operation with one thing wrong in each.
+static struct desc wrong_desc(int which) {
+    struct desc desc = {.key = 77, .prescale = 1, .postscale = 1, .name = "wrong"};
+    switch (which) {
+    case 0:
+        desc.kind = 200;
+        break;
+    case 1:
+        desc.dtype = 200;
+        break;
+    case 2:
+        desc.redop = 99;
+        break;
+    case 3:
+        desc.root = -5;
+        break;
+    case 4:
+        desc.root = 2;
+        break;
+    case 5:
+        desc.comm = 7;
+        break;
+    case 6:
+        desc.device = 1;
+        break;
+    default:
+        memset(desc.name, 'x', sizeof desc.name);
+        break;
+    }
+    return desc;
+}
+
+static void to_rank_0(void) {
+    static const unsigned char zero[1024] = {0};
+    static const uint64_t unknown[16] = {1};
+    struct wire_failure fine = {.code = 0, .peer = 1, .text = "nothing happened"};
+    struct wire_failure above = {.code = 5, .peer = 1, .text = "more than nothing"};
+    const struct raw raws[] = {{"no type", 0, 0, 0, zero},
+                               {"an unknown type", 999, 8, 8, zero},
+                               {"a go", CTL_GO, sizeof(struct wire_go), sizeof(struct wire_go), zero},
+                               {"a cut submit", CTL_SUBMIT, sizeof(struct desc) - 1, sizeof(struct desc) - 1, zero},
+                               {"a cut mask", CTL_MASK, 3, 3, zero},
+                               {"a long mask", CTL_MASK, 136, 136, zero},
+                               {"a mask of nothing", CTL_MASK, sizeof unknown, sizeof unknown, unknown},
+                               {"a failure that is none", CTL_FAIL, sizeof fine, sizeof fine, &fine},
+                               {"a failure above", CTL_FAIL, sizeof above, sizeof above, &above},
+                               {"a cut failure", CTL_FAIL, 3, 3, zero},
+                               {"a cut ping", CTL_PING, 7, 7, zero},
+                               {"a long goodbye", CTL_BYE, 1, 1, zero},
+                               {"endless", CTL_SUBMIT, 0xffffffffu, 0, zero}};
+    each(raws, sizeof raws / sizeof raws[0], broken_member);
+    for (int i = 0; i < 8; i++) {
+        struct desc desc = wrong_desc(i);
+        struct raw raw = {"an impossible operation", CTL_SUBMIT, sizeof desc, sizeof desc, &desc};
+        each(&raw, 1, broken_member);
+    }
+}
+
+static void from_rank_0(void) {
+    static const unsigned char zero[1024] = {0};
+    const struct wire_go go = {.seq = 1000, .key = 42, .id = 5};
+    const struct wire_failure fine = {.code = 0, .peer = 77, .text = "nothing happened"};
+    const int32_t high = 99;
+    const int32_t low = -7;
+    const struct wire_probe slot = {.seq = 1000, .lanes = 1, .slot = 0xffffffffu, .bytes = 4096};
+    const struct wire_probe odd = {.seq = 1000, .lanes = 1, .slot = 0, .bytes = 3};
+    const struct wire_probe large = {.seq = 1000, .lanes = 0xffffffffu, .slot = 0, .bytes = (uint64_t)1 << 40};
+    const struct wire_probe past = {.seq = 0, .lanes = 1, .slot = 0, .bytes = 4096};
+    const struct raw raws[] = {{"an unknown type", 999, 8, 8, zero},
+                               {"a submit", CTL_SUBMIT, sizeof(struct desc), sizeof(struct desc), zero},
+                               {"a go of nothing", CTL_GO, sizeof go, sizeof go, &go},
+                               {"a cut go", CTL_GO, 5, 5, zero},
+                               {"a cut refusal", CTL_REFUSE, 8, 8, zero},
+                               {"a failure that is none", CTL_ABORT, sizeof fine, sizeof fine, &fine},
+                               {"a cut failure", CTL_ABORT, 3, 3, zero},
+                               {"a cut pong", CTL_PONG, 3, 3, zero},
+                               {"the end of rank 99", CTL_LEFT, sizeof high, sizeof high, &high},
+                               {"the end of rank -7", CTL_LEFT, sizeof low, sizeof low, &low},
+                               {"a slot", CTL_PROBE, sizeof slot, sizeof slot, &slot},
+                               {"an odd probe", CTL_PROBE, sizeof odd, sizeof odd, &odd},
+                               {"a large probe", CTL_PROBE, sizeof large, sizeof large, &large},
+                               {"an old probe", CTL_PROBE, sizeof past, sizeof past, &past},
+                               {"cut streams", CTL_STREAMS, 9, 9, zero},
+                               {"a long notice", CTL_NOTICE, 1000, 1000, zero},
+                               {"endless", CTL_NOTICE, 0xffffffffu, 0, zero}};
+    each(raws, sizeof raws / sizeof raws[0], broken_root);
+}
+
+// Strange, but within the protocol: the job goes on.
+static void strange_streams(struct test_rank *me) {
+    struct wire_streams streams = {.used = 0xffffffffu, .count = 0xffffffffu};
+    struct raw raw = {"many streams", CTL_STREAMS, sizeof streams, sizeof streams, &streams};
+    struct nb_job_info info;
+    float data[1000];
+    int fd = dup(me->job->controls[1 - me->rank].watch.fd);
+    barrier(me, "before");
+    if (me->rank == 0) {
+        inject(fd, &raw);
+    }
+    for (int i = 0; i < 1000; i++) {
+        data[i] = 1;
+    }
+    struct nb_segment all = {.base = data, .bytes = sizeof data};
+    struct nb_error err = {0};
+    CHECK(finish(submit(me, "sum", NB_OP_ALLREDUCE, &all), &err) == 0 && data[999] == 2, "rank %d: %s", me->rank,
+          err.text);
+    nb_job_info(me->job, &info);
+    CHECK(info.probe_count <= NB_PROBE_MAX, "%d points", info.probe_count);
+    close(fd);
+}
+
+static void kinds_differ(struct test_rank *me) {
+    float data[64] = {0};
+    struct nb_segment all = {.base = data, .bytes = sizeof data};
+    struct nb_error err = {0};
+    enum nb_op_kind kind = me->rank == 0 ? NB_OP_ALLREDUCE : NB_OP_BROADCAST;
+    CHECK(finish(submit(me, "odd", kind, &all), &err) == NB_EMISMATCH, "rank %d: %s", me->rank, err.text);
+    CHECK(strstr(err.text, "allreduce") != NULL && strstr(err.text, "broadcast") != NULL, "text: %s", err.text);
+    struct nb_work *work = NULL;
+    struct nb_op wrong = {.name = "no kind", .kind = (enum nb_op_kind)77};
+    CHECK(nb_submit(nb_job_world(me->job), &wrong, &work, &err) == -EINVAL, "a kind that is none");
+    struct nb_segment huge = {.base = data, .bytes = (size_t)1 << 46};
+    struct nb_op vast = {
+        .name = "vast", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .segments = &huge, .segment_count = 1};
+    CHECK(nb_submit(nb_job_world(me->job), &vast, &work, &err) == -EINVAL, "blocks larger than the lanes' buffers");
+    barrier(me, "after");
+}
+
+enum { BATCH = 100 };
+
+static void batch_run(struct test_rank *me, int from) {
+    static const size_t bytes = 64;
+    float data[BATCH][16] = {{0}};
+    struct nb_work *works[BATCH];
+    struct nb_error err = {0};
+    for (int i = 0; i < BATCH; i++) {
+        char name[32];
+        struct nb_segment all = {.base = data[i], .bytes = bytes};
+        snprintf(name, sizeof name, "unnamed.%d", from + i);
+        works[i] = submit(me, name, NB_OP_ALLREDUCE, &all);
+    }
+    for (int i = 0; i < BATCH; i++) {
+        CHECK(finish(works[i], &err) == 0, "rank %d: %s", me->rank, err.text);
+    }
+}
+
+static size_t in_use(void) {
+    return mallinfo2().uordblks; // 0 under a sanitizer: nothing is compared then
+}
+
+// Ever-new names, as Horovod gives to operations that have none.
+static void names_without_end(struct test_rank *me) {
+    enum { WARM = 24000, ALL = 34000 };
+    size_t before = 0;
+    for (int i = 0; i < ALL; i += BATCH) {
+        if (i == WARM) {
+            barrier(me, "warm");
+            before = in_use();
+        }
+        batch_run(me, i);
+    }
+    barrier(me, "over");
+    size_t after = in_use();
+    CHECK(after < before + 256 * 1024, "rank %d: %zu bytes in use after %d names, %zu after %d", me->rank, before, WARM,
+          after, ALL);
+    CHECK(me->job->round_count <= 16 * 1024, "%d keys are counted", me->job->round_count);
+}
+
+// Under a load of others this thread may get less than it asks for, never more.
+static void sleeps_when_idle(struct test_rank *me) {
+    struct timespec pause = {.tv_nsec = 600 * 1000 * 1000};
+    struct timespec used[2];
+    clockid_t clock;
+    barrier(me, "before");
+    CHECK(pthread_getcpuclockid(me->job->thread, &clock) == 0, "a thread");
+    clock_gettime(clock, &used[0]);
+    nanosleep(&pause, NULL);
+    clock_gettime(clock, &used[1]);
+    int64_t ns = (used[1].tv_sec - used[0].tv_sec) * 1000000000 + used[1].tv_nsec - used[0].tv_nsec;
+    CHECK(ns < 200 * 1000 * 1000, "rank %d: %.1f ms of work in 600 ms without any", me->rank, (double)ns / 1e6);
+    barrier(me, "after");
+}
+
+// One name in each of many threads' turns: a thread submits and waits while another does.
+struct turn {
+    struct test_rank *me;
+    int number;
+};
+
+static void *thread_run(void *arg) {
+    struct turn *turn = arg;
+    for (int round = 0; round < 40; round++) {
+        float data[2000];
+        char name[32];
+        for (int i = 0; i < 2000; i++) {
+            data[i] = (float)(turn->me->rank + i % 7);
+        }
+        struct nb_segment all = {.base = data, .bytes = sizeof data};
+        struct nb_error err = {0};
+        snprintf(name, sizeof name, "thread.%d", turn->number);
+        CHECK(finish(submit(turn->me, name, NB_OP_ALLREDUCE, &all), &err) == 0, "%s: %s", name, err.text);
+        for (int i = 0; i < 2000; i++) {
+            CHECK(data[i] == (float)(3 + 3 * (i % 7)), "%s: [%d] is %g", name, i, (double)data[i]);
+        }
+    }
+    return NULL;
+}
+
+static void many_threads(struct test_rank *me) {
+    pthread_t threads[4];
+    struct turn turns[4];
+    for (int i = 0; i < 4; i++) {
+        turns[i] = (struct turn){.me = me, .number = i};
+        CHECK(pthread_create(&threads[i], NULL, thread_run, &turns[i]) == 0, "a thread");
+    }
+    for (int i = 0; i < 4; i++) {
+        pthread_join(threads[i], NULL);
+    }
+}
+
+int main(void) {
+    struct test_rank like = {.size = 2, .transport = "tcp", .streams = 1, .timeout_ms = 20000};
+    to_rank_0();
+    from_rank_0();
+    like.run = strange_streams;
+    test_job(&like);
+    like.run = kinds_differ;
+    test_job(&like);
+    like.run = names_without_end;
+    test_job(&like);
+    like.run = sleeps_when_idle;
+    test_job(&like);
+    like.size = 3;
+    like.streams = 2;
+    like.run = many_threads;
+    test_job(&like);
+    return 0;
+}

@@ -1,0 +1,420 @@
+// Ranks that leave, die, fall silent or lose a lane, at every moment of a job: the others get an error that names who it
+// was, or are not disturbed at all; nobody waits for ever, and no work outlives its memory.
+#include <errno.h>
+#include <stdint.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "engine/internal.h"
+#include "job.h"
+#include "transport/lanes_internal.h"
+#include "transport/tcp_internal.h"
+
+enum { LIMIT_MS = 30000 };
+
+// What the ranks of one case share.
+struct stage {
+    pthread_barrier_t meet;
+    int round;
+};
+
+static struct nb_work *submit(struct test_rank *me, struct nb_op op) {
+    struct nb_work *work = NULL;
+    struct nb_error err = {0};
+    CHECK(nb_submit(nb_job_world(me->job), &op, &work, &err) == 0, "rank %d submits %s: %s", me->rank, op.name,
+          err.text);
+    return work;
+}
+
+static int finish(struct nb_work *work, struct nb_error *err) {
+    int rc = nb_work_wait(work, LIMIT_MS, err);
+    nb_work_release(work);
+    return rc;
+}
+
+static int barrier(struct test_rank *me, const char *name, struct nb_error *err) {
+    return finish(submit(me, (struct nb_op){.name = name, .kind = NB_OP_BARRIER}), err);
+}
+
+static struct nb_op sum_of(const char *name, struct nb_segment *all) {
+    return (struct nb_op){.name = name, .kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .segments = all, .segment_count = 1};
+}
+
+// Waits until the communication thread has been round its loop: what lay in its sockets before has been read then.
+static void turn(struct test_rank *me) {
+    struct timespec pause = {.tv_nsec = 1000 * 1000};
+    int64_t until = nb_now_ns() + (int64_t)LIMIT_MS * 1000000;
+    static char memory[64];
+    for (int i = 0; i < 3; i++) {
+        struct nb_error err = {0};
+        CHECK(nb_job_map(me->job, memory, sizeof memory, &err) == 0, "map: %s", err.text);
+        bool taken = false;
+        while (!taken) {
+            CHECK(nb_now_ns() < until, "rank %d: its thread does not come round", me->rank);
+            nanosleep(&pause, NULL);
+            pthread_mutex_lock(&me->job->lock);
+            taken = nb_list_empty(&me->job->maps);
+            pthread_mutex_unlock(&me->job->lock);
+        }
+    }
+}
+
+// A rank is gone before the others submit: neither rank 0 nor another may wait for it.
+static void submit_after_leaving(struct test_rank *me, int leaver) {
+    struct stage *stage = me->arg;
+    struct nb_error err = {0};
+    CHECK(barrier(me, "before", &err) == 0, "rank %d: %s", me->rank, err.text);
+    if (me->rank == leaver) {
+        nb_job_close(me->job);
+        me->job = NULL;
+        pthread_barrier_wait(&stage->meet);
+        pthread_barrier_wait(&stage->meet);
+        return;
+    }
+    pthread_barrier_wait(&stage->meet); // it has said so
+    turn(me);
+    pthread_barrier_wait(&stage->meet); // rank 0 has passed it on
+    turn(me);
+    struct nb_work *work = NULL;
+    struct nb_op op = {.name = "after", .kind = NB_OP_BARRIER};
+    int rc = nb_submit(nb_job_world(me->job), &op, &work, &err);
+    rc = rc == 0 ? finish(work, &err) : rc; // the other may have failed the job already
+    CHECK(rc == NB_EPEER && err.peer == leaver, "rank %d: %d, peer %d, %s", me->rank, rc, err.peer, err.text);
+    CHECK(nb_submit(nb_job_world(me->job), &op, &work, &err) == NB_EPEER, "a job that failed takes nothing");
+}
+
+static void rank_1_left_before(struct test_rank *me) {
+    submit_after_leaving(me, 1);
+}
+
+static void rank_0_left_before(struct test_rank *me) {
+    submit_after_leaving(me, 0);
+}
+
+// Submitted on some ranks when another leaves.
+static void leaves_others_waiting(struct test_rank *me) {
+    struct stage *stage = me->arg;
+    struct nb_error err = {0};
+    if (me->rank == 2) {
+        CHECK(barrier(me, "before", &err) == 0, "%s", err.text);
+        pthread_barrier_wait(&stage->meet);
+        return;
+    }
+    CHECK(barrier(me, "before", &err) == 0, "%s", err.text);
+    struct nb_work *work = submit(me, (struct nb_op){.name = "half", .kind = NB_OP_BARRIER});
+    pthread_barrier_wait(&stage->meet);
+    int rc = finish(work, &err);
+    CHECK(rc == NB_EPEER && err.peer == 2, "rank %d: %d, peer %d, %s", me->rank, rc, err.peer, err.text);
+    CHECK(strstr(err.text, "half") != NULL, "text: %s", err.text);
+}
+
+enum { LARGE = 700 * 1000 };
+
+// Every rank leaves as soon as its own last operation is over; what it owed the others must still come.
+static void leaves_at_once(struct test_rank *me) {
+    struct stage *stage = me->arg;
+    float *data = malloc(LARGE * sizeof *data);
+    struct nb_error err = {0};
+    struct nb_segment all = {.base = data, .bytes = LARGE * sizeof *data};
+    struct nb_op op = sum_of("last", &all);
+    bool cast = stage->round % 2 == 0;
+    for (size_t i = 0; i < LARGE; i++) {
+        data[i] = cast && me->rank != stage->round % me->size ? -1 : (float)(i % 97);
+    }
+    op.kind = cast ? NB_OP_BROADCAST : NB_OP_ALLREDUCE;
+    op.root = stage->round % me->size;
+    CHECK(finish(submit(me, op), &err) == 0, "round %d, rank %d: %s", stage->round, me->rank, err.text);
+    for (size_t i = 0; i < LARGE; i++) {
+        float want = (float)(i % 97) * (cast ? 1 : (float)me->size);
+        CHECK(data[i] == want, "round %d, rank %d: [%zu] is %g", stage->round, me->rank, i, (double)data[i]);
+    }
+    free(data);
+}
+
+static int lane_descriptor(struct test_rank *me, int lane, int peer) {
+    const struct tcp_lane *tcp = NB_CONTAINER(me->job->lanes->lane[lane], struct tcp_lane, base);
+    return dup(tcp->conns[peer].watch.fd);
+}
+
+// The only lane between two ranks ends while both live.
+static void only_lane_ends(struct test_rank *me) {
+    float *data = calloc(LARGE, sizeof *data);
+    struct nb_error err = {0};
+    struct nb_segment all = {.base = data, .bytes = LARGE * sizeof *data};
+    int fd = me->rank == 0 ? lane_descriptor(me, 0, 1) : -1;
+    CHECK(barrier(me, "before", &err) == 0, "%s", err.text);
+    if (me->rank == 0) {
+        CHECK(shutdown(fd, SHUT_RDWR) == 0, "shutdown: %m");
+        close(fd);
+    }
+    struct nb_work *work = NULL;
+    struct nb_op op = sum_of("sum", &all);
+    int rc = nb_submit(nb_job_world(me->job), &op, &work, &err);
+    rc = rc == 0 ? finish(work, &err) : rc;
+    CHECK(rc == NB_EPEER && (err.peer == 0 || err.peer == 1), "rank %d: %d, peer %d, %s", me->rank, rc, err.peer,
+          err.text);
+    free(data);
+}
+
+// One of several lanes ends at some moment of an operation: it ends well, or every rank names one of the two.
+static void one_lane_ends(struct test_rank *me) {
+    struct stage *stage = me->arg;
+    float *data = malloc(LARGE * sizeof *data);
+    struct nb_error err = {0};
+    struct nb_segment all = {.base = data, .bytes = LARGE * sizeof *data};
+    struct timespec pause = {.tv_nsec = stage->round * 200 * 1000};
+    int fd = me->rank == 0 ? lane_descriptor(me, stage->round % 4, 1) : -1;
+    CHECK(barrier(me, "before", &err) == 0, "%s", err.text);
+    for (size_t i = 0; i < LARGE; i++) {
+        data[i] = (float)(i % 97);
+    }
+    struct nb_work *work = submit(me, sum_of("sum", &all));
+    if (me->rank == 0) {
+        nanosleep(&pause, NULL); // any moment is a good one
+        CHECK(shutdown(fd, SHUT_RDWR) == 0, "shutdown: %m");
+        close(fd);
+    }
+    int rc = finish(work, &err);
+    CHECK(rc == 0 || (rc == NB_EPEER && (err.peer == 0 || err.peer == 1)), "rank %d: %d, peer %d, %s", me->rank, rc,
+          err.peer, err.text);
+    for (size_t i = 0; rc == 0 && i < LARGE; i++) {
+        CHECK(data[i] == (float)(i % 97) * (float)me->size, "rank %d: [%zu] is %g", me->rank, i, (double)data[i]);
+    }
+    free(data);
+}
+
+// A lane that breaks when nothing needs it is forgotten: others carry what follows.
+static void idle_lane_ends(struct test_rank *me) {
+    struct stage *stage = me->arg;
+    struct nb_error err = {0};
+    struct nb_job_info info = {0};
+    struct timespec pause = {.tv_nsec = 10 * 1000 * 1000};
+    int fd = me->rank == 0 ? lane_descriptor(me, 1, 1) : -1;
+    CHECK(barrier(me, "before", &err) == 0, "%s", err.text);
+    if (me->rank == 0) {
+        CHECK(shutdown(fd, SHUT_RDWR) == 0, "shutdown: %m");
+        close(fd);
+    }
+    int64_t until = nb_now_ns() + (int64_t)LIMIT_MS * 1000000;
+    while (me->rank < 2 && info.dropped == 0) {
+        CHECK(nb_now_ns() < until, "rank %d does not see that its lane ended", me->rank);
+        nanosleep(&pause, NULL);
+        nb_job_info(me->job, &info);
+    }
+    for (int i = 0; me->rank == 0 && i < 40; i++) { // until it is forgiven, and then some
+        nanosleep(&pause, NULL);
+    }
+    pthread_barrier_wait(&stage->meet);
+    float *data = calloc(LARGE, sizeof *data);
+    struct nb_segment all = {.base = data, .bytes = LARGE * sizeof *data};
+    CHECK(finish(submit(me, sum_of("sum", &all)), &err) == 0, "rank %d: %s", me->rank, err.text);
+    free(data);
+}
+
+// The communication thread of one rank stands still: the others name it when the deadline is over.
+static void silent(struct test_rank *me, int who) {
+    struct stage *stage = me->arg;
+    struct nb_error err = {0};
+    CHECK(barrier(me, "before", &err) == 0, "%s", err.text);
+    if (me->rank == who) {
+        pthread_mutex_lock(&me->job->lock); // it needs that lock in every turn
+        pthread_barrier_wait(&stage->meet);
+        pthread_barrier_wait(&stage->meet);
+        pthread_mutex_unlock(&me->job->lock);
+        return;
+    }
+    pthread_barrier_wait(&stage->meet);
+    int rc = barrier(me, "after", &err);
+    CHECK(rc == NB_ETIMEOUT && err.peer == who, "rank %d: %d, peer %d, %s", me->rank, rc, err.peer, err.text);
+    pthread_barrier_wait(&stage->meet);
+}
+
+static void rank_2_silent(struct test_rank *me) {
+    silent(me, 2);
+}
+
+static void rank_0_silent(struct test_rank *me) {
+    silent(me, 0);
+}
+
+static void *wait_for(void *arg) {
+    struct nb_error err = {0};
+    int rc = nb_work_wait(arg, LIMIT_MS, &err);
+    CHECK(rc == NB_ECLOSED, "%d: %s", rc, err.text);
+    return NULL;
+}
+
+// Closed while operations wait and threads wait for them; asked again and released after that.
+static void closed_with_pending(struct test_rank *me) {
+    struct stage *stage = me->arg;
+    struct nb_error err = {0};
+    struct nb_work *works[3];
+    pthread_t threads[3];
+    if (me->rank == 1) {
+        pthread_barrier_wait(&stage->meet);
+        return;
+    }
+    for (int i = 0; i < 3; i++) {
+        char name[16];
+        snprintf(name, sizeof name, "never.%d", i);
+        works[i] = submit(me, (struct nb_op){.name = name, .kind = NB_OP_BARRIER});
+        CHECK(pthread_create(&threads[i], NULL, wait_for, works[i]) == 0, "a thread");
+    }
+    int inside = 0;
+    while (inside < 3) {
+        struct timespec pause = {.tv_nsec = 1000 * 1000};
+        nanosleep(&pause, NULL);
+        pthread_mutex_lock(&me->job->lock);
+        inside = me->job->waiters;
+        pthread_mutex_unlock(&me->job->lock);
+    }
+    nb_job_close(me->job);
+    me->job = NULL;
+    for (int i = 0; i < 3; i++) {
+        int code = 0;
+        struct nb_work_times times;
+        pthread_join(threads[i], NULL);
+        CHECK(nb_work_test(works[i], &code) && code == NB_ECLOSED, "code %d", code);
+        CHECK(nb_work_wait(works[i], 0, &err) == NB_ECLOSED, "%s", err.text);
+        nb_work_times(works[i], &times);
+        CHECK(times.done_ns >= times.submit_ns, "it has an end");
+        nb_work_release(works[i]);
+    }
+    pthread_barrier_wait(&stage->meet);
+}
+
+static void gives_up(struct test_rank *me) {
+    struct nb_error err = {0};
+    CHECK(barrier(me, "before", &err) == 0, "%s", err.text);
+    if (me->rank == 1) {
+        nb_job_abort(me->job, "its data are bad");
+        return; // and closes in the same moment
+    }
+    struct nb_work *work = NULL;
+    struct nb_op op = {.name = "after", .kind = NB_OP_BARRIER};
+    int rc = nb_submit(nb_job_world(me->job), &op, &work, &err);
+    rc = rc == 0 ? finish(work, &err) : rc;
+    CHECK(rc == NB_EPEER && err.peer == 1, "rank %d: %d, peer %d, %s", me->rank, rc, err.peer, err.text);
+    CHECK(strstr(err.text, "its data are bad") != NULL, "text: %s", err.text);
+}
+
+// Closed, dead and failing all at once: rank 2's thread stands still, rank 1 gives up, rank 0 closes.
+static void all_at_once(struct test_rank *me) {
+    struct stage *stage = me->arg;
+    struct nb_error err = {0};
+    float *data = calloc(LARGE, sizeof *data);
+    struct nb_segment all = {.base = data, .bytes = LARGE * sizeof *data};
+    CHECK(barrier(me, "before", &err) == 0, "%s", err.text);
+    struct nb_work *work = submit(me, sum_of("sum", &all));
+    pthread_barrier_wait(&stage->meet);
+    if (me->rank == 1) {
+        nb_job_abort(me->job, "at once");
+    } else if (me->rank == 2) {
+        pthread_mutex_lock(&me->job->lock);
+        pthread_barrier_wait(&stage->meet);
+        pthread_mutex_unlock(&me->job->lock);
+    }
+    nb_job_close(me->job);
+    me->job = NULL;
+    if (me->rank != 2) {
+        pthread_barrier_wait(&stage->meet);
+    }
+    int code = 0;
+    CHECK(nb_work_test(work, &code), "it is over with its job");
+    nb_work_release(work);
+    free(data);
+}
+
+static void run_case(void (*run)(struct test_rank *me), int round, int streams, int timeout_ms) {
+    struct stage stage = {.round = round};
+    struct test_rank like = {.transport = "tcp", .streams = streams, .timeout_ms = timeout_ms};
+    like.size = run == closed_with_pending ? 2 : 3;
+    like.run = run;
+    like.arg = &stage;
+    pthread_barrier_init(&stage.meet, NULL, (unsigned)like.size);
+    test_job(&like);
+    pthread_barrier_destroy(&stage.meet);
+}
+
+// Ranks whose lanes do not open.
+struct opening {
+    int rank;
+    struct nb_listener *listener;
+    char address[NB_SOCK_TEXT];
+    struct nb_port_range ports;
+    struct nb_error err;
+    int rc;
+};
+
+enum { OPENING = 4, NO_ROOM = 2 };
+
+static void *opening_main(void *arg) {
+    struct opening *me = arg;
+    struct nb_boot boot = {0};
+    struct nb_job *job = NULL;
+    struct nb_boot_config config = {.rank = me->rank, .size = OPENING, .timeout_ms = LIMIT_MS, .ifname = "lo"};
+    config.secret = test_secret;
+    config.secret_bytes = sizeof test_secret;
+    config.tag = "test";
+    CHECK(nb_boot_join(&boot, &config, me->listener, me->rank == 0 ? NULL : me->address, &me->err) == 0, "%s",
+          me->err.text);
+    struct nb_job_config like = {.boot = &boot, .transport = "tcp", .streams = 2, .timeout_ms = LIMIT_MS};
+    like.ports = me->ports;
+    me->rc = nb_job_open(&job, &like, &me->err);
+    CHECK(me->rc < 0, "rank %d has opened", me->rank);
+    return NULL;
+}
+
+static void lanes_do_not_open(void) {
+    struct opening ranks[OPENING];
+    pthread_t threads[OPENING];
+    struct nb_listener listener = {.fd = -1};
+    struct nb_listener taken = {.fd = -1}; // a port that is not free
+    struct nb_error err = {0};
+    struct nb_boot_config config = {.size = OPENING, .ifname = "lo", .secret = test_secret, .secret_bytes = 32};
+    CHECK(nb_listener_open(&listener, &config, NULL, &err) == 0, "listen: %s", err.text);
+    CHECK(nb_listener_open(&taken, &config, NULL, &err) == 0, "listen: %s", err.text);
+    uint16_t port = nb_sock_port(&taken.addr);
+    for (int r = 0; r < OPENING; r++) {
+        ranks[r] = (struct opening){.rank = r, .listener = r == 0 ? &listener : NULL};
+        nb_sock_format(&listener.addr, ranks[r].address);
+        ranks[r].ports = r == NO_ROOM ? (struct nb_port_range){port, port} : (struct nb_port_range){0, 0};
+        CHECK(pthread_create(&threads[r], NULL, opening_main, &ranks[r]) == 0, "thread %d", r);
+    }
+    for (int r = 0; r < OPENING; r++) {
+        pthread_join(threads[r], NULL);
+    }
+    nb_listener_close(&listener);
+    nb_listener_close(&taken);
+    for (int r = 0; r < OPENING; r++) {
+        CHECK(ranks[r].rc == ranks[r].err.code, "rank %d: %d and %d", r, ranks[r].rc, ranks[r].err.code);
+        if (r == NO_ROOM) {
+            CHECK(ranks[r].rc == -EADDRINUSE, "rank %d: %s", r, ranks[r].err.text);
+        } else {
+            CHECK(ranks[r].rc == NB_EPEER && ranks[r].err.peer == NO_ROOM, "rank %d: peer %d, %s", r, ranks[r].err.peer,
+                  ranks[r].err.text);
+        }
+    }
+}
+
+int main(void) {
+    lanes_do_not_open();
+    run_case(rank_1_left_before, 0, 1, 20000);
+    run_case(rank_0_left_before, 0, 1, 20000);
+    run_case(leaves_others_waiting, 0, 1, 20000);
+    for (int round = 0; round < 12; round++) {
+        run_case(leaves_at_once, round, 4, 20000);
+    }
+    run_case(only_lane_ends, 0, 1, 20000);
+    for (int round = 0; round < 8; round++) {
+        run_case(one_lane_ends, round, 4, 20000);
+    }
+    run_case(idle_lane_ends, 0, 4, 20000);
+    run_case(rank_2_silent, 0, 1, 1500);
+    run_case(rank_0_silent, 0, 1, 1500);
+    run_case(closed_with_pending, 0, 1, 20000);
+    run_case(gives_up, 0, 1, 20000);
+    run_case(all_at_once, 0, 2, 20000);
+    return 0;
+}

@@ -1,0 +1,163 @@
+// The engine on lines of unusual shape: memory that each rank cuts in its own way, pieces without bytes, elements of one
+// byte at odd places, parts that are no whole blocks, the smallest and largest segments, nine ranks.
+#include <errno.h>
+#include <stdint.h>
+#include <unistd.h>
+
+#include "job.h"
+
+static void run_op(struct test_rank *me, struct nb_op op) {
+    struct nb_work *work = NULL;
+    struct nb_error err = {0};
+    CHECK(nb_submit(nb_job_world(me->job), &op, &work, &err) == 0, "rank %d submits %s: %s", me->rank, op.name,
+          err.text);
+    CHECK(nb_work_wait(work, 30000, &err) == 0, "rank %d, %s: %s", me->rank, op.name, err.text);
+    nb_work_release(work);
+}
+
+// Lays a line of `bytes` out as pieces of `piece` bytes with `gap` bytes between them; every third piece has none.
+static int lay_out(unsigned char *memory, size_t bytes, size_t piece, size_t gap, struct nb_segment *segments) {
+    int n = 0;
+    size_t at = 0;
+    for (size_t done = 0; done < bytes; n++) {
+        size_t take = n % 3 == 2 ? 0 : bytes - done < piece ? bytes - done : piece;
+        segments[n] = (struct nb_segment){.base = take > 0 ? memory + at : NULL, .bytes = take};
+        at += take > 0 ? take + gap : 0;
+        done += take;
+    }
+    return n;
+}
+
+// Copies the line into the pieces, or the pieces into the line.
+static void pieces_copy(const struct nb_segment *segments, int count, unsigned char *line, bool into) {
+    for (int i = 0; i < count; i++) {
+        if (segments[i].bytes > 0) {
+            memcpy(into ? segments[i].base : line, into ? line : segments[i].base, segments[i].bytes);
+        }
+        line += segments[i].bytes;
+    }
+}
+
+static unsigned char given(int rank, size_t i) {
+    return (unsigned char)((i * 3 + (size_t)rank * 5) % 41);
+}
+
+static void one_layout(struct test_rank *me, size_t bytes, size_t piece, const char *what) {
+    size_t room = bytes + (bytes / piece + 2) * 7 + 64;
+    unsigned char *memory = calloc(1, room);
+    unsigned char *line = malloc(bytes);
+    struct nb_segment *segments = calloc(3 * (bytes / piece + 2), sizeof *segments);
+    char name[NB_NAME_MAX];
+    struct nb_op op = {.dtype = NB_U8, .segments = segments, .name = name};
+    op.segment_count = lay_out(memory + 1, bytes, piece, 7, segments);
+    for (int kind = NB_OP_ALLREDUCE; kind <= NB_OP_BROADCAST; kind++) {
+        size_t part = bytes / (size_t)me->size;
+        op.kind = (enum nb_op_kind)kind;
+        op.root = me->size - 1;
+        if ((kind == NB_OP_ALLGATHER || kind == NB_OP_REDUCESCATTER) && bytes % (size_t)me->size != 0) {
+            continue;
+        }
+        for (size_t i = 0; i < bytes; i++) {
+            bool mine = kind == NB_OP_ALLGATHER ? i / part == (size_t)me->rank : me->rank == op.root;
+            bool all = kind == NB_OP_ALLREDUCE || kind == NB_OP_REDUCESCATTER;
+            line[i] = all || mine ? given(me->rank, i) : 0xee;
+        }
+        pieces_copy(segments, op.segment_count, line, true);
+        snprintf(name, sizeof name, "%s.%d", what, kind);
+        run_op(me, op);
+        pieces_copy(segments, op.segment_count, line, false);
+        for (size_t i = 0; i < bytes; i++) {
+            unsigned char sum = 0;
+            for (int r = 0; r < me->size; r++) {
+                sum = (unsigned char)(sum + given(r, i));
+            }
+            unsigned char want = kind == NB_OP_BROADCAST ? given(op.root, i) : sum;
+            want = kind == NB_OP_ALLGATHER ? given((int)(i / part), i) : want;
+            bool mine = kind != NB_OP_REDUCESCATTER || i / part == (size_t)me->rank;
+            CHECK(!mine || line[i] == want, "rank %d, %s: [%zu] is %d, not %d", me->rank, name, i, line[i], want);
+        }
+    }
+    free(line);
+    free(segments);
+    free(memory);
+}
+
+static void layouts(struct test_rank *me) {
+    static const size_t pieces[] = {1 << 20, 4096, 3001, 5000, 1 << 20};
+    size_t mine = pieces[(size_t)me->rank % 5];
+    size_t size = (size_t)me->size;
+    one_layout(me, 30011 * size, mine, "cut by rank");           // each rank another way
+    one_layout(me, 200003, pieces[4 - me->rank % 5], "odd");     // no whole element, block or part
+    one_layout(me, 40000 * size, 2500, "many");                  // too many pieces to travel
+    one_layout(me, 3 * size, 1, "bytes");                        // pieces of one byte
+    one_layout(me, 100 * size, me->rank == 0 ? 100 : 33, "few"); // less than a block
+}
+
+static void nothing(struct test_rank *me) {
+    static const char *const names[NB_OP_KINDS] = {"reduce", "gather", "scatter", "cast", "barrier"};
+    struct nb_segment none[3] = {{0}};
+    for (int kind = 0; kind < NB_OP_KINDS; kind++) {
+        for (int count = 0; count < 4; count += 3) {
+            struct nb_op op = {.name = names[kind], .kind = (enum nb_op_kind)kind, .dtype = NB_F64};
+            op.segments = none;
+            op.segment_count = count;
+            op.postscale = 3;
+            run_op(me, op);
+        }
+    }
+}
+
+// A large broadcast from each root.
+static void casts(struct test_rank *me) {
+    size_t n = 700007;
+    int32_t *line = malloc(n * sizeof *line);
+    struct nb_segment all = {.base = line, .bytes = n * sizeof *line};
+    for (int root = 0; root < me->size; root++) {
+        for (size_t i = 0; i < n; i++) {
+            line[i] = me->rank == root ? (int32_t)(i ^ (size_t)root * 77) : -1;
+        }
+        struct nb_op op = {.name = "cast", .kind = NB_OP_BROADCAST, .dtype = NB_I32, .root = root};
+        op.segments = &all;
+        op.segment_count = 1;
+        run_op(me, op);
+        for (size_t i = 0; i < n; i++) {
+            CHECK(line[i] == (int32_t)(i ^ (size_t)root * 77), "rank %d of %d, root %d: [%zu] is %d", me->rank,
+                  me->size, root, i, line[i]);
+        }
+    }
+    free(line);
+}
+
+static void shapes(struct test_rank *me) {
+    nothing(me);
+    layouts(me);
+}
+
+static int network(const char *transport, size_t segment_bytes, int size) {
+    struct test_rank like = {.size = size, .transport = transport, .streams = 2, .timeout_ms = 20000};
+    like.segment_bytes = segment_bytes;
+    like.run = shapes;
+    int rc = test_job(&like);
+    if (rc == 0) {
+        like.run = casts;
+        rc = test_job(&like);
+    }
+    return rc;
+}
+
+// test_shapes [NETWORK]: one network, or every one that is there.
+int main(int argc, char **argv) {
+    static const char *const networks[] = {"tcp", "ofi"};
+    int rc = 0;
+    for (int i = 0; i < 2 && rc == 0; i++) {
+        const char *name = argc > 1 ? argv[1] : networks[i];
+        for (int size = 1; size <= 5 && rc == 0; size++) {
+            rc = network(name, 0, size);
+        }
+        rc = rc == 0 ? network(name, 16 * 1024, 3) : rc;
+        rc = rc == 0 ? network(name, 2 * 1024 * 1024, 2) : rc;
+        rc = rc == 0 && i == 0 ? network(name, 0, 9) : rc;
+        i += argc > 1;
+    }
+    return rc;
+}

@@ -1,0 +1,161 @@
+"""One rank of the tests of what goes wrong. Prints what the tests wait for; times are time.monotonic(), one clock."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import netbottleneck as nb
+import numpy as np
+from netbottleneck import job
+
+
+def tell_of(call: Callable[[], object]) -> None:
+    """Repeat a collective until it fails; print who was lost, when the last call began and when it raised."""
+    began = time.monotonic()
+    try:
+        while True:
+            began = time.monotonic()
+            call()
+    except nb.HorovodInternalError as error:
+        raised = time.monotonic()
+        print(f"failed {type(error).__name__} {getattr(error, 'peer', None)} {began} {raised} {error}", flush=True)
+
+
+def reduce() -> None:
+    """Large sums for ever."""
+    big = np.ones(4 << 20, np.float32)
+    nb.allreduce_(big, name="big")
+    print("reducing", flush=True)
+    tell_of(lambda: nb.allreduce_(big, name="big"))
+
+
+def train() -> None:
+    """A DDP script that trains for ever, and ends with an error as scripts do."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1 << 18, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    began, count = 0.0, 0
+    try:
+        while True:
+            began = time.monotonic()
+            optimizer.zero_grad()
+            model(torch.ones(1, 1 << 18)).sum().backward()
+            optimizer.step()
+            count += 1
+            if count == 8:
+                print("reducing", flush=True)
+    except nb.HorovodInternalError as error:
+        raised = time.monotonic()
+        print(f"failed {type(error).__name__} {getattr(error, 'peer', None)} {began} {raised} {error}", flush=True)
+        raise
+
+
+def busy() -> None:
+    """Rank 0 is busy elsewhere until the others were told of it."""
+    this = job.current()
+    stop = os.environ["STALLED"]
+    if this.place.rank == 0:
+        deadline = time.monotonic() + 12
+        while not os.path.exists(stop) and time.monotonic() < deadline:
+            time.sleep(0.02)
+    else:
+
+        class Heard(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                print("heard", record.getMessage(), flush=True)
+                with open(stop, "w"):
+                    pass
+
+        logging.getLogger("netbottleneck").addHandler(Heard())
+    print(nb.allreduce(np.ones(3), name="evaluation"), flush=True)
+
+
+def interrupted() -> None:
+    """Rank 0 waits for the others, which come only once it was interrupted."""
+    if job.current().place.rank == 0:
+        print("waiting", flush=True)
+        signalled = []
+        signal.signal(signal.SIGINT, lambda *_: (signalled.append(time.monotonic()), signal.default_int_handler(2, None)))
+        try:
+            nb.allreduce(np.ones(3), name="never")
+        except KeyboardInterrupt:
+            print("interrupted", time.monotonic(), flush=True)
+            raise
+    else:
+        tell_of(lambda: nb.allreduce(np.ones(3), name="other"))
+
+
+def rounds() -> None:
+    """Twenty jobs, one after the other."""
+    for number in range(20):
+        job.stop()
+        job.start()
+        assert nb.allreduce(np.full(5, job.current().place.rank + number, np.float64)).tolist() == [number + 0.5] * 5
+    print("twenty")
+
+
+def refused() -> None:
+    """What no operation takes is refused before anything is sent, and the job goes on."""
+    this = job.current()
+    square = np.ones((4, 4), np.float32)
+    for call, words in (
+        (lambda: nb.allreduce_(square.T[1:]), "contiguous"),
+        (lambda: nb.allreduce_(square[:, ::2]), "contiguous"),
+        (lambda: nb.allreduce(np.ones(3, np.complex64)), "complex64"),
+        (lambda: nb.allreduce(np.ones(3, np.bool_)), "bool"),
+        (lambda: nb.allreduce(np.ones(3), op=17), "17"),
+        (lambda: nb.broadcast(np.ones(3), root_rank=5), "root_rank=5"),
+    ):
+        try:
+            call()
+        except (ValueError, TypeError) as error:
+            assert words in str(error), (words, error)
+        else:
+            raise AssertionError(words)
+    assert nb.allreduce(np.ones(3)).tolist() == [1.0] * 3, this
+    print("refused")
+
+
+def door() -> None:
+    """Print the addresses at which this process listens, and go on when told."""
+    import psutil
+
+    this = job.current()
+    here = psutil.Process().net_connections("tcp")
+    print("doors", *[c.laddr.port for c in here if c.status == "LISTEN"], flush=True)
+    deadline = time.monotonic() + 12
+    while not os.path.exists(os.environ["VISITED"]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    big = np.full(1 << 20, this.place.rank, np.float32)
+    assert (nb.allreduce(big, nb.ops.Sum) == 1).all()
+    print("went on")
+
+
+def main() -> None:
+    mode = sys.argv[1]
+    if mode != "train":
+        job.start()
+    {
+        "reduce": reduce,
+        "train": train,
+        "busy": busy,
+        "interrupted": interrupted,
+        "rounds": rounds,
+        "refused": refused,
+        "door": door,
+        "nothing": lambda: print("no error"),
+    }[mode]()
+    job.stop()
+
+
+if __name__ == "__main__":
+    main()

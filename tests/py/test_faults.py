@@ -1,0 +1,291 @@
+"""What goes wrong: lost ranks, strangers, and settings that cannot work. Every wait ends, with a name in what it says."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from conftest import RankJob, RankResult, Ranks
+from netbottleneck import recorder
+
+SCRIPT = Path(__file__).parent / "scripts" / "e2e_faults.py"
+QUICK = {"NETBOTTLENECK_TIMEOUT_S": "20", "NETBOTTLENECK_START_TIMEOUT_S": "10"}
+# The promise under test, from the later of the kill and the start of the wait. The one bound on time here: a rank
+# that notices only by a time-out would need ten times as long.
+TOLD_WITHIN_S = 2.0
+
+
+def failure(result: RankResult) -> tuple[str, int, float, float, str]:
+    """Return (error, peer, began, raised, words) as a rank tells of them."""
+    found = re.search(r"^failed (\w+) (-?\d+) (\S+) (\S+) (.*)$", result.stdout, re.MULTILINE)
+    assert found, (result.stdout, result.stderr)
+    return found[1], int(found[2]), float(found[3]), float(found[4]), found[5]
+
+
+def kill(job: RankJob, rank: int) -> float:
+    """Kill a rank in the middle; return when."""
+    for each in range(len(job.processes)):
+        job.wait_for_line(each, "reducing")
+    job.kill(rank)
+    return time.monotonic()
+
+
+def last_line(result: RankResult) -> str:
+    """Return the error that a rank ended with."""
+    assert result.code == 1, (result.code, result.stderr)
+    lines = [line for line in result.stderr.strip().splitlines() if not line.startswith("[rank")]
+    return lines[-1]
+
+
+@pytest.mark.parametrize(("size", "victim"), [(2, 1), (3, 2), (3, 0)])
+@pytest.mark.parametrize("transport", ["tcp", "ofi"])
+def test_a_rank_killed_in_a_sum_is_named_by_all_others(ranks: Ranks, size: int, victim: int, transport: str) -> None:
+    job = ranks.start(size, SCRIPT, ["reduce"], {**QUICK, "NETBOTTLENECK_TRANSPORT": transport})
+    killed = kill(job, victim)
+    for result in job.wait(check=False):
+        if result.rank == victim:
+            continue
+        _, peer, began, raised, words = failure(result)
+        assert peer == victim
+        assert f"rank {victim}" in words
+        assert raised - max(killed, began) < TOLD_WITHIN_S
+        assert result.code == 0, result.stderr
+
+
+@pytest.mark.parametrize("transport", ["ofi", "tcp"])
+def test_a_rank_killed_in_ddp_is_named_and_the_record_is_readable(
+    ranks: Ranks, tmp_path: Path, transport: str
+) -> None:
+    pytest.importorskip("torch")
+    source = f"""
+import sys
+sys.argv[1:] = ["train"]
+import netbottleneck
+import runpy
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+"""
+    run = tmp_path / "run"
+    env = {**QUICK, "NETBOTTLENECK_TRANSPORT": transport, "NETBOTTLENECK_DIR": str(run), "NETBOTTLENECK_START_STEP": "0"}
+    job = ranks.start(2, source, env=env)
+    killed = kill(job, 1)
+    result = job.wait(check=False)[0]
+    error, peer, began, raised, words = failure(result)
+    assert (error, peer) == ("PeerError", 1)
+    assert "rank 1" in words
+    assert raised - max(killed, began) < TOLD_WITHIN_S
+    assert result.code == 1
+    trace = recorder.load(run)
+    ended = {rank.rank: rank for rank in trace.ranks}
+    assert set(ended) == {0, 1}
+    assert not ended[1].finished
+    assert "rank 1" in (ended[0].error or "")
+    for rank in (0, 1):
+        assert len([step for step in trace.steps if step.rank == rank]) >= 8
+    assert all(c.done_ns for c in trace.collectives if c.step is not None and c.step < 8)
+
+
+def test_a_rank_that_is_busy_is_reported_and_waited_for(ranks: Ranks, tmp_path: Path) -> None:
+    env = {**QUICK, "NETBOTTLENECK_STALL_S": "1", "NETBOTTLENECK_TIMEOUT_S": "1", "STALLED": str(tmp_path / "stalled")}
+    results = ranks(3, SCRIPT, env, args=["busy"])
+    for result in results:
+        assert "[1. 1. 1.]" in result.stdout
+    heard = [line for result in results for line in result.stdout.splitlines() if line.startswith("heard")]
+    assert any("evaluation" in line and re.search(r"not submitted it: 0\b", line) for line in heard), heard
+
+
+def test_a_stopped_rank_is_named_and_ends_by_itself_when_it_goes_on(ranks: Ranks) -> None:
+    job = ranks.start(2, SCRIPT, ["reduce"], {**QUICK, "NETBOTTLENECK_TIMEOUT_S": "2"})
+    for rank in range(2):
+        job.wait_for_line(rank, "reducing")
+    job.kill(1, signal.SIGSTOP)
+    deadline = time.monotonic() + 12
+    while job.processes[0].poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    ended = job.processes[0].poll()
+    job.kill(1, signal.SIGCONT)
+    first, second = job.wait(check=False)
+    assert ended == 0, job.describe()
+    error, peer, _, _, words = failure(first)
+    assert (error, peer) in [("DeadlineError", 1), ("PeerError", 1)]
+    assert "rank 1" in words
+    error, peer, _, _, words = failure(second)
+    assert second.code == 0
+    assert peer == 0, words
+
+
+def test_interrupting_a_wait_raises_at_once(ranks: Ranks) -> None:
+    job = ranks.start(2, SCRIPT, ["interrupted"], {**QUICK, "NETBOTTLENECK_STALL_S": "0"})
+    job.wait_for_line(0, "waiting")
+    for _ in range(20):  # it may not wait quite yet
+        job.kill(0, signal.SIGINT)
+        signalled = time.monotonic()
+        with contextlib.suppress(Exception):
+            job.processes[0].wait(0.5)
+            break
+    first, second = job.wait(check=False)
+    assert "KeyboardInterrupt" in first.stderr
+    at = re.search(r"^interrupted (\S+)$", first.stdout, re.MULTILINE)
+    assert at, (first.stdout, first.stderr)
+    assert float(at[1]) - signalled < TOLD_WITHIN_S
+    _, peer, _, _, _ = failure(second)
+    assert peer == 0
+
+
+def test_strangers_are_dropped_and_the_job_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+    visited = tmp_path / "visited"
+    job = ranks.start(2, SCRIPT, ["door"], {**QUICK, "VISITED": str(visited), "NETBOTTLENECK_STREAMS": "3"})
+    visitors = []
+    for rank in range(2):
+        deadline = time.monotonic() + 12
+        while not (found := re.search(r"^doors(.*)$", job.output(rank), re.MULTILINE)):
+            assert time.monotonic() < deadline, job.describe()
+            assert job.processes[rank].poll() is None, job.describe()
+            time.sleep(0.02)
+        for port in map(int, found[1].split()):
+            for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, secrets.token_bytes(1 << 16)):
+                with contextlib.suppress(ConnectionError):
+                    visitor = socket.create_connection(("127.0.0.1", port), timeout=2)
+                    visitors.append(visitor)
+                    visitor.sendall(garbage)
+    visited.touch()
+    for result in job.wait():
+        assert result.stdout.endswith("went on\n")
+    assert visitors, "nothing listens: this test tests nothing"
+    for visitor in visitors:
+        visitor.close()
+
+
+def early_stranger(port: int, limit_s: float) -> socket.socket:
+    """Knock at rank 0's door before any rank does."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        with contextlib.suppress(ConnectionError):
+            visitor = socket.create_connection(("127.0.0.1", port), timeout=2)
+            visitor.sendall(b"\x00" * 400)
+            return visitor
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def direct(rank: int, size: int, port: int, secret: str) -> dict[str, str]:
+    """The environment of a job that meets at an address and knows a secret."""
+    return {
+        **QUICK,
+        "NETBOTTLENECK_RANK": str(rank),
+        "NETBOTTLENECK_SIZE": str(size),
+        "NETBOTTLENECK_MASTER": f"127.0.0.1:{port}",
+        "NETBOTTLENECK_SECRET": secret,
+    }
+
+
+def test_who_does_not_know_the_secret_is_dropped_and_the_job_goes_on(ranks: Ranks) -> None:
+    port, secret = free_port(), secrets.token_hex(16)
+    first = ranks.start(1, SCRIPT, ["refused"], direct(0, 2, port, secret))
+    visitor = early_stranger(port, 10)
+    wrong = ranks(1, SCRIPT, direct(1, 2, port, secrets.token_hex(16)), args=["refused"], check=False)[0]
+    assert re.search("NETBOTTLENECK_SECRET|secret", last_line(wrong)), wrong.stderr
+    right = ranks(1, SCRIPT, direct(1, 2, port, secret), args=["refused"])[0]
+    assert right.stdout == "refused\n"
+    assert first.wait()[0].stdout == "refused\n"
+    visitor.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("NETBOTTLENECK_STREAMS", ("2", "3")), ("NETBOTTLENECK_TRANSPORT", ("tcp", "ofi"))],
+)
+def test_ranks_that_disagree_are_told_so(ranks: Ranks, name: str, values: tuple[str, str]) -> None:
+    results = ranks(2, SCRIPT, lambda rank: {**QUICK, name: values[rank]}, args=["nothing"], check=False)
+    for result in results:
+        said = last_line(result)
+        assert "MismatchError" in said
+        key = name.removeprefix("NETBOTTLENECK_").lower()
+        assert f"{key}={values[0]}" in said
+        assert f"{key}={values[1]}" in said
+        assert re.search(r"rank 0\b", said), said
+        assert re.search(r"rank 1\b", said), said
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "others", "words"),
+    [
+        ("NETBOTTLENECK_TRANSPORT", "rdma", {}, ["NETBOTTLENECK_TRANSPORT=rdma", "stock, tcp, ofi"]),
+        ("NETBOTTLENECK_STREAMS", "0", {}, ["NETBOTTLENECK_STREAMS=0", "1 to 64"]),
+        ("NETBOTTLENECK_STREAMS", "65", {}, ["NETBOTTLENECK_STREAMS=65", "1 to 64"]),
+        ("NETBOTTLENECK_STREAMS", "abc", {}, ["NETBOTTLENECK_STREAMS=abc", "1 to 64"]),
+        ("NETBOTTLENECK_PROVIDER", "nosuch", {"NETBOTTLENECK_TRANSPORT": "ofi"}, ["NETBOTTLENECK_PROVIDER", "nosuch"]),
+        ("NETBOTTLENECK_IFNAME", "nosuch0", {}, ["NETBOTTLENECK_IFNAME", "nosuch0"]),
+        ("NETBOTTLENECK_IFNAME", "nosuch0", {"NETBOTTLENECK_TRANSPORT": "ofi"}, ["NETBOTTLENECK_IFNAME", "nosuch0"]),
+        (
+            "NETBOTTLENECK_LIBFABRIC",
+            "/nonexistent",
+            {"NETBOTTLENECK_TRANSPORT": "ofi"},
+            ["NETBOTTLENECK_LIBFABRIC", "/nonexistent"],
+        ),
+    ],
+)
+def test_a_setting_that_cannot_work_is_one_clear_error(
+    ranks: Ranks, name: str, value: str, others: dict[str, str], words: list[str]
+) -> None:
+    results = ranks(2, SCRIPT, {**QUICK, **others, name: value}, args=["nothing"], check=False)
+    for result in results:
+        said = last_line(result)
+        for word in words:
+            assert word in said, result.stderr
+        assert "no error" not in result.stdout
+
+
+def test_a_port_in_use_is_named(ranks: Ranks) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        results = ranks(2, SCRIPT, {**QUICK, "NETBOTTLENECK_PORTS": f"{port}-{port}"}, args=["nothing"], check=False)
+    for result in results:
+        said = last_line(result)
+        assert str(port) in said
+        assert "NETBOTTLENECK_PORTS" in said
+
+
+def test_what_no_operation_takes_is_refused_by_name(ranks: Ranks) -> None:
+    for result in ranks(2, SCRIPT, QUICK, args=["refused"]):
+        assert result.stdout == "refused\n"
+
+
+def test_twenty_jobs_follow_each_other_on_one_port(ranks: Ranks) -> None:
+    for result in ranks(2, SCRIPT, QUICK, args=["rounds"]):
+        assert result.stdout == "twenty\n"
+
+
+def test_a_rank_that_never_comes_is_named(ranks: Ranks) -> None:
+    env = {**QUICK, "NETBOTTLENECK_START_TIMEOUT_S": "1", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    results = ranks(2, SCRIPT, env, args=["nothing"], check=False)
+    assert "rank 2 did not come" in last_line(results[0])
+    assert results[1].code == 1
+
+
+def test_nothing_is_left_when_a_run_was_killed() -> None:
+    """The fixture ends what runs; here the ranks of the tests above must have ended by themselves."""
+    assert not [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _is_ours(pid)]
+
+
+def _is_ours(pid: int) -> bool:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+    except OSError:
+        return False
+    return str(SCRIPT).encode() in command and int(parent) in (1, os.getpid())

@@ -1,0 +1,48 @@
+"""Writes docs/environment.md from the table in python/netbottleneck/env.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from netbottleneck import env
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "environment.md"
+HEAD = """# Environment variables
+
+Made from the table in `python/netbottleneck/env.py` by `tools/env_docs.py`; `netbottleneck env` prints the same with
+what is in force here.
+
+Any `NETBOTTLENECK_TRANSPORT` implies `NETBOTTLENECK=1`. With neither set, `import netbottleneck` changes nothing.
+Precedence: an argument, the variable, the variable named under "else", the default. An empty variable counts as unset.
+A name that begins with `NETBOTTLENECK` and means nothing gives a warning with the nearest name. Ranks that disagree
+about transport, streams, provider, segment size, steps or blocks are an error that names them, before the first step.
+
+| variable | default | what it says | allowed | else |
+| --- | --- | --- | --- | --- |
+"""
+
+
+def page() -> str:
+    """Return the page."""
+    rows = env.describe(env.Settings(), {})
+    lines = []
+    for row in rows:
+        default = f"`{row.default}`" if row.default else ""
+        instead = " ".join(f"`{name}`" for name in row.instead)
+        lines.append(
+            f"| `{row.name}` | {default} | {row.text} | {row.allowed} | {instead} |".replace("  ", " ").replace(
+                "<", "&lt;"
+            )
+        )
+    return HEAD + "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Write the page."""
+    PAGE.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -64,7 +64,7 @@ static int job_lanes_open(struct nb_job *job, struct nb_error *err) {
         job->info.streams_open = lanes.lanes;
         job->info.streams_used = config->streams == NB_STREAMS_AUTO ? 0 : lanes.lanes;
         job->info.provider = nb_lanes_describe(job->lanes);
-        nb_lanes_use(job->lanes, config->streams == NB_STREAMS_AUTO ? STREAMS_BEFORE_AUTO : lanes.lanes);
+        nb_lanes_use(job->lanes, config->streams == NB_STREAMS_AUTO ? (int)STREAMS_BEFORE_AUTO : lanes.lanes);
     }
     return rc;
 }
@@ -86,7 +86,8 @@ static const struct nb_error *open_failure(const struct nb_job *job, int next, i
     if (job->failed) {
         return &job->failure;
     }
-    const struct suspicion *s = &job->suspicions[job->suspicions[next].raised ? next : prev];
+    const struct suspicion *s = &job->suspicions[next];
+    s = s->raised ? s : &job->suspicions[prev];
     return s->raised ? &s->why : NULL;
 }
 

@@ -15,6 +15,7 @@
 #include "trace/event.h"
 #include "trace/ring.h"
 #include "transport/lanes.h"
+#include "transport/transport.h"
 
 enum {
     PROBE_SLOTS = 3, // sums under way at once, so that lanes never run dry between two

@@ -101,7 +101,9 @@ static void line_reduce(const struct nb_work *work, struct nb_range range, const
 static void line_place(const struct nb_work *work, struct nb_range range, const char *data) {
     struct iovec iov[1] = {{0}};
     while (range.bytes > 0) {
-        range_memory(work, range, iov, 1);
+        if (range_memory(work, range, iov, 1) < 1) {
+            return;
+        }
         memcpy(iov[0].iov_base, data, iov[0].iov_len);
         data += iov[0].iov_len;
         range.offset += iov[0].iov_len;

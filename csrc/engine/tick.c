@@ -1,7 +1,6 @@
 // What happens to a job by time alone: heartbeats, ranks that are silent, bytes that do not move, lanes that broke.
 #include <stdint.h>
 
-#include "base/clock.h"
 #include "base/error.h"
 #include "base/list.h"
 #include "engine/engine.h"

@@ -232,6 +232,14 @@ def choose(settings: Settings, place: "Place", environ: Mapping[str, str] = os.e
     host = environ.get("MASTER_ADDR")
     if host and environ.get("MASTER_PORT"):
         return Meeting(torch_store(host, _port("MASTER_PORT", environ), place, settings.start_timeout_s, environ))
+    found = _by_job(settings, place, environ)
+    if found is None:
+        raise ValueError(f"{place.size} ranks ({place.launcher}) have nowhere to meet: {ADVICE}")
+    return found
+
+
+def _by_job(settings: Settings, place: "Place", environ: Mapping[str, str]) -> Meeting | None:
+    """Return how ranks meet by the job's own number alone: in a folder of one host, or at srun's first host."""
     job = _job(place, environ)
     if job and (place.one_host or environ.get("SLURM_NNODES") == "1"):
         return Meeting(private_folder(job))
@@ -239,7 +247,7 @@ def choose(settings: Settings, place: "Place", environ: Mapping[str, str] = os.e
     if place.launcher == "srun" and job and nodes:
         port = settings.ports[0] or 20000 + int(hashlib.sha256(job.encode()).hexdigest(), 16) % 10000
         return _direct(f"{first_host(nodes)}:{port}", settings)
-    raise ValueError(f"{place.size} ranks ({place.launcher}) have nowhere to meet: {ADVICE}")
+    return None
 
 
 def _job(place: "Place", environ: Mapping[str, str]) -> str:

@@ -60,9 +60,7 @@ def test_a_rank_killed_in_a_sum_is_named_by_all_others(ranks: Ranks, size: int, 
 
 
 @pytest.mark.parametrize("transport", ["ofi", "tcp"])
-def test_a_rank_killed_in_ddp_is_named_and_the_record_is_readable(
-    ranks: Ranks, tmp_path: Path, transport: str
-) -> None:
+def test_a_rank_killed_in_ddp_is_named_and_the_record_is_readable(ranks: Ranks, tmp_path: Path, transport: str) -> None:
     pytest.importorskip("torch")
     source = f"""
 import sys
@@ -72,7 +70,12 @@ import runpy
 runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 """
     run = tmp_path / "run"
-    env = {**QUICK, "NETBOTTLENECK_TRANSPORT": transport, "NETBOTTLENECK_DIR": str(run), "NETBOTTLENECK_START_STEP": "0"}
+    env = {
+        **QUICK,
+        "NETBOTTLENECK_TRANSPORT": transport,
+        "NETBOTTLENECK_DIR": str(run),
+        "NETBOTTLENECK_START_STEP": "0",
+    }
     job = ranks.start(2, source, env=env)
     killed = kill(job, 1)
     result = job.wait(check=False)[0]

@@ -28,7 +28,7 @@ def run(ranks: Ranks, names: list[str], transport: str) -> None:
         assert said == [f"ok {name}" for name in names], result.stderr
 
 
-@pytest.mark.parametrize("names", [ALL[start::5] for start in range(5)], ids=list("abcde"))
+@pytest.mark.parametrize("names", [ALL[start::8] for start in range(8)], ids=list("abcdefgh"))
 def test_loops_train_as_they_do_without_us(ranks: Ranks, names: list[str]) -> None:
     run(ranks, names, "tcp")
 
@@ -41,3 +41,114 @@ def test_other_transports_train_alike(ranks: Ranks, transport: str) -> None:
 
 def test_arms_that_take_turns_train_alike(ranks: Ranks) -> None:
     run(ranks, ["arms_take_turns"], "stock,tcp")
+
+
+COUNT = """
+import sys
+import torch
+import torch.distributed as dist
+import netbottleneck
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+netbottleneck.profile  # imported before anything is counted
+
+
+class Many(torch.nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.each = torch.nn.ParameterList([torch.ones(3) for _ in range(count)])
+
+    def forward(self, x):
+        return torch.cat([p * x for p in self.each]).sum()
+
+
+def calls(count):
+    model = Many(count)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    found = []
+    with netbottleneck.profile(model, optimizer, transport=sys.argv[1], directory=f"run.{count}"):
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(torch.ones(3))
+            seen = []
+            sys.setprofile(lambda frame, event, argument: seen.append(event) if event in ("call", "c_call") else None)
+            loss.backward()
+            sys.setprofile(None)
+            found.append(len(seen))
+            optimizer.step()
+    return found[2:]  # the first step settles the order of the buckets
+
+
+few, many = calls(10), calls(1000)
+print("calls", few, many)
+assert set(few) == set(many), (few, many)
+"""
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ofi"])
+def test_a_backward_pass_runs_no_python_for_each_parameter(ranks: Ranks, transport: str) -> None:
+    for result in ranks(2, COUNT, ENV, args=[transport]):
+        assert "calls [" in result.stdout
+
+
+BOTH = """
+import copy
+import sys
+import netbottleneck
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+torch.set_num_threads(1)
+torch.set_default_dtype(torch.float64)
+dist.init_process_group("gloo")
+torch.manual_seed(1)
+models = [torch.nn.Linear(6, 700), torch.nn.Linear(700, 600)]
+twins = copy.deepcopy(models)
+
+
+def sgd(*trained):
+    return torch.optim.SGD([p for model in trained for p in model.parameters()], lr=0.01, momentum=0.5)
+
+
+def average():
+    for parameter in [p for twin in twins for p in twin.parameters()]:
+        dist.all_reduce(parameter.grad.div_(2))
+
+
+def train(models, optimizers, averaged=lambda: None):
+    torch.manual_seed(dist.get_rank())
+    for _ in range(6):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        value = torch.randn(4, 6)
+        for model in models:
+            value = model(value)
+        value.square().mean().backward()
+        averaged()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+train(twins, [sgd(twin) for twin in twins], average)
+if sys.argv[1] == "one optimizer":
+    train([DistributedDataParallel(model) for model in models], [sgd(*models)])
+elif sys.argv[1] == "two optimizers":
+    train([DistributedDataParallel(model) for model in models], [sgd(model) for model in models])
+else:
+    whole = DistributedDataParallel(torch.nn.Sequential(*models))
+    optimizer = sgd(whole)
+    with netbottleneck.profile(whole, optimizer, directory="profiled"):
+        train([whole], [optimizer])
+for model, twin in zip(models, twins):
+    for ours, theirs in zip(model.parameters(), twin.parameters()):
+        assert (ours - theirs).abs().max() < 1e-10, (ours - theirs).abs().max()
+print("alike")
+"""
+
+
+@pytest.mark.parametrize("how", ["one optimizer", "two optimizers", "profile in a measured script"])
+def test_more_than_one_thing_to_measure_trains_right(ranks: Ranks, how: str) -> None:
+    for result in ranks(2, BOTH, {**ENV, "NETBOTTLENECK_TRANSPORT": "tcp"}, args=[how]):
+        assert "alike" in result.stdout

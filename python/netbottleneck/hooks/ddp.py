@@ -11,11 +11,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck import env
-from netbottleneck.hooks.finish import finish_at_exit
+from netbottleneck.hooks.finish import finish, finish_at_exit
 from netbottleneck.hooks.measured import Measured
 from netbottleneck.plan import FIRST_BYTES
 from netbottleneck.session import Session, open_session
 from netbottleneck.torch.gradients import Gradients
+
+MEASURED = "_netbottleneck_measured"  # of a DDP model: what measures it
 
 
 def attach(
@@ -23,9 +25,13 @@ def attach(
 ) -> Measured:
     """Measure a DDP model, and move its gradients by the transports of the environment.
 
-    Every rank calls it, before the first backward pass. Raises ValueError for a model on a device that is not the
+    Every rank calls it, before the first backward pass. A session that measured the model before is finished: two would
+    reduce its gradients in each other's hands. Raises ValueError for a model on a device that is not the
     CPU, and for one with a communication hook of the user's or with static_graph=True.
     """
+    earlier: Measured | None = ddp.__dict__.pop(MEASURED, None)
+    if earlier is not None:
+        finish(earlier.session, show=False)
     reducer_off(ddp)
     chosen = session or open_session(env.settings(), group=ddp.process_group, model=type(ddp.module).__name__)
     limit = int(getattr(ddp, "bucket_bytes_cap", 25 << 20))
@@ -40,6 +46,7 @@ def attach(
     measured = Measured(
         chosen, gradients, optimizer, model=ddp, bare=lambda on: setattr(ddp, "require_backward_grad_sync", on)
     )
+    ddp.__dict__[MEASURED] = measured
     _replace_no_sync(ddp, measured)
     _keep_buffers_alike(ddp, measured)
     if session is None:
@@ -62,7 +69,7 @@ def _keep_buffers_alike(ddp: DistributedDataParallel, measured: Measured) -> Non
     def after_forward(*_: Any) -> None:
         ddp.require_forward_param_sync = torch.is_grad_enabled() and not measured.held
 
-    ddp.register_forward_hook(after_forward)
+    measured.session.on_close.append(ddp.register_forward_hook(after_forward).remove)
 
 
 def _replace_no_sync(ddp: DistributedDataParallel, measured: Measured) -> None:
@@ -79,17 +86,6 @@ def _replace_no_sync(ddp: DistributedDataParallel, measured: Measured) -> None:
 
     ddp.no_sync = no_sync  # type: ignore[method-assign]
     measured.session.on_close.append(lambda: ddp.__dict__.pop("no_sync", None))
-
-
-def _keep_buffers_alike(ddp: DistributedDataParallel, measured: Measured) -> None:
-    """Have rank 0's buffers (running means, say) broadcast before the next forward pass, as DDP does when it reduces."""
-
-    def after(*_: Any) -> None:
-        if not measured.held and torch.is_grad_enabled():
-            ddp.require_forward_param_sync = True
-
-    handle = ddp.register_forward_hook(after)
-    measured.session.on_close.append(handle.remove)
 
 
 def install() -> None:

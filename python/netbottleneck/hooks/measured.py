@@ -63,11 +63,6 @@ class Measured:
 
     @property
     def held(self) -> bool:
-        """True where gradients only add up."""
-        return self._held
-
-    @property
-    def held(self) -> bool:
         """Whether gradients only add up now."""
         return self._held
 

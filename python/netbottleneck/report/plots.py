@@ -79,7 +79,7 @@ def _curve(axes: Axes, name: str, points: Sequence[tuple[int, float]]) -> None:
 
 
 def _finish_levels(axes: Axes, title: str) -> Axes:
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.04)
     axes.set_title(title, loc="left")
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return axes

@@ -2,6 +2,7 @@
 
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -148,16 +149,8 @@ def DistributedOptimizer(  # noqa: PLR0913, PLR0917 - Horovod's name and signatu
         return result
     label = f"optimizer.{this.number('optimizer')}"
     if compression is not Compression.none or sparse_as_dense:
-
-        def start(tensor: torch.Tensor, name: str) -> int:
-            return allreduce_async_(
-                tensor,
-                name=f"{label}.{name}",
-                op=op,
-                prescale_factor=1.0 / gradient_predivide_factor,
-                postscale_factor=gradient_predivide_factor,
-            )
-
+        factors = (1.0 / gradient_predivide_factor, gradient_predivide_factor)
+        start = _one_by_one(label, op, factors)
         slow = PerParameter(named, compression, start, backward_passes_per_step, sparse_as_dense)
         result._reduction = slow
         weakref.finalize(result, slow.close)
@@ -180,6 +173,16 @@ def DistributedOptimizer(  # noqa: PLR0913, PLR0917 - Horovod's name and signatu
     return result
 
 
+def _one_by_one(label: str, op: int, factors: tuple[float, float]) -> Callable[[torch.Tensor, str], int]:
+    """Return what starts the reduction of one gradient; factors: before and after the sum."""
+
+    def start(tensor: torch.Tensor, name: str) -> int:
+        before, after = factors
+        return allreduce_async_(tensor, name=f"{label}.{name}", op=op, prescale_factor=before, postscale_factor=after)
+
+    return start
+
+
 def _positive(passes: int) -> int:
     if passes < 1:
         raise ValueError(f"backward_passes_per_step={passes}: at least 1 is required")
@@ -200,8 +203,7 @@ def _named(
     given = list(named_parameters)
     if any(not isinstance(item, tuple) for item in given):
         raise ValueError("named_parameters must be (name, parameter) pairs, as model.named_parameters() gives them")
-    seen: set[str] = set()
-    repeated = sorted({name for name, _ in given if name in seen or seen.add(name)})  # type: ignore[func-returns-value]
+    repeated = sorted(name for name, times in Counter(name for name, _ in given).items() if times > 1)
     if repeated:
         raise ValueError(f"named_parameters must have unique names; these are repeated: {', '.join(repeated)}")
     names = {parameter: name for name, parameter in given}

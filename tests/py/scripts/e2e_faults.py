@@ -84,7 +84,9 @@ def interrupted() -> None:
     if job.current().place.rank == 0:
         print("waiting", flush=True)
         signalled = []
-        signal.signal(signal.SIGINT, lambda *_: (signalled.append(time.monotonic()), signal.default_int_handler(2, None)))
+        signal.signal(
+            signal.SIGINT, lambda *_: (signalled.append(time.monotonic()), signal.default_int_handler(2, None))
+        )
         try:
             nb.allreduce(np.ones(3), name="never")
         except KeyboardInterrupt:

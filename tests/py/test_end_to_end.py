@@ -34,6 +34,12 @@ def torchrun(ranks: Ranks, script: str, out: Path, env: Mapping[str, str]) -> Ra
     return ranks(1, "torch.distributed.run", whole, args=[*arguments, str(SCRIPTS / script)])[0]
 
 
+def directly(ranks: Ranks, script: str, out: Path, env: Mapping[str, str]) -> RankResult:
+    """Run a script on two ranks with the variables that torchrun would set, without its process."""
+    out.mkdir(exist_ok=True)
+    return ranks(2, SCRIPTS / script, {**env, "E2E_OUT": str(out)})[0]
+
+
 def states(out: Path) -> list[bytes]:
     """Return the parameters and buffers that each rank ended with."""
     return [(out / f"{rank}.weights").read_bytes() for rank in range(2)]
@@ -93,7 +99,8 @@ def test_one_line_measures_a_ddp_script_and_changes_no_weight(
         "NETBOTTLENECK_STREAMS": "2",
         "NETBOTTLENECK_DIR": str(run),
     }
-    ended = torchrun(ranks, "e2e_ddp.py", tmp_path / "out", env)
+    start = torchrun if (transports, where) == ("stock,ofi", "before") else directly
+    ended = start(ranks, "e2e_ddp.py", tmp_path / "out", env)
     assert weights(tmp_path / "out") == untouched
     assert "Of your " in ended.stdout
     names = transports.split(",")

@@ -1,4 +1,4 @@
-"""What goes wrong: lost ranks, strangers, and settings that cannot work. Every wait ends, with a name in what it says."""
+"""What goes wrong: lost ranks, strangers, settings that cannot work. Every wait ends, and names what it was for."""
 
 from __future__ import annotations
 

@@ -131,12 +131,7 @@ def DistributedOptimizer(  # noqa: PLR0913, PLR0917 - Horovod's name and signatu
     if gradient_predivide_factor != 1.0 and op != steps.Average:
         raise ValueError("gradient_predivide_factor is for op=Average only")
     named = _named(optimizer, named_parameters)
-    made: type[Any] = type(
-        type(optimizer).__name__, (_Distributed, type(optimizer)), {"__doc__": type(optimizer).__doc__}
-    )
-    result: Any = object.__new__(made)
-    # A scheduler that was made before has replaced the old one's step; that replacement is not for this one.
-    result.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    result = _remade(optimizer)
     result._parameter_names = {parameter: name for name, parameter in named}
     result._synchronized = False
     result._should_synchronize = True
@@ -170,6 +165,17 @@ def DistributedOptimizer(  # noqa: PLR0913, PLR0917 - Horovod's name and signatu
     weakref.finalize(result, gradients.close)
     weakref.finalize(result, result._guard.close)
     this.observer.gradients(gradients, result)
+    return result
+
+
+def _remade(optimizer: torch.optim.Optimizer) -> Any:
+    """Return an object of a new class of the same name, with the optimizer's own state."""
+    made: type[Any] = type(
+        type(optimizer).__name__, (_Distributed, type(optimizer)), {"__doc__": type(optimizer).__doc__}
+    )
+    result: Any = object.__new__(made)
+    # A scheduler that was made before has replaced the old one's step; that replacement is not for this one.
+    result.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     return result
 
 
@@ -207,10 +213,14 @@ def _named(
     if repeated:
         raise ValueError(f"named_parameters must have unique names; these are repeated: {', '.join(repeated)}")
     names = {parameter: name for name, parameter in given}
-    missing = [name for name, parameter in own if parameter not in names]
+    _all_named(own, names)
+    return [(names[parameter], parameter) for _, parameter in own]
+
+
+def _all_named(own: list[tuple[str, torch.Tensor]], names: dict[torch.Tensor, str]) -> None:
+    missing = [name.removeprefix("allreduce.noname.") for name, parameter in own if parameter not in names]
     if missing:
         raise ValueError(
             f"named_parameters leaves out {len(missing)} parameters of the optimizer (by group and number: "
-            f"{', '.join(name.removeprefix('allreduce.noname.') for name in missing)}): give all, or none"
+            f"{', '.join(missing)}): give all, or none"
         )
-    return [(names[parameter], parameter) for _, parameter in own]

@@ -6,7 +6,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -67,10 +68,41 @@ def connect(
     NETBOTTLENECK_START_TIMEOUT_S, MismatchError where ranks disagree on what Settings.tag holds, Error for a port in
     use or a missing interface, provider or library, and ImportError where the C module is not built.
     """
+    with _explained(settings):
+        return _connect(settings, place, recorder, transport or native(settings), streams, environ)
+
+
+@contextmanager
+def _explained(settings: Settings) -> Generator[None, None, None]:
+    """Name the variable whose value an error is about."""
+    try:
+        yield
+    except Error as error:
+        text = error.strerror or str(error)
+        given = {
+            "PROVIDER": settings.provider,
+            "IFNAME": settings.ifname,
+            "LIBFABRIC": settings.library,
+            "PORTS": "-".join(map(str, settings.ports)) if any(settings.ports) and "already in use" in text else None,
+        }
+        for name, value in given.items():
+            if value and (name == "PORTS" or value.lstrip("=^") in text):
+                raise type(error)(error.errno, f"NETBOTTLENECK_{name}={value}: {text}") from error
+        raise
+
+
+def _connect(
+    settings: Settings,
+    place: Place,
+    recorder: "_core.Recorder | None",
+    transport: str,
+    streams: int | None,
+    environ: Mapping[str, str],
+) -> "_core.Comm":
     module = core()
     options = {
         "tag": settings.tag(__version__),
-        "transport": transport or native(settings),
+        "transport": transport,
         "streams": settings.streams if streams is None else streams,
         "provider": settings.provider,
         "library": settings.library,

@@ -44,7 +44,12 @@ def attach(
         label="ddp",
     )
     measured = Measured(
-        chosen, gradients, optimizer, model=ddp, bare=lambda on: setattr(ddp, "require_backward_grad_sync", on)
+        chosen,
+        gradients,
+        optimizer,
+        model=ddp,
+        bare=lambda on: setattr(ddp, "require_backward_grad_sync", on),
+        find_unused=ddp.find_unused_parameters,
     )
     ddp.__dict__[MEASURED] = measured
     _replace_no_sync(ddp, measured)

@@ -22,10 +22,11 @@ class Measured:
 
     own_sync: the gradients are sent and waited for at the end of each backward pass, by these hooks; False: somebody
     else does that (an optimizer of ours). bare: switches the user's own path on and off, where there is one; the
-    arm "bare" then runs it with nothing of ours between. model None: found at the first forward pass.
+    arm "bare" then runs it with nothing of ours between. find_unused: a gradient that no rank has stays None, at the
+    price of one small exchange a backward pass. model None: found at the first forward pass.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but three have a default that fits
         self,
         session: Session,
         gradients: Gradients,
@@ -34,11 +35,13 @@ class Measured:
         model: torch.nn.Module | None = None,
         own_sync: bool = True,
         bare: Callable[[bool], None] | None = None,
+        find_unused: bool = False,
     ) -> None:
         self.session = session
         self.gradients = gradients
         self._own_sync = own_sync
         self._bare = bare
+        self._find_unused = find_unused
         self._handles: list[Any] = []
         self._sampling: list[Any] = []
         self._modules: list[tuple[str, torch.nn.Module]] = []
@@ -118,8 +121,17 @@ class Measured:
 
     def _sync(self) -> None:
         self._synced = True
+        unused = self._unused() if self._find_unused else []
         self.gradients.flush()
         self.gradients.wait()
+        for parameter in unused:
+            parameter.grad = None
+
+    def _unused(self) -> list[torch.Tensor]:
+        """Return the parameters that have a gradient on no rank."""
+        parameters = self.gradients.parameters
+        votes = self.session.control.exchange(bytes(p.grad is not None for p in parameters))
+        return [p for index, p in enumerate(parameters) if not any(vote[index] for vote in votes)]
 
     def _before_step(self, *_: Any) -> None:
         if (

@@ -318,9 +318,6 @@ assert value.tolist() == [2.0, 2.0]
 assert meet(100).name == "torch.distributed's store"
 dist.destroy_process_group()
 assert meet(101).name == first.name
-dist.init_process_group("gloo")
-dist.barrier()
-dist.destroy_process_group()
 """
 
 

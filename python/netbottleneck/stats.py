@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
+
 from netbottleneck.scaling import WARMUP_STEPS, Split, counted
 from netbottleneck.trace import NULL, SINGLE, Collective, Trace
-from numpy.typing import NDArray
 
 BOOTSTRAP_DRAWS = 2000
 BOOTSTRAP_SEED = 0

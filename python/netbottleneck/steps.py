@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
+
 from netbottleneck import job
 from netbottleneck.errors import HorovodInternalError
 

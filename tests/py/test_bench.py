@@ -13,9 +13,10 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-import netbottleneck
 import numpy as np
 import pytest
+
+import netbottleneck
 from netbottleneck import bench
 from netbottleneck.bench import pair
 from netbottleneck.bench.conductor import Workers

@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 
 import pytest
+
 from chromecheck import overlaps
 from netbottleneck import trace
 from netbottleneck.report import Run, chrome

@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
+
 from netbottleneck import __version__, cli
 from netbottleneck.cli import COMMANDS, main
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from netbottleneck import _core, errors
 
 EVENT_H = Path(__file__).resolve().parents[2] / "csrc" / "trace" / "event.h"

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+
 from netbottleneck import doctor, launch
 from netbottleneck.cli import main
 from netbottleneck.errors import Error

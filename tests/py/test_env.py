@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+
 from netbottleneck import env
 from netbottleneck.env import settings
 

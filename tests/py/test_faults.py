@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import RankJob, RankResult, Ranks
+
 from netbottleneck import recorder
 
 SCRIPT = Path(__file__).parent / "scripts" / "e2e_faults.py"

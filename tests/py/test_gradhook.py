@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from netbottleneck import _core, errors
 from torch import nn
+
+from netbottleneck import _core, errors
 
 SECRET = b"sixteen bytes..."
 LIMIT_S = 10.0

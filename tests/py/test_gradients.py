@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from netbottleneck.torch.gradients import Gradients
 
 

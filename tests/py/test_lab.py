@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from netbottleneck.lab import Lab, LabError, LinkSpec, parse_lab
 
 DEADLINE_S = 15

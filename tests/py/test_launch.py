@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from netbottleneck import launch, rendezvous
 from netbottleneck.env import settings
 from netbottleneck.launch import Place, detect, topology

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
+
 from netbottleneck import models
 from netbottleneck.models import data, profile
 from netbottleneck.models.replay import IdleOptimizer, ReplayModel, gradient_bytes, replay
-from torch import nn
-from torch.nn import functional
 
 SIZES = {
     "resnet18": (11_689_512, 62),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from netbottleneck.plan import buckets
 
 MIB = 1 << 20

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from netbottleneck import cli, env
 from netbottleneck.report import Run, words
 from netbottleneck.verdict import CODES

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from netbottleneck import recorder, rings
 from ringwriter import BUCKETS, MS, FakeRun, RingWriter
 

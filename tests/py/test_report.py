@@ -14,10 +14,11 @@ from xml.etree import ElementTree
 
 import jsonschema
 import pytest
+from rich.console import Console
+
 from chromecheck import overlaps
 from netbottleneck import findings, recorder, scaling, trace, verdict
 from netbottleneck.report import Run, chrome, html, summary, tables, terminal, words
-from rich.console import Console
 from ringwriter import MS, FakeRun
 
 DATA = Path(__file__).parent / "data"

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from netbottleneck import findings, layers, recorder, scaling, stats
 from netbottleneck.trace import Collective, Probe, Rank, Step, Trace, TransportInfo
 from ringwriter import MS, FakeRun

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from netbottleneck import study
 from netbottleneck.lab import Lab, LinkSpec, parse_lab
 from netbottleneck.report import Run

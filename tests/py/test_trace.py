@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from netbottleneck import recorder, trace
 from ringwriter import FakeRun
 

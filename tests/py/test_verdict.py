@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+
 from netbottleneck import findings, recorder, verdict
 from netbottleneck.trace import Network
 from ringwriter import FakeRun

@@ -9,9 +9,10 @@ import sys
 import time
 from collections.abc import Callable
 
-import netbottleneck as nb
 import numpy as np
 import pytest
+
+import netbottleneck as nb
 from netbottleneck import job
 
 

@@ -15,12 +15,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import netbottleneck
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+
+import netbottleneck
 
 Loop = Callable[[Any, torch.optim.Optimizer, Callable[[], None]], None]
 CHECKS: dict[str, Callable[[], None]] = {}

@@ -7,6 +7,7 @@ import sys
 import time
 
 import numpy as np
+
 from netbottleneck import job, ops
 from netbottleneck.errors import HorovodInternalError
 

@@ -10,9 +10,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import netbottleneck.torch as hvd
 import pytest
 import torch
+
+import netbottleneck.torch as hvd
 
 CHECKS: dict[str, Callable[[], None]] = {}
 REDUCED = [

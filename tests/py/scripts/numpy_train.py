@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import numpy as np
+
 from netbottleneck import job, ops
 
 STEPS = 5

@@ -9,10 +9,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import netbottleneck.torch as hvd
 import pytest
 import torch
 from torch.nn import functional as F
+
+import netbottleneck.torch as hvd
 
 CHECKS: dict[str, Callable[[], None]] = {}
 

@@ -1,17 +1,23 @@
-"""Fails on an include or import that the rooms' table does not allow. The table is data: the constants below."""
+"""Fails on an include or import that the rooms' table does not allow. The table is data: the constants below.
+
+It fails too where those rooms would use each other in a circle, and where docs/layout.md says something else."""
 
 from __future__ import annotations
 
 import ast
 import fnmatch
+import graphlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import layout
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "python" / "netbottleneck"
+PAGE = ROOT / "docs" / "layout.md"
 
 # A folder of csrc may include itself and these.
 C_ROOMS: dict[str, set[str]] = {
@@ -48,6 +54,7 @@ ROOM_OF_MODULE = {
     "values": "env",
     "place": "launch",
     "rendezvous": "launch",
+    "channels": "launch",
     "rings": "recorder",
     "events": "recorder",
     "job": "comm",
@@ -62,7 +69,7 @@ ROOM_OF_MODULE = {
 # A room may import itself, the foundation and these. "*": everything but cli.
 PYTHON_ROOMS: dict[str, set[str]] = {
     "_version": set(),
-    "errors": {"_core"},
+    "errors": set(),
     "units": set(),
     "trace": set(),
     "env": set(),
@@ -81,8 +88,8 @@ PYTHON_ROOMS: dict[str, set[str]] = {
     "comm": {"_core", "env", "trace", "launch"},
     "recorder": {"_core", "env", "trace", "launch"},
     "monitor": {"_core", "env", "trace", "launch"},
-    "session": {"_core", "comm", "recorder", "monitor", "hooks", "plan", "env", "launch", "trace"},
-    "torch": {"_core", "comm", "recorder", "session", "hooks", "plan", "env", "launch"},
+    "session": {"_core", "comm", "recorder", "monitor", "plan", "env", "launch", "trace"},
+    "torch": {"_core", "comm", "recorder", "plan", "env", "launch"},
     "hooks": {"_core", "comm", "recorder", "session", "plan", "env", "launch", "torch", "report"},
     "bench": {"*"},
     "study": {"*"},
@@ -223,12 +230,56 @@ def python_findings(path: Path, modules: set[str]) -> Iterator[tuple[int, str]]:
             yield line, finding
 
 
+def circles() -> Iterator[str]:
+    """Yield each circle of rooms that may use one another; those that may use everything are used by none."""
+    for rooms in (C_ROOMS, {room: allowed - {"*"} for room, allowed in PYTHON_ROOMS.items()}):
+        try:
+            graphlib.TopologicalSorter(rooms).prepare()
+        except graphlib.CycleError as error:
+            yield f"a circle of rooms: {' -> '.join(reversed(error.args[1]))}"
+
+
+def as_text(said: object) -> str:
+    """Return a value of a table as a person writes it."""
+    return (", ".join(sorted(said)) or "–") if isinstance(said, set) else str(said)
+
+
+def page_findings() -> Iterator[str]:
+    """Yield where docs/layout.md and the data here differ."""
+    try:
+        page = layout.read(PAGE)
+    except ValueError as error:
+        yield str(error)
+        return
+    tables: list[tuple[str, Mapping[str, object], Mapping[str, object]]] = [
+        ("csrc", page.c_rooms, C_ROOMS),
+        ("header", page.c_outside, {header: set(places) for header, places in C_OUTSIDE}),
+        ("room", page.python_rooms, PYTHON_ROOMS),
+        ("module", page.modules, ROOM_OF_MODULE),
+        ("package", page.outside, OUTSIDE),
+        ("package inside a function", page.outside_lazily, OUTSIDE_LAZILY),
+        ("list", {"foundation": page.foundation}, {"foundation": FOUNDATION}),
+        (
+            "list",
+            {"analysis": page.pure_rooms, "not in analysis": page.impure},
+            {"analysis": PURE_ROOMS, "not in analysis": IMPURE},
+        ),
+    ]
+    for what, said, data in tables:
+        for name in sorted({*said, *data}):
+            page_says, data_says = (as_text(table[name]) if name in table else "(no row)" for table in (said, data))
+            if page_says != data_says:
+                yield f"{what} {name}: the page says {page_says}; the data of {Path(__file__).name}: {data_says}"
+
+
 def main() -> int:
     """Print every finding as file:line. Returns 1 where there is one."""
     found = [(path, *row) for path in sorted(CSRC.glob("**/*.[ch]")) for row in c_findings(path)]
     modules = known_modules()
     files = sorted(PACKAGE.glob("**/*.py"))
     found += [(path, *row) for path in files for row in sorted(set(python_findings(path, modules)))]
+    found += [(PAGE, 1, text) for text in page_findings()]
+    found += [(Path(__file__), 1, text) for text in circles()]
     for path, line, text in found:
         print(f"{path.relative_to(ROOT)}:{line}: {text}")
     print(f"layers: {len(found)} findings")

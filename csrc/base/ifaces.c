@@ -93,11 +93,25 @@ static int collect(const struct spec *spec, const struct ifaddrs *all, bool any,
     return count;
 }
 
+static bool is_up(const struct ifaddrs *it) {
+    return usable(it, AF_INET, false) || usable(it, AF_INET6, false);
+}
+
+// There is a row for each address: a name counts where it comes first.
+static bool named_before(const struct ifaddrs *all, const struct ifaddrs *it) {
+    for (const struct ifaddrs *before = all; before != it; before = before->ifa_next) {
+        if (is_up(before) && strcmp(before->ifa_name, it->ifa_name) == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
 static void list_names(const struct ifaddrs *all, char text[NAMES_TEXT]) {
     size_t used = 0;
     text[0] = '\0';
     for (const struct ifaddrs *it = all; it != NULL; it = it->ifa_next) {
-        if (!usable(it, AF_INET, false) && !usable(it, AF_INET6, false)) {
+        if (!is_up(it) || named_before(all, it)) {
             continue;
         }
         int n = snprintf(text + used, NAMES_TEXT - used, "%s%s", used > 0 ? ", " : "", it->ifa_name);

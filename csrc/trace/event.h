@@ -7,8 +7,9 @@
 // `key` and a…e by kind; a field that is not named is 0. Times are nb_now_ns() of this host.
 enum nb_event_kind {
     NB_EV_NONE = 0,          // not written yet
-    NB_EV_STEP_BEGIN = 1,    // a: block, b: transport (index into the run's list), c: 1 when modules are sampled
-    NB_EV_STEP_END = 2,      //
+    NB_EV_STEP_BEGIN = 1,    // a: block, b: transport (index into the run's list), c: 1 when modules are sampled,
+                             // d: ns of processor time that the process has used so far, 0 where it is not told
+    NB_EV_STEP_END = 2,      // d: as above
     NB_EV_FORWARD_BEGIN = 3, // key: 0 for the whole model, else module index + 1
     NB_EV_FORWARD_END = 4,   // key: as above
     NB_EV_GRAD_READY = 5,    // key: parameter index

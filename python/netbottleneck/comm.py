@@ -4,6 +4,7 @@
 move the same buckets in the same order and leave the same records.
 """
 
+import contextlib
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -54,7 +55,7 @@ class Native:
         gradients.target(self.comm, average, predivide=predivide, op=op)
 
     def barrier(self) -> None:
-        self.comm.submit("netbottleneck.barrier", launch.core().BARRIER, [], launch.core().UINT8).wait()
+        launch.barrier(self.comm)
 
     def info(self) -> dict[str, Any]:
         return dict(self.comm.info())
@@ -113,8 +114,10 @@ class Stock:
 
     name = "stock"
 
-    def __init__(self, group: Any, size: int, recorder: "_core.Recorder | None") -> None:
+    def __init__(self, group: Any, size: int, recorder: "_core.Recorder | None", *, owned: bool) -> None:
+        """Owned: the group was made for this path alone, and ends with it."""
         self._group = group
+        self._owned = owned
         self._size = size
         self._recorder = recorder
         self._rounds: dict[str, int] = {}
@@ -142,7 +145,9 @@ class Stock:
         return None
 
     def close(self) -> None:
-        return
+        group, self._group = self._group, None
+        if self._owned:
+            leave_group(group)
 
     def _sink(self, gradients: "Gradients", average: bool, op: int | None) -> Callable[[int], _StockWork]:
         import torch.distributed as dist
@@ -205,6 +210,18 @@ def stock_group(settings: Settings, place: launch.Place, exchange: Callable[[byt
         store = _store(place, exchange, limit)
         dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=limit)
     return dist.new_group(backend="gloo", timeout=limit)
+
+
+def leave_group(group: Any) -> None:
+    """Give up a group of stock_group's, of which the caller keeps no other reference.
+
+    Its threads end with it: one that still wants Python while the interpreter is taken down would abort the process.
+    """
+    import torch.distributed as dist
+
+    with contextlib.suppress(ValueError):  # the user has ended all groups already
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
 
 
 def _store(place: launch.Place, exchange: Callable[[bytes], list[bytes]], limit: timedelta) -> Any:

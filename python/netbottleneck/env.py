@@ -94,10 +94,15 @@ class Settings:
     block_steps: int = _row("BLOCK_STEPS", whole(1), 10, "steps of a block where TRANSPORT is a list")
     sample_every: int = _row("SAMPLE_EVERY", whole(0), 20, "one step in so many has forward times by module; 0: none")
     trace_events: int = _row("TRACE_EVENTS", whole(1), 1 << 21, "events a rank may record; what comes after is counted")
-    directory: str | None = _row("DIR", TEXT, None, "the run folder; default: netbottleneck-<job or time>")
+    directory: str | None = _row(
+        "DIR", TEXT, None, "the run folder, or the first free of DIR/2, DIR/3, …; default: netbottleneck-<job or time>"
+    )
     log_level: str = _row("LOG_LEVEL", LEVEL, "warning", "least level that is told", ("HOROVOD_LOG_LEVEL", LEVEL.parse))
     log_file: str | None = _row(
-        "LOG_FILE", TEXT, None, "where it is told: %h host, %p process, %r rank; default: stderr"
+        "LOG_FILE",
+        TEXT,
+        None,
+        "where it is told: %h host, %p process, %r rank; default: stderr, or the program's logging",
     )
     library: str | None = _row("LIBFABRIC", TEXT, None, "path of libfabric; default: as the loader finds it")
     host_id: str | None = _row("HOST_ID", TEXT, None, "ranks with the same text share a host; default: by the kernel")

@@ -102,6 +102,7 @@ def steps(
                     modules=tuple(current.modules),
                     grad_ready=tuple(current.grad_ready),
                     waits=tuple(current.waits),
+                    cpu_ns=event.d - begin.d if begin.d and event.d else None,
                 )
             )
             current = None

@@ -12,7 +12,7 @@ import numpy as np
 from netbottleneck import stats
 from netbottleneck.layers import Layer, layers
 from netbottleneck.scaling import WARMUP_STEPS, Exposed, Split, split_steps, typical
-from netbottleneck.trace import BARE, PSEUDO, Step, Trace
+from netbottleneck.trace import BARE, PSEUDO, Rank, Step, Trace
 
 STOCK = "stock"
 # Stock under us may be this much slower than the untouched script before a gain over it is withheld.
@@ -55,7 +55,8 @@ class Findings:
     base: the transport that the answer is about, None when no step could be split. share: of base's step that is
     exposed or waiting. late_ns: by rank, what the others' mean step waits for it. comparisons: base against each other
     transport. handicap: the untouched script against base. predicted_full_use_ns: base's step if its transfers moved
-    at the achievable rate: step - (exposed - skew) x (1 - achieved / achievable), an upper bound.
+    at the achievable rate: step - (exposed - skew) x (1 - achieved / achievable), an upper bound. cores_busy: the part
+    of the cores of one machine that its ranks keep busy over base's steps, where all threads of a rank count.
     """
 
     trace: Trace
@@ -72,7 +73,7 @@ class Findings:
     handicap: stats.Paired | None = None
     headroom: stats.Paired | None = None
     latency_share: float | None = None
-    cpu_share: float | None = None
+    cores_busy: float | None = None
     layers: tuple[Layer, ...] = ()
     predicted_full_use_ns: float | None = None
 
@@ -120,10 +121,39 @@ def _late(splits: Sequence[Split], size: int) -> dict[int, float]:
     return {rank: ns / per_rank / max(size - 1, 1) for rank, ns in sorted(waited.items())}
 
 
-def _cpu_share(trace: Trace, base: str, transfer_ns: float) -> float | None:
-    """Of a core, the busiest rank's communication thread while base moves data."""
-    used = [i.cpu_ns for r in trace.ranks for i in r.transports if i.name == base and i.cpu_ns is not None]
-    return max(used) / transfer_ns if used and transfer_ns else None
+def _busy(rank: int, steps: Sequence[Step]) -> float | None:
+    """How many cores a rank keeps busy over its `steps`; None where it does not tell."""
+    own = [step for step in steps if step.rank == rank]
+    used = [step.cpu_ns for step in own if step.cpu_ns is not None]
+    long_ns = sum(step.duration_ns for step in own)
+    return sum(used) / long_ns if len(used) == len(own) and long_ns > 0 else None
+
+
+def _cores_busy(trace: Trace, steps: Sequence[Step]) -> float | None:
+    """Of the cores that the ranks of one machine may run on, the part that they keep busy over `steps`.
+
+    The busiest machine's; None where a rank does not tell. Machines go by name: hosts of a lab share one.
+    """
+    machines: dict[str, list[Rank]] = defaultdict(list)
+    for rank in trace.ranks:
+        machines[rank.hostname].append(rank)
+    shares = []
+    for ranks in machines.values():
+        used = [busy for busy in (_busy(rank.rank, steps) for rank in ranks) if busy is not None]
+        if len(used) < len(ranks) or not all(rank.cores for rank in ranks) or trace.origin != "measured":
+            return None
+        shares.append(sum(used) / len({core for rank in ranks for core in rank.cores}))
+    return max(shares, default=None)
+
+
+def _link_bps(trace: Trace, base: str | None) -> float | None:
+    """The network's speed as it was given; else, between hosts, the rating of the slowest interface under base."""
+    if trace.network is not None:
+        return trace.network.link_bps
+    if trace.origin != "measured" or len({rank.host_id for rank in trace.ranks}) < 2:
+        return None
+    rated = [info.link_bps for rank in trace.ranks for info in rank.transports if info.name == base]
+    return min((bps for bps in rated if bps), default=None) if all(rated) else None
 
 
 def _full_use(parts: Parts, achieved: stats.Achieved | None, achievable: stats.Achievable | None) -> float | None:
@@ -156,7 +186,6 @@ def _about(common: Findings, base: str, rows: Sequence[Row], warmup: int) -> Fin
     pairs = _there({name: stats.compare(trace, base, name, warmup) for name in common.times if name in others})
     own = [c for c in trace.collectives if c.transport == base and c.step is not None]
     sampled = [step for step in trace.steps if step.transport == base]
-    transfer_ns = sum(s.transfer_ns for s in splits) / max(trace.size, 1)
     return replace(
         common,
         base=base,
@@ -166,7 +195,7 @@ def _about(common: Findings, base: str, rows: Sequence[Row], warmup: int) -> Fin
         handicap=stats.compare(trace, BARE, base, warmup) if base == STOCK else None,
         headroom=stats.headroom(trace, base),
         latency_share=stats.latency_share(own),
-        cpu_share=_cpu_share(trace, base, transfer_ns),
+        cores_busy=_cores_busy(trace, [step for step, _, _ in rows]),
         layers=layers(trace, [(step, exposed) for step, _, exposed in middle], sampled),
         predicted_full_use_ns=_full_use(common.parts[base], common.achieved.get(base), common.achievable),
     )
@@ -182,14 +211,15 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
     times = {name: _step_time(trace, name, warmup) for name in named}
     achieved = {name: stats.achieved(name, own) for name, own in splits.items()}
     factors = {n: stats.scaling_factor(trace, n, splits.get(n, ())) for n in times if n not in PSEUDO}
+    parts = {name: _parts(typical(own, lambda split: split.step_ns)) for name, own in splits.items()}
+    base = _base(trace, parts)
     common = Findings(
         trace=trace,
         times=_there(times),
-        parts={name: _parts(typical(own, lambda split: split.step_ns)) for name, own in splits.items()},
+        parts=parts,
         achieved=_there(achieved),
         achievable=stats.achievable(trace),
-        link_bps=trace.network.link_bps if trace.network else None,
+        link_bps=_link_bps(trace, base),
         scaling=_there(factors),
     )
-    base = _base(trace, common.parts)
     return common if base is None else _about(common, base, rows[base], warmup)

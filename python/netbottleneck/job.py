@@ -4,15 +4,17 @@ import atexit
 import itertools
 import logging
 import os
+import platform
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from netbottleneck import launch
-from netbottleneck.env import Settings
+from netbottleneck.env import Settings, describe
 from netbottleneck.env import settings as read_settings
-from netbottleneck.errors import HorovodInternalError
+from netbottleneck.errors import Error, HorovodInternalError
 from netbottleneck.launch import core
 
 if TYPE_CHECKING:
@@ -21,6 +23,14 @@ if TYPE_CHECKING:
 __all__ = ["Job", "Observer", "core", "current", "is_started", "observe", "start", "stop"]
 
 NOTICE_S = 5.0
+LEVELS = {
+    "trace": 5,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "fatal": logging.CRITICAL,
+}
 
 logger = logging.getLogger("netbottleneck")
 
@@ -95,7 +105,7 @@ class Job:
     def tell(self) -> None:
         """Log what the communicator has to say: ranks that others wait for, lanes that were lost."""
         for notice in self.comm.notices():
-            logger.warning("[rank %d/%d] %s", self.place.rank, self.place.size, notice)
+            logger.warning("%s", notice)
 
 
 @dataclass
@@ -105,6 +115,7 @@ class _Process:
     job: Job | None = None
     observer: Observer = field(default_factory=Observer)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    handler: logging.Handler | None = None  # of the package's logger, ours
 
 
 _process = _Process()
@@ -150,8 +161,51 @@ def stop() -> None:
             ended.comm.close()
 
 
+def _log(settings: Settings, place: launch.Place) -> None:
+    """Tell of what the package logs from LOG_LEVEL on: in LOG_FILE, else on stderr.
+
+    A program that has handlers of its own is told by these instead of on stderr. Raises Error naming the variable
+    where the file cannot be opened.
+    """
+    former, _process.handler = _process.handler, None
+    if former is not None:
+        logger.removeHandler(former)
+        former.close()
+    if logger.level == logging.NOTSET or "log_level" in settings.sources:
+        logger.setLevel(LEVELS[settings.log_level])
+    if settings.log_file is None and logger.hasHandlers():
+        return
+    host = platform.node()
+    handler: logging.Handler = logging.StreamHandler()
+    if settings.log_file is not None:
+        meant = {"%h": host, "%p": str(os.getpid()), "%r": str(place.rank)}
+        path = re.sub("%[hpr]", lambda found: meant[found.group()], settings.log_file)
+        try:
+            handler = logging.FileHandler(path, encoding="utf-8")
+        except OSError as error:
+            raise Error(error.errno or 0, f"NETBOTTLENECK_LOG_FILE={settings.log_file}: {error.strerror}") from error
+    host = host.replace("%", "%%")
+    handler.setFormatter(
+        logging.Formatter(f"[rank {place.rank}/{place.size} {host}] netbottleneck %(levelname)s: %(message)s")
+    )
+    logger.addHandler(handler)
+    _process.handler = handler
+
+
+def _tell_settings(settings: Settings, place: launch.Place) -> None:
+    """Log what is in force, once in the job."""
+    if place.rank != 0:
+        return
+    logger.info("%d ranks, started by %s, transport %s", place.size, place.launcher, ",".join(settings.transports))
+    for row in describe(settings):
+        if row.source != "default":
+            logger.debug("%s=%s (%s)", row.name, row.value, row.source)
+
+
 def _open(settings: Settings, observer: Observer, environ: Mapping[str, str]) -> Job:
     place = launch.detect(settings, environ)
+    _log(settings, place)
+    _tell_settings(settings, place)
     recorder = observer.recorder(settings, place)
     comm = launch.connect(settings, place, recorder=recorder, environ=environ)
     try:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from netbottleneck import rendezvous
+from netbottleneck import channels, rendezvous
 from netbottleneck._version import __version__
 from netbottleneck.env import Settings
 from netbottleneck.errors import Error
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Place",
     "Topology",
+    "barrier",
     "connect",
     "core",
     "detect",
@@ -114,16 +115,25 @@ def _connect(
         "recorder": recorder,
     }
     if place.size == 1:
-        comm: _core.Comm = module.Comm(0, 1, secret=secrets.token_bytes(32), **options)
-        return comm
+        alone: _core.Comm = module.Comm(0, 1, secret=secrets.token_bytes(32), **options)
+        return alone
     meeting = rendezvous.choose(settings, place, environ)
     key = f"netbottleneck/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_meetings)}"
     channel = meeting.channel
     if channel is None:
         return _meet_directly(module, settings, place, str(meeting.address), options)
     if place.rank == 0:
-        return _receive(module, settings, place, meeting, key, options)
-    return _visit(module, settings, place, channel, key, options)
+        comm = _receive(module, settings, place, meeting, key, options)
+    else:
+        comm = _visit(module, settings, place, channel, key, options)
+    channel.close()
+    barrier(comm)  # whoever leaves finds the meeting place closed on every rank, and its port free
+    return comm
+
+
+def barrier(comm: "_core.Comm") -> None:
+    """Wait for all ranks of a communicator."""
+    comm.submit("netbottleneck.barrier", core().BARRIER, [], core().UINT8).wait()
 
 
 def _meet_directly(
@@ -173,13 +183,13 @@ def _receive(
     return comm
 
 
-def _gather(settings: Settings, place: Place, channel: rendezvous.Channel, key: str) -> list[bytes]:
+def _gather(settings: Settings, place: Place, channel: channels.Channel, key: str) -> list[bytes]:
     """Return what each other rank left as a sign that it is there: the digest of its machine."""
     deadline = time.monotonic() + settings.start_timeout_s
     found = []
     for rank in range(1, place.size):
         try:
-            found.append(rendezvous.get(channel, f"{key}/ready.{rank}", deadline))
+            found.append(channels.get(channel, f"{key}/ready.{rank}", deadline))
         except TimeoutError:
             missing = [r for r in range(1, place.size) if channel.look(f"{key}/ready.{r}") is None]
             raise TimeoutError(
@@ -197,7 +207,7 @@ def _visit(
     module: ModuleType,
     settings: Settings,
     place: Place,
-    channel: rendezvous.Channel,
+    channel: channels.Channel,
     key: str,
     options: dict[str, object],
 ) -> "_core.Comm":
@@ -205,7 +215,7 @@ def _visit(
     channel.put(f"{key}/ready.{place.rank}", machine_digest())
     try:
         # Rank 0 gives up first, and says what is missing.
-        answer = rendezvous.get(channel, f"{key}/address", time.monotonic() + settings.start_timeout_s + 5).decode()
+        answer = channels.get(channel, f"{key}/address", time.monotonic() + settings.start_timeout_s + 5).decode()
     except TimeoutError:
         raise TimeoutError(
             f"rank 0 did not say at {channel.name} where it listens, within {settings.start_timeout_s:g} s "

@@ -148,8 +148,20 @@ def _rank_files(folder: Path, rank: int) -> _RankFiles:
     return _RankFiles(rank, meta, rings, tuple(notes))
 
 
+_OF_TRANSPORT = (
+    "provider",
+    "streams_open",
+    "streams_used",
+    "bytes_out",
+    "bytes_in",
+    "streams_asked",
+    "interface",
+    "link_bps",
+)
+
+
 def _transport(name: str, info: Mapping[str, Any], probe: tuple[tr.Probe, ...]) -> tr.TransportInfo:
-    known = {k: info.get(k) for k in ("provider", "streams_open", "streams_used", "bytes_out", "bytes_in", "cpu_ns")}
+    known = {k: info.get(k) for k in _OF_TRANSPORT}
     told = tuple(tr.Probe(*map(int, point)) for point in info.get("probe") or ())
     return tr.TransportInfo(name, **known, probe=told or probe)
 
@@ -186,6 +198,7 @@ def _rank_trace(
         # In good order, the loop ends within the step that its last step began.
         steps_unfinished=unfinished + (still_open and not ended_well),
         events_dropped=sum(ring.dropped for ring in files.rings.values()),
+        cores=tuple(files.meta.get("cores") or ()),
         transports=_transports(files.meta.get("transports") or {}, named),
     )
     return replace(

@@ -1,4 +1,4 @@
-"""A run folder that not all ranks share: the records of the others are brought to rank 0."""
+"""The run folder: which one is free, and where not all ranks share it, how the others' records come to rank 0."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,8 +8,45 @@ from netbottleneck import launch
 if TYPE_CHECKING:
     from netbottleneck import _core
 
+FOLDER_BYTES = 1024  # of a folder's name as ranks exchange it
+RANKS = "ranks"
 NAME_BYTES = 64
 COUNT_BYTES = 8
+
+
+def claim(comm: "_core.Comm", wanted: Path) -> Path:
+    """Return the run folder, the same on all ranks: rank 0's `wanted`, or the first of wanted/2, … that is free.
+
+    Every rank calls it. No other run is given that folder from then on. Raises ValueError for a name that is too long,
+    OSError where rank 0 cannot write.
+    """
+    name = str(wanted.absolute()).encode()
+    if len(name) > FOLDER_BYTES:
+        raise ValueError(f"NETBOTTLENECK_DIR={wanted}: a name of at most {FOLDER_BYTES} bytes is needed")
+    first = Path(comm.exchange(name.ljust(FOLDER_BYTES))[0].decode().rstrip())
+    folder, number = first, 1
+    while not _free(comm, folder):
+        number += 1
+        folder = first / str(number)
+    return folder
+
+
+def _free(comm: "_core.Comm", folder: Path) -> bool:
+    """Return whether no rank finds a run in a folder; rank 0 has taken it then."""
+    mine = _take(folder) if comm.rank == 0 else not any((folder / RANKS).glob(f"{comm.rank}.*"))
+    return all(free == b"1" for free in comm.exchange(b"1" if mine else b"0"))
+
+
+def _take(folder: Path) -> bool:
+    """Make a folder this run's, unless it holds a run; one of several that try at once is the first."""
+    if (folder / "run.json").exists():
+        return False
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        (folder / RANKS).mkdir()
+    except FileExistsError:
+        return False
+    return True
 
 
 def shared(comm: "_core.Comm", sign: Path) -> bool:

@@ -14,18 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from netbottleneck import comm as comms
-from netbottleneck import job, launch, records
+from netbottleneck import job, launch, monitor, records
 from netbottleneck.env import Settings, describe
 from netbottleneck.recorder import EVENTS
+from netbottleneck.records import RANKS
 from netbottleneck.trace import SINGLE
 
 if TYPE_CHECKING:
     from netbottleneck import _core
 
-FOLDER_BYTES = 1024  # of a folder's name as ranks exchange it
 FINISH_S = 20.0  # how long rank 0 waits for the others' records before it reports
 FAILED_FINISH_S = 3.0  # the same after an error: the others have failed too by then, or are gone
-RANKS = "ranks"
 
 logger = logging.getLogger("netbottleneck")
 
@@ -69,6 +68,7 @@ class Session:
     described: dict[str, Any] = field(default_factory=dict)
     on_close: list[Callable[[], None]] = field(default_factory=list)
     alone: bool = False
+    wires: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by arm, what monitor.wire says
 
     @property
     def arm(self) -> str:
@@ -98,12 +98,12 @@ class Session:
                 ring.step = self.step
         self.running = True
         if self.counted:
-            self.recorder.put(EVENTS["STEP_BEGIN"], 0, block, arm, int(self.sampled))
+            self.recorder.put(EVENTS["STEP_BEGIN"], 0, block, arm, int(self.sampled), monitor.processor_ns())
 
     def end(self) -> None:
         """Stamp the end of a step, and go on to the next."""
         if self.running and self.counted:
-            self.recorder.put(EVENTS["STEP_END"])
+            self.recorder.put(EVENTS["STEP_END"], d=monitor.processor_ns())
         self.running = False
         self.step += 1
 
@@ -136,7 +136,8 @@ class Session:
             "pid": os.getpid(),
             "finished": finished,
             "error": error,
-            "transports": {name: arm.info() for name, arm in self.arms.items()},
+            "cores": monitor.cores(),
+            "transports": {name: {**arm.info(), **self.wires.get(name, {})} for name, arm in self.arms.items()},
             **self.described,
         }
         _write_json(self.folder / RANKS / f"{self.place.rank}.meta.json", meta)
@@ -194,14 +195,14 @@ def _write_json(path: Path, value: Any) -> None:
     scratch.replace(path)
 
 
-def _folder(settings: Settings, directory: str | None, agree: Callable[[bytes], list[bytes]]) -> Path:
+def _folder(settings: Settings, directory: str | None, control: "_core.Comm") -> Path:
     """Return the run folder, the same on all ranks: rank 0 names it."""
     stamp = os.environ.get("SLURM_JOB_ID") or time.strftime("%Y%m%d-%H%M%S")
-    chosen = Path(directory or settings.directory or f"netbottleneck-{stamp}").absolute()
-    name = str(chosen).encode()
-    if len(name) > FOLDER_BYTES:
-        raise ValueError(f"NETBOTTLENECK_DIR={chosen}: a name of at most {FOLDER_BYTES} bytes is needed")
-    return Path(agree(name.ljust(FOLDER_BYTES))[0].decode().rstrip())
+    wanted = Path(directory or settings.directory or f"netbottleneck-{stamp}").absolute()
+    found = records.claim(control, wanted)
+    if control.rank == 0 and found != wanted:
+        logger.warning("NETBOTTLENECK_DIR=%s holds a run already: this one goes to %s", wanted, found)
+    return found
 
 
 def _arm(  # noqa: PLR0913, PLR0917 - what an arm may need, once
@@ -220,7 +221,7 @@ def _arm(  # noqa: PLR0913, PLR0917 - what an arm may need, once
         return comms.Null()
     if name in ("stock", "bare"):
         chosen = group if group is not None else comms.stock_group(settings, place, control.exchange)
-        return comms.Stock(chosen, place.size, recorder)
+        return comms.Stock(chosen, place.size, recorder, owned=group is None)
     raise ValueError(f"NETBOTTLENECK_TRANSPORT={name}: must be a list of {', '.join(comms.KINDS)}")
 
 
@@ -252,7 +253,7 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
     this = job.start(settings)
     place, control = this.place, this.comm
     names = arms or settings.transports
-    folder = _folder(settings, directory, control.exchange)
+    folder = _folder(settings, directory, control)
     recorder = _ring(folder, place.rank, "train", settings)
     made: dict[str, comms.Communicator] = {}
     for name in dict.fromkeys(names):
@@ -269,6 +270,7 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
         network,
         list(notes),
         alone=alone,
+        wires={name: monitor.wire(settings, name) for name in made},
     )
     if place.rank == 0:
         _write_json(folder / "run.json", _run(opened))
@@ -281,9 +283,10 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
 
 
 def _run(session: Session) -> dict[str, Any]:
+    folder = session.folder
     return {
         "version": 1,
-        "id": session.folder.name,
+        "id": f"{folder.parent.name}-{folder.name}" if folder.name.isdecimal() else folder.name,
         "command": sys.argv,
         "started_wall_ns": time.time_ns(),
         "size": session.place.size,

@@ -23,6 +23,8 @@ FORMAT = "netbottleneck-trace"
 # Transports that are no transport: the untouched script, one rank alone, nothing moves.
 BARE, SINGLE, NULL = "bare", "single", "null"
 PSEUDO = (BARE, SINGLE, NULL)
+# The tables of a trace whose rows belong to one rank each.
+BY_RANK = ("ranks", "steps", "collectives", "faults")
 
 Interval = tuple[int, int]
 
@@ -63,7 +65,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class TransportInfo:
-    """A transport as one rank had it. `cpu_ns`: of its communication thread."""
+    """A transport as one rank had it. streams_asked: 0 for auto; link_bps: the rated speed of `interface`."""
 
     name: str
     provider: str | None = None
@@ -71,7 +73,9 @@ class TransportInfo:
     streams_used: int | None = None
     bytes_out: int | None = None
     bytes_in: int | None = None
-    cpu_ns: int | None = None
+    streams_asked: int | None = None
+    interface: str | None = None
+    link_bps: int | None = None
     probe: tuple[Probe, ...] = ()
 
 
@@ -90,7 +94,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A process of the run, and what of its record is missing."""
+    """A process of the run, and what of its record is missing. cores: those it may run on."""
 
     rank: int
     hostname: str = ""
@@ -101,6 +105,7 @@ class Rank:
     clock: Clock = Clock()
     steps_unfinished: int = 0
     events_dropped: int = 0
+    cores: tuple[int, ...] = ()
     transports: tuple[TransportInfo, ...] = ()
 
 
@@ -109,7 +114,8 @@ class Step:
     """One optimizer update on one rank.
 
     forward, optimizer: intervals; modules: (module index, begin, end) of sampled steps; grad_ready: (parameter index,
-    ns) in order of time; waits: (key of the operation or 0, begin, end) in which the training thread was blocked."""
+    ns) in order of time; waits: (key of the operation or 0, begin, end) in which the training thread was blocked;
+    cpu_ns: processor time of all threads of the process."""
 
     rank: int
     index: int
@@ -124,6 +130,7 @@ class Step:
     modules: tuple[tuple[int, int, int], ...] = ()
     grad_ready: tuple[tuple[int, int], ...] = ()
     waits: tuple[tuple[int, int, int], ...] = ()
+    cpu_ns: int | None = None
 
     @property
     def duration_ns(self) -> int:
@@ -218,13 +225,8 @@ class Trace:
 
     def of_rank(self, rank: int) -> Trace:
         """The same run as one rank recorded it."""
-        return replace(
-            self,
-            ranks=tuple(r for r in self.ranks if r.rank == rank),
-            steps=tuple(s for s in self.steps if s.rank == rank),
-            collectives=tuple(c for c in self.collectives if c.rank == rank),
-            faults=tuple(f for f in self.faults if f.rank == rank),
-        )
+        own: dict[str, Any] = {name: tuple(row for row in getattr(self, name) if row.rank == rank) for name in BY_RANK}
+        return replace(self, **own)
 
 
 def merge(parts: Iterable[Trace]) -> Trace:
@@ -235,13 +237,8 @@ def merge(parts: Iterable[Trace]) -> Trace:
     first = all_parts[0]
     if any((part.id, part.size) != (first.id, first.size) for part in all_parts):
         raise ValueError(f"traces of different runs: {', '.join(sorted({part.id for part in all_parts}))}")
-    return replace(
-        first,
-        ranks=tuple(r for p in all_parts for r in p.ranks),
-        steps=tuple(s for p in all_parts for s in p.steps),
-        collectives=tuple(c for p in all_parts for c in p.collectives),
-        faults=tuple(f for p in all_parts for f in p.faults),
-    )
+    rows: dict[str, Any] = {name: tuple(row for part in all_parts for row in getattr(part, name)) for name in BY_RANK}
+    return replace(first, **rows)
 
 
 # Each line of the file after the first is one row: {"step": {...}}.

@@ -21,8 +21,8 @@ LINK_UTILISATION = 0.80
 PROBE_RATIO = 1.30
 # The part of transfer time that does not depend on size.
 LATENCY_SHARE = 0.50
-# Of a core, used by the communication thread.
-HOST_CORE_SHARE = 0.90
+# Of the cores that the ranks of a machine may run on, busy over the whole step.
+CORES_BUSY = 0.90
 # Time before the first forward, of the step.
 INPUT_SHARE = 0.30
 # A gain below this is none.
@@ -250,12 +250,13 @@ def _latency(f: Findings) -> Verdict | None:
 
 
 def _host(f: Findings) -> Verdict | None:
-    if f.cpu_share is None or f.cpu_share < HOST_CORE_SHARE:
+    if f.cores_busy is None or f.cores_busy < CORES_BUSY:
         return None
     return Verdict(
         "HOST_LIMITED",
-        f"The communication thread uses {f.cpu_share:.2f} of a core while data moves.{_keep(f)}",
-        "Give the ranks more cores, or pin fewer threads of the model to them.",
+        f"The ranks of one machine keep {percent(f.cores_busy)} of its cores busy over the whole step, also while "
+        f"communication is exposed.{_keep(f)}",
+        "Give the ranks more cores, or fewer threads to the model.",
     )
 
 

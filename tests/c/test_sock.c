@@ -252,6 +252,15 @@ static void test_interfaces(void) {
     struct nb_error err = {0};
     CHECK(nb_sock_interfaces("=l,nosuch", addrs, names, MAX, &err) == -ENODEV, "an exact name is no prefix");
     CHECK(strstr(err.text, "'=l,nosuch'") != NULL && strstr(err.text, "lo") != NULL, "%s", err.text);
+    // lo has an address of each family nearly everywhere.
+    const char *there = strstr(err.text, "there is: ");
+    CHECK(there != NULL, "%s", err.text);
+    int named = 0;
+    for (const char *at = there + strlen("there is: "); at != NULL; at = strstr(at, ", ")) {
+        at += strncmp(at, ", ", 2) == 0 ? 2 : 0;
+        named += strncmp(at, "lo", 2) == 0 && (at[2] == '\0' || at[2] == ',');
+    }
+    CHECK(named == 1, "each name once: %s", err.text);
 }
 
 int main(void) {

@@ -73,7 +73,8 @@ NATIVE = ("ofi", "tcp")
 class FakeRun:
     """A run of two ranks or more: forward 10 ms, backward 20 ms, two buckets, optimizer 2 ms, as its settings say.
 
-    transfer_ms: by transport, of bucket.0 and bucket.1; late_ms: by rank, a pause before the forward.
+    transfer_ms: by transport, of bucket.0 and bucket.1; late_ms: by rank, a pause before the forward; busy_cores: how
+    many each rank keeps busy; meta, about: what a rank's description, and that of each transport in it, says too.
     """
 
     def __init__(self, folder, size=2, transports=("bare", "stock", "ofi"), **settings):
@@ -96,6 +97,9 @@ class FakeRun:
             "notes": [],
         } | settings.pop("run", {})
         self.probe = settings.pop("probe", [[1, 6_000_000, 100 * MS], [4, 24_000_000, 101 * MS]])
+        self.busy_cores = settings.pop("busy_cores", None)
+        self.meta = settings.pop("meta", {})
+        self.about = settings.pop("about", {})
         assert not settings, settings
 
     def write(self):
@@ -143,6 +147,7 @@ class FakeRun:
                     "probe": self.probe,
                     "clock_offset_ns": self.clock_skew_ns.get(rank, 0),
                 }
+        info = {name: {**told, **self.about.get(name, {})} for name, told in info.items()}
         return {
             "version": 1,
             "rank": rank,
@@ -156,7 +161,7 @@ class FakeRun:
             "transports": info,
             "finished": rank != self.killed,
             "error": None,
-        }
+        } | self.meta
 
     def _step(self, rings, begin, index, block, transport):
         """One step on all ranks; says when it ends."""
@@ -180,8 +185,9 @@ class FakeRun:
     def _bounds(self, ring, rank, span, what):
         index, block, transport = what
         number = self.transports.index(transport)
-        ring.put(self._clock(rank, span[0]), "STEP_BEGIN", index, a=block, b=number, c=int(index % 5 == 0))
-        ring.put(self._clock(rank, span[1]), "STEP_END", index)
+        used = [0 if self.busy_cores is None else int(self.busy_cores * at) for at in span]
+        ring.put(self._clock(rank, span[0]), "STEP_BEGIN", index, a=block, b=number, c=int(index % 5 == 0), d=used[0])
+        ring.put(self._clock(rank, span[1]), "STEP_END", index, d=used[1])
 
     def _rank_step(self, own, rank, what, times):
         index, _, transport = what

@@ -153,6 +153,7 @@ def test_rows_of_every_path_are_right_and_complete_on_loopback() -> None:
         assert row.keys() >= KEYS
         assert row["time_s"].keys() == {"median", "p10", "p90", "n"}
         assert row["bytes"] in (0, 4, 1000000)
+        assert (row["interface"], row["link_bits_per_s"]) == ("lo", None)
     assert "\n".join(said) == found.table()
     assert set(found.head) >= {"machine", "versions", "lab", "ranks"}
 
@@ -355,7 +356,7 @@ def test_two_hosts_see_the_curve_and_the_same_verdict(lab: Lab) -> None:
     table = [line.split() for line in theirs if line.split()[:1] == ["tcp"]]
     assert [row[1] for row in table] == ["1", "2", "4", "8", "16"]
     assert theirs[-1] == ours[-1]
-    assert "one stream moves" in theirs[-1]
+    assert "one tcp stream moves" in theirs[-1]
     # A flow has a quarter of the link: how large the gain comes out is the machine's, that there is one is the lab's.
     assert "leaves a factor of" in theirs[-1]
 
@@ -396,17 +397,52 @@ def test_a_lab_is_verified_and_its_wire_is_counted() -> None:
     assert row["wrong"] == 0
 
 
-def points(*rates: float) -> list[pair.Point]:
-    return [pair.Point("tcp", 2**index, 10**6, 1, rate) for index, rate in enumerate(rates)]
+def points(*rates: float, transport: str = "tcp") -> list[pair.Point]:
+    return [pair.Point(transport, 2**index, 10**6, 1, rate) for index, rate in enumerate(rates)]
 
 
 def test_the_verdict_names_the_fewest_streams_that_are_nearly_the_best() -> None:
     said = pair.verdict(points(1e9, 2e9, 3.9e9, 4e9, 3.8e9))
-    assert "one stream moves 1.00 Gbit/s, 4 streams move 3.90 Gbit/s" in said
+    assert "one tcp stream moves 1.00 Gbit/s; 4 tcp streams move 3.90 Gbit/s" in said
     assert "a factor of 3.9" in said
+    assert "NETBOTTLENECK_TRANSPORT=tcp with NETBOTTLENECK_STREAMS=auto" in said
 
 
 def test_the_verdict_says_so_where_more_streams_buy_nothing() -> None:
     said = pair.verdict(points(9.4e9, 9.5e9, 9.3e9))
-    assert "one stream moves 9.40 Gbit/s" in said
+    assert "one tcp stream moves 9.40 Gbit/s" in said
     assert "more streams buy nothing" in said
+    assert "as stock has it, is as good" in said
+    assert "NETBOTTLENECK_TRANSPORT" not in said
+
+
+def test_the_verdict_advises_no_transport_that_one_plain_stream_outruns() -> None:
+    # Several streams are worth a factor of three to ofi, and one of tcp is faster than all of them.
+    said = pair.verdict([*points(9.4e9, 9.3e9, 9.2e9), *points(2e9, 4e9, 6e9, transport="ofi")])
+    assert "one tcp stream moves 9.40 Gbit/s; one ofi stream moves 2.00 Gbit/s" in said
+    assert "more streams and another transport buy nothing" in said
+    assert "NETBOTTLENECK_TRANSPORT" not in said
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_verdict_advises_the_fastest_of_all_transports(turned: bool) -> None:
+    tcp, ofi = points(3e9, 5e9, 8e9), points(2e9, 4e9, 6e9, transport="ofi")
+    said = pair.verdict([*ofi, *tcp] if turned else [*tcp, *ofi])
+    assert "4 tcp streams move 8.00 Gbit/s" in said
+    assert "a factor of 2.7" in said
+    assert "NETBOTTLENECK_TRANSPORT=tcp with NETBOTTLENECK_STREAMS=auto" in said
+    assert "=ofi" not in said
+
+
+def test_the_verdict_advises_one_stream_where_another_transports_is_as_good_as_any() -> None:
+    said = pair.verdict([*points(3e9, 4e9, 5e9), *points(9e9, 9.1e9, 9.2e9, transport="ofi")])
+    assert "a factor of 3.0" in said
+    assert "NETBOTTLENECK_TRANSPORT=ofi with NETBOTTLENECK_STREAMS=1" in said
+
+
+def test_the_verdict_speaks_of_what_was_measured_where_that_began_with_several_streams() -> None:
+    said = pair.verdict([pair.Point("ofi", 2, 10**6, 1, 2e9), pair.Point("ofi", 8, 10**6, 1, 6e9)])
+    assert said.startswith("2 ofi streams move 2.00 Gbit/s; 8 ofi streams move 6.00 Gbit/s: a job with 2 ofi streams ")
+    said = pair.verdict([pair.Point("ofi", 2, 10**6, 1, 2e9), pair.Point("ofi", 8, 10**6, 1, 2e9)])
+    assert "stock" not in said
+    assert said.endswith("Keep 2 ofi streams.")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
+from conftest import Ranks
 
 from netbottleneck import env
 from netbottleneck.env import settings
@@ -207,6 +209,73 @@ def test_ranks_that_differ_have_different_tags() -> None:
     ]
     assert len({tag, *others}) == 1 + len(others)
     assert "streams=4" in others[1]
+
+
+LOGGING = """
+import logging, sys
+from netbottleneck import job
+if sys.argv[1:] == ["own"]:
+    logging.basicConfig(format="own: %(message)s", level=logging.DEBUG)
+logger = logging.getLogger("netbottleneck")
+job.start()
+logger.debug("a detail"); logger.info("a fact"); logger.warning("a warning")
+job.stop()
+job.start()
+logger.warning("a second job")
+"""
+ALONE = {"NETBOTTLENECK_RANK": "0", "NETBOTTLENECK_SIZE": "1"}
+
+
+def heard(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    whole = {"PYTHONPATH": str(PYTHON), "PATH": "", **ALONE, **environ}
+    command = [sys.executable, "-c", LOGGING, *words]
+    return subprocess.run(command, check=False, env=whole, timeout=15, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({}, ["a warning", "a second job"]),
+        ({"NETBOTTLENECK_LOG_LEVEL": "info"}, ["a fact", "a warning", "a second job"]),
+        ({"NETBOTTLENECK_LOG_LEVEL": "debug"}, ["a detail", "a fact", "a warning", "a second job"]),
+        ({"HOROVOD_LOG_LEVEL": "TRACE"}, ["a detail", "a fact", "a warning", "a second job"]),
+        ({"NETBOTTLENECK_LOG_LEVEL": "error"}, []),
+    ],
+)
+def test_the_log_level_is_the_least_that_is_told(environ: dict[str, str], told: list[str]) -> None:
+    done = heard(environ)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if " a " in line]
+    assert [line.partition(": ")[2] for line in lines] == told
+    assert all(line.startswith(f"[rank 0/1 {platform.node()}] netbottleneck ") for line in lines)
+
+
+def test_at_debug_the_settings_that_are_in_force_are_told_and_no_secret() -> None:
+    word = "correct horse battery"
+    said = heard({"NETBOTTLENECK_LOG_LEVEL": "debug", "NETBOTTLENECK_SECRET": word}).stderr
+    assert "NETBOTTLENECK_SIZE=1 (NETBOTTLENECK_SIZE)" in said
+    assert word not in said
+
+
+def test_a_program_with_handlers_of_its_own_is_told_once_by_these() -> None:
+    said = heard({}, "own").stderr.splitlines()
+    assert said == ["own: a warning", "own: a second job"]
+
+
+def test_the_log_file_is_named_for_host_process_and_rank(ranks: Ranks, tmp_path: Path) -> None:
+    script = "import os\n" + LOGGING + "print(os.getpid())\n"
+    results = ranks(2, script, {"NETBOTTLENECK_LOG_FILE": str(tmp_path / "log.%h.%p.%r")})
+    for result in results:
+        path = tmp_path / f"log.{platform.node()}.{result.stdout.strip()}.{result.rank}"
+        head = f"[rank {result.rank}/2 {platform.node()}] netbottleneck WARNING: "
+        assert path.read_text().splitlines() == [f"{head}a warning", f"{head}a second job"]
+        assert "a warning" not in result.stderr
+
+
+def test_a_log_file_that_cannot_be_opened_is_refused_by_its_variable(tmp_path: Path) -> None:
+    done = heard({"NETBOTTLENECK_LOG_FILE": str(tmp_path / "nowhere" / "log")})
+    assert done.returncode == 1
+    assert f"NETBOTTLENECK_LOG_FILE={tmp_path}/nowhere/log: No such file or directory" in done.stderr
 
 
 def test_these_modules_import_no_torch() -> None:

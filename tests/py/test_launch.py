@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from netbottleneck import launch, rendezvous
+from netbottleneck.channels import Folder, Http, get, private_folder
 from netbottleneck.env import settings
 from netbottleneck.launch import Place, detect, topology
-from netbottleneck.rendezvous import Folder, Http, choose, first_host, get, private_folder
+from netbottleneck.rendezvous import choose, first_host
 
 HOROVOD = {
     "HOROVOD_RANK": "3",
@@ -169,7 +170,7 @@ def test_a_private_folder_is_private_and_forgets_the_dead(tmp_path: Path, monkey
     (path,) = tmp_path.iterdir()
     assert path.stat().st_mode & 0o077 == 0
     code = (
-        "import sys; from pathlib import Path; from netbottleneck.rendezvous import Folder; "
+        "import sys; from pathlib import Path; from netbottleneck.channels import Folder; "
         "Folder(Path(sys.argv[1]), private=True).put('key', b'stale')"
     )
     subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=15)
@@ -296,31 +297,67 @@ def test_without_torch_a_torchrun_job_is_told_what_to_set(monkeypatch: pytest.Mo
 
 
 STORE_RANK = """
-from netbottleneck import rendezvous
 from netbottleneck.env import settings
-from netbottleneck.launch import detect
-import time
-chosen = settings()
-place = detect(chosen)
-def meet(number):
-    channel = rendezvous.choose(chosen, place).channel
-    if place.rank == 0:
-        channel.put(f"job/{number}/address", b"%d" % number)
-    assert rendezvous.get(channel, f"job/{number}/address", time.monotonic() + 10) == b"%d" % number
-    return channel
-for number in range(100):
-    first = meet(number)
+from netbottleneck.launch import barrier, connect, detect
 import torch
 import torch.distributed as dist
-dist.init_process_group("gloo")
-value = torch.ones(2)
-dist.all_reduce(value)
-assert value.tolist() == [2.0, 2.0]
-assert meet(100).name == "torch.distributed's store"
+chosen = settings()
+place = detect(chosen)
+def meet():
+    comm = connect(chosen, place)
+    barrier(comm)
+    comm.close()
+def group():
+    dist.init_process_group("gloo")
+    value = torch.ones(2)
+    dist.all_reduce(value)
+    assert value.tolist() == [2.0, 2.0]
+for _ in range(20):
+    meet()
+for _ in range(3):
+    group()
+    meet()
+    dist.barrier()
+    dist.destroy_process_group()
+    meet()
+group()
 dist.destroy_process_group()
-assert meet(101).name == first.name
 """
 
 
 def test_a_torch_store_serves_many_jobs_and_torch_distributed_beside_them(ranks) -> None:  # type: ignore[no-untyped-def]
     ranks(2, STORE_RANK)
+
+
+STOCK_RANK = """
+import time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from netbottleneck import comm
+from netbottleneck.env import settings
+from netbottleneck.launch import connect, detect
+def threads():
+    names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    return names.count("pt_gloo_runloop")
+chosen = settings()
+place = detect(chosen)
+control = connect(chosen, place)
+dist.init_process_group("gloo")
+deadline = time.monotonic() + 10
+def grown(count):
+    while threads() != count:  # a thread names itself once it runs
+        assert time.monotonic() < deadline, threads()
+grown(2)
+stock = comm.Stock(comm.stock_group(chosen, place, control.exchange), place.size, None, owned=True)
+stock.barrier()
+grown(4)
+stock.close()
+assert threads() == 2, threads()
+control.close()
+dist.destroy_process_group()
+"""
+
+
+def test_the_threads_of_a_stock_group_end_with_it(ranks) -> None:  # type: ignore[no-untyped-def]
+    ranks(2, STOCK_RANK)

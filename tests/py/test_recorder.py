@@ -1,12 +1,13 @@
 """Rings become a trace: formats, clocks, ranks that were killed."""
 
 import json
+import os
 import re
 from pathlib import Path
 
 import pytest
 
-from netbottleneck import recorder, rings
+from netbottleneck import recorder, records, rings
 from ringwriter import BUCKETS, MS, FakeRun, RingWriter
 
 EVENT_H = Path(__file__).parents[2] / "csrc" / "trace" / "event.h"
@@ -291,3 +292,70 @@ def test_what_is_no_run_is_refused(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps({"version": 1, "size": 2, "transports": ["stock"]}))
     with pytest.raises(FileNotFoundError, match="no rank"):
         recorder.load(tmp_path)
+
+
+TWO_SESSIONS = """
+import sys
+from pathlib import Path
+from netbottleneck import env, job
+from netbottleneck.session import open_session
+
+def measured(steps):
+    session = open_session(env.settings({"transports": "tcp", "start_step": 0}))
+    for _ in range(steps):
+        session.begin()
+        session.end()
+    session.close()
+    session.collect()
+    job.stop()
+    return session.folder
+
+print(measured(2))
+print(measured(3))
+"""
+
+
+def test_a_folder_that_holds_a_run_is_left_as_it_is_and_the_next_run_goes_below(ranks, tmp_path):
+    run = tmp_path / "run"
+    folders = [run, run / "2", run / "3", run / "4"]
+    alone = {
+        name: "" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
+    alone |= {"NETBOTTLENECK_SIZE": "2", "NETBOTTLENECK_RENDEZVOUS": str(tmp_path), "NETBOTTLENECK_DIR": str(run)}
+    for time in range(2):
+        results = ranks(2, TWO_SESSIONS, lambda rank: {**alone, "NETBOTTLENECK_RANK": str(rank)})
+        for result in results:
+            assert result.stdout.split() == [str(folder) for folder in folders[2 * time : 2 * time + 2]]
+        assert f"NETBOTTLENECK_DIR={run} holds a run already: this one goes to {run}/" in results[0].stderr
+    found = [recorder.load(folder) for folder in folders]
+    assert [len([s for s in trace.steps if s.rank == 1]) for trace in found] == [2, 3, 2, 3]
+    for rank in found[0].ranks:
+        assert (rank.transports[0].streams_asked, rank.cores) == (0, tuple(sorted(os.sched_getaffinity(0))))
+    assert all(step.cpu_ns is not None and step.cpu_ns >= 0 for trace in found for step in trace.steps)
+    assert [trace.id for trace in found] == ["run", "run-2", "run-3", "run-4"]
+    assert [sorted(path.name for path in folder.glob("ranks/*")) for folder in folders[1:]] == 3 * [
+        sorted(path.name for path in run.glob("ranks/*"))
+    ]
+
+
+class OtherHost:
+    """Rank 1's side of a job whose rank 0, on a host of its own, finds every folder free."""
+
+    rank = 1
+
+    def __init__(self, wanted):
+        self.wanted = wanted
+        self.said = []
+
+    def exchange(self, mine):
+        self.said.append(mine)
+        return [b"1" if len(mine) == 1 else str(self.wanted).encode().ljust(len(mine)), mine]
+
+
+def test_a_folder_in_which_another_hosts_rank_finds_records_of_its_own_is_not_free(tmp_path):
+    left = tmp_path / "run" / "ranks" / "1.train.ring"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"kept")
+    comm = OtherHost(tmp_path / "run")
+    assert records.claim(comm, tmp_path / "else") == tmp_path / "run" / "2"
+    assert comm.said[1:] == [b"0", b"1"]

@@ -64,6 +64,50 @@ def test_what_is_not_known_is_left_out(tmp_path):
     assert found.summary["bandwidth"]["stock"]["wire_bits_per_s"] is None
 
 
+@pytest.mark.parametrize(
+    ("transports", "asked", "words_of_it"),
+    [
+        (("bare", "stock"), None, "not probed (transport stock only)"),
+        (("stock", "ofi"), 4, "not probed (streams fixed by NETBOTTLENECK_STREAMS=4)"),
+        (("tcp",), 4, "not probed (streams fixed by NETBOTTLENECK_STREAMS=4)"),
+        (("stock", "ofi"), 0, "not probed (no transfer was large enough)"),
+        (("stock", "ofi"), None, "not probed (the record does not tell why)"),
+    ],
+)
+def test_why_nothing_was_probed_is_said_as_it_is(tmp_path, transports, asked, words_of_it):
+    about = {name: {"streams_asked": asked} for name in transports if name in ("tcp", "ofi")}
+    found = Run(FakeRun(tmp_path, transports=transports, blocks=2, probe=[], about=about).write())
+    assert words_of_it in " ".join(found.text.split())
+    assert words_of_it in html.page(found.findings, found.verdict)
+
+
+def rated(folder, bps, **settings):
+    about = {"stock": {"interface": "eth0", "link_bps": bps}}
+    return Run(FakeRun(folder, transports=("stock",), blocks=2, run={"network": None}, about=about, **settings).write())
+
+
+def test_the_rating_of_the_interface_stands_beside_what_was_achieved(tmp_path):
+    found = rated(tmp_path / "known", 10**9)
+    (told,) = found.summary["ranks"][1]["transports"]
+    assert (told["interface"], told["link_bits_per_s"]) == ("eth0", 10**9)
+    achieved = found.findings.achieved["stock"].active_bps
+    assert found.summary["bandwidth"]["stock"]["active_utilization"] == pytest.approx(achieved / 1e9)
+    assert "the link is 1.00 Gbit/s, by its interface's rating" in " ".join(found.text.split())
+    check_schema(found.summary)
+    unknown = rated(tmp_path / "unknown", None)
+    assert "link unknown" in unknown.text
+    assert unknown.summary["ranks"][1]["transports"][0]["link_bits_per_s"] is None
+
+
+def test_ranks_of_one_host_are_not_measured_against_its_interface(tmp_path):
+    assert rated(tmp_path, 10**9, meta={"host_id": "one"}).findings.link_bps is None
+
+
+def test_a_network_that_was_given_counts_more_than_a_rating(tmp_path):
+    about = {"stock": {"interface": "eth0", "link_bps": 10**11}}
+    assert Run(FakeRun(tmp_path, blocks=3, about=about).write()).findings.link_bps == 2e9
+
+
 def test_active_and_average_use_of_the_link_stand_together(run):
     for found in run.summary["bandwidth"].values():
         assert found["active_utilization"] >= found["average_utilization"] > 0

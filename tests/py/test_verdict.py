@@ -135,9 +135,35 @@ def test_time_that_does_not_depend_on_size_is_latency(unexplained):
     assert verdict.decide(replace(unexplained, latency_share=0.4)).code == "INCONCLUSIVE"
 
 
-def test_a_busy_communication_thread_is_a_host_limit(unexplained):
-    assert verdict.decide(replace(unexplained, cpu_share=0.95)).code == "HOST_LIMITED"
-    assert verdict.decide(replace(unexplained, cpu_share=0.5)).code == "INCONCLUSIVE"
+@pytest.mark.parametrize(
+    ("busy_cores", "meta", "share", "code"),
+    [
+        (1.9, {"cores": [2, 3]}, 0.95, "HOST_LIMITED"),  # a machine each
+        (1.0, {"cores": [2, 3]}, 0.5, "INCONCLUSIVE"),
+        (1.0, {"cores": [2, 3], "hostname": "one machine"}, 1.0, "HOST_LIMITED"),
+        (1.9, {}, None, "INCONCLUSIVE"),  # ranks do not tell of their cores
+        (None, {"cores": [2, 3]}, None, "INCONCLUSIVE"),  # nor of their processor time
+    ],
+)
+def test_a_machine_whose_cores_are_all_busy_is_a_host_limit(tmp_path, busy_cores, meta, share, code):
+    fast = {"how": "a lab", "link_bps": 1e10}
+    numbers = found(
+        tmp_path,
+        transports=("stock",),
+        blocks=1,
+        block_steps=12,
+        busy_cores=busy_cores,
+        meta=meta,
+        run={"network": fast},
+    )
+    assert numbers.cores_busy == (None if share is None else pytest.approx(share, rel=1e-3))
+    assert verdict.decide(numbers).code == code
+
+
+def test_a_simulated_step_keeps_no_core_busy(tmp_path):
+    run = recorder.load(FakeRun(tmp_path, blocks=3, busy_cores=1.9, meta={"cores": [2, 3]}).write())
+    assert findings.find(run).cores_busy is not None
+    assert findings.find(replace(run, origin="simulated")).cores_busy is None
 
 
 def test_a_share_on_both_sides_of_the_least_is_inconclusive(unexplained):

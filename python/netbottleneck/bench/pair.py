@@ -24,7 +24,6 @@ from netbottleneck.bench.paths import missing
 from netbottleneck.env import Settings
 from netbottleneck.errors import Error
 from netbottleneck.units import gbit
-from netbottleneck.units import streams as in_words
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -37,7 +36,8 @@ LEAST_BYTES = 10**6
 BUDGET_S = 50.0  # for all measurements together
 POINT_S = 2.0  # what one may take where all-reduces are short
 WAIT_S = 600.0  # how long the listening side waits for the other
-NOTEWORTHY = 1.15  # gain of several streams over one from which the verdict names it
+NOTEWORTHY = 1.15  # gain over one plain stream from which the verdict names it
+NEARLY = 0.95  # of the best, that fewer streams need to be preferred
 
 Say = Callable[[str], None]
 
@@ -172,29 +172,59 @@ class Pair:
 
 
 def verdict(points: Sequence[Point]) -> str:
-    """Return the sentences: one stream against the best number of streams, by transport."""
-    said = []
-    for transport in dict.fromkeys(point.transport for point in points):
-        curve = [point for point in points if point.transport == transport]
-        one, most = curve[0], max(curve, key=lambda point: point.bits_per_s)
-        # The fewest that are nearly the best.
-        best = next(point for point in curve if point.bits_per_s >= 0.95 * most.bits_per_s)
-        gain = best.bits_per_s / one.bits_per_s
-        head = f"{transport}: {_first(one)} {gbit(one.bits_per_s)}"
-        if best is one or gain < NOTEWORTHY:
-            tail = f"; the best of {len(curve)} counts {gbit(most.bits_per_s)}: more streams buy nothing here."
-        else:
-            tail = (
-                f", {in_words(best.streams)} move {gbit(best.bits_per_s)}: a job with one connection for each peer "
-                f"leaves a factor of {gain:.1f} of this network unused. NETBOTTLENECK_TRANSPORT={transport} with "
-                f"NETBOTTLENECK_STREAMS=auto takes it."
-            )
-        said.append(head + tail)
-    return "\n".join(said)
+    """Return the sentence: the fewest streams of each transport against the best of all that was measured.
+
+    What a job has without us is one plain connection: tcp's fewest streams, or where tcp was not measured the best of
+    the others' fewest.
+    """
+    curves = {name: [p for p in points if p.transport == name] for name in dict.fromkeys(p.transport for p in points)}
+    fewest = [_fewest(curve) for curve in curves.values()]
+    top, single = _fastest(points), _fastest(fewest)
+    plain = next((point for point in fewest if point.transport == "tcp"), single)
+    head = "; ".join(map(_moved, fewest))
+    if top.bits_per_s < NOTEWORTHY * plain.bits_per_s:
+        other = "" if len(curves) == 1 else " and another transport"
+        return (
+            f"{head}; the best of {len(points)} measurements is {gbit(top.bits_per_s)} ({_amount(top)}): "
+            f"more streams{other} buy nothing here. {_keep(plain)}"
+        )
+    best, lanes = single, str(single.streams)
+    if top.bits_per_s >= NOTEWORTHY * single.bits_per_s:
+        best, lanes = _fewest([p for p in curves[top.transport] if p.bits_per_s >= NEARLY * top.bits_per_s]), "auto"
+    gain = best.bits_per_s / plain.bits_per_s
+    who = "a job with one plain connection for each peer" if _like_stock(plain) else f"a job with {_amount(plain)}"
+    moved = "" if best in fewest else f"; {_moved(best)}"
+    return (
+        f"{head}{moved}: {who} leaves a factor of {gain:.1f} of this network unused. "
+        f"NETBOTTLENECK_TRANSPORT={best.transport} with NETBOTTLENECK_STREAMS={lanes} takes it."
+    )
 
 
-def _first(point: Point) -> str:
-    return "one stream moves" if point.streams == 1 else f"{in_words(point.streams)} move"
+def _fewest(points: Sequence[Point]) -> Point:
+    return min(points, key=lambda point: point.streams)
+
+
+def _fastest(points: Sequence[Point]) -> Point:
+    return max(points, key=lambda point: point.bits_per_s)
+
+
+def _like_stock(point: Point) -> bool:
+    return (point.transport, point.streams) == ("tcp", 1)
+
+
+def _keep(plain: Point) -> str:
+    if _like_stock(plain):
+        return "One plain connection, as stock has it, is as good."
+    return f"Keep {_amount(plain)}."
+
+
+def _amount(point: Point) -> str:
+    """1 of tcp: "one tcp stream"."""
+    return f"one {point.transport} stream" if point.streams == 1 else f"{point.streams} {point.transport} streams"
+
+
+def _moved(point: Point) -> str:
+    return f"{_amount(point)} {'moves' if point.streams == 1 else 'move'} {gbit(point.bits_per_s)}"
 
 
 def _interface(address: str, rank: int) -> str | None:

@@ -105,6 +105,8 @@ class Gloo:
 
     def close(self) -> None:
         self._tensor = None
+        group, self._group = self._group, None
+        comm.leave_group(group)
 
 
 def missing(transport: str, settings: Settings) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck import env, launch
+from netbottleneck import env, launch, monitor
 from netbottleneck.bench.data import DTYPES, Data
 from netbottleneck.bench.paths import Native, Path, missing, open_stock
 from netbottleneck.bench.request import Request
@@ -106,7 +106,8 @@ class Rank:
             row = Samples(samples[:, index], count, kind.itemsize, self.counts_wire()).row()
             head = {"transport": path.name, "streams": path.streams or "auto", "op": "allreduce"}
             head |= {"redop": self.request.op, "dtype": self.request.dtype, "ranks": self.place.size}
-            self._emit({"row": {**head, **row, **path.info()}})
+            wire = {"interface": self._interface(), "link_bits_per_s": monitor.link_bps(self._interface())}
+            self._emit({"row": {**head, **row, **path.info(), **wire}})
 
     def counts_wire(self) -> bool:
         """Whether this rank reports its host's interface: an interface that is no loopback, one rank a host."""
@@ -170,7 +171,7 @@ def main() -> int:
         rank = str(place.rank)
         Rank(Request.from_json(json.loads(sys.argv[1])), settings, place, emit).run()
     except (OSError, ValueError, RuntimeError, ImportError) as error:
-        if os.environ.get("NETBOTTLENECK_LOG_LEVEL") in ("debug", "trace"):
+        if os.environ.get("NETBOTTLENECK_LOG_LEVEL", "").lower() in ("debug", "trace"):
             raise
         sys.stderr.write(f"rank {rank}: {getattr(error, 'strerror', None) or error}\n")
         return 1

@@ -113,6 +113,9 @@ def _ranks(trace: Trace) -> list[dict[str, Any]]:
                     "streams_used": info.streams_used,
                     "bytes_out": info.bytes_out,
                     "bytes_in": info.bytes_in,
+                    "streams_asked": info.streams_asked,
+                    "interface": info.interface,
+                    "link_bits_per_s": info.link_bps,
                 }
                 for info in rank.transports
             ],
@@ -192,6 +195,7 @@ def summary(findings: Findings, verdict: Verdict) -> dict[str, Any]:
         if predicted_ns is None
         else {"full_use_step_at_most_s": predicted_ns / 1e9, "formula": FORMULA},
         "latency_share": findings.latency_share,
+        "cores_busy": findings.cores_busy,
         "layers": _layers(findings),
         "ranks": _ranks(trace),
         "faults": _faults(trace),

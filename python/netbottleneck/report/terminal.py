@@ -12,7 +12,7 @@ from rich.text import Text
 
 from netbottleneck.findings import Findings, Parts
 from netbottleneck.layers import Layer
-from netbottleneck.report.words import MEANING, sentences, warnings
+from netbottleneck.report.words import MEANING, sentences, warnings, why_not_probed
 from netbottleneck.trace import PSEUDO
 from netbottleneck.units import gbit, ms, nbytes, percent
 from netbottleneck.verdict import Verdict
@@ -93,8 +93,9 @@ def _layer_table(findings: Findings) -> tuple[str, Table]:
 
 def _bandwidth_table(findings: Findings) -> tuple[str, Table]:
     link = findings.link_bps
-    title = f"Achieved, busbw one way ({findings.label})" + (
-        f"; the link is {gbit(link)}" if link else "; link unknown"
+    rated = "" if findings.trace.network else ", by its interface's rating"
+    title = f"Achieved, busbw one way ({findings.label}); " + (
+        f"the link is {gbit(link)}{rated}" if link else "link unknown"
     )
     table = _table("transport", "in transfer", "p10-p90", "over the step", *(("of link",) if link else ()))
     for name, found in findings.achieved.items():
@@ -112,7 +113,7 @@ def _bandwidth_table(findings: Findings) -> tuple[str, Table]:
 def _probe_line(findings: Findings) -> str:
     can = findings.achievable
     if can is None:
-        return "Achievable: not probed (transport stock only)."
+        return f"Achievable: not probed ({why_not_probed(findings)})."
     points = ", ".join(f"{count}: {gbit(rate)}" for count, rate in can.points)
     return f"Achievable by streams ({findings.label}, probe over {can.transport}): {points}."
 

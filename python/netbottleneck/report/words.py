@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from netbottleneck.findings import Findings
-from netbottleneck.trace import BARE, NULL, SINGLE, Rank
+from netbottleneck.trace import BARE, NULL, PSEUDO, SINGLE, Rank
 from netbottleneck.units import gbit, ms, percent, streams
 from netbottleneck.verdict import best_gain, handicap_sentence, stock_is_as_good
 
 # A rank that makes the others wait less than this part of the step is not named.
 LATE_SHARE_MIN = 0.01
+# Transports whose streams are ours.
+NATIVE = ("tcp", "ofi")
 # What stands in a list of transports and is none.
 MEANING: Mapping[str, str] = {BARE: "the untouched script", SINGLE: "one rank alone", NULL: "nothing moves"}
 
@@ -43,6 +45,22 @@ def _bandwidth(findings: Findings, base: str) -> list[str]:
     if can is None:
         return [f"{moved} ({label})."]
     return [f"{moved} ({label}); these hosts can do {gbit(can.best[1])} with {streams(can.best[0])} ({label})."]
+
+
+def why_not_probed(findings: Findings) -> str:
+    """Why nothing is known of what other numbers of streams would reach."""
+    infos = [i for rank in findings.trace.ranks for i in rank.transports if i.name in NATIVE]
+    if findings.trace.origin != "measured":
+        return "a simulated run has no probe"
+    if not infos:
+        names = [name for name in findings.trace.transports if name not in PSEUDO]
+        return f"transport {', '.join(names) or 'none'} only"
+    fixed = sorted({i.streams_asked for i in infos if i.streams_asked})
+    if fixed:
+        return f"streams fixed by NETBOTTLENECK_STREAMS={', '.join(map(str, fixed))}"
+    if all(i.streams_asked == 0 for i in infos):
+        return "no transfer was large enough"
+    return "the record does not tell why"
 
 
 def _comparison(findings: Findings) -> list[str]:

@@ -125,7 +125,7 @@ def _network(study: Study, lab: Lab, args: argparse.Namespace, teller: Teller, *
     outcomes = {task.folder: outcome for task, outcome in zip(asked, _followed(lab, asked, teller), strict=True)}
     tuned = _tuned(lab, tasks, args, teller)
     for task in tasks:
-        run = Run(task.folder)
+        run = Run(outcomes[task.folder].folder)
         run.write_all()
         found = Found(text, task.job, run, outcomes[task.folder])
         found.again = outcomes[alone.folder] if alone and task is tasks[0] else None
@@ -152,8 +152,8 @@ def _tuned(lab: Lab, tasks: Sequence[Task], args: argparse.Namespace, teller: Te
     if task is None or not lab.spec.flow_bps or args.quick:
         return None
     alone = replace(task, arms=("stock",), folder=f"{task.folder}-stock-x4", alone=0, exact_steps=TUNED_STEPS)
-    _followed(lab, [alone], teller, {"GLOO_SOCKET_IFNAME": ",".join([lab.interface] * 4)})
-    run = Run(alone.folder)
+    (outcome,) = _followed(lab, [alone], teller, {"GLOO_SOCKET_IFNAME": ",".join([lab.interface] * 4)})
+    run = Run(outcome.folder)
     run.write_all()
     return run
 

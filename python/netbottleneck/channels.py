@@ -1,0 +1,187 @@
+"""Where ranks leave keys for each other before they are connected: a folder, a launcher's server, a torch store."""
+
+import contextlib
+import hashlib
+import http.client
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+ADVICE = "set NETBOTTLENECK_MASTER=HOST:PORT, rank 0's address, and NETBOTTLENECK_SECRET on all ranks"
+
+
+class Channel(Protocol):
+    """Keys and values that all ranks of a job see, and nobody else is meant to."""
+
+    name: str
+
+    def put(self, key: str, value: bytes) -> None:
+        """Leave a value for all."""
+
+    def look(self, key: str) -> bytes | None:
+        """Return the value, or None where there is none yet. Never blocks for long."""
+
+    def forget(self, key: str) -> None:
+        """Drop a key that this rank put, where that can be done."""
+
+    def close(self) -> None:
+        """Let go of what this rank holds open: called once, when all ranks have met."""
+
+
+def get(channel: Channel, key: str, deadline: float) -> bytes:
+    """Wait for a key until `deadline` (time.monotonic()); TimeoutError names the key and the channel."""
+    pause = 0.002
+    while (value := channel.look(key)) is None:
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"nobody left {key} at {channel.name} in time")
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.1)
+    return value
+
+
+class Folder:
+    """A directory. `private`: others on this machine must not read it, and what a dead process left does not count."""
+
+    def __init__(self, path: Path, private: bool = False) -> None:
+        self.name = str(path)
+        self._path = path
+        self._private = private
+        path.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
+        if private:
+            found = path.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+                raise PermissionError(f"{path} is not a folder of this user alone: remove it, or {ADVICE}")
+
+    def put(self, key: str, value: bytes) -> None:
+        """Leave a value for all, whole or not at all."""
+        target = self._path / key.replace("/", ".")
+        # Rank 0 removes an empty private folder, perhaps just now.
+        self._path.mkdir(mode=0o700 if self._private else 0o777, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=self._path, prefix=".", delete=False) as file:
+            file.write((_process(os.getpid()) or b"") + b"\n" + value if self._private else value)
+        Path(file.name).replace(target)
+
+    def look(self, key: str) -> bytes | None:
+        """Return the value, or None."""
+        try:
+            value = (self._path / key.replace("/", ".")).read_bytes()
+        except FileNotFoundError:
+            return None
+        if not self._private:
+            return value
+        writer, _, value = value.partition(b"\n")
+        return value if writer == _process(int(writer.split(b" ")[0])) else None
+
+    def forget(self, key: str) -> None:
+        """Drop a key."""
+        (self._path / key.replace("/", ".")).unlink(missing_ok=True)
+        if self._private:
+            with contextlib.suppress(OSError):
+                self._path.rmdir()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _process(pid: int) -> bytes | None:
+    """Return "pid start" of a live process: no two processes ever share it between two boots."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return b"%d %s" % (pid, fields[19])
+
+
+def private_folder(what: str) -> Folder:
+    """Return the folder of this user that belongs to `what`, such as a launcher's name for its job."""
+    digest = hashlib.sha256(what.encode()).hexdigest()[:16]
+    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    return Folder(base / f"netbottleneck-{os.getuid()}-{digest}", private=True)
+
+
+class Http:
+    """The key-value server of horovodrun: PUT and GET of /scope/key, 404 for what is not there."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.name = f"http://{host}:{port}"
+        self._to = (host, port)
+
+    def _ask(self, method: str, key: str, body: bytes | None = None) -> tuple[int, bytes]:
+        scope, _, name = key.rpartition("/")
+        connection = http.client.HTTPConnection(*self._to, timeout=10)
+        try:
+            connection.request(method, f"/{scope.replace('/', '.')}/{name}", body)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        except OSError as error:
+            raise ConnectionError(f"the launcher's rendezvous at {self.name} does not answer: {error}") from error
+        finally:
+            connection.close()
+
+    def put(self, key: str, value: bytes) -> None:
+        """Leave a value for all."""
+        status, _ = self._ask("PUT", key, value)
+        if status != http.client.OK:
+            raise ConnectionError(f"the launcher's rendezvous at {self.name} answers {status} to PUT {key}")
+
+    def look(self, key: str) -> bytes | None:
+        """Return the value, or None."""
+        status, value = self._ask("GET", key)
+        if status not in (http.client.OK, http.client.NOT_FOUND):
+            raise ConnectionError(f"the launcher's rendezvous at {self.name} answers {status} to GET {key}")
+        return value if status == http.client.OK else None
+
+    def forget(self, key: str) -> None:
+        """The server dies with the job."""
+
+    def close(self) -> None:
+        """Every request had a connection of its own."""
+
+
+class Store:
+    """A torch.distributed store. `reach` connects to it, also a second time.
+
+    The server at MASTER_PORT may be one on its way out, of a group that rank 0 is just giving up: a connection that
+    breaks is made again, and what this rank left there is left once more.
+    """
+
+    def __init__(self, reach: Callable[[], Any], name: str) -> None:
+        self.name = name
+        self._reach = reach
+        self._store = reach()
+        self._left: dict[str, bytes] = {}
+
+    def _ask(self, question: Callable[[Any], Any]) -> Any:
+        try:
+            return question(self._store)
+        except RuntimeError:
+            self._store = None  # the port is free before the next attempt
+            self._store = self._reach()
+            for key, value in self._left.items():
+                self._store.set(key, value)
+            return question(self._store)
+
+    def put(self, key: str, value: bytes) -> None:
+        """Leave a value for all."""
+        self._ask(lambda store: store.set(key, value))
+        self._left[key] = value
+
+    def look(self, key: str) -> bytes | None:
+        """Return the value, or None."""
+        return self._ask(lambda store: bytes(store.get(key)) if store.check([key]) else None)  # type: ignore[no-any-return]
+
+    def forget(self, key: str) -> None:
+        """Drop a key."""
+        self._ask(lambda store: store.delete_key(key))
+        self._left.pop(key, None)
+
+    def close(self) -> None:
+        """Close the connection, and the server where this rank opened it.
+
+        The port is then free for torch.distributed, which expects no keys of an earlier group in its store.
+        """
+        self._store = None

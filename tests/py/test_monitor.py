@@ -1,0 +1,64 @@
+"""What a host says of its interfaces: a rating where a device gives it, nothing where none does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from netbottleneck import launch, monitor
+from netbottleneck.env import settings
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """A host with a device eth0, a VLAN above it, and a virtual veth0 that calls itself fast. Speeds in Mbit/s."""
+    for name in ("eth0", "eth0.7", "veth0"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "eth0" / "device").mkdir()
+    (tmp_path / "eth0.7" / "lower_eth0").symlink_to(tmp_path / "eth0")
+    speeds = {"eth0": 25_000, "eth0.7": 25_000, "veth0": 10_000}
+    monkeypatch.setattr(monitor, "_INTERFACES", tmp_path)
+    monkeypatch.setattr(
+        psutil, "net_if_stats", lambda: {name: SimpleNamespace(speed=speed) for name, speed in speeds.items()}
+    )
+    return speeds
+
+
+@pytest.mark.parametrize(("name", "bps"), [("eth0", 25 * 10**9), ("eth0.7", 25 * 10**9), ("veth0", None), ("no", None)])
+def test_only_what_lies_on_a_device_has_a_rating(host: dict[str, int], name: str, bps: int | None) -> None:
+    assert monitor.link_bps(name) == bps
+
+
+@pytest.mark.parametrize("speed", [0, -1, 65535 << 16])
+def test_a_device_that_does_not_know_its_speed_has_none(host: dict[str, int], speed: int) -> None:
+    host["eth0"] = speed
+    assert monitor.link_bps("eth0") is None
+
+
+def test_loopback_has_none() -> None:
+    assert monitor.wire(settings({"ifname": "=lo", "streams": 4}, {}), "tcp") == {
+        "streams_asked": 4,
+        "interface": "lo",
+        "link_bps": None,
+    }
+
+
+def test_an_interface_is_named_only_where_it_is_sure(host: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [("eth0", "192.0.2.1")]
+    monkeypatch.setattr(launch, "core", lambda: SimpleNamespace(interfaces=lambda _: there))
+    only = monitor.wire(settings(environ={}), "ofi")
+    assert only == {"streams_asked": 0, "interface": "eth0", "link_bps": 25 * 10**9}
+    there.append(("veth0", "198.51.100.1"))
+    assert monitor.wire(settings(environ={}), "ofi")["interface"] is None
+
+
+def test_stock_uses_what_gloo_was_told(host: dict[str, int]) -> None:
+    told = monitor.wire(settings(environ={}), "stock", {"GLOO_SOCKET_IFNAME": "eth0,eth0"})
+    assert told == {"streams_asked": None, "interface": "eth0", "link_bps": 25 * 10**9}
+
+
+def test_nothing_moves_over_no_interface() -> None:
+    assert set(monitor.wire(settings(environ={}), "null").values()) == {None}

@@ -15,9 +15,7 @@
 #include "transport/transport.h"
 
 enum {
-    UNGRANTED_RUNS = 8, // looked at before a lane gives up on a flow
-    TAIL_LARGE = 64 * 1024,
-    TAIL_SMALL = 16 * 1024
+    UNGRANTED_RUNS = 8 // looked at before a lane gives up on a flow
 };
 
 static struct path *path_of(struct nb_lanes *lanes, int peer, int lane) {
@@ -44,24 +42,6 @@ static void flow_moved(struct nb_flow *flow, int lane, size_t bytes) {
 static void flow_finish(struct nb_flow *flow) {
     nb_list_remove(&flow->link);
     flow->ops->finished(flow);
-}
-
-// The largest segment that is worth its length now: near the end short ones, so that a slow lane cannot hold it.
-static size_t segment_now(const struct nb_lanes *lanes, const struct peer *peer) {
-    size_t lanes_n = (size_t)lanes->used;
-    size_t left = 0;
-    if (lanes_n == 1) {
-        return lanes->config.segment_bytes;
-    }
-    NB_LIST_EACH(it, &peer->out) {
-        const struct nb_flow *flow = NB_CONTAINER(it, struct nb_flow, link);
-        left += flow->left * flow->block_bytes;
-        if (left >= 2 * lanes_n * lanes->config.segment_bytes) {
-            return lanes->config.segment_bytes;
-        }
-    }
-    size_t tail = left >= 2 * lanes_n * TAIL_LARGE ? TAIL_LARGE : TAIL_SMALL;
-    return tail < lanes->config.segment_bytes ? tail : lanes->config.segment_bytes;
 }
 
 // Available blocks from `first` on that may travel as one segment.
@@ -123,7 +103,7 @@ static void flow_untake(struct nb_flow *flow, const struct nb_frame *frame) {
 }
 
 static bool peer_take(struct nb_lanes *lanes, struct peer *peer, int lane, struct nb_request *req) {
-    size_t segment = segment_now(lanes, peer);
+    size_t segment = nb_pace_segment(lanes, peer, lane);
     NB_LIST_EACH(it, &peer->out) {
         struct nb_flow *flow = NB_CONTAINER(it, struct nb_flow, link);
         if (flow->available > 0 && flow_take(lanes, flow, lane, segment, req)) {
@@ -149,10 +129,10 @@ static bool path_pull(struct nb_lanes *lanes, struct peer *peer, int lane) {
     if (took) {
         struct nb_flow *flow = req->owner;
         path->idle = req->next;
-        path->in_flight += req->frame.bytes;
+        nb_pace_posted(path, req->frame.bytes);
         int rc = lanes->lane[lane]->ops->post(lanes->lane[lane], req);
         if (rc < 0) {
-            path->in_flight -= req->frame.bytes;
+            nb_pace_refused(path, req->frame.bytes);
             req->next = path->idle;
             path->idle = req;
             nb_grants_unuse(lanes, flow, req);
@@ -185,7 +165,7 @@ static void up_sent(void *ctx, struct nb_lane *lane, struct nb_request *req, int
     struct nb_flow *flow = req->owner;
     struct nb_frame frame = req->frame;
     int peer = req->peer;
-    path->in_flight -= frame.bytes;
+    nb_pace_sent(path, frame.bytes);
     req->owner = NULL;
     req->next = path->idle;
     path->idle = req;

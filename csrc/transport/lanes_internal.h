@@ -30,6 +30,11 @@ struct path {
     bool pulling; // no recursion through sent()
     bool placing_scratch;
     size_t in_flight; // bytes
+    struct pace {
+        int64_t since_ns; // of the present spell of work
+        size_t bytes;     // that were sent in it
+        double rate;      // bytes per ns; 0: not known yet
+    } pace;
     struct nb_request *requests;
     struct nb_request *idle;
     struct nb_flow *placing; // STREAM: the flow of the segment that is being read
@@ -71,6 +76,13 @@ int nb_lanes_check(const struct nb_lanes *lanes, const struct nb_flow *flow, con
 // Hands an RMA arrival that was checked to its flow.
 void nb_lanes_arrived(struct nb_lanes *lanes, struct nb_flow *flow, int lane, const struct nb_frame *frame,
                       const void *data);
+
+// pace.c: how fast each lane delivers, and how much it may take at once.
+void nb_pace_posted(struct path *path, size_t bytes);
+void nb_pace_refused(struct path *path, size_t bytes);
+void nb_pace_sent(struct path *path, size_t bytes);
+// The largest segment that is worth its length on this lane now.
+size_t nb_pace_segment(const struct nb_lanes *lanes, const struct peer *peer, int lane);
 
 // grants.c. On STREAM lanes each of these does nothing (use: true).
 void nb_grants_init(struct nb_lanes *lanes);

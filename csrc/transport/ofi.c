@@ -1,11 +1,4 @@
 // Drives one libfabric endpoint: its peers, the writes under way, and what its completion queue says.
-#include "base/error.h"
-#include "base/list.h"
-#include "base/loop.h"
-#include "transport/ofi_lib.h"
-#include "transport/transport.h"
-#include <stddef.h>
-#include <stdint.h>
 #ifdef NB_HAVE_OFI
 
 #include "transport/ofi.h"
@@ -14,14 +7,21 @@
 #include <rdma/fi_cm.h>
 #include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
+#include <stddef.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/error.h"
+#include "base/list.h"
+#include "base/loop.h"
 #include "transport/ofi_lane.h"
+#include "transport/ofi_lib.h"
+#include "transport/transport.h"
 
 // A lane's address, as a peer gets it. Both sides are of one byte order, as all of the job is.
-enum { ADDRESS_MAGIC = 0x31626f6e, NAME_MAX_BYTES = 104, PROGRESS_ROUNDS = 8 };
+enum { ADDRESS_MAGIC = 0x31626f6e, NAME_MAX_BYTES = 104, PROGRESS_ROUNDS = 8, ARMED_ROUNDS = 16 };
 
 struct address {
     uint32_t magic;
@@ -137,6 +137,7 @@ static int peer_open(struct nb_lane *base, int peer, const unsigned char *addr, 
     nb_ofi_token(lane, peer, to->token);
     to->open = true;
     lane->held_ready = !nb_list_empty(&lane->held);
+    lane->armed = false;
     return 0;
 }
 
@@ -159,6 +160,7 @@ static void peer_close(struct nb_lane *base, int peer) {
 static int post(struct nb_lane *base, struct nb_request *request) {
     struct nb_ofi_lane *lane = nb_ofi_lane_of(base);
     int rc = nb_ofi_peer_check(lane, request->peer);
+    lane->armed = false;
     if (rc < 0) {
         return rc;
     }
@@ -295,9 +297,9 @@ static void tell_writable(struct nb_ofi_lane *lane) {
     }
 }
 
-static int progress(struct nb_lane *base) {
-    struct nb_ofi_lane *lane = nb_ofi_lane_of(base);
+static int progress_now(struct nb_ofi_lane *lane) {
     int total = 0;
+    lane->armed = false;
     int rc = 0;
     if (lane->held_ready && !lane->dead) {
         nb_ofi_held_deliver(lane);
@@ -324,9 +326,16 @@ static int progress(struct nb_lane *base) {
     return total;
 }
 
+// An armed lane says by its watch when there is something to do, so that idle lanes cost nothing beside busy ones. Now
+// and then it is looked at all the same: no wake-up of a provider is worth a transfer.
+static int progress(struct nb_lane *base) {
+    struct nb_ofi_lane *lane = nb_ofi_lane_of(base);
+    return lane->armed && ++lane->passed_over % ARMED_ROUNDS != 0 ? 0 : progress_now(lane);
+}
+
 static void ready(struct nb_watch *watch, uint32_t events) {
     (void)events;
-    progress(&NB_CONTAINER(watch, struct nb_ofi_lane, watch)->base);
+    progress_now(NB_CONTAINER(watch, struct nb_ofi_lane, watch));
 }
 
 // A peer that took nothing while nothing is under way to it: its connection is being made. That makes no completion,
@@ -346,7 +355,11 @@ static int arm(struct nb_lane *base) {
         return 0;
     }
     bool owed = lane->held_ready || lane->lost_due || !nb_list_empty(&lane->idle);
-    return owed || is_connecting(lane) ? -EAGAIN : nb_ofi_queue_arm(lane);
+    if (owed || is_connecting(lane)) {
+        return -EAGAIN;
+    }
+    lane->armed = lane->armed || nb_ofi_queue_arm(lane) == 0;
+    return lane->armed ? 0 : -EAGAIN;
 }
 
 // The lane

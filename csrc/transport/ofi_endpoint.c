@@ -1,24 +1,24 @@
 // libfabric's objects of one lane, in the order in which they are made and closed, and the memory it may touch.
-#include "base/error.h"
-#include "base/list.h"
-#include "base/loop.h"
-#include "base/sock.h"
-#include "transport/ofi.h"
-#include "transport/ofi_lib.h"
-#include "transport/transport.h"
-#include <stdint.h>
 #ifdef NB_HAVE_OFI
 
 #include <errno.h>
 #include <rdma/fi_cm.h>
 #include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/error.h"
+#include "base/list.h"
+#include "base/loop.h"
 #include "base/sha256.h"
+#include "base/sock.h"
+#include "transport/ofi.h"
 #include "transport/ofi_lane.h"
+#include "transport/ofi_lib.h"
+#include "transport/transport.h"
 
 static void close_fid(struct fid *fid) {
     if (fid != NULL) {

@@ -112,11 +112,13 @@ struct nb_ofi_lane {
     int slot_count;
     struct fid_mr *slots_mr;
     struct nb_list send_free;
-    struct nb_list idle; // receive slots to be posted again
-    struct nb_list held; // receive slots with a message of a peer that is not open yet
-    bool held_ready;     // one of those has been opened since
-    bool lost_due;       // a failing peer has nothing under way any more
-    int blocked;         // peers
+    struct nb_list idle;  // receive slots to be posted again
+    struct nb_list held;  // receive slots with a message of a peer that is not open yet
+    bool held_ready;      // one of those has been opened since
+    bool lost_due;        // a failing peer has nothing under way any more
+    bool armed;           // nothing was asked of the lane since the thread could sleep on its watch
+    unsigned passed_over; // calls of progress since
+    int blocked;          // peers
     uint64_t bytes_out;
     uint64_t bytes_in;
     struct nb_ofi_peer peers[]; // by rank

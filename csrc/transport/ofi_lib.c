@@ -1,8 +1,4 @@
 // Finds libfabric, loads it, and says which providers it has.
-#include "base/error.h"
-#include "base/sock.h"
-#include "transport/ofi.h"
-#include <stdint.h>
 #ifdef NB_HAVE_OFI
 
 #include "transport/ofi_lib.h"
@@ -12,9 +8,14 @@
 #include <rdma/fi_endpoint.h>
 #include <rdma/fi_errno.h>
 #include <stddef.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "base/error.h"
+#include "base/sock.h"
+#include "transport/ofi.h"
 
 static const char *const usual_places[] = {
     "libfabric.so.1",

@@ -1,19 +1,19 @@
 // Short messages of the libfabric lane: a pool of buffers to send from, a pool of posted ones to receive into, and
 // what came from a peer before this side had opened it. A message that does not show the job's token is dropped.
-#include "base/error.h"
-#include "base/list.h"
-#include "bootstrap/bootstrap.h"
-#include "transport/transport.h"
-#include <stdint.h>
 #ifdef NB_HAVE_OFI
 
 #include <errno.h>
 #include <rdma/fi_errno.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/error.h"
+#include "base/list.h"
 #include "base/sha256.h"
+#include "bootstrap/bootstrap.h"
 #include "transport/ofi_lane.h"
+#include "transport/transport.h"
 
 void nb_ofi_token(const struct nb_ofi_lane *lane, int peer, unsigned char token[NB_OFI_TOKEN]) {
     unsigned char whole[NB_TOKEN_BYTES];
@@ -71,6 +71,7 @@ int nb_ofi_receives_post(struct nb_ofi_lane *lane) {
 int nb_ofi_message(struct nb_lane *base, int peer, const void *data, size_t bytes) {
     struct nb_ofi_lane *lane = nb_ofi_lane_of(base);
     int rc = nb_ofi_peer_check(lane, peer);
+    lane->armed = false;
     if (rc < 0) {
         return rc;
     }

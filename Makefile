@@ -1,10 +1,10 @@
 # Every target calls a script that CI also calls. `make` alone lists them.
 NB := .venv/bin/netbottleneck
 .DEFAULT_GOAL := help
-.PHONY: help setup build test test-full lint bench study notebooks sanitize clean
+.PHONY: help setup build test test-full lint bench study notebooks sanitize fuzz wheel-check clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## set everything up: packages (APT=0: none), .venv, torch, the C build
 	@tools/setup_env.sh dev
@@ -28,9 +28,17 @@ lint: ## format, clang-tidy, ruff, mypy, sizes, layers, binary
 	@tools/setup_env.sh dev
 	@tools/lint.sh
 
-sanitize: ## the C tests under ASan+UBSan, then under TSan
+sanitize: ## the C tests under ASan+UBSan, then under TSan, then a moment of fuzzing
 	@tools/setup_env.sh dev
 	@tools/sanitize.sh
+
+fuzz: ## fuzz what parses bytes of a peer (ARGS=SECONDS, of each of the three)
+	@tools/setup_env.sh dev
+	@tools/fuzz.sh $(ARGS)
+
+wheel-check: ## build a wheel; study, report and a notebook from it, in a clean environment elsewhere
+	@tools/setup_env.sh dev
+	@tools/wheel_check.sh
 
 bench: ## all-reduce over stock, tcp and ofi on loopback (ARGS="--lab 2gbit/500mbit …")
 	@tools/setup_env.sh run

@@ -102,6 +102,8 @@ class WheelWithEverything(bdist_wheel):
                 "a wheel without libfabric's transport: install libfabric-dev, or name a folder that holds"
                 " rdma/fabric.h in NETBOTTLENECK_LIBFABRIC_INCLUDE, or set NETBOTTLENECK_ALLOW_NO_OFI=1 to go without"
             )
+        # An earlier build left there what the tree may not have any more, and a wheel takes all that it finds.
+        shutil.rmtree(self.get_finalized_command("build").build_lib, ignore_errors=True)
         super().run()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -99,7 +100,8 @@ def _is_fresh(target: Path, command: str) -> bool:
         if recipe.read_text(encoding="utf-8") != command:
             return False
         made = target.stat().st_mtime_ns
-        names = listing.read_text(encoding="utf-8").replace("\\\n", " ").split(":", 1)[1].split()
+        listed = listing.read_text(encoding="utf-8").replace("\\\n", " ").split(": ", 1)[1].strip()
+        names = [name.replace("\\ ", " ") for name in re.split(r"(?<!\\)\s+", listed)]
         return all(Path(name).stat().st_mtime_ns <= made for name in names)
     except (OSError, IndexError):
         return False

@@ -1,14 +1,20 @@
-"""Fails where _core is more than C against CPython's limited API: in its sources, build, symbols or libraries."""
+"""Fails where _core is more than C against CPython's limited API: in its sources, build, symbols or libraries.
+
+It fails too where the sources need libfabric's headers in a build that goes without them."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+
+import cbuild
 
 ROOT = Path(__file__).resolve().parent.parent
 BINARY = ROOT / "python" / "netbottleneck" / "_core.abi3.so"
@@ -55,6 +61,22 @@ def binary_findings() -> Iterator[str]:
     yield from (f"exports {name}" for name in exported if name not in {"PyInit__core", "_init", "_fini"})
 
 
+def without_headers_findings() -> Iterator[str]:
+    """Yield each C file that does not compile, or includes libfabric's headers, in a build that has none."""
+    sources = [p for p in cbuild.core_sources() if "NB_HAVE_OFI" in p.read_text(encoding="utf-8") or "ofi" in p.stem]
+    compiler = os.environ.get("CC", "gcc")
+    flags = [*cbuild.LANGUAGE, *cbuild.WARNINGS, "-D_GNU_SOURCE=1", f'-DNB_VERSION="{cbuild.version()}"']
+    flags += [f"-I{cbuild.CSRC}", f"-isystem{sysconfig.get_path('include')}", "-fsyntax-only", "-H"]
+    for path in sources:
+        done = subprocess.run([compiler, *flags, str(path)], capture_output=True, text=True, check=False)
+        name = path.relative_to(ROOT)
+        if done.returncode != 0:
+            wrong = [line for line in done.stderr.splitlines() if "error" in line]
+            yield f"without libfabric's headers: {wrong[0] if wrong else name}"
+        elif "/rdma/" in done.stderr:
+            yield f"{name}: includes libfabric's headers without NB_HAVE_OFI"
+
+
 def abi_finding() -> str | None:
     """Return what abi3audit has against the module; it is left out where it is not installed."""
     beside = Path(sys.executable).parent / "abi3audit"
@@ -71,7 +93,7 @@ def abi_finding() -> str | None:
 
 def main() -> int:
     """Print every finding. Returns 1 where there is one."""
-    findings = [*source_findings(), *binary_findings()]
+    findings = [*source_findings(), *binary_findings(), *without_headers_findings()]
     abi = abi_finding()
     if abi is not None:
         findings.append(abi)

@@ -32,12 +32,12 @@ FLAVOURS = {
     "asan": ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"],
     "tsan": ["-O1", "-g", "-fsanitize=thread", "-fno-omit-frame-pointer"],
 }
+# Quoted where a path stands in it: it may hold a space.
 ENVIRONMENT = {
     "ASAN_OPTIONS": "detect_leaks=1:strict_string_checks=1:detect_stack_use_after_return=1",
     "UBSAN_OPTIONS": "print_stacktrace=1",
-    "LSAN_OPTIONS": f"print_suppressions=0:suppressions={SUPPRESSIONS / 'lsan.supp'}",
-    "TSAN_OPTIONS": "second_deadlock_stack=1:ignore_noninstrumented_modules=1:"
-    f"suppressions={SUPPRESSIONS / 'tsan.supp'}",
+    "LSAN_OPTIONS": f"print_suppressions=0:suppressions='{SUPPRESSIONS}/lsan.supp'",
+    "TSAN_OPTIONS": f"second_deadlock_stack=1:ignore_noninstrumented_modules=1:suppressions='{SUPPRESSIONS}/tsan.supp'",
 }
 
 

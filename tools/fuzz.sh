@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Fuzzes what parses bytes of a peer: each tests/c/fuzz/fuzz_*.c for SECONDS (20), from seeds that this script makes.
 # usage: fuzz.sh [SECONDS] [NAME]     77: clang or its libFuzzer is not there
+#        fuzz.sh --probe              only says whether they are there
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -18,9 +19,10 @@ mkdir -p "$folder"
 printf 'int LLVMFuzzerTestOneInput(const unsigned char *d, unsigned long n) { return (int)(d == 0 && n > 9); }\n' \
     >"$folder/probe.c"
 if [ -z "$clang" ] || ! "$clang" -fsanitize=fuzzer,address "$folder/probe.c" -o "$folder/probe" 2>/dev/null; then
-    echo "skipped: clang with libFuzzer is not there (Debian: clang libclang-rt-14-dev)"
+    echo "not fuzzed: clang with libFuzzer is not there (Debian: clang libclang-rt-14-dev)"
     exit 77
 fi
+[ "$seconds" != --probe ] || exit 0
 
 mapfile -t flags < <("$python" tools/cbuild.py flags | grep -v '^-W')
 mapfile -t sources < <("$python" tools/cbuild.py sources | grep -v -e csrc/py/ -e csrc/lab/)

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The C tests under the address and undefined-behaviour sanitizers, then under the thread sanitizer.
+# The C tests under the address and undefined-behaviour sanitizers, then under the thread sanitizer; then the fuzzers, for a
+# moment. Where clang is not there to build those, that is a failure in CI and a line of text elsewhere.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -7,4 +8,7 @@ failed=0
 for flavour in asan tsan; do
     .venv/bin/python tools/ctest.py --flavour "$flavour" || failed=1
 done
+fuzzed=0
+tools/fuzz.sh 12 || fuzzed=$?
+[ "$fuzzed" = 0 ] || { [ "$fuzzed" = 77 ] && [ -z "${CI:-}" ]; } || failed=1
 exit $failed

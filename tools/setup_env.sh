@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes everything that a clone needs: system packages, .venv, pinned requirements, torch, libfabric's headers, the C build.
-# usage: tools/setup_env.sh [run|dev]      run: for make study and make build; dev: for tests and checks too (default)
+# usage: tools/setup_env.sh [run|dev|ci]   run: for make study and make build; dev: for tests and checks too (default);
+#                                          ci: for what .ci/run does beside them (mpirun, clang with libFuzzer)
 #   APT=0           install no system packages
 #   PYTHON=python3  the Python that .venv is made from
 # Quick where nothing is to do: each part leaves a stamp that holds the hash of what it was made from.
@@ -8,7 +9,12 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 level=${1:-dev}
-case $level in run | dev) ;; *) echo "usage: tools/setup_env.sh [run|dev]" >&2; exit 2 ;; esac
+packages=$level
+case $level in
+    run | dev) ;;
+    ci) level=dev ;;
+    *) echo "usage: tools/setup_env.sh [run|dev|ci]" >&2; exit 2 ;;
+esac
 
 venv=.venv
 stamps=build/stamps
@@ -70,11 +76,21 @@ missing_useful() {
     have iperf3 || echo iperf3
     have fi_info || echo libfabric-bin
     [ -n "$(fabric_headers)" ] && ldconfig_knows libfabric.so.1 || echo libfabric-dev
+    [ "$packages" = ci ] || return 0
+    have mpirun || echo openmpi-bin
+    tools/fuzz.sh --probe >/dev/null || echo clang "$(clang_runtime)"
+}
+# libFuzzer stands in a package of its own, named after the version that the package clang stands for.
+clang_runtime() {
+    local version
+    version=$(apt-cache depends clang 2>/dev/null | sed -n 's/.*Depends: clang-\([0-9][0-9]*\)$/\1/p' | head -n 1)
+    echo "libclang-rt-${version:-14}-dev"
 }
 ldconfig_knows() { { ldconfig -p 2>/dev/null || /sbin/ldconfig -p 2>/dev/null || true; } | grep -q -F "$1"; }
 fabric_headers() {
-    local place
-    for place in ${NETBOTTLENECK_LIBFABRIC_INCLUDE:-/usr/include /usr/local/include build/libfabric/usr/include}; do
+    local place places=(/usr/include /usr/local/include build/libfabric/usr/include)
+    [ -z "${NETBOTTLENECK_LIBFABRIC_INCLUDE:-}" ] || places=("$NETBOTTLENECK_LIBFABRIC_INCLUDE")
+    for place in "${places[@]}"; do
         if [ -f "$place/rdma/fabric.h" ]; then
             echo "$place"
             return
@@ -82,12 +98,12 @@ fabric_headers() {
     done
 }
 
+words() { tr ' ' '\n' | sort -u | xargs; }
+
 system_packages() {
-    local needed useful
-    needed=$(missing_needed | tr ' ' '\n' | sort -u | xargs)
-    useful=$(missing_useful | sort -u | xargs)
-    [ -n "$needed$useful" ] || return 0
-    local missing=$needed${needed:+${useful:+ }}$useful
+    local missing needed useful
+    missing=$({ missing_needed; missing_useful; } | words)
+    [ -n "$missing" ] || return 0
     if [ "${APT:-1}" = 0 ]; then
         fact "missing: $missing (APT=0: not installed)"
     elif ! have apt-get; then
@@ -98,6 +114,7 @@ system_packages() {
         fact "installing with apt-get: $missing"
         export DEBIAN_FRONTEND=noninteractive
         quietly apt-get update -q || fact "apt-get update failed: going on with the lists that are here"
+        missing=$({ missing_needed; missing_useful; } | words) # the new lists may know other names
         # One after another where all at once does not work, so that one that is not to be had costs nothing else.
         # shellcheck disable=SC2086
         if ! quietly apt-get install -y -q --no-install-recommends $missing; then
@@ -108,11 +125,13 @@ system_packages() {
         fi
     fi
     [ -n "$python" ] || python=$(find_python) || python=
-    needed=$(missing_needed | tr ' ' '\n' | sort -u | xargs)
+    needed=$(missing_needed | words)
     [ -z "$needed" ] || fail "cannot go on without: $needed"
-    useful=$(missing_useful | sort -u | xargs)
+    useful=$(missing_useful | words)
     case " $useful " in *" iproute2 "*) fact "without iproute2 the lab runs on loopback, without caps" ;; esac
     case " $useful " in *" iperf3 "*) fact "without iperf3 the reports have no row of it" ;; esac
+    case " $useful " in *" openmpi-bin "*) fact "without openmpi-bin no test starts ranks with mpirun" ;; esac
+    case " $useful " in *" clang "*) fact "without clang and its libFuzzer the fuzzing fails" ;; esac
 }
 
 # Headers alone, without root: enough to build; the library itself is loaded at run time.

@@ -19,7 +19,12 @@
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/internal.h"
 
-enum { GUESTS_MAX = 64, WRITE_MS = 2000, POLL_MOST_MS = 60000 };
+enum {
+    GUESTS_MAX = 64,
+    WRITE_MS = 2000,
+    POLL_MOST_MS = 60000,
+    DOOR_PAUSE_MS = 100 // after which a door that could not be opened is tried again
+};
 
 static const int64_t MS = 1000000;
 
@@ -49,6 +54,8 @@ struct host {
     uint64_t *came;         // bit by rank; rank 0 came first
     int came_count;
     int strangers;
+    int door_error;          // errno of the last accept, where it failed
+    int64_t door_ns;         // when the next may be tried
     struct nb_error failure; // of the join; whoever comes is told
     struct pollfd *polled;   // the listener, then the guests, then the members
 };
@@ -249,19 +256,26 @@ static void hear(struct host *host, int i) {
     }
 }
 
+// Lets in who waits at the door. Where that fails, for want of descriptors or memory or by the caller's own fault, the
+// door is left alone for a while: what is wrong may pass, and is told at the deadline where it does not.
 static int welcome(struct host *host, struct nb_error *err) {
     while (host->guest_count < GUESTS_MAX) {
         int fd = accept4(host->listener->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
-        if (fd >= 0) {
-            struct guest *guest = &host->guests[host->guest_count++];
-            memset(guest, 0, sizeof *guest);
-            guest->fd = fd;
-            guest->deadline_ns = nb_now_ns() + NB_BOOT_GUEST_MS * MS;
-        } else if (errno == EAGAIN) {
+        if (fd < 0 && errno == EAGAIN) {
             return 0;
-        } else if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM || errno == EBADF) {
+        }
+        if (fd < 0 && (errno == EBADF || errno == ENOTSOCK || errno == EINVAL)) { // no listener, and never will be
             return nb_fail(err, -errno, "rank 0: accept: %m");
         }
+        host->door_error = fd < 0 ? errno : 0;
+        if (fd < 0) {
+            host->door_ns = nb_now_ns() + DOOR_PAUSE_MS * MS;
+            return 0;
+        }
+        struct guest *guest = &host->guests[host->guest_count++];
+        memset(guest, 0, sizeof *guest);
+        guest->fd = fd;
+        guest->deadline_ns = nb_now_ns() + NB_BOOT_GUEST_MS * MS;
     }
     return 0;
 }
@@ -277,9 +291,12 @@ static void miss(struct host *host, int rank) {
 
 static int fill_poll(struct host *host, int *timeout_ms) {
     int n = 0;
+    int64_t now = nb_now_ns();
     int64_t next_ns = host->deadline_ns;
+    bool shut = host->door_ns > now;
     bool full = host->guest_count == GUESTS_MAX;
-    host->polled[n++] = (struct pollfd){.fd = full ? -1 : host->listener->fd, .events = POLLIN};
+    next_ns = shut && host->door_ns < next_ns ? host->door_ns : next_ns;
+    host->polled[n++] = (struct pollfd){.fd = shut || full ? -1 : host->listener->fd, .events = POLLIN};
     for (int i = 0; i < host->guest_count; i++) {
         const struct guest *guest = &host->guests[i];
         host->polled[n++] = (struct pollfd){.fd = guest->fd, .events = POLLIN};
@@ -288,7 +305,7 @@ static int fill_poll(struct host *host, int *timeout_ms) {
     for (int rank = 1; rank < host->config->size; rank++) {
         host->polled[n++] = (struct pollfd){.fd = host->members[rank].fd, .events = POLLIN};
     }
-    int64_t left_ms = (next_ns - nb_now_ns() + MS - 1) / MS;
+    int64_t left_ms = (next_ns - now + MS - 1) / MS;
     left_ms = left_ms < POLL_MOST_MS ? left_ms : POLL_MOST_MS;
     *timeout_ms = left_ms > 0 ? (int)left_ms : 0;
     return n;
@@ -319,6 +336,24 @@ static int turn(struct host *host, struct nb_error *err) {
     return host->polled[0].revents != 0 ? welcome(host, err) : 0;
 }
 
+// Who is missing at the deadline, and what may be the reason.
+static void fail_missing(struct host *host) {
+    char ranks[NB_RANKS_TEXT];
+    char strangers[80] = "";
+    char door[80] = "";
+    int first = nb_ranks_missing(host->came, host->config->size, ranks);
+    if (host->strangers > 0) {
+        (void)snprintf(strangers, sizeof strangers, "; %d connection%s did not prove to know the job's secret",
+                       host->strangers, host->strangers == 1 ? "" : "s");
+    }
+    if (host->door_error != 0) {
+        errno = host->door_error;
+        (void)snprintf(door, sizeof door, "; rank 0 could not accept a connection: %m");
+    }
+    (void)nb_fail_peer(&host->failure, -ETIMEDOUT, first, "%s did not come within %g s%s%s", ranks,
+                       host->config->timeout_ms / 1000.0, strangers, door);
+}
+
 static int gather(struct host *host, struct nb_error *err) {
     while (host->came_count < host->config->size && nb_now_ns() < host->deadline_ns) {
         int rc = turn(host, &host->failure);
@@ -327,15 +362,7 @@ static int gather(struct host *host, struct nb_error *err) {
         }
     }
     if (host->failure.code == 0 && host->came_count < host->config->size) {
-        char ranks[NB_RANKS_TEXT];
-        char strangers[80] = "";
-        int first = nb_ranks_missing(host->came, host->config->size, ranks);
-        if (host->strangers > 0) {
-            (void)snprintf(strangers, sizeof strangers, "; %d connection%s did not prove to know the job's secret",
-                           host->strangers, host->strangers == 1 ? "" : "s");
-        }
-        (void)nb_fail_peer(&host->failure, -ETIMEDOUT, first, "%s did not come within %g s%s", ranks,
-                           host->config->timeout_ms / 1000.0, strangers);
+        fail_missing(host);
     }
     if (host->failure.code != 0) {
         dismiss(host);
@@ -409,13 +436,13 @@ static void host_close(struct host *host) {
 
 int nb_join_host(struct nb_boot *boot, const struct nb_boot_config *config, const struct nb_listener *listener,
                  struct nb_error *err) {
-    int rc = 0;
+    int rc;
     int *control = calloc((size_t)config->size, sizeof *control);
     struct host *host = host_open(config, listener);
     if (control == NULL || host == NULL || host->members == NULL || host->came == NULL || host->polled == NULL) {
-        rc = nb_fail(err, -ENOMEM, "memory for %d ranks", config->size);
-    }
-    if (rc == 0) {
+        (void)nb_fail(err, -ENOMEM, "memory for %d ranks", config->size);
+        rc = -ENOMEM;
+    } else {
         rc = gather(host, err);
     }
     if (rc == 0) {

@@ -17,7 +17,7 @@
 #include "trace/event.h"
 #include "trace/ring.h"
 
-enum { IDS_MAX = 1024, IDLE_MAX = 4096 };
+enum { IDLE_MAX = 4096 };
 
 // One key. It stays known between its rounds, so that it can be given a number.
 struct entry {
@@ -42,6 +42,7 @@ struct agree {
     struct nb_list open;
     struct nb_list full;
     int idle_count;
+    uint32_t *pending; // by rank: what it has submitted and is not agreed
     struct entry *ids[IDS_MAX];
     uint32_t id_count;
     uint64_t next_seq;
@@ -50,9 +51,13 @@ struct agree {
 
 int nb_agree_open(struct nb_job *job, struct nb_error *err) {
     struct agree *a = calloc(1, sizeof *a);
-    if (a == NULL) {
+    uint32_t *pending = calloc((size_t)job->size, sizeof *pending);
+    if (a == NULL || pending == NULL) {
+        free(a);
+        free(pending);
         return nb_fail(err, -ENOMEM, "the table of operations");
     }
+    a->pending = pending;
     nb_hash_init(&a->by_key);
     nb_list_init(&a->idle);
     nb_list_init(&a->open);
@@ -74,6 +79,7 @@ void nb_agree_close(struct nb_job *job) {
         list_free(&job->agree->idle);
         list_free(&job->agree->open);
         list_free(&job->agree->full);
+        free(job->agree->pending);
         free(job->agree);
     }
 }
@@ -152,6 +158,7 @@ static void entry_add(struct nb_job *job, struct entry *entry, int rank, const s
     if (nb_bits_get(entry->have, (size_t)rank)) {
         return;
     }
+    a->pending[rank]++;
     if (entry->count == 0) {
         entry_move(a, entry, &a->open);
         entry->desc = *desc;
@@ -169,6 +176,13 @@ static void entry_add(struct nb_job *job, struct entry *entry, int rank, const s
 }
 
 void nb_agree_submit(struct nb_job *job, int rank, const struct desc *desc) {
+    if (job->agree->pending[rank] >= PENDING_MAX) {
+        struct nb_error why = {0};
+        nb_fail_peer(&why, NB_EWIRE, rank, "rank %d submitted '%s' while %d operations of it waited for other ranks",
+                     rank, desc->name, PENDING_MAX);
+        nb_job_fail(job, &why, true);
+        return;
+    }
     struct entry *entry = entry_get(job, desc);
     if (entry != NULL) {
         entry_add(job, entry, rank, desc);
@@ -205,6 +219,9 @@ static void idle_trim(struct agree *a) {
 
 static void entry_rest(struct nb_job *job, struct entry *entry) {
     struct agree *a = job->agree;
+    for (int rank = 0; rank < job->size; rank++) { // all have submitted it
+        a->pending[rank]--;
+    }
     memset(entry->have, 0, a->words * sizeof entry->have[0]);
     entry->count = 0;
     entry->refused = false;
@@ -268,7 +285,7 @@ static void rank_failed(struct nb_job *job, int rank, const unsigned char *body)
     struct wire_failure failure;
     memcpy(&failure, body, sizeof failure);
     failure.text[NB_ERROR_TEXT - 1] = 0;
-    if (failure.code >= 0) {
+    if (failure.code >= 0 || failure.code == -EAGAIN) { // -EAGAIN: of an operation that is not over
         nb_job_wire_fail(job, rank, "a failure that is none");
         return;
     }
@@ -301,7 +318,7 @@ void nb_agree_message(struct nb_job *job, int rank, enum control_type type, cons
     if (job->failed && type != CTL_BYE) {
         return; // what was sent before the failure was known
     }
-    if (type == CTL_SUBMIT && bytes % sizeof(struct desc) == 0) {
+    if (type == CTL_SUBMIT && bytes % sizeof(struct desc) == 0 && bytes <= SUBMITS_MAX * sizeof(struct desc)) {
         submits_heard(job, rank, body, bytes);
     } else if (type == CTL_MASK && bytes <= IDS_MAX / 8 && bytes % sizeof(uint64_t) == 0) {
         uint64_t words[IDS_MAX / 64] = {0};
@@ -334,9 +351,10 @@ static void stall_tell(struct nb_job *job, struct entry *entry, int64_t waited_n
             n += snprintf(text + n, sizeof text - (size_t)n, " %d", r);
         }
     }
+    uint64_t all = job->size < 64 ? ((uint64_t)1 << job->size) - 1 : ~(uint64_t)0;
     entry->told = true;
-    nb_ring_put(job->config.ring, NB_EV_STALL, entry->desc.key, entry->rounds, (uint64_t)waited_ns, ~entry->have[0], 0,
-                0);
+    nb_ring_put(job->config.ring, NB_EV_STALL, entry->desc.key, entry->rounds, (uint64_t)waited_ns,
+                ~entry->have[0] & all, 0, 0);
     nb_job_notify(job, text);
     nb_control_broadcast(job, CTL_NOTICE, text, strlen(text));
 }

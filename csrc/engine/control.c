@@ -15,7 +15,13 @@
 #include "trace/event.h"
 #include "trace/ring.h"
 
-enum { CONTROL_MESSAGE_MAX = 16 * 1024 * 1024, CONTROL_READ = 64 * 1024 };
+enum {
+    CONTROL_MESSAGE_MAX = 256 * 1024, // the longest is a list of SUBMITS_MAX operations
+    CONTROL_READ = 64 * 1024,
+    CONTROL_OUT_MAX = 16 * 1024 * 1024 // what a peer may leave unread
+};
+
+_Static_assert(SUBMITS_MAX * sizeof(struct desc) <= CONTROL_MESSAGE_MAX, "a full list of operations fits");
 
 struct header {
     uint32_t bytes; // of the body
@@ -55,11 +61,33 @@ static bool room_for(unsigned char **buffer, size_t *room, size_t bytes) {
     return true;
 }
 
+// What is lost here a peer, or this rank, would wait for without end: the job fails.
+static void fail_unread(const struct control *control) {
+    struct nb_error why = {0};
+    nb_fail_peer(&why, NB_EWIRE, control->peer, "rank %d does not read what it is sent: %zu bytes wait", control->peer,
+                 control->out_bytes);
+    nb_job_fail(control->job, &why, true);
+}
+
+static void fail_memory(const struct control *control, size_t bytes) {
+    struct nb_error why = {0};
+    nb_fail(&why, -ENOMEM, "%zu bytes for messages of rank %d and rank %d", bytes, control->job->rank, control->peer);
+    nb_job_fail(control->job, &why, true);
+}
+
 void nb_control_send(struct control *control, enum control_type type, const void *body, size_t bytes) {
     struct header header = {.bytes = (uint32_t)bytes, .type = (uint32_t)type};
-    if (control->watch.fd < 0 ||
-        !room_for(&control->out, &control->out_room, control->out_bytes + sizeof header + bytes)) {
-        return; // the peer is gone, or the deadline will say so
+    size_t whole = control->out_bytes + sizeof header + bytes;
+    if (control->watch.fd < 0) {
+        return; // the peer is gone
+    }
+    if (whole > CONTROL_OUT_MAX) {
+        fail_unread(control);
+        return;
+    }
+    if (!room_for(&control->out, &control->out_room, whole)) {
+        fail_memory(control, whole);
+        return;
     }
     memcpy(control->out + control->out_bytes, &header, sizeof header);
     if (bytes > 0) {
@@ -133,8 +161,12 @@ static void control_ready(struct nb_watch *watch, uint32_t events) {
         control_write(control);
         control_want(control);
     }
-    if ((events & (EPOLLIN | EPOLLERR | EPOLLHUP)) == 0 ||
-        !room_for(&control->in, &control->in_room, control->in_bytes + CONTROL_READ)) {
+    if ((events & (EPOLLIN | EPOLLERR | EPOLLHUP)) == 0) {
+        return;
+    }
+    if (!room_for(&control->in, &control->in_room, control->in_bytes + CONTROL_READ)) {
+        fail_memory(control, control->in_bytes + CONTROL_READ);
+        control_gone(control);
         return;
     }
     ssize_t n = recv(watch->fd, control->in + control->in_bytes, CONTROL_READ, MSG_DONTWAIT);

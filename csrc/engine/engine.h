@@ -57,8 +57,9 @@ struct nb_job_config {
     const char *library;
     const char *ifname;
     struct nb_port_range ports;
-    size_t segment_bytes; // 0: 256 KiB
-    int timeout_ms;
+    size_t segment_bytes;    // 0: 256 KiB
+    int timeout_ms;          // of a wait on a peer
+    int start_ms;            // of the lanes' opening; 0: timeout_ms
     int stall_ms;            // after which a missing rank is named; 0: never
     struct nb_ring *ring;    // of the communication thread; NULL: nothing is recorded
     int64_t clock_offset_ns; // as nb_boot_clock found it

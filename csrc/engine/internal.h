@@ -21,6 +21,9 @@ enum {
     IN_FLIGHT_MAX = 8 * 1024 * 1024,
     PROBE_FROM_BYTES = 4 * 1024 * 1024, // the first transfer of this size starts the probe
     NO_ID = 0xffffffff,
+    IDS_MAX = 1024,          // operations that a bit can stand for
+    SUBMITS_MAX = 1024,      // in one message
+    PENDING_MAX = 64 * 1024, // operations of one rank that wait for the others
     TICK_MS = 50
 };
 
@@ -197,7 +200,8 @@ struct nb_job {
     bool failed;
     struct suspicion *suspicions; // by rank
     int64_t next_ping_ns;
-    uint64_t *mask; // cached operations submitted since the last flush
+    int64_t ticked_ns; // when time was last looked at
+    uint64_t *mask;    // cached operations submitted since the last flush
     size_t mask_words;
     struct member *member; // what this rank knows of the agreement
     struct agree *agree;   // rank 0: what it knows of all

@@ -1,4 +1,5 @@
 // A rank's side of the agreement: what it has submitted, and what rank 0 answers.
+#include <errno.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -11,8 +12,6 @@
 #include "engine/internal.h"
 #include "trace/event.h"
 #include "trace/ring.h"
-
-enum { IDS_MAX = 1024, SUBMITS_MAX = 1024 }; // SUBMITS_MAX: in one message
 
 // An operation that rank 0 gave a number: it may be named by one bit.
 struct cached {
@@ -35,7 +34,7 @@ struct member {
 int nb_member_open(struct nb_job *job, struct nb_error *err) {
     job->member = calloc(1, sizeof *job->member);
     if (job->member == NULL) {
-        return nb_fail(err, -12, "the table of operations");
+        return nb_fail(err, -ENOMEM, "the table of operations");
     }
     nb_hash_init(&job->member->by_key);
     return 0;
@@ -70,7 +69,7 @@ void nb_member_submit(struct nb_job *job, struct nb_work *work) {
         struct desc *grown = realloc(m->fresh, room * sizeof *grown);
         if (grown == NULL) {
             struct nb_error why = {0};
-            nb_fail(&why, -12, "%zu operations submitted", room);
+            nb_fail(&why, -ENOMEM, "%zu operations submitted", room);
             nb_job_fail(job, &why, true);
             return;
         }
@@ -165,7 +164,7 @@ static void failure_heard(struct nb_job *job, const unsigned char *body) {
     struct wire_failure failure;
     memcpy(&failure, body, sizeof failure);
     failure.text[NB_ERROR_TEXT - 1] = 0;
-    if (failure.code >= 0) {
+    if (failure.code >= 0 || failure.code == -EAGAIN) { // -EAGAIN: of an operation that is not over
         nb_job_wire_fail(job, 0, "a failure that is none");
         return;
     }

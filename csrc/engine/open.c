@@ -99,7 +99,7 @@ static int neighbours_open(struct nb_job *job, struct nb_error *err) {
     if (rc == 0) {
         rc = nb_job_peer_ready(job, prev, err);
     }
-    int64_t until = nb_now_ns() + (int64_t)job->config.timeout_ms * 1000000;
+    int64_t until = nb_now_ns() + (int64_t)job->config.start_ms * 1000000;
     while (rc == 0 && open_failure(job, next, prev) == NULL &&
            !(nb_lanes_peer_ready(job->lanes, next) && nb_lanes_peer_ready(job->lanes, prev))) {
         nb_lanes_progress(job->lanes, 0);
@@ -107,7 +107,7 @@ static int neighbours_open(struct nb_job *job, struct nb_error *err) {
         if (nb_now_ns() > until) {
             int peer = nb_lanes_peer_ready(job->lanes, next) ? prev : next;
             rc = nb_fail_peer(err, NB_ETIMEOUT, peer, "the lanes to rank %d did not open within %d ms", peer,
-                              job->config.timeout_ms);
+                              job->config.start_ms);
         }
     }
     if (rc == 0 && open_failure(job, next, prev) != NULL) {
@@ -215,6 +215,7 @@ static int job_init(struct nb_job *job, const struct nb_job_config *config, stru
     job->world = (struct nb_comm){.job = job, .rank = job->rank, .size = job->size};
     job->config.segment_bytes = config->segment_bytes == 0 ? SEGMENT_DEFAULT : config->segment_bytes;
     job->config.timeout_ms = config->timeout_ms <= 0 ? 30000 : config->timeout_ms;
+    job->config.start_ms = config->start_ms <= 0 ? job->config.timeout_ms : config->start_ms;
     job->peer_left = calloc((size_t)job->size, sizeof *job->peer_left);
     job->peer_open = calloc((size_t)job->size, sizeof *job->peer_open);
     job->suspicions = calloc((size_t)job->size, sizeof *job->suspicions);

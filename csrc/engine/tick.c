@@ -115,7 +115,35 @@ static void movement_tick(struct nb_job *job, int64_t now) {
     nb_job_fail(job, &why, true);
 }
 
+// `away` more of patience for what was last seen at *seen_ns; 0: never.
+static void excuse(int64_t *seen_ns, int64_t away, int64_t now) {
+    if (*seen_ns != 0) {
+        *seen_ns = *seen_ns + away < now ? *seen_ns + away : now;
+    }
+}
+
+// This thread was not here (stopped, or kept from a core): what came meanwhile lies unread, so it is nobody's silence.
+static void away_tick(struct nb_job *job, int64_t now) {
+    int64_t away = job->ticked_ns == 0 ? 0 : now - job->ticked_ns - (int64_t)job->config.timeout_ms * 1000000 / 4;
+    job->ticked_ns = now;
+    if (away <= 0) {
+        return;
+    }
+    for (int i = 0; i < job->control_count; i++) {
+        excuse(&job->controls[i].heard_ns, away, now);
+    }
+    for (int peer = 0; peer < job->size; peer++) {
+        excuse(&job->suspicions[peer].since_ns, away, now);
+    }
+    NB_LIST_EACH(it, &job->running) {
+        struct nb_work *work = NB_CONTAINER(it, struct nb_work, link);
+        excuse(&work->in.moved_ns, away, now);
+        excuse(&work->out.moved_ns, away, now);
+    }
+}
+
 void nb_job_tick(struct nb_job *job, int64_t now) {
+    away_tick(job, now);
     ping_tick(job, now);
     silence_tick(job, now);
     suspicion_tick(job, now);

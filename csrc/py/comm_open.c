@@ -22,6 +22,7 @@ struct open_args {
     PyObject *ports;
     PyObject *segment_bytes;
     PyObject *timeout;
+    PyObject *start_timeout;
     PyObject *stall;
     PyObject *recorder;
 };
@@ -35,13 +36,14 @@ struct open_plan {
 };
 
 static int parse(PyObject *args, PyObject *kwargs, struct open_args *in) {
-    static const char *const keywords[] = {"rank",          "size",      "secret",   "listener", "address", "tag",
-                                           "transport",     "streams",   "provider", "library",  "ifname",  "ports",
-                                           "segment_bytes", "timeout_s", "stall_s",  "recorder", NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$OOOOOOOOOOOOOO:Comm", (char **)keywords, &in->rank, &in->size,
+    static const char *const keywords[] = {
+        "rank",          "size",      "secret",          "listener", "address",  "tag",
+        "transport",     "streams",   "provider",        "library",  "ifname",   "ports",
+        "segment_bytes", "timeout_s", "start_timeout_s", "stall_s",  "recorder", NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$OOOOOOOOOOOOOOO:Comm", (char **)keywords, &in->rank, &in->size,
                                      &in->secret, &in->listener, &in->address, &in->tag, &in->transport, &in->streams,
                                      &in->provider, &in->library, &in->ifname, &in->ports, &in->segment_bytes,
-                                     &in->timeout, &in->stall, &in->recorder)) {
+                                     &in->timeout, &in->start_timeout, &in->stall, &in->recorder)) {
         return -1;
     }
     if (in->secret == NULL) {
@@ -121,7 +123,8 @@ static int get_numbers(struct core_comm *self, const struct open_args *in, struc
         optional_long("streams", in->streams, NB_LANES_MAX, &streams) < 0 ||
         optional_long("segment_bytes", in->segment_bytes, NB_SEGMENT_MAX, &segment) < 0 ||
         core_get_ports(in->ports, &plan->boot.ports) < 0 ||
-        optional_timeout("timeout_s", in->timeout, 1, 30000, &plan->boot.timeout_ms) < 0 ||
+        optional_timeout("timeout_s", in->timeout, 1, 30000, &plan->job.timeout_ms) < 0 ||
+        optional_timeout("start_timeout_s", in->start_timeout, 1, plan->job.timeout_ms, &plan->job.start_ms) < 0 ||
         optional_timeout("stall_s", in->stall, 0, 60000, &plan->job.stall_ms) < 0) {
         return -1;
     }
@@ -132,7 +135,7 @@ static int get_numbers(struct core_comm *self, const struct open_args *in, struc
     plan->job.streams = (int)streams;
     plan->job.segment_bytes = (size_t)segment;
     plan->job.ports = plan->boot.ports;
-    plan->job.timeout_ms = plan->boot.timeout_ms;
+    plan->boot.timeout_ms = plan->job.start_ms;
     return 0;
 }
 

@@ -36,6 +36,23 @@ static void fill_header(struct nb_ring_header *header, uint64_t capacity, int ra
     memcpy(header->magic, NB_RING_MAGIC, sizeof header->magic);
 }
 
+// All blocks of the file, now, and none where they cannot all be had.
+static int reserve(int fd, const char *path, size_t bytes, struct nb_error *err) {
+    int code;
+    do {
+        code = posix_fallocate(fd, 0, (off_t)bytes);
+    } while (code == EINTR);
+    if (code == 0) {
+        return 0;
+    }
+    (void)!ftruncate(fd, 0);
+    errno = code;
+    return nb_fail(err, -code,
+                   "%s: there is no room for its %zu bytes (%m): free some, set NETBOTTLENECK_DIR to another disk, or "
+                   "NETBOTTLENECK_TRACE_EVENTS to less",
+                   path, bytes);
+}
+
 int nb_ring_open(struct nb_ring *ring, const char *path, uint64_t capacity, int rank, struct nb_error *err) {
     int rc;
     if (capacity > ((uint64_t)PTRDIFF_MAX - NB_RING_HEADER) / sizeof(struct nb_event)) {
@@ -46,8 +63,8 @@ int nb_ring_open(struct nb_ring *ring, const char *path, uint64_t capacity, int 
     if (fd < 0) {
         return nb_fail(err, -errno, "open %s: %m", path);
     }
-    if (ftruncate(fd, (off_t)bytes) != 0) {
-        rc = nb_fail(err, -errno, "%s: to %zu bytes: %m", path, bytes);
+    rc = reserve(fd, path, bytes, err);
+    if (rc != 0) {
         goto err_close;
     }
     void *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);

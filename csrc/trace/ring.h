@@ -36,7 +36,9 @@ struct nb_ring {
     int fd;
 };
 
-// Makes the file, sparse, for `capacity` events. Errors: -errno of open, ftruncate, mmap, naming the path.
+// Makes the file for `capacity` events, and has the disk keep room for all of them: a store to a mapped page that finds
+// a full disk would kill the process. Errors: -errno, naming the path; where the room is missing, also the bytes and
+// what helps.
 int nb_ring_open(struct nb_ring *ring, const char *path, uint64_t capacity, int rank, struct nb_error *err);
 // Cuts the file to what was written. Nobody may be writing.
 void nb_ring_close(struct nb_ring *ring);

@@ -119,6 +119,9 @@ class Work:
 class Comm:
     """A job's communicator: all ranks. One communication thread, which never touches Python.
 
+    timeout_s: of a wait on a peer that is silent. start_timeout_s: of the join and the opening of lanes; timeout_s where
+    it is not given.
+
     Raises, before any byte of data moves: ValueError for a bad argument; Error with errno ENOENT for a missing
     libfabric, ENODEV for a missing provider or interface; MismatchError when ranks disagree on `tag`; TimeoutError
     naming the ranks that did not come."""
@@ -140,6 +143,7 @@ class Comm:
         ports: tuple[int, int] = (0, 0),
         segment_bytes: int = 0,
         timeout_s: float = 30.0,
+        start_timeout_s: float = ...,
         stall_s: float = 60.0,
         recorder: Recorder | None = None,
     ) -> None: ...

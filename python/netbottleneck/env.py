@@ -93,7 +93,7 @@ class Settings:
     end_step: int = _row("END_STEP", whole(0), 0, "the first step that counts no more; 0: to the end")
     block_steps: int = _row("BLOCK_STEPS", whole(1), 10, "steps of a block where TRANSPORT is a list")
     sample_every: int = _row("SAMPLE_EVERY", whole(0), 20, "one step in so many has forward times by module; 0: none")
-    trace_events: int = _row("TRACE_EVENTS", whole(1), 1 << 21, "events a rank may record; what comes after is counted")
+    trace_events: int = _row("TRACE_EVENTS", whole(1), 1 << 20, "events a rank may record; what comes after is counted")
     directory: str | None = _row(
         "DIR", TEXT, None, "the run folder, or the first free of DIR/2, DIR/3, …; default: netbottleneck-<job or time>"
     )

@@ -111,6 +111,7 @@ def _connect(
         "ports": settings.ports,
         "segment_bytes": settings.segment_bytes,
         "timeout_s": settings.timeout_s,
+        "start_timeout_s": settings.start_timeout_s,
         "stall_s": settings.stall_s,
         "recorder": recorder,
     }

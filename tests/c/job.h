@@ -1,17 +1,21 @@
-// Ranks as threads: opens a job of `size` ranks on loopback and runs a function on each.
+// Ranks as threads: opens a job of `size` ranks on loopback and runs a function on each; what such a function does often.
 #ifndef NB_TESTS_JOB_H
 #define NB_TESTS_JOB_H
 
+#include <errno.h>
 #include <pthread.h>
+#include <semaphore.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "bootstrap/bootstrap.h"
 #include "check.h"
 #include "engine/engine.h"
 
-enum { TEST_RANKS_MAX = 16 };
+enum { TEST_RANKS_MAX = 16, TEST_LIMIT_MS = 30000 };
 
 struct test_rank {
     int rank;
@@ -86,6 +90,68 @@ static inline int test_job(const struct test_rank *like) {
         CHECK(ranks[r].rc == 0, "rank %d: %s", r, ranks[r].err.text);
     }
     return 0;
+}
+
+static inline struct nb_op test_op(const char *name, enum nb_op_kind kind, struct nb_segment *all) {
+    return (struct nb_op){
+        .name = name, .kind = kind, .dtype = NB_F32, .segments = all, .segment_count = all != NULL ? 1 : 0};
+}
+
+static inline struct nb_work *test_submit(struct test_rank *me, struct nb_op op) {
+    struct nb_work *work = NULL;
+    struct nb_error err = {0};
+    CHECK(nb_submit(nb_job_world(me->job), &op, &work, &err) == 0, "rank %d submits %s: %s", me->rank, op.name,
+          err.text);
+    return work;
+}
+
+static inline int test_finish(struct nb_work *work, struct nb_error *err) {
+    int rc = nb_work_wait(work, TEST_LIMIT_MS, err);
+    nb_work_release(work);
+    return rc;
+}
+
+// An operation that the job may refuse, because it has failed already.
+static inline int test_try(struct test_rank *me, struct nb_op op, struct nb_error *err) {
+    struct nb_work *work = NULL;
+    int rc = nb_submit(nb_job_world(me->job), &op, &work, err);
+    return rc == 0 ? test_finish(work, err) : rc;
+}
+
+static inline void test_done(struct test_rank *me, struct nb_work *work) {
+    struct nb_error err = {0};
+    CHECK(test_finish(work, &err) == 0, "rank %d waits: %s", me->rank, err.text);
+}
+
+static inline void test_barrier(struct test_rank *me, const char *name) {
+    test_done(me, test_submit(me, test_op(name, NB_OP_BARRIER, NULL)));
+}
+
+// Stands a thread still wherever it is, as SIGSTOP does with a process. One at a time.
+static int test_ice[2];
+static sem_t test_frozen;
+
+static inline void test_stand_still(int signum) {
+    int before = errno;
+    char byte;
+    (void)signum;
+    (void)sem_post(&test_frozen);
+    while (read(test_ice[0], &byte, 1) < 0 && errno == EINTR) {
+    }
+    errno = before;
+}
+
+static inline void test_freeze(pthread_t thread) {
+    struct sigaction action = {.sa_handler = test_stand_still};
+    CHECK(pipe(test_ice) == 0 && sem_init(&test_frozen, 0, 0) == 0, "a pipe: %m");
+    CHECK(sigaction(SIGUSR1, &action, NULL) == 0 && pthread_kill(thread, SIGUSR1) == 0, "a signal: %m");
+    while (sem_wait(&test_frozen) != 0) {
+        CHECK(errno == EINTR, "sem_wait: %m");
+    }
+}
+
+static inline void test_thaw(void) {
+    CHECK(write(test_ice[1], "", 1) == 1, "write: %m");
 }
 
 #endif

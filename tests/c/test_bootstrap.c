@@ -2,8 +2,10 @@
 #include <errno.h>
 #include <poll.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 
 #include "boot.h"
 #include "bootstrap/bootstrap.h"
@@ -11,6 +13,29 @@
 #include "check.h"
 
 static const unsigned char other_secret[] = "another sixteen bytes";
+
+// The door sticks: accept4, in libc's place, fails so many times with this errno, and counts its calls.
+static _Atomic int door_errno;
+static _Atomic int door_fails;
+static _Atomic int door_calls;
+
+int door_accept(int fd, void *addr, void *len, int flags) __asm__("accept4");
+
+int door_accept(int fd, void *addr, void *len, int flags) {
+    atomic_fetch_add(&door_calls, 1);
+    if (atomic_load(&door_fails) > 0) {
+        atomic_fetch_sub(&door_fails, 1);
+        errno = atomic_load(&door_errno);
+        return -1;
+    }
+    return (int)syscall(SYS_accept4, fd, addr, len, flags);
+}
+
+static void door_sticks(int code, int times) {
+    atomic_store(&door_errno, code);
+    atomic_store(&door_fails, times);
+    atomic_store(&door_calls, 0);
+}
 
 static void *barrier(void *arg) {
     struct rank *rank = arg;
@@ -242,6 +267,57 @@ static void test_missing(void) {
     job_close(&job);
 }
 
+// What accept() may fail with passes, and the join goes on.
+static void test_door_sticks(void) {
+    static const int codes[] = {EMFILE, ENFILE,   ENOBUFS,      ENOMEM,      ECONNABORTED, EINTR,
+                                EPROTO, ENETDOWN, EHOSTUNREACH, ENOPROTOOPT, ETIMEDOUT,    EPERM};
+    for (size_t i = 0; i < sizeof codes / sizeof codes[0]; i++) {
+        struct job job;
+        job_open(&job, 2);
+        door_sticks(codes[i], 2);
+        run_but(&job, join, -1);
+        check_joined(&job);
+        CHECK(atomic_load(&door_calls) > 2, "%s: the door did not stick", strerror(codes[i]));
+        job_close(&job);
+    }
+}
+
+// Where it does not pass, rank 0 tries now and then until the deadline, and says why nobody could come.
+static void test_door_is_stuck(void) {
+    static const int codes[] = {EMFILE, ECONNABORTED, EPERM};
+    for (size_t i = 0; i < sizeof codes / sizeof codes[0]; i++) {
+        struct job job;
+        job_open(&job, 2);
+        job.ranks[0].config.timeout_ms = 600;
+        int visitor = knock(&job);
+        door_sticks(codes[i], INT32_MAX);
+        start(&job.ranks[0], join);
+        finish(&job.ranks[0]);
+        check_failed(&job, 1, -ETIMEDOUT, 1, "rank 1 of 2 did not come within 0.6 s; rank 0 could not accept");
+        CHECK(strstr(job.ranks[0].err.text, strerror(codes[i])) != NULL, "%s", job.ranks[0].err.text);
+        int calls = atomic_load(&door_calls);
+        CHECK(calls > 1 && calls < 60, "%s: tried %d times", strerror(codes[i]), calls);
+        door_sticks(0, 0);
+        close(visitor);
+        job_close(&job);
+    }
+}
+
+// A door that is none any more is not waited at.
+static void test_door_is_gone(void) {
+    struct job job;
+    job_open(&job, 2);
+    int visitor = knock(&job);
+    door_sticks(EINVAL, INT32_MAX);
+    start(&job.ranks[0], join);
+    finish(&job.ranks[0]);
+    check_failed(&job, 1, -EINVAL, NB_NO_PEER, "rank 0: accept");
+    CHECK(atomic_load(&door_calls) == 1, "tried %d times", atomic_load(&door_calls));
+    door_sticks(0, 0);
+    close(visitor);
+    job_close(&job);
+}
+
 static void test_tags(void) {
     char mine[NB_BOOT_TAG_MAX + 1];
     char theirs[NB_BOOT_TAG_MAX + 1];
@@ -356,6 +432,9 @@ int main(void) {
     test_false_rank_0();
     test_comes_again();
     test_missing();
+    test_door_sticks();
+    test_door_is_stuck();
+    test_door_is_gone();
     test_tags();
     test_claims();
     test_leaves_early();

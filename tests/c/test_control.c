@@ -6,10 +6,9 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "base/clock.h"
 #include "engine/internal.h"
 #include "job.h"
-
-enum { LIMIT_MS = 30000 };
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 size_t __sanitizer_get_current_allocated_bytes(void); // gcc ships no header that declares it
@@ -28,27 +27,6 @@ struct header {
     uint32_t type;
 };
 
-static struct nb_work *submit(struct test_rank *me, const char *name, enum nb_op_kind kind,
-                              struct nb_segment *segment) {
-    struct nb_op op = {
-        .name = name, .kind = kind, .dtype = NB_F32, .segments = segment, .segment_count = segment != NULL};
-    struct nb_work *work = NULL;
-    struct nb_error err = {0};
-    CHECK(nb_submit(nb_job_world(me->job), &op, &work, &err) == 0, "rank %d submits %s: %s", me->rank, name, err.text);
-    return work;
-}
-
-static int finish(struct nb_work *work, struct nb_error *err) {
-    int rc = nb_work_wait(work, LIMIT_MS, err);
-    nb_work_release(work);
-    return rc;
-}
-
-static void barrier(struct test_rank *me, const char *name) {
-    struct nb_error err = {0};
-    CHECK(finish(submit(me, name, NB_OP_BARRIER, NULL), &err) == 0, "rank %d, %s: %s", me->rank, name, err.text);
-}
-
 // Writes straight into a job's control connection, between two of its own messages.
 static void inject(int fd, const struct raw *raw) {
     unsigned char buffer[4096];
@@ -63,15 +41,12 @@ static void inject(int fd, const struct raw *raw) {
 static void broken(struct test_rank *me, int victim) {
     const struct raw *raw = me->arg;
     struct nb_error err = {0};
-    struct nb_work *work = NULL;
-    struct nb_op op = {.name = me->rank == 0 ? "a" : "b", .kind = NB_OP_BARRIER}; // neither is ever agreed
-    int fd = dup(me->job->controls[1 - me->rank].watch.fd);                       // rank 1 has one only, its first
-    barrier(me, "before");
+    int fd = dup(me->job->controls[1 - me->rank].watch.fd); // rank 1 has one only, its first
+    test_barrier(me, "before");
     if (me->rank != victim) {
         inject(fd, raw);
     }
-    int rc = nb_submit(nb_job_world(me->job), &op, &work, &err);
-    rc = rc == 0 ? finish(work, &err) : rc; // the job may have failed already
+    int rc = test_try(me, test_op(me->rank == 0 ? "a" : "b", NB_OP_BARRIER, NULL), &err); // neither is ever agreed
     CHECK(rc == NB_EWIRE && err.peer == 1 - victim, "rank %d, %s: %d, peer %d, %s", me->rank, raw->what, rc, err.peer,
           err.text);
     close(fd);
@@ -131,7 +106,9 @@ static void to_rank_0(void) {
     static const uint64_t unknown[16] = {1};
     struct wire_failure fine = {.code = 0, .peer = 1, .text = "nothing happened"};
     struct wire_failure above = {.code = 5, .peer = 1, .text = "more than nothing"};
+    struct wire_failure again = {.code = -EAGAIN, .peer = 1, .text = "not over"};
     const struct raw raws[] = {{"no type", 0, 0, 0, zero},
+                               {"a failure that is not over", CTL_FAIL, sizeof again, sizeof again, &again},
                                {"an unknown type", 999, 8, 8, zero},
                                {"a go", CTL_GO, sizeof(struct wire_go), sizeof(struct wire_go), zero},
                                {"a cut submit", CTL_SUBMIT, sizeof(struct desc) - 1, sizeof(struct desc) - 1, zero},
@@ -156,6 +133,7 @@ static void from_rank_0(void) {
     static const unsigned char zero[1024] = {0};
     const struct wire_go go = {.seq = 1000, .key = 42, .id = 5};
     const struct wire_failure fine = {.code = 0, .peer = 77, .text = "nothing happened"};
+    const struct wire_failure again = {.code = -EAGAIN, .peer = 0, .text = "not over"};
     const int32_t high = 99;
     const int32_t low = -7;
     const struct wire_probe slot = {.seq = 1000, .lanes = 1, .slot = 0xffffffffu, .bytes = 4096};
@@ -168,6 +146,7 @@ static void from_rank_0(void) {
                                {"a cut go", CTL_GO, 5, 5, zero},
                                {"a cut refusal", CTL_REFUSE, 8, 8, zero},
                                {"a failure that is none", CTL_ABORT, sizeof fine, sizeof fine, &fine},
+                               {"a failure that is not over", CTL_ABORT, sizeof again, sizeof again, &again},
                                {"a cut failure", CTL_ABORT, 3, 3, zero},
                                {"a cut pong", CTL_PONG, 3, 3, zero},
                                {"the end of rank 99", CTL_LEFT, sizeof high, sizeof high, &high},
@@ -189,7 +168,7 @@ static void strange_streams(struct test_rank *me) {
     struct nb_job_info info;
     float data[1000];
     int fd = dup(me->job->controls[1 - me->rank].watch.fd);
-    barrier(me, "before");
+    test_barrier(me, "before");
     if (me->rank == 0) {
         inject(fd, &raw);
     }
@@ -198,11 +177,101 @@ static void strange_streams(struct test_rank *me) {
     }
     struct nb_segment all = {.base = data, .bytes = sizeof data};
     struct nb_error err = {0};
-    CHECK(finish(submit(me, "sum", NB_OP_ALLREDUCE, &all), &err) == 0 && data[999] == 2, "rank %d: %s", me->rank,
-          err.text);
+    CHECK(test_finish(test_submit(me, test_op("sum", NB_OP_ALLREDUCE, &all)), &err) == 0 && data[999] == 2,
+          "rank %d: %s", me->rank, err.text);
     nb_job_info(me->job, &info);
     CHECK(info.probe_count <= NB_PROBE_MAX, "%d points", info.probe_count);
     close(fd);
+}
+
+// Operations in lists, each of which is possible, and more than rank 0 is to keep.
+struct flood {
+    int lists;
+    int each;
+    const char *words;
+    _Atomic int over;
+};
+
+static int frozen_control(struct test_rank *me) {
+    test_barrier(me, "before");
+    test_freeze(me->job->thread); // it must not write in the middle of what is written here
+    return me->job->controls[0].watch.fd;
+}
+
+static int64_t in_limit(void) {
+    return nb_now_ns() + (int64_t)TEST_LIMIT_MS * 1000000;
+}
+
+static void names_flood(struct test_rank *me) {
+    const struct flood *flood = me->arg;
+    struct nb_error err = {0};
+    if (me->rank == 1) {
+        int fd = frozen_control(me);
+        struct desc *list = calloc((size_t)flood->each, sizeof *list);
+        struct header header = {.bytes = (uint32_t)((size_t)flood->each * sizeof *list), .type = CTL_SUBMIT};
+        for (int at = 0; at < flood->lists; at++) {
+            for (int i = 0; i < flood->each; i++) {
+                list[i] = (struct desc){.key = (uint64_t)(1 + at * flood->each + i), .prescale = 1, .postscale = 1};
+                list[i].kind = NB_OP_BARRIER;
+                snprintf(list[i].name, sizeof list[i].name, "flood.%d", at * flood->each + i);
+            }
+            CHECK(nb_sock_write_all(fd, &header, sizeof header, in_limit()) == 0 &&
+                      nb_sock_write_all(fd, list, header.bytes, in_limit()) == 0,
+                  "list %d: %m", at);
+        }
+        free(list);
+        test_thaw();
+    } else {
+        test_barrier(me, "before");
+    }
+    int rc = test_try(me, test_op(me->rank == 0 ? "a" : "b", NB_OP_BARRIER, NULL), &err);
+    CHECK(rc == NB_EWIRE && err.peer == 1 && strstr(err.text, flood->words) != NULL, "rank %d: %d, peer %d, %s",
+          me->rank, rc, err.peer, err.text);
+}
+
+// Asks without end, and reads no answer.
+static void answers_flood(struct test_rank *me) {
+    struct flood *flood = me->arg;
+    struct nb_error err = {0};
+    if (me->rank == 0) {
+        test_barrier(me, "before");
+        int rc = test_try(me, test_op("a", NB_OP_BARRIER, NULL), &err);
+        CHECK(rc == NB_EWIRE && err.peer == 1 && strstr(err.text, flood->words) != NULL, "%d, peer %d, %s", rc,
+              err.peer, err.text);
+        atomic_store(&flood->over, 1);
+        return;
+    }
+    struct {
+        struct header header;
+        int64_t now_ns;
+    } pings[256];
+    for (int i = 0; i < 256; i++) {
+        pings[i].header = (struct header){.bytes = sizeof pings[i].now_ns, .type = CTL_PING};
+        pings[i].now_ns = 0;
+    }
+    int fd = frozen_control(me);
+    int64_t until = in_limit();
+    while (atomic_load(&flood->over) == 0) {
+        CHECK(nb_now_ns() < until, "rank 0 keeps every answer");
+        (void)nb_sock_write_all(fd, pings, sizeof pings, until); // rank 0 may close it meanwhile
+    }
+    test_thaw();
+}
+
+static void floods(void) {
+    struct flood names = {
+        .lists = PENDING_MAX / SUBMITS_MAX + 1, .each = SUBMITS_MAX, .words = "waited for other ranks"};
+    struct flood one_list = {.lists = 1, .each = SUBMITS_MAX + 1, .words = "a control message that is none"};
+    struct flood answers = {.words = "does not read"};
+    struct test_rank like = {.size = 2, .transport = "tcp", .streams = 1, .timeout_ms = 20000};
+    like.run = names_flood;
+    like.arg = &names;
+    test_job(&like);
+    like.arg = &one_list;
+    test_job(&like);
+    like.run = answers_flood;
+    like.arg = &answers;
+    test_job(&like);
 }
 
 static void kinds_differ(struct test_rank *me) {
@@ -210,7 +279,8 @@ static void kinds_differ(struct test_rank *me) {
     struct nb_segment all = {.base = data, .bytes = sizeof data};
     struct nb_error err = {0};
     enum nb_op_kind kind = me->rank == 0 ? NB_OP_ALLREDUCE : NB_OP_BROADCAST;
-    CHECK(finish(submit(me, "odd", kind, &all), &err) == NB_EMISMATCH, "rank %d: %s", me->rank, err.text);
+    CHECK(test_finish(test_submit(me, test_op("odd", kind, &all)), &err) == NB_EMISMATCH, "rank %d: %s", me->rank,
+          err.text);
     CHECK(strstr(err.text, "allreduce") != NULL && strstr(err.text, "broadcast") != NULL, "text: %s", err.text);
     struct nb_work *work = NULL;
     struct nb_op wrong = {.name = "no kind", .kind = (enum nb_op_kind)77};
@@ -219,7 +289,7 @@ static void kinds_differ(struct test_rank *me) {
     struct nb_op vast = {
         .name = "vast", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .segments = &huge, .segment_count = 1};
     CHECK(nb_submit(nb_job_world(me->job), &vast, &work, &err) == -EINVAL, "blocks larger than the lanes' buffers");
-    barrier(me, "after");
+    test_barrier(me, "after");
 }
 
 enum { BATCH = 100 };
@@ -233,10 +303,10 @@ static void batch_run(struct test_rank *me, int from) {
         char name[32];
         struct nb_segment all = {.base = data[i], .bytes = bytes};
         snprintf(name, sizeof name, "unnamed.%d", from + i);
-        works[i] = submit(me, name, NB_OP_ALLREDUCE, &all);
+        works[i] = test_submit(me, test_op(name, NB_OP_ALLREDUCE, &all));
     }
     for (int i = 0; i < BATCH; i++) {
-        CHECK(finish(works[i], &err) == 0, "rank %d: %s", me->rank, err.text);
+        CHECK(test_finish(works[i], &err) == 0, "rank %d: %s", me->rank, err.text);
     }
 }
 
@@ -255,12 +325,12 @@ static void names_without_end(struct test_rank *me) {
     size_t before = 0;
     for (int i = 0; i < ALL; i += BATCH) {
         if (i == WARM) {
-            barrier(me, "warm");
+            test_barrier(me, "warm");
             before = in_use();
         }
         batch_run(me, i);
     }
-    barrier(me, "over");
+    test_barrier(me, "over");
     size_t after = in_use();
     CHECK(after < before + 256 * 1024, "rank %d: %zu bytes in use after %d names, %zu after %d", me->rank, before, WARM,
           after, ALL);
@@ -272,14 +342,14 @@ static void sleeps_when_idle(struct test_rank *me) {
     struct timespec pause = {.tv_nsec = 600 * 1000 * 1000};
     struct timespec used[2];
     clockid_t clock;
-    barrier(me, "before");
+    test_barrier(me, "before");
     CHECK(pthread_getcpuclockid(me->job->thread, &clock) == 0, "a thread");
     clock_gettime(clock, &used[0]);
     nanosleep(&pause, NULL);
     clock_gettime(clock, &used[1]);
     int64_t ns = (used[1].tv_sec - used[0].tv_sec) * 1000000000 + used[1].tv_nsec - used[0].tv_nsec;
     CHECK(ns < 200 * 1000 * 1000, "rank %d: %.1f ms of work in 600 ms without any", me->rank, (double)ns / 1e6);
-    barrier(me, "after");
+    test_barrier(me, "after");
 }
 
 // One name in each of many threads' turns: a thread submits and waits while another does.
@@ -299,7 +369,8 @@ static void *thread_run(void *arg) {
         struct nb_segment all = {.base = data, .bytes = sizeof data};
         struct nb_error err = {0};
         snprintf(name, sizeof name, "thread.%d", turn->number);
-        CHECK(finish(submit(turn->me, name, NB_OP_ALLREDUCE, &all), &err) == 0, "%s: %s", name, err.text);
+        CHECK(test_finish(test_submit(turn->me, test_op(name, NB_OP_ALLREDUCE, &all)), &err) == 0, "%s: %s", name,
+              err.text);
         for (int i = 0; i < 2000; i++) {
             CHECK(data[i] == (float)(3 + 3 * (i % 7)), "%s: [%d] is %g", name, i, (double)data[i]);
         }
@@ -323,6 +394,7 @@ int main(void) {
     struct test_rank like = {.size = 2, .transport = "tcp", .streams = 1, .timeout_ms = 20000};
     to_rank_0();
     from_rank_0();
+    floods();
     like.run = strange_streams;
     test_job(&like);
     like.run = kinds_differ;

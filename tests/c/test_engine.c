@@ -5,20 +5,6 @@
 
 #include "job.h"
 
-static struct nb_work *submit(struct test_rank *me, struct nb_op op) {
-    struct nb_work *work = NULL;
-    struct nb_error err = {0};
-    CHECK(nb_submit(nb_job_world(me->job), &op, &work, &err) == 0, "rank %d submits %s: %s", me->rank, op.name,
-          err.text);
-    return work;
-}
-
-static void finish(struct test_rank *me, struct nb_work *work) {
-    struct nb_error err = {0};
-    CHECK(nb_work_wait(work, 60000, &err) == 0, "rank %d waits: %s", me->rank, err.text);
-    nb_work_release(work);
-}
-
 static float given(int rank, size_t i) {
     return (float)((i * 7 + (size_t)rank * 13) % 61);
 }
@@ -52,7 +38,7 @@ static void allreduce_of(struct test_rank *me, size_t count, int pieces) {
                            .segments = segments,
                            .segment_count = pieces,
                            .postscale = 2};
-        finish(me, submit(me, op));
+        test_done(me, test_submit(me, op));
         for (size_t i = 0; i < count; i++) {
             float want = 2 * summed(me->size, i);
             CHECK(data[i] == want, "rank %d of %d, %zu in %d: [%zu] is %g, not %g", me->rank, me->size, count, pieces,
@@ -80,7 +66,7 @@ static void other_kinds(struct test_rank *me) {
     }
     struct nb_op op = {
         .name = "gather", .kind = NB_OP_ALLGATHER, .dtype = NB_I32, .segments = &all, .segment_count = 1};
-    finish(me, submit(me, op));
+    test_done(me, test_submit(me, op));
     for (size_t i = 0; i < n * size; i++) {
         CHECK(line[i] == (int32_t)(i / n * 100000 + i % n), "rank %d gathered %d at %zu", me->rank, line[i], i);
     }
@@ -94,7 +80,7 @@ static void other_kinds(struct test_rank *me) {
                             .root = root,
                             .segments = &all,
                             .segment_count = 1};
-        finish(me, submit(me, op));
+        test_done(me, test_submit(me, op));
         for (size_t i = 0; i < n * size; i++) {
             CHECK(line[i] == (int32_t)(i ^ (size_t)root), "rank %d got %d at %zu", me->rank, line[i], i);
         }
@@ -104,14 +90,14 @@ static void other_kinds(struct test_rank *me) {
     }
     op = (struct nb_op){
         .name = "scatter", .kind = NB_OP_REDUCESCATTER, .dtype = NB_I32, .segments = &all, .segment_count = 1};
-    finish(me, submit(me, op));
+    test_done(me, test_submit(me, op));
     for (size_t i = 0; i < n; i++) {
         size_t at = (size_t)me->rank * n + i;
         int32_t want = (int32_t)(at * size + size * (size - 1) / 2);
         CHECK(line[at] == want, "rank %d part %zu is %d, not %d", me->rank, i, line[at], want);
     }
     op = (struct nb_op){.name = "barrier", .kind = NB_OP_BARRIER};
-    finish(me, submit(me, op));
+    test_done(me, test_submit(me, op));
     free(line);
 }
 
@@ -148,10 +134,10 @@ static void any_order(struct test_rank *me) {
                                .segments = &segment,
                                .segment_count = 1,
                                .priority = which % 3};
-            works[which] = submit(me, op);
+            works[which] = test_submit(me, op);
         }
         for (int which = 0; which < MANY; which++) {
-            finish(me, works[which]);
+            test_done(me, works[which]);
             for (size_t i = 0; i < MANY_COUNT; i++) {
                 float got = data[(size_t)which * MANY_COUNT + i];
                 CHECK(got == summed(me->size, i + (size_t)which), "rank %d, operation %d", me->rank, which);
@@ -167,7 +153,7 @@ static void mismatches(struct test_rank *me) {
     struct nb_segment segment = {.base = data, .bytes = me->rank == 1 ? 128 : 256};
     struct nb_op op = {
         .name = "odd", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .segments = &segment, .segment_count = 1};
-    struct nb_work *work = submit(me, op);
+    struct nb_work *work = test_submit(me, op);
     CHECK(nb_work_wait(work, 20000, &err) == NB_EMISMATCH, "rank %d: %s", me->rank, err.text);
     CHECK(strstr(err.text, "256 bytes") != NULL && strstr(err.text, "128 bytes") != NULL, "text: %s", err.text);
     nb_work_release(work);
@@ -176,14 +162,14 @@ static void mismatches(struct test_rank *me) {
     struct nb_op after = {.name = "after", .kind = NB_OP_BARRIER};
     if (me->rank == 0) { // the others submit "twice" only when "after" is over
         struct nb_error dup = {0};
-        struct nb_work *first = submit(me, twice);
+        struct nb_work *first = test_submit(me, twice);
         struct nb_work *second = NULL;
         CHECK(nb_submit(nb_job_world(me->job), &twice, &second, &dup) == -EEXIST, "duplicate: %s", dup.text);
-        finish(me, submit(me, after));
-        finish(me, first);
+        test_done(me, test_submit(me, after));
+        test_done(me, first);
     } else {
-        finish(me, submit(me, after));
-        finish(me, submit(me, twice));
+        test_done(me, test_submit(me, after));
+        test_done(me, test_submit(me, twice));
     }
 }
 

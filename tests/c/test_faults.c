@@ -11,40 +11,16 @@
 #include "transport/lanes_internal.h"
 #include "transport/tcp_internal.h"
 
-enum { LIMIT_MS = 30000 };
-
 // What the ranks of one case share.
 struct stage {
     pthread_barrier_t meet;
     int round;
 };
 
-static struct nb_work *submit(struct test_rank *me, struct nb_op op) {
-    struct nb_work *work = NULL;
-    struct nb_error err = {0};
-    CHECK(nb_submit(nb_job_world(me->job), &op, &work, &err) == 0, "rank %d submits %s: %s", me->rank, op.name,
-          err.text);
-    return work;
-}
-
-static int finish(struct nb_work *work, struct nb_error *err) {
-    int rc = nb_work_wait(work, LIMIT_MS, err);
-    nb_work_release(work);
-    return rc;
-}
-
-static int barrier(struct test_rank *me, const char *name, struct nb_error *err) {
-    return finish(submit(me, (struct nb_op){.name = name, .kind = NB_OP_BARRIER}), err);
-}
-
-static struct nb_op sum_of(const char *name, struct nb_segment *all) {
-    return (struct nb_op){.name = name, .kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .segments = all, .segment_count = 1};
-}
-
 // Waits until the communication thread has been round its loop: what lay in its sockets before has been read then.
 static void turn(struct test_rank *me) {
     struct timespec pause = {.tv_nsec = 1000 * 1000};
-    int64_t until = nb_now_ns() + (int64_t)LIMIT_MS * 1000000;
+    int64_t until = nb_now_ns() + (int64_t)TEST_LIMIT_MS * 1000000;
     static char memory[64];
     for (int i = 0; i < 3; i++) {
         struct nb_error err = {0};
@@ -64,7 +40,7 @@ static void turn(struct test_rank *me) {
 static void submit_after_leaving(struct test_rank *me, int leaver) {
     struct stage *stage = me->arg;
     struct nb_error err = {0};
-    CHECK(barrier(me, "before", &err) == 0, "rank %d: %s", me->rank, err.text);
+    test_barrier(me, "before");
     if (me->rank == leaver) {
         nb_job_close(me->job);
         me->job = NULL;
@@ -76,12 +52,9 @@ static void submit_after_leaving(struct test_rank *me, int leaver) {
     turn(me);
     pthread_barrier_wait(&stage->meet); // rank 0 has passed it on
     turn(me);
-    struct nb_work *work = NULL;
-    struct nb_op op = {.name = "after", .kind = NB_OP_BARRIER};
-    int rc = nb_submit(nb_job_world(me->job), &op, &work, &err);
-    rc = rc == 0 ? finish(work, &err) : rc; // the other may have failed the job already
+    int rc = test_try(me, test_op("after", NB_OP_BARRIER, NULL), &err);
     CHECK(rc == NB_EPEER && err.peer == leaver, "rank %d: %d, peer %d, %s", me->rank, rc, err.peer, err.text);
-    CHECK(nb_submit(nb_job_world(me->job), &op, &work, &err) == NB_EPEER, "a job that failed takes nothing");
+    CHECK(test_try(me, test_op("again", NB_OP_BARRIER, NULL), &err) == NB_EPEER, "a job that failed takes nothing");
 }
 
 static void rank_1_left_before(struct test_rank *me) {
@@ -97,14 +70,14 @@ static void leaves_others_waiting(struct test_rank *me) {
     struct stage *stage = me->arg;
     struct nb_error err = {0};
     if (me->rank == 2) {
-        CHECK(barrier(me, "before", &err) == 0, "%s", err.text);
+        test_barrier(me, "before");
         pthread_barrier_wait(&stage->meet);
         return;
     }
-    CHECK(barrier(me, "before", &err) == 0, "%s", err.text);
-    struct nb_work *work = submit(me, (struct nb_op){.name = "half", .kind = NB_OP_BARRIER});
+    test_barrier(me, "before");
+    struct nb_work *work = test_submit(me, test_op("half", NB_OP_BARRIER, NULL));
     pthread_barrier_wait(&stage->meet);
-    int rc = finish(work, &err);
+    int rc = test_finish(work, &err);
     CHECK(rc == NB_EPEER && err.peer == 2, "rank %d: %d, peer %d, %s", me->rank, rc, err.peer, err.text);
     CHECK(strstr(err.text, "half") != NULL, "text: %s", err.text);
 }
@@ -117,14 +90,14 @@ static void leaves_at_once(struct test_rank *me) {
     float *data = malloc(LARGE * sizeof *data);
     struct nb_error err = {0};
     struct nb_segment all = {.base = data, .bytes = LARGE * sizeof *data};
-    struct nb_op op = sum_of("last", &all);
+    struct nb_op op = test_op("last", NB_OP_ALLREDUCE, &all);
     bool cast = stage->round % 2 == 0;
     for (size_t i = 0; i < LARGE; i++) {
         data[i] = cast && me->rank != stage->round % me->size ? -1 : (float)(i % 97);
     }
     op.kind = cast ? NB_OP_BROADCAST : NB_OP_ALLREDUCE;
     op.root = stage->round % me->size;
-    CHECK(finish(submit(me, op), &err) == 0, "round %d, rank %d: %s", stage->round, me->rank, err.text);
+    CHECK(test_finish(test_submit(me, op), &err) == 0, "round %d, rank %d: %s", stage->round, me->rank, err.text);
     for (size_t i = 0; i < LARGE; i++) {
         float want = (float)(i % 97) * (cast ? 1 : (float)me->size);
         CHECK(data[i] == want, "round %d, rank %d: [%zu] is %g", stage->round, me->rank, i, (double)data[i]);
@@ -143,15 +116,12 @@ static void only_lane_ends(struct test_rank *me) {
     struct nb_error err = {0};
     struct nb_segment all = {.base = data, .bytes = LARGE * sizeof *data};
     int fd = me->rank == 0 ? lane_descriptor(me, 0, 1) : -1;
-    CHECK(barrier(me, "before", &err) == 0, "%s", err.text);
+    test_barrier(me, "before");
     if (me->rank == 0) {
         CHECK(shutdown(fd, SHUT_RDWR) == 0, "shutdown: %m");
         close(fd);
     }
-    struct nb_work *work = NULL;
-    struct nb_op op = sum_of("sum", &all);
-    int rc = nb_submit(nb_job_world(me->job), &op, &work, &err);
-    rc = rc == 0 ? finish(work, &err) : rc;
+    int rc = test_try(me, test_op("sum", NB_OP_ALLREDUCE, &all), &err);
     CHECK(rc == NB_EPEER && (err.peer == 0 || err.peer == 1), "rank %d: %d, peer %d, %s", me->rank, rc, err.peer,
           err.text);
     free(data);
@@ -165,17 +135,17 @@ static void one_lane_ends(struct test_rank *me) {
     struct nb_segment all = {.base = data, .bytes = LARGE * sizeof *data};
     struct timespec pause = {.tv_nsec = stage->round * 200 * 1000};
     int fd = me->rank == 0 ? lane_descriptor(me, stage->round % 4, 1) : -1;
-    CHECK(barrier(me, "before", &err) == 0, "%s", err.text);
+    test_barrier(me, "before");
     for (size_t i = 0; i < LARGE; i++) {
         data[i] = (float)(i % 97);
     }
-    struct nb_work *work = submit(me, sum_of("sum", &all));
+    struct nb_work *work = test_submit(me, test_op("sum", NB_OP_ALLREDUCE, &all));
     if (me->rank == 0) {
         nanosleep(&pause, NULL); // any moment is a good one
         CHECK(shutdown(fd, SHUT_RDWR) == 0, "shutdown: %m");
         close(fd);
     }
-    int rc = finish(work, &err);
+    int rc = test_finish(work, &err);
     CHECK(rc == 0 || (rc == NB_EPEER && (err.peer == 0 || err.peer == 1)), "rank %d: %d, peer %d, %s", me->rank, rc,
           err.peer, err.text);
     for (size_t i = 0; rc == 0 && i < LARGE; i++) {
@@ -191,12 +161,12 @@ static void idle_lane_ends(struct test_rank *me) {
     struct nb_job_info info = {0};
     struct timespec pause = {.tv_nsec = 10 * 1000 * 1000};
     int fd = me->rank == 0 ? lane_descriptor(me, 1, 1) : -1;
-    CHECK(barrier(me, "before", &err) == 0, "%s", err.text);
+    test_barrier(me, "before");
     if (me->rank == 0) {
         CHECK(shutdown(fd, SHUT_RDWR) == 0, "shutdown: %m");
         close(fd);
     }
-    int64_t until = nb_now_ns() + (int64_t)LIMIT_MS * 1000000;
+    int64_t until = nb_now_ns() + (int64_t)TEST_LIMIT_MS * 1000000;
     while (me->rank < 2 && info.dropped == 0) {
         CHECK(nb_now_ns() < until, "rank %d does not see that its lane ended", me->rank);
         nanosleep(&pause, NULL);
@@ -208,7 +178,8 @@ static void idle_lane_ends(struct test_rank *me) {
     pthread_barrier_wait(&stage->meet);
     float *data = calloc(LARGE, sizeof *data);
     struct nb_segment all = {.base = data, .bytes = LARGE * sizeof *data};
-    CHECK(finish(submit(me, sum_of("sum", &all)), &err) == 0, "rank %d: %s", me->rank, err.text);
+    CHECK(test_finish(test_submit(me, test_op("sum", NB_OP_ALLREDUCE, &all)), &err) == 0, "rank %d: %s", me->rank,
+          err.text);
     free(data);
 }
 
@@ -216,7 +187,7 @@ static void idle_lane_ends(struct test_rank *me) {
 static void silent(struct test_rank *me, int who) {
     struct stage *stage = me->arg;
     struct nb_error err = {0};
-    CHECK(barrier(me, "before", &err) == 0, "%s", err.text);
+    test_barrier(me, "before");
     if (me->rank == who) {
         pthread_mutex_lock(&me->job->lock); // it needs that lock in every turn
         pthread_barrier_wait(&stage->meet);
@@ -225,7 +196,7 @@ static void silent(struct test_rank *me, int who) {
         return;
     }
     pthread_barrier_wait(&stage->meet);
-    int rc = barrier(me, "after", &err);
+    int rc = test_finish(test_submit(me, test_op("after", NB_OP_BARRIER, NULL)), &err);
     CHECK(rc == NB_ETIMEOUT && err.peer == who, "rank %d: %d, peer %d, %s", me->rank, rc, err.peer, err.text);
     pthread_barrier_wait(&stage->meet);
 }
@@ -238,9 +209,32 @@ static void rank_0_silent(struct test_rank *me) {
     silent(me, 0);
 }
 
+// A rank that stood still hears, when it goes on, that it was the silent one, and accuses nobody.
+static void stood_still(struct test_rank *me) {
+    struct stage *stage = me->arg;
+    struct nb_error err = {0};
+    struct nb_work *work = NULL;
+    test_barrier(me, "before");
+    if (me->rank == 1) {
+        work = test_submit(me, test_op("never", NB_OP_BARRIER, NULL));
+        turn(me);
+        test_freeze(me->job->thread);
+    }
+    pthread_barrier_wait(&stage->meet);
+    int rc = me->rank == 1 ? 0 : test_try(me, test_op("after", NB_OP_BARRIER, NULL), &err);
+    pthread_barrier_wait(&stage->meet);
+    if (me->rank == 1) {
+        test_thaw();
+        rc = test_finish(work, &err);
+    }
+    CHECK(rc == NB_ETIMEOUT && err.peer == 1, "rank %d: %d, peer %d, %s", me->rank, rc, err.peer, err.text);
+    CHECK(strstr(err.text, "rank 1 has been silent") != NULL, "text: %s", err.text);
+    pthread_barrier_wait(&stage->meet);
+}
+
 static void *wait_for(void *arg) {
     struct nb_error err = {0};
-    int rc = nb_work_wait(arg, LIMIT_MS, &err);
+    int rc = nb_work_wait(arg, TEST_LIMIT_MS, &err);
     CHECK(rc == NB_ECLOSED, "%d: %s", rc, err.text);
     return NULL;
 }
@@ -258,7 +252,7 @@ static void closed_with_pending(struct test_rank *me) {
     for (int i = 0; i < 3; i++) {
         char name[16];
         snprintf(name, sizeof name, "never.%d", i);
-        works[i] = submit(me, (struct nb_op){.name = name, .kind = NB_OP_BARRIER});
+        works[i] = test_submit(me, test_op(name, NB_OP_BARRIER, NULL));
         CHECK(pthread_create(&threads[i], NULL, wait_for, works[i]) == 0, "a thread");
     }
     int inside = 0;
@@ -286,15 +280,12 @@ static void closed_with_pending(struct test_rank *me) {
 
 static void gives_up(struct test_rank *me) {
     struct nb_error err = {0};
-    CHECK(barrier(me, "before", &err) == 0, "%s", err.text);
+    test_barrier(me, "before");
     if (me->rank == 1) {
         nb_job_abort(me->job, "its data are bad");
         return; // and closes in the same moment
     }
-    struct nb_work *work = NULL;
-    struct nb_op op = {.name = "after", .kind = NB_OP_BARRIER};
-    int rc = nb_submit(nb_job_world(me->job), &op, &work, &err);
-    rc = rc == 0 ? finish(work, &err) : rc;
+    int rc = test_try(me, test_op("after", NB_OP_BARRIER, NULL), &err);
     CHECK(rc == NB_EPEER && err.peer == 1, "rank %d: %d, peer %d, %s", me->rank, rc, err.peer, err.text);
     CHECK(strstr(err.text, "its data are bad") != NULL, "text: %s", err.text);
 }
@@ -302,11 +293,10 @@ static void gives_up(struct test_rank *me) {
 // Closed, dead and failing all at once: rank 2's thread stands still, rank 1 gives up, rank 0 closes.
 static void all_at_once(struct test_rank *me) {
     struct stage *stage = me->arg;
-    struct nb_error err = {0};
     float *data = calloc(LARGE, sizeof *data);
     struct nb_segment all = {.base = data, .bytes = LARGE * sizeof *data};
-    CHECK(barrier(me, "before", &err) == 0, "%s", err.text);
-    struct nb_work *work = submit(me, sum_of("sum", &all));
+    test_barrier(me, "before");
+    struct nb_work *work = test_submit(me, test_op("sum", NB_OP_ALLREDUCE, &all));
     pthread_barrier_wait(&stage->meet);
     if (me->rank == 1) {
         nb_job_abort(me->job, "at once");
@@ -353,13 +343,13 @@ static void *opening_main(void *arg) {
     struct opening *me = arg;
     struct nb_boot boot = {0};
     struct nb_job *job = NULL;
-    struct nb_boot_config config = {.rank = me->rank, .size = OPENING, .timeout_ms = LIMIT_MS, .ifname = "lo"};
+    struct nb_boot_config config = {.rank = me->rank, .size = OPENING, .timeout_ms = TEST_LIMIT_MS, .ifname = "lo"};
     config.secret = test_secret;
     config.secret_bytes = sizeof test_secret;
     config.tag = "test";
     CHECK(nb_boot_join(&boot, &config, me->listener, me->rank == 0 ? NULL : me->address, &me->err) == 0, "%s",
           me->err.text);
-    struct nb_job_config like = {.boot = &boot, .transport = "tcp", .streams = 2, .timeout_ms = LIMIT_MS};
+    struct nb_job_config like = {.boot = &boot, .transport = "tcp", .streams = 2, .timeout_ms = TEST_LIMIT_MS};
     like.ports = me->ports;
     me->rc = nb_job_open(&job, &like, &me->err);
     CHECK(me->rc < 0, "rank %d has opened", me->rank);
@@ -413,6 +403,7 @@ int main(void) {
     run_case(idle_lane_ends, 0, 4, 20000);
     run_case(rank_2_silent, 0, 1, 1500);
     run_case(rank_0_silent, 0, 1, 1500);
+    run_case(stood_still, 0, 1, 1500);
     run_case(closed_with_pending, 0, 1, 20000);
     run_case(gives_up, 0, 1, 20000);
     run_case(all_at_once, 0, 2, 20000);

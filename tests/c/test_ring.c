@@ -1,10 +1,15 @@
 // Events of several threads all arrive, a full ring counts what it drops, and a killed rank's file is readable.
 #include <errno.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
+#include <stdbool.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/mount.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 
@@ -182,11 +187,103 @@ static void test_off_and_errors(void) {
     CHECK(nb_ring_open(&ring, "/proc/no/such/place", UINT64_MAX / 64, 0, NULL) == -EFBIG, "too many events");
 }
 
+// Room is kept for every event before the first is written.
+static void test_room_is_kept(void) {
+    enum { CAPACITY = 100000 };
+    struct nb_ring ring;
+    struct stat stat;
+    char path[PATH_BYTES];
+    FILE *file = file_open(path);
+    CHECK(nb_ring_open(&ring, path, CAPACITY, 0, NULL) == 0, "open: %m");
+    CHECK(fstat(fileno(file), &stat) == 0, "fstat: %m");
+    CHECK(stat.st_size == NB_RING_HEADER + CAPACITY * 64 && stat.st_blocks * 512 >= stat.st_size,
+          "%lld bytes have %lld blocks", (long long)stat.st_size, (long long)stat.st_blocks);
+    nb_ring_close(&ring);
+    (void)fclose(file);
+}
+
+// Where there is no room, opening says so, gives back what it took, and what fits still opens.
+static void check_no_room(const char *path, int code) {
+    struct nb_ring ring;
+    struct nb_error err = {0};
+    struct stat stat_after;
+    CHECK(nb_ring_open(&ring, path, 1000000, 0, &err) == code, "%d: %s", err.code, err.text);
+    CHECK(strstr(err.text, path) != NULL && strstr(err.text, "64004096 bytes") != NULL &&
+              strstr(err.text, strerror(-code)) != NULL && strstr(err.text, "NETBOTTLENECK_DIR") != NULL &&
+              strstr(err.text, "NETBOTTLENECK_TRACE_EVENTS") != NULL,
+          "%s", err.text);
+    CHECK(stat(path, &stat_after) == 0 && stat_after.st_blocks == 0, "%lld blocks are left",
+          (long long)stat_after.st_blocks);
+    CHECK(nb_ring_open(&ring, path, EACH, 0, NULL) == 0, "one that fits: %m");
+    struct writer writer = {&ring, 0};
+    (void)write_events(&writer);
+    CHECK(nb_ring_dropped(&ring) == 0, "all are there");
+    nb_ring_close(&ring);
+}
+
+static void in_a_child(void (*run)(const char *path), const char *path) {
+    pid_t child = fork();
+    CHECK(child >= 0, "fork: %m");
+    if (child == 0) {
+        run(path);
+        _exit(0);
+    }
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child && status == 0, "the child ended with %x", status);
+}
+
+static void on_a_small_file(const char *path) {
+    struct rlimit limit = {.rlim_cur = 1 << 20, .rlim_max = 1 << 20};
+    (void)signal(SIGXFSZ, SIG_IGN); // as Python does
+    CHECK(setrlimit(RLIMIT_FSIZE, &limit) == 0, "setrlimit: %m");
+    check_no_room(path, -EFBIG);
+}
+
+static bool put(const char *path, const char *text) {
+    FILE *file = fopen(path, "w");
+    bool written = file != NULL && fputs(text, file) >= 0;
+    return file != NULL && fclose(file) == 0 && written;
+}
+
+// Into namespaces of its own, as root there.
+static bool move_out(void) {
+    char users[32];
+    char groups[32];
+    (void)snprintf(users, sizeof users, "0 %u 1", geteuid());
+    (void)snprintf(groups, sizeof groups, "0 %u 1", getegid());
+    return unshare(CLONE_NEWUSER | CLONE_NEWNS) == 0 && put("/proc/self/uid_map", users) &&
+           put("/proc/self/setgroups", "deny") && put("/proc/self/gid_map", groups);
+}
+
+// A disk of 1 MiB, where this process may have one.
+static void on_a_small_disk(const char *folder) {
+    char path[PATH_BYTES];
+    if (!move_out() || mount("none", folder, "tmpfs", 0, "size=1m") != 0) {
+        (void)fprintf(stderr, "no disk of its own (%m): the limit on a file's size stands for it\n");
+        return;
+    }
+    (void)snprintf(path, sizeof path, "%s/ring", folder);
+    check_no_room(path, -ENOSPC);
+}
+
+static void test_no_room(void) {
+    char path[PATH_BYTES];
+    char folder[] = "/tmp/test_ring.XXXXXX";
+    FILE *file = file_open(path);
+    in_a_child(on_a_small_file, path);
+    (void)fclose(file);
+    CHECK(mkdtemp(folder) != NULL, "mkdtemp: %m");
+    in_a_child(on_a_small_disk, folder);
+    CHECK(rmdir(folder) == 0, "rmdir: %m");
+}
+
 int main(void) {
     test_room_for_all();
     test_full();
     test_stamps();
     test_killed();
+    test_room_is_kept();
+    test_no_room();
     test_off_and_errors();
     return 0;
 }

@@ -38,6 +38,14 @@ def kill(job: RankJob, rank: int) -> float:
     return time.monotonic()
 
 
+def ended(job: RankJob, rank: int) -> int | None:
+    """Wait for a rank that must end by itself; return its exit code, None where it does not end."""
+    deadline = time.monotonic() + 12
+    while job.processes[rank].poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return job.processes[rank].poll()
+
+
 def last_line(result: RankResult) -> str:
     """Return the error that a rank ended with."""
     assert result.code == 1, (result.code, result.stderr)
@@ -109,19 +117,58 @@ def test_a_stopped_rank_is_named_and_ends_by_itself_when_it_goes_on(ranks: Ranks
     for rank in range(2):
         job.wait_for_line(rank, "reducing")
     job.kill(1, signal.SIGSTOP)
-    deadline = time.monotonic() + 12
-    while job.processes[0].poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    ended = job.processes[0].poll()
+    code = ended(job, 0)
     job.kill(1, signal.SIGCONT)
     first, second = job.wait(check=False)
-    assert ended == 0, job.describe()
+    assert code == 0, job.describe()
     error, peer, _, _, words = failure(first)
     assert (error, peer) in [("DeadlineError", 1), ("PeerError", 1)]
     assert "rank 1" in words
     error, peer, _, _, words = failure(second)
     assert second.code == 0
-    assert peer == 0, words
+    assert peer == 1, words  # it accuses nobody: rank 0 has told it who was silent
+
+
+def stock_job(ranks: Ranks, size: int, tmp_path: Path, timeout_s: float) -> RankJob:
+    env = {
+        **QUICK,
+        "NETBOTTLENECK_TRANSPORT": "stock",
+        "NETBOTTLENECK_TIMEOUT_S": str(timeout_s),
+        "NETBOTTLENECK_DIR": str(tmp_path / "run"),
+        "NETBOTTLENECK_START_STEP": "0",
+    }
+    job = ranks.start(size, SCRIPT, ["optimize"], env)
+    for rank in range(size):
+        job.wait_for_line(rank, "reducing")
+    return job
+
+
+def check_stock_failed(results: list[RankResult]) -> None:
+    for result in results:
+        failure(result)  # what tell_of saw was a HorovodInternalError
+        assert "torch.distributed" in result.stdout, result.stdout
+        assert result.code == 1, result.stderr
+
+
+def test_a_rank_killed_in_a_sum_over_stock_fails_all_others(ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    job = stock_job(ranks, 3, tmp_path, 600.0)
+    job.kill(1)
+    first, killed, third = job.wait(check=False)
+    assert killed.code == -signal.SIGKILL
+    check_stock_failed([first, third])
+
+
+def test_a_rank_that_is_stopped_over_stock_fails_all_others_at_the_time_limit(ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    job = stock_job(ranks, 2, tmp_path, 3.0)
+    job.kill(1, signal.SIGSTOP)
+    code = ended(job, 0)
+    job.kill(1)
+    first, killed = job.wait(check=False)
+    assert killed.code == -signal.SIGKILL
+    assert code == 1, job.describe()
+    check_stock_failed([first])
 
 
 def test_interrupting_a_wait_raises_at_once(ranks: Ranks) -> None:

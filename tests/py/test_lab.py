@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from netbottleneck.lab import Lab, LabError, LinkSpec, parse_lab
+from netbottleneck.lab.lab import SHIM
 
 DEADLINE_S = 15
 PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -161,7 +163,7 @@ for port in map(int, sys.argv[2:]):
     server = socket.create_server((home, port))
     out = socket.socket()
     out.setblocking(False)
-    out.connect_ex((home, port))
+    out.connect_ex(server.getsockname())
     server.settimeout(10)
     result[port] = [pacing(out), pacing(server.accept()[0])]
 print(json.dumps(result))
@@ -177,6 +179,18 @@ def test_a_ports_own_rate_holds_at_both_ends_and_control_is_free() -> None:
     free, slow, fast = [2**64 - 1] * 2, [10**6] * 2, [2 * 10**6] * 2
     assert first == [free, slow, fast, slow, free]
     assert second == [slow, fast, slow, fast, free]
+
+
+def test_a_flow_has_its_rate_where_the_shims_path_holds_a_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    monkeypatch.setattr("netbottleneck.lab.lab.SHIM", Path(shutil.copy(SHIM, folder)))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with Lab(1, "none/8mbit", ways=("loopback",)) as lab:
+        found = json.loads(output(lab.popen(0, python(RATES, "127.0.0.1", "0"), **PIPES)))
+    assert found == {"0": [10**6, 10**6]}
 
 
 MEET = """

@@ -132,7 +132,7 @@ def test_a_port_in_use_is_named(ranks: Ranks) -> None:
             2,
             NETBOTTLENECK_MASTER=f"127.0.0.1:{port}",
             NETBOTTLENECK_SECRET="0123456789abcdef",
-            NETBOTTLENECK_TIMEOUT_S="3",
+            NETBOTTLENECK_START_TIMEOUT_S="3",
         )
         results = ranks(2, SCRIPTS / "faults.py", env, args=["nothing"], check=False)
     assert all(result.code not in (0, None) for result in results)

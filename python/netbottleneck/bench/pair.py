@@ -95,7 +95,7 @@ class Pair:
         finally:
             control.close()
 
-    def _join(self, transport: str, lanes: int, timeout_s: float | None = None) -> _core.Comm:
+    def _join(self, transport: str, lanes: int, start_timeout_s: float | None = None) -> _core.Comm:
         door: dict[str, Any] = {"listener": self.listener} if self.rank == 0 else {"address": self.address}
         made: _core.Comm = launch.core().Comm(
             self.rank,
@@ -109,7 +109,8 @@ class Pair:
             ifname=self._interface,
             ports=self.settings.ports,
             segment_bytes=self.settings.segment_bytes,
-            timeout_s=timeout_s or self.settings.timeout_s,
+            timeout_s=self.settings.timeout_s,
+            start_timeout_s=start_timeout_s or self.settings.timeout_s,
             **door,
         )
         return made

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import secrets
 import socket
+import stat
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +30,27 @@ _LOOPBACK = (
     "all ranks share this machine's loopback interface: no link is capped, caps per flow are set inside each process, "
     "and no number measured here says anything about a network"
 )
+
+
+def preloadable() -> str:
+    """Return the shim's path or, where that holds what parts the paths of LD_PRELOAD, that of a link, which stays.
+
+    The link is in a folder of this user alone. Raises LabError where there can be none."""
+    if not set(str(SHIM)) & set(" :"):
+        return str(SHIM)
+    folder = Path(tempfile.gettempdir(), f"netbottleneck-lab-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o022:
+        raise LabError(f"{folder} is not a folder that this user alone can write")
+    link = folder / f"{hashlib.sha256(os.fsencode(SHIM)).hexdigest()[:16]}.so"
+    if set(str(link)) & set(" :"):
+        raise LabError(
+            f"neither {SHIM} nor {link} can stand in LD_PRELOAD: set TMPDIR to a path without space or colon"
+        )
+    with contextlib.suppress(FileExistsError):
+        link.symlink_to(SHIM)
+    return str(link)
 
 
 class Lab:
@@ -221,7 +246,7 @@ class Lab:
 
     def _pacing(self, env: Mapping[str, str]) -> dict[str, str]:
         result = {
-            "LD_PRELOAD": " ".join([str(SHIM), *env.get("LD_PRELOAD", "").split()]),
+            "LD_PRELOAD": " ".join([preloadable(), *env.get("LD_PRELOAD", "").split()]),
             "NBFLOWCAP_BPS": ",".join(map(str, self.spec.flow_bps)),
             "NBFLOWCAP_FREE": str(self._port),
         }

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,11 @@ import netbottleneck as nb
 from netbottleneck import job
 
 
-def tell_of(call: Callable[[], object]) -> None:
-    """Repeat a collective until it fails; print who was lost, when the last call began and when it raised."""
+def tell_of(call: Callable[[], object], *, swallow: bool = True) -> None:
+    """Repeat a collective until it fails; print who was lost, when the last call began and when it raised.
+
+    swallow: go on after that; otherwise end with the error, as scripts do.
+    """
     began = time.monotonic()
     try:
         while True:
@@ -26,6 +30,8 @@ def tell_of(call: Callable[[], object]) -> None:
     except nb.HorovodInternalError as error:
         raised = time.monotonic()
         print(f"failed {type(error).__name__} {getattr(error, 'peer', None)} {began} {raised} {error}", flush=True)
+        if not swallow:
+            raise
 
 
 def reduce() -> None:
@@ -34,6 +40,22 @@ def reduce() -> None:
     nb.allreduce_(big, name="big")
     print("reducing", flush=True)
     tell_of(lambda: nb.allreduce_(big, name="big"))
+
+
+def repeat_steps(model: Any, optimizer: Any, given: Any) -> None:
+    """Train for ever."""
+    count = 0
+
+    def step() -> None:
+        nonlocal count
+        optimizer.zero_grad()
+        model(given).sum().backward()
+        optimizer.step()
+        count += 1
+        if count == 8:
+            print("reducing", flush=True)
+
+    tell_of(step, swallow=False)
 
 
 def train() -> None:
@@ -45,20 +67,19 @@ def train() -> None:
     dist.init_process_group("gloo")
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1 << 18, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    began, count = 0.0, 0
-    try:
-        while True:
-            began = time.monotonic()
-            optimizer.zero_grad()
-            model(torch.ones(1, 1 << 18)).sum().backward()
-            optimizer.step()
-            count += 1
-            if count == 8:
-                print("reducing", flush=True)
-    except nb.HorovodInternalError as error:
-        raised = time.monotonic()
-        print(f"failed {type(error).__name__} {getattr(error, 'peer', None)} {began} {raised} {error}", flush=True)
-        raise
+    repeat_steps(model, optimizer, torch.ones(1, 1 << 18))
+
+
+def optimize() -> None:
+    """A script with Horovod's optimizer that trains for ever, and ends with an error as scripts do."""
+    import torch
+
+    import netbottleneck.torch as hvd
+
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(1 << 18, 8)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters())
+    repeat_steps(model, optimizer, torch.ones(1, 1 << 18))
 
 
 def busy() -> None:
@@ -147,6 +168,7 @@ def main() -> None:
     {
         "reduce": reduce,
         "train": train,
+        "optimize": optimize,
         "busy": busy,
         "interrupted": interrupted,
         "rounds": rounds,

@@ -1,0 +1,131 @@
+#!/usr/bin/env bash
+# A wheel of this tree, installed in a clean environment outside it, as a user does: the study, the report and a notebook must
+# run there. Everything is made in a temporary folder (TMPDIR says where), which is gone at the end.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+root=$PWD
+dev=$root/.venv/bin
+place=$(mktemp -d "${TMPDIR:-/tmp}/netbottleneck wheel.XXXXXX") # the space is meant
+trap 'rm -rf "$place"' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# step NAME COMMAND…: what a command says is shown where it fails. In a function so called, errexit is off: chain with &&.
+step() {
+    local name=$1 began=$SECONDS
+    shift
+    if ! "$@" >"$place/log" 2>&1 </dev/null; then
+        cat "$place/log"
+        echo "FAIL $name: $*"
+        echo "0 passed, 1 failed"
+        exit 1
+    fi
+    echo "PASS $name ($((SECONDS - began)) s)"
+}
+
+# Objects of the working build are used again where they are fresh.
+build() {
+    NETBOTTLENECK_WERROR=${NETBOTTLENECK_WERROR-1} "$dev/python" -m pip wheel -q --no-input --no-deps --no-build-isolation \
+        -w "$place/wheel" .
+}
+
+# Every file of the package, and nothing that belongs to the tree alone.
+contents() {
+    "$dev/python" - "$wheel" <<'PY'
+import pathlib
+import sys
+import zipfile
+
+wheel = pathlib.Path(sys.argv[1])
+assert "-cp311-abi3-" in wheel.name, wheel.name
+package = pathlib.Path("python")
+left_out = {".pyc", ".new"}
+tree = {p.relative_to(package).as_posix() for p in (package / "netbottleneck").rglob("*") if p.is_file()}
+tree = {name for name in tree if pathlib.PurePath(name).suffix not in left_out}
+packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+assert tree == packed, f"missing: {sorted(tree - packed)}; not of this tree: {sorted(packed - tree)}"
+assert any(name.endswith(".dist-info/licenses/LICENSE") for name in zipfile.ZipFile(wheel).namelist())
+PY
+}
+
+install() {
+    "$dev/python" -m venv "$place/venv" &&
+        "$place/venv/bin/python" -m pip install -q --no-compile --disable-pip-version-check --no-input -c requirements/constraints.txt \
+            -r requirements/torch.txt "$wheel[study,notebook]"
+}
+
+# From here on nothing of the tree is in reach: another folder, another home, no variables of ours or Python's.
+outside() {
+    local name unset=(-u PYTHONPATH -u PYTHONHOME -u VIRTUAL_ENV)
+    for name in $(compgen -v NETBOTTLENECK_ || true); do unset+=(-u "$name"); done
+    (cd "$place/home" && env "${unset[@]}" HOME="$place/home" PATH="$place/venv/bin:$PATH" "$@")
+}
+
+is_ours() {
+    outside python - "$place/venv" <<'PY'
+import sys
+
+import netbottleneck
+from netbottleneck import _core
+
+for module in (netbottleneck, _core):
+    assert module.__file__.startswith(sys.argv[1]), module.__file__
+assert "ofi" in _core.transports(), _core.transports()
+PY
+}
+
+study() { outside netbottleneck study --quick --directory "$place/study"; }
+
+# What each run of the study answers, again, from its folder.
+report() {
+    local run
+    outside python - "$place/study" >"$place/runs" <<'PY' || return 1
+import json
+import pathlib
+import sys
+
+folder = pathlib.Path(sys.argv[1])
+told = json.loads((folder / "study.json").read_text())
+assert not told.get("failure"), told["failure"]
+assert {job["job"] for job in told["jobs"]} == {"digits", "replay"}, told["jobs"]
+for job in told["jobs"]:
+    assert {"stock", "ofi"} <= set(job["steps"]), job["steps"]
+    print(folder / job["folder"])
+PY
+    while read -r run; do
+        outside netbottleneck report "$run" >"$place/report" || return 1
+        grep -q '^Verdict: ' "$place/report" && grep -q ' ofi ' "$place/report" || { cat "$place/report" && return 1; }
+    done <"$place/runs"
+}
+
+notebook() {
+    cp benchmarks/notebooks/00_*.ipynb "$place/home/" && outside python - <<'PY'
+import pathlib
+import sys
+
+import nbclient
+import nbformat
+
+(path,) = pathlib.Path().glob("*.ipynb")
+book = nbformat.read(path, as_version=4)
+book.cells.insert(0, nbformat.v4.new_code_cell("import netbottleneck; print(netbottleneck.__file__)"))
+nbclient.NotebookClient(book, timeout=100, kernel_name="python3").execute()
+outputs = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
+assert outputs[0].text.startswith(sys.prefix), outputs[0].text
+shown = [kind for output in outputs for kind in output.get("data", {})]
+assert shown.count("image/png") == 1 and shown.count("text/html") == 1, shown
+PY
+}
+
+mkdir "$place/wheel" "$place/home"
+step "build" build
+wheel=$(echo "$place"/wheel/*.whl)
+step "contents of $(basename "$wheel")" contents
+step "abi3audit" "$dev/abi3audit" --strict --assume-minimum-abi3 3.11 "$wheel"
+step "install, with study and notebook" install
+step "import, with ofi" is_ours
+step "study --quick" study
+step "report" report
+step "notebook" notebook
+echo "8 passed, 0 failed"

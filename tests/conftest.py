@@ -203,6 +203,8 @@ class Ranks:
                 **{name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")},
                 "PYTHONUNBUFFERED": "1",
                 "OMP_NUM_THREADS": "1",
+                # torch's store asks the name server for the name of whoever connects, and waits for it.
+                "RES_OPTIONS": "timeout:1 attempts:1",
                 "RANK": str(rank),
                 "WORLD_SIZE": str(n),
                 "LOCAL_RANK": str(rank),

@@ -28,8 +28,22 @@ class Channel(Protocol):
     def forget(self, key: str) -> None:
         """Drop a key that this rank put, where that can be done."""
 
-    def close(self) -> None:
-        """Let go of what this rank holds open: called once, when all ranks have met."""
+
+def gather(channel: Channel, key: str, size: int, limit_s: float) -> list[bytes]:
+    """Return what ranks 1 to size - 1 leave under key.RANK.
+
+    Raises TimeoutError naming the ranks that did not come within limit_s, NETBOTTLENECK_START_TIMEOUT_S.
+    """
+    deadline = time.monotonic() + limit_s
+    try:
+        return [get(channel, f"{key}.{rank}", deadline) for rank in range(1, size)]
+    except TimeoutError:
+        missing = [str(rank) for rank in range(1, size) if channel.look(f"{key}.{rank}") is None]
+        ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+        raise TimeoutError(
+            f"of {size} ranks, {ranks} did not come to {channel.name} within {limit_s:g} s "
+            f"(NETBOTTLENECK_START_TIMEOUT_S)"
+        ) from None
 
 
 def get(channel: Channel, key: str, deadline: float) -> bytes:
@@ -83,9 +97,6 @@ class Folder:
             with contextlib.suppress(OSError):
                 self._path.rmdir()
 
-    def close(self) -> None:
-        """Nothing is open."""
-
 
 def _process(pid: int) -> bytes | None:
     """Return "pid start" of a live process: no two processes ever share it between two boots."""
@@ -138,9 +149,6 @@ class Http:
     def forget(self, key: str) -> None:
         """The server dies with the job."""
 
-    def close(self) -> None:
-        """Every request had a connection of its own."""
-
 
 class Store:
     """A torch.distributed store. `reach` connects to it, also a second time.
@@ -180,8 +188,5 @@ class Store:
         self._left.pop(key, None)
 
     def close(self) -> None:
-        """Close the connection, and the server where this rank opened it.
-
-        The port is then free for torch.distributed, which expects no keys of an earlier group in its store.
-        """
+        """Close the connection, and the server where this rank opened it."""
         self._store = None

@@ -55,7 +55,7 @@ class Native:
         gradients.target(self.comm, average, predivide=predivide, op=op)
 
     def barrier(self) -> None:
-        launch.barrier(self.comm)
+        self.comm.submit("netbottleneck.barrier", launch.core().BARRIER, [], launch.core().UINT8).wait()
 
     def info(self) -> dict[str, Any]:
         return dict(self.comm.info())

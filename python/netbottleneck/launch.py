@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Place",
     "Topology",
-    "barrier",
     "connect",
     "core",
     "detect",
@@ -116,25 +115,16 @@ def _connect(
         "recorder": recorder,
     }
     if place.size == 1:
-        alone: _core.Comm = module.Comm(0, 1, secret=secrets.token_bytes(32), **options)
-        return alone
+        comm: _core.Comm = module.Comm(0, 1, secret=secrets.token_bytes(32), **options)
+        return comm
     meeting = rendezvous.choose(settings, place, environ)
     key = f"netbottleneck/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_meetings)}"
     channel = meeting.channel
     if channel is None:
         return _meet_directly(module, settings, place, str(meeting.address), options)
     if place.rank == 0:
-        comm = _receive(module, settings, place, meeting, key, options)
-    else:
-        comm = _visit(module, settings, place, channel, key, options)
-    channel.close()
-    barrier(comm)  # whoever leaves finds the meeting place closed on every rank, and its port free
-    return comm
-
-
-def barrier(comm: "_core.Comm") -> None:
-    """Wait for all ranks of a communicator."""
-    comm.submit("netbottleneck.barrier", core().BARRIER, [], core().UINT8).wait()
+        return _receive(module, settings, place, meeting, key, options)
+    return _visit(module, settings, place, channel, key, options)
 
 
 def _meet_directly(
@@ -167,7 +157,7 @@ def _receive(
     if channel is None:
         raise ValueError("rank 0 needs a channel to receive the others through")
     try:
-        machines = _gather(settings, place, channel, key)
+        machines = channels.gather(channel, f"{key}/ready", place.size, settings.start_timeout_s)
         same = all(machine == machine_digest() for machine in machines)
         listener = _listen(module, settings, meeting.address, LOOPBACK if same and settings.ifname is None else None)
     except OSError as error:
@@ -182,26 +172,6 @@ def _receive(
         for name in ("address", *(f"ready.{rank}" for rank in range(1, place.size))):
             channel.forget(f"{key}/{name}")
     return comm
-
-
-def _gather(settings: Settings, place: Place, channel: channels.Channel, key: str) -> list[bytes]:
-    """Return what each other rank left as a sign that it is there: the digest of its machine."""
-    deadline = time.monotonic() + settings.start_timeout_s
-    found = []
-    for rank in range(1, place.size):
-        try:
-            found.append(channels.get(channel, f"{key}/ready.{rank}", deadline))
-        except TimeoutError:
-            missing = [r for r in range(1, place.size) if channel.look(f"{key}/ready.{r}") is None]
-            raise TimeoutError(
-                f"of {place.size} ranks, {_ranks(missing)} did not come to {channel.name} within "
-                f"{settings.start_timeout_s:g} s (NETBOTTLENECK_START_TIMEOUT_S)"
-            ) from None
-    return found
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _visit(

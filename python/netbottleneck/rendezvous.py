@@ -6,13 +6,14 @@ import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from netbottleneck.channels import ADVICE, Channel, Folder, Http, Store, private_folder
+from netbottleneck.channels import ADVICE, Channel, Folder, Http, Store, gather, get, private_folder
 from netbottleneck.env import Settings
 
 if TYPE_CHECKING:
@@ -27,31 +28,59 @@ class Meeting:
     address: str | None = None
 
 
+# One store for each address, kept for the later jobs of this process: a connection may take seconds, as the server
+# looks up the name of whoever comes.
+_stores: dict[tuple[str, int, bool], Store] = {}
+
+
 def torch_store(host: str, port: int, place: "Place", timeout_s: float, environ: Mapping[str, str]) -> Store:
-    """Return the store at MASTER_ADDR:MASTER_PORT: the launcher's agent's, or one that rank 0 opens here."""
+    """Return a store that all ranks reach by MASTER_ADDR:MASTER_PORT: the launcher's agent's, or one of our own."""
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address = (host, port, agent)
+    if address not in _stores:
+        name = f"MASTER_ADDR:MASTER_PORT={host}:{port}"
+        there = Store(lambda: _reach(host, port, place, timeout_s, opens=place.rank == 0 and not agent), name)
+        _stores[address] = there if agent else _own_store(there, host, place, timeout_s)
+    return _stores[address]
+
+
+def _reach(host: str, port: int, place: "Place", timeout_s: float, *, opens: bool) -> Any:
     try:
         distributed = importlib.import_module("torch.distributed")
     except ImportError as error:
         raise ImportError(f"MASTER_ADDR={host} is torch's way to meet, and there is no torch here: {ADVICE}") from error
+    limit = timedelta(seconds=timeout_s)
+    try:
+        return distributed.TCPStore(
+            host, port, place.size, is_master=opens, timeout=limit, wait_for_workers=False, multi_tenant=opens
+        )
+    except RuntimeError as error:
+        side = "cannot listen at" if opens else "does not reach"
+        first = str(error).splitlines()[0]
+        raise ConnectionError(f"rank {place.rank} {side} MASTER_ADDR:MASTER_PORT={host}:{port}: {first}") from error
 
-    def reach() -> Any:
-        try:
-            return distributed.TCPStore(
-                host,
-                port,
-                place.size,
-                is_master=place.rank == 0 and not agent,
-                timeout=timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-                multi_tenant=not agent,
-            )
-        except RuntimeError as error:
-            side = "cannot listen at" if place.rank == 0 and not agent else "does not reach"
-            first = str(error).splitlines()[0]
-            raise ConnectionError(f"rank {place.rank} {side} MASTER_ADDR:MASTER_PORT={host}:{port}: {first}") from error
 
-    return Store(reach, f"MASTER_ADDR:MASTER_PORT={host}:{port}")
+def _own_store(there: Store, host: str, place: "Place", timeout_s: float) -> Store:
+    """Return a store at a port of its own, which rank 0 opens and names at `there`.
+
+    `there` is closed on every rank when this returns: MASTER_PORT is torch.distributed's, which takes the keys that an
+    earlier group left in its store for those of the present one.
+    """
+    if place.rank == 0:
+        opened = _reach(host, 0, place, timeout_s, opens=True)
+        there.put("netbottleneck/port", b"%d" % opened.port)
+        own = Store(lambda: opened, there.name)
+        gather(own, "came", place.size, timeout_s)
+        there.close()
+        own.put("closed", b"1")
+        return own
+    deadline = time.monotonic() + timeout_s
+    port = int(get(there, "netbottleneck/port", deadline))
+    own = Store(lambda: _reach(host, port, place, timeout_s, opens=False), there.name)
+    there.close()
+    own.put(f"came.{place.rank}", b"1")
+    get(own, "closed", deadline)
+    return own
 
 
 def initialised_store(place: "Place") -> Store | None:

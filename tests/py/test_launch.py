@@ -298,14 +298,14 @@ def test_without_torch_a_torchrun_job_is_told_what_to_set(monkeypatch: pytest.Mo
 
 STORE_RANK = """
 from netbottleneck.env import settings
-from netbottleneck.launch import barrier, connect, detect
+from netbottleneck.launch import connect, detect
 import torch
 import torch.distributed as dist
 chosen = settings()
 place = detect(chosen)
 def meet():
     comm = connect(chosen, place)
-    barrier(comm)
+    assert comm.exchange(bytes([place.rank])) == [b"\\x00", b"\\x01"]
     comm.close()
 def group():
     dist.init_process_group("gloo")

@@ -170,7 +170,7 @@ def make_task(job: str, args: argparse.Namespace, spec: LinkSpec, folder: Path, 
     else:
         steps, rounds, alone = (3 if spec.flow_bps else 4), 5, 6
         if args.quick:
-            steps, rounds, alone = 4, 2, 4
+            steps, rounds, alone = 3, 2, 3
     return Task(
         job,
         ("bare", *args.transports),

@@ -1,7 +1,7 @@
 # Every target calls a script that CI also calls. `make` alone lists them.
 NB := .venv/bin/netbottleneck
 .DEFAULT_GOAL := help
-.PHONY: help setup build test test-full lint bench study notebooks sanitize fuzz wheel-check clean
+.PHONY: help setup build test test-full lint bench study notebooks sanitize fuzz cross wheel-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,10 @@ sanitize: ## the C tests under ASan+UBSan, then under TSan, then a moment of fuz
 fuzz: ## fuzz what parses bytes of a peer (ARGS=SECONDS, of each of the three)
 	@tools/setup_env.sh dev
 	@tools/fuzz.sh $(ARGS)
+
+cross: ## build for aarch64, and run there under qemu the C tests of kernels, schedules, lanes and the record
+	@tools/setup_env.sh dev
+	@tools/cross.sh
 
 wheel-check: ## build a wheel; study, report and a notebook from it, in a clean environment elsewhere
 	@tools/setup_env.sh dev

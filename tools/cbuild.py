@@ -79,18 +79,21 @@ def defines() -> list[tuple[str, str]]:
     return macros
 
 
-def include_flags() -> list[str]:
-    """Return -I for csrc and, where they are not on the compiler's own path, for libfabric's headers."""
+def include_flags(*, cross: bool = False) -> list[str]:
+    """Return -I for csrc and, where they are not on the compiler's own path, for libfabric's headers.
+
+    A cross compiler has system headers of its own: it looks beside libfabric's for what it finds nowhere else.
+    """
     flags = [f"-I{CSRC}"]
     fabric = libfabric_include()
-    if fabric is not None and fabric != Path("/usr/include"):
-        flags.append(f"-isystem{fabric}")
+    if fabric is not None and (cross or fabric != Path("/usr/include")):
+        flags.append(f"-idirafter{fabric}" if cross else f"-isystem{fabric}")
     return flags
 
 
-def base_flags() -> list[str]:
+def base_flags(*, cross: bool = False) -> list[str]:
     """Return what every C file of ours is compiled with, warnings aside."""
-    return [*LANGUAGE, *(f"-D{name}={value}" for name, value in defines()), *include_flags()]
+    return [*LANGUAGE, *(f"-D{name}={value}" for name, value in defines()), *include_flags(cross=cross)]
 
 
 def _is_fresh(target: Path, command: str) -> bool:

@@ -31,7 +31,10 @@ FLAVOURS = {
     "plain": ["-O2", "-g", *cbuild.WARNINGS],
     "asan": ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"],
     "tsan": ["-O1", "-g", "-fsanitize=thread", "-fno-omit-frame-pointer"],
+    "aarch64": ["-O2", "-g", *cbuild.WARNINGS],
 }
+# Flavours for another CPU: the GNU name of its system, whose libraries lie in a folder so called, and who runs it here.
+CROSS = {"aarch64": ("aarch64-linux-gnu", ("qemu-aarch64", "qemu-aarch64-static"))}
 # Quoted where a path stands in it: it may hold a space.
 ENVIRONMENT = {
     "ASAN_OPTIONS": "detect_leaks=1:strict_string_checks=1:detect_stack_use_after_return=1",
@@ -68,7 +71,11 @@ def may_skip(name: str, said: str) -> bool:
 
 
 def launcher(flavour: str) -> list[str]:
-    """Return the command in front of a sanitized program that switches address randomisation off where it is needed."""
+    """Return what stands before a program: an emulator, or what switches address randomisation off for a sanitizer."""
+    if flavour in CROSS:
+        system, emulators = CROSS[flavour]
+        found = [path for path in map(shutil.which, emulators) if path is not None]
+        return [*(found[:1] or emulators[:1]), "-L", f"/usr/{system}"]
     bits = Path("/proc/sys/vm/mmap_rnd_bits")
     try:
         too_many = int(bits.read_text(encoding="ascii")) > RANDOM_BITS_MAX
@@ -82,12 +89,14 @@ def launcher(flavour: str) -> list[str]:
 def build(flavour: str, programs: list[Path], jobs: int) -> dict[Path, Path | str]:
     """Compile core and tests; return each program's binary, or what its compile or link said."""
     folder = BUILD / flavour
-    compiler = [os.environ.get("CC", "gcc"), *cbuild.base_flags(), *FLAVOURS[flavour]]
+    cross = f"{CROSS[flavour][0]}-" if flavour in CROSS else ""
+    named = f"{cross}gcc" if cross else os.environ.get("CC", "gcc")
+    compiler = [named, *cbuild.base_flags(cross=bool(cross)), *FLAVOURS[flavour]]
     objects = cbuild.compile_all(cbuild.core_sources(tests=True), folder, compiler, jobs=jobs)
     archive = folder / "libcore.a"
     archive.unlink(missing_ok=True)
     if objects:
-        cbuild.run_compiler(["ar", "rcs", str(archive), *map(str, objects)])
+        cbuild.run_compiler([f"{cross}ar", "rcs", str(archive), *map(str, objects)])
     compiler.append(f"-I{TESTS}")
 
     def one(program: Path) -> Path | str:
@@ -169,13 +178,14 @@ def main() -> int:
     """Build, run, report. Returns 0 where nothing failed and something ran."""
     parser = argparse.ArgumentParser(description="Build and run the C tests.")
     parser.add_argument("--flavour", choices=sorted(FLAVOURS), default="plain")
-    parser.add_argument("--filter", default="*", help="glob over program names, as in 'test_lanes*'")
+    parser.add_argument("--filter", nargs="+", default=["*"], help="globs over program names, as in 'test_lanes*'")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, end_all)
-    programs = [path for path in sorted(TESTS.glob("test_*.c")) if fnmatch.fnmatchcase(path.stem, options.filter)]
+    found = sorted(TESTS.glob("test_*.c"))
+    programs = [path for path in found if any(fnmatch.fnmatchcase(path.stem, glob) for glob in options.filter)]
     if not programs:
-        print(f"no C test matches {options.filter}", file=sys.stderr)
+        print(f"no C test matches {' '.join(options.filter)}", file=sys.stderr)
         return 1
     try:
         binaries = build(options.flavour, programs, options.jobs)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes everything that a clone needs: system packages, .venv, pinned requirements, torch, libfabric's headers, the C build.
 # usage: tools/setup_env.sh [run|dev|ci]   run: for make study and make build; dev: for tests and checks too (default);
-#                                          ci: for what .ci/run does beside them (mpirun, clang with libFuzzer)
+#                                          ci: for what .ci/run does beside them (mpirun, clang with libFuzzer, another CPU)
 #   APT=0           install no system packages
 #   PYTHON=python3  the Python that .venv is made from
 # Quick where nothing is to do: each part leaves a stamp that holds the hash of what it was made from.
@@ -79,6 +79,7 @@ missing_useful() {
     [ "$packages" = ci ] || return 0
     have mpirun || echo openmpi-bin
     tools/fuzz.sh --probe >/dev/null || echo clang "$(clang_runtime)"
+    tools/cross.sh --probe || true
 }
 # libFuzzer stands in a package of its own, named after the version that the package clang stands for.
 clang_runtime() {
@@ -132,6 +133,7 @@ system_packages() {
     case " $useful " in *" iperf3 "*) fact "without iperf3 the reports have no row of it" ;; esac
     case " $useful " in *" openmpi-bin "*) fact "without openmpi-bin no test starts ranks with mpirun" ;; esac
     case " $useful " in *" clang "*) fact "without clang and its libFuzzer the fuzzing fails" ;; esac
+    case " $useful " in *arm64* | *aarch64* | *qemu*) fact "without a compiler and an emulator for aarch64 make cross fails" ;; esac
 }
 
 # Headers alone, without root: enough to build; the library itself is loaded at run time.

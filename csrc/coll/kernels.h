@@ -20,7 +20,13 @@ struct nb_kernels {
 extern const struct nb_kernels nb_kernels_generic;
 #if defined(__x86_64__)
 extern const struct nb_kernels nb_kernels_avx2;
+extern const struct nb_kernels nb_kernels_avx512;
+#elif defined(__aarch64__)
+extern const struct nb_kernels nb_kernels_neon;
 #endif
+
+// The set by its number; the generic one where it does not run here.
+const struct nb_kernels *nb_kernels_of(int isa);
 
 // Elements in memory of any alignment.
 typedef uint8_t nb_u8_any __attribute__((may_alias));

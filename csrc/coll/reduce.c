@@ -3,6 +3,7 @@
 
 #include "base/dtype.h"
 #include "coll/kernels.h"
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -113,35 +114,63 @@ _Static_assert(NB_SUM == 0 && NB_MIN == 1 && NB_MAX == 2 && NB_PRODUCT == 3, "th
 _Static_assert(NB_U8 == 0 && NB_I8 == 1 && NB_I32 == 2 && NB_I64 == 3 && NB_F16 == 4 && NB_BF16 == 5 && NB_F32 == 6,
                "the order of the scales above");
 
-enum nb_isa nb_reduce_best(void) {
+// In the order of enum nb_isa: of those that run, the last is the best. NULL: not in this build.
+static const struct nb_kernels *const sets[NB_ISAS] = {
+    [NB_ISA_GENERIC] = &nb_kernels_generic,
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
-        return NB_ISA_AVX2;
-    }
+    [NB_ISA_AVX2] = &nb_kernels_avx2,
+    [NB_ISA_AVX512] = &nb_kernels_avx512,
+#elif defined(__aarch64__)
+    [NB_ISA_NEON] = &nb_kernels_neon,
 #endif
-    return NB_ISA_GENERIC;
-}
+};
 
-const char *nb_isa_name(int isa) {
-    static const char *const names[NB_ISAS] = {[NB_ISA_GENERIC] = "generic", [NB_ISA_AVX2] = "avx2"};
-    return isa >= 0 && isa < NB_ISAS ? names[isa] : "?";
-}
+static const char *const names[NB_ISAS] = {
+    [NB_ISA_GENERIC] = "generic",
+    [NB_ISA_AVX2] = "avx2",
+    [NB_ISA_AVX512] = "avx512",
+    [NB_ISA_NEON] = "neon",
+};
 
-static const struct nb_kernels *kernels_of(enum nb_isa isa) {
+static bool cpu_runs(int isa) {
 #if defined(__x86_64__)
     if (isa == NB_ISA_AVX2) {
-        return &nb_kernels_avx2;
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    }
+    if (isa == NB_ISA_AVX512) {
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     }
 #endif
     (void)isa;
-    return &nb_kernels_generic;
+    return true;
+}
+
+bool nb_isa_runs(int isa) {
+    return isa >= 0 && isa < NB_ISAS && sets[isa] != NULL && cpu_runs(isa);
+}
+
+enum nb_isa nb_reduce_best(void) {
+    int best = NB_ISAS - 1;
+    while (!nb_isa_runs(best)) {
+        best--;
+    }
+    return (enum nb_isa)best;
+}
+
+const char *nb_isa_name(int isa) {
+    return isa >= 0 && isa < NB_ISAS ? names[isa] : "?";
+}
+
+const struct nb_kernels *nb_kernels_of(int isa) {
+    return nb_isa_runs(isa) ? sets[isa] : &nb_kernels_generic;
 }
 
 nb_reduce_fn nb_reduce_kernel(enum nb_isa isa, int dtype, int redop) {
     if (dtype < 0 || dtype >= NB_DTYPES || redop < 0 || redop >= NB_REDOPS) {
         return NULL;
     }
-    nb_reduce_fn own = kernels_of(isa)->reduce[dtype][redop];
+    nb_reduce_fn own = nb_kernels_of((int)isa)->reduce[dtype][redop];
     return own != NULL ? own : nb_kernels_generic.reduce[dtype][redop];
 }
 
@@ -149,14 +178,14 @@ nb_scale_fn nb_scale_kernel(enum nb_isa isa, int dtype) {
     if (dtype < 0 || dtype >= NB_DTYPES) {
         return NULL;
     }
-    nb_scale_fn own = kernels_of(isa)->scale[dtype];
+    nb_scale_fn own = nb_kernels_of((int)isa)->scale[dtype];
     return own != NULL ? own : nb_kernels_generic.scale[dtype];
 }
 
 void nb_cast_f32_f16(void *dst, const void *src, size_t count) {
-    kernels_of(nb_reduce_best())->f32_f16(dst, src, count);
+    nb_kernels_of((int)nb_reduce_best())->f32_f16(dst, src, count);
 }
 
 void nb_cast_f16_f32(void *dst, const void *src, size_t count) {
-    kernels_of(nb_reduce_best())->f16_f32(dst, src, count);
+    nb_kernels_of((int)nb_reduce_best())->f16_f32(dst, src, count);
 }

@@ -2,6 +2,7 @@
 #ifndef NB_COLL_REDUCE_H
 #define NB_COLL_REDUCE_H
 
+#include <stdbool.h>
 #include <stddef.h>
 
 #include "base/dtype.h"
@@ -14,13 +15,17 @@ typedef void (*nb_reduce_fn)(void *dst, const void *src, size_t count);
 // towards zero.
 typedef void (*nb_scale_fn)(void *dst, size_t count, double scale);
 
-enum nb_isa { NB_ISA_GENERIC, NB_ISA_AVX2, NB_ISAS };
+enum nb_isa { NB_ISA_GENERIC, NB_ISA_AVX2, NB_ISA_AVX512, NB_ISA_NEON, NB_ISAS };
+
+// Whether this build has that set and this CPU can run it. The generic one always runs.
+bool nb_isa_runs(int isa);
 
 // The best set of kernels this CPU can run.
 enum nb_isa nb_reduce_best(void);
 const char *nb_isa_name(int isa);
 
-// NULL for a dtype or op there is no kernel for. A set falls back to the generic one where it has no kernel of its own.
+// NULL for a dtype or op there is no kernel for. The generic one serves where a set has none of its own, and where the
+// set does not run here.
 nb_reduce_fn nb_reduce_kernel(enum nb_isa isa, int dtype, int redop);
 nb_scale_fn nb_scale_kernel(enum nb_isa isa, int dtype);
 

@@ -1,4 +1,4 @@
-// Reduction kernels for x86-64 with AVX2 and F16C. Bit for bit what the generic ones give, which finish the last few
+// Reduction kernels for x86-64 with AVX2, FMA and F16C. Bit for bit what the generic ones give, which finish the last few
 // elements. The target is asked for function by function, so the file needs no flag of its own.
 #include "base/dtype.h"
 #include <stddef.h>
@@ -8,56 +8,32 @@
 
 #include "coll/kernels.h"
 
-#define TARGET __attribute__((target("avx2,f16c")))
+#define TARGET __attribute__((target("avx2,fma,f16c")))
 
-static inline TARGET __m256i load_bytes(const void *at) {
+typedef __m256i vector;
+
+static inline TARGET vector vector_load(const void *at) {
     return _mm256_loadu_si256((const __m256i *)at);
 }
 
-static inline TARGET void store_bytes(void *at, __m256i value) {
+static inline TARGET void vector_store(void *at, vector value) {
     _mm256_storeu_si256((__m256i *)at, value);
 }
 
-static inline TARGET __m256 load_f32(const void *at) {
-    return _mm256_loadu_ps((const float *)at);
+#include "coll/vectors.h"
+
+static inline TARGET __m256 f32(vector value) {
+    return _mm256_castsi256_ps(value);
 }
 
-static inline TARGET void store_f32(void *at, __m256 value) {
-    _mm256_storeu_ps((float *)at, value);
+static inline TARGET __m256d f64(vector value) {
+    return _mm256_castsi256_pd(value);
 }
 
-static inline TARGET __m256d load_f64(const void *at) {
-    return _mm256_loadu_pd((const double *)at);
-}
-
-static inline TARGET void store_f64(void *at, __m256d value) {
-    _mm256_storeu_pd((double *)at, value);
-}
-
-static inline TARGET __m256 load_f16(const void *at) {
-    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at));
-}
-
-static inline TARGET void store_f16(void *at, __m256 value) {
-    _mm_storeu_si128((__m128i *)at, _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
-
-static inline TARGET __m256 load_bf16(const void *at) {
-    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)at));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
-}
-
-static inline TARGET void store_bf16(void *at, __m256 value) {
-    __m256i bits = _mm256_castps_si256(value);
-    __m256i high = _mm256_srli_epi32(bits, 16);
-    __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
-    __m256i sum = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-    __m256i rounded = _mm256_srli_epi32(sum, 16);
-    __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
-    __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
-    __m256i halves = _mm256_blendv_epi8(rounded, quiet, is_nan);
-    __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
-    _mm_storeu_si128((__m128i *)at, packed);
+// For sums of 16-bit floats. As a multiplication that changes nothing it leaves CPUs that have units for sums and for
+// products those units that convert.
+static inline TARGET __m256 add_f32(__m256 a, __m256 b) {
+    return _mm256_fmadd_ps(a, _mm256_set1_ps(1), b);
 }
 
 // The instruction gives its second operand where either is NaN; a NaN in the first one is put back.
@@ -77,79 +53,163 @@ static inline TARGET __m256d max_f64(__m256d a, __m256d b) {
     return _mm256_blendv_pd(_mm256_max_pd(a, b), a, _mm256_cmp_pd(a, a, _CMP_UNORD_Q));
 }
 
-static inline TARGET __m256i min_i64(__m256i a, __m256i b) {
-    return _mm256_blendv_epi8(a, b, _mm256_cmpgt_epi64(a, b));
+// 8 halves as floats: half a vector.
+static inline TARGET __m256 f16_load(const char *at) {
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at));
 }
 
-static inline TARGET __m256i max_i64(__m256i a, __m256i b) {
-    return _mm256_blendv_epi8(b, a, _mm256_cmpgt_epi64(a, b));
+static inline TARGET vector f16_join(__m256 one, __m256 other) {
+    __m128i low = _mm256_cvtps_ph(one, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m128i high = _mm256_cvtps_ph(other, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
 }
 
-// `width` elements of `element_bytes` at a time.
-#define REDUCE(name, dtype, redop, element_bytes, width, load, store, op)                                              \
-    static TARGET void name(void *restrict dst, const void *restrict src, size_t count) {                              \
-        char *d = dst;                                                                                                 \
-        const char *s = src;                                                                                           \
-        size_t left = count;                                                                                           \
-        for (; left >= (width); left -= (width)) {                                                                     \
-            store(d, op(load(d), load(s)));                                                                            \
-            d += (size_t)(width) * (element_bytes);                                                                    \
-            s += (size_t)(width) * (element_bytes);                                                                    \
-        }                                                                                                              \
-        nb_kernels_generic.reduce[dtype][redop](d, s, left);                                                           \
+// The elements of even and of odd number: no element changes its place.
+static inline TARGET __m256 bf16_even(vector value) {
+    return f32(_mm256_slli_epi32(value, 16));
+}
+
+static inline TARGET __m256 bf16_odd(vector value) {
+    return f32(_mm256_and_si256(value, _mm256_set1_epi32((int)0xffff0000)));
+}
+
+// The upper halves of floats, which go back to where they came from.
+static inline TARGET vector bf16_upper(__m256i even, __m256i odd) {
+    return _mm256_blend_epi16(_mm256_srli_epi32(even, 16), odd, 0xaa);
+}
+
+// To nearest even, all 16 at once: the carry of lower half + 0x7fff + (upper half & 1)
+// is the top bit of an average. A NaN that arithmetic on bfloat16 gives is quiet, and has
+// nothing in its lower half that could round it to another value.
+static inline TARGET vector bf16_round(__m256 even, __m256 odd) {
+    __m256i upper = bf16_upper(_mm256_castps_si256(even), _mm256_castps_si256(odd));
+    __m256i moved = _mm256_slli_epi32(_mm256_castps_si256(odd), 16);
+    __m256i lower = _mm256_blend_epi16(_mm256_castps_si256(even), moved, 0xaa);
+    __m256i one = _mm256_and_si256(upper, _mm256_set1_epi16(1));
+    __m256i average = _mm256_avg_epu16(lower, _mm256_or_si256(one, _mm256_set1_epi16(0x7ffe)));
+    return _mm256_add_epi16(upper, _mm256_srli_epi16(average, 15));
+}
+
+// Of floats that are bfloat16 already: a signalling NaN becomes quiet.
+static inline TARGET vector bf16_join(__m256 even, __m256 odd) {
+    __m256i upper = bf16_upper(_mm256_castps_si256(even), _mm256_castps_si256(odd));
+    __m256i magnitude = _mm256_and_si256(upper, _mm256_set1_epi16(0x7fff));
+    __m256i nan = _mm256_cmpgt_epi16(magnitude, _mm256_set1_epi16(0x7f80));
+    return _mm256_or_si256(upper, _mm256_and_si256(nan, _mm256_set1_epi16(0x40)));
+}
+
+#define OP(name, result)                                                                                               \
+    static inline TARGET vector name(const char *to, const char *from) {                                               \
+        vector a = vector_load(to);                                                                                    \
+        vector b = vector_load(from);                                                                                  \
+        return result;                                                                                                 \
     }
 
-#define SCALE(name, dtype, element_bytes, width, load, store, splat, multiply)                                         \
-    static TARGET void name(void *dst, size_t count, double scale) {                                                   \
-        char *d = dst;                                                                                                 \
-        size_t left = count;                                                                                           \
-        for (; left >= (width); left -= (width)) {                                                                     \
-            store(d, multiply(load(d), splat));                                                                        \
-            d += (size_t)(width) * (element_bytes);                                                                    \
-        }                                                                                                              \
-        nb_kernels_generic.scale[dtype](d, left, scale);                                                               \
+OP(u8_sum_op, _mm256_add_epi8(a, b))
+OP(u8_min_op, _mm256_min_epu8(a, b))
+OP(u8_max_op, _mm256_max_epu8(a, b))
+OP(i8_min_op, _mm256_min_epi8(a, b))
+OP(i8_max_op, _mm256_max_epi8(a, b))
+OP(i32_sum_op, _mm256_add_epi32(a, b))
+OP(i32_min_op, _mm256_min_epi32(a, b))
+OP(i32_max_op, _mm256_max_epi32(a, b))
+OP(i32_product_op, _mm256_mullo_epi32(a, b))
+OP(i64_sum_op, _mm256_add_epi64(a, b))
+OP(i64_min_op, _mm256_blendv_epi8(a, b, _mm256_cmpgt_epi64(a, b)))
+OP(i64_max_op, _mm256_blendv_epi8(b, a, _mm256_cmpgt_epi64(a, b)))
+OP(f32_sum_op, _mm256_castps_si256(_mm256_add_ps(f32(a), f32(b))))
+OP(f32_min_op, _mm256_castps_si256(min_f32(f32(a), f32(b))))
+OP(f32_max_op, _mm256_castps_si256(max_f32(f32(a), f32(b))))
+OP(f32_product_op, _mm256_castps_si256(_mm256_mul_ps(f32(a), f32(b))))
+OP(f64_sum_op, _mm256_castpd_si256(_mm256_add_pd(f64(a), f64(b))))
+OP(f64_min_op, _mm256_castpd_si256(min_f64(f64(a), f64(b))))
+OP(f64_max_op, _mm256_castpd_si256(max_f64(f64(a), f64(b))))
+OP(f64_product_op, _mm256_castpd_si256(_mm256_mul_pd(f64(a), f64(b))))
+
+#define OP_F16(name, op)                                                                                               \
+    static inline TARGET vector name(const char *to, const char *from) {                                               \
+        return f16_join(op(f16_load(to), f16_load(from)), op(f16_load(to + 16), f16_load(from + 16)));                 \
     }
 
-REDUCE(u8_sum, NB_U8, NB_SUM, 1, 32, load_bytes, store_bytes, _mm256_add_epi8)
-REDUCE(u8_min, NB_U8, NB_MIN, 1, 32, load_bytes, store_bytes, _mm256_min_epu8)
-REDUCE(u8_max, NB_U8, NB_MAX, 1, 32, load_bytes, store_bytes, _mm256_max_epu8)
-REDUCE(i8_min, NB_I8, NB_MIN, 1, 32, load_bytes, store_bytes, _mm256_min_epi8)
-REDUCE(i8_max, NB_I8, NB_MAX, 1, 32, load_bytes, store_bytes, _mm256_max_epi8)
-REDUCE(i32_sum, NB_I32, NB_SUM, 4, 8, load_bytes, store_bytes, _mm256_add_epi32)
-REDUCE(i32_min, NB_I32, NB_MIN, 4, 8, load_bytes, store_bytes, _mm256_min_epi32)
-REDUCE(i32_max, NB_I32, NB_MAX, 4, 8, load_bytes, store_bytes, _mm256_max_epi32)
-REDUCE(i32_product, NB_I32, NB_PRODUCT, 4, 8, load_bytes, store_bytes, _mm256_mullo_epi32)
-REDUCE(i64_sum, NB_I64, NB_SUM, 8, 4, load_bytes, store_bytes, _mm256_add_epi64)
-REDUCE(i64_min, NB_I64, NB_MIN, 8, 4, load_bytes, store_bytes, min_i64)
-REDUCE(i64_max, NB_I64, NB_MAX, 8, 4, load_bytes, store_bytes, max_i64)
-REDUCE(f16_sum, NB_F16, NB_SUM, 2, 8, load_f16, store_f16, _mm256_add_ps)
-REDUCE(f16_min, NB_F16, NB_MIN, 2, 8, load_f16, store_f16, min_f32)
-REDUCE(f16_max, NB_F16, NB_MAX, 2, 8, load_f16, store_f16, max_f32)
-REDUCE(f16_product, NB_F16, NB_PRODUCT, 2, 8, load_f16, store_f16, _mm256_mul_ps)
-REDUCE(bf16_sum, NB_BF16, NB_SUM, 2, 8, load_bf16, store_bf16, _mm256_add_ps)
-REDUCE(bf16_min, NB_BF16, NB_MIN, 2, 8, load_bf16, store_bf16, min_f32)
-REDUCE(bf16_max, NB_BF16, NB_MAX, 2, 8, load_bf16, store_bf16, max_f32)
-REDUCE(bf16_product, NB_BF16, NB_PRODUCT, 2, 8, load_bf16, store_bf16, _mm256_mul_ps)
-REDUCE(f32_sum, NB_F32, NB_SUM, 4, 8, load_f32, store_f32, _mm256_add_ps)
-REDUCE(f32_min, NB_F32, NB_MIN, 4, 8, load_f32, store_f32, min_f32)
-REDUCE(f32_max, NB_F32, NB_MAX, 4, 8, load_f32, store_f32, max_f32)
-REDUCE(f32_product, NB_F32, NB_PRODUCT, 4, 8, load_f32, store_f32, _mm256_mul_ps)
-REDUCE(f64_sum, NB_F64, NB_SUM, 8, 4, load_f64, store_f64, _mm256_add_pd)
-REDUCE(f64_min, NB_F64, NB_MIN, 8, 4, load_f64, store_f64, min_f64)
-REDUCE(f64_max, NB_F64, NB_MAX, 8, 4, load_f64, store_f64, max_f64)
-REDUCE(f64_product, NB_F64, NB_PRODUCT, 8, 4, load_f64, store_f64, _mm256_mul_pd)
+OP_F16(f16_sum_op, add_f32)
+OP_F16(f16_min_op, min_f32)
+OP_F16(f16_max_op, max_f32)
+OP_F16(f16_product_op, _mm256_mul_ps)
 
-SCALE(f16_scale, NB_F16, 2, 8, load_f16, store_f16, _mm256_set1_ps((float)scale), _mm256_mul_ps)
-SCALE(bf16_scale, NB_BF16, 2, 8, load_bf16, store_bf16, _mm256_set1_ps((float)scale), _mm256_mul_ps)
-SCALE(f32_scale, NB_F32, 4, 8, load_f32, store_f32, _mm256_set1_ps((float)scale), _mm256_mul_ps)
-SCALE(f64_scale, NB_F64, 8, 4, load_f64, store_f64, _mm256_set1_pd(scale), _mm256_mul_pd)
+static inline TARGET vector f16_scale_op(const char *to, const char *from) {
+    __m256 factor = f32(vector_load(from));
+    return f16_join(_mm256_mul_ps(f16_load(to), factor), _mm256_mul_ps(f16_load(to + 16), factor));
+}
+
+OP(bf16_sum_op, bf16_round(add_f32(bf16_even(a), bf16_even(b)), add_f32(bf16_odd(a), bf16_odd(b))))
+OP(bf16_min_op, bf16_join(min_f32(bf16_even(a), bf16_even(b)), min_f32(bf16_odd(a), bf16_odd(b))))
+OP(bf16_max_op, bf16_join(max_f32(bf16_even(a), bf16_even(b)), max_f32(bf16_odd(a), bf16_odd(b))))
+OP(bf16_product_op, bf16_round(_mm256_mul_ps(bf16_even(a), bf16_even(b)), _mm256_mul_ps(bf16_odd(a), bf16_odd(b))))
+OP(bf16_scale_op, bf16_round(_mm256_mul_ps(bf16_even(a), f32(b)), _mm256_mul_ps(bf16_odd(a), f32(b))))
+
+// The low byte of a product of two 16-bit numbers is that of their low bytes' product; the odd bytes are moved there.
+static inline TARGET vector u8_product_op(const char *to, const char *from) {
+    vector a = vector_load(to);
+    vector b = vector_load(from);
+    __m256i low = _mm256_set1_epi16(0xff);
+    __m256i even = _mm256_mullo_epi16(a, b);
+    __m256i odd = _mm256_mullo_epi16(_mm256_srli_epi16(a, 8), _mm256_andnot_si256(low, b));
+    return _mm256_or_si256(_mm256_and_si256(even, low), odd);
+}
+
+// From products of 32 bits; that of the two upper halves lies above what is kept.
+static inline TARGET vector i64_product_op(const char *to, const char *from) {
+    vector a = vector_load(to);
+    vector b = vector_load(from);
+    __m256i upper_a = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), b);
+    __m256i upper_b = _mm256_mul_epu32(a, _mm256_srli_epi64(b, 32));
+    __m256i upper = _mm256_slli_epi64(_mm256_add_epi64(upper_a, upper_b), 32);
+    return _mm256_add_epi64(_mm256_mul_epu32(a, b), upper);
+}
+
+REDUCE(u8_sum, NB_U8, NB_SUM, 1)
+REDUCE(u8_min, NB_U8, NB_MIN, 1)
+REDUCE(u8_max, NB_U8, NB_MAX, 1)
+REDUCE(u8_product, NB_U8, NB_PRODUCT, 1)
+REDUCE(i8_min, NB_I8, NB_MIN, 1)
+REDUCE(i8_max, NB_I8, NB_MAX, 1)
+REDUCE(i32_sum, NB_I32, NB_SUM, 4)
+REDUCE(i32_min, NB_I32, NB_MIN, 4)
+REDUCE(i32_max, NB_I32, NB_MAX, 4)
+REDUCE(i32_product, NB_I32, NB_PRODUCT, 4)
+REDUCE(i64_sum, NB_I64, NB_SUM, 8)
+REDUCE(i64_min, NB_I64, NB_MIN, 8)
+REDUCE(i64_max, NB_I64, NB_MAX, 8)
+REDUCE(i64_product, NB_I64, NB_PRODUCT, 8)
+REDUCE(f16_sum, NB_F16, NB_SUM, 2)
+REDUCE(f16_min, NB_F16, NB_MIN, 2)
+REDUCE(f16_max, NB_F16, NB_MAX, 2)
+REDUCE(f16_product, NB_F16, NB_PRODUCT, 2)
+REDUCE(bf16_sum, NB_BF16, NB_SUM, 2)
+REDUCE(bf16_min, NB_BF16, NB_MIN, 2)
+REDUCE(bf16_max, NB_BF16, NB_MAX, 2)
+REDUCE(bf16_product, NB_BF16, NB_PRODUCT, 2)
+REDUCE(f32_sum, NB_F32, NB_SUM, 4)
+REDUCE(f32_min, NB_F32, NB_MIN, 4)
+REDUCE(f32_max, NB_F32, NB_MAX, 4)
+REDUCE(f32_product, NB_F32, NB_PRODUCT, 4)
+REDUCE(f64_sum, NB_F64, NB_SUM, 8)
+REDUCE(f64_min, NB_F64, NB_MIN, 8)
+REDUCE(f64_max, NB_F64, NB_MAX, 8)
+REDUCE(f64_product, NB_F64, NB_PRODUCT, 8)
+
+SCALE(f16_scale, NB_F16, 2, _mm256_castps_si256(_mm256_set1_ps((float)by)), f16_scale_op)
+SCALE(bf16_scale, NB_BF16, 2, _mm256_castps_si256(_mm256_set1_ps(bf16_factor(by))), bf16_scale_op)
+SCALE(f32_scale, NB_F32, 4, _mm256_castps_si256(_mm256_set1_ps((float)by)), f32_product_op)
+SCALE(f64_scale, NB_F64, 8, _mm256_castpd_si256(_mm256_set1_pd(by)), f64_product_op)
 
 static TARGET void cast_f32_f16(void *restrict dst, const void *restrict src, size_t count) {
     char *d = dst;
     const char *s = src;
     size_t left = count;
     for (; left >= 8; left -= 8) {
-        store_f16(d, load_f32(s));
+        __m128i halves = _mm256_cvtps_ph(f32(vector_load(s)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        _mm_storeu_si128((__m128i *)d, halves);
         d += 16;
         s += 32;
     }
@@ -161,7 +221,7 @@ static TARGET void cast_f16_f32(void *restrict dst, const void *restrict src, si
     const char *s = src;
     size_t left = count;
     for (; left >= 8; left -= 8) {
-        store_f32(d, load_f16(s));
+        vector_store(d, _mm256_castps_si256(f16_load(s)));
         d += 32;
         s += 16;
     }
@@ -169,10 +229,10 @@ static TARGET void cast_f16_f32(void *restrict dst, const void *restrict src, si
 }
 
 const struct nb_kernels nb_kernels_avx2 = {
-    .reduce = {[NB_U8] = {u8_sum, u8_min, u8_max, NULL},
-               [NB_I8] = {u8_sum, i8_min, i8_max, NULL},
+    .reduce = {[NB_U8] = {u8_sum, u8_min, u8_max, u8_product},
+               [NB_I8] = {u8_sum, i8_min, i8_max, u8_product},
                [NB_I32] = {i32_sum, i32_min, i32_max, i32_product},
-               [NB_I64] = {i64_sum, i64_min, i64_max, NULL},
+               [NB_I64] = {i64_sum, i64_min, i64_max, i64_product},
                [NB_F16] = {f16_sum, f16_min, f16_max, f16_product},
                [NB_BF16] = {bf16_sum, bf16_min, bf16_max, bf16_product},
                [NB_F32] = {f32_sum, f32_min, f32_max, f32_product},

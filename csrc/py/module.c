@@ -122,8 +122,8 @@ static int find_isa(const char *name, enum nb_isa *out) {
         *out = best;
         return 0;
     }
-    for (int i = 0; i <= (int)best; i++) {
-        if (strcmp(nb_isa_name(i), name) == 0) {
+    for (int i = 0; i < NB_ISAS; i++) {
+        if (nb_isa_runs(i) && strcmp(nb_isa_name(i), name) == 0) {
             *out = (enum nb_isa)i;
             return 0;
         }

@@ -59,6 +59,14 @@ static uint64_t encode(double value, int fraction, int exponent) {
     return sign | (whole < (uint64_t)1 << fraction ? whole : stored + whole);
 }
 
+// The first set after `isa` that runs here; NB_ISAS: there is none.
+static int next_set(int isa) {
+    do {
+        isa++;
+    } while (isa < NB_ISAS && !nb_isa_runs(isa));
+    return isa;
+}
+
 static bool is_float(int dtype) {
     return dtype >= NB_F16;
 }
@@ -187,7 +195,7 @@ static void check_case(struct buffers *b, int dtype, int redop, size_t count, ui
     fill(b->src + from, count, dtype, seed);
     memcpy(b->want, b->start, count * width);
     reduce_plainly(b->want, b->src + from, count, dtype, redop);
-    for (int isa = 0; isa <= (int)nb_reduce_best(); isa++) {
+    for (int isa = next_set(-1); isa < NB_ISAS; isa = next_set(isa)) {
         memset(b->got[isa], GUARD, ROOM);
         memcpy(b->got[isa] + to, b->start, count * width);
         nb_reduce_kernel((enum nb_isa)isa, dtype, redop)(b->got[isa] + to, b->src + from, count);
@@ -207,11 +215,11 @@ static void test_every_kernel(struct buffers *b) {
     uint64_t seed = 11;
     for (int dtype = 0; dtype < NB_DTYPES; dtype++) {
         for (int redop = 0; redop < NB_REDOPS; redop++) {
-            for (size_t count = 0; count <= 70; count++) {
+            for (size_t count = 0; count <= 150; count++) {
                 check_case(b, dtype, redop, count, &seed);
             }
             for (int i = 0; i < 10; i++) {
-                check_case(b, dtype, redop, 71 + draw(&seed) % (COUNT_MAX - 70), &seed);
+                check_case(b, dtype, redop, 151 + draw(&seed) % (COUNT_MAX - 150), &seed);
             }
         }
     }
@@ -227,7 +235,7 @@ static void check_scale(struct buffers *b, int dtype, double scale, size_t count
     size_t width = sizes[dtype];
     size_t to = draw(seed) % 33;
     fill(b->start, count, dtype, seed);
-    for (int isa = 0; isa <= (int)nb_reduce_best(); isa++) {
+    for (int isa = next_set(-1); isa < NB_ISAS; isa = next_set(isa)) {
         memset(b->got[isa], GUARD, ROOM);
         memcpy(b->got[isa] + to, b->start, count * width);
         nb_scale_kernel((enum nb_isa)isa, dtype)(b->got[isa] + to, count, scale);
@@ -254,21 +262,11 @@ static void test_every_scale(struct buffers *b) {
     uint64_t seed = 12;
     for (int dtype = 0; dtype < NB_DTYPES; dtype++) {
         for (size_t s = 0; s < sizeof(scales) / sizeof(*scales); s++) {
-            for (size_t count = 0; count <= 40; count++) {
+            for (size_t count = 0; count <= 100; count++) {
                 check_scale(b, dtype, scales[s], count, &seed);
             }
         }
     }
-}
-
-static const struct nb_kernels *kernels_of(int isa) {
-#if defined(__x86_64__)
-    if (isa == NB_ISA_AVX2) {
-        return &nb_kernels_avx2;
-    }
-#endif
-    (void)isa;
-    return &nb_kernels_generic;
 }
 
 // All 65536 halves to float32 and back, whatever the thread does with subnormals.
@@ -310,16 +308,45 @@ static void check_half_ties(const struct nb_kernels *set) {
     }
 }
 
-static void test_halves(void) {
-    for (int isa = 0; isa <= (int)nb_reduce_best(); isa++) {
-        check_halves(kernels_of(isa));
-        check_half_ties(kernels_of(isa));
 #if defined(__x86_64__)
-        unsigned mode = _mm_getcsr();
-        _mm_setcsr(mode | 0x8040); // subnormal float32 inputs and results become zero
-        check_halves(kernels_of(isa));
-        _mm_setcsr(mode);
+static void set_float_mode(unsigned long mode) {
+    _mm_setcsr((unsigned)mode);
+}
+
+// Subnormal float32 inputs and results become zero from here on. Returns how it was.
+static unsigned long flush_subnormals(void) {
+    unsigned mode = _mm_getcsr();
+    _mm_setcsr(mode | 0x8040);
+    return mode;
+}
+#elif defined(__aarch64__)
+static void set_float_mode(unsigned long mode) {
+    __asm__ volatile("msr fpcr, %0" : : "r"(mode) : "memory");
+}
+
+static unsigned long flush_subnormals(void) {
+    unsigned long mode;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(mode) : : "memory");
+    set_float_mode(mode | 1ul << 24);
+    return mode;
+}
+#else
+static void set_float_mode(unsigned long mode) {
+    (void)mode;
+}
+
+static unsigned long flush_subnormals(void) {
+    return 0;
+}
 #endif
+
+static void test_halves(void) {
+    for (int isa = next_set(-1); isa < NB_ISAS; isa = next_set(isa)) {
+        check_halves(nb_kernels_of(isa));
+        check_half_ties(nb_kernels_of(isa));
+        unsigned long mode = flush_subnormals();
+        check_halves(nb_kernels_of(isa));
+        set_float_mode(mode);
     }
     float one = 1;
     uint16_t half = 0;
@@ -330,17 +357,54 @@ static void test_halves(void) {
     CHECK(one == 1, "0x3c00 is %g", (double)one);
 }
 
-// a + b for the same two bfloat16 in all 16 places, so that the vector and the tail both see them.
+// Every 16-bit element with one other, by each set as by the generic one.
+static void check_pairs(int dtype, int redop, uint16_t other) {
+    enum { ALL = 65536 };
+    static uint16_t want[ALL];
+    static uint16_t got[ALL];
+    static uint16_t others[ALL];
+    for (uint32_t i = 0; i < ALL; i++) {
+        want[i] = (uint16_t)i;
+        others[i] = other;
+    }
+    nb_reduce_kernel(NB_ISA_GENERIC, dtype, redop)(want, others, ALL);
+    for (int isa = next_set(NB_ISA_GENERIC); isa < NB_ISAS; isa = next_set(isa)) {
+        for (uint32_t i = 0; i < ALL; i++) {
+            got[i] = (uint16_t)i;
+        }
+        nb_reduce_kernel((enum nb_isa)isa, dtype, redop)(got, others, ALL);
+        for (uint32_t i = 0; i < ALL; i++) {
+            CHECK(same((unsigned char *)&got[i], (unsigned char *)&want[i], dtype, true),
+                  "%s dtype %d op %d: %04x with %04x gave %04x, not %04x", nb_isa_name(isa), dtype, redop, i, other,
+                  got[i], want[i]);
+        }
+    }
+}
+
+// Zero, the least subnormal, the least normal, one and a bit, the largest, infinity, a quiet and a signalling NaN.
+static void test_every_half(void) {
+    static const uint16_t f16[] = {0x0000, 0x8000, 0x0001, 0x0400, 0x3c01, 0xbc01, 0x7bff, 0x7c00, 0x7e00, 0x7c01};
+    static const uint16_t bf16[] = {0x0000, 0x8000, 0x0001, 0x0080, 0x3f81, 0xbf81, 0x7f7f, 0x7f80, 0x7fc0, 0x7f81};
+    for (int redop = 0; redop < NB_REDOPS; redop++) {
+        for (size_t i = 0; i < sizeof(f16) / sizeof(*f16); i++) {
+            check_pairs(NB_F16, redop, f16[i]);
+            check_pairs(NB_BF16, redop, bf16[i]);
+        }
+    }
+}
+
+// a + b for the same two bfloat16 in all 145 places, so that vectors, what is before them and what is after see them.
 static void check_bf16(uint16_t a, uint16_t b, uint16_t want) {
-    for (int isa = 0; isa <= (int)nb_reduce_best(); isa++) {
-        uint16_t dst[17];
-        uint16_t src[17];
-        for (int i = 0; i < 17; i++) {
+    enum { PLACES = 145 };
+    for (int isa = next_set(-1); isa < NB_ISAS; isa = next_set(isa)) {
+        uint16_t dst[PLACES];
+        uint16_t src[PLACES];
+        for (int i = 0; i < PLACES; i++) {
             dst[i] = a;
             src[i] = b;
         }
-        nb_reduce_kernel((enum nb_isa)isa, NB_BF16, NB_SUM)(dst, src, 17);
-        for (int i = 0; i < 17; i++) {
+        nb_reduce_kernel((enum nb_isa)isa, NB_BF16, NB_SUM)(dst, src, PLACES);
+        for (int i = 0; i < PLACES; i++) {
             CHECK(dst[i] == want, "%s: %04x + %04x gave %04x, not %04x", nb_isa_name(isa), a, b, dst[i], want);
         }
     }
@@ -363,6 +427,9 @@ static void test_unknown(void) {
     CHECK(nb_reduce_kernel(NB_ISA_GENERIC, NB_F32, NB_REDOPS) == NULL, "there is no such reduction");
     CHECK(nb_scale_kernel(NB_ISA_GENERIC, NB_DTYPES) == NULL, "there is no such dtype");
     CHECK(strcmp(nb_isa_name(NB_ISA_AVX2), "avx2") == 0 && strcmp(nb_isa_name(7), "?") == 0, "names");
+    CHECK(!nb_isa_runs(-1) && !nb_isa_runs(NB_ISAS), "there is no such set");
+    CHECK(nb_isa_runs(NB_ISA_GENERIC) && nb_isa_runs((int)nb_reduce_best()), "these run everywhere");
+    CHECK(nb_kernels_of(NB_ISAS) == &nb_kernels_generic, "the generic set serves where there is no other");
 }
 
 int main(void) {
@@ -372,8 +439,13 @@ int main(void) {
     test_every_scale(buffers);
     free(buffers);
     test_halves();
+    test_every_half();
     test_bf16_rounding();
     test_unknown();
-    printf("kernels checked up to %s\n", nb_isa_name(nb_reduce_best()));
+    printf("kernels checked:");
+    for (int isa = next_set(-1); isa < NB_ISAS; isa = next_set(isa)) {
+        printf(" %s", nb_isa_name(isa));
+    }
+    printf("\n");
     return 0;
 }

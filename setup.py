@@ -18,7 +18,6 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import cbuild  # noqa: E402
 
-LIMITED_API = "0x030b0000"
 SHIM_SOURCE = ROOT / "csrc" / "lab" / "flowcap.c"
 SHIM_NAME = "libnbflowcap.so"
 
@@ -110,7 +109,7 @@ class WheelWithEverything(bdist_wheel):
 core = Extension(
     "netbottleneck._core",
     sources=[path.relative_to(ROOT).as_posix() for path in cbuild.core_sources()],
-    define_macros=[("Py_LIMITED_API", LIMITED_API)],
+    define_macros=[("Py_LIMITED_API", cbuild.LIMITED_API)],
     extra_compile_args=["-O3"],
     extra_link_args=cbuild.LIBRARIES,
     py_limited_api=True,

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +27,7 @@ WARNINGS = [
 ]
 LANGUAGE = ["-std=gnu11", "-fvisibility=hidden", "-pthread"]
 LIBRARIES = ["-pthread", "-ldl", "-lm"]
+LIMITED_API = "0x030b0000"
 ONLY_IN_TESTS = {"transport/mem.c"}
 OFI_LEFT_OUT = "ofi left out: install libfabric-dev"
 
@@ -153,12 +155,15 @@ def main() -> int:
     what = sys.argv[1] if len(sys.argv) == 2 else ""
     if what == "flags":
         print("\n".join([*base_flags(), *WARNINGS]))
+    elif what == "cross-flags":
+        python = f"-idirafter{sysconfig.get_path('include')}"
+        print("\n".join([*base_flags(cross=True), *WARNINGS, f"-DPy_LIMITED_API={LIMITED_API}", python]))
     elif what == "sources":
         print("\n".join(str(path.relative_to(ROOT)) for path in sorted(CSRC.glob("**/*.c"))))
     elif what == "ofi":
         print(libfabric_include() or OFI_LEFT_OUT)
     else:
-        print("usage: cbuild.py flags|sources|ofi", file=sys.stderr)
+        print("usage: cbuild.py flags|cross-flags|sources|ofi", file=sys.stderr)
         return 2
     return 0
 

@@ -29,7 +29,7 @@ def tool() -> str:
 
 def flags() -> list[str]:
     """Return how csrc is compiled, Python's headers taken as a system's."""
-    python = [f"-isystem{sysconfig.get_path('include')}", "-DPy_LIMITED_API=0x030b0000"]
+    python = [f"-isystem{sysconfig.get_path('include')}", f"-DPy_LIMITED_API={cbuild.LIMITED_API}"]
     return [*cbuild.base_flags(), *python]
 
 

@@ -1,5 +1,5 @@
-// Reduction kernels for x86-64 with AVX2, FMA and F16C. Bit for bit what the generic ones give, which finish the last few
-// elements. The target is asked for function by function, so the file needs no flag of its own.
+// Reduction kernels for x86-64 with AVX2, FMA and F16C. Bit for bit what the generic ones give, which finish the last
+// few elements. The target is asked for function by function, so the file needs no flag of its own.
 #include "base/dtype.h"
 #include <stddef.h>
 #if defined(__x86_64__)

@@ -357,7 +357,7 @@ static void test_halves(void) {
     CHECK(one == 1, "0x3c00 is %g", (double)one);
 }
 
-// Every 16-bit element with one other, by each set as by the generic one.
+// Every 16-bit element with one other, by each set as by the generic one. What is only chosen is the same NaN too.
 static void check_pairs(int dtype, int redop, uint16_t other) {
     enum { ALL = 65536 };
     static uint16_t want[ALL];
@@ -374,7 +374,8 @@ static void check_pairs(int dtype, int redop, uint16_t other) {
         }
         nb_reduce_kernel((enum nb_isa)isa, dtype, redop)(got, others, ALL);
         for (uint32_t i = 0; i < ALL; i++) {
-            CHECK(same((unsigned char *)&got[i], (unsigned char *)&want[i], dtype, true),
+            bool chosen = redop == NB_MIN || redop == NB_MAX;
+            CHECK(chosen ? got[i] == want[i] : same((unsigned char *)&got[i], (unsigned char *)&want[i], dtype, true),
                   "%s dtype %d op %d: %04x with %04x gave %04x, not %04x", nb_isa_name(isa), dtype, redop, i, other,
                   got[i], want[i]);
         }

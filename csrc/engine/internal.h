@@ -157,6 +157,7 @@ struct map_request {
 struct suspicion { // of one peer, whose lane broke: it may be dead, or another rank is and the peer left because of it
     bool raised;
     int64_t since_ns;
+    uint64_t lanes; // that broke since, a bit each
     struct nb_error why;
 };
 

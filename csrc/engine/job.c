@@ -133,6 +133,7 @@ void nb_job_peer_left(struct nb_job *job, int rank) {
     nb_job_left_check(job);
 }
 
+// Whether the peer is dead, or left, or only this lane is lost, shows a little later.
 void nb_job_lane_lost(void *ctx, int peer, int lane, const struct nb_error *why, int lanes_left) {
     struct nb_job *job = ctx;
     struct suspicion *s = &job->suspicions[peer];
@@ -140,17 +141,15 @@ void nb_job_lane_lost(void *ctx, int peer, int lane, const struct nb_error *why,
     if (job->failed) {
         return;
     }
-    if (!job->peer_left[peer]) {
-        nb_ring_put(job->config.ring, NB_EV_LANE_LOST, 0, (uint64_t)peer, (uint64_t)lane, (uint64_t)(int64_t)why->code,
-                    0, 0);
-        pthread_mutex_lock(&job->lock);
-        job->info.dropped++;
-        pthread_mutex_unlock(&job->lock);
-    }
     if (why->code == NB_EWIRE) { // nobody's death explains that
         nb_job_fail(job, why, true);
-    } else if (!s->raised) {
-        *s = (struct suspicion){.raised = true, .since_ns = nb_now_ns(), .why = *why};
+        return;
+    }
+    s->lanes |= (uint64_t)1 << lane;
+    if (!s->raised) {
+        s->raised = true;
+        s->since_ns = nb_now_ns();
+        s->why = *why;
     }
 }
 
@@ -211,10 +210,22 @@ static void farewell(struct nb_job *job) {
     }
 }
 
+// Whether the thread may end: nobody waits for an answer of this rank, and what it sent last is there; or that took too
+// long.
+static bool may_stop(struct nb_job *job, int64_t *until_ns) {
+    if (!stop_asked(job)) {
+        return false;
+    }
+    *until_ns = *until_ns == 0 ? nb_now_ns() + FAREWELL_NS : *until_ns;
+    bool works = !nb_list_empty(&job->running) || !nb_list_empty(&job->waiting);
+    return job->failed || works || nb_lanes_settle(job->lanes) || nb_now_ns() > *until_ns;
+}
+
 void *nb_job_main(void *arg) {
     struct nb_job *job = arg;
     int64_t next_tick = 0;
-    while (!stop_asked(job)) {
+    int64_t stop_ns = 0;
+    while (!may_stop(job, &stop_ns)) {
         maps_drain(job);
         inbox_drain(job);
         nb_member_flush(job);

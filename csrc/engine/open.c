@@ -57,6 +57,7 @@ static int job_lanes_open(struct nb_job *job, struct nb_error *err) {
                                     .bind_count = bind_count,
                                     .segment_bytes = config->segment_bytes,
                                     .in_flight_max = IN_FLIGHT_MAX,
+                                    .copy_bytes = NB_COPY_MAX,
                                     .lane_lost = nb_job_lane_lost,
                                     .ctx = job};
     int rc = nb_lanes_open(&job->lanes, &lanes, err);

@@ -1,10 +1,15 @@
 // What happens to a job by time alone: heartbeats, ranks that are silent, bytes that do not move, lanes that broke.
+#include <pthread.h>
+#include <stdbool.h>
 #include <stdint.h>
+#include <stdio.h>
 
 #include "base/error.h"
 #include "base/list.h"
 #include "engine/engine.h"
 #include "engine/internal.h"
+#include "trace/event.h"
+#include "trace/ring.h"
 #include "transport/lanes.h"
 
 enum { GRACE_NS = 250 * 1000 * 1000 }; // a broken lane waits this long for rank 0 to say who is dead
@@ -13,13 +18,18 @@ static int64_t later(int64_t a, int64_t b) {
     return a > b ? a : b;
 }
 
+// A flow that is not over: one that was sent is not before its peer has all of it.
+static bool is_open(const struct nb_flow *flow, int peer) {
+    return flow->peer == peer && !nb_list_empty(&flow->link);
+}
+
 // An operation under way that needs a peer, or NULL; *moved_ns: when a block last moved between the two.
 static const struct nb_work *needed(const struct nb_job *job, int peer, int64_t *moved_ns) {
     const struct nb_work *found = NULL;
     for (const struct nb_list *it = job->running.next; it != &job->running; it = it->next) {
         const struct nb_work *work = NB_CONTAINER(it, struct nb_work, link);
-        bool in = work->in.peer == peer && work->in.left > 0;
-        bool out = work->out.peer == peer && work->out.left + work->out.in_flight > 0;
+        bool in = is_open(&work->in, peer);
+        bool out = is_open(&work->out, peer);
         *moved_ns = in ? later(*moved_ns, work->in.moved_ns) : *moved_ns;
         *moved_ns = out ? later(*moved_ns, work->out.moved_ns) : *moved_ns;
         found = found == NULL && (in || out) ? work : found;
@@ -34,28 +44,52 @@ static void left_tick(struct nb_job *job, int peer, int64_t now) {
     int64_t moved = s->since_ns;
     int64_t quiet_ns = (int64_t)job->config.timeout_ms * 1000000 / 4;
     const struct nb_work *work = needed(job, peer, &moved);
+    bool gone = nb_lanes_left(job->lanes, peer) == 0 || now - moved > quiet_ns;
+    if (work != NULL && gone) {
+        nb_lanes_forgive(job->lanes, peer); // what was sent to it, it had
+        work = needed(job, peer, &moved);
+    }
     if (work == NULL) {
         s->raised = false;
-    } else if (nb_lanes_left(job->lanes, peer) == 0 || now - moved > quiet_ns) {
+    } else if (gone) {
         struct nb_error why = {0};
         nb_fail_peer(&why, NB_EPEER, peer, "rank %d left the job before '%s' was over", peer, work->desc.name);
         nb_job_fail(job, &why, true);
     }
 }
 
-// A rank that lost a lane and has not left: forgiven when nothing needs that lane, while another one is there.
+// A lane to a rank that has not left and is not dead: its segments went to the others.
+static void lanes_tell(struct nb_job *job, int peer) {
+    struct suspicion *s = &job->suspicions[peer];
+    char text[NB_ERROR_TEXT];
+    int count = __builtin_popcountll(s->lanes);
+    for (int lane = 0; lane < NB_LANES_MAX; lane++) {
+        if ((s->lanes >> lane & 1) != 0) {
+            nb_ring_put(job->config.ring, NB_EV_LANE_LOST, 0, (uint64_t)peer, (uint64_t)lane,
+                        (uint64_t)(int64_t)s->why.code, 0, 0);
+        }
+    }
+    snprintf(text, sizeof text, "%d of %d lanes to rank %d lost, their segments went over the others (%.300s)", count,
+             count + nb_lanes_left(job->lanes, peer), peer, s->why.text);
+    nb_job_notify(job, text);
+    pthread_mutex_lock(&job->lock);
+    job->info.dropped += (uint64_t)count;
+    pthread_mutex_unlock(&job->lock);
+    s->lanes = 0;
+    s->raised = false;
+}
+
+// A rank that lost lanes and has not left: where one is left, they are missed and no more.
 static void broken_tick(struct nb_job *job, int peer, int64_t now) {
     struct suspicion *s = &job->suspicions[peer];
     int64_t moved = s->since_ns;
-    const struct nb_work *work = needed(job, peer, &moved);
-    bool any = nb_lanes_left(job->lanes, peer) > 0;
-    if (now - moved < GRACE_NS) {
+    if (now - s->since_ns < GRACE_NS) {
         return;
     }
-    if (work != NULL || (!any && !nb_list_empty(&job->waiting))) {
+    if (nb_lanes_left(job->lanes, peer) > 0) {
+        lanes_tell(job, peer);
+    } else if (needed(job, peer, &moved) != NULL || !nb_list_empty(&job->waiting)) {
         nb_job_fail(job, &s->why, true);
-    } else if (any) {
-        s->raised = false;
     }
 }
 
@@ -144,6 +178,7 @@ static void away_tick(struct nb_job *job, int64_t now) {
 
 void nb_job_tick(struct nb_job *job, int64_t now) {
     away_tick(job, now);
+    nb_lanes_tick(job->lanes, now);
     ping_tick(job, now);
     silence_tick(job, now);
     suspicion_tick(job, now);

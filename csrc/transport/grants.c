@@ -79,10 +79,10 @@ static void announce(struct nb_lanes *lanes, int peer_rank, int region) {
     const struct nb_region *local =
         region == STAGING_REGION ? rma->staging_region : lanes->rma->mapped[region - 1].region;
     for (int i = 0; i < lanes->config.lanes; i++) {
-        if ((rma->announced[region] >> i & 1) != 0) {
+        if ((rma->announced[region] >> i & 1) != 0 || !lanes->peers[peer_rank].paths[i].open) {
             continue;
         }
-        struct wire_region message = {.type = MESSAGE_REGION,
+        struct wire_region message = {.type = NB_WORD_REGION,
                                       .region = (uint8_t)region,
                                       .lane = (uint16_t)i,
                                       .key = local[i].key,
@@ -97,17 +97,12 @@ static size_t queue_send(struct nb_lanes *lanes, int peer_rank) {
     struct rma_peer *rma = lanes->peers[peer_rank].rma;
     size_t sent = 0;
     while (sent < rma->queue_count) {
-        struct wire_grants message = {.type = MESSAGE_GRANTS};
+        struct wire_grants message = {.type = NB_WORD_GRANTS};
         size_t n = rma->queue_count - sent;
         n = n < GRANTS_PER_MESSAGE ? n : GRANTS_PER_MESSAGE;
         message.count = (uint8_t)n;
         memcpy(message.grants, rma->queue + sent, n * sizeof message.grants[0]);
-        int lane = 0;
-        while (lane < lanes->config.lanes && !lanes->peers[peer_rank].paths[lane].open) {
-            lane++;
-        }
-        if (lane == lanes->config.lanes ||
-            lanes->lane[lane]->ops->message(lanes->lane[lane], peer_rank, &message, sizeof message) < 0) {
+        if (nb_lanes_say(lanes, peer_rank, &message, sizeof message) < 0) {
             break;
         }
         sent += n;
@@ -144,6 +139,15 @@ static void queue_put(struct rma_peer *rma, struct wire_grant grant) {
     rma->queue[rma->queue_count++] = grant;
 }
 
+// A lane that is lost knows no memory, and needs none.
+static int lane_map(struct nb_lanes *lanes, int lane, void *base, size_t bytes, struct nb_region *region,
+                    struct nb_error *err) {
+    struct nb_error why = {0};
+    *region = (struct nb_region){0};
+    int rc = lanes->lane[lane]->ops->map(lanes->lane[lane], base, bytes, region, &why);
+    return rc < 0 && rc != NB_ECLOSED ? nb_fail(err, rc, "%s", why.text) : 0;
+}
+
 int nb_grants_peer_open(struct nb_lanes *lanes, int peer_rank, struct nb_error *err) {
     if (!nb_is_rma(lanes)) {
         return 0;
@@ -157,8 +161,7 @@ int nb_grants_peer_open(struct nb_lanes *lanes, int peer_rank, struct nb_error *
     rma->staging.fd = -1;
     int rc = nb_arena_open(&rma->staging, STAGING_BUFFERS * lanes->rma->buffer_bytes, err);
     for (int i = 0; rc == 0 && i < lanes->config.lanes; i++) {
-        rc = lanes->lane[i]->ops->map(lanes->lane[i], rma->staging.base, rma->staging.bytes, &rma->staging_region[i],
-                                      err);
+        rc = lane_map(lanes, i, rma->staging.base, rma->staging.bytes, &rma->staging_region[i], err);
     }
     if (rc == 0) {
         nb_grants_flush(lanes, peer_rank);
@@ -187,7 +190,7 @@ int nb_lanes_map(struct nb_lanes *lanes, void *base, size_t bytes, struct nb_err
     struct mapped *at = &lanes->rma->mapped[lanes->rma->mapped_count];
     *at = (struct mapped){.base = base, .bytes = bytes};
     for (int i = 0; i < lanes->config.lanes; i++) {
-        int rc = lanes->lane[i]->ops->map(lanes->lane[i], base, bytes, &at->region[i], err);
+        int rc = lane_map(lanes, i, base, bytes, &at->region[i], err);
         if (rc < 0) {
             while (--i >= 0) {
                 lanes->lane[i]->ops->unmap(lanes->lane[i], &at->region[i]);
@@ -256,6 +259,31 @@ static void queue_join(struct rma_peer *rma, const struct wire_grant *grant, siz
     }
 }
 
+// Where a run goes without staging: false: it needs a buffer.
+static bool grant_direct(const struct nb_lanes *lanes, const struct nb_flow *flow, struct wire_grant *grant) {
+    struct iovec iov[NB_LANE_IOV_MAX];
+    int pieces = flow->staged_only ? 0 : flow->ops->memory(flow, grant->first, grant->count, iov);
+    int m = pieces == 1 ? nb_mapped_find(lanes, iov[0].iov_base, iov[0].iov_len) : -1;
+    if (m < 0) {
+        return false;
+    }
+    grant->region = (uint16_t)(1 + m);
+    grant->offset = (uint64_t)((char *)iov[0].iov_base - lanes->rma->mapped[m].base);
+    return true;
+}
+
+static struct wire_grant grant_of(const struct nb_lanes *lanes, const struct nb_flow *flow,
+                                  const struct buffer *buffer) {
+    const struct rma_peer *rma = lanes->peers[flow->peer].rma;
+    const struct inbound *in = flow->grant;
+    return (struct wire_grant){.op = flow->op,
+                               .offset = (uint64_t)(buffer - rma->buffers) * lanes->rma->buffer_bytes,
+                               .first = buffer->first,
+                               .count = buffer->count,
+                               .slot = (uint16_t)in->slot,
+                               .region = STAGING_REGION};
+}
+
 // Grants the next run of one flow. False: no buffer is free, or everything is granted.
 static bool grant_next(struct nb_lanes *lanes, struct inbound *in) {
     struct nb_flow *flow = in->flow;
@@ -266,20 +294,13 @@ static bool grant_next(struct nb_lanes *lanes, struct inbound *in) {
         return false;
     }
     struct wire_grant grant = {.op = flow->op, .first = first, .count = count, .slot = (uint16_t)in->slot};
-    struct iovec iov[NB_LANE_IOV_MAX];
-    int pieces = flow->staged_only ? 0 : flow->ops->memory(flow, first, count, iov);
-    int m = pieces == 1 ? nb_mapped_find(lanes, iov[0].iov_base, iov[0].iov_len) : -1;
-    if (m >= 0) {
-        grant.region = (uint16_t)(1 + m);
-        grant.offset = (uint64_t)((char *)iov[0].iov_base - lanes->rma->mapped[m].base);
-    } else {
+    if (!grant_direct(lanes, flow, &grant)) {
         struct buffer *buffer = buffer_free(rma);
         if (buffer == NULL) {
             return false;
         }
         *buffer = (struct buffer){.flow = flow, .first = first, .count = count, .left = count};
-        grant.region = STAGING_REGION;
-        grant.offset = (uint64_t)(buffer - rma->buffers) * lanes->rma->buffer_bytes;
+        grant = grant_of(lanes, flow, buffer);
     }
     in->granted += count;
     queue_join(rma, &grant, flow->block_bytes);
@@ -354,6 +375,44 @@ static const void *unstage(const struct nb_lanes *lanes, struct nb_flow *flow, s
     buffer->left -= frame->blocks;
     buffer->flow = buffer->left == 0 ? NULL : flow;
     return pieces > 0 ? NULL : data;
+}
+
+// Tells of all that is granted and not there: it may have been told on a lane that is lost. The sender keeps what it
+// knows twice.
+static void grant_again(struct nb_lanes *lanes, struct inbound *in) {
+    struct nb_flow *flow = in->flow;
+    struct rma_peer *rma = lanes->peers[flow->peer].rma;
+    uint32_t end = in->granted;
+    uint32_t at = 0;
+    while (at < end) {
+        const struct buffer *buffer = buffer_of(rma, flow, at);
+        struct wire_grant grant = {.op = flow->op, .first = at, .count = 1, .slot = (uint16_t)in->slot};
+        if (buffer != NULL) {
+            grant = grant_of(lanes, flow, buffer);
+            queue_put(rma, grant);
+            at = buffer->first + buffer->count;
+            continue;
+        }
+        if (!nb_bits_get(flow->map, at) && grant_direct(lanes, flow, &grant)) {
+            queue_join(rma, &grant, flow->block_bytes);
+        }
+        at++;
+    }
+}
+
+void nb_grants_lost(struct nb_lanes *lanes, int peer_rank) {
+    struct rma_peer *rma = lanes->peers[peer_rank].rma;
+    if (rma == NULL) {
+        return;
+    }
+    rma->queue_count = 0;
+    NB_LIST_EACH(it, &lanes->rma->inbound) {
+        struct inbound *in = NB_CONTAINER(it, struct inbound, link);
+        if (in->slot >= 0 && in->flow->peer == peer_rank) {
+            grant_again(lanes, in);
+        }
+    }
+    nb_grants_flush(lanes, peer_rank);
 }
 
 // An arrival that no grant allows: what lies there may be of any operation.

@@ -9,9 +9,7 @@ enum {
     STAGING_BUFFERS = 32, // of one segment each, per peer
     MAPPED_MAX = NB_REGIONS_MAX - 1,
     STAGING_REGION = 0, // in what a peer calls a region; mapped memory is 1 + its index
-    GRANTS_PER_MESSAGE = 3,
-    MESSAGE_REGION = 1,
-    MESSAGE_GRANTS = 2
+    GRANTS_PER_MESSAGE = 3
 };
 
 struct wire_region {

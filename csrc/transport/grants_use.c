@@ -69,7 +69,9 @@ bool nb_grants_use(struct nb_lanes *lanes, struct nb_flow *flow, int lane, uint3
         uint32_t room = g->wire.first + g->wire.count - first;
         *count = *count < room ? *count : room;
         g->left -= *count;
-        req->remote_addr = remote->addr + g->wire.offset + (first - g->wire.first) * flow->block_bytes;
+        req->remote_offset = g->wire.offset + (first - g->wire.first) * flow->block_bytes;
+        req->remote_region = g->wire.region;
+        req->remote_addr = remote->addr + req->remote_offset;
         req->remote_key = remote->key;
         req->frame.slot = g->wire.slot;
         return true;
@@ -96,21 +98,36 @@ void nb_grants_unuse(struct nb_lanes *lanes, struct nb_flow *flow, struct nb_req
     }
 }
 
-void nb_grants_sent(struct nb_lanes *lanes, struct nb_flow *flow, struct nb_request *req) {
-    (void)req;
-    if (!nb_is_rma(lanes)) {
-        return;
-    }
-    bool all = flow->left == 0 && flow->in_flight == req->frame.blocks;
+void nb_grants_sent(struct nb_lanes *lanes, struct nb_flow *flow) {
     struct grant **at = (struct grant **)&flow->grant;
-    while (*at != NULL) {
+    while (nb_is_rma(lanes) && *at != NULL) {
         struct grant *grant = *at;
-        if (all || grant->left == 0) {
+        if (grant->left == 0) {
             *at = grant->next;
             grants_spare(lanes, grant);
         } else {
             at = &grant->next;
         }
+    }
+}
+
+void nb_grants_again(struct nb_lanes *lanes, struct nb_flow *flow, const struct nb_run *run) {
+    if (nb_is_rma(lanes)) {
+        const struct wire_grant wire = {.op = flow->op,
+                                        .offset = run->offset,
+                                        .first = run->block,
+                                        .count = run->blocks,
+                                        .slot = run->slot,
+                                        .region = run->region};
+        grants_put(lanes, (struct grant **)&flow->grant, &wire);
+    }
+}
+
+void nb_grants_out_over(struct nb_lanes *lanes, struct nb_flow *flow) {
+    while (nb_is_rma(lanes) && flow->grant != NULL) {
+        struct grant *grant = flow->grant;
+        flow->grant = grant->next;
+        grants_spare(lanes, grant);
     }
 }
 
@@ -129,6 +146,9 @@ static void grants_known(struct nb_lanes *lanes, int peer_rank, const struct wir
             continue;
         }
         struct nb_flow *flow = nb_lanes_find(lanes, peer_rank, NB_FLOW_OUT, wire->op);
+        if (flow == NULL && wire->op <= lanes->peers[peer_rank].out_floor) {
+            continue; // told again after a lane was lost, of an operation that is over here
+        }
         grants_put(lanes, flow != NULL ? (struct grant **)&flow->grant : &rma->orphans, wire);
     }
 }
@@ -138,11 +158,11 @@ void nb_grants_message(struct nb_lanes *lanes, int lane, int peer_rank, const vo
         return;
     }
     uint8_t type = *(const uint8_t *)data;
-    if (type == MESSAGE_REGION && bytes == sizeof(struct wire_region)) {
+    if (type == NB_WORD_REGION && bytes == sizeof(struct wire_region)) {
         struct wire_region message;
         memcpy(&message, data, sizeof message);
         region_known(lanes, lane, peer_rank, &message);
-    } else if (type == MESSAGE_GRANTS && bytes == sizeof(struct wire_grants)) {
+    } else if (type == NB_WORD_GRANTS && bytes == sizeof(struct wire_grants)) {
         struct wire_grants message;
         memcpy(&message, data, sizeof message);
         grants_known(lanes, peer_rank, &message);

@@ -1,5 +1,5 @@
 // The pull scheduler: which blocks travel next, on which lane. See lanes.h. What only RMA lanes need (grants, slots,
-// staging) is in grants.c.
+// staging) is in grants.c, what left and may not have landed in sent.c, what a lost lane sets off in repair.c.
 #include "transport/lanes.h"
 
 #include <errno.h>
@@ -33,15 +33,11 @@ struct nb_flow *nb_lanes_find(struct nb_lanes *lanes, int peer, enum nb_flow_dir
     return NULL;
 }
 
-static void flow_moved(struct nb_flow *flow, int lane, size_t bytes) {
+static void flow_moved(struct nb_lanes *lanes, struct nb_flow *flow, int lane, size_t bytes) {
     flow->bytes_moved += bytes;
     flow->lane_bytes[lane] += bytes;
     flow->moved_ns = nb_now_ns();
-}
-
-static void flow_finish(struct nb_flow *flow) {
-    nb_list_remove(&flow->link);
-    flow->ops->finished(flow);
+    path_of(lanes, flow->peer, lane)->moved_ns = flow->moved_ns;
 }
 
 // Available blocks from `first` on that may travel as one segment.
@@ -86,7 +82,11 @@ static bool flow_take(struct nb_lanes *lanes, struct nb_flow *flow, int lane, si
     req->frame.block = first;
     req->frame.blocks = (uint16_t)count;
     req->frame.bytes = (uint32_t)flow->ops->bytes(flow, first, count);
-    req->iov_count = flow->ops->memory(flow, first, count, req->iov);
+    if (flow->copy != NULL) {
+        nb_sent_copy(flow, first, count, req);
+    } else {
+        req->iov_count = flow->ops->memory(flow, first, count, req->iov);
+    }
     nb_grants_local(lanes, lane, req);
     return true;
 }
@@ -151,11 +151,12 @@ void nb_lanes_push(struct nb_lanes *lanes, int peer_rank, int64_t now_ns) {
     bool moved = !nb_list_empty(&peer->out);
     while (moved) {
         moved = false;
-        for (int i = 0; i < lanes->used; i++) {
-            int lane = (peer->next_lane + i) % lanes->used;
+        int reach = peer->reach; // posting may lose a lane
+        for (int i = 0; i < reach; i++) {
+            int lane = (peer->next_lane + i) % reach;
             moved = path_pull(lanes, peer, lane) || moved;
         }
-        peer->next_lane = (peer->next_lane + 1) % lanes->used;
+        peer->next_lane = reach > 0 ? (peer->next_lane + 1) % reach : 0;
     }
 }
 
@@ -166,23 +167,24 @@ static void up_sent(void *ctx, struct nb_lane *lane, struct nb_request *req, int
     struct nb_frame frame = req->frame;
     int peer = req->peer;
     nb_pace_sent(path, frame.bytes);
+    if (flow != NULL) {
+        nb_sent_add(lanes, flow, lane->index, req);
+    }
     req->owner = NULL;
     req->next = path->idle;
     path->idle = req;
     if (flow == NULL) {
         return; // cancelled meanwhile
     }
-    nb_grants_sent(lanes, flow, req);
-    if (code < 0) {
-        flow_untake(flow, &frame);
-        return; // the lane is going: lost() follows
-    }
     flow->in_flight -= frame.blocks;
-    flow_moved(flow, lane->index, frame.bytes);
-    if (flow->left == 0 && flow->in_flight == 0) {
-        flow_finish(flow);
+    if (code == 0) {
+        nb_grants_sent(lanes, flow);
+        flow_moved(lanes, flow, lane->index, frame.bytes);
     }
-    if (lane->index < lanes->used) {
+    if (code == 0 || flow->acked) { // else the lane is going: lost() follows, and the peer says what did not land
+        nb_sent_settle(lanes, flow);
+    }
+    if (code == 0 && lane->index < lanes->peers[peer].reach) {
         path_pull(lanes, &lanes->peers[peer], lane->index);
     }
 }
@@ -195,13 +197,13 @@ static void up_writable(void *ctx, struct nb_lane *lane, int peer_rank) {
     }
     struct path *path = &peer->paths[lane->index];
     path->refused = false;
+    nb_repair_flush(lanes, peer_rank);
     nb_grants_flush(lanes, peer_rank);
-    while (lane->index < lanes->used && path_pull(lanes, peer, lane->index)) {
+    while (lane->index < peer->reach && path_pull(lanes, peer, lane->index)) {
     }
 }
 
-// A run that a peer announces: of a flow that is expected, inside it, and none of it there already. What comes again is
-// the beginning of a segment that the sender's lane broke under, and that came over another: this lane is broken too.
+// A run that a peer announces: of a flow that is expected, inside it, and none of it there already.
 int nb_lanes_check(const struct nb_lanes *lanes, const struct nb_flow *flow, const struct nb_frame *frame) {
     uint64_t end = (uint64_t)frame->block + frame->blocks;
     if (frame->blocks == 0 || frame->blocks > NB_FRAME_BLOCKS_MAX || end > flow->blocks) {
@@ -229,7 +231,7 @@ static void run_claim(struct nb_flow *flow, const struct nb_frame *frame) {
     }
 }
 
-static void run_unclaim(struct nb_flow *flow, const struct nb_frame *frame) {
+void nb_lanes_unclaim(struct nb_flow *flow, const struct nb_frame *frame) {
     for (uint32_t i = 0; i < frame->blocks; i++) {
         nb_bits_clear(flow->map, frame->block + i);
     }
@@ -237,29 +239,17 @@ static void run_unclaim(struct nb_flow *flow, const struct nb_frame *frame) {
 
 static void run_landed(struct nb_lanes *lanes, struct nb_flow *flow, int lane, const struct nb_frame *frame,
                        const void *data) {
-    (void)lanes;
     size_t bytes = flow->ops->bytes(flow, frame->block, frame->blocks);
-    flow_moved(flow, lane, bytes);
+    flow_moved(lanes, flow, lane, bytes);
     flow->first_ns = flow->first_ns != 0 ? flow->first_ns : flow->moved_ns;
     flow->left -= frame->blocks;
     bool last = flow->left == 0;
     flow->ops->consume(flow, frame->block, frame->blocks, data, bytes);
     if (last) {
-        flow_finish(flow);
+        nb_list_remove(&flow->link);
+        nb_repair_done(lanes, flow);
+        flow->ops->finished(flow);
     }
-}
-
-// A run that another lane has begun to read: that lane broke at the sender, and this rank will see it soon.
-static bool run_elsewhere(const struct nb_lanes *lanes, const struct nb_flow *flow, const struct nb_frame *frame) {
-    for (int i = 0; i < lanes->config.lanes; i++) {
-        const struct path *path = &lanes->peers[flow->peer].paths[i];
-        const struct nb_frame *other = &path->placing_frame;
-        if (path->placing == flow && frame->block < (uint64_t)other->block + other->blocks &&
-            other->block < (uint64_t)frame->block + frame->blocks) {
-            return true;
-        }
-    }
-    return false;
 }
 
 static int up_place(void *ctx, struct nb_lane *lane, int peer_rank, const struct nb_frame *frame,
@@ -278,10 +268,6 @@ static int up_place(void *ctx, struct nb_lane *lane, int peer_rank, const struct
         return -EAGAIN;
     }
     int rc = nb_lanes_check(lanes, flow, frame);
-    if (rc == -EALREADY && run_elsewhere(lanes, flow, frame)) {
-        path->held = true;
-        return -EAGAIN;
-    }
     if (rc < 0 || frame->bytes != flow->ops->bytes(flow, frame->block, frame->blocks)) {
         return rc < 0 ? rc : NB_EWIRE;
     }
@@ -326,8 +312,16 @@ void nb_lanes_arrived(struct nb_lanes *lanes, struct nb_flow *flow, int lane, co
     run_landed(lanes, flow, lane, frame, data);
 }
 
-static void up_message(void *ctx, struct nb_lane *lane, int peer, const void *data, size_t bytes) {
-    nb_grants_message(ctx, lane->index, peer, data, bytes);
+static void up_message(void *ctx, struct nb_lane *lane, int peer_rank, const void *data, size_t bytes) {
+    struct nb_lanes *lanes = ctx;
+    if (bytes < 1 || lanes->peers[peer_rank].paths == NULL) {
+        return;
+    }
+    if (*(const uint8_t *)data <= NB_WORD_GRANTS) {
+        nb_grants_message(lanes, lane->index, peer_rank, data, bytes);
+    } else {
+        nb_repair_message(lanes, lane->index, peer_rank, data, bytes);
+    }
 }
 
 // Reads on where a segment had to wait.
@@ -346,15 +340,8 @@ static void up_lost(void *ctx, struct nb_lane *lane, int peer_rank, const struct
     if (lanes->peers[peer_rank].paths == NULL) {
         return;
     }
-    struct path *path = path_of(lanes, peer_rank, lane->index);
-    if (path->placing != NULL) {
-        run_unclaim(path->placing, &path->placing_frame);
-        path->placing = NULL;
-    }
-    path->open = false;
-    path->held = false;
-    lanes->config.lane_lost(lanes->config.ctx, peer_rank, lane->index, why, nb_lanes_left(lanes, peer_rank));
-    paths_resume(lanes, peer_rank);
+    nb_repair_lost(lanes, peer_rank, lane->index, why);
+    nb_lanes_push(lanes, peer_rank, 0);
 }
 
 const struct nb_lane_up nb_lanes_up = {.place = up_place,
@@ -364,8 +351,21 @@ const struct nb_lane_up nb_lanes_up = {.place = up_place,
                                        .message = up_message,
                                        .lost = up_lost};
 
+void nb_lanes_reach(struct nb_lanes *lanes, int peer_rank) {
+    struct peer *peer = &lanes->peers[peer_rank];
+    int open = 0;
+    int reach = 0;
+    while (peer->paths != NULL && reach < lanes->config.lanes && open < lanes->used) {
+        open += peer->paths[reach++].open;
+    }
+    peer->reach = reach;
+}
+
 void nb_lanes_use(struct nb_lanes *lanes, int count) {
     lanes->used = count < 1 ? 1 : count > lanes->config.lanes ? lanes->config.lanes : count;
+    for (int p = 0; p < lanes->config.lane.size; p++) {
+        nb_lanes_reach(lanes, p);
+    }
 }
 
 int nb_lanes_used(const struct nb_lanes *lanes) {
@@ -385,6 +385,10 @@ static void out_insert(struct nb_list *head, struct nb_flow *flow) {
     nb_list_insert(at, &flow->link);
 }
 
+void nb_lanes_put(struct nb_lanes *lanes, struct nb_flow *flow) {
+    out_insert(&lanes->peers[flow->peer].out, flow);
+}
+
 void nb_lanes_add(struct nb_lanes *lanes, struct nb_flow *flow, int64_t now_ns) {
     struct peer *peer = &lanes->peers[flow->peer];
     int peer_rank = flow->peer;
@@ -397,6 +401,8 @@ void nb_lanes_add(struct nb_lanes *lanes, struct nb_flow *flow, int64_t now_ns) 
     memset(flow->lane_bytes, 0, sizeof flow->lane_bytes[0] * (size_t)lanes->config.lanes);
     if (flow->dir == NB_FLOW_OUT) {
         flow->available = nb_bits_count(flow->map, flow->blocks);
+        peer->out_floor = flow->op > peer->out_floor ? flow->op : peer->out_floor;
+        nb_sent_begin(lanes, flow);
         out_insert(&peer->out, flow);
         nb_grants_out_added(lanes, flow);
         nb_lanes_push(lanes, flow->peer, now_ns);
@@ -424,7 +430,9 @@ void nb_lanes_cancel(struct nb_lanes *lanes, struct nb_flow *flow) {
         struct path *path = &peer->paths[i];
         bool used = path->placing == flow || lanes->config.ops->kind == NB_LANE_RMA;
         for (int r = 0; r < NB_REQUESTS_PER_PATH; r++) {
-            used = used || path->requests[r].owner == flow;
+            bool its = path->requests[r].owner == flow;
+            used = used || its;
+            path->requests[r].owner = its ? NULL : path->requests[r].owner;
         }
         if (used && path->open) {
             path->open = false;
@@ -433,6 +441,9 @@ void nb_lanes_cancel(struct nb_lanes *lanes, struct nb_flow *flow) {
         }
     }
     nb_grants_cancel(lanes, flow);
+    if (flow->dir == NB_FLOW_OUT) {
+        nb_sent_forget(lanes, flow);
+    }
     nb_list_remove(&flow->link);
 }
 

@@ -4,6 +4,11 @@
 // A flow is what one operation owes one peer (out) or expects from it (in), in blocks. An out flow's blocks become
 // available one by one; any lane to that peer with window takes the next run of them, so no lane waits for the
 // slowest. An in flow keeps a bitmap: a block that is there already is refused before a byte of payload lands.
+//
+// A lane that is lost costs its bandwidth. What left on it is remembered until the peer says that the operation is
+// whole; each side that loses a lane tells the other, over another one, what it still misses, and exactly that is sent
+// again over the lanes that are left. So an out flow is over when its peer has all of it. A small one is over when it
+// was sent: its bytes are copied as they leave.
 #ifndef NB_LANES_H
 #define NB_LANES_H
 
@@ -14,8 +19,12 @@
 #include "base/list.h"
 #include "transport/transport.h"
 
+enum { NB_COPY_MAX = 16 * 1024 };
+
 struct nb_lanes;
 struct nb_flow;
+struct nb_run;
+struct nb_copy;
 
 // What the owner of a flow (the engine; a test) answers. A run never crosses what `run_limit` allows.
 struct nb_flow_ops {
@@ -24,12 +33,13 @@ struct nb_flow_ops {
     // How many blocks from `first` on may travel together, at most `count`. In: the end of a step, nothing else: what
     // the sender cuts by its own memory must be accepted.
     uint32_t (*run_limit)(const struct nb_flow *flow, uint32_t first, uint32_t count);
-    // Where the run lies in memory. Out: where it is read. In: where it goes; 0 pieces: the bytes are to be handed to
-    // consume() from a buffer of the lanes' own.
+    // Where the run lies in memory. Out: where it is read, perhaps again after a lane was lost: until the flow is finished
+    // it may change only by what implies that the block has landed. In: where it goes; 0 pieces: the bytes are to be
+    // handed to consume() from a buffer of the lanes' own.
     int (*memory)(const struct nb_flow *flow, uint32_t first, uint32_t count, struct iovec iov[NB_LANE_IOV_MAX]);
     // In: the run is there. data: the lanes' buffer, or NULL when it went to memory().
     void (*consume)(struct nb_flow *flow, uint32_t first, uint32_t count, const void *data, size_t bytes);
-    // Every block was sent and its memory is free again (out), or is there (in). Called once.
+    // Every block is at the peer or copied, and its memory is free again (out), or is there (in). Called once.
     void (*finished)(struct nb_flow *flow);
 };
 
@@ -58,7 +68,11 @@ struct nb_flow {
     int64_t moved_ns; // when a block last moved
     int64_t first_ns; // when the first one landed
     uint64_t lane_bytes[NB_LANES_MAX];
-    void *grant; // RMA: granted runs (out) or slots (in)
+    void *grant;          // RMA: granted runs (out) or slots (in)
+    struct nb_run *runs;  // out: that left, and are not known to have landed
+    struct nb_copy *copy; // out: where small ones are sent from
+    bool acked;           // out: the peer has all of it
+    bool listed;          // out: the peer said that it does not, in the report that is being heard
 };
 
 struct nb_lanes_config {
@@ -69,7 +83,8 @@ struct nb_lanes_config {
     int bind_count;
     size_t segment_bytes; // the largest segment: NETBOTTLENECK_SEGMENT_BYTES
     size_t in_flight_max; // bytes to one peer over all lanes
-    // A lane is gone. The job is told; it goes on while another lane to that peer is left.
+    size_t copy_bytes;    // flows of up to this many are copied: at most NB_COPY_MAX, alike on all ranks
+    // A lane is gone. Its segments go to the others, while another lane to that peer is left.
     void (*lane_lost)(void *ctx, int peer, int lane, const struct nb_error *why, int lanes_left);
     void *ctx;
 };
@@ -86,7 +101,7 @@ bool nb_lanes_peer_ready(const struct nb_lanes *lanes, int peer);
 // How many lanes to a peer that was opened are not lost.
 int nb_lanes_left(const struct nb_lanes *lanes, int peer);
 
-// From now on only the first `count` lanes take new segments.
+// From now on only the first `count` lanes that are not lost take new segments.
 void nb_lanes_use(struct nb_lanes *lanes, int count);
 int nb_lanes_used(const struct nb_lanes *lanes);
 
@@ -104,6 +119,15 @@ void nb_lanes_unmap(struct nb_lanes *lanes, void *base);
 
 int nb_lanes_progress(struct nb_lanes *lanes, int64_t now_ns);
 int nb_lanes_arm(struct nb_lanes *lanes);
+// Now and then. A lane on which nothing moves for an eighth of the lanes' timeout_ms is asked for a sign; one that gives
+// none for another eighth, while another lane to that peer does, is given up. Where all are silent the network is, and
+// none is.
+void nb_lanes_tick(struct nb_lanes *lanes, int64_t now_ns);
+// Before they are closed in good order: whether the peers have all that was sent. Asks those that have not said so; call
+// it again after progress.
+bool nb_lanes_settle(struct nb_lanes *lanes);
+// A peer that left in good order had all that it needed, and says nothing any more.
+void nb_lanes_forgive(struct nb_lanes *lanes, int peer);
 
 void nb_lanes_stats(const struct nb_lanes *lanes, int peer, int lane, struct nb_lane_stats *stats);
 const char *nb_lanes_describe(const struct nb_lanes *lanes);

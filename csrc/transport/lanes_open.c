@@ -19,6 +19,7 @@ void nb_lanes_close(struct nb_lanes *lanes) {
         return;
     }
     nb_grants_fini(lanes);
+    nb_sent_fini(lanes);
     for (int i = 0; i < lanes->config.lanes; i++) {
         if (lanes->lane[i] != NULL) {
             lanes->lane[i]->ops->close(lanes->lane[i]);
@@ -30,6 +31,7 @@ void nb_lanes_close(struct nb_lanes *lanes) {
         }
         free(lanes->peers[p].paths);
     }
+    nb_repair_fini(lanes);
     free(lanes->peers);
     free(lanes);
 }
@@ -53,6 +55,8 @@ int nb_lanes_open(struct nb_lanes **out, const struct nb_lanes_config *config, s
     int rc = 0;
     lanes->config = *config;
     lanes->used = config->lanes;
+    lanes->config.copy_bytes = config->copy_bytes < NB_COPY_MAX ? config->copy_bytes : NB_COPY_MAX;
+    nb_list_init(&lanes->run_chunks);
     size_t share = config->in_flight_max / (size_t)config->lanes;
     lanes->window_bytes = share > 2 * config->segment_bytes ? share : 2 * config->segment_bytes;
     lanes->peers = calloc((size_t)config->lane.size, sizeof *lanes->peers);
@@ -63,6 +67,7 @@ int nb_lanes_open(struct nb_lanes **out, const struct nb_lanes_config *config, s
     for (int p = 0; p < config->lane.size; p++) {
         nb_list_init(&lanes->peers[p].in);
         nb_list_init(&lanes->peers[p].out);
+        nb_list_init(&lanes->peers[p].kept);
     }
     nb_grants_init(lanes);
     for (int i = 0; i < config->lanes; i++) {
@@ -106,6 +111,21 @@ static int path_open(struct nb_lanes *lanes, struct path *path, struct nb_error 
     return 0;
 }
 
+// A lane that was lost with another peer is lost for this one too, where an endpoint has all of them: the peer is told.
+static int path_connect(struct nb_lanes *lanes, int peer_rank, int lane, const struct nb_lane_address *address,
+                        struct nb_error *err) {
+    struct peer *peer = &lanes->peers[peer_rank];
+    struct nb_error why = {0};
+    int rc = lanes->lane[lane]->ops->peer_open(lanes->lane[lane], peer_rank, address->addr, address->bytes, &why);
+    if (rc == NB_ECLOSED) {
+        peer->paths[lane].open = false;
+        peer->lost |= (uint64_t)1 << lane;
+        peer->report = NB_REPORT_DUE;
+        return 0;
+    }
+    return rc < 0 ? nb_fail_peer(err, rc, peer_rank, "%s", why.text) : 0;
+}
+
 int nb_lanes_peer_open(struct nb_lanes *lanes, int peer_rank, const void *addresses, struct nb_error *err) {
     struct peer *peer = &lanes->peers[peer_rank];
     const struct nb_lane_address *address = addresses;
@@ -122,12 +142,16 @@ int nb_lanes_peer_open(struct nb_lanes *lanes, int peer_rank, const void *addres
             rc = nb_fail_peer(err, NB_EWIRE, peer_rank, "rank %d gave a bad lane address", peer_rank);
         }
         if (rc == 0) {
-            rc = lanes->lane[i]->ops->peer_open(lanes->lane[i], peer_rank, address[i].addr, address[i].bytes, err);
+            rc = path_connect(lanes, peer_rank, i, &address[i], err);
         }
         if (rc < 0) {
             return rc;
         }
     }
+    if (nb_lanes_left(lanes, peer_rank) == 0) {
+        return nb_fail_peer(err, NB_EPEER, peer_rank, "no lane to rank %d is left", peer_rank);
+    }
+    nb_lanes_reach(lanes, peer_rank);
     return nb_grants_peer_open(lanes, peer_rank, err);
 }
 
@@ -141,7 +165,8 @@ int nb_lanes_left(const struct nb_lanes *lanes, int peer) {
 
 bool nb_lanes_peer_ready(const struct nb_lanes *lanes, int peer) {
     for (int i = 0; i < lanes->config.lanes; i++) {
-        if (!lanes->lane[i]->ops->peer_ready(lanes->lane[i], peer)) {
+        const struct path *paths = lanes->peers[peer].paths;
+        if ((paths == NULL || paths[i].open) && !lanes->lane[i]->ops->peer_ready(lanes->lane[i], peer)) {
             return false;
         }
     }

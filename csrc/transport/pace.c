@@ -61,7 +61,7 @@ static size_t bytes_left(const struct peer *peer, size_t enough) {
 // Of what all lanes deliver together; equal parts while one of them is not known.
 static double part_of(const struct nb_lanes *lanes, const struct peer *peer, int lane) {
     double sum = 0;
-    for (int i = 0; i < lanes->used; i++) {
+    for (int i = 0; i < peer->reach; i++) {
         double rate = peer->paths[i].pace.rate;
         if (peer->paths[i].open && rate <= 0) {
             return 1.0 / lanes->used;

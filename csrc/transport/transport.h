@@ -57,10 +57,11 @@ struct nb_request {
     struct iovec iov[NB_LANE_IOV_MAX];
     uint64_t remote_addr; // RMA lanes: from the grant
     uint64_t remote_key;
-    void *local_region[1]; // RMA lanes: what map() gave for iov's memory, or NULL (the lane maps or stages by itself)
-    int64_t posted_ns;     // lanes.c's own
-    void *owner;           // lanes.c's own
-    void *next;            // lanes.c's own
+    void *local_region[1];  // RMA lanes: what map() gave for iov's memory, or NULL (the lane maps or stages by itself)
+    uint64_t remote_offset; // lanes.c's own: where that is, whichever lane goes there
+    uint16_t remote_region; // lanes.c's own
+    void *owner;            // lanes.c's own
+    void *next;             // lanes.c's own
     unsigned char lane_private[96]; // the lane's: its context, its place in a queue
 };
 

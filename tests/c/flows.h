@@ -61,7 +61,8 @@ struct flow_plan {
     int size;
     int lanes;
     size_t segment_bytes;
-    bool mapped; // RMA: final memory is written to without staging
+    bool mapped;       // RMA: final memory is written to without staging
+    size_t copy_bytes; // of flows that are over when they were sent
     int count;
     struct flow_spec specs[FLOWS_MAX];
 };
@@ -260,6 +261,7 @@ static inline void flows_plan(struct flow_plan *plan, uint64_t seed, size_t bloc
     plan->size = 2 + (int)flows_below(&random, 2);
     plan->lanes = 1 << flows_below(&random, 3);
     plan->mapped = flows_below(&random, 2) == 0;
+    plan->copy_bytes = flows_below(&random, 2) * flows_below(&random, 2 * (uint32_t)block_max);
     plan->count = 1 + (int)flows_below(&random, FLOWS_MAX);
     size_t block = block_max >> flows_below(&random, 3);
     plan->segment_bytes = block * (1 + flows_below(&random, 6));
@@ -345,6 +347,7 @@ static inline int flows_node_open(struct flow_world *world, int rank, struct nb_
                                      .bind_count = 1,
                                      .segment_bytes = plan->segment_bytes,
                                      .in_flight_max = 8 * plan->segment_bytes,
+                                     .copy_bytes = plan->copy_bytes,
                                      .lane_lost = flows_lane_lost,
                                      .ctx = node};
     config.lane = (struct nb_lane_config){.rank = rank,

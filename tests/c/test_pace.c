@@ -21,6 +21,7 @@ static void world_make(struct world *world, const double *rates, int used) {
     memset(world, 0, sizeof *world);
     world->lanes.config.segment_bytes = SEGMENT;
     world->lanes.used = used;
+    world->peer.reach = used;
     world->peer.paths = world->paths;
     nb_list_init(&world->peer.out);
     nb_list_init(&world->flow.link);

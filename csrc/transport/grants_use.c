@@ -83,16 +83,16 @@ void nb_grants_local(struct nb_lanes *lanes, int lane, struct nb_request *req) {
     req->local_region[0] = nb_is_rma(lanes) ? local_handle(lanes, lane, req) : NULL;
 }
 
-static struct grant *grant_of(const struct nb_flow *flow, const struct nb_request *req) {
+static struct grant *grant_of(const struct nb_flow *flow, uint32_t block) {
     struct grant *g = flow->grant;
-    while (g != NULL && (req->frame.block < g->wire.first || req->frame.block >= g->wire.first + g->wire.count)) {
+    while (g != NULL && (block < g->wire.first || block >= g->wire.first + g->wire.count)) {
         g = g->next;
     }
     return g;
 }
 
 void nb_grants_unuse(struct nb_lanes *lanes, struct nb_flow *flow, struct nb_request *req) {
-    struct grant *grant = nb_is_rma(lanes) ? grant_of(flow, req) : NULL;
+    struct grant *grant = nb_is_rma(lanes) ? grant_of(flow, req->frame.block) : NULL;
     if (grant != NULL) {
         grant->left += req->frame.blocks;
     }
@@ -112,14 +112,19 @@ void nb_grants_sent(struct nb_lanes *lanes, struct nb_flow *flow) {
 }
 
 void nb_grants_again(struct nb_lanes *lanes, struct nb_flow *flow, const struct nb_run *run) {
-    if (nb_is_rma(lanes)) {
+    for (uint32_t i = 0; nb_is_rma(lanes) && i < run->blocks; i++) {
+        struct grant *grant = grant_of(flow, run->block + i);
         const struct wire_grant wire = {.op = flow->op,
-                                        .offset = run->offset,
-                                        .first = run->block,
-                                        .count = run->blocks,
+                                        .offset = run->offset + i * flow->block_bytes,
+                                        .first = run->block + i,
+                                        .count = 1,
                                         .slot = run->slot,
                                         .region = run->region};
-        grants_put(lanes, (struct grant **)&flow->grant, &wire);
+        if (grant != NULL) {
+            grant->left++; // it must not end before its other blocks have left
+        } else {
+            grants_put(lanes, (struct grant **)&flow->grant, &wire);
+        }
     }
 }
 

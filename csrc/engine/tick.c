@@ -88,7 +88,12 @@ static void broken_tick(struct nb_job *job, int peer, int64_t now) {
     }
     if (nb_lanes_left(job->lanes, peer) > 0) {
         lanes_tell(job, peer);
-    } else if (needed(job, peer, &moved) != NULL || !nb_list_empty(&job->waiting)) {
+        return;
+    }
+    if (job->peer_left[0]) { // nobody tells any more who else has left in good order
+        nb_lanes_forgive(job->lanes, peer);
+    }
+    if (needed(job, peer, &moved) != NULL || !nb_list_empty(&job->waiting)) {
         nb_job_fail(job, &s->why, true);
     }
 }

@@ -322,7 +322,7 @@ static void tcp_unmap(struct nb_lane *base, struct nb_region *region) {
 
 static int tcp_post(struct nb_lane *base, struct nb_request *request) {
     struct conn *conn = conn_of(base, request->peer);
-    if (conn->state != OPEN || nb_tcp_pending(conn)) {
+    if (conn->state != OPEN || conn->mute || nb_tcp_pending(conn)) {
         conn->refused = true;
         return -EAGAIN;
     }
@@ -337,7 +337,7 @@ static int tcp_message(struct nb_lane *base, int peer, const void *data, size_t 
     if (conn->messages == NULL) {
         conn->messages = calloc(MESSAGES, sizeof *conn->messages);
     }
-    if (conn->messages == NULL || conn->state != OPEN || conn->message_count == MESSAGES ||
+    if (conn->messages == NULL || conn->state != OPEN || conn->mute || conn->message_count == MESSAGES ||
         bytes > NB_LANE_MESSAGE_MAX) {
         conn->refused = true;
         return -EAGAIN;
@@ -347,7 +347,7 @@ static int tcp_message(struct nb_lane *base, int peer, const void *data, size_t 
     memcpy(message->data, data, bytes);
     conn->message_count++;
     if (!nb_tcp_pending(conn)) {
-        nb_tcp_next_message(conn);
+        nb_tcp_message_now(conn);
     }
     nb_tcp_want(conn);
     return 0;

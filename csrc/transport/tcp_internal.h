@@ -61,6 +61,7 @@ struct conn {
     unsigned message_count;
     bool out_is_message;
     bool refused; // post said -EAGAIN: writable() is owed
+    bool mute;    // sending failed
     // in
     struct header in_header;
     size_t header_got;
@@ -99,5 +100,7 @@ void nb_tcp_write(struct conn *conn);
 // Puts a segment, or the next message, on its way; nothing else may be.
 void nb_tcp_segment(struct conn *conn, struct nb_request *request);
 void nb_tcp_next_message(struct conn *conn);
+// The next message, as much of it as the kernel takes now; no callback is made.
+void nb_tcp_message_now(struct conn *conn);
 
 #endif

@@ -39,7 +39,8 @@ static void pieces_skip(struct pieces *p, size_t bytes) {
 
 void nb_tcp_want(struct conn *conn) {
     uint32_t events = conn->held ? 0 : (uint32_t)EPOLLIN;
-    if (conn->state == CONNECTING || (conn->state == OPEN && (conn->request != NULL || conn->out_is_message))) {
+    bool writes = conn->state == OPEN && !conn->mute && (conn->request != NULL || conn->out_is_message);
+    if (conn->state == CONNECTING || writes) {
         events |= EPOLLOUT;
     }
     // The end of a connection is told whether asked for or not: of one that is held once, not again and again.
@@ -65,6 +66,7 @@ void nb_tcp_reset(struct conn *conn) {
     conn->header_got = 0;
     conn->in_payload = false;
     conn->held = false;
+    conn->mute = false;
 }
 
 void nb_tcp_lost(struct conn *conn, int code, const char *what) {
@@ -160,7 +162,7 @@ static const char *refusal(int code) {
 }
 
 void nb_tcp_read(struct conn *conn) {
-    size_t budget = READ_BUDGET;
+    size_t budget = conn->mute ? SIZE_MAX : (size_t)READ_BUDGET;
     while (conn->state == OPEN) {
         while (!conn->in_payload && conn->header_got == sizeof conn->in_header) {
             int rc = payload_begin(conn);
@@ -200,6 +202,12 @@ static void out_begin(struct conn *conn, struct header header) {
     conn->out.iov[0] = (struct iovec){.iov_base = &conn->out_header, .iov_len = sizeof conn->out_header};
 }
 
+static void message_sent(struct conn *conn) {
+    conn->out_is_message = false;
+    conn->message_head++;
+    conn->message_count--;
+}
+
 void nb_tcp_next_message(struct conn *conn) {
     struct message *message = &conn->messages[conn->message_head % MESSAGES];
     out_begin(conn, (struct header){.type = TYPE_MESSAGE, .bytes = (uint32_t)message->bytes});
@@ -207,12 +215,22 @@ void nb_tcp_next_message(struct conn *conn) {
     conn->out_is_message = true;
 }
 
+void nb_tcp_message_now(struct conn *conn) {
+    nb_tcp_next_message(conn);
+    struct msghdr msg = {.msg_iov = conn->out.iov, .msg_iovlen = (size_t)conn->out.count};
+    ssize_t n = sendmsg(conn->watch.fd, &msg, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (n > 0) { // a failure shows again when the loop writes
+        pieces_skip(&conn->out, (size_t)n);
+    }
+    if (pieces_left(&conn->out) == 0) {
+        message_sent(conn);
+    }
+}
+
 static void out_end(struct conn *conn) {
     struct tcp_lane *lane = conn->lane;
     if (conn->out_is_message) {
-        conn->out_is_message = false;
-        conn->message_head++;
-        conn->message_count--;
+        message_sent(conn);
         return;
     }
     struct nb_request *request = conn->request;
@@ -242,14 +260,23 @@ static void out_next(struct conn *conn) {
     }
 }
 
+// Nothing goes out any more. What came before that is read all the same: the peer may have left in good order.
+static void write_failed(struct conn *conn, int code) {
+    conn->mute = true;
+    nb_tcp_read(conn);
+    if (conn->state == OPEN && !conn->held) {
+        nb_tcp_lost(conn, code, "send failed");
+    }
+}
+
 void nb_tcp_write(struct conn *conn) {
     size_t budget = WRITE_BUDGET;
-    while (conn->state == OPEN && nb_tcp_pending(conn) && budget > 0) {
+    while (conn->state == OPEN && nb_tcp_pending(conn) && !conn->mute && budget > 0) {
         struct msghdr msg = {.msg_iov = &conn->out.iov[conn->out.at],
                              .msg_iovlen = (size_t)(conn->out.count - conn->out.at)};
         ssize_t n = sendmsg(conn->watch.fd, &msg, MSG_DONTWAIT | MSG_NOSIGNAL);
         if (n < 0 && errno != EAGAIN && errno != EINTR) {
-            nb_tcp_lost(conn, -errno, "send failed");
+            write_failed(conn, -errno);
             return;
         }
         if (n < 0) {

@@ -127,53 +127,126 @@ static void only_lane_ends(struct test_rank *me) {
     free(data);
 }
 
-// One of several lanes ends at some moment of an operation: it ends well, or every rank names one of the two.
-static void one_lane_ends(struct test_rank *me) {
-    struct stage *stage = me->arg;
-    float *data = malloc(LARGE * sizeof *data);
-    struct nb_error err = {0};
-    struct nb_segment all = {.base = data, .bytes = LARGE * sizeof *data};
-    struct timespec pause = {.tv_nsec = stage->round * 200 * 1000};
-    int fd = me->rank == 0 ? lane_descriptor(me, stage->round % 4, 1) : -1;
-    test_barrier(me, "before");
-    for (size_t i = 0; i < LARGE; i++) {
-        data[i] = (float)(i % 97);
-    }
-    struct nb_work *work = test_submit(me, test_op("sum", NB_OP_ALLREDUCE, &all));
-    if (me->rank == 0) {
-        nanosleep(&pause, NULL); // any moment is a good one
-        CHECK(shutdown(fd, SHUT_RDWR) == 0, "shutdown: %m");
-        close(fd);
-    }
-    int rc = test_finish(work, &err);
-    CHECK(rc == 0 || (rc == NB_EPEER && (err.peer == 0 || err.peer == 1)), "rank %d: %d, peer %d, %s", me->rank, rc,
-          err.peer, err.text);
-    for (size_t i = 0; rc == 0 && i < LARGE; i++) {
-        CHECK(data[i] == (float)(i % 97) * (float)me->size, "rank %d: [%zu] is %g", me->rank, i, (double)data[i]);
-    }
-    free(data);
+// Where a libfabric lane of a rank listens: its address as it was exchanged holds the name of the endpoint.
+static uint16_t ofi_port(struct test_rank *me, int lane, int rank) {
+    enum { NAME_AT = 88 };
+    size_t bytes = nb_lanes_address_bytes(me->job->lanes);
+    const struct nb_lane_address *address = (const void *)(me->job->addresses + (size_t)rank * bytes);
+    struct nb_sockaddr name = {0};
+    memcpy(&name.in6, address[lane].addr + NAME_AT, sizeof name.in6);
+    return nb_sock_port(&name);
 }
 
-// A lane that breaks when nothing needs it is forgotten: others carry what follows.
+// Ends every connection of this process to or from one of two ports; how many there were.
+static int cut_ports(uint16_t one, uint16_t other) {
+    int cut = 0;
+    for (int fd = 3; fd < 1024; fd++) {
+        struct nb_sockaddr here = {.len = sizeof here.in6};
+        struct nb_sockaddr there = {.len = sizeof there.in6};
+        if (getsockname(fd, &here.any, &here.len) != 0 || getpeername(fd, &there.any, &there.len) != 0) {
+            continue;
+        }
+        uint16_t a = nb_sock_port(&here);
+        uint16_t b = nb_sock_port(&there);
+        if (a == one || a == other || b == one || b == other) {
+            cut += shutdown(fd, SHUT_RDWR) == 0;
+        }
+    }
+    return cut;
+}
+
+// Ends a lane between ranks 0 and 1, behind the back of both.
+static void cut_lane(struct test_rank *me, int lane) {
+    if (strcmp(me->transport, "tcp") == 0) {
+        int fd = lane_descriptor(me, lane, 1);
+        CHECK(shutdown(fd, SHUT_RDWR) == 0, "shutdown: %m");
+        close(fd);
+    } else {
+        CHECK(cut_ports(ofi_port(me, lane, 0), ofi_port(me, lane, 1)) > 0, "lane %d has no connection", lane);
+    }
+}
+
+static void fill(float *data, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        data[i] = (float)(i % 97);
+    }
+}
+
+static void check_sum(const struct test_rank *me, const float *data, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        CHECK(data[i] == (float)(i % 97) * (float)me->size, "rank %d: [%zu] is %g", me->rank, i, (double)data[i]);
+    }
+}
+
+// Waits until the job has said that lanes were lost and what became of their segments.
+static void heard_of_lanes(struct test_rank *me, int peer) {
+    struct timespec pause = {.tv_nsec = 10 * 1000 * 1000};
+    int64_t until = nb_now_ns() + (int64_t)TEST_LIMIT_MS * 1000000;
+    char text[NB_ERROR_TEXT] = "";
+    char want[64];
+    snprintf(want, sizeof want, "lanes to rank %d lost", peer);
+    while (strstr(text, want) == NULL) {
+        CHECK(nb_now_ns() < until, "rank %d does not say that lanes to rank %d were lost: %s", me->rank, peer, text);
+        if (!nb_job_notice(me->job, text, sizeof text)) {
+            nanosleep(&pause, NULL);
+        }
+    }
+    struct nb_job_info info = {0};
+    nb_job_info(me->job, &info);
+    CHECK(info.dropped > 0, "rank %d counts no lost lane", me->rank);
+}
+
+enum { LANE_OPS = 6 };
+
+// One of several lanes ends at some moment of a few operations under way: all of them end well.
+static void one_lane_ends(struct test_rank *me) {
+    struct stage *stage = me->arg;
+    struct nb_error err = {0};
+    struct nb_segment all[LANE_OPS];
+    struct nb_work *works[LANE_OPS];
+    struct timespec pause = {.tv_nsec = stage->round * 300 * 1000};
+    test_barrier(me, "before");
+    for (int i = 0; i < LANE_OPS; i++) {
+        size_t count = i % 3 == 0 ? LARGE : 1000 * (size_t)i + 3;
+        all[i] = (struct nb_segment){.base = malloc(count * sizeof(float)), .bytes = count * sizeof(float)};
+        fill(all[i].base, count);
+        if (stage->round % 2 == 0) { // memory that every lane knows: libfabric writes to its final place
+            CHECK(nb_job_map(me->job, all[i].base, all[i].bytes, &err) == 0, "map: %s", err.text);
+        }
+    }
+    for (int i = 0; i < LANE_OPS; i++) {
+        char name[16];
+        snprintf(name, sizeof name, "sum.%d", i);
+        works[i] = test_submit(me, test_op(name, NB_OP_ALLREDUCE, &all[i]));
+    }
+    if (me->rank == 0) {
+        nanosleep(&pause, NULL); // any moment is a good one
+        cut_lane(me, stage->round % 4);
+    }
+    for (int i = 0; i < LANE_OPS; i++) {
+        int rc = test_finish(works[i], &err);
+        CHECK(rc == 0, "round %d, rank %d, sum %d: %s", stage->round, me->rank, i, err.text);
+        check_sum(me, all[i].base, all[i].bytes / sizeof(float));
+        free(all[i].base);
+    }
+    if (me->rank < 2 && strcmp(me->transport, "tcp") == 0) { // libfabric connects again where nothing was under way
+        heard_of_lanes(me, 1 - me->rank);
+    }
+    pthread_barrier_wait(&stage->meet);
+}
+
+// A lane that breaks when nothing needs it: others carry what follows.
 static void idle_lane_ends(struct test_rank *me) {
     struct stage *stage = me->arg;
     struct nb_error err = {0};
-    struct nb_job_info info = {0};
-    struct timespec pause = {.tv_nsec = 10 * 1000 * 1000};
     int fd = me->rank == 0 ? lane_descriptor(me, 1, 1) : -1;
     test_barrier(me, "before");
     if (me->rank == 0) {
         CHECK(shutdown(fd, SHUT_RDWR) == 0, "shutdown: %m");
         close(fd);
     }
-    int64_t until = nb_now_ns() + (int64_t)TEST_LIMIT_MS * 1000000;
-    while (me->rank < 2 && info.dropped == 0) {
-        CHECK(nb_now_ns() < until, "rank %d does not see that its lane ended", me->rank);
-        nanosleep(&pause, NULL);
-        nb_job_info(me->job, &info);
-    }
-    for (int i = 0; me->rank == 0 && i < 40; i++) { // until it is forgiven, and then some
-        nanosleep(&pause, NULL);
+    if (me->rank < 2) {
+        heard_of_lanes(me, 1 - me->rank);
     }
     pthread_barrier_wait(&stage->meet);
     float *data = calloc(LARGE, sizeof *data);
@@ -316,15 +389,22 @@ static void all_at_once(struct test_rank *me) {
     free(data);
 }
 
-static void run_case(void (*run)(struct test_rank *me), int round, int streams, int timeout_ms) {
+// False: the network is not there.
+static bool run_case_on(const char *transport, void (*run)(struct test_rank *me), int round, int streams,
+                        int timeout_ms) {
     struct stage stage = {.round = round};
-    struct test_rank like = {.transport = "tcp", .streams = streams, .timeout_ms = timeout_ms};
-    like.size = run == closed_with_pending ? 2 : 3;
+    struct test_rank like = {.transport = transport, .streams = streams, .timeout_ms = timeout_ms};
+    like.size = run == closed_with_pending || strcmp(transport, "tcp") != 0 ? 2 : 3;
     like.run = run;
     like.arg = &stage;
     pthread_barrier_init(&stage.meet, NULL, (unsigned)like.size);
-    test_job(&like);
+    bool there = test_job(&like) == 0;
     pthread_barrier_destroy(&stage.meet);
+    return there;
+}
+
+static void run_case(void (*run)(struct test_rank *me), int round, int streams, int timeout_ms) {
+    (void)run_case_on("tcp", run, round, streams, timeout_ms);
 }
 
 // Ranks whose lanes do not open.
@@ -397,8 +477,10 @@ int main(void) {
         run_case(leaves_at_once, round, 4, 20000);
     }
     run_case(only_lane_ends, 0, 1, 20000);
-    for (int round = 0; round < 8; round++) {
+    for (int round = 0; round < 12; round++) {
         run_case(one_lane_ends, round, 4, 20000);
+    }
+    for (int round = 0; round < 8 && run_case_on("ofi", one_lane_ends, round, 4, 8000); round++) {
     }
     run_case(idle_lane_ends, 0, 4, 20000);
     run_case(rank_2_silent, 0, 1, 1500);

@@ -51,7 +51,8 @@ struct nb_ofi_bounce {
 struct nb_ofi_message {
     unsigned char token[NB_OFI_TOKEN];
     uint32_t rank; // of the sender
-    uint32_t bytes;
+    uint16_t bytes;
+    uint16_t number; // among those of its sender to this rank on this lane: a gap is a connection that was lost
     unsigned char data[NB_LANE_MESSAGE_MAX];
 };
 
@@ -76,6 +77,8 @@ struct nb_ofi_peer {
     bool blocked; // told -EAGAIN; `writable` is owed
     bool failing; // something failed: nothing more is taken, and `lost` follows when nothing is under way
     bool told;    // `lost` was called
+    uint16_t messages_out;
+    uint16_t messages_in;
     uint32_t under_way;
     fi_addr_t addr;
     uint64_t bytes_out;

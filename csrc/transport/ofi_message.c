@@ -79,7 +79,8 @@ int nb_ofi_message(struct nb_lane *base, int peer, const void *data, size_t byte
         return -EMSGSIZE;
     }
     struct nb_ofi_peer *to = &lane->peers[peer];
-    struct nb_ofi_message message = {.rank = (uint32_t)lane->config.rank, .bytes = (uint32_t)bytes};
+    struct nb_ofi_message message = {
+        .rank = (uint32_t)lane->config.rank, .bytes = (uint16_t)bytes, .number = to->messages_out};
     memcpy(message.token, to->token, sizeof message.token);
     memcpy(message.data, data, bytes);
     ssize_t sent;
@@ -101,7 +102,11 @@ int nb_ofi_message(struct nb_lane *base, int peer, const void *data, size_t byte
     if (sent == -FI_EAGAIN) {
         return nb_ofi_peer_block(lane, peer);
     }
-    return sent < 0 ? nb_ofi_peer_fail(lane, peer, (int)sent, "message") : 0;
+    if (sent < 0) {
+        return nb_ofi_peer_fail(lane, peer, (int)sent, "message");
+    }
+    to->messages_out++;
+    return 0;
 }
 
 void nb_ofi_sent(struct nb_ofi_lane *lane, struct nb_ofi_slot *slot) {
@@ -112,8 +117,9 @@ void nb_ofi_sent(struct nb_ofi_lane *lane, struct nb_ofi_slot *slot) {
 // The rank it is from, or NB_NO_PEER for what is no message of this job.
 static int sender_of(const struct nb_ofi_lane *lane, const struct nb_ofi_slot *slot, size_t bytes) {
     const struct nb_ofi_message *message = &slot->message;
-    if (bytes < NB_OFI_HEADER || message->bytes > NB_LANE_MESSAGE_MAX || bytes != NB_OFI_HEADER + message->bytes ||
-        message->rank >= (uint32_t)lane->config.size || message->rank == (uint32_t)lane->config.rank) {
+    if (bytes < NB_OFI_HEADER || message->bytes > NB_LANE_MESSAGE_MAX ||
+        bytes != (size_t)NB_OFI_HEADER + message->bytes || message->rank >= (uint32_t)lane->config.size ||
+        message->rank == (uint32_t)lane->config.rank) {
         return NB_NO_PEER;
     }
     int rank = (int)message->rank;
@@ -126,9 +132,17 @@ static int sender_of(const struct nb_ofi_lane *lane, const struct nb_ofi_slot *s
     return nb_bytes_equal(token, message->token, sizeof token) ? rank : NB_NO_PEER;
 }
 
+// A provider may make a connection anew without a word; what was under way on the old one is gone then.
 static void deliver(struct nb_ofi_lane *lane, struct nb_ofi_slot *slot, int rank) {
     struct nb_ofi_message message = slot->message;
     nb_list_insert(&lane->idle, &slot->op.link);
+    if (message.number != lane->peers[rank].messages_in) {
+        if (!lane->peers[rank].failing) {
+            nb_ofi_peer_fail(lane, rank, FI_ECONNABORTED, "messages were lost");
+        }
+        return;
+    }
+    lane->peers[rank].messages_in++;
     lane->config.up->message(lane->config.up_ctx, &lane->base, rank, message.data, message.bytes);
 }
 

@@ -154,7 +154,7 @@ static int rma_out(struct mem_lane *lane, int peer, struct nb_request *request) 
 
 static int out_progress(struct mem_lane *lane, int peer) {
     struct nb_request *request = lane->peers[peer].out;
-    if (request == NULL || posted_of(request)->delay-- > 0) {
+    if (request == NULL || link_of(lane, peer)->stalled || posted_of(request)->delay-- > 0) {
         return 0;
     }
     posted_of(request)->delay = 0;
@@ -168,7 +168,7 @@ static struct packet *in_take(struct mem_lane *lane, int peer, bool message) {
     struct queue *queue = message ? &link->messages[side] : &link->data[side];
     struct packet *packet = NULL;
     pthread_mutex_lock(&lane->net->lock);
-    if (queue->head != NULL && queue->head->delay-- <= 0) {
+    if (queue->head != NULL && !link->stalled && queue->head->delay-- <= 0) {
         packet = nb_mem_pop(queue);
         nb_mem_wake(lane->net, peer, lane->base.index); // there is room again
     }

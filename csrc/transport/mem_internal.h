@@ -30,6 +30,7 @@ struct queue {
 // One lane between two ranks; [0] is the lower one's side. Queues are the receiving side's.
 struct link {
     bool wants[2]; // opened, and not gone since. Up when both do
+    bool stalled;
     struct queue data[2];
     struct queue messages[2]; // RMA; on STREAM lanes messages stand among the data
 };

@@ -72,6 +72,12 @@ void nb_mem_break(struct nb_mem_net *net, int from, int to, int lane) {
     pthread_mutex_unlock(&net->lock);
 }
 
+void nb_mem_stall(struct nb_mem_net *net, int from, int to, int lane) {
+    pthread_mutex_lock(&net->lock);
+    nb_mem_link(net, lane, from, to)->stalled = true;
+    pthread_mutex_unlock(&net->lock);
+}
+
 static uint64_t mix(uint64_t z) {
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;

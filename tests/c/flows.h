@@ -113,6 +113,7 @@ struct flow_world {
     struct nb_boot *boots; // by rank; NULL where the network needs none
     struct nb_sockaddr bind;
     const char *provider;
+    int timeout_ms; // 0: that of a whole scenario
     struct flow_node nodes[FLOWS_RANKS_MAX];
 };
 
@@ -350,13 +351,14 @@ static inline int flows_node_open(struct flow_world *world, int rank, struct nb_
                                      .copy_bytes = plan->copy_bytes,
                                      .lane_lost = flows_lane_lost,
                                      .ctx = node};
-    config.lane = (struct nb_lane_config){.rank = rank,
-                                          .size = plan->size,
-                                          .loop = &node->loop,
-                                          .boot = world->boots != NULL ? &world->boots[rank] : NULL,
-                                          .timeout_ms = FLOWS_DEADLINE_S * 1000,
-                                          .provider = world->provider,
-                                          .library = world->net != NULL ? world->net_name : NULL};
+    config.lane =
+        (struct nb_lane_config){.rank = rank,
+                                .size = plan->size,
+                                .loop = &node->loop,
+                                .boot = world->boots != NULL ? &world->boots[rank] : NULL,
+                                .timeout_ms = world->timeout_ms > 0 ? world->timeout_ms : FLOWS_DEADLINE_S * 1000,
+                                .provider = world->provider,
+                                .library = world->net != NULL ? world->net_name : NULL};
     int rc = nb_lanes_open(&node->lanes, &config, err);
     if (rc < 0) {
         return rc;

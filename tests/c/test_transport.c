@@ -324,6 +324,46 @@ static void test_one_lane_breaks(struct suite *suite, uint64_t seed) {
     world_free(world);
 }
 
+// A lane falls silent in the middle, and nobody is told: it is given up, and its segments go over the other. Where both
+// are silent, none is given up.
+static void test_lane_falls_silent(struct suite *suite, uint64_t seed, bool both) {
+    enum { TIMEOUT_MS = 400, WAIT_MS = 600 };
+    struct flow_world *world = calloc(1, sizeof *world);
+    struct nb_error err = {0};
+    CHECK(world != NULL, "memory");
+    world->ops = suite->ops;
+    world->plan = plan_of(seed, 2);
+    world->plan.count = 2;
+    world->plan.specs[0] = spec_of(0, 1, 1, 96);
+    world->plan.specs[1] = spec_of(1, 0, 2, 96);
+    world->timeout_ms = TIMEOUT_MS;
+    CHECK(flows_open(world, &err) == 0, "open: %s", err.text);
+    turn_until_ready(world);
+    for (int rank = 0; rank < 2; rank++) {
+        world->nodes[rank].may_lose = !both;
+        add_all(&world->nodes[rank]);
+        flows_ready(&world->nodes[rank].sides[rank], 96);
+    }
+    TURN_UNTIL(world, world->nodes[1].sides[0].landed >= 4);
+    bool over = flows_done(&world->nodes[0]) && flows_done(&world->nodes[1]);
+    nb_mem_stall(world->net, 0, 1, (int)(seed % 2));
+    if (both) {
+        nb_mem_stall(world->net, 0, 1, 1 - (int)(seed % 2));
+    }
+    int64_t until = both ? nb_now_ns() + (int64_t)WAIT_MS * 1000000 : flows_deadline();
+    while (nb_now_ns() < until && (both || !(flows_done(&world->nodes[0]) && flows_done(&world->nodes[1])))) {
+        turn_all(world);
+        for (int rank = 0; rank < 2; rank++) {
+            nb_lanes_tick(world->nodes[rank].lanes, nb_now_ns());
+        }
+    }
+    for (int rank = 0; rank < 2; rank++) {
+        CHECK(both || flows_done(&world->nodes[rank]), "seed %llu: rank %d waits", (unsigned long long)seed, rank);
+        CHECK(both || over || world->nodes[rank].lost == 1, "rank %d lost %d lanes", rank, world->nodes[rank].lost);
+    }
+    world_free(world);
+}
+
 // False: this machine lacks what the network needs; it says what.
 static bool network_is_there(struct suite *suite) {
     struct flow_world *world = calloc(1, sizeof *world);
@@ -367,6 +407,7 @@ static void run_suite(struct suite *suite, int seeds, const char *seed) {
         test_peer_gone(suite, (uint64_t)i);
         if (suite->is_mem) {
             test_one_lane_breaks(suite, (uint64_t)i);
+            test_lane_falls_silent(suite, (uint64_t)i, i % 4 == 3);
         }
     }
     for (int i = 0; i < seeds; i++) {

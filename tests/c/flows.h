@@ -113,7 +113,8 @@ struct flow_world {
     struct nb_boot *boots; // by rank; NULL where the network needs none
     struct nb_sockaddr bind;
     const char *provider;
-    int timeout_ms; // 0: that of a whole scenario
+    const char *library; // of libfabric; NULL: the usual places
+    int timeout_ms;      // 0: that of a whole scenario
     struct flow_node nodes[FLOWS_RANKS_MAX];
 };
 
@@ -358,7 +359,7 @@ static inline int flows_node_open(struct flow_world *world, int rank, struct nb_
                                 .boot = world->boots != NULL ? &world->boots[rank] : NULL,
                                 .timeout_ms = world->timeout_ms > 0 ? world->timeout_ms : FLOWS_DEADLINE_S * 1000,
                                 .provider = world->provider,
-                                .library = world->net != NULL ? world->net_name : NULL};
+                                .library = world->net != NULL ? world->net_name : world->library};
     int rc = nb_lanes_open(&node->lanes, &config, err);
     if (rc < 0) {
         return rc;

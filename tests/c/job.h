@@ -53,6 +53,8 @@ static void *test_rank_main(void *arg) {
                                     .streams = me->streams,
                                     .timeout_ms = me->timeout_ms,
                                     .stall_ms = me->stall_ms,
+                                    .library = getenv("NETBOTTLENECK_LIBFABRIC"),
+                                    .provider = getenv("NETBOTTLENECK_PROVIDER"),
                                     .segment_bytes = me->segment_bytes};
         me->rc = nb_job_open(&me->job, &job, &me->err);
     }

@@ -150,6 +150,8 @@ static inline void probe_open(struct probe_world *world) {
     world->net = is_mem ? nb_mem_net_open(2, 1, world->seed) : NULL;
     world->source = malloc((size_t)PROBE_REQUESTS * PROBE_BYTES);
     CHECK(world->source != NULL && (world->net != NULL || !is_mem), "memory");
+    config.library = getenv("NETBOTTLENECK_LIBFABRIC");
+    config.provider = getenv("NETBOTTLENECK_PROVIDER");
     if (is_mem) {
         nb_mem_net_name(world->net, name);
         config.library = name;

@@ -1,4 +1,5 @@
 // The one suite that every network passes: mem (both kinds), tcp, ofi. test_transport NETWORK [SEED] runs one of them.
+// NETBOTTLENECK_LIBFABRIC and NETBOTTLENECK_PROVIDER choose among several of libfabric.
 #include <pthread.h>
 
 #include "flows.h"
@@ -67,6 +68,8 @@ static struct flow_world *world_make(struct suite *suite, struct flow_plan plan)
     struct nb_error err = {0};
     CHECK(world != NULL, "memory");
     world->ops = suite->ops;
+    world->library = getenv("NETBOTTLENECK_LIBFABRIC");
+    world->provider = getenv("NETBOTTLENECK_PROVIDER");
     world->plan = plan;
     world->boots = suite->is_mem ? NULL : suite->boots[plan.size - 2];
     CHECK(nb_sock_parse("127.0.0.1:0", &world->bind, &err) == 0, "%s", err.text);
@@ -332,6 +335,8 @@ static void test_lane_falls_silent(struct suite *suite, uint64_t seed, bool both
     struct nb_error err = {0};
     CHECK(world != NULL, "memory");
     world->ops = suite->ops;
+    world->library = getenv("NETBOTTLENECK_LIBFABRIC");
+    world->provider = getenv("NETBOTTLENECK_PROVIDER");
     world->plan = plan_of(seed, 2);
     world->plan.count = 2;
     world->plan.specs[0] = spec_of(0, 1, 1, 96);
@@ -370,6 +375,8 @@ static bool network_is_there(struct suite *suite) {
     struct nb_error err = {0};
     CHECK(world != NULL, "memory");
     world->ops = suite->ops;
+    world->library = getenv("NETBOTTLENECK_LIBFABRIC");
+    world->provider = getenv("NETBOTTLENECK_PROVIDER");
     world->plan = plan_of(0, 1);
     world->boots = suite->is_mem ? NULL : suite->boots[0];
     CHECK(nb_sock_parse("127.0.0.1:0", &world->bind, &err) == 0, "%s", err.text);

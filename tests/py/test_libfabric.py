@@ -1,0 +1,78 @@
+"""libfabric 2.x: the same binary runs over it, and a job whose ranks have two of them is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from netbottleneck import _core
+
+SCRIPT = Path(__file__).parent / "scripts" / "e2e_faults.py"
+QUICK = {"NETBOTTLENECK_TIMEOUT_S": "20", "NETBOTTLENECK_START_TIMEOUT_S": "10", "NETBOTTLENECK_TRANSPORT": "ofi"}
+MEANS = """
+import numpy as np
+import netbottleneck as nb
+nb.init()
+for count in (1, 1000, 1 << 20):
+    data = np.arange(count, dtype=np.float64) % 1000 * (nb.rank() + 1)
+    nb.allreduce_(data, name=f"mean.{count}")
+    assert (data == np.arange(count) % 1000 * 2).all()
+print("right")
+"""
+
+
+@pytest.fixture(scope="module")
+def newer() -> str:
+    """Path of the libfabric that the mpich wheel carries."""
+    path = Path(sys.prefix, "lib", "mpich", "libfabric.so.1")
+    if not path.exists():
+        pytest.skip("mpich is not installed")
+    return str(path)
+
+
+def version(path: str | None) -> str:
+    """Return a libfabric's version, asked in a process that has loaded no other."""
+    code = f"from netbottleneck import _core; print(_core.libfabric({path!r})[1])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=15, check=False)
+    if found.returncode != 0:
+        pytest.skip(f"there is no other libfabric: {found.stderr.strip().splitlines()[-1]}")
+    return found.stdout.strip()
+
+
+def test_a_wheels_libfabric_is_found_by_its_path(newer: str) -> None:
+    path, found = _core.libfabric(newer)
+    assert Path(path).resolve() == Path(newer).resolve()
+    assert int(found.split(".")[0]) >= 2
+
+
+def test_means_are_right_over_libfabric_2(ranks: Any, newer: str) -> None:
+    for result in ranks(3, MEANS, {**QUICK, "NETBOTTLENECK_LIBFABRIC": newer, "NETBOTTLENECK_STREAMS": "4"}):
+        assert result.stdout == "right\n"
+
+
+def test_the_benchmark_runs_over_libfabric_2(ranks: Any, newer: str, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.json"
+    words = ["bench", "--sizes", "64K,1M", "--transports", "ofi", "--streams", "2", "--iters", "2"]
+    env = {"NETBOTTLENECK_IFNAME": "lo", "NETBOTTLENECK_LIBFABRIC": newer}
+    ranks(2, "netbottleneck", env, args=[*words, "--json", str(rows)])
+    found = json.loads(rows.read_text())["rows"]
+    assert [row["bytes"] for row in found] == [64000, 1000000]
+    assert all(row["transport"] == "ofi" and row["wrong"] == 0 for row in found)
+
+
+def test_a_mixed_job_is_refused_with_both_versions(ranks: Any, newer: str) -> None:
+    older = version(None)
+    if older == version(newer):
+        pytest.skip("there is no other libfabric: the system's has the same version")
+    env = [{**QUICK}, {**QUICK, "NETBOTTLENECK_LIBFABRIC": newer}]
+    results = ranks(2, SCRIPT, lambda rank: env[rank], args=["nothing"], check=False)
+    for result in results:
+        assert result.code == 1, result.stdout
+        said = result.stderr.strip().splitlines()[-1]
+        assert f"/{older}" in said
+        assert f"/{version(newer)}" in said

@@ -24,8 +24,9 @@ static const char *const usual_places[] = {
     NULL,
 };
 
-// In the order of preference. A bare "tcp" is one endpoint type from 1.18 on; before, it needs ofi_rxm above it.
-static const char *const preferred[] = {"efa", "verbs;ofi_rxm", "tcp", "net", "tcp;ofi_rxm", NULL};
+// In the order of preference: networks of their own before sockets. A bare "tcp" is one endpoint type from 1.18 on;
+// before, it needs ofi_rxm above it.
+static const char *const preferred[] = {"efa", "cxi", "verbs;ofi_rxm", "tcp", "net", "tcp;ofi_rxm", NULL};
 
 // Those whose endpoints have IP addresses, so that a lane can be bound to an interface and a port.
 static const char *const by_ip[] = {"verbs", "tcp", "net", "sockets", "udp", NULL};

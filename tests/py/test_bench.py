@@ -120,7 +120,7 @@ def test_a_request_names_what_it_does_not_know() -> None:
 def test_a_row_is_the_arithmetic_of_its_samples() -> None:
     # Two ranks, three rounds; the slower rank makes each round's time: 2, 4 and 3 ms.
     times = np.array([[1, 4, 3], [2, 1, 1]]) * 1_000_000
-    values = np.zeros((2, 3, 5), np.int64)
+    values = np.zeros((2, 3, 6), np.int64)
     values[:, :, 0] = times
     values[:, :, 1] = 1_000_000
     values[0, :, 2] = 900_000
@@ -135,7 +135,7 @@ def test_a_row_is_the_arithmetic_of_its_samples() -> None:
 
 
 def test_bytes_that_a_path_does_not_tell_are_not_estimated() -> None:
-    values = np.ones((2, 1, 5), np.int64)
+    values = np.ones((2, 1, 6), np.int64)
     values[:, :, 3] = -1
     assert Samples(values, 1, 4, wire=False).row()["wire_bits_per_s"] is None
 

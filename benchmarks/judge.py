@@ -1,4 +1,4 @@
-"""Is a figure above its bar? Pure: rounds of one interleaved run in, a value with its 95 % interval and a verdict out."""
+"""Is a figure above its bar? Pure: rounds of one interleaved run in; a value, its 95 % interval and a verdict out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Figure:
-    """One number against the least it may be; reason: why it was not run; broken: why it does not count."""
+    """One number against the least it may be; reason: why it was not run; broken: why it does not count.
+
+    event: something that happened, or did not, of which fewer rounds are enough.
+    """
 
     name: str
     bar: float
@@ -29,17 +32,17 @@ class Figure:
     note: str = ""
     reason: str = ""
     broken: str = ""
+    event: bool = False
 
     @property
     def verdict(self) -> str:
-        """ "pass", "fail", "undecided" or "not run"."""
+        """One of "pass", "fail", "undecided" and "not run"."""
         if self.reason or self.estimate is None:
             return "not run"
-        if self.broken or self.estimate.high < self.bar:
+        enough = self.event or self.rounds >= LEAST_ROUNDS
+        if self.broken or (enough and self.estimate.high < self.bar):
             return "fail"
-        if self.rounds < LEAST_ROUNDS or self.estimate.low < self.bar:
-            return "undecided"
-        return "pass"
+        return "pass" if enough and self.estimate.low >= self.bar else "undecided"
 
     @property
     def margin(self) -> float:

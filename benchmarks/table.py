@@ -25,6 +25,7 @@ class Table:
         self._rounds: dict[int, int] = defaultdict(int)
         self._values: dict[tuple[int, str, str], list[float]] = defaultdict(list)
         self._broken: dict[tuple[int, str], str] = {}
+        self._ranks = 2
 
     def add(self, found: Results) -> None:
         """Take the rows of one more run."""
@@ -39,6 +40,7 @@ class Table:
 
     def _take(self, row: Mapping[str, Any]) -> None:
         size, name, rounds = row["bytes"], path_name(row), row["rounds"]
+        self._ranks = row["ranks"]
         for what in ("time_s", "busy_s"):
             self._values[size, name, what] += rounds[what]
         if row["wrong"]:
@@ -67,6 +69,20 @@ class Table:
                 return f"{name}: {self.notes.get(name.removesuffix(' x4'), 'not measured in every run')}"
         return ""
 
+    def values(self, size: int, what: str, series: Mapping[str, Sequence[float]]) -> str:
+        """Return the numbers behind a ratio: medians, as busbw or as µs, or means of busy seconds for 10^9 bytes."""
+        words = []
+        for name, rounds in series.items():
+            middle = sorted(rounds)[len(rounds) // 2]
+            if what != "time_s":
+                words.append(f"{name} {sum(rounds) / len(rounds) / size * 1e9:.2f} s/GB")
+            elif size < 10**5:
+                words.append(f"{name} {1e6 * middle:.0f} µs")
+            else:
+                moved = 2 * (self._ranks - 1) / self._ranks * size
+                words.append(f"{name} {8e-9 * moved / middle:.2f} Gbit/s")
+        return ", ".join(words)
+
 
 def path_name(row: Mapping[str, Any]) -> str:
     """Return a path's name: with its streams where it was given a number of them."""
@@ -92,22 +108,8 @@ def against(table: Table, size: int, ours: str, needed: Sequence[str], bar: floa
     if constant is not None:
         theirs["constant"] = [constant] * len(mine)
     estimate = ratio(mine, theirs, means=what != "time_s")
-    note = _values(size, what, {ours: mine, **theirs})
+    note = table.values(size, what, {ours: mine, **theirs})
     return Figure(label, bar, estimate, len(mine), note, broken=table.broken(size, [ours, *others]))
-
-
-def _values(size: int, what: str, series: Mapping[str, Sequence[float]]) -> str:
-    """Return the numbers behind a ratio: medians as Gbit/s or µs, or means of busy seconds for 10^9 bytes."""
-    words = []
-    for name, rounds in series.items():
-        middle = sorted(rounds)[len(rounds) // 2]
-        if what != "time_s":
-            words.append(f"{name} {sum(rounds) / len(rounds) / size * 1e9:.2f} s/GB")
-        elif size < 10**5:
-            words.append(f"{name} {1e6 * middle:.0f} µs")
-        else:
-            words.append(f"{name} {8e-9 * size / middle:.2f} Gbit/s")
-    return ", ".join(words)
 
 
 def megabytes(size: int) -> str:

@@ -53,7 +53,7 @@ class Path(Protocol):
 class Native(Path):
     """Lanes of our own."""
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         made: _core.Comm,
         name: str,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +15,15 @@ from table import Table
 
 from netbottleneck import env
 from netbottleneck.bench import start
+from netbottleneck.bench.counters import busy_ns
 from netbottleneck.bench.request import Request
 from netbottleneck.bench.results import Results
 from netbottleneck.errors import Error
 from netbottleneck.lab import LabError
 
 SHM = "NETBOTTLENECK_SHM"
+QUIET_S = 0.5
+BUSY = 0.1  # processors that others may use before it is said
 
 Say = Callable[[str], None]
 Judge = Callable[[Table, int], list[Figure]]
@@ -100,16 +104,26 @@ def measured(case: Case, sizes: Sequence[int], run: Run) -> Results:
         **given,
     )
     names = dict(case.variables) | ({SHM: case.shm} if has_shm() else {})
+    busy = others_busy()
     run.say(f"# {case.where}: {', '.join(case.transports)}")
+    if busy > BUSY:
+        run.say(f"# the machine is not quiet: before this, others kept {busy:.2f} of its processors busy")
     with environment(names):
         found = start(request, case.ranks, case.lab, say=run.say)
     lab = found.head["lab"]
     if lab is not None and ("namespaces" not in lab["how"] or not lab["ok"]):
         raise LabError(f"the lab is not what it should be: {lab['how']} {lab['why']}")
-    run.rows += [{"where": case.where, **row} for row in found.rows]
+    run.rows += [{"where": case.where, "others_busy": busy, **row} for row in found.rows]
     run.heads.setdefault("machine", found.head["machine"])
     run.heads.setdefault("versions", found.head["versions"])
     return found
+
+
+def others_busy() -> float:
+    """Return how many processors were busy while nothing of ours ran."""
+    began_ns, busy = time.monotonic_ns(), busy_ns()
+    time.sleep(QUIET_S)
+    return (busy_ns() - busy) / (time.monotonic_ns() - began_ns)
 
 
 def has_shm() -> bool:

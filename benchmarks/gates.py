@@ -168,7 +168,7 @@ def t9(run: Run) -> Iterator[Figure]:
         if why or ours is None:
             return [Figure(label, 0.95, reason=why or "not measured")]
         estimate, best = held_out(ours, {name: table.series(size, name) or [] for name in names})
-        return [Figure(label, 0.95, estimate, len(ours) // 2, best, broken=table.broken(size, ["tcp", *names]))]
+        return [Figure(label, 0.95, estimate, (len(ours) + 1) // 2, best, broken=table.broken(size, ["tcp", *names]))]
 
     yield from settle(Case("loopback", None, ("tcp",), (64 * MB,), judge, rounds=16, streams=(0, *counts)), run)
 

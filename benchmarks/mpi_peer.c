@@ -105,13 +105,13 @@ static void serve(const struct rank *rank, MPI_Datatype type, MPI_Op op) {
 int main(int argc, char **argv) {
     MPI_Init(&argc, &argv);
     const struct name types[] = {
-        {"float32", MPI_FLOAT, MPI_OP_NULL},  {"float64", MPI_DOUBLE, MPI_OP_NULL}, {"int8", MPI_INT8_T, MPI_OP_NULL},
-        {"int32", MPI_INT32_T, MPI_OP_NULL},  {"int64", MPI_INT64_T, MPI_OP_NULL},  {"uint8", MPI_UINT8_T, MPI_OP_NULL},
+        {"float32", MPI_FLOAT, MPI_OP_NULL},    {"float64", MPI_DOUBLE, MPI_OP_NULL},
+        {"int32", MPI_INT32_T, MPI_OP_NULL},    {"int64", MPI_INT64_T, MPI_OP_NULL},
         {NULL, MPI_DATATYPE_NULL, MPI_OP_NULL},
     };
     const struct name ops[] = {
-        {"sum", MPI_DATATYPE_NULL, MPI_SUM}, {"min", MPI_DATATYPE_NULL, MPI_MIN},
-        {"max", MPI_DATATYPE_NULL, MPI_MAX}, {"product", MPI_DATATYPE_NULL, MPI_PROD},
+        {"sum", MPI_DATATYPE_NULL, MPI_SUM},    {"min", MPI_DATATYPE_NULL, MPI_MIN},
+        {"max", MPI_DATATYPE_NULL, MPI_MAX},    {"product", MPI_DATATYPE_NULL, MPI_PROD},
         {NULL, MPI_DATATYPE_NULL, MPI_OP_NULL},
     };
     int self;

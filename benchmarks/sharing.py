@@ -49,10 +49,15 @@ PIPES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Shared:
-    """One round: bits a second beside the neighbour, ours and iperf3's; seconds until back; the longest pause."""
+    """One round: bits a second beside the neighbour, ours and iperf3's, and the neighbour's own beside each.
+
+    back_s: from its end until the rate is what it was; pause_s: the longest between two results.
+    """
 
     ours_bps: float
     iperf_bps: float
+    beside_ours_bps: float
+    beside_iperf_bps: float
     back_s: float
     pause_s: float
     error: str
@@ -80,11 +85,12 @@ def neighbour(run: Run) -> Iterator[Figure]:
 
 def _shared_rounds(run: Run) -> list[Shared]:
     found = []
-    with Lab(2, LAB, ways=("root", "user")) as lab:
+    with checked(LAB) as lab:
         for _ in range(run.rounds or ROUNDS):
             found.append(_shared_round(lab))
             last = found[-1]
-            words = f"ours {last.ours_bps / 1e6:.0f}, iperf3 in our place {last.iperf_bps / 1e6:.0f} Mbit/s beside it"
+            words = f"ours {last.ours_bps / 1e6:.0f} beside {last.beside_ours_bps / 1e6:.0f} Mbit/s"
+            words += f", iperf3 in our place {last.iperf_bps / 1e6:.0f} beside {last.beside_iperf_bps / 1e6:.0f}"
             run.say(f"# neighbour: {words}; back after {last.back_s:.2f} s, longest pause {last.pause_s:.2f} s")
     return found
 
@@ -106,7 +112,7 @@ def _shared_round(lab: Lab) -> Shared:
     with steady(lab, "tcp", STREAMS, BYTES, 2 * ALONE_S + SHARED_S + 1) as ranks:
         began_ns = time.monotonic_ns()
         time.sleep(ALONE_S)
-        came_ns, went_ns = _visit(lab)
+        came_ns, went_ns, beside = _visit(lab)
         said = [finish(rank) for rank in ranks]
     error = next((str(each["error"]) for each in said if each["error"]), "")
     if any(each["wrong"] for each in said):
@@ -117,7 +123,7 @@ def _shared_round(lab: Lab) -> Shared:
     back = next((ns for ns in done if ns >= went_ns and rate(done, ns, ns + WINDOW_NS) >= BACK * alone), None)
     back_s = float("inf") if back is None else max(0.0, (back - went_ns) / 1e9)
     pause = max((b - a for a, b in itertools.pairwise(done)), default=10**12)
-    return Shared(rate(done, *window), _in_our_place(lab), back_s, pause / 1e9, error)
+    return Shared(rate(done, *window), *_in_our_place(lab, beside), back_s, pause / 1e9, error)
 
 
 def rate(done_ns: Sequence[int], begin_ns: int, end_ns: int) -> float:
@@ -126,25 +132,26 @@ def rate(done_ns: Sequence[int], begin_ns: int, end_ns: int) -> float:
     return 8e9 * BYTES * (len(inside) - 1) / (inside[-1] - inside[0]) if len(inside) > 2 else 0.0
 
 
-def _visit(lab: Lab) -> tuple[int, int]:
-    """Let the neighbour move what it can; when it began and ended, in ns of the monotonic clock."""
+def _visit(lab: Lab) -> tuple[int, int, float]:
+    """Let the neighbour move what it can; when it began and ended, in ns of the monotonic clock, and its rate."""
     with serving(lab, 5301) as target:
         came_ns = time.monotonic_ns()
         client = lab.popen(0, [*target, "-P", str(STREAMS), "--bidir", "-t", str(SHARED_S), "-J"], **PIPES)
         said, _ = client.communicate(timeout=LIMIT_S)
         went_ns = time.monotonic_ns()
-    mean_received(said)
-    return came_ns, went_ns
+    return came_ns, went_ns, mean_received(said)
 
 
-def _in_our_place(lab: Lab) -> float:
-    """Return what iperf3 with as many flows moves beside the neighbour, the mean of both directions."""
+def _in_our_place(lab: Lab, beside_ours_bps: float) -> tuple[float, float, float]:
+    """Return what iperf3 with as many flows moves beside the neighbour, the mean of both directions.
+
+    Then what the neighbour moved, beside us and beside iperf3."""
     lead, words = 2.0, ["-P", str(STREAMS), "--bidir", "-i", "0.5", "-J"]
     with serving(lab, 5302) as target:
         began_ns = time.monotonic_ns()
         client = lab.popen(0, [*target, *words, "-t", str(round(lead) + SHARED_S + 2)], **PIPES)
         time.sleep(lead)
-        came_ns, went_ns = _visit(lab)
+        came_ns, went_ns, beside = _visit(lab)
         said, _ = client.communicate(timeout=LIMIT_S)
     mean_received(said)
     begin, end = ((ns - began_ns) / 1e9 for ns in (came_ns, went_ns))
@@ -155,7 +162,17 @@ def _in_our_place(lab: Lab) -> float:
     ]
     if not rates:
         raise Error(0, "iperf3 told of no interval beside its neighbour")
-    return float(sum(rates) / len(rates))
+    return float(sum(rates) / len(rates)), beside_ours_bps, beside
+
+
+@contextlib.contextmanager
+def checked(spec: str) -> Generator[Lab, None, None]:
+    """Make two hosts, whose links carry what they should. Raises LabError."""
+    with Lab(2, spec, ways=("root", "user")) as lab:
+        found = lab.verify()
+        if not found["ok"]:
+            raise LabError(f"the lab is not what it should be: {found}")
+        yield lab
 
 
 @contextlib.contextmanager
@@ -215,7 +232,7 @@ def two_interfaces(run: Run, spec: str) -> Iterator[Figure]:
     label = f"{spec}: after the second interface went down"
     try:
         with (
-            Lab(2, spec, ways=("root", "user")) as lab,
+            checked(spec) as lab,
             steady(lab, "tcp", 0, 8 * BYTES, DOWN_AFTER_S + DOWN_FOR_S) as ranks,
         ):
             time.sleep(DOWN_AFTER_S)

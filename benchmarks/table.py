@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -73,7 +74,7 @@ class Table:
         """Return the numbers behind a ratio: medians, as busbw or as µs, or means of busy seconds for 10^9 bytes."""
         words = []
         for name, rounds in series.items():
-            middle = sorted(rounds)[len(rounds) // 2]
+            middle = statistics.median(rounds)
             if what != "time_s":
                 words.append(f"{name} {sum(rounds) / len(rounds) / size * 1e9:.2f} s/GB")
             elif size < 10**5:

@@ -66,9 +66,6 @@ class Limit(Path):
         """Once through the memory."""
         raise NotImplementedError
 
-    def payload(self) -> int | None:
-        return None
-
     def info(self) -> dict[str, Any]:
         return {"provider": self.provider, "streams_used": 1, "wire_bits_per_s": None}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from netbottleneck import comm, launch
 from netbottleneck.env import Settings
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 TUNED = 4  # how often the tuned stock names its interface
 
 
-class Path(Protocol):
+class Path:
     """One way to all-reduce, or a limit of wire or memory to hold beside. `prepare` is outside the clock, `go` inside.
 
     reduces: the memory holds the result afterwards. warms: the first round is slower, and does not count.
@@ -32,6 +32,7 @@ class Path(Protocol):
 
     def go(self, times: int) -> None:
         """All-reduce in place, one after another, and wait for the last."""
+        raise NotImplementedError
 
     def finish(self) -> None:
         """Put the result where it is checked, outside the clock; most have it there."""
@@ -42,9 +43,11 @@ class Path(Protocol):
 
     def payload(self) -> int | None:
         """Return payload bytes this rank has sent so far; None where the path does not tell."""
+        return None
 
     def info(self) -> dict[str, Any]:
         """Return what a row says of this path beside its numbers."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Leave in good order."""
@@ -123,9 +126,6 @@ class Gloo(Path):
     def go(self, times: int) -> None:
         for _ in range(times):
             self._group.allreduce([self._tensor], self._options).wait()
-
-    def payload(self) -> int | None:
-        return None
 
     def info(self) -> dict[str, Any]:
         return {"provider": f"gloo (torch {self._torch.__version__})", "streams_used": self.streams}

@@ -93,9 +93,6 @@ class Iperf(Path):
     def taken_ns(self) -> int | None:
         return round(8e9 * self._bytes / self.rate_bps) if self.rate_bps else 0
 
-    def payload(self) -> int | None:
-        return None
-
     def info(self) -> dict[str, Any]:
         return {"provider": "iperf3", "streams_used": self.streams, "cpu_s_per_gb": None, "wire_bits_per_s": None}
 

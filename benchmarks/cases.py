@@ -92,7 +92,7 @@ def _explained(figure: Figure, why: str) -> Figure:
 
 def measured(case: Case, sizes: Sequence[int], run: Run) -> Results:
     """Return one run of a case. Raises LabError where the lab is not what it should be."""
-    given: dict[str, Any] = {"shm": case.shm} if "shm" in {row.name for row in dataclasses.fields(Request)} else {}
+    given: dict[str, Any] = {"shm": (case.shm,)} if "shm" in {row.name for row in dataclasses.fields(Request)} else {}
     request = Request(
         case.transports,
         case.streams,

@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 
 missing() {
     command -v mpirun >/dev/null || echo openmpi-bin
-    command -v mpicc >/dev/null && echo '#include <mpi.h>' | mpicc -E - >/dev/null 2>&1 || echo libopenmpi-dev
+    command -v mpicc >/dev/null && echo '#include <mpi.h>' | mpicc -E -x c /dev/stdin >/dev/null 2>&1 || echo libopenmpi-dev
     command -v iperf3 >/dev/null || echo iperf3
     PATH=$PATH:/usr/sbin:/sbin command -v tc >/dev/null || echo iproute2
 }

@@ -441,9 +441,18 @@ def skip_without(*tools: str) -> None:
         pytest.skip(f"{' and '.join(missing)} is not installed")
 
 
+def skip_without_mpi() -> None:
+    skip_without("mpicc", "mpirun")
+    header = subprocess.run(
+        ["mpicc", "-E", "-x", "c", "/dev/stdin"], input="#include <mpi.h>", text=True, capture_output=True, check=False
+    )
+    if header.returncode != 0:
+        pytest.skip("MPI's header (Debian: libopenmpi-dev) is not installed")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "int64"])
 def test_mpi_reduces_the_same_memory_and_every_element_is_right(dtype: str) -> None:
-    skip_without("mpicc", "mpirun")
+    skip_without_mpi()
     found = peers(3, None, ("mpi-shm", "mpi-tcp"), dtype=dtype)
     assert found.notes == []
     assert [row["transport"] for row in found.rows] == ["mpi-shm", "mpi-tcp"]
@@ -452,8 +461,42 @@ def test_mpi_reduces_the_same_memory_and_every_element_is_right(dtype: str) -> N
     assert min(found.row("mpi-tcp")["rounds"]["sent_bytes"]) >= found.row("mpi-tcp")["owed_bytes"] == 4 * 300_000
 
 
+def mpi_peers_of(pids: list[int]) -> list[int]:
+    """Return the processes of the MPI program beside these ranks."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path(f"/proc/{name}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if "mpi_peer" in words[0] and any(word.startswith(f"{pid}:") for pid in pids for word in words):
+            found.append(int(name))
+    return found
+
+
+def test_mpi_ends_with_the_ranks_it_is_beside() -> None:
+    skip_without_mpi()
+    asked = Request(("mpi-tcp",), sizes=(10**6,), iterations=10**6, exact=True)
+    with Workers(asked, 2, None) as workers:
+        pids = [process.pid for process in workers._processes]
+        theirs: list[int] = []
+
+        def tell(line: Any) -> None:
+            if "beat" in line:
+                theirs.extend(mpi_peers_of(pids))
+                os.kill(pids[1], signal.SIGKILL)
+
+        with pytest.raises(Error, match="rank 1 was ended by SIGKILL"):
+            workers.listen(tell, LIMIT_S)
+    assert len(theirs) >= 2
+    deadline = time.monotonic() + LIMIT_S
+    while any(alive(pid) for pid in theirs) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [pid for pid in theirs if alive(pid)] == []
+
+
 def test_mpi_reaches_the_hosts_of_a_lab() -> None:
-    skip_without("mpicc", "mpirun")
+    skip_without_mpi()
     try:
         found = peers(2, "none", ("tcp", "mpi-tcp", "mpi-shm"))
     except LabError as error:

@@ -29,7 +29,11 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--ranks", type=int, metavar="N", help="ranks to start here (2); under a launcher: its ranks")
     made.add_argument("--ranks-per-host", type=int, default=1, metavar="K", help="ranks on each host of the lab")
-    made.add_argument("--lab", metavar="LINK[/FLOW[,FLOW…]]", help="such as 2gbit/500mbit or none/400mbit,100mbit")
+    made.add_argument(
+        "--lab",
+        metavar="LINK[+LINK…][/FLOW[,FLOW…]]",
+        help="such as 2gbit/500mbit, none/400mbit,100mbit or 1gbit+250mbit",
+    )
     made.add_argument("--transports", metavar="LIST", help=f"of {', '.join(TRANSPORTS)} (those that are there)")
     made.add_argument("--peers", action="store_true", help=f"beside them what is there of: {', '.join(PEERS)}")
     made.add_argument("--streams", metavar="LIST", help="auto, or numbers such as 1,2,4,8 (auto)")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 VERSION = 1
 _COLUMNS = (
-    ("transport", "", 10),
+    ("transport", "", 13),
     ("streams", "", 10),
     ("size", "(B)", 11),
     ("count", "(elements)", 11),

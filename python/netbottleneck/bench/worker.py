@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from netbottleneck import env, launch, monitor
 from netbottleneck.bench.counters import busy_ns, owed_bytes, sent_bytes
-from netbottleneck.bench.data import DTYPES, Data
+from netbottleneck.bench.data import DTYPES, SEED, Data
 from netbottleneck.bench.paths import Native, Path, missing, open_stock
 from netbottleneck.bench.peers import Ground, open_peer
 from netbottleneck.bench.request import PEERS, Request
@@ -110,8 +110,8 @@ class Rank:
             if path.warms:
                 self._once(path, count, data, buffer)
         for turn in range(rounds):
-            order = range(len(self.paths))
-            for index in order if turn % 2 == 0 else reversed(order):
+            # Drawn anew each round, alike on all ranks, so that no path gains by who is before it.
+            for index in np.random.default_rng([SEED, turn]).permutation(len(self.paths)):
                 found[index, turn] = self._once(self.paths[index], count, data, buffer)
             self._emit({"beat": [nbytes, turn]})
         shares = [np.frombuffer(blob, np.int64) for blob in self.control.exchange(found.tobytes())]

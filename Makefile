@@ -1,7 +1,7 @@
 # Every target calls a script that CI also calls. `make` alone lists them.
 NB := .venv/bin/netbottleneck
 .DEFAULT_GOAL := help
-.PHONY: help setup build test test-full lint bench study notebooks sanitize fuzz cross wheel-check clean
+.PHONY: help setup build test test-full lint bench bench-peers gates study notebooks sanitize fuzz cross wheel-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,17 @@ wheel-check: ## build a wheel; study, report and a notebook from it, in a clean 
 bench: ## all-reduce over stock, tcp and ofi on loopback (ARGS="--lab 2gbit/500mbit …")
 	@tools/setup_env.sh run
 	@$(NB) bench --ranks 2 $(ARGS)
+
+bench-peers: ## the same beside gloo, Open MPI, iperf3 and memory's limits, as far as they are there; table, JSON, plot
+	@tools/setup_env.sh run
+	@tools/peers.sh
+	@$(NB) bench --ranks 2 --peers --sizes 1M,16M,64M,256M --json build/peers.json $(ARGS)
+	@.venv/bin/python benchmarks/picture.py build/peers.json build/peers.svg
+
+gates: ## the transports' ten gates (ARGS="--only T1,T3"); a quiet machine, and an hour
+	@tools/setup_env.sh run
+	@tools/peers.sh
+	@.venv/bin/python benchmarks/transport.py --gates --json build/gates.json --plot build/gates.svg $(ARGS)
 
 notebooks: ## execute the notebooks in benchmarks/notebooks
 	@tools/setup_env.sh run

@@ -78,6 +78,7 @@ missing_useful() {
     [ -n "$(fabric_headers)" ] && ldconfig_knows libfabric.so.1 || echo libfabric-dev
     [ "$packages" = ci ] || return 0
     have mpirun || echo openmpi-bin
+    echo '#include <mpi.h>' | mpicc -E -x c /dev/stdin >/dev/null 2>&1 || echo libopenmpi-dev
     tools/fuzz.sh --probe >/dev/null || echo clang "$(clang_runtime)"
     tools/cross.sh --probe || true
 }

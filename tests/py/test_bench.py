@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 
 import netbottleneck
 from netbottleneck import bench
-from netbottleneck.bench import pair
+from netbottleneck.bench import pair, wire
 from netbottleneck.bench.conductor import Workers
 from netbottleneck.bench.data import DTYPES, PERIOD, REDUCTIONS, Data
 from netbottleneck.bench.request import Request, parse_lanes, parse_sizes
@@ -36,6 +37,8 @@ KEYS = {
     "time_s",
     "algbw_bytes_per_s",
     "busbw_bytes_per_s",
+    "rounds",
+    "owed_bytes",
     "wire_bits_per_s",
     "cpu_s_per_gb",
     "wrong",
@@ -117,14 +120,23 @@ def test_a_request_names_what_it_does_not_know() -> None:
     assert Request.from_json(json.loads(json.dumps(asked.to_json()))) == asked
 
 
+def test_several_in_a_row_are_of_reductions_that_change_nothing_the_second_time() -> None:
+    with pytest.raises(ValueError, match="more than one of min and max only"):
+        Request(inner=2)
+    found = bench.start(Request(("tcp", "tcp-heap"), (2,), (4096,), op="max", iterations=2, inner=3), 3)
+    assert [row["transport"] for row in found.rows] == ["tcp", "tcp-heap"]
+    assert found.wrong == 0
+
+
 def test_a_row_is_the_arithmetic_of_its_samples() -> None:
     # Two ranks, three rounds; the slower rank makes each round's time: 2, 4 and 3 ms.
     times = np.array([[1, 4, 3], [2, 1, 1]]) * 1_000_000
-    values = np.zeros((2, 3, 5), np.int64)
+    values = np.zeros((2, 3, 6), np.int64)
     values[:, :, 0] = times
     values[:, :, 1] = 1_000_000
     values[0, :, 2] = 900_000
     values[1, 0, 4] = 7
+    values[0, :, 5] = 20_000_000
     row = Samples(values, 250_000, 4, wire=True).row()
     assert row["time_s"] == {"median": 0.003, "p10": pytest.approx(0.0022), "p90": pytest.approx(0.0038), "n": 3}
     assert row["algbw_bytes_per_s"] == pytest.approx(1e6 / 0.003)
@@ -132,10 +144,31 @@ def test_a_row_is_the_arithmetic_of_its_samples() -> None:
     assert row["cpu_s_per_gb"] == pytest.approx(0.006 / 0.003)
     assert row["wire_bits_per_s"] == pytest.approx(8 * 2_700_000 / 0.009)
     assert row["wrong"] == 7
+    assert row["rounds"] == {
+        "time_s": [0.002, 0.004, 0.003],
+        "busy_s": [0.02] * 3,
+        "sent_bytes": [900_000] * 3,
+    }
+
+
+def test_of_several_all_reduces_a_round_the_row_is_of_one() -> None:
+    values = np.zeros((2, 1, 6), np.int64)
+    values[:, 0] = (8_000_000, 4_000_000, 400, 400, 0, 40_000_000)
+    row = Samples(values, 25, 4, wire=True, inner=4).row()
+    assert row["time_s"]["median"] == 0.002
+    assert row["rounds"] == {"time_s": [0.002], "busy_s": [0.01], "sent_bytes": [200]}
+    assert row["cpu_s_per_gb"] == pytest.approx(0.002 / 1e-7)
+    assert row["wire_bits_per_s"] == pytest.approx(8 * 100 / 0.002)
+
+
+def test_what_loopback_sent_is_not_counted_once_more_for_every_rank() -> None:
+    values = np.ones((3, 2, 6), np.int64)
+    values[:, :, 2] = 1000
+    assert Samples(values, 25, 4, wire=False).row()["rounds"]["sent_bytes"] == [1000, 1000]
 
 
 def test_bytes_that_a_path_does_not_tell_are_not_estimated() -> None:
-    values = np.ones((2, 1, 5), np.int64)
+    values = np.ones((2, 1, 6), np.int64)
     values[:, :, 3] = -1
     assert Samples(values, 1, 4, wire=False).row()["wire_bits_per_s"] is None
 
@@ -395,6 +428,135 @@ def test_a_lab_is_verified_and_its_wire_is_counted() -> None:
     # What the interface sent is the payload with headers, of two iterations: never less than the payload.
     assert row["wire_bits_per_s"] * row["time_s"]["p90"] >= 8 * row["bytes"] * 0.99
     assert row["wrong"] == 0
+
+
+def peers(ranks: int, lab: str | None, names: tuple[str, ...], **more: Any) -> Results:
+    """Return one round of some paths."""
+    return bench.start(Request(names, (1,), (300_000,), iterations=2, exact=True, **more), ranks, lab)
+
+
+def skip_without(*tools: str) -> None:
+    missing = [tool for tool in tools if shutil.which(tool) is None]
+    if missing:
+        pytest.skip(f"{' and '.join(missing)} is not installed")
+
+
+def skip_without_mpi() -> None:
+    skip_without("mpicc", "mpirun")
+    header = subprocess.run(
+        ["mpicc", "-E", "-x", "c", "/dev/stdin"], input="#include <mpi.h>", text=True, capture_output=True, check=False
+    )
+    if header.returncode != 0:
+        pytest.skip("MPI's header (Debian: libopenmpi-dev) is not installed")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
+def test_mpi_reduces_the_same_memory_and_every_element_is_right(dtype: str) -> None:
+    skip_without_mpi()
+    found = peers(3, None, ("mpi-shm", "mpi-tcp"), dtype=dtype)
+    assert found.notes == []
+    assert [row["transport"] for row in found.rows] == ["mpi-shm", "mpi-tcp"]
+    assert all("MPI" in row["provider"] for row in found.rows)
+    assert found.wrong == 0
+    assert min(found.row("mpi-tcp")["rounds"]["sent_bytes"]) >= found.row("mpi-tcp")["owed_bytes"] == 4 * 300_000
+
+
+def mpi_peers_of(pids: list[int]) -> list[int]:
+    """Return the processes of the MPI program beside these ranks."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path(f"/proc/{name}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if "mpi_peer" in words[0] and any(word.startswith(f"{pid}:") for pid in pids for word in words):
+            found.append(int(name))
+    return found
+
+
+def test_mpi_ends_with_the_ranks_it_is_beside() -> None:
+    skip_without_mpi()
+    asked = Request(("mpi-tcp",), sizes=(10**6,), iterations=10**6, exact=True)
+    with Workers(asked, 2, None) as workers:
+        pids = [process.pid for process in workers._processes]
+        theirs: list[int] = []
+
+        def tell(line: Any) -> None:
+            if "beat" in line:
+                theirs.extend(mpi_peers_of(pids))
+                os.kill(pids[1], signal.SIGKILL)
+
+        with pytest.raises(Error, match="rank 1 was ended by SIGKILL"):
+            workers.listen(tell, LIMIT_S)
+    assert len(theirs) >= 2
+    deadline = time.monotonic() + LIMIT_S
+    while any(alive(pid) for pid in theirs) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [pid for pid in theirs if alive(pid)] == []
+
+
+def test_mpi_reaches_the_hosts_of_a_lab() -> None:
+    skip_without_mpi()
+    try:
+        found = peers(2, "none", ("tcp", "mpi-tcp", "mpi-shm"))
+    except LabError as error:
+        pytest.skip(f"no network namespaces on this machine: {error}")
+    if "namespaces" not in found.head["lab"]["how"]:
+        pytest.skip(f"no network namespaces on this machine: {found.head['lab']['why']}")
+    assert found.notes == ["mpi-shm left out: shared memory joins the ranks of one host"]
+    assert found.wrong == 0
+    for row in found.rows:
+        assert min(row["rounds"]["sent_bytes"]) >= row["owed_bytes"] == 2 * 300_000
+
+
+def test_an_mpi_that_does_not_start_is_left_out_with_its_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in (("mpicc", "touch $5"), ("mpirun", "echo no such network; exit 3")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = peers(2, None, ("tcp", "mpi-tcp"))
+    assert found.notes == ["mpi-tcp left out: no such network"]
+    assert [row["transport"] for row in found.rows] == ["tcp"]
+
+
+def test_peers_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = peers(2, None, ("tcp", "mpi-tcp", "iperf3-4", "horovod"))
+    said = dict(note.split(" left out: ") for note in found.notes)
+    assert said["mpi-tcp"].startswith("mpicc and mpirun not installed")
+    assert said["iperf3-4"] == "iperf3 is not installed"
+    assert said["horovod"].startswith("horovod is")
+    assert [row["transport"] for row in found.rows] == ["tcp"]
+
+
+def test_memorys_limits_reduce_nothing_and_count_nothing_wrong() -> None:
+    found = peers(2, None, ("memcpy", "add", "pair", "tcp-heap"))
+    assert [row["transport"] for row in found.rows] == ["memcpy", "add", "pair", "tcp-heap"]
+    assert found.wrong == 0
+    assert all(min(row["rounds"]["time_s"]) > 0 for row in found.rows)
+
+
+def test_iperf3_measures_the_link_of_the_lab() -> None:
+    skip_without("iperf3")
+    try:
+        found = bench.start(Request(("iperf3-4",), sizes=(10**6,), iterations=1, exact=True), 2, "400mbit/100mbit")
+    except LabError as error:
+        pytest.skip(f"no network namespaces on this machine: {error}")
+    if "namespaces" not in found.head["lab"]["how"]:
+        pytest.skip(f"no network namespaces on this machine: {found.head['lab']['why']}")
+    rate = 8 * found.row("iperf3-4")["busbw_bytes_per_s"]
+    assert 100e6 < rate < 400e6  # four flows carry more than one may, and less than the link with its headers
+
+
+def test_what_iperf3_received_is_the_mean_of_both_ways() -> None:
+    ways = {"sum_received": {"bits_per_second": 3e9}, "sum_received_bidir_reverse": {"bits_per_second": 1e9}}
+    assert wire.mean_received(json.dumps({"end": ways})) == 2e9
+    with pytest.raises(Error, match="unable to connect"):
+        wire.mean_received(json.dumps({"error": "unable to connect to server"}))
+    with pytest.raises(Error, match="bad option"):
+        wire.mean_received("iperf3: bad option\n")
 
 
 def points(*rates: float, transport: str = "tcp") -> list[pair.Point]:

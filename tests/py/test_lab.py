@@ -72,7 +72,11 @@ def test_a_lab_is_read_from_text_and_written_back(text: str, link: int | None, f
 
 
 @pytest.mark.parametrize(
-    "text", ["", "2", "2gb", "fast", "2gbit/", "2gbit/1mbit,", "2gbit/none,1mbit", "-1gbit", "0mbit"]
+    "text",
+    [
+        *("", "2", "2gb", "fast", "2gbit/", "2gbit/1mbit,", "2gbit/none,1mbit", "-1gbit", "0mbit"),
+        *("1gbit+none", "none+1gbit", "1gbit+"),
+    ],
 )
 def test_a_wrong_lab_is_refused_by_its_own_text(text: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
@@ -93,6 +97,13 @@ def test_expected_rate_is_the_flows_caps_together_up_to_the_link(flows: int, exp
 def test_bad_arguments_are_refused_before_anything_starts(arguments: tuple[Any, ...]) -> None:
     with pytest.raises(ValueError, match=r"not 0 with 1|not 2 with 0|'wrong' is no rate"):
         Lab(*arguments)
+
+
+def test_a_lab_with_several_links_is_read_and_written_back() -> None:
+    spec = parse_lab("1gbit+250mbit/100mbit")
+    assert spec == LinkSpec(10**9, (10**8,), (250 * 10**6,))
+    assert str(spec) == "1gbit+250mbit/100mbit"
+    assert [str(link) for link in spec.links] == ["1gbit/100mbit", "250mbit/100mbit"]
 
 
 @pytest.mark.parametrize("flow", ["htb", "pacing"])
@@ -153,6 +164,59 @@ def test_a_lab_of_one_host_has_no_link_to_cap() -> None:
         found = lab.verify(seconds=0.1)
     assert found["one_flow"]["configured_bps"] is None
     assert found["one_flow"]["measured_bps"] > 8e6
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_each_of_several_links_has_its_own_cap(hosts: int) -> None:
+    with open_lab(hosts, "200mbit+50mbit") as lab:
+        assert lab.interface == "nb0,nb1"
+        assert lab.variables(1, {})["NETBOTTLENECK_IFNAME"] == "nb0,nb1"
+        found = lab.verify()
+    assert found["many_flows"]["measured_bps"] == pytest.approx(200e6, rel=0.15)
+    assert [link["measured_bps"] for link in found["more_links"]] == [pytest.approx(50e6, rel=0.15)]
+    assert found["ok"]
+
+
+REACH = """
+import socket, sys
+server = socket.create_server((sys.argv[1], 40000))
+print("listening", flush=True)
+for _ in range(2):
+    sys.stdin.readline()
+    server.settimeout(10)
+    print(server.accept()[1][0], flush=True)
+"""
+CALL = "import socket, sys; socket.create_connection((sys.argv[1], 40000), timeout=float(sys.argv[2]))"
+
+
+def test_a_link_that_was_set_down_carries_nothing_until_it_is_set_up() -> None:
+    with open_lab(2, "1gbit+1gbit") as lab:
+        target = lab.address(0, 1)
+        server = lab.popen(0, python(REACH, target), stdin=subprocess.PIPE, **PIPES)
+        assert server.stdout is not None
+        assert server.stdin is not None
+        assert server.stdout.readline() == "listening\n"
+        for up in (True, False, True):
+            lab.set_link(1, up=up, link=1)
+            if not up:
+                call = lab.popen(1, python(CALL, target, "0.5"), **PIPES)
+                assert call.wait(DEADLINE_S) != 0
+                assert call.communicate()[1].splitlines()[-1].startswith(("TimeoutError", "OSError"))
+                continue
+            server.stdin.write("go\n")
+            server.stdin.flush()
+            output(lab.popen(1, python(CALL, target, "10"), **PIPES))
+            assert server.stdout.readline() == f"{lab.address(1, 1)}\n"
+
+
+def test_several_links_need_namespaces() -> None:
+    with (
+        pytest.raises(LabError, match="several interfaces need network namespaces"),
+        Lab(2, "1gbit+1gbit", ways=["loopback"]),
+    ):
+        pass
+    with Lab(2, "none", ways=["loopback"]) as lab, pytest.raises(LabError, match="in an open lab of namespaces only"):
+        lab.set_link(0, up=False)
 
 
 RATES = """

@@ -10,7 +10,7 @@ from typing import Any
 from netbottleneck import env, launch
 from netbottleneck.bench import measure, pair, start
 from netbottleneck.bench.data import DTYPES, REDUCTIONS
-from netbottleneck.bench.request import SIZES, TRANSPORTS, Request, parse_lanes, parse_sizes
+from netbottleneck.bench.request import PEERS, SIZES, TRANSPORTS, Request, parse_lanes, parse_sizes
 from netbottleneck.bench.results import Results
 from netbottleneck.lab import parse_lab
 
@@ -29,8 +29,13 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--ranks", type=int, metavar="N", help="ranks to start here (2); under a launcher: its ranks")
     made.add_argument("--ranks-per-host", type=int, default=1, metavar="K", help="ranks on each host of the lab")
-    made.add_argument("--lab", metavar="LINK[/FLOW[,FLOW…]]", help="such as 2gbit/500mbit or none/400mbit,100mbit")
+    made.add_argument(
+        "--lab",
+        metavar="LINK[+LINK…][/FLOW[,FLOW…]]",
+        help="such as 2gbit/500mbit, none/400mbit,100mbit or 1gbit+250mbit",
+    )
     made.add_argument("--transports", metavar="LIST", help=f"of {', '.join(TRANSPORTS)} (those that are there)")
+    made.add_argument("--peers", action="store_true", help=f"beside them what is there of: {', '.join(PEERS)}")
     made.add_argument("--streams", metavar="LIST", help="auto, or numbers such as 1,2,4,8 (auto)")
     made.add_argument("--sizes", metavar="LIST", help="such as 1M,16M,64Mi; M is 10^6, Mi is 2^20 (1M,16M,64M)")
     made.add_argument("--dtype", choices=list(DTYPES), default="float32")
@@ -84,8 +89,9 @@ def _here(args: argparse.Namespace, asked: Request) -> Results:
 
 def _request(args: argparse.Namespace) -> Request:
     named = tuple(args.transports.split(",")) if args.transports else TRANSPORTS
+    peers = tuple(name for name in PEERS if args.peers and name not in named)
     return Request(
-        named,
+        (*named, *peers),
         parse_lanes(args.streams or "auto"),
         parse_sizes(args.sizes) if args.sizes else SIZES,
         args.dtype,
@@ -100,8 +106,8 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("port", "secret", "ifname"):
         if getattr(args, name) is not None and not paired:
             raise ValueError(f"--{name} goes with --listen or --connect")
-    for name in ("lab", "ranks", "json"):
-        if getattr(args, name) is not None and paired:
+    for name in ("lab", "ranks", "json", "peers"):
+        if getattr(args, name) and paired:
             raise ValueError(f"--{name} does not go with --listen or --connect")
     if args.port is not None and not 0 <= args.port <= 65535:
         raise ValueError(f"--port {args.port}: must be from 0 to 65535")
@@ -117,7 +123,7 @@ def _pair(args: argparse.Namespace, asked: Request, settings: env.Settings) -> i
         "streams": asked.streams if args.streams else pair.STREAMS,
         "bytes": asked.sizes[-1] if args.sizes else pair.BYTES,
     }
-    if "stock" in options["transports"] or 0 in options["streams"] or options["bytes"] < 4:
+    if not set(options["transports"]) <= {"tcp", "ofi"} or 0 in options["streams"] or options["bytes"] < 4:
         raise ValueError(
             "between two hosts, tcp and ofi are measured with given numbers of streams and at least 4 bytes"
         )

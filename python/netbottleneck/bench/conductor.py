@@ -151,5 +151,5 @@ def patience_s(request: Request, spec: LinkSpec | None) -> float:
     rate = 1e8
     if spec is not None and spec.capped:
         rate = min([float(spec.link_bps or 1e12), *map(float, spec.flow_bps)])
-    paths = 2 + 2 * len(request.streams)
+    paths = len(request.transports) * (1 + len(request.streams))
     return SILENCE_S + 2 * paths * 8 * 2 * max(request.sizes) / rate

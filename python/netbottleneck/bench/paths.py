@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from netbottleneck import comm, launch
 from netbottleneck.env import Settings
@@ -16,32 +16,56 @@ if TYPE_CHECKING:
 TUNED = 4  # how often the tuned stock names its interface
 
 
-class Path(Protocol):
-    """One way to all-reduce. `prepare` is outside the clock, `go` inside."""
+class Path:
+    """One way to all-reduce, or a limit of wire or memory to hold beside. `prepare` is outside the clock, `go` inside.
+
+    reduces: the memory holds the result afterwards. warms: the first round is slower, and does not count.
+    """
 
     name: str
     streams: int
+    reduces: bool = True
+    warms: bool = True
 
     def prepare(self, count: int) -> None:
         """Get ready for `count` elements from the beginning of the memory."""
 
-    def go(self) -> None:
-        """All-reduce in place, and wait for it."""
+    def go(self, times: int) -> None:
+        """All-reduce in place, one after another, and wait for the last."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Put the result where it is checked, outside the clock; most have it there."""
+
+    def taken_ns(self) -> int | None:
+        """Return what `go` took by a clock of the path's own; None: by the caller's."""
+        return None
 
     def payload(self) -> int | None:
         """Return payload bytes this rank has sent so far; None where the path does not tell."""
+        return None
 
     def info(self) -> dict[str, Any]:
         """Return what a row says of this path beside its numbers."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Leave in good order."""
 
 
-class Native:
+class Native(Path):
     """Lanes of our own."""
 
-    def __init__(self, made: _core.Comm, name: str, streams: int, memory: _core.Arena, what: tuple[str, str]) -> None:
+    def __init__(
+        self,
+        made: _core.Comm,
+        name: str,
+        streams: int,
+        memory: _core.Arena,
+        what: tuple[str, str],
+        *,
+        mapped: bool = True,
+    ) -> None:
         module = launch.core()
         self.name = name
         self.streams = streams
@@ -51,16 +75,21 @@ class Native:
         self._dtype = getattr(module, what[0].upper())
         self._op = getattr(module, what[1].upper())
         self._bytes = 0
-        if made.size > 1:
+        if mapped and made.size > 1:
             made.map(memory)
 
     def prepare(self, count: int) -> None:
         self._bytes = count * self._core.dtype_size(self._dtype)
 
-    def go(self) -> None:
-        memory = [(self._memory.address, self._bytes)] if self._bytes else []
-        work = self._comm.submit("bench", self._core.ALLREDUCE, memory, self._dtype, op=self._op, keep=self._memory)
-        work.wait()
+    def region(self) -> tuple[int, Any]:
+        """Return the address of the memory that is reduced, and what keeps it."""
+        return self._memory.address, self._memory
+
+    def go(self, times: int) -> None:
+        address, keep = self.region()
+        memory = [(address, self._bytes)] if self._bytes else []
+        for _ in range(times):
+            self._comm.submit("bench", self._core.ALLREDUCE, memory, self._dtype, op=self._op, keep=keep).wait()
 
     def payload(self) -> int | None:
         return int(self._comm.info()["bytes_out"])
@@ -75,7 +104,7 @@ class Native:
         self._comm.close()
 
 
-class Gloo:
+class Gloo(Path):
     """torch.distributed's gloo, with its interface named once or several times."""
 
     def __init__(self, group: Any, name: str, streams: int, memory: _core.Arena, what: tuple[str, str]) -> None:
@@ -94,11 +123,9 @@ class Gloo:
         empty = self._torch.empty(0, dtype=self._dtype)
         self._tensor = self._torch.frombuffer(self._memory, dtype=self._dtype, count=count) if count else empty
 
-    def go(self) -> None:
-        self._group.allreduce([self._tensor], self._options).wait()
-
-    def payload(self) -> int | None:
-        return None
+    def go(self, times: int) -> None:
+        for _ in range(times):
+            self._group.allreduce([self._tensor], self._options).wait()
 
     def info(self) -> dict[str, Any]:
         return {"provider": f"gloo (torch {self._torch.__version__})", "streams_used": self.streams}

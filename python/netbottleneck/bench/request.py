@@ -12,6 +12,13 @@ from netbottleneck.values import size as parse_size
 from netbottleneck.values import streams as parse_streams
 
 TRANSPORTS = ("stock", "tcp", "ofi")
+# Other programs that do the same, and limits of wire and memory; see bench/peers.py.
+MPI = ("mpi-shm", "mpi-tcp", "mpi-tcp4", "mpi-ofi")
+IPERF_FLOWS = (1, 2, 4, 8, 16)
+IPERF = tuple(f"iperf3-{flows}" for flows in IPERF_FLOWS)
+HEAP = ("tcp-heap", "ofi-heap")
+MEMORY = ("memcpy", "add", "pair")
+PEERS = (*MPI, "horovod", *IPERF, *HEAP, *MEMORY)
 SIZES = (10**6, 16 * 10**6, 64 * 10**6)
 # Iterations by size where nobody says how many: (up to bytes, iterations).
 ITERATIONS = ((10**6, 20), (16 * 10**6, 10), (1 << 62, 5))
@@ -21,7 +28,8 @@ ITERATIONS = ((10**6, 20), (16 * 10**6, 10), (1 << 62, 5))
 class Request:
     """All-reduces to be measured. streams: lanes of each native transport, 0: auto. iterations 0: by size.
 
-    `exact`: the transports were named by the user, so that one that is missing is an error.
+    `exact`: the transports were named by the user, so that one that is missing is an error. inner: all-reduces of a
+    timed round, one on the result of the other: a reduction that changes nothing the second time, min or max.
     """
 
     transports: tuple[str, ...] = TRANSPORTS
@@ -31,15 +39,18 @@ class Request:
     op: str = "sum"
     iterations: int = 0
     exact: bool = False
+    inner: int = 1
 
     def __post_init__(self) -> None:
-        _each("transport", self.transports, TRANSPORTS)
+        _each("transport", self.transports, (*TRANSPORTS, *PEERS))
         _each("dtype", (self.dtype,), tuple(DTYPES))
         _each("op", (self.op,), REDUCTIONS)
         if not self.sizes or not self.streams:
             raise ValueError("a benchmark needs at least one size and one number of streams")
         if self.iterations < 0 or min(self.sizes) < 0 or not all(0 <= n <= 64 for n in self.streams):
             raise ValueError(f"sizes {self.sizes}, streams {self.streams}, iterations {self.iterations}: out of range")
+        if self.inner < 1 or (self.inner > 1 and self.op not in ("min", "max")):
+            raise ValueError(f"{self.inner} all-reduces a round: at least one, and more than one of min and max only")
 
     def elements(self, nbytes: int) -> int:
         """Return how many whole elements fit; one where a size is smaller than an element, none where it is 0."""

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 VERSION = 1
 _COLUMNS = (
-    ("transport", "", 10),
-    ("streams", "", 9),
+    ("transport", "", 13),
+    ("streams", "", 10),
     ("size", "(B)", 11),
     ("count", "(elements)", 11),
     ("type", "", 9),
@@ -31,29 +31,32 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Samples:
-    """One path at one size: values[rank, round] of (time_ns, cpu_ns, wire_bytes, payload_bytes, wrong).
+    """One path at one size: values[rank, round] of (time_ns, cpu_ns, wire_bytes, payload_bytes, wrong, busy_ns).
 
-    wire: whether wire_bytes count what hosts sent through their interfaces; payload_bytes are -1 where not known.
+    wire: whether wire_bytes count what hosts sent through their interfaces, instead of all that loopback did;
+    payload_bytes are -1 where not known. inner: all-reduces of a round. busy_ns: of all processors of the machine.
     """
 
     values: NDArray[np.int64]
     count: int
     itemsize: int
     wire: bool
+    inner: int = 1
 
     def row(self) -> dict[str, Any]:
         """Return the numbers of a row. An iteration lasts as long as it does on its slowest rank.
 
         algbw = bytes / median time, busbw = algbw × 2(n−1)/n (nccl-tests, doc/PERFORMANCE.md). wire_bits_per_s: what
         a host, or else a rank, sent in one direction during the iterations, over their time. cpu_s_per_gb: processor
-        time of all threads of all ranks for each 10^9 bytes of the tensor.
+        time of all threads of all ranks for each 10^9 bytes of the tensor. `rounds`: one value for each round.
         """
         ranks, rounds, _ = self.values.shape
         nbytes = self.count * self.itemsize
-        times = self.values[:, :, 0].max(axis=0) / 1e9
+        times = self.values[:, :, 0].max(axis=0) / 1e9 / self.inner
+        busy = self.values[:, :, 5].max(axis=0) / 1e9 / self.inner
         p10, median, p90 = (float(x) for x in np.quantile(times, (0.1, 0.5, 0.9)))
         algbw = nbytes / median
-        spent = float(self.values[:, :, 1].sum()) / 1e9
+        spent = float(self.values[:, :, 1].sum()) / 1e9 / self.inner
         return {
             "bytes": nbytes,
             "count": self.count,
@@ -63,7 +66,13 @@ class Samples:
             "wire_bits_per_s": self._wire(float(times.sum())),
             "cpu_s_per_gb": spent / (nbytes * rounds / 1e9) if nbytes else None,
             "wrong": int(self.values[:, :, 4].sum()),
+            "rounds": {"time_s": times.tolist(), "busy_s": busy.tolist(), "sent_bytes": self._sent()},
         }
+
+    def _sent(self) -> list[int]:
+        """Bytes of an all-reduce on the wire, of all hosts together: every rank of a host sees the same interface."""
+        sent = self.values[:, :, 2]
+        return [int(n) // self.inner for n in (sent.sum(axis=0) if self.wire else sent.max(axis=0))]
 
     def _wire(self, seconds: float) -> float | None:
         sent = self.values[:, :, 2 if self.wire else 3]
@@ -71,7 +80,7 @@ class Samples:
             return None
         # Only one rank of a host counts what its interface sent.
         sources = int((sent.sum(axis=1) > 0).sum()) or 1
-        return 8 * float(sent.sum()) / sources / seconds
+        return 8 * float(sent.sum()) / sources / self.inner / seconds
 
 
 def heading() -> str:

@@ -13,20 +13,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck import env, launch, monitor
-from netbottleneck.bench.data import DTYPES, Data
+from netbottleneck.bench.counters import busy_ns, owed_bytes, sent_bytes
+from netbottleneck.bench.data import DTYPES, SEED, Data
 from netbottleneck.bench.paths import Native, Path, missing, open_stock
-from netbottleneck.bench.request import Request
+from netbottleneck.bench.peers import Ground, open_peer
+from netbottleneck.bench.request import PEERS, Request
 from netbottleneck.bench.results import Samples
 
 Emit = Callable[[Mapping[str, Any]], None]
-FIELDS = ("time_ns", "cpu_ns", "wire_bytes", "payload_bytes", "wrong")
+FIELDS = ("time_ns", "cpu_ns", "wire_bytes", "payload_bytes", "wrong", "busy_ns")
 REASON_BYTES = 200
 
 
@@ -42,6 +43,8 @@ class Rank:
         itemsize = DTYPES[request.dtype].itemsize
         self._bytes = max(request.elements(size) for size in request.sizes) * itemsize
         self.control = launch.connect(settings, place, transport="tcp", streams=1)
+        hosts = self.control.exchange(launch.host_digest(settings))
+        self.place = launch.located(place, launch.topology(hosts, place.rank))
         self.paths: list[Path] = []
 
     def run(self) -> None:
@@ -61,6 +64,9 @@ class Rank:
     def _open(self, memory: Any) -> None:
         what = (self.request.dtype, self.request.op)
         for transport in self.request.transports:
+            if transport in PEERS:
+                self._open_peer(transport, memory, what)
+                continue
             why = self._agree(missing(transport, self.settings))
             if why and self.request.exact and transport != "stock":
                 raise ValueError(f"{transport} was asked for and cannot be used: {why}")
@@ -73,6 +79,15 @@ class Rank:
                     made = launch.connect(self.settings, self.place, transport=transport, streams=lanes)
                     self.paths.append(Native(made, transport, lanes, memory, what))
         self._emit({"open": [[path.name, path.streams] for path in self.paths], "ranks": self.place.size})
+
+    def _open_peer(self, transport: str, memory: Any, what: tuple[str, str]) -> None:
+        """Another program that is missing, or does not start, is named, and is no error."""
+        ground = Ground(self.settings, self.place, self.control, memory, what, self._interfaces()[0])
+        opened = open_peer(transport, ground, self._agree)
+        if isinstance(opened, str):
+            self._emit({"left_out": f"{transport} left out: {opened}"})
+        else:
+            self.paths.append(opened)
 
     def _agree(self, why: str) -> str:
         """Return why this or another rank cannot; "" where all can."""
@@ -92,57 +107,65 @@ class Rank:
         rounds = self.request.rounds(nbytes)
         found = np.zeros((len(self.paths), rounds, len(FIELDS)), np.int64)
         for path in self.paths:
-            path.prepare(count)
-            self._once(path, data, buffer)
+            if path.warms:
+                self._once(path, count, data, buffer)
         for turn in range(rounds):
-            order = range(len(self.paths))
-            for index in order if turn % 2 == 0 else reversed(order):
-                self.paths[index].prepare(count)
-                found[index, turn] = self._once(self.paths[index], data, buffer)
+            # Drawn anew each round, alike on all ranks, so that no path gains by who is before it.
+            for index in np.random.default_rng([SEED, turn]).permutation(len(self.paths)):
+                found[index, turn] = self._once(self.paths[index], count, data, buffer)
             self._emit({"beat": [nbytes, turn]})
         shares = [np.frombuffer(blob, np.int64) for blob in self.control.exchange(found.tobytes())]
         samples = np.stack(shares).reshape(-1, *found.shape)
         for index, path in enumerate(self.paths):
-            row = Samples(samples[:, index], count, kind.itemsize, self.counts_wire()).row()
+            row = Samples(samples[:, index], count, kind.itemsize, self.counts_wire(), self.request.inner).row()
             head = {"transport": path.name, "streams": path.streams or "auto", "op": "allreduce"}
             head |= {"redop": self.request.op, "dtype": self.request.dtype, "ranks": self.place.size}
-            wire = {"interface": self._interface(), "link_bits_per_s": monitor.link_bps(self._interface())}
+            first = self._interfaces()[0]
+            wire = {"interface": ",".join(self._interfaces()), "link_bits_per_s": monitor.link_bps(first)}
+            wire["owed_bytes"] = owed_bytes(self._senders(), count * kind.itemsize)
             self._emit({"row": {**head, **row, **path.info(), **wire}})
 
     def counts_wire(self) -> bool:
         """Whether this rank reports its host's interface: an interface that is no loopback, one rank a host."""
-        return self._interface() != "lo"
+        return self._interfaces() != ["lo"]
 
-    def _once(self, path: Path, data: Data, buffer: NDArray[Any]) -> tuple[int, ...]:
-        now = self._core.now_ns
-        interface = self._interface()
-        data.fill(buffer)
+    def _senders(self) -> int:
+        """Return between how many the bytes travel that are counted: hosts, or on loopback ranks."""
+        return self.place.size // (self.place.local_size or 1) if self.counts_wire() else self.place.size
+
+    def _together(self) -> None:
         self.control.submit("bench.barrier", self._core.BARRIER, [], self._core.UINT8).wait()
-        payload, sent, cpu = path.payload(), _sent_bytes(interface), time.process_time_ns()
-        start = now()
-        path.go()
-        end = now()
-        cpu = time.process_time_ns() - cpu
-        sent = _sent_bytes(interface) - sent if (self.place.local_rank or 0) == 0 else 0
-        moved = -1 if payload is None else (path.payload() or 0) - payload
-        return end - start, cpu, sent, moved, data.wrong(buffer)
 
-    def _interface(self) -> str:
+    def _once(self, path: Path, count: int, data: Data, buffer: NDArray[Any]) -> tuple[int, ...]:
+        """One timed round. Counters are read while no rank moves anything: between two barriers, and after a third."""
+        now = self._core.now_ns
+        names = self._interfaces()
+        data.fill(buffer)
+        path.prepare(count)
+        self._together()
+        payload, sent, busy = path.payload(), sent_bytes(names), busy_ns()
+        self._together()
+        cpu = time.process_time_ns()
+        start = now()
+        path.go(self.request.inner)
+        taken = now() - start
+        cpu = time.process_time_ns() - cpu
+        self._together()
+        busy = busy_ns() - busy
+        sent = sent_bytes(names) - sent if (self.place.local_rank or 0) == 0 else 0
+        moved = -1 if payload is None else (path.payload() or 0) - payload
+        own = path.taken_ns()
+        path.finish()
+        wrong = data.wrong(buffer) if path.reduces else 0
+        return taken if own is None else own, cpu, sent, moved, wrong, busy
+
+    def _interfaces(self) -> list[str]:
         spec = (self.settings.ifname or "").lstrip("=")
-        return spec or str(self._core.interfaces(None)[0][0])
+        return spec.split(",") if spec else [str(self._core.interfaces(None)[0][0])]
 
 
 def _nothing(_: Mapping[str, Any]) -> None:
     """What ranks other than 0 tell."""
-
-
-def _sent_bytes(interface: str) -> int:
-    """Return what an interface of this network namespace has sent, 0 where that is not known."""
-    for line in FilePath("/proc/self/net/dev").read_text(encoding="ascii").splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == interface:
-            return int(numbers.split()[8])
-    return 0
 
 
 def _end_with_parent() -> None:

@@ -1,4 +1,4 @@
-"""python -m netbottleneck.lab LINK[/FLOW[,FLOW…]] HOSTS [-- COMMAND…]: run a command once per rank of a lab.
+"""python -m netbottleneck.lab LINK[+LINK…][/FLOW[,FLOW…]] HOSTS [-- COMMAND…]: run a command on each rank of a lab.
 
 Without a command the lab only measures itself. With one, ranks get RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
 MASTER_PORT and NETBOTTLENECK_HOST_ID; the first rank that fails ends the others, and its exit code is the lab's."""
@@ -75,7 +75,7 @@ def _say(text: str) -> None:
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m netbottleneck.lab",
-        usage="%(prog)s [options] LINK[/FLOW[,FLOW…]] HOSTS [-- COMMAND…]",
+        usage="%(prog)s [options] LINK[+LINK…][/FLOW[,FLOW…]] HOSTS [-- COMMAND…]",
         description="Run a command once per rank of simulated hosts, or without one measure what they can send.",
     )
     parser.add_argument("lab", metavar="LINK[/FLOW]", help='such as "2gbit/500mbit", "2gbit/400mbit,100mbit", "none"')

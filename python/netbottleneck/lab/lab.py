@@ -132,14 +132,21 @@ class Lab:
 
     @property
     def interface(self) -> str:
-        """The interface that joins the hosts."""
-        return "lo" if self.way == "loopback" else network.INTERFACE
+        """The interfaces that join the hosts, first the one of the ranks' first meeting: "nb0", or "nb0,nb1"."""
+        return "lo" if self.way == "loopback" else ",".join(map(network.interface, range(len(self.spec.links))))
 
-    def address(self, host: int) -> str:
-        """Return a host's IPv4 address. Raises IndexError."""
-        if not 0 <= host < self.hosts:
-            raise IndexError(f"host {host} of {self.hosts}")
-        return "127.0.0.1" if self.way == "loopback" else network.address(host)
+    def address(self, host: int, link: int = 0) -> str:
+        """Return a host's IPv4 address, that of its first interface or of a further one. Raises IndexError."""
+        if not 0 <= host < self.hosts or not 0 <= link < len(self.spec.links):
+            raise IndexError(f"host {host} of {self.hosts}, link {link} of {len(self.spec.links)}")
+        return "127.0.0.1" if self.way == "loopback" else network.address(host, link)
+
+    def set_link(self, host: int, up: bool, link: int = 0) -> None:
+        """Set an interface of a host up or down. Raises LabError where hosts have none, IndexError."""
+        self.address(host, link)
+        if self._spaces is None or self.way == "loopback":
+            raise LabError("a link can be set up or down in an open lab of namespaces only")
+        self._spaces.batch("ip", [(self._places[host], network.link_commands(link, up))])
 
     @property
     def rank0_address(self) -> str:
@@ -220,6 +227,8 @@ class Lab:
     def _check(self) -> None:
         if self.flow_cap == "pacing" and not SHIM.exists():
             raise LabError(f"{SHIM.name} is not built, and caps per flow need it here")
+        if self.way == "loopback" and self.spec.more_bps:
+            raise LabError("hosts with several interfaces need network namespaces")
         if self.way != "loopback":
             find_tool("ip")
             if self.spec.capped:
@@ -233,14 +242,14 @@ class Lab:
             return
         self._port = MASTER_PORT
         self._places = [spaces.hold(self.way) for _ in range(self.hosts)]
-        pids = [place.holder.pid for place in self._places]
+        pids, links = [place.holder.pid for place in self._places], len(self.spec.links)
         if self.hosts == 2:
-            spaces.batch("ip", [(self._places[0], network.pair_commands(pids[1]))])
+            spaces.batch("ip", [(self._places[0], network.pair_commands(pids[1], links))])
         else:
             switch = spaces.hold(self.way)
-            spaces.batch("ip", [(switch, network.switch_commands(pids))])
+            spaces.batch("ip", [(switch, network.switch_commands(pids, links))])
             spaces.batch("tc", [(switch, network.switch_caps(self.spec, self.hosts))])
-        spaces.batch("ip", [(place, network.host_commands(host)) for host, place in enumerate(self._places)])
+        spaces.batch("ip", [(place, network.host_commands(host, links)) for host, place in enumerate(self._places)])
         caps = network.host_caps(self.spec, self.flow_cap == "htb")
         spaces.batch("tc", [(place, caps) for place in self._places])
 

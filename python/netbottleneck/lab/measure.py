@@ -23,12 +23,15 @@ _SCRIPT = str(Path(__file__).with_name("_flows.py"))
 def measure(lab: Lab, seconds: float) -> dict[str, Any]:
     """Return `one_flow`, `many_flows` and `ok`; rates are bits per second of payload, over `seconds` after a start-up.
 
-    Raises LabError naming what failed."""
-    runs = [_run(lab, flows, seconds) for flows in (1, lab.spec.saturating_flows())]
-    return {"one_flow": runs[0], "many_flows": runs[1], "ok": all(run["ok"] for run in runs)}
+    Both are of the first link; where hosts have more, `more_links` are those, with as many flows as fill each. Raises
+    LabError naming what failed."""
+    runs = [_run(lab, flows, seconds, 0) for flows in (1, lab.spec.saturating_flows())]
+    more = [_run(lab, spec.saturating_flows(), seconds, 1 + index) for index, spec in enumerate(lab.spec.links[1:])]
+    found = {"one_flow": runs[0], "many_flows": runs[1], "ok": all(run["ok"] for run in [*runs, *more])}
+    return found | ({"more_links": more} if more else {})
 
 
-def _run(lab: Lab, flows: int, seconds: float) -> dict[str, Any]:
+def _run(lab: Lab, flows: int, seconds: float, link: int) -> dict[str, Any]:
     limit = LIMIT_S + seconds
     command = [sys.executable, "-I", "-S", _SCRIPT]
     pipes: dict[str, Any] = {
@@ -38,7 +41,7 @@ def _run(lab: Lab, flows: int, seconds: float) -> dict[str, Any]:
         "text": True,
     }
     last = lab.size - 1
-    target = lab.address(lab.hosts - 1)
+    target = lab.address(lab.hosts - 1, link)
     receiver = lab.popen(
         last, [*command, "receive", target, str(flows), str(WARMUP_S), str(seconds), str(limit)], **pipes
     )
@@ -58,12 +61,12 @@ def _run(lab: Lab, flows: int, seconds: float) -> dict[str, Any]:
         errors += error
     if not texts[0]:
         raise LabError(f"the lab's {flows} flows from {lab.rank0_address} to {target} did not run: {errors.strip()}")
-    return _judge(lab, flows, json.loads(texts[0]))
+    return _judge(lab, flows, json.loads(texts[0]), link)
 
 
-def _judge(lab: Lab, flows: int, counted: dict[str, Any]) -> dict[str, Any]:
+def _judge(lab: Lab, flows: int, counted: dict[str, Any], link: int) -> dict[str, Any]:
     rates: list[float] = counted["flow_bps"]
-    spec = lab.spec
+    spec = lab.spec.links[link]
     if lab.way == "loopback":  # caps per flow hold there, a link does not exist
         spec = LinkSpec(None, spec.flow_bps)
     if lab.hosts == 1:  # nothing leaves the host

@@ -2,68 +2,84 @@
 
 Two hosts are joined by one veth pair; any other number by a bridge in a namespace of its own, the switch. A link's cap
 is an HTB class on the host's side and, with a switch, one on the switch's side too, so that it holds both ways. A
-flow's cap is one HTB class of 2048, chosen by a classic BPF program from the exclusive or of both ports."""
+flow's cap is one HTB class of 2048, chosen by a classic BPF program from the exclusive or of both ports. Hosts with
+several links have an interface, a network and, with a switch, a bridge for each."""
 
 from __future__ import annotations
 
 from netbottleneck.lab._space import PORTS
 from netbottleneck.lab.spec import LinkSpec
 
-INTERFACE = "nb0"
 UNCAPPED_BPS = 100 * 10**9
 _FLOW_CLASS = 0x1000  # class ids 1:1000 to 1:17ff
 
 
-def address(host: int) -> str:
+def interface(link: int = 0) -> str:
+    """Return the name of an interface, the same on every host."""
+    return f"nb{link}"
+
+
+def address(host: int, link: int = 0) -> str:
     """Return a host's IPv4 address inside the lab."""
-    return f"10.77.0.{host + 1}"
+    return f"10.77.{link}.{host + 1}"
 
 
-def pair_commands(peer_pid: int) -> str:
+def pair_commands(peer_pid: int, links: int = 1) -> str:
     """`ip` commands for the first of two hosts; `peer_pid` lives in the other's namespace."""
-    return f"link add {INTERFACE} type veth peer name {INTERFACE} netns {peer_pid}\n"
+    names = map(interface, range(links))
+    return "".join(f"link add {name} type veth peer name {name} netns {peer_pid}\n" for name in names)
 
 
-def switch_commands(pids: list[int]) -> str:
+def switch_commands(pids: list[int], links: int = 1) -> str:
     """`ip` commands for the switch; one pid in the namespace of each host."""
-    lines = ["link add br0 type bridge mcast_snooping 0", "link set br0 addrgenmode none up"]
-    for host, pid in enumerate(pids):
-        lines.append(f"link add {_port(host)} type veth peer name {INTERFACE} netns {pid}")
-        lines.append(f"link set {_port(host)} addrgenmode none master br0 up")
+    lines = []
+    for link in range(links):
+        lines += [f"link add br{link} type bridge mcast_snooping 0", f"link set br{link} addrgenmode none up"]
+        for host, pid in enumerate(pids):
+            port = _port(host, link)
+            lines.append(f"link add {port} type veth peer name {interface(link)} netns {pid}")
+            lines.append(f"link set {port} addrgenmode none master br{link} up")
     return "\n".join(lines) + "\n"
 
 
-def host_commands(host: int) -> str:
-    """`ip` commands for one host, when its interface is there."""
-    return (
-        f"link set lo up\nlink set {INTERFACE} addrgenmode none\n"
-        f"addr add {address(host)}/24 dev {INTERFACE}\nlink set {INTERFACE} up\n"
-    )
+def host_commands(host: int, links: int = 1) -> str:
+    """`ip` commands for one host, when its interfaces are there."""
+    lines = ["link set lo up"]
+    for link in range(links):
+        name = interface(link)
+        lines.append(f"link set {name} addrgenmode none")
+        lines += [f"addr add {address(host, link)}/24 dev {name}", f"link set {name} up"]
+    return "\n".join(lines) + "\n"
+
+
+def link_commands(link: int, up: bool) -> str:
+    """`ip` commands that set one interface of a host up or down."""
+    return f"link set {interface(link)} {'up' if up else 'down'}\n"
 
 
 def host_caps(spec: LinkSpec, per_flow: bool) -> str:
-    """`tc` commands for one host's side of its link; `per_flow`: with a class per flow."""
-    if spec.link_bps is None and not per_flow:
-        return ""
-    lines = _link(INTERFACE, spec.link_bps or UNCAPPED_BPS)
-    if per_flow:
-        lines += _flows(INTERFACE, spec.flow_bps[0])
-    return "\n".join(lines) + "\n"
+    """`tc` commands for one host's side of its links; `per_flow`: with a class per flow."""
+    lines: list[str] = []
+    for index, link in enumerate(spec.links):
+        if link.link_bps is not None or per_flow:
+            lines += _link(interface(index), link.link_bps or UNCAPPED_BPS)
+        if per_flow:
+            lines += _flows(interface(index), spec.flow_bps[0])
+    return "".join(f"{line}\n" for line in lines)
 
 
 def switch_caps(spec: LinkSpec, hosts: int) -> str:
     """`tc` commands for the switch's side of every link."""
-    if spec.link_bps is None:
-        return ""
     lines: list[str] = []
-    for host in range(hosts):
-        lines += _link(_port(host), spec.link_bps)
-        lines.append(f"qdisc add dev {_port(host)} parent 1:10 pfifo limit 256")
-    return "\n".join(lines) + "\n"
+    for index, link in enumerate(spec.links):
+        for host in range(hosts if link.link_bps is not None else 0):
+            lines += _link(_port(host, index), link.link_bps or UNCAPPED_BPS)
+            lines.append(f"qdisc add dev {_port(host, index)} parent 1:10 pfifo limit 256")
+    return "".join(f"{line}\n" for line in lines)
 
 
-def _port(host: int) -> str:
-    return f"port{host}"
+def _port(host: int, link: int) -> str:
+    return f"port{host}-{link}"
 
 
 def _burst_bytes(bps: int) -> int:

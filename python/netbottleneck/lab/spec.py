@@ -13,13 +13,16 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(k|m|g)?bit", re.IGNORECASE)
 class LinkSpec:
     """A cap on each host's link, per direction, and on each flow, in bits per second as they are on the wire.
 
-    `link_bps` None: no cap. `flow_bps` empty: no cap; one value: every flow; several: dealt to flows in turn."""
+    `link_bps` None: no cap. `flow_bps` empty: no cap; one value: every flow; several: dealt to flows in turn.
+    `more_bps`: each host has further interfaces, with these caps."""
 
     link_bps: int | None = None
     flow_bps: tuple[int, ...] = ()
+    more_bps: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        link = "none" if self.link_bps is None else format_rate(self.link_bps)
+        first = "none" if self.link_bps is None else format_rate(self.link_bps)
+        link = "+".join([first, *map(format_rate, self.more_bps)])
         return link + ("/" + ",".join(map(format_rate, self.flow_bps)) if self.flow_bps else "")
 
     @property
@@ -27,8 +30,13 @@ class LinkSpec:
         """Whether anything is capped at all."""
         return self.link_bps is not None or bool(self.flow_bps)
 
+    @property
+    def links(self) -> tuple[LinkSpec, ...]:
+        """Each interface of a host as a link of its own."""
+        return tuple(LinkSpec(bps, self.flow_bps) for bps in (self.link_bps, *self.more_bps))
+
     def expected_bps(self, flows: int) -> float | None:
-        """Return what `flows` flows in one direction can carry together, or None where nothing caps them."""
+        """Return what `flows` flows in one direction can carry on the first link, or None where nothing caps them."""
         total = float(sum(self.flow_rate(index) for index in range(flows))) if self.flow_bps else None
         if self.link_bps is None:
             return total
@@ -65,7 +73,9 @@ def parse_rate(text: str, whole: str | None = None) -> int | None:
 
 
 def parse_lab(text: str) -> LinkSpec:
-    """Parse "LINK[/FLOW[,FLOW…]]", such as "2gbit/500mbit" or "none/400mbit,100mbit". Raises ValueError."""
+    """Parse "LINK[+LINK…][/FLOW[,FLOW…]]", such as "2gbit/500mbit", "none/400mbit,100mbit" or "1gbit+250mbit".
+
+    Links joined by + are interfaces of every host. Raises ValueError."""
     link, slash, flows = text.partition("/")
     if slash and not flows.strip():
         raise ValueError(f"{text!r}: no rate after '/'")
@@ -74,7 +84,11 @@ def parse_lab(text: str) -> LinkSpec:
         rates = []
     if None in rates:
         raise ValueError(f"{text!r}: 'none' cannot stand in a list of flow rates")
-    return LinkSpec(parse_rate(link, text), tuple(rate for rate in rates if rate is not None))
+    first, *more = (parse_rate(part, text) for part in link.split("+"))
+    if None in more or (more and first is None):
+        raise ValueError(f"{text!r}: of several links each needs a rate")
+    flow_bps = tuple(rate for rate in rates if rate is not None)
+    return LinkSpec(first, flow_bps, tuple(rate for rate in more if rate is not None))
 
 
 def format_rate(bps: int) -> str:

@@ -1,0 +1,136 @@
+// One rank of MPI_Allreduce beside one rank of the benchmark: it works on that rank's own memory, when it is told to.
+//
+// usage: mpi_peer DTYPE OP BYTES PID:MEMORY:ORDERS:ANSWERS…     a group for each rank: a process and three descriptors
+//
+// ORDERS and ANSWERS are pipes of the process, MEMORY a memfd of BYTES. Rank 0 answers a word when all ranks are ready.
+// An order is a struct order; the answer is how long this rank took, in ns of CLOCK_MONOTONIC. Between orders a rank
+// sleeps in read(): MPI's own waiting would spin. The end of ORDERS is the end.
+#include <errno.h>
+#include <fcntl.h>
+#include <mpi.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { FIRST_RANK = 4, PATH_BYTES = 64 };
+
+struct order {
+    uint64_t count; // elements from the beginning of the memory
+    uint64_t times; // all-reduces in place, one after another
+};
+
+struct rank {
+    void *memory;
+    int orders;
+    int answers;
+};
+
+struct name {
+    const char *text;
+    MPI_Datatype type;
+    MPI_Op op;
+};
+
+static int fail(const char *what) {
+    (void)fprintf(stderr, "mpi_peer: %s: %s\n", what, strerror(errno));
+    MPI_Abort(MPI_COMM_WORLD, 1);
+    return -1;
+}
+
+static int descriptor(int pid, int fd, int flags) {
+    char path[PATH_BYTES];
+    (void)snprintf(path, sizeof path, "/proc/%d/fd/%d", pid, fd);
+    int opened = open(path, flags | O_CLOEXEC);
+    return opened >= 0 ? opened : fail(path);
+}
+
+static void rank_open(struct rank *rank, const char *text, size_t bytes) {
+    int pid;
+    int memory;
+    int orders;
+    int answers;
+    if (sscanf(text, "%d:%d:%d:%d", &pid, &memory, &orders, &answers) != 4) { // NOLINT(cert-err34-c)
+        errno = EINVAL;
+        (void)fail(text);
+    }
+    int fd = descriptor(pid, memory, O_RDWR);
+    rank->memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
+    if (rank->memory == MAP_FAILED) {
+        (void)fail("mmap");
+    }
+    close(fd);
+    rank->orders = descriptor(pid, orders, O_RDONLY);
+    rank->answers = descriptor(pid, answers, O_WRONLY);
+}
+
+static const struct name *find(const struct name *names, const char *text) {
+    while (names->text != NULL && strcmp(names->text, text) != 0) {
+        names++;
+    }
+    if (names->text == NULL) {
+        errno = EINVAL;
+        (void)fail(text);
+    }
+    return names;
+}
+
+static int64_t now_ns(void) {
+    struct timespec at;
+    clock_gettime(CLOCK_MONOTONIC, &at);
+    return (int64_t)at.tv_sec * 1000000000 + at.tv_nsec;
+}
+
+static void answer(const struct rank *rank, int64_t value) {
+    if (write(rank->answers, &value, sizeof value) != (ssize_t)sizeof value) {
+        (void)fail("answer");
+    }
+}
+
+static void serve(const struct rank *rank, MPI_Datatype type, MPI_Op op) {
+    struct order order;
+    while (read(rank->orders, &order, sizeof order) == (ssize_t)sizeof order) { // an order is written in one piece
+        MPI_Barrier(MPI_COMM_WORLD);
+        int64_t start = now_ns();
+        for (uint64_t i = 0; i < order.times; i++) {
+            MPI_Allreduce(MPI_IN_PLACE, rank->memory, (int)order.count, type, op, MPI_COMM_WORLD);
+        }
+        answer(rank, now_ns() - start);
+    }
+}
+
+int main(int argc, char **argv) {
+    MPI_Init(&argc, &argv);
+    const struct name types[] = {
+        {"float32", MPI_FLOAT, MPI_OP_NULL},    {"float64", MPI_DOUBLE, MPI_OP_NULL},
+        {"int32", MPI_INT32_T, MPI_OP_NULL},    {"int64", MPI_INT64_T, MPI_OP_NULL},
+        {NULL, MPI_DATATYPE_NULL, MPI_OP_NULL},
+    };
+    const struct name ops[] = {
+        {"sum", MPI_DATATYPE_NULL, MPI_SUM},    {"min", MPI_DATATYPE_NULL, MPI_MIN},
+        {"max", MPI_DATATYPE_NULL, MPI_MAX},    {"product", MPI_DATATYPE_NULL, MPI_PROD},
+        {NULL, MPI_DATATYPE_NULL, MPI_OP_NULL},
+    };
+    int self;
+    int size;
+    MPI_Comm_rank(MPI_COMM_WORLD, &self);
+    MPI_Comm_size(MPI_COMM_WORLD, &size);
+    if (argc != FIRST_RANK + size) {
+        errno = EINVAL;
+        (void)fail("usage: mpi_peer DTYPE OP BYTES PID:MEMORY:ORDERS:ANSWERS… for each rank");
+    }
+    struct rank rank = {0};
+    rank_open(&rank, argv[FIRST_RANK + self], strtoull(argv[3], NULL, 10));
+    MPI_Datatype type = find(types, argv[1])->type;
+    MPI_Op op = find(ops, argv[2])->op;
+    MPI_Barrier(MPI_COMM_WORLD);
+    if (self == 0) {
+        answer(&rank, 0);
+    }
+    serve(&rank, type, op);
+    MPI_Finalize();
+    return 0;
+}

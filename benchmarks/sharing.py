@@ -1,0 +1,261 @@
+"""What happens while a job is under way: a neighbour comes and goes, an interface goes down."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from judge import Figure, certain, closeness
+
+from netbottleneck.bench.wire import mean_received
+from netbottleneck.errors import Error
+from netbottleneck.lab import Lab, LabError
+from netbottleneck.lab.spec import LinkSpec, parse_lab
+
+if TYPE_CHECKING:
+    from cases import Run
+
+LAB = "1gbit"
+STREAMS = 4
+BYTES = 2_000_000
+ROUNDS = 6
+ALONE_S = 3.0  # before the neighbour comes, and after it has gone
+SHARED_S = 4
+SETTLED_S = 1.0  # of the shared time, what does not count
+WINDOW_NS = 400_000_000
+BACK = 0.9  # of the rate before, that counts as being back
+DOWN_AFTER_S = 3.0
+DOWN_FOR_S = 25.0
+LAST_S = 5.0
+LIMIT_S = 60.0
+SHARE_BAR = 0.85
+PIPES: dict[str, Any] = {
+    "stdin": subprocess.DEVNULL,
+    "stdout": subprocess.PIPE,
+    "stderr": subprocess.PIPE,
+    "text": True,
+}
+
+
+@dataclass(frozen=True)
+class Shared:
+    """One round: bits a second beside the neighbour, ours and iperf3's, and the neighbour's own beside each.
+
+    back_s: from its end until the rate is what it was; pause_s: the longest between two results.
+    """
+
+    ours_bps: float
+    iperf_bps: float
+    beside_ours_bps: float
+    beside_iperf_bps: float
+    back_s: float
+    pause_s: float
+    error: str
+
+
+def neighbour(run: Run) -> Iterator[Figure]:
+    """A plain TCP job, iperf3 with as many flows as we have, shares the link halfway through."""
+    label = f"{LAB}, {STREAMS} streams, as many flows beside"
+    rounds: list[Shared] = []
+    why = ""
+    for _ in range(run.batches):
+        try:
+            rounds += _shared_rounds(run)
+        except (LabError, Error, OSError, subprocess.TimeoutExpired) as error:
+            why = str(getattr(error, "strerror", None) or error)
+            break
+        figures = _shared_figures(label, rounds)
+        if all(figure.verdict != "undecided" for figure in figures):
+            break
+    if rounds:
+        yield from _shared_figures(label, rounds)
+    else:
+        yield Figure(f"{label}: share of the link", SHARE_BAR, reason=why or "not measured")
+
+
+def _shared_rounds(run: Run) -> list[Shared]:
+    found = []
+    with checked(LAB) as lab:
+        for _ in range(run.rounds or ROUNDS):
+            found.append(_shared_round(lab))
+            last = found[-1]
+            words = f"ours {last.ours_bps / 1e6:.0f} beside {last.beside_ours_bps / 1e6:.0f} Mbit/s"
+            words += f", iperf3 in our place {last.iperf_bps / 1e6:.0f} beside {last.beside_iperf_bps / 1e6:.0f}"
+            run.say(f"# neighbour: {words}; back after {last.back_s:.2f} s, longest pause {last.pause_s:.2f} s")
+    return found
+
+
+def _shared_figures(label: str, rounds: Sequence[Shared]) -> list[Figure]:
+    ours, theirs = [each.ours_bps for each in rounds], [each.iperf_bps for each in rounds]
+    error = next((each.error for each in rounds if each.error), "")
+    share = Figure(f"{label}: share as near to iperf3's", SHARE_BAR, closeness(ours, theirs), len(rounds), broken=error)
+    back, pause = max(each.back_s for each in rounds), max(each.pause_s for each in rounds)
+    note = "1 s over what it took, in the slowest round"
+    return [
+        share,
+        Figure(f"{label}: back", 1.0, certain(1 / max(back, 0.01)), len(rounds), note, broken=error, event=True),
+        Figure(f"{label}: longest pause", 1.0, certain(1 / max(pause, 0.01)), len(rounds), note, event=True),
+    ]
+
+
+def _shared_round(lab: Lab) -> Shared:
+    with steady(lab, "tcp", STREAMS, BYTES, 2 * ALONE_S + SHARED_S + 1) as ranks:
+        began_ns = time.monotonic_ns()
+        time.sleep(ALONE_S)
+        came_ns, went_ns, beside = _visit(lab)
+        said = [finish(rank) for rank in ranks]
+    error = next((str(each["error"]) for each in said if each["error"]), "")
+    if any(each["wrong"] for each in said):
+        error = "elements were wrong"
+    done = [ns for ns in said[0]["done_ns"] if ns > began_ns]
+    window = (came_ns + int(SETTLED_S * 1e9), went_ns - int(SETTLED_S * 1e9))
+    alone = rate(done, began_ns, came_ns)
+    back = next((ns for ns in done if ns >= went_ns and rate(done, ns, ns + WINDOW_NS) >= BACK * alone), None)
+    back_s = float("inf") if back is None else max(0.0, (back - went_ns) / 1e9)
+    pause = max((b - a for a, b in itertools.pairwise(done)), default=10**12)
+    return Shared(rate(done, *window), *_in_our_place(lab, beside), back_s, pause / 1e9, error)
+
+
+def rate(done_ns: Sequence[int], begin_ns: int, end_ns: int) -> float:
+    """Return bits a second between the first and the last all-reduce that was done in a span."""
+    inside = [ns for ns in done_ns if begin_ns <= ns <= end_ns]
+    return 8e9 * BYTES * (len(inside) - 1) / (inside[-1] - inside[0]) if len(inside) > 2 else 0.0
+
+
+def _visit(lab: Lab) -> tuple[int, int, float]:
+    """Let the neighbour move what it can; when it began and ended, in ns of the monotonic clock, and its rate."""
+    with serving(lab, 5301) as target:
+        came_ns = time.monotonic_ns()
+        client = lab.popen(0, [*target, "-P", str(STREAMS), "--bidir", "-t", str(SHARED_S), "-J"], **PIPES)
+        said, _ = client.communicate(timeout=LIMIT_S)
+        went_ns = time.monotonic_ns()
+    return came_ns, went_ns, mean_received(said)
+
+
+def _in_our_place(lab: Lab, beside_ours_bps: float) -> tuple[float, float, float]:
+    """Return what iperf3 with as many flows moves beside the neighbour, the mean of both directions.
+
+    Then what the neighbour moved, beside us and beside iperf3."""
+    lead, words = 2.0, ["-P", str(STREAMS), "--bidir", "-i", "0.5", "-J"]
+    with serving(lab, 5302) as target:
+        began_ns = time.monotonic_ns()
+        client = lab.popen(0, [*target, *words, "-t", str(round(lead) + SHARED_S + 2)], **PIPES)
+        time.sleep(lead)
+        came_ns, went_ns, beside = _visit(lab)
+        said, _ = client.communicate(timeout=LIMIT_S)
+    mean_received(said)
+    begin, end = ((ns - began_ns) / 1e9 for ns in (came_ns, went_ns))
+    rates = [
+        (each["sum"]["bits_per_second"] + each["sum_bidir_reverse"]["bits_per_second"]) / 2
+        for each in json.loads(said)["intervals"]
+        if each["sum"]["start"] >= begin + SETTLED_S and each["sum"]["end"] <= end - SETTLED_S
+    ]
+    if not rates:
+        raise Error(0, "iperf3 told of no interval beside its neighbour")
+    return float(sum(rates) / len(rates)), beside_ours_bps, beside
+
+
+@contextlib.contextmanager
+def checked(spec: str) -> Generator[Lab, None, None]:
+    """Make two hosts, whose links carry what they should. Raises LabError."""
+    with Lab(2, spec, ways=("root", "user")) as lab:
+        found = lab.verify()
+        if not found["ok"]:
+            raise LabError(f"the lab is not what it should be: {found}")
+        yield lab
+
+
+@contextlib.contextmanager
+def serving(lab: Lab, port: int) -> Generator[list[str], None, None]:
+    """Have iperf3 serve once on the second host; the words of its client. The lab's hosts have ports of their own."""
+    server = lab.popen(1, ["iperf3", "-s", "-1", "-p", str(port), "--forceflush"], **PIPES)
+    try:
+        for line in server.stdout or ():
+            if "listening" in line:
+                break
+        else:
+            raise Error(0, "iperf3 does not serve: is it installed?")
+        yield ["iperf3", "-c", lab.address(1), "-p", str(port)]
+    finally:
+        server.kill()
+        server.communicate()
+
+
+@contextlib.contextmanager
+def steady(
+    lab: Lab, transport: str, streams: int, nbytes: int, seconds: float
+) -> Generator[list[subprocess.Popen[str]], None, None]:
+    """Start ranks that all-reduce for so long; the first has finished one when this returns."""
+    script = [sys.executable, str(Path(__file__).with_name("steady.py"))]
+    words = [*script, transport, str(streams), str(nbytes), str(seconds)]
+    ranks: list[subprocess.Popen[str]] = []
+    with tempfile.TemporaryDirectory(prefix="netbottleneck-steady-") as folder:
+        try:
+            for rank in range(lab.size):
+                names = {"NETBOTTLENECK_RANK": str(rank), "NETBOTTLENECK_SIZE": str(lab.size)}
+                names |= {"NETBOTTLENECK_RENDEZVOUS": folder, "OMP_NUM_THREADS": "1"}
+                ranks.append(lab.popen(rank, words, {**os.environ, **names}, **PIPES))
+            first = ranks[0].stdout
+            if first is None or first.readline() != "moving\n":
+                ranks[0].kill()
+                raise Error(0, (ranks[0].communicate()[1].strip().splitlines() or ["a rank did not start"])[-1])
+            yield ranks
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+
+
+def finish(rank: subprocess.Popen[str]) -> dict[str, Any]:
+    """Return what a rank says at its end; of one that says nothing, its last words are the error."""
+    text, errors = rank.communicate(timeout=LIMIT_S)
+    try:
+        said: dict[str, Any] = json.loads(text.strip().splitlines()[-1])
+    except (ValueError, IndexError):
+        words = errors.strip().splitlines()[-1:] or [f"ended with {rank.returncode}"]
+        return {"done_ns": [], "wrong": 0, "error": words[0], "info": {}}
+    return said
+
+
+def two_interfaces(run: Run, spec: str) -> Iterator[Figure]:
+    """The second of two interfaces is set down in the middle, for good: the job goes on over the first."""
+    label = f"{spec}: after the second interface went down"
+    try:
+        with (
+            checked(spec) as lab,
+            steady(lab, "tcp", 0, 8 * BYTES, DOWN_AFTER_S + DOWN_FOR_S) as ranks,
+        ):
+            time.sleep(DOWN_AFTER_S)
+            down_ns = time.monotonic_ns()
+            lab.set_link(1, up=False, link=1)
+            said = [finish(rank) for rank in ranks]
+    except (LabError, Error, OSError, subprocess.TimeoutExpired) as error:
+        yield Figure(label, 1.0, reason=str(getattr(error, "strerror", None) or error))
+        return
+    yield _went_on(label, said, down_ns, parse_lab(spec), run.say)
+
+
+def _went_on(
+    label: str, said: Sequence[dict[str, Any]], down_ns: int, spec: LinkSpec, say: Callable[[str], None]
+) -> Figure:
+    done = said[0]["done_ns"]
+    error = next((str(each["error"]) for each in said if each["error"]), "")
+    if any(each["wrong"] for each in said):
+        error = "elements were wrong"
+    after = [ns for ns in done if ns > down_ns]
+    end_ns = down_ns + int((DOWN_FOR_S - LAST_S) * 1e9)
+    going = 8 * rate(after, end_ns, end_ns + int(LAST_S * 1e9))  # the messages are eight times as long here
+    pause = max((b - a for a, b in zip([down_ns, *after], after, strict=False)), default=0) / 1e9
+    words = f"{going / 1e6:.0f} of {(spec.link_bps or 0) / 1e6:.0f} Mbit/s at the end, longest pause {pause:.1f} s"
+    say(f"# {label}: {words} {error}".rstrip())
+    return Figure(label, 1.0, certain(float(going > 0 and not error)), 1, words, broken=error, event=True)

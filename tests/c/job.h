@@ -25,6 +25,8 @@ struct test_rank {
     int timeout_ms;
     int stall_ms;
     size_t segment_bytes; // 0: the default
+    enum nb_shm_mode shm;
+    const char *host; // what ranks of one host call it; NULL: it has no name
     struct nb_listener *listener;
     char address[NB_SOCK_TEXT];
     struct nb_job *job;
@@ -53,7 +55,9 @@ static void *test_rank_main(void *arg) {
                                     .streams = me->streams,
                                     .timeout_ms = me->timeout_ms,
                                     .stall_ms = me->stall_ms,
-                                    .segment_bytes = me->segment_bytes};
+                                    .segment_bytes = me->segment_bytes,
+                                    .shm = me->shm};
+        memcpy(job.host, me->host != NULL ? me->host : "", me->host != NULL ? strnlen(me->host, NB_HOST_BYTES) : 0);
         me->rc = nb_job_open(&me->job, &job, &me->err);
     }
     if (me->rc == 0) {

@@ -12,6 +12,7 @@ from netbottleneck.values import size as parse_size
 from netbottleneck.values import streams as parse_streams
 
 TRANSPORTS = ("stock", "tcp", "ofi")
+SHARING = ("auto", "0", "1")
 SIZES = (10**6, 16 * 10**6, 64 * 10**6)
 # Iterations by size where nobody says how many: (up to bytes, iterations).
 ITERATIONS = ((10**6, 20), (16 * 10**6, 10), (1 << 62, 5))
@@ -19,7 +20,8 @@ ITERATIONS = ((10**6, 20), (16 * 10**6, 10), (1 << 62, 5))
 
 @dataclass(frozen=True)
 class Request:
-    """All-reduces to be measured. streams: lanes of each native transport, 0: auto. iterations 0: by size.
+    """All-reduces to be measured. streams: lanes of each native transport, 0: auto. shm: with memory shared
+    between ranks of one host, or not. iterations 0: by size.
 
     `exact`: the transports were named by the user, so that one that is missing is an error.
     """
@@ -31,11 +33,13 @@ class Request:
     op: str = "sum"
     iterations: int = 0
     exact: bool = False
+    shm: tuple[str, ...] = ("auto",)
 
     def __post_init__(self) -> None:
         _each("transport", self.transports, TRANSPORTS)
         _each("dtype", (self.dtype,), tuple(DTYPES))
         _each("op", (self.op,), REDUCTIONS)
+        _each("shm", self.shm, SHARING)
         if not self.sizes or not self.streams:
             raise ValueError("a benchmark needs at least one size and one number of streams")
         if self.iterations < 0 or min(self.sizes) < 0 or not all(0 <= n <= 64 for n in self.streams):

@@ -84,13 +84,18 @@ struct ends {
     char *to[NB_SHM_RANKS_MAX];
 };
 
+// The sum grows where the first rank's term is, if the result goes there too, else in memory of this rank's own.
 static void fold(struct local *l, const struct nb_work *work, const struct ends *ends, size_t bytes) {
     size_t count = bytes / work->element_bytes;
     double before = work->desc.prescale;
     double after = work->desc.postscale;
-    memcpy(l->sum, ends->from[0], bytes);
+    bool there = ends->to[0] == ends->from[0];
+    char *sum = there ? ends->to[0] : l->sum;
+    if (!there) {
+        memcpy(sum, ends->from[0], bytes);
+    }
     if (before != 1) {
-        work->scale(l->sum, count, before);
+        work->scale(sum, count, before);
     }
     for (int i = 1; i < ends->from_count; i++) {
         const char *term = ends->from[i];
@@ -99,13 +104,13 @@ static void fold(struct local *l, const struct nb_work *work, const struct ends 
             work->scale(l->term, count, before);
             term = l->term;
         }
-        work->reduce(l->sum, term, count);
+        work->reduce(sum, term, count);
     }
     if (after != 1) {
-        work->scale(l->sum, count, after);
+        work->scale(sum, count, after);
     }
-    for (int i = 0; i < ends->to_count; i++) {
-        memcpy(ends->to[i], l->sum, bytes);
+    for (int i = there; i < ends->to_count; i++) {
+        memcpy(ends->to[i], sum, bytes);
     }
 }
 

@@ -74,6 +74,16 @@ static void *test_rank_main(void *arg) {
     return NULL;
 }
 
+// A network by its name; "shm" is memory that all ranks share, over whatever lanes.
+static inline struct test_rank test_on(const char *network) {
+    bool shared = strcmp(network, "shm") == 0;
+    return (struct test_rank){.transport = shared ? "tcp" : network,
+                              .streams = 1,
+                              .timeout_ms = 20000,
+                              .shm = shared ? NB_SHM_REQUIRED : NB_SHM_OFF,
+                              .host = "here"};
+}
+
 static inline void test_run(const struct test_rank *like, struct test_rank *ranks) {
     pthread_t threads[TEST_RANKS_MAX];
     struct nb_listener listener = {.fd = -1};

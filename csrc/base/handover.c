@@ -20,7 +20,7 @@ enum { DRAWN_BYTES = 16 };
 
 static const char prefix[] = "netbottleneck-";
 
-_Static_assert(sizeof prefix + 2 * DRAWN_BYTES <= NB_HANDOVER_NAME, "a name has room");
+_Static_assert(sizeof prefix + 2 * (size_t)DRAWN_BYTES <= NB_HANDOVER_NAME, "a name has room");
 
 // The first byte of an abstract name is zero, and its length counts.
 static socklen_t address_of(const char *name, struct sockaddr_un *addr) {

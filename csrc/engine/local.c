@@ -9,9 +9,12 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/list.h"
+#include "coll/sched.h"
 #include "engine/engine.h"
 #include "engine/internal.h"
 #include "engine/local_share.h"
+#include "trace/event.h"
+#include "trace/ring.h"
 #include "transport/shm.h"
 
 enum {
@@ -342,10 +345,8 @@ void nb_local_tick(struct nb_job *job, int64_t now) {
     l->pulses = pulses;
 }
 
-void nb_local_record(const struct nb_work *work, uint64_t *sent, uint64_t *received, uint64_t *algorithm) {
-    if (work->local.taken) {
-        *sent = work->local.bytes_out;
-        *received = work->local.bytes_in;
-        *algorithm = work->local.staged ? NB_ALGORITHM_STAGED : NB_ALGORITHM_SHARED;
-    }
+uint64_t nb_local_record(const struct nb_work *work) {
+    nb_ring_put(work->comm->job->config.ring, NB_EV_OP_LANE, work->desc.key, work->round, NB_LANE_SHARED,
+                work->local.bytes_out, work->local.bytes_in, 0);
+    return work->local.staged ? NB_ALGORITHM_STAGED : NB_ALGORITHM_SHARED;
 }

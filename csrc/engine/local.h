@@ -59,7 +59,7 @@ bool nb_local_progress(struct nb_job *job);
 bool nb_local_arm(struct nb_job *job);
 // Brings up to date what the deadlines look at.
 void nb_local_tick(struct nb_job *job, int64_t now_ns);
-// The bytes and the algorithm of an operation that is over, into the record.
-void nb_local_record(const struct nb_work *work, uint64_t *sent, uint64_t *received, uint64_t *algorithm);
+// Records the bytes of an operation that is over: none took the network. Returns its algorithm.
+uint64_t nb_local_record(const struct nb_work *work);
 
 #endif

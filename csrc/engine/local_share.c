@@ -6,7 +6,6 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "base/dtype.h"
 #include "coll/reduce_pair.h"
 #include "coll/sched.h"
 #include "engine/engine.h"
@@ -91,6 +90,9 @@ static void fold(struct local *l, const struct nb_work *work, const struct ends 
     double after = work->desc.postscale;
     bool there = ends->to[0] == ends->from[0];
     char *sum = there ? ends->to[0] : l->sum;
+    if (sum == NULL || ends->from[0] == NULL) {
+        return; // nobody's memory: there is no such operation
+    }
     if (!there) {
         memcpy(sum, ends->from[0], bytes);
     }

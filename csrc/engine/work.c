@@ -342,11 +342,7 @@ static void work_record(struct nb_work *work) {
             nb_ring_put(job->config.ring, NB_EV_OP_LANE, key, work->round, (uint64_t)i, out, in, 0);
         }
     }
-    uint64_t algorithm = (uint64_t)work->sched.kind;
-    if (work->local.taken) {
-        nb_local_record(work, &sent, &received, &algorithm);
-        nb_ring_put(job->config.ring, NB_EV_OP_LANE, key, work->round, NB_LANE_SHARED, sent, received, 0);
-    }
+    uint64_t algorithm = work->local.taken ? nb_local_record(work) : (uint64_t)work->sched.kind;
     if (work->times.first_byte_ns != 0) {
         nb_ring_put_at(job->config.ring, work->times.first_byte_ns, NB_EV_OP_FIRST_BYTE, key, work->round, 0, 0, 0, 0);
     }

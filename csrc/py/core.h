@@ -14,8 +14,8 @@
 #include <stdint.h>
 #include <sys/types.h>
 
-#include "base/dtype.h"          // IWYU pragma: export
 #include "base/arena.h"          // IWYU pragma: export
+#include "base/dtype.h"          // IWYU pragma: export
 #include "base/error.h"          // IWYU pragma: export
 #include "base/list.h"           // IWYU pragma: export
 #include "base/sock.h"           // IWYU pragma: export

@@ -120,8 +120,8 @@ class Comm:
     """A job's communicator: all ranks. One communication thread, which never touches Python.
 
     shm: "auto", "0" or "1": memory shared between ranks whose `host` (16 bytes) is equal; without host it is off.
-    timeout_s: of a wait on a peer that is silent. start_timeout_s: of the join and the opening of lanes; timeout_s where
-    it is not given.
+    timeout_s: of a wait on a peer that is silent. start_timeout_s: of the join and the opening of lanes; timeout_s
+    where it is not given.
 
     Raises, before any byte of data moves: ValueError for a bad argument; Error with errno ENOENT for a missing
     libfabric, ENODEV for a missing provider or interface; MismatchError when ranks disagree on `tag`; TimeoutError

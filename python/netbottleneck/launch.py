@@ -60,24 +60,17 @@ def connect(
     recorder: "_core.Recorder | None" = None,
     transport: str | None = None,
     streams: int | None = None,
-    shm: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> "_core.Comm":
     """Return a communicator of all ranks of the job; every rank calls this, in the same order of calls.
 
-    transport: "tcp" or "ofi"; None: the first such name of the settings, else tcp. streams, shm: instead of the settings'.
+    transport: "tcp" or "ofi"; None: the first such name of the settings, else tcp. streams: instead of the settings'.
     Raises ValueError where ranks have no way to meet, TimeoutError naming the ranks that did not come in
     NETBOTTLENECK_START_TIMEOUT_S, MismatchError where ranks disagree on what Settings.tag holds, Error for a port in
     use or a missing interface, provider or library, and ImportError where the C module is not built.
     """
     with _explained(settings):
-        chosen = {
-            "transport": transport or native(settings),
-            "streams": settings.streams if streams is None else streams,
-            "shm": settings.shm if shm is None else shm,
-            "recorder": recorder,
-        }
-        return _connect(settings, place, chosen, environ)
+        return _connect(settings, place, recorder, transport or native(settings), streams, environ)
 
 
 @contextmanager
@@ -102,13 +95,16 @@ def _explained(settings: Settings) -> Generator[None, None, None]:
 def _connect(
     settings: Settings,
     place: Place,
-    chosen: Mapping[str, object],
+    recorder: "_core.Recorder | None",
+    transport: str,
+    streams: int | None,
     environ: Mapping[str, str],
 ) -> "_core.Comm":
     module = core()
     options = {
         "tag": settings.tag(__version__),
-        "host": host_digest(settings),
+        "transport": transport,
+        "streams": settings.streams if streams is None else streams,
         "provider": settings.provider,
         "library": settings.library,
         "ifname": settings.ifname,
@@ -117,7 +113,9 @@ def _connect(
         "timeout_s": settings.timeout_s,
         "start_timeout_s": settings.start_timeout_s,
         "stall_s": settings.stall_s,
-        **chosen,
+        "recorder": recorder,
+        "shm": settings.shm,
+        "host": host_digest(settings),
     }
     if place.size == 1:
         alone: _core.Comm = module.Comm(0, 1, secret=secrets.token_bytes(32), **options)

@@ -20,8 +20,9 @@ ITERATIONS = ((10**6, 20), (16 * 10**6, 10), (1 << 62, 5))
 
 @dataclass(frozen=True)
 class Request:
-    """All-reduces to be measured. streams: lanes of each native transport, 0: auto. shm: with memory shared
-    between ranks of one host, or not. iterations 0: by size.
+    """All-reduces to be measured. streams: lanes of each native transport, 0: auto. iterations 0: by size.
+
+    shm: whether ranks of one host share memory, as NETBOTTLENECK_SHM has it; each is measured.
 
     `exact`: the transports were named by the user, so that one that is missing is an error.
     """

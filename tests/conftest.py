@@ -27,6 +27,8 @@ TORCHS_ABORT = "terminate called without an active exception"
 
 # Before torch is loaded: threads of its own that spin for a core make a busy machine several times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# All ranks of a test are on one host. What is tested is the network between them, unless a test says otherwise.
+os.environ.setdefault("NETBOTTLENECK_SHM", "0")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -188,7 +190,7 @@ class Ranks:
         """Start n ranks of a script (a Path), of source text (with a line break) or of a module (any other text).
 
         env is added to each rank's environment, or is a function of the rank that returns what to add. Every rank gets
-        RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+        RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; no memory is shared between them.
         """
         folder = self.folder / f"job{len(self.jobs)}"
         folder.mkdir()
@@ -201,6 +203,7 @@ class Ranks:
             extra = env(rank) if callable(env) else (env or {})
             values = {
                 **{name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")},
+                "NETBOTTLENECK_SHM": "0",
                 "PYTHONUNBUFFERED": "1",
                 "OMP_NUM_THREADS": "1",
                 # torch's store asks the name server for the name of whoever connects, and waits for it.

@@ -2,6 +2,7 @@
 #include "base/arena.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <sys/mman.h>
@@ -11,7 +12,7 @@
 #include "base/error.h"
 
 static void *map_shared(size_t bytes, int *fd) {
-    int memory = memfd_create("netbottleneck", MFD_CLOEXEC);
+    int memory = memfd_create("netbottleneck", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (memory < 0) {
         return MAP_FAILED;
     }
@@ -23,6 +24,7 @@ static void *map_shared(size_t bytes, int *fd) {
         close(memory);
         return MAP_FAILED;
     }
+    (void)fcntl(memory, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW); // whoever maps it can rely on its size
     *fd = memory;
     return base;
 }

@@ -10,6 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "base/arena.h"
 #include "base/dtype.h"
 #include "base/error.h"
 #include "bootstrap/bootstrap.h"
@@ -21,7 +22,11 @@ struct nb_work;
 
 enum nb_op_kind { NB_OP_ALLREDUCE, NB_OP_ALLGATHER, NB_OP_REDUCESCATTER, NB_OP_BROADCAST, NB_OP_BARRIER, NB_OP_KINDS };
 
-enum { NB_NAME_MAX = 96, NB_SEGMENTS_MAX = 512, NB_PROBE_MAX = 8, NB_STREAMS_AUTO = 0 };
+enum { NB_NAME_MAX = 96, NB_SEGMENTS_MAX = 512, NB_PROBE_MAX = 8, NB_STREAMS_AUTO = 0, NB_HOST_BYTES = 16 };
+
+// Memory shared between ranks of one host: not tried; used where all can, else the network with a notice; an error where
+// not all can.
+enum nb_shm_mode { NB_SHM_OFF, NB_SHM_AUTO, NB_SHM_REQUIRED };
 
 struct nb_segment {
     void *base;
@@ -63,6 +68,8 @@ struct nb_job_config {
     int stall_ms;            // after which a missing rank is named; 0: never
     struct nb_ring *ring;    // of the communication thread; NULL: nothing is recorded
     int64_t clock_offset_ns; // as nb_boot_clock found it
+    enum nb_shm_mode shm;
+    unsigned char host[NB_HOST_BYTES]; // what ranks of one host have in common
 };
 
 // What streams=auto found, in the order tried.
@@ -81,6 +88,9 @@ struct nb_job_info {
     const char *provider; // "tcp", "ofi: net 117.0 (libfabric 1.17)"
     int probe_count;
     struct nb_probe_point probe[NB_PROBE_MAX];
+    char shm[192];             // "on", or "off: " and why
+    uint64_t shm_bytes;        // read from and written to other ranks' memory
+    uint64_t shm_staged_bytes; // of these: by way of staging
 };
 
 // Opens the lanes, exchanges their addresses, starts the thread. Errors name what was asked for and what there is.
@@ -98,6 +108,8 @@ int nb_job_failure(struct nb_job *job, struct nb_error *err);
 
 // Memory that many operations will use: mapped for every lane that wants it, until the job ends.
 int nb_job_map(struct nb_job *job, void *base, size_t bytes, struct nb_error *err);
+// The same of an arena, which the other ranks of this host map too where memory is shared.
+int nb_job_map_arena(struct nb_job *job, const struct nb_arena *arena, struct nb_error *err);
 
 // The comm of all ranks; it belongs to the job.
 struct nb_comm *nb_job_world(struct nb_job *job);

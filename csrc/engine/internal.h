@@ -12,6 +12,7 @@
 #include "coll/reduce.h"
 #include "coll/sched.h"
 #include "engine/engine.h"
+#include "engine/local.h"
 #include "transport/lanes.h"
 
 enum {
@@ -72,6 +73,7 @@ struct nb_work {
     int flows_left;
     struct nb_flow in;
     struct nb_flow out;
+    struct nb_local_op local;
     struct nb_work_times times;
     void *fused;     // the line as one piece, where the caller's pieces are too small to travel
     int piece_count; // of the line that travels
@@ -152,6 +154,7 @@ struct map_request {
     struct nb_list link;
     void *base;
     size_t bytes;
+    int fd; // to be passed to ranks of this host, or -1
 };
 
 struct suspicion { // of one peer, whose lane broke: it may be dead, or another rank is and the peer left because of it
@@ -207,6 +210,7 @@ struct nb_job {
     struct member *member; // what this rank knows of the agreement
     struct agree *agree;   // rank 0: what it knows of all
     struct probe *probe;
+    struct local *local; // operations in shared memory; NULL: there are none
 };
 
 // work.c

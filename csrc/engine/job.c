@@ -1,16 +1,19 @@
 // A job from open to close: lanes, control connections, the communication thread, and what happens when one fails.
 #include <errno.h>
+#include <fcntl.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/arena.h"
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/list.h"
 #include "base/loop.h"
 #include "engine/engine.h"
 #include "engine/internal.h"
+#include "engine/local.h"
 #include "trace/event.h"
 #include "trace/ring.h"
 #include "transport/lanes.h"
@@ -163,13 +166,14 @@ static void maps_drain(struct nb_job *job) {
         if (nb_lanes_map(job->lanes, request->base, request->bytes, &err) < 0) {
             nb_job_notify(job, err.text); // it travels through staging
         }
+        nb_local_map(job, request->base, request->bytes, request->fd);
         free(request);
         pthread_mutex_lock(&job->lock);
     }
     pthread_mutex_unlock(&job->lock);
 }
 
-int nb_job_map(struct nb_job *job, void *base, size_t bytes, struct nb_error *err) {
+static int map_request(struct nb_job *job, void *base, size_t bytes, int fd, struct nb_error *err) {
     if (job->size == 1) {
         return 0;
     }
@@ -179,11 +183,20 @@ int nb_job_map(struct nb_job *job, void *base, size_t bytes, struct nb_error *er
     }
     request->base = base;
     request->bytes = bytes;
+    request->fd = fd >= 0 && job->local != NULL ? fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1;
     pthread_mutex_lock(&job->lock);
     nb_list_insert(&job->maps, &request->link);
     pthread_mutex_unlock(&job->lock);
     nb_loop_wake(&job->loop);
     return 0;
+}
+
+int nb_job_map(struct nb_job *job, void *base, size_t bytes, struct nb_error *err) {
+    return map_request(job, base, bytes, -1, err);
+}
+
+int nb_job_map_arena(struct nb_job *job, const struct nb_arena *arena, struct nb_error *err) {
+    return map_request(job, arena->base, arena->bytes, arena->fd, err);
 }
 
 static bool stop_asked(struct nb_job *job) {
@@ -233,11 +246,13 @@ void *nb_job_main(void *arg) {
             nb_agree_release(job);
         }
         int moved = nb_lanes_progress(job->lanes, 0);
-        int timeout = moved > 0 || nb_lanes_arm(job->lanes) == -EAGAIN ? 0 : TICK_MS;
+        moved += nb_local_progress(job);
+        int timeout = moved > 0 || nb_lanes_arm(job->lanes) == -EAGAIN || !nb_local_arm(job) ? 0 : TICK_MS;
         nb_loop_wait(&job->loop, timeout);
         int64_t now = nb_now_ns();
         if (now >= next_tick) {
             next_tick = now + (int64_t)TICK_MS * 1000000;
+            nb_local_tick(job, now);
             nb_job_tick(job, now);
         }
         if (job->failed) {

@@ -13,6 +13,7 @@
 #include "coll/sched.h"
 #include "engine/engine.h"
 #include "engine/internal.h"
+#include "engine/local.h"
 #include "transport/lanes.h"
 #include "transport/transport.h"
 
@@ -176,6 +177,9 @@ static int network_open(struct nb_job *job, struct nb_error *err) {
         rc = addresses_exchange(job, err);
     }
     if (rc == 0) {
+        rc = nb_local_open(job, err);
+    }
+    if (rc == 0) {
         rc = neighbours_open(job, err);
     }
     if (rc == 0) {
@@ -185,6 +189,7 @@ static int network_open(struct nb_job *job, struct nb_error *err) {
 }
 
 void nb_job_free(struct nb_job *job) {
+    nb_local_close(job);
     nb_lanes_close(job->lanes);
     for (int i = 0; job->controls != NULL && i < job->control_count; i++) {
         nb_control_fini(&job->controls[i]);
@@ -196,6 +201,7 @@ void nb_job_free(struct nb_job *job) {
     nb_probe_close(job);
     nb_work_rounds_free(job);
     NB_LIST_EACH_SAFE(it, nx, &job->maps) {
+        nb_local_map(job, NULL, 0, NB_CONTAINER(it, struct map_request, link)->fd);
         free(NB_CONTAINER(it, struct map_request, link));
     }
     nb_loop_fini(&job->loop);

@@ -64,7 +64,8 @@ void nb_probe_close(struct nb_job *job) {
 }
 
 bool nb_probe_wanted(const struct nb_job *job, uint64_t bytes) {
-    return job->config.streams == NB_STREAMS_AUTO && !job->probe->done && bytes >= PROBE_FROM_BYTES;
+    return job->config.streams == NB_STREAMS_AUTO && !job->probe->done && bytes >= PROBE_FROM_BYTES &&
+           job->local == NULL;
 }
 
 bool nb_probe_busy(const struct nb_job *job) {

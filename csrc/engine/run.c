@@ -8,6 +8,7 @@
 #include "coll/sched.h"
 #include "engine/engine.h"
 #include "engine/internal.h"
+#include "engine/local.h"
 #include "trace/event.h"
 #include "trace/ring.h"
 #include "transport/lanes.h"
@@ -214,6 +215,9 @@ void nb_run_start(struct nb_work *work, uint64_t seq) {
     if (!work->quiet) {
         nb_ring_put_at(job->config.ring, now, NB_EV_OP_START, work->desc.key, work->round, 0, 0, 0, 0);
     }
+    if (nb_local_start(work)) {
+        return;
+    }
     if (work->in.blocks == 0 && work->out.blocks == 0) {
         nb_run_alone(work);
         return;
@@ -245,6 +249,10 @@ void nb_run_start(struct nb_work *work, uint64_t seq) {
 void nb_run_cancel(struct nb_work *work) {
     struct nb_job *job = work->comm->job;
     if (!work->running) {
+        return;
+    }
+    if (work->local.taken) {
+        nb_local_cancel(work);
         return;
     }
     if (!nb_list_empty(&work->in.link)) {

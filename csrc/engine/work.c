@@ -18,6 +18,7 @@
 #include "coll/sched.h"
 #include "engine/engine.h"
 #include "engine/internal.h"
+#include "engine/local.h"
 #include "trace/event.h"
 #include "trace/ring.h"
 #include "transport/transport.h"
@@ -225,7 +226,7 @@ int nb_work_make(struct nb_comm *comm, const struct nb_op *op, struct nb_work **
         rc = nb_fail(err, -EINVAL, "%s: %zu bytes are too many for segments of %zu bytes", op->name, bytes,
                      comm->job->config.segment_bytes);
     }
-    if (rc == 0 && work->piece_count > 1 && too_scattered(work)) {
+    if (rc == 0 && comm->job->local == NULL && work->piece_count > 1 && too_scattered(work)) {
         rc = fuse(work, err);
     }
     if (rc == 0) {
@@ -341,11 +342,12 @@ static void work_record(struct nb_work *work) {
             nb_ring_put(job->config.ring, NB_EV_OP_LANE, key, work->round, (uint64_t)i, out, in, 0);
         }
     }
+    uint64_t algorithm = work->local.taken ? nb_local_record(work) : (uint64_t)work->sched.kind;
     if (work->times.first_byte_ns != 0) {
         nb_ring_put_at(job->config.ring, work->times.first_byte_ns, NB_EV_OP_FIRST_BYTE, key, work->round, 0, 0, 0, 0);
     }
-    nb_ring_put_at(job->config.ring, work->times.done_ns, NB_EV_OP_DONE, key, work->round, sent, received,
-                   (uint64_t)work->sched.kind, (uint64_t)(int64_t)work->failure.code);
+    nb_ring_put_at(job->config.ring, work->times.done_ns, NB_EV_OP_DONE, key, work->round, sent, received, algorithm,
+                   (uint64_t)(int64_t)work->failure.code);
 }
 
 void nb_work_finish(struct nb_work *work, const struct nb_error *why) {

@@ -61,10 +61,8 @@ static PyObject *arena_get_fd(PyObject *object, void *Py_UNUSED(closure)) {
     return PyLong_FromLong(((struct core_arena *)object)->arena.fd);
 }
 
-void core_arena_range(PyObject *arena, void **base, size_t *bytes) {
-    const struct core_arena *self = (struct core_arena *)arena;
-    *base = self->arena.base;
-    *bytes = self->arena.bytes;
+const struct nb_arena *core_arena_memory(PyObject *arena) {
+    return &((struct core_arena *)arena)->arena;
 }
 
 PyTypeObject *core_arena_type(PyObject *module) {

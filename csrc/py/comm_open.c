@@ -25,6 +25,8 @@ struct open_args {
     PyObject *start_timeout;
     PyObject *stall;
     PyObject *recorder;
+    PyObject *shm;
+    PyObject *host;
 };
 
 // What the join and the job need, in C.
@@ -36,14 +38,15 @@ struct open_plan {
 };
 
 static int parse(PyObject *args, PyObject *kwargs, struct open_args *in) {
-    static const char *const keywords[] = {
-        "rank",          "size",      "secret",          "listener", "address",  "tag",
-        "transport",     "streams",   "provider",        "library",  "ifname",   "ports",
-        "segment_bytes", "timeout_s", "start_timeout_s", "stall_s",  "recorder", NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$OOOOOOOOOOOOOOO:Comm", (char **)keywords, &in->rank, &in->size,
-                                     &in->secret, &in->listener, &in->address, &in->tag, &in->transport, &in->streams,
-                                     &in->provider, &in->library, &in->ifname, &in->ports, &in->segment_bytes,
-                                     &in->timeout, &in->start_timeout, &in->stall, &in->recorder)) {
+    static const char *const keywords[] = {"rank",    "size",      "secret",        "listener",  "address",
+                                           "tag",     "transport", "streams",       "provider",  "library",
+                                           "ifname",  "ports",     "segment_bytes", "timeout_s", "start_timeout_s",
+                                           "stall_s", "recorder",  "shm",           "host",      NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$OOOOOOOOOOOOOOOOO:Comm", (char **)keywords, &in->rank,
+                                     &in->size, &in->secret, &in->listener, &in->address, &in->tag, &in->transport,
+                                     &in->streams, &in->provider, &in->library, &in->ifname, &in->ports,
+                                     &in->segment_bytes, &in->timeout, &in->start_timeout, &in->stall, &in->recorder,
+                                     &in->shm, &in->host)) {
         return -1;
     }
     if (in->secret == NULL) {
@@ -100,6 +103,38 @@ static int get_texts(struct core_comm *self, const struct open_args *in, struct 
     if (nb_transport_find(plan->job.transport) == NULL) {
         return refuse_transport(plan->job.transport);
     }
+    return 0;
+}
+
+static int get_sharing(struct core_comm *self, const struct open_args *in, struct open_plan *plan) {
+    static const char *const modes[] = {[NB_SHM_OFF] = "0", [NB_SHM_AUTO] = "auto", [NB_SHM_REQUIRED] = "1"};
+    const char *mode;
+    char *host;
+    Py_ssize_t bytes = 0;
+    if (get_text(self, "shm", in->shm, "auto", &mode) < 0) {
+        return -1;
+    }
+    int found = NB_SHM_REQUIRED;
+    while (found >= 0 && strcmp(modes[found], mode) != 0) {
+        found--;
+    }
+    if (found < 0) {
+        PyErr_Format(PyExc_ValueError, "shm must be \"auto\", \"0\" or \"1\", not \"%s\"", mode);
+        return -1;
+    }
+    plan->job.shm = (enum nb_shm_mode)found;
+    if (in->host == NULL || in->host == Py_None) {
+        plan->job.shm = found == NB_SHM_AUTO ? NB_SHM_OFF : plan->job.shm;
+        return 0;
+    }
+    if (PyBytes_AsStringAndSize(in->host, &host, &bytes) < 0) {
+        return -1;
+    }
+    if (bytes != NB_HOST_BYTES) {
+        PyErr_Format(PyExc_ValueError, "host must have %d bytes, not %zd", NB_HOST_BYTES, bytes);
+        return -1;
+    }
+    memcpy(plan->job.host, host, NB_HOST_BYTES);
     return 0;
 }
 
@@ -263,7 +298,7 @@ int core_comm_open(struct core_comm *self, PyObject *args, PyObject *kwargs) {
     self->strings = PyList_New(0);
     self->mapped = PyList_New(0);
     if (self->strings == NULL || self->mapped == NULL || parse(args, kwargs, &in) < 0 ||
-        get_numbers(self, &in, &plan) < 0 || get_texts(self, &in, &plan) < 0 ||
+        get_numbers(self, &in, &plan) < 0 || get_texts(self, &in, &plan) < 0 || get_sharing(self, &in, &plan) < 0 ||
         get_secret(self, in.secret, &plan.boot) < 0 || get_door(in.listener, state, &plan) < 0 ||
         get_recorder(self, in.recorder, state, &plan) < 0) {
         return -1;

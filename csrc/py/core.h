@@ -14,6 +14,7 @@
 #include <stdint.h>
 #include <sys/types.h>
 
+#include "base/arena.h"          // IWYU pragma: export
 #include "base/dtype.h"          // IWYU pragma: export
 #include "base/error.h"          // IWYU pragma: export
 #include "base/list.h"           // IWYU pragma: export
@@ -169,7 +170,7 @@ void core_comm_failure(PyObject *comm, const struct core_hold *hold, int code, s
 
 // ---- arena.c, listener.c, recorder.c
 
-void core_arena_range(PyObject *arena, void **base, size_t *bytes);
+const struct nb_arena *core_arena_memory(PyObject *arena);
 // The listener for a join, during which it cannot be closed: NULL with an exception. core_listener_done() after it.
 struct nb_listener *core_listener_use(PyObject *listener);
 void core_listener_done(PyObject *listener);

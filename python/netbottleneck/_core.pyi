@@ -119,6 +119,7 @@ class Work:
 class Comm:
     """A job's communicator: all ranks. One communication thread, which never touches Python.
 
+    shm: "auto", "0" or "1": memory shared between ranks whose `host` (16 bytes) is equal; without host it is off.
     timeout_s: of a wait on a peer that is silent. start_timeout_s: of the join and of the lanes' opening; where it is
     not given, timeout_s.
 
@@ -146,6 +147,8 @@ class Comm:
         start_timeout_s: float = ...,
         stall_s: float = 60.0,
         recorder: Recorder | None = None,
+        shm: str = "auto",
+        host: bytes | None = None,
     ) -> None: ...
     @property
     def rank(self) -> int: ...

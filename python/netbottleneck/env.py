@@ -20,6 +20,7 @@ from netbottleneck.values import (
     RANK,
     RANKS,
     SECRET,
+    SHARING,
     STREAMS,
     TEXT,
     TRANSPORT_LIST,
@@ -60,6 +61,7 @@ class Settings:
         "TRANSPORT", TRANSPORT_LIST, ("stock",), "what moves the gradients; a list alternates by blocks of steps"
     )
     streams: int = _row("STREAMS", STREAMS, 0, "parallel lanes to each peer")
+    shm: str = _row("SHM", SHARING, "auto", "memory shared between ranks of one host; 1: an error where they cannot")
     provider: str | None = _row("PROVIDER", TEXT, None, "libfabric provider; default: the best there is")
     ifname: str | None = _row(
         "IFNAME",

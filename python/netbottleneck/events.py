@@ -15,6 +15,8 @@ from netbottleneck import trace as tr
 KINDS = ("allreduce", "allgather", "reducescatter", "broadcast", "barrier")
 DTYPES = ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 ALGORITHMS = (None, "ring all-reduce", "ring all-gather", "ring reduce-scatter", "chain broadcast")
+# csrc/engine/local.h: what takes the place of a schedule where ranks share memory.
+IN_MEMORY = {32: "shared memory", 33: "staged shared memory"}
 
 
 class Event(NamedTuple):
@@ -209,7 +211,7 @@ def _mark(row: dict[str, Any] | None, event: Event, native: bool) -> None:
         row["error"] = signed(event.e)
         if native:
             row["wire_bytes"] = event.b
-            row["algorithm"] = _named(ALGORITHMS, event.d)
+            row["algorithm"] = IN_MEMORY.get(event.d) or _named(ALGORITHMS, event.d)
 
 
 def faults(events: Iterable[Event], rank: int, size: int) -> list[tr.Fault]:

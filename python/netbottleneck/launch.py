@@ -113,6 +113,8 @@ def _connect(
         "start_timeout_s": settings.start_timeout_s,
         "stall_s": settings.stall_s,
         "recorder": recorder,
+        "shm": settings.shm,
+        "host": host_digest(settings),
     }
     if place.size == 1:
         comm: _core.Comm = module.Comm(0, 1, secret=secrets.token_bytes(32), **options)

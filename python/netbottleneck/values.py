@@ -112,10 +112,18 @@ def level(text: str) -> str:
     return text.lower()
 
 
+def sharing(text: str) -> str:
+    """Return whether memory is shared: auto, 0 or 1."""
+    if text not in ("auto", "0", "1"):
+        raise ValueError(text)
+    return text
+
+
 BOOLEAN = Kind(boolean, "0 or 1")
 TEXT = Kind(str, "text")
 BYTES = Kind(size, "bytes, such as 65536, 256Ki, 1M or 64Mi (M is 10^6, Mi is 2^20)")
 TRANSPORT_LIST = Kind(transports, f"one of {', '.join(TRANSPORTS)}, or a list of them without repetition")
+SHARING = Kind(sharing, "auto, 0 or 1")
 STREAMS = Kind(streams, "auto, or a number from 1 to 64")
 PORT_RANGE = Kind(ports, "LOW-HIGH, two ports from 1 to 65535")
 ADDRESS = Kind(address, "HOST:PORT")

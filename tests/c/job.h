@@ -17,6 +17,12 @@
 
 enum { TEST_RANKS_MAX = 16, TEST_LIMIT_MS = 30000 };
 
+struct test_odd { // a rank that is not like the others
+    int rank;
+    enum nb_shm_mode shm;
+    const char *host;
+};
+
 struct test_rank {
     int rank;
     int size;
@@ -25,6 +31,9 @@ struct test_rank {
     int timeout_ms;
     int stall_ms;
     size_t segment_bytes; // 0: the default
+    enum nb_shm_mode shm;
+    const char *host; // what ranks of one host call it; NULL: it has no name
+    const struct test_odd *odd;
     struct nb_listener *listener;
     char address[NB_SOCK_TEXT];
     struct nb_job *job;
@@ -55,7 +64,9 @@ static void *test_rank_main(void *arg) {
                                     .stall_ms = me->stall_ms,
                                     .library = getenv("NETBOTTLENECK_LIBFABRIC"),
                                     .provider = getenv("NETBOTTLENECK_PROVIDER"),
-                                    .segment_bytes = me->segment_bytes};
+                                    .segment_bytes = me->segment_bytes,
+                                    .shm = me->shm};
+        memcpy(job.host, me->host != NULL ? me->host : "", me->host != NULL ? strnlen(me->host, NB_HOST_BYTES) : 0);
         me->rc = nb_job_open(&me->job, &job, &me->err);
     }
     if (me->rc == 0) {
@@ -65,9 +76,17 @@ static void *test_rank_main(void *arg) {
     return NULL;
 }
 
-// 0, or 77 when the transport is not there.
-static inline int test_job(const struct test_rank *like) {
-    struct test_rank ranks[TEST_RANKS_MAX];
+// A network by its name; "shm" is memory that all ranks share, over whatever lanes.
+static inline struct test_rank test_on(const char *network) {
+    bool shared = strcmp(network, "shm") == 0;
+    return (struct test_rank){.transport = shared ? "tcp" : network,
+                              .streams = 1,
+                              .timeout_ms = 20000,
+                              .shm = shared ? NB_SHM_REQUIRED : NB_SHM_OFF,
+                              .host = "here"};
+}
+
+static inline void test_run(const struct test_rank *like, struct test_rank *ranks) {
     pthread_t threads[TEST_RANKS_MAX];
     struct nb_listener listener = {.fd = -1};
     struct nb_error err = {0};
@@ -76,6 +95,10 @@ static inline int test_job(const struct test_rank *like) {
     for (int r = 0; r < like->size; r++) {
         ranks[r] = *like;
         ranks[r].rank = r;
+        if (like->odd != NULL && like->odd->rank == r) {
+            ranks[r].shm = like->odd->shm;
+            ranks[r].host = like->odd->host;
+        }
         ranks[r].listener = r == 0 ? &listener : NULL;
         nb_sock_format(&listener.addr, ranks[r].address);
         CHECK(pthread_create(&threads[r], NULL, test_rank_main, &ranks[r]) == 0, "thread %d", r);
@@ -84,6 +107,12 @@ static inline int test_job(const struct test_rank *like) {
         pthread_join(threads[r], NULL);
     }
     nb_listener_close(&listener);
+}
+
+// 0, or 77 when the transport is not there.
+static inline int test_job(const struct test_rank *like) {
+    struct test_rank ranks[TEST_RANKS_MAX];
+    test_run(like, ranks);
     for (int r = 0; r < like->size; r++) {
         if (ranks[r].rc == NB_ENOLIB) {
             fprintf(stderr, "%s\n", ranks[r].err.text);
@@ -92,6 +121,16 @@ static inline int test_job(const struct test_rank *like) {
         CHECK(ranks[r].rc == 0, "rank %d: %s", r, ranks[r].err.text);
     }
     return 0;
+}
+
+// All ranks fail to open the job, alike.
+static inline void test_job_fails(const struct test_rank *like, int code, const char *part) {
+    struct test_rank ranks[TEST_RANKS_MAX];
+    test_run(like, ranks);
+    for (int r = 0; r < like->size; r++) {
+        CHECK(ranks[r].rc == code, "rank %d: %d %s", r, ranks[r].rc, ranks[r].err.text);
+        CHECK(strstr(ranks[r].err.text, part) != NULL, "'%s' is not in: %s", part, ranks[r].err.text);
+    }
 }
 
 static inline struct nb_op test_op(const char *name, enum nb_op_kind kind, struct nb_segment *all) {

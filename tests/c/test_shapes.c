@@ -134,7 +134,9 @@ static void shapes(struct test_rank *me) {
 }
 
 static int network(const char *transport, size_t segment_bytes, int size) {
-    struct test_rank like = {.size = size, .transport = transport, .streams = 2, .timeout_ms = 20000};
+    struct test_rank like = test_on(transport);
+    like.size = size;
+    like.streams = 2;
     like.segment_bytes = segment_bytes;
     like.run = shapes;
     int rc = test_job(&like);
@@ -147,16 +149,16 @@ static int network(const char *transport, size_t segment_bytes, int size) {
 
 // test_shapes [NETWORK]: one network, or every one that is there.
 int main(int argc, char **argv) {
-    static const char *const networks[] = {"tcp", "ofi"};
+    static const char *const networks[] = {"shm", "tcp", "ofi"};
     int rc = 0;
-    for (int i = 0; i < 2 && rc == 0; i++) {
+    for (int i = 0; i < 3 && rc == 0; i++) {
         const char *name = argc > 1 ? argv[1] : networks[i];
         for (int size = 1; size <= 5 && rc == 0; size++) {
             rc = network(name, 0, size);
         }
         rc = rc == 0 ? network(name, 16 * 1024, 3) : rc;
         rc = rc == 0 ? network(name, 2 * 1024 * 1024, 2) : rc;
-        rc = rc == 0 && i == 0 ? network(name, 0, 9) : rc;
+        rc = rc == 0 && i < 2 ? network(name, 0, 9) : rc;
         i += argc > 1;
     }
     return rc;

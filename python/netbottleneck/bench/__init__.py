@@ -25,12 +25,13 @@ Say = Callable[[str], None]
 
 
 class More(TypedDict, total=False):
-    """What else `bench` takes, with its defaults: float32, sum, 0 (by size), 1, None."""
+    """What else `bench` takes, with its defaults: float32, sum, 0 (by size), 1, "auto", None."""
 
     dtype: str
     op: str
     iterations: int
     ranks_per_host: int
+    shm: str | Sequence[str]
     say: Say | None
 
 
@@ -45,10 +46,12 @@ def bench(
     """Start `ranks` processes here and measure all-reduce of each size on each transport, in turn on the same memory.
 
     lab: hosts joined by capped links, such as "2gbit/500mbit"; None: loopback. sizes in bytes or as "1M,64Mi";
-    streams as "auto" or numbers; transports None: those that are there. say: called with each line of the table.
+    streams as "auto" or numbers; transports None: those that are there. shm: "auto", "0", "1" or several: memory
+    shared between ranks of one host. say: called with each line of the table.
     Raises ValueError for a bad argument, LabError where no lab is possible, Error with the words of a rank that failed.
     """
     named = transports.split(",") if isinstance(transports, str) else transports
+    shared = more.get("shm", "auto")
     request = Request(
         tuple(named) if named is not None else TRANSPORTS,
         parse_lanes(streams) if isinstance(streams, str) else _several(streams),
@@ -57,6 +60,7 @@ def bench(
         more.get("op", "sum"),
         more.get("iterations", 0),
         named is not None,
+        tuple(shared.split(",")) if isinstance(shared, str) else tuple(shared),
     )
     return start(request, ranks, lab, more.get("ranks_per_host", 1), more.get("say"))
 

@@ -98,7 +98,8 @@ class Native(Path):
         found = self._comm.info()
         curve = [[int(x) for x in point] for point in found["probe"]]
         auto = {"probe": curve} if self.streams == 0 else {}
-        return {"provider": str(found["provider"]), "streams_used": int(found["streams_used"]), **auto}
+        shared = {"shm": str(found["shm"])} if self._comm.size > 1 else {}
+        return {"provider": str(found["provider"]), "streams_used": int(found["streams_used"]), **shared, **auto}
 
     def close(self) -> None:
         self._comm.close()

@@ -97,8 +97,8 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     if lanes == "auto" and row.get("streams_used"):
         lanes = f"auto ({row['streams_used']})"
     return (
-        str(row["transport"]),
-        lanes,
+        str(row["transport"]) + ("+shm" if row.get("shm") == "on" else ""),
+        lanes if row.get("shm") != "on" else "-",
         str(row["bytes"]),
         str(row["count"]),
         str(row["dtype"]),

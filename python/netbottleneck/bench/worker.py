@@ -7,6 +7,8 @@ standard input is closed: whoever started it is gone.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -75,8 +77,9 @@ class Rank:
             elif transport == "stock":
                 self.paths += open_stock(self.settings, self.place, self.control, memory, what)
             else:
-                for lanes in self.request.streams:
-                    made = launch.connect(self.settings, self.place, transport=transport, streams=lanes)
+                for lanes, shm in itertools.product(self.request.streams, self.request.shm):
+                    chosen = dataclasses.replace(self.settings, shm=shm)
+                    made = launch.connect(chosen, self.place, transport=transport, streams=lanes)
                     self.paths.append(Native(made, transport, lanes, memory, what))
         self._emit({"open": [[path.name, path.streams] for path in self.paths], "ranks": self.place.size})
 

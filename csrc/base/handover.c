@@ -1,0 +1,169 @@
+// How does memory get from one process to another? As a descriptor, over a local socket.
+#include "base/handover.h"
+
+#include <errno.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/types.h>
+#include <sys/uio.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include "base/error.h"
+#include "base/sha256.h"
+
+enum { DRAWN_BYTES = 16 };
+
+static const char prefix[] = "netbottleneck-";
+
+_Static_assert(sizeof prefix + 2 * (size_t)DRAWN_BYTES <= NB_HANDOVER_NAME, "a name has room");
+
+// The first byte of an abstract name is zero, and its length counts.
+static socklen_t address_of(const char *name, struct sockaddr_un *addr) {
+    size_t length = strnlen(name, NB_HANDOVER_NAME - 1);
+    memset(addr, 0, sizeof *addr);
+    addr->sun_family = AF_UNIX;
+    memcpy(addr->sun_path + 1, name, length);
+    return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + length);
+}
+
+static int socket_open(struct nb_error *err) {
+    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    return fd >= 0 ? fd : nb_fail(err, -errno, "a local socket: %m");
+}
+
+static bool same_user(int fd) {
+    struct ucred peer;
+    socklen_t bytes = sizeof peer;
+    return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) == 0 && peer.uid == geteuid();
+}
+
+int nb_handover_listen(char name[NB_HANDOVER_NAME], int backlog, struct nb_error *err) {
+    unsigned char drawn[DRAWN_BYTES];
+    struct sockaddr_un addr;
+    int rc = nb_random(drawn, sizeof drawn);
+    if (rc < 0) {
+        return nb_fail(err, rc, "random bytes (%s)", nb_code_name(rc));
+    }
+    size_t at = sizeof prefix - 1;
+    memcpy(name, prefix, sizeof prefix);
+    for (size_t i = 0; i < sizeof drawn; i++) {
+        at += (size_t)snprintf(name + at, NB_HANDOVER_NAME - at, "%02x", drawn[i]);
+    }
+    int fd = socket_open(err);
+    if (fd < 0) {
+        return fd;
+    }
+    socklen_t bytes = address_of(name, &addr);
+    if (bind(fd, (const struct sockaddr *)&addr, bytes) != 0 || listen(fd, backlog) != 0) {
+        rc = nb_fail(err, -errno, "a local socket called %s: %m", name);
+        close(fd);
+        return rc;
+    }
+    return fd;
+}
+
+int nb_handover_connect(const char *name, struct nb_error *err) {
+    struct sockaddr_un addr;
+    socklen_t bytes = address_of(name, &addr);
+    int fd = socket_open(err);
+    if (fd < 0) {
+        return fd;
+    }
+    int rc = 0;
+    if (connect(fd, (const struct sockaddr *)&addr, bytes) != 0) {
+        rc = nb_fail(err, -errno, "local socket %s: %m", name);
+    } else if (!same_user(fd)) {
+        rc = nb_fail(err, -EPERM, "local socket %s belongs to another user", name);
+    }
+    if (rc < 0) {
+        close(fd);
+        return rc;
+    }
+    return fd;
+}
+
+int nb_handover_accept(int listener) {
+    int fd = accept4(listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fd < 0) {
+        return errno == EINTR || errno == EWOULDBLOCK ? -EAGAIN : -errno;
+    }
+    if (!same_user(fd)) {
+        close(fd);
+        return -EPERM;
+    }
+    return fd;
+}
+
+// Room for descriptors, aligned as their header wants it.
+union ancillary {
+    struct cmsghdr header;
+    char room[CMSG_SPACE(NB_HANDOVER_FDS * sizeof(int))];
+};
+
+int nb_handover_send(int fd, const void *message, size_t bytes, const int *fds, int count) {
+    struct iovec iov = {.iov_base = (void *)(uintptr_t)message, .iov_len = bytes};
+    union ancillary control = {.room = {0}};
+    struct msghdr msg = {.msg_iov = &iov, .msg_iovlen = 1};
+    size_t length = (size_t)count * sizeof *fds;
+    if (count > NB_HANDOVER_FDS) {
+        return -EINVAL;
+    }
+    if (count > 0) {
+        msg.msg_control = control.room;
+        msg.msg_controllen = CMSG_SPACE(length);
+        struct cmsghdr *header = CMSG_FIRSTHDR(&msg);
+        header->cmsg_level = SOL_SOCKET;
+        header->cmsg_type = SCM_RIGHTS;
+        header->cmsg_len = CMSG_LEN(length);
+        memcpy(CMSG_DATA(header), fds, length);
+    }
+    ssize_t n = sendmsg(fd, &msg, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (n < 0) {
+        return errno == EINTR || errno == EWOULDBLOCK ? -EAGAIN : -errno;
+    }
+    return 0;
+}
+
+// Takes the descriptors out of a message; how many, at most NB_HANDOVER_FDS.
+static int take_fds(struct msghdr *msg, int *fds) {
+    int count = 0;
+    for (struct cmsghdr *header = CMSG_FIRSTHDR(msg); header != NULL; header = CMSG_NXTHDR(msg, header)) {
+        if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) {
+            continue;
+        }
+        size_t length = header->cmsg_len - CMSG_LEN(0);
+        int here = (int)(length / sizeof(int));
+        if (count + here <= NB_HANDOVER_FDS) {
+            memcpy(fds + count, CMSG_DATA(header), (size_t)here * sizeof(int));
+            count += here;
+        }
+    }
+    return count;
+}
+
+int nb_handover_receive(int fd, void *message, size_t bytes, int *fds, int count) {
+    struct iovec iov = {.iov_base = message, .iov_len = bytes};
+    union ancillary control = {.room = {0}};
+    struct msghdr msg = {
+        .msg_iov = &iov, .msg_iovlen = 1, .msg_control = control.room, .msg_controllen = sizeof control.room};
+    ssize_t n = recvmsg(fd, &msg, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    if (n < 0) {
+        return errno == EINTR || errno == EWOULDBLOCK ? -EAGAIN : -errno;
+    }
+    int taken[NB_HANDOVER_FDS];
+    int found = take_fds(&msg, taken);
+    bool cut = (msg.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0;
+    if ((size_t)n == bytes && found == count && !cut) {
+        memcpy(fds, taken, (size_t)count * sizeof *fds);
+        return 0;
+    }
+    for (int i = 0; i < found; i++) {
+        close(taken[i]);
+    }
+    return n == 0 && !cut ? -ECONNRESET : NB_EWIRE;
+}

@@ -1,0 +1,489 @@
+// Which memory do the ranks of this host share, and who has mapped what?
+#include "transport/shm.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "base/error.h"
+#include "base/handover.h"
+#include "base/list.h"
+#include "base/loop.h"
+#include "base/sha256.h"
+#include "bootstrap/bootstrap.h"
+
+enum { HELLO_MAGIC = 0x4e425348, GIFT_MAGIC = 0x4e425347, STRANGERS = 8 };
+
+struct hello { // with the area and what wakes its rank
+    uint32_t magic;
+    int32_t rank;
+    uint64_t area_bytes;
+    unsigned char token[NB_TOKEN_BYTES];
+};
+
+struct gift { // with an arena
+    uint32_t magic;
+    uint32_t arena;
+    uint64_t bytes;
+};
+
+// Memory that its owner can no longer take away from under those who have mapped it.
+static bool sealed(int fd, size_t bytes) {
+    struct stat st;
+    int seals = fcntl(fd, F_GET_SEALS);
+    return seals >= 0 && (seals & F_SEAL_SHRINK) != 0 && fstat(fd, &st) == 0 && st.st_size >= 0 &&
+           (size_t)st.st_size >= bytes;
+}
+
+// All of it exists before anybody relies on it: a limit shows here, not as a signal later.
+static int area_make(struct nb_shm *shm, struct nb_error *err) {
+    struct rlimit limit;
+    size_t bytes = sizeof(struct nb_shm_area);
+    shm->area_fd = memfd_create("netbottleneck", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (shm->area_fd < 0) {
+        return nb_fail(err, -errno, "memory that can be passed on: %m");
+    }
+    if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < bytes) {
+        return nb_fail(err, -EFBIG, "shared memory of %zu bytes: RLIMIT_FSIZE is %llu", bytes,
+                       (unsigned long long)limit.rlim_cur);
+    }
+    if (ftruncate(shm->area_fd, (off_t)bytes) != 0 || fallocate(shm->area_fd, 0, 0, (off_t)bytes) != 0 ||
+        fcntl(shm->area_fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) {
+        return nb_fail(err, -errno, "shared memory of %zu bytes: %m", bytes);
+    }
+    void *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, shm->area_fd, 0);
+    if (base == MAP_FAILED) {
+        return nb_fail(err, -errno, "shared memory of %zu bytes: %m", bytes);
+    }
+    shm->peers[shm->rank].area = base;
+    return 0;
+}
+
+int nb_shm_open(struct nb_shm **out, int rank, int size, struct nb_error *err) {
+    struct nb_shm *shm = calloc(1, sizeof *shm + (size_t)size * sizeof shm->peers[0]);
+    if (shm == NULL) {
+        return nb_fail(err, -ENOMEM, "shared memory of %d ranks", size);
+    }
+    shm->rank = rank;
+    shm->size = size;
+    shm->area_fd = -1;
+    shm->listener = -1;
+    for (int r = 0; r < size; r++) {
+        shm->peers[r].shm = shm;
+        shm->peers[r].rank = r;
+        shm->peers[r].watch.fd = -1;
+        shm->peers[r].wake_fd = -1;
+    }
+    int rc = area_make(shm, err);
+    if (rc == 0) {
+        rc = nb_handover_listen(shm->name, size + STRANGERS, err);
+        shm->listener = rc < 0 ? -1 : rc;
+    }
+    if (rc < 0) {
+        nb_shm_close(shm);
+        return rc;
+    }
+    *out = shm;
+    return 0;
+}
+
+static void fd_close(int *fd) {
+    if (*fd >= 0) {
+        close(*fd);
+    }
+    *fd = -1;
+}
+
+static void peer_close(struct nb_shm_peer *peer) {
+    struct nb_shm *shm = peer->shm;
+    if (peer->watch.fd >= 0 && shm->loop != NULL) {
+        nb_loop_remove(shm->loop, &peer->watch);
+    }
+    fd_close(&peer->watch.fd);
+    fd_close(&peer->wake_fd);
+    for (uint32_t i = 0; peer->rank != shm->rank && i < peer->arena_count; i++) {
+        if (peer->arenas[i] != NULL) {
+            (void)munmap(peer->arenas[i], peer->arena_bytes[i]);
+        }
+    }
+    if (peer->area != NULL) {
+        (void)munmap(peer->area, sizeof *peer->area);
+    }
+}
+
+void nb_shm_close(struct nb_shm *shm) {
+    if (shm == NULL) {
+        return;
+    }
+    for (int r = 0; r < shm->size; r++) {
+        peer_close(&shm->peers[r]);
+    }
+    fd_close(&shm->listener);
+    fd_close(&shm->area_fd);
+    free(shm);
+}
+
+// --- meeting
+
+struct meeting {
+    struct nb_shm *shm;
+    const struct nb_boot *boot;
+    int wake_fd;
+    int missing;
+    int stranger_count; // connections that have not said who they are
+    int strangers[NB_SHM_RANKS_MAX + STRANGERS];
+};
+
+static int hello_say(const struct meeting *m, int fd, int to, struct nb_error *err) {
+    const struct nb_shm *shm = m->shm;
+    struct hello hello = {.magic = HELLO_MAGIC, .rank = shm->rank, .area_bytes = sizeof(struct nb_shm_area)};
+    int fds[2] = {shm->area_fd, m->wake_fd};
+    nb_boot_token(m->boot, "shared memory", shm->rank, to, hello.token);
+    int rc = nb_handover_send(fd, &hello, sizeof hello, fds, 2);
+    return rc == 0 ? 0 : nb_fail_peer(err, rc, to, "passing memory to rank %d: %s", to, nb_code_name(rc));
+}
+
+// Takes a peer's area over. The descriptors are closed, or the peer's.
+static int hello_accept(struct nb_shm_peer *peer, const struct hello *hello, int fds[2], struct nb_error *err) {
+    size_t bytes = sizeof(struct nb_shm_area);
+    int flags = fcntl(fds[1], F_GETFL);
+    if (hello->area_bytes != bytes || !sealed(fds[0], bytes) || flags < 0 || (flags & O_NONBLOCK) == 0) {
+        return nb_fail_peer(err, NB_EWIRE, peer->rank, "rank %d passed memory that is not what it should be",
+                            peer->rank);
+    }
+    void *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fds[0], 0);
+    if (base == MAP_FAILED) {
+        return nb_fail_peer(err, -errno, peer->rank, "mapping the memory of rank %d: %m", peer->rank);
+    }
+    peer->area = base;
+    peer->wake_fd = fds[1];
+    fds[1] = -1;
+    return 0;
+}
+
+// Reads who is at a connection. `expected`: the rank that it was made to, or -1: it came by itself, from any rank above
+// this one. Returns the rank, -EAGAIN, -EPERM for somebody who does not belong here, or a failure with its text.
+static int hello_hear(const struct meeting *m, int fd, int expected, struct nb_error *err) {
+    struct nb_shm *shm = m->shm;
+    struct hello hello;
+    unsigned char token[NB_TOKEN_BYTES];
+    int fds[2];
+    int rc = nb_handover_receive(fd, &hello, sizeof hello, fds, 2);
+    if (rc < 0) {
+        return rc == -EAGAIN || expected < 0 ? (rc == -EAGAIN ? rc : -EPERM)
+                                             : nb_fail_peer(err, rc, expected, "rank %d did not pass its memory (%s)",
+                                                            expected, nb_code_name(rc));
+    }
+    bool known = hello.magic == HELLO_MAGIC && hello.rank >= 0 && hello.rank < shm->size &&
+                 (expected >= 0 ? hello.rank == expected : hello.rank > shm->rank) &&
+                 shm->peers[hello.rank].area == NULL;
+    if (known) {
+        nb_boot_token(m->boot, "shared memory", hello.rank, shm->rank, token);
+        known = nb_bytes_equal(token, hello.token, sizeof token);
+    }
+    rc = known ? hello_accept(&shm->peers[hello.rank], &hello, fds, err) : -EPERM;
+    fd_close(&fds[0]);
+    fd_close(&fds[1]);
+    if (rc == -EPERM && expected >= 0) {
+        return nb_fail_peer(err, rc, expected, "the socket of rank %d is somebody else's", expected);
+    }
+    return rc < 0 ? rc : hello.rank;
+}
+
+static int strangers_accept(struct meeting *m, struct nb_error *err) {
+    const int room = (int)(sizeof m->strangers / sizeof m->strangers[0]);
+    for (;;) {
+        int fd = nb_handover_accept(m->shm->listener);
+        if (fd == -EAGAIN) {
+            return 0;
+        }
+        if (fd == -EPERM || fd == -ECONNABORTED) {
+            continue;
+        }
+        if (fd < 0) {
+            return nb_fail(err, fd, "accepting ranks of this host: %s", nb_code_name(fd));
+        }
+        if (m->stranger_count == room) {
+            close(fd);
+            continue;
+        }
+        m->strangers[m->stranger_count++] = fd;
+    }
+}
+
+static int strangers_hear(struct meeting *m, struct nb_error *err) {
+    for (int i = 0; i < m->stranger_count;) {
+        int fd = m->strangers[i];
+        int rank = hello_hear(m, fd, -1, err);
+        if (rank == -EAGAIN) {
+            i++;
+            continue;
+        }
+        m->strangers[i] = m->strangers[--m->stranger_count];
+        if (rank < 0) {
+            close(fd);
+            if (rank != -EPERM) {
+                return rank;
+            }
+            continue;
+        }
+        m->shm->peers[rank].watch.fd = fd;
+        m->missing--;
+        int rc = hello_say(m, fd, rank, err);
+        if (rc < 0) {
+            return rc;
+        }
+    }
+    return 0;
+}
+
+// What the ranks that this one went to have answered.
+static int answers_hear(struct meeting *m, struct nb_error *err) {
+    struct nb_shm *shm = m->shm;
+    for (int r = 0; r < shm->rank; r++) {
+        if (shm->peers[r].area != NULL) {
+            continue;
+        }
+        int rc = hello_hear(m, shm->peers[r].watch.fd, r, err);
+        if (rc < 0 && rc != -EAGAIN) {
+            return rc;
+        }
+        m->missing -= rc >= 0;
+    }
+    return 0;
+}
+
+static void meeting_wait(const struct meeting *m, int64_t deadline_ns) {
+    struct pollfd polls[2 * NB_SHM_RANKS_MAX + STRANGERS + 1];
+    const struct nb_shm *shm = m->shm;
+    nfds_t n = 0;
+    polls[n++] = (struct pollfd){.fd = shm->listener, .events = POLLIN};
+    for (int i = 0; i < m->stranger_count; i++) {
+        polls[n++] = (struct pollfd){.fd = m->strangers[i], .events = POLLIN};
+    }
+    for (int r = 0; r < shm->rank; r++) {
+        if (shm->peers[r].area == NULL) {
+            polls[n++] = (struct pollfd){.fd = shm->peers[r].watch.fd, .events = POLLIN};
+        }
+    }
+    int64_t left_ms = (deadline_ns - nb_now_ns()) / 1000000;
+    (void)poll(polls, n, left_ms > 0 ? (int)left_ms + 1 : 0);
+}
+
+static int meet_all(struct meeting *m, int64_t deadline_ns, struct nb_error *err) {
+    struct nb_shm *shm = m->shm;
+    for (;;) {
+        int rc = strangers_accept(m, err);
+        rc = rc < 0 ? rc : strangers_hear(m, err);
+        rc = rc < 0 ? rc : answers_hear(m, err);
+        if (rc < 0 || m->missing == 0) {
+            return rc;
+        }
+        if (nb_now_ns() >= deadline_ns) {
+            int r = 0;
+            while (r == shm->rank || shm->peers[r].area != NULL) {
+                r++;
+            }
+            return nb_fail_peer(err, NB_ETIMEOUT, r, "rank %d did not pass its memory in time", r);
+        }
+        meeting_wait(m, deadline_ns);
+    }
+}
+
+int nb_shm_meet(struct nb_shm *shm, const char (*names)[NB_HANDOVER_NAME], const struct nb_boot *boot, int wake_fd,
+                int64_t deadline_ns, struct nb_error *err) {
+    struct meeting m = {.shm = shm, .boot = boot, .wake_fd = wake_fd, .missing = shm->size - 1};
+    int rc = 0;
+    for (int r = 0; r < shm->rank && rc == 0; r++) {
+        int fd = nb_handover_connect(names[r], err);
+        shm->peers[r].watch.fd = fd < 0 ? -1 : fd;
+        rc = fd < 0 ? fd : hello_say(&m, fd, r, err);
+    }
+    if (rc == 0) {
+        rc = meet_all(&m, deadline_ns, err);
+    }
+    for (int i = 0; i < m.stranger_count; i++) {
+        close(m.strangers[i]);
+    }
+    fd_close(&shm->listener);
+    return rc;
+}
+
+// --- arenas
+
+static void arena_take(struct nb_shm_peer *peer, const struct gift *gift, int fd) {
+    struct nb_shm *shm = peer->shm;
+    size_t bytes = gift->bytes;
+    if (gift->magic != GIFT_MAGIC || gift->arena >= NB_SHM_ARENAS || peer->arenas[gift->arena] != NULL || bytes == 0 ||
+        bytes > (size_t)PTRDIFF_MAX || !sealed(fd, bytes)) {
+        return;
+    }
+    void *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (base == MAP_FAILED) {
+        return; // what lies there goes through staging
+    }
+    peer->arenas[gift->arena] = base;
+    peer->arena_bytes[gift->arena] = bytes;
+    peer->arena_count = gift->arena >= peer->arena_count ? gift->arena + 1 : peer->arena_count;
+    (void)atomic_fetch_or(&shm->peers[shm->rank].area->mapped[peer->rank], (uint64_t)1 << gift->arena);
+}
+
+static void peer_ready(struct nb_watch *watch, uint32_t events) {
+    struct nb_shm_peer *peer = NB_CONTAINER(watch, struct nb_shm_peer, watch);
+    struct gift gift;
+    int fd;
+    (void)events;
+    int rc = nb_handover_receive(watch->fd, &gift, sizeof gift, &fd, 1);
+    if (rc == 0) {
+        arena_take(peer, &gift, fd);
+        close(fd);
+    } else if (rc != -EAGAIN) { // it has left; its control connection tells whether in good order
+        nb_loop_remove(peer->shm->loop, watch);
+        fd_close(&watch->fd);
+    }
+}
+
+int nb_shm_watch(struct nb_shm *shm, struct nb_loop *loop, struct nb_error *err) {
+    shm->loop = loop;
+    for (int r = 0; r < shm->size; r++) {
+        struct nb_shm_peer *peer = &shm->peers[r];
+        peer->watch.ready = peer_ready;
+        int rc = r == shm->rank ? 0 : nb_loop_add(loop, &peer->watch, EPOLLIN, err);
+        if (rc < 0) {
+            return rc;
+        }
+    }
+    return 0;
+}
+
+int nb_shm_offer(struct nb_shm *shm, void *base, size_t bytes, int fd, struct nb_error *err) {
+    struct nb_shm_peer *me = &shm->peers[shm->rank];
+    struct stat st;
+    if (fstat(fd, &st) != 0) {
+        return nb_fail(err, -errno, "memory to be passed on: %m");
+    }
+    for (uint32_t i = 0; i < me->arena_count; i++) {
+        if (shm->arena_inodes[i] == (uint64_t)st.st_ino && me->arenas[i] == base) {
+            return 0;
+        }
+    }
+    if (me->arena_count == NB_SHM_ARENAS) {
+        return nb_fail(err, -ENOSPC, "more than %d arenas of a rank are not shared", NB_SHM_ARENAS);
+    }
+    uint32_t number = me->arena_count++;
+    me->arenas[number] = base;
+    me->arena_bytes[number] = bytes;
+    shm->arena_inodes[number] = (uint64_t)st.st_ino;
+    struct gift gift = {.magic = GIFT_MAGIC, .arena = number, .bytes = bytes};
+    int rc = 0;
+    for (int r = 0; r < shm->size; r++) {
+        if (r != shm->rank && shm->peers[r].watch.fd >= 0) {
+            int sent = nb_handover_send(shm->peers[r].watch.fd, &gift, sizeof gift, &fd, 1);
+            rc = rc < 0 || sent == 0 || sent == -EPIPE
+                     ? rc
+                     : nb_fail_peer(err, sent, r, "passing memory to rank %d: %s", r, nb_code_name(sent));
+        }
+    }
+    return rc;
+}
+
+static bool all_have(const struct nb_shm *shm, uint32_t arena) {
+    for (int r = 0; r < shm->size; r++) {
+        uint64_t have = r == shm->rank ? UINT64_MAX : atomic_load(&shm->peers[r].area->mapped[shm->rank]);
+        if ((have >> arena & 1) == 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+bool nb_shm_find(const struct nb_shm *shm, const void *base, size_t bytes, struct nb_shm_piece *piece) {
+    const struct nb_shm_peer *me = &shm->peers[shm->rank];
+    const char *at = base;
+    for (uint32_t i = me->arena_count; i-- > 0;) { // the newest first
+        size_t offset = (size_t)((uintptr_t)at - (uintptr_t)me->arenas[i]);
+        if (offset < me->arena_bytes[i] && bytes <= me->arena_bytes[i] - offset) {
+            *piece = (struct nb_shm_piece){.arena = i, .offset = offset, .bytes = bytes};
+            return all_have(shm, i);
+        }
+    }
+    return false;
+}
+
+char *nb_shm_memory(const struct nb_shm *shm, int rank, const struct nb_shm_piece *piece) {
+    const struct nb_shm_peer *peer = &shm->peers[rank];
+    if (piece->arena >= NB_SHM_ARENAS || peer->arenas[piece->arena] == NULL ||
+        piece->offset > peer->arena_bytes[piece->arena] ||
+        piece->bytes > peer->arena_bytes[piece->arena] - piece->offset) {
+        return NULL;
+    }
+    return peer->arenas[piece->arena] + piece->offset;
+}
+
+// --- sleeping, and keeping off
+
+void nb_shm_wake(struct nb_shm *shm) {
+    const uint64_t one = 1;
+    atomic_thread_fence(memory_order_seq_cst);
+    for (int r = 0; r < shm->size; r++) {
+        struct nb_shm_peer *peer = &shm->peers[r];
+        if (r != shm->rank && atomic_load_explicit(&peer->area->asleep, memory_order_relaxed) != 0 &&
+            atomic_exchange(&peer->area->asleep, 0) != 0) {
+            (void)!write(peer->wake_fd, &one, sizeof one);
+        }
+    }
+}
+
+void nb_shm_sleep(struct nb_shm *shm) {
+    atomic_store(&shm->peers[shm->rank].area->asleep, 1);
+    atomic_thread_fence(memory_order_seq_cst);
+}
+
+void nb_shm_rouse(struct nb_shm *shm) {
+    _Atomic uint32_t *asleep = &shm->peers[shm->rank].area->asleep;
+    if (atomic_load_explicit(asleep, memory_order_relaxed) != 0) {
+        atomic_store_explicit(asleep, 0, memory_order_relaxed);
+    }
+}
+
+bool nb_shm_enter(struct nb_shm *shm) {
+    atomic_store(&shm->peers[shm->rank].area->busy, 1);
+    atomic_thread_fence(memory_order_seq_cst);
+    for (int r = 0; r < shm->size; r++) {
+        if (atomic_load_explicit(&shm->peers[r].area->revoked, memory_order_relaxed) != 0) {
+            nb_shm_leave(shm);
+            return false;
+        }
+    }
+    return true;
+}
+
+void nb_shm_leave(struct nb_shm *shm) {
+    struct nb_shm_area *area = shm->peers[shm->rank].area;
+    atomic_store_explicit(&area->pulse, area->pulse + 1, memory_order_relaxed);
+    atomic_store_explicit(&area->busy, 0, memory_order_release);
+}
+
+void nb_shm_revoke(struct nb_shm *shm, int64_t deadline_ns) {
+    if (atomic_exchange(&shm->peers[shm->rank].area->revoked, 1) != 0) {
+        return;
+    }
+    atomic_thread_fence(memory_order_seq_cst);
+    for (int r = 0; r < shm->size; r++) {
+        while (atomic_load_explicit(&shm->peers[r].area->busy, memory_order_acquire) != 0 &&
+               nb_now_ns() < deadline_ns) {
+            (void)poll(NULL, 0, 1);
+        }
+    }
+}

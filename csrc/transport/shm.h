@@ -1,0 +1,120 @@
+// Memory that the ranks of one host share. Each rank has an area: counters that it alone moves forward and all others
+// read, descriptions of its operations, and a bounded staging place. Arenas of the core are mapped by all ranks; memory
+// of other origin goes through staging. Nothing is assumed: a rank that cannot make, pass or map memory says so.
+//
+// Counters only grow, so a rank that looks late misses nothing. A rank that sleeps says so in its area first; whoever
+// moves a counter wakes it by its loop's eventfd. No lock, no allocation, no system call where nobody sleeps.
+#ifndef NB_SHM_H
+#define NB_SHM_H
+
+#include <stdalign.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/error.h"
+#include "base/handover.h"
+#include "base/loop.h"
+#include "bootstrap/bootstrap.h"
+
+enum {
+    NB_SHM_RANKS_MAX = 64,
+    NB_SHM_SLOTS = 16,   // operations that are described at a time
+    NB_SHM_PIECES = 128, // of a description: what lies in more goes through staging
+    NB_SHM_ARENAS = 64,  // of a rank
+    NB_SHM_STAGES = 2,
+    NB_SHM_STAGE_BYTES = 1024 * 1024,
+    NB_SHM_LINE = 64 // of the cache
+};
+
+static const uint32_t NB_SHM_STAGED = UINT32_MAX;
+
+// Where a piece of a line lies, in the words that all ranks understand.
+struct nb_shm_piece {
+    uint32_t arena;
+    uint32_t zero;
+    uint64_t offset;
+    uint64_t bytes;
+};
+
+struct nb_shm_slot {
+    alignas(NB_SHM_LINE) uint32_t count; // of pieces, or NB_SHM_STAGED: the line is not in arenas that all have mapped
+    struct nb_shm_piece pieces[NB_SHM_PIECES];
+};
+
+struct nb_shm_area {
+    // How many operations this rank has described, and of how many its share is done.
+    alignas(NB_SHM_LINE) _Atomic uint64_t ready;
+    _Atomic uint64_t done;
+    // How many windows of staging it has filled, reduced its part of, and emptied everybody's of.
+    _Atomic uint64_t filled;
+    _Atomic uint64_t reduced;
+    _Atomic uint64_t emptied;
+    alignas(NB_SHM_LINE) _Atomic uint64_t pulse;                    // grows while it moves bytes
+    _Atomic uint32_t busy;                                          // it may be writing to others' memory
+    alignas(NB_SHM_LINE) _Atomic uint32_t revoked;                  // nobody may write to its memory any more
+    alignas(NB_SHM_LINE) _Atomic uint32_t asleep;                   // written by all
+    alignas(NB_SHM_LINE) _Atomic uint64_t mapped[NB_SHM_RANKS_MAX]; // a bit for each arena of each rank
+    struct nb_shm_slot slots[NB_SHM_SLOTS];
+    alignas(4096) unsigned char stage[NB_SHM_STAGES][NB_SHM_STAGE_BYTES];
+};
+
+struct nb_shm;
+
+struct nb_shm_peer { // [this rank]: its own area, and its own arenas where they are
+    struct nb_watch watch;
+    struct nb_shm *shm;
+    int rank;
+    int wake_fd;
+    struct nb_shm_area *area;
+    uint32_t arena_count;
+    char *arenas[NB_SHM_ARENAS];
+    size_t arena_bytes[NB_SHM_ARENAS];
+};
+
+struct nb_shm {
+    int rank;
+    int size;
+    int area_fd;
+    int listener;
+    char name[NB_HANDOVER_NAME];
+    struct nb_loop *loop;                 // NULL: its peers are not watched yet
+    uint64_t arena_inodes[NB_SHM_ARENAS]; // of this rank's
+    struct nb_shm_peer peers[];           // by rank
+};
+
+// Makes this rank's area and the socket that others come to.
+int nb_shm_open(struct nb_shm **shm, int rank, int size, struct nb_error *err);
+void nb_shm_close(struct nb_shm *shm);
+
+// Meets all others, given the names of their sockets by rank, and maps their areas. Blocks until deadline_ns at most.
+// wake_fd: what wakes this rank.
+int nb_shm_meet(struct nb_shm *shm, const char (*names)[NB_HANDOVER_NAME], const struct nb_boot *boot, int wake_fd,
+                int64_t deadline_ns, struct nb_error *err);
+
+// From now on others' arenas come in by the loop.
+int nb_shm_watch(struct nb_shm *shm, struct nb_loop *loop, struct nb_error *err);
+
+// Passes memory to all others; `fd` stays the caller's. Memory that they know already is not passed again.
+int nb_shm_offer(struct nb_shm *shm, void *base, size_t bytes, int fd, struct nb_error *err);
+
+// This rank's arena that holds all of a piece and that all others have mapped; false: there is none.
+bool nb_shm_find(const struct nb_shm *shm, const void *base, size_t bytes, struct nb_shm_piece *piece);
+
+// Where a piece that a rank described is in this process; NULL: no such memory was ever passed.
+char *nb_shm_memory(const struct nb_shm *shm, int rank, const struct nb_shm_piece *piece);
+
+// To be called after a counter has moved.
+void nb_shm_wake(struct nb_shm *shm);
+// From now on a counter that moves wakes this rank; what has moved before has to be looked for after it.
+void nb_shm_sleep(struct nb_shm *shm);
+void nb_shm_rouse(struct nb_shm *shm);
+
+// Around writes to others' memory: false where somebody has revoked it.
+bool nb_shm_enter(struct nb_shm *shm);
+void nb_shm_leave(struct nb_shm *shm);
+// After it returns no rank that runs writes to this one's memory. Waits for those that do, until deadline_ns at most.
+void nb_shm_revoke(struct nb_shm *shm, int64_t deadline_ns);
+
+#endif

@@ -1,0 +1,406 @@
+// Ranks of one host that share memory: every kind of operation, in arenas and elsewhere, in one piece and in many; what
+// happens where memory cannot be shared, and when a rank leaves.
+#include <errno.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <stdint.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+
+#include "base/arena.h"
+#include "base/dtype.h"
+#include "job.h"
+
+enum { ARENA_BYTES = 16 << 20, KINDS_COUNT = 9001, MANY = 40, MANY_COUNT = 3001 };
+
+static struct nb_job_info info_of(struct test_rank *me) {
+    struct nb_job_info info;
+    nb_job_info(me->job, &info);
+    return info;
+}
+
+// An arena that all have mapped when this returns: whoever takes part in the second barrier has handled what came before
+// the first. It stays until the process ends.
+static char *arena_share(struct test_rank *me) {
+    struct nb_error err = {0};
+    struct nb_arena arena;
+    CHECK(nb_arena_open(&arena, ARENA_BYTES, &err) == 0, "an arena: %s", err.text);
+    CHECK(nb_job_map_arena(me->job, &arena, &err) == 0, "map: %s", err.text);
+    test_barrier(me, "mapped");
+    test_barrier(me, "known");
+    return arena.base;
+}
+
+static uint8_t given(int rank, size_t i) {
+    return (uint8_t)((i * 3 + (size_t)rank * 5) % 13);
+}
+
+// A value as an element of any type, and back.
+static void element_put(char *at, int dtype, double value) {
+    float f32 = (float)value;
+    int64_t whole = (int64_t)value;
+    uint32_t bits;
+    memcpy(&bits, &f32, sizeof bits);
+    uint16_t bf16 = (uint16_t)(bits >> 16);
+    switch (dtype) {
+    case NB_F32:
+        memcpy(at, &f32, sizeof f32);
+        break;
+    case NB_F64:
+        memcpy(at, &value, sizeof value);
+        break;
+    case NB_BF16:
+        memcpy(at, &bf16, sizeof bf16);
+        break;
+    default:
+        memcpy(at, &whole, nb_dtype_size(dtype)); // little-endian
+    }
+}
+
+static double element_get(const char *at, int dtype) {
+    float f32;
+    double f64;
+    uint32_t bits = 0;
+    int64_t whole = 0;
+    switch (dtype) {
+    case NB_F32:
+        memcpy(&f32, at, sizeof f32);
+        return (double)f32;
+    case NB_F64:
+        memcpy(&f64, at, sizeof f64);
+        return f64;
+    case NB_BF16:
+        memcpy((char *)&bits + 2, at, 2);
+        memcpy(&f32, &bits, sizeof f32);
+        return (double)f32;
+    default:
+        memcpy(&whole, at, nb_dtype_size(dtype));
+        return (double)whole;
+    }
+}
+
+static double fold(int redop, int size, size_t i) {
+    double all = given(0, i);
+    for (int r = 1; r < size; r++) {
+        double next = given(r, i);
+        all = redop == NB_SUM ? all + next : redop == NB_PRODUCT ? all * next : all;
+        all = (redop == NB_MIN && next < all) || (redop == NB_MAX && next > all) ? next : all;
+    }
+    return all;
+}
+
+struct layout {
+    int pieces;
+    size_t gap; // bytes between two pieces
+};
+
+// Memory for `bytes` in pieces of whole elements, from `base` on.
+static int lay_out(char *base, size_t bytes, size_t element, struct layout layout, struct nb_segment *segments) {
+    size_t each = bytes / element / (size_t)layout.pieces * element;
+    size_t done = 0;
+    for (int i = 0; i < layout.pieces; i++) {
+        size_t take = i == layout.pieces - 1 ? bytes - done : each;
+        segments[i] = (struct nb_segment){.base = base + done + (size_t)i * layout.gap, .bytes = take};
+        done += take;
+    }
+    return layout.pieces;
+}
+
+static char *line_at(const struct nb_segment *segments, size_t offset) {
+    while (offset >= segments->bytes) {
+        offset -= segments->bytes;
+        segments++;
+    }
+    return (char *)segments->base + offset;
+}
+
+// What element i of a rank's line is after the operation, or -1: of no matter.
+static double wanted(const struct test_rank *me, const struct nb_op *op, size_t i, size_t count) {
+    size_t each = count / (size_t)me->size;
+    int part = each > 0 ? (int)(i / each) : 0;
+    switch (op->kind) {
+    case NB_OP_ALLREDUCE:
+        return fold(op->redop, me->size, i);
+    case NB_OP_REDUCESCATTER:
+        return part == me->rank ? fold(op->redop, me->size, i) : -1;
+    case NB_OP_ALLGATHER:
+        return given(part, i);
+    default:
+        return given(op->root, i);
+    }
+}
+
+static void one(struct test_rank *me, struct nb_op op, char *base, size_t count, struct layout layout) {
+    struct nb_segment segments[300];
+    char name[NB_NAME_MAX];
+    size_t element = nb_dtype_size(op.dtype);
+    bool parts = op.kind == NB_OP_ALLGATHER || op.kind == NB_OP_REDUCESCATTER;
+    count = parts ? count / (size_t)me->size * (size_t)me->size : count;
+    if (count == 0) {
+        return;
+    }
+    snprintf(name, sizeof name, "%s %d %s %s %zu", op.name, (int)op.kind, nb_dtype_name(op.dtype),
+             nb_redop_name(op.redop), count);
+    op.name = name;
+    op.segments = segments;
+    op.segment_count = lay_out(base, count * element, element, layout, segments);
+    for (size_t i = 0; i < count; i++) {
+        element_put(line_at(segments, i * element), op.dtype, given(me->rank, i));
+    }
+    test_done(me, test_submit(me, op));
+    for (size_t i = 0; i < count; i++) {
+        double want = wanted(me, &op, i, count);
+        double got = element_get(line_at(segments, i * element), op.dtype);
+        CHECK(want < 0 || got == want, "rank %d of %d, %s: [%zu] is %g, not %g", me->rank, me->size, name, i, got,
+              want);
+    }
+}
+
+static const struct layout whole = {.pieces = 1};
+
+static void kinds_in(struct test_rank *me, char *base, const char *where) {
+    static const int dtypes[] = {NB_U8, NB_I8, NB_I32, NB_I64, NB_BF16, NB_F32, NB_F64};
+    for (size_t d = 0; d < sizeof dtypes / sizeof dtypes[0]; d++) {
+        struct nb_op op = {.name = where, .dtype = dtypes[d]};
+        bool narrow = dtypes[d] == NB_U8 || dtypes[d] == NB_I8 || dtypes[d] == NB_BF16;
+        for (op.redop = 0; op.redop < NB_REDOPS; op.redop++) {
+            if (op.redop == NB_PRODUCT && (narrow || me->size > 4)) {
+                continue; // does not fit
+            }
+            op.kind = NB_OP_ALLREDUCE;
+            one(me, op, base, KINDS_COUNT, whole);
+            op.kind = NB_OP_REDUCESCATTER;
+            one(me, op, base, KINDS_COUNT, whole);
+        }
+        op.redop = NB_SUM;
+        op.kind = NB_OP_ALLGATHER;
+        one(me, op, base, KINDS_COUNT, whole);
+        op.kind = NB_OP_BROADCAST;
+        op.root = me->size - 1;
+        one(me, op, base, 301, whole);
+        op.root = 0;
+        one(me, op, base + 1, KINDS_COUNT, whole);
+    }
+}
+
+static void sizes_in(struct test_rank *me, char *base, const char *where) {
+    static const size_t counts[] = {1, 2, 5, 63, 1000, 4096, 65537};
+    const struct layout cut[] = {{.pieces = 3, .gap = 7 * (size_t)me->rank}, {.pieces = 100, .gap = 12}};
+    for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
+        struct nb_op op = {.name = where, .kind = NB_OP_ALLREDUCE, .dtype = NB_F32};
+        one(me, op, base + 4 * i, counts[i], whole);
+        one(me, op, base, counts[i], cut[0]);
+        one(me, op, base, counts[i], cut[me->rank % 2]);
+    }
+    // Several turns, several windows of staging.
+    for (int kind = NB_OP_ALLREDUCE; kind <= NB_OP_BROADCAST; kind++) {
+        struct nb_op op = {.name = where, .kind = (enum nb_op_kind)kind, .dtype = NB_F64, .root = me->size - 1};
+        one(me, op, base, 90001 * (size_t)me->size, cut[0]);
+    }
+}
+
+static void scales_in(struct test_rank *me, float *data, const char *where) {
+    for (int round = 0; round < 3; round++) {
+        struct nb_segment all = {.base = data, .bytes = KINDS_COUNT * sizeof *data};
+        struct nb_op op = test_op(where, NB_OP_ALLREDUCE, &all);
+        op.prescale = round == 1 ? 0 : 0.5;
+        op.postscale = round == 2 ? 0 : 4;
+        double factor = (round == 1 ? 1 : 0.5) * (round == 2 ? 1 : 4);
+        for (size_t i = 0; i < KINDS_COUNT; i++) {
+            data[i] = given(me->rank, i);
+        }
+        test_done(me, test_submit(me, op));
+        for (size_t i = 0; i < KINDS_COUNT; i++) {
+            double want = factor * fold(NB_SUM, me->size, i);
+            CHECK((double)data[i] == want, "rank %d: [%zu] is %g, not %g", me->rank, i, (double)data[i], want);
+        }
+    }
+}
+
+// More at once than there are slots, some in arenas and some not, submitted in another order by each rank.
+static void many(struct test_rank *me, char *base, const char *elsewhere) {
+    struct nb_work *works[MANY];
+    struct nb_segment all[MANY];
+    for (int round = 0; round < 3; round++) {
+        for (int k = 0; k < MANY; k++) {
+            int which = (k * 7 + me->rank * 11 + round) % MANY;
+            char name[32];
+            snprintf(name, sizeof name, "many.%d", which);
+            char *memory = which % 3 == 0 ? (char *)(uintptr_t)elsewhere : base;
+            memory += (size_t)which * MANY_COUNT;
+            for (size_t i = 0; i < MANY_COUNT; i++) {
+                memory[i] = (char)given(me->rank, i + (size_t)which);
+            }
+            all[which] = (struct nb_segment){.base = memory, .bytes = MANY_COUNT};
+            struct nb_op op = test_op(name, NB_OP_ALLREDUCE, &all[which]);
+            op.dtype = NB_U8;
+            op.priority = which % 5;
+            works[which] = test_submit(me, op);
+        }
+        for (int which = 0; which < MANY; which++) {
+            test_done(me, works[which]);
+            for (size_t i = 0; i < MANY_COUNT; i++) {
+                int got = ((unsigned char *)all[which].base)[i];
+                int want = (int)fold(NB_SUM, me->size, i + (size_t)which);
+                CHECK(got == want, "rank %d, many %d: [%zu] is %d, not %d", me->rank, which, i, got, want);
+            }
+        }
+    }
+}
+
+static void all_of_it(struct test_rank *me) {
+    char *base = arena_share(me);
+    char *elsewhere = malloc(ARENA_BYTES);
+    CHECK(elsewhere != NULL, "memory");
+    kinds_in(me, base, "arena");
+    sizes_in(me, base, "arena");
+    scales_in(me, (float *)(void *)base, "arena");
+    struct nb_job_info info = info_of(me);
+    CHECK(info.shm_bytes > 0 && info.shm_staged_bytes == 0, "%llu of %llu bytes were staged",
+          (unsigned long long)info.shm_staged_bytes, (unsigned long long)info.shm_bytes);
+    kinds_in(me, elsewhere, "elsewhere");
+    sizes_in(me, elsewhere, "elsewhere");
+    scales_in(me, (float *)(void *)elsewhere, "elsewhere");
+    CHECK(info_of(me).shm_staged_bytes == info_of(me).shm_bytes - info.shm_bytes, "nothing else was staged");
+    sizes_in(me, me->rank == 0 ? base : elsewhere, "of one rank"); // staged where one rank's memory has to be
+    many(me, base, elsewhere);
+    info = info_of(me);
+    CHECK(strcmp(info.shm, "on") == 0 && info.bytes_out + info.bytes_in == 0, "%llu bytes took the network",
+          (unsigned long long)(info.bytes_out + info.bytes_in));
+    free(elsewhere);
+}
+
+// A line in more pieces than a description holds, and memory that its owner could still take away.
+static void not_described(struct test_rank *me) {
+    char *base = arena_share(me);
+    const struct layout cut = {.pieces = 300, .gap = 4};
+    struct nb_op op = {.name = "cut", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32};
+    one(me, op, base, KINDS_COUNT, cut);
+    uint64_t cut_bytes = info_of(me).shm_staged_bytes;
+    CHECK(cut_bytes > 0, "a line in 300 pieces is staged");
+    struct nb_error err = {0};
+    struct nb_arena loose = {.bytes = 1 << 20, .fd = memfd_create("loose", MFD_CLOEXEC)};
+    CHECK(loose.fd >= 0 && ftruncate(loose.fd, (off_t)loose.bytes) == 0, "memory: %m");
+    loose.base = mmap(NULL, loose.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, loose.fd, 0);
+    CHECK(loose.base != MAP_FAILED && nb_job_map_arena(me->job, &loose, &err) == 0, "map: %s", err.text);
+    test_barrier(me, "mapped");
+    test_barrier(me, "known");
+    one(me, op, loose.base, KINDS_COUNT, whole);
+    CHECK(info_of(me).shm_staged_bytes > cut_bytes, "memory that may shrink is not mapped by others");
+    nb_arena_close(&loose);
+}
+
+static void works(struct test_rank *me) {
+    static char data[TEST_RANKS_MAX][KINDS_COUNT];
+    one(me, (struct nb_op){.name = "sum", .kind = NB_OP_ALLREDUCE, .dtype = NB_U8}, data[me->rank], KINDS_COUNT, whole);
+    CHECK(strncmp(info_of(me).shm, "off: ", 5) == 0 && strstr(info_of(me).shm, me->arg) != NULL, "shm is %s, not %s",
+          info_of(me).shm, (char *)me->arg);
+    CHECK(info_of(me).bytes_out > 0 && info_of(me).shm_bytes == 0, "the network was used");
+}
+
+static void works_quietly(struct test_rank *me) {
+    char text[NB_ERROR_TEXT];
+    works(me);
+    CHECK(!nb_job_notice(me->job, text, sizeof text), "nobody needs to be told: %s", text);
+}
+
+static void works_loudly(struct test_rank *me) {
+    char text[NB_ERROR_TEXT] = "";
+    works(me);
+    bool told = nb_job_notice(me->job, text, sizeof text);
+    CHECK(told == (me->rank == 0), "rank %d is told: %s", me->rank, text);
+    CHECK(!told || strstr(text, me->arg) != NULL, "the reason is not in: %s", text);
+}
+
+static void must_not_run(struct test_rank *me) {
+    CHECK(false, "rank %d runs without shared memory, which was required", me->rank);
+}
+
+static const struct test_rank two = {
+    .size = 2, .transport = "tcp", .streams = 1, .timeout_ms = 20000, .shm = NB_SHM_REQUIRED, .host = "here"};
+
+// In a process of its own, which may not make memory that can be passed on.
+static void without_memfd(enum nb_shm_mode mode, void (*run)(struct test_rank *me)) {
+    pid_t child = fork();
+    CHECK(child >= 0, "fork: %m");
+    if (child == 0) {
+        struct sock_filter code[] = {
+            {.code = BPF_LD | BPF_W | BPF_ABS, .k = offsetof(struct seccomp_data, nr)},
+            {.code = BPF_JMP | BPF_JEQ | BPF_K, .jf = 1, .k = SYS_memfd_create},
+            {.code = BPF_RET | BPF_K, .k = SECCOMP_RET_ERRNO | EPERM},
+            {.code = BPF_RET | BPF_K, .k = SECCOMP_RET_ALLOW},
+        };
+        struct sock_fprog program = {.len = sizeof code / sizeof code[0], .filter = code};
+        CHECK(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0,
+              "seccomp: %m");
+        static char why[] = "Operation not permitted";
+        struct test_rank like = two;
+        like.shm = mode;
+        like.run = run;
+        like.arg = why;
+        if (mode == NB_SHM_AUTO) {
+            CHECK(test_job(&like) == 0, "two ranks");
+        } else {
+            test_job_fails(&like, -EOPNOTSUPP, why);
+        }
+        _exit(0);
+    }
+    int status;
+    CHECK(waitpid(child, &status, 0) == child && status == 0, "without memfd: status %x", status);
+}
+
+static void where_it_is_off(void) {
+    static char told[] = "rank 1 was told not to";
+    static char hosts[] = "ranks 0 and 1 are on different hosts";
+    static char nameless[] = "its host has no name";
+    struct test_rank like = two;
+    like.shm = NB_SHM_AUTO;
+    like.run = works_quietly;
+    like.odd = &(struct test_odd){.rank = 1, .shm = NB_SHM_OFF, .host = "here"};
+    like.arg = told;
+    CHECK(test_job(&like) == 0, "one rank does not share");
+    like.odd = &(struct test_odd){.rank = 1, .shm = NB_SHM_AUTO, .host = "there"};
+    like.arg = hosts;
+    CHECK(test_job(&like) == 0, "two hosts");
+    like.odd = NULL;
+    like.host = NULL;
+    like.run = works_loudly;
+    like.arg = nameless;
+    CHECK(test_job(&like) == 0, "no host");
+    like = two;
+    like.run = must_not_run;
+    like.odd = &(struct test_odd){.rank = 1, .shm = NB_SHM_AUTO, .host = "there"};
+    test_job_fails(&like, -EOPNOTSUPP, hosts);
+}
+
+// Rank 1 goes, in good order, before it has submitted what rank 0 waits for.
+static void leaves(struct test_rank *me) {
+    char *base = arena_share(me);
+    struct nb_segment all = {.base = base, .bytes = 1 << 20};
+    struct nb_error err = {0};
+    if (me->rank == 1) {
+        return;
+    }
+    int rc = test_try(me, test_op("late", NB_OP_ALLREDUCE, &all), &err);
+    CHECK(rc == NB_EPEER && err.peer == 1, "%d, rank %d: %s", rc, err.peer, err.text);
+}
+
+int main(void) {
+    struct test_rank like = two;
+    without_memfd(NB_SHM_AUTO, works_loudly); // first: a process with threads should not fork
+    without_memfd(NB_SHM_REQUIRED, must_not_run);
+    for (like.size = 2; like.size <= 5; like.size += like.size - 1) { // 2, 3, 5
+        like.run = all_of_it;
+        CHECK(test_job(&like) == 0, "%d ranks", like.size);
+        printf("%d ranks\n", like.size);
+    }
+    like = two;
+    like.run = not_described;
+    CHECK(test_job(&like) == 0, "what is not described");
+    like.run = leaves;
+    CHECK(test_job(&like) == 0, "a rank that leaves");
+    where_it_is_off();
+    return 0;
+}

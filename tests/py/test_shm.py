@@ -1,0 +1,155 @@
+"""Ranks of one host that share memory: same sums as over the network, and every wait on a lost rank ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import RankResult, Ranks
+
+from netbottleneck import bench
+from netbottleneck.env import settings
+
+FAULTS = Path(__file__).parent / "scripts" / "e2e_faults.py"
+QUICK = {"NETBOTTLENECK_TIMEOUT_S": "20", "NETBOTTLENECK_START_TIMEOUT_S": "10"}
+SHARED = {**QUICK, "NETBOTTLENECK_SHM": "1"}
+# As in test_faults: a rank that notices only by a time-out would need ten times as long.
+TOLD_WITHIN_S = 2.0
+IN_ARENA = """
+import sys
+import time
+import netbottleneck as nb
+from netbottleneck import job
+core = job.core()
+comm = job.start().comm
+arena = core.Arena(64 << 20)
+comm.map(arena)
+def go():
+    comm.submit("big", core.ALLREDUCE, arena, core.FLOAT32).wait()
+go()
+go()
+print("reducing", flush=True)
+began = time.monotonic()
+try:
+    while True:
+        began = time.monotonic()
+        go()
+except nb.HorovodInternalError as error:
+    print("failed", type(error).__name__, error.peer, began, time.monotonic(), error, flush=True)
+print("staged", comm.info()["shm_staged_bytes"], "of", comm.info()["shm_bytes"], flush=True)
+"""
+TRAIN = """
+import hashlib
+import json
+import torch
+import netbottleneck.torch as hvd
+from netbottleneck import job
+torch.set_num_threads(1)
+hvd.init()
+torch.manual_seed(1)
+model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.ReLU(), torch.nn.Linear(200, 10))
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+torch.manual_seed(2 + hvd.rank())
+for step in range(8):
+    optimizer.zero_grad()
+    model(torch.randn(16, 300)).square().mean().backward()
+    optimizer.step()
+digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+info = job.current().comm.info()
+print("told", json.dumps([digest, info["shm"], info["shm_bytes"], info["shm_staged_bytes"], info["bytes_out"]]))
+hvd.shutdown()
+"""
+
+
+def failure(result: RankResult) -> tuple[str, int, float, float, str]:
+    """Return (error, peer, began, raised, words) as a rank tells of them."""
+    found = re.search(r"^failed (\w+) (-?\d+) (\S+) (\S+) (.*)$", result.stdout, re.MULTILINE)
+    assert found, (result.stdout, result.stderr)
+    return found[1], int(found[2]), float(found[3]), float(found[4]), found[5]
+
+
+def told(results: list[RankResult]) -> list[Any]:
+    """Return what each rank printed after "told"."""
+    return [json.loads(re.findall(r"^told (.*)$", result.stdout, re.MULTILINE)[0]) for result in results]
+
+
+@pytest.mark.parametrize(("size", "victim"), [(2, 1), (3, 0)])
+@pytest.mark.parametrize("where", ["arena", "elsewhere"])
+def test_a_rank_killed_in_a_sum_is_named_by_all_others(ranks: Ranks, size: int, victim: int, where: str) -> None:
+    job = ranks.start(size, IN_ARENA if where == "arena" else FAULTS, ["reduce"], SHARED)
+    for rank in range(size):
+        job.wait_for_line(rank, "reducing")
+    job.kill(victim)
+    killed = time.monotonic()
+    for result in job.wait(check=False):
+        if result.rank == victim:
+            continue
+        _, peer, began, raised, words = failure(result)
+        assert peer == victim
+        assert f"rank {victim}" in words
+        assert raised - max(killed, began) < TOLD_WITHIN_S
+        assert result.code == 0, result.stderr
+        if where == "arena":
+            staged, whole = map(int, re.findall(r"^staged (\d+) of (\d+)$", result.stdout, re.MULTILINE)[0])
+            assert staged < whole  # the last ones went straight into the others' memory
+
+
+@pytest.mark.parametrize("where", ["arena", "elsewhere"])
+def test_a_stopped_rank_is_named_and_ends_by_itself_when_it_goes_on(ranks: Ranks, where: str) -> None:
+    job = ranks.start(
+        2, IN_ARENA if where == "arena" else FAULTS, ["reduce"], {**SHARED, "NETBOTTLENECK_TIMEOUT_S": "2"}
+    )
+    for rank in range(2):
+        job.wait_for_line(rank, "reducing")
+    job.kill(1, signal.SIGSTOP)
+    deadline = time.monotonic() + 12
+    while job.processes[0].poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    code = job.processes[0].poll()
+    job.kill(1, signal.SIGCONT)
+    first, second = job.wait(check=False)
+    assert code == 0, job.describe()
+    error, peer, _, _, words = failure(first)
+    assert (error, peer) in [("DeadlineError", 1), ("PeerError", 1)]
+    assert "rank 1" in words
+    assert failure(second)[1] == 1  # it accuses nobody: rank 0 has told it who was silent
+    assert second.code == 0
+
+
+def test_training_in_shared_memory_ends_with_the_same_weights(ranks: Ranks) -> None:
+    pytest.importorskip("torch")
+    (network, *_), (network_too, *_) = told(ranks(2, TRAIN, QUICK))
+    answers = told(ranks(2, TRAIN, SHARED))
+    assert network == network_too
+    for digest, shm, moved, staged, by_network in answers:
+        assert digest == network
+        assert shm == "on"
+        assert 0 < staged < moved  # the first step is before the arena is settled
+        assert by_network == 0
+
+
+def test_ranks_on_two_hosts_that_must_share_memory_are_refused(ranks: Ranks) -> None:
+    job = ranks.start(2, FAULTS, ["reduce"], lambda rank: {**SHARED, "NETBOTTLENECK_HOST_ID": f"host {rank}"})
+    for result in job.wait(check=False):
+        assert result.code == 1
+        assert "NETBOTTLENECK_SHM=1" in result.stderr
+        assert "ranks 0 and 1 are on different hosts" in result.stderr
+
+
+def test_the_benchmark_says_whether_memory_was_shared() -> None:
+    found = bench.bench(transports=["tcp"], streams=[1], sizes=[400_003, 3_000_000], iterations=2, shm="auto,0")
+    assert [row["shm"] for row in found.rows] == ["on", "off: rank 0 was told not to"] * 2
+    assert found.wrong == 0
+    assert [line.split()[0] for line in found.table().splitlines()[2:]] == ["tcp+shm", "tcp"] * 2
+    assert all((row["wire_bits_per_s"] == 0) == (row["shm"] == "on") for row in found.rows)
+
+
+def test_the_variable_is_checked() -> None:
+    assert settings(environ={}).shm == "auto"
+    with pytest.raises(ValueError, match="NETBOTTLENECK_SHM=yes: must be auto, 0 or 1"):
+        settings(environ={"NETBOTTLENECK_SHM": "yes"})

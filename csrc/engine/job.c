@@ -14,8 +14,6 @@
 #include "engine/engine.h"
 #include "engine/internal.h"
 #include "engine/local.h"
-#include "trace/event.h"
-#include "trace/ring.h"
 #include "transport/lanes.h"
 
 enum { FAREWELL_NS = 200 * 1000 * 1000 };

@@ -11,6 +11,7 @@
 #include "trace/event.h"
 #include "trace/ring.h"
 #include "transport/lanes.h"
+#include "transport/transport.h"
 
 enum { GRACE_NS = 250 * 1000 * 1000 }; // a broken lane waits this long for rank 0 to say who is dead
 

@@ -6,6 +6,7 @@
 
 #include "base/error.h"
 #include "base/list.h"
+#include "transport/lanes.h"
 #include "transport/lanes_internal.h"
 #include "transport/transport.h"
 

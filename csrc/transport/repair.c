@@ -2,6 +2,7 @@
 // the report of what has not, to which the peer sends exactly that again; the sign that tells a lane that is dead from
 // one that has nothing to do. All of it travels as messages over the lowest lane that is left.
 #include <errno.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>

@@ -161,26 +161,31 @@ static const char *refusal(int code) {
     return code == -EALREADY ? "a segment came again" : "an impossible segment was announced";
 }
 
+// Takes up the headers that are whole. False: nothing more is read now.
+static bool headers_take(struct conn *conn) {
+    while (!conn->in_payload && conn->header_got == sizeof conn->in_header) {
+        int rc = payload_begin(conn);
+        if (rc == -EAGAIN) {
+            conn->held = true;
+            nb_tcp_want(conn);
+            return false;
+        }
+        if (rc < 0) {
+            nb_tcp_lost(conn, rc, refusal(rc));
+            return false;
+        }
+        if (conn->in_left == 0) {
+            payload_end(conn);
+            conn->header_got = 0;
+        }
+    }
+    return conn->state == OPEN;
+}
+
 void nb_tcp_read(struct conn *conn) {
     size_t budget = conn->mute ? SIZE_MAX : (size_t)READ_BUDGET;
     while (conn->state == OPEN) {
-        while (!conn->in_payload && conn->header_got == sizeof conn->in_header) {
-            int rc = payload_begin(conn);
-            if (rc == -EAGAIN) {
-                conn->held = true;
-                nb_tcp_want(conn);
-                return;
-            }
-            if (rc < 0) {
-                nb_tcp_lost(conn, rc, refusal(rc));
-                return;
-            }
-            if (conn->in_left == 0) {
-                payload_end(conn);
-                conn->header_got = 0;
-            }
-        }
-        if (conn->state != OPEN || budget == 0) {
+        if (!headers_take(conn) || budget == 0) {
             return;
         }
         ssize_t n = conn_recv(conn);

@@ -60,7 +60,7 @@ def bench(
         more.get("op", "sum"),
         more.get("iterations", 0),
         named is not None,
-        tuple(shared.split(",")) if isinstance(shared, str) else tuple(shared),
+        shm=tuple(shared.split(",")) if isinstance(shared, str) else tuple(shared),
     )
     return start(request, ranks, lab, more.get("ranks_per_host", 1), more.get("say"))
 

@@ -99,7 +99,7 @@ def _request(args: argparse.Namespace) -> Request:
         args.op,
         args.iters,
         args.transports is not None,
-        tuple(args.shm.split(",")) if args.shm else ("auto",),
+        shm=tuple(args.shm.split(",")) if args.shm else ("auto",),
     )
 
 

@@ -36,7 +36,7 @@ struct name {
 };
 
 static int fail(const char *what) {
-    (void)fprintf(stderr, "mpi_peer: %s: %s\n", what, strerror(errno));
+    (void)fprintf(stderr, "mpi_peer: %s: %m\n", what);
     MPI_Abort(MPI_COMM_WORLD, 1);
     return -1;
 }

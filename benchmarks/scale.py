@@ -105,7 +105,7 @@ def rank(transport: str, lanes: int) -> int:
     """Be one rank: open a communicator beside another one, use it, and print what that cost."""
     core, settings = launch.core(), env.settings()
     control = launch.connect(settings, launch.detect(settings), transport="tcp", streams=1)
-    launch.barrier(control)
+    _together(control)
     before = (rss_bytes(), connections())
     start = time.monotonic()
     comm = launch.connect(settings, launch.detect(settings), transport=transport, streams=lanes)
@@ -118,7 +118,7 @@ def rank(transport: str, lanes: int) -> int:
     seconds = {}
     for nbytes, times in TIMES.items():
         _reduce(comm, memory, nbytes)
-        launch.barrier(control)
+        _together(control)
         begin = time.monotonic()
         for _ in range(times):
             _reduce(comm, memory, nbytes)
@@ -135,10 +135,15 @@ def rank(transport: str, lanes: int) -> int:
     }
     sys.stdout.write(json.dumps(said) + "\n")
     sys.stdout.flush()
-    launch.barrier(control)
+    _together(control)
     comm.close()
     control.close()
     return 0
+
+
+def _together(comm: Any) -> None:
+    core = launch.core()
+    comm.submit("scale.barrier", core.BARRIER, [], core.UINT8).wait()
 
 
 def _reduce(comm: Any, memory: Any, nbytes: int) -> None:

@@ -339,7 +339,7 @@ from netbottleneck import _core
 until = time.monotonic() + 10
 while True:
     try:
-        _core.interfaces("=nb0")
+        _core.interfaces("nb0")
         break
     except OSError:
         if time.monotonic() > until:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -206,6 +207,25 @@ def test_a_seconds_rate_is_between_the_first_and_the_last_that_was_done() -> Non
     done = [10**9 + n * 10**8 for n in range(11)]  # one every 0.1 s
     assert sharing.rate(done, 0, 3 * 10**9) == pytest.approx(8 * sharing.BYTES * 10)
     assert sharing.rate(done, 0, 10**9) == 0.0
+
+
+def test_a_job_without_a_pause_says_when_each_was_done_and_that_all_were_right(ranks: Any) -> None:
+    results = ranks(2, BENCHMARKS / "steady.py", {"NETBOTTLENECK_IFNAME": "lo"}, args=["tcp", "2", "400000", "0.2"])
+    assert results[0].stdout.splitlines()[0] == "moving"
+    said = [json.loads(result.stdout.splitlines()[-1]) for result in results]
+    assert len(said[0]["done_ns"]) == len(said[1]["done_ns"]) >= 2
+    for each in said:
+        assert (each["wrong"], each["error"]) == (0, None)
+        assert each["done_ns"] == sorted(each["done_ns"])
+
+
+def test_a_rank_tells_what_its_communicator_added(ranks: Any) -> None:
+    results = ranks(3, BENCHMARKS / "scale.py", {"NETBOTTLENECK_IFNAME": "lo"}, args=["--rank", "tcp", "--lanes", "2"])
+    said = [json.loads(result.stdout) for result in results]
+    assert [each["wrong"] for each in said] == [0, 0, 0]
+    # Two lanes to each of two neighbours, beside the control connections: rank 0 has one to each other rank.
+    assert [each["connections"] for each in said] == [6, 5, 5]
+    assert all(each["setup_s"] > 0 and each["large_s"] > 0 for each in said)
 
 
 def test_a_model_gives_back_what_it_was_fitted_to() -> None:

@@ -131,3 +131,14 @@ def test_with_two_interfaces_one_that_stays_down_costs_its_lanes(lab: Lab, tmp_p
     for rank in range(2):
         assert "right" in job.said(rank), job.all_said()
         assert re.search(f"[12] of [34] lanes to rank {1 - rank} lost", job.said(rank)), job.all_said()
+
+
+@pytest.mark.parametrize("name", ["tcp", "ofi"])
+def test_hosts_with_ipv6_alone(lab: Lab, tmp_path: Path, name: str) -> None:
+    assert lab._spaces is not None
+    home = "addr flush dev nb0\naddr add fd77::{}/64 dev nb0 nodad\n"
+    lab._spaces.batch("ip", [(place, home.format(host + 1)) for host, place in enumerate(lab._places)])
+    job = Job(lab, tmp_path, 3, {**transport(name, 8), "NETBOTTLENECK_MASTER": "[fd77::1]:29400"})
+    job.finish()
+    for rank in range(2):
+        assert "right" in job.said(rank), job.all_said()

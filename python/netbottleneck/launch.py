@@ -217,6 +217,8 @@ def _listen(module: ModuleType, settings: Settings, fixed: str | None, host: str
 
 def _resolved(address: str) -> str:
     host, _, port = address.rpartition(":")
+    if host.startswith("["):
+        return address
     try:
         return f"{socket.gethostbyname(host)}:{port}"
     except OSError as error:

@@ -30,6 +30,7 @@ struct probe_world {
     uint64_t seed;
     uint64_t random;
     struct nb_boot *boots;
+    const char *bind;
     struct nb_mem_net *net;
     struct probe_side sides[2];
     struct nb_request requests[PROBE_REQUESTS];
@@ -145,7 +146,7 @@ static inline void probe_open(struct probe_world *world) {
     struct nb_error err = {0};
     struct nb_lane_config config = {.size = 2, .up = probe_up(), .timeout_ms = FLOWS_DEADLINE_S * 1000};
     bool is_mem = world->boots == NULL;
-    CHECK(nb_sock_parse("127.0.0.1:0", &config.bind, &err) == 0, "%s", err.text);
+    CHECK(nb_sock_parse(world->bind, &config.bind, &err) == 0, "%s", err.text);
     world->random = world->seed;
     world->net = is_mem ? nb_mem_net_open(2, 1, world->seed) : NULL;
     world->source = malloc((size_t)PROBE_REQUESTS * PROBE_BYTES);

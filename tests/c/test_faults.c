@@ -155,10 +155,9 @@ static int cut_ports(uint16_t one, uint16_t other) {
     return cut;
 }
 
-// Ends a lane between ranks 0 and 1, behind the back of both.
-static void cut_lane(struct test_rank *me, int lane) {
-    if (strcmp(me->transport, "tcp") == 0) {
-        int fd = lane_descriptor(me, lane, 1);
+// Ends a lane between ranks 0 and 1, behind the back of both. `fd`: a TCP lane's.
+static void cut_lane(struct test_rank *me, int lane, int fd) {
+    if (fd >= 0) {
         CHECK(shutdown(fd, SHUT_RDWR) == 0, "shutdown: %m");
         close(fd);
     } else {
@@ -205,6 +204,8 @@ static void one_lane_ends(struct test_rank *me) {
     struct nb_segment all[LANE_OPS];
     struct nb_work *works[LANE_OPS];
     struct timespec pause = {.tv_nsec = stage->round * 300 * 1000};
+    bool tcp = strcmp(me->transport, "tcp") == 0;
+    int fd = tcp && me->rank == 0 ? lane_descriptor(me, stage->round % 4, 1) : -1;
     test_barrier(me, "before");
     for (int i = 0; i < LANE_OPS; i++) {
         size_t count = i % 3 == 0 ? LARGE : 1000 * (size_t)i + 3;
@@ -221,7 +222,7 @@ static void one_lane_ends(struct test_rank *me) {
     }
     if (me->rank == 0) {
         nanosleep(&pause, NULL); // any moment is a good one
-        cut_lane(me, stage->round % 4);
+        cut_lane(me, stage->round % 4, fd);
     }
     for (int i = 0; i < LANE_OPS; i++) {
         int rc = test_finish(works[i], &err);
@@ -229,7 +230,7 @@ static void one_lane_ends(struct test_rank *me) {
         check_sum(me, all[i].base, all[i].bytes / sizeof(float));
         free(all[i].base);
     }
-    if (me->rank < 2 && strcmp(me->transport, "tcp") == 0) { // libfabric connects again where nothing was under way
+    if (me->rank < 2 && tcp) { // libfabric connects again where nothing was under way
         heard_of_lanes(me, 1 - me->rank);
     }
     pthread_barrier_wait(&stage->meet);

@@ -1,4 +1,5 @@
-// The one suite that every network passes: mem (both kinds), tcp, ofi. test_transport NETWORK [SEED] runs one of them.
+// The one suite that every network passes: mem (both kinds), tcp and ofi over IPv4 and over IPv6. test_transport NETWORK
+// [SEED] runs one of them.
 // NETBOTTLENECK_LIBFABRIC and NETBOTTLENECK_PROVIDER choose among several of libfabric.
 #include <pthread.h>
 
@@ -9,11 +10,14 @@ enum { BLOCK = 16 * 1024, BLOCKS_MAX = 24, QUIET_TURNS = 1000, BOOT_MS = 10000 }
 
 struct network {
     const char *name;
+    const char *ops;
+    const char *bind;
     int seeds; // of random flows
 };
 
 struct suite {
     const struct nb_lane_ops *ops;
+    const char *bind;
     bool is_mem;
     struct nb_boot boots[2][FLOWS_RANKS_MAX]; // of 2 and of 3 ranks
 };
@@ -72,7 +76,7 @@ static struct flow_world *world_make(struct suite *suite, struct flow_plan plan)
     world->provider = getenv("NETBOTTLENECK_PROVIDER");
     world->plan = plan;
     world->boots = suite->is_mem ? NULL : suite->boots[plan.size - 2];
-    CHECK(nb_sock_parse("127.0.0.1:0", &world->bind, &err) == 0, "%s", err.text);
+    CHECK(nb_sock_parse(suite->bind, &world->bind, &err) == 0, "%s", err.text);
     int rc = flows_open(world, &err);
     CHECK(rc == 0, "open: %s", err.text);
     return world;
@@ -379,9 +383,10 @@ static bool network_is_there(struct suite *suite) {
     world->provider = getenv("NETBOTTLENECK_PROVIDER");
     world->plan = plan_of(0, 1);
     world->boots = suite->is_mem ? NULL : suite->boots[0];
-    CHECK(nb_sock_parse("127.0.0.1:0", &world->bind, &err) == 0, "%s", err.text);
+    CHECK(nb_sock_parse(suite->bind, &world->bind, &err) == 0, "%s", err.text);
     int rc = flows_open(world, &err);
-    CHECK(rc == 0 || rc == NB_ENOLIB, "%s: %s", suite->ops->name, err.text);
+    bool six = suite->bind[0] == '[' && (rc == -EADDRNOTAVAIL || rc == -EAFNOSUPPORT || rc == -ENODEV);
+    CHECK(rc == 0 || rc == NB_ENOLIB || six, "%s at %s: %s", suite->ops->name, suite->bind, err.text);
     if (rc != 0) {
         printf("%s left out: %s\n", suite->ops->name, err.text);
         nb_loop_fini(&world->nodes[0].loop);
@@ -400,7 +405,7 @@ static void run_suite(struct suite *suite, int seeds, const char *seed) {
     }
     int few = seeds / 6 + 1;
     for (int i = 0; i < few; i++) {
-        struct probe_world probe = {.ops = suite->ops, .seed = (uint64_t)i};
+        struct probe_world probe = {.ops = suite->ops, .bind = suite->bind, .seed = (uint64_t)i};
         probe.boots = suite->is_mem ? NULL : suite->boots[0];
         probe_messages(&probe);
         if (suite->ops->kind == NB_LANE_STREAM) {
@@ -423,7 +428,10 @@ static void run_suite(struct suite *suite, int seeds, const char *seed) {
 }
 
 int main(int argc, char **argv) {
-    static const struct network networks[] = {{"mem", 40}, {"mem-rma", 40}, {"tcp", 24}, {"ofi", 10}};
+    static const struct network networks[] = {
+        {"mem", "mem", "127.0.0.1:0", 40}, {"mem-rma", "mem-rma", "127.0.0.1:0", 40},
+        {"tcp", "tcp", "127.0.0.1:0", 24}, {"ofi", "ofi", "127.0.0.1:0", 10},
+        {"tcp6", "tcp", "[::1]:0", 12},    {"ofi6", "ofi", "[::1]:0", 5}};
     int passed = 0;
     for (size_t i = 0; i < sizeof networks / sizeof *networks; i++) {
         if (argc > 1 && strcmp(argv[1], networks[i].name) != 0) {
@@ -433,7 +441,8 @@ int main(int argc, char **argv) {
         CHECK(suite != NULL, "memory");
         suite->is_mem = i < 2;
         suite->ops =
-            suite->is_mem ? nb_mem_ops(i == 0 ? NB_LANE_STREAM : NB_LANE_RMA) : nb_transport_find(networks[i].name);
+            suite->is_mem ? nb_mem_ops(i == 0 ? NB_LANE_STREAM : NB_LANE_RMA) : nb_transport_find(networks[i].ops);
+        suite->bind = networks[i].bind;
         CHECK(suite->ops != NULL, "%s is not built in", networks[i].name);
         for (int size = 2; size <= 3 && !suite->is_mem; size++) {
             boots_open(suite->boots[size - 2], size);

@@ -1,0 +1,144 @@
+"""Links that go down, in namespaces: for a while, for good, and one of two."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from netbottleneck.lab import Lab, LabError
+
+SCRIPT = Path(__file__).parent / "scripts" / "links.py"
+LIMIT_S = 18.0
+SECOND = "x1"
+
+
+class Job:
+    """Ranks in a lab, one a host; each host's side of a link can be set down and up."""
+
+    def __init__(self, lab: Lab, folder: Path, rounds: int, env: dict[str, str]) -> None:
+        self.lab = lab
+        self.folder = folder
+        secret = secrets.token_hex(16)
+        self.processes = []
+        for rank in range(lab.size):
+            direct = {
+                "NETBOTTLENECK_RANK": str(rank),
+                "NETBOTTLENECK_SIZE": str(lab.size),
+                "NETBOTTLENECK_MASTER": f"{lab.address(0)}:29400",
+                "NETBOTTLENECK_SECRET": secret,
+                "NETBOTTLENECK_STREAMS": "4",
+                "NETBOTTLENECK_IFNAME": "=nb0",
+                "NETBOTTLENECK_LOG_LEVEL": "info",
+            }
+            self.processes.append(self._start(rank, rounds, {**direct, **env}))
+
+    def _start(self, rank: int, rounds: int, env: dict[str, str]) -> subprocess.Popen[Any]:
+        with (self.folder / f"{rank}.out").open("wb") as out:
+            return self.lab.popen(
+                rank, [sys.executable, str(SCRIPT), str(rounds)], {**os.environ, **env}, stdout=out, stderr=out
+            )
+
+    def said(self, rank: int) -> str:
+        return (self.folder / f"{rank}.out").read_text(encoding="utf-8", errors="replace")
+
+    def wait_for(self, line: str) -> None:
+        until = time.monotonic() + LIMIT_S
+        while not all(re.search(f"^{line}$", self.said(rank), re.MULTILINE) for rank in range(self.lab.size)):
+            assert time.monotonic() < until, self.all_said()
+            time.sleep(0.02)
+
+    def all_said(self) -> str:
+        return "\n".join(f"--- rank {rank}\n{self.said(rank)}" for rank in range(self.lab.size))
+
+    def link(self, host: int, state: str, name: str = "nb0") -> float:
+        done = self.lab.popen(host, ["ip", "link", "set", name, state], stderr=subprocess.PIPE, text=True)
+        _, errors = done.communicate(timeout=LIMIT_S)
+        assert done.returncode == 0, errors
+        return time.monotonic()
+
+    def finish(self) -> None:
+        until = time.monotonic() + LIMIT_S
+        for process in self.processes:
+            try:
+                process.wait(max(0.1, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                pytest.fail(self.all_said(), pytrace=False)
+
+
+@pytest.fixture(params=[2])
+def lab(request: pytest.FixtureRequest) -> Generator[Lab, None, None]:
+    try:
+        with Lab(request.param, "200mbit", ways=("root", "user")) as made:
+            yield made
+    except LabError as error:
+        pytest.skip(f"no network namespaces on this machine: {error}")
+
+
+def transport(name: str, timeout_s: int) -> dict[str, str]:
+    return {"NETBOTTLENECK_TRANSPORT": name, "NETBOTTLENECK_TIMEOUT_S": str(timeout_s)}
+
+
+@pytest.mark.parametrize("name", ["tcp", "ofi"])
+def test_a_link_that_comes_back_costs_the_time_it_was_down(lab: Lab, tmp_path: Path, name: str) -> None:
+    job = Job(lab, tmp_path, 24, transport(name, 15))
+    job.wait_for("round 2")
+    job.link(0, "down")
+    time.sleep(3)  # what is tested: a link that is down for 3 s
+    job.link(0, "up")
+    job.finish()
+    for rank in range(lab.size):
+        assert "right" in job.said(rank), job.all_said()
+
+
+@pytest.mark.parametrize(("lab", "name"), [(2, "tcp"), (3, "ofi")], indirect=["lab"])
+def test_a_link_that_stays_down_is_an_error_on_every_rank_that_names_the_peer(
+    lab: Lab, tmp_path: Path, name: str
+) -> None:
+    limit_s, cut = 6, lab.size - 1
+    job = Job(lab, tmp_path, 1000, transport(name, limit_s))
+    job.wait_for("round 2")
+    down = job.link(cut, "down")
+    job.finish()
+    for rank in range(lab.size):
+        found = re.search(r"^failed (-?\d+) (\S+) (\S+) (.*)$", job.said(rank), re.MULTILINE)
+        assert found, job.all_said()
+        peer, raised = int(found[1]), float(found[3])
+        assert peer == cut if rank != cut else peer in range(cut), job.all_said()
+        assert raised - down < limit_s * 1.25, job.all_said()  # the promise under test
+
+
+@pytest.mark.parametrize("name", ["tcp", "ofi"])
+def test_with_two_interfaces_one_that_stays_down_costs_its_lanes(lab: Lab, tmp_path: Path, name: str) -> None:
+    places, pid = lab._places, lab._places[1].holder.pid
+    assert lab._spaces is not None
+    lab._spaces.batch("ip", [(places[0], f"link add {SECOND} type veth peer name {SECOND} netns {pid}\n")])
+    homes = [f"addr add 10.78.0.{host + 1}/24 dev {SECOND}\nlink set {SECOND} up\n" for host in range(2)]
+    lab._spaces.batch("ip", list(zip(places, homes, strict=True)))
+    env = {"NETBOTTLENECK_IFNAME": f"=nb0,{SECOND}", **transport(name, 8)}
+    job = Job(lab, tmp_path, 60, env)
+    job.wait_for("round 2")
+    job.link(0, "down", SECOND)
+    job.finish()
+    for rank in range(2):
+        assert "right" in job.said(rank), job.all_said()
+        assert re.search(f"[12] of [34] lanes to rank {1 - rank} lost", job.said(rank)), job.all_said()
+
+
+@pytest.mark.parametrize("name", ["tcp", "ofi"])
+def test_hosts_with_ipv6_alone(lab: Lab, tmp_path: Path, name: str) -> None:
+    assert lab._spaces is not None
+    home = "addr flush dev nb0\naddr add fd77::{}/64 dev nb0 nodad\n"
+    lab._spaces.batch("ip", [(place, home.format(host + 1)) for host, place in enumerate(lab._places)])
+    job = Job(lab, tmp_path, 3, {**transport(name, 8), "NETBOTTLENECK_MASTER": "[fd77::1]:29400"})
+    job.finish()
+    for rank in range(2):
+        assert "right" in job.said(rank), job.all_said()

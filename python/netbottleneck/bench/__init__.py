@@ -25,7 +25,7 @@ Say = Callable[[str], None]
 
 
 class More(TypedDict, total=False):
-    """What else `bench` takes, with its defaults: float32, sum, 0 (by size), 1, "auto", None."""
+    """What else `bench` takes, with its defaults: float32, sum, 0 (by size), 1, NETBOTTLENECK_SHM, None."""
 
     dtype: str
     op: str
@@ -51,7 +51,7 @@ def bench(
     Raises ValueError for a bad argument, LabError where no lab is possible, Error with the words of a rank that failed.
     """
     named = transports.split(",") if isinstance(transports, str) else transports
-    shared = more.get("shm", "auto")
+    shared = more.get("shm", ())
     request = Request(
         tuple(named) if named is not None else TRANSPORTS,
         parse_lanes(streams) if isinstance(streams, str) else _several(streams),

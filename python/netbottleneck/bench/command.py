@@ -38,7 +38,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--peers", action="store_true", help=f"beside them what is there of: {', '.join(PEERS)}")
     made.add_argument("--streams", metavar="LIST", help="auto, or numbers such as 1,2,4,8 (auto)")
     made.add_argument("--sizes", metavar="LIST", help="such as 1M,16M,64Mi; M is 10^6, Mi is 2^20 (1M,16M,64M)")
-    made.add_argument("--shm", metavar="LIST", help="memory shared by ranks of one host: auto, 0, 1 or several (auto)")
+    made.add_argument(
+        "--shm", metavar="LIST", help="memory shared by ranks of one host: auto, 0, 1 or several (NETBOTTLENECK_SHM)"
+    )
     made.add_argument("--dtype", choices=list(DTYPES), default="float32")
     made.add_argument("--op", choices=list(REDUCTIONS), default="sum")
     made.add_argument("--iters", type=int, default=0, metavar="N", help="iterations of each size (by size: 20 to 5)")
@@ -99,7 +101,7 @@ def _request(args: argparse.Namespace) -> Request:
         args.op,
         args.iters,
         args.transports is not None,
-        shm=tuple(args.shm.split(",")) if args.shm else ("auto",),
+        shm=tuple(args.shm.split(",")) if args.shm else (),
     )
 
 

@@ -29,7 +29,7 @@ ITERATIONS = ((10**6, 20), (16 * 10**6, 10), (1 << 62, 5))
 class Request:
     """All-reduces to be measured. streams: lanes of each native transport, 0: auto. iterations 0: by size.
 
-    shm: whether ranks of one host share memory, as NETBOTTLENECK_SHM has it; each is measured.
+    shm: whether ranks of one host share memory, in the words of NETBOTTLENECK_SHM; each is measured. None: as it says.
 
     `exact`: the transports were named by the user, so that one that is missing is an error. inner: all-reduces of a
     timed round, one on the result of the other: a reduction that changes nothing the second time, min or max.
@@ -43,13 +43,14 @@ class Request:
     iterations: int = 0
     exact: bool = False
     inner: int = 1
-    shm: tuple[str, ...] = ("auto",)
+    shm: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _each("transport", self.transports, (*TRANSPORTS, *PEERS))
         _each("dtype", (self.dtype,), tuple(DTYPES))
         _each("op", (self.op,), REDUCTIONS)
-        _each("shm", self.shm, SHARING)
+        if self.shm:
+            _each("shm", self.shm, SHARING)
         if not self.sizes or not self.streams:
             raise ValueError("a benchmark needs at least one size and one number of streams")
         if self.iterations < 0 or min(self.sizes) < 0 or not all(0 <= n <= 64 for n in self.streams):

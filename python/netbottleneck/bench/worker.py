@@ -77,7 +77,7 @@ class Rank:
             elif transport == "stock":
                 self.paths += open_stock(self.settings, self.place, self.control, memory, what)
             else:
-                for lanes, shm in itertools.product(self.request.streams, self.request.shm):
+                for lanes, shm in itertools.product(self.request.streams, self.request.shm or (self.settings.shm,)):
                     chosen = dataclasses.replace(self.settings, shm=shm)
                     made = launch.connect(chosen, self.place, transport=transport, streams=lanes)
                     self.paths.append(Native(made, transport, lanes, memory, what))

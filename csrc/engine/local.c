@@ -18,7 +18,7 @@
 #include "transport/shm.h"
 
 enum {
-    TURN_BYTES = 512 * 1024, // of a share, before all else on this thread has its turn
+    TURN_BYTES = 1024 * 1024, // of a share, before all else on this thread has its turn
     SPIN_NS = 20 * 1000,
     SPIN_TURNS = 16,
     REVOKE_NS = 250 * 1000 * 1000

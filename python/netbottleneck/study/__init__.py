@@ -170,7 +170,7 @@ def make_task(job: str, args: argparse.Namespace, spec: LinkSpec, folder: Path, 
     else:
         steps, rounds, alone = (3 if spec.flow_bps else 4), 5, 6
         if args.quick:
-            steps, rounds, alone = 3, 2, 3
+            steps, rounds, alone = 4, 2, 3
     return Task(
         job,
         ("bare", *args.transports),
@@ -216,7 +216,7 @@ def _no_ofi(args: argparse.Namespace) -> str:
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="netbottleneck study", description=__doc__, epilog=OWN)
     add = parser.add_argument
-    add("--quick", action="store_true", help="one network, fewer steps: under a minute")
+    add("--quick", action="store_true", help="one network, fewer steps: about a minute")
     add("--ranks", type=int, default=2, help="ranks, each on a simulated host of its own")
     add("--networks", type=lambda text: text.split(","), help=f"LINK[/FLOW], comma-separated; default: {NETWORKS}")
     add("--transports", type=_listed(TRANSPORTS), help="arms beside the untouched script; default: stock,ofi")

@@ -157,6 +157,7 @@ _OF_TRANSPORT = (
     "streams_asked",
     "interface",
     "link_bps",
+    "shm",
 )
 
 

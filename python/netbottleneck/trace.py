@@ -65,7 +65,10 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class TransportInfo:
-    """A transport as one rank had it. streams_asked: 0 for auto; link_bps: the rated speed of `interface`."""
+    """A transport as one rank had it.
+
+    streams_asked: 0 for auto. link_bps: the rated speed of `interface`. shm: "on", or "off: " and why.
+    """
 
     name: str
     provider: str | None = None
@@ -76,6 +79,7 @@ class TransportInfo:
     streams_asked: int | None = None
     interface: str | None = None
     link_bps: int | None = None
+    shm: str | None = None
     probe: tuple[Probe, ...] = ()
 
 

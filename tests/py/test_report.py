@@ -81,6 +81,14 @@ def test_why_nothing_was_probed_is_said_as_it_is(tmp_path, transports, asked, wo
     assert words_of_it in html.page(found.findings, found.verdict)
 
 
+def test_that_memory_was_shared_is_why_nothing_was_probed(tmp_path):
+    about = {"tcp": {"streams_asked": 4, "shm": "on"}}
+    found = Run(FakeRun(tmp_path, transports=("stock", "tcp"), blocks=2, probe=[], about=about).write())
+    assert "not probed (the ranks of one host shared memory; with NETBOTTLENECK_SHM=0" in " ".join(found.text.split())
+    assert found.summary["ranks"][0]["transports"][1]["shm"] == "on"
+    check_schema(found.summary)
+
+
 def rated(folder, bps, **settings):
     about = {"stock": {"interface": "eth0", "link_bps": bps}}
     return Run(FakeRun(folder, transports=("stock",), blocks=2, run={"network": None}, about=about, **settings).write())

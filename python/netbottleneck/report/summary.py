@@ -116,6 +116,7 @@ def _ranks(trace: Trace) -> list[dict[str, Any]]:
                     "streams_asked": info.streams_asked,
                     "interface": info.interface,
                     "link_bits_per_s": info.link_bps,
+                    "shm": info.shm,
                 }
                 for info in rank.transports
             ],

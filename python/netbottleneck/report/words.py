@@ -55,6 +55,8 @@ def why_not_probed(findings: Findings) -> str:
     if not infos:
         names = [name for name in findings.trace.transports if name not in PSEUDO]
         return f"transport {', '.join(names) or 'none'} only"
+    if all(i.shm == "on" for i in infos):
+        return "the ranks of one host shared memory; with NETBOTTLENECK_SHM=0 they use the network"
     fixed = sorted({i.streams_asked for i in infos if i.streams_asked})
     if fixed:
         return f"streams fixed by NETBOTTLENECK_STREAMS={', '.join(map(str, fixed))}"

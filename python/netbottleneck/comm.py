@@ -5,6 +5,7 @@ move the same buckets in the same order and leave the same records.
 """
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,6 +18,8 @@ from netbottleneck.errors import PeerError
 if TYPE_CHECKING:
     from netbottleneck import _core
     from netbottleneck.torch.gradients import Gradients
+
+logger = logging.getLogger("netbottleneck")
 
 KINDS = ("stock", "tcp", "ofi", "null", "bare")
 
@@ -64,6 +67,8 @@ class Native:
         return int(self.comm.info()["bytes_out"])
 
     def close(self) -> None:
+        for notice in self.comm.notices():
+            logger.warning("%s: %s", self.name, notice)
         self.comm.close()
         if self._ring is not None:
             self._ring.close()

@@ -158,6 +158,7 @@ def stop() -> None:
         try:
             ended.observer.stopping(ended)
         finally:
+            ended.tell()
             ended.comm.close()
 
 

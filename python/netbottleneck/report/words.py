@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from netbottleneck.findings import Findings
-from netbottleneck.trace import BARE, NULL, PSEUDO, SINGLE, Rank
+from netbottleneck.trace import BARE, NULL, PSEUDO, SINGLE, Rank, TransportInfo
 from netbottleneck.units import gbit, ms, percent, streams
 from netbottleneck.verdict import best_gain, handicap_sentence, stock_is_as_good
 
@@ -55,6 +55,10 @@ def why_not_probed(findings: Findings) -> str:
     if not infos:
         names = [name for name in findings.trace.transports if name not in PSEUDO]
         return f"transport {', '.join(names) or 'none'} only"
+    return _why_no_probe_ran(infos)
+
+
+def _why_no_probe_ran(infos: Sequence[TransportInfo]) -> str:
     if all(i.shm == "on" for i in infos):
         return "the ranks of one host shared memory; with NETBOTTLENECK_SHM=0 they use the network"
     fixed = sorted({i.streams_asked for i in infos if i.streams_asked})

@@ -88,7 +88,8 @@ uint64_t nb_agree_next_seq(struct nb_job *job) {
     return job->agree->next_seq++;
 }
 
-static const char *const kind_names[NB_OP_KINDS] = {"allreduce", "allgather", "reducescatter", "broadcast", "barrier"};
+static const char *const kind_names[NB_OP_KINDS] = {"allreduce", "allgather", "reducescatter",
+                                                    "broadcast", "barrier",   "alltoall"};
 
 // Says how the two differ, or leaves text empty.
 static void desc_differ(const struct desc *a, int rank_a, const struct desc *b, int rank_b, char *text, size_t room) {
@@ -241,6 +242,13 @@ static void refuse(struct nb_job *job, struct entry *entry) {
     nb_member_refuse(job, &refusal);
 }
 
+static enum nb_algorithm algorithm_for(const struct nb_job *job, const struct desc *desc) {
+    if (desc->kind != NB_OP_ALLREDUCE) {
+        return nb_run_only(desc->kind);
+    }
+    return job->config.algorithm != NB_ALGORITHM_NONE ? job->config.algorithm : NB_ALGORITHM_RING;
+}
+
 static void go(struct nb_job *job, struct entry *entry) {
     struct agree *a = job->agree;
     entry->rounds++;
@@ -249,7 +257,10 @@ static void go(struct nb_job *job, struct entry *entry) {
         a->ids[entry->id] = entry;
     }
     entry->cached = entry->desc;
-    struct wire_go message = {.seq = nb_agree_next_seq(job), .key = entry->desc.key, .id = entry->id};
+    struct wire_go message = {.seq = nb_agree_next_seq(job),
+                              .key = entry->desc.key,
+                              .id = entry->id,
+                              .algorithm = (uint32_t)algorithm_for(job, &entry->desc)};
     entry_rest(job, entry);
     nb_control_broadcast(job, CTL_GO, &message, sizeof message);
     nb_member_go(job, &message);

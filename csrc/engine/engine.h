@@ -20,7 +20,27 @@ struct nb_job;
 struct nb_comm;
 struct nb_work;
 
-enum nb_op_kind { NB_OP_ALLREDUCE, NB_OP_ALLGATHER, NB_OP_REDUCESCATTER, NB_OP_BROADCAST, NB_OP_BARRIER, NB_OP_KINDS };
+enum nb_op_kind {
+    NB_OP_ALLREDUCE,
+    NB_OP_ALLGATHER,
+    NB_OP_REDUCESCATTER,
+    NB_OP_BROADCAST,
+    NB_OP_BARRIER,
+    NB_OP_ALLTOALL,
+    NB_OP_KINDS
+};
+
+// How an operation travels. The numbers stand in the record.
+enum nb_algorithm {
+    NB_ALGORITHM_NONE = 0, // no byte moves. Asked for: rank 0 chooses by what this job has measured
+    NB_ALGORITHM_RING = 1,
+    NB_ALGORITHM_RING_ALLGATHER = 2,
+    NB_ALGORITHM_RING_REDUCESCATTER = 3,
+    NB_ALGORITHM_CHAIN = 4,    // broadcast
+    NB_ALGORITHM_DOUBLING = 5, // recursive doubling; at 2 ranks a direct exchange
+    NB_ALGORITHM_HALVING = 6,  // recursive halving, then doubling
+    NB_ALGORITHM_PAIRWISE = 7  // all-to-all
+};
 
 enum { NB_NAME_MAX = 96, NB_SEGMENTS_MAX = 512, NB_PROBE_MAX = 8, NB_STREAMS_AUTO = 0, NB_HOST_BYTES = 16 };
 
@@ -34,7 +54,8 @@ struct nb_segment {
 };
 
 // In place, over the line that the segments form. All-gather: the line is the whole output, this rank's part is filled
-// in. Reduce-scatter: the line is the whole input, this rank's part is the answer. Unused fields are zero.
+// in. Reduce-scatter: the line is the whole input, this rank's part is the answer. All-to-all: the line is the input, one
+// part for each rank, and behind it the output, one part from each. Unused fields are zero.
 struct nb_op {
     const char *name; // for messages, and hashed to the key where key is 0
     uint64_t key;
@@ -62,12 +83,13 @@ struct nb_job_config {
     const char *library;
     const char *ifname;
     struct nb_port_range ports;
-    size_t segment_bytes;    // 0: 256 KiB
-    int timeout_ms;          // of a wait on a peer
-    int start_ms;            // of the lanes' opening; 0: timeout_ms
-    int stall_ms;            // after which a missing rank is named; 0: never
-    struct nb_ring *ring;    // of the communication thread; NULL: nothing is recorded
-    int64_t clock_offset_ns; // as nb_boot_clock found it
+    size_t segment_bytes;        // 0: 256 KiB
+    int timeout_ms;              // of a wait on a peer
+    int start_ms;                // of the lanes' opening; 0: timeout_ms
+    int stall_ms;                // after which a missing rank is named; 0: never
+    struct nb_ring *ring;        // of the communication thread; NULL: nothing is recorded
+    int64_t clock_offset_ns;     // as nb_boot_clock found it
+    enum nb_algorithm algorithm; // of all-reduces: RING, DOUBLING, HALVING; NONE: rank 0 chooses. Rank 0's counts
     enum nb_shm_mode shm;
     unsigned char host[NB_HOST_BYTES]; // what ranks of one host have in common
 };

@@ -11,6 +11,7 @@
 #include "base/loop.h"
 #include "coll/reduce.h"
 #include "coll/sched.h"
+#include "coll/steps.h"
 #include "engine/engine.h"
 #include "engine/local.h"
 #include "transport/lanes.h"
@@ -25,7 +26,8 @@ enum {
     IDS_MAX = 1024,          // operations that a bit can stand for
     SUBMITS_MAX = 1024,      // in one message
     PENDING_MAX = 64 * 1024, // operations of one rank that wait for the others
-    TICK_MS = 50
+    TICK_MS = 50,
+    STEP_BITS = 12 // of a flow's number: the step; the others are the operation's
 };
 
 // What all ranks must submit alike under one key. Crosses the wire.
@@ -63,16 +65,21 @@ struct nb_work {
     struct desc desc;
     uint32_t round;
     uint32_t bucket;
-    uint64_t seq; // the operation's number on the wire
+    uint64_t seq; // the operation's number: its flows' is this and their step
     bool quiet;   // a probe: not recorded
     bool running;
-    struct nb_sched sched;
+    enum nb_algorithm algorithm;
+    struct nb_sched sched;   // of a ring or chain
+    struct stepper *stepper; // of an algorithm in steps
+    size_t block_bytes;
     size_t element_bytes;
     nb_reduce_fn reduce;
     nb_scale_fn scale;
     int flows_left;
+    int flow_count; // of nb_work_flow()
     struct nb_flow in;
     struct nb_flow out;
+    struct nb_flow *more; // beyond these two
     struct nb_local_op local;
     struct nb_work_times times;
     void *fused;     // the line as one piece, where the caller's pieces are too small to travel
@@ -118,7 +125,7 @@ struct wire_go {
     uint64_t seq;
     uint64_t key;
     uint32_t id; // by which the key may be named in a mask from now on, or NO_ID
-    uint32_t zero;
+    uint32_t algorithm;
 };
 
 struct wire_refuse {
@@ -221,11 +228,33 @@ void nb_work_rounds_free(struct nb_job *job);
 // Done: with job->failure's record or the given one; NULL: success.
 void nb_work_finish(struct nb_work *work, const struct nb_error *why);
 
+// A flow of the operation: 0 in, 1 out, then by twos.
+struct nb_flow *nb_work_flow(struct nb_work *work, int index);
+
 // run.c
+// Makes what the algorithm needs, in place of what another one needed. Of a thread that has the work for itself.
+int nb_run_prepare(struct nb_work *work, enum nb_algorithm algorithm, struct nb_error *err);
+void nb_run_unprepare(struct nb_work *work);
+// The only algorithm of an operation; NONE: an all-reduce has several.
+enum nb_algorithm nb_run_only(int kind);
+// Whether an operation can travel so.
+bool nb_run_possible(int kind, uint32_t algorithm);
+// The peers that the operation needs are opened.
+int nb_run_peers(struct nb_work *work, struct nb_error *err);
 void nb_run_start(struct nb_work *work, uint64_t seq);
 void nb_run_cancel(struct nb_work *work);
 // Completes an operation in which no byte moves.
 void nb_run_alone(struct nb_work *work);
+
+// Readies a flow for the lanes: what is the same for all algorithms. `step`: of the operation, it is part of its number.
+void nb_run_flow(struct nb_work *work, struct nb_flow *flow, const struct nb_flow_ops *ops, int step);
+// A flow is over: the operation is, with the last one.
+void nb_run_flow_over(struct nb_work *work);
+
+// stepper.c: algorithms in steps
+int nb_stepper_make(struct nb_work *work, enum nb_steps_kind kind, struct nb_error *err);
+void nb_stepper_free(struct nb_work *work);
+void nb_stepper_start(struct nb_work *work, int64_t now_ns);
 
 // control.c
 int nb_control_init(struct control *control, struct nb_job *job, int peer, int fd, struct nb_error *err);

@@ -130,6 +130,7 @@ void nb_job_peer_left(struct nb_job *job, int rank) {
     struct suspicion *s = &job->suspicions[rank];
     job->peer_left[rank] = true;
     job->left_rank = rank;
+    nb_lanes_forgive(job->lanes, rank); // its word that all is there may have been lost with its lanes
     *s = (struct suspicion){.raised = true, .since_ns = nb_now_ns()}; // operations under way may need it still
     nb_job_left_check(job);
 }
@@ -229,7 +230,14 @@ static bool may_stop(struct nb_job *job, int64_t *until_ns) {
     }
     *until_ns = *until_ns == 0 ? nb_now_ns() + FAREWELL_NS : *until_ns;
     bool works = !nb_list_empty(&job->running) || !nb_list_empty(&job->waiting);
-    return job->failed || works || nb_lanes_settle(job->lanes) || nb_now_ns() > *until_ns;
+    if (job->failed || works || nb_now_ns() > *until_ns) {
+        return true;
+    }
+    bool settled = nb_lanes_settle(job->lanes);
+    if (settled) {
+        nb_lanes_farewell(job->lanes);
+    }
+    return settled;
 }
 
 void *nb_job_main(void *arg) {

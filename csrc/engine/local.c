@@ -280,10 +280,14 @@ bool nb_local_arm(struct nb_job *job) {
     return !moved;
 }
 
+bool nb_local_takes(const struct nb_job *job, enum nb_op_kind kind) {
+    return job->local != NULL && kind != NB_OP_BARRIER && kind != NB_OP_ALLTOALL;
+}
+
 bool nb_local_start(struct nb_work *work) {
     struct nb_job *job = work->comm->job;
     struct local *l = job->local;
-    if (l == NULL || work->quiet || work->desc.kind == NB_OP_BARRIER || work->starts[work->piece_count] == 0) {
+    if (!nb_local_takes(job, work->desc.kind) || work->quiet || work->starts[work->piece_count] == 0) {
         return false;
     }
     nb_list_remove(&work->link);

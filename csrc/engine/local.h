@@ -16,6 +16,7 @@
 
 #include "base/error.h"
 #include "base/list.h"
+#include "engine/engine.h"
 
 enum {
     NB_LANE_SHARED = 64,      // in the record: the number that stands for shared memory in place of a lane
@@ -49,7 +50,9 @@ void nb_local_close(struct nb_job *job);
 // Memory that many operations will use, as a descriptor that is closed here; -1: none.
 void nb_local_map(struct nb_job *job, void *base, size_t bytes, int fd);
 
-// local.c. True: the operation is taken, and finishes by nb_local_progress().
+// local.c. Whether such operations stay in shared memory where there is any; the others take the network.
+bool nb_local_takes(const struct nb_job *job, enum nb_op_kind kind);
+// True: the operation is taken, and finishes by nb_local_progress().
 bool nb_local_start(struct nb_work *work);
 // Ends it here and keeps the others off its memory.
 void nb_local_cancel(struct nb_work *work);

@@ -9,6 +9,7 @@
 #include "base/error.h"
 #include "base/hash.h"
 #include "base/list.h"
+#include "engine/engine.h"
 #include "engine/internal.h"
 #include "trace/event.h"
 #include "trace/ring.h"
@@ -142,9 +143,13 @@ void nb_member_go(struct nb_job *job, const struct wire_go *go) {
     struct nb_error why = {0};
     work->times.agreed_ns = nb_now_ns();
     nb_ring_put_at(job->config.ring, work->times.agreed_ns, NB_EV_OP_AGREED, go->key, work->round, 0, 0, 0, 0);
-    bool moves = work->in.blocks + work->out.blocks > 0;
-    if (moves &&
-        (nb_job_peer_ready(job, work->sched.to, &why) < 0 || nb_job_peer_ready(job, work->sched.from, &why) < 0)) {
+    if (!nb_run_possible(work->desc.kind, go->algorithm)) {
+        nb_job_wire_fail(job, 0, "a way to travel that the operation has not");
+        return;
+    }
+    enum nb_algorithm algorithm = (enum nb_algorithm)go->algorithm;
+    int rc = algorithm != work->algorithm ? nb_run_prepare(work, algorithm, &why) : 0;
+    if (rc < 0 || nb_run_peers(work, &why) < 0) {
         nb_job_fail(job, &why, true);
         return;
     }

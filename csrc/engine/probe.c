@@ -124,13 +124,13 @@ void nb_probe_run(struct nb_job *job, const struct wire_probe *message) {
         .name = "probe", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .segments = &segment, .segment_count = 1};
     struct nb_work *work = NULL;
     if (rc == 0) {
-        rc = nb_job_peer_ready(job, (job->rank + 1) % job->size, &why);
-    }
-    if (rc == 0) {
-        rc = nb_job_peer_ready(job, (job->rank + job->size - 1) % job->size, &why);
-    }
-    if (rc == 0) {
         rc = nb_work_make(&job->world, &op, &work, &why);
+    }
+    if (rc == 0 && work->algorithm != NB_ALGORITHM_RING) {
+        rc = nb_run_prepare(work, NB_ALGORITHM_RING, &why);
+    }
+    if (rc == 0) {
+        rc = nb_run_peers(work, &why);
     }
     if (rc < 0 || work == NULL) {
         nb_job_fail(job, &why, true);

@@ -1,50 +1,25 @@
 // An agreed operation on the wire: its schedule turned into flows, its arrivals into sums.
+#include <errno.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
-#include <string.h>
+#include <stdlib.h>
 
 #include "base/bits.h"
 #include "base/clock.h"
+#include "base/error.h"
 #include "base/list.h"
 #include "coll/sched.h"
+#include "coll/steps.h"
 #include "engine/engine.h"
 #include "engine/internal.h"
+#include "engine/line.h"
 #include "engine/local.h"
 #include "trace/event.h"
 #include "trace/ring.h"
 #include "transport/lanes.h"
 #include "transport/transport.h"
-
-// The piece that holds byte `offset` of the line.
-static int piece_at(const struct nb_work *work, size_t offset) {
-    int low = 0;
-    int high = work->piece_count - 1;
-    while (low < high) {
-        int mid = (low + high + 1) / 2;
-        if (work->starts[mid] <= offset) {
-            low = mid;
-        } else {
-            high = mid - 1;
-        }
-    }
-    return low;
-}
-
-// The memory of a range, at most `max` pieces; the count, or max + 1 when it lies in more.
-static int range_memory(const struct nb_work *work, struct nb_range range, struct iovec *iov, int max) {
-    int n = 0;
-    for (int p = piece_at(work, range.offset); range.bytes > 0; p++) {
-        if (n == max) {
-            return max + 1;
-        }
-        size_t skip = range.offset - work->starts[p];
-        size_t room = work->pieces[p].bytes - skip;
-        size_t take = room < range.bytes ? room : range.bytes;
-        iov[n++] = (struct iovec){.iov_base = (char *)work->pieces[p].base + skip, .iov_len = take};
-        range.offset += take;
-        range.bytes -= take;
-    }
-    return n;
-}
 
 static struct nb_range flow_range(const struct nb_flow *flow, uint32_t first, uint32_t count) {
     const struct nb_work *work = flow->owner;
@@ -62,7 +37,7 @@ static uint32_t flow_run_limit(const struct nb_flow *flow, uint32_t first, uint3
     if (work->piece_count > 1 && flow->dir == NB_FLOW_OUT) {
         struct iovec iov[NB_LANE_IOV_MAX];
         while (count > 1 &&
-               range_memory(work, flow_range(flow, first, count), iov, NB_LANE_IOV_MAX) > NB_LANE_IOV_MAX) {
+               nb_line_memory(work, flow_range(flow, first, count), iov, NB_LANE_IOV_MAX) > NB_LANE_IOV_MAX) {
             count /= 2;
         }
     }
@@ -74,42 +49,8 @@ static int flow_memory(const struct nb_flow *flow, uint32_t first, uint32_t coun
     if (flow->dir == NB_FLOW_IN && nb_sched_reduces(&work->sched, first)) {
         return 0;
     }
-    int n = range_memory(work, flow_range(flow, first, count), iov, NB_LANE_IOV_MAX);
+    int n = nb_line_memory(work, flow_range(flow, first, count), iov, NB_LANE_IOV_MAX);
     return n <= NB_LANE_IOV_MAX ? n : 0; // in: the sender's memory was not cut where this rank's is
-}
-
-static void line_scale(const struct nb_work *work, struct nb_range range, double factor) {
-    struct iovec iov[1] = {{0}};
-    while (factor != 1 && range.bytes > 0) {
-        range_memory(work, range, iov, 1);
-        work->scale(iov[0].iov_base, iov[0].iov_len / work->element_bytes, factor);
-        range.offset += iov[0].iov_len;
-        range.bytes -= iov[0].iov_len;
-    }
-}
-
-static void line_reduce(const struct nb_work *work, struct nb_range range, const char *data) {
-    struct iovec iov[1] = {{0}};
-    while (range.bytes > 0) {
-        range_memory(work, range, iov, 1);
-        work->reduce(iov[0].iov_base, data, iov[0].iov_len / work->element_bytes);
-        data += iov[0].iov_len;
-        range.offset += iov[0].iov_len;
-        range.bytes -= iov[0].iov_len;
-    }
-}
-
-static void line_place(const struct nb_work *work, struct nb_range range, const char *data) {
-    struct iovec iov[1] = {{0}};
-    while (range.bytes > 0) {
-        if (range_memory(work, range, iov, 1) < 1) {
-            return;
-        }
-        memcpy(iov[0].iov_base, data, iov[0].iov_len);
-        data += iov[0].iov_len;
-        range.offset += iov[0].iov_len;
-        range.bytes -= iov[0].iov_len;
-    }
 }
 
 static void flow_consume(struct nb_flow *flow, uint32_t first, uint32_t count, const void *data, size_t bytes) {
@@ -118,12 +59,12 @@ static void flow_consume(struct nb_flow *flow, uint32_t first, uint32_t count, c
     struct nb_range range = nb_sched_in(&work->sched, first, count);
     (void)bytes;
     if (data != NULL && nb_sched_reduces(&work->sched, first)) {
-        line_reduce(work, range, data);
+        nb_line_reduce(work, range, data);
     } else if (data != NULL) {
-        line_place(work, range, data);
+        nb_line_place(work, range, data);
     }
     if (nb_sched_completes(&work->sched, first)) {
-        line_scale(work, range, work->desc.postscale);
+        nb_line_scale(work, range, work->desc.postscale);
     }
     bool more = false;
     for (uint32_t i = 0; i < count; i++) {
@@ -138,8 +79,14 @@ static void flow_consume(struct nb_flow *flow, uint32_t first, uint32_t count, c
     }
 }
 
-static void flow_finished(struct nb_flow *flow) {
-    struct nb_work *work = flow->owner;
+struct nb_flow *nb_work_flow(struct nb_work *work, int index) {
+    if (index >= 2) {
+        return &work->more[index - 2];
+    }
+    return index == 0 ? &work->in : &work->out;
+}
+
+void nb_run_flow_over(struct nb_work *work) {
     struct nb_job *job = work->comm->job;
     if (--work->flows_left > 0) {
         return;
@@ -149,10 +96,16 @@ static void flow_finished(struct nb_flow *flow) {
         return;
     }
     pthread_mutex_lock(&job->lock);
-    job->info.bytes_out += work->out.bytes_moved;
-    job->info.bytes_in += work->in.bytes_moved;
+    for (int i = 0; i < work->flow_count; i += 2) {
+        job->info.bytes_in += nb_work_flow(work, i)->bytes_moved;
+        job->info.bytes_out += nb_work_flow(work, i + 1)->bytes_moved;
+    }
     pthread_mutex_unlock(&job->lock);
     nb_work_finish(work, NULL);
+}
+
+static void flow_finished(struct nb_flow *flow) {
+    nb_run_flow_over(flow->owner);
 }
 
 static const struct nb_flow_ops flow_ops = {.bytes = flow_bytes,
@@ -176,21 +129,132 @@ static uint32_t flow_skip_empty(struct nb_flow *flow, const struct nb_sched *sch
     return left;
 }
 
-static void flow_prepare(struct nb_work *work, struct nb_flow *flow, enum nb_flow_dir dir, int peer) {
-    flow->ops = &flow_ops;
-    flow->dir = dir;
-    flow->peer = peer;
-    flow->op = work->seq;
+void nb_run_flow(struct nb_work *work, struct nb_flow *flow, const struct nb_flow_ops *ops, int step) {
+    flow->ops = ops;
+    flow->op = work->seq << STEP_BITS | (uint64_t)step;
     flow->priority = work->desc.priority;
-    flow->block_bytes = work->sched.block_bytes;
+    flow->block_bytes = work->block_bytes;
     flow->owner = work;
     nb_list_init(&flow->link);
-    flow->left = flow_skip_empty(flow, &work->sched);
-    for (uint32_t i = 0; dir == NB_FLOW_OUT && i < flow->blocks; i++) {
-        if (nb_sched_ready(&work->sched, i) && nb_sched_out(&work->sched, i, 1).bytes > 0) {
-            nb_bits_set(flow->map, i);
+}
+
+// A ring or chain in blocks that follow each other.
+static void pipeline_start(struct nb_work *work, int64_t now) {
+    struct nb_job *job = work->comm->job;
+    const struct nb_sched *sched = &work->sched;
+    nb_run_flow(work, &work->in, &flow_ops, 0);
+    nb_run_flow(work, &work->out, &flow_ops, 0);
+    work->in.left = flow_skip_empty(&work->in, sched);
+    work->out.left = flow_skip_empty(&work->out, sched);
+    for (uint32_t i = 0; i < work->out.blocks; i++) {
+        if (nb_sched_ready(sched, i) && nb_sched_out(sched, i, 1).bytes > 0) {
+            nb_bits_set(work->out.map, i);
         }
     }
+    bool in = work->in.left > 0;
+    bool out = work->out.left > 0;
+    work->flows_left = in + out;
+    if (!in && !out) {
+        nb_run_alone(work);
+        return;
+    }
+    if (out) { // first: what lands may make blocks of it ready, and may even finish it
+        nb_lanes_add(job->lanes, &work->out, now);
+    }
+    if (in) {
+        nb_lanes_add(job->lanes, &work->in, now);
+    }
+}
+
+static int pipeline_make(struct nb_work *work, enum nb_sched_kind kind, struct nb_error *err) {
+    const struct nb_comm *comm = work->comm;
+    struct nb_sched *sched = &work->sched;
+    nb_sched_init(sched, kind, comm->rank, comm->size, work->desc.root, work->starts[work->piece_count],
+                  work->element_bytes);
+    work->block_bytes = sched->block_bytes;
+    work->flow_count = 2;
+    uint32_t in = nb_sched_blocks_in(sched);
+    uint32_t out = nb_sched_blocks_out(sched);
+    work->in = (struct nb_flow){.dir = NB_FLOW_IN, .peer = sched->from, .blocks = in};
+    work->out = (struct nb_flow){.dir = NB_FLOW_OUT, .peer = sched->to, .blocks = out};
+    work->in.map = calloc(nb_bits_words(in) + 1, sizeof(uint64_t));
+    work->out.map = calloc(nb_bits_words(out) + 1, sizeof(uint64_t));
+    if (work->in.map == NULL || work->out.map == NULL) {
+        return nb_fail(err, -ENOMEM, "%s: maps of %u blocks", work->desc.name, in + out);
+    }
+    return 0;
+}
+
+enum nb_algorithm nb_run_only(int kind) {
+    static const enum nb_algorithm only[NB_OP_KINDS] = {[NB_OP_ALLGATHER] = NB_ALGORITHM_RING_ALLGATHER,
+                                                        [NB_OP_REDUCESCATTER] = NB_ALGORITHM_RING_REDUCESCATTER,
+                                                        [NB_OP_BROADCAST] = NB_ALGORITHM_CHAIN,
+                                                        [NB_OP_ALLTOALL] = NB_ALGORITHM_PAIRWISE};
+    return only[kind];
+}
+
+bool nb_run_possible(int kind, uint32_t algorithm) {
+    if (kind == NB_OP_ALLREDUCE) {
+        return algorithm == NB_ALGORITHM_RING || algorithm == NB_ALGORITHM_DOUBLING ||
+               algorithm == NB_ALGORITHM_HALVING;
+    }
+    return algorithm == nb_run_only(kind);
+}
+
+void nb_run_unprepare(struct nb_work *work) {
+    if (work->stepper == NULL) {
+        free(work->in.map);
+        free(work->out.map);
+    }
+    free(work->more);
+    nb_stepper_free(work);
+    work->more = NULL;
+    work->in.map = NULL;
+    work->out.map = NULL;
+    work->flow_count = 0;
+}
+
+int nb_run_prepare(struct nb_work *work, enum nb_algorithm algorithm, struct nb_error *err) {
+    nb_run_unprepare(work);
+    work->algorithm = algorithm;
+    switch (algorithm) {
+    case NB_ALGORITHM_DOUBLING:
+        return nb_stepper_make(work, NB_STEPS_DOUBLING, err);
+    case NB_ALGORITHM_HALVING:
+        return nb_stepper_make(work, NB_STEPS_HALVING, err);
+    case NB_ALGORITHM_PAIRWISE:
+        return nb_stepper_make(work, NB_STEPS_PAIRWISE, err);
+    case NB_ALGORITHM_RING:
+        return pipeline_make(work, NB_SCHED_RING_ALLREDUCE, err);
+    case NB_ALGORITHM_RING_ALLGATHER:
+        return pipeline_make(work, NB_SCHED_RING_ALLGATHER, err);
+    case NB_ALGORITHM_RING_REDUCESCATTER:
+        return pipeline_make(work, NB_SCHED_RING_REDUCESCATTER, err);
+    case NB_ALGORITHM_CHAIN:
+        return pipeline_make(work, NB_SCHED_CHAIN_BROADCAST, err);
+    case NB_ALGORITHM_NONE:
+        break;
+    }
+    return pipeline_make(work, NB_SCHED_NONE, err);
+}
+
+static bool moves(struct nb_work *work) {
+    for (int i = 0; i < work->flow_count; i++) {
+        if (nb_work_flow(work, i)->blocks > 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+int nb_run_peers(struct nb_work *work, struct nb_error *err) {
+    int rc = 0;
+    for (int i = 0; rc == 0 && moves(work) && i < work->flow_count; i++) {
+        const struct nb_flow *flow = nb_work_flow(work, i);
+        bool needed = flow->blocks > 0 || work->stepper == NULL;
+        rc = needed ? nb_job_peer_ready(work->comm->job, flow->peer, err) : 0;
+    }
+    return rc;
 }
 
 static bool has_scale(const struct nb_work *work) {
@@ -198,10 +262,13 @@ static bool has_scale(const struct nb_work *work) {
 }
 
 void nb_run_alone(struct nb_work *work) {
-    struct nb_range all = {.offset = 0, .bytes = work->starts[work->piece_count]};
+    struct nb_range all = nb_line_all(work);
     if (has_scale(work)) {
-        line_scale(work, all, work->desc.prescale);
-        line_scale(work, all, work->desc.postscale);
+        nb_line_scale(work, all, work->desc.prescale);
+        nb_line_scale(work, all, work->desc.postscale);
+    }
+    if (work->desc.kind == NB_OP_ALLTOALL) {
+        nb_line_move(work, (struct nb_range){0, all.bytes / 2}, (struct nb_range){all.bytes / 2, all.bytes / 2});
     }
     nb_work_finish(work, NULL);
 }
@@ -218,31 +285,20 @@ void nb_run_start(struct nb_work *work, uint64_t seq) {
     if (nb_local_start(work)) {
         return;
     }
-    if (work->in.blocks == 0 && work->out.blocks == 0) {
+    if (!moves(work)) {
         nb_run_alone(work);
         return;
     }
-    struct nb_range all = {.offset = 0, .bytes = work->starts[work->piece_count]};
     if (has_scale(work)) {
-        line_scale(work, all, work->desc.prescale);
+        nb_line_scale(work, nb_line_all(work), work->desc.prescale);
     }
-    flow_prepare(work, &work->in, NB_FLOW_IN, work->sched.from);
-    flow_prepare(work, &work->out, NB_FLOW_OUT, work->sched.to);
-    bool in = work->in.left > 0;
-    bool out = work->out.left > 0;
-    work->flows_left = in + out;
     nb_list_remove(&work->link);
     nb_list_insert(&job->running, &work->link);
     work->running = true;
-    if (!in && !out) {
-        nb_run_alone(work);
-        return;
-    }
-    if (out) { // first: what lands may make blocks of it ready, and may even finish it
-        nb_lanes_add(job->lanes, &work->out, now);
-    }
-    if (in) {
-        nb_lanes_add(job->lanes, &work->in, now);
+    if (work->stepper != NULL) {
+        nb_stepper_start(work, now);
+    } else {
+        pipeline_start(work, now);
     }
 }
 
@@ -255,10 +311,10 @@ void nb_run_cancel(struct nb_work *work) {
         nb_local_cancel(work);
         return;
     }
-    if (!nb_list_empty(&work->in.link)) {
-        nb_lanes_cancel(job->lanes, &work->in);
-    }
-    if (!nb_list_empty(&work->out.link)) {
-        nb_lanes_cancel(job->lanes, &work->out);
+    for (int i = 0; i < work->flow_count; i++) {
+        struct nb_flow *flow = nb_work_flow(work, i);
+        if (flow->blocks > 0 && !nb_list_empty(&flow->link)) {
+            nb_lanes_cancel(job->lanes, flow);
+        }
     }
 }

@@ -24,16 +24,30 @@ static bool is_open(const struct nb_flow *flow, int peer) {
     return flow->peer == peer && !nb_list_empty(&flow->link);
 }
 
-// An operation under way that needs a peer, or NULL; *moved_ns: when a block last moved between the two.
+// Whether an operation under way waits for a peer; *moved_ns: when a block last moved between the two.
+static bool needs(struct nb_work *work, int peer, int64_t *moved_ns) {
+    bool found = false;
+    if (work->local.taken) { // in shared memory: nb_local_tick() says who is late
+        found = work->in.left > 0 && work->in.peer == peer;
+        *moved_ns = found ? later(*moved_ns, work->in.moved_ns) : *moved_ns;
+        return found;
+    }
+    for (int i = 0; i < work->flow_count; i++) {
+        const struct nb_flow *flow = nb_work_flow(work, i);
+        if (flow->blocks > 0 && is_open(flow, peer)) {
+            *moved_ns = later(*moved_ns, flow->moved_ns);
+            found = true;
+        }
+    }
+    return found;
+}
+
+// The first operation under way that needs a peer, or NULL.
 static const struct nb_work *needed(const struct nb_job *job, int peer, int64_t *moved_ns) {
     const struct nb_work *found = NULL;
     for (const struct nb_list *it = job->running.next; it != &job->running; it = it->next) {
-        const struct nb_work *work = NB_CONTAINER(it, struct nb_work, link);
-        bool in = is_open(&work->in, peer);
-        bool out = is_open(&work->out, peer);
-        *moved_ns = in ? later(*moved_ns, work->in.moved_ns) : *moved_ns;
-        *moved_ns = out ? later(*moved_ns, work->out.moved_ns) : *moved_ns;
-        found = found == NULL && (in || out) ? work : found;
+        struct nb_work *work = NB_CONTAINER(it, struct nb_work, link);
+        found = needs(work, peer, moved_ns) && found == NULL ? work : found;
     }
     return found;
 }
@@ -46,10 +60,6 @@ static void left_tick(struct nb_job *job, int peer, int64_t now) {
     int64_t quiet_ns = (int64_t)job->config.timeout_ms * 1000000 / 4;
     const struct nb_work *work = needed(job, peer, &moved);
     bool gone = nb_lanes_left(job->lanes, peer) == 0 || now - moved > quiet_ns;
-    if (work != NULL && gone) {
-        nb_lanes_forgive(job->lanes, peer); // what was sent to it, it had
-        work = needed(job, peer, &moved);
-    }
     if (work == NULL) {
         s->raised = false;
     } else if (gone) {
@@ -135,20 +145,37 @@ static void silence_tick(struct nb_job *job, int64_t now) {
     }
 }
 
+// The peer of the first flow that is not over: of those that arrive, then of those that leave.
+static int waited_for(struct nb_work *work) {
+    for (int i = 0; i < work->flow_count; i += 2) {
+        if (nb_work_flow(work, i)->left > 0) {
+            return nb_work_flow(work, i)->peer;
+        }
+    }
+    for (int i = 1; i < work->flow_count; i += 2) {
+        if (nb_work_flow(work, i)->blocks > 0 && !nb_list_empty(&nb_work_flow(work, i)->link)) {
+            return nb_work_flow(work, i)->peer;
+        }
+    }
+    return NB_NO_PEER;
+}
+
 // Granted bytes that do not move: an operation that waits for its turn on a busy network is none of them. A rank that
 // is silent shows first by its control connection, and is named.
 static void movement_tick(struct nb_job *job, int64_t now) {
     int64_t limit = (int64_t)job->config.timeout_ms * 1250000;
     int64_t moved = 0;
     NB_LIST_EACH(it, &job->running) {
-        const struct nb_work *work = NB_CONTAINER(it, struct nb_work, link);
-        moved = later(moved, later(work->in.moved_ns, work->out.moved_ns));
+        struct nb_work *work = NB_CONTAINER(it, struct nb_work, link);
+        for (int i = 0; i < work->flow_count; i++) {
+            moved = later(moved, nb_work_flow(work, i)->moved_ns);
+        }
     }
     if (moved == 0 || now - moved <= limit) {
         return;
     }
-    const struct nb_work *work = NB_CONTAINER(job->running.next, struct nb_work, link);
-    int peer = work->in.left > 0 ? work->in.peer : work->out.peer;
+    struct nb_work *work = NB_CONTAINER(job->running.next, struct nb_work, link);
+    int peer = waited_for(work);
     struct nb_error why = {0};
     nb_fail_peer(&why, NB_ETIMEOUT, peer, "'%s': no byte moved between rank %d and rank %d for %.1f s", work->desc.name,
                  job->rank, peer, (double)(now - moved) / 1e9);
@@ -177,8 +204,9 @@ static void away_tick(struct nb_job *job, int64_t now) {
     }
     NB_LIST_EACH(it, &job->running) {
         struct nb_work *work = NB_CONTAINER(it, struct nb_work, link);
-        excuse(&work->in.moved_ns, away, now);
-        excuse(&work->out.moved_ns, away, now);
+        for (int i = 0; i < work->flow_count; i++) {
+            excuse(&nb_work_flow(work, i)->moved_ns, away, now);
+        }
     }
 }
 

@@ -7,7 +7,6 @@
 #include <string.h>
 #include <time.h>
 
-#include "base/bits.h"
 #include "base/clock.h"
 #include "base/dtype.h"
 #include "base/error.h"
@@ -15,7 +14,6 @@
 #include "base/list.h"
 #include "base/loop.h"
 #include "coll/reduce.h"
-#include "coll/sched.h"
 #include "engine/engine.h"
 #include "engine/internal.h"
 #include "engine/local.h"
@@ -59,9 +57,13 @@ static int line_check(const struct nb_comm *comm, const struct nb_op *op, struct
                            op->segments[i].bytes, nb_dtype_name(op->dtype));
         }
     }
-    bool parts = op->kind == NB_OP_ALLGATHER || op->kind == NB_OP_REDUCESCATTER;
-    if (parts && nb_work_line(op) % ((size_t)comm->size * element) != 0) {
-        return nb_fail(err, -EINVAL, "%s: %zu bytes are not %d equal parts", op->name, nb_work_line(op), comm->size);
+    size_t parts = op->kind == NB_OP_ALLGATHER || op->kind == NB_OP_REDUCESCATTER ? (size_t)comm->size : 1;
+    parts = op->kind == NB_OP_ALLTOALL ? 2 * (size_t)comm->size : parts;
+    if (nb_work_line(op) % (parts * element) != 0) {
+        return nb_fail(err, -EINVAL, "%s: %zu bytes are not %zu equal parts", op->name, nb_work_line(op), parts);
+    }
+    if (op->kind == NB_OP_ALLTOALL && comm->size > 1 << STEP_BITS) {
+        return nb_fail(err, -EINVAL, "%s: an all-to-all of %d ranks: %d at most", op->name, comm->size, 1 << STEP_BITS);
     }
     return 0;
 }
@@ -89,15 +91,6 @@ static int op_check(const struct nb_comm *comm, const struct nb_op *op, struct n
     return line_check(comm, op, err);
 }
 
-static enum nb_sched_kind schedule_for(const struct nb_op *op) {
-    static const enum nb_sched_kind kinds[NB_OP_KINDS] = {[NB_OP_ALLREDUCE] = NB_SCHED_RING_ALLREDUCE,
-                                                          [NB_OP_ALLGATHER] = NB_SCHED_RING_ALLGATHER,
-                                                          [NB_OP_REDUCESCATTER] = NB_SCHED_RING_REDUCESCATTER,
-                                                          [NB_OP_BROADCAST] = NB_SCHED_CHAIN_BROADCAST,
-                                                          [NB_OP_BARRIER] = NB_SCHED_NONE};
-    return kinds[op->kind];
-}
-
 static size_t line_starts(const struct nb_segment *pieces, int count, size_t *starts) {
     size_t at = 0;
     for (int i = 0; i < count; i++) {
@@ -110,7 +103,7 @@ static size_t line_starts(const struct nb_segment *pieces, int count, size_t *st
 
 // True when some block of the line lies in more pieces than one segment can carry.
 static bool too_scattered(const struct nb_work *work) {
-    size_t block = work->sched.block_bytes;
+    size_t block = work->block_bytes;
     int first = 0;
     for (int i = 0; i < work->piece_count; i++) {
         while (work->starts[first + 1] + block <= work->starts[i]) {
@@ -181,17 +174,12 @@ static struct nb_work *work_alloc(int segments) {
     return work;
 }
 
-static int flows_alloc(struct nb_work *work, struct nb_error *err) {
-    uint32_t in = nb_sched_blocks_in(&work->sched);
-    uint32_t out = nb_sched_blocks_out(&work->sched);
-    work->in.map = calloc(nb_bits_words(in) + 1, sizeof(uint64_t));
-    work->out.map = calloc(nb_bits_words(out) + 1, sizeof(uint64_t));
-    if (work->in.map == NULL || work->out.map == NULL) {
-        return nb_fail(err, -ENOMEM, "%s: maps of %u blocks", work->desc.name, in + out);
+// The one that rank 0 will say, most probably: what it needs is made on the caller's thread.
+static enum nb_algorithm algorithm_likely(const struct nb_comm *comm, const struct nb_op *op) {
+    if (op->kind != NB_OP_ALLREDUCE) {
+        return nb_run_only(op->kind);
     }
-    work->in.blocks = in;
-    work->out.blocks = out;
-    return 0;
+    return comm->job->config.algorithm != NB_ALGORITHM_NONE ? comm->job->config.algorithm : NB_ALGORITHM_RING;
 }
 
 int nb_work_make(struct nb_comm *comm, const struct nb_op *op, struct nb_work **out, struct nb_error *err) {
@@ -221,16 +209,13 @@ int nb_work_make(struct nb_comm *comm, const struct nb_op *op, struct nb_work **
     enum nb_isa isa = nb_reduce_best();
     work->reduce = nb_reduce_kernel(isa, op->dtype, op->redop);
     work->scale = nb_scale_kernel(isa, op->dtype);
-    nb_sched_init(&work->sched, schedule_for(op), comm->rank, comm->size, op->root, bytes, work->element_bytes);
-    if (work->sched.kind != NB_SCHED_NONE && work->sched.block_bytes > comm->job->config.segment_bytes + BLOCK_SLACK) {
+    rc = nb_run_prepare(work, algorithm_likely(comm, op), err);
+    if (rc == 0 && comm->size > 1 && bytes > 0 && work->block_bytes > comm->job->config.segment_bytes + BLOCK_SLACK) {
         rc = nb_fail(err, -EINVAL, "%s: %zu bytes are too many for segments of %zu bytes", op->name, bytes,
                      comm->job->config.segment_bytes);
     }
-    if (rc == 0 && comm->job->local == NULL && work->piece_count > 1 && too_scattered(work)) {
+    if (rc == 0 && !nb_local_takes(comm->job, op->kind) && work->piece_count > 1 && too_scattered(work)) {
         rc = fuse(work, err);
-    }
-    if (rc == 0) {
-        rc = flows_alloc(work, err);
     }
     if (rc < 0) {
         work->refs = 1;
@@ -246,8 +231,7 @@ void nb_work_unref(struct nb_work *work) {
         return;
     }
     free(work->fused);
-    free(work->in.map);
-    free(work->out.map);
+    nb_run_unprepare(work);
     free(work->pieces);
     free(work->starts);
     free(work);
@@ -333,21 +317,34 @@ static void work_record(struct nb_work *work) {
     if (job->config.ring == NULL || work->quiet) {
         return;
     }
-    for (int i = 0; work->running && job->lanes != NULL && i < job->info.streams_open; i++) {
-        uint64_t out = work->out.lane_bytes[i];
-        uint64_t in = work->in.lane_bytes[i];
+    for (int lane = 0; work->running && job->lanes != NULL && lane < job->info.streams_open; lane++) {
+        uint64_t out = 0;
+        uint64_t in = 0;
+        for (int i = 0; i < work->flow_count; i += 2) {
+            in += nb_work_flow(work, i)->lane_bytes[lane];
+            out += nb_work_flow(work, i + 1)->lane_bytes[lane];
+        }
         sent += out;
         received += in;
         if (out + in > 0) {
-            nb_ring_put(job->config.ring, NB_EV_OP_LANE, key, work->round, (uint64_t)i, out, in, 0);
+            nb_ring_put(job->config.ring, NB_EV_OP_LANE, key, work->round, (uint64_t)lane, out, in, 0);
         }
     }
-    uint64_t algorithm = work->local.taken ? nb_local_record(work) : (uint64_t)work->sched.kind;
+    uint64_t algorithm = work->local.taken ? nb_local_record(work) : (uint64_t)work->algorithm;
     if (work->times.first_byte_ns != 0) {
         nb_ring_put_at(job->config.ring, work->times.first_byte_ns, NB_EV_OP_FIRST_BYTE, key, work->round, 0, 0, 0, 0);
     }
     nb_ring_put_at(job->config.ring, work->times.done_ns, NB_EV_OP_DONE, key, work->round, sent, received, algorithm,
                    (uint64_t)(int64_t)work->failure.code);
+}
+
+static int64_t first_byte(struct nb_work *work) {
+    int64_t first = 0;
+    for (int i = 0; i < work->flow_count; i += 2) {
+        int64_t at = nb_work_flow(work, i)->first_ns;
+        first = at != 0 && (first == 0 || at < first) ? at : first;
+    }
+    return first;
 }
 
 void nb_work_finish(struct nb_work *work, const struct nb_error *why) {
@@ -357,7 +354,7 @@ void nb_work_finish(struct nb_work *work, const struct nb_error *why) {
     } else if (work->fused != NULL) {
         unfuse(work);
     }
-    work->times.first_byte_ns = work->in.first_ns;
+    work->times.first_byte_ns = first_byte(work);
     work->times.done_ns = nb_now_ns();
     work_record(work);
     nb_list_remove(&work->link);

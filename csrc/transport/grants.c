@@ -307,7 +307,7 @@ static bool grant_next(struct nb_lanes *lanes, struct inbound *in) {
     return true;
 }
 
-// Gives slots to flows that wait for one, and grants whatever there is room for, the oldest first.
+// Gives slots to flows that wait for one, of any peer, and grants whatever there is room for, the oldest first.
 static void pump(struct nb_lanes *lanes, int peer_rank) {
     struct rma *rma = lanes->rma;
     int slot = 0;
@@ -316,13 +316,18 @@ static void pump(struct nb_lanes *lanes, int peer_rank) {
         while (in->slot < 0 && slot < NB_SLOTS && rma->slots[slot] != NULL) {
             slot++;
         }
-        if (in->slot < 0 && slot < NB_SLOTS) {
+        bool fresh = in->slot < 0 && slot < NB_SLOTS;
+        if (fresh) {
             in->slot = slot;
             rma->slots[slot] = in;
         }
-        if (in->slot >= 0 && (in->flow->peer == peer_rank)) {
+        int peer = in->flow->peer;
+        if (fresh || (in->slot >= 0 && peer == peer_rank)) {
             while (grant_next(lanes, in)) {
             }
+        }
+        if (fresh && peer != peer_rank) {
+            nb_grants_flush(lanes, peer);
         }
     }
     nb_grants_flush(lanes, peer_rank);

@@ -117,30 +117,42 @@ static bool path_has_window(const struct nb_lanes *lanes, const struct path *pat
     return path->open && !path->refused && path->idle != NULL && path->in_flight < lanes->window_bytes;
 }
 
-// Lets one lane take what it can. True when it took something.
-static bool path_pull(struct nb_lanes *lanes, struct peer *peer, int lane) {
+// Gives the lane one request; false: it takes none, or there is none.
+static bool path_post(struct nb_lanes *lanes, struct peer *peer, int lane) {
     struct path *path = &peer->paths[lane];
-    if (path->pulling || !path_has_window(lanes, path)) {
+    struct nb_request *req = path->idle;
+    if (!path_has_window(lanes, path) || !peer_take(lanes, peer, lane, req)) {
         return false;
     }
-    struct nb_request *req = path->idle;
-    path->pulling = true;
-    bool took = peer_take(lanes, peer, lane, req);
-    if (took) {
-        struct nb_flow *flow = req->owner;
-        path->idle = req->next;
-        nb_pace_posted(path, req->frame.bytes);
-        int rc = lanes->lane[lane]->ops->post(lanes->lane[lane], req);
-        if (rc < 0) {
-            nb_pace_refused(path, req->frame.bytes);
-            req->next = path->idle;
-            path->idle = req;
-            nb_grants_unuse(lanes, flow, req);
-            flow_untake(flow, &req->frame);
-            path->refused = true;
-            took = false;
-        }
+    struct nb_flow *flow = req->owner;
+    path->idle = req->next;
+    nb_pace_posted(path, req->frame.bytes);
+    if (lanes->lane[lane]->ops->post(lanes->lane[lane], req) >= 0) {
+        return true;
     }
+    nb_pace_refused(path, req->frame.bytes);
+    req->next = path->idle;
+    path->idle = req;
+    nb_grants_unuse(lanes, flow, req);
+    flow_untake(flow, &req->frame);
+    path->refused = true;
+    return false;
+}
+
+// Lets one lane take what it can. True when it took something. A request that is over while it is posted asks for the
+// next one from within: that one is taken once the first is out of the way.
+static bool path_pull(struct nb_lanes *lanes, struct peer *peer, int lane) {
+    struct path *path = &peer->paths[lane];
+    if (path->pulling) {
+        path->pull_again = true;
+        return false;
+    }
+    bool took = false;
+    path->pulling = true;
+    do {
+        path->pull_again = false;
+        took = path_post(lanes, peer, lane) || took;
+    } while (path->pull_again);
     path->pulling = false;
     return took;
 }
@@ -255,7 +267,10 @@ static void run_landed(struct nb_lanes *lanes, struct nb_flow *flow, int lane, c
 static int up_place(void *ctx, struct nb_lane *lane, int peer_rank, const struct nb_frame *frame,
                     struct iovec iov[NB_LANE_IOV_MAX]) {
     struct nb_lanes *lanes = ctx;
-    if (lanes->peers[peer_rank].paths == NULL || !path_of(lanes, peer_rank, lane->index)->open) {
+    if (lanes->peers[peer_rank].paths == NULL) {
+        return -EAGAIN; // this rank has not opened it yet: nb_lanes_peer_open() reads on
+    }
+    if (!path_of(lanes, peer_rank, lane->index)->open) {
         return NB_EWIRE;
     }
     struct path *path = path_of(lanes, peer_rank, lane->index);

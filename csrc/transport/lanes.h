@@ -126,6 +126,8 @@ void nb_lanes_tick(struct nb_lanes *lanes, int64_t now_ns);
 // Before they are closed in good order: whether the peers have all that was sent. Asks those that have not said so; call
 // it again after progress.
 bool nb_lanes_settle(struct nb_lanes *lanes);
+// To be called once that is so, before they are closed: the peers are told on every lane.
+void nb_lanes_farewell(struct nb_lanes *lanes);
 // A peer that left in good order had all that it needed, and says nothing any more.
 void nb_lanes_forgive(struct nb_lanes *lanes, int peer);
 

@@ -25,7 +25,8 @@ enum nb_word {
     NB_WORD_MISSING,    // runs of one operation
     NB_WORD_LOST_END,   // that was all
     NB_WORD_ECHO,       // a sign is asked for, on this lane
-    NB_WORD_ECHOED
+    NB_WORD_ECHOED,
+    NB_WORD_BYE // this rank leaves, and has all that it needs
 };
 
 // What a segment may need, in whole pages.
@@ -44,6 +45,7 @@ struct path {
     bool refused; // post said -EAGAIN; writable() will come
     bool held;    // the lane stopped reading: a segment of an operation not known yet
     bool pulling; // no recursion through sent()
+    bool pull_again;
     bool placing_scratch;
     bool echo_due;    // a sign is owed to the peer
     bool ask_due;     // one is asked for, but the lane did not take the question
@@ -110,6 +112,7 @@ struct peer {
     uint64_t *done; // operations that landed whole, to be told
     size_t done_count;
     size_t done_room;
+    bool left; // it leaves, or has left, in good order: its lanes end, and nothing is owed to it
     bool done_urgent;
     bool ask_due;
     bool asked;

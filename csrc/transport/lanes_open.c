@@ -153,6 +153,9 @@ int nb_lanes_peer_open(struct nb_lanes *lanes, int peer_rank, const void *addres
         return nb_fail_peer(err, NB_EPEER, peer_rank, "no lane to rank %d is left", peer_rank);
     }
     nb_lanes_reach(lanes, peer_rank);
+    for (int i = 0; lanes->config.ops->kind == NB_LANE_STREAM && i < lanes->config.lanes; i++) {
+        peer->paths[i].held = true; // it may have come, and sent, before
+    }
     return nb_grants_peer_open(lanes, peer_rank, err);
 }
 

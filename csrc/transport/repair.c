@@ -239,6 +239,13 @@ void nb_repair_lost(struct nb_lanes *lanes, int peer_rank, int lane, const struc
         nb_lanes_unclaim(path->placing, &path->placing_frame);
         path->placing = NULL;
     }
+    if (peer->left) { // as it should be. The endpoint goes on for the other peers
+        nb_lanes_reach(lanes, peer_rank);
+        if (nb_lanes_left(lanes, peer_rank) == 0) {
+            lanes->config.lane_lost(lanes->config.ctx, peer_rank, lane, why, 0);
+        }
+        return;
+    }
     peer->lost |= (uint64_t)1 << lane;
     peer->report = NB_REPORT_DUE; // what was told may have been lost with this lane: all of it again
     nb_lanes_reach(lanes, peer_rank);
@@ -399,6 +406,9 @@ void nb_repair_message(struct nb_lanes *lanes, int lane, int peer_rank, const vo
         peer->done_urgent = true;
     } else if (word == NB_WORD_ECHO) {
         path->echo_due = true;
+    } else if (word == NB_WORD_BYE) {
+        nb_lanes_forgive(lanes, peer_rank);
+        return;
     } else if (word == NB_WORD_MISSING && bytes == sizeof missing) {
         memcpy(&missing, data, sizeof missing);
         missing_heard(lanes, peer_rank, &missing);
@@ -449,9 +459,21 @@ bool nb_lanes_settle(struct nb_lanes *lanes) {
     return settled;
 }
 
+void nb_lanes_farewell(struct nb_lanes *lanes) {
+    const struct wire_word message = {.word = NB_WORD_BYE};
+    for (int p = 0; p < lanes->config.lane.size; p++) {
+        for (int i = 0; lanes->peers[p].paths != NULL && i < lanes->config.lanes; i++) {
+            if (lanes->peers[p].paths[i].open) { // on each: a lane may be on its way out, because of another peer
+                (void)lanes->lane[i]->ops->message(lanes->lane[i], p, &message, sizeof message);
+            }
+        }
+    }
+}
+
 void nb_lanes_forgive(struct nb_lanes *lanes, int peer_rank) {
     struct peer *peer = &lanes->peers[peer_rank];
     const struct wire_lost nothing = {.floor = UINT64_MAX};
+    peer->left = true;
     NB_LIST_EACH(it, &peer->out) {
         NB_CONTAINER(it, struct nb_flow, link)->listed = false;
     }

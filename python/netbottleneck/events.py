@@ -12,9 +12,19 @@ from typing import Any, NamedTuple
 from netbottleneck import trace as tr
 
 # The numbers inside OP_SUBMIT and OP_DONE: csrc/engine/engine.h, csrc/base/dtype.h, csrc/coll/sched.h.
-KINDS = ("allreduce", "allgather", "reducescatter", "broadcast", "barrier")
+KINDS = ("allreduce", "allgather", "reducescatter", "broadcast", "barrier", "alltoall")
 DTYPES = ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
-ALGORITHMS = (None, "ring all-reduce", "ring all-gather", "ring reduce-scatter", "chain broadcast")
+# csrc/engine/engine.h, enum nb_algorithm.
+ALGORITHMS = (
+    None,
+    "ring all-reduce",
+    "ring all-gather",
+    "ring reduce-scatter",
+    "chain broadcast",
+    "recursive doubling",
+    "halving-doubling",
+    "pairwise all-to-all",
+)
 # csrc/engine/local.h: what takes the place of a schedule where ranks share memory.
 IN_MEMORY = {32: "shared memory", 33: "staged shared memory"}
 

@@ -31,6 +31,7 @@ struct test_rank {
     int timeout_ms;
     int stall_ms;
     size_t segment_bytes; // 0: the default
+    enum nb_algorithm algorithm;
     enum nb_shm_mode shm;
     const char *host; // what ranks of one host call it; NULL: it has no name
     const struct test_odd *odd;
@@ -65,6 +66,7 @@ static void *test_rank_main(void *arg) {
                                     .library = getenv("NETBOTTLENECK_LIBFABRIC"),
                                     .provider = getenv("NETBOTTLENECK_PROVIDER"),
                                     .segment_bytes = me->segment_bytes,
+                                    .algorithm = me->algorithm,
                                     .shm = me->shm};
         memcpy(job.host, me->host != NULL ? me->host : "", me->host != NULL ? strnlen(me->host, NB_HOST_BYTES) : 0);
         me->rc = nb_job_open(&me->job, &job, &me->err);

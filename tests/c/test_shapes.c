@@ -42,6 +42,37 @@ static unsigned char given(int rank, size_t i) {
     return (unsigned char)((i * 3 + (size_t)rank * 5) % 41);
 }
 
+static bool even_parts(const struct test_rank *me, enum nb_op_kind kind, size_t bytes) {
+    size_t size = (size_t)me->size;
+    bool parts = kind == NB_OP_ALLGATHER || kind == NB_OP_REDUCESCATTER;
+    return kind == NB_OP_ALLTOALL ? bytes % (2 * size) == 0 : !parts || bytes % size == 0;
+}
+
+// An all-to-all over the line of op's pieces.
+static void exchange(struct test_rank *me, struct nb_op *op, unsigned char *line, const char *what) {
+    char name[NB_NAME_MAX];
+    size_t half = 0;
+    for (int i = 0; i < op->segment_count; i++) {
+        half += op->segments[i].bytes;
+    }
+    half /= 2;
+    size_t part = half / (size_t)me->size;
+    for (size_t i = 0; i < half; i++) {
+        line[i] = given(me->rank, i);
+        line[half + i] = 0xee;
+    }
+    pieces_copy(op->segments, op->segment_count, line, true);
+    snprintf(name, sizeof name, "%s.exchange", what);
+    op->name = name;
+    run_op(me, *op);
+    pieces_copy(op->segments, op->segment_count, line, false);
+    for (size_t i = 0; i < half; i++) {
+        unsigned char want = given((int)(i / part), (size_t)me->rank * part + i % part);
+        CHECK(line[i] == given(me->rank, i), "rank %d, %s: the input's [%zu] has changed", me->rank, name, i);
+        CHECK(line[half + i] == want, "rank %d, %s: [%zu] is %d, not %d", me->rank, name, i, line[half + i], want);
+    }
+}
+
 static void one_layout(struct test_rank *me, size_t bytes, size_t piece, const char *what) {
     size_t room = bytes + (bytes / piece + 2) * 7 + 64;
     unsigned char *memory = calloc(1, room);
@@ -50,11 +81,15 @@ static void one_layout(struct test_rank *me, size_t bytes, size_t piece, const c
     char name[NB_NAME_MAX];
     struct nb_op op = {.dtype = NB_U8, .segments = segments, .name = name};
     op.segment_count = lay_out(memory + 1, bytes, piece, 7, segments);
-    for (int kind = NB_OP_ALLREDUCE; kind <= NB_OP_BROADCAST; kind++) {
+    for (int kind = NB_OP_ALLREDUCE; kind < NB_OP_KINDS; kind++) {
         size_t part = bytes / (size_t)me->size;
         op.kind = (enum nb_op_kind)kind;
         op.root = me->size - 1;
-        if ((kind == NB_OP_ALLGATHER || kind == NB_OP_REDUCESCATTER) && bytes % (size_t)me->size != 0) {
+        if (kind == NB_OP_BARRIER || !even_parts(me, op.kind, bytes)) {
+            continue;
+        }
+        if (kind == NB_OP_ALLTOALL) {
+            exchange(me, &op, line, what);
             continue;
         }
         for (size_t i = 0; i < bytes; i++) {
@@ -94,7 +129,7 @@ static void layouts(struct test_rank *me) {
 }
 
 static void nothing(struct test_rank *me) {
-    static const char *const names[NB_OP_KINDS] = {"reduce", "gather", "scatter", "cast", "barrier"};
+    static const char *const names[NB_OP_KINDS] = {"reduce", "gather", "scatter", "cast", "barrier", "all to all"};
     struct nb_segment none[3] = {{0}};
     for (int kind = 0; kind < NB_OP_KINDS; kind++) {
         for (int count = 0; count < 4; count += 3) {
@@ -133,13 +168,57 @@ static void shapes(struct test_rank *me) {
     layouts(me);
 }
 
+// Several all-reduces under way at once, of sizes from an element to many blocks, each in its own order of pieces.
+static void crowd(struct test_rank *me) {
+    enum { CROWD = 24 };
+    static const size_t sizes[] = {1, 3, 64, 1000, 5000, 40001};
+    struct nb_work *works[CROWD];
+    int32_t *lines[CROWD];
+    struct nb_error err = {0};
+    for (int i = 0; i < CROWD; i++) {
+        int which = (i * 7 + me->rank * 5) % CROWD; // each rank in another order
+        size_t n = sizes[which % 6];
+        char name[32];
+        lines[which] = malloc(n * sizeof *lines[which]);
+        CHECK(lines[which] != NULL, "memory");
+        for (size_t k = 0; k < n; k++) {
+            lines[which][k] = (int32_t)(k % 1009) + which + me->rank;
+        }
+        snprintf(name, sizeof name, "crowd.%d", which);
+        struct nb_segment all = {.base = lines[which], .bytes = n * sizeof *lines[which]};
+        struct nb_op op = {.name = name, .dtype = NB_I32, .segments = &all, .segment_count = 1, .prescale = 2};
+        CHECK(nb_submit(nb_job_world(me->job), &op, &works[which], &err) == 0, "%s: %s", name, err.text);
+    }
+    for (int i = 0; i < CROWD; i++) {
+        CHECK(nb_work_wait(works[i], 30000, &err) == 0, "crowd.%d: %s", i, err.text);
+        for (size_t k = 0; k < sizes[i % 6]; k++) {
+            int32_t want = 2 * (me->size * ((int32_t)(k % 1009) + i) + me->size * (me->size - 1) / 2);
+            CHECK(lines[i][k] == want, "rank %d, crowd.%d: [%zu] is %d, not %d", me->rank, i, k, lines[i][k], want);
+        }
+        nb_work_release(works[i]);
+        free(lines[i]);
+    }
+}
+
+static int algorithms(struct test_rank like) {
+    static const enum nb_algorithm each[] = {NB_ALGORITHM_NONE, NB_ALGORITHM_DOUBLING, NB_ALGORITHM_HALVING};
+    int rc = 0;
+    for (int a = 0; a < 3 && rc == 0; a++) {
+        like.algorithm = each[a];
+        like.run = shapes;
+        rc = test_job(&like);
+        like.run = crowd;
+        rc = rc == 0 ? test_job(&like) : rc;
+    }
+    return rc;
+}
+
 static int network(const char *transport, size_t segment_bytes, int size) {
     struct test_rank like = test_on(transport);
     like.size = size;
     like.streams = 2;
     like.segment_bytes = segment_bytes;
-    like.run = shapes;
-    int rc = test_job(&like);
+    int rc = algorithms(like);
     if (rc == 0) {
         like.run = casts;
         rc = test_job(&like);

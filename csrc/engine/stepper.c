@@ -1,0 +1,299 @@
+// An operation in steps (coll/steps.h) on the lanes. All that will arrive has its place from the start; what a step sends
+// is let go when everything before it is there.
+//
+// A flow's memory may be read again until the flow is over, so nothing that was sent is written to, but by what implies
+// that it has landed. Doubling therefore keeps the sum of every step; halving gets its own half back only from the rank
+// that has added it.
+#include <errno.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/bits.h"
+#include "base/error.h"
+#include "coll/sched.h"
+#include "coll/steps.h"
+#include "engine/engine.h"
+#include "engine/internal.h"
+#include "engine/line.h"
+#include "transport/lanes.h"
+#include "transport/transport.h"
+
+enum { STEP_MASK = (1 << STEP_BITS) - 1, MEMORY_ALIGN = 64 };
+
+struct part { // of one step
+    struct nb_step step;
+    char *in;        // where its arrivals go; NULL: to the line
+    const char *out; // where it is sent from; NULL: from the line
+    bool landed;
+};
+
+struct stepper {
+    struct nb_steps steps;
+    int at;      // the step whose arrivals are waited for
+    char *sum;   // doubling: of this rank and all that it has heard
+    char *spare; // doubling: for one line
+    char *memory;
+    uint64_t *maps;
+    struct part parts[];
+};
+
+static struct part *part_of(const struct nb_flow *flow) {
+    const struct nb_work *work = flow->owner;
+    return &work->stepper->parts[flow->op & STEP_MASK];
+}
+
+static struct nb_range flow_range(const struct nb_flow *flow, uint32_t first, uint32_t count) {
+    const struct part *part = part_of(flow);
+    struct nb_range whole = flow->dir == NB_FLOW_IN ? part->step.in : part->step.out;
+    size_t begin = first * flow->block_bytes;
+    size_t end = begin + count * flow->block_bytes;
+    end = end < whole.bytes ? end : whole.bytes;
+    return (struct nb_range){whole.offset + begin, end - begin};
+}
+
+static size_t flow_bytes(const struct nb_flow *flow, uint32_t first, uint32_t count) {
+    return flow_range(flow, first, count).bytes;
+}
+
+static int flow_memory(const struct nb_flow *flow, uint32_t first, uint32_t count, struct iovec iov[NB_LANE_IOV_MAX]) {
+    const struct part *part = part_of(flow);
+    const char *base = flow->dir == NB_FLOW_IN ? part->in : part->out;
+    if (base != NULL) {
+        iov[0] = (struct iovec){.iov_base = (char *)base + first * flow->block_bytes,
+                                .iov_len = flow_bytes(flow, first, count)};
+        return 1;
+    }
+    int n = nb_line_memory(flow->owner, flow_range(flow, first, count), iov, NB_LANE_IOV_MAX);
+    return n <= NB_LANE_IOV_MAX ? n : 0; // in: the sender's memory was not cut where this rank's is
+}
+
+static uint32_t flow_run_limit(const struct nb_flow *flow, uint32_t first, uint32_t count) {
+    const struct nb_work *work = flow->owner;
+    struct iovec iov[NB_LANE_IOV_MAX];
+    while (flow->dir == NB_FLOW_OUT && work->piece_count > 1 && count > 1 && part_of(flow)->out == NULL &&
+           nb_line_memory(work, flow_range(flow, first, count), iov, NB_LANE_IOV_MAX) > NB_LANE_IOV_MAX) {
+        count /= 2;
+    }
+    return count;
+}
+
+static void flow_consume(struct nb_flow *flow, uint32_t first, uint32_t count, const void *data, size_t bytes) {
+    (void)bytes;
+    if (data != NULL) {
+        nb_line_place(flow->owner, flow_range(flow, first, count), data);
+    }
+}
+
+// What the step before has made possible.
+static void step_send(struct nb_work *work, int index) {
+    struct nb_flow *out = nb_work_flow(work, 2 * index + 1);
+    struct part *part = &work->stepper->parts[index];
+    if (part->step.out.bytes == 0) {
+        return;
+    }
+    part->out = work->stepper->sum;
+    for (uint32_t i = 0; i < out->blocks; i++) {
+        nb_lanes_ready(work->comm->job->lanes, out, i);
+    }
+    nb_lanes_push(work->comm->job->lanes, out->peer, 0);
+}
+
+// This rank's sum and its peer's, in the order of ranks on both. The sum that was sent is left as it is.
+static void sums_join(struct nb_work *work, const struct part *part) {
+    struct stepper *s = work->stepper;
+    size_t bytes = s->steps.bytes;
+    if (part->step.lower) {
+        work->reduce(part->in, s->sum, bytes / work->element_bytes);
+    } else {
+        memcpy(s->spare, part->in, bytes);
+        memcpy(part->in, s->sum, bytes);
+        work->reduce(part->in, s->spare, bytes / work->element_bytes);
+    }
+    s->sum = part->in;
+}
+
+static void step_apply(struct nb_work *work, int index) {
+    struct stepper *s = work->stepper;
+    const struct part *part = &s->parts[index];
+    if (s->steps.kind == NB_STEPS_DOUBLING && part->step.reduces) {
+        sums_join(work, part);
+    } else if (s->steps.kind == NB_STEPS_DOUBLING && part->in != NULL) {
+        s->sum = part->in;
+    } else if (part->step.reduces && part->step.in.bytes > 0) {
+        nb_line_reduce(work, part->step.in, part->in);
+    }
+    if (s->steps.kind == NB_STEPS_HALVING && index + 1 == s->steps.reducing) {
+        nb_line_scale(work, nb_steps_own(&s->steps), work->desc.postscale);
+    }
+}
+
+// The result, where it is not in the line already.
+static void line_finish(struct nb_work *work) {
+    const struct stepper *s = work->stepper;
+    if (s->steps.kind == NB_STEPS_DOUBLING) {
+        nb_line_place(work, nb_line_all(work), s->sum);
+        nb_line_scale(work, nb_line_all(work), work->desc.postscale);
+    }
+}
+
+static void advance(struct nb_work *work) {
+    struct stepper *s = work->stepper;
+    while (s->at < s->steps.count && s->parts[s->at].landed) {
+        step_apply(work, s->at);
+        s->at++;
+        if (s->at == s->steps.count) {
+            line_finish(work);
+        } else if (s->steps.kind != NB_STEPS_PAIRWISE) {
+            step_send(work, s->at);
+        }
+    }
+}
+
+static void flow_finished(struct nb_flow *flow) {
+    struct nb_work *work = flow->owner;
+    if (flow->dir == NB_FLOW_IN) {
+        part_of(flow)->landed = true;
+        advance(work);
+    }
+    nb_run_flow_over(work);
+}
+
+static const struct nb_flow_ops flow_ops = {.bytes = flow_bytes,
+                                            .run_limit = flow_run_limit,
+                                            .memory = flow_memory,
+                                            .consume = flow_consume,
+                                            .finished = flow_finished};
+
+static size_t aligned(size_t bytes) {
+    return (bytes + MEMORY_ALIGN - 1) / MEMORY_ALIGN * MEMORY_ALIGN;
+}
+
+// What arrives in this step and cannot go to the line at once.
+static size_t aside_bytes(const struct nb_steps *steps, const struct nb_step *step) {
+    return steps->kind == NB_STEPS_DOUBLING || step->reduces ? aligned(step->in.bytes) : 0;
+}
+
+static uint32_t blocks_of(const struct nb_work *work, struct nb_range range) {
+    return (uint32_t)((range.bytes + work->block_bytes - 1) / work->block_bytes);
+}
+
+static int memory_make(struct nb_work *work, struct nb_error *err) {
+    struct stepper *s = work->stepper;
+    bool doubling = s->steps.kind == NB_STEPS_DOUBLING;
+    size_t at = doubling ? 2 * aligned(s->steps.bytes) : 0;
+    size_t words = 0;
+    for (int i = 0; i < s->steps.count; i++) {
+        s->parts[i].step = nb_steps_get(&s->steps, i);
+        at += aside_bytes(&s->steps, &s->parts[i].step);
+        words +=
+            nb_bits_words(blocks_of(work, s->parts[i].step.in)) + nb_bits_words(blocks_of(work, s->parts[i].step.out));
+    }
+    s->maps = calloc(words + 1, sizeof *s->maps);
+    s->memory = at == 0 ? NULL : aligned_alloc(MEMORY_ALIGN, at);
+    work->more = work->flow_count > 2 ? calloc((size_t)work->flow_count - 2, sizeof *work->more) : NULL;
+    if (s->maps == NULL || (at > 0 && s->memory == NULL) || (work->flow_count > 2 && work->more == NULL)) {
+        return nb_fail(err, -ENOMEM, "%s: %zu bytes for sums on their way", work->desc.name, at);
+    }
+    s->sum = doubling ? s->memory : NULL;
+    s->spare = doubling ? s->memory + aligned(s->steps.bytes) : NULL;
+    return 0;
+}
+
+static void flow_make(struct nb_work *work, int index, enum nb_flow_dir dir, uint64_t **map) {
+    struct nb_flow *flow = nb_work_flow(work, index);
+    const struct nb_step *step = &work->stepper->parts[index / 2].step;
+    *flow = (struct nb_flow){.dir = dir};
+    flow->peer = dir == NB_FLOW_IN ? step->from : step->to;
+    flow->blocks = blocks_of(work, dir == NB_FLOW_IN ? step->in : step->out);
+    flow->left = flow->blocks;
+    flow->map = *map;
+    *map += nb_bits_words(flow->blocks);
+}
+
+int nb_stepper_make(struct nb_work *work, enum nb_steps_kind kind, struct nb_error *err) {
+    struct nb_steps steps;
+    const struct nb_comm *comm = work->comm;
+    nb_steps_init(&steps, kind, comm->rank, comm->size, work->starts[work->piece_count]);
+    work->stepper = calloc(1, sizeof *work->stepper + (size_t)steps.count * sizeof work->stepper->parts[0]);
+    if (work->stepper == NULL) {
+        return nb_fail(err, -ENOMEM, "%s: %d steps", work->desc.name, steps.count);
+    }
+    work->stepper->steps = steps;
+    work->block_bytes = NB_BLOCK_MIN;
+    while (steps.bytes / work->block_bytes >= NB_BLOCKS_MAX) {
+        work->block_bytes *= 2;
+    }
+    work->flow_count = 2 * steps.count;
+    int rc = memory_make(work, err);
+    if (rc < 0) {
+        return rc;
+    }
+    uint64_t *map = work->stepper->maps;
+    char *memory = work->stepper->memory;
+    memory += kind == NB_STEPS_DOUBLING && memory != NULL ? 2 * aligned(steps.bytes) : 0;
+    for (int i = 0; i < steps.count; i++) {
+        struct part *part = &work->stepper->parts[i];
+        size_t aside = aside_bytes(&steps, &part->step);
+        part->in = aside > 0 ? memory : NULL;
+        part->landed = part->step.in.bytes == 0;
+        memory += aside;
+        flow_make(work, 2 * i, NB_FLOW_IN, &map);
+        flow_make(work, 2 * i + 1, NB_FLOW_OUT, &map);
+    }
+    return 0;
+}
+
+void nb_stepper_free(struct nb_work *work) {
+    if (work->stepper != NULL) {
+        free(work->stepper->memory);
+        free(work->stepper->maps);
+        free(work->stepper);
+    }
+    work->stepper = NULL;
+}
+
+// The part that a rank has for itself.
+static void own_part_copy(struct nb_work *work) {
+    const struct nb_steps *steps = &work->stepper->steps;
+    size_t part = steps->bytes / (2 * (size_t)steps->size);
+    struct nb_range from = {(size_t)steps->rank * part, part};
+    struct nb_range to = {((size_t)steps->size + (size_t)steps->rank) * part, part};
+    nb_line_move(work, from, to);
+}
+
+void nb_stepper_start(struct nb_work *work, int64_t now_ns) {
+    struct nb_lanes *lanes = work->comm->job->lanes;
+    struct stepper *s = work->stepper;
+    work->flows_left = 1; // this function's
+    if (s->steps.kind == NB_STEPS_DOUBLING) {
+        nb_line_read(work, nb_line_all(work), s->sum);
+    } else if (s->steps.kind == NB_STEPS_PAIRWISE) {
+        own_part_copy(work);
+    }
+    for (int i = 0; i < work->flow_count; i++) {
+        struct nb_flow *flow = nb_work_flow(work, i);
+        if (flow->blocks > 0) {
+            nb_run_flow(work, flow, &flow_ops, i / 2);
+            work->flows_left++;
+        }
+    }
+    // First what leaves: what lands may let it go. By rising numbers, as a peer expects them.
+    for (int i = 1; i < work->flow_count; i += 2) {
+        if (nb_work_flow(work, i)->blocks > 0) {
+            nb_lanes_add(lanes, nb_work_flow(work, i), now_ns);
+        }
+    }
+    for (int i = 0; i < s->steps.count && (i == 0 || s->steps.kind == NB_STEPS_PAIRWISE); i++) {
+        step_send(work, i);
+    }
+    for (int i = 0; i < work->flow_count; i += 2) {
+        if (nb_work_flow(work, i)->blocks > 0) {
+            nb_lanes_add(lanes, nb_work_flow(work, i), now_ns);
+        }
+    }
+    advance(work); // over steps in which nothing arrives
+    nb_run_flow_over(work);
+}

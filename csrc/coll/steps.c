@@ -88,7 +88,7 @@ static struct nb_step exchange_step(const struct nb_steps *steps, int index) {
     if (steps->place == NB_NOBODY || level < 0) {
         return step;
     }
-    int partner = steps->place ^ 1 << level;
+    int partner = steps->place ^ (int)(1u << level);
     step.to = rank_at(steps, partner);
     step.from = step.to;
     step.reduces = !back;

@@ -242,11 +242,11 @@ static void refuse(struct nb_job *job, struct entry *entry) {
     nb_member_refuse(job, &refusal);
 }
 
-static enum nb_algorithm algorithm_for(const struct nb_job *job, const struct desc *desc) {
+static enum nb_algorithm algorithm_for(struct nb_job *job, const struct desc *desc) {
     if (desc->kind != NB_OP_ALLREDUCE) {
         return nb_run_only(desc->kind);
     }
-    return job->config.algorithm != NB_ALGORITHM_NONE ? job->config.algorithm : NB_ALGORITHM_RING;
+    return nb_costs_choose(job, desc->bytes);
 }
 
 static void go(struct nb_job *job, struct entry *entry) {
@@ -280,12 +280,14 @@ static struct entry *full_best(struct agree *a) {
 
 void nb_agree_release(struct nb_job *job) {
     struct agree *a = job->agree;
-    while (!job->failed && !nb_probe_busy(job) && !nb_list_empty(&a->full)) {
+    while (!job->failed && !nb_probe_busy(job) && !nb_costs_busy(job) && !nb_list_empty(&a->full)) {
         struct entry *entry = full_best(a);
         if (entry->refused) {
             refuse(job, entry);
         } else if (nb_probe_wanted(job, entry->desc.bytes)) {
             nb_probe_begin(job);
+        } else if (nb_costs_wanted(job, &entry->desc)) {
+            nb_costs_begin(job);
         } else {
             go(job, entry);
         }

@@ -14,6 +14,7 @@
 #include "base/dtype.h"
 #include "base/error.h"
 #include "bootstrap/bootstrap.h"
+#include "coll/choose.h"
 #include "trace/ring.h"
 
 struct nb_job;
@@ -28,18 +29,6 @@ enum nb_op_kind {
     NB_OP_BARRIER,
     NB_OP_ALLTOALL,
     NB_OP_KINDS
-};
-
-// How an operation travels. The numbers stand in the record.
-enum nb_algorithm {
-    NB_ALGORITHM_NONE = 0, // no byte moves. Asked for: rank 0 chooses by what this job has measured
-    NB_ALGORITHM_RING = 1,
-    NB_ALGORITHM_RING_ALLGATHER = 2,
-    NB_ALGORITHM_RING_REDUCESCATTER = 3,
-    NB_ALGORITHM_CHAIN = 4,    // broadcast
-    NB_ALGORITHM_DOUBLING = 5, // recursive doubling; at 2 ranks a direct exchange
-    NB_ALGORITHM_HALVING = 6,  // recursive halving, then doubling
-    NB_ALGORITHM_PAIRWISE = 7  // all-to-all
 };
 
 enum { NB_NAME_MAX = 96, NB_SEGMENTS_MAX = 512, NB_PROBE_MAX = 8, NB_STREAMS_AUTO = 0, NB_HOST_BYTES = 16 };
@@ -108,6 +97,7 @@ struct nb_job_info {
     uint64_t bytes_in;
     uint64_t dropped;     // lanes that were lost
     const char *provider; // "tcp", "ofi: net 117.0 (libfabric 1.17)"
+    struct nb_costs costs; // of the lanes; zero while no all-reduce has left a choice
     int probe_count;
     struct nb_probe_point probe[NB_PROBE_MAX];
     char shm[192];             // "on", or "off: " and why

@@ -118,7 +118,8 @@ enum control_type {
     CTL_LEFT,       // from 0: int32_t rank
     CTL_PROBE,      // from 0: struct wire_probe
     CTL_STREAMS,    // from 0: struct wire_streams
-    CTL_NOTICE      // from 0: text
+    CTL_NOTICE,     // from 0: text
+    CTL_COSTS       // from 0: struct nb_costs
 };
 
 struct wire_go {
@@ -217,6 +218,7 @@ struct nb_job {
     struct member *member; // what this rank knows of the agreement
     struct agree *agree;   // rank 0: what it knows of all
     struct probe *probe;
+    struct costs *costs;
     struct local *local; // operations in shared memory; NULL: there are none
 };
 
@@ -296,6 +298,21 @@ void nb_probe_begin(struct nb_job *job);
 void nb_probe_run(struct nb_job *job, const struct wire_probe *order);
 void nb_probe_streams(struct nb_job *job, const struct wire_streams *streams);
 void nb_probe_finished(struct nb_job *job, struct nb_work *work);
+
+// From rank 0: every rank runs a sum of `bytes` over so many lanes, which is not recorded.
+void nb_probe_order(struct nb_job *job, int lanes, uint32_t slot, uint64_t bytes);
+
+// costs.c
+int nb_costs_open(struct nb_job *job, struct nb_error *err);
+void nb_costs_close(struct nb_job *job);
+bool nb_costs_wanted(const struct nb_job *job, const struct desc *desc);
+bool nb_costs_busy(const struct nb_job *job);
+void nb_costs_begin(struct nb_job *job);
+void nb_costs_finished(struct nb_job *job);
+void nb_costs_heard(struct nb_job *job, const struct nb_costs *found);
+void nb_costs_wire(struct nb_job *job, double bytes_per_ns);
+// How an all-reduce of so many bytes would travel now. Of any thread.
+enum nb_algorithm nb_costs_choose(struct nb_job *job, size_t bytes);
 
 // open.c
 void nb_job_free(struct nb_job *job);

@@ -225,6 +225,8 @@ static bool length_possible(enum control_type type, size_t bytes) {
         return bytes == sizeof(struct wire_probe);
     case CTL_STREAMS:
         return bytes == sizeof(struct wire_streams);
+    case CTL_COSTS:
+        return bytes == sizeof(struct nb_costs);
     case CTL_NOTICE:
         return bytes < NB_ERROR_TEXT;
     default:
@@ -268,6 +270,10 @@ void nb_member_message(struct nb_job *job, enum control_type type, const unsigne
         left_heard(job, body);
     } else if (type == CTL_PROBE || type == CTL_STREAMS) {
         probe_heard(job, type, body);
+    } else if (type == CTL_COSTS) {
+        struct nb_costs costs;
+        memcpy(&costs, body, sizeof costs);
+        nb_costs_heard(job, &costs);
     } else if (type == CTL_NOTICE) {
         memcpy(text, body, bytes);
         nb_job_notify(job, text);

@@ -199,6 +199,7 @@ void nb_job_free(struct nb_job *job) {
     nb_member_close(job);
     nb_agree_close(job);
     nb_probe_close(job);
+    nb_costs_close(job);
     nb_work_rounds_free(job);
     NB_LIST_EACH_SAFE(it, nx, &job->maps) {
         nb_local_map(job, NULL, 0, NB_CONTAINER(it, struct map_request, link)->fd);
@@ -251,6 +252,9 @@ static int job_init(struct nb_job *job, const struct nb_job_config *config, stru
     }
     if (rc == 0) {
         rc = nb_probe_open(job, err);
+    }
+    if (rc == 0) {
+        rc = nb_costs_open(job, err);
     }
     return rc == 0 && job->rank == 0 ? nb_agree_open(job, err) : rc;
 }

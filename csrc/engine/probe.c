@@ -72,13 +72,17 @@ bool nb_probe_busy(const struct nb_job *job) {
     return job->probe->busy;
 }
 
-static void order(struct nb_job *job, uint32_t slot) {
-    struct probe *p = job->probe;
+void nb_probe_order(struct nb_job *job, int lanes, uint32_t slot, uint64_t bytes) {
     struct wire_probe message = {
-        .seq = nb_agree_next_seq(job), .lanes = (uint32_t)p->lanes, .slot = slot, .bytes = p->bytes};
-    p->under_way++;
+        .seq = nb_agree_next_seq(job), .lanes = (uint32_t)lanes, .slot = slot, .bytes = bytes};
     nb_control_broadcast(job, CTL_PROBE, &message, sizeof message);
     nb_probe_run(job, &message);
+}
+
+static void order(struct nb_job *job, uint32_t slot) {
+    struct probe *p = job->probe;
+    p->under_way++;
+    nb_probe_order(job, p->lanes, slot, p->bytes);
 }
 
 static void count_begin(struct nb_job *job, int lanes) {
@@ -208,6 +212,10 @@ void nb_probe_finished(struct nb_job *job, struct nb_work *work) {
     if (job->rank != 0 || job->failed) {
         return;
     }
+    if (nb_costs_busy(job)) {
+        nb_costs_finished(job);
+        return;
+    }
     int64_t now = nb_now_ns();
     p->under_way--;
     p->landed += landed;
@@ -232,8 +240,12 @@ void nb_probe_streams(struct nb_job *job, const struct wire_streams *streams) {
     job->info.probe_count = (int)(streams->count < NB_PROBE_MAX ? streams->count : NB_PROBE_MAX);
     memcpy(job->info.probe, streams->points, sizeof job->info.probe);
     pthread_mutex_unlock(&job->lock);
+    double best = 0;
     for (int i = 0; i < job->info.probe_count; i++) {
         const struct nb_probe_point *at = &streams->points[i];
+        double rate = (double)at->bytes / (double)at->ns;
+        best = rate > best ? rate : best;
         nb_ring_put(job->config.ring, NB_EV_PROBE, 0, (uint64_t)at->lanes, at->bytes, (uint64_t)at->ns, 0, 0);
     }
+    nb_costs_wire(job, best);
 }

@@ -179,7 +179,7 @@ static enum nb_algorithm algorithm_likely(const struct nb_comm *comm, const stru
     if (op->kind != NB_OP_ALLREDUCE) {
         return nb_run_only(op->kind);
     }
-    return comm->job->config.algorithm != NB_ALGORITHM_NONE ? comm->job->config.algorithm : NB_ALGORITHM_RING;
+    return comm->size > 1 ? nb_costs_choose(comm->job, nb_work_line(op)) : NB_ALGORITHM_RING;
 }
 
 int nb_work_make(struct nb_comm *comm, const struct nb_op *op, struct nb_work **out, struct nb_error *err) {

@@ -1,0 +1,34 @@
+// Which algorithm moves an all-reduce soonest, by what this job has measured.
+#ifndef NB_COLL_CHOOSE_H
+#define NB_COLL_CHOOSE_H
+
+#include <stddef.h>
+
+// How an operation travels. The numbers stand in the record.
+enum nb_algorithm {
+    NB_ALGORITHM_NONE = 0, // no byte moves. Asked for: rank 0 chooses by what this job has measured
+    NB_ALGORITHM_RING = 1,
+    NB_ALGORITHM_RING_ALLGATHER = 2,
+    NB_ALGORITHM_RING_REDUCESCATTER = 3,
+    NB_ALGORITHM_CHAIN = 4,    // broadcast
+    NB_ALGORITHM_DOUBLING = 5, // recursive doubling; at 2 ranks a direct exchange
+    NB_ALGORITHM_HALVING = 6,  // recursive halving, then doubling
+    NB_ALGORITHM_PAIRWISE = 7  // all-to-all
+};
+
+struct nb_costs {
+    double alpha_ns; // of a step, whatever its size; 0: nothing is known
+    double beta_ns;  // of a byte on the wire
+    double gamma_ns; // of a byte that is added to another, or copied
+};
+
+// The time of an all-reduce of `bytes` among `size` ranks (alpha, beta, gamma as above, p ranks, S bytes, L = log2 p):
+// ring 2(p-1) alpha + 2(p-1)/p S beta, its sums hidden behind the wire; doubling L (alpha + S beta + S gamma) and two
+// copies; halving 2L alpha + 2(p-1)/p S beta + (p-1)/p S gamma. Where p is no power of two the last two pay for two more
+// exchanges of S. Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in MPICH, 2005, 4.4.
+double nb_cost_ns(const struct nb_costs *costs, enum nb_algorithm algorithm, int size, size_t bytes);
+
+// RING where nothing is known.
+enum nb_algorithm nb_choose(const struct nb_costs *costs, int size, size_t bytes);
+
+#endif

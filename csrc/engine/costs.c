@@ -1,0 +1,153 @@
+// What a step and a byte cost on this job's lanes: measured once, at its first all-reduce that leaves a choice, by a few
+// sums of its own in a ring, one after the other. Rank 0 orders them and tells all ranks what came out.
+#include <errno.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/clock.h"
+#include "base/dtype.h"
+#include "base/error.h"
+#include "coll/choose.h"
+#include "coll/reduce.h"
+#include "engine/engine.h"
+#include "engine/internal.h"
+#include "engine/local.h"
+#include "transport/lanes.h"
+
+enum {
+    SMALL_PART = 64, // bytes a rank: a step and nothing else
+    LARGE_BYTES = 256 * 1024,
+    SMALL_SUMS = 9, // and one before them that is not counted
+    LARGE_SUMS = 5,
+    ADD_BYTES = 64 * 1024,
+    ADDS = 8
+};
+
+struct costs { // of rank 0
+    bool busy;
+    bool done;
+    int sums; // that are over, of the size that is measured
+    bool large;
+    int64_t began_ns;
+    int64_t small_ns[SMALL_SUMS];
+    int64_t large_ns[LARGE_SUMS];
+};
+
+int nb_costs_open(struct nb_job *job, struct nb_error *err) {
+    job->costs = calloc(1, sizeof *job->costs);
+    return job->costs != NULL ? 0 : nb_fail(err, -ENOMEM, "what steps and bytes cost");
+}
+
+void nb_costs_close(struct nb_job *job) {
+    free(job->costs);
+}
+
+bool nb_costs_wanted(const struct nb_job *job, const struct desc *desc) {
+    return job->config.algorithm == NB_ALGORITHM_NONE && !job->costs->done && desc->kind == NB_OP_ALLREDUCE &&
+           desc->bytes > 0 && desc->bytes < PROBE_FROM_BYTES && job->local == NULL;
+}
+
+bool nb_costs_busy(const struct nb_job *job) {
+    return job->costs->busy;
+}
+
+static void order(struct nb_job *job) {
+    struct costs *c = job->costs;
+    uint64_t small = (uint64_t)SMALL_PART * (uint64_t)job->size;
+    c->began_ns = nb_now_ns();
+    nb_probe_order(job, nb_lanes_used(job->lanes), 0, c->large ? (uint64_t)LARGE_BYTES : small);
+}
+
+void nb_costs_begin(struct nb_job *job) {
+    job->costs->busy = true;
+    job->costs->sums = -1;
+    order(job);
+}
+
+static int later_first(const void *a, const void *b) {
+    int64_t x = *(const int64_t *)a;
+    int64_t y = *(const int64_t *)b;
+    return (x > y) - (x < y);
+}
+
+static double median(int64_t *values, int count) {
+    qsort(values, (size_t)count, sizeof *values, later_first);
+    return (double)values[count / 2];
+}
+
+// A byte added to another, in this rank's caches.
+static double adding_ns(void) {
+    float *memory = calloc(2, ADD_BYTES);
+    nb_reduce_fn add = nb_reduce_kernel(nb_reduce_best(), NB_F32, NB_SUM);
+    int64_t best = INT64_MAX;
+    for (int i = 0; memory != NULL && i < ADDS; i++) {
+        int64_t began = nb_now_ns();
+        add(memory, memory + ADD_BYTES / sizeof *memory, ADD_BYTES / sizeof *memory);
+        int64_t took = nb_now_ns() - began;
+        best = took < best ? took : best;
+    }
+    free(memory);
+    return best == INT64_MAX ? 0 : (double)best / ADD_BYTES;
+}
+
+static void conclude(struct nb_job *job) {
+    struct costs *c = job->costs;
+    double p = (double)job->size;
+    double small = median(c->small_ns, SMALL_SUMS);
+    double large = median(c->large_ns, LARGE_SUMS);
+    struct nb_costs found = {.alpha_ns = small / (2 * (p - 1) + 1), // the order is a step too
+                             .gamma_ns = adding_ns()};
+    double more = large > small ? large - small : 0;
+    found.beta_ns = more / (2 * (p - 1) / p * (double)LARGE_BYTES);
+    c->busy = false;
+    nb_control_broadcast(job, CTL_COSTS, &found, sizeof found);
+    nb_costs_heard(job, &found);
+    nb_agree_release(job);
+}
+
+void nb_costs_finished(struct nb_job *job) {
+    struct costs *c = job->costs;
+    int64_t took = nb_now_ns() - c->began_ns;
+    int last = c->large ? LARGE_SUMS : SMALL_SUMS;
+    if (c->sums >= 0) {
+        (c->large ? c->large_ns : c->small_ns)[c->sums] = took;
+    }
+    c->sums++;
+    if (c->sums == last && c->large) {
+        conclude(job);
+        return;
+    }
+    if (c->sums == last) {
+        c->large = true;
+        c->sums = -1;
+    }
+    order(job);
+}
+
+void nb_costs_heard(struct nb_job *job, const struct nb_costs *found) {
+    job->costs->done = true;
+    pthread_mutex_lock(&job->lock);
+    job->info.costs = *found;
+    pthread_mutex_unlock(&job->lock);
+}
+
+// The probe of streams has measured the wire better.
+void nb_costs_wire(struct nb_job *job, double bytes_per_ns) {
+    pthread_mutex_lock(&job->lock);
+    job->info.costs.beta_ns = bytes_per_ns > 0 ? 1 / bytes_per_ns : job->info.costs.beta_ns;
+    pthread_mutex_unlock(&job->lock);
+}
+
+enum nb_algorithm nb_costs_choose(struct nb_job *job, size_t bytes) {
+    if (job->config.algorithm != NB_ALGORITHM_NONE) {
+        return job->config.algorithm;
+    }
+    pthread_mutex_lock(&job->lock);
+    struct nb_costs costs = job->info.costs;
+    pthread_mutex_unlock(&job->lock);
+    return job->local != NULL ? NB_ALGORITHM_RING : nb_choose(&costs, job->size, bytes);
+}

@@ -2,6 +2,23 @@
 #include "coll/choose.h"
 
 #include <stddef.h>
+#include <string.h>
+
+int nb_algorithm_find(const char *name) {
+    static const struct {
+        const char *name;
+        enum nb_algorithm algorithm;
+    } known[] = {{"auto", NB_ALGORITHM_NONE},
+                 {"ring", NB_ALGORITHM_RING},
+                 {"recursive_doubling", NB_ALGORITHM_DOUBLING},
+                 {"halving_doubling", NB_ALGORITHM_HALVING}};
+    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
+        if (strcmp(known[i].name, name) == 0) {
+            return (int)known[i].algorithm;
+        }
+    }
+    return -1;
+}
 
 double nb_cost_ns(const struct nb_costs *costs, enum nb_algorithm algorithm, int size, size_t bytes) {
     int levels = 0;

@@ -28,6 +28,9 @@ struct nb_costs {
 // exchanges of S. Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in MPICH, 2005, 4.4.
 double nb_cost_ns(const struct nb_costs *costs, enum nb_algorithm algorithm, int size, size_t bytes);
 
+// What can be asked for, by name: "auto" is NONE. A negative number: no such name.
+int nb_algorithm_find(const char *name);
+
 // RING where nothing is known.
 enum nb_algorithm nb_choose(const struct nb_costs *costs, int size, size_t bytes);
 

@@ -81,6 +81,10 @@ static struct nb_step fold_step(const struct nb_steps *steps, bool first) {
     return step;
 }
 
+static int distance(int level) {
+    return level < 31 ? (int)(1u << level) : 0;
+}
+
 static struct nb_step exchange_step(const struct nb_steps *steps, int index) {
     struct nb_step step = idle;
     bool back = index >= steps->levels;
@@ -88,7 +92,7 @@ static struct nb_step exchange_step(const struct nb_steps *steps, int index) {
     if (steps->place == NB_NOBODY || level < 0) {
         return step;
     }
-    int partner = steps->place ^ (int)(1u << level);
+    int partner = steps->place ^ distance(level);
     step.to = rank_at(steps, partner);
     step.from = step.to;
     step.reduces = !back;

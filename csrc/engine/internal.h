@@ -197,6 +197,8 @@ struct nb_job {
     struct nb_hash rounds;        // struct round: how often a key was used
     struct nb_list rounds_by_age; // the same, the one that was used last at the end
     int round_count;
+    void *spare; // memory of an operation in steps that is over, for the next one
+    size_t spare_bytes;
     int waiters;             // threads inside nb_work_wait
     struct nb_error failure; // sticky
     struct nb_job_info info;
@@ -256,6 +258,8 @@ void nb_run_flow_over(struct nb_work *work);
 // stepper.c: algorithms in steps
 int nb_stepper_make(struct nb_work *work, enum nb_steps_kind kind, struct nb_error *err);
 void nb_stepper_free(struct nb_work *work);
+// Its memory, which is large, goes to the job. With the job's lock.
+void nb_stepper_retire(struct nb_work *work);
 void nb_stepper_start(struct nb_work *work, int64_t now_ns);
 
 // control.c

@@ -9,6 +9,7 @@
 #include "base/error.h"
 #include "base/hash.h"
 #include "base/list.h"
+#include "coll/choose.h"
 #include "engine/engine.h"
 #include "engine/internal.h"
 #include "trace/event.h"

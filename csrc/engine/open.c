@@ -209,6 +209,7 @@ void nb_job_free(struct nb_job *job) {
     nb_boot_close(&job->boot);
     pthread_cond_destroy(&job->finished);
     pthread_mutex_destroy(&job->lock);
+    free(job->spare);
     free(job->peer_left);
     free(job->peer_open);
     free(job->suspicions);

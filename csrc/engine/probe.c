@@ -10,6 +10,7 @@
 #include "base/dtype.h"
 #include "base/error.h"
 #include "base/list.h"
+#include "coll/choose.h"
 #include "engine/engine.h"
 #include "engine/internal.h"
 #include "trace/event.h"
@@ -73,8 +74,7 @@ bool nb_probe_busy(const struct nb_job *job) {
 }
 
 void nb_probe_order(struct nb_job *job, int lanes, uint32_t slot, uint64_t bytes) {
-    struct wire_probe message = {
-        .seq = nb_agree_next_seq(job), .lanes = (uint32_t)lanes, .slot = slot, .bytes = bytes};
+    struct wire_probe message = {.seq = nb_agree_next_seq(job), .lanes = (uint32_t)lanes, .slot = slot, .bytes = bytes};
     nb_control_broadcast(job, CTL_PROBE, &message, sizeof message);
     nb_probe_run(job, &message);
 }

@@ -10,6 +10,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/list.h"
+#include "coll/choose.h"
 #include "coll/sched.h"
 #include "coll/steps.h"
 #include "engine/engine.h"

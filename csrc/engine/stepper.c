@@ -5,6 +5,7 @@
 // that it has landed. Doubling therefore keeps the sum of every step; halving gets its own half back only from the rank
 // that has added it.
 #include <errno.h>
+#include <pthread.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -36,6 +37,7 @@ struct stepper {
     char *sum;   // doubling: of this rank and all that it has heard
     char *spare; // doubling: for one line
     char *memory;
+    size_t memory_bytes;
     uint64_t *maps;
     struct part parts[];
 };
@@ -180,6 +182,33 @@ static uint32_t blocks_of(const struct nb_work *work, struct nb_range range) {
     return (uint32_t)((range.bytes + work->block_bytes - 1) / work->block_bytes);
 }
 
+// Fresh memory of this size would be mapped, cleared and unmapped each time.
+static void memory_get(struct nb_job *job, struct stepper *s, size_t bytes) {
+    pthread_mutex_lock(&job->lock);
+    bool fits = job->spare_bytes >= bytes && job->spare_bytes / 4 <= bytes;
+    s->memory = fits ? job->spare : NULL;
+    s->memory_bytes = fits ? job->spare_bytes : bytes;
+    if (fits) {
+        job->spare = NULL;
+        job->spare_bytes = 0;
+    }
+    pthread_mutex_unlock(&job->lock);
+    if (s->memory == NULL) {
+        s->memory = aligned_alloc(MEMORY_ALIGN, bytes);
+    }
+}
+
+void nb_stepper_retire(struct nb_work *work) {
+    struct nb_job *job = work->comm->job;
+    struct stepper *s = work->stepper;
+    if (s != NULL && s->memory != NULL && s->memory_bytes >= job->spare_bytes) {
+        free(job->spare);
+        job->spare = s->memory;
+        job->spare_bytes = s->memory_bytes;
+        s->memory = NULL;
+    }
+}
+
 static int memory_make(struct nb_work *work, struct nb_error *err) {
     struct stepper *s = work->stepper;
     bool doubling = s->steps.kind == NB_STEPS_DOUBLING;
@@ -192,7 +221,9 @@ static int memory_make(struct nb_work *work, struct nb_error *err) {
             nb_bits_words(blocks_of(work, s->parts[i].step.in)) + nb_bits_words(blocks_of(work, s->parts[i].step.out));
     }
     s->maps = calloc(words + 1, sizeof *s->maps);
-    s->memory = at == 0 ? NULL : aligned_alloc(MEMORY_ALIGN, at);
+    if (at > 0) {
+        memory_get(work->comm->job, s, at);
+    }
     work->more = work->flow_count > 2 ? calloc((size_t)work->flow_count - 2, sizeof *work->more) : NULL;
     if (s->maps == NULL || (at > 0 && s->memory == NULL) || (work->flow_count > 2 && work->more == NULL)) {
         return nb_fail(err, -ENOMEM, "%s: %zu bytes for sums on their way", work->desc.name, at);

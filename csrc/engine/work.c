@@ -13,6 +13,7 @@
 #include "base/hash.h"
 #include "base/list.h"
 #include "base/loop.h"
+#include "coll/choose.h"
 #include "coll/reduce.h"
 #include "engine/engine.h"
 #include "engine/internal.h"
@@ -364,6 +365,7 @@ void nb_work_finish(struct nb_work *work, const struct nb_error *why) {
     }
     pthread_mutex_lock(&job->lock);
     nb_list_remove(&work->by_key.link);
+    nb_stepper_retire(work);
     atomic_store_explicit(&work->done, 1, memory_order_release);
     pthread_cond_broadcast(&job->finished);
     pthread_mutex_unlock(&job->lock);

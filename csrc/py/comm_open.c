@@ -1,4 +1,5 @@
 // How does a Comm come about? Arguments are checked before any I/O; then join, clock, job, with the GIL released.
+#include "coll/choose.h"
 #include "py/comm.h"
 
 #include <stdint.h>
@@ -27,6 +28,7 @@ struct open_args {
     PyObject *recorder;
     PyObject *shm;
     PyObject *host;
+    PyObject *algorithm;
 };
 
 // What the join and the job need, in C.
@@ -41,12 +43,13 @@ static int parse(PyObject *args, PyObject *kwargs, struct open_args *in) {
     static const char *const keywords[] = {"rank",    "size",      "secret",        "listener",  "address",
                                            "tag",     "transport", "streams",       "provider",  "library",
                                            "ifname",  "ports",     "segment_bytes", "timeout_s", "start_timeout_s",
-                                           "stall_s", "recorder",  "shm",           "host",      NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$OOOOOOOOOOOOOOOOO:Comm", (char **)keywords, &in->rank,
+                                           "stall_s", "recorder",  "shm",           "host",      "algorithm",
+                                           NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$OOOOOOOOOOOOOOOOOO:Comm", (char **)keywords, &in->rank,
                                      &in->size, &in->secret, &in->listener, &in->address, &in->tag, &in->transport,
                                      &in->streams, &in->provider, &in->library, &in->ifname, &in->ports,
                                      &in->segment_bytes, &in->timeout, &in->start_timeout, &in->stall, &in->recorder,
-                                     &in->shm, &in->host)) {
+                                     &in->shm, &in->host, &in->algorithm)) {
         return -1;
     }
     if (in->secret == NULL) {
@@ -90,6 +93,22 @@ static int refuse_transport(const char *name) {
     return -1;
 }
 
+static int get_algorithm(struct core_comm *self, const struct open_args *in, struct open_plan *plan) {
+    const char *name;
+    if (get_text(self, "algorithm", in->algorithm, "auto", &name) < 0) {
+        return -1;
+    }
+    int found = nb_algorithm_find(name);
+    if (found < 0) {
+        PyErr_Format(PyExc_ValueError,
+                     "algorithm must be \"auto\", \"ring\", \"recursive_doubling\" or \"halving_doubling\", not \"%s\"",
+                     name);
+        return -1;
+    }
+    plan->job.algorithm = (enum nb_algorithm)found;
+    return 0;
+}
+
 static int get_texts(struct core_comm *self, const struct open_args *in, struct open_plan *plan) {
     if (get_text(self, "address", in->address, NULL, &plan->address) < 0 ||
         get_text(self, "tag", in->tag, "", &plan->boot.tag) < 0 ||
@@ -100,6 +119,9 @@ static int get_texts(struct core_comm *self, const struct open_args *in, struct 
         return -1;
     }
     plan->job.ifname = plan->boot.ifname;
+    if (get_algorithm(self, in, plan) < 0) {
+        return -1;
+    }
     if (nb_transport_find(plan->job.transport) == NULL) {
         return refuse_transport(plan->job.transport);
     }

@@ -40,6 +40,7 @@ static const struct constant constants[] = {
     {"REDUCESCATTER", NB_OP_REDUCESCATTER},
     {"BROADCAST", NB_OP_BROADCAST},
     {"BARRIER", NB_OP_BARRIER},
+    {"ALLTOALL", NB_OP_ALLTOALL},
 };
 
 #define EVENT(name) {#name, NB_EV_##name}

@@ -23,7 +23,16 @@ from netbottleneck.errors import (
 if TYPE_CHECKING:
     from netbottleneck.bench import bench
     from netbottleneck.hooks.loop import profile
-    from netbottleneck.ops import allgather, allreduce, allreduce_, barrier, broadcast, broadcast_, reducescatter
+    from netbottleneck.ops import (
+        allgather,
+        allreduce,
+        allreduce_,
+        alltoall,
+        barrier,
+        broadcast,
+        broadcast_,
+        reducescatter,
+    )
     from netbottleneck.report import Run
     from netbottleneck.verdict import Verdict
 
@@ -34,6 +43,7 @@ _LATER = {
     "allgather": "netbottleneck.ops",
     "allreduce": "netbottleneck.ops",
     "allreduce_": "netbottleneck.ops",
+    "alltoall": "netbottleneck.ops",
     "barrier": "netbottleneck.ops",
     "bench": "netbottleneck.bench",
     "broadcast": "netbottleneck.ops",
@@ -60,6 +70,7 @@ __all__ = [
     "allgather",
     "allreduce",
     "allreduce_",
+    "alltoall",
     "barrier",
     "bench",
     "broadcast",

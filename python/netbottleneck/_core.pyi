@@ -23,6 +23,7 @@ ALLGATHER: int
 REDUCESCATTER: int
 BROADCAST: int
 BARRIER: int
+ALLTOALL: int
 
 VERSION: str
 HAVE_OFI: bool  # built with libfabric's headers
@@ -120,6 +121,8 @@ class Comm:
     """A job's communicator: all ranks. One communication thread, which never touches Python.
 
     shm: "auto", "0" or "1": memory shared between ranks whose `host` (16 bytes) is equal; without host it is off.
+    algorithm: of all-reduces over the network: "auto" (rank 0 chooses by what steps and bytes cost in this job), or
+    "ring", "recursive_doubling", "halving_doubling". Rank 0's counts.
     timeout_s: of a wait on a peer that is silent. start_timeout_s: of the join and of the lanes' opening; where it is
     not given, timeout_s.
 
@@ -149,6 +152,7 @@ class Comm:
         recorder: Recorder | None = None,
         shm: str = "auto",
         host: bytes | None = None,
+        algorithm: str = "auto",
     ) -> None: ...
     @property
     def rank(self) -> int: ...

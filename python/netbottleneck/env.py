@@ -13,6 +13,7 @@ from typing import Any
 
 from netbottleneck.values import (
     ADDRESS,
+    ALGORITHM,
     BOOLEAN,
     BYTES,
     LEVEL,
@@ -62,6 +63,9 @@ class Settings:
     )
     streams: int = _row("STREAMS", STREAMS, 0, "parallel lanes to each peer")
     shm: str = _row("SHM", SHARING, "auto", "memory shared between ranks of one host; 1: an error where they cannot")
+    algorithm: str = _row(
+        "ALGORITHM", ALGORITHM, "auto", "of all-reduces over the network; auto: what costs least here"
+    )
     provider: str | None = _row("PROVIDER", TEXT, None, "libfabric provider; default: the best there is")
     ifname: str | None = _row(
         "IFNAME",
@@ -129,6 +133,7 @@ class Settings:
             "streams": self.streams or "auto",
             "provider": self.provider or "auto",
             "segment_bytes": self.segment_bytes,
+            "algorithm": self.algorithm,
             "block_steps": self.block_steps,
             "steps": f"{self.start_step}-{self.end_step or 'end'}",
         }

@@ -114,6 +114,7 @@ def _connect(
         "stall_s": settings.stall_s,
         "recorder": recorder,
         "shm": settings.shm,
+        "algorithm": settings.algorithm,
         "host": host_digest(settings),
     }
     if place.size == 1:

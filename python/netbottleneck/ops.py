@@ -19,6 +19,7 @@ from netbottleneck.steps import (
     Sum,
     allgather_steps,
     allreduce_steps,
+    alltoall_steps,
     as_bytes,
     barrier_steps,
     broadcast_steps,
@@ -38,6 +39,7 @@ __all__ = [
     "allgather_object",
     "allreduce",
     "allreduce_",
+    "alltoall",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -147,6 +149,15 @@ def reducescatter(array: npt.ArrayLike, op: int = Average, name: str | None = No
     """Return this rank's rows of the reduced array; the first (rows mod size) ranks get one row more."""
     given = np.asarray(array)
     return Pending(reducescatter_steps(given, code_of(given), op, label("reducescatter", name))).wait()
+
+
+def alltoall(array: npt.ArrayLike, name: str | None = None) -> Array:
+    """Return one part of each rank's array, joined by rank; the first dimension is cut into equal parts, one a rank.
+
+    Raises ValueError where it is no such multiple.
+    """
+    given = np.asarray(array)
+    return Pending(alltoall_steps(given, code_of(given), label("alltoall", name))).wait()
 
 
 def barrier() -> None:

@@ -200,6 +200,18 @@ def reducescatter_steps(
     return line[rank, : starts[rank + 1] - starts[rank]].copy()
 
 
+def alltoall_steps(array: Array, code: int, name: str) -> Steps[Array]:
+    """Return one part of each rank's array, by rank. The first dimension is cut into as many equal parts as ranks."""
+    this = job.current()
+    size = this.place.size
+    if array.ndim == 0 or len(array) % size:
+        raise ValueError(f"{name}: a first dimension of {len(array) if array.ndim else 0} is no {size} equal parts")
+    line = np.concatenate((array, np.zeros_like(array)))
+    if line.size:
+        yield [this.submit(name, job.core().ALLTOALL, line, code, keep=line)]
+    return line[len(array) :]
+
+
 def barrier_steps(name: str) -> Steps[None]:
     """Wait until all ranks are here."""
     core = job.core()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 TRANSPORTS = ("stock", "tcp", "ofi", "null")
+ALGORITHMS = ("auto", "ring", "recursive_doubling", "halving_doubling")
 LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
@@ -112,6 +113,13 @@ def level(text: str) -> str:
     return text.lower()
 
 
+def algorithm(text: str) -> str:
+    """Return the name of an all-reduce's algorithm, or auto."""
+    if text not in ALGORITHMS:
+        raise ValueError(text)
+    return text
+
+
 def sharing(text: str) -> str:
     """Return whether memory is shared: auto, 0 or 1."""
     if text not in ("auto", "0", "1"):
@@ -123,6 +131,7 @@ BOOLEAN = Kind(boolean, "0 or 1")
 TEXT = Kind(str, "text")
 BYTES = Kind(size, "bytes, such as 65536, 256Ki, 1M or 64Mi (M is 10^6, Mi is 2^20)")
 TRANSPORT_LIST = Kind(transports, f"one of {', '.join(TRANSPORTS)}, or a list of them without repetition")
+ALGORITHM = Kind(algorithm, f"one of {', '.join(ALGORITHMS)}")
 SHARING = Kind(sharing, "auto, 0 or 1")
 STREAMS = Kind(streams, "auto, or a number from 1 to 64")
 PORT_RANGE = Kind(ports, "LOW-HIGH, two ports from 1 to 65535")

@@ -1,0 +1,49 @@
+// What is chosen costs least by the stated formulas, and changes with size as it should.
+#include <stddef.h>
+
+#include "check.h"
+#include "coll/choose.h"
+
+static const struct nb_costs typical = {.alpha_ns = 30000, .beta_ns = 0.4, .gamma_ns = 0.05};
+
+static void by_hand(void) {
+    // 4 ranks, 1000 bytes: ring 6 x 30000 + 1.5 x 400; doubling 2 x (30000 + 400 + 50) + 100; halving 4 x 30000 + 600 + 37.5
+    double ring = nb_cost_ns(&typical, NB_ALGORITHM_RING, 4, 1000);
+    double doubling = nb_cost_ns(&typical, NB_ALGORITHM_DOUBLING, 4, 1000);
+    double halving = nb_cost_ns(&typical, NB_ALGORITHM_HALVING, 4, 1000);
+    CHECK(ring > 180599 && ring < 180601, "ring: %f", ring);
+    CHECK(doubling > 60999 && doubling < 61001, "doubling: %f", doubling);
+    CHECK(halving > 120637 && halving < 120638, "halving: %f", halving);
+    // 3 ranks: one hands its line to a neighbour, and back: 2 x 30000 + 2 x 400 + 50 more
+    double folded = nb_cost_ns(&typical, NB_ALGORITHM_DOUBLING, 3, 1000);
+    CHECK(folded > 30000 + 400 + 50 + 100 + 60850 - 1 && folded < 30000 + 400 + 50 + 100 + 60850 + 1, "%f", folded);
+}
+
+static void least(int size, size_t bytes) {
+    static const enum nb_algorithm all[] = {NB_ALGORITHM_RING, NB_ALGORITHM_DOUBLING, NB_ALGORITHM_HALVING};
+    double chosen = nb_cost_ns(&typical, nb_choose(&typical, size, bytes), size, bytes);
+    for (int i = 0; i < 3; i++) {
+        CHECK(chosen <= nb_cost_ns(&typical, all[i], size, bytes), "%d ranks, %zu bytes: %d is cheaper", size, bytes,
+              all[i]);
+    }
+}
+
+int main(void) {
+    const struct nb_costs nothing = {0};
+    by_hand();
+    for (int size = 2; size <= 1024; size = size < 16 ? size + 1 : size * 2) {
+        for (size_t bytes = 4; bytes < (size_t)1 << 32; bytes *= 3) {
+            least(size, bytes);
+            CHECK(nb_choose(&nothing, size, bytes) == NB_ALGORITHM_RING, "nothing is known");
+        }
+        CHECK(nb_choose(&typical, size, 8) == NB_ALGORITHM_DOUBLING, "%d ranks, 8 bytes: %d", size,
+              nb_choose(&typical, size, 8));
+        CHECK(nb_choose(&typical, size, (size_t)1 << 36) == NB_ALGORITHM_RING, "%d ranks, 64 GiB: %d", size,
+              nb_choose(&typical, size, (size_t)1 << 36));
+    }
+    CHECK(nb_choose(&typical, 8, 256 * 1024) == NB_ALGORITHM_HALVING, "8 ranks, 256 KiB: %d",
+          nb_choose(&typical, 8, 256 * 1024));
+    CHECK(nb_algorithm_find("auto") == NB_ALGORITHM_NONE && nb_algorithm_find("ring") == NB_ALGORITHM_RING, "names");
+    CHECK(nb_algorithm_find("tree") < 0, "a name that is none");
+    return 0;
+}

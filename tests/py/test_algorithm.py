@@ -1,0 +1,102 @@
+"""The algorithm of an all-reduce: chosen by measured costs, pinned by a variable, written into the record."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from conftest import Ranks
+
+from netbottleneck.env import settings
+
+OVER = {"NETBOTTLENECK_SHM": "0", "NETBOTTLENECK_TIMEOUT_S": "20", "NETBOTTLENECK_START_TIMEOUT_S": "10"}
+SUMS = """
+import hashlib
+import json
+import numpy as np
+import netbottleneck as nb
+from netbottleneck import job, ops
+ops.init()
+rank, size = ops.rank(), ops.size()
+digest = hashlib.sha256()
+wrong = 0
+for code in ("float32", "float16", "int64"):
+    for n in (1, 1000, 70001):
+        each = [(np.random.default_rng([n, r]).random(n) * 9).astype(code) for r in range(size)]
+        got = nb.allreduce(each[rank], ops.Max, f"max.{code}.{n}")
+        wrong += int((got != np.max(each, axis=0)).sum())
+        got = nb.allreduce(each[rank], ops.Sum, f"sum.{code}.{n}")
+        want = np.sum(np.asarray(each, np.float64), axis=0)
+        limit = 0.02 if code == "float16" else 1e-5
+        wrong += int((np.abs(got.astype(np.float64) - want) > limit * np.abs(want)).sum())
+        digest.update(got.tobytes())
+sent = np.arange(3 * size, dtype=np.int64) + 1000 * rank
+got = nb.alltoall(sent)
+want = np.concatenate([np.arange(3 * rank, 3 * rank + 3) + 1000 * r for r in range(size)])
+wrong += int((got != want).sum()) + int((sent != np.arange(3 * size) + 1000 * rank).sum())
+print("told", json.dumps([digest.hexdigest(), wrong, job.current().comm.info()["costs"]]))
+ops.shutdown()
+"""
+TRAIN = """
+import hashlib
+import numpy as np
+import netbottleneck as nb
+from netbottleneck import ops
+ops.init()
+rows = np.random.default_rng(2 + ops.rank()).standard_normal((64, 300)).astype(np.float32)
+weights = np.random.default_rng(1).standard_normal((300, 40)).astype(np.float32)
+for step in range(20):
+    gradient = rows.T @ (rows @ weights) / len(rows)
+    weights -= np.float32(0.05) * nb.allreduce(gradient, ops.Average, "gradient")
+print("told", hashlib.sha256(weights.tobytes()).hexdigest())
+ops.shutdown()
+"""
+
+
+def told(stdout: str) -> str:
+    return stdout.split("told ", 1)[1].strip()
+
+
+@pytest.mark.parametrize(
+    ("size", "algorithm", "transport"),
+    [(2, "auto", "tcp"), (3, "auto", "ofi"), (3, "recursive_doubling", "ofi"), (3, "halving_doubling", "tcp")],
+)
+def test_sums_are_right_and_equal_on_all_ranks(ranks: Ranks, size: int, algorithm: str, transport: str) -> None:
+    variables = {**OVER, "NETBOTTLENECK_ALGORITHM": algorithm, "NETBOTTLENECK_TRANSPORT": transport}
+    results = ranks(size, SUMS, env=variables)
+    found = [json.loads(told(result.stdout)) for result in results]
+    assert [wrong for _, wrong, _ in found] == [0] * size
+    assert len({digest for digest, _, _ in found}) == 1
+    alpha_ns, beta_ns, gamma_ns = found[0][2]
+    assert (min(alpha_ns, beta_ns, gamma_ns) > 0) == (algorithm == "auto")
+    assert all(costs == found[0][2] for _, _, costs in found)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "recursive_doubling", "halving_doubling"])
+def test_two_runs_with_one_seed_and_algorithm_give_the_same_weights(ranks: Ranks, algorithm: str) -> None:
+    variables = {**OVER, "NETBOTTLENECK_ALGORITHM": algorithm, "NETBOTTLENECK_TRANSPORT": "tcp"}
+    weights = [told(result.stdout) for _ in range(2) for result in ranks(3, TRAIN, env=variables)]
+    assert len(set(weights)) == 1
+
+
+def test_ranks_that_disagree_are_told_so(ranks: Ranks) -> None:
+    variables = {**OVER, "NETBOTTLENECK_TRANSPORT": "tcp"}
+    names = ("ring", "halving_doubling")
+    for result in ranks(2, SUMS, lambda rank: {**variables, "NETBOTTLENECK_ALGORITHM": names[rank]}, check=False):
+        assert result.code != 0
+        assert "algorithm=ring" in result.stderr
+        assert "algorithm=halving_doubling" in result.stderr
+
+
+def test_an_algorithm_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="NETBOTTLENECK_ALGORITHM=tree: must be one of auto, ring"):
+        settings(environ={"NETBOTTLENECK_ALGORITHM": "tree"})
+
+
+def test_an_alltoall_of_uneven_parts_is_refused(ranks: Ranks) -> None:
+    script = (
+        "import numpy as np, netbottleneck as nb\nfrom netbottleneck import ops\nops.init()\n"
+        "try:\n    nb.alltoall(np.zeros(3))\nexcept ValueError as error:\n    print('told', error)\nops.shutdown()\n"
+    )
+    for result in ranks(2, script, env={**OVER, "NETBOTTLENECK_TRANSPORT": "tcp"}):
+        assert "a first dimension of 3 is no 2 equal parts" in told(result.stdout)

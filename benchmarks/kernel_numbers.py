@@ -1,9 +1,10 @@
-"""The reduction kernels' speed, each against memcpy of as many bytes.
+"""The reduction kernels' speed, each against memcpy of as many bytes as it writes.
 
 python benchmarks/kernel_numbers.py [--bytes 256Ki] [--rounds 31] [--bar 0.8] [--json FILE]
 
 One row for each dtype and operation, two columns for each set of kernels that this CPU runs: GB of destination a second
-(median of the rounds), and the ratio to memcpy measured right after it (median, first and third quartile). `<` marks a
+(median of the rounds), and the ratio to memcpy measured right after it (median, first and third quartile). `pair` is
+the sum written to both places, its GB those of one; the generic set has it of the best set's other kernels. `<` marks a
 ratio of the best set below the bar, which also makes the exit code 1. Both buffers lie in the cache where twice --bytes
 fit into it. Builds its own program, with the flags of the extension, and keeps it on one core.
 """

@@ -47,7 +47,6 @@
         }                                                                                                              \
     }
 
-// Sums and products wrap, so they are those of the unsigned type of the same width.
 REDUCE(u8_sum, uint8_t, nb_u8_any, AS_IS, AS_IS, ADD)
 REDUCE(u8_product, uint8_t, nb_u8_any, AS_IS, AS_IS, MULTIPLY)
 REDUCE(u8_min, uint8_t, nb_u8_any, AS_IS, AS_IS, LESSER)
@@ -97,22 +96,11 @@ static void cast_f16_f32(void *restrict dst, const void *restrict src, size_t co
 }
 
 const struct nb_kernels nb_kernels_generic = {
-    .reduce = {[NB_U8] = {u8_sum, u8_min, u8_max, u8_product},
-               [NB_I8] = {u8_sum, i8_min, i8_max, u8_product},
-               [NB_I32] = {u32_sum, i32_min, i32_max, u32_product},
-               [NB_I64] = {u64_sum, i64_min, i64_max, u64_product},
-               [NB_F16] = {f16_sum, f16_min, f16_max, f16_product},
-               [NB_BF16] = {bf16_sum, bf16_min, bf16_max, bf16_product},
-               [NB_F32] = {f32_sum, f32_min, f32_max, f32_product},
-               [NB_F64] = {f64_sum, f64_min, f64_max, f64_product}},
+    .reduce = NB_KERNELS_REDUCE,
     .scale = {u8_scale, i8_scale, i32_scale, i64_scale, f16_scale, bf16_scale, f32_scale, f64_scale},
     .f32_f16 = cast_f32_f16,
     .f16_f32 = cast_f16_f32,
 };
-
-_Static_assert(NB_SUM == 0 && NB_MIN == 1 && NB_MAX == 2 && NB_PRODUCT == 3, "the order of the rows above");
-_Static_assert(NB_U8 == 0 && NB_I8 == 1 && NB_I32 == 2 && NB_I64 == 3 && NB_F16 == 4 && NB_BF16 == 5 && NB_F32 == 6,
-               "the order of the scales above");
 
 // In the order of enum nb_isa: of those that run, the last is the best. NULL: not in this build.
 static const struct nb_kernels *const sets[NB_ISAS] = {

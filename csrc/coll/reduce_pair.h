@@ -8,7 +8,7 @@
 // `two` may be `a` and `b`; apart from that nothing overlaps. Any alignment. scale 1: none.
 typedef void (*nb_pair_fn)(void *one, void *two, const void *a, const void *b, size_t count, double scale);
 
-// NULL: this CPU has none for the dtype and op.
+// The best for this CPU. NULL: there is none for the op, or no such dtype.
 nb_pair_fn nb_pair_kernel(int dtype, int redop);
 
 #endif

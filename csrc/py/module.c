@@ -6,6 +6,7 @@
 
 #include "base/clock.h"
 #include "coll/reduce.h"
+#include "coll/reduce_pair.h"
 #include "transport/transport.h"
 
 #ifndef NB_VERSION
@@ -134,35 +135,57 @@ static int find_isa(const char *name, enum nb_isa *out) {
     return -1;
 }
 
+// One of the two is there.
 struct reduction {
     int dtype;
-    int op;
-    enum nb_isa isa;
+    nb_reduce_fn kernel;
+    nb_pair_fn pair;
 };
 
 static int reduce_lines(const struct core_memory *to, const struct core_memory *from, const struct reduction *how) {
     if (to->bytes != from->bytes || to->count > 1 || from->count > 1) {
-        PyErr_Format(PyExc_ValueError,
-                     "destination has %zu bytes and source %zu: they must be one piece each, and equal", to->bytes,
+        PyErr_Format(PyExc_ValueError, "%s has %zu bytes and %s %zu: they must be one piece each, and equal",
+                     how->pair != NULL ? "one" : "destination", to->bytes, how->pair != NULL ? "the other" : "source",
                      from->bytes);
-        return -1;
-    }
-    nb_reduce_fn kernel = nb_reduce_kernel(how->isa, how->dtype, how->op);
-    if (kernel == NULL) {
-        PyErr_Format(PyExc_ValueError, "dtype %s cannot be reduced by op %s", nb_dtype_name(how->dtype),
-                     nb_redop_name(how->op));
         return -1;
     }
     if (to->bytes == 0) {
         return 0;
     }
     size_t count = to->bytes / nb_dtype_size(how->dtype);
+    void *a = to->segments[0].base;
+    void *b = from->segments[0].base;
     PyThreadState *saved = to->bytes >= FREE_GIL_BYTES ? PyEval_SaveThread() : NULL;
-    kernel(to->segments[0].base, from->segments[0].base, count);
+    if (how->pair != NULL) {
+        how->pair(a, b, a, b, count, 1);
+    } else {
+        how->kernel(a, b, count);
+    }
     if (saved != NULL) {
         PyEval_RestoreThread(saved);
     }
     return 0;
+}
+
+static PyObject *reduce_objects(PyObject *destination, PyObject *source, const struct reduction *how) {
+    size_t element = nb_dtype_size(how->dtype);
+    struct core_memory to = {0};
+    struct core_memory from = {0};
+    int rc = core_memory_parse(&to, destination, true, element);
+    if (rc == 0) {
+        rc = core_memory_parse(&from, source, how->pair != NULL, element);
+    }
+    if (rc == 0) {
+        rc = reduce_lines(&to, &from, how);
+    }
+    core_memory_release(&from);
+    core_memory_release(&to);
+    return rc < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static int no_kernel(int dtype, int op) {
+    PyErr_Format(PyExc_ValueError, "dtype %s cannot be reduced by op %s", nb_dtype_name(dtype), nb_redop_name(op));
+    return -1;
 }
 
 static PyObject *module_reduce(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs) {
@@ -171,26 +194,33 @@ static PyObject *module_reduce(PyObject *Py_UNUSED(module), PyObject *args, PyOb
     PyObject *source;
     PyObject *dtype;
     PyObject *op;
-    const char *isa = NULL;
-    struct reduction how;
-    struct core_memory to = {0};
-    struct core_memory from = {0};
+    const char *name = NULL;
+    enum nb_isa isa;
+    int redop;
+    struct reduction how = {0};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|z:reduce", (char **)keywords, &destination, &source, &dtype,
-                                     &op, &isa) ||
-        core_get_dtype(dtype, &how.dtype) < 0 || core_get_redop(op, &how.op) < 0 || find_isa(isa, &how.isa) < 0) {
+                                     &op, &name) ||
+        core_get_dtype(dtype, &how.dtype) < 0 || core_get_redop(op, &redop) < 0 || find_isa(name, &isa) < 0) {
         return NULL;
     }
-    size_t element = nb_dtype_size(how.dtype);
-    int rc = core_memory_parse(&to, destination, true, element);
-    if (rc == 0) {
-        rc = core_memory_parse(&from, source, false, element);
+    how.kernel = nb_reduce_kernel(isa, how.dtype, redop);
+    return how.kernel == NULL && no_kernel(how.dtype, redop) < 0 ? NULL : reduce_objects(destination, source, &how);
+}
+
+static PyObject *module_reduce_pair(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs) {
+    static const char *const keywords[] = {"one", "other", "dtype", "op", NULL};
+    PyObject *one;
+    PyObject *other;
+    PyObject *dtype;
+    PyObject *op;
+    int redop;
+    struct reduction how = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO:reduce_pair", (char **)keywords, &one, &other, &dtype, &op) ||
+        core_get_dtype(dtype, &how.dtype) < 0 || core_get_redop(op, &redop) < 0) {
+        return NULL;
     }
-    if (rc == 0) {
-        rc = reduce_lines(&to, &from, &how);
-    }
-    core_memory_release(&from);
-    core_memory_release(&to);
-    return rc < 0 ? NULL : Py_NewRef(Py_None);
+    how.pair = nb_pair_kernel(how.dtype, redop);
+    return how.pair == NULL && no_kernel(how.dtype, redop) < 0 ? NULL : reduce_objects(one, other, &how);
 }
 
 static int add_constants(PyObject *module) {
@@ -328,6 +358,9 @@ static const PyMethodDef methods[] = {
     {"reduce", WITH_KEYWORDS(module_reduce),
      "reduce(destination, source, dtype, op, isa=None)\n--\n\n"
      "destination = destination op source, by the kernel of `isa`: to test and to measure."},
+    {"reduce_pair", WITH_KEYWORDS(module_reduce_pair),
+     "reduce_pair(one, other, dtype, op)\n--\n\n"
+     "one = other = one op other in one pass, as ranks that share memory do it: to test and to measure. SUM alone."},
     {0},
 };
 

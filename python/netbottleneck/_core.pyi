@@ -55,6 +55,11 @@ def isa() -> str:
 def reduce(destination: Memory, source: Memory, dtype: int, op: int, isa: str | None = None) -> None:
     """destination = destination op source, by the kernel of `isa`: to test and to measure."""
 
+def reduce_pair(one: Memory, other: Memory, dtype: int, op: int) -> None:
+    """one = other = one op other in one pass, as ranks that share memory do it: to test and to measure.
+
+    Raises ValueError where there is no such kernel: there is one of SUM for every dtype."""
+
 @final
 class Arena:
     """Page-aligned, zeroed memory (memfd where the kernel allows), with the writable buffer protocol.

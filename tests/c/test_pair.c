@@ -1,14 +1,16 @@
 // The kernels that write a sum to two places give what the others give one after the other, bit for bit.
 #include <stdbool.h>
 #include <stdint.h>
-#include <stdlib.h>
+#include <stdio.h>
 #include <string.h>
 
+#include "base/dtype.h"
 #include "check.h"
+#include "coll/kernels.h"
 #include "coll/reduce.h"
 #include "coll/reduce_pair.h"
 
-enum { COUNT = 531, SLACK = 64, ROOM = COUNT * 8 + SLACK };
+enum { MOST_BYTES = 9001, SHIFTS = 66, ROOM = MOST_BYTES + SHIFTS + 8 };
 
 static uint64_t drawn = 0x9e3779b97f4a7c15u;
 
@@ -19,80 +21,93 @@ static uint64_t draw(void) {
     return drawn;
 }
 
-// Any bits, and among them the special ones.
-static void fill(unsigned char *memory, int dtype) {
-    static const uint64_t f64s[] = {0x7ff0000000000000, 0xfff0000000000000, 0x7ff8000000000001, 0x8000000000000000, 1};
-    static const uint32_t f32s[] = {0x7f800000, 0xff800000, 0x7fc00001, 0x80000000, 1};
+// How numbers are stored: the bits of infinity; above it are NaN.
+static const uint64_t infinities[NB_DTYPES] = {
+    [NB_F16] = 0x7c00, [NB_BF16] = 0x7f80, [NB_F32] = 0x7f800000, [NB_F64] = 0x7ff0000000000000};
+
+// Any bits, and among them infinities, NaN, zeros and subnormals of both signs.
+static void fill(unsigned char *memory, int dtype, size_t shift) {
     size_t element = nb_dtype_size(dtype);
+    uint64_t infinity = infinities[dtype];
+    const uint64_t specials[] = {infinity, infinity + 1, infinity | infinity >> 1, 0, 1};
     for (size_t i = 0; i < ROOM; i++) {
         memory[i] = (unsigned char)draw();
     }
-    for (size_t i = 0; i < COUNT; i += 7) {
-        size_t which = draw() % 5;
-        const void *special = dtype == NB_F64 ? (const void *)&f64s[which] : (const void *)&f32s[which];
-        memcpy(memory + i * element, special, element);
+    for (size_t i = shift; i + element <= ROOM; i += 7 * element) {
+        uint64_t special = specials[draw() % 5] | (draw() & 1) << (8 * element - 1);
+        memcpy(memory + i, &special, element);
     }
 }
 
 // A NaN is a NaN: which of two it comes from is open.
 static bool same(const unsigned char *a, const unsigned char *b, int dtype) {
-    double x;
-    double y;
-    if (dtype == NB_F32) {
-        float narrow[2];
-        memcpy(&narrow[0], a, sizeof narrow[0]);
-        memcpy(&narrow[1], b, sizeof narrow[1]);
-        x = (double)narrow[0];
-        y = (double)narrow[1];
-    } else {
-        memcpy(&x, a, sizeof x);
-        memcpy(&y, b, sizeof y);
-    }
-    return memcmp(a, b, nb_dtype_size(dtype)) == 0 || (x != x && y != y);
+    size_t element = nb_dtype_size(dtype);
+    uint64_t x = 0;
+    uint64_t y = 0;
+    memcpy(&x, a, element);
+    memcpy(&y, b, element);
+    uint64_t magnitude = ((uint64_t)1 << (8 * element - 1)) - 1;
+    bool number = infinities[dtype] != 0;
+    return x == y || (number && (x & magnitude) > infinities[dtype] && (y & magnitude) > infinities[dtype]);
 }
 
-static void one(int dtype, size_t count, size_t shift, double scale, bool aliased) {
-    static unsigned char a[ROOM];
-    static unsigned char b[ROOM];
-    static unsigned char want[ROOM];
-    static unsigned char apart[2][ROOM];
+struct lines {
+    unsigned char a[ROOM];
+    unsigned char b[ROOM];
+    unsigned char want[ROOM];
+    unsigned char apart[2][ROOM];
+};
+
+static void check(nb_pair_fn pair, int dtype, size_t count, size_t shift, double scale, bool in_place) {
+    static struct lines l;
     size_t element = nb_dtype_size(dtype);
-    nb_pair_fn pair = nb_pair_kernel(dtype, NB_SUM);
-    fill(a, dtype);
-    fill(b, dtype);
-    memcpy(want, a, sizeof want);
-    nb_reduce_kernel(NB_ISA_GENERIC, dtype, NB_SUM)(want + shift, b + shift, count);
+    fill(l.a, dtype, shift);
+    fill(l.b, dtype, shift);
+    memcpy(l.want, l.a, ROOM);
+    nb_reduce_kernel(NB_ISA_GENERIC, dtype, NB_SUM)(l.want + shift, l.b + shift, count);
     if (scale != 1) {
-        nb_scale_kernel(NB_ISA_GENERIC, dtype)(want + shift, count, scale);
+        nb_scale_kernel(NB_ISA_GENERIC, dtype)(l.want + shift, count, scale);
     }
-    memcpy(apart[0], a, ROOM);
-    memcpy(apart[1], b, ROOM);
-    unsigned char *to[2] = {aliased ? a : apart[0], aliased ? b : apart[1]};
-    pair(to[0] + shift, to[1] + shift, a + shift, b + shift, count, scale);
+    memcpy(l.apart[0], l.a, ROOM);
+    memcpy(l.apart[1], l.b, ROOM);
+    unsigned char *from[2] = {in_place ? l.apart[0] : l.a, in_place ? l.apart[1] : l.b};
+    pair(l.apart[0] + shift, l.apart[1] + shift, from[0] + shift, from[1] + shift, count, scale);
     for (int t = 0; t < 2; t++) {
-        for (size_t i = 0; i < count; i++) {
-            CHECK(same(to[t] + shift + i * element, want + shift + i * element, dtype), "%s, %zu from %zu, [%zu]",
-                  nb_dtype_name(dtype), count, shift, i);
+        const unsigned char *before = t == 0 ? l.a : l.b;
+        size_t end = shift + count * element;
+        CHECK(memcmp(l.apart[t], before, shift) == 0, "%s: wrote before its place", nb_dtype_name(dtype));
+        CHECK(memcmp(l.apart[t] + end, before + end, ROOM - end) == 0, "%s: wrote after it", nb_dtype_name(dtype));
+        for (size_t i = shift; i < end; i += element) {
+            CHECK(same(l.apart[t] + i, l.want + i, dtype), "%s, %zu elements from %zu, by %g: byte %zu of %d",
+                  nb_dtype_name(dtype), count, shift, scale, i, t);
         }
     }
-    CHECK(memcmp(to[0] + shift + count * element, want + shift + count * element, element) == 0, "beyond the end");
+}
+
+static void check_kernel(nb_pair_fn pair, int dtype) {
+    const size_t most = MOST_BYTES / nb_dtype_size(dtype);
+    const size_t counts[] = {0, 1, 7, 8, 15, 16, 17, 63, 64, 65, 100, 129, 531, most};
+    for (size_t c = 0; c < sizeof counts / sizeof counts[0]; c++) {
+        for (size_t shift = 0; shift < SHIFTS; shift += 13) {
+            check(pair, dtype, counts[c], shift, 1, true);
+            check(pair, dtype, counts[c], shift, 1.0 / 3, true);
+            check(pair, dtype, counts[c], shift, 0.5, false);
+        }
+    }
 }
 
 int main(void) {
-    static const int dtypes[] = {NB_F32, NB_F64};
-    static const size_t counts[] = {0, 1, 7, 8, 15, 16, 17, 100, COUNT};
-    if (nb_pair_kernel(NB_F32, NB_SUM) == NULL) {
-        SKIP("this CPU has no kernel that writes to two places");
-    }
-    CHECK(nb_pair_kernel(NB_F32, NB_MAX) == NULL && nb_pair_kernel(NB_U8, NB_SUM) == NULL, "there are none for others");
-    for (size_t d = 0; d < 2; d++) {
-        for (size_t c = 0; c < sizeof counts / sizeof counts[0]; c++) {
-            for (size_t shift = 0; shift < 20; shift += 3) {
-                one(dtypes[d], counts[c], shift, 1, true);
-                one(dtypes[d], counts[c], shift, 1.0 / 3, true);
-                one(dtypes[d], counts[c], shift, 0.5, false);
+    for (int dtype = 0; dtype < NB_DTYPES; dtype++) {
+        CHECK(nb_pair_kernel(dtype, NB_SUM) != NULL, "%s has none", nb_dtype_name(dtype));
+        CHECK(nb_pair_kernel(dtype, NB_MAX) == NULL, "%s: a maximum is no sum", nb_dtype_name(dtype));
+        check_kernel(nb_pair_generic[dtype], dtype);
+        for (int isa = 0; isa < NB_ISAS; isa++) {
+            nb_pair_fn own = nb_isa_runs(isa) ? nb_kernels_of(isa)->pair[dtype] : NULL;
+            if (own != NULL) {
+                check_kernel(own, dtype);
             }
         }
     }
+    CHECK(nb_pair_kernel(-1, NB_SUM) == NULL && nb_pair_kernel(NB_DTYPES, NB_SUM) == NULL, "no such dtype");
     return 0;
 }

@@ -148,6 +148,15 @@ def test_reduce_adds(dtype: int, isa: str | None) -> None:
     assert left.tobytes() == expected.tobytes()
 
 
+@pytest.mark.parametrize("dtype", sorted(NUMPY))
+def test_reduce_pair_adds_into_both(dtype: int) -> None:
+    left = np.arange(37).astype(NUMPY[dtype])
+    right = np.arange(37)[::-1].astype(NUMPY[dtype]).copy()
+    expected = left + right
+    _core.reduce_pair(left, right, dtype, _core.SUM)
+    assert left.tobytes() == right.tobytes() == expected.tobytes()
+
+
 def test_interfaces_have_addresses_without_ports() -> None:
     assert ("lo", "127.0.0.1") in _core.interfaces("lo")
 
@@ -395,6 +404,7 @@ def some(times):
         memoryview(_core.Arena(4096)).release()
         recorder.stamper(1)(); recorder.put(1, key=i)
         _core.reduce(line, line, _core.FLOAT32, _core.MAX)
+        _core.reduce_pair(line, line, _core.UINT8, _core.SUM)
         for bad in (lambda: comm.submit("", 0, line, 0), lambda: comm.submit("x", 0, [line, b"ro"], 0)):
             try:
                 bad()
@@ -645,6 +655,9 @@ def test_a_line_that_ranks_cannot_share_is_refused(pair: list[_core.Comm]) -> No
         (lambda: _core.dtype_size(8), "dtype .* not 8"),
         (lambda: _core.reduce(bytearray(4), bytearray(8), _core.FLOAT32, _core.SUM), "4 bytes and source 8"),
         (lambda: _core.reduce(bytearray(4), bytearray(4), _core.FLOAT32, _core.SUM, "mmx"), 'not "mmx"'),
+        (lambda: _core.reduce_pair(bytearray(4), bytearray(8), _core.FLOAT32, _core.SUM), "4 bytes and the other 8"),
+        (lambda: _core.reduce_pair(bytearray(4), bytearray(4), _core.INT8, _core.MAX), "int8 .* by op max"),
+        (lambda: _core.reduce_pair(bytearray(4), b"read", _core.FLOAT32, _core.SUM), "writable"),
         (lambda: _core.Listener(address="nowhere"), "nowhere"),
         (lambda: _core.Listener(ports=(9, 2)), r"ports .* not \(9, 2\)"),
         (lambda: _core.Recorder("ring", 0, 0), "capacity .* not 0"),

@@ -17,8 +17,6 @@ from netbottleneck.bench.paths import Native, Path
 if TYPE_CHECKING:
     from netbottleneck import _core
 
-PIECE_BYTES = 256 << 10
-
 
 class Heap(Native):
     """Lanes of our own, on memory that a user brought."""
@@ -92,10 +90,7 @@ class Add(Limit):
 
 
 class Pair(Limit):
-    """The least work of an all-reduce of two ranks in shared memory: of half the elements the sum, written to both.
-
-    By the core's kernel for just that where there is one, else piece by piece: added, then copied while in the cache.
-    """
+    """The least work of an all-reduce of two ranks in shared memory: of half the elements the sum, written to both."""
 
     provider = "the core's kernel for two"
 
@@ -103,15 +98,7 @@ class Pair(Limit):
         self._used = [array[: (count + 1) // 2] for array in self._all]
 
     def work(self, *arrays: NDArray[np.float32]) -> None:
-        first, second = arrays
-        both = getattr(self._core, "reduce_pair", None)
-        if both is not None:
-            both(first, second, self._core.FLOAT32, self._core.SUM)
-            return
-        step, what = PIECE_BYTES // 4, (self._core.FLOAT32, self._core.SUM)
-        for start in range(0, len(first), step):
-            self._core.reduce(first[start : start + step], second[start : start + step], *what)
-            np.copyto(second[start : start + step], first[start : start + step])
+        self._core.reduce_pair(arrays[0], arrays[1], self._core.FLOAT32, self._core.SUM)
 
 
 LIMITS: Mapping[str, type[Limit]] = {"memcpy": Copy, "add": Add, "pair": Pair}

@@ -121,7 +121,7 @@ class Comm:
 
     shm: "auto", "0" or "1": memory shared between ranks whose `host` (16 bytes) is equal; without host it is off.
     timeout_s: of a wait on a peer that is silent. start_timeout_s: of the join and of the lanes' opening; where it is
-    not given, timeout_s.
+    not given, timeout_s. cpus: of the communication threads of this host's ranks, in the order of the ranks.
 
     Raises, before any byte of data moves: ValueError for a bad argument; Error with errno ENOENT for a missing
     libfabric, ENODEV for a missing provider or interface; MismatchError when ranks disagree on `tag`; TimeoutError
@@ -149,6 +149,7 @@ class Comm:
         recorder: Recorder | None = None,
         shm: str = "auto",
         host: bytes | None = None,
+        cpus: tuple[int, ...] = (),
     ) -> None: ...
     @property
     def rank(self) -> int: ...

@@ -129,6 +129,43 @@ def test_a_stopped_rank_is_named_and_ends_by_itself_when_it_goes_on(ranks: Ranks
     assert peer == 1, words  # it accuses nobody: rank 0 has told it who was silent
 
 
+@pytest.mark.parametrize("network", ["tcp", "ofi", "shm"])
+def test_a_rank_that_is_stopped_for_a_while_costs_that_time_and_no_lane(ranks: Ranks, network: str) -> None:
+    env = {**QUICK, "NETBOTTLENECK_TIMEOUT_S": "6", "NETBOTTLENECK_STREAMS": "3", "NETBOTTLENECK_LOG_LEVEL": "info"}
+    shared = {"NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_SHM": "1"}
+    env |= shared if network == "shm" else {"NETBOTTLENECK_TRANSPORT": network}
+    port, secret = free_port(), secrets.token_hex(16)
+    job = ranks.start(3, SCRIPT, ["sums"], lambda rank: {**direct(rank, 3, port, secret), **env})
+    for rank in range(3):
+        job.wait_for_line(rank, "reducing")
+    job.kill(1, signal.SIGSTOP)
+    time.sleep(2.5)  # what is tested: longer than a lane may be silent, shorter than a peer may
+    job.kill(1, signal.SIGCONT)
+    for result in job.wait():
+        assert result.stdout.splitlines()[-1] == "right"
+        assert "lost" not in result.stderr
+
+
+@pytest.mark.parametrize(("transport", "victim"), [("tcp", 2), ("ofi", 0)])
+def test_of_three_a_stopped_rank_is_named_by_all_others(ranks: Ranks, transport: str, victim: int) -> None:
+    env = {"NETBOTTLENECK_TRANSPORT": transport, "NETBOTTLENECK_TIMEOUT_S": "2"}
+    port, secret = free_port(), secrets.token_hex(16)
+    job = ranks.start(3, SCRIPT, ["reduce"], lambda rank: {**direct(rank, 3, port, secret), **env})
+    for rank in range(3):
+        job.wait_for_line(rank, "reducing")
+    job.kill(victim, signal.SIGSTOP)
+    codes = [ended(job, rank) for rank in range(3) if rank != victim]
+    job.kill(victim, signal.SIGCONT)
+    results = job.wait(check=False)
+    assert codes == [0, 0], job.describe()
+    for result in results:
+        error, peer, _, _, words = failure(result)
+        assert result.code == 0
+        if result.rank != victim:
+            assert (error, peer) in [("DeadlineError", victim), ("PeerError", victim)], words
+            assert f"rank {victim}" in words
+
+
 def stock_job(ranks: Ranks, size: int, tmp_path: Path, timeout_s: float) -> RankJob:
     env = {
         **QUICK,

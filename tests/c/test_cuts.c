@@ -85,12 +85,14 @@ static void control_ends(struct test_rank *me) {
     float *data = calloc(LARGE, sizeof *data);
     struct nb_error err = {0};
     struct nb_segment all = {.base = data, .bytes = LARGE * sizeof *data};
+    int fd = me->rank == 1 ? dup(me->job->controls[0].watch.fd) : -1;
     test_barrier(me, "before");
     pthread_barrier_wait(&stage->meet);
     struct nb_work *work = test_submit(me, test_op("sum", NB_OP_ALLREDUCE, &all));
     pthread_barrier_wait(&stage->meet);
     if (me->rank == 1) {
-        CHECK(cut(me->job->controls[0].watch.fd, stage->round == 1), "cut: %m");
+        CHECK(cut(fd, stage->round == 1), "cut: %m");
+        close(fd);
     }
     (void)test_finish(work, &err); // it may be over already
     int rc = test_try(me, test_op("after", NB_OP_BARRIER, NULL), &err);

@@ -97,8 +97,8 @@ struct nb_job_info {
     int streams_used;   // 0 while auto has not decided
     uint64_t bytes_out; // payload by the lanes' completions
     uint64_t bytes_in;
-    uint64_t dropped;     // lanes that were lost
-    const char *provider; // "tcp", "ofi: net 117.0 (libfabric 1.17)"
+    uint64_t dropped;      // lanes that were lost
+    const char *provider;  // "tcp", "ofi: net 117.0 (libfabric 1.17)"
     struct nb_costs costs; // of the lanes; zero while no all-reduce has left a choice
     int probe_count;
     struct nb_probe_point probe[NB_PROBE_MAX];

@@ -2,9 +2,9 @@
 //
 // usage: mpi_peer DTYPE OP BYTES PID:MEMORY:ORDERS:ANSWERS…     a group for each rank: a process and three descriptors
 //
-// ORDERS and ANSWERS are pipes of the process, MEMORY a memfd of BYTES. Rank 0 answers a word when all ranks are ready.
-// An order is a struct order; the answer is how long this rank took, in ns of CLOCK_MONOTONIC. Between orders a rank
-// sleeps in read(): MPI's own waiting would spin. The end of ORDERS is the end.
+// ORDERS and ANSWERS are pipes of the process, MEMORY a memfd of BYTES. Rank 0 answers when all ranks are ready.
+// An order is a struct order, the answer a struct answer. Between orders a rank sleeps in read(): MPI's own waiting would
+// spin. The end of ORDERS is the end.
 #include <errno.h>
 #include <fcntl.h>
 #include <mpi.h>
@@ -21,6 +21,11 @@ enum { FIRST_RANK = 4, PATH_BYTES = 64 };
 struct order {
     uint64_t count; // elements from the beginning of the memory
     uint64_t times; // all-reduces in place, one after another
+};
+
+struct answer {
+    int64_t took_ns; // by this rank's clock
+    int64_t cpu_ns;  // of all of its threads
 };
 
 struct rank {
@@ -78,13 +83,13 @@ static const struct name *find(const struct name *names, const char *text) {
     return names;
 }
 
-static int64_t now_ns(void) {
+static int64_t now_ns(clockid_t clock) {
     struct timespec at;
-    clock_gettime(CLOCK_MONOTONIC, &at);
+    clock_gettime(clock, &at);
     return (int64_t)at.tv_sec * 1000000000 + at.tv_nsec;
 }
 
-static void answer(const struct rank *rank, int64_t value) {
+static void answer(const struct rank *rank, struct answer value) {
     if (write(rank->answers, &value, sizeof value) != (ssize_t)sizeof value) {
         (void)fail("answer");
     }
@@ -94,11 +99,12 @@ static void serve(const struct rank *rank, MPI_Datatype type, MPI_Op op) {
     struct order order;
     while (read(rank->orders, &order, sizeof order) == (ssize_t)sizeof order) { // an order is written in one piece
         MPI_Barrier(MPI_COMM_WORLD);
-        int64_t start = now_ns();
+        struct answer start = {.took_ns = now_ns(CLOCK_MONOTONIC), .cpu_ns = now_ns(CLOCK_PROCESS_CPUTIME_ID)};
         for (uint64_t i = 0; i < order.times; i++) {
             MPI_Allreduce(MPI_IN_PLACE, rank->memory, (int)order.count, type, op, MPI_COMM_WORLD);
         }
-        answer(rank, now_ns() - start);
+        answer(rank, (struct answer){.took_ns = now_ns(CLOCK_MONOTONIC) - start.took_ns,
+                                     .cpu_ns = now_ns(CLOCK_PROCESS_CPUTIME_ID) - start.cpu_ns});
     }
 }
 
@@ -128,7 +134,7 @@ int main(int argc, char **argv) {
     MPI_Op op = find(ops, argv[2])->op;
     MPI_Barrier(MPI_COMM_WORLD);
     if (self == 0) {
-        answer(&rank, 0);
+        answer(&rank, (struct answer){0});
     }
     serve(&rank, type, op);
     MPI_Finalize();

@@ -49,20 +49,27 @@ class Link:
 def ring_s(link: Link, ranks: int, nbytes: float) -> float:
     """Return seconds of a ring all-reduce: 2(p-1)(alpha + n/(pB)).
 
-    Source of these three: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in
-    MPICH (2005), section 4.5; additions are not counted, as they overlap with the transfer here.
+    Source of this one and the next ones: Thakur, Rabenseifner and Gropp, Optimization of collective communication
+    operations in MPICH (2005), section 4.5; additions are not counted, as they overlap with the transfer here.
     """
     return 2 * (ranks - 1) * (link.alpha_s + nbytes / ranks / link.bytes_per_s)
 
 
+def folds_s(link: Link, ranks: int, nbytes: float) -> float:
+    """Return seconds that ranks beyond a power of two add: they hand their line to a neighbour and get the result."""
+    return 2 * (link.alpha_s + nbytes / link.bytes_per_s) if ranks & (ranks - 1) else 0.0
+
+
 def doubling_s(link: Link, ranks: int, nbytes: float) -> float:
-    """Return seconds of recursive doubling: ceil(log2 p)(alpha + n/B)."""
-    return math.ceil(math.log2(ranks)) * (link.alpha_s + nbytes / link.bytes_per_s)
+    """Return seconds of recursive doubling: floor(log2 p)(alpha + n/B), and the folds."""
+    return math.floor(math.log2(ranks)) * (link.alpha_s + nbytes / link.bytes_per_s) + folds_s(link, ranks, nbytes)
 
 
 def halving_s(link: Link, ranks: int, nbytes: float) -> float:
-    """Return seconds of halving and doubling: 2 ceil(log2 p) alpha + 2(p-1)/p n/B, for p a power of two."""
-    return 2 * math.ceil(math.log2(ranks)) * link.alpha_s + 2 * (ranks - 1) / ranks * nbytes / link.bytes_per_s
+    """Return seconds of halving and doubling: 2 log2 q alpha + 2(q-1)/q n/B, and the folds; q: p's power of two."""
+    levels = math.floor(math.log2(ranks))
+    part = 1 - 1 / (1 << levels)
+    return 2 * levels * link.alpha_s + 2 * part * nbytes / link.bytes_per_s + folds_s(link, ranks, nbytes)
 
 
 SCHEDULES = {"ring": ring_s, "recursive doubling": doubling_s, "halving and doubling": halving_s}

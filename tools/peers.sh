@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs the programs that the benchmark stands beside, as far as they can be had here, and says what is missing.
-# usage: tools/peers.sh      with root: apt-get; APT=0: install nothing
+# usage: tools/peers.sh      with root: apt-get; APT=0: install nothing by it
+#   HOROVOD=0   build no Horovod (it takes some minutes, once)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -23,3 +24,40 @@ fi
 for package in $(missing); do
     echo "peers: $package is missing (Debian's name): what needs it is left out"
 done
+
+# MPICH is a wheel, beside this Python. Horovod's last release asks for C++14, which torch's headers are not any more: built
+# from its source with that one line changed, and kept apart, where only the benchmark looks.
+venv=.venv
+quietly() { mkdir -p build && "$@" >>build/peers.log 2>&1 </dev/null; }
+pip() { quietly "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
+horovod=0.28.1
+place=build/peers/horovod
+
+build_horovod() {
+    local work tool
+    for tool in cmake c++ make; do
+        command -v "$tool" >/dev/null || { echo "$tool is not there"; return 1; }
+    done
+    "$venv/bin/python" -c 'import torch' 2>/dev/null || { echo "torch is not there"; return 1; }
+    echo "peers: Horovod $horovod is built from its source, which takes some minutes" >&2
+    work=$(mktemp -d)
+    # shellcheck disable=SC2064
+    trap "rm -rf '$work'" RETURN
+    pip download --no-deps --no-build-isolation --no-binary :all: -d "$work" "horovod==$horovod" &&
+        tar -xzf "$work/horovod-$horovod.tar.gz" -C "$work" &&
+        sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 20)/' \
+            "$work/horovod-$horovod/CMakeLists.txt" "$work/horovod-$horovod/horovod/torch/CMakeLists.txt" &&
+        quietly env -C "$work/horovod-$horovod" HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1 HOROVOD_WITH_PYTORCH=1 \
+            HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 MAKEFLAGS="-j$(nproc)" \
+            "$PWD/$venv/bin/python" setup.py -q bdist_wheel -d "$work/wheel" &&
+        pip install -q --no-deps --target "$work/made" "$work"/wheel/*.whl cloudpickle &&
+        mkdir -p "$(dirname $place)" && rm -rf $place && mv "$work/made" $place ||
+        { echo "it could not be built: build/peers.log"; return 1; }
+}
+
+if [ -x "$venv/bin/python" ]; then
+    [ -x "$venv/bin/mpivars" ] || pip install -q mpich || echo "peers: the wheel mpich is missing: what needs it is left out"
+    if [ ! -d $place ] && [ "${HOROVOD:-1}" != 0 ] && ! "$venv/bin/python" -c 'import horovod.torch' 2>/dev/null; then
+        why=$(build_horovod) || echo "peers: Horovod is missing ($why): it is left out"
+    fi
+fi

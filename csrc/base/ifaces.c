@@ -32,21 +32,23 @@ static struct spec read_spec(const char *text) {
     return spec;
 }
 
-static bool in_list(const struct spec *spec, const char *name) {
-    for (const char *at = spec->list; *at != '\0';) {
+// Where in the list a name is, from 1; 0: it is not.
+static int in_list(const struct spec *spec, const char *name) {
+    int place = 1;
+    for (const char *at = spec->list; *at != '\0'; place++) {
         size_t len = strcspn(at, ",");
         if (len > 0 && strncmp(name, at, len) == 0 && (!spec->exact || name[len] == '\0')) {
-            return true;
+            return place;
         }
         at += len + (at[len] == ',');
     }
-    return false;
+    return 0;
 }
 
 // Loopback is meant only when it is named, or when there is nothing else (`any`).
 static bool wanted(const struct spec *spec, const struct ifaddrs *it, bool any) {
     bool open = spec->except || *spec->list == '\0';
-    bool listed = in_list(spec, it->ifa_name);
+    bool listed = in_list(spec, it->ifa_name) > 0;
     if (!open) {
         return listed;
     }
@@ -91,6 +93,21 @@ static int collect(const struct spec *spec, const struct ifaddrs *all, bool any,
         }
     }
     return count;
+}
+
+// As the list has them; those of one prefix as the system has them.
+static void put_in_order(const struct spec *spec, struct nb_sockaddr *addrs, char (*names)[IF_NAMESIZE], int count) {
+    for (int i = 1; i < count && !spec->except; i++) {
+        for (int k = i; k > 0 && in_list(spec, names[k]) < in_list(spec, names[k - 1]); k--) {
+            struct nb_sockaddr addr = addrs[k];
+            char name[IF_NAMESIZE];
+            addrs[k] = addrs[k - 1];
+            addrs[k - 1] = addr;
+            memcpy(name, names[k], IF_NAMESIZE);
+            memcpy(names[k], names[k - 1], IF_NAMESIZE);
+            memcpy(names[k - 1], name, IF_NAMESIZE);
+        }
+    }
 }
 
 static bool is_up(const struct ifaddrs *it) {
@@ -141,5 +158,6 @@ int nb_sock_interfaces(const char *spec, struct nb_sockaddr *addrs, char (*names
                         there[0] != '\0' ? there : "none");
     }
     freeifaddrs(all);
+    put_in_order(&what, addrs, names, count);
     return count;
 }

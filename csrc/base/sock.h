@@ -36,7 +36,8 @@ uint16_t nb_sock_port(const struct nb_sockaddr *addr);
 void nb_sock_set_port(struct nb_sockaddr *addr, uint16_t port);
 
 // The addresses of the interfaces that `spec` names ("eth0,eth1": prefixes; "=eth0": exact; "^lo,docker": all but;
-// NULL or "": every interface that is up and not loopback, else loopback). IPv4 first. Returns how many were written.
+// NULL or "": every interface that is up and not loopback, else loopback). One address an interface, IPv4 where it has
+// one; in the order of the list, those of one prefix as the system has them. Returns how many were written.
 // Errors: -ENODEV naming the spec and what there is.
 int nb_sock_interfaces(const char *spec, struct nb_sockaddr *addrs, char (*names)[IF_NAMESIZE], int max,
                        struct nb_error *err);

@@ -81,6 +81,8 @@ struct nb_job_config {
     enum nb_algorithm algorithm; // of all-reduces: RING, DOUBLING, HALVING; NONE: rank 0 chooses. Rank 0's counts
     enum nb_shm_mode shm;
     unsigned char host[NB_HOST_BYTES]; // what ranks of one host have in common
+    const int *cpus;                   // of the communication threads of this host's ranks, in their order
+    int cpu_count;                     // 0: wherever the system puts them
 };
 
 // What streams=auto found, in the order tried.
@@ -100,6 +102,7 @@ struct nb_job_info {
     struct nb_costs costs; // of the lanes; zero while no all-reduce has left a choice
     int probe_count;
     struct nb_probe_point probe[NB_PROBE_MAX];
+    int cpu;                   // of the communication thread, or -1
     char shm[192];             // "on", or "off: " and why
     uint64_t shm_bytes;        // read from and written to other ranks' memory
     uint64_t shm_staged_bytes; // of these: by way of staging

@@ -9,6 +9,7 @@
 #include "base/hash.h"
 #include "base/list.h"
 #include "base/loop.h"
+#include "base/sock.h"
 #include "coll/reduce.h"
 #include "coll/sched.h"
 #include "coll/steps.h"
@@ -23,6 +24,7 @@ enum {
     IN_FLIGHT_MAX = 8 * 1024 * 1024,
     PROBE_FROM_BYTES = 4 * 1024 * 1024, // the first transfer of this size starts the probe
     NO_ID = 0xffffffff,
+    BINDS_MAX = 8,           // interfaces
     IDS_MAX = 1024,          // operations that a bit can stand for
     SUBMITS_MAX = 1024,      // in one message
     PENDING_MAX = 64 * 1024, // operations of one rank that wait for the others
@@ -317,6 +319,18 @@ void nb_costs_heard(struct nb_job *job, const struct nb_costs *found);
 void nb_costs_wire(struct nb_job *job, double bytes_per_ns);
 // How an all-reduce of so many bytes would travel now. Of any thread.
 enum nb_algorithm nb_costs_choose(struct nb_job *job, size_t bytes);
+
+// The interfaces that lanes are spread over.
+struct binds {
+    int count;
+    struct nb_sockaddr at[BINDS_MAX];
+    char names[BINDS_MAX][IF_NAMESIZE];
+};
+
+// muster.c
+// Every rank says how its lanes opened (rc, with err where that is a failure), over which interfaces, and how many CPUs
+// its threads may have; decides which of them is this rank's. 0, or the failure that keeps the job from opening.
+int nb_job_muster(struct nb_job *job, const struct binds *binds, int rc, struct nb_error *err);
 
 // open.c
 void nb_job_free(struct nb_job *job);

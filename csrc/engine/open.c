@@ -1,7 +1,9 @@
 // How a job comes to be: lanes, addresses, neighbours, control connections, the thread.
 #include <errno.h>
+#include <sched.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/clock.h"
 #include "base/error.h"
@@ -17,32 +19,29 @@
 #include "transport/lanes.h"
 #include "transport/transport.h"
 
-enum { BINDS_MAX = 8 };
-
 static int lanes_wanted(const struct nb_job_config *config) {
     return config->streams == NB_STREAMS_AUTO ? (int)STREAMS_AUTO_MAX : config->streams;
 }
 
-static int binds_find(struct nb_job *job, struct nb_sockaddr *binds, struct nb_error *err) {
+static int binds_find(struct nb_job *job, struct binds *binds, struct nb_error *err) {
     if (job->config.ifname == NULL || job->config.ifname[0] == 0) {
-        binds[0] = job->boot.self; // the interface that reaches rank 0
-        nb_sock_set_port(&binds[0], 0);
+        binds->at[0] = job->boot.self;
+        nb_sock_set_port(&binds->at[0], 0);
+        strcpy(binds->names[0], "to rank 0");
         return 1;
     }
-    char names[BINDS_MAX][IF_NAMESIZE];
-    return nb_sock_interfaces(job->config.ifname, binds, names, BINDS_MAX, err);
+    return nb_sock_interfaces(job->config.ifname, binds->at, binds->names, BINDS_MAX, err);
 }
 
-static int job_lanes_open(struct nb_job *job, struct nb_error *err) {
+static int job_lanes_open(struct nb_job *job, struct binds *binds, struct nb_error *err) {
     const struct nb_job_config *config = &job->config;
     const struct nb_lane_ops *ops = nb_transport_find(config->transport);
-    struct nb_sockaddr binds[BINDS_MAX];
     if (ops == NULL) {
         return nb_fail(err, -EINVAL, "no transport is called '%s'", config->transport);
     }
-    int bind_count = binds_find(job, binds, err);
-    if (bind_count < 0) {
-        return bind_count;
+    binds->count = binds_find(job, binds, err);
+    if (binds->count < 0) {
+        return binds->count;
     }
     struct nb_lanes_config lanes = {.ops = ops,
                                     .lane = {.rank = job->rank,
@@ -54,8 +53,8 @@ static int job_lanes_open(struct nb_job *job, struct nb_error *err) {
                                              .provider = config->provider,
                                              .library = config->library},
                                     .lanes = lanes_wanted(config),
-                                    .binds = binds,
-                                    .bind_count = bind_count,
+                                    .binds = binds->at,
+                                    .bind_count = binds->count,
                                     .segment_bytes = config->segment_bytes,
                                     .in_flight_max = IN_FLIGHT_MAX,
                                     .copy_bytes = NB_COPY_MAX,
@@ -153,26 +152,8 @@ static int controls_open(struct nb_job *job, struct nb_error *err) {
 }
 
 static int network_open(struct nb_job *job, struct nb_error *err) {
-    int rc = job_lanes_open(job, err);
-    // All ranks learn whether all lanes are open before anybody uses one: nobody waits for a rank that gave up.
-    int32_t all[2] = {rc, 0};
-    int32_t *each = calloc((size_t)job->size, sizeof *each);
-    struct nb_error exchange = {0};
-    if (each == NULL || nb_boot_allgather(&job->boot, all, sizeof all[0], each, &exchange) < 0) {
-        free(each);
-        if (err->code == 0) {
-            *err = exchange;
-        }
-        rc = rc < 0 ? rc : nb_fail(err, -ENOMEM, "%d ranks", job->size);
-        return err->code != 0 ? err->code : rc;
-    }
-    for (int r = 0; r < job->size && rc == 0; r++) {
-        if (each[r] < 0) {
-            rc = nb_fail_peer(err, NB_EPEER, r, "rank %d could not open its lanes (%s): see its own message", r,
-                              nb_code_name(each[r]));
-        }
-    }
-    free(each);
+    struct binds binds = {0};
+    int rc = nb_job_muster(job, &binds, job_lanes_open(job, &binds, err), err);
     if (rc == 0) {
         rc = addresses_exchange(job, err);
     }
@@ -229,6 +210,7 @@ static int job_init(struct nb_job *job, const struct nb_job_config *config, stru
     job->peer_open = calloc((size_t)job->size, sizeof *job->peer_open);
     job->suspicions = calloc((size_t)job->size, sizeof *job->suspicions);
     job->left_rank = NB_NO_PEER;
+    job->info.cpu = -1;
     nb_list_init(&job->inbox);
     nb_list_init(&job->maps);
     nb_list_init(&job->waiting);
@@ -260,6 +242,26 @@ static int job_init(struct nb_job *job, const struct nb_job_config *config, stru
     return rc == 0 && job->rank == 0 ? nb_agree_open(job, err) : rc;
 }
 
+// On the CPU that it was given, from its first instruction on.
+static int thread_start(struct nb_job *job, struct nb_error *err) {
+    pthread_attr_t attr;
+    cpu_set_t cpus;
+    CPU_ZERO(&cpus);
+    pthread_attr_init(&attr);
+    if (job->info.cpu >= 0) {
+        CPU_SET((size_t)job->info.cpu, &cpus);
+        pthread_attr_setaffinity_np(&attr, sizeof cpus, &cpus);
+    }
+    int rc = -pthread_create(&job->thread, &attr, nb_job_main, job);
+    pthread_attr_destroy(&attr);
+    job->thread_runs = rc == 0;
+    if (rc < 0 && job->info.cpu >= 0) {
+        rc = rc == -EINVAL ? -ENODEV : rc; // it is there, and not for this process
+        return nb_fail(err, rc, "the communication thread cannot run on CPU %d (%s)", job->info.cpu, nb_code_name(rc));
+    }
+    return rc < 0 ? nb_fail(err, rc, "the communication thread (%s)", nb_code_name(rc)) : 0;
+}
+
 int nb_job_open(struct nb_job **out, const struct nb_job_config *config, struct nb_error *err) {
     if (config->streams < 0 || config->streams > NB_LANES_MAX) {
         return nb_fail(err, -EINVAL, "%d streams: 1 to %d, or auto", config->streams, NB_LANES_MAX);
@@ -278,12 +280,9 @@ int nb_job_open(struct nb_job **out, const struct nb_job_config *config, struct 
     if (rc == 0 && job->size > 1) {
         rc = network_open(job, err);
     }
+    job->config.cpus = NULL; // the caller's
     if (rc == 0 && job->size > 1) {
-        rc = -pthread_create(&job->thread, NULL, nb_job_main, job);
-        job->thread_runs = rc == 0;
-        if (rc < 0) {
-            nb_fail(err, rc, "the communication thread (%s)", nb_code_name(rc));
-        }
+        rc = thread_start(job, err);
     }
     if (rc < 0) {
         nb_job_free(job);

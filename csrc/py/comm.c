@@ -118,14 +118,15 @@ static PyObject *job_info(const struct core_comm *self) {
     if (probe == NULL) {
         return NULL;
     }
-    return Py_BuildValue("{s:i,s:i,s:K,s:K,s:K,s:s,s:L,s:N,s:s,s:K,s:K,s:(ddd)}", "streams_open", info.streams_open,
+    PyObject *cpu = info.cpu < 0 ? Py_NewRef(Py_None) : PyLong_FromLong(info.cpu);
+    return Py_BuildValue("{s:i,s:i,s:K,s:K,s:K,s:s,s:L,s:N,s:s,s:K,s:K,s:(ddd),s:N}", "streams_open", info.streams_open,
                          "streams_used", info.streams_used, "bytes_out", (unsigned long long)info.bytes_out, "bytes_in",
                          (unsigned long long)info.bytes_in, "lanes_lost", (unsigned long long)info.dropped, "provider",
                          info.provider != NULL ? info.provider : "", "clock_offset_ns",
                          (long long)self->clock_offset_ns, "probe", probe, "shm", info.shm, "shm_bytes",
                          (unsigned long long)info.shm_bytes, "shm_staged_bytes",
                          (unsigned long long)info.shm_staged_bytes, "costs", info.costs.alpha_ns, info.costs.beta_ns,
-                         info.costs.gamma_ns);
+                         info.costs.gamma_ns, "cpu", cpu);
 }
 
 static PyObject *job_notices(const struct core_comm *self) {
@@ -324,7 +325,7 @@ PyTypeObject *core_comm_type(PyObject *module) {
     static const char doc[] =
         "Comm(rank, size, *, secret, listener=None, address=None, tag='', transport='tcp', streams=0,\n"
         "     provider=None, library=None, ifname=None, ports=(0, 0), segment_bytes=0, timeout_s=30.0,\n"
-        "     stall_s=60.0, recorder=None, shm='auto', host=None, algorithm='auto')\n--\n\n"
+        "     stall_s=60.0, recorder=None, shm='auto', host=None, algorithm='auto', cpus=())\n--\n\n"
         "A job's communicator: all ranks. One communication thread, which never touches Python.\n\n"
         "Rank 0 gives its Listener, the others its address; a job of one rank needs neither. Dropped without\n"
         "close() it aborts: the others are told. In a forked child every call raises Error.";

@@ -2,6 +2,7 @@
 #include "coll/choose.h"
 #include "py/comm.h"
 
+#include <sched.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -29,6 +30,7 @@ struct open_args {
     PyObject *shm;
     PyObject *host;
     PyObject *algorithm;
+    PyObject *cpus;
 };
 
 // What the join and the job need, in C.
@@ -37,19 +39,19 @@ struct open_plan {
     struct nb_job_config job;
     const char *address;
     PyObject *listener; // borrowed; NULL: none
+    int cpus[CPU_SETSIZE];
 };
 
 static int parse(PyObject *args, PyObject *kwargs, struct open_args *in) {
-    static const char *const keywords[] = {"rank",    "size",      "secret",        "listener",  "address",
-                                           "tag",     "transport", "streams",       "provider",  "library",
-                                           "ifname",  "ports",     "segment_bytes", "timeout_s", "start_timeout_s",
-                                           "stall_s", "recorder",  "shm",           "host",      "algorithm",
-                                           NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$OOOOOOOOOOOOOOOOOO:Comm", (char **)keywords, &in->rank,
+    static const char *const keywords[] = {
+        "rank",     "size",    "secret", "listener",  "address",       "tag",       "transport",       "streams",
+        "provider", "library", "ifname", "ports",     "segment_bytes", "timeout_s", "start_timeout_s", "stall_s",
+        "recorder", "shm",     "host",   "algorithm", "cpus",          NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$OOOOOOOOOOOOOOOOOOO:Comm", (char **)keywords, &in->rank,
                                      &in->size, &in->secret, &in->listener, &in->address, &in->tag, &in->transport,
                                      &in->streams, &in->provider, &in->library, &in->ifname, &in->ports,
                                      &in->segment_bytes, &in->timeout, &in->start_timeout, &in->stall, &in->recorder,
-                                     &in->shm, &in->host, &in->algorithm)) {
+                                     &in->shm, &in->host, &in->algorithm, &in->cpus)) {
         return -1;
     }
     if (in->secret == NULL) {
@@ -196,6 +198,26 @@ static int get_numbers(struct core_comm *self, const struct open_args *in, struc
     return 0;
 }
 
+static int get_cpus(PyObject *cpus, struct open_plan *plan) {
+    long cpu;
+    if (cpus == NULL) {
+        return 0;
+    }
+    if (!PyTuple_Check(cpus) || PyTuple_Size(cpus) > CPU_SETSIZE) {
+        PyErr_Format(PyExc_TypeError, "cpus must be a tuple of at most %d numbers, not %R", CPU_SETSIZE, cpus);
+        return -1;
+    }
+    plan->job.cpu_count = (int)PyTuple_Size(cpus);
+    for (int i = 0; i < plan->job.cpu_count; i++) {
+        if (core_get_long("cpus", PyTuple_GetItem(cpus, i), 0, CPU_SETSIZE - 1, &cpu) < 0) {
+            return -1;
+        }
+        plan->cpus[i] = (int)cpu;
+    }
+    plan->job.cpus = plan->cpus;
+    return 0;
+}
+
 static int get_secret(struct core_comm *self, PyObject *secret, struct nb_boot_config *config) {
     char *bytes;
     Py_ssize_t count;
@@ -321,8 +343,8 @@ int core_comm_open(struct core_comm *self, PyObject *args, PyObject *kwargs) {
     self->mapped = PyList_New(0);
     if (self->strings == NULL || self->mapped == NULL || parse(args, kwargs, &in) < 0 ||
         get_numbers(self, &in, &plan) < 0 || get_texts(self, &in, &plan) < 0 || get_sharing(self, &in, &plan) < 0 ||
-        get_secret(self, in.secret, &plan.boot) < 0 || get_door(in.listener, state, &plan) < 0 ||
-        get_recorder(self, in.recorder, state, &plan) < 0) {
+        get_cpus(in.cpus, &plan) < 0 || get_secret(self, in.secret, &plan.boot) < 0 ||
+        get_door(in.listener, state, &plan) < 0 || get_recorder(self, in.recorder, state, &plan) < 0) {
         return -1;
     }
     return connect_all(self, &plan, state);

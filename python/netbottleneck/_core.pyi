@@ -129,7 +129,7 @@ class Comm:
     algorithm: of all-reduces over the network: "auto" (rank 0 chooses by what steps and bytes cost in this job), or
     "ring", "recursive_doubling", "halving_doubling". Rank 0's counts.
     timeout_s: of a wait on a peer that is silent. start_timeout_s: of the join and of the lanes' opening; where it is
-    not given, timeout_s.
+    not given, timeout_s. cpus: of the communication threads of this host's ranks, in the order of the ranks.
 
     Raises, before any byte of data moves: ValueError for a bad argument; Error with errno ENOENT for a missing
     libfabric, ENODEV for a missing provider or interface; MismatchError when ranks disagree on `tag`; TimeoutError
@@ -158,6 +158,7 @@ class Comm:
         shm: str = "auto",
         host: bytes | None = None,
         algorithm: str = "auto",
+        cpus: tuple[int, ...] = (),
     ) -> None: ...
     @property
     def rank(self) -> int: ...

@@ -16,6 +16,7 @@ from netbottleneck.values import (
     ALGORITHM,
     BOOLEAN,
     BYTES,
+    CPUS,
     LEVEL,
     PORT_RANGE,
     RANK,
@@ -73,6 +74,13 @@ class Settings:
         None,
         "interfaces, in NCCL_SOCKET_IFNAME's syntax: eth0, =eth0, ^lo,docker",
         ("HOROVOD_GLOO_IFACE", lambda text: f"={text}" if text else None),
+    )
+    affinity: tuple[int, ...] = _row(
+        "AFFINITY",
+        CPUS,
+        (),
+        "CPU of the communication thread, one for each rank of a host; default: the system chooses",
+        ("HOROVOD_THREAD_AFFINITY", CPUS.parse),
     )
     ports: tuple[int, int] = _row("PORTS", PORT_RANGE, (0, 0), "ports to listen on; default: the system chooses")
     segment_bytes: int = _row("SEGMENT_BYTES", BYTES, 0, "bytes a lane takes at a time; 0: chosen by the engine")

@@ -66,7 +66,7 @@ def connect(
     transport: "tcp" or "ofi"; None: the first such name of the settings, else tcp. streams: instead of the settings'.
     Raises ValueError where ranks have no way to meet, TimeoutError naming the ranks that did not come in
     NETBOTTLENECK_START_TIMEOUT_S, MismatchError where ranks disagree on what Settings.tag holds, Error for a port in
-    use or a missing interface, provider or library, and ImportError where the C module is not built.
+    use or a missing interface, CPU, provider or library, and ImportError where the C module is not built.
     """
     with _explained(settings):
         return _connect(settings, place, recorder, transport or native(settings), streams, environ)
@@ -83,10 +83,11 @@ def _explained(settings: Settings) -> Generator[None, None, None]:
             "PROVIDER": settings.provider,
             "IFNAME": settings.ifname,
             "LIBFABRIC": settings.library,
-            "PORTS": "-".join(map(str, settings.ports)) if any(settings.ports) and "already in use" in text else None,
+            "PORTS": "-".join(map(str, settings.ports)) if "already in use" in text or "no port" in text else None,
+            "AFFINITY": ",".join(map(str, settings.affinity)) if "communication thread" in text else None,
         }
         for name, value in given.items():
-            if value and (name == "PORTS" or value.lstrip("=^") in text):
+            if value and (name in ("PORTS", "AFFINITY") or value.lstrip("=^") in text):
                 raise type(error)(error.errno, f"NETBOTTLENECK_{name}={value}: {text}") from error
         raise
 
@@ -116,6 +117,7 @@ def _connect(
         "shm": settings.shm,
         "algorithm": settings.algorithm,
         "host": host_digest(settings),
+        "cpus": settings.affinity,
     }
     if place.size == 1:
         comm: _core.Comm = module.Comm(0, 1, secret=secrets.token_bytes(32), **options)

@@ -158,6 +158,7 @@ _OF_TRANSPORT = (
     "interface",
     "link_bps",
     "shm",
+    "cpu",
 )
 
 

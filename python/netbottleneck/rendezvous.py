@@ -1,5 +1,6 @@
 """How the ranks of a job meet under each launcher: through which channel, at which address."""
 
+import contextlib
 import hashlib
 import importlib
 import os
@@ -33,18 +34,19 @@ class Meeting:
 _stores: dict[tuple[str, int, bool], Store] = {}
 
 
-def torch_store(host: str, port: int, place: "Place", timeout_s: float, environ: Mapping[str, str]) -> Store:
+def torch_store(host: str, port: int, place: "Place", settings: Settings, environ: Mapping[str, str]) -> Store:
     """Return a store that all ranks reach by MASTER_ADDR:MASTER_PORT: the launcher's agent's, or one of our own."""
+    timeout_s = settings.start_timeout_s
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address = (host, port, agent)
     if address not in _stores:
-        name = f"MASTER_ADDR:MASTER_PORT={host}:{port}"
-        there = Store(lambda: _reach(host, port, place, timeout_s, opens=place.rank == 0 and not agent), name)
-        _stores[address] = there if agent else _own_store(there, host, place, timeout_s)
+        name, opens = f"MASTER_ADDR:MASTER_PORT={host}:{port}", place.rank == 0 and not agent
+        there = Store(lambda: _reach(host, port, place, timeout_s, opens=opens, shares=opens), name)
+        _stores[address] = there if agent else _own_store(there, host, place, settings)
     return _stores[address]
 
 
-def _reach(host: str, port: int, place: "Place", timeout_s: float, *, opens: bool) -> Any:
+def _reach(host: str, port: int, place: "Place", timeout_s: float, *, opens: bool, shares: bool = False) -> Any:
     try:
         distributed = importlib.import_module("torch.distributed")
     except ImportError as error:
@@ -52,7 +54,7 @@ def _reach(host: str, port: int, place: "Place", timeout_s: float, *, opens: boo
     limit = timedelta(seconds=timeout_s)
     try:
         return distributed.TCPStore(
-            host, port, place.size, is_master=opens, timeout=limit, wait_for_workers=False, multi_tenant=opens
+            host, port, place.size, is_master=opens, timeout=limit, wait_for_workers=False, multi_tenant=shares
         )
     except RuntimeError as error:
         side = "cannot listen at" if opens else "does not reach"
@@ -60,14 +62,27 @@ def _reach(host: str, port: int, place: "Place", timeout_s: float, *, opens: boo
         raise ConnectionError(f"rank {place.rank} {side} MASTER_ADDR:MASTER_PORT={host}:{port}: {first}") from error
 
 
-def _own_store(there: Store, host: str, place: "Place", timeout_s: float) -> Store:
+def _open_store(host: str, place: "Place", settings: Settings) -> Any:
+    """Open a store at the first port of NETBOTTLENECK_PORTS that is free, or where the system chooses.
+
+    Where none of the range is free, the job's own listeners say so.
+    """
+    low, high = settings.ports
+    for port in range(low, high + 1 if low else low):
+        with contextlib.suppress(ConnectionError):
+            return _reach(host, port, place, settings.start_timeout_s, opens=True)
+    return _reach(host, 0, place, settings.start_timeout_s, opens=True)
+
+
+def _own_store(there: Store, host: str, place: "Place", settings: Settings) -> Store:
     """Return a store at a port of its own, which rank 0 opens and names at `there`.
 
     `there` is closed on every rank when this returns: MASTER_PORT is torch.distributed's, which takes the keys that an
     earlier group left in its store for those of the present one.
     """
+    timeout_s = settings.start_timeout_s
     if place.rank == 0:
-        opened = _reach(host, 0, place, timeout_s, opens=True)
+        opened = _open_store(host, place, settings)
         there.put("netbottleneck/port", b"%d" % opened.port)
         own = Store(lambda: opened, there.name)
         gather(own, "came", place.size, timeout_s)
@@ -110,7 +125,7 @@ def choose(settings: Settings, place: "Place", environ: Mapping[str, str] = os.e
         return Meeting(Http(host, _port("HOROVOD_GLOO_RENDEZVOUS_PORT", environ)))
     host = environ.get("MASTER_ADDR")
     if host and environ.get("MASTER_PORT"):
-        return Meeting(torch_store(host, _port("MASTER_PORT", environ), place, settings.start_timeout_s, environ))
+        return Meeting(torch_store(host, _port("MASTER_PORT", environ), place, settings, environ))
     found = _by_job(settings, place, environ)
     if found is None:
         raise ValueError(f"{place.size} ranks ({place.launcher}) have nowhere to meet: {ADVICE}")

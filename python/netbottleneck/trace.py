@@ -67,7 +67,7 @@ class Probe:
 class TransportInfo:
     """A transport as one rank had it.
 
-    streams_asked: 0 for auto. link_bps: the rated speed of `interface`. shm: "on", or "off: " and why.
+    streams_asked: 0 for auto. link_bps: the rated speed of `interface`. shm: "on", or "off: " and why. cpu: pinned to.
     """
 
     name: str
@@ -80,6 +80,7 @@ class TransportInfo:
     interface: str | None = None
     link_bps: int | None = None
     shm: str | None = None
+    cpu: int | None = None
     probe: tuple[Probe, ...] = ()
 
 
@@ -270,8 +271,7 @@ def _lines(trace: Trace) -> Iterator[str]:
 def write(trace: Trace, path: Path | str) -> None:
     """Writes gzipped JSON lines; the same trace makes the same bytes."""
     with open(path, "wb") as raw, gzip.GzipFile("", "wb", 6, raw, mtime=0) as packed:
-        for line in _lines(trace):
-            packed.write(line.encode() + b"\n")
+        packed.writelines(line.encode() + b"\n" for line in _lines(trace))
 
 
 def read(path: Path | str) -> Trace:

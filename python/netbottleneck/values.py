@@ -127,6 +127,11 @@ def sharing(text: str) -> str:
     return text
 
 
+def cpus(text: str) -> tuple[int, ...]:
+    """Return the CPUs of a list such as 2,3."""
+    return tuple(CPU.parse(part) for part in text.split(","))
+
+
 BOOLEAN = Kind(boolean, "0 or 1")
 TEXT = Kind(str, "text")
 BYTES = Kind(size, "bytes, such as 65536, 256Ki, 1M or 64Mi (M is 10^6, Mi is 2^20)")
@@ -138,5 +143,7 @@ PORT_RANGE = Kind(ports, "LOW-HIGH, two ports from 1 to 65535")
 ADDRESS = Kind(address, "HOST:PORT")
 SECRET = Kind(secret, "text of 16 to 128 bytes, or at least 32 hex digits")
 LEVEL = Kind(level, f"one of {', '.join(LEVELS)}")
+CPU = whole(0, 1023)
+CPUS = Kind(cpus, "numbers of CPUs, such as 2,3")
 RANK = whole(0)
 RANKS = whole(1)

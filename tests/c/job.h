@@ -35,6 +35,9 @@ struct test_rank {
     enum nb_shm_mode shm;
     const char *host; // what ranks of one host call it; NULL: it has no name
     const struct test_odd *odd;
+    int odd_count; // 0: one, where odd is given
+    const int *cpus;
+    int cpu_count;
     struct nb_listener *listener;
     char address[NB_SOCK_TEXT];
     struct nb_job *job;
@@ -67,7 +70,9 @@ static void *test_rank_main(void *arg) {
                                     .provider = getenv("NETBOTTLENECK_PROVIDER"),
                                     .segment_bytes = me->segment_bytes,
                                     .algorithm = me->algorithm,
-                                    .shm = me->shm};
+                                    .shm = me->shm,
+                                    .cpus = me->cpus,
+                                    .cpu_count = me->cpu_count};
         memcpy(job.host, me->host != NULL ? me->host : "", me->host != NULL ? strnlen(me->host, NB_HOST_BYTES) : 0);
         me->rc = nb_job_open(&me->job, &job, &me->err);
     }
@@ -97,9 +102,11 @@ static inline void test_run(const struct test_rank *like, struct test_rank *rank
     for (int r = 0; r < like->size; r++) {
         ranks[r] = *like;
         ranks[r].rank = r;
-        if (like->odd != NULL && like->odd->rank == r) {
-            ranks[r].shm = like->odd->shm;
-            ranks[r].host = like->odd->host;
+        for (int i = 0; like->odd != NULL && i < (like->odd_count > 0 ? like->odd_count : 1); i++) {
+            if (like->odd[i].rank == r) {
+                ranks[r].shm = like->odd[i].shm;
+                ranks[r].host = like->odd[i].host;
+            }
         }
         ranks[r].listener = r == 0 ? &listener : NULL;
         nb_sock_format(&listener.addr, ranks[r].address);

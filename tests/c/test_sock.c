@@ -244,6 +244,18 @@ static void test_interfaces(void) {
         CHECK(!others || !nb_sock_is_loopback(&addrs[i]), "%s is loopback", names[i]);
         CHECK(i == 0 || addrs[i - 1].any.sa_family == AF_INET || addrs[i].any.sa_family == AF_INET6, "IPv4 first");
     }
+    if (others) { // in the order of the list, whatever the system's is
+        char other[IF_NAMESIZE];
+        char list[2 * IF_NAMESIZE + 4];
+        memcpy(other, names[0], IF_NAMESIZE);
+        for (int first = 0; first < 2; first++) {
+            snprintf(list, sizeof list, "=%s,%s", first == 0 ? "lo" : other, first == 0 ? other : "lo");
+            CHECK(nb_sock_interfaces(list, addrs, names, MAX, NULL) == 2, "%s", list);
+            CHECK(strcmp(names[first], "lo") == 0 && strcmp(names[1 - first], other) == 0, "%s: %s first", list,
+                  names[0]);
+            CHECK(nb_sock_is_loopback(&addrs[first]) && !nb_sock_is_loopback(&addrs[1 - first]), "%s: addresses", list);
+        }
+    }
     int rest = nb_sock_interfaces("^lo", addrs, names, MAX, NULL);
     CHECK(rest == (others ? all : -ENODEV), "all but lo: %d of %d", rest, all);
     CHECK(nb_sock_interfaces("^nothing", addrs, names, MAX, NULL) == all, "all but nothing");

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ import pytest
 
 import netbottleneck
 from netbottleneck import bench
-from netbottleneck.bench import pair, wire
+from netbottleneck.bench import hvd, pair, wire
 from netbottleneck.bench.conductor import Workers
 from netbottleneck.bench.data import DTYPES, PERIOD, REDUCTIONS, Data
 from netbottleneck.bench.request import Request, parse_lanes, parse_sizes
@@ -457,8 +458,31 @@ def test_mpi_reduces_the_same_memory_and_every_element_is_right(dtype: str) -> N
     assert found.notes == []
     assert [row["transport"] for row in found.rows] == ["mpi-shm", "mpi-tcp"]
     assert all("MPI" in row["provider"] for row in found.rows)
+    assert all(row["cpu_s_per_gb"] > 0 for row in found.rows)
     assert found.wrong == 0
     assert min(found.row("mpi-tcp")["rounds"]["sent_bytes"]) >= found.row("mpi-tcp")["owed_bytes"] == 4 * 300_000
+
+
+@pytest.mark.parametrize("name", ["mpich-shm", "mpich-ofi"])
+def test_the_wheels_mpich_reduces_the_same_memory(name: str) -> None:
+    if not Path(sys.prefix, "bin", "mpivars").exists():
+        pytest.skip("mpich is not installed")
+    found = peers(2, None, ("tcp", name))
+    assert found.notes == []
+    assert found.row(name)["provider"].startswith("MPICH ")
+    assert found.wrong == 0
+    if name == "mpich-ofi":
+        assert min(found.row(name)["rounds"]["sent_bytes"]) >= found.row(name)["owed_bytes"] == 2 * 300_000
+
+
+def test_horovod_reduces_the_same_memory() -> None:
+    if importlib.util.find_spec("horovod") is None and not hvd.BUILT.is_dir():
+        pytest.skip("horovod is not installed")
+    found = peers(3, None, ("tcp", "horovod"))
+    assert found.notes == []
+    assert found.row("horovod")["provider"].startswith("Horovod ")
+    assert found.wrong == 0
+    assert min(found.row("horovod")["rounds"]["sent_bytes"]) >= found.row("horovod")["owed_bytes"] == 4 * 300_000
 
 
 def mpi_peers_of(pids: list[int]) -> list[int]:
@@ -523,11 +547,12 @@ def test_an_mpi_that_does_not_start_is_left_out_with_its_own_words(
 
 def test_peers_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = peers(2, None, ("tcp", "mpi-tcp", "iperf3-4", "horovod"))
+    names = ("tcp", "mpi-tcp", "iperf3-4", "horovod") if not hvd.BUILT.is_dir() else ("tcp", "mpi-tcp", "iperf3-4")
+    found = peers(2, None, names)
     said = dict(note.split(" left out: ") for note in found.notes)
     assert said["mpi-tcp"].startswith("mpicc and mpirun not installed")
     assert said["iperf3-4"] == "iperf3 is not installed"
-    assert said["horovod"].startswith("horovod is")
+    assert said.get("horovod") in (None, "horovod is not installed")
     assert [row["transport"] for row in found.rows] == ["tcp"]
 
 
@@ -535,7 +560,7 @@ def test_memorys_limits_reduce_nothing_and_count_nothing_wrong() -> None:
     found = peers(2, None, ("memcpy", "add", "pair", "tcp-heap"))
     assert [row["transport"] for row in found.rows] == ["memcpy", "add", "pair", "tcp-heap"]
     assert found.wrong == 0
-    assert all(min(row["rounds"]["time_s"]) > 0 for row in found.rows)
+    assert all(min(row["rounds"]["time_s"]) > 0 and row["cpu_s_per_gb"] > 0 for row in found.rows)
 
 
 def test_iperf3_measures_the_link_of_the_lab() -> None:
@@ -547,7 +572,13 @@ def test_iperf3_measures_the_link_of_the_lab() -> None:
     if "namespaces" not in found.head["lab"]["how"]:
         pytest.skip(f"no network namespaces on this machine: {found.head['lab']['why']}")
     rate = 8 * found.row("iperf3-4")["busbw_bytes_per_s"]
+    assert found.row("iperf3-4")["cpu_s_per_gb"] > 0
     assert 100e6 < rate < 400e6  # four flows carry more than one may, and less than the link with its headers
+
+
+def test_iperf3s_processors_are_those_of_both_ends() -> None:
+    used = {"host_total": 60.0, "host_user": 1.0, "remote_total": 15.0}
+    assert wire.processors(json.dumps({"end": {"cpu_utilization_percent": used}})) == 0.75
 
 
 def test_what_iperf3_received_is_the_mean_of_both_ways() -> None:

@@ -76,6 +76,16 @@ def test_horovods_interface_is_an_exact_name() -> None:
     assert settings(environ={"HOROVOD_GLOO_IFACE": "eth1"}).ifname == "=eth1"
 
 
+def test_cpus_are_a_list_and_horovods_count_where_ours_are_unset() -> None:
+    assert settings(environ={}).affinity == ()
+    assert settings(environ={"NETBOTTLENECK_AFFINITY": "3, 1"}).affinity == (3, 1)
+    both = {"NETBOTTLENECK_AFFINITY": "5", "HOROVOD_THREAD_AFFINITY": "2,4"}
+    assert settings(environ=both).affinity == (5,)
+    del both["NETBOTTLENECK_AFFINITY"]
+    assert settings(environ=both).affinity == (2, 4)
+    assert settings(environ=both).sources["affinity"] == "HOROVOD_THREAD_AFFINITY"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
@@ -89,6 +99,11 @@ def test_horovods_interface_is_an_exact_name() -> None:
         ("NETBOTTLENECK_PORTS", "9000", "LOW-HIGH"),
         ("NETBOTTLENECK_PORTS", "9001-9000", "LOW-HIGH"),
         ("NETBOTTLENECK_PORTS", "1-70000", "65535"),
+        ("NETBOTTLENECK_AFFINITY", "0-3", "numbers of CPUs"),
+        ("NETBOTTLENECK_AFFINITY", "0,,1", "numbers of CPUs"),
+        ("NETBOTTLENECK_AFFINITY", "-1", "numbers of CPUs"),
+        ("NETBOTTLENECK_AFFINITY", "1024", "numbers of CPUs"),
+        ("HOROVOD_THREAD_AFFINITY", "all", "numbers of CPUs"),
         ("NETBOTTLENECK_SEGMENT_BYTES", "1.5", "bytes"),
         ("NETBOTTLENECK_SEGMENT_BYTES", "-1", "bytes"),
         ("NETBOTTLENECK_TIMEOUT_S", "0", "seconds"),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import RankJob, RankResult, Ranks
 
-from netbottleneck import recorder
+from netbottleneck import _core, recorder
 
 SCRIPT = Path(__file__).parent / "scripts" / "e2e_faults.py"
 QUICK = {"NETBOTTLENECK_TIMEOUT_S": "20", "NETBOTTLENECK_START_TIMEOUT_S": "10"}
@@ -129,6 +129,43 @@ def test_a_stopped_rank_is_named_and_ends_by_itself_when_it_goes_on(ranks: Ranks
     assert peer == 1, words  # it accuses nobody: rank 0 has told it who was silent
 
 
+@pytest.mark.parametrize("network", ["tcp", "ofi", "shm"])
+def test_a_rank_that_is_stopped_for_a_while_costs_that_time_and_no_lane(ranks: Ranks, network: str) -> None:
+    env = {**QUICK, "NETBOTTLENECK_TIMEOUT_S": "6", "NETBOTTLENECK_STREAMS": "3", "NETBOTTLENECK_LOG_LEVEL": "info"}
+    shared = {"NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_SHM": "1"}
+    env |= shared if network == "shm" else {"NETBOTTLENECK_TRANSPORT": network}
+    port, secret = free_port(), secrets.token_hex(16)
+    job = ranks.start(3, SCRIPT, ["sums"], lambda rank: {**direct(rank, 3, port, secret), **env})
+    for rank in range(3):
+        job.wait_for_line(rank, "reducing")
+    job.kill(1, signal.SIGSTOP)
+    time.sleep(2.5)  # what is tested: longer than a lane may be silent, shorter than a peer may
+    job.kill(1, signal.SIGCONT)
+    for result in job.wait():
+        assert result.stdout.splitlines()[-1] == "right"
+        assert "lost" not in result.stderr
+
+
+@pytest.mark.parametrize(("transport", "victim"), [("tcp", 2), ("ofi", 0)])
+def test_of_three_a_stopped_rank_is_named_by_all_others(ranks: Ranks, transport: str, victim: int) -> None:
+    env = {"NETBOTTLENECK_TRANSPORT": transport, "NETBOTTLENECK_TIMEOUT_S": "2"}
+    port, secret = free_port(), secrets.token_hex(16)
+    job = ranks.start(3, SCRIPT, ["reduce"], lambda rank: {**direct(rank, 3, port, secret), **env})
+    for rank in range(3):
+        job.wait_for_line(rank, "reducing")
+    job.kill(victim, signal.SIGSTOP)
+    codes = [ended(job, rank) for rank in range(3) if rank != victim]
+    job.kill(victim, signal.SIGCONT)
+    results = job.wait(check=False)
+    assert codes == [0, 0], job.describe()
+    for result in results:
+        error, peer, _, _, words = failure(result)
+        assert result.code == 0
+        if result.rank != victim:
+            assert (error, peer) in [("DeadlineError", victim), ("PeerError", victim)], words
+            assert f"rank {victim}" in words
+
+
 def stock_job(ranks: Ranks, size: int, tmp_path: Path, timeout_s: float) -> RankJob:
     env = {
         **QUICK,
@@ -231,6 +268,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def free_ports(count: int) -> int:
+    """Return the first of so many ports in a row that were free a moment ago."""
+    for low in range(21000, 32000, count):
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            for port in range(low, low + count):
+                held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return low
+    raise AssertionError("no ports in a row are free")
+
+
 def direct(rank: int, size: int, port: int, secret: str) -> dict[str, str]:
     """The environment of a job that meets at an address and knows a secret."""
     return {
@@ -278,6 +325,8 @@ def test_ranks_that_disagree_are_told_so(ranks: Ranks, name: str, values: tuple[
         ("NETBOTTLENECK_STREAMS", "65", {}, ["NETBOTTLENECK_STREAMS=65", "1 to 64"]),
         ("NETBOTTLENECK_STREAMS", "abc", {}, ["NETBOTTLENECK_STREAMS=abc", "1 to 64"]),
         ("NETBOTTLENECK_PROVIDER", "nosuch", {"NETBOTTLENECK_TRANSPORT": "ofi"}, ["NETBOTTLENECK_PROVIDER", "nosuch"]),
+        ("NETBOTTLENECK_AFFINITY", "0", {}, ["NETBOTTLENECK_AFFINITY=0", "rank 1 is number 2 of its host, and 1 CPU"]),
+        ("NETBOTTLENECK_AFFINITY", "one", {}, ["NETBOTTLENECK_AFFINITY=one", "numbers of CPUs"]),
         ("NETBOTTLENECK_IFNAME", "nosuch0", {}, ["NETBOTTLENECK_IFNAME", "nosuch0"]),
         ("NETBOTTLENECK_IFNAME", "nosuch0", {"NETBOTTLENECK_TRANSPORT": "ofi"}, ["NETBOTTLENECK_IFNAME", "nosuch0"]),
         (
@@ -297,6 +346,72 @@ def test_a_setting_that_cannot_work_is_one_clear_error(
         for word in words:
             assert word in said, result.stderr
         assert "no error" not in result.stdout
+
+
+def test_a_cpu_that_is_not_there_is_named_and_the_others_are_told(ranks: Ranks) -> None:
+    there = {**QUICK, "NETBOTTLENECK_AFFINITY": "0,0"}
+    absent = {**QUICK, "NETBOTTLENECK_AFFINITY": "0,1023"}
+    first, second = ranks(2, SCRIPT, lambda rank: absent if rank else there, args=["nothing"], check=False)
+    assert "NETBOTTLENECK_AFFINITY=0,1023: there is no CPU 1023" in last_line(second)
+    assert "rank 1 could not open its lanes" in last_line(first)
+
+
+def test_a_communication_thread_runs_on_the_cpu_it_was_given_and_the_record_says_so(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    script = """
+from pathlib import Path
+import numpy as np
+import netbottleneck as nb
+from netbottleneck import job
+info = job.start().comm.info()
+held = []
+for status in Path("/proc/self/task").glob("*/status"):
+    held += [line.split()[1] for line in status.read_text().splitlines() if line.startswith("Cpus_allowed_list")]
+assert held.count(str(info["cpu"])) == 1, (info["cpu"], held)
+print("cpu", info["cpu"], float(nb.allreduce(np.ones(3))[0]))
+"""
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        pytest.skip("this machine has one CPU")
+    given = f"{cpus[-1]},{cpus[0]}"
+    results = ranks(2, script, {**QUICK, "NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_AFFINITY": given})
+    assert [result.stdout.split() for result in results] == [["cpu", cpu, "1.0"] for cpu in given.split(",")]
+
+
+def test_ranks_that_find_another_number_of_interfaces_are_told_so(ranks: Ranks) -> None:
+    names = [name for name, _ in _core.interfaces("^nothing")]
+    if len(names) < 2 and names != ["lo"]:
+        names = ["lo", *names]
+    if len(names) < 2:
+        pytest.skip("this machine has one interface")
+    env = [{**QUICK, "NETBOTTLENECK_IFNAME": f"=lo,{names[-1]}"}, {**QUICK, "NETBOTTLENECK_IFNAME": "=lo"}]
+    results = ranks(3, SCRIPT, lambda rank: env[rank // 2], args=["nothing"], check=False)
+    for result in results:
+        said = last_line(result)
+        assert "MismatchError" in said
+        assert f"rank 0 spreads its lanes over 2 interfaces (lo,{names[-1]}), rank 2 over 1 (lo)" in said
+        assert "NETBOTTLENECK_IFNAME" in said
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ofi"])
+def test_every_listener_takes_a_port_of_the_range(ranks: Ranks, transport: str) -> None:
+    low = free_ports(16)
+    env = {**QUICK, "NETBOTTLENECK_TRANSPORT": transport, "NETBOTTLENECK_STREAMS": "3"}
+    script = """
+import psutil
+import numpy as np
+import netbottleneck as nb
+nb.init()
+here = psutil.Process().net_connections("all")
+print("doors", *sorted({c.laddr.port for c in here if c.laddr and getattr(c.laddr, "port", 0) and not c.raddr}))
+assert (nb.allreduce(np.arange(1 << 20), nb.ops.Sum) == 2 * np.arange(1 << 20)).all()
+nb.shutdown()
+"""
+    results = ranks(2, script, {**env, "NETBOTTLENECK_PORTS": f"{low}-{low + 15}"})
+    doors = [[int(word) for word in result.stdout.split()[1:]] for result in results]
+    assert all(low <= port <= low + 15 for each in doors for port in each), (low, doors)
+    assert all(len(each) >= (3 if transport == "ofi" else 1) for each in doors), doors
 
 
 def test_a_port_in_use_is_named(ranks: Ranks) -> None:

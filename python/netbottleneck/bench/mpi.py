@@ -1,7 +1,8 @@
 """MPI_Allreduce as a path: a small C program beside each rank, which works on that rank's own memory.
 
-Open MPI on one host, or on the hosts of a lab, each a network namespace of this machine. Rank 0 starts mpirun; every
-rank tells its own program by a pipe when to go, and learns by another how long it took.
+Open MPI on one host, or on the hosts of a lab, each a network namespace of this machine; MPICH of PyPI's wheel, on one
+host. Rank 0 starts mpirun; every rank tells its own program by a pipe when to go, and learns by another how long that
+took.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import contextlib
 import functools
 import hashlib
 import os
+import re
 import select
 import shutil
 import stat
 import struct
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -22,6 +25,7 @@ from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
 from netbottleneck.bench.paths import Path
+from netbottleneck.bench.request import MPICH
 from netbottleneck.errors import Error
 
 if TYPE_CHECKING:
@@ -32,8 +36,15 @@ SOURCE = CHECKOUT / "benchmarks" / "mpi_peer.c"
 START_S = 30.0
 END_S = 5.0
 _ADDRESS_BYTES = 64
+_ANSWER = struct.Struct("<qq")
 _DTYPES = ("float32", "float64", "int32", "int64")  # Open MPI's sums of 8 bits saturate on some processors
 _LINKS = {"mpi-tcp": 1, "mpi-tcp4": 4}
+_ON_INTERFACE = ("FI_TCP_IFACE", "FI_NET_IFACE")
+_MPICH = {
+    "mpich-shm": {},
+    "mpich-ofi": {"MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"},
+}
+WHEEL = FilePath(sys.prefix, "bin")
 # What enters the host of a lab before it becomes Open MPI's daemon there: HOST COMMAND…
 _AGENT = """#!/bin/sh
 host=$1
@@ -50,26 +61,40 @@ def absent(name: str, ground: Ground) -> str:
     """Return why MPI cannot be tried in this process; "" where it can."""
     if not SOURCE.exists():
         return "its program is in a checkout of the source only"
-    missing = [tool for tool in ("mpicc", "mpirun") if shutil.which(tool) is None]
+    missing = [tool for tool in ("mpicc", "mpirun") if _tool(name, tool) is None]
+    if missing and name in MPICH:
+        return "the wheel mpich is not installed (pip install mpich)"
     if missing:
         return f"{' and '.join(missing)} not installed (Debian: openmpi-bin libopenmpi-dev)"
     if ground.what[0] not in _DTYPES:
         return f"MPI has no {ground.what[0]} with the sums that are checked here"
     if ground.memory.fd < 0:
         return "this kernel gives no memory that another process could open (memfd)"
+    if name in MPICH and ground.interface != "lo":
+        return "it is started on one host here"
     if name == "mpi-shm" and ground.interface != "lo":
         return "shared memory joins the ranks of one host"
     return ""
 
 
+def _tool(name: str, tool: str) -> str | None:
+    """Return the path of a family's mpicc or mpirun: MPICH's lie beside this Python."""
+    return shutil.which(tool, path=str(WHEEL) if name in MPICH else _path())
+
+
+def _path() -> str:
+    """Return PATH without what lies beside this Python."""
+    return os.pathsep.join(part for part in os.environ.get("PATH", "").split(os.pathsep) if FilePath(part) != WHEEL)
+
+
 class Mpi(Path):
-    """Open MPI by shared memory, by TCP with one or four links, or by libfabric."""
+    """Open MPI by shared memory, by TCP with one or four links, or by libfabric; MPICH by the first or the last."""
 
     def __init__(self, name: str, ground: Ground) -> None:
         self.name = name
         self.streams = _LINKS.get(name, 1)
         self._count = 0
-        self._took = 0
+        self._took = (0, 0)
         self._run: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="netbottleneck-mpi-")
         orders, answers = os.pipe(), os.pipe()
@@ -107,32 +132,43 @@ class Mpi(Path):
 
     def _launch(self, ground: Ground, ranks: list[list[str]]) -> None:
         folder = FilePath(self._folder.name)
-        command = ["mpirun", "--bind-to", "none", "--oversubscribe", "-np", str(len(ranks))]
+        # Open MPI by its name: called by its path, it starts programs on other hosts in another way.
+        command = [(_tool(self.name, "mpirun") if self.name in MPICH else None) or "mpirun", "-np", str(len(ranks))]
         command += _choice(self.name, ground.interface)
         hosts = dict.fromkeys(host for _, host in ranks)
         if len(hosts) > 1:
             pids = {host: own.partition(":")[0] for own, host in reversed(ranks)}
             command += _across(folder, ground.interface, pids, len(ranks) // len(hosts))
-        command += [str(program(folder)), *ground.what, str(ground.memory.nbytes), *(own for own, _ in ranks)]
+        command += [
+            str(program(folder, self.name)),
+            *ground.what,
+            str(ground.memory.nbytes),
+            *(own for own, _ in ranks),
+        ]
         environ = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        environ |= {"FI_TCP_IFACE": ground.interface, "FI_NET_IFACE": ground.interface, "TMPDIR": str(folder)}
+        environ |= {"TMPDIR": str(folder), "PATH": _path()}
+        environ |= _MPICH[self.name] if self.name in MPICH else dict.fromkeys(_ON_INTERFACE, ground.interface)
         with (folder / "said").open("wb") as said:
             self._run = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, env=environ
             )
 
-    def _await(self, seconds: float) -> int:
-        """Return the next answer of this rank's program. Raises Error where mpirun has ended, or none comes."""
+    def _await(self, seconds: float) -> tuple[int, int]:
+        """Return the next answer of this rank's program: ns that passed, ns of processors.
+
+        Raises Error where mpirun has ended, or none comes.
+        """
         until = time.monotonic() + seconds
         while not select.select([self._answers], [], [], 0.2)[0]:
             if self._run is not None and self._run.poll() is not None:
                 raise Error(0, self._words() or f"mpirun ended with {self._run.returncode}")
             if time.monotonic() > until:
                 raise Error(0, f"{self.name} did not answer within {seconds:.0f} s. {self._words()}".strip())
-        found = os.read(self._answers, 8)
-        if len(found) < 8:
+        found = os.read(self._answers, _ANSWER.size)
+        if len(found) < _ANSWER.size:
             raise Error(0, f"{self.name} has ended. {self._words()}".strip())
-        return int(struct.unpack("<q", found)[0])
+        took_ns, cpu_ns = _ANSWER.unpack(found)
+        return took_ns, cpu_ns
 
     def _words(self) -> str:
         """Return what mpirun said first: what comes after repeats it in other words."""
@@ -151,10 +187,13 @@ class Mpi(Path):
         self._took = self._await(600.0)
 
     def taken_ns(self) -> int | None:
-        return self._took
+        return self._took[0]
+
+    def cpu_ns(self) -> int | None:
+        return self._took[1]
 
     def info(self) -> dict[str, Any]:
-        return {"provider": _version(), "streams_used": self.streams, "cpu_s_per_gb": None}
+        return {"provider": _version(_tool(self.name, "mpirun") or "mpirun"), "streams_used": self.streams}
 
     def close(self) -> None:
         for descriptor in (self._orders, self._answers):
@@ -173,18 +212,19 @@ class Mpi(Path):
         self._folder.cleanup()
 
 
-def program(folder: FilePath) -> FilePath:
-    """Return the program, compiled; kept beside the checkout's other builds where that can be written.
+def program(folder: FilePath, name: str) -> FilePath:
+    """Return the program, compiled by the mpicc of a path's family; kept beside the checkout's other builds.
 
-    Raises Error with the compiler's words.
+    Raises Error with the compiler's words. Where nothing can be kept, it lies in `folder`.
     """
-    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    compiler = _tool(name, "mpicc") or "mpicc"
+    digest = hashlib.sha256(SOURCE.read_bytes() + compiler.encode()).hexdigest()[:16]
     kept = CHECKOUT / "build" / "peers" / f"mpi_peer-{digest}"
     if kept.exists():
         return kept
     made = folder / "mpi_peer"
     done = subprocess.run(
-        ["mpicc", "-std=gnu11", "-O2", "-o", str(made), str(SOURCE)], capture_output=True, text=True, check=False
+        [compiler, "-std=gnu11", "-O2", "-o", str(made), str(SOURCE)], capture_output=True, text=True, check=False
     )
     if done.returncode != 0:
         raise Error(0, f"mpicc: {' '.join(done.stderr.split())[:200]}")
@@ -199,12 +239,15 @@ def program(folder: FilePath) -> FilePath:
 
 def _choice(name: str, interface: str) -> list[str]:
     """Return the words that make Open MPI use one network and no other."""
+    if name in MPICH:
+        return []
+    words = ["--bind-to", "none", "--oversubscribe"]
     if name == "mpi-shm":
-        return ["--mca", "pml", "ob1", "--mca", "btl", "vader,self"]
+        return [*words, "--mca", "pml", "ob1", "--mca", "btl", "vader,self"]
     if name == "mpi-ofi":
         providers = "tcp,tcp;ofi_rxm,net,sockets"
-        return ["--mca", "pml", "cm", "--mca", "mtl", "ofi", "--mca", "mtl_ofi_provider_include", providers]
-    words = ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", interface]
+        return [*words, "--mca", "pml", "cm", "--mca", "mtl", "ofi", "--mca", "mtl_ofi_provider_include", providers]
+    words += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", interface]
     return [*words, "--mca", "btl_tcp_links", str(_LINKS[name])]
 
 
@@ -227,6 +270,9 @@ def _address(interface: str) -> str:
 
 
 @functools.cache
-def _version() -> str:
-    said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False).stdout
+def _version(mpirun: str) -> str:
+    said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
+    if FilePath(mpirun).parent == WHEEL:
+        found = re.search(r"Version:\s*(\S+)", said)
+        return f"MPICH {found[1] if found else ''}".strip()
     return said.partition("\n")[0].replace("mpirun (", "").replace(")", "") or "MPI"

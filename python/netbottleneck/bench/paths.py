@@ -41,6 +41,10 @@ class Path:
         """Return what `go` took by a clock of the path's own; None: by the caller's."""
         return None
 
+    def cpu_ns(self) -> int | None:
+        """Return processor time of `go` in processes of the path's own; None: in this one."""
+        return None
+
     def payload(self) -> int | None:
         """Return payload bytes this rank has sent so far; None where the path does not tell."""
         return None

@@ -5,7 +5,6 @@ A peer that is not installed is named as missing; so is one that is there and do
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from netbottleneck import launch
 from netbottleneck.bench import paths
-from netbottleneck.bench.request import HEAP, IPERF, MEMORY, MPI
+from netbottleneck.bench.request import HEAP, IPERF, MEMORY, MPI, MPICH
 from netbottleneck.env import Settings
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def open_peer(name: str, ground: Ground, agree: Agree) -> paths.Path | str:
 
 def absent(name: str, ground: Ground) -> str:
     """Return why a peer cannot be used in this process; "" where it may be tried."""
-    if name in MPI:
+    if name in (*MPI, *MPICH):
         from netbottleneck.bench import mpi
 
         return mpi.absent(name, ground)
@@ -69,13 +68,13 @@ def absent(name: str, ground: Ground) -> str:
         return paths.missing(name.removesuffix("-heap"), ground.settings)
     if name in MEMORY:
         return "" if ground.what == ("float32", "sum") else "memory's limits are measured with sums of float32"
-    if importlib.util.find_spec("horovod") is None:
-        return f"{name} is not installed"
-    return f"{name} is installed, and this benchmark does not start it"
+    from netbottleneck.bench import hvd
+
+    return hvd.absent(ground)
 
 
 def _open(name: str, ground: Ground) -> paths.Path:
-    if name in MPI:
+    if name in (*MPI, *MPICH):
         from netbottleneck.bench import mpi
 
         return mpi.Mpi(name, ground)
@@ -83,6 +82,10 @@ def _open(name: str, ground: Ground) -> paths.Path:
         from netbottleneck.bench import wire
 
         return wire.Iperf(int(name.partition("-")[2]), ground)
+    if name == "horovod":
+        from netbottleneck.bench import hvd
+
+        return hvd.Horovod(ground)
     from netbottleneck.bench import memory
 
     if name in HEAP:

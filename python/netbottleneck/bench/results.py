@@ -25,6 +25,7 @@ _COLUMNS = (
     ("busbw", "(GB/s)", 8),
     ("busbw", "(Gbit/s)", 9),
     ("wire", "(Gbit/s)", 9),
+    ("cpu", "(s/GB)", 8),
     ("#wrong", "", 7),
 )
 
@@ -92,7 +93,7 @@ def heading() -> str:
 
 def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     """Return a row's cells as text."""
-    wire = row["wire_bits_per_s"]
+    wire, cpu = row["wire_bits_per_s"], row["cpu_s_per_gb"]
     lanes = str(row["streams"])
     if lanes == "auto" and row.get("streams_used"):
         lanes = f"auto ({row['streams_used']})"
@@ -108,6 +109,7 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         f"{row['busbw_bytes_per_s'] / 1e9:.3f}",
         f"{8 * row['busbw_bytes_per_s'] / 1e9:.2f}",
         "-" if wire is None else f"{wire / 1e9:.2f}",
+        "-" if cpu is None else f"{cpu:.2f}",
         str(row["wrong"]),
     )
 

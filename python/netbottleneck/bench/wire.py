@@ -38,6 +38,7 @@ class Iperf(Path):
         self.name = f"iperf3-{flows}"
         self.streams = flows
         self.rate_bps = 0.0
+        self.busy = 0.0
         self._rank = ground.place.rank
         self._tool = shutil.which("iperf3") or "iperf3"
         self._itemsize = launch.core().dtype_size(getattr(launch.core(), ground.what[0].upper()))
@@ -88,13 +89,17 @@ class Iperf(Path):
         client = _start(words)
         with _deadline(client):
             said, _ = client.communicate()
-        self.rate_bps = mean_received(said)
+        self.rate_bps, self.busy = mean_received(said), processors(said)
 
     def taken_ns(self) -> int | None:
         return round(8e9 * self._bytes / self.rate_bps) if self.rate_bps else 0
 
+    def cpu_ns(self) -> int | None:
+        """Of client and server together, which rank 0 tells: the other rank has no rate."""
+        return round((self.taken_ns() or 0) * self.busy)
+
     def info(self) -> dict[str, Any]:
-        return {"provider": "iperf3", "streams_used": self.streams, "cpu_s_per_gb": None, "wire_bits_per_s": None}
+        return {"provider": "iperf3", "streams_used": self.streams, "wire_bits_per_s": None}
 
     def close(self) -> None:
         if self._server is not None:
@@ -113,6 +118,12 @@ def mean_received(text: str) -> float:
         raise Error(0, f"iperf3: {said['error']}")
     ways = [said["end"][key]["bits_per_second"] for key in ("sum_received", "sum_received_bidir_reverse")]
     return float(sum(ways)) / len(ways)
+
+
+def processors(text: str) -> float:
+    """Return how many processors both ends kept busy, of iperf3's JSON."""
+    used = json.loads(text)["end"]["cpu_utilization_percent"]
+    return float(used["host_total"] + used["remote_total"]) / 100
 
 
 def _start(words: list[str]) -> subprocess.Popen[str]:

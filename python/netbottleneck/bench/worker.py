@@ -157,10 +157,10 @@ class Rank:
         busy = busy_ns() - busy
         sent = sent_bytes(names) - sent if (self.place.local_rank or 0) == 0 else 0
         moved = -1 if payload is None else (path.payload() or 0) - payload
-        own = path.taken_ns()
+        own, theirs = path.taken_ns(), path.cpu_ns()
         path.finish()
         wrong = data.wrong(buffer) if path.reduces else 0
-        return taken if own is None else own, cpu, sent, moved, wrong, busy
+        return taken if own is None else own, cpu if theirs is None else theirs, sent, moved, wrong, busy
 
     def _interfaces(self) -> list[str]:
         spec = (self.settings.ifname or "").lstrip("=")

@@ -117,6 +117,7 @@ def _ranks(trace: Trace) -> list[dict[str, Any]]:
                     "interface": info.interface,
                     "link_bits_per_s": info.link_bps,
                     "shm": info.shm,
+                    "cpu": info.cpu,
                 }
                 for info in rank.transports
             ],

@@ -42,6 +42,29 @@ def reduce() -> None:
     tell_of(lambda: nb.allreduce_(big, name="big"))
 
 
+def sums() -> None:
+    """Sums that are verified, for about four seconds after all have begun, in memory of the core's and elsewhere."""
+    this = job.current()
+    core = job.core()
+    arena = core.Arena(4 << 20)
+    this.comm.map(arena)
+    lines = [np.frombuffer(arena, np.float32), np.empty(1 << 20, np.float32)]
+    until = time.monotonic() + 4
+    more = np.ones(1)
+    number = 0
+    while more[0] > 0:  # on which all agree
+        for line in lines:
+            line[:] = np.arange(line.size) % 1000 + number % 7
+            this.comm.submit("line", core.ALLREDUCE, line, core.FLOAT32).wait()
+            assert (line == (np.arange(line.size) % 1000 + number % 7) * this.place.size).all(), number
+        more[0] = time.monotonic() < until
+        this.comm.submit("more", core.ALLREDUCE, more, core.FLOAT64, op=core.MAX).wait()
+        number += 1
+        if number == 2:
+            print("reducing", flush=True)
+    print("right", flush=True)
+
+
 def repeat_steps(model: Any, optimizer: Any, given: Any) -> None:
     """Train for ever."""
     count = 0
@@ -167,6 +190,7 @@ def main() -> None:
         job.start()
     {
         "reduce": reduce,
+        "sums": sums,
         "train": train,
         "optimize": optimize,
         "busy": busy,

@@ -1,0 +1,208 @@
+// Connections that end or are reset at any moment of a job: a lane costs its bandwidth and is told of, the last one or the
+// control connection ends the job with an error that names the peer, on every rank.
+#include <errno.h>
+#include <stdint.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "engine/internal.h"
+#include "job.h"
+#include "stage.h"
+#include "transport/lanes_internal.h"
+#include "transport/tcp_internal.h"
+
+static int lane_descriptor(struct test_rank *me, int lane, int peer) {
+    const struct tcp_lane *tcp = NB_CONTAINER(me->job->lanes->lane[lane], struct tcp_lane, base);
+    return dup(tcp->conns[peer].watch.fd);
+}
+
+// Where a libfabric lane of a rank listens: its address as it was exchanged holds the name of the endpoint.
+static uint16_t ofi_port(struct test_rank *me, int lane, int rank) {
+    enum { NAME_AT = 88 };
+    size_t bytes = nb_lanes_address_bytes(me->job->lanes);
+    const struct nb_lane_address *address = (const void *)(me->job->addresses + (size_t)rank * bytes);
+    struct nb_sockaddr name = {0};
+    memcpy(&name.in6, address[lane].addr + NAME_AT, sizeof name.in6);
+    return nb_sock_port(&name);
+}
+
+// Ends a connection in good order, or resets it: bytes under way are lost then.
+static bool cut(int fd, bool reset) {
+    static const struct sockaddr nowhere = {.sa_family = AF_UNSPEC};
+    return reset ? connect(fd, &nowhere, sizeof nowhere) == 0 : shutdown(fd, SHUT_RDWR) == 0;
+}
+
+// Ends every connection of this process to or from one of two ports; how many there were.
+static int cut_ports(uint16_t one, uint16_t other, bool reset) {
+    int done = 0;
+    for (int fd = 3; fd < 1024; fd++) {
+        struct nb_sockaddr here = {.len = sizeof here.in6};
+        struct nb_sockaddr there = {.len = sizeof there.in6};
+        if (getsockname(fd, &here.any, &here.len) != 0 || getpeername(fd, &there.any, &there.len) != 0) {
+            continue;
+        }
+        uint16_t a = nb_sock_port(&here);
+        uint16_t b = nb_sock_port(&there);
+        if (a == one || a == other || b == one || b == other) {
+            done += cut(fd, reset);
+        }
+    }
+    return done;
+}
+
+// Ends a lane between ranks 0 and 1, behind the back of both. `fd`: a TCP lane's.
+static void cut_lane(struct test_rank *me, int lane, int fd, bool reset) {
+    if (fd >= 0) {
+        CHECK(cut(fd, reset), "cut: %m");
+        close(fd);
+    } else {
+        CHECK(cut_ports(ofi_port(me, lane, 0), ofi_port(me, lane, 1), reset) > 0, "lane %d has no connection", lane);
+    }
+}
+
+// The only lane between two ranks ends while both live.
+static void only_lane_ends(struct test_rank *me) {
+    struct stage *stage = me->arg;
+    float *data = calloc(LARGE, sizeof *data);
+    struct nb_error err = {0};
+    struct nb_segment all = {.base = data, .bytes = LARGE * sizeof *data};
+    int fd = me->rank == 0 ? lane_descriptor(me, 0, 1) : -1;
+    test_barrier(me, "before");
+    if (me->rank == 0) {
+        cut_lane(me, 0, fd, stage->round == 1);
+    }
+    int rc = test_try(me, test_op("sum", NB_OP_ALLREDUCE, &all), &err);
+    CHECK(rc == NB_EPEER && (err.peer == 0 || err.peer == 1), "rank %d: %d, peer %d, %s", me->rank, rc, err.peer,
+          err.text);
+    free(data);
+}
+
+// The control connection of rank 1 ends in the middle of a sum: all ranks learn that rank 1 is cut off, rank 1 that
+// rank 0 is.
+static void control_ends(struct test_rank *me) {
+    struct stage *stage = me->arg;
+    float *data = calloc(LARGE, sizeof *data);
+    struct nb_error err = {0};
+    struct nb_segment all = {.base = data, .bytes = LARGE * sizeof *data};
+    int fd = me->rank == 1 ? dup(me->job->controls[0].watch.fd) : -1;
+    test_barrier(me, "before");
+    pthread_barrier_wait(&stage->meet);
+    struct nb_work *work = test_submit(me, test_op("sum", NB_OP_ALLREDUCE, &all));
+    pthread_barrier_wait(&stage->meet);
+    if (me->rank == 1) {
+        CHECK(cut(fd, stage->round == 1), "cut: %m");
+        close(fd);
+    }
+    (void)test_finish(work, &err); // it may be over already
+    int rc = test_try(me, test_op("after", NB_OP_BARRIER, NULL), &err);
+    CHECK(rc == NB_EPEER && err.peer == (me->rank == 1 ? 0 : 1), "rank %d: %d, peer %d, %s", me->rank, rc, err.peer,
+          err.text);
+    free(data);
+}
+
+static void fill(float *data, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        data[i] = (float)(i % 97);
+    }
+}
+
+static void check_sum(const struct test_rank *me, const float *data, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        CHECK(data[i] == (float)(i % 97) * (float)me->size, "rank %d: [%zu] is %g", me->rank, i, (double)data[i]);
+    }
+}
+
+// Waits until the job has said that lanes were lost and what became of their segments.
+static void heard_of_lanes(struct test_rank *me, int peer) {
+    struct timespec pause = {.tv_nsec = 10 * 1000 * 1000};
+    int64_t until = nb_now_ns() + (int64_t)TEST_LIMIT_MS * 1000000;
+    char text[NB_ERROR_TEXT] = "";
+    char want[64];
+    snprintf(want, sizeof want, "lanes to rank %d lost", peer);
+    while (strstr(text, want) == NULL) {
+        CHECK(nb_now_ns() < until, "rank %d does not say that lanes to rank %d were lost: %s", me->rank, peer, text);
+        if (!nb_job_notice(me->job, text, sizeof text)) {
+            nanosleep(&pause, NULL);
+        }
+    }
+    struct nb_job_info info = {0};
+    nb_job_info(me->job, &info);
+    CHECK(info.dropped > 0, "rank %d counts no lost lane", me->rank);
+}
+
+enum { LANE_OPS = 6 };
+
+// One of several lanes ends at some moment of a few operations under way: all of them end well.
+static void one_lane_ends(struct test_rank *me) {
+    struct stage *stage = me->arg;
+    struct nb_error err = {0};
+    struct nb_segment all[LANE_OPS];
+    struct nb_work *works[LANE_OPS];
+    struct timespec pause = {.tv_nsec = stage->round * 300 * 1000};
+    bool tcp = strcmp(me->transport, "tcp") == 0;
+    int fd = tcp && me->rank == 0 ? lane_descriptor(me, stage->round % 4, 1) : -1;
+    test_barrier(me, "before");
+    for (int i = 0; i < LANE_OPS; i++) {
+        size_t count = i % 3 == 0 ? LARGE : 1000 * (size_t)i + 3;
+        all[i] = (struct nb_segment){.base = malloc(count * sizeof(float)), .bytes = count * sizeof(float)};
+        fill(all[i].base, count);
+        if (stage->round % 2 == 0) { // memory that every lane knows: libfabric writes to its final place
+            CHECK(nb_job_map(me->job, all[i].base, all[i].bytes, &err) == 0, "map: %s", err.text);
+        }
+    }
+    for (int i = 0; i < LANE_OPS; i++) {
+        char name[16];
+        snprintf(name, sizeof name, "sum.%d", i);
+        works[i] = test_submit(me, test_op(name, NB_OP_ALLREDUCE, &all[i]));
+    }
+    if (me->rank == 0) {
+        nanosleep(&pause, NULL); // any moment is a good one
+        cut_lane(me, stage->round % 4, fd, stage->round / 4 % 2 == 1);
+    }
+    for (int i = 0; i < LANE_OPS; i++) {
+        int rc = test_finish(works[i], &err);
+        CHECK(rc == 0, "round %d, rank %d, sum %d: %s", stage->round, me->rank, i, err.text);
+        check_sum(me, all[i].base, all[i].bytes / sizeof(float));
+        free(all[i].base);
+    }
+    if (me->rank < 2 && tcp) { // libfabric connects again where nothing was under way
+        heard_of_lanes(me, 1 - me->rank);
+    }
+    pthread_barrier_wait(&stage->meet);
+}
+
+// A lane that breaks when nothing needs it: others carry what follows.
+static void idle_lane_ends(struct test_rank *me) {
+    struct stage *stage = me->arg;
+    struct nb_error err = {0};
+    int fd = me->rank == 0 ? lane_descriptor(me, 1, 1) : -1;
+    test_barrier(me, "before");
+    if (me->rank == 0) {
+        cut_lane(me, 1, fd, stage->round == 1);
+    }
+    if (me->rank < 2) {
+        heard_of_lanes(me, 1 - me->rank);
+    }
+    pthread_barrier_wait(&stage->meet);
+    float *data = calloc(LARGE, sizeof *data);
+    struct nb_segment all = {.base = data, .bytes = LARGE * sizeof *data};
+    CHECK(test_finish(test_submit(me, test_op("sum", NB_OP_ALLREDUCE, &all)), &err) == 0, "rank %d: %s", me->rank,
+          err.text);
+    free(data);
+}
+
+int main(void) {
+    run_case(only_lane_ends, 0, 1, 20000);
+    run_case(only_lane_ends, 1, 1, 20000);
+    run_case(control_ends, 0, 2, 20000);
+    run_case(control_ends, 1, 2, 20000);
+    for (int round = 0; round < 12; round++) {
+        run_case(one_lane_ends, round, 4, 20000);
+    }
+    for (int round = 0; round < 8 && run_case_of(2, "ofi", one_lane_ends, round, 4, 8000); round++) {
+    }
+    run_case(idle_lane_ends, 0, 4, 20000);
+    run_case(idle_lane_ends, 1, 4, 20000);
+    return 0;
+}

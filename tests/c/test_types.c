@@ -1,0 +1,145 @@
+// Every type and reduction on 1 to 9 ranks at odd sizes, byte for byte: all-reduce by every algorithm, reduce-scatter.
+// Values are whole and small, so that no order of additions rounds.
+#include <stdint.h>
+
+#include "base/arena.h"
+#include "base/dtype.h"
+#include "coll/reduce.h"
+#include "job.h"
+
+enum { COUNT_MAX = 20011, MOST_BYTES = 8 };
+
+static const size_t counts[] = {1, 3, 1021, COUNT_MAX};
+
+// One or two where products grow, else 0 to 13.
+static int given(int rank, size_t i, int redop) {
+    uint32_t mixed = (uint32_t)(i * 2654435761u + (size_t)rank * 40503u) >> 7;
+    return redop == NB_PRODUCT ? 1 + (int)(mixed % 2) : (int)(mixed % 14);
+}
+
+static int expected(int size, size_t i, int redop) {
+    int whole = given(0, i, redop);
+    for (int r = 1; r < size; r++) {
+        int one = given(r, i, redop);
+        switch (redop) {
+        case NB_SUM:
+            whole += one;
+            break;
+        case NB_MIN:
+            whole = one < whole ? one : whole;
+            break;
+        case NB_MAX:
+            whole = one > whole ? one : whole;
+            break;
+        default:
+            whole *= one;
+            break;
+        }
+    }
+    return whole;
+}
+
+// A whole number from 0 to 512 as its type holds it. uint8 and int8 keep its low 8 bits, as they wrap.
+static void store(unsigned char *at, int dtype, int value) {
+    float single = (float)value;
+    double real = value;
+    int32_t word = value;
+    int64_t wide = value;
+    uint32_t bits;
+    memcpy(&bits, &single, sizeof bits);
+    uint16_t upper = (uint16_t)(bits >> 16);
+    switch (dtype) {
+    case NB_U8:
+    case NB_I8:
+        *at = (unsigned char)value;
+        break;
+    case NB_I32:
+        memcpy(at, &word, sizeof word);
+        break;
+    case NB_I64:
+        memcpy(at, &wide, sizeof wide);
+        break;
+    case NB_F16:
+        nb_cast_f32_f16(at, &single, 1);
+        break;
+    case NB_BF16:
+        memcpy(at, &upper, sizeof upper);
+        break;
+    case NB_F32:
+        memcpy(at, &single, sizeof single);
+        break;
+    default:
+        memcpy(at, &real, sizeof real);
+        break;
+    }
+}
+
+static void one(struct test_rank *me, unsigned char *line, struct nb_op op, size_t count) {
+    char name[NB_NAME_MAX];
+    size_t item = nb_dtype_size(op.dtype);
+    size_t part = count / (size_t)me->size;
+    bool scatter = op.kind == NB_OP_REDUCESCATTER;
+    struct nb_segment all = {.base = line, .bytes = count * item};
+    for (size_t i = 0; i < count; i++) {
+        store(line + i * item, op.dtype, given(me->rank, i, op.redop));
+    }
+    snprintf(name, sizeof name, "%d %d %d %zu", op.kind, op.dtype, op.redop, count);
+    op.name = name;
+    op.segments = &all;
+    op.segment_count = 1;
+    test_done(me, test_submit(me, op));
+    for (size_t i = scatter ? (size_t)me->rank * part : 0; i < (scatter ? (size_t)(me->rank + 1) * part : count); i++) {
+        unsigned char right[MOST_BYTES];
+        store(right, op.dtype, expected(me->size, i, op.redop));
+        CHECK(memcmp(line + i * item, right, item) == 0, "rank %d of %d: %s of %s, kind %d, %zu elements: [%zu]",
+              me->rank, me->size, nb_redop_name(op.redop), nb_dtype_name(op.dtype), (int)op.kind, count, i);
+    }
+}
+
+static void every_type(struct test_rank *me) {
+    bool ring = me->algorithm == NB_ALGORITHM_RING; // the others are for all-reduces that are not large
+    size_t room = (size_t)COUNT_MAX * MOST_BYTES + 1;
+    struct nb_arena arena = {.fd = -1};
+    struct nb_error err = {0};
+    unsigned char *heap = malloc(room);
+    CHECK(heap != NULL && nb_arena_open(&arena, room, &err) == 0, "memory: %s", err.text);
+    CHECK(me->size == 1 || nb_job_map_arena(me->job, &arena, &err) == 0, "map: %s", err.text);
+    for (int dtype = 0; dtype < NB_DTYPES; dtype++) {
+        for (int redop = 0; redop < NB_REDOPS; redop++) {
+            for (size_t c = 0; c < (ring ? sizeof counts / sizeof counts[0] : 3); c++) {
+                struct nb_op op = {.kind = NB_OP_ALLREDUCE, .dtype = dtype, .redop = redop};
+                one(me, (dtype + redop) % 2 == 0 ? arena.base : heap, op, counts[c]);
+                if (!ring) {
+                    continue;
+                }
+                op.kind = NB_OP_REDUCESCATTER;
+                one(me, (dtype + redop) % 2 == 0 ? heap : arena.base, op,
+                    counts[c] / (size_t)me->size * (size_t)me->size);
+            }
+        }
+    }
+    nb_job_close(me->job);
+    me->job = NULL;
+    nb_arena_close(&arena);
+    free(heap);
+}
+
+// test_types shm, tcp or ofi
+int main(int argc, char **argv) {
+    static const enum nb_algorithm algorithms[] = {NB_ALGORITHM_RING, NB_ALGORITHM_DOUBLING, NB_ALGORITHM_HALVING};
+    CHECK(argc == 2, "name one network");
+    for (int size = 1; size <= 9; size++) {
+        struct test_rank like = test_on(argv[1]);
+        like.size = size;
+        like.streams = strcmp(argv[1], "shm") == 0 ? 1 : 2;
+        like.run = every_type;
+        for (size_t i = 0; i < sizeof algorithms / sizeof algorithms[0]; i++) {
+            like.algorithm = algorithms[i];
+            int rc = i > 0 && like.shm == NB_SHM_REQUIRED ? 0 : test_job(&like); // shared memory has one
+            if (rc != 0) {
+                return rc;
+            }
+        }
+    }
+    return 0;
+}

@@ -267,9 +267,7 @@ static int local_try(struct nb_job *job, struct offer *offers, struct hosts *hos
     struct nb_shm *shm = NULL;
     struct nb_error met = {0};
     int rc = offers_exchange(job, &shm, offers, err);
-    if (rc == 0) {
-        rc = hosts_find(hosts, offers, job->size, err);
-    }
+    rc = rc < 0 ? rc : hosts_find(hosts, offers, job->size, err);
     if (rc == 0) {
         offers_judge(job->size, offers, hosts, reason->text, &reason->loud);
     }

@@ -67,7 +67,7 @@ class Probe:
 class TransportInfo:
     """A transport as one rank had it.
 
-    streams_asked: 0 for auto. link_bps: the rated speed of `interface`. shm: "on", or "off: " and why.
+    streams_asked: 0 for auto. link_bps: of `interface`. shm: "on", "on: " and for how many ranks, or "off: " and why.
     """
 
     name: str

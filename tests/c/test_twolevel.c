@@ -8,7 +8,7 @@
 #include "engine/twolevel.h"
 #include "sums.h"
 
-enum { EVEN = 3 << 18, LARGE = 12 << 20, MIXED = 24, ROUNDS = 3 };
+enum { EVEN = 3 << 18, LARGE = 12 << 20, REPEATED = 300001, MIXED = 24, ROUNDS = 3 };
 
 static pthread_mutex_t tell = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t lane_bytes[2][26]; // by host
@@ -126,6 +126,27 @@ static void check_counts(const struct test_rank *like) {
     memset(lane_bytes, 0, sizeof lane_bytes);
 }
 
+// Numbers that float32 does not add exactly: each time, in whatever memory, on each rank, the sum has the same bits.
+static void repeats(struct test_rank *me) {
+    static float first[REPEATED];
+    float *memory[2] = {(float *)(void *)arena_share(me), malloc(REPEATED * sizeof(float))};
+    CHECK(memory[1] != NULL, "memory");
+    for (int round = 0; round < 6; round++) {
+        float *data = memory[round % 2];
+        struct nb_segment all = {.base = data, .bytes = REPEATED * sizeof *data};
+        for (size_t i = 0; i < REPEATED; i++) {
+            data[i] = 1.0f / (float)(i % 977 + (size_t)me->rank * 31 + 1);
+        }
+        test_done(me, test_submit(me, test_op("repeated", NB_OP_ALLREDUCE, &all)));
+        if (round == 0 && me->rank == 0) {
+            memcpy(first, data, sizeof first);
+        }
+        test_barrier(me, "kept");
+        CHECK(memcmp(first, data, sizeof first) == 0, "rank %d, round %d", me->rank, round);
+    }
+    free(memory[1]);
+}
+
 static void small_ones(struct test_rank *me) {
     char *base = arena_share(me);
     uint64_t shared = info_of(me).shm_bytes;
@@ -205,6 +226,7 @@ int main(int argc, char **argv) {
         printf("%s\n", everywhere[i]);
     }
     CHECK(on_hosts(like, "aabb", small_ones) == 0, "what takes which way");
+    CHECK(on_hosts(like, "aaabbb", repeats) == 0, "the same bits each time");
     CHECK(on_hosts(like, "aabb", leaves) == 0, "a rank that leaves");
     where_it_is_off(&like);
     return 0;

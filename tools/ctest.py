@@ -24,7 +24,11 @@ BUILD = cbuild.ROOT / "build" / "ctest"
 SUPPRESSIONS = cbuild.ROOT / "tools" / "sanitizers"
 LIMIT_S = 60
 # Programs that run once for each of these words, so that each run has the time of a test.
-APART = {"test_engine": ("shm", "tcp", "ofi"), "test_shapes": ("shm", "tcp", "ofi")}
+APART = {
+    "test_engine": ("shm", "tcp", "ofi"),
+    "test_shapes": ("shm", "tcp", "ofi"),
+    "test_twolevel": ("aabb", "aab", "abab", "aabbcc", "aaab", "aabbb", "rest", "ofi"),
+}
 SKIPPED = 77
 NEWER = Path(sys.prefix, "lib", "mpich", "libfabric.so.1")
 RUNNING: set[int] = set()

@@ -413,11 +413,6 @@ static void in_insert(struct nb_list *head, struct nb_flow *flow) {
     nb_list_insert(at, &flow->link);
 }
 
-static void floor_raise(uint64_t floors[NB_SERIES], uint64_t op) {
-    uint64_t *at = &floors[nb_series(op)];
-    *at = op > *at ? op : *at;
-}
-
 void nb_lanes_add(struct nb_lanes *lanes, struct nb_flow *flow, int64_t now_ns) {
     struct peer *peer = &lanes->peers[flow->peer];
     int peer_rank = flow->peer;
@@ -430,7 +425,7 @@ void nb_lanes_add(struct nb_lanes *lanes, struct nb_flow *flow, int64_t now_ns) 
     memset(flow->lane_bytes, 0, sizeof flow->lane_bytes[0] * (size_t)lanes->config.lanes);
     if (flow->dir == NB_FLOW_OUT) {
         flow->available = nb_bits_count(flow->map, flow->blocks);
-        floor_raise(peer->out_floor, flow->op);
+        nb_floor_raise(peer->out_floor, flow->op);
         nb_sent_begin(lanes, flow);
         out_insert(&peer->out, flow);
         nb_grants_out_added(lanes, flow);
@@ -438,7 +433,7 @@ void nb_lanes_add(struct nb_lanes *lanes, struct nb_flow *flow, int64_t now_ns) 
         return;
     }
     in_insert(&peer->in, flow);
-    floor_raise(peer->in_floor, flow->op);
+    nb_floor_raise(peer->in_floor, flow->op);
     if (lanes->config.ops->kind == NB_LANE_RMA) {
         nb_grants_in_added(lanes, flow);
         return;

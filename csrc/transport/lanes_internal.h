@@ -102,6 +102,11 @@ static inline int nb_series(uint64_t op) {
     return op >= NB_OP_SECOND;
 }
 
+static inline void nb_floor_raise(uint64_t floors[NB_SERIES], uint64_t op) {
+    uint64_t *at = &floors[nb_series(op)];
+    *at = op > *at ? op : *at;
+}
+
 enum nb_report { NB_REPORT_NONE, NB_REPORT_DUE, NB_REPORT_BEGUN };
 
 struct peer {

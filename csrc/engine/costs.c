@@ -50,7 +50,7 @@ void nb_costs_close(struct nb_job *job) {
 
 bool nb_costs_wanted(const struct nb_job *job, const struct desc *desc) {
     return job->config.algorithm == NB_ALGORITHM_NONE && !job->costs->done && desc->kind == NB_OP_ALLREDUCE &&
-           desc->bytes > 0 && desc->bytes < PROBE_FROM_BYTES && job->local == NULL;
+           desc->bytes > 0 && desc->bytes < PROBE_FROM_BYTES && !nb_local_everywhere(job);
 }
 
 bool nb_costs_busy(const struct nb_job *job) {

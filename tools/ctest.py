@@ -24,7 +24,10 @@ BUILD = cbuild.ROOT / "build" / "ctest"
 SUPPRESSIONS = cbuild.ROOT / "tools" / "sanitizers"
 LIMIT_S = 60
 # Programs that run once for each of these words, so that each run has the time of a test.
-APART = {name: ("shm", "tcp", "ofi") for name in ("test_engine", "test_shapes", "test_types")}
+APART = {
+    **{name: ("shm", "tcp", "ofi") for name in ("test_engine", "test_shapes", "test_types")},
+    "test_twolevel": ("aabb", "aab", "abab", "aabbcc", "aaab", "aabbb", "rest", "ofi"),
+}
 SKIPPED = 77
 NEWER = Path(sys.prefix, "lib", "mpich", "libfabric.so.1")
 RUNNING: set[int] = set()

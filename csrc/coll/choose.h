@@ -10,10 +10,11 @@ enum nb_algorithm {
     NB_ALGORITHM_RING = 1,
     NB_ALGORITHM_RING_ALLGATHER = 2,
     NB_ALGORITHM_RING_REDUCESCATTER = 3,
-    NB_ALGORITHM_CHAIN = 4,    // broadcast
-    NB_ALGORITHM_DOUBLING = 5, // recursive doubling; at 2 ranks a direct exchange
-    NB_ALGORITHM_HALVING = 6,  // recursive halving, then doubling
-    NB_ALGORITHM_PAIRWISE = 7  // all-to-all
+    NB_ALGORITHM_CHAIN = 4,     // broadcast
+    NB_ALGORITHM_DOUBLING = 5,  // recursive doubling; at 2 ranks a direct exchange
+    NB_ALGORITHM_HALVING = 6,   // recursive halving, then doubling
+    NB_ALGORITHM_PAIRWISE = 7,  // all-to-all
+    NB_ALGORITHM_TWO_LEVEL = 34 // in the memory of each host, and between hosts
 };
 
 struct nb_costs {

@@ -15,6 +15,7 @@
 #include "coll/choose.h"
 #include "engine/engine.h"
 #include "engine/internal.h"
+#include "engine/local.h"
 #include "trace/event.h"
 #include "trace/ring.h"
 

@@ -50,7 +50,7 @@ void nb_costs_close(struct nb_job *job) {
 
 bool nb_costs_wanted(const struct nb_job *job, const struct desc *desc) {
     return job->config.algorithm == NB_ALGORITHM_NONE && !job->costs->done && desc->kind == NB_OP_ALLREDUCE &&
-           desc->bytes > 0 && desc->bytes < PROBE_FROM_BYTES && job->local == NULL;
+           desc->bytes > 0 && desc->bytes < PROBE_FROM_BYTES && !nb_local_everywhere(job);
 }
 
 bool nb_costs_busy(const struct nb_job *job) {
@@ -150,11 +150,15 @@ void nb_costs_wire(struct nb_job *job, double bytes_per_ns) {
 }
 
 enum nb_algorithm nb_costs_choose(struct nb_job *job, size_t bytes) {
-    if (job->config.algorithm != NB_ALGORITHM_NONE) {
-        return job->config.algorithm;
+    enum nb_algorithm asked = job->config.algorithm;
+    if (asked != NB_ALGORITHM_NONE && asked != NB_ALGORITHM_TWO_LEVEL) {
+        return asked;
+    }
+    if (nb_local_two_level(job, bytes)) {
+        return NB_ALGORITHM_TWO_LEVEL;
     }
     pthread_mutex_lock(&job->lock);
     struct nb_costs costs = job->info.costs;
     pthread_mutex_unlock(&job->lock);
-    return job->local != NULL ? NB_ALGORITHM_RING : nb_choose(&costs, job->size, bytes);
+    return nb_local_everywhere(job) ? NB_ALGORITHM_RING : nb_choose(&costs, job->size, bytes);
 }

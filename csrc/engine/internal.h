@@ -254,6 +254,8 @@ void nb_run_alone(struct nb_work *work);
 
 // Readies a flow for the lanes: what is the same for all algorithms. `step`: of the operation, it is part of its number.
 void nb_run_flow(struct nb_work *work, struct nb_flow *flow, const struct nb_flow_ops *ops, int step);
+// A ring or chain, in blocks that follow each other, goes on the lanes. False: it has no bytes.
+bool nb_run_pipeline(struct nb_work *work, int64_t now_ns);
 // A flow is over: the operation is, with the last one.
 void nb_run_flow_over(struct nb_work *work);
 

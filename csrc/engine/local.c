@@ -13,6 +13,7 @@
 #include "engine/engine.h"
 #include "engine/internal.h"
 #include "engine/local_share.h"
+#include "engine/twolevel.h"
 #include "trace/event.h"
 #include "trace/ring.h"
 #include "transport/shm.h"
@@ -24,31 +25,12 @@ enum {
     REVOKE_NS = 250 * 1000 * 1000
 };
 
-static uint64_t count_of(const struct local *l, int rank, size_t counter) {
-    const char *area = (const char *)l->shm->peers[rank].area;
-    return atomic_load_explicit((const _Atomic uint64_t *)(const void *)(area + counter), memory_order_acquire);
-}
-
-// Of all ranks, this one too.
-static uint64_t least(const struct local *l, size_t counter) {
-    uint64_t lowest = UINT64_MAX;
-    for (int r = 0; r < l->size; r++) {
-        uint64_t count = count_of(l, r, counter);
-        lowest = count < lowest ? count : lowest;
-    }
-    return lowest;
-}
-
-#define LEAST(local, counter) least(local, offsetof(struct nb_shm_area, counter))
-
-static void advance(const struct local *l, _Atomic uint64_t *counter) {
-    uint64_t next = atomic_load_explicit(counter, memory_order_relaxed) + 1;
-    atomic_store_explicit(counter, next, memory_order_release);
-    nb_shm_wake(l->shm);
-}
-
 static struct nb_shm_area *own_area(const struct local *l) {
-    return l->shm->peers[l->rank].area;
+    return nb_local_area(l, l->rank);
+}
+
+static int job_rank(const struct local *l, int rank) {
+    return l->shm->peers[rank].job_rank;
 }
 
 // Into the slot: pieces that follow each other are one.
@@ -80,13 +62,13 @@ static bool describe_next(struct local *l) {
         if (work->local.stage != NB_LOCAL_QUEUED) {
             continue;
         }
-        if (work->local.index >= LEAST(l, done) + NB_SHM_SLOTS) {
+        if (work->local.index >= NB_LEAST(l, l->size, done) + NB_SHM_SLOTS) {
             break;
         }
         describe(l, work, &own_area(l)->slots[work->local.index % NB_SHM_SLOTS]);
         work->local.stage = NB_LOCAL_DESCRIBED;
         l->described++;
-        advance(l, &own_area(l)->ready);
+        nb_local_advance(l, &own_area(l)->ready);
         any = true;
     }
     return any;
@@ -94,8 +76,9 @@ static bool describe_next(struct local *l) {
 
 // Where a rank's line lies in this process. 1: it goes through staging; negative: what the rank says is impossible.
 static int line_find(struct local *l, const struct nb_work *work, int rank) {
-    const struct nb_shm_slot *slot = &l->shm->peers[rank].area->slots[work->local.index % NB_SHM_SLOTS];
-    struct line_room *room = &l->rooms[rank];
+    const struct nb_shm_slot *slot = &nb_local_area(l, rank)->slots[work->local.index % NB_SHM_SLOTS];
+    size_t place = nb_line_slot(l, work, rank);
+    struct line_room *room = &l->rooms[place];
     uint32_t count = slot->count;
     size_t at = 0;
     if (count == NB_SHM_STAGED) {
@@ -115,7 +98,7 @@ static int line_find(struct local *l, const struct nb_work *work, int rank) {
         at += piece.bytes;
     }
     room->starts[count] = at;
-    l->lines[rank] = (struct line){.count = (int)count, .pieces = room->pieces, .starts = room->starts};
+    l->lines[place] = (struct line){.count = (int)count, .pieces = room->pieces, .starts = room->starts};
     return at == work->starts[work->piece_count] ? 0 : NB_EWIRE;
 }
 
@@ -125,13 +108,14 @@ static bool begin(struct local *l, struct nb_work *work) {
     for (int r = 0; r < l->size; r++) {
         int rc = line_find(l, work, r);
         if (rc < 0) {
-            nb_job_wire_fail(l->job, r, "a description of memory that it does not share");
+            nb_job_wire_fail(l->job, job_rank(l, r), "a description of memory that it does not share");
             return false;
         }
-        staged = staged || rc > 0;
+        staged = staged || (rc > 0 && l->size > 1);
     }
+    l->lines[nb_line_slot(l, work, l->rank)] =
+        (struct line){.count = work->piece_count, .pieces = work->pieces, .starts = work->starts};
     if (staged) {
-        l->lines[l->rank] = (struct line){.count = work->piece_count, .pieces = work->pieces, .starts = work->starts};
         work->local.window = l->windows;
         work->local.windows = nb_share_windows(l, work);
         l->windows += work->local.windows;
@@ -139,12 +123,15 @@ static bool begin(struct local *l, struct nb_work *work) {
     work->local.staged = staged;
     work->local.stage = NB_LOCAL_RUNS;
     work->in.first_ns = nb_now_ns();
+    if (l->rails != NULL) {
+        nb_two_level_begin(l, work);
+    }
     return true;
 }
 
 static void share_done(const struct local *l, struct nb_work *work) {
     work->local.stage = NB_LOCAL_SHARE_DONE;
-    advance(l, &own_area(l)->done);
+    nb_local_advance(l, &own_area(l)->done);
 }
 
 static bool direct_step(struct local *l, struct nb_work *work) {
@@ -172,18 +159,18 @@ static bool staged_step(struct local *l, struct nb_work *work) {
     uint64_t filled = atomic_load_explicit(&mine->filled, memory_order_relaxed);
     uint64_t reduced = atomic_load_explicit(&mine->reduced, memory_order_relaxed);
     uint64_t emptied = atomic_load_explicit(&mine->emptied, memory_order_relaxed);
-    if (emptied < reduced && LEAST(l, reduced) > emptied) {
+    if (emptied < reduced && NB_LEAST(l, l->size, reduced) > emptied) {
         nb_share_empty(l, work, emptied - first);
-        advance(l, &mine->emptied);
+        nb_local_advance(l, &mine->emptied);
         if (emptied + 1 == end) {
             share_done(l, work);
         }
-    } else if (reduced < filled && LEAST(l, filled) > reduced) {
+    } else if (reduced < filled && NB_LEAST(l, l->size, filled) > reduced) {
         nb_share_reduce(l, work, reduced - first);
-        advance(l, &mine->reduced);
-    } else if (filled < end && filled < LEAST(l, emptied) + NB_SHM_STAGES) {
+        nb_local_advance(l, &mine->reduced);
+    } else if (filled < end && filled < NB_LEAST(l, l->size, emptied) + NB_SHM_STAGES) {
         nb_share_fill(l, work, filled - first);
-        advance(l, &mine->filled);
+        nb_local_advance(l, &mine->filled);
     } else {
         return false;
     }
@@ -197,6 +184,8 @@ static void finish(struct local *l, struct nb_work *work) {
     pthread_mutex_lock(&job->lock);
     job->info.shm_bytes += work->local.bytes_in + work->local.bytes_out;
     job->info.shm_staged_bytes += work->local.staged ? work->local.bytes_in : 0;
+    job->info.bytes_out += work->out.bytes_moved;
+    job->info.bytes_in += work->in.bytes_moved;
     pthread_mutex_unlock(&job->lock);
     nb_work_finish(work, NULL);
 }
@@ -206,7 +195,8 @@ static bool finish_next(struct local *l) {
     bool any = false;
     while (!nb_list_empty(&l->queue)) {
         struct nb_work *work = NB_CONTAINER(l->queue.next, struct nb_work, local.link);
-        if (work->local.stage != NB_LOCAL_SHARE_DONE || (!work->local.staged && LEAST(l, done) <= work->local.index)) {
+        if (work->local.stage != NB_LOCAL_SHARE_DONE ||
+            (!work->local.staged && NB_LEAST(l, l->size, done) <= work->local.index)) {
             break;
         }
         finish(l, work);
@@ -226,14 +216,50 @@ static struct nb_work *current(const struct local *l) {
     return NULL;
 }
 
+// Begins operations that all ranks have described; a few move side by side. False: the job has failed.
+static bool begin_next(struct local *l) {
+    uint64_t open = atomic_load_explicit(&own_area(l)->done, memory_order_relaxed) + LOCAL_OPEN;
+    NB_LIST_EACH(it, &l->queue) {
+        struct nb_work *work = NB_CONTAINER(it, struct nb_work, local.link);
+        if (work->local.stage > NB_LOCAL_DESCRIBED) {
+            continue;
+        }
+        if (work->local.stage == NB_LOCAL_QUEUED || work->local.index >= open ||
+            NB_LEAST(l, l->size, ready) <= work->local.index) {
+            break;
+        }
+        if (!begin(l, work)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static bool rails_turn(struct local *l) {
+    if (!begin_next(l)) {
+        return true;
+    }
+    bool moved = nb_two_level_turn(l);
+    struct nb_work *work = current(l);
+    while (work != NULL && work->local.stage == NB_LOCAL_RUNS && nb_two_level_done(l, work)) {
+        share_done(l, work);
+        moved = true;
+        work = current(l);
+    }
+    return moved;
+}
+
 static bool turn(struct local *l) {
     bool moved = finish_next(l);
     moved = describe_next(l) || moved;
+    if (l->rails != NULL) {
+        return rails_turn(l) || moved;
+    }
     struct nb_work *work = current(l);
     if (work == NULL) {
         return moved;
     }
-    if (work->local.stage == NB_LOCAL_DESCRIBED && LEAST(l, ready) > work->local.index && !begin(l, work)) {
+    if (work->local.stage == NB_LOCAL_DESCRIBED && NB_LEAST(l, l->size, ready) > work->local.index && !begin(l, work)) {
         return true;
     }
     if (work->local.stage == NB_LOCAL_RUNS && (work->local.staged ? staged_step(l, work) : direct_step(l, work))) {
@@ -254,7 +280,7 @@ bool nb_local_progress(struct nb_job *job) {
     }
     nb_shm_rouse(l->shm);
     bool moved = turn(l);
-    while (!moved && l->spins && nb_now_ns() - l->moved_ns < SPIN_NS) {
+    while (!moved && l->spins && l->rails == NULL && nb_now_ns() - l->moved_ns < SPIN_NS) {
         for (int i = 0; i < SPIN_TURNS && !moved; i++) {
 #if defined(__x86_64__)
             __builtin_ia32_pause();
@@ -280,20 +306,36 @@ bool nb_local_arm(struct nb_job *job) {
     return !moved;
 }
 
+bool nb_local_everywhere(const struct nb_job *job) {
+    return job->local != NULL && job->local->rails == NULL;
+}
+
+bool nb_local_two_level(const struct nb_job *job, size_t bytes) {
+    return job->local != NULL && job->local->rails != NULL && bytes >= NB_TWO_LEVEL_MIN;
+}
+
 bool nb_local_takes(const struct nb_job *job, enum nb_op_kind kind) {
-    return job->local != NULL && kind != NB_OP_BARRIER && kind != NB_OP_ALLTOALL;
+    return nb_local_everywhere(job) && kind != NB_OP_BARRIER && kind != NB_OP_ALLTOALL;
+}
+
+static bool is_taken(const struct nb_work *work) {
+    bool bytes = work->starts[work->piece_count] > 0;
+    return work->algorithm == NB_ALGORITHM_TWO_LEVEL || (bytes && nb_local_takes(work->comm->job, work->desc.kind));
 }
 
 bool nb_local_start(struct nb_work *work) {
     struct nb_job *job = work->comm->job;
     struct local *l = job->local;
-    if (!nb_local_takes(job, work->desc.kind) || work->quiet || work->starts[work->piece_count] == 0) {
+    if (work->quiet || !is_taken(work)) {
         return false;
     }
     nb_list_remove(&work->link);
     nb_list_insert(&job->running, &work->link);
     work->running = true;
     work->in.moved_ns = work->times.start_ns;
+    work->in.left = 1; // the deadlines ask for in.peer
+    work->in.peer = job_rank(l, (l->rank + 1) % l->size);
+    work->out.peer = work->in.peer;
     work->local = (struct nb_local_op){.taken = true, .index = l->started++};
     nb_list_insert(&l->queue, &work->local.link);
     l->moved_ns = work->times.start_ns;
@@ -305,28 +347,41 @@ void nb_local_cancel(struct nb_work *work) {
     struct local *l = work->comm->job->local;
     nb_list_remove(&work->local.link);
     l->broken = true;
+    if (l->rails != NULL) {
+        nb_two_level_cancel(l, work);
+    }
     nb_shm_revoke(l->shm, nb_now_ns() + REVOKE_NS);
 }
 
-// A rank that an operation waits for, or NB_NO_PEER.
-static int laggard(const struct local *l, const struct nb_work *work) {
+static bool is_late(const struct local *l, const struct nb_work *work, int rank) {
     const uint64_t index = work->local.index;
     const struct nb_shm_area *mine = own_area(l);
+    const struct nb_shm_area *area = nb_local_area(l, rank);
+    if (work->local.stage == NB_LOCAL_SHARE_DONE) {
+        return atomic_load(&area->done) <= index;
+    }
+    if (work->local.stage == NB_LOCAL_RUNS && work->local.staged) {
+        bool parts = rank < l->parts; // else it neither folds nor reduces
+        return atomic_load(&area->filled) < atomic_load(&mine->filled) ||
+               (parts && atomic_load(&area->folded) < atomic_load(&mine->folded)) ||
+               (parts && atomic_load(&area->reduced) < atomic_load(&mine->reduced)) ||
+               atomic_load(&area->emptied) < atomic_load(&mine->emptied);
+    }
+    return atomic_load(&area->ready) <= index;
+}
+
+// Whom an operation waits for: work->in.peer, and work->out.peer. Where nobody is late it stays as it was.
+static void laggard(const struct local *l, struct nb_work *work) {
+    if (l->rails != NULL && nb_two_level_waits(l, work)) {
+        return;
+    }
     for (int r = 0; r < l->size; r++) {
-        const struct nb_shm_area *area = l->shm->peers[r].area;
-        bool late = atomic_load(&area->ready) <= index;
-        if (work->local.stage == NB_LOCAL_RUNS && work->local.staged) {
-            late = atomic_load(&area->filled) < atomic_load(&mine->filled) ||
-                   atomic_load(&area->reduced) < atomic_load(&mine->reduced) ||
-                   atomic_load(&area->emptied) < atomic_load(&mine->emptied);
-        } else if (work->local.stage == NB_LOCAL_SHARE_DONE) {
-            late = atomic_load(&area->done) <= index;
-        }
-        if (r != l->rank && late) {
-            return r;
+        if (r != l->rank && is_late(l, work, r)) {
+            work->in.peer = job_rank(l, r);
+            work->out.peer = work->in.peer;
+            return;
         }
     }
-    return NB_NO_PEER;
 }
 
 void nb_local_tick(struct nb_job *job, int64_t now) {
@@ -336,15 +391,17 @@ void nb_local_tick(struct nb_job *job, int64_t now) {
         return;
     }
     (void)turn(l); // what a rank did before it left counts
+    if (l->rails != NULL && nb_two_level_moved(l) != l->rail_bytes) {
+        l->rail_bytes = nb_two_level_moved(l);
+        atomic_fetch_add_explicit(&own_area(l)->pulse, 1, memory_order_relaxed);
+    }
     for (int r = 0; r < l->size; r++) {
-        pulses += atomic_load(&l->shm->peers[r].area->pulse);
+        pulses += atomic_load(&nb_local_area(l, r)->pulse);
     }
     NB_LIST_EACH(it, &l->queue) {
         struct nb_work *work = NB_CONTAINER(it, struct nb_work, local.link);
-        int peer = laggard(l, work);
+        laggard(l, work);
         work->in.moved_ns = pulses != l->pulses ? now : work->in.moved_ns;
-        work->in.peer = peer != NB_NO_PEER ? peer : work->in.peer;
-        work->in.left = peer != NB_NO_PEER;
     }
     l->pulses = pulses;
 }
@@ -352,5 +409,8 @@ void nb_local_tick(struct nb_job *job, int64_t now) {
 uint64_t nb_local_record(const struct nb_work *work) {
     nb_ring_put(work->comm->job->config.ring, NB_EV_OP_LANE, work->desc.key, work->round, NB_LANE_SHARED,
                 work->local.bytes_out, work->local.bytes_in, 0);
+    if (work->algorithm == NB_ALGORITHM_TWO_LEVEL) {
+        return NB_ALGORITHM_TWO_LEVEL;
+    }
     return work->local.staged ? NB_ALGORITHM_STAGED : NB_ALGORITHM_SHARED;
 }

@@ -7,6 +7,9 @@
 // Where a line of some rank is not in arenas that all have mapped, the operation goes through staging instead, window by
 // window: fill (others' parts of my line), reduce (my part, into my line and my staging), empty (others' parts into my
 // line).
+//
+// In a job of several hosts, where some have several ranks, an all-reduce takes two levels: see twolevel.h. All other
+// operations, and small ones, take the network between all ranks there.
 #ifndef NB_ENGINE_LOCAL_H
 #define NB_ENGINE_LOCAL_H
 
@@ -29,7 +32,7 @@ struct nb_work;
 
 enum nb_local_stage { NB_LOCAL_QUEUED, NB_LOCAL_DESCRIBED, NB_LOCAL_RUNS, NB_LOCAL_SHARE_DONE };
 
-// What an operation that stays on this host is about.
+// What an operation in shared memory is about.
 struct nb_local_op {
     bool taken;
     bool staged;
@@ -38,6 +41,10 @@ struct nb_local_op {
     size_t at;           // direct: bytes of the share that are done
     uint64_t window;     // staged: the first one, counted over the job
     uint64_t windows;    //
+    struct piece *piece; // of a ring between hosts: what it is of
+    uint64_t pieces;     // two levels: of this rank's part
+    uint64_t folded;     // of these: begun, and
+    uint64_t spread;     // over
     uint64_t bytes_in;   // read from other ranks' memory
     uint64_t bytes_out;  // written to other ranks' memory, or to staging that they read
     struct nb_list link; // in the order of starts
@@ -50,8 +57,12 @@ void nb_local_close(struct nb_job *job);
 // Memory that many operations will use, as a descriptor that is closed here; -1: none.
 void nb_local_map(struct nb_job *job, void *base, size_t bytes, int fd);
 
-// local.c. Whether such operations stay in shared memory where there is any; the others take the network.
+// local.c. Whether all ranks of the job are on this host and share memory.
+bool nb_local_everywhere(const struct nb_job *job);
+// Whether such operations stay in shared memory then; the others take the network.
 bool nb_local_takes(const struct nb_job *job, enum nb_op_kind kind);
+// Whether an all-reduce of so many bytes can take two levels: alike on all ranks.
+bool nb_local_two_level(const struct nb_job *job, size_t bytes);
 // True: the operation is taken, and finishes by nb_local_progress().
 bool nb_local_start(struct nb_work *work);
 // Ends it here and keeps the others off its memory.
@@ -62,7 +73,7 @@ bool nb_local_progress(struct nb_job *job);
 bool nb_local_arm(struct nb_job *job);
 // Brings up to date what the deadlines look at.
 void nb_local_tick(struct nb_job *job, int64_t now_ns);
-// Records the bytes of an operation that is over: none took the network. Returns its algorithm.
+// Records the bytes of an operation that is over which moved in memory. Returns its algorithm.
 uint64_t nb_local_record(const struct nb_work *work);
 
 #endif

@@ -24,7 +24,7 @@ static bool folds(const struct nb_work *work) {
 
 static size_t part_bytes(const struct local *l, const struct nb_work *work) {
     size_t bytes = work->starts[work->piece_count];
-    size_t size = (size_t)l->size;
+    size_t size = (size_t)l->parts;
     if (work->desc.kind == NB_OP_ALLGATHER || work->desc.kind == NB_OP_REDUCESCATTER) {
         return bytes / size;
     }
@@ -59,6 +59,10 @@ static bool is_written(const struct nb_work *work, int part, int rank) {
     }
 }
 
+static const struct line *line_of(const struct local *l, const struct nb_work *work, int rank) {
+    return &l->lines[nb_line_slot(l, work, rank)];
+}
+
 // Memory at an offset of a line, and how much of it lies there in one piece.
 static char *line_at(const struct line *line, size_t offset, size_t *room) {
     int low = 0;
@@ -87,7 +91,7 @@ struct ends {
 static void fold(struct local *l, const struct nb_work *work, const struct ends *ends, size_t bytes) {
     size_t count = bytes / work->element_bytes;
     double before = work->desc.prescale;
-    double after = work->desc.postscale;
+    double after = l->hosts == 1 ? work->desc.postscale : 1; // else the sum is not complete
     bool there = ends->to[0] == ends->from[0];
     char *sum = there ? ends->to[0] : l->sum;
     if (sum == NULL || ends->from[0] == NULL) {
@@ -150,7 +154,7 @@ void nb_share_direct(struct local *l, struct nb_work *work, struct nb_range rang
             bool out = is_written(work, l->rank, r);
             if (in || out) {
                 size_t room;
-                char *at = line_at(&l->lines[r], range.offset, &room);
+                char *at = line_at(line_of(l, work, r), range.offset, &room);
                 bytes = least_of(bytes, room);
                 ends.from[ends.from_count] = at;
                 ends.to[ends.to_count] = at;
@@ -167,25 +171,29 @@ void nb_share_direct(struct local *l, struct nb_work *work, struct nb_range rang
 }
 
 // Of a window, every part has a block of this size.
-static size_t block_bytes(const struct local *l) {
-    return (size_t)NB_SHM_STAGE_BYTES / (size_t)l->size / PART_ALIGN * PART_ALIGN;
+size_t nb_share_block_bytes(const struct local *l) {
+    return (size_t)NB_SHM_STAGE_BYTES / (size_t)l->parts / PART_ALIGN * PART_ALIGN;
 }
 
 uint64_t nb_share_windows(const struct local *l, const struct nb_work *work) {
-    return (part_bytes(l, work) + block_bytes(l) - 1) / block_bytes(l);
+    return (part_bytes(l, work) + nb_share_block_bytes(l) - 1) / nb_share_block_bytes(l);
 }
 
 static struct nb_range block_of(const struct local *l, const struct nb_work *work, int part, uint64_t window) {
     struct nb_range whole = part_of(l, work, part);
-    size_t begin = least_of((size_t)window * block_bytes(l), whole.bytes);
-    size_t end = least_of(begin + block_bytes(l), whole.bytes);
+    size_t begin = least_of((size_t)window * nb_share_block_bytes(l), whole.bytes);
+    size_t end = least_of(begin + nb_share_block_bytes(l), whole.bytes);
     return (struct nb_range){.offset = whole.offset + begin, .bytes = end - begin};
+}
+
+struct nb_range nb_share_block(const struct local *l, const struct nb_work *work, uint64_t block) {
+    return block_of(l, work, l->rank, block);
 }
 
 // Where a rank's staging has a part's block of a window.
 static char *stage_at(const struct local *l, const struct nb_work *work, int rank, int part, uint64_t window) {
     unsigned char *stage = l->shm->peers[rank].area->stage[(work->local.window + window) % NB_SHM_STAGES];
-    return (char *)stage + (size_t)part * block_bytes(l);
+    return (char *)stage + (size_t)part * nb_share_block_bytes(l);
 }
 
 static void line_copy(const struct line *line, struct nb_range range, char *stage, bool to_line) {
@@ -201,8 +209,8 @@ static void line_copy(const struct line *line, struct nb_range range, char *stag
 }
 
 void nb_share_fill(struct local *l, struct nb_work *work, uint64_t window) {
-    const struct line *mine = &l->lines[l->rank];
-    for (int part = 0; part < l->size; part++) {
+    const struct line *mine = line_of(l, work, l->rank);
+    for (int part = 0; part < l->parts; part++) {
         // A part that is folded is read by its own rank: this one has it in its line.
         if (is_read(work, part, l->rank) && !(folds(work) && part == l->rank)) {
             line_copy(mine, block_of(l, work, part, window), stage_at(l, work, l->rank, part, window), false);
@@ -216,7 +224,7 @@ void nb_share_reduce(struct local *l, struct nb_work *work, uint64_t window) {
     while (folds(work) && range.bytes > 0) {
         struct ends ends = {.from_count = l->size};
         size_t bytes;
-        char *mine = line_at(&l->lines[l->rank], range.offset, &bytes);
+        char *mine = line_at(line_of(l, work, l->rank), range.offset, &bytes);
         bytes = least_of(bytes, range.bytes);
         for (int r = 0; r < l->size; r++) {
             ends.from[r] = r == l->rank ? mine : stage_at(l, work, r, l->rank, window) + staged;
@@ -234,13 +242,78 @@ void nb_share_reduce(struct local *l, struct nb_work *work, uint64_t window) {
 }
 
 void nb_share_empty(struct local *l, struct nb_work *work, uint64_t window) {
-    for (int part = 0; part < l->size; part++) {
+    for (int part = 0; part < l->parts; part++) {
         int owner = work->desc.kind == NB_OP_BROADCAST ? work->desc.root : part;
         // What a rank has folded or gathered itself is in its line already.
         if (owner != l->rank && is_written(work, part, l->rank)) {
             struct nb_range range = block_of(l, work, part, window);
-            line_copy(&l->lines[l->rank], range, stage_at(l, work, owner, part, window), true);
+            line_copy(line_of(l, work, l->rank), range, stage_at(l, work, owner, part, window), true);
             work->local.bytes_in += range.bytes;
         }
+    }
+}
+
+// The lines of all ranks at an offset, this one's first, and how far all of them lie there in one piece.
+static size_t lines_at(struct local *l, const struct nb_work *work, size_t offset, char *at[NB_SHM_RANKS_MAX]) {
+    int n = 0;
+    size_t least;
+    at[n++] = line_at(line_of(l, work, l->rank), offset, &least);
+    for (int r = 0; r < l->size; r++) {
+        if (r != l->rank) {
+            size_t room;
+            at[n++] = line_at(line_of(l, work, r), offset, &room);
+            least = least_of(least, room);
+        }
+    }
+    return least;
+}
+
+// The sum begins with this rank's own term, so that it grows in place.
+void nb_share_fold(struct local *l, struct nb_work *work, uint64_t block) {
+    struct nb_range range = block_of(l, work, l->rank, block);
+    size_t done = 0;
+    while (range.bytes > 0) {
+        struct ends ends = {.from_count = l->size, .to_count = 1};
+        size_t bytes;
+        if (work->local.staged) {
+            int n = 0;
+            ends.to[0] = line_at(line_of(l, work, l->rank), range.offset, &bytes);
+            ends.from[n++] = ends.to[0];
+            for (int r = 0; r < l->size; r++) {
+                if (r != l->rank) {
+                    ends.from[n++] = stage_at(l, work, r, l->rank, block) + done;
+                }
+            }
+        } else {
+            char *at[NB_SHM_RANKS_MAX];
+            bytes = lines_at(l, work, range.offset, at);
+            ends.to[0] = at[0];
+            memcpy(ends.from, at, (size_t)l->size * sizeof at[0]);
+        }
+        bytes = least_of(bytes, range.bytes);
+        step(l, work, &ends, bytes);
+        work->local.bytes_in += (uint64_t)(l->size - 1) * bytes;
+        done += bytes;
+        range.offset += bytes;
+        range.bytes -= bytes;
+    }
+}
+
+void nb_share_spread(struct local *l, struct nb_work *work, uint64_t block) {
+    struct nb_range range = block_of(l, work, l->rank, block);
+    if (work->local.staged) {
+        line_copy(line_of(l, work, l->rank), range, stage_at(l, work, l->rank, l->rank, block), false);
+        work->local.bytes_out += range.bytes;
+        return;
+    }
+    while (range.bytes > 0) {
+        char *at[NB_SHM_RANKS_MAX];
+        size_t bytes = least_of(lines_at(l, work, range.offset, at), range.bytes);
+        for (int i = 1; i < l->size; i++) {
+            memcpy(at[i], at[0], bytes);
+        }
+        work->local.bytes_out += (uint64_t)(l->size - 1) * bytes;
+        range.offset += bytes;
+        range.bytes -= bytes;
     }
 }

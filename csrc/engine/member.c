@@ -12,6 +12,7 @@
 #include "coll/choose.h"
 #include "engine/engine.h"
 #include "engine/internal.h"
+#include "engine/local.h"
 #include "trace/event.h"
 #include "trace/ring.h"
 
@@ -144,7 +145,8 @@ void nb_member_go(struct nb_job *job, const struct wire_go *go) {
     struct nb_error why = {0};
     work->times.agreed_ns = nb_now_ns();
     nb_ring_put_at(job->config.ring, work->times.agreed_ns, NB_EV_OP_AGREED, go->key, work->round, 0, 0, 0, 0);
-    if (!nb_run_possible(work->desc.kind, go->algorithm)) {
+    bool two_level = go->algorithm == NB_ALGORITHM_TWO_LEVEL;
+    if (!nb_run_possible(work->desc.kind, go->algorithm) || (two_level && !nb_local_two_level(job, work->desc.bytes))) {
         nb_job_wire_fail(job, 0, "a way to travel that the operation has not");
         return;
     }

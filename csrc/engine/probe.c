@@ -13,6 +13,7 @@
 #include "coll/choose.h"
 #include "engine/engine.h"
 #include "engine/internal.h"
+#include "engine/local.h"
 #include "trace/event.h"
 #include "trace/ring.h"
 #include "transport/lanes.h"
@@ -66,7 +67,7 @@ void nb_probe_close(struct nb_job *job) {
 
 bool nb_probe_wanted(const struct nb_job *job, uint64_t bytes) {
     return job->config.streams == NB_STREAMS_AUTO && !job->probe->done && bytes >= PROBE_FROM_BYTES &&
-           job->local == NULL;
+           !nb_local_everywhere(job);
 }
 
 bool nb_probe_busy(const struct nb_job *job) {

@@ -17,6 +17,7 @@
 #include "engine/internal.h"
 #include "engine/line.h"
 #include "engine/local.h"
+#include "engine/twolevel.h"
 #include "trace/event.h"
 #include "trace/ring.h"
 #include "transport/lanes.h"
@@ -92,6 +93,10 @@ void nb_run_flow_over(struct nb_work *work) {
     if (--work->flows_left > 0) {
         return;
     }
+    if (work->local.piece != NULL) {
+        nb_two_level_landed(work);
+        return;
+    }
     if (work->quiet) {
         nb_probe_finished(job, work);
         return;
@@ -139,8 +144,7 @@ void nb_run_flow(struct nb_work *work, struct nb_flow *flow, const struct nb_flo
     nb_list_init(&flow->link);
 }
 
-// A ring or chain in blocks that follow each other.
-static void pipeline_start(struct nb_work *work, int64_t now) {
+bool nb_run_pipeline(struct nb_work *work, int64_t now) {
     struct nb_job *job = work->comm->job;
     const struct nb_sched *sched = &work->sched;
     nb_run_flow(work, &work->in, &flow_ops, 0);
@@ -155,16 +159,13 @@ static void pipeline_start(struct nb_work *work, int64_t now) {
     bool in = work->in.left > 0;
     bool out = work->out.left > 0;
     work->flows_left = in + out;
-    if (!in && !out) {
-        nb_run_alone(work);
-        return;
-    }
     if (out) { // first: what lands may make blocks of it ready, and may even finish it
         nb_lanes_add(job->lanes, &work->out, now);
     }
     if (in) {
         nb_lanes_add(job->lanes, &work->in, now);
     }
+    return in || out;
 }
 
 static int pipeline_make(struct nb_work *work, enum nb_sched_kind kind, struct nb_error *err) {
@@ -197,7 +198,7 @@ enum nb_algorithm nb_run_only(int kind) {
 bool nb_run_possible(int kind, uint32_t algorithm) {
     if (kind == NB_OP_ALLREDUCE) {
         return algorithm == NB_ALGORITHM_RING || algorithm == NB_ALGORITHM_DOUBLING ||
-               algorithm == NB_ALGORITHM_HALVING;
+               algorithm == NB_ALGORITHM_HALVING || algorithm == NB_ALGORITHM_TWO_LEVEL;
     }
     return algorithm == nb_run_only(kind);
 }
@@ -233,6 +234,7 @@ int nb_run_prepare(struct nb_work *work, enum nb_algorithm algorithm, struct nb_
         return pipeline_make(work, NB_SCHED_RING_REDUCESCATTER, err);
     case NB_ALGORITHM_CHAIN:
         return pipeline_make(work, NB_SCHED_CHAIN_BROADCAST, err);
+    case NB_ALGORITHM_TWO_LEVEL: // its rings have what they need: twolevel.c
     case NB_ALGORITHM_NONE:
         break;
     }
@@ -298,8 +300,8 @@ void nb_run_start(struct nb_work *work, uint64_t seq) {
     work->running = true;
     if (work->stepper != NULL) {
         nb_stepper_start(work, now);
-    } else {
-        pipeline_start(work, now);
+    } else if (!nb_run_pipeline(work, now)) {
+        nb_run_alone(work);
     }
 }
 

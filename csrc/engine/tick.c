@@ -28,7 +28,7 @@ static bool is_open(const struct nb_flow *flow, int peer) {
 static bool needs(struct nb_work *work, int peer, int64_t *moved_ns) {
     bool found = false;
     if (work->local.taken) { // in shared memory: nb_local_tick() says who is late
-        found = work->in.left > 0 && work->in.peer == peer;
+        found = work->in.left > 0 && (work->in.peer == peer || work->out.peer == peer);
         *moved_ns = found ? later(*moved_ns, work->in.moved_ns) : *moved_ns;
         return found;
     }

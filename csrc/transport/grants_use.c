@@ -151,7 +151,7 @@ static void grants_known(struct nb_lanes *lanes, int peer_rank, const struct wir
             continue;
         }
         struct nb_flow *flow = nb_lanes_find(lanes, peer_rank, NB_FLOW_OUT, wire->op);
-        if (flow == NULL && wire->op <= lanes->peers[peer_rank].out_floor) {
+        if (flow == NULL && wire->op <= lanes->peers[peer_rank].out_floor[nb_series(wire->op)]) {
             continue; // told again after a lane was lost, of an operation that is over here
         }
         grants_put(lanes, flow != NULL ? (struct grant **)&flow->grant : &rma->orphans, wire);

@@ -276,7 +276,7 @@ static int up_place(void *ctx, struct nb_lane *lane, int peer_rank, const struct
     struct path *path = path_of(lanes, peer_rank, lane->index);
     struct nb_flow *flow = nb_lanes_find(lanes, peer_rank, NB_FLOW_IN, frame->op);
     if (flow == NULL) {
-        if (frame->op <= lanes->peers[peer_rank].in_floor) {
+        if (frame->op <= lanes->peers[peer_rank].in_floor[nb_series(frame->op)]) {
             return -EALREADY;
         }
         path->held = true;
@@ -404,6 +404,15 @@ void nb_lanes_put(struct nb_lanes *lanes, struct nb_flow *flow) {
     out_insert(&lanes->peers[flow->peer].out, flow);
 }
 
+// In flows stand by their numbers.
+static void in_insert(struct nb_list *head, struct nb_flow *flow) {
+    struct nb_list *at = head;
+    while (at->prev != head && NB_CONTAINER(at->prev, struct nb_flow, link)->op > flow->op) {
+        at = at->prev;
+    }
+    nb_list_insert(at, &flow->link);
+}
+
 void nb_lanes_add(struct nb_lanes *lanes, struct nb_flow *flow, int64_t now_ns) {
     struct peer *peer = &lanes->peers[flow->peer];
     int peer_rank = flow->peer;
@@ -416,15 +425,15 @@ void nb_lanes_add(struct nb_lanes *lanes, struct nb_flow *flow, int64_t now_ns) 
     memset(flow->lane_bytes, 0, sizeof flow->lane_bytes[0] * (size_t)lanes->config.lanes);
     if (flow->dir == NB_FLOW_OUT) {
         flow->available = nb_bits_count(flow->map, flow->blocks);
-        peer->out_floor = flow->op > peer->out_floor ? flow->op : peer->out_floor;
+        nb_floor_raise(peer->out_floor, flow->op);
         nb_sent_begin(lanes, flow);
         out_insert(&peer->out, flow);
         nb_grants_out_added(lanes, flow);
         nb_lanes_push(lanes, flow->peer, now_ns);
         return;
     }
-    nb_list_insert(&peer->in, &flow->link);
-    peer->in_floor = flow->op > peer->in_floor ? flow->op : peer->in_floor;
+    in_insert(&peer->in, flow);
+    nb_floor_raise(peer->in_floor, flow->op);
     if (lanes->config.ops->kind == NB_LANE_RMA) {
         nb_grants_in_added(lanes, flow);
         return;

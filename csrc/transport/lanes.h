@@ -21,6 +21,10 @@
 
 enum { NB_COPY_MAX = 16 * 1024 };
 
+// Operations are numbered in two series, this the first number of the second one. Within a series flows to and from a peer
+// are added in the order of their numbers; between the two there is no order.
+static const uint64_t NB_OP_SECOND = (uint64_t)1 << 63;
+
 struct nb_lanes;
 struct nb_flow;
 struct nb_run;

@@ -96,15 +96,26 @@ struct nb_copy {
 
 _Static_assert(NB_COPY_MAX <= UINT16_MAX, "start[] holds it");
 
+enum { NB_SERIES = 2 };
+
+static inline int nb_series(uint64_t op) {
+    return op >= NB_OP_SECOND;
+}
+
+static inline void nb_floor_raise(uint64_t floors[NB_SERIES], uint64_t op) {
+    uint64_t *at = &floors[nb_series(op)];
+    *at = op > *at ? op : *at;
+}
+
 enum nb_report { NB_REPORT_NONE, NB_REPORT_DUE, NB_REPORT_BEGUN };
 
 struct peer {
     struct nb_list out;
     struct nb_list in;
-    struct nb_list kept; // copies that wait for the peer's word alone
-    uint64_t in_floor;   // the highest operation expected so far: an older one that is not in the list is over
-    uint64_t out_floor;  // the highest operation owed so far
-    struct path *paths;  // by lane; NULL: not opened
+    struct nb_list kept;          // copies that wait for the peer's word alone
+    uint64_t in_floor[NB_SERIES]; // the highest operation expected so far: an older one that is not in the list is over
+    uint64_t out_floor[NB_SERIES]; // the highest operation owed so far
+    struct path *paths;            // by lane; NULL: not opened
     int next_lane;
     int reach;            // lanes before this one take new segments, where they are open
     struct rma_peer *rma; // NULL on STREAM lanes
@@ -120,7 +131,8 @@ struct peer {
     uint64_t lost_there; // by the report that is being heard
     bool hearing;        // its end has not come
     enum nb_report report;
-    uint64_t report_op; // the next to be told of
+    uint64_t report_floor[NB_SERIES]; // of in_floor, when it began
+    uint64_t report_op;               // the next to be told of
     uint32_t report_block;
     int64_t busy_ns; // since when there are flows; 0: there are none
 };

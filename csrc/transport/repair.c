@@ -38,7 +38,7 @@ struct wire_lost {
     uint8_t word;
     uint8_t zero[7];
     uint64_t lanes;
-    uint64_t floor; // the highest operation that is known here: a later one misses everything
+    uint64_t floor[NB_SERIES]; // the highest operation that is known here: a later one misses everything
 };
 
 struct wire_missing {
@@ -187,6 +187,7 @@ static bool report_begin(struct nb_lanes *lanes, int peer_rank) {
         return false;
     }
     peer->report = NB_REPORT_BEGUN;
+    memcpy(peer->report_floor, peer->in_floor, sizeof peer->report_floor);
     peer->report_op = 0;
     peer->report_block = 0;
     return true;
@@ -218,7 +219,8 @@ static void report_send(struct nb_lanes *lanes, int peer_rank) {
         }
         flow = report_flow(peer);
     }
-    const struct wire_lost message = {.word = NB_WORD_LOST_END, .lanes = peer->lost, .floor = peer->in_floor};
+    struct wire_lost message = {.word = NB_WORD_LOST_END, .lanes = peer->lost};
+    memcpy(message.floor, peer->report_floor, sizeof message.floor);
     if (nb_lanes_say(lanes, peer_rank, &message, sizeof message) == 0) {
         peer->report = NB_REPORT_NONE;
     }
@@ -294,7 +296,7 @@ static void missing_heard(struct nb_lanes *lanes, int peer_rank, const struct wi
 // One flow's part of the end of a report. True: it is settled, and gone.
 static bool lost_end_flow(struct nb_lanes *lanes, struct nb_flow *flow, const struct wire_lost *message) {
     uint64_t there = message->lanes & lanes->peers[flow->peer].lost_there;
-    if (flow->op > message->floor) {
+    if (flow->op > message->floor[nb_series(flow->op)]) {
         nb_sent_again(lanes, flow, there, 0, flow->blocks);
         return false;
     }
@@ -472,7 +474,7 @@ void nb_lanes_farewell(struct nb_lanes *lanes) {
 
 void nb_lanes_forgive(struct nb_lanes *lanes, int peer_rank) {
     struct peer *peer = &lanes->peers[peer_rank];
-    const struct wire_lost nothing = {.floor = UINT64_MAX};
+    const struct wire_lost nothing = {.floor = {UINT64_MAX, UINT64_MAX}};
     peer->left = true;
     NB_LIST_EACH(it, &peer->out) {
         NB_CONTAINER(it, struct nb_flow, link)->listed = false;

@@ -20,17 +20,9 @@
 #include "base/handover.h"
 #include "base/list.h"
 #include "base/loop.h"
-#include "base/sha256.h"
-#include "bootstrap/bootstrap.h"
+#include "transport/shm_internal.h"
 
-enum { HELLO_MAGIC = 0x4e425348, GIFT_MAGIC = 0x4e425347, STRANGERS = 8 };
-
-struct hello { // with the area and what wakes its rank
-    uint32_t magic;
-    int32_t rank;
-    uint64_t area_bytes;
-    unsigned char token[NB_TOKEN_BYTES];
-};
+enum { GIFT_MAGIC = 0x4e425347 };
 
 struct gift { // with an arena
     uint32_t magic;
@@ -38,8 +30,7 @@ struct gift { // with an arena
     uint64_t bytes;
 };
 
-// Memory that its owner can no longer take away from under those who have mapped it.
-static bool sealed(int fd, size_t bytes) {
+bool nb_shm_sealed(int fd, size_t bytes) {
     struct stat st;
     int seals = fcntl(fd, F_GET_SEALS);
     return seals >= 0 && (seals & F_SEAL_SHRINK) != 0 && fstat(fd, &st) == 0 && st.st_size >= 0 &&
@@ -66,28 +57,43 @@ static int area_make(struct nb_shm *shm, struct nb_error *err) {
     if (base == MAP_FAILED) {
         return nb_fail(err, -errno, "shared memory of %zu bytes: %m", bytes);
     }
-    shm->peers[shm->rank].area = base;
+    shm->area = base;
     return 0;
 }
 
-int nb_shm_open(struct nb_shm **out, int rank, int size, struct nb_error *err) {
-    struct nb_shm *shm = calloc(1, sizeof *shm + (size_t)size * sizeof shm->peers[0]);
+static struct nb_shm *shm_alloc(int ranks_max) {
+    struct nb_shm *shm = calloc(1, sizeof *shm + (size_t)ranks_max * sizeof shm->peers[0]);
     if (shm == NULL) {
-        return nb_fail(err, -ENOMEM, "shared memory of %d ranks", size);
+        return NULL;
     }
-    shm->rank = rank;
-    shm->size = size;
     shm->area_fd = -1;
     shm->listener = -1;
-    for (int r = 0; r < size; r++) {
+    for (int r = 0; r < ranks_max; r++) {
         shm->peers[r].shm = shm;
         shm->peers[r].rank = r;
         shm->peers[r].watch.fd = -1;
         shm->peers[r].wake_fd = -1;
     }
+    return shm;
+}
+
+void nb_shm_group(struct nb_shm *shm, const int *ranks, int size, int index) {
+    shm->rank = index;
+    shm->size = size;
+    for (int r = 0; r < size; r++) {
+        shm->peers[r].job_rank = ranks[r];
+    }
+    shm->peers[index].area = shm->area;
+}
+
+int nb_shm_open(struct nb_shm **out, int ranks_max, struct nb_error *err) {
+    struct nb_shm *shm = shm_alloc(ranks_max);
+    if (shm == NULL) {
+        return nb_fail(err, -ENOMEM, "shared memory of %d ranks", ranks_max);
+    }
     int rc = area_make(shm, err);
     if (rc == 0) {
-        rc = nb_handover_listen(shm->name, size + STRANGERS, err);
+        rc = nb_handover_listen(shm->name, ranks_max + NB_SHM_STRANGERS, err);
         shm->listener = rc < 0 ? -1 : rc;
     }
     if (rc < 0) {
@@ -98,11 +104,18 @@ int nb_shm_open(struct nb_shm **out, int rank, int size, struct nb_error *err) {
     return 0;
 }
 
-static void fd_close(int *fd) {
-    if (*fd >= 0) {
-        close(*fd);
+int nb_shm_alone(struct nb_shm **out, int rank, struct nb_error *err) {
+    struct nb_shm *shm = shm_alloc(1);
+    size_t bytes = sizeof(struct nb_shm_area);
+    void *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (shm == NULL || base == MAP_FAILED) {
+        free(shm);
+        return nb_fail(err, -ENOMEM, "%zu bytes for a rank that is alone on its host", bytes);
     }
-    *fd = -1;
+    shm->area = base;
+    nb_shm_group(shm, &rank, 1, 0);
+    *out = shm;
+    return 0;
 }
 
 static void peer_close(struct nb_shm_peer *peer) {
@@ -110,14 +123,14 @@ static void peer_close(struct nb_shm_peer *peer) {
     if (peer->watch.fd >= 0 && shm->loop != NULL) {
         nb_loop_remove(shm->loop, &peer->watch);
     }
-    fd_close(&peer->watch.fd);
-    fd_close(&peer->wake_fd);
+    nb_shm_fd_close(&peer->watch.fd);
+    nb_shm_fd_close(&peer->wake_fd);
     for (uint32_t i = 0; peer->rank != shm->rank && i < peer->arena_count; i++) {
         if (peer->arenas[i] != NULL) {
             (void)munmap(peer->arenas[i], peer->arena_bytes[i]);
         }
     }
-    if (peer->area != NULL) {
+    if (peer->area != NULL && peer->area != shm->area) {
         (void)munmap(peer->area, sizeof *peer->area);
     }
 }
@@ -129,195 +142,12 @@ void nb_shm_close(struct nb_shm *shm) {
     for (int r = 0; r < shm->size; r++) {
         peer_close(&shm->peers[r]);
     }
-    fd_close(&shm->listener);
-    fd_close(&shm->area_fd);
+    if (shm->area != NULL) {
+        (void)munmap(shm->area, sizeof *shm->area);
+    }
+    nb_shm_fd_close(&shm->listener);
+    nb_shm_fd_close(&shm->area_fd);
     free(shm);
-}
-
-// --- meeting
-
-struct meeting {
-    struct nb_shm *shm;
-    const struct nb_boot *boot;
-    int wake_fd;
-    int missing;
-    int stranger_count; // connections that have not said who they are
-    int strangers[NB_SHM_RANKS_MAX + STRANGERS];
-};
-
-static int hello_say(const struct meeting *m, int fd, int to, struct nb_error *err) {
-    const struct nb_shm *shm = m->shm;
-    struct hello hello = {.magic = HELLO_MAGIC, .rank = shm->rank, .area_bytes = sizeof(struct nb_shm_area)};
-    int fds[2] = {shm->area_fd, m->wake_fd};
-    nb_boot_token(m->boot, "shared memory", shm->rank, to, hello.token);
-    int rc = nb_handover_send(fd, &hello, sizeof hello, fds, 2);
-    return rc == 0 ? 0 : nb_fail_peer(err, rc, to, "passing memory to rank %d: %s", to, nb_code_name(rc));
-}
-
-// Takes a peer's area over. The descriptors are closed, or the peer's.
-static int hello_accept(struct nb_shm_peer *peer, const struct hello *hello, int fds[2], struct nb_error *err) {
-    size_t bytes = sizeof(struct nb_shm_area);
-    int flags = fcntl(fds[1], F_GETFL);
-    if (hello->area_bytes != bytes || !sealed(fds[0], bytes) || flags < 0 || (flags & O_NONBLOCK) == 0) {
-        return nb_fail_peer(err, NB_EWIRE, peer->rank, "rank %d passed memory that is not what it should be",
-                            peer->rank);
-    }
-    void *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fds[0], 0);
-    if (base == MAP_FAILED) {
-        return nb_fail_peer(err, -errno, peer->rank, "mapping the memory of rank %d: %m", peer->rank);
-    }
-    peer->area = base;
-    peer->wake_fd = fds[1];
-    fds[1] = -1;
-    return 0;
-}
-
-// Reads who is at a connection. `expected`: the rank that it was made to, or -1: it came by itself, from any rank above
-// this one. Returns the rank, -EAGAIN, -EPERM for somebody who does not belong here, or a failure with its text.
-static int hello_hear(const struct meeting *m, int fd, int expected, struct nb_error *err) {
-    struct nb_shm *shm = m->shm;
-    struct hello hello;
-    unsigned char token[NB_TOKEN_BYTES];
-    int fds[2];
-    int rc = nb_handover_receive(fd, &hello, sizeof hello, fds, 2);
-    if (rc < 0) {
-        return rc == -EAGAIN || expected < 0 ? (rc == -EAGAIN ? rc : -EPERM)
-                                             : nb_fail_peer(err, rc, expected, "rank %d did not pass its memory (%s)",
-                                                            expected, nb_code_name(rc));
-    }
-    bool known = hello.magic == HELLO_MAGIC && hello.rank >= 0 && hello.rank < shm->size &&
-                 (expected >= 0 ? hello.rank == expected : hello.rank > shm->rank) &&
-                 shm->peers[hello.rank].area == NULL;
-    if (known) {
-        nb_boot_token(m->boot, "shared memory", hello.rank, shm->rank, token);
-        known = nb_bytes_equal(token, hello.token, sizeof token);
-    }
-    rc = known ? hello_accept(&shm->peers[hello.rank], &hello, fds, err) : -EPERM;
-    fd_close(&fds[0]);
-    fd_close(&fds[1]);
-    if (rc == -EPERM && expected >= 0) {
-        return nb_fail_peer(err, rc, expected, "the socket of rank %d is somebody else's", expected);
-    }
-    return rc < 0 ? rc : hello.rank;
-}
-
-static int strangers_accept(struct meeting *m, struct nb_error *err) {
-    const int room = (int)(sizeof m->strangers / sizeof m->strangers[0]);
-    for (;;) {
-        int fd = nb_handover_accept(m->shm->listener);
-        if (fd == -EAGAIN) {
-            return 0;
-        }
-        if (fd == -EPERM || fd == -ECONNABORTED) {
-            continue;
-        }
-        if (fd < 0) {
-            return nb_fail(err, fd, "accepting ranks of this host: %s", nb_code_name(fd));
-        }
-        if (m->stranger_count == room) {
-            close(fd);
-            continue;
-        }
-        m->strangers[m->stranger_count++] = fd;
-    }
-}
-
-static int strangers_hear(struct meeting *m, struct nb_error *err) {
-    for (int i = 0; i < m->stranger_count;) {
-        int fd = m->strangers[i];
-        int rank = hello_hear(m, fd, -1, err);
-        if (rank == -EAGAIN) {
-            i++;
-            continue;
-        }
-        m->strangers[i] = m->strangers[--m->stranger_count];
-        if (rank < 0) {
-            close(fd);
-            if (rank != -EPERM) {
-                return rank;
-            }
-            continue;
-        }
-        m->shm->peers[rank].watch.fd = fd;
-        m->missing--;
-        int rc = hello_say(m, fd, rank, err);
-        if (rc < 0) {
-            return rc;
-        }
-    }
-    return 0;
-}
-
-// What the ranks that this one went to have answered.
-static int answers_hear(struct meeting *m, struct nb_error *err) {
-    struct nb_shm *shm = m->shm;
-    for (int r = 0; r < shm->rank; r++) {
-        if (shm->peers[r].area != NULL) {
-            continue;
-        }
-        int rc = hello_hear(m, shm->peers[r].watch.fd, r, err);
-        if (rc < 0 && rc != -EAGAIN) {
-            return rc;
-        }
-        m->missing -= rc >= 0;
-    }
-    return 0;
-}
-
-static void meeting_wait(const struct meeting *m, int64_t deadline_ns) {
-    struct pollfd polls[2 * NB_SHM_RANKS_MAX + STRANGERS + 1];
-    const struct nb_shm *shm = m->shm;
-    nfds_t n = 0;
-    polls[n++] = (struct pollfd){.fd = shm->listener, .events = POLLIN};
-    for (int i = 0; i < m->stranger_count; i++) {
-        polls[n++] = (struct pollfd){.fd = m->strangers[i], .events = POLLIN};
-    }
-    for (int r = 0; r < shm->rank; r++) {
-        if (shm->peers[r].area == NULL) {
-            polls[n++] = (struct pollfd){.fd = shm->peers[r].watch.fd, .events = POLLIN};
-        }
-    }
-    int64_t left_ms = (deadline_ns - nb_now_ns()) / 1000000;
-    (void)poll(polls, n, left_ms > 0 ? (int)left_ms + 1 : 0);
-}
-
-static int meet_all(struct meeting *m, int64_t deadline_ns, struct nb_error *err) {
-    struct nb_shm *shm = m->shm;
-    for (;;) {
-        int rc = strangers_accept(m, err);
-        rc = rc < 0 ? rc : strangers_hear(m, err);
-        rc = rc < 0 ? rc : answers_hear(m, err);
-        if (rc < 0 || m->missing == 0) {
-            return rc;
-        }
-        if (nb_now_ns() >= deadline_ns) {
-            int r = 0;
-            while (r == shm->rank || shm->peers[r].area != NULL) {
-                r++;
-            }
-            return nb_fail_peer(err, NB_ETIMEOUT, r, "rank %d did not pass its memory in time", r);
-        }
-        meeting_wait(m, deadline_ns);
-    }
-}
-
-int nb_shm_meet(struct nb_shm *shm, const char (*names)[NB_HANDOVER_NAME], const struct nb_boot *boot, int wake_fd,
-                int64_t deadline_ns, struct nb_error *err) {
-    struct meeting m = {.shm = shm, .boot = boot, .wake_fd = wake_fd, .missing = shm->size - 1};
-    int rc = 0;
-    for (int r = 0; r < shm->rank && rc == 0; r++) {
-        int fd = nb_handover_connect(names[r], err);
-        shm->peers[r].watch.fd = fd < 0 ? -1 : fd;
-        rc = fd < 0 ? fd : hello_say(&m, fd, r, err);
-    }
-    if (rc == 0) {
-        rc = meet_all(&m, deadline_ns, err);
-    }
-    for (int i = 0; i < m.stranger_count; i++) {
-        close(m.strangers[i]);
-    }
-    fd_close(&shm->listener);
-    return rc;
 }
 
 // --- arenas
@@ -326,7 +156,7 @@ static void arena_take(struct nb_shm_peer *peer, const struct gift *gift, int fd
     struct nb_shm *shm = peer->shm;
     size_t bytes = gift->bytes;
     if (gift->magic != GIFT_MAGIC || gift->arena >= NB_SHM_ARENAS || peer->arenas[gift->arena] != NULL || bytes == 0 ||
-        bytes > (size_t)PTRDIFF_MAX || !sealed(fd, bytes)) {
+        bytes > (size_t)PTRDIFF_MAX || !nb_shm_sealed(fd, bytes)) {
         return;
     }
     void *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -350,7 +180,7 @@ static void peer_ready(struct nb_watch *watch, uint32_t events) {
         close(fd);
     } else if (rc != -EAGAIN) { // it has left; its control connection tells whether in good order
         nb_loop_remove(peer->shm->loop, watch);
-        fd_close(&watch->fd);
+        nb_shm_fd_close(&watch->fd);
     }
 }
 
@@ -392,7 +222,8 @@ int nb_shm_offer(struct nb_shm *shm, void *base, size_t bytes, int fd, struct nb
             int sent = nb_handover_send(shm->peers[r].watch.fd, &gift, sizeof gift, &fd, 1);
             rc = rc < 0 || sent == 0 || sent == -EPIPE
                      ? rc
-                     : nb_fail_peer(err, sent, r, "passing memory to rank %d: %s", r, nb_code_name(sent));
+                     : nb_fail_peer(err, sent, shm->peers[r].job_rank, "passing memory to rank %d: %s",
+                                    shm->peers[r].job_rank, nb_code_name(sent));
         }
     }
     return rc;

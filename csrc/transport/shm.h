@@ -2,6 +2,8 @@
 // read, descriptions of its operations, and a bounded staging place. Arenas of the core are mapped by all ranks; memory
 // of other origin goes through staging. Nothing is assumed: a rank that cannot make, pass or map memory says so.
 //
+// The ranks that share are a group: in all that follows a rank is its number in the group, unless it is called job_rank.
+//
 // Counters only grow, so a rank that looks late misses nothing. A rank that sleeps says so in its area first; whoever
 // moves a counter wakes it by its loop's eventfd. No lock, no allocation, no system call where nobody sleeps.
 #ifndef NB_SHM_H
@@ -51,6 +53,8 @@ struct nb_shm_area {
     _Atomic uint64_t filled;
     _Atomic uint64_t reduced;
     _Atomic uint64_t emptied;
+    _Atomic uint64_t
+        folded; // two levels: read what others had filled in; it is `reduced` when the sum of all hosts is there
     alignas(NB_SHM_LINE) _Atomic uint64_t pulse;                    // grows while it moves bytes
     _Atomic uint32_t busy;                                          // it may be writing to others' memory
     alignas(NB_SHM_LINE) _Atomic uint32_t revoked;                  // nobody may write to its memory any more
@@ -66,6 +70,7 @@ struct nb_shm_peer { // [this rank]: its own area, and its own arenas where they
     struct nb_watch watch;
     struct nb_shm *shm;
     int rank;
+    int job_rank;
     int wake_fd;
     struct nb_shm_area *area;
     uint32_t arena_count;
@@ -75,21 +80,27 @@ struct nb_shm_peer { // [this rank]: its own area, and its own arenas where they
 
 struct nb_shm {
     int rank;
-    int size;
+    int size; // 0: the group is not known yet
     int area_fd;
     int listener;
     char name[NB_HANDOVER_NAME];
+    struct nb_shm_area *area;             // this rank's
     struct nb_loop *loop;                 // NULL: its peers are not watched yet
     uint64_t arena_inodes[NB_SHM_ARENAS]; // of this rank's
     struct nb_shm_peer peers[];           // by rank
 };
 
-// Makes this rank's area and the socket that others come to.
-int nb_shm_open(struct nb_shm **shm, int rank, int size, struct nb_error *err);
+// Makes this rank's area and the socket that up to ranks_max others come to.
+int nb_shm_open(struct nb_shm **shm, int ranks_max, struct nb_error *err);
+// The same of a rank that has no others: it meets nobody, and needs no memory that can be passed on.
+int nb_shm_alone(struct nb_shm **shm, int job_rank, struct nb_error *err);
 void nb_shm_close(struct nb_shm *shm);
 
-// Meets all others, given the names of their sockets by rank, and maps their areas. Blocks until deadline_ns at most.
-// wake_fd: what wakes this rank.
+// Who shares: job_ranks by rank, as many as the others that may come at most; this one is at `index`.
+void nb_shm_group(struct nb_shm *shm, const int *job_ranks, int size, int index);
+
+// Meets the others of the group, given the names of their sockets by rank, and maps their areas. Blocks until deadline_ns
+// at most. wake_fd: what wakes this rank.
 int nb_shm_meet(struct nb_shm *shm, const char (*names)[NB_HANDOVER_NAME], const struct nb_boot *boot, int wake_fd,
                 int64_t deadline_ns, struct nb_error *err);
 

@@ -26,7 +26,7 @@ ALGORITHMS = (
     "pairwise all-to-all",
 )
 # csrc/engine/local.h: what takes the place of a schedule where ranks share memory.
-IN_MEMORY = {32: "shared memory", 33: "staged shared memory"}
+IN_MEMORY = {32: "shared memory", 33: "staged shared memory", 34: "two_level"}
 
 
 class Event(NamedTuple):

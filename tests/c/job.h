@@ -33,7 +33,8 @@ struct test_rank {
     size_t segment_bytes; // 0: the default
     enum nb_algorithm algorithm;
     enum nb_shm_mode shm;
-    const char *host; // what ranks of one host call it; NULL: it has no name
+    const char *host;  // what ranks of one host call it; NULL: it has no name
+    const char *hosts; // a letter for the host of each rank; NULL: all are on `host`
     const struct test_odd *odd;
     int odd_count; // 0: one, where odd is given
     const int *cpus;
@@ -74,6 +75,7 @@ static void *test_rank_main(void *arg) {
                                     .cpus = me->cpus,
                                     .cpu_count = me->cpu_count};
         memcpy(job.host, me->host != NULL ? me->host : "", me->host != NULL ? strnlen(me->host, NB_HOST_BYTES) : 0);
+        job.host[0] = me->hosts != NULL ? (unsigned char)me->hosts[me->rank] : job.host[0];
         me->rc = nb_job_open(&me->job, &job, &me->err);
     }
     if (me->rc == 0) {

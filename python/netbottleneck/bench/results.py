@@ -97,9 +97,10 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     lanes = str(row["streams"])
     if lanes == "auto" and row.get("streams_used"):
         lanes = f"auto ({row['streams_used']})"
+    shm = str(row.get("shm"))
     return (
-        str(row["transport"]) + ("+shm" if row.get("shm") == "on" else ""),
-        lanes if row.get("shm") != "on" else "-",
+        str(row["transport"]) + ("+shm" if shm.startswith("on") else ""),
+        lanes if shm != "on" else "-",
         str(row["bytes"]),
         str(row["count"]),
         str(row["dtype"]),

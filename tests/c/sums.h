@@ -1,0 +1,218 @@
+// Sums and gatherings that can be checked exactly: given numbers in memory of some layout, one operation, what must come
+// out of it on each rank.
+#ifndef NB_TESTS_SUMS_H
+#define NB_TESTS_SUMS_H
+
+#include <stdint.h>
+
+#include "base/arena.h"
+#include "base/dtype.h"
+#include "job.h"
+
+enum { ARENA_BYTES = 16 << 20, KINDS_COUNT = 9001 };
+
+static inline struct nb_job_info info_of(struct test_rank *me) {
+    struct nb_job_info info;
+    nb_job_info(me->job, &info);
+    return info;
+}
+
+// An arena that all have mapped when this returns: whoever takes part in the second barrier has handled what came before
+// the first. It stays until the process ends.
+static inline char *arena_share(struct test_rank *me) {
+    struct nb_error err = {0};
+    struct nb_arena arena;
+    CHECK(nb_arena_open(&arena, ARENA_BYTES, &err) == 0, "an arena: %s", err.text);
+    CHECK(nb_job_map_arena(me->job, &arena, &err) == 0, "map: %s", err.text);
+    test_barrier(me, "mapped");
+    test_barrier(me, "known");
+    return arena.base;
+}
+
+static inline uint8_t given(int rank, size_t i) {
+    return (uint8_t)((i * 3 + (size_t)rank * 5) % 13);
+}
+
+// A value as an element of any type, and back.
+static inline void element_put(char *at, int dtype, double value) {
+    float f32 = (float)value;
+    int64_t whole = (int64_t)value;
+    uint32_t bits;
+    memcpy(&bits, &f32, sizeof bits);
+    uint16_t bf16 = (uint16_t)(bits >> 16);
+    switch (dtype) {
+    case NB_F32:
+        memcpy(at, &f32, sizeof f32);
+        break;
+    case NB_F64:
+        memcpy(at, &value, sizeof value);
+        break;
+    case NB_BF16:
+        memcpy(at, &bf16, sizeof bf16);
+        break;
+    default:
+        memcpy(at, &whole, nb_dtype_size(dtype)); // little-endian
+    }
+}
+
+static inline double element_get(const char *at, int dtype) {
+    float f32;
+    double f64;
+    uint32_t bits = 0;
+    int64_t whole = 0;
+    switch (dtype) {
+    case NB_F32:
+        memcpy(&f32, at, sizeof f32);
+        return (double)f32;
+    case NB_F64:
+        memcpy(&f64, at, sizeof f64);
+        return f64;
+    case NB_BF16:
+        memcpy((char *)&bits + 2, at, 2);
+        memcpy(&f32, &bits, sizeof f32);
+        return (double)f32;
+    default:
+        memcpy(&whole, at, nb_dtype_size(dtype));
+        return (double)whole;
+    }
+}
+
+static inline double fold(int redop, int size, size_t i) {
+    double all = given(0, i);
+    for (int r = 1; r < size; r++) {
+        double next = given(r, i);
+        all = redop == NB_SUM ? all + next : redop == NB_PRODUCT ? all * next : all;
+        all = (redop == NB_MIN && next < all) || (redop == NB_MAX && next > all) ? next : all;
+    }
+    return all;
+}
+
+struct layout {
+    int pieces;
+    size_t gap; // bytes between two pieces
+};
+
+// Memory for `bytes` in pieces of whole elements, from `base` on.
+static inline int lay_out(char *base, size_t bytes, size_t element, struct layout layout, struct nb_segment *segments) {
+    size_t each = bytes / element / (size_t)layout.pieces * element;
+    size_t done = 0;
+    for (int i = 0; i < layout.pieces; i++) {
+        size_t take = i == layout.pieces - 1 ? bytes - done : each;
+        segments[i] = (struct nb_segment){.base = base + done + (size_t)i * layout.gap, .bytes = take};
+        done += take;
+    }
+    return layout.pieces;
+}
+
+static inline char *line_at(const struct nb_segment *segments, size_t offset) {
+    while (offset >= segments->bytes) {
+        offset -= segments->bytes;
+        segments++;
+    }
+    return (char *)segments->base + offset;
+}
+
+// What element i of a rank's line is after the operation, or -1: of no matter.
+static inline double wanted(const struct test_rank *me, const struct nb_op *op, size_t i, size_t count) {
+    size_t each = count / (size_t)me->size;
+    int part = each > 0 ? (int)(i / each) : 0;
+    switch (op->kind) {
+    case NB_OP_ALLREDUCE:
+        return fold(op->redop, me->size, i);
+    case NB_OP_REDUCESCATTER:
+        return part == me->rank ? fold(op->redop, me->size, i) : -1;
+    case NB_OP_ALLGATHER:
+        return given(part, i);
+    default:
+        return given(op->root, i);
+    }
+}
+
+static inline void one(struct test_rank *me, struct nb_op op, char *base, size_t count, struct layout layout) {
+    struct nb_segment segments[300];
+    char name[NB_NAME_MAX];
+    size_t element = nb_dtype_size(op.dtype);
+    bool parts = op.kind == NB_OP_ALLGATHER || op.kind == NB_OP_REDUCESCATTER;
+    count = parts ? count / (size_t)me->size * (size_t)me->size : count;
+    if (count == 0) {
+        return;
+    }
+    snprintf(name, sizeof name, "%s %d %s %s %zu", op.name, (int)op.kind, nb_dtype_name(op.dtype),
+             nb_redop_name(op.redop), count);
+    op.name = name;
+    op.segments = segments;
+    op.segment_count = lay_out(base, count * element, element, layout, segments);
+    for (size_t i = 0; i < count; i++) {
+        element_put(line_at(segments, i * element), op.dtype, given(me->rank, i));
+    }
+    test_done(me, test_submit(me, op));
+    for (size_t i = 0; i < count; i++) {
+        double want = wanted(me, &op, i, count);
+        double got = element_get(line_at(segments, i * element), op.dtype);
+        CHECK(want < 0 || got == want, "rank %d of %d, %s: [%zu] is %g, not %g", me->rank, me->size, name, i, got,
+              want);
+    }
+}
+
+static const struct layout whole = {.pieces = 1};
+
+static inline void kinds_in(struct test_rank *me, char *base, const char *where) {
+    static const int dtypes[] = {NB_U8, NB_I8, NB_I32, NB_I64, NB_BF16, NB_F32, NB_F64};
+    for (size_t d = 0; d < sizeof dtypes / sizeof dtypes[0]; d++) {
+        struct nb_op op = {.name = where, .dtype = dtypes[d]};
+        bool narrow = dtypes[d] == NB_U8 || dtypes[d] == NB_I8 || dtypes[d] == NB_BF16;
+        for (op.redop = 0; op.redop < NB_REDOPS; op.redop++) {
+            if (op.redop == NB_PRODUCT && (narrow || me->size > 4)) {
+                continue; // does not fit
+            }
+            op.kind = NB_OP_ALLREDUCE;
+            one(me, op, base, KINDS_COUNT, whole);
+            op.kind = NB_OP_REDUCESCATTER;
+            one(me, op, base, KINDS_COUNT, whole);
+        }
+        op.redop = NB_SUM;
+        op.kind = NB_OP_ALLGATHER;
+        one(me, op, base, KINDS_COUNT, whole);
+        op.kind = NB_OP_BROADCAST;
+        op.root = me->size - 1;
+        one(me, op, base, 301, whole);
+        op.root = 0;
+        one(me, op, base + 1, KINDS_COUNT, whole);
+    }
+}
+
+static inline void sizes_in(struct test_rank *me, char *base, const char *where) {
+    static const size_t counts[] = {1, 2, 5, 63, 1000, 4096, 65537};
+    const struct layout cut[] = {{.pieces = 3, .gap = 7 * (size_t)me->rank}, {.pieces = 100, .gap = 12}};
+    for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
+        struct nb_op op = {.name = where, .kind = NB_OP_ALLREDUCE, .dtype = NB_F32};
+        one(me, op, base + 4 * i, counts[i], whole);
+        one(me, op, base, counts[i], cut[0]);
+        one(me, op, base, counts[i], cut[me->rank % 2]);
+    }
+    // Several turns, several windows of staging.
+    for (int kind = NB_OP_ALLREDUCE; kind <= NB_OP_BROADCAST; kind++) {
+        struct nb_op op = {.name = where, .kind = (enum nb_op_kind)kind, .dtype = NB_F64, .root = me->size - 1};
+        one(me, op, base, 90001 * (size_t)me->size, cut[0]);
+    }
+}
+
+static inline void scales_in(struct test_rank *me, float *data, const char *where) {
+    for (int round = 0; round < 3; round++) {
+        struct nb_segment all = {.base = data, .bytes = KINDS_COUNT * sizeof *data};
+        struct nb_op op = test_op(where, NB_OP_ALLREDUCE, &all);
+        op.prescale = round == 1 ? 0 : 0.5;
+        op.postscale = round == 2 ? 0 : 4;
+        double factor = (round == 1 ? 1 : 0.5) * (round == 2 ? 1 : 4);
+        for (size_t i = 0; i < KINDS_COUNT; i++) {
+            data[i] = given(me->rank, i);
+        }
+        test_done(me, test_submit(me, op));
+        for (size_t i = 0; i < KINDS_COUNT; i++) {
+            double want = factor * fold(NB_SUM, me->size, i);
+            CHECK((double)data[i] == want, "rank %d: [%zu] is %g, not %g", me->rank, i, (double)data[i], want);
+        }
+    }
+}
+
+#endif

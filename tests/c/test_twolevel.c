@@ -1,0 +1,248 @@
+// Several hosts, some with several ranks: sums in two levels are exact whatever the hosts, the types and the memory, the
+// wire carries each byte once a host, and everything else goes on beside them.
+#include <errno.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "base/dtype.h"
+#include "engine/twolevel.h"
+#include "sums.h"
+
+enum { EVEN = 3 << 18, LARGE = 12 << 20, REPEATED = 300001, MIXED = 24, ROUNDS = 3 };
+
+static pthread_mutex_t tell = PTHREAD_MUTEX_INITIALIZER;
+static uint64_t lane_bytes[2][26]; // by host
+
+static const struct layout cut = {.pieces = 100, .gap = 12};
+
+// Large enough that every piece of memory between hosts is used again.
+static void large_in(struct test_rank *me, char *base, const char *where) {
+    struct nb_op op = {.name = where, .kind = NB_OP_ALLREDUCE, .dtype = NB_F64};
+    one(me, op, base, LARGE / sizeof(double) - 5, whole);
+    op.dtype = NB_U8;
+    one(me, op, base, LARGE / 16 - 1, cut);
+}
+
+// Sums in two levels and small ones, gatherings and broadcasts on the network between all, all at once.
+static void mixed(struct test_rank *me, char *base, const char *elsewhere) {
+    static const enum nb_op_kind kinds[] = {NB_OP_ALLREDUCE, NB_OP_ALLREDUCE, NB_OP_BROADCAST, NB_OP_ALLREDUCE};
+    struct nb_work *works[MIXED];
+    struct nb_segment all[MIXED];
+    for (int round = 0; round < ROUNDS; round++) {
+        for (int k = 0; k < MIXED; k++) {
+            int which = (k * 7 + me->rank * 5 + round) % MIXED;
+            size_t bytes = which % 4 == 0 ? 1000 : 40000 + (size_t)which * 7001;
+            char *memory = (which % 3 == 0 ? (char *)(uintptr_t)elsewhere : base) + (size_t)which * 400000;
+            char name[32];
+            snprintf(name, sizeof name, "mixed.%d", which);
+            for (size_t i = 0; i < bytes; i++) {
+                memory[i] = (char)given(me->rank, i + (size_t)which);
+            }
+            all[which] = (struct nb_segment){.base = memory, .bytes = bytes};
+            struct nb_op op = test_op(name, kinds[which % 4], &all[which]);
+            op.dtype = NB_U8;
+            op.priority = which % 5;
+            op.root = which % me->size;
+            works[which] = test_submit(me, op);
+        }
+        for (int which = 0; which < MIXED; which++) {
+            test_done(me, works[which]);
+            for (size_t i = 0; i < all[which].bytes; i++) {
+                size_t at = i + (size_t)which;
+                bool sum = kinds[which % 4] == NB_OP_ALLREDUCE;
+                int want = sum ? (int)fold(NB_SUM, me->size, at) : given(which % me->size, at);
+                int got = ((unsigned char *)all[which].base)[i];
+                CHECK(got == want, "rank %d, mixed %d: [%zu] is %d, not %d", me->rank, which, i, got, want);
+            }
+        }
+    }
+}
+
+static int ranks_of_host(const struct test_rank *me, char host) {
+    int n = 0;
+    for (const char *at = me->hosts; *at != 0; at++) {
+        n += *at == host;
+    }
+    return n;
+}
+
+static void all_of_it(struct test_rank *me) {
+    char *base = arena_share(me);
+    char *elsewhere = malloc(ARENA_BYTES);
+    char text[64];
+    CHECK(elsewhere != NULL, "memory");
+    int here = ranks_of_host(me, me->hosts[me->rank]);
+    snprintf(text, sizeof text, "on: %d rank%s of this host", here, here > 1 ? "s" : "");
+    CHECK(strcmp(info_of(me).shm, text) == 0, "shm is '%s', not '%s'", info_of(me).shm, text);
+    kinds_in(me, base, "arena");
+    scales_in(me, (float *)(void *)base, "arena");
+    CHECK(info_of(me).shm_staged_bytes == 0, "%llu bytes were staged",
+          (unsigned long long)info_of(me).shm_staged_bytes);
+    sizes_in(me, base, "arena"); // what lies in too many pieces for the lanes is joined first, and then it is elsewhere
+    large_in(me, base, "large");
+    kinds_in(me, elsewhere, "elsewhere");
+    sizes_in(me, elsewhere, "elsewhere");
+    scales_in(me, (float *)(void *)elsewhere, "elsewhere");
+    large_in(me, elsewhere, "large elsewhere");
+    CHECK((info_of(me).shm_staged_bytes > 0) == (here > 1), "%d ranks, %llu bytes were staged", here,
+          (unsigned long long)info_of(me).shm_staged_bytes);
+    char *odd =
+        me->hosts[me->rank] == 'a' && me->rank > 0 ? elsewhere : base; // one host goes through staging, others not
+    sizes_in(me, odd, "of one host");
+    large_in(me, odd, "large of one host");
+    mixed(me, base, elsewhere);
+    free(elsewhere);
+}
+
+// What the lanes of a host's ranks move is what the host owes, whatever the number of its ranks. EVEN can be cut evenly by
+// all of the hosts and ranks here.
+static void counts(struct test_rank *me) {
+    static const struct layout layouts[] = {{.pieces = 1}, {.pieces = 7}};
+    static const size_t bytes[] = {EVEN, LARGE / 4};
+    char *base = arena_share(me);
+    for (int i = 0; i < 2; i++) {
+        uint64_t before = info_of(me).bytes_out;
+        struct nb_op op = {.name = "counted", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32};
+        one(me, op, base, bytes[i] / sizeof(float), layouts[i]);
+        pthread_mutex_lock(&tell);
+        lane_bytes[i][me->hosts[me->rank] - 'a'] += info_of(me).bytes_out - before;
+        pthread_mutex_unlock(&tell);
+    }
+}
+
+static void check_counts(const struct test_rank *like) {
+    uint64_t hosts = 0;
+    uint64_t all = 0;
+    for (char h = 'a'; h <= 'z'; h++) {
+        hosts += ranks_of_host(like, h) > 0;
+    }
+    for (char h = 'a'; h <= 'z'; h++) {
+        uint64_t want = ranks_of_host(like, h) > 0 ? 2 * (hosts - 1) * EVEN / hosts : 0;
+        CHECK(lane_bytes[0][h - 'a'] == want, "%s: host %c sent %llu bytes, not %llu", like->hosts, h,
+              (unsigned long long)lane_bytes[0][h - 'a'], (unsigned long long)want);
+        all += lane_bytes[1][h - 'a'];
+    }
+    CHECK(all == 2 * (hosts - 1) * (LARGE / 4), "%s: %llu bytes", like->hosts, (unsigned long long)all);
+    memset(lane_bytes, 0, sizeof lane_bytes);
+}
+
+// Numbers that float32 does not add exactly: each time, in whatever memory, on each rank, the sum has the same bits.
+static void repeats(struct test_rank *me) {
+    static float first[REPEATED];
+    float *memory[2] = {(float *)(void *)arena_share(me), malloc(REPEATED * sizeof(float))};
+    CHECK(memory[1] != NULL, "memory");
+    for (int round = 0; round < 6; round++) {
+        float *data = memory[round % 2];
+        struct nb_segment all = {.base = data, .bytes = REPEATED * sizeof *data};
+        for (size_t i = 0; i < REPEATED; i++) {
+            data[i] = 1.0f / (float)(i % 977 + (size_t)me->rank * 31 + 1);
+        }
+        test_done(me, test_submit(me, test_op("repeated", NB_OP_ALLREDUCE, &all)));
+        if (round == 0 && me->rank == 0) {
+            memcpy(first, data, sizeof first);
+        }
+        test_barrier(me, "kept");
+        CHECK(memcmp(first, data, sizeof first) == 0, "rank %d, round %d", me->rank, round);
+    }
+    free(memory[1]);
+}
+
+static void small_ones(struct test_rank *me) {
+    char *base = arena_share(me);
+    uint64_t shared = info_of(me).shm_bytes;
+    struct nb_op op = {.name = "small", .kind = NB_OP_ALLREDUCE, .dtype = NB_U8};
+    one(me, op, base, NB_TWO_LEVEL_MIN - 1, whole);
+    CHECK(info_of(me).shm_bytes == shared, "a small sum takes the network");
+    op.kind = NB_OP_ALLGATHER;
+    one(me, op, base, 4 * NB_TWO_LEVEL_MIN, whole);
+    CHECK(info_of(me).shm_bytes == shared, "a gathering takes the network");
+    op.kind = NB_OP_ALLREDUCE;
+    one(me, op, base, NB_TWO_LEVEL_MIN, whole);
+    bool owner = ranks_of_host(me, me->hosts[me->rank]) > 1 && (me->rank == 0 || strcmp(me->hosts, "aabb") == 0);
+    CHECK((info_of(me).shm_bytes > shared) == owner, "a larger sum does not");
+}
+
+static void off(struct test_rank *me) {
+    static char data[TEST_RANKS_MAX][4 * KINDS_COUNT];
+    struct nb_op op = {.name = "sum", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32};
+    one(me, op, data[me->rank], KINDS_COUNT, whole);
+    CHECK(strcmp(info_of(me).shm, me->arg) == 0, "shm is '%s', not '%s'", info_of(me).shm, (char *)me->arg);
+    CHECK(info_of(me).shm_bytes == 0 && info_of(me).bytes_out > 0, "the network was used");
+}
+
+static void must_not_run(struct test_rank *me) {
+    CHECK(false, "rank %d runs without shared memory, which was required", me->rank);
+}
+
+// Rank 2 goes, in good order, before it has submitted what the others wait for.
+static void leaves(struct test_rank *me) {
+    char *base = arena_share(me);
+    struct nb_segment all = {.base = base, .bytes = 1 << 20};
+    struct nb_error err = {0};
+    if (me->rank == 2) {
+        return;
+    }
+    int rc = test_try(me, test_op("late", NB_OP_ALLREDUCE, &all), &err);
+    CHECK(rc == NB_EPEER && err.peer == 2, "%d, rank %d: %s", rc, err.peer, err.text);
+}
+
+static int on_hosts(struct test_rank like, const char *hosts, void (*run)(struct test_rank *me)) {
+    like.hosts = hosts;
+    like.size = (int)strlen(hosts);
+    like.run = run;
+    return test_job(&like);
+}
+
+static void where_it_is_off(const struct test_rank *base) {
+    static char told[] = "off: rank 3 was told not to";
+    static char apart[] = "off: ranks 0 and 1 are on different hosts";
+    struct test_rank like = *base;
+    like.shm = NB_SHM_AUTO;
+    like.arg = apart;
+    CHECK(on_hosts(like, "abc", off) == 0, "one rank a host");
+    like.odd = &(struct test_odd){.rank = 3, .shm = NB_SHM_OFF};
+    like.arg = told;
+    CHECK(on_hosts(like, "aabb", off) == 0, "one host does not share: none does");
+    CHECK(on_hosts(like, "aacb", small_ones) == 0, "a rank that is alone has nobody to share with");
+    like.shm = NB_SHM_REQUIRED;
+    like.hosts = "aabb";
+    like.size = 4;
+    like.run = must_not_run;
+    test_job_fails(&like, -EOPNOTSUPP, told + 5);
+}
+
+static int everything_on(struct test_rank like, const char *hosts) {
+    like.hosts = hosts;
+    int rc = on_hosts(like, hosts, counts);
+    if (rc == 0) {
+        check_counts(&like);
+        CHECK(on_hosts(like, hosts, all_of_it) == 0, "%s", hosts);
+        printf("%s over %s\n", hosts, like.transport);
+    }
+    return rc;
+}
+
+static int the_rest(const struct test_rank *like) {
+    CHECK(on_hosts(*like, "aaabbb", repeats) == 0, "the same bits each time");
+    CHECK(on_hosts(*like, "aabb", small_ones) == 0, "what takes which way");
+    CHECK(on_hosts(*like, "aabb", leaves) == 0, "a rank that leaves");
+    where_it_is_off(like);
+    return 0;
+}
+
+// All of it, or what a word says: the ranks' hosts, "ofi", or "rest".
+int main(int argc, char **argv) {
+    static const char *const everywhere[] = {"aabb", "aab", "abab", "aabbcc", "aaab", "aabbb"};
+    struct test_rank like = {.transport = "tcp", .streams = 2, .timeout_ms = 20000, .shm = NB_SHM_REQUIRED};
+    if (argc > 1 && strcmp(argv[1], "ofi") == 0) {
+        like.transport = argv[1];
+        return everything_on(like, "aabb");
+    }
+    if (argc > 1) {
+        return strcmp(argv[1], "rest") == 0 ? the_rest(&like) : everything_on(like, argv[1]);
+    }
+    for (size_t i = 0; i < sizeof everywhere / sizeof everywhere[0]; i++) {
+        CHECK(everything_on(like, everywhere[i]) == 0, "%s", everywhere[i]);
+    }
+    return the_rest(&like);
+}

@@ -14,7 +14,6 @@ enum {
     KNOWN_NS = 2 * 1000 * 1000, // or of how many requests end in one turn
     IDLE_NS = 1000 * 1000,      // a lane without work for less than this is counted as busy
     HANDLING_NS = 100 * 1000,   // the least time that a segment should be worth
-    LONGEST_NS = 4000 * 1000,   // and the most: what comes behind it waits for so long
     SEGMENT_LEAST = 16 * 1024,
     SEGMENT_UNKNOWN = 64 * 1024 // the least, while a lane's rate is not known
 };
@@ -98,7 +97,6 @@ size_t nb_pace_segment(const struct nb_lanes *lanes, const struct peer *peer, in
     double part = part_of(lanes, peer, lane);
     double left = (double)bytes_left(peer, (size_t)((2 * (double)most + (double)path->in_flight) / part));
     size_t least = between(rate * HANDLING_NS, rate > 0 ? SEGMENT_LEAST : SEGMENT_UNKNOWN, most);
-    most = rate > 0 ? between(rate * LONGEST_NS, least, most) : most;
     double room = part * (left + (double)under_way(peer)) - (double)path->in_flight;
     if (path->in_flight > 0 && room < (double)least) {
         return 0; // it would be at work for longer than the others

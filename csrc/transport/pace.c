@@ -13,7 +13,7 @@ enum {
     KNOWN_BYTES = 512 * 1024,   // less tells of buffers, not of the network
     KNOWN_NS = 2 * 1000 * 1000, // or of how many requests end in one turn
     IDLE_NS = 1000 * 1000,      // a lane without work for less than this is counted as busy
-    HANDLING_NS = 100 * 1000,   // the least time that a segment should be worth
+    HANDLING_NS = 100 * 1000,   // the least time that a segment should be worth, of all lanes together
     SEGMENT_LEAST = 16 * 1024,
     SEGMENT_UNKNOWN = 64 * 1024 // the least, while a lane's rate is not known
 };
@@ -96,7 +96,8 @@ size_t nb_pace_segment(const struct nb_lanes *lanes, const struct peer *peer, in
     double rate = path->pace.rate;
     double part = part_of(lanes, peer, lane);
     double left = (double)bytes_left(peer, (size_t)((2 * (double)most + (double)path->in_flight) / part));
-    size_t least = between(rate * HANDLING_NS, rate > 0 ? SEGMENT_LEAST : SEGMENT_UNKNOWN, most);
+    double all = rate / part; // one thread handles the segments of all lanes
+    size_t least = between(all * HANDLING_NS, rate > 0 ? SEGMENT_LEAST : SEGMENT_UNKNOWN, most);
     double room = part * (left + (double)under_way(peer)) - (double)path->in_flight;
     if (path->in_flight > 0 && room < (double)least) {
         return 0; // it would be at work for longer than the others

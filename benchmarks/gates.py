@@ -170,7 +170,7 @@ def t9(run: Run) -> Iterator[Figure]:
         estimate, best = held_out(ours, {name: table.series(size, name) or [] for name in names})
         return [Figure(label, 0.95, estimate, (len(ours) + 1) // 2, best, broken=table.broken(size, ["tcp", *names]))]
 
-    yield from settle(Case("loopback", None, ("tcp",), (64 * MB,), judge, rounds=16, streams=(0, *counts)), run)
+    yield from settle(Case("loopback", None, ("tcp",), (64 * MB,), judge, rounds=40, streams=(0, *counts)), run)
 
 
 def t10(run: Run) -> Iterator[Figure]:

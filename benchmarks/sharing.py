@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 LAB = "1gbit"
 STREAMS = 4
-BYTES = 2_000_000
+# Much more than a full link queues: an all-reduce of less would wait for round trips, and not for its share.
+BYTES = 16_000_000
 ROUNDS = 6
 ALONE_S = 3.0  # before the neighbour comes, and after it has gone
 SHARED_S = 4
@@ -233,7 +234,7 @@ def two_interfaces(run: Run, spec: str) -> Iterator[Figure]:
     try:
         with (
             checked(spec) as lab,
-            steady(lab, "tcp", 0, 8 * BYTES, DOWN_AFTER_S + DOWN_FOR_S) as ranks,
+            steady(lab, "tcp", 0, BYTES, DOWN_AFTER_S + DOWN_FOR_S) as ranks,
         ):
             time.sleep(DOWN_AFTER_S)
             down_ns = time.monotonic_ns()
@@ -254,7 +255,7 @@ def _went_on(
         error = "elements were wrong"
     after = [ns for ns in done if ns > down_ns]
     end_ns = down_ns + int((DOWN_FOR_S - LAST_S) * 1e9)
-    going = 8 * rate(after, end_ns, end_ns + int(LAST_S * 1e9))  # the messages are eight times as long here
+    going = rate(after, end_ns, end_ns + int(LAST_S * 1e9))
     pause = max((b - a for a, b in zip([down_ns, *after], after, strict=False)), default=0) / 1e9
     words = f"{going / 1e6:.0f} of {(spec.link_bps or 0) / 1e6:.0f} Mbit/s at the end, longest pause {pause:.1f} s"
     say(f"# {label}: {words} {error}".rstrip())

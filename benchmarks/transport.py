@@ -137,7 +137,7 @@ def main() -> int:
     what.add_argument("--gates", action="store_true")
     what.add_argument("--correct", action="store_true")
     parser.add_argument("--only", type=_names, metavar="LIST", default=list(GATES), help="gates, such as T1,T3")
-    parser.add_argument("--rounds", type=int, default=0, metavar="N", help="rounds of each batch (by gate: 6 to 16)")
+    parser.add_argument("--rounds", type=int, default=0, metavar="N", help="rounds of each batch (by gate: 6 to 40)")
     parser.add_argument("--batches", type=int, default=4, metavar="N", help="how often more rounds are added (4)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure, and the rows behind, here")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures against their bars (matplotlib)")

@@ -106,7 +106,7 @@ static bool peer_take(struct nb_lanes *lanes, struct peer *peer, int lane, struc
     size_t segment = nb_pace_segment(lanes, peer, lane);
     NB_LIST_EACH(it, &peer->out) {
         struct nb_flow *flow = NB_CONTAINER(it, struct nb_flow, link);
-        if (flow->available > 0 && flow_take(lanes, flow, lane, segment, req)) {
+        if (segment > 0 && flow->available > 0 && flow_take(lanes, flow, lane, segment, req)) {
             return true;
         }
     }
@@ -196,8 +196,9 @@ static void up_sent(void *ctx, struct nb_lane *lane, struct nb_request *req, int
     if (code == 0 || flow->acked) { // else the lane is going: lost() follows, and the peer says what did not land
         nb_sent_settle(lanes, flow);
     }
-    if (code == 0 && lane->index < lanes->peers[peer].reach) {
-        path_pull(lanes, &lanes->peers[peer], lane->index);
+    // What is finished before post() returns pulls nothing itself.
+    while (code == 0 && lane->index < lanes->peers[peer].reach && path_pull(lanes, &lanes->peers[peer], lane->index) &&
+           path->in_flight == 0) {
     }
 }
 

@@ -54,8 +54,10 @@ struct path {
     int64_t rival_ns; // since when another lane is known to have been alive after that
     size_t in_flight; // bytes
     struct pace {
-        int64_t since_ns; // of the present spell of work
-        size_t bytes;     // that were sent in it
+        int64_t since_ns; // what was sent before this is counted
+        int64_t sent_ns;  // when a request was last finished
+        double bytes;     // that were sent
+        double ns;        // while there was work
         double rate;      // bytes per ns; 0: not known yet
     } pace;
     struct nb_request *requests;
@@ -203,7 +205,7 @@ void nb_repair_flush(struct nb_lanes *lanes, int peer);
 void nb_pace_posted(struct path *path, size_t bytes);
 void nb_pace_refused(struct path *path, size_t bytes);
 void nb_pace_sent(struct path *path, size_t bytes);
-// The largest segment that is worth its length on this lane now.
+// The largest segment that is worth its length on this lane now; 0: it has enough under way, until some of it is sent.
 size_t nb_pace_segment(const struct nb_lanes *lanes, const struct peer *peer, int lane);
 
 // grants.c. On STREAM lanes each of these does nothing (use: true).

@@ -58,7 +58,9 @@ int nb_lanes_open(struct nb_lanes **out, const struct nb_lanes_config *config, s
     lanes->used = config->lanes;
     lanes->config.copy_bytes = config->copy_bytes < NB_COPY_MAX ? config->copy_bytes : NB_COPY_MAX;
     nb_list_init(&lanes->run_chunks);
-    size_t share = config->in_flight_max / (size_t)config->lanes;
+    // Where a peer grants what it has room for, half of that is on its way there while word of the other half comes back.
+    size_t most = config->in_flight_max / (config->ops->kind == NB_LANE_RMA ? 2 : 1);
+    size_t share = most / (size_t)config->lanes;
     lanes->window_bytes = share > 2 * config->segment_bytes ? share : 2 * config->segment_bytes;
     lanes->peers = calloc((size_t)config->lane.size, sizeof *lanes->peers);
     if (lanes->peers == NULL) {

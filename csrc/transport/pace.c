@@ -1,6 +1,6 @@
-// How fast each lane delivers, and how much of what is left it may take at once: guided self-scheduling, weighted by the
-// lanes' rates. A lane's share of what is left shrinks with it, so that no lane is still busy with a long segment when
-// the others are done, and a segment is never so short that handling it costs more than carrying it.
+// How fast each lane delivers, and how much of what is left it may take: guided self-scheduling, weighted by the lanes'
+// rates. A lane's share of what is left shrinks with it, and what it has under way counts, so that no lane is still at
+// work when the others are done; and a segment is never so short that handling it costs more than carrying it.
 #include <stddef.h>
 #include <stdint.h>
 
@@ -10,18 +10,21 @@
 #include "transport/lanes_internal.h"
 
 enum {
-    SPELL_BYTES = 512 * 1024, // a shorter spell of work tells of buffers, not of the network
-    HANDLING_NS = 100 * 1000, // the least time that a segment should be worth
+    KNOWN_BYTES = 512 * 1024,   // less tells of buffers, not of the network
+    KNOWN_NS = 2 * 1000 * 1000, // or of how many requests end in one turn
+    IDLE_NS = 1000 * 1000,      // a lane without work for less than this is counted as busy
+    HANDLING_NS = 100 * 1000,   // the least time that a segment should be worth, of all lanes together
     SEGMENT_LEAST = 16 * 1024,
     SEGMENT_UNKNOWN = 64 * 1024 // the least, while a lane's rate is not known
 };
 
-static const double NEWER = 0.25; // weight of the latest spell
+static const double FADE_NS = 300e6; // what is this old counts for a third
 
 void nb_pace_posted(struct path *path, size_t bytes) {
+    struct pace *pace = &path->pace;
     if (path->in_flight == 0) {
-        path->pace.since_ns = nb_now_ns();
-        path->pace.bytes = 0;
+        int64_t now = nb_now_ns();
+        pace->since_ns = now - pace->sent_ns > IDLE_NS ? now : pace->since_ns;
     }
     path->in_flight += bytes;
 }
@@ -30,20 +33,20 @@ void nb_pace_refused(struct path *path, size_t bytes) {
     path->in_flight -= bytes;
 }
 
+// Requests may end many at a time: bytes and time are added up, and what is old fades.
 void nb_pace_sent(struct path *path, size_t bytes) {
     struct pace *pace = &path->pace;
-    path->in_flight -= bytes;
-    pace->bytes += bytes;
-    if (pace->bytes < SPELL_BYTES) {
-        return;
-    }
     int64_t now = nb_now_ns();
-    if (now > pace->since_ns) {
-        double rate = (double)pace->bytes / (double)(now - pace->since_ns);
-        pace->rate = pace->rate > 0 ? (1 - NEWER) * pace->rate + NEWER * rate : rate;
-    }
+    path->in_flight -= bytes;
+    pace->sent_ns = now;
+    double ns = (double)(now - pace->since_ns);
+    double keep = FADE_NS / (FADE_NS + ns);
+    pace->bytes = pace->bytes * keep + (double)bytes;
+    pace->ns = pace->ns * keep + ns;
     pace->since_ns = now;
-    pace->bytes = 0;
+    if (pace->bytes >= KNOWN_BYTES && pace->ns >= KNOWN_NS) {
+        pace->rate = pace->bytes / pace->ns;
+    }
 }
 
 static size_t bytes_left(const struct peer *peer, size_t enough) {
@@ -71,17 +74,34 @@ static double part_of(const struct nb_lanes *lanes, const struct peer *peer, int
     return sum > 0 ? peer->paths[lane].pace.rate / sum : 1.0;
 }
 
+static size_t under_way(const struct peer *peer) {
+    size_t bytes = 0;
+    for (int i = 0; i < peer->reach; i++) {
+        bytes += peer->paths[i].open ? peer->paths[i].in_flight : 0;
+    }
+    return bytes;
+}
+
+static size_t between(double value, size_t least, size_t most) {
+    size_t more = value > (double)least ? (size_t)value : least;
+    return more < most ? more : most;
+}
+
 size_t nb_pace_segment(const struct nb_lanes *lanes, const struct peer *peer, int lane) {
+    const struct path *path = &peer->paths[lane];
     size_t most = lanes->config.segment_bytes;
     if (lanes->used == 1) {
         return most;
     }
-    double rate = peer->paths[lane].pace.rate;
+    double rate = path->pace.rate;
     double part = part_of(lanes, peer, lane);
-    size_t left = bytes_left(peer, (size_t)(2 * (double)most / part));
-    size_t least = rate > 0 ? (size_t)(rate * HANDLING_NS) : SEGMENT_UNKNOWN;
-    least = least < SEGMENT_LEAST ? SEGMENT_LEAST : least;
-    size_t half = (size_t)(part * (double)left / 2);
-    half = half < least ? least : half;
-    return half < most ? half : most;
+    double left = (double)bytes_left(peer, (size_t)((2 * (double)most + (double)path->in_flight) / part));
+    double all = rate / part; // one thread handles the segments of all lanes
+    size_t least = between(all * HANDLING_NS, rate > 0 ? SEGMENT_LEAST : SEGMENT_UNKNOWN, most);
+    double room = part * (left + (double)under_way(peer)) - (double)path->in_flight;
+    if (path->in_flight > 0 && room < (double)least) {
+        return 0; // it would be at work for longer than the others
+    }
+    double half = part * left / 2;
+    return between(half < room ? half : room, least, most);
 }

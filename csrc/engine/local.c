@@ -9,6 +9,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/list.h"
+#include "coll/choose.h"
 #include "coll/sched.h"
 #include "engine/engine.h"
 #include "engine/internal.h"

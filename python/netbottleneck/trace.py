@@ -67,8 +67,7 @@ class Probe:
 class TransportInfo:
     """A transport as one rank had it.
 
-    streams_asked: 0 for auto. link_bps: of `interface`. shm: "on", "on: " and for how many ranks, or "off: " and why.
-    cpu: that the communication thread is pinned to.
+    streams_asked: 0: auto. link_bps: of `interface`. shm: "on", "on: " and ranks, or "off: " and why. cpu: pinned to.
     """
 
     name: str

@@ -94,7 +94,9 @@ static void members_open(struct member *members, char (*names)[NB_HANDOVER_NAME]
         struct member *m = &members[r];
         *m = (struct member){.rank = r, .names = names, .wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)};
         m->boot = (struct nb_boot){.rank = r, .size = RANKS, .session = "the same for all"};
-        CHECK(nb_shm_open(&m->shm, r, RANKS, &m->err) == 0, "rank %d: %s", r, m->err.text);
+        static const int all[RANKS] = {0, 1, 2};
+        CHECK(nb_shm_open(&m->shm, RANKS, &m->err) == 0, "rank %d: %s", r, m->err.text);
+        nb_shm_group(m->shm, all, RANKS, r);
         memcpy(names[r], m->shm->name, NB_HANDOVER_NAME);
     }
 }

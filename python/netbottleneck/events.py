@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from netbottleneck import trace as tr
 
-# The numbers inside OP_SUBMIT and OP_DONE: csrc/engine/engine.h, csrc/base/dtype.h, csrc/coll/sched.h.
+# The numbers inside OP_SUBMIT and OP_DONE: csrc/engine/engine.h, csrc/base/dtype.h, csrc/coll/choose.h.
 KINDS = ("allreduce", "allgather", "reducescatter", "broadcast", "barrier", "alltoall")
 DTYPES = ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
-# csrc/engine/engine.h, enum nb_algorithm.
+# csrc/coll/choose.h, enum nb_algorithm.
 ALGORITHMS = (
     None,
     "ring all-reduce",

@@ -248,7 +248,9 @@ def test_auto_keeps_the_curve_of_the_probe() -> None:
 def test_results_show_themselves_and_read_back(tmp_path: Path) -> None:
     row = {"transport": "tcp <&>", "streams": "auto", "streams_used": 4, "bytes": 4, "count": 1, "dtype": "float32"}
     row |= {"redop": "sum", "time_s": {"median": 1e-3}, "algbw_bytes_per_s": 4e3, "busbw_bytes_per_s": 4e3}
-    results = Results({"ranks": 2}, [{**row, "wire_bits_per_s": None, "wrong": 0}], ["ofi left out: no library"])
+    results = Results(
+        {"ranks": 2}, [{**row, "wire_bits_per_s": None, "cpu_s_per_gb": None, "wrong": 0}], ["ofi left out: no library"]
+    )
     assert "tcp &lt;&amp;&gt;" in results._repr_html_()
     assert "ofi left out" in results._repr_html_()
     assert cells(results.rows[0])[1] == "auto (4)"

@@ -33,10 +33,12 @@ def test_numbers_within_operations_are_those_of_the_headers():
     short = {"u": "uint", "i": "int", "f": "float", "bf": "bfloat"}
     names = [re.fullmatch(r"NB_([A-Z]+)(\d*)", word.strip()) for word in dtypes.split(",")]
     assert [short[n[1].lower()] + n[2] for n in names if n[2]] == list(events.DTYPES)
-    schedules = re.search(r"enum nb_sched_kind \{(.*?)\}", (csrc / "coll/sched.h").read_text(), re.S)[1]
-    order = re.findall(r"NB_SCHED_(\w+)", schedules)
-    said = [(name or "none").replace("-", "").replace(" ", "_").upper() for name in events.ALGORITHMS]
-    assert said == order
+    declared = re.findall(r"NB_ALGORITHM_(\w+) = (\d+)", (csrc / "coll/choose.h").read_text())
+    declared += re.findall(r"NB_ALGORITHM_(\w+) = (\d+)", (csrc / "engine/local.h").read_text())
+    said = {**dict(enumerate(events.ALGORITHMS)), **events.IN_MEMORY}
+    assert sorted(said) == sorted(int(number) for _, number in declared)
+    for word, number in declared:
+        assert word.lower().replace("_", "") in re.sub("[ _-]", "", said[int(number)] or "none")
 
 
 def test_what_was_put_is_read_in_order_of_time(tmp_path):

@@ -263,14 +263,13 @@ int nb_stepper_make(struct nb_work *work, enum nb_steps_kind kind, struct nb_err
         return rc;
     }
     uint64_t *map = work->stepper->maps;
-    char *memory = work->stepper->memory;
-    memory += kind == NB_STEPS_DOUBLING && memory != NULL ? 2 * aligned(steps.bytes) : 0;
+    size_t at = kind == NB_STEPS_DOUBLING ? 2 * aligned(steps.bytes) : 0;
     for (int i = 0; i < steps.count; i++) {
         struct part *part = &work->stepper->parts[i];
         size_t aside = aside_bytes(&steps, &part->step);
-        part->in = aside > 0 ? memory : NULL;
+        part->in = aside > 0 ? work->stepper->memory + at : NULL;
         part->landed = part->step.in.bytes == 0;
-        memory += aside;
+        at += aside;
         flow_make(work, 2 * i, NB_FLOW_IN, &map);
         flow_make(work, 2 * i + 1, NB_FLOW_OUT, &map);
     }

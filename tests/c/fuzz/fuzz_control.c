@@ -40,7 +40,7 @@ static void job_tables(struct nb_job *job, struct nb_error *err) {
     job->suspicions = calloc(SIZE, sizeof *job->suspicions);
     job->left_rank = NB_NO_PEER;
     if (nb_loop_init(&job->loop, err) < 0 || nb_member_open(job, err) < 0 || nb_probe_open(job, err) < 0 ||
-        (job->rank == 0 && nb_agree_open(job, err) < 0)) {
+        nb_costs_open(job, err) < 0 || (job->rank == 0 && nb_agree_open(job, err) < 0)) {
         abort();
     }
 }

@@ -111,7 +111,7 @@ struct nb_job_info {
 // Opens the lanes, exchanges their addresses, starts the thread. Errors name what was asked for and what there is.
 int nb_job_open(struct nb_job **job, const struct nb_job_config *config, struct nb_error *err);
 // Tells the others that this rank leaves in good order, fails what is pending with NB_ECLOSED, ends the thread.
-// Never waits for a peer.
+// Waits 2 s at most for peers that are alive and do not say yet that they have what was sent to them.
 void nb_job_close(struct nb_job *job);
 // Fails the job on every rank, with this rank as the one at fault. nb_job_close is still due.
 void nb_job_abort(struct nb_job *job, const char *why);

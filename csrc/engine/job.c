@@ -16,7 +16,10 @@
 #include "engine/local.h"
 #include "transport/lanes.h"
 
-enum { FAREWELL_NS = 200 * 1000 * 1000 };
+enum {
+    FAREWELL_NS = 200 * 1000 * 1000,
+    SETTLE_NS = 2000 * 1000 * 1000 // a peer that is alive and kept from a core must not lose what was sent to it last
+};
 
 struct nb_comm *nb_job_world(struct nb_job *job) {
     return &job->world;
@@ -228,7 +231,7 @@ static bool may_stop(struct nb_job *job, int64_t *until_ns) {
     if (!stop_asked(job)) {
         return false;
     }
-    *until_ns = *until_ns == 0 ? nb_now_ns() + FAREWELL_NS : *until_ns;
+    *until_ns = *until_ns == 0 ? nb_now_ns() + SETTLE_NS : *until_ns;
     bool works = !nb_list_empty(&job->running) || !nb_list_empty(&job->waiting);
     if (job->failed || works || nb_now_ns() > *until_ns) {
         return true;

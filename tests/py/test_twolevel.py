@@ -112,7 +112,7 @@ def test_a_stopped_rank_is_named_by_all_others(ranks: Ranks, victim: int) -> Non
         assert f"rank {victim}" in words
 
 
-def test_a_benchmark_of_two_hosts_puts_each_byte_on_the_wire_once_a_host() -> None:
+def test_a_benchmark_of_two_hosts_puts_each_byte_on_the_wire_once_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     size = 4_000_000
     links = {"ranks": 4, "ranks_per_host": 2, "lab": "2gbit/500mbit"}
     try:
@@ -125,5 +125,8 @@ def test_a_benchmark_of_two_hosts_puts_each_byte_on_the_wire_once_a_host() -> No
     assert found.wrong == 0
     assert (two["shm"], flat["shm"]) == ("on: 2 ranks of this host", "off: rank 0 was told not to")
     assert [line.split()[0] for line in found.table().splitlines()[2:]] == ["tcp+shm", "tcp"]
-    # Of both hosts, headers included: 2(h - 1) times the size.
+    monkeypatch.setenv("NETBOTTLENECK_ALGORITHM", "ring")
+    ring = bench.bench(**links, transports=["tcp"], streams=[2], sizes=[size], iterations=2, shm="0")
+    # Of both hosts, headers included: 2(h - 1) times the size, where a ring of n ranks sends 2(n - 1)/n on each link.
     assert all(2 * size <= sent < 2.5 * size for sent in two["rounds"]["sent_bytes"])
+    assert all(3 * size <= sent for sent in ring.rows[0]["rounds"]["sent_bytes"])

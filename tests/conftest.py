@@ -10,10 +10,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -250,6 +252,28 @@ class Ranks:
     ) -> list[RankResult]:
         """Start n ranks, wait for them and return how each ended, in rank order."""
         return self.start(n, target, args, env).wait(limit_s, check=check)
+
+
+def on_ranks(comms: Sequence[Any], work: Callable[[Any], Any], limit_s: float = 10.0) -> list[Any]:
+    """Run work on every rank at once, in threads, and return what each returned; the first exception is raised."""
+    results: list[Any] = [None] * len(comms)
+    failures: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            results[index] = work(comms[index])
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(comms))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(limit_s)
+        assert not thread.is_alive()
+    if failures:
+        raise failures[0]
+    return results
 
 
 @pytest.fixture

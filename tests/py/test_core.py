@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import on_ranks
 
 from netbottleneck import _core, errors
 
@@ -40,28 +41,6 @@ NUMPY = {
 
 class Token:
     """Something that can be watched by a weak reference."""
-
-
-def on_ranks(comms: list[_core.Comm], work: Callable[[_core.Comm], Any]) -> list[Any]:
-    """Run work on every rank at once and return what each returned; the first exception is raised."""
-    results: list[Any] = [None] * len(comms)
-    failures: list[BaseException] = []
-
-    def run(index: int) -> None:
-        try:
-            results[index] = work(comms[index])
-        except BaseException as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(comms))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
-        assert not thread.is_alive()
-    if failures:
-        raise failures[0]
-    return results
 
 
 def join(size: int, **options: Any) -> list[_core.Comm]:
@@ -542,7 +521,7 @@ def test_tags_that_differ_are_a_mismatch() -> None:
         return _core.Comm(rank, 2, secret=SECRET, tag=f"tag {rank}", timeout_s=2.0, **door)
 
     with pytest.raises(errors.MismatchError, match="tag"):
-        on_ranks([0, 1], open_rank)  # type: ignore[list-item]
+        on_ranks([0, 1], open_rank)
 
 
 def test_errors_can_be_pickled() -> None:

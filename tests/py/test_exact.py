@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import on_ranks
 from numpy.typing import NDArray
 
 from netbottleneck import _core
@@ -78,28 +78,6 @@ def folded(lines: list[NDArray[Any]], dtype: int, op: int) -> NDArray[Any]:
     return kept(whole, dtype) if dtype == _core.BFLOAT16 else whole
 
 
-def on_ranks(comms: list[_core.Comm] | list[int], work: Callable[[Any], Any]) -> list[Any]:
-    """Run work on every rank at once and return what each returned; the first exception is raised."""
-    results: list[Any] = [None] * len(comms)
-    failures: list[BaseException] = []
-
-    def run(index: int) -> None:
-        try:
-            results[index] = work(comms[index])
-        except BaseException as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(comms))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
-        assert not thread.is_alive()
-    if failures:
-        raise failures[0]
-    return results
-
-
 def join(size: int, options: dict[str, Any]) -> list[_core.Comm]:
     """The communicators of `size` ranks on loopback."""
     listener = _core.Listener(ifname="lo")
@@ -111,7 +89,7 @@ def join(size: int, options: dict[str, Any]) -> list[_core.Comm]:
         )
 
     try:
-        return on_ranks(list(range(size)), open_rank)
+        return on_ranks(list(range(size)), open_rank, LIMIT_S)
     finally:
         listener.close()
 
@@ -122,7 +100,7 @@ def job(request: pytest.FixtureRequest) -> Iterator[tuple[list[_core.Comm], bool
     name, size = request.param
     comms = join(size, NETWORKS[name])
     yield comms, name == "shared"
-    on_ranks(comms, lambda comm: comm.close())
+    on_ranks(comms, lambda comm: comm.close(), LIMIT_S)
 
 
 def memory_of(comm: _core.Comm, own: bool, count: int, dtype: int) -> NDArray[Any]:
@@ -155,4 +133,4 @@ def test_reductions_are_numpys_byte_for_byte(job: tuple[list[_core.Comm], bool])
     for dtype, op, count in itertools.product(STORED, FOLDS, COUNTS):
         lines = [given(rank, count * len(comms), dtype, op) for rank in range(len(comms))]
         right = folded(lines, dtype, op)
-        on_ranks(comms, functools.partial(check, own=own, lines=lines, right=right, label=f"{dtype} {op}"))
+        on_ranks(comms, functools.partial(check, own=own, lines=lines, right=right, label=f"{dtype} {op}"), LIMIT_S)

@@ -33,6 +33,8 @@ double nb_cost_ns(const struct nb_costs *costs, enum nb_algorithm algorithm, int
     double handed = fold * (2 * costs->alpha_ns + 2 * whole + sums); // to a neighbour, and back
     double ring = 2 * (p - 1) / p * whole;
     switch (algorithm) {
+    case NB_ALGORITHM_STAR:
+        return 2 * (p - 1) * (whole + sums);
     case NB_ALGORITHM_DOUBLING:
         return levels * (costs->alpha_ns + whole + sums) + 2 * sums + handed;
     case NB_ALGORITHM_HALVING:
@@ -43,12 +45,13 @@ double nb_cost_ns(const struct nb_costs *costs, enum nb_algorithm algorithm, int
 }
 
 enum nb_algorithm nb_choose(const struct nb_costs *costs, int size, size_t bytes) {
-    static const enum nb_algorithm others[] = {NB_ALGORITHM_HALVING, NB_ALGORITHM_DOUBLING};
+    static const enum nb_algorithm others[] = {NB_ALGORITHM_HALVING, NB_ALGORITHM_DOUBLING, NB_ALGORITHM_STAR};
+    size_t count = sizeof others / sizeof others[0] - (bytes == 0 || bytes > NB_STAR_MAX);
     enum nb_algorithm best = NB_ALGORITHM_RING;
     if (costs->alpha_ns <= 0) {
         return best;
     }
-    for (size_t i = 0; i < sizeof others / sizeof others[0]; i++) {
+    for (size_t i = 0; i < count; i++) {
         if (nb_cost_ns(costs, others[i], size, bytes) < nb_cost_ns(costs, best, size, bytes)) {
             best = others[i];
         }

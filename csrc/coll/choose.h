@@ -14,8 +14,11 @@ enum nb_algorithm {
     NB_ALGORITHM_DOUBLING = 5,  // recursive doubling; at 2 ranks a direct exchange
     NB_ALGORITHM_HALVING = 6,   // recursive halving, then doubling
     NB_ALGORITHM_PAIRWISE = 7,  // all-to-all
+    NB_ALGORITHM_STAR = 8,      // all to rank 0 and back, with the agreement
     NB_ALGORITHM_TWO_LEVEL = 34 // in the memory of each host, and between hosts
 };
+
+enum { NB_STAR_MAX = 16 * 1024 }; // bytes that may travel with the agreement
 
 struct nb_costs {
     double alpha_ns; // of a step, whatever its size; 0: nothing is known
@@ -26,7 +29,8 @@ struct nb_costs {
 // The time of an all-reduce of `bytes` among `size` ranks (alpha, beta, gamma as above, p ranks, S bytes, L = log2 p):
 // ring 2(p-1) alpha + 2(p-1)/p S beta, its sums hidden behind the wire; doubling L (alpha + S beta + S gamma) and two
 // copies; halving 2L alpha + 2(p-1)/p S beta + (p-1)/p S gamma. Where p is no power of two the last two pay for two more
-// exchanges of S. Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in MPICH, 2005, 4.4.
+// exchanges of S. A star has its messages from the agreement: what it adds is 2(p-1) S beta at rank 0, (p-1) S gamma and
+// as many copies. Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in MPICH, 2005, 4.4.
 double nb_cost_ns(const struct nb_costs *costs, enum nb_algorithm algorithm, int size, size_t bytes);
 
 // What can be asked for, by name: "auto" is NONE. A negative number: no such name.

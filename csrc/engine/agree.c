@@ -16,6 +16,7 @@
 #include "engine/engine.h"
 #include "engine/internal.h"
 #include "engine/local.h"
+#include "engine/star.h"
 #include "trace/event.h"
 #include "trace/ring.h"
 
@@ -35,6 +36,7 @@ struct entry {
     bool told; // a stall notice was given
     int64_t since_ns;
     char refusal[NB_ERROR_TEXT];
+    struct parts *parts; // of this round, of an operation that travels with the agreement
     uint64_t have[];
 };
 
@@ -70,9 +72,14 @@ int nb_agree_open(struct nb_job *job, struct nb_error *err) {
     return 0;
 }
 
+static void entry_free(struct entry *entry) {
+    nb_star_forget(entry->parts);
+    free(entry);
+}
+
 static void list_free(struct nb_list *head) {
     NB_LIST_EACH_SAFE(it, nx, head) {
-        free(NB_CONTAINER(it, struct entry, link));
+        entry_free(NB_CONTAINER(it, struct entry, link));
     }
 }
 
@@ -214,7 +221,7 @@ static void idle_trim(struct agree *a) {
         if (entry->id == NO_ID) {
             nb_list_remove(&entry->link);
             nb_list_remove(&entry->by_key.link);
-            free(entry);
+            entry_free(entry);
             a->idle_count--;
         }
     }
@@ -226,6 +233,7 @@ static void entry_rest(struct nb_job *job, struct entry *entry) {
         a->pending[rank]--;
     }
     memset(entry->have, 0, a->words * sizeof entry->have[0]);
+    nb_star_rest(&entry->parts, job->size);
     entry->count = 0;
     entry->refused = false;
     entry->told = false;
@@ -244,11 +252,16 @@ static void refuse(struct nb_job *job, struct entry *entry) {
     nb_member_refuse(job, &refusal);
 }
 
-static enum nb_algorithm algorithm_for(struct nb_job *job, const struct desc *desc) {
+static enum nb_algorithm algorithm_for(struct nb_job *job, const struct entry *entry) {
+    const struct desc *desc = &entry->desc;
     if (desc->kind != NB_OP_ALLREDUCE) {
         return nb_run_only(desc->kind);
     }
-    return nb_costs_choose(job, desc->bytes);
+    if (nb_star_complete(job, entry->parts, desc->bytes)) {
+        return NB_ALGORITHM_STAR;
+    }
+    enum nb_algorithm best = nb_costs_choose(job, desc->bytes);
+    return best == NB_ALGORITHM_STAR ? NB_ALGORITHM_DOUBLING : best; // some rank has kept its line
 }
 
 static void go(struct nb_job *job, struct entry *entry) {
@@ -262,7 +275,15 @@ static void go(struct nb_job *job, struct entry *entry) {
     struct wire_go message = {.seq = nb_agree_next_seq(job),
                               .key = entry->desc.key,
                               .id = entry->id,
-                              .algorithm = (uint32_t)algorithm_for(job, &entry->desc)};
+                              .algorithm = (uint32_t)algorithm_for(job, entry)};
+    if (message.algorithm == NB_ALGORITHM_STAR) {
+        struct nb_work *work = nb_member_agreed(job, &message);
+        if (work != NULL) {
+            nb_star_sum(job, work, entry->parts, &message);
+        }
+        entry_rest(job, entry);
+        return;
+    }
     entry_rest(job, entry);
     nb_control_broadcast(job, CTL_GO, &message, sizeof message);
     nb_member_go(job, &message);
@@ -294,6 +315,20 @@ void nb_agree_release(struct nb_job *job) {
             go(job, entry);
         }
     }
+}
+
+static void part_heard(struct nb_job *job, int rank, const unsigned char *body, size_t bytes) {
+    struct agree *a = job->agree;
+    struct wire_part part;
+    memcpy(&part, body, sizeof part);
+    struct entry *entry = part.id < a->id_count ? a->ids[part.id] : NULL;
+    if (entry == NULL || entry->cached.kind != NB_OP_ALLREDUCE || entry->cached.bytes != bytes - sizeof part) {
+        nb_job_wire_fail(job, rank, "a line of an operation that it is not of");
+        return;
+    }
+    // Where it cannot be kept, or others' are of another length, the operation travels otherwise, or is refused.
+    (void)nb_star_keep(job, &entry->parts, rank, body + sizeof part, bytes - sizeof part);
+    entry_add(job, entry, rank, &entry->cached);
 }
 
 static void rank_failed(struct nb_job *job, int rank, const unsigned char *body) {
@@ -339,6 +374,9 @@ void nb_agree_message(struct nb_job *job, int rank, enum control_type type, cons
         uint64_t words[IDS_MAX / 64] = {0};
         memcpy(words, body, bytes);
         nb_agree_mask(job, rank, words, bytes / sizeof words[0]);
+    } else if (type == CTL_PART && bytes > sizeof(struct wire_part) &&
+               bytes <= sizeof(struct wire_part) + NB_STAR_MAX) {
+        part_heard(job, rank, body, bytes);
     } else if (type == CTL_PING && bytes == sizeof(int64_t)) {
         struct wire_pong pong = {.here_ns = nb_now_ns()};
         memcpy(&pong.sent_ns, body, bytes);

@@ -12,6 +12,7 @@
 #include "base/list.h"
 #include "base/loop.h"
 #include "engine/internal.h"
+#include "engine/local.h"
 #include "trace/event.h"
 #include "trace/ring.h"
 
@@ -29,13 +30,26 @@ struct header {
 };
 
 static void control_want(struct control *control) {
-    uint32_t events = (uint32_t)EPOLLIN | (control->out_bytes > 0 ? (uint32_t)EPOLLOUT : 0);
+    bool waits = control->out_bytes > 0 && control->pipe_out == NULL;
+    uint32_t events = (uint32_t)EPOLLIN | (waits ? (uint32_t)EPOLLOUT : 0);
     nb_loop_change(&control->job->loop, &control->watch, events);
+}
+
+// What leaves now: what has no room waits.
+static ssize_t bytes_put(const struct control *control) {
+    if (control->pipe_out != NULL) {
+        size_t n = nb_shm_pipe_write(control->pipe_out, control->out, control->out_bytes);
+        if (n > 0) {
+            nb_local_wake(control->job, control->peer);
+        }
+        return (ssize_t)n;
+    }
+    return send(control->watch.fd, control->out, control->out_bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
 static void control_write(struct control *control) {
     while (control->out_bytes > 0) {
-        ssize_t n = send(control->watch.fd, control->out, control->out_bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
+        ssize_t n = bytes_put(control);
         if (n <= 0) {
             break; // a broken connection shows when it is read
         }
@@ -75,7 +89,7 @@ static void fail_memory(const struct control *control, size_t bytes) {
     nb_job_fail(control->job, &why, true);
 }
 
-void nb_control_send(struct control *control, enum control_type type, const void *body, size_t bytes) {
+void nb_control_queue(struct control *control, enum control_type type, const void *body, size_t bytes) {
     struct header header = {.bytes = (uint32_t)bytes, .type = (uint32_t)type};
     size_t whole = control->out_bytes + sizeof header + bytes;
     if (control->watch.fd < 0) {
@@ -94,8 +108,18 @@ void nb_control_send(struct control *control, enum control_type type, const void
         memcpy(control->out + control->out_bytes + sizeof header, body, bytes);
     }
     control->out_bytes += sizeof header + bytes;
-    control_write(control);
-    control_want(control);
+}
+
+void nb_control_flush(struct control *control) {
+    if (control->watch.fd >= 0) {
+        control_write(control);
+        control_want(control);
+    }
+}
+
+void nb_control_send(struct control *control, enum control_type type, const void *body, size_t bytes) {
+    nb_control_queue(control, type, body, bytes);
+    nb_control_flush(control);
 }
 
 void nb_control_broadcast(struct nb_job *job, enum control_type type, const void *body, size_t bytes) {
@@ -155,6 +179,66 @@ static void control_dispatch(struct control *control) {
     memmove(control->in, control->in + at, control->in_bytes);
 }
 
+static bool in_room(struct control *control) {
+    bool room = room_for(&control->in, &control->in_room, control->in_bytes + CONTROL_READ);
+    if (!room) {
+        fail_memory(control, control->in_bytes + CONTROL_READ);
+    }
+    return room;
+}
+
+static void heard(struct control *control, size_t bytes) {
+    control->heard_ns = nb_now_ns();
+    control->in_bytes += bytes;
+    control_dispatch(control);
+}
+
+// What has come in memory. True: something had.
+static bool pipe_hear(struct control *control) {
+    bool any = false;
+    while (control->pipe_in != NULL && !nb_shm_pipe_is_empty(control->pipe_in) && in_room(control)) {
+        bool tell;
+        long n = nb_shm_pipe_read(control->pipe_in, control->in + control->in_bytes, CONTROL_READ, &tell);
+        if (n < 0) {
+            control->pipe_in = NULL;
+            nb_job_wire_fail(control->job, control->peer, "counters that are impossible");
+            return true;
+        }
+        if (tell) {
+            nb_local_wake(control->job, control->peer);
+        }
+        heard(control, (size_t)n);
+        any = true;
+    }
+    return any;
+}
+
+int nb_control_poll(struct nb_job *job) {
+    int any = 0;
+    for (int i = 0; i < job->control_count; i++) {
+        struct control *control = &job->controls[i];
+        if (control->pipe_in != NULL && control->watch.fd >= 0) {
+            any += pipe_hear(control);
+            control_write(control);
+        }
+    }
+    return any;
+}
+
+bool nb_control_arm(struct nb_job *job) {
+    if (!nb_local_everywhere(job)) {
+        return true;
+    }
+    nb_local_sleep(job);
+    for (int i = 0; i < job->control_count; i++) {
+        const struct control *control = &job->controls[i];
+        if (control->pipe_in != NULL && control->watch.fd >= 0 && !nb_shm_pipe_is_empty(control->pipe_in)) {
+            return false;
+        }
+    }
+    return true;
+}
+
 static void control_ready(struct nb_watch *watch, uint32_t events) {
     struct control *control = NB_CONTAINER(watch, struct control, watch);
     if ((events & EPOLLOUT) != 0) {
@@ -164,8 +248,7 @@ static void control_ready(struct nb_watch *watch, uint32_t events) {
     if ((events & (EPOLLIN | EPOLLERR | EPOLLHUP)) == 0) {
         return;
     }
-    if (!room_for(&control->in, &control->in_room, control->in_bytes + CONTROL_READ)) {
-        fail_memory(control, control->in_bytes + CONTROL_READ);
+    if (!in_room(control)) {
         control_gone(control);
         return;
     }
@@ -174,12 +257,11 @@ static void control_ready(struct nb_watch *watch, uint32_t events) {
         return;
     }
     if (n <= 0) {
+        (void)pipe_hear(control); // what it said before it ended
         control_gone(control);
         return;
     }
-    control->heard_ns = nb_now_ns();
-    control->in_bytes += (size_t)n;
-    control_dispatch(control);
+    heard(control, (size_t)n);
 }
 
 int nb_control_init(struct control *control, struct nb_job *job, int peer, int fd, struct nb_error *err) {
@@ -188,6 +270,9 @@ int nb_control_init(struct control *control, struct nb_job *job, int peer, int f
     control->watch.fd = fd;
     control->watch.ready = control_ready;
     control->heard_ns = nb_now_ns();
+    if (nb_local_everywhere(job)) {
+        nb_local_pipes(job, peer, &control->pipe_in, &control->pipe_out);
+    }
     return nb_loop_add(&job->loop, &control->watch, EPOLLIN, err);
 }
 

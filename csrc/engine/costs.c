@@ -25,7 +25,7 @@ enum {
     LARGE_SUMS = 5,
     ADD_COUNT = 16 * 1024, // float32
     ADDS = 8,
-    TRIES = 4 // then nothing is known
+    TRIES = 4 // then the larger ones count whole
 };
 
 struct costs { // of rank 0
@@ -99,17 +99,16 @@ static void conclude(struct nb_job *job) {
     double p = (double)job->size;
     double small = least(c->small_ns, SMALL_SUMS);
     double large = least(c->large_ns, LARGE_SUMS);
-    struct nb_costs found = {0};
-    if (large > small) {
-        found.alpha_ns = small / (2 * (p - 1) + 1); // the order is a step too
-        found.beta_ns = (large - small) / (2 * (p - 1) / p * (double)LARGE_BYTES);
-        found.gamma_ns = adding_ns();
-    } else if (++c->tries < TRIES) { // too much else runs: once more
+    if (large <= small && ++c->tries < TRIES) { // too much else runs: once more
         c->large = false;
         c->sums = -1;
         order(job);
         return;
     }
+    double bytes_ns = large > small ? large - small : large; // at most
+    struct nb_costs found = {.alpha_ns = small / (2 * (p - 1) + 1), // the order is a step too
+                             .beta_ns = bytes_ns / (2 * (p - 1) / p * (double)LARGE_BYTES),
+                             .gamma_ns = adding_ns()};
     c->busy = false;
     nb_control_broadcast(job, CTL_COSTS, &found, sizeof found);
     nb_costs_heard(job, &found);
@@ -151,6 +150,9 @@ void nb_costs_wire(struct nb_job *job, double bytes_per_ns) {
 
 enum nb_algorithm nb_costs_choose(struct nb_job *job, size_t bytes) {
     enum nb_algorithm asked = job->config.algorithm;
+    if (asked == NB_ALGORITHM_STAR && (bytes == 0 || bytes > NB_STAR_MAX)) {
+        return NB_ALGORITHM_RING;
+    }
     if (asked != NB_ALGORITHM_NONE && asked != NB_ALGORITHM_TWO_LEVEL) {
         return asked;
     }

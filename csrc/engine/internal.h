@@ -1,4 +1,5 @@
-// What the files of the engine share. Unless a line says otherwise, a field belongs to the communication thread.
+// What the files of the engine share. Unless a line says otherwise, a field belongs to the communication thread, or to the
+// caller that drives in its place.
 #ifndef NB_ENGINE_INTERNAL_H
 #define NB_ENGINE_INTERNAL_H
 
@@ -16,6 +17,7 @@
 #include "engine/engine.h"
 #include "engine/local.h"
 #include "transport/lanes.h"
+#include "transport/shm_pipe.h"
 
 enum {
     STREAMS_AUTO_MAX = 16,   // opened when streams=auto
@@ -97,7 +99,9 @@ struct control {
     struct nb_watch watch;
     struct nb_job *job;
     int peer;
-    bool left; // the peer said that it leaves
+    bool left;                   // the peer said that it leaves
+    struct nb_shm_pipe *pipe_in; // where all ranks share memory messages take this way; NULL: the connection
+    struct nb_shm_pipe *pipe_out;
     int64_t heard_ns;
     unsigned char *in;
     size_t in_room;
@@ -121,7 +125,9 @@ enum control_type {
     CTL_PROBE,      // from 0: struct wire_probe
     CTL_STREAMS,    // from 0: struct wire_streams
     CTL_NOTICE,     // from 0: text
-    CTL_COSTS       // from 0: struct nb_costs
+    CTL_COSTS,      // from 0: struct nb_costs
+    CTL_PART,       // to 0: struct wire_part, this rank's line
+    CTL_TOTAL       // from 0: struct wire_go, the line that came out
 };
 
 struct wire_go {
@@ -129,6 +135,11 @@ struct wire_go {
     uint64_t key;
     uint32_t id; // by which the key may be named in a mask from now on, or NO_ID
     uint32_t algorithm;
+};
+
+struct wire_part { // submits a cached operation
+    uint32_t id;
+    uint32_t zero;
 };
 
 struct wire_refuse {
@@ -167,6 +178,8 @@ struct map_request {
     int fd; // to be passed to ranks of this host, or -1
 };
 
+enum nb_driver { NB_DRIVER_THREAD, NB_DRIVER_CALLER, NB_DRIVER_NONE };
+
 struct suspicion { // of one peer, whose lane broke: it may be dead, or another rank is and the peer left because of it
     bool raised;
     int64_t since_ns;
@@ -183,6 +196,8 @@ struct nb_job {
     struct nb_loop loop;
     pthread_t thread;
     bool thread_runs;
+    bool spins; // a core for each rank of this host: a short wait need not sleep
+    bool lends; // callers may drive
     struct nb_lanes *lanes;
     struct control *controls; // rank 0: by rank; others: [0]
     int control_count;
@@ -202,6 +217,13 @@ struct nb_job {
     void *spare; // memory of an operation in steps that is over, for the next one
     size_t spare_bytes;
     int waiters;             // threads inside nb_work_wait
+    pthread_cond_t aside;    // where the thread waits while it does not drive
+    enum nb_driver driver;
+    bool wanted;        // a caller that waits would drive
+    bool hurry;         // there is work that the thread should not leave to a caller that may come
+    bool thread_sleeps; // until it is told
+    uint64_t drives;    // how often a caller has begun to
+    int64_t free_ns;    // when the thread drives again, if no caller does
     struct nb_error failure; // sticky
     struct nb_job_info info;
     bool stop;
@@ -216,7 +238,9 @@ struct nb_job {
     bool failed;
     struct suspicion *suspicions; // by rank
     int64_t next_ping_ns;
-    int64_t ticked_ns; // when time was last looked at
+    int64_t ticked_ns;    // when time was last looked at
+    int64_t next_tick_ns; // when it is looked at again
+    int64_t moved_ns;     // when something last moved
     uint64_t *mask;    // cached operations submitted since the last flush
     size_t mask_words;
     struct member *member; // what this rank knows of the agreement
@@ -270,8 +294,15 @@ void nb_stepper_start(struct nb_work *work, int64_t now_ns);
 int nb_control_init(struct control *control, struct nb_job *job, int peer, int fd, struct nb_error *err);
 void nb_control_fini(struct control *control);
 void nb_control_send(struct control *control, enum control_type type, const void *body, size_t bytes);
+// The same, sent with the next one or by nb_control_flush().
+void nb_control_queue(struct control *control, enum control_type type, const void *body, size_t bytes);
+void nb_control_flush(struct control *control);
 // To every other rank that is still there. Rank 0 only.
 void nb_control_broadcast(struct nb_job *job, enum control_type type, const void *body, size_t bytes);
+// What has come in memory, and what had no room there. Returns how many connections had something.
+int nb_control_poll(struct nb_job *job);
+// Before whoever drives sleeps: false where something has come since.
+bool nb_control_arm(struct nb_job *job);
 // Writes what is queued, until deadline_ns at most.
 void nb_control_drain(struct control *control, int64_t deadline_ns);
 
@@ -283,6 +314,8 @@ void nb_member_flush(struct nb_job *job);
 // Whether rank 0 may start an operation by this number now: they only grow.
 bool nb_member_next(struct nb_job *job, uint64_t seq);
 void nb_member_go(struct nb_job *job, const struct wire_go *go);
+// The operation that rank 0 says starts now, or NULL: the job has failed.
+struct nb_work *nb_member_agreed(struct nb_job *job, const struct wire_go *go);
 void nb_member_refuse(struct nb_job *job, const struct wire_refuse *refuse);
 void nb_member_message(struct nb_job *job, enum control_type type, const unsigned char *body, size_t bytes);
 
@@ -340,6 +373,21 @@ int nb_job_peer_ready(struct nb_job *job, int peer, struct nb_error *err);
 
 // job.c
 void *nb_job_main(void *job);
+// Once through all that can move; sleeps sleep_ms at most where nothing does and `awaited` (or NULL) is not done. Of
+// whoever drives.
+void nb_job_turn(struct nb_job *job, const struct nb_work *awaited, int sleep_ms);
+// drive.c
+// Until the work is done or it is until_ns (INT64_MAX: without end).
+void nb_drive_wait(struct nb_work *work, int64_t until_ns);
+// There is an operation in the inbox. With the lock.
+void nb_drive_tell(struct nb_job *job, size_t bytes);
+// For how long whoever drives, and asks, looks again instead of sleeping.
+int64_t nb_drive_spin_ns(const struct nb_job *job);
+// The job is to end. With the lock.
+void nb_drive_end(struct nb_job *job);
+// After a turn of the thread: it waits here while callers drive.
+void nb_drive_lend(struct nb_job *job);
+
 // tick.c: what happens by time: silence, bytes that do not move, lanes that broke
 void nb_job_tick(struct nb_job *job, int64_t now);
 void nb_job_lane_lost(void *job, int peer, int lane, const struct nb_error *why, int lanes_left);

@@ -18,6 +18,7 @@
 
 enum {
     FAREWELL_NS = 200 * 1000 * 1000,
+    SPIN_BYTES = 64 * 1024, // of the operation that is waited for
     SETTLE_NS = 2000 * 1000 * 1000 // a peer that is alive and kept from a core must not lose what was sent to it last
 };
 
@@ -81,6 +82,7 @@ static void inbox_drain(struct nb_job *job) {
         struct nb_work *work = NB_CONTAINER(job->inbox.next, struct nb_work, link);
         nb_list_remove(&work->link);
         pthread_mutex_unlock(&job->lock);
+        job->moved_ns = work->times.submit_ns;
         nb_member_submit(job, work);
         pthread_mutex_lock(&job->lock);
     }
@@ -204,6 +206,12 @@ int nb_job_map_arena(struct nb_job *job, const struct nb_arena *arena, struct nb
 static bool stop_asked(struct nb_job *job) {
     pthread_mutex_lock(&job->lock);
     bool stop = job->stop;
+    pthread_mutex_unlock(&job->lock);
+    return stop;
+}
+
+static void abort_drain(struct nb_job *job) {
+    pthread_mutex_lock(&job->lock);
     struct nb_error why = job->abort_why;
     bool abort = job->aborting;
     job->aborting = false;
@@ -211,7 +219,6 @@ static bool stop_asked(struct nb_job *job) {
     if (abort) {
         nb_job_fail(job, &why, true);
     }
-    return stop;
 }
 
 static void farewell(struct nb_job *job) {
@@ -243,30 +250,53 @@ static bool may_stop(struct nb_job *job, int64_t *until_ns) {
     return settled;
 }
 
+// Whether what is awaited is small and may be here in no time: then sleeping would cost more than it saves.
+static bool spins(const struct nb_job *job) {
+    const struct nb_list *list = nb_list_empty(&job->running) ? &job->waiting : &job->running;
+    if (!job->spins || nb_list_empty(list) || nb_now_ns() - job->moved_ns > nb_drive_spin_ns(job)) {
+        return false;
+    }
+    const struct nb_work *work = NB_CONTAINER(list->next, struct nb_work, link);
+    return nb_local_everywhere(job) || work->quiet || work->desc.bytes <= SPIN_BYTES;
+}
+
+static bool is_done(const struct nb_work *work) {
+    int code;
+    return work != NULL && nb_work_test(work, &code);
+}
+
+void nb_job_turn(struct nb_job *job, const struct nb_work *awaited, int sleep_ms) {
+    abort_drain(job);
+    maps_drain(job);
+    inbox_drain(job);
+    nb_member_flush(job);
+    if (job->rank == 0) {
+        nb_agree_release(job);
+    }
+    int moved = nb_control_poll(job);
+    moved += nb_lanes_progress(job->lanes, 0);
+    moved += nb_local_progress(job);
+    bool stays = moved > 0 || is_done(awaited) || spins(job) || nb_lanes_arm(job->lanes) == -EAGAIN || !nb_local_arm(job);
+    stays = stays || !nb_control_arm(job);
+    moved += nb_loop_wait(&job->loop, stays ? 0 : sleep_ms);
+    int64_t now = nb_now_ns();
+    job->moved_ns = moved > 0 ? now : job->moved_ns;
+    if (now >= job->next_tick_ns) {
+        job->next_tick_ns = now + (int64_t)TICK_MS * 1000000;
+        nb_local_tick(job, now);
+        nb_job_tick(job, now);
+    }
+    if (job->failed) {
+        failed_sweep(job);
+    }
+}
+
 void *nb_job_main(void *arg) {
     struct nb_job *job = arg;
-    int64_t next_tick = 0;
     int64_t stop_ns = 0;
     while (!may_stop(job, &stop_ns)) {
-        maps_drain(job);
-        inbox_drain(job);
-        nb_member_flush(job);
-        if (job->rank == 0) {
-            nb_agree_release(job);
-        }
-        int moved = nb_lanes_progress(job->lanes, 0);
-        moved += nb_local_progress(job);
-        int timeout = moved > 0 || nb_lanes_arm(job->lanes) == -EAGAIN || !nb_local_arm(job) ? 0 : TICK_MS;
-        nb_loop_wait(&job->loop, timeout);
-        int64_t now = nb_now_ns();
-        if (now >= next_tick) {
-            next_tick = now + (int64_t)TICK_MS * 1000000;
-            nb_local_tick(job, now);
-            nb_job_tick(job, now);
-        }
-        if (job->failed) {
-            failed_sweep(job);
-        }
+        nb_job_turn(job, NULL, TICK_MS);
+        nb_drive_lend(job);
     }
     const struct nb_error closed = {
         .code = NB_ECLOSED, .peer = NB_NO_PEER, .text = "the job was shut down before the operation was over"};
@@ -282,10 +312,9 @@ void nb_job_close(struct nb_job *job) {
         return;
     }
     pthread_mutex_lock(&job->lock);
-    job->stop = true;
+    nb_drive_end(job);
     pthread_mutex_unlock(&job->lock);
     if (job->thread_runs) {
-        nb_loop_wake(&job->loop);
         pthread_join(job->thread, NULL);
     }
     pthread_mutex_lock(&job->lock);

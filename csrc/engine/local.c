@@ -21,7 +21,6 @@
 
 enum {
     TURN_BYTES = 1024 * 1024, // of a share, before all else on this thread has its turn
-    SPIN_NS = 20 * 1000,
     SPIN_TURNS = 16,
     REVOKE_NS = 250 * 1000 * 1000
 };
@@ -276,12 +275,14 @@ static bool idle(const struct local *l) {
 
 bool nb_local_progress(struct nb_job *job) {
     struct local *l = job->local;
+    if (l != NULL) {
+        nb_shm_rouse(l->shm);
+    }
     if (idle(l)) {
         return false;
     }
-    nb_shm_rouse(l->shm);
     bool moved = turn(l);
-    while (!moved && l->spins && l->rails == NULL && nb_now_ns() - l->moved_ns < SPIN_NS) {
+    while (!moved && job->spins && l->rails == NULL && nb_now_ns() - l->moved_ns < nb_drive_spin_ns(job)) {
         for (int i = 0; i < SPIN_TURNS && !moved; i++) {
 #if defined(__x86_64__)
             __builtin_ia32_pause();
@@ -309,6 +310,20 @@ bool nb_local_arm(struct nb_job *job) {
 
 bool nb_local_everywhere(const struct nb_job *job) {
     return job->local != NULL && job->local->rails == NULL;
+}
+
+void nb_local_pipes(const struct nb_job *job, int peer, struct nb_shm_pipe **in, struct nb_shm_pipe **out) {
+    struct nb_shm_area *area = nb_local_area(job->local, peer == 0 ? job->rank : peer); // all ranks: as the job has them
+    *in = peer == 0 ? &area->from_first : &area->to_first;
+    *out = peer == 0 ? &area->to_first : &area->from_first;
+}
+
+void nb_local_wake(const struct nb_job *job, int peer) {
+    nb_shm_wake_one(job->local->shm, peer);
+}
+
+void nb_local_sleep(const struct nb_job *job) {
+    nb_shm_sleep(job->local->shm);
 }
 
 bool nb_local_two_level(const struct nb_job *job, size_t bytes) {

@@ -28,6 +28,7 @@ enum {
 };
 
 struct nb_job;
+struct nb_shm_pipe;
 struct nb_work;
 
 enum nb_local_stage { NB_LOCAL_QUEUED, NB_LOCAL_DESCRIBED, NB_LOCAL_RUNS, NB_LOCAL_SHARE_DONE };
@@ -59,6 +60,12 @@ void nb_local_map(struct nb_job *job, void *base, size_t bytes, int fd);
 
 // local.c. Whether all ranks of the job are on this host and share memory.
 bool nb_local_everywhere(const struct nb_job *job);
+// Then: the ways between this rank and `peer`, of which one is rank 0.
+void nb_local_pipes(const struct nb_job *job, int peer, struct nb_shm_pipe **in, struct nb_shm_pipe **out);
+// Then: something has been written for that rank.
+void nb_local_wake(const struct nb_job *job, int peer);
+// Then: from now on others wake this rank.
+void nb_local_sleep(const struct nb_job *job);
 // Whether such operations stay in shared memory then; the others take the network.
 bool nb_local_takes(const struct nb_job *job, enum nb_op_kind kind);
 // Whether an all-reduce of so many bytes can take two levels: alike on all ranks.

@@ -1,7 +1,6 @@
 // Do the ranks of each host share memory? All of them try, and all come to the same answer: it is yes where all hosts with
 // several ranks can.
 #include <errno.h>
-#include <sched.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -125,11 +124,6 @@ static int outcomes_exchange(struct nb_job *job, const struct nb_error *mine, ch
     return rc;
 }
 
-static bool cores_for(int ranks) {
-    cpu_set_t set;
-    return sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) >= ranks;
-}
-
 // The owner of this rank's part on another host, in ranks of the job.
 static int owner_on(const struct hosts *hosts, int host, int index) {
     int r = 0;
@@ -169,7 +163,6 @@ static int local_make(struct nb_job *job, struct nb_shm *shm, const struct hosts
     l->hosts = hosts->count;
     l->host = hosts->of[job->rank];
     l->parts = shm->size;
-    l->spins = cores_for(l->size);
     l->lines = calloc(lines, sizeof *l->lines);
     l->rooms = calloc(lines, sizeof *l->rooms);
     l->sum = aligned_alloc(NB_SHM_LINE, FOLD_BYTES);

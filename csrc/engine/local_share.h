@@ -42,7 +42,6 @@ struct local {
     int host;            // this one's number
     int parts;           // of a line. Part i is rank i's; ranks beyond have none
     struct rails *rails; // between several hosts; NULL: there is one
-    bool spins;          // a core for each rank of this host: a short wait need not sleep
     bool broken;         // operations were given up: nothing moves any more
     struct nb_list queue;
     uint64_t started;

@@ -13,6 +13,7 @@
 #include "engine/engine.h"
 #include "engine/internal.h"
 #include "engine/local.h"
+#include "engine/star.h"
 #include "trace/event.h"
 #include "trace/ring.h"
 
@@ -62,6 +63,9 @@ void nb_member_submit(struct nb_job *job, struct nb_work *work) {
     struct nb_hash_node *node = nb_hash_get(&m->by_key, work->desc.key);
     struct cached *cached = node != NULL ? NB_CONTAINER(node, struct cached, by_key) : NULL;
     if (cached != NULL && desc_equal(&cached->desc, &work->desc)) {
+        if (work->algorithm == NB_ALGORITHM_STAR && job->rank > 0 && nb_star_give(job, work, cached->id)) {
+            return;
+        }
         nb_bits_set(m->mask, cached->id);
         size_t words = cached->id / 64 + 1;
         m->mask_words = words > m->mask_words ? words : m->mask_words;
@@ -95,10 +99,13 @@ void nb_member_flush(struct nb_job *job) {
         for (size_t at = 0; at < m->fresh_count; at += SUBMITS_MAX) {
             size_t left = m->fresh_count - at;
             size_t count = left < SUBMITS_MAX ? left : SUBMITS_MAX;
-            nb_control_send(&job->controls[0], CTL_SUBMIT, m->fresh + at, count * sizeof *m->fresh);
+            nb_control_queue(&job->controls[0], CTL_SUBMIT, m->fresh + at, count * sizeof *m->fresh);
         }
         if (m->mask_words > 0) {
-            nb_control_send(&job->controls[0], CTL_MASK, m->mask, m->mask_words * sizeof m->mask[0]);
+            nb_control_queue(&job->controls[0], CTL_MASK, m->mask, m->mask_words * sizeof m->mask[0]);
+        }
+        if (job->controls[0].out_bytes > 0) {
+            nb_control_flush(&job->controls[0]);
         }
     }
     m->fresh_count = 0;
@@ -133,18 +140,26 @@ bool nb_member_next(struct nb_job *job, uint64_t seq) {
     return next;
 }
 
-void nb_member_go(struct nb_job *job, const struct wire_go *go) {
+struct nb_work *nb_member_agreed(struct nb_job *job, const struct wire_go *go) {
     struct nb_work *work = waiting_find(job, go->key);
     if (work == NULL || !nb_member_next(job, go->seq)) {
         nb_job_wire_fail(job, 0, "a start of what was not submitted");
-        return;
+        return NULL;
     }
     if (go->id < IDS_MAX) {
         remember(job->member, go->id, &work->desc);
     }
-    struct nb_error why = {0};
     work->times.agreed_ns = nb_now_ns();
     nb_ring_put_at(job->config.ring, work->times.agreed_ns, NB_EV_OP_AGREED, go->key, work->round, 0, 0, 0, 0);
+    return work;
+}
+
+void nb_member_go(struct nb_job *job, const struct wire_go *go) {
+    struct nb_error why = {0};
+    struct nb_work *work = nb_member_agreed(job, go);
+    if (work == NULL) {
+        return;
+    }
     bool two_level = go->algorithm == NB_ALGORITHM_TWO_LEVEL;
     if (!nb_run_possible(work->desc.kind, go->algorithm) || (two_level && !nb_local_two_level(job, work->desc.bytes))) {
         nb_job_wire_fail(job, 0, "a way to travel that the operation has not");
@@ -199,6 +214,20 @@ static void go_heard(struct nb_job *job, const unsigned char *body, size_t bytes
     }
 }
 
+static void total_heard(struct nb_job *job, const unsigned char *body, size_t bytes) {
+    struct wire_go go;
+    memcpy(&go, body, sizeof go);
+    struct nb_work *work = nb_member_agreed(job, &go);
+    if (work == NULL) {
+        return;
+    }
+    if (work->desc.kind != NB_OP_ALLREDUCE || work->desc.bytes != bytes - sizeof go) {
+        nb_job_wire_fail(job, 0, "a result of another length");
+        return;
+    }
+    nb_star_land(work, go.seq, body + sizeof go);
+}
+
 static void left_heard(struct nb_job *job, const unsigned char *body) {
     int32_t rank = 0;
     memcpy(&rank, body, sizeof rank);
@@ -214,6 +243,8 @@ static bool length_possible(enum control_type type, size_t bytes) {
     switch (type) {
     case CTL_GO:
         return bytes % sizeof(struct wire_go) == 0;
+    case CTL_TOTAL:
+        return bytes > sizeof(struct wire_go) && bytes <= sizeof(struct wire_go) + NB_STAR_MAX;
     case CTL_REFUSE:
         return bytes == sizeof(struct wire_refuse);
     case CTL_ABORT:
@@ -259,6 +290,8 @@ void nb_member_message(struct nb_job *job, enum control_type type, const unsigne
         nb_job_wire_fail(job, 0, "a control message that is none");
     } else if (type == CTL_GO) {
         go_heard(job, body, bytes);
+    } else if (type == CTL_TOTAL) {
+        total_heard(job, body, bytes);
     } else if (type == CTL_REFUSE) {
         memcpy(&refuse, body, bytes);
         nb_member_refuse(job, &refuse);

@@ -1,6 +1,7 @@
 // What the ranks tell each other before any of them uses a lane: all come to the same answer, and nobody waits for a
 // rank that gave up.
 #include <errno.h>
+#include <sched.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -56,6 +57,15 @@ static int place_on_host(const struct present *all, int rank) {
     return before;
 }
 
+static bool cores_for_all(const struct present *all, int size, int rank) {
+    cpu_set_t cpus;
+    int ranks = 0;
+    for (int r = 0; r < size; r++) {
+        ranks += memcmp(all[r].host, all[rank].host, NB_HOST_BYTES) == 0;
+    }
+    return sched_getaffinity(0, sizeof cpus, &cpus) == 0 && CPU_COUNT(&cpus) >= ranks;
+}
+
 static int cpus_judge(const struct present *all, int size, struct nb_error *err) {
     for (int r = 0; r < size; r++) {
         int place = place_on_host(all, r);
@@ -109,6 +119,7 @@ int nb_job_muster(struct nb_job *job, const struct binds *binds, int rc, struct 
     if (rc == 0) {
         rc = all_judge(all, job->size, err);
     }
+    job->spins = rc == 0 && cores_for_all(all, job->size, job->rank);
     if (rc == 0 && config->cpu_count > 0) {
         job->info.cpu = config->cpus[place_on_host(all, job->rank)];
     }

@@ -189,6 +189,7 @@ void nb_job_free(struct nb_job *job) {
     nb_loop_fini(&job->loop);
     nb_boot_close(&job->boot);
     pthread_cond_destroy(&job->finished);
+    pthread_cond_destroy(&job->aside);
     pthread_mutex_destroy(&job->lock);
     free(job->spare);
     free(job->peer_left);
@@ -222,6 +223,7 @@ static int job_init(struct nb_job *job, const struct nb_job_config *config, stru
     pthread_condattr_init(&attr);
     pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
     pthread_cond_init(&job->finished, &attr);
+    pthread_cond_init(&job->aside, &attr);
     pthread_condattr_destroy(&attr);
     pthread_mutex_init(&job->lock, NULL);
     job->loop.epoll_fd = -1;
@@ -252,6 +254,7 @@ static int thread_start(struct nb_job *job, struct nb_error *err) {
         CPU_SET((size_t)job->info.cpu, &cpus);
         pthread_attr_setaffinity_np(&attr, sizeof cpus, &cpus);
     }
+    job->lends = job->info.cpu < 0; // else the turns belong on that CPU
     int rc = -pthread_create(&job->thread, &attr, nb_job_main, job);
     pthread_attr_destroy(&attr);
     job->thread_runs = rc == 0;

@@ -234,6 +234,7 @@ int nb_run_prepare(struct nb_work *work, enum nb_algorithm algorithm, struct nb_
         return pipeline_make(work, NB_SCHED_RING_REDUCESCATTER, err);
     case NB_ALGORITHM_CHAIN:
         return pipeline_make(work, NB_SCHED_CHAIN_BROADCAST, err);
+    case NB_ALGORITHM_STAR:      // it takes no lane: star.c
     case NB_ALGORITHM_TWO_LEVEL: // its rings have what they need: twolevel.c
     case NB_ALGORITHM_NONE:
         break;

@@ -18,6 +18,7 @@
 #include "engine/engine.h"
 #include "engine/internal.h"
 #include "engine/local.h"
+#include "engine/star.h"
 #include "trace/event.h"
 #include "trace/ring.h"
 #include "transport/transport.h"
@@ -104,6 +105,9 @@ static size_t line_starts(const struct nb_segment *pieces, int count, size_t *st
 
 // True when some block of the line lies in more pieces than one segment can carry.
 static bool too_scattered(const struct nb_work *work) {
+    if (work->algorithm == NB_ALGORITHM_STAR) { // it may have to take lanes
+        return work->piece_count > NB_LANE_IOV_MAX;
+    }
     size_t block = work->block_bytes;
     int first = 0;
     for (int i = 0; i < work->piece_count; i++) {
@@ -288,6 +292,7 @@ int nb_submit(struct nb_comm *comm, const struct nb_op *op, struct nb_work **out
         work->round = round_next(job, work->desc.key);
         if (comm->size > 1) {
             nb_list_insert(&job->inbox, &work->link);
+            nb_drive_tell(job, work->desc.bytes);
         }
     }
     pthread_mutex_unlock(&job->lock);
@@ -301,9 +306,7 @@ int nb_submit(struct nb_comm *comm, const struct nb_op *op, struct nb_work **out
     nb_ring_put_at(job->config.ring, work->times.submit_ns, NB_EV_OP_SUBMIT, d->key, work->round, d->bytes,
                    work->bucket, d->comm, packed);
     *out = work;
-    if (comm->size > 1) {
-        nb_loop_wake(&job->loop);
-    } else {
+    if (comm->size == 1) {
         nb_run_alone(work);
     }
     return 0;
@@ -330,6 +333,11 @@ static void work_record(struct nb_work *work) {
         if (out + in > 0) {
             nb_ring_put(job->config.ring, NB_EV_OP_LANE, key, work->round, (uint64_t)lane, out, in, 0);
         }
+    }
+    if (work->algorithm == NB_ALGORITHM_STAR) {
+        sent = work->out.bytes_moved;
+        received = work->in.bytes_moved;
+        nb_ring_put(job->config.ring, NB_EV_OP_LANE, key, work->round, NB_LANE_CONTROL, sent, received, 0);
     }
     uint64_t algorithm = work->local.taken ? nb_local_record(work) : (uint64_t)work->algorithm;
     if (work->times.first_byte_ns != 0) {
@@ -382,25 +390,8 @@ bool nb_work_test(const struct nb_work *work, int *code) {
 
 int nb_work_wait(struct nb_work *work, int timeout_ms, struct nb_error *err) {
     int code = 0;
-    if (!nb_work_test(work, &code)) { // a work that is done may outlive its job
-        struct nb_job *job = work->comm->job;
-        struct timespec until;
-        clock_gettime(CLOCK_MONOTONIC, &until);
-        until.tv_sec += timeout_ms / 1000;
-        until.tv_nsec += (long)(timeout_ms % 1000) * 1000000;
-        until.tv_sec += until.tv_nsec / 1000000000;
-        until.tv_nsec %= 1000000000;
-        int rc = 0;
-        pthread_mutex_lock(&job->lock);
-        job->waiters++;
-        while (rc == 0 && !nb_work_test(work, &code)) {
-            rc = timeout_ms < 0 ? pthread_cond_wait(&job->finished, &job->lock)
-                                : pthread_cond_timedwait(&job->finished, &job->lock, &until);
-        }
-        if (--job->waiters == 0) {
-            pthread_cond_broadcast(&job->finished);
-        }
-        pthread_mutex_unlock(&job->lock);
+    if (timeout_ms != 0 && !nb_work_test(work, &code)) { // a work that is done may outlive its job
+        nb_drive_wait(work, timeout_ms < 0 ? INT64_MAX : nb_now_ns() + (int64_t)timeout_ms * 1000000);
     }
     if (!nb_work_test(work, &code)) {
         return -EAGAIN;

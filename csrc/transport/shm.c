@@ -264,16 +264,26 @@ char *nb_shm_memory(const struct nb_shm *shm, int rank, const struct nb_shm_piec
 
 // --- sleeping, and keeping off
 
-void nb_shm_wake(struct nb_shm *shm) {
+static void rank_wake(const struct nb_shm_peer *peer) {
     const uint64_t one = 1;
+    if (atomic_load_explicit(&peer->area->asleep, memory_order_relaxed) != 0 &&
+        atomic_exchange(&peer->area->asleep, 0) != 0) {
+        (void)!write(peer->wake_fd, &one, sizeof one);
+    }
+}
+
+void nb_shm_wake(struct nb_shm *shm) {
     atomic_thread_fence(memory_order_seq_cst);
     for (int r = 0; r < shm->size; r++) {
-        struct nb_shm_peer *peer = &shm->peers[r];
-        if (r != shm->rank && atomic_load_explicit(&peer->area->asleep, memory_order_relaxed) != 0 &&
-            atomic_exchange(&peer->area->asleep, 0) != 0) {
-            (void)!write(peer->wake_fd, &one, sizeof one);
+        if (r != shm->rank) {
+            rank_wake(&shm->peers[r]);
         }
     }
+}
+
+void nb_shm_wake_one(struct nb_shm *shm, int rank) {
+    atomic_thread_fence(memory_order_seq_cst);
+    rank_wake(&shm->peers[rank]);
 }
 
 void nb_shm_sleep(struct nb_shm *shm) {

@@ -19,6 +19,7 @@
 #include "base/handover.h"
 #include "base/loop.h"
 #include "bootstrap/bootstrap.h"
+#include "transport/shm_pipe.h"
 
 enum {
     NB_SHM_RANKS_MAX = 64,
@@ -61,6 +62,8 @@ struct nb_shm_area {
     alignas(NB_SHM_LINE) _Atomic uint32_t asleep;                   // written by all
     alignas(NB_SHM_LINE) _Atomic uint64_t mapped[NB_SHM_RANKS_MAX]; // a bit for each arena of each rank
     struct nb_shm_slot slots[NB_SHM_SLOTS];
+    struct nb_shm_pipe to_first; // for whoever agrees what is done: to the group's rank 0, and from it
+    struct nb_shm_pipe from_first;
     alignas(4096) unsigned char stage[NB_SHM_STAGES][NB_SHM_STAGE_BYTES];
 };
 
@@ -118,6 +121,8 @@ char *nb_shm_memory(const struct nb_shm *shm, int rank, const struct nb_shm_piec
 
 // To be called after a counter has moved.
 void nb_shm_wake(struct nb_shm *shm);
+// The same for one rank, of which alone it is known.
+void nb_shm_wake_one(struct nb_shm *shm, int rank);
 // From now on a counter that moves wakes this rank; what has moved before has to be looked for after it.
 void nb_shm_sleep(struct nb_shm *shm);
 void nb_shm_rouse(struct nb_shm *shm);

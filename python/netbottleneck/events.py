@@ -24,6 +24,7 @@ ALGORITHMS = (
     "recursive doubling",
     "halving-doubling",
     "pairwise all-to-all",
+    "star",
 )
 # csrc/engine/local.h: what takes the place of a schedule where ranks share memory.
 IN_MEMORY = {32: "shared memory", 33: "staged shared memory", 34: "two_level"}

@@ -175,8 +175,12 @@ static inline void test_done(struct test_rank *me, struct nb_work *work) {
     CHECK(test_finish(work, &err) == 0, "rank %d waits: %s", me->rank, err.text);
 }
 
+static inline void test_do(struct test_rank *me, struct nb_op op) {
+    test_done(me, test_submit(me, op));
+}
+
 static inline void test_barrier(struct test_rank *me, const char *name) {
-    test_done(me, test_submit(me, test_op(name, NB_OP_BARRIER, NULL)));
+    test_do(me, test_op(name, NB_OP_BARRIER, NULL));
 }
 
 // Stands a thread still wherever it is, as SIGSTOP does with a process. One at a time.

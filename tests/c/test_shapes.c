@@ -6,15 +6,6 @@
 
 #include "job.h"
 
-static void run_op(struct test_rank *me, struct nb_op op) {
-    struct nb_work *work = NULL;
-    struct nb_error err = {0};
-    CHECK(nb_submit(nb_job_world(me->job), &op, &work, &err) == 0, "rank %d submits %s: %s", me->rank, op.name,
-          err.text);
-    CHECK(nb_work_wait(work, 30000, &err) == 0, "rank %d, %s: %s", me->rank, op.name, err.text);
-    nb_work_release(work);
-}
-
 // Lays a line of `bytes` out as pieces of `piece` bytes with `gap` bytes between them; every third piece has none.
 static int lay_out(unsigned char *memory, size_t bytes, size_t piece, size_t gap, struct nb_segment *segments) {
     int n = 0;
@@ -64,7 +55,7 @@ static void exchange(struct test_rank *me, struct nb_op *op, unsigned char *line
     pieces_copy(op->segments, op->segment_count, line, true);
     snprintf(name, sizeof name, "%s.exchange", what);
     op->name = name;
-    run_op(me, *op);
+    test_do(me, *op);
     pieces_copy(op->segments, op->segment_count, line, false);
     for (size_t i = 0; i < half; i++) {
         unsigned char want = given((int)(i / part), (size_t)me->rank * part + i % part);
@@ -99,7 +90,7 @@ static void one_layout(struct test_rank *me, size_t bytes, size_t piece, const c
         }
         pieces_copy(segments, op.segment_count, line, true);
         snprintf(name, sizeof name, "%s.%d", what, kind);
-        run_op(me, op);
+        test_do(me, op);
         pieces_copy(segments, op.segment_count, line, false);
         for (size_t i = 0; i < bytes; i++) {
             unsigned char sum = 0;
@@ -137,7 +128,7 @@ static void nothing(struct test_rank *me) {
             op.segments = none;
             op.segment_count = count;
             op.postscale = 3;
-            run_op(me, op);
+            test_do(me, op);
         }
     }
 }
@@ -154,7 +145,7 @@ static void casts(struct test_rank *me) {
         struct nb_op op = {.name = "cast", .kind = NB_OP_BROADCAST, .dtype = NB_I32, .root = root};
         op.segments = &all;
         op.segment_count = 1;
-        run_op(me, op);
+        test_do(me, op);
         for (size_t i = 0; i < n; i++) {
             CHECK(line[i] == (int32_t)(i ^ (size_t)root * 77), "rank %d of %d, root %d: [%zu] is %d", me->rank,
                   me->size, root, i, line[i]);

@@ -1,5 +1,5 @@
 // Feeds a job the control messages of a broken peer, between operations of its own. The first byte says which rank the
-// job is; then messages: type, two bytes of length, body. A type above 15 goes out as raw bytes, without a header.
+// job is, and whether its small sums travel with the agreement; then messages: type, two bytes of length, body. A type above 19 goes out as raw bytes, without a header.
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -9,7 +9,7 @@
 #include "engine/internal.h"
 #include "transport/tcp.h"
 
-enum { SIZE = 3, WORKS = 4, TYPES = 16 };
+enum { SIZE = 3, WORKS = 4, TYPES = 20 };
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
 
@@ -154,6 +154,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     struct nb_work *works[WORKS] = {NULL};
     float *memory = calloc(WORKS, 12000);
     struct nb_job *job = job_make(data[0] & 1, others);
+    job->config.algorithm = (data[0] & 2) != 0 ? NB_ALGORITHM_STAR : NB_ALGORITHM_NONE;
     for (int i = 0; i < WORKS; i++) {
         submit(job, i, works, memory + (size_t)i * 3000);
     }

@@ -235,7 +235,9 @@ static void farewell(struct nb_job *job) {
 // Whether the thread may end: nobody waits for an answer of this rank, and what it sent last is there; or that took too
 // long.
 static bool may_stop(struct nb_job *job, int64_t *until_ns) {
-    if (!stop_asked(job)) {
+    bool stop = stop_asked(job);
+    abort_drain(job);
+    if (!stop) {
         return false;
     }
     *until_ns = *until_ns == 0 ? nb_now_ns() + SETTLE_NS : *until_ns;

@@ -14,6 +14,9 @@ static void by_hand(void) {
     CHECK(ring > 180599 && ring < 180601, "ring: %f", ring);
     CHECK(doubling > 60999 && doubling < 61001, "doubling: %f", doubling);
     CHECK(halving > 120637 && halving < 120638, "halving: %f", halving);
+    // star: 2 x 3 x (400 + 50)
+    double star = nb_cost_ns(&typical, NB_ALGORITHM_STAR, 4, 1000);
+    CHECK(star > 2699 && star < 2701, "star: %f", star);
     // 3 ranks: one hands its line to a neighbour, and back: 2 x 30000 + 2 x 400 + 50 more
     double folded = nb_cost_ns(&typical, NB_ALGORITHM_DOUBLING, 3, 1000);
     CHECK(folded > 30000 + 400 + 50 + 100 + 60850 - 1 && folded < 30000 + 400 + 50 + 100 + 60850 + 1, "%f", folded);
@@ -36,11 +39,15 @@ int main(void) {
             least(size, bytes);
             CHECK(nb_choose(&nothing, size, bytes) == NB_ALGORITHM_RING, "nothing is known");
         }
-        CHECK(nb_choose(&typical, size, 8) == NB_ALGORITHM_DOUBLING, "%d ranks, 8 bytes: %d", size,
+        CHECK(nb_choose(&typical, size, 8) == NB_ALGORITHM_STAR, "%d ranks, 8 bytes: %d", size,
               nb_choose(&typical, size, 8));
         CHECK(nb_choose(&typical, size, (size_t)1 << 36) == NB_ALGORITHM_RING, "%d ranks, 64 GiB: %d", size,
               nb_choose(&typical, size, (size_t)1 << 36));
     }
+    CHECK(nb_choose(&typical, 4, NB_STAR_MAX + 4) == NB_ALGORITHM_DOUBLING, "4 ranks, more than travels with a word: %d",
+          nb_choose(&typical, 4, NB_STAR_MAX + 4));
+    CHECK(nb_choose(&typical, 512, NB_STAR_MAX) == NB_ALGORITHM_DOUBLING, "512 ranks would wait for rank 0: %d",
+          nb_choose(&typical, 512, NB_STAR_MAX));
     CHECK(nb_choose(&typical, 8, 256 * 1024) == NB_ALGORITHM_HALVING, "8 ranks, 256 KiB: %d",
           nb_choose(&typical, 8, 256 * 1024));
     CHECK(nb_algorithm_find("auto") == NB_ALGORITHM_NONE && nb_algorithm_find("ring") == NB_ALGORITHM_RING, "names");

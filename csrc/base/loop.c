@@ -102,6 +102,11 @@ int nb_loop_wait(struct nb_loop *loop, int timeout_ms) {
     return events;
 }
 
+void nb_loop_sleep(const struct nb_loop *loop, int timeout_ms) {
+    struct epoll_event event; // level-triggered: it is told again
+    (void)epoll_wait(loop->epoll_fd, &event, 1, timeout_ms);
+}
+
 void nb_loop_wake(struct nb_loop *loop) {
     uint64_t one = 1;
     (void)!write(loop->wake_fd, &one, sizeof one); // full: it is awake already

@@ -33,6 +33,8 @@ void nb_loop_remove(struct nb_loop *loop, struct nb_watch *watch);
 
 // Waits up to timeout_ms (-1: until woken), calls what is ready, returns how many events there were.
 int nb_loop_wait(struct nb_loop *loop, int timeout_ms);
+// Sleeps until something is ready, and leaves it to nb_loop_wait(). Of any thread.
+void nb_loop_sleep(const struct nb_loop *loop, int timeout_ms);
 void nb_loop_wake(struct nb_loop *loop);
 
 #endif

@@ -1,8 +1,8 @@
 // Who runs a job's turns: its thread, or in its place a caller that waits. A caller that does is not woken by another
 // thread when its operation is over, and a small one is over before a thread would be awake.
 //
-// Nobody is told to drive: a caller that wants to says so, the thread steps aside after its turn, and comes back a moment
-// after the last caller has left. Whoever drives is the job's communication thread for as long, in all that is said of it.
+// A caller takes the place of a thread that sleeps, which sees it when it wakes. One that is in a turn is told, and steps
+// aside after it. The thread comes back a moment after the last caller has left. Whoever drives is the job's communication thread for as long, in all that is said of it.
 #include <errno.h>
 #include <pthread.h>
 #include <stdbool.h>
@@ -29,10 +29,14 @@ static struct timespec time_of(int64_t at_ns) {
     return (struct timespec){.tv_sec = (time_t)(at_ns / SECOND_NS), .tv_nsec = (long)(at_ns % SECOND_NS)};
 }
 
-void nb_drive_tell(struct nb_job *job, size_t bytes) {
-    if (job->driver != NB_DRIVER_NONE) {
+void nb_drive_tell(struct nb_job *job, const struct nb_op *op) {
+    bool comes = job->lends && op->awaited && (job->driver == NB_DRIVER_NONE || job->driver == NB_DRIVER_ASLEEP);
+    if (comes) {
+        return; // to drive
+    }
+    if (job->driver != NB_DRIVER_NONE || job->thread_polls) {
         nb_loop_wake(&job->loop);
-    } else if (bytes > HURRY_BYTES || job->inbox.next != job->inbox.prev) { // not one that is waited for at once
+    } else if (nb_work_line(op) > HURRY_BYTES || job->inbox.next != job->inbox.prev) { // not one that is waited for at once
         job->hurry = true;
         pthread_cond_signal(&job->aside);
     }
@@ -66,6 +70,24 @@ static void stand_aside(struct nb_job *job) {
     }
 }
 
+void nb_drive_sleep(struct nb_job *job, int sleep_ms) {
+    pthread_mutex_lock(&job->lock);
+    if (job->lends) {
+        job->driver = NB_DRIVER_ASLEEP;
+    }
+    job->thread_polls = true;
+    pthread_mutex_unlock(&job->lock);
+    nb_loop_sleep(&job->loop, sleep_ms);
+    pthread_mutex_lock(&job->lock);
+    job->thread_polls = false;
+    while (job->driver > NB_DRIVER_ASLEEP && !is_free(job)) {
+        stand_aside(job);
+    }
+    job->driver = NB_DRIVER_THREAD;
+    job->hurry = false;
+    pthread_mutex_unlock(&job->lock);
+}
+
 void nb_drive_lend(struct nb_job *job) {
     pthread_mutex_lock(&job->lock);
     if (job->wanted && job->waiters > 0 && !job->stop) {
@@ -87,7 +109,7 @@ static bool take(struct nb_job *job) {
     if (!job->lends || job->stop) {
         return false;
     }
-    if (job->driver == NB_DRIVER_NONE) {
+    if (job->driver == NB_DRIVER_NONE || job->driver == NB_DRIVER_ASLEEP) {
         job->driver = NB_DRIVER_CALLER;
         job->drives++;
         return true;
@@ -108,6 +130,9 @@ static void leave(struct nb_job *job) {
     }
     if (job->thread_sleeps || left) {
         pthread_cond_signal(&job->aside);
+    }
+    if (job->thread_polls && (left || job->stop)) {
+        nb_loop_wake(&job->loop);
     }
 }
 

@@ -178,7 +178,7 @@ struct map_request {
     int fd; // to be passed to ranks of this host, or -1
 };
 
-enum nb_driver { NB_DRIVER_THREAD, NB_DRIVER_CALLER, NB_DRIVER_NONE };
+enum nb_driver { NB_DRIVER_THREAD, NB_DRIVER_ASLEEP, NB_DRIVER_CALLER, NB_DRIVER_NONE }; // asleep: the thread
 
 struct suspicion { // of one peer, whose lane broke: it may be dead, or another rank is and the peer left because of it
     bool raised;
@@ -222,6 +222,7 @@ struct nb_job {
     bool wanted;        // a caller that waits would drive
     bool hurry;         // there is work that the thread should not leave to a caller that may come
     bool thread_sleeps; // until it is told
+    bool thread_polls;  // until something is ready, or the loop is woken
     uint64_t drives;    // how often a caller has begun to
     int64_t free_ns;    // when the thread drives again, if no caller does
     struct nb_error failure; // sticky
@@ -379,12 +380,14 @@ void nb_job_turn(struct nb_job *job, const struct nb_work *awaited, int sleep_ms
 // drive.c
 // Until the work is done or it is until_ns (INT64_MAX: without end).
 void nb_drive_wait(struct nb_work *work, int64_t until_ns);
-// There is an operation in the inbox. With the lock.
-void nb_drive_tell(struct nb_job *job, size_t bytes);
+// The operation is in the inbox. With the lock.
+void nb_drive_tell(struct nb_job *job, const struct nb_op *op);
 // For how long whoever drives, and asks, looks again instead of sleeping.
 int64_t nb_drive_spin_ns(const struct nb_job *job);
 // The job is to end. With the lock.
 void nb_drive_end(struct nb_job *job);
+// In a turn of the thread: sleeps, and waits for as long as callers drive.
+void nb_drive_sleep(struct nb_job *job, int sleep_ms);
 // After a turn of the thread: it waits here while callers drive.
 void nb_drive_lend(struct nb_job *job);
 

@@ -280,7 +280,10 @@ void nb_job_turn(struct nb_job *job, const struct nb_work *awaited, int sleep_ms
     moved += nb_local_progress(job);
     bool stays = moved > 0 || is_done(awaited) || spins(job) || nb_lanes_arm(job->lanes) == -EAGAIN || !nb_local_arm(job);
     stays = stays || !nb_control_arm(job);
-    moved += nb_loop_wait(&job->loop, stays ? 0 : sleep_ms);
+    if (!stays && awaited == NULL) {
+        nb_drive_sleep(job, sleep_ms);
+    }
+    moved += nb_loop_wait(&job->loop, stays || awaited == NULL ? 0 : sleep_ms);
     int64_t now = nb_now_ns();
     job->moved_ns = moved > 0 ? now : job->moved_ns;
     if (now >= job->next_tick_ns) {

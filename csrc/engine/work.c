@@ -292,7 +292,7 @@ int nb_submit(struct nb_comm *comm, const struct nb_op *op, struct nb_work **out
         work->round = round_next(job, work->desc.key);
         if (comm->size > 1) {
             nb_list_insert(&job->inbox, &work->link);
-            nb_drive_tell(job, work->desc.bytes);
+            nb_drive_tell(job, op);
         }
     }
     pthread_mutex_unlock(&job->lock);

@@ -18,6 +18,7 @@ struct submit_args {
     PyObject *priority;
     PyObject *bucket;
     PyObject *keep;
+    int awaited;
 };
 
 static int optional_long(const char *name, PyObject *value, long low, long high, long *out) {
@@ -47,6 +48,7 @@ static int parse_numbers(const struct submit_args *in, int size, struct nb_op *o
     op->root = (int)root;
     op->priority = (int)priority;
     op->bucket = (uint32_t)bucket;
+    op->awaited = in->awaited != 0;
     return 0;
 }
 
@@ -94,11 +96,11 @@ static PyObject *submit(PyObject *object, const struct submit_args *in) {
 
 PyObject *core_comm_submit_method(PyObject *object, PyObject *args, PyObject *kwargs) {
     static const char *const keywords[] = {"name",     "kind",      "memory",   "dtype",  "op",   "root",
-                                           "prescale", "postscale", "priority", "bucket", "keep", NULL};
+                                           "prescale", "postscale", "priority", "bucket", "keep", "awaited", NULL};
     struct submit_args in = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sOOO|$OOOOOOO:submit", (char **)keywords, &in.name, &in.kind,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sOOO|$OOOOOOOp:submit", (char **)keywords, &in.name, &in.kind,
                                      &in.memory, &in.dtype, &in.op, &in.root, &in.prescale, &in.postscale, &in.priority,
-                                     &in.bucket, &in.keep)) {
+                                     &in.bucket, &in.keep, &in.awaited)) {
         return NULL;
     }
     if (core_comm_check(object) < 0) {
@@ -117,7 +119,8 @@ static int gather(PyObject *object, PyObject *line) {
     PyObject *dtype = PyLong_FromLong(NB_U8);
     PyObject *work = NULL;
     if (kind != NULL && dtype != NULL) {
-        const struct submit_args in = {.name = name, .kind = kind, .memory = line, .dtype = dtype};
+        const struct submit_args in = {
+            .name = name, .kind = kind, .memory = line, .dtype = dtype, .awaited = 1};
         work = submit(object, &in);
     }
     Py_XDECREF(kind);

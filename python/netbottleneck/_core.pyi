@@ -178,8 +178,10 @@ class Comm:
         priority: int = 0,
         bucket: int = 0,
         keep: Any = None,
+        awaited: bool = False,
     ) -> Work:
-        """Starts an operation in place; `keep` lives as long as the transfer. ValueError for what no rank could do, or
+        """Starts an operation in place; `keep` lives as long as the transfer. awaited: the caller waits for it at once, so
+        that no thread need be woken for it. ValueError for what no rank could do, or
         when an operation of this name is pending here."""
 
     def map(self, arena: Arena) -> None:

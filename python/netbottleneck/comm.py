@@ -58,7 +58,8 @@ class Native:
         gradients.target(self.comm, average, predivide=predivide, op=op)
 
     def barrier(self) -> None:
-        self.comm.submit("netbottleneck.barrier", launch.core().BARRIER, [], launch.core().UINT8).wait()
+        core = launch.core()
+        self.comm.submit("netbottleneck.barrier", core.BARRIER, [], core.UINT8, awaited=True).wait()
 
     def info(self) -> dict[str, Any]:
         return dict(self.comm.info())

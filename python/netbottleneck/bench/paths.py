@@ -93,7 +93,9 @@ class Native(Path):
         address, keep = self.region()
         memory = [(address, self._bytes)] if self._bytes else []
         for _ in range(times):
-            self._comm.submit("bench", self._core.ALLREDUCE, memory, self._dtype, op=self._op, keep=keep).wait()
+            self._comm.submit(
+                "bench", self._core.ALLREDUCE, memory, self._dtype, op=self._op, keep=keep, awaited=True
+            ).wait()
 
     def payload(self) -> int | None:
         return int(self._comm.info()["bytes_out"])

@@ -137,16 +137,20 @@ class Rank:
         return self.place.size // (self.place.local_size or 1) if self.counts_wire() else self.place.size
 
     def _together(self) -> None:
-        self.control.submit("bench.barrier", self._core.BARRIER, [], self._core.UINT8).wait()
+        self.control.submit("bench.barrier", self._core.BARRIER, [], self._core.UINT8, awaited=True).wait()
 
     def _once(self, path: Path, count: int, data: Data, buffer: NDArray[Any]) -> tuple[int, ...]:
-        """One timed round. Counters are read while no rank moves anything: between two barriers, and after a third."""
+        """One timed round. Counters are read while no rank moves anything: between two barriers, and after another.
+
+        Ranks leave a barrier apart where one of them slept in it: before the clock starts there are two in a row.
+        """
         now = self._core.now_ns
         names = self._interfaces()
         data.fill(buffer)
         path.prepare(count)
         self._together()
         payload, sent, busy = path.payload(), sent_bytes(names), busy_ns()
+        self._together()
         self._together()
         cpu = time.process_time_ns()
         start = now()

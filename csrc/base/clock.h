@@ -1,4 +1,4 @@
-// The one clock: CLOCK_MONOTONIC, in integer nanoseconds.
+// The one clock: CLOCK_MONOTONIC, in integer nanoseconds; and the shortest of waits.
 #ifndef NB_BASE_CLOCK_H
 #define NB_BASE_CLOCK_H
 
@@ -9,6 +9,13 @@ static inline int64_t nb_now_ns(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+// Between two looks at what another processor is about to change.
+static inline void nb_pause(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
 }
 
 #endif

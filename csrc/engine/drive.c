@@ -159,6 +159,7 @@ void nb_drive_wait(struct nb_work *work, int64_t until_ns) {
     struct timespec until = time_of(until_ns);
     int code;
     int rc = 0;
+    int64_t patient_ns = nb_now_ns() + SPIN_NS;
     pthread_mutex_lock(&job->lock);
     job->waiters++;
     while (rc == 0 && !nb_work_test(work, &code)) {
@@ -168,6 +169,10 @@ void nb_drive_wait(struct nb_work *work, int64_t until_ns) {
             pthread_mutex_lock(&job->lock);
             leave(job);
             rc = until_ns != INT64_MAX && nb_now_ns() >= until_ns ? ETIMEDOUT : 0;
+        } else if (job->spins && nb_now_ns() < patient_ns) { // a thread in a turn steps aside soon
+            pthread_mutex_unlock(&job->lock);
+            nb_pause();
+            pthread_mutex_lock(&job->lock);
         } else {
             rc = until_ns == INT64_MAX ? pthread_cond_wait(&job->finished, &job->lock)
                                        : pthread_cond_timedwait(&job->finished, &job->lock, &until);

@@ -284,9 +284,7 @@ bool nb_local_progress(struct nb_job *job) {
     bool moved = turn(l);
     while (!moved && job->spins && l->rails == NULL && nb_now_ns() - l->moved_ns < nb_drive_spin_ns(job)) {
         for (int i = 0; i < SPIN_TURNS && !moved; i++) {
-#if defined(__x86_64__)
-            __builtin_ia32_pause();
-#endif
+            nb_pause();
             moved = turn(l);
         }
     }

@@ -28,7 +28,9 @@ enum nb_event_kind {
     NB_EV_PROBE = 17,         // a: lanes, b: bytes moved a rank, one way, c: ns
     NB_EV_STALL = 18,         // key, a: round, b: waited ns, c: bitmask of the first 64 missing ranks
     NB_EV_PEER_LOST = 19,     // a: peer, b: code
-    NB_EV_LANE_LOST = 20      // a: peer, b: lane, c: code
+    NB_EV_LANE_LOST = 20,     // a: peer, b: lane, c: code
+    NB_EV_COSTS = 21,         // from here on. a: fs of a step, b: fs of a byte, c: fs of a byte that is added
+    NB_EV_END                 // no event: the number after the last
 };
 
 struct nb_event {

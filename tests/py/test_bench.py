@@ -20,7 +20,7 @@ import pytest
 
 import netbottleneck
 from netbottleneck import bench
-from netbottleneck.bench import curve, hvd, wire
+from netbottleneck.bench import ccl, curve, hvd, wire
 from netbottleneck.bench.conductor import Workers
 from netbottleneck.bench.data import DTYPES, PERIOD, REDUCTIONS, Data
 from netbottleneck.bench.request import Request, parse_lanes, parse_sizes
@@ -479,6 +479,19 @@ def test_the_wheels_mpich_reduces_the_same_memory(name: str) -> None:
     assert found.wrong == 0
     if name == "mpich-ofi":
         assert min(found.row(name)["rounds"]["sent_bytes"]) >= found.row(name)["owed_bytes"] == 2 * 300_000
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
+def test_oneccl_reduces_the_same_memory(dtype: str) -> None:
+    skip_without("mpicxx", "mpirun")
+    if ccl.absent():
+        pytest.skip("oneCCL (tools/peers.sh) is not installed")
+    found = peers(2, None, ("tcp", "oneccl"), dtype=dtype)
+    assert found.notes == []
+    row = found.row("oneccl")
+    assert row["provider"].startswith("oneCCL 20")
+    assert found.wrong == 0
+    assert min(row["rounds"]["sent_bytes"]) >= row["owed_bytes"] == 2 * 300_000
 
 
 def test_horovod_reduces_the_same_memory() -> None:

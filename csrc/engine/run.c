@@ -281,7 +281,7 @@ static uint64_t femtoseconds(double ns) {
     return (uint64_t)(ns * 1e6 + 0.5);
 }
 
-// The record has what the choice of an operation's algorithm rested on. This thread alone writes info.costs.
+// The record has what the choice of an operation's algorithm rested on. Only who drives the job writes info.costs.
 static void keep_costs(struct nb_job *job) {
     const struct nb_costs *now = &job->info.costs;
     struct nb_costs *kept = &job->costs_kept;

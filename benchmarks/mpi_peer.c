@@ -1,4 +1,5 @@
-// One rank of MPI_Allreduce beside one rank of the benchmark: it works on that rank's own memory, when it is told to.
+// One rank of MPI_Allreduce beside one rank of the benchmark: it works on that rank's own memory, when it is told to. With
+// WITH_CCL and ccl_peer.cpp it is one of oneCCL's all-reduce, and MPI only brings the ranks together.
 //
 // usage: mpi_peer DTYPE OP BYTES PID:MEMORY:ORDERS:ANSWERS…     a group for each rank: a process and three descriptors
 //
@@ -15,6 +16,10 @@
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
+
+#ifdef WITH_CCL
+#include "ccl_peer.h"
+#endif
 
 enum { FIRST_RANK = 4, PATH_BYTES = 64 };
 
@@ -95,13 +100,21 @@ static void answer(const struct rank *rank, struct answer value) {
     }
 }
 
-static void serve(const struct rank *rank, MPI_Datatype type, MPI_Op op) {
+static void all_reduce(void *memory, uint64_t count, const struct name *type, const struct name *op) {
+#ifdef WITH_CCL
+    ccl_all_reduce(memory, count, type->text, op->text);
+#else
+    MPI_Allreduce(MPI_IN_PLACE, memory, (int)count, type->type, op->op, MPI_COMM_WORLD);
+#endif
+}
+
+static void serve(const struct rank *rank, const struct name *type, const struct name *op) {
     struct order order;
     while (read(rank->orders, &order, sizeof order) == (ssize_t)sizeof order) { // an order is written in one piece
         MPI_Barrier(MPI_COMM_WORLD);
         struct answer start = {.took_ns = now_ns(CLOCK_MONOTONIC), .cpu_ns = now_ns(CLOCK_PROCESS_CPUTIME_ID)};
         for (uint64_t i = 0; i < order.times; i++) {
-            MPI_Allreduce(MPI_IN_PLACE, rank->memory, (int)order.count, type, op, MPI_COMM_WORLD);
+            all_reduce(rank->memory, order.count, type, op);
         }
         answer(rank, (struct answer){.took_ns = now_ns(CLOCK_MONOTONIC) - start.took_ns,
                                      .cpu_ns = now_ns(CLOCK_PROCESS_CPUTIME_ID) - start.cpu_ns});
@@ -130,13 +143,19 @@ int main(int argc, char **argv) {
     }
     struct rank rank = {0};
     rank_open(&rank, argv[FIRST_RANK + self], strtoull(argv[3], NULL, 10));
-    MPI_Datatype type = find(types, argv[1])->type;
-    MPI_Op op = find(ops, argv[2])->op;
+    const struct name *type = find(types, argv[1]);
+    const struct name *op = find(ops, argv[2]);
+#ifdef WITH_CCL
+    ccl_open(self, size);
+#endif
     MPI_Barrier(MPI_COMM_WORLD);
     if (self == 0) {
         answer(&rank, (struct answer){0});
     }
     serve(&rank, type, op);
+#ifdef WITH_CCL
+    ccl_close();
+#endif
     MPI_Finalize();
     return 0;
 }

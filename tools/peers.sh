@@ -2,6 +2,7 @@
 # Installs the programs that the benchmark stands beside, as far as they can be had here, and says what is missing.
 # usage: tools/peers.sh      with root: apt-get; APT=0: install nothing by it
 #   HOROVOD=0   build no Horovod (it takes some minutes, once)
+#   ONECCL=0    fetch no oneCCL (50 MB)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -55,7 +56,18 @@ build_horovod() {
         { echo "it could not be built: build/peers.log"; return 1; }
 }
 
+# oneCCL's wheels, the last that need nothing but libfabric, apart as well.
+oneccl=2021.14.1
+ccl_place=build/peers/oneccl
+fetch_oneccl() {
+    rm -rf $ccl_place
+    pip install -q --no-deps --ignore-installed --prefix $ccl_place "oneccl-cpu==$oneccl" "oneccl-cpu-devel==$oneccl"
+}
+
 if [ -x "$venv/bin/python" ]; then
+    if [ ! -f $ccl_place/lib/libccl.so ] && [ "${ONECCL:-1}" != 0 ]; then
+        fetch_oneccl || echo "peers: oneCCL's wheels are missing: what needs them is left out"
+    fi
     [ -x "$venv/bin/mpivars" ] || pip install -q mpich || echo "peers: the wheel mpich is missing: what needs it is left out"
     if [ ! -d $place ] && [ "${HOROVOD:-1}" != 0 ] && ! "$venv/bin/python" -c 'import horovod.torch' 2>/dev/null; then
         why=$(build_horovod) || echo "peers: Horovod is missing ($why): it is left out"

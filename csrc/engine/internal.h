@@ -248,7 +248,8 @@ struct nb_job {
     struct agree *agree;   // rank 0: what it knows of all
     struct probe *probe;
     struct costs *costs;
-    struct local *local; // operations in shared memory; NULL: there are none
+    struct nb_costs costs_kept; // as the record has them
+    struct local *local;        // operations in shared memory; NULL: there are none
 };
 
 // work.c

@@ -277,6 +277,22 @@ void nb_run_alone(struct nb_work *work) {
     nb_work_finish(work, NULL);
 }
 
+static uint64_t femtoseconds(double ns) {
+    return (uint64_t)(ns * 1e6 + 0.5);
+}
+
+// The record has what the choice of an operation's algorithm rested on. Only who drives the job writes info.costs.
+static void keep_costs(struct nb_job *job) {
+    const struct nb_costs *now = &job->info.costs;
+    struct nb_costs *kept = &job->costs_kept;
+    bool same = now->alpha_ns == kept->alpha_ns && now->beta_ns == kept->beta_ns && now->gamma_ns == kept->gamma_ns;
+    if (now->alpha_ns > 0 && !same) {
+        *kept = *now;
+        nb_ring_put(job->config.ring, NB_EV_COSTS, 0, femtoseconds(now->alpha_ns), femtoseconds(now->beta_ns),
+                    femtoseconds(now->gamma_ns), 0, 0);
+    }
+}
+
 void nb_run_start(struct nb_work *work, uint64_t seq) {
     struct nb_job *job = work->comm->job;
     int64_t now = nb_now_ns();
@@ -284,6 +300,7 @@ void nb_run_start(struct nb_work *work, uint64_t seq) {
     work->times.agreed_ns = work->times.agreed_ns != 0 ? work->times.agreed_ns : now;
     work->times.start_ns = now;
     if (!work->quiet) {
+        keep_costs(job);
         nb_ring_put_at(job->config.ring, now, NB_EV_OP_START, work->desc.key, work->round, 0, 0, 0, 0);
     }
     if (nb_local_start(work)) {

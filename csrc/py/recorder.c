@@ -104,9 +104,9 @@ struct stamp {
 };
 
 static int check_kind(int kind) {
-    if (kind <= NB_EV_NONE || kind > NB_EV_LANE_LOST) {
+    if (kind <= NB_EV_NONE || kind >= NB_EV_END) {
         PyErr_Format(PyExc_ValueError, "kind must be one of EVENTS, from %d to %d, not %d", NB_EV_NONE + 1,
-                     NB_EV_LANE_LOST, kind);
+                     NB_EV_END - 1, kind);
         return -1;
     }
     return 0;

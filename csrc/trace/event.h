@@ -23,12 +23,14 @@ enum nb_event_kind {
     NB_EV_OP_START = 12,      // key, a: round; handed to the wire (stock: call returned)
     NB_EV_OP_FIRST_BYTE = 13, // key, a: round; first byte from a peer
     NB_EV_OP_DONE = 14,       // key, a: round, b: bytes sent, c: bytes received, d: algorithm, e: error code (0: none)
-    NB_EV_OP_LANE = 15,       // key, a: round, b: lane (64: shared memory, 65: control), c: bytes sent, d: bytes received
-    NB_EV_CLOCK = 16,         // a: offset to rank 0's clock in ns (int64), b: round trip in ns
-    NB_EV_PROBE = 17,         // a: lanes, b: bytes moved a rank, one way, c: ns
-    NB_EV_STALL = 18,         // key, a: round, b: waited ns, c: bitmask of the first 64 missing ranks
-    NB_EV_PEER_LOST = 19,     // a: peer, b: code
-    NB_EV_LANE_LOST = 20      // a: peer, b: lane, c: code
+    NB_EV_OP_LANE = 15,   // key, a: round, b: lane (64: shared memory, 65: control), c: bytes sent, d: bytes received
+    NB_EV_CLOCK = 16,     // a: offset to rank 0's clock in ns (int64), b: round trip in ns
+    NB_EV_PROBE = 17,     // a: lanes, b: bytes moved a rank, one way, c: ns
+    NB_EV_STALL = 18,     // key, a: round, b: waited ns, c: bitmask of the first 64 missing ranks
+    NB_EV_PEER_LOST = 19, // a: peer, b: code
+    NB_EV_LANE_LOST = 20, // a: peer, b: lane, c: code
+    NB_EV_COSTS = 21,     // from here on. a: fs of a step, b: fs of a byte, c: fs of a byte that is added
+    NB_EV_END             // no event: the number after the last
 };
 
 struct nb_event {

@@ -1,4 +1,4 @@
-"""What a rank's events say, by name: steps, collectives, faults, probes. Pure; recorder.py turns rings into events."""
+"""What a rank's events say, by name: steps, operations, faults, costs. Pure; recorder.py turns rings into events."""
 
 from __future__ import annotations
 
@@ -242,3 +242,9 @@ def faults(events: Iterable[Event], rank: int, size: int) -> list[tr.Fault]:
 def probes(events: Iterable[Event]) -> tuple[tr.Probe, ...]:
     """What each number of streams reached."""
     return tuple(tr.Probe(e.a, e.b, e.c) for e in events if e.kind == "PROBE")
+
+
+def costs(events: Iterable[Event]) -> tuple[float, ...]:
+    """Ns of a step, of a byte on the wire and of a byte that is added, as they were known last; else nothing."""
+    fs = next(((e.a, e.b, e.c) for e in reversed(list(events)) if e.kind == "COSTS"), ())
+    return tuple(value / 1e6 for value in fs)

@@ -66,6 +66,8 @@ class Findings:
     achievable: stats.Achievable | None
     link_bps: float | None
     scaling: Mapping[str, stats.Scaling]
+    costs: Mapping[str, stats.Costs] = field(default_factory=dict)
+    travels: Mapping[str, tuple[stats.Travel, ...]] = field(default_factory=dict)
     base: str | None = None
     share: stats.Estimate | None = None
     late_ns: Mapping[int, float] = field(default_factory=dict)
@@ -221,5 +223,7 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
         achievable=stats.achievable(trace),
         link_bps=_link_bps(trace, base),
         scaling=_there(factors),
+        costs=stats.costs(trace),
+        travels=stats.travels(trace),
     )
     return common if base is None else _about(common, base, rows[base], warmup)

@@ -45,6 +45,7 @@ EVENTS: Mapping[str, int] = MappingProxyType(
         "STALL": 18,
         "PEER_LOST": 19,
         "LANE_LOST": 20,
+        "COSTS": 21,
     }
 )
 _NAMES = MappingProxyType({number: name for name, number in EVENTS.items()})
@@ -162,15 +163,15 @@ _OF_TRANSPORT = (
 )
 
 
-def _transport(name: str, info: Mapping[str, Any], probe: tuple[tr.Probe, ...]) -> tr.TransportInfo:
+def _transport(name: str, info: Mapping[str, Any], events: Sequence[ev.Event]) -> tr.TransportInfo:
     known = {k: info.get(k) for k in _OF_TRANSPORT}
     told = tuple(tr.Probe(*map(int, point)) for point in info.get("probe") or ())
-    return tr.TransportInfo(name, **known, probe=told or probe)
+    return tr.TransportInfo(name, **known, probe=told or ev.probes(events), costs=ev.costs(events))
 
 
 def _transports(told: Mapping[str, Any], named: Mapping[str, list[ev.Event]]) -> tuple[tr.TransportInfo, ...]:
     names = dict.fromkeys([*told, *(name for name in named if name != TRAIN)])
-    return tuple(_transport(name, told.get(name) or {}, ev.probes(named.get(name, ()))) for name in names)
+    return tuple(_transport(name, told.get(name) or {}, named.get(name, ())) for name in names)
 
 
 def _key(value: int | str) -> int:

@@ -186,6 +186,48 @@ def achievable(trace: Trace) -> Achievable | None:
 
 
 @dataclass(frozen=True, slots=True)
+class Costs:
+    """What a step of an all-reduce, a byte on the wire and a byte that is added cost: medians over ranks."""
+
+    step_ns: float
+    byte_ns: float
+    added_ns: float
+
+
+def costs(trace: Trace) -> dict[str, Costs]:
+    """By transport, where the job measured them."""
+    told: dict[str, list[tuple[float, ...]]] = defaultdict(list)
+    for rank in trace.ranks:
+        for info in rank.transports:
+            if info.costs:
+                told[info.name].append(info.costs)
+    return {name: Costs(*np.median(rows, axis=0).tolist()) for name, rows in told.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Travel:
+    """All-reduces that took one algorithm: how many on one rank, and of which sizes."""
+
+    algorithm: str
+    least_bytes: int
+    most_bytes: int
+    operations: int
+
+
+def travels(trace: Trace) -> dict[str, tuple[Travel, ...]]:
+    """By transport, how the all-reduces of the first rank travelled, small ones first."""
+    first = min((rank.rank for rank in trace.ranks), default=0)
+    sizes: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for one in trace.collectives:
+        if one.rank == first and one.kind == "allreduce" and one.algorithm is not None:
+            sizes[one.transport, one.algorithm].append(one.tensor_bytes)
+    found: dict[str, list[Travel]] = defaultdict(list)
+    for (transport, algorithm), own in sizes.items():
+        found[transport].append(Travel(algorithm, min(own), max(own), len(own)))
+    return {name: tuple(sorted(all_of, key=lambda t: (t.most_bytes, t.least_bytes))) for name, all_of in found.items()}
+
+
+@dataclass(frozen=True, slots=True)
 class Scaling:
     """T_1 / T_n for equal work per worker. how: "measured" or "estimated from compute"."""
 

@@ -68,7 +68,7 @@ class TransportInfo:
     """A transport as one rank had it.
 
     streams_asked: 0: auto. link_bps: of `interface`. shm: "on", "on: " and ranks, or "off: " and why. cpu: pinned to.
-    """
+    costs: ns of a step, of a byte on the wire and of a byte that is added; empty where they were not measured."""
 
     name: str
     provider: str | None = None
@@ -82,6 +82,7 @@ class TransportInfo:
     shm: str | None = None
     cpu: int | None = None
     probe: tuple[Probe, ...] = ()
+    costs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +90,7 @@ class Clock:
     """How a rank's clock was laid on rank 0's.
 
     method: "rank 0", "heartbeat", "same clock", "wall" or "none"; offset_ns: this clock minus rank 0's; error_ns: half
-    the round trip, None where it is not known.
-    """
+    the round trip, None where it is not known."""
 
     method: str = "none"
     offset_ns: int = 0

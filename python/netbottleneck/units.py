@@ -14,6 +14,14 @@ def ms(ns: float) -> str:
     return f"{_digits(ns / 1e6)} ms"
 
 
+def short(ns: float) -> str:
+    """29812 ns: "29.8 us", three digits that matter in the unit that fits."""
+    for unit, size in (("ms", 1e6), ("us", 1e3)):
+        if abs(ns) >= size:
+            return f"{_digits(ns / size)} {unit}"
+    return f"{ns:.3g} ns"
+
+
 def gbit(bits_per_s: float) -> str:
     """3.1e9: "3.10 Gbit/s"; small rates in Mbit/s."""
     if 0 < abs(bits_per_s) < 1e8:

@@ -113,24 +113,6 @@ static void check_sum(const struct test_rank *me, const float *data, size_t coun
     }
 }
 
-// Waits until the job has said that lanes were lost and what became of their segments.
-static void heard_of_lanes(struct test_rank *me, int peer) {
-    struct timespec pause = {.tv_nsec = 10 * 1000 * 1000};
-    int64_t until = nb_now_ns() + (int64_t)TEST_LIMIT_MS * 1000000;
-    char text[NB_ERROR_TEXT] = "";
-    char want[64];
-    snprintf(want, sizeof want, "lanes to rank %d lost", peer);
-    while (strstr(text, want) == NULL) {
-        CHECK(nb_now_ns() < until, "rank %d does not say that lanes to rank %d were lost: %s", me->rank, peer, text);
-        if (!nb_job_notice(me->job, text, sizeof text)) {
-            nanosleep(&pause, NULL);
-        }
-    }
-    struct nb_job_info info = {0};
-    nb_job_info(me->job, &info);
-    CHECK(info.dropped > 0, "rank %d counts no lost lane", me->rank);
-}
-
 enum { LANE_OPS = 6 };
 
 // One of several lanes ends at some moment of a few operations under way: all of them end well.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
+from pathlib import Path
 
 import pytest
 from conftest import Ranks
 
+from netbottleneck import recorder
 from netbottleneck.env import settings
 
 OVER = {"NETBOTTLENECK_SHM": "0", "NETBOTTLENECK_TIMEOUT_S": "20", "NETBOTTLENECK_START_TIMEOUT_S": "10"}
@@ -53,6 +56,21 @@ ops.shutdown()
 """
 
 
+KILLED = """
+import os
+import signal
+import numpy as np
+from netbottleneck import env, job
+from netbottleneck.session import open_session
+session = open_session(env.settings({"transports": "tcp", "start_step": 0}))
+comm = session.arms["tcp"].comm
+small = np.ones(1000, np.float32)
+comm.submit("small", job.core().ALLREDUCE, small, job.core().FLOAT32).wait()
+print("told", *comm.info()["costs"], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 def told(stdout: str) -> str:
     return stdout.split("told ", 1)[1].strip()
 
@@ -77,6 +95,16 @@ def test_two_runs_with_one_seed_and_algorithm_give_the_same_weights(ranks: Ranks
     variables = {**OVER, "NETBOTTLENECK_ALGORITHM": algorithm, "NETBOTTLENECK_TRANSPORT": "tcp"}
     weights = [told(result.stdout) for _ in range(2) for result in ranks(3, TRAIN, env=variables)]
     assert len(set(weights)) == 1
+
+
+def test_the_record_of_a_killed_job_has_what_its_choice_rested_on(ranks: Ranks, tmp_path: Path) -> None:
+    results = ranks(2, KILLED, {**OVER, "NETBOTTLENECK_DIR": str(tmp_path / "run")}, check=False)
+    assert [result.code for result in results] == [-signal.SIGKILL] * 2, results
+    for result, rank in zip(results, recorder.load(tmp_path / "run").ranks, strict=True):
+        (tcp,) = rank.transports
+        known = [float(word) for word in told(result.stdout).split()]
+        assert tcp.costs == pytest.approx(known, abs=1e-6)  # a femtosecond
+        assert min(known) > 0
 
 
 def test_ranks_that_disagree_are_told_so(ranks: Ranks) -> None:

@@ -20,7 +20,7 @@ import pytest
 
 import netbottleneck
 from netbottleneck import bench
-from netbottleneck.bench import hvd, pair, wire
+from netbottleneck.bench import ccl, curve, hvd, wire
 from netbottleneck.bench.conductor import Workers
 from netbottleneck.bench.data import DTYPES, PERIOD, REDUCTIONS, Data
 from netbottleneck.bench.request import Request, parse_lanes, parse_sizes
@@ -391,6 +391,10 @@ def test_two_hosts_see_the_curve_and_the_same_verdict(lab: Lab) -> None:
     ours, theirs = run_pair(lab, "--transports", "tcp", "--sizes", "4M")
     table = [line.split() for line in theirs if line.split()[:1] == ["tcp"]]
     assert [row[1] for row in table] == ["1", "2", "4", "8", "16"]
+    assert [line.split() for line in ours if line.split()[:1] == ["tcp"]] == table
+    head = next(line for line in theirs if line.split()[:1] == ["transport"])
+    assert head.endswith("cpu (s/GB)")
+    assert all(float(row[-1]) > 0 for row in table)  # of both sides together, and both say the same
     assert theirs[-1] == ours[-1]
     assert "one tcp stream moves" in theirs[-1]
     # A flow has a quarter of the link: how large the gain comes out is the machine's, that there is one is the lab's.
@@ -475,6 +479,19 @@ def test_the_wheels_mpich_reduces_the_same_memory(name: str) -> None:
     assert found.wrong == 0
     if name == "mpich-ofi":
         assert min(found.row(name)["rounds"]["sent_bytes"]) >= found.row(name)["owed_bytes"] == 2 * 300_000
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
+def test_oneccl_reduces_the_same_memory(dtype: str) -> None:
+    skip_without("mpicxx", "mpirun")
+    if ccl.absent():
+        pytest.skip("oneCCL (tools/peers.sh) is not installed")
+    found = peers(2, None, ("tcp", "oneccl"), dtype=dtype)
+    assert found.notes == []
+    row = found.row("oneccl")
+    assert row["provider"].startswith("oneCCL 20")
+    assert found.wrong == 0
+    assert min(row["rounds"]["sent_bytes"]) >= row["owed_bytes"] == 2 * 300_000
 
 
 def test_horovod_reduces_the_same_memory() -> None:
@@ -592,19 +609,19 @@ def test_what_iperf3_received_is_the_mean_of_both_ways() -> None:
         wire.mean_received("iperf3: bad option\n")
 
 
-def points(*rates: float, transport: str = "tcp") -> list[pair.Point]:
-    return [pair.Point(transport, 2**index, 10**6, 1, rate) for index, rate in enumerate(rates)]
+def points(*rates: float, transport: str = "tcp") -> list[curve.Point]:
+    return [curve.Point(transport, 2**index, 10**6, 1, rate, 0.5) for index, rate in enumerate(rates)]
 
 
 def test_the_verdict_names_the_fewest_streams_that_are_nearly_the_best() -> None:
-    said = pair.verdict(points(1e9, 2e9, 3.9e9, 4e9, 3.8e9))
+    said = curve.verdict(points(1e9, 2e9, 3.9e9, 4e9, 3.8e9))
     assert "one tcp stream moves 1.00 Gbit/s; 4 tcp streams move 3.90 Gbit/s" in said
     assert "a factor of 3.9" in said
     assert "NETBOTTLENECK_TRANSPORT=tcp with NETBOTTLENECK_STREAMS=auto" in said
 
 
 def test_the_verdict_says_so_where_more_streams_buy_nothing() -> None:
-    said = pair.verdict(points(9.4e9, 9.5e9, 9.3e9))
+    said = curve.verdict(points(9.4e9, 9.5e9, 9.3e9))
     assert "one tcp stream moves 9.40 Gbit/s" in said
     assert "more streams buy nothing" in said
     assert "as stock has it, is as good" in said
@@ -613,7 +630,7 @@ def test_the_verdict_says_so_where_more_streams_buy_nothing() -> None:
 
 def test_the_verdict_advises_no_transport_that_one_plain_stream_outruns() -> None:
     # Several streams are worth a factor of three to ofi, and one of tcp is faster than all of them.
-    said = pair.verdict([*points(9.4e9, 9.3e9, 9.2e9), *points(2e9, 4e9, 6e9, transport="ofi")])
+    said = curve.verdict([*points(9.4e9, 9.3e9, 9.2e9), *points(2e9, 4e9, 6e9, transport="ofi")])
     assert "one tcp stream moves 9.40 Gbit/s; one ofi stream moves 2.00 Gbit/s" in said
     assert "more streams and another transport buy nothing" in said
     assert "NETBOTTLENECK_TRANSPORT" not in said
@@ -622,7 +639,7 @@ def test_the_verdict_advises_no_transport_that_one_plain_stream_outruns() -> Non
 @pytest.mark.parametrize("turned", [False, True])
 def test_the_verdict_advises_the_fastest_of_all_transports(turned: bool) -> None:
     tcp, ofi = points(3e9, 5e9, 8e9), points(2e9, 4e9, 6e9, transport="ofi")
-    said = pair.verdict([*ofi, *tcp] if turned else [*tcp, *ofi])
+    said = curve.verdict([*ofi, *tcp] if turned else [*tcp, *ofi])
     assert "4 tcp streams move 8.00 Gbit/s" in said
     assert "a factor of 2.7" in said
     assert "NETBOTTLENECK_TRANSPORT=tcp with NETBOTTLENECK_STREAMS=auto" in said
@@ -630,14 +647,14 @@ def test_the_verdict_advises_the_fastest_of_all_transports(turned: bool) -> None
 
 
 def test_the_verdict_advises_one_stream_where_another_transports_is_as_good_as_any() -> None:
-    said = pair.verdict([*points(3e9, 4e9, 5e9), *points(9e9, 9.1e9, 9.2e9, transport="ofi")])
+    said = curve.verdict([*points(3e9, 4e9, 5e9), *points(9e9, 9.1e9, 9.2e9, transport="ofi")])
     assert "a factor of 3.0" in said
     assert "NETBOTTLENECK_TRANSPORT=ofi with NETBOTTLENECK_STREAMS=1" in said
 
 
 def test_the_verdict_speaks_of_what_was_measured_where_that_began_with_several_streams() -> None:
-    said = pair.verdict([pair.Point("ofi", 2, 10**6, 1, 2e9), pair.Point("ofi", 8, 10**6, 1, 6e9)])
+    said = curve.verdict([curve.Point("ofi", 2, 10**6, 1, 2e9, 0.5), curve.Point("ofi", 8, 10**6, 1, 6e9, 0.5)])
     assert said.startswith("2 ofi streams move 2.00 Gbit/s; 8 ofi streams move 6.00 Gbit/s: a job with 2 ofi streams ")
-    said = pair.verdict([pair.Point("ofi", 2, 10**6, 1, 2e9), pair.Point("ofi", 8, 10**6, 1, 2e9)])
+    said = curve.verdict([curve.Point("ofi", 2, 10**6, 1, 2e9, 0.5), curve.Point("ofi", 8, 10**6, 1, 2e9, 0.5)])
     assert "stock" not in said
     assert said.endswith("Keep 2 ofi streams.")

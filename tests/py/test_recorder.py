@@ -277,6 +277,18 @@ def test_the_probe_of_a_rank_that_left_no_description_is_in_its_ring(tmp_path):
     assert [(p.lanes, p.bytes, p.ns, p.bits_per_s) for p in info.probe] == [(4, 1000, 2000, 4e9)]
 
 
+def test_the_costs_of_a_rank_that_left_no_description_are_in_its_ring(tmp_path):
+    folder = FakeRun(tmp_path, transports=("stock", "ofi"), blocks=2).write()
+    ring = RingWriter(folder / "ranks" / "0.ofi.ring")
+    ring.put(1, "COSTS", a=30_000_000_000, b=500_000, c=50_000)
+    ring.put(2, "COSTS", a=30_000_000_000, b=412_345, c=50_000)
+    ring.close(orderly=False)
+    (folder / "ranks" / "0.meta.json").unlink()
+    infos = {i.name: i.costs for i in recorder.load(folder).ranks[0].transports}
+    assert infos["ofi"] == (30_000.0, 0.412345, 0.05)  # what was known last
+    assert infos.get("stock", ()) == ()
+
+
 def test_the_readable_form_stands_for_the_rings(tmp_path):
     folder = FakeRun(tmp_path, blocks=3, clock_skew_ns={1: 10**9}).write()
     trace = recorder.convert(folder)

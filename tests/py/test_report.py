@@ -64,6 +64,28 @@ def test_what_is_not_known_is_left_out(tmp_path):
     assert found.summary["bandwidth"]["stock"]["wire_bits_per_s"] is None
 
 
+def test_costs_and_algorithms_stand_in_a_line_each(tmp_path):
+    found = Run(
+        FakeRun(tmp_path, transports=("stock", "tcp"), blocks=2, costs_fs=(29_812_000_000, 412_345, 50_000)).write()
+    )
+    line = "Costs over tcp (measured): a step 29.8 us, a byte on the wire 0.412 ns, a byte added 0.05 ns."
+    assert line in " ".join(found.text.split())
+    assert line in html.page(found.findings, found.verdict)
+    (costs,) = found.summary["costs"].values()
+    assert costs == pytest.approx({"step_s": 29.812e-6, "byte_s": 0.412345e-9, "added_byte_s": 0.05e-9})
+    check_schema(found.summary)
+
+
+def test_how_all_reduces_travelled_is_told_by_size(run):
+    line = "All-reduces over ofi (measured): ring 2.0 MiB to 7.0 MiB x36."
+    assert line in " ".join(run.text.split())
+    assert line in html.page(run.findings, run.verdict)
+    (told,) = run.summary["algorithms"]["ofi"]
+    assert (told["algorithm"], told["operations"]) == ("ring all-reduce", 36)
+    assert "over stock" not in " ".join(words.travels(run.findings))
+    assert run.summary["costs"] == {}
+
+
 @pytest.mark.parametrize(
     ("transports", "asked", "words_of_it"),
     [

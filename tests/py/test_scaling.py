@@ -202,6 +202,34 @@ def test_what_is_achievable_needs_no_more_streams_than_it_must():
     assert stats.achievable(Trace("t", 1, ("tcp",))) is None
 
 
+def test_costs_are_of_the_transports_that_measured_them():
+    told = [(30_000.0, 0.4, 0.05), (50_000.0, 0.4, 0.07), (20_000.0, 0.4, 0.06)]
+    ranks = tuple(
+        Rank(number, transports=(TransportInfo("tcp", costs=costs), TransportInfo("stock")))
+        for number, costs in enumerate(told)
+    )
+    found = stats.costs(Trace("t", 3, ("tcp", "stock"), ranks=ranks))
+    assert found == {"tcp": stats.Costs(30_000.0, 0.4, 0.06)}
+
+
+def test_algorithms_are_told_by_size_of_one_rank():
+    sizes = {"recursive doubling": (4, 16384), "ring all-reduce": (1 << 20, 1 << 22, 1 << 20), None: (7,)}
+    rows = tuple(
+        Collective(rank, "tcp", 1, 0, 0, size, algorithm=name)
+        for rank in range(2)
+        for name, some in reversed(sizes.items())
+        for size in some
+    )
+    cast = Collective(0, "tcp", 1, 0, 0, 99, kind="broadcast", algorithm="chain broadcast")
+    found = stats.travels(Trace("t", 2, ("tcp",), ranks=(Rank(0), Rank(1)), collectives=(*rows, cast)))
+    assert found == {
+        "tcp": (
+            stats.Travel("recursive doubling", 4, 16384, 2),
+            stats.Travel("ring all-reduce", 1 << 20, 1 << 22, 3),
+        )
+    }
+
+
 def blocks_of(*blocks):
     """A trace of blocks, each (transport, lengths of its steps)."""
     steps, now, index = [], 0, 0

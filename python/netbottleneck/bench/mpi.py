@@ -1,8 +1,8 @@
-"""MPI_Allreduce as a path: a small C program beside each rank, which works on that rank's own memory.
+"""MPI_Allreduce and oneCCL's all-reduce as paths: a small program beside each rank, which works on its own memory.
 
 Open MPI on one host, or on the hosts of a lab, each a network namespace of this machine; MPICH of PyPI's wheel, on one
-host. Rank 0 starts mpirun; every rank tells its own program by a pipe when to go, and learns by another how long that
-took.
+host; oneCCL, whose ranks Open MPI brings together. Rank 0 starts mpirun; every rank tells its own program by a pipe
+when to go, and learns by another how long that took.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from collections.abc import Mapping
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
+from netbottleneck.bench import ccl
 from netbottleneck.bench.paths import Path
-from netbottleneck.bench.request import MPICH
+from netbottleneck.bench.request import CCL, MPICH
 from netbottleneck.errors import Error
 
 if TYPE_CHECKING:
@@ -59,22 +60,29 @@ exec {nsenter} --net=/proc/$pid/ns/net {unshare} --uts sh -c "echo host-$pid >/p
 
 def absent(name: str, ground: Ground) -> str:
     """Return why MPI cannot be tried in this process; "" where it can."""
-    if not SOURCE.exists():
-        return "its program is in a checkout of the source only"
-    missing = [tool for tool in ("mpicc", "mpirun") if _tool(name, tool) is None]
-    if missing and name in MPICH:
-        return "the wheel mpich is not installed (pip install mpich)"
-    if missing:
-        return f"{' and '.join(missing)} not installed (Debian: openmpi-bin libopenmpi-dev)"
+    why = _not_installed(name)
+    if why:
+        return why
     if ground.what[0] not in _DTYPES:
         return f"MPI has no {ground.what[0]} with the sums that are checked here"
     if ground.memory.fd < 0:
         return "this kernel gives no memory that another process could open (memfd)"
-    if name in MPICH and ground.interface != "lo":
+    if name in (*MPICH, *CCL) and ground.interface != "lo":
         return "it is started on one host here"
     if name == "mpi-shm" and ground.interface != "lo":
         return "shared memory joins the ranks of one host"
     return ""
+
+
+def _not_installed(name: str) -> str:
+    if not SOURCE.exists():
+        return "its program is in a checkout of the source only"
+    if name in CCL and ccl.absent():
+        return ccl.absent()
+    missing = [tool for tool in ("mpicxx" if name in CCL else "mpicc", "mpirun") if _tool(name, tool) is None]
+    if missing and name in MPICH:
+        return "the wheel mpich is not installed (pip install mpich)"
+    return f"{' and '.join(missing)} not installed (Debian: openmpi-bin libopenmpi-dev)" if missing else ""
 
 
 def _tool(name: str, tool: str) -> str | None:
@@ -148,6 +156,7 @@ class Mpi(Path):
         environ = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         environ |= {"TMPDIR": str(folder), "PATH": _path()}
         environ |= _MPICH[self.name] if self.name in MPICH else dict.fromkeys(_ON_INTERFACE, ground.interface)
+        environ |= ccl.environment(ground.interface) if self.name in CCL else {}
         with (folder / "said").open("wb") as said:
             self._run = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, env=environ
@@ -193,7 +202,8 @@ class Mpi(Path):
         return self._took[1]
 
     def info(self) -> dict[str, Any]:
-        return {"provider": _version(_tool(self.name, "mpirun") or "mpirun"), "streams_used": self.streams}
+        version = ccl.version() if self.name in CCL else _version(_tool(self.name, "mpirun") or "mpirun")
+        return {"provider": version, "streams_used": self.streams}
 
     def close(self) -> None:
         for descriptor in (self._orders, self._answers):
@@ -217,17 +227,16 @@ def program(folder: FilePath, name: str) -> FilePath:
 
     Raises Error with the compiler's words. Where nothing can be kept, it lies in `folder`.
     """
-    compiler = _tool(name, "mpicc") or "mpicc"
-    digest = hashlib.sha256(SOURCE.read_bytes() + compiler.encode()).hexdigest()[:16]
+    words = _compiler(name)
+    sources = b"".join(source.read_bytes() for source in (SOURCE, *ccl.SOURCES))
+    digest = hashlib.sha256(sources + " ".join(words).encode()).hexdigest()[:16]
     kept = CHECKOUT / "build" / "peers" / f"mpi_peer-{digest}"
     if kept.exists():
         return kept
     made = folder / "mpi_peer"
-    done = subprocess.run(
-        [compiler, "-std=gnu11", "-O2", "-o", str(made), str(SOURCE)], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*words, "-o", str(made)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise Error(0, f"mpicc: {' '.join(done.stderr.split())[:200]}")
+        raise Error(0, f"{words[0]}: {' '.join(done.stderr.split())[:200]}")
     with contextlib.suppress(OSError):
         kept.parent.mkdir(parents=True, exist_ok=True)
         copy = kept.with_suffix(f".{os.getpid()}")
@@ -235,6 +244,13 @@ def program(folder: FilePath, name: str) -> FilePath:
         copy.replace(kept)
         return kept
     return made
+
+
+def _compiler(name: str) -> list[str]:
+    """Return the command that makes the program of a path, less where it goes to."""
+    if name not in CCL:
+        return [_tool(name, "mpicc") or "mpicc", "-std=gnu11", "-O2", str(SOURCE)]
+    return ccl.command(_tool(name, "mpicxx") or "mpicxx", SOURCE)
 
 
 def _choice(name: str, interface: str) -> list[str]:
@@ -248,7 +264,7 @@ def _choice(name: str, interface: str) -> list[str]:
         providers = "tcp,tcp;ofi_rxm,net,sockets"
         return [*words, "--mca", "pml", "cm", "--mca", "mtl", "ofi", "--mca", "mtl_ofi_provider_include", providers]
     words += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", interface]
-    return [*words, "--mca", "btl_tcp_links", str(_LINKS[name])]
+    return [*words, "--mca", "btl_tcp_links", str(_LINKS.get(name, 1))]
 
 
 def _across(folder: FilePath, interface: str, pids: Mapping[str, str], slots: int) -> list[str]:

@@ -11,7 +11,7 @@ import socket
 import statistics
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ import psutil
 from numpy.typing import NDArray
 
 from netbottleneck import launch
+from netbottleneck.bench.curve import Point, verdict
 from netbottleneck.bench.paths import missing
 from netbottleneck.env import Settings
 from netbottleneck.errors import Error
@@ -36,21 +37,8 @@ LEAST_BYTES = 10**6
 BUDGET_S = 50.0  # for all measurements together
 POINT_S = 2.0  # what one may take where all-reduces are short
 WAIT_S = 600.0  # how long the listening side waits for the other
-NOTEWORTHY = 1.15  # gain over one plain stream from which the verdict names it
-NEARLY = 0.95  # of the best, that fewer streams need to be preferred
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Point:
-    """What `streams` streams moved: bits a second, one way, the median of `count` all-reduces of `bytes`."""
-
-    transport: str
-    streams: int
-    bytes: int
-    count: int
-    bits_per_s: float
 
 
 @dataclass
@@ -81,7 +69,7 @@ class Pair:
             usable = self._usable(control)
             memory = core.Arena(max(self.bytes, WARM_BYTES))
             plan = [(transport, lanes) for transport in usable for lanes in self.streams]
-            self.say(f"{'transport':>10} {'streams':>8} {'size':>10} {'moved one way':>16}")
+            self.say(f"{'transport':>10} {'streams':>8} {'size':>10} {'moved one way':>16} {'cpu (s/GB)':>11}")
             for index, (transport, lanes) in enumerate(plan):
                 made = self._join(transport, lanes)
                 try:
@@ -90,7 +78,9 @@ class Pair:
                     made.close()
                 self.points.append(point)
                 size = f"{point.bytes / 1e6:.0f} MB"
-                self.say(f"{transport:>10} {lanes:>8} {size:>10} {gbit(point.bits_per_s):>16}")
+                self.say(
+                    f"{transport:>10} {lanes:>8} {size:>10} {gbit(point.bits_per_s):>16} {point.cpu_s_per_gb:>11.2f}"
+                )
             return self.points
         finally:
             control.close()
@@ -140,11 +130,11 @@ class Pair:
         warm = min(self.bytes, WARM_BYTES)
         made.map(memory)
         self._together(control, made, memory, min(warm, 65536))
-        rate = warm / self._together(control, made, memory, warm)
+        rate = warm / self._together(control, made, memory, warm)[0]
         nbytes, count = self._choose(rate, left)
         nbytes, count = struct.unpack("<qq", control.exchange(struct.pack("<qq", nbytes, count))[0])
-        middle = statistics.median(self._together(control, made, memory, nbytes) for _ in range(count))
-        return Point(*what, nbytes, count, 8 * nbytes / middle)
+        took, spent = zip(*(self._together(control, made, memory, nbytes) for _ in range(count)), strict=True)
+        return Point(*what, nbytes, count, 8 * nbytes / statistics.median(took), sum(spent) / (count * nbytes / 1e9))
 
     def _choose(self, bytes_per_s: float, left: int) -> tuple[int, int]:
         """Return how large and how many the all-reduces of the next point are, by the time that is left."""
@@ -154,78 +144,24 @@ class Pair:
             nbytes = max(min(nbytes, LEAST_BYTES), int(bytes_per_s * seconds) // LEAST_BYTES * LEAST_BYTES)
         return nbytes, max(1, min(5, int(min(seconds, POINT_S) * bytes_per_s / nbytes)))
 
-    def _together(self, control: _core.Comm, made: _core.Comm, memory: _core.Arena, nbytes: int) -> float:
-        """All-reduce once, check the sums, and return the seconds of the slower side."""
+    def _together(self, control: _core.Comm, made: _core.Comm, memory: _core.Arena, nbytes: int) -> tuple[float, float]:
+        """All-reduce once, check the sums, and return the slower side's seconds and both sides' of processors."""
         core = launch.core()
         nbytes -= nbytes % 4
         buffer: Any = memory
         values: NDArray[np.float32] = np.frombuffer(buffer, np.float32, nbytes // 4)
         values[:] = np.resize(np.arange(1, 1010, dtype=np.float32), len(values)) * (self.rank + 1)
         control.submit("pair.barrier", core.BARRIER, [], core.UINT8).wait()
+        cpu = time.process_time_ns()
         start = core.now_ns()
         made.submit("pair", core.ALLREDUCE, [(memory.address, nbytes)], core.FLOAT32, keep=memory).wait()
         taken = core.now_ns() - start
+        cpu = time.process_time_ns() - cpu
         values /= 3
         if not np.array_equal(values, np.resize(np.arange(1, 1010, dtype=np.float32), len(values))):
             raise Error(0, f"an all-reduce of {nbytes} bytes came out wrong")
-        times: list[int] = [struct.unpack("<q", blob)[0] for blob in control.exchange(struct.pack("<q", taken))]
-        return max(times) / 1e9
-
-
-def verdict(points: Sequence[Point]) -> str:
-    """Return the sentence: the fewest streams of each transport against the best of all that was measured.
-
-    What a job has without us is one plain connection: tcp's fewest streams, or where tcp was not measured the best of
-    the others' fewest.
-    """
-    curves = {name: [p for p in points if p.transport == name] for name in dict.fromkeys(p.transport for p in points)}
-    fewest = [_fewest(curve) for curve in curves.values()]
-    top, single = _fastest(points), _fastest(fewest)
-    plain = next((point for point in fewest if point.transport == "tcp"), single)
-    head = "; ".join(map(_moved, fewest))
-    if top.bits_per_s < NOTEWORTHY * plain.bits_per_s:
-        other = "" if len(curves) == 1 else " and another transport"
-        return (
-            f"{head}; the best of {len(points)} measurements is {gbit(top.bits_per_s)} ({_amount(top)}): "
-            f"more streams{other} buy nothing here. {_keep(plain)}"
-        )
-    best, lanes = single, str(single.streams)
-    if top.bits_per_s >= NOTEWORTHY * single.bits_per_s:
-        best, lanes = _fewest([p for p in curves[top.transport] if p.bits_per_s >= NEARLY * top.bits_per_s]), "auto"
-    gain = best.bits_per_s / plain.bits_per_s
-    who = "a job with one plain connection for each peer" if _like_stock(plain) else f"a job with {_amount(plain)}"
-    moved = "" if best in fewest else f"; {_moved(best)}"
-    return (
-        f"{head}{moved}: {who} leaves a factor of {gain:.1f} of this network unused. "
-        f"NETBOTTLENECK_TRANSPORT={best.transport} with NETBOTTLENECK_STREAMS={lanes} takes it."
-    )
-
-
-def _fewest(points: Sequence[Point]) -> Point:
-    return min(points, key=lambda point: point.streams)
-
-
-def _fastest(points: Sequence[Point]) -> Point:
-    return max(points, key=lambda point: point.bits_per_s)
-
-
-def _like_stock(point: Point) -> bool:
-    return (point.transport, point.streams) == ("tcp", 1)
-
-
-def _keep(plain: Point) -> str:
-    if _like_stock(plain):
-        return "One plain connection, as stock has it, is as good."
-    return f"Keep {_amount(plain)}."
-
-
-def _amount(point: Point) -> str:
-    """1 of tcp: "one tcp stream"."""
-    return f"one {point.transport} stream" if point.streams == 1 else f"{point.streams} {point.transport} streams"
-
-
-def _moved(point: Point) -> str:
-    return f"{_amount(point)} {'moves' if point.streams == 1 else 'move'} {gbit(point.bits_per_s)}"
+        sides = [struct.unpack("<qq", blob) for blob in control.exchange(struct.pack("<qq", taken, cpu))]
+        return max(side[0] for side in sides) / 1e9, sum(side[1] for side in sides) / 1e9
 
 
 def _interface(address: str, rank: int) -> str | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from netbottleneck import launch
 from netbottleneck.bench import paths
-from netbottleneck.bench.request import HEAP, IPERF, MEMORY, MPI, MPICH
+from netbottleneck.bench.request import CCL, HEAP, IPERF, MEMORY, MPI, MPICH
 from netbottleneck.env import Settings
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def open_peer(name: str, ground: Ground, agree: Agree) -> paths.Path | str:
 
 def absent(name: str, ground: Ground) -> str:
     """Return why a peer cannot be used in this process; "" where it may be tried."""
-    if name in (*MPI, *MPICH):
+    if name in (*MPI, *MPICH, *CCL):
         from netbottleneck.bench import mpi
 
         return mpi.absent(name, ground)
@@ -74,7 +74,7 @@ def absent(name: str, ground: Ground) -> str:
 
 
 def _open(name: str, ground: Ground) -> paths.Path:
-    if name in (*MPI, *MPICH):
+    if name in (*MPI, *MPICH, *CCL):
         from netbottleneck.bench import mpi
 
         return mpi.Mpi(name, ground)

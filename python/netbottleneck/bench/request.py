@@ -15,11 +15,12 @@ TRANSPORTS = ("stock", "tcp", "ofi")
 # Other programs that do the same, and limits of wire and memory; see bench/peers.py.
 MPI = ("mpi-shm", "mpi-tcp", "mpi-tcp4", "mpi-ofi")
 MPICH = ("mpich-shm", "mpich-ofi")
+CCL = ("oneccl",)
 IPERF_FLOWS = (1, 2, 4, 8, 16)
 IPERF = tuple(f"iperf3-{flows}" for flows in IPERF_FLOWS)
 HEAP = ("tcp-heap", "ofi-heap")
 MEMORY = ("memcpy", "add", "pair")
-PEERS = (*MPI, *MPICH, "horovod", *IPERF, *HEAP, *MEMORY)
+PEERS = (*MPI, *MPICH, *CCL, "horovod", *IPERF, *HEAP, *MEMORY)
 SHARING = ("auto", "0", "1")
 SIZES = (10**6, 16 * 10**6, 64 * 10**6)
 # Iterations by size where nobody says how many: (up to bytes, iterations).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
@@ -184,6 +185,13 @@ def summary(findings: Findings, verdict: Verdict) -> dict[str, Any]:
         "split": {name: _split(parts) for name, parts in findings.parts.items()},
         "bandwidth": {name: _bandwidth(found, findings.link_bps) for name, found in findings.achieved.items()},
         "probe": _probe(findings.achievable),
+        "costs": {
+            name: {"step_s": c.step_ns / 1e9, "byte_s": c.byte_ns / 1e9, "added_byte_s": c.added_ns / 1e9}
+            for name, c in findings.costs.items()
+        },
+        "algorithms": {
+            name: [{**asdict(one), "kind": "allreduce"} for one in found] for name, found in findings.travels.items()
+        },
         "comparisons": [_pair(pair, withheld) for pair in findings.comparisons],
         "handicap": _pair(findings.handicap),
         "gain_withheld": handicap_sentence(findings),

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from netbottleneck.findings import Findings, Parts
 from netbottleneck.layers import Layer
-from netbottleneck.report.words import MEANING, sentences, warnings, why_not_probed
+from netbottleneck.report.words import MEANING, costs, sentences, travels, warnings, why_not_probed
 from netbottleneck.trace import PSEUDO
 from netbottleneck.units import gbit, ms, nbytes, percent
 from netbottleneck.verdict import Verdict
@@ -175,7 +175,8 @@ def render(findings: Findings, verdict: Verdict, console: Console) -> None:
             _print_table(console, *_layer_table(findings))
         if findings.achieved:
             _print_table(console, *_bandwidth_table(findings))
-        console.print(_probe_line(findings), highlight=False, markup=False)
+        for line in (_probe_line(findings), *costs(findings), *travels(findings)):
+            console.print(line, highlight=False, markup=False)
         console.print()
     if findings.times:
         _print_table(console, *_transport_table(findings))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from netbottleneck.findings import Findings
+from netbottleneck.stats import Travel
 from netbottleneck.trace import BARE, NULL, PSEUDO, SINGLE, Rank, TransportInfo
-from netbottleneck.units import gbit, ms, percent, streams
+from netbottleneck.units import gbit, ms, nbytes, percent, short, streams
 from netbottleneck.verdict import best_gain, handicap_sentence, stock_is_as_good
 
 # A rank that makes the others wait less than this part of the step is not named.
@@ -67,6 +68,29 @@ def _why_no_probe_ran(infos: Sequence[TransportInfo]) -> str:
     if all(i.streams_asked == 0 for i in infos):
         return "no transfer was large enough"
     return "the record does not tell why"
+
+
+def costs(findings: Findings) -> list[str]:
+    """What a step, a byte and an addition cost, a line for each transport that measured it."""
+    return [
+        f"Costs over {name} ({findings.label}): a step {short(c.step_ns)}, a byte on the wire {short(c.byte_ns)}, "
+        f"a byte added {short(c.added_ns)}."
+        for name, c in findings.costs.items()
+    ]
+
+
+def travels(findings: Findings) -> list[str]:
+    """How all-reduces travelled, by size, a line for each transport whose record tells."""
+    return [
+        f"All-reduces over {name} ({findings.label}): {', '.join(map(_travel, found))}."
+        for name, found in findings.travels.items()
+    ]
+
+
+def _travel(one: Travel) -> str:
+    least, most = nbytes(one.least_bytes), nbytes(one.most_bytes)
+    name = one.algorithm.removesuffix(" all-reduce").replace("two_level", "two levels")
+    return f"{name} {least} x{one.operations}" if least == most else f"{name} {least} to {most} x{one.operations}"
 
 
 def _comparison(findings: Findings) -> list[str]:

@@ -112,6 +112,16 @@ static int open_socket(int family) {
     return fd < 0 ? -errno : fd;
 }
 
+// Nothing else is on the way between two ends of one host, and its rate is the processor's: a congestion control that
+// paces, as a host may have one for its network, only sets timers there, one for each 64 KiB. Said before there is a
+// connection: what paced its beginning would go on.
+static void pace_none(int fd, const struct nb_sockaddr *addr) {
+    static const char plain[] = "reno"; // it is in every kernel, and anybody may have it
+    if (nb_sock_is_loopback(addr)) {
+        (void)setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, plain, sizeof plain - 1);
+    }
+}
+
 static int listen_at(const struct nb_sockaddr *addr, int backlog) {
     int one = 1;
     int fd = open_socket(addr->any.sa_family);
@@ -122,6 +132,7 @@ static int listen_at(const struct nb_sockaddr *addr, int backlog) {
     if (addr->any.sa_family == AF_INET6) {
         (void)setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &one, sizeof one);
     }
+    pace_none(fd, addr); // whom it accepts has it from there
     if (bind(fd, &addr->any, addr->len) != 0 || listen(fd, backlog) != 0) {
         int rc = -errno;
         close(fd);
@@ -183,6 +194,7 @@ int nb_sock_connect(const struct nb_sockaddr *to, const struct nb_sockaddr *from
         errno = -fd;
         return nb_fail(err, fd, "socket for %s: %m", text);
     }
+    pace_none(fd, to);
     if (from != NULL) {
         struct nb_sockaddr local = *from;
         nb_sock_set_port(&local, 0);

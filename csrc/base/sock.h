@@ -43,7 +43,8 @@ int nb_sock_interfaces(const char *spec, struct nb_sockaddr *addrs, char (*names
                        struct nb_error *err);
 
 // A non-blocking, close-on-exec listener on addr's host and its port (0: the first free one of the range). Sets
-// addr's port. Errors: -EADDRINUSE naming the port or the range.
+// addr's port. On loopback, what is accepted and what is connected is not paced, whatever the host's congestion control.
+// Errors: -EADDRINUSE naming the port or the range.
 int nb_sock_listen(struct nb_sockaddr *addr, struct nb_port_range ports, int backlog, struct nb_error *err);
 
 // Starts a non-blocking connect, from `from` where not NULL. Returns the descriptor.

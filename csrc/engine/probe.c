@@ -38,14 +38,14 @@ struct probe {
     int lanes; // being measured
     bool settled;
     int under_way;
-    uint64_t bytes;    // of a sum
-    uint64_t landed;   // bytes of the sums that are over
-    uint64_t begun;    // bytes that had landed when the window began
-    int64_t count_ns;  // when this count began
-    int64_t window_ns; // when this window began
-    int windows;       // of this count, so far
-    double last_rate;
-    struct nb_probe_point last;
+    uint64_t bytes;              // of a sum
+    uint64_t landed;             // bytes of the sums that are over
+    uint64_t begun;              // bytes that had landed when the window began
+    int64_t count_ns;            // when this count began
+    int64_t window_ns;           // when this window began
+    int windows;                 // of this count, so far
+    struct nb_probe_point last;  // window
+    struct nb_probe_point found; // the last two together
     struct wire_streams result;
 };
 
@@ -90,7 +90,7 @@ static void count_begin(struct nb_job *job, int lanes) {
     struct probe *p = job->probe;
     p->lanes = lanes;
     p->settled = false;
-    p->last_rate = 0;
+    p->last = (struct nb_probe_point){.lanes = lanes};
     p->windows = 0;
     p->count_ns = nb_now_ns();
     p->window_ns = p->count_ns;
@@ -148,15 +148,19 @@ void nb_probe_run(struct nb_job *job, const struct wire_probe *message) {
     nb_run_start(work, message->seq);
 }
 
+static double rate_of(const struct nb_probe_point *point) {
+    return point->ns > 0 ? (double)point->bytes / (double)point->ns : 0;
+}
+
 // The smallest count that is nearly the best.
 static uint32_t choose(const struct wire_streams *result) {
     double best = 0;
     for (uint32_t i = 0; i < result->count; i++) {
-        double rate = (double)result->points[i].bytes / (double)result->points[i].ns;
+        double rate = rate_of(&result->points[i]);
         best = rate > best ? rate : best;
     }
     for (uint32_t i = 0; i < result->count; i++) {
-        double rate = (double)result->points[i].bytes / (double)result->points[i].ns;
+        double rate = rate_of(&result->points[i]);
         if (rate >= best * (100 - GOOD_PERCENT) / 100) {
             return (uint32_t)result->points[i].lanes;
         }
@@ -166,7 +170,7 @@ static uint32_t choose(const struct wire_streams *result) {
 
 static void count_end(struct nb_job *job) {
     struct probe *p = job->probe;
-    p->result.points[p->result.count++] = p->last;
+    p->result.points[p->result.count++] = p->found;
     int next = p->lanes * 2;
     if (next <= job->info.streams_open && p->result.count < NB_PROBE_MAX) {
         count_begin(job, next);
@@ -189,18 +193,23 @@ static uint64_t landed_now(const struct nb_job *job) {
     return bytes;
 }
 
-// A window ends: settled when it agrees with the one before, or when time is up. The first is not compared: it may
-// live on credit that shapers and buffers had saved.
+// A window ends: settled when it agrees with the one before, or when time is up; what the two have moved counts. The
+// first is not compared: it may live on credit that shapers and buffers had saved.
 static void window_end(struct nb_job *job, int64_t now) {
     struct probe *p = job->probe;
     uint64_t landed = landed_now(job);
-    uint64_t moved = landed - p->begun;
-    double rate = (double)moved / (double)(now - p->window_ns);
-    double low = p->last_rate * (100 - AGREE_PERCENT) / 100;
-    double high = p->last_rate * (100 + AGREE_PERCENT) / 100;
-    p->settled = (++p->windows > 2 && rate >= low && rate <= high) || now - p->count_ns >= COUNT_NS;
-    p->last = (struct nb_probe_point){.lanes = p->lanes, .bytes = moved, .ns = now - p->window_ns};
-    p->last_rate = rate;
+    struct nb_probe_point window = {.lanes = p->lanes, .bytes = landed - p->begun, .ns = now - p->window_ns};
+    double before = rate_of(&p->last);
+    double low = before * (100 - AGREE_PERCENT) / 100;
+    double high = before * (100 + AGREE_PERCENT) / 100;
+    bool agrees = ++p->windows > 2 && rate_of(&window) >= low && rate_of(&window) <= high;
+    p->settled = agrees || now - p->count_ns >= COUNT_NS;
+    p->found = window;
+    if (p->windows > 2) {
+        p->found.bytes += p->last.bytes;
+        p->found.ns += p->last.ns;
+    }
+    p->last = window;
     p->begun = landed;
     p->window_ns = now;
 }
@@ -244,7 +253,7 @@ void nb_probe_streams(struct nb_job *job, const struct wire_streams *streams) {
     double best = 0;
     for (int i = 0; i < job->info.probe_count; i++) {
         const struct nb_probe_point *at = &streams->points[i];
-        double rate = (double)at->bytes / (double)at->ns;
+        double rate = rate_of(at);
         best = rate > best ? rate : best;
         nb_ring_put(job->config.ring, NB_EV_PROBE, 0, (uint64_t)at->lanes, at->bytes, (uint64_t)at->ns, 0, 0);
     }

@@ -118,8 +118,8 @@ static void payload_end(struct conn *conn) {
     lane->config.up->landed(lane->config.up_ctx, &lane->base, conn->peer, &conn->frame);
 }
 
-// One receive: the rest of the payload, and the header behind it.
-static ssize_t conn_recv(struct conn *conn) {
+// One receive: the rest of the payload, and the header behind it. *all: there was no more.
+static ssize_t conn_recv(struct conn *conn, bool *all) {
     struct iovec iov[NB_LANE_IOV_MAX + 1];
     int count = 0;
     for (int i = conn->in.at; conn->in_payload && i < conn->in.count; i++) {
@@ -133,11 +133,13 @@ static ssize_t conn_recv(struct conn *conn) {
         iov[count].iov_len = sizeof next;
     }
     struct msghdr msg = {.msg_iov = iov, .msg_iovlen = (size_t)count + 1};
+    size_t asked = iov[count].iov_len + (conn->in_payload ? conn->in_left : 0);
     ssize_t n = recvmsg(conn->watch.fd, &msg, MSG_DONTWAIT);
     if (n <= 0) {
         return n;
     }
     size_t got = (size_t)n;
+    *all = got < asked;
     if (conn->in_payload) {
         size_t payload = got < conn->in_left ? got : conn->in_left;
         pieces_skip(&conn->in, payload);
@@ -184,11 +186,12 @@ static bool headers_take(struct conn *conn) {
 
 void nb_tcp_read(struct conn *conn) {
     size_t budget = conn->mute ? SIZE_MAX : (size_t)READ_BUDGET;
+    bool all = false;
     while (conn->state == OPEN) {
-        if (!headers_take(conn) || budget == 0) {
-            return;
+        if (!headers_take(conn) || budget == 0 || (all && !conn->mute)) {
+            return; // the loop tells of what comes later, and of the end
         }
-        ssize_t n = conn_recv(conn);
+        ssize_t n = conn_recv(conn, &all);
         if (n < 0 && (errno == EAGAIN || errno == EINTR)) {
             return;
         }

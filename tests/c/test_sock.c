@@ -1,5 +1,6 @@
 // Addresses are read and written alike, ports come from their range, and a peer's end is an error, never a signal.
 #include <errno.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <pthread.h>
 #include <stdbool.h>
@@ -193,10 +194,20 @@ static void test_end_of_peer(int fds[2]) {
     close(fds[1]);
 }
 
+static void test_unpaced(const int fds[2]) {
+    for (int i = 0; i < 2; i++) {
+        char name[16] = "";
+        socklen_t len = sizeof name - 1;
+        CHECK(getsockopt(fds[i], IPPROTO_TCP, TCP_CONGESTION, name, &len) == 0, "TCP_CONGESTION: %m");
+        CHECK(strcmp(name, "reno") == 0, "end %d on loopback has %s", i, name);
+    }
+}
+
 static void test_connections(void) {
     struct nb_sockaddr from;
     int fds[2];
     CHECK(connect_pair("127.0.0.1:0", NULL, fds, &from), "IPv4 loopback");
+    test_unpaced(fds);
     test_whole_buffers(fds);
     close(fds[0]);
     close(fds[1]);
@@ -205,6 +216,7 @@ static void test_connections(void) {
     test_end_of_peer(fds);
     if (connect_pair("[::1]:0", NULL, fds, &from)) {
         CHECK(nb_sock_is_loopback(&from) && from.any.sa_family == AF_INET6, "from [::1]");
+        test_unpaced(fds);
         test_end_of_peer(fds);
     } else {
         (void)printf("test_sock: no IPv6 loopback here, that part is left out\n");

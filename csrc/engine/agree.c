@@ -364,32 +364,51 @@ static void submits_heard(struct nb_job *job, int rank, const unsigned char *bod
     }
 }
 
+// Whether the length of a message to rank 0 is one that its type has.
+static bool length_possible(enum control_type type, size_t bytes) {
+    switch (type) {
+    case CTL_SUBMIT:
+        return bytes % sizeof(struct desc) == 0 && bytes <= SUBMITS_MAX * sizeof(struct desc);
+    case CTL_MASK:
+        return bytes % sizeof(uint64_t) == 0 && bytes <= IDS_MAX / 8;
+    case CTL_PART:
+        return bytes > sizeof(struct wire_part) && bytes <= sizeof(struct wire_part) + NB_STAR_MAX;
+    case CTL_PING:
+        return bytes == sizeof(int64_t);
+    case CTL_FAIL:
+        return bytes == sizeof(struct wire_failure);
+    case CTL_BYE:
+        return bytes == 0;
+    default:
+        return false;
+    }
+}
+
 void nb_agree_message(struct nb_job *job, int rank, enum control_type type, const unsigned char *body, size_t bytes) {
     if (job->failed && type != CTL_BYE) {
         return; // what was sent before the failure was known
     }
-    if (type == CTL_SUBMIT && bytes % sizeof(struct desc) == 0 && bytes <= SUBMITS_MAX * sizeof(struct desc)) {
+    if (!length_possible(type, bytes)) {
+        nb_job_wire_fail(job, rank, "a control message that is none");
+    } else if (type == CTL_SUBMIT) {
         submits_heard(job, rank, body, bytes);
-    } else if (type == CTL_MASK && bytes <= IDS_MAX / 8 && bytes % sizeof(uint64_t) == 0) {
+    } else if (type == CTL_MASK) {
         uint64_t words[IDS_MAX / 64] = {0};
         memcpy(words, body, bytes);
         nb_agree_mask(job, rank, words, bytes / sizeof words[0]);
-    } else if (type == CTL_PART && bytes > sizeof(struct wire_part) &&
-               bytes <= sizeof(struct wire_part) + NB_STAR_MAX) {
+    } else if (type == CTL_PART) {
         part_heard(job, rank, body, bytes);
-    } else if (type == CTL_PING && bytes == sizeof(int64_t)) {
+    } else if (type == CTL_PING) {
         struct wire_pong pong = {.here_ns = nb_now_ns()};
         memcpy(&pong.sent_ns, body, bytes);
         nb_control_send(&job->controls[rank], CTL_PONG, &pong, sizeof pong);
-    } else if (type == CTL_FAIL && bytes == sizeof(struct wire_failure)) {
+    } else if (type == CTL_FAIL) {
         rank_failed(job, rank, body);
-    } else if (type == CTL_BYE && bytes == 0) {
+    } else if (type == CTL_BYE) {
         int32_t left = rank;
         job->controls[rank].left = true;
         nb_control_broadcast(job, CTL_LEFT, &left, sizeof left);
         nb_job_peer_left(job, rank);
-    } else {
-        nb_job_wire_fail(job, rank, "a control message that is none");
     }
     nb_agree_release(job);
 }

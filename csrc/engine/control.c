@@ -15,6 +15,7 @@
 #include "engine/local.h"
 #include "trace/event.h"
 #include "trace/ring.h"
+#include "transport/shm_pipe.h"
 
 enum {
     CONTROL_MESSAGE_MAX = 256 * 1024, // the longest is a list of SUBMITS_MAX operations

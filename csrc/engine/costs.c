@@ -105,7 +105,7 @@ static void conclude(struct nb_job *job) {
         order(job);
         return;
     }
-    double bytes_ns = large > small ? large - small : large; // at most
+    double bytes_ns = large > small ? large - small : large;        // at most
     struct nb_costs found = {.alpha_ns = small / (2 * (p - 1) + 1), // the order is a step too
                              .beta_ns = bytes_ns / (2 * (p - 1) / p * (double)LARGE_BYTES),
                              .gamma_ns = adding_ns()};

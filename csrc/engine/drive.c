@@ -36,7 +36,8 @@ void nb_drive_tell(struct nb_job *job, const struct nb_op *op) {
     }
     if (job->driver != NB_DRIVER_NONE || job->thread_polls) {
         nb_loop_wake(&job->loop);
-    } else if (nb_work_line(op) > HURRY_BYTES || job->inbox.next != job->inbox.prev) { // not one that is waited for at once
+    } else if (nb_work_line(op) > HURRY_BYTES ||
+               job->inbox.next != job->inbox.prev) { // not one that is waited for at once
         job->hurry = true;
         pthread_cond_signal(&job->aside);
     }
@@ -150,7 +151,7 @@ static void drive(struct nb_job *job, const struct nb_work *work, int64_t until_
         if (left_ms <= 0) {
             return;
         }
-        nb_job_turn(job, work, left_ms < TICK_MS ? (int)left_ms : TICK_MS);
+        nb_job_turn(job, work, left_ms < (int64_t)TICK_MS ? (int)left_ms : (int)TICK_MS);
     }
 }
 

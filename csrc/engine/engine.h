@@ -61,8 +61,8 @@ struct nb_op {
     uint16_t part;   // this is part `part` of `parts` of one tensor (0: whole)
     uint16_t parts;
     bool awaited; // the caller waits for it at once: nobody else need be woken for it
-    int device;  // 0: host memory. Others are refused
-    void *fence; // what must have happened before memory is read; NULL: nothing
+    int device;   // 0: host memory. Others are refused
+    void *fence;  // what must have happened before memory is read; NULL: nothing
 };
 
 struct nb_job_config {

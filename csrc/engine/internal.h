@@ -216,15 +216,15 @@ struct nb_job {
     int round_count;
     void *spare; // memory of an operation in steps that is over, for the next one
     size_t spare_bytes;
-    int waiters;             // threads inside nb_work_wait
-    pthread_cond_t aside;    // where the thread waits while it does not drive
+    int waiters;          // threads inside nb_work_wait
+    pthread_cond_t aside; // where the thread waits while it does not drive
     enum nb_driver driver;
-    bool wanted;        // a caller that waits would drive
-    bool hurry;         // there is work that the thread should not leave to a caller that may come
-    bool thread_sleeps; // until it is told
-    bool thread_polls;  // until something is ready, or the loop is woken
-    uint64_t drives;    // how often a caller has begun to
-    int64_t free_ns;    // when the thread drives again, if no caller does
+    bool wanted;             // a caller that waits would drive
+    bool hurry;              // there is work that the thread should not leave to a caller that may come
+    bool thread_sleeps;      // until it is told
+    bool thread_polls;       // until something is ready, or the loop is woken
+    uint64_t drives;         // how often a caller has begun to
+    int64_t free_ns;         // when the thread drives again, if no caller does
     struct nb_error failure; // sticky
     struct nb_job_info info;
     bool stop;
@@ -242,7 +242,7 @@ struct nb_job {
     int64_t ticked_ns;    // when time was last looked at
     int64_t next_tick_ns; // when it is looked at again
     int64_t moved_ns;     // when something last moved
-    uint64_t *mask;    // cached operations submitted since the last flush
+    uint64_t *mask;       // cached operations submitted since the last flush
     size_t mask_words;
     struct member *member; // what this rank knows of the agreement
     struct agree *agree;   // rank 0: what it knows of all

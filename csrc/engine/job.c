@@ -18,7 +18,7 @@
 
 enum {
     FAREWELL_NS = 200 * 1000 * 1000,
-    SPIN_BYTES = 64 * 1024, // of the operation that is waited for
+    SPIN_BYTES = 64 * 1024,        // of the operation that is waited for
     SETTLE_NS = 2000 * 1000 * 1000 // a peer that is alive and kept from a core must not lose what was sent to it last
 };
 
@@ -278,7 +278,8 @@ void nb_job_turn(struct nb_job *job, const struct nb_work *awaited, int sleep_ms
     int moved = nb_control_poll(job);
     moved += nb_lanes_progress(job->lanes, 0);
     moved += nb_local_progress(job);
-    bool stays = moved > 0 || is_done(awaited) || spins(job) || nb_lanes_arm(job->lanes) == -EAGAIN || !nb_local_arm(job);
+    bool stays =
+        moved > 0 || is_done(awaited) || spins(job) || nb_lanes_arm(job->lanes) == -EAGAIN || !nb_local_arm(job);
     stays = stays || !nb_control_arm(job);
     if (!stays && awaited == NULL) {
         nb_drive_sleep(job, sleep_ms);

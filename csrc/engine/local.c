@@ -311,7 +311,8 @@ bool nb_local_everywhere(const struct nb_job *job) {
 }
 
 void nb_local_pipes(const struct nb_job *job, int peer, struct nb_shm_pipe **in, struct nb_shm_pipe **out) {
-    struct nb_shm_area *area = nb_local_area(job->local, peer == 0 ? job->rank : peer); // all ranks: as the job has them
+    struct nb_shm_area *area =
+        nb_local_area(job->local, peer == 0 ? job->rank : peer); // all ranks: as the job has them
     *in = peer == 0 ? &area->from_first : &area->to_first;
     *out = peer == 0 ? &area->to_first : &area->from_first;
 }

@@ -10,6 +10,7 @@
 
 #include "base/clock.h"
 #include "coll/choose.h"
+#include "coll/sched.h"
 #include "engine/engine.h"
 #include "engine/internal.h"
 #include "engine/line.h"

@@ -12,7 +12,6 @@
 #include "base/error.h"
 #include "base/hash.h"
 #include "base/list.h"
-#include "base/loop.h"
 #include "coll/choose.h"
 #include "coll/reduce.h"
 #include "engine/engine.h"

@@ -334,7 +334,8 @@ PyTypeObject *core_comm_type(PyObject *module) {
          "submit($self, name, kind, memory, dtype, *, op=SUM, root=0, prescale=1.0, postscale=1.0,\n"
          "       priority=0, bucket=0, keep=None, awaited=False)\n--\n\n"
          "Start an operation in place and return its Work.\n\n"
-         "`memory` and `keep` live until it is done; awaited: the caller waits at once. ValueError for what no rank could do, or when an operation\n"
+         "`memory` and `keep` live until it is done; awaited: the caller waits at once. ValueError for what no rank "
+         "could do, or when an operation\n"
          "of this name is pending here."},
         {"map", comm_map, METH_O, "map($self, arena)\n--\n\nTell the lanes of memory that many operations will use."},
         {"exchange", core_comm_exchange, METH_O,

@@ -95,8 +95,8 @@ static PyObject *submit(PyObject *object, const struct submit_args *in) {
 }
 
 PyObject *core_comm_submit_method(PyObject *object, PyObject *args, PyObject *kwargs) {
-    static const char *const keywords[] = {"name",     "kind",      "memory",   "dtype",  "op",   "root",
-                                           "prescale", "postscale", "priority", "bucket", "keep", "awaited", NULL};
+    static const char *const keywords[] = {"name",      "kind",     "memory", "dtype", "op",      "root", "prescale",
+                                           "postscale", "priority", "bucket", "keep",  "awaited", NULL};
     struct submit_args in = {0};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sOOO|$OOOOOOOp:submit", (char **)keywords, &in.name, &in.kind,
                                      &in.memory, &in.dtype, &in.op, &in.root, &in.prescale, &in.postscale, &in.priority,
@@ -119,8 +119,7 @@ static int gather(PyObject *object, PyObject *line) {
     PyObject *dtype = PyLong_FromLong(NB_U8);
     PyObject *work = NULL;
     if (kind != NULL && dtype != NULL) {
-        const struct submit_args in = {
-            .name = name, .kind = kind, .memory = line, .dtype = dtype, .awaited = 1};
+        const struct submit_args in = {.name = name, .kind = kind, .memory = line, .dtype = dtype, .awaited = 1};
         work = submit(object, &in);
     }
     Py_XDECREF(kind);

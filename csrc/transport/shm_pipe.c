@@ -45,8 +45,7 @@ long nb_shm_pipe_read(struct nb_shm_pipe *pipe, void *data, size_t room, bool *t
     memcpy(data, pipe->bytes + at, straight);
     memcpy((char *)data + straight, pipe->bytes, take - straight);
     atomic_store(&pipe->read, read + take);
-    *tell = take > 0 && atomic_load(&pipe->blocked) != 0 &&
-            atomic_exchange(&pipe->blocked, 0) != 0;
+    *tell = take > 0 && atomic_load(&pipe->blocked) != 0 && atomic_exchange(&pipe->blocked, 0) != 0;
     return (long)take;
 }
 

@@ -44,7 +44,7 @@ int main(void) {
         CHECK(nb_choose(&typical, size, (size_t)1 << 36) == NB_ALGORITHM_RING, "%d ranks, 64 GiB: %d", size,
               nb_choose(&typical, size, (size_t)1 << 36));
     }
-    CHECK(nb_choose(&typical, 4, NB_STAR_MAX + 4) == NB_ALGORITHM_DOUBLING, "4 ranks, more than travels with a word: %d",
+    CHECK(nb_choose(&typical, 4, NB_STAR_MAX + 4) == NB_ALGORITHM_DOUBLING, "4 ranks, too long for a star: %d",
           nb_choose(&typical, 4, NB_STAR_MAX + 4));
     CHECK(nb_choose(&typical, 512, NB_STAR_MAX) == NB_ALGORITHM_DOUBLING, "512 ranks would wait for rank 0: %d",
           nb_choose(&typical, 512, NB_STAR_MAX));

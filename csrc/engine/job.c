@@ -18,7 +18,7 @@
 
 enum {
     FAREWELL_NS = 200 * 1000 * 1000,
-    SPIN_BYTES = 4 * 1024 * 1024,        // of the operation that is waited for
+    SPIN_BYTES = 4 * 1024 * 1024,  // of the operation that is waited for
     SETTLE_NS = 2000 * 1000 * 1000 // a peer that is alive and kept from a core must not lose what was sent to it last
 };
 

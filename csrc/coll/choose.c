@@ -1,6 +1,7 @@
 // What each algorithm costs, and which costs least.
 #include "coll/choose.h"
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <string.h>
 
@@ -11,7 +12,8 @@ int nb_algorithm_find(const char *name) {
     } known[] = {{"auto", NB_ALGORITHM_NONE},
                  {"ring", NB_ALGORITHM_RING},
                  {"recursive_doubling", NB_ALGORITHM_DOUBLING},
-                 {"halving_doubling", NB_ALGORITHM_HALVING}};
+                 {"halving_doubling", NB_ALGORITHM_HALVING},
+                 {"two_level", NB_ALGORITHM_TWO_LEVEL}};
     for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
         if (strcmp(known[i].name, name) == 0) {
             return (int)known[i].algorithm;
@@ -20,7 +22,7 @@ int nb_algorithm_find(const char *name) {
     return -1;
 }
 
-double nb_cost_ns(const struct nb_costs *costs, enum nb_algorithm algorithm, int size, size_t bytes) {
+double nb_cost_ns(const struct nb_costs *costs, enum nb_algorithm algorithm, int size, int hosts, size_t bytes) {
     int levels = 0;
     while (2 << levels <= size) {
         levels++;
@@ -39,21 +41,28 @@ double nb_cost_ns(const struct nb_costs *costs, enum nb_algorithm algorithm, int
         return levels * (costs->alpha_ns + whole + sums) + 2 * sums + handed;
     case NB_ALGORITHM_HALVING:
         return 2 * levels * costs->alpha_ns + ring + (p - 1) / p * sums + handed;
+    case NB_ALGORITHM_TWO_LEVEL:
+        return costs->levels_ns + s * costs->levels_byte_ns + 2 * (hosts - 1.0) / hosts * whole;
     default:
         return 2 * (p - 1) * costs->alpha_ns + ring;
     }
 }
 
-enum nb_algorithm nb_choose(const struct nb_costs *costs, int size, size_t bytes) {
-    static const enum nb_algorithm others[] = {NB_ALGORITHM_HALVING, NB_ALGORITHM_DOUBLING, NB_ALGORITHM_STAR};
-    size_t count = sizeof others / sizeof others[0] - (bytes == 0 || bytes > NB_STAR_MAX);
+enum nb_algorithm nb_choose(const struct nb_costs *costs, int size, int hosts, size_t bytes) {
+    const struct {
+        enum nb_algorithm algorithm;
+        bool possible;
+    } others[] = {{NB_ALGORITHM_HALVING, true},
+                  {NB_ALGORITHM_DOUBLING, true},
+                  {NB_ALGORITHM_STAR, bytes > 0 && bytes <= NB_STAR_MAX},
+                  {NB_ALGORITHM_TWO_LEVEL, hosts > 1 && bytes > 0 && costs->levels_ns > 0}};
     enum nb_algorithm best = NB_ALGORITHM_RING;
-    if (costs->alpha_ns <= 0) {
-        return best;
-    }
-    for (size_t i = 0; i < count; i++) {
-        if (nb_cost_ns(costs, others[i], size, bytes) < nb_cost_ns(costs, best, size, bytes)) {
-            best = others[i];
+    double least = nb_cost_ns(costs, best, size, hosts, bytes);
+    for (size_t i = 0; costs->alpha_ns > 0 && i < sizeof others / sizeof others[0]; i++) {
+        double cost = nb_cost_ns(costs, others[i].algorithm, size, hosts, bytes);
+        if (others[i].possible && cost < least) {
+            best = others[i].algorithm;
+            least = cost;
         }
     }
     return best;

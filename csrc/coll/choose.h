@@ -21,22 +21,24 @@ enum nb_algorithm {
 enum { NB_STAR_MAX = 16 * 1024 }; // bytes that may travel with the agreement
 
 struct nb_costs {
-    double alpha_ns; // of a step, whatever its size; 0: nothing is known
-    double beta_ns;  // of a byte on the wire
-    double gamma_ns; // of a byte that is added to another, or copied
+    double alpha_ns;       // of a step, whatever its size; 0: nothing is known
+    double beta_ns;        // of a byte on the wire
+    double gamma_ns;       // of a byte that is added to another, or copied
+    double levels_ns;      // of two levels beside what their bytes cost; 0: nothing is known
+    double levels_byte_ns; // of a byte there, beside its time on the wire
 };
 
 // The time of an all-reduce of `bytes` among `size` ranks (alpha, beta, gamma as above, p ranks, S bytes, L = log2 p):
 // ring 2(p-1) alpha + 2(p-1)/p S beta, its sums hidden behind the wire; doubling L (alpha + S beta + S gamma) and two
 // copies; halving 2L alpha + 2(p-1)/p S beta + (p-1)/p S gamma. Where p is no power of two the last two pay for two more
 // exchanges of S. A star has its messages from the agreement: what it adds is 2(p-1) S beta at rank 0, (p-1) S gamma and
-// as many copies. Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in MPICH, 2005, 4.4.
-double nb_cost_ns(const struct nb_costs *costs, enum nb_algorithm algorithm, int size, size_t bytes);
+// as many copies. Two levels over h hosts cost levels_ns + S levels_byte_ns + 2(h-1)/h S beta. Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in MPICH, 2005, 4.4.
+double nb_cost_ns(const struct nb_costs *costs, enum nb_algorithm algorithm, int size, int hosts, size_t bytes);
 
 // What can be asked for, by name: "auto" is NONE. A negative number: no such name.
 int nb_algorithm_find(const char *name);
 
-// RING where nothing is known.
-enum nb_algorithm nb_choose(const struct nb_costs *costs, int size, size_t bytes);
+// RING where nothing is known. `hosts`: 1 where two levels cannot be had.
+enum nb_algorithm nb_choose(const struct nb_costs *costs, int size, int hosts, size_t bytes);
 
 #endif

@@ -21,22 +21,23 @@
 enum {
     SMALL_PART = 64, // bytes a rank: a step and nothing else
     LARGE_BYTES = 256 * 1024,
-    SMALL_SUMS = 9, // and one before them that is not counted
-    LARGE_SUMS = 5,
-    ADD_COUNT = 16 * 1024, // float32
+    LEVELS_BYTES = 1024 * 1024, // several pieces of a part
+    ADD_COUNT = 16 * 1024,      // float32
     ADDS = 8,
     TRIES = 4 // then the larger ones count whole
 };
 
+// What is summed, in this order; the second of two is the larger one.
+enum sums { RING_SMALL, RING_LARGE, LEVELS_SMALL, LEVELS_LARGE, SUMS };
+
 struct costs { // of rank 0
     bool busy;
     bool done;
-    int sums; // that are over, of the size that is measured
-    bool large;
+    enum sums now;
+    int left; // of these sums
     int tries;
     int64_t began_ns;
-    int64_t small_ns[SMALL_SUMS];
-    int64_t large_ns[LARGE_SUMS];
+    int64_t least_ns[SUMS]; // what else runs on these hosts only adds to a time
 };
 
 int nb_costs_open(struct nb_job *job, struct nb_error *err) {
@@ -57,26 +58,36 @@ bool nb_costs_busy(const struct nb_job *job) {
     return job->costs->busy;
 }
 
+static bool is_small(enum sums which) {
+    return which == RING_SMALL || which == LEVELS_SMALL;
+}
+
+// Of each; the first is not counted.
+static int number_of(enum sums which) {
+    return is_small(which) ? 10 : 6;
+}
+
 static void order(struct nb_job *job) {
     struct costs *c = job->costs;
-    uint64_t small = (uint64_t)SMALL_PART * (uint64_t)job->size;
+    const size_t large = nb_local_hosts(job) > 1 ? LEVELS_BYTES : LARGE_BYTES;
+    struct wire_probe sum = {.lanes = (uint32_t)nb_lanes_used(job->lanes),
+                             .bytes = is_small(c->now) ? (uint64_t)SMALL_PART * (uint64_t)job->size : large,
+                             .algorithm = c->now < LEVELS_SMALL ? NB_ALGORITHM_RING : NB_ALGORITHM_TWO_LEVEL};
     c->began_ns = nb_now_ns();
-    nb_probe_order(job, nb_lanes_used(job->lanes), 0, c->large ? (uint64_t)LARGE_BYTES : small);
+    nb_probe_order(job, &sum);
+}
+
+static void begin(struct nb_job *job, enum sums which) {
+    struct costs *c = job->costs;
+    c->now = which;
+    c->left = number_of(which);
+    c->least_ns[which] = INT64_MAX;
+    order(job);
 }
 
 void nb_costs_begin(struct nb_job *job) {
     job->costs->busy = true;
-    job->costs->sums = -1;
-    order(job);
-}
-
-// What else runs on these hosts only adds to a time.
-static double least(const int64_t *values, int count) {
-    int64_t lowest = values[0];
-    for (int i = 1; i < count; i++) {
-        lowest = values[i] < lowest ? values[i] : lowest;
-    }
-    return (double)lowest;
+    begin(job, RING_SMALL);
 }
 
 // A byte added to another, in this rank's caches.
@@ -94,21 +105,26 @@ static double adding_ns(void) {
     return best == INT64_MAX ? 0 : (double)best / (ADD_COUNT * (double)sizeof(float));
 }
 
+// At most, where a step alone took longer.
+static double beyond(int64_t large, int64_t small) {
+    return (double)(large > small ? large - small : large);
+}
+
 static void conclude(struct nb_job *job) {
     struct costs *c = job->costs;
     double p = (double)job->size;
-    double small = least(c->small_ns, SMALL_SUMS);
-    double large = least(c->large_ns, LARGE_SUMS);
-    if (large <= small && ++c->tries < TRIES) { // too much else runs: once more
-        c->large = false;
-        c->sums = -1;
-        order(job);
-        return;
-    }
-    double bytes_ns = large > small ? large - small : large;        // at most
-    struct nb_costs found = {.alpha_ns = small / (2 * (p - 1) + 1), // the order is a step too
-                             .beta_ns = bytes_ns / (2 * (p - 1) / p * (double)LARGE_BYTES),
+    double hosts = (double)nb_local_hosts(job);
+    double bytes = hosts > 1 ? LEVELS_BYTES : LARGE_BYTES;
+    double ring_ns = beyond(c->least_ns[RING_LARGE], c->least_ns[RING_SMALL]);
+    struct nb_costs found = {.alpha_ns = (double)c->least_ns[RING_SMALL] / (2 * (p - 1) + 1), // the order is a step too
+                             .beta_ns = ring_ns / (2 * (p - 1) / p * bytes),
                              .gamma_ns = adding_ns()};
+    if (hosts > 1) {
+        double wire_ns = 2 * (hosts - 1) / hosts * bytes * found.beta_ns;
+        double more_ns = beyond(c->least_ns[LEVELS_LARGE], c->least_ns[LEVELS_SMALL]) - wire_ns;
+        found.levels_ns = (double)c->least_ns[LEVELS_SMALL];
+        found.levels_byte_ns = more_ns > 0 ? more_ns / bytes : 0;
+    }
     c->busy = false;
     nb_control_broadcast(job, CTL_COSTS, &found, sizeof found);
     nb_costs_heard(job, &found);
@@ -118,20 +134,20 @@ static void conclude(struct nb_job *job) {
 void nb_costs_finished(struct nb_job *job) {
     struct costs *c = job->costs;
     int64_t took = nb_now_ns() - c->began_ns;
-    int last = c->large ? LARGE_SUMS : SMALL_SUMS;
-    if (c->sums >= 0) {
-        (c->large ? c->large_ns : c->small_ns)[c->sums] = took;
+    if (c->left < number_of(c->now) && took < c->least_ns[c->now]) {
+        c->least_ns[c->now] = took;
     }
-    c->sums++;
-    if (c->sums == last && c->large) {
+    if (--c->left > 0) {
+        order(job);
+    } else if (is_small(c->now)) {
+        begin(job, c->now + 1);
+    } else if (c->least_ns[c->now] <= c->least_ns[c->now - 1] && ++c->tries < TRIES) { // too much else runs: once more
+        begin(job, c->now - 1);
+    } else if (c->now == RING_LARGE && nb_local_hosts(job) > 1) {
+        begin(job, LEVELS_SMALL);
+    } else {
         conclude(job);
-        return;
     }
-    if (c->sums == last) {
-        c->large = true;
-        c->sums = -1;
-    }
-    order(job);
 }
 
 void nb_costs_heard(struct nb_job *job, const struct nb_costs *found) {
@@ -139,28 +155,39 @@ void nb_costs_heard(struct nb_job *job, const struct nb_costs *found) {
     pthread_mutex_lock(&job->lock);
     job->info.costs = *found;
     pthread_mutex_unlock(&job->lock);
+    job->costs_new = true;
 }
 
 // The probe of streams has measured the wire better.
 void nb_costs_wire(struct nb_job *job, double bytes_per_ns) {
     pthread_mutex_lock(&job->lock);
-    job->info.costs.beta_ns = bytes_per_ns > 0 ? 1 / bytes_per_ns : job->info.costs.beta_ns;
+    if (bytes_per_ns > 0 && job->info.costs.levels_ns == 0) { // two levels were compared with the ring as it was
+        job->info.costs.beta_ns = 1 / bytes_per_ns;
+        job->costs_new = job->info.costs.alpha_ns > 0;
+    }
     pthread_mutex_unlock(&job->lock);
 }
 
-enum nb_algorithm nb_costs_choose(struct nb_job *job, size_t bytes) {
+static enum nb_algorithm pinned(const struct nb_job *job, size_t bytes) {
     enum nb_algorithm asked = job->config.algorithm;
-    if (asked == NB_ALGORITHM_STAR && (bytes == 0 || bytes > NB_STAR_MAX)) {
+    bool star = asked == NB_ALGORITHM_STAR && (bytes == 0 || bytes > NB_STAR_MAX);
+    bool levels = asked == NB_ALGORITHM_TWO_LEVEL && (bytes == 0 || nb_local_hosts(job) == 1);
+    return star || levels ? NB_ALGORITHM_RING : asked;
+}
+
+enum nb_algorithm nb_costs_choose(struct nb_job *job, size_t bytes) {
+    if (job->config.algorithm != NB_ALGORITHM_NONE) {
+        return pinned(job, bytes);
+    }
+    if (nb_local_everywhere(job)) {
         return NB_ALGORITHM_RING;
-    }
-    if (asked != NB_ALGORITHM_NONE && asked != NB_ALGORITHM_TWO_LEVEL) {
-        return asked;
-    }
-    if (nb_local_two_level(job, bytes)) {
-        return NB_ALGORITHM_TWO_LEVEL;
     }
     pthread_mutex_lock(&job->lock);
     struct nb_costs costs = job->info.costs;
     pthread_mutex_unlock(&job->lock);
-    return nb_local_everywhere(job) ? NB_ALGORITHM_RING : nb_choose(&costs, job->size, bytes);
+    int hosts = nb_local_hosts(job);
+    if (hosts > 1 && costs.levels_ns == 0 && bytes >= PROBE_FROM_BYTES) {
+        return NB_ALGORITHM_TWO_LEVEL; // nothing is known yet but that the wire carries fewer bytes
+    }
+    return nb_choose(&costs, job->size, hosts, bytes);
 }

@@ -163,6 +163,8 @@ struct wire_probe {
     uint32_t lanes;
     uint32_t slot;
     uint64_t bytes;
+    uint32_t algorithm;
+    uint32_t zero;
 };
 
 struct wire_streams {
@@ -248,8 +250,8 @@ struct nb_job {
     struct agree *agree;   // rank 0: what it knows of all
     struct probe *probe;
     struct costs *costs;
-    struct nb_costs costs_kept; // as the record has them
-    struct local *local;        // operations in shared memory; NULL: there are none
+    bool costs_new;      // the record has them not yet
+    struct local *local; // operations in shared memory; NULL: there are none
 };
 
 // work.c
@@ -342,8 +344,8 @@ void nb_probe_run(struct nb_job *job, const struct wire_probe *order);
 void nb_probe_streams(struct nb_job *job, const struct wire_streams *streams);
 void nb_probe_finished(struct nb_job *job, struct nb_work *work);
 
-// From rank 0: every rank runs a sum of `bytes` over so many lanes, which is not recorded.
-void nb_probe_order(struct nb_job *job, int lanes, uint32_t slot, uint64_t bytes);
+// From rank 0: every rank runs a sum over the lanes, which is not recorded. `seq` is filled in.
+void nb_probe_order(struct nb_job *job, struct wire_probe *sum);
 
 // costs.c
 int nb_costs_open(struct nb_job *job, struct nb_error *err);

@@ -21,6 +21,7 @@
 
 enum {
     TURN_BYTES = 1024 * 1024, // of a share, before all else on this thread has its turn
+    TURN_STEPS = 16,          // of an operation that goes through staging
     SPIN_TURNS = 16,
     REVOKE_NS = 250 * 1000 * 1000
 };
@@ -178,9 +179,31 @@ static bool staged_step(struct local *l, struct nb_work *work) {
     return true;
 }
 
+// As many as a turn may hold. What others owe is there in a moment: it is waited for between two steps.
+static bool staged_steps(struct local *l, struct nb_work *work) {
+    bool moved = false;
+    int patience = l->job->spins ? SPIN_TURNS : 0;
+    for (int i = 0, turns = 0; i < TURN_STEPS && work->local.stage == NB_LOCAL_RUNS;) {
+        if (staged_step(l, work)) {
+            moved = true;
+            turns = 0;
+            i++;
+        } else if (moved && turns++ < patience) {
+            nb_pause();
+        } else {
+            break;
+        }
+    }
+    return moved;
+}
+
 static void finish(struct local *l, struct nb_work *work) {
     struct nb_job *job = l->job;
     nb_list_remove(&work->local.link);
+    if (work->quiet) {
+        nb_probe_finished(job, work);
+        return;
+    }
     pthread_mutex_lock(&job->lock);
     job->info.shm_bytes += work->local.bytes_in + work->local.bytes_out;
     job->info.shm_staged_bytes += work->local.staged ? work->local.bytes_in : 0;
@@ -262,7 +285,7 @@ static bool turn(struct local *l) {
     if (work->local.stage == NB_LOCAL_DESCRIBED && NB_LEAST(l, l->size, ready) > work->local.index && !begin(l, work)) {
         return true;
     }
-    if (work->local.stage == NB_LOCAL_RUNS && (work->local.staged ? staged_step(l, work) : direct_step(l, work))) {
+    if (work->local.stage == NB_LOCAL_RUNS && (work->local.staged ? staged_steps(l, work) : direct_step(l, work))) {
         work->in.moved_ns = nb_now_ns();
         moved = true;
     }
@@ -325,8 +348,8 @@ void nb_local_sleep(const struct nb_job *job) {
     nb_shm_sleep(job->local->shm);
 }
 
-bool nb_local_two_level(const struct nb_job *job, size_t bytes) {
-    return job->local != NULL && job->local->rails != NULL && bytes >= NB_TWO_LEVEL_MIN;
+int nb_local_hosts(const struct nb_job *job) {
+    return job->local != NULL && job->local->rails != NULL ? job->local->hosts : 1;
 }
 
 bool nb_local_takes(const struct nb_job *job, enum nb_op_kind kind) {
@@ -341,7 +364,7 @@ static bool is_taken(const struct nb_work *work) {
 bool nb_local_start(struct nb_work *work) {
     struct nb_job *job = work->comm->job;
     struct local *l = job->local;
-    if (work->quiet || !is_taken(work)) {
+    if (!is_taken(work)) {
         return false;
     }
     nb_list_remove(&work->link);

@@ -68,8 +68,8 @@ void nb_local_wake(const struct nb_job *job, int peer);
 void nb_local_sleep(const struct nb_job *job);
 // Whether such operations stay in shared memory then; the others take the network.
 bool nb_local_takes(const struct nb_job *job, enum nb_op_kind kind);
-// Whether an all-reduce of so many bytes can take two levels: alike on all ranks.
-bool nb_local_two_level(const struct nb_job *job, size_t bytes);
+// The hosts of the job where an all-reduce can take two levels, else 1: alike on all ranks.
+int nb_local_hosts(const struct nb_job *job);
 // True: the operation is taken, and finishes by nb_local_progress().
 bool nb_local_start(struct nb_work *work);
 // Ends it here and keeps the others off its memory.

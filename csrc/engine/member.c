@@ -161,7 +161,8 @@ void nb_member_go(struct nb_job *job, const struct wire_go *go) {
         return;
     }
     bool two_level = go->algorithm == NB_ALGORITHM_TWO_LEVEL;
-    if (!nb_run_possible(work->desc.kind, go->algorithm) || (two_level && !nb_local_two_level(job, work->desc.bytes))) {
+    if (!nb_run_possible(work->desc.kind, go->algorithm) ||
+        (two_level && (nb_local_hosts(job) == 1 || work->desc.bytes == 0))) {
         nb_job_wire_fail(job, 0, "a way to travel that the operation has not");
         return;
     }

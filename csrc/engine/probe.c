@@ -4,6 +4,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/arena.h"
 #include "base/clock.h"
@@ -74,16 +75,18 @@ bool nb_probe_busy(const struct nb_job *job) {
     return job->probe->busy;
 }
 
-void nb_probe_order(struct nb_job *job, int lanes, uint32_t slot, uint64_t bytes) {
-    struct wire_probe message = {.seq = nb_agree_next_seq(job), .lanes = (uint32_t)lanes, .slot = slot, .bytes = bytes};
-    nb_control_broadcast(job, CTL_PROBE, &message, sizeof message);
-    nb_probe_run(job, &message);
+void nb_probe_order(struct nb_job *job, struct wire_probe *sum) {
+    sum->seq = nb_agree_next_seq(job);
+    nb_control_broadcast(job, CTL_PROBE, sum, sizeof *sum);
+    nb_probe_run(job, sum);
 }
 
 static void order(struct nb_job *job, uint32_t slot) {
     struct probe *p = job->probe;
+    struct wire_probe sum = {
+        .lanes = (uint32_t)p->lanes, .slot = slot, .bytes = p->bytes, .algorithm = NB_ALGORITHM_RING};
     p->under_way++;
-    nb_probe_order(job, p->lanes, slot, p->bytes);
+    nb_probe_order(job, &sum);
 }
 
 static void count_begin(struct nb_job *job, int lanes) {
@@ -106,24 +109,37 @@ void nb_probe_begin(struct nb_job *job) {
     count_begin(job, 1);
 }
 
-void nb_probe_run(struct nb_job *job, const struct wire_probe *message) {
-    struct probe *p = job->probe;
+// Memory of its own, which the lanes know, and the ranks of this host.
+static int memory_open(struct nb_job *job, struct nb_error *err) {
+    struct nb_arena *arena = &job->probe->arena;
+    if (arena->base != NULL) {
+        return 0;
+    }
+    int rc = nb_arena_open(arena, (size_t)PROBE_SLOTS * PROBE_BYTES_MAX, err);
+    rc = rc == 0 ? nb_lanes_map(job->lanes, arena->base, arena->bytes, err) : rc;
+    if (rc == 0 && nb_local_hosts(job) > 1 && arena->fd >= 0) {
+        nb_local_map(job, arena->base, arena->bytes, dup(arena->fd));
+    }
+    return rc;
+}
+
+static bool is_possible(struct nb_job *job, const struct wire_probe *sum) {
+    bool way = sum->algorithm == NB_ALGORITHM_RING ||
+               (sum->algorithm == NB_ALGORITHM_TWO_LEVEL && nb_local_hosts(job) > 1 && sum->bytes > 0);
+    return way && sum->slot < PROBE_SLOTS && sum->bytes <= PROBE_BYTES_MAX && sum->bytes % 4 == 0 &&
+           nb_member_next(job, sum->seq);
+}
+
+void nb_probe_run(struct nb_job *job, const struct wire_probe *sum) {
     struct nb_error why = {0};
-    int rc = 0;
-    if (message->slot >= PROBE_SLOTS || message->bytes > PROBE_BYTES_MAX || message->bytes % 4 != 0 ||
-        !nb_member_next(job, message->seq)) {
+    if (!is_possible(job, sum)) {
         nb_job_wire_fail(job, 0, "an impossible probe");
         return;
     }
-    if (p->arena.base == NULL) {
-        rc = nb_arena_open(&p->arena, (size_t)PROBE_SLOTS * PROBE_BYTES_MAX, &why);
-        if (rc == 0) {
-            rc = nb_lanes_map(job->lanes, p->arena.base, p->arena.bytes, &why);
-        }
-    }
-    struct nb_segment segment = {.bytes = message->bytes};
+    int rc = memory_open(job, &why);
+    struct nb_segment segment = {.bytes = sum->bytes};
     if (rc == 0) {
-        segment.base = (char *)p->arena.base + message->slot * (size_t)PROBE_BYTES_MAX;
+        segment.base = (char *)job->probe->arena.base + sum->slot * (size_t)PROBE_BYTES_MAX;
     }
     struct nb_op op = {
         .name = "probe", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .segments = &segment, .segment_count = 1};
@@ -131,8 +147,8 @@ void nb_probe_run(struct nb_job *job, const struct wire_probe *message) {
     if (rc == 0) {
         rc = nb_work_make(&job->world, &op, &work, &why);
     }
-    if (rc == 0 && work->algorithm != NB_ALGORITHM_RING) {
-        rc = nb_run_prepare(work, NB_ALGORITHM_RING, &why);
+    if (rc == 0 && work->algorithm != sum->algorithm) {
+        rc = nb_run_prepare(work, (enum nb_algorithm)sum->algorithm, &why);
     }
     if (rc == 0) {
         rc = nb_run_peers(work, &why);
@@ -143,9 +159,9 @@ void nb_probe_run(struct nb_job *job, const struct wire_probe *message) {
     }
     work->refs = 1;
     work->quiet = true;
-    work->bucket = message->slot;
-    nb_lanes_use(job->lanes, message->lanes <= NB_LANES_MAX ? (int)message->lanes : NB_LANES_MAX);
-    nb_run_start(work, message->seq);
+    work->bucket = sum->slot;
+    nb_lanes_use(job->lanes, sum->lanes <= NB_LANES_MAX ? (int)sum->lanes : NB_LANES_MAX);
+    nb_run_start(work, sum->seq);
 }
 
 static double rate_of(const struct nb_probe_point *point) {

@@ -284,12 +284,10 @@ static uint64_t femtoseconds(double ns) {
 // The record has what the choice of an operation's algorithm rested on. Only who drives the job writes info.costs.
 static void keep_costs(struct nb_job *job) {
     const struct nb_costs *now = &job->info.costs;
-    struct nb_costs *kept = &job->costs_kept;
-    bool same = now->alpha_ns == kept->alpha_ns && now->beta_ns == kept->beta_ns && now->gamma_ns == kept->gamma_ns;
-    if (now->alpha_ns > 0 && !same) {
-        *kept = *now;
+    if (job->costs_new) {
+        job->costs_new = false;
         nb_ring_put(job->config.ring, NB_EV_COSTS, 0, femtoseconds(now->alpha_ns), femtoseconds(now->beta_ns),
-                    femtoseconds(now->gamma_ns), 0, 0);
+                    femtoseconds(now->gamma_ns), femtoseconds(now->levels_ns), femtoseconds(now->levels_byte_ns));
     }
 }
 

@@ -20,8 +20,6 @@
 #include "base/error.h"
 #include "engine/local_share.h"
 
-enum { NB_TWO_LEVEL_MIN = 16 * 1024 }; // bytes of a line from which on it is used
-
 // `to` and `from`: the owners of this rank's part on the next host and on the one before, in ranks of the job; NB_NO_PEER
 // where this rank has no part.
 int nb_two_level_open(struct local *local, int to, int from, struct nb_error *err);

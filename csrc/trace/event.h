@@ -29,8 +29,10 @@ enum nb_event_kind {
     NB_EV_STALL = 18,     // key, a: round, b: waited ns, c: bitmask of the first 64 missing ranks
     NB_EV_PEER_LOST = 19, // a: peer, b: code
     NB_EV_LANE_LOST = 20, // a: peer, b: lane, c: code
-    NB_EV_COSTS = 21,     // from here on. a: fs of a step, b: fs of a byte, c: fs of a byte that is added
-    NB_EV_END             // no event: the number after the last
+    NB_EV_COSTS =
+        21,   // from here on. a: fs of a step, b: fs of a byte, c: fs of a byte that is added, d: fs of two levels
+              // between hosts, e: fs of a byte there beside its time on the wire; 0: there are none
+    NB_EV_END // no event: the number after the last
 };
 
 struct nb_event {

@@ -27,8 +27,8 @@ enum {
     NB_SHM_PIECES = 128, // of a description: what lies in more goes through staging
     NB_SHM_ARENAS = 64,  // of a rank
     NB_SHM_STAGES = 2,
-    NB_SHM_STAGE_BYTES = 1024 * 1024,
-    NB_SHM_LINE = 64 // of the cache
+    NB_SHM_STAGE_BYTES = 256 * 1024, // small enough to stay in a processor's caches
+    NB_SHM_LINE = 64                 // of the cache
 };
 
 static const uint32_t NB_SHM_STAGED = UINT32_MAX;

@@ -127,9 +127,9 @@ class Comm:
 
     shm: "auto", "0" or "1": memory shared between ranks whose `host` (16 bytes) is equal; without host it is off.
     algorithm: of all-reduces over the network: "auto" (rank 0 chooses by what steps and bytes cost in this job), or
-    "ring", "recursive_doubling", "halving_doubling". Rank 0's counts.
-    timeout_s: of a wait on a peer that is silent. start_timeout_s: of the join and of the lanes' opening; where it is
-    not given, timeout_s. cpus: of the communication threads of this host's ranks, in the order of the ranks.
+    "ring", "recursive_doubling", "halving_doubling", "two_level" (a ring where no host has several ranks). Rank 0's
+    counts. timeout_s: of a wait on a peer that is silent. start_timeout_s: of the join and of the lanes' opening; where
+    it is not given, timeout_s. cpus: of the communication threads of this host's ranks, in the order of the ranks.
 
     Raises, before any byte of data moves: ValueError for a bad argument; Error with errno ENOENT for a missing
     libfabric, ENODEV for a missing provider or interface; MismatchError when ranks disagree on `tag`; TimeoutError
@@ -180,9 +180,9 @@ class Comm:
         keep: Any = None,
         awaited: bool = False,
     ) -> Work:
-        """Starts an operation in place; `keep` lives as long as the transfer. awaited: the caller waits for it at once, so
-        that no thread need be woken for it. ValueError for what no rank could do, or
-        when an operation of this name is pending here."""
+        """Starts an operation in place; `keep` lives as long as the transfer. awaited: the caller waits for it at once,
+        so that no thread need be woken for it. ValueError for what no rank could do, or when an operation of this name
+        is pending here."""
 
     def map(self, arena: Arena) -> None:
         """Tells the lanes of memory that many operations will use."""

@@ -245,6 +245,10 @@ def probes(events: Iterable[Event]) -> tuple[tr.Probe, ...]:
 
 
 def costs(events: Iterable[Event]) -> tuple[float, ...]:
-    """Ns of a step, of a byte on the wire and of a byte that is added, as they were known last; else nothing."""
-    fs = next(((e.a, e.b, e.c) for e in reversed(list(events)) if e.kind == "COSTS"), ())
+    """Ns of a step, of a byte on the wire and of a byte that is added, as they were known last; else nothing.
+
+    Where sums may take two levels, also ns of these, and of a byte there beside its time on the wire.
+    """
+    last = next((e for e in reversed(list(events)) if e.kind == "COSTS"), None)
+    fs = () if last is None else (last.a, last.b, last.c, *((last.d, last.e) if last.d else ()))
     return tuple(value / 1e6 for value in fs)

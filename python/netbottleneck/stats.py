@@ -192,6 +192,8 @@ class Costs:
     step_ns: float
     byte_ns: float
     added_ns: float
+    levels_ns: float | None = None  # two levels beside what their bytes cost on the wire, where they can be had
+    levels_byte_ns: float | None = None
 
 
 def costs(trace: Trace) -> dict[str, Costs]:

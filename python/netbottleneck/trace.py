@@ -68,7 +68,7 @@ class TransportInfo:
     """A transport as one rank had it.
 
     streams_asked: 0: auto. link_bps: of `interface`. shm: "on", "on: " and ranks, or "off: " and why. cpu: pinned to.
-    costs: ns of a step, of a byte on the wire and of a byte that is added; empty where they were not measured."""
+    costs: ns of a step, a byte on the wire, a byte added, of two levels, a byte there; empty where not measured."""
 
     name: str
     provider: str | None = None

@@ -8,7 +8,7 @@
 #include "engine/twolevel.h"
 #include "sums.h"
 
-enum { EVEN = 3 << 18, LARGE = 12 << 20, REPEATED = 300001, MIXED = 24, ROUNDS = 3 };
+enum { EVEN = 3 << 18, LARGE = 12 << 20, GATHERED = 1 << 16, REPEATED = 300001, MIXED = 24, ROUNDS = 3 };
 
 static pthread_mutex_t tell = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t lane_bytes[2][26]; // by host
@@ -151,15 +151,38 @@ static void small_ones(struct test_rank *me) {
     char *base = arena_share(me);
     uint64_t shared = info_of(me).shm_bytes;
     struct nb_op op = {.name = "small", .kind = NB_OP_ALLREDUCE, .dtype = NB_U8};
-    one(me, op, base, NB_TWO_LEVEL_MIN - 1, whole);
-    CHECK(info_of(me).shm_bytes == shared, "a small sum takes the network");
     op.kind = NB_OP_ALLGATHER;
-    one(me, op, base, 4 * NB_TWO_LEVEL_MIN, whole);
+    one(me, op, base, GATHERED, whole);
     CHECK(info_of(me).shm_bytes == shared, "a gathering takes the network");
     op.kind = NB_OP_ALLREDUCE;
-    one(me, op, base, NB_TWO_LEVEL_MIN, whole);
+    one(me, op, base, GATHERED, whole);
     bool owner = ranks_of_host(me, me->hosts[me->rank]) > 1 && (me->rank == 0 || strcmp(me->hosts, "aabb") == 0);
-    CHECK((info_of(me).shm_bytes > shared) == owner, "a larger sum does not");
+    CHECK((info_of(me).shm_bytes > shared) == owner, "a sum does not");
+}
+
+// Nothing is pinned: what two levels cost is measured, alike for all, and the choice follows from it.
+static void chosen(struct test_rank *me) {
+    static struct nb_costs costs[TEST_RANKS_MAX];
+    char *base = arena_share(me);
+    char *elsewhere = malloc(ARENA_BYTES);
+    CHECK(elsewhere != NULL, "memory");
+    CHECK(info_of(me).costs.levels_ns == 0, "nothing is measured before it is needed");
+    for (size_t bytes = 1; bytes < LARGE; bytes *= 9) {
+        struct nb_op op = {.name = "chosen", .kind = NB_OP_ALLREDUCE, .dtype = NB_U8};
+        uint64_t shared = info_of(me).shm_bytes;
+        one(me, op, base, bytes, whole);
+        struct nb_job_info info = info_of(me);
+        enum nb_algorithm want = nb_choose(&info.costs, me->size, 2, bytes);
+        bool owner = me->rank == 0 || me->rank == 2; // of a part, whatever the size
+        CHECK((info.shm_bytes > shared) == (owner && want == NB_ALGORITHM_TWO_LEVEL) || !owner,
+              "rank %d, %zu bytes: should take %d", me->rank, bytes, want);
+    }
+    mixed(me, base, elsewhere);
+    costs[me->rank] = info_of(me).costs;
+    CHECK(costs[me->rank].alpha_ns > 0 && costs[me->rank].levels_ns > 0, "what it costs is known");
+    test_barrier(me, "told");
+    CHECK(memcmp(&costs[me->rank], &costs[0], sizeof costs[0]) == 0, "rank %d knows other costs", me->rank);
+    free(elsewhere);
 }
 
 static void off(struct test_rank *me) {
@@ -226,6 +249,9 @@ static int the_rest(const struct test_rank *like) {
     CHECK(on_hosts(*like, "aaabbb", repeats) == 0, "the same bits each time");
     CHECK(on_hosts(*like, "aabb", small_ones) == 0, "what takes which way");
     CHECK(on_hosts(*like, "aabb", leaves) == 0, "a rank that leaves");
+    struct test_rank open = *like;
+    open.algorithm = NB_ALGORITHM_NONE;
+    CHECK(on_hosts(open, "aabb", chosen) == 0, "nothing pinned");
     where_it_is_off(like);
     return 0;
 }
@@ -233,7 +259,11 @@ static int the_rest(const struct test_rank *like) {
 // All of it, or what a word says: the ranks' hosts, "ofi", or "rest".
 int main(int argc, char **argv) {
     static const char *const everywhere[] = {"aabb", "aab", "abab", "aabbcc", "aaab", "aabbb"};
-    struct test_rank like = {.transport = "tcp", .streams = 2, .timeout_ms = 20000, .shm = NB_SHM_REQUIRED};
+    struct test_rank like = {.transport = "tcp",
+                             .streams = 2,
+                             .timeout_ms = 20000,
+                             .shm = NB_SHM_REQUIRED,
+                             .algorithm = NB_ALGORITHM_TWO_LEVEL};
     if (argc > 1 && strcmp(argv[1], "ofi") == 0) {
         like.transport = argv[1];
         return everything_on(like, "aabb");

@@ -74,8 +74,8 @@ class FakeRun:
     """A run of two ranks or more: forward 10 ms, backward 20 ms, two buckets, optimizer 2 ms, as its settings say.
 
     transfer_ms: by transport, of bucket.0 and bucket.1; late_ms: by rank, a pause before the forward; busy_cores: how
-    many each rank keeps busy; costs_fs: of a step, a byte and a byte added, where a transport is native; meta, about:
-    what a rank's description, and that of each transport in it, says too.
+    many each rank keeps busy; costs_fs: of a step, a byte and a byte added, of two levels and a byte there,
+    where a transport is native; meta, about: what a rank's description, and that of each transport in it, says too.
     """
 
     def __init__(self, folder, size=2, transports=("bare", "stock", "ofi"), **settings):
@@ -117,7 +117,7 @@ class FakeRun:
                     own[name] = RingWriter(ranks / f"{rank}.{name}.ring", rank, mono_ns=self._clock(rank, 0))
                     own[name].put(self._clock(rank, 0), "CLOCK", a=self.clock_skew_ns.get(rank, 0), b=1000)
                     if self.costs_fs is not None:
-                        own[name].put(self._clock(rank, 0), "COSTS", **dict(zip("abc", self.costs_fs, strict=True)))
+                        own[name].put(self._clock(rank, 0), "COSTS", **dict(zip("abcde", self.costs_fs, strict=False)))
             rings.append(own)
         now, index = 100 * MS, 1
         for block in range(self.blocks):

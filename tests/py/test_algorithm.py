@@ -85,8 +85,8 @@ def test_sums_are_right_and_equal_on_all_ranks(ranks: Ranks, size: int, algorith
     found = [json.loads(told(result.stdout)) for result in results]
     assert [wrong for _, wrong, _ in found] == [0] * size
     assert len({digest for digest, _, _ in found}) == 1
-    alpha_ns, beta_ns, gamma_ns = found[0][2]
-    assert (min(alpha_ns, beta_ns, gamma_ns) > 0) == (algorithm == "auto")
+    assert (min(found[0][2][:3]) > 0) == (algorithm == "auto")
+    assert found[0][2][3:] == [0, 0]  # of two levels, which one host has not
     assert all(costs == found[0][2] for _, _, costs in found)
 
 
@@ -103,8 +103,8 @@ def test_the_record_of_a_killed_job_has_what_its_choice_rested_on(ranks: Ranks, 
     for result, rank in zip(results, recorder.load(tmp_path / "run").ranks, strict=True):
         (tcp,) = rank.transports
         known = [float(word) for word in told(result.stdout).split()]
-        assert tcp.costs == pytest.approx(known, abs=1e-6)  # a femtosecond
-        assert min(known) > 0
+        assert tcp.costs == pytest.approx(known[:3], abs=1e-6)  # a femtosecond
+        assert min(known[:3]) > 0
 
 
 def test_ranks_that_disagree_are_told_so(ranks: Ranks) -> None:

@@ -64,15 +64,29 @@ def test_what_is_not_known_is_left_out(tmp_path):
     assert found.summary["bandwidth"]["stock"]["wire_bits_per_s"] is None
 
 
-def test_costs_and_algorithms_stand_in_a_line_each(tmp_path):
-    found = Run(
-        FakeRun(tmp_path, transports=("stock", "tcp"), blocks=2, costs_fs=(29_812_000_000, 412_345, 50_000)).write()
-    )
-    line = "Costs over tcp (measured): a step 29.8 us, a byte on the wire 0.412 ns, a byte added 0.05 ns."
+COSTS = (29_812_000_000, 412_345, 50_000)
+
+
+@pytest.mark.parametrize(
+    ("costs_fs", "more", "two_level_s", "two_level_byte_s"),
+    [
+        (COSTS, "", None, None),
+        (
+            (*COSTS, 81_500_000_000, 25_000),
+            ", two levels 81.5 us and 0.025 ns a byte beside the wire",
+            81.5e-6,
+            2.5e-11,
+        ),
+    ],
+)
+def test_costs_stand_in_a_line(tmp_path, costs_fs, more, two_level_s, two_level_byte_s):
+    found = Run(FakeRun(tmp_path, transports=("stock", "tcp"), blocks=2, costs_fs=costs_fs).write())
+    line = f"Costs over tcp (measured): a step 29.8 us, a byte on the wire 0.412 ns, a byte added 0.05 ns{more}."
     assert line in " ".join(found.text.split())
     assert line in html.page(found.findings, found.verdict)
     (costs,) = found.summary["costs"].values()
-    assert costs == pytest.approx({"step_s": 29.812e-6, "byte_s": 0.412345e-9, "added_byte_s": 0.05e-9})
+    known = {"step_s": 29.812e-6, "byte_s": 0.412345e-9, "added_byte_s": 0.05e-9}
+    assert costs == pytest.approx({**known, "two_level_s": two_level_s, "two_level_byte_s": two_level_byte_s})
     check_schema(found.summary)
 
 

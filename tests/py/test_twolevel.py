@@ -36,7 +36,8 @@ print("told", json.dumps([wrong, info["shm"], info["shm_bytes"], info["bytes_out
 
 def hosts(letters: str, **more: str) -> object:
     """Return the environment by rank: a letter for the host of each."""
-    return lambda rank: {**QUICK, "NETBOTTLENECK_SHM": "1", "NETBOTTLENECK_HOST_ID": letters[rank], **more}
+    always = {**QUICK, "NETBOTTLENECK_SHM": "1", "NETBOTTLENECK_ALGORITHM": "two_level", **more}
+    return lambda rank: {**always, "NETBOTTLENECK_HOST_ID": letters[rank]}
 
 
 @pytest.mark.parametrize("where", ["aabb", "aab", "aabbcc"])

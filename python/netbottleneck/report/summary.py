@@ -186,7 +186,13 @@ def summary(findings: Findings, verdict: Verdict) -> dict[str, Any]:
         "bandwidth": {name: _bandwidth(found, findings.link_bps) for name, found in findings.achieved.items()},
         "probe": _probe(findings.achievable),
         "costs": {
-            name: {"step_s": c.step_ns / 1e9, "byte_s": c.byte_ns / 1e9, "added_byte_s": c.added_ns / 1e9}
+            name: {
+                "step_s": c.step_ns / 1e9,
+                "byte_s": c.byte_ns / 1e9,
+                "added_byte_s": c.added_ns / 1e9,
+                "two_level_s": None if c.levels_ns is None else c.levels_ns / 1e9,
+                "two_level_byte_s": None if c.levels_byte_ns is None else c.levels_byte_ns / 1e9,
+            }
             for name, c in findings.costs.items()
         },
         "algorithms": {

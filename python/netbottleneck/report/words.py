@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from netbottleneck.findings import Findings
-from netbottleneck.stats import Travel
+from netbottleneck.stats import Costs, Travel
 from netbottleneck.trace import BARE, NULL, PSEUDO, SINGLE, Rank, TransportInfo
 from netbottleneck.units import gbit, ms, nbytes, percent, short, streams
 from netbottleneck.verdict import best_gain, handicap_sentence, stock_is_as_good
@@ -74,9 +74,15 @@ def costs(findings: Findings) -> list[str]:
     """What a step, a byte and an addition cost, a line for each transport that measured it."""
     return [
         f"Costs over {name} ({findings.label}): a step {short(c.step_ns)}, a byte on the wire {short(c.byte_ns)}, "
-        f"a byte added {short(c.added_ns)}."
+        f"a byte added {short(c.added_ns)}{_levels(c)}."
         for name, c in findings.costs.items()
     ]
+
+
+def _levels(c: Costs) -> str:
+    if c.levels_ns is None or c.levels_byte_ns is None:
+        return ""
+    return f", two levels {short(c.levels_ns)} and {short(c.levels_byte_ns)} a byte beside the wire"
 
 
 def travels(findings: Findings) -> list[str]:

@@ -31,7 +31,10 @@ def end_with_parent() -> None:
 
 
 def serve(orders: int, answers: int, memory: mmap.mmap, dtype: str, op: str) -> None:
-    """Carry out orders until there are no more. The clock runs from an order's arrival to its last all-reduce's end."""
+    """Carry out orders until there are no more. The clock runs from an order's arrival to its last all-reduce's end.
+
+    An order of no all-reduces is a barrier: Horovod's threads of all ranks have then found each other again.
+    """
     torch: Any = importlib.import_module("torch")
     horovod: Any = importlib.import_module("horovod.torch")
     kind, reduction = getattr(torch, dtype), getattr(horovod, op.capitalize())
@@ -41,6 +44,8 @@ def serve(orders: int, answers: int, memory: mmap.mmap, dtype: str, op: str) -> 
         start, cpu = time.monotonic_ns(), time.process_time_ns()
         for _ in range(times):
             horovod.allreduce_(tensor, name="bench", op=reduction)
+        if times == 0:
+            horovod.barrier()
         os.write(answers, ANSWER.pack(time.monotonic_ns() - start, time.process_time_ns() - cpu))
         del tensor
 

@@ -152,6 +152,7 @@ class Horovod(mpi.Mpi):
     def prepare(self, count: int) -> None:
         super().prepare(count)
         self._send(signal.SIGCONT)
+        self.go(0)  # until all go on
 
     def finish(self) -> None:
         self._send(signal.SIGSTOP)

@@ -97,7 +97,6 @@ def train() -> None:
 
 def optimize() -> None:
     """A script with Horovod's optimizer that trains for ever, and ends with an error as scripts do."""
-    import no_compiler  # noqa: F401
     import torch
 
     import netbottleneck.torch as hvd

@@ -1,6 +1,7 @@
 """Importing this keeps torch.optim from loading torch's compiler: a second and more of a processor in each rank.
 
-An optimizer loads it only to say that it is not to be compiled, and nothing here is compiled.
+An optimizer loads it only to say that it is not to be compiled, and nothing here is compiled. Not for scripts that use
+torch.distributed, which asks more of it.
 """
 
 from __future__ import annotations

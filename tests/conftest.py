@@ -175,11 +175,28 @@ class RankJob:
             process.wait()
 
 
+def by_torchrun(rank: int, size: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun sets in a rank."""
+    here = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in here.items()}}
+
+
+def by_folder(rank: int, size: int, folder: Path) -> dict[str, str]:
+    """Return the variables by which ranks meet without a launcher."""
+    names = {"RANK": str(rank), "SIZE": str(size), "RENDEZVOUS": str(folder / "meet")}
+    return {f"NETBOTTLENECK_{name}": value for name, value in names.items()}
+
+
 @dataclass
 class Ranks:
-    """Starts ranks of one job on 127.0.0.1. See start; calling it starts and waits."""
+    """Starts ranks of one job on 127.0.0.1. See start; calling it starts and waits.
+
+    torchs: the ranks find each other by torchrun's variables, hence by torch's store, and load torch for it; else by
+    variables of our own, in a folder.
+    """
 
     folder: Path
+    torchs: bool = True
     jobs: list[RankJob] = field(default_factory=list)
 
     def start(
@@ -191,13 +208,13 @@ class Ranks:
     ) -> RankJob:
         """Start n ranks of a script (a Path), of source text (with a line break) or of a module (any other text).
 
-        env is added to each rank's environment, or is a function of the rank that returns what to add. Every rank gets
-        RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; no memory is shared between them.
+        env is added to each rank's environment, or is a function of the rank that returns what to add. No memory is
+        shared between ranks.
         """
         folder = self.folder / f"job{len(self.jobs)}"
         folder.mkdir()
         command = self._command(target, folder)
-        port = str(free_port())
+        port = free_port()
         processes: list[subprocess.Popen[bytes]] = []
         job = RankJob(processes, folder)
         self.jobs.append(job)
@@ -210,12 +227,7 @@ class Ranks:
                 "OMP_NUM_THREADS": "1",
                 # torch's store asks the name server for the name of whoever connects, and waits for it.
                 "RES_OPTIONS": "timeout:1 attempts:1",
-                "RANK": str(rank),
-                "WORLD_SIZE": str(n),
-                "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(n),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
+                **(by_torchrun(rank, n, port) if self.torchs else by_folder(rank, n, folder)),
                 **extra,
             }
             with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
@@ -278,10 +290,18 @@ def on_ranks(comms: Sequence[Any], work: Callable[[Any], Any], limit_s: float = 
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Generator[Ranks, None, None]:
-    """Give a test its rank processes; none outlives the test."""
-    folder = tmp_path / "ranks"
-    folder.mkdir()
-    maker = Ranks(folder)
+    """Give a test its rank processes, as torchrun starts them; none outlives the test."""
+    yield from _made(Ranks(tmp_path / "ranks"))
+
+
+@pytest.fixture
+def plain_ranks(tmp_path: Path) -> Generator[Ranks, None, None]:
+    """Give a test its rank processes, which load torch only where their script does; none outlives the test."""
+    yield from _made(Ranks(tmp_path / "plain", torchs=False))
+
+
+def _made(maker: Ranks) -> Generator[Ranks, None, None]:
+    maker.folder.mkdir()
     yield maker
     for job in maker.jobs:
         job.close()

@@ -27,15 +27,23 @@ for package in $(missing); do
 done
 
 # MPICH is a wheel, beside this Python. Horovod's last release asks for C++14, which torch's headers are not any more: built
-# from its source with that one line changed, and kept apart, where only the benchmark looks.
+# from its source with that one line changed, over Gloo and, where Open MPI's headers are, MPI, and kept apart, where only the
+# benchmark looks.
 venv=.venv
 quietly() { mkdir -p build && "$@" >>build/peers.log 2>&1 </dev/null; }
 pip() { quietly "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
 horovod=0.28.1
 place=build/peers/horovod
 
+# Without what lies beside this Python: MPICH's compilers.
+elsewhere() { env PATH="$(tr : '\n' <<<"$PATH" | grep -vxF "$PWD/$venv/bin" | paste -sd :)" "$@"; }
+open_mpi() { elsewhere sh -c 'mpicxx --showme:version' 2>/dev/null | grep -q 'Open MPI'; }
+over_mpi() { grep -qs 'libmpi\.so\.40' $place/horovod/torch/mpi_lib_v2*.so; }
+horovod_done() { [ -d $place ] && { over_mpi || ! open_mpi; }; }
+
 build_horovod() {
-    local work tool
+    local work tool mpi=HOROVOD_WITHOUT_MPI=1
+    open_mpi && mpi=HOROVOD_WITH_MPI=1
     for tool in cmake c++ make; do
         command -v "$tool" >/dev/null || { echo "$tool is not there"; return 1; }
     done
@@ -48,7 +56,7 @@ build_horovod() {
         tar -xzf "$work/horovod-$horovod.tar.gz" -C "$work" &&
         sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 20)/' \
             "$work/horovod-$horovod/CMakeLists.txt" "$work/horovod-$horovod/horovod/torch/CMakeLists.txt" &&
-        quietly env -C "$work/horovod-$horovod" HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1 HOROVOD_WITH_PYTORCH=1 \
+        quietly elsewhere env -C "$work/horovod-$horovod" HOROVOD_WITH_GLOO=1 "$mpi" HOROVOD_WITH_PYTORCH=1 \
             HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 MAKEFLAGS="-j$(nproc)" \
             "$PWD/$venv/bin/python" setup.py -q bdist_wheel -d "$work/wheel" &&
         pip install -q --no-deps --target "$work/made" "$work"/wheel/*.whl cloudpickle &&
@@ -69,7 +77,11 @@ if [ -x "$venv/bin/python" ]; then
         fetch_oneccl || echo "peers: oneCCL's wheels are missing: what needs them is left out"
     fi
     [ -x "$venv/bin/mpivars" ] || pip install -q mpich || echo "peers: the wheel mpich is missing: what needs it is left out"
-    if [ ! -d $place ] && [ "${HOROVOD:-1}" != 0 ] && ! "$venv/bin/python" -c 'import horovod.torch' 2>/dev/null; then
-        why=$(build_horovod) || echo "peers: Horovod is missing ($why): it is left out"
+    if [ "${HOROVOD:-1}" != 0 ] && ! horovod_done && ! "$venv/bin/python" -c 'import horovod.torch' 2>/dev/null; then
+        if ! why=$(build_horovod); then
+            echo "peers: Horovod could not be built ($why): what needs it is left out"
+        elif ! over_mpi; then
+            echo "peers: Open MPI's C++ compiler is missing (Debian: libopenmpi-dev): Horovod is built over Gloo alone"
+        fi
     fi
 fi

@@ -79,9 +79,9 @@ def told(stdout: str) -> str:
     ("size", "algorithm", "transport"),
     [(2, "auto", "tcp"), (3, "auto", "ofi"), (3, "recursive_doubling", "ofi"), (3, "halving_doubling", "tcp")],
 )
-def test_sums_are_right_and_equal_on_all_ranks(ranks: Ranks, size: int, algorithm: str, transport: str) -> None:
+def test_sums_are_right_and_equal_on_all_ranks(plain_ranks: Ranks, size: int, algorithm: str, transport: str) -> None:
     variables = {**OVER, "NETBOTTLENECK_ALGORITHM": algorithm, "NETBOTTLENECK_TRANSPORT": transport}
-    results = ranks(size, SUMS, env=variables)
+    results = plain_ranks(size, SUMS, env=variables)
     found = [json.loads(told(result.stdout)) for result in results]
     assert [wrong for _, wrong, _ in found] == [0] * size
     assert len({digest for digest, _, _ in found}) == 1
@@ -91,14 +91,14 @@ def test_sums_are_right_and_equal_on_all_ranks(ranks: Ranks, size: int, algorith
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "recursive_doubling", "halving_doubling"])
-def test_two_runs_with_one_seed_and_algorithm_give_the_same_weights(ranks: Ranks, algorithm: str) -> None:
+def test_two_runs_with_one_seed_and_algorithm_give_the_same_weights(plain_ranks: Ranks, algorithm: str) -> None:
     variables = {**OVER, "NETBOTTLENECK_ALGORITHM": algorithm, "NETBOTTLENECK_TRANSPORT": "tcp"}
-    weights = [told(result.stdout) for _ in range(2) for result in ranks(3, TRAIN, env=variables)]
+    weights = [told(result.stdout) for _ in range(2) for result in plain_ranks(3, TRAIN, env=variables)]
     assert len(set(weights)) == 1
 
 
-def test_the_record_of_a_killed_job_has_what_its_choice_rested_on(ranks: Ranks, tmp_path: Path) -> None:
-    results = ranks(2, KILLED, {**OVER, "NETBOTTLENECK_DIR": str(tmp_path / "run")}, check=False)
+def test_the_record_of_a_killed_job_has_what_its_choice_rested_on(plain_ranks: Ranks, tmp_path: Path) -> None:
+    results = plain_ranks(2, KILLED, {**OVER, "NETBOTTLENECK_DIR": str(tmp_path / "run")}, check=False)
     assert [result.code for result in results] == [-signal.SIGKILL] * 2, results
     for result, rank in zip(results, recorder.load(tmp_path / "run").ranks, strict=True):
         (tcp,) = rank.transports
@@ -107,10 +107,10 @@ def test_the_record_of_a_killed_job_has_what_its_choice_rested_on(ranks: Ranks, 
         assert min(known[:3]) > 0
 
 
-def test_ranks_that_disagree_are_told_so(ranks: Ranks) -> None:
+def test_ranks_that_disagree_are_told_so(plain_ranks: Ranks) -> None:
     variables = {**OVER, "NETBOTTLENECK_TRANSPORT": "tcp"}
     names = ("ring", "halving_doubling")
-    for result in ranks(2, SUMS, lambda rank: {**variables, "NETBOTTLENECK_ALGORITHM": names[rank]}, check=False):
+    for result in plain_ranks(2, SUMS, lambda rank: {**variables, "NETBOTTLENECK_ALGORITHM": names[rank]}, check=False):
         assert result.code != 0
         assert "algorithm=ring" in result.stderr
         assert "algorithm=halving_doubling" in result.stderr
@@ -121,10 +121,10 @@ def test_an_algorithm_that_is_none_is_refused() -> None:
         settings(environ={"NETBOTTLENECK_ALGORITHM": "tree"})
 
 
-def test_an_alltoall_of_uneven_parts_is_refused(ranks: Ranks) -> None:
+def test_an_alltoall_of_uneven_parts_is_refused(plain_ranks: Ranks) -> None:
     script = (
         "import numpy as np, netbottleneck as nb\nfrom netbottleneck import ops\nops.init()\n"
         "try:\n    nb.alltoall(np.zeros(3))\nexcept ValueError as error:\n    print('told', error)\nops.shutdown()\n"
     )
-    for result in ranks(2, script, env={**OVER, "NETBOTTLENECK_TRANSPORT": "tcp"}):
+    for result in plain_ranks(2, script, env={**OVER, "NETBOTTLENECK_TRANSPORT": "tcp"}):
         assert "a first dimension of 3 is no 2 equal parts" in told(result.stdout)

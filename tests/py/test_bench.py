@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -495,13 +494,47 @@ def test_oneccl_reduces_the_same_memory(dtype: str) -> None:
 
 
 def test_horovod_reduces_the_same_memory() -> None:
-    if importlib.util.find_spec("horovod") is None and not hvd.BUILT.is_dir():
-        pytest.skip("horovod is not installed")
+    skip_without_horovod("horovod")
     found = peers(3, None, ("tcp", "horovod"))
     assert found.notes == []
     assert found.row("horovod")["provider"].startswith("Horovod ")
     assert found.wrong == 0
     assert min(found.row("horovod")["rounds"]["sent_bytes"]) >= found.row("horovod")["owed_bytes"] == 4 * 300_000
+
+
+def skip_without_horovod(name: str) -> None:
+    if hvd.missing():
+        pytest.skip(hvd.missing())
+    if name == "horovod-mpi":
+        skip_without("mpirun")
+        if hvd.without_mpi():
+            pytest.skip("horovod is not installed with MPI (tools/peers.sh)")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
+def test_horovod_over_mpi_reduces_the_same_memory(dtype: str) -> None:
+    skip_without_horovod("horovod-mpi")
+    found = peers(2, None, ("tcp", "horovod-mpi"), dtype=dtype)
+    assert found.notes == []
+    row = found.row("horovod-mpi")
+    assert row["provider"].startswith("Horovod ")
+    assert "Open MPI" in row["provider"]
+    assert found.wrong == 0
+    assert row["cpu_s_per_gb"] > 0
+    assert min(row["rounds"]["sent_bytes"]) >= row["owed_bytes"] == 2 * 300_000
+
+
+def test_a_horovod_that_was_built_without_mpi_is_named_as_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "horovod" / "torch" / "mpi_lib_v2.cpython-311-x86_64-linux-gnu.so"
+    library.parent.mkdir(parents=True)
+    (tmp_path / "horovod" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    library.write_bytes(b"\0libgloo\0")
+    assert "built without Open MPI" in hvd.without_mpi()
+    library.write_bytes(b"\0libmpi.so.40\0")
+    assert hvd.without_mpi() == ""
 
 
 def mpi_peers_of(pids: list[int]) -> list[int]:
@@ -512,14 +545,17 @@ def mpi_peers_of(pids: list[int]) -> list[int]:
             words = Path(f"/proc/{name}/cmdline").read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
-        if "mpi_peer" in words[0] and any(word.startswith(f"{pid}:") for pid in pids for word in words):
+        if any(name in " ".join(words[:2]) for name in ("mpi_peer", "horovod_peer")) and any(
+            word.startswith(f"{pid}:") for pid in pids for word in words
+        ):
             found.append(int(name))
     return found
 
 
-def test_mpi_ends_with_the_ranks_it_is_beside() -> None:
-    skip_without_mpi()
-    asked = Request(("mpi-tcp",), sizes=(10**6,), iterations=10**6, exact=True)
+@pytest.mark.parametrize("name", ["mpi-tcp", "horovod", "horovod-mpi"])
+def test_mpi_and_horovod_end_with_the_ranks_that_they_are_beside(name: str) -> None:
+    skip_without_mpi() if name == "mpi-tcp" else skip_without_horovod(name)
+    asked = Request((name,), sizes=(10**6,), iterations=10**6, exact=True)
     with Workers(asked, 2, None) as workers:
         pids = [process.pid for process in workers._processes]
         theirs: list[int] = []
@@ -566,12 +602,13 @@ def test_an_mpi_that_does_not_start_is_left_out_with_its_own_words(
 
 def test_peers_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    names = ("tcp", "mpi-tcp", "iperf3-4", "horovod") if not hvd.BUILT.is_dir() else ("tcp", "mpi-tcp", "iperf3-4")
-    found = peers(2, None, names)
+    named = ("tcp", "mpi-tcp", "iperf3-4", "horovod-mpi")
+    found = peers(2, None, named if hvd.BUILT.is_dir() else (*named, "horovod"))
     said = dict(note.split(" left out: ") for note in found.notes)
     assert said["mpi-tcp"].startswith("mpicc and mpirun not installed")
     assert said["iperf3-4"] == "iperf3 is not installed"
     assert said.get("horovod") in (None, "horovod is not installed")
+    assert said["horovod-mpi"].partition(" ")[0] in ("horovod", "the", "mpirun")
     assert [row["transport"] for row in found.rows] == ["tcp"]
 
 
@@ -582,14 +619,11 @@ def test_memorys_limits_reduce_nothing_and_count_nothing_wrong() -> None:
     assert all(min(row["rounds"]["time_s"]) > 0 and row["cpu_s_per_gb"] > 0 for row in found.rows)
 
 
-def test_iperf3_measures_the_link_of_the_lab() -> None:
+def test_iperf3_measures_the_link_of_the_lab(lab: Lab) -> None:
     skip_without("iperf3")
-    try:
-        found = bench.start(Request(("iperf3-4",), sizes=(10**6,), iterations=1, exact=True), 2, "400mbit/100mbit")
-    except LabError as error:
-        pytest.skip(f"no network namespaces on this machine: {error}")
-    if "namespaces" not in found.head["lab"]["how"]:
-        pytest.skip(f"no network namespaces on this machine: {found.head['lab']['why']}")
+    found = Results({})
+    with Workers(Request(("iperf3-4",), sizes=(10**6,), iterations=1, exact=True), 2, lab) as workers:
+        workers.listen(bench.listener(found, None), LIMIT_S)
     rate = 8 * found.row("iperf3-4")["busbw_bytes_per_s"]
     assert found.row("iperf3-4")["cpu_s_per_gb"] > 0
     assert 100e6 < rate < 400e6  # four flows carry more than one may, and less than the link with its headers

@@ -35,9 +35,10 @@ def torchrun(ranks: Ranks, script: str, out: Path, env: Mapping[str, str]) -> Ra
 
 
 def directly(ranks: Ranks, script: str, out: Path, env: Mapping[str, str]) -> RankResult:
-    """Run a script on two ranks with the variables that torchrun would set, without its process."""
+    """Run a script on two ranks with the variables that torchrun would set, without its process; what both printed."""
     out.mkdir(exist_ok=True)
-    return ranks(2, SCRIPTS / script, {**env, "E2E_OUT": str(out)})[0]
+    both = ranks(2, SCRIPTS / script, {**env, "E2E_OUT": str(out)})
+    return RankResult(0, 0, "".join(each.stdout for each in both), "".join(each.stderr for each in both))
 
 
 def states(out: Path) -> list[bytes]:
@@ -58,6 +59,15 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     folder = tmp_path_factory.mktemp("untouched")
     Ranks(folder)(2, SCRIPTS / "e2e_ddp.py", {"E2E_IMPORT": "never", "E2E_OUT": str(folder)})
     return weights(folder)
+
+
+@pytest.fixture(scope="module")
+def untouched_buffers(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    """Return the parameters and buffers that each rank of the script ends with by itself, where its model has some."""
+    folder = tmp_path_factory.mktemp("untouched")
+    env = {"E2E_IMPORT": "never", "E2E_MODEL": "norm", "E2E_OUT": str(folder)}
+    Ranks(folder)(2, SCRIPTS / "e2e_ddp.py", env)
+    return states(folder)
 
 
 def record(folder: Path, transports: list[str]) -> list[dict[str, Any]]:
@@ -123,7 +133,7 @@ def test_one_line_measures_a_ddp_script_and_changes_no_weight(
 
 @pytest.mark.parametrize("transports", ["ofi", "tcp"])
 def test_streams_auto_owes_the_gradients_and_keeps_its_probe_apart(
-    ranks: Ranks, tmp_path: Path, transports: str
+    plain_ranks: Ranks, tmp_path: Path, transports: str
 ) -> None:
     script = """
 import os
@@ -142,14 +152,15 @@ owed = 3 * big.nbytes  # what the probe moved is not the job's
 assert info["bytes_out"] - before == owed, (before, owed, info)
 job.stop()
 """
-    ranks(2, script, {"NETBOTTLENECK_TRANSPORT": transports})
+    plain_ranks(2, script, {"NETBOTTLENECK_TRANSPORT": transports})
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_no_variable_changes_nothing_and_says_nothing(
     ranks: Ranks, tmp_path: Path, untouched: bytes, where: str
 ) -> None:
-    ended = torchrun(ranks, "e2e_ddp.py", tmp_path / "out", {"E2E_IMPORT": where})
+    start = torchrun if where == "before" else directly
+    ended = start(ranks, "e2e_ddp.py", tmp_path / "out", {"E2E_IMPORT": where})
     assert weights(tmp_path / "out") == untouched
     assert ended.stdout == ""
     assert "bottleneck" not in ended.stderr
@@ -157,12 +168,12 @@ def test_no_variable_changes_nothing_and_says_nothing(
 
 
 @pytest.mark.parametrize(("transport", "where"), [("tcp", "before"), ("stock", "after")])
-def test_buffers_follow_rank_0_as_they_do_without_us(ranks: Ranks, tmp_path: Path, transport: str, where: str) -> None:
+def test_buffers_follow_rank_0_as_they_do_without_us(
+    ranks: Ranks, tmp_path: Path, untouched_buffers: list[bytes], transport: str, where: str
+) -> None:
     env = {**MEASURED, "E2E_MODEL": "norm", "E2E_OUT": str(tmp_path)}
-    ranks(2, SCRIPTS / "e2e_ddp.py", {**env, "E2E_IMPORT": "never"})
-    untouched = states(tmp_path)
     ranks(2, SCRIPTS / "e2e_ddp.py", {**env, "E2E_IMPORT": where, "NETBOTTLENECK_TRANSPORT": transport})
-    assert states(tmp_path) == untouched
+    assert states(tmp_path) == untouched_buffers
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
@@ -193,7 +204,8 @@ def test_a_horovod_script_is_measured_and_trains_as_horovod_would(
         "NETBOTTLENECK_TRANSPORT": transports,
         "NETBOTTLENECK_DIR": str(run),
     }
-    torchrun(ranks, "e2e_hvd.py", tmp_path, env)
+    start = torchrun if (how, transports) == ("instead", "stock,tcp") else directly
+    start(ranks, "e2e_hvd.py", tmp_path, env)
     assert weights(tmp_path) == (tmp_path / "reference").read_bytes()
     for told in record(run, transports.split(",")):
         assert told["tcp"]["bytes_out"] > 0

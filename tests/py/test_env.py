@@ -277,9 +277,9 @@ def test_a_program_with_handlers_of_its_own_is_told_once_by_these() -> None:
     assert said == ["own: a warning", "own: a second job"]
 
 
-def test_the_log_file_is_named_for_host_process_and_rank(ranks: Ranks, tmp_path: Path) -> None:
+def test_the_log_file_is_named_for_host_process_and_rank(plain_ranks: Ranks, tmp_path: Path) -> None:
     script = "import os\n" + LOGGING + "print(os.getpid())\n"
-    results = ranks(2, script, {"NETBOTTLENECK_LOG_FILE": str(tmp_path / "log.%h.%p.%r")})
+    results = plain_ranks(2, script, {"NETBOTTLENECK_LOG_FILE": str(tmp_path / "log.%h.%p.%r")})
     for result in results:
         path = tmp_path / f"log.{platform.node()}.{result.stdout.strip()}.{result.rank}"
         head = f"[rank {result.rank}/2 {platform.node()}] netbottleneck WARNING: "

@@ -55,8 +55,10 @@ def last_line(result: RankResult) -> str:
 
 @pytest.mark.parametrize(("size", "victim"), [(2, 1), (3, 2), (3, 0)])
 @pytest.mark.parametrize("transport", ["tcp", "ofi"])
-def test_a_rank_killed_in_a_sum_is_named_by_all_others(ranks: Ranks, size: int, victim: int, transport: str) -> None:
-    job = ranks.start(size, SCRIPT, ["reduce"], {**QUICK, "NETBOTTLENECK_TRANSPORT": transport})
+def test_a_rank_killed_in_a_sum_is_named_by_all_others(
+    plain_ranks: Ranks, size: int, victim: int, transport: str
+) -> None:
+    job = plain_ranks.start(size, SCRIPT, ["reduce"], {**QUICK, "NETBOTTLENECK_TRANSPORT": transport})
     killed = kill(job, victim)
     for result in job.wait(check=False):
         if result.rank == victim:
@@ -103,17 +105,17 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
     assert all(c.done_ns for c in trace.collectives if c.step is not None and c.step < 8)
 
 
-def test_a_rank_that_is_busy_is_reported_and_waited_for(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_rank_that_is_busy_is_reported_and_waited_for(plain_ranks: Ranks, tmp_path: Path) -> None:
     env = {**QUICK, "NETBOTTLENECK_STALL_S": "1", "NETBOTTLENECK_TIMEOUT_S": "1", "STALLED": str(tmp_path / "stalled")}
-    results = ranks(3, SCRIPT, env, args=["busy"])
+    results = plain_ranks(3, SCRIPT, env, args=["busy"])
     for result in results:
         assert "[1. 1. 1.]" in result.stdout
     heard = [line for result in results for line in result.stdout.splitlines() if line.startswith("heard")]
     assert any("evaluation" in line and re.search(r"not submitted it: 0\b", line) for line in heard), heard
 
 
-def test_a_stopped_rank_is_named_and_ends_by_itself_when_it_goes_on(ranks: Ranks) -> None:
-    job = ranks.start(2, SCRIPT, ["reduce"], {**QUICK, "NETBOTTLENECK_TIMEOUT_S": "2"})
+def test_a_stopped_rank_is_named_and_ends_by_itself_when_it_goes_on(plain_ranks: Ranks) -> None:
+    job = plain_ranks.start(2, SCRIPT, ["reduce"], {**QUICK, "NETBOTTLENECK_TIMEOUT_S": "2"})
     for rank in range(2):
         job.wait_for_line(rank, "reducing")
     job.kill(1, signal.SIGSTOP)
@@ -208,8 +210,8 @@ def test_a_rank_that_is_stopped_over_stock_fails_all_others_at_the_time_limit(ra
     check_stock_failed([first])
 
 
-def test_interrupting_a_wait_raises_at_once(ranks: Ranks) -> None:
-    job = ranks.start(2, SCRIPT, ["interrupted"], {**QUICK, "NETBOTTLENECK_STALL_S": "0"})
+def test_interrupting_a_wait_raises_at_once(plain_ranks: Ranks) -> None:
+    job = plain_ranks.start(2, SCRIPT, ["interrupted"], {**QUICK, "NETBOTTLENECK_STALL_S": "0"})
     job.wait_for_line(0, "waiting")
     for _ in range(20):  # it may not wait quite yet
         job.kill(0, signal.SIGINT)
@@ -305,8 +307,8 @@ def test_who_does_not_know_the_secret_is_dropped_and_the_job_goes_on(ranks: Rank
     ("name", "values"),
     [("NETBOTTLENECK_STREAMS", ("2", "3")), ("NETBOTTLENECK_TRANSPORT", ("tcp", "ofi"))],
 )
-def test_ranks_that_disagree_are_told_so(ranks: Ranks, name: str, values: tuple[str, str]) -> None:
-    results = ranks(2, SCRIPT, lambda rank: {**QUICK, name: values[rank]}, args=["nothing"], check=False)
+def test_ranks_that_disagree_are_told_so(plain_ranks: Ranks, name: str, values: tuple[str, str]) -> None:
+    results = plain_ranks(2, SCRIPT, lambda rank: {**QUICK, name: values[rank]}, args=["nothing"], check=False)
     for result in results:
         said = last_line(result)
         assert "MismatchError" in said
@@ -338,9 +340,9 @@ def test_ranks_that_disagree_are_told_so(ranks: Ranks, name: str, values: tuple[
     ],
 )
 def test_a_setting_that_cannot_work_is_one_clear_error(
-    ranks: Ranks, name: str, value: str, others: dict[str, str], words: list[str]
+    plain_ranks: Ranks, name: str, value: str, others: dict[str, str], words: list[str]
 ) -> None:
-    results = ranks(2, SCRIPT, {**QUICK, **others, name: value}, args=["nothing"], check=False)
+    results = plain_ranks(2, SCRIPT, {**QUICK, **others, name: value}, args=["nothing"], check=False)
     for result in results:
         said = last_line(result)
         for word in words:
@@ -348,16 +350,16 @@ def test_a_setting_that_cannot_work_is_one_clear_error(
         assert "no error" not in result.stdout
 
 
-def test_a_cpu_that_is_not_there_is_named_and_the_others_are_told(ranks: Ranks) -> None:
+def test_a_cpu_that_is_not_there_is_named_and_the_others_are_told(plain_ranks: Ranks) -> None:
     there = {**QUICK, "NETBOTTLENECK_AFFINITY": "0,0"}
     absent = {**QUICK, "NETBOTTLENECK_AFFINITY": "0,1023"}
-    first, second = ranks(2, SCRIPT, lambda rank: absent if rank else there, args=["nothing"], check=False)
+    first, second = plain_ranks(2, SCRIPT, lambda rank: absent if rank else there, args=["nothing"], check=False)
     assert "NETBOTTLENECK_AFFINITY=0,1023: there is no CPU 1023" in last_line(second)
     assert "rank 1 could not open its lanes" in last_line(first)
 
 
 def test_a_communication_thread_runs_on_the_cpu_it_was_given_and_the_record_says_so(
-    ranks: Ranks, tmp_path: Path
+    plain_ranks: Ranks, tmp_path: Path
 ) -> None:
     script = """
 from pathlib import Path
@@ -375,18 +377,18 @@ print("cpu", info["cpu"], float(nb.allreduce(np.ones(3))[0]))
     if len(cpus) < 2:
         pytest.skip("this machine has one CPU")
     given = f"{cpus[-1]},{cpus[0]}"
-    results = ranks(2, script, {**QUICK, "NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_AFFINITY": given})
+    results = plain_ranks(2, script, {**QUICK, "NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_AFFINITY": given})
     assert [result.stdout.split() for result in results] == [["cpu", cpu, "1.0"] for cpu in given.split(",")]
 
 
-def test_ranks_that_find_another_number_of_interfaces_are_told_so(ranks: Ranks) -> None:
+def test_ranks_that_find_another_number_of_interfaces_are_told_so(plain_ranks: Ranks) -> None:
     names = [name for name, _ in _core.interfaces("^nothing")]
     if len(names) < 2 and names != ["lo"]:
         names = ["lo", *names]
     if len(names) < 2:
         pytest.skip("this machine has one interface")
     env = [{**QUICK, "NETBOTTLENECK_IFNAME": f"=lo,{names[-1]}"}, {**QUICK, "NETBOTTLENECK_IFNAME": "=lo"}]
-    results = ranks(3, SCRIPT, lambda rank: env[rank // 2], args=["nothing"], check=False)
+    results = plain_ranks(3, SCRIPT, lambda rank: env[rank // 2], args=["nothing"], check=False)
     for result in results:
         said = last_line(result)
         assert "MismatchError" in said
@@ -426,8 +428,8 @@ def test_a_port_in_use_is_named(ranks: Ranks) -> None:
         assert "NETBOTTLENECK_PORTS" in said
 
 
-def test_what_no_operation_takes_is_refused_by_name(ranks: Ranks) -> None:
-    for result in ranks(2, SCRIPT, QUICK, args=["refused"]):
+def test_what_no_operation_takes_is_refused_by_name(plain_ranks: Ranks) -> None:
+    for result in plain_ranks(2, SCRIPT, QUICK, args=["refused"]):
         assert result.stdout == "refused\n"
 
 

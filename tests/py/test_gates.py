@@ -209,8 +209,10 @@ def test_a_seconds_rate_is_between_the_first_and_the_last_that_was_done() -> Non
     assert sharing.rate(done, 0, 10**9) == 0.0
 
 
-def test_a_job_without_a_pause_says_when_each_was_done_and_that_all_were_right(ranks: Any) -> None:
-    results = ranks(2, BENCHMARKS / "steady.py", {"NETBOTTLENECK_IFNAME": "lo"}, args=["tcp", "2", "400000", "0.2"])
+def test_a_job_without_a_pause_says_when_each_was_done_and_that_all_were_right(plain_ranks: Any) -> None:
+    results = plain_ranks(
+        2, BENCHMARKS / "steady.py", {"NETBOTTLENECK_IFNAME": "lo"}, args=["tcp", "2", "400000", "0.2"]
+    )
     assert results[0].stdout.splitlines()[0] == "moving"
     said = [json.loads(result.stdout.splitlines()[-1]) for result in results]
     assert len(said[0]["done_ns"]) == len(said[1]["done_ns"]) >= 2
@@ -219,8 +221,10 @@ def test_a_job_without_a_pause_says_when_each_was_done_and_that_all_were_right(r
         assert each["done_ns"] == sorted(each["done_ns"])
 
 
-def test_a_rank_tells_what_its_communicator_added(ranks: Any) -> None:
-    results = ranks(3, BENCHMARKS / "scale.py", {"NETBOTTLENECK_IFNAME": "lo"}, args=["--rank", "tcp", "--lanes", "2"])
+def test_a_rank_tells_what_its_communicator_added(plain_ranks: Any) -> None:
+    results = plain_ranks(
+        3, BENCHMARKS / "scale.py", {"NETBOTTLENECK_IFNAME": "lo"}, args=["--rank", "tcp", "--lanes", "2"]
+    )
     said = [json.loads(result.stdout) for result in results]
     assert [each["wrong"] for each in said] == [0, 0, 0]
     # Two lanes to each of two neighbours, beside the control connections: rank 0 has one to each other rank.

@@ -87,7 +87,7 @@ def test_torch_distributed_works_beside_it(ranks: Ranks) -> None:
 
 
 KILLED = """
-import os, signal, sys
+import no_compiler
 import torch
 import netbottleneck.torch as hvd
 hvd.init()
@@ -107,7 +107,7 @@ hvd.shutdown()
 
 
 def test_a_rank_killed_in_training_is_named_on_the_others(ranks: Ranks) -> None:
-    job = ranks.start(3, KILLED)
+    job = ranks.start(3, KILLED, env={"PYTHONPATH": str(SCRIPTS)})
     for rank in range(3):
         job.wait_for_line(rank, "training")
     job.kill(1)

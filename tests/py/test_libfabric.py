@@ -50,27 +50,27 @@ def test_a_wheels_libfabric_is_found_by_its_path(newer: str) -> None:
     assert int(found.split(".")[0]) >= 2
 
 
-def test_means_are_right_over_libfabric_2(ranks: Any, newer: str) -> None:
-    for result in ranks(3, MEANS, {**QUICK, "NETBOTTLENECK_LIBFABRIC": newer, "NETBOTTLENECK_STREAMS": "4"}):
+def test_means_are_right_over_libfabric_2(plain_ranks: Any, newer: str) -> None:
+    for result in plain_ranks(3, MEANS, {**QUICK, "NETBOTTLENECK_LIBFABRIC": newer, "NETBOTTLENECK_STREAMS": "4"}):
         assert result.stdout == "right\n"
 
 
-def test_the_benchmark_runs_over_libfabric_2(ranks: Any, newer: str, tmp_path: Path) -> None:
+def test_the_benchmark_runs_over_libfabric_2(plain_ranks: Any, newer: str, tmp_path: Path) -> None:
     rows = tmp_path / "rows.json"
     words = ["bench", "--sizes", "64K,1M", "--transports", "ofi", "--streams", "2", "--iters", "2"]
     env = {"NETBOTTLENECK_IFNAME": "lo", "NETBOTTLENECK_LIBFABRIC": newer}
-    ranks(2, "netbottleneck", env, args=[*words, "--json", str(rows)])
+    plain_ranks(2, "netbottleneck", env, args=[*words, "--json", str(rows)])
     found = json.loads(rows.read_text())["rows"]
     assert [row["bytes"] for row in found] == [64000, 1000000]
     assert all(row["transport"] == "ofi" and row["wrong"] == 0 for row in found)
 
 
-def test_a_mixed_job_is_refused_with_both_versions(ranks: Any, newer: str) -> None:
+def test_a_mixed_job_is_refused_with_both_versions(plain_ranks: Any, newer: str) -> None:
     older = version(None)
     if older == version(newer):
         pytest.skip("there is no other libfabric: the system's has the same version")
     env = [{**QUICK}, {**QUICK, "NETBOTTLENECK_LIBFABRIC": newer}]
-    results = ranks(2, SCRIPT, lambda rank: env[rank], args=["nothing"], check=False)
+    results = plain_ranks(2, SCRIPT, lambda rank: env[rank], args=["nothing"], check=False)
     for result in results:
         assert result.code == 1, result.stdout
         said = result.stderr.strip().splitlines()[-1]

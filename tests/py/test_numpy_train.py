@@ -76,7 +76,7 @@ def test_a_killed_rank_is_named_on_all_others(ranks: Ranks, tmp_path: Path, vict
 
 
 def test_waiting_for_a_busy_rank_is_no_error_but_is_told(ranks: Ranks, tmp_path: Path) -> None:
-    times = {"NETBOTTLENECK_TIMEOUT_S": "1", "NETBOTTLENECK_STALL_S": "0.5", "BUSY_S": "6"}
+    times = {"NETBOTTLENECK_TIMEOUT_S": "1", "NETBOTTLENECK_STALL_S": "0.5", "BUSY_S": "3"}
     env = explicit(2, NETBOTTLENECK_RENDEZVOUS=str(tmp_path / "meet"), **times)
     results = ranks(2, SCRIPTS / "faults.py", env, args=["busy"])
     assert all("together again" in result.stdout for result in results)

@@ -46,23 +46,27 @@ print("staged", comm.info()["shm_staged_bytes"], "of", comm.info()["shm_bytes"],
 TRAIN = """
 import hashlib
 import json
+import os
+import no_compiler
 import torch
 import netbottleneck.torch as hvd
 from netbottleneck import job
 torch.set_num_threads(1)
-hvd.init()
-torch.manual_seed(1)
-model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.ReLU(), torch.nn.Linear(200, 10))
-optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
-torch.manual_seed(2 + hvd.rank())
-for step in range(8):
-    optimizer.zero_grad()
-    model(torch.randn(16, 300)).square().mean().backward()
-    optimizer.step()
-digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-info = job.current().comm.info()
-print("told", json.dumps([digest, info["shm"], info["shm_bytes"], info["shm_staged_bytes"], info["bytes_out"]]))
-hvd.shutdown()
+for shm in ("0", "1"):
+    os.environ["NETBOTTLENECK_SHM"] = shm
+    hvd.init()
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.ReLU(), torch.nn.Linear(200, 10))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    torch.manual_seed(2 + hvd.rank())
+    for step in range(8):
+        optimizer.zero_grad()
+        model(torch.randn(16, 300)).square().mean().backward()
+        optimizer.step()
+    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    info = job.current().comm.info()
+    print("told", json.dumps([digest, info["shm"], info["shm_bytes"], info["shm_staged_bytes"], info["bytes_out"]]))
+    hvd.shutdown()
 """
 
 
@@ -73,15 +77,15 @@ def failure(result: RankResult) -> tuple[str, int, float, float, str]:
     return found[1], int(found[2]), float(found[3]), float(found[4]), found[5]
 
 
-def told(results: list[RankResult]) -> list[Any]:
-    """Return what each rank printed after "told"."""
-    return [json.loads(re.findall(r"^told (.*)$", result.stdout, re.MULTILINE)[0]) for result in results]
+def told(results: list[RankResult], number: int = 0) -> list[Any]:
+    """Return what each rank printed after "told", the first time or a later one."""
+    return [json.loads(re.findall(r"^told (.*)$", result.stdout, re.MULTILINE)[number]) for result in results]
 
 
 @pytest.mark.parametrize(("size", "victim"), [(2, 1), (3, 0)])
 @pytest.mark.parametrize("where", ["arena", "elsewhere"])
-def test_a_rank_killed_in_a_sum_is_named_by_all_others(ranks: Ranks, size: int, victim: int, where: str) -> None:
-    job = ranks.start(size, IN_ARENA if where == "arena" else FAULTS, ["reduce"], SHARED)
+def test_a_rank_killed_in_a_sum_is_named_by_all_others(plain_ranks: Ranks, size: int, victim: int, where: str) -> None:
+    job = plain_ranks.start(size, IN_ARENA if where == "arena" else FAULTS, ["reduce"], SHARED)
     for rank in range(size):
         job.wait_for_line(rank, "reducing")
     job.kill(victim)
@@ -100,8 +104,8 @@ def test_a_rank_killed_in_a_sum_is_named_by_all_others(ranks: Ranks, size: int, 
 
 
 @pytest.mark.parametrize("where", ["arena", "elsewhere"])
-def test_a_stopped_rank_is_named_and_ends_by_itself_when_it_goes_on(ranks: Ranks, where: str) -> None:
-    job = ranks.start(
+def test_a_stopped_rank_is_named_and_ends_by_itself_when_it_goes_on(plain_ranks: Ranks, where: str) -> None:
+    job = plain_ranks.start(
         2, IN_ARENA if where == "arena" else FAULTS, ["reduce"], {**SHARED, "NETBOTTLENECK_TIMEOUT_S": "2"}
     )
     for rank in range(2):
@@ -123,18 +127,19 @@ def test_a_stopped_rank_is_named_and_ends_by_itself_when_it_goes_on(ranks: Ranks
 
 def test_training_in_shared_memory_ends_with_the_same_weights(ranks: Ranks) -> None:
     pytest.importorskip("torch")
-    (network, *_), (network_too, *_) = told(ranks(2, TRAIN, QUICK))
-    answers = told(ranks(2, TRAIN, SHARED))
+    results = ranks(2, TRAIN, {**QUICK, "PYTHONPATH": str(FAULTS.parent)})
+    (network, apart, *_), (network_too, *_) = told(results)
+    assert apart.startswith("off")
     assert network == network_too
-    for digest, shm, moved, staged, by_network in answers:
+    for digest, shm, moved, staged, by_network in told(results, 1):
         assert digest == network
         assert shm == "on"
         assert 0 < staged < moved  # the first step is before the arena is settled
         assert by_network == 0
 
 
-def test_ranks_on_two_hosts_that_must_share_memory_are_refused(ranks: Ranks) -> None:
-    job = ranks.start(2, FAULTS, ["reduce"], lambda rank: {**SHARED, "NETBOTTLENECK_HOST_ID": f"host {rank}"})
+def test_ranks_on_two_hosts_that_must_share_memory_are_refused(plain_ranks: Ranks) -> None:
+    job = plain_ranks.start(2, FAULTS, ["reduce"], lambda rank: {**SHARED, "NETBOTTLENECK_HOST_ID": f"host {rank}"})
     for result in job.wait(check=False):
         assert result.code == 1
         assert "NETBOTTLENECK_SHM=1" in result.stderr

@@ -41,8 +41,8 @@ def hosts(letters: str, **more: str) -> object:
 
 
 @pytest.mark.parametrize("where", ["aabb", "aab", "aabbcc"])
-def test_sums_are_exact_and_memory_is_shared_on_each_host(ranks: Ranks, where: str) -> None:
-    answers = told(ranks(len(where), SUMS, hosts(where)))
+def test_sums_are_exact_and_memory_is_shared_on_each_host(plain_ranks: Ranks, where: str) -> None:
+    answers = told(plain_ranks(len(where), SUMS, hosts(where)))
     here = Counter(where)
     for host, (wrong, shm, shared, by_network) in zip(where, answers, strict=True):
         assert wrong == 0
@@ -77,8 +77,8 @@ def test_the_record_names_it_and_what_crossed_the_wire(ranks: Ranks, tmp_path: P
 
 @pytest.mark.parametrize("where", ["arena", "elsewhere"])
 @pytest.mark.parametrize("victim", [0, 1, 3])
-def test_a_rank_killed_in_a_sum_is_named_by_all_others(ranks: Ranks, victim: int, where: str) -> None:
-    job = ranks.start(4, IN_ARENA if where == "arena" else FAULTS, ["reduce"], hosts("aabb"))
+def test_a_rank_killed_in_a_sum_is_named_by_all_others(plain_ranks: Ranks, victim: int, where: str) -> None:
+    job = plain_ranks.start(4, IN_ARENA if where == "arena" else FAULTS, ["reduce"], hosts("aabb"))
     for rank in range(4):
         job.wait_for_line(rank, "reducing")
     job.kill(victim)
@@ -94,8 +94,8 @@ def test_a_rank_killed_in_a_sum_is_named_by_all_others(ranks: Ranks, victim: int
 
 
 @pytest.mark.parametrize("victim", [1, 2])
-def test_a_stopped_rank_is_named_by_all_others(ranks: Ranks, victim: int) -> None:
-    job = ranks.start(4, IN_ARENA, [], hosts("aabb", NETBOTTLENECK_TIMEOUT_S="2"))
+def test_a_stopped_rank_is_named_by_all_others(plain_ranks: Ranks, victim: int) -> None:
+    job = plain_ranks.start(4, IN_ARENA, [], hosts("aabb", NETBOTTLENECK_TIMEOUT_S="2"))
     for rank in range(4):
         job.wait_for_line(rank, "reducing")
     job.kill(victim, signal.SIGSTOP)

@@ -1,7 +1,8 @@
-"""Horovod's own all-reduce over Gloo as a path: the ranks of the benchmark are Horovod's ranks too.
+"""Horovod's own all-reduce as a path, over Gloo or over MPI: a process of its own beside each rank.
 
-Rank 0 serves the meeting place that horovodrun would. Horovod is taken from where it is installed, or from what
-tools/peers.sh has built.
+It works on that rank's memory, and is driven as mpi.py drives MPI_Allreduce. Horovod is taken from where it is
+installed, or from what tools/peers.sh has built. Its thread never rests: it asks the other ranks for work a thousand
+times a second, and over MPI it waits for them by spinning. So the processes are stopped while other paths are measured.
 """
 
 from __future__ import annotations
@@ -10,51 +11,103 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Generator, Mapping
 from importlib import metadata
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
 from netbottleneck import launch
-from netbottleneck.bench.paths import Path
+from netbottleneck.bench import mpi
+from netbottleneck.errors import Error
 
 if TYPE_CHECKING:
     from netbottleneck.bench.peers import Ground
 
-BUILT = FilePath(__file__).resolve().parents[3] / "build" / "peers" / "horovod"
-_OPS = {"sum": "Sum", "min": "Min", "max": "Max", "product": "Product"}
+BUILT = mpi.CHECKOUT / "build" / "peers" / "horovod"
+SOURCE = mpi.CHECKOUT / "benchmarks" / "horovod_peer.py"
+START_S = 2 * mpi.START_S  # each rank imports torch
+_OPEN_MPI = b"libmpi.so.40"  # what its library is called since Open MPI 3, and no other MPI's
 _ADDRESS_BYTES = 80
+_REASON_BYTES = 200
 
 
-def absent(ground: Ground) -> str:
-    """Return why Horovod cannot be tried in this process; "" where it can."""
+def missing() -> str:
+    """Return what of Horovod this process does not find; "" where it is there."""
     if BUILT.is_dir() and str(BUILT) not in sys.path:
         sys.path.append(str(BUILT))
     if importlib.util.find_spec("horovod") is None:
         return "horovod is not installed"
-    if importlib.util.find_spec("torch") is None:
-        return "torch, by which it is called, is not installed"
-    place = ground.place
+    return "" if importlib.util.find_spec("torch") else "torch, by which it is called, is not installed"
+
+
+def without_mpi() -> str:
+    """Return why the Horovod that is there has no MPI; "" where it has Open MPI's."""
+    spec = importlib.util.find_spec("horovod")
+    folders = [FilePath(folder) / "torch" for folder in (spec and spec.submodule_search_locations) or ()]
+    libraries = [library for folder in folders for library in folder.glob("mpi_lib*.so")]
+    if any(_OPEN_MPI in library.read_bytes() for library in libraries):
+        return ""
+    return "the Horovod that is installed was built without Open MPI (tools/peers.sh builds it with it)"
+
+
+def absent(name: str, ground: Ground) -> str:
+    """Return why Horovod cannot be tried in this process; "" where it can."""
+    why, place = missing(), ground.place
+    if why:
+        return why
+    if name == HorovodMpi.name:
+        why = without_mpi() or mpi.absent(name, ground)
+        return why or ("" if shutil.which(HorovodMpi.before[0]) else f"{HorovodMpi.before[0]} is not installed")
+    if not SOURCE.exists():
+        return "its program is in a checkout of the source only"
+    if ground.memory.fd < 0:
+        return "this kernel gives no memory that another process could open (memfd)"
     return "" if place.size == (place.local_size or place.size) or place.local_size == 1 else "it is started by host"
 
 
-class Horovod(Path):
-    """horovod.torch's allreduce_ on tensors of the benchmark's memory, one at a time, by its Gloo."""
+class Horovod(mpi.Mpi):
+    """horovod.torch's allreduce_ on the benchmark's memory, one at a time, by its Gloo.
+
+    Rank 0 serves the meeting place that horovodrun would, and every rank starts its own process.
+    """
 
     name = "horovod"
-    streams = 1
+    network = "Gloo"
+    start_s = START_S
 
-    def __init__(self, ground: Ground) -> None:
+    def __init__(self, name: str, ground: Ground) -> None:
         self._server: Any = None
-        self._memory = ground.memory
-        self._torch = importlib.import_module("torch")
-        self._dtype = getattr(self._torch, ground.what[0])
-        self._tensor: Any = None
-        with _environment(self._meet(ground)):
-            self._horovod = importlib.import_module("horovod.torch")
-            self._op = getattr(self._horovod, _OPS[ground.what[1]])
-            self._horovod.init()
+        self._process = -1
+        super().__init__(name, ground)
+        try:
+            self._process = os.pidfd_open(self._took[0])
+            self._send(signal.SIGSTOP)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, ground: Ground, theirs: tuple[int, int]) -> None:
+        """Start this rank's process, and return when all are ready. Raises Error with what one of them said."""
+        meeting = self._meet(ground)
+        own = f"{os.getpid()}:{ground.memory.fd}:{theirs[0]}:{theirs[1]}"
+        folder = FilePath(self._folder.name)
+        command = [*self.program(folder), *ground.what, str(ground.memory.nbytes), own]
+        environ = {**os.environ, **self.variables(ground.interface), **meeting}
+        why = b""
+        try:
+            with (folder / "said").open("wb") as said:
+                self._run = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, env=environ
+                )
+            self._took = self._await(self.start_s)
+        except OSError as error:
+            why = str(error.strerror or error).encode()[:_REASON_BYTES]
+        for text in ground.control.exchange(why.ljust(_REASON_BYTES)):
+            if text.strip():
+                raise Error(0, text.strip().decode(errors="replace"))
 
     def _meet(self, ground: Ground) -> dict[str, str]:
         """Return the variables that horovodrun would set. Every rank calls this."""
@@ -80,27 +133,61 @@ class Horovod(Path):
             "GLOO_RENDEZVOUS_ADDR": said[0],
             "GLOO_RENDEZVOUS_PORT": said[1],
             "GLOO_IFACE": ground.interface,
-            "CONTROLLER": "gloo",
-            "CPU_OPERATIONS": "gloo",
         }
         return {f"HOROVOD_{name}": str(value) for name, value in numbers.items()}
 
-    def prepare(self, count: int) -> None:
-        empty = self._torch.empty(0, dtype=self._dtype)
-        self._tensor = self._torch.frombuffer(self._memory, dtype=self._dtype, count=count) if count else empty
+    def _send(self, number: signal.Signals) -> None:
+        if self._process >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process, number)
 
-    def go(self, times: int) -> None:
-        for _ in range(times):
-            self._horovod.allreduce_(self._tensor, name="bench", op=self._op)
+    def program(self, folder: FilePath) -> list[str]:
+        return [sys.executable, str(SOURCE)]
+
+    def variables(self, interface: str) -> dict[str, str]:
+        path = [*([str(BUILT)] if BUILT.is_dir() else []), *filter(None, [os.environ.get("PYTHONPATH")])]
+        chosen = {f"HOROVOD_{name}": self.network.lower() for name in ("CONTROLLER", "CPU_OPERATIONS")}
+        return {**chosen, "PYTHONPATH": os.pathsep.join(path)}
+
+    def prepare(self, count: int) -> None:
+        super().prepare(count)
+        self._send(signal.SIGCONT)
+        self.go(0)  # until all go on
+
+    def finish(self) -> None:
+        self._send(signal.SIGSTOP)
 
     def info(self) -> dict[str, Any]:
-        return {"provider": f"Horovod {version()} (Gloo)", "streams_used": 1}
+        return {"provider": f"Horovod {version()} ({self.network})", "streams_used": 1}
 
     def close(self) -> None:
-        self._tensor = None
-        self._horovod.shutdown()
+        self._send(signal.SIGCONT)
+        if self._process >= 0:
+            os.close(self._process)
+            self._process = -1
+        super().close()
         if self._server is not None:
             self._server.stop()
+            self._server = None
+
+
+class HorovodMpi(Horovod):
+    """The same by its MPI, which is Open MPI over TCP with one link. mpirun starts the processes, as MPI wants it."""
+
+    name = "horovod-mpi"
+    network = "MPI"
+    before = ("setpriv", "--pdeathsig", "KILL")  # who is stopped does not see that nobody is left to go on for
+
+    def _start(self, ground: Ground, theirs: tuple[int, int]) -> None:
+        mpi.Mpi._start(self, ground, theirs)
+        if ground.place.rank != 0:
+            self._took = self._await(mpi.START_S)
+
+    def variables(self, interface: str) -> dict[str, str]:
+        return {**mpi.Mpi.variables(self, interface), **super().variables(interface)}
+
+    def info(self) -> dict[str, Any]:
+        return {"provider": f"Horovod {version()} ({mpi.Mpi.info(self)['provider']})", "streams_used": 1}
 
 
 def version() -> str:
@@ -108,17 +195,3 @@ def version() -> str:
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version("horovod")
     return ""
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Generator[None, None, None]:
-    kept = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in kept.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

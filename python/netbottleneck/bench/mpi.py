@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from netbottleneck.bench import ccl
 from netbottleneck.bench.paths import Path
-from netbottleneck.bench.request import CCL, MPICH
+from netbottleneck.bench.request import CCL, HOROVOD_MPI, MPICH
 from netbottleneck.errors import Error
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ def _not_installed(name: str) -> str:
         return "its program is in a checkout of the source only"
     if name in CCL and ccl.absent():
         return ccl.absent()
-    missing = [tool for tool in ("mpicxx" if name in CCL else "mpicc", "mpirun") if _tool(name, tool) is None]
+    compiler = () if name in HOROVOD_MPI else ("mpicxx" if name in CCL else "mpicc",)
+    missing = [tool for tool in (*compiler, "mpirun") if _tool(name, tool) is None]
     if missing and name in MPICH:
         return "the wheel mpich is not installed (pip install mpich)"
     return f"{' and '.join(missing)} not installed (Debian: openmpi-bin libopenmpi-dev)" if missing else ""
@@ -97,6 +98,9 @@ def _path() -> str:
 
 class Mpi(Path):
     """Open MPI by shared memory, by TCP with one or four links, or by libfabric; MPICH by the first or the last."""
+
+    start_s = START_S
+    before: tuple[str, ...] = ()  # what starts mpirun
 
     def __init__(self, name: str, ground: Ground) -> None:
         self.name = name
@@ -120,9 +124,8 @@ class Mpi(Path):
     def _start(self, ground: Ground, theirs: tuple[int, int]) -> None:
         """Start all ranks, and return when they are ready. Raises Error with what mpirun said."""
         own = f"{os.getpid()}:{ground.memory.fd}:{theirs[0]}:{theirs[1]}"
-        host = _address(ground.interface)
         boot = FilePath("/proc/sys/kernel/random/boot_id").read_bytes().strip().ljust(40)
-        said = ground.control.exchange(f"{own} {host}".encode().ljust(_ADDRESS_BYTES) + boot)
+        said = ground.control.exchange(f"{own} {_address(ground.interface)}".encode().ljust(_ADDRESS_BYTES) + boot)
         if any(text[_ADDRESS_BYTES:] != boot for text in said):
             raise Error(0, "it is started on one machine only, and the ranks are on several")
         ranks = [text[:_ADDRESS_BYTES].decode().split() for text in said]
@@ -130,7 +133,7 @@ class Mpi(Path):
         if ground.place.rank == 0:
             try:
                 self._launch(ground, ranks)
-                self._await(START_S)
+                self._took = self._await(self.start_s)
             except (OSError, ValueError) as error:
                 why = str(getattr(error, "strerror", None) or error).encode()[:200]
         # Until here no rank may close its end of the pipes: the programs open them by its number.
@@ -141,26 +144,29 @@ class Mpi(Path):
     def _launch(self, ground: Ground, ranks: list[list[str]]) -> None:
         folder = FilePath(self._folder.name)
         # Open MPI by its name: called by its path, it starts programs on other hosts in another way.
-        command = [(_tool(self.name, "mpirun") if self.name in MPICH else None) or "mpirun", "-np", str(len(ranks))]
-        command += _choice(self.name, ground.interface)
+        mpirun = (_tool(self.name, "mpirun") if self.name in MPICH else None) or "mpirun"
+        command = [*self.before, mpirun, "-np", str(len(ranks)), *_choice(self.name, ground.interface)]
         hosts = dict.fromkeys(host for _, host in ranks)
         if len(hosts) > 1:
             pids = {host: own.partition(":")[0] for own, host in reversed(ranks)}
             command += _across(folder, ground.interface, pids, len(ranks) // len(hosts))
-        command += [
-            str(program(folder, self.name)),
-            *ground.what,
-            str(ground.memory.nbytes),
-            *(own for own, _ in ranks),
-        ]
+        command += [*self.program(folder), *ground.what, str(ground.memory.nbytes), *(own for own, _ in ranks)]
         environ = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         environ |= {"TMPDIR": str(folder), "PATH": _path()}
-        environ |= _MPICH[self.name] if self.name in MPICH else dict.fromkeys(_ON_INTERFACE, ground.interface)
-        environ |= ccl.environment(ground.interface) if self.name in CCL else {}
+        environ |= self.variables(ground.interface)
         with (folder / "said").open("wb") as said:
             self._run = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, env=environ
             )
+
+    def program(self, folder: FilePath) -> list[str]:
+        """Return the words that start one rank. Raises Error with a compiler's words."""
+        return [str(program(folder, self.name))]
+
+    def variables(self, interface: str) -> dict[str, str]:
+        """Return what the ranks' environment has beside this process's."""
+        chosen = _MPICH[self.name] if self.name in MPICH else dict.fromkeys(_ON_INTERFACE, interface)
+        return {**chosen, **(ccl.environment(interface) if self.name in CCL else {})}
 
     def _await(self, seconds: float) -> tuple[int, int]:
         """Return the next answer of this rank's program: ns that passed, ns of processors.

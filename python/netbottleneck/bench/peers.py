@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from netbottleneck import launch
 from netbottleneck.bench import paths
-from netbottleneck.bench.request import CCL, HEAP, IPERF, MEMORY, MPI, MPICH
+from netbottleneck.bench.request import CCL, HEAP, HOROVOD_MPI, IPERF, MEMORY, MPI, MPICH
 from netbottleneck.env import Settings
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def absent(name: str, ground: Ground) -> str:
         return "" if ground.what == ("float32", "sum") else "memory's limits are measured with sums of float32"
     from netbottleneck.bench import hvd
 
-    return hvd.absent(ground)
+    return hvd.absent(name, ground)
 
 
 def _open(name: str, ground: Ground) -> paths.Path:
@@ -82,10 +82,10 @@ def _open(name: str, ground: Ground) -> paths.Path:
         from netbottleneck.bench import wire
 
         return wire.Iperf(int(name.partition("-")[2]), ground)
-    if name == "horovod":
+    if name in ("horovod", *HOROVOD_MPI):
         from netbottleneck.bench import hvd
 
-        return hvd.Horovod(ground)
+        return (hvd.HorovodMpi if name in HOROVOD_MPI else hvd.Horovod)(name, ground)
     from netbottleneck.bench import memory
 
     if name in HEAP:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import no_compiler  # noqa: F401
 import pytest
 import torch
 from torch.nn import functional as F

@@ -291,6 +291,7 @@ int nb_submit(struct nb_comm *comm, const struct nb_op *op, struct nb_work **out
         work->round = round_next(job, work->desc.key);
         if (comm->size > 1) {
             nb_list_insert(&job->inbox, &work->link);
+            job->asked = true;
             nb_drive_tell(job, op);
         }
     }
@@ -355,6 +356,13 @@ static int64_t first_byte(struct nb_work *work) {
     return first;
 }
 
+static void bytes_count(struct nb_work *work, struct nb_job_info *info) {
+    for (int i = 0; i < work->flow_count; i += 2) {
+        info->bytes_in += nb_work_flow(work, i)->bytes_moved;
+        info->bytes_out += nb_work_flow(work, i + 1)->bytes_moved;
+    }
+}
+
 void nb_work_finish(struct nb_work *work, const struct nb_error *why) {
     struct nb_job *job = work->comm->job;
     if (why != NULL) {
@@ -371,6 +379,9 @@ void nb_work_finish(struct nb_work *work, const struct nb_error *why) {
         return;
     }
     pthread_mutex_lock(&job->lock);
+    if (why == NULL && !work->local.taken) { // local.c counts its own
+        bytes_count(work, &job->info);
+    }
     nb_list_remove(&work->by_key.link);
     nb_stepper_retire(work);
     atomic_store_explicit(&work->done, 1, memory_order_release);

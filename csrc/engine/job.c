@@ -1,6 +1,7 @@
 // A job from open to close: lanes, control connections, the communication thread, and what happens when one fails.
 #include <errno.h>
 #include <fcntl.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>

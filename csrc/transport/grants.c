@@ -114,8 +114,8 @@ void nb_grants_flush(struct nb_lanes *lanes, int peer_rank) {
 }
 
 static void queue_put(struct rma_peer *rma, struct wire_grant grant) {
-    if (rma->queue_count == rma->queue_room) {
-        size_t room = rma->queue_room * 2;
+    if (rma->queue == NULL || rma->queue_count == rma->queue_room) {
+        size_t room = rma->queue_room == 0 ? 128 : rma->queue_room * 2;
         struct wire_grant *grown = realloc(rma->queue, room * sizeof *grown);
         if (grown == NULL) {
             return; // the deadline names the peer that got no grant
@@ -140,16 +140,12 @@ int nb_grants_peer_open(struct nb_lanes *lanes, int peer_rank, struct nb_error *
         return 0;
     }
     struct rma_peer *rma = calloc(1, sizeof *rma);
-    struct wire_grant *queue = malloc(QUEUE_FIRST * sizeof *queue);
     // A buffer may be granted anew before it is known here that the last write to it is over.
-    if (rma == NULL || queue == NULL || !nb_pool_reserve(&lanes->rma->grants, lanes->rma->grants.count + QUEUE_FIRST)) {
+    if (rma == NULL || !nb_pool_reserve(&lanes->rma->grants, lanes->rma->grants.count + GRANTS_PER_PEER)) {
         free(rma);
-        free(queue);
         return nb_fail(err, -ENOMEM, "staging for rank %d", peer_rank);
     }
     lanes->peers[peer_rank].rma = rma;
-    rma->queue = queue;
-    rma->queue_room = QUEUE_FIRST;
     rma->staging.fd = -1;
     int rc = nb_arena_open(&rma->staging, STAGING_BUFFERS * lanes->rma->buffer_bytes, err);
     for (int i = 0; rc == 0 && i < lanes->config.lanes; i++) {

@@ -10,7 +10,7 @@ enum {
     MAPPED_MAX = NB_REGIONS_MAX - 1,
     STAGING_REGION = 0, // in what a peer calls a region; mapped memory is 1 + its index
     GRANTS_PER_MESSAGE = 3,
-    QUEUE_FIRST = 4 * STAGING_BUFFERS // grants of a peer, and to it, that there is room for from the start
+    GRANTS_PER_PEER = 2 * STAGING_BUFFERS // that there is room for from the start
 };
 
 struct wire_region {

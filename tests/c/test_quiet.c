@@ -11,7 +11,7 @@
 #include "stage.h"
 #include "sums.h"
 
-enum { WARM_UP = 4, ROUNDS = 8, MANY = 4, SMALL = 1000, MIDDLE = 30 * 1000, LONG = 150 * 1000, NOTED_MAX = 8 };
+enum { WARM_UP = 3, ROUNDS = 5, MANY = 4, SMALL = 1000, MIDDLE = 30 * 1000, LONG = 100 * 1000, NOTED_MAX = 8 };
 enum { FIRST_WORDS = 4 }; // to two peers over two lanes: a connection makes room for what is said when something is
 
 struct plan {

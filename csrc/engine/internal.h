@@ -31,7 +31,8 @@ enum {
     SUBMITS_MAX = 1024,      // in one message
     PENDING_MAX = 64 * 1024, // operations of one rank that wait for the others
     TICK_MS = 50,
-    STEP_BITS = 12 // of a flow's number: the step; the others are the operation's
+    WORK_DONE = 1 << 16, // added to a work's refs when it is over
+    STEP_BITS = 12       // of a flow's number: the step; the others are the operation's
 };
 
 // What all ranks must submit alike under one key. Crosses the wire.
@@ -63,8 +64,7 @@ struct nb_work {
     struct nb_list link;        // in the job's inbox, then among its waiting or running works
     struct nb_hash_node by_key; // under the job's lock: in flight by name
     struct nb_comm *comm;
-    _Atomic int refs; // the caller's and the engine's
-    _Atomic int done;
+    _Atomic int refs;        // the caller's and the engine's; and WORK_DONE
     struct nb_error failure; // valid when done
     struct desc desc;
     uint32_t round;

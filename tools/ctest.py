@@ -26,11 +26,18 @@ LIMIT_S = 60
 # Programs that run once for each of these words, so that each run has the time of a test.
 APART = {
     **{name: ("shm", "tcp", "ofi") for name in ("test_engine", "test_shapes", "test_types")},
+    "test_quiet": ("tcp", "shm", "hosts", "ofi"),
     "test_twofaults": ("kill", "stop", "cut", "ofi"),
     "test_twolevel": ("aabb", "aab", "abab", "aabbcc", "aaab", "aabbb", "rest", "ofi"),
 }
 # Functions of the core that a program stands before: its __wrap_<name> is called in their place.
-WRAPPED = {"test_twofaults": ("nb_share_fold", "nb_share_spread", "nb_line_reduce")}
+WRAPPED = {
+    "test_quiet": (
+        *("malloc", "calloc", "realloc", "aligned_alloc", "posix_memalign", "free", "pthread_mutex_lock"),
+        *("nb_job_main", "nb_job_turn", "nb_work_finish", "nb_drive_sleep", "nb_drive_lend"),
+    ),
+    "test_twofaults": ("nb_share_fold", "nb_share_spread", "nb_line_reduce"),
+}
 SKIPPED = 77
 NEWER = Path(sys.prefix, "lib", "mpich", "libfabric.so.1")
 RUNNING: set[int] = set()

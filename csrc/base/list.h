@@ -42,4 +42,15 @@ static inline void nb_list_remove(struct nb_list *node) {
     nb_list_init(node);
 }
 
+// All nodes of `from` come to the end of `to`.
+static inline void nb_list_move(struct nb_list *from, struct nb_list *to) {
+    if (!nb_list_empty(from)) {
+        to->prev->next = from->next;
+        from->next->prev = to->prev;
+        from->prev->next = to;
+        to->prev = from->prev;
+        nb_list_init(from);
+    }
+}
+
 #endif

@@ -72,22 +72,22 @@ int nb_agree_open(struct nb_job *job, struct nb_error *err) {
     return 0;
 }
 
-static void entry_free(struct entry *entry) {
-    nb_star_forget(entry->parts);
+static void entry_free(struct nb_job *job, struct entry *entry) {
+    nb_star_forget(job, entry->parts);
     free(entry);
 }
 
-static void list_free(struct nb_list *head) {
+static void list_free(struct nb_job *job, struct nb_list *head) {
     NB_LIST_EACH_SAFE(it, nx, head) {
-        entry_free(NB_CONTAINER(it, struct entry, link));
+        entry_free(job, NB_CONTAINER(it, struct entry, link));
     }
 }
 
 void nb_agree_close(struct nb_job *job) {
     if (job->agree != NULL) {
-        list_free(&job->agree->idle);
-        list_free(&job->agree->open);
-        list_free(&job->agree->full);
+        list_free(job, &job->agree->idle);
+        list_free(job, &job->agree->open);
+        list_free(job, &job->agree->full);
         free(job->agree->pending);
         free(job->agree);
     }
@@ -212,7 +212,8 @@ void nb_agree_mask(struct nb_job *job, int rank, const uint64_t *words, size_t c
 }
 
 // Forgets the oldest of the keys that were used once.
-static void idle_trim(struct agree *a) {
+static void idle_trim(struct nb_job *job) {
+    struct agree *a = job->agree;
     NB_LIST_EACH_SAFE(it, nx, &a->idle) {
         struct entry *entry = NB_CONTAINER(it, struct entry, link);
         if (a->idle_count <= IDLE_MAX) {
@@ -221,7 +222,7 @@ static void idle_trim(struct agree *a) {
         if (entry->id == NO_ID) {
             nb_list_remove(&entry->link);
             nb_list_remove(&entry->by_key.link);
-            entry_free(entry);
+            entry_free(job, entry);
             a->idle_count--;
         }
     }
@@ -233,7 +234,7 @@ static void entry_rest(struct nb_job *job, struct entry *entry) {
         a->pending[rank]--;
     }
     memset(entry->have, 0, a->words * sizeof entry->have[0]);
-    nb_star_rest(&entry->parts, job->size);
+    nb_star_rest(job, &entry->parts);
     entry->count = 0;
     entry->refused = false;
     entry->told = false;
@@ -241,7 +242,7 @@ static void entry_rest(struct nb_job *job, struct entry *entry) {
     nb_list_remove(&entry->link);
     nb_list_insert(&a->idle, &entry->link);
     a->idle_count++;
-    idle_trim(a);
+    idle_trim(job);
 }
 
 static void refuse(struct nb_job *job, struct entry *entry) {

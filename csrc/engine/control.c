@@ -266,6 +266,11 @@ static void control_ready(struct nb_watch *watch, uint32_t events) {
 }
 
 int nb_control_init(struct control *control, struct nb_job *job, int peer, int fd, struct nb_error *err) {
+    // What is read at a time, behind the beginning of a message; what leaves at a time.
+    if (!room_for(&control->in, &control->in_room, (size_t)2 * CONTROL_READ) ||
+        !room_for(&control->out, &control->out_room, CONTROL_READ)) {
+        return nb_fail(err, -ENOMEM, "messages of rank %d", peer);
+    }
     control->job = job;
     control->peer = peer;
     control->watch.fd = fd;

@@ -90,6 +90,9 @@ void nb_drive_sleep(struct nb_job *job, int sleep_ms) {
 }
 
 void nb_drive_lend(struct nb_job *job) {
+    if (!job->wanted) {
+        return;
+    }
     pthread_mutex_lock(&job->lock);
     if (job->wanted && job->waiters > 0 && !job->stop) {
         job->driver = NB_DRIVER_NONE;
@@ -137,16 +140,9 @@ static void leave(struct nb_job *job) {
     }
 }
 
-static bool is_stopping(struct nb_job *job) {
-    pthread_mutex_lock(&job->lock);
-    bool stop = job->stop;
-    pthread_mutex_unlock(&job->lock);
-    return stop;
-}
-
 static void drive(struct nb_job *job, const struct nb_work *work, int64_t until_ns) {
     int code;
-    while (!nb_work_test(work, &code) && !is_stopping(job)) {
+    while (!nb_work_test(work, &code) && !job->stop) {
         int64_t left_ms = until_ns == INT64_MAX ? TICK_MS : (until_ns - nb_now_ns() + 999999) / 1000000;
         if (left_ms <= 0) {
             return;

@@ -31,7 +31,8 @@ enum {
     SUBMITS_MAX = 1024,      // in one message
     PENDING_MAX = 64 * 1024, // operations of one rank that wait for the others
     TICK_MS = 50,
-    STEP_BITS = 12 // of a flow's number: the step; the others are the operation's
+    WORK_DONE = 1 << 16, // added to a work's refs when it is over
+    STEP_BITS = 12       // of a flow's number: the step; the others are the operation's
 };
 
 // What all ranks must submit alike under one key. Crosses the wire.
@@ -63,8 +64,7 @@ struct nb_work {
     struct nb_list link;        // in the job's inbox, then among its waiting or running works
     struct nb_hash_node by_key; // under the job's lock: in flight by name
     struct nb_comm *comm;
-    _Atomic int refs; // the caller's and the engine's
-    _Atomic int done;
+    _Atomic int refs;        // the caller's and the engine's; and WORK_DONE
     struct nb_error failure; // valid when done
     struct desc desc;
     uint32_t round;
@@ -208,8 +208,10 @@ struct nb_job {
     bool *peer_open;          // by rank: lanes were opened
     unsigned char *addresses; // all ranks' lane addresses
 
+    // Whoever drives takes it where something is asked for, where an operation is over, and around its sleep: never else.
     pthread_mutex_t lock; // guards the fields down to the blank line
     pthread_cond_t finished;
+    _Atomic bool asked;           // there is something in the inbox or in maps, or aborting. Read without the lock too
     struct nb_list inbox;         // works, and
     struct nb_list maps;          // memory to be mapped, for the communication thread
     struct nb_hash in_flight;     // works by key
@@ -221,7 +223,7 @@ struct nb_job {
     int waiters;          // threads inside nb_work_wait
     pthread_cond_t aside; // where the thread waits while it does not drive
     enum nb_driver driver;
-    bool wanted;             // a caller that waits would drive
+    _Atomic bool wanted;     // a caller that waits would drive. Read without the lock too
     bool hurry;              // there is work that the thread should not leave to a caller that may come
     bool thread_sleeps;      // until it is told
     bool thread_polls;       // until something is ready, or the loop is woken
@@ -229,12 +231,13 @@ struct nb_job {
     int64_t free_ns;         // when the thread drives again, if no caller does
     struct nb_error failure; // sticky
     struct nb_job_info info;
-    bool stop;
+    _Atomic bool stop; // read without the lock too
     bool aborting;
     struct nb_error abort_why;
     char notices[4][NB_ERROR_TEXT];
     int notice_count;
 
+    size_t star_bytes;      // rank 0: lines of sums that travel with the agreement, those of operations that rest too
     uint64_t last_seq;      // of the operations that rank 0 has started
     struct nb_list waiting; // submitted, not agreed
     struct nb_list running;

@@ -1,6 +1,7 @@
 // A job from open to close: lanes, control connections, the communication thread, and what happens when one fails.
 #include <errno.h>
 #include <fcntl.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -75,21 +76,6 @@ static void works_fail(struct nb_list *works, const struct nb_error *why) {
     }
 }
 
-// Takes what callers have submitted since.
-static void inbox_drain(struct nb_job *job) {
-    pthread_mutex_lock(&job->lock);
-    while (!nb_list_empty(&job->inbox)) {
-        struct nb_work *work = NB_CONTAINER(job->inbox.next, struct nb_work, link);
-        nb_list_remove(&work->link);
-        pthread_mutex_unlock(&job->lock);
-        job->moved_ns = work->times.submit_ns;
-        nb_member_submit(job, work);
-        pthread_mutex_lock(&job->lock);
-    }
-    pthread_mutex_unlock(&job->lock);
-    nb_job_left_check(job);
-}
-
 void nb_job_fail(struct nb_job *job, const struct nb_error *why, bool tell) {
     if (job->failed) {
         return;
@@ -107,9 +93,51 @@ void nb_job_fail(struct nb_job *job, const struct nb_error *why, bool tell) {
     }
 }
 
+static void map_make(struct nb_job *job, struct map_request *request) {
+    struct nb_error err = {0};
+    if (nb_lanes_map(job->lanes, request->base, request->bytes, &err) < 0) {
+        nb_job_notify(job, err.text); // it travels through staging
+    }
+    nb_local_map(job, request->base, request->bytes, request->fd);
+    free(request);
+}
+
+// Does what callers have asked for since. Where they have asked for nothing there is no lock to take.
+static void asked_do(struct nb_job *job) {
+    struct nb_list works;
+    struct nb_list maps;
+    struct nb_error why;
+    if (!atomic_load_explicit(&job->asked, memory_order_acquire)) {
+        return;
+    }
+    nb_list_init(&works);
+    nb_list_init(&maps);
+    pthread_mutex_lock(&job->lock);
+    job->asked = false;
+    nb_list_move(&job->inbox, &works);
+    nb_list_move(&job->maps, &maps);
+    bool abort = job->aborting;
+    why = job->abort_why;
+    job->aborting = false;
+    pthread_mutex_unlock(&job->lock);
+    if (abort) {
+        nb_job_fail(job, &why, true);
+    }
+    NB_LIST_EACH_SAFE(it, nx, &maps) {
+        map_make(job, NB_CONTAINER(it, struct map_request, link));
+    }
+    NB_LIST_EACH_SAFE(it, nx, &works) {
+        struct nb_work *work = NB_CONTAINER(it, struct nb_work, link);
+        job->moved_ns = work->times.submit_ns;
+        nb_list_remove(&work->link);
+        nb_member_submit(job, work);
+    }
+    nb_job_left_check(job);
+}
+
 // After a failure every operation ends with it, from the thread's loop: never from inside a lane's callback.
 static void failed_sweep(struct nb_job *job) {
-    inbox_drain(job);
+    asked_do(job);
     works_fail(&job->running, &job->failure);
     works_fail(&job->waiting, &job->failure);
 }
@@ -160,23 +188,6 @@ void nb_job_lane_lost(void *ctx, int peer, int lane, const struct nb_error *why,
     }
 }
 
-static void maps_drain(struct nb_job *job) {
-    pthread_mutex_lock(&job->lock);
-    while (!nb_list_empty(&job->maps)) {
-        struct map_request *request = NB_CONTAINER(job->maps.next, struct map_request, link);
-        nb_list_remove(&request->link);
-        pthread_mutex_unlock(&job->lock);
-        struct nb_error err = {0};
-        if (nb_lanes_map(job->lanes, request->base, request->bytes, &err) < 0) {
-            nb_job_notify(job, err.text); // it travels through staging
-        }
-        nb_local_map(job, request->base, request->bytes, request->fd);
-        free(request);
-        pthread_mutex_lock(&job->lock);
-    }
-    pthread_mutex_unlock(&job->lock);
-}
-
 static int map_request(struct nb_job *job, void *base, size_t bytes, int fd, struct nb_error *err) {
     if (job->size == 1) {
         return 0;
@@ -190,6 +201,7 @@ static int map_request(struct nb_job *job, void *base, size_t bytes, int fd, str
     request->fd = fd >= 0 && job->local != NULL ? fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1;
     pthread_mutex_lock(&job->lock);
     nb_list_insert(&job->maps, &request->link);
+    job->asked = true;
     pthread_mutex_unlock(&job->lock);
     nb_loop_wake(&job->loop);
     return 0;
@@ -201,24 +213,6 @@ int nb_job_map(struct nb_job *job, void *base, size_t bytes, struct nb_error *er
 
 int nb_job_map_arena(struct nb_job *job, const struct nb_arena *arena, struct nb_error *err) {
     return map_request(job, arena->base, arena->bytes, arena->fd, err);
-}
-
-static bool stop_asked(struct nb_job *job) {
-    pthread_mutex_lock(&job->lock);
-    bool stop = job->stop;
-    pthread_mutex_unlock(&job->lock);
-    return stop;
-}
-
-static void abort_drain(struct nb_job *job) {
-    pthread_mutex_lock(&job->lock);
-    struct nb_error why = job->abort_why;
-    bool abort = job->aborting;
-    job->aborting = false;
-    pthread_mutex_unlock(&job->lock);
-    if (abort) {
-        nb_job_fail(job, &why, true);
-    }
 }
 
 static void farewell(struct nb_job *job) {
@@ -235,11 +229,10 @@ static void farewell(struct nb_job *job) {
 // Whether the thread may end: nobody waits for an answer of this rank, and what it sent last is there; or that took too
 // long.
 static bool may_stop(struct nb_job *job, int64_t *until_ns) {
-    bool stop = stop_asked(job);
-    abort_drain(job);
-    if (!stop) {
+    if (!job->stop) {
         return false;
     }
+    asked_do(job); // it may be to abort
     *until_ns = *until_ns == 0 ? nb_now_ns() + SETTLE_NS : *until_ns;
     bool works = !nb_list_empty(&job->running) || !nb_list_empty(&job->waiting);
     if (job->failed || works || nb_now_ns() > *until_ns) {
@@ -268,9 +261,7 @@ static bool is_done(const struct nb_work *work) {
 }
 
 void nb_job_turn(struct nb_job *job, const struct nb_work *awaited, int sleep_ms) {
-    abort_drain(job);
-    maps_drain(job);
-    inbox_drain(job);
+    asked_do(job);
     nb_member_flush(job);
     if (job->rank == 0) {
         nb_agree_release(job);
@@ -306,7 +297,7 @@ void *nb_job_main(void *arg) {
     }
     const struct nb_error closed = {
         .code = NB_ECLOSED, .peer = NB_NO_PEER, .text = "the job was shut down before the operation was over"};
-    inbox_drain(job);
+    asked_do(job);
     works_fail(&job->running, &closed);
     works_fail(&job->waiting, &closed);
     farewell(job);
@@ -333,6 +324,7 @@ void nb_job_close(struct nb_job *job) {
 
 void nb_job_abort(struct nb_job *job, const char *why) {
     pthread_mutex_lock(&job->lock);
+    job->asked = true;
     job->aborting = true;
     job->abort_why = (struct nb_error){0};
     nb_fail_peer(&job->abort_why, NB_EPEER, job->rank, "rank %d gave up: %s", job->rank, why);

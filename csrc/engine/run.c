@@ -1,6 +1,5 @@
 // An agreed operation on the wire: its schedule turned into flows, its arrivals into sums.
 #include <errno.h>
-#include <pthread.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -89,7 +88,6 @@ struct nb_flow *nb_work_flow(struct nb_work *work, int index) {
 }
 
 void nb_run_flow_over(struct nb_work *work) {
-    struct nb_job *job = work->comm->job;
     if (--work->flows_left > 0) {
         return;
     }
@@ -98,15 +96,9 @@ void nb_run_flow_over(struct nb_work *work) {
         return;
     }
     if (work->quiet) {
-        nb_probe_finished(job, work);
+        nb_probe_finished(work->comm->job, work);
         return;
     }
-    pthread_mutex_lock(&job->lock);
-    for (int i = 0; i < work->flow_count; i += 2) {
-        job->info.bytes_in += nb_work_flow(work, i)->bytes_moved;
-        job->info.bytes_out += nb_work_flow(work, i + 1)->bytes_moved;
-    }
-    pthread_mutex_unlock(&job->lock);
     nb_work_finish(work, NULL);
 }
 

@@ -1,7 +1,6 @@
 // What is sent, kept, added and placed where a sum travels with the agreement.
 #include "engine/star.h"
 
-#include <pthread.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -18,8 +17,8 @@
 #include "trace/ring.h"
 
 enum {
-    QUEUED_MAX = 1024 * 1024, // of a control connection: what is not read in time must not pile up there
-    KEPT_MAX = 64 * 1024      // of the lines of an operation that rests
+    QUEUED_MAX = 1024 * 1024,  // of a control connection: what is not read in time must not pile up there
+    KEPT_MAX = 8 * 1024 * 1024 // of the lines of all operations, where one that rests may keep its place
 };
 
 struct parts {
@@ -47,10 +46,14 @@ bool nb_star_give(struct nb_job *job, const struct nb_work *work, uint32_t id) {
     return true;
 }
 
-static struct parts *parts_make(int size, size_t bytes) {
+static size_t lines_bytes(const struct nb_job *job, const struct parts *parts) {
+    return (size_t)job->size * parts->bytes;
+}
+
+static struct parts *parts_make(struct nb_job *job, size_t bytes) {
     struct parts *parts = calloc(1, sizeof *parts);
-    bool *have = calloc((size_t)size, sizeof *have);
-    unsigned char *lines = malloc((size_t)size * bytes);
+    bool *have = calloc((size_t)job->size, sizeof *have);
+    unsigned char *lines = malloc((size_t)job->size * bytes);
     if (parts == NULL || have == NULL || lines == NULL) {
         free(parts);
         free(have);
@@ -58,16 +61,17 @@ static struct parts *parts_make(int size, size_t bytes) {
         return NULL;
     }
     *parts = (struct parts){.bytes = bytes, .have = have, .lines = lines};
+    job->star_bytes += lines_bytes(job, parts);
     return parts;
 }
 
-bool nb_star_keep(const struct nb_job *job, struct parts **out, int rank, const void *line, size_t bytes) {
+bool nb_star_keep(struct nb_job *job, struct parts **out, int rank, const void *line, size_t bytes) {
     struct parts *parts = *out;
     if (parts != NULL && parts->count == 0 && parts->bytes != bytes) { // another size than last time
-        nb_star_forget(parts);
+        nb_star_forget(job, parts);
         parts = NULL;
     }
-    *out = parts = parts != NULL ? parts : parts_make(job->size, bytes);
+    *out = parts = parts != NULL ? parts : parts_make(job, bytes);
     if (parts == NULL || parts->bytes != bytes || parts->have[rank]) {
         return false;
     }
@@ -81,21 +85,22 @@ bool nb_star_complete(const struct nb_job *job, const struct parts *parts, size_
     return parts != NULL && parts->count == job->size - 1 && parts->bytes == bytes;
 }
 
-void nb_star_forget(struct parts *parts) {
+void nb_star_forget(struct nb_job *job, struct parts *parts) {
     if (parts != NULL) {
+        job->star_bytes -= lines_bytes(job, parts);
         free(parts->have);
         free(parts->lines);
         free(parts);
     }
 }
 
-void nb_star_rest(struct parts **parts, int size) {
+void nb_star_rest(struct nb_job *job, struct parts **parts) {
     struct parts *p = *parts;
-    if (p != NULL && p->bytes * (size_t)size > KEPT_MAX) {
-        nb_star_forget(p);
+    if (p != NULL && job->star_bytes > KEPT_MAX) {
+        nb_star_forget(job, p);
         *parts = NULL;
     } else if (p != NULL) {
-        memset(p->have, 0, (size_t)size * sizeof *p->have);
+        memset(p->have, 0, (size_t)job->size * sizeof *p->have);
         p->count = 0;
     }
 }
@@ -110,10 +115,6 @@ static void over(struct nb_work *work, uint64_t seq, uint64_t sent, uint64_t rec
     work->in.bytes_moved = received;
     work->out.bytes_moved = sent;
     nb_ring_put_at(job->config.ring, work->times.start_ns, NB_EV_OP_START, work->desc.key, work->round, 0, 0, 0, 0);
-    pthread_mutex_lock(&job->lock);
-    job->info.bytes_in += received;
-    job->info.bytes_out += sent;
-    pthread_mutex_unlock(&job->lock);
     nb_work_finish(work, NULL);
 }
 

@@ -16,12 +16,12 @@ struct parts; // lines that rank 0 holds of one operation
 // A rank other than 0: sends its line, prescaled. False: not now, it is to be submitted without.
 bool nb_star_give(struct nb_job *job, const struct nb_work *work, uint32_t id);
 // Rank 0: keeps the line of a rank. False: there is no memory for it, or it has another length than others.
-bool nb_star_keep(const struct nb_job *job, struct parts **parts, int rank, const void *line, size_t bytes);
+bool nb_star_keep(struct nb_job *job, struct parts **parts, int rank, const void *line, size_t bytes);
 // Whether all other ranks' lines are there.
 bool nb_star_complete(const struct nb_job *job, const struct parts *parts, size_t bytes);
-// The round is over; a small place is kept for the next one.
-void nb_star_rest(struct parts **parts, int size);
-void nb_star_forget(struct parts *parts);
+// The round is over; its place is kept for the next one, unless those of the job take too much.
+void nb_star_rest(struct nb_job *job, struct parts **parts);
+void nb_star_forget(struct nb_job *job, struct parts *parts);
 // Rank 0: adds the lines to its own in the order of ranks, sends the result to all with `go`, and ends the operation.
 void nb_star_sum(struct nb_job *job, struct nb_work *work, const struct parts *parts, const struct wire_go *go);
 // The others: the result is there.

@@ -202,10 +202,10 @@ void nb_stepper_retire(struct nb_work *work) {
     struct nb_job *job = work->comm->job;
     struct stepper *s = work->stepper;
     if (s != NULL && s->memory != NULL && s->memory_bytes >= job->spare_bytes) {
-        free(job->spare);
+        char *smaller = job->spare; // it goes with the work
         job->spare = s->memory;
         job->spare_bytes = s->memory_bytes;
-        s->memory = NULL;
+        s->memory = smaller;
     }
 }
 

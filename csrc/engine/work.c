@@ -230,8 +230,9 @@ int nb_work_make(struct nb_comm *comm, const struct nb_op *op, struct nb_work **
     return 0;
 }
 
-void nb_work_unref(struct nb_work *work) {
-    if (atomic_fetch_sub(&work->refs, 1) > 1) {
+// Adds to refs: whoever gives up the last of them frees the work.
+static void refs_add(struct nb_work *work, int change) {
+    if ((atomic_fetch_add(&work->refs, change) + change) % WORK_DONE > 0) {
         return;
     }
     free(work->fused);
@@ -239,6 +240,10 @@ void nb_work_unref(struct nb_work *work) {
     free(work->pieces);
     free(work->starts);
     free(work);
+}
+
+void nb_work_unref(struct nb_work *work) {
+    refs_add(work, -1);
 }
 
 static uint32_t round_next(struct nb_job *job, uint64_t key) {
@@ -291,6 +296,7 @@ int nb_submit(struct nb_comm *comm, const struct nb_op *op, struct nb_work **out
         work->round = round_next(job, work->desc.key);
         if (comm->size > 1) {
             nb_list_insert(&job->inbox, &work->link);
+            job->asked = true;
             nb_drive_tell(job, op);
         }
     }
@@ -355,6 +361,13 @@ static int64_t first_byte(struct nb_work *work) {
     return first;
 }
 
+static void bytes_count(struct nb_work *work, struct nb_job_info *info) {
+    for (int i = 0; i < work->flow_count; i += 2) {
+        info->bytes_in += nb_work_flow(work, i)->bytes_moved;
+        info->bytes_out += nb_work_flow(work, i + 1)->bytes_moved;
+    }
+}
+
 void nb_work_finish(struct nb_work *work, const struct nb_error *why) {
     struct nb_job *job = work->comm->job;
     if (why != NULL) {
@@ -371,16 +384,18 @@ void nb_work_finish(struct nb_work *work, const struct nb_error *why) {
         return;
     }
     pthread_mutex_lock(&job->lock);
+    if (why == NULL && !work->local.taken) { // local.c counts its own
+        bytes_count(work, &job->info);
+    }
     nb_list_remove(&work->by_key.link);
     nb_stepper_retire(work);
-    atomic_store_explicit(&work->done, 1, memory_order_release);
+    refs_add(work, WORK_DONE - 1); // at once: a caller that waits for it is the last, and frees it
     pthread_cond_broadcast(&job->finished);
     pthread_mutex_unlock(&job->lock);
-    nb_work_unref(work);
 }
 
 bool nb_work_test(const struct nb_work *work, int *code) {
-    if (atomic_load_explicit(&work->done, memory_order_acquire) == 0) {
+    if (atomic_load_explicit(&work->refs, memory_order_acquire) < WORK_DONE) {
         return false;
     }
     *code = work->failure.code;

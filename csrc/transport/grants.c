@@ -10,28 +10,24 @@
 #include "base/bits.h"
 #include "base/error.h"
 #include "base/list.h"
+#include "base/pool.h"
 #include "transport/grants_internal.h"
 #include "transport/lanes.h"
 #include "transport/lanes_internal.h"
 #include "transport/transport.h"
 
-void nb_grants_init(struct nb_lanes *lanes) {
+int nb_grants_init(struct nb_lanes *lanes, struct nb_error *err) {
     if (!nb_is_rma(lanes)) {
-        return;
+        return 0;
     }
     lanes->rma = calloc(1, sizeof *lanes->rma);
-    if (lanes->rma != NULL) {
-        nb_list_init(&lanes->rma->inbound);
-        lanes->rma->buffer_bytes = NB_SCRATCH_BYTES(lanes->config.segment_bytes);
+    if (lanes->rma == NULL) {
+        return nb_fail(err, -ENOMEM, "credits of %d lanes", lanes->config.lanes);
     }
-}
-
-void nb_grants_free(struct grant *grant) {
-    while (grant != NULL) {
-        struct grant *next = grant->next;
-        free(grant);
-        grant = next;
-    }
+    nb_list_init(&lanes->rma->inbound);
+    nb_pool_init(&lanes->rma->grants, sizeof(struct grant));
+    lanes->rma->buffer_bytes = NB_SCRATCH_BYTES(lanes->config.segment_bytes);
+    return 0;
 }
 
 static void peer_fini(struct nb_lanes *lanes, struct rma_peer *rma) {
@@ -40,7 +36,6 @@ static void peer_fini(struct nb_lanes *lanes, struct rma_peer *rma) {
             lanes->lane[i]->ops->unmap(lanes->lane[i], &rma->staging_region[i]);
         }
     }
-    nb_grants_free(rma->orphans);
     free(rma->queue);
     nb_arena_close(&rma->staging);
     free(rma);
@@ -54,11 +49,6 @@ void nb_grants_fini(struct nb_lanes *lanes) {
         for (int i = 0; lanes->peers[p].paths != NULL && i < lanes->config.lanes; i++) {
             lanes->lane[i]->ops->peer_close(lanes->lane[i], p);
         }
-        NB_LIST_EACH(it, &lanes->peers[p].out) {
-            struct nb_flow *flow = NB_CONTAINER(it, struct nb_flow, link);
-            nb_grants_free(flow->grant);
-            flow->grant = NULL;
-        }
         if (lanes->peers[p].rma != NULL) {
             peer_fini(lanes, lanes->peers[p].rma);
         }
@@ -66,10 +56,7 @@ void nb_grants_fini(struct nb_lanes *lanes) {
     for (int m = 0; m < lanes->rma->mapped_count; m++) {
         nb_lanes_unmap(lanes, lanes->rma->mapped[m].base);
     }
-    NB_LIST_EACH_SAFE(it, nx, &lanes->rma->inbound) {
-        free(NB_CONTAINER(it, struct inbound, link));
-    }
-    nb_grants_free(lanes->rma->spare);
+    nb_pool_fini(&lanes->rma->grants);
     free(lanes->rma);
 }
 
@@ -153,7 +140,8 @@ int nb_grants_peer_open(struct nb_lanes *lanes, int peer_rank, struct nb_error *
         return 0;
     }
     struct rma_peer *rma = calloc(1, sizeof *rma);
-    if (rma == NULL || lanes->rma == NULL) {
+    // A buffer may be granted anew before it is known here that the last write to it is over.
+    if (rma == NULL || !nb_pool_reserve(&lanes->rma->grants, lanes->rma->grants.count + GRANTS_PER_PEER)) {
         free(rma);
         return nb_fail(err, -ENOMEM, "staging for rank %d", peer_rank);
     }
@@ -228,15 +216,14 @@ static struct buffer *buffer_free(struct rma_peer *rma) {
 }
 
 // The next run of a flow that has no grant: blocks [*first, *first + count) that are not there. 0: all is granted.
-static uint32_t ungranted(const struct nb_lanes *lanes, struct inbound *in, uint32_t *first) {
-    struct nb_flow *flow = in->flow;
-    while (in->granted < flow->blocks && nb_bits_get(flow->map, in->granted)) {
-        in->granted++;
+static uint32_t ungranted(const struct nb_lanes *lanes, struct nb_flow *flow, uint32_t *first) {
+    while (flow->granted < flow->blocks && nb_bits_get(flow->map, flow->granted)) {
+        flow->granted++;
     }
-    if (in->granted >= flow->blocks) {
+    if (flow->granted >= flow->blocks) {
         return 0;
     }
-    *first = in->granted;
+    *first = flow->granted;
     uint32_t most = (uint32_t)(lanes->config.segment_bytes / flow->block_bytes);
     most = most < 1 ? 1 : most;
     most = most < flow->blocks - *first ? most : flow->blocks - *first;
@@ -275,25 +262,23 @@ static bool grant_direct(const struct nb_lanes *lanes, const struct nb_flow *flo
 static struct wire_grant grant_of(const struct nb_lanes *lanes, const struct nb_flow *flow,
                                   const struct buffer *buffer) {
     const struct rma_peer *rma = lanes->peers[flow->peer].rma;
-    const struct inbound *in = flow->grant;
     return (struct wire_grant){.op = flow->op,
                                .offset = (uint64_t)(buffer - rma->buffers) * lanes->rma->buffer_bytes,
                                .first = buffer->first,
                                .count = buffer->count,
-                               .slot = (uint16_t)in->slot,
+                               .slot = (uint16_t)flow->slot,
                                .region = STAGING_REGION};
 }
 
 // Grants the next run of one flow. False: no buffer is free, or everything is granted.
-static bool grant_next(struct nb_lanes *lanes, struct inbound *in) {
-    struct nb_flow *flow = in->flow;
+static bool grant_next(struct nb_lanes *lanes, struct nb_flow *flow) {
     struct rma_peer *rma = lanes->peers[flow->peer].rma;
     uint32_t first = 0;
-    uint32_t count = ungranted(lanes, in, &first);
+    uint32_t count = ungranted(lanes, flow, &first);
     if (count == 0) {
         return false;
     }
-    struct wire_grant grant = {.op = flow->op, .first = first, .count = count, .slot = (uint16_t)in->slot};
+    struct wire_grant grant = {.op = flow->op, .first = first, .count = count, .slot = (uint16_t)flow->slot};
     if (!grant_direct(lanes, flow, &grant)) {
         struct buffer *buffer = buffer_free(rma);
         if (buffer == NULL) {
@@ -302,7 +287,7 @@ static bool grant_next(struct nb_lanes *lanes, struct inbound *in) {
         *buffer = (struct buffer){.flow = flow, .first = first, .count = count, .left = count};
         grant = grant_of(lanes, flow, buffer);
     }
-    in->granted += count;
+    flow->granted += count;
     queue_join(rma, &grant, flow->block_bytes);
     return true;
 }
@@ -312,18 +297,18 @@ static void pump(struct nb_lanes *lanes, int peer_rank) {
     struct rma *rma = lanes->rma;
     int slot = 0;
     NB_LIST_EACH(it, &rma->inbound) {
-        struct inbound *in = NB_CONTAINER(it, struct inbound, link);
-        while (in->slot < 0 && slot < NB_SLOTS && rma->slots[slot] != NULL) {
+        struct nb_flow *flow = NB_CONTAINER(it, struct nb_flow, granting);
+        while (flow->slot < 0 && slot < NB_SLOTS && rma->slots[slot] != NULL) {
             slot++;
         }
-        bool fresh = in->slot < 0 && slot < NB_SLOTS;
+        bool fresh = flow->slot < 0 && slot < NB_SLOTS;
         if (fresh) {
-            in->slot = slot;
-            rma->slots[slot] = in;
+            flow->slot = slot;
+            rma->slots[slot] = flow;
         }
-        int peer = in->flow->peer;
-        if (fresh || (in->slot >= 0 && peer == peer_rank)) {
-            while (grant_next(lanes, in)) {
+        int peer = flow->peer;
+        if (fresh || (flow->slot >= 0 && peer == peer_rank)) {
+            while (grant_next(lanes, flow)) {
             }
         }
         if (fresh && peer != peer_rank) {
@@ -334,23 +319,18 @@ static void pump(struct nb_lanes *lanes, int peer_rank) {
 }
 
 void nb_grants_in_added(struct nb_lanes *lanes, struct nb_flow *flow) {
-    struct inbound *in = calloc(1, sizeof *in);
-    if (in == NULL) {
-        return; // the deadline names the peer that got no grant
-    }
-    in->flow = flow;
-    in->slot = -1;
-    flow->grant = in;
-    nb_list_insert(&lanes->rma->inbound, &in->link);
+    flow->granted = 0;
+    flow->slot = -1;
+    nb_list_insert(&lanes->rma->inbound, &flow->granting);
     pump(lanes, flow->peer);
 }
 
-static void inbound_drop(struct nb_lanes *lanes, struct inbound *in) {
-    if (in->slot >= 0) {
-        lanes->rma->slots[in->slot] = NULL;
+static void inbound_drop(struct nb_lanes *lanes, struct nb_flow *flow) {
+    if (flow->slot >= 0) {
+        lanes->rma->slots[flow->slot] = NULL;
+        flow->slot = -1;
     }
-    nb_list_remove(&in->link);
-    free(in);
+    nb_list_remove(&flow->granting);
 }
 
 // The staging buffer that a run landed in, or NULL: it went straight to its place.
@@ -384,14 +364,13 @@ static const void *unstage(const struct nb_lanes *lanes, struct nb_flow *flow, s
 
 // Tells of all that is granted and not there: it may have been told on a lane that is lost. The sender keeps what it
 // knows twice.
-static void grant_again(struct nb_lanes *lanes, struct inbound *in) {
-    struct nb_flow *flow = in->flow;
+static void grant_again(struct nb_lanes *lanes, struct nb_flow *flow) {
     struct rma_peer *rma = lanes->peers[flow->peer].rma;
-    uint32_t end = in->granted;
+    uint32_t end = flow->granted;
     uint32_t at = 0;
     while (at < end) {
         const struct buffer *buffer = buffer_of(rma, flow, at);
-        struct wire_grant grant = {.op = flow->op, .first = at, .count = 1, .slot = (uint16_t)in->slot};
+        struct wire_grant grant = {.op = flow->op, .first = at, .count = 1, .slot = (uint16_t)flow->slot};
         if (buffer != NULL) {
             grant = grant_of(lanes, flow, buffer);
             queue_put(rma, grant);
@@ -412,9 +391,9 @@ void nb_grants_lost(struct nb_lanes *lanes, int peer_rank) {
     }
     rma->queue_count = 0;
     NB_LIST_EACH(it, &lanes->rma->inbound) {
-        struct inbound *in = NB_CONTAINER(it, struct inbound, link);
-        if (in->slot >= 0 && in->flow->peer == peer_rank) {
-            grant_again(lanes, in);
+        struct nb_flow *flow = NB_CONTAINER(it, struct nb_flow, granting);
+        if (flow->slot >= 0 && flow->peer == peer_rank) {
+            grant_again(lanes, flow);
         }
     }
     nb_grants_flush(lanes, peer_rank);
@@ -428,11 +407,10 @@ static void arrived_wrong(struct nb_lanes *lanes, int lane, int peer_rank) {
 }
 
 void nb_grants_landed(struct nb_lanes *lanes, int lane, const struct nb_frame *frame) {
-    struct inbound *in = frame->slot < NB_SLOTS ? lanes->rma->slots[frame->slot] : NULL;
-    if (in == NULL) {
+    struct nb_flow *flow = frame->slot < NB_SLOTS ? lanes->rma->slots[frame->slot] : NULL;
+    if (flow == NULL) {
         return; // of a flow that was cancelled
     }
-    struct nb_flow *flow = in->flow;
     int peer_rank = flow->peer;
     struct buffer *buffer = buffer_of(lanes->peers[peer_rank].rma, flow, frame->block);
     bool beyond = buffer != NULL && frame->block + frame->blocks > buffer->first + buffer->count;
@@ -443,7 +421,7 @@ void nb_grants_landed(struct nb_lanes *lanes, int lane, const struct nb_frame *f
     const void *data = buffer != NULL ? unstage(lanes, flow, buffer, frame) : NULL;
     bool last = flow->left == frame->blocks;
     if (last) {
-        inbound_drop(lanes, in);
+        inbound_drop(lanes, flow);
     }
     nb_lanes_arrived(lanes, flow, lane, frame, data);
     if (buffer != NULL || last) {
@@ -456,24 +434,12 @@ void nb_grants_cancel(struct nb_lanes *lanes, struct nb_flow *flow) {
         return;
     }
     if (flow->dir == NB_FLOW_OUT) {
-        nb_grants_free(flow->grant);
-        flow->grant = NULL;
+        nb_grants_out_over(lanes, flow);
         return;
     }
     struct rma_peer *rma = lanes->peers[flow->peer].rma;
     for (int b = 0; rma != NULL && b < STAGING_BUFFERS; b++) {
         rma->buffers[b].flow = rma->buffers[b].flow == flow ? NULL : rma->buffers[b].flow;
     }
-    for (int s = 0; s < NB_SLOTS; s++) {
-        if (lanes->rma->slots[s] != NULL && lanes->rma->slots[s]->flow == flow) {
-            lanes->rma->slots[s] = NULL;
-        }
-    }
-    NB_LIST_EACH_SAFE(it, nx, &lanes->rma->inbound) {
-        struct inbound *in = NB_CONTAINER(it, struct inbound, link);
-        if (in->flow == flow) {
-            nb_list_remove(&in->link);
-            free(in);
-        }
-    }
+    inbound_drop(lanes, flow);
 }

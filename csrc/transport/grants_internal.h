@@ -9,7 +9,8 @@ enum {
     STAGING_BUFFERS = 32, // of one segment each, per peer
     MAPPED_MAX = NB_REGIONS_MAX - 1,
     STAGING_REGION = 0, // in what a peer calls a region; mapped memory is 1 + its index
-    GRANTS_PER_MESSAGE = 3
+    GRANTS_PER_MESSAGE = 3,
+    GRANTS_PER_PEER = 2 * STAGING_BUFFERS // that there is room for from the start
 };
 
 struct wire_region {
@@ -48,14 +49,6 @@ struct grant {
     struct grant *next;
 };
 
-// A receiver's flow with a slot, or waiting for one.
-struct inbound {
-    struct nb_list link;
-    struct nb_flow *flow;
-    uint32_t granted; // blocks before this one are granted
-    int slot;         // -1: none yet
-};
-
 struct buffer {
     struct nb_flow *flow; // NULL: free
     uint32_t first;
@@ -84,9 +77,9 @@ struct mapped {
 struct rma {
     struct mapped mapped[MAPPED_MAX];
     int mapped_count;
-    struct nb_list inbound; // in the order they were added
-    struct inbound *slots[NB_SLOTS];
-    struct grant *spare;
+    struct nb_list inbound; // flows with a slot, or waiting for one, in the order they were added
+    struct nb_flow *slots[NB_SLOTS];
+    struct nb_pool grants;
     size_t buffer_bytes;
 };
 
@@ -96,6 +89,5 @@ static inline bool nb_is_rma(const struct nb_lanes *lanes) {
 
 // The mapped memory a range lies in, or -1.
 int nb_mapped_find(const struct nb_lanes *lanes, const void *base, size_t bytes);
-void nb_grants_free(struct grant *grant);
 
 #endif

@@ -1,20 +1,15 @@
 // The sender's side of credits on RMA lanes: what peers granted, and what is left of it.
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
+#include "base/pool.h"
 #include "transport/grants_internal.h"
 #include "transport/lanes.h"
 #include "transport/lanes_internal.h"
 #include "transport/transport.h"
 
 static void grants_put(struct nb_lanes *lanes, struct grant **head, const struct wire_grant *wire) {
-    struct grant *grant = lanes->rma->spare;
-    if (grant != NULL) {
-        lanes->rma->spare = grant->next;
-    } else {
-        grant = malloc(sizeof *grant);
-    }
+    struct grant *grant = nb_pool_get(&lanes->rma->grants);
     if (grant == NULL) {
         return; // nothing is sent there: the deadline reports it
     }
@@ -25,17 +20,12 @@ static void grants_put(struct nb_lanes *lanes, struct grant **head, const struct
     *head = grant;
 }
 
-static void grants_spare(struct nb_lanes *lanes, struct grant *grant) {
-    grant->next = lanes->rma->spare;
-    lanes->rma->spare = grant;
-}
-
 void nb_grants_out_added(struct nb_lanes *lanes, struct nb_flow *flow) {
     if (!nb_is_rma(lanes)) {
         return;
     }
     struct grant **at = &lanes->peers[flow->peer].rma->orphans;
-    struct grant **end = (struct grant **)&flow->grant;
+    struct grant **end = &flow->grants;
     while (*at != NULL) {
         struct grant *grant = *at;
         if (grant->wire.op != flow->op) {
@@ -61,7 +51,7 @@ static void *local_handle(const struct nb_lanes *lanes, int lane, const struct n
 bool nb_grants_use(struct nb_lanes *lanes, struct nb_flow *flow, int lane, uint32_t first, uint32_t *count,
                    struct nb_request *req) {
     struct rma_peer *rma = lanes->peers[flow->peer].rma;
-    for (struct grant *g = flow->grant; g != NULL; g = g->next) {
+    for (struct grant *g = flow->grants; g != NULL; g = g->next) {
         const struct remote_region *remote = &rma->remote[g->wire.region][lane];
         if (first < g->wire.first || first >= g->wire.first + g->wire.count || !remote->known) {
             continue;
@@ -84,7 +74,7 @@ void nb_grants_local(struct nb_lanes *lanes, int lane, struct nb_request *req) {
 }
 
 static struct grant *grant_of(const struct nb_flow *flow, uint32_t block) {
-    struct grant *g = flow->grant;
+    struct grant *g = flow->grants;
     while (g != NULL && (block < g->wire.first || block >= g->wire.first + g->wire.count)) {
         g = g->next;
     }
@@ -99,12 +89,12 @@ void nb_grants_unuse(struct nb_lanes *lanes, struct nb_flow *flow, struct nb_req
 }
 
 void nb_grants_sent(struct nb_lanes *lanes, struct nb_flow *flow) {
-    struct grant **at = (struct grant **)&flow->grant;
+    struct grant **at = &flow->grants;
     while (nb_is_rma(lanes) && *at != NULL) {
         struct grant *grant = *at;
         if (grant->left == 0) {
             *at = grant->next;
-            grants_spare(lanes, grant);
+            nb_pool_give(&lanes->rma->grants, grant);
         } else {
             at = &grant->next;
         }
@@ -123,16 +113,16 @@ void nb_grants_again(struct nb_lanes *lanes, struct nb_flow *flow, const struct 
         if (grant != NULL) {
             grant->left++; // it must not end before its other blocks have left
         } else {
-            grants_put(lanes, (struct grant **)&flow->grant, &wire);
+            grants_put(lanes, &flow->grants, &wire);
         }
     }
 }
 
 void nb_grants_out_over(struct nb_lanes *lanes, struct nb_flow *flow) {
-    while (nb_is_rma(lanes) && flow->grant != NULL) {
-        struct grant *grant = flow->grant;
-        flow->grant = grant->next;
-        grants_spare(lanes, grant);
+    while (nb_is_rma(lanes) && flow->grants != NULL) {
+        struct grant *grant = flow->grants;
+        flow->grants = grant->next;
+        nb_pool_give(&lanes->rma->grants, grant);
     }
 }
 
@@ -154,7 +144,7 @@ static void grants_known(struct nb_lanes *lanes, int peer_rank, const struct wir
         if (flow == NULL && wire->op <= lanes->peers[peer_rank].out_floor[nb_series(wire->op)]) {
             continue; // told again after a lane was lost, of an operation that is over here
         }
-        grants_put(lanes, flow != NULL ? (struct grant **)&flow->grant : &rma->orphans, wire);
+        grants_put(lanes, flow != NULL ? &flow->grants : &rma->orphans, wire);
     }
 }
 

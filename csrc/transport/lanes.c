@@ -4,7 +4,6 @@
 
 #include <errno.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "base/bits.h"
@@ -289,10 +288,7 @@ static int up_place(void *ctx, struct nb_lane *lane, int peer_rank, const struct
     }
     rc = flow->ops->memory(flow, frame->block, frame->blocks, iov);
     if (rc == 0) {
-        if (path->scratch == NULL) {
-            path->scratch = aligned_alloc(4096, NB_SCRATCH_BYTES(lanes->config.segment_bytes));
-        }
-        if (path->scratch == NULL || frame->bytes > lanes->config.segment_bytes + NB_SCRATCH_SLACK) {
+        if (frame->bytes > lanes->config.segment_bytes + NB_SCRATCH_SLACK) {
             return -ENOMEM;
         }
         iov[0] = (struct iovec){.iov_base = path->scratch, .iov_len = frame->bytes};
@@ -422,7 +418,7 @@ void nb_lanes_add(struct nb_lanes *lanes, struct nb_flow *flow, int64_t now_ns) 
     flow->bytes_moved = 0;
     flow->moved_ns = now_ns;
     flow->first_ns = 0;
-    flow->grant = NULL;
+    flow->grants = NULL;
     memset(flow->lane_bytes, 0, sizeof flow->lane_bytes[0] * (size_t)lanes->config.lanes);
     if (flow->dir == NB_FLOW_OUT) {
         flow->available = nb_bits_count(flow->map, flow->blocks);

@@ -29,6 +29,7 @@ struct nb_lanes;
 struct nb_flow;
 struct nb_run;
 struct nb_copy;
+struct grant;
 
 // What the owner of a flow (the engine; a test) answers. A run never crosses what `run_limit` allows.
 struct nb_flow_ops {
@@ -72,11 +73,15 @@ struct nb_flow {
     int64_t moved_ns; // when a block last moved
     int64_t first_ns; // when the first one landed
     uint64_t lane_bytes[NB_LANES_MAX];
-    void *grant;          // RMA: granted runs (out) or slots (in)
-    struct nb_run *runs;  // out: that left, and are not known to have landed
-    struct nb_copy *copy; // out: where small ones are sent from
-    bool acked;           // out: the peer has all of it
-    bool listed;          // out: the peer said that it does not, in the report that is being heard
+    struct grant *grants;    // RMA, out: room that the peer has given
+    struct nb_list granting; // RMA, in: in the order they were added, until all is there
+    uint32_t granted;        // RMA, in: blocks before this one are granted
+    int slot;                // RMA, in: -1: none yet
+    uint32_t reserved;       // out: how many runs are kept for it
+    struct nb_run *runs;     // out: that left, and are not known to have landed
+    struct nb_copy *copy;    // out: where small ones are sent from
+    bool acked;              // out: the peer has all of it
+    bool listed;             // out: the peer said that it does not, in the report that is being heard
 };
 
 struct nb_lanes_config {

@@ -3,6 +3,7 @@
 #ifndef NB_LANES_INTERNAL_H
 #define NB_LANES_INTERNAL_H
 
+#include "base/pool.h"
 #include "transport/lanes.h"
 
 enum {
@@ -93,7 +94,7 @@ struct nb_copy {
     uint16_t start[NB_COPY_BLOCKS + 1];
     bool waits; // it is among the peer's kept
     struct nb_copy *next;
-    unsigned char data[NB_COPY_MAX];
+    unsigned char data[]; // the lanes' copy_bytes
 };
 
 _Static_assert(NB_COPY_MAX <= UINT16_MAX, "start[] holds it");
@@ -146,10 +147,12 @@ struct nb_lanes {
     size_t window_bytes; // of one path
     struct peer *peers;
     struct rma *rma;
-    struct nb_run *runs_idle;
-    struct nb_list run_chunks;
+    struct nb_pool runs;
+    size_t runs_reserved;   // for flows that are not copied
+    uint32_t copied_blocks; // of the longest flow that was
+    char *copies;           // NB_COPIES_MAX, each memory that nobody touches before it is used
+    int copies_used;        // of these
     struct nb_copy *copies_idle;
-    int copies;
 };
 
 // What the lanes tell the scheduler.
@@ -170,6 +173,7 @@ void nb_lanes_reach(struct nb_lanes *lanes, int peer);
 void nb_lanes_unclaim(struct nb_flow *flow, const struct nb_frame *frame);
 
 // sent.c: out flows between the last byte that left and the peer's word that it is there.
+int nb_sent_init(struct nb_lanes *lanes, struct nb_error *err);
 void nb_sent_fini(struct nb_lanes *lanes);
 // A flow begins: it gets a copy when it is small and there is one.
 void nb_sent_begin(struct nb_lanes *lanes, struct nb_flow *flow);
@@ -209,7 +213,7 @@ void nb_pace_sent(struct path *path, size_t bytes);
 size_t nb_pace_segment(const struct nb_lanes *lanes, const struct peer *peer, int lane);
 
 // grants.c. On STREAM lanes each of these does nothing (use: true).
-void nb_grants_init(struct nb_lanes *lanes);
+int nb_grants_init(struct nb_lanes *lanes, struct nb_error *err);
 void nb_grants_fini(struct nb_lanes *lanes);
 int nb_grants_peer_open(struct nb_lanes *lanes, int peer, struct nb_error *err);
 void nb_grants_in_added(struct nb_lanes *lanes, struct nb_flow *flow);

@@ -57,7 +57,6 @@ int nb_lanes_open(struct nb_lanes **out, const struct nb_lanes_config *config, s
     lanes->config = *config;
     lanes->used = config->lanes;
     lanes->config.copy_bytes = config->copy_bytes < NB_COPY_MAX ? config->copy_bytes : NB_COPY_MAX;
-    nb_list_init(&lanes->run_chunks);
     // Where a peer grants what it has room for, half of that is on its way there while word of the other half comes back.
     size_t most = config->in_flight_max / (config->ops->kind == NB_LANE_RMA ? 2 : 1);
     size_t share = most / (size_t)config->lanes;
@@ -72,12 +71,15 @@ int nb_lanes_open(struct nb_lanes **out, const struct nb_lanes_config *config, s
         nb_list_init(&lanes->peers[p].out);
         nb_list_init(&lanes->peers[p].kept);
     }
-    nb_grants_init(lanes);
-    for (int i = 0; i < config->lanes; i++) {
+    rc = nb_sent_init(lanes, err);
+    if (rc == 0) {
+        rc = nb_grants_init(lanes, err);
+    }
+    for (int i = 0; rc == 0 && i < config->lanes; i++) {
         rc = lane_open(lanes, i, err);
-        if (rc < 0) {
-            goto err_close;
-        }
+    }
+    if (rc < 0) {
+        goto err_close;
     }
     *out = lanes;
     return 0;
@@ -101,8 +103,10 @@ void nb_lanes_address(const struct nb_lanes *lanes, void *out) {
 }
 
 static int path_open(struct nb_lanes *lanes, struct path *path, struct nb_error *err) {
+    bool reads = lanes->config.ops->kind == NB_LANE_STREAM; // what has no place of its own yet
     path->requests = calloc(NB_REQUESTS_PER_PATH, sizeof *path->requests);
-    if (path->requests == NULL) {
+    path->scratch = reads ? aligned_alloc(4096, NB_SCRATCH_BYTES(lanes->config.segment_bytes)) : NULL;
+    if (path->requests == NULL || (reads && path->scratch == NULL)) {
         return nb_fail(err, -ENOMEM, "requests of a lane");
     }
     for (int i = 0; i < NB_REQUESTS_PER_PATH; i++) {
@@ -110,7 +114,6 @@ static int path_open(struct nb_lanes *lanes, struct path *path, struct nb_error 
         path->idle = &path->requests[i];
     }
     path->open = true;
-    (void)lanes;
     return 0;
 }
 

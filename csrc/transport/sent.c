@@ -1,21 +1,17 @@
 // Out flows between the last byte that left and the peer's word that it is there: which run left on which lane, so that
 // a lost lane's are sent again, and copies of small flows, which are over as soon as they were sent.
+#include <errno.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/bits.h"
+#include "base/error.h"
 #include "base/list.h"
+#include "base/pool.h"
 #include "transport/lanes.h"
 #include "transport/lanes_internal.h"
 #include "transport/transport.h"
-
-enum { CHUNK_RUNS = 127 };
-
-struct chunk {
-    struct nb_list link;
-    struct nb_run runs[CHUNK_RUNS];
-};
 
 static size_t copy_op_bytes(const struct nb_flow *flow, uint32_t first, uint32_t count) {
     const struct nb_copy *copy = flow->owner;
@@ -49,28 +45,34 @@ static void forget_all(struct nb_lanes *lanes, struct nb_list *flows) {
     }
 }
 
+static size_t copy_stride(const struct nb_lanes *lanes) {
+    return (sizeof(struct nb_copy) + lanes->config.copy_bytes + 63) / 64 * 64;
+}
+
+int nb_sent_init(struct nb_lanes *lanes, struct nb_error *err) {
+    nb_pool_init(&lanes->runs, sizeof(struct nb_run));
+    if (lanes->config.copy_bytes == 0) {
+        return 0;
+    }
+    lanes->copies = malloc(NB_COPIES_MAX * copy_stride(lanes));
+    return lanes->copies != NULL ? 0 : nb_fail(err, -ENOMEM, "copies of %d small flows", NB_COPIES_MAX);
+}
+
 void nb_sent_fini(struct nb_lanes *lanes) {
     for (int p = 0; lanes->peers != NULL && p < lanes->config.lane.size; p++) {
         forget_all(lanes, &lanes->peers[p].out);
         forget_all(lanes, &lanes->peers[p].kept);
     }
-    NB_LIST_EACH_SAFE(it, nx, &lanes->run_chunks) {
-        free(NB_CONTAINER(it, struct chunk, link));
-    }
-    while (lanes->copies_idle != NULL) {
-        struct nb_copy *next = lanes->copies_idle->next;
-        free(lanes->copies_idle);
-        lanes->copies_idle = next;
-    }
+    nb_pool_fini(&lanes->runs);
+    free(lanes->copies);
 }
 
 static struct nb_copy *copy_get(struct nb_lanes *lanes) {
     struct nb_copy *copy = lanes->copies_idle;
     if (copy != NULL) {
         lanes->copies_idle = copy->next;
-    } else if (lanes->copies < NB_COPIES_MAX) {
-        copy = malloc(sizeof *copy);
-        lanes->copies += copy != NULL;
+    } else if (lanes->copies_used < NB_COPIES_MAX) {
+        copy = (struct nb_copy *)(void *)(lanes->copies + (size_t)lanes->copies_used++ * copy_stride(lanes));
     }
     return copy;
 }
@@ -94,15 +96,9 @@ static bool copy_plan(const struct nb_lanes *lanes, const struct nb_flow *flow, 
     return true;
 }
 
-void nb_sent_begin(struct nb_lanes *lanes, struct nb_flow *flow) {
-    flow->runs = NULL;
-    flow->copy = NULL;
-    flow->acked = false;
-    flow->listed = lanes->peers[flow->peer].hearing; // the report may have told of it before it was there
-    if (lanes->config.copy_bytes == 0 || flow->blocks > NB_COPY_BLOCKS) {
-        return;
-    }
-    struct nb_copy *copy = copy_get(lanes);
+static struct nb_copy *copy_make(struct nb_lanes *lanes, const struct nb_flow *flow) {
+    bool may = lanes->config.copy_bytes > 0 && flow->blocks <= NB_COPY_BLOCKS;
+    struct nb_copy *copy = may ? copy_get(lanes) : NULL;
     if (copy != NULL && !copy_plan(lanes, flow, copy)) {
         copy_give(lanes, copy);
         copy = NULL;
@@ -111,7 +107,24 @@ void nb_sent_begin(struct nb_lanes *lanes, struct nb_flow *flow) {
         memset(copy->taken, 0, nb_bits_words(flow->blocks) * sizeof copy->taken[0]);
         nb_list_init(&copy->flow.link);
     }
-    flow->copy = copy;
+    return copy;
+}
+
+// A run for each block that can be under way: blocks that leave need ask for no memory.
+static void runs_reserve(struct nb_lanes *lanes, struct nb_flow *flow) {
+    bool longer = flow->copy != NULL && flow->blocks > lanes->copied_blocks;
+    flow->reserved = flow->copy != NULL ? 0 : flow->blocks;
+    lanes->runs_reserved += flow->reserved;
+    lanes->copied_blocks = longer ? flow->blocks : lanes->copied_blocks;
+    (void)nb_pool_reserve(&lanes->runs, lanes->runs_reserved + (size_t)NB_COPIES_MAX * lanes->copied_blocks);
+}
+
+void nb_sent_begin(struct nb_lanes *lanes, struct nb_flow *flow) {
+    flow->runs = NULL;
+    flow->acked = false;
+    flow->listed = lanes->peers[flow->peer].hearing; // the report may have told of it before it was there
+    flow->copy = copy_make(lanes, flow);
+    runs_reserve(lanes, flow);
 }
 
 void nb_sent_copy(struct nb_flow *flow, uint32_t first, uint32_t count, struct nb_request *req) {
@@ -134,31 +147,8 @@ void nb_sent_copy(struct nb_flow *flow, uint32_t first, uint32_t count, struct n
     req->iov_count = 1;
 }
 
-static struct nb_run *run_get(struct nb_lanes *lanes) {
-    if (lanes->runs_idle == NULL) {
-        struct chunk *chunk = malloc(sizeof *chunk);
-        if (chunk == NULL) {
-            return NULL;
-        }
-        nb_list_init(&chunk->link);
-        nb_list_insert(&lanes->run_chunks, &chunk->link);
-        for (int i = 0; i < CHUNK_RUNS; i++) {
-            chunk->runs[i].next = lanes->runs_idle;
-            lanes->runs_idle = &chunk->runs[i];
-        }
-    }
-    struct nb_run *run = lanes->runs_idle;
-    lanes->runs_idle = run->next;
-    return run;
-}
-
-static void run_give(struct nb_lanes *lanes, struct nb_run *run) {
-    run->next = lanes->runs_idle;
-    lanes->runs_idle = run;
-}
-
 void nb_sent_add(struct nb_lanes *lanes, struct nb_flow *flow, int lane, const struct nb_request *req) {
-    struct nb_run *run = run_get(lanes);
+    struct nb_run *run = nb_pool_get(&lanes->runs);
     if (run == NULL) {
         return; // should this lane be lost too, the deadline names the peer
     }
@@ -201,8 +191,10 @@ void nb_sent_forget(struct nb_lanes *lanes, struct nb_flow *flow) {
     while (flow->runs != NULL) {
         struct nb_run *run = flow->runs;
         flow->runs = run->next;
-        run_give(lanes, run);
+        nb_pool_give(&lanes->runs, run);
     }
+    lanes->runs_reserved -= flow->reserved;
+    flow->reserved = 0;
     struct nb_copy *copy = flow->copy;
     flow->copy = NULL;
     if (copy != NULL) {
@@ -289,7 +281,7 @@ void nb_sent_again(struct nb_lanes *lanes, struct nb_flow *flow, uint64_t on_lan
         }
         *at = run->next;
         take_back(lanes, flow, run);
-        run_give(lanes, run);
+        nb_pool_give(&lanes->runs, run);
         any = true;
     }
     if (any && is_copy(flow)) {
@@ -308,7 +300,7 @@ void nb_sent_landed(struct nb_lanes *lanes, struct nb_flow *flow, uint64_t on_la
             continue;
         }
         *at = run->next;
-        run_give(lanes, run);
+        nb_pool_give(&lanes->runs, run);
     }
 }
 

@@ -1,4 +1,4 @@
-// Bitmaps, lists, errors and dtypes do what their headers say.
+// Bitmaps, lists, pools, errors and dtypes do what their headers say.
 #include <errno.h>
 #include <stdint.h>
 #include <string.h>
@@ -7,6 +7,7 @@
 #include "base/dtype.h"
 #include "base/error.h"
 #include "base/list.h"
+#include "base/pool.h"
 #include "check.h"
 
 static void test_bits(void) {
@@ -66,6 +67,51 @@ static void test_list(void) {
     CHECK(digits(&head) == 24, "the body may remove the node it is at; %d", digits(&head));
 }
 
+static void test_list_move(void) {
+    struct nb_list from;
+    struct nb_list to;
+    struct item items[4];
+    nb_list_init(&from);
+    nb_list_init(&to);
+    nb_list_move(&from, &to);
+    CHECK(nb_list_empty(&from) && nb_list_empty(&to), "nothing moves out of an empty list");
+    for (int i = 0; i < 4; i++) {
+        items[i].value = i + 1;
+        nb_list_insert(i < 2 ? &to : &from, &items[i].link);
+    }
+    nb_list_move(&from, &to);
+    CHECK(nb_list_empty(&from) && digits(&to) == 1234, "all come to the end; %d", digits(&to));
+    nb_list_move(&to, &from);
+    CHECK(nb_list_empty(&to) && digits(&from) == 1234, "and to an empty list; %d", digits(&from));
+}
+
+static void test_pool(void) {
+    enum { MANY = 1000 };
+    struct nb_pool pool;
+    uint64_t *items[MANY];
+    nb_pool_init(&pool, sizeof(uint64_t) * 3);
+    CHECK(nb_pool_reserve(&pool, 7) && pool.count >= 7, "%zu items", pool.count);
+    for (uint64_t round = 0; round < 3; round++) {
+        size_t count = pool.count;
+        for (size_t i = 0; i < MANY; i++) {
+            items[i] = nb_pool_get(&pool);
+            CHECK(items[i] != NULL, "item %zu", i);
+            items[i][0] = items[i][2] = i + round;
+        }
+        CHECK(round == 0 || pool.count == count, "%zu items, then %zu", count, pool.count);
+        for (size_t i = 0; i < MANY; i++) {
+            CHECK(items[i][0] == i + round && items[i][2] == i + round, "item %zu is another's too", i);
+            nb_pool_give(&pool, items[i]);
+        }
+    }
+    size_t count = pool.count;
+    CHECK(nb_pool_reserve(&pool, count) && pool.count == count, "there were as many: %zu, %zu", count, pool.count);
+    CHECK(nb_pool_reserve(&pool, count + 500) && pool.count >= count + 500, "%zu of %zu", pool.count, count + 500);
+    nb_pool_fini(&pool);
+    CHECK(pool.count == 0 && nb_pool_get(&pool) != NULL, "it can be used again");
+    nb_pool_fini(&pool);
+}
+
 static void test_error(void) {
     struct nb_error err = {0};
     errno = ECONNREFUSED;
@@ -108,6 +154,8 @@ static void test_dtype(void) {
 int main(void) {
     test_bits();
     test_list();
+    test_list_move();
+    test_pool();
     test_error();
     test_dtype();
     return 0;

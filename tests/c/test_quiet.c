@@ -1,0 +1,324 @@
+// The steady state, where the same operations come again and again: whoever drives a job's turns asks for no memory and
+// gives none back, and takes a lock only to take over what was submitted, to say that an operation is over, and around
+// its sleep. The linker puts the functions here in place of those that are watched (ctest.py, WRAPPED); what libfabric
+// does inside itself is not seen.
+#include <limits.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+#include "engine/internal.h"
+#include "stage.h"
+#include "sums.h"
+
+enum { WARM_UP = 3, ROUNDS = 5, MANY = 4, SMALL = 1000, MIDDLE = 30 * 1000, LONG = 100 * 1000, NOTED_MAX = 8 };
+enum { FIRST_WORDS = 4 }; // to two peers over two lanes: a connection makes room for what is said when something is
+
+struct plan {
+    const char *what;
+    const char *network; // as test_on() has it
+    const char *hosts;   // a letter for each rank; NULL: one host
+    int size;
+    int streams;
+    enum nb_algorithm algorithm;
+    bool elsewhere; // memory that is not the arena's
+    int locks;      // that an operation may cost each rank besides
+    int memory;     // calls that each rank may make
+    pthread_barrier_t meet;
+};
+
+struct calls {
+    _Atomic int count;
+    void *_Atomic from[NOTED_MAX];
+};
+
+// What drivers did between the rounds that warm up and the end.
+static struct {
+    _Atomic bool counts;
+    struct calls memory;
+    struct calls locks;
+    _Atomic int over; // operations
+} seen;
+
+// Of a thread.
+static _Thread_local struct {
+    struct nb_job *job; // whose turns it runs
+    int locks;          // that it may take
+} driver;
+
+extern const char __executable_start[];
+
+static void note(struct calls *calls, void *from) {
+    int at = atomic_fetch_add(&calls->count, 1);
+    if (at < NOTED_MAX) {
+        atomic_store(&calls->from[at], from);
+    }
+}
+
+static void check_calls(struct calls *calls, int most, const char *what, const char *where, int operations) {
+    int count = atomic_load(&calls->count);
+    for (int i = 0; count > most && i < count && i < NOTED_MAX; i++) { // for addr2line
+        printf("from %#tx\n", (const char *)atomic_load(&calls->from[i]) - __executable_start);
+    }
+    CHECK(count <= most, "%s: drivers %s %d times in %d operations, not %d", where, what, count, operations, most);
+}
+
+static void memory_seen(void *from) {
+    if (driver.job != NULL && atomic_load(&seen.counts)) {
+        note(&seen.memory, from);
+    }
+}
+
+static void lock_seen(void *from) {
+    if (driver.job == NULL || !atomic_load(&seen.counts) || atomic_load(&driver.job->asked)) {
+        return;
+    }
+    if (driver.locks > 0) {
+        driver.locks--;
+    } else {
+        note(&seen.locks, from);
+    }
+}
+
+void *__real_malloc(size_t bytes);
+void *__wrap_malloc(size_t bytes);
+void *__real_calloc(size_t count, size_t bytes);
+void *__wrap_calloc(size_t count, size_t bytes);
+void *__real_realloc(void *memory, size_t bytes);
+void *__wrap_realloc(void *memory, size_t bytes);
+void *__real_aligned_alloc(size_t align, size_t bytes);
+void *__wrap_aligned_alloc(size_t align, size_t bytes);
+int __real_posix_memalign(void **memory, size_t align, size_t bytes);
+int __wrap_posix_memalign(void **memory, size_t align, size_t bytes);
+void __real_free(void *memory);
+void __wrap_free(void *memory);
+int __real_pthread_mutex_lock(pthread_mutex_t *lock);
+int __wrap_pthread_mutex_lock(pthread_mutex_t *lock);
+void *__real_nb_job_main(void *job);
+void *__wrap_nb_job_main(void *job);
+void __real_nb_job_turn(struct nb_job *job, const struct nb_work *awaited, int sleep_ms);
+void __wrap_nb_job_turn(struct nb_job *job, const struct nb_work *awaited, int sleep_ms);
+void __real_nb_work_finish(struct nb_work *work, const struct nb_error *why);
+void __wrap_nb_work_finish(struct nb_work *work, const struct nb_error *why);
+void __real_nb_drive_sleep(struct nb_job *job, int sleep_ms);
+void __wrap_nb_drive_sleep(struct nb_job *job, int sleep_ms);
+void __real_nb_drive_lend(struct nb_job *job);
+void __wrap_nb_drive_lend(struct nb_job *job);
+
+void *__wrap_malloc(size_t bytes) {
+    memory_seen(__builtin_return_address(0));
+    return __real_malloc(bytes);
+}
+
+void *__wrap_calloc(size_t count, size_t bytes) {
+    memory_seen(__builtin_return_address(0));
+    return __real_calloc(count, bytes);
+}
+
+void *__wrap_realloc(void *memory, size_t bytes) {
+    memory_seen(__builtin_return_address(0));
+    return __real_realloc(memory, bytes);
+}
+
+void *__wrap_aligned_alloc(size_t align, size_t bytes) {
+    memory_seen(__builtin_return_address(0));
+    return __real_aligned_alloc(align, bytes);
+}
+
+int __wrap_posix_memalign(void **memory, size_t align, size_t bytes) {
+    memory_seen(__builtin_return_address(0));
+    return __real_posix_memalign(memory, align, bytes);
+}
+
+void __wrap_free(void *memory) {
+    if (memory != NULL) {
+        memory_seen(__builtin_return_address(0));
+    }
+    __real_free(memory);
+}
+
+int __wrap_pthread_mutex_lock(pthread_mutex_t *lock) {
+    lock_seen(__builtin_return_address(0));
+    return __real_pthread_mutex_lock(lock);
+}
+
+void *__wrap_nb_job_main(void *job) {
+    driver.job = job;
+    return __real_nb_job_main(job);
+}
+
+// Of a caller: the thread's own are in nb_job_main().
+void __wrap_nb_job_turn(struct nb_job *job, const struct nb_work *awaited, int sleep_ms) {
+    driver.job = job;
+    __real_nb_job_turn(job, awaited, sleep_ms);
+    driver.job = NULL;
+}
+
+void __wrap_nb_work_finish(struct nb_work *work, const struct nb_error *why) {
+    if (driver.job != NULL && atomic_load(&seen.counts)) {
+        atomic_fetch_add(&seen.over, 1);
+    }
+    driver.locks = 1;
+    __real_nb_work_finish(work, why);
+    driver.locks = 0;
+}
+
+void __wrap_nb_drive_sleep(struct nb_job *job, int sleep_ms) {
+    driver.locks = INT_MAX;
+    __real_nb_drive_sleep(job, sleep_ms);
+    driver.locks = 0;
+}
+
+// Where a caller has asked to drive, the thread sleeps.
+void __wrap_nb_drive_lend(struct nb_job *job) {
+    driver.locks = job->wanted ? INT_MAX : 0;
+    __real_nb_drive_lend(job);
+    driver.locks = 0;
+}
+
+// Each rank gives every other one a number, and to itself.
+static void exchange(struct test_rank *me, float *line, size_t each) {
+    size_t whole_line = each * (size_t)me->size;
+    struct nb_segment all = {.base = line, .bytes = 2 * whole_line * sizeof *line};
+    for (size_t i = 0; i < whole_line; i++) {
+        line[i] = given(me->rank, i);
+    }
+    test_do(me, test_op("exchange", NB_OP_ALLTOALL, &all));
+    for (size_t i = 0; i < whole_line; i++) {
+        float want = given((int)(i / each), (size_t)me->rank * each + i % each);
+        CHECK(line[whole_line + i] == want, "rank %d: [%zu] is %g", me->rank, i, (double)line[whole_line + i]);
+    }
+}
+
+// Some at once: they are agreed, and over, in any order.
+static void together(struct test_rank *me, char *base) {
+    struct nb_work *works[MANY];
+    for (int k = 0; k < MANY; k++) {
+        int which = (k + me->rank) % MANY;
+        struct nb_segment all = {.base = base + (size_t)which * LONG, .bytes = which % 2 == 0 ? SMALL : LONG};
+        char name[32];
+        snprintf(name, sizeof name, "together.%d", which);
+        memset(all.base, me->rank + 1, all.bytes);
+        struct nb_op op = test_op(name, NB_OP_ALLREDUCE, &all);
+        op.dtype = NB_U8;
+        works[which] = test_submit(me, op);
+    }
+    for (int which = 0; which < MANY; which++) {
+        test_done(me, works[which]);
+        const char *line = base + (size_t)which * LONG;
+        CHECK(line[SMALL - 1] == me->size * (me->size + 1) / 2, "rank %d, together %d: %d", me->rank, which, line[0]);
+    }
+}
+
+// Returns how many operations that were.
+static int one_round(struct test_rank *me, char *base) {
+    static const size_t counts[] = {SMALL, MIDDLE, LONG};
+    int done = 0;
+    for (int kind = NB_OP_ALLREDUCE; kind <= NB_OP_BROADCAST; kind++) {
+        for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
+            struct nb_op op = {.name = "again", .kind = (enum nb_op_kind)kind, .dtype = NB_F32, .root = 1};
+            op.awaited = i % 2 == 0;
+            one(me, op, base, counts[i], whole);
+            done++;
+        }
+    }
+    exchange(me, (float *)(void *)base, SMALL);
+    exchange(me, (float *)(void *)base, SMALL);
+    together(me, base);
+    test_barrier(me, "barrier");
+    return done + 2 + MANY + 1;
+}
+
+static void rank_main(struct test_rank *me) {
+    struct plan *plan = me->arg;
+    char *memory = plan->elsewhere ? malloc(ARENA_BYTES) : NULL;
+    char *base = arena_share(me);
+    int done = 0;
+    base = plan->elsewhere ? memory : base;
+    for (int i = 0; i < WARM_UP; i++) {
+        (void)one_round(me, base);
+    }
+    pthread_barrier_wait(&plan->meet);
+    atomic_store(&seen.counts, true);
+    pthread_barrier_wait(&plan->meet);
+    for (int i = 0; i < ROUNDS; i++) {
+        done += one_round(me, base);
+    }
+    pthread_barrier_wait(&plan->meet);
+    atomic_store(&seen.counts, false);
+    pthread_barrier_wait(&plan->meet);
+    done *= me->size;
+    if (me->rank == 0) {
+        CHECK(atomic_load(&seen.over) == done, "%s: of %d operations drivers ended %d", plan->what, done, seen.over);
+        check_calls(&seen.memory, plan->memory * me->size, "asked for memory or gave it back", plan->what, done);
+        check_calls(&seen.locks, plan->locks * done, "took a lock", plan->what, done);
+    }
+    pthread_barrier_wait(&plan->meet);
+    nb_job_close(me->job); // from here on nobody touches the memory
+    me->job = NULL;
+    free(memory);
+}
+
+// False: the network is not there.
+static bool run_plan(struct plan plan) {
+    struct test_rank like = test_on(plan.network);
+    like.size = plan.size;
+    like.streams = plan.streams;
+    like.algorithm = plan.algorithm;
+    like.shm = plan.hosts != NULL ? NB_SHM_REQUIRED : like.shm;
+    like.hosts = plan.hosts;
+    like.run = rank_main;
+    like.arg = &plan;
+    atomic_store(&seen.memory.count, 0);
+    atomic_store(&seen.locks.count, 0);
+    atomic_store(&seen.over, 0);
+    pthread_barrier_init(&plan.meet, NULL, (unsigned)plan.size);
+    bool there = test_job(&like) == 0;
+    pthread_barrier_destroy(&plan.meet);
+    return there;
+}
+
+// False: the network is not there.
+static bool lanes(const char *network) {
+    static const struct {
+        enum nb_algorithm algorithm;
+        const char *name;
+    } pinned[] = {{NB_ALGORITHM_STAR, "star"},
+                  {NB_ALGORITHM_DOUBLING, "doubling"},
+                  {NB_ALGORITHM_HALVING, "halving"},
+                  {NB_ALGORITHM_RING, "ring"}};
+    bool there = true;
+    for (size_t i = 0; there && i < sizeof pinned / sizeof pinned[0]; i++) {
+        struct plan plan = {.what = pinned[i].name, .network = network, .size = 3, .streams = 2};
+        plan.algorithm = pinned[i].algorithm;
+        plan.memory = strcmp(network, "tcp") == 0 ? FIRST_WORDS : 0;
+        plan.elsewhere = i % 2 == 1;
+        there = run_plan(plan);
+    }
+    return there;
+}
+
+// What a word says.
+int main(int argc, char **argv) {
+    const char *word = argc > 1 ? argv[1] : "tcp";
+    if (strcmp(word, "shm") == 0) {
+        // What an operation in shared memory moved is counted under the lock.
+        struct plan plan = {.what = "shared memory", .network = "shm", .size = 3, .streams = 1, .locks = 1};
+        plan.algorithm = NB_ALGORITHM_RING;
+        plan.memory = FIRST_WORDS;
+        (void)run_plan(plan);
+        plan.elsewhere = true;
+        (void)run_plan(plan);
+    } else if (strcmp(word, "hosts") == 0) {
+        struct plan plan = {.what = "two levels", .network = "tcp", .hosts = "aab", .size = 3, .streams = 2};
+        plan.algorithm = NB_ALGORITHM_TWO_LEVEL;
+        plan.locks = 1;
+        plan.memory = FIRST_WORDS;
+        (void)run_plan(plan);
+        plan.elsewhere = true;
+        (void)run_plan(plan);
+    } else if (!lanes(word)) {
+        SKIP("there is no libfabric");
+    }
+    return 0;
+}

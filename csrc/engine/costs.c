@@ -22,9 +22,10 @@ enum {
     SMALL_PART = 64, // bytes a rank: a step and nothing else
     LARGE_BYTES = 256 * 1024,
     LEVELS_BYTES = 1024 * 1024, // several pieces of a part
-    ADD_COUNT = 16 * 1024,      // float32
+    ADD_COUNT = 128 * 1024,     // float32: as cold as a line of some 100 KiB is
     ADDS = 8,
-    TRIES = 4 // then the larger ones count whole
+    PASSES = 2, // at least, some time apart: ranks may share a processor for a while
+    TRIES = 5   // then the larger ones count whole
 };
 
 // What is summed, in this order; the second of two is the larger one.
@@ -34,8 +35,8 @@ struct costs { // of rank 0
     bool busy;
     bool done;
     enum sums now;
-    int left; // of these sums
-    int tries;
+    int left;   // of these sums
+    int passes; // of the two of which it is one
     int64_t began_ns;
     int64_t least_ns[SUMS]; // what else runs on these hosts only adds to a time
 };
@@ -81,16 +82,23 @@ static void begin(struct nb_job *job, enum sums which) {
     struct costs *c = job->costs;
     c->now = which;
     c->left = number_of(which);
-    c->least_ns[which] = INT64_MAX;
     order(job);
+}
+
+// The smaller ones, then the larger ones, and both again.
+static void begin_pair(struct nb_job *job, enum sums small) {
+    job->costs->passes = 0;
+    job->costs->least_ns[small] = INT64_MAX;
+    job->costs->least_ns[small + 1] = INT64_MAX;
+    begin(job, small);
 }
 
 void nb_costs_begin(struct nb_job *job) {
     job->costs->busy = true;
-    begin(job, RING_SMALL);
+    begin_pair(job, RING_SMALL);
 }
 
-// A byte added to another, in this rank's caches.
+// A byte added to another, in this rank's memory.
 static double adding_ns(void) {
     float *memory = calloc((size_t)2 * ADD_COUNT, sizeof(float));
     nb_reduce_fn add = nb_reduce_kernel(nb_reduce_best(), NB_F32, NB_SUM);
@@ -141,10 +149,10 @@ void nb_costs_finished(struct nb_job *job) {
         order(job);
     } else if (is_small(c->now)) {
         begin(job, c->now + 1);
-    } else if (c->least_ns[c->now] <= c->least_ns[c->now - 1] && ++c->tries < TRIES) { // too much else runs: once more
+    } else if (++c->passes < PASSES || (c->least_ns[c->now] <= c->least_ns[c->now - 1] && c->passes < TRIES)) {
         begin(job, c->now - 1);
     } else if (c->now == RING_LARGE && nb_local_hosts(job) > 1) {
-        begin(job, LEVELS_SMALL);
+        begin_pair(job, LEVELS_SMALL);
     } else {
         conclude(job);
     }
@@ -175,19 +183,27 @@ static enum nb_algorithm pinned(const struct nb_job *job, size_t bytes) {
     return star || levels ? NB_ALGORITHM_RING : asked;
 }
 
-enum nb_algorithm nb_costs_choose(struct nb_job *job, size_t bytes) {
+static enum nb_algorithm choose(const struct nb_job *job, const struct nb_costs *costs, size_t bytes) {
+    int hosts = nb_local_hosts(job);
     if (job->config.algorithm != NB_ALGORITHM_NONE) {
         return pinned(job, bytes);
     }
     if (nb_local_everywhere(job)) {
         return NB_ALGORITHM_RING;
     }
+    if (hosts > 1 && costs->levels_ns == 0 && bytes >= PROBE_FROM_BYTES) {
+        return NB_ALGORITHM_TWO_LEVEL; // nothing is known yet but that the wire carries fewer bytes
+    }
+    return nb_choose(costs, job->size, hosts, bytes);
+}
+
+enum nb_algorithm nb_costs_choose(const struct nb_job *job, size_t bytes) {
+    return choose(job, &job->info.costs, bytes); // which only who drives writes
+}
+
+enum nb_algorithm nb_costs_guess(struct nb_job *job, size_t bytes) {
     pthread_mutex_lock(&job->lock);
     struct nb_costs costs = job->info.costs;
     pthread_mutex_unlock(&job->lock);
-    int hosts = nb_local_hosts(job);
-    if (hosts > 1 && costs.levels_ns == 0 && bytes >= PROBE_FROM_BYTES) {
-        return NB_ALGORITHM_TWO_LEVEL; // nothing is known yet but that the wire carries fewer bytes
-    }
-    return nb_choose(&costs, job->size, hosts, bytes);
+    return choose(job, &costs, bytes);
 }

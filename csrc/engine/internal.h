@@ -359,8 +359,9 @@ void nb_costs_begin(struct nb_job *job);
 void nb_costs_finished(struct nb_job *job);
 void nb_costs_heard(struct nb_job *job, const struct nb_costs *found);
 void nb_costs_wire(struct nb_job *job, double bytes_per_ns);
-// How an all-reduce of so many bytes would travel now. Of any thread.
-enum nb_algorithm nb_costs_choose(struct nb_job *job, size_t bytes);
+// How an all-reduce of so many bytes would travel now: of whoever drives, and of any thread.
+enum nb_algorithm nb_costs_choose(const struct nb_job *job, size_t bytes);
+enum nb_algorithm nb_costs_guess(struct nb_job *job, size_t bytes);
 
 // The interfaces that lanes are spread over.
 struct binds {

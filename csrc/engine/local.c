@@ -197,19 +197,12 @@ static bool staged_steps(struct local *l, struct nb_work *work) {
     return moved;
 }
 
-static void finish(struct local *l, struct nb_work *work) {
-    struct nb_job *job = l->job;
+static void finish(struct nb_work *work) {
     nb_list_remove(&work->local.link);
     if (work->quiet) {
-        nb_probe_finished(job, work);
+        nb_probe_finished(work->comm->job, work);
         return;
     }
-    pthread_mutex_lock(&job->lock);
-    job->info.shm_bytes += work->local.bytes_in + work->local.bytes_out;
-    job->info.shm_staged_bytes += work->local.staged ? work->local.bytes_in : 0;
-    job->info.bytes_out += work->out.bytes_moved;
-    job->info.bytes_in += work->in.bytes_moved;
-    pthread_mutex_unlock(&job->lock);
     nb_work_finish(work, NULL);
 }
 
@@ -222,7 +215,7 @@ static bool finish_next(struct local *l) {
             (!work->local.staged && NB_LEAST(l, l->size, done) <= work->local.index)) {
             break;
         }
-        finish(l, work);
+        finish(work);
         any = true;
     }
     return any;

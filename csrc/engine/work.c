@@ -183,7 +183,7 @@ static enum nb_algorithm algorithm_likely(const struct nb_comm *comm, const stru
     if (op->kind != NB_OP_ALLREDUCE) {
         return nb_run_only(op->kind);
     }
-    return comm->size > 1 ? nb_costs_choose(comm->job, nb_work_line(op)) : NB_ALGORITHM_RING;
+    return comm->size > 1 ? nb_costs_guess(comm->job, nb_work_line(op)) : NB_ALGORITHM_RING;
 }
 
 int nb_work_make(struct nb_comm *comm, const struct nb_op *op, struct nb_work **out, struct nb_error *err) {
@@ -366,6 +366,8 @@ static void bytes_count(struct nb_work *work, struct nb_job_info *info) {
         info->bytes_in += nb_work_flow(work, i)->bytes_moved;
         info->bytes_out += nb_work_flow(work, i + 1)->bytes_moved;
     }
+    info->shm_bytes += work->local.bytes_in + work->local.bytes_out;
+    info->shm_staged_bytes += work->local.staged ? work->local.bytes_in : 0;
 }
 
 void nb_work_finish(struct nb_work *work, const struct nb_error *why) {
@@ -384,7 +386,7 @@ void nb_work_finish(struct nb_work *work, const struct nb_error *why) {
         return;
     }
     pthread_mutex_lock(&job->lock);
-    if (why == NULL && !work->local.taken) { // local.c counts its own
+    if (why == NULL) {
         bytes_count(work, &job->info);
     }
     nb_list_remove(&work->by_key.link);

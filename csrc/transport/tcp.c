@@ -286,6 +286,12 @@ static int tcp_peer_open(struct nb_lane *base, int peer, const unsigned char *ad
     if (bytes == 0 || bytes > NB_SOCK_TEXT || addr[bytes - 1] != 0) {
         return nb_fail_peer(err, NB_EWIRE, peer, "rank %d gave no address for lane %d", peer, base->index);
     }
+    if (conn->messages == NULL) {
+        conn->messages = calloc(MESSAGES, sizeof *conn->messages);
+    }
+    if (conn->messages == NULL) {
+        return nb_fail_peer(err, -ENOMEM, peer, "lane %d: messages for rank %d", base->index, peer);
+    }
     int rc = nb_sock_parse((const char *)addr, &conn->to, err);
     if (rc < 0 || peer > conn->lane->config.rank || conn->state != NONE) {
         return rc;
@@ -334,9 +340,6 @@ static int tcp_post(struct nb_lane *base, struct nb_request *request) {
 
 static int tcp_message(struct nb_lane *base, int peer, const void *data, size_t bytes) {
     struct conn *conn = conn_of(base, peer);
-    if (conn->messages == NULL) {
-        conn->messages = calloc(MESSAGES, sizeof *conn->messages);
-    }
     if (conn->messages == NULL || conn->state != OPEN || conn->mute || conn->message_count == MESSAGES ||
         bytes > NB_LANE_MESSAGE_MAX) {
         conn->refused = true;

@@ -204,6 +204,7 @@ static void conn_ready(struct nb_watch *watch, uint32_t events) {
         greeting_ready(conn);
         break;
     case OPEN:
+        conn->ahead = 0;
         if ((events & EPOLLOUT) != 0) {
             nb_tcp_write(conn);
         }
@@ -333,8 +334,7 @@ static int tcp_post(struct nb_lane *base, struct nb_request *request) {
         return -EAGAIN;
     }
     nb_tcp_segment(conn, request);
-    // The write happens from the loop: the socket is writable, so it comes at once and never recurses.
-    nb_tcp_want(conn);
+    nb_tcp_write_ahead(conn);
     return 0;
 }
 

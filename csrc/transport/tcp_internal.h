@@ -62,6 +62,8 @@ struct conn {
     bool out_is_message;
     bool refused; // post said -EAGAIN: writable() is owed
     bool mute;    // sending failed
+    bool writing; // the loop has called for more
+    size_t ahead; // bytes written since the loop last told of this connection
     // in
     struct header in_header;
     size_t header_got;
@@ -97,6 +99,9 @@ void nb_tcp_lost(struct conn *conn, int code, const char *what);
 void nb_tcp_read(struct conn *conn);
 // Writes until the kernel has enough, pulling the next segment each time one is out.
 void nb_tcp_write(struct conn *conn);
+// After a segment was put on its way: as much of it as the kernel takes now, so that it need not wait for the loop. `sent`
+// may be called for it. Bounded: what comes in must be read as well.
+void nb_tcp_write_ahead(struct conn *conn);
 // Puts a segment, or the next message, on its way; nothing else may be.
 void nb_tcp_segment(struct conn *conn, struct nb_request *request);
 void nb_tcp_next_message(struct conn *conn);

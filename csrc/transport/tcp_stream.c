@@ -67,6 +67,8 @@ void nb_tcp_reset(struct conn *conn) {
     conn->in_payload = false;
     conn->held = false;
     conn->mute = false;
+    conn->writing = false;
+    conn->ahead = 0;
 }
 
 void nb_tcp_lost(struct conn *conn, int code, const char *what) {
@@ -210,6 +212,16 @@ static void out_begin(struct conn *conn, struct header header) {
     conn->out.iov[0] = (struct iovec){.iov_base = &conn->out_header, .iov_len = sizeof conn->out_header};
 }
 
+static ssize_t out_send(struct conn *conn) {
+    struct msghdr msg = {.msg_iov = &conn->out.iov[conn->out.at],
+                         .msg_iovlen = (size_t)(conn->out.count - conn->out.at)};
+    ssize_t n = sendmsg(conn->watch.fd, &msg, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (n > 0) {
+        pieces_skip(&conn->out, (size_t)n);
+    }
+    return n;
+}
+
 static void message_sent(struct conn *conn) {
     conn->out_is_message = false;
     conn->message_head++;
@@ -225,11 +237,7 @@ void nb_tcp_next_message(struct conn *conn) {
 
 void nb_tcp_message_now(struct conn *conn) {
     nb_tcp_next_message(conn);
-    struct msghdr msg = {.msg_iov = conn->out.iov, .msg_iovlen = (size_t)conn->out.count};
-    ssize_t n = sendmsg(conn->watch.fd, &msg, MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (n > 0) { // a failure shows again when the loop writes
-        pieces_skip(&conn->out, (size_t)n);
-    }
+    (void)out_send(conn); // a failure shows again when the loop writes
     if (pieces_left(&conn->out) == 0) {
         message_sent(conn);
     }
@@ -279,24 +287,35 @@ static void write_failed(struct conn *conn, int code) {
 
 void nb_tcp_write(struct conn *conn) {
     size_t budget = WRITE_BUDGET;
+    conn->writing = true;
     while (conn->state == OPEN && nb_tcp_pending(conn) && !conn->mute && budget > 0) {
-        struct msghdr msg = {.msg_iov = &conn->out.iov[conn->out.at],
-                             .msg_iovlen = (size_t)(conn->out.count - conn->out.at)};
-        ssize_t n = sendmsg(conn->watch.fd, &msg, MSG_DONTWAIT | MSG_NOSIGNAL);
+        ssize_t n = out_send(conn);
         if (n < 0 && errno != EAGAIN && errno != EINTR) {
+            conn->writing = false;
             write_failed(conn, -errno);
             return;
         }
         if (n < 0) {
             break;
         }
-        pieces_skip(&conn->out, (size_t)n);
         budget = (size_t)n < budget ? budget - (size_t)n : 0;
         if (pieces_left(&conn->out) == 0) {
             out_next(conn);
         }
     }
+    conn->writing = false;
     if (conn->state == OPEN) {
+        nb_tcp_want(conn);
+    }
+}
+
+void nb_tcp_write_ahead(struct conn *conn) {
+    ssize_t n = conn->ahead < WRITE_BUDGET && !conn->writing ? out_send(conn) : 0;
+    conn->ahead += n > 0 ? (size_t)n : 0;
+    if (pieces_left(&conn->out) == 0) {
+        out_end(conn);
+    }
+    if (conn->state == OPEN && !conn->writing) { // a failure shows again when the loop writes
         nb_tcp_want(conn);
     }
 }

@@ -411,6 +411,9 @@ static void run_suite(struct suite *suite, int seeds, const char *seed) {
         if (suite->ops->kind == NB_LANE_STREAM) {
             probe_segments(&probe);
         }
+        if (strcmp(suite->ops->name, "tcp") == 0) {
+            probe_ahead(&probe);
+        }
         probe_close(&probe);
         test_priorities(suite, (uint64_t)i);
         test_late_receiver(suite, (uint64_t)i);

@@ -22,7 +22,7 @@ enum {
     SMALL_PART = 64, // bytes a rank: a step and nothing else
     LARGE_BYTES = 256 * 1024,
     LEVELS_BYTES = 1024 * 1024, // several pieces of a part
-    ADD_COUNT = 128 * 1024,     // float32: as cold as a line of some 100 KiB is
+    ADD_COUNT = 512 * 1024,     // float32: more than a processor's own caches hold
     ADDS = 8,
     PASSES = 2, // at least, some time apart: ranks may share a processor for a while
     TRIES = 5   // then the larger ones count whole
@@ -100,17 +100,22 @@ void nb_costs_begin(struct nb_job *job) {
 
 // A byte added to another, in this rank's memory.
 static double adding_ns(void) {
-    float *memory = calloc((size_t)2 * ADD_COUNT, sizeof(float));
+    const size_t bytes = ADD_COUNT * sizeof(float);
+    float *memory = malloc(2 * bytes);
     nb_reduce_fn add = nb_reduce_kernel(nb_reduce_best(), NB_F32, NB_SUM);
     int64_t best = INT64_MAX;
-    for (int i = 0; memory != NULL && i < ADDS; i++) {
+    if (memory == NULL) {
+        return 0;
+    }
+    memset(memory, 1, 2 * bytes); // what nobody has written may be one page of zeros, again and again
+    for (int i = 0; i < ADDS; i++) {
         int64_t began = nb_now_ns();
         add(memory, &memory[ADD_COUNT], ADD_COUNT);
         int64_t took = nb_now_ns() - began;
         best = took < best ? took : best;
     }
     free(memory);
-    return best == INT64_MAX ? 0 : (double)best / (ADD_COUNT * (double)sizeof(float));
+    return (double)best / (double)bytes;
 }
 
 // At most, where a step alone took longer.
@@ -139,6 +144,12 @@ static void conclude(struct nb_job *job) {
     nb_agree_release(job);
 }
 
+static bool again(struct costs *c) {
+    bool busy = c->least_ns[c->now] <= c->least_ns[c->now - 1]; // too much else runs
+    c->passes++;
+    return c->passes < (busy ? TRIES : PASSES);
+}
+
 void nb_costs_finished(struct nb_job *job) {
     struct costs *c = job->costs;
     int64_t took = nb_now_ns() - c->began_ns;
@@ -149,7 +160,7 @@ void nb_costs_finished(struct nb_job *job) {
         order(job);
     } else if (is_small(c->now)) {
         begin(job, c->now + 1);
-    } else if (++c->passes < PASSES || (c->least_ns[c->now] <= c->least_ns[c->now - 1] && c->passes < TRIES)) {
+    } else if (again(c)) {
         begin(job, c->now - 1);
     } else if (c->now == RING_LARGE && nb_local_hosts(job) > 1) {
         begin_pair(job, LEVELS_SMALL);

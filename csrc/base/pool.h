@@ -18,7 +18,7 @@ struct nb_pool {
 void nb_pool_init(struct nb_pool *pool, size_t item_bytes);
 // Items that are out are gone too.
 void nb_pool_fini(struct nb_pool *pool);
-// So many in all, whose memory is touched when they are first given out. False: there is no memory.
+// So many in all. False: there is no memory.
 bool nb_pool_reserve(struct nb_pool *pool, size_t count);
 // Not cleared. NULL: there is no memory.
 void *nb_pool_get(struct nb_pool *pool);

@@ -22,6 +22,15 @@ int nb_algorithm_find(const char *name) {
     return -1;
 }
 
+bool nb_costs_possible(const struct nb_costs *costs) {
+    const double each[] = {costs->alpha_ns, costs->beta_ns, costs->gamma_ns, costs->levels_ns, costs->levels_byte_ns};
+    bool all = true;
+    for (size_t i = 0; i < sizeof each / sizeof each[0]; i++) {
+        all = all && each[i] >= 0 && each[i] <= 1e12; // no NaN is
+    }
+    return all;
+}
+
 double nb_cost_ns(const struct nb_costs *costs, enum nb_algorithm algorithm, int size, int hosts, size_t bytes) {
     int levels = 0;
     while (2 << levels <= size) {

@@ -2,6 +2,7 @@
 #ifndef NB_COLL_CHOOSE_H
 #define NB_COLL_CHOOSE_H
 
+#include <stdbool.h>
 #include <stddef.h>
 
 // How an operation travels. The numbers stand in the record.
@@ -27,6 +28,9 @@ struct nb_costs {
     double levels_ns;      // of two levels beside what their bytes cost; 0: nothing is known
     double levels_byte_ns; // of a byte there, beside its time on the wire
 };
+
+// Whether they are numbers that can have been measured: 0 to 1000 s each.
+bool nb_costs_possible(const struct nb_costs *costs);
 
 // The time of an all-reduce of `bytes` among `size` ranks (alpha, beta, gamma as above, p ranks, S bytes, L = log2 p):
 // ring 2(p-1) alpha + 2(p-1)/p S beta, its sums hidden behind the wire; doubling L (alpha + S beta + S gamma) and two

@@ -1,5 +1,5 @@
 // What a step and a byte cost on this job's lanes: measured once, at its first all-reduce that leaves a choice, by a few
-// sums of its own in a ring, one after the other. Rank 0 orders them and tells all ranks what came out.
+// sums of its own, one after the other, in a ring and where that is possible in two levels. Rank 0 orders them and tells all ranks what came out.
 #include <errno.h>
 #include <pthread.h>
 #include <stdbool.h>
@@ -21,8 +21,8 @@
 enum {
     SMALL_PART = 64, // bytes a rank: a step and nothing else
     LARGE_BYTES = 256 * 1024,
-    LEVELS_BYTES = 1024 * 1024, // several pieces of a part
-    ADD_COUNT = 512 * 1024,     // float32: more than a processor's own caches hold
+    LEVELS_PIECES = 4,
+    ADD_COUNT = 512 * 1024, // float32: more than a processor's own caches hold
     ADDS = 8,
     PASSES = 2, // at least, some time apart: ranks may share a processor for a while
     TRIES = 5   // then the larger ones count whole
@@ -52,7 +52,7 @@ void nb_costs_close(struct nb_job *job) {
 
 bool nb_costs_wanted(const struct nb_job *job, const struct desc *desc) {
     return job->config.algorithm == NB_ALGORITHM_NONE && !job->costs->done && desc->kind == NB_OP_ALLREDUCE &&
-           desc->bytes > 0 && desc->bytes < PROBE_FROM_BYTES && !nb_local_everywhere(job);
+           desc->bytes > 0 && (desc->bytes < PROBE_FROM_BYTES || nb_local_hosts(job) > 1) && !nb_local_everywhere(job);
 }
 
 bool nb_costs_busy(const struct nb_job *job) {
@@ -68,11 +68,16 @@ static int number_of(enum sums which) {
     return is_small(which) ? 10 : 6;
 }
 
+// In two levels, so many that what is done in memory can hide behind the wire; in the ring as many, to compare.
+static uint64_t large_bytes(const struct nb_job *job) {
+    uint64_t pieces = LEVELS_PIECES * nb_local_piece_bytes(job);
+    return pieces < LARGE_BYTES ? LARGE_BYTES : pieces < PROBE_FROM_BYTES ? pieces : PROBE_FROM_BYTES;
+}
+
 static void order(struct nb_job *job) {
     struct costs *c = job->costs;
-    const size_t large = nb_local_hosts(job) > 1 ? LEVELS_BYTES : LARGE_BYTES;
     struct wire_probe sum = {.lanes = (uint32_t)nb_lanes_used(job->lanes),
-                             .bytes = is_small(c->now) ? (uint64_t)SMALL_PART * (uint64_t)job->size : large,
+                             .bytes = is_small(c->now) ? (uint64_t)SMALL_PART * (uint64_t)job->size : large_bytes(job),
                              .algorithm = c->now < LEVELS_SMALL ? NB_ALGORITHM_RING : NB_ALGORITHM_TWO_LEVEL};
     c->began_ns = nb_now_ns();
     nb_probe_order(job, &sum);
@@ -127,7 +132,7 @@ static void conclude(struct nb_job *job) {
     struct costs *c = job->costs;
     double p = (double)job->size;
     double hosts = (double)nb_local_hosts(job);
-    double bytes = hosts > 1 ? LEVELS_BYTES : LARGE_BYTES;
+    double bytes = (double)large_bytes(job);
     double ring_ns = beyond(c->least_ns[RING_LARGE], c->least_ns[RING_SMALL]);
     struct nb_costs found = {.alpha_ns = (double)c->least_ns[RING_SMALL] / (2 * (p - 1) + 1), // the order is a step too
                              .beta_ns = ring_ns / (2 * (p - 1) / p * bytes),
@@ -180,7 +185,7 @@ void nb_costs_heard(struct nb_job *job, const struct nb_costs *found) {
 // The probe of streams has measured the wire better.
 void nb_costs_wire(struct nb_job *job, double bytes_per_ns) {
     pthread_mutex_lock(&job->lock);
-    if (bytes_per_ns > 0 && job->info.costs.levels_ns == 0) { // two levels were compared with the ring as it was
+    if (bytes_per_ns > 0) {
         job->info.costs.beta_ns = 1 / bytes_per_ns;
         job->costs_new = job->info.costs.alpha_ns > 0;
     }
@@ -201,9 +206,6 @@ static enum nb_algorithm choose(const struct nb_job *job, const struct nb_costs 
     }
     if (nb_local_everywhere(job)) {
         return NB_ALGORITHM_RING;
-    }
-    if (hosts > 1 && costs->levels_ns == 0 && bytes >= PROBE_FROM_BYTES) {
-        return NB_ALGORITHM_TWO_LEVEL; // nothing is known yet but that the wire carries fewer bytes
     }
     return nb_choose(costs, job->size, hosts, bytes);
 }

@@ -208,7 +208,8 @@ struct nb_job {
     bool *peer_open;          // by rank: lanes were opened
     unsigned char *addresses; // all ranks' lane addresses
 
-    // Whoever drives takes it where something is asked for, where an operation is over, and around its sleep: never else.
+    // In the steady state whoever drives takes it where something is asked for, where an operation is over, and around its
+    // sleep: never else.
     pthread_mutex_t lock; // guards the fields down to the blank line
     pthread_cond_t finished;
     _Atomic bool asked;           // there is something in the inbox or in maps, or aborting. Read without the lock too

@@ -345,6 +345,10 @@ int nb_local_hosts(const struct nb_job *job) {
     return job->local != NULL && job->local->rails != NULL ? job->local->hosts : 1;
 }
 
+size_t nb_local_piece_bytes(const struct nb_job *job) {
+    return nb_local_hosts(job) > 1 ? (size_t)job->local->parts * nb_two_level_piece(job->local) : 0;
+}
+
 bool nb_local_takes(const struct nb_job *job, enum nb_op_kind kind) {
     return nb_local_everywhere(job) && kind != NB_OP_BARRIER && kind != NB_OP_ALLTOALL;
 }

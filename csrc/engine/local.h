@@ -9,7 +9,7 @@
 // line).
 //
 // In a job of several hosts, where some have several ranks, an all-reduce takes two levels: see twolevel.h. All other
-// operations, and small ones, take the network between all ranks there.
+// operations take the network between all ranks there.
 #ifndef NB_ENGINE_LOCAL_H
 #define NB_ENGINE_LOCAL_H
 
@@ -70,11 +70,13 @@ void nb_local_sleep(const struct nb_job *job);
 bool nb_local_takes(const struct nb_job *job, enum nb_op_kind kind);
 // The hosts of the job where an all-reduce can take two levels, else 1: alike on all ranks.
 int nb_local_hosts(const struct nb_job *job);
+// Of a line that takes two levels, what all owners of a host have under way in one ring each; 0 where none can.
+size_t nb_local_piece_bytes(const struct nb_job *job);
 // True: the operation is taken, and finishes by nb_local_progress().
 bool nb_local_start(struct nb_work *work);
 // Ends it here and keeps the others off its memory.
 void nb_local_cancel(struct nb_work *work);
-// Moves what can be moved, some hundred KiB at most. True: something has moved.
+// Moves what can be moved, a few MiB at most. True: something has moved.
 bool nb_local_progress(struct nb_job *job);
 // Before the thread sleeps: false where something has moved since.
 bool nb_local_arm(struct nb_job *job);

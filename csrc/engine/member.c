@@ -281,6 +281,16 @@ static void probe_heard(struct nb_job *job, enum control_type type, const unsign
     }
 }
 
+static void costs_heard(struct nb_job *job, const unsigned char *body) {
+    struct nb_costs costs;
+    memcpy(&costs, body, sizeof costs);
+    if (nb_costs_possible(&costs)) {
+        nb_costs_heard(job, &costs);
+    } else {
+        nb_job_wire_fail(job, 0, "costs that are impossible");
+    }
+}
+
 void nb_member_message(struct nb_job *job, enum control_type type, const unsigned char *body, size_t bytes) {
     struct wire_refuse refuse;
     char text[NB_ERROR_TEXT] = {0};
@@ -308,9 +318,7 @@ void nb_member_message(struct nb_job *job, enum control_type type, const unsigne
     } else if (type == CTL_PROBE || type == CTL_STREAMS) {
         probe_heard(job, type, body);
     } else if (type == CTL_COSTS) {
-        struct nb_costs costs;
-        memcpy(&costs, body, sizeof costs);
-        nb_costs_heard(job, &costs);
+        costs_heard(job, body);
     } else if (type == CTL_NOTICE) {
         memcpy(text, body, bytes);
         nb_job_notify(job, text);

@@ -1,10 +1,10 @@
 // streams=auto: what 1, 2, 4, 8, 16 lanes of this job move, measured once, at its first large transfer, by sums of its
 // own over memory of its own. Rank 0 orders; the smallest count within 2 % of the best is used from then on.
 #include <errno.h>
+#include <fcntl.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "base/arena.h"
 #include "base/clock.h"
@@ -118,7 +118,7 @@ static int memory_open(struct nb_job *job, struct nb_error *err) {
     int rc = nb_arena_open(arena, (size_t)PROBE_SLOTS * PROBE_BYTES_MAX, err);
     rc = rc == 0 ? nb_lanes_map(job->lanes, arena->base, arena->bytes, err) : rc;
     if (rc == 0 && nb_local_hosts(job) > 1 && arena->fd >= 0) {
-        nb_local_map(job, arena->base, arena->bytes, dup(arena->fd));
+        nb_local_map(job, arena->base, arena->bytes, fcntl(arena->fd, F_DUPFD_CLOEXEC, 0));
     }
     return rc;
 }

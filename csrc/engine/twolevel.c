@@ -320,6 +320,10 @@ void nb_two_level_cancel(struct local *l, struct nb_work *work) {
     }
 }
 
+size_t nb_two_level_piece(const struct local *l) {
+    return l->rails->piece_blocks * nb_share_block_bytes(l);
+}
+
 uint64_t nb_two_level_moved(const struct local *l) {
     const struct rails *rails = l->rails;
     uint64_t bytes = rails->moved;

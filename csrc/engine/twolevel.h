@@ -16,6 +16,7 @@
 #define NB_ENGINE_TWOLEVEL_H
 
 #include <stdbool.h>
+#include <stddef.h>
 
 #include "base/error.h"
 #include "engine/local_share.h"
@@ -34,6 +35,8 @@ bool nb_two_level_done(const struct local *local, const struct nb_work *work);
 void nb_two_level_landed(struct nb_work *ring);
 // Ends the rings of an operation. Nothing touches its memory any more from here.
 void nb_two_level_cancel(struct local *local, struct nb_work *work);
+// Bytes of a whole piece.
+size_t nb_two_level_piece(const struct local *local);
 // Bytes that rings have moved so far.
 uint64_t nb_two_level_moved(const struct local *local);
 // Whether a ring of the operation is under way; then work->in.peer and work->out.peer are whom it waits for.

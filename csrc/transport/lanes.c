@@ -143,15 +143,10 @@ static bool path_post(struct nb_lanes *lanes, struct peer *peer, int lane) {
 static bool path_pull(struct nb_lanes *lanes, struct peer *peer, int lane) {
     struct path *path = &peer->paths[lane];
     if (path->pulling) {
-        path->pull_again = true;
         return false;
     }
-    bool took = false;
     path->pulling = true;
-    do {
-        path->pull_again = false;
-        took = path_post(lanes, peer, lane) || took;
-    } while (path->pull_again);
+    bool took = path_post(lanes, peer, lane);
     path->pulling = false;
     return took;
 }
@@ -167,7 +162,7 @@ void nb_lanes_push(struct nb_lanes *lanes, int peer_rank, int64_t now_ns) {
             int lane = (peer->next_lane + i) % reach;
             moved = path_pull(lanes, peer, lane) || moved;
         }
-        peer->next_lane = reach > 0 ? (peer->next_lane + 1) % reach : 0;
+        peer->next_lane = moved && reach > 0 ? (peer->next_lane + 1) % reach : peer->next_lane;
     }
 }
 

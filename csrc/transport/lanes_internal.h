@@ -46,7 +46,6 @@ struct path {
     bool refused; // post said -EAGAIN; writable() will come
     bool held;    // the lane stopped reading: a segment of an operation not known yet
     bool pulling; // no recursion through sent()
-    bool pull_again;
     bool placing_scratch;
     bool echo_due;    // a sign is owed to the peer
     bool ask_due;     // one is asked for, but the lane did not take the question

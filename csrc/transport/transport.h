@@ -65,7 +65,7 @@ struct nb_request {
     unsigned char lane_private[96]; // the lane's: its context, its place in a queue
 };
 
-// What a lane tells lanes.c, on the driving thread, from inside progress() or a watch of the loop.
+// What a lane tells lanes.c, on the driving thread, from inside progress(), post() or a watch of the loop.
 struct nb_lane_up {
     // STREAM: a header came. Fills iov with exactly frame->bytes of memory and returns the count; -EAGAIN: not known yet,
     // the lane stops reading from this peer until resume(); any other failure: the lane is given up.

@@ -195,6 +195,7 @@ static void check_end_of(const struct plan *plan, int rank, pid_t pid) {
 
 static void run_plan(struct plan plan) {
     struct test_rank like = {.transport = plan.transport,
+                             .algorithm = NB_ALGORITHM_TWO_LEVEL,
                              .size = RANKS,
                              .streams = plan.streams,
                              .timeout_ms = plan.blow == STOP ? QUICK_MS : LONG_MS,

@@ -41,6 +41,7 @@ static struct {
 static _Thread_local struct {
     struct nb_job *job; // whose turns it runs
     int locks;          // that it may take
+    bool lends;         // it is where it hands over the driving
 } driver;
 
 extern const char __executable_start[];
@@ -69,6 +70,9 @@ static void memory_seen(void *from) {
 static void lock_seen(void *from) {
     if (driver.job == NULL || !atomic_load(&seen.counts) || atomic_load(&driver.job->asked)) {
         return;
+    }
+    if (driver.lends && driver.job->wanted) { // a caller has asked to drive: the thread sleeps here
+        driver.locks = INT_MAX;
     }
     if (driver.locks > 0) {
         driver.locks--;
@@ -166,10 +170,10 @@ void __wrap_nb_drive_sleep(struct nb_job *job, int sleep_ms) {
     driver.locks = 0;
 }
 
-// Where a caller has asked to drive, the thread sleeps.
 void __wrap_nb_drive_lend(struct nb_job *job) {
-    driver.locks = job->wanted ? INT_MAX : 0;
+    driver.lends = true;
     __real_nb_drive_lend(job);
+    driver.lends = false;
     driver.locks = 0;
 }
 

@@ -1,5 +1,6 @@
 // What a step and a byte cost on this job's lanes: measured once, at its first all-reduce that leaves a choice, by a few
-// sums of its own, one after the other, in a ring and where that is possible in two levels. Rank 0 orders them and tells all ranks what came out.
+// sums of its own, one after the other, in a ring and, where that is possible, in two levels. Rank 0 orders them and tells
+// all ranks what came out.
 #include <errno.h>
 #include <pthread.h>
 #include <stdbool.h>

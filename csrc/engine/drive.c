@@ -2,7 +2,8 @@
 // thread when its operation is over, and a small one is over before a thread would be awake.
 //
 // A caller takes the place of a thread that sleeps, which sees it when it wakes. One that is in a turn is told, and steps
-// aside after it. The thread comes back a moment after the last caller has left. Whoever drives is the job's communication thread for as long, in all that is said of it.
+// aside after it. The thread comes back a moment after the last caller has left. Whoever drives is the job's communication
+// thread for as long, in all that is said of it.
 #include <errno.h>
 #include <pthread.h>
 #include <stdbool.h>

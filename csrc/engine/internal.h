@@ -245,11 +245,9 @@ struct nb_job {
     bool failed;
     struct suspicion *suspicions; // by rank
     int64_t next_ping_ns;
-    int64_t ticked_ns;    // when time was last looked at
-    int64_t next_tick_ns; // when it is looked at again
-    int64_t moved_ns;     // when something last moved
-    uint64_t *mask;       // cached operations submitted since the last flush
-    size_t mask_words;
+    int64_t ticked_ns;     // when time was last looked at
+    int64_t next_tick_ns;  // when it is looked at again
+    int64_t moved_ns;      // when something last moved
     struct member *member; // what this rank knows of the agreement
     struct agree *agree;   // rank 0: what it knows of all
     struct probe *probe;

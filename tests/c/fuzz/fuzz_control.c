@@ -1,5 +1,6 @@
 // Feeds a job the control messages of a broken peer, between operations of its own. The first byte says which rank the
-// job is, and whether its small sums travel with the agreement; then messages: type, two bytes of length, body. A type above 19 goes out as raw bytes, without a header.
+// job is, and whether its small sums travel with the agreement; then messages: type, two bytes of length, body. A type
+// above 19 goes out as raw bytes, without a header.
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>

@@ -1,5 +1,7 @@
 // streams=auto: what 1, 2, 4, 8, 16 lanes of this job move, measured once, at its first large transfer, by sums of its
-// own over memory of its own. Rank 0 orders; the smallest count within 2 % of the best is used from then on.
+// own over memory of its own. Rank 0 orders; the smallest count within 2 % of the best is used from then on. The counts
+// take turns, a window each: a machine or a link that is slower for a second is so for all of them, and of each count the
+// two fastest windows hold.
 #include <errno.h>
 #include <fcntl.h>
 #include <stdint.h>
@@ -21,13 +23,19 @@
 #include "transport/transport.h"
 
 enum {
-    PROBE_SLOTS = 3, // sums under way at once, so that lanes never run dry between two
-    PROBE_BYTES_MAX = 8 * 1024 * 1024,
+    PROBE_SLOTS = 2,                    // sums under way at once, so that lanes never run dry between two
+    PROBE_BYTES_MAX = 16 * 1024 * 1024, // together more than caches hold, as gradients are
     PROBE_BYTES_MIN = 1024 * 1024,
     WINDOW_NS = 50 * 1000 * 1000,
-    COUNT_NS = 500 * 1000 * 1000, // the longest that one count is measured
+    COUNT_NS = 500 * 1000 * 1000, // the longest that one count is measured, all its turns together
     AGREE_PERCENT = 5,
     GOOD_PERCENT = 2
+};
+
+// A number of lanes, and what it moved in its two fastest windows, the faster one first.
+struct count {
+    struct nb_probe_point fast[2];
+    int64_t spent_ns;
 };
 
 struct probe {
@@ -36,18 +44,17 @@ struct probe {
     bool busy;
     bool done;
     // rank 0
-    int lanes; // being measured
-    bool settled;
-    int under_way;
-    uint64_t bytes;              // of a sum
-    uint64_t landed;             // bytes of the sums that are over
-    uint64_t begun;              // bytes that had landed when the window began
-    int64_t count_ns;            // when this count began
-    int64_t window_ns;           // when this window began
-    int windows;                 // of this count, so far
-    struct nb_probe_point last;  // window
-    struct nb_probe_point found; // the last two together
-    struct wire_streams result;
+    struct count counts[NB_PROBE_MAX];
+    int count;
+    int at;            // the count whose turn it is
+    bool counting;     // in the window that counts, not in the one before it
+    bool over;         // the window is; what is still under way lands
+    int under_way;     // sums
+    uint64_t bytes;    // of a sum
+    uint64_t landed;   // bytes of the sums that are over
+    uint64_t begun;    // bytes that had landed when the window began
+    int64_t turn_ns;   // when this turn began
+    int64_t window_ns; // and this window
 };
 
 int nb_probe_open(struct nb_job *job, struct nb_error *err) {
@@ -84,29 +91,31 @@ void nb_probe_order(struct nb_job *job, struct wire_probe *sum) {
 static void order(struct nb_job *job, uint32_t slot) {
     struct probe *p = job->probe;
     struct wire_probe sum = {
-        .lanes = (uint32_t)p->lanes, .slot = slot, .bytes = p->bytes, .algorithm = NB_ALGORITHM_RING};
+        .lanes = (uint32_t)1 << p->at, .slot = slot, .bytes = p->bytes, .algorithm = NB_ALGORITHM_RING};
     p->under_way++;
     nb_probe_order(job, &sum);
 }
 
-static void count_begin(struct nb_job *job, int lanes) {
+static void turn_begin(struct nb_job *job, int at) {
     struct probe *p = job->probe;
-    p->lanes = lanes;
-    p->settled = false;
-    p->last = (struct nb_probe_point){.lanes = lanes};
-    p->windows = 0;
-    p->count_ns = nb_now_ns();
-    p->window_ns = p->count_ns;
-    p->begun = p->landed;
+    p->at = at;
+    p->counting = false;
+    p->over = false;
+    p->turn_ns = nb_now_ns();
+    p->window_ns = p->turn_ns;
     for (uint32_t slot = 0; slot < PROBE_SLOTS && !job->failed; slot++) {
         order(job, slot);
     }
 }
 
 void nb_probe_begin(struct nb_job *job) {
-    job->probe->busy = true;
-    job->probe->bytes = PROBE_BYTES_MIN;
-    count_begin(job, 1);
+    struct probe *p = job->probe;
+    p->busy = true;
+    p->bytes = PROBE_BYTES_MIN;
+    while (p->count < NB_PROBE_MAX && 1 << p->count <= job->info.streams_open) {
+        p->count++;
+    }
+    turn_begin(job, 0);
 }
 
 // Memory of its own, which the lanes know, and the ranks of this host.
@@ -184,19 +193,43 @@ static uint32_t choose(const struct wire_streams *result) {
     return 1;
 }
 
-static void count_end(struct nb_job *job) {
+static struct nb_probe_point together(const struct count *count, int lanes) {
+    return (struct nb_probe_point){.lanes = lanes,
+                                   .bytes = count->fast[0].bytes + count->fast[1].bytes,
+                                   .ns = count->fast[0].ns + count->fast[1].ns};
+}
+
+static void probe_end(struct nb_job *job) {
     struct probe *p = job->probe;
-    p->result.points[p->result.count++] = p->found;
-    int next = p->lanes * 2;
-    if (next <= job->info.streams_open && p->result.count < NB_PROBE_MAX) {
-        count_begin(job, next);
-        return;
+    struct wire_streams result = {.count = (uint32_t)p->count};
+    for (int i = 0; i < p->count; i++) {
+        result.points[i] = together(&p->counts[i], 1 << i);
     }
-    p->result.used = choose(&p->result);
+    result.used = choose(&result);
     p->busy = false;
-    nb_control_broadcast(job, CTL_STREAMS, &p->result, sizeof p->result);
-    nb_probe_streams(job, &p->result);
+    nb_control_broadcast(job, CTL_STREAMS, &result, sizeof result);
+    nb_probe_streams(job, &result);
     nb_agree_release(job);
+}
+
+// Known: two windows agree, or its time is up.
+static bool is_known(const struct count *count) {
+    double enough = rate_of(&count->fast[0]) * (100 - AGREE_PERCENT) / 100;
+    return (count->fast[1].ns > 0 && rate_of(&count->fast[1]) >= enough) || count->spent_ns >= COUNT_NS;
+}
+
+// A turn is over, and nothing is under way: the next one is of the next count that is not known yet.
+static void turn_end(struct nb_job *job) {
+    struct probe *p = job->probe;
+    p->counts[p->at].spent_ns += nb_now_ns() - p->turn_ns;
+    for (int i = 1; i <= p->count; i++) {
+        int at = (p->at + i) % p->count;
+        if (!is_known(&p->counts[at])) {
+            turn_begin(job, at);
+            return;
+        }
+    }
+    probe_end(job);
 }
 
 // Bytes that have landed here, those of unfinished sums too: sums end in bunches, bytes do not.
@@ -209,23 +242,20 @@ static uint64_t landed_now(const struct nb_job *job) {
     return bytes;
 }
 
-// A window ends: settled when it agrees with the one before, or when time is up; what the two have moved counts. The
-// first is not compared: it may live on credit that shapers and buffers had saved.
+// The first window of a turn does not count: it may live on credit that shapers and buffers had saved.
 static void window_end(struct nb_job *job, int64_t now) {
     struct probe *p = job->probe;
+    struct count *count = &p->counts[p->at];
     uint64_t landed = landed_now(job);
-    struct nb_probe_point window = {.lanes = p->lanes, .bytes = landed - p->begun, .ns = now - p->window_ns};
-    double before = rate_of(&p->last);
-    double low = before * (100 - AGREE_PERCENT) / 100;
-    double high = before * (100 + AGREE_PERCENT) / 100;
-    bool agrees = ++p->windows > 2 && rate_of(&window) >= low && rate_of(&window) <= high;
-    p->settled = agrees || now - p->count_ns >= COUNT_NS;
-    p->found = window;
-    if (p->windows > 2) {
-        p->found.bytes += p->last.bytes;
-        p->found.ns += p->last.ns;
+    struct nb_probe_point window = {.bytes = landed - p->begun, .ns = now - p->window_ns};
+    if (p->counting && rate_of(&window) > rate_of(&count->fast[0])) {
+        count->fast[1] = count->fast[0];
+        count->fast[0] = window;
+    } else if (p->counting && rate_of(&window) > rate_of(&count->fast[1])) {
+        count->fast[1] = window;
     }
-    p->last = window;
+    p->over = p->counting;
+    p->counting = true;
     p->begun = landed;
     p->window_ns = now;
 }
@@ -245,15 +275,15 @@ void nb_probe_finished(struct nb_job *job, struct nb_work *work) {
     int64_t now = nb_now_ns();
     p->under_way--;
     p->landed += landed;
-    if (!p->settled && now - p->window_ns >= WINDOW_NS) {
+    if (!p->over && now - p->window_ns >= WINDOW_NS) {
         window_end(job, now);
-    } else if (!p->settled && p->bytes < PROBE_BYTES_MAX && now - p->count_ns < WINDOW_NS) {
+    } else if (!p->counting && p->bytes < PROBE_BYTES_MAX) {
         p->bytes *= 2; // a sum that is over this soon is too small to fill the lanes
     }
-    if (!p->settled) {
+    if (!p->over) {
         order(job, slot);
     } else if (p->under_way == 0) {
-        count_end(job);
+        turn_end(job);
     }
 }
 

@@ -1,4 +1,4 @@
-// The plain TCP network: a lane is one connection to each peer. Segments are pulled one at a time, with little unsent
+// The plain TCP network: a lane is a connection to each peer, and one from it. Segments are pulled one at a time, with little unsent
 // data in the kernel (TCP_NOTSENT_LOWAT), so that a slow connection never holds more than it can move.
 #include <errno.h>
 #include <netinet/tcp.h>
@@ -27,8 +27,6 @@ enum {
     HELLO_MAGIC = 0x4e424c41 // "NBLA"
 };
 
-static void conn_ready(struct nb_watch *watch, uint32_t events);
-
 static void tune(struct tcp_lane *lane, int fd) {
     int lowat = NOTSENT_BYTES;
     nb_sock_tune(fd, lane->config.timeout_ms);
@@ -49,18 +47,17 @@ static int hello_send(struct tcp_lane *lane, int fd, int peer) {
 }
 
 // 1: the other side is rank *peer of this job; 0: more to come; negative: not one of us.
-static int hello_read(struct conn *conn, int *peer) {
-    struct tcp_lane *lane = conn->lane;
-    char *at = (char *)&conn->hello + conn->hello_got;
-    ssize_t n = recv(conn->watch.fd, at, sizeof conn->hello - conn->hello_got, MSG_DONTWAIT);
+static int hello_read(const struct tcp_lane *lane, int fd, struct greeting *greeting, int *peer) {
+    const struct hello *hello = &greeting->hello;
+    char *at = (char *)&greeting->hello + greeting->got;
+    ssize_t n = recv(fd, at, sizeof *hello - greeting->got, MSG_DONTWAIT);
     if (n <= 0) {
         return n < 0 && (errno == EAGAIN || errno == EINTR) ? 0 : -ECONNRESET;
     }
-    conn->hello_got += (size_t)n;
-    if (conn->hello_got < sizeof conn->hello) {
+    greeting->got += (size_t)n;
+    if (greeting->got < sizeof *hello) {
         return 0;
     }
-    const struct hello *hello = &conn->hello;
     if (hello->magic != HELLO_MAGIC || hello->rank >= (uint32_t)lane->config.size ||
         hello->lane != (uint32_t)lane->base.index) {
         return NB_EAUTH;
@@ -74,37 +71,43 @@ static int hello_read(struct conn *conn, int *peer) {
     return 1;
 }
 
-static void stranger_drop(struct conn *conn) {
-    nb_list_remove(&conn->link);
-    conn->lane->stranger_count--;
-    nb_tcp_shut(conn);
-    free(conn);
+static void stranger_drop(struct stranger *stranger) {
+    nb_list_remove(&stranger->link);
+    stranger->lane->stranger_count--;
+    nb_tcp_shut(stranger->lane, &stranger->watch);
+    free(stranger);
 }
 
-static void stranger_ready(struct conn *conn) {
-    struct tcp_lane *lane = conn->lane;
+static void in_ready(struct nb_watch *watch, uint32_t events) {
+    (void)events;
+    struct conn *conn = NB_CONTAINER(watch, struct conn, in_watch);
+    conn->ahead = 0;
+    nb_tcp_read(conn);
+}
+
+static void stranger_ready(struct nb_watch *watch, uint32_t events) {
+    (void)events;
+    struct stranger *stranger = NB_CONTAINER(watch, struct stranger, watch);
+    struct tcp_lane *lane = stranger->lane;
     int peer = NB_NO_PEER;
-    int rc = hello_read(conn, &peer);
+    int rc = hello_read(lane, watch->fd, &stranger->greeting, &peer);
     if (rc == 0) {
         return;
     }
     struct conn *known = rc > 0 ? &lane->conns[peer] : NULL;
-    if (known == NULL || peer <= lane->config.rank || known->state != NONE) {
-        stranger_drop(conn);
+    if (known == NULL || peer == lane->config.rank || known->gone || known->in_watch.fd >= 0) {
+        stranger_drop(stranger);
         return;
     }
-    int fd = conn->watch.fd;
-    nb_loop_remove(lane->config.loop, &conn->watch);
-    conn->watch.fd = -1;
-    stranger_drop(conn);
-    known->watch.fd = fd;
-    known->state = OPEN;
+    int fd = watch->fd;
+    nb_loop_remove(lane->config.loop, watch);
+    watch->fd = -1;
+    stranger_drop(stranger);
+    known->in_watch.fd = fd;
     struct nb_error err = {0};
-    if (nb_loop_add(lane->config.loop, &known->watch, EPOLLIN, &err) < 0 || hello_send(lane, fd, peer) < 0) {
+    if (nb_loop_add(lane->config.loop, &known->in_watch, EPOLLIN, &err) < 0 || hello_send(lane, fd, peer) < 0) {
         nb_tcp_lost(known, -ECONNRESET, "greeting failed");
-        return;
     }
-    lane->config.up->writable(lane->config.up_ctx, &lane->base, peer);
 }
 
 static void listener_ready(struct nb_watch *watch, uint32_t events) {
@@ -112,8 +115,8 @@ static void listener_ready(struct nb_watch *watch, uint32_t events) {
     struct tcp_lane *lane = NB_CONTAINER(watch, struct tcp_lane, listener);
     int64_t now = nb_now_ns();
     NB_LIST_EACH_SAFE(it, nx, &lane->strangers) {
-        struct conn *old = NB_CONTAINER(it, struct conn, link);
-        if (now > old->retry_until_ns) {
+        struct stranger *old = NB_CONTAINER(it, struct stranger, link);
+        if (now > old->until_ns) {
             stranger_drop(old);
         }
     }
@@ -121,25 +124,22 @@ static void listener_ready(struct nb_watch *watch, uint32_t events) {
     if (fd < 0) {
         return;
     }
-    struct conn *conn = lane->stranger_count < STRANGERS_MAX ? calloc(1, sizeof *conn) : NULL;
-    if (conn == NULL) {
+    struct stranger *stranger = lane->stranger_count < STRANGERS_MAX ? calloc(1, sizeof *stranger) : NULL;
+    if (stranger == NULL) {
         close(fd);
         return;
     }
     struct nb_error err = {0};
     tune(lane, fd);
-    conn->lane = lane;
-    conn->peer = NB_NO_PEER;
-    conn->state = STRANGER;
-    conn->retry_until_ns = now + (int64_t)HELLO_MS * 1000000;
-    conn->watch.fd = fd;
-    conn->watch.ready = conn_ready;
-    nb_list_insert(&lane->strangers, &conn->link);
+    stranger->lane = lane;
+    stranger->until_ns = now + (int64_t)HELLO_MS * 1000000;
+    stranger->watch = (struct nb_watch){.fd = fd, .ready = stranger_ready};
+    nb_list_insert(&lane->strangers, &stranger->link);
     lane->stranger_count++;
-    if (nb_loop_add(lane->config.loop, &conn->watch, EPOLLIN, &err) < 0) {
+    if (nb_loop_add(lane->config.loop, &stranger->watch, EPOLLIN, &err) < 0) {
         close(fd);
-        conn->watch.fd = -1;
-        stranger_drop(conn);
+        stranger->watch.fd = -1;
+        stranger_drop(stranger);
     }
 }
 
@@ -152,35 +152,34 @@ static int conn_connect(struct conn *conn, struct nb_error *err) {
         return fd;
     }
     tune(lane, fd);
-    conn->watch.fd = fd;
+    conn->out_watch.fd = fd;
     conn->state = CONNECTING;
-    conn->hello_got = 0;
-    int rc = nb_loop_add(lane->config.loop, &conn->watch, EPOLLOUT, err);
+    int rc = nb_loop_add(lane->config.loop, &conn->out_watch, EPOLLOUT, err);
     if (rc < 0) {
         close(fd);
-        conn->watch.fd = -1;
+        conn->out_watch.fd = -1;
         conn->state = NONE;
     }
     return rc;
 }
 
 static void connecting_ready(struct conn *conn) {
-    int rc = nb_sock_connected(conn->watch.fd);
+    int rc = nb_sock_connected(conn->out_watch.fd);
     if (rc == 0) {
-        rc = hello_send(conn->lane, conn->watch.fd, conn->peer);
+        rc = hello_send(conn->lane, conn->out_watch.fd, conn->peer);
     }
     if (rc < 0) {
         nb_tcp_lost(conn, rc, "connect failed");
         return;
     }
     conn->state = GREETING;
-    nb_tcp_want(conn);
+    nb_tcp_want_out(conn);
 }
 
 static void greeting_ready(struct conn *conn) {
     struct tcp_lane *lane = conn->lane;
     int peer = NB_NO_PEER;
-    int rc = hello_read(conn, &peer);
+    int rc = hello_read(lane, conn->out_watch.fd, &conn->greeting, &peer);
     if (rc < 0 || (rc > 0 && peer != conn->peer)) {
         nb_tcp_lost(conn, rc < 0 ? rc : NB_EAUTH, "greeting refused");
     } else if (rc > 0) {
@@ -189,13 +188,26 @@ static void greeting_ready(struct conn *conn) {
     }
 }
 
-static void conn_ready(struct nb_watch *watch, uint32_t events) {
-    struct conn *conn = NB_CONTAINER(watch, struct conn, watch);
+// Nothing ever comes in on the connection that goes out, but its end.
+static void open_ready(struct conn *conn, uint32_t events) {
+    conn->ahead = 0;
+    if ((events & EPOLLOUT) != 0) {
+        nb_tcp_write(conn);
+    }
+    if (conn->state == OPEN && !conn->mute && (events & (EPOLLIN | EPOLLERR | EPOLLHUP)) != 0) {
+        char byte;
+        ssize_t n = recv(conn->out_watch.fd, &byte, 1, MSG_DONTWAIT);
+        bool later = n < 0 && (errno == EAGAIN || errno == EINTR);
+        if (!later) {
+            nb_tcp_muted(conn, n < 0 ? -errno : n > 0 ? NB_EWIRE : 0);
+        }
+    }
+}
+
+static void out_ready(struct nb_watch *watch, uint32_t events) {
+    struct conn *conn = NB_CONTAINER(watch, struct conn, out_watch);
     switch (conn->state) {
     case NONE:
-        break;
-    case STRANGER:
-        stranger_ready(conn);
         break;
     case CONNECTING:
         connecting_ready(conn);
@@ -204,13 +216,7 @@ static void conn_ready(struct nb_watch *watch, uint32_t events) {
         greeting_ready(conn);
         break;
     case OPEN:
-        conn->ahead = 0;
-        if ((events & EPOLLOUT) != 0) {
-            nb_tcp_write(conn);
-        }
-        if (conn->state == OPEN && (events & (EPOLLIN | EPOLLERR | EPOLLHUP)) != 0) {
-            nb_tcp_read(conn);
-        }
+        open_ready(conn, events);
         break;
     }
 }
@@ -221,10 +227,11 @@ static void tcp_close(struct nb_lane *base) {
     }
     struct tcp_lane *lane = NB_CONTAINER(base, struct tcp_lane, base);
     NB_LIST_EACH_SAFE(it, nx, &lane->strangers) {
-        stranger_drop(NB_CONTAINER(it, struct conn, link));
+        stranger_drop(NB_CONTAINER(it, struct stranger, link));
     }
     for (int i = 0; i < lane->config.size; i++) {
-        nb_tcp_shut(&lane->conns[i]);
+        nb_tcp_shut(lane, &lane->conns[i].out_watch);
+        nb_tcp_shut(lane, &lane->conns[i].in_watch);
         free(lane->conns[i].messages);
     }
     if (lane->listener.fd >= 0) {
@@ -252,9 +259,8 @@ static int tcp_open(const struct nb_lane_config *config, struct nb_lane **out, s
     for (int i = 0; i < config->size; i++) {
         conns[i].lane = lane;
         conns[i].peer = i;
-        conns[i].watch.fd = -1;
-        conns[i].watch.ready = conn_ready;
-        nb_list_init(&conns[i].link);
+        conns[i].out_watch = (struct nb_watch){.fd = -1, .ready = out_ready};
+        conns[i].in_watch = (struct nb_watch){.fd = -1, .ready = in_ready};
     }
     lane->listener.fd = nb_sock_listen(&lane->addr, config->ports, BACKLOG, err);
     if (lane->listener.fd < 0) {
@@ -294,14 +300,16 @@ static int tcp_peer_open(struct nb_lane *base, int peer, const unsigned char *ad
         return nb_fail_peer(err, -ENOMEM, peer, "lane %d: messages for rank %d", base->index, peer);
     }
     int rc = nb_sock_parse((const char *)addr, &conn->to, err);
-    if (rc < 0 || peer > conn->lane->config.rank || conn->state != NONE) {
+    if (rc < 0 || conn->state != NONE) {
         return rc;
     }
+    conn->gone = false; // one that came and went before this rank wanted it comes again, or is refused there
     return conn_connect(conn, err);
 }
 
 static bool tcp_peer_ready(const struct nb_lane *base, int peer) {
-    return conn_of(base, peer)->state == OPEN;
+    const struct conn *conn = conn_of(base, peer);
+    return conn->state == OPEN && conn->in_watch.fd >= 0;
 }
 
 static void tcp_peer_close(struct nb_lane *base, int peer) {
@@ -352,15 +360,15 @@ static int tcp_message(struct nb_lane *base, int peer, const void *data, size_t 
     if (!nb_tcp_pending(conn)) {
         nb_tcp_message_now(conn);
     }
-    nb_tcp_want(conn);
+    nb_tcp_want_out(conn);
     return 0;
 }
 
 static void tcp_resume(struct nb_lane *base, int peer) {
     struct conn *conn = conn_of(base, peer);
-    if (conn->state == OPEN && conn->held) {
+    if (conn->in_watch.fd >= 0 && conn->held) {
         conn->held = false;
-        nb_tcp_want(conn);
+        nb_tcp_want_in(conn);
         nb_tcp_read(conn);
     }
 }

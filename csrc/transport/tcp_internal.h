@@ -33,7 +33,7 @@ struct message {
     unsigned char data[NB_LANE_MESSAGE_MAX];
 };
 
-enum state { NONE, CONNECTING, GREETING, OPEN, STRANGER };
+enum state { NONE, CONNECTING, GREETING, OPEN };
 
 // A cursor over scattered memory.
 struct pieces {
@@ -42,17 +42,24 @@ struct pieces {
     int at;
 };
 
+// A hello that is being read.
+struct greeting {
+    struct hello hello;
+    size_t got;
+};
+
+// The two connections with a peer. What goes out travels on the one that this rank has made, what comes in on the one that
+// the peer has made: where data goes one way only, no acknowledgement waits behind data, and the sender's estimate of the
+// network is of the network.
 struct conn {
-    struct nb_watch watch;
     struct tcp_lane *lane;
-    struct nb_list link; // among the lane's strangers
-    enum state state;
     int peer;
-    struct nb_sockaddr to;
-    int64_t retry_until_ns;
-    struct hello hello; // being read
-    size_t hello_got;
+    bool gone; // both are, for good
     // out
+    struct nb_watch out_watch;
+    enum state state;
+    struct nb_sockaddr to;
+    struct greeting greeting;
     struct nb_request *request;
     struct header out_header;
     struct pieces out;
@@ -61,10 +68,12 @@ struct conn {
     unsigned message_count;
     bool out_is_message;
     bool refused; // post said -EAGAIN: writable() is owed
-    bool mute;    // sending failed
+    bool mute;    // nothing can be sent any more; what the peer sent before is still read
+    int failure;  // why, where it is a failure: the flow is lost once that has been read
     bool writing; // the loop has called for more
-    size_t ahead; // bytes written since the loop last told of this connection
+    size_t ahead; // bytes written since the loop last told of this peer
     // in
+    struct nb_watch in_watch; // fd -1: the peer has not connected yet
     struct header in_header;
     size_t header_got;
     bool in_payload;
@@ -74,6 +83,15 @@ struct conn {
     size_t in_left;
     unsigned char in_message[NB_LANE_MESSAGE_MAX];
     struct nb_lane_stats stats;
+};
+
+// A connection that has not said yet whose it is.
+struct stranger {
+    struct nb_watch watch;
+    struct tcp_lane *lane;
+    struct nb_list link;
+    struct greeting greeting;
+    int64_t until_ns;
 };
 
 struct tcp_lane {
@@ -88,15 +106,18 @@ struct tcp_lane {
 
 // Whether a segment or a message is on its way out.
 bool nb_tcp_pending(const struct conn *conn);
-// Asks the loop for what the connection waits for now.
-void nb_tcp_want(struct conn *conn);
-// Takes the descriptor away.
-void nb_tcp_shut(struct conn *conn);
-// As shut, and forgets what was half read and half written.
+// Ask the loop for what the connections wait for now.
+void nb_tcp_want_out(struct conn *conn);
+void nb_tcp_want_in(struct conn *conn);
+// Takes a descriptor away.
+void nb_tcp_shut(struct tcp_lane *lane, struct nb_watch *watch);
+// Ends both connections, and forgets what was half read and half written.
 void nb_tcp_reset(struct conn *conn);
 // The flow is gone: who waits for it is told once.
 void nb_tcp_lost(struct conn *conn, int code, const char *what);
 void nb_tcp_read(struct conn *conn);
+// The connection that goes out has ended: closed by the peer (0), which may have sent more before, or failed.
+void nb_tcp_muted(struct conn *conn, int code);
 // Writes until the kernel has enough, pulling the next segment each time one is out.
 void nb_tcp_write(struct conn *conn);
 // After a segment was put on its way: as much of it as the kernel takes now, so that it need not wait for the loop. `sent`

@@ -37,29 +37,38 @@ static void pieces_skip(struct pieces *p, size_t bytes) {
     }
 }
 
-void nb_tcp_want(struct conn *conn) {
-    uint32_t events = conn->held ? 0 : (uint32_t)EPOLLIN;
-    bool writes = conn->state == OPEN && !conn->mute && (conn->request != NULL || conn->out_is_message);
+// The end of a connection is told whether asked for or not: of one that nothing is asked for once, not again and again.
+static void want(struct conn *conn, struct nb_watch *watch, uint32_t events) {
+    nb_loop_change(conn->lane->config.loop, watch, events == 0 ? (uint32_t)EPOLLET : events);
+}
+
+void nb_tcp_want_out(struct conn *conn) {
+    uint32_t events = conn->mute || conn->state == CONNECTING ? 0 : (uint32_t)EPOLLIN;
+    bool writes = conn->state == OPEN && !conn->mute && nb_tcp_pending(conn);
     if (conn->state == CONNECTING || writes) {
         events |= EPOLLOUT;
     }
-    // The end of a connection is told whether asked for or not: of one that is held once, not again and again.
-    events = events == 0 ? (uint32_t)EPOLLET : events;
-    nb_loop_change(conn->lane->config.loop, &conn->watch, events);
+    want(conn, &conn->out_watch, events);
 }
 
-void nb_tcp_shut(struct conn *conn) {
-    if (conn->watch.fd >= 0) {
-        nb_loop_remove(conn->lane->config.loop, &conn->watch);
-        close(conn->watch.fd);
-        conn->watch.fd = -1;
+void nb_tcp_want_in(struct conn *conn) {
+    want(conn, &conn->in_watch, conn->held ? 0 : (uint32_t)EPOLLIN);
+}
+
+void nb_tcp_shut(struct tcp_lane *lane, struct nb_watch *watch) {
+    if (watch->fd >= 0) {
+        nb_loop_remove(lane->config.loop, watch);
+        close(watch->fd);
+        watch->fd = -1;
     }
-    conn->state = NONE;
 }
 
 void nb_tcp_reset(struct conn *conn) {
-    nb_tcp_shut(conn);
-    conn->hello_got = 0;
+    nb_tcp_shut(conn->lane, &conn->out_watch);
+    nb_tcp_shut(conn->lane, &conn->in_watch);
+    conn->state = NONE;
+    conn->gone = true;
+    conn->greeting.got = 0;
     conn->out_is_message = false;
     conn->refused = false;
     conn->message_count = 0;
@@ -67,6 +76,7 @@ void nb_tcp_reset(struct conn *conn) {
     conn->in_payload = false;
     conn->held = false;
     conn->mute = false;
+    conn->failure = 0;
     conn->writing = false;
     conn->ahead = 0;
 }
@@ -136,7 +146,7 @@ static ssize_t conn_recv(struct conn *conn, bool *all) {
     }
     struct msghdr msg = {.msg_iov = iov, .msg_iovlen = (size_t)count + 1};
     size_t asked = iov[count].iov_len + (conn->in_payload ? conn->in_left : 0);
-    ssize_t n = recvmsg(conn->watch.fd, &msg, MSG_DONTWAIT);
+    ssize_t n = recvmsg(conn->in_watch.fd, &msg, MSG_DONTWAIT);
     if (n <= 0) {
         return n;
     }
@@ -151,7 +161,7 @@ static ssize_t conn_recv(struct conn *conn, bool *all) {
             return n;
         }
         payload_end(conn);
-        if (conn->state != OPEN) {
+        if (conn->gone) {
             return n;
         }
         conn->header_got = 0;
@@ -171,7 +181,7 @@ static bool headers_take(struct conn *conn) {
         int rc = payload_begin(conn);
         if (rc == -EAGAIN) {
             conn->held = true;
-            nb_tcp_want(conn);
+            nb_tcp_want_in(conn);
             return false;
         }
         if (rc < 0) {
@@ -183,18 +193,26 @@ static bool headers_take(struct conn *conn) {
             conn->header_got = 0;
         }
     }
-    return conn->state == OPEN;
+    return !conn->gone;
+}
+
+// There is nothing more to read now.
+static void read_empty(struct conn *conn) {
+    if (conn->failure < 0) {
+        nb_tcp_lost(conn, conn->failure, "send failed");
+    }
 }
 
 void nb_tcp_read(struct conn *conn) {
     size_t budget = conn->mute ? SIZE_MAX : (size_t)READ_BUDGET;
     bool all = false;
-    while (conn->state == OPEN) {
+    while (conn->in_watch.fd >= 0) {
         if (!headers_take(conn) || budget == 0 || (all && !conn->mute)) {
             return; // the loop tells of what comes later, and of the end
         }
         ssize_t n = conn_recv(conn, &all);
         if (n < 0 && (errno == EAGAIN || errno == EINTR)) {
+            read_empty(conn);
             return;
         }
         if (n <= 0) {
@@ -215,7 +233,7 @@ static void out_begin(struct conn *conn, struct header header) {
 static ssize_t out_send(struct conn *conn) {
     struct msghdr msg = {.msg_iov = &conn->out.iov[conn->out.at],
                          .msg_iovlen = (size_t)(conn->out.count - conn->out.at)};
-    ssize_t n = sendmsg(conn->watch.fd, &msg, MSG_DONTWAIT | MSG_NOSIGNAL);
+    ssize_t n = sendmsg(conn->out_watch.fd, &msg, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (n > 0) {
         pieces_skip(&conn->out, (size_t)n);
     }
@@ -276,12 +294,14 @@ static void out_next(struct conn *conn) {
     }
 }
 
-// Nothing goes out any more. What came before that is read all the same: the peer may have left in good order.
-static void write_failed(struct conn *conn, int code) {
+void nb_tcp_muted(struct conn *conn, int code) {
     conn->mute = true;
-    nb_tcp_read(conn);
-    if (conn->state == OPEN && !conn->held) {
-        nb_tcp_lost(conn, code, "send failed");
+    conn->failure = code;
+    nb_tcp_want_out(conn);
+    if (conn->in_watch.fd < 0) {
+        nb_tcp_lost(conn, code < 0 ? code : -ECONNRESET, "connection closed");
+    } else if (!conn->held) {
+        nb_tcp_read(conn);
     }
 }
 
@@ -292,7 +312,7 @@ void nb_tcp_write(struct conn *conn) {
         ssize_t n = out_send(conn);
         if (n < 0 && errno != EAGAIN && errno != EINTR) {
             conn->writing = false;
-            write_failed(conn, -errno);
+            nb_tcp_muted(conn, -errno);
             return;
         }
         if (n < 0) {
@@ -305,7 +325,7 @@ void nb_tcp_write(struct conn *conn) {
     }
     conn->writing = false;
     if (conn->state == OPEN) {
-        nb_tcp_want(conn);
+        nb_tcp_want_out(conn);
     }
 }
 
@@ -316,7 +336,7 @@ void nb_tcp_write_ahead(struct conn *conn) {
         out_end(conn);
     }
     if (conn->state == OPEN && !conn->writing) { // a failure shows again when the loop writes
-        nb_tcp_want(conn);
+        nb_tcp_want_out(conn);
     }
 }
 

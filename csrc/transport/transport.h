@@ -118,7 +118,7 @@ struct nb_lane_ops {
     // Makes the lane and fills in its address. A lane that cannot be opened says why in err.
     int (*open)(const struct nb_lane_config *config, struct nb_lane **lane, struct nb_error *err);
     void (*address)(const struct nb_lane *lane, unsigned char addr[NB_LANE_ADDR_MAX], size_t *bytes);
-    // Starts the flow to a peer; returns at once. Of two ranks the higher connects, where a side must.
+    // Starts the flow to a peer; returns at once.
     int (*peer_open)(struct nb_lane *lane, int peer, const unsigned char *addr, size_t bytes, struct nb_error *err);
     bool (*peer_ready)(const struct nb_lane *lane, int peer);
     // Ends the flow at once: no byte of this peer lands after it returns. Requests under way get `sent` with NB_ECLOSED.

@@ -89,7 +89,7 @@ static void arm(struct test_rank *me, const struct plan *plan) {
         int peer = partner(me);
         const struct tcp_lane *lane =
             NB_CONTAINER(me->job->lanes->lane[me->job->info.streams_open - 1], struct tcp_lane, base);
-        trap.fd = lane->conns[peer].watch.fd;
+        trap.fd = lane->conns[peer].out_watch.fd;
         CHECK(trap.fd >= 0, "there is no lane to rank %d", peer);
     }
     atomic_store(&trap.armed, true);

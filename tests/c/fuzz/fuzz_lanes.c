@@ -96,31 +96,52 @@ static void side_add(struct nb_lanes *lanes, struct side *side, int i) {
     nb_lanes_add(lanes, &side->flow, nb_now_ns());
 }
 
-static void turn(struct nb_loop *loop, const int *others) {
+// The far ends of a lane's two connections with rank 1: what is sent there, and what comes out, -1: nothing does.
+struct ends {
+    int in;
+    int out;
+};
+
+static void turn(struct nb_loop *loop, const struct ends *ends) {
     char buffer[4096];
     for (int i = 0; i < 4; i++) {
         nb_loop_wait(loop, 0);
     }
     for (int i = 0; i < LANES; i++) {
-        while (recv(others[i], buffer, sizeof buffer, MSG_DONTWAIT) > 0) {
+        while (recv(ends[i].in, buffer, sizeof buffer, MSG_DONTWAIT) > 0 ||
+               (ends[i].out >= 0 && recv(ends[i].out, buffer, sizeof buffer, MSG_DONTWAIT) > 0)) {
         }
     }
 }
 
-// Puts one end of a pair where the lane has its connection to rank 1.
-static int connect_pair(struct nb_lanes *lanes, struct nb_loop *loop, int lane, bool greeted) {
+static int connect_pair(struct nb_loop *loop, struct nb_watch *watch) {
     int pair[2];
     struct nb_error err = {0};
-    struct conn *conn = &NB_CONTAINER(lanes->lane[lane], struct tcp_lane, base)->conns[1];
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, pair) != 0) {
         abort();
     }
-    conn->watch.fd = pair[0];
-    conn->state = greeted ? OPEN : GREETING;
-    if (nb_loop_add(loop, &conn->watch, EPOLLIN, &err) < 0) {
+    watch->fd = pair[0];
+    if (nb_loop_add(loop, watch, EPOLLIN, &err) < 0) {
         abort();
     }
     return pair[1];
+}
+
+// Puts pairs where the lane has its connections: both, or the one to rank 1, which must still greet.
+static struct ends connect_pairs(struct nb_lanes *lanes, struct nb_loop *loop, int lane, bool greeted) {
+    struct conn *conn = &NB_CONTAINER(lanes->lane[lane], struct tcp_lane, base)->conns[1];
+    nb_tcp_reset(conn);
+    conn->gone = false;
+    conn->state = greeted ? OPEN : GREETING;
+    int out = connect_pair(loop, &conn->out_watch);
+    return greeted ? (struct ends){connect_pair(loop, &conn->in_watch), out} : (struct ends){out, -1};
+}
+
+static void ends_close(struct ends *ends) {
+    close(ends->in);
+    if (ends->out >= 0) {
+        close(ends->out);
+    }
 }
 
 static void greet(const struct nb_boot *boot, int fd, uint32_t lane) {
@@ -132,24 +153,24 @@ static void greet(const struct nb_boot *boot, int fd, uint32_t lane) {
 static void feed(struct nb_lanes *lanes, struct nb_loop *loop, const struct nb_boot *boot, const uint8_t *data,
                  size_t bytes) {
     struct side sides[FLOWS] = {0};
-    int others[LANES];
+    struct ends ends[LANES];
     for (int i = 0; i < LANES; i++) {
-        others[i] = connect_pair(lanes, loop, i, data[0] % 3 == 0);
+        ends[i] = connect_pairs(lanes, loop, i, data[0] % 3 == 0);
         if (data[0] % 3 == 1 && (data[0] & 0x40) != 0) {
-            greet(boot, others[i], (uint32_t)i);
+            greet(boot, ends[i].in, (uint32_t)i);
         }
     }
     size_t at = 1;
     for (int n = 0; at + 2 <= bytes && n < 64; n++) {
         size_t length = data[at + 1] < bytes - at - 2 ? data[at + 1] : bytes - at - 2;
-        (void)send(others[data[at] % LANES], data + at + 2, length, MSG_DONTWAIT | MSG_NOSIGNAL);
+        (void)send(ends[data[at] % LANES].in, data + at + 2, length, MSG_DONTWAIT | MSG_NOSIGNAL);
         at += 2 + length;
         if (n < FLOWS) {
             side_add(lanes, &sides[n], n);
         }
-        turn(loop, others);
+        turn(loop, ends);
     }
-    close(others[0]);
+    ends_close(&ends[0]);
     nb_loop_wait(loop, 0);
     for (int i = 0; i < FLOWS; i++) {
         if (sides[i].memory != NULL && !sides[i].over) {
@@ -159,7 +180,7 @@ static void feed(struct nb_lanes *lanes, struct nb_loop *loop, const struct nb_b
         sides[i].memory = NULL;
     }
     nb_loop_wait(loop, 0);
-    close(others[1]);
+    ends_close(&ends[1]);
     nb_loop_wait(loop, 0);
 }
 

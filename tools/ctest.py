@@ -25,7 +25,9 @@ SUPPRESSIONS = cbuild.ROOT / "tools" / "sanitizers"
 LIMIT_S = 60
 # Programs that run once for each of these words, so that each run has the time of a test.
 APART = {
-    **{name: ("shm", "tcp", "ofi") for name in ("test_engine", "test_shapes", "test_types")},
+    **{
+        name: ("shm", "tcp", "ofi") for name in ("test_engine", "test_groups", "test_join", "test_shapes", "test_types")
+    },
     "test_quiet": ("tcp", "shm", "hosts", "ofi"),
     "test_twofaults": ("kill", "stop", "cut", "ofi"),
     "test_twolevel": ("aabb", "aab", "abab", "aabbcc", "aaab", "aabbb", "rest", "ofi"),

@@ -8,13 +8,14 @@
 
 #include "base/bits.h"
 #include "base/clock.h"
-#include "base/dtype.h"
 #include "base/error.h"
 #include "base/hash.h"
 #include "base/list.h"
 #include "coll/choose.h"
 #include "engine/engine.h"
+#include "engine/group.h"
 #include "engine/internal.h"
+#include "engine/join.h"
 #include "engine/local.h"
 #include "engine/star.h"
 #include "trace/event.h"
@@ -32,6 +33,7 @@ struct entry {
     uint32_t rounds;
     int first_rank;
     int count;
+    const struct nb_group *group; // whose it is; NULL: of all ranks
     bool refused;
     bool told; // a stall notice was given
     int64_t since_ns;
@@ -97,45 +99,6 @@ uint64_t nb_agree_next_seq(struct nb_job *job) {
     return job->agree->next_seq++;
 }
 
-static const char *const kind_names[NB_OP_KINDS] = {"allreduce", "allgather", "reducescatter",
-                                                    "broadcast", "barrier",   "alltoall"};
-
-// Says how the two differ, or leaves text empty.
-static void desc_differ(const struct desc *a, int rank_a, const struct desc *b, int rank_b, char *text, size_t room) {
-    const char *what = NULL;
-    char va[64];
-    char vb[64];
-    if (a->kind != b->kind) {
-        what = "operations";
-        snprintf(va, sizeof va, "%s", kind_names[a->kind]);
-        snprintf(vb, sizeof vb, "%s", kind_names[b->kind]);
-    } else if (a->dtype != b->dtype) {
-        what = "data types";
-        snprintf(va, sizeof va, "%s", nb_dtype_name(a->dtype));
-        snprintf(vb, sizeof vb, "%s", nb_dtype_name(b->dtype));
-    } else if (a->bytes != b->bytes) {
-        what = "sizes";
-        snprintf(va, sizeof va, "%llu bytes", (unsigned long long)a->bytes);
-        snprintf(vb, sizeof vb, "%llu bytes", (unsigned long long)b->bytes);
-    } else if (a->redop != b->redop) {
-        what = "reductions";
-        snprintf(va, sizeof va, "%s", nb_redop_name(a->redop));
-        snprintf(vb, sizeof vb, "%s", nb_redop_name(b->redop));
-    } else if (a->root != b->root) {
-        what = "root ranks";
-        snprintf(va, sizeof va, "%d", a->root);
-        snprintf(vb, sizeof vb, "%d", b->root);
-    } else if (a->prescale != b->prescale || a->postscale != b->postscale) {
-        what = "scale factors";
-        snprintf(va, sizeof va, "%g and %g", a->prescale, a->postscale);
-        snprintf(vb, sizeof vb, "%g and %g", b->prescale, b->postscale);
-    }
-    if (what != NULL) {
-        snprintf(text, room, "mismatched %s of '%s': rank %d has %s, but rank %d has %s", what, a->name, rank_a, va,
-                 rank_b, vb);
-    }
-}
-
 static struct entry *entry_get(struct nb_job *job, const struct desc *desc) {
     struct agree *a = job->agree;
     struct nb_hash_node *node = nb_hash_get(&a->by_key, desc->key);
@@ -151,6 +114,7 @@ static struct entry *entry_get(struct nb_job *job, const struct desc *desc) {
     }
     entry->id = NO_ID;
     entry->desc = *desc;
+    entry->group = nb_groups_find(job, desc->comm);
     nb_hash_put(&a->by_key, &entry->by_key, desc->key);
     nb_list_insert(&a->idle, &entry->link);
     a->idle_count++;
@@ -163,9 +127,48 @@ static void entry_move(struct agree *a, struct entry *entry, struct nb_list *to)
     nb_list_insert(to, &entry->link);
 }
 
+static int members(const struct nb_job *job, const struct entry *entry) {
+    return entry->group != NULL ? entry->group->count : job->size;
+}
+
+static bool owes(const struct entry *entry, int rank) {
+    return nb_group_has(entry->group, rank) && !nb_bits_get(entry->have, (size_t)rank);
+}
+
+// Whether all have submitted it that will: those that have joined do not. Nobody waits for more where that ends it.
+static bool is_complete(const struct nb_job *job, const struct entry *entry) {
+    bool all = entry->count == members(job, entry);
+    bool lost = false;
+    bool awaited = false;
+    if (all || job->joined_count == 0 || entry->count == 0 || entry->desc.kind == NB_OP_JOIN) {
+        return all;
+    }
+    for (int rank = 0; rank < job->size; rank++) {
+        bool joined = nb_join_has(job, rank);
+        lost = lost || (joined && owes(entry, rank));
+        awaited = awaited || (!joined && owes(entry, rank));
+    }
+    return !awaited || (lost && !nb_join_spares(entry->desc.kind));
+}
+
+static void joined(struct nb_job *job, int rank) {
+    struct agree *a = job->agree;
+    nb_join_add(job, rank);
+    NB_LIST_EACH_SAFE(it, nx, &a->open) {
+        struct entry *entry = NB_CONTAINER(it, struct entry, link);
+        if (is_complete(job, entry)) {
+            entry_move(a, entry, &a->full);
+        }
+    }
+}
+
 static void entry_add(struct nb_job *job, struct entry *entry, int rank, const struct desc *desc) {
     struct agree *a = job->agree;
     if (nb_bits_get(entry->have, (size_t)rank)) {
+        return;
+    }
+    if (!nb_group_has(entry->group, rank)) {
+        nb_job_wire_fail(job, rank, "an operation of a comm that has it not");
         return;
     }
     a->pending[rank]++;
@@ -175,13 +178,16 @@ static void entry_add(struct nb_job *job, struct entry *entry, int rank, const s
         entry->first_rank = rank;
         entry->since_ns = nb_now_ns();
     } else if (!entry->refused) {
-        desc_differ(&entry->desc, entry->first_rank, desc, rank, entry->refusal, sizeof entry->refusal);
+        nb_desc_differ(&entry->desc, entry->first_rank, desc, rank, entry->refusal, sizeof entry->refusal);
         entry->refused = entry->refusal[0] != 0;
     }
     nb_bits_set(entry->have, (size_t)rank);
     entry->count++;
-    if (entry->count == job->size) {
+    if (is_complete(job, entry)) {
         entry_move(a, entry, &a->full);
+    }
+    if (desc->kind == NB_OP_JOIN) {
+        joined(job, rank);
     }
 }
 
@@ -230,8 +236,8 @@ static void idle_trim(struct nb_job *job) {
 
 static void entry_rest(struct nb_job *job, struct entry *entry) {
     struct agree *a = job->agree;
-    for (int rank = 0; rank < job->size; rank++) { // all have submitted it
-        a->pending[rank]--;
+    for (int rank = 0; rank < job->size; rank++) {
+        a->pending[rank] -= nb_bits_get(entry->have, (size_t)rank);
     }
     memset(entry->have, 0, a->words * sizeof entry->have[0]);
     nb_star_rest(job, &entry->parts);
@@ -248,9 +254,37 @@ static void entry_rest(struct nb_job *job, struct entry *entry) {
 static void refuse(struct nb_job *job, struct entry *entry) {
     struct wire_refuse refusal = {.key = entry->desc.key};
     memcpy(refusal.text, entry->refusal, sizeof refusal.text);
+    for (int rank = 1; rank < job->size; rank++) {
+        if (nb_bits_get(entry->have, (size_t)rank)) {
+            nb_control_send(&job->controls[rank], CTL_REFUSE, &refusal, sizeof refusal);
+        }
+    }
+    bool here = nb_bits_get(entry->have, 0);
     entry_rest(job, entry);
-    nb_control_broadcast(job, CTL_REFUSE, &refusal, sizeof refusal);
-    nb_member_refuse(job, &refusal);
+    if (here) {
+        nb_member_refuse(job, &refusal);
+    }
+}
+
+// Nobody waits for ranks that have joined: refuses what needs their own data.
+static void joined_check(const struct nb_job *job, struct entry *entry) {
+    for (int rank = 0; rank < job->size && entry->count < members(job, entry) && !entry->refused; rank++) {
+        if (owes(entry, rank)) {
+            nb_join_refuse(&entry->desc, rank, entry->refusal, sizeof entry->refusal);
+            entry->refused = entry->refusal[0] != 0;
+        }
+    }
+}
+
+// Ranks that have joined learn what they stand in for.
+static void joined_tell(struct nb_job *job, const struct entry *entry) {
+    for (int rank = 0; rank < job->size && entry->count < members(job, entry); rank++) {
+        if (owes(entry, rank) && rank == 0) {
+            nb_join_stand_in(job, &entry->desc);
+        } else if (owes(entry, rank)) {
+            nb_control_send(&job->controls[rank], CTL_STAND_IN, &entry->desc, sizeof entry->desc);
+        }
+    }
 }
 
 static enum nb_algorithm algorithm_for(struct nb_job *job, const struct entry *entry) {
@@ -261,7 +295,7 @@ static enum nb_algorithm algorithm_for(struct nb_job *job, const struct entry *e
     if (nb_star_complete(job, entry->parts, desc->bytes)) {
         return NB_ALGORITHM_STAR;
     }
-    enum nb_algorithm best = nb_costs_choose(job, desc->bytes);
+    enum nb_algorithm best = nb_costs_choose(job, members(job, entry), desc->bytes);
     return best == NB_ALGORITHM_STAR ? NB_ALGORITHM_DOUBLING : best; // some rank has kept its line
 }
 
@@ -273,10 +307,14 @@ static void go(struct nb_job *job, struct entry *entry) {
         a->ids[entry->id] = entry;
     }
     entry->cached = entry->desc;
+    joined_tell(job, entry);
     struct wire_go message = {.seq = nb_agree_next_seq(job),
                               .key = entry->desc.key,
                               .id = entry->id,
                               .algorithm = (uint32_t)algorithm_for(job, entry)};
+    if (entry->desc.kind == NB_OP_JOIN) {
+        message.algorithm = (uint32_t)nb_join_over(job);
+    }
     if (message.algorithm == NB_ALGORITHM_STAR) {
         struct nb_work *work = nb_member_agreed(job, &message);
         if (work != NULL) {
@@ -285,9 +323,16 @@ static void go(struct nb_job *job, struct entry *entry) {
         entry_rest(job, entry);
         return;
     }
+    for (int rank = 1; rank < job->size; rank++) {
+        if (nb_group_has(entry->group, rank)) {
+            nb_control_send(&job->controls[rank], CTL_GO, &message, sizeof message);
+        }
+    }
+    bool here = nb_group_has(entry->group, 0);
     entry_rest(job, entry);
-    nb_control_broadcast(job, CTL_GO, &message, sizeof message);
-    nb_member_go(job, &message);
+    if (here) {
+        nb_member_go(job, &message);
+    }
 }
 
 // The one to run next: the highest priority, and among equals the one that was complete first.
@@ -306,11 +351,13 @@ void nb_agree_release(struct nb_job *job) {
     struct agree *a = job->agree;
     while (!job->failed && !nb_probe_busy(job) && !nb_costs_busy(job) && !nb_list_empty(&a->full)) {
         struct entry *entry = full_best(a);
+        bool all = members(job, entry) == job->size; // else some may have left, without whom nothing can be measured
+        joined_check(job, entry);
         if (entry->refused) {
             refuse(job, entry);
-        } else if (nb_probe_wanted(job, entry->desc.bytes)) {
+        } else if (all && nb_probe_wanted(job, entry->desc.bytes)) {
             nb_probe_begin(job);
-        } else if (nb_costs_wanted(job, &entry->desc)) {
+        } else if (all && nb_costs_wanted(job, &entry->desc)) {
             nb_costs_begin(job);
         } else {
             go(job, entry);
@@ -323,7 +370,8 @@ static void part_heard(struct nb_job *job, int rank, const unsigned char *body, 
     struct wire_part part;
     memcpy(&part, body, sizeof part);
     struct entry *entry = part.id < a->id_count ? a->ids[part.id] : NULL;
-    if (entry == NULL || entry->cached.kind != NB_OP_ALLREDUCE || entry->cached.bytes != bytes - sizeof part) {
+    bool whole = entry != NULL && members(job, entry) == job->size;
+    if (!whole || entry->cached.kind != NB_OP_ALLREDUCE || entry->cached.bytes != bytes - sizeof part) {
         nb_job_wire_fail(job, rank, "a line of an operation that it is not of");
         return;
     }
@@ -347,17 +395,18 @@ static void rank_failed(struct nb_job *job, int rank, const unsigned char *body)
 }
 
 // What no rank of this job could have submitted.
-static bool desc_possible(const struct nb_job *job, const struct desc *desc) {
-    return desc->kind < NB_OP_KINDS && desc->dtype < NB_DTYPES && desc->redop < NB_REDOPS && desc->device == 0 &&
-           desc->root >= 0 && desc->root < job->size && desc->comm == job->world.id &&
-           memchr(desc->name, 0, sizeof desc->name) != NULL;
+static bool desc_possible(const struct nb_job *job, int rank, const struct desc *desc) {
+    const struct nb_group *group = nb_groups_find(job, desc->comm);
+    bool known = desc->comm == 0 || (group != NULL && nb_group_has(group, rank));
+    int size = group != NULL ? group->count : job->size;
+    return known && nb_desc_possible(desc, size);
 }
 
 static void submits_heard(struct nb_job *job, int rank, const unsigned char *body, size_t bytes) {
     for (size_t at = 0; at < bytes && !job->failed; at += sizeof(struct desc)) {
         struct desc desc;
         memcpy(&desc, body + at, sizeof desc);
-        if (!desc_possible(job, &desc)) {
+        if (!desc_possible(job, rank, &desc)) {
             nb_job_wire_fail(job, rank, "an impossible operation");
             return;
         }
@@ -372,6 +421,8 @@ static bool length_possible(enum control_type type, size_t bytes) {
         return bytes % sizeof(struct desc) == 0 && bytes <= SUBMITS_MAX * sizeof(struct desc);
     case CTL_MASK:
         return bytes % sizeof(uint64_t) == 0 && bytes <= IDS_MAX / 8;
+    case CTL_GROUP:
+        return bytes % sizeof(int32_t) == 0 && bytes >= 2 * sizeof(int32_t);
     case CTL_PART:
         return bytes > sizeof(struct wire_part) && bytes <= sizeof(struct wire_part) + NB_STAR_MAX;
     case CTL_PING:
@@ -397,6 +448,8 @@ void nb_agree_message(struct nb_job *job, int rank, enum control_type type, cons
         uint64_t words[IDS_MAX / 64] = {0};
         memcpy(words, body, bytes);
         nb_agree_mask(job, rank, words, bytes / sizeof words[0]);
+    } else if (type == CTL_GROUP) {
+        nb_groups_heard(job, rank, body, bytes);
     } else if (type == CTL_PART) {
         part_heard(job, rank, body, bytes);
     } else if (type == CTL_PING) {
@@ -420,14 +473,14 @@ static void stall_tell(struct nb_job *job, struct entry *entry, int64_t waited_n
                      "'%s' waits for %.0f s already. Ranks that have not submitted it:", entry->desc.name,
                      (double)waited_ns / 1e9);
     for (int r = 0; r < job->size && n < (int)sizeof text - 16; r++) {
-        if (!nb_bits_get(entry->have, (size_t)r)) {
+        if (owes(entry, r) && !nb_join_has(job, r)) {
             n += snprintf(text + n, sizeof text - (size_t)n, " %d", r);
         }
     }
     uint64_t all = job->size < 64 ? ((uint64_t)1 << job->size) - 1 : ~(uint64_t)0;
     entry->told = true;
     nb_ring_put(job->config.ring, NB_EV_STALL, entry->desc.key, entry->rounds, (uint64_t)waited_ns,
-                ~entry->have[0] & all, 0, 0);
+                ~entry->have[0] & (entry->group != NULL ? entry->group->members[0] : all), 0, 0);
     nb_job_notify(job, text);
     nb_control_broadcast(job, CTL_NOTICE, text, strlen(text));
 }

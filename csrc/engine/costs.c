@@ -193,31 +193,38 @@ void nb_costs_wire(struct nb_job *job, double bytes_per_ns) {
     pthread_mutex_unlock(&job->lock);
 }
 
-static enum nb_algorithm pinned(const struct nb_job *job, size_t bytes) {
+static enum nb_algorithm pinned(const struct nb_job *job, int hosts, size_t bytes) {
     enum nb_algorithm asked = job->config.algorithm;
     bool star = asked == NB_ALGORITHM_STAR && (bytes == 0 || bytes > NB_STAR_MAX);
-    bool levels = asked == NB_ALGORITHM_TWO_LEVEL && (bytes == 0 || nb_local_hosts(job) == 1);
+    bool levels = asked == NB_ALGORITHM_TWO_LEVEL && (bytes == 0 || hosts == 1);
     return star || levels ? NB_ALGORITHM_RING : asked;
 }
 
-static enum nb_algorithm choose(const struct nb_job *job, const struct nb_costs *costs, size_t bytes) {
-    int hosts = nb_local_hosts(job);
+static enum nb_algorithm best_of(const struct nb_job *job, const struct nb_costs *costs, int size, size_t bytes) {
+    bool whole = size == job->size;
+    int hosts = whole ? nb_local_hosts(job) : 1;
     if (job->config.algorithm != NB_ALGORITHM_NONE) {
-        return pinned(job, bytes);
+        return pinned(job, hosts, bytes);
     }
-    if (nb_local_everywhere(job)) {
+    if (whole && nb_local_everywhere(job)) {
         return NB_ALGORITHM_RING;
     }
-    return nb_choose(costs, job->size, hosts, bytes);
+    return nb_choose(costs, size, hosts, bytes);
 }
 
-enum nb_algorithm nb_costs_choose(const struct nb_job *job, size_t bytes) {
-    return choose(job, &job->info.costs, bytes); // which only who drives writes
+static enum nb_algorithm choose(const struct nb_job *job, const struct nb_costs *costs, int size, size_t bytes) {
+    enum nb_algorithm best = best_of(job, costs, size, bytes);
+    bool star = best == NB_ALGORITHM_STAR && size < job->size; // rank 0 may not be one of them
+    return star ? NB_ALGORITHM_DOUBLING : best;
 }
 
-enum nb_algorithm nb_costs_guess(struct nb_job *job, size_t bytes) {
+enum nb_algorithm nb_costs_choose(const struct nb_job *job, int size, size_t bytes) {
+    return choose(job, &job->info.costs, size, bytes); // which only who drives writes
+}
+
+enum nb_algorithm nb_costs_guess(struct nb_job *job, int size, size_t bytes) {
     pthread_mutex_lock(&job->lock);
     struct nb_costs costs = job->info.costs;
     pthread_mutex_unlock(&job->lock);
-    return choose(job, &costs, bytes);
+    return choose(job, &costs, size, bytes);
 }

@@ -28,6 +28,8 @@ enum nb_op_kind {
     NB_OP_BROADCAST,
     NB_OP_BARRIER,
     NB_OP_ALLTOALL,
+    NB_OP_JOIN, // of all ranks: an int32, which becomes the rank that came last. A rank that waits for the others here
+                // takes part in their all-reduces with zeros, and in their barriers; all else is refused
     NB_OP_KINDS
 };
 
@@ -55,6 +57,7 @@ struct nb_op {
     int priority;    // the higher travels first among agreed operations
     double prescale; // 0 stands for 1
     double postscale;
+    uint64_t shape; // what stands for the dimensions that the caller sees in the line: all ranks must give the same
     const struct nb_segment *segments; // copied
     int segment_count;
     uint32_t bucket; // bucket + 1 for the record, 0: none
@@ -129,6 +132,11 @@ int nb_job_map_arena(struct nb_job *job, const struct nb_arena *arena, struct nb
 
 // The comm of all ranks; it belongs to the job.
 struct nb_comm *nb_job_world(struct nb_job *job);
+// Makes one of some ranks, which rise and have this one among them, under a number above 0 that all of them give it and no
+// other comm of the job has. -EINVAL, -EEXIST. It belongs to the job, too.
+int nb_comm_make(struct nb_job *job, uint32_t id, const int *ranks, int count, struct nb_error *err);
+// NULL: there is none of this number here. 0: of all ranks.
+struct nb_comm *nb_comm_find(struct nb_job *job, uint32_t id);
 int nb_comm_rank(const struct nb_comm *comm);
 int nb_comm_size(const struct nb_comm *comm);
 

@@ -15,6 +15,7 @@
 #include "coll/sched.h"
 #include "coll/steps.h"
 #include "engine/engine.h"
+#include "engine/group.h"
 #include "engine/local.h"
 #include "transport/lanes.h"
 #include "transport/shm_pipe.h"
@@ -39,6 +40,7 @@ enum {
 struct desc {
     uint64_t key;
     uint64_t bytes;
+    uint64_t shape;
     double prescale;
     double postscale;
     uint8_t kind;
@@ -51,14 +53,7 @@ struct desc {
     char name[NB_NAME_MAX];
 };
 
-_Static_assert(sizeof(struct desc) == 48 + NB_NAME_MAX, "crosses the wire");
-
-struct nb_comm {
-    struct nb_job *job;
-    uint32_t id;
-    int rank;
-    int size;
-};
+_Static_assert(sizeof(struct desc) == 56 + NB_NAME_MAX, "crosses the wire");
 
 struct nb_work {
     struct nb_list link;        // in the job's inbox, then among its waiting or running works
@@ -86,6 +81,7 @@ struct nb_work {
     struct nb_flow *more; // beyond these two
     struct nb_local_op local;
     struct nb_work_times times;
+    void *stand_in;  // zeros, of a rank that has joined
     void *fused;     // the line as one piece, where the caller's pieces are too small to travel
     int piece_count; // of the line that travels
     struct nb_segment *pieces;
@@ -126,6 +122,8 @@ enum control_type {
     CTL_STREAMS,    // from 0: struct wire_streams
     CTL_NOTICE,     // from 0: text
     CTL_COSTS,      // from 0: struct nb_costs
+    CTL_STAND_IN,   // from 0: struct desc, of what starts next though this rank, which has joined, has not submitted it
+    CTL_GROUP,      // to 0: int32_t each: the number of a comm, and its ranks
     CTL_PART,       // to 0: struct wire_part, this rank's line
     CTL_TOTAL       // from 0: struct wire_go, the line that came out
 };
@@ -133,8 +131,8 @@ enum control_type {
 struct wire_go {
     uint64_t seq;
     uint64_t key;
-    uint32_t id; // by which the key may be named in a mask from now on, or NO_ID
-    uint32_t algorithm;
+    uint32_t id;        // by which the key may be named in a mask from now on, or NO_ID
+    uint32_t algorithm; // of a join: the rank that came last
 };
 
 struct wire_part { // submits a cached operation
@@ -215,6 +213,9 @@ struct nb_job {
     _Atomic bool asked;           // there is something in the inbox or in maps, or aborting. Read without the lock too
     struct nb_list inbox;         // works, and
     struct nb_list maps;          // memory to be mapped, for the communication thread
+    struct nb_list comms;         // of some of the ranks
+    int comm_count;               //
+    bool comms_new;               // rank 0 was not told of all of them
     struct nb_hash in_flight;     // works by key
     struct nb_hash rounds;        // struct round: how often a key was used
     struct nb_list rounds_by_age; // the same, the one that was used last at the end
@@ -250,6 +251,11 @@ struct nb_job {
     int64_t moved_ns;      // when something last moved
     struct member *member; // what this rank knows of the agreement
     struct agree *agree;   // rank 0: what it knows of all
+    uint64_t *joined;      // rank 0: ranks that have joined, as bits
+    int joined_count;      //
+    int joined_last;       //
+    struct nb_list groups; // rank 0: comms that it was told of
+    int group_count;
     struct probe *probe;
     struct costs *costs;
     bool costs_new;      // the record has them not yet
@@ -295,6 +301,14 @@ void nb_stepper_free(struct nb_work *work);
 // Its memory, which is large, goes to the job. With the job's lock.
 void nb_stepper_retire(struct nb_work *work);
 void nb_stepper_start(struct nb_work *work, int64_t now_ns);
+
+// desc.c
+// Says how what two ranks submitted differs, or leaves text as it is.
+void nb_desc_differ(const struct desc *a, int rank_a, const struct desc *b, int rank_b, char *text, size_t room);
+// Whether a rank among `size` could have submitted it.
+bool nb_desc_possible(const struct desc *desc, int size);
+bool nb_desc_equal(const struct desc *a, const struct desc *b);
+const char *nb_kind_name(int kind);
 
 // control.c
 int nb_control_init(struct control *control, struct nb_job *job, int peer, int fd, struct nb_error *err);
@@ -358,9 +372,9 @@ void nb_costs_begin(struct nb_job *job);
 void nb_costs_finished(struct nb_job *job);
 void nb_costs_heard(struct nb_job *job, const struct nb_costs *found);
 void nb_costs_wire(struct nb_job *job, double bytes_per_ns);
-// How an all-reduce of so many bytes would travel now: of whoever drives, and of any thread.
-enum nb_algorithm nb_costs_choose(const struct nb_job *job, size_t bytes);
-enum nb_algorithm nb_costs_guess(struct nb_job *job, size_t bytes);
+// How an all-reduce of so many bytes among so many of the ranks would travel now: of whoever drives, and of any thread.
+enum nb_algorithm nb_costs_choose(const struct nb_job *job, int size, size_t bytes);
+enum nb_algorithm nb_costs_guess(struct nb_job *job, int size, size_t bytes);
 
 // The interfaces that lanes are spread over.
 struct binds {

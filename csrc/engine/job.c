@@ -13,6 +13,7 @@
 #include "base/list.h"
 #include "base/loop.h"
 #include "engine/engine.h"
+#include "engine/group.h"
 #include "engine/internal.h"
 #include "engine/local.h"
 #include "transport/lanes.h"
@@ -25,14 +26,6 @@ enum {
 
 struct nb_comm *nb_job_world(struct nb_job *job) {
     return &job->world;
-}
-
-int nb_comm_rank(const struct nb_comm *comm) {
-    return comm->rank;
-}
-
-int nb_comm_size(const struct nb_comm *comm) {
-    return comm->size;
 }
 
 void nb_job_notify(struct nb_job *job, const char *text) {
@@ -117,11 +110,15 @@ static void asked_do(struct nb_job *job) {
     nb_list_move(&job->inbox, &works);
     nb_list_move(&job->maps, &maps);
     bool abort = job->aborting;
+    bool comms = job->comms_new;
     why = job->abort_why;
     job->aborting = false;
     pthread_mutex_unlock(&job->lock);
     if (abort) {
         nb_job_fail(job, &why, true);
+    }
+    if (comms) {
+        nb_groups_tell(job);
     }
     NB_LIST_EACH_SAFE(it, nx, &maps) {
         map_make(job, NB_CONTAINER(it, struct map_request, link));
@@ -148,15 +145,36 @@ void nb_job_wire_fail(struct nb_job *job, int peer, const char *what) {
     nb_job_fail(job, &why, true);
 }
 
+static int member_that_left(const struct nb_comm *comm) {
+    const struct nb_job *job = comm->job;
+    if (job->peer_left[0]) { // nobody says any more what starts
+        return 0;
+    }
+    if (comm->ranks == NULL) {
+        return job->left_rank;
+    }
+    for (int i = 0; i < comm->size; i++) {
+        if (job->peer_left[comm->ranks[i]]) {
+            return comm->ranks[i];
+        }
+    }
+    return NB_NO_PEER;
+}
+
 void nb_job_left_check(struct nb_job *job) {
-    if (job->left_rank == NB_NO_PEER || nb_list_empty(&job->waiting)) {
+    if (job->left_rank == NB_NO_PEER) {
         return;
     }
-    const struct nb_work *work = NB_CONTAINER(job->waiting.next, struct nb_work, link);
-    struct nb_error why = {0};
-    nb_fail_peer(&why, NB_EPEER, job->left_rank, "rank %d left the job before '%s' was over", job->left_rank,
-                 work->desc.name);
-    nb_job_fail(job, &why, true);
+    NB_LIST_EACH(it, &job->waiting) {
+        const struct nb_work *work = NB_CONTAINER(it, struct nb_work, link);
+        int rank = member_that_left(work->comm);
+        if (rank != NB_NO_PEER) {
+            struct nb_error why = {0};
+            nb_fail_peer(&why, NB_EPEER, rank, "rank %d left the job before '%s' was over", rank, work->desc.name);
+            nb_job_fail(job, &why, true);
+            return;
+        }
+    }
 }
 
 void nb_job_peer_left(struct nb_job *job, int rank) {

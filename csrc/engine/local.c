@@ -12,6 +12,7 @@
 #include "coll/choose.h"
 #include "coll/sched.h"
 #include "engine/engine.h"
+#include "engine/group.h"
 #include "engine/internal.h"
 #include "engine/local_share.h"
 #include "engine/twolevel.h"
@@ -349,13 +350,13 @@ size_t nb_local_piece_bytes(const struct nb_job *job) {
     return nb_local_hosts(job) > 1 ? (size_t)job->local->parts * nb_two_level_piece(job->local) : 0;
 }
 
-bool nb_local_takes(const struct nb_job *job, enum nb_op_kind kind) {
-    return nb_local_everywhere(job) && kind != NB_OP_BARRIER && kind != NB_OP_ALLTOALL;
+bool nb_local_takes(const struct nb_comm *comm, enum nb_op_kind kind) {
+    return nb_local_everywhere(comm->job) && nb_comm_is_whole(comm) && kind != NB_OP_BARRIER && kind != NB_OP_ALLTOALL;
 }
 
 static bool is_taken(const struct nb_work *work) {
     bool bytes = work->starts[work->piece_count] > 0;
-    return work->algorithm == NB_ALGORITHM_TWO_LEVEL || (bytes && nb_local_takes(work->comm->job, work->desc.kind));
+    return work->algorithm == NB_ALGORITHM_TWO_LEVEL || (bytes && nb_local_takes(work->comm, work->desc.kind));
 }
 
 bool nb_local_start(struct nb_work *work) {

@@ -27,6 +27,7 @@ enum {
     NB_ALGORITHM_STAGED = 33  //
 };
 
+struct nb_comm;
 struct nb_job;
 struct nb_shm_pipe;
 struct nb_work;
@@ -67,7 +68,7 @@ void nb_local_wake(const struct nb_job *job, int peer);
 // Then: from now on others wake this rank.
 void nb_local_sleep(const struct nb_job *job);
 // Whether such operations stay in shared memory then; the others take the network.
-bool nb_local_takes(const struct nb_job *job, enum nb_op_kind kind);
+bool nb_local_takes(const struct nb_comm *comm, enum nb_op_kind kind);
 // The hosts of the job where an all-reduce can take two levels, else 1: alike on all ranks.
 int nb_local_hosts(const struct nb_job *job);
 // Of a line that takes two levels, what all owners of a host have under way in one ring each; 0 where none can.

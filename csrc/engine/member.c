@@ -11,7 +11,9 @@
 #include "base/list.h"
 #include "coll/choose.h"
 #include "engine/engine.h"
+#include "engine/group.h"
 #include "engine/internal.h"
+#include "engine/join.h"
 #include "engine/local.h"
 #include "engine/star.h"
 #include "trace/event.h"
@@ -51,18 +53,12 @@ void nb_member_close(struct nb_job *job) {
     }
 }
 
-static bool desc_equal(const struct desc *a, const struct desc *b) {
-    return a->key == b->key && a->bytes == b->bytes && a->prescale == b->prescale && a->postscale == b->postscale &&
-           a->kind == b->kind && a->dtype == b->dtype && a->redop == b->redop && a->device == b->device &&
-           a->root == b->root && a->priority == b->priority && a->comm == b->comm && strcmp(a->name, b->name) == 0;
-}
-
 void nb_member_submit(struct nb_job *job, struct nb_work *work) {
     struct member *m = job->member;
     nb_list_insert(&job->waiting, &work->link);
     struct nb_hash_node *node = nb_hash_get(&m->by_key, work->desc.key);
     struct cached *cached = node != NULL ? NB_CONTAINER(node, struct cached, by_key) : NULL;
-    if (cached != NULL && desc_equal(&cached->desc, &work->desc)) {
+    if (cached != NULL && nb_desc_equal(&cached->desc, &work->desc)) {
         if (work->algorithm == NB_ALGORITHM_STAR && job->rank > 0 && nb_star_give(job, work, cached->id)) {
             return;
         }
@@ -160,9 +156,13 @@ void nb_member_go(struct nb_job *job, const struct wire_go *go) {
     if (work == NULL) {
         return;
     }
+    if (work->desc.kind == NB_OP_JOIN) {
+        nb_join_end(work, (int)go->algorithm);
+        return;
+    }
     bool two_level = go->algorithm == NB_ALGORITHM_TWO_LEVEL;
-    if (!nb_run_possible(work->desc.kind, go->algorithm) ||
-        (two_level && (nb_local_hosts(job) == 1 || work->desc.bytes == 0))) {
+    bool levels = nb_comm_is_whole(work->comm) && nb_local_hosts(job) > 1 && work->desc.bytes > 0;
+    if (!nb_run_possible(work->desc.kind, go->algorithm) || (two_level && !levels)) {
         nb_job_wire_fail(job, 0, "a way to travel that the operation has not");
         return;
     }
@@ -229,6 +229,26 @@ static void total_heard(struct nb_job *job, const unsigned char *body, size_t by
     nb_star_land(work, go.seq, body + sizeof go);
 }
 
+static bool has_joined(const struct nb_job *job) {
+    NB_LIST_EACH(it, &job->waiting) {
+        if (NB_CONTAINER(it, struct nb_work, link)->desc.kind == NB_OP_JOIN) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static void stand_in_heard(struct nb_job *job, const unsigned char *body) {
+    struct desc desc;
+    memcpy(&desc, body, sizeof desc);
+    bool spared = has_joined(job) && nb_desc_possible(&desc, job->size) && nb_join_spares(desc.kind);
+    if (spared && waiting_find(job, desc.key) == NULL) {
+        nb_join_stand_in(job, &desc);
+    } else {
+        nb_job_wire_fail(job, 0, "an impossible operation to stand in for");
+    }
+}
+
 static void left_heard(struct nb_job *job, const unsigned char *body) {
     int32_t rank = 0;
     memcpy(&rank, body, sizeof rank);
@@ -246,6 +266,8 @@ static bool length_possible(enum control_type type, size_t bytes) {
         return bytes % sizeof(struct wire_go) == 0;
     case CTL_TOTAL:
         return bytes > sizeof(struct wire_go) && bytes <= sizeof(struct wire_go) + NB_STAR_MAX;
+    case CTL_STAND_IN:
+        return bytes == sizeof(struct desc);
     case CTL_REFUSE:
         return bytes == sizeof(struct wire_refuse);
     case CTL_ABORT:
@@ -301,6 +323,8 @@ void nb_member_message(struct nb_job *job, enum control_type type, const unsigne
         nb_job_wire_fail(job, 0, "a control message that is none");
     } else if (type == CTL_GO) {
         go_heard(job, body, bytes);
+    } else if (type == CTL_STAND_IN) {
+        stand_in_heard(job, body);
     } else if (type == CTL_TOTAL) {
         total_heard(job, body, bytes);
     } else if (type == CTL_REFUSE) {
@@ -319,7 +343,7 @@ void nb_member_message(struct nb_job *job, enum control_type type, const unsigne
         probe_heard(job, type, body);
     } else if (type == CTL_COSTS) {
         costs_heard(job, body);
-    } else if (type == CTL_NOTICE) {
+    } else { // CTL_NOTICE
         memcpy(text, body, bytes);
         nb_job_notify(job, text);
     }

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/bits.h"
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/hash.h"
@@ -14,6 +15,7 @@
 #include "bootstrap/bootstrap.h"
 #include "coll/sched.h"
 #include "engine/engine.h"
+#include "engine/group.h"
 #include "engine/internal.h"
 #include "engine/local.h"
 #include "transport/lanes.h"
@@ -179,6 +181,7 @@ void nb_job_free(struct nb_job *job) {
     free(job->addresses);
     nb_member_close(job);
     nb_agree_close(job);
+    nb_groups_close(job);
     nb_probe_close(job);
     nb_costs_close(job);
     nb_work_rounds_free(job);
@@ -192,6 +195,7 @@ void nb_job_free(struct nb_job *job) {
     pthread_cond_destroy(&job->aside);
     pthread_mutex_destroy(&job->lock);
     free(job->spare);
+    free(job->joined);
     free(job->peer_left);
     free(job->peer_open);
     free(job->suspicions);
@@ -210,10 +214,13 @@ static int job_init(struct nb_job *job, const struct nb_job_config *config, stru
     job->peer_left = calloc((size_t)job->size, sizeof *job->peer_left);
     job->peer_open = calloc((size_t)job->size, sizeof *job->peer_open);
     job->suspicions = calloc((size_t)job->size, sizeof *job->suspicions);
+    job->joined = calloc(nb_bits_words((size_t)job->size), sizeof *job->joined);
     job->left_rank = NB_NO_PEER;
     job->info.cpu = -1;
     nb_list_init(&job->inbox);
     nb_list_init(&job->maps);
+    nb_list_init(&job->comms);
+    nb_list_init(&job->groups);
     nb_list_init(&job->waiting);
     nb_list_init(&job->running);
     nb_hash_init(&job->in_flight);
@@ -228,7 +235,7 @@ static int job_init(struct nb_job *job, const struct nb_job_config *config, stru
     pthread_mutex_init(&job->lock, NULL);
     job->loop.epoll_fd = -1;
     job->loop.wake_fd = -1;
-    if (job->peer_left == NULL || job->peer_open == NULL || job->suspicions == NULL) {
+    if (job->peer_left == NULL || job->peer_open == NULL || job->suspicions == NULL || job->joined == NULL) {
         return nb_fail(err, -ENOMEM, "a job of %d ranks", job->size);
     }
     int rc = nb_loop_init(&job->loop, err);

@@ -13,7 +13,9 @@
 #include "coll/sched.h"
 #include "coll/steps.h"
 #include "engine/engine.h"
+#include "engine/group.h"
 #include "engine/internal.h"
+#include "engine/join.h"
 #include "engine/line.h"
 #include "engine/local.h"
 #include "engine/twolevel.h"
@@ -169,8 +171,8 @@ static int pipeline_make(struct nb_work *work, enum nb_sched_kind kind, struct n
     work->flow_count = 2;
     uint32_t in = nb_sched_blocks_in(sched);
     uint32_t out = nb_sched_blocks_out(sched);
-    work->in = (struct nb_flow){.dir = NB_FLOW_IN, .peer = sched->from, .blocks = in};
-    work->out = (struct nb_flow){.dir = NB_FLOW_OUT, .peer = sched->to, .blocks = out};
+    work->in = (struct nb_flow){.dir = NB_FLOW_IN, .peer = nb_comm_peer(comm, sched->from), .blocks = in};
+    work->out = (struct nb_flow){.dir = NB_FLOW_OUT, .peer = nb_comm_peer(comm, sched->to), .blocks = out};
     work->in.map = calloc(nb_bits_words(in) + 1, sizeof(uint64_t));
     work->out.map = calloc(nb_bits_words(out) + 1, sizeof(uint64_t));
     if (work->in.map == NULL || work->out.map == NULL) {
@@ -259,6 +261,10 @@ static bool has_scale(const struct nb_work *work) {
 
 void nb_run_alone(struct nb_work *work) {
     struct nb_range all = nb_line_all(work);
+    if (work->desc.kind == NB_OP_JOIN) {
+        nb_join_end(work, 0);
+        return;
+    }
     if (has_scale(work)) {
         nb_line_scale(work, all, work->desc.prescale);
         nb_line_scale(work, all, work->desc.postscale);

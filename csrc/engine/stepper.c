@@ -17,6 +17,7 @@
 #include "coll/sched.h"
 #include "coll/steps.h"
 #include "engine/engine.h"
+#include "engine/group.h"
 #include "engine/internal.h"
 #include "engine/line.h"
 #include "transport/lanes.h"
@@ -237,7 +238,7 @@ static void flow_make(struct nb_work *work, int index, enum nb_flow_dir dir, uin
     struct nb_flow *flow = nb_work_flow(work, index);
     const struct nb_step *step = &work->stepper->parts[index / 2].step;
     *flow = (struct nb_flow){.dir = dir};
-    flow->peer = dir == NB_FLOW_IN ? step->from : step->to;
+    flow->peer = nb_comm_peer(work->comm, dir == NB_FLOW_IN ? step->from : step->to);
     flow->blocks = blocks_of(work, dir == NB_FLOW_IN ? step->in : step->out);
     flow->left = flow->blocks;
     flow->map = *map;

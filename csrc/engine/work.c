@@ -15,6 +15,7 @@
 #include "coll/choose.h"
 #include "coll/reduce.h"
 #include "engine/engine.h"
+#include "engine/group.h"
 #include "engine/internal.h"
 #include "engine/local.h"
 #include "engine/star.h"
@@ -60,6 +61,9 @@ static int line_check(const struct nb_comm *comm, const struct nb_op *op, struct
     }
     size_t parts = op->kind == NB_OP_ALLGATHER || op->kind == NB_OP_REDUCESCATTER ? (size_t)comm->size : 1;
     parts = op->kind == NB_OP_ALLTOALL ? 2 * (size_t)comm->size : parts;
+    if (op->kind == NB_OP_JOIN && (nb_work_line(op) != sizeof(int32_t) || comm->ranks != NULL)) {
+        return nb_fail(err, -EINVAL, "%s: a join is of all ranks, and of %zu bytes", op->name, sizeof(int32_t));
+    }
     if (nb_work_line(op) % (parts * element) != 0) {
         return nb_fail(err, -EINVAL, "%s: %zu bytes are not %zu equal parts", op->name, nb_work_line(op), parts);
     }
@@ -148,8 +152,9 @@ static void unfuse(const struct nb_work *work) {
 
 static void desc_fill(struct desc *desc, const struct nb_comm *comm, const struct nb_op *op) {
     memset(desc, 0, sizeof *desc);
-    desc->key = op->key != 0 ? op->key : nb_key(op->name);
+    desc->key = nb_comm_key(comm, op->key != 0 ? op->key : nb_key(op->name));
     desc->bytes = nb_work_line(op);
+    desc->shape = op->shape;
     desc->prescale = op->prescale == 0 ? 1 : op->prescale;
     desc->postscale = op->postscale == 0 ? 1 : op->postscale;
     desc->kind = (uint8_t)op->kind;
@@ -183,7 +188,7 @@ static enum nb_algorithm algorithm_likely(const struct nb_comm *comm, const stru
     if (op->kind != NB_OP_ALLREDUCE) {
         return nb_run_only(op->kind);
     }
-    return comm->size > 1 ? nb_costs_guess(comm->job, nb_work_line(op)) : NB_ALGORITHM_RING;
+    return comm->size > 1 ? nb_costs_guess(comm->job, comm->size, nb_work_line(op)) : NB_ALGORITHM_RING;
 }
 
 int nb_work_make(struct nb_comm *comm, const struct nb_op *op, struct nb_work **out, struct nb_error *err) {
@@ -218,7 +223,7 @@ int nb_work_make(struct nb_comm *comm, const struct nb_op *op, struct nb_work **
         rc = nb_fail(err, -EINVAL, "%s: %zu bytes are too many for segments of %zu bytes", op->name, bytes,
                      comm->job->config.segment_bytes);
     }
-    if (rc == 0 && !nb_local_takes(comm->job, op->kind) && work->piece_count > 1 && too_scattered(work)) {
+    if (rc == 0 && !nb_local_takes(comm, op->kind) && work->piece_count > 1 && too_scattered(work)) {
         rc = fuse(work, err);
     }
     if (rc < 0) {
@@ -236,6 +241,7 @@ static void refs_add(struct nb_work *work, int change) {
         return;
     }
     free(work->fused);
+    free(work->stand_in);
     nb_run_unprepare(work);
     free(work->pieces);
     free(work->starts);

@@ -75,13 +75,13 @@ void core_comm_sweep(PyObject *comm) {
     }
 }
 
-int core_comm_submit(PyObject *comm, const struct nb_op *op, struct core_hold *hold) {
+int core_comm_submit(PyObject *comm, struct nb_comm *of, const struct nb_op *op, struct core_hold *hold) {
     if (core_comm_check(comm) < 0) {
         return -1;
     }
     struct nb_error err = {0};
     struct nb_work *work = NULL;
-    int rc = nb_submit(nb_job_world(comm_of(comm)->job), op, &work, &err);
+    int rc = nb_submit(of, op, &work, &err);
     if (rc < 0) {
         core_raise(core_state_of(comm), rc, &err);
         return -1;
@@ -332,11 +332,17 @@ PyTypeObject *core_comm_type(PyObject *module) {
     static const PyMethodDef methods[] = {
         {"submit", WITH_KEYWORDS(core_comm_submit_method),
          "submit($self, name, kind, memory, dtype, *, op=SUM, root=0, prescale=1.0, postscale=1.0,\n"
-         "       priority=0, bucket=0, keep=None, awaited=False)\n--\n\n"
+         "       priority=0, bucket=0, keep=None, awaited=False, group=0, shape=0)\n--\n\n"
          "Start an operation in place and return its Work.\n\n"
+         "shape: a number that stands for the shape of what is in `memory`; ranks whose numbers differ are refused.\n"
          "`memory` and `keep` live until it is done; awaited: the caller waits at once. ValueError for what no rank "
          "could do, or when an operation\n"
          "of this name is pending here."},
+        {"group", WITH_KEYWORDS(core_comm_group),
+         "group($self, number, ranks)\n--\n\n"
+         "Let operations be of some ranks alone, this one among them: submit(group=number).\n\n"
+         "All of these ranks give the group this number, above 0, and no other one. It stays until close(). ValueError "
+         "for\nranks that cannot be, or when the number is taken."},
         {"map", comm_map, METH_O, "map($self, arena)\n--\n\nTell the lanes of memory that many operations will use."},
         {"exchange", core_comm_exchange, METH_O,
          "exchange($self, blob)\n--\n\nAll-gather equal-length blobs, by rank. Every rank, in the same order."},

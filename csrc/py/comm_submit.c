@@ -18,6 +18,8 @@ struct submit_args {
     PyObject *priority;
     PyObject *bucket;
     PyObject *keep;
+    PyObject *group;
+    PyObject *shape;
     int awaited;
 };
 
@@ -38,6 +40,12 @@ static int parse_numbers(const struct submit_args *in, int size, struct nb_op *o
         optional_long("priority", in->priority, INT32_MIN, INT32_MAX, &priority) < 0 ||
         optional_long("bucket", in->bucket, 0, UINT32_MAX, &bucket) < 0) {
         return -1;
+    }
+    if (in->shape != NULL) {
+        op->shape = PyLong_AsUnsignedLongLongMask(in->shape);
+        if (PyErr_Occurred() != NULL) {
+            return -1;
+        }
     }
     if (in->name[0] == '\0') {
         PyErr_SetString(PyExc_ValueError, "name must not be empty");
@@ -75,14 +83,27 @@ static int parse_submit(const struct submit_args *in, int size, struct nb_op *op
     return 0;
 }
 
+struct nb_comm *core_comm_group_of(PyObject *object, PyObject *number) {
+    long id;
+    if (core_comm_check(object) < 0 || optional_long("group", number, 0, UINT32_MAX, &id) < 0) {
+        return NULL;
+    }
+    struct nb_comm *comm = nb_comm_find(((struct core_comm *)object)->job, (uint32_t)id);
+    if (comm == NULL) {
+        PyErr_Format(PyExc_ValueError, "group=%ld: there is none of this number here: Comm.group() makes one", id);
+    }
+    return comm;
+}
+
 static PyObject *submit(PyObject *object, const struct submit_args *in) {
     struct core_hold *hold = core_hold_new();
     if (hold == NULL) {
         return NULL;
     }
     struct nb_op op = {0};
-    if (parse_submit(in, ((struct core_comm *)object)->size, &op, hold) < 0 ||
-        core_comm_submit(object, &op, hold) < 0) {
+    struct nb_comm *comm = core_comm_group_of(object, in->group);
+    if (comm == NULL || parse_submit(in, nb_comm_size(comm), &op, hold) < 0 ||
+        core_comm_submit(object, comm, &op, hold) < 0) {
         PyObject *type;
         PyObject *value;
         PyObject *trace;
@@ -95,12 +116,13 @@ static PyObject *submit(PyObject *object, const struct submit_args *in) {
 }
 
 PyObject *core_comm_submit_method(PyObject *object, PyObject *args, PyObject *kwargs) {
-    static const char *const keywords[] = {"name",      "kind",     "memory", "dtype", "op",      "root", "prescale",
-                                           "postscale", "priority", "bucket", "keep",  "awaited", NULL};
+    static const char *const keywords[] = {"name", "kind",     "memory",    "dtype",    "op",
+                                           "root", "prescale", "postscale", "priority", "bucket",
+                                           "keep", "awaited",  "group",     "shape",    NULL};
     struct submit_args in = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sOOO|$OOOOOOOp:submit", (char **)keywords, &in.name, &in.kind,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sOOO|$OOOOOOOpOO:submit", (char **)keywords, &in.name, &in.kind,
                                      &in.memory, &in.dtype, &in.op, &in.root, &in.prescale, &in.postscale, &in.priority,
-                                     &in.bucket, &in.keep, &in.awaited)) {
+                                     &in.bucket, &in.keep, &in.awaited, &in.group, &in.shape)) {
         return NULL;
     }
     if (core_comm_check(object) < 0) {
@@ -108,6 +130,51 @@ PyObject *core_comm_submit_method(PyObject *object, PyObject *args, PyObject *kw
     }
     core_comm_sweep(object);
     return submit(object, &in);
+}
+
+// Into memory that the caller frees; NULL: an error is raised.
+static int *ranks_parse(PyObject *ranks, int *count) {
+    PyObject *list = PySequence_List(ranks);
+    Py_ssize_t n = list != NULL ? PyList_Size(list) : 0;
+    int *out = list != NULL && n <= INT32_MAX ? PyMem_Malloc((size_t)(n + 1) * sizeof *out) : NULL;
+    if (list != NULL && out == NULL) {
+        PyErr_NoMemory();
+    }
+    for (Py_ssize_t i = 0; out != NULL && i < n; i++) {
+        long rank;
+        if (core_get_long("rank", PyList_GetItem(list, i), 0, INT32_MAX, &rank) < 0) {
+            PyMem_Free(out);
+            out = NULL;
+        } else {
+            out[i] = (int)rank;
+        }
+    }
+    Py_XDECREF(list);
+    *count = (int)n;
+    return out;
+}
+
+PyObject *core_comm_group(PyObject *object, PyObject *args, PyObject *kwargs) {
+    static const char *const keywords[] = {"number", "ranks", NULL};
+    PyObject *number;
+    PyObject *list;
+    long id;
+    int count;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:group", (char **)keywords, &number, &list) ||
+        core_get_long("number", number, 1, UINT32_MAX, &id) < 0 || core_comm_check(object) < 0) {
+        return NULL;
+    }
+    int *ranks = ranks_parse(list, &count);
+    if (ranks == NULL) {
+        return NULL;
+    }
+    struct nb_error err = {0};
+    int rc = nb_comm_make(((struct core_comm *)object)->job, (uint32_t)id, ranks, count, &err);
+    PyMem_Free(ranks);
+    if (rc < 0) {
+        return core_raise(core_state_of(object), rc, &err);
+    }
+    Py_RETURN_NONE;
 }
 
 // Submits the all-gather of a line of which this rank's part is filled in, and waits.

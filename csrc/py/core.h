@@ -34,6 +34,8 @@ enum core_name {
     CORE_NBYTES,
     CORE_COPY_,
     CORE_DETACH,
+    CORE_IS_SPARSE,
+    CORE_TO_DENSE,
     CORE_WAIT,
     CORE_NAMES
 };
@@ -151,7 +153,9 @@ PyObject *core_work_new(const struct core_state *state, PyObject *comm, struct c
 // ---- comm.c
 
 // Submits op with hold as its owner: 0, or -1 with an exception (hold->work stays NULL).
-int core_comm_submit(PyObject *comm, const struct nb_op *op, struct core_hold *hold);
+// The comm of a group's number, where `comm` is open; number NULL: of all ranks. NULL: an error is raised.
+struct nb_comm *core_comm_group_of(PyObject *comm, PyObject *number);
+int core_comm_submit(PyObject *comm, struct nb_comm *of, const struct nb_op *op, struct core_hold *hold);
 // Takes a hold that nobody else wants; it is freed once it is seen done.
 void core_comm_hold(PyObject *comm, struct core_hold *hold);
 // Frees what is done among them.

@@ -110,17 +110,19 @@ static int check_between_steps(const struct core_gradhook *self, const char *wha
 }
 
 static PyObject *gradhook_target(PyObject *object, PyObject *args, PyObject *kwargs) {
-    static const char *const keywords[] = {"sink", "prescale", "postscale", "op", NULL};
+    static const char *const keywords[] = {"sink", "prescale", "postscale", "op", "group", NULL};
     struct core_gradhook *self = gradhook_of(object);
     PyObject *sink;
     PyObject *prescale_value = NULL;
     PyObject *postscale_value = NULL;
     PyObject *op_value = NULL;
+    PyObject *group = NULL;
+    struct nb_comm *of = NULL;
     double prescale;
     double postscale;
     int redop;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|OOO:target", (char **)keywords, &sink, &prescale_value,
-                                     &postscale_value, &op_value) ||
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|OOOO:target", (char **)keywords, &sink, &prescale_value,
+                                     &postscale_value, &op_value, &group) ||
         core_get_scale("prescale", prescale_value, &prescale) < 0 ||
         core_get_scale("postscale", postscale_value, &postscale) < 0 || core_get_redop(op_value, &redop) < 0 ||
         check_between_steps(self, "the target") < 0) {
@@ -131,10 +133,14 @@ static PyObject *gradhook_target(PyObject *object, PyObject *args, PyObject *kwa
         PyErr_Format(PyExc_TypeError, "sink must be a Comm, a callable or None, not %R", sink);
         return NULL;
     }
+    if (native && (of = core_comm_group_of(sink, group)) == NULL) {
+        return NULL;
+    }
     gradhook_rearm(self);
     PyObject *old = self->target;
     self->target = sink != Py_None ? Py_NewRef(sink) : NULL;
     self->native = native;
+    self->of = of;
     self->prescale = prescale;
     self->postscale = postscale;
     self->redop = redop;
@@ -158,6 +164,19 @@ static PyObject *gradhook_ready_order(PyObject *object, PyObject *Py_UNUSED(none
         if (index == NULL || PyList_SetItem(list, i, index) < 0) {
             Py_CLEAR(list);
         }
+    }
+    return list;
+}
+
+static PyObject *gradhook_sparse(PyObject *object, PyObject *Py_UNUSED(none)) {
+    const struct core_gradhook *self = gradhook_of(object);
+    PyObject *list = PyList_New(0);
+    for (uint32_t i = 0; list != NULL && i < self->param_count; i++) {
+        PyObject *index = self->params[i].sparse ? PyLong_FromUnsignedLong(i) : NULL;
+        if (self->params[i].sparse && (index == NULL || PyList_Append(list, index) < 0)) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(index);
     }
     return list;
 }
@@ -245,7 +264,7 @@ static const char gradhook_doc[] =
     "that memory. buckets: (name, dtype, address, bytes, priority) each. A gradient that is views[i] already is\n"
     "used as it is; a smaller foreign one is copied there and the parameter's `grad` re-pointed; one of at least\n"
     "`direct_bytes` travels from where autograd put it, except to a callable, and is reduced in place. What is\n"
-    "not contiguous, or of another dtype, is copied by the view's copy_().\n\n"
+    "not contiguous, or of another dtype, is copied by the view's copy_(); what is sparse is made dense first.\n\n"
     "A hook that fires again before its bucket is submitted replaces that gradient. One that fires while its\n"
     "bucket is on its way raises RuntimeError: autograd has added to memory that is being reduced. After wait()\n"
     "a second backward sends its buckets once more; the result is that of the values the parameters hold, the\n"
@@ -257,7 +276,7 @@ PyTypeObject *core_gradhook_type(PyObject *module) {
          "hook($self, index, /)\n--\n\n"
          "Return the C callable for parameters[index].register_post_accumulate_grad_hook."},
         {"target", WITH_KEYWORDS(gradhook_target),
-         "target($self, sink, prescale=1.0, postscale=1.0, op=SUM)\n--\n\n"
+         "target($self, sink, prescale=1.0, postscale=1.0, op=SUM, group=0)\n--\n\n"
          "Say where complete buckets go: a Comm, a callable that gets the bucket's index and returns an object\n"
          "with wait(), or None: nowhere. Re-arms; RuntimeError while buckets are pending."},
         {"flush", gradhook_method_flush, METH_NOARGS,
@@ -272,6 +291,8 @@ PyTypeObject *core_gradhook_type(PyObject *module) {
         {"ready_order", gradhook_ready_order, METH_NOARGS,
          "ready_order($self)\n--\n\n"
          "Return indices of parameters in the order in which they became ready in the last complete step."},
+        {"sparse", gradhook_sparse, METH_NOARGS,
+         "sparse($self)\n--\n\nReturn indices of parameters of which a gradient was sparse, in rising order."},
         {0},
     };
     static const PyGetSetDef getset[] = {

@@ -20,6 +20,7 @@ struct gradhook_param {
     uint32_t left; // passes until it is ready
     bool dense;    // the view is contiguous, as a gradient that can be copied at once
     bool ordered;  // is in `order`
+    bool sparse;   // a gradient was
 };
 
 struct gradhook_bucket {
@@ -42,6 +43,7 @@ struct core_gradhook {
     PyObject base;
     PyObject *recorder; // or NULL
     PyObject *target;   // a Comm, a callable, or NULL: nowhere
+    struct nb_comm *of; // of a Comm: whose operations they are
     PyObject *keep;
     bool native; // the target is a Comm
     bool busy;   // waiting without the GIL

@@ -54,7 +54,7 @@ static int send_native(struct core_gradhook *self, struct gradhook_bucket *bucke
         .segment_count = build_line(self, bucket, segments),
         .bucket = (uint32_t)(bucket - self->buckets) + 1,
     };
-    if (core_comm_submit(self->target, &op, hold) < 0) {
+    if (core_comm_submit(self->target, self->of, &op, hold) < 0) {
         core_hold_free(hold);
         return -1;
     }

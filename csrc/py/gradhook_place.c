@@ -74,9 +74,22 @@ static int look(const struct core_state *state, const struct gradhook_param *par
     return 0;
 }
 
-// view.copy_(gradient.detach()): any layout, dtype and device that torch can copy.
-static int copy_any(const struct core_state *state, const struct gradhook_param *param, PyObject *gradient) {
-    PyObject *bare = PyObject_CallMethodObjArgs(gradient, state->names[CORE_DETACH], NULL);
+// gradient.detach(), and dense. A new reference, or NULL.
+static PyObject *dense_of(const struct core_state *state, struct gradhook_param *param, PyObject *gradient) {
+    int sparse = truth(PyObject_GetAttr(gradient, state->names[CORE_IS_SPARSE]));
+    PyObject *bare = sparse >= 0 ? PyObject_CallMethodObjArgs(gradient, state->names[CORE_DETACH], NULL) : NULL;
+    if (bare == NULL || sparse == 0) {
+        return bare;
+    }
+    param->sparse = true;
+    PyObject *dense = PyObject_CallMethodObjArgs(bare, state->names[CORE_TO_DENSE], NULL);
+    Py_DECREF(bare);
+    return dense;
+}
+
+// view.copy_(gradient): any layout, dtype and device that torch can copy.
+static int copy_any(const struct core_state *state, struct gradhook_param *param, PyObject *gradient) {
+    PyObject *bare = dense_of(state, param, gradient);
     if (bare == NULL) {
         return -1;
     }

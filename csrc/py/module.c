@@ -41,6 +41,7 @@ static const struct constant constants[] = {
     {"REDUCESCATTER", NB_OP_REDUCESCATTER},
     {"BROADCAST", NB_OP_BROADCAST},
     {"BARRIER", NB_OP_BARRIER},
+    {"JOIN", NB_OP_JOIN},
     {"ALLTOALL", NB_OP_ALLTOALL},
 };
 
@@ -288,10 +289,11 @@ static int find_classes(struct core_state *state) {
 
 static int intern_names(struct core_state *state) {
     static const char *const names[CORE_NAMES] = {
-        [CORE_GRAD] = "grad",     [CORE_DATA_PTR] = "data_ptr",
-        [CORE_DTYPE] = "dtype",   [CORE_IS_CONTIGUOUS] = "is_contiguous",
-        [CORE_IS_CPU] = "is_cpu", [CORE_NBYTES] = "nbytes",
-        [CORE_COPY_] = "copy_",   [CORE_DETACH] = "detach",
+        [CORE_GRAD] = "grad",           [CORE_DATA_PTR] = "data_ptr",
+        [CORE_DTYPE] = "dtype",         [CORE_IS_CONTIGUOUS] = "is_contiguous",
+        [CORE_IS_CPU] = "is_cpu",       [CORE_NBYTES] = "nbytes",
+        [CORE_COPY_] = "copy_",         [CORE_DETACH] = "detach",
+        [CORE_IS_SPARSE] = "is_sparse", [CORE_TO_DENSE] = "to_dense",
         [CORE_WAIT] = "wait",
     };
     for (int i = 0; i < CORE_NAMES; i++) {

@@ -23,6 +23,7 @@ ALLGATHER: int
 REDUCESCATTER: int
 BROADCAST: int
 BARRIER: int
+JOIN: int
 ALLTOALL: int
 
 VERSION: str
@@ -179,10 +180,18 @@ class Comm:
         bucket: int = 0,
         keep: Any = None,
         awaited: bool = False,
+        group: int = 0,
+        shape: int = 0,
     ) -> Work:
         """Starts an operation in place; `keep` lives as long as the transfer. awaited: the caller waits for it at once,
         so that no thread need be woken for it. ValueError for what no rank could do, or when an operation of this name
-        is pending here."""
+        is pending here. group: of the ranks of this group alone; root counts in it. shape: its low 64 bits stand for
+        the shape of what is in `memory`; ranks whose numbers differ are refused."""
+
+    def group(self, number: int, ranks: Sequence[int]) -> None:
+        """Lets operations be of some ranks alone, which rise and have this one among them. All of these ranks give the
+        group this number, above 0, and no other one; it stays until close(). ValueError for ranks that cannot be, or
+        when the number is taken."""
 
     def map(self, arena: Arena) -> None:
         """Tells the lanes of memory that many operations will use."""
@@ -232,9 +241,11 @@ class GradHook:
         prescale: float = 1.0,
         postscale: float = 1.0,
         op: int = ...,
+        group: int = 0,
     ) -> None:
-        """Where complete buckets go: a Comm; a callable that gets the bucket's index (its memory is then always
-        whole: nothing travels directly) and returns an object with wait(); None: nowhere (null). Only between steps."""
+        """Where complete buckets go: a Comm, or a group of it; a callable that gets the bucket's index (its memory is
+        then always whole: nothing travels directly) and returns an object with wait(); None: nowhere (null). Only
+        between steps."""
 
     def flush(self) -> None:
         """Submits every bucket that is not, zeros standing for gradients that are missing; a parameter whose grad is
@@ -245,6 +256,9 @@ class GradHook:
 
     def ready_order(self) -> list[int]:
         """Indices of the parameters in the order in which they became ready in the last complete step."""
+
+    def sparse(self) -> list[int]:
+        """Indices of the parameters of which a gradient was sparse, and was made dense, in rising order."""
 
     @property
     def passes(self) -> int: ...

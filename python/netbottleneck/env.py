@@ -103,6 +103,13 @@ class Settings:
         ("HOROVOD_STALL_CHECK_DISABLE", _stall_off),
         ("HOROVOD_STALL_CHECK_TIME_SECONDS", seconds(0).parse),
     )
+    dynamic_process_sets: bool = _row(
+        "DYNAMIC_PROCESS_SETS",
+        BOOLEAN,
+        False,
+        "1: process sets may be added and removed after init()",
+        ("HOROVOD_DYNAMIC_PROCESS_SETS", horovod_boolean),
+    )
     start_step: int = _row("START_STEP", whole(0), 10, "the first step that counts")
     end_step: int = _row("END_STEP", whole(0), 0, "the first step that counts no more; 0: to the end")
     block_steps: int = _row("BLOCK_STEPS", whole(1), 10, "steps of a block where TRANSPORT is a list")

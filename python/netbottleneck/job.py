@@ -63,6 +63,8 @@ class Job:
     recorder: "_core.Recorder | None" = None
     observer: Observer = field(default_factory=Observer)
     handles: dict[int, Any] = field(default_factory=dict)  # what is under way, by number
+    process_sets: dict[int, Any] = field(default_factory=dict)  # registered, by number: but the global one
+    joins: int = 0  # how often all ranks have joined
     _numbers: dict[str, "itertools.count[int]"] = field(default_factory=dict)
 
     def number(self, kind: str) -> int:
@@ -155,6 +157,8 @@ def stop() -> None:
     with _process.lock:
         ended, _process.job = _process.job, None
     if ended is not None:
+        for process_set in ended.process_sets.values():
+            process_set.process_set_id = None
         try:
             ended.observer.stopping(ended)
         finally:

@@ -8,6 +8,17 @@ import numpy as np
 import numpy.typing as npt
 
 from netbottleneck import job
+from netbottleneck.adasum import adasum_steps
+from netbottleneck.collectives import (
+    allgather_steps,
+    allreduce_steps,
+    alltoall_steps,
+    barrier_steps,
+    broadcast_steps,
+    join_steps,
+    reducescatter_steps,
+)
+from netbottleneck.members import ProcessSet, global_process_set, members_of
 from netbottleneck.steps import (
     Adasum,
     Array,
@@ -17,15 +28,9 @@ from netbottleneck.steps import (
     Pending,
     Product,
     Sum,
-    allgather_steps,
-    allreduce_steps,
-    alltoall_steps,
     as_bytes,
-    barrier_steps,
-    broadcast_steps,
     code_of,
     label,
-    reducescatter_steps,
 )
 
 __all__ = [
@@ -46,6 +51,7 @@ __all__ = [
     "broadcast_object",
     "grouped_allreduce",
     "init",
+    "join",
     "rank",
     "reducescatter",
     "shutdown",
@@ -90,12 +96,13 @@ def allreduce(
     *,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> Array:
     """Return the reduction of the arrays of all ranks, which are of one shape and type.
 
-    op: Average, Sum, Min, Max or Product. prescale_factor is applied before, postscale_factor after; integers are
-    scaled in float64 and truncated. Raises ValueError for a type that cannot be reduced, HorovodInternalError when the
-    operation failed.
+    op: Average, Sum, Min, Max, Product or Adasum. prescale_factor is applied before, postscale_factor after; integers
+    are scaled in float64 and truncated. Raises ValueError for a type that cannot be reduced, HorovodInternalError when
+    the operation failed.
     """
     return allreduce_(
         np.array(array, order="C"),
@@ -103,6 +110,7 @@ def allreduce(
         name,
         prescale_factor=prescale_factor,
         postscale_factor=postscale_factor,
+        process_set=process_set,
     )
 
 
@@ -113,72 +121,114 @@ def allreduce_(
     *,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> Array:
     """Reduce in place, and return the array; see allreduce. ValueError for one that is not contiguous or writable."""
     pair = (_in_place(array), code_of(array))
-    Pending(allreduce_steps([pair], op, label("allreduce", name), prescale_factor, postscale_factor)).wait()
+    among = members_of(process_set)
+    factors = (prescale_factor, postscale_factor)
+    name = label("allreduce", name, among)
+    if op == Adasum:
+        Pending(adasum_steps(array, name, among, factors)).wait()
+    else:
+        Pending(allreduce_steps([pair], op, name, among, factors)).wait()
     return array
 
 
-def grouped_allreduce(arrays: Sequence[npt.ArrayLike], op: int = Average, name: str | None = None) -> list[Array]:
+def grouped_allreduce(
+    arrays: Sequence[npt.ArrayLike],
+    op: int = Average,
+    name: str | None = None,
+    *,
+    process_set: ProcessSet = global_process_set,
+) -> list[Array]:
     """Return the reductions of several arrays, which travel together."""
     copies = [np.array(array, order="C") for array in arrays]
     pairs = [(array, code_of(array)) for array in copies]
-    Pending(allreduce_steps(pairs, op, label("grouped_allreduce", name))).wait()
+    among = members_of(process_set)
+    Pending(allreduce_steps(pairs, op, label("grouped_allreduce", name, among), among)).wait()
     return copies
 
 
-def broadcast(array: npt.ArrayLike, root_rank: int = 0, name: str | None = None) -> Array:
+def broadcast(
+    array: npt.ArrayLike, root_rank: int = 0, name: str | None = None, *, process_set: ProcessSet = global_process_set
+) -> Array:
     """Return the root's array, which is of the same shape and type on all ranks."""
-    return broadcast_(np.array(array, order="C"), root_rank, name)
+    return broadcast_(np.array(array, order="C"), root_rank, name, process_set=process_set)
 
 
-def broadcast_(array: Array, root_rank: int = 0, name: str | None = None) -> Array:
+def broadcast_(
+    array: Array, root_rank: int = 0, name: str | None = None, *, process_set: ProcessSet = global_process_set
+) -> Array:
     """Give every rank the root's array in place, and return it."""
     memory, code = as_bytes(_in_place(array))
-    Pending(broadcast_steps(memory, code, root_rank, label("broadcast", name))).wait()
+    among = members_of(process_set)
+    Pending(broadcast_steps(memory, code, root_rank, label("broadcast", name, among), among)).wait()
     return array
 
 
-def allgather(array: npt.ArrayLike, name: str | None = None) -> Array:
+def allgather(array: npt.ArrayLike, name: str | None = None, *, process_set: ProcessSet = global_process_set) -> Array:
     """Return the arrays of all ranks, joined along the first dimension, which may differ from rank to rank."""
-    return np.concatenate(Pending(allgather_steps(np.asarray(array), label("allgather", name))).wait())
+    among = members_of(process_set)
+    return np.concatenate(Pending(allgather_steps(np.asarray(array), label("allgather", name, among), among)).wait())
 
 
-def reducescatter(array: npt.ArrayLike, op: int = Average, name: str | None = None) -> Array:
+def reducescatter(
+    array: npt.ArrayLike, op: int = Average, name: str | None = None, *, process_set: ProcessSet = global_process_set
+) -> Array:
     """Return this rank's rows of the reduced array; the first (rows mod size) ranks get one row more."""
     given = np.asarray(array)
-    return Pending(reducescatter_steps(given, code_of(given), op, label("reducescatter", name))).wait()
+    among = members_of(process_set)
+    name = label("reducescatter", name, among)
+    return Pending(reducescatter_steps(given, code_of(given), op, name, among)).wait()
 
 
-def alltoall(array: npt.ArrayLike, name: str | None = None) -> Array:
-    """Return one part of each rank's array, joined by rank; the first dimension is cut into equal parts, one a rank.
+def alltoall(
+    array: npt.ArrayLike,
+    name: str | None = None,
+    *,
+    splits: Sequence[int] | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Array:
+    """Return one part of each rank's array, joined by rank.
 
-    Raises ValueError where it is no such multiple.
+    splits: how many rows go to each rank; without it the first dimension is cut into equal parts. Raises ValueError
+    where that cannot be.
     """
-    given = np.asarray(array)
-    return Pending(alltoall_steps(given, code_of(given), label("alltoall", name))).wait()
+    among = members_of(process_set)
+    name = label("alltoall", name, among)
+    return Pending(alltoall_steps(np.asarray(array), splits, name, among)).wait()[0]
 
 
-def barrier() -> None:
+def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once every rank has called it."""
-    Pending(barrier_steps(label("barrier", None))).wait()
+    among = members_of(process_set)
+    Pending(barrier_steps(label("barrier", None, among), among)).wait()
 
 
-def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
+def join() -> int:
+    """Wait until every rank has joined, with zeros for what the others reduce meanwhile; return the last one."""
+    return Pending(join_steps(label("join", None))).wait()
+
+
+def broadcast_object(
+    obj: Any = None, root_rank: int = 0, name: str | None = None, *, process_set: ProcessSet = global_process_set
+) -> Any:
     """Return the root's object, by cloudpickle."""
-    name = name or f"broadcast_object.{job.current().number('broadcast_object')}"
+    among = members_of(process_set)
+    name = name or label("broadcast_object", None, among)
     mine = job.current().place.rank == root_rank
     content = np.frombuffer(bytearray(cloudpickle.dumps(obj) if mine else b""), np.uint8)
-    length = int(broadcast_(np.array([len(content)], np.int64), root_rank, f"{name}.sz")[0])
+    length = int(broadcast_(np.array([len(content)], np.int64), root_rank, f"{name}.sz", process_set=process_set)[0])
     if not mine:
         content = np.zeros(length, np.uint8)
-    broadcast_(content, root_rank, f"{name}.t")
+    broadcast_(content, root_rank, f"{name}.t", process_set=process_set)
     return obj if mine else cloudpickle.loads(content.tobytes())
 
 
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+def allgather_object(obj: Any, name: str | None = None, *, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Return the objects of all ranks, by rank, by cloudpickle."""
-    name = label("allgather", name or f"object.{job.current().number('allgather_object')}")
+    among = members_of(process_set)
+    name = label("allgather", name or label("object", None, among))
     content = np.frombuffer(cloudpickle.dumps(obj), np.uint8)
-    return [cloudpickle.loads(part.tobytes()) for part in Pending(allgather_steps(content, name)).wait()]
+    return [cloudpickle.loads(part.tobytes()) for part in Pending(allgather_steps(content, name, among)).wait()]

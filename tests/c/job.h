@@ -42,6 +42,7 @@ struct test_rank {
     struct nb_listener *listener;
     char address[NB_SOCK_TEXT];
     struct nb_job *job;
+    struct nb_comm *comm; // that operations are of, and rank and size count in; NULL: of all ranks
     struct nb_error err;
     int rc;
     void *arg;
@@ -152,8 +153,8 @@ static inline struct nb_op test_op(const char *name, enum nb_op_kind kind, struc
 static inline struct nb_work *test_submit(struct test_rank *me, struct nb_op op) {
     struct nb_work *work = NULL;
     struct nb_error err = {0};
-    CHECK(nb_submit(nb_job_world(me->job), &op, &work, &err) == 0, "rank %d submits %s: %s", me->rank, op.name,
-          err.text);
+    CHECK(nb_submit(me->comm != NULL ? me->comm : nb_job_world(me->job), &op, &work, &err) == 0,
+          "rank %d submits %s: %s", me->rank, op.name, err.text);
     return work;
 }
 
@@ -166,7 +167,7 @@ static inline int test_finish(struct nb_work *work, struct nb_error *err) {
 // An operation that the job may refuse, because it has failed already.
 static inline int test_try(struct test_rank *me, struct nb_op op, struct nb_error *err) {
     struct nb_work *work = NULL;
-    int rc = nb_submit(nb_job_world(me->job), &op, &work, err);
+    int rc = nb_submit(me->comm != NULL ? me->comm : nb_job_world(me->job), &op, &work, err);
     return rc == 0 ? test_finish(work, err) : rc;
 }
 

@@ -228,12 +228,15 @@ def test_a_graph_of_the_gradient_does_not_reach_the_view(alone: _core.Comm) -> N
     assert not plan.views[0].requires_grad
 
 
-def test_a_sparse_gradient_is_an_error(alone: _core.Comm) -> None:
+def test_a_sparse_gradient_is_made_dense_and_told_of(alone: _core.Comm) -> None:
     table = nn.Embedding(4, 2, sparse=True)
-    plan = Plan(table.parameters(), buckets=1)
+    plan = Plan([nn.Parameter(torch.ones(3)), *table.parameters()], buckets=1)
     plan.hook.target(alone)
-    with pytest.raises(RuntimeError, match=r"[Ss]parse"):
-        table(torch.tensor([1])).sum().backward()
+    assert plan.hook.sparse() == []
+    (table(torch.tensor([1, 1, 3])).sum() + plan.parameters[0].sum()).backward()
+    plan.finish()
+    assert plan.hook.sparse() == [1]
+    assert plan.grads() == [[1.0] * 3, [0.0, 0.0, 2.0, 2.0, 0.0, 0.0, 1.0, 1.0]]
 
 
 def test_an_empty_parameter_counts(alone: _core.Comm) -> None:

@@ -39,6 +39,12 @@ def test_optimizer(ranks: Ranks, size: int, names: list[str]) -> None:
     run(ranks, size, "optimizer_checks.py", names)
 
 
+@pytest.mark.parametrize("names", thirds(checks("set_checks.py")), ids=["a", "b", "c"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_process_sets_joins_and_exchanges(ranks: Ranks, size: int, names: list[str]) -> None:
+    run(ranks, size, "set_checks.py", names)
+
+
 SINGLE = """
 import torch
 import netbottleneck.torch as hvd

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from netbottleneck import job
+from netbottleneck.env import settings
 from netbottleneck.ops import rank, shutdown, size
+from netbottleneck.process_sets import DYNAMIC, register
 
 __all__ = [
     "ccl_built",
@@ -33,11 +35,24 @@ __all__ = [
 def init(comm: Sequence[int] | None = None, process_sets: Any = None) -> None:
     """Start this process's job with all ranks of its launcher; a second call changes nothing.
 
-    Raises ValueError for an environment that makes no sense, TimeoutError naming the ranks that did not come.
+    process_sets: the sets to register, the same on all ranks, or "dynamic": they will be added later. comm: all ranks,
+    or None. Raises ValueError for an environment that makes no sense, for sets that cannot be, and for a part of the
+    ranks; TimeoutError naming the ranks that did not come.
     """
-    if comm is not None or process_sets:
-        raise NotImplementedError("init() of a part of the ranks, and process sets, are not there yet")
-    job.start()
+    if isinstance(process_sets, str) and process_sets != DYNAMIC:
+        raise ValueError(f'process_sets={process_sets!r}: a list of ProcessSet, or "{DYNAMIC}", is required')
+    if job.is_started():
+        return
+    dynamic = process_sets == DYNAMIC
+    started = job.start(settings({"dynamic_process_sets": "1" if dynamic else None}))
+    try:
+        if comm is not None and sorted(comm) != list(range(started.place.size)):
+            raise ValueError(f"init(comm={list(comm)}): a job is of all {started.place.size} ranks: use process sets")
+        if process_sets and not dynamic:
+            register(process_sets)
+    except BaseException:
+        job.stop()
+        raise
 
 
 def is_initialized() -> bool:

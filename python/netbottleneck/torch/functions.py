@@ -43,12 +43,15 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     """Give every rank the root's optimizer state and options.
 
     Tensors are written in place where they have the root's shape and type, else made; everything else travels as it
-    is, by one pickle. A rank that has more state than the root loses it. model is taken for compatibility and not
-    used. Raises ValueError for LBFGS, whose state is its own kind.
+    is, by one pickle. A rank that has more state than the root loses it. Where the optimizer has no state, gradients
+    that are missing become zeros, as with Horovod. model is taken for compatibility and not used. Raises ValueError for
+    LBFGS, whose state is its own kind.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not optimizer.state:
+        _fill_gradients(parameters)
     mine = [
         {key: _outline(value) for key, value in optimizer.state.get(parameter, {}).items()} for parameter in parameters
     ]
@@ -63,6 +66,12 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         if state or parameter in optimizer.state:
             optimizer.state[parameter] = _filled(optimizer.state[parameter], state, parameter, index, travelling)
     _broadcast(travelling, root_rank)
+
+
+def _fill_gradients(parameters: list[torch.Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 class _Outline:

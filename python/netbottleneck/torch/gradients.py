@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 
 from netbottleneck import job, plan
+from netbottleneck.members import Members
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -59,9 +60,10 @@ class Gradients:
     parameters: (name, tensor) pairs, the same on every rank and in the same order; those that need no gradient or
     have no element are left out. passes: backward passes a step. direct_bytes: a gradient from this size on travels
     from where autograd put it. limits: bytes of the first bucket, and of the others. agree: turns this rank's bytes
-    into rank 0's bytes, a collective call of equal lengths; None: through the Comm, where the sink is one. It is
-    called once, at the end of the first step, so that all ranks re-order their buckets alike; without it, buckets
-    keep backward order.
+    into rank 0's, a collective call of equal lengths, once, at the end of the first step, so that all ranks re-order
+    their buckets alike; None: through the Comm; where the sink is none, buckets keep backward order. among: the ranks
+    that a Comm's sums are of; None: all. Sparse gradients are made dense; drop_sparse: parameters that had one in rank
+    0's first step are left out from then on, and named in `dropped`.
 
     Raises ValueError for a parameter that is not in host memory, or of a dtype that cannot be reduced.
     """
@@ -76,6 +78,8 @@ class Gradients:
         limits: tuple[int, int] = (plan.FIRST_BYTES, plan.BUCKET_BYTES),
         agree: Callable[[bytes], bytes] | None = None,
         label: str = "gradients",
+        among: Members | None = None,
+        drop_sparse: bool = False,
     ) -> None:
         chosen = [(name, p) for name, p in parameters if p.requires_grad and p.numel() > 0]
         for name, parameter in chosen:
@@ -84,12 +88,15 @@ class Gradients:
         self.parameters = tuple(parameter for _, parameter in chosen)
         self.label = label
         self.version = 0
+        self.dropped: tuple[tuple[str, torch.Tensor], ...] = ()
         self._recorder = recorder
         self._passes = passes
         self._paused = False
         self._direct_bytes = direct_bytes
         self._limits = limits
         self._agree = agree
+        self._among = among
+        self._drop_sparse = drop_sparse
         self._sink: Sink = None
         self._factors: tuple[bool, float, int | None] = (True, 1.0, None)
         self._settled = False
@@ -122,14 +129,7 @@ class Gradients:
         """Buckets that were sent and not waited for."""
         return int(self.hook.pending)
 
-    def target(
-        self,
-        sink: Sink,
-        average: bool = True,
-        *,
-        predivide: float = 1.0,
-        op: int | None = None,
-    ) -> None:
+    def target(self, sink: Sink, average: bool = True, *, predivide: float = 1.0, op: int | None = None) -> None:
         """Say where complete buckets go, between steps.
 
         sink: a Comm; a callable that gets a bucket's index, starts its transfer (the bytes are `flat(index)`) and
@@ -141,8 +141,9 @@ class Gradients:
         self._sink = sink
         self._factors = (average, predivide, op)
         if isinstance(sink, core.Comm):
-            after = predivide / (sink.size if average else 1)
-            self.hook.target(sink, 1.0 / predivide, after, core.SUM if op is None else op)
+            size, group = (sink.size, 0) if self._among is None else (self._among.size, self._among.number)
+            after = predivide / (size if average else 1)
+            self.hook.target(sink, 1.0 / predivide, after, core.SUM if op is None else op, group)
             if self._settled:
                 sink.map(self.arena)
         else:
@@ -220,6 +221,16 @@ class Gradients:
             on_gradient(parameter, self.hook.hook(index)) for index, parameter in enumerate(self.parameters)
         ]
 
+    def _drop(self, order: list[int], sparse: list[int]) -> list[int]:
+        """Leave out the parameters that are marked as sparse; return the order of the others, as they count now."""
+        kept = [index for index in range(len(order)) if not sparse[index]]
+        self.dropped = tuple((self.names[i], self.parameters[i]) for i in range(len(order)) if sparse[i])
+        self.names = tuple(self.names[index] for index in kept)
+        self.parameters = tuple(self.parameters[index] for index in kept)
+        self._views = [self._views[index] for index in kept]
+        now = {index: place for place, index in enumerate(kept)}
+        return [now[index] for index in order if index in now]
+
     def _settle(self) -> None:
         """Take rank 0's order of the first step, on all ranks, and build anew where it changes a bucket."""
         agree = self._agree
@@ -229,14 +240,14 @@ class Gradients:
         if agree is None:
             return
         self._settled = True
+        count = len(self.parameters)
         seen = list(dict.fromkeys(self.hook.ready_order()))
-        missing = set(range(len(self.parameters))) - set(seen)
-        seen += sorted(missing, reverse=True)
-        agreed = torch.frombuffer(
-            bytearray(agree(torch.tensor(seen, dtype=torch.int32).numpy().tobytes())), dtype=torch.int32
-        ).tolist()
-        chosen = self._plan(agreed)
-        if chosen != [list(bucket.parameters) for bucket in self.buckets]:
+        seen += sorted(set(range(count)) - set(seen), reverse=True)
+        sparse = self.hook.sparse() if self._drop_sparse else []
+        mine = torch.tensor([*seen, *(index in sparse for index in range(count))], dtype=torch.int32)
+        agreed = torch.frombuffer(bytearray(agree(mine.numpy().tobytes())), dtype=torch.int32).tolist()
+        chosen = self._plan(self._drop(agreed[:count], agreed[count:]))
+        if self.dropped or chosen != [list(bucket.parameters) for bucket in self.buckets]:
             self.version += 1
             self._build(chosen)
         average, predivide, op = self._factors

@@ -7,13 +7,18 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
-from netbottleneck import job, steps
+from netbottleneck import collectives, job, steps
+from netbottleneck.members import Members, ProcessSet, global_process_set, members_of
+from netbottleneck.torch.adasum import adasum_optimizer
 from netbottleneck.torch.compression import Compression, Compressor
 from netbottleneck.torch.gradients import Gradients
-from netbottleneck.torch.one_by_one import PassGuard, PerParameter
+from netbottleneck.torch.one_by_one import PassGuard, PerParameter, SparseApart, Ways
 from netbottleneck.torch.reductions import allreduce_async_
+from netbottleneck.torch.remake import positive, remade
+from netbottleneck.torch.scatters import sparse_allreduce_async
 
 
 class Reduction(Protocol):
@@ -47,7 +52,7 @@ class _Distributed(torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Say how many backward passes come before a step, from now on."""
-        self.backward_passes_per_step = _positive(passes)
+        self.backward_passes_per_step = positive(passes)
         if self._reduction is not None:
             self._reduction.passes = passes
         if self._guard is not None:
@@ -116,6 +121,7 @@ def DistributedOptimizer(  # noqa: PLR0913, PLR0917 - Horovod's name and signatu
     num_groups: int = 0,
     groups: Any = None,
     sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Return an optimizer of the same class whose step() uses gradients that are reduced over all ranks.
 
@@ -123,7 +129,10 @@ def DistributedOptimizer(  # noqa: PLR0913, PLR0917 - Horovod's name and signatu
     buckets, each as soon as it is complete; with compression, or sparse_as_dense, each gradient travels alone and
     Python runs for it: slower. backward_passes_per_step gradients are added up before they travel.
     gradient_predivide_factor divides before the sum, the rest of the division comes after it; only with op=Average.
-    num_groups and groups are taken for compatibility: the buckets are such groups.
+    num_groups and groups are taken for compatibility: the buckets are such groups. Sparse gradients stay sparse; they
+    travel alone, as indices and values, with op=Average or Sum; but dense in the first step, which shows what they are,
+    in a measured run, and with sparse_as_dense. process_set: whose gradients are reduced; on other ranks the optimizer
+    is as it was. op=Adasum: each rank makes its step, and the steps are joined.
 
     Raises ValueError for named_parameters that repeat a name or leave a parameter out, for a predivide factor with
     another op, and for a parameter that is not in host memory or whose type cannot be reduced.
@@ -131,68 +140,93 @@ def DistributedOptimizer(  # noqa: PLR0913, PLR0917 - Horovod's name and signatu
     if gradient_predivide_factor != 1.0 and op != steps.Average:
         raise ValueError("gradient_predivide_factor is for op=Average only")
     named = _named(optimizer, named_parameters)
-    result = _remade(optimizer)
+    result = remade(optimizer, _Distributed)
     result._parameter_names = {parameter: name for name, parameter in named}
     result._synchronized = False
     result._should_synchronize = True
-    result.backward_passes_per_step = _positive(backward_passes_per_step)
+    result.backward_passes_per_step = positive(backward_passes_per_step)
     this = job.current()
-    reduce, _ = steps.reduction(op, this.place.size)
+    label = f"optimizer.{this.number('optimizer')}"
     result._reduction = None
     result._guard = None
-    if this.place.size == 1 and this.recorder is None:
+    if process_set.included() is False:
         return result
-    label = f"optimizer.{this.number('optimizer')}"
-    if compression is not Compression.none or sparse_as_dense:
-        factors = (1.0 / gradient_predivide_factor, gradient_predivide_factor)
-        start = _one_by_one(label, op, factors)
-        slow = PerParameter(named, compression, start, backward_passes_per_step, sparse_as_dense)
-        result._reduction = slow
-        weakref.finalize(result, slow.close)
+    among = members_of(process_set)
+    if op == steps.Adasum and among.size > 1:
+        return adasum_optimizer(optimizer, named, compression, backward_passes_per_step, process_set)
+    op = steps.Sum if op == steps.Adasum else op
+    steps.reduction(op, among.size)
+    if among.size == 1 and this.recorder is None:
         return result
+    ways = _ways(label, op, (1.0 / gradient_predivide_factor, gradient_predivide_factor), process_set)
+    all_sparse = isinstance(optimizer, torch.optim.SparseAdam)  # which takes no others
+    if compression is not Compression.none or sparse_as_dense or all_sparse:
+        carrier = PerParameter(named, compression, ways, result.backward_passes_per_step, (sparse_as_dense, all_sparse))
+        result._reduction = carrier
+        weakref.finalize(result, carrier.close)
+    else:
+        _use_buckets(result, named, label, ways, (op, gradient_predivide_factor, process_set))
+    return result
+
+
+def _use_buckets(
+    result: Any,
+    named: list[tuple[str, torch.Tensor]],
+    label: str,
+    ways: Ways,
+    reduced: tuple[int, float, ProcessSet],
+) -> None:
+    """Let the gradients of an optimizer travel in buckets. reduced: by which op, divided before by what, over whom."""
+    op, predivide, process_set = reduced
+    this, among = job.current(), members_of(process_set)
+    everybody = process_set is global_process_set
+    passes = result.backward_passes_per_step
     # Autograd would add to memory that is being reduced.
-    result._guard = PassGuard([p for _, p in named if p.requires_grad], backward_passes_per_step)
+    result._guard = PassGuard([p for _, p in named if p.requires_grad], passes)
+    apart = this.recorder is None and op in (steps.Average, steps.Sum)
     gradients = Gradients(
         named,
         recorder=this.recorder,
-        passes=backward_passes_per_step,
+        passes=passes,
         direct_bytes=this.settings.direct_bytes,
         label=label,
+        agree=None if everybody else _agreement(label, among),
+        among=None if everybody else among,
+        drop_sparse=apart,
     )
-    moved = this.place.size > 1 and this.settings.transports[0] != "null"
-    gradients.target(this.comm if moved else None, op == steps.Average, predivide=gradient_predivide_factor, op=reduce)
-    result._reduction = gradients
-    weakref.finalize(result, gradients.close)
+    moved = among.size > 1 and this.settings.transports[0] != "null"
+    reduction, _ = steps.reduction(op, among.size)
+    gradients.target(this.comm if moved else None, op == steps.Average, predivide=predivide, op=reduction)
+    result._reduction = SparseApart(gradients, ways) if apart else gradients
+    weakref.finalize(result, result._reduction.close)
     weakref.finalize(result, result._guard.close)
     this.observer.gradients(gradients, result)
-    return result
 
 
-def _remade(optimizer: torch.optim.Optimizer) -> Any:
-    """Return an object of a new class of the same name, with the optimizer's own state."""
-    made: type[Any] = type(
-        type(optimizer).__name__, (_Distributed, type(optimizer)), {"__doc__": type(optimizer).__doc__}
-    )
-    result: Any = object.__new__(made)
-    # A scheduler that was made before has replaced the old one's step; that replacement is not for this one.
-    result.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
-    return result
+def _agreement(label: str, among: Members) -> Callable[[bytes], bytes]:
+    """Return what gives all ranks of a set the bytes of its first one."""
+
+    def agree(mine: bytes) -> bytes:
+        array = np.frombuffer(bytearray(mine), np.uint8)
+        code = int(job.core().UINT8)
+        name = steps.label("order", f"{label}.{job.current().number(label)}", among)
+        steps.Pending(collectives.broadcast_steps(array, code, among.ranks[0], name, among)).wait()
+        return array.tobytes()
+
+    return agree
 
 
-def _one_by_one(label: str, op: int, factors: tuple[float, float]) -> Callable[[torch.Tensor, str], int]:
-    """Return what starts the reduction of one gradient; factors: before and after the sum."""
+def _ways(label: str, op: int, factors: tuple[float, float], process_set: ProcessSet) -> Ways:
+    """Return how gradients travel one by one; factors: before and after a dense sum."""
 
-    def start(tensor: torch.Tensor, name: str) -> int:
+    def dense(tensor: torch.Tensor, name: str) -> int:
         before, after = factors
-        return allreduce_async_(tensor, name=f"{label}.{name}", op=op, prescale_factor=before, postscale_factor=after)
+        name = f"{label}.{name}"
+        return allreduce_async_(
+            tensor, name=name, op=op, prescale_factor=before, postscale_factor=after, process_set=process_set
+        )
 
-    return start
-
-
-def _positive(passes: int) -> int:
-    if passes < 1:
-        raise ValueError(f"backward_passes_per_step={passes}: at least 1 is required")
-    return passes
+    return Ways(dense, lambda tensor, name: sparse_allreduce_async(tensor, f"{label}.{name}", op, process_set))
 
 
 def _named(

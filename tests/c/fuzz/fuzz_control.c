@@ -1,6 +1,6 @@
 // Feeds a job the control messages of a broken peer, between operations of its own. The first byte says which rank the
 // job is, and whether its small sums travel with the agreement; then messages: type, two bytes of length, body. A type
-// above 19 goes out as raw bytes, without a header.
+// above 21 goes out as raw bytes, without a header.
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -10,7 +10,7 @@
 #include "engine/internal.h"
 #include "transport/tcp.h"
 
-enum { SIZE = 3, WORKS = 4, TYPES = 20 };
+enum { SIZE = 3, WORKS = NB_OP_KINDS, TYPES = 22 };
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
 
@@ -29,6 +29,8 @@ static void lane_lost(void *ctx, int peer, int lane, const struct nb_error *why,
 static void job_tables(struct nb_job *job, struct nb_error *err) {
     nb_list_init(&job->inbox);
     nb_list_init(&job->maps);
+    nb_list_init(&job->comms);
+    nb_list_init(&job->groups);
     nb_list_init(&job->waiting);
     nb_list_init(&job->running);
     nb_list_init(&job->rounds_by_age);
@@ -39,6 +41,7 @@ static void job_tables(struct nb_job *job, struct nb_error *err) {
     job->peer_left = calloc(SIZE, sizeof *job->peer_left);
     job->peer_open = calloc(SIZE, sizeof *job->peer_open);
     job->suspicions = calloc(SIZE, sizeof *job->suspicions);
+    job->joined = calloc(1, sizeof *job->joined);
     job->left_rank = NB_NO_PEER;
     if (nb_loop_init(&job->loop, err) < 0 || nb_member_open(job, err) < 0 || nb_probe_open(job, err) < 0 ||
         nb_costs_open(job, err) < 0 || (job->rank == 0 && nb_agree_open(job, err) < 0)) {
@@ -115,15 +118,17 @@ static void turn(struct nb_job *job) {
 }
 
 static void submit(struct nb_job *job, int which, struct nb_work **works, float *memory) {
-    static const char *const names[WORKS] = {"a", "b", "c", "d"};
-    struct nb_segment segment = {.base = memory, .bytes = (size_t)which * 4000};
-    struct nb_op op = {.name = names[which], .kind = (enum nb_op_kind)(which % NB_OP_KINDS), .dtype = NB_F32};
+    static const char *const names[WORKS] = {"a", "b", "c", "d", "e", "f", "g"};
+    static const size_t bytes[WORKS] = {[NB_OP_ALLGATHER] = 12000,
+                                        [NB_OP_REDUCESCATTER] = 12000,
+                                        [NB_OP_BROADCAST] = 12000,
+                                        [NB_OP_ALLTOALL] = 12000,
+                                        [NB_OP_JOIN] = 4};
+    struct nb_segment segment = {.base = memory, .bytes = bytes[which]};
+    struct nb_op op = {.name = names[which], .kind = (enum nb_op_kind)which, .dtype = NB_F32};
     op.key = (uint64_t)which + 1; // short, so that messages may name it
     op.segments = &segment;
     op.segment_count = 1;
-    if (op.kind == NB_OP_ALLGATHER || op.kind == NB_OP_REDUCESCATTER) {
-        segment.bytes = 12000;
-    }
     int code = 0;
     if (works[which] != NULL && !nb_work_test(works[which], &code)) {
         return;

@@ -1,0 +1,130 @@
+// Ranks that have no more data join: the others' sums go on as if these had zeros, until all have joined; all learn who came
+// last, and go on together.
+#include <errno.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "sums.h"
+
+enum { SIZE = 4, EACH = 4, BYTES = 4 << 20 };
+
+// Of rank r: EACH × (r + 1) sums, in the order that `turn` gives.
+static int owed(int rank, int turn) {
+    return EACH * ((rank + turn) % SIZE + 1);
+}
+
+static int join(struct test_rank *me) {
+    int32_t last = -1;
+    struct nb_segment all = {.base = &last, .bytes = sizeof last};
+    struct nb_op op = test_op("join", NB_OP_JOIN, &all);
+    op.dtype = NB_I32;
+    test_do(me, op);
+    return last;
+}
+
+static void sum(struct test_rank *me, int turn, int k, float *line, size_t count) {
+    struct nb_segment all = {.base = line, .bytes = count * sizeof *line};
+    char name[32];
+    snprintf(name, sizeof name, "sum.%d", k);
+    for (size_t i = 0; i < count; i++) {
+        line[i] = given(me->rank, i);
+    }
+    struct nb_op op = test_op(name, NB_OP_ALLREDUCE, &all);
+    op.prescale = 2;
+    test_do(me, op);
+    for (size_t i = 0; i < count; i++) {
+        double want = 0;
+        for (int r = 0; r < me->size; r++) {
+            want += owed(r, turn) > k ? 2 * given(r, i) : 0;
+        }
+        CHECK((double)line[i] == want, "rank %d, turn %d, %s: [%zu] is %g, not %g", me->rank, turn, name, i,
+              (double)line[i], want);
+    }
+}
+
+static void uneven(struct test_rank *me) {
+    static const size_t counts[] = {1, 1000, 5003, BYTES / sizeof(float) - 3};
+    float *line = malloc(BYTES);
+    CHECK(line != NULL, "memory");
+    for (int turn = 0; turn < 2 * SIZE; turn++) { // from the third on by number
+        for (int k = 0; k < owed(me->rank, turn); k++) {
+            sum(me, turn, k, line, counts[k % 4]);
+        }
+        int last = join(me);
+        CHECK(owed(last, turn) == EACH * SIZE, "turn %d: rank %d did not come last", turn, last);
+        test_barrier(me, "together");
+    }
+    free(line);
+}
+
+// What needs data of a rank that has joined is refused; sums and barriers of the others are not, nor is what follows.
+static void refused(struct test_rank *me) {
+    static const enum nb_op_kind kinds[] = {NB_OP_ALLGATHER, NB_OP_BROADCAST, NB_OP_REDUCESCATTER, NB_OP_ALLTOALL};
+    float line[2 * SIZE] = {0};
+    struct nb_error err = {0};
+    for (int k = 0; k < 4 && me->rank > 0; k++) {
+        struct nb_segment all = {.base = line, .bytes = sizeof line};
+        int rc = test_try(me, test_op("needs all", kinds[k], &all), &err);
+        CHECK(rc == NB_EMISMATCH && strstr(err.text, "after rank 0 has joined") != NULL, "%d: %s", rc, err.text);
+    }
+    if (me->rank > 0) { // each under a name that the others do not use: nobody waits for these
+        char name[32];
+        snprintf(name, sizeof name, "needs all.%d", me->rank);
+        struct nb_segment all = {.base = line, .bytes = sizeof line};
+        int rc = test_try(me, test_op(name, NB_OP_ALLGATHER, &all), &err);
+        CHECK(rc == NB_EMISMATCH && strstr(err.text, "after rank 0 has joined") != NULL, "%s", err.text);
+        test_barrier(me, "without rank 0");
+    }
+    int last = join(me);
+    CHECK(last > 0, "rank %d came last", last);
+    test_barrier(me, "all is well");
+}
+
+// In a comm of some ranks, too.
+static void in_a_group(struct test_rank *me) {
+    const int ranks[] = {0, 2};
+    struct nb_error err = {0};
+    if (me->rank % 2 == 0) {
+        CHECK(nb_comm_make(me->job, 4, ranks, 2, &err) == 0, "%s", err.text);
+    }
+    test_barrier(me, "made");
+    if (me->rank == 0) {
+        struct test_rank member = *me;
+        float line[3] = {1, 2, 3};
+        struct nb_segment all = {.base = line, .bytes = sizeof line};
+        member.comm = nb_comm_find(me->job, 4);
+        for (int round = 0; round < 4; round++) {
+            test_do(&member, test_op("of two", NB_OP_ALLREDUCE, &all));
+            CHECK(line[0] == 1 && line[2] == 3, "with zeros: %g %g", (double)line[0], (double)line[2]);
+        }
+    }
+    CHECK(join(me) != 2, "rank 2 did not come last");
+}
+
+static void bad(struct test_rank *me) {
+    float line[3] = {0};
+    struct nb_segment all = {.base = line, .bytes = sizeof line};
+    struct nb_error err = {0};
+    CHECK(test_try(me, test_op("join", NB_OP_JOIN, &all), &err) == -EINVAL, "%s", err.text);
+    test_barrier(me, "all is well");
+}
+
+int main(int argc, char **argv) {
+    static const enum nb_algorithm pins[] = {NB_ALGORITHM_NONE, NB_ALGORITHM_RING, NB_ALGORITHM_HALVING};
+    void (*const parts[])(struct test_rank *) = {uneven, refused, in_a_group, bad};
+    struct test_rank like = test_on(argc > 1 ? argv[1] : "tcp");
+    like.size = SIZE;
+    for (size_t i = 0; i < sizeof pins / sizeof pins[0]; i++) {
+        for (size_t p = 0; p < sizeof parts / sizeof parts[0]; p++) {
+            like.algorithm = pins[i];
+            like.run = parts[p];
+            int rc = test_job(&like);
+            if (rc != 0) {
+                return rc;
+            }
+        }
+    }
+    like.size = 1;
+    like.run = bad;
+    return test_job(&like);
+}

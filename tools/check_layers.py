@@ -49,26 +49,18 @@ C_OUTSIDE: list[tuple[str, list[str]]] = [
 
 # A room of the package is a module or a folder; where one file would be too long, several modules are one room.
 FOUNDATION = {"_version", "errors", "units"}
-ROOM_OF_MODULE = {
-    "codec": "trace",
-    "values": "env",
-    "place": "launch",
-    "rendezvous": "launch",
-    "channels": "launch",
-    "rings": "recorder",
-    "events": "recorder",
-    "adasum": "comm",
-    "collectives": "comm",
-    "job": "comm",
-    "members": "comm",
-    "ops": "comm",
-    "process_sets": "comm",
-    "steps": "comm",
-    "layers": "scaling",
-    "stats": "scaling",
-    "findings": "verdict",
-    "records": "session",
+MODULES_OF_ROOM = {
+    "trace": ("codec",),
+    "env": ("values",),
+    "launch": ("launchers", "place", "rendezvous", "channels", "pmi", "pmix"),
+    "recorder": ("rings", "events"),
+    "comm": ("adasum", "built", "collectives", "job", "members", "ops", "process_sets", "steps"),
+    "scaling": ("layers", "stats"),
+    "verdict": ("findings",),
+    "session": ("records",),
+    "timeline": ("timeline_events", "timeline_names", "timeline_writer"),
 }
+ROOM_OF_MODULE = {module: room for room, modules in MODULES_OF_ROOM.items() for module in modules}
 
 # A room may import itself, the foundation and these. "*": everything but cli.
 PYTHON_ROOMS: dict[str, set[str]] = {
@@ -93,8 +85,10 @@ PYTHON_ROOMS: dict[str, set[str]] = {
     "recorder": {"_core", "env", "trace", "launch"},
     "monitor": {"_core", "env", "trace", "launch"},
     "session": {"_core", "comm", "recorder", "monitor", "plan", "env", "launch", "trace"},
-    "torch": {"_core", "comm", "recorder", "plan", "env", "launch"},
-    "hooks": {"_core", "comm", "recorder", "session", "plan", "env", "launch", "torch", "report"},
+    "timeline": {"_core", "comm", "recorder", "env", "launch"},
+    "torch": {"_core", "comm", "recorder", "plan", "env", "launch", "timeline"},
+    "hooks": {"_core", "comm", "recorder", "session", "plan", "env", "launch", "torch", "timeline", "report"},
+    "callbacks": {"hooks", "session", "env"},
     "bench": {"*"},
     "study": {"*"},
     "doctor": {"*"},
@@ -106,10 +100,10 @@ PYTHON_ROOMS: dict[str, set[str]] = {
 # A package from outside may be imported only here, by module or folder of ours. "lazily": inside a function only.
 EVERYWHERE_LIVE = {"lab", "cli", "bench", "study", "doctor"}
 OUTSIDE: dict[str, set[str]] = {
-    "torch": {"torch", "hooks", "comm", "models", "study"},
+    "torch": {"torch", "hooks", "callbacks", "comm", "models", "study"},
     "horovod": {"torch", "hooks", "comm"},
     "matplotlib": {"report"},
-    "subprocess": EVERYWHERE_LIVE,
+    "subprocess": EVERYWHERE_LIVE | {"timeline"},
     "multiprocessing": EVERYWHERE_LIVE,
 }
 OUTSIDE_LAZILY: dict[str, set[str]] = {"torch": {"launch"}}

@@ -1,5 +1,5 @@
 // Rank 0's side of the agreement: who has submitted what, which operations all ranks have submitted, in what order
-// they run. Nothing here waits: an operation that some rank never submits is named in a stall notice.
+// they run. Nothing here waits: an operation that some rank never submits is stall.c's to tell of.
 #include <errno.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -182,6 +182,10 @@ static void entry_add(struct nb_job *job, struct entry *entry, int rank, const s
         entry->refused = entry->refusal[0] != 0;
     }
     nb_bits_set(entry->have, (size_t)rank);
+    if (nb_group_has(entry->group, 0)) { // else its name is not in this rank's ring
+        nb_ring_put(job->config.ring, NB_EV_OP_READY, desc->key, entry->rounds, (uint64_t)rank, desc->comm, desc->kind,
+                    0);
+    }
     entry->count++;
     if (is_complete(job, entry)) {
         entry_move(a, entry, &a->full);
@@ -467,30 +471,15 @@ void nb_agree_message(struct nb_job *job, int rank, enum control_type type, cons
     nb_agree_release(job);
 }
 
-static void stall_tell(struct nb_job *job, struct entry *entry, int64_t waited_ns) {
-    char text[NB_ERROR_TEXT];
-    int n = snprintf(text, sizeof text,
-                     "'%s' waits for %.0f s already. Ranks that have not submitted it:", entry->desc.name,
-                     (double)waited_ns / 1e9);
-    for (int r = 0; r < job->size && n < (int)sizeof text - 16; r++) {
-        if (owes(entry, r) && !nb_join_has(job, r)) {
-            n += snprintf(text + n, sizeof text - (size_t)n, " %d", r);
-        }
-    }
-    uint64_t all = job->size < 64 ? ((uint64_t)1 << job->size) - 1 : ~(uint64_t)0;
-    entry->told = true;
-    nb_ring_put(job->config.ring, NB_EV_STALL, entry->desc.key, entry->rounds, (uint64_t)waited_ns,
-                ~entry->have[0] & (entry->group != NULL ? entry->group->members[0] : all), 0, 0);
-    nb_job_notify(job, text);
-    nb_control_broadcast(job, CTL_NOTICE, text, strlen(text));
-}
-
 void nb_agree_tick(struct nb_job *job, int64_t now_ns) {
-    int64_t limit = (int64_t)job->config.stall_ms * 1000000;
     NB_LIST_EACH(it, &job->agree->open) {
         struct entry *entry = NB_CONTAINER(it, struct entry, link);
-        if (limit > 0 && !entry->told && now_ns - entry->since_ns > limit) {
-            stall_tell(job, entry, now_ns - entry->since_ns);
-        }
+        const struct stalled stalled = {.desc = &entry->desc,
+                                        .round = entry->rounds,
+                                        .group = entry->group,
+                                        .have = entry->have,
+                                        .waited_ns = now_ns - entry->since_ns,
+                                        .told = entry->told};
+        entry->told = nb_stall_tick(job, &stalled);
     }
 }

@@ -80,6 +80,7 @@ struct nb_job_config {
     int timeout_ms;              // of a wait on a peer
     int start_ms;                // of the lanes' opening; 0: timeout_ms
     int stall_ms;                // after which a missing rank is named; 0: never
+    int stall_end_ms;            // after which it ends the job; 0: never
     struct nb_ring *ring;        // of the communication thread; NULL: nothing is recorded
     int64_t clock_offset_ns;     // as nb_boot_clock found it
     enum nb_algorithm algorithm; // of all-reduces: RING, DOUBLING, HALVING; NONE: rank 0 chooses. Rank 0's counts

@@ -350,6 +350,17 @@ void nb_agree_release(struct nb_job *job);
 void nb_agree_tick(struct nb_job *job, int64_t now_ns);
 uint64_t nb_agree_next_seq(struct nb_job *job);
 
+// stall.c: an operation that some ranks have submitted and not all. Returns whether it has been told of.
+struct stalled {
+    const struct desc *desc;
+    const struct nb_group *group; // whose it is; NULL: of all ranks
+    const uint64_t *have;         // who has submitted it
+    int64_t waited_ns;
+    uint32_t round;
+    bool told;
+};
+bool nb_stall_tick(struct nb_job *job, const struct stalled *stalled);
+
 // probe.c
 int nb_probe_open(struct nb_job *job, struct nb_error *err);
 void nb_probe_close(struct nb_job *job);

@@ -124,8 +124,15 @@ static bool too_scattered(const struct nb_work *work) {
     return false;
 }
 
+// That the pieces were joined, or parted again, from begin_ns until now.
+static void pack_record(const struct nb_work *work, int64_t begin_ns, bool parted) {
+    nb_ring_put_at(work->comm->job->config.ring, begin_ns, NB_EV_OP_PACK, work->desc.key, work->round, work->desc.bytes,
+                   parted, (uint64_t)(nb_now_ns() - begin_ns), 0);
+}
+
 // The line as one piece of memory of the engine's own.
 static int fuse(struct nb_work *work, struct nb_error *err) {
+    int64_t begin_ns = nb_now_ns();
     size_t bytes = work->starts[work->piece_count];
     work->fused = malloc(bytes);
     if (work->fused == NULL) {
@@ -137,10 +144,12 @@ static int fuse(struct nb_work *work, struct nb_error *err) {
     work->pieces[0] = (struct nb_segment){.base = work->fused, .bytes = bytes};
     work->piece_count = 1;
     work->starts[1] = bytes;
+    pack_record(work, begin_ns, false);
     return 0;
 }
 
 static void unfuse(const struct nb_work *work) {
+    int64_t begin_ns = nb_now_ns();
     size_t at = 0;
     for (int i = 0; i < work->segment_count; i++) {
         if (work->segments[i].bytes > 0) {
@@ -148,6 +157,7 @@ static void unfuse(const struct nb_work *work) {
         }
         at += work->segments[i].bytes;
     }
+    pack_record(work, begin_ns, true);
 }
 
 static void desc_fill(struct desc *desc, const struct nb_comm *comm, const struct nb_op *op) {
@@ -282,6 +292,18 @@ void nb_work_rounds_free(struct nb_job *job) {
     }
 }
 
+// The name of a key, which all other events lack, where it is new.
+static void name_record(const struct nb_work *work) {
+    uint64_t part[4];
+    _Static_assert(NB_NAME_MAX % sizeof part == 0, "a name is whole parts");
+    size_t bytes = work->round == 0 ? strlen(work->desc.name) : 0;
+    for (size_t at = 0; at < bytes; at += sizeof part) {
+        memcpy(part, work->desc.name + at, sizeof part);
+        nb_ring_put_at(work->comm->job->config.ring, work->times.submit_ns, NB_EV_OP_NAME, work->desc.key, at, part[0],
+                       part[1], part[2], part[3]);
+    }
+}
+
 int nb_submit(struct nb_comm *comm, const struct nb_op *op, struct nb_work **out, struct nb_error *err) {
     struct nb_job *job = comm->job;
     struct nb_work *work = NULL;
@@ -312,6 +334,7 @@ int nb_submit(struct nb_comm *comm, const struct nb_op *op, struct nb_work **out
         nb_work_unref(work);
         return rc;
     }
+    name_record(work);
     const struct desc *d = &work->desc;
     uint64_t packed = (uint64_t)d->kind | (uint64_t)d->dtype << 8 | (uint64_t)(uint32_t)d->priority << 32;
     nb_ring_put_at(job->config.ring, work->times.submit_ns, NB_EV_OP_SUBMIT, d->key, work->round, d->bytes,

@@ -325,7 +325,7 @@ PyTypeObject *core_comm_type(PyObject *module) {
     static const char doc[] =
         "Comm(rank, size, *, secret, listener=None, address=None, tag='', transport='tcp', streams=0,\n"
         "     provider=None, library=None, ifname=None, ports=(0, 0), segment_bytes=0, timeout_s=30.0,\n"
-        "     stall_s=60.0, recorder=None, shm='auto', host=None, algorithm='auto', cpus=())\n--\n\n"
+        "     stall_s=60.0, stall_end_s=0.0, recorder=None, shm='auto', host=None, algorithm='auto', cpus=())\n--\n\n"
         "A job's communicator: all ranks. One communication thread, which never touches Python.\n\n"
         "Rank 0 gives its Listener, the others its address; a job of one rank needs neither. Dropped without\n"
         "close() it aborts: the others are told. In a forked child every call raises Error.";

@@ -26,6 +26,7 @@ struct open_args {
     PyObject *timeout;
     PyObject *start_timeout;
     PyObject *stall;
+    PyObject *stall_end;
     PyObject *recorder;
     PyObject *shm;
     PyObject *host;
@@ -44,14 +45,15 @@ struct open_plan {
 
 static int parse(PyObject *args, PyObject *kwargs, struct open_args *in) {
     static const char *const keywords[] = {
-        "rank",     "size",    "secret", "listener",  "address",       "tag",       "transport",       "streams",
-        "provider", "library", "ifname", "ports",     "segment_bytes", "timeout_s", "start_timeout_s", "stall_s",
-        "recorder", "shm",     "host",   "algorithm", "cpus",          NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$OOOOOOOOOOOOOOOOOOO:Comm", (char **)keywords, &in->rank,
+        "rank",          "size",      "secret",          "listener", "address",     "tag",
+        "transport",     "streams",   "provider",        "library",  "ifname",      "ports",
+        "segment_bytes", "timeout_s", "start_timeout_s", "stall_s",  "stall_end_s", "recorder",
+        "shm",           "host",      "algorithm",       "cpus",     NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$OOOOOOOOOOOOOOOOOOOO:Comm", (char **)keywords, &in->rank,
                                      &in->size, &in->secret, &in->listener, &in->address, &in->tag, &in->transport,
                                      &in->streams, &in->provider, &in->library, &in->ifname, &in->ports,
-                                     &in->segment_bytes, &in->timeout, &in->start_timeout, &in->stall, &in->recorder,
-                                     &in->shm, &in->host, &in->algorithm, &in->cpus)) {
+                                     &in->segment_bytes, &in->timeout, &in->start_timeout, &in->stall, &in->stall_end,
+                                     &in->recorder, &in->shm, &in->host, &in->algorithm, &in->cpus)) {
         return -1;
     }
     if (in->secret == NULL) {
@@ -184,7 +186,8 @@ static int get_numbers(struct core_comm *self, const struct open_args *in, struc
         core_get_ports(in->ports, &plan->boot.ports) < 0 ||
         optional_timeout("timeout_s", in->timeout, 1, 30000, &plan->job.timeout_ms) < 0 ||
         optional_timeout("start_timeout_s", in->start_timeout, 1, plan->job.timeout_ms, &plan->job.start_ms) < 0 ||
-        optional_timeout("stall_s", in->stall, 0, 60000, &plan->job.stall_ms) < 0) {
+        optional_timeout("stall_s", in->stall, 0, 60000, &plan->job.stall_ms) < 0 ||
+        optional_timeout("stall_end_s", in->stall_end, 0, 0, &plan->job.stall_end_ms) < 0) {
         return -1;
     }
     self->rank = (int)rank;

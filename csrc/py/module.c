@@ -51,7 +51,7 @@ static const struct constant events[] = {
     EVENT(GRAD_READY), EVENT(OPTIMIZER_BEGIN), EVENT(OPTIMIZER_END), EVENT(WAIT_BEGIN),    EVENT(WAIT_END),
     EVENT(OP_SUBMIT),  EVENT(OP_AGREED),       EVENT(OP_START),      EVENT(OP_FIRST_BYTE), EVENT(OP_DONE),
     EVENT(OP_LANE),    EVENT(CLOCK),           EVENT(PROBE),         EVENT(STALL),         EVENT(PEER_LOST),
-    EVENT(LANE_LOST),  EVENT(COSTS),
+    EVENT(LANE_LOST),  EVENT(COSTS),           EVENT(OP_NAME),       EVENT(OP_READY),      EVENT(OP_PACK),
 };
 
 enum { CONSTANTS = sizeof(constants) / sizeof(constants[0]), EVENT_KINDS = sizeof(events) / sizeof(events[0]) };

@@ -18,14 +18,15 @@ struct core_recorder {
 };
 
 static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static const char *const keywords[] = {"path", "capacity", "rank", NULL};
+    static const char *const keywords[] = {"path", "capacity", "rank", "timeline", NULL};
     PyObject *path = NULL;
     PyObject *capacity_value;
     PyObject *rank_value;
     long capacity;
     long rank;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&OO:Recorder", (char **)keywords, PyUnicode_FSConverter, &path,
-                                     &capacity_value, &rank_value)) {
+    int timeline = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&OO|$p:Recorder", (char **)keywords, PyUnicode_FSConverter, &path,
+                                     &capacity_value, &rank_value, &timeline)) {
         return NULL;
     }
     struct core_recorder *self = NULL;
@@ -40,6 +41,7 @@ static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwar
             core_raise(core_state_of((PyObject *)self), rc, &err);
             Py_CLEAR(self);
         } else {
+            self->ring.timeline = timeline != 0;
             self->open = true;
             self->pid = getpid();
         }
@@ -207,10 +209,10 @@ static PyObject *recorder_get_dropped(PyObject *object, void *Py_UNUSED(closure)
 }
 
 PyTypeObject *core_recorder_type(PyObject *module) {
-    static const char doc[] = "Recorder(path, capacity, rank)\n--\n\n"
+    static const char doc[] = "Recorder(path, capacity, rank, *, timeline=False)\n--\n\n"
                               "A ring file of `capacity` stamps of 64 bytes. Any thread may stamp; stamping never\n"
                               "blocks. Closed, or in a forked child, a stamper does nothing; put() raises Error in a\n"
-                              "child.";
+                              "child. timeline: it takes what only a timeline needs, too: OP_NAME, OP_READY, OP_PACK.";
     static const PyMethodDef methods[] = {
         {"put", (PyCFunction)(void (*)(void))recorder_put, METH_VARARGS | METH_KEYWORDS,
          "put($self, kind, key=0, a=0, b=0, c=0, d=0, e=0)\n--\n\nStamps now."},

@@ -2,6 +2,7 @@
 #ifndef NB_TRACE_EVENT_H
 #define NB_TRACE_EVENT_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 // `key` and a…e by kind; a field that is not named is 0. Times are nb_now_ns() of this host.
@@ -30,10 +31,20 @@ enum nb_event_kind {
     NB_EV_PEER_LOST = 19, // a: peer, b: code
     NB_EV_LANE_LOST = 20, // a: peer, b: lane, c: code
     NB_EV_COSTS =
-        21,   // from here on. a: fs of a step, b: fs of a byte, c: fs of a byte that is added, d: fs of two levels
-              // between hosts, e: fs of a byte there beside its time on the wire; 0: there are none
-    NB_EV_END // no event: the number after the last
+        21, // from here on. a: fs of a step, b: fs of a byte, c: fs of a byte that is added, d: fs of two levels
+            // between hosts, e: fs of a byte there beside its time on the wire; 0: there are none
+    NB_EV_OP_NAME = 22,  // key, a: place of the first byte, b…e: 32 bytes of the name, zeros after its end. Before the
+                         // submit of a key's round 0
+    NB_EV_OP_READY = 23, // on rank 0, of comms that it is in. key, a: rounds agreed before, b: rank that has submitted
+                         // it, c: comm, d: kind
+    NB_EV_OP_PACK = 24,  // key, a: round (0 where c is 0), b: bytes, c: 0 pieces joined, 1 parted again, d: ns it took
+    NB_EV_END            // no event: the number after the last
 };
+
+// What only a timeline needs: a ring that is for none leaves it out.
+static inline bool nb_event_for_timeline(enum nb_event_kind kind) {
+    return kind == NB_EV_OP_NAME || kind == NB_EV_OP_READY || kind == NB_EV_OP_PACK;
+}
 
 struct nb_event {
     int64_t time_ns;

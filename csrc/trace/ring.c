@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -76,6 +77,7 @@ int nb_ring_open(struct nb_ring *ring, const char *path, uint64_t capacity, int 
     ring->header = base;
     ring->events = (struct nb_event *)(void *)((char *)base + NB_RING_HEADER);
     ring->capacity = capacity;
+    ring->timeline = false;
     atomic_init(&ring->step, 0);
     ring->fd = fd;
     return 0;
@@ -114,7 +116,7 @@ void nb_ring_put(struct nb_ring *ring, enum nb_event_kind kind, uint64_t key, ui
 
 void nb_ring_put_at(struct nb_ring *ring, int64_t time_ns, enum nb_event_kind kind, uint64_t key, uint64_t a,
                     uint64_t b, uint64_t c, uint64_t d, uint64_t e) {
-    if (ring == NULL || ring->header == NULL) {
+    if (ring == NULL || ring->header == NULL || (!ring->timeline && nb_event_for_timeline(kind))) {
         return;
     }
     uint64_t slot = atomic_fetch_add_explicit(&ring->header->taken, 1, memory_order_relaxed);

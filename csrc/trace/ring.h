@@ -5,6 +5,7 @@
 #define NB_TRACE_RING_H
 
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -32,6 +33,7 @@ struct nb_ring {
     struct nb_ring_header *header; // NULL: recording is off, and nb_ring_put does nothing
     struct nb_event *events;
     uint64_t capacity;
+    bool timeline;         // it takes what only a timeline needs, too; set after opening, before anybody stamps
     _Atomic uint32_t step; // stamped into every event
     int fd;
 };

@@ -90,9 +90,12 @@ class Listener:
 
 @final
 class Recorder:
-    """A ring file of stamps. Any thread may stamp; stamping never blocks."""
+    """A ring file of stamps. Any thread may stamp; stamping never blocks.
 
-    def __init__(self, path: str, capacity: int, rank: int) -> None: ...
+    timeline: it takes what only a timeline needs, too.
+    """
+
+    def __init__(self, path: str, capacity: int, rank: int, *, timeline: bool = False) -> None: ...
     def put(self, kind: int, key: int = 0, a: int = 0, b: int = 0, c: int = 0, d: int = 0, e: int = 0) -> None: ...
     def put_at(
         self, time_ns: int, kind: int, key: int = 0, a: int = 0, b: int = 0, c: int = 0, d: int = 0, e: int = 0
@@ -155,6 +158,7 @@ class Comm:
         timeout_s: float = 30.0,
         start_timeout_s: float = ...,
         stall_s: float = 60.0,
+        stall_end_s: float = 0.0,
         recorder: Recorder | None = None,
         shm: str = "auto",
         host: bytes | None = None,

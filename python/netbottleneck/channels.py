@@ -1,4 +1,8 @@
-"""Where ranks leave keys for each other before they are connected: a folder, a launcher's server, a torch store."""
+"""How ranks tell each other something before they are connected.
+
+Either they leave keys in a folder, at a launcher's server or in a torch store, or the launcher gives what each says to
+all (a board). A Meeting is both, seen alike.
+"""
 
 import contextlib
 import hashlib
@@ -7,7 +11,8 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +34,81 @@ class Channel(Protocol):
         """Drop a key that this rank put, where that can be done."""
 
 
+class Board(Protocol):
+    """A launcher that gives what each rank says to all, once all have said something."""
+
+    name: str
+
+    def share(self, value: bytes, wanted: Sequence[int], limit_s: float) -> list[bytes]:
+        """Give a value to all; return those of the wanted ranks. Every rank calls this, in the same order of calls."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """A talk of all ranks with rank 0, through a channel: all report to it, then it answers, once."""
+
+    channel: Channel
+    key: str  # no other talk has this one
+    rank: int
+    size: int
+    limit_s: float
+
+    def report(self, value: bytes) -> list[bytes]:
+        """Leave a value for rank 0; there, return those of all others once they are all there.
+
+        Raises TimeoutError naming the ranks that did not come.
+        """
+        if self.rank == 0:
+            return gather(self.channel, f"{self.key}/ready", self.size, self.limit_s)
+        self.channel.put(f"{self.key}/ready.{self.rank}", value)
+        return []
+
+    def answer(self, value: bytes) -> None:
+        """Rank 0: tell all others."""
+        self.channel.put(f"{self.key}/address", value)
+
+    def hear(self) -> bytes:
+        """Any other rank: return the answer. Raises TimeoutError naming rank 0."""
+        try:
+            # Rank 0 gives up first, and says what is missing.
+            return get(self.channel, f"{self.key}/address", time.monotonic() + self.limit_s + 5)
+        except TimeoutError:
+            raise TimeoutError(
+                f"rank 0 did not say at {self.channel.name} where it listens, within {self.limit_s:g} s "
+                f"(NETBOTTLENECK_START_TIMEOUT_S); this is rank {self.rank} of {self.size}"
+            ) from None
+
+    def clear(self) -> None:
+        """Rank 0: remove what was said, where that can be done."""
+        for name in ("address", *(f"ready.{rank}" for rank in range(1, self.size))):
+            self.channel.forget(f"{self.key}/{name}")
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The same talk on a board: a round of reports, and one in which rank 0 alone has something to say."""
+
+    board: Board
+    rank: int
+    size: int
+    limit_s: float
+
+    def report(self, value: bytes) -> list[bytes]:
+        """Give rank 0 a value; there, return those of all others. Raises TimeoutError where not all ranks come."""
+        return self.board.share(value, range(1, self.size) if self.rank == 0 else (), self.limit_s)
+
+    def answer(self, value: bytes) -> None:
+        """Rank 0: tell all others."""
+        self.board.share(value, (), self.limit_s)
+
+    def hear(self) -> bytes:
+        """Any other rank: return the answer."""
+        return self.board.share(b"", (0,), self.limit_s)[0]
+
+    def clear(self) -> None:
+        """What was said stays with the launcher, which ends with the job."""
+
+
 def gather(channel: Channel, key: str, size: int, limit_s: float) -> list[bytes]:
     """Return what ranks 1 to size - 1 leave under key.RANK.
 
@@ -36,7 +116,7 @@ def gather(channel: Channel, key: str, size: int, limit_s: float) -> list[bytes]
     """
     deadline = time.monotonic() + limit_s
     try:
-        return [get(channel, f"{key}.{rank}", deadline) for rank in range(1, size)]
+        return [get(channel, f"{key}.{rank}", deadline, f"rank {rank}") for rank in range(1, size)]
     except TimeoutError:
         missing = [str(rank) for rank in range(1, size) if channel.look(f"{key}.{rank}") is None]
         ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
@@ -46,12 +126,12 @@ def gather(channel: Channel, key: str, size: int, limit_s: float) -> list[bytes]
         ) from None
 
 
-def get(channel: Channel, key: str, deadline: float) -> bytes:
-    """Wait for a key until `deadline` (time.monotonic()); TimeoutError names the key and the channel."""
+def get(channel: Channel, key: str, deadline: float, whose: str = "rank 0") -> bytes:
+    """Wait for a key until `deadline` (time.monotonic()); TimeoutError names whose it is, the key and the channel."""
     pause = 0.002
     while (value := channel.look(key)) is None:
         if time.monotonic() >= deadline:
-            raise TimeoutError(f"nobody left {key} at {channel.name} in time")
+            raise TimeoutError(f"{whose} did not leave {key} at {channel.name} in time (NETBOTTLENECK_START_TIMEOUT_S)")
         time.sleep(pause)
         pause = min(pause * 1.5, 0.1)
     return value
@@ -128,7 +208,7 @@ class Http:
             connection.request(method, f"/{scope.replace('/', '.')}/{name}", body)
             answer = connection.getresponse()
             return answer.status, answer.read()
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             raise ConnectionError(f"the launcher's rendezvous at {self.name} does not answer: {error}") from error
         finally:
             connection.close()

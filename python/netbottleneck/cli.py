@@ -93,7 +93,8 @@ def _measure_from_now_on() -> None:
 def _run_as_main(module: bool, words: Sequence[str]) -> None:
     """Run a script or a module as Python itself would. What it raises is its own, shown as Python shows it."""
     sys.argv = list(words)
-    sys.path[0] = os.getcwd() if module else str(Path(words[0]).resolve().parent)
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd() if module else str(Path(words[0]).resolve().parent)
     try:
         if module:
             runpy.run_module(words[0], run_name="__main__", alter_sys=True)

@@ -103,6 +103,13 @@ class Settings:
         ("HOROVOD_STALL_CHECK_DISABLE", _stall_off),
         ("HOROVOD_STALL_CHECK_TIME_SECONDS", seconds(0).parse),
     )
+    stall_end_s: float = _row(
+        "STALL_END_S",
+        seconds(0),
+        0.0,
+        "after which such a rank ends the job; 0, or less than STALL_S: never",
+        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", seconds(0).parse),
+    )
     dynamic_process_sets: bool = _row(
         "DYNAMIC_PROCESS_SETS",
         BOOLEAN,
@@ -117,6 +124,21 @@ class Settings:
     trace_events: int = _row("TRACE_EVENTS", whole(1), 1 << 20, "events a rank may record; what comes after is counted")
     directory: str | None = _row(
         "DIR", TEXT, None, "the run folder, or the first free of DIR/2, DIR/3, …; default: netbottleneck-<job or time>"
+    )
+    timeline: str | None = _row(
+        "TIMELINE",
+        TEXT,
+        None,
+        "the file of Horovod's timeline: rank 0's; %r in it, or put before its suffix, is the rank; DYNAMIC: "
+        "hvd.start_timeline() says which",
+        ("HOROVOD_TIMELINE", str),
+    )
+    timeline_mark_cycles: bool = _row(
+        "TIMELINE_MARK_CYCLES",
+        BOOLEAN,
+        False,
+        "1: the timeline has a mark where rank 0 gives the word for new operations",
+        ("HOROVOD_TIMELINE_MARK_CYCLES", horovod_boolean),
     )
     log_level: str = _row("LOG_LEVEL", LEVEL, "warning", "least level that is told", ("HOROVOD_LOG_LEVEL", LEVEL.parse))
     log_file: str | None = _row(
@@ -139,6 +161,11 @@ class Settings:
     def enabled(self) -> bool:
         """True when the environment asks for anything to be done: NETBOTTLENECK=1, or any transport named."""
         return self.on or "transports" in self.sources
+
+    @property
+    def stall_limit_s(self) -> float:
+        """After which time a rank that has not submitted ends the job: never, 0, where nobody would be told before."""
+        return self.stall_end_s if 0 < self.stall_s <= self.stall_end_s else 0.0
 
     def tag(self, version: str) -> str:
         """Return what all ranks must agree on, in words that can be shown beside another rank's."""

@@ -5,6 +5,16 @@ class HorovodInternalError(RuntimeError):
     """A collective failed: what elastic training catches in order to restore and go on."""
 
 
+class HostsUpdatedInterrupt(RuntimeError):
+    """The hosts of an elastic job have changed: training goes on from where it is, on the new set of ranks.
+
+    `skip_sync`: hosts have only left, so every rank that remains has the state already."""
+
+    def __init__(self, skip_sync: bool) -> None:
+        super().__init__("the hosts of the job have changed")
+        self.skip_sync = skip_sync
+
+
 class Error(OSError):
     """A call that could not be carried out: `errno` and `strerror` say why.
 

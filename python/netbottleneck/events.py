@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from netbottleneck import trace as tr
 
 # The numbers inside OP_SUBMIT and OP_DONE: csrc/engine/engine.h, csrc/base/dtype.h, csrc/coll/choose.h.
-KINDS = ("allreduce", "allgather", "reducescatter", "broadcast", "barrier", "alltoall")
+KINDS = ("allreduce", "allgather", "reducescatter", "broadcast", "barrier", "alltoall", "join")
 DTYPES = ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 # csrc/coll/choose.h, enum nb_algorithm.
 ALGORITHMS = (

@@ -123,9 +123,10 @@ class _Process:
 _process = _Process()
 
 
-def observe(observer: Observer) -> None:
-    """Have an observer told of the jobs that start from now on, in the place of the one before."""
-    _process.observer = observer
+def observe(observer: Observer) -> Observer:
+    """Have an observer told of the jobs that start from now on, in the place of the one before, which is returned."""
+    former, _process.observer = _process.observer, observer
+    return former
 
 
 def current() -> Job:
@@ -202,6 +203,13 @@ def _tell_settings(settings: Settings, place: launch.Place) -> None:
     if place.rank != 0:
         return
     logger.info("%d ranks, started by %s, transport %s", place.size, place.launcher, ",".join(settings.transports))
+    if settings.stall_end_s and not settings.stall_limit_s:
+        logger.warning(
+            "a stall does not end the job: %s=%g, but ranks are named after %g s (0: never)",
+            settings.sources.get("stall_end_s", "STALL_END_S"),
+            settings.stall_end_s,
+            settings.stall_s,
+        )
     for row in describe(settings):
         if row.source != "default":
             logger.debug("%s=%s (%s)", row.name, row.value, row.source)

@@ -5,9 +5,9 @@ import itertools
 import os
 import secrets
 import socket
-import time
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -29,14 +29,30 @@ __all__ = [
     "host_digest",
     "located",
     "machine_digest",
+    "meet_as_new",
     "native",
     "topology",
 ]
 
 LOOPBACK = "127.0.0.1"
 
-# Every connect meets under keys of its own; all ranks count alike.
-_meetings = itertools.count()
+
+@dataclass
+class _Process:
+    """Every connect of this process meets under keys of its own; all ranks count alike."""
+
+    meetings: "itertools.count[int]" = field(default_factory=itertools.count)
+
+
+_process = _Process()
+
+
+def meet_as_new() -> None:
+    """Count meetings from the beginning, as a process that is new does.
+
+    For a launcher whose server has dropped all keys, and lets new processes in among those that were there.
+    """
+    _process.meetings = itertools.count()
 
 
 def core() -> ModuleType:
@@ -113,6 +129,7 @@ def _connect(
         "timeout_s": settings.timeout_s,
         "start_timeout_s": settings.start_timeout_s,
         "stall_s": settings.stall_s,
+        "stall_end_s": settings.stall_limit_s,
         "recorder": recorder,
         "shm": settings.shm,
         "algorithm": settings.algorithm,
@@ -123,13 +140,14 @@ def _connect(
         comm: _core.Comm = module.Comm(0, 1, secret=secrets.token_bytes(32), **options)
         return comm
     meeting = rendezvous.choose(settings, place, environ)
-    key = f"netbottleneck/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_meetings)}"
-    channel = meeting.channel
-    if channel is None:
+    # A worker group that torchrun starts again may find the agent's store as the one before left it.
+    key = f"netbottleneck/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{place.size}/{next(_process.meetings)}"
+    talk = meeting.talk(key, place, settings.start_timeout_s)
+    if talk is None:
         return _meet_directly(module, settings, place, str(meeting.address), options)
     if place.rank == 0:
-        return _receive(module, settings, place, meeting, key, options)
-    return _visit(module, settings, place, channel, key, options)
+        return _receive(module, settings, place, meeting.address, talk, options)
+    return _visit(module, settings, place, talk, options)
 
 
 def _meet_directly(
@@ -153,29 +171,25 @@ def _receive(
     module: ModuleType,
     settings: Settings,
     place: Place,
-    meeting: rendezvous.Meeting,
-    key: str,
+    address: str | None,
+    talk: channels.Keys | channels.Rounds,
     options: dict[str, object],
 ) -> "_core.Comm":
     """Rank 0: wait until all others are there, then open the door, say where it is, and let them in."""
-    channel = meeting.channel
-    if channel is None:
-        raise ValueError("rank 0 needs a channel to receive the others through")
     try:
-        machines = channels.gather(channel, f"{key}/ready", place.size, settings.start_timeout_s)
-        same = all(machine == machine_digest() for machine in machines)
-        listener = _listen(module, settings, meeting.address, LOOPBACK if same and settings.ifname is None else None)
-    except OSError as error:
-        channel.put(f"{key}/address", f"!{error}".encode())
+        same = all(machine == machine_digest() for machine in talk.report(machine_digest()))
+        listener = _listen(module, settings, address, LOOPBACK if same and settings.ifname is None else None)
+    except (OSError, ValueError) as error:
+        with suppress(OSError):  # the first failure is the one to raise
+            talk.answer(f"!{error}".encode())
         raise
     secret = settings.secret or secrets.token_bytes(32)
     shown = "" if settings.secret else secret.hex()
-    channel.put(f"{key}/address", f"{listener.address} {shown}".encode())
+    talk.answer(f"{listener.address} {shown}".encode())
     try:
         comm: _core.Comm = module.Comm(place.rank, place.size, secret=secret, listener=listener, **options)
     finally:
-        for name in ("address", *(f"ready.{rank}" for rank in range(1, place.size))):
-            channel.forget(f"{key}/{name}")
+        talk.clear()
     return comm
 
 
@@ -183,20 +197,12 @@ def _visit(
     module: ModuleType,
     settings: Settings,
     place: Place,
-    channel: channels.Channel,
-    key: str,
+    talk: channels.Keys | channels.Rounds,
     options: dict[str, object],
 ) -> "_core.Comm":
     """Any other rank: say that it is there, learn where rank 0's door is, and go there."""
-    channel.put(f"{key}/ready.{place.rank}", machine_digest())
-    try:
-        # Rank 0 gives up first, and says what is missing.
-        answer = channels.get(channel, f"{key}/address", time.monotonic() + settings.start_timeout_s + 5).decode()
-    except TimeoutError:
-        raise TimeoutError(
-            f"rank 0 did not say at {channel.name} where it listens, within {settings.start_timeout_s:g} s "
-            f"(NETBOTTLENECK_START_TIMEOUT_S); this is rank {place.rank} of {place.size}"
-        ) from None
+    talk.report(machine_digest())
+    answer = talk.hear().decode()
     if answer.startswith("!"):
         raise Error(0, f"rank 0 could not open the job: {answer[1:]}")
     address, _, shown = answer.partition(" ")

@@ -7,52 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from netbottleneck.env import Settings
-
-
-@dataclass(frozen=True)
-class Launcher:
-    """The variables of one launcher; an empty name: it has none."""
-
-    name: str
-    rank: str
-    size: str
-    local_rank: str = ""
-    local_size: str = ""
-    cross_rank: str = ""
-    cross_size: str = ""
-    sign: str = ""  # only counts where this variable is set
-
-
-# In order of precedence.
-LAUNCHERS = (
-    Launcher(
-        "horovodrun",
-        "HOROVOD_RANK",
-        "HOROVOD_SIZE",
-        "HOROVOD_LOCAL_RANK",
-        "HOROVOD_LOCAL_SIZE",
-        "HOROVOD_CROSS_RANK",
-        "HOROVOD_CROSS_SIZE",
-    ),
-    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-    Launcher(
-        "mpirun",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    Launcher("pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    Launcher(
-        "srun",
-        "SLURM_PROCID",
-        "SLURM_NTASKS",
-        "SLURM_LOCALID",
-        cross_rank="SLURM_NODEID",
-        cross_size="SLURM_NNODES",
-        sign="SLURM_STEP_ID",
-    ),
-)
+from netbottleneck.launchers import EXPLICIT, LAUNCHERS, Launcher
 
 
 @dataclass(frozen=True)
@@ -96,8 +51,8 @@ def detect(settings: Settings, environ: Mapping[str, str] = os.environ) -> Place
     """Return this process's place, by NETBOTTLENECK_RANK and _SIZE, else by the first launcher that left its traces.
 
     Raises ValueError that lists what was found when a launcher's variables are half there or make no sense, and when
-    two launchers disagree about the size. A launcher inside another one (torchrun started by srun, once a node) is no
-    disagreement: the inner job then has a multiple of the outer one's processes.
+    those of two say different things. A launcher inside another one (torchrun started by srun, once a node) is no
+    disagreement: each has a job of its own.
     """
     if (settings.rank is None) != (settings.ranks is None):
         raise ValueError(
@@ -106,41 +61,33 @@ def detect(settings: Settings, environ: Mapping[str, str] = os.environ) -> Place
         )
     if settings.rank is not None and settings.ranks is not None:
         _check_range(settings.rank, settings.ranks, "NETBOTTLENECK_RANK and NETBOTTLENECK_SIZE")
-        return Place(settings.rank, settings.ranks, launcher="explicit")
-    places = [place for launcher in LAUNCHERS if (place := _read(launcher, environ)) is not None]
-    if not places:
+        return Place(settings.rank, settings.ranks, launcher=EXPLICIT.name)
+    there = [launcher for launcher in LAUNCHERS if _counts(launcher, environ)]
+    whole = [(launcher, place) for launcher in there if (place := _read(launcher, environ)) is not None]
+    for launcher in there:
+        _refuse_half(launcher, whole, environ)
+    chosen = next(((launcher, place) for launcher, place in whole if place.size >= launcher.least), None)
+    if chosen is None:
         return Place(0, 1, 0, 1, 0, 1)
-    chosen = places[0]
-    inner = chosen.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" in environ
-    for other in places[1:]:
-        nested = (inner or other.launcher == "srun") and chosen.size % other.size == 0
-        if other.size != chosen.size and not nested:
-            found = "; ".join(f"{place.launcher}: rank {place.rank} of {place.size}" for place in places)
-            raise ValueError(
-                f"the launchers disagree about the size of the job ({found}): unset the variables of the one that "
-                "did not start it, or set NETBOTTLENECK_RANK and NETBOTTLENECK_SIZE"
-            )
-    return chosen
+    if not all(_agree(chosen, other, environ) for other in whole):
+        said = "; ".join(f"{place.launcher}: rank {place.rank} of {place.size}" for _, place in whole)
+        raise ValueError(
+            f"the launchers disagree about rank or size of the job ({said}): unset the variables of the one that did "
+            f"not start it, or set NETBOTTLENECK_RANK and NETBOTTLENECK_SIZE. {_found(environ)}"
+        )
+    return chosen[1]
+
+
+def _counts(launcher: Launcher, environ: Mapping[str, str]) -> bool:
+    return not launcher.sign or environ.get(launcher.sign, "") not in ("", *launcher.sign_not)
 
 
 def _read(launcher: Launcher, environ: Mapping[str, str]) -> Place | None:
-    if launcher.sign and launcher.sign not in environ:
-        return None
-    both = [name for name in (launcher.rank, launcher.size) if environ.get(name)]
-    if not both:
-        return None
-    if len(both) == 1:
-        missing = launcher.size if both == [launcher.rank] else launcher.rank
-        # A size alone is what a batch script or a container image may carry; it says nothing as long as it is 1.
-        if both == [launcher.size] and environ[launcher.size].strip() == "1":
-            return None
-        raise ValueError(f"{both[0]}={environ[both[0]]} is set but {missing} is not: {launcher.name} sets both")
+    """Return what a launcher says, where it says both rank and size."""
     rank, size = _number(launcher.rank, environ), _number(launcher.size, environ)
     if rank is None or size is None:
         return None
     _check_range(rank, size, f"{launcher.rank} and {launcher.size}")
-    if launcher.sign and size == 1:
-        return None
     return Place(
         rank,
         size,
@@ -150,6 +97,58 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> Place | None:
         _number(launcher.cross_size, environ),
         launcher.name,
     )
+
+
+def _refuse_half(launcher: Launcher, whole: Sequence[tuple[Launcher, Place]], environ: Mapping[str, str]) -> None:
+    """Raise ValueError where a launcher's variables tell of other ranks, but not which of how many this one is.
+
+    Half of them may be there beside a launcher that says both, as long as it says the same.
+    """
+    if any(other is launcher for other, _ in whole) or (whole and not launcher.size):
+        return
+    if not _tells_of_others(launcher, environ) or any(_says(launcher, place, environ) for _, place in whole):
+        return
+    given = ", ".join(f"{name}={environ[name]}" for name in launcher.variables() if environ.get(name))
+    missing = [name for name in (launcher.rank, launcher.size) if name and not environ.get(name)]
+    lacks = f"{' and '.join(missing)} is not set, and {launcher.name} sets both" if missing else "not of how many"
+    raise ValueError(
+        f"{given}: that tells of other ranks, but {lacks}. Start the script by its launcher, unset what is left of "
+        f"another one, or set NETBOTTLENECK_RANK and NETBOTTLENECK_SIZE. {_found(environ)}"
+    )
+
+
+def _says(launcher: Launcher, place: Place, environ: Mapping[str, str]) -> bool:
+    """Return whether a launcher's half agrees with a place among others."""
+    rank, size = _number(launcher.rank, environ), _number(launcher.size, environ)
+    return rank in (None, place.rank) and size in (None, place.size) and place.size > 1
+
+
+def _tells_of_others(launcher: Launcher, environ: Mapping[str, str]) -> bool:
+    """Return whether there is a rank, or a number that a job of one rank would not have.
+
+    A size of 1 is what a batch script or a container image may carry.
+    """
+    alone = {launcher.size: 1, launcher.local_rank: 0, launcher.local_size: 1, launcher.cross_rank: 0}
+    alone[launcher.cross_size] = 1
+    more = any((_number(name, environ) or 0) > number for name, number in alone.items())
+    return more or _number(launcher.rank, environ) is not None
+
+
+def _agree(chosen: tuple[Launcher, Place], other: tuple[Launcher, Place], environ: Mapping[str, str]) -> bool:
+    """Return whether two launchers can both be right."""
+    inner, place = chosen
+    outer, theirs = other
+    if (place.rank, place.size) == (theirs.rank, theirs.size):
+        return True
+    if outer.name in inner.inside and (not inner.inside_sign or environ.get(inner.inside_sign)):
+        return True
+    # A task of srun may start several ranks by itself, as torch.multiprocessing does.
+    return outer.name == "srun" and place.size > theirs.size and place.size % theirs.size == 0
+
+
+def _found(environ: Mapping[str, str]) -> str:
+    names = dict.fromkeys(name for launcher in LAUNCHERS for name in launcher.variables())
+    return "Found: " + " ".join(f"{name}={environ[name]}" for name in names if environ.get(name))
 
 
 def _number(name: str, environ: Mapping[str, str]) -> int | None:

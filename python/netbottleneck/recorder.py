@@ -46,9 +46,14 @@ EVENTS: Mapping[str, int] = MappingProxyType(
         "PEER_LOST": 19,
         "LANE_LOST": 20,
         "COSTS": 21,
+        "OP_NAME": 22,
+        "OP_READY": 23,
+        "OP_PACK": 24,
     }
 )
 _NAMES = MappingProxyType({number: name for name, number in EVENTS.items()})
+# What only Horovod's timeline needs, timeline_events.py: rank 0 has one for each rank and operation.
+_LEFT_OUT = tuple(EVENTS[name] for name in ("OP_NAME", "OP_READY", "OP_PACK"))
 
 # Monotonic clocks whose wall anchors agree this well are the same clock: two hosts do not boot within it.
 SAME_CLOCK_NS = 20_000_000
@@ -114,6 +119,7 @@ def _on_rank_0(ring: Ring, clock: tr.Clock, drift: NDArray[np.float64]) -> NDArr
 
 def _named_events(ring: Ring, clock: tr.Clock, drift: NDArray[np.float64]) -> list[ev.Event]:
     rows = _on_rank_0(ring, clock, drift)
+    rows = rows[~np.isin(rows["kind"], _LEFT_OUT)]
     return [
         ev.Event(_NAMES.get(kind, str(kind)), *rest)
         for kind, *rest in rows[["kind", "time_ns", "step", "key", "a", "b", "c", "d", "e"]].tolist()

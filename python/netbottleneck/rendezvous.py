@@ -8,13 +8,26 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from netbottleneck.channels import ADVICE, Channel, Folder, Http, Store, gather, get, private_folder
+from netbottleneck import launchers, pmi, pmix
+from netbottleneck.channels import (
+    ADVICE,
+    Board,
+    Channel,
+    Folder,
+    Http,
+    Keys,
+    Rounds,
+    Store,
+    gather,
+    get,
+    private_folder,
+)
 from netbottleneck.env import Settings
 
 if TYPE_CHECKING:
@@ -23,15 +36,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Meeting:
-    """How to meet: through a channel, at an address that all know, or both. At least one is there."""
+    """How to meet: through a channel, on a launcher's board, at an address that all know, or through one at another.
+
+    At least one is there.
+    """
 
     channel: Channel | None
     address: str | None = None
+    board: Board | None = None
+
+    def talk(self, key: str, place: "Place", limit_s: float) -> Keys | Rounds | None:
+        """Return the talk in which rank 0 says where it listens; None where the address is all there is."""
+        if self.channel is not None:
+            return Keys(self.channel, key, place.rank, place.size, limit_s)
+        return None if self.board is None else Rounds(self.board, place.rank, place.size, limit_s)
 
 
 # One store for each address, kept for the later jobs of this process: a connection may take seconds, as the server
 # looks up the name of whoever comes.
 _stores: dict[tuple[str, int, bool], Store] = {}
+
+# A way to meet: it returns how, or what stands against it.
+Way = Callable[[Settings, "Place", Mapping[str, str]], Meeting | str]
+
+# A process joins its launcher's server once, or learns once that there is none, and takes leave when it ends.
+_boards: dict[str, Board | str] = {}
 
 
 def torch_store(host: str, port: int, place: "Place", settings: Settings, environ: Mapping[str, str]) -> Store:
@@ -109,9 +138,10 @@ def initialised_store(place: "Place") -> Store | None:
 
 
 def choose(settings: Settings, place: "Place", environ: Mapping[str, str] = os.environ) -> Meeting:
-    """Return how this job's ranks meet.
+    """Return how this job's ranks meet: as the user says, through torch.distributed's store, or as its launcher can.
 
-    Raises ValueError with the line to set when there is no way, or none by which a secret could be shared.
+    Raises ValueError that says what stands against each way, and what to set, where there is none, or none by which a
+    secret could be shared.
     """
     if settings.master is not None:
         return _direct(settings.master, settings)
@@ -120,34 +150,85 @@ def choose(settings: Settings, place: "Place", environ: Mapping[str, str] = os.e
     store = initialised_store(place)
     if store is not None:
         return Meeting(store)
-    host = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
-    if place.launcher == "horovodrun" and host:
-        return Meeting(Http(host, _port("HOROVOD_GLOO_RENDEZVOUS_PORT", environ)))
-    host = environ.get("MASTER_ADDR")
-    if host and environ.get("MASTER_PORT"):
-        return Meeting(torch_store(host, _port("MASTER_PORT", environ), place, settings, environ))
-    found = _by_job(settings, place, environ)
-    if found is None:
-        raise ValueError(f"{place.size} ranks ({place.launcher}) have nowhere to meet: {ADVICE}")
-    return found
+    against = []
+    for way in launchers.named(place.launcher).ways:
+        found = WAYS[way](settings, place, environ)
+        if isinstance(found, Meeting):
+            return found
+        against.append(f"{way}: {found}")
+    raise ValueError(
+        f"{place.size} ranks, started by {place.launcher}, have nowhere to meet ({'; '.join(against)}): {ADVICE}"
+    )
 
 
-def _by_job(settings: Settings, place: "Place", environ: Mapping[str, str]) -> Meeting | None:
-    """Return how ranks meet by the job's own number alone: in a folder of one host, or at srun's first host."""
+def _by_http(settings: Settings, place: "Place", environ: Mapping[str, str]) -> Meeting | str:
+    """Horovodrun's key-value server."""
+    names = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+    lacks = _lacks(names, environ)
+    return lacks or Meeting(Http(environ[names[0]], _port(names[1], environ)))
+
+
+def _by_torch(settings: Settings, place: "Place", environ: Mapping[str, str]) -> Meeting | str:
+    """A store of torch's, at the address that torch.distributed meets at."""
+    names = ("MASTER_ADDR", "MASTER_PORT")
+    lacks = _lacks(names, environ)
+    return lacks or Meeting(torch_store(environ[names[0]], _port(names[1], environ), place, settings, environ))
+
+
+def _lacks(names: tuple[str, ...], environ: Mapping[str, str]) -> str:
+    there = [f"{name}={environ[name]} is set" for name in names if environ.get(name)]
+    gone = [name for name in names if not environ.get(name)]
+    return ", ".join([*there, f"no {' and '.join(gone)}"]) if gone else ""
+
+
+def _on_board(name: str, join: Callable[[int, int, float, Mapping[str, str]], Board | str]) -> Way:
+    """Return the way to meet on a launcher's board; a process joins once."""
+
+    def way(settings: Settings, place: "Place", environ: Mapping[str, str]) -> Meeting | str:
+        if name not in _boards:
+            _boards[name] = join(place.rank, place.size, settings.start_timeout_s, environ)
+        found = _boards[name]
+        return found if isinstance(found, str) else Meeting(None, board=found)
+
+    return way
+
+
+def _in_folder(settings: Settings, place: "Place", environ: Mapping[str, str]) -> Meeting | str:
+    """Return a folder of one host, known by the job's own number."""
     job = _job(place, environ)
-    if job and (place.one_host or environ.get("SLURM_NNODES") == "1"):
+    if not job:
+        return "nothing tells this job from another"
+    if place.one_host or environ.get("SLURM_NNODES") == "1":
         return Meeting(private_folder(job))
+    return "not all ranks are on this host"
+
+
+def _at_first_host(settings: Settings, place: "Place", environ: Mapping[str, str]) -> Meeting | str:
+    """Return the address that follows from a step of srun: its first host, and a port made from its number."""
+    job = _job(place, environ)
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
-    if place.launcher == "srun" and job and nodes:
-        port = settings.ports[0] or 20000 + int(hashlib.sha256(job.encode()).hexdigest(), 16) % 10000
-        return _direct(f"{first_host(nodes)}:{port}", settings)
-    return None
+    if not job or not nodes:
+        return "no SLURM_STEP_NODELIST"
+    port = settings.ports[0] or 20000 + int(hashlib.sha256(job.encode()).hexdigest(), 16) % 10000
+    return _direct(f"{first_host(nodes)}:{port}", settings)
+
+
+# By the names that launchers.LAUNCHERS use.
+WAYS: Mapping[str, Way] = {
+    "http": _by_http,
+    "pmix": _on_board("pmix", pmix.join),
+    "pmi": _on_board("pmi", pmi.join),
+    "torch": _by_torch,
+    "folder": _in_folder,
+    "first host": _at_first_host,
+}
 
 
 def _job(place: "Place", environ: Mapping[str, str]) -> str:
     """Return the launcher's name for this job, the same on all of its ranks; "" where there is none."""
     names = {
         "mpirun": ("PMIX_NAMESPACE", "PMIX_SERVER_URI2", "PMIX_SERVER_URI21"),
+        "pmi": ("SLURM_JOB_ID", "SLURM_STEP_ID"),
         "srun": ("SLURM_JOB_ID", "SLURM_STEP_ID"),
     }.get(place.launcher, ())
     found = [f"{name}={environ[name]}" for name in names if environ.get(name)]
@@ -182,9 +263,8 @@ def is_loopback(host: str) -> bool:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a Slurm list: "a[01-03,07],b" gives "a01"."""
-    found = re.match(r"([^,\[]+)(?:\[([^,\-\]]+)[^\]]*\]([^,\[]*))?", nodes)
-    if found is None:
+    """Return the first host of a Slurm list: "a[01-03,07],b" gives "a01", "r[2-3]n[5,7]-ib" gives "r2n5-ib"."""
+    first = re.match(r"((?:[^,\[\]]|\[[^,\[\]-][^\[\]]*\])+)(?:,|$)", nodes)
+    if first is None:
         raise ValueError(f"SLURM_STEP_NODELIST={nodes}: no host in it")
-    stem, number, rest = found.groups(default="")
-    return f"{stem}{number}{rest}"
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", first.group(1))

@@ -228,7 +228,9 @@ def _arm(  # noqa: PLR0913, PLR0917 - what an arm may need, once
 def _ring(folder: Path, rank: int, name: str, settings: Settings) -> "_core.Recorder":
     path = folder / RANKS / f"{rank}.{name}.ring"
     path.parent.mkdir(parents=True, exist_ok=True)
-    ring: _core.Recorder = launch.core().Recorder(str(path), settings.trace_events, rank)
+    ring: _core.Recorder = launch.core().Recorder(
+        str(path), settings.trace_events, rank, timeline=settings.timeline is not None
+    )
     return ring
 
 

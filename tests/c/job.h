@@ -30,6 +30,7 @@ struct test_rank {
     int streams;
     int timeout_ms;
     int stall_ms;
+    int stall_end_ms;
     size_t segment_bytes; // 0: the default
     enum nb_algorithm algorithm;
     enum nb_shm_mode shm;
@@ -68,6 +69,7 @@ static void *test_rank_main(void *arg) {
                                     .streams = me->streams,
                                     .timeout_ms = me->timeout_ms,
                                     .stall_ms = me->stall_ms,
+                                    .stall_end_ms = me->stall_end_ms,
                                     .library = getenv("NETBOTTLENECK_LIBFABRIC"),
                                     .provider = getenv("NETBOTTLENECK_PROVIDER"),
                                     .segment_bytes = me->segment_bytes,

@@ -120,6 +120,26 @@ static void test_room_for_all(void) {
     (void)fclose(file);
 }
 
+// Only a ring that is for a timeline has what nothing else needs.
+static void test_for_a_timeline(void) {
+    static const enum nb_event_kind kinds[] = {NB_EV_OP_SUBMIT, NB_EV_OP_NAME, NB_EV_OP_READY, NB_EV_OP_PACK};
+    for (int timeline = 0; timeline < 2; timeline++) {
+        struct nb_ring ring;
+        char path[PATH_BYTES];
+        FILE *file = file_open(path);
+        CHECK(nb_ring_open(&ring, path, 8, 0, NULL) == 0, "open: %m");
+        ring.timeline = timeline == 1;
+        for (size_t i = 0; i < sizeof kinds / sizeof kinds[0]; i++) {
+            nb_ring_put(&ring, kinds[i], i, 0, 0, 0, 0, 0);
+        }
+        nb_ring_close(&ring);
+        struct view view = view_open(file);
+        CHECK(view_count(&view) == (timeline == 1 ? 4U : 1U), "timeline %d", timeline);
+        view_close(&view);
+        (void)fclose(file);
+    }
+}
+
 static void test_full(void) {
     enum { CAPACITY = 777 };
     struct nb_ring ring;
@@ -279,6 +299,7 @@ static void test_no_room(void) {
 
 int main(void) {
     test_room_for_all();
+    test_for_a_timeline();
     test_full();
     test_stamps();
     test_killed();

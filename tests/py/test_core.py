@@ -554,6 +554,7 @@ BAD_COMMS = [
     ({"timeout_s": 0}, "timeout_s .* not 0"),
     ({"timeout_s": float("nan")}, "timeout_s .* not nan"),
     ({"stall_s": -1.0}, "stall_s .* not -1.0"),
+    ({"stall_end_s": -1.0}, "stall_end_s .* not -1.0"),
     ({"ports": (7, 3)}, r"ports .* not \(7, 3\)"),
     ({"ports": (1, 1 << 16)}, r"ports\[1\] .* not 65536"),
     ({"tag": "a\0b"}, "tag .* null"),

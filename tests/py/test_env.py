@@ -72,6 +72,21 @@ def test_horovods_stall_check_is_honoured(environ: dict[str, str], stall_s: floa
     assert settings(environ=environ).stall_s == stall_s
 
 
+@pytest.mark.parametrize(
+    ("environ", "limit_s"),
+    [
+        ({}, 0.0),
+        ({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "90"}, 90.0),
+        ({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "90", "NETBOTTLENECK_STALL_END_S": "70"}, 70.0),
+        ({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "59"}, 0.0),  # nobody would be told before
+        ({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "59", "HOROVOD_STALL_CHECK_TIME_SECONDS": "59"}, 59.0),
+        ({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "90", "HOROVOD_STALL_CHECK_DISABLE": "1"}, 0.0),
+    ],
+)
+def test_horovods_stall_shutdown_is_honoured(environ: dict[str, str], limit_s: float) -> None:
+    assert settings(environ=environ).stall_limit_s == limit_s
+
+
 def test_horovods_interface_is_an_exact_name() -> None:
     assert settings(environ={"HOROVOD_GLOO_IFACE": "eth1"}).ifname == "=eth1"
 

@@ -114,6 +114,34 @@ def test_a_rank_that_is_busy_is_reported_and_waited_for(plain_ranks: Ranks, tmp_
     assert any("evaluation" in line and re.search(r"not submitted it: 0\b", line) for line in heard), heard
 
 
+STALLED = """
+import time
+import numpy as np
+from pathlib import Path
+from netbottleneck import job, ops
+from netbottleneck.errors import HorovodInternalError
+job.start()
+over = Path(OVER)
+if job.current().place.rank == 1:
+    until = time.monotonic() + 15
+    while not over.exists() and time.monotonic() < until:
+        time.sleep(0.02)
+try:
+    ops.allreduce(np.ones(3), ops.Sum, name="late")
+except HorovodInternalError as error:
+    print("ended", error)
+over.touch()
+job.stop()
+"""
+
+
+def test_a_rank_that_never_submits_ends_the_job_where_horovods_variable_says_so(ranks: Ranks, tmp_path: Path) -> None:
+    env = {**QUICK, "HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
+    for result in ranks(2, STALLED.replace("OVER", repr(str(tmp_path / "over"))), env):
+        assert re.search(r"^ended .*'allreduce\.late' waits for .* not submitted it: 1\b", result.stdout), result
+        assert "NETBOTTLENECK_STALL_END_S" in result.stdout
+
+
 def test_a_stopped_rank_is_named_and_ends_by_itself_when_it_goes_on(plain_ranks: Ranks) -> None:
     job = plain_ranks.start(2, SCRIPT, ["reduce"], {**QUICK, "NETBOTTLENECK_TIMEOUT_S": "2"})
     for rank in range(2):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import http.server
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,7 @@ MPIRUN = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+PMIX = {"PMIX_NAMESPACE": "123", "PMIX_RANK": "3", "PMIX_SERVER_URI2": "122.0;tcp4://127.0.0.1:1"}
 SRUN = {
     "SLURM_PROCID": "3",
     "SLURM_NTASKS": "4",
@@ -99,18 +102,59 @@ def test_launchers_that_agree_are_read_in_order() -> None:
         ({**SRUN, "RANK": "0", "WORLD_SIZE": "1"}, ["torchrun: rank 0 of 1", "srun: rank 3 of 4"]),
         ({**HOROVOD, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "8"}, ["disagree", "0 of 8"]),
         ({**SRUN, "RANK": "0", "WORLD_SIZE": "6"}, ["disagree", "0 of 6"]),
+        ({**SRUN, "RANK": "0", "WORLD_SIZE": "4"}, ["disagree", "torchrun: rank 0 of 4", "srun: rank 3 of 4"]),
+        ({**MPIRUN, "RANK": "0", "WORLD_SIZE": "4"}, ["disagree", "torchrun: rank 0 of 4", "mpirun: rank 3 of 4"]),
+        ({**SRUN, "WORLD_SIZE": "8"}, ["WORLD_SIZE=8", "RANK is not set", "SLURM_NTASKS=4"]),
+        ({**MPIRUN, "RANK": "0"}, ["RANK=0", "WORLD_SIZE is not set", "OMPI_COMM_WORLD_RANK=3"]),
+        ({"LOCAL_RANK": "1"}, ["LOCAL_RANK=1", "RANK and WORLD_SIZE is not set"]),
+        ({"MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "0"}, ["MPI_LOCALNRANKS=2", "PMI_RANK and PMI_SIZE"]),
+        ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}, ["SLURM_NTASKS=4", "SLURM_PROCID"]),
+        ({**SRUN, "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "LOCAL_RANK": "1"}, ["LOCAL_RANK=1", "SLURM_NTASKS=1"]),
+        (PMIX, ["PMIX_RANK=3", "not of how many", "set NETBOTTLENECK_RANK and NETBOTTLENECK_SIZE"]),
     ],
 )
 def test_half_an_environment_or_two_that_disagree_is_refused(environ: dict[str, str], words: list[str]) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         place(environ)
-    assert all(word in str(caught.value) for word in words)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_what_was_found_is_listed_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        place({**SRUN, "RANK": "0", "WORLD_SIZE": "1", "HOME": "/root"})
+    said = str(caught.value)
+    assert "set NETBOTTLENECK_RANK and NETBOTTLENECK_SIZE" in said
+    assert said.endswith(
+        "Found: RANK=0 WORLD_SIZE=1 SLURM_PROCID=3 SLURM_NTASKS=4 SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_NNODES=2 "
+        "SLURM_STEP_ID=0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher"),
+    [
+        ({**SRUN, "WORLD_SIZE": "4"}, "srun"),
+        ({**MPIRUN, "LOCAL_RANK": "1"}, "mpirun"),
+        ({**MPIRUN, **PMIX}, "mpirun"),
+        ({**SRUN, **PMIX}, "srun"),
+        ({**SRUN, **HYDRA}, "pmi"),
+        ({**SRUN, "SLURM_PROCID": "0", "SLURM_NTASKS": "1", **PMIX, "PMIX_RANK": "0"}, "none"),
+    ],
+)
+def test_what_says_the_same_may_stay(environ: dict[str, str], launcher: str) -> None:
+    assert place(environ).launcher == launcher
 
 
 def test_a_launcher_inside_another_is_no_disagreement() -> None:
     inner = {"RANK": "5", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x"}
     assert place({**SRUN, **inner}).size == 8
     assert place({**MPIRUN, **inner}).size == 8
+    # After torchrun has gone on without a host.
+    assert place({**SRUN, **PMIX, **inner, "RANK": "1", "WORLD_SIZE": "3"}).size == 3
+    # Ranks that a task starts by itself.
+    assert place({**SRUN, "RANK": "5", "WORLD_SIZE": "8"}).size == 8
+    # mpirun reaches its other hosts by a step of srun, one task a host.
+    assert place({**SRUN, **MPIRUN, "SLURM_PROCID": "0", "SLURM_NTASKS": "3"}).size == 4
 
 
 def test_a_size_of_one_alone_says_nothing() -> None:
@@ -120,6 +164,7 @@ def test_a_size_of_one_alone_says_nothing() -> None:
 def test_a_batch_script_without_a_step_is_a_single_process() -> None:
     environ = {key: value for key, value in SRUN.items() if key != "SLURM_STEP_ID"}
     assert place(environ).size == 1
+    assert place({**SRUN, "SLURM_STEP_ID": "4294967290"}).size == 1  # an interactive shell of salloc
 
 
 def test_topology_follows_from_hosts_alone() -> None:
@@ -149,10 +194,53 @@ def test_host_ids_tell_simulated_hosts_apart() -> None:
         ("n[03-06,9]", "n03"),
         ("n[3,5]", "n3"),
         ("rack[1-2]-n,other", "rack1-n"),
+        ("r[02-03,7]n[5,9]-ib,r9", "r02n5-ib"),
+        ("10.0.0.[4-5]", "10.0.0.4"),
     ],
 )
 def test_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize("nodes", ["", ",a", "n[", "n[]", "n[1", "n]1", "n[-3]"])
+def test_a_list_without_a_host_is_refused(nodes: str) -> None:
+    with pytest.raises(ValueError, match="SLURM_STEP_NODELIST"):
+        first_host(nodes)
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({**HOROVOD, "HOROVOD_GLOO_RENDEZVOUS_ADDR": "h"}, ["ADDR=h is set, no HOROVOD_GLOO_RENDEZVOUS_PORT"]),
+        ({**TORCHRUN, "MASTER_ADDR": "h"}, ["MASTER_ADDR=h is set, no MASTER_PORT"]),
+        (TORCHRUN, ["no MASTER_ADDR and MASTER_PORT"]),
+        ({**TORCHRUN, "MASTER_ADDR": "h", "MASTER_PORT": "x"}, ["MASTER_PORT=x: must be a port"]),
+        (MPIRUN, ["pmix: no PMIX_NAMESPACE", "torch: no MASTER_ADDR", "folder: nothing tells this job"]),
+        (HYDRA, ["pmi: no PMI_FD", "4 ranks, started by pmi"]),
+        (SRUN, ["folder: not all ranks are on this host", "first host: no SLURM_STEP_NODELIST"]),
+    ],
+)
+def test_what_stands_against_each_way_to_meet_is_told(
+    environ: dict[str, str], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_boards", {})
+    with pytest.raises(ValueError, match=r".") as caught:
+        meeting(environ)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_a_ranks_board_is_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Board:
+        name = "a board"
+
+        def share(self, value: bytes, wanted: Sequence[int], limit_s: float) -> list[bytes]:
+            return [value for _ in wanted]
+
+    board = Board()
+    monkeypatch.setattr(rendezvous, "_boards", {"pmix": "no server", "pmi": board})
+    assert meeting(HYDRA).board is meeting(HYDRA).board is board
+    assert meeting({**HYDRA, **HOROVOD}).board is board  # whoever has set Horovod's variables has no server for it
+    assert meeting({**HYDRA, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}).board is board
 
 
 def test_a_folder_carries_values_between_ranks(tmp_path: Path) -> None:
@@ -191,7 +279,7 @@ def test_a_folder_that_others_can_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_waiting_for_a_key_ends_at_the_deadline(tmp_path: Path) -> None:
-    with pytest.raises(TimeoutError, match="nobody left some/key"):
+    with pytest.raises(TimeoutError, match=r"rank 0 did not leave some/key at .*NETBOTTLENECK_START_TIMEOUT_S"):
         get(Folder(tmp_path), "some/key", time.monotonic())
 
 
@@ -216,16 +304,25 @@ class KeyValue(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def key_value_port() -> Iterator[int]:
-    KeyValue.kept = {}
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), KeyValue)
+@contextmanager
+def serving(handler: type[KeyValue]) -> Iterator[int]:
+    """Run a server with nothing in it, and give its port."""
+    handler.kept = {}
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    yield server.server_port
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.fixture
+def key_value_port() -> Iterator[int]:
+    with serving(KeyValue) as port:
+        yield port
 
 
 def test_horovodruns_server_carries_values(key_value_port: int) -> None:
@@ -239,6 +336,23 @@ def test_horovodruns_server_carries_values(key_value_port: int) -> None:
 def test_a_server_that_is_not_there_is_named() -> None:
     with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:1 does not answer"):
         Http("127.0.0.1", 1).look("a/b")
+
+
+def test_a_server_that_speaks_something_else_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def speak() -> None:
+            other, _ = server.accept()
+            with other:
+                other.recv(4096)
+                other.sendall(b"hello\r\n\r\n")
+
+        thread = threading.Thread(target=speak)
+        thread.start()
+        with pytest.raises(ConnectionError, match=rf"127\.0\.0\.1:{port} does not answer"):
+            Http("127.0.0.1", port).look("a/b")
+        thread.join(10)
 
 
 def meeting(environ: dict[str, str]) -> rendezvous.Meeting:

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from netbottleneck import job
+from netbottleneck import job, timeline
 from netbottleneck.hooks.finish import finish, finish_at_exit
 from netbottleneck.hooks.measured import Measured
+from netbottleneck.records import RANKS
 from netbottleneck.session import Session, open_session
 
 
@@ -22,8 +23,18 @@ class Measuring(job.Observer):
         gradients.record(self._session.recorder)
         Measured(self._session, gradients, optimizer, own_sync=False)
         finish_at_exit(self._session)
+        _have_arms_followed(self._session)
 
     def stopping(self, stopping: job.Job) -> None:
         session, self._session = self._session, None
         if session is not None:
             finish(session)
+
+
+def _have_arms_followed(session: Session) -> None:
+    """Have Horovod's timeline, where there is one, show what the arms move, too: those of our own, which stamp it."""
+    running = timeline.running(job.current())
+    for name in session.arms if running is not None else ():
+        path = session.folder / RANKS / f"{session.place.rank}.{name}.ring"
+        if running is not None and path.exists():
+            running.follow(path, name)

@@ -8,6 +8,7 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,18 +16,41 @@ from netbottleneck import job
 
 DDP = "torch.nn.parallel.distributed"
 HOROVOD = "horovod"
-ALIASES = {HOROVOD: "netbottleneck", f"{HOROVOD}.torch": "netbottleneck.torch"}
+# The version of Horovod whose API this is.
+HOROVOD_VERSION = "0.28.1"
+TORCH = f"{HOROVOD}.torch"
+STAND_IN = str(Path(__file__).parent / "stand_in")
+# Packages that only hold others, and modules under other names than here. All below horovod.torch has the same name.
+HOLDERS = (HOROVOD, f"{HOROVOD}.common")
+ALIASES = {
+    f"{HOROVOD}.common.basics": "netbottleneck.hooks.horovod_basics",
+    f"{HOROVOD}.common.elastic": "netbottleneck.hooks.horovod_elastic",
+    f"{HOROVOD}.common.exceptions": "netbottleneck.errors",
+    f"{HOROVOD}.common.process_sets": "netbottleneck.process_sets",
+    f"{HOROVOD}.common.util": "netbottleneck.hooks.horovod_util",
+}
 
 
 def install() -> None:
-    """Hook into what is imported, now or later."""
+    """Hook into what is imported, now or later; a second call changes nothing."""
+    if any(isinstance(finder, _Later | _Horovod) for finder in sys.meta_path):
+        return
     job.observe(_FirstOptimizer())
     if DDP in sys.modules:
         _patch_ddp()
     else:
         sys.meta_path.insert(0, _Later())
-    if HOROVOD not in sys.modules and importlib.util.find_spec(HOROVOD) is None:
-        sys.meta_path.append(_Horovod())
+    if HOROVOD not in sys.modules:
+        stand_in()
+
+
+def stand_in() -> None:
+    """Have Horovod's name found, where it is not installed: here, and where multiprocessing hands on sys.path."""
+    if not any(isinstance(finder, _Horovod) for finder in sys.meta_path):
+        # Before the finder of files, which would load a second copy of a module below horovod.torch.
+        sys.meta_path.insert(0, _Horovod())
+    if STAND_IN not in sys.path:
+        sys.path.append(STAND_IN)
 
 
 class _FirstOptimizer(job.Observer):
@@ -91,23 +115,68 @@ class _Patching(importlib.abc.Loader):
         module.DistributedDataParallel.__init__ = first
 
 
-class _Horovod(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """`import horovod.torch` where Horovod is not installed: this package, which has the same API."""
+def ours(fullname: str) -> str | None:
+    """Return which module of this package stands for one of Horovod's; None where none does."""
+    if fullname == TORCH or fullname.startswith(f"{TORCH}."):
+        return f"netbottleneck.torch{fullname.removeprefix(TORCH)}"
+    return ALIASES.get(fullname)
+
+
+class _Horovod(importlib.abc.MetaPathFinder):
+    """`import horovod.torch` where Horovod is not installed: this package, which has the same API.
+
+    Its modules are the same objects under both names. Where Horovod is found elsewhere, it steps aside.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in ALIASES and not fullname.startswith(f"{HOROVOD}."):
+        if fullname == HOROVOD and self._elsewhere(path):
+            sys.meta_path.remove(self)
+            if STAND_IN in sys.path:
+                sys.path.remove(STAND_IN)
             return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        if fullname != HOROVOD and not fullname.startswith(f"{HOROVOD}."):
+            return None
+        real = ours(fullname)
+        if real is not None and importlib.util.find_spec(real) is None:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, _Alias(), is_package=fullname in HOLDERS)
+
+    def _elsewhere(self, path: Sequence[str] | None) -> bool:
+        """Whether there is a Horovod of its own: a folder that is no package, as a checkout's root may be, is none."""
+        others = [place for place in sys.path if place != STAND_IN]
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(HOROVOD, others if finder is importlib.machinery.PathFinder else path)
+            if spec is not None:
+                return spec.loader is not None and spec.origin is not None
+        return False
+
+
+class _Alias(importlib.abc.Loader):
+    """Gives a module of this package under a name of Horovod's."""
+
+    def __init__(self) -> None:
+        self._own: importlib.machinery.ModuleSpec | None = None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        if spec.name == HOROVOD:
-            return ModuleType(HOROVOD)
-        if spec.name not in ALIASES:
-            raise ImportError(f"{spec.name}: netbottleneck stands in for horovod.torch only")
-        return importlib.import_module(ALIASES[spec.name])
+        if spec.name in HOLDERS:
+            return ModuleType(spec.name, "Held by netbottleneck, in Horovod's place.")
+        real = ours(spec.name)
+        if real is None:
+            raise ImportError(
+                f"{spec.name}: netbottleneck stands in for horovod.torch only, and what it needs of horovod.common; "
+                "for TensorFlow, Keras, MXNet and Horovod's launchers install Horovod itself",
+                name=spec.name,
+            )
+        module = importlib.import_module(real)
+        self._own = module.__spec__
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
-        if module.__name__ == HOROVOD:
-            module.__path__ = []
+        if self._own is not None:
+            module.__spec__ = self._own  # the import has replaced it
+        elif module.__name__ == HOROVOD:
+            vars(module)["__version__"] = HOROVOD_VERSION

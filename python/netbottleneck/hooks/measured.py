@@ -52,7 +52,7 @@ class Measured:
         self._version = -1
         put = session.recorder.stamper
         self._optimizer_begin, self._optimizer_end = put(EVENTS["OPTIMIZER_BEGIN"]), put(EVENTS["OPTIMIZER_END"])
-        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+        self._beginning: Any = optimizer.register_step_pre_hook(self._before_step)
         self._handles.append(optimizer.register_step_post_hook(self._after_step))
         if model is None:
             self._seeking = register_module_forward_pre_hook(self._seek)
@@ -74,10 +74,15 @@ class Measured:
         self._held = held
         self._pause()
 
+    def begun_by(self, marks: Any) -> None:
+        """Have the optimizer's part of a step begin when `marks` calls its pre-hook, instead of the optimizer."""
+        self._beginning.remove()
+        self._beginning = marks.register_step_pre_hook(self._before_step)
+
     def close(self) -> None:
         """Take all hooks away."""
         self._describe()
-        for handle in [*self._handles, *self._sampling]:
+        for handle in [self._beginning, *self._handles, *self._sampling]:
             handle.remove()
         self._handles.clear()
         self._sampling.clear()

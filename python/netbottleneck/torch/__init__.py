@@ -1,9 +1,9 @@
 """Horovod's API: `import netbottleneck.torch as hvd` in place of `import horovod.torch as hvd`."""
 
-from netbottleneck.errors import HorovodInternalError
+from netbottleneck.errors import HorovodInternalError, HostsUpdatedInterrupt
 from netbottleneck.members import ProcessSet, global_process_set
 from netbottleneck.process_sets import add_process_set, remove_process_set
-from netbottleneck.torch import mpi_ops
+from netbottleneck.torch import elastic, mpi_ops
 from netbottleneck.torch.compression import Compression
 from netbottleneck.torch.functions import (
     allgather_object,
@@ -64,9 +64,12 @@ from netbottleneck.torch.mpi_ops import (
     shutdown,
     size,
     sparse_allreduce_async,
+    start_timeline,
+    stop_timeline,
     synchronize,
 )
 from netbottleneck.torch.optimizer import DistributedOptimizer
+from netbottleneck.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Adasum",
@@ -74,11 +77,13 @@ __all__ = [
     "Compression",
     "DistributedOptimizer",
     "HorovodInternalError",
+    "HostsUpdatedInterrupt",
     "Max",
     "Min",
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -102,6 +107,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -133,5 +139,7 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

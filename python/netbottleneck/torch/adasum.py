@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from netbottleneck import steps
-from netbottleneck.members import ProcessSet
+from netbottleneck.members import ProcessSet, members_of
 from netbottleneck.torch.compression import Compressor
 from netbottleneck.torch.handles import synchronize
 from netbottleneck.torch.reductions import allreduce_async_
@@ -32,12 +32,19 @@ class _Adasum(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Generator[None, None, None]:
-        """Raise AssertionError: there is nothing to skip."""
-        raise AssertionError("skip_synchronize() is not for op=Adasum: no gradient is reduced")
+        """Do nothing where this rank is alone; else raise AssertionError: there is nothing to skip."""
+        if not self._alone():
+            raise AssertionError("skip_synchronize() is not for op=Adasum: no gradient is reduced")
         yield
+
+    def _alone(self) -> bool:
+        """Whether there is nobody to join steps with, in the job that runs."""
+        return self._process_set.included() is False or members_of(self._process_set).size == 1
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make this rank's own step, and take the Adasum of all ranks' steps in its place."""
+        if self._alone():
+            return super().step() if closure is None else super().step(closure)
         before = {parameter: parameter.detach().clone() for parameter in self._parameter_names}
         loss = super().step() if closure is None else super().step(closure)
         sent = []

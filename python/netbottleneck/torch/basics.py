@@ -1,9 +1,22 @@
 """Start, stop, and who is who: what a Horovod script asks before it asks for anything else."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
-from netbottleneck import job
+from netbottleneck import job, timeline
+from netbottleneck.built import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from netbottleneck.env import settings
 from netbottleneck.ops import rank, shutdown, size
 from netbottleneck.process_sets import DYNAMIC, register
@@ -29,6 +42,8 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
 ]
 
 
@@ -44,6 +59,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Any = None) -> None:
     if job.is_started():
         return
     dynamic = process_sets == DYNAMIC
+    timeline.watch()
     started = job.start(settings({"dynamic_process_sets": "1" if dynamic else None}))
     try:
         if comm is not None and sorted(comm) != list(range(started.place.size)):
@@ -53,6 +69,29 @@ def init(comm: Sequence[int] | None = None, process_sets: Any = None) -> None:
     except BaseException:
         job.stop()
         raise
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Write Horovod's timeline from now on, each rank its own file: rank 0 this one, see timeline.path_of.
+
+    Where another file is being written, it ends. Raises ValueError before init(), or where HOROVOD_TIMELINE was not
+    set when it was called.
+    """
+    _timeline().start(os.fspath(file_path), bool(mark_cycles))
+
+
+def stop_timeline() -> None:
+    """End the file, which is complete then; without one, do nothing. ValueError before init()."""
+    running = timeline.running(job.current())
+    if running is not None:
+        running.stop()
+
+
+def _timeline() -> timeline.Timeline:
+    running = timeline.running(job.current())
+    if running is None:
+        raise ValueError("Set HOROVOD_TIMELINE=DYNAMIC to enable dynamic timeline usage.")
+    return running
 
 
 def is_initialized() -> bool:
@@ -88,54 +127,3 @@ def is_homogeneous() -> bool:
 def _known(value: int | None) -> int:
     assert value is not None, "a started job knows its place"
     return value
-
-
-def nccl_built() -> int:
-    """Return 0: there is no NCCL in here."""
-    return 0
-
-
-def gloo_built() -> bool:
-    """Return True: there is a TCP path that needs no MPI, which is what scripts ask this for."""
-    return True
-
-
-def gloo_enabled() -> bool:
-    """Return True, as gloo_built."""
-    return True
-
-
-def mpi_built() -> bool:
-    """Return False."""
-    return False
-
-
-def mpi_enabled() -> bool:
-    """Return False."""
-    return False
-
-
-def mpi_threads_supported() -> bool:
-    """Raise ValueError: MPI is not used."""
-    job.current()
-    raise ValueError("Horovod MPI is not enabled; this is netbottleneck, which does not use MPI.")
-
-
-def ddl_built() -> bool:
-    """Return False."""
-    return False
-
-
-def ccl_built() -> bool:
-    """Return False."""
-    return False
-
-
-def cuda_built() -> bool:
-    """Return False: tensors travel from host memory."""
-    return False
-
-
-def rocm_built() -> bool:
-    """Return False."""
-    return False

@@ -22,6 +22,8 @@ from netbottleneck.torch.basics import (
     rocm_built,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from netbottleneck.torch.exchanges import (
     allgather,
@@ -109,5 +111,7 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

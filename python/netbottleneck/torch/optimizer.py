@@ -5,46 +5,29 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 
-from netbottleneck import collectives, job, steps
-from netbottleneck.members import Members, ProcessSet, global_process_set, members_of
+from netbottleneck import job, steps
+from netbottleneck.members import ProcessSet, global_process_set
 from netbottleneck.torch.adasum import adasum_optimizer
+from netbottleneck.torch.carriers import Carrier, Wanted, carrier
 from netbottleneck.torch.compression import Compression, Compressor
-from netbottleneck.torch.gradients import Gradients
-from netbottleneck.torch.one_by_one import PassGuard, PerParameter, SparseApart, Ways
-from netbottleneck.torch.reductions import allreduce_async_
 from netbottleneck.torch.remake import positive, remade
-from netbottleneck.torch.scatters import sparse_allreduce_async
 
-
-class Reduction(Protocol):
-    """What carries an optimizer's gradients."""
-
-    passes: int
-
-    @property
-    def pending(self) -> int:
-        """How much was sent and not waited for."""
-
-    def flush(self) -> None:
-        """Send what is not sent."""
-
-    def wait(self) -> None:
-        """Wait until all gradients are back."""
-
-    def close(self) -> None:
-        """Remove the hooks."""
+KIND = "optimizer"  # what they are numbered as in a job
 
 
 class _Distributed(torch.optim.Optimizer):
     """What a distributed optimizer adds to the class of the one that it was made from; the state is that one's."""
 
-    _reduction: Reduction | None
-    _guard: PassGuard | None
+    _wanted: Wanted
+    _number: int
+    _job: job.Job
+    _carrier: Carrier | None = None
+    _close: Callable[[], Any] | None = None
+    _ended: bool = False
     _parameter_names: dict[torch.Tensor, str]
     _synchronized: bool
     _should_synchronize: bool
@@ -53,18 +36,19 @@ class _Distributed(torch.optim.Optimizer):
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Say how many backward passes come before a step, from now on."""
         self.backward_passes_per_step = positive(passes)
-        if self._reduction is not None:
-            self._reduction.passes = passes
-        if self._guard is not None:
-            self._guard.limit = passes
+        if self._carrier is not None:
+            self._carrier.passes = passes
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced, sending zeros for those that the backward pass did not reach."""
-        if self._reduction is not None:
-            self._reduction.flush()
-            self._reduction.wait()
-        if self._guard is not None:
-            self._guard.reset()
+        if self._ended:
+            raise RuntimeError(
+                "this DistributedOptimizer was made inside the function that elastic.run calls, for a job that has "
+                "ended: make it before that function, or anew in each call of it"
+            )
+        if self._carrier is not None:
+            self._carrier.flush()
+            self._carrier.wait()
         self._synchronized = True
 
     @contextmanager
@@ -101,9 +85,24 @@ class _Distributed(torch.optim.Optimizer):
 
         return run
 
+    def _begin(self) -> None:
+        """Have gradients reduced in the job that runs; what is on its way in an earlier one is forgotten."""
+        self._end()
+        self._job, self._synchronized = job.current(), False
+        self._carrier = carrier(self, self._parameter_names, self.backward_passes_per_step, self._wanted)
+        if self._carrier is not None:
+            self._close = weakref.finalize(self, self._carrier.close)
+        self._ended = False
+
+    def _end(self) -> None:
+        """Reduce gradients no more."""
+        close, self._close, self._carrier, self._ended = self._close, None, None, True
+        if close is not None:
+            close()
+
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Forget gradients, as the base class does; AssertionError while they are on their way."""
-        if self._reduction is not None and self._reduction.pending:
+        if self._carrier is not None and self._carrier.pending:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(): the gradients are on their way to the other ranks"
@@ -140,93 +139,45 @@ def DistributedOptimizer(  # noqa: PLR0913, PLR0917 - Horovod's name and signatu
     if gradient_predivide_factor != 1.0 and op != steps.Average:
         raise ValueError("gradient_predivide_factor is for op=Average only")
     named = _named(optimizer, named_parameters)
+    if op == steps.Adasum:
+        return adasum_optimizer(optimizer, named, compression, backward_passes_per_step, process_set)
     result = remade(optimizer, _Distributed)
+    number = job.current().number(KIND)
     result._parameter_names = {parameter: name for name, parameter in named}
-    result._synchronized = False
     result._should_synchronize = True
     result.backward_passes_per_step = positive(backward_passes_per_step)
-    this = job.current()
-    label = f"optimizer.{this.number('optimizer')}"
-    result._reduction = None
-    result._guard = None
-    if process_set.included() is False:
-        return result
-    among = members_of(process_set)
-    if op == steps.Adasum and among.size > 1:
-        return adasum_optimizer(optimizer, named, compression, backward_passes_per_step, process_set)
-    op = steps.Sum if op == steps.Adasum else op
-    steps.reduction(op, among.size)
-    if among.size == 1 and this.recorder is None:
-        return result
-    ways = _ways(label, op, (1.0 / gradient_predivide_factor, gradient_predivide_factor), process_set)
-    all_sparse = isinstance(optimizer, torch.optim.SparseAdam)  # which takes no others
-    if compression is not Compression.none or sparse_as_dense or all_sparse:
-        carrier = PerParameter(named, compression, ways, result.backward_passes_per_step, (sparse_as_dense, all_sparse))
-        result._reduction = carrier
-        weakref.finalize(result, carrier.close)
-    else:
-        _use_buckets(result, named, label, ways, (op, gradient_predivide_factor, process_set))
+    result._number = number
+    result._wanted = Wanted(
+        f"{KIND}.{number}", compression, op, gradient_predivide_factor, sparse_as_dense, process_set
+    )
+    result._begin()
+    _made.add(result)
     return result
 
 
-def _use_buckets(
-    result: Any,
-    named: list[tuple[str, torch.Tensor]],
-    label: str,
-    ways: Ways,
-    reduced: tuple[int, float, ProcessSet],
-) -> None:
-    """Let the gradients of an optimizer travel in buckets. reduced: by which op, divided before by what, over whom."""
-    op, predivide, process_set = reduced
-    this, among = job.current(), members_of(process_set)
-    everybody = process_set is global_process_set
-    passes = result.backward_passes_per_step
-    # Autograd would add to memory that is being reduced.
-    result._guard = PassGuard([p for _, p in named if p.requires_grad], passes)
-    apart = this.recorder is None and op in (steps.Average, steps.Sum)
-    gradients = Gradients(
-        named,
-        recorder=this.recorder,
-        passes=passes,
-        direct_bytes=this.settings.direct_bytes,
-        label=label,
-        agree=None if everybody else _agreement(label, among),
-        among=None if everybody else among,
-        drop_sparse=apart,
-    )
-    moved = among.size > 1 and this.settings.transports[0] != "null"
-    reduction, _ = steps.reduction(op, among.size)
-    gradients.target(this.comm if moved else None, op == steps.Average, predivide=predivide, op=reduction)
-    result._reduction = SparseApart(gradients, ways) if apart else gradients
-    weakref.finalize(result, result._reduction.close)
-    weakref.finalize(result, result._guard.close)
-    this.observer.gradients(gradients, result)
+_made: weakref.WeakSet[_Distributed] = weakref.WeakSet()
 
 
-def _agreement(label: str, among: Members) -> Callable[[bytes], bytes]:
-    """Return what gives all ranks of a set the bytes of its first one."""
-
-    def agree(mine: bytes) -> bytes:
-        array = np.frombuffer(bytearray(mine), np.uint8)
-        code = int(job.core().UINT8)
-        name = steps.label("order", f"{label}.{job.current().number(label)}", among)
-        steps.Pending(collectives.broadcast_steps(array, code, among.ranks[0], name, among)).wait()
-        return array.tobytes()
-
-    return agree
+def mark() -> int:
+    """Return a number between those of the distributed optimizers that this job has had and of those it will have."""
+    return job.current().number(KIND) if job.is_started() else 0
 
 
-def _ways(label: str, op: int, factors: tuple[float, float], process_set: ProcessSet) -> Ways:
-    """Return how gradients travel one by one; factors: before and after a dense sum."""
+def number_from(here: int) -> None:
+    """Have this job number its distributed optimizers as an earlier one did from its mark on."""
+    while job.is_started() and job.current().number(KIND) < here:
+        pass
 
-    def dense(tensor: torch.Tensor, name: str) -> int:
-        before, after = factors
-        name = f"{label}.{name}"
-        return allreduce_async_(
-            tensor, name=name, op=op, prescale_factor=before, postscale_factor=after, process_set=process_set
-        )
 
-    return Ways(dense, lambda tensor, name: sparse_allreduce_async(tensor, f"{label}.{name}", op, process_set))
+def renew(here: int) -> None:
+    """Have the distributed optimizers below the mark of an earlier job serve this one, and end those above it."""
+    for optimizer in sorted(_made, key=lambda each: each._number):
+        if optimizer._job is job.current():
+            continue
+        if optimizer._number < here:
+            optimizer._begin()
+        else:
+            optimizer._end()
 
 
 def _named(

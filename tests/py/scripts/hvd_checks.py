@@ -52,8 +52,11 @@ def who_is_who() -> None:
     assert hvd.is_initialized()
     assert hvd.is_homogeneous()
     assert not hvd.nccl_built()
-    assert not hvd.mpi_enabled()
     assert hvd.gloo_built()
+    assert hvd.gloo_enabled()
+    assert hvd.mpi_built()
+    assert not hvd.mpi_enabled()
+    raises(ValueError, "was not started by mpirun", hvd.mpi_threads_supported)
 
 
 @check

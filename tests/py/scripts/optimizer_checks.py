@@ -318,7 +318,7 @@ def buckets_settle_on_one_order() -> None:
     first, second = torch.nn.Linear(600, 600), torch.nn.Linear(600, 600)
     parameters = [*first.parameters(), *second.parameters()]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.0))
-    gradients = optimizer._reduction.gradients
+    gradients = optimizer._carrier.inner.gradients
     assert [bucket.parameters for bucket in gradients.buckets] == [(3, 2), (1, 0)]
     for _ in range(3):
         first(F.relu(second(torch.ones(1, 600)))).sum().backward()

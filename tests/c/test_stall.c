@@ -1,0 +1,76 @@
+// An operation that one rank does not submit: the others are told whom it waits for, and the job goes on once it comes; or
+// it ends on every rank, where a limit is set.
+#include <pthread.h>
+#include <stdint.h>
+#include <string.h>
+#include <time.h>
+
+#include "base/clock.h"
+#include "job.h"
+
+enum { SIZE = 3, LATE = 1 };
+
+static pthread_barrier_t *meeting(struct test_rank *me) {
+    return me->arg;
+}
+
+static void heard_of_late(struct test_rank *me) {
+    struct timespec pause = {.tv_nsec = 1000 * 1000};
+    int64_t until = nb_now_ns() + (int64_t)TEST_LIMIT_MS * 1000000;
+    char text[NB_ERROR_TEXT] = "";
+    while (!nb_job_notice(me->job, text, sizeof text)) {
+        CHECK(nb_now_ns() < until, "rank %d is not told", me->rank);
+        nanosleep(&pause, NULL);
+    }
+    CHECK(strstr(text, "'x'") != NULL && strstr(text, "not submitted it: 1") != NULL, "rank %d: %s", me->rank, text);
+}
+
+static void told(struct test_rank *me) {
+    struct nb_work *work = NULL;
+    if (me->rank != LATE) {
+        work = test_submit(me, test_op("x", NB_OP_BARRIER, NULL));
+    }
+    heard_of_late(me);
+    (void)pthread_barrier_wait(meeting(me));
+    if (me->rank == LATE) {
+        work = test_submit(me, test_op("x", NB_OP_BARRIER, NULL));
+    }
+    test_done(me, work);
+    test_barrier(me, "y");
+}
+
+static void ended(struct test_rank *me) {
+    struct nb_error err = {0};
+    if (me->rank == LATE) {
+        (void)pthread_barrier_wait(meeting(me)); // by now the others have failed
+    }
+    int rc = test_try(me, test_op("x", NB_OP_BARRIER, NULL), &err);
+    CHECK(rc == NB_ETIMEOUT && err.peer == LATE, "rank %d: %d, peer %d: %s", me->rank, rc, err.peer, err.text);
+    CHECK(strstr(err.text, "'x'") != NULL && strstr(err.text, "not submitted it: 1") != NULL &&
+              strstr(err.text, "NETBOTTLENECK_STALL_END_S") != NULL,
+          "rank %d: %s", me->rank, err.text);
+    if (me->rank != LATE) {
+        (void)pthread_barrier_wait(meeting(me));
+    }
+}
+
+static void run(void (*what)(struct test_rank *me), int stall_ms, int stall_end_ms) {
+    pthread_barrier_t meet;
+    struct test_rank like = test_on("tcp");
+    like.size = SIZE;
+    like.stall_ms = stall_ms;
+    like.stall_end_ms = stall_end_ms;
+    like.arg = &meet;
+    like.run = what;
+    CHECK(pthread_barrier_init(&meet, NULL, SIZE) == 0, "barrier");
+    CHECK(test_job(&like) == 0, "tcp is not there");
+    (void)pthread_barrier_destroy(&meet);
+}
+
+int main(void) {
+    run(told, 50, 0);
+    run(told, 50, TEST_LIMIT_MS);
+    run(ended, 0, 50);
+    run(ended, 50, 200);
+    return 0;
+}

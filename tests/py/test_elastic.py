@@ -1,0 +1,203 @@
+"""Elastic training: the checks in scripts/, and ranks that die or come under Horovod's launcher."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Ranks, free_port
+
+from elasticdriver import (
+    AckResponse,
+    Driver,
+    HostsUpdatedRequest,
+    HostUpdateResult,
+    PingRequest,
+    PingResponse,
+    ask,
+)
+from netbottleneck.errors import Error
+from netbottleneck.torch.elastic import place
+from netbottleneck.torch.elastic.notices import Notices
+
+SCRIPT = Path(__file__).parent / "scripts" / "elastic_checks.py"
+CHECKS = re.findall(r"^@check\ndef (\w+)", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("names", [CHECKS[start::3] for start in range(3)], ids=["a", "b", "c"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_state_sampler_and_loop(ranks: Ranks, size: int, names: list[str]) -> None:
+    for result in ranks(size, SCRIPT, {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}, args=names):
+        assert result.stdout.splitlines() == [f"ok {name}" for name in names]
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    started = Driver()
+    yield started
+    started.close()
+
+
+WORKER = """
+import os, sys
+import no_compiler
+import torch
+import netbottleneck.torch as hvd
+hvd.init()
+who = int(os.environ["HOROVOD_LOCAL_RANK"])
+model = torch.nn.Linear(1, 1, bias=False)
+torch.nn.init.constant_(model.weight, 100.0 * (who + 1))
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+sampler = hvd.elastic.ElasticSampler(range(24), shuffle=False)
+state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, batch=0)
+state.register_reset_callbacks([lambda: print("ranks", hvd.rank(), hvd.size(), flush=True)])
+
+@hvd.elastic.run
+def train(state):
+    while state.batch < 8:
+        optimizer.zero_grad()
+        (model.weight * 2.0 ** -hvd.size()).sum().backward()
+        optimizer.step()
+        sampler.record_batch(state.batch, 1)
+        state.batch += 1
+        state.commit()
+        print("batch", state.batch, flush=True)
+        if state.batch == 3 and hvd.size() == int(os.environ["WAIT_AT"]):
+            sys.stdin.readline()
+            while True:  # until the others fail, or hosts change
+                hvd.barrier()
+                state.commit()
+
+train(state)
+print("left", sampler.processed_num, "weight", model.weight.item(), flush=True)
+hvd.shutdown()
+"""
+
+
+def total(*sizes: int) -> float:
+    """Return what the weight of rank 0's first worker becomes in batches on so many ranks."""
+    return 100.0 - sum(2.0**-size for size in sizes)
+
+
+def test_the_ranks_that_are_left_go_on_under_horovods_launcher(ranks: Ranks, driver: Driver) -> None:
+    driver.expected = 2
+    env = {"WAIT_AT": "3", "PYTHONPATH": str(SCRIPT.parent)}
+    job = ranks.start(3, WORKER, env=lambda rank: {**driver.environment(rank, 3, rank), **env})
+    for rank in range(3):
+        job.wait_for_line(rank, "batch 3")
+    job.kill(0)
+    results = job.wait(check=False)
+    for rank in (1, 2):
+        assert results[rank].code == 0, results[rank].stderr
+        lines = results[rank].stdout.splitlines()
+        assert lines[3] == f"ranks {rank - 1} 2"
+        assert lines[-1] == f"left {3 * 3 + 5 * 2} weight {total(3, 3, 3, 2, 2, 2, 2, 2)}"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_ranks_that_come_start_where_the_others_are(ranks: Ranks, driver: Driver, size: int) -> None:
+    driver.expected, driver.joining = size, [size]
+    env = {"WAIT_AT": str(size), "PYTHONPATH": str(SCRIPT.parent)}
+    first = ranks.start(size, WORKER, env=lambda rank: {**driver.environment(rank, size, rank), **env})
+    for rank in range(size):
+        first.wait_for_line(rank, "batch 3")
+    address, key = driver.service(0)
+    assert type(ask(address, key, HostsUpdatedRequest(1, HostUpdateResult.added))) is AckResponse
+    driver.dealt()
+    late = ranks.start(1, WORKER, env={**driver.environment(size, size + 1, size), **env})
+    for result in [*first.wait(), *late.wait()]:
+        said = f"left {3 * size + 5 * (size + 1)} weight {total(*[size] * 3, *[size + 1] * 5)}"
+        assert result.stdout.splitlines()[-1] == said
+
+
+def test_a_rank_that_is_not_wanted_any_more_says_so(driver: Driver) -> None:
+    driver.expected, driver.leaving = 1, [4]
+    with pytest.raises(Error, match=r"here:4 has been removed from the elastic job"):
+        place.renew(driver.environment(4, 5, 4))
+
+
+@pytest.mark.parametrize("missing", ["HOROVOD_ELASTIC", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"])
+def test_without_an_elastic_launcher_nobody_is_asked_and_nothing_told(driver: Driver, missing: str) -> None:
+    environ = {**driver.environment(0, 2, 0), missing: ""}
+    before = dict(environ)
+    place.renew(environ)
+    assert environ == before
+    with Notices().told(lambda *_: None, environ):
+        assert driver.keys == {}
+
+
+def test_a_launcher_that_is_gone_is_named(driver: Driver) -> None:
+    environ = {**driver.environment(0, 2, 0), "HOROVOD_GLOO_RENDEZVOUS_PORT": str(free_port())}
+    with pytest.raises(Error, match=environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]):
+        place.renew(environ)
+    with pytest.raises(ConnectionError, match=environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]), Notices().told(print, environ):
+        pass
+
+
+def test_the_service_understands_the_launcher_and_nobody_else(driver: Driver) -> None:
+    told: list[tuple[float, int]] = []
+    with Notices().told(lambda time, change: told.append((time, int(change))), driver.environment(0, 2, 0)):
+        address, key = driver.service(0)
+        ping = ask(address, key, PingRequest())
+        assert (type(ping), ping.service_name) == (PingResponse, "worker notification service")
+        for number, change in enumerate(HostUpdateResult):
+            assert type(ask(address, key, HostsUpdatedRequest(number, change))) is AckResponse
+        ask(address, key, HostsUpdatedRequest(9, HostUpdateResult.mixed))
+        assert ask(address, key, HostsUpdatedRequest(10, HostUpdateResult.added), signed_with=bytes(32)) is None
+        assert ask(address, key, print) is None
+    assert told == [*((number, int(change)) for number, change in enumerate(HostUpdateResult)), (9, 3)]
+    with pytest.raises(ConnectionRefusedError):
+        ask(address, key, PingRequest())
+
+
+RESTARTED = """
+import os, signal
+from pathlib import Path
+import torch
+import netbottleneck.torch as hvd
+hvd.init()
+kept = Path(os.environ["KEPT"])
+model = torch.nn.Linear(1, 1, bias=False)
+torch.nn.init.zeros_(model.weight)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+saved = torch.load(kept) if kept.exists() else {"model": model.state_dict(), "batch": 0}
+model.load_state_dict(saved["model"])
+state = hvd.elastic.TorchState(model, optimizer, batch=saved["batch"])
+
+@hvd.elastic.run
+def train(state):
+    print(f"from {state.batch}\\n", end="")
+    while state.batch < 6:
+        optimizer.zero_grad()
+        (model.weight * float(hvd.rank() + 1)).sum().backward()
+        optimizer.step()
+        state.batch += 1
+        state.commit()
+        if hvd.rank() == 0:
+            torch.save({"model": model.state_dict(), "batch": state.batch}, kept)
+        hvd.barrier()
+        if state.batch == 3 and hvd.rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+train(state)
+print(f"weight {model.weight.item()}\\n", end="")
+hvd.shutdown()
+"""
+
+
+@pytest.mark.full
+def test_under_torchrun_all_are_started_anew_and_go_on_from_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    script = tmp_path / "restarted.py"
+    script.write_text(RESTARTED, encoding="utf-8")
+    arguments = ["--nproc-per-node", "2", "--max-restarts", "1", "--rdzv-backend", "c10d"]
+    none = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "")
+    job = ranks.start(
+        1,
+        "torch.distributed.run",
+        [*arguments, "--rdzv-endpoint", "127.0.0.1:0", str(script)],
+        {**none, "KEPT": str(tmp_path / "kept")},
+    )
+    said = job.wait(100)[0].stdout.splitlines()
+    assert sorted(said) == ["from 0", "from 0", "from 3", "from 3", "weight -9.0", "weight -9.0"]

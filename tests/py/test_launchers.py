@@ -1,0 +1,467 @@
+"""Jobs that are really started: by torchrun, mpirun, mpiexec; by what horovodrun and srun set; and PMI's protocol."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from conftest import Ranks, free_port
+
+from netbottleneck import pmi, pmix, rendezvous
+from netbottleneck.env import settings
+from test_launch import HOROVOD, PMIX, SRUN, KeyValue, meeting, place, serving
+
+LIMIT_S = 18.0
+
+# Meets as often as it is told, and says by which way.
+MEETS = """
+import os, sys
+from netbottleneck import rendezvous
+from netbottleneck.env import settings
+from netbottleneck.launch import connect, detect
+chosen = settings()
+place = detect(chosen)
+for _ in range(int(os.environ.get("TIMES", "3"))):
+    comm = connect(chosen, place)
+    assert comm.exchange(bytes([place.rank])) == [bytes([rank]) for rank in range(place.size)]
+    comm.close()
+found = rendezvous.choose(chosen, place)
+way = found.board or found.channel
+print(f"rank {place.rank} of {place.size} by {place.launcher} at {way.name if way else found.address}", flush=True)
+"""
+
+
+def clean(extra: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment that no launcher has touched, with more."""
+    known = ("NETBOTTLENECK", "OMPI_", "PMI", "SLURM_", "HOROVOD_", "TORCHELASTIC_")
+    here = {name: value for name, value in os.environ.items() if not name.startswith(known)}
+    return {**here, "NETBOTTLENECK_SHM": "0", "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1", **extra}
+
+
+def started(
+    command: list[str], folder: Path, env: Mapping[str, str] | None = None, limit_s: float = LIMIT_S
+) -> tuple[int, str]:
+    """Run a launcher; return its exit code and what it and its ranks printed. All of them end with the test."""
+    with (folder / "said").open("w+b") as said:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            env=clean(env or {}),
+            cwd=folder,
+            start_new_session=True,
+        )
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(limit_s)
+        finally:
+            end(process)
+        said.seek(0)
+        return process.returncode, said.read().decode(errors="replace")
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a launcher that still runs: told so, it ends its ranks, which lead groups of their own."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(2)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def script(folder: Path, text: str = MEETS) -> str:
+    """Write a script, and return its path."""
+    path = folder / "rank.py"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def open_mpi() -> list[str]:
+    """Return the command that starts two ranks by Open MPI."""
+    mpirun = shutil.which("mpirun", path="/usr/local/bin:/usr/bin:/bin")
+    if mpirun is None:
+        pytest.skip("mpirun is not installed")
+    if "Open MPI" not in subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=True).stdout:
+        pytest.skip("this mpirun is not Open MPI's")
+    return [mpirun, "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
+
+
+def hydra() -> list[str]:
+    """Return the command that starts two ranks by the mpich wheel's hydra."""
+    path = Path(sys.prefix, "bin", "mpiexec.hydra")
+    if not path.exists():
+        pytest.skip("mpich is not installed")
+    return [str(path), "-n", "2", sys.executable]
+
+
+STARTERS = {"mpirun": open_mpi, "mpiexec": hydra}
+SERVERS = {"mpirun": "PMIx of job", "mpiexec": "the launcher at PMI_FD="}
+
+
+@pytest.mark.parametrize("launcher", STARTERS)
+def test_mpis_launchers_bring_ranks_together_again_and_again(launcher: str, tmp_path: Path) -> None:
+    code, said = started([*STARTERS[launcher](), script(tmp_path)], tmp_path, {"TIMES": "100"})
+    assert code == 0, said
+    name = {"mpirun": "mpirun", "mpiexec": "pmi"}[launcher]
+    for rank in range(2):
+        assert f"rank {rank} of 2 by {name} at {SERVERS[launcher]}" in said
+    # Who does not take leave has failed in the eyes of these.
+    assert not any(word in said for word in ("exiting improperly", "BAD TERMINATION", "PMIU"))
+
+
+ASKS = """
+from netbottleneck import built, job
+before = built.mpi_enabled()
+job.start()
+print("answers", before, built.mpi_enabled(), built.mpi_threads_supported(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("launcher", STARTERS)
+def test_scripts_that_ask_for_mpi_are_told_that_its_launcher_started_them(launcher: str, tmp_path: Path) -> None:
+    code, said = started([*STARTERS[launcher](), script(tmp_path, ASKS)], tmp_path)
+    assert code == 0, said
+    assert said.count("answers False True True") == 2, said
+
+
+MPI_TOO = """
+import ctypes, os
+library = ctypes.CDLL(os.environ["LIBMPI"], mode=ctypes.RTLD_GLOBAL)
+def mpi(name, *words):
+    assert getattr(library, name)(*words) == 0
+if os.environ["WHEN"] == "before":
+    mpi("MPI_Init", None, None)
+{meets}
+if os.environ["WHEN"] == "after":
+    mpi("MPI_Init", None, None)
+import atexit
+if os.environ["END"] == "ours first":
+    # As mpi4py does: MPI is still up when this process's own functions of the end are run.
+    ctypes.pythonapi.Py_AtExit(library.MPI_Finalize)
+else:
+    mpi("MPI_Finalize")
+"""
+LIBRARIES = {"mpirun": "libmpi.so.40", "mpiexec": str(Path(sys.prefix, "lib", "libmpi.so.12"))}
+
+
+@pytest.mark.parametrize("end", ["ours first", "mpi first"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("launcher", STARTERS)
+def test_mpi_works_beside_it(launcher: str, when: str, end: str, tmp_path: Path) -> None:
+    command = [*STARTERS[launcher](), script(tmp_path, MPI_TOO.format(meets=MEETS))]
+    code, said = started(command, tmp_path, {"LIBMPI": LIBRARIES[launcher], "WHEN": when, "END": end})
+    assert code == 0, said
+    assert said.count(f"at {SERVERS[launcher]}") == 2
+    assert "PMIU" not in said
+
+
+LATE = """
+import os, sys, time
+from pathlib import Path
+from netbottleneck.env import settings
+from netbottleneck.launch import connect, detect
+chosen = settings()
+place = detect(chosen)
+told = Path("told")
+if place.rank == 1:
+    deadline = time.monotonic() + 10
+    while not told.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os._exit(7)
+try:
+    connect(chosen, place)
+except TimeoutError as error:
+    print("late:", error, flush=True)
+    told.touch()
+    sys.exit(5)
+"""
+
+
+@pytest.mark.parametrize("launcher", STARTERS)
+def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_said(launcher: str, tmp_path: Path) -> None:
+    code, said = started(
+        [*STARTERS[launcher](), script(tmp_path, LATE)], tmp_path, {"NETBOTTLENECK_START_TIMEOUT_S": "1"}
+    )
+    assert code != 0
+    assert f"late: not all 2 ranks came to {SERVERS[launcher]}" in said
+    assert "in time (NETBOTTLENECK_START_TIMEOUT_S); rank 0 waited for the others" in said
+
+
+SHUT = """
+import os
+from netbottleneck.env import settings
+from netbottleneck.launch import connect, detect
+place = detect(settings())
+if place.rank == 0:
+    os.environ["NETBOTTLENECK_IFNAME"] = "=nowhere0"
+try:
+    connect(settings(), place)
+except OSError as error:
+    print(f"rank {place.rank}: {error}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("launcher", STARTERS)
+def test_what_rank_0_cannot_open_is_told_to_the_others(launcher: str, tmp_path: Path) -> None:
+    code, said = started([*STARTERS[launcher](), script(tmp_path, SHUT)], tmp_path)
+    assert code == 0, said
+    first, other = sorted(line for line in said.splitlines() if line.startswith("rank "))
+    assert first.startswith("rank 0: ")
+    assert "NETBOTTLENECK_IFNAME==nowhere0" in first
+    assert other.startswith("rank 1: ")
+    assert "rank 0 could not open the job" in other
+    assert "nowhere0" in other
+
+
+def test_a_libpmix_of_an_unknown_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        @staticmethod
+        def PMIx_Get_version() -> bytes:
+            return b"OpenPMIx 1.9.0"
+
+    monkeypatch.setattr(pmix.ctypes, "CDLL", lambda name: Library)
+    environ = {"PMIX_NAMESPACE": "1", "PMIX_RANK": "0", "PMIX_SERVER_URI2": "x"}
+    found = pmix.join(0, 2, 5, environ)
+    assert isinstance(found, str)
+    assert "1.9.0" in found
+    assert "2 to 6" in found
+
+
+def test_without_libpmix_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(name: str) -> None:
+        raise OSError(f"{name}: no such file")
+
+    monkeypatch.setattr(pmix.ctypes, "CDLL", none)
+    monkeypatch.setattr(rendezvous, "_boards", {})
+    environ = {**PMIX, "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"}
+    with pytest.raises(ValueError, match=r"pmix: no libpmix\.so\.2: libpmix\.so\.2: no such file") as caught:
+        rendezvous.choose(settings(environ=environ), place(environ), environ)
+    assert "torch: MASTER_ADDR=10.0.0.1 is set, no MASTER_PORT" in str(caught.value)
+    assert "folder: not all ranks are on this host" in str(caught.value)
+
+
+# What hydra says, by what it was asked.
+ANSWERS = {
+    "init": "cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=2",
+    "get_maxes": "cmd=maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=1024",
+    "get_my_kvsname": "cmd=my_kvsname rc=0 kvsname=kvs_1",
+    "put": "cmd=put_result rc=0",
+    "barrier_in": "cmd=barrier_out tag=0",
+    "get": "cmd=get_result rc=0 value=6162",
+    "finalize": "cmd=finalize_ack rc=0",
+}
+
+
+@contextlib.contextmanager
+def hydras(answer: Callable[[str], str | None]) -> Iterator[tuple[int, list[str]]]:
+    """Give the descriptor of a launcher that answers to each command so (None: it hangs up), and what it was asked."""
+    ours, theirs = socket.socketpair()
+    asked: list[str] = []
+
+    def serve() -> None:
+        with theirs, theirs.makefile("rwb", buffering=0) as stream:
+            for line in iter(stream.readline, b""):
+                asked.append(line.decode().strip())
+                said = answer(asked[-1].split()[0].removeprefix("cmd="))
+                if said is None:
+                    return
+                stream.write(f"{said}\n".encode() if said else b"")
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield ours.fileno(), asked
+    finally:
+        ours.close()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_a_launchers_board_is_spoken_to_line_by_line() -> None:
+    with hydras(ANSWERS.__getitem__) as (descriptor, asked):
+        board = pmi.Pmi(descriptor, 1, 2, 5)
+        assert board.share(b"mine", (0,), 5) == [b"ab"]
+    assert asked == [
+        "cmd=init pmi_version=1 pmi_subversion=1",
+        "cmd=get_maxes",
+        "cmd=get_my_kvsname",
+        "cmd=put kvsname=kvs_1 key=netbottleneck.1.1 value=6d696e65",
+        "cmd=barrier_in",
+        "cmd=get kvsname=kvs_1 key=netbottleneck.1.0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("command", "answer", "kind", "words"),
+    [
+        ("put", "cmd=put_result rc=-1 msg=full", ConnectionError, "'cmd=put_result rc=-1 msg=full' to put"),
+        ("get", "cmd=get_result rc=1", ConnectionError, "to get"),
+        ("barrier_in", "nonsense", ConnectionError, "answers 'nonsense' to barrier_in"),
+        ("barrier_in", None, ConnectionError, "is gone: it has closed the connection"),
+        ("put", "", TimeoutError, "did not answer to put in time"),
+        ("barrier_in", "", TimeoutError, "not all 2 ranks came to the launcher at PMI_FD="),
+    ],
+)
+def test_a_launcher_that_fails_or_is_silent_is_named(
+    command: str, answer: str | None, kind: type[OSError], words: str
+) -> None:
+    with hydras(lambda asked: answer if asked == command else ANSWERS[asked]) as (descriptor, _):
+        board = pmi.Pmi(descriptor, 1, 2, 5)
+        with pytest.raises(kind) as caught:
+            board.share(b"mine", (0,), 0.2 if answer == "" else 5)
+        assert words in str(caught.value)
+        # The conversation cannot go on from there.
+        with pytest.raises(ConnectionError):
+            board.share(b"mine", (0,), 5)
+
+
+@pytest.mark.parametrize(
+    ("environ", "reason"),
+    [
+        ({}, "no PMI_FD"),
+        ({"PMI_FD": "7", "PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_RANK=0 of PMI_SIZE=2 is not rank 1 of 2"),
+        ({"PMI_FD": "999999", "PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_FD=999999 is no socket here"),
+        ({"PMI_FD": "file", "PMI_RANK": "1", "PMI_SIZE": "2"}, "is no socket here"),
+    ],
+)
+def test_a_conversation_that_is_not_this_ranks_is_not_begun(
+    environ: dict[str, str], reason: str, tmp_path: Path
+) -> None:
+    with (tmp_path / "file").open("w+") as file:
+        found = pmi.join(
+            1, 2, 5, {**environ, "PMI_FD": environ["PMI_FD"].replace("file", str(file.fileno()))} if environ else {}
+        )
+        assert isinstance(found, str)
+        assert reason in found
+        assert file.read() == ""
+
+
+def no_launcher(rank: int) -> dict[str, str]:
+    """Return what takes the test's own way to meet out of a rank's environment."""
+    return dict.fromkeys(("NETBOTTLENECK_RANK", "NETBOTTLENECK_SIZE", "NETBOTTLENECK_RENDEZVOUS"), "")
+
+
+def test_horovodruns_ranks_meet_at_its_server(plain_ranks: Ranks) -> None:
+    with serving(KeyValue) as port:
+
+        def env(rank: int) -> dict[str, str]:
+            return {
+                **no_launcher(rank),
+                **HOROVOD,
+                "HOROVOD_RANK": str(rank),
+                "HOROVOD_SIZE": "2",
+                "HOROVOD_HOSTNAME": "localhost",
+                "HOROVOD_CONTROLLER": "gloo",
+                "HOROVOD_CPU_OPERATIONS": "gloo",
+                "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+                "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+            }
+
+        for result in plain_ranks(2, MEETS, env):
+            said = f"rank {result.rank} of 2 by horovodrun at http://127.0.0.1:{port}"
+            assert said in result.stdout
+
+
+WHERE = """
+from netbottleneck import job
+place = job.start().place
+print("place", place.local_rank, place.local_size, place.cross_rank, place.cross_size)
+job.stop()
+"""
+
+
+def free_job() -> str:
+    """Return a number of a Slurm job whose first step has a port that was free a moment ago."""
+    for job in itertools.count(os.getpid()):
+        environ = {**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "127.0.0.1"}
+        address = str(meeting({**environ, "NETBOTTLENECK_SECRET": "0123456789abcdef"}).address)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", int(address.rpartition(":")[2])))
+            return str(job)
+    raise AssertionError
+
+
+def test_a_step_of_srun_meets_at_its_first_host_and_hosts_tell_the_rest(plain_ranks: Ranks) -> None:
+    step = {
+        "SLURM_NTASKS": "3",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_ID": free_job(),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "127.0.0.[1-2]",
+        "NETBOTTLENECK_SECRET": "0123456789abcdef",
+    }
+
+    def env(rank: int) -> dict[str, str]:
+        host = "first" if rank < 2 else "second"
+        return {**no_launcher(rank), **step, "SLURM_PROCID": str(rank), "NETBOTTLENECK_HOST_ID": host}
+
+    said = [result.stdout.strip() for result in plain_ranks(3, WHERE, env)]
+    assert said == ["place 0 2 0 2", "place 1 2 0 1", "place 0 1 1 2"]
+
+
+AGAIN = f"""
+import os
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+{MEETS}
+if first and place.rank == 1:
+    raise SystemExit(3)
+comm = connect(chosen, place)  # where the other rank has ended, torchrun ends this one too
+comm.close()
+print("done", place.rank, "first" if first else "again")
+"""
+C10D = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+
+
+def needs_torch() -> None:
+    """Skip where there is no torch; it is not loaded here, which takes a while."""
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+
+
+def test_what_an_earlier_start_left_in_the_agents_store_does_not_count(ranks: Ranks) -> None:
+    distributed = pytest.importorskip("torch.distributed")
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for size in (2, 3):
+        store.set(f"netbottleneck/0/{size}/0/address", "127.0.0.1:1 " + "00" * 32)
+    again = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "1"}
+    for result in ranks(2, MEETS, {**again, "MASTER_PORT": str(store.port)}):
+        said = f"rank {result.rank} of 2 by torchrun at MASTER_ADDR:MASTER_PORT=127.0.0.1:{store.port}"
+        assert said in result.stdout
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shared", ["1", "0"], ids=["the agent's store", "rank 0's store"])
+def test_ranks_that_torchrun_starts_again_meet_again(shared: str, tmp_path: Path) -> None:
+    needs_torch()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", *C10D]
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0" if shared == "1" else "1"}
+    code, said = started([*command, "--monitor-interval", "0.1", script(tmp_path, AGAIN)], tmp_path, env, 60)
+    assert code == 0, said
+    for rank in range(2):
+        assert f"rank {rank} of 2 by torchrun at MASTER_ADDR:MASTER_PORT=" in said
+        assert f"done {rank} again" in said
+
+
+def test_ranks_meet_a_hundred_times_at_one_port_of_a_static_torchrun(tmp_path: Path) -> None:
+    needs_torch()
+    port = str(free_port())
+    where = ["--master-addr", "127.0.0.1", "--master-port", port]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *where, script(tmp_path)]
+    code, said = started(command, tmp_path, {"TIMES": "100"})
+    assert code == 0, said
+    for rank in range(2):
+        assert f"rank {rank} of 2 by torchrun at MASTER_ADDR:MASTER_PORT=127.0.0.1:{port}" in said

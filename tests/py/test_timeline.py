@@ -1,0 +1,763 @@
+"""Horovod's timeline: events by table, the reader of a ring that is being written, the file, and real ranks."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import mmap
+import os
+import resource
+import signal
+import struct
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import RankJob, Ranks, on_ranks
+
+from netbottleneck import _core
+from netbottleneck.events import DTYPES, KINDS, Event
+from netbottleneck.recorder import EVENTS
+from netbottleneck.rings import RING_HEADER_BYTES, read_ring
+from netbottleneck.timeline import path_of
+from netbottleneck.timeline_events import Chrome
+from netbottleneck.timeline_names import Names, Negotiations
+from netbottleneck.timeline_writer import ArrayFile, Tail, Writer
+
+US = 1000
+LIMIT_S = 10.0
+RING, STAR, SHARED, TWO_LEVEL = 1, 8, 32, 34
+MISMATCH = (1 << 64) - 1003
+
+# events by hand
+
+
+def event(kind: str, at: int, key: int = 7, *values: int) -> Event:
+    """An event at a time in us; values: a, b, c, d, e."""
+    return Event(kind, at * US, 0, key, *(*values, 0, 0, 0, 0, 0)[:5])
+
+
+def named(key: int, name: str) -> list[Event]:
+    raw = name.encode()
+    return [
+        event("OP_NAME", 0, key, at, *struct.unpack("<4Q", raw[at : at + 32].ljust(32, b"\0")))
+        for at in range(0, len(raw), 32)
+    ]
+
+
+def submit(at: int, turn: int = 0, key: int = 7, kind: str = "allreduce", dtype: str = "float32") -> Event:
+    return event("OP_SUBMIT", at, key, turn, 64, 0, 0, KINDS.index(kind) | DTYPES.index(dtype) << 8)
+
+
+def ready(at: int, rank: int, turn: int = 0, key: int = 7, kind: str = "allreduce") -> Event:
+    return event("OP_READY", at, key, turn, rank, 0, KINDS.index(kind))
+
+
+def run(at: int, turn: int = 0, key: int = 7, algorithm: int = RING) -> list[Event]:
+    """Agreed at `at`, started 1 us later, first byte at 2, done at 5."""
+    return [
+        event("OP_AGREED", at, key, turn),
+        event("OP_START", at + 1, key, turn),
+        event("OP_FIRST_BYTE", at + 2, key, turn),
+        event("OP_DONE", at + 5, key, turn, 64, 64, algorithm),
+    ]
+
+
+def play(
+    events: Iterable[Event], rank: int = 0, network: str = "TCP", mark_cycles: bool = False, names: Names | None = None
+) -> list[dict[str, Any]]:
+    names = names or Names()
+    chrome = Chrome(names, rank=rank, start_ns=0, mark_cycles=mark_cycles)
+    made: list[dict[str, Any]] = []
+    for one in events:
+        names.take(one)
+        made += chrome.take(one, network)
+    return made
+
+
+def spans(made: Sequence[dict[str, Any]]) -> list[str]:
+    """Return "name begin-end" of each span of all tensors, inner ones with a dot before; they must nest.
+
+    A span that is not closed has no end. X events stand as "=name at".
+    """
+    told: list[list[Any]] = []
+    open_by_pid: dict[int, list[list[Any]]] = {}
+    for one in made:
+        stack = open_by_pid.setdefault(one.get("pid", 0), [])
+        if one["ph"] == "B":
+            told.append(["." * len(stack) + one["name"], one["ts"], ""])
+            assert not stack or one["ts"] >= stack[-1][1], "a span begins before the one around it"
+            stack.append(told[-1])
+        elif one["ph"] == "E":
+            assert stack, "an end without a begin"
+            last = stack.pop()
+            assert one["ts"] >= last[1], "a span ends before it begins"
+            last[2] = one["ts"]
+        elif one["ph"] == "X":
+            assert one["dur"] == 0
+            told.append([f"={one['name']}", one["ts"], None])
+    return [f"{name} {begin}" if end is None else f"{name} {begin}-{end}" for name, begin, end in told]
+
+
+ONE = [*named(7, "allreduce.x"), submit(10), ready(11, 0), ready(14, 1), *run(15)]
+
+
+def test_an_operation_is_what_horovod_writes() -> None:
+    activity = {"algorithm": "ring all-reduce", "bytes_out": 64, "bytes_in": 64, "first_byte_ts": 17}
+    assert play(ONE) == [
+        {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "allreduce.x"}},
+        {"name": "process_sort_index", "ph": "M", "pid": 1, "args": {"sort_index": 1}},
+        {"ph": "B", "name": "NEGOTIATE_ALLREDUCE", "ts": 10, "pid": 1},
+        {"ph": "X", "name": "0", "ts": 11, "pid": 1, "dur": 0},
+        {"ph": "X", "name": "1", "ts": 14, "pid": 1, "dur": 0},
+        {"ph": "E", "ts": 15, "pid": 1},
+        {"ph": "B", "name": "ALLREDUCE", "ts": 15, "pid": 1},
+        {"ph": "B", "name": "QUEUE", "ts": 15, "pid": 1},
+        {"ph": "E", "ts": 16, "pid": 1},
+        {"ph": "B", "name": "TCP_ALLREDUCE", "ts": 16, "pid": 1, "args": activity},
+        {"ph": "E", "ts": 20, "pid": 1},
+        {"ph": "E", "ts": 20, "pid": 1, "args": {"dtype": "float32", "shape": "[16]"}},
+    ]
+
+
+def test_a_rank_that_is_not_0_marks_itself() -> None:
+    told = spans(play([*named(7, "x"), submit(10), *run(15)], rank=3))
+    assert told[:2] == ["NEGOTIATE_ALLREDUCE 10-15", "=3 10"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "network", "algorithm", "top", "activity"),
+    [
+        ("allreduce", "TCP", RING, "ALLREDUCE", "TCP_ALLREDUCE"),
+        ("allreduce", "OFI", RING, "ALLREDUCE", "OFI_ALLREDUCE"),
+        ("allreduce", "OFI", SHARED, "ALLREDUCE", "SHM_ALLREDUCE"),
+        ("allreduce", "OFI", SHARED + 1, "ALLREDUCE", "SHM_ALLREDUCE"),
+        ("allreduce", "OFI", TWO_LEVEL, "ALLREDUCE", "OFI_ALLREDUCE"),
+        ("allreduce", "OFI", STAR, "ALLREDUCE", "TCP_ALLREDUCE"),
+        ("allgather", "TCP", 2, "ALLGATHER", "TCP_ALLGATHER"),
+        ("reducescatter", "OFI", 3, "REDUCESCATTER", "OFI_REDUCESCATTER"),
+        ("broadcast", "TCP", 4, "BROADCAST", "TCP_BCAST"),
+        ("alltoall", "TCP", 7, "ALLTOALL", "TCP_ALLTOALL"),
+    ],
+)
+def test_the_activity_says_what_moved_the_bytes(
+    kind: str, network: str, algorithm: int, top: str, activity: str
+) -> None:
+    events = [*named(7, "x"), submit(10, kind=kind), *run(15, algorithm=algorithm)]
+    names = [told.split(" ", 1)[0].strip(".") for told in spans(play(events, 1, network))]
+    assert names == [f"NEGOTIATE_{top}", "=1", top, "QUEUE", activity]
+
+
+@pytest.mark.parametrize("kind", ["barrier", "join"])
+def test_a_barrier_and_a_join_are_their_negotiation(kind: str) -> None:
+    told = spans(play([*named(7, f"{kind}.noname"), submit(10, kind=kind), *run(15)], rank=1))
+    assert told == [f"NEGOTIATE_{kind.upper()} 10-15", "=1 10"]
+
+
+def test_pieces_are_joined_before_and_parted_in_the_end() -> None:
+    joined = event("OP_PACK", 5, 7, 0, 64, 0, 3 * US)
+    parted = event("OP_PACK", 18, 7, 0, 64, 1, 1 * US)
+    events = [*named(7, "x"), joined, submit(10), *run(15)]
+    events.insert(-1, parted)
+    assert spans(play(events, rank=1)) == [
+        "MEMCPY_IN_FUSION_BUFFER 5-8",
+        "NEGOTIATE_ALLREDUCE 10-15",
+        "=1 10",
+        "ALLREDUCE 15-20",
+        ".QUEUE 15-16",
+        ".TCP_ALLREDUCE 16-18",
+        ".MEMCPY_OUT_FUSION_BUFFER 18-19",
+    ]
+
+
+def test_others_that_are_ahead_are_seen_in_the_next_negotiation() -> None:
+    first = [*named(7, "x"), submit(10), ready(11, 0), ready(14, 1), *run(15)]
+    ahead = [*first[:-1], ready(18, 1, 1), first[-1]]  # rank 1 is done, and submits again, before rank 0 is
+    second = [submit(30, 1), ready(31, 0, 1), *run(32, 1)]
+    assert spans(play([*ahead, *second]))[6:] == [
+        "NEGOTIATE_ALLREDUCE 20-32",
+        "=1 18",
+        "=0 31",
+        "ALLREDUCE 32-37",
+        ".QUEUE 32-33",
+        ".TCP_ALLREDUCE 33-37",
+    ]
+
+
+def test_who_waits_for_rank_0_is_seen_before_it_comes() -> None:
+    known = Names()
+    for one in [*named(7, "x"), submit(1)]:
+        known.take(one)
+    assert spans(play([ready(10, 2, 5)], names=known)) == ["NEGOTIATE_ALLREDUCE 10-", "=2 10"]
+
+
+@pytest.mark.parametrize("place", range(1, 7))
+def test_a_submit_that_is_stamped_late_changes_nothing(place: int) -> None:
+    in_order = [submit(10), ready(11, 0), ready(14, 1), *run(15)]
+    late = [*in_order[1 : place + 1], in_order[0], *in_order[place + 1 :]]
+    told = spans(play([*named(7, "x"), *late]))
+    assert told == spans(play([*named(7, "x"), *in_order]))
+    assert len(told) == 6
+
+
+def test_what_ranks_disagree_on_has_no_activity() -> None:
+    refused = event("OP_DONE", 15, 7, 0, 0, 0, 0, MISMATCH)
+    made = play([*named(7, "x"), submit(10), ready(11, 0), refused, submit(20, 1), *run(22, 1)])
+    assert spans(made)[:2] == ["NEGOTIATE_ALLREDUCE 10-15", "=0 11"]
+    assert spans(made)[2] == "NEGOTIATE_ALLREDUCE 20-22"
+    assert {"ph": "E", "ts": 15, "pid": 1, "args": {"error": -1003}} in made
+
+
+def test_one_rank_alone_agrees_with_itself() -> None:
+    made = play([*named(7, "x"), submit(10), event("OP_DONE", 12, 7, 0)], rank=0)
+    assert spans(made) == ["NEGOTIATE_ALLREDUCE 10-12", "ALLREDUCE 12-12"]
+
+
+def test_a_failure_under_way_is_said_at_the_end() -> None:
+    events = [*named(7, "x"), submit(10), *run(15)[:-1], event("OP_DONE", 19, 7, 0, 0, 0, RING, (1 << 64) - 104)]
+    assert play(events, rank=1)[-1]["args"]["error"] == -104
+
+
+def test_an_end_that_was_lost_leaves_nothing_open() -> None:
+    events = [*named(7, "x"), submit(10), *run(15)[:-1], submit(30, 1), *run(35, 1)]
+    told = spans(play(events, rank=1))
+    assert told[2] == "ALLREDUCE 15-30"
+    assert told[3:5] == ["NEGOTIATE_ALLREDUCE 30-35", "=1 30"]
+
+
+@pytest.mark.parametrize("lost", range(7))
+def test_whatever_is_lost_the_rest_pairs(lost: int) -> None:
+    rounds = [[submit(10 + t, t // 50), ready(11 + t, 0), *run(15 + t, t // 50)] for t in range(0, 200, 50)]
+    events = list(itertools.chain(*rounds))
+    assert spans(play([*named(7, "x"), *events[:lost], *events[lost + 1 :]]))
+    assert spans(play([*named(7, "x"), *events[:6], *events[6 + lost :]]))
+
+
+def test_what_was_under_way_when_the_file_began_is_left_out() -> None:
+    known = Names()
+    for one in [*named(7, "x"), submit(1)]:
+        known.take(one)
+    told = spans(play([*run(15)[1:], submit(30, 1), *run(35, 1)], rank=1, names=known))
+    assert told[0] == "NEGOTIATE_ALLREDUCE 30-35"
+
+
+@pytest.mark.parametrize(
+    ("events", "left"),
+    [
+        ([ready(1, 1), submit(2)], ["OP_READY", "OP_SUBMIT"]),
+        ([ready(1, 1), submit(2), *run(5)[:1]], []),
+        ([submit(2), *run(5)[:2], ready(8, 1, 1), *run(5)[2:]], ["OP_READY"]),
+        ([submit(2), event("OP_DONE", 3, 7, 0)], []),
+        ([submit(2), ready(3, 1), event("OP_DONE", 5, 7, 0, 0, 0, 0, MISMATCH)], []),
+    ],
+    ids=["open", "agreed", "next", "alone", "refused"],
+)
+def test_negotiations_under_way_are_known(events: list[Event], left: list[str]) -> None:
+    negotiations = Negotiations()
+    for one in events:
+        negotiations.take(one)
+    assert [one.kind for one in negotiations.events()] == left
+
+
+def test_cycles_are_marked_where_that_is_wanted() -> None:
+    both = [submit(10, key=1), submit(11, key=2), *run(15, key=1), *run(16, key=2), submit(20, 1, 1), *run(25, 1, 1)]
+    made = play(both, 1, mark_cycles=True)
+    assert [one["ts"] for one in made if one.get("name") == "CYCLE_START"] == [15, 25]
+    assert not [one for one in play(both, 1) if one.get("name") == "CYCLE_START"]
+
+
+@pytest.mark.parametrize("name", ["x", "y" * 31, "z" * 32, "u" * 33, "v" * 64, "w" * 95, "grad.größe"])
+def test_names_of_every_length(name: str) -> None:
+    assert play([*named(7, name), submit(10)])[0]["args"] == {"name": name}
+
+
+def test_a_name_that_was_lost_is_its_key() -> None:
+    assert play([submit(10, key=0xAB)])[0]["args"] == {"name": "00000000000000ab"}
+
+
+def test_stalls_and_lost_peers_are_told() -> None:
+    stall = event("STALL", 10, 7, 0, 61 * 10**9, 0b101)
+    made = play([*named(7, "x"), submit(1), stall, event("PEER_LOST", 11, 0, 4)])
+    assert made[-2]["args"] == {"name": "x", "waited_ms": 61000, "missing_ranks": [0, 2]}
+    assert (made[-1]["name"], made[-1]["args"]) == ("PEER_LOST", {"rank": 4})
+
+
+def test_the_clock_is_told_when_it_is_known_better() -> None:
+    beats = [event("CLOCK", at, 0, (1 << 64) - 5, trip) for at, trip in ((1, 900), (2, 950), (3, 400))]
+    assert [one["args"] for one in play(beats, rank=1)] == [
+        {"before_rank_0_ns": -5, "round_trip_ns": 900},
+        {"before_rank_0_ns": -5, "round_trip_ns": 400},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "path"),
+    [
+        ("/t/run.json", 0, "/t/run.json"),
+        ("/t/run.json", 3, "/t/run.3.json"),
+        ("/t/tmpab12", 1, "/t/tmpab12.1"),
+        ("/t.d/run", 1, "/t.d/run.1"),
+        ("/t/run.%r.json", 0, "/t/run.0.json"),
+        ("/t/%r/run.json", 2, "/t/2/run.json"),
+    ],
+)
+def test_each_rank_has_its_file(name: str, rank: int, path: str) -> None:
+    assert path_of(name, rank) == path
+
+
+# a ring that is being written
+
+
+class Ring:
+    """A ring in memory, written as csrc/trace/ring.c does."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.fd = os.memfd_create("ring")
+        os.ftruncate(self.fd, RING_HEADER_BYTES + 64 * capacity)
+        self.memory = mmap.mmap(self.fd, 0)
+        self.memory[:64] = struct.pack("<8sIIQIIqqQQ", b"NBRING1\0", 1, 64, capacity, 0, 1, 0, 0, 0, 0)
+        self.taken = ctypes.c_uint64.from_buffer(self.memory, 48)
+
+    def take(self) -> int:
+        self.taken.value += 1
+        return self.taken.value - 1
+
+    def fill(self, slot: int, key: int, kind: str = "OP_AGREED") -> None:
+        at = RING_HEADER_BYTES + 64 * slot
+        if slot < self.capacity:
+            self.memory[at : at + 64] = struct.pack("<qIIQ5Q", 1, EVENTS[kind], 0, key, 0, 0, 0, 0, 0)
+
+    def put(self, key: int, kind: str = "OP_AGREED") -> None:
+        self.fill(self.take(), key, kind)
+
+
+@pytest.fixture
+def ring() -> Ring:
+    return Ring(8)
+
+
+def keys(tail: Tail) -> list[int]:
+    return [one.key for one in tail.take()]
+
+
+def test_a_slot_that_is_not_filled_yet_is_waited_for(ring: Ring) -> None:
+    tail = Tail(ring.fd, rewinds=True)
+    ring.put(1)
+    empty = ring.take()
+    ring.put(3)
+    assert keys(tail) == [1]
+    assert keys(tail) == []
+    ring.fill(empty, 2)
+    assert keys(tail) == [2, 3]
+
+
+def test_kinds_that_no_timeline_needs_are_left_out(ring: Ring) -> None:
+    tail = Tail(ring.fd, rewinds=True)
+    ring.put(1, "GRAD_READY")
+    ring.put(2)
+    assert keys(tail) == [2]
+
+
+@pytest.mark.parametrize("at_a_time", [1, 2, 3, 5, 8])
+def test_a_ring_that_is_read_in_time_never_ends(ring: Ring, at_a_time: int) -> None:
+    tail = Tail(ring.fd, rewinds=True)
+    got = []
+    for turn in range(100):
+        for number in range(at_a_time):
+            ring.put(turn * at_a_time + number)
+        got += keys(tail)
+    assert tail.lost() == 0
+    assert got == list(range(100 * at_a_time))
+
+
+def test_what_came_too_fast_is_counted(ring: Ring) -> None:
+    tail = Tail(ring.fd, rewinds=True)
+    for key in range(11):
+        ring.put(key)
+    assert keys(tail) == list(range(8))
+    assert tail.lost() == 3
+    assert tail.lost() == 0
+    ring.put(11)
+    assert keys(tail) == [11]
+
+
+def test_a_writer_that_a_rewind_overtook_loses_nothing(ring: Ring) -> None:
+    tail = Tail(ring.fd, rewinds=True)
+    for key in range(4):
+        ring.put(key)
+    late = ring.taken.value  # a writer adds one here, and is slow
+    assert keys(tail) == [0, 1, 2, 3]
+    ring.put(5)
+    ring.fill(late, 4)
+    assert sorted(keys(tail)) == [4, 5]
+    for key in (6, 7, 8, 9):
+        ring.put(key)
+    assert keys(tail) == [6, 7, 8, 9]
+
+
+def test_somebody_elses_ring_is_only_read(ring: Ring) -> None:
+    tail = Tail(ring.fd, rewinds=False)
+    for key in range(10):
+        ring.put(key)
+    before = bytes(ring.memory)
+    assert keys(tail) == list(range(8))
+    assert tail.lost() == 2
+    ring.put(10)
+    assert keys(tail) == []
+    assert tail.lost() == 1
+    assert bytes(ring.memory)[64:] == before[64:]
+
+
+def test_a_file_that_is_no_ring_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "no").write_bytes(b"x" * 5000)
+    with (tmp_path / "no").open("rb") as file, pytest.raises(ValueError, match="not a ring file"):
+        Tail(file.fileno(), rewinds=False)
+
+
+def test_lost_events_are_said_in_the_file_and_not_at_every_look(ring: Ring, tmp_path: Path) -> None:
+    writer = Writer(Tail(ring.fd, rewinds=True), rank=0)
+    assert writer.obey(json.dumps({"do": "start", "path": str(tmp_path / "t"), "mark_cycles": False}).encode()) == {}
+    for _ in range(4):
+        for key in range(20):
+            ring.put(key)
+        writer.look()
+    assert writer.obey(b'{"do": "stop"}') == {}
+    lost = [one["args"]["count"] for one in json.loads((tmp_path / "t").read_text()) if one["name"] == "EVENTS_LOST"]
+    assert sum(lost) == 4 * (20 - ring.capacity)
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        (b"what?", "JSONDecodeError"),
+        (b'{"do": "start"}', "KeyError"),
+        (b'{"do": "start", "path": "/no/such/folder/t", "mark_cycles": false}', "FileNotFoundError"),
+        (b'{"do": "follow", "path": "/no/such.ring", "network": "TCP"}', "FileNotFoundError"),
+        (b'{"do": "follow", "path": "/dev/null", "network": "TCP"}', "ValueError"),
+    ],
+)
+def test_a_command_that_cannot_be_done_is_answered(ring: Ring, command: bytes, error: str) -> None:
+    writer = Writer(Tail(ring.fd, rewinds=True), rank=0)
+    assert writer.obey(command)["error"].startswith(error)
+
+
+# the file
+
+
+def test_a_file_is_an_array_after_every_write(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    file = ArrayFile(path)
+    assert json.loads(path.read_text()) == []
+    so_far: list[Any] = []
+    for count in (0, 1, 2, 0, 3000):
+        more = [{"number": len(so_far) + i, "text": 'a "quoted" ä'} for i in range(count)]
+        file.append(more)
+        so_far += more
+        assert json.loads(path.read_text()) == so_far
+    file.close()
+    assert json.loads(path.read_text()) == so_far
+
+
+def test_a_disk_that_is_full_leaves_an_array(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    file = ArrayFile(path)
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        file.append({"number": number} for number in range(20))
+        with pytest.raises(OSError, match="File too large"):
+            file.append({"number": number, "filler": "x" * 100} for number in range(20, 1000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert json.loads(path.read_text()) == [{"number": number} for number in range(20)]
+
+
+# what the engine stamps
+
+
+def test_the_engine_stamps_names_ready_ranks_and_joined_pieces(tmp_path: Path) -> None:
+    listener = _core.Listener(ifname="lo")
+    rings = [_core.Recorder(str(tmp_path / f"{rank}.ring"), 4096, rank, timeline=rank < 2) for rank in range(3)]
+
+    def open_rank(rank: Any) -> _core.Comm:
+        door = {"listener": listener} if rank == 0 else {"address": listener.address}
+        return _core.Comm(
+            rank, 3, secret=b"sixteen bytes...", ifname="lo", streams=1, timeout_s=LIMIT_S, recorder=rings[rank], **door
+        )
+
+    comms = on_ranks([0, 1, 2], open_rank)
+    name = "allreduce.a name of more than thirty-two bytes"
+    pieces = 300  # of four bytes: more than a segment can carry
+
+    def work(comm: _core.Comm) -> None:
+        for _ in range(5):
+            comm.submit(name, _core.ALLREDUCE, bytearray(1 << 16), _core.FLOAT32).wait()
+        memory = [bytearray(4) for _ in range(pieces)]
+        comm.submit("pieces", _core.ALLREDUCE, memory, _core.FLOAT32).wait()
+        if comm.rank > 0:
+            comm.group(5, [1, 2])
+            comm.submit("apart", _core.ALLREDUCE, bytearray(4), _core.FLOAT32, group=5).wait()
+        comm.submit("over", _core.BARRIER, None, _core.UINT8).wait()
+
+    on_ranks(comms, work)
+    on_ranks(comms, lambda comm: comm.close())
+    for one in rings:
+        one.close()
+    numbers = {number: kind for kind, number in EVENTS.items()}
+    for rank in range(3):
+        rows = read_ring(tmp_path / f"{rank}.ring").events
+        events = [Event(numbers[row[1]], row[0], *row[2:]) for row in rows.tolist()]
+        if rank == 2:  # a ring that is for no timeline
+            assert not {one.kind for one in events} & {"OP_NAME", "OP_READY", "OP_PACK"}
+            continue
+        names = Names()
+        for one in events:
+            names.take(one)
+        submits = [one for one in events if one.kind == "OP_SUBMIT"]
+        assert {names.find(one.key) for one in submits} >= {name, "pieces"}
+        key = next(one.key for one in submits if names.find(one.key) == name)
+        assert sum(one.kind == "OP_NAME" and one.key == key for one in events) == 2, "once, not every round"
+        marks = [(one.a, one.b) for one in events if one.kind == "OP_READY" and one.key == key]
+        assert sorted(marks) == ([(turn, who) for turn in range(5) for who in range(3)] if rank == 0 else [])
+        assert {one.c for one in events if one.kind == "OP_READY"} <= {0}, "of a set that rank 0 is not in, none"
+        packs = [(names.find(one.key), one.b, one.c) for one in events if one.kind == "OP_PACK"]
+        assert packs == [("pieces", 4 * pieces, 0), ("pieces", 4 * pieces, 1)]
+
+
+# real ranks
+
+OPERATIONS = """
+import torch
+import netbottleneck.torch as hvd
+hvd.init()
+for _ in range(10):
+    hvd.allreduce(torch.ones(1000), name="grad")
+hvd.broadcast(torch.ones(3), 0, name="weight")
+hvd.allgather(torch.ones(2), name="rows")
+hvd.grouped_allreduce([torch.ones(1)] * 300, name="many")
+hvd.barrier()
+hvd.shutdown()
+"""
+
+
+def of_tensor(made: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    pid = next(one["pid"] for one in made if one["ph"] == "M" and one["args"].get("name") == name)
+    return [one for one in made if one.get("pid") == pid]
+
+
+def test_every_rank_writes_what_it_saw(ranks: Ranks, tmp_path: Path) -> None:
+    file = tmp_path / "t.json"
+    ranks(2, OPERATIONS, {"HOROVOD_TIMELINE": str(file), "HOROVOD_TIMELINE_MARK_CYCLES": "1"})
+    for rank, path in enumerate((file, tmp_path / "t.1.json")):
+        made = json.loads(path.read_text())
+        assert made[0]["args"]["rank"] == rank
+        assert made[0]["args"]["start_time_since_epoch_in_micros"] > 10**15
+        assert any(one.get("name") == "CYCLE_START" for one in made)
+        assert not [one for one in made if one.get("name") == "EVENTS_LOST"]
+        assert spans(made)
+        grad = of_tensor(made, "allreduce.grad")
+        marks = [one["name"] for one in grad if one["ph"] == "X"]
+        assert [one["name"] for one in grad if one["ph"] == "B" and one["name"] != "QUEUE"] == [
+            "NEGOTIATE_ALLREDUCE",
+            "ALLREDUCE",
+            "TCP_ALLREDUCE",
+        ] * 10
+        assert sorted(marks) == (["0"] * 10 + ["1"] * 10 if rank == 0 else ["1"] * 10)
+        assert grad[-1]["args"] == {"dtype": "float32", "shape": "[1000]"}
+        tops = {one["name"] for one in made if one["ph"] == "B"}
+        assert tops >= {"BROADCAST", "TCP_BCAST", "ALLGATHER", "TCP_ALLGATHER", "NEGOTIATE_BARRIER"}
+
+
+MEASURED = """
+import torch
+import netbottleneck
+import netbottleneck.torch as hvd
+hvd.init()
+model = torch.nn.Linear(4, 2)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+for _ in range(5):
+    optimizer.zero_grad()
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+hvd.shutdown()
+"""
+
+
+@pytest.mark.parametrize("measured", ["0", "1"])
+def test_gradients_are_in_it(ranks: Ranks, tmp_path: Path, measured: str) -> None:
+    file = tmp_path / "t.json"
+    run = {"NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_DIR": str(tmp_path / "run")} if measured == "1" else {}
+    ranks(2, MEASURED, {"HOROVOD_TIMELINE": str(file), **run})
+    for path in (file, tmp_path / "t.1.json"):
+        made = json.loads(path.read_text())
+        assert sum(one.get("name") == "TCP_ALLREDUCE" for one in made) >= 5
+        names = [one["args"].get("name", "") for one in made if one["ph"] == "M"]
+        assert any(name.startswith("optimizer.0.") for name in names), names
+
+
+SPARSE = """
+import torch
+import netbottleneck.torch as hvd
+hvd.init()
+table = torch.nn.Embedding(6, 2, sparse=True)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1), table.named_parameters())
+for _ in range(3):
+    optimizer.zero_grad()
+    table(torch.tensor([hvd.rank(), 5])).sum().backward()
+    optimizer.step()
+assert table.weight.grad.is_sparse
+hvd.shutdown()
+"""
+
+
+def test_sparse_gradients_stay_sparse_beside_it(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, SPARSE, {"HOROVOD_TIMELINE": str(tmp_path / "t.json")})
+    names = [one["args"].get("name", "") for one in json.loads((tmp_path / "t.json").read_text()) if one["ph"] == "M"]
+    assert any(name.startswith("allgather") for name in names), names
+
+
+SWITCHED = """
+import json, os, sys
+import torch
+import netbottleneck.torch as hvd
+
+def refused(words, call):
+    try:
+        call()
+    except ValueError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(words)
+
+def tensors(name):
+    made = json.load(open(f"{sys.argv[1]}/{name}.{hvd.rank()}"))
+    return {one["args"].get("name") for one in made if one["ph"] == "M"} - {None}
+
+def reduce(name):
+    hvd.allreduce(torch.ones(4), name=name)
+
+refused("has not been initialized", lambda: hvd.start_timeline("x"))
+refused("has not been initialized", hvd.stop_timeline)
+hvd.init()
+refused("Set HOROVOD_TIMELINE=DYNAMIC", lambda: hvd.start_timeline("x"))
+hvd.stop_timeline()
+hvd.shutdown()
+os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
+for turn in range(2):
+    hvd.init()
+    hvd.stop_timeline()
+    reduce("before")
+    hvd.start_timeline(f"{sys.argv[1]}/a{turn}.%r", mark_cycles=True)
+    reduce("one")
+    hvd.start_timeline(f"{sys.argv[1]}/b{turn}.%r")
+    reduce("two")
+    reduce("one")
+    hvd.stop_timeline()
+    reduce("three")
+    assert tensors(f"a{turn}") == {"allreduce.one"}
+    assert tensors(f"b{turn}") == {"allreduce.two", "allreduce.one"}
+    hvd.start_timeline(f"{sys.argv[1]}/c{turn}.%r")
+    reduce("three")
+    reduce("before")
+    hvd.stop_timeline()
+    hvd.barrier()
+    assert tensors(f"c{turn}") == {"allreduce.three", "allreduce.before"}
+    hvd.start_timeline(f"{sys.argv[1]}/no/such/folder/%r")
+    reduce("one")
+    hvd.shutdown()
+print("done")
+"""
+
+
+def test_it_is_switched_on_and_off_from_the_script(ranks: Ranks, tmp_path: Path) -> None:
+    for result in ranks(2, SWITCHED, args=[str(tmp_path)]):
+        assert result.stdout == "done\n"
+        assert result.stderr.count("the timeline is not written") == 2
+        assert "No such file" in result.stderr
+
+
+ENDLESS = """
+import torch
+import netbottleneck.torch as hvd
+hvd.init()
+print("started", flush=True)
+turn = 0
+try:
+    while True:
+        hvd.allreduce(torch.ones(100), name="grad")
+        turn += 1
+        if turn % 500 == 0:
+            print(turn, flush=True)
+except hvd.HorovodInternalError:
+    print("the other is gone", flush=True)
+"""
+
+
+def child_of(pid: int) -> int:
+    """The writer of a rank."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (folder / "stat").read_text().rpartition(")")[2].split()
+                command = (folder / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if int(words[1]) == pid and b"timeline_writer" in command:
+                return int(folder.name)
+    raise AssertionError("no writer")
+
+
+def state_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"
+
+
+def wait_for_state(pid: int, states: set[str]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while state_of(pid) not in states:
+        assert time.monotonic() < deadline, state_of(pid)
+
+
+@pytest.fixture
+def endless(ranks: Ranks, tmp_path: Path) -> RankJob:
+    job = ranks.start(2, ENDLESS, env={"HOROVOD_TIMELINE": str(tmp_path / "t.json")})
+    job.wait_for_line(0, "500")
+    return job
+
+
+def test_the_file_is_an_array_whenever_the_writer_stands_still(endless: RankJob, tmp_path: Path) -> None:
+    writer = child_of(endless.processes[0].pid)
+    lengths = []
+    for _ in range(20):
+        os.kill(writer, signal.SIGSTOP)
+        wait_for_state(writer, {"T"})
+        lengths.append(len(json.loads((tmp_path / "t.json").read_text())))
+        os.kill(writer, signal.SIGCONT)
+        wait_for_state(writer, {"S", "R", "D"})
+    assert lengths == sorted(lengths)
+
+
+def test_a_rank_that_is_killed_leaves_its_last_operations(endless: RankJob, tmp_path: Path) -> None:
+    writers = [child_of(process.pid) for process in endless.processes]
+    endless.kill(0)
+    wait_for_state(writers[0], {"gone", "Z"})
+    grad = of_tensor(json.loads((tmp_path / "t.json").read_text()), "allreduce.grad")
+    assert sum(one.get("name") == "ALLREDUCE" for one in grad) >= 500
+    endless.wait_for_line(1, "the other is gone")
+    wait_for_state(writers[1], {"gone", "Z"})
+    assert spans(json.loads((tmp_path / "t.1.json").read_text()))
+
+
+def test_training_goes_on_without_its_writer(endless: RankJob, tmp_path: Path) -> None:
+    os.kill(child_of(endless.processes[0].pid), signal.SIGKILL)
+    said = len(endless.output(0).splitlines())
+    endless.wait_for_line(0, str(500 * (said + 2)))
+    assert json.loads((tmp_path / "t.json").read_text())

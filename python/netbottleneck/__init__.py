@@ -22,6 +22,7 @@ from netbottleneck.errors import (
 
 if TYPE_CHECKING:
     from netbottleneck.bench import bench
+    from netbottleneck.hooks.attaching import attach
     from netbottleneck.hooks.loop import profile
     from netbottleneck.ops import (
         allgather,
@@ -45,6 +46,7 @@ _LATER = {
     "allreduce_": "netbottleneck.ops",
     "alltoall": "netbottleneck.ops",
     "barrier": "netbottleneck.ops",
+    "attach": "netbottleneck.hooks.attaching",
     "bench": "netbottleneck.bench",
     "broadcast": "netbottleneck.ops",
     "broadcast_": "netbottleneck.ops",
@@ -71,6 +73,7 @@ __all__ = [
     "allreduce",
     "allreduce_",
     "alltoall",
+    "attach",
     "barrier",
     "bench",
     "broadcast",

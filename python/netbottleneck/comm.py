@@ -7,7 +7,7 @@ move the same buckets in the same order and leave the same records.
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,11 +17,33 @@ from netbottleneck.errors import PeerError
 
 if TYPE_CHECKING:
     from netbottleneck import _core
-    from netbottleneck.torch.gradients import Gradients
+    from netbottleneck.torch.gradients import Bucket
 
 logger = logging.getLogger("netbottleneck")
 
 KINDS = ("stock", "tcp", "ofi", "null", "bare")
+
+
+class Buckets(Protocol):
+    """Buckets of gradients on their way: torch's Gradients, or those of DDP's reducer."""
+
+    @property
+    def buckets(self) -> Sequence["Bucket"]:
+        """All of them, by index."""
+
+    @property
+    def version(self) -> int:
+        """Goes up when a bucket becomes another, or moves."""
+
+    @property
+    def factors(self) -> tuple[bool, float, int | None]:
+        """What `target` was told of the arithmetic: (average, predivide, op)."""
+
+    def flat(self, index: int) -> Any:
+        """Return bucket `index` as one flat tensor over its memory."""
+
+    def target(self, sink: Any, average: bool = True, *, predivide: float = 1.0, op: int | None = None) -> None:
+        """Say where complete buckets go, as Gradients.target does."""
 
 
 class Communicator(Protocol):
@@ -29,7 +51,7 @@ class Communicator(Protocol):
 
     name: str
 
-    def target(self, gradients: "Gradients") -> None:
+    def target(self, gradients: Buckets) -> None:
         """Send complete buckets this way from now on, with the arithmetic they have. Between steps only."""
 
     def barrier(self) -> None:
@@ -53,7 +75,7 @@ class Native:
         self.comm = comm
         self._ring = ring
 
-    def target(self, gradients: "Gradients") -> None:
+    def target(self, gradients: Buckets) -> None:
         average, predivide, op = gradients.factors
         gradients.target(self.comm, average, predivide=predivide, op=op)
 
@@ -80,7 +102,7 @@ class Null:
 
     name = "null"
 
-    def target(self, gradients: "Gradients") -> None:
+    def target(self, gradients: Buckets) -> None:
         average, predivide, op = gradients.factors
         gradients.target(None, average, predivide=predivide, op=op)
 
@@ -129,7 +151,7 @@ class Stock:
         self._rounds: dict[str, int] = {}
         self._info = self._describe()
 
-    def target(self, gradients: "Gradients") -> None:
+    def target(self, gradients: Buckets) -> None:
         average, predivide, op = gradients.factors
         gradients.target(self._sink(gradients, average, op), average, predivide=predivide, op=op)
 
@@ -155,7 +177,7 @@ class Stock:
         if self._owned:
             leave_group(group)
 
-    def _sink(self, gradients: "Gradients", average: bool, op: int | None) -> Callable[[int], _StockWork]:
+    def _sink(self, gradients: Buckets, average: bool, op: int | None) -> Callable[[int], _StockWork]:
         import torch.distributed as dist
 
         core = launch.core()

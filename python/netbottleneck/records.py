@@ -1,5 +1,6 @@
 """The run folder: which one is free, and where not all ranks share it, how the others' records come to rank 0."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,3 +91,12 @@ def _unpack(memory: bytearray, folder: Path) -> None:
         at += COUNT_BYTES
         (folder / name).write_bytes(memory[at : at + count])
         at += count
+
+
+def finished(path: Path) -> bool:
+    """Return whether a rank's description of itself says that its record is complete, or that it failed."""
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(meta.get("finished") or meta.get("error"))

@@ -173,19 +173,11 @@ class Session:
         until = time.monotonic() + (FINISH_S if self.error is None else FAILED_FINISH_S)
         missing = set(range(self.place.size))
         while missing and time.monotonic() < until:
-            missing = {rank for rank in missing if not _finished(self.folder / RANKS / f"{rank}.meta.json")}
+            missing = {rank for rank in missing if not records.finished(self.folder / RANKS / f"{rank}.meta.json")}
             if missing:
                 time.sleep(0.02)
         if missing:
             logger.warning("no complete record of ranks %s in %s", sorted(missing), self.folder)
-
-
-def _finished(path: Path) -> bool:
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return bool(meta.get("finished") or meta.get("error"))
 
 
 def _write_json(path: Path, value: Any) -> None:
@@ -239,6 +231,7 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
     *,
     arms: tuple[str, ...] | None = None,
     group: Any = None,
+    stock: comms.Communicator | None = None,
     directory: str | None = None,
     model: str = "",
     network: Mapping[str, Any] | None = None,
@@ -248,8 +241,8 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
     """Return a session of all ranks of the job; every rank calls this.
 
     arms: transports that take turns; the settings' where None. "bare" means the user's own path, untouched: the
-    hooks that use the session know how to step aside. group: a torch.distributed group that stock uses. alone: steps
-    of one rank by itself come first, see Session.by_itself.
+    hooks that use the session know how to step aside. group: a torch.distributed group that stock uses. stock: what it
+    is where it is not torch.distributed. alone: steps of one rank by itself come first, see Session.by_itself.
     Raises as launch.connect, and OSError where the folder cannot be written.
     """
     this = job.start(settings)
@@ -259,7 +252,8 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
     recorder = _ring(folder, place.rank, "train", settings)
     made: dict[str, comms.Communicator] = {}
     for name in dict.fromkeys(names):
-        made[name] = _arm(name, settings, place, folder, recorder, control, group)
+        own = stock if name in ("stock", "bare") else None
+        made[name] = own or _arm(name, settings, place, folder, recorder, control, group)
     opened = Session(
         settings,
         place,

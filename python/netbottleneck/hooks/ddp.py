@@ -1,96 +1,80 @@
-"""DistributedDataParallel: its own reducer steps aside while ours moves the gradients.
+"""DistributedDataParallel: a communication hook on a model, by a call or on every model that a script builds."""
 
-It takes over again in the arm "bare", which is the user's script as it was.
-"""
-
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from netbottleneck import env
+from netbottleneck import env, job
+from netbottleneck.hooks import bucket_hook, reducer
+from netbottleneck.hooks.crosscheck import Crosscheck
 from netbottleneck.hooks.finish import finish, finish_at_exit
 from netbottleneck.hooks.measured import Measured
-from netbottleneck.plan import FIRST_BYTES
 from netbottleneck.session import Session, open_session
-from netbottleneck.torch.gradients import Gradients
 
 MEASURED = "_netbottleneck_measured"  # of a DDP model: what measures it
 
 
 def attach(
-    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, *, session: Session | None = None
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, *, session: Session | None = None
 ) -> Measured:
-    """Measure a DDP model, and move its gradients by the transports of the environment.
+    """Measure a DDP model, and move its buckets by the transports of the environment, as a communication hook.
 
-    Every rank calls it, before the first backward pass. A session that measured the model before is finished: two would
-    reduce its gradients in each other's hands. Raises ValueError for a model on a device that is not the
-    CPU, and for one with a communication hook of the user's or with static_graph=True.
+    model: the DDP model, or what torch.compile made of it. optimizer: whose updates end the steps; None: the first one
+    that makes a step with parameters of the model. Every rank calls it, before the first backward pass. A session that
+    measured the model before is finished. Raises ValueError for a model on a device that is not the CPU, for one whose
+    process group is not of all ranks, and for one with a communication hook of the user's.
     """
-    earlier: Measured | None = ddp.__dict__.pop(MEASURED, None)
-    if earlier is not None:
-        finish(earlier.session, show=False)
-    reducer_off(ddp)
-    chosen = session or open_session(env.settings(), group=ddp.process_group, model=type(ddp.module).__name__)
-    limit = int(getattr(ddp, "bucket_bytes_cap", 25 << 20))
-    gradients = Gradients(
-        [(name, p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore],
-        recorder=chosen.recorder,
-        direct_bytes=chosen.settings.direct_bytes,
-        limits=(FIRST_BYTES, max(limit, FIRST_BYTES)),
-        agree=lambda mine: chosen.control.exchange(mine)[0],
-        label="ddp",
-    )
-    measured = Measured(
-        chosen,
-        gradients,
-        optimizer,
-        model=ddp,
-        bare=lambda on: setattr(ddp, "require_backward_grad_sync", on),
-        find_unused=ddp.find_unused_parameters,
-    )
-    ddp.__dict__[MEASURED] = measured
-    _replace_no_sync(ddp, measured)
-    _keep_buffers_alike(ddp, measured)
-    if session is None:
-        finish_at_exit(chosen)
-    return measured
+    ddp = _ddp_of(model)
+    chosen = _session_for(ddp, session)
+    hook = bucket_hook.register(ddp, chosen.recorder)
+    measured = Measured(chosen, hook, optimizer, model=ddp, own_sync=False, bare=lambda on: setattr(hook, "plain", on))
+    check = Crosscheck(ddp, hook, chosen)
+    measured.between = check.look
+    chosen.on_close += [hook.close, check.compare]
+    return _measured(ddp, measured, session)
 
 
-def reducer_off(ddp: DistributedDataParallel) -> None:
-    """Let DDP's own reducer do nothing from the next forward pass on."""
-    if getattr(ddp, "_comm_hooks", None):
-        raise ValueError("this DDP model has a communication hook of its own: netbottleneck cannot stand in for it")
+def stand_in(
+    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer | None, *, session: Session | None = None
+) -> Measured:
+    """Measure a DDP model as `attach` does, with gradients that go past its reducer, which is faster.
+
+    A model with static_graph=True keeps its reducer.
+    """
     if ddp.static_graph:
-        raise ValueError("this DDP model has static_graph=True: netbottleneck cannot stand in for its reducer")
-    ddp.require_backward_grad_sync = False
+        return attach(ddp, optimizer, session=session)
+    chosen = _session_for(ddp, session)
+    return _measured(ddp, reducer.stand_in(ddp, optimizer, chosen), session)
 
 
-def _keep_buffers_alike(ddp: DistributedDataParallel, measured: Measured) -> None:
-    """Have rank 0's buffers given to all before the next forward pass, as a DDP model does whose reducer works."""
+def _ddp_of(model: torch.nn.Module) -> DistributedDataParallel:
+    inner = getattr(model, "_orig_mod", model)
+    if not isinstance(inner, DistributedDataParallel):
+        raise TypeError(
+            f"{type(inner).__name__} is no DistributedDataParallel model: netbottleneck.profile takes others"
+        )
+    return inner
 
-    def after_forward(*_: Any) -> None:
-        ddp.require_forward_param_sync = torch.is_grad_enabled() and not measured.held
 
-    measured.session.on_close.append(ddp.register_forward_hook(after_forward).remove)
+def _session_for(ddp: DistributedDataParallel, session: Session | None) -> Session:
+    earlier: Measured | None = ddp.__dict__.pop(MEASURED, None)
+    if earlier is not None:  # two would reduce its gradients in each other's hands
+        finish(earlier.session, show=False)
+    if getattr(ddp, "_comm_hooks", None) and bucket_hook.hook_of(ddp) is None:
+        raise ValueError("this DDP model has a communication hook of its own: netbottleneck cannot stand in for it")
+    settings = session.settings if session is not None else env.settings()
+    of, ranks = ddp.process_group.size(), job.start(settings).place.size
+    if of != ranks:
+        raise ValueError(f"this DDP model is of {of} of {ranks} ranks: only one of all ranks can be measured")
+    return session or open_session(settings, group=ddp.process_group, model=type(ddp.module).__name__)
 
 
-def _replace_no_sync(ddp: DistributedDataParallel, measured: Measured) -> None:
-    @contextmanager
-    def no_sync() -> Generator[None, None, None]:
-        before = ddp.require_backward_grad_sync
-        ddp.require_backward_grad_sync = False
-        measured.hold(True)
-        try:
-            yield
-        finally:
-            ddp.require_backward_grad_sync = before
-            measured.hold(False)
-
-    ddp.no_sync = no_sync  # type: ignore[method-assign]
-    measured.session.on_close.append(lambda: ddp.__dict__.pop("no_sync", None))
+def _measured(ddp: DistributedDataParallel, measured: Measured, session: Session | None) -> Measured:
+    ddp.__dict__[MEASURED] = measured
+    if session is None:
+        finish_at_exit(measured.session)
+    return measured
 
 
 def install() -> None:
@@ -106,14 +90,14 @@ def install() -> None:
         optimizer = _optimizer_of(self)
         if optimizer is not None:
             waiting.remove(self)
-            attach(self, optimizer)
+            stand_in(self, optimizer)
 
     def made(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         optimizer_init(optimizer, *args, **kwargs)
         for ddp in list(waiting):
             if _has_parameters_of(optimizer, ddp):
                 waiting.remove(ddp)
-                attach(ddp, optimizer)
+                stand_in(ddp, optimizer)
 
     optimizer_init = torch.optim.Optimizer.__init__
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign]

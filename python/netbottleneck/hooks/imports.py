@@ -1,4 +1,4 @@
-"""What `import netbottleneck` changes when the environment asks for it: DDP, and Horovod's name where it is absent.
+"""What `import netbottleneck` changes where the environment asks for it: DDP, Horovod and, without it, its name.
 
 Works whether torch was imported before or comes later, and imports it never.
 """
@@ -7,7 +7,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ HOROVOD = "horovod"
 # The version of Horovod whose API this is.
 HOROVOD_VERSION = "0.28.1"
 TORCH = f"{HOROVOD}.torch"
+MPI_OPS = f"{TORCH}.mpi_ops"
 STAND_IN = str(Path(__file__).parent / "stand_in")
 # Packages that only hold others, and modules under other names than here. All below horovod.torch has the same name.
 HOLDERS = (HOROVOD, f"{HOROVOD}.common")
@@ -39,7 +40,11 @@ def install() -> None:
     if DDP in sys.modules:
         _patch_ddp()
     else:
-        sys.meta_path.insert(0, _Later())
+        sys.meta_path.insert(0, _Later(DDP, _patch_at_first_model))
+    if MPI_OPS in sys.modules:
+        _patch_horovod(sys.modules[MPI_OPS])
+    else:
+        sys.meta_path.insert(0, _Later(MPI_OPS, _patch_horovod))
     if HOROVOD not in sys.modules:
         stand_in()
 
@@ -77,42 +82,58 @@ def _patch_ddp() -> None:
     ddp.install()
 
 
+def _patch_at_first_model(module: Any) -> None:
+    # `torch` itself may still be importing: whatever is built first comes after that.
+    init = module.DistributedDataParallel.__init__
+
+    def first(self: object, *args: object, **kwargs: object) -> None:
+        module.DistributedDataParallel.__init__ = init
+        _patch_ddp()
+        module.DistributedDataParallel.__init__(self, *args, **kwargs)
+
+    module.DistributedDataParallel.__init__ = first
+
+
+def _patch_horovod(module: ModuleType) -> None:
+    if hasattr(module, "mpi_lib"):  # else it is ours, under Horovod's name
+        from netbottleneck.hooks import real_horovod
+
+        real_horovod.install(module)
+
+
 class _Later(importlib.abc.MetaPathFinder):
-    """Waits for DDP's module, and patches it as soon as it is there."""
+    """Waits for a module, and has it patched as soon as it is there."""
+
+    def __init__(self, name: str, patch: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._patch = patch
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != DDP:
+        if fullname != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is None or spec.loader is None:
             return spec
-        spec.loader = _Patching(spec.loader)
+        spec.loader = _Patching(spec.loader, self._patch)
         return spec
 
 
 class _Patching(importlib.abc.Loader):
     """Loads as the loader it wraps, then patches."""
 
-    def __init__(self, loader: importlib.abc.Loader) -> None:
+    def __init__(self, loader: importlib.abc.Loader, patch: Callable[[ModuleType], None]) -> None:
         self._loader = loader
+        self._patch = patch
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        # `torch` itself may still be importing: whatever is built first comes after that.
-        init = module.DistributedDataParallel.__init__
-
-        def first(self: object, *args: object, **kwargs: object) -> None:
-            module.DistributedDataParallel.__init__ = init
-            _patch_ddp()
-            module.DistributedDataParallel.__init__(self, *args, **kwargs)
-
-        module.DistributedDataParallel.__init__ = first
+        self._patch(module)
 
 
 def ours(fullname: str) -> str | None:

@@ -48,7 +48,7 @@ def profile(
 def measure(session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Measured:
     """Put the hooks on a model, DDP's or plain."""
     if isinstance(model, DistributedDataParallel):
-        return ddp_hooks.attach(model, optimizer, session=session)
+        return ddp_hooks.stand_in(model, optimizer, session=session)
     broadcast(session.control, model)
     gradients = Gradients(
         model.named_parameters(),

@@ -3,18 +3,45 @@
 Python runs once a step, never once a gradient: what is stamped inside a step is stamped by C callables.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from netbottleneck.comm import key_of
+from netbottleneck.comm import Buckets, key_of
+from netbottleneck.hooks.updates import Updates
 from netbottleneck.recorder import EVENTS
 from netbottleneck.session import Session
-from netbottleneck.torch.gradients import Gradients
 
 _engine: Any = torch.autograd.Variable._execution_engine
+
+
+class Moving(Buckets, Protocol):
+    """Gradients of a model on their way: torch's Gradients, or what stands between DDP or Horovod and their own way."""
+
+    paused: bool
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the parameters."""
+
+    @property
+    def parameters(self) -> Sequence[torch.Tensor]:
+        """Those that have a gradient."""
+
+    @property
+    def pending(self) -> int:
+        """What was sent and not waited for."""
+
+    def flush(self) -> None:
+        """Send what is not sent."""
+
+    def wait(self) -> None:
+        """Wait until all gradients are back."""
+
+    def close(self) -> None:
+        """Remove the hooks."""
 
 
 class Measured:
@@ -23,14 +50,15 @@ class Measured:
     own_sync: the gradients are sent and waited for at the end of each backward pass, by these hooks; False: somebody
     else does that (an optimizer of ours). bare: switches the user's own path on and off, where there is one; the
     arm "bare" then runs it with nothing of ours between. find_unused: a gradient that no rank has stays None, at the
-    price of one small exchange a backward pass. model None: found at the first forward pass.
+    price of one small exchange a backward pass. model None: found at the first forward pass. optimizer None: found at
+    its first step.
     """
 
     def __init__(  # noqa: PLR0913 - all but three have a default that fits
         self,
         session: Session,
-        gradients: Gradients,
-        optimizer: torch.optim.Optimizer,
+        gradients: Moving,
+        optimizer: torch.optim.Optimizer | None,
         *,
         model: torch.nn.Module | None = None,
         own_sync: bool = True,
@@ -50,10 +78,10 @@ class Measured:
         self._held = False
         self._arm = ""
         self._version = -1
+        self.between: Callable[[], None] = _nothing  # called between two steps
         put = session.recorder.stamper
         self._optimizer_begin, self._optimizer_end = put(EVENTS["OPTIMIZER_BEGIN"]), put(EVENTS["OPTIMIZER_END"])
-        self._beginning: Any = optimizer.register_step_pre_hook(self._before_step)
-        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        self._updates = Updates(gradients.parameters, optimizer, self._before_step, self._after_step)
         if model is None:
             self._seeking = register_module_forward_pre_hook(self._seek)
             self._handles.append(self._seeking)
@@ -76,13 +104,12 @@ class Measured:
 
     def begun_by(self, marks: Any) -> None:
         """Have the optimizer's part of a step begin when `marks` calls its pre-hook, instead of the optimizer."""
-        self._beginning.remove()
-        self._beginning = marks.register_step_pre_hook(self._before_step)
+        self._updates.begun_by(marks)
 
     def close(self) -> None:
         """Take all hooks away."""
         self._describe()
-        for handle in [self._beginning, *self._handles, *self._sampling]:
+        for handle in [self._updates, *self._handles, *self._sampling]:
             handle.remove()
         self._handles.clear()
         self._sampling.clear()
@@ -138,7 +165,7 @@ class Measured:
         votes = self.session.control.exchange(bytes(p.grad is not None for p in parameters))
         return [p for index, p in enumerate(parameters) if not any(vote[index] for vote in votes)]
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self) -> None:
         if (
             self._own_sync
             and not self.gradients.paused
@@ -150,7 +177,7 @@ class Measured:
         self._synced = False
         self._optimizer_begin()
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self) -> None:
         self._optimizer_end()
         self.session.end()
         for handle in self._sampling:
@@ -158,6 +185,7 @@ class Measured:
         self._sampling.clear()
         if self.gradients.version != self._version:
             self._describe()
+        self.between()
         self._choose()
         self.session.begin()
         self._sample()
@@ -207,13 +235,17 @@ class Measured:
                     "name": name,
                     "bytes": parameter.numel() * parameter.element_size(),
                     "dtype": str(parameter.dtype).removeprefix("torch."),
-                    "bucket": bucket_of[index],
+                    "bucket": bucket_of.get(index),
                 }
                 for index, (name, parameter) in enumerate(zip(g.names, g.parameters, strict=True))
             ],
             modules=[name for name, _ in self._modules],
             buckets=buckets + [bucket for bucket in earlier if bucket["name"] not in names],
         )
+
+
+def _nothing() -> None:
+    return
 
 
 def _tensors(value: Any) -> Iterable[torch.Tensor]:

@@ -83,7 +83,7 @@ class Gradients:
     ) -> None:
         chosen = [(name, p) for name, p in parameters if p.requires_grad and p.numel() > 0]
         for name, parameter in chosen:
-            _check(name, parameter)
+            check(name, parameter)
         self.names = tuple(name for name, _ in chosen)
         self.parameters = tuple(parameter for _, parameter in chosen)
         self.label = label
@@ -259,7 +259,8 @@ def on_gradient(parameter: torch.Tensor, call: Callable[[torch.Tensor], None]) -
     return cast(Any, parameter).register_post_accumulate_grad_hook(call)
 
 
-def _check(name: str, parameter: torch.Tensor) -> None:
+def check(name: str, parameter: torch.Tensor) -> None:
+    """Raise ValueError for a parameter whose gradient cannot travel."""
     if parameter.device.type != "cpu":
         raise ValueError(f"parameter {name} is on {parameter.device}: gradients travel from host memory only")
     if parameter.dtype not in _CODES:

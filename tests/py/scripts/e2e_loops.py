@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -143,8 +142,7 @@ def gradients_set_to_zero() -> None:
 @check
 def options_of_ddp() -> None:
     wrapped(network(), simple, gradient_as_bucket_view=True)
-    with pytest.raises(ValueError, match="static_graph=True"):
-        wrapped(network(), simple, static_graph=True)
+    wrapped(network(), simple, static_graph=True)
     wrapped(network(), simple, find_unused_parameters=True)
     wrapped(network(), simple, bucket_cap_mb=1)
 

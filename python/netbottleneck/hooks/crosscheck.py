@@ -1,0 +1,143 @@
+"""Do DDP's own times of its backward passes agree with ours? Told in the rank's record, and as a warning where not.
+
+DDP stamps on the wall clock when each gradient came to it, when it gave away its first bucket and when it had all of
+them back. Each of these moments lies between two stamps of ours, so no tolerance is needed but for laying one clock on
+the other: ours of a gradient comes just before DDP's, and the next stamp of ours after it.
+"""
+
+import logging
+import time
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.nn.parallel import DistributedDataParallel
+
+from netbottleneck import job
+from netbottleneck.hooks.bucket_hook import BucketHook, Pass
+from netbottleneck.recorder import EVENTS
+from netbottleneck.records import RANKS
+from netbottleneck.rings import read_ring
+from netbottleneck.session import Session
+
+FIRST, EVERY = 10, 100  # DDP keeps the times of its first passes, then of every so many
+SLEW = 2000  # ns in which a clock that is being set right goes wrong by one
+
+logger = logging.getLogger("netbottleneck")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """DDP's times of one pass, by the clock of the records, each right to `error_ns`, and ours of the same pass.
+
+    ready_ns: of each parameter, where DDP was asked in time.
+    """
+
+    begin_ns: int
+    sent_ns: int
+    end_ns: int
+    error_ns: int
+    ready_ns: tuple[int, ...]
+    ours: Pass
+
+
+class Apart(NamedTuple):
+    """A moment that DDP puts elsewhere: how many ns outside of the two stamps of ours that it must lie between."""
+
+    what: str
+    ns: int
+
+
+class Crosscheck:
+    """Collects DDP's times between steps, and compares when the session closes."""
+
+    def __init__(self, ddp: DistributedDataParallel, hook: BucketHook, session: Session) -> None:
+        self._ddp = ddp
+        self._hook = hook
+        self._session = session
+        self._static = bool(ddp.static_graph)  # DDP then holds all gradients back until the last one is there
+        self._samples: list[Sample] = []
+        self._seen = 0
+        self._last: tuple[Pass | None, list[int]] = (None, [])
+
+    def look(self) -> None:
+        """Keep what DDP knows of the pass before the last one. Between two steps."""
+        count = self._hook.count
+        if count > FIRST + 2 and count % EVERY > 2:
+            return
+        data: Mapping[str, Any] = self._ddp._get_ddp_logging_data()
+        if int(data.get("iteration", 0)) > self._seen and "backward_comm_time_end" in data:
+            self._seen = int(data["iteration"])
+            self._keep(data)
+        if self._hook.passes:
+            self._last = (self._hook.passes[-1], list(self._ddp.reducer.get_backward_stats()))
+
+    def _keep(self, data: Mapping[str, Any]) -> None:
+        ours, stats = self._last
+        before, wall, after = job.core().now_ns(), time.time_ns(), job.core().now_ns()
+        offset = wall - (before + after) // 2
+        begin, sent, end = (
+            int(data[f"backward_{what}"]) - offset
+            for what in ("compute_time_start", "comm_time_start", "comm_time_end")
+        )
+        error = (after - before) // 2 + (after - end) // SLEW + 1
+        if ours is not None and begin - error <= ours.sent_ns <= end + error:
+            ready = () if self._static else tuple(begin + each for each in stats)
+            self._samples.append(Sample(begin, sent, end, error, ready, ours))
+
+    def compare(self) -> None:
+        """Compare what was kept with this rank's ring, and tell."""
+        ring = read_ring(self._session.folder / RANKS / f"{self._session.place.rank}.train.ring")
+        events = ring.events[ring.events["kind"] == EVENTS["GRAD_READY"]]
+        found = [apart for sample in self._samples for apart in compared(sample, events["time_ns"], events["key"])]
+        worst = max(found, key=lambda apart: apart.ns, default=None)
+        self._session.described["ddp_times"] = {
+            "passes": len(self._samples),
+            "gradients": sum(len(sample.ready_ns) for sample in self._samples),
+            "apart": len(found),
+            "worst": worst and {"what": worst.what, "ns": worst.ns},
+        }
+        if worst is not None:
+            logger.warning(
+                "DDP's own times of %d passes and ours are apart at %d moments, most at %s: %d us",
+                len(self._samples),
+                len(found),
+                worst.what,
+                worst.ns // 1000,
+            )
+
+
+def compared(sample: Sample, times: NDArray[Any], keys: NDArray[Any]) -> list[Apart]:
+    """Return the moments that DDP puts elsewhere.
+
+    times, keys: when which gradient was ready, by us, in order of time. Gradients that we did not see in this pass, for
+    no backward pass reached them, are left out.
+    """
+    ours = sample.ours
+    low, high = np.searchsorted(times, [sample.begin_ns - sample.error_ns, ours.wait_end_ns])
+    mine = {int(key): int(at) for key, at in zip(keys[low:high], times[low:high], strict=True)}
+    if not mine:
+        return []
+    stamps = sorted([*mine.values(), ours.wait_begin_ns])
+    places = [
+        ("the first bucket sent", sample.sent_ns, stamps[0], ours.sent_ns),
+        ("all buckets back", sample.end_ns, ours.wait_end_ns, None),
+    ]
+    for index, at in enumerate(sample.ready_ns):
+        if index in mine:
+            places.append((f"gradient {index}", at, mine[index], _next(stamps, mine[index])))
+    outside = [(what, _outside(at, begin, end) - sample.error_ns) for what, at, begin, end in places]
+    return [Apart(what, ns) for what, ns in outside if ns > 0]
+
+
+def _next(stamps: Sequence[int], at: int) -> int | None:
+    place = bisect_right(stamps, at)
+    return stamps[place] if place < len(stamps) else None
+
+
+def _outside(at: int, begin: int, end: int | None) -> int:
+    """Return by how much a moment lies outside of an interval, which has no end where that is None."""
+    return max(begin - at, at - end if end is not None else 0, 0)

@@ -1,0 +1,135 @@
+"""The real Horovod, where it is installed: measured as it is and, on request, with its all-reduces moved by us.
+
+Nothing but one attribute of one module of it is replaced, see hooks.horovod_lib.
+"""
+
+import importlib
+import logging
+import sys
+from types import FrameType, ModuleType
+from typing import Any
+
+import torch
+
+from netbottleneck import env, job, launch, steps
+from netbottleneck.hooks.finish import finish, finish_at_exit
+from netbottleneck.hooks.horovod_lib import Between, Call, Route
+from netbottleneck.hooks.measured import Measured
+from netbottleneck.session import Session, open_session
+
+MODULE = "horovod.torch.mpi_ops"
+FRAMES = 8  # from the library's caller up to the optimizer that wants a gradient reduced
+
+logger = logging.getLogger("netbottleneck")
+
+
+class Stock:
+    """Horovod's own way, as one of a run's transports."""
+
+    name = "stock"
+
+    def __init__(self, mpi_ops: Any, route: Route) -> None:
+        self._mpi_ops = mpi_ops
+        self._route = route
+
+    def target(self, _gradients: Any) -> None:
+        """Send what the optimizer sends by Horovod."""
+        self._route.to_horovod()
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self._mpi_ops.barrier()
+
+    def info(self) -> dict[str, Any]:
+        """Return what the run's record says of Horovod."""
+        below = "mpi" if self._mpi_ops.mpi_enabled() else "gloo"
+        version = getattr(sys.modules.get("horovod"), "__version__", "")
+        return {"provider": f"horovod {version} over {below}", "done": "when it was seen at the wait"}
+
+    def wire(self) -> int | None:
+        """Return None: Horovod does not tell."""
+        return None
+
+    def close(self) -> None:
+        """Nothing: Horovod is the user's."""
+
+
+class Attached:
+    """A Horovod whose library we stand before, and the run that is measured, from its first gradient on."""
+
+    def __init__(self, mpi_ops: Any) -> None:
+        self._mpi_ops = mpi_ops
+        self._session: Session | None = None
+        self._refused = False
+        self.between = Between(mpi_ops.mpi_lib, self._opened, self.finish)
+        mpi_ops.mpi_lib = self.between
+
+    def finish(self) -> None:
+        """End the run, if there is one; the next one begins with the next optimizer's first gradient."""
+        session, self._session = self._session, None
+        self._refused = False
+        if session is not None:
+            finish(session)
+            job.stop()
+
+    def _opened(self, call: Call) -> Route | None:
+        """Begin a run, where the all-reduce is of an optimizer's gradient. Every rank comes here at its first one."""
+        if self._refused or call.op not in (steps.Average, steps.Sum):
+            return None
+        optimizer = _asking()
+        if optimizer is None:
+            return None
+        settings = env.settings()
+        place, size = launch.detect(settings), int(self._mpi_ops.size())
+        if (place.rank, place.size) != (int(self._mpi_ops.rank()), size):
+            self._refused = True
+            logger.warning(
+                "Horovod has %d ranks, but the launcher's variables (%s) say %d: it is not measured",
+                size,
+                place.launcher,
+                place.size,
+            )
+            return None
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p in optimizer._parameter_names]
+        named = [(str(optimizer._parameter_names[p]), p) for p in parameters if p.requires_grad and p.numel() > 0]
+        route = Route(named, size)
+        session = open_session(settings, model=type(optimizer).__name__, stock=Stock(self._mpi_ops, route))
+        route.stock_only = set(session.arms) <= {"stock", "bare"}
+        route.open(session.recorder)
+        Measured(session, route, optimizer, own_sync=False, bare=lambda on: setattr(route, "plain", on))
+        session.on_close.append(route.close)
+        finish_at_exit(session)
+        self._session = session
+        return route
+
+
+def attach() -> Attached:
+    """Stand before the library of the real Horovod, which is imported where it is not. A second call does nothing more.
+
+    Raises ImportError where Horovod is not installed.
+    """
+    return install(importlib.import_module(MODULE))
+
+
+def install(mpi_ops: ModuleType) -> Attached:
+    """Stand before the library of `horovod.torch.mpi_ops`."""
+    library = getattr(mpi_ops, "mpi_lib", None)
+    if library is None:
+        raise ImportError(f"{MODULE} is not Horovod's own: netbottleneck stands in for it, and measures its optimizers")
+    attached: Attached | None = mpi_ops.__dict__.get("_netbottleneck")
+    if attached is None:
+        attached = mpi_ops.__dict__["_netbottleneck"] = Attached(mpi_ops)
+    return attached
+
+
+def _asking() -> Any:
+    """Return the distributed optimizer in whose method we are, if we are in one."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(FRAMES):
+        if frame is None:
+            return None
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.optim.Optimizer) and hasattr(owner, "_parameter_names"):
+            return owner
+        frame = frame.f_back
+    return None

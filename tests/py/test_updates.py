@@ -1,0 +1,93 @@
+"""What counts as one update of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from netbottleneck.hooks.updates import Updates
+
+
+class Counting:
+    """Counts the updates of parameters, and says in which order things came."""
+
+    def __init__(self, *parameters: Any, optimizer: Any = None) -> None:
+        self.seen: list[str] = []
+        before: Callable[[], None] = lambda: self.seen.append("before")  # noqa: E731
+        self.updates = Updates(parameters, optimizer, before, lambda: self.seen.append("after"))
+
+
+class Subclass(torch.optim.SGD):
+    """A user's optimizer, whose step does more than that of the class it comes from."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise ArithmeticError
+        return super().step(closure)
+
+
+def parameter() -> Any:
+    made = torch.nn.Parameter(torch.ones(2))
+    made.grad = torch.ones(2)
+    return made
+
+
+def test_an_optimizer_of_other_parameters_counts_for_nothing() -> None:
+    mine, other = parameter(), parameter()
+    counted = Counting(mine)
+    torch.optim.SGD([other], lr=1.0).step()
+    assert counted.seen == []
+    torch.optim.SGD([other, mine], lr=1.0).step()
+    counted.updates.remove()
+    assert counted.seen == ["before", "after"]
+
+
+def test_the_first_of_two_optimizers_counts_and_the_second_takes_its_place() -> None:
+    mine = parameter()
+    counted = Counting(mine)
+    first, second = torch.optim.SGD([mine], lr=1.0), torch.optim.SGD([mine], lr=1.0)
+    for _ in range(2):
+        first.step()
+        second.step()
+    assert len(counted.seen) == 4
+    del first
+    second.step()
+    counted.updates.remove()
+    assert len(counted.seen) == 6
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_step_that_calls_another_class_s_step_is_one_update(known: bool) -> None:
+    mine = parameter()
+    torch.optim.SGD([parameter()], lr=1.0)  # torch tells of SGD's own step from now on
+    optimizer = Subclass([mine], lr=1.0)
+    counted = Counting(mine, optimizer=optimizer if known else None)
+    optimizer.step()
+    optimizer.step()
+    counted.updates.remove()
+    optimizer.step()
+    assert counted.seen == ["before", "after"] * 2
+
+
+def test_counting_goes_on_after_a_step_that_raised() -> None:
+    mine = parameter()
+    torch.optim.SGD([parameter()], lr=1.0)
+    optimizer = Subclass([mine], lr=1.0)
+    counted = Counting(mine)
+    optimizer.fails = True
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+    optimizer.fails = False
+    for _ in range(3):
+        optimizer.step()
+    counted.updates.remove()
+    assert counted.seen.count("after") == 3
+    assert counted.seen[-2:] == ["before", "after"]

@@ -88,6 +88,12 @@ def connect(
         return _connect(settings, place, recorder, transport or native(settings), streams, environ)
 
 
+def connect_at(settings: Settings, place: Place, meeting: rendezvous.Meeting) -> "_core.Comm":
+    """Return a communicator of the ranks that meet there; every one of them calls this. Raises as connect."""
+    with _explained(settings):
+        return _connect(settings, place, None, native(settings), None, meeting)
+
+
 @contextmanager
 def _explained(settings: Settings) -> Generator[None, None, None]:
     """Name the variable whose value an error is about."""
@@ -114,8 +120,9 @@ def _connect(
     recorder: "_core.Recorder | None",
     transport: str,
     streams: int | None,
-    environ: Mapping[str, str],
+    where: Mapping[str, str] | rendezvous.Meeting,
 ) -> "_core.Comm":
+    """Open a job whose ranks meet where `where` says: a meeting of its own, or what the environment holds."""
     module = core()
     options = {
         "tag": settings.tag(__version__),
@@ -139,9 +146,13 @@ def _connect(
     if place.size == 1:
         comm: _core.Comm = module.Comm(0, 1, secret=secrets.token_bytes(32), **options)
         return comm
-    meeting = rendezvous.choose(settings, place, environ)
-    # A worker group that torchrun starts again may find the agent's store as the one before left it.
-    key = f"netbottleneck/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{place.size}/{next(_process.meetings)}"
+    if isinstance(where, rendezvous.Meeting):
+        meeting, key = where, "netbottleneck"
+    else:
+        meeting = rendezvous.choose(settings, place, where)
+        # A worker group that torchrun starts again may find the agent's store as the one before left it.
+        restart = where.get("TORCHELASTIC_RESTART_COUNT", "0")
+        key = f"netbottleneck/{restart}/{place.size}/{next(_process.meetings)}"
     talk = meeting.talk(key, place, settings.start_timeout_s)
     if talk is None:
         return _meet_directly(module, settings, place, str(meeting.address), options)

@@ -40,7 +40,7 @@ def install() -> None:
     if DDP in sys.modules:
         _patch_ddp()
     else:
-        sys.meta_path.insert(0, _Later(DDP, _patch_at_first_model))
+        sys.meta_path.insert(0, _Later(DDP, _patch_torch))
     if MPI_OPS in sys.modules:
         _patch_horovod(sys.modules[MPI_OPS])
     else:
@@ -82,7 +82,21 @@ def _patch_ddp() -> None:
     ddp.install()
 
 
-def _patch_at_first_model(module: Any) -> None:
+def _name_backend() -> None:
+    """Make torch.distributed know the backend "nb"; all else of it is imported with its first group."""
+    import torch.distributed as dist
+
+    def create(options: Any, backend_options: Any) -> Any:
+        from netbottleneck.torch.backend.opening import create as made
+
+        return made(options, backend_options)
+
+    if dist.is_available():
+        dist.Backend.register_backend("nb", create, extended_api=True, devices=["cpu"])
+
+
+def _patch_torch(module: Any) -> None:
+    _name_backend()
     # `torch` itself may still be importing: whatever is built first comes after that.
     init = module.DistributedDataParallel.__init__
 

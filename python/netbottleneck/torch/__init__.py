@@ -3,7 +3,7 @@
 from netbottleneck.errors import HorovodInternalError, HostsUpdatedInterrupt
 from netbottleneck.members import ProcessSet, global_process_set
 from netbottleneck.process_sets import add_process_set, remove_process_set
-from netbottleneck.torch import elastic, mpi_ops
+from netbottleneck.torch import backend, elastic, mpi_ops
 from netbottleneck.torch.compression import Compression
 from netbottleneck.torch.functions import (
     allgather_object,
@@ -70,6 +70,8 @@ from netbottleneck.torch.mpi_ops import (
 )
 from netbottleneck.torch.optimizer import DistributedOptimizer
 from netbottleneck.torch.sync_batch_norm import SyncBatchNorm
+
+backend.register()
 
 __all__ = [
     "Adasum",

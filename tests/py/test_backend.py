@@ -1,0 +1,193 @@
+"""The torch.distributed backend "nb": the checks in scripts/ on one to four ranks, and how its processes end."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from conftest import Ranks
+
+from test_hvd import checks, thirds
+
+SCRIPTS = Path(__file__).parent / "scripts"
+# A rank that is missing is named soon.
+QUICK = {"NETBOTTLENECK_STALL_S": "1"}
+
+
+def run(ranks: Ranks, size: int, script: str, names: list[str], env: dict[str, str] | None = None) -> None:
+    """Run checks on all ranks; every rank must have passed each."""
+    for result in ranks(size, SCRIPTS / script, {**QUICK, **(env or {})}, args=names):
+        assert result.stdout.splitlines() == [f"ok {name}" for name in names]
+
+
+@pytest.mark.parametrize("names", thirds(checks("backend_checks.py")), ids=["a", "b", "c"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_what_torch_distributed_does(ranks: Ranks, size: int, names: list[str]) -> None:
+    run(ranks, size, "backend_checks.py", names)
+
+
+def test_the_name_for_the_cpu_alone_and_shared_memory(ranks: Ranks) -> None:
+    names = ["it_is_known_by_its_name", "tensors_are_moved_as_gloo_moves_them", "messages_come_in_order_of_their_tags"]
+    run(ranks, 2, "backend_checks.py", names, {"CHECKED_BACKEND": "cpu:nb", "NETBOTTLENECK_SHM": "1"})
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", checks("backend_training.py"))
+def test_training(ranks: Ranks, size: int, name: str, tmp_path: Path) -> None:
+    run(ranks, size, "backend_training.py", [name], {"CHECKPOINT": str(tmp_path / "checkpoint")})
+
+
+AGAIN = """
+import threading
+import torch, torch.distributed as dist
+import netbottleneck.torch
+for turn in range(20):
+    dist.init_process_group("nb")
+    group = dist.new_group([0])
+    value = torch.ones(3)
+    dist.all_reduce(value)
+    assert value[0] == dist.get_world_size()
+    dist.all_reduce(value, async_op=True).get_future().wait()
+    dist.destroy_process_group()
+    assert threading.active_count() == 1, threading.enumerate()
+"""
+
+
+def test_groups_come_and_go(ranks: Ranks) -> None:
+    ranks(2, AGAIN)
+
+
+END = """
+import sys
+import torch, torch.distributed as dist
+import netbottleneck.torch
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("nb")
+model = DistributedDataParallel(torch.nn.Linear(8, 8))
+for _ in range(3):
+    model(torch.ones(4, 8)).sum().backward()
+future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+if "others go on" in sys.argv and dist.get_rank() > 0:
+    pair = dist.new_group([1, 2], use_local_synchronization=True)
+    value = torch.full((2,), float(dist.get_rank()))
+    (dist.send if dist.get_rank() == 1 else dist.recv)(value, 3 - dist.get_rank())
+    assert value[0] == 1
+    dist.all_reduce(value, group=pair)
+print("end")
+if "destroys" in sys.argv:
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("how", ["destroys", "leaves"])
+def test_processes_end_well(ranks: Ranks, how: str) -> None:
+    for result in ranks(3, END, args=[how, "others go on"]):
+        assert result.stdout == "end\n"
+        assert "Traceback" not in result.stderr
+        assert "terminate" not in result.stderr
+
+
+KILLED = """
+import os, signal
+import torch, torch.distributed as dist
+import netbottleneck.torch
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("nb")
+model = DistributedDataParallel(torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)]), bucket_cap_mb=0.2)
+print("training", flush=True)
+try:
+    while True:
+        model(torch.ones(4, 256)).sum().backward()
+except RuntimeError as error:
+    print(str(error).splitlines()[0])
+try:
+    dist.all_reduce(torch.ones(2))
+except RuntimeError as error:
+    print("peer", error.peer)
+"""
+
+
+def test_a_rank_killed_in_training_is_named_on_the_others(ranks: Ranks) -> None:
+    job = ranks.start(3, KILLED)
+    for rank in range(3):
+        job.wait_for_line(rank, "training")
+    job.kill(1)
+    results = job.wait(check=False)
+    assert results[1].code == -signal.SIGKILL
+    for rank in (0, 2):
+        assert results[rank].code == 0, results[rank].stderr
+        assert re.search(r"PeerError: .*rank 1 ", results[rank].stdout), results[rank].stdout
+        assert "peer 1" in results[rank].stdout.splitlines()
+
+
+LEFT = """
+import torch, torch.distributed as dist
+import netbottleneck.torch
+dist.init_process_group("nb")
+dist.barrier()
+if dist.get_rank() == 1:
+    raise SystemExit("this rank cannot go on")
+dist.all_reduce(torch.ones(2))
+"""
+
+
+def test_a_rank_that_ends_early_is_named_on_the_others(ranks: Ranks) -> None:
+    results = ranks(3, LEFT, check=False)
+    assert [result.code for result in results] == [1, 1, 1]
+    for rank in (0, 2):
+        assert "PeerError" in results[rank].stderr
+        assert "rank 1 left" in results[rank].stderr
+
+
+BESIDE = """
+import torch, torch.distributed as dist
+import netbottleneck.torch as hvd
+dist.init_process_group("gloo")
+ours = dist.new_group([0, 1], backend="nb")
+theirs = dist.new_group([1, 2], backend="nb")
+for group in (ours, theirs):
+    if group != dist.GroupMember.NON_GROUP_MEMBER:
+        value = torch.tensor([float(dist.get_rank())])
+        dist.all_reduce(value, group=group)
+        assert value.item() == sum(dist.get_process_group_ranks(group))
+hvd.init()
+assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [3.0, 3.0]
+dist.destroy_process_group()
+hvd.shutdown()
+"""
+
+
+def test_groups_of_it_work_beside_gloo_and_horovods_api(ranks: Ranks) -> None:
+    ranks(3, BESIDE)
+
+
+def test_it_is_known_where_the_environment_asks_for_measuring(ranks: Ranks) -> None:
+    script = """
+import netbottleneck
+import torch, torch.distributed as dist
+dist.init_process_group("nb")
+value = torch.ones(2)
+dist.all_reduce(value)
+assert value[0] == 2
+"""
+    ranks(2, script, {"NETBOTTLENECK": "1"})
+
+
+def test_other_devices_have_the_backend_that_was_named(ranks: Ranks) -> None:
+    script = """
+import torch, torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg
+import netbottleneck.torch
+dist.init_process_group("cpu:nb,meta:fake")
+value = torch.ones(2)
+dist.all_reduce(value)
+assert value[0] == 2
+world = dist.group.WORLD
+assert world._device_types == [torch.device("cpu"), torch.device("meta")]
+dist.all_reduce(torch.ones(2, device="meta"))
+assert type(world._get_backend(torch.device("meta"))).__name__ == "FakeProcessGroup"
+dist.destroy_process_group()
+"""
+    ranks(2, script)

@@ -38,16 +38,22 @@ def missing() -> str:
     """Return what of Horovod this process does not find; "" where it is there."""
     if BUILT.is_dir() and str(BUILT) not in sys.path:
         sys.path.append(str(BUILT))
-    if importlib.util.find_spec("horovod") is None:
+    if _folder() is None:
         return "horovod is not installed"
     return "" if importlib.util.find_spec("torch") else "torch, by which it is called, is not installed"
 
 
+def _folder() -> FilePath | None:
+    """Return where Horovod itself is found; None for its name alone, which this package may give itself."""
+    spec = importlib.util.find_spec("horovod")
+    folders = (FilePath(folder) for folder in (spec and spec.submodule_search_locations) or ())
+    return next((folder for folder in folders if (folder / "torch").is_dir()), None)
+
+
 def without_mpi() -> str:
     """Return why the Horovod that is there has no MPI; "" where it has Open MPI's."""
-    spec = importlib.util.find_spec("horovod")
-    folders = [FilePath(folder) / "torch" for folder in (spec and spec.submodule_search_locations) or ()]
-    libraries = [library for folder in folders for library in folder.glob("mpi_lib*.so")]
+    folder = _folder()
+    libraries = [] if folder is None else (folder / "torch").glob("mpi_lib*.so")
     if any(_OPEN_MPI in library.read_bytes() for library in libraries):
         return ""
     return "the Horovod that is installed was built without Open MPI (tools/peers.sh builds it with it)"

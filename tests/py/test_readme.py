@@ -73,3 +73,11 @@ def test_what_a_page_names_exists(page):
 def test_every_verdict_is_explained():
     page = (ROOT / "docs" / "reading-the-report.md").read_text(encoding="utf-8")
     assert [code for code in CODES if f"`{code}`" not in page] == []
+
+
+def test_what_it_says_of_its_speed_stands_in_the_table_of_gates():
+    told = README[README.index("## How fast it is") : README.index("## tcp or ofi")]
+    rows = [line for line in (ROOT / "benchmarks" / "README.md").read_text().splitlines() if line.startswith("| T")]
+    figures = re.findall(r"\d\.\d{3} \[\d\.\d{3}, \d\.\d{3}\]", told)
+    assert len(figures) > 5
+    assert [figure for figure in figures if not any(figure in row for row in rows)] == []

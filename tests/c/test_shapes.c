@@ -120,9 +120,9 @@ static void layouts(struct test_rank *me) {
 }
 
 static void nothing(struct test_rank *me) {
-    static const char *const names[NB_OP_KINDS] = {"reduce", "gather", "scatter", "cast", "barrier", "all to all"};
+    static const char *const names[NB_OP_JOIN] = {"reduce", "gather", "scatter", "cast", "barrier", "all to all"};
     struct nb_segment none[3] = {{0}};
-    for (int kind = 0; kind < NB_OP_KINDS; kind++) {
+    for (int kind = 0; kind < NB_OP_JOIN; kind++) { // a join is never of nothing
         for (int count = 0; count < 4; count += 3) {
             struct nb_op op = {.name = names[kind], .kind = (enum nb_op_kind)kind, .dtype = NB_F64};
             op.segments = none;

@@ -227,8 +227,8 @@ def test_a_rank_tells_what_its_communicator_added(plain_ranks: Any) -> None:
     )
     said = [json.loads(result.stdout) for result in results]
     assert [each["wrong"] for each in said] == [0, 0, 0]
-    # Two lanes to each of two neighbours, beside the control connections: rank 0 has one to each other rank.
-    assert [each["connections"] for each in said] == [6, 5, 5]
+    # Two lanes to and from each of two neighbours, beside the control connections: rank 0 has one to each other rank.
+    assert [each["connections"] for each in said] == [10, 9, 9]
     assert all(each["setup_s"] > 0 and each["large_s"] > 0 for each in said)
 
 

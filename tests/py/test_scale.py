@@ -61,7 +61,7 @@ def test_connections_are_bounded_by_lanes_and_neighbours(size: int) -> None:
     comms = on_ranks(size, open_rank)
     listener.close()
     control = 2 * (size - 1)
-    ring = LANES * 2 * (size if size > 2 else 1)
+    ring = LANES * 2 * 2 * (size if size > 2 else 1)  # a connection each way, and both ends of it
     assert connected() - before == control + ring
     for count in (1, 1 << 10, 1 << 20):
 
@@ -73,7 +73,7 @@ def test_connections_are_bounded_by_lanes_and_neighbours(size: int) -> None:
         on_ranks(size, reduce)
     # Recursive doubling adds at most a partner a step, and one where ranks are no power of two.
     partners = 2 + math.ceil(math.log2(size)) + 1
-    assert connected() - before <= control + size * LANES * partners
+    assert connected() - before <= control + size * LANES * 2 * partners
     on_ranks(size, lambda rank: comms[rank].close())
 
 

@@ -72,7 +72,7 @@ static void one_layout(struct test_rank *me, size_t bytes, size_t piece, const c
     char name[NB_NAME_MAX];
     struct nb_op op = {.dtype = NB_U8, .segments = segments, .name = name};
     op.segment_count = lay_out(memory + 1, bytes, piece, 7, segments);
-    for (int kind = NB_OP_ALLREDUCE; kind < NB_OP_KINDS; kind++) {
+    for (int kind = NB_OP_ALLREDUCE; kind < NB_OP_JOIN; kind++) {
         size_t part = bytes / (size_t)me->size;
         op.kind = (enum nb_op_kind)kind;
         op.root = me->size - 1;

@@ -204,8 +204,11 @@ static inline void test_freeze(pthread_t thread) {
     struct sigaction action = {.sa_handler = test_stand_still};
     CHECK(pipe(test_ice) == 0 && sem_init(&test_frozen, 0, 0) == 0, "a pipe: %m");
     CHECK(sigaction(SIGUSR1, &action, NULL) == 0 && pthread_kill(thread, SIGUSR1) == 0, "a signal: %m");
-    while (sem_wait(&test_frozen) != 0) {
-        CHECK(errno == EINTR, "sem_wait: %m");
+    struct timespec until;
+    (void)clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += TEST_LIMIT_MS / 1000;
+    while (sem_timedwait(&test_frozen, &until) != 0) {
+        CHECK(errno == EINTR, "the thread does not stand still: %m");
     }
 }
 

@@ -38,6 +38,7 @@ WRAPPED = {
         *("malloc", "calloc", "realloc", "aligned_alloc", "posix_memalign", "free", "pthread_mutex_lock"),
         *("nb_job_main", "nb_job_turn", "nb_work_finish", "nb_drive_sleep", "nb_drive_lend"),
     ),
+    "test_leave": ("nb_local_progress", "nb_local_arm", "nb_local_tick", "nb_share_reduce"),
     "test_twofaults": ("nb_share_fold", "nb_share_spread", "nb_line_reduce"),
 }
 SKIPPED = 77

@@ -394,7 +394,7 @@ static bool is_late(const struct local *l, const struct nb_work *work, int rank)
     const struct nb_shm_area *mine = own_area(l);
     const struct nb_shm_area *area = nb_local_area(l, rank);
     if (work->local.stage == NB_LOCAL_SHARE_DONE) {
-        return atomic_load(&area->done) <= index;
+        return !work->local.staged && atomic_load(&area->done) <= index;
     }
     if (work->local.stage == NB_LOCAL_RUNS && work->local.staged) {
         bool parts = rank < l->parts; // else it neither folds nor reduces
@@ -406,18 +406,17 @@ static bool is_late(const struct local *l, const struct nb_work *work, int rank)
     return atomic_load(&area->ready) <= index;
 }
 
-// Whom an operation waits for: work->in.peer, and work->out.peer. Where nobody is late it stays as it was.
+// Whom an operation waits for: work->in.peer, and work->out.peer. This rank, where nobody else is late: the others may leave.
 static void laggard(const struct local *l, struct nb_work *work) {
     if (l->rails != NULL && nb_two_level_waits(l, work)) {
         return;
     }
-    for (int r = 0; r < l->size; r++) {
-        if (r != l->rank && is_late(l, work, r)) {
-            work->in.peer = job_rank(l, r);
-            work->out.peer = work->in.peer;
-            return;
-        }
+    int late = l->rank;
+    for (int r = 0; r < l->size && late == l->rank; r++) {
+        late = r != l->rank && is_late(l, work, r) ? r : late;
     }
+    work->in.peer = job_rank(l, late);
+    work->out.peer = work->in.peer;
 }
 
 void nb_local_tick(struct nb_job *job, int64_t now) {

@@ -88,6 +88,7 @@ int nb_loop_wait(struct nb_loop *loop, int timeout_ms) {
     }
     int events = 0;
     loop->count = n;
+    loop->vain = 0;
     for (int i = 0; i < n; i++) {
         void *owner = loop->batch[i].data.ptr;
         if (owner == loop) {
@@ -99,12 +100,16 @@ int nb_loop_wait(struct nb_loop *loop, int timeout_ms) {
         }
     }
     loop->count = 0;
-    return events;
+    return events - loop->vain;
 }
 
 void nb_loop_sleep(const struct nb_loop *loop, int timeout_ms) {
     struct epoll_event event; // level-triggered: it is told again
     (void)epoll_wait(loop->epoll_fd, &event, 1, timeout_ms);
+}
+
+void nb_loop_vain(struct nb_loop *loop) {
+    loop->vain++;
 }
 
 void nb_loop_wake(struct nb_loop *loop) {

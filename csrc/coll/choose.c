@@ -5,6 +5,10 @@
 #include <stddef.h>
 #include <string.h>
 
+// Who changes peers from step to step leaves the wire idle in between, which a ring never does: among 4 ranks at 1 Gbit/s
+// 16 MB took 1.2 times as long by halving, and 1 MB 1.2 times what its bytes would have by doubling.
+static const double CHANGING_PEERS = 1.2;
+
 int nb_algorithm_find(const char *name) {
     static const struct {
         const char *name;
@@ -40,20 +44,21 @@ double nb_cost_ns(const struct nb_costs *costs, enum nb_algorithm algorithm, int
     double s = (double)bytes;
     double p = (double)size;
     double whole = s * costs->beta_ns;
+    double stepped = size > 2 ? CHANGING_PEERS * whole : whole;
     double sums = s * costs->gamma_ns;
     double handed = fold * (2 * costs->alpha_ns + 2 * whole + sums); // to a neighbour, and back
-    double ring = 2 * (p - 1) / p * whole;
+    double parts = 2 * (p - 1) / p;                                  // of the line, that a rank sends
     switch (algorithm) {
     case NB_ALGORITHM_STAR:
         return 2 * (p - 1) * (whole + sums);
     case NB_ALGORITHM_DOUBLING:
-        return levels * (costs->alpha_ns + whole + sums) + 2 * sums + handed;
+        return levels * (costs->alpha_ns + stepped + sums) + 2 * sums + handed;
     case NB_ALGORITHM_HALVING:
-        return 2 * levels * costs->alpha_ns + ring + (p - 1) / p * sums + handed;
+        return 2 * levels * costs->alpha_ns + parts * stepped + (p - 1) / p * sums + handed;
     case NB_ALGORITHM_TWO_LEVEL:
         return costs->levels_ns + s * costs->levels_byte_ns + 2 * (hosts - 1.0) / hosts * whole;
     default:
-        return 2 * (p - 1) * costs->alpha_ns + ring;
+        return 2 * (p - 1) * costs->alpha_ns + parts * whole;
     }
 }
 

@@ -35,8 +35,10 @@ bool nb_costs_possible(const struct nb_costs *costs);
 // The time of an all-reduce of `bytes` among `size` ranks (alpha, beta, gamma as above, p ranks, S bytes, L = log2 p):
 // ring 2(p-1) alpha + 2(p-1)/p S beta, its sums hidden behind the wire; doubling L (alpha + S beta + S gamma) and two
 // copies; halving 2L alpha + 2(p-1)/p S beta + (p-1)/p S gamma. Where p is no power of two the last two pay for two more
-// exchanges of S. A star has its messages from the agreement: what it adds is 2(p-1) S beta at rank 0, (p-1) S gamma and
-// as many copies. Two levels over h hosts cost levels_ns + S levels_byte_ns + 2(h-1)/h S beta. Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in MPICH, 2005, 4.4.
+// exchanges of S. Among more than 2 ranks S beta of these two counts 1.2 times: they change peers. A star has its messages
+// from the agreement: what it adds is 2(p-1) S beta at rank 0, (p-1) S gamma and as many copies. Two levels over h hosts
+// cost levels_ns + S levels_byte_ns + 2(h-1)/h S beta. Thakur, Rabenseifner, Gropp: Optimization of collective
+// communication operations in MPICH, 2005, 4.4.
 double nb_cost_ns(const struct nb_costs *costs, enum nb_algorithm algorithm, int size, int hosts, size_t bytes);
 
 // What can be asked for, by name: "auto" is NONE. A negative number: no such name.

@@ -334,8 +334,11 @@ static int progress(struct nb_lane *base) {
 }
 
 static void ready(struct nb_watch *watch, uint32_t events) {
+    struct nb_ofi_lane *lane = NB_CONTAINER(watch, struct nb_ofi_lane, watch);
     (void)events;
-    progress_now(NB_CONTAINER(watch, struct nb_ofi_lane, watch));
+    if (progress_now(lane) == 0) {
+        nb_loop_vain(lane->config.loop); // arming it clears the descriptor
+    }
 }
 
 // A peer that took nothing while nothing is under way to it: its connection is being made. That makes no completion,

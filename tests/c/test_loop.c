@@ -95,6 +95,32 @@ static void test_removed_in_the_batch(void) {
     nb_loop_fini(&loop);
 }
 
+// Readable, and nothing there that its owner can take.
+static void on_ready_in_vain(struct nb_watch *watch, uint32_t events) {
+    struct end *end = NB_CONTAINER(watch, struct end, watch);
+    (void)events;
+    end->called++;
+    nb_loop_vain(end->loop);
+}
+
+static void test_in_vain(void) {
+    struct nb_loop loop;
+    struct end a;
+    struct end b;
+    CHECK(nb_loop_init(&loop, NULL) == 0, "init: %m");
+    end_open(&a, &loop, on_ready_in_vain);
+    end_open(&b, &loop, on_ready);
+    end_write(&a);
+    CHECK(nb_loop_wait(&loop, LIMIT_MS) == 0 && a.called == 1, "it was no news");
+    end_write(&b);
+    CHECK(nb_loop_wait(&loop, LIMIT_MS) == 1 && a.called == 2 && b.called == 1, "the other one was");
+    close(a.watch.fd);
+    close(a.write_fd);
+    close(b.watch.fd);
+    close(b.write_fd);
+    nb_loop_fini(&loop);
+}
+
 static void *wake(void *arg) {
     nb_loop_wake(arg);
     return NULL;
@@ -127,6 +153,7 @@ static void test_wake(void) {
 int main(void) {
     test_ready();
     test_removed_in_the_batch();
+    test_in_vain();
     test_wake();
     return 0;
 }

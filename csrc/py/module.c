@@ -363,6 +363,12 @@ static const PyMethodDef methods[] = {
     {"reduce_pair", WITH_KEYWORDS(module_reduce_pair),
      "reduce_pair(one, other, dtype, op)\n--\n\n"
      "one = other = one op other in one pass, as ranks that share memory do it: to test and to measure. SUM alone."},
+    {"simulate", core_simulate, METH_VARARGS,
+     "simulate(program, plan, cost, result, /)\n--\n\nFill the arrays of `result`, and return how many operations there"
+     " were.\n\nRaises ValueError for an input that cannot be."},
+    {"collective_shape", core_collective_shape, METH_VARARGS,
+     "collective_shape(algorithm, size, ranks_per_host, /)\n--\n\nReturn (steps, bytes out of a host for a byte, steps"
+     " inside a host, bytes inside it for a byte)."},
     {0},
 };
 

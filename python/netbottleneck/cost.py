@@ -23,7 +23,8 @@ class Cost:
     into or out of the fusion buffer, where an operation has more than one tensor. launch_ns: from the last rank's
     submission to a place in the queue. pipelined: sums, the wire and the host's inside go on together, else one after
     the other. ratio: bytes before over bytes after compression, on the wire; encode_byte_ns, decode_byte_ns: of an
-    uncompressed byte. contention: compute takes so many times as long while an operation is under way.
+    uncompressed byte. contention: compute takes so many times as long while an operation is under way. whole_sums: sums
+    are of uncompressed bytes.
 
     residual: what operations took, over what this says, less 1, from low to high. fitted_bytes: sizes that a fit saw;
     fitted_size: its ranks; poor: why it may not be trusted beyond them, "" where it may.
@@ -43,6 +44,7 @@ class Cost:
     encode_byte_ns: float = 0.0
     decode_byte_ns: float = 0.0
     contention: float = 1.0
+    whole_sums: bool = False
     residual: tuple[float, float] = (0.0, 0.0)
     fitted_bytes: tuple[int, int] | None = None
     fitted_size: int | None = None

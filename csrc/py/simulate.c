@@ -2,12 +2,14 @@
 #include "py/core.h"
 
 #include <errno.h>
+#include <stddef.h>
+#include <stdint.h>
 
 #include "base/error.h"
 #include "sim/shape.h"
 #include "sim/sim.h"
 
-enum { ARRAYS_MAX = 16, NUMBERS = 10, OP_FIELDS = sizeof(struct nb_sim_op) / sizeof(int64_t) };
+enum { ARRAYS_MAX = 16, NUMBERS = 11, OP_FIELDS = sizeof(struct nb_sim_op) / sizeof(int64_t) };
 
 struct arrays {
     Py_buffer views[ARRAYS_MAX];
@@ -116,9 +118,10 @@ static int parse_cost(struct arrays *arrays, PyObject *tuple, struct nb_sim_cost
     cost->whole_sums = (flags & 2) != 0;
     cost->add.clamped = (flags & 4) != 0;
     cost->add.count = (int)sizes;
-    double *const fields[NUMBERS] = {&cost->alpha_ns,       &cost->host_alpha_ns, &cost->byte_ns,   &cost->host_byte_ns,
-                                     &cost->add_byte_ns,    &cost->copy_byte_ns,  &cost->launch_ns, &cost->ratio,
-                                     &cost->encode_byte_ns, &cost->decode_byte_ns};
+    double *const fields[NUMBERS] = {&cost->alpha_ns,       &cost->host_alpha_ns, &cost->byte_ns,
+                                     &cost->host_byte_ns,   &cost->add_byte_ns,   &cost->copy_byte_ns,
+                                     &cost->launch_ns,      &cost->ratio,         &cost->encode_byte_ns,
+                                     &cost->decode_byte_ns, &cost->fixed_ns};
     for (int i = 0; i < NUMBERS; i++) {
         *fields[i] = number[i];
     }

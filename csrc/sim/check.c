@@ -78,9 +78,9 @@ static bool is_number(double x) {
 }
 
 static int check_cost(const struct nb_sim_program *program, const struct nb_sim_cost *cost, struct nb_error *err) {
-    const double numbers[] = {cost->alpha_ns,     cost->host_alpha_ns,  cost->byte_ns,
-                              cost->host_byte_ns, cost->add_byte_ns,    cost->copy_byte_ns,
-                              cost->launch_ns,    cost->encode_byte_ns, cost->decode_byte_ns};
+    const double numbers[] = {cost->alpha_ns,       cost->host_alpha_ns, cost->byte_ns,   cost->host_byte_ns,
+                              cost->add_byte_ns,    cost->copy_byte_ns,  cost->launch_ns, cost->encode_byte_ns,
+                              cost->decode_byte_ns, cost->fixed_ns};
     bool good = cost->size >= 1 && cost->ranks_per_host >= 1 && cost->ratio > 0 && isfinite(cost->ratio) &&
                 (int)cost->algorithm >= 0 && cost->algorithm < NB_SIM_ALGORITHMS &&
                 cost->contention >= NB_SIM_CONTENTION_ONE && cost->contention <= NB_SIM_CONTENTION_MAX;

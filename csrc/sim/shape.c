@@ -189,8 +189,9 @@ int nb_sim_phases(const struct nb_sim_cost *cost, int64_t bytes, int64_t members
     struct nb_sim_phase after = before;
     int64_t between = 0;
     int64_t inside = 0;
+    int64_t fixed = 0;
     if (to_ns(whole * (copy + cost->encode_byte_ns), &before.use[0].ns) < 0 ||
-        to_ns(whole * (copy + cost->decode_byte_ns), &after.use[0].ns) < 0 ||
+        to_ns(whole * (copy + cost->decode_byte_ns), &after.use[0].ns) < 0 || to_ns(cost->fixed_ns, &fixed) < 0 ||
         to_ns(shape.steps * cost->alpha_ns, &between) < 0 ||
         to_ns(shape.host_steps * cost->host_alpha_ns, &inside) < 0) {
         return -1;
@@ -200,7 +201,7 @@ int nb_sim_phases(const struct nb_sim_cost *cost, int64_t bytes, int64_t members
     if (count < 0) {
         return -1;
     }
-    phases[1].delay_ns = between + inside;
+    phases[1].delay_ns = fixed + between + inside;
     phases[count + 1] = after;
     return count + 2;
 }

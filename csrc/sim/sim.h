@@ -89,6 +89,7 @@ struct nb_sim_cost {
     double add_byte_ns;   // of a byte added to another, where there is no table
     double copy_byte_ns;  // of a byte into the fusion buffer, and again out of it, of more than one tensor
     double launch_ns;
+    double fixed_ns;       // of an operation, once it has its turn
     double ratio;          // bytes before over bytes after compression
     double encode_byte_ns; // of an uncompressed byte
     double decode_byte_ns;

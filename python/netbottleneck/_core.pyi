@@ -73,8 +73,8 @@ def simulate(
     program: starts, work_ns (int64), codes (int32), bytes (int64), kinds (int32), steps. plan: rule, in_flight,
     buckets, bucket_of (int32), fusion_bytes, cycle_ns. cost: algorithm, size, ranks_per_host, contention, flags (1:
     pipelined, 2: sums of uncompressed bytes, 4: the table is clamped), numbers (float64: alpha_ns, host_alpha_ns,
-    byte_ns, host_byte_ns, add_byte_ns, copy_byte_ns, launch_ns, ratio, encode_byte_ns, decode_byte_ns), the table's
-    bytes and ns (float64). result: reached_ns, passed_ns (int64), ops (int64, 8 each), op_of (int32), submit_ns
+    byte_ns, host_byte_ns, add_byte_ns, copy_byte_ns, launch_ns, ratio, encode_byte_ns, decode_byte_ns, fixed_ns), the
+    table's bytes and ns (float64). result: reached_ns, passed_ns (int64), ops (int64, 8 each), op_of (int32), submit_ns
     (int64).
 
     Raises ValueError for an input that cannot be, and for times that are too long."""

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
+from netbottleneck import _core
 from netbottleneck.links import UNLIMITED, Link, Table, at_least_0, positive
-from netbottleneck.trace import Trace
+from netbottleneck.plan import in_flight
+from netbottleneck.service import Service, line, services
+from netbottleneck.trace import PSEUDO, Trace, TransportInfo
 
-__all__ = ["ALGORITHMS", "UNLIMITED", "Cost", "Fit", "Link", "Table", "fit"]
+__all__ = ["ALGORITHMS", "UNLIMITED", "Cost", "Fit", "Link", "Table", "achievable", "fit", "nominal"]
 
+# A fit of fewer operations is poor, and one whose operations are off by more: the middle one, the last tenth.
+LEAST, MIDDLE_OFF, MOST_OFF = 8, 0.15, 0.5
+# The fewest streams within this part of the best rate count as its streams.
+GOOD = 0.98
 ALGORITHMS = ("ring", "two_level", "tree", "halving_doubling", "direct")
 
 
@@ -21,10 +32,10 @@ class Cost:
     alpha_ns: of each step between hosts; host_alpha_ns: within one. link: between hosts; host_bps: within one, None: no
     time. ranks_per_host share a link. add: of adding bytes to others, a table or ns of a byte. copy_byte_ns: of a byte
     into or out of the fusion buffer, where an operation has more than one tensor. launch_ns: from the last rank's
-    submission to a place in the queue. pipelined: sums, the wire and the host's inside go on together, else one after
-    the other. ratio: bytes before over bytes after compression, on the wire; encode_byte_ns, decode_byte_ns: of an
-    uncompressed byte. contention: compute takes so many times as long while an operation is under way. whole_sums: sums
-    are of uncompressed bytes.
+    submission to a place in the queue; fixed_ns: of an operation, once it has its turn. pipelined: sums, the wire and
+    the host's inside go on together, else one after the other. ratio: bytes before over bytes after compression, on the
+    wire; encode_byte_ns, decode_byte_ns: of an uncompressed byte. contention: compute takes so many times as long while
+    an operation is under way. whole_sums: sums are of uncompressed bytes.
 
     residual: what operations took, over what this says, less 1, from low to high. fitted_bytes: sizes that a fit saw;
     fitted_size: its ranks; poor: why it may not be trusted beyond them, "" where it may.
@@ -39,6 +50,7 @@ class Cost:
     add: Table | float = 0.0
     copy_byte_ns: float = 0.0
     launch_ns: float = 0.0
+    fixed_ns: float = 0.0
     pipelined: bool = True
     ratio: float = 1.0
     encode_byte_ns: float = 0.0
@@ -62,6 +74,7 @@ class Cost:
             host_alpha_ns=self.host_alpha_ns,
             copy_byte_ns=self.copy_byte_ns,
             launch_ns=self.launch_ns,
+            fixed_ns=self.fixed_ns,
             encode_byte_ns=self.encode_byte_ns,
             decode_byte_ns=self.decode_byte_ns,
         )
@@ -93,6 +106,7 @@ class Cost:
             add=replace(add, ns=tuple(t * factor for t in add.ns)) if isinstance(add, Table) else add * factor,
             copy_byte_ns=self.copy_byte_ns * factor,
             launch_ns=self.launch_ns * factor,
+            fixed_ns=self.fixed_ns * factor,
             encode_byte_ns=self.encode_byte_ns * factor,
             decode_byte_ns=self.decode_byte_ns * factor,
         )
@@ -133,8 +147,9 @@ class Fit:
     """A cost, and how well it explains the run that it is from.
 
     cost: with the achieved rate. residuals: what each operation took over what the cost says, less 1, in order of time.
-    count: operations. bytes_range: their sizes. reason: why the fit is poor, "" where it is not. in_flight: operations
-    that shared the link. achieved, achievable (by the probe), nominal: links, None where the run does not know."""
+    bytes_range: sizes of the operations. reason: why the fit is poor, "" where it is not. in_flight: operations that
+    shared the link. achieved, achievable (by the probe), nominal: links; None where the run does not know. notes: what
+    was assumed, in words."""
 
     cost: Cost
     transport: str
@@ -151,10 +166,120 @@ class Fit:
     def count(self) -> int:
         return len(self.residuals)
 
+    @property
+    def error(self) -> float:
+        """The middle deviation of an operation, relative."""
+        return float(np.median(np.abs(self.residuals)))
 
-def fit(trace: Trace, transport: str | None = None, *, algorithm: str | None = None, ranks_per_host: int = 1) -> Fit:
+
+def _infos(trace: Trace, transport: str) -> list[TransportInfo]:
+    """What ranks say of their transports: this one first, then the others that are measured."""
+    found = [info for rank in trace.ranks for info in rank.transports]
+    return sorted(found, key=lambda info: info.name != transport)
+
+
+def achievable(trace: Trace, transport: str) -> Link | None:
+    """Return what the run's probe reached with the streams it then used; None where there was no probe."""
+    for info in _infos(trace, transport):
+        rates = {probe.lanes: probe.bits_per_s for probe in info.probe if probe.bits_per_s > 0}
+        if rates:
+            best = max(rates.values())
+            fewest = min(lanes for lanes, rate in rates.items() if rate >= GOOD * best)
+            return Link(best, info.streams_used or fewest, rates.get(1))
+    return None
+
+
+def nominal(trace: Trace) -> Link | None:
+    """Return the link that the run was given, or that its interface claims; None where neither is known."""
+    if trace.network is not None and trace.network.link_bps:
+        flows = trace.network.flow_bps
+        return Link(trace.network.link_bps, max(1, len(flows)), min(flows) if flows else None)
+    told = [info.link_bps for rank in trace.ranks for info in rank.transports if info.link_bps]
+    return Link(min(told)) if told else None
+
+
+def _why_poor(rows: Sequence[Service], residuals: NDArray[np.float64], alpha_known: bool) -> str:
+    sizes = {row.nbytes for row in rows}
+    off = np.abs(residuals)
+    said = []
+    if len(rows) < LEAST:
+        said.append(f"only {len(rows)} operations")
+    if len(sizes) == 1 and not alpha_known:
+        said.append("all operations have one size: what a byte costs is not told from what an operation costs")
+    if float(np.median(off)) > MIDDLE_OFF or float(np.quantile(off, 0.9)) > MOST_OFF:
+        said.append(
+            f"half of the operations are off by {np.median(off):.0%} and more, a tenth by {np.quantile(off, 0.9):.0%}"
+        )
+    return "; ".join(said)
+
+
+def _interval(rows: Sequence[Service], expected: NDArray[np.float64]) -> tuple[float, float]:
+    """What the operations of a step took together, over what they should have, less 1: 5 % and 95 % of the steps."""
+    steps = np.unique([row.step for row in rows], return_inverse=True)[1]
+    took = np.bincount(steps, [row.ns for row in rows])
+    low, high = np.quantile(took / np.bincount(steps, expected) - 1, [0.05, 0.95])
+    return max(-0.99, min(0.0, float(low))), max(0.0, float(high))
+
+
+def fit(
+    trace: Trace, transport: str | None = None, *, algorithm: str | None = None, ranks_per_host: int | None = None
+) -> Fit:
     """Return what the operations of one transport cost in this run.
 
-    transport: None: the first that recorded its operations; algorithm: None: what the run says, or a ring.
-    Raises ValueError where the run has no finished all-reduce of that transport."""
-    raise NotImplementedError
+    The time of an operation, from its last rank's submission to its end and less what it shared with others, is
+    steps x alpha + bytes x beta by the formula of its algorithm. transport: None: the first that recorded operations.
+    algorithm: None: what the run says, or a ring. ranks_per_host: None: as the hosts' ids say.
+
+    Raises ValueError where the run has no all-reduce of that transport that all ranks finished in a step."""
+    names = [transport] if transport is not None else [t for t in trace.transports if t not in PSEUDO]
+    for name in names:
+        flying = in_flight(trace, name)
+        formula, rows = services(trace, name, flying)
+        rows = [row for row in rows if row.ns > 0]
+        if rows and trace.size > 1:
+            break
+    else:
+        raise ValueError(f"no all-reduce over {transport or 'any transport'} that all ranks finished in a step")
+    chosen = algorithm or formula
+    if chosen not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {chosen!r}")
+    hosts = Counter(rank.host_id for rank in trace.ranks if rank.host_id)
+    inside = ranks_per_host or max(hosts.values(), default=1)
+    return _fitted(trace, name, chosen, inside, rows, flying)
+
+
+def _fitted(trace: Trace, name: str, algorithm: str, inside: int, rows: Sequence[Service], flying: int) -> Fit:
+    shape = _core.collective_shape(ALGORITHMS.index(algorithm), trace.size, inside)
+    steps, wire, host_steps, host_wire = shape
+    told = next((info.costs for info in _infos(trace, name) if info.name == name and len(info.costs) >= 3), ())
+    known = float(told[0]) * (steps or host_steps) if told else None
+    one_size = len({row.nbytes for row in rows}) == 1
+    a, b = line([r.nbytes for r in rows], [r.ns for r in rows], known if one_size else None)
+    expected = np.array([a + b * row.nbytes for row in rows])
+    residuals = np.array([row.ns for row in rows]) / np.maximum(expected, 1.0) - 1
+    launches = [row.launch_ns for row in rows if row.launch_ns is not None]
+    alpha_ns = min(a, known) if known is not None else a
+    rate_bps = 8e9 * (wire or host_wire) / b if b > 0 else UNLIMITED
+    sizes = (min(row.nbytes for row in rows), max(row.nbytes for row in rows))
+    why = _why_poor(rows, residuals, known is not None)
+    notes = [f"{algorithm} of {trace.size} ranks, {inside} on a host"]
+    if known is None:
+        notes.append("what an operation costs whatever its size is taken for its steps'")
+    link = Link(rate_bps) if wire else Link(UNLIMITED)
+    cost = Cost(
+        algorithm=algorithm,
+        alpha_ns=alpha_ns / steps if steps else 0.0,
+        host_alpha_ns=alpha_ns / host_steps if host_steps and not steps else 0.0,
+        fixed_ns=a - alpha_ns,
+        link=link,
+        host_bps=None if wire else rate_bps,
+        ranks_per_host=inside,
+        launch_ns=float(np.median(launches)) if launches else 0.0,
+        add=float(told[2]) if told else 0.0,
+        residual=_interval(rows, expected),
+        fitted_bytes=sizes,
+        fitted_size=trace.size,
+        poor=why,
+    )
+    far = achievable(trace, name)
+    return Fit(cost, name, tuple(residuals.tolist()), sizes, why, flying, link, far, nominal(trace), tuple(notes))

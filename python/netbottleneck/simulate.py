@@ -81,6 +81,7 @@ def _cost_arrays(cost: Cost, workers: int) -> tuple[int, int, int, int, int, Any
             cost.ratio,
             cost.encode_byte_ns,
             cost.decode_byte_ns,
+            cost.fixed_ns,
         ]
     )
     points = np.array([table.bytes, table.ns], np.float64)[:, : len(table.bytes) * is_table]

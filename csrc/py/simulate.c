@@ -16,22 +16,38 @@ struct arrays {
     int count;
 };
 
-// Its elements, or NULL with an exception; *count: how many.
-static void *take(struct arrays *arrays, PyObject *object, const char *name, size_t element, Py_ssize_t *count) {
+// An array of an argument: where its address and its number of elements go; `room`: it is written to.
+struct array {
+    const char *name;
+    size_t element;
+    const void **at;
+    Py_ssize_t *count;
+    bool room;
+};
+
+static int take(struct arrays *arrays, PyObject *object, const struct array *array) {
     Py_buffer *view = &arrays->views[arrays->count];
-    bool writable = count == NULL;
-    if (PyObject_GetBuffer(object, view, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0) {
-        return NULL;
+    if (PyObject_GetBuffer(object, view, array->room ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0) {
+        return -1;
     }
     arrays->count++;
-    if ((size_t)view->len % element != 0 || (uintptr_t)view->buf % element != 0) {
-        PyErr_Format(PyExc_ValueError, "%s has %zd bytes, no array of elements of %zu", name, view->len, element);
-        return NULL;
+    if ((size_t)view->len % array->element != 0 || (uintptr_t)view->buf % array->element != 0) {
+        PyErr_Format(PyExc_ValueError, "%s has %zd bytes, no array of elements of %zu", array->name, view->len,
+                     array->element);
+        return -1;
     }
-    if (count != NULL) {
-        *count = view->len / (Py_ssize_t)element;
+    *array->at = view->buf;
+    *array->count = view->len / (Py_ssize_t)array->element;
+    return 0;
+}
+
+static int take_all(struct arrays *arrays, PyObject *const *objects, const struct array *wanted, int count) {
+    for (int i = 0; i < count; i++) {
+        if (take(arrays, objects[i], &wanted[i]) < 0) {
+            return -1;
+        }
     }
-    return view->buf;
+    return 0;
 }
 
 static int need(const char *name, Py_ssize_t count, int64_t wanted) {
@@ -42,23 +58,31 @@ static int need(const char *name, Py_ssize_t count, int64_t wanted) {
     return -1;
 }
 
+static int check_starts(const int64_t *starts, Py_ssize_t count, Py_ssize_t items) {
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (starts[i] < (i > 0 ? starts[i - 1] : 0) || starts[i] > items) {
+            PyErr_Format(PyExc_ValueError, "starts[%zd] is %lld, of %zd items", i, (long long)starts[i], items);
+            return -1;
+        }
+    }
+    return 0;
+}
+
 static int parse_program(struct arrays *arrays, PyObject *tuple, struct nb_sim_program *program, Py_ssize_t *items) {
     PyObject *object[5];
     Py_ssize_t starts;
     Py_ssize_t codes;
     Py_ssize_t tensors;
     Py_ssize_t kinds;
+    const struct array wanted[5] = {{"starts", sizeof(int64_t), (const void **)&program->starts, &starts, false},
+                                    {"work_ns", sizeof(int64_t), (const void **)&program->work_ns, items, false},
+                                    {"codes", sizeof(int32_t), (const void **)&program->codes, &codes, false},
+                                    {"bytes", sizeof(int64_t), (const void **)&program->bytes, &tensors, false},
+                                    {"kinds", sizeof(int32_t), (const void **)&program->kinds, &kinds, false}};
     if (!PyArg_ParseTuple(tuple, "OOOOOi:program", &object[0], &object[1], &object[2], &object[3], &object[4],
-                          &program->steps)) {
-        return -1;
-    }
-    program->starts = take(arrays, object[0], "starts", sizeof(int64_t), &starts);
-    program->work_ns = program->starts != NULL ? take(arrays, object[1], "work_ns", sizeof(int64_t), items) : NULL;
-    program->codes = program->work_ns != NULL ? take(arrays, object[2], "codes", sizeof(int32_t), &codes) : NULL;
-    program->bytes = program->codes != NULL ? take(arrays, object[3], "bytes", sizeof(int64_t), &tensors) : NULL;
-    program->kinds = program->bytes != NULL ? take(arrays, object[4], "kinds", sizeof(int32_t), &kinds) : NULL;
-    if (program->kinds == NULL || need("starts", starts, 2) < 0 || need("codes", codes, *items) < 0 ||
-        need("kinds", kinds, tensors) < 0) {
+                          &program->steps) ||
+        take_all(arrays, object, wanted, 5) < 0 || need("starts", starts, 2) < 0 || need("codes", codes, *items) < 0 ||
+        need("kinds", kinds, tensors) < 0 || check_starts(program->starts, starts, *items) < 0) {
         return -1;
     }
     if (starts > INT32_MAX || tensors > INT32_MAX) {
@@ -67,13 +91,6 @@ static int parse_program(struct arrays *arrays, PyObject *tuple, struct nb_sim_p
     }
     program->ranks = (int)starts - 1;
     program->tensors = (int)tensors;
-    for (Py_ssize_t i = 0; i < starts; i++) {
-        if (program->starts[i] < (i > 0 ? program->starts[i - 1] : 0) || program->starts[i] > *items) {
-            PyErr_Format(PyExc_ValueError, "starts[%zd] is %lld, of %zd items", i, (long long)program->starts[i],
-                         *items);
-            return -1;
-        }
-    }
     return 0;
 }
 
@@ -90,9 +107,8 @@ static int parse_plan(struct arrays *arrays, PyObject *tuple, int tensors, struc
     plan->rule = (enum nb_sim_rule)rule;
     plan->fusion_bytes = fusion_bytes;
     plan->cycle_ns = cycle_ns;
-    plan->bucket_of = take(arrays, object, "bucket_of", sizeof(int32_t), &count);
-    bool dynamic = plan->rule == NB_SIM_HOROVOD || plan->rule == NB_SIM_PAPER2020;
-    return plan->bucket_of == NULL ? -1 : need("bucket_of", count, dynamic ? 0 : tensors);
+    const struct array wanted = {"bucket_of", sizeof(int32_t), (const void **)&plan->bucket_of, &count, false};
+    return take(arrays, object, &wanted) < 0 ? -1 : need("bucket_of", count, tensors);
 }
 
 static int parse_cost(struct arrays *arrays, PyObject *tuple, struct nb_sim_cost *cost) {
@@ -106,11 +122,12 @@ static int parse_cost(struct arrays *arrays, PyObject *tuple, struct nb_sim_cost
                           &flags, &object[0], &object[1], &object[2])) {
         return -1;
     }
-    const double *number = take(arrays, object[0], "numbers", sizeof(double), &numbers);
-    cost->add.bytes = number != NULL ? take(arrays, object[1], "table bytes", sizeof(double), &sizes) : NULL;
-    cost->add.ns = cost->add.bytes != NULL ? take(arrays, object[2], "table ns", sizeof(double), &times) : NULL;
-    if (cost->add.ns == NULL || need("numbers", numbers, NUMBERS) < 0 || need("table ns", times, sizes) < 0 ||
-        need("table", INT32_MAX - sizes, 0) < 0) {
+    const double *number;
+    const struct array wanted[3] = {{"numbers", sizeof(double), (const void **)&number, &numbers, false},
+                                    {"table bytes", sizeof(double), (const void **)&cost->add.bytes, &sizes, false},
+                                    {"table ns", sizeof(double), (const void **)&cost->add.ns, &times, false}};
+    if (take_all(arrays, object, wanted, 3) < 0 || need("numbers", numbers, NUMBERS) < 0 ||
+        need("table ns", times, sizes) < 0 || need("table", INT32_MAX - sizes, 0) < 0) {
         return -1;
     }
     cost->algorithm = (enum nb_sim_algorithm)algorithm;
@@ -128,39 +145,33 @@ static int parse_cost(struct arrays *arrays, PyObject *tuple, struct nb_sim_cost
     return 0;
 }
 
-static int room(const struct arrays *arrays, const char *name, size_t element, int64_t wanted) {
-    return need(name, arrays->views[arrays->count - 1].len / (Py_ssize_t)element, wanted);
-}
-
 static int parse_result(struct arrays *arrays, PyObject *tuple, const struct nb_sim_program *program, Py_ssize_t items,
                         struct nb_sim_result *result) {
     PyObject *object[5];
+    Py_ssize_t count[5];
     int64_t cells = (int64_t)program->steps * program->tensors;
-    if (!PyArg_ParseTuple(tuple, "OOOOO:result", &object[0], &object[1], &object[2], &object[3], &object[4])) {
-        return -1;
-    }
+    const struct array wanted[5] = {
+        {"reached_ns", sizeof(int64_t), (const void **)&result->reached_ns, &count[0], true},
+        {"passed_ns", sizeof(int64_t), (const void **)&result->passed_ns, &count[1], true},
+        {"ops", sizeof(int64_t), (const void **)&result->ops, &count[2], true},
+        {"op_of", sizeof(int32_t), (const void **)&result->op_of, &count[3], true},
+        {"submit_ns", sizeof(int64_t), (const void **)&result->submit_ns, &count[4], true},
+    };
     if (program->steps < 1 || cells > INT32_MAX) {
         PyErr_Format(PyExc_ValueError, "%d steps of %d tensors", program->steps, program->tensors);
         return -1;
     }
-    result->reached_ns = take(arrays, object[0], "reached_ns", sizeof(int64_t), NULL);
-    if (result->reached_ns == NULL || room(arrays, "reached_ns", sizeof(int64_t), items) < 0) {
+    const int64_t room[5] = {items, items, cells * OP_FIELDS, cells, cells * program->ranks};
+    if (!PyArg_ParseTuple(tuple, "OOOOO:result", &object[0], &object[1], &object[2], &object[3], &object[4]) ||
+        take_all(arrays, object, wanted, 5) < 0) {
         return -1;
     }
-    result->passed_ns = take(arrays, object[1], "passed_ns", sizeof(int64_t), NULL);
-    if (result->passed_ns == NULL || room(arrays, "passed_ns", sizeof(int64_t), items) < 0) {
-        return -1;
+    for (int i = 0; i < 5; i++) {
+        if (need(wanted[i].name, count[i], room[i]) < 0) {
+            return -1;
+        }
     }
-    result->ops = take(arrays, object[2], "ops", sizeof(int64_t), NULL);
-    if (result->ops == NULL || room(arrays, "ops", sizeof(int64_t), cells * OP_FIELDS) < 0) {
-        return -1;
-    }
-    result->op_of = take(arrays, object[3], "op_of", sizeof(int32_t), NULL);
-    if (result->op_of == NULL || room(arrays, "op_of", sizeof(int32_t), cells) < 0) {
-        return -1;
-    }
-    result->submit_ns = take(arrays, object[4], "submit_ns", sizeof(int64_t), NULL);
-    return result->submit_ns == NULL ? -1 : room(arrays, "submit_ns", sizeof(int64_t), cells * program->ranks);
+    return 0;
 }
 
 PyObject *core_simulate(PyObject *Py_UNUSED(module), PyObject *args) {

@@ -13,15 +13,13 @@ from numpy.typing import NDArray
 from netbottleneck import _core
 from netbottleneck.links import UNLIMITED, Link, Table, at_least_0, positive
 from netbottleneck.plan import in_flight
-from netbottleneck.service import Service, line, services
-from netbottleneck.trace import PSEUDO, Trace, TransportInfo
+from netbottleneck.service import Service, achievable, line, nominal, services, step_and_sum
+from netbottleneck.trace import PSEUDO, Trace
 
 __all__ = ["ALGORITHMS", "UNLIMITED", "Cost", "Fit", "Link", "Table", "achievable", "fit", "nominal"]
 
 # A fit of fewer operations is poor, and one whose operations are off by more: the middle one, the last tenth.
 LEAST, MIDDLE_OFF, MOST_OFF = 8, 0.15, 0.5
-# The fewest streams within this part of the best rate count as its streams.
-GOOD = 0.98
 ALGORITHMS = ("ring", "two_level", "tree", "halving_doubling", "direct")
 
 
@@ -172,32 +170,6 @@ class Fit:
         return float(np.median(np.abs(self.residuals)))
 
 
-def _infos(trace: Trace, transport: str) -> list[TransportInfo]:
-    """What ranks say of their transports: this one first, then the others that are measured."""
-    found = [info for rank in trace.ranks for info in rank.transports]
-    return sorted(found, key=lambda info: info.name != transport)
-
-
-def achievable(trace: Trace, transport: str) -> Link | None:
-    """Return what the run's probe reached with the streams it then used; None where there was no probe."""
-    for info in _infos(trace, transport):
-        rates = {probe.lanes: probe.bits_per_s for probe in info.probe if probe.bits_per_s > 0}
-        if rates:
-            best = max(rates.values())
-            fewest = min(lanes for lanes, rate in rates.items() if rate >= GOOD * best)
-            return Link(best, info.streams_used or fewest, rates.get(1))
-    return None
-
-
-def nominal(trace: Trace) -> Link | None:
-    """Return the link that the run was given, or that its interface claims; None where neither is known."""
-    if trace.network is not None and trace.network.link_bps:
-        flows = trace.network.flow_bps
-        return Link(trace.network.link_bps, max(1, len(flows)), min(flows) if flows else None)
-    told = [info.link_bps for rank in trace.ranks for info in rank.transports if info.link_bps]
-    return Link(min(told)) if told else None
-
-
 def _why_poor(rows: Sequence[Service], residuals: NDArray[np.float64], alpha_known: bool) -> str:
     sizes = {row.nbytes for row in rows}
     off = np.abs(residuals)
@@ -248,38 +220,48 @@ def fit(
     return _fitted(trace, name, chosen, inside, rows, flying)
 
 
+def _launch_ns(rows: Sequence[Service]) -> float:
+    launches = [row.launch_ns for row in rows if row.launch_ns is not None]
+    return float(np.median(launches)) if launches else 0.0
+
+
+def _cost(algorithm: str, size: int, inside: int, parts: tuple[float, float, float], add: float) -> Cost:
+    """Parts: ns of an operation, of them in its steps, ns of a byte."""
+    fixed_ns, in_steps, byte_ns = parts
+    shape = _core.collective_shape(ALGORITHMS.index(algorithm), size, inside)
+    steps, share = shape[:2] if shape[1] else shape[2:]
+    alpha_ns = in_steps / steps if steps else 0.0
+    bps = 8e9 * share / byte_ns if byte_ns > 0 else UNLIMITED
+    if shape[1]:
+        cost = Cost(algorithm, alpha_ns, Link(bps), inside)
+    else:
+        cost = Cost(algorithm, host_alpha_ns=alpha_ns, host_bps=bps, ranks_per_host=inside)
+    return replace(cost, fixed_ns=fixed_ns - in_steps, add=add)
+
+
 def _fitted(trace: Trace, name: str, algorithm: str, inside: int, rows: Sequence[Service], flying: int) -> Fit:
     shape = _core.collective_shape(ALGORITHMS.index(algorithm), trace.size, inside)
-    steps, wire, host_steps, host_wire = shape
-    told = next((info.costs for info in _infos(trace, name) if info.name == name and len(info.costs) >= 3), ())
-    known = float(told[0]) * (steps or host_steps) if told else None
+    step_ns, add = step_and_sum(trace, name)
+    known = None if step_ns is None else step_ns * (shape[0] if shape[1] else shape[2])
     one_size = len({row.nbytes for row in rows}) == 1
     a, b = line([r.nbytes for r in rows], [r.ns for r in rows], known if one_size else None)
     expected = np.array([a + b * row.nbytes for row in rows])
     residuals = np.array([row.ns for row in rows]) / np.maximum(expected, 1.0) - 1
-    launches = [row.launch_ns for row in rows if row.launch_ns is not None]
-    alpha_ns = min(a, known) if known is not None else a
-    rate_bps = 8e9 * (wire or host_wire) / b if b > 0 else UNLIMITED
     sizes = (min(row.nbytes for row in rows), max(row.nbytes for row in rows))
     why = _why_poor(rows, residuals, known is not None)
     notes = [f"{algorithm} of {trace.size} ranks, {inside} on a host"]
+    in_steps = a
     if known is None:
         notes.append("what an operation costs whatever its size is taken for its steps'")
-    link = Link(rate_bps) if wire else Link(UNLIMITED)
-    cost = Cost(
-        algorithm=algorithm,
-        alpha_ns=alpha_ns / steps if steps else 0.0,
-        host_alpha_ns=alpha_ns / host_steps if host_steps and not steps else 0.0,
-        fixed_ns=a - alpha_ns,
-        link=link,
-        host_bps=None if wire else rate_bps,
-        ranks_per_host=inside,
-        launch_ns=float(np.median(launches)) if launches else 0.0,
-        add=float(told[2]) if told else 0.0,
+    else:
+        in_steps = min(a, known)
+    cost = replace(
+        _cost(algorithm, trace.size, inside, (a, in_steps, b), add),
+        launch_ns=_launch_ns(rows),
         residual=_interval(rows, expected),
         fitted_bytes=sizes,
         fitted_size=trace.size,
         poor=why,
     )
     far = achievable(trace, name)
-    return Fit(cost, name, tuple(residuals.tolist()), sizes, why, flying, link, far, nominal(trace), tuple(notes))
+    return Fit(cost, name, tuple(residuals.tolist()), sizes, why, flying, cost.link, far, nominal(trace), tuple(notes))

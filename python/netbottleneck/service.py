@@ -1,4 +1,4 @@
-"""How long operations would have taken alone: what they took, less what they waited for and shared with others."""
+"""What a run says of its transports: what operations would have taken alone, what links reached, what steps cost."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from netbottleneck.links import Link
 from netbottleneck.scaling import counted, last_entries
-from netbottleneck.trace import Collective, Trace
+from netbottleneck.trace import Collective, Trace, TransportInfo
 
 # How a run names what csrc/sim/shape.h has a formula for; csrc/coll/choose.h is what names them. Gloo's own are rings.
 FORMULAS = (
@@ -24,6 +25,8 @@ FORMULAS = (
     ("direct", "direct"),
     ("star", "direct"),
 )
+# The fewest streams within this part of the best rate count as its streams.
+GOOD = 0.98
 ROUNDS = 20
 # Beyond so many times the middle deviation, a sample counts less (Huber; 1.4826 makes it a normal one's).
 HUBER = 1.5 * 1.4826
@@ -46,16 +49,21 @@ def formula(algorithm: str | None) -> str:
     return next((name for part, name in FORMULAS if part in (algorithm or "ring")), "ring")
 
 
+def _rows(trace: Trace, transport: str) -> list[Collective]:
+    """The finished all-reduces of counted steps; of all steps where none is counted."""
+    own = [(step.rank, step.index) for step in counted(trace) if step.transport == transport]
+    inside = set(own or [(step.rank, step.index) for step in trace.steps if step.transport == transport])
+    rows = [c for c in trace.collectives if c.transport == transport and c.kind == "allreduce" and c.tensor_bytes > 0]
+    return [row for row in rows if row.finished and (row.rank, row.step) in inside]
+
+
 def _operations(trace: Trace, transport: str) -> tuple[str, list[list[Collective]]]:
-    """The all-reduces of counted steps that all ranks finished, by operation; only those of the main algorithm."""
-    inside = {(step.rank, step.index) for step in counted(trace) if step.transport == transport}
-    inside = inside or {(step.rank, step.index) for step in trace.steps if step.transport == transport}
+    """The formula that most bytes went by, and what went by it and all ranks finished, by operation."""
     groups: dict[tuple[str, int, int, int], list[Collective]] = defaultdict(list)
-    for row in trace.collectives:
-        if row.transport == transport and row.kind == "allreduce" and row.finished and (row.rank, row.step) in inside:
-            groups[row.match].append(row)
-    recorded = len({row.rank for rows in groups.values() for row in rows})
-    whole = [rows for rows in groups.values() if len(rows) == recorded and rows[0].tensor_bytes > 0]
+    for row in _rows(trace, transport):
+        groups[row.match].append(row)
+    recorded = max((len(rows) for rows in groups.values()), default=0)
+    whole = [rows for rows in groups.values() if len(rows) == recorded]
     weight: Counter[str] = Counter()
     for rows in whole:
         weight[formula(rows[0].algorithm)] += rows[0].tensor_bytes
@@ -125,3 +133,35 @@ def line(nbytes: Iterable[float], ns: Iterable[float], fixed_ns: float | None = 
         limit = max(HUBER * float(np.median(off)), 1e-6)
         weight = np.minimum(1.0, limit / np.maximum(off, 1e-12))
     return a, b
+
+
+def _infos(trace: Trace, transport: str) -> list[TransportInfo]:
+    """What ranks say of their transports: this one first, then the others that are measured."""
+    found = [info for rank in trace.ranks for info in rank.transports]
+    return sorted(found, key=lambda info: info.name != transport)
+
+
+def achievable(trace: Trace, transport: str) -> Link | None:
+    """Return what the run's probe reached with the streams it then used; None where there was no probe."""
+    for info in _infos(trace, transport):
+        rates = {probe.lanes: probe.bits_per_s for probe in info.probe if probe.bits_per_s > 0}
+        if rates:
+            best = max(rates.values())
+            fewest = min(lanes for lanes, rate in rates.items() if rate >= GOOD * best)
+            return Link(best, info.streams_used or fewest, rates.get(1))
+    return None
+
+
+def nominal(trace: Trace) -> Link | None:
+    """Return the link that the run was given, or that its interface claims; None where neither is known."""
+    if trace.network is not None and trace.network.link_bps:
+        flows = trace.network.flow_bps
+        return Link(trace.network.link_bps, max(1, len(flows)), min(flows) if flows else None)
+    told = [info.link_bps for rank in trace.ranks for info in rank.transports if info.link_bps]
+    return Link(min(told)) if told else None
+
+
+def step_and_sum(trace: Trace, transport: str) -> tuple[float | None, float]:
+    """Ns of a step and of a byte added, where the job has measured them: csrc/coll/choose.h."""
+    found = [info.costs for info in _infos(trace, transport) if info.name == transport and len(info.costs) >= 3]
+    return (float(found[0][0]), float(found[0][2])) if found else (None, 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,27 +55,33 @@ def _gap(step: Step, ready_ns: int) -> tuple[int, int]:
     return (ready_ns, min(begins)) if step.transport == BARE and begins else (ready_ns, ready_ns)
 
 
+def _wait_begin(step: Step, ready_ns: int) -> int:
+    """When the rank waited for its operations: after its last gradient, at the latest before its update."""
+    if step.transport == BARE:
+        return ready_ns
+    waits = [max(begin, ready_ns) for _, begin, end in step.waits if end > ready_ns]
+    after = [begin for begin, _ in step.optimizer if begin >= ready_ns]
+    return min([*waits, *after], default=ready_ns)
+
+
+def _marks(step: Step, ready_ns: int, wait_ns: int) -> list[tuple[int, int, int]]:
+    passes = [(begin, end) for begin, end in step.forward if end <= ready_ns]
+    rows = [(begin, 0, FORWARD) for begin, _ in passes[:1]]
+    rows.append((max((end for _, end in passes), default=step.begin_ns), 1, BACKWARD))
+    for begin, end in step.optimizer[:1]:
+        rows += [(begin, 5, OPTIMIZER), (end, 6, OPTIMIZED)] if begin >= wait_ns else []
+    return rows
+
+
 def _items(step: Step, tensors: int) -> list[tuple[int, int, int]]:
     """(when, place among those of one moment, code), sorted. A gradient that never was ready travels all the same."""
     ready = sorted(((at, index) for index, at in step.grad_ready), key=lambda row: row[0])
     last = {index: min(max(at, step.begin_ns), step.end_ns) for at, index in ready if index < tensors}
     ready_ns = max(last.values(), default=step.begin_ns)
-    waits = [max(begin, ready_ns) for _, begin, end in step.waits if end > ready_ns]
-    after = [begin for begin, _ in step.optimizer if begin >= ready_ns]
-    wait_ns = min([*waits, *after], default=ready_ns) if step.transport != BARE else ready_ns
-    order = sorted(last, key=last.__getitem__)
-    rows = [(last[index], 2, index) for index in order]
+    wait_ns = _wait_begin(step, ready_ns)
+    rows = [(last[index], 2, index) for index in sorted(last, key=last.__getitem__)]
     rows += [(wait_ns, 3, index) for index in range(tensors) if index not in last]
-    rows += [(wait_ns, 4, WAIT), (step.end_ns, 7, END)]
-    passes = [(begin, end) for begin, end in step.forward if end <= ready_ns]
-    rows.append((max((end for _, end in passes), default=step.begin_ns), 1, BACKWARD))
-    rows += [(begin, 0, FORWARD) for begin, _ in passes[:1]]
-    rows += [
-        (at, place, code)
-        for begin, end in step.optimizer[:1]
-        if begin >= wait_ns
-        for at, place, code in ((begin, 5, OPTIMIZER), (end, 6, OPTIMIZED))
-    ]
+    rows += [(wait_ns, 4, WAIT), (step.end_ns, 7, END), *_marks(step, ready_ns, wait_ns)]
     return sorted(rows, key=lambda row: row[:2])
 
 
@@ -113,14 +119,14 @@ def workload(trace: Trace, transport: str | None = None) -> Workload:
     name = _transport(trace, transport)
     if not trace.parameters:
         raise ValueError("the trace does not describe its tensors")
-    rows: Sequence[Step] = [s for s in counted(trace) if s.transport == name and s.grad_ready]
-    rows = rows or [s for s in trace.steps if s.transport == name and s.grad_ready]
-    by_index: dict[int, dict[int, Step]] = defaultdict(dict)
+    told = [step for step in trace.steps if step.transport == name and step.grad_ready]
+    late = {(step.rank, step.index) for step in counted(trace)}
+    rows = [step for step in told if (step.rank, step.index) in late] or told
+    by_index: dict[int, dict[int, Draw]] = defaultdict(dict)
     for step in rows:
-        by_index[step.index][step.rank] = step
+        by_index[step.index][step.rank] = draw(step, len(trace.parameters))
     ranks = {step.rank for step in rows}
-    whole = [steps for _, steps in sorted(by_index.items()) if set(steps) == ranks]
+    whole = tuple(draws for _, draws in sorted(by_index.items()) if set(draws) == ranks)
     if not whole:
         raise ValueError(f"no step over {name} was recorded by all ranks")
-    count = len(trace.parameters)
-    return Workload(trace, name, tuple({rank: draw(step, count) for rank, step in steps.items()} for steps in whole))
+    return Workload(trace, name, whole)

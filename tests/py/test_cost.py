@@ -219,7 +219,8 @@ def test_the_stored_run_fits_and_its_steps_come_out_as_measured(transport: str, 
     low, high = found.cost.residual
     print(
         f"{transport}: {found.count} operations, off by {found.error:.1%} in the middle, steps' {low:+.1%} to"
-        f" {high:+.1%}; {found.cost.link.rate_bps / 1e6:.0f} Mbit/s; step {predicted / 1e6:.1f} ms, measured {measured / 1e6:.1f}"
+        f" {high:+.1%}; {found.cost.link.rate_bps / 1e6:.0f} Mbit/s;"
+        f" step {predicted / 1e6:.1f} ms, measured {measured / 1e6:.1f}"
     )
     assert found.reason == ""
     assert found.in_flight == flying

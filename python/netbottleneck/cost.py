@@ -117,27 +117,31 @@ class Cost:
         """Return what of a prediction lies outside of what was measured, in words.
 
         sizes: bytes of its operations. Raises ValueError where the fit is too poor for that."""
-        said = []
-        if self.fitted_bytes is not None and sizes:
-            low, high = self.fitted_bytes
-            if min(sizes) < low or max(sizes) > high:
-                said.append(
-                    f"operations of {min(sizes)} to {max(sizes)} bytes, measured were {low} to {high}: the rest follows"
-                    " the fitted line"
-                )
-        if self.fitted_size is not None and workers != self.fitted_size:
-            said.append(f"{workers} workers, measured were {self.fitted_size}: by the formula of {self.algorithm}")
+        if not sizes:
+            return ()
+        said = [*self._beyond_sizes(min(sizes), max(sizes)), *self._beyond_workers(workers)]
         if said and self.poor:
             raise ValueError(f"refused to extrapolate: {self.poor}; asked for {'; '.join(said)}")
-        if isinstance(self.add, Table) and not self.add.clamped and sizes:
-            share = max(sizes) / max(1, workers)
-            if self.algorithm != "ring":
-                share = float(max(sizes))
-            if share > self.add.bytes[-1]:
-                said.append(
-                    f"sums of {share:.0f} bytes, the table ends at {self.add.bytes[-1]:.0f}: its last slope goes on"
-                )
+        if isinstance(self.add, Table) and not self.add.clamped:
+            share = max(sizes) / (workers if self.algorithm == "ring" else 1)
+            end = self.add.bytes[-1]
+            said += [f"sums of {share:.0f} bytes, the table ends at {end:.0f}: its last slope goes on"] * (share > end)
         return tuple(said)
+
+    def _beyond_sizes(self, least: int, most: int) -> list[str]:
+        low, high = self.fitted_bytes or (least, most)
+        if low <= least and most <= high:
+            return []
+        seen = f"measured were {low} to {high}"
+        return [f"operations of {least} to {most} bytes, {seen}: the rest follows the fitted line"]
+
+    def _beyond_workers(self, workers: int) -> list[str]:
+        if self.fitted_size is None or workers == self.fitted_size:
+            return []
+        said = [f"{workers} workers, measured were {self.fitted_size}: by the formula of {self.algorithm}"]
+        if not (self.alpha_ns or self.host_alpha_ns):
+            said.append("what a step costs beside its bytes is not known, and left out")
+        return said
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,26 +174,53 @@ class Fit:
         return float(np.median(np.abs(self.residuals)))
 
 
-def _why_poor(rows: Sequence[Service], residuals: NDArray[np.float64], alpha_known: bool) -> str:
-    sizes = {row.nbytes for row in rows}
-    off = np.abs(residuals)
-    said = []
-    if len(rows) < LEAST:
-        said.append(f"only {len(rows)} operations")
-    if len(sizes) == 1 and not alpha_known:
+def _by_step(rows: Sequence[Service], each: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
+    """A number of each operation, added up over steps."""
+    steps = np.unique([row.step for row in rows], return_inverse=True)[1]
+    return np.bincount(steps, each).astype(np.float64)
+
+
+def _off(took: NDArray[np.float64], expected: NDArray[np.float64]) -> tuple[float, float]:
+    """By how much the middle one and the last tenth are off, relative."""
+    off = np.abs(took / np.maximum(expected, 1.0) - 1)
+    return float(np.median(off)), float(np.quantile(off, 0.9))
+
+
+def _is_far(off: tuple[float, float]) -> bool:
+    return off[0] > MIDDLE_OFF or off[1] > MOST_OFF
+
+
+def _explained(rows: Sequence[Service], known: float | None) -> tuple[float, float, str, str]:
+    """Return (ns of an operation, ns of a byte, why that is poor, a note). known: ns of an operation, where measured.
+
+    Where operations shared the link otherwise than one after the other, or as equals, their own times say little; what
+    those of a step took together may still say what a byte costs."""
+    sizes = np.array([row.nbytes for row in rows], np.float64)
+    took = np.array([row.ns for row in rows])
+    one_size = float(np.ptp(sizes)) == 0
+    a, b = line(sizes, took, known if one_size else None)
+    off = _off(took, a + b * sizes)
+    said = [f"only {len(rows)} operations"] if len(rows) < LEAST else []
+    if one_size and known is None:
         said.append("all operations have one size: what a byte costs is not told from what an operation costs")
-    if float(np.median(off)) > MIDDLE_OFF or float(np.quantile(off, 0.9)) > MOST_OFF:
-        said.append(
-            f"half of the operations are off by {np.median(off):.0%} and more, a tenth by {np.quantile(off, 0.9):.0%}"
-        )
-    return "; ".join(said)
+    if not _is_far(off):
+        return a, b, "; ".join(said), ""
+    fixed = known or 0.0
+    step_sizes, step_took = _by_step(rows, sizes), _by_step(rows, took)
+    own = _by_step(rows, np.full(len(rows), fixed))
+    byte_ns = max(0.0, float(np.median((step_took - own) / step_sizes)))
+    middle, most = _off(step_took, own + byte_ns * step_sizes)
+    if len(step_took) >= LEAST and most <= MIDDLE_OFF:
+        note = f"single operations are off by {off[0]:.0%} in the middle, those of a step together by {middle:.1%}"
+        return fixed, byte_ns, "; ".join(said), note
+    said.append(f"half of the operations are off by {off[0]:.0%} and more, a tenth by {off[1]:.0%}")
+    return a, b, "; ".join(said), ""
 
 
 def _interval(rows: Sequence[Service], expected: NDArray[np.float64]) -> tuple[float, float]:
     """What the operations of a step took together, over what they should have, less 1: 5 % and 95 % of the steps."""
-    steps = np.unique([row.step for row in rows], return_inverse=True)[1]
-    took = np.bincount(steps, [row.ns for row in rows])
-    low, high = np.quantile(took / np.bincount(steps, expected) - 1, [0.05, 0.95])
+    took = _by_step(rows, [row.ns for row in rows])
+    low, high = np.quantile(took / np.maximum(_by_step(rows, expected), 1.0) - 1, [0.05, 0.95])
     return max(-0.99, min(0.0, float(low))), max(0.0, float(high))
 
 
@@ -199,7 +230,8 @@ def fit(
     """Return what the operations of one transport cost in this run.
 
     The time of an operation, from its last rank's submission to its end and less what it shared with others, is
-    steps x alpha + bytes x beta by the formula of its algorithm. transport: None: the first that recorded operations.
+    fixed + steps x alpha + bytes x beta by the formula of its algorithm; alpha is known only where the job measured it,
+    and counts as fixed else. transport: None: the first that recorded operations.
     algorithm: None: what the run says, or a ring. ranks_per_host: None: as the hosts' ids say.
 
     Raises ValueError where the run has no all-reduce of that transport that all ranks finished in a step."""
@@ -243,20 +275,13 @@ def _fitted(trace: Trace, name: str, algorithm: str, inside: int, rows: Sequence
     shape = _core.collective_shape(ALGORITHMS.index(algorithm), trace.size, inside)
     step_ns, add = step_and_sum(trace, name)
     known = None if step_ns is None else step_ns * (shape[0] if shape[1] else shape[2])
-    one_size = len({row.nbytes for row in rows}) == 1
-    a, b = line([r.nbytes for r in rows], [r.ns for r in rows], known if one_size else None)
+    a, b, why, note = _explained(rows, known)
     expected = np.array([a + b * row.nbytes for row in rows])
     residuals = np.array([row.ns for row in rows]) / np.maximum(expected, 1.0) - 1
     sizes = (min(row.nbytes for row in rows), max(row.nbytes for row in rows))
-    why = _why_poor(rows, residuals, known is not None)
-    notes = [f"{algorithm} of {trace.size} ranks, {inside} on a host"]
-    in_steps = a
-    if known is None:
-        notes.append("what an operation costs whatever its size is taken for its steps'")
-    else:
-        in_steps = min(a, known)
+    notes = (f"{algorithm} of {trace.size} ranks, {inside} on a host", *([note] if note else []))
     cost = replace(
-        _cost(algorithm, trace.size, inside, (a, in_steps, b), add),
+        _cost(algorithm, trace.size, inside, (a, min(a, known or 0.0), b), add),
         launch_ns=_launch_ns(rows),
         residual=_interval(rows, expected),
         fitted_bytes=sizes,
@@ -264,4 +289,4 @@ def _fitted(trace: Trace, name: str, algorithm: str, inside: int, rows: Sequence
         poor=why,
     )
     far = achievable(trace, name)
-    return Fit(cost, name, tuple(residuals.tolist()), sizes, why, flying, cost.link, far, nominal(trace), tuple(notes))
+    return Fit(cost, name, tuple(residuals.tolist()), sizes, why, flying, cost.link, far, nominal(trace), notes)

@@ -69,9 +69,10 @@ class Plan:
     rule: "explicit": `buckets`, tuples of indices of tensors, each sent when its last member is ready. "ddp": as
     `buckets()` makes them in the order of readiness, with first_bytes and fusion_bytes, sent in that order. "horovod":
     every cycle_ns from the step's begin, what is ready on all ranks is fused, never above fusion_bytes, but a tensor
-    that is larger goes alone; one that does not fit is passed over, later ones are looked at. "paper2020": when a
-    tensor arrives, all that waits is sent if it has fusion_bytes or if cycle_ns have passed since the last send (arXiv
-    2006.10103; not a timer). in_flight: operations that share the link; 1: each waits for the one before it.
+    that is larger goes alone; what does not go with the others is passed over as long as it too would fit (csrc/sim,
+    enum nb_sim_rule). "paper2020": when a tensor arrives, all that waits is sent if it has fusion_bytes or if cycle_ns
+    have passed since the last send (arXiv 2006.10103; not a timer). in_flight: operations that share the link; 1: each
+    waits for the one before it.
     """
 
     rule: str

@@ -128,7 +128,8 @@ def test_a_fit_gets_back_what_made_the_run(algorithm: str, ranks: int, flying: i
     assert found.cost.link.rate_bps == pytest.approx(3e9, rel=exact)
     assert found.cost.launch_ns == pytest.approx(50_000, abs=1)
     if flying == 1:
-        assert found.cost.alpha_ns == pytest.approx(120_000, rel=1e-2)
+        steps = {"ring": 2 * (ranks - 1), "halving_doubling": 4, "direct": 1}[algorithm]
+        assert (found.cost.fixed_ns, found.cost.alpha_ns) == (pytest.approx(steps * 120_000, rel=1e-2), 0)
         assert found.error < 1e-4
     again = simulate(compute_of(ranks=ranks), Plan.of(run), found.cost)
     lengths = [statistics.fmean(s.duration_ns for s in each.steps) for each in (run, again)]
@@ -183,6 +184,31 @@ def test_a_poor_fit_says_so_and_is_not_used_beyond_what_it_saw() -> None:
         simulate(run, Plan.explicit([tuple(range(len(SIZES)))]), found.cost)
 
 
+def test_what_a_step_took_tells_what_bytes_cost_where_operations_do_not() -> None:
+    run = run_at(Cost(link=Link(1e9)))
+    # Each step's first operation and its second share the link as no formula says; what they take together stays.
+    late = {2: 30_000_000, 3: -20_000_000, 4: 60_000_000}
+    rows = [replace(c, done_ns=(c.done_ns or 0) + late.get(c.key, 0)) for c in run.collectives]
+    steps = (*run.steps, *(replace(s, index=s.index + 100, rank=s.rank) for s in run.steps))
+    again = [replace(c, step=(c.step or 0) + 100, round=c.round + 100) for c in rows]
+    span = max(s.end_ns for s in run.steps)
+    moved = [
+        replace(
+            c,
+            submit_ns=c.submit_ns + span,
+            agreed_ns=(c.agreed_ns or 0) + span,
+            start_ns=(c.start_ns or 0) + span,
+            done_ns=(c.done_ns or 0) + span,
+        )
+        for c in again
+    ]
+    found = fit(replace(run, steps=steps, collectives=(*rows, *moved)))
+    assert found.reason == ""
+    assert found.error > 0.1
+    assert "those of a step together by 0.0%" in found.notes[1]
+    assert found.cost.link.rate_bps == pytest.approx(1e9, rel=1e-3)
+
+
 def test_a_fit_of_one_size_or_of_few_operations_is_poor() -> None:
     one_size = run_at(Cost(alpha_ns=1e5, link=Link(1e9)), sizes=(MIB,) * 4)
     assert "one size" in fit(one_size).reason
@@ -198,6 +224,7 @@ def test_a_good_fit_goes_on_and_says_where_it_has_no_measurement() -> None:
     found = simulate(run, Plan.explicit([tuple(range(len(SIZES)))]), fit(run).cost, workers=64)
     assert any("measured were 1048576 to 25165824" in note for note in found.notes)
     assert any("64 workers, measured were 2" in note for note in found.notes)
+    assert any("what a step costs beside its bytes is not known" in note for note in found.notes)
     table = replace(Cost.free(), add=Table((0.0, 1000.0), (1.0, 2.0)))
     assert any("its last slope goes on" in note for note in simulate(run, Plan.of(run), table).notes)
 

@@ -50,7 +50,7 @@ C_OUTSIDE: list[tuple[str, list[str]]] = [
 # A room of the package is a module or a folder; where one file would be too long, several modules are one room.
 FOUNDATION = {"_version", "errors", "units"}
 MODULES_OF_ROOM = {
-    "trace": ("codec",),
+    "trace": ("codec", "layerlog"),
     "env": ("values",),
     "launch": ("launchers", "place", "rendezvous", "channels", "pmi", "pmix"),
     "recorder": ("rings", "events"),
@@ -81,7 +81,7 @@ PYTHON_ROOMS: dict[str, set[str]] = {
     "replay": {"trace", "plan", "cost", "comm"},
     "whatif": {"trace", "scaling", "simulate", "cost", "plan", "compat"},
     "verdict": {"trace", "scaling", "cost", "whatif"},
-    "report": {"trace", "recorder", "scaling", "verdict", "whatif"},
+    "report": {"trace", "recorder", "scaling", "compat", "verdict", "whatif"},
     "launch": {"env", "_core"},
     "comm": {"_core", "env", "trace", "launch"},
     "recorder": {"_core", "env", "trace", "launch"},
@@ -91,6 +91,7 @@ PYTHON_ROOMS: dict[str, set[str]] = {
     "torch": {"_core", "comm", "recorder", "plan", "env", "launch", "timeline"},
     "hooks": {"_core", "comm", "recorder", "session", "plan", "env", "launch", "torch", "timeline", "report"},
     "callbacks": {"hooks", "session", "env"},
+    "ask": {"*"},
     "bench": {"*"},
     "study": {"*"},
     "doctor": {"*"},

@@ -58,6 +58,12 @@ def _report(argv: Sequence[str]) -> int:
     return INCONCLUSIVE if args.strict and run.verdict.code == "INCONCLUSIVE" else FINE
 
 
+def _what_if(argv: Sequence[str]) -> int:
+    from netbottleneck import ask
+
+    return ask.main(argv)
+
+
 def _run(argv: Sequence[str]) -> int:
     words = list(argv)
     if not words or words[0] in ("-h", "--help"):
@@ -140,6 +146,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "study": (_study, "two ranks train on three networks made here; the answer, and a report"),
     "run": (_run, "run a DDP or Horovod script, measured, no line changed"),
     "report": (_report, "the answer of a recorded run"),
+    "what-if": (_what_if, "what other links, more workers or compression would do to a recorded run"),
     "bench": (_bench, "all-reduce over stock, tcp and ofi; or between two hosts (--listen, --connect)"),
     "doctor": (_doctor, "what is in force on this machine, and what stands in the way"),
     "env": (_env, "every variable, and what is in force"),

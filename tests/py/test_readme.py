@@ -64,7 +64,7 @@ def test_what_a_page_names_exists(page):
         assert (page.parent / target).exists(), target
     known = {row.name for row in env.describe(env.Settings(), {})}
     assert set(re.findall(r"\bNETBOTTLENECK(?:_[A-Z]+)*\b", text)) <= known
-    for command in re.findall(r"(?:^|`|-m )netbottleneck ([a-z]+)", text, re.MULTILINE):
+    for command in re.findall(r"(?:^|`|-m )netbottleneck ([a-z]+(?:-[a-z]+)*)", text, re.MULTILINE):
         assert command in cli.COMMANDS
     for target in re.findall(r"(?:^|`)make ([a-z-]+)\b", text, re.MULTILINE):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), target

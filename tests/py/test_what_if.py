@@ -1,0 +1,171 @@
+"""`netbottleneck what-if`: rows and tables from a log or a run; one clear line for what it cannot answer."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from netbottleneck import compat, layerlog
+from netbottleneck.cli import main
+from netbottleneck.compat import Grid
+from netbottleneck.layerlog import LayerLog, VecTable
+
+TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
+LOG = LayerLog("small", ((0.0005, 4000), (0.004, 40 << 20), (0.002, 30 << 20), (0.001, 1 << 20)))
+TABLE = VecTable((40, 1 << 20, 1 << 28), (1e-5, 1.2e-5, 1e-3))
+STEP_S = 0.02
+ROW = [
+    "model",
+    "workers",
+    "link_bps",
+    "compression",
+    "compute_end_s",
+    "communication_end_s",
+    "overhead_s",
+    "step_s",
+    "scaling_factor",
+    "buckets",
+]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    layerlog.write(tmp_path / "small.bk.log", LOG)
+    layerlog.write_table(tmp_path / "add.log", TABLE)
+    return str(tmp_path / "small.bk.log"), str(tmp_path / "add.log")
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    values = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")}
+    return subprocess.run(
+        [sys.executable, "-m", "netbottleneck", "what-if", *words],
+        capture_output=True,
+        text=True,
+        timeout=15,
+        env=values,
+        check=False,
+    )
+
+
+def test_rows_are_those_of_the_simulator_and_the_terminal_shows_them(files: tuple[str, str], tmp_path: Path) -> None:
+    log, add = files
+    target = tmp_path / "rows.json"
+    done = command(
+        *(log, "--compat", "paper2020", "--add-table", add, "--step-s", f"{STEP_S}", "--slowdown", "1000"),
+        *("--workers", "2,16", "--link-gbps", "1,10", "--compression", "1,5", "--json", str(target)),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(target.read_text())
+    want = compat.sweep(layerlog.read(log), TABLE, STEP_S, Grid((2, 16), (1e9, 10e9), (1.0, 5.0), 1000.0))
+    assert [list(row) for row in found] == [ROW] * 8
+    assert [compat.Prediction(**row) for row in found] == list(want)
+    assert "predicted" in done.stdout
+    for word in ("1 Gbit/s", "10 Gbit/s", *(f"{100 * row.scaling_factor:.1f} %" for row in want)):
+        assert word in done.stdout
+
+
+def test_asked_nothing_it_asks_what_the_paper_asked(paper1: Path, tmp_path: Path) -> None:
+    table = (paper1 / "scaling.csv").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in csv.DictReader(table) if row["model"] == "vgg16"]
+    target = tmp_path / "rows.json"
+    words = ["--compat", "paper2020", "--add-table", f"{paper1}/inputs/cuda_vec_add.log"]
+    log = f"{paper1}/inputs/vgg16.bk.log"
+    assert main(["what-if", log, *words, "--step-s", rows[0]["batch_t_s"], "--json", str(target)]) == 0
+    found = {(row["compression"], row["workers"], row["link_bps"]): row for row in json.loads(target.read_text())}
+    assert len(found) == len(rows) == 90
+    for row in rows:
+        got = found[float(row["compression"]), int(row["N"]), float(row["linkspeed_bps"])]
+        assert got["communication_end_s"] == pytest.approx(float(row["bk_coll_time_s"]), rel=0, abs=1e-12)
+        assert got["scaling_factor"] == pytest.approx(float(row["scaling_factor"]), rel=0, abs=1e-12)
+
+
+def test_a_run_of_ours_needs_no_step_and_a_log_that_tells_its_step_neither(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, add = files
+    target = tmp_path / "rows.json"
+    words = ["--compat", "paper2020", "--add-table", add, "--link-gbps", "10", "--workers", "2", "--json", str(target)]
+    assert main(["what-if", str(TRACE), *words, "--compression", "1"]) == 0
+    (row,) = json.loads(target.read_text())
+    assert row["step_s"] - row["overhead_s"] == pytest.approx(0.402, rel=0.01)
+    layerlog.write(tmp_path / "told.log", LayerLog("told", LOG.tensors, 0.5))
+    assert main(["what-if", str(tmp_path / "told.log"), *words, "--compression", "1"]) == 0
+    (row,) = json.loads(target.read_text())
+    assert (row["model"], row["step_s"] - row["overhead_s"]) == ("told", pytest.approx(0.5))
+    assert "step" in capsys.readouterr().out
+
+
+def bad_inputs() -> list[tuple[list[str], str]]:
+    compat_ = ["--compat", "paper2020"]
+    add = ["--add-table", "{add}"]
+    return [
+        (["{log}", *compat_, *add], "small.bk.log tells no step of a single device: give its seconds by --step-s"),
+        (["{log}", *compat_], "needs --add-table FILE"),
+        (["{log}", "--compat", "paper2019"], "paper2019"),
+        (["{log}", *compat_, *add, "--step-s", "0"], "--step-s: '0': must be a number from 1e-09"),
+        (["{log}", *compat_, *add, "--step-s", "nan"], "--step-s: 'nan'"),
+        (["{log}", *compat_, *add, "--workers", "16,0"], "--workers: '0': must be a whole number from 1 to 10000000"),
+        (["{log}", *compat_, *add, "--workers", "2.5"], "--workers: '2.5'"),
+        (["{log}", *compat_, *add, "--workers", ""], "--workers: ''"),
+        (["{log}", *compat_, *add, "--link-gbps", "0"], "--link-gbps: '0': must be a number"),
+        (["{log}", *compat_, *add, "--link-gbps=-10"], "--link-gbps: '-10'"),
+        (["{log}", *compat_, *add, "--compression", "1,x"], "--compression: 'x'"),
+        (["{log}", *compat_, *add, "--slowdown", "-1"], "--slowdown"),
+        (["{log}", *compat_, *add, "--speed", "9"], "unrecognized arguments: --speed 9"),
+        ([*compat_, *add], "required: INPUT"),
+        (["{folder}/none.bk.log", *compat_, *add], "no such file or folder: {folder}/none.bk.log"),
+        (["{log}", *compat_, "--add-table", "{folder}/none.log"], "no such file or folder: {folder}/none.log"),
+        (["{log}", *compat_, "--add-table", "{folder}"], "a folder where a file should be: {folder}"),
+        (["{folder}", *compat_, *add], "{folder}"),
+        (["{add}", *compat_, *add], "{add}, line 2: number of batches '1048576,1.2e-05': must be a whole number"),
+        (["{log}", *compat_, "--add-table", "{log}", "--step-s", "1"], "{log}, line 1: 'netbottleneck layer log"),
+        (["{cut}", *compat_, *add], "{cut}, line 6: the last line has no end"),
+        (["{torn}", *compat_, *add], "{torn}, line"),
+        (["{newer}", *compat_, *add], "{newer}, line 1: trace version 99; this netbottleneck reads version 1"),
+    ]
+
+
+@pytest.mark.parametrize(("words", "said"), bad_inputs())
+def test_bad_input_is_one_line_and_exit_code_2_and_nothing_is_overwritten(
+    words: list[str], said: str, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, add = files
+    names = {"log": log, "add": add, "folder": str(tmp_path)}
+    names |= {name: str(tmp_path / f"{name}.jsonl.gz") for name in ("torn", "newer")} | {"cut": f"{tmp_path}/cut.log"}
+    Path(names["cut"]).write_bytes(Path(log).read_bytes()[:-20])
+    Path(names["torn"]).write_bytes(TRACE.read_bytes()[:5000])
+    with gzip.open(names["newer"], "wt") as file:
+        file.write('{"format": "netbottleneck-trace", "version": 99}\n')
+    kept = tmp_path / "kept.json"
+    kept.write_text("precious")
+    before = sorted(tmp_path.iterdir())
+    try:
+        code: object = main(["what-if", *(word.format(**names) for word in words), "--json", str(kept)])
+    except SystemExit as end:
+        code = end.code
+    told = capsys.readouterr()
+    assert (code, told.out) == (2, "")
+    assert told.err.startswith("netbottleneck what-if: ")
+    assert told.err.count("\n") == 1
+    assert said.format(**names) in told.err
+    assert kept.read_text() == "precious"
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_rows_go_to_a_file_that_can_be_and_is_no_input(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, add = files
+    words = ["what-if", log, "--compat", "paper2020", "--add-table", add, "--step-s", "1"]
+    for target in (log, add, str(tmp_path), str(tmp_path / "none" / "rows.json")):
+        assert main([*words, "--json", target]) == 2
+        assert f"--json {target}: " in capsys.readouterr().err
+    assert layerlog.read(log) == layerlog.read(log)
+    assert layerlog.read_table(add) == TABLE

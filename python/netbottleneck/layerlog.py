@@ -179,7 +179,7 @@ def _table(lines: _Lines) -> VecTable:
     sizes: list[int] = []
     times: list[float] = []
     for line in chain([lines.next("bytes,seconds")], lines.rest()):
-        if not line.strip() and sizes:
+        if sizes and not line.strip():
             continue
         size, seconds = _pair(line, ("bytes", "seconds"))
         sizes.append(_number(int, size, "size"))
@@ -257,8 +257,7 @@ def to_trace(log: LayerLog) -> Trace:
 
 def _offsets(step: Step) -> dict[int, int]:
     """Ns from the begin of the last backward pass to each gradient."""
-    begins = [end for _, end in step.forward]
-    origin = max(begins, default=step.begin_ns)
+    origin = max((end for _, end in step.forward), default=step.begin_ns)
     return {index: max(at - origin, 0) for index, at in step.grad_ready}
 
 

@@ -1,0 +1,194 @@
+"""Which questions are asked of a job, by the words of the command line, and their rows."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+from netbottleneck import layerlog, sweeps, whatif
+from netbottleneck.ask.source import Source, as_cost, layer_log
+from netbottleneck.ask.words import PAPER
+from netbottleneck.cost import Cost, Link
+from netbottleneck.plan import Plan
+from netbottleneck.sweeps import Codec, Told
+from netbottleneck.whatif import Answer, Job, Least
+
+LINKS = (1.0, 2.5, 5.0, 10.0, 25.0, 40.0, 50.0, 100.0, 200.0, 400.0)
+WORKERS = (2, 4, 8, 16, 32, 64, 256, 1000, 10_000, 100_000)
+RATIOS = (1.0, 2.0, 4.0, 10.0, 50.0, 100.0)
+RANKS_PER_HOST = (1, 2, 4, 8)
+FUSIONS_MIB = (1.0, 5.0, 25.0, 64.0, 128.0)
+CYCLES_MS = (1.0, 5.0, 20.0)
+# Of a layer log: how many workers and which links, as the paper asks.
+LOG_WORKERS, LOG_LINKS = (16, 32, 64), (1.0, 10.0, 25.0, 40.0, 100.0)
+SWEEPS = ("workers", "link_gbps", "compression", "ranks_per_host", "fusion_mib", "cycle_ms")
+
+Table = tuple[str, tuple[Answer, ...]]
+
+
+def _plan(word: str | None) -> Plan | None:
+    return {"ddp": Plan.ddp(), "horovod": Plan.horovod(), PAPER: Plan.paper2020()}.get(word or "")
+
+
+def make_job(args: argparse.Namespace, source: Source) -> Job:
+    """Return the run, or the log as a run of one rank, ready for questions."""
+    table = None if args.add_table is None else as_cost(layerlog.read_table(args.add_table))
+    if source.trace is None or source.findings is None:
+        plan = _plan(args.plan) or Plan.horovod()
+        cost = Cost(algorithm=args.algorithm or "ring", add=0.0 if table is None else table)
+        return whatif.job(layerlog.to_trace(layer_log(source, args.step_s)), plan=plan, cost=cost)
+    made = whatif.job(source.trace, args.transport or source.findings.base, plan=_plan(args.plan))
+    if args.algorithm is not None and args.algorithm != made.cost.algorithm:
+        note = f"a cost fitted to {made.cost.algorithm} is used for {args.algorithm}"
+        made = replace(made, cost=replace(made.cost, algorithm=args.algorithm), notes=(*made.notes, note))
+    return made if table is None else replace(made, cost=replace(made.cost, add=table))
+
+
+def link_bps(args: argparse.Namespace, source: Source, job: Job) -> float | None:
+    """Return the nominal speed of the link that the run had; None where nobody knows."""
+    if args.this_link_gbps is not None:
+        return float(args.this_link_gbps) * 1e9
+    if job.fit is not None and job.fit.nominal is not None:
+        return job.fit.nominal.bps
+    return None if source.findings is None else source.findings.link_bps
+
+
+def codec(args: argparse.Namespace) -> Codec:
+    """Return what a byte costs to encode and to decode."""
+    return Codec() if args.codec_gbytes is None else Codec(1 / args.codec_gbytes, 1 / args.codec_gbytes)
+
+
+def _this_job(job: Job, nominal: float | None) -> Table:
+    as_it_was = whatif.answer(job, sweeps.now(job))
+    asked = [*sweeps.attainable(job), *([sweeps.full_use(job, nominal)] if nominal else [])]
+    return "This job", (
+        as_it_was,
+        *sweeps.answers(job, asked),
+        sweeps.ideal_overlap(job, as_it_was),
+        whatif.answer(job, sweeps.free(job)),
+    )
+
+
+def _grid(args: argparse.Namespace, job: Job, source: Source) -> Iterator[Table]:
+    """The product of what was asked of workers, links and ratios: one axis, or all that were named."""
+    log = source.log is not None
+    counts = [int(count) for count in args.workers or (LOG_WORKERS if log else (job.workers,))]
+    ratios = args.compression or (1.0,)
+    speeds = args.link_gbps or (LOG_LINKS if log else ())
+    if speeds:
+        bps = [gbps * 1e9 for gbps in speeds]
+        title = "Workers, link fully used, compression ratio"
+        yield title, sweeps.answers(job, sweeps.grid(job, counts, bps, ratios, codec(args)))
+        return
+    for ratio in ratios:
+        at = replace(job, cost=sweeps.compressed(job.cost, ratio, codec(args)))
+        title = "Workers, the link as it was used" + (f", {ratio:g}x fewer bytes" if ratio != 1 else "")
+        yield title, sweeps.answers(at, sweeps.workers(at, counts))
+
+
+def _others(args: argparse.Namespace, job: Job) -> Iterator[Table]:
+    """Sweeps of one thing, whichever was asked for; all, where none was."""
+    every = not any(getattr(args, name) for name in SWEEPS)
+    if every and job.fit is not None:
+        yield "Another link, fully used", sweeps.answers(job, sweeps.links(job, [gbps * 1e9 for gbps in LINKS]))
+        yield "More workers, the link as it was used", sweeps.answers(job, sweeps.workers(job, WORKERS))
+        yield "Compression, the link as it was used", sweeps.answers(job, sweeps.compression(job, RATIOS, codec(args)))
+    counts = args.ranks_per_host or (RANKS_PER_HOST if every and job.workers > 1 else ())
+    if counts:
+        many = replace(job, workers=max(job.workers, int(max(counts))))
+        title = f"Ranks on a host, of {many.workers} workers"
+        yield title, sweeps.answers(many, sweeps.ranks_per_host(many, [int(count) for count in counts]))
+    if sizes := args.fusion_mib or (FUSIONS_MIB if every and job.fit is not None else ()):
+        yield "Buckets of DDP", sweeps.answers(job, sweeps.fusions(job, [round(mib * (1 << 20)) for mib in sizes]))
+    if times := args.cycle_ms or (CYCLES_MS if every and job.fit is not None else ()):
+        yield "Fusion of Horovod, 64 MiB", sweeps.answers(job, sweeps.cycles(job, [round(t * 1e6) for t in times]))
+
+
+def _least(args: argparse.Namespace, job: Job, nominal: float | None) -> Iterator[Least]:
+    counts = args.workers or ((job.workers,) if job.fit is not None else LOG_WORKERS)
+    for count in counts:
+        at = replace(job, workers=int(count))
+        if at.workers < 2:
+            continue
+        yield sweeps.enough_link(at)
+        if args.target_scaling is None:
+            continue
+        yield sweeps.least_link(at, args.target_scaling)
+        if job.fit is not None:
+            yield sweeps.least_compression(at, args.target_scaling, codec(args))
+            yield sweeps.least_lanes(at, args.target_scaling, nominal)
+            continue
+        for gbps in args.link_gbps or LOG_LINKS:
+            over = replace(at, cost=replace(at.cost, link=Link(gbps * 1e9)))
+            yield replace(sweeps.least_compression(over, args.target_scaling, codec(args)), link_bps=gbps * 1e9)
+
+
+def ask(args: argparse.Namespace, source: Source) -> Told:
+    """Return all that was asked of the input. Raises OSError, ValueError for what cannot be asked."""
+    job = make_job(args, source)
+    nominal = link_bps(args, source, job)
+    missing = []
+    tables: list[Table] = []
+    if job.fit is not None:
+        tables.append(_this_job(job, nominal))
+        if nominal is None:
+            missing.append("the run does not know its link: --this-link-gbps X asks for its full use")
+    if args.target_scaling is not None and args.codec_gbytes is None:
+        missing.append("encoding and decoding take no time in these answers: --codec-gbytes X counts them")
+    if source.log is not None or any(getattr(args, name) for name in ("workers", "link_gbps", "compression")):
+        tables += _grid(args, job, source)
+    tables += _others(args, job)
+    return Told(job, tuple(tables), tuple(_least(args, job, nominal)), tuple(missing))
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _row(told: Told, answer: Answer) -> dict[str, Any]:
+    setting = answer.setting
+    extra = {
+        "question": setting.question,
+        "setting": setting.words,
+        "label": answer.label,
+        "ranks_per_host": setting.cost.ranks_per_host,
+        "lanes": setting.cost.link.lanes,
+        "algorithm": setting.cost.algorithm,
+        "plan": setting.plan.rule,
+        "notes": list(answer.notes),
+    }
+    if answer.step_s is None or answer.scaling is None:
+        return {"model": told.job.trace.model, "workers": setting.workers, "refused": answer.refused, **extra}
+    core = whatif.prediction(told.job, answer)
+    ends = {
+        "step_low_s": answer.step_s.low if answer.interval else None,
+        "step_high_s": answer.step_s.high if answer.interval else None,
+        "scaling_low": answer.scaling.low if answer.interval else None,
+        "scaling_high": answer.scaling.high if answer.interval else None,
+    }
+    return asdict(core) | {"link_bps": _finite(core.link_bps)} | ends | extra
+
+
+def _least_row(told: Told, one: Least) -> dict[str, Any]:
+    known = None if one.value is None else one.value
+    return {
+        "model": told.job.trace.model or told.job.trace.id,
+        "workers": one.workers,
+        "link_bps": one.link_bps,
+        "question": one.question,
+        "aim": one.aim,
+        "label": one.label,
+        "value": None if known is None else known.value,
+        "low": known.low if known is not None and one.interval else None,
+        "high": _finite(known.high) if known is not None and one.interval else None,
+        "reason": one.reason,
+    }
+
+
+def rows(told: Told) -> list[dict[str, Any]]:
+    """Return every answer as JSON has it; an end of an interval that is not known is null."""
+    found = [_row(told, one) for _, own in told.tables for one in own]
+    return [*found, *(_least_row(told, one) for one in told.leasts)]

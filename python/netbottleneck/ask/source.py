@@ -1,0 +1,65 @@
+"""What is asked about: a run folder, a trace or a layer log, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from netbottleneck import layerlog
+from netbottleneck import trace as tr
+from netbottleneck.findings import Findings, find
+from netbottleneck.layerlog import LayerLog, VecTable
+from netbottleneck.links import Table
+from netbottleneck.report import Run
+from netbottleneck.trace import Trace
+
+
+@dataclass(frozen=True)
+class Source:
+    """What was recorded, in the form that it came in: a trace or a log."""
+
+    path: Path
+    trace: Trace | None = None
+    log: LayerLog | None = None
+
+    @cached_property
+    def findings(self) -> Findings | None:
+        """The numbers of a run."""
+        return None if self.trace is None else find(self.trace)
+
+
+def load(path: Path) -> Source:
+    """Read a run folder, a trace or a layer log. Raises OSError; ValueError naming file and line of what is damaged."""
+    if path.is_dir():
+        return Source(path, trace=Run(path).trace)
+    with open(path, "rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+    if packed or path.name.endswith(".gz"):
+        return Source(path, trace=tr.read(path))
+    return Source(path, log=layerlog.read(path))
+
+
+def _alone_s(found: Findings) -> float | None:
+    """A single device's step: measured alone, else what is left of a step without communication and waiting."""
+    known = found.scaling.get(found.base or "") or next(iter(found.scaling.values()), None)
+    return None if known is None else known.t1_ns / 1e9
+
+
+def layer_log(source: Source, step_s: float | None) -> LayerLog:
+    """Return the input as a layer log that knows its step. Raises ValueError where neither it nor step_s tells it."""
+    if source.log is not None:
+        log, known = source.log, source.log.batch_s
+    elif source.trace is not None and source.findings is not None:
+        log, known = layerlog.of_trace(source.trace), _alone_s(source.findings)
+    else:
+        raise ValueError(f"{source.path}: neither a run nor a layer log")
+    step = step_s or known
+    if step is None:
+        raise ValueError(f"{source.path} tells no step of a single device: give its seconds by --step-s")
+    return LayerLog(log.name, log.tensors, step, log.others)
+
+
+def as_cost(table: VecTable) -> Table:
+    """Return a table of additions as the engine takes it: beyond its last row it goes on by the last slope."""
+    return Table(tuple(map(float, table.bytes)), tuple(1e9 * seconds for seconds in table.seconds))

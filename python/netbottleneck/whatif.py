@@ -1,0 +1,293 @@
+"""Questions about a job as values, and their answers by simulation: each predicted, with the interval of its fit.
+
+A Setting is a plan, a cost and a number of workers; sweeps.py makes them. A Job is what they are asked of.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from netbottleneck.compat import Prediction
+from netbottleneck.cost import Cost, Fit, fit
+from netbottleneck.plan import Plan
+from netbottleneck.scaling import intervals, total
+from netbottleneck.simulate import simulate
+from netbottleneck.stats import Estimate, achievable, step_times
+from netbottleneck.trace import PSEUDO, Collective, Trace
+from netbottleneck.workload import Workload, workload
+
+MEASURED, PREDICTED = "measured", "predicted"
+# So many steps are simulated: medians of them are what is told.
+STEPS = 15
+# A step that is longer by no more than this gains nothing.
+NOTHING = 0.01
+# Halvings of a search: a factor of 10^6 between its ends is found to 0.2 %.
+HALVINGS = 13
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A median step, in ns. communication_ns: the union of its operations; notes: what the engine says of it."""
+
+    step_ns: float
+    compute_end_ns: float
+    communication_end_ns: float
+    communication_ns: float
+    buckets: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is asked. question: its kind; words: this one, as a table names it; remarks: what to know of it."""
+
+    question: str
+    words: str
+    plan: Plan
+    cost: Cost
+    workers: int
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a setting comes to. step_s, scaling: with their intervals; None, and why, where it was refused.
+
+    interval: whether there is one: a cost that no run was fitted to has none, and low = value = high."""
+
+    setting: Setting
+    outcome: Outcome | None
+    step_s: Estimate | None
+    scaling: Estimate | None
+    interval: bool = True
+    label: str = PREDICTED
+    notes: tuple[str, ...] = ()
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """The answer to an inverse question: the least `what` that reaches the aim, and its interval.
+
+    value is None where none does, `reason` says why; an end of the interval that was not found is inf."""
+
+    question: str
+    aim: str
+    value: Estimate | None
+    reason: str = ""
+    interval: bool = True
+    label: str = PREDICTED
+    workers: int = 0
+    link_bps: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run and what explains it. load: its compute; cost: as it was, with the achieved rate; alone_ns: one worker's step.
+
+    fit: None where no run was measured. lane_bps: what one network stream reaches, by the probe. measured_ns: the step
+    as it was recorded."""
+
+    trace: Trace
+    load: Workload
+    plan: Plan
+    cost: Cost
+    workers: int
+    alone_ns: float
+    transport: str | None = None
+    fit: Fit | None = None
+    lane_bps: float | None = None
+    measured_ns: Estimate | None = None
+    notes: tuple[str, ...] = field(default=())
+
+
+def _by_step(trace: Trace, rank: int) -> dict[int, list[Collective]]:
+    found: dict[int, list[Collective]] = defaultdict(list)
+    for operation in trace.collectives:
+        if operation.rank == rank and operation.step is not None and operation.finished:
+            found[operation.step].append(operation)
+    return found
+
+
+def outcome(made: Trace) -> Outcome:
+    """The median step of a simulated run's lowest rank. Raises ValueError where it has none."""
+    rank = min((step.rank for step in made.steps), default=None)
+    if rank is None:
+        raise ValueError(f"run {made.id}: nothing was simulated, no step has its gradients")
+    steps = [step for step in made.steps if step.rank == rank]
+    operations = _by_step(made, rank)
+    lengths, computed, communicated, busy = [], [], [], []
+    for step in steps:
+        own = operations.get(step.index, [])
+        ready = max((at for _, at in step.grad_ready), default=step.begin_ns) - step.begin_ns
+        lengths.append(step.duration_ns)
+        computed.append(ready)
+        communicated.append(max((c.done_ns or 0 for c in own), default=step.begin_ns) - step.begin_ns)
+        busy.append(total(intervals((c.start_ns or 0, c.done_ns or 0) for c in own)))
+    medians = [float(statistics.median(values)) for values in (lengths, computed, communicated, busy)]
+    buckets = statistics.median_high(len(operations.get(step.index, [])) for step in steps)
+    return Outcome(medians[0], medians[1], max(medians[1], medians[2]), medians[3], buckets, made.notes)
+
+
+def play(job: Job, setting: Setting, cost: Cost | None = None) -> Outcome:
+    """A setting simulated; cost: another than its own."""
+    used = setting.cost if cost is None else cost
+    found = outcome(simulate(job.load, setting.plan, used, workers=setting.workers, steps=STEPS))
+    return replace(found, notes=tuple(note for note in found.notes if note not in job.trace.notes))
+
+
+def scaling(job: Job, step_ns: float) -> float:
+    """T_1 / T_n for equal work per worker."""
+    return job.alone_ns / step_ns if step_ns > 0 else math.nan
+
+
+def answer(job: Job, setting: Setting) -> Answer:
+    """What a setting comes to; refused where the fit is too poor for it, or the engine cannot hold it."""
+    try:
+        found = play(job, setting)
+    except ValueError as error:
+        return Answer(setting, None, None, None, refused=str(error))
+    bounded = setting.cost.residual != (0.0, 0.0)
+    ends = [found.step_ns]
+    if bounded:
+        ends += [play(job, setting, cost).step_ns for cost in setting.cost.bounds()]
+    step = Estimate(found.step_ns / 1e9, min(ends) / 1e9, max(ends) / 1e9)
+    factor = Estimate(scaling(job, found.step_ns), scaling(job, max(ends)), scaling(job, min(ends)))
+    return Answer(setting, found, step, factor, bounded, notes=(*setting.remarks, *found.notes))
+
+
+def prediction(job: Job, one: Answer) -> Prediction:
+    """An answer in the terms of compat, but its times are from the begin of the step.
+
+    Raises ValueError for a refused one."""
+    if one.outcome is None or one.step_s is None or one.scaling is None:
+        raise ValueError(f"{one.setting.words}: refused: {one.refused}")
+    return Prediction(
+        model=job.trace.model or job.trace.id,
+        workers=one.setting.workers,
+        link_bps=one.setting.cost.link.rate_bps,
+        compression=one.setting.cost.ratio,
+        compute_end_s=one.outcome.compute_end_ns / 1e9,
+        communication_end_s=one.outcome.communication_end_ns / 1e9,
+        overhead_s=one.step_s.value - job.alone_ns / 1e9,
+        step_s=one.step_s.value,
+        scaling_factor=one.scaling.value,
+        buckets=one.outcome.buckets,
+    )
+
+
+def _measured(trace: Trace, transport: str | None) -> Estimate | None:
+    """The recorded step: the median, and the middle 80 % of the steps."""
+    if transport is None or trace.origin != "measured":
+        return None
+    lengths = sorted(float(ns) for block in step_times(trace, transport).values() for ns in block)
+    if not lengths:
+        return None
+    low, high = lengths[len(lengths) // 10], lengths[-1 - len(lengths) // 10]
+    return Estimate(statistics.median(lengths), low, high)
+
+
+def _plan(trace: Trace, transport: str | None) -> tuple[Plan, tuple[str, ...]]:
+    try:
+        return Plan.of(trace, transport), ()
+    except ValueError:
+        return Plan.ddp(), ("the run does not tell its buckets: those of DDP (1 MiB, then 25 MiB) are taken",)
+
+
+def job(trace: Trace, transport: str | None = None, *, plan: Plan | None = None, cost: Cost | None = None) -> Job:
+    """A run made ready for questions. cost: given where it is not to be fitted, as for a layer log.
+
+    transport: the one to be explained; None: the first that recorded its operations. Raises ValueError where the run
+    has no operation to fit a cost to, or no step that tells when gradients were ready."""
+    fitted = None if cost is not None else fit(trace, transport)
+    name = fitted.transport if fitted is not None else transport
+    notes: tuple[str, ...] = ()
+    if plan is None:
+        plan, notes = _plan(trace, name)
+    if fitted is not None and fitted.reason:
+        notes = (*notes, f"the fit is poor: {fitted.reason}")
+    known = fitted.cost if fitted is not None else cost or Cost.free()
+    if fitted is None:
+        notes = (*notes, "no run was fitted: formulas alone, without intervals")
+    can = achievable(trace)
+    lane_bps = can.points[0][1] / can.points[0][0] if can is not None else None
+    source = name if name is not None else next((t for t in trace.transports if t not in PSEUDO), None)
+    load = workload(trace, name)
+    alone = simulate(load, plan, Cost.free(), workers=1, steps=STEPS)
+    return Job(
+        trace=trace,
+        load=load,
+        plan=plan,
+        cost=known,
+        workers=trace.size,
+        alone_ns=outcome(alone).step_ns,
+        transport=name,
+        fit=fitted,
+        lane_bps=lane_bps,
+        measured_ns=_measured(trace, source),
+        notes=(*notes, *(fitted.notes if fitted is not None else ())),
+    )
+
+
+def _search(meets: Callable[[float], bool], low: float, high: float, whole: bool) -> float:
+    """The least value between low and high that meets an aim which high meets; by halves, of the logarithm."""
+    if meets(low):
+        return low
+    for _ in range(HALVINGS if not whole else max(1, math.ceil(math.log2(high)))):
+        if whole and high - low <= 1:
+            break
+        middle = float(round((low + high) / 2)) if whole else math.sqrt(low * high)
+        if meets(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What an inverse question wants. question: kind and unit; span: where to look; whole: numbers only."""
+
+    question: str
+    words: str
+    span: tuple[float, float]
+    whole: bool = False
+
+
+def _costs(setting: Setting) -> Sequence[Cost]:
+    """The fit's own, the low and the high end."""
+    return (setting.cost, *(setting.cost.bounds() if setting.cost.residual != (0.0, 0.0) else ()))
+
+
+def least(job: Job, aim: Aim, make: Callable[[float], Setting], limit_ns: Callable[[int], float]) -> Least:
+    """The least value whose setting has a step of at most limit_ns of the cost's end: 0 fit, 1 low, 2 high.
+
+    A larger value must never make a step longer."""
+    low, high = aim.span
+    best = make(high)
+    found: list[float] = []
+    told = Least(aim.question, aim.words, None, workers=best.workers)
+    try:
+        play(job, best)
+    except ValueError as error:
+        return replace(told, reason=str(error))
+    ends = len(_costs(best))
+    for end in range(ends):
+        bound_ns = limit_ns(end)
+
+        def meets(value: float, end: int = end, bound_ns: float = bound_ns) -> bool:
+            setting = make(value)
+            try:
+                return play(job, setting, _costs(setting)[end]).step_ns <= bound_ns
+            except ValueError:
+                return False  # an operation is longer than the simulation knows: the best setting's was not
+
+        found.append(_search(meets, low, high, aim.whole) if meets(high) else math.inf)
+    if math.isinf(found[0]):
+        reached = scaling(job, play(job, best).step_ns)
+        return replace(told, reason=f"no value reaches it: at most {100 * reached:.1f} % is reached")
+    return replace(told, value=Estimate(found[0], min(found), max(found)), interval=ends > 1)

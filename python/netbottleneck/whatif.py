@@ -87,7 +87,7 @@ class Least:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A run and what explains it. load: its compute; cost: as it was, with the achieved rate; alone_ns: one worker's step.
+    """A run and what explains it. load: its compute; cost: as it was, at the achieved rate; alone_ns: a step of one worker.
 
     fit: None where no run was measured. lane_bps: what one network stream reaches, by the probe. measured_ns: the step
     as it was recorded."""

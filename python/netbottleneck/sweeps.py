@@ -65,14 +65,23 @@ def workers(job: Job, counts: Sequence[int]) -> Iterator[Setting]:
         yield _setting(job, "workers", f"{count} workers", workers=count)
 
 
+def on_hosts(job: Job, ranks: int) -> Job:
+    """The same job with so many ranks on each host, which share its link: a ring becomes two levels."""
+    algorithm = "two_level" if ranks > 1 and job.cost.algorithm == "ring" else job.cost.algorithm
+    return replace(job, cost=replace(job.cost, ranks_per_host=ranks, algorithm=algorithm))
+
+
+def _inside(job: Job) -> tuple[str, ...]:
+    known = job.cost.host_bps is not None or job.cost.ranks_per_host == 1
+    return () if known else ("inside a host nothing takes time: it was not measured",)
+
+
 def ranks_per_host(job: Job, counts: Sequence[int]) -> Iterator[Setting]:
-    """The same workers on fewer hosts, in two levels; those that do not fit are left out."""
-    base = job.cost
-    remarks = () if base.host_bps is not None else ("inside a host nothing takes time: it was not measured",)
+    """The same workers on fewer hosts; those that do not fit are left out."""
     for count in counts:
         if count <= job.workers:
-            inside = replace(base, ranks_per_host=count, algorithm=base.algorithm if count == 1 else "two_level")
-            yield _setting(job, "ranks per host", f"{count} on a host", inside, remarks=remarks if count > 1 else ())
+            there = on_hosts(job, count)
+            yield _setting(there, "ranks per host", f"{count} on a host", remarks=_inside(there))
 
 
 def fusions(job: Job, sizes_bytes: Sequence[int]) -> Iterator[Setting]:
@@ -115,7 +124,8 @@ def grid(
     """Each compression, then number of workers, then link fully used, as compat.sweep goes."""
     for ratio, count, bps in product(ratios, counts, speeds_bps):
         words = f"{count} workers, {bps / 1e9:g} Gbit/s, {ratio:g}x"
-        yield _setting(job, "grid", words, compressed(over(job.cost, bps), ratio, codec), workers=count)
+        cost = compressed(over(job.cost, bps), ratio, codec)
+        yield _setting(job, "grid", words, cost, workers=count, remarks=_inside(job))
 
 
 def ideal_overlap(job: Job, base: Answer) -> Answer:

@@ -82,15 +82,16 @@ class Least:
     interval: bool = True
     label: str = PREDICTED
     workers: int = 0
+    ranks_per_host: int = 1
     link_bps: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A run and what explains it. load: its compute; cost: as it was, at the achieved rate; alone_ns: a step of one worker.
+    """A run and what explains it.
 
-    fit: None where no run was measured. lane_bps: what one network stream reaches, by the probe. measured_ns: the step
-    as it was recorded."""
+    load: its compute; cost: as it was, at the achieved rate; alone_ns: a step of one worker. fit: None where no run was
+    measured. lane_bps: what one network stream reaches, by the probe. measured_ns: the step as it was recorded."""
 
     trace: Trace
     load: Workload
@@ -270,7 +271,7 @@ def least(job: Job, aim: Aim, make: Callable[[float], Setting], limit_ns: Callab
     low, high = aim.span
     best = make(high)
     found: list[float] = []
-    told = Least(aim.question, aim.words, None, workers=best.workers)
+    told = Least(aim.question, aim.words, None, workers=best.workers, ranks_per_host=best.cost.ranks_per_host)
     try:
         play(job, best)
     except ValueError as error:

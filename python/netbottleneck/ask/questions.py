@@ -72,21 +72,31 @@ def _this_job(job: Job, nominal: float | None) -> Table:
     )
 
 
-def _grid(args: argparse.Namespace, job: Job, source: Source) -> Iterator[Table]:
+def _grid(args: argparse.Namespace, job: Job) -> Iterator[Table]:
     """The product of what was asked of workers, links and ratios: one axis, or all that were named."""
-    log = source.log is not None
+    log = job.fit is None
     counts = [int(count) for count in args.workers or (LOG_WORKERS if log else (job.workers,))]
     ratios = args.compression or (1.0,)
     speeds = args.link_gbps or (LOG_LINKS if log else ())
+    hosts = f", {job.cost.ranks_per_host} ranks on a host" if job.cost.ranks_per_host > 1 else ""
     if speeds:
         bps = [gbps * 1e9 for gbps in speeds]
-        title = "Workers, link fully used, compression ratio"
+        title = f"Workers, link fully used, compression ratio{hosts}"
         yield title, sweeps.answers(job, sweeps.grid(job, counts, bps, ratios, codec(args)))
         return
     for ratio in ratios:
         at = replace(job, cost=sweeps.compressed(job.cost, ratio, codec(args)))
-        title = "Workers, the link as it was used" + (f", {ratio:g}x fewer bytes" if ratio != 1 else "")
+        title = f"Workers, the link as it was used{hosts}" + (f", {ratio:g}x fewer bytes" if ratio != 1 else "")
         yield title, sweeps.answers(at, sweeps.workers(at, counts))
+
+
+def _of_one(args: argparse.Namespace, job: Job) -> Job:
+    """A layer log at the one number of workers and the one link that were named. Raises ValueError for others."""
+    if job.fit is not None:
+        return job
+    if len(args.workers or ()) != 1 or len(args.link_gbps or ()) != 1:
+        raise ValueError("--fusion-mib and --cycle-ms of a layer log need one --workers N and one --link-gbps X")
+    return replace(job, workers=int(args.workers[0]), cost=sweeps.over(job.cost, args.link_gbps[0] * 1e9))
 
 
 def _others(args: argparse.Namespace, job: Job) -> Iterator[Table]:
@@ -96,15 +106,22 @@ def _others(args: argparse.Namespace, job: Job) -> Iterator[Table]:
         yield "Another link, fully used", sweeps.answers(job, sweeps.links(job, [gbps * 1e9 for gbps in LINKS]))
         yield "More workers, the link as it was used", sweeps.answers(job, sweeps.workers(job, WORKERS))
         yield "Compression, the link as it was used", sweeps.answers(job, sweeps.compression(job, RATIOS, codec(args)))
-    counts = args.ranks_per_host or (RANKS_PER_HOST if every and job.workers > 1 else ())
-    if counts:
+    counts = () if _whole(args, job) else args.ranks_per_host or (RANKS_PER_HOST if every else ())
+    if counts and max(job.workers, *counts) > 1:
         many = replace(job, workers=max(job.workers, int(max(counts))))
         title = f"Ranks on a host, of {many.workers} workers"
         yield title, sweeps.answers(many, sweeps.ranks_per_host(many, [int(count) for count in counts]))
     if sizes := args.fusion_mib or (FUSIONS_MIB if every and job.fit is not None else ()):
-        yield "Buckets of DDP", sweeps.answers(job, sweeps.fusions(job, [round(mib * (1 << 20)) for mib in sizes]))
+        at = _of_one(args, job)
+        yield "Buckets of DDP", sweeps.answers(at, sweeps.fusions(at, [round(mib * (1 << 20)) for mib in sizes]))
     if times := args.cycle_ms or (CYCLES_MS if every and job.fit is not None else ()):
-        yield "Fusion of Horovod, 64 MiB", sweeps.answers(job, sweeps.cycles(job, [round(t * 1e6) for t in times]))
+        at = _of_one(args, job)
+        yield "Fusion of Horovod, 64 MiB", sweeps.answers(at, sweeps.cycles(at, [round(t * 1e6) for t in times]))
+
+
+def _whole(args: argparse.Namespace, job: Job) -> bool:
+    """Whether a product is asked: of a layer log always."""
+    return job.fit is None or any(getattr(args, name) for name in ("workers", "link_gbps", "compression"))
 
 
 def _least(args: argparse.Namespace, job: Job, nominal: float | None) -> Iterator[Least]:
@@ -138,10 +155,13 @@ def ask(args: argparse.Namespace, source: Source) -> Told:
             missing.append("the run does not know its link: --this-link-gbps X asks for its full use")
     if args.target_scaling is not None and args.codec_gbytes is None:
         missing.append("encoding and decoding take no time in these answers: --codec-gbytes X counts them")
-    if source.log is not None or any(getattr(args, name) for name in ("workers", "link_gbps", "compression")):
-        tables += _grid(args, job, source)
+    jobs = [job]
+    if _whole(args, job):
+        jobs = [sweeps.on_hosts(job, int(count)) for count in args.ranks_per_host or (job.cost.ranks_per_host,)]
+        tables += [table for one in jobs for table in _grid(args, one)]
     tables += _others(args, job)
-    return Told(job, tuple(tables), tuple(_least(args, job, nominal)), tuple(missing))
+    leasts = [one for at in jobs for one in _least(args, at, nominal)]
+    return Told(job, tuple(tables), tuple(leasts), tuple(missing))
 
 
 def _finite(value: float | None) -> float | None:
@@ -177,6 +197,7 @@ def _least_row(told: Told, one: Least) -> dict[str, Any]:
     return {
         "model": told.job.trace.model or told.job.trace.id,
         "workers": one.workers,
+        "ranks_per_host": one.ranks_per_host,
         "link_bps": one.link_bps,
         "question": one.question,
         "aim": one.aim,

@@ -64,7 +64,8 @@ def _interval(one: Least) -> str:
 
 
 def _at(one: Least) -> str:
-    return f"{one.workers} workers" + ("" if one.link_bps is None else f", {one.link_bps / 1e9:g} Gbit/s")
+    hosts = "" if one.ranks_per_host == 1 else f", {one.ranks_per_host} on a host"
+    return f"{one.workers} workers{hosts}" + ("" if one.link_bps is None else f", {one.link_bps / 1e9:g} Gbit/s")
 
 
 def _least(one: Least) -> str:
@@ -131,7 +132,9 @@ def _tables(told: Told) -> Iterator[tuple[str, Table]]:
     for title, rows in told.tables:
         whole = [one for one in rows if one.setting.question == "grid" and not one.refused]
         if len(whole) == len(rows) > 1:
-            yield from matrices([prediction(told.job, one) for one in whole])
+            hosts = whole[0].setting.cost.ranks_per_host
+            for over, table in matrices([prediction(told.job, one) for one in whole]):
+                yield over + (f", {hosts} ranks on a host" if hosts > 1 else ""), table
         elif rows:
             yield title, _table(rows)
     if len(told.leasts) > LEASTS_MAX:

@@ -154,19 +154,19 @@ def _to_target(job: Job, target: float) -> float:
 
 def least_link(job: Job, target: float) -> Least:
     """The slowest link, fully used, with a scaling factor of at least `target`; bits a second."""
-    aim = Aim("least link", f"scaling factor {target:g}", LINK_BPS)
+    aim = Aim("least link", f"a scaling factor of {target:g}", LINK_BPS)
     return least(job, aim, lambda bps: next(links(job, [bps])), lambda _: _to_target(job, target))
 
 
 def least_compression(job: Job, target: float, codec: Codec) -> Least:
     """The least ratio over the link as it was used."""
-    aim = Aim("least compression", f"scaling factor {target:g}", RATIO)
+    aim = Aim("least compression", f"a scaling factor of {target:g}", RATIO)
     return least(job, aim, lambda ratio: next(compression(job, [ratio], codec)), lambda _: _to_target(job, target))
 
 
 def least_lanes(job: Job, target: float, link_bps: float | None) -> Least:
     """The fewest network streams, each as fast as the probe's first, together no faster than the link."""
-    aim = Aim("least lanes", f"scaling factor {target:g}", (1, LANES_MAX), True)
+    aim = Aim("least lanes", f"a scaling factor of {target:g}", (1, LANES_MAX), True)
     lane_bps = job.lane_bps
     if lane_bps is None:
         reason = "it is not known what one stream reaches: no probe was made"

@@ -290,5 +290,5 @@ def least(job: Job, aim: Aim, make: Callable[[float], Setting], limit_ns: Callab
         found.append(_search(meets, low, high, aim.whole) if meets(high) else math.inf)
     if math.isinf(found[0]):
         reached = scaling(job, play(job, best).step_ns)
-        return replace(told, reason=f"no value reaches it: at most {100 * reached:.1f} % is reached")
+        return replace(told, reason=f"at most {100 * reached:.1f} % is reached")
     return replace(told, value=Estimate(found[0], min(found), max(found)), interval=ends > 1)

@@ -102,6 +102,77 @@ def test_a_run_of_ours_needs_no_step_and_a_log_that_tells_its_step_neither(
     assert "step" in capsys.readouterr().out
 
 
+def test_a_run_is_answered_in_words_tables_and_rows(tmp_path: Path) -> None:
+    target = tmp_path / "rows.json"
+    done = command(str(TRACE), "--target-scaling", "0.9", "--json", str(target))
+    assert (done.returncode, done.stderr) == (0, "")
+    said = " ".join(done.stdout.split())
+    for words in (
+        "The step of stock took 1849 ms, 1845 ms to 1867 ms (measured).",
+        "The model of this run makes it",
+        "At what these hosts can do, 1.91 Gbit/s, the step would be",
+        "With this link, 2.00 Gbit/s, fully used, the step would be",
+        "With communication that takes no time, the step would be",
+        "buys nothing: a faster one gains no more than 1 % (predicted).",
+        "2 workers: a scaling factor of 0.9 needs 2.6",
+        "2 workers, a scaling factor of 0.9: no number of streams is enough: at most 7",
+        "100000 workers",
+        "100x fewer bytes",
+        "8 on a host",
+        "buckets of 25.0 MiB",
+        "Horovod, every 5.00 ms",
+    ):
+        assert words in said
+    rows = json.loads(target.read_text())
+    kinds = {row["question"] for row in rows}
+    assert kinds == {
+        *("measured", "now", "achievable", "full use", "overlap", "free", "link", "workers", "ranks per host"),
+        *("fusion", "cycle", "compression", "enough link", "least link", "least compression", "least lanes"),
+    }
+    assert [row["label"] for row in rows] == ["measured"] + ["predicted"] * (len(rows) - 1)
+    for row in rows[1:]:
+        if "step_s" in row:
+            assert set(ROW) <= set(row)
+            if row["step_low_s"] is not None:
+                assert row["step_low_s"] <= row["step_s"] <= row["step_high_s"]
+                assert row["scaling_low"] <= row["scaling_factor"] <= row["scaling_high"]
+        elif row["value"] is not None:
+            assert row["low"] <= row["value"] <= row["high"]
+        else:
+            assert row["reason"]
+    links = [row["step_s"] for row in rows if row["question"] == "link"]
+    assert links == sorted(links, reverse=True)
+
+
+def test_a_products_rows_are_in_the_order_of_the_words(files: tuple[str, str], tmp_path: Path) -> None:
+    log, add = files
+    target = tmp_path / "rows.json"
+    words = ["--step-s", "0.02", "--add-table", add, "--workers", "4,2", "--link-gbps", "1,10", "--compression", "1,3"]
+    assert main(["what-if", log, *words, "--ranks-per-host", "1,2", "--json", str(target)]) == 0
+    rows = [row for row in json.loads(target.read_text()) if row["question"] == "grid"]
+    assert [(row["ranks_per_host"], row["compression"], row["workers"], row["link_bps"]) for row in rows] == [
+        (hosts, ratio, workers, gbps * 1e9)
+        for hosts in (1, 2)
+        for ratio in (1, 3)
+        for workers in (4, 2)
+        for gbps in (1, 10)
+    ]
+    assert all(row["step_low_s"] is None for row in rows)
+    whole = [row["overhead_s"] for row in rows if row["ranks_per_host"] == 2 and row["workers"] == 2]
+    assert max(whole) < 0.001 < min(row["overhead_s"] for row in rows if (row["workers"], row["link_bps"]) == (4, 1e9))
+
+
+def test_a_compressed_answer_counts_its_codec_where_it_is_told(files: tuple[str, str], tmp_path: Path) -> None:
+    log, _ = files
+    target = tmp_path / "rows.json"
+    words = ["what-if", log, "--step-s", "0.02", "--workers", "4", "--link-gbps", "1", "--compression", "4"]
+    steps = []
+    for more in ([], ["--codec-gbytes", "10"]):
+        assert main([*words, *more, "--json", str(target)]) == 0
+        steps.append(json.loads(target.read_text())[0]["step_s"])
+    assert steps[1] - steps[0] == pytest.approx(2 * LOG.bytes / 10e9, rel=0.25)
+
+
 def bad_inputs() -> list[tuple[list[str], str]]:
     compat_ = ["--compat", "paper2020"]
     add = ["--add-table", "{add}"]
@@ -118,6 +189,16 @@ def bad_inputs() -> list[tuple[list[str], str]]:
         (["{log}", *compat_, *add, "--link-gbps=-10"], "--link-gbps: '-10'"),
         (["{log}", *compat_, *add, "--compression", "1,x"], "--compression: 'x'"),
         (["{log}", *compat_, *add, "--slowdown", "-1"], "--slowdown"),
+        (["{log}", *compat_, *add, "--step-s", "1", "--target-scaling", "0.9"], "--target-scaling does not go with"),
+        (["{log}", "--step-s", "1", "--slowdown", "10"], "--slowdown 10 goes with --compat paper2020 only"),
+        (["{log}"], "small.bk.log tells no step of a single device"),
+        (["{log}", "--step-s", "0.001"], "a step of 0.001 s, but 0.0075 s of backward pass"),
+        (["{log}", "--step-s", "1", "--target-scaling", "1"], "--target-scaling: '1': must be a number from 0.001"),
+        (["{log}", "--step-s", "1", "--fusion-mib", "5"], "need one --workers N and one --link-gbps X"),
+        (["{log}", "--step-s", "1", "--ranks-per-host", "0"], "--ranks-per-host: '0'"),
+        ([str(TRACE), "--transport", "nccl"], "no all-reduce over nccl"),
+        (["{newer}"], "{newer}, line 1: trace version 99"),
+        (["{torn}"], "{torn}, line"),
         (["{log}", *compat_, *add, "--speed", "9"], "unrecognized arguments: --speed 9"),
         ([*compat_, *add], "required: INPUT"),
         (["{folder}/none.bk.log", *compat_, *add], "no such file or folder: {folder}/none.bk.log"),

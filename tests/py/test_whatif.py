@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from netbottleneck import compat, layerlog, sweeps, whatif
+from netbottleneck import compat, layerlog, sweeps, trace, whatif
 from netbottleneck.cost import Cost, Link, Table
 from netbottleneck.layerlog import LayerLog
 from netbottleneck.plan import Plan
+from netbottleneck.simulate import simulate
 from netbottleneck.sweeps import Codec
+from netbottleneck.trace import Trace
 from netbottleneck.whatif import Job
 
+TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
 MS = 1_000_000
 # 30 ms of forward, then ten gradients of 2 MB, 2 ms apart.
 LOG = LayerLog("ten", ((0.002, 2_000_000),) * 10, 0.050)
@@ -170,7 +174,7 @@ def test_what_no_link_reaches_is_said_with_what_is_reached() -> None:
     least = sweeps.least_link(job, 0.9)
     assert least.value is None
     # Six steps of 10 ms after 50 ms of compute: 45.45 %, less what the fastest link takes.
-    assert least.reason == "no value reaches it: at most 45.4 % is reached"
+    assert least.reason == "at most 45.4 % is reached"
     assert sweeps.least_link(job, 0.4).value is not None
     unknown = sweeps.least_lanes(job, 0.9, 1e9)
     assert unknown.value is None
@@ -225,6 +229,41 @@ def test_every_inverse_answer_is_met_going_forward(log: LayerLog, target: float)
     link = sweeps.least_link(job, target).value
     assert link is not None
     assert job.alone_ns / 1e9 / grid_s(job, 4, link.value) >= target
+
+
+@pytest.fixture(scope="module")
+def stored() -> Trace:
+    return trace.read(TRACE)
+
+
+def test_the_stored_runs_model_says_its_step_and_what_the_other_transport_then_measured(stored: Trace) -> None:
+    """The prediction is made from the operations of stock and the probe alone; ofi ran in the same run."""
+    job, other = whatif.job(stored, "stock"), whatif.job(stored, "ofi")
+    assert job.measured_ns is not None
+    assert other.measured_ns is not None
+    assert step_s(job, sweeps.now(job)) == pytest.approx(job.measured_ns.value / 1e9, rel=0.02)
+    assert step_s(other, sweeps.now(other)) == pytest.approx(other.measured_ns.value / 1e9, rel=0.02)
+    (attainable,) = sweeps.attainable(job)
+    assert step_s(job, attainable) == pytest.approx(other.measured_ns.value / 1e9, rel=0.03)
+    alone = [step.duration_ns for step in stored.steps if step.transport == "single"]
+    assert job.alone_ns == pytest.approx(statistics.median(alone), rel=0.02)
+
+
+def test_the_stored_runs_lanes_are_what_its_probe_found_to_be_enough(stored: Trace) -> None:
+    job = whatif.job(stored, "stock")
+    assert job.lane_bps == pytest.approx(0.48e9, rel=0.02)
+    lanes = sweeps.least_lanes(job, 0.71, 2e9).value
+    assert lanes is not None
+    assert lanes.value == 4
+    assert sweeps.least_lanes(job, 0.9, 2e9).value is None
+
+
+def test_a_run_of_100_000_workers_takes_no_more_memory_than_one_of_two(stored: Trace) -> None:
+    job = whatif.job(stored, "stock")
+    few, many = (simulate(job.load, job.plan, job.cost, workers=count, steps=whatif.STEPS) for count in (3, 100_000))
+    assert (len(few.steps), len(few.collectives)) == (len(many.steps), len(many.collectives))
+    times = [step_s(job, setting) for setting in sweeps.workers(job, [2, 100, 100_000])]
+    assert times == sorted(times)
 
 
 STEPS_S = {"resnet50": 0.12808580219559176, "resnet101": 0.19200599479476405, "vgg16": 0.19452352295080985}

@@ -36,10 +36,10 @@ def _plan(word: str | None) -> Plan | None:
 def make_job(args: argparse.Namespace, source: Source) -> Job:
     """Return the run, or the log as a run of one rank, ready for questions."""
     table = None if args.add_table is None else as_cost(layerlog.read_table(args.add_table))
-    if source.trace is None or source.findings is None:
-        plan = _plan(args.plan) or Plan.horovod()
+    if source.trace is None or source.findings is None or source.trace.size == 1:
+        one = source.trace or layerlog.to_trace(layer_log(source, args.step_s))
         cost = Cost(algorithm=args.algorithm or "ring", add=0.0 if table is None else table)
-        return whatif.job(layerlog.to_trace(layer_log(source, args.step_s)), plan=plan, cost=cost)
+        return whatif.job(one, plan=_plan(args.plan) or Plan.horovod(), cost=cost)
     made = whatif.job(source.trace, args.transport or source.findings.base, plan=_plan(args.plan))
     if args.algorithm is not None and args.algorithm != made.cost.algorithm:
         note = f"a cost fitted to {made.cost.algorithm} is used for {args.algorithm}"
@@ -168,6 +168,19 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+def _model(told: Told) -> str:
+    return told.job.trace.model or told.job.trace.id
+
+
+def _measured_row(told: Told) -> Iterator[dict[str, Any]]:
+    """The step as it was recorded."""
+    was = told.job.measured_ns
+    if was is not None:
+        ends = {"step_s": was.value / 1e9, "step_low_s": was.low / 1e9, "step_high_s": was.high / 1e9}
+        place = {"model": _model(told), "workers": told.job.workers, "question": "measured", "label": whatif.MEASURED}
+        yield place | ends | {"transport": told.job.transport}
+
+
 def _row(told: Told, answer: Answer) -> dict[str, Any]:
     setting = answer.setting
     extra = {
@@ -181,7 +194,7 @@ def _row(told: Told, answer: Answer) -> dict[str, Any]:
         "notes": list(answer.notes),
     }
     if answer.step_s is None or answer.scaling is None:
-        return {"model": told.job.trace.model, "workers": setting.workers, "refused": answer.refused, **extra}
+        return {"model": _model(told), "workers": setting.workers, "refused": answer.refused, **extra}
     core = whatif.prediction(told.job, answer)
     ends = {
         "step_low_s": answer.step_s.low if answer.interval else None,
@@ -195,7 +208,7 @@ def _row(told: Told, answer: Answer) -> dict[str, Any]:
 def _least_row(told: Told, one: Least) -> dict[str, Any]:
     known = None if one.value is None else one.value
     return {
-        "model": told.job.trace.model or told.job.trace.id,
+        "model": _model(told),
         "workers": one.workers,
         "ranks_per_host": one.ranks_per_host,
         "link_bps": one.link_bps,
@@ -212,4 +225,4 @@ def _least_row(told: Told, one: Least) -> dict[str, Any]:
 def rows(told: Told) -> list[dict[str, Any]]:
     """Return every answer as JSON has it; an end of an interval that is not known is null."""
     found = [_row(told, one) for _, own in told.tables for one in own]
-    return [*found, *(_least_row(told, one) for one in told.leasts)]
+    return [*_measured_row(told), *found, *(_least_row(told, one) for one in told.leasts)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -16,11 +17,11 @@ from netbottleneck.whatif import NOTHING, Answer, Least, prediction
 
 # More inverse answers than this are a table.
 LEASTS_MAX = 4
-NEEDED = {
-    "least link": "a faster link",
-    "enough link": "a faster link",
-    "least compression": "compression",
-    "least lanes": "more streams",
+NONE = {
+    "least link": "no link is fast enough",
+    "enough link": "no link is fast enough",
+    "least compression": "no compression is enough",
+    "least lanes": "no number of streams is enough",
 }
 
 
@@ -71,12 +72,12 @@ def _at(one: Least) -> str:
 def _least(one: Least) -> str:
     """An inverse answer in a sentence."""
     if one.value is None:
-        return f"{_at(one)}: {one.aim} by {NEEDED[one.question]}: {one.reason}."
-    between = _interval(one) or "no interval"
+        return f"{_at(one)}, {one.aim}: {NONE[one.question]}: {one.reason}."
+    amount, between = _amount(one, one.value.value), _interval(one) or "no interval"
     if one.question == "enough link":
-        amount = _amount(one, one.value.value)
         return f"{_at(one)}: a link faster than {amount}, {between}, buys nothing: {one.aim} (predicted)."
-    return f"{_at(one)}: {one.aim} needs {_amount(one, one.value.value)}, {between} (predicted)."
+    how = {"least link": ", fully used", "least compression": " over the link as it was used"}.get(one.question, "")
+    return f"{_at(one)}: {one.aim} needs {amount}{how}, {between} (predicted)."
 
 
 def _least_table(told: Told) -> Table:
@@ -106,13 +107,18 @@ def sentences(told: Told) -> list[str]:
     return [*found, *(map(_least, told.leasts) if len(told.leasts) <= LEASTS_MAX else [])]
 
 
+def _bare(seconds: float) -> str:
+    """Ms without the unit."""
+    return ms(seconds * 1e9).removesuffix(" ms")
+
+
 def _cells(one: Answer, ended: bool) -> list[str]:
     if one.step_s is None or one.scaling is None:
         return ["refused"]
     step, factor = one.step_s, one.scaling
     cells = [ms(step.value * 1e9), _percent(factor.value)]
     if ended:
-        cells.insert(1, f"{ms(step.low * 1e9)}-{ms(step.high * 1e9)}" if one.interval else "")
+        cells.insert(1, f"{_bare(step.low)}-{_bare(step.high)} ms" if one.interval else "")
         cells.append(f"{100 * factor.low:.1f}-{100 * factor.high:.1f} %" if one.interval else "")
     return cells
 
@@ -142,13 +148,14 @@ def _tables(told: Told) -> Iterator[tuple[str, Table]]:
 
 
 def remarks(told: Told) -> list[str]:
-    """What to know before believing a number, each once."""
+    """What to know before believing a number; of those that differ in their numbers alone, the first."""
     rows = [one for _, own in told.tables for one in own]
     refused = [f"{one.setting.words}: {one.refused}" for one in rows if one.refused]
-    # Doubts of many rows differ in their numbers only: those of a table's first and last are enough.
-    ends = [one for _, own in told.tables for one in own[:1] + own[-1:]]
-    notes = [note for one in ends for note in one.notes]
-    return list(dict.fromkeys([*told.job.notes, *told.missing, *notes, *refused]))
+    notes = [note for one in rows for note in one.notes]
+    kinds: dict[str, str] = {}
+    for note in (*told.job.notes, *told.missing, *notes):
+        kinds.setdefault(re.sub(r"\d[\d.]*", "0", note), note)
+    return [*kinds.values(), *refused]
 
 
 def show(told: Told, console: Console | None = None) -> None:

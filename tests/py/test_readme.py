@@ -29,7 +29,7 @@ def stored():
 
 def test_the_sentence_and_the_report_are_what_the_stored_trace_gives(stored):
     readme = tool("readme")
-    assert {name for _, name, _ in readme.BLOCK.findall(README)} == {"sentence", "report"}
+    assert {name for _, name, _ in readme.BLOCK.findall(README)} == {"sentence", "report", "answers"}
     assert readme.render(README, stored) == README
     assert README.index(" ".join(words.sentences(stored.findings))) < README.index("## ")
     assert stored.text[stored.text.index("Run ") :] in README

@@ -16,6 +16,7 @@ from netbottleneck import compat, layerlog
 from netbottleneck.cli import main
 from netbottleneck.compat import Grid
 from netbottleneck.layerlog import LayerLog, VecTable
+from ringwriter import FakeRun
 
 TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
 LOG = LayerLog("small", ((0.0005, 4000), (0.004, 40 << 20), (0.002, 30 << 20), (0.001, 1 << 20)))
@@ -204,7 +205,7 @@ def bad_inputs() -> list[tuple[list[str], str]]:
         (["{folder}/none.bk.log", *compat_, *add], "no such file or folder: {folder}/none.bk.log"),
         (["{log}", *compat_, "--add-table", "{folder}/none.log"], "no such file or folder: {folder}/none.log"),
         (["{log}", *compat_, "--add-table", "{folder}"], "a folder where a file should be: {folder}"),
-        (["{folder}", *compat_, *add], "{folder}"),
+        (["{folder}", *compat_, *add], "{folder}: no run.json here; give the folder of a run"),
         (["{add}", *compat_, *add], "{add}, line 2: number of batches '1048576,1.2e-05': must be a whole number"),
         (["{log}", *compat_, "--add-table", "{log}", "--step-s", "1"], "{log}, line 1: 'netbottleneck layer log"),
         (["{cut}", *compat_, *add], "{cut}, line 6: the last line has no end"),
@@ -238,6 +239,49 @@ def test_bad_input_is_one_line_and_exit_code_2_and_nothing_is_overwritten(
     assert said.format(**names) in told.err
     assert kept.read_text() == "precious"
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes", "said"),
+    [
+        ('"begin_ns":', '"begin_ns":"soon","x":', "'soon' where int must be"),
+        ('"grad_ready":[[', '"grad_ready":[[4000,5],[', "has a gradient 4000; there are 4 parameters"),
+        ('"bytes":1048576', '"bytes":-1', "parameter conv1.weight has -1 bytes"),
+        ('"size":2', '"size":0', "a run of 0 ranks"),
+        ('{"step":{"rank":0,"index":1,', '{"step":{"rank":,', "line"),
+    ],
+)
+@pytest.mark.parametrize("words", [[], ["--compat", "paper2020", "--add-table", "{add}"]])
+def test_a_trace_that_was_damaged_by_hand_is_one_line(
+    words: list[str],
+    was: str,
+    becomes: str,
+    said: str,
+    files: tuple[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with gzip.open(Path(__file__).parent / "data" / "synthetic.jsonl.gz", "rt") as whole:
+        text = whole.read()
+    assert was in text
+    path = tmp_path / "damaged.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        file.write(text.replace(was, becomes))
+    assert main(["what-if", str(path), *(word.format(add=files[1]) for word in words)]) == 2
+    told = capsys.readouterr()
+    assert (told.out, told.err.count("\n")) == ("", 1)
+    assert str(path) in told.err
+    assert said in told.err
+
+
+def test_a_run_folder_is_read_as_its_trace_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = FakeRun(tmp_path / "run")
+    run.write()
+    said = []
+    for path in (run.folder, TRACE):
+        assert main(["what-if", str(path), "--workers", "2,8"]) == 0
+        said.append(capsys.readouterr().out)
+    assert all("8 workers" in text and "(measured)" in text for text in said)
 
 
 def test_rows_go_to_a_file_that_can_be_and_is_no_input(

@@ -93,7 +93,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         _answer(args)
     except FileNotFoundError as error:
-        sys.stderr.write(f"netbottleneck what-if: no such file or folder: {error.filename or error}\n")
+        said = f"no such file or folder: {error.filename}" if error.filename else str(error)
+        sys.stderr.write(f"netbottleneck what-if: {said}\n")
     except IsADirectoryError as error:
         sys.stderr.write(f"netbottleneck what-if: a folder where a file should be: {error.filename}\n")
     except ValueError as error:

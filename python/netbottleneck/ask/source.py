@@ -29,14 +29,34 @@ class Source:
         return None if self.trace is None else find(self.trace)
 
 
+def _sound(path: Path, trace: Trace) -> Trace:
+    """Return a trace whose rows go together. Raises ValueError naming the first that does not."""
+    if trace.size < 1:
+        raise ValueError(f"{path}: a run of {trace.size} ranks: must be 1 or more")
+    for step in trace.steps:
+        where = f"{path}: step {step.index} of rank {step.rank}"
+        if step.end_ns < step.begin_ns:
+            raise ValueError(f"{where} ends {step.begin_ns - step.end_ns} ns before it begins")
+        for index, _ in step.grad_ready:
+            if not 0 <= index < len(trace.parameters):
+                raise ValueError(f"{where} has a gradient {index}; there are {len(trace.parameters)} parameters")
+    for parameter in trace.parameters:
+        if parameter.bytes < 0:
+            raise ValueError(f"{path}: parameter {parameter.name} has {parameter.bytes} bytes")
+    for operation in trace.collectives:
+        if operation.tensor_bytes < 0 or (operation.bucket or 0) < 0:
+            raise ValueError(f"{path}: operation {operation.name or operation.key} of rank {operation.rank}: no size")
+    return trace
+
+
 def load(path: Path) -> Source:
     """Read a run folder, a trace or a layer log. Raises OSError; ValueError naming file and line of what is damaged."""
     if path.is_dir():
-        return Source(path, trace=Run(path).trace)
+        return Source(path, trace=_sound(path, Run(path).trace))
     with open(path, "rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
     if packed or path.name.endswith(".gz"):
-        return Source(path, trace=tr.read(path))
+        return Source(path, trace=_sound(path, tr.read(path)))
     return Source(path, log=layerlog.read(path))
 
 

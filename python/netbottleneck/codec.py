@@ -40,7 +40,7 @@ def _scalar(kind: Any, value: Any) -> Any:
 
 
 def build(kind: Any, value: Any) -> Any:
-    """`value` as JSON gives it, made the type that a dataclass says. Raises TypeError for a number or text elsewhere."""
+    """`value` as JSON gives it, made the type that a dataclass says. Raises TypeError for a scalar of another kind."""
     if value is None:
         return None
     if is_dataclass(kind):

@@ -59,7 +59,7 @@ MODULES_OF_ROOM = {
     "cost": ("links", "service"),
     "simulate": ("workload",),
     "verdict": ("findings",),
-    "whatif": ("sweeps",),
+    "whatif": ("inverse", "sweeps"),
     "session": ("records",),
     "timeline": ("timeline_events", "timeline_names", "timeline_writer"),
 }

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from netbottleneck.cost import Cost, Link
+from netbottleneck.inverse import NOTHING, Aim, Least, least
 from netbottleneck.plan import FUSION_BYTES, Plan
 from netbottleneck.stats import Estimate
 from netbottleneck.units import gbit, ms, nbytes, streams
-from netbottleneck.whatif import NOTHING, PREDICTED, Aim, Answer, Job, Least, Setting, answer, least, play, scaling
+from netbottleneck.whatif import PREDICTED, Answer, Job, Setting, answer, play, scaling
 
 # Where the inverse questions look.
 LINK_BPS = (1e6, 1e13)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from netbottleneck.compat import Prediction
@@ -23,10 +22,6 @@ from netbottleneck.workload import Workload, workload
 MEASURED, PREDICTED = "measured", "predicted"
 # So many steps are simulated: medians of them are what is told.
 STEPS = 15
-# A step that is longer by no more than this gains nothing.
-NOTHING = 0.01
-# Halvings of a search: a factor of 10^6 between its ends is found to 0.2 %.
-HALVINGS = 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +62,6 @@ class Answer:
     label: str = PREDICTED
     notes: tuple[str, ...] = ()
     refused: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Least:
-    """The answer to an inverse question: the least `what` that reaches the aim, and its interval.
-
-    value is None where none does, `reason` says why; an end of the interval that was not found is inf."""
-
-    question: str
-    aim: str
-    value: Estimate | None
-    reason: str = ""
-    interval: bool = True
-    label: str = PREDICTED
-    workers: int = 0
-    ranks_per_host: int = 1
-    link_bps: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +182,17 @@ def job(trace: Trace, transport: str | None = None, *, plan: Plan | None = None,
 
     transport: the one to be explained; None: the first that recorded its operations. Raises ValueError where the run
     has no operation to fit a cost to, or no step that tells when gradients were ready."""
-    fitted = None if cost is not None else fit(trace, transport)
+    together = len({rank.host_id for rank in trace.ranks}) == 1 < trace.size
+    fitted = None if cost is not None else fit(trace, transport, ranks_per_host=1 if together else None)
     name = fitted.transport if fitted is not None else transport
     notes: tuple[str, ...] = ()
     if plan is None:
         plan, notes = _plan(trace, name)
+    if together:
+        notes = (
+            *notes,
+            "all ranks shared a host: each is taken to have its own, and what they had between them a link",
+        )
     if fitted is not None and fitted.reason:
         notes = (*notes, f"the fit is poor: {fitted.reason}")
     known = fitted.cost if fitted is not None else cost or Cost.free()
@@ -232,63 +216,3 @@ def job(trace: Trace, transport: str | None = None, *, plan: Plan | None = None,
         measured_ns=_measured(trace, source),
         notes=(*notes, *(fitted.notes if fitted is not None else ())),
     )
-
-
-def _search(meets: Callable[[float], bool], low: float, high: float, whole: bool) -> float:
-    """The least value between low and high that meets an aim which high meets; by halves, of the logarithm."""
-    if meets(low):
-        return low
-    for _ in range(HALVINGS if not whole else max(1, math.ceil(math.log2(high)))):
-        if whole and high - low <= 1:
-            break
-        middle = float(round((low + high) / 2)) if whole else math.sqrt(low * high)
-        if meets(middle):
-            high = middle
-        else:
-            low = middle
-    return high
-
-
-@dataclass(frozen=True, slots=True)
-class Aim:
-    """What an inverse question wants. question: kind and unit; span: where to look; whole: numbers only."""
-
-    question: str
-    words: str
-    span: tuple[float, float]
-    whole: bool = False
-
-
-def _costs(setting: Setting) -> Sequence[Cost]:
-    """The fit's own, the low and the high end."""
-    return (setting.cost, *(setting.cost.bounds() if setting.cost.residual != (0.0, 0.0) else ()))
-
-
-def least(job: Job, aim: Aim, make: Callable[[float], Setting], limit_ns: Callable[[int], float]) -> Least:
-    """The least value whose setting has a step of at most limit_ns of the cost's end: 0 fit, 1 low, 2 high.
-
-    A larger value must never make a step longer."""
-    low, high = aim.span
-    best = make(high)
-    found: list[float] = []
-    told = Least(aim.question, aim.words, None, workers=best.workers, ranks_per_host=best.cost.ranks_per_host)
-    try:
-        play(job, best)
-    except ValueError as error:
-        return replace(told, reason=str(error))
-    ends = len(_costs(best))
-    for end in range(ends):
-        bound_ns = limit_ns(end)
-
-        def meets(value: float, end: int = end, bound_ns: float = bound_ns) -> bool:
-            setting = make(value)
-            try:
-                return play(job, setting, _costs(setting)[end]).step_ns <= bound_ns
-            except ValueError:
-                return False  # an operation is longer than the simulation knows: the best setting's was not
-
-        found.append(_search(meets, low, high, aim.whole) if meets(high) else math.inf)
-    if math.isinf(found[0]):
-        reached = scaling(job, play(job, best).step_ns)
-        return replace(told, reason=f"at most {100 * reached:.1f} % is reached")
-    return replace(told, value=Estimate(found[0], min(found), max(found)), interval=ends > 1)

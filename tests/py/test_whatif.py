@@ -260,6 +260,16 @@ def test_the_stored_runs_lanes_are_what_its_probe_found_to_be_enough(stored: Tra
     assert sweeps.least_lanes(job, 0.9, 2e9).value is None
 
 
+def test_ranks_that_shared_a_host_are_asked_about_links_as_if_each_had_its_own(stored: Trace) -> None:
+    one = replace(stored, ranks=tuple(replace(rank, host_id="here") for rank in stored.ranks))
+    job, apart = whatif.job(one, "stock"), whatif.job(stored, "stock")
+    assert any("all ranks shared a host" in note for note in job.notes)
+    assert not any("all ranks shared a host" in note for note in apart.notes)
+    assert [step_s(job, setting) for setting in sweeps.links(job, [1e9, 1e10])] == [
+        step_s(apart, setting) for setting in sweeps.links(apart, [1e9, 1e10])
+    ]
+
+
 def test_a_run_of_100_000_workers_takes_no_more_memory_than_one_of_two(stored: Trace) -> None:
     job = whatif.job(stored, "stock")
     few, many = (simulate(job.load, job.plan, job.cost, workers=count, steps=whatif.STEPS) for count in (3, 100_000))

@@ -12,9 +12,10 @@ from netbottleneck import layerlog, sweeps, whatif
 from netbottleneck.ask.source import Source, as_cost, layer_log
 from netbottleneck.ask.words import PAPER
 from netbottleneck.cost import Cost, Link
+from netbottleneck.inverse import Least
 from netbottleneck.plan import Plan
 from netbottleneck.sweeps import Codec, Told
-from netbottleneck.whatif import Answer, Job, Least
+from netbottleneck.whatif import Answer, Job
 
 LINKS = (1.0, 2.5, 5.0, 10.0, 25.0, 40.0, 50.0, 100.0, 200.0, 400.0)
 WORKERS = (2, 4, 8, 16, 32, 64, 256, 1000, 10_000, 100_000)

@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -266,6 +267,25 @@ def test_a_trace_that_was_damaged_by_hand_is_one_line(
         assert (told.out, told.err.count("\n")) == ("", 1)
         assert str(path) in told.err
         assert said in told.err
+
+
+def test_whatever_a_file_was_damaged_to_it_is_an_answer_or_one_line(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draw = random.Random(7)
+    with gzip.open(Path(__file__).parent / "data" / "synthetic.jsonl.gz", "rb") as file:
+        run = file.read()
+    ends = set()
+    for turn in range(60):
+        text = bytearray(run if turn % 2 else Path(files[0]).read_bytes())
+        for _ in range(draw.randrange(1, 4)):
+            text[draw.randrange(len(text))] = draw.choice(b'0123456789-,:"[]{}.e')
+        path = tmp_path / ("a.jsonl.gz" if turn % 2 else "a.bk.log")
+        path.write_bytes(gzip.compress(text, 1) if turn % 2 else text)
+        code = main(["what-if", str(path), "--step-s", "0.02", "--workers", "4", "--link-gbps", "1"])
+        ends.add(code)
+        assert capsys.readouterr().err.count("\n") == (1 if code == 2 else 0)
+    assert ends == {0, 2}
 
 
 def test_a_run_folder_is_read_as_its_trace_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,6 +97,8 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"netbottleneck what-if: {said}\n")
     except IsADirectoryError as error:
         sys.stderr.write(f"netbottleneck what-if: a folder where a file should be: {error.filename}\n")
+    except OSError as error:
+        sys.stderr.write(f"netbottleneck what-if: {error.strerror or error}: {error.filename or args.input}\n")
     except ValueError as error:
         sys.stderr.write(f"netbottleneck what-if: {' '.join(str(error).split())}\n")
     else:

@@ -35,8 +35,10 @@ def _sound(path: Path, trace: Trace) -> Trace:
         raise ValueError(f"{path}: a run of {trace.size} ranks: must be 1 or more")
     for step in trace.steps:
         where = f"{path}: step {step.index} of rank {step.rank}"
-        if step.end_ns < step.begin_ns:
-            raise ValueError(f"{where} ends {step.begin_ns - step.end_ns} ns before it begins")
+        parts = (*step.forward, *step.optimizer, *((begin, end) for _, begin, end in step.waits))
+        for begin_ns, end_ns in ((step.begin_ns, step.end_ns), *parts):
+            if end_ns < begin_ns:
+                raise ValueError(f"{where}, or a part of it, ends {begin_ns - end_ns} ns before it begins")
         for index, _ in step.grad_ready:
             if not 0 <= index < len(trace.parameters):
                 raise ValueError(f"{where} has a gradient {index}; there are {len(trace.parameters)} parameters")

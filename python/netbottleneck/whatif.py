@@ -16,7 +16,7 @@ from netbottleneck.plan import Plan
 from netbottleneck.scaling import intervals, total
 from netbottleneck.simulate import simulate
 from netbottleneck.stats import Estimate, achievable, step_times
-from netbottleneck.trace import PSEUDO, Collective, Trace
+from netbottleneck.trace import Collective, Trace
 from netbottleneck.workload import Workload, workload
 
 MEASURED, PREDICTED = "measured", "predicted"
@@ -159,12 +159,10 @@ def prediction(job: Job, one: Answer) -> Prediction:
     )
 
 
-def _measured(trace: Trace, transport: str | None) -> Estimate | None:
+def _measured(trace: Trace, transport: str) -> Estimate | None:
     """The recorded step: the median, and the middle 80 % of the steps."""
-    if transport is None or trace.origin != "measured":
-        return None
     lengths = sorted(float(ns) for block in step_times(trace, transport).values() for ns in block)
-    if not lengths:
+    if not lengths or trace.origin != "measured":
         return None
     low, high = lengths[len(lengths) // 10], lengths[-1 - len(lengths) // 10]
     return Estimate(statistics.median(lengths), low, high)
@@ -182,37 +180,27 @@ def job(trace: Trace, transport: str | None = None, *, plan: Plan | None = None,
 
     transport: the one to be explained; None: the first that recorded its operations. Raises ValueError where the run
     has no operation to fit a cost to, or no step that tells when gradients were ready."""
+    if cost is not None:
+        return _ready(trace, transport, plan, cost, ("no run was fitted: formulas alone, without intervals",))
     together = len({rank.host_id for rank in trace.ranks}) == 1 < trace.size
-    fitted = None if cost is not None else fit(trace, transport, ranks_per_host=1 if together else None)
-    name = fitted.transport if fitted is not None else transport
-    notes: tuple[str, ...] = ()
-    if plan is None:
-        plan, notes = _plan(trace, name)
+    fitted = fit(trace, transport, ranks_per_host=1 if together else None)
+    notes = [f"the fit is poor: {fitted.reason}"] if fitted.reason else []
     if together:
-        notes = (
-            *notes,
-            "all ranks shared a host: each is taken to have its own, and what they had between them a link",
-        )
-    if fitted is not None and fitted.reason:
-        notes = (*notes, f"the fit is poor: {fitted.reason}")
-    known = fitted.cost if fitted is not None else cost or Cost.free()
-    if fitted is None:
-        notes = (*notes, "no run was fitted: formulas alone, without intervals")
+        notes.append("all ranks shared a host: each is taken to have its own, and what they had between them a link")
+    made = _ready(trace, fitted.transport, plan, fitted.cost, (*notes, *fitted.notes))
     can = achievable(trace)
-    lane_bps = can.points[0][1] / can.points[0][0] if can is not None else None
-    source = name if name is not None else next((t for t in trace.transports if t not in PSEUDO), None)
-    load = workload(trace, name)
-    alone = simulate(load, plan, Cost.free(), workers=1, steps=STEPS)
-    return Job(
-        trace=trace,
-        load=load,
-        plan=plan,
-        cost=known,
-        workers=trace.size,
-        alone_ns=outcome(alone).step_ns,
-        transport=name,
+    return replace(
+        made,
         fit=fitted,
-        lane_bps=lane_bps,
-        measured_ns=_measured(trace, source),
-        notes=(*notes, *(fitted.notes if fitted is not None else ())),
+        lane_bps=None if can is None else can.points[0][1] / can.points[0][0],
+        measured_ns=_measured(trace, fitted.transport),
     )
+
+
+def _ready(trace: Trace, transport: str | None, plan: Plan | None, cost: Cost, notes: tuple[str, ...]) -> Job:
+    if plan is None:
+        plan, doubt = _plan(trace, transport)
+        notes = (*doubt, *notes)
+    load = workload(trace, transport)
+    alone = simulate(load, plan, Cost.free(), workers=1, steps=STEPS)
+    return Job(trace, load, plan, cost, trace.size, outcome(alone).step_ns, transport, notes=notes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -100,24 +100,40 @@ def _of_one(args: argparse.Namespace, job: Job) -> Job:
     return replace(job, workers=int(args.workers[0]), cost=sweeps.over(job.cost, args.link_gbps[0] * 1e9))
 
 
-def _others(args: argparse.Namespace, job: Job) -> Iterator[Table]:
-    """Sweeps of one thing, whichever was asked for; all, where none was."""
-    every = not any(getattr(args, name) for name in SWEEPS)
-    if every and job.fit is not None:
-        yield "Another link, fully used", sweeps.answers(job, sweeps.links(job, [gbps * 1e9 for gbps in LINKS]))
-        yield "More workers, the link as it was used", sweeps.answers(job, sweeps.workers(job, WORKERS))
-        yield "Compression, the link as it was used", sweeps.answers(job, sweeps.compression(job, RATIOS, codec(args)))
-    counts = () if _whole(args, job) else args.ranks_per_host or (RANKS_PER_HOST if every else ())
+def _fitted_sweeps(args: argparse.Namespace, job: Job) -> Iterator[Table]:
+    """What a run is asked where nothing was named: links, workers, ratios, each alone."""
+    yield "Another link, fully used", sweeps.answers(job, sweeps.links(job, [gbps * 1e9 for gbps in LINKS]))
+    yield "More workers, the link as it was used", sweeps.answers(job, sweeps.workers(job, WORKERS))
+    yield "Compression, the link as it was used", sweeps.answers(job, sweeps.compression(job, RATIOS, codec(args)))
+
+
+def _hosts(job: Job, counts: Sequence[float]) -> Iterator[Table]:
     if counts and max(job.workers, *counts) > 1:
         many = replace(job, workers=max(job.workers, int(max(counts))))
         title = f"Ranks on a host, of {many.workers} workers"
         yield title, sweeps.answers(many, sweeps.ranks_per_host(many, [int(count) for count in counts]))
-    if sizes := args.fusion_mib or (FUSIONS_MIB if every and job.fit is not None else ()):
-        at = _of_one(args, job)
-        yield "Buckets of DDP", sweeps.answers(at, sweeps.fusions(at, [round(mib * (1 << 20)) for mib in sizes]))
-    if times := args.cycle_ms or (CYCLES_MS if every and job.fit is not None else ()):
-        at = _of_one(args, job)
-        yield "Fusion of Horovod, 64 MiB", sweeps.answers(at, sweeps.cycles(at, [round(t * 1e6) for t in times]))
+
+
+def _fusion(job: Job, sizes_mib: Sequence[float], cycles_ms: Sequence[float]) -> Iterator[Table]:
+    if sizes_mib:
+        sizes = [round(mib * (1 << 20)) for mib in sizes_mib]
+        yield "Buckets of DDP", sweeps.answers(job, sweeps.fusions(job, sizes))
+    if cycles_ms:
+        cycles = [round(cycle_ms * 1e6) for cycle_ms in cycles_ms]
+        yield "Fusion of Horovod, 64 MiB", sweeps.answers(job, sweeps.cycles(job, cycles))
+
+
+def _others(args: argparse.Namespace, job: Job) -> Iterator[Table]:
+    """Sweeps of one thing, whichever was asked for; of a run all, where none was."""
+    if job.fit is not None and not any(getattr(args, name) for name in SWEEPS):
+        yield from _fitted_sweeps(args, job)
+        yield from _hosts(job, RANKS_PER_HOST)
+        yield from _fusion(job, FUSIONS_MIB, CYCLES_MS)
+        return
+    if not _whole(args, job):
+        yield from _hosts(job, args.ranks_per_host or ())
+    if args.fusion_mib or args.cycle_ms:
+        yield from _fusion(_of_one(args, job), args.fusion_mib or (), args.cycle_ms or ())
 
 
 def _whole(args: argparse.Namespace, job: Job) -> bool:

@@ -130,14 +130,15 @@ def grid(
 
 
 def ideal_overlap(job: Job, base: Answer) -> Answer:
-    """All communication beside all compute: max(T_1, its own time), whichever order the gradients come in."""
+    """All communication beside all compute: the longer of the two, whichever order the gradients come in."""
     setting = replace(base.setting, question="overlap", words="all communication beside compute")
     if base.outcome is None or base.step_s is None:
         return replace(base, setting=setting)
     found = base.outcome
     # The ends of its interval: communication alone grows or shrinks, as the step did over compute.
     low, high = base.setting.cost.residual
-    times = [max(job.alone_ns, found.communication_ns * (1 + end)) for end in (0.0, low, high)]
+    computed_ns = play(job, replace(base.setting, cost=Cost.free())).step_ns
+    times = [max(computed_ns, found.communication_ns * (1 + end)) for end in (0.0, low, high)]
     step = Estimate(times[0] / 1e9, min(times) / 1e9, max(times) / 1e9)
     factor = Estimate(scaling(job, times[0]), scaling(job, max(times)), scaling(job, min(times)))
     ended = replace(found, step_ns=times[0], communication_end_ns=times[0])

@@ -20,8 +20,8 @@ from netbottleneck.trace import Collective, Trace
 from netbottleneck.workload import Workload, workload
 
 MEASURED, PREDICTED = "measured", "predicted"
-# So many steps are simulated: medians of them are what is told.
-STEPS = 15
+# At least so many steps are simulated where they differ, and at most so many of the recorded ones, evenly chosen.
+STEPS, STEPS_MAX = 15, 45
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +112,15 @@ def outcome(made: Trace) -> Outcome:
     return Outcome(medians[0], medians[1], max(medians[1], medians[2]), medians[3], buckets, made.notes)
 
 
+def _steps(load: Workload) -> int:
+    """How many steps of a load tell all that it holds."""
+    return 1 if len(load.draws) == 1 else max(STEPS, len(load.steps))
+
+
 def play(job: Job, setting: Setting, cost: Cost | None = None) -> Outcome:
     """A setting simulated; cost: another than its own."""
     used = setting.cost if cost is None else cost
-    found = outcome(simulate(job.load, setting.plan, used, workers=setting.workers, steps=STEPS))
+    found = outcome(simulate(job.load, setting.plan, used, workers=setting.workers, steps=_steps(job.load)))
     return replace(found, notes=tuple(note for note in found.notes if note not in job.trace.notes))
 
 
@@ -202,5 +207,6 @@ def _ready(trace: Trace, transport: str | None, plan: Plan | None, cost: Cost, n
         plan, doubt = _plan(trace, transport)
         notes = (*doubt, *notes)
     load = workload(trace, transport)
-    alone = simulate(load, plan, Cost.free(), workers=1, steps=STEPS)
+    load = replace(load, steps=load.steps[:: math.ceil(len(load.steps) / STEPS_MAX)])
+    alone = simulate(load, plan, Cost.free(), workers=1, steps=_steps(load))
     return Job(trace, load, plan, cost, trace.size, outcome(alone).step_ns, transport, notes=notes)

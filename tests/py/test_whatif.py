@@ -272,7 +272,7 @@ def test_ranks_that_shared_a_host_are_asked_about_links_as_if_each_had_its_own(s
 
 def test_a_run_of_100_000_workers_takes_no_more_memory_than_one_of_two(stored: Trace) -> None:
     job = whatif.job(stored, "stock")
-    few, many = (simulate(job.load, job.plan, job.cost, workers=count, steps=whatif.STEPS) for count in (3, 100_000))
+    few, many = (simulate(job.load, job.plan, job.cost, workers=count, steps=15) for count in (3, 100_000))
     assert (len(few.steps), len(few.collectives)) == (len(many.steps), len(many.collectives))
     times = [step_s(job, setting) for setting in sweeps.workers(job, [2, 100, 100_000])]
     assert times == sorted(times)

@@ -151,12 +151,15 @@ def _tables(told: Told) -> Iterator[tuple[str, Table]]:
 def remarks(told: Told) -> list[str]:
     """What to know before believing a number; of those that differ in their numbers alone, the first."""
     rows = [one for _, own in told.tables for one in own]
-    refused = [f"{one.setting.words}: {one.refused}" for one in rows if one.refused]
+    refused: dict[str, list[str]] = {}
+    for one in rows:
+        if one.refused:
+            refused.setdefault(one.refused.partition("; asked for")[0], []).append(one.setting.words)
     notes = [note for one in rows for note in one.notes]
     kinds: dict[str, str] = {}
     for note in (*told.job.notes, *told.missing, *notes):
         kinds.setdefault(re.sub(r"\d[\d.]*", "0", note), note)
-    return [*kinds.values(), *refused]
+    return [*kinds.values(), *(f"{why}. Not answered: {', '.join(words)}" for why, words in refused.items())]
 
 
 def show(told: Told, console: Console | None = None) -> None:

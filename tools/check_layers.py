@@ -50,17 +50,18 @@ C_OUTSIDE: list[tuple[str, list[str]]] = [
 # A room of the package is a module or a folder; where one file would be too long, several modules are one room.
 FOUNDATION = {"_version", "errors", "units"}
 MODULES_OF_ROOM = {
-    "trace": ("codec", "layerlog"),
+    "trace": ("codec", "layerlog", "samples"),
     "env": ("values",),
     "launch": ("launchers", "place", "rendezvous", "channels", "pmi", "pmix"),
     "recorder": ("rings", "events"),
     "comm": ("adasum", "built", "collectives", "job", "members", "ops", "process_sets", "steps"),
-    "scaling": ("layers", "stats"),
+    "scaling": ("layers", "stats", "usage"),
     "cost": ("links", "service"),
     "simulate": ("workload",),
     "verdict": ("findings",),
     "whatif": ("inverse", "sweeps"),
     "session": ("records",),
+    "monitor": ("sampler",),
     "timeline": ("timeline_events", "timeline_names", "timeline_writer"),
 }
 ROOM_OF_MODULE = {module: room for room, modules in MODULES_OF_ROOM.items() for module in modules}
@@ -107,7 +108,7 @@ OUTSIDE: dict[str, set[str]] = {
     "torch": {"torch", "hooks", "callbacks", "comm", "models", "study"},
     "horovod": {"torch", "hooks", "comm"},
     "matplotlib": {"report"},
-    "subprocess": EVERYWHERE_LIVE | {"timeline"},
+    "subprocess": EVERYWHERE_LIVE | {"timeline", "monitor"},
     "multiprocessing": EVERYWHERE_LIVE,
 }
 OUTSIDE_LAZILY: dict[str, set[str]] = {"torch": {"launch"}}

@@ -15,6 +15,7 @@ from netbottleneck.layers import Layer
 from netbottleneck.report.words import MEANING, costs, sentences, travels, warnings, why_not_probed
 from netbottleneck.trace import PSEUDO
 from netbottleneck.units import gbit, ms, nbytes, percent
+from netbottleneck.usage import HostUse
 from netbottleneck.verdict import Verdict
 
 WIDTH = 80
@@ -156,7 +157,35 @@ def _print_table(console: Console, title: str, table: Table) -> None:
     console.print(table)
 
 
-def render(findings: Findings, verdict: Verdict, console: Console) -> None:
+def _hosts_table(hosts: Sequence[HostUse], link_bps: float | None) -> tuple[str, Table]:
+    """The busiest interface of each host, average beside active, and its cores."""
+    table = make_table("host", "transport", "way", "active", "average", "CPU", "busiest", "TCP again")
+    for host in hosts:
+        first = host.interfaces[0].interface if host.interfaces else ""
+        for number, use in enumerate(use for use in host.interfaces if use.interface == first):
+            cells = [
+                "-" if bps is None else gbit(bps) + (f" {percent(bps / link_bps)}" if link_bps else "")
+                for bps in (use.active_bps, use.average_bps)
+            ]
+            rest = ["", "", ""] if number else [*_core_cells(host), _again(host)]
+            put_row(table, f"{host.rank} {first}" if not number else "", host.transport, use.way, *cells, *rest)
+    return "Interfaces and cores, measured by the kernel's counters, headers and all", table
+
+
+def _core_cells(host: HostUse) -> tuple[str, str]:
+    if host.cores is None:
+        return "-", "-"
+    idle = host.cores.mean["idle"] + host.cores.mean["iowait"]
+    return percent(1 - idle), percent(host.cores.busiest_share)
+
+
+def _again(host: HostUse) -> str:
+    if not host.sent_segments or host.retransmitted_segments is None:
+        return "-"
+    return f"{100 * host.retransmitted_segments / host.sent_segments:.2f} %"
+
+
+def render(findings: Findings, verdict: Verdict, console: Console, hosts: Sequence[HostUse] = ()) -> None:
     """Prints the report."""
     trace = findings.trace
     console.print(" ".join(sentences(findings)), style="bold", highlight=False, markup=False)
@@ -176,6 +205,8 @@ def render(findings: Findings, verdict: Verdict, console: Console) -> None:
             _print_table(console, *_layer_table(findings))
         if findings.achieved:
             _print_table(console, *_bandwidth_table(findings))
+        if hosts:
+            _print_table(console, *_hosts_table(hosts, findings.link_bps))
         for line in (_probe_line(findings), *costs(findings), *travels(findings)):
             console.print(line, highlight=False, markup=False)
         console.print()
@@ -187,18 +218,18 @@ def render(findings: Findings, verdict: Verdict, console: Console) -> None:
         console.print(Text(f"{label}: ", style="bold").append(words, style="not bold"))
 
 
-def text(findings: Findings, verdict: Verdict) -> str:
+def text(findings: Findings, verdict: Verdict, hosts: Sequence[HostUse] = ()) -> str:
     """The report as report.txt holds it: plain, no trailing blanks."""
     buffer = io.StringIO()
     console = Console(
         file=buffer, width=WIDTH, color_system=None, force_terminal=False, force_jupyter=False, legacy_windows=False
     )
-    render(findings, verdict, console)
+    render(findings, verdict, console, hosts)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
 
 
-def show(findings: Findings, verdict: Verdict, console: Console | None = None) -> None:
+def show(findings: Findings, verdict: Verdict, console: Console | None = None, hosts: Sequence[HostUse] = ()) -> None:
     """Prints to the terminal, at most WIDTH columns; NO_COLOR and pipes are seen to by rich."""
     screen = console or Console(force_jupyter=False)
     screen.width = min(screen.width, WIDTH) if screen.is_terminal else WIDTH
-    render(findings, verdict, screen)
+    render(findings, verdict, screen, hosts)

@@ -23,6 +23,7 @@ SEED = 7
 RATE, MOMENTUM = 0.05, 0.9
 WARM_BYTES = 32 << 20
 WARM_TIMES = 3
+MONITOR_HZ = 100  # where the environment says nothing: a study looks at its hosts, too
 
 Batch = Callable[[], torch.Tensor]
 Tell = Callable[[int, int, str], None]
@@ -127,8 +128,10 @@ def _wants_ddp(task: Task) -> bool:
 
 
 def _open(task: Task) -> Session:
+    given = env.settings({"directory": task.folder, "provider": task.provider})
     settings = replace(
-        env.settings({"directory": task.folder, "provider": task.provider}),
+        given,
+        monitor_hz=given.monitor_hz if "monitor_hz" in given.sources else MONITOR_HZ,
         block_steps=task.block_steps,
         start_step=0,
         end_step=0,

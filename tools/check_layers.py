@@ -96,6 +96,7 @@ PYTHON_ROOMS: dict[str, set[str]] = {
     "ask": {"*"},
     "bench": {"*"},
     "study": {"*"},
+    "profiling": {"*"},
     "doctor": {"*"},
     "__init__": {"*"},
     "__main__": {"cli"},
@@ -105,7 +106,7 @@ PYTHON_ROOMS: dict[str, set[str]] = {
 # A package from outside may be imported only here, by module or folder of ours. "lazily": inside a function only.
 EVERYWHERE_LIVE = {"lab", "cli", "bench", "study", "doctor"}
 OUTSIDE: dict[str, set[str]] = {
-    "torch": {"torch", "hooks", "callbacks", "comm", "models", "study"},
+    "torch": {"torch", "hooks", "callbacks", "comm", "models", "study", "profiling"},
     "horovod": {"torch", "hooks", "comm"},
     "matplotlib": {"report"},
     "subprocess": EVERYWHERE_LIVE | {"timeline", "monitor"},

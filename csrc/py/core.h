@@ -89,6 +89,9 @@ PyObject *core_providers(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *core_libfabric(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *core_simulate(PyObject *module, PyObject *args);
 PyObject *core_collective_shape(PyObject *module, PyObject *args);
+PyObject *core_reduce_times(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *core_copy_times(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *core_stamp_at(PyObject *module, PyObject *args, PyObject *kwargs);
 
 // ---- errors.c
 

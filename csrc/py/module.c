@@ -369,6 +369,15 @@ static const PyMethodDef methods[] = {
     {"collective_shape", core_collective_shape, METH_VARARGS,
      "collective_shape(algorithm, size, ranks_per_host, /)\n--\n\nReturn (steps, bytes out of a host for a byte, steps"
      " inside a host, bytes inside it for a byte)."},
+    {"reduce_times", WITH_KEYWORDS(core_reduce_times),
+     "reduce_times(destination, source, nbytes, dtype, samples=1, least_ns=0)\n--\n\n"
+     "Return (calls, ns) of each sample of additions of nbytes, pieces of the two memories in turn."},
+    {"copy_times", WITH_KEYWORDS(core_copy_times),
+     "copy_times(destination, source, nbytes, samples=1, least_ns=0)\n--\n\n"
+     "Return (calls, ns) of each sample of copies of nbytes, pieces of the two memories in turn."},
+    {"stamp_at", WITH_KEYWORDS(core_stamp_at),
+     "stamp_at(recorder, kind, times_ns, keys, spin=False)\n--\n\n"
+     "Stamp an event for each key when its time has come, asleep or busy until then."},
     {0},
 };
 

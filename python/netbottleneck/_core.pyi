@@ -84,6 +84,24 @@ def collective_shape(algorithm: int, size: int, ranks_per_host: int, /) -> tuple
 
     algorithm: 0 ring, 1 two levels, 2 tree, 3 halving and doubling, 4 direct."""
 
+def reduce_times(
+    destination: Memory, source: Memory, nbytes: int, dtype: int, samples: int = 1, least_ns: int = 0
+) -> list[tuple[int, int]]:
+    """(calls, ns) of each sample of destination += source, nbytes a call, by the best kernel; GIL released.
+
+    Calls go through both memories piece by piece, and begin anew at their end: memories of nbytes stay in the caches
+    that hold them, larger ones do not. A sample lasts least_ns or one call. ValueError for what cannot be."""
+
+def copy_times(
+    destination: Memory, source: Memory, nbytes: int, samples: int = 1, least_ns: int = 0
+) -> list[tuple[int, int]]:
+    """As reduce_times, of memcpy."""
+
+def stamp_at(recorder: Recorder, kind: int, times_ns: Sequence[int], keys: Sequence[int], spin: bool = False) -> None:
+    """Stamps `kind` for each key once its time (of now_ns()) has come, in the order given; returns after the last.
+
+    GIL released; asleep until then, or busy with `spin`. Serves signals. ValueError for lengths that differ."""
+
 @final
 class Arena:
     """Page-aligned, zeroed memory (memfd where the kernel allows), with the writable buffer protocol.

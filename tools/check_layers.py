@@ -80,7 +80,7 @@ PYTHON_ROOMS: dict[str, set[str]] = {
     "scaling": {"trace"},
     "compat": {"trace"},
     "simulate": {"trace", "plan", "cost", "scaling", "_core"},
-    "replay": {"trace", "plan", "cost", "comm"},
+    "replay": {"_core", "trace", "plan", "cost", "comm", "recorder", "launch"},
     "whatif": {"trace", "scaling", "simulate", "cost", "plan", "compat"},
     "verdict": {"trace", "scaling", "cost", "whatif"},
     "report": {"trace", "recorder", "scaling", "compat", "verdict", "whatif"},

@@ -1,7 +1,7 @@
 // How long do the kernels of this host take? And what happens at a given moment, stamped: for tables and replays.
 #include "py/core.h"
 
-#include <errno.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>

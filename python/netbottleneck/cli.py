@@ -30,6 +30,12 @@ def _bench(argv: Sequence[str]) -> int:
     return command.main(argv)
 
 
+def _replay(argv: Sequence[str]) -> int:
+    from netbottleneck.study import replaying
+
+    return replaying.main(argv)
+
+
 def _profile(argv: Sequence[str]) -> int:
     from netbottleneck import profiling
 
@@ -155,6 +161,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "what-if": (_what_if, "what other links, more workers or compression would do to a recorded run"),
     "bench": (_bench, "all-reduce over stock, tcp and ofi; or between two hosts (--listen, --connect)"),
     "profile": (_profile, "a model's gradients on one rank, and what this host's memory costs, for what-if"),
+    "replay": (_replay, "a recorded backward pass played over real transports, with no model"),
     "doctor": (_doctor, "what is in force on this machine, and what stands in the way"),
     "env": (_env, "every variable, and what is in force"),
     "version": (_version, "the version"),

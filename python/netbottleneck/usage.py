@@ -15,6 +15,7 @@ from netbottleneck.samples import Counters, Samples
 from netbottleneck.scaling import Intervals, counted, intersection, intervals, total
 from netbottleneck.trace import Trace
 
+READINGS = 2  # between two readings lies at most one part in so many of a span that is looked at by itself
 CPU_KINDS = ("user", "system", "softirq", "iowait", "steal", "idle")
 WAYS = ("rx", "tx")
 
@@ -24,7 +25,7 @@ class Use:
     """An interface in one transport's steps, one way. Rates in bits a second, of all that it carried, headers and all.
 
     average_bps: over the steps; active_bps: while an operation of this host's ranks was under way; None where no
-    operation is known. bytes, packets: in the steps.
+    operation is known, or where they are too short for the readings (READINGS). bytes, packets: in the steps.
     """
 
     interface: str
@@ -146,18 +147,23 @@ def _uses(net: Counters, whole: Intervals, active: Intervals) -> tuple[Use, ...]
     return tuple(sorted((use for use in uses if most[use.interface]), key=lambda use: -most[use.interface]))
 
 
+def _between_ns(counters: Counters) -> float:
+    """The mean time between two readings."""
+    return float(np.diff(counters.time_ns).mean()) if len(counters.time_ns) > 1 else float("inf")
+
+
 def _host(sample: Samples, transport: str, whole: Intervals, active: Intervals) -> HostUse:
     net, host = sample.net, sample.host
     some = net or host
-    seen = 0 if some is None or len(some.time_ns) < 2 else float(1e9 / np.diff(some.time_ns).mean())
+    short = net is not None and len(active) > 0 and total(active) / len(active) < READINGS * _between_ns(net)
     return HostUse(
         sample.rank,
         "" if some is None else some.hostname,
         transport,
         total(whole) / 1e9,
         total(active) / 1e9,
-        seen,
-        () if net is None else _uses(net, whole, active),
+        0.0 if some is None or len(some.time_ns) < 2 else 1e9 / _between_ns(some),
+        () if net is None else _uses(net, whole, active[:0] if short else active),
         None if host is None else cores(host, whole),
         None if host is None else rise(host, "tcp:sent_segments", whole),
         None if host is None else rise(host, "tcp:retransmitted_segments", whole),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -236,8 +237,10 @@ def test_cores_are_shares_by_kind() -> None:
 
 def test_a_host_is_seen_on_the_clock_of_rank_0_in_the_steps_of_its_ranks() -> None:
     second = 10**9
-    net = counters({"e:rx_bytes": [0, 500], "e:rx_packets": [0, 5], "e:tx_bytes": [0, 0], "e:tx_packets": [0, 0]},
-                   [0, 4 * second], 77 * second)  # fmt: skip
+    still = [0] * 9
+    bytes_in = {"e:rx_bytes": [100 * k for k in range(9)], "e:rx_packets": list(range(9))}
+    times = [second // 2 * k for k in range(9)]
+    net = counters({**bytes_in, "e:tx_bytes": still, "e:tx_packets": still}, times, 77 * second)
     trace = Trace(
         "r",
         2,
@@ -250,7 +253,11 @@ def test_a_host_is_seen_on_the_clock_of_rank_0_in_the_steps_of_its_ranks() -> No
     # The first step of the block does not count; the last one was not recorded.
     assert (found.transport, found.seconds, found.active_s) == ("tcp", 2.0, 1.0)
     (use, _) = found.interfaces
-    assert (use.way, use.average_bps, use.active_bps) == ("rx", 1000.0, 1000.0)
+    assert (use.way, use.average_bps, use.active_bps) == ("rx", 1600.0, 1600.0)
+    short = replace(trace, collectives=(replace(trace.collectives[0], done_ns=second + second // 3),))
+    (found,) = usage.hosts(short, [Samples(0, net)])
+    assert found.active_s == pytest.approx(1 / 3)
+    assert found.interfaces[0].active_bps is None  # shorter than two readings are apart
 
 
 def test_a_run_is_recorded_and_reported(tmp_path: Path) -> None:

@@ -164,12 +164,12 @@ def _hosts_table(hosts: Sequence[HostUse], link_bps: float | None) -> tuple[str,
         first = host.interfaces[0].interface if host.interfaces else ""
         for number, use in enumerate(use for use in host.interfaces if use.interface == first):
             cells = [
-                "-" if bps is None else gbit(bps) + (f" {percent(bps / link_bps)}" if link_bps else "")
+                "-" if bps is None else f"{bps / 1e9:.2f}" + (f" {100 * bps / link_bps:.0f}%" if link_bps else "")
                 for bps in (use.active_bps, use.average_bps)
             ]
             rest = ["", "", ""] if number else [*_core_cells(host), _again(host)]
             put_row(table, f"{host.rank} {first}" if not number else "", host.transport, use.way, *cells, *rest)
-    return "Interfaces and cores, measured by the kernel's counters, headers and all", table
+    return "Interfaces in Gbit/s, headers and all, and cores: measured by the kernel's counters", table
 
 
 def _core_cells(host: HostUse) -> tuple[str, str]:

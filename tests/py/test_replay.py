@@ -18,14 +18,17 @@ import pytest
 
 from netbottleneck import launch, layerlog
 from netbottleneck import trace as tr
+from netbottleneck.cost import Cost
 from netbottleneck.lab import Lab
 from netbottleneck.plan import Plan
 from netbottleneck.recorder import EVENTS
 from netbottleneck.replay import Player, Score, score, sent_bytes
 from netbottleneck.report import Run
 from netbottleneck.rings import read_ring
+from netbottleneck.simulate import simulate
 from netbottleneck.study import playing, replaying
 from netbottleneck.study.ranks import JobError, run_in_lab
+from netbottleneck.study.sent import quiet_spans, sent
 from netbottleneck.study.task import PLAY, Task
 
 DEADLINE_S = 18.0
@@ -210,7 +213,9 @@ def test_a_replay_is_an_ordinary_run_and_needs_no_torch(tmp_path: Path) -> None:
     assert Plan.of(trace, "tcp").buckets == PLAN.buckets
     again = score(trace, Plan.of(trace))
     assert [index for index, _ in again.ready] == [index for index, _ in SMALL.ready]
-    for one in replaying.sent(run):
+    played = simulate(trace, Plan.of(trace, "tcp"), Cost.free(), transport="tcp")
+    assert {c.tensor_bytes for c in played.collectives} == {c.tensor_bytes for c in moved}
+    for one in sent(run):
         if one.transport == "tcp":
             assert (
                 one.engine == one.model == 4 * sum(SIZES)
@@ -274,8 +279,19 @@ def test_the_command_plays_a_layer_log_and_prints_model_beside_counted(tmp_path:
     assert told["steps"]["tcp"]["steps"] == 3  # without the first of the block
     for one in told["sent"]:
         assert one["engine"] == one["model"] == 3 * 2_040_000
-        if one["interface"] is not None:
-            assert one["interface_over_model"] == pytest.approx(1, abs=0.05)
+
+
+def test_what_is_counted_lies_between_silences() -> None:
+    trace = recorded(steps=4)
+    steps = tuple(replace(step, transport="tcp", block=step.index // 2) for step in trace.steps)
+
+    def moved(step: int, start: int, done: int) -> tr.Collective:
+        return tr.Collective(0, "tcp", 1, step, start, 8, step=step, start_ns=start, done_ns=done)
+
+    rows = [moved(0, 100, 200), moved(1, 1000, 1100), moved(1, 1100, 1300), moved(2, 2000, 2200), moved(3, 3000, 3100)]
+    both = replace(trace, transports=("tcp",), steps=steps, collectives=tuple(rows))
+    assert quiet_spans(both, 0, [rows[1], rows[2]], rows).tolist() == [[600, 1650]]
+    assert quiet_spans(both, 0, [rows[1], rows[2], rows[4]], rows).tolist() == [[600, 1650], [2600, 3150]]
 
 
 @pytest.mark.parametrize(

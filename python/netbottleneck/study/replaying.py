@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,11 +15,11 @@ from netbottleneck import layerlog, models
 from netbottleneck import trace as tr
 from netbottleneck.lab import Lab, LabError, LinkSpec, parse_lab
 from netbottleneck.plan import BUCKET_BYTES, FIRST_BYTES, Plan
-from netbottleneck.replay import Score, score, sent_bytes
+from netbottleneck.replay import Score, score
 from netbottleneck.report import Run
-from netbottleneck.scaling import counted
 from netbottleneck.study import playing
 from netbottleneck.study.ranks import JobError, run_in_lab
+from netbottleneck.study.sent import Sent, sent
 from netbottleneck.study.task import PLAY, Task
 from netbottleneck.study.tell import Teller
 from netbottleneck.units import gbit, ms
@@ -27,61 +27,12 @@ from netbottleneck.values import TRANSPORTS
 
 FINE, FAILED, USAGE = 0, 1, 2
 VERSION = 1
-# Ethernet, IPv4, TCP with time stamps: what the counters of an interface have beside payload, a packet.
-HEADER_BYTES = 14 + 20 + 32
 LAYER_LOGS = (".log", ".csv", ".txt")
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"netbottleneck replay: {message}\n")
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """What one rank sent in the counted steps of a transport, in bytes of payload.
-
-    model: by the formula of the algorithm that ran; engine: by its own account; interface: by the kernel's counters of
-    that host's interface, headers taken off. None where it is not known.
-    """
-
-    rank: int
-    transport: str
-    algorithms: tuple[str, ...]
-    model: float | None
-    engine: int | None
-    interface: float | None
-
-    @property
-    def ratio(self) -> float | None:
-        """Interface over model."""
-        return self.interface / self.model if self.interface is not None and self.model else None
-
-
-def sent(run: Run) -> list[Sent]:
-    """Return what each rank sent, beside the model; the interface's counters count where a host has one rank."""
-    trace = run.trace
-    counters = {(host.rank, host.transport): host for host in run.hosts}
-    alone = len({rank.host_id for rank in trace.ranks}) == len(trace.ranks)
-    found = []
-    for rank, transport in sorted({(step.rank, step.transport) for step in trace.steps}):
-        steps = {s.index for s in counted(trace) if (s.rank, s.transport) == (rank, transport)}
-        own = [c for c in trace.collectives if (c.rank, c.transport) == (rank, transport) and c.step in steps]
-        moved = [sent_bytes(c.algorithm, trace.size, c.tensor_bytes) for c in own if c.finished]
-        wire = [c.wire_bytes for c in own if c.finished]
-        host = counters.get((rank, transport)) if alone else None
-        uses = [use for use in host.interfaces if use.way == "tx"] if host else []
-        found.append(
-            Sent(
-                rank,
-                transport,
-                tuple(sorted({c.algorithm or "gloo's ring" for c in own})),
-                sum(m for m in moved if m is not None) if moved and None not in moved else None,
-                sum(w for w in wire if w is not None) if wire and None not in wire else None,
-                uses[0].bytes - HEADER_BYTES * uses[0].packets if uses and uses[0].interface != "lo" else None,
-            )
-        )
-    return found
 
 
 def source(words: str, compute_ms: Sequence[float] | None) -> tr.Trace:

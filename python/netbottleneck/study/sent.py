@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,30 +40,44 @@ class Sent:
 
 def sent(run: Run) -> list[Sent]:
     """Return what each rank sent, beside the model; the interface's counters count where a host has one rank."""
+    nets = _nets(run)
+    pairs = sorted({(step.rank, step.transport) for step in run.trace.steps})
+    return [_of(run.trace, rank, transport, nets.get(rank)) for rank, transport in pairs]
+
+
+def _of(trace: Trace, rank: int, transport: str, net: Counters | None) -> Sent:
+    mine = [c for c in trace.collectives if c.rank == rank and c.finished]
+    steps = {step.index for step in counted(trace.of_rank(rank)) if step.transport == transport}
+    own = [c for c in mine if c.transport == transport and c.step in steps]
+    engine = _sum([c.wire_bytes for c in own])
+    return Sent(
+        rank,
+        transport,
+        _algorithms(own),
+        _sum([sent_bytes(c.algorithm, trace.size, c.tensor_bytes) for c in own]),
+        None if engine is None else int(engine),
+        _counted(net, quiet_spans(trace, rank, own, mine)) if net is not None and own else None,
+    )
+
+
+def _algorithms(operations: Sequence[Collective]) -> tuple[str, ...]:
+    return tuple(sorted({c.algorithm or "gloo's ring" for c in operations}))
+
+
+def _nets(run: Run) -> dict[int, Counters]:
+    """The interfaces' counters by rank, on rank 0's clock, where each rank has a host of its own."""
     trace = run.trace
-    alone = len({rank.host_id for rank in trace.ranks}) == len(trace.ranks)
-    recorded = {found.rank: found for found in samples.of_run(run.path)} if alone and run.path.is_dir() else {}
+    if len({rank.host_id for rank in trace.ranks}) < len(trace.ranks) or not run.path.is_dir():
+        return {}
     clocks = {rank.rank: rank.clock.offset_ns for rank in trace.ranks}
-    found = []
-    for rank, transport in sorted({(step.rank, step.transport) for step in trace.steps}):
-        steps = {s.index for s in counted(trace) if (s.rank, s.transport) == (rank, transport)}
-        mine = [c for c in trace.collectives if c.rank == rank and c.finished]
-        own = [c for c in mine if c.transport == transport and c.step in steps]
-        moved = [sent_bytes(c.algorithm, trace.size, c.tensor_bytes) for c in own]
-        wire = [c.wire_bytes for c in own]
-        sample = recorded.get(rank)
-        net = sample.on_clock(clocks.get(rank, 0)).net if sample is not None else None
-        found.append(
-            Sent(
-                rank,
-                transport,
-                tuple(sorted({c.algorithm or "gloo's ring" for c in own})),
-                sum(m for m in moved if m is not None) if moved and None not in moved else None,
-                sum(w for w in wire if w is not None) if wire and None not in wire else None,
-                _counted(net, quiet_spans(trace, rank, own, mine)) if net is not None and own else None,
-            )
-        )
-    return found
+    found = {sample.rank: sample.on_clock(clocks.get(sample.rank, 0)).net for sample in samples.of_run(run.path)}
+    return {rank: net for rank, net in found.items() if net is not None}
+
+
+def _sum(values: Sequence[float | None]) -> float | None:
+    """None where one is not known, or there are none."""
+    known = [value for value in values if value is not None]
+    return sum(known) if values and len(known) == len(values) else None
 
 
 def quiet_spans(trace: Trace, rank: int, own: Sequence[Collective], all_of_rank: Sequence[Collective]) -> Intervals:
@@ -71,14 +86,19 @@ def quiet_spans(trace: Trace, rank: int, own: Sequence[Collective], all_of_rank:
     So a reading of the counters that comes late divides nothing: it would have to be late by half of that silence.
     """
     block = {step.index: step.block for step in trace.steps if step.rank == rank}
-    spans = []
-    for number in {block[c.step] for c in own if c.step is not None}:
-        inside = [c for c in own if c.step is not None and block[c.step] == number]
-        first, last = min(c.submit_ns for c in inside), max(c.done_ns or 0 for c in inside)
-        before = max((c.done_ns or 0 for c in all_of_rank if (c.done_ns or 0) <= first), default=first)
-        after = min((c.submit_ns for c in all_of_rank if c.submit_ns >= last), default=2 * last - first)
-        spans.append(((before + first) // 2, (last + after) // 2))
-    return intervals(spans)
+    blocks: dict[int, list[Collective]] = defaultdict(list)
+    for operation in own:
+        if operation.step is not None:
+            blocks[block[operation.step]].append(operation)
+    return intervals(_quiet(inside, all_of_rank) for inside in blocks.values())
+
+
+def _quiet(inside: Sequence[Collective], others: Sequence[Collective]) -> tuple[int, int]:
+    first, last = min(c.submit_ns for c in inside), max(c.done_ns or 0 for c in inside)
+    ends = [c.done_ns or 0 for c in others]
+    before = max((end for end in ends if end <= first), default=first)
+    after = min((c.submit_ns for c in others if c.submit_ns >= last), default=2 * last - first)
+    return (before + first) // 2, (last + after) // 2
 
 
 def _counted(net: Counters, spans: Intervals) -> float | None:

@@ -20,6 +20,7 @@ from typing import Any
 MAGIC = b"NBCOUNT\0"
 VERSION = 1
 HEAD = struct.Struct("<8sII")  # magic, version, bytes until the first row
+PROC = Path("/proc")
 NICE = 5
 MOST_INTERFACES = 32
 TCP_TURNS = 5  # the kernel adds up all cores for its counters of TCP, which costs more than all else here
@@ -77,7 +78,7 @@ class Net:
     """The counters of this network namespace's interfaces, of those that are there at first."""
 
     def __init__(self) -> None:
-        self._fd = os.open("/proc/net/dev", os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = os.open(PROC / "net/dev", os.O_RDONLY | os.O_CLOEXEC)
         names = [name for name, _ in self._lines()]
         self.interfaces = [name.decode() for name in names[:MOST_INTERFACES]]
         self.left_out = len(names) - len(self.interfaces)
@@ -106,8 +107,8 @@ class Host:
     """Processor time by core and kind, in ticks, and segments of TCP."""
 
     def __init__(self) -> None:
-        self._stat = os.open("/proc/stat", os.O_RDONLY | os.O_CLOEXEC)
-        self._snmp = os.open("/proc/net/snmp", os.O_RDONLY | os.O_CLOEXEC)
+        self._stat = os.open(PROC / "stat", os.O_RDONLY | os.O_CLOEXEC)
+        self._snmp = os.open(PROC / "net/snmp", os.O_RDONLY | os.O_CLOEXEC)
         self._last: dict[bytes, list[int]] = {}
         self._tcp: list[int] = []
         self._turn = 0

@@ -162,6 +162,36 @@ def test_a_full_file_keeps_every_second_row_and_the_whole_time(tmp_path: Path) -
     assert samples.read(path).time_ns[0] == opened
 
 
+DEV = "Inter-|   Receive |  Transmit\n face |bytes packets\n"
+
+
+def proc(folder: Path, dev: str, stat: str) -> None:
+    """Write what the kernel would tell."""
+    (folder / "net").mkdir(exist_ok=True)
+    (folder / "net" / "dev").write_text(DEV + dev)
+    (folder / "stat").write_text(stat + "intr 1 2 3\n")
+    (folder / "net" / "snmp").write_text("Tcp: OutSegs RetransSegs\nTcp: 70 7\nUdp: A\nUdp: 1\n")
+
+
+def test_what_goes_away_keeps_its_last_and_what_comes_later_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler, "PROC", tmp_path)
+    numbers = "1 2 0 3 0 0 0 0 4 5 0 6 0 0 0 0"
+    proc(
+        tmp_path, f"  lo: {numbers}\neth0:{numbers}\n", "cpu  9 9\ncpu0 1 2 3 4 5 6 7 8 0 0\ncpu5 1 1 1 1 1 1 1 1 0 0\n"
+    )
+    net, host = sampler.Net(), sampler.Host()
+    assert (net.interfaces, host.cores) == (["lo", "eth0"], [0, 5])
+    assert net.read() == [1, 2, 3, 4, 5, 6] * 2
+    assert host.read() == [3, 9, 7, 5, 8, 4, 2, 2, 1, 1, 1, 1, 70, 7]
+    proc(
+        tmp_path, f"eth0:9{numbers}\nnew0:{numbers}\n", "cpu  9 9\ncpu0 2 2 3 4 5 6 7 8 0 0\ncpu6 1 1 1 1 1 1 1 1 0 0\n"
+    )
+    assert net.read() == [1, 2, 3, 4, 5, 6, 91, 2, 3, 4, 5, 6]
+    assert host.read()[:7] == [4, 9, 7, 5, 8, 4, 2]
+
+
 def test_off_it_starts_nothing(tmp_path: Path) -> None:
     monitor.watch(settings(environ={}), PLACE, tmp_path / "none")()
     monitor.watch(settings({"monitor_hz": 100}, {}), launch.Place(1, 2, 1, 2, 0, 1), tmp_path / "none")()

@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).resolve().parent
+# Outputs of the papers' own programs, where they lie beside the checkout; they are no part of it.
+REFERENCE = TESTS.parents[1] / "shared" / "reference"
 FULL_LIMIT_S = 300
 RANKS_LIMIT_S = 15.0
 # A process that used gloo may die so after its last line, with or without us: a thread of torch's that frees a tensor
@@ -286,6 +288,15 @@ def on_ranks(comms: Sequence[Any], work: Callable[[Any], Any], limit_s: float = 
     if failures:
         raise failures[0]
     return results
+
+
+@pytest.fixture(scope="session")
+def paper1() -> Path:
+    """Give the folder of the first paper's numbers."""
+    folder = REFERENCE / "paper1"
+    if not folder.is_dir():
+        pytest.skip("no reference outputs of the papers beside the checkout")
+    return folder
 
 
 @pytest.fixture

@@ -10,7 +10,10 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from netbottleneck.report import Run
+from netbottleneck.ask import questions
+from netbottleneck.ask.source import Source
+from netbottleneck.ask.words import parser
+from netbottleneck.report import Run, answers
 from netbottleneck.report.words import sentences
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +31,14 @@ def _report(run: Run) -> str:
     return f"```\n{run.text[run.text.index(f'Run {run.trace.id}') :]}```\n"
 
 
-BLOCKS: Mapping[str, Callable[[Run], str]] = {"sentence": _sentence, "report": _report}
+def _answers(run: Run) -> str:
+    """What `what-if --target-scaling 0.9` says in words."""
+    asked = parser().parse_args([str(run.path), "--target-scaling", "0.9"])
+    told = questions.ask(asked, Source(run.path, trace=run.trace))
+    return "```\n" + "".join(f"{line}\n" for line in answers.sentences(told)) + "```\n"
+
+
+BLOCKS: Mapping[str, Callable[[Run], str]] = {"sentence": _sentence, "report": _report, "answers": _answers}
 
 
 def render(text: str, run: Run) -> str:

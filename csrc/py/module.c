@@ -363,6 +363,21 @@ static const PyMethodDef methods[] = {
     {"reduce_pair", WITH_KEYWORDS(module_reduce_pair),
      "reduce_pair(one, other, dtype, op)\n--\n\n"
      "one = other = one op other in one pass, as ranks that share memory do it: to test and to measure. SUM alone."},
+    {"simulate", core_simulate, METH_VARARGS,
+     "simulate(program, plan, cost, result, /)\n--\n\nFill the arrays of `result`, and return how many operations there"
+     " were.\n\nRaises ValueError for an input that cannot be."},
+    {"collective_shape", core_collective_shape, METH_VARARGS,
+     "collective_shape(algorithm, size, ranks_per_host, /)\n--\n\nReturn (steps, bytes out of a host for a byte, steps"
+     " inside a host, bytes inside it for a byte)."},
+    {"reduce_times", WITH_KEYWORDS(core_reduce_times),
+     "reduce_times(destination, source, nbytes, dtype, samples=1, least_ns=0)\n--\n\n"
+     "Return (calls, ns) of each sample of additions of nbytes, pieces of the two memories in turn."},
+    {"copy_times", WITH_KEYWORDS(core_copy_times),
+     "copy_times(destination, source, nbytes, samples=1, least_ns=0)\n--\n\n"
+     "Return (calls, ns) of each sample of copies of nbytes, pieces of the two memories in turn."},
+    {"stamp_at", WITH_KEYWORDS(core_stamp_at),
+     "stamp_at(recorder, kind, times_ns, keys, spin=False)\n--\n\n"
+     "Stamp an event for each key when its time has come, asleep or busy until then."},
     {0},
 };
 

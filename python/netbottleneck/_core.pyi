@@ -61,6 +61,47 @@ def reduce_pair(one: Memory, other: Memory, dtype: int, op: int) -> None:
 
     Raises ValueError where there is no such kernel: there is one of SUM for every dtype."""
 
+def simulate(
+    program: tuple[Memory, Memory, Memory, Memory, Memory, int],
+    plan: tuple[int, int, int, Memory, int, int],
+    cost: tuple[int, int, int, int, int, Memory, Memory, Memory],
+    result: tuple[Memory, Memory, Memory, Memory, Memory],
+    /,
+) -> int:
+    """Fill the arrays of `result`, GIL released, and return how many operations there were: csrc/sim/sim.h.
+
+    program: starts, work_ns (int64), codes (int32), bytes (int64), kinds (int32), steps. plan: rule, in_flight,
+    buckets, bucket_of (int32), fusion_bytes, cycle_ns. cost: algorithm, size, ranks_per_host, contention, flags (1:
+    pipelined, 2: sums of uncompressed bytes, 4: the table is clamped), numbers (float64: alpha_ns, host_alpha_ns,
+    byte_ns, host_byte_ns, add_byte_ns, copy_byte_ns, launch_ns, ratio, encode_byte_ns, decode_byte_ns, fixed_ns), the
+    table's bytes and ns (float64). result: reached_ns, passed_ns (int64), ops (int64, 8 each), op_of (int32), submit_ns
+    (int64).
+
+    Raises ValueError for an input that cannot be, and for times that are too long."""
+
+def collective_shape(algorithm: int, size: int, ranks_per_host: int, /) -> tuple[float, float, float, float]:
+    """(steps between hosts, bytes out of a host for a byte, steps inside a host, bytes inside it): csrc/sim/shape.h.
+
+    algorithm: 0 ring, 1 two levels, 2 tree, 3 halving and doubling, 4 direct."""
+
+def reduce_times(
+    destination: Memory, source: Memory, nbytes: int, dtype: int, samples: int = 1, least_ns: int = 0
+) -> list[tuple[int, int]]:
+    """(calls, ns) of each sample of destination += source, nbytes a call, by the best kernel; GIL released.
+
+    Calls go through both memories piece by piece, and begin anew at their end: memories of nbytes stay in the caches
+    that hold them, larger ones do not. A sample lasts least_ns or one call. ValueError for what cannot be."""
+
+def copy_times(
+    destination: Memory, source: Memory, nbytes: int, samples: int = 1, least_ns: int = 0
+) -> list[tuple[int, int]]:
+    """As reduce_times, of memcpy."""
+
+def stamp_at(recorder: Recorder, kind: int, times_ns: Sequence[int], keys: Sequence[int], spin: bool = False) -> None:
+    """Stamps `kind` for each key once its time (of now_ns()) has come, in the order given; returns after the last.
+
+    GIL released; asleep until then, or busy with `spin`. Serves signals. ValueError for lengths that differ."""
+
 @final
 class Arena:
     """Page-aligned, zeroed memory (memfd where the kernel allows), with the writable buffer protocol.

@@ -30,6 +30,18 @@ def _bench(argv: Sequence[str]) -> int:
     return command.main(argv)
 
 
+def _replay(argv: Sequence[str]) -> int:
+    from netbottleneck.study import replaying
+
+    return replaying.main(argv)
+
+
+def _profile(argv: Sequence[str]) -> int:
+    from netbottleneck import profiling
+
+    return profiling.main(argv)
+
+
 def _doctor(argv: Sequence[str]) -> int:
     from netbottleneck import doctor
 
@@ -56,6 +68,12 @@ def _report(argv: Sequence[str]) -> int:
     if args.write:
         run.write_all(args.write)
     return INCONCLUSIVE if args.strict and run.verdict.code == "INCONCLUSIVE" else FINE
+
+
+def _what_if(argv: Sequence[str]) -> int:
+    from netbottleneck import ask
+
+    return ask.main(argv)
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -140,7 +158,10 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "study": (_study, "two ranks train on three networks made here; the answer, and a report"),
     "run": (_run, "run a DDP or Horovod script, measured, no line changed"),
     "report": (_report, "the answer of a recorded run"),
+    "what-if": (_what_if, "what other links, more workers or compression would do to a recorded run"),
     "bench": (_bench, "all-reduce over stock, tcp and ofi; or between two hosts (--listen, --connect)"),
+    "profile": (_profile, "a model's gradients on one rank, and what this host's memory costs, for what-if"),
+    "replay": (_replay, "a recorded backward pass played over real transports, with no model"),
     "doctor": (_doctor, "what is in force on this machine, and what stands in the way"),
     "env": (_env, "every variable, and what is in force"),
     "version": (_version, "the version"),

@@ -28,8 +28,19 @@ def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
+_SCALARS: Mapping[Any, tuple[type, ...]] = types.MappingProxyType(
+    {int: (int,), float: (int, float), str: (str,), bool: (bool,)}
+)
+
+
+def _scalar(kind: Any, value: Any) -> Any:
+    if type(value) not in _SCALARS[kind]:
+        raise TypeError(f"{str(value)[:40]!r} where {kind.__name__} must be")
+    return value
+
+
 def build(kind: Any, value: Any) -> Any:
-    """`value` as JSON gives it, made the type that a dataclass says."""
+    """`value` as JSON gives it, made the type that a dataclass says. Raises TypeError for a scalar of another kind."""
     if value is None:
         return None
     if is_dataclass(kind):
@@ -40,9 +51,9 @@ def build(kind: Any, value: Any) -> Any:
         inner = typing.get_args(kind)
         if inner[-1] is not Ellipsis:
             return tuple(build(i, v) for i, v in zip(inner, value, strict=True))
-        if inner[0] in (int, float, str):
-            return tuple(value)
+        if inner[0] in _SCALARS:
+            return tuple(_scalar(inner[0], v) for v in value)
         return tuple(build(inner[0], v) for v in value)
     if origin in (types.UnionType, typing.Union):
         return build(next(k for k in typing.get_args(kind) if k is not type(None)), value)
-    return value
+    return _scalar(kind, value) if kind in _SCALARS else value

@@ -17,18 +17,37 @@ from netbottleneck.errors import PeerError
 
 if TYPE_CHECKING:
     from netbottleneck import _core
-    from netbottleneck.torch.gradients import Bucket
 
 logger = logging.getLogger("netbottleneck")
 
 KINDS = ("stock", "tcp", "ofi", "null", "bare")
 
 
+class Bucket(Protocol):
+    """Gradients that travel together."""
+
+    @property
+    def name(self) -> str:
+        """The operation's name, the same on all ranks."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+
+    @property
+    def parameters(self) -> Sequence[int]:
+        """The indices of its gradients."""
+
+    @property
+    def dtype(self) -> Any:
+        """The type of its elements."""
+
+
 class Buckets(Protocol):
     """Buckets of gradients on their way: torch's Gradients, or those of DDP's reducer."""
 
     @property
-    def buckets(self) -> Sequence["Bucket"]:
+    def buckets(self) -> Sequence[Bucket]:
         """All of them, by index."""
 
     @property
@@ -216,6 +235,13 @@ class Stock:
             work.get_future().then(recorder.stamper(events["OP_DONE"], key, turn))
 
         return started
+
+
+def tensor_over(memory: Any) -> Any:
+    """Return a flat float32 tensor over memory with the buffer protocol."""
+    import torch
+
+    return torch.frombuffer(memory, dtype=torch.float32)
 
 
 def key_of(name: str) -> int:

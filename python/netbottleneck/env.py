@@ -64,9 +64,7 @@ class Settings:
     )
     streams: int = _row("STREAMS", STREAMS, 0, "parallel lanes to each peer")
     shm: str = _row("SHM", SHARING, "auto", "memory shared between ranks of one host; 1: an error where they cannot")
-    algorithm: str = _row(
-        "ALGORITHM", ALGORITHM, "auto", "of all-reduces over the network; auto: what costs least here"
-    )
+    algorithm: str = _row("ALGORITHM", ALGORITHM, "auto", "of all-reduces on the network; auto: what costs least here")
     provider: str | None = _row("PROVIDER", TEXT, None, "libfabric provider; default: the best there is")
     ifname: str | None = _row(
         "IFNAME",
@@ -121,6 +119,7 @@ class Settings:
     end_step: int = _row("END_STEP", whole(0), 0, "the first step that counts no more; 0: to the end")
     block_steps: int = _row("BLOCK_STEPS", whole(1), 10, "steps of a block where TRANSPORT is a list")
     sample_every: int = _row("SAMPLE_EVERY", whole(0), 20, "one step in so many has forward times by module; 0: none")
+    monitor_hz: int = _row("MONITOR_HZ", whole(0, 1000), 0, "how often a second a host's counters are read; 0: never")
     trace_events: int = _row("TRACE_EVENTS", whole(1), 1 << 20, "events a rank may record; what comes after is counted")
     directory: str | None = _row(
         "DIR", TEXT, None, "the run folder, or the first free of DIR/2, DIR/3, …; default: netbottleneck-<job or time>"

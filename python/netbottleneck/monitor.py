@@ -1,11 +1,15 @@
-"""What a host says of itself to a rank's record: the rated speed of interfaces, cores, processor time."""
+"""What a host says of itself to a rank's record: rated speeds, cores, processor time, and counters as time goes by."""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,12 @@ import psutil
 from netbottleneck import launch
 from netbottleneck.env import Settings
 
+LIMIT_BYTES = 32 << 20  # of each of a host's two files; a fuller one keeps every second row
+END_S = 2.0  # that the process has to write its last rows
 _INTERFACES = Path("/sys/class/net")
+_SAMPLER = Path(__file__).with_name("sampler.py")
+
+logger = logging.getLogger("netbottleneck")
 
 
 def cores() -> list[int]:
@@ -25,6 +34,49 @@ def cores() -> list[int]:
 def processor_ns() -> int:
     """Return the processor time that all threads of this process have used, by the kernel's account."""
     return time.process_time_ns()
+
+
+def watch(
+    settings: Settings, place: launch.Place, folder: Path, *, limit_bytes: int = LIMIT_BYTES
+) -> Callable[[], None]:
+    """Record this host's counters into `folder` from now on, MONITOR_HZ times a second; returns what ends that.
+
+    By a process of its own, which local rank 0 starts and which ends when that rank does, however it ends. A host whose
+    counters cannot be recorded is told of, and trains all the same.
+    """
+    if not settings.monitor_hz or place.local_rank not in (0, None):
+        return lambda: None
+    about = {"rank": place.rank, "hostname": socket.gethostname(), "host_id": launch.host_digest(settings).hex()}
+    request = {
+        "about": about,
+        "hz": settings.monitor_hz,
+        "folder": str(folder),
+        "limit_bytes": limit_bytes,
+        "parent": os.getpid(),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_SAMPLER), json.dumps(request)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+        )
+    except OSError as error:
+        logger.warning("the host's counters are not recorded: %s", error)
+        return lambda: None
+    return lambda: _end(process, request["parent"])
+
+
+def _end(process: subprocess.Popen[bytes], parent: object) -> None:
+    """End the process: by its stdin, which it reads for nothing else."""
+    if os.getpid() != parent or process.stdin is None:
+        return
+    process.stdin.close()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def wire(settings: Settings, transport: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:

@@ -274,6 +274,7 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
     opened.write(finished=False)
     control.exchange(b"written")
     opened.shared = records.shared(control, folder / "run.json")
+    opened.on_close.append(monitor.watch(settings, place, folder / RANKS))
     atexit.register(opened.close)
     return opened
 

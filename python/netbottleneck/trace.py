@@ -10,6 +10,7 @@ import gzip
 import io
 import json
 import types
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -277,8 +278,7 @@ def write(trace: Trace, path: Path | str) -> None:
 def read(path: Path | str) -> Trace:
     """Reads what `write` wrote.
 
-    Raises FileNotFoundError; ValueError naming the file and line for another format, an unknown version, a broken
-    line or a file that is cut short."""
+    Raises FileNotFoundError; ValueError naming file and line for another format or version, or what is damaged."""
     number = 0
     try:
         with gzip.open(path, "rb") as packed, io.TextIOWrapper(packed, encoding="utf-8") as text:
@@ -296,5 +296,5 @@ def read(path: Path | str) -> Trace:
                     rows[attribute].append(codec.build(record, value))
             whole: Trace = replace(codec.build(Trace, head), **{k: tuple(v) for k, v in rows.items()})
             return whole
-    except (ValueError, TypeError, AttributeError, EOFError, gzip.BadGzipFile) as error:
+    except (ValueError, TypeError, AttributeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}, line {number + 1}: {error}") from error

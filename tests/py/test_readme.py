@@ -29,7 +29,7 @@ def stored():
 
 def test_the_sentence_and_the_report_are_what_the_stored_trace_gives(stored):
     readme = tool("readme")
-    assert {name for _, name, _ in readme.BLOCK.findall(README)} == {"sentence", "report"}
+    assert {name for _, name, _ in readme.BLOCK.findall(README)} == {"sentence", "report", "answers"}
     assert readme.render(README, stored) == README
     assert README.index(" ".join(words.sentences(stored.findings))) < README.index("## ")
     assert stored.text[stored.text.index("Run ") :] in README
@@ -64,7 +64,7 @@ def test_what_a_page_names_exists(page):
         assert (page.parent / target).exists(), target
     known = {row.name for row in env.describe(env.Settings(), {})}
     assert set(re.findall(r"\bNETBOTTLENECK(?:_[A-Z]+)*\b", text)) <= known
-    for command in re.findall(r"(?:^|`|-m )netbottleneck ([a-z]+)", text, re.MULTILINE):
+    for command in re.findall(r"(?:^|`|-m )netbottleneck ([a-z]+(?:-[a-z]+)*)", text, re.MULTILINE):
         assert command in cli.COMMANDS
     for target in re.findall(r"(?:^|`)make ([a-z-]+)\b", text, re.MULTILINE):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), target

@@ -118,12 +118,27 @@ HEAD = {"format": trace.FORMAT, "version": trace.VERSION, "id": "x", "size": 1, 
         ((json.dumps(HEAD), '{"step": {"rank": 1}}'), "line 2.*missing"),
         ((json.dumps(HEAD), '{"step": 5}'), "line 2"),
         ((json.dumps(HEAD), '{"a": 1, "b": 2}'), "line 2"),
+        ((json.dumps(HEAD | {"size": "two"}),), "line 1: 'two' where int must be"),
+        (
+            (json.dumps(HEAD), '{"bucket": {"name": "b", "key": 1.5, "bytes": 4, "dtype": "f"}}'),
+            "line 2: '1.5' where int",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name_and_line(tmp_path, lines, message):
     path = packed(tmp_path / "bad.jsonl.gz", *lines)
     with pytest.raises(ValueError, match=f"bad.jsonl.gz.*{message}"):
         trace.read(path)
+
+
+def test_a_file_whose_packing_is_damaged_is_refused(tmp_path):
+    path = FakeRun(tmp_path / "run", blocks=2).write()
+    trace.write(recorder.load(path), tmp_path / "whole.jsonl.gz")
+    whole = (tmp_path / "whole.jsonl.gz").read_bytes()
+    for at in range(20, len(whole), len(whole) // 40):
+        (tmp_path / "bad.jsonl.gz").write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        with pytest.raises(ValueError, match=r"bad\.jsonl\.gz, line"):
+            trace.read(tmp_path / "bad.jsonl.gz")
 
 
 def test_a_file_that_is_cut_short_is_refused(tmp_path):

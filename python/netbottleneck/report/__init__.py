@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from netbottleneck import recorder
+from netbottleneck import recorder, samples, usage
 from netbottleneck import trace as tr
 from netbottleneck import verdict as rules
 from netbottleneck.findings import Findings, find
@@ -44,18 +44,23 @@ class Run:
         return rules.decide(self.findings)
 
     @cached_property
+    def hosts(self) -> tuple[usage.HostUse, ...]:
+        """What each host's interfaces and cores were used for, where that was recorded."""
+        return usage.hosts(self.trace, samples.of_run(self._folder)) if self._folder else ()
+
+    @cached_property
     def summary(self) -> Mapping[str, Any]:
         """What summary.json holds."""
-        return summary.summary(self.findings, self.verdict)
+        return summary.summary(self.findings, self.verdict, self.hosts)
 
     @property
     def text(self) -> str:
         """What report.txt holds."""
-        return terminal.text(self.findings, self.verdict)
+        return terminal.text(self.findings, self.verdict, self.hosts)
 
     def show(self, console: Console | None = None) -> None:
         """Prints the report."""
-        terminal.show(self.findings, self.verdict, console)
+        terminal.show(self.findings, self.verdict, console, self.hosts)
 
     def write_all(self, folder: Path | str | None = None) -> list[Path]:
         """Writes every file of the report into `folder` (default: the run's own) and names them.

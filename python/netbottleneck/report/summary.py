@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import resources
 from typing import Any
@@ -13,6 +13,7 @@ from netbottleneck.findings import Findings, Parts
 from netbottleneck.report.words import sentences
 from netbottleneck.scaling import WARMUP_STEPS
 from netbottleneck.trace import Trace
+from netbottleneck.usage import HostUse
 from netbottleneck.verdict import Verdict, handicap_sentence
 
 VERSION = 1
@@ -127,6 +128,39 @@ def _ranks(trace: Trace) -> list[dict[str, Any]]:
     ]
 
 
+def _host(host: HostUse) -> dict[str, Any]:
+    cores = host.cores
+    return {
+        "rank": host.rank,
+        "hostname": host.hostname,
+        "transport": host.transport,
+        "measured_s": host.seconds,
+        "active_s": host.active_s,
+        "samples_per_s": host.hz,
+        "interfaces": [
+            {
+                "name": use.interface,
+                "way": use.way,
+                "average_bits_per_s": use.average_bps,
+                "active_bits_per_s": use.active_bps,
+                "bytes": use.bytes,
+                "packets": use.packets,
+            }
+            for use in host.interfaces
+        ],
+        "cores": None
+        if cores is None
+        else {
+            "mean_shares": dict(cores.mean),
+            "busiest": cores.busiest,
+            "busiest_share": cores.busiest_share,
+            "softirq_most": cores.softirq_most,
+        },
+        "tcp_sent_segments": host.sent_segments,
+        "tcp_retransmitted_segments": host.retransmitted_segments,
+    }
+
+
 def _layers(findings: Findings) -> list[dict[str, Any]]:
     return [
         {
@@ -162,7 +196,7 @@ def _steps(findings: Findings) -> dict[str, Any]:
     }
 
 
-def summary(findings: Findings, verdict: Verdict) -> dict[str, Any]:
+def summary(findings: Findings, verdict: Verdict, hosts: Sequence[HostUse] = ()) -> dict[str, Any]:
     """The run as JSON values."""
     trace = findings.trace
     withheld = findings.handicapped
@@ -214,6 +248,7 @@ def summary(findings: Findings, verdict: Verdict) -> dict[str, Any]:
         "cores_busy": findings.cores_busy,
         "layers": _layers(findings),
         "ranks": _ranks(trace),
+        "hosts": [_host(host) for host in hosts],
         "faults": _faults(trace),
         "notes": list(trace.notes),
     }

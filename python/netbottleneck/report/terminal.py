@@ -15,13 +15,15 @@ from netbottleneck.layers import Layer
 from netbottleneck.report.words import MEANING, costs, sentences, travels, warnings, why_not_probed
 from netbottleneck.trace import PSEUDO
 from netbottleneck.units import gbit, ms, nbytes, percent
+from netbottleneck.usage import HostUse
 from netbottleneck.verdict import Verdict
 
 WIDTH = 80
 TOP_LAYERS = 8
 
 
-def _table(*columns: str) -> Table:
+def make_table(*columns: str) -> Table:
+    """Return a table of no row; all columns but the first are numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(columns[0], overflow="fold")
     for column in columns[1:]:
@@ -29,13 +31,13 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _row(table: Table, *cells: str) -> None:
-    """Cells as they are: a name is no markup."""
+def put_row(table: Table, *cells: str) -> None:
+    """Add cells as they are: a name is no markup."""
     table.add_row(*map(Text, cells))
 
 
 def _split_table(findings: Findings) -> tuple[str, Table]:
-    table = _table("", *findings.parts)
+    table = make_table("", *findings.parts)
     step = {name: parts.step_ns for name, parts in findings.parts.items()}
 
     def row(label: str, attribute: str) -> None:
@@ -43,7 +45,7 @@ def _split_table(findings: Findings) -> tuple[str, Table]:
         for name, parts in findings.parts.items():
             ns = getattr(parts, attribute)
             cells.append(f"{ms(ns)} {ns / step[name] * 100:3.0f} %" if step[name] else "-")
-        _row(table, label, *cells)
+        put_row(table, label, *cells)
 
     row("compute", "compute_ns")
     row("  hidden communication in it", "hidden_ns")
@@ -80,14 +82,14 @@ def _top(layers: Sequence[Layer]) -> list[Layer]:
 
 
 def _layer_table(findings: Findings) -> tuple[str, Table]:
-    table = _table("layer", "gradients", "forward", "backward", "exposed")
+    table = make_table("layer", "gradients", "forward", "backward", "exposed")
     for layer in _top(findings.layers):
         forward = "-" if layer.forward_ns is None else ms(layer.forward_ns)
-        _row(table, layer.name, nbytes(layer.bytes), forward, ms(layer.backward_ns), ms(layer.exposed_ns))
+        put_row(table, layer.name, nbytes(layer.bytes), forward, ms(layer.backward_ns), ms(layer.exposed_ns))
     left = len(findings.layers) - TOP_LAYERS
     if left > 0:
         rest = sum(layer.exposed_ns for layer in findings.layers) - sum(x.exposed_ns for x in _top(findings.layers))
-        _row(table, f"{left} more", "", "", "", ms(rest))
+        put_row(table, f"{left} more", "", "", "", ms(rest))
     return f"Layers under {findings.base} (exposed: {findings.label} per bucket, attributed by bytes)", table
 
 
@@ -97,7 +99,7 @@ def _bandwidth_table(findings: Findings) -> tuple[str, Table]:
     title = f"Achieved, busbw one way ({findings.label}); " + (
         f"the link is {gbit(link)}{rated}" if link else "link unknown"
     )
-    table = _table("transport", "in transfer", "p10-p90", "over the step", *(("of link",) if link else ()))
+    table = make_table("transport", "in transfer", "p10-p90", "over the step", *(("of link",) if link else ()))
     for name, found in findings.achieved.items():
         cells = [
             gbit(found.active_bps),
@@ -106,7 +108,7 @@ def _bandwidth_table(findings: Findings) -> tuple[str, Table]:
         ]
         if link:
             cells.append(f"{percent(found.active_bps / link)}, {percent(found.average_bps / link)}")
-        _row(table, name, *cells)
+        put_row(table, name, *cells)
     return title, table
 
 
@@ -124,7 +126,7 @@ def _number(ns: float) -> str:
 
 
 def _transport_table(findings: Findings) -> tuple[str, Table]:
-    table = _table("transport", "step", "p10-p90 ms", "steps/blocks", "difference, 95 %")
+    table = make_table("transport", "step", "p10-p90 ms", "steps/blocks", "difference, 95 %")
     pairs = {pair.other: pair for pair in findings.comparisons}
     for name, time in findings.times.items():
         pair = pairs.get(name)
@@ -137,16 +139,16 @@ def _transport_table(findings: Findings) -> tuple[str, Table]:
             interval = f" ({_number(ns.low)} to {_number(ns.high)})" if pair.enough else " (no interval)"
             difference = ms(ns.value) + interval
         spread = f"{_number(time.p10_ns)}-{_number(time.p90_ns)}"
-        _row(table, name, ms(time.median_ns), spread, f"{time.steps}/{time.blocks}", difference)
+        put_row(table, name, ms(time.median_ns), spread, f"{time.steps}/{time.blocks}", difference)
     meant = "; ".join(f"{name}: {MEANING[name]}" for name in findings.times if name in PSEUDO)
     title = f"Transports in turn, difference to {findings.base} paired by block ({findings.label})"
     return title + (f". {meant[0].upper()}{meant[1:]}" if meant else ""), table
 
 
 def _scaling_table(findings: Findings) -> tuple[str, Table]:
-    table = _table("transport", "T_1 / T_n", "T_1", "", f"T_{findings.trace.size}")
+    table = make_table("transport", "T_1 / T_n", "T_1", "", f"T_{findings.trace.size}")
     for name, s in findings.scaling.items():
-        _row(table, name, f"{s.factor:.2f}", ms(s.t1_ns), s.how, ms(s.tn_ns))
+        put_row(table, name, f"{s.factor:.2f}", ms(s.t1_ns), s.how, ms(s.tn_ns))
     return "Scaling factor", table
 
 
@@ -155,7 +157,35 @@ def _print_table(console: Console, title: str, table: Table) -> None:
     console.print(table)
 
 
-def render(findings: Findings, verdict: Verdict, console: Console) -> None:
+def _hosts_table(hosts: Sequence[HostUse], link_bps: float | None) -> tuple[str, Table]:
+    """The busiest interface of each host, average beside active, and its cores."""
+    table = make_table("host", "transport", "way", "active", "average", "CPU", "busiest", "TCP again")
+    for host in hosts:
+        first = host.interfaces[0].interface if host.interfaces else ""
+        for number, use in enumerate(use for use in host.interfaces if use.interface == first):
+            cells = [
+                "-" if bps is None else f"{bps / 1e9:.2f}" + (f" {100 * bps / link_bps:.0f}%" if link_bps else "")
+                for bps in (use.active_bps, use.average_bps)
+            ]
+            rest = ["", "", ""] if number else [*_core_cells(host), _again(host)]
+            put_row(table, f"{host.rank} {first}" if not number else "", host.transport, use.way, *cells, *rest)
+    return "Interfaces in Gbit/s, headers and all, and cores: measured by the kernel's counters", table
+
+
+def _core_cells(host: HostUse) -> tuple[str, str]:
+    if host.cores is None:
+        return "-", "-"
+    idle = host.cores.mean["idle"] + host.cores.mean["iowait"]
+    return percent(1 - idle), percent(host.cores.busiest_share)
+
+
+def _again(host: HostUse) -> str:
+    if not host.sent_segments or host.retransmitted_segments is None:
+        return "-"
+    return f"{100 * host.retransmitted_segments / host.sent_segments:.2f} %"
+
+
+def render(findings: Findings, verdict: Verdict, console: Console, hosts: Sequence[HostUse] = ()) -> None:
     """Prints the report."""
     trace = findings.trace
     console.print(" ".join(sentences(findings)), style="bold", highlight=False, markup=False)
@@ -175,6 +205,8 @@ def render(findings: Findings, verdict: Verdict, console: Console) -> None:
             _print_table(console, *_layer_table(findings))
         if findings.achieved:
             _print_table(console, *_bandwidth_table(findings))
+        if hosts:
+            _print_table(console, *_hosts_table(hosts, findings.link_bps))
         for line in (_probe_line(findings), *costs(findings), *travels(findings)):
             console.print(line, highlight=False, markup=False)
         console.print()
@@ -186,18 +218,18 @@ def render(findings: Findings, verdict: Verdict, console: Console) -> None:
         console.print(Text(f"{label}: ", style="bold").append(words, style="not bold"))
 
 
-def text(findings: Findings, verdict: Verdict) -> str:
+def text(findings: Findings, verdict: Verdict, hosts: Sequence[HostUse] = ()) -> str:
     """The report as report.txt holds it: plain, no trailing blanks."""
     buffer = io.StringIO()
     console = Console(
         file=buffer, width=WIDTH, color_system=None, force_terminal=False, force_jupyter=False, legacy_windows=False
     )
-    render(findings, verdict, console)
+    render(findings, verdict, console, hosts)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
 
 
-def show(findings: Findings, verdict: Verdict, console: Console | None = None) -> None:
+def show(findings: Findings, verdict: Verdict, console: Console | None = None, hosts: Sequence[HostUse] = ()) -> None:
     """Prints to the terminal, at most WIDTH columns; NO_COLOR and pipes are seen to by rich."""
     screen = console or Console(force_jupyter=False)
     screen.width = min(screen.width, WIDTH) if screen.is_terminal else WIDTH
-    render(findings, verdict, screen)
+    render(findings, verdict, screen, hosts)

@@ -5,24 +5,23 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from netbottleneck import env, launch, models
+from netbottleneck import models
 from netbottleneck.hooks.loop import measure
 from netbottleneck.models.data import digits
 from netbottleneck.models.replay import IdleOptimizer, replay
-from netbottleneck.session import Session, open_session
+from netbottleneck.session import Session
+from netbottleneck.study.opening import open_task, warm
 from netbottleneck.study.task import ACCURACY, Outcome, Task
 
 BATCH = 32  # images a rank and step
 SEED = 7
 RATE, MOMENTUM = 0.05, 0.9
-WARM_BYTES = 32 << 20
-WARM_TIMES = 3
 
 Batch = Callable[[], torch.Tensor]
 Tell = Callable[[int, int, str], None]
@@ -100,14 +99,14 @@ def run(task: Task, tell: Tell) -> Outcome:
     Raises what the transports raise, and ValueError for a task that makes no sense.
     """
     torch.set_num_threads(1)
-    session = _open(task)
+    session = open_task(task)
     try:
         if task.alone:
             _alone(session, task, tell)
         work = make(task, session.place.rank, session.place.size)
         wrapped = DistributedDataParallel(work.model) if _wants_ddp(task) else work.model
         work.wrapped = wrapped
-        _warm(session)
+        warm(session)
         measured = measure(session, wrapped, work.optimizer)
         steps, accuracy = _train(session, work, task, tell)
         measured.close()
@@ -126,26 +125,6 @@ def _wants_ddp(task: Task) -> bool:
     return bool({"bare", "stock"} & set(task.arms))
 
 
-def _open(task: Task) -> Session:
-    settings = replace(
-        env.settings({"directory": task.folder, "provider": task.provider}),
-        block_steps=task.block_steps,
-        start_step=0,
-        end_step=0,
-        sample_every=task.block_steps + 3,  # never the same step of a block twice in turn
-        transports=tuple(arm for arm in task.arms if arm != "bare") or ("stock",),
-    )
-    return open_session(
-        settings,
-        arms=task.arms,
-        directory=task.folder,
-        model=task.title,
-        network=task.network,
-        notes=task.notes,
-        alone=task.alone > 0,
-    )
-
-
 def _alone(session: Session, task: Task, tell: Tell) -> None:
     """Rank 0 does the same steps by itself, on a model of its own; the others wait."""
     if session.place.rank == 0:
@@ -156,19 +135,6 @@ def _alone(session: Session, task: Task, tell: Tell) -> None:
                 work.step()
         tell(0, task.steps, "one rank alone")
     session.control.exchange(b"alone".ljust(8))
-
-
-def _warm(session: Session) -> None:
-    """Let every transport of ours carry something before it counts: the first large transfer tries numbers of lanes."""
-    core = launch.core()
-    for name, arm in session.arms.items():
-        comm = getattr(arm, "comm", None)
-        if comm is None:
-            continue
-        arena = core.Arena(WARM_BYTES)
-        comm.map(arena)
-        for number in range(WARM_TIMES):
-            comm.submit(f"study.warm.{name}.{number}", core.ALLREDUCE, arena, core.FLOAT32, keep=arena).wait()
 
 
 def _train(session: Session, work: Work, task: Task, tell: Tell) -> tuple[int, float | None]:

@@ -93,7 +93,7 @@ class Study:
             "weights_equal_to_stock_alone": found.same_as_stock,
             "stock_four_interfaces": tuned,
             "nothing_to_do": found.nothing_to_do,
-            **{key: summary[key] for key in (*kept, "bandwidth", "probe")},
+            **{key: summary[key] for key in (*kept, "bandwidth", "probe", "hosts")},
         }
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 JOBS = ("digits", "replay")
+PLAY = "play"  # what `netbottleneck replay` asks of its ranks
 ACCURACY = 0.95  # of the held-out fifth, that the digits are trained to
 AS_BEFORE = -1
 MOST_ROUNDS = 8  # times the rounds asked for, after which training ends whatever was learned
@@ -34,6 +35,7 @@ class Task:
     model: str = "resnet50"
     provider: str | None = None
     network: dict[str, Any] | None = None
+    score: str = ""  # the file of what is played, see playing.py
     notes: tuple[str, ...] = ()
 
     @property
@@ -49,6 +51,8 @@ class Task:
     @property
     def title(self) -> str:
         """What is trained, in words."""
+        if self.job == PLAY:
+            return self.model
         return "thin ResNet on digits" if self.job == "digits" else f"{self.model}, replayed ({self.compute})"
 
     @classmethod

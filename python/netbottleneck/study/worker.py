@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from netbottleneck.study.task import AS_BEFORE, from_json
+from netbottleneck.study.task import AS_BEFORE, PLAY, Outcome, Task, from_json
 
 
 def say(**what: Any) -> None:
@@ -17,18 +17,27 @@ def say(**what: Any) -> None:
     sys.stdout.flush()
 
 
+def run(task: Task, tell: Callable[[int, int, str], None]) -> Outcome:
+    """Run one task on this rank. What is only played needs no torch."""
+    if task.job == PLAY:
+        from netbottleneck.study import playing
+
+        return playing.run(task, tell)
+    from netbottleneck.study import jobs
+
+    return jobs.run(task, tell)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tasks that the only argument lists, one after another."""
     (text,) = sys.argv[1:] if argv is None else argv
-    from netbottleneck.study import jobs
-
     steps = 0
     for number, task in enumerate(from_json(text)):
 
         def tell(step: int, of: int, arm: str, number: int = number) -> None:
             say(task=number, step=step, steps=of, arm=arm)
 
-        outcome = jobs.run(replace(task, exact_steps=steps) if task.exact_steps == AS_BEFORE else task, tell)
+        outcome = run(replace(task, exact_steps=steps) if task.exact_steps == AS_BEFORE else task, tell)
         steps = outcome.steps
         say(outcome=outcome.as_dict())
     return 0

@@ -1,0 +1,87 @@
+"""What is asked about: a run folder, a trace or a layer log, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from netbottleneck import layerlog
+from netbottleneck import trace as tr
+from netbottleneck.findings import Findings, find
+from netbottleneck.layerlog import LayerLog, VecTable
+from netbottleneck.links import Table
+from netbottleneck.report import Run
+from netbottleneck.trace import Trace
+
+
+@dataclass(frozen=True)
+class Source:
+    """What was recorded, in the form that it came in: a trace or a log."""
+
+    path: Path
+    trace: Trace | None = None
+    log: LayerLog | None = None
+
+    @cached_property
+    def findings(self) -> Findings | None:
+        """The numbers of a run."""
+        return None if self.trace is None else find(self.trace)
+
+
+def _sound(path: Path, trace: Trace) -> Trace:
+    """Return a trace whose rows go together. Raises ValueError naming the first that does not."""
+    if trace.size < 1:
+        raise ValueError(f"{path}: a run of {trace.size} ranks: must be 1 or more")
+    for step in trace.steps:
+        where = f"{path}: step {step.index} of rank {step.rank}"
+        parts = (*step.forward, *step.optimizer, *((begin, end) for _, begin, end in step.waits))
+        for begin_ns, end_ns in ((step.begin_ns, step.end_ns), *parts):
+            if end_ns < begin_ns:
+                raise ValueError(f"{where}, or a part of it, ends {begin_ns - end_ns} ns before it begins")
+        for index, _ in step.grad_ready:
+            if not 0 <= index < len(trace.parameters):
+                raise ValueError(f"{where} has a gradient {index}; there are {len(trace.parameters)} parameters")
+    for parameter in trace.parameters:
+        if parameter.bytes < 0:
+            raise ValueError(f"{path}: parameter {parameter.name} has {parameter.bytes} bytes")
+    for operation in trace.collectives:
+        if operation.tensor_bytes < 0 or (operation.bucket or 0) < 0:
+            raise ValueError(f"{path}: operation {operation.name or operation.key} of rank {operation.rank}: no size")
+    return trace
+
+
+def load(path: Path) -> Source:
+    """Read a run folder, a trace or a layer log. Raises OSError; ValueError naming file and line of what is damaged."""
+    if path.is_dir():
+        return Source(path, trace=_sound(path, Run(path).trace))
+    with open(path, "rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+    if packed or path.name.endswith(".gz"):
+        return Source(path, trace=_sound(path, tr.read(path)))
+    return Source(path, log=layerlog.read(path))
+
+
+def _alone_s(found: Findings) -> float | None:
+    """A single device's step: measured alone, else what is left of a step without communication and waiting."""
+    known = found.scaling.get(found.base or "") or next(iter(found.scaling.values()), None)
+    return None if known is None else known.t1_ns / 1e9
+
+
+def layer_log(source: Source, step_s: float | None) -> LayerLog:
+    """Return the input as a layer log that knows its step. Raises ValueError where neither it nor step_s tells it."""
+    if source.log is not None:
+        log, known = source.log, source.log.batch_s
+    elif source.trace is not None and source.findings is not None:
+        log, known = layerlog.of_trace(source.trace), _alone_s(source.findings)
+    else:
+        raise ValueError(f"{source.path}: neither a run nor a layer log")
+    step = step_s or known
+    if step is None:
+        raise ValueError(f"{source.path} tells no step of a single device: give its seconds by --step-s")
+    return LayerLog(log.name, log.tensors, step, log.others)
+
+
+def as_cost(table: VecTable) -> Table:
+    """Return a table of additions as the engine takes it: beyond its last row it goes on by the last slope."""
+    return Table(tuple(map(float, table.bytes)), tuple(1e9 * seconds for seconds in table.seconds))

@@ -1,0 +1,292 @@
+"""What a collective costs: its parts as a value, and what a run says of them. The formulas: csrc/sim/shape.h."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from netbottleneck import _core
+from netbottleneck.links import UNLIMITED, Link, Table, at_least_0, positive
+from netbottleneck.plan import in_flight
+from netbottleneck.service import Service, achievable, line, nominal, services, step_and_sum
+from netbottleneck.trace import PSEUDO, Trace
+
+__all__ = ["ALGORITHMS", "UNLIMITED", "Cost", "Fit", "Link", "Table", "achievable", "fit", "nominal"]
+
+# A fit of fewer operations is poor, and one whose operations are off by more: the middle one, the last tenth.
+LEAST, MIDDLE_OFF, MOST_OFF = 8, 0.15, 0.5
+ALGORITHMS = ("ring", "two_level", "tree", "halving_doubling", "direct")
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What operations cost among ranks that are alike. csrc/sim/shape.h has the formula of each algorithm.
+
+    alpha_ns: of each step between hosts; host_alpha_ns: within one. link: between hosts; host_bps: within one, None: no
+    time. ranks_per_host share a link. add: of adding bytes to others, a table or ns of a byte. copy_byte_ns: of a byte
+    into or out of the fusion buffer, where an operation has more than one tensor. launch_ns: from the last rank's
+    submission to a place in the queue; fixed_ns: of an operation, once it has its turn. pipelined: sums, the wire and
+    the host's inside go on together, else one after the other. ratio: bytes before over bytes after compression, on the
+    wire; encode_byte_ns, decode_byte_ns: of an uncompressed byte. contention: compute takes so many times as long while
+    an operation is under way. whole_sums: sums are of uncompressed bytes.
+
+    residual: what operations took, over what this says, less 1, from low to high. fitted_bytes: sizes that a fit saw;
+    fitted_size: its ranks; poor: why it may not be trusted beyond them, "" where it may.
+    """
+
+    algorithm: str = "ring"
+    alpha_ns: float = 0.0
+    link: Link = field(default_factory=lambda: Link(UNLIMITED))
+    ranks_per_host: int = 1
+    host_bps: float | None = None
+    host_alpha_ns: float = 0.0
+    add: Table | float = 0.0
+    copy_byte_ns: float = 0.0
+    launch_ns: float = 0.0
+    fixed_ns: float = 0.0
+    pipelined: bool = True
+    ratio: float = 1.0
+    encode_byte_ns: float = 0.0
+    decode_byte_ns: float = 0.0
+    contention: float = 1.0
+    whole_sums: bool = False
+    residual: tuple[float, float] = (0.0, 0.0)
+    fitted_bytes: tuple[int, int] | None = None
+    fitted_size: int | None = None
+    poor: str = ""
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {self.algorithm!r}")
+        if self.ranks_per_host < 1:
+            raise ValueError(f"ranks_per_host must be at least 1, not {self.ranks_per_host}")
+        if self.host_bps is not None:
+            positive("host_bps", self.host_bps, endless=True)
+        at_least_0(
+            alpha_ns=self.alpha_ns,
+            host_alpha_ns=self.host_alpha_ns,
+            copy_byte_ns=self.copy_byte_ns,
+            launch_ns=self.launch_ns,
+            fixed_ns=self.fixed_ns,
+            encode_byte_ns=self.encode_byte_ns,
+            decode_byte_ns=self.decode_byte_ns,
+        )
+        if not isinstance(self.add, Table):
+            at_least_0(add=self.add)
+        positive("ratio", self.ratio)
+        if not 1.0 <= self.contention <= 100.0:
+            raise ValueError(f"contention must be from 1 to 100, not {self.contention}")
+        low, high = self.residual
+        if not -1.0 < low <= 0.0 <= high or not math.isfinite(high):
+            raise ValueError(f"residual must be an interval around 0 above -1, not {self.residual}")
+
+    @classmethod
+    def free(cls) -> Cost:
+        """Communication that takes no time: what is left is the compute."""
+        return cls()
+
+    def slower(self, factor: float) -> Cost:
+        """Return the cost of operations that take `factor` times as long, compute aside."""
+        positive("factor", factor)
+        lanes = None if self.link.lane_bps is None else self.link.lane_bps / factor
+        add = self.add
+        return replace(
+            self,
+            alpha_ns=self.alpha_ns * factor,
+            host_alpha_ns=self.host_alpha_ns * factor,
+            link=replace(self.link, bps=self.link.bps / factor, lane_bps=lanes),
+            host_bps=None if self.host_bps is None else self.host_bps / factor,
+            add=replace(add, ns=tuple(t * factor for t in add.ns)) if isinstance(add, Table) else add * factor,
+            copy_byte_ns=self.copy_byte_ns * factor,
+            launch_ns=self.launch_ns * factor,
+            fixed_ns=self.fixed_ns * factor,
+            encode_byte_ns=self.encode_byte_ns * factor,
+            decode_byte_ns=self.decode_byte_ns * factor,
+        )
+
+    def bounds(self) -> tuple[Cost, Cost]:
+        """Return the cost at the low and at the high end of `residual`: the interval of what is predicted with it."""
+        return self.slower(1 + self.residual[0]), self.slower(1 + self.residual[1])
+
+    def doubts(self, sizes: Sequence[int], workers: int) -> tuple[str, ...]:
+        """Return what of a prediction lies outside of what was measured, in words.
+
+        sizes: bytes of its operations. Raises ValueError where the fit is too poor for that."""
+        if not sizes:
+            return ()
+        said = [*self._beyond_sizes(min(sizes), max(sizes)), *self._beyond_workers(workers)]
+        if said and self.poor:
+            raise ValueError(f"refused to extrapolate: {self.poor}; asked for {'; '.join(said)}")
+        if isinstance(self.add, Table) and not self.add.clamped:
+            share = max(sizes) / (workers if self.algorithm == "ring" else 1)
+            end = self.add.bytes[-1]
+            said += [f"sums of {share:.0f} bytes, the table ends at {end:.0f}: its last slope goes on"] * (share > end)
+        return tuple(said)
+
+    def _beyond_sizes(self, least: int, most: int) -> list[str]:
+        low, high = self.fitted_bytes or (least, most)
+        if low <= least and most <= high:
+            return []
+        seen = f"measured were {low} to {high}"
+        return [f"operations of {least} to {most} bytes, {seen}: the rest follows the fitted line"]
+
+    def _beyond_workers(self, workers: int) -> list[str]:
+        if self.fitted_size is None or workers == self.fitted_size:
+            return []
+        said = [f"{workers} workers, measured were {self.fitted_size}: by the formula of {self.algorithm}"]
+        if not (self.alpha_ns or self.host_alpha_ns):
+            said.append("what a step costs beside its bytes is not known, and left out")
+        return said
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A cost, and how well it explains the run that it is from.
+
+    cost: with the achieved rate. residuals: what each operation took over what the cost says, less 1, in order of time.
+    bytes_range: sizes of the operations. reason: why the fit is poor, "" where it is not. in_flight: operations that
+    shared the link. achieved, achievable (by the probe), nominal: links; None where the run does not know. notes: what
+    was assumed, in words."""
+
+    cost: Cost
+    transport: str
+    residuals: tuple[float, ...]
+    bytes_range: tuple[int, int]
+    reason: str = ""
+    in_flight: int = 1
+    achieved: Link | None = None
+    achievable: Link | None = None
+    nominal: Link | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def count(self) -> int:
+        return len(self.residuals)
+
+    @property
+    def error(self) -> float:
+        """The middle deviation of an operation, relative."""
+        return float(np.median(np.abs(self.residuals)))
+
+
+def _by_step(rows: Sequence[Service], each: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
+    """A number of each operation, added up over steps."""
+    steps = np.unique([row.step for row in rows], return_inverse=True)[1]
+    return np.bincount(steps, each).astype(np.float64)
+
+
+def _off(took: NDArray[np.float64], expected: NDArray[np.float64]) -> tuple[float, float]:
+    """By how much the middle one and the last tenth are off, relative."""
+    off = np.abs(took / np.maximum(expected, 1.0) - 1)
+    return float(np.median(off)), float(np.quantile(off, 0.9))
+
+
+def _is_far(off: tuple[float, float]) -> bool:
+    return off[0] > MIDDLE_OFF or off[1] > MOST_OFF
+
+
+def _explained(rows: Sequence[Service], known: float | None) -> tuple[float, float, str, str]:
+    """Return (ns of an operation, ns of a byte, why that is poor, a note). known: ns of an operation, where measured.
+
+    Where operations shared the link otherwise than one after the other, or as equals, their own times say little; what
+    those of a step took together may still say what a byte costs."""
+    sizes = np.array([row.nbytes for row in rows], np.float64)
+    took = np.array([row.ns for row in rows])
+    one_size = float(np.ptp(sizes)) == 0
+    a, b = line(sizes, took, known if one_size else None)
+    off = _off(took, a + b * sizes)
+    said = [f"only {len(rows)} operations"] if len(rows) < LEAST else []
+    if one_size and known is None:
+        said.append("all operations have one size: what a byte costs is not told from what an operation costs")
+    if not _is_far(off):
+        return a, b, "; ".join(said), ""
+    fixed = known or 0.0
+    step_sizes, step_took = _by_step(rows, sizes), _by_step(rows, took)
+    own = _by_step(rows, np.full(len(rows), fixed))
+    byte_ns = max(0.0, float(np.median((step_took - own) / step_sizes)))
+    middle, most = _off(step_took, own + byte_ns * step_sizes)
+    if len(step_took) >= LEAST and most <= MIDDLE_OFF:
+        note = f"single operations are off by {off[0]:.0%} in the middle, those of a step together by {middle:.1%}"
+        return fixed, byte_ns, "; ".join(said), note
+    said.append(f"half of the operations are off by {off[0]:.0%} and more, a tenth by {off[1]:.0%}")
+    return a, b, "; ".join(said), ""
+
+
+def _interval(rows: Sequence[Service], expected: NDArray[np.float64]) -> tuple[float, float]:
+    """What the operations of a step took together, over what they should have, less 1: 5 % and 95 % of the steps."""
+    took = _by_step(rows, [row.ns for row in rows])
+    low, high = np.quantile(took / np.maximum(_by_step(rows, expected), 1.0) - 1, [0.05, 0.95])
+    return max(-0.99, min(0.0, float(low))), max(0.0, float(high))
+
+
+def fit(
+    trace: Trace, transport: str | None = None, *, algorithm: str | None = None, ranks_per_host: int | None = None
+) -> Fit:
+    """Return what the operations of one transport cost in this run.
+
+    The time of an operation, from its last rank's submission to its end and less what it shared with others, is
+    fixed + steps x alpha + bytes x beta by the formula of its algorithm; alpha is known only where the job measured it,
+    and counts as fixed else. transport: None: the first that recorded operations.
+    algorithm: None: what the run says, or a ring. ranks_per_host: None: as the hosts' ids say.
+
+    Raises ValueError where the run has no all-reduce of that transport that all ranks finished in a step."""
+    names = [transport] if transport is not None else [t for t in trace.transports if t not in PSEUDO]
+    for name in names:
+        flying = in_flight(trace, name)
+        formula, rows = services(trace, name, flying)
+        rows = [row for row in rows if row.ns > 0]
+        if rows and trace.size > 1:
+            break
+    else:
+        raise ValueError(f"no all-reduce over {transport or 'any transport'} that all ranks finished in a step")
+    chosen = algorithm or formula
+    if chosen not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {chosen!r}")
+    hosts = Counter(rank.host_id for rank in trace.ranks if rank.host_id)
+    inside = ranks_per_host or max(hosts.values(), default=1)
+    return _fitted(trace, name, chosen, inside, rows, flying)
+
+
+def _launch_ns(rows: Sequence[Service]) -> float:
+    launches = [row.launch_ns for row in rows if row.launch_ns is not None]
+    return float(np.median(launches)) if launches else 0.0
+
+
+def _cost(algorithm: str, size: int, inside: int, parts: tuple[float, float, float], add: float) -> Cost:
+    """Parts: ns of an operation, of them in its steps, ns of a byte."""
+    fixed_ns, in_steps, byte_ns = parts
+    shape = _core.collective_shape(ALGORITHMS.index(algorithm), size, inside)
+    steps, share = shape[:2] if shape[1] else shape[2:]
+    alpha_ns = in_steps / steps if steps else 0.0
+    bps = 8e9 * share / byte_ns if byte_ns > 0 else UNLIMITED
+    if shape[1]:
+        cost = Cost(algorithm, alpha_ns, Link(bps), inside)
+    else:
+        cost = Cost(algorithm, host_alpha_ns=alpha_ns, host_bps=bps, ranks_per_host=inside)
+    return replace(cost, fixed_ns=fixed_ns - in_steps, add=add)
+
+
+def _fitted(trace: Trace, name: str, algorithm: str, inside: int, rows: Sequence[Service], flying: int) -> Fit:
+    shape = _core.collective_shape(ALGORITHMS.index(algorithm), trace.size, inside)
+    step_ns, add = step_and_sum(trace, name)
+    known = None if step_ns is None else step_ns * (shape[0] if shape[1] else shape[2])
+    a, b, why, note = _explained(rows, known)
+    expected = np.array([a + b * row.nbytes for row in rows])
+    residuals = np.array([row.ns for row in rows]) / np.maximum(expected, 1.0) - 1
+    sizes = (min(row.nbytes for row in rows), max(row.nbytes for row in rows))
+    notes = (f"{algorithm} of {trace.size} ranks, {inside} on a host", *([note] if note else []))
+    cost = replace(
+        _cost(algorithm, trace.size, inside, (a, min(a, known or 0.0), b), add),
+        launch_ns=_launch_ns(rows),
+        residual=_interval(rows, expected),
+        fitted_bytes=sizes,
+        fitted_size=trace.size,
+        poor=why,
+    )
+    far = achievable(trace, name)
+    return Fit(cost, name, tuple(residuals.tolist()), sizes, why, flying, cost.link, far, nominal(trace), notes)

@@ -1,0 +1,93 @@
+"""Inverse questions: the least of something that reaches an aim, found by halves, with the interval of the fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from netbottleneck.cost import Cost
+from netbottleneck.stats import Estimate
+from netbottleneck.whatif import PREDICTED, Job, Setting, play, scaling
+
+# A step that is longer by no more than this gains nothing.
+NOTHING = 0.01
+# Halvings of a search: a factor of 10^6 between its ends is found to 0.2 %.
+HALVINGS = 13
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """The answer to an inverse question: the least `what` that reaches the aim, and its interval.
+
+    value is None where none does, `reason` says why; an end of the interval that was not found is inf."""
+
+    question: str
+    aim: str
+    value: Estimate | None
+    reason: str = ""
+    interval: bool = True
+    label: str = PREDICTED
+    workers: int = 0
+    ranks_per_host: int = 1
+    link_bps: float | None = None
+
+
+def _search(meets: Callable[[float], bool], low: float, high: float, whole: bool) -> float:
+    """The least value between low and high that meets an aim which high meets; by halves, of the logarithm."""
+    if meets(low):
+        return low
+    for _ in range(HALVINGS if not whole else max(1, math.ceil(math.log2(high)))):
+        if whole and high - low <= 1:
+            break
+        middle = float(round((low + high) / 2)) if whole else math.sqrt(low * high)
+        if meets(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What an inverse question wants. question: kind and unit; span: where to look; whole: numbers only."""
+
+    question: str
+    words: str
+    span: tuple[float, float]
+    whole: bool = False
+
+
+def _costs(setting: Setting) -> Sequence[Cost]:
+    """The fit's own, the low and the high end."""
+    return (setting.cost, *(setting.cost.bounds() if setting.cost.residual != (0.0, 0.0) else ()))
+
+
+def least(job: Job, aim: Aim, make: Callable[[float], Setting], limit_ns: Callable[[int], float]) -> Least:
+    """The least value whose setting has a step of at most limit_ns of the cost's end: 0 fit, 1 low, 2 high.
+
+    A larger value must never make a step longer."""
+    low, high = aim.span
+    best = make(high)
+    found: list[float] = []
+    told = Least(aim.question, aim.words, None, workers=best.workers, ranks_per_host=best.cost.ranks_per_host)
+    try:
+        play(job, best)
+    except ValueError as error:
+        return replace(told, reason=str(error))
+    ends = len(_costs(best))
+    for end in range(ends):
+        bound_ns = limit_ns(end)
+
+        def meets(value: float, end: int = end, bound_ns: float = bound_ns) -> bool:
+            setting = make(value)
+            try:
+                return play(job, setting, _costs(setting)[end]).step_ns <= bound_ns
+            except ValueError:
+                return False  # an operation is longer than the simulation knows: the best setting's was not
+
+        found.append(_search(meets, low, high, aim.whole) if meets(high) else math.inf)
+    if math.isinf(found[0]):
+        reached = scaling(job, play(job, best).step_ns)
+        return replace(told, reason=f"at most {100 * reached:.1f} % is reached")
+    return replace(told, value=Estimate(found[0], min(found), max(found)), interval=ends > 1)

@@ -1,0 +1,83 @@
+"""Rates and times by size: a host's link, a measured table."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+# No rate: what takes no time.
+UNLIMITED = math.inf
+
+
+def positive(name: str, value: float, *, endless: bool = False) -> None:
+    """Raises ValueError naming what is not above 0; `endless`: it may have no end."""
+    if not (value > 0 and (endless or math.isfinite(value))):
+        raise ValueError(f"{name} must be positive, not {value}")
+
+
+def at_least_0(**values: float) -> None:
+    """Raises ValueError naming what is below 0 or no number."""
+    for name, value in values.items():
+        if not (value >= 0 and math.isfinite(value)):
+            raise ValueError(f"{name} must be at least 0 and finite, not {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Ns by bytes: points in rising order, straight lines between them.
+
+    Below the first point it is flat (starting costs something); beyond the last it goes on by the last slope, or, where
+    `clamped`, is flat. `covers` tells whether a size lies within the points."""
+
+    bytes: tuple[float, ...]
+    ns: tuple[float, ...]
+    clamped: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.bytes) != len(self.ns) or not self.bytes:
+            raise ValueError(f"a table needs as many times as sizes, got {len(self.ns)} and {len(self.bytes)}")
+        rising = all(a < b for a, b in zip(self.bytes, self.bytes[1:], strict=False))
+        if not rising or not all(math.isfinite(x) for x in (*self.bytes, *self.ns)):
+            raise ValueError("a table's sizes must rise, and be finite as its times")
+        if self.bytes[0] < 0 or min(self.ns) < 0:
+            raise ValueError("a table has no size and no time below 0")
+
+    def covers(self, nbytes: float) -> bool:
+        return self.bytes[0] <= nbytes <= self.bytes[-1]
+
+    def at(self, nbytes: float) -> float:
+        """Ns of nbytes."""
+        if self.clamped or nbytes <= self.bytes[-1] or len(self.bytes) == 1:
+            return float(np.interp(nbytes, self.bytes, self.ns))
+        slope = (self.ns[-1] - self.ns[-2]) / (self.bytes[-1] - self.bytes[-2])
+        return self.ns[-1] + max(0.0, slope) * (nbytes - self.bytes[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A host's link in each direction, bits a second: nominal, achievable or achieved, as its maker says.
+
+    lanes, lane_bps: network streams, and what one of them reaches at most; None: as much as the link."""
+
+    bps: float
+    lanes: int = 1
+    lane_bps: float | None = None
+
+    def __post_init__(self) -> None:
+        positive("bps", self.bps, endless=True)
+        if self.lanes < 1:
+            raise ValueError(f"lanes must be at least 1, not {self.lanes}")
+        if self.lane_bps is not None:
+            positive("lane_bps", self.lane_bps, endless=True)
+
+    @property
+    def rate_bps(self) -> float:
+        """What all lanes together move: min(bps, lanes x lane_bps)."""
+        return self.bps if self.lane_bps is None else min(self.bps, self.lanes * self.lane_bps)
+
+    @property
+    def byte_ns(self) -> float:
+        """Ns of a byte: 8e9 / rate."""
+        return 8e9 / self.rate_bps

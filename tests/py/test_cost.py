@@ -1,0 +1,263 @@
+"""Costs: values that refuse what cannot be, and fits that get back what made the run, or say why they cannot."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from netbottleneck import trace as tr
+from netbottleneck.cost import UNLIMITED, Cost, Fit, Link, Table, fit
+from netbottleneck.plan import Plan, in_flight
+from netbottleneck.scaling import counted
+from netbottleneck.simulate import simulate
+from netbottleneck.trace import Parameter, Probe, Rank, Step, Trace, TransportInfo
+
+STORED = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
+MIB = 1 << 20
+SIZES = (1 * MIB, 24 * MIB, 3 * MIB, 9 * MIB, 2 * MIB, 16 * MIB)
+
+
+def compute_of(sizes: tuple[int, ...] = SIZES, ranks: int = 2, steps: int = 6) -> Trace:
+    """A run of ranks that differ a little, whose gradients are ready every 5 ms."""
+    rows = []
+    for rank in range(ranks):
+        begin = 0
+        for index in range(steps + 1):
+            late = 1000 * (rank + index % 3)
+            ready = tuple((len(sizes) - 1 - i, begin + late + (i + 1) * 5_000_000) for i in range(len(sizes)))
+            end = ready[-1][1] + 2_000_000
+            rows.append(Step(rank, index, 0, "tcp", begin, end, forward=((begin, begin + late),), grad_ready=ready))
+            begin = end
+    parameters = tuple(Parameter(f"t{i}", size, "float32") for i, size in enumerate(sizes))
+    hosts = tuple(Rank(rank, host_id=f"host{rank}") for rank in range(ranks))
+    return Trace("made", ranks, ("tcp",), ranks=hosts, parameters=parameters, steps=tuple(rows))
+
+
+def each_alone(sizes: tuple[int, ...] = SIZES) -> list[tuple[int]]:
+    return [(i,) for i in reversed(range(len(sizes)))]
+
+
+def run_at(cost: Cost, ranks: int = 2, flying: int = 1, sizes: tuple[int, ...] = SIZES) -> Trace:
+    return simulate(compute_of(sizes, ranks), Plan.explicit(each_alone(sizes), flying), cost)
+
+
+def test_a_table_is_straight_between_points_and_goes_on_by_its_last_slope() -> None:
+    table = Table((10.0, 20.0, 40.0), (5.0, 10.0, 40.0))
+    assert [table.at(x) for x in (0, 10, 15, 30, 40, 60)] == [5, 5, 7.5, 25, 40, 70]
+    assert replace(table, clamped=True).at(60) == 40
+    assert Table((10.0,), (5.0,)).at(60) == 5
+    assert table.covers(10)
+    assert not table.covers(41)
+
+
+def test_a_link_moves_what_its_lanes_move() -> None:
+    assert Link(2e9, 4, 0.4e9).rate_bps == 1.6e9
+    assert Link(2e9, 8, 0.4e9).rate_bps == 2e9
+    assert Link(2e9).byte_ns == 4
+    assert Link(UNLIMITED).byte_ns == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: Link(0), "bps must be positive"),
+        (lambda: Link(-1e9), "bps must be positive"),
+        (lambda: Link(float("nan")), "bps must be positive"),
+        (lambda: Link(1e9, 0), "lanes"),
+        (lambda: Link(1e9, 1, 0), "lane_bps"),
+        (lambda: Table((), ()), "as many times as sizes"),
+        (lambda: Table((2.0, 1.0), (1.0, 1.0)), "must rise"),
+        (lambda: Table((1.0, 2.0), (1.0, -1.0)), "below 0"),
+        (lambda: Cost("rng"), "algorithm must be one of"),
+        (lambda: Cost(alpha_ns=-1), "alpha_ns"),
+        (lambda: Cost(add=float("inf")), "add"),
+        (lambda: Cost(ratio=0), "ratio"),
+        (lambda: Cost(contention=0.5), "contention"),
+        (lambda: Cost(ranks_per_host=0), "ranks_per_host"),
+        (lambda: Cost(residual=(0.1, 0.2)), "residual"),
+        (lambda: Plan("fifo"), "rule must be one of"),
+        (lambda: Plan.horovod(0), "fusion_bytes"),
+        (lambda: Plan.horovod(cycle_ns=0), "cycle_ns"),
+        (lambda: Plan.ddp(in_flight=17), "in_flight"),
+        (lambda: Plan.explicit([]), "needs buckets"),
+        (lambda: Plan.explicit([(1, 2), (2,)]), "one bucket"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(make: object, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        make()  # type: ignore[operator]
+
+
+def test_a_slower_cost_makes_each_operation_as_much_longer() -> None:
+    cost = Cost(alpha_ns=1e5, link=Link(1e9, 4, 2e8), add=Table((0.0, 1e9), (1e4, 1e8)), launch_ns=1e4, pipelined=False)
+    spans = [
+        [(c.done_ns or 0) - (c.start_ns or 0) for c in run_at(each).collectives] for each in (cost, cost.slower(1.5))
+    ]
+    assert all(abs(slow - 1.5 * fast) <= 4 for fast, slow in zip(*spans, strict=True))
+    low, high = replace(cost, residual=(-0.1, 0.3)).bounds()
+    assert low.link.rate_bps == pytest.approx(8e8 / 0.9)
+    assert high.alpha_ns == pytest.approx(1.3e5)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "ranks", "flying"),
+    [
+        ("ring", 2, 1),
+        ("ring", 4, 1),
+        ("ring", 2, 2),
+        ("ring", 3, 3),
+        ("halving_doubling", 4, 1),
+        ("direct", 2, 1),
+        ("tree", 4, 2),
+    ],
+)
+def test_a_fit_gets_back_what_made_the_run(algorithm: str, ranks: int, flying: int) -> None:
+    made = Cost(algorithm, alpha_ns=120_000, link=Link(3e9), launch_ns=50_000)
+    run = run_at(made, ranks, flying)
+    assert in_flight(run, "tcp") == flying
+    found = fit(run)
+    assert found.reason == ""
+    assert found.cost.algorithm == algorithm
+    assert found.in_flight == flying
+    # What operations share they share but for their steps, and one that waits for a place was launched before.
+    exact = 1e-3 if flying == 1 else 0.05
+    assert found.cost.link.rate_bps == pytest.approx(3e9, rel=exact)
+    assert found.cost.launch_ns == pytest.approx(50_000, abs=1)
+    if flying == 1:
+        steps = {"ring": 2 * (ranks - 1), "halving_doubling": 4, "direct": 1}[algorithm]
+        assert (found.cost.fixed_ns, found.cost.alpha_ns) == (pytest.approx(steps * 120_000, rel=1e-2), 0)
+        assert found.error < 1e-4
+    again = simulate(compute_of(ranks=ranks), Plan.of(run), found.cost)
+    lengths = [statistics.fmean(s.duration_ns for s in each.steps) for each in (run, again)]
+    assert lengths[1] == pytest.approx(lengths[0], rel=exact)
+
+
+def test_a_fit_finds_the_ranks_of_a_host() -> None:
+    made = Cost("two_level", alpha_ns=50_000, link=Link(1e9), ranks_per_host=2)
+    found = fit(run_at(made, 4))
+    assert (found.cost.ranks_per_host, found.cost.algorithm) == (2, "two_level")
+    assert found.cost.link.rate_bps == pytest.approx(1e9, rel=1e-3)
+
+
+def told(run: Trace, info: TransportInfo) -> Trace:
+    return replace(run, ranks=tuple(replace(rank, transports=(info,)) for rank in run.ranks))
+
+
+def test_what_the_job_measured_tells_steps_from_the_rest_and_what_lanes_reach() -> None:
+    run = run_at(Cost(alpha_ns=30_000, fixed_ns=200_000, link=Link(1e9)))
+    probe = (Probe(1, 10**6, 16 * 10**6), Probe(2, 2 * 10**6, 16 * 10**6), Probe(4, 2 * 10**6, 16 * 10**6))
+    found = fit(told(run, TransportInfo("tcp", probe=probe, costs=(30_000.0, 8.0, 0.25, 0.0, 0.0))))
+    assert found.cost.alpha_ns == pytest.approx(30_000)
+    assert found.cost.fixed_ns == pytest.approx(200_000, rel=1e-2)
+    assert found.cost.add == 0.25
+    assert found.achievable == Link(1e9, 2, 5e8)
+    assert found.nominal == Link(1e9)
+
+
+def noisy(run: Trace, most: float) -> Trace:
+    draw = random.Random(7)
+    rows = [
+        replace(
+            c, done_ns=(c.start_ns or 0) + round(((c.done_ns or 0) - (c.start_ns or 0)) * draw.uniform(1 - most, 1))
+        )
+        for c in run.collectives
+    ]
+    return replace(run, collectives=tuple(rows))
+
+
+def test_a_poor_fit_says_so_and_is_not_used_beyond_what_it_saw() -> None:
+    made = Cost(link=Link(1e9))
+    run = run_at(made)
+    found = fit(noisy(run, 0.9))
+    assert "half of the operations are off by" in found.reason
+    assert found.cost.poor == found.reason
+    simulate(run, Plan.of(run), found.cost)
+    with pytest.raises(
+        ValueError, match=r"refused to extrapolate: half of the operations .* 64 workers, measured were 2"
+    ):
+        simulate(run, Plan.of(run), found.cost, workers=64)
+    with pytest.raises(ValueError, match=r"refused to extrapolate: .* operations of 57671680 to 57671680 bytes"):
+        simulate(run, Plan.explicit([tuple(range(len(SIZES)))]), found.cost)
+
+
+def test_what_a_step_took_tells_what_bytes_cost_where_operations_do_not() -> None:
+    run = run_at(Cost(link=Link(1e9)))
+    # Each step's first operation and its second share the link as no formula says; what they take together stays.
+    late = {2: 30_000_000, 3: -20_000_000, 4: 60_000_000}
+    rows = [replace(c, done_ns=(c.done_ns or 0) + late.get(c.key, 0)) for c in run.collectives]
+    steps = (*run.steps, *(replace(s, index=s.index + 100, rank=s.rank) for s in run.steps))
+    again = [replace(c, step=(c.step or 0) + 100, round=c.round + 100) for c in rows]
+    span = max(s.end_ns for s in run.steps)
+    moved = [
+        replace(
+            c,
+            submit_ns=c.submit_ns + span,
+            agreed_ns=(c.agreed_ns or 0) + span,
+            start_ns=(c.start_ns or 0) + span,
+            done_ns=(c.done_ns or 0) + span,
+        )
+        for c in again
+    ]
+    found = fit(replace(run, steps=steps, collectives=(*rows, *moved)))
+    assert found.reason == ""
+    assert found.error > 0.1
+    assert "those of a step together by 0.0%" in found.notes[1]
+    assert found.cost.link.rate_bps == pytest.approx(1e9, rel=1e-3)
+
+
+def test_a_fit_of_one_size_or_of_few_operations_is_poor() -> None:
+    one_size = run_at(Cost(alpha_ns=1e5, link=Link(1e9)), sizes=(MIB,) * 4)
+    assert "one size" in fit(one_size).reason
+    known = told(one_size, TransportInfo("tcp", costs=(1e5, 8.0, 0.0, 0.0, 0.0)))
+    assert fit(known).reason == ""
+    assert fit(known).cost.link.rate_bps == pytest.approx(1e9, rel=1e-3)
+    few = run_at(Cost(link=Link(1e9)))
+    assert "only 6 operations" in fit(replace(few, collectives=tuple(c for c in few.collectives if c.step == 2))).reason
+
+
+def test_a_good_fit_goes_on_and_says_where_it_has_no_measurement() -> None:
+    run = run_at(Cost(alpha_ns=1e5, link=Link(1e9)))
+    found = simulate(run, Plan.explicit([tuple(range(len(SIZES)))]), fit(run).cost, workers=64)
+    assert any("measured were 1048576 to 25165824" in note for note in found.notes)
+    assert any("64 workers, measured were 2" in note for note in found.notes)
+    assert any("what a step costs beside its bytes is not known" in note for note in found.notes)
+    table = replace(Cost.free(), add=Table((0.0, 1000.0), (1.0, 2.0)))
+    assert any("its last slope goes on" in note for note in simulate(run, Plan.of(run), table).notes)
+
+
+def test_a_run_without_operations_has_no_fit() -> None:
+    with pytest.raises(ValueError, match="no all-reduce over any transport"):
+        fit(compute_of())
+    with pytest.raises(ValueError, match="no all-reduce over ofi"):
+        fit(run_at(Cost(link=Link(1e9))), "ofi")
+
+
+@pytest.mark.parametrize(("transport", "flying", "mbit"), [("stock", 2, 478), ("ofi", 1, 1913)])
+def test_the_stored_run_fits_and_its_steps_come_out_as_measured(transport: str, flying: int, mbit: int) -> None:
+    trace = tr.read(STORED)
+    found: Fit = fit(trace, transport)
+    measured = statistics.median(s.duration_ns for s in counted(trace) if s.transport == transport)
+    steps = simulate(trace, Plan.of(trace, transport), found.cost, transport=transport).steps
+    predicted = statistics.median(s.duration_ns for s in steps)
+    low, high = found.cost.residual
+    print(
+        f"{transport}: {found.count} operations, off by {found.error:.1%} in the middle, steps' {low:+.1%} to"
+        f" {high:+.1%}; {found.cost.link.rate_bps / 1e6:.0f} Mbit/s;"
+        f" step {predicted / 1e6:.1f} ms, measured {measured / 1e6:.1f}"
+    )
+    assert found.reason == ""
+    assert found.in_flight == flying
+    # What one flow and four flows were measured to reach in that lab.
+    assert found.cost.link.rate_bps == pytest.approx(mbit * 1e6, rel=0.02)
+    assert found.achievable is not None
+    assert found.achievable.lanes == 4
+    assert found.achievable.bps == pytest.approx(1.905e9, rel=1e-3)
+    assert found.achievable.lane_bps == pytest.approx(0.479e9, rel=1e-3)
+    assert found.nominal is not None
+    assert found.nominal.bps == 2e9
+    assert found.error < 0.05
+    assert predicted == pytest.approx(measured, rel=0.01)

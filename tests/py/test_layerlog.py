@@ -1,0 +1,162 @@
+"""Layer logs and tables: what is written is what is read; what cannot be is refused with its file and line."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from netbottleneck import layerlog, trace
+from netbottleneck.layerlog import LayerLog, VecTable
+
+TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
+HEAD = "a comment\n1\n2\n"
+
+waits = st.floats(0, 1e3, allow_subnormal=False)
+tensors = st.lists(st.tuples(waits, st.integers(0, 2**40)), min_size=1, max_size=8).map(tuple)
+
+
+def file(folder: Path, text: str | bytes, name: str = "some.bk.log") -> Path:
+    path = folder / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def test_a_log_is_microseconds_and_bytes_after_three_lines(tmp_path: Path) -> None:
+    log = layerlog.read(file(tmp_path, HEAD + "552.5,4000\n0.0,8192000\n"))
+    assert log == LayerLog("some", ((552.5 / 1e6, 4000), (0.0, 8192000)))
+    assert (log.bytes, log.backward_s) == (8196000, 552.5 / 1e6)
+
+
+def test_batches_follow_each_other(tmp_path: Path) -> None:
+    log = layerlog.read(file(tmp_path, "c\r\n2\r\n2\r\n1,1\r\n2,2\r\n3,3\r\n4,4\r\n\r\n"))
+    assert log.batches == (((1e-6, 1), (2e-6, 2)), ((3e-6, 3), (4e-6, 4)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(tensors, st.none() | st.floats(1e-6, 1e6), st.text("abc, =;_ü", max_size=9).map(str.strip))
+def test_what_is_written_is_what_is_read(
+    tmp_path_factory: pytest.TempPathFactory, rows: layerlog.Tensors, step_s: float | None, name: str
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "model.bk.log"
+    layerlog.write(path, LayerLog(name, rows, step_s, (rows,)))
+    again = layerlog.read(path)
+    assert (again.name, again.batch_s) == (name or "model", step_s)
+    for batch in again.batches:
+        assert [size for _, size in batch] == [size for _, size in rows]
+        for (got, _), (was, _) in zip(batch, rows, strict=True):
+            assert abs(got - was) <= math.ulp(was)
+    layerlog.write(path, again)
+    assert layerlog.read(path) == again
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    table = VecTable((0, 40, 671088640), (1.04448e-05, 9.7792e-06, 0.00243368))
+    layerlog.write_table(tmp_path / "add.log", table)
+    assert layerlog.read_table(tmp_path / "add.log") == table
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "what"),
+    [
+        ("", 1, "the file ends where the comment should be"),
+        ("a comment\n", 2, "the file ends where the number of batches should be"),
+        ("c\none\n2\n", 2, "number of batches 'one': must be a whole number"),
+        ("c\n0\n2\n", 2, "0 batches: must be 1 or more"),
+        ("c\n1\n-2\n", 3, "-2 tensors: must be 1 or more"),
+        ("c\n1\n2.5\n", 3, "number of tensors '2.5'"),
+        (HEAD + "1,1\n", 5, "the file ends where tensor 2 of 2 of batch 1 of 1 should be"),
+        (HEAD + "1,1\n2,21", 5, "the last line has no end"),
+        (HEAD + "1,1\n2,2\n3,3\n", 6, "'3,3' after the last of 1 x 2 tensors"),
+        (HEAD + "1,1\n2,2\n3,", 6, "the last line has no end"),
+        (HEAD + "nan,1\n2,2\n", 4, "wait nan: must be a finite number, 0 or more"),
+        (HEAD + "1,1\ninf,2\n", 5, "wait inf"),
+        (HEAD + "1,1\n-0.5,2\n", 5, "wait -0.5"),
+        (HEAD + "1,1\n2,-2\n", 5, "size -2: must be 0 or more"),
+        (HEAD + "1,1\n2,nan\n", 5, "size 'nan': must be a whole number"),
+        (HEAD + "1,1\n2\n", 5, "'2': must be wait_us,bytes"),
+        (HEAD + "1,1\n1,2,3\n", 5, "'1,2,3': must be wait_us,bytes"),
+        (HEAD.encode() + b"1,1\n\xff\xfe,2\n", 5, "no text"),
+        ("c\n1\n999999999999\n1,1\n", 5, "the file ends where tensor 2 of 999999999999"),
+        (layerlog.MARK + "; step_s=-1; name=x\n1\n1\n1,1\n", 1, "step_s -1.0"),
+    ],
+)
+def test_a_damaged_log_is_refused_with_file_and_line(tmp_path: Path, text: str | bytes, line: int, what: str) -> None:
+    path = file(tmp_path, text)
+    with pytest.raises(ValueError, match="line") as refused:
+        layerlog.read(path)
+    assert str(refused.value).startswith(f"{path}, line {line}: {what}")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "what"),
+    [
+        ("", 1, "the file ends where bytes,seconds should be"),
+        ("40,1e-5\n40,1e-5\n", 2, "size 40: sizes must be 0 or more and rise"),
+        ("40,1e-5\n20,1e-5\n", 2, "size 20"),
+        ("-1,1e-5\n", 1, "size -1"),
+        ("40,nan\n", 1, "time nan: must be a finite number"),
+        ("40,-1e-5\n", 1, "time -1e-05"),
+        ("40;1e-5\n", 1, "'40;1e-5': must be bytes,seconds"),
+        ("40,1e-5\n80,1.0", 2, "the last line has no end"),
+        ("\n40,1e-5\n80,1.0\n", 1, "'': must be bytes,seconds"),
+        ("40,1e-5\n\n80,x\n", 3, "time 'x': must be a number"),
+    ],
+)
+def test_a_damaged_table_is_refused_with_file_and_line(tmp_path: Path, text: str, line: int, what: str) -> None:
+    path = file(tmp_path, text)
+    with pytest.raises(ValueError, match="line") as refused:
+        layerlog.read_table(path)
+    assert str(refused.value).startswith(f"{path}, line {line}: {what}")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LayerLog("m", ()),
+        lambda: LayerLog("m", ((-1.0, 1),)),
+        lambda: LayerLog("m", ((1.0, -1),)),
+        lambda: LayerLog("m", ((1.0, 1),), 0.0),
+        lambda: LayerLog("m", ((1.0, 1),), math.nan),
+        lambda: LayerLog("m", ((1.0, 1),), None, ((),)),
+        lambda: VecTable((), ()),
+        lambda: VecTable((1,), (1.0, 2.0)),
+        lambda: VecTable((2, 1), (1.0, 2.0)),
+        lambda: VecTable((1,), (math.inf,)),
+    ],
+)
+def test_values_that_cannot_be_are_refused_wherever_they_come_from(make: object) -> None:
+    with pytest.raises(ValueError, match=r"must be|one or more|without a tensor"):
+        make()  # type: ignore[operator]
+
+
+def test_a_log_as_a_trace_and_back_is_the_same_log_to_the_nanosecond() -> None:
+    log = LayerLog("m", ((0.001, 40), (0.0, 80), (0.0025, 120)), 0.010)
+    made = layerlog.to_trace(log)
+    (step,) = made.steps
+    assert (step.begin_ns, step.end_ns, step.forward) == (0, 10_000_000, ((0, 6_500_000),))
+    assert step.grad_ready == ((2, 7_500_000), (1, 7_500_000), (0, 10_000_000))
+    assert [one.bytes for one in made.parameters] == [120, 80, 40]
+    again = layerlog.of_trace(made)
+    assert (again.name, again.tensors) == (log.name, log.tensors)
+    assert layerlog.to_trace(LayerLog("m", log.tensors)).steps[0].end_ns == 3_500_000
+    with pytest.raises(ValueError, match=r"a step of 0\.003 s"):
+        layerlog.to_trace(LayerLog("m", log.tensors, 0.003))
+
+
+def test_the_backward_pass_of_a_run_has_every_gradient_once_in_order_of_readiness() -> None:
+    run = trace.read(TRACE)
+    log = layerlog.of_trace(run)
+    assert len(log.tensors) == len(run.parameters) == 161
+    assert log.bytes == sum(one.bytes for one in run.parameters)
+    assert log.tensors[0][1] in (run.parameters[-1].bytes, run.parameters[-2].bytes)
+    lengths = [step.grad_ready[-1][1] - step.forward[-1][1] for step in run.steps if step.grad_ready]
+    assert min(lengths) <= log.backward_s * 1e9 <= max(lengths)
+
+
+def test_a_run_that_tells_no_gradient_is_refused() -> None:
+    with pytest.raises(ValueError, match="no step tells when its gradients were ready"):
+        layerlog.of_trace(trace.Trace("x", 1, ()))

@@ -1,0 +1,329 @@
+"""A backward pass played over real transports: the bytes of the score, when its gradients are ready, without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from netbottleneck import launch, layerlog
+from netbottleneck import trace as tr
+from netbottleneck.cost import Cost
+from netbottleneck.lab import Lab
+from netbottleneck.plan import Plan
+from netbottleneck.recorder import EVENTS
+from netbottleneck.replay import Player, Score, score, sent_bytes
+from netbottleneck.report import Run
+from netbottleneck.rings import read_ring
+from netbottleneck.simulate import simulate
+from netbottleneck.study import playing, replaying
+from netbottleneck.study.ranks import JobError, run_in_lab
+from netbottleneck.study.sent import quiet_spans, sent
+from netbottleneck.study.task import PLAY, Task
+
+DEADLINE_S = 18.0
+MS = 1_000_000
+SIZES = (400_000, 40, 800_000, 1_200_000)  # bytes, in the model's order
+
+
+def recorded(sizes: tuple[int, ...] = SIZES, steps: int = 3, **changed: Any) -> tr.Trace:
+    """Return a run of one rank: 10 ms forward, a gradient every 5 ms from the last to the first, 2 ms of optimizer."""
+    count = len(sizes)
+    ready = 10 * MS + 5 * MS * count
+    rows = tuple(
+        tr.Step(
+            0,
+            number,
+            0,
+            tr.SINGLE,
+            at,
+            at + ready + 2 * MS,
+            forward=((at, at + 10 * MS),),
+            grad_ready=tuple((count - 1 - k, at + 10 * MS + 5 * MS * (k + 1)) for k in range(count)),
+            optimizer=((at + ready, at + ready + 2 * MS),),
+        )
+        for number in range(steps)
+        for at in (1000 * MS * number,)
+    )
+    parameters = tuple(tr.Parameter(f"p{k}", size, "float32") for k, size in enumerate(sizes))
+    made = tr.Trace("r", 1, (tr.SINGLE,), model="four", ranks=(tr.Rank(0),), parameters=parameters, steps=rows)
+    return replace(made, **changed)
+
+
+PLAN = Plan.explicit([[3, 2], [1, 0]])
+SMALL = score(recorded(), PLAN)
+
+
+def test_a_score_is_the_median_step() -> None:
+    assert SMALL.ready == tuple((3 - k, 15 * MS + 5 * MS * k) for k in range(4))
+    assert (SMALL.forward_ns, SMALL.tail_ns, SMALL.bytes) == (10 * MS, 2 * MS, sum(SIZES))
+    assert SMALL.parts() == [
+        ([15 * MS, 20 * MS], [3, 2], [0]),
+        ([25 * MS, 30 * MS], [1, 0], [1]),
+    ]
+
+
+def test_buckets_are_complete_with_their_last_gradient_whatever_their_order() -> None:
+    crossed = score(recorded(), Plan.explicit([[3, 0], [2], [1]]))
+    assert [(tensors, complete) for _, tensors, complete in crossed.parts()] == [
+        ([3, 2], [1]),
+        ([1], [2]),
+        ([0], [0]),
+    ]
+
+
+def test_bytes_and_times_can_be_scaled_to_whole_elements() -> None:
+    small = score(recorded(), Plan.ddp(), scale=1 / 8, stretch=0.5)
+    assert [size for _, size in small.tensors] == [50_000, 4, 100_000, 150_000]
+    assert small.ready[0] == (3, 15 * MS // 2)
+    assert small.forward_ns == 5 * MS
+
+
+def test_what_cannot_be_played_is_refused() -> None:
+    trace = recorded()
+    silent = replace(trace, steps=tuple(replace(step, grad_ready=()) for step in trace.steps))
+    partly = replace(trace, steps=tuple(replace(step, grad_ready=step.grad_ready[:2]) for step in trace.steps))
+    for given, plan, scale, words in (
+        (silent, PLAN, 1, "no step tells"),
+        (partly, PLAN, 1, "of which 2"),
+        (trace, Plan.horovod(), 1, "decides as it runs"),
+        (trace, Plan.paper2020(), 1, "decides as it runs"),
+        (trace, Plan.explicit([[9]]), 1, "tensor 9"),
+        (trace, PLAN, 0, "must be positive"),
+        (trace, PLAN, float("nan"), "must be positive"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            score(given, plan, scale=scale)
+
+
+def test_a_rank_alone_is_played_before_ranks_that_shared_a_network() -> None:
+    alone = recorded()
+    later = tuple(replace(step, rank=1, transport="tcp", begin_ns=step.begin_ns - MS) for step in alone.steps)
+    both = replace(alone, transports=("tcp",), steps=later + alone.steps)
+    assert score(both, PLAN).ready == SMALL.ready
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_payload_by_algorithm(size: int) -> None:
+    ring = sent_bytes("ring all-reduce", size, 1200)
+    assert ring == 2 * 1200 * (size - 1) / size
+    assert sent_bytes(None, size, 1200) == ring
+    known = size & (size - 1) == 0
+    assert sent_bytes("recursive doubling", size, 1200) == (1200 * (size.bit_length() - 1) if known else None)
+    assert sent_bytes("halving-doubling", size, 1200) == (ring if known else None)
+    assert sent_bytes("something new", size, 1200) == (0 if size == 1 else None)
+
+
+def test_a_bucket_is_sent_once_its_last_gradient_is_stamped_and_waited_for_before_the_optimizer(tmp_path: Path) -> None:
+    core = launch.core()
+    path = tmp_path / "0.train.ring"
+    recorder = core.Recorder(str(path), 100, 0)
+    player = Player(SMALL, 0, 1)
+    sent: list[int] = []
+
+    class Sent:
+        def __init__(self, index: int) -> None:
+            sent.append(index)
+            recorder.put(EVENTS["OP_SUBMIT"], index)
+
+        def wait(self) -> None:
+            recorder.put(EVENTS["OP_DONE"])
+
+    player.target(Sent)
+    player.step(recorder)
+    recorder.close()
+    names = {number: name for name, number in EVENTS.items()}
+    rows = [(names[int(row["kind"])], int(row["key"])) for row in read_ring(path).events]
+    assert rows == [
+        *(("FORWARD_BEGIN", 0), ("FORWARD_END", 0)),
+        *(("GRAD_READY", 3), ("GRAD_READY", 2), ("OP_SUBMIT", 0)),
+        *(("GRAD_READY", 1), ("GRAD_READY", 0), ("OP_SUBMIT", 1)),
+        *(("WAIT_BEGIN", 0), ("OP_DONE", 0), ("OP_DONE", 0), ("WAIT_END", 0)),
+        *(("OPTIMIZER_BEGIN", 0), ("OPTIMIZER_END", 0)),
+    ]
+    assert sent == [0, 1]
+    times = read_ring(path).events["time_ns"]
+    assert times[-1] - times[0] >= SMALL.ready[-1][1] + SMALL.tail_ns
+
+
+def test_where_nothing_moves_a_step_is_the_compute(tmp_path: Path) -> None:
+    recorder = launch.core().Recorder(str(tmp_path / "0.train.ring"), 100, 0)
+    player = Player(SMALL, 1, 2)
+    player.target(None)
+    player.step(recorder)
+    assert {float(value) for arena in player.memory for value in np.frombuffer(arena, np.float32)} == {2.0}
+    with pytest.raises(ValueError, match="means"):
+        player.target(None, predivide=2.0)
+
+
+def test_a_score_is_read_as_it_was_written_and_damage_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "score.json"
+    playing.write(path, SMALL)
+    assert playing.read(path) == SMALL
+    whole = json.loads(path.read_text())
+    for text in ("", "[]", "{}", json.dumps({**whole, "version": 2}), path.read_text()[:50]):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=str(path)):
+            playing.read(path)
+
+
+def task(folder: Path, played: Score, arms: tuple[str, ...] = ("tcp",), rounds: int = 2) -> Task:
+    """Return a task that plays a score."""
+    playing.write(folder / "score.json", played)
+    return Task(
+        PLAY, arms, str(folder / "run"), block_steps=3, rounds=rounds, alone=0, score=str(folder / "score.json")
+    )
+
+
+def without_torch(folder: Path) -> dict[str, str]:
+    """Return an environment in which torch cannot be imported."""
+    folder.mkdir(parents=True)
+    (folder / "torch.py").write_text("raise ImportError('no torch here')\n")
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def in_lab(asked: Task, follow: Callable[..., None] = lambda *_: None, env: dict[str, str] | None = None) -> Run:
+    """Run a task on two ranks on the loopback; all ranks hold the same sums in the end."""
+    with Lab(2, "none", ways=("loopback",)) as lab:
+        meet = {"NETBOTTLENECK_RENDEZVOUS": str(Path(asked.folder).parent / "meeting")}
+        (outcome,) = run_in_lab(lab, [asked], follow, env={**meet, **(env or {})}, limit_s=DEADLINE_S)
+    assert outcome.equal
+    return Run(outcome.folder)
+
+
+def test_a_replay_is_an_ordinary_run_and_needs_no_torch(tmp_path: Path) -> None:
+    run = in_lab(task(tmp_path, SMALL, ("tcp", "null")), env=without_torch(tmp_path / "stub"))
+    trace = run.trace
+    assert {(step.rank, step.transport) for step in trace.steps} == {(r, t) for r in (0, 1) for t in ("tcp", "null")}
+    assert [parameter.bytes for parameter in trace.parameters] == list(SIZES)
+    assert [bucket.parameters for bucket in trace.buckets] == [(3, 2), (1, 0)]
+    moved = [c for c in trace.collectives if c.transport == "tcp" and c.bucket is not None]
+    assert sum(c.tensor_bytes for c in moved) == 2 * 6 * sum(SIZES)
+    assert all(c.finished for c in moved)
+    assert Plan.of(trace, "tcp").buckets == PLAN.buckets
+    again = score(trace, Plan.of(trace))
+    assert [index for index, _ in again.ready] == [index for index, _ in SMALL.ready]
+    played = simulate(trace, Plan.of(trace, "tcp"), Cost.free(), transport="tcp")
+    assert {c.tensor_bytes for c in played.collectives} == {c.tensor_bytes for c in moved}
+    for one in sent(run):
+        if one.transport == "tcp":
+            assert (
+                one.engine == one.model == 4 * sum(SIZES)
+            )  # a rank of two sends S a step; two steps of each block count
+    for step in trace.steps:
+        assert len(step.grad_ready) == len(SIZES)
+        assert all(at - step.begin_ns >= due for (_, at), (_, due) in zip(step.grad_ready, SMALL.ready, strict=True))
+
+
+def test_stock_moves_the_same_buckets(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    trace = in_lab(task(tmp_path, SMALL, ("stock", "tcp"))).trace
+    by_arm = {
+        arm: sorted(c.tensor_bytes for c in trace.collectives if c.transport == arm and c.step is not None)
+        for arm in ("stock", "tcp")
+    }
+    assert by_arm["stock"] == by_arm["tcp"] != []
+
+
+def test_a_rank_that_is_killed_ends_the_replay_and_is_named(tmp_path: Path) -> None:
+    asked = task(tmp_path, SMALL, rounds=500)
+
+    def ranks(mark: bytes) -> list[int]:
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                if str(tmp_path).encode() in (path / "cmdline").read_bytes() and (
+                    mark in (path / "environ").read_bytes().split(b"\0")
+                ):
+                    found.append(int(path.name))
+            except OSError:
+                continue
+        return found
+
+    def kill(*_: Any) -> None:
+        for pid in ranks(b"RANK=1"):
+            os.kill(pid, signal.SIGKILL)
+
+    with pytest.raises(JobError, match="rank 1 was ended by SIGKILL"):
+        in_lab(asked, kill)
+    assert ranks(b"RANK=0") == ranks(b"RANK=1") == []
+
+
+def test_the_command_plays_a_layer_log_and_prints_model_beside_counted(tmp_path: Path) -> None:
+    log = layerlog.of_trace(recorded((40_000, 2_000_000)), 0.03)
+    layerlog.write(tmp_path / "two.bk.log", log)
+    words = ["replay", str(tmp_path / "two.bk.log"), "--transport", "tcp", "--link", "none", "--rounds", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "netbottleneck", *words, "--block-steps", "4", "--directory", str(tmp_path / "out")],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **without_torch(tmp_path / "stub")},
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"model \([a-z ,-]+\) 6\.12; engine 6\.12", done.stdout)
+    told = json.loads((tmp_path / "out" / "replay.json").read_text())
+    assert told["equal_on_all_ranks"] is True
+    assert told["steps"]["tcp"]["steps"] == 3  # without the first of the block
+    for one in told["sent"]:
+        assert one["engine"] == one["model"] == 3 * 2_040_000
+
+
+def test_what_is_counted_lies_between_silences() -> None:
+    trace = recorded(steps=4)
+    steps = tuple(replace(step, transport="tcp", block=step.index // 2) for step in trace.steps)
+
+    def moved(step: int, start: int, done: int) -> tr.Collective:
+        return tr.Collective(0, "tcp", 1, step, start, 8, step=step, start_ns=start, done_ns=done)
+
+    rows = [moved(0, 100, 200), moved(1, 1000, 1100), moved(1, 1100, 1300), moved(2, 2000, 2200), moved(3, 3000, 3100)]
+    both = replace(trace, transports=("tcp",), steps=steps, collectives=tuple(rows))
+    assert quiet_spans(both, 0, [rows[1], rows[2]], rows).tolist() == [[600, 1650]]
+    assert quiet_spans(both, 0, [rows[1], rows[2], rows[4]], rows).tolist() == [[600, 1650], [2600, 3150]]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("no/such/file",), "no/such/file"),
+        (("TRACE", "--link", "fast"), "fast"),
+        (("TRACE", "--transport", "carrier"), "carrier"),
+        (("TRACE", "--scale", "0"), "must be positive"),
+        (("TRACE", "--scale", "1/0"), "no number"),
+        (("TRACE", "--ranks", "0"), "above 0"),
+        (("TRACE", "--plan", "recorded"), "does not know the buckets"),
+        (("TRACE", "--compute-ms", "1", "2"), "--stretch"),
+        (("resnet50",), "--compute-ms"),
+        (("DAMAGED",), "line"),
+        (("TRACE", "--directory", "."), "is there already"),
+    ],
+)
+def test_bad_input_is_told_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    path = tmp_path / "r.jsonl.gz"
+    tr.write(recorded(), path)
+    damaged = tmp_path / "d.bk.log"
+    damaged.write_text("a log\n1\n2\n5.0,400\n")
+    meant = {"TRACE": str(path), "DAMAGED": str(damaged), ".": str(tmp_path)}
+    given = [meant.get(word, word) for word in words]
+    out = [] if "--directory" in given else ["--directory", str(tmp_path / "out")]
+    try:
+        code = replaying.main([*given, *out])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    assert code == 2
+    assert re.search(said, capsys.readouterr().err)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d.bk.log", "r.jsonl.gz"]

@@ -1,0 +1,310 @@
+"""A host's counters: recorded by a process that never outlives its rank, read whatever happened, used by intervals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from netbottleneck import launch, monitor, sampler, samples, usage
+from netbottleneck.env import settings
+from netbottleneck.report import Run
+from netbottleneck.samples import Counters, Samples
+from netbottleneck.scaling import intervals
+from netbottleneck.session import open_session
+from netbottleneck.trace import Clock, Collective, Rank, Step, Trace
+
+DEADLINE_S = 15.0
+PLACE = launch.Place(0, 1, 0, 1, 0, 1)
+PARENT = """
+import sys, time
+from pathlib import Path
+from netbottleneck import launch, monitor
+from netbottleneck.env import settings
+monitor.watch(settings({"monitor_hz": 200}, {}), launch.Place(0, 1, 0, 1, 0, 1), Path(sys.argv[1]))
+print("started", flush=True)
+time.sleep(60)
+"""
+
+
+def wait_for(true: Callable[[], bool], what: str) -> None:
+    """Wait for a state, with a deadline."""
+    until = time.monotonic() + DEADLINE_S
+    while not true():
+        assert time.monotonic() < until, f"not within {DEADLINE_S} s: {what}"
+        time.sleep(0.01)
+
+
+def sampling(folder: Path) -> list[int]:
+    """Return the processes that write counters into a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes()
+        except OSError:
+            continue
+        if b"sampler.py" in line and str(folder).encode() in line:
+            found.append(int(path.parent.name))
+    return found
+
+
+def rows(folder: Path, kind: str = "net") -> int:
+    """Return how many rows there are."""
+    try:
+        return len(samples.read(folder / f"0.{kind}.counters").time_ns)
+    except (FileNotFoundError, ValueError):
+        return 0
+
+
+def watching(folder: Path, **limits: int) -> Callable[[], None]:
+    """Record into a folder, fast."""
+    return monitor.watch(settings({"monitor_hz": 500}, {}), PLACE, folder, **limits)
+
+
+def test_counters_rise_at_true_times_until_the_rank_ends_it(tmp_path: Path) -> None:
+    end = watching(tmp_path)
+    wait_for(lambda: min(rows(tmp_path), rows(tmp_path, "host")) > 20, "rows")
+    end()
+    assert sampling(tmp_path) == []
+    net, host = samples.read(tmp_path / "0.net.counters"), samples.read(tmp_path / "0.host.counters")
+    assert "lo" in net.owners("rx_bytes")
+    assert len(host.owners("softirq")) == os.cpu_count()
+    assert "tcp:retransmitted_segments" in host.columns
+    for counters in (net, host):
+        assert counters.hz == 500
+        assert (np.diff(counters.time_ns) > 0).all()
+        assert (np.diff(counters.values, axis=0) >= 0).all()
+
+
+def test_what_the_loopback_carries_is_counted(tmp_path: Path) -> None:
+    import socket
+
+    end = watching(tmp_path)
+    wait_for(lambda: rows(tmp_path) > 0, "the first row")
+    payload = 8 << 20
+    with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection(door.getsockname()) as out:
+        came, _ = door.accept()
+        with came:
+            left = payload
+            while left:
+                out.sendall(bytes(1 << 16))
+                got = 0
+                while got < 1 << 16:
+                    got += len(came.recv(1 << 16))
+                left -= 1 << 16
+    end()
+    net = samples.read(tmp_path / "0.net.counters")
+    assert net.column("lo:tx_bytes")[-1] - net.column("lo:tx_bytes")[0] >= payload
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_it_ends_with_a_rank_that_is_killed_and_what_it_wrote_is_good(tmp_path: Path, signum: int) -> None:
+    rank = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert rank.stdout is not None
+    assert rank.stdout.readline() == "started\n"
+    wait_for(lambda: rows(tmp_path) > 3, "rows")
+    assert len(sampling(tmp_path)) == 1
+    rank.send_signal(signum)
+    rank.communicate()
+    wait_for(lambda: sampling(tmp_path) == [], "the end of the process")
+    assert rows(tmp_path) > 3
+
+
+def test_a_child_of_the_rank_that_lives_on_does_not_keep_it(tmp_path: Path) -> None:
+    forking = PARENT.replace("import sys", "import os, sys").replace(
+        'print("started"', 'child = os.fork()\nif child == 0:\n    time.sleep(60)\nprint("started", child'
+    )
+    rank = subprocess.Popen([sys.executable, "-c", forking, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert rank.stdout is not None
+    child = int(rank.stdout.readline().split()[1])
+    try:
+        wait_for(lambda: rows(tmp_path) > 3, "rows")
+        rank.kill()
+        rank.wait()
+        wait_for(lambda: sampling(tmp_path) == [], "the end of the process")
+        os.kill(child, 0)  # it lives
+    finally:
+        os.kill(child, signal.SIGKILL)
+        rank.communicate()
+
+
+def test_a_killed_writer_leaves_whole_rows(tmp_path: Path) -> None:
+    end = watching(tmp_path)
+    wait_for(lambda: rows(tmp_path) > 5, "rows")
+    (pid,) = sampling(tmp_path)
+    os.kill(pid, signal.SIGKILL)
+    end()
+    assert rows(tmp_path) > 5
+
+
+def test_a_full_file_keeps_every_second_row_and_the_whole_time(tmp_path: Path) -> None:
+    limit = 16384
+    end = watching(tmp_path, limit_bytes=limit)
+    path = tmp_path / "0.net.counters"
+    wait_for(path.exists, "the file")
+    first = path.stat().st_ino
+    wait_for(lambda: rows(tmp_path) > 0, "rows")
+    opened = samples.read(path).time_ns[0]
+    wait_for(lambda: path.stat().st_ino != first, "a thinner file")
+    end()
+    assert path.stat().st_size <= limit
+    assert samples.read(path).time_ns[0] == opened
+
+
+DEV = "Inter-|   Receive |  Transmit\n face |bytes packets\n"
+
+
+def proc(folder: Path, dev: str, stat: str) -> None:
+    """Write what the kernel would tell."""
+    (folder / "net").mkdir(exist_ok=True)
+    (folder / "net" / "dev").write_text(DEV + dev)
+    (folder / "stat").write_text(stat + "intr 1 2 3\n")
+    (folder / "net" / "snmp").write_text("Tcp: OutSegs RetransSegs\nTcp: 70 7\nUdp: A\nUdp: 1\n")
+
+
+def test_what_goes_away_keeps_its_last_and_what_comes_later_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler, "PROC", tmp_path)
+    numbers = "1 2 0 3 0 0 0 0 4 5 0 6 0 0 0 0"
+    proc(
+        tmp_path, f"  lo: {numbers}\neth0:{numbers}\n", "cpu  9 9\ncpu0 1 2 3 4 5 6 7 8 0 0\ncpu5 1 1 1 1 1 1 1 1 0 0\n"
+    )
+    net, host = sampler.Net(), sampler.Host()
+    assert (net.interfaces, host.cores) == (["lo", "eth0"], [0, 5])
+    assert net.read() == [1, 2, 3, 4, 5, 6] * 2
+    assert host.read() == [3, 9, 7, 5, 8, 4, 2, 2, 1, 1, 1, 1, 70, 7]
+    proc(
+        tmp_path, f"eth0:9{numbers}\nnew0:{numbers}\n", "cpu  9 9\ncpu0 2 2 3 4 5 6 7 8 0 0\ncpu6 1 1 1 1 1 1 1 1 0 0\n"
+    )
+    assert net.read() == [1, 2, 3, 4, 5, 6, 91, 2, 3, 4, 5, 6]
+    assert host.read()[:7] == [4, 9, 7, 5, 8, 4, 2]
+
+
+def test_off_it_starts_nothing(tmp_path: Path) -> None:
+    monitor.watch(settings(environ={}), PLACE, tmp_path / "none")()
+    monitor.watch(settings({"monitor_hz": 100}, {}), launch.Place(1, 2, 1, 2, 0, 1), tmp_path / "none")()
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_host_that_cannot_be_recorded_trains_all_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    monitor.watch(settings({"monitor_hz": 100}, {}), PLACE, tmp_path / "file" / "ranks")()
+    assert "not recorded" in caplog.text
+
+
+def written(path: Path, about: dict[str, Any] | None = None, body: bytes = b"", version: int = 1) -> Path:
+    """Write a file of counters."""
+    told = {"hostname": "h", "host_id": "i", "rank": 0, "hz": 100, "ticks_per_s": 100, "columns": ["time_ns", "a:b"]}
+    text = json.dumps(told | (about or {})).encode()
+    path.write_bytes(struct.pack("<8sII", b"NBCOUNT\0", version, 16 + len(text)) + text + body)
+    return path
+
+
+def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    found = samples.read(written(tmp_path / "0.net.counters", body=struct.pack("<4q", 1, 2, 3, 4) + b"1234567"))
+    assert found.time_ns.tolist() == [1, 3]
+    assert found.column("a:b").tolist() == [2, 4]
+
+
+def test_what_is_no_file_of_counters_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "0.net.counters"
+    for make, words in (
+        (lambda: path.write_bytes(b""), "not a file of counters"),
+        (lambda: path.write_bytes(b"NBRING1\0" + bytes(100)), "not a file of counters"),
+        (lambda: written(path, version=2), "version 2"),
+        (lambda: written(path, {"columns": []}), "damaged"),
+        (lambda: written(path, {"columns": None}), "damaged"),
+        (lambda: path.write_bytes(written(path).read_bytes()[:40]), "damaged"),
+        (lambda: path.write_bytes(struct.pack("<8sII", b"NBCOUNT\0", 1, 1 << 30) + b"{}"), "damaged"),
+    ):
+        make()
+        with pytest.raises(ValueError, match=words) as raised:
+            samples.read(path)
+        assert str(path) in str(raised.value)
+
+
+def counters(columns: dict[str, list[int]], time_ns: list[int], offset_ns: int = 0) -> Counters:
+    """Return counters by column."""
+    return Counters(
+        *("h", "i", 0, 100, 100),
+        tuple(columns),
+        np.array(time_ns, np.int64) + offset_ns,
+        np.array(list(columns.values()), np.int64).T.reshape(len(time_ns), len(columns)),
+    )
+
+
+def test_average_and_active_are_rates_over_their_own_spans() -> None:
+    net = counters({"e:tx_bytes": [7, 1007, 1007, 2007], "e:tx_packets": [0, 1, 1, 2]}, [0, 100, 200, 300])
+    use = usage.interface(net, "e", "tx", intervals([(0, 400)]), intervals([(0, 100), (200, 250)]))
+    # As far as it was recorded: 300 ns, and 150 ns with 1500 bytes in them.
+    assert use.bytes == 2000
+    assert use.average_bps == pytest.approx(8 * 2000 / 300e-9)
+    assert use.active_bps == pytest.approx(8 * 1500 / 150e-9)
+    assert usage.interface(net, "e", "tx", intervals([(0, 400)]), intervals([(900, 999)])).active_bps is None
+
+
+def test_cores_are_shares_by_kind() -> None:
+    ticks = {f"cpu{core}:{kind}": [0, 0] for core in (0, 1) for kind in sampler.CPU}
+    ticks |= {"cpu0:user": [5, 65], "cpu0:softirq": [0, 40], "cpu1:idle": [0, 100]}
+    found = usage.cores(counters(ticks, [0, 10**9]), intervals([(0, 10**9)]))
+    assert found is not None
+    assert found.mean["user"] == 0.3
+    assert (found.busiest, found.busiest_share, found.softirq_most) == ("cpu0", 1.0, 0.4)
+    assert usage.cores(counters(ticks, [0, 10**9]), intervals([(0, 10)])) is None
+
+
+def test_a_host_is_seen_on_the_clock_of_rank_0_in_the_steps_of_its_ranks() -> None:
+    second = 10**9
+    still = [0] * 9
+    bytes_in = {"e:rx_bytes": [100 * k for k in range(9)], "e:rx_packets": list(range(9))}
+    times = [second // 2 * k for k in range(9)]
+    net = counters({**bytes_in, "e:tx_bytes": still, "e:tx_packets": still}, times, 77 * second)
+    trace = Trace(
+        "r",
+        2,
+        ("tcp",),
+        ranks=(Rank(0, host_id="i", clock=Clock("heartbeat", 77 * second)), Rank(1, host_id="other")),
+        steps=tuple(Step(rank, 1, 0, "tcp", at, at + second) for rank in (0, 1) for at in (0, second, 9 * second)),
+        collectives=(Collective(0, "tcp", 1, 0, 0, 8, start_ns=second, done_ns=2 * second),),
+    )
+    (found,) = usage.hosts(trace, [Samples(0, net)])
+    # The first step of the block does not count; the last one was not recorded.
+    assert (found.transport, found.seconds, found.active_s) == ("tcp", 2.0, 1.0)
+    (use, _) = found.interfaces
+    assert (use.way, use.average_bps, use.active_bps) == ("rx", 1600.0, 1600.0)
+    short = replace(trace, collectives=(replace(trace.collectives[0], done_ns=second + second // 3),))
+    (found,) = usage.hosts(short, [Samples(0, net)])
+    assert found.active_s == pytest.approx(1 / 3)
+    assert found.interfaces[0].active_bps is None  # shorter than two readings are apart
+
+
+def test_a_run_is_recorded_and_reported(tmp_path: Path) -> None:
+    chosen = settings(
+        {"monitor_hz": 200, "transports": "null", "directory": str(tmp_path / "run"), "start_step": 0}, {}
+    )
+    session = open_session(chosen)
+    for _ in range(4):
+        session.begin()
+        before = rows(session.folder / "ranks")
+        wait_for(lambda before=before: rows(session.folder / "ranks") > before + 2, "rows")  # type: ignore[misc]
+        session.end()
+    session.close()
+    assert sampling(session.folder) == []
+    run = Run(session.folder)
+    (host,) = run.hosts
+    assert host.seconds > 0
+    assert run.summary["hosts"][0]["samples_per_s"] > 0
+    run.write_all()
+    assert Run(session.folder).hosts == run.hosts

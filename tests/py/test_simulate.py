@@ -1,0 +1,272 @@
+"""The what-if engine through its front: the same as a simple one, monotone, whole, and an ordinary trace."""
+
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from doubles.simoracle import Oracle, RankStep
+from netbottleneck import trace as tr
+from netbottleneck.cost import ALGORITHMS, Cost, Link, Table
+from netbottleneck.plan import RULES, Plan
+from netbottleneck.scaling import split_steps
+from netbottleneck.simulate import simulate
+from netbottleneck.trace import Parameter, Rank, Step, Trace
+from netbottleneck.workload import workload
+
+STORED = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
+
+
+def step_of(rank: int, index: int, begin: int, spec: RankStep, blocked: int) -> Step:
+    """A step as it would be recorded, blocked for a while before its update."""
+    at = begin + spec.head
+    ready = []
+    for tensor, ns in spec.gaps:
+        at += ns
+        ready.append((tensor, at))
+    at += spec.post
+    waits = ((0, at, at + blocked),) if blocked else ()
+    # Where a rank never waited, its update tells where the wait would have been.
+    optimizer = ((at + blocked, at + blocked + spec.tail),)
+    forward = ((begin, begin + spec.head),)
+    end = at + blocked + spec.tail
+    return Step(
+        rank, index, 0, "tcp", begin, end, forward=forward, optimizer=optimizer, grad_ready=tuple(ready), waits=waits
+    )
+
+
+def trace_of(ranks: list[list[RankStep]], sizes: list[int], kinds: list[str], blocked: int = 7) -> Trace:
+    steps = []
+    for rank, specs in enumerate(ranks):
+        # The first of a block does not count: one more.
+        begin = 0
+        for index, spec in enumerate([specs[0], *specs]):
+            step = step_of(rank, index, begin, spec, blocked)
+            steps.append(step)
+            begin = step.end_ns
+    parameters = tuple(Parameter(f"t{i}", size, kind) for i, (size, kind) in enumerate(zip(sizes, kinds, strict=True)))
+    return Trace(
+        "made",
+        len(ranks),
+        ("tcp",),
+        ranks=tuple(map(Rank, range(len(ranks)))),
+        parameters=parameters,
+        steps=tuple(steps),
+    )
+
+
+@st.composite
+def works(draw: st.DrawFn) -> tuple[list[list[RankStep]], list[int], list[str]]:
+    tensors, ranks, steps = draw(st.integers(1, 6)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    times = st.integers(0, 60)
+
+    def rank_step() -> RankStep:
+        order = draw(st.permutations(range(tensors)))
+        return RankStep(draw(times), [(t, draw(times)) for t in order], draw(times), draw(times))
+
+    sizes = draw(st.lists(st.integers(0, 400), min_size=tensors, max_size=tensors))
+    kinds = draw(st.lists(st.sampled_from(["float32", "float16"]), min_size=tensors, max_size=tensors))
+    return [[rank_step() for _ in range(steps)] for _ in range(ranks)], sizes, kinds
+
+
+@st.composite
+def plans(draw: st.DrawFn, tensors: int) -> Plan:
+    flying = draw(st.integers(1, 3))
+    rule = draw(st.sampled_from(RULES))
+    if rule == "explicit":
+        order = draw(st.permutations(range(tensors)))
+        cut = draw(st.integers(1, tensors))
+        return Plan.explicit([b for b in (order[:cut], order[cut:]) if b], flying)
+    limit, cycle = draw(st.integers(1, 900)), draw(st.integers(1, 120))
+    return Plan(rule, fusion_bytes=limit, cycle_ns=cycle, first_bytes=draw(st.integers(1, 300)), in_flight=flying)
+
+
+prices = st.floats(0, 0.4, allow_subnormal=False)
+
+
+@st.composite
+def costs(draw: st.DrawFn) -> Cost:
+    table = Table((10.0, 100.0, 300.0), (5.0, 9.0, 40.0), draw(st.booleans()))
+    return Cost(
+        algorithm=draw(st.sampled_from(ALGORITHMS)),
+        alpha_ns=draw(st.floats(0, 9)),
+        host_alpha_ns=draw(st.floats(0, 5)),
+        link=Link(draw(st.floats(1e10, 1e12)), draw(st.integers(1, 4)), draw(st.none() | st.floats(5e9, 1e11))),
+        ranks_per_host=draw(st.integers(1, 4)),
+        host_bps=draw(st.none() | st.floats(1e10, 1e12)),
+        add=draw(prices | st.just(table)),
+        copy_byte_ns=draw(prices),
+        launch_ns=draw(st.floats(0, 40)),
+        fixed_ns=draw(st.floats(0, 20)),
+        pipelined=draw(st.booleans()),
+        ratio=draw(st.sampled_from([1.0, 2.0, 3.5])),
+        encode_byte_ns=draw(prices),
+        decode_byte_ns=draw(prices),
+        contention=draw(st.sampled_from([1.0, 1.25, 2.0])),
+        whole_sums=draw(st.booleans()),
+    )
+
+
+def outcome(found: Trace) -> list[tuple[int | None, int, int | None, int | None, int | None]]:
+    return [(c.step, c.tensor_bytes, c.agreed_ns, c.start_ns, c.done_ns) for c in found.collectives if c.rank == 0]
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_a_simulator_of_single_nanoseconds_comes_to_the_same(data: st.DataObject) -> None:
+    ranks, sizes, kinds = data.draw(works())
+    plan, cost = data.draw(plans(len(sizes))), data.draw(costs())
+    expected = Oracle(ranks, sizes, kinds, plan, cost, len(ranks)).run()
+    found = simulate(trace_of(ranks, sizes, kinds), plan, cost)
+    assert outcome(found) == [(op.step, op.nbytes, op.agreed, op.start, op.done) for op in expected.ops]
+    for rank, ends in enumerate(expected.ends):
+        assert [step.end_ns for step in found.steps if step.rank == rank] == ends
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_all_bytes_travel_once_a_step_and_times_are_in_order(data: st.DataObject) -> None:
+    ranks, sizes, kinds = data.draw(works())
+    plan, cost = data.draw(plans(len(sizes))), data.draw(costs())
+    found = simulate(trace_of(ranks, sizes, kinds), plan, cost, workers=data.draw(st.integers(1, 40)), steps=3)
+    for rank in found.ranks:
+        for index in range(3):
+            own = [c for c in found.collectives if (c.rank, c.step) == (rank.rank, index)]
+            assert sum(c.tensor_bytes for c in own) == sum(sizes)
+    for c in found.collectives:
+        times = (c.submit_ns, c.agreed_ns, c.start_ns, c.done_ns)
+        assert all(isinstance(at, int) for at in times)
+        assert list(times) == sorted(at for at in times if at is not None)
+    for step in found.steps:
+        assert step.begin_ns <= step.end_ns
+        assert all(step.begin_ns <= at <= step.end_ns for _, at in step.grad_ready)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.floats(1.0, 50.0))
+def test_a_faster_link_never_makes_a_step_longer_where_operations_follow_each_other(
+    data: st.DataObject, more: float
+) -> None:
+    ranks, sizes, kinds = data.draw(works())
+    plan = replace(data.draw(plans(len(sizes))), in_flight=1)
+    # With contention less communication can move a rank's work to a moment that suits the rule less.
+    cost = replace(data.draw(costs()), contention=1.0)
+    load = workload(trace_of(ranks, sizes, kinds))
+    slow = simulate(load, plan, cost)
+    lane_bps = None if cost.link.lane_bps is None else cost.link.lane_bps * more
+    fast = simulate(load, plan, replace(cost, link=replace(cost.link, bps=cost.link.bps * more, lane_bps=lane_bps)))
+    last = {c.step for c in slow.collectives}
+    for index in sorted(s for s in last if s is not None):
+        ends = [max(s.end_ns for s in found.steps if s.index == index) for found in (slow, fast)]
+        assert ends[1] <= ends[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_free_communication_leaves_the_compute(data: st.DataObject) -> None:
+    ranks, sizes, kinds = data.draw(works())
+    plan = data.draw(plans(len(sizes)).filter(lambda p: p.rule != "horovod"))
+    found = simulate(trace_of(ranks, sizes, kinds), plan, Cost.free(), workers=1)
+    begin = 0
+    for at, step in enumerate(found.steps):
+        spec = ranks[at // len(ranks[0]) % len(ranks)][at % len(ranks[0])]
+        begin += spec.head + sum(ns for _, ns in spec.gaps) + spec.post + spec.tail
+        assert step.end_ns == begin
+
+
+def test_what_was_blocked_is_no_compute() -> None:
+    spec = RankStep(100, [(1, 10), (0, 20)], 5, 30)
+    free = [
+        simulate(trace_of([[spec]] * 2, [8, 8], ["f"] * 2, blocked), Plan.ddp(), Cost.free()) for blocked in (0, 900)
+    ]
+    assert free[0] == free[1]
+    assert [step.duration_ns for step in free[0].steps] == [165, 165]
+
+
+def test_a_gradient_that_never_is_ready_travels_at_the_wait() -> None:
+    spec = RankStep(100, [(1, 10)], 5, 30)
+    found = simulate(trace_of([[spec]] * 2, [8, 24], ["f"] * 2), Plan.explicit([(1,), (0,)]), Cost(link=Link(8e9)))
+    assert [(c.bucket, c.submit_ns) for c in found.collectives if c.rank == 0] == [(0, 110), (1, 115)]
+
+
+def test_more_workers_wait_for_the_slowest_recorded_step_and_memory_stays() -> None:
+    specs = [RankStep(0, [(0, ns)], 0, 0) for ns in (100, 110, 120, 200)]
+    load = workload(trace_of([specs, specs], [8], ["f"]))
+    lengths = [
+        max(s.duration_ns for s in simulate(load, Plan.ddp(), Cost.free(), workers=n, steps=8).steps)
+        for n in (3, 100_000)
+    ]
+    assert lengths[1] == 200
+    many = simulate(load, Plan.ddp(), Cost.free(), workers=100_000, steps=8)
+    assert [step.duration_ns for step in many.steps] == [200] * 8
+    assert {c.rank for c in many.collectives} == {0}
+    assert many.size == 100_000
+    few = simulate(load, Plan.ddp(), Cost.free(), workers=3, steps=8)
+    assert sum(s.duration_ns for s in few.steps) < 1600
+    assert any("drawn from 8 recorded steps" in note for note in many.notes)
+
+
+def test_the_output_is_an_ordinary_trace(tmp_path: Path) -> None:
+    spec = RankStep(100, [(1, 100), (0, 100)], 0, 50)
+    found = simulate(trace_of([[spec]] * 2, [4000, 1000], ["f"] * 2), Plan.ddp(1000, 500), Cost(link=Link(8e9)))
+    tr.write(found, tmp_path / "simulated.jsonl.gz")
+    assert tr.read(tmp_path / "simulated.jsonl.gz") == found
+    assert found.origin == "simulated"
+    (_, split, _), *_ = split_steps(found, warmup=0)
+    # Two ranks, a byte a ns: 1000 from 200 on, then 4000.
+    assert (split.step_ns, split.compute_ns, split.hidden_ns, split.exposed_ns) == (5250, 350, 100, 4900)
+    assert Plan.of(found).buckets == ((1,), (0,))
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"workers": 0}, "at least 1"),
+        ({"steps": 0}, "at least 1"),
+        ({"plan": Plan.explicit([(5,)])}, "tensor 5"),
+        ({"transport": "ofi"}, "over ofi"),
+        ({"cost": Cost(link=Link(1e-3))}, "would take over"),
+    ],
+)
+def test_what_cannot_be_is_refused(change: dict[str, object], what: str) -> None:
+    trace = trace_of([[RankStep(1, [(0, 1)], 1, 1)]] * 2, [8], ["f"])
+    arguments: dict[str, object] = {"plan": Plan.ddp(), "cost": Cost.free()} | change
+    plan, cost = arguments.pop("plan"), arguments.pop("cost")
+    with pytest.raises(ValueError, match=what):
+        simulate(trace, plan, cost, **arguments)  # type: ignore[arg-type]
+
+
+def test_a_trace_that_tells_too_little_is_refused() -> None:
+    trace = trace_of([[RankStep(1, [(0, 1)], 1, 1)]] * 2, [8], ["f"])
+    with pytest.raises(ValueError, match="does not describe its tensors"):
+        simulate(replace(trace, parameters=()), Plan.ddp(), Cost.free())
+    with pytest.raises(ValueError, match="does not tell when gradients were ready"):
+        simulate(replace(trace, steps=()), Plan.ddp(), Cost.free())
+    with pytest.raises(ValueError, match="recorded by all ranks"):
+        simulate(replace(trace, steps=tuple(s for s in trace.steps if s.rank == s.index % 2)), Plan.ddp(), Cost.free())
+
+
+def test_memory_does_not_grow_with_the_workers() -> None:
+    draws = [RankStep(10**6, [(t, 400_000) for t in reversed(range(398))], 0, 10**6)] * 2
+    load = workload(trace_of([draws], [3_379_000] * 398, ["float32"] * 398))
+    plan, cost = Plan.explicit([(t,) for t in range(398)]), Cost(link=Link(1e11))
+    peaks = []
+    for workers in (10, 10, 100_000):
+        tracemalloc.start()
+        found = simulate(load, plan, cost, workers=workers)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert len(found.collectives) == 2 * 398
+    assert peaks[2] < 1.05 * peaks[1]
+
+
+def test_the_stored_run_is_read() -> None:
+    trace = tr.read(STORED)
+    found = simulate(trace, Plan.of(trace, "ofi"), Cost(link=Link(1.9e9)), transport="ofi")
+    assert len(found.steps) == 36
+    assert found.transports == ("ofi",)

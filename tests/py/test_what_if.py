@@ -1,0 +1,310 @@
+"""`netbottleneck what-if`: rows and tables from a log or a run; one clear line for what it cannot answer."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from netbottleneck import compat, layerlog
+from netbottleneck.cli import main
+from netbottleneck.compat import Grid
+from netbottleneck.layerlog import LayerLog, VecTable
+from ringwriter import FakeRun
+
+TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
+LOG = LayerLog("small", ((0.0005, 4000), (0.004, 40 << 20), (0.002, 30 << 20), (0.001, 1 << 20)))
+TABLE = VecTable((40, 1 << 20, 1 << 28), (1e-5, 1.2e-5, 1e-3))
+STEP_S = 0.02
+ROW = [
+    "model",
+    "workers",
+    "link_bps",
+    "compression",
+    "compute_end_s",
+    "communication_end_s",
+    "overhead_s",
+    "step_s",
+    "scaling_factor",
+    "buckets",
+]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    layerlog.write(tmp_path / "small.bk.log", LOG)
+    layerlog.write_table(tmp_path / "add.log", TABLE)
+    return str(tmp_path / "small.bk.log"), str(tmp_path / "add.log")
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    values = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")}
+    return subprocess.run(
+        [sys.executable, "-m", "netbottleneck", "what-if", *words],
+        capture_output=True,
+        text=True,
+        timeout=15,
+        env=values,
+        check=False,
+    )
+
+
+def test_rows_are_those_of_the_simulator_and_the_terminal_shows_them(files: tuple[str, str], tmp_path: Path) -> None:
+    log, add = files
+    target = tmp_path / "rows.json"
+    done = command(
+        *(log, "--compat", "paper2020", "--add-table", add, "--step-s", f"{STEP_S}", "--slowdown", "1000"),
+        *("--workers", "2,16", "--link-gbps", "1,10", "--compression", "1,5", "--json", str(target)),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(target.read_text())
+    want = compat.sweep(layerlog.read(log), TABLE, STEP_S, Grid((2, 16), (1e9, 10e9), (1.0, 5.0), 1000.0))
+    assert [list(row) for row in found] == [ROW] * 8
+    assert [compat.Prediction(**row) for row in found] == list(want)
+    assert "predicted" in done.stdout
+    for word in ("1 Gbit/s", "10 Gbit/s", *(f"{100 * row.scaling_factor:.1f} %" for row in want)):
+        assert word in done.stdout
+
+
+def test_asked_nothing_it_asks_what_the_paper_asked(paper1: Path, tmp_path: Path) -> None:
+    table = (paper1 / "scaling.csv").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in csv.DictReader(table) if row["model"] == "vgg16"]
+    target = tmp_path / "rows.json"
+    words = ["--compat", "paper2020", "--add-table", f"{paper1}/inputs/cuda_vec_add.log"]
+    log = f"{paper1}/inputs/vgg16.bk.log"
+    assert main(["what-if", log, *words, "--step-s", rows[0]["batch_t_s"], "--json", str(target)]) == 0
+    found = {(row["compression"], row["workers"], row["link_bps"]): row for row in json.loads(target.read_text())}
+    assert len(found) == len(rows) == 90
+    for row in rows:
+        got = found[float(row["compression"]), int(row["N"]), float(row["linkspeed_bps"])]
+        assert got["communication_end_s"] == pytest.approx(float(row["bk_coll_time_s"]), rel=0, abs=1e-12)
+        assert got["scaling_factor"] == pytest.approx(float(row["scaling_factor"]), rel=0, abs=1e-12)
+
+
+def test_a_run_of_ours_needs_no_step_and_a_log_that_tells_its_step_neither(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, add = files
+    target = tmp_path / "rows.json"
+    words = ["--compat", "paper2020", "--add-table", add, "--link-gbps", "10", "--workers", "2", "--json", str(target)]
+    assert main(["what-if", str(TRACE), *words, "--compression", "1"]) == 0
+    (row,) = json.loads(target.read_text())
+    assert row["step_s"] - row["overhead_s"] == pytest.approx(0.402, rel=0.01)
+    layerlog.write(tmp_path / "told.log", LayerLog("told", LOG.tensors, 0.5))
+    assert main(["what-if", str(tmp_path / "told.log"), *words, "--compression", "1"]) == 0
+    (row,) = json.loads(target.read_text())
+    assert (row["model"], row["step_s"] - row["overhead_s"]) == ("told", pytest.approx(0.5))
+    assert "step" in capsys.readouterr().out
+
+
+def test_a_run_is_answered_in_words_tables_and_rows(tmp_path: Path) -> None:
+    target = tmp_path / "rows.json"
+    done = command(str(TRACE), "--target-scaling", "0.9", "--json", str(target))
+    assert (done.returncode, done.stderr) == (0, "")
+    said = " ".join(done.stdout.split())
+    for words in (
+        "The step of stock took 1849 ms, 1845 ms to 1867 ms (measured).",
+        "The model of this run makes it",
+        "At what these hosts can do, 1.91 Gbit/s, the step would be",
+        "With this link, 2.00 Gbit/s, fully used, the step would be",
+        "With communication that takes no time, the step would be",
+        "buys nothing: a faster one gains no more than 1 % (predicted).",
+        "2 workers: a scaling factor of 0.9 needs 2.6",
+        "2 workers, a scaling factor of 0.9: no number of streams is enough: at most 7",
+        "100000 workers",
+        "100x fewer bytes",
+        "8 on a host",
+        "buckets of 25.0 MiB",
+        "Horovod, every 5.00 ms",
+    ):
+        assert words in said
+    rows = json.loads(target.read_text())
+    kinds = {row["question"] for row in rows}
+    assert kinds == {
+        *("measured", "now", "achievable", "full use", "overlap", "free", "link", "workers", "ranks per host"),
+        *("fusion", "cycle", "compression", "enough link", "least link", "least compression", "least lanes"),
+    }
+    assert [row["label"] for row in rows] == ["measured"] + ["predicted"] * (len(rows) - 1)
+    for row in rows[1:]:
+        if "step_s" in row:
+            assert set(ROW) <= set(row)
+            if row["step_low_s"] is not None:
+                assert row["step_low_s"] <= row["step_s"] <= row["step_high_s"]
+                assert row["scaling_low"] <= row["scaling_factor"] <= row["scaling_high"]
+        elif row["value"] is not None:
+            assert row["low"] <= row["value"] <= row["high"]
+        else:
+            assert row["reason"]
+    links = [row["step_s"] for row in rows if row["question"] == "link"]
+    assert links == sorted(links, reverse=True)
+
+
+def test_a_products_rows_are_in_the_order_of_the_words(files: tuple[str, str], tmp_path: Path) -> None:
+    log, add = files
+    target = tmp_path / "rows.json"
+    words = ["--step-s", "0.02", "--add-table", add, "--workers", "4,2", "--link-gbps", "1,10", "--compression", "1,3"]
+    assert main(["what-if", log, *words, "--ranks-per-host", "1,2", "--json", str(target)]) == 0
+    rows = [row for row in json.loads(target.read_text()) if row["question"] == "grid"]
+    assert [(row["ranks_per_host"], row["compression"], row["workers"], row["link_bps"]) for row in rows] == [
+        (hosts, ratio, workers, gbps * 1e9)
+        for hosts in (1, 2)
+        for ratio in (1, 3)
+        for workers in (4, 2)
+        for gbps in (1, 10)
+    ]
+    assert all(row["step_low_s"] is None for row in rows)
+    whole = [row["overhead_s"] for row in rows if row["ranks_per_host"] == 2 and row["workers"] == 2]
+    assert max(whole) < 0.001 < min(row["overhead_s"] for row in rows if (row["workers"], row["link_bps"]) == (4, 1e9))
+
+
+def test_a_compressed_answer_counts_its_codec_where_it_is_told(files: tuple[str, str], tmp_path: Path) -> None:
+    log, _ = files
+    target = tmp_path / "rows.json"
+    words = ["what-if", log, "--step-s", "0.02", "--workers", "4", "--link-gbps", "1", "--compression", "4"]
+    steps = []
+    for more in ([], ["--codec-gbytes", "10"]):
+        assert main([*words, *more, "--json", str(target)]) == 0
+        steps.append(json.loads(target.read_text())[0]["step_s"])
+    assert steps[1] - steps[0] == pytest.approx(2 * LOG.bytes / 10e9, rel=0.25)
+
+
+def bad_inputs() -> list[tuple[list[str], str]]:
+    compat_ = ["--compat", "paper2020"]
+    add = ["--add-table", "{add}"]
+    return [
+        (["{log}", *compat_, *add], "small.bk.log tells no step of a single device: give its seconds by --step-s"),
+        (["{log}", *compat_], "needs --add-table FILE"),
+        (["{log}", "--compat", "paper2019"], "paper2019"),
+        (["{log}", *compat_, *add, "--step-s", "0"], "--step-s: '0': must be a number from 1e-09"),
+        (["{log}", *compat_, *add, "--step-s", "nan"], "--step-s: 'nan'"),
+        (["{log}", *compat_, *add, "--workers", "16,0"], "--workers: '0': must be a whole number from 1 to 10000000"),
+        (["{log}", *compat_, *add, "--workers", "2.5"], "--workers: '2.5'"),
+        (["{log}", *compat_, *add, "--workers", ""], "--workers: ''"),
+        (["{log}", *compat_, *add, "--link-gbps", "0"], "--link-gbps: '0': must be a number"),
+        (["{log}", *compat_, *add, "--link-gbps=-10"], "--link-gbps: '-10'"),
+        (["{log}", *compat_, *add, "--compression", "1,x"], "--compression: 'x'"),
+        (["{log}", *compat_, *add, "--slowdown", "-1"], "--slowdown"),
+        (["{log}", *compat_, *add, "--step-s", "1", "--target-scaling", "0.9"], "--target-scaling does not go with"),
+        (["{log}", "--step-s", "1", "--slowdown", "10"], "--slowdown 10 goes with --compat paper2020 only"),
+        (["{log}"], "small.bk.log tells no step of a single device"),
+        (["{log}", "--step-s", "0.001"], "a step of 0.001 s, but 0.0075 s of backward pass"),
+        (["{log}", "--step-s", "1", "--target-scaling", "1"], "--target-scaling: '1': must be a number from 0.001"),
+        (["{log}", "--step-s", "1", "--fusion-mib", "5"], "need one --workers N and one --link-gbps X"),
+        (["{log}", "--step-s", "1", "--ranks-per-host", "0"], "--ranks-per-host: '0'"),
+        ([str(TRACE), "--transport", "nccl"], "no all-reduce over nccl"),
+        (["{newer}"], "{newer}, line 1: trace version 99"),
+        (["{torn}"], "{torn}, line"),
+        (["{log}", *compat_, *add, "--speed", "9"], "unrecognized arguments: --speed 9"),
+        ([*compat_, *add], "required: INPUT"),
+        (["{folder}/none.bk.log", *compat_, *add], "no such file or folder: {folder}/none.bk.log"),
+        (["{log}", *compat_, "--add-table", "{folder}/none.log"], "no such file or folder: {folder}/none.log"),
+        (["{log}", *compat_, "--add-table", "{folder}"], "a folder where a file should be: {folder}"),
+        (["{folder}", *compat_, *add], "{folder}: no run.json here; give the folder of a run"),
+        (["{add}", *compat_, *add], "{add}, line 2: number of batches '1048576,1.2e-05': must be a whole number"),
+        (["{log}", *compat_, "--add-table", "{log}", "--step-s", "1"], "{log}, line 1: 'netbottleneck layer log"),
+        (["{cut}", *compat_, *add], "{cut}, line 6: the last line has no end"),
+        (["{torn}", *compat_, *add], "{torn}, line"),
+        (["{newer}", *compat_, *add], "{newer}, line 1: trace version 99; this netbottleneck reads version 1"),
+    ]
+
+
+@pytest.mark.parametrize(("words", "said"), bad_inputs())
+def test_bad_input_is_one_line_and_exit_code_2_and_nothing_is_overwritten(
+    words: list[str], said: str, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, add = files
+    names = {"log": log, "add": add, "folder": str(tmp_path)}
+    names |= {name: str(tmp_path / f"{name}.jsonl.gz") for name in ("torn", "newer")} | {"cut": f"{tmp_path}/cut.log"}
+    Path(names["cut"]).write_bytes(Path(log).read_bytes()[:-20])
+    Path(names["torn"]).write_bytes(TRACE.read_bytes()[:5000])
+    with gzip.open(names["newer"], "wt") as file:
+        file.write('{"format": "netbottleneck-trace", "version": 99}\n')
+    kept = tmp_path / "kept.json"
+    kept.write_text("precious")
+    before = sorted(tmp_path.iterdir())
+    try:
+        code: object = main(["what-if", *(word.format(**names) for word in words), "--json", str(kept)])
+    except SystemExit as end:
+        code = end.code
+    told = capsys.readouterr()
+    assert (code, told.out) == (2, "")
+    assert told.err.startswith("netbottleneck what-if: ")
+    assert told.err.count("\n") == 1
+    assert said.format(**names) in told.err
+    assert kept.read_text() == "precious"
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes", "said"),
+    [
+        ('"begin_ns":', '"begin_ns":"soon","x":', "'soon' where int must be"),
+        ('"grad_ready":[[', '"grad_ready":[[4000,5],[', "has a gradient 4000; there are 4 parameters"),
+        ('"bytes":1048576', '"bytes":-1', "parameter conv1.weight has -1 bytes"),
+        ('"size":2', '"size":0', "a run of 0 ranks"),
+        ('{"step":{"rank":0,"index":1,', '{"step":{"rank":,', "line"),
+    ],
+)
+def test_a_trace_that_was_damaged_by_hand_is_one_line(
+    was: str, becomes: str, said: str, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with gzip.open(Path(__file__).parent / "data" / "synthetic.jsonl.gz", "rt") as whole:
+        text = whole.read()
+    assert was in text
+    path = tmp_path / "damaged.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        file.write(text.replace(was, becomes))
+    for words in ([], ["--compat", "paper2020", "--add-table", files[1]]):
+        assert main(["what-if", str(path), *words]) == 2
+        told = capsys.readouterr()
+        assert (told.out, told.err.count("\n")) == ("", 1)
+        assert str(path) in told.err
+        assert said in told.err
+
+
+def test_whatever_a_file_was_damaged_to_it_is_an_answer_or_one_line(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draw = random.Random(7)
+    with gzip.open(Path(__file__).parent / "data" / "synthetic.jsonl.gz", "rb") as file:
+        run = file.read()
+    ends = set()
+    for turn in range(60):
+        text = bytearray(run if turn % 2 else Path(files[0]).read_bytes())
+        for _ in range(draw.randrange(1, 4)):
+            text[draw.randrange(len(text))] = draw.choice(b'0123456789-,:"[]{}.e')
+        path = tmp_path / ("a.jsonl.gz" if turn % 2 else "a.bk.log")
+        path.write_bytes(gzip.compress(text, 1) if turn % 2 else text)
+        code = main(["what-if", str(path), "--step-s", "0.02", "--workers", "4", "--link-gbps", "1"])
+        ends.add(code)
+        assert capsys.readouterr().err.count("\n") == (1 if code == 2 else 0)
+    assert ends == {0, 2}
+
+
+def test_a_run_folder_is_read_as_its_trace_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = FakeRun(tmp_path / "run")
+    run.write()
+    said = []
+    for path in (run.folder, TRACE):
+        assert main(["what-if", str(path), "--workers", "2,8"]) == 0
+        said.append(capsys.readouterr().out)
+    assert all("8 workers" in text and "(measured)" in text for text in said)
+
+
+def test_rows_go_to_a_file_that_can_be_and_is_no_input(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, add = files
+    words = ["what-if", log, "--compat", "paper2020", "--add-table", add, "--step-s", "1"]
+    for target in (log, add, str(tmp_path), str(tmp_path / "none" / "rows.json")):
+        assert main([*words, "--json", target]) == 2
+        assert f"--json {target}: " in capsys.readouterr().err
+    assert layerlog.read(log) == layerlog.read(log)
+    assert layerlog.read_table(add) == TABLE

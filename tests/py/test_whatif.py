@@ -1,0 +1,315 @@
+"""Questions and answers of the what-if engine: against closed forms, the paper's numbers, and each other."""
+
+from __future__ import annotations
+
+import csv
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from netbottleneck import compat, layerlog, sweeps, trace, whatif
+from netbottleneck.cost import Cost, Link, Table
+from netbottleneck.layerlog import LayerLog
+from netbottleneck.plan import Plan
+from netbottleneck.simulate import simulate
+from netbottleneck.sweeps import Codec
+from netbottleneck.trace import Trace
+from netbottleneck.whatif import Job
+
+TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
+MS = 1_000_000
+# 30 ms of forward, then ten gradients of 2 MB, 2 ms apart.
+LOG = LayerLog("ten", ((0.002, 2_000_000),) * 10, 0.050)
+ALONE_S = 0.050
+FREE = Codec()
+
+
+def made(cost: Cost | None = None, log: LayerLog = LOG, plan: Plan | None = None, workers: int = 4) -> Job:
+    job = whatif.job(layerlog.to_trace(log), plan=plan or Plan.explicit([range(10)]), cost=cost or Cost())
+    return replace(job, workers=workers)
+
+
+def step_s(job: Job, setting: whatif.Setting) -> float:
+    found = whatif.answer(job, setting).step_s
+    assert found is not None
+    return found.value
+
+
+def grid_s(job: Job, workers: int, bps: float, ratio: float = 1.0, codec: Codec = FREE) -> float:
+    (setting,) = sweeps.grid(job, [workers], [bps], [ratio], codec)
+    return step_s(job, setting)
+
+
+@pytest.mark.parametrize(("workers", "bps", "ratio"), [(2, 1e9, 1.0), (7, 2.5e9, 1.0), (64, 1e10, 4.0), (1, 1e9, 1.0)])
+def test_one_bucket_takes_what_a_ring_takes_after_the_last_gradient(workers: int, bps: float, ratio: float) -> None:
+    job = made()
+    want = ALONE_S + 2 * (workers - 1) / workers * 8 * LOG.bytes / bps / ratio
+    assert job.alone_ns == ALONE_S * 1e9
+    assert grid_s(job, workers, bps, ratio) == pytest.approx(want, abs=1e-6)
+    (found,) = sweeps.answers(job, sweeps.grid(job, [workers], [bps], [ratio], FREE))
+    cell = whatif.prediction(job, found)
+    assert (cell.model, cell.workers, cell.link_bps, cell.compression) == ("ten", workers, bps, ratio)
+    assert cell.scaling_factor == pytest.approx(ALONE_S / want, abs=1e-6)
+    assert cell.overhead_s == pytest.approx(want - ALONE_S, abs=1e-6)
+    assert (cell.compute_end_s, cell.buckets) == (pytest.approx(ALONE_S), 1)
+    assert (found.label, found.interval) == ("predicted", False)
+
+
+def test_a_codec_costs_what_its_bytes_take_and_only_where_bytes_are_compressed() -> None:
+    job = made()
+    free, counted = grid_s(job, 4, 1e9, 4.0), grid_s(job, 4, 1e9, 4.0, Codec(1.0, 0.5))
+    assert counted - free == pytest.approx(1.5e-9 * LOG.bytes, rel=0.01)
+    assert grid_s(job, 4, 1e9, 1.0, Codec(1.0, 0.5)) == grid_s(job, 4, 1e9)
+
+
+def test_communication_that_takes_no_time_is_the_step_of_one_worker() -> None:
+    job = made(Cost(alpha_ns=1e6, link=Link(1e9)))
+    found = whatif.answer(job, sweeps.free(job))
+    assert found.step_s is not None
+    assert found.scaling is not None
+    assert (found.step_s.value, found.scaling.value) == (ALONE_S, 1.0)
+
+
+def test_ideal_overlap_is_the_longer_of_compute_and_communication() -> None:
+    for bps, want in ((1e9, 1.5 * 8 * LOG.bytes / 1e9), (1e11, ALONE_S)):
+        job = made(Cost(link=Link(bps)))
+        found = sweeps.ideal_overlap(job, whatif.answer(job, sweeps.now(job)))
+        assert found.step_s is not None
+        assert found.step_s.value == pytest.approx(want, abs=1e-6)
+
+
+def test_smaller_buckets_overlap_more() -> None:
+    job = made(Cost(link=Link(4e9)))
+    one, many = sweeps.answers(job, sweeps.fusions(job, [100 << 20, 1 << 20]))
+    assert one.outcome is not None
+    assert many.outcome is not None
+    assert many.outcome.step_ns < one.outcome.step_ns
+    assert many.outcome.buckets == 10
+    often, seldom = sweeps.answers(job, sweeps.cycles(job, [MS, 40 * MS]))
+    assert often.outcome is not None
+    assert seldom.outcome is not None
+    assert often.outcome.buckets > seldom.outcome.buckets
+
+
+def test_ranks_on_a_host_share_its_link_in_two_levels() -> None:
+    job = made(Cost(link=Link(1e9)), workers=16)
+    alone, shared = sweeps.answers(job, sweeps.ranks_per_host(job, [1, 8, 32]))
+    assert alone.step_s is not None
+    assert shared.step_s is not None
+    assert alone.step_s.value == pytest.approx(ALONE_S + 2 * 15 / 16 * 8 * LOG.bytes / 1e9, abs=1e-6)
+    assert shared.step_s.value == pytest.approx(ALONE_S + 2 * 1 / 2 * 8 * LOG.bytes / 1e9, abs=1e-6)
+    assert ["inside a host nothing takes time" in " ".join(one.notes) for one in (alone, shared)] == [False, True]
+
+
+def test_an_interval_holds_the_value_and_is_as_wide_as_the_fits_residuals() -> None:
+    job = made(Cost(link=Link(1e9), residual=(-0.1, 0.2)))
+    found = whatif.answer(job, sweeps.now(job))
+    assert found.step_s is not None
+    assert found.scaling is not None
+    over = found.step_s.value - ALONE_S
+    assert found.step_s.low - ALONE_S == pytest.approx(0.9 * over, rel=0.01)
+    assert found.step_s.high - ALONE_S == pytest.approx(1.2 * over, rel=0.01)
+    assert found.scaling.low < found.scaling.value < found.scaling.high
+    assert found.interval
+
+
+def test_a_poor_fit_refuses_what_it_did_not_see_and_a_good_one_says_so() -> None:
+    seen = {"link": Link(1e9), "residual": (-0.1, 0.1), "fitted_bytes": (1000, 5000), "fitted_size": 4}
+    told = whatif.answer(made(Cost(**seen)), sweeps.now(made(Cost(**seen))))
+    assert told.step_s is not None
+    assert "20000000 to 20000000 bytes, measured were 1000 to 5000" in told.notes[0]
+    job = made(Cost(**seen, poor="two operations alone"))
+    refused = whatif.answer(job, sweeps.now(job))
+    assert (refused.step_s, refused.scaling) == (None, None)
+    assert "refused to extrapolate: two operations alone" in refused.refused
+    least = sweeps.least_link(job, 0.5)
+    assert least.value is None
+    assert "refused to extrapolate" in least.reason
+    with pytest.raises(ValueError, match="two operations alone"):
+        whatif.prediction(job, refused)
+
+
+def reached(job: Job, setting: whatif.Setting) -> float:
+    found = whatif.answer(job, setting).scaling
+    assert found is not None
+    return found.value
+
+
+@pytest.mark.parametrize("target", [0.3, 0.6, 0.95])
+def test_the_least_link_ratio_and_lanes_reach_the_target_and_a_little_less_does_not(target: float) -> None:
+    job = replace(made(Cost(link=Link(2e8))), lane_bps=1.3e9)
+    link = sweeps.least_link(job, target).value
+    assert link is not None
+    (above, below) = sweeps.links(job, [link.value, 0.99 * link.value])
+    assert reached(job, above) >= target > reached(job, below)
+    # The closed form: step = T_1 + 1.5 * 8 S / bps.
+    assert link.value == pytest.approx(12 * LOG.bytes / (ALONE_S / target - ALONE_S), rel=0.01)
+    ratio = sweeps.least_compression(job, target, FREE).value
+    assert ratio is not None
+    (above, below) = sweeps.compression(job, [ratio.value, 0.99 * ratio.value], FREE)
+    assert reached(job, above) >= target > reached(job, below)
+    lanes = sweeps.least_lanes(job, target, None).value
+    assert lanes is not None
+    assert lanes.value == math.ceil(link.value / 1.3e9 - 0.01)
+
+
+def test_an_inverse_answer_has_the_interval_of_its_fit() -> None:
+    sure = sweeps.least_link(made(Cost()), 0.8)
+    found = sweeps.least_link(made(Cost(residual=(-0.2, 0.5))), 0.8)
+    assert sure.value is not None
+    assert found.value is not None
+    assert (sure.interval, found.interval) == (False, True)
+    assert found.value.value == pytest.approx(sure.value.value, rel=0.01)
+    assert found.value.low == pytest.approx(0.8 * sure.value.value, rel=0.01)
+    assert found.value.high == pytest.approx(1.5 * sure.value.value, rel=0.01)
+
+
+def test_what_no_link_reaches_is_said_with_what_is_reached() -> None:
+    job = made(Cost(alpha_ns=10 * MS, link=Link(1e9)))
+    least = sweeps.least_link(job, 0.9)
+    assert least.value is None
+    # Six steps of 10 ms after 50 ms of compute: 45.45 %, less what the fastest link takes.
+    assert least.reason == "at most 45.4 % is reached"
+    assert sweeps.least_link(job, 0.4).value is not None
+    unknown = sweeps.least_lanes(job, 0.9, 1e9)
+    assert unknown.value is None
+    assert "no probe was made" in unknown.reason
+
+
+def test_beyond_the_link_that_is_enough_a_faster_one_gains_no_more_than_a_hundredth() -> None:
+    job = made(Cost(alpha_ns=MS))
+    enough = sweeps.enough_link(job).value
+    assert enough is not None
+    endless, at, below = (grid_s(job, 4, bps) for bps in (1e13, enough.value, 0.98 * enough.value))
+    assert at <= 1.01 * endless < below
+
+
+speeds = st.floats(1e8, 4e11)
+logs = st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 40 << 20)), min_size=1, max_size=12).map(
+    lambda rows: LayerLog("m", tuple((wait / 1e6, size) for wait, size in rows))
+)
+plans = st.sampled_from([Plan.ddp(), Plan.paper2020(), Plan.explicit([[0]])])
+
+
+@settings(max_examples=60, deadline=None)
+@given(logs, plans, st.integers(2, 500), speeds, st.floats(1, 50), st.sampled_from(["ring", "tree", "two_level"]))
+def test_faster_links_more_lanes_and_fewer_bytes_never_make_a_step_longer(
+    log: LayerLog, plan: Plan, workers: int, bps: float, times: float, algorithm: str
+) -> None:
+    cost = Cost(algorithm=algorithm, alpha_ns=1000.0, add=0.1, ranks_per_host=2)
+    job = made(cost, log, plan, workers)
+    rounding_s = 1e-6
+    here = grid_s(job, workers, bps) + rounding_s
+    assert grid_s(job, workers, bps * times) <= here
+    assert grid_s(job, workers, bps, times) <= here
+    few, many = (
+        replace(sweeps.now(job), cost=replace(cost, link=Link(bps, lanes, bps / 8))) for lanes in (1, round(times))
+    )
+    assert step_s(job, many) <= step_s(job, few) + rounding_s
+
+
+@settings(max_examples=40, deadline=None)
+@given(logs, plans, st.integers(2, 400), speeds)
+def test_more_workers_on_a_ring_never_make_a_step_shorter(log: LayerLog, plan: Plan, workers: int, bps: float) -> None:
+    job = made(Cost(alpha_ns=1000.0), log, plan)
+    assert grid_s(job, workers, bps) <= grid_s(job, workers + 50, bps) + 1e-6
+
+
+@settings(max_examples=40, deadline=None)
+@given(logs, st.sampled_from([0.2, 0.5, 0.8, 0.99]))
+def test_every_inverse_answer_is_met_going_forward(log: LayerLog, target: float) -> None:
+    job = made(Cost(), log, Plan.ddp())
+    longest_s = job.alone_ns / 1e9 / target
+    least = sweeps.least_link(job, target)
+    if least.value is None:
+        assert grid_s(job, 4, sweeps.LINK_BPS[1]) > longest_s
+        assert "is reached" in least.reason
+    else:
+        assert grid_s(job, 4, least.value.value) <= longest_s + 1e-9
+
+
+@pytest.fixture(scope="module")
+def stored() -> Trace:
+    return trace.read(TRACE)
+
+
+def test_the_stored_runs_model_says_its_step_and_what_the_other_transport_then_measured(stored: Trace) -> None:
+    """The prediction is made from the operations of stock and the probe alone; ofi ran in the same run."""
+    job, other = whatif.job(stored, "stock"), whatif.job(stored, "ofi")
+    assert job.measured_ns is not None
+    assert other.measured_ns is not None
+    assert step_s(job, sweeps.now(job)) == pytest.approx(job.measured_ns.value / 1e9, rel=0.02)
+    assert step_s(other, sweeps.now(other)) == pytest.approx(other.measured_ns.value / 1e9, rel=0.02)
+    (attainable,) = sweeps.attainable(job)
+    assert step_s(job, attainable) == pytest.approx(other.measured_ns.value / 1e9, rel=0.03)
+    alone = [step.duration_ns for step in stored.steps if step.transport == "single"]
+    assert job.alone_ns == pytest.approx(statistics.median(alone), rel=0.02)
+
+
+def test_the_stored_runs_lanes_are_what_its_probe_found_to_be_enough(stored: Trace) -> None:
+    job = whatif.job(stored, "stock")
+    assert job.lane_bps == pytest.approx(0.48e9, rel=0.02)
+    lanes = sweeps.least_lanes(job, 0.71, 2e9).value
+    assert lanes is not None
+    assert lanes.value == 4
+    assert sweeps.least_lanes(job, 0.9, 2e9).value is None
+
+
+def test_ranks_that_shared_a_host_are_asked_about_links_as_if_each_had_its_own(stored: Trace) -> None:
+    one = replace(stored, ranks=tuple(replace(rank, host_id="here") for rank in stored.ranks))
+    job, apart = whatif.job(one, "stock"), whatif.job(stored, "stock")
+    assert any("all ranks shared a host" in note for note in job.notes)
+    assert not any("all ranks shared a host" in note for note in apart.notes)
+    assert [step_s(job, setting) for setting in sweeps.links(job, [1e9, 1e10])] == [
+        step_s(apart, setting) for setting in sweeps.links(apart, [1e9, 1e10])
+    ]
+
+
+def test_a_run_of_100_000_workers_takes_no_more_memory_than_one_of_two(stored: Trace) -> None:
+    job = whatif.job(stored, "stock")
+    few, many = (simulate(job.load, job.plan, job.cost, workers=count, steps=15) for count in (3, 100_000))
+    assert (len(few.steps), len(few.collectives)) == (len(many.steps), len(many.collectives))
+    times = [step_s(job, setting) for setting in sweeps.workers(job, [2, 100, 100_000])]
+    assert times == sorted(times)
+
+
+STEPS_S = {"resnet50": 0.12808580219559176, "resnet101": 0.19200599479476405, "vgg16": 0.19452352295080985}
+
+
+def test_the_engine_with_the_papers_rules_says_what_the_papers_simulator_said(paper1: Path) -> None:
+    told = layerlog.read_table(paper1 / "inputs" / "cuda_vec_add.log")
+    table = Table(tuple(map(float, told.bytes)), tuple(1e9 * s for s in told.seconds), clamped=True)
+    cost = Cost(add=table, pipelined=False, whole_sums=True)
+    for model, whole_s in STEPS_S.items():
+        read = layerlog.read(paper1 / "inputs" / f"{model}.bk.log")
+        log = LayerLog(model, read.tensors, whole_s)
+        job = made(cost, log, Plan.paper2020())
+        grid = compat.Grid((16, 64), (1e9, 1e10, 1e11), (1.0, 10.0))
+        found = sweeps.answers(job, sweeps.grid(job, grid.workers, grid.link_bps, grid.compression, FREE))
+        for one, want in zip(found, compat.sweep(log, told, whole_s, grid), strict=True):
+            assert one.scaling is not None
+            assert one.scaling.value == pytest.approx(want.scaling_factor, abs=2e-4)
+
+
+def test_two_servers_with_trees_bound_what_the_paper_measured_where_a_flat_ring_does_not(paper1: Path) -> None:
+    read = layerlog.read(paper1 / "inputs" / "resnet50.bk.log")
+    log = LayerLog("resnet50", read.tensors, STEPS_S["resnet50"])
+    figures = (paper1 / "paper_figures.csv").read_text(encoding="utf-8").splitlines()
+    measured = {
+        row["x"]: float(row["value"]) / 100
+        for row in csv.DictReader(figures)
+        if row["figure"] == "3" and row["series"].startswith("2 x") and row["value"]
+    }
+    tree = made(Cost(algorithm="tree", ranks_per_host=8), log, Plan.paper2020(), 16)
+    ring = made(Cost(), log, Plan.paper2020(), 16)
+    assert (measured["1 Gbps"], measured["10 Gbps"]) == (0.132, 0.684)
+    for x, bps in (("1 Gbps", 1e9), ("10 Gbps", 1e10)):
+        (bound,), (flat,) = (sweeps.answers(job, sweeps.grid(job, [16], [bps], [1.0], FREE)) for job in (tree, ring))
+        assert bound.scaling is not None
+        assert flat.scaling is not None
+        assert flat.scaling.value < measured[x] <= bound.scaling.value

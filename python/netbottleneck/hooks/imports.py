@@ -26,7 +26,7 @@ HOLDERS = (HOROVOD, f"{HOROVOD}.common")
 ALIASES = {
     f"{HOROVOD}.common.basics": "netbottleneck.hooks.horovod_basics",
     f"{HOROVOD}.common.elastic": "netbottleneck.hooks.horovod_elastic",
-    f"{HOROVOD}.common.exceptions": "netbottleneck.errors",
+    f"{HOROVOD}.common.exceptions": "netbottleneck.hooks.horovod_exceptions",
     f"{HOROVOD}.common.process_sets": "netbottleneck.process_sets",
     f"{HOROVOD}.common.util": "netbottleneck.hooks.horovod_util",
 }

@@ -223,8 +223,7 @@ class Between:
     """Horovod's library with a Route before it.
 
     opened: told of each all-reduce while there is no Route; returns one from when on there is. closing: told when
-    Horovod is about to shut down. found: told when an operation is looked up, for the first time
-    of each.
+    Horovod is about to shut down. found: told when an operation is looked up.
     """
 
     def __init__(

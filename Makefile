@@ -1,7 +1,7 @@
 # Every target calls a script that CI also calls. `make` alone lists them.
 NB := .venv/bin/netbottleneck
 .DEFAULT_GOAL := help
-.PHONY: help setup build test test-full lint bench bench-peers gates study notebooks sanitize fuzz cross wheel-check clean
+.PHONY: help setup build test test-full lint bench bench-peers gates overhead study notebooks sanitize fuzz cross wheel-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,10 @@ gates: ## the transports' ten gates (ARGS="--only T1,T3"); a quiet machine, and 
 	@tools/setup_env.sh run
 	@tools/peers.sh
 	@.venv/bin/python benchmarks/transport.py --gates --json build/gates.json --plot build/gates.svg $(ARGS)
+
+overhead: ## what being there costs: a gradient's hook, measuring, a tiny all-reduce, a start; a quiet machine, 5 minutes
+	@tools/setup_env.sh run
+	@.venv/bin/python benchmarks/overhead.py --json build/overhead.json $(ARGS)
 
 notebooks: ## execute the notebooks in benchmarks/notebooks
 	@tools/setup_env.sh run

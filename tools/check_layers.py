@@ -63,6 +63,7 @@ MODULES_OF_ROOM = {
     "session": ("records",),
     "monitor": ("sampler",),
     "timeline": ("timeline_events", "timeline_names", "timeline_writer"),
+    "torch": ("backend_name",),
 }
 ROOM_OF_MODULE = {module: room for room, modules in MODULES_OF_ROOM.items() for module in modules}
 

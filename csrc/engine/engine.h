@@ -33,7 +33,14 @@ enum nb_op_kind {
     NB_OP_KINDS
 };
 
-enum { NB_NAME_MAX = 96, NB_SEGMENTS_MAX = 512, NB_PROBE_MAX = 8, NB_STREAMS_AUTO = 0, NB_HOST_BYTES = 16 };
+enum {
+    NB_NAME_MAX = 96,
+    NB_SEGMENTS_MAX = 512,
+    NB_PROBE_MAX = 8,
+    NB_STREAMS_AUTO = 0,
+    NB_HOST_BYTES = 16,
+    NB_MISSING_MAX = 16
+};
 
 // Memory shared between ranks of one host: not tried; used where all can, else the network with a notice; an error where
 // not all can.
@@ -123,6 +130,9 @@ void nb_job_abort(struct nb_job *job, const char *why);
 void nb_job_info(struct nb_job *job, struct nb_job_info *info);
 // The next thing that a user must be told (a stall, a lost lane), at most once each; false: nothing.
 bool nb_job_notice(struct nb_job *job, char *text, size_t text_bytes);
+// The ranks that had not submitted a comm's operation of this name when it was last told of as stalled, in rising order,
+// the first NB_MISSING_MAX; returns how many, 0 where none was told of, or long ago.
+int nb_comm_missing(struct nb_comm *comm, const char *name, int32_t ranks[NB_MISSING_MAX]);
 // The error that ended the job, if one did.
 int nb_job_failure(struct nb_job *job, struct nb_error *err);
 

@@ -107,6 +107,8 @@ struct control {
     size_t out_bytes;
 };
 
+enum { NB_STALLS_KEPT = 16 };
+
 enum control_type {
     CTL_SUBMIT = 1, // to 0: struct desc each
     CTL_MASK,       // to 0: uint64_t words: one bit for each cached operation that was submitted
@@ -120,7 +122,7 @@ enum control_type {
     CTL_LEFT,       // from 0: int32_t rank
     CTL_PROBE,      // from 0: struct wire_probe
     CTL_STREAMS,    // from 0: struct wire_streams
-    CTL_NOTICE,     // from 0: text
+    CTL_STALL,      // from 0: struct wire_stall, and its text
     CTL_COSTS,      // from 0: struct nb_costs
     CTL_STAND_IN,   // from 0: struct desc, of what starts next though this rank, which has joined, has not submitted it
     CTL_GROUP,      // to 0: int32_t each: the number of a comm, and its ranks
@@ -138,6 +140,12 @@ struct wire_go {
 struct wire_part { // submits a cached operation
     uint32_t id;
     uint32_t zero;
+};
+
+struct wire_stall {
+    uint64_t key;
+    int32_t count; // of the ranks that are missing
+    int32_t ranks[NB_MISSING_MAX];
 };
 
 struct wire_refuse {
@@ -238,6 +246,8 @@ struct nb_job {
     struct nb_error abort_why;
     char notices[4][NB_ERROR_TEXT];
     int notice_count;
+    struct wire_stall stalls[NB_STALLS_KEPT]; // told last, one after another
+    uint32_t stall_count;
 
     size_t star_bytes;      // rank 0: lines of sums that travel with the agreement, those of operations that rest too
     uint64_t last_seq;      // of the operations that rank 0 has started
@@ -360,6 +370,8 @@ struct stalled {
     bool told;
 };
 bool nb_stall_tick(struct nb_job *job, const struct stalled *stalled);
+// What rank 0 tells of one.
+void nb_stall_heard(struct nb_job *job, const unsigned char *body, size_t bytes);
 
 // probe.c
 int nb_probe_open(struct nb_job *job, struct nb_error *err);

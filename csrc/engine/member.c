@@ -284,8 +284,8 @@ static bool length_possible(enum control_type type, size_t bytes) {
         return bytes == sizeof(struct wire_streams);
     case CTL_COSTS:
         return bytes == sizeof(struct nb_costs);
-    case CTL_NOTICE:
-        return bytes < NB_ERROR_TEXT;
+    case CTL_STALL:
+        return bytes >= sizeof(struct wire_stall) && bytes < sizeof(struct wire_stall) + NB_ERROR_TEXT;
     default:
         return false;
     }
@@ -315,7 +315,6 @@ static void costs_heard(struct nb_job *job, const unsigned char *body) {
 
 void nb_member_message(struct nb_job *job, enum control_type type, const unsigned char *body, size_t bytes) {
     struct wire_refuse refuse;
-    char text[NB_ERROR_TEXT] = {0};
     if (job->failed && type != CTL_BYE) {
         return; // what was sent before the failure was known
     }
@@ -343,8 +342,7 @@ void nb_member_message(struct nb_job *job, enum control_type type, const unsigne
         probe_heard(job, type, body);
     } else if (type == CTL_COSTS) {
         costs_heard(job, body);
-    } else { // CTL_NOTICE
-        memcpy(text, body, bytes);
-        nb_job_notify(job, text);
+    } else { // CTL_STALL
+        nb_stall_heard(job, body, bytes);
     }
 }

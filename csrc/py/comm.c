@@ -347,6 +347,8 @@ PyTypeObject *core_comm_type(PyObject *module) {
         {"exchange", core_comm_exchange, METH_O,
          "exchange($self, blob)\n--\n\nAll-gather equal-length blobs, by rank. Every rank, in the same order."},
         {"info", comm_info, METH_NOARGS, "info($self)\n--\n\nWhat is open and what has moved; also after close()."},
+        {"missing", WITH_KEYWORDS(core_comm_missing),
+         "missing($self, name, group=0)\n--\n\nRanks (16 at most) that had not submitted it when its stall was told."},
         {"notices", comm_notices, METH_NOARGS,
          "notices($self)\n--\n\nWhat the user must be told since the last call: stalls, lost lanes."},
         {"abort", WITH_KEYWORDS(comm_abort),

@@ -177,6 +177,29 @@ PyObject *core_comm_group(PyObject *object, PyObject *args, PyObject *kwargs) {
     Py_RETURN_NONE;
 }
 
+PyObject *core_comm_missing(PyObject *object, PyObject *args, PyObject *kwargs) {
+    static const char *const keywords[] = {"name", "group", NULL};
+    const char *name;
+    PyObject *number = NULL;
+    int32_t ranks[NB_MISSING_MAX];
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s|O:missing", (char **)keywords, &name, &number)) {
+        return NULL;
+    }
+    struct nb_comm *comm = core_comm_group_of(object, number);
+    if (comm == NULL) {
+        return NULL;
+    }
+    int count = nb_comm_missing(comm, name, ranks);
+    PyObject *list = PyList_New(count);
+    for (int i = 0; list != NULL && i < count; i++) {
+        PyObject *rank = PyLong_FromLong(ranks[i]);
+        if (rank == NULL || PyList_SetItem(list, i, rank) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
 // Submits the all-gather of a line of which this rank's part is filled in, and waits.
 static int gather(PyObject *object, PyObject *line) {
     struct core_comm *self = (struct core_comm *)object;

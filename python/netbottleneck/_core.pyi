@@ -248,6 +248,9 @@ class Comm:
         """streams_open, streams_used, bytes_out, bytes_in, lanes_lost, provider, clock_offset_ns, and
         probe: list of (lanes, bytes, ns)."""
 
+    def missing(self, name: str, group: int = 0) -> list[int]:
+        """The first 16 ranks that had not submitted an operation when it was last told of as stalled; else none."""
+
     def notices(self) -> list[str]:
         """What the user must be told since the last call: stalls, lost lanes."""
 

@@ -5,6 +5,7 @@ Arrays are of one type on all ranks, and of one shape except where a text says o
 
 import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,14 @@ def submitted(among: Members, name: str, kind: int, memory: Any, code: int, **op
 
 
 def _shape(*arrays: Array) -> int:
-    """Return a number that is the same on all ranks where the arrays have the same shapes."""
-    return hash(tuple(array.shape for array in arrays))  # of whole numbers: Python draws no secret for them
+    return shape_key(tuple(array.shape for array in arrays))
+
+
+@lru_cache(maxsize=1024)
+def shape_key(shapes: tuple[tuple[int, ...], ...]) -> int:
+    """Return a number that is the same where the shapes are, whatever the ranks' versions of Python and NumPy."""
+    text = ";".join(",".join(str(int(length)) for length in shape) for shape in shapes)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def allreduce_steps(

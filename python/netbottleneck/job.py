@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +64,7 @@ class Job:
     observer: Observer = field(default_factory=Observer)
     handles: dict[int, Any] = field(default_factory=dict)  # what is under way, by number
     process_sets: dict[int, Any] = field(default_factory=dict)  # registered, by number: but the global one
+    ending: list[Callable[[], None]] = field(default_factory=list)  # what is called when it ends, before the comm does
     joins: int = 0  # how often all ranks have joined
     _numbers: dict[str, "itertools.count[int]"] = field(default_factory=dict)
 
@@ -162,6 +163,8 @@ def stop() -> None:
             process_set.process_set_id = None
         try:
             ended.observer.stopping(ended)
+            for call in ended.ending:
+                call()
         finally:
             ended.tell()
             ended.comm.close()

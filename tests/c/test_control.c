@@ -136,6 +136,9 @@ static void from_rank_0(void) {
     const struct wire_failure again = {.code = -EAGAIN, .peer = 0, .text = "not over"};
     const int32_t high = 99;
     const int32_t low = -7;
+    const struct wire_stall many = {.count = NB_MISSING_MAX + 1};
+    const struct wire_stall below = {.count = 1, .ranks = {-7}};
+    const struct wire_stall above = {.count = 2, .ranks = {0, 99}};
     const struct wire_probe slot = {.seq = 1000, .lanes = 1, .slot = 0xffffffffu, .bytes = 4096};
     const struct wire_probe odd = {.seq = 1000, .lanes = 1, .slot = 0, .bytes = 3};
     const struct wire_probe large = {.seq = 1000, .lanes = 0xffffffffu, .slot = 0, .bytes = (uint64_t)1 << 40};
@@ -156,8 +159,12 @@ static void from_rank_0(void) {
                                {"a large probe", CTL_PROBE, sizeof large, sizeof large, &large},
                                {"an old probe", CTL_PROBE, sizeof past, sizeof past, &past},
                                {"cut streams", CTL_STREAMS, 9, 9, zero},
-                               {"a long notice", CTL_NOTICE, 1000, 1000, zero},
-                               {"endless", CTL_NOTICE, 0xffffffffu, 0, zero}};
+                               {"a long notice", CTL_STALL, 1000, 1000, zero},
+                               {"a cut notice", CTL_STALL, 8, 8, zero},
+                               {"a stall of too many", CTL_STALL, sizeof many, sizeof many, &many},
+                               {"a stall of rank -7", CTL_STALL, sizeof below, sizeof below, &below},
+                               {"a stall of rank 99", CTL_STALL, sizeof above, sizeof above, &above},
+                               {"endless", CTL_STALL, 0xffffffffu, 0, zero}};
     each(raws, sizeof raws / sizeof raws[0], broken_root);
 }
 

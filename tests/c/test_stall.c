@@ -23,6 +23,10 @@ static void heard_of_late(struct test_rank *me) {
         nanosleep(&pause, NULL);
     }
     CHECK(strstr(text, "'x'") != NULL && strstr(text, "not submitted it: 1") != NULL, "rank %d: %s", me->rank, text);
+    int32_t ranks[NB_MISSING_MAX] = {0};
+    int count = nb_comm_missing(nb_job_world(me->job), "x", ranks);
+    CHECK(count == 1 && ranks[0] == LATE, "rank %d: %d ranks, %d first", me->rank, count, ranks[0]);
+    CHECK(nb_comm_missing(nb_job_world(me->job), "another", ranks) == 0, "rank %d: of another", me->rank);
 }
 
 static void told(struct test_rank *me) {

@@ -68,7 +68,7 @@ def test_scripts_find_what_they_take_from_horovod_common() -> None:
 import netbottleneck
 import horovod.torch as hvd
 from horovod.common.basics import HorovodBasics
-from horovod.common.elastic import ObjectState, State, run_fn
+from horovod.common.elastic import ObjectState, State, notification_manager, run_fn
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from horovod.common.util import gloo_built, mpi_built, num_rank_is_power_2, split_list
@@ -274,3 +274,104 @@ def test_a_horovod_script_runs_unchanged(ranks: Ranks, tmp_path: Path) -> None:
     extra = {"NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_DIR": str(tmp_path / "run")}
     for result in ranks(2, "netbottleneck", extra, args=args):
         assert f"trained {result.rank}" in result.stdout.splitlines()
+
+
+# Horovod's public names, module by module.
+NAMES = {
+    "horovod.torch": """
+        Adasum Average Compression DistributedOptimizer HorovodInternalError Max Min ProcessSet Product Sum
+        SyncBatchNorm add_process_set allgather allgather_async allgather_object allreduce allreduce_ allreduce_async
+        allreduce_async_ alltoall alltoall_async barrier broadcast broadcast_ broadcast_async broadcast_async_
+        broadcast_object broadcast_optimizer_state broadcast_parameters ccl_built cross_rank cross_size cuda_built
+        ddl_built elastic global_process_set gloo_built gloo_enabled grouped_allgather grouped_allgather_async
+        grouped_allreduce grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_ grouped_reducescatter
+        grouped_reducescatter_async init is_initialized join local_rank local_size mpi_built mpi_enabled
+        mpi_threads_supported nccl_built poll rank reducescatter reducescatter_async remove_process_set rocm_built
+        shutdown size sparse_allreduce_async start_timeline stop_timeline synchronize
+    """,
+    "horovod.torch.mpi_ops": """
+        Adasum Average Compression HorovodInternalError Max Min ProcessSet Product Sum add_process_set allgather
+        allreduce allreduce_async_ alltoall barrier broadcast_ cross_rank global_process_set init is_homogeneous join
+        local_rank poll rank reducescatter remove_process_set shutdown size sparse_allreduce_async synchronize
+    """,
+    "horovod.torch.compression": "Compression Compressor FP16Compressor NoneCompressor",
+    "horovod.torch.functions": "allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters",
+    "horovod.torch.optimizer": "DistributedOptimizer",
+    "horovod.torch.sync_batch_norm": "SyncBatchNorm",
+    "horovod.torch.elastic": "ElasticSampler TorchState init run run_fn shutdown",
+    "horovod.torch.elastic.sampler": "ElasticSampler",
+    "horovod.torch.elastic.state": """
+        ElasticSampler ModelStateHandler OptimizerStateHandler SamplerStateHandler StateHandler TorchState
+        broadcast_object broadcast_optimizer_state broadcast_parameters get_handler_registry set_handler_registry
+    """,
+    "horovod.common.basics": "HorovodBasics",
+    "horovod.common.elastic": """
+        HorovodInternalError HostUpdateResult HostsUpdatedInterrupt ObjectState State WorkerNotificationManager
+        notification_manager run_fn
+    """,
+    "horovod.common.exceptions": """
+        HorovodInternalError HorovodVersionMismatchError HostsUpdatedInterrupt get_version_mismatch_message
+    """,
+    "horovod.common.process_sets": "ProcessSet add_process_set global_process_set remove_process_set",
+    "horovod.common.util": """
+        HorovodVersionMismatchError ccl_built check_extension ddl_built env extension_available
+        get_version_mismatch_message gloo_built gpu_available is_iterable mpi_built nccl_built num_rank_is_power_2
+        split_list
+    """,
+}
+MEMBERS = {
+    "horovod.torch.ProcessSet": "included rank size",
+    "horovod.torch.Compression": "fp16 none",
+    "horovod.torch.elastic.ElasticSampler": "load_state_dict record_batch reset set_epoch state_dict",
+    "horovod.torch.elastic.TorchState": """
+        check_host_updates commit on_hosts_updated on_reset register_reset_callbacks reset restore save sync
+    """,
+    "horovod.common.basics.HorovodBasics": """
+        ccl_built cross_rank cross_size cuda_built ddl_built gloo_built gloo_enabled init is_homogeneous is_initialized
+        local_rank local_size mpi_built mpi_enabled mpi_threads_supported nccl_built rank rocm_built shutdown size
+        start_timeline stop_timeline
+    """,
+    "horovod.common.elastic.notification_manager": "init register_listener remove_listener",
+}
+
+
+def test_all_of_horovods_public_names_are_there() -> None:
+    passes(f"""
+import importlib
+import netbottleneck
+missing = []
+for name, wanted in {NAMES!r}.items():
+    module = importlib.import_module(name)
+    missing += [f"{{name}}.{{each}}" for each in wanted.split() if not hasattr(module, each)]
+for name, wanted in {MEMBERS!r}.items():
+    holder, _, last = name.rpartition(".")
+    value = getattr(importlib.import_module(holder), last)
+    missing += [f"{{name}}.{{each}}" for each in wanted.split() if not hasattr(value, each)]
+assert not missing, missing
+""")
+
+
+def test_listeners_registered_as_with_horovod_hear_of_hosts_until_they_are_removed() -> None:
+    passes("""
+import netbottleneck
+from horovod.common.elastic import HostUpdateResult, notification_manager
+from netbottleneck.torch.elastic.notices import notices
+
+class Listener:
+    def __init__(self):
+        self.heard = []
+    def on_hosts_updated(self, timestamp, result):
+        self.heard.append((timestamp, result))
+
+first, second = Listener(), Listener()
+notification_manager.init()
+for listener in (first, first, second):
+    notification_manager.register_listener(listener)
+notices._tell(1.0, HostUpdateResult.added)
+notification_manager.remove_listener(first)
+notices._tell(2.0, HostUpdateResult.removed)
+notification_manager.remove_listener(second)
+notices._tell(3.0, HostUpdateResult.added)
+assert first.heard == [(1.0, HostUpdateResult.added)]
+assert second.heard == [(1.0, HostUpdateResult.added), (2.0, HostUpdateResult.removed)]
+""")

@@ -149,3 +149,53 @@ store.set(f"done {os.environ['RANK']}", "1")
     holder.wait_for_line(0, "listening")
     ranks(2, worker, {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"})
     holder.wait()
+
+
+KEPT = """
+import pytest
+import torch
+import netbottleneck.torch as hvd
+
+kinds = {
+    "buckets": {},
+    "one by one": {"compression": hvd.Compression.fp16},
+    "adasum": {"op": hvd.Adasum},
+}
+weights = {name: torch.nn.Parameter(torch.zeros(3)) for name in kinds}
+kept = {}
+for turn in range(3):
+    hvd.init()
+    mean = sum(range(1, hvd.size() + 1)) / hvd.size()
+    if turn == 1:  # a number of its own, before the kept ones have theirs
+        other = torch.nn.Parameter(torch.zeros(3))
+        fresh = hvd.DistributedOptimizer(torch.optim.SGD([other], lr=1.0), [("other", other)])
+        (other * (1 + hvd.rank())).sum().backward()
+        fresh.step()
+        assert other.tolist() == [-mean] * 3
+    for name, options in kinds.items():
+        if name not in kept:
+            optimizer = torch.optim.SGD([weights[name]], lr=1.0)
+            kept[name] = hvd.DistributedOptimizer(optimizer, [("weight", weights[name])], **options)
+        for step in range(2):
+            kept[name].zero_grad()
+            (weights[name] * (1 + hvd.rank())).sum().backward()
+            kept[name].step()
+            if name != "adasum":
+                assert weights[name].tolist() == [-mean * (2 * turn + step + 1)] * 3, (name, turn, step)
+        seen = hvd.allgather(weights[name].detach().unsqueeze(0))
+        assert all(torch.equal(row, seen[0]) for row in seen)
+    hvd.shutdown()
+    for name in ("buckets", "one by one"):
+        kept[name].zero_grad()
+        weights[name].sum().backward()  # nothing of ours is called
+        assert weights[name].grad.tolist() == [1.0] * 3
+        with pytest.raises(ValueError, match="not been initialized"):
+            kept[name].step()
+
+print("done")
+"""
+
+
+def test_an_optimizer_serves_the_next_job_after_shutdown_and_init(ranks: Ranks) -> None:
+    for result in ranks(2, KEPT):
+        assert "done" in result.stdout

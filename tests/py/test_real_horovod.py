@@ -189,6 +189,8 @@ import netbottleneck
 
 attached = netbottleneck.attach()
 hvd.init()
+hvd.broadcast_(torch.ones(1), 0, "first")
+print("broadcast")
 weight = torch.nn.Parameter(torch.ones(3))
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("weight", weight)])
 (weight * (1 + hvd.rank())).sum().backward()
@@ -201,7 +203,19 @@ assert weight.tolist() == [-0.5] * 3
 def test_a_horovod_of_another_size_than_the_launchers_is_left_alone(ranks: Ranks, tmp_path: Path) -> None:
     env = {**ENV, "HOROVOD_DOUBLE": str(tmp_path), "HOROVOD_DOUBLE_SIZE": "1"}
     for result in ranks(2, OTHER_SIZE, env):
-        assert "Horovod has 1 ranks" in result.stderr
+        assert result.stderr.count("Horovod has 1 ranks") == 1
+        assert "(torchrun) say 2" in result.stderr
+        assert "each rank trains alone" in result.stderr
+
+
+BROADCAST = OTHER_SIZE.partition("weight = ")[0]
+
+
+def test_a_horovod_of_ranks_alone_is_told_of_though_it_reduces_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    env = {**ENV, "HOROVOD_DOUBLE": str(tmp_path), "HOROVOD_DOUBLE_SIZE": "1"}
+    for result in ranks(2, BROADCAST, env):
+        assert "broadcast" in result.stdout
+        assert "each rank trains alone" in result.stderr
 
 
 def test_attach_without_horovod_is_an_import_error(plain_ranks: Ranks) -> None:

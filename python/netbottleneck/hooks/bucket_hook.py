@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck import job
 from netbottleneck.recorder import EVENTS
-from netbottleneck.torch.gradients import Bucket, Sink, check, dtype_code, on_gradient
+from netbottleneck.torch.gradients import Bucket, Sink, check, dtype_code
+from netbottleneck.torch.ready import stamped
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -71,7 +72,7 @@ class BucketHook:
         self._factors: tuple[bool, float, int | None] = (True, 1.0, None)
         self._under_way: list[tuple[Any, Future, torch.Tensor]] = []
         self._sent_ns = 0
-        self._handles: list[Any] = []
+        self._stamps: list[Any] = []
 
     @property
     def pending(self) -> int:
@@ -88,19 +89,16 @@ class BucketHook:
         self.close()
         self._recorder = recorder
         self.plain = False
-        self._handles = [
-            on_gradient(parameter, recorder.stamper(EVENTS["GRAD_READY"], index))
-            for index, parameter in enumerate(self.parameters)
-        ]
+        self._stamps = stamped(self.parameters, recorder)
 
     def close(self) -> None:
         """Leave the buckets to DDP's own way."""
         self.plain = True
         self._recorder = None
         self._sink = None
-        for handle in self._handles:
+        for handle in self._stamps:
             handle.remove()
-        self._handles.clear()
+        self._stamps.clear()
 
     def target(self, sink: Sink, average: bool = True, *, predivide: float = 1.0, op: int | None = None) -> None:
         """Say where buckets go, between steps, as Gradients.target does."""

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from netbottleneck import job, steps
+from netbottleneck.collectives import shape_key
 from netbottleneck.comm import key_of
 from netbottleneck.recorder import EVENTS
-from netbottleneck.torch.gradients import Bucket, Sink, check, dtype_code, on_gradient
+from netbottleneck.torch.gradients import Bucket, Sink, check, dtype_code
+from netbottleneck.torch.ready import stamped
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -68,7 +70,7 @@ class Route:
         self._works: dict[int, list[Any]] = {}  # our own
         self._next = FIRST_HANDLE
         self._unnamed = 0
-        self._handles: list[Any] = []
+        self._stamps: list[Any] = []
 
     @property
     def pending(self) -> int:
@@ -77,20 +79,18 @@ class Route:
 
     def open(self, recorder: "_core.Recorder") -> None:
         """Stamp into this recorder from now on, each gradient that is ready among it."""
+        self.close()
         self._recorder = recorder
         self.plain = False
-        self._handles = [
-            on_gradient(parameter, recorder.stamper(EVENTS["GRAD_READY"], index))
-            for index, parameter in enumerate(self.parameters)
-        ]
+        self._stamps = stamped(self.parameters, recorder)
 
     def close(self) -> None:
         """Leave all to Horovod."""
         self.plain = True
         self._recorder = None
-        for handle in self._handles:
+        for handle in self._stamps:
             handle.remove()
-        self._handles.clear()
+        self._stamps.clear()
 
     def flush(self) -> None:
         """Nothing: Horovod's optimizer sends them itself."""
@@ -150,7 +150,7 @@ class Route:
                 prescale=call.prescale,
                 postscale=call.postscale * share,
                 bucket=index + 1,
-                shape=hash((tuple(output.shape),)),
+                shape=shape_key((tuple(output.shape),)),
                 keep=output,
             )
         except OSError as error:
@@ -223,16 +223,24 @@ class Between:
     """Horovod's library with a Route before it.
 
     opened: told of each all-reduce while there is no Route; returns one from when on there is. closing: told when
-    Horovod is about to shut down.
+    Horovod is about to shut down. found: told when an operation is looked up.
     """
 
-    def __init__(self, library: Any, opened: Callable[[Call], Route | None], closing: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        library: Any,
+        opened: Callable[[Call], Route | None],
+        closing: Callable[[], None],
+        found: Callable[[], None],
+    ) -> None:
         self.library = library
         self.route: Route | None = None
         self._opened = opened
         self._closing = closing
+        self._found = found
 
     def __getattr__(self, name: str) -> Any:
+        self._found()
         real: Any = getattr(self.library, name)
         grouped = name.startswith(GROUPED)
         if grouped or name.startswith(ALLREDUCE):
@@ -256,6 +264,7 @@ class Between:
 
     def _allreduce(self, call: Call, grouped: bool, real: Callable[[], int]) -> int:
         if self.route is None:
+            self._found()
             self.route = self._opened(call)
         if self.route is None or not call.tensors:
             return real()

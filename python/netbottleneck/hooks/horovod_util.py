@@ -9,13 +9,17 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 from netbottleneck.built import ccl_built, ddl_built, gloo_built, mpi_built, nccl_built
+from netbottleneck.hooks.horovod_exceptions import HorovodVersionMismatchError, get_version_mismatch_message
 
 __all__ = [
+    "HorovodVersionMismatchError",
     "_cache",
     "ccl_built",
+    "check_extension",
     "ddl_built",
     "env",
     "extension_available",
+    "get_version_mismatch_message",
     "gloo_built",
     "gpu_available",
     "is_iterable",
@@ -47,6 +51,12 @@ def env(**values: str | None) -> Generator[None, None, None]:
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Return whether a framework can be used here: torch, where it is installed."""
     return ext_base_name == "torch" and importlib.util.find_spec("torch") is not None
+
+
+def check_extension(ext_name: str, *_built_with: Any) -> None:
+    """Raise ImportError for a framework whose API is not here: any but torch."""
+    if ext_name != "horovod.torch":
+        raise ImportError(f"{ext_name}: netbottleneck stands in for horovod.torch only", name=ext_name)
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from netbottleneck import job
+from netbottleneck import backend_name, job
 
 DDP = "torch.nn.parallel.distributed"
 HOROVOD = "horovod"
@@ -26,7 +26,7 @@ HOLDERS = (HOROVOD, f"{HOROVOD}.common")
 ALIASES = {
     f"{HOROVOD}.common.basics": "netbottleneck.hooks.horovod_basics",
     f"{HOROVOD}.common.elastic": "netbottleneck.hooks.horovod_elastic",
-    f"{HOROVOD}.common.exceptions": "netbottleneck.errors",
+    f"{HOROVOD}.common.exceptions": "netbottleneck.hooks.horovod_exceptions",
     f"{HOROVOD}.common.process_sets": "netbottleneck.process_sets",
     f"{HOROVOD}.common.util": "netbottleneck.hooks.horovod_util",
 }
@@ -82,21 +82,8 @@ def _patch_ddp() -> None:
     ddp.install()
 
 
-def _name_backend() -> None:
-    """Make torch.distributed know the backend "nb"; all else of it is imported with its first group."""
-    import torch.distributed as dist
-
-    def create(options: Any, backend_options: Any) -> Any:
-        from netbottleneck.torch.backend.opening import create as made
-
-        return made(options, backend_options)
-
-    if dist.is_available():
-        dist.Backend.register_backend("nb", create, extended_api=True, devices=["cpu"])
-
-
 def _patch_torch(module: Any) -> None:
-    _name_backend()
+    backend_name.register()
     # `torch` itself may still be importing: whatever is built first comes after that.
     init = module.DistributedDataParallel.__init__
 

@@ -17,6 +17,10 @@ from netbottleneck.hooks.horovod_lib import Between, Call, Route
 from netbottleneck.hooks.measured import Measured
 from netbottleneck.session import Session, open_session
 
+ALONE = (
+    "each rank trains alone and nothing is reduced, as Horovod does not read these variables (start it by horovodrun "
+    "or mpirun, or uninstall it: netbottleneck takes its place under every launcher); "
+)
 MODULE = "horovod.torch.mpi_ops"
 FRAMES = 8  # from the library's caller up to the optimizer that wants a gradient reduced
 
@@ -61,16 +65,40 @@ class Attached:
         self._mpi_ops = mpi_ops
         self._session: Session | None = None
         self._refused = False
-        self.between = Between(mpi_ops.mpi_lib, self._opened, self.finish)
+        self._looked = False
+        self.between = Between(mpi_ops.mpi_lib, self._opened, self.finish, self._look)
         mpi_ops.mpi_lib = self.between
 
     def finish(self) -> None:
         """End the run, if there is one; the next one begins with the next optimizer's first gradient."""
         session, self._session = self._session, None
-        self._refused = False
+        self._refused = self._looked = False
         if session is not None:
             finish(session)
             job.stop()
+
+    def _look(self) -> None:
+        """Say once in each run of Horovod's where it is not the job that the launcher has started."""
+        if self._looked:
+            return
+        try:
+            rank, size = int(self._mpi_ops.rank()), int(self._mpi_ops.size())
+        except ValueError:
+            return  # it was not started yet
+        self._looked = True
+        place = launch.detect(env.settings())
+        self._refused = (place.rank, place.size) != (rank, size)
+        if self._refused:
+            logger.warning(
+                "Horovod has %d ranks and takes this one for rank %d, but the launcher's variables (%s) say %d and %d: "
+                "%sit is not measured",
+                size,
+                rank,
+                place.launcher,
+                place.size,
+                place.rank,
+                ALONE if size == 1 else "",
+            )
 
     def _opened(self, call: Call) -> Route | None:
         """Begin a run, where the all-reduce is of an optimizer's gradient. Every rank comes here at its first one."""
@@ -79,17 +107,7 @@ class Attached:
         optimizer = _asking()
         if optimizer is None:
             return None
-        settings = env.settings()
-        place, size = launch.detect(settings), int(self._mpi_ops.size())
-        if (place.rank, place.size) != (int(self._mpi_ops.rank()), size):
-            self._refused = True
-            logger.warning(
-                "Horovod has %d ranks, but the launcher's variables (%s) say %d: it is not measured",
-                size,
-                place.launcher,
-                place.size,
-            )
-            return None
+        settings, size = env.settings(), int(self._mpi_ops.size())
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p in optimizer._parameter_names]
         named = [(str(optimizer._parameter_names[p]), p) for p in parameters if p.requires_grad and p.numel() > 0]
         route = Route(named, size)

@@ -1,9 +1,10 @@
 """Horovod's API: `import netbottleneck.torch as hvd` in place of `import horovod.torch as hvd`."""
 
+from netbottleneck import backend_name
 from netbottleneck.errors import HorovodInternalError, HostsUpdatedInterrupt
 from netbottleneck.members import ProcessSet, global_process_set
 from netbottleneck.process_sets import add_process_set, remove_process_set
-from netbottleneck.torch import backend, elastic, mpi_ops
+from netbottleneck.torch import elastic, mpi_ops
 from netbottleneck.torch.compression import Compression
 from netbottleneck.torch.functions import (
     allgather_object,
@@ -71,7 +72,7 @@ from netbottleneck.torch.mpi_ops import (
 from netbottleneck.torch.optimizer import DistributedOptimizer
 from netbottleneck.torch.sync_batch_norm import SyncBatchNorm
 
-backend.register()
+backend_name.register()
 
 __all__ = [
     "Adasum",

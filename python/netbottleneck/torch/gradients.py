@@ -7,12 +7,13 @@ whatever measures a loop of the user's own.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from netbottleneck import job, plan
 from netbottleneck.members import Members
+from netbottleneck.torch.ready import on_gradient
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -252,11 +253,6 @@ class Gradients:
             self._build(chosen)
         average, predivide, op = self._factors
         self.target(self._sink, average, predivide=predivide, op=op)
-
-
-def on_gradient(parameter: torch.Tensor, call: Callable[[torch.Tensor], None]) -> Any:
-    """Have `call` called with the parameter whenever its gradient was added to; return the hook's handle."""
-    return cast(Any, parameter).register_post_accumulate_grad_hook(call)
 
 
 def check(name: str, parameter: torch.Tensor) -> None:

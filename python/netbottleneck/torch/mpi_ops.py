@@ -1,5 +1,8 @@
 """Horovod's collectives on torch tensors in host memory. Handles are numbers; operations match by name."""
 
+from netbottleneck.errors import HorovodInternalError
+from netbottleneck.members import ProcessSet, global_process_set
+from netbottleneck.process_sets import add_process_set, remove_process_set
 from netbottleneck.steps import Adasum, Average, Max, Min, Product, Sum
 from netbottleneck.torch.basics import (
     ccl_built,
@@ -25,6 +28,7 @@ from netbottleneck.torch.basics import (
     start_timeline,
     stop_timeline,
 )
+from netbottleneck.torch.compression import Compression
 from netbottleneck.torch.exchanges import (
     allgather,
     allgather_async,
@@ -61,10 +65,14 @@ from netbottleneck.torch.scatters import (
 __all__ = [
     "Adasum",
     "Average",
+    "Compression",
+    "HorovodInternalError",
     "Max",
     "Min",
+    "ProcessSet",
     "Product",
     "Sum",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allreduce",
@@ -83,6 +91,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "global_process_set",
     "gloo_built",
     "gloo_enabled",
     "grouped_allgather",
@@ -107,6 +116,7 @@ __all__ = [
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import torch
 
 from netbottleneck.torch.compression import Compression, Compressor
-from netbottleneck.torch.gradients import Gradients, on_gradient
+from netbottleneck.torch.gradients import Gradients
 from netbottleneck.torch.handles import synchronize
+from netbottleneck.torch.ready import on_gradient
 
 TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before step(): "

@@ -5,6 +5,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class _Distributed(torch.optim.Optimizer):
     _carrier: Carrier | None = None
     _close: Callable[[], Any] | None = None
     _ended: bool = False
+    _resting: bool = False  # its job has ended, and it serves no other yet
     _parameter_names: dict[torch.Tensor, str]
     _synchronized: bool
     _should_synchronize: bool
@@ -40,12 +42,17 @@ class _Distributed(torch.optim.Optimizer):
             self._carrier.passes = passes
 
     def synchronize(self) -> None:
-        """Wait until all gradients are reduced, sending zeros for those that the backward pass did not reach."""
+        """Wait until all gradients are reduced, sending zeros for those that the backward pass did not reach.
+
+        Where its job has ended it serves the one that runs from now on; ValueError where none does.
+        """
         if self._ended:
             raise RuntimeError(
                 "this DistributedOptimizer was made inside the function that elastic.run calls, for a job that has "
                 "ended: make it before that function, or anew in each call of it"
             )
+        if self._resting or (job.is_started() and self._job is not job.current()):
+            self._again()
         if self._carrier is not None:
             self._carrier.flush()
             self._carrier.wait()
@@ -87,18 +94,31 @@ class _Distributed(torch.optim.Optimizer):
 
     def _begin(self) -> None:
         """Have gradients reduced in the job that runs; what is on its way in an earlier one is forgotten."""
-        self._end()
+        self._leave()
         self._job, self._synchronized = job.current(), False
         self._carrier = carrier(self, self._parameter_names, self.backward_passes_per_step, self._wanted)
+        self._ended = self._resting = False
         if self._carrier is not None:
             self._close = weakref.finalize(self, self._carrier.close)
-        self._ended = False
+            itself = weakref.ref(self)
+            self._job.ending.append(lambda: _rest(itself()))
+
+    def _again(self) -> None:
+        """Serve the job that runs, which all ranks come to by the same call: its name there is one of that job's."""
+        self._number = job.current().number(KIND)
+        self._wanted = replace(self._wanted, label=f"{KIND}.{self._number}")
+        self._begin()
+
+    def _leave(self) -> None:
+        """Reduce no gradients."""
+        close, self._close, self._carrier = self._close, None, None
+        if close is not None:
+            close()
 
     def _end(self) -> None:
         """Reduce gradients no more."""
-        close, self._close, self._carrier, self._ended = self._close, None, None, True
-        if close is not None:
-            close()
+        self._leave()
+        self._ended = True
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Forget gradients, as the base class does; AssertionError while they are on their way."""
@@ -153,6 +173,13 @@ def DistributedOptimizer(  # noqa: PLR0913, PLR0917 - Horovod's name and signatu
     result._begin()
     _made.add(result)
     return result
+
+
+def _rest(optimizer: _Distributed | None) -> None:
+    """Take an optimizer's hooks away while there is no job for its gradients."""
+    if optimizer is not None and not optimizer._ended:
+        optimizer._leave()
+        optimizer._resting = True
 
 
 _made: weakref.WeakSet[_Distributed] = weakref.WeakSet()

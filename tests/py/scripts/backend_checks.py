@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from named_checks import check, run_named
 
 import netbottleneck
 import netbottleneck.torch
@@ -23,14 +23,8 @@ import netbottleneck.torch
 gather_whole = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 scatter_whole = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-CHECKS: dict[str, Callable[[], None]] = {}
 TYPES = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SIZES = (1, 7, 1000, 70_000)
-
-
-def check(function: Callable[[], None]) -> Callable[[], None]:
-    CHECKS[function.__name__] = function
-    return function
 
 
 def raises(kind: type[BaseException], words: str, call: Callable[[], Any]) -> None:
@@ -472,9 +466,7 @@ def a_timeout_names_who_is_missing() -> None:
 
 def main() -> None:
     dist.init_process_group(os.environ.get("CHECKED_BACKEND", "nb"), timeout=timedelta(seconds=10))
-    for name in sys.argv[1:]:
-        CHECKS[name]()
-        print("ok", name)
+    run_named()
     dist.barrier()
     dist.destroy_process_group()
 

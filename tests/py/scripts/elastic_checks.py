@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import no_compiler  # noqa: F401
 import pytest
 import torch
+from named_checks import check, main
 
 import netbottleneck.torch as hvd
 from netbottleneck.torch.elastic.notices import HostUpdateResult
 from netbottleneck.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
-
-CHECKS: dict[str, Callable[[], None]] = {}
-
-
-def check(function: Callable[[], None]) -> Callable[[], None]:
-    CHECKS[function.__name__] = function
-    return function
 
 
 def model_of(value: float) -> torch.nn.Module:
@@ -326,15 +319,6 @@ def any_other_exception_leaves() -> None:
     with pytest.raises(KeyError, match="mine"):
         train(state)
     assert train.__name__ == "train"
-
-
-def main() -> None:
-    hvd.init()
-    for name in sys.argv[1:]:
-        CHECKS[name]()
-        print("ok", name)
-    hvd.barrier()
-    hvd.shutdown()
 
 
 if __name__ == "__main__":

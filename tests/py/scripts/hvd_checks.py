@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +12,10 @@ from typing import Any
 import no_compiler  # noqa: F401
 import pytest
 import torch
+from named_checks import check, main
 
 import netbottleneck.torch as hvd
 
-CHECKS: dict[str, Callable[[], None]] = {}
 REDUCED = [
     torch.uint8,
     torch.int8,
@@ -27,11 +26,6 @@ REDUCED = [
     torch.float32,
     torch.float64,
 ]
-
-
-def check(function: Callable[[], None]) -> Callable[[], None]:
-    CHECKS[function.__name__] = function
-    return function
 
 
 def raises(kind: type[BaseException], words: str, call: Callable[[], Any]) -> None:
@@ -305,15 +299,6 @@ def optimizer_state_is_the_roots() -> None:
         optimizer.step()
     lbfgs = torch.optim.LBFGS(torch.nn.Linear(3, 2).parameters())
     raises(ValueError, "LBFGS", lambda: hvd.broadcast_optimizer_state(lbfgs, 0))
-
-
-def main() -> None:
-    hvd.init()
-    for name in sys.argv[1:]:
-        CHECKS[name]()
-        print("ok", name)
-    hvd.barrier()
-    hvd.shutdown()
 
 
 if __name__ == "__main__":

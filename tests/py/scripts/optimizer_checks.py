@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import copy
 import re
-import sys
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import no_compiler  # noqa: F401
 import pytest
 import torch
+from named_checks import check, main
 from torch.nn import functional as F
 
 import netbottleneck.torch as hvd
-
-CHECKS: dict[str, Callable[[], None]] = {}
-
-
-def check(function: Callable[[], None]) -> Callable[[], None]:
-    CHECKS[function.__name__] = function
-    return function
 
 
 def raises(kind: type[BaseException], words: str) -> Any:
@@ -328,15 +320,6 @@ def buckets_settle_on_one_order() -> None:
     assert gradients.version == 1
     assert sorted(seen[0]) == [0, 1]
     assert hvd.allgather_object(seen) == [seen] * hvd.size()
-
-
-def main() -> None:
-    hvd.init()
-    for name in sys.argv[1:] or CHECKS:
-        CHECKS[name]()
-        print("ok", name)
-    hvd.barrier()
-    hvd.shutdown()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,17 +12,11 @@ import no_compiler  # noqa: F401
 import numpy as np
 import pytest
 import torch
+from named_checks import check, run_named
 
 os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
 
 import netbottleneck.torch as hvd
-
-CHECKS: dict[str, Callable[[], None]] = {}
-
-
-def check(function: Callable[[], None]) -> Callable[[], None]:
-    CHECKS[function.__name__] = function
-    return function
 
 
 def raises(kind: type[BaseException], words: str, call: Callable[[], Any]) -> None:
@@ -492,9 +485,7 @@ def a_set_is_not_held_up_by_others() -> None:
 
 def main() -> None:
     hvd.init()
-    for name in sys.argv[1:]:
-        CHECKS[name]()
-        print("ok", name, flush=True)
+    run_named()
     hvd.shutdown()
 
 

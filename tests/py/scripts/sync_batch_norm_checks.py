@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import no_compiler  # noqa: F401
 import pytest
 import torch
+from named_checks import check, main
 
 import netbottleneck.torch as hvd
 
-CHECKS: dict[str, Callable[[], None]] = {}
 ROWS = (3, 1, 2)  # of each rank's batch
-
-
-def check(function: Callable[[], None]) -> Callable[[], None]:
-    CHECKS[function.__name__] = function
-    return function
 
 
 def batch(rank: int, shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -184,15 +177,6 @@ def under_a_distributed_optimizer() -> None:
     for value in model.state_dict().values():
         everyone = hvd.allgather(value.double().reshape(1, -1).contiguous())
         assert all(torch.equal(row, everyone[0]) for row in everyone)
-
-
-def main() -> None:
-    hvd.init()
-    for name in sys.argv[1:]:
-        CHECKS[name]()
-        print("ok", name)
-    hvd.barrier()
-    hvd.shutdown()
 
 
 if __name__ == "__main__":

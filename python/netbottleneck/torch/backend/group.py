@@ -16,7 +16,7 @@ from netbottleneck.torch.backend.moves import Ranks, Rounds, parts_of
 from netbottleneck.torch.backend.names import Names
 from netbottleneck.torch.backend.others import elsewhere
 from netbottleneck.torch.backend.plain import Plain
-from netbottleneck.torch.backend.under_way import About, BackendWork, Operation, Steps
+from netbottleneck.torch.backend.under_way import About, BackendWork, Named, Operation, Steps
 
 if TYPE_CHECKING:
     from netbottleneck.torch.backend.link import Link
@@ -73,21 +73,21 @@ class NbGroup(Plain):
             self.link.progress.add(operation)
         return BackendWork(operation, [] if outputs is None else outputs, about, **more)
 
-    def _steps(self, operation: Operation, rounds: Rounds, names: list[str], *, awaited: bool) -> Steps:
+    def _steps(self, operation: Operation, rounds: Rounds, names: list[Named], *, awaited: bool) -> Steps:
         moves = next(rounds, [])
         with self._order:
             taken = [self._names.take(move, operation) for move in moves]
-        names.extend(name for name, _ in taken)
+        names.extend((name, move.group) for (name, _), move in zip(taken, moves, strict=True))
         busy = [before for _, before in taken if before is not None]
         if busy:
             operation.driven = True
             yield busy
         alone = awaited and len(moves) == 1 and not busy
-        yield [self.link.submit(move, name, alone) for move, name in zip(moves, names, strict=True)]
+        yield [self.link.submit(move, name, alone) for move, (name, _) in zip(moves, names, strict=True)]
         for count, later in enumerate(rounds, 2):
-            fresh = [f"{names[0]}:{count}.{at}" for at in range(len(later))]
+            fresh = [(f"{names[0][0]}:{count}.{at}", move.group) for at, move in enumerate(later)]
             names[:] = [*names[:1], *fresh]
-            yield [self.link.submit(move, name, False) for move, name in zip(later, fresh, strict=True)]
+            yield [self.link.submit(move, name, False) for move, (name, _) in zip(later, fresh, strict=True)]
 
     @of_host_memory
     def allreduce(self, tensors: Any, opts: Any = None, *_: Any) -> BackendWork:

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import re
 import sys
 import threading
 import time
@@ -12,33 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from netbottleneck.errors import HorovodInternalError
 from netbottleneck.torch.backend.moves import Move, kind_code
-from netbottleneck.torch.backend.under_way import Progress
+from netbottleneck.torch.backend.under_way import Named, Progress
 
 if TYPE_CHECKING:
     from netbottleneck import _core
 
 # How long rank 0, which agrees the order of all operations, stays for ranks that have not left yet.
 LEAVE_S = 5.0
-NOTICES_MAX = 64
-MISSING = re.compile(r"'([^']*)' waits for .*:((?: \d+)+)$")
 
 logger = logging.getLogger("netbottleneck")
-
-
-class _Heard(logging.Filter):
-    """Keeps in mind which ranks an operation waits for: the engine's waits tell so in the log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.missing: dict[str, list[int]] = {}
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        found = MISSING.search(record.getMessage())
-        if found is not None:
-            self.missing[found.group(1)] = [int(rank) for rank in found.group(2).split()]
-            while len(self.missing) > NOTICES_MAX:
-                del self.missing[next(iter(self.missing))]
-        return True
 
 
 class Link:
@@ -54,8 +35,6 @@ class Link:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._groups: set[int] = set()
-        self._heard = _Heard()
-        logger.addFilter(self._heard)
 
     def submit(self, move: Move, name: str, awaited: bool) -> Any:
         """Start an operation of the engine. Raises what ended the job."""
@@ -97,10 +76,13 @@ class Link:
         for notice in self.comm.notices():
             logger.warning("%s", notice)
 
-    def missing(self, names: Sequence[str]) -> list[int]:
-        """Return the ranks that have not submitted an operation, as far as was told."""
+    def missing(self, names: Sequence[Named]) -> list[int]:
+        """Return the ranks that have not submitted one of these operations, as far as was told."""
+        if self.closed:
+            return []
         self.tell()
-        return sorted({rank for name in names for rank in self._heard.missing.get(name, ())})
+        known = [(name, group) for name, group in names if group == 0 or group in self._groups]
+        return sorted({rank for name, group in known for rank in self.comm.missing(name, group)})
 
     @property
     def is_here(self) -> bool:
@@ -124,7 +106,6 @@ class Link:
         finally:
             self.comm.close()
             self.progress.close()
-            logger.removeFilter(self._heard)
 
     def _take_leave(self) -> None:
         """Rank 0 leaves last, where that does not take long: without it the others cannot agree on anything."""

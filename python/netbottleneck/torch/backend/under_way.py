@@ -19,6 +19,8 @@ NOTICE_S = 5.0
 SLICE_S = 0.005
 UNSET = timedelta(0)
 
+# An operation of the engine: its name, and the number of the group that it is of.
+Named = tuple[str, int]
 # What an operation waits for, round after round: works of the engine, or operations before it.
 Steps = Generator[Sequence[Any], None, None]
 
@@ -217,7 +219,7 @@ class About:
         self.what = what
         self.ranks = ranks
         self.limit_s = limit_s
-        self.names: list[str] = []
+        self.names: list[Named] = []
 
     def late(self, limit_s: float) -> DeadlineError:
         """Return the error of a wait that took limit_s: it names the ranks that are missing, where they are known."""

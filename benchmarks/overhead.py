@@ -1,0 +1,276 @@
+"""What being there costs: a gradient's hook, measuring, a tiny all-reduce, a start. Starts its ranks on this machine.
+
+python benchmarks/overhead.py --json build/overhead.json: each figure against its bar, with a 95 % interval by the
+bootstrap over rounds in which all took turns. Without the real Horovod (tools/peers.sh builds it; HOROVOD=0 leaves it
+out) what is held against it is not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from judge import Figure, certain, drawn, ratio
+
+from netbottleneck.bench import head
+from netbottleneck.bench.hvd import missing, version
+
+RANK = Path(__file__).with_name("overhead_rank.py")
+RANKS = 2
+LIMIT_S = 290
+POINT, HIGHEST = 0.01, 0.02  # of compute inflation: the median, and the upper end of its interval
+START_S = 0.2
+COUNTS = {"hooks": 500, "inflation": 24, "latency": 300, "starts": 100}
+
+Times = Mapping[str, list[float]]
+Variables = Callable[[int], Mapping[str, str]]
+Say = Callable[[str], None]
+
+
+class Ranks:
+    """The processes of a job on this machine, which end with the block."""
+
+    def __init__(self, what: str, count: int, horovod: Variables | None = None) -> None:
+        self._what = what
+        self._folder = tempfile.TemporaryDirectory()
+        self._processes = []
+        port = free_port()
+        for rank in range(RANKS):
+            values: dict[str, Any] = {"RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": RANKS}
+            values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+            environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **{name: str(each) for name, each in values.items()}}
+            more = [] if horovod is None else [json.dumps(horovod(rank))]
+            command = [sys.executable, str(RANK), what, str(count), self._folder.name, *more]
+            pipe = subprocess.PIPE
+            self._processes.append(subprocess.Popen(command, env=environ, stdin=pipe, stdout=pipe, text=True))
+        # A rank that hangs ends here, whatever this process waits for then.
+        self._timer = threading.Timer(LIMIT_S, self._kill)
+        self._timer.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        self._kill()
+        for process in self._processes:
+            process.wait()
+        self._folder.cleanup()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+
+    def turn(self) -> list[float]:
+        """Have all ranks measure once; return each one's number. They are stopped until the next one."""
+        for process in self._processes:
+            process.send_signal(signal.SIGCONT)
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+        said = [process.stdout.readline() for process in self._processes if process.stdout is not None]
+        for process in self._processes:
+            process.send_signal(signal.SIGSTOP)
+        if not all(said):
+            raise RuntimeError(f"{self._what}: a rank ended")
+        return [float(text) for text in said]
+
+    def finish(self) -> Times:
+        """Return what all have measured, round by round the mean over ranks. RuntimeError where one failed."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.send_signal(signal.SIGCONT)
+        said = [process.stdout.read() for process in self._processes if process.stdout is not None]
+        codes = [process.wait() for process in self._processes]
+        if any(codes):
+            raise RuntimeError(f"{self._what}: ranks ended with {codes}")
+        found = [json.loads(text.splitlines()[-1]) for text in said]
+        return {name: np.mean([each[name] for each in found], axis=0).tolist() for name in found[0]}
+
+
+def started(what: str, count: int, horovod: Variables | None = None) -> Times:
+    """Run a job to its end; return what it measured."""
+    with Ranks(what, count, horovod) as ranks:
+        return ranks.finish()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def absent() -> str:
+    """Return why there is no real Horovod to compare with; "" where there is one."""
+    return "it is left out (HOROVOD=0)" if os.environ.get("HOROVOD") == "0" else missing()
+
+
+@contextlib.contextmanager
+def meeting() -> Generator[Variables, None, None]:
+    """Serve the meeting place that horovodrun would; give what returns a rank's variables."""
+    hosts = importlib.import_module("horovod.runner.common.util.hosts")
+    server = importlib.import_module("horovod.runner.http.http_server").RendezvousServer(0)
+    port = server.start()
+    try:
+        server.init(hosts.get_host_assignments(hosts.parse_hosts(f"localhost:{RANKS}"), RANKS))
+
+        def variables(rank: int) -> dict[str, str]:
+            numbers = {"RANK": rank, "SIZE": RANKS, "LOCAL_RANK": rank, "LOCAL_SIZE": RANKS}
+            numbers |= {"CROSS_RANK": 0, "CROSS_SIZE": 1, "GLOO_RENDEZVOUS_PORT": port}
+            words = {"HOSTNAME": "localhost", "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "GLOO_IFACE": "lo"}
+            words |= {"GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}
+            return {f"HOROVOD_{name}": str(value) for name, value in (numbers | words).items()}
+
+        yield variables
+    finally:
+        server.stop()
+
+
+def beside_horovod(what: str, count: int) -> tuple[Times | None, str]:
+    """Return what was measured with the real Horovod among the ranks' ways; None, and why, where it cannot be had."""
+    why = absent()
+    if why:
+        return None, why
+    with meeting() as variables:
+        return started(what, count, variables), ""
+
+
+def added(times: Times) -> dict[str, list[float]]:
+    """Return what each way adds to a plain backward pass of its round, ns a gradient."""
+    return {
+        name: [each - bare for each, bare in zip(rounds, times["plain"], strict=True)]
+        for name, rounds in times.items()
+        if name != "plain"
+    }
+
+
+def told(name: str, values: list[float], factor: float, unit: str) -> str:
+    """Return a row of rounds as one line: median, and from the 10th to the 90th of a hundred."""
+    low, middle, high = np.percentile(np.asarray(values) * factor, [10, 50, 90])
+    return f"{name:<46}{middle:9.3f} {unit} (p10 {low:.3f}, p90 {high:.3f}, {len(values)} rounds)"
+
+
+def hook_figures(count: int, say: Say) -> list[Figure]:
+    """What a gradient costs on the thread that runs the backward pass, in processor time."""
+    found = added(started("hooks", count))
+    beside, why = beside_horovod("hooks", count)
+    theirs = None if beside is None else added(beside)
+    shown = found if theirs is None else {**found, "horovod": theirs["horovod"]}
+    for name, values in shown.items():
+        say(told(f"added a gradient: {name}", values, 1e-3, "µs"))
+    figures = []
+    for name, words in {"ours": "our Horovod API", "measured": "the same, stamped"}.items():
+        mine = found[name]
+        for other, bar in {"empty": 1 / 2.5, "ddp": 2.0}.items():
+            title = f"added a gradient by {other} over {words}"
+            figures.append(Figure(title, bar, ratio(mine, {other: found[other]}), count))
+        title = f"added a gradient by horovod over {words}"
+        if theirs is None:
+            figures.append(Figure(title, 5.0, reason=why))
+        else:
+            figures.append(Figure(title, 5.0, ratio(theirs[name], {"horovod": theirs["horovod"]}), count))
+    return figures
+
+
+def inflation_figures(count: int, say: Say) -> list[Figure]:
+    """What measuring adds to a training step over transport null."""
+    found = started("inflation", count)
+    for name, values in found.items():
+        say(told(f"step: {name}", values, 1e3, "ms"))
+    more = np.asarray(found["measured"]) / np.asarray(found["bare"]) - 1
+    estimate = drawn(lambda indices: np.median(more[indices], axis=-1), count)
+    say(f"compute inflation {estimate.value:+.2%} [{estimate.low:+.2%}, {estimate.high:+.2%}], {count} pairs of blocks")
+    note = f"inflation {estimate.value:+.2%} [{estimate.low:+.2%}, {estimate.high:+.2%}]"
+    return [
+        Figure("bare step over measured, the median", 1 / (1 + POINT), certain(1 / (1 + estimate.value)), count, note),
+        Figure(
+            "bare step over measured, the interval's end", 1 / (1 + HIGHEST), certain(1 / (1 + estimate.high)), count
+        ),
+        Figure("a bare step over 50 ms", 1.0, certain(statistics.median(found["bare"]) / 0.05), count),
+    ]
+
+
+def latency_figures(count: int, say: Say) -> list[Figure]:
+    """What an all-reduce of 4 bytes takes; who does not have the turn is stopped, as Horovod's thread never rests."""
+    why = absent()
+    with contextlib.ExitStack() as stack:
+        jobs = {"ours": stack.enter_context(Ranks("latency", 0))}
+        if not why:
+            jobs["horovod"] = stack.enter_context(Ranks("latency", 0, stack.enter_context(meeting())))
+        found: dict[str, list[float]] = {name: [] for name in jobs}
+        for round_ in range(count + 1):
+            for name in random.Random(round_).sample(list(jobs), len(jobs)):
+                seconds = statistics.mean(jobs[name].turn())
+                if round_:
+                    found[name].append(seconds)
+        for job in jobs.values():
+            job.finish()
+    for name, values in found.items():
+        say(told(f"all-reduce of 4 bytes: {name}", values, 1e6, "µs"))
+    title = "an all-reduce of 4 bytes, horovod over ours"
+    if why:
+        return [Figure(title, 2.0, reason=why)]
+    return [Figure(title, 2.0, ratio(found["ours"], {"horovod": found["horovod"]}), count)]
+
+
+def start_figures(count: int, say: Say) -> list[Figure]:
+    """What init and shutdown take, in one process on one port."""
+    found = started("starts", count)
+    both = np.asarray(found["init"]) + np.asarray(found["shutdown"])
+    for name, values in {**found, "both": both.tolist()}.items():
+        say(told(f"start: {name}", values, 1e3, "ms"))
+    say("each, ms: " + " ".join(f"{1e3 * seconds:.1f}" for seconds in both))
+    note = f"slowest {1e3 * both.max():.1f} ms, all {both.sum():.2f} s"
+    estimate = drawn(lambda indices: START_S / np.median(both[indices], axis=-1), count)
+    return [Figure(f"0.2 s over init and shutdown, {count} times on one port", 1.0, estimate, count, note)]
+
+
+PARTS = {"hooks": hook_figures, "inflation": inflation_figures, "latency": latency_figures, "starts": start_figures}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=PARTS, action="append", help="one part; may be repeated")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure here")
+    for name, count in COUNTS.items():
+        parser.add_argument(f"--{name}", type=int, default=count, metavar="N", help=f"rounds ({count})")
+    given = parser.parse_args()
+    where = head(RANKS)
+    where["versions"]["horovod"] = version() if not absent() else "not there"
+    print(f"# {where['machine']}, {where['versions']}, load {os.getloadavg()[0]:.2f}", flush=True)
+
+    def say(text: str) -> None:
+        print(f"# {text}", flush=True)
+
+    found = {name: PARTS[name](getattr(given, name), say) for name in given.only or PARTS}
+    for name, figures in found.items():
+        print("\n".join(figure.line(f"{name:<10}") for figure in figures), flush=True)
+    if given.json is not None:
+        gates = {name: [figure.to_json() for figure in figures] for name, figures in found.items()}
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"version": 1, "written_wall_ns": time.time_ns(), **where, "gates": gates}, indent=1)
+        given.json.write_text(text + "\n", encoding="utf-8")
+    missed = any(figure.verdict == "fail" for figures in found.values() for figure in figures)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

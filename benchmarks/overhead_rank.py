@@ -1,0 +1,264 @@
+"""One rank of overhead.py: python overhead_rank.py WHAT COUNT FOLDER [HOROVOD]. The last line it prints is JSON.
+
+HOROVOD: the variables that horovodrun would set, as JSON. What is compared takes turns in this process, in an order
+drawn anew each round, the same on all ranks; what takes turns in processes of its own does so by lines on stdin.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import netbottleneck
+import netbottleneck.torch as hvd
+from netbottleneck import job, models
+from netbottleneck.bench.hvd import missing
+from netbottleneck.session import open_session
+from netbottleneck.torch.gradients import Gradients
+
+PARAMETERS = 400
+WARM_ROUNDS = 10  # buckets settle in the first ones
+RING_EVENTS = 1 << 16
+WARM_CALLS, LATENCY_CALLS = 3, 15  # of a round, one after another
+WARM_STEPS = 2
+BLOCK_STEPS = 6
+IMAGES = 2  # a batch of the pinned model, 32 x 32
+
+Times = dict[str, list[float]]
+
+
+class Way(NamedTuple):
+    """A way to have gradients: what comes before the backward pass, giving the loss, and what after it."""
+
+    begin: Callable[[], torch.Tensor]
+    end: Callable[[], Any]
+
+
+class Tiny(torch.nn.Module):
+    """So many parameters of one number each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = torch.nn.ParameterList([torch.ones(1) for _ in range(PARAMETERS)])
+        self.one = torch.ones(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([p * x for p in self.each]).sum()
+
+
+def way(model: torch.nn.Module, end: Callable[[], Any] = lambda: None) -> Way:
+    """Return a way over a model's own forward pass: the same zero_grad for all."""
+    one = torch.ones(1)
+
+    def begin() -> torch.Tensor:
+        model.zero_grad()
+        loss: torch.Tensor = model(one)
+        return loss
+
+    return Way(begin, end)
+
+
+def plain() -> Way:
+    return way(Tiny())
+
+
+def empty() -> Way:
+    """A hook of Python on each parameter that does nothing."""
+    model = Tiny()
+
+    def nothing(_parameter: torch.Tensor) -> None:
+        return
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(nothing)
+    return way(model)
+
+
+def ours() -> Way:
+    """The Horovod API of this package, by its default transport."""
+    return by_optimizer(hvd)
+
+
+def by_optimizer(api: Any) -> Way:
+    model = Tiny()
+    optimizer = api.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters())
+    return way(model, optimizer.synchronize)
+
+
+def measured(folder: Path) -> Way:
+    """The same, with each gradient stamped, as in a measured run."""
+    model = Tiny()
+    recorder = job.core().Recorder(str(folder / f"{hvd.rank()}.ring"), RING_EVENTS, hvd.rank())
+    gradients = Gradients(model.named_parameters(), recorder=recorder, label="measured")
+    gradients.target(job.current().comm)
+
+    def end() -> None:
+        gradients.flush()
+        gradients.wait()
+
+    return way(model, end)
+
+
+def ddp() -> Way:
+    return way(DistributedDataParallel(Tiny()))
+
+
+def horovod(variables: Mapping[str, str]) -> Any:
+    """Return the real Horovod, started."""
+    why = missing()
+    if why:
+        raise SystemExit(why)
+    os.environ.update(variables)
+    real: Any = importlib.import_module("horovod.torch")
+    real.init()
+    if real.size() != hvd.size():
+        raise SystemExit(f"Horovod has {real.size()} ranks")
+    return real
+
+
+def meet_by_gloo(folder: Path) -> None:
+    """Have a gloo group for DDP, apart from the job's meeting place."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=hvd.rank(), world_size=hvd.size())
+
+
+def hooks(ways: Mapping[str, Way], rounds: int) -> Times:
+    """Return by way the ns of this thread's processor time that each backward pass took, a gradient."""
+    times: Times = {name: [] for name in ways}
+    order = list(ways)
+    gc.disable()
+    for round_ in range(-WARM_ROUNDS, rounds):
+        random.Random(round_).shuffle(order)
+        for name in order:
+            loss = ways[name].begin()
+            began = time.thread_time_ns()
+            loss.backward()
+            took = time.thread_time_ns() - began
+            ways[name].end()
+            if round_ >= 0:
+                times[name].append(took / PARAMETERS)
+        gc.collect(0)
+    return times
+
+
+def latency(api: Any) -> None:
+    """Print, for each line that is read, the seconds of a 4-byte all-reduce: the median of so many in a row."""
+    value = torch.ones(1)
+    for _ in sys.stdin:
+        took = []
+        for call in range(-WARM_CALLS, LATENCY_CALLS):
+            began = time.perf_counter()
+            api.allreduce(value, name="latency")
+            if call >= 0:
+                took.append(time.perf_counter() - began)
+        print(statistics.median(took), flush=True)
+
+
+def starts(count: int) -> Times:
+    """Return the seconds of each init with a first all-reduce, and of each shutdown, all on one port."""
+    times: Times = {"init": [], "shutdown": []}
+    for _ in range(count):
+        began = time.perf_counter()
+        hvd.init()
+        hvd.allreduce(torch.ones(1), name="first")
+        up = time.perf_counter()
+        hvd.shutdown()
+        times["init"].append(up - began)
+        times["shutdown"].append(time.perf_counter() - up)
+    return times
+
+
+class Pinned:
+    """A model, a batch and an optimizer that never change; this process on one processor."""
+
+    def __init__(self) -> None:
+        place = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {place[hvd.rank() % len(place)]})
+        torch.manual_seed(1)
+        self.model = models.build("resnet50", classes=10, width=0.5, small=True)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
+        self.images = torch.randn(IMAGES, 3, 32, 32)
+        self.classes = torch.randint(0, 10, (IMAGES,))
+
+    def steps(self, count: int) -> float:
+        """Return the seconds of a step, the median of so many."""
+        took = []
+        for _ in range(count):
+            began = time.perf_counter()
+            self.optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(self.model(self.images), self.classes).backward()
+            self.optimizer.step()
+            took.append(time.perf_counter() - began)
+        return statistics.median(took)
+
+
+def inflation(pairs: int, folder: Path) -> Times:
+    """Return the seconds of a step by block: bare, without any hook, and with measuring on over `null`."""
+    pinned, times = Pinned(), Times(bare=[], measured=[])
+
+    def bare() -> float:
+        pinned.steps(WARM_STEPS)
+        hvd.barrier()
+        return pinned.steps(BLOCK_STEPS)
+
+    def measured_block(number: int) -> float:
+        where = str(folder / f"run{number}")
+        settings = netbottleneck.env.settings({"transports": "null", "directory": where, "start_step": "0"})
+        session = open_session(settings, directory=where, model="pinned")
+        with netbottleneck.profile(pinned.model, pinned.optimizer, session=session):
+            pinned.steps(WARM_STEPS)
+            hvd.barrier()
+            found = pinned.steps(BLOCK_STEPS)
+        session.close()
+        return found
+
+    pinned.steps(2 * WARM_STEPS)
+    for pair in range(pairs):
+        order = ("bare", "measured") if pair % 2 else ("measured", "bare")
+        for name in order:
+            times[name].append(bare() if name == "bare" else measured_block(pair))
+    return times
+
+
+def main() -> None:
+    what, count, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    if what == "starts":
+        found = starts(count)
+    else:
+        hvd.init()
+        real = horovod(json.loads(sys.argv[4])) if len(sys.argv) > 4 else None
+        if what == "inflation":
+            found = inflation(count, folder)
+        elif what == "latency":
+            latency(hvd if real is None else real)
+            found = {}
+        else:
+            ways = {"plain": plain(), "empty": empty(), "ours": ours(), "measured": measured(folder)}
+            if real is None:
+                meet_by_gloo(folder)
+            ways |= {"ddp": ddp()} if real is None else {"horovod": by_optimizer(real)}
+            found = hooks(ways, count)
+        hvd.barrier()
+        if real is not None:
+            real.shutdown()
+        hvd.shutdown()
+    print(json.dumps(found), flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

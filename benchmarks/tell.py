@@ -1,6 +1,6 @@
-"""Prints, as Markdown for README.md, what transport.py and scale.py wrote.
+"""Prints, as Markdown for README.md, what transport.py, scale.py and `netbottleneck bench --json` wrote.
 
-python benchmarks/tell.py build/gates.json [build/scale.json]: a line for each gate's worst figure, and for each figure.
+python benchmarks/tell.py FILE…, such as build/gates.json, build/scale.json, build/peers.json: a table for each.
 """
 
 from __future__ import annotations
@@ -23,12 +23,17 @@ def value(figure: Mapping[str, Any]) -> str:
     return f"{figure['value']:.3f} [{low:.3f}, {high:.3f}], {figure['rounds']} rounds"
 
 
+def made(found: Mapping[str, Any], wall_ns: int) -> str:
+    """Return when and where a document was made, and by which versions."""
+    machine, versions = found.get("machine", {}), found.get("versions", {})
+    when = time.strftime("%Y-%m-%d", time.gmtime(wall_ns / 1e9))
+    where = f"{machine.get('cpu', '?')}, {machine.get('cores', '?')} cores, Linux {machine.get('kernel', '?')}"
+    return f"{when}, {where}; {', '.join(f'{name} {version}' for name, version in versions.items())}.\n"
+
+
 def gates(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield where and when, and the table of all figures, gate by gate."""
-    machine, versions = found.get("machine", {}), found.get("versions", {})
-    when = time.strftime("%Y-%m-%d", time.gmtime(found["written_wall_ns"] / 1e9))
-    where = f"{machine.get('cpu', '?')}, {machine.get('cores', '?')} cores, Linux {machine.get('kernel', '?')}"
-    yield f"{when}, {where}; {', '.join(f'{name} {version}' for name, version in versions.items())}.\n"
+    yield made(found, found["written_wall_ns"])
     yield "| gate | verdict | value / what it is held against | bar | situation |"
     yield "| --- | --- | --- | --- | --- |"
     for name, figures in found["gates"].items():
@@ -51,13 +56,38 @@ def scale(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"\nPredicted (a model, not measured) for {each['ranks']} ranks, {each['bytes']} bytes: {times}."
 
 
+def peers(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield, for each path, busbw and processor time at each size: medians, p10 to p90 of the rounds' times as busbw."""
+    yield made(found, found["started_wall_ns"])
+    sizes = sorted({row["bytes"] for row in found["rows"]})
+    yield f"| path | {' | '.join(f'{size / 1e6:g} MB' for size in sizes)} |"
+    yield f"| --- |{' --- |' * len(sizes)}"
+    for name in dict.fromkeys(row["transport"] for row in found["rows"]):
+        rows = {row["bytes"]: row for row in found["rows"] if row["transport"] == name}
+        yield f"| {name} | {' | '.join(_moved(rows[size]) if size in rows else '–' for size in sizes)} |"
+
+
+def _moved(row: Mapping[str, Any]) -> str:
+    gbit, times = 8 * row["busbw_bytes_per_s"] / 1e9, row["time_s"]
+    low, high = (gbit * times["median"] / times[name] for name in ("p90", "p10"))
+    used = "" if row["cpu_s_per_gb"] is None else f"; {row['cpu_s_per_gb']:.2f} s/GB"
+    return f"{gbit:.1f} ({low:.1f} to {high:.1f}) Gbit/s{used}"
+
+
+def table(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a document's table, whoever wrote it."""
+    if "gates" in found:
+        return gates(found)
+    return scale(found) if "predicted" in found else peers(found)
+
+
 def main() -> int:
     if len(sys.argv) < 2:
         sys.stderr.write(f"{__doc__}\n")
         return 2
     for path in sys.argv[1:]:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
-        print("\n".join(gates(found) if "gates" in found else scale(found)))
+        print("\n".join(table(found)))
     return 0
 
 

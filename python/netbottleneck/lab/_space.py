@@ -18,6 +18,7 @@ import sys
 
 NEW_USER, NEW_NET = 0x10000000, 0x40000000
 LOCAL_PORTS = "/proc/sys/net/ipv4/ip_local_port_range"
+CLEAR_LOOKS = 3
 FIRST_PORT, PORTS = 32768, 2048  # as wide as the table of flow classes: flows to one port never share a class
 
 
@@ -61,11 +62,15 @@ def marked(pid: int, mark: bytes) -> bool:
 
 
 def sweep(space: int, mark: bytes) -> None:
-    """Kill every other process of namespace `space` (0: every one that carries `mark`) until none is left."""
+    """Kill every other process of namespace `space` (0: every one that carries `mark`) until none is left.
+
+    One look may miss some: a process that is becoming another program has no environment for a moment."""
+    clear = 0
     for _ in range(50):
         others = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
         left = [pid for pid in others if (network(pid) == space if space else marked(pid, mark))]
-        if not left:
+        clear = 0 if left else clear + 1
+        if clear == CLEAR_LOOKS:
             return
         for pid in left:
             try:

@@ -57,7 +57,7 @@ def scale(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def peers(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield, for each path, busbw and processor time at each size: medians, p10 to p90 of the rounds' times as busbw."""
+    """Yield, for each path, busbw and processor time at each size: medians, and busbw at p10 and p90 of the times."""
     yield made(found, found["started_wall_ns"])
     sizes = sorted({row["bytes"] for row in found["rows"]})
     yield f"| path | {' | '.join(f'{size / 1e6:g} MB' for size in sizes)} |"

@@ -16,7 +16,7 @@ from netbottleneck.hooks.loop import measure
 from netbottleneck.models.data import digits
 from netbottleneck.models.replay import IdleOptimizer, replay
 from netbottleneck.session import Session
-from netbottleneck.study.opening import open_task, warm
+from netbottleneck.study.opening import opened, warm
 from netbottleneck.study.task import ACCURACY, Outcome, Task
 
 BATCH = 32  # images a rank and step
@@ -99,8 +99,7 @@ def run(task: Task, tell: Tell) -> Outcome:
     Raises what the transports raise, and ValueError for a task that makes no sense.
     """
     torch.set_num_threads(1)
-    session = open_task(task)
-    try:
+    with opened(task) as session:
         if task.alone:
             _alone(session, task, tell)
         work = make(task, session.place.rank, session.place.size)
@@ -111,12 +110,6 @@ def run(task: Task, tell: Tell) -> Outcome:
         steps, accuracy = _train(session, work, task, tell)
         measured.close()
         digests = session.control.exchange(_digest(work.model))
-    except BaseException as error:
-        session.close(f"{type(error).__name__}: {error}")
-        raise
-    session.close()
-    if session.place.rank == 0:
-        session.collect()
     shown = tuple(digest.hex() for digest in digests)
     return Outcome(str(session.folder), steps, shown, accuracy)
 

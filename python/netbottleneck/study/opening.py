@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from netbottleneck import env, launch
@@ -13,8 +15,24 @@ WARM_TIMES = 3
 MONITOR_HZ = 100  # where the environment says nothing: a study looks at its hosts, too
 
 
-def open_task(task: Task) -> Session:
-    """Return the session of a task; every rank calls it. Raises as open_session."""
+@contextmanager
+def opened(task: Task) -> Generator[Session, None, None]:
+    """Open the session of a task; in the end close it, and on rank 0 gather the records of all.
+
+    Every rank calls it. Raises as open_session.
+    """
+    session = _open(task)
+    try:
+        yield session
+    except BaseException as error:
+        session.close(f"{type(error).__name__}: {error}")
+        raise
+    session.close()
+    if session.place.rank == 0:
+        session.collect()
+
+
+def _open(task: Task) -> Session:
     given = env.settings({"directory": task.folder, "provider": task.provider})
     settings = replace(
         given,

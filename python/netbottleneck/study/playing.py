@@ -10,7 +10,7 @@ from pathlib import Path
 from netbottleneck import codec
 from netbottleneck.replay import Player, Score
 from netbottleneck.session import Session
-from netbottleneck.study.opening import open_task, warm
+from netbottleneck.study.opening import opened, warm
 from netbottleneck.study.task import Outcome, Task
 
 VERSION = 1
@@ -41,20 +41,13 @@ def run(task: Task, tell: Callable[[int, int, str], None]) -> Outcome:
     Raises what the transports raise, and ValueError for a score that is none.
     """
     score = read(task.score)
-    session = open_task(task)
-    try:
+    with opened(task) as session:
         place = session.place
         player = Player(score, place.rank, place.size, spin=task.compute == "spin")
         session.describe(**player.describe())
         warm(session)
         _play(session, player, task, tell)
         digests = session.control.exchange(player.digest())
-    except BaseException as error:
-        session.close(f"{type(error).__name__}: {error}")
-        raise
-    session.close()
-    if session.place.rank == 0:
-        session.collect()
     return Outcome(str(session.folder), task.steps, tuple(digest.hex() for digest in digests))
 
 

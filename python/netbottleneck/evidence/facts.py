@@ -262,18 +262,22 @@ def _sum(values: Sequence[float | None]) -> float | None:
     return sum(known) if known else None
 
 
+def _ratios(own: Sequence[Sent], counted_by: str) -> list[float]:
+    """Bytes that were counted over the model's, by rank; [] where one rank's are not known."""
+    counts = [getattr(one, counted_by) for one in own]
+    return [] if None in counts else [count / (one.model or 1) for count, one in zip(counts, own, strict=True)]
+
+
 def _with_sent(arm: ArmFacts, rows: Sequence[Sent]) -> ArmFacts:
     own = [one for one in rows if one.transport == arm.name and one.model]
     if arm.name in PSEUDO or not own:
         return arm
-    ratios, by = [one.ratio for one in own if one.ratio is not None], "interface"
-    if len(ratios) < len(own):
-        ratios, by = [one.engine / one.model for one in own if one.engine is not None and one.model], "engine"
+    by = next((name for name in ("interface", "engine") if _ratios(own, name)), "")
     return replace(
         arm,
         algorithms=tuple(dict.fromkeys(word for one in own for word in one.algorithms)),
-        sent_over_model=fmean(ratios) if ratios else None,
-        sent_by=by if ratios else "",
+        sent_over_model=fmean(_ratios(own, by)) if by else None,
+        sent_by=by,
     )
 
 

@@ -8,10 +8,10 @@ NBYTES = 10 << 20
 VERIFIED = {"one_flow": {"measured_bps": 4.8e8}, "many_flows": {"measured_bps": 1.9e9, "flows": 4}}
 
 
-def trace(arms, *, size=2, rounds=3, block_steps=4, computed=None, alone_ms=100, input_ms=2, link_bps=2e9):
+def trace(arms, *, size=2, rounds=3, block_steps=4, computed=None, alone_ms=100, beside_ms=(2, 8), link_bps=2e9):
     """A run of `arms`: name -> ms of exposed communication, None where nothing moves and nothing is told.
 
-    Each step: input_ms, then 30 ms of forward and 60 of backward (times `computed` of the arm), 8 ms of optimizer.
+    Each step: 30 ms of forward and 60 of backward (times `computed` of the arm); before it and after it, beside_ms.
     """
     steps, operations = [], []
     now, index = 0, 1
@@ -25,7 +25,7 @@ def trace(arms, *, size=2, rounds=3, block_steps=4, computed=None, alone_ms=100,
             longest = 0
             for rank in range(size):
                 slower = (computed or {}).get(name, 1)
-                step, own = _step(name, arms[name], (rank, index, block), (now, input_ms), slower)
+                step, own = _step(name, arms[name], (rank, index, block), (now, beside_ms), slower)
                 steps.append(step)
                 operations += own
                 longest = max(longest, step.end_ns)
@@ -45,11 +45,11 @@ def trace(arms, *, size=2, rounds=3, block_steps=4, computed=None, alone_ms=100,
 
 
 def _step(name, exposed_ms, at, since, slower):
-    (rank, index, block), (begin, input_ms) = at, since
+    (rank, index, block), (begin, (input_ms, optimizer_ms)) = at, since
     ahead = begin + input_ms * MS
     middle, back = ahead + round(30 * slower * MS), ahead + round(90 * slower * MS)
     done = back + round((exposed_ms or 0) * MS)
-    end = done + 8 * MS
+    end = done + optimizer_ms * MS
     if name == "bare" and exposed_ms is None:
         return Step(rank, index, block, name, begin, end), []
     step = Step(
@@ -60,7 +60,7 @@ def _step(name, exposed_ms, at, since, slower):
         begin,
         end,
         forward=((ahead, middle),),
-        optimizer=((done, end),),
+        optimizer=((done, end),) if optimizer_ms else (),
         grad_ready=((0, back),),
         waits=((0, back, done),) if done > back else (),
     )

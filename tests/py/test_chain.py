@@ -66,7 +66,13 @@ def test_scaling_and_transports_are_told_with_their_intervals():
 
 
 def test_hooks_and_traffic_are_told_apart_and_timed_compute_proves_nothing():
-    real = cell("real", {"bare": 0, "null": 0, "stock": 50}, job="inflation", computed={"null": 1.02, "stock": 1.122})
+    real = cell(
+        "real",
+        {"bare": 0, "null": 0, "stock": 50},
+        job="inflation",
+        computed={"null": 1.02, "stock": 1.122},
+        beside_ms=(0, 0),
+    )
     found = steps(real)["compute"]
     assert "hooks alone change a step by +2.0 % (+2.0 to +2.0)" in found.verdict
     assert "traffic changes forward and backward by +10.0 % (+10.0 to +10.0)" in found.verdict
@@ -150,7 +156,7 @@ def test_predictions_are_held_against_what_was_measured():
 
 
 def test_the_loss_is_told_by_its_causes():
-    one = cell("one", {"stock": 100, "ofi": 20}, computed={"stock": 1.1}, input_ms=2)
+    one = cell("one", {"stock": 100, "ofi": 20}, computed={"stock": 1.1})
     stock, _ = budget.budgets([one])
     assert stock.loss == pytest.approx(1 - 100 / 209)
     assert stock.exposed == pytest.approx(100 / 209)

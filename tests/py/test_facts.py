@@ -61,17 +61,20 @@ def test_without_one_rank_alone_the_arm_in_which_nothing_moves_is_the_baseline_e
     assert computed.arms["stock"].scaling.value == pytest.approx(0.5)
 
 
-def test_hooks_and_contention_stand_apart():
-    cell = of({"bare": 0, "null": 0, "stock": 50}, "inflation", computed={"bare": 1, "null": 1.02, "stock": 1.122})
-    assert cell.hooks.ratio.value == pytest.approx(1.02)
-    (contention,) = cell.contention
-    assert (contention.base, contention.other) == ("null", "stock")
-    assert contention.ratio.value == pytest.approx(1.1)
+def test_hooks_and_contention_stand_apart_whatever_the_bare_arm_tells():
+    for bare in (0, None):
+        slower = {"bare": 1, "null": 1.02, "stock": 1.122}
+        arms = {"bare": bare, "null": 0, "stock": 50}
+        cell = of(arms, "inflation", computed=slower, beside_ms=(0, 0), alone_ms=0, known={"outcome": Ended()})
+        assert cell.hooks.ratio.value == pytest.approx(1.02)
+        (contention,) = cell.contention
+        assert (contention.base, contention.other) == ("null", "stock")
+        assert contention.ratio.value == pytest.approx(1.1)
+        assert cell.arms["stock"].forward_backward_ns.value == pytest.approx(90 * 1.122 * MS)
+        assert (cell.equal_weights, cell.outlook, cell.arms["stock"].scaling) == (None, None, None)
 
 
-def test_hooks_are_judged_by_whole_steps_where_the_bare_arm_tells_no_more_and_never_where_it_moves_bytes():
-    cell = of({"bare": None, "null": 0, "stock": 50}, "inflation", computed={"null": 1.1})
-    assert cell.hooks.ratio.value == pytest.approx(109 / 100)
+def test_hooks_are_not_judged_where_the_bare_arm_moves_bytes():
     assert of({"bare": 50, "null": 0, "stock": 50}, "digits").hooks is None
 
 

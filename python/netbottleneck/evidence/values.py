@@ -19,6 +19,8 @@ FORMAT = "netbottleneck-cell"
 # Where T_1 comes from: see CellFacts.baseline.
 ALONE, NOTHING_MOVES, COMPUTED = "one rank alone", "nothing moves", "computed"
 STOCK = "stock"
+# The job whose steps are one forward and one backward pass, and whose bare arm moves nothing: nothing is learned.
+INFLATION = "inflation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +138,9 @@ class CellFacts:
     model: its name in the study; model_title: in words; network: as it was asked for; one_flow_bps, many_flows_bps:
     measured before the job. baseline: what single_ns is: ALONE, NOTHING_MOVES (the null arm), or COMPUTED (the step
     less exposed communication and waiting: then scaling factors are estimates, and inflation is not known).
-    hooks: steps of the null arm over bare ones, where bare moves nothing either; contention: forward and backward of
-    an arm over the null arm's. pairs: each arm against the first transport. compute: "timed" where it is a wait.
+    hooks: forward and backward of the null arm over bare ones, where bare moves nothing either (the job inflation);
+    contention: those of an arm over the null arm's. pairs: each arm against the first transport. compute: "timed"
+    where it is a wait.
     """
 
     key: str

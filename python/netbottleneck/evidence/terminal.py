@@ -10,11 +10,12 @@ from rich.console import Console
 from rich.text import Text
 
 from netbottleneck.evidence import tables
-from netbottleneck.report.terminal import WIDTH, make_table, put_row
+from netbottleneck.report.terminal import WIDTH
 
 if TYPE_CHECKING:
     from netbottleneck.evidence import Evidence
 
+WIDTHS = (9, 26, 26, 10, 8)  # of the columns of a cell's rows
 MISSING_MAX = 3  # of what was not measured, named at one step
 
 
@@ -30,15 +31,20 @@ def render(found: Evidence, console: Console) -> None:
     rows = tables.cells(found.cells)
     if rows:
         console.print()
-        table = make_table(*tables.CELLS[1:])
+        console.print(Text(_columns(tables.CELLS[1:]), style="bold"))
         for row, before in zip(rows, [("",), *rows], strict=False):
             if row[0] != before[0]:
-                table.add_row(Text(row[0], style="bold"))
-            put_row(table, f"  {row[1]}", *row[2:])
-        console.print(table)
+                console.print(Text(row[0], style="bold"))
+            console.print(Text(_columns(row[1:])))
         console.print(Text(f"{tables.CELL_KEY}."))
     for note in found.notes:
         console.print(Text(note))
+
+
+def _columns(row: Sequence[str]) -> str:
+    return f"  {row[0]:<{WIDTHS[0] - 2}}" + "".join(
+        f"{word:>{width}}" for word, width in zip(row[1:], WIDTHS[1:], strict=True)
+    )
 
 
 def _missing(words: Sequence[str]) -> list[str]:

@@ -41,9 +41,17 @@ def rows(number):
 def test_scaling_stands_by_ranks_and_by_link():
     by_ranks, by_link = rows(1), rows(3)
     assert {x: float(row["value"]) for (_, x), row in by_ranks.items()} == {"2": 50.0, "4": 40.0}
-    row = by_link["made, 2 ranks, 0.50 Gbit/s a flow: stock", "1"]
+    row = by_link["made, 2 ranks: stock", "1"]
     assert (row["value"], row["low"], row["unit"], row["label"]) == ("25", "25", "scaling factor, %", "measured")
     assert row["source"] == "one-2-1"
+
+
+def test_a_link_whose_flows_were_capped_in_several_ways_is_several_series():
+    free = replace(CELLS[1], key="free", flow_bps=())
+    told = figures.to_csv(figures.figures([*CELLS, free])[2])
+    assert "made, 2 ranks, 0.50 Gbit/s a flow: stock" in told
+    assert '"made, 2 ranks: stock",2,' in told
+    assert '"made, 4 ranks: stock",2,' in told
 
 
 def test_passes_are_of_models_that_compute():
@@ -57,7 +65,7 @@ def test_use_is_told_in_parts_of_the_link_and_of_the_cores():
 
 
 def test_measured_stands_beside_full_use():
-    assert rows(6)["made, 2 ranks, 0.50 Gbit/s a flow: full use", "1"]["value"] == "80"
+    assert rows(6)["made, 2 ranks: full use", "1"]["value"] == "80"
     by_ranks = rows(7)
     assert {row["label"] for (name, _), row in by_ranks.items() if name.endswith("full use")} == {"predicted"}
     assert {row["label"] for (name, _), row in by_ranks.items() if name.endswith("stock")} == {"measured"}

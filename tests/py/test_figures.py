@@ -86,6 +86,8 @@ def test_a_picture_is_the_same_for_the_same_values(figure):
     assert text == draw.svg(figure)
     assert ET.fromstring(text).tag.endswith("svg")
     assert "<dc:date>" not in text
+    (described,) = (element.text for element in ET.fromstring(text).iter() if element.tag.endswith("}description"))
+    assert described.strip() == figures.to_csv(figure).strip()
 
 
 def test_what_the_paper_published_is_what_was_read(paper1):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -16,14 +16,25 @@ from netbottleneck.evidence.chain import Step
 from netbottleneck.evidence.figures import Figure
 from netbottleneck.evidence.values import CellFacts
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
-
-__all__ = ["Evidence"]
+__all__ = ["Evidence", "Picture"]
 
 FORMAT = "netbottleneck-evidence"
 VERSION = 1
 FILE = "evidence.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A figure as SVG, which a notebook shows."""
+
+    svg: str
+
+    def write(self, path: Path | str) -> None:
+        """Write it as a file."""
+        Path(path).write_text(self.svg, encoding="utf-8")
+
+    def _repr_svg_(self) -> str:
+        return self.svg
 
 
 class Evidence:
@@ -80,13 +91,13 @@ class Evidence:
         """What was forecast, against what was measured."""
         return prediction.record(self.cells)
 
-    def draw(self, number: int) -> Canvas:
+    def draw(self, number: int) -> Picture:
         """Draw a figure by its number. Raises IndexError for none of 1 to 8, ImportError without matplotlib."""
         from netbottleneck.evidence import draw
 
         if not 1 <= number <= len(self.figures):
             raise IndexError(f"figure {number}: there are 1 to {len(self.figures)}")
-        return draw.figure(self.figures[number - 1])
+        return Picture(draw.svg(self.figures[number - 1]))
 
     def to_json(self) -> str:
         """What evidence.json holds: a cell a line."""

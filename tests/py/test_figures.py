@@ -54,6 +54,13 @@ def test_a_link_whose_flows_were_capped_in_several_ways_is_several_series():
     assert '"made, 4 ranks: stock",2,' in told
 
 
+def test_gradients_of_other_sizes_are_another_job():
+    less = replace(CELLS[0], key="less", tensor_bytes=1_000_000)
+    told = figures.to_csv(figures.figures([less, *CELLS[1:]])[2])
+    assert '"made of 1 MB, 2 ranks: stock",1,' in told
+    assert '"made of 10.5 MB, 2 ranks: stock",2,' in told
+
+
 def test_passes_are_of_models_that_compute():
     assert {(x, row["value"]) for (_, x), row in rows(2).items()} == {("bare", "90"), ("null", "90"), ("stock", "90")}
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from netbottleneck.evidence import bounds, compute, hosts, prediction, speed, words
 from netbottleneck.evidence.budget import budgets
-from netbottleneck.evidence.values import INFLATION, CellFacts
+from netbottleneck.evidence.values import INFLATION, CellFacts, apart
 from netbottleneck.units import percent
 
 
@@ -88,6 +88,7 @@ CLAIMS: tuple[tuple[str, str, Callable[[Sequence[CellFacts]], Said]], ...] = (
 def chain(cells: Sequence[CellFacts]) -> tuple[Step, ...]:
     """Every step, in the order of the argument, also those of which nothing was measured."""
     found = []
+    cells = apart(cells)
     trained = [cell for cell in cells if cell.job != INFLATION]
     for name, title, tell in CLAIMS:
         verdict, lines, missing = tell(cells if tell == compute.inflation else trained)

@@ -15,7 +15,7 @@ from netbottleneck.evidence import words
 from netbottleneck.evidence.bounds import bound
 from netbottleneck.evidence.published import Point, Series, paper
 from netbottleneck.evidence.speed import link_bps
-from netbottleneck.evidence.values import INFLATION, ArmFacts, CellFacts, Curve
+from netbottleneck.evidence.values import INFLATION, ArmFacts, CellFacts, Curve, apart
 from netbottleneck.stats import Estimate
 from netbottleneck.units import gbit
 
@@ -202,6 +202,7 @@ def _spread(rows: Sequence[CellFacts]) -> tuple[int, float]:
 
 def figures(cells: Sequence[CellFacts]) -> tuple[Figure, ...]:
     """All eight, also those of which nothing was measured."""
+    cells = apart(cells)
     trained = [cell for cell in cells if cell.job != INFLATION]
     ranked, named = by_ranks(trained), _links(trained)
     factor = "scaling factor, %"

@@ -74,8 +74,8 @@ def test_hooks_and_traffic_are_told_apart_and_timed_compute_proves_nothing():
         beside_ms=(0, 0),
     )
     found = steps(real)["compute"]
-    assert "hooks alone change a step by +2.0 % (+2.0 to +2.0)" in found.verdict
-    assert "traffic changes forward and backward by +10.0 % (+10.0 to +10.0)" in found.verdict
+    assert "hooks alone by +2.0 % (+2.0 to +2.0);" in found.verdict
+    assert "traffic beside them by +10.0 % (+10.0 to +10.0) (measured)" in found.verdict
     timed = steps(cell("timed", {"null": 0, "stock": 50}))["compute"]
     assert timed.verdict == "Compute inflation was not measured."
     assert "compute is timed, and cannot be slowed, in timed" in timed.missing

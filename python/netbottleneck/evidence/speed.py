@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -46,7 +45,8 @@ def scaling(cells: Sequence[CellFacts]) -> Said:
     if len(of_base) > 1:
         where = f"lies between {low[0]:.2f} ({low[1].key}) and {high[0]:.2f} ({high[1].key}) ({len(of_base)} cells"
     bad = "scales badly" if low[0] < WELL else "scales well"
-    verdict = f"The job {bad}: the scaling factor of {named} {where}; measured)."
+    label = "estimated" if "estimated" in (words.label(low[1]), words.label(high[1])) else "measured"
+    verdict = f"The job {bad}: the scaling factor of {named} {where}; {label})."
     return verdict, lines, [f"{key}: T_1 is an estimate, the step less what is exposed" for key in _estimated(cells)]
 
 
@@ -94,11 +94,13 @@ def bandwidth(cells: Sequence[CellFacts]) -> Said:
             end = stops_at(rows, arm)
             where = "still grows" if end is None else f"stops growing at {gbit(end[0])}"
             lines.append(f"{job}, {arm}: {', '.join(told)}: {where}")
-            if arm == STOCK:
-                (growing if end is None else stopped).append(job)
-    verdict = f"Stock's scaling factor stops growing with the link for {words.listed(stopped) or 'no job'}"
-    if growing:
-        verdict += f"; it still grows for {words.listed(growing)}"
+            if arm == STOCK and end is None:
+                growing.append(job)
+            elif arm == STOCK and end is not None:
+                stopped.append(f"at {gbit(end[0])} for {job}")
+    told = [f"stops growing with the link {words.listed(stopped)}"] if stopped else []
+    told += [f"still grows for {words.listed(growing)}"] if growing else []
+    verdict = f"Stock's scaling factor {'; it '.join(told) or 'was not measured on two links'}"
     return f"{verdict} (measured; no more than {percent(GROWTH_MIN)} counts as none).", lines, ()
 
 
@@ -115,9 +117,10 @@ def transports(cells: Sequence[CellFacts]) -> Said:
         lines.append(f"{cell.key}: a step over {pair.other}{how} takes {ratio} of one over stock, {pair.pairs} pairs")
     faster = sum(pair.ratio.high < 1 for _, pair in pairs)
     best_cell, best = min(pairs, key=lambda row: row[1].ratio.value)
-    times = 1 / best.ratio.value if best.ratio.value else math.inf
+    fast, least, most = (1 / part for part in (best.ratio.value, best.ratio.high, best.ratio.low))
     verdict = (
         f"With another transport over the same link the step is surely shorter in {faster} of {len(pairs)} "
-        f"comparisons; at best {times:.2f} times as fast as stock ({best.other}, {best_cell.key}; measured)."
+        f"comparisons; at best {fast:.2f} times ({least:.2f} to {most:.2f}) as fast as stock ({best.other}, "
+        f"{best_cell.key}; measured)."
     )
     return verdict, lines, ()

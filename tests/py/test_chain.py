@@ -74,6 +74,14 @@ def test_scaling_and_transports_are_told_with_their_intervals():
     assert "two: T_1 is an estimate" in estimated.missing[0]
 
 
+def test_a_job_whose_stock_is_not_known_is_told_without_it():
+    one = cell("one", {"stock": 100, "ofi": 20})
+    arms = {name: replace(arm, scaling=None) if name == "stock" else arm for name, arm in one.arms.items()}
+    found = steps(replace(one, arms=arms))
+    assert found["scaling"].verdict == "What stock scales like was not measured."
+    assert len(found["scaling"].lines) == 1
+
+
 def test_hooks_and_traffic_are_told_apart_and_timed_compute_proves_nothing():
     real = cell(
         "real",

@@ -38,16 +38,23 @@ def scaling(cells: Sequence[CellFacts]) -> Said:
         for cell, arm in rows
         if arm.scaling is not None
     ]
-    of_base = [(one.scaling.value, cell) for cell in cells if (one := base(cell)) is not None and one.scaling]
+    missing = [f"{key}: T_1 is an estimate, the step less what is exposed" for key in _estimated(cells)]
+    return _scaling(cells) or "What stock scales like was not measured.", lines, missing
+
+
+def _scaling(cells: Sequence[CellFacts]) -> str:
+    """Of the arm that each cell is about, the smallest factor and the largest; "" where none is known."""
+    of_base = [(one.scaling.value, cell, one.name) for cell in cells if (one := base(cell)) and one.scaling]
+    if not of_base:
+        return ""
     low, high = min(of_base, key=lambda row: row[0]), max(of_base, key=lambda row: row[0])
-    named = words.listed(one.name for cell in cells if (one := base(cell)) is not None)
+    named = words.listed(name for _, _, name in of_base)
     where = f"is {low[0]:.2f} ({low[1].key}"
     if len(of_base) > 1:
         where = f"lies between {low[0]:.2f} ({low[1].key}) and {high[0]:.2f} ({high[1].key}) ({len(of_base)} cells"
     bad = "scales badly" if low[0] < WELL else "scales well"
     label = "estimated" if "estimated" in (words.label(low[1]), words.label(high[1])) else "measured"
-    verdict = f"The job {bad}: the scaling factor of {named} {where}; {label})."
-    return verdict, lines, [f"{key}: T_1 is an estimate, the step less what is exposed" for key in _estimated(cells)]
+    return f"The job {bad}: the scaling factor of {named} {where}; {label})."
 
 
 def _estimated(cells: Sequence[CellFacts]) -> Iterator[str]:
@@ -64,12 +71,16 @@ def by_link(cells: Sequence[CellFacts]) -> dict[tuple[str, int, tuple[float, ...
     return {key: tuple(sorted(rows.items())) for key, rows in found.items() if len(rows) > 1}
 
 
-def stops_at(series: Series, arm: str) -> tuple[float, CellFacts] | None:
-    """The slowest link beyond which the arm's factor grows by no more than GROWTH_MIN; None: it still grows."""
-    factors = [(bps, cell, one.scaling.value) for bps, cell in series if (one := cell.arms.get(arm)) and one.scaling]
-    for place, (bps, cell, value) in enumerate(factors[:-1]):
-        if max(later for _, _, later in factors[place + 1 :]) <= (1 + GROWTH_MIN) * value:
-            return bps, cell
+def factors(series: Series, arm: str) -> list[tuple[float, float]]:
+    """An arm's scaling factor by link."""
+    return [(bps, one.scaling.value) for bps, cell in series if (one := cell.arms.get(arm)) and one.scaling]
+
+
+def stops_at(found: Sequence[tuple[float, float]]) -> float | None:
+    """The slowest link beyond which the factor grows by no more than GROWTH_MIN; None: it still grows."""
+    for place, (bps, value) in enumerate(found[:-1]):
+        if max(later for _, later in found[place + 1 :]) <= (1 + GROWTH_MIN) * value:
+            return bps
     return None
 
 
@@ -79,29 +90,25 @@ def bandwidth(cells: Sequence[CellFacts]) -> Said:
     if not series:
         verdict = "Whether a faster link would help was not measured: each job ran on one link speed."
         return verdict, (), ("cells of one model and number of ranks on two link speeds or more",)
-    lines: list[str] = []
-    stopped: list[str] = []
-    growing: list[str] = []
+    lines, stopped, growing = [], [], []
     for (model, ranks, flow), rows in series.items():
         job = f"{model} on {ranks} ranks" + (f" at {gbit(min(flow))} a flow" if flow else "")
-        arms = dict.fromkeys(arm.name for _, cell in rows for arm in cell.transports)
-        for arm in arms:
-            told = [
-                f"{gbit(bps)} {one.scaling.value:.3f}"
-                for bps, cell in rows
-                if (one := cell.arms.get(arm)) and one.scaling
-            ]
-            end = stops_at(rows, arm)
-            where = "still grows" if end is None else f"stops growing at {gbit(end[0])}"
-            lines.append(f"{job}, {arm}: {', '.join(told)}: {where}")
-            if arm == STOCK and end is None:
-                growing.append(job)
-            elif arm == STOCK and end is not None:
-                stopped.append(f"at {gbit(end[0])} for {job}")
+        for arm in dict.fromkeys(arm.name for _, cell in rows for arm in cell.transports):
+            found = factors(rows, arm)
+            end = stops_at(found)
+            where = "still grows" if end is None else f"stops growing at {gbit(end)}"
+            lines.append(f"{job}, {arm}: {', '.join(f'{gbit(bps)} {value:.3f}' for bps, value in found)}: {where}")
+            if arm == STOCK:
+                stopped += [f"at {gbit(end)} for {job}"] if end is not None else []
+                growing += [job] if end is None else []
+    return _growth(stopped, growing), lines, ()
+
+
+def _growth(stopped: Sequence[str], growing: Sequence[str]) -> str:
     told = [f"stops growing with the link {words.listed(stopped)}"] if stopped else []
     told += [f"still grows for {words.listed(growing)}"] if growing else []
     verdict = f"Stock's scaling factor {'; it '.join(told) or 'was not measured on two links'}"
-    return f"{verdict} (measured; no more than {percent(GROWTH_MIN)} counts as none).", lines, ()
+    return f"{verdict} (measured; no more than {percent(GROWTH_MIN)} counts as none)."
 
 
 def transports(cells: Sequence[CellFacts]) -> Said:

@@ -127,7 +127,7 @@ def _base(run: Run, about: About, told: Trace, splits: Mapping[str, Sequence[Spl
     baseline = {SINGLE: ALONE, NULL: NOTHING_MOVES, "": COMPUTED}[name]
     own = splits.get(name, ())
     hosts = {rank.host_id for rank in trace.ranks}
-    cores = {(rank.hostname if len(trace.ranks) > 1 else "", core) for rank in trace.ranks for core in rank.cores}
+    cores = {(rank.hostname, core) for rank in trace.ranks for core in rank.cores}
     return CellFacts(
         **{field: getattr(about, field) for field in ("key", "model", "job", "network")},
         ranks=trace.size,

@@ -54,6 +54,9 @@ def build(kind: Any, value: Any) -> Any:
         if inner[0] in _SCALARS:
             return tuple(_scalar(inner[0], v) for v in value)
         return tuple(build(inner[0], v) for v in value)
+    if origin in (dict, Mapping):
+        inner = typing.get_args(kind)[1]
+        return {k: build(inner, v) for k, v in value.items()}
     if origin in (types.UnionType, typing.Union):
         return build(next(k for k in typing.get_args(kind) if k is not type(None)), value)
     return _scalar(kind, value) if kind in _SCALARS else value

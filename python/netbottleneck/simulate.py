@@ -184,7 +184,7 @@ def _trace(load: Workload, plan: Plan, cost: Cost, workers: int, chosen: Sequenc
     parameters = source.parameters
     bucket_of = {index: at for at, bucket in enumerate(chosen) for index in bucket}
     notes = list(cost.doubts(run.ops[:, BYTES].tolist(), workers))
-    if not recorded and workers > 1:
+    if not recorded and workers > 1 and len(load.draws) > 1:
         notes.append(
             f"one rank of {workers}; the last of the others drawn from {len(load.draws)} recorded steps, as if they"
             " were independent, none slower than the slowest of them"

@@ -1,0 +1,173 @@
+"""What a run will take that has not been made: from the fit of another one, over a network that was looked at before.
+
+A forecast is written down before its run, and held against it afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from netbottleneck import whatif
+from netbottleneck.cost import Cost, Fit, Link, fit
+from netbottleneck.plan import Plan
+from netbottleneck.score import Score, as_trace
+from netbottleneck.stats import Estimate
+from netbottleneck.trace import NULL, PSEUDO, Network, Trace
+
+FULL_USE = "full_use"
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """A network as it is known before a run, bits a second. None: no cap, or not measured.
+
+    link_bps, flow_bps: what it is made for, each link and each flow, headers counted. one_flow_bps, many_flows_bps:
+    what was measured just before, of payload: one flow, and as many as fill the link."""
+
+    link_bps: float | None = None
+    flow_bps: float | None = None
+    one_flow_bps: float | None = None
+    many_flows_bps: float | None = None
+
+    @classmethod
+    def of(cls, network: Network | None) -> Wire:
+        """What a trace knows of its network."""
+        if network is None:
+            return cls()
+        seen = {name: network.verified.get(name) or {} for name in ("one_flow", "many_flows")}
+        rates = [float(found["measured_bps"]) if "measured_bps" in found else None for found in seen.values()]
+        return cls(network.link_bps, min(network.flow_bps, default=None), *rates)
+
+    @classmethod
+    def of_network(cls, network: Mapping[str, Any]) -> Wire:
+        """The same of a session's network: how, link_bps, flow_bps, verified."""
+        flows = tuple(float(bps) for bps in network.get("flow_bps") or ())
+        return cls.of(Network("", network.get("link_bps"), flows, network.get("verified") or {}))
+
+    def measured(self, flows: float) -> float | None:
+        """What so many flows carry together, as was measured."""
+        one, many = self.one_flow_bps, self.many_flows_bps
+        return None if one is None or many is None else min(many, flows * one) if flows > 1 else one
+
+    def made_for(self, flows: float) -> float | None:
+        """The same by the caps; None where there is none."""
+        caps = [cap for cap in (self.link_bps, self.flow_bps and flows * self.flow_bps) if cap and math.isfinite(cap)]
+        return min(caps, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class ArmForecast:
+    """One transport's step and scaling factor, with the interval of the fit; None, and why, where it is refused.
+
+    single_ns: the step of one rank alone. rate_bps: of the link, as it will be used. algorithm: whose formula."""
+
+    step_ns: Estimate | None
+    single_ns: float
+    scaling: Estimate | None
+    why: str = ""
+    rate_bps: float | None = None
+    algorithm: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A cell's steps before its run. transports: by arm; "full_use": at full use of the link's nominal rate.
+
+    cell, fitted_to: names. notes: what was assumed, in words."""
+
+    cell: str
+    fitted_to: str
+    ranks: int
+    transports: dict[str, ArmForecast]
+    notes: tuple[str, ...] = ()
+
+
+def _flows(source: Trace, arm: str) -> tuple[float, float]:
+    """How many flows to a peer a transport used, and how many it may use elsewhere: what it was told, else any."""
+    infos = [info for rank in source.ranks for info in rank.transports if info.name == arm]
+    info = infos[0] if infos else None
+    if info is None or info.streams_open is None:
+        # Who does not tell has a flow for each interface that it was given, as gloo has.
+        names = (info.interface if info is not None else None) or ""
+        count = float(max(1, len(names.split(","))))
+        return count, count
+    used = float(info.streams_used or info.streams_open)
+    return used, float(info.streams_asked) if info.streams_asked else math.inf
+
+
+def _link(found: Fit, source: Wire, target: Wire, flows: tuple[float, float]) -> tuple[Link, str]:
+    """The link as the transport will use it, and how that was found. Raises ValueError where nothing tells."""
+    achieved = found.cost.link.rate_bps
+    for how in ("measured", "made_for"):
+        there, here = getattr(source, how)(flows[0]), getattr(target, how)(flows[1])
+        if there and here:
+            share = achieved / there
+            known = "its flows were measured to carry" if how == "measured" else "its flows are made for"
+            return Link(share * here), f"{found.transport}: {share:.1%} of what {known}, {here / 1e9:.3f} Gbit/s"
+    raise ValueError("nothing tells how the two networks compare: neither caps nor a measurement before the run")
+
+
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """What will be played: its compute, and its buckets where it has its own."""
+
+    trace: Trace
+    buckets: tuple[tuple[int, ...], ...] | None
+    ranks: int
+
+    def job(self, found: Fit, link: Link) -> whatif.Job:
+        """The job, over a link, as a transport was found to be."""
+        plan = Plan.explicit(self.buckets, found.in_flight) if self.buckets else Plan.of(self.trace, found.transport)
+        made = whatif.job(self.trace, plan=plan, cost=replace(found.cost, link=link))
+        return replace(made, workers=self.ranks)
+
+
+def _ask(job: whatif.Job, words: str, alone_ns: float) -> tuple[ArmForecast, tuple[str, ...]]:
+    one = whatif.answer(job, whatif.Setting("forecast", words, job.plan, job.cost, job.workers))
+    if one.step_s is None:
+        return ArmForecast(None, alone_ns, None, one.refused), ()
+    step = Estimate(*(1e9 * x for x in (one.step_s.value, one.step_s.low, one.step_s.high)))
+    cost = one.setting.cost
+    return ArmForecast(step, alone_ns, one.scaling, "", cost.link.rate_bps, cost.algorithm), one.notes
+
+
+def make(
+    source: Trace, played: Score | Trace, ranks: int, wire: Wire, transports: Sequence[str], *, cell: str = ""
+) -> Forecast:
+    """Return what `transports` will take to play something on so many ranks over a network.
+
+    source: a run that those transports are fitted to. wire: the network that will be there; a transport is taken to
+    have the same share of what its flows carry as it had in the source's network. One that the source tells nothing of
+    is refused by itself. Raises ValueError for fewer than 1 rank, and for what tells no gradients."""
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1, not {ranks}")
+    if isinstance(played, Score):
+        what = _Played(as_trace(played), played.buckets, ranks)
+    else:
+        what = _Played(played, None, ranks)
+    alone_ns = whatif.job(what.trace, plan=Plan.ddp(), cost=Cost.free()).alone_ns
+    made: dict[str, ArmForecast] = {}
+    notes: list[str] = []
+    best: Fit | None = None
+    for arm in transports:
+        if arm == NULL:
+            made[arm] = ArmForecast(Estimate(alone_ns, alone_ns, alone_ns), alone_ns, Estimate(1.0, 1.0, 1.0))
+        if arm in PSEUDO:
+            continue
+        try:
+            found = fit(source, arm, ranks_per_host=1)
+            link, how = _link(found, Wire.of(source.network), wire, _flows(source, arm))
+            made[arm], said = _ask(what.job(found, link), arm, alone_ns)
+        except ValueError as error:
+            made[arm] = ArmForecast(None, alone_ns, None, str(error))
+            continue
+        notes += [how, *said]
+        if best is None or found.cost.link.rate_bps > best.cost.link.rate_bps:
+            best = found
+    if best is not None and wire.link_bps:
+        made[FULL_USE], _ = _ask(what.job(best, Link(wire.link_bps)), FULL_USE, alone_ns)
+        notes.append(f"full use: {wire.link_bps / 1e9:g} Gbit/s of payload, all else as of {best.transport}")
+    return Forecast(cell, source.id, ranks, made, tuple(dict.fromkeys(notes)))

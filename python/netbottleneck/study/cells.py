@@ -18,8 +18,10 @@ FACTS, FORECAST, TOLD = "facts.json", "forecast.json", "cell.json"
 
 @dataclass(frozen=True)
 class Done:
-    """What the ranks of a cell came to. again: digits over stock alone; tuned: the folder of stock with four
-    interfaces, "" where there was none; both beside the cell's own run. seconds: all of it."""
+    """What the ranks of a cell came to. seconds: all of it.
+
+    again: digits over stock alone; tuned: the folder of stock with four interfaces, "" where there was none.
+    """
 
     cell: Cell
     outcome: Outcome

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -105,22 +105,29 @@ def caps(network: str) -> LinkSpec:
 
 
 def parse(
-    text: str, path: str, *, transports: Sequence[str] = ("stock", "ofi"), real: bool = False, base: Path | None = None
+    text: str,
+    path: str,
+    *,
+    transports: Sequence[str] = ("stock", "ofi"),
+    hosts: int = 0,
+    done: Callable[[str], bool] = lambda _key: False,
 ) -> StudySpec:
     """Return the study that a text asks for. Raises ValueError naming `path` and the line.
 
-    transports: where the text names none. real: on the hosts of a launcher's ranks, where there are caps on a named
-    interface or none. base: the folder that `file` starts from; None: that of `path`."""
+    transports: where the text names none. hosts: ranks of a launcher, whose hosts have caps on the interface that is
+    named, or none; 0: they are simulated. done: of a cell's key: what is done needs no ranks any more."""
     raw = load(text, path)
     lines = Lines(text, path)
     checked(raw, lines)
-    folder = Path(path).parent if base is None else base
     cells: list[Cell] = []
     for number, table in enumerate(raw["model"]):
         asked = {"ranks": [2], "networks": ["2gbit/500mbit"], "transports": list(transports), **raw, **table}
-        if real and "interface" not in raw:
+        if hosts and "interface" not in raw:
             asked["networks"] = [HERE]
-        own = list(_cells(asked, _model(table, lines, number, folder), lines.of("ranks", number)))
+        at = lines.of("ranks", number)
+        own = list(_cells(asked, _model(table, lines, number, Path(path).parent), at))
+        if hosts and any(cell.ranks > hosts and not done(cell.key) for cell in own):
+            raise ValueError(f"{at}: ranks = {asked['ranks']}: {hosts} were started: start more, or ask for fewer")
         if twice := {cell.key for cell in cells} & {cell.key for cell in own}:
             where = lines.of("", number)
             raise ValueError(f"{where}: a second cell called {min(twice)}: give this [[model]] a label of its own")

@@ -87,6 +87,7 @@ PYTHON_ROOMS: dict[str, set[str]] = {
     "forecast": {"trace", "scaling", "cost", "plan", "whatif"},
     "verdict": {"trace", "scaling", "cost", "whatif"},
     "report": {"trace", "recorder", "scaling", "compat", "verdict", "whatif"},
+    "evidence": {"trace", "replay", "scaling", "whatif", "report"},
     "launch": {"env", "_core"},
     "comm": {"_core", "env", "trace", "launch"},
     "recorder": {"_core", "env", "trace", "launch"},
@@ -111,7 +112,7 @@ EVERYWHERE_LIVE = {"lab", "cli", "bench", "study", "doctor"}
 OUTSIDE: dict[str, set[str]] = {
     "torch": {"torch", "hooks", "callbacks", "comm", "models", "study", "profiling"},
     "horovod": {"torch", "hooks", "comm"},
-    "matplotlib": {"report"},
+    "matplotlib": {"report", "evidence"},
     "subprocess": EVERYWHERE_LIVE | {"timeline", "monitor"},
     "multiprocessing": EVERYWHERE_LIVE,
 }

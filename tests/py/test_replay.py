@@ -19,6 +19,7 @@ import pytest
 from netbottleneck import launch, layerlog
 from netbottleneck import trace as tr
 from netbottleneck.cost import Cost
+from netbottleneck.evidence.sent import quiet_spans, sent
 from netbottleneck.lab import Lab
 from netbottleneck.plan import Plan
 from netbottleneck.recorder import EVENTS
@@ -28,7 +29,6 @@ from netbottleneck.rings import read_ring
 from netbottleneck.simulate import simulate
 from netbottleneck.study import playing, replaying
 from netbottleneck.study.ranks import JobError, run_in_lab
-from netbottleneck.study.sent import quiet_spans, sent
 from netbottleneck.study.task import PLAY, Task
 
 DEADLINE_S = 18.0

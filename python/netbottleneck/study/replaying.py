@@ -13,13 +13,13 @@ from typing import NoReturn
 
 from netbottleneck import layerlog, models
 from netbottleneck import trace as tr
+from netbottleneck.evidence.sent import Sent, sent
 from netbottleneck.lab import Lab, LabError, LinkSpec, parse_lab
 from netbottleneck.plan import BUCKET_BYTES, FIRST_BYTES, Plan
 from netbottleneck.replay import Score, score
 from netbottleneck.report import Run
 from netbottleneck.study import playing
 from netbottleneck.study.ranks import JobError, run_in_lab
-from netbottleneck.study.sent import Sent, sent
 from netbottleneck.study.task import PLAY, Task
 from netbottleneck.study.tell import Teller
 from netbottleneck.units import gbit, ms

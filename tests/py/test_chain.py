@@ -1,0 +1,200 @@
+"""The chain of claims: each step says what its cells bear out, and nothing of what was not measured."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cellmaker
+from netbottleneck.evidence import budget, chain, facts, prediction
+from netbottleneck.evidence.values import COMPUTED, ArmFacts, CellFacts, Cpu, Foretold, Nic, Outlook, Parts
+from netbottleneck.report import Run
+from netbottleneck.stats import Estimate
+
+MS = cellmaker.MS
+about = cellmaker.about
+
+
+class Made(Run):
+    """A run that was never on a disk."""
+
+    def __init__(self, trace):
+        self.path, self._folder, self.trace = Path("/nowhere"), None, trace
+
+
+def cell(key, arms, link_bps=2e9, job="replay", **how):
+    run = Made(cellmaker.trace(arms, link_bps=link_bps, **how))
+    return facts.of(run, facts.About(key, "made", job, f"{link_bps / 1e9:g}gbit"))
+
+
+def steps(*cells):
+    return {step.name: step for step in chain.chain(cells)}
+
+
+def test_nothing_is_said_of_what_was_not_measured():
+    found = chain.chain([])
+    assert len(found) == len(chain.CLAIMS)
+    assert all(step.missing and not step.lines for step in found)
+    assert not [step.verdict for step in found if any(mark.isdigit() for mark in step.verdict)]
+
+
+def test_a_factor_stops_growing_where_faster_links_give_no_more():
+    cells = [
+        cell("1", {"stock": 300, "ofi": 200}, 1e9),
+        cell("2", {"stock": 100, "ofi": 50}),
+        cell("4", {"stock": 99, "ofi": 10}, 4e9),
+    ]
+    found = steps(*cells)["bandwidth"]
+    assert "stops growing with the link for made on 2 ranks of 0.50 Gbit/s a flow (measured" in found.verdict
+    stock, ofi = found.lines
+    assert "stock: 1.00 Gbit/s 0.250, 2.00 Gbit/s 0.500, 4.00 Gbit/s 0.503: stops growing at 2.00 Gbit/s" in stock
+    assert "ofi" in ofi
+    assert ofi.endswith("still grows")
+    assert "each job ran on one link speed" in steps(cells[0])["bandwidth"].verdict
+
+
+def test_scaling_and_transports_are_told_with_their_intervals():
+    found = steps(cell("one", {"stock": 100, "ofi": 20}))
+    assert found["scaling"].verdict == "The job scales badly: the scaling factor of stock is 0.50 (one; measured)."
+    assert "one, ofi: 0.833 (0.833 to 0.833), step 120 ms (120 to 120) (measured)" in found["scaling"].lines
+    assert "shorter in 1 of 1 comparisons; at best 1.67 times" in found["transports"].verdict
+    estimated = steps(cell("two", {"stock": 100}, alone_ms=0))["scaling"]
+    assert "(estimated)" in estimated.lines[0]
+    assert "two: T_1 is an estimate" in estimated.missing[0]
+
+
+def test_hooks_and_traffic_are_told_apart_and_timed_compute_proves_nothing():
+    real = cell(
+        "real",
+        {"bare": 0, "null": 0, "stock": 50},
+        job="inflation",
+        computed={"null": 1.02, "stock": 1.122},
+        beside_ms=(0, 0),
+    )
+    found = steps(real)["compute"]
+    assert "hooks alone change a step by +2.0 % (+2.0 to +2.0)" in found.verdict
+    assert "traffic changes forward and backward by +10.0 % (+10.0 to +10.0)" in found.verdict
+    timed = steps(cell("timed", {"null": 0, "stock": 50}))["compute"]
+    assert timed.verdict == "Compute inflation was not measured."
+    assert "compute is timed, and cannot be slowed, in timed" in timed.missing
+
+
+@pytest.mark.parametrize(
+    ("equal", "same", "words"),
+    [
+        (
+            True,
+            True,
+            "No harm: all ranks hold the same, bit for bit, in 1 of 1 cells, and what stock alone gives in 1 of 1",
+        ),
+        (True, None, "No harm: all ranks hold the same, bit for bit, in 1 of 1 cells (measured)."),
+        (True, False, "The model is harmed: results differ in one (measured)."),
+        (False, None, "The model is harmed: results differ in one (measured)."),
+    ],
+)
+def test_harm_is_told(equal, same, words):
+    one = replace(cell("one", {"stock": 100}, job="digits"), equal_weights=equal, same_as_stock=same, accuracy=0.96)
+    found = steps(one)["harm"]
+    assert found.verdict.startswith(words)
+    assert "accuracy 0.960" in found.lines[0]
+    assert bool(found.missing) == (same is None)
+
+
+def test_an_average_stands_beside_what_is_active():
+    one = cell("one", {"stock": 100})
+    stock = replace(
+        one.arms["stock"],
+        nic=Nic("eth0", 3e8, 2e8, 5e8, 4e8),
+        cpu=Cpu({"user": 0.1, "idle": 0.9}, 0.3),
+        sent_segments=1000.0,
+        retransmitted_segments=10.0,
+    )
+    full = {"full_use": Foretold(Estimate(125 * MS, 120 * MS, 130 * MS), about(0.8))}
+    found = steps(replace(one, arms={"stock": stock}, forecast=full))
+    assert "As little as 20 % of the link is used while something moves, 10 % on average" in found["nic"].verdict
+    assert "at full use it would average 0.32 Gbit/s (16 %) (predicted)" in found["nic"].lines[0]
+    assert "at most 1.00 % (measured)" in found["nic"].lines[1]
+    assert "at most 10.0 % of all cores (one, stock; measured)" in found["cpu"].verdict
+
+
+def test_the_bound_stands_beside_what_was_reached():
+    full = {"full_use": Foretold(Estimate(110 * MS, 105 * MS, 130 * MS), about(0.9))}
+    one = replace(cell("one", {"stock": 100, "ofi": 5}), forecast=full)
+    found = steps(one)["full use"]
+    assert "stock reaches as little as 55 % of what full use of the link would give" in found.verdict
+    assert "at full use 0.900 (0.891 to 0.909) (predicted before the run); stock 0.500" in found.lines[0]
+    assert found.lines[1] == "one, ofi: the measured step is shorter than its bound"
+
+
+def test_compression_is_told_as_the_link_was_used_and_fully_used():
+    outlook = Outlook(
+        "stock", 0.9, ratio=about(5.5), full_use_ratio=Estimate(1, 1, 1), at_full_use=None, enough_bps=about(2e10)
+    )
+    one = replace(cell("one", {"stock": 100}), outlook=outlook)
+    found = steps(one)["compression"]
+    assert "at most 1.0x compression is needed" in found.verdict
+    assert "as it was used, up to 5.5x" in found.verdict
+    none = replace(outlook, ratio=None, ratio_why="at most 71.0 % is reached", full_use_ratio=None)
+    assert (
+        "no compression is enough as stock used the link: at most 71.0 %"
+        in steps(replace(one, outlook=none))["compression"].lines[0]
+    )
+
+
+def test_predictions_are_held_against_what_was_measured():
+    told = {"stock": Foretold(about(210 * MS)), "ofi": Foretold(about(120 * MS)), "tcp": Foretold(why="no fit")}
+    one = replace(cell("one", {"stock": 100, "ofi": 20, "tcp": 30}), forecast=told)
+    held = prediction.record([one])
+    assert held.median == pytest.approx(0.025)
+    assert (held.worst.arm, held.within(0.04), held.exposed) == ("stock", 1, 1)
+    found = steps(one)["prediction"]
+    assert "Of 2 steps that were predicted before they ran, the median error is 2.5 %, the worst 5.0 %" in found.verdict
+    assert "one, tcp: refused: no fit" in found.missing
+    assert "one, ofi: predicted 120 ms (119 to 121), measured 120 ms (120 to 120): +0.0 %" in found.lines
+
+
+def test_the_loss_is_told_by_its_causes():
+    one = cell("one", {"stock": 100, "ofi": 20}, computed={"stock": 1.1})
+    stock, _ = budget.budgets([one])
+    assert stock.loss == pytest.approx(1 - 100 / 209)
+    assert stock.exposed == pytest.approx(100 / 209)
+    assert stock.inflation == pytest.approx(9 / 209)
+    assert (stock.host_internal, stock.waiting, stock.notes) == (0, 0, ())
+    assert stock.other == pytest.approx(0)
+    assert (
+        "The largest loss of stock is 52 % of the step (one); most of it, 48 %, is exposed network"
+        in steps(one)["budget"].verdict
+    )
+
+
+def test_what_one_host_loses_is_told_apart_where_it_was_measured():
+    inside = replace(cell("8", {"stock": 30}, size=4), ranks_per_host=4)
+    across = replace(cell("16", {"stock": 100}, size=8), ranks_per_host=4)
+    by_key = {one.key: one for one in budget.budgets([inside, across])}
+    assert (by_key["8"].host_internal, by_key["8"].exposed) == (pytest.approx(30 / 130), 0)
+    assert by_key["16"].host_internal == pytest.approx(30 / 200)
+    assert by_key["16"].exposed == pytest.approx(70 / 200)
+    (alone,) = budget.budgets([across])
+    assert alone.host_internal == 0
+    assert alone.notes == (budget.NOT_APART,)
+
+
+lengths = st.floats(0, 1e9, allow_nan=False)
+baselines = st.sampled_from(["one rank alone", COMPUTED])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.tuples(lengths, lengths, lengths, lengths), st.floats(1, 1e9), st.floats(0.01, 1.2), baselines, st.integers(1, 2)
+)
+def test_the_budget_adds_up(lengths_ns, single_ns, factor, baseline, ranks_per_host):
+    compute_ns, exposed_ns, wait_ns, other_ns = lengths_ns
+    step_ns = max(sum(lengths_ns), 1.0)
+    parts = Parts(step_ns, compute_ns, 0, exposed_ns, wait_ns, other_ns, exposed_ns)
+    arm = ArmFacts("stock", about(step_ns), 9, (), scaling=about(factor), parts=parts)
+    whole = CellFacts("k", "m", "replay", 4, "n", baseline=baseline, single_ns=about(single_ns), arms={"stock": arm})
+    found = budget.budget(replace(whole, ranks_per_host=ranks_per_host), arm)
+    assert found.host_internal + found.inflation + found.exposed + found.other == pytest.approx(found.loss, abs=1e-6)
+    assert found.loss == 1 - factor

@@ -1,0 +1,130 @@
+"""A cell's facts: what of a known run they say, and that they survive their file."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import cellmaker
+from netbottleneck.evidence import facts, intervals, values
+from netbottleneck.report import Run
+from netbottleneck.stats import Estimate
+
+MS = cellmaker.MS
+STORED = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
+ABOUT = facts.About("made-2-2gbit", "made", "replay", "2gbit/500mbit")
+
+
+@dataclass
+class Ended:
+    digests: tuple = ("a", "a")
+    accuracy: float | None = 0.96
+
+    @property
+    def equal(self):
+        return len(set(self.digests)) == 1
+
+
+class Made(Run):
+    """A run that was never on a disk."""
+
+    def __init__(self, trace):
+        self.path, self._folder, self.trace = Path("/nowhere"), None, trace
+
+
+def of(arms, job="replay", known=None, **how):
+    return facts.of(Made(cellmaker.trace(arms, **how)), replace(ABOUT, job=job), **(known or {}))
+
+
+def test_an_arm_is_told_in_time_parts_and_scaling_factor():
+    cell = of({"stock": 100, "ofi": 20})
+    stock = cell.arms["stock"]
+    assert (cell.baseline, cell.single_ns.value) == (values.ALONE, 100 * MS)
+    assert stock.step_ns == Estimate(200 * MS, 200 * MS, 200 * MS)
+    assert stock.scaling.value == cell.arms["stock"].scaling.low == 0.5
+    assert (stock.parts.compute_ns, stock.parts.exposed_ns, stock.parts.other_ns) == (98 * MS, 100 * MS, 2 * MS)
+    assert stock.forward_backward_ns.value == 90 * MS
+    assert [block for block, _ in stock.blocks] == [0, 2, 4]
+    assert cell.pair("ofi").ratio.value == pytest.approx(120 / 200)
+    assert (cell.one_flow_bps, cell.many_flows_bps, cell.cores) == (4.8e8, 1.9e9, 4)
+    assert (cell.tensors, cell.tensor_bytes) == (1, cellmaker.NBYTES)
+
+
+def test_without_one_rank_alone_the_arm_in_which_nothing_moves_is_the_baseline_else_it_is_computed():
+    idle = of({"null": 0, "stock": 100}, alone_ms=0)
+    assert (idle.baseline, idle.single_ns.value) == (values.NOTHING_MOVES, 100 * MS)
+    assert idle.arms["stock"].scaling.value == pytest.approx(0.5)
+    assert idle.arms["null"].scaling is None
+    computed = of({"stock": 100}, alone_ms=0)
+    assert (computed.baseline, computed.single_ns) == (values.COMPUTED, None)
+    assert computed.arms["stock"].scaling.value == pytest.approx(0.5)
+
+
+def test_hooks_and_contention_stand_apart_whatever_the_bare_arm_tells():
+    for bare in (0, None):
+        slower = {"bare": 1, "null": 1.02, "stock": 1.122}
+        arms = {"bare": bare, "null": 0, "stock": 50}
+        cell = of(arms, "inflation", computed=slower, beside_ms=(0, 0), alone_ms=0, known={"outcome": Ended()})
+        assert cell.hooks.ratio.value == pytest.approx(1.02)
+        (contention,) = cell.contention
+        assert (contention.base, contention.other) == ("null", "stock")
+        assert contention.ratio.value == pytest.approx(1.1)
+        assert cell.arms["stock"].forward_backward_ns.value == pytest.approx(90 * 1.122 * MS)
+        assert (cell.equal_weights, cell.outlook, cell.arms["stock"].scaling) == (None, None, None)
+
+
+def test_hooks_are_not_judged_where_the_bare_arm_moves_bytes():
+    assert of({"bare": 50, "null": 0, "stock": 50}, "digits").hooks is None
+
+
+def test_what_ranks_ended_with_is_kept():
+    known = {"outcome": Ended(), "stock_alone": Ended(("b", "b"), 0.95)}
+    cell = of({"stock": 100}, known=known)
+    assert (cell.equal_weights, cell.same_as_stock, cell.accuracy, cell.accuracy_stock_alone) == (
+        True,
+        False,
+        0.96,
+        0.95,
+    )
+    assert of({"stock": 100}).equal_weights is None
+
+
+def test_a_forecast_is_kept_with_what_it_refused():
+    one = SimpleNamespace(step_ns=cellmaker.about(1e8), scaling=(0.5, 0.4, 0.6), why="")
+    refused = SimpleNamespace(step_ns=None, scaling=None, why="the fit is poor")
+    known = {"forecast": SimpleNamespace(transports={"stock": one, "ofi": refused})}
+    found = of({"stock": 100, "ofi": 20}, known=known).forecast
+    assert found["stock"] == values.Foretold(cellmaker.about(1e8), Estimate(0.5, 0.4, 0.6))
+    assert found["ofi"] == values.Foretold(why="the fit is poor")
+
+
+def test_the_stored_trace_survives_its_file(tmp_path):
+    cell = facts.of(Run(STORED), ABOUT)
+    assert cell.arms["stock"].scaling.value == pytest.approx(0.217, abs=0.003)
+    assert cell.arms["ofi"].sent_over_model == pytest.approx(1.0, abs=0.01)
+    assert 0.7 < cell.outlook.full_use.value < 0.8
+    assert cell.outlook.ratio.low < cell.outlook.ratio.value < cell.outlook.ratio.high
+    assert cell.outlook.at_full_use.points[0][1].value == pytest.approx(cell.outlook.full_use.value)
+    values.write(tmp_path / "facts.json", cell)
+    assert values.read(tmp_path / "facts.json") == cell
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format":"netbottleneck-cell","version":9}', "7"])
+def test_what_is_no_cell_is_named(tmp_path, text):
+    (tmp_path / "facts.json").write_text(text)
+    with pytest.raises(ValueError, match=r"facts\.json"):
+        values.read(tmp_path / "facts.json")
+
+
+def test_an_interval_covers_the_spread_between_blocks():
+    import numpy as np
+
+    alike = {0: np.full(5, 100.0), 1: np.full(5, 100.0)}
+    apart = {0: np.full(5, 90.0), 1: np.full(5, 110.0)}
+    assert intervals.median(alike) == Estimate(100, 100, 100)
+    found = intervals.median(apart)
+    assert (found.low, found.value, found.high) == (90, 100, 110)
+    assert intervals.ratio(alike, apart).value == 1
+    assert intervals.median({}) is None
+    assert intervals.ratio(alike, {}) is None

@@ -120,6 +120,10 @@ def main() -> int:
         print(line(cells, miss))
     for key, arm, why in found.refused:
         print(f"refused: {key}, {arm}: {why}")
+    inside = [
+        miss for miss in found.misses if miss.predicted_ns.low <= miss.measured_ns.value <= miss.predicted_ns.high
+    ]
+    print(f"within the fit's interval: {len(inside)} of {len(found.misses)}")
     judged = bars(folder, cells, found)
     for bar in judged:
         print(f"{'pass' if bar.holds else 'FAIL'}  {bar.words}")

@@ -49,15 +49,25 @@ class Forecast:
     notes: tuple[str, ...] = ()
 
 
-def _link(found: Fit, source: Wire, target: Wire, used: tuple[float, float]) -> tuple[Link, str]:
-    """The link as the transport will use it, and how that was found. Raises ValueError where nothing tells."""
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """The link as a transport will use it, with the same share of what its flows carry as it had, and all of that."""
+
+    link: Link
+    whole: Link
+    words: str
+
+
+def _share(found: Fit, source: Wire, target: Wire, used: tuple[float, float]) -> _Share:
+    """Raises ValueError where nothing tells how the two networks compare."""
     achieved = found.cost.link.rate_bps
     for how in ("measured", "made_for"):
         there, here = getattr(source, how)(used[0]), getattr(target, how)(used[1])
         if there and here:
-            share = achieved / there
+            part = achieved / there
             known = "its flows were measured to carry" if how == "measured" else "its flows are made for"
-            return Link(share * here), f"{found.transport}: {share:.1%} of what {known}, {here / 1e9:.3f} Gbit/s"
+            words = f"{found.transport}: {part:.1%} of what {known}, {here / 1e9:.3f} Gbit/s"
+            return _Share(Link(part * here), Link(max(part, 1.0) * here), words)
     raise ValueError("nothing tells how the two networks compare: neither caps nor a measurement before the run")
 
 
@@ -76,13 +86,23 @@ class _Played:
         return replace(made, workers=self.ranks)
 
 
-def _ask(job: whatif.Job, words: str, alone_ns: float) -> tuple[ArmForecast, tuple[str, ...]]:
-    one = whatif.answer(job, whatif.Setting("forecast", words, job.plan, job.cost, job.workers))
+def _ask(what: _Played, found: Fit, link: Link, alone_ns: float) -> tuple[ArmForecast, tuple[str, ...]]:
+    job = what.job(found, link)
+    one = whatif.answer(job, whatif.Setting("forecast", found.transport, job.plan, job.cost, job.workers))
     if one.step_s is None:
         return ArmForecast(None, alone_ns, None, one.refused), ()
     step = Estimate(*(1e9 * x for x in (one.step_s.value, one.step_s.low, one.step_s.high)))
-    cost = one.setting.cost
-    return ArmForecast(step, alone_ns, one.scaling, "", cost.link.rate_bps, cost.algorithm), one.notes
+    return ArmForecast(step, alone_ns, one.scaling, "", link.rate_bps, job.cost.algorithm), one.notes
+
+
+def _arm(what: _Played, found: Fit, share: _Share, alone_ns: float) -> tuple[ArmForecast, tuple[str, ...]]:
+    """What the fitted run lost need not be lost again: the interval goes on to where nothing is."""
+    likely, said = _ask(what, found, share.link, alone_ns)
+    best, _ = _ask(what, found, share.whole, alone_ns)
+    if likely.step_ns is None or likely.scaling is None or best.step_ns is None or best.scaling is None:
+        return likely, said
+    step = replace(likely.step_ns, low=min(likely.step_ns.low, best.step_ns.low))
+    return replace(likely, step_ns=step, scaling=replace(likely.scaling, high=alone_ns / step.low)), said
 
 
 def make(
@@ -110,15 +130,15 @@ def make(
             continue
         try:
             found = fit(source, arm, ranks_per_host=1)
-            link, how = _link(found, Wire.of(source.network), wire, flows(source, arm))
-            made[arm], said = _ask(what.job(found, link), arm, alone_ns)
+            share = _share(found, Wire.of(source.network), wire, flows(source, arm))
+            made[arm], said = _arm(what, found, share, alone_ns)
         except ValueError as error:
             made[arm] = ArmForecast(None, alone_ns, None, str(error))
             continue
-        notes += [how, *said]
+        notes += [share.words, *said]
         if best is None or found.cost.link.rate_bps > best.cost.link.rate_bps:
             best = found
     if best is not None and wire.link_bps:
-        made[FULL_USE], _ = _ask(what.job(best, Link(wire.link_bps)), FULL_USE, alone_ns)
+        made[FULL_USE], _ = _ask(what, best, Link(wire.link_bps), alone_ns)
         notes.append(f"full use: {wire.link_bps / 1e9:g} Gbit/s of payload, all else as of {best.transport}")
     return Forecast(cell, source.id, ranks, made, tuple(dict.fromkeys(notes)))

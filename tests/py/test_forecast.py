@@ -121,6 +121,15 @@ def test_the_same_share_of_another_network(change: dict[str, Any], rate_bps: flo
     assert told.transports["tcp"].rate_bps == pytest.approx(rate_bps, rel=0.001)
 
 
+def test_what_the_fitted_run_lost_may_not_be_lost_again() -> None:
+    source = run_of(played(), replace(COST, link=Link(0.8 * 1.9e9)), HERE)
+    step = forecast.make(source, played(), 2, HERE, ["tcp"]).transports["tcp"].step_ns
+    nothing_lost = run_of(played(), replace(COST, link=Link(1.9e9)), HERE).steps[1].duration_ns
+    assert step is not None
+    assert step.value == pytest.approx(source.steps[1].duration_ns, rel=0.001)
+    assert step.low == pytest.approx(nothing_lost, rel=0.01)
+
+
 def test_nothing_to_compare_is_refused() -> None:
     told = forecast.make(run_of(played(), COST, HERE), played(), 2, Wire(), ["tcp"])
     assert "how the two networks compare" in told.transports["tcp"].why

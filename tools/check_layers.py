@@ -57,7 +57,7 @@ MODULES_OF_ROOM = {
     "comm": ("adasum", "built", "collectives", "job", "members", "ops", "process_sets", "steps"),
     "scaling": ("layers", "stats", "usage"),
     "plan": ("score",),
-    "cost": ("links", "service"),
+    "cost": ("fitting", "links", "service"),
     "simulate": ("workload",),
     "verdict": ("findings",),
     "whatif": ("inverse", "sweeps"),

@@ -5,57 +5,21 @@ A forecast is written down before its run, and held against it afterwards.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from netbottleneck import whatif
 from netbottleneck.cost import Cost, Fit, Link, fit
+from netbottleneck.links import Wire
 from netbottleneck.plan import Plan
 from netbottleneck.score import Score, as_trace
+from netbottleneck.service import flows
 from netbottleneck.stats import Estimate
-from netbottleneck.trace import NULL, PSEUDO, Network, Trace
+from netbottleneck.trace import NULL, PSEUDO, Trace
+
+__all__ = ["FULL_USE", "ArmForecast", "Forecast", "Wire", "make"]
 
 FULL_USE = "full_use"
-
-
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """A network as it is known before a run, bits a second. None: no cap, or not measured.
-
-    link_bps, flow_bps: what it is made for, each link and each flow, headers counted. one_flow_bps, many_flows_bps:
-    what was measured just before, of payload: one flow, and as many as fill the link."""
-
-    link_bps: float | None = None
-    flow_bps: float | None = None
-    one_flow_bps: float | None = None
-    many_flows_bps: float | None = None
-
-    @classmethod
-    def of(cls, network: Network | None) -> Wire:
-        """What a trace knows of its network."""
-        if network is None:
-            return cls()
-        seen = {name: network.verified.get(name) or {} for name in ("one_flow", "many_flows")}
-        rates = [float(found["measured_bps"]) if "measured_bps" in found else None for found in seen.values()]
-        return cls(network.link_bps, min(network.flow_bps, default=None), *rates)
-
-    @classmethod
-    def of_network(cls, network: Mapping[str, Any]) -> Wire:
-        """The same of a session's network: how, link_bps, flow_bps, verified."""
-        flows = tuple(float(bps) for bps in network.get("flow_bps") or ())
-        return cls.of(Network("", network.get("link_bps"), flows, network.get("verified") or {}))
-
-    def measured(self, flows: float) -> float | None:
-        """What so many flows carry together, as was measured."""
-        one, many = self.one_flow_bps, self.many_flows_bps
-        return None if one is None or many is None else min(many, flows * one) if flows > 1 else one
-
-    def made_for(self, flows: float) -> float | None:
-        """The same by the caps; None where there is none."""
-        caps = [cap for cap in (self.link_bps, self.flow_bps and flows * self.flow_bps) if cap and math.isfinite(cap)]
-        return min(caps, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,28 +49,25 @@ class Forecast:
     notes: tuple[str, ...] = ()
 
 
-def _flows(source: Trace, arm: str) -> tuple[float, float]:
-    """How many flows to a peer a transport used, and how many it may use elsewhere: what it was told, else any."""
-    infos = [info for rank in source.ranks for info in rank.transports if info.name == arm]
-    info = infos[0] if infos else None
-    if info is None or info.streams_open is None:
-        # Who does not tell has a flow for each interface that it was given, as gloo has.
-        names = (info.interface if info is not None else None) or ""
-        count = float(max(1, len(names.split(","))))
-        return count, count
-    used = float(info.streams_used or info.streams_open)
-    return used, float(info.streams_asked) if info.streams_asked else math.inf
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """The link as a transport will use it, with the same share of what its flows carry as it had, and all of that."""
+
+    link: Link
+    whole: Link
+    words: str
 
 
-def _link(found: Fit, source: Wire, target: Wire, flows: tuple[float, float]) -> tuple[Link, str]:
-    """The link as the transport will use it, and how that was found. Raises ValueError where nothing tells."""
+def _share(found: Fit, source: Wire, target: Wire, used: tuple[float, float]) -> _Share:
+    """Raises ValueError where nothing tells how the two networks compare."""
     achieved = found.cost.link.rate_bps
     for how in ("measured", "made_for"):
-        there, here = getattr(source, how)(flows[0]), getattr(target, how)(flows[1])
+        there, here = getattr(source, how)(used[0]), getattr(target, how)(used[1])
         if there and here:
-            share = achieved / there
+            part = achieved / there
             known = "its flows were measured to carry" if how == "measured" else "its flows are made for"
-            return Link(share * here), f"{found.transport}: {share:.1%} of what {known}, {here / 1e9:.3f} Gbit/s"
+            words = f"{found.transport}: {part:.1%} of what {known}, {here / 1e9:.3f} Gbit/s"
+            return _Share(Link(part * here), Link(max(part, 1.0) * here), words)
     raise ValueError("nothing tells how the two networks compare: neither caps nor a measurement before the run")
 
 
@@ -125,13 +86,23 @@ class _Played:
         return replace(made, workers=self.ranks)
 
 
-def _ask(job: whatif.Job, words: str, alone_ns: float) -> tuple[ArmForecast, tuple[str, ...]]:
-    one = whatif.answer(job, whatif.Setting("forecast", words, job.plan, job.cost, job.workers))
+def _ask(what: _Played, found: Fit, link: Link, alone_ns: float) -> tuple[ArmForecast, tuple[str, ...]]:
+    job = what.job(found, link)
+    one = whatif.answer(job, whatif.Setting("forecast", found.transport, job.plan, job.cost, job.workers))
     if one.step_s is None:
         return ArmForecast(None, alone_ns, None, one.refused), ()
     step = Estimate(*(1e9 * x for x in (one.step_s.value, one.step_s.low, one.step_s.high)))
-    cost = one.setting.cost
-    return ArmForecast(step, alone_ns, one.scaling, "", cost.link.rate_bps, cost.algorithm), one.notes
+    return ArmForecast(step, alone_ns, one.scaling, "", link.rate_bps, job.cost.algorithm), one.notes
+
+
+def _arm(what: _Played, found: Fit, share: _Share, alone_ns: float) -> tuple[ArmForecast, tuple[str, ...]]:
+    """What the fitted run lost need not be lost again: the interval goes on to where nothing is."""
+    likely, said = _ask(what, found, share.link, alone_ns)
+    best, _ = _ask(what, found, share.whole, alone_ns)
+    if likely.step_ns is None or likely.scaling is None or best.step_ns is None or best.scaling is None:
+        return likely, said
+    step = replace(likely.step_ns, low=min(likely.step_ns.low, best.step_ns.low))
+    return replace(likely, step_ns=step, scaling=replace(likely.scaling, high=alone_ns / step.low)), said
 
 
 def make(
@@ -159,15 +130,15 @@ def make(
             continue
         try:
             found = fit(source, arm, ranks_per_host=1)
-            link, how = _link(found, Wire.of(source.network), wire, _flows(source, arm))
-            made[arm], said = _ask(what.job(found, link), arm, alone_ns)
+            share = _share(found, Wire.of(source.network), wire, flows(source, arm))
+            made[arm], said = _arm(what, found, share, alone_ns)
         except ValueError as error:
             made[arm] = ArmForecast(None, alone_ns, None, str(error))
             continue
-        notes += [how, *said]
+        notes += [share.words, *said]
         if best is None or found.cost.link.rate_bps > best.cost.link.rate_bps:
             best = found
     if best is not None and wire.link_bps:
-        made[FULL_USE], _ = _ask(what.job(best, Link(wire.link_bps)), FULL_USE, alone_ns)
+        made[FULL_USE], _ = _ask(what, best, Link(wire.link_bps), alone_ns)
         notes.append(f"full use: {wire.link_bps / 1e9:g} Gbit/s of payload, all else as of {best.transport}")
     return Forecast(cell, source.id, ranks, made, tuple(dict.fromkeys(notes)))

@@ -11,10 +11,12 @@ import pytest
 
 from netbottleneck import codec, forecast
 from netbottleneck import trace as tr
-from netbottleneck.cost import Cost, Link
+from netbottleneck.cost import Cost, Link, fit
+from netbottleneck.fitting import explained
 from netbottleneck.forecast import FULL_USE, Forecast, Wire
 from netbottleneck.plan import Plan
 from netbottleneck.score import Score, as_trace, score
+from netbottleneck.service import Service
 from netbottleneck.simulate import simulate
 from netbottleneck.trace import Network, Trace, TransportInfo
 from netbottleneck.workload import workload
@@ -61,14 +63,36 @@ def step_of(made: Forecast, arm: str = "tcp") -> float:
     return found.value
 
 
-@pytest.mark.parametrize("in_flight", [1])
-def test_what_made_the_run_makes_the_forecast(in_flight: int) -> None:
-    source = run_of(played(), COST, HERE, in_flight=in_flight)
+@pytest.mark.parametrize(("in_flight", "alpha_ns"), [(1, 100_000), (2, 0)])
+def test_what_made_the_run_makes_the_forecast(in_flight: int, alpha_ns: int) -> None:
+    made = replace(COST, alpha_ns=alpha_ns)
+    source = run_of(played(), made, HERE, in_flight=in_flight)
     other = played((12 * MB, 2 * MB, 30 * MB, 8 * MB), 10)
     there = Wire(1e9, 2.5e8, 2.39e8, 9.5e8)
     told = forecast.make(source, other, 2, there, ["tcp"])
-    real = run_of(other, replace(COST, link=Link(0.9e9)), there, in_flight=in_flight)
+    real = run_of(other, replace(made, link=Link(0.9e9)), there, in_flight=in_flight)
     assert step_of(told) == pytest.approx(real.steps[1].duration_ns, rel=0.001)
+
+
+def test_equals_that_share_a_link_are_told_from_those_that_wait_for_each_other() -> None:
+    alike = played((8 * MB,) * 6)  # none overtakes another
+    for in_flight in (1, 2, 3):
+        found = fit(run_of(alike, replace(COST, alpha_ns=0, launch_ns=0), HERE, in_flight=in_flight))
+        assert found.in_flight == in_flight
+        assert found.cost.link.rate_bps == pytest.approx(1.8e9, rel=0.01)
+
+
+def test_a_line_is_no_steeper_than_the_network_and_meets_each_step() -> None:
+    # Large ones look fast and small ones slow: a link of 0.9 ns a byte, if the network did not say 1 ns.
+    sizes, took = (4 * MB, 8 * MB, 16 * MB), (5e6, 8.6e6, 15.8e6)
+    rows = [Service(step, size, ns, None) for step in range(9) for size, ns in zip(sizes, took, strict=True)]
+    assert explained(rows, None, 0.0)[:2] == pytest.approx((1.4e6, 0.9))
+    fixed_ns, byte_ns, why, _ = explained(rows, None, 1.0)
+    assert byte_ns == 1.0
+    assert 3 * fixed_ns + byte_ns * sum(sizes) == pytest.approx(sum(took))
+    assert not why
+    # All together were faster than that network: it was measured wrongly.
+    assert explained(rows, None, 2.0)[:2] == pytest.approx((0.0, sum(took) / sum(sizes)))
 
 
 def test_a_forecast_is_what_json_makes_of_it_again() -> None:
@@ -95,6 +119,15 @@ def test_free_arms_take_the_single_step_and_unknown_ones_are_refused() -> None:
 def test_the_same_share_of_another_network(change: dict[str, Any], rate_bps: float) -> None:
     told = forecast.make(run_of(played(), COST, HERE), played(), 2, replace(HERE, **change), ["tcp"])
     assert told.transports["tcp"].rate_bps == pytest.approx(rate_bps, rel=0.001)
+
+
+def test_what_the_fitted_run_lost_may_not_be_lost_again() -> None:
+    source = run_of(played(), replace(COST, link=Link(0.8 * 1.9e9)), HERE)
+    step = forecast.make(source, played(), 2, HERE, ["tcp"]).transports["tcp"].step_ns
+    nothing_lost = run_of(played(), replace(COST, link=Link(1.9e9)), HERE).steps[1].duration_ns
+    assert step is not None
+    assert step.value == pytest.approx(source.steps[1].duration_ns, rel=0.001)
+    assert step.low == pytest.approx(nothing_lost, rel=0.01)
 
 
 def test_nothing_to_compare_is_refused() -> None:

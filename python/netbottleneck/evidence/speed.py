@@ -54,13 +54,13 @@ def _estimated(cells: Sequence[CellFacts]) -> Iterator[str]:
     return (cell.key for cell in cells if words.label(cell) == "estimated" and cell.transports)
 
 
-def by_link(cells: Sequence[CellFacts]) -> dict[tuple[str, int], Series]:
-    """The cells of each model and number of ranks where there are several links, slow ones first."""
-    found: dict[tuple[str, int], dict[float, CellFacts]] = defaultdict(dict)
+def by_link(cells: Sequence[CellFacts]) -> dict[tuple[str, int, tuple[float, ...]], Series]:
+    """The cells of each model, number of ranks and cap of a flow where there are several links, slow ones first."""
+    found: dict[tuple[str, int, tuple[float, ...]], dict[float, CellFacts]] = defaultdict(dict)
     for cell in cells:
         bps = link_bps(cell)
         if bps is not None and cell.transports:
-            found[cell.model, cell.ranks][bps] = cell
+            found[cell.model, cell.ranks, cell.flow_bps][bps] = cell
     return {key: tuple(sorted(rows.items())) for key, rows in found.items() if len(rows) > 1}
 
 
@@ -82,7 +82,8 @@ def bandwidth(cells: Sequence[CellFacts]) -> Said:
     lines: list[str] = []
     stopped: list[str] = []
     growing: list[str] = []
-    for (model, ranks), rows in series.items():
+    for (model, ranks, flow), rows in series.items():
+        job = f"{model} on {ranks} ranks" + (f" of {gbit(min(flow))} a flow" if flow else "")
         arms = dict.fromkeys(arm.name for _, cell in rows for arm in cell.transports)
         for arm in arms:
             told = [
@@ -92,9 +93,9 @@ def bandwidth(cells: Sequence[CellFacts]) -> Said:
             ]
             end = stops_at(rows, arm)
             where = "still grows" if end is None else f"stops growing at {gbit(end[0])}"
-            lines.append(f"{model}, {ranks} ranks, {arm}: {', '.join(told)}: {where}")
+            lines.append(f"{job}, {arm}: {', '.join(told)}: {where}")
             if arm == STOCK:
-                (growing if end is None else stopped).append(f"{model} on {ranks} ranks")
+                (growing if end is None else stopped).append(job)
     verdict = f"Stock's scaling factor stops growing with the link for {words.listed(stopped) or 'no job'}"
     if growing:
         verdict += f"; it still grows for {words.listed(growing)}"

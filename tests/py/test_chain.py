@@ -47,7 +47,7 @@ def test_a_factor_stops_growing_where_faster_links_give_no_more():
         cell("4", {"stock": 99, "ofi": 10}, 4e9),
     ]
     found = steps(*cells)["bandwidth"]
-    assert "stops growing with the link for made on 2 ranks of 0.50 Gbit/s a flow (measured" in found.verdict
+    assert "stops growing with the link for made on 2 ranks at 0.50 Gbit/s a flow (measured" in found.verdict
     stock, ofi = found.lines
     assert "stock: 1.00 Gbit/s 0.250, 2.00 Gbit/s 0.500, 4.00 Gbit/s 0.503: stops growing at 2.00 Gbit/s" in stock
     assert "ofi" in ofi

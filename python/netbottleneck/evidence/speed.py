@@ -83,7 +83,7 @@ def bandwidth(cells: Sequence[CellFacts]) -> Said:
     stopped: list[str] = []
     growing: list[str] = []
     for (model, ranks, flow), rows in series.items():
-        job = f"{model} on {ranks} ranks" + (f" of {gbit(min(flow))} a flow" if flow else "")
+        job = f"{model} on {ranks} ranks" + (f" at {gbit(min(flow))} a flow" if flow else "")
         arms = dict.fromkeys(arm.name for _, cell in rows for arm in cell.transports)
         for arm in arms:
             told = [

@@ -15,11 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from netbottleneck import verdict as rules
+from netbottleneck.evidence import Evidence, values
 from netbottleneck.report import Run
 from netbottleneck.stats import Paired
 from netbottleneck.study import work
 from netbottleneck.study.asked import FAILED, FINE, INCONCLUSIVE, Asked
-from netbottleneck.study.cells import Done, put
+from netbottleneck.study.cells import FACTS, Done, put
 from netbottleneck.study.tables import INFLATION, REPLAY
 from netbottleneck.study.task import ACCURACY
 from netbottleneck.study.tell import Teller
@@ -241,7 +242,21 @@ def finish(study: Study, teller: Teller) -> int:
     study.write()
     if study.found:
         show(study, teller.console)
+        conclude(study).show(teller.console)
     for key, why in study.failed.items():
         sys.stderr.write(f"netbottleneck study: {key} failed: {why.splitlines()[0]}\n")
-    teller.say(f"Written: {study.asked.folder.path / 'study.json'}, and a report in each run's folder beside it.")
+    folder = study.asked.folder.path
+    teller.say(f"Written: {folder / 'report.html'}, figures/, evidence.json, study.json; a report in each cell's run/.")
     return study.code
+
+
+def conclude(study: Study) -> Evidence:
+    """Write what the cells bear out, by their facts alone: evidence.json, figures, report.html."""
+    spec, folder = study.asked.spec, study.asked.folder
+    facts = [values.read(folder.of(cell.key) / FACTS) for cell in spec.cells if folder.done(cell.key)]
+    models = dict.fromkeys(cell.model for cell in spec.cells if (cell.model.scale, cell.model.stretch) != (1, 1))
+    less = [f"{model.label}: {model.scale:g} x its bytes, {model.stretch:g} x its times" for model in models]
+    left = [f"{cell.key}: not done" for cell in spec.cells if not folder.done(cell.key)]
+    found = Evidence(facts, spec.title, (*study.asked.notes, *dict.fromkeys(less), *left))
+    found.write(folder.path)
+    return found

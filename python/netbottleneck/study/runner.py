@@ -126,8 +126,7 @@ class _Cells:
 
     def _tuned(self, ground: Ground, cell: Cell, first: Task) -> str:
         """Run stock with the interface named four times, where flows are capped; returns its folder."""
-        played = cell.job == REPLAY and "stock" in cell.arms
-        if not played or not ground.interface or not cell.link.flow_bps or self._asked.quick:
+        if not cell.tuned or not ground.interface:
             return ""
         names = {"GLOO_SOCKET_IFNAME": ",".join([ground.interface] * 4)}
         (outcome,) = self._followed(ground, [work.tuned(first)], names)

@@ -53,7 +53,9 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One job on one network and so many ranks. same: its weights are compared with those of stock alone."""
+    """One job on one network and so many ranks.
+
+    same: its weights are compared with those of stock alone; tuned: stock runs once more, over four interfaces."""
 
     key: str
     model: Model
@@ -64,6 +66,7 @@ class Cell:
     block_steps: int
     alone: int
     same: bool = False
+    tuned: bool = False
 
     @property
     def job(self) -> str:
@@ -176,17 +179,20 @@ def _cells(asked: Mapping[str, Any], model: Model, ranks_at: str) -> Iterable[Ce
         raise ValueError(f"{ranks_at}: ranks = {asked['ranks']}: the job {model.job} needs 2 at least")
     networks = [text if text == HERE else str(parse_lab(text)) for text in asked["networks"]]
     same = next((text for text in networks if not caps(text).capped), networks[-1])
+    arms = _arms(model.job, asked["transports"])
+    tuned = model.job == REPLAY and "stock" in arms and asked.get("tuned", True)
     for ranks, network in product(asked["ranks"], networks):
         yield Cell(
             f"{model.label}-{ranks}-{slug(network)}",
             model,
             ranks,
             network,
-            _arms(model.job, asked["transports"]),
+            arms,
             asked.get("rounds", usual.rounds),
             asked.get("block_steps", usual.block_steps),
             0 if model.job == INFLATION else asked.get("alone", usual.alone),
             model.job == DIGITS and network == same,
+            tuned and bool(caps(network).flow_bps),
         )
 
 

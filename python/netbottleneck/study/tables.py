@@ -137,13 +137,14 @@ _SHARED: Mapping[str, Check] = MappingProxyType(
         "rounds": _number(1, 10_000, whole=True),
         "block_steps": _number(2, 10_000, whole=True),
         "alone": _number(0, 10_000, whole=True),
+        "transports": _list(_text(*TRANSPORTS), '["stock", "ofi"]'),
+        "tuned": lambda value: "" if isinstance(value, bool) else "write true or false",
     }
 )
 _TOP: Mapping[str, Check] = MappingProxyType(
     {
         "title": _text(),
         **_SHARED,
-        "transports": _list(_text(*TRANSPORTS), '["stock", "ofi"]'),
         "fit": _text(),
         "provider": _text(),
         "interface": _text(),

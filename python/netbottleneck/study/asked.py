@@ -13,6 +13,7 @@ from netbottleneck.study import needs, spec, tables
 from netbottleneck.study.cells import Folder
 
 FINE, FAILED, USAGE, INCONCLUSIVE = 0, 1, 2, 4
+DEFAULT, QUICK = (Path(__file__).with_name(f"{name}.toml") for name in ("default", "quick"))
 # Words that change what is asked; without any, and without a file, a folder's own study goes on.
 CHANGES = (
     "ranks",
@@ -52,19 +53,8 @@ def ask(args: argparse.Namespace, words: Sequence[str], size: int = 1) -> Asked:
     Raises ValueError for a file that asks for what cannot be, and for a folder that holds another study; OSError.
     """
     folder = Folder(Path(args.directory or f"study-{time.strftime('%Y%m%d-%H%M%S')}").absolute())
-    changed = args.quick or any(getattr(args, name) is not None for name in CHANGES)
-    if args.file and args.quick:
-        raise ValueError(f"--quick is a study of its own: leave it out, or {args.file}")
-    resumed = not args.file and not changed and folder.file.exists()
-    shipped = Path(__file__).with_name("quick.toml" if args.quick else "default.toml")
-    path = Path(args.file) if args.file else folder.file if resumed else shipped
-    text = _read(path)
-    raw = tables.load(text, str(path))
-    if changed or any("file" in table for table in raw["model"]):
-        tables.checked(raw, tables.Lines(text, str(path)))
-        text = tables.dump(_changed(raw, args, path.absolute().parent))
-    if size > 1 and path == shipped and args.ranks is None:
-        text = tables.dump(_on_all(tables.load(text, str(path)), size))
+    path = _path(args, folder)
+    text = _text(path, args, size)
     transports, notes = needs.transports(args.provider)
 
     def parsed(text: str) -> spec.StudySpec:
@@ -72,12 +62,40 @@ def ask(args: argparse.Namespace, words: Sequence[str], size: int = 1) -> Asked:
         return spec.parse(text, str(path), transports=transports, hosts=hosts, done=folder.done)
 
     found = parsed(text)
-    if folder.file.exists() and not resumed and parsed(_read(folder.file)) != found:
+    if folder.file.exists() and path != folder.file and parsed(_read(folder.file)) != found:
         raise ValueError(
             f"{folder.path} holds another study: name another --directory, or go on with that by --directory alone"
         )
     noted = () if "transports" in tables.load(text, str(path)) else notes
-    return Asked(text, found, folder, noted, ("netbottleneck", "study", *words), args.strict, args.quick)
+    return Asked(_kept(text, path), found, folder, noted, ("netbottleneck", "study", *words), args.strict, args.quick)
+
+
+def _path(args: argparse.Namespace, folder: Folder) -> Path:
+    """Return the file that is meant: one that is named, a folder's own, or one that is shipped."""
+    if args.file and args.quick:
+        raise ValueError(f"--quick is a study of its own: leave it out, or {args.file}")
+    if args.file:
+        return Path(args.file)
+    if not args.quick and not _words(args) and folder.file.exists():
+        return folder.file
+    return QUICK if args.quick else DEFAULT
+
+
+def _words(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the words that change what is asked, by key."""
+    return {name: getattr(args, name) for name in CHANGES if getattr(args, name) is not None}
+
+
+def _text(path: Path, args: argparse.Namespace, size: int) -> str:
+    """Return the study's text with the words' changes in it; as it stands in the file where there are none."""
+    text = _read(path)
+    raw = tables.load(text, str(path))
+    if _words(args):
+        spec.parse(text, str(path))  # so that an error names a line of the file itself
+        text = tables.dump(_changed(raw, _words(args)))
+    if size > 1 and path in (DEFAULT, QUICK) and args.ranks is None:
+        text = tables.dump(_on_all(tables.load(text, str(path)), size))
+    return text
 
 
 def _read(path: Path) -> str:
@@ -87,30 +105,39 @@ def _read(path: Path) -> str:
         raise ValueError(f"{path}: no UTF-8 text ({error.reason}, byte {error.start})") from None
 
 
-def _changed(raw: dict[str, Any], args: argparse.Namespace, base: Path) -> dict[str, Any]:
-    """Return tables with what the words say in the place of what they said; files by their whole path."""
-    models = [dict(table) for table in raw["model"] if not args.jobs or table.get("job", tables.REPLAY) in args.jobs]
-    for job in args.jobs or ():
-        if job not in {table.get("job", tables.REPLAY) for table in models}:
-            models.append({"job": job} | ({"name": "resnet50"} if job == tables.REPLAY else {}))
-    for table in models:
-        if "file" in table:
-            table["file"] = str((base / table["file"]).absolute())
-    over_all = {k: getattr(args, k) for k in ("ranks", "networks", "transports", "block_steps", "rounds", "provider")}
-    over_all = {key: value for key, value in over_all.items() if value is not None}
-    of_replays = {"name": args.model, "compute": args.compute, "compute_ms": args.compute_ms}
-    of_replays = {key: value for key, value in of_replays.items() if value is not None}
+def _kept(text: str, path: Path) -> str:
+    """Return a study's text as its folder keeps it: what it plays is named by its whole path."""
+    raw = tables.load(text, str(path))
+    if not any("file" in table for table in raw["model"]):
+        return text
+    base = path.absolute().parent
+    models = [t | ({"file": str((base / t["file"]).absolute())} if "file" in t else {}) for t in raw["model"]]
+    return tables.dump({**raw, "model": models})
+
+
+def _changed(raw: dict[str, Any], words: dict[str, Any]) -> dict[str, Any]:
+    """Return tables with what the words say in the place of what they said."""
+    over_all = {key: value for key, value in words.items() if key not in ("jobs", "model", "compute", "compute_ms")}
+    names = {"model": "name", "compute": "compute", "compute_ms": "compute_ms"}
+    of_replays = {names[key]: value for key, value in words.items() if key in names}
     kept: list[dict[str, Any]] = []
-    for table in models:
+    for table in _of_jobs(raw["model"], words.get("jobs")):
         made = {key: value for key, value in table.items() if key not in over_all}
-        if made.get("job", tables.REPLAY) == tables.REPLAY and "file" not in made:
+        if "file" not in made and made.get("job", tables.REPLAY) == tables.REPLAY:
             made |= of_replays
         if made not in kept:
             kept.append(made)
-    top = {key: value for key, value in raw.items() if key not in ("model", "fit")}
-    if "fit" in raw and kept == raw["model"] and not over_all:
-        top["fit"] = raw["fit"]
+    top = {key: value for key, value in raw.items() if key != "model" and (key != "fit" or not words)}
     return {**top, **over_all, "model": kept}
+
+
+def _of_jobs(models: Sequence[dict[str, Any]], jobs: Sequence[str] | None) -> list[dict[str, Any]]:
+    """Return the models of the jobs that are named, and one for each job that has none; None: all."""
+    if jobs is None:
+        return list(models)
+    own = [table for table in models if table.get("job", tables.REPLAY) in jobs]
+    lacking = [job for job in jobs if job not in {table.get("job", tables.REPLAY) for table in own}]
+    return [*own, *({"job": job} | ({"name": "resnet50"} if job == tables.REPLAY else {}) for job in lacking)]
 
 
 def _on_all(raw: dict[str, Any], size: int) -> dict[str, Any]:

@@ -143,3 +143,17 @@ def test_a_stock_that_still_grows_with_its_link_is_no_claim() -> None:
     assert [words[:21] for holds, words in claim.judged("resnet50", [fast, slow]) if not holds] == [
         "resnet50: stock from "
     ]
+
+
+def test_the_studies_ask_for_what_is_judged() -> None:
+    spec = pytest.importorskip("netbottleneck.study.spec", reason="studies are not read from files here")
+    asked = {
+        name: spec.parse((BENCHMARKS / "studies" / f"{name}.toml").read_text(encoding="utf-8"), name)
+        for name in ("prediction", "claim")
+    }
+    cells = [cell for cell in asked["prediction"].cells if cell.key != asked["prediction"].fit_key]
+    assert 2 * len(cells) >= prediction.CELLS
+    assert 2 * sum(cell.ranks == prediction.MANY_RANKS for cell in cells) >= prediction.AT_MANY
+    claims = [cell for cell in asked["claim"].cells if "null" in cell.arms]
+    assert sorted(cell.model.name for cell in claims) == sorted(claim.MODELS)
+    assert all({"stock", *claim.OURS} <= set(cell.arms) for cell in claims)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -146,14 +147,14 @@ def test_a_stock_that_still_grows_with_its_link_is_no_claim() -> None:
 
 
 def test_the_studies_ask_for_what_is_judged() -> None:
-    spec = pytest.importorskip("netbottleneck.study.spec", reason="studies are not read from files here")
-    asked = {
-        name: spec.parse((BENCHMARKS / "studies" / f"{name}.toml").read_text(encoding="utf-8"), name)
+    asked, claimed = (
+        tomllib.loads((BENCHMARKS / "studies" / f"{name}.toml").read_text(encoding="utf-8"))
         for name in ("prediction", "claim")
-    }
-    cells = [cell for cell in asked["prediction"].cells if cell.key != asked["prediction"].fit_key]
-    assert 2 * len(cells) >= prediction.CELLS
-    assert 2 * sum(cell.ranks == prediction.MANY_RANKS for cell in cells) >= prediction.AT_MANY
-    claims = [cell for cell in asked["claim"].cells if "null" in cell.arms]
-    assert sorted(cell.model.name for cell in claims) == sorted(claim.MODELS)
-    assert all({"stock", *claim.OURS} <= set(cell.arms) for cell in claims)
+    )
+    ranks = [count for model in asked["model"] for count in model["ranks"] for _ in model["networks"]]
+    foretold = len(ranks) - 1  # one is fitted
+    assert len(asked["transports"]) * foretold >= prediction.CELLS
+    assert len(asked["transports"]) * ranks.count(prediction.MANY_RANKS) >= prediction.AT_MANY
+    claims = [model for model in claimed["model"] if "null" in model["transports"]]
+    assert sorted(model["name"] for model in claims) == sorted(claim.MODELS)
+    assert all({"stock", *claim.OURS} <= set(model["transports"]) for model in claims)

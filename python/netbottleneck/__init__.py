@@ -22,6 +22,7 @@ from netbottleneck.errors import (
 
 if TYPE_CHECKING:
     from netbottleneck.bench import bench
+    from netbottleneck.evidence import Evidence
     from netbottleneck.hooks.attaching import attach
     from netbottleneck.hooks.loop import profile
     from netbottleneck.ops import (
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 # Public names whose modules are imported when they are used: importing this package costs next to nothing.
 _LATER = {
+    "Evidence": "netbottleneck.evidence",
     "Run": "netbottleneck.report",
     "Verdict": "netbottleneck.verdict",
     "allgather": "netbottleneck.ops",
@@ -62,6 +64,7 @@ __all__ = [
     "ClosedError",
     "DeadlineError",
     "Error",
+    "Evidence",
     "HorovodInternalError",
     "MismatchError",
     "PeerError",

@@ -39,6 +39,14 @@ def _scalar(kind: Any, value: Any) -> Any:
     return value
 
 
+def _tuple(inner: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+    if inner[-1] is not Ellipsis:
+        return tuple(build(i, v) for i, v in zip(inner, value, strict=True))
+    if inner[0] in _SCALARS:
+        return tuple(_scalar(inner[0], v) for v in value)
+    return tuple(build(inner[0], v) for v in value)
+
+
 def build(kind: Any, value: Any) -> Any:
     """`value` as JSON gives it, made the type that a dataclass says. Raises TypeError for a scalar of another kind."""
     if value is None:
@@ -48,12 +56,7 @@ def build(kind: Any, value: Any) -> Any:
         return typing.cast(Any, kind)(**{k: build(hints[k], v) for k, v in value.items() if k in hints})
     origin = typing.get_origin(kind)
     if origin is tuple:
-        inner = typing.get_args(kind)
-        if inner[-1] is not Ellipsis:
-            return tuple(build(i, v) for i, v in zip(inner, value, strict=True))
-        if inner[0] in _SCALARS:
-            return tuple(_scalar(inner[0], v) for v in value)
-        return tuple(build(inner[0], v) for v in value)
+        return _tuple(typing.get_args(kind), value)
     if origin in (dict, Mapping):
         inner = typing.get_args(kind)[1]
         return {k: build(inner, v) for k, v in value.items()}

@@ -41,9 +41,24 @@ def rows(number):
 def test_scaling_stands_by_ranks_and_by_link():
     by_ranks, by_link = rows(1), rows(3)
     assert {x: float(row["value"]) for (_, x), row in by_ranks.items()} == {"2": 50.0, "4": 40.0}
-    row = by_link["made, 2 ranks, 0.50 Gbit/s a flow: stock", "1"]
+    row = by_link["made, 2 ranks: stock", "1"]
     assert (row["value"], row["low"], row["unit"], row["label"]) == ("25", "25", "scaling factor, %", "measured")
     assert row["source"] == "one-2-1"
+
+
+def test_a_link_whose_flows_were_capped_in_several_ways_is_several_series():
+    free = replace(CELLS[1], key="free", flow_bps=())
+    told = figures.to_csv(figures.figures([*CELLS, free])[2])
+    assert "made, 2 ranks, 0.50 Gbit/s a flow: stock" in told
+    assert '"made, 2 ranks: stock",2,' in told
+    assert '"made, 4 ranks: stock",2,' in told
+
+
+def test_gradients_of_other_sizes_are_another_job():
+    less = replace(CELLS[0], key="less", tensor_bytes=1_000_000)
+    told = figures.to_csv(figures.figures([less, *CELLS[1:]])[2])
+    assert '"made of 1 MB, 2 ranks: stock",1,' in told
+    assert '"made of 10.5 MB, 2 ranks: stock",2,' in told
 
 
 def test_passes_are_of_models_that_compute():
@@ -57,7 +72,7 @@ def test_use_is_told_in_parts_of_the_link_and_of_the_cores():
 
 
 def test_measured_stands_beside_full_use():
-    assert rows(6)["made, 2 ranks, 0.50 Gbit/s a flow: full use", "1"]["value"] == "80"
+    assert rows(6)["made, 2 ranks: full use", "1"]["value"] == "80"
     by_ranks = rows(7)
     assert {row["label"] for (name, _), row in by_ranks.items() if name.endswith("full use")} == {"predicted"}
     assert {row["label"] for (name, _), row in by_ranks.items() if name.endswith("stock")} == {"measured"}
@@ -78,6 +93,8 @@ def test_a_picture_is_the_same_for_the_same_values(figure):
     assert text == draw.svg(figure)
     assert ET.fromstring(text).tag.endswith("svg")
     assert "<dc:date>" not in text
+    (described,) = (element.text for element in ET.fromstring(text).iter() if element.tag.endswith("}description"))
+    assert described.strip() == figures.to_csv(figure).strip()
 
 
 def test_what_the_paper_published_is_what_was_read(paper1):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from netbottleneck.evidence import bounds, compute, hosts, prediction, speed, words
 from netbottleneck.evidence.budget import budgets
-from netbottleneck.evidence.values import INFLATION, CellFacts
+from netbottleneck.evidence.values import INFLATION, CellFacts, apart
 from netbottleneck.units import percent
 
 
@@ -71,23 +71,24 @@ def _losses(cells: Sequence[CellFacts]) -> Said:
 
 
 CLAIMS: tuple[tuple[str, str, Callable[[Sequence[CellFacts]], Said]], ...] = (
-    ("scaling", "Scaling", speed.scaling),
-    ("compute", "Not compute", compute.inflation),
-    ("harm", "No harm to the model", compute.harm),
-    ("bandwidth", "Not bandwidth", speed.bandwidth),
-    ("nic", "Use of the interface", hosts.interfaces),
-    ("cpu", "Not CPU", hosts.processors),
-    ("transports", "Another transport", speed.transports),
-    ("full use", "At full use of the link", bounds.full_use),
-    ("compression", "Compression needed", bounds.compression),
-    ("prediction", "Prediction against measurement", _forecasts),
-    ("budget", "Loss budget", _losses),
+    ("scaling", "How does it scale?", speed.scaling),
+    ("compute", "Is it compute?", compute.inflation),
+    ("harm", "Is the model harmed?", compute.harm),
+    ("bandwidth", "Would a faster link help?", speed.bandwidth),
+    ("nic", "How is the link used?", hosts.interfaces),
+    ("cpu", "Is it the processors?", hosts.processors),
+    ("transports", "Would another transport help?", speed.transports),
+    ("full use", "What would full use of the link give?", bounds.full_use),
+    ("compression", "How much compression is needed?", bounds.compression),
+    ("prediction", "How good are the predictions?", _forecasts),
+    ("budget", "Where does the loss go?", _losses),
 )
 
 
 def chain(cells: Sequence[CellFacts]) -> tuple[Step, ...]:
     """Every step, in the order of the argument, also those of which nothing was measured."""
     found = []
+    cells = apart(cells)
     trained = [cell for cell in cells if cell.job != INFLATION]
     for name, title, tell in CLAIMS:
         verdict, lines, missing = tell(cells if tell == compute.inflation else trained)

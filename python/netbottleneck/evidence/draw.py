@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from netbottleneck.evidence.figures import AVERAGE, FULL_USE, PREDICTED, Figure, Panel
+from netbottleneck.evidence.figures import AVERAGE, FULL_USE, PREDICTED, Figure, Panel, to_csv
 from netbottleneck.evidence.published import EXACT, PUBLISHED, Point, Series
 from netbottleneck.report.plots import TRANSPORT_COLOURS
 
@@ -58,11 +58,12 @@ def figure(one: Figure) -> Canvas:
 
 
 def svg(one: Figure) -> str:
-    """A figure as SVG text."""
+    """A figure as SVG text; its description holds the values."""
     mpl = _matplotlib()
     out = io.StringIO()
     with mpl.rc_context(SETTINGS):
-        figure(one).savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+        told = {"Date": None, "Creator": None, "Title": one.title, "Description": to_csv(one)}
+        figure(one).savefig(out, format="svg", metadata=told)
     text = out.getvalue()
     return "\n".join(line.rstrip() for line in text[text.index("<svg") :].splitlines()) + "\n"
 

@@ -15,7 +15,7 @@ from netbottleneck.evidence import words
 from netbottleneck.evidence.bounds import bound
 from netbottleneck.evidence.published import Point, Series, paper
 from netbottleneck.evidence.speed import link_bps
-from netbottleneck.evidence.values import INFLATION, ArmFacts, CellFacts, Curve
+from netbottleneck.evidence.values import INFLATION, ArmFacts, CellFacts, Curve, apart
 from netbottleneck.stats import Estimate
 from netbottleneck.units import gbit
 
@@ -71,13 +71,21 @@ def _place(point: Point) -> float:
     return point.x if isinstance(point.x, float) else 0.0
 
 
-def _flow(cell: CellFacts) -> str:
-    return f", {gbit(min(cell.flow_bps))} a flow" if cell.flow_bps else ""
+Name = Callable[[CellFacts, str], str]
 
 
-def _of_link(cell: CellFacts, what: str) -> str:
-    """A series by link speed."""
-    return f"{cell.model}, {cell.ranks} ranks{_flow(cell)}: {what}"
+def _links(cells: Sequence[CellFacts]) -> Name:
+    """How series by link speed are named: a flow's cap stands in the name where one link was capped in several ways."""
+    caps: dict[tuple[str, int], dict[float | None, set[tuple[float, ...]]]] = defaultdict(lambda: defaultdict(set))
+    for cell in cells:
+        caps[cell.model, cell.ranks][link_bps(cell)].add(cell.flow_bps)
+
+    def name(cell: CellFacts, what: str) -> str:
+        several = any(len(ways) > 1 for ways in caps[cell.model, cell.ranks].values())
+        flow = f", {gbit(min(cell.flow_bps))} a flow" if several and cell.flow_bps else ""
+        return f"{cell.model}, {cell.ranks} ranks{flow}: {what}"
+
+    return name
 
 
 def _of_ranks(cell: CellFacts, what: str) -> str:
@@ -91,7 +99,7 @@ def _gbit(cell: CellFacts) -> float | None:
 
 
 def _factors(
-    cells: Sequence[CellFacts], x: Callable[[CellFacts], float | None], name: Callable[..., str]
+    cells: Sequence[CellFacts], x: Callable[[CellFacts], float | None], name: Name
 ) -> Iterator[tuple[str, str, Point]]:
     for cell in cells:
         at = x(cell)
@@ -101,7 +109,7 @@ def _factors(
 
 
 def _bounds(
-    cells: Sequence[CellFacts], x: Callable[[CellFacts], float | None], name: Callable[..., str]
+    cells: Sequence[CellFacts], x: Callable[[CellFacts], float | None], name: Name
 ) -> Iterator[tuple[str, str, Point]]:
     for cell in cells:
         at, found = x(cell), bound(cell)
@@ -124,7 +132,7 @@ def _passes(cells: Sequence[CellFacts]) -> Iterator[tuple[str, str, Point]]:
                 yield f"{cell.model} ({cell.job}), {cell.ranks} ranks, {cell.network}", "", point
 
 
-def _interfaces(cells: Sequence[CellFacts]) -> Iterator[tuple[str, str, Point]]:
+def _interfaces(cells: Sequence[CellFacts], name: Name) -> Iterator[tuple[str, str, Point]]:
     """What is sent, in parts of the link: average, and while something moves."""
     for cell in cells:
         for arm in cell.transports:
@@ -132,7 +140,7 @@ def _interfaces(cells: Sequence[CellFacts]) -> Iterator[tuple[str, str, Point]]:
                 if bps is not None and cell.link_bps:
                     used = 100 * bps / cell.link_bps
                     point = Point(cell.link_bps / 1e9, used, used, used, "measured", cell.key)
-                    yield _of_link(cell, f"{arm.name}, {what}"), arm.name, point
+                    yield name(cell, f"{arm.name}, {what}"), arm.name, point
 
 
 def _rates(arm: ArmFacts) -> tuple[tuple[str, float | None], ...]:
@@ -194,20 +202,21 @@ def _spread(rows: Sequence[CellFacts]) -> tuple[int, float]:
 
 def figures(cells: Sequence[CellFacts]) -> tuple[Figure, ...]:
     """All eight, also those of which nothing was measured."""
+    cells = apart(cells)
     trained = [cell for cell in cells if cell.job != INFLATION]
-    ranked = by_ranks(trained)
+    ranked, named = by_ranks(trained), _links(trained)
     factor = "scaling factor, %"
     made = (
         ("Scaling factor by number of ranks", "ranks", factor, _factors(ranked, _ranks, _of_ranks)),
         ("Forward and backward pass", "arm", "ms", _passes(cells)),
-        ("Scaling factor by link speed", "Gbit/s", factor, _factors(trained, _gbit, _of_link)),
-        ("Use of the interface, sending, by link speed", "Gbit/s", "% of the link", _interfaces(trained)),
+        ("Scaling factor by link speed", "Gbit/s", factor, _factors(trained, _gbit, named)),
+        ("Use of the interface, sending, by link speed", "Gbit/s", "% of the link", _interfaces(trained, named)),
         ("Use of the processors", "cell", "% of all cores", _processors(trained)),
         (
             "Measured, and at full use of the link, by link speed",
             "Gbit/s",
             factor,
-            (*_factors(trained, _gbit, _of_link), *_bounds(trained, _gbit, _of_link)),
+            (*_factors(trained, _gbit, named), *_bounds(trained, _gbit, named)),
         ),
         (
             "Measured, and at full use of the link, by number of ranks",

@@ -6,8 +6,9 @@ Times in ns, rates in bits a second. None: it was not measured. Everything is me
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from netbottleneck import codec
@@ -182,6 +183,17 @@ class CellFacts:
     def pair(self, other: str, base: str = STOCK) -> Paired | None:
         """An arm against another, paired by blocks."""
         return next((pair for pair in self.pairs if (pair.base, pair.other) == (base, other)), None)
+
+
+def apart(cells: Sequence[CellFacts]) -> tuple[CellFacts, ...]:
+    """The cells; where a model's gradients have several sizes (scaled ones), it is named by them: it is not one job."""
+    sizes: dict[str, set[int]] = defaultdict(set)
+    for cell in cells:
+        sizes[cell.model].add(cell.tensor_bytes)
+    return tuple(
+        replace(cell, model=f"{cell.model} of {cell.tensor_bytes / 1e6:.3g} MB") if len(sizes[cell.model]) > 1 else cell
+        for cell in cells
+    )
 
 
 def to_json(cell: CellFacts) -> str:

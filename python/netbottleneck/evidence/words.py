@@ -10,6 +10,9 @@ from netbottleneck.units import ms
 
 BASELINES = {COMPUTED: "estimated", NOTHING_MOVES: "measured, against the arm in which nothing moves"}
 
+# More names than this are counted.
+NAMES_MAX = 4
+
 
 def factor(one: Estimate) -> str:
     """0.217 (0.216 to 0.218)."""
@@ -38,5 +41,7 @@ def label(cell: CellFacts) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Each once, in order, with commas."""
-    return ", ".join(dict.fromkeys(names))
+    """Each once, in order, with commas; the first few where they are many."""
+    found = list(dict.fromkeys(names))
+    left = len(found) - NAMES_MAX
+    return ", ".join(found[:NAMES_MAX]) + (f" and {left} more" if left > 0 else "")

@@ -1,6 +1,7 @@
-"""Writes what README.md says of the stored trace: `tools/readme.py`; with --check only says whether it is current.
+"""Writes what README.md says of the stored trace and study: `tools/readme.py`; with --check says whether it is current.
 
-A block stands between `<!-- trace: NAME -->` and `<!-- end -->`; NAME is one of BLOCKS.
+The study's first figure is written, too. A block stands between `<!-- trace: NAME -->` and `<!-- end -->`; NAME is
+one of BLOCKS.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from netbottleneck import Evidence
 from netbottleneck.ask import questions
 from netbottleneck.ask.source import Source
 from netbottleneck.ask.words import parser
@@ -19,6 +21,8 @@ from netbottleneck.report.words import sentences
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 TRACE = ROOT / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
+STUDY = ROOT / "benchmarks" / "traces" / "quick-study.json"
+FIGURE = ROOT / "docs" / "study-figure1.svg"
 BLOCK = re.compile(r"(<!-- trace: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -38,7 +42,18 @@ def _answers(run: Run) -> str:
     return "```\n" + "".join(f"{line}\n" for line in answers.sentences(told)) + "```\n"
 
 
-BLOCKS: Mapping[str, Callable[[Run], str]] = {"sentence": _sentence, "report": _report, "answers": _answers}
+def _chain(_run: Run) -> str:
+    """What the stored study says, a sentence a step."""
+    steps = enumerate(Evidence.read(STUDY).steps, 1)
+    return "".join(f"{number}. **{step.title}** {step.verdict}\n" for number, step in steps)
+
+
+BLOCKS: Mapping[str, Callable[[Run], str]] = {
+    "sentence": _sentence,
+    "report": _report,
+    "answers": _answers,
+    "chain": _chain,
+}
 
 
 def render(text: str, run: Run) -> str:
@@ -54,6 +69,7 @@ def main() -> int:
         print("README.md is current" if new == text else "README.md is not current: run tools/readme.py")
         return int(new != text)
     README.write_text(new, encoding="utf-8")
+    Evidence.read(STUDY).draw(1).write(FIGURE)
     return 0
 
 

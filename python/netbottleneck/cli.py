@@ -49,13 +49,18 @@ def _doctor(argv: Sequence[str]) -> int:
 
 
 def _report(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="netbottleneck report", description="The answer of a recorded run.")
-    parser.add_argument("run", metavar="RUN", help="a run folder, or a single trace (*.jsonl.gz)")
+    parser = argparse.ArgumentParser(prog="netbottleneck report", description="The answer of a recorded run, or study.")
+    parser.add_argument(
+        "run", metavar="RUN", help="a run folder, a single trace (*.jsonl.gz), a study's folder, or its evidence.json"
+    )
     parser.add_argument("--html", metavar="FILE", help="write the report as one HTML file")
     parser.add_argument("--json", action="store_true", help="print summary.json instead of the report")
     parser.add_argument("--write", metavar="DIR", help="write every file of the report into this folder")
     parser.add_argument("--strict", action="store_true", help="exit code 4 where the verdict is INCONCLUSIVE")
     args = parser.parse_args(argv)
+    path = Path(args.run)
+    if path.suffix == ".json" or any((path / name).exists() for name in ("evidence.json", "cells")):
+        return _study_report(path, args)
     from netbottleneck.report import Run, html
 
     run = Run(args.run)
@@ -68,6 +73,22 @@ def _report(argv: Sequence[str]) -> int:
     if args.write:
         run.write_all(args.write)
     return INCONCLUSIVE if args.strict and run.verdict.code == "INCONCLUSIVE" else FINE
+
+
+def _study_report(path: Path, args: argparse.Namespace) -> int:
+    """The same of a study: its facts are enough. There is no verdict that could be unsure of itself."""
+    from netbottleneck.evidence import Evidence
+
+    found = Evidence.read(path)
+    if args.json:
+        print(found.to_json(), end="")
+    else:
+        found.show()
+    if args.html:
+        Path(args.html).write_text(found.html, encoding="utf-8")
+    if args.write:
+        found.write(args.write)
+    return FINE
 
 
 def _what_if(argv: Sequence[str]) -> int:

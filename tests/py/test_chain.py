@@ -47,7 +47,10 @@ def test_a_factor_stops_growing_where_faster_links_give_no_more():
         cell("4", {"stock": 99, "ofi": 10}, 4e9),
     ]
     found = steps(*cells)["bandwidth"]
-    assert "stops growing with the link for made on 2 ranks at 0.50 Gbit/s a flow (measured" in found.verdict
+    assert (
+        "stops growing with the link at 2.00 Gbit/s for made on 2 ranks at 0.50 Gbit/s a flow (measured"
+        in found.verdict
+    )
     stock, ofi = found.lines
     assert "stock: 1.00 Gbit/s 0.250, 2.00 Gbit/s 0.500, 4.00 Gbit/s 0.503: stops growing at 2.00 Gbit/s" in stock
     assert "ofi" in ofi
@@ -55,14 +58,28 @@ def test_a_factor_stops_growing_where_faster_links_give_no_more():
     assert "each job ran on one link speed" in steps(cells[0])["bandwidth"].verdict
 
 
+def test_a_factor_that_still_grows_is_told():
+    found = steps(cell("1", {"stock": 300}, 1e9), cell("2", {"stock": 100}))["bandwidth"]
+    assert found.verdict.startswith("Stock's scaling factor still grows for made on 2 ranks at 0.50 Gbit/s a flow (")
+
+
 def test_scaling_and_transports_are_told_with_their_intervals():
     found = steps(cell("one", {"stock": 100, "ofi": 20}))
     assert found["scaling"].verdict == "The job scales badly: the scaling factor of stock is 0.50 (one; measured)."
     assert "one, ofi: 0.833 (0.833 to 0.833), step 120 ms (120 to 120) (measured)" in found["scaling"].lines
-    assert "shorter in 1 of 1 comparisons; at best 1.67 times" in found["transports"].verdict
+    assert "shorter in 1 of 1 comparisons; at best 1.67 times (1.67 to 1.67)" in found["transports"].verdict
     estimated = steps(cell("two", {"stock": 100}, alone_ms=0))["scaling"]
     assert "(estimated)" in estimated.lines[0]
+    assert estimated.verdict.endswith("(two; estimated).")
     assert "two: T_1 is an estimate" in estimated.missing[0]
+
+
+def test_a_job_whose_stock_is_not_known_is_told_without_it():
+    one = cell("one", {"stock": 100, "ofi": 20})
+    arms = {name: replace(arm, scaling=None) if name == "stock" else arm for name, arm in one.arms.items()}
+    found = steps(replace(one, arms=arms))
+    assert found["scaling"].verdict == "What stock scales like was not measured."
+    assert len(found["scaling"].lines) == 1
 
 
 def test_hooks_and_traffic_are_told_apart_and_timed_compute_proves_nothing():
@@ -74,8 +91,8 @@ def test_hooks_and_traffic_are_told_apart_and_timed_compute_proves_nothing():
         beside_ms=(0, 0),
     )
     found = steps(real)["compute"]
-    assert "hooks alone change a step by +2.0 % (+2.0 to +2.0)" in found.verdict
-    assert "traffic changes forward and backward by +10.0 % (+10.0 to +10.0)" in found.verdict
+    assert "hooks alone by +2.0 % (+2.0 to +2.0);" in found.verdict
+    assert "traffic beside them by +10.0 % (+10.0 to +10.0) (measured)" in found.verdict
     timed = steps(cell("timed", {"null": 0, "stock": 50}))["compute"]
     assert timed.verdict == "Compute inflation was not measured."
     assert "compute is timed, and cannot be slowed, in timed" in timed.missing

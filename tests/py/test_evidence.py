@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 import netbottleneck
-from netbottleneck import Evidence
+from netbottleneck import Evidence, cli
 from netbottleneck.evidence import values
 from test_figures import CELLS, PASSES
 
@@ -97,6 +97,19 @@ def test_a_notebook_gets_the_chain_and_a_picture():
     assert FOUND.draw(3)._repr_svg_() == FOUND.pictures[3]
     with pytest.raises(IndexError, match="figure 9: there are 1 to 8"):
         FOUND.draw(9)
+
+
+def test_the_command_reports_a_study(tmp_path, capsys):
+    path = tmp_path / "evidence.json"
+    path.write_text(FOUND.to_json())
+    assert cli.main(["report", str(path), "--json", "--html", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().out == FOUND.to_json()
+    assert (tmp_path / "page.html").read_text() == FOUND.html
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert "1. How does it scale?" in capsys.readouterr().out
+    path.write_text("{}")
+    assert cli.main(["report", str(tmp_path)]) == 1
+    assert "evidence.json: not a netbottleneck-evidence" in capsys.readouterr().err
 
 
 def test_without_matplotlib_values_are_written_and_the_page_says_so(monkeypatch, tmp_path):

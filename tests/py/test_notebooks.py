@@ -11,6 +11,8 @@ import pytest
 NOTEBOOKS = Path(__file__).parents[2] / "benchmarks" / "notebooks"
 BENCH = NOTEBOOKS / "00_stock_vs_multistream.ipynb"
 ANSWER = NOTEBOOKS / "01_is_the_network_the_bottleneck.ipynb"
+WHAT_IF = NOTEBOOKS / "02_what_if.ipynb"
+PAPER = NOTEBOOKS / "03_redo_the_paper.ipynb"
 
 
 def executed(path):
@@ -41,6 +43,28 @@ def test_the_stored_trace_is_answered():
     assert all("TRANSPORT_LIMITED" in table for table in shown(outputs, "text/html"))
     assert len(shown(outputs, "text/html")) == 2
     assert "Verdict: TRANSPORT_LIMITED" in "".join(o.text for o in outputs if o.output_type == "stream")
+
+
+def test_the_stored_trace_is_asked_what_if():
+    outputs = executed(WHAT_IF)
+    said = "".join(o.text for o in outputs if o.output_type == "stream")
+    for words in (
+        "fully used, the step would be",
+        "takes no time, the step would be",
+        "buys",
+        "needs 5.52x fewer bytes",
+    ):
+        assert words in said
+    assert "predicted" in said
+    assert len(shown(outputs, "image/svg+xml")) == 1
+
+
+def test_the_paper_is_redone_from_the_stored_study():
+    outputs = executed(PAPER)
+    assert len(shown(outputs, "image/svg+xml")) == 7
+    (chain,) = shown(outputs, "text/html")
+    assert "was not measured" not in chain
+    assert "11. Where does the loss go?" in "".join(o.text for o in outputs if o.output_type == "stream")
 
 
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -143,3 +144,17 @@ def test_a_stock_that_still_grows_with_its_link_is_no_claim() -> None:
     assert [words[:21] for holds, words in claim.judged("resnet50", [fast, slow]) if not holds] == [
         "resnet50: stock from "
     ]
+
+
+def test_the_studies_ask_for_what_is_judged() -> None:
+    asked, claimed = (
+        tomllib.loads((BENCHMARKS / "studies" / f"{name}.toml").read_text(encoding="utf-8"))
+        for name in ("prediction", "claim")
+    )
+    ranks = [count for model in asked["model"] for count in model["ranks"] for _ in model["networks"]]
+    foretold = len(ranks) - 1  # one is fitted
+    assert len(asked["transports"]) * foretold >= prediction.CELLS
+    assert len(asked["transports"]) * ranks.count(prediction.MANY_RANKS) >= prediction.AT_MANY
+    claims = [model for model in claimed["model"] if "null" in model["transports"]]
+    assert sorted(model["name"] for model in claims) == sorted(claim.MODELS)
+    assert all({"stock", *claim.OURS} <= set(model["transports"]) for model in claims)

@@ -3,10 +3,12 @@
 import importlib.util
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from netbottleneck import cli, env
+from netbottleneck import Evidence, cli, env
+from netbottleneck.evidence import figures
 from netbottleneck.report import Run, words
 from netbottleneck.verdict import CODES
 
@@ -29,10 +31,21 @@ def stored():
 
 def test_the_sentence_and_the_report_are_what_the_stored_trace_gives(stored):
     readme = tool("readme")
-    assert {name for _, name, _ in readme.BLOCK.findall(README)} == {"sentence", "report", "answers"}
+    assert {name for _, name, _ in readme.BLOCK.findall(README)} == {"sentence", "report", "answers", "chain"}
     assert readme.render(README, stored) == README
     assert README.index(" ".join(words.sentences(stored.findings))) < README.index("## ")
     assert stored.text[stored.text.index("Run ") :] in README
+
+
+def test_the_studys_first_figure_is_shown_and_holds_the_stored_studys_values():
+    readme = tool("readme")
+    study = Evidence.read(readme.STUDY)
+    assert f"]({readme.FIGURE.relative_to(ROOT).as_posix()})" in README
+    picture = ElementTree.fromstring(readme.FIGURE.read_text(encoding="utf-8"))
+    (held,) = (element.text for element in picture.iter() if element.tag.endswith("}description"))
+    assert held.strip() == figures.to_csv(study.figures[0]).strip()
+    assert {cell.job for cell in study.cells} == {"replay", "digits", "inflation"}
+    assert readme.STUDY.stat().st_size < 100_000
 
 
 def test_a_number_that_is_not_the_traces_is_noticed(stored):

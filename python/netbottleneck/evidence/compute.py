@@ -17,8 +17,10 @@ def _line(cell: CellFacts, what: str, pair: Paired) -> str:
 
 
 def _most(rows: Sequence[Row], what: str) -> str:
-    ratio = max((pair.ratio for _, pair in rows), key=lambda one: one.value)
-    return f"{what} {words.percents(words.over_one(ratio))}"
+    """The largest of some changes, and whether it is one."""
+    change = words.over_one(max((pair.ratio for _, pair in rows), key=lambda one: one.value))
+    doubt = ", which may be none" if change.low <= 0 <= change.high else ""
+    return f"{what} {words.percents(change)}{doubt}"
 
 
 def _unknown(hooks: Sequence[Row], beside: Sequence[Row], timed: str) -> list[str]:
@@ -35,12 +37,12 @@ def inflation(cells: Sequence[CellFacts]) -> Said:
     lines = [_line(cell, "hooks alone, null against bare", pair) for cell, pair in hooks]
     lines += [_line(cell, f"traffic of {pair.other}, against null", pair) for cell, pair in beside]
     missing = _unknown(hooks, beside, words.listed(cell.key for cell in cells if cell.compute == "timed"))
-    told = [_most(hooks, "hooks alone change a step by")] if hooks else []
+    told = [_most(hooks, "hooks alone by")] if hooks else []
     if beside:
-        told.append(_most(beside, "traffic changes forward and backward by"))
+        told.append(_most(beside, "traffic beside them by"))
     if not told:
         return "Compute inflation was not measured.", lines, missing
-    return f"At most, {' and '.join(told)} (measured).", lines, missing
+    return f"Forward and backward are changed at most: {'; '.join(told)} (measured).", lines, missing
 
 
 def _harm(cell: CellFacts) -> str:

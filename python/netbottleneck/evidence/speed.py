@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -39,15 +38,23 @@ def scaling(cells: Sequence[CellFacts]) -> Said:
         for cell, arm in rows
         if arm.scaling is not None
     ]
-    of_base = [(one.scaling.value, cell) for cell in cells if (one := base(cell)) is not None and one.scaling]
+    missing = [f"{key}: T_1 is an estimate, the step less what is exposed" for key in _estimated(cells)]
+    return _scaling(cells) or "What stock scales like was not measured.", lines, missing
+
+
+def _scaling(cells: Sequence[CellFacts]) -> str:
+    """Of the arm that each cell is about, the smallest factor and the largest; "" where none is known."""
+    of_base = [(one.scaling.value, cell, one.name) for cell in cells if (one := base(cell)) and one.scaling]
+    if not of_base:
+        return ""
     low, high = min(of_base, key=lambda row: row[0]), max(of_base, key=lambda row: row[0])
-    named = words.listed(one.name for cell in cells if (one := base(cell)) is not None)
+    named = words.listed(name for _, _, name in of_base)
     where = f"is {low[0]:.2f} ({low[1].key}"
     if len(of_base) > 1:
         where = f"lies between {low[0]:.2f} ({low[1].key}) and {high[0]:.2f} ({high[1].key}) ({len(of_base)} cells"
     bad = "scales badly" if low[0] < WELL else "scales well"
-    verdict = f"The job {bad}: the scaling factor of {named} {where}; measured)."
-    return verdict, lines, [f"{key}: T_1 is an estimate, the step less what is exposed" for key in _estimated(cells)]
+    label = "estimated" if "estimated" in (words.label(low[1]), words.label(high[1])) else "measured"
+    return f"The job {bad}: the scaling factor of {named} {where}; {label})."
 
 
 def _estimated(cells: Sequence[CellFacts]) -> Iterator[str]:
@@ -64,12 +71,16 @@ def by_link(cells: Sequence[CellFacts]) -> dict[tuple[str, int, tuple[float, ...
     return {key: tuple(sorted(rows.items())) for key, rows in found.items() if len(rows) > 1}
 
 
-def stops_at(series: Series, arm: str) -> tuple[float, CellFacts] | None:
-    """The slowest link beyond which the arm's factor grows by no more than GROWTH_MIN; None: it still grows."""
-    factors = [(bps, cell, one.scaling.value) for bps, cell in series if (one := cell.arms.get(arm)) and one.scaling]
-    for place, (bps, cell, value) in enumerate(factors[:-1]):
-        if max(later for _, _, later in factors[place + 1 :]) <= (1 + GROWTH_MIN) * value:
-            return bps, cell
+def factors(series: Series, arm: str) -> list[tuple[float, float]]:
+    """An arm's scaling factor by link."""
+    return [(bps, one.scaling.value) for bps, cell in series if (one := cell.arms.get(arm)) and one.scaling]
+
+
+def stops_at(found: Sequence[tuple[float, float]]) -> float | None:
+    """The slowest link beyond which the factor grows by no more than GROWTH_MIN; None: it still grows."""
+    for place, (bps, value) in enumerate(found[:-1]):
+        if max(later for _, later in found[place + 1 :]) <= (1 + GROWTH_MIN) * value:
+            return bps
     return None
 
 
@@ -79,27 +90,25 @@ def bandwidth(cells: Sequence[CellFacts]) -> Said:
     if not series:
         verdict = "Whether a faster link would help was not measured: each job ran on one link speed."
         return verdict, (), ("cells of one model and number of ranks on two link speeds or more",)
-    lines: list[str] = []
-    stopped: list[str] = []
-    growing: list[str] = []
+    lines, stopped, growing = [], [], []
     for (model, ranks, flow), rows in series.items():
         job = f"{model} on {ranks} ranks" + (f" at {gbit(min(flow))} a flow" if flow else "")
-        arms = dict.fromkeys(arm.name for _, cell in rows for arm in cell.transports)
-        for arm in arms:
-            told = [
-                f"{gbit(bps)} {one.scaling.value:.3f}"
-                for bps, cell in rows
-                if (one := cell.arms.get(arm)) and one.scaling
-            ]
-            end = stops_at(rows, arm)
-            where = "still grows" if end is None else f"stops growing at {gbit(end[0])}"
-            lines.append(f"{job}, {arm}: {', '.join(told)}: {where}")
+        for arm in dict.fromkeys(arm.name for _, cell in rows for arm in cell.transports):
+            found = factors(rows, arm)
+            end = stops_at(found)
+            where = "still grows" if end is None else f"stops growing at {gbit(end)}"
+            lines.append(f"{job}, {arm}: {', '.join(f'{gbit(bps)} {value:.3f}' for bps, value in found)}: {where}")
             if arm == STOCK:
-                (growing if end is None else stopped).append(job)
-    verdict = f"Stock's scaling factor stops growing with the link for {words.listed(stopped) or 'no job'}"
-    if growing:
-        verdict += f"; it still grows for {words.listed(growing)}"
-    return f"{verdict} (measured; no more than {percent(GROWTH_MIN)} counts as none).", lines, ()
+                stopped += [f"at {gbit(end)} for {job}"] if end is not None else []
+                growing += [job] if end is None else []
+    return _growth(stopped, growing), lines, ()
+
+
+def _growth(stopped: Sequence[str], growing: Sequence[str]) -> str:
+    told = [f"stops growing with the link {words.listed(stopped)}"] if stopped else []
+    told += [f"still grows for {words.listed(growing)}"] if growing else []
+    verdict = f"Stock's scaling factor {'; it '.join(told) or 'was not measured on two links'}"
+    return f"{verdict} (measured; no more than {percent(GROWTH_MIN)} counts as none)."
 
 
 def transports(cells: Sequence[CellFacts]) -> Said:
@@ -115,9 +124,10 @@ def transports(cells: Sequence[CellFacts]) -> Said:
         lines.append(f"{cell.key}: a step over {pair.other}{how} takes {ratio} of one over stock, {pair.pairs} pairs")
     faster = sum(pair.ratio.high < 1 for _, pair in pairs)
     best_cell, best = min(pairs, key=lambda row: row[1].ratio.value)
-    times = 1 / best.ratio.value if best.ratio.value else math.inf
+    fast, least, most = (1 / part for part in (best.ratio.value, best.ratio.high, best.ratio.low))
     verdict = (
         f"With another transport over the same link the step is surely shorter in {faster} of {len(pairs)} "
-        f"comparisons; at best {times:.2f} times as fast as stock ({best.other}, {best_cell.key}; measured)."
+        f"comparisons; at best {fast:.2f} times ({least:.2f} to {most:.2f}) as fast as stock ({best.other}, "
+        f"{best_cell.key}; measured)."
     )
     return verdict, lines, ()

@@ -35,7 +35,7 @@ from netbottleneck.scaling import (
 )
 from netbottleneck.scaling import intervals as spans
 from netbottleneck.stats import Estimate, Paired
-from netbottleneck.trace import BARE, NULL, PSEUDO, SINGLE, Step, Trace
+from netbottleneck.trace import BARE, NULL, PSEUDO, SINGLE, Network, Step, Trace
 
 TIMED = ("replay", "play")  # jobs whose compute is a wait
 
@@ -122,20 +122,19 @@ def _splits(trace: Trace) -> dict[str, list[Split]]:
 def _base(run: Run, about: About, told: Trace, splits: Mapping[str, Sequence[Split]]) -> CellFacts:
     """What is known of the cell before its arms: the network, the model, and one rank's step."""
     trace = run.trace
-    network = trace.network
-    seen = network.verified if network is not None else {}
+    network = trace.network or Network()
     name = SINGLE if stats.step_times(trace, SINGLE) else NULL if stats.step_times(trace, NULL) else ""
     baseline = {SINGLE: ALONE, NULL: NOTHING_MOVES, "": COMPUTED}[name]
     own = splits.get(name, ())
     hosts = {rank.host_id for rank in trace.ranks}
-    cores = {(rank.hostname if len(trace.ranks) > 1 else "", core) for rank in trace.ranks for core in rank.cores}
+    cores = {(rank.hostname, core) for rank in trace.ranks for core in rank.cores}
     return CellFacts(
         **{field: getattr(about, field) for field in ("key", "model", "job", "network")},
         ranks=trace.size,
         link_bps=run.findings.link_bps,
-        flow_bps=network.flow_bps if network is not None else (),
-        one_flow_bps=(seen.get("one_flow") or {}).get("measured_bps"),
-        many_flows_bps=(seen.get("many_flows") or {}).get("measured_bps"),
+        flow_bps=network.flow_bps,
+        one_flow_bps=_seen(network, "one_flow"),
+        many_flows_bps=_seen(network, "many_flows"),
         model_title=trace.model,
         compute="timed" if about.job in TIMED else "real",
         ranks_per_host=max(1, len(trace.ranks) // max(1, len(hosts))),
@@ -147,6 +146,12 @@ def _base(run: Run, about: About, told: Trace, splits: Mapping[str, Sequence[Spl
         single_compute_ns=_parts(own).compute_ns if own else None,
         single_forward_backward_ns=intervals.median(stats.step_times(told, name)) if name else None,
     )
+
+
+def _seen(network: Network, flows: str) -> float | None:
+    """What was measured of a network before the job."""
+    found = (network.verified.get(flows) or {}).get("measured_bps")
+    return None if found is None else float(found)
 
 
 def _arm(run: Run, cell: CellFacts, told: Trace, arm: tuple[str, Sequence[Split]]) -> ArmFacts:

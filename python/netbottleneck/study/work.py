@@ -100,7 +100,8 @@ class Beside:
             if self._fitted is None:
                 self._fitted = Run(self._folder.of(self._fit_key) / RUN)
             wire = forecast.Wire.of_network(network or {})
-            made = forecast.make(self._fitted.trace, what, cell.ranks, wire, cell.arms, cell=cell.key)
+            fitted = replace(self._fitted.trace, id=self._fit_key)
+            made = forecast.make(fitted, what, cell.ranks, wire, cell.arms, cell=cell.key)
         except (ValueError, OSError) as error:
             return f"no forecast: {error}"
         told = {"written_wall_ns": time.time_ns(), **json.loads(codec.dump(made))}

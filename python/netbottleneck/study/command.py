@@ -54,13 +54,15 @@ def _without_hooks(words: Sequence[str]) -> None:
 
 
 def _until_signalled(run: Callable[[], int]) -> int:
-    before = signal.signal(signal.SIGTERM, _terminated)
+    # Ctrl-C as well: a provider of libfabric that was looked for may have put a handler of its own in Python's place.
+    before = {number: signal.signal(number, _terminated) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         return run()
     except KeyboardInterrupt as signalled:
         return 128 + (signalled.args[0] if signalled.args else signal.SIGINT)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _terminated(signum: int, _frame: object) -> NoReturn:

@@ -12,7 +12,7 @@ setup: ## set everything up: packages (APT=0: none), .venv, torch, the C build
 build: ## compile what has changed
 	@tools/setup_env.sh run
 
-study: ## two ranks train on three networks made here; the answer, and a report
+study: ## the chain of evidence on networks made here: replays, training, compute; the answer, and a report
 	@tools/setup_env.sh run
 	@$(NB) study $(ARGS)
 

@@ -56,7 +56,8 @@ MODULES_OF_ROOM = {
     "recorder": ("rings", "events"),
     "comm": ("adasum", "built", "collectives", "job", "members", "ops", "process_sets", "steps"),
     "scaling": ("layers", "stats", "usage"),
-    "cost": ("links", "service"),
+    "plan": ("score",),
+    "cost": ("fitting", "links", "service"),
     "simulate": ("workload",),
     "verdict": ("findings",),
     "whatif": ("inverse", "sweeps"),
@@ -83,6 +84,7 @@ PYTHON_ROOMS: dict[str, set[str]] = {
     "simulate": {"trace", "plan", "cost", "scaling", "_core"},
     "replay": {"_core", "trace", "plan", "cost", "comm", "recorder", "launch"},
     "whatif": {"trace", "scaling", "simulate", "cost", "plan", "compat"},
+    "forecast": {"trace", "scaling", "cost", "plan", "whatif"},
     "verdict": {"trace", "scaling", "cost", "whatif"},
     "report": {"trace", "recorder", "scaling", "compat", "verdict", "whatif"},
     "evidence": {"trace", "replay", "scaling", "whatif", "report"},
@@ -117,7 +119,7 @@ OUTSIDE: dict[str, set[str]] = {
 OUTSIDE_LAZILY: dict[str, set[str]] = {"torch": {"launch"}}
 
 # Analysis is a function of a trace: no clock, file, randomness, environment, process or socket in it.
-PURE_ROOMS = {"plan", "cost", "scaling", "compat", "simulate", "whatif", "verdict"}
+PURE_ROOMS = {"plan", "cost", "scaling", "compat", "simulate", "whatif", "forecast", "verdict"}
 IMPURE = {
     "time",
     "datetime",

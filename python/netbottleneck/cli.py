@@ -176,7 +176,7 @@ def _version(argv: Sequence[str]) -> int:
 
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "study": (_study, "two ranks train on three networks made here; the answer, and a report"),
+    "study": (_study, "the chain of evidence, from one file: on networks made here, or on your hosts"),
     "run": (_run, "run a DDP or Horovod script, measured, no line changed"),
     "report": (_report, "the answer of a recorded run"),
     "what-if": (_what_if, "what other links, more workers or compression would do to a recorded run"),

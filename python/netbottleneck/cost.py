@@ -8,18 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from netbottleneck import _core
-from netbottleneck.links import UNLIMITED, Link, Table, at_least_0, positive
-from netbottleneck.plan import in_flight
-from netbottleneck.service import Service, achievable, line, nominal, services, step_and_sum
+from netbottleneck.fitting import explained, interval, shared
+from netbottleneck.links import UNLIMITED, Link, Table, Wire, at_least_0, positive
+from netbottleneck.service import Service, achievable, flows, nominal, step_and_sum
 from netbottleneck.trace import PSEUDO, Trace
 
 __all__ = ["ALGORITHMS", "UNLIMITED", "Cost", "Fit", "Link", "Table", "achievable", "fit", "nominal"]
 
-# A fit of fewer operations is poor, and one whose operations are off by more: the middle one, the last tenth.
-LEAST, MIDDLE_OFF, MOST_OFF = 8, 0.15, 0.5
 ALGORITHMS = ("ring", "two_level", "tree", "halving_doubling", "direct")
 
 
@@ -174,56 +171,6 @@ class Fit:
         return float(np.median(np.abs(self.residuals)))
 
 
-def _by_step(rows: Sequence[Service], each: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
-    """A number of each operation, added up over steps."""
-    steps = np.unique([row.step for row in rows], return_inverse=True)[1]
-    return np.bincount(steps, each).astype(np.float64)
-
-
-def _off(took: NDArray[np.float64], expected: NDArray[np.float64]) -> tuple[float, float]:
-    """By how much the middle one and the last tenth are off, relative."""
-    off = np.abs(took / np.maximum(expected, 1.0) - 1)
-    return float(np.median(off)), float(np.quantile(off, 0.9))
-
-
-def _is_far(off: tuple[float, float]) -> bool:
-    return off[0] > MIDDLE_OFF or off[1] > MOST_OFF
-
-
-def _explained(rows: Sequence[Service], known: float | None) -> tuple[float, float, str, str]:
-    """Return (ns of an operation, ns of a byte, why that is poor, a note). known: ns of an operation, where measured.
-
-    Where operations shared the link otherwise than one after the other, or as equals, their own times say little; what
-    those of a step took together may still say what a byte costs."""
-    sizes = np.array([row.nbytes for row in rows], np.float64)
-    took = np.array([row.ns for row in rows])
-    one_size = float(np.ptp(sizes)) == 0
-    a, b = line(sizes, took, known if one_size else None)
-    off = _off(took, a + b * sizes)
-    said = [f"only {len(rows)} operations"] if len(rows) < LEAST else []
-    if one_size and known is None:
-        said.append("all operations have one size: what a byte costs is not told from what an operation costs")
-    if not _is_far(off):
-        return a, b, "; ".join(said), ""
-    fixed = known or 0.0
-    step_sizes, step_took = _by_step(rows, sizes), _by_step(rows, took)
-    own = _by_step(rows, np.full(len(rows), fixed))
-    byte_ns = max(0.0, float(np.median((step_took - own) / step_sizes)))
-    middle, most = _off(step_took, own + byte_ns * step_sizes)
-    if len(step_took) >= LEAST and most <= MIDDLE_OFF:
-        note = f"single operations are off by {off[0]:.0%} in the middle, those of a step together by {middle:.1%}"
-        return fixed, byte_ns, "; ".join(said), note
-    said.append(f"half of the operations are off by {off[0]:.0%} and more, a tenth by {off[1]:.0%}")
-    return a, b, "; ".join(said), ""
-
-
-def _interval(rows: Sequence[Service], expected: NDArray[np.float64]) -> tuple[float, float]:
-    """What the operations of a step took together, over what they should have, less 1: 5 % and 95 % of the steps."""
-    took = _by_step(rows, [row.ns for row in rows])
-    low, high = np.quantile(took / np.maximum(_by_step(rows, expected), 1.0) - 1, [0.05, 0.95])
-    return max(-0.99, min(0.0, float(low))), max(0.0, float(high))
-
-
 def fit(
     trace: Trace, transport: str | None = None, *, algorithm: str | None = None, ranks_per_host: int | None = None
 ) -> Fit:
@@ -237,9 +184,7 @@ def fit(
     Raises ValueError where the run has no all-reduce of that transport that all ranks finished in a step."""
     names = [transport] if transport is not None else [t for t in trace.transports if t not in PSEUDO]
     for name in names:
-        flying = in_flight(trace, name)
-        formula, rows = services(trace, name, flying)
-        rows = [row for row in rows if row.ns > 0]
+        formula, rows, flying = shared(trace, name)
         if rows and trace.size > 1:
             break
     else:
@@ -271,11 +216,17 @@ def _cost(algorithm: str, size: int, inside: int, parts: tuple[float, float, flo
     return replace(cost, fixed_ns=fixed_ns - in_steps, add=add)
 
 
+def _least_byte_ns(trace: Trace, name: str, share: float) -> float:
+    """Ns of an operation's byte, of which `share` is sent: what flows were measured to carry is the most they can."""
+    rate_bps = Wire.of(trace.network).measured(flows(trace, name)[0])
+    return 8e9 * share / rate_bps if rate_bps else 0.0
+
+
 def _fitted(trace: Trace, name: str, algorithm: str, inside: int, rows: Sequence[Service], flying: int) -> Fit:
     shape = _core.collective_shape(ALGORITHMS.index(algorithm), trace.size, inside)
     step_ns, add = step_and_sum(trace, name)
     known = None if step_ns is None else step_ns * (shape[0] if shape[1] else shape[2])
-    a, b, why, note = _explained(rows, known)
+    a, b, why, note = explained(rows, known, _least_byte_ns(trace, name, shape[1]))
     expected = np.array([a + b * row.nbytes for row in rows])
     residuals = np.array([row.ns for row in rows]) / np.maximum(expected, 1.0) - 1
     sizes = (min(row.nbytes for row in rows), max(row.nbytes for row in rows))
@@ -283,7 +234,7 @@ def _fitted(trace: Trace, name: str, algorithm: str, inside: int, rows: Sequence
     cost = replace(
         _cost(algorithm, trace.size, inside, (a, min(a, known or 0.0), b), add),
         launch_ns=_launch_ns(rows),
-        residual=_interval(rows, expected),
+        residual=interval(rows, expected),
         fitted_bytes=sizes,
         fitted_size=trace.size,
         poor=why,

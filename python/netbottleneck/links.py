@@ -1,11 +1,15 @@
-"""Rates and times by size: a host's link, a measured table."""
+"""Rates and times by size: a host's link, a network as it is known, a measured table."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+
+from netbottleneck.trace import Network
 
 # No rate: what takes no time.
 UNLIMITED = math.inf
@@ -81,3 +85,41 @@ class Link:
     def byte_ns(self) -> float:
         """Ns of a byte: 8e9 / rate."""
         return 8e9 / self.rate_bps
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """A network as it is known before a run, bits a second. None: no cap, or not measured.
+
+    link_bps, flow_bps: what it is made for, each link and each flow, headers counted. one_flow_bps, many_flows_bps:
+    what was measured just before, of payload: one flow, and as many as fill the link."""
+
+    link_bps: float | None = None
+    flow_bps: float | None = None
+    one_flow_bps: float | None = None
+    many_flows_bps: float | None = None
+
+    @classmethod
+    def of(cls, network: Network | None) -> Wire:
+        """What a trace knows of its network."""
+        if network is None:
+            return cls()
+        seen = {name: network.verified.get(name) or {} for name in ("one_flow", "many_flows")}
+        rates = [float(found["measured_bps"]) if "measured_bps" in found else None for found in seen.values()]
+        return cls(network.link_bps, min(network.flow_bps, default=None), *rates)
+
+    @classmethod
+    def of_network(cls, network: Mapping[str, Any]) -> Wire:
+        """The same of a session's network: how, link_bps, flow_bps, verified."""
+        flows = tuple(float(bps) for bps in network.get("flow_bps") or ())
+        return cls.of(Network("", network.get("link_bps"), flows, network.get("verified") or {}))
+
+    def measured(self, flows: float) -> float | None:
+        """What so many flows carry together, as was measured."""
+        one, many = self.one_flow_bps, self.many_flows_bps
+        return None if one is None or many is None else min(many, flows * one) if flows > 1 else one
+
+    def made_for(self, flows: float) -> float | None:
+        """The same by the caps; None where there is none."""
+        caps = [cap for cap in (self.link_bps, self.flow_bps and flows * self.flow_bps) if cap and math.isfinite(cap)]
+        return min(caps, default=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -139,6 +140,19 @@ def _infos(trace: Trace, transport: str) -> list[TransportInfo]:
     """What ranks say of their transports: this one first, then the others that are measured."""
     found = [info for rank in trace.ranks for info in rank.transports]
     return sorted(found, key=lambda info: info.name != transport)
+
+
+def flows(trace: Trace, transport: str) -> tuple[float, float]:
+    """How many flows to a peer a transport used, and how many it may use elsewhere: what it was told, else any."""
+    infos = [info for rank in trace.ranks for info in rank.transports if info.name == transport]
+    info = infos[0] if infos else None
+    if info is None or info.streams_open is None:
+        # Who does not tell has a flow for each interface that it was given, as gloo has.
+        names = (info.interface if info is not None else None) or ""
+        count = float(max(1, len(names.split(","))))
+        return count, count
+    used = float(info.streams_used or info.streams_open)
+    return used, float(info.streams_asked) if info.streams_asked else math.inf
 
 
 def achievable(trace: Trace, transport: str) -> Link | None:

@@ -175,6 +175,17 @@ def _collectives_of(
             )
 
 
+def _notes(load: Workload, cost: Cost, workers: int, run: _Run) -> tuple[str, ...]:
+    """What of a simulated run lies outside of what was measured."""
+    notes = list(cost.doubts(run.ops[:, BYTES].tolist(), workers))
+    if not _together(load, workers) and workers > 1 and len(load.draws) > 1:
+        notes.append(
+            f"one rank of {workers}; the last of the others drawn from {len(load.draws)} recorded steps, as if they"
+            " were independent, none slower than the slowest of them"
+        )
+    return tuple(notes)
+
+
 def _trace(load: Workload, plan: Plan, cost: Cost, workers: int, chosen: Sequence[Sequence[int]], run: _Run) -> Trace:
     source = load.trace
     transport = load.transport if load.transport not in PSEUDO else "simulated"
@@ -183,12 +194,6 @@ def _trace(load: Workload, plan: Plan, cost: Cost, workers: int, chosen: Sequenc
     inside = min(cost.ranks_per_host, workers)
     parameters = source.parameters
     bucket_of = {index: at for at, bucket in enumerate(chosen) for index in bucket}
-    notes = list(cost.doubts(run.ops[:, BYTES].tolist(), workers))
-    if not recorded and workers > 1:
-        notes.append(
-            f"one rank of {workers}; the last of the others drawn from {len(load.draws)} recorded steps, as if they"
-            " were independent, none slower than the slowest of them"
-        )
     link = cost.link.bps if np.isfinite(cost.link.bps) else None
     return Trace(
         id=source.id,
@@ -196,7 +201,7 @@ def _trace(load: Workload, plan: Plan, cost: Cost, workers: int, chosen: Sequenc
         transports=(transport,),
         origin="simulated",
         model=source.model,
-        notes=tuple(notes),
+        notes=_notes(load, cost, workers, run),
         modules=source.modules,
         network=Network("simulated", link, () if cost.link.lane_bps is None else (cost.link.lane_bps,)),
         ranks=tuple(Rank(rank, host_id=f"host{rank // inside}", finished=True) for rank in range(ranks)),

@@ -196,6 +196,7 @@ def job(trace: Trace, transport: str | None = None, *, plan: Plan | None = None,
     can = achievable(trace)
     return replace(
         made,
+        plan=made.plan if plan is not None else replace(made.plan, in_flight=fitted.in_flight),
         fit=fitted,
         lane_bps=None if can is None else can.points[0][1] / can.points[0][0],
         measured_ns=_measured(trace, fitted.transport),

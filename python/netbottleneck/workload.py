@@ -69,7 +69,9 @@ def _marks(step: Step, ready_ns: int, wait_ns: int) -> list[tuple[int, int, int]
     rows = [(begin, 0, FORWARD) for begin, _ in passes[:1]]
     rows.append((max((end for _, end in passes), default=step.begin_ns), 1, BACKWARD))
     for begin, end in step.optimizer[:1]:
-        rows += [(begin, 5, OPTIMIZER), (end, 6, OPTIMIZED)] if begin >= wait_ns else []
+        # Within the step and in order, whatever the stamps say: each step has its marks, or it has none.
+        begin_ns, end_ns = min(begin, step.end_ns), min(max(begin, end), step.end_ns)
+        rows += [(begin_ns, 5, OPTIMIZER), (end_ns, 6, OPTIMIZED)] if begin >= wait_ns else []
     return rows
 
 

@@ -177,11 +177,11 @@ def test_a_score_is_read_as_it_was_written_and_damage_is_named(tmp_path: Path) -
             playing.read(path)
 
 
-def task(folder: Path, played: Score, arms: tuple[str, ...] = ("tcp",), rounds: int = 2) -> Task:
+def task(folder: Path, played: Score, arms: tuple[str, ...] = ("tcp",), rounds: int = 2, alone: int = 0) -> Task:
     """Return a task that plays a score."""
     playing.write(folder / "score.json", played)
     return Task(
-        PLAY, arms, str(folder / "run"), block_steps=3, rounds=rounds, alone=0, score=str(folder / "score.json")
+        PLAY, arms, str(folder / "run"), block_steps=3, rounds=rounds, alone=alone, score=str(folder / "score.json")
     )
 
 
@@ -202,9 +202,13 @@ def in_lab(asked: Task, follow: Callable[..., None] = lambda *_: None, env: dict
 
 
 def test_a_replay_is_an_ordinary_run_and_needs_no_torch(tmp_path: Path) -> None:
-    run = in_lab(task(tmp_path, SMALL, ("tcp", "null")), env=without_torch(tmp_path / "stub"))
+    run = in_lab(task(tmp_path, SMALL, ("tcp", "null"), alone=3), env=without_torch(tmp_path / "stub"))
     trace = run.trace
-    assert {(step.rank, step.transport) for step in trace.steps} == {(r, t) for r in (0, 1) for t in ("tcp", "null")}
+    both = {(r, t) for r in (0, 1) for t in ("tcp", "null")}
+    assert {(step.rank, step.transport) for step in trace.steps} == {*both, (0, "single")}
+    still = {step.index for step in trace.steps if step.transport in ("single", "null")}
+    assert {c.transport for c in trace.collectives if c.bucket is not None} == {"tcp"}
+    assert len(still) > 3
     assert [parameter.bytes for parameter in trace.parameters] == list(SIZES)
     assert [bucket.parameters for bucket in trace.buckets] == [(3, 2), (1, 0)]
     moved = [c for c in trace.collectives if c.transport == "tcp" and c.bucket is not None]

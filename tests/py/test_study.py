@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from netbottleneck import study
-from netbottleneck.lab import Lab, LinkSpec, parse_lab
+from netbottleneck import layerlog, study
+from netbottleneck import trace as tr
+from netbottleneck.lab import Lab
 from netbottleneck.report import Run
 from netbottleneck.study.ranks import JobError, run_in_lab
 from netbottleneck.study.task import AS_BEFORE, Outcome, Task, from_json, to_json
@@ -26,15 +27,19 @@ DEADLINE_S = 18.0
 TINY = ("--model", "thin_resnet", "--compute-ms", "2", "4", "--block-steps", "3", "--rounds", "2")
 
 
-def start(folder: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    """Start a study as a process of its own, in a group of its own."""
+def start(folder: Path, *words: str, drawn: bool = False) -> subprocess.Popen[str]:
+    """Start a study as a process of its own, in a group of its own; not drawn: without matplotlib, which takes long."""
+    stub = folder.parent / "stub"
+    stub.mkdir(exist_ok=True)
+    (stub / "matplotlib.py").write_text("raise ImportError('no matplotlib here')\n")
+    paths = filter(None, ["" if drawn else str(stub), os.environ.get("PYTHONPATH")])
     return subprocess.Popen(
         [sys.executable, "-m", "netbottleneck.study", "--directory", str(folder), *words],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, **(env or {})},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         start_new_session=True,
     )
 
@@ -72,8 +77,8 @@ def processes_with(text: str) -> list[int]:
 
 def test_a_study_from_end_to_end(tmp_path: Path) -> None:
     folder = tmp_path / "s"
-    words = ("--quick", "--networks", "none", "--jobs", "replay", "--transports", "stock,tcp", *TINY)
-    code, out, err = ended(start(folder, *words))
+    words = ("--networks", "none", "--jobs", "replay", "--transports", "stock,tcp", *TINY)
+    code, out, err = ended(start(folder, *words, drawn=True))
     assert code == 0, out + err
     first = out.splitlines()[0]
     assert "made here, on this machine" in first
@@ -83,7 +88,7 @@ def test_a_study_from_end_to_end(tmp_path: Path) -> None:
     assert "measured in" in out
     told = json.loads((folder / "study.json").read_text())
     (job,) = told["jobs"]
-    assert set(job["steps"]) == {"bare", "stock", "tcp", "single"}
+    assert set(job["steps"]) == {"stock", "tcp", "single"}
     assert job["scaling"]["stock"]["how"] == "measured"
     assert job["outcome"]["equal_on_all_ranks"] is True
     assert told["networks"]["none"]["verified"]["one_flow"]["measured_bps"] > 0
@@ -91,6 +96,8 @@ def test_a_study_from_end_to_end(tmp_path: Path) -> None:
     assert run.trace.network is not None
     assert run.trace.network.verified["one_flow"] == told["networks"]["none"]["verified"]["one_flow"]
     assert (folder / job["folder"] / "report.txt").exists()
+    assert (folder / "report.html").exists()
+    assert len(list((folder / "figures").glob("*.svg"))) == 8
     single = {step.rank for step in run.trace.steps if step.transport == "single"}
     assert single == {0}
 
@@ -112,17 +119,6 @@ def test_ranks_learn_and_end_with_the_weights_of_a_run_over_stock(tmp_path: Path
     assert len(trained.digests) == 2
     assert stock.steps == trained.steps
     assert stock.digests == trained.digests
-
-
-def test_a_rank_that_fails_is_named_with_its_own_words_and_ends_the_others(tmp_path: Path) -> None:
-    folder = tmp_path / "s"
-    words = ("--quick", "--networks", "none", "--jobs", "replay", "--transports", "stock,tcp", *TINY)
-    code, out, err = ended(start(folder, *words, "--model", "no_such_model"))
-    assert code == 1, out + err
-    assert "rank" in err
-    assert "no_such_model" in err
-    assert json.loads((folder / "study.json").read_text())["failure"]
-    assert processes_with(str(folder)) == []
 
 
 def test_a_rank_that_is_killed_is_told_from_those_that_lost_it(tmp_path: Path) -> None:
@@ -147,19 +143,98 @@ def environ(pid: int) -> list[bytes]:
         return []
 
 
+def small(folder: Path, rounds: int) -> Path:
+    """Write a study of two cells, each a replay of three gradients in so many rounds, and return its file."""
+    steps = tuple(
+        tr.Step(
+            0, number, 0, tr.SINGLE, at, at + 8_000_000,
+            forward=((at, at + 2_000_000),), grad_ready=tuple((2 - k, at + (3 + k) * 1_000_000) for k in range(3)),
+        )
+        for number in range(3)
+        for at in (number * 10_000_000,)
+    )  # fmt: skip
+    parameters = tuple(tr.Parameter(f"p{k}", 40_000, "float32") for k in range(3))
+    made = tr.Trace("r", 1, (tr.SINGLE,), model="three", ranks=(tr.Rank(0),), parameters=parameters, steps=steps)
+    layerlog.write(folder / "three.bk.log", layerlog.of_trace(made, 0.01))
+    path = folder / "asked.toml"
+    cells = "".join(f'[[model]]\nfile = "three.bk.log"\nlabel = "{label}"\n' for label in "ab")
+    top = f'networks = ["none"]\ntransports = ["tcp"]\nrounds = {rounds}\nblock_steps = 3\nalone = 3\n'
+    path.write_text(top + cells, encoding="utf-8")
+    return path
+
+
+def holders(process: subprocess.Popen[str]) -> list[int]:
+    """Return the processes that hold namespaces for a study."""
+    return [pid for pid in processes_with("_space.py") if str(process.pid) in words_of(pid)]
+
+
+def words_of(pid: int) -> list[str]:
+    """Return a process's command line."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    except OSError:
+        return []
+
+
+def test_a_study_that_was_killed_goes_on_where_it_was_and_has_left_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    process = start(folder, str(small(tmp_path, 40)))
+    first, second = folder / "cells" / "a-2-none", folder / "cells" / "b-2-none"
+    wait_for(lambda: recorded(second / "run") > 0, "a step of the second cell on record")
+    assert holders(process)
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not processes_with(str(folder)) and not holders(process), "the end of all its processes")
+    done = (first / "facts.json").read_bytes()
+    assert not (second / "facts.json").exists()
+    code, out, err = ended(start(folder))
+    assert code == 0, out + err
+    assert "1 of 2 cells are done already" in out
+    assert (first / "facts.json").read_bytes() == done
+    assert (second / "facts.json").exists()
+    assert recorded(folder / "aside" / "b-2-none.1" / "run") > 0
+    assert [job["key"] for job in json.loads((folder / "study.json").read_text())["jobs"]] == ["a-2-none", "b-2-none"]
+
+
+def test_a_cell_that_fails_is_told_and_the_others_run(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    process = start(folder, str(small(tmp_path, 40)))
+    wait_for(lambda: recorded(folder / "cells" / "a-2-none" / "run") > 0, "a step of the first cell on record")
+    for pid in processes_with(str(folder / "cells" / "a-2-none")):
+        if b"RANK=1" in environ(pid):
+            os.kill(pid, signal.SIGKILL)
+    code, out, err = ended(process)
+    assert code == 1, out + err
+    assert "a-2-none: play: rank 1 was ended by SIGKILL" in err
+    assert "a-2-none" in json.loads((folder / "study.json").read_text())["failed"]
+    assert (folder / "cells" / "b-2-none" / "facts.json").exists()
+    assert not (folder / "cells" / "a-2-none" / "facts.json").exists()
+
+
+def test_a_folder_that_holds_another_study_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "s"
+    folder.mkdir()
+    text = small(tmp_path, 3).read_text()
+    (folder / "study.toml").write_text(text.replace("three.bk.log", str(tmp_path / "three.bk.log")))
+    asked = tmp_path / "asked.toml"
+    asked.write_text(text.replace("rounds = 3", "rounds = 4"))
+    assert study.main([str(asked), "--directory", str(folder)]) == 2
+    assert "holds another study" in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == ["study.toml"]
+
+
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupt_leaves_no_process_and_a_readable_record(tmp_path: Path, signum: int, code: int) -> None:
     folder = tmp_path / "s"
-    words = ("--networks", "none", "--jobs", "replay", "--transports", "stock,tcp", *TINY, "--rounds", "500")
-    process = start(folder, *words)
-    ring = folder / "none" / "replay" / "ranks" / "0.train.ring"
-    wait_for(ring.exists, "a record")
-    wait_for(lambda: recorded(ring.parent.parent) > 0, "a step on record")
+    process = start(folder, str(small(tmp_path, 5000)))
+    run = folder / "cells" / "a-2-none" / "run"
+    wait_for(lambda: recorded(run) > 0, "a step on record")
     process.send_signal(signum)
     found, out, err = ended(process)
     assert found == code, out + err
+    assert f"--directory {folder}" in "".join(out.split("\n"))
     assert processes_with(str(folder)) == []
-    assert recorded(ring.parent.parent) > 0
+    assert recorded(run) > 0
     assert json.loads((folder / "study.json").read_text())["failure"] == "interrupted"
 
 
@@ -185,22 +260,6 @@ def test_tasks_travel_as_text() -> None:
     assert from_json(to_json(tasks)) == tasks
 
 
-@pytest.mark.parametrize(("text", "name"), [("2gbit/500mbit", "2gbit-500mbit"), ("none", "none")])
-def test_a_network_names_its_folder(text: str, name: str) -> None:
-    assert study.slug(str(parse_lab(text))) == name
-
-
-def test_every_network_gives_a_claim_enough_pairs_and_steps() -> None:
-    for quick in (["--quick"], []):
-        args = study.parsed([*quick, "--transports", "stock,tcp"])
-        for text in args.networks:
-            for job in args.jobs:
-                task = study.make_task(job, args, parse_lab(text), Path("f"), None)
-                assert task.rounds >= 2
-                assert task.rounds * (task.block_steps - 1) >= 5
-    assert study.make_task("replay", args, LinkSpec(), Path("f"), None).compute_ms == (133.0, 267.0)
-
-
 def test_batches_share_an_epoch_among_the_ranks() -> None:
     from netbottleneck.study.jobs import batches
 
@@ -218,6 +277,6 @@ def test_under_a_launcher_the_study_uses_its_ranks_and_makes_no_network(ranks: A
     assert results[1].stdout == ""
     told = json.loads((folder / "study.json").read_text())
     (job,) = told["jobs"]
-    assert told["networks"] == {}
+    assert (job["network"], job["ranks"]) == ("here", 2)
     assert job["outcome"]["equal_on_all_ranks"] is True
-    assert set(job["steps"]) == {"bare", "stock", "tcp", "single"}
+    assert set(job["steps"]) == {"stock", "tcp", "single"}

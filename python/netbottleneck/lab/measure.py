@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 TOLERANCE = 0.15
 WARMUP_S = 0.3
 LIMIT_S = 15.0
-_SCRIPT = str(Path(__file__).with_name("_flows.py"))
+SCRIPT = str(Path(__file__).with_name("_flows.py"))
 
 
 def measure(lab: Lab, seconds: float) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def measure(lab: Lab, seconds: float) -> dict[str, Any]:
 
 def _run(lab: Lab, flows: int, seconds: float, link: int) -> dict[str, Any]:
     limit = LIMIT_S + seconds
-    command = [sys.executable, "-I", "-S", _SCRIPT]
+    command = [sys.executable, "-I", "-S", SCRIPT]
     pipes: dict[str, Any] = {
         "stdin": subprocess.DEVNULL,
         "stdout": subprocess.PIPE,
@@ -65,12 +65,17 @@ def _run(lab: Lab, flows: int, seconds: float, link: int) -> dict[str, Any]:
 
 
 def _judge(lab: Lab, flows: int, counted: dict[str, Any], link: int) -> dict[str, Any]:
-    rates: list[float] = counted["flow_bps"]
     spec = lab.spec.links[link]
     if lab.way == "loopback":  # caps per flow hold there, a link does not exist
         spec = LinkSpec(None, spec.flow_bps)
     if lab.hosts == 1:  # nothing leaves the host
         spec = LinkSpec()
+    return judged(spec, flows, counted)
+
+
+def judged(spec: LinkSpec, flows: int, counted: dict[str, Any]) -> dict[str, Any]:
+    """Return what the receiver of some flows counted beside what a link is made for; `ok`: they are near each other."""
+    rates: list[float] = counted["flow_bps"]
     configured = spec.expected_bps(flows)
     ok = configured is None or abs(sum(rates) / configured - 1) <= TOLERANCE
     if spec.flow_bps:  # a link that is asked for more than it carries leaves a flow less than its cap, never more

@@ -59,12 +59,16 @@ def link_commands(link: int, up: bool) -> str:
 
 def host_caps(spec: LinkSpec, per_flow: bool) -> str:
     """`tc` commands for one host's side of its links; `per_flow`: with a class per flow."""
+    return "".join(interface_caps(interface(index), link, per_flow) for index, link in enumerate(spec.links))
+
+
+def interface_caps(device: str, spec: LinkSpec, per_flow: bool, major: int = 1) -> str:
+    """`tc` commands for what one interface sends; `major`: of its handle."""
     lines: list[str] = []
-    for index, link in enumerate(spec.links):
-        if link.link_bps is not None or per_flow:
-            lines += _link(interface(index), link.link_bps or UNCAPPED_BPS)
-        if per_flow:
-            lines += _flows(interface(index), spec.flow_bps[0])
+    if spec.link_bps is not None or per_flow:
+        lines += _link(device, spec.link_bps or UNCAPPED_BPS, major)
+    if per_flow:
+        lines += _flows(device, spec.flow_bps[0], major)
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -87,28 +91,30 @@ def _burst_bytes(bps: int) -> int:
     return max(128 * 1024, bps // 8 * 4 // 1000)
 
 
-def _class(device: str, parent: str, minor: int, rate: int, ceil: int) -> str:
+def _class(device: str, parent: str, classid: str, rate: int, ceil: int) -> str:
     burst = _burst_bytes(ceil)
     return (
-        f"class add dev {device} parent {parent} classid 1:{minor:x} htb rate {rate}bit ceil {ceil}bit "
+        f"class add dev {device} parent {parent} classid {classid} htb rate {rate}bit ceil {ceil}bit "
         f"burst {burst} cburst {burst} quantum 60000"
     )
 
 
-def _link(device: str, bps: int) -> list[str]:
+def _link(device: str, bps: int, major: int = 1) -> list[str]:
+    top = f"{major:x}:"
     return [
-        f"qdisc add dev {device} root handle 1: htb default 10 r2q 1000",
-        _class(device, "1:", 1, bps, bps),
-        _class(device, "1:1", 0x10, min(bps, 10**6), bps),
+        f"qdisc add dev {device} root handle {top} htb default 10 r2q 1000",
+        _class(device, top, f"{top}1", bps, bps),
+        _class(device, f"{top}1", f"{top}10", min(bps, 10**6), bps),
     ]
 
 
-def _flows(device: str, bps: int) -> list[str]:
-    lines = [_class(device, "1:1", _FLOW_CLASS + index, min(bps, 10**6), bps) for index in range(PORTS)]
-    return [*lines, f"filter add dev {device} parent 1: protocol ip prio 1 bpf bytecode '{_classifier()}'"]
+def _flows(device: str, bps: int, major: int) -> list[str]:
+    top, rate = f"{major:x}:", min(bps, 10**6)
+    lines = [_class(device, f"{top}1", f"{top}{_FLOW_CLASS + index:x}", rate, bps) for index in range(PORTS)]
+    return [*lines, f"filter add dev {device} parent {top} protocol ip prio 1 bpf bytecode '{_classifier(major)}'"]
 
 
-def _classifier() -> str:
+def _classifier(major: int) -> str:
     program = [
         (48, 0, 0, 23),  # A = protocol
         (21, 1, 0, 6),  # TCP: go on
@@ -120,7 +126,7 @@ def _classifier() -> str:
         (97, 0, 0, 0),  # X = M[0]
         (172, 0, 0, 0),  # A ^= X
         (84, 0, 0, PORTS - 1),  # A &= 2047
-        (68, 0, 0, (1 << 16) + _FLOW_CLASS),  # A |= 1:1000
+        (68, 0, 0, (major << 16) + _FLOW_CLASS),  # A |= major:1000
         (22, 0, 0, 0),  # return A
         (6, 0, 0, 0),  # return 0
     ]

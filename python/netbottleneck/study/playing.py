@@ -45,10 +45,22 @@ def run(task: Task, tell: Callable[[int, int, str], None]) -> Outcome:
         place = session.place
         player = Player(score, place.rank, place.size, spin=task.compute == "spin")
         session.describe(**player.describe())
+        if task.alone:
+            _alone(session, player, task, tell)
         warm(session)
         _play(session, player, task, tell)
         digests = session.control.exchange(player.digest())
     return Outcome(str(session.folder), task.steps, tuple(digest.hex() for digest in digests))
+
+
+def _alone(session: Session, player: Player, task: Task, tell: Callable[[int, int, str], None]) -> None:
+    """Rank 0 plays by itself, with nothing to send; the others wait."""
+    if session.place.rank == 0:
+        for number in range(task.alone):
+            with session.by_itself(number):
+                player.step(session.recorder)
+        tell(0, task.steps, "one rank alone")
+    session.control.exchange(b"alone".ljust(8))
 
 
 def _play(session: Session, player: Player, task: Task, tell: Callable[[int, int, str], None]) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-JOBS = ("digits", "replay")
-PLAY = "play"  # what `netbottleneck replay` asks of its ranks
+PLAY = "play"  # a score, without a model
+INFLATION = "inflation"
 ACCURACY = 0.95  # of the held-out fifth, that the digits are trained to
 AS_BEFORE = -1
 MOST_ROUNDS = 8  # times the rounds asked for, after which training ends whatever was learned
@@ -18,9 +18,9 @@ MOST_ROUNDS = 8  # times the rounds asked for, after which training ends whateve
 class Task:
     """One job on one network. arms take turns by blocks of block_steps steps, in `rounds` rounds.
 
-    alone: steps that rank 0 does by itself before. exact_steps: so many steps instead of rounds, whatever is learned
-    by then; AS_BEFORE: as many as the task before this one needed. compute_ms, compute, model: of the replay. network,
-    notes: see open_session.
+    job: "digits", "replay" (a model of torch's that waits), PLAY or INFLATION. alone: steps that rank 0 does by itself
+    before. exact_steps: so many steps instead of rounds, whatever is learned by then; AS_BEFORE: as many as the task
+    before this one needed. compute_ms, compute, model: of the replay. network, notes: see open_session.
     """
 
     job: str
@@ -53,6 +53,8 @@ class Task:
         """What is trained, in words."""
         if self.job == PLAY:
             return self.model
+        if self.job == INFLATION:
+            return f"{self.model}, forward and backward passes"
         return "thin ResNet on digits" if self.job == "digits" else f"{self.model}, replayed ({self.compute})"
 
     @classmethod

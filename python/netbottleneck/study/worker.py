@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from netbottleneck.study.task import AS_BEFORE, PLAY, Outcome, Task, from_json
+from netbottleneck.study.task import AS_BEFORE, INFLATION, PLAY, Outcome, Task, from_json
 
 
 def say(**what: Any) -> None:
@@ -23,6 +23,10 @@ def run(task: Task, tell: Callable[[int, int, str], None]) -> Outcome:
         from netbottleneck.study import playing
 
         return playing.run(task, tell)
+    if task.job == INFLATION:
+        from netbottleneck.study import inflation
+
+        return inflation.run(task, tell)
     from netbottleneck.study import jobs
 
     return jobs.run(task, tell)

@@ -1,0 +1,158 @@
+"""Forecasts: what made a run gives back the next one; they follow the network, and refuse what nothing tells."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from netbottleneck import codec, forecast
+from netbottleneck import trace as tr
+from netbottleneck.cost import Cost, Link, fit
+from netbottleneck.fitting import explained
+from netbottleneck.forecast import FULL_USE, Forecast, Wire
+from netbottleneck.plan import Plan
+from netbottleneck.score import Score, as_trace, score
+from netbottleneck.service import Service
+from netbottleneck.simulate import simulate
+from netbottleneck.trace import Network, Trace, TransportInfo
+from netbottleneck.workload import workload
+
+STORED = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
+MS = 1_000_000
+MB = 1_000_000
+
+
+def played(sizes: tuple[int, ...] = (1 * MB, 24 * MB, 3 * MB, 9 * MB, 2 * MB, 16 * MB), gap_ms: int = 20) -> Score:
+    """A gradient every `gap_ms`, each sent alone, 5 ms of forward pass before and 2 ms of optimizer after."""
+    ready = tuple((at, (5 + gap_ms * (at + 1)) * MS) for at in range(len(sizes)))
+    tensors = tuple((f"t{at}", size) for at, size in enumerate(sizes))
+    return Score("made", tensors, ready, 5 * MS, 2 * MS, tuple((at,) for at in range(len(sizes))))
+
+
+def run_of(what: Score, cost: Cost, wire: Wire, *, ranks: int = 2, in_flight: int = 1, steps: int = 9) -> Trace:
+    """What a run of `what` would have recorded at that cost, over one transport."""
+    load = workload(as_trace(what))
+    made = simulate(load, Plan.explicit(what.buckets, in_flight), cost, workers=ranks, steps=steps)
+    verified = {"one_flow": {"measured_bps": wire.one_flow_bps}, "many_flows": {"measured_bps": wire.many_flows_bps}}
+    flows = () if wire.flow_bps is None else (wire.flow_bps,)
+    network = Network("made up", wire.link_bps, flows, verified)
+    info = TransportInfo("tcp", streams_open=16, streams_used=4, streams_asked=0)
+    (rank,) = made.ranks
+    return replace(
+        made,
+        origin="measured",
+        transports=("tcp",),
+        network=network,
+        ranks=(replace(rank, transports=(info,)),),
+        steps=tuple(replace(step, transport="tcp") for step in made.steps),
+        collectives=tuple(replace(one, transport="tcp") for one in made.collectives),
+    )
+
+
+HERE = Wire(2e9, 5e8, 4.78e8, 1.9e9)
+COST = Cost(alpha_ns=100_000, link=Link(1.8e9), launch_ns=50_000)
+
+
+def step_of(made: Forecast, arm: str = "tcp") -> float:
+    found = made.transports[arm].step_ns
+    assert found is not None, made.transports[arm].why
+    return found.value
+
+
+@pytest.mark.parametrize(("in_flight", "alpha_ns"), [(1, 100_000), (2, 0)])
+def test_what_made_the_run_makes_the_forecast(in_flight: int, alpha_ns: int) -> None:
+    made = replace(COST, alpha_ns=alpha_ns)
+    source = run_of(played(), made, HERE, in_flight=in_flight)
+    other = played((12 * MB, 2 * MB, 30 * MB, 8 * MB), 10)
+    there = Wire(1e9, 2.5e8, 2.39e8, 9.5e8)
+    told = forecast.make(source, other, 2, there, ["tcp"])
+    real = run_of(other, replace(made, link=Link(0.9e9)), there, in_flight=in_flight)
+    assert step_of(told) == pytest.approx(real.steps[1].duration_ns, rel=0.001)
+
+
+def test_equals_that_share_a_link_are_told_from_those_that_wait_for_each_other() -> None:
+    alike = played((8 * MB,) * 6)  # none overtakes another
+    for in_flight in (1, 2, 3):
+        found = fit(run_of(alike, replace(COST, alpha_ns=0, launch_ns=0), HERE, in_flight=in_flight))
+        assert found.in_flight == in_flight
+        assert found.cost.link.rate_bps == pytest.approx(1.8e9, rel=0.01)
+
+
+def test_a_line_is_no_steeper_than_the_network_and_meets_each_step() -> None:
+    # Large ones look fast and small ones slow: a link of 0.9 ns a byte, if the network did not say 1 ns.
+    sizes, took = (4 * MB, 8 * MB, 16 * MB), (5e6, 8.6e6, 15.8e6)
+    rows = [Service(step, size, ns, None) for step in range(9) for size, ns in zip(sizes, took, strict=True)]
+    assert explained(rows, None, 0.0)[:2] == pytest.approx((1.4e6, 0.9))
+    fixed_ns, byte_ns, why, _ = explained(rows, None, 1.0)
+    assert byte_ns == 1.0
+    assert 3 * fixed_ns + byte_ns * sum(sizes) == pytest.approx(sum(took))
+    assert not why
+    # All together were faster than that network: it was measured wrongly.
+    assert explained(rows, None, 2.0)[:2] == pytest.approx((0.0, sum(took) / sum(sizes)))
+
+
+def test_a_forecast_is_what_json_makes_of_it_again() -> None:
+    told = forecast.make(run_of(played(), COST, HERE), played(), 2, HERE, ["tcp", "null", "stock"], cell="here")
+    assert codec.build(Forecast, json.loads(codec.dump(told))) == told
+
+
+def test_free_arms_take_the_single_step_and_unknown_ones_are_refused() -> None:
+    told = forecast.make(run_of(played(), COST, HERE), played(), 2, HERE, ["tcp", "bare", "null", "stock"])
+    assert set(told.transports) == {"tcp", "null", "stock", FULL_USE}
+    assert step_of(told, "null") == told.transports["tcp"].single_ns == 127 * MS
+    assert told.transports["stock"].step_ns is None
+    assert "no all-reduce over stock" in told.transports["stock"].why
+
+
+@pytest.mark.parametrize(
+    ("change", "rate_bps"),
+    [
+        ({}, 1.8e9),
+        ({"many_flows_bps": 0.95e9}, 0.9e9),
+        ({"one_flow_bps": None, "link_bps": 4e9}, 3.6e9),  # what was not measured is taken from the caps
+    ],
+)
+def test_the_same_share_of_another_network(change: dict[str, Any], rate_bps: float) -> None:
+    told = forecast.make(run_of(played(), COST, HERE), played(), 2, replace(HERE, **change), ["tcp"])
+    assert told.transports["tcp"].rate_bps == pytest.approx(rate_bps, rel=0.001)
+
+
+def test_what_the_fitted_run_lost_may_not_be_lost_again() -> None:
+    source = run_of(played(), replace(COST, link=Link(0.8 * 1.9e9)), HERE)
+    step = forecast.make(source, played(), 2, HERE, ["tcp"]).transports["tcp"].step_ns
+    nothing_lost = run_of(played(), replace(COST, link=Link(1.9e9)), HERE).steps[1].duration_ns
+    assert step is not None
+    assert step.value == pytest.approx(source.steps[1].duration_ns, rel=0.001)
+    assert step.low == pytest.approx(nothing_lost, rel=0.01)
+
+
+def test_nothing_to_compare_is_refused() -> None:
+    told = forecast.make(run_of(played(), COST, HERE), played(), 2, Wire(), ["tcp"])
+    assert "how the two networks compare" in told.transports["tcp"].why
+    with pytest.raises(ValueError, match="at least 1"):
+        forecast.make(run_of(played(), COST, HERE), played(), 0, HERE, ["tcp"])
+
+
+def test_too_few_operations_carry_no_forecast_of_other_ranks() -> None:
+    source = run_of(played((4 * MB, 8 * MB)), COST, HERE, steps=3)
+    told = forecast.make(source, played((4 * MB, 8 * MB)), 8, HERE, ["tcp"])
+    assert "refused to extrapolate: only 4 operations" in told.transports["tcp"].why
+
+
+def test_the_stored_run_is_forecast_from_itself_and_grows_with_ranks() -> None:
+    source = tr.read(STORED)
+    what = score(source, Plan.of(source, "ofi"))
+    here = Wire.of(source.network)
+    two, eight = (forecast.make(source, what, ranks, here, ["stock", "ofi"]) for ranks in (2, 8))
+    assert step_of(two, "stock") == pytest.approx(1848e6, rel=0.01)
+    assert step_of(two, "ofi") == pytest.approx(565e6, rel=0.01)
+    for arm in ("stock", "ofi"):
+        assert step_of(eight, arm) > 1.2 * step_of(two, arm)
+        assert step_of(eight, FULL_USE) < step_of(eight, arm)
+    scaling = two.transports["ofi"].scaling
+    assert scaling is not None
+    assert scaling.low <= scaling.value <= scaling.high

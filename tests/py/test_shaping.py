@@ -1,0 +1,133 @@
+"""Caps on a real interface: they hold, and the old state comes back however the study ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from netbottleneck.lab import Lab, LabError
+
+DEADLINE_S = 18.0
+HOLD = (
+    "import sys; from netbottleneck.study.shaping import Shaped; from netbottleneck.lab import parse_lab\n"
+    "with Shaped('nb0', parse_lab(sys.argv[1])):\n"
+    "    print('capped', flush=True)\n"
+    "    sys.stdin.read() if sys.argv[2] == 'wait' else sys.exit(sys.argv[2])\n"
+)
+
+
+@pytest.fixture
+def lab() -> Generator[Lab]:
+    """Give two hosts whose interfaces stand for real ones."""
+    if os.geteuid() != 0:
+        pytest.skip("caps on a real interface need root")
+    try:
+        made = Lab(2, "none", ways=("root",)).__enter__()
+    except LabError as error:
+        pytest.skip(f"no namespaces here: {error}")
+    yield made
+    made.close()
+
+
+def tc(lab: Lab, *words: str) -> str:
+    """Run tc on host 0, and return what it prints."""
+    process = lab.popen(0, ["tc", *words], stdout=subprocess.PIPE, text=True)
+    text: str = process.communicate(timeout=DEADLINE_S)[0]
+    assert process.returncode == 0
+    return text
+
+
+def root(lab: Lab) -> str:
+    """Return what the interface's root is now."""
+    return tc(lab, "qdisc", "show", "dev", "nb0")
+
+
+def start(lab: Lab, caps: str, then: str) -> subprocess.Popen[str]:
+    """Start a process that holds caps on host 0's interface until its input ends, or that ends by itself."""
+    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    process: subprocess.Popen[str] = lab.popen(0, [sys.executable, "-c", HOLD, caps, then], text=True, **pipes)
+    return process
+
+
+def wait_for(lab: Lab, state: str) -> None:
+    """Wait until the interface is as it was, with a deadline."""
+    until = time.monotonic() + DEADLINE_S
+    while (now := root(lab)) != state:
+        assert time.monotonic() < until, f"{now} in place of {state}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("end", ["input", "exception", signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_caps_end_with_their_process_however_it_ends(lab: Lab, end: str | int) -> None:
+    tc(lab, "qdisc", "replace", "dev", "nb0", "root", "handle", "77:", "pfifo", "limit", "77")
+    before = root(lab)
+    process = start(lab, "1gbit/300mbit", "an exception" if end == "exception" else "wait")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "capped\n"
+    if end == "input":
+        assert "htb" in root(lab)
+        assert "rate 300Mbit" in tc(lab, "class", "show", "dev", "nb0", "classid", "6e62:1000").replace("ceil", "rate")
+    if isinstance(end, int):
+        process.send_signal(end)
+    process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode == 0) == (end == "input")
+    wait_for(lab, before)
+
+
+def test_the_kernels_own_default_comes_back(lab: Lab) -> None:
+    before = root(lab)
+    process = start(lab, "1gbit", "wait")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "capped\n"
+    assert root(lab) != before
+    process.communicate(timeout=DEADLINE_S)
+    assert root(lab) == before
+
+
+@pytest.mark.parametrize(
+    ("caps", "before", "words"),
+    [
+        ("1gbit", "tbf rate 5gbit burst 1mb latency 50ms", "of its own (tbf"),
+        ("1gbit/300mbit,100mbit", "", "one cap for the link and one for each flow"),
+    ],
+)
+def test_what_could_not_be_given_back_or_made_is_left_alone(lab: Lab, caps: str, before: str, words: str) -> None:
+    if before:
+        tc(lab, "qdisc", "replace", "dev", "nb0", "root", *before.split())
+    state = root(lab)
+    process = start(lab, caps, "wait")
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert (out, process.returncode) == ("", 1)
+    assert words in err
+    assert root(lab) == state
+
+
+def test_caps_of_a_study_whose_keeper_was_killed_are_not_taken_for_an_old_state(lab: Lab) -> None:
+    before = root(lab)
+    process = start(lab, "1gbit", "wait")
+    assert process.stdout is not None
+    process.stdout.readline()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        words = path.read_bytes().split(b"\0")
+        if any(word.endswith(b"_shape.py") for word in words) and str(process.pid).encode() == parent(path):
+            os.kill(int(path.parent.name), signal.SIGKILL)
+    process.communicate(timeout=DEADLINE_S)
+    assert root(lab) != before
+    again = start(lab, "2gbit", "wait")
+    assert again.stdout is not None
+    assert again.stdout.readline() == "capped\n"
+    again.communicate(timeout=DEADLINE_S)
+    assert root(lab) == before
+
+
+def parent(cmdline: Path) -> bytes:
+    """Return the number of a process's parent."""
+    text = cmdline.with_name("status").read_bytes()
+    return next(line.split()[1] for line in text.splitlines() if line.startswith(b"PPid"))

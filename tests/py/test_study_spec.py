@@ -1,0 +1,187 @@
+"""study.toml: what it says becomes cells; what it cannot say is refused by file, line, value and remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from netbottleneck import study
+from netbottleneck.lab import LinkSpec
+from netbottleneck.study import asked, command, spec, tables
+from netbottleneck.study.spec import Cell, StudySpec
+
+SHIPPED = Path(study.__file__).parent
+
+
+def made(text: str, **more: object) -> StudySpec:
+    """Parse a text as a file called s.toml."""
+    return spec.parse(text, "s.toml", **more)  # type: ignore[arg-type]
+
+
+def keys(found: StudySpec) -> list[str]:
+    """Return the keys of the cells."""
+    return [cell.key for cell in found.cells]
+
+
+def test_cells_are_models_by_ranks_by_networks_and_the_fitted_one_is_first() -> None:
+    found = made(
+        'ranks = [4, 2]\nnetworks = ["2gbit/500mbit", "none"]\nrounds = 7\n'
+        '[[model]]\nname = "resnet50"\nscale = 0.5\n[[model]]\njob = "digits"\nranks = [2]\nrounds = 2\n'
+    )
+    assert found.fit_key == "resnet50-2-2gbit-500mbit"
+    assert keys(found) == [
+        *("resnet50-2-2gbit-500mbit", "digits-2-2gbit-500mbit"),
+        *("resnet50-4-2gbit-500mbit", "resnet50-4-none", "resnet50-2-none", "digits-2-none"),
+    ]
+    by_key = {cell.key: cell for cell in found.cells}
+    assert by_key["resnet50-4-none"].arms == ("stock", "ofi")
+    assert by_key["digits-2-none"].arms == ("bare", "stock", "ofi")
+    assert [by_key[key].rounds for key in ("resnet50-4-none", "digits-2-none")] == [7, 2]
+    assert [cell.key for cell in found.cells if cell.same] == ["digits-2-none"]
+    assert by_key["resnet50-2-2gbit-500mbit"].link == LinkSpec(2 * 10**9, (5 * 10**8,))
+    assert by_key["resnet50-4-none"].model.scale == 0.5
+
+
+def test_passes_that_compute_have_their_three_arms_and_nobody_alone() -> None:
+    (cell,) = made('transports = ["tcp", "null"]\nalone = 5\n[[model]]\njob = "inflation"').cells
+    assert (cell.arms, cell.alone, cell.key) == (("bare", "null", "tcp"), 0, "thin_resnet-inflation-2-2gbit-500mbit")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        (
+            'speed = 3\n[[model]]\nname = "resnet50"',
+            1,
+            "unknown key 'speed': the top of the file may hold title",
+        ),
+        (
+            'ranks = [2]\n[[model]]\nname = "resnet50"\nstreams = 4',
+            4,
+            "unknown key 'streams': a [[model]] may hold",
+        ),
+        ('ranks = 2\n[[model]]\nname = "resnet50"', 1, "ranks = 2: write a list, such as [2, 4]"),
+        ('ranks = [0]\n[[model]]\nname = "resnet50"', 1, "0: write a whole number from 1 to 200"),
+        ('ranks = [true]\n[[model]]\nname = "resnet50"', 1, "write a whole number"),
+        ('ranks = [2, 2]\n[[model]]\nname = "resnet50"', 1, "name each once"),
+        ('ranks = [1]\n[[model]]\njob = "digits"', 1, "the job digits needs 2 at least"),
+        ('networks = ["2gbit", "fast"]\n[[model]]\nname = "resnet50"', 1, "'fast' is no rate: write"),
+        ('transports = ["stock", "pigeon"]\n[[model]]\nname = "resnet50"', 1, "'pigeon': write one of stock, tcp"),
+        ('rounds = 0\n[[model]]\nname = "resnet50"', 1, "rounds = 0: write a whole number from 1"),
+        ('rounds = 1.5\n[[model]]\nname = "resnet50"', 1, "rounds = 1.5: write a whole number"),
+        ('title = 3\n[[model]]\nname = "resnet50"', 1, 'title = 3: write a text, in "quotes"'),
+        (
+            'fit = "x"\n[[model]]\nname = "resnet50"',
+            1,
+            'fit = "x": name a replayed cell of 2 ranks or more: resnet',
+        ),
+        ('[[model]]\nname = "resnet50"\n[[model]]\nname = "resnet51"', 4, 'name = "resnet51": write one of resnet18'),
+        ("[[model]]\nscale = 1", 1, "no name: write one of resnet18"),
+        ('[[model]]\nname = "resnet50"\nscale = -1', 3, "scale = -1: write a number from"),
+        ('[[model]]\nname = "resnet50"\nscale = nan', 3, "scale = NaN: write a number from"),
+        ('[[model]]\nname = "resnet50"\ncompute_ms = [1]', 3, "write [FORWARD, BACKWARD] in ms"),
+        ('[[model]]\nname = "resnet50"\ncompute = "nap"', 3, 'compute = "nap": write one of sleep, spin'),
+        ('[[model]]\nname = "resnet50"\njob = "dream"', 3, "write one of digits, replay, inflation"),
+        ('[[model]]\nname = "resnet50"\nlabel = "../x"', 3, "write letters, digits"),
+        (
+            '[[model]]\njob = "digits"\nscale = 2',
+            3,
+            "scale = 2: this is for a replay: take it away, or",
+        ),
+        ('[[model]]\njob = "digits"\nname = "resnet50"', 3, "take the name away"),
+        ('[[model]]\nfile = "no.bk.log"', 2, "no.bk.log is not there"),
+        ('[[model]]\nfile = "pyproject.toml"\nname = "resnet50"', 2, "it stands in the place of name and compute_ms"),
+        ('[[model]]\njob = "digits"\n\n[[model]]\njob = "digits"', 4, "a second cell called digits-2-2gbit-500mbit"),
+        ("ranks = [2]", None, "at least one [[model]]"),
+        ('model = "resnet50"', 1, "at least one [[model]]"),
+        ("ranks = = 2", None, "(at line 1, column 9)"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_file_line_value_and_remedy(text: str, line: int | None, words: str) -> None:
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 - the words are looked at below
+        made(text)
+    assert str(refused.value).startswith("s.toml" if line is None else f"s.toml, line {line}: ")
+    assert words in str(refused.value)
+
+
+def test_fewer_ranks_than_asked_are_refused_unless_their_cells_are_done() -> None:
+    text = 'ranks = [2, 8]\n[[model]]\nname = "resnet50"'
+    with pytest.raises(ValueError, match=r"s\.toml, line 1: ranks = \[2, 8\]: 4 were started: start more"):
+        made(text, hosts=4)
+    assert keys(made(text, hosts=4, done=lambda key: key == "resnet50-8-here")) == [
+        "resnet50-2-here",
+        "resnet50-8-here",
+    ]
+    assert keys(made('interface = "eth0"\n' + text, hosts=8))[0] == "resnet50-2-2gbit-500mbit"
+
+
+@pytest.mark.parametrize("name", ["default", "quick"])
+def test_a_shipped_study_gives_every_claim_pairs_and_steps_enough(name: str) -> None:
+    path = SHIPPED / f"{name}.toml"
+    found = spec.parse(path.read_text(), str(path))
+    for cell in found.cells:
+        assert cell.rounds >= 2
+        assert cell.rounds * (cell.block_steps - 1) >= 5
+        assert (cell.alone > 2) == (cell.job != tables.INFLATION)
+    assert {cell.job for cell in found.cells} == set(tables.JOBS)
+    assert sum(cell.same for cell in found.cells) == 1
+
+
+def test_the_quick_study_has_two_numbers_of_ranks_and_three_link_speeds_with_one_cap_for_flows() -> None:
+    played = [cell for cell in spec.parse((SHIPPED / "quick.toml").read_text(), "q").cells if cell.job == tables.REPLAY]
+    assert {cell.ranks for cell in played} == {2, 4}
+    assert len({cell.link.link_bps for cell in played if cell.ranks == 2}) >= 3
+    assert {cell.link.flow_bps for cell in played} == {(500_000_000,)}
+
+
+def cells_of(tmp_path: Path, *words: str, size: int = 1) -> dict[str, Cell]:
+    """Return the cells that a command line asks for."""
+    args = command.parser().parse_args(["--directory", str(tmp_path / "s"), *words])
+    return {cell.key: cell for cell in asked.ask(args, words, size).spec.cells}
+
+
+def test_words_change_what_is_shipped(tmp_path: Path) -> None:
+    words = (
+        "--jobs",
+        "replay",
+        "--model",
+        "vgg16",
+        "--compute-ms",
+        "5",
+        "6",
+        "--networks",
+        "1gbit,none",
+        "--rounds",
+        "9",
+    )
+    found = cells_of(tmp_path, "--transports", "stock,tcp", *words)
+    assert list(found) == ["vgg16-2-1gbit", "vgg16-2-none"]
+    assert found["vgg16-2-none"].model.compute_ms == (5, 6)
+    assert (found["vgg16-2-none"].rounds, found["vgg16-2-none"].arms) == (9, ("stock", "tcp"))
+    assert list(cells_of(tmp_path, "--quick", "--jobs", "digits")) == ["digits-2-none"]
+    both = cells_of(tmp_path, "--quick", "--jobs", "replay", "--ranks", "2", "--networks", "none")
+    assert list(both) == ["resnet50-2-none"]
+    assert {cell.ranks for cell in cells_of(tmp_path, size=3).values()} == {3}
+    assert {cell.network for cell in cells_of(tmp_path, size=3).values()} == {"here"}
+    assert not (tmp_path / "s").exists()
+
+
+def test_tables_are_read_as_they_were_written() -> None:
+    for name in ("default", "quick"):
+        raw = tables.load((SHIPPED / f"{name}.toml").read_text(), name)
+        assert tables.load(tables.dump(raw), name) == raw
+
+
+def test_a_refused_file_is_told_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged = tmp_path / "d.bk.log"
+    damaged.write_text("a log\n1\n2\n5.0,400\n")
+    for text, words in (
+        ("speed = 1\n[[model]]\nname = 'resnet50'", "line 1: unknown key 'speed'"),
+        ("[[model]]\nfile = 'd.bk.log'", "d.bk.log, line"),
+    ):
+        path = tmp_path / "asked.toml"
+        path.write_text(text)
+        assert study.main([str(path), "--directory", str(tmp_path / "s")]) == 2
+        assert words in capsys.readouterr().err
+        assert sorted(one.name for one in tmp_path.iterdir()) == ["asked.toml", "d.bk.log"]

@@ -2,25 +2,31 @@
 #ifndef NB_PY_GRADHOOK_H
 #define NB_PY_GRADHOOK_H
 
-#include "py/core.h" // IWYU pragma: export
+#include "py/core.h"   // IWYU pragma: export
+#include "py/tensor.h" // IWYU pragma: export
 
 // A submitted bucket is one line: what lies between two gradients that travel directly is one segment more.
 enum { GRADHOOK_DIRECT_MAX = (NB_SEGMENTS_MAX - 1) / 2 };
 
+// Up to this size a copy back from the bucket costs less than to give a parameter another `grad`.
+enum { GRADHOOK_BACK_MAX = 512 };
+
 struct gradhook_param {
     PyObject *parameter; // a weak reference: torch never collects a cycle through a hook of its own
     PyObject *view;
-    PyObject *dtype;  // of the view
-    PyObject *direct; // the gradient that travels from its own memory, until the wait; else NULL
-    void *direct_base;
+    PyObject *dtype;   // of the view
+    PyObject *foreign; // until the wait, the gradient that gets the sum in memory of its own; else NULL
+    void *foreign_base;
     char *memory; // in the bucket
     size_t offset;
     size_t bytes;
     uint32_t bucket;
     uint32_t left; // passes until it is ready
-    bool dense;    // the view is contiguous, as a gradient that can be copied at once
-    bool ordered;  // is in `order`
-    bool sparse;   // a gradient was
+    uint32_t element; // what the view's elements are, as core_tensor_look says; 0: not known
+    bool direct;      // `foreign` travels from its own memory; else it was copied, and gets a copy back
+    bool dense;       // the view is contiguous, as a gradient that can be copied at once
+    bool ordered;     // is in `order`
+    bool sparse;      // a gradient was
 };
 
 struct gradhook_bucket {
@@ -45,6 +51,7 @@ struct core_gradhook {
     PyObject *target;   // a Comm, a callable, or NULL: nowhere
     struct nb_comm *of; // of a Comm: whose operations they are
     PyObject *keep;
+    struct core_tensor_table table; // of the views' type
     bool native; // the target is a Comm
     bool busy;   // waiting without the GIL
     bool paused; // gradients are stamped and left alone
@@ -70,6 +77,11 @@ int gradhook_open(struct core_gradhook *self, PyObject *args, PyObject *kwargs);
 
 // gradhook_place.c: brings the gradient of a parameter to where its bucket is sent from; 0, or -1 with an exception.
 int gradhook_place(struct core_gradhook *self, struct gradhook_param *param);
+// Copies the sum from the bucket to the gradient that was copied there, unless its memory was replaced meanwhile; 0, or
+// -1 with an exception.
+int gradhook_give_back(const struct core_gradhook *self, const struct gradhook_param *param);
+// Lets go of the gradient that was to get the sum.
+void gradhook_drop(struct core_gradhook *self, struct gradhook_param *param);
 
 // gradhook_bucket.c
 // A gradient was accumulated.

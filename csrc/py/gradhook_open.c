@@ -128,6 +128,8 @@ static int check_view(const struct core_gradhook *self, struct gradhook_param *p
         return -1;
     }
     param->memory = bucket->base + param->offset;
+    struct core_tensor_place place;
+    param->element = core_tensor_look(&self->table, param->view, &place) ? place.element : 0;
     return 0;
 }
 
@@ -160,6 +162,9 @@ static int parse_param(struct core_gradhook *self, const struct lists *lists, ui
 static int parse_params(struct core_gradhook *self, const struct lists *lists) {
     PyObject *seen = PySet_New(NULL);
     int rc = seen != NULL ? 0 : -1;
+    if (self->param_count > 0) {
+        core_tensor_table_open(&self->table, PyTuple_GetItem(lists->views, 0));
+    }
     for (uint32_t i = 0; i < self->param_count && rc == 0; i++) {
         rc = parse_param(self, lists, i);
         PyObject *identity = rc == 0 ? PyLong_FromVoidPtr(PyTuple_GetItem(lists->parameters, i)) : NULL;

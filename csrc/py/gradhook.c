@@ -222,8 +222,22 @@ static int gradhook_set_paused(PyObject *object, PyObject *value, void *Py_UNUSE
     return 0;
 }
 
-// Whatever it is called with: it reads the parameter's gradient itself.
-static PyObject *hook_call(PyObject *object, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs)) {
+// Between two gradients autograd uses the caches for itself. They become ready in the same order as a rule: has the
+// processor fetch what the next call will read.
+static void expect_next(struct core_gradhook *self, const struct core_hook *hook) {
+    struct gradhook_param *before = &self->params[self->recent];
+    const struct gradhook_param *param = &self->params[hook->index];
+    if (before->next != hook->index || before->next_hook != hook) {
+        before->next = hook->index;
+        before->next_hook = hook;
+    }
+    self->recent = hook->index;
+    __builtin_prefetch(&self->params[param->next], 1);
+    __builtin_prefetch(param->next_hook, 1);
+}
+
+// Called with its parameter by autograd. With anything else it looks for the parameter.
+static PyObject *hook_call(PyObject *object, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     const struct core_hook *self = (struct core_hook *)object;
     uint32_t index = self->index;
     PyObject *gradhook = self->gradhook;
@@ -232,7 +246,9 @@ static PyObject *hook_call(PyObject *object, PyObject *Py_UNUSED(args), PyObject
         return NULL;
     }
     Py_INCREF(gradhook); // the hook may be removed meanwhile
-    int rc = gradhook_fire(gradhook_of(gradhook), index);
+    expect_next(gradhook_of(gradhook), self);
+    PyObject *given = PyTuple_Size(args) == 1 ? PyTuple_GetItem(args, 0) : Py_None;
+    int rc = gradhook_fire(gradhook_of(gradhook), index, given);
     Py_DECREF(gradhook);
     return rc < 0 ? NULL : Py_NewRef(Py_None);
 }

@@ -171,12 +171,12 @@ static int check_idle(const struct core_gradhook *self) {
 }
 
 // The last pass over a parameter has come.
-static int make_ready(struct core_gradhook *self, uint32_t index) {
+static int make_ready(struct core_gradhook *self, uint32_t index, PyObject *given) {
     struct gradhook_param *param = &self->params[index];
     struct gradhook_bucket *bucket = &self->buckets[param->bucket];
     bool first = param->left > 0;
     param->left = 1;
-    if (gradhook_place(self, param) < 0) {
+    if (gradhook_place(self, param, given) < 0) {
         if (!first) {
             bucket->left++;
         }
@@ -193,7 +193,7 @@ static int make_ready(struct core_gradhook *self, uint32_t index) {
     return bucket->left == 0 ? send_bucket(self, bucket) : 0;
 }
 
-int gradhook_fire(struct core_gradhook *self, uint32_t index) {
+int gradhook_fire(struct core_gradhook *self, uint32_t index, PyObject *given) {
     struct gradhook_param *param = &self->params[index];
     struct gradhook_bucket *bucket = &self->buckets[param->bucket];
     stamp(self, NB_EV_GRAD_READY, index);
@@ -211,7 +211,7 @@ int gradhook_fire(struct core_gradhook *self, uint32_t index) {
         param->left--;
         return 0;
     }
-    return make_ready(self, index);
+    return make_ready(self, index, given);
 }
 
 int gradhook_flush(struct core_gradhook *self) {
@@ -222,7 +222,7 @@ int gradhook_flush(struct core_gradhook *self) {
         struct gradhook_bucket *bucket = &self->buckets[b];
         for (uint32_t i = 0; !bucket->sent && i < bucket->member_count; i++) {
             struct gradhook_param *param = &self->params[bucket->members[i]];
-            if (param->left > 0 && gradhook_place(self, param) < 0) {
+            if (param->left > 0 && gradhook_place(self, param, Py_None) < 0) {
                 return -1;
             }
         }

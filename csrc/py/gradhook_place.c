@@ -78,7 +78,7 @@ static int look(const struct core_gradhook *self, const struct gradhook_param *p
                 struct foreign *out) {
     struct core_tensor_place found;
     *out = (struct foreign){0};
-    if (!core_tensor_look(&self->table, gradient, &found)) {
+    if (param->element == 0 || !core_tensor_look(&self->table, gradient, &found)) {
         return ask(core_state_of((PyObject *)self), param, gradient, out);
     }
     out->base = found.base;
@@ -193,12 +193,12 @@ static int place_of(struct core_gradhook *self, struct gradhook_param *param, Py
     return rc == 0 && shown ? PyObject_SetAttr(parameter, state->names[CORE_GRAD], param->view) : rc;
 }
 
-int gradhook_place(struct core_gradhook *self, struct gradhook_param *param) {
+int gradhook_place(struct core_gradhook *self, struct gradhook_param *param, PyObject *given) {
     gradhook_drop(self, param);
     if (param->bytes == 0) {
         return 0;
     }
-    PyObject *parameter = PyWeakref_GetObject(param->parameter);
+    PyObject *parameter = given == param->identity ? given : PyWeakref_GetObject(param->parameter);
     if (parameter == NULL) {
         return -1;
     }

@@ -74,9 +74,9 @@ bool core_tensor_look(const struct core_tensor_table *table, PyObject *object, s
         return false;
     }
     size_t count;
-    out->plain = is_contiguous(&tensor, &count) && tensor.device == DEVICE_CPU && tensor.data != NULL;
+    out->plain = is_contiguous(&tensor, &count) && tensor.device == DEVICE_CPU && tensor.lanes == 1;
     out->base = out->plain ? (char *)tensor.data + tensor.byte_offset : NULL;
-    out->bytes = count * (tensor.bits * (size_t)tensor.lanes / 8);
-    out->element = ((uint32_t)tensor.code << 24 | (uint32_t)tensor.bits << 16 | tensor.lanes) + 1;
+    out->bytes = count * (tensor.bits / 8U);
+    out->element = tensor.lanes == 1 ? (uint16_t)(tensor.code << 8 | tensor.bits) : 0;
     return true;
 }

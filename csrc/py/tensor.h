@@ -16,7 +16,7 @@ struct core_tensor_table {
 struct core_tensor_place {
     void *base;
     size_t bytes;
-    uint32_t element; // what its elements are, never 0; the same number for the same type
+    uint16_t element; // what its elements are: the same number for the same type; 0: nothing of ours
     bool plain;       // host memory, contiguous
 };
 

@@ -31,7 +31,7 @@ from netbottleneck.torch.gradients import Gradients
 
 PARAMETERS = 400
 WARM_ROUNDS = 10  # buckets settle in the first ones
-RING_EVENTS = 1 << 16
+RING_EVENTS = 1 << 18  # no stamp of the rounds is left out for want of room
 WARM_CALLS, LATENCY_CALLS = 3, 15  # of a round, one after another
 WARM_STEPS = 2
 BLOCK_STEPS = 6

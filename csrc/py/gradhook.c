@@ -35,11 +35,12 @@ static int gradhook_traverse(PyObject *object, visitproc visit, void *arg) {
     Py_VISIT(self->recorder);
     Py_VISIT(self->target);
     Py_VISIT(self->keep);
+    Py_VISIT(self->table.type);
     for (uint32_t i = 0; i < self->param_count; i++) {
         Py_VISIT(self->params[i].parameter);
         Py_VISIT(self->params[i].view);
         Py_VISIT(self->params[i].dtype);
-        Py_VISIT(self->params[i].direct);
+        Py_VISIT(self->params[i].foreign);
     }
     for (uint32_t b = 0; b < self->bucket_count; b++) {
         Py_VISIT(self->buckets[b].future);
@@ -60,7 +61,7 @@ static int gradhook_clear(PyObject *object) {
         Py_CLEAR(self->params[i].parameter);
         Py_CLEAR(self->params[i].view);
         Py_CLEAR(self->params[i].dtype);
-        Py_CLEAR(self->params[i].direct);
+        Py_CLEAR(self->params[i].foreign);
     }
     for (uint32_t b = 0; b < buckets; b++) {
         Py_CLEAR(self->buckets[b].future);
@@ -68,6 +69,7 @@ static int gradhook_clear(PyObject *object) {
     Py_CLEAR(self->recorder);
     Py_CLEAR(self->target);
     Py_CLEAR(self->keep);
+    core_tensor_table_close(&self->table);
     return 0;
 }
 
@@ -220,8 +222,22 @@ static int gradhook_set_paused(PyObject *object, PyObject *value, void *Py_UNUSE
     return 0;
 }
 
-// Whatever it is called with: it reads the parameter's gradient itself.
-static PyObject *hook_call(PyObject *object, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs)) {
+// Between two gradients autograd uses the caches for itself. They become ready in the same order as a rule: has the
+// processor fetch what the next call will read.
+static void expect_next(struct core_gradhook *self, const struct core_hook *hook) {
+    struct gradhook_param *before = &self->params[self->recent];
+    const struct gradhook_param *param = &self->params[hook->index];
+    if (before->next != hook->index || before->next_hook != hook) {
+        before->next = hook->index;
+        before->next_hook = hook;
+    }
+    self->recent = hook->index;
+    __builtin_prefetch(&self->params[param->next], 1);
+    __builtin_prefetch(param->next_hook, 1);
+}
+
+// Called with its parameter by autograd. With anything else it looks for the parameter.
+static PyObject *hook_call(PyObject *object, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     const struct core_hook *self = (struct core_hook *)object;
     uint32_t index = self->index;
     PyObject *gradhook = self->gradhook;
@@ -230,7 +246,9 @@ static PyObject *hook_call(PyObject *object, PyObject *Py_UNUSED(args), PyObject
         return NULL;
     }
     Py_INCREF(gradhook); // the hook may be removed meanwhile
-    int rc = gradhook_fire(gradhook_of(gradhook), index);
+    expect_next(gradhook_of(gradhook), self);
+    PyObject *given = PyTuple_Size(args) == 1 ? PyTuple_GetItem(args, 0) : Py_None;
+    int rc = gradhook_fire(gradhook_of(gradhook), index, given);
     Py_DECREF(gradhook);
     return rc < 0 ? NULL : Py_NewRef(Py_None);
 }
@@ -262,9 +280,11 @@ static const char gradhook_doc[] =
     "The gradient hook backend: stamps \"gradient ready\", counts buckets down and submits them, all in C.\n\n"
     "parameters[i] belongs to bucket_of[i], at byte offset[i] of the bucket's memory; views[i] is a tensor over\n"
     "that memory. buckets: (name, dtype, address, bytes, priority) each. A gradient that is views[i] already is\n"
-    "used as it is; a smaller foreign one is copied there and the parameter's `grad` re-pointed; one of at least\n"
-    "`direct_bytes` travels from where autograd put it, except to a callable, and is reduced in place. What is\n"
-    "not contiguous, or of another dtype, is copied by the view's copy_(); what is sparse is made dense first.\n\n"
+    "used as it is. A foreign one of at least `direct_bytes` travels from where autograd put it, except to a\n"
+    "callable, and is reduced in place. A smaller one is copied into the bucket: up to 512 bytes it stays the\n"
+    "parameter's `grad`, and wait() copies the sum back into it, even where `grad` is another by then; above,\n"
+    "`grad` becomes the view. What is not contiguous, or of another dtype, is copied by the view's copy_(), and\n"
+    "what is sparse is made dense first: `grad` becomes the view.\n\n"
     "A hook that fires again before its bucket is submitted replaces that gradient. One that fires while its\n"
     "bucket is on its way raises RuntimeError: autograd has added to memory that is being reduced. After wait()\n"
     "a second backward sends its buckets once more; the result is that of the values the parameters hold, the\n"

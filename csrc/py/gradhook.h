@@ -2,25 +2,35 @@
 #ifndef NB_PY_GRADHOOK_H
 #define NB_PY_GRADHOOK_H
 
-#include "py/core.h" // IWYU pragma: export
+#include "py/core.h"   // IWYU pragma: export
+#include "py/tensor.h" // IWYU pragma: export
 
 // A submitted bucket is one line: what lies between two gradients that travel directly is one segment more.
 enum { GRADHOOK_DIRECT_MAX = (NB_SEGMENTS_MAX - 1) / 2 };
 
+// Up to this size a copy back from the bucket costs less than to give a parameter another `grad`.
+enum { GRADHOOK_BACK_MAX = 512 };
+
+// What a call reads stands in one line of the processor's cache.
 struct gradhook_param {
-    PyObject *parameter; // a weak reference: torch never collects a cycle through a hook of its own
+    _Alignas(64) const void *identity; // the parameter's address, to know it again; it may be gone
     PyObject *view;
-    PyObject *dtype;  // of the view
-    PyObject *direct; // the gradient that travels from its own memory, until the wait; else NULL
-    void *direct_base;
-    char *memory; // in the bucket
-    size_t offset;
+    PyObject *foreign; // until the wait, the gradient that gets the sum in memory of its own; else NULL
+    char *memory;      // in the bucket
     size_t bytes;
+    const void *next_hook; // as `next`: the hook's address
+    uint32_t next;         // which gradient came after this one when it was last ready
     uint32_t bucket;
-    uint32_t left; // passes until it is ready
-    bool dense;    // the view is contiguous, as a gradient that can be copied at once
-    bool ordered;  // is in `order`
-    bool sparse;   // a gradient was
+    uint32_t left;    // passes until it is ready
+    uint16_t element; // what the view's elements are, as core_tensor_look says; 0: not known
+    bool direct : 1;  // `foreign` travels from its own memory; else it was copied, and gets a copy back
+    bool dense : 1;   // the view is contiguous, as a gradient that can be copied at once
+    bool ordered : 1; // is in `order`
+    bool sparse : 1;  // a gradient was
+    void *foreign_base;
+    PyObject *parameter; // a weak reference: torch never collects a cycle through a hook of its own
+    PyObject *dtype;     // of the view
+    size_t offset;
 };
 
 struct gradhook_bucket {
@@ -45,9 +55,10 @@ struct core_gradhook {
     PyObject *target;   // a Comm, a callable, or NULL: nowhere
     struct nb_comm *of; // of a Comm: whose operations they are
     PyObject *keep;
-    bool native; // the target is a Comm
-    bool busy;   // waiting without the GIL
-    bool paused; // gradients are stamped and left alone
+    struct core_tensor_table table; // of the views' type
+    bool native;                    // the target is a Comm
+    bool busy;                      // waiting without the GIL
+    bool paused;                    // gradients are stamped and left alone
     double prescale;
     double postscale;
     int redop;
@@ -63,17 +74,24 @@ struct core_gradhook {
     uint32_t *last_order; // in the last complete step
     uint32_t last_count;
     uint32_t pending; // buckets that are sent
+    uint32_t recent;  // whose hook was called last
 };
 
 // gradhook_open.c: checks the arguments and fills self; 0, or -1 with an exception.
 int gradhook_open(struct core_gradhook *self, PyObject *args, PyObject *kwargs);
 
 // gradhook_place.c: brings the gradient of a parameter to where its bucket is sent from; 0, or -1 with an exception.
-int gradhook_place(struct core_gradhook *self, struct gradhook_param *param);
+// given: the parameter, or anything else: then it is looked for.
+int gradhook_place(struct core_gradhook *self, struct gradhook_param *param, PyObject *given);
+// Copies the sum from the bucket to the gradient that was copied there, unless its memory was replaced meanwhile; 0, or
+// -1 with an exception.
+int gradhook_give_back(const struct core_gradhook *self, const struct gradhook_param *param);
+// Lets go of the gradient that was to get the sum.
+void gradhook_drop(struct core_gradhook *self, struct gradhook_param *param);
 
 // gradhook_bucket.c
-// A gradient was accumulated.
-int gradhook_fire(struct core_gradhook *self, uint32_t index);
+// A gradient was accumulated; given: as in gradhook_place.
+int gradhook_fire(struct core_gradhook *self, uint32_t index, PyObject *given);
 int gradhook_flush(struct core_gradhook *self);
 int gradhook_wait(struct core_gradhook *self);
 // Every parameter and bucket as at the start of a step. Nothing may be pending.

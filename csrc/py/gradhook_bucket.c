@@ -21,13 +21,13 @@ static int build_line(const struct core_gradhook *self, const struct gradhook_bu
     size_t at = 0;
     for (uint32_t i = 0; i < bucket->member_count; i++) {
         const struct gradhook_param *param = &self->params[bucket->members[i]];
-        if (param->direct == NULL) {
+        if (!param->direct) {
             continue;
         }
         if (param->offset > at) {
             segments[count++] = (struct nb_segment){.base = bucket->base + at, .bytes = param->offset - at};
         }
-        segments[count++] = (struct nb_segment){.base = param->direct_base, .bytes = param->bytes};
+        segments[count++] = (struct nb_segment){.base = param->foreign_base, .bytes = param->bytes};
         at = param->offset + param->bytes;
     }
     if (bucket->bytes > at) {
@@ -97,9 +97,18 @@ static void open_bucket(struct core_gradhook *self, struct gradhook_bucket *buck
     for (uint32_t i = 0; i < bucket->member_count; i++) {
         struct gradhook_param *param = &self->params[bucket->members[i]];
         param->left = self->passes;
-        Py_CLEAR(param->direct);
+        gradhook_drop(self, param);
     }
-    bucket->direct = 0;
+}
+
+// What was copied into the bucket gets its sum.
+static int give_back(const struct core_gradhook *self, const struct gradhook_bucket *bucket) {
+    for (uint32_t i = 0; i < bucket->member_count; i++) {
+        if (gradhook_give_back(self, &self->params[bucket->members[i]]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
 }
 
 static int wait_native(struct core_gradhook *self, struct gradhook_bucket *bucket) {
@@ -133,6 +142,10 @@ static int finish(struct core_gradhook *self, struct gradhook_bucket *bucket) {
     } else if (bucket->future != NULL) {
         rc = wait_future(self, bucket);
     }
+    bool moved = bucket->hold != NULL || bucket->future != NULL;
+    if (rc == 0 && moved) {
+        rc = give_back(self, bucket);
+    }
     struct core_hold *hold = bucket->hold;
     bucket->hold = NULL;
     bucket->sent = false;
@@ -158,12 +171,12 @@ static int check_idle(const struct core_gradhook *self) {
 }
 
 // The last pass over a parameter has come.
-static int make_ready(struct core_gradhook *self, uint32_t index) {
+static int make_ready(struct core_gradhook *self, uint32_t index, PyObject *given) {
     struct gradhook_param *param = &self->params[index];
     struct gradhook_bucket *bucket = &self->buckets[param->bucket];
     bool first = param->left > 0;
     param->left = 1;
-    if (gradhook_place(self, param) < 0) {
+    if (gradhook_place(self, param, given) < 0) {
         if (!first) {
             bucket->left++;
         }
@@ -180,7 +193,7 @@ static int make_ready(struct core_gradhook *self, uint32_t index) {
     return bucket->left == 0 ? send_bucket(self, bucket) : 0;
 }
 
-int gradhook_fire(struct core_gradhook *self, uint32_t index) {
+int gradhook_fire(struct core_gradhook *self, uint32_t index, PyObject *given) {
     struct gradhook_param *param = &self->params[index];
     struct gradhook_bucket *bucket = &self->buckets[param->bucket];
     stamp(self, NB_EV_GRAD_READY, index);
@@ -198,7 +211,7 @@ int gradhook_fire(struct core_gradhook *self, uint32_t index) {
         param->left--;
         return 0;
     }
-    return make_ready(self, index);
+    return make_ready(self, index, given);
 }
 
 int gradhook_flush(struct core_gradhook *self) {
@@ -209,7 +222,7 @@ int gradhook_flush(struct core_gradhook *self) {
         struct gradhook_bucket *bucket = &self->buckets[b];
         for (uint32_t i = 0; !bucket->sent && i < bucket->member_count; i++) {
             struct gradhook_param *param = &self->params[bucket->members[i]];
-            if (param->left > 0 && gradhook_place(self, param) < 0) {
+            if (param->left > 0 && gradhook_place(self, param, Py_None) < 0) {
                 return -1;
             }
         }
@@ -277,10 +290,7 @@ static void reopen_rest(struct core_gradhook *self) {
         if (!bucket->sent && param->left == 0) {
             param->left = 1;
             bucket->left++;
-            if (param->direct != NULL) {
-                bucket->direct--;
-                Py_CLEAR(param->direct);
-            }
+            gradhook_drop(self, param);
         }
     }
 }
@@ -318,7 +328,7 @@ static PyObject *keep_of(const struct core_gradhook *self, const struct gradhook
     }
     for (uint32_t i = 0; list != NULL && i < bucket->member_count; i++) {
         const struct gradhook_param *param = &self->params[bucket->members[i]];
-        PyObject *memory = param->direct != NULL ? param->direct : param->view;
+        PyObject *memory = param->direct ? param->foreign : param->view;
         if (PyList_Append(list, memory) < 0) {
             Py_CLEAR(list);
         }
@@ -342,7 +352,7 @@ static void abandon(struct core_gradhook *self, struct gradhook_bucket *bucket) 
         Py_XINCREF(self->keep);
         for (uint32_t i = 0; i < bucket->member_count; i++) {
             Py_INCREF(self->params[bucket->members[i]].view);
-            Py_XINCREF(self->params[bucket->members[i]].direct);
+            Py_XINCREF(self->params[bucket->members[i]].foreign);
         }
     }
     core_comm_hold(self->target, hold);

@@ -112,10 +112,12 @@ static int check_view(const struct core_gradhook *self, struct gradhook_param *p
         PyErr_Format(PyExc_ValueError, "views[%u] must be in host memory", index);
         return -1;
     }
+    bool dense;
     if (method_size(param->view, "data_ptr", &base) < 0 || method_size(param->view, "element_size", &element) < 0 ||
-        method_truth(param->view, "is_contiguous", &param->dense) < 0) {
+        method_truth(param->view, "is_contiguous", &dense) < 0) {
         return -1;
     }
+    param->dense = dense;
     if (element != nb_dtype_size(bucket->dtype) || param->offset % element != 0) {
         PyErr_Format(PyExc_ValueError, "views[%u] has elements of %zu bytes at offset %zu; bucket \"%s\" is %s", index,
                      element, param->offset, bucket->name, nb_dtype_name(bucket->dtype));
@@ -128,6 +130,8 @@ static int check_view(const struct core_gradhook *self, struct gradhook_param *p
         return -1;
     }
     param->memory = bucket->base + param->offset;
+    struct core_tensor_place place;
+    param->element = core_tensor_look(&self->table, param->view, &place) ? place.element : 0;
     return 0;
 }
 
@@ -145,6 +149,7 @@ static int parse_param(struct core_gradhook *self, const struct lists *lists, ui
     if (param->parameter == NULL) {
         return -1;
     }
+    param->identity = PyTuple_GetItem(lists->parameters, index);
     param->view = Py_NewRef(PyTuple_GetItem(lists->views, index));
     param->bucket = (uint32_t)bucket;
     param->offset = (size_t)offset;
@@ -160,6 +165,9 @@ static int parse_param(struct core_gradhook *self, const struct lists *lists, ui
 static int parse_params(struct core_gradhook *self, const struct lists *lists) {
     PyObject *seen = PySet_New(NULL);
     int rc = seen != NULL ? 0 : -1;
+    if (self->param_count > 0) {
+        core_tensor_table_open(&self->table, PyTuple_GetItem(lists->views, 0));
+    }
     for (uint32_t i = 0; i < self->param_count && rc == 0; i++) {
         rc = parse_param(self, lists, i);
         PyObject *identity = rc == 0 ? PyLong_FromVoidPtr(PyTuple_GetItem(lists->parameters, i)) : NULL;
@@ -229,7 +237,7 @@ static int sort_members(struct core_gradhook *self) {
 }
 
 static int allocate(struct core_gradhook *self, size_t params, size_t buckets) {
-    self->params = calloc(params + 1, sizeof(*self->params));
+    self->params = aligned_alloc(_Alignof(struct gradhook_param), (params + 1) * sizeof(*self->params));
     self->buckets = calloc(buckets + 1, sizeof(*self->buckets));
     self->members = calloc(params + 1, sizeof(*self->members));
     self->order = calloc(params + 1, sizeof(*self->order));
@@ -239,6 +247,7 @@ static int allocate(struct core_gradhook *self, size_t params, size_t buckets) {
         PyErr_NoMemory();
         return -1;
     }
+    memset(self->params, 0, (params + 1) * sizeof(*self->params));
     self->param_count = (uint32_t)params;
     self->bucket_count = (uint32_t)buckets;
     return 0;

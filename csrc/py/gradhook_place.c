@@ -41,9 +41,8 @@ static int get_base(PyObject *gradient, PyObject *name, void **out) {
 }
 
 // What kind of memory the gradient is. A sparse one has no address and no order: it is not plain.
-static int look(const struct core_state *state, const struct gradhook_param *param, PyObject *gradient,
-                struct foreign *out) {
-    *out = (struct foreign){0};
+static int ask(const struct core_state *state, const struct gradhook_param *param, PyObject *gradient,
+               struct foreign *out) {
     PyObject *dtype = PyObject_GetAttr(gradient, state->names[CORE_DTYPE]);
     if (dtype == NULL) {
         return -1;
@@ -74,6 +73,19 @@ static int look(const struct core_state *state, const struct gradhook_param *par
     return 0;
 }
 
+// The same, by torch's own table where that can say it.
+static int look(const struct core_gradhook *self, const struct gradhook_param *param, PyObject *gradient,
+                struct foreign *out) {
+    struct core_tensor_place found;
+    *out = (struct foreign){0};
+    if (param->element == 0 || !core_tensor_look(&self->table, gradient, &found)) {
+        return ask(core_state_of((PyObject *)self), param, gradient, out);
+    }
+    out->base = found.base;
+    out->plain = found.plain && param->dense && found.element == param->element && found.bytes == param->bytes;
+    return 0;
+}
+
 // gradient.detach(), and dense. A new reference, or NULL.
 static PyObject *dense_of(const struct core_state *state, struct gradhook_param *param, PyObject *gradient) {
     int sparse = truth(PyObject_GetAttr(gradient, state->names[CORE_IS_SPARSE]));
@@ -99,11 +111,15 @@ static int copy_any(const struct core_state *state, struct gradhook_param *param
     return view != NULL ? 0 : -1;
 }
 
-static void drop_direct(struct core_gradhook *self, struct gradhook_param *param) {
-    if (param->direct != NULL) {
-        self->buckets[param->bucket].direct--;
-        Py_CLEAR(param->direct);
+void gradhook_drop(struct core_gradhook *self, struct gradhook_param *param) {
+    PyObject *foreign = param->foreign;
+    if (foreign == NULL) {
+        return;
     }
+    self->buckets[param->bucket].direct -= param->direct;
+    param->foreign = NULL;
+    param->direct = false;
+    Py_DECREF(foreign);
 }
 
 // A large gradient stays where autograd put it: a copy would cost more than one segment more.
@@ -113,28 +129,49 @@ static bool may_stay(const struct core_gradhook *self, const struct gradhook_par
            self->buckets[param->bucket].direct < GRADHOOK_DIRECT_MAX;
 }
 
+static void keep_foreign(struct gradhook_param *param, PyObject *gradient, void *base) {
+    param->foreign = Py_NewRef(gradient);
+    param->foreign_base = base;
+}
+
 // *shown: the parameter's `grad` is to be the view.
 static int place_foreign(struct core_gradhook *self, struct gradhook_param *param, PyObject *gradient, bool *shown) {
-    const struct core_state *state = core_state_of((PyObject *)self);
     struct foreign found;
-    if (look(state, param, gradient, &found) < 0) {
+    if (look(self, param, gradient, &found) < 0) {
         return -1;
     }
     if (found.plain && found.base == param->memory) {
         return 0;
     }
     if (found.plain && may_stay(self, param)) {
-        param->direct = Py_NewRef(gradient);
-        param->direct_base = found.base;
+        keep_foreign(param, gradient, found.base);
+        param->direct = true;
         self->buckets[param->bucket].direct++;
         return 0;
     }
-    if (found.plain) {
-        memcpy(param->memory, found.base, param->bytes);
-    } else if (copy_any(state, param, gradient) < 0) {
+    *shown = true;
+    if (!found.plain) {
+        return copy_any(core_state_of((PyObject *)self), param, gradient);
+    }
+    memcpy(param->memory, found.base, param->bytes);
+    if (param->bytes <= GRADHOOK_BACK_MAX) {
+        keep_foreign(param, gradient, found.base);
+        *shown = false;
+    }
+    return 0;
+}
+
+int gradhook_give_back(const struct core_gradhook *self, const struct gradhook_param *param) {
+    struct foreign found;
+    if (param->foreign == NULL || param->direct) {
+        return 0;
+    }
+    if (look(self, param, param->foreign, &found) < 0) {
         return -1;
     }
-    *shown = true;
+    if (found.plain && found.base == param->foreign_base) { // else the user gave the tensor other memory
+        memcpy(found.base, param->memory, param->bytes);
+    }
     return 0;
 }
 
@@ -156,12 +193,12 @@ static int place_of(struct core_gradhook *self, struct gradhook_param *param, Py
     return rc == 0 && shown ? PyObject_SetAttr(parameter, state->names[CORE_GRAD], param->view) : rc;
 }
 
-int gradhook_place(struct core_gradhook *self, struct gradhook_param *param) {
-    drop_direct(self, param);
+int gradhook_place(struct core_gradhook *self, struct gradhook_param *param, PyObject *given) {
+    gradhook_drop(self, param);
     if (param->bytes == 0) {
         return 0;
     }
-    PyObject *parameter = PyWeakref_GetObject(param->parameter);
+    PyObject *parameter = given == param->identity ? given : PyWeakref_GetObject(param->parameter);
     if (parameter == NULL) {
         return -1;
     }

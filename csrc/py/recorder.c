@@ -3,16 +3,16 @@
 
 #include <stdatomic.h>
 #include <stdint.h>
-#include <unistd.h>
 
 #include "base/clock.h"
+#include "base/origin.h"
 
 struct core_recorder {
     PyObject base;
     struct nb_ring ring;
     struct nb_ring none; // what a closed recorder stamps into: nothing
     uint64_t dropped;    // when it was closed
-    pid_t pid;
+    struct nb_origin origin;
     int users; // communication threads that stamp
     bool open; // for Python
 };
@@ -43,7 +43,7 @@ static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         } else {
             self->ring.timeline = timeline != 0;
             self->open = true;
-            self->pid = getpid();
+            nb_origin_open(&self->origin);
         }
     }
     Py_DECREF(path);
@@ -52,7 +52,7 @@ static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwar
 
 // Cuts the file once nobody stamps. A forked child must not: the parent still writes.
 static void shut(struct core_recorder *self) {
-    if (self->ring.header != NULL && self->users == 0 && self->pid == getpid()) {
+    if (self->ring.header != NULL && self->users == 0 && nb_origin_is_here(&self->origin)) {
         self->dropped = nb_ring_dropped(&self->ring);
         nb_ring_close(&self->ring);
     }
@@ -60,7 +60,9 @@ static void shut(struct core_recorder *self) {
 
 static void recorder_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
-    shut((struct core_recorder *)object);
+    struct core_recorder *self = (struct core_recorder *)object;
+    shut(self);
+    nb_origin_close(&self->origin);
     PyObject_Free(object);
     Py_DECREF(type);
 }
@@ -74,12 +76,12 @@ static PyObject *recorder_close(PyObject *object, PyObject *Py_UNUSED(none)) {
 
 struct nb_ring *core_recorder_ring(PyObject *recorder) {
     struct core_recorder *self = (struct core_recorder *)recorder;
-    return self->open && self->pid == getpid() ? &self->ring : &self->none;
+    return self->open && nb_origin_is_here(&self->origin) ? &self->ring : &self->none;
 }
 
 struct nb_ring *core_recorder_take(PyObject *recorder) {
     struct core_recorder *self = (struct core_recorder *)recorder;
-    if (core_here(core_state_of(recorder), self->pid, "recorder") < 0) {
+    if (core_here(core_state_of(recorder), self->origin.pid, "recorder") < 0) {
         return NULL;
     }
     if (!self->open) {
@@ -116,7 +118,7 @@ static int check_kind(int kind) {
 
 static PyObject *put(PyObject *object, int64_t time_ns, const struct stamp *stamp) {
     struct core_recorder *self = (struct core_recorder *)object;
-    if (check_kind(stamp->kind) < 0 || core_here(core_state_of(object), self->pid, "recorder") < 0) {
+    if (check_kind(stamp->kind) < 0 || core_here(core_state_of(object), self->origin.pid, "recorder") < 0) {
         return NULL;
     }
     const uint64_t *v = stamp->value;

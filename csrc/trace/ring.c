@@ -124,6 +124,7 @@ void nb_ring_put_at(struct nb_ring *ring, int64_t time_ns, enum nb_event_kind ki
         return;
     }
     struct nb_event *event = &ring->events[slot];
+    __builtin_prefetch(event + 1, 1);
     event->time_ns = time_ns;
     event->step = atomic_load_explicit(&ring->step, memory_order_relaxed);
     event->key = key;

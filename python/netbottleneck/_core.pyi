@@ -262,8 +262,9 @@ class GradHook:
     """The gradient hook backend: stamps "gradient ready", counts buckets down and submits them, all in C.
 
     parameters[i] belongs to bucket_of[i], at byte offset[i] of the bucket's memory; views[i] is a tensor over that
-    memory. A gradient that is views[i] already is used as it is; a smaller foreign one is copied there and the
-    parameter's `grad` re-pointed; one of at least `direct_bytes` travels from where autograd put it."""
+    memory. A gradient that is views[i] already is used as it is. A foreign one of at least `direct_bytes` travels from
+    where autograd put it; a smaller one is copied into the bucket. Up to 512 bytes it stays the parameter's `grad`,
+    and wait() copies the sum back into it; above, `grad` becomes the view."""
 
     def __init__(
         self,

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["Job", "Observer", "core", "current", "is_started", "observe", "start", "stop"]
 
 NOTICE_S = 5.0
+TAKEN_NS = 5_000_000  # how long the name of an operation that nobody has waited for is taken, even where it is over
+TAKEN_MAX = 256  # names; where there are more, those are forgotten whose time is over
 LEVELS = {
     "trace": 5,
     "debug": logging.DEBUG,
@@ -67,6 +69,8 @@ class Job:
     ending: list[Callable[[], None]] = field(default_factory=list)  # what is called when it ends, before the comm does
     joins: int = 0  # how often all ranks have joined
     _numbers: dict[str, "itertools.count[int]"] = field(default_factory=dict)
+    _taken: dict[tuple[int, str], "_core.Work"] = field(default_factory=dict)  # not waited for, by group and name
+    _names: dict["_core.Work", tuple[int, str]] = field(default_factory=dict)
 
     def number(self, kind: str) -> int:
         """Return how many things of this kind were numbered before: the same on all ranks that ask alike."""
@@ -79,13 +83,36 @@ class Job:
         return handle
 
     def submit(self, name: str, kind: int, memory: Any, dtype: int, **options: Any) -> "_core.Work":
-        """Start an operation, as Comm.submit; a job that has failed raises HorovodInternalError."""
+        """Start an operation, as Comm.submit; a job that has failed raises HorovodInternalError.
+
+        ValueError for the name of one that is under way, or was a moment ago and nobody has waited for it: else it
+        would depend on how fast it was whether a name that is given twice is refused, on one rank and not on another.
+        """
+        place = (int(options.get("group", 0)), name)
+        first = self._taken.get(place)
+        if first is not None and core().now_ns() - first.times()[0] < TAKEN_NS:
+            raise ValueError(f"{name}: an operation of this name is still under way on rank {self.place.rank}")
         try:
-            return self.comm.submit(name, kind, memory, dtype, **options)
+            work = self.comm.submit(name, kind, memory, dtype, **options)
         except HorovodInternalError:
             raise
         except OSError as error:
             raise HorovodInternalError(f"{name}: {error}") from error
+        if len(self._taken) >= TAKEN_MAX:
+            self._forget()
+        self._taken[place], self._names[work] = work, place
+        return work
+
+    def waited(self, works: Sequence["_core.Work"]) -> None:
+        """Operations are known to be over: their names are free."""
+        for work in works:
+            place = self._names.pop(work, None)
+            if place is not None and self._taken.get(place) is work:
+                del self._taken[place]
+
+    def _forget(self) -> None:
+        latest = core().now_ns() - TAKEN_NS
+        self.waited([work for work in list(self._names) if work.times()[0] < latest])
 
     def wait(self, works: Sequence["_core.Work"]) -> None:
         """Wait for all, and tell of stalls meanwhile.
@@ -94,6 +121,7 @@ class Job:
         memory that a caller may free.
         """
         failure: HorovodInternalError | None = None
+        self.waited(works)
         for work in works:
             try:
                 while not work.wait(NOTICE_S):

@@ -68,6 +68,7 @@ class Pending(Generic[T]):
             while not self._done:
                 if not all(work.test() for work in self._works):
                     return False
+                self._job.waited(self._works)
                 self.advance()
         except (OSError, HorovodInternalError):
             return True

@@ -1,12 +1,17 @@
 // Bitmaps, lists, pools, errors and dtypes do what their headers say.
 #include <errno.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/types.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "base/bits.h"
 #include "base/dtype.h"
 #include "base/error.h"
 #include "base/list.h"
+#include "base/origin.h"
 #include "base/pool.h"
 #include "check.h"
 
@@ -151,6 +156,28 @@ static void test_dtype(void) {
     CHECK(strcmp(nb_redop_name(NB_MAX), "max") == 0 && nb_redop_name(NB_REDOPS)[0] == '?', "names");
 }
 
+static bool child_says(const struct nb_origin *origin) {
+    pid_t child = fork();
+    CHECK(child >= 0, "fork: %m");
+    if (child == 0) {
+        _exit(nb_origin_is_here(origin) ? 1 : 0);
+    }
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status), "the child ended with %x", status);
+    return WEXITSTATUS(status) != 0;
+}
+
+static void test_origin(void) {
+    struct nb_origin origin;
+    nb_origin_open(&origin);
+    struct nb_origin by_number = {.pid = origin.pid};
+    CHECK(nb_origin_is_here(&origin) && nb_origin_is_here(&by_number), "here in the process that opened it");
+    CHECK(!child_says(&origin) && !child_says(&by_number), "not in a child");
+    CHECK(nb_origin_is_here(&origin), "still here");
+    nb_origin_close(&origin);
+    nb_origin_close(&origin);
+}
+
 int main(void) {
     test_bits();
     test_list();
@@ -158,5 +185,6 @@ int main(void) {
     test_pool();
     test_error();
     test_dtype();
+    test_origin();
     return 0;
 }

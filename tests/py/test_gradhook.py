@@ -20,6 +20,13 @@ from netbottleneck import _core, errors
 SECRET = b"sixteen bytes..."
 LIMIT_S = 10.0
 SMALL, LARGE = 1 << 40, 0  # direct_bytes: every gradient is small, or large
+BACK = 128  # elements up to which a small gradient stays where it is
+# direct_bytes and elements: a gradient that is copied and copied back, one that becomes its view, one that travels
+WAYS = [
+    pytest.param(SMALL, 4, id="back"),
+    pytest.param(SMALL, BACK + 1, id="view"),
+    pytest.param(LARGE, 4, id="direct"),
+]
 
 
 class Plan:
@@ -92,6 +99,24 @@ class Sink:
                 raise self.sink.fail
 
 
+class Doubling:
+    """A callable target that stands for two equal ranks: doubles each view of a bucket that is waited for."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __call__(self, bucket: int) -> Doubling.Future:
+        return Doubling.Future([v for v, b in zip(self.plan.views, self.plan.bucket_of, strict=True) if b == bucket])
+
+    class Future:
+        def __init__(self, views: list[torch.Tensor]) -> None:
+            self.views = views
+
+        def wait(self) -> None:
+            for view in self.views:
+                view.mul_(2)
+
+
 def chain(count: int, size: int = 4) -> nn.ParameterList:
     return nn.ParameterList([nn.Parameter(torch.full((size,), float(i + 1))) for i in range(count)])
 
@@ -141,15 +166,26 @@ def on_two_ranks(work: Callable[[_core.Comm], Any]) -> list[Any]:
 # where gradients lie
 
 
-def test_a_small_gradient_is_copied_and_the_parameter_re_pointed(alone: _core.Comm) -> None:
+def test_a_small_gradient_stays_and_gets_the_sum(alone: _core.Comm) -> None:
     plan = Plan(chain(4))
     plan.hook.target(alone, postscale=0.5)
     weighted_sum(plan.parameters).backward()
+    before = [parameter.grad for parameter in plan.parameters]
     assert plan.hook.pending == 2
+    assert plan.grads() == [[float(i + 1)] * 4 for i in range(4)]
     plan.finish()
     assert plan.hook.pending == 0
+    assert [parameter.grad is grad for parameter, grad in zip(plan.parameters, before, strict=True)] == [True] * 4
+    assert plan.grads() == [view.tolist() for view in plan.views] == [[0.5 * (i + 1)] * 4 for i in range(4)]
+
+
+def test_a_gradient_of_middle_size_is_copied_and_the_parameter_re_pointed(alone: _core.Comm) -> None:
+    plan = Plan(chain(4, BACK + 1))
+    plan.hook.target(alone, postscale=0.5)
+    weighted_sum(plan.parameters).backward()
+    plan.finish()
     assert [plan.owns(i) for i in range(4)] == [True] * 4
-    assert plan.grads() == [[0.5 * (i + 1)] * 4 for i in range(4)]
+    assert plan.grads() == [[0.5 * (i + 1)] * (BACK + 1) for i in range(4)]
 
 
 def test_a_large_gradient_travels_from_where_autograd_put_it(alone: _core.Comm) -> None:
@@ -164,12 +200,13 @@ def test_a_large_gradient_travels_from_where_autograd_put_it(alone: _core.Comm) 
 
 
 def test_the_size_decides_between_copy_and_direct(alone: _core.Comm) -> None:
-    plan = Plan([nn.Parameter(torch.ones(n)) for n in (15, 16, 17, 3)], buckets=1, direct_bytes=64)
+    plan = Plan([nn.Parameter(torch.ones(n)) for n in (255, 256, 257, 3, BACK, BACK + 1)], 1, direct_bytes=1024)
     plan.hook.target(alone, postscale=3.0)
     weighted_sum(plan.parameters).backward()
     plan.finish()
-    assert [plan.owns(i) for i in range(4)] == [True, False, False, True]
-    assert [set(grad) for grad in plan.grads()] == [{3.0}, {6.0}, {9.0}, {12.0}]
+    assert [plan.owns(i) for i in range(6)] == [True, False, False, False, False, True]
+    assert [view.any().item() for view in plan.views] == [True, False, False, True, True, True]
+    assert [set(grad) for grad in plan.grads()] == [{3.0 * (i + 1)} for i in range(6)]
 
 
 def test_more_direct_gradients_than_an_operation_takes_segments(alone: _core.Comm) -> None:
@@ -177,22 +214,22 @@ def test_more_direct_gradients_than_an_operation_takes_segments(alone: _core.Com
     plan.hook.target(alone, postscale=2.0)
     weighted_sum(plan.parameters).backward()
     plan.finish()
-    direct = sum(not plan.owns(i) for i in range(600))
+    direct = sum(not view.any() for view in plan.views)
     assert 0 < direct < 600
     assert plan.grads() == [[2.0 * (i + 1)] * 4 for i in range(600)]
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("direct_bytes", [SMALL, LARGE])
-def test_zero_grad_of_either_kind(alone: _core.Comm, set_to_none: bool, direct_bytes: int) -> None:
-    plan = Plan(chain(5), direct_bytes=direct_bytes)
+@pytest.mark.parametrize(("direct_bytes", "size"), WAYS)
+def test_zero_grad_of_either_kind(alone: _core.Comm, set_to_none: bool, direct_bytes: int, size: int) -> None:
+    plan = Plan(chain(5, size), direct_bytes=direct_bytes)
     optimizer = torch.optim.SGD(plan.parameters, lr=1.0)
     plan.hook.target(alone)
     for step in range(1, 4):
         optimizer.zero_grad(set_to_none=set_to_none)
         weighted_sum(plan.parameters, step).backward()
         plan.finish()
-        assert plan.grads() == [[float(step * (i + 1))] * 4 for i in range(5)]
+        assert plan.grads() == [[float(step * (i + 1))] * size for i in range(5)]
         optimizer.step()
     assert [p[0].item() for p in plan.parameters] == [(i + 1) * (1.0 - 6) for i in range(5)]
 
@@ -224,7 +261,7 @@ def test_a_graph_of_the_gradient_does_not_reach_the_view(alone: _core.Comm) -> N
     plan.hook.target(alone)
     (plan.parameters[0] ** 2).sum().backward(create_graph=True)
     plan.finish()
-    assert plan.views[0].tolist() == [2.0] * 4
+    assert plan.grads() == [plan.views[0].tolist()] == [[2.0] * 4]
     assert not plan.views[0].requires_grad
 
 
@@ -283,7 +320,80 @@ def test_gradients_that_the_user_replaced_are_taken(alone: _core.Comm) -> None:
     plan.parameters[1].grad = torch.full((4,), 8.0)
     plan.finish()
     assert plan.grads() == [[7.0] * 4, [8.0] * 4]
-    assert [plan.owns(0), plan.owns(1)] == [True, True]
+
+
+@pytest.mark.parametrize(("direct_bytes", "size"), WAYS)
+def test_a_gradient_that_is_replaced_on_its_way_stays_the_users(direct_bytes: int, size: int) -> None:
+    plan = Plan(chain(2, size), buckets=1, direct_bytes=direct_bytes)
+    sink = Doubling(plan)
+    plan.hook.target(sink)
+    weighted_sum(plan.parameters).backward()
+    mine = torch.full((size,), 9.0)
+    plan.parameters[0].grad = mine
+    plan.parameters[1].grad = None
+    plan.hook.wait()
+    assert plan.parameters[0].grad is mine
+    assert plan.grads() == [[9.0] * size, []]
+    assert [view.tolist() for view in plan.views] == [[2.0] * size, [4.0] * size]
+
+
+def test_memory_that_a_gradient_no_longer_has_is_not_written() -> None:
+    plan = Plan(chain(3), buckets=1)
+    plan.hook.target(Doubling(plan))
+    weighted_sum(plan.parameters).backward()
+    old, grown, same = [parameter.grad for parameter in plan.parameters]
+    seen = old.detach()
+    old.data = torch.full((4,), 9.0)
+    grown.resize_(1000).fill_(5)
+    plan.hook.wait()
+    assert seen.tolist() == [1.0] * 4
+    assert plan.grads()[0] == [9.0] * 4
+    assert set(grown.tolist()) == {5.0}
+    assert same.tolist() == [6.0] * 4
+
+
+def test_a_gradient_is_held_until_it_has_its_sum_and_no_longer() -> None:
+    plan = Plan(chain(1), buckets=1)
+    plan.hook.target(Doubling(plan))
+    weighted_sum(plan.parameters).backward()
+    watch = weakref.ref(plan.parameters[0].grad)
+    plan.parameters[0].grad = None
+    gradient = watch()
+    assert gradient is not None
+    plan.hook.wait()
+    assert gradient.tolist() == [2.0] * 4
+    del gradient
+    assert watch() is None
+
+
+def test_gradients_that_share_memory_each_get_their_sum() -> None:
+    plan = Plan([nn.Parameter(torch.ones(n)) for n in (2, 6, 8)], buckets=1)
+    plan.hook.target(Doubling(plan))
+    first, second, third = plan.parameters
+    factor = torch.arange(8.0)
+    ((torch.cat([first, second]) + third.view(2, 4).view(-1)) * factor).sum().backward()
+    plan.finish()
+    assert plan.grads() == [[0.0, 2.0], [4.0, 6.0, 8.0, 10.0, 12.0, 14.0], [2.0 * i for i in range(8)]]
+
+
+def test_a_gradient_of_a_class_of_the_users_is_taken() -> None:
+    class Marked(torch.Tensor):
+        pass
+
+    plan = Plan(chain(2), buckets=1)
+    plan.hook.target(Doubling(plan))
+    plan.parameters[0].grad = torch.full((4,), 3.0).as_subclass(Marked)
+    plan.finish()
+    assert type(plan.parameters[0].grad) is Marked
+    assert plan.grads() == [[6.0] * 4, [0.0] * 4]
+
+
+def test_a_parameter_of_no_dimension_is_one_number() -> None:
+    plan = Plan([nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(1, 3, 1))], buckets=1)
+    plan.hook.target(Doubling(plan))
+    weighted_sum(plan.parameters).backward()
+    plan.finish()
+    assert plan.grads() == [[2.0], [4.0] * 3]
 
 
 def test_a_parameter_that_was_frozen_is_zero(alone: _core.Comm) -> None:
@@ -318,9 +428,11 @@ def test_passes_are_counted_for_each_parameter(alone: _core.Comm) -> None:
     assert plan.grads() == [[float(i + 1)] * 4 for i in range(3)]
 
 
-@pytest.mark.parametrize("direct_bytes", [SMALL, LARGE])
-def test_a_gradient_accumulated_again_before_its_bucket_is_sent(alone: _core.Comm, direct_bytes: int) -> None:
-    plan = Plan(chain(2), buckets=1, direct_bytes=direct_bytes)
+@pytest.mark.parametrize(("direct_bytes", "size"), WAYS)
+def test_a_gradient_accumulated_again_before_its_bucket_is_sent(
+    alone: _core.Comm, direct_bytes: int, size: int
+) -> None:
+    plan = Plan(chain(2, size), buckets=1, direct_bytes=direct_bytes)
     plan.hook.target(alone)
     for _ in range(2):
         weighted_sum(plan.parameters[:1]).backward()
@@ -328,16 +440,16 @@ def test_a_gradient_accumulated_again_before_its_bucket_is_sent(alone: _core.Com
     (2 * plan.parameters[1]).sum().backward()
     assert plan.hook.pending == 1
     plan.finish()
-    assert plan.grads() == [[2.0] * 4, [2.0] * 4]
+    assert plan.grads() == [[2.0] * size, [2.0] * size]
     assert plan.hook.ready_order() == [0, 1]
 
 
-@pytest.mark.parametrize("direct_bytes", [SMALL, LARGE])
+@pytest.mark.parametrize(("direct_bytes", "size"), WAYS)
 @pytest.mark.parametrize("all_at_last", [True, False])
 def test_after_wait_a_bucket_that_was_not_sent_needs_all_its_gradients(
-    alone: _core.Comm, direct_bytes: int, all_at_last: bool
+    alone: _core.Comm, direct_bytes: int, size: int, all_at_last: bool
 ) -> None:
-    plan = Plan(chain(2), buckets=1, direct_bytes=direct_bytes)
+    plan = Plan(chain(2, size), buckets=1, direct_bytes=direct_bytes)
     plan.hook.target(alone)
     weighted_sum(plan.parameters[:1]).backward()
     plan.hook.wait()
@@ -349,13 +461,13 @@ def test_after_wait_a_bucket_that_was_not_sent_needs_all_its_gradients(
         assert plan.hook.pending == 1
     plan.finish()
     factor = 2.0 if all_at_last else 1.0
-    assert plan.grads() == [[factor] * 4, [2.0 * factor] * 4]
+    assert plan.grads() == [[factor] * size, [2.0 * factor] * size]
 
 
-@pytest.mark.parametrize("direct_bytes", [SMALL, LARGE])
-def test_a_second_backward_averages_the_average_and_what_is_new(direct_bytes: int) -> None:
+@pytest.mark.parametrize(("direct_bytes", "size"), WAYS)
+def test_a_second_backward_averages_the_average_and_what_is_new(direct_bytes: int, size: int) -> None:
     def train(comm: _core.Comm) -> list[list[float]]:
-        plan = Plan(chain(3), direct_bytes=direct_bytes)
+        plan = Plan(chain(3, size), direct_bytes=direct_bytes)
         plan.hook.target(comm, postscale=0.5)
         weighted_sum(plan.parameters, 2.0 * (1 + 2 * comm.rank)).backward()
         plan.hook.wait()
@@ -364,7 +476,7 @@ def test_a_second_backward_averages_the_average_and_what_is_new(direct_bytes: in
         return plan.grads()
 
     first, second = on_two_ranks(train)
-    assert first == second == [[5.0 * (i + 1)] * 4 for i in range(3)]
+    assert first == second == [[5.0 * (i + 1)] * size for i in range(3)]
 
 
 def test_a_gradient_that_is_added_to_on_its_way_is_an_error() -> None:
@@ -394,7 +506,6 @@ def test_a_callable_gets_whole_buckets_and_is_waited_for() -> None:
     plan.finish()
     assert sorted(sink.seen) == sorted(sink.waited) == [0, 1]
     assert sorted(sink.memory) == [[4.0, 8.0], [12.0, 16.0]]
-    assert [plan.owns(i) for i in range(4)] == [True] * 4
 
 
 def test_none_moves_nothing() -> None:
@@ -441,9 +552,12 @@ def test_a_failure_of_wait_is_raised_and_the_hook_is_armed_again() -> None:
     sink = Sink()
     plan.hook.target(sink)
     weighted_sum(plan.parameters).backward()
+    for view in plan.views:
+        view.fill_(77)  # what a transfer leaves that was broken off
     sink.fail = errors.WireError("broken")
     with pytest.raises(errors.WireError, match="broken"):
         plan.hook.wait()
+    assert plan.grads() == [[1.0] * 4, [2.0] * 4]
     assert sink.waited == [0, 1]
     assert plan.hook.pending == 0
     sink.fail = None
@@ -531,11 +645,11 @@ def test_stamps_and_order_of_readiness(alone: _core.Comm, tmp_path: Path) -> Non
     assert [event[1] for event in events[-2:]] == [_core.EVENTS["WAIT_BEGIN"], _core.EVENTS["WAIT_END"]]
 
 
-@pytest.mark.parametrize("direct_bytes", [SMALL, LARGE])
+@pytest.mark.parametrize(("direct_bytes", "size"), WAYS)
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_no_python_runs_for_a_gradient(alone: _core.Comm, direct_bytes: int, set_to_none: bool) -> None:
+def test_no_python_runs_for_a_gradient(alone: _core.Comm, direct_bytes: int, size: int, set_to_none: bool) -> None:
     def python_calls(count: int, target: _core.Comm | None) -> int:
-        plan = Plan(chain(count), direct_bytes=direct_bytes)
+        plan = Plan(chain(count, size), direct_bytes=direct_bytes)
         plan.hook.target(target)
         calls = 0
 
@@ -560,7 +674,7 @@ def test_no_python_runs_for_a_gradient(alone: _core.Comm, direct_bytes: int, set
             finally:
                 sys.setprofile(None)
                 threading.setprofile(None)
-        assert plan.grads() == [[2.0] * 4] * count
+        assert plan.grads() == [[2.0] * size] * count
         return calls
 
     for target in (None, alone):
@@ -570,8 +684,9 @@ def test_no_python_runs_for_a_gradient(alone: _core.Comm, direct_bytes: int, set
 # lifetimes
 
 
-def test_model_and_hook_are_collected_together(alone: _core.Comm) -> None:
-    plan = Plan(chain(3), direct_bytes=LARGE)
+@pytest.mark.parametrize(("direct_bytes", "size"), WAYS)
+def test_model_and_hook_are_collected_together(alone: _core.Comm, direct_bytes: int, size: int) -> None:
+    plan = Plan(chain(3, size), direct_bytes=direct_bytes)
     plan.hook.target(alone)
     weighted_sum(plan.parameters).backward()
     watches: Sequence[weakref.ref[Any]] = [weakref.ref(plan.parameters[0]), weakref.ref(plan.views[0])]
@@ -624,8 +739,9 @@ def test_gradients_in_flight_outlive_their_hook() -> None:
     assert on_two_ranks(both) == [True, True]
 
 
-def test_nothing_grows_over_many_steps(alone: _core.Comm) -> None:
-    plan = Plan(chain(4), direct_bytes=LARGE)
+@pytest.mark.parametrize(("direct_bytes", "size"), WAYS)
+def test_nothing_grows_over_many_steps(alone: _core.Comm, direct_bytes: int, size: int) -> None:
+    plan = Plan(chain(4, size), direct_bytes=direct_bytes)
     plan.hook.target(alone)
 
     def steps(count: int) -> None:

@@ -78,6 +78,20 @@ def test_a_callable_gets_each_bucket_once_a_step(set_to_none: bool, direct_bytes
         made.zero_grad(set_to_none=set_to_none)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("size", [3, 3000])
+def test_every_type_of_number_travels(dtype: torch.dtype, size: int) -> None:
+    parameter = torch.nn.Parameter(torch.ones(size, dtype=dtype))
+    gradients = Gradients([("parameter", parameter)])
+    gradients.target(Double(gradients))
+    for _ in range(2):
+        parameter.grad = None
+        (parameter * 3).sum().backward()
+        gradients.wait()
+        assert parameter.grad.dtype == dtype
+        assert torch.equal(parameter.grad, torch.full((size,), 6.0, dtype=dtype))
+
+
 def test_nowhere_leaves_gradients_as_they_are() -> None:
     made = model()
     gradients = Gradients(made.named_parameters())
@@ -106,12 +120,15 @@ def test_buckets_say_where_each_gradient_lies() -> None:
     gradients.target(sink)
     backward(made)
     gradients.wait()
+    plain = plain_gradients()
     for index, bucket in enumerate(gradients.buckets):
         flat = gradients.flat(index)
         assert flat.nbytes == bucket.nbytes
         for member, offset in zip(bucket.parameters, bucket.parameter_offsets, strict=True):
-            gradient = gradients.parameters[member].grad
-            assert gradient.data_ptr() == flat.data_ptr() + offset
+            parameter = gradients.parameters[member]
+            there = flat[offset // 4 :].as_strided(parameter.shape, parameter.stride())
+            assert torch.equal(there, parameter.grad)
+            assert torch.equal(there, 2 * plain[member])
 
 
 def test_rank_zeros_order_is_taken_after_the_first_step() -> None:

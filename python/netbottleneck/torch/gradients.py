@@ -60,11 +60,12 @@ class Gradients:
 
     parameters: (name, tensor) pairs, the same on every rank and in the same order; those that need no gradient or
     have no element are left out. passes: backward passes a step. direct_bytes: a gradient from this size on travels
-    from where autograd put it. limits: bytes of the first bucket, and of the others. agree: turns this rank's bytes
-    into rank 0's, a collective call of equal lengths, once, at the end of the first step, so that all ranks re-order
-    their buckets alike; None: through the Comm; where the sink is none, buckets keep backward order. among: the ranks
-    that a Comm's sums are of; None: all. Sparse gradients are made dense; drop_sparse: parameters that had one in rank
-    0's first step are left out from then on, and named in `dropped`.
+    from where autograd put it; a smaller one is copied, and its parameter's `grad` then lies in its bucket, but for
+    those of up to 512 bytes, which get the sum by a copy back. limits: bytes of the first bucket, and of the others.
+    agree: turns this rank's bytes into rank 0's, a collective call of equal lengths, once, at the end of the first
+    step, so that all ranks re-order their buckets alike; None: through the Comm; where the sink is none, buckets keep
+    backward order. among: the ranks that a Comm's sums are of; None: all. Sparse gradients are made dense;
+    drop_sparse: parameters that had one in rank 0's first step are left out from then on, and named in `dropped`.
 
     Raises ValueError for a parameter that is not in host memory, or of a dtype that cannot be reduced.
     """

@@ -17,6 +17,7 @@ from named_checks import check, run_named
 os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
 
 import netbottleneck.torch as hvd
+from netbottleneck import job
 
 
 def raises(kind: type[BaseException], words: str, call: Callable[[], Any]) -> None:
@@ -219,6 +220,33 @@ def names_of_what_is_under_way_are_taken() -> None:
         if hvd.rank() != 0:
             handle = call()
         hvd.synchronize(handle)
+
+
+@check
+def a_name_is_taken_until_somebody_has_waited_for_it_however_fast_the_operation_was() -> None:
+    before, job.TAKEN_NS = job.TAKEN_NS, 60 * 10**9
+
+    def call() -> int:
+        return hvd.allreduce_async(torch.ones(1), name="fast", op=hvd.Sum)
+
+    for _ in range(20):
+        handle = call()
+        hvd.barrier()  # all have submitted it: it is over, or nearly
+        raises(ValueError, "fast: an operation of this name is still under way", call)
+        assert hvd.synchronize(handle).item() == hvd.size()
+    handle = call()
+    while not hvd.poll(handle):
+        pass
+    assert hvd.synchronize(call()).item() == hvd.size()
+    job.TAKEN_NS = 0
+    for _ in range(20):
+        handle = call()
+        hvd.barrier()
+        while job.current().handles[handle].works[0].times()[4] == 0:
+            pass
+        assert hvd.synchronize(call()).item() == hvd.size()
+        hvd.synchronize(handle)
+    job.TAKEN_NS = before
 
 
 @check

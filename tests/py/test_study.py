@@ -27,19 +27,23 @@ DEADLINE_S = 18.0
 TINY = ("--model", "thin_resnet", "--compute-ms", "2", "4", "--block-steps", "3", "--rounds", "2")
 
 
-def start(folder: Path, *words: str, drawn: bool = False) -> subprocess.Popen[str]:
-    """Start a study as a process of its own, in a group of its own; not drawn: without matplotlib, which takes long."""
-    stub = folder.parent / "stub"
+def undrawn(folder: Path) -> dict[str, str]:
+    """Return variables with which there is no matplotlib: drawing takes long."""
+    stub = folder / "stub"
     stub.mkdir(exist_ok=True)
     (stub / "matplotlib.py").write_text("raise ImportError('no matplotlib here')\n")
-    paths = filter(None, ["" if drawn else str(stub), os.environ.get("PYTHONPATH")])
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(stub), os.environ.get("PYTHONPATH")]))}
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    """Start a study as a process of its own, in a group of its own."""
     return subprocess.Popen(
         [sys.executable, "-m", "netbottleneck.study", "--directory", str(folder), *words],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        env={**os.environ, **undrawn(folder.parent)},
         start_new_session=True,
     )
 
@@ -78,7 +82,7 @@ def processes_with(text: str) -> list[int]:
 def test_a_study_from_end_to_end(tmp_path: Path) -> None:
     folder = tmp_path / "s"
     words = ("--networks", "none", "--jobs", "replay", "--transports", "stock,tcp", *TINY)
-    code, out, err = ended(start(folder, *words, drawn=True))
+    code, out, err = ended(start(folder, *words))
     assert code == 0, out + err
     first = out.splitlines()[0]
     assert "made here, on this machine" in first
@@ -97,7 +101,7 @@ def test_a_study_from_end_to_end(tmp_path: Path) -> None:
     assert run.trace.network.verified["one_flow"] == told["networks"]["none"]["verified"]["one_flow"]
     assert (folder / job["folder"] / "report.txt").exists()
     assert (folder / "report.html").exists()
-    assert len(list((folder / "figures").glob("*.svg"))) == 8
+    assert len(list((folder / "figures").glob("*.csv"))) == 8
     single = {step.rank for step in run.trace.steps if step.transport == "single"}
     assert single == {0}
 
@@ -176,24 +180,34 @@ def words_of(pid: int) -> list[str]:
         return []
 
 
-def test_a_study_that_was_killed_goes_on_where_it_was_and_has_left_nothing(tmp_path: Path) -> None:
-    folder = tmp_path / "s"
-    process = start(folder, str(small(tmp_path, 40)))
-    first, second = folder / "cells" / "a-2-none", folder / "cells" / "b-2-none"
-    wait_for(lambda: recorded(second / "run") > 0, "a step of the second cell on record")
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give the folder of a study that was killed in its second cell, once all of its processes have ended."""
+    base = tmp_path_factory.mktemp("killed")
+    folder = base / "s"
+    process = start(folder, str(small(base, 40)))
+    wait_for(lambda: recorded(folder / "cells" / "b-2-none" / "run") > 0, "a step of the second cell on record")
     assert holders(process)
     process.kill()
     process.communicate()
     wait_for(lambda: not processes_with(str(folder)) and not holders(process), "the end of all its processes")
-    done = (first / "facts.json").read_bytes()
-    assert not (second / "facts.json").exists()
-    code, out, err = ended(start(folder))
+    return folder
+
+
+def test_a_study_that_was_killed_leaves_no_process_and_what_was_done(killed: Path) -> None:
+    assert (killed / "cells" / "a-2-none" / "facts.json").exists()
+    assert not (killed / "cells" / "b-2-none" / "facts.json").exists()
+
+
+def test_a_study_that_was_killed_goes_on_where_it_was(killed: Path) -> None:
+    done = (killed / "cells" / "a-2-none" / "facts.json").read_bytes()
+    code, out, err = ended(start(killed))
     assert code == 0, out + err
     assert "1 of 2 cells are done already" in out
-    assert (first / "facts.json").read_bytes() == done
-    assert (second / "facts.json").exists()
-    assert recorded(folder / "aside" / "b-2-none.1" / "run") > 0
-    assert [job["key"] for job in json.loads((folder / "study.json").read_text())["jobs"]] == ["a-2-none", "b-2-none"]
+    assert (killed / "cells" / "a-2-none" / "facts.json").read_bytes() == done
+    assert (killed / "cells" / "b-2-none" / "facts.json").exists()
+    assert recorded(killed / "aside" / "b-2-none.1" / "run") > 0
+    assert [job["key"] for job in json.loads((killed / "study.json").read_text())["jobs"]] == ["a-2-none", "b-2-none"]
 
 
 def test_a_cell_that_fails_is_told_and_the_others_run(tmp_path: Path) -> None:
@@ -272,7 +286,8 @@ def test_under_a_launcher_the_study_uses_its_ranks_and_makes_no_network(ranks: A
     folder = tmp_path / "s"
     words = ["--jobs", "replay", "--directory", str(folder), "--transports", "stock,tcp", *TINY]
     # Hooks that the environment asks for must not measure the study's own models.
-    results = ranks(2, "netbottleneck.study", {"NETBOTTLENECK_TRANSPORT": "tcp"}, args=words, limit_s=DEADLINE_S)
+    given = {"NETBOTTLENECK_TRANSPORT": "tcp", **undrawn(tmp_path)}
+    results = ranks(2, "netbottleneck.study", given, args=words, limit_s=DEADLINE_S)
     assert "none is made here" in results[0].stdout
     assert results[1].stdout == ""
     told = json.loads((folder / "study.json").read_text())

@@ -185,7 +185,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Give the folder of a study that was killed in its second cell, once all of its processes have ended."""
     base = tmp_path_factory.mktemp("killed")
     folder = base / "s"
-    process = start(folder, str(small(base, 40)))
+    process = start(folder, str(small(base, 25)))
     wait_for(lambda: recorded(folder / "cells" / "b-2-none" / "run") > 0, "a step of the second cell on record")
     assert holders(process)
     process.kill()

@@ -44,7 +44,6 @@ class Asked:
     notes: tuple[str, ...]
     words: tuple[str, ...]
     strict: bool
-    quick: bool
 
 
 def ask(args: argparse.Namespace, words: Sequence[str], size: int = 1) -> Asked:
@@ -55,7 +54,8 @@ def ask(args: argparse.Namespace, words: Sequence[str], size: int = 1) -> Asked:
     folder = Folder(Path(args.directory or f"study-{time.strftime('%Y%m%d-%H%M%S')}").absolute())
     path = _path(args, folder)
     text = _text(path, args, size)
-    transports, notes = needs.transports(args.provider)
+    named = "transports" in tables.load(text, str(path))
+    transports, notes = ((), ()) if named else needs.transports(args.provider)
 
     def parsed(text: str) -> spec.StudySpec:
         hosts = size if size > 1 else 0
@@ -66,8 +66,7 @@ def ask(args: argparse.Namespace, words: Sequence[str], size: int = 1) -> Asked:
         raise ValueError(
             f"{folder.path} holds another study: name another --directory, or go on with that by --directory alone"
         )
-    noted = () if "transports" in tables.load(text, str(path)) else notes
-    return Asked(_kept(text, path), found, folder, noted, ("netbottleneck", "study", *words), args.strict, args.quick)
+    return Asked(_kept(text, path), found, folder, notes, ("netbottleneck", "study", *words), args.strict)
 
 
 def _path(args: argparse.Namespace, folder: Folder) -> Path:

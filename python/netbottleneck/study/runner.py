@@ -21,7 +21,7 @@ from netbottleneck.study.tables import REPLAY
 from netbottleneck.study.task import Outcome, Task
 from netbottleneck.study.tell import Teller
 
-VERIFY_S = 1.0
+VERIFY_S = 0.5
 
 
 class Ground(Protocol):
@@ -86,7 +86,7 @@ class _Cells:
 
     def _on(self, ground: Ground, name: str, waiting: list[Cell]) -> None:
         with self._teller.working(f"{name}: measuring what is in force"):
-            seen = ground.verify(VERIFY_S / 2 if self._asked.quick else VERIFY_S)
+            seen = ground.verify(VERIFY_S)
         if seen is not None:
             self._teller.say(report.measured_line(name, seen))
         if ground.why:

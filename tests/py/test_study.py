@@ -81,8 +81,7 @@ def processes_with(text: str) -> list[int]:
 
 def test_a_study_from_end_to_end(tmp_path: Path) -> None:
     folder = tmp_path / "s"
-    words = ("--networks", "none", "--jobs", "replay", "--transports", "stock,tcp", *TINY)
-    code, out, err = ended(start(folder, *words))
+    code, out, err = ended(start(folder, str(small(tmp_path, 2, "a")), "--transports", "stock,tcp"))
     assert code == 0, out + err
     first = out.splitlines()[0]
     assert "made here, on this machine" in first
@@ -147,8 +146,8 @@ def environ(pid: int) -> list[bytes]:
         return []
 
 
-def small(folder: Path, rounds: int) -> Path:
-    """Write a study of two cells, each a replay of three gradients in so many rounds, and return its file."""
+def small(folder: Path, rounds: int, labels: str = "ab") -> Path:
+    """Write a study of a cell a label, each a replay of three gradients in so many rounds, and return its file."""
     steps = tuple(
         tr.Step(
             0, number, 0, tr.SINGLE, at, at + 8_000_000,
@@ -161,7 +160,7 @@ def small(folder: Path, rounds: int) -> Path:
     made = tr.Trace("r", 1, (tr.SINGLE,), model="three", ranks=(tr.Rank(0),), parameters=parameters, steps=steps)
     layerlog.write(folder / "three.bk.log", layerlog.of_trace(made, 0.01))
     path = folder / "asked.toml"
-    cells = "".join(f'[[model]]\nfile = "three.bk.log"\nlabel = "{label}"\n' for label in "ab")
+    cells = "".join(f'[[model]]\nfile = "three.bk.log"\nlabel = "{label}"\n' for label in labels)
     top = f'networks = ["none"]\ntransports = ["tcp"]\nrounds = {rounds}\nblock_steps = 3\nalone = 3\n'
     path.write_text(top + cells, encoding="utf-8")
     return path

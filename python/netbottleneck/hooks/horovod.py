@@ -10,7 +10,7 @@ from netbottleneck.session import Session, open_session
 
 
 class Measuring(job.Observer):
-    """Measures the first distributed optimizer of a job that has something to move."""
+    """Measures the first distributed optimizer of a job, of all its ranks, that has something to move."""
 
     def __init__(self) -> None:
         self._session: Session | None = None

@@ -127,7 +127,8 @@ def _buckets(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], p
     reduction, _ = steps.reduction(wanted.op, among.size)
     average = wanted.op == steps.Average
     gradients.target(this.comm if moved else None, average, predivide=wanted.predivide, op=reduction)
-    this.observer.gradients(gradients, optimizer)
+    if everybody:  # who looks on may have to agree with all ranks
+        this.observer.gradients(gradients, optimizer)
     return SparseApart(gradients, _ways(wanted)) if apart else gradients
 
 

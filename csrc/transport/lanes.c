@@ -101,8 +101,8 @@ static void flow_untake(struct nb_flow *flow, const struct nb_frame *frame) {
     flow->in_flight -= frame->blocks;
 }
 
-static bool peer_take(struct nb_lanes *lanes, struct peer *peer, int lane, struct nb_request *req) {
-    size_t segment = nb_pace_segment(lanes, peer, lane);
+static bool peer_take(struct nb_lanes *lanes, struct peer *peer, int lane, struct nb_request *req, int *sooner) {
+    size_t segment = nb_pace_segment(lanes, peer, lane, sooner);
     NB_LIST_EACH(it, &peer->out) {
         struct nb_flow *flow = NB_CONTAINER(it, struct nb_flow, link);
         if (segment > 0 && flow->available > 0 && flow_take(lanes, flow, lane, segment, req)) {
@@ -116,11 +116,11 @@ static bool path_has_window(const struct nb_lanes *lanes, const struct path *pat
     return path->open && !path->refused && path->idle != NULL && path->in_flight < lanes->window_bytes;
 }
 
-// Gives the lane one request; false: it takes none, or there is none.
-static bool path_post(struct nb_lanes *lanes, struct peer *peer, int lane) {
+// Gives the lane one request; false: it takes none, or there is none. *sooner: as for nb_pace_segment.
+static bool path_post(struct nb_lanes *lanes, struct peer *peer, int lane, int *sooner) {
     struct path *path = &peer->paths[lane];
     struct nb_request *req = path->idle;
-    if (!path_has_window(lanes, path) || !peer_take(lanes, peer, lane, req)) {
+    if (!path_has_window(lanes, path) || !peer_take(lanes, peer, lane, req, sooner)) {
         return false;
     }
     struct nb_flow *flow = req->owner;
@@ -138,15 +138,27 @@ static bool path_post(struct nb_lanes *lanes, struct peer *peer, int lane) {
     return false;
 }
 
-// Lets one lane take what it can. True when it took something. A request that is over while it is posted asks for the
-// next one from within: that one is taken once the first is out of the way.
+// Whether something is to come that lets this path pull.
+static bool path_will_pull(const struct path *path) {
+    return path->in_flight > 0 || path->refused || path->pulling;
+}
+
+// Lets one lane take what it can, or the one that is done with it sooner. True when something was taken. A request that is
+// over while it is posted asks for the next one from within: that one is taken once the first is out of the way.
 static bool path_pull(struct nb_lanes *lanes, struct peer *peer, int lane) {
     struct path *path = &peer->paths[lane];
     if (path->pulling) {
         return false;
     }
     path->pulling = true;
-    bool took = path_post(lanes, peer, lane);
+    int sooner = -1;
+    bool took = path_post(lanes, peer, lane, &sooner);
+    if (!took && sooner >= 0) {
+        took = path_pull(lanes, peer, sooner);
+        if (!took && !path_will_pull(&peer->paths[sooner])) {
+            took = path_post(lanes, peer, lane, NULL);
+        }
+    }
     path->pulling = false;
     return took;
 }
@@ -172,7 +184,7 @@ static void up_sent(void *ctx, struct nb_lane *lane, struct nb_request *req, int
     struct nb_flow *flow = req->owner;
     struct nb_frame frame = req->frame;
     int peer = req->peer;
-    nb_pace_sent(path, frame.bytes);
+    nb_pace_sent(lanes, path, frame.bytes);
     if (flow != NULL) {
         nb_sent_add(lanes, flow, lane->index, req);
     }

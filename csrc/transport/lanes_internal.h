@@ -59,6 +59,8 @@ struct path {
         double bytes;     // that were sent
         double ns;        // while there was work
         double rate;      // bytes per ns; 0: not known yet
+        size_t held;      // bytes that were sent and that the lane still had when it was asked, and those sent since
+        int64_t held_ns;  // when it was
     } pace;
     struct nb_request *requests;
     struct nb_request *idle;
@@ -207,9 +209,10 @@ void nb_repair_flush(struct nb_lanes *lanes, int peer);
 // pace.c: how fast each lane delivers, and how much it may take at once.
 void nb_pace_posted(struct path *path, size_t bytes);
 void nb_pace_refused(struct path *path, size_t bytes);
-void nb_pace_sent(struct path *path, size_t bytes);
-// The largest segment that is worth its length on this lane now; 0: it has enough under way, until some of it is sent.
-size_t nb_pace_segment(const struct nb_lanes *lanes, const struct peer *peer, int lane);
+void nb_pace_sent(const struct nb_lanes *lanes, struct path *path, size_t bytes);
+// The largest segment that is worth its length on this lane now; 0: another lane would be done with one before, which is
+// put to *sooner. sooner NULL: this lane takes it whatever others would do.
+size_t nb_pace_segment(struct nb_lanes *lanes, struct peer *peer, int lane, int *sooner);
 
 // grants.c. On STREAM lanes each of these does nothing (use: true).
 int nb_grants_init(struct nb_lanes *lanes, struct nb_error *err);

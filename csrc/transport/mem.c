@@ -485,6 +485,7 @@ static int rma_open(const struct nb_lane_config *config, struct nb_lane **lane, 
      .progress = mem_progress,                                                                                         \
      .arm = mem_arm,                                                                                                   \
      .stats = mem_stats,                                                                                               \
+     .held = nb_mem_held,                                                                                              \
      .describe = mem_describe,                                                                                         \
      .close = mem_close}
 

@@ -124,6 +124,8 @@ char *nb_mem_remote(const struct mem_lane *lane, const struct nb_request *reques
 // And not in these.
 int nb_mem_map(struct nb_lane *base, void *memory, size_t bytes, struct nb_region *region, struct nb_error *err);
 void nb_mem_unmap(struct nb_lane *base, struct nb_region *region);
+// As nb_lane_ops.held, and never true: whatever a lane says that it has, all bytes arrive.
+size_t nb_mem_held(const struct nb_lane *base, int peer);
 // Copies between `data` and the bytes from `skip` on of scattered memory.
 void nb_mem_gather(const struct iovec *iov, size_t skip, void *data, size_t bytes);
 void nb_mem_scatter(const struct iovec *iov, size_t skip, const void *data, size_t bytes);

@@ -211,3 +211,8 @@ void nb_mem_scatter(const struct iovec *iov, size_t skip, const void *data, size
         bytes -= part;
     }
 }
+
+size_t nb_mem_held(const struct nb_lane *base, int peer) {
+    (void)peer;
+    return nb_mem_draw(&nb_mem_lane_of(base)->random, 1024 * 1024);
+}

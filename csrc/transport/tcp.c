@@ -387,6 +387,10 @@ static void tcp_stats(const struct nb_lane *base, int peer, struct nb_lane_stats
     *stats = conn_of(base, peer)->stats;
 }
 
+static size_t tcp_held(const struct nb_lane *base, int peer) {
+    return nb_tcp_held(conn_of(base, peer));
+}
+
 static const char *tcp_describe(const struct nb_lane *base) {
     (void)base;
     return "tcp";
@@ -407,5 +411,6 @@ const struct nb_lane_ops nb_tcp_ops = {.name = "tcp",
                                        .progress = tcp_progress,
                                        .arm = tcp_arm,
                                        .stats = tcp_stats,
+                                       .held = tcp_held,
                                        .describe = tcp_describe,
                                        .close = tcp_close};

@@ -106,6 +106,8 @@ struct tcp_lane {
 
 // Whether a segment or a message is on its way out.
 bool nb_tcp_pending(const struct conn *conn);
+// Bytes of segments that were sent, and which the kernel still has: not sent, or not acknowledged.
+size_t nb_tcp_held(const struct conn *conn);
 // Ask the loop for what the connections wait for now.
 void nb_tcp_want_out(struct conn *conn);
 void nb_tcp_want_in(struct conn *conn);

@@ -3,8 +3,11 @@
 #include <stdint.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
+
+#include <linux/sockios.h>
 
 #include "base/error.h"
 #include "base/loop.h"
@@ -278,6 +281,18 @@ static void out_end(struct conn *conn) {
 
 bool nb_tcp_pending(const struct conn *conn) {
     return conn->request != NULL || conn->out_is_message;
+}
+
+size_t nb_tcp_held(const struct conn *conn) {
+    int kernel = 0;
+    if (conn->state != OPEN || ioctl(conn->out_watch.fd, SIOCOUTQ, &kernel) < 0 || kernel < 0) {
+        return 0;
+    }
+    size_t begun = 0; // of the one that is on its way
+    if (conn->request != NULL && !conn->out_is_message) {
+        begun = sizeof conn->out_header + conn->request->frame.bytes - pieces_left(&conn->out);
+    }
+    return (size_t)kernel > begun ? (size_t)kernel - begun : 0;
 }
 
 // What comes after a segment or message that is out: a message that waits, else whatever the lanes want to send.

@@ -136,6 +136,8 @@ struct nb_lane_ops {
     // Before the thread sleeps in the loop: 0, or -EAGAIN when progress must run first.
     int (*arm)(struct nb_lane *lane);
     void (*stats)(const struct nb_lane *lane, int peer, struct nb_lane_stats *stats);
+    // Bytes of finished requests that this host still has, as far as it knows. NULL: what is finished is there.
+    size_t (*held)(const struct nb_lane *lane, int peer);
     // "provider/version", for the record; "" where there is none.
     const char *(*describe)(const struct nb_lane *lane);
     void (*close)(struct nb_lane *lane);

@@ -12,7 +12,21 @@
 
 enum { LANES = 4, BLOCK = 4096, SEGMENT = 256 * 1024 };
 
+// A network that tells what each lane still has.
+static size_t held_by[LANES];
+static int asked;
+
+static size_t held(const struct nb_lane *lane, int peer) {
+    (void)peer;
+    asked++;
+    return held_by[lane->index];
+}
+
+static const struct nb_lane_ops ops = {.name = "told", .held = held};
+static const struct nb_lane_ops silent = {.name = "silent"};
+
 struct world {
+    struct nb_lane lane[LANES];
     struct nb_lanes lanes;
     struct peer peer;
     struct path paths[LANES];
@@ -22,6 +36,10 @@ struct world {
 // Rates in bytes per ns, that is in GB/s.
 static void world_make(struct world *world, const double *rates, int used) {
     memset(world, 0, sizeof *world);
+    memset(held_by, 0, sizeof held_by);
+    asked = 0;
+    world->lanes.config.ops = &ops;
+    world->lanes.peers = &world->peer;
     world->lanes.config.segment_bytes = SEGMENT;
     world->lanes.used = used;
     world->peer.reach = used;
@@ -31,14 +49,22 @@ static void world_make(struct world *world, const double *rates, int used) {
     nb_list_insert(&world->peer.out, &world->flow.link);
     world->flow.block_bytes = BLOCK;
     for (int i = 0; i < used; i++) {
+        world->lane[i].index = i;
+        world->lanes.lane[i] = &world->lane[i];
         world->paths[i].open = true;
         world->paths[i].pace.rate = rates[i];
     }
 }
 
-static size_t segment(struct world *world, int lane, size_t left) {
+static size_t segment_or(struct world *world, int lane, size_t left, int *sooner) {
+    *sooner = -1;
     world->flow.left = (uint32_t)(left / BLOCK);
-    return nb_pace_segment(&world->lanes, &world->peer, lane);
+    return nb_pace_segment(&world->lanes, &world->peer, lane, sooner);
+}
+
+static size_t segment(struct world *world, int lane, size_t left) {
+    int sooner = -1;
+    return segment_or(world, lane, left, &sooner);
 }
 
 static void test_one_lane_needs_no_care(void) {
@@ -98,6 +124,66 @@ static void test_what_is_under_way_counts(void) {
     CHECK(segment(&world, 3, BLOCK) > 0, "a lane with nothing under way takes nothing");
 }
 
+// A slow lane has nothing under way, but this host still has what it sent.
+static void test_what_this_host_still_has_counts(void) {
+    struct world world;
+    const double rates[] = {0.05, 0.05, 0.05, 0.0125};
+    int sooner = -1;
+    world_make(&world, rates, LANES);
+    CHECK(segment(&world, 3, 512 * 1024) > 0, "a lane with nothing before it takes nothing");
+    world.paths[3].in_flight = 1 << 20;
+    nb_pace_sent(&world.lanes, &world.paths[3], 1 << 20);
+    CHECK(world.paths[3].pace.held == 1 << 20, "of what was sent %zu bytes count", world.paths[3].pace.held);
+    world.paths[3].pace.rate = rates[3];
+    held_by[3] = 1 << 20;
+    CHECK(segment_or(&world, 3, 512 * 1024, &sooner) == 0, "a lane that has 84 ms of work before it takes more");
+    CHECK(sooner >= 0 && sooner < 3, "lane %d is said to be done sooner", sooner);
+    CHECK(segment(&world, sooner, 512 * 1024) > 0, "and it takes nothing");
+    CHECK(segment(&world, 3, 64 << 20) > 0, "far from the end it takes nothing");
+    held_by[3] = 0;
+    world.paths[3].pace.held_ns = 0; // the answer is old
+    CHECK(segment(&world, 3, 512 * 1024) > 0, "once that has gone it takes nothing still");
+}
+
+// However much lies before each of them: one lane takes what is left, and the others name it.
+static void test_what_is_left_is_never_left(void) {
+    struct world world;
+    const double rates[] = {0.05, 0.02, 0.07, 0.0125};
+    unsigned seed = 1;
+    world_make(&world, rates, LANES);
+    for (int trial = 0; trial < 2000; trial++) {
+        size_t left = BLOCK * (size_t)(1 + trial % 200);
+        int sooner[LANES];
+        size_t takes[LANES];
+        for (int i = 0; i < LANES; i++) {
+            seed = seed * 1103515245u + 12345u;
+            world.paths[i].pace.held = held_by[i] = (seed >> 8) % (trial % 3 == 0 ? 4096 : 2 << 20);
+        }
+        for (int i = 0; i < LANES; i++) {
+            takes[i] = segment_or(&world, i, left, &sooner[i]);
+        }
+        for (int i = 0; i < LANES; i++) {
+            CHECK(takes[i] > 0 || (sooner[i] >= 0 && sooner[i] != i && takes[sooner[i]] > 0),
+                  "trial %d: lane %d leaves %zu bytes to lane %d, which leaves them", trial, i, left, sooner[i]);
+            world.flow.left = (uint32_t)(left / BLOCK);
+            CHECK(nb_pace_segment(&world.lanes, &world.peer, i, NULL) > 0, "lane %d leaves what it must take", i);
+        }
+    }
+}
+
+static void test_lanes_are_asked_near_the_end_only(void) {
+    struct world world;
+    const double rates[] = {0.05, 0.05, 0.05, 0.05};
+    world_make(&world, rates, LANES);
+    for (int i = 0; i < LANES; i++) {
+        world.paths[i].pace.held = 1;
+    }
+    (void)segment(&world, 0, 64 << 20);
+    CHECK(asked == 0, "with 64 MiB left %d lanes were asked", asked);
+    (void)segment(&world, 0, 1 << 20);
+    CHECK(asked == LANES, "with 1 MiB left %d lanes were asked", asked);
+}
+
 static void test_fast_lanes_take_no_crumbs(void) {
     struct world world;
     const double rates[] = {2, 2};
@@ -124,9 +210,11 @@ static void test_a_lane_that_is_not_known_counts_like_any(void) {
     CHECK(segment(&world, 0, 512 * 1024) == SEGMENT, "a lost lane keeps a part for itself");
 }
 
+static const struct nb_lanes quiet = {.config = {.ops = &silent}};
+
 static void sent_after(struct path *path, int64_t ns, size_t bytes) {
     path->pace.since_ns = nb_now_ns() - ns; // as if it had been posted then
-    nb_pace_sent(path, bytes);
+    nb_pace_sent(&quiet, path, bytes);
 }
 
 static void test_a_rate_is_what_was_sent_while_there_was_work(void) {
@@ -147,9 +235,9 @@ static void test_requests_that_end_together_tell_no_other_rate(void) {
     for (int burst = 0; burst < 100; burst++) {
         nb_pace_posted(&path, 4 << 20);
         sent_after(&path, 100 * 1000 * 1000, 1 << 20); // that is 42 MB/s for all four
-        nb_pace_sent(&path, 1 << 20);
-        nb_pace_sent(&path, 1 << 20);
-        nb_pace_sent(&path, 1 << 20);
+        nb_pace_sent(&quiet, &path, 1 << 20);
+        nb_pace_sent(&quiet, &path, 1 << 20);
+        nb_pace_sent(&quiet, &path, 1 << 20);
         // The machine may have been elsewhere for a while, which makes it less, never more.
         CHECK(path.pace.rate < 0.042, "burst %d: the rate is %.3f bytes a ns", burst, path.pace.rate);
     }
@@ -175,6 +263,9 @@ int main(void) {
     test_one_lane_needs_no_care();
     test_a_slow_lane_ends_with_the_others();
     test_what_is_under_way_counts();
+    test_what_this_host_still_has_counts();
+    test_what_is_left_is_never_left();
+    test_lanes_are_asked_near_the_end_only();
     test_fast_lanes_take_no_crumbs();
     test_no_segment_is_longer_than_what_was_asked_for();
     test_a_lane_that_is_not_known_counts_like_any();

@@ -2,8 +2,9 @@
 
 Two hosts are joined by one veth pair; any other number by a bridge in a namespace of its own, the switch. A link's cap
 is an HTB class on the host's side and, with a switch, one on the switch's side too, so that it holds both ways. A
-flow's cap is one HTB class of 2048, chosen by a classic BPF program from the exclusive or of both ports. Hosts with
-several links have an interface, a network and, with a switch, a bridge for each."""
+flow's cap is one HTB class of 2048, chosen by a classic BPF program from the exclusive or of the source port and the
+other's bits turned by one. Hosts with several links have an interface, a network and, with a switch, a bridge for
+each."""
 
 from __future__ import annotations
 
@@ -118,11 +119,14 @@ def _classifier(major: int) -> str:
     program = [
         (48, 0, 0, 23),  # A = protocol
         (21, 1, 0, 6),  # TCP: go on
-        (21, 0, 9, 17),  # neither TCP nor UDP: the default class
+        (21, 0, 12, 17),  # neither TCP nor UDP: the default class
         (177, 0, 0, 14),  # X = length of the IP header
         (72, 0, 0, 14),  # A = source port
         (2, 0, 0, 0),  # M[0] = A
         (72, 0, 0, 16),  # A = destination port
+        (84, 0, 0, PORTS - 1),  # A's low bits, the lowest one put on top: ports that the system chose are odd,
+        (36, 0, 0, PORTS + 1),  # and of two of them the classes would be even
+        (116, 0, 0, 1),
         (97, 0, 0, 0),  # X = M[0]
         (172, 0, 0, 0),  # A ^= X
         (84, 0, 0, PORTS - 1),  # A &= 2047

@@ -138,11 +138,6 @@ static bool path_post(struct nb_lanes *lanes, struct peer *peer, int lane, int *
     return false;
 }
 
-// Whether something is to come that lets this path pull.
-static bool path_will_pull(const struct path *path) {
-    return path->in_flight > 0 || path->refused || path->pulling;
-}
-
 // Lets one lane take what it can, or the one that is done with it sooner. True when something was taken. A request that is
 // over while it is posted asks for the next one from within: that one is taken once the first is out of the way.
 static bool path_pull(struct nb_lanes *lanes, struct peer *peer, int lane) {
@@ -154,10 +149,9 @@ static bool path_pull(struct nb_lanes *lanes, struct peer *peer, int lane) {
     int sooner = -1;
     bool took = path_post(lanes, peer, lane, &sooner);
     if (!took && sooner >= 0) {
-        took = path_pull(lanes, peer, sooner);
-        if (!took && !path_will_pull(&peer->paths[sooner])) {
-            took = path_post(lanes, peer, lane, NULL);
-        }
+        const struct path *other = &peer->paths[sooner];
+        took = path_pull(lanes, peer, sooner) || (other->in_flight == 0 && !other->refused && !other->pulling &&
+                                                  path_post(lanes, peer, lane, NULL)); // the other will not pull
     }
     path->pulling = false;
     return took;

@@ -3,30 +3,40 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/types.h>
 #include <unistd.h>
 
 #include "base/error.h"
 
-static void *map_shared(size_t bytes, int *fd) {
-    int memory = memfd_create("netbottleneck", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    if (memory < 0) {
-        return MAP_FAILED;
+// The kernel ends a process that makes a file longer than this, unless it asked for an error.
+static bool beyond_limit(size_t bytes) {
+    struct rlimit limit;
+    return getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < bytes;
+}
+
+int nb_arena_shared(size_t bytes, bool there, void **base) {
+    int fd = memfd_create("netbottleneck", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (fd < 0) {
+        return -errno;
     }
-    void *base = MAP_FAILED;
-    if (ftruncate(memory, (off_t)bytes) == 0) {
-        base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memory, 0);
+    int rc = beyond_limit(bytes) ? -EFBIG : 0;
+    if (rc == 0 && (ftruncate(fd, (off_t)bytes) != 0 || (there && fallocate(fd, 0, 0, (off_t)bytes) != 0) ||
+                    fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0)) {
+        rc = -errno;
     }
-    if (base == MAP_FAILED) {
-        close(memory);
-        return MAP_FAILED;
+    void *memory = rc == 0 ? mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) : MAP_FAILED;
+    if (memory == MAP_FAILED) {
+        rc = rc < 0 ? rc : -errno;
+        close(fd);
+        return rc;
     }
-    (void)fcntl(memory, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW); // whoever maps it can rely on its size
-    *fd = memory;
-    return base;
+    *base = memory;
+    return fd;
 }
 
 int nb_arena_open(struct nb_arena *arena, size_t bytes, struct nb_error *err) {
@@ -35,9 +45,9 @@ int nb_arena_open(struct nb_arena *arena, size_t bytes, struct nb_error *err) {
         return nb_fail(err, -ENOMEM, "no room for an arena of %zu bytes", bytes);
     }
     size_t whole = bytes == 0 ? page : (bytes + page - 1) / page * page;
-    int fd = -1;
-    void *base = map_shared(whole, &fd);
-    if (base == MAP_FAILED) {
+    void *base = MAP_FAILED;
+    int fd = nb_arena_shared(whole, false, &base);
+    if (fd < 0) {
         base = mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     }
     if (base == MAP_FAILED) {
@@ -46,7 +56,8 @@ int nb_arena_open(struct nb_arena *arena, size_t bytes, struct nb_error *err) {
     (void)madvise(base, whole, MADV_HUGEPAGE);
     arena->base = base;
     arena->bytes = whole;
-    arena->fd = fd;
+    arena->fd = fd < 0 ? -1 : fd;
+    arena->why = fd < 0 ? fd : 0;
     return 0;
 }
 

@@ -183,7 +183,8 @@ struct map_request {
     struct nb_list link;
     void *base;
     size_t bytes;
-    int fd; // to be passed to ranks of this host, or -1
+    int fd;  // to be passed to ranks of this host, or -1
+    int why; // of an arena then: -errno
 };
 
 enum nb_driver { NB_DRIVER_THREAD, NB_DRIVER_ASLEEP, NB_DRIVER_CALLER, NB_DRIVER_NONE }; // asleep: the thread

@@ -92,6 +92,9 @@ static void map_make(struct nb_job *job, struct map_request *request) {
         nb_job_notify(job, err.text); // it travels through staging
     }
     nb_local_map(job, request->base, request->bytes, request->fd);
+    if (request->why < 0) {
+        nb_local_private(job, request->bytes, request->why);
+    }
     free(request);
 }
 
@@ -206,7 +209,8 @@ void nb_job_lane_lost(void *ctx, int peer, int lane, const struct nb_error *why,
     }
 }
 
-static int map_request(struct nb_job *job, void *base, size_t bytes, int fd, struct nb_error *err) {
+// `fd`: -1, where the memory cannot be passed on; `why`: of an arena then.
+static int map_request(struct nb_job *job, void *base, size_t bytes, int fd, int why, struct nb_error *err) {
     if (job->size == 1) {
         return 0;
     }
@@ -214,9 +218,11 @@ static int map_request(struct nb_job *job, void *base, size_t bytes, int fd, str
     if (request == NULL) {
         return nb_fail(err, -ENOMEM, "a request to map %zu bytes", bytes);
     }
-    request->base = base;
-    request->bytes = bytes;
-    request->fd = fd >= 0 && job->local != NULL ? fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1;
+    *request = (struct map_request){.base = base, .bytes = bytes, .fd = -1, .why = why};
+    if (fd >= 0 && job->local != NULL) {
+        request->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+        request->why = request->fd < 0 ? -errno : 0;
+    }
     pthread_mutex_lock(&job->lock);
     nb_list_insert(&job->maps, &request->link);
     job->asked = true;
@@ -226,11 +232,11 @@ static int map_request(struct nb_job *job, void *base, size_t bytes, int fd, str
 }
 
 int nb_job_map(struct nb_job *job, void *base, size_t bytes, struct nb_error *err) {
-    return map_request(job, base, bytes, -1, err);
+    return map_request(job, base, bytes, -1, 0, err);
 }
 
 int nb_job_map_arena(struct nb_job *job, const struct nb_arena *arena, struct nb_error *err) {
-    return map_request(job, arena->base, arena->bytes, arena->fd, err);
+    return map_request(job, arena->base, arena->bytes, arena->fd, arena->why, err);
 }
 
 static void farewell(struct nb_job *job) {

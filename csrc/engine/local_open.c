@@ -322,6 +322,19 @@ int nb_local_open(struct nb_job *job, struct nb_error *err) {
     return 0;
 }
 
+void nb_local_private(struct nb_job *job, size_t bytes, int why) {
+    char text[NB_ERROR_TEXT];
+    if (job->local == NULL || job->local->private_told) {
+        return;
+    }
+    job->local->private_told = true;
+    snprintf(text, sizeof text,
+             "memory of %zu bytes cannot be passed to the other ranks of this host and is copied on its way, which is "
+             "slower: %s%s",
+             bytes, nb_code_name(why), why == -EFBIG ? " (ulimit -f is lower)" : "");
+    nb_job_notify(job, text);
+}
+
 void nb_local_map(struct nb_job *job, void *base, size_t bytes, int fd) {
     struct nb_error err = {0};
     if (fd >= 0 && job->local != NULL && nb_shm_offer(job->local->shm, base, bytes, fd, &err) < 0) {

@@ -11,10 +11,10 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "base/arena.h"
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/handover.h"
@@ -37,26 +37,14 @@ bool nb_shm_sealed(int fd, size_t bytes) {
            (size_t)st.st_size >= bytes;
 }
 
-// All of it exists before anybody relies on it: a limit shows here, not as a signal later.
 static int area_make(struct nb_shm *shm, struct nb_error *err) {
-    struct rlimit limit;
     size_t bytes = sizeof(struct nb_shm_area);
-    shm->area_fd = memfd_create("netbottleneck", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    if (shm->area_fd < 0) {
-        return nb_fail(err, -errno, "memory that can be passed on: %m");
+    void *base = NULL;
+    int fd = nb_arena_shared(bytes, true, &base);
+    if (fd < 0) {
+        return nb_fail(err, fd, "shared memory of %zu bytes: %s", bytes, nb_code_name(fd));
     }
-    if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < bytes) {
-        return nb_fail(err, -EFBIG, "shared memory of %zu bytes: RLIMIT_FSIZE is %llu", bytes,
-                       (unsigned long long)limit.rlim_cur);
-    }
-    if (ftruncate(shm->area_fd, (off_t)bytes) != 0 || fallocate(shm->area_fd, 0, 0, (off_t)bytes) != 0 ||
-        fcntl(shm->area_fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) {
-        return nb_fail(err, -errno, "shared memory of %zu bytes: %m", bytes);
-    }
-    void *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, shm->area_fd, 0);
-    if (base == MAP_FAILED) {
-        return nb_fail(err, -errno, "shared memory of %zu bytes: %m", bytes);
-    }
+    shm->area_fd = fd;
     shm->area = base;
     return 0;
 }

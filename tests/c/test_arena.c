@@ -43,7 +43,8 @@ static void test_private(void) {
     CHECK(setrlimit(RLIMIT_NOFILE, &none) == 0, "setrlimit: %m");
     int rc = nb_arena_open(&arena, 1, NULL);
     CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0, "setrlimit: %m");
-    CHECK(rc == 0 && arena.fd == -1, "without a descriptor the memory is private: %d", rc);
+    CHECK(rc == 0 && arena.fd == -1 && arena.why == -EMFILE, "without a descriptor the memory is private: %d, %d", rc,
+          arena.why);
     check_memory(&arena, 1);
     nb_arena_close(&arena);
 }

@@ -6,6 +6,7 @@
 #include <stdint.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 
@@ -88,6 +89,31 @@ static void not_described(struct test_rank *me) {
     nb_arena_close(&loose);
 }
 
+// What does not fit a limit, as a container may have one, is copied on its way, and the user is told so, once.
+static void limited(struct test_rank *me) {
+    enum { LIMIT = 64 << 20 };
+    struct nb_op op = {.name = "large", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32};
+    struct nb_arena large[2];
+    struct nb_error err = {0};
+    char text[NB_ERROR_TEXT] = "";
+    for (int i = 0; i < 2; i++) {
+        CHECK(nb_arena_open(&large[i], LIMIT + 1, &err) == 0 && large[i].fd == -1 && large[i].why == -EFBIG, "%d: %s",
+              large[i].why, err.text);
+        CHECK(nb_job_map_arena(me->job, &large[i], &err) == 0, "map: %s", err.text);
+    }
+    test_barrier(me, "mapped");
+    one(me, op, large[0].base, KINDS_COUNT, whole);
+    CHECK(info_of(me).shm_staged_bytes > 0, "rank %d: others use memory that they cannot map", me->rank);
+    CHECK(nb_job_notice(me->job, text, sizeof text) && strstr(text, "File too large (ulimit -f is lower)") != NULL,
+          "rank %d is told: %s", me->rank, text);
+    CHECK(!nb_job_notice(me->job, text, sizeof text), "rank %d is told again: %s", me->rank, text);
+    test_barrier(me, "over");
+    nb_job_close(me->job);
+    me->job = NULL;
+    nb_arena_close(&large[0]);
+    nb_arena_close(&large[1]);
+}
+
 static void works(struct test_rank *me) {
     static char data[TEST_RANKS_MAX][KINDS_COUNT];
     one(me, (struct nb_op){.name = "sum", .kind = NB_OP_ALLREDUCE, .dtype = NB_U8}, data[me->rank], KINDS_COUNT, whole);
@@ -147,6 +173,22 @@ static void without_memfd(enum nb_shm_mode mode, void (*run)(struct test_rank *m
     CHECK(waitpid(child, &status, 0) == child && status == 0, "without memfd: status %x", status);
 }
 
+// In a process of its own, whose files may not be longer than 64 MB.
+static void with_a_limit(void) {
+    pid_t child = fork();
+    CHECK(child >= 0, "fork: %m");
+    if (child == 0) {
+        const struct rlimit limit = {.rlim_cur = 64 << 20, .rlim_max = 64 << 20};
+        struct test_rank like = two;
+        CHECK(setrlimit(RLIMIT_FSIZE, &limit) == 0, "setrlimit: %m");
+        like.run = limited;
+        CHECK(test_job(&like) == 0, "two ranks");
+        _exit(0);
+    }
+    int status;
+    CHECK(waitpid(child, &status, 0) == child && status == 0, "with a limit: status %x", status);
+}
+
 static void where_it_is_off(void) {
     static char told[] = "rank 1 was told not to";
     static char hosts[] = "ranks 0 and 1 are on different hosts";
@@ -187,6 +229,7 @@ int main(void) {
     struct test_rank like = two;
     without_memfd(NB_SHM_AUTO, works_loudly); // first: a process with threads should not fork
     without_memfd(NB_SHM_REQUIRED, must_not_run);
+    with_a_limit();
     for (like.size = 2; like.size <= 5; like.size += like.size - 1) { // 2, 3, 5
         like.run = all_of_it;
         CHECK(test_job(&like) == 0, "%d ranks", like.size);

@@ -15,6 +15,7 @@ import pytest
 from conftest import RankJob, RankResult, Ranks
 
 from netbottleneck import _core, recorder
+from netbottleneck.report import Run
 
 SCRIPT = Path(__file__).parent / "scripts" / "e2e_faults.py"
 QUICK = {"NETBOTTLENECK_TIMEOUT_S": "20", "NETBOTTLENECK_START_TIMEOUT_S": "10"}
@@ -194,6 +195,55 @@ def test_of_three_a_stopped_rank_is_named_by_all_others(ranks: Ranks, transport:
         if result.rank != victim:
             assert (error, peer) in [("DeadlineError", victim), ("PeerError", victim)], words
             assert f"rank {victim}" in words
+
+
+CUT = """
+import contextlib
+import os
+import socket
+import time
+import torch
+import netbottleneck.torch as hvd
+
+def lanes():
+    \"\"\"This process' connections that came to one of its doors: rank 1 has doors for its lanes alone.\"\"\"
+    doors, met = [], []
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            connection = socket.socket(fileno=os.dup(fd))
+            listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            (doors if listens else met).append(connection)
+    ports = [door.getsockname()[1] for door in doors if door.family == socket.AF_INET]
+    return [one for one in met if one.family == socket.AF_INET and one.getsockname()[1] in ports]
+
+torch.set_num_threads(1)
+hvd.init()
+model = torch.nn.Linear(1 << 18, 8)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters())
+for step in range(24):
+    if step == 8 and hvd.rank() == 1:
+        lanes()[-1].shutdown(socket.SHUT_RDWR)  # of the communicator that was opened last: the gradients'
+    optimizer.zero_grad()
+    time.sleep(0.03)  # a forward pass: whether a lane or its rank is lost shows a quarter of a second later
+    model(torch.full((1, 1 << 18), hvd.rank() + 1.0)).sum().backward()
+    optimizer.step()
+    assert (model.weight.grad == 1.5).all(), step
+hvd.shutdown()
+"""
+
+
+def test_a_lane_that_dies_alone_costs_no_step_and_the_report_says_so(ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    env = {"NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_STREAMS": "3", "NETBOTTLENECK_START_STEP": "0"}
+    for result in ranks(2, CUT, {**QUICK, **env, "NETBOTTLENECK_DIR": str(tmp_path / "run")}):
+        said = re.search(
+            rf"1 of 3 lanes to rank {1 - result.rank} lost, their segments went over the others", result.stderr
+        )
+        assert said, result.stderr
+    told = " ".join(Run(tmp_path / "run").text.split())
+    for rank in range(2):
+        lost = rf"rank {rank}: lane [012] to rank {1 - rank} was lost; its segments went over the others\."
+        assert re.search(lost, told), told
 
 
 def stock_job(ranks: Ranks, size: int, tmp_path: Path, timeout_s: float) -> RankJob:

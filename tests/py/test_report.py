@@ -53,6 +53,17 @@ def test_every_number_of_the_sentence_says_what_it_is(run):
         assert sentence.endswith(("(measured).", "(predicted)."))
 
 
+def test_lanes_that_one_rank_lost_to_another_stand_together(run):
+    lost = [trace.Fault(0, "lane_lost", n, (1,), lane=n) for n in (0, 3)]
+    faults = (*lost, trace.Fault(1, "peer_lost", 5, (0,)), trace.Fault(1, "lane_lost", 6, (0,), lane=2))
+    found = replace(run.findings, trace=replace(run.findings.trace, faults=faults))
+    assert [line for line in words.warnings(found) if "lost" in line] == [
+        "rank 1: peer lost, rank 0",
+        "rank 0: lanes 0, 3 to rank 1 were lost; their segments went over the others.",
+        "rank 1: lane 2 to rank 0 was lost; its segments went over the others.",
+    ]
+
+
 def test_what_is_not_known_is_left_out(tmp_path):
     found = Run(FakeRun(tmp_path, transports=("stock",), blocks=2, run={"network": None}).write())
     assert "can do" not in found.text

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from netbottleneck.findings import Findings
 from netbottleneck.stats import Costs, Travel
-from netbottleneck.trace import BARE, NULL, PSEUDO, SINGLE, Rank, TransportInfo
+from netbottleneck.trace import BARE, NULL, PSEUDO, SINGLE, Rank, Trace, TransportInfo
 from netbottleneck.units import gbit, ms, nbytes, percent, short, streams
 from netbottleneck.verdict import best_gain, handicap_sentence, stock_is_as_good
 
@@ -128,6 +128,25 @@ def _about_rank(rank: Rank, origin: str) -> list[str]:
     return found
 
 
+def _faults(trace: Trace) -> list[str]:
+    """What went wrong while the job ran; lanes that one rank lost to another stand together."""
+    found = []
+    lost: dict[tuple[int, str], list[str]] = {}
+    for f in trace.faults:
+        peers = ", ".join(map(str, f.peers)) or "?"
+        if f.kind == "lane_lost":
+            lost.setdefault((f.rank, peers), []).append("?" if f.lane is None else str(f.lane))
+        else:
+            found.append(f"rank {f.rank}: {f.kind.replace('_', ' ')}, rank {peers}")
+    for (rank, peer), lanes in lost.items():
+        several = len(lanes) > 1
+        found.append(
+            f"rank {rank}: lane{'s' * several} {', '.join(lanes)} to rank {peer} {'were' if several else 'was'} lost; "
+            f"{'their' if several else 'its'} segments went over the others."
+        )
+    return found
+
+
 def warnings(findings: Findings) -> list[str]:
     """What a reader must know before believing the rest."""
     trace = findings.trace
@@ -139,8 +158,7 @@ def warnings(findings: Findings) -> list[str]:
     missing = sorted(set(range(trace.size)) - {rank.rank for rank in trace.ranks})
     if missing:
         found.append(f"no record of rank {', '.join(map(str, missing))}.")
-    for f in trace.faults:
-        found.append(f"rank {f.rank}: {f.kind.replace('_', ' ')}, rank {', '.join(map(str, f.peers)) or '?'}")
+    found += _faults(trace)
     for pair in findings.comparisons:
         if not pair.enough:
             found.append(f"comparison with {pair.other}: {pair.pairs} pair of blocks is too few.")

@@ -43,6 +43,8 @@ WRAPPED = {
 }
 SKIPPED = 77
 NEWER = Path(sys.prefix, "lib", "mpich", "libfabric.so.1")
+# A provider that is never the best there is, where libfabric has another one for IP networks.
+LAYERED = {"NETBOTTLENECK_PROVIDER": "tcp;ofi_rxm"}
 RUNNING: set[int] = set()
 # Sanitizers of gcc 12 cannot place their shadow memory where the kernel randomises more bits than this.
 RANDOM_BITS_MAX = 28
@@ -236,6 +238,7 @@ def main() -> int:
             results = results or [run(program.stem, binary, options.flavour)]
             if program.stem == "test_transport" and cbuild.libfabric_include() is not None:
                 results.append(run_newer(binary, options.flavour))
+                results.append(run(f"{program.stem}_rxm", binary, options.flavour, ["ofi"], LAYERED))
         for result in results:
             report(result)
         return results

@@ -15,13 +15,17 @@ from netbottleneck import _core
 SCRIPT = Path(__file__).parent / "scripts" / "e2e_faults.py"
 QUICK = {"NETBOTTLENECK_TIMEOUT_S": "20", "NETBOTTLENECK_START_TIMEOUT_S": "10", "NETBOTTLENECK_TRANSPORT": "ofi"}
 MEANS = """
+import os
 import numpy as np
 import netbottleneck as nb
+from netbottleneck import job
 nb.init()
 for count in (1, 1000, 1 << 20):
     data = np.arange(count, dtype=np.float64) % 1000 * (nb.rank() + 1)
     nb.allreduce_(data, name=f"mean.{count}")
     assert (data == np.arange(count) % 1000 * 2).all()
+if "NETBOTTLENECK_PROVIDER" in os.environ:
+    print(job.current().comm.info()["provider"])
 print("right")
 """
 
@@ -53,6 +57,18 @@ def test_a_wheels_libfabric_is_found_by_its_path(newer: str) -> None:
 def test_means_are_right_over_libfabric_2(plain_ranks: Any, newer: str) -> None:
     for result in plain_ranks(3, MEANS, {**QUICK, "NETBOTTLENECK_LIBFABRIC": newer, "NETBOTTLENECK_STREAMS": "4"}):
         assert result.stdout == "right\n"
+
+
+@pytest.mark.parametrize("provider", ["tcp;ofi_rxm", "shm"])
+@pytest.mark.parametrize("which", ["system", "wheel"])
+def test_means_are_right_over_a_provider_that_was_named(
+    plain_ranks: Any, newer: str, provider: str, which: str
+) -> None:
+    path = newer if which == "wheel" else None
+    used = f"{provider}/{version(path)}"
+    env = {**QUICK, "NETBOTTLENECK_PROVIDER": provider, "NETBOTTLENECK_STREAMS": "2"}
+    for result in plain_ranks(3, MEANS, env | ({"NETBOTTLENECK_LIBFABRIC": path} if path else {})):
+        assert result.stdout == f"{used}\nright\n"
 
 
 def test_the_benchmark_runs_over_libfabric_2(plain_ranks: Any, newer: str, tmp_path: Path) -> None:

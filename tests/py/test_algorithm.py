@@ -71,6 +71,20 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+PINNED = """
+import os
+import numpy as np
+from netbottleneck import env, job
+from netbottleneck.session import open_session
+session = open_session(env.settings({"transports": "tcp", "start_step": 0}))
+comm = session.arms["tcp"].comm
+line = np.ones(100_000, np.float32)
+for _ in range(3):
+    comm.submit("line", job.core().ALLREDUCE, line, job.core().FLOAT32).wait()
+os._exit(0)
+"""
+
+
 def told(stdout: str) -> str:
     return stdout.split("told ", 1)[1].strip()
 
@@ -95,6 +109,22 @@ def test_two_runs_with_one_seed_and_algorithm_give_the_same_weights(plain_ranks:
     variables = {**OVER, "NETBOTTLENECK_ALGORITHM": algorithm, "NETBOTTLENECK_TRANSPORT": "tcp"}
     weights = [told(result.stdout) for _ in range(2) for result in plain_ranks(3, TRAIN, env=variables)]
     assert len(set(weights)) == 1
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "recorded"),
+    [
+        ("ring", "ring all-reduce"),
+        ("recursive_doubling", "recursive doubling"),
+        ("halving_doubling", "halving-doubling"),
+    ],
+)
+def test_the_record_names_the_algorithm_that_was_pinned(
+    plain_ranks: Ranks, tmp_path: Path, algorithm: str, recorded: str
+) -> None:
+    plain_ranks(2, PINNED, {**OVER, "NETBOTTLENECK_ALGORITHM": algorithm, "NETBOTTLENECK_DIR": str(tmp_path / "run")})
+    found = recorder.load(tmp_path / "run").collectives
+    assert [c.algorithm for c in found if c.tensor_bytes == 400_000] == [recorded] * 6
 
 
 def test_the_record_of_a_killed_job_has_what_its_choice_rested_on(plain_ranks: Ranks, tmp_path: Path) -> None:

@@ -141,7 +141,10 @@ import numpy as np
 import netbottleneck as nb
 from netbottleneck import job
 this = job.start()
-before = this.comm.info()["bytes_out"]
+nb.allreduce_(np.ones((1 << 20) - 1, np.float32), name="below 4 MiB")
+info = this.comm.info()
+assert not info["probe"] and info["streams_used"] == 0, info
+before = info["bytes_out"]
 big = np.ones(3 << 20, np.float32)
 for _ in range(3):
     nb.allreduce_(big)
@@ -150,9 +153,11 @@ assert info["probe"], info
 assert info["streams_used"] in [lanes for lanes, _, _ in info["probe"]], info
 owed = 3 * big.nbytes  # what the probe moved is not the job's
 assert info["bytes_out"] - before == owed, (before, owed, info)
+print(info["streams_used"], info["probe"])
 job.stop()
 """
-    plain_ranks(2, script, {"NETBOTTLENECK_TRANSPORT": transports})
+    first, second = plain_ranks(2, script, {"NETBOTTLENECK_TRANSPORT": transports})
+    assert first.stdout == second.stdout  # agreed
 
 
 @pytest.mark.parametrize("where", ["before", "after"])

@@ -406,6 +406,12 @@ static void arrived_wrong(struct nb_lanes *lanes, int lane, int peer_rank) {
     lanes->config.lane_lost(lanes->config.ctx, peer_rank, lane, &why, nb_lanes_left(lanes, peer_rank));
 }
 
+// Whether what lands in a run without a buffer may be there: its memory was granted itself.
+static bool is_direct(const struct nb_lanes *lanes, const struct nb_flow *flow, const struct nb_frame *frame) {
+    struct wire_grant grant = {.first = frame->block, .count = 1};
+    return grant_direct(lanes, flow, &grant);
+}
+
 void nb_grants_landed(struct nb_lanes *lanes, int lane, const struct nb_frame *frame) {
     struct nb_flow *flow = frame->slot < NB_SLOTS ? lanes->rma->slots[frame->slot] : NULL;
     if (flow == NULL) {
@@ -414,7 +420,8 @@ void nb_grants_landed(struct nb_lanes *lanes, int lane, const struct nb_frame *f
     int peer_rank = flow->peer;
     struct buffer *buffer = buffer_of(lanes->peers[peer_rank].rma, flow, frame->block);
     bool beyond = buffer != NULL && frame->block + frame->blocks > buffer->first + buffer->count;
-    if (beyond || nb_lanes_check(lanes, flow, frame) < 0) {
+    bool checked = !beyond && nb_lanes_check(lanes, flow, frame) == 0;
+    if (!checked || (buffer == NULL && !is_direct(lanes, flow, frame))) {
         arrived_wrong(lanes, lane, peer_rank);
         return;
     }

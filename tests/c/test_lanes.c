@@ -1,6 +1,7 @@
 // The pull scheduler on a network of the imagination: thousands of seeded schedules, all ranks driven by one thread, so
 // that a seed that fails fails again: test_lanes SEED runs that one alone.
 #include "flows.h"
+#include "transport/grants_internal.h"
 
 #if defined(__SANITIZE_THREAD__)
 enum { SCHEDULES = 2000 }; // one thread: there is no race to find
@@ -110,6 +111,7 @@ struct rogue {
     struct nb_lane *lane;
     bool lost;
     bool sent;
+    struct wire_region region; // of RMA lanes: where the other side has its buffers
 };
 
 static int rogue_place(void *ctx, struct nb_lane *lane, int peer, const struct nb_frame *frame, struct iovec *iov) {
@@ -142,11 +144,12 @@ static void rogue_writable(void *ctx, struct nb_lane *lane, int peer) {
 }
 
 static void rogue_message(void *ctx, struct nb_lane *lane, int peer, const void *data, size_t bytes) {
-    (void)ctx;
+    struct rogue *rogue = ctx;
     (void)lane;
     (void)peer;
-    (void)data;
-    (void)bytes;
+    if (bytes == sizeof rogue->region) {
+        memcpy(&rogue->region, data, bytes);
+    }
 }
 
 static void rogue_lost(void *ctx, struct nb_lane *lane, int peer, const struct nb_error *why) {
@@ -181,7 +184,8 @@ static void rogue_open(struct rogue *rogue, struct flow_world *world) {
 // Sends one frame as if it were right. True: the whole segment was taken by the lane and the flow still stands.
 static bool rogue_send(struct rogue *rogue, struct flow_world *world, struct nb_frame frame) {
     static const unsigned char zeros[16 * BAD_BLOCK];
-    struct nb_request request = {.frame = frame, .peer = 1, .iov_count = 1};
+    struct nb_request request = {
+        .frame = frame, .peer = 1, .iov_count = 1, .remote_addr = rogue->region.addr, .remote_key = rogue->region.key};
     request.iov[0] = (struct iovec){.iov_base = (void *)(uintptr_t)zeros, .iov_len = frame.bytes};
     bool posted = false;
     rogue->sent = false;
@@ -191,6 +195,48 @@ static bool rogue_send(struct rogue *rogue, struct flow_world *world, struct nb_
         flows_turn(&world->nodes[1]);
     }
     return rogue->sent && !rogue->lost;
+}
+
+// The receiving rank alone, of one flow of so many blocks, and the rogue.
+static void rogue_world(struct flow_world *world, struct rogue *rogue, int kind, uint32_t blocks, uint64_t seed) {
+    struct nb_error err = {0};
+    *world = (struct flow_world){.ops = nb_mem_ops(kind)};
+    *rogue = (struct rogue){0};
+    world->plan = (struct flow_plan){.seed = seed, .size = 2, .lanes = 1, .segment_bytes = 4 * BAD_BLOCK, .count = 1};
+    world->plan.specs[0] = (struct flow_spec){.from = 0,
+                                              .to = 1,
+                                              .op = 3,
+                                              .blocks = blocks,
+                                              .full = blocks,
+                                              .block_bytes = BAD_BLOCK,
+                                              .bytes = blocks * (size_t)BAD_BLOCK,
+                                              .step = blocks,
+                                              .staged = kind == NB_LANE_RMA};
+    world->net = nb_mem_net_open(2, 1, seed);
+    CHECK(world->net != NULL, "memory");
+    nb_mem_net_name(world->net, world->net_name);
+    CHECK(flows_node_open(world, 1, &err) == 0, "%s", err.text);
+    world->nodes[1].may_lose = true;
+    rogue_open(rogue, world);
+    flows_add(&world->nodes[1].sides[0]);
+}
+
+// A write to a block for which there is no buffer yet: nothing says what lies there, so it is no part of a sum.
+static void test_write_that_was_not_granted(uint64_t seed) {
+    enum { BUFFERED = 32 * 4 };
+    struct flow_world world;
+    struct rogue rogue;
+    rogue_world(&world, &rogue, NB_LANE_RMA, BUFFERED + 8, seed);
+    struct flow_node *node = &world.nodes[1];
+    for (int turn = 0; turn < BAD_TURNS && rogue.region.type == 0; turn++) {
+        (void)world.ops->progress(rogue.lane);
+        flows_turn(node);
+    }
+    CHECK(rogue.region.type == NB_WORD_REGION, "the rogue knows of no memory");
+    (void)rogue_send(&rogue, &world, (struct nb_frame){.op = 3, .block = BUFFERED, .blocks = 1, .bytes = BAD_BLOCK});
+    CHECK(node->lost > 0 && node->sides[0].landed == 0, "it was taken");
+    world.ops->close(rogue.lane);
+    flows_close(&world);
 }
 
 // What is refused is refused before a byte lands, and costs the lane.
@@ -206,28 +252,11 @@ static void test_bad_announcements(uint64_t seed) {
         {.op = 2, .block = 2, .blocks = 1, .bytes = BAD_BLOCK},     // an operation that is over
     };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        struct flow_world world = {.ops = nb_mem_ops(NB_LANE_STREAM)};
-        struct rogue rogue = {0};
-        struct nb_error err = {0};
-        world.plan =
-            (struct flow_plan){.seed = seed, .size = 2, .lanes = 1, .segment_bytes = 4 * BAD_BLOCK, .count = 1};
-        world.plan.specs[0] = (struct flow_spec){.from = 0,
-                                                 .to = 1,
-                                                 .op = 3,
-                                                 .blocks = 8,
-                                                 .full = 8,
-                                                 .block_bytes = BAD_BLOCK,
-                                                 .bytes = 8 * BAD_BLOCK,
-                                                 .step = 8};
-        world.net = nb_mem_net_open(2, 1, seed);
-        CHECK(world.net != NULL, "memory");
-        nb_mem_net_name(world.net, world.net_name);
-        CHECK(flows_node_open(&world, 1, &err) == 0, "%s", err.text);
+        struct flow_world world;
+        struct rogue rogue;
+        rogue_world(&world, &rogue, NB_LANE_STREAM, 8, seed);
         struct flow_node *node = &world.nodes[1];
         struct flow_side *side = &node->sides[0];
-        node->may_lose = true;
-        rogue_open(&rogue, &world);
-        flows_add(side);
         nb_bits_set(side->flow.map, 0); // as if it had landed
         CHECK(!rogue_send(&rogue, &world, bad[i]), "announcement %zu was taken", i);
         CHECK(node->lost == 1 && node->left_last == 0, "announcement %zu left the lane up", i);
@@ -247,6 +276,7 @@ int main(int argc, char **argv) {
     }
     for (uint64_t seed = 0; seed < 20; seed++) {
         test_bad_announcements(seed);
+        test_write_that_was_not_granted(seed);
     }
     int broken = 0;
     for (uint64_t seed = 0; seed < SCHEDULES; seed++) {

@@ -17,14 +17,15 @@ from netbottleneck.torch.carriers import Carrier, Wanted, carrier
 from netbottleneck.torch.compression import Compression, Compressor
 from netbottleneck.torch.remake import positive, remade
 
-KIND = "optimizer"  # what they are numbered as in a job
+KIND = "optimizer"  # what the operations of one are called, by number: those of a process set count for themselves
+AGE = "distributed optimizers"  # as what all that this process makes are numbered in a job
 
 
 class _Distributed(torch.optim.Optimizer):
     """What a distributed optimizer adds to the class of the one that it was made from; the state is that one's."""
 
     _wanted: Wanted
-    _number: int
+    _age: int
     _job: job.Job
     _carrier: Carrier | None = None
     _close: Callable[[], Any] | None = None
@@ -105,8 +106,8 @@ class _Distributed(torch.optim.Optimizer):
 
     def _again(self) -> None:
         """Serve the job that runs, which all ranks come to by the same call: its name there is one of that job's."""
-        self._number = job.current().number(KIND)
-        self._wanted = replace(self._wanted, label=f"{KIND}.{self._number}")
+        self._age = job.current().number(AGE)
+        self._wanted = replace(self._wanted, label=_label(self._wanted.process_set))
         self._begin()
 
     def _leave(self) -> None:
@@ -162,17 +163,22 @@ def DistributedOptimizer(  # noqa: PLR0913, PLR0917 - Horovod's name and signatu
     if op == steps.Adasum:
         return adasum_optimizer(optimizer, named, compression, backward_passes_per_step, process_set)
     result = remade(optimizer, _Distributed)
-    number = job.current().number(KIND)
+    result._age = job.current().number(AGE)
     result._parameter_names = {parameter: name for name, parameter in named}
     result._should_synchronize = True
     result.backward_passes_per_step = positive(backward_passes_per_step)
-    result._number = number
     result._wanted = Wanted(
-        f"{KIND}.{number}", compression, op, gradient_predivide_factor, sparse_as_dense, process_set
+        _label(process_set), compression, op, gradient_predivide_factor, sparse_as_dense, process_set
     )
     result._begin()
     _made.add(result)
     return result
+
+
+def _label(process_set: ProcessSet) -> str:
+    """Return what the next optimizer of these ranks is called, the same on all of them: others need not make it."""
+    kind = KIND if process_set is global_process_set else f"{KIND}@{process_set.process_set_id}"
+    return f"{kind}.{job.current().number(kind)}"
 
 
 def _rest(optimizer: _Distributed | None) -> None:
@@ -185,23 +191,24 @@ def _rest(optimizer: _Distributed | None) -> None:
 _made: weakref.WeakSet[_Distributed] = weakref.WeakSet()
 
 
-def mark() -> int:
-    """Return a number between those of the distributed optimizers that this job has had and of those it will have."""
-    return job.current().number(KIND) if job.is_started() else 0
+def mark() -> tuple[int, int]:
+    """Return numbers between those of the distributed optimizers that this job has had and of those it will have."""
+    return (job.current().number(AGE), job.current().number(KIND)) if job.is_started() else (0, 0)
 
 
-def number_from(here: int) -> None:
+def number_from(here: tuple[int, int]) -> None:
     """Have this job number its distributed optimizers as an earlier one did from its mark on."""
-    while job.is_started() and job.current().number(KIND) < here:
-        pass
+    for kind, first in zip((AGE, KIND), here, strict=True):
+        while job.is_started() and job.current().number(kind) < first:
+            pass
 
 
-def renew(here: int) -> None:
+def renew(here: tuple[int, int]) -> None:
     """Have the distributed optimizers below the mark of an earlier job serve this one, and end those above it."""
-    for optimizer in sorted(_made, key=lambda each: each._number):
+    for optimizer in sorted(_made, key=lambda each: each._age):
         if optimizer._job is job.current():
             continue
-        if optimizer._number < here:
+        if optimizer._age < here[0]:
             optimizer._begin()
         else:
             optimizer._end()

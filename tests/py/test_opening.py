@@ -1,0 +1,62 @@
+"""Which ranks open a measured run together, and what becomes of those that wait for one that does not come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import Ranks
+
+from netbottleneck.report import Run
+
+pytest.importorskip("torch")
+
+OF_A_SET = """
+import netbottleneck
+import torch
+import horovod.torch as hvd
+
+hvd.init()
+some = hvd.add_process_set(range(hvd.size() - 1))
+
+
+def trained(steps, lr, **options):
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=lr), [("weight", weight)], **options)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (weight * (1 + hvd.rank())).sum().backward()
+        optimizer.step()
+    return weight.tolist()
+
+
+if some.included():
+    mean = sum(range(1, hvd.size())) / (hvd.size() - 1)
+    assert trained(2, 1.0, process_set=some) == [-2 * mean] * 3
+    print("of a set", flush=True)
+else:
+    hvd.barrier()  # it has no optimizer of that set, and comes when the others are through
+if some.included():
+    hvd.barrier()
+assert trained(4, 2.0) == [-4.0 * (hvd.size() + 1)] * 3
+hvd.shutdown()
+"""
+
+
+# Of one rank there is nothing to move, but a timeline to be told.
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_optimizer_of_some_ranks_is_no_measured_run_and_the_one_of_all_is(
+    ranks: Ranks, tmp_path: Path, size: int
+) -> None:
+    env = {
+        "NETBOTTLENECK": "1",
+        "NETBOTTLENECK_DIR": str(tmp_path / "run"),
+        "NETBOTTLENECK_TRANSPORT": "tcp",
+        "NETBOTTLENECK_START_STEP": "0",
+        "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+        "HOROVOD_TIMELINE": "DYNAMIC",
+    }
+    for result in ranks(size, OF_A_SET, env):
+        assert result.stdout.count("of a set") == (result.rank < size - 1)
+    steps = Run(tmp_path / "run").trace.steps
+    assert [sum(step.rank == rank for step in steps) for rank in range(size)] == [4] * size

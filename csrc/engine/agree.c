@@ -255,8 +255,9 @@ static void entry_rest(struct nb_job *job, struct entry *entry) {
     idle_trim(job);
 }
 
-static void refuse(struct nb_job *job, struct entry *entry) {
-    struct wire_refuse refusal = {.key = entry->desc.key};
+// Fails it on those that have submitted it.
+static void refuse(struct nb_job *job, struct entry *entry, int code, int32_t peer) {
+    struct wire_refuse refusal = {.key = entry->desc.key, .code = code, .peer = peer};
     memcpy(refusal.text, entry->refusal, sizeof refusal.text);
     for (int rank = 1; rank < job->size; rank++) {
         if (nb_bits_get(entry->have, (size_t)rank)) {
@@ -358,7 +359,7 @@ void nb_agree_release(struct nb_job *job) {
         bool all = members(job, entry) == job->size; // else some may have left, without whom nothing can be measured
         joined_check(job, entry);
         if (entry->refused) {
-            refuse(job, entry);
+            refuse(job, entry, NB_EMISMATCH, NB_NO_PEER);
         } else if (all && nb_probe_wanted(job, entry->desc.bytes)) {
             nb_probe_begin(job);
         } else if (all && nb_costs_wanted(job, &entry->desc)) {
@@ -472,14 +473,19 @@ void nb_agree_message(struct nb_job *job, int rank, enum control_type type, cons
 }
 
 void nb_agree_tick(struct nb_job *job, int64_t now_ns) {
-    NB_LIST_EACH(it, &job->agree->open) {
+    NB_LIST_EACH_SAFE(it, nx, &job->agree->open) {
         struct entry *entry = NB_CONTAINER(it, struct entry, link);
+        int32_t peer;
         const struct stalled stalled = {.desc = &entry->desc,
                                         .round = entry->rounds,
                                         .group = entry->group,
                                         .have = entry->have,
                                         .waited_ns = now_ns - entry->since_ns,
                                         .told = entry->told};
-        entry->told = nb_stall_tick(job, &stalled);
+        if (nb_stall_over(job, &stalled, &peer, entry->refusal)) {
+            refuse(job, entry, NB_ETIMEOUT, peer);
+        } else {
+            entry->told = nb_stall_tick(job, &stalled);
+        }
     }
 }

@@ -71,6 +71,7 @@ struct nb_op {
     uint16_t part;   // this is part `part` of `parts` of one tensor (0: whole)
     uint16_t parts;
     bool awaited; // the caller waits for it at once: nobody else need be woken for it
+    int limit_ms; // after which it fails where not all ranks have submitted it, naming them; the job goes on. 0: never
     int device;   // 0: host memory. Others are refused
     void *fence;  // what must have happened before memory is read; NULL: nothing
 };

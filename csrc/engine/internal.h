@@ -50,10 +50,12 @@ struct desc {
     int32_t root;
     int32_t priority;
     uint32_t comm;
+    int32_t limit_ms; // of its first rank
+    uint32_t zero;
     char name[NB_NAME_MAX];
 };
 
-_Static_assert(sizeof(struct desc) == 56 + NB_NAME_MAX, "crosses the wire");
+_Static_assert(sizeof(struct desc) == 64 + NB_NAME_MAX, "crosses the wire");
 
 struct nb_work {
     struct nb_list link;        // in the job's inbox, then among its waiting or running works
@@ -150,6 +152,8 @@ struct wire_stall {
 
 struct wire_refuse {
     uint64_t key;
+    int32_t code;
+    int32_t peer;
     char text[NB_ERROR_TEXT];
 };
 
@@ -371,6 +375,8 @@ struct stalled {
     bool told;
 };
 bool nb_stall_tick(struct nb_job *job, const struct stalled *stalled);
+// Whether it has waited as long as it may; then says whom it waited for, and returns the first of them in peer.
+bool nb_stall_over(const struct nb_job *job, const struct stalled *stalled, int32_t *peer, char text[NB_ERROR_TEXT]);
 // What rank 0 tells of one.
 void nb_stall_heard(struct nb_job *job, const unsigned char *body, size_t bytes);
 

@@ -178,10 +178,21 @@ void nb_member_go(struct nb_job *job, const struct wire_go *go) {
 void nb_member_refuse(struct nb_job *job, const struct wire_refuse *refuse) {
     struct nb_work *work = waiting_find(job, refuse->key);
     struct nb_error why = {0};
-    nb_fail(&why, NB_EMISMATCH, "%.*s", NB_ERROR_TEXT - 1, refuse->text);
+    nb_fail_peer(&why, refuse->code, refuse->peer, "%.*s", NB_ERROR_TEXT - 1, refuse->text);
     if (work != NULL) {
         nb_work_finish(work, &why);
     }
+}
+
+static void refusal_heard(struct nb_job *job, const unsigned char *body) {
+    struct wire_refuse refuse;
+    memcpy(&refuse, body, sizeof refuse);
+    bool known = refuse.code == NB_EMISMATCH || refuse.code == NB_ETIMEOUT;
+    if (!known || refuse.peer < NB_NO_PEER || refuse.peer >= job->size) {
+        nb_job_wire_fail(job, 0, "a refusal that is none");
+        return;
+    }
+    nb_member_refuse(job, &refuse);
 }
 
 static void failure_heard(struct nb_job *job, const unsigned char *body) {
@@ -314,7 +325,6 @@ static void costs_heard(struct nb_job *job, const unsigned char *body) {
 }
 
 void nb_member_message(struct nb_job *job, enum control_type type, const unsigned char *body, size_t bytes) {
-    struct wire_refuse refuse;
     if (job->failed && type != CTL_BYE) {
         return; // what was sent before the failure was known
     }
@@ -327,8 +337,7 @@ void nb_member_message(struct nb_job *job, enum control_type type, const unsigne
     } else if (type == CTL_TOTAL) {
         total_heard(job, body, bytes);
     } else if (type == CTL_REFUSE) {
-        memcpy(&refuse, body, bytes);
-        nb_member_refuse(job, &refuse);
+        refusal_heard(job, body);
     } else if (type == CTL_ABORT) {
         failure_heard(job, body);
     } else if (type == CTL_PONG) {

@@ -90,6 +90,16 @@ int nb_comm_missing(struct nb_comm *comm, const char *name, int32_t ranks[NB_MIS
     return count;
 }
 
+bool nb_stall_over(const struct nb_job *job, const struct stalled *stalled, int32_t *peer, char text[NB_ERROR_TEXT]) {
+    if (!beyond(stalled->waited_ns, stalled->desc->limit_ms)) {
+        return false;
+    }
+    struct wire_stall what;
+    describe(job, stalled, &what, text);
+    *peer = what.count > 0 ? what.ranks[0] : NB_NO_PEER;
+    return true;
+}
+
 bool nb_stall_tick(struct nb_job *job, const struct stalled *stalled) {
     if (beyond(stalled->waited_ns, job->config.stall_end_ms)) {
         char text[NB_ERROR_TEXT];

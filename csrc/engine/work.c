@@ -173,6 +173,7 @@ static void desc_fill(struct desc *desc, const struct nb_comm *comm, const struc
     desc->root = op->root;
     desc->priority = op->priority;
     desc->comm = comm->id;
+    desc->limit_ms = op->limit_ms;
     strncpy(desc->name, op->name, NB_NAME_MAX - 1);
 }
 

@@ -344,8 +344,10 @@ PyTypeObject *core_comm_type(PyObject *module) {
          "All of these ranks give the group this number, above 0, and no other one. It stays until close(). ValueError "
          "for\nranks that cannot be, or when the number is taken."},
         {"map", comm_map, METH_O, "map($self, arena)\n--\n\nTell the lanes of memory that many operations will use."},
-        {"exchange", core_comm_exchange, METH_O,
-         "exchange($self, blob)\n--\n\nAll-gather equal-length blobs, by rank. Every rank, in the same order."},
+        {"exchange", WITH_KEYWORDS(core_comm_exchange),
+         "exchange($self, blob, *, limit_s=0.0)\n--\n\n"
+         "All-gather equal-length blobs, by rank. Every rank, in the same order.\n\n"
+         "limit_s: after which TimeoutError names the ranks that have not come; 0: never. The communicator stays usable."},
         {"info", comm_info, METH_NOARGS, "info($self)\n--\n\nWhat is open and what has moved; also after close()."},
         {"missing", WITH_KEYWORDS(core_comm_missing),
          "missing($self, name, group=0)\n--\n\nRanks (16 at most) that had not submitted it when its stall was told."},

@@ -31,6 +31,6 @@ int core_comm_open(struct core_comm *self, PyObject *args, PyObject *kwargs);
 PyObject *core_comm_submit_method(PyObject *object, PyObject *args, PyObject *kwargs);
 PyObject *core_comm_group(PyObject *object, PyObject *args, PyObject *kwargs);
 PyObject *core_comm_missing(PyObject *object, PyObject *args, PyObject *kwargs);
-PyObject *core_comm_exchange(PyObject *object, PyObject *blob);
+PyObject *core_comm_exchange(PyObject *object, PyObject *args, PyObject *kwargs);
 
 #endif

@@ -6,6 +6,8 @@
 
 #include "base/dtype.h"
 
+enum { LIMIT_S_MAX = 1000000 };
+
 struct submit_args {
     const char *name;
     PyObject *kind;
@@ -21,6 +23,7 @@ struct submit_args {
     PyObject *group;
     PyObject *shape;
     int awaited;
+    int limit_ms;
 };
 
 static int optional_long(const char *name, PyObject *value, long low, long high, long *out) {
@@ -57,6 +60,7 @@ static int parse_numbers(const struct submit_args *in, int size, struct nb_op *o
     op->priority = (int)priority;
     op->bucket = (uint32_t)bucket;
     op->awaited = in->awaited != 0;
+    op->limit_ms = in->limit_ms;
     return 0;
 }
 
@@ -201,7 +205,7 @@ PyObject *core_comm_missing(PyObject *object, PyObject *args, PyObject *kwargs) 
 }
 
 // Submits the all-gather of a line of which this rank's part is filled in, and waits.
-static int gather(PyObject *object, PyObject *line) {
+static int gather(PyObject *object, PyObject *line, int limit_ms) {
     struct core_comm *self = (struct core_comm *)object;
     char name[NB_NAME_MAX];
     PyOS_snprintf(name, sizeof name, "netbottleneck.exchange.%llu", (unsigned long long)self->exchanges++);
@@ -209,7 +213,7 @@ static int gather(PyObject *object, PyObject *line) {
     PyObject *dtype = PyLong_FromLong(NB_U8);
     PyObject *work = NULL;
     if (kind != NULL && dtype != NULL) {
-        const struct submit_args in = {.name = name, .kind = kind, .memory = line, .dtype = dtype, .awaited = 1};
+        const struct submit_args in = {.name = name, .kind = kind, .memory = line, .dtype = dtype, .awaited = 1, .limit_ms = limit_ms};
         work = submit(object, &in);
     }
     Py_XDECREF(kind);
@@ -231,10 +235,20 @@ static PyObject *split(const char *line, Py_ssize_t bytes, int size) {
     return list;
 }
 
-PyObject *core_comm_exchange(PyObject *object, PyObject *blob) {
+PyObject *core_comm_exchange(PyObject *object, PyObject *args, PyObject *kwargs) {
+    static const char *const keywords[] = {"blob", "limit_s", NULL};
     const struct core_comm *self = (struct core_comm *)object;
+    PyObject *blob;
+    double limit_s = 0;
     char *data;
     Py_ssize_t bytes;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$d:exchange", (char **)keywords, &blob, &limit_s)) {
+        return NULL;
+    }
+    if (!(limit_s >= 0 && limit_s <= LIMIT_S_MAX)) {
+        PyErr_SetString(PyExc_ValueError, "limit_s must be from 0 to 1000000");
+        return NULL;
+    }
     if (PyBytes_AsStringAndSize(blob, &data, &bytes) < 0 || core_comm_check(object) < 0) {
         return NULL;
     }
@@ -250,7 +264,7 @@ PyObject *core_comm_exchange(PyObject *object, PyObject *blob) {
     char *base = PyByteArray_AsString(line);
     memset(base, 0, (size_t)(bytes * self->size));
     memcpy(base + bytes * self->rank, data, (size_t)bytes);
-    PyObject *parts = gather(object, line) == 0 ? split(base, bytes, self->size) : NULL;
+    PyObject *parts = gather(object, line, (int)(limit_s * 1000)) == 0 ? split(base, bytes, self->size) : NULL;
     Py_DECREF(line);
     return parts;
 }

@@ -241,8 +241,9 @@ class Comm:
     def map(self, arena: Arena) -> None:
         """Tells the lanes of memory that many operations will use."""
 
-    def exchange(self, blob: bytes) -> list[bytes]:
-        """All-gather of equal-length blobs over the lanes, by rank; blocking, GIL released."""
+    def exchange(self, blob: bytes, *, limit_s: float = 0.0) -> list[bytes]:
+        """All-gather of equal-length blobs over the lanes, by rank; blocking, GIL released. limit_s: after which
+        TimeoutError names the ranks that have not come, on those that have; 0: never. The communicator stays usable."""
 
     def info(self) -> dict[str, Any]:
         """streams_open, streams_used, bytes_out, bytes_in, lanes_lost, provider, clock_offset_ns, and

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from netbottleneck import launch
+from netbottleneck.errors import DeadlineError
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -15,27 +16,46 @@ NAME_BYTES = 64
 COUNT_BYTES = 8
 
 
-def claim(comm: "_core.Comm", wanted: Path) -> Path:
+def together(comm: "_core.Comm", blob: bytes, limit_s: float) -> list[bytes]:
+    """Return what each rank gives, by rank, while they open a measured run. Every rank calls it.
+
+    Raises TimeoutError that names the ranks that did not come within limit_s, NETBOTTLENECK_START_TIMEOUT_S.
+    """
+    try:
+        return comm.exchange(blob, limit_s=limit_s)
+    except DeadlineError as error:
+        late = DeadlineError(
+            error.errno,
+            f"rank {comm.rank} would measure a run, and not all ranks came to it within {limit_s:g} s "
+            f"(NETBOTTLENECK_START_TIMEOUT_S): {error.strerror}. Every rank of the job must make the optimizer, or the "
+            "model, that is measured: see what these ranks do instead, give them more time by that variable, or unset "
+            "NETBOTTLENECK and NETBOTTLENECK_TRANSPORT",
+        )
+        late.peer = error.peer
+        raise late from error
+
+
+def claim(comm: "_core.Comm", wanted: Path, limit_s: float) -> Path:
     """Return the run folder, the same on all ranks: rank 0's `wanted`, or the first of wanted/2, … that is free.
 
     Every rank calls it. No other run is given that folder from then on. Raises ValueError for a name that is too long,
-    OSError where rank 0 cannot write.
+    OSError where rank 0 cannot write, and as together.
     """
     name = str(wanted.absolute()).encode()
     if len(name) > FOLDER_BYTES:
         raise ValueError(f"NETBOTTLENECK_DIR={wanted}: a name of at most {FOLDER_BYTES} bytes is needed")
-    first = Path(comm.exchange(name.ljust(FOLDER_BYTES))[0].decode().rstrip())
+    first = Path(together(comm, name.ljust(FOLDER_BYTES), limit_s)[0].decode().rstrip())
     folder, number = first, 1
-    while not _free(comm, folder):
+    while not _free(comm, folder, limit_s):
         number += 1
         folder = first / str(number)
     return folder
 
 
-def _free(comm: "_core.Comm", folder: Path) -> bool:
+def _free(comm: "_core.Comm", folder: Path, limit_s: float) -> bool:
     """Return whether no rank finds a run in a folder; rank 0 has taken it then."""
     mine = _take(folder) if comm.rank == 0 else not any((folder / RANKS).glob(f"{comm.rank}.*"))
-    return all(free == b"1" for free in comm.exchange(b"1" if mine else b"0"))
+    return all(free == b"1" for free in together(comm, b"1" if mine else b"0", limit_s))
 
 
 def _take(folder: Path) -> bool:
@@ -50,9 +70,9 @@ def _take(folder: Path) -> bool:
     return True
 
 
-def shared(comm: "_core.Comm", sign: Path) -> bool:
+def shared(comm: "_core.Comm", sign: Path, limit_s: float) -> bool:
     """Return whether every rank sees the file that rank 0 wrote. Every rank calls it, after rank 0 wrote."""
-    return all(seen == b"1" for seen in comm.exchange(b"1" if sign.exists() else b"0"))
+    return all(seen == b"1" for seen in together(comm, b"1" if sign.exists() else b"0", limit_s))
 
 
 def gather(comm: "_core.Comm", folder: Path) -> None:

@@ -1,6 +1,7 @@
 """A measured run in this process: its folder, its rings, and its arms, which take turns by blocks of steps."""
 
 import atexit
+import functools
 import json
 import logging
 import os
@@ -191,7 +192,7 @@ def _folder(settings: Settings, directory: str | None, control: "_core.Comm") ->
     """Return the run folder, the same on all ranks: rank 0 names it."""
     stamp = os.environ.get("SLURM_JOB_ID") or time.strftime("%Y%m%d-%H%M%S")
     wanted = Path(directory or settings.directory or f"netbottleneck-{stamp}").absolute()
-    found = records.claim(control, wanted)
+    found = records.claim(control, wanted, settings.start_timeout_s)
     if control.rank == 0 and found != wanted:
         logger.warning("NETBOTTLENECK_DIR=%s holds a run already: this one goes to %s", wanted, found)
     return found
@@ -212,7 +213,8 @@ def _arm(  # noqa: PLR0913, PLR0917 - what an arm may need, once
     if name == "null":
         return comms.Null()
     if name in ("stock", "bare"):
-        chosen = group if group is not None else comms.stock_group(settings, place, control.exchange)
+        meet = functools.partial(records.together, control, limit_s=settings.start_timeout_s)
+        chosen = group if group is not None else comms.stock_group(settings, place, meet)
         return comms.Stock(chosen, place.size, recorder, owned=group is None)
     raise ValueError(f"NETBOTTLENECK_TRANSPORT={name}: must be a list of {', '.join(comms.KINDS)}")
 
@@ -243,7 +245,7 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
     arms: transports that take turns; the settings' where None. "bare" means the user's own path, untouched: the
     hooks that use the session know how to step aside. group: a torch.distributed group that stock uses. stock: what it
     is where it is not torch.distributed. alone: steps of one rank by itself come first, see Session.by_itself.
-    Raises as launch.connect, and OSError where the folder cannot be written.
+    Raises as launch.connect and records.together, and OSError where the folder cannot be written.
     """
     this = job.start(settings)
     place, control = this.place, this.comm
@@ -272,8 +274,8 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
         _write_json(folder / "run.json", _run(opened))
         _write_json(folder / "env.json", {row.name: [row.value, row.source] for row in describe(settings)})
     opened.write(finished=False)
-    control.exchange(b"written")
-    opened.shared = records.shared(control, folder / "run.json")
+    records.together(control, b"written", settings.start_timeout_s)
+    opened.shared = records.shared(control, folder / "run.json", settings.start_timeout_s)
     opened.on_close.append(monitor.watch(settings, place, folder / RANKS))
     atexit.register(opened.close)
     return opened

@@ -94,6 +94,9 @@ static struct desc wrong_desc(int which) {
     case 6:
         desc.device = 1;
         break;
+    case 7:
+        desc.limit_ms = -1;
+        break;
     default:
         memset(desc.name, 'x', sizeof desc.name);
         break;
@@ -122,7 +125,7 @@ static void to_rank_0(void) {
                                {"a long goodbye", CTL_BYE, 1, 1, zero},
                                {"endless", CTL_SUBMIT, 0xffffffffu, 0, zero}};
     each(raws, sizeof raws / sizeof raws[0], broken_member);
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < 9; i++) {
         struct desc desc = wrong_desc(i);
         struct raw raw = {"an impossible operation", CTL_SUBMIT, sizeof desc, sizeof desc, &desc};
         each(&raw, 1, broken_member);
@@ -134,6 +137,8 @@ static void from_rank_0(void) {
     const struct wire_go go = {.seq = 1000, .key = 42, .id = 5};
     const struct wire_failure fine = {.code = 0, .peer = 77, .text = "nothing happened"};
     const struct wire_failure again = {.code = -EAGAIN, .peer = 0, .text = "not over"};
+    const struct wire_refuse none = {.code = 0, .peer = 0, .text = "nothing is wrong"};
+    const struct wire_refuse beyond = {.code = NB_ETIMEOUT, .peer = 99, .text = "not submitted it: 99"};
     const int32_t high = 99;
     const int32_t low = -7;
     const struct wire_stall many = {.count = NB_MISSING_MAX + 1};
@@ -148,6 +153,8 @@ static void from_rank_0(void) {
                                {"a go of nothing", CTL_GO, sizeof go, sizeof go, &go},
                                {"a cut go", CTL_GO, 5, 5, zero},
                                {"a cut refusal", CTL_REFUSE, 8, 8, zero},
+                               {"a refusal that is none", CTL_REFUSE, sizeof none, sizeof none, &none},
+                               {"a refusal for rank 99", CTL_REFUSE, sizeof beyond, sizeof beyond, &beyond},
                                {"a failure that is none", CTL_ABORT, sizeof fine, sizeof fine, &fine},
                                {"a failure that is not over", CTL_ABORT, sizeof again, sizeof again, &again},
                                {"a cut failure", CTL_ABORT, 3, 3, zero},

@@ -1,5 +1,5 @@
-// An operation that one rank does not submit: the others are told whom it waits for, and the job goes on once it comes; or
-// it ends on every rank, where a limit is set.
+// An operation that one rank does not submit: the others are told whom it waits for, and the job goes on once it comes;
+// or it ends on every rank, or fails alone, where a limit is set.
 #include <pthread.h>
 #include <stdint.h>
 #include <string.h>
@@ -58,6 +58,27 @@ static void ended(struct test_rank *me) {
     }
 }
 
+// One that may not wait for long fails where it was submitted, and later where it comes late; nothing else does.
+static void limited(struct test_rank *me) {
+    struct nb_error err = {0};
+    struct nb_op op = test_op("z", NB_OP_BARRIER, NULL);
+    op.limit_ms = 60;
+    if (me->rank == LATE) {
+        (void)pthread_barrier_wait(meeting(me));
+    }
+    int rc = test_try(me, op, &err);
+    int other = me->rank == LATE ? 0 : LATE;
+    CHECK(rc == NB_ETIMEOUT && err.peer == other, "rank %d: %d, peer %d: %s", me->rank, rc, err.peer, err.text);
+    const char *missing = me->rank == LATE ? "not submitted it: 0 2" : "not submitted it: 1";
+    CHECK(strstr(err.text, "'z'") != NULL && strstr(err.text, missing) != NULL, "rank %d: %s", me->rank, err.text);
+    if (me->rank != LATE) {
+        (void)pthread_barrier_wait(meeting(me));
+    }
+    test_barrier(me, "y");
+    op.limit_ms = TEST_LIMIT_MS;
+    CHECK(test_try(me, op, &err) == 0, "rank %d: again: %s", me->rank, err.text);
+}
+
 static void run(void (*what)(struct test_rank *me), int stall_ms, int stall_end_ms) {
     pthread_barrier_t meet;
     struct test_rank like = test_on("tcp");
@@ -74,6 +95,8 @@ static void run(void (*what)(struct test_rank *me), int stall_ms, int stall_end_
 int main(void) {
     run(told, 50, 0);
     run(told, 50, TEST_LIMIT_MS);
+    run(limited, 0, 0);
+    run(limited, 50, TEST_LIMIT_MS);
     run(ended, 0, 50);
     run(ended, 50, 200);
     return 0;

@@ -60,3 +60,37 @@ def test_an_optimizer_of_some_ranks_is_no_measured_run_and_the_one_of_all_is(
         assert result.stdout.count("of a set") == (result.rank < size - 1)
     steps = Run(tmp_path / "run").trace.steps
     assert [sum(step.rank == rank for step in steps) for rank in range(size)] == [4] * size
+
+
+LATE = """
+from dataclasses import replace
+import netbottleneck
+import torch
+import horovod.torch as hvd
+from netbottleneck import job
+
+hvd.init()
+started = job.current()
+started.settings = replace(started.settings, start_timeout_s=0.5)  # from here on: the start itself may take longer
+weight = torch.nn.Parameter(torch.zeros(3))
+if hvd.rank() != 1:
+    try:
+        hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("weight", weight)])
+    except TimeoutError as error:
+        assert isinstance(error, hvd.HorovodInternalError)
+        print("late:", error.peer, error, flush=True)
+assert hvd.allreduce(torch.ones(2), op=hvd.Sum, name="after").tolist() == [hvd.size()] * 2
+hvd.shutdown()
+"""
+
+
+def test_a_rank_that_does_not_come_to_a_measured_run_is_named_in_time(ranks: Ranks, tmp_path: Path) -> None:
+    env = {"NETBOTTLENECK": "1", "NETBOTTLENECK_DIR": str(tmp_path / "run"), "NETBOTTLENECK_TRANSPORT": "tcp"}
+    for result in ranks(3, LATE, env):
+        if result.rank == 1:
+            assert "late" not in result.stdout
+            continue
+        assert "late: 1 " in result.stdout
+        assert "not all ranks came to it within 0.5 s (NETBOTTLENECK_START_TIMEOUT_S)" in result.stdout
+        assert "Ranks that have not submitted it: 1." in result.stdout
+        assert "unset NETBOTTLENECK" in result.stdout

@@ -352,6 +352,9 @@ def test_a_folder_that_holds_a_run_is_left_as_it_is_and_the_next_run_goes_below(
     ]
 
 
+LIMIT_S = 7.0
+
+
 class OtherHost:
     """Rank 1's side of a job whose rank 0, on a host of its own, finds every folder free."""
 
@@ -361,7 +364,8 @@ class OtherHost:
         self.wanted = wanted
         self.said = []
 
-    def exchange(self, mine):
+    def exchange(self, mine, limit_s):
+        assert limit_s == LIMIT_S
         self.said.append(mine)
         return [b"1" if len(mine) == 1 else str(self.wanted).encode().ljust(len(mine)), mine]
 
@@ -371,5 +375,5 @@ def test_a_folder_in_which_another_hosts_rank_finds_records_of_its_own_is_not_fr
     left.parent.mkdir(parents=True)
     left.write_bytes(b"kept")
     comm = OtherHost(tmp_path / "run")
-    assert records.claim(comm, tmp_path / "else") == tmp_path / "run" / "2"
+    assert records.claim(comm, tmp_path / "else", LIMIT_S) == tmp_path / "run" / "2"
     assert comm.said[1:] == [b"0", b"1"]

@@ -5,6 +5,7 @@ Exit codes: 0 fine, 1 failure, 2 usage, 3 a gate failed, 4 inconclusive (with --
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import runpy
@@ -129,11 +130,22 @@ def _measure_from_now_on() -> None:
         imports.install()
 
 
+def _hand_on_place() -> None:
+    """Where this package stands in for Horovod, set the variables that Horovod's launcher would set."""
+    from netbottleneck import env, launch
+    from netbottleneck.hooks import imports
+
+    if imports.stands_in():
+        with contextlib.suppress(ValueError):  # raised where a job is started, if the script starts one
+            launch.hand_on(env.settings(), os.environ)
+
+
 def _run_as_main(module: bool, words: Sequence[str]) -> None:
     """Run a script or a module as Python itself would. What it raises is its own, shown as Python shows it."""
     sys.argv = list(words)
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd() if module else str(Path(words[0]).resolve().parent)
+    _hand_on_place()
     try:
         if module:
             runpy.run_module(words[0], run_name="__main__", alter_sys=True)

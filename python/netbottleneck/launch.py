@@ -15,7 +15,7 @@ from netbottleneck import channels, rendezvous
 from netbottleneck._version import __version__
 from netbottleneck.env import Settings
 from netbottleneck.errors import Error
-from netbottleneck.place import Place, Topology, detect, host_digest, located, machine_digest, topology
+from netbottleneck.place import Place, Topology, detect, hand_on, host_digest, located, machine_digest, topology
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -26,6 +26,7 @@ __all__ = [
     "connect",
     "core",
     "detect",
+    "hand_on",
     "host_digest",
     "located",
     "machine_digest",

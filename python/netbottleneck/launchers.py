@@ -95,6 +95,7 @@ LAUNCHERS = (
         ways=("pmix", "pmi", "torch", "folder", "first host"),
     ),
 )
+HOROVODRUN = LAUNCHERS[0]
 MPI = frozenset(launcher.name for launcher in LAUNCHERS if launcher.mpi)
 EXPLICIT = Launcher("explicit", "NETBOTTLENECK_RANK", "NETBOTTLENECK_SIZE", ways=("torch", "pmix", "pmi"))
 

@@ -2,12 +2,15 @@
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from netbottleneck.env import Settings
-from netbottleneck.launchers import EXPLICIT, LAUNCHERS, Launcher
+from netbottleneck.launchers import EXPLICIT, HOROVODRUN, LAUNCHERS, Launcher
+
+# Beside Horovod's variables that `hand_on` has written: which, as NAME=value each. They are no launcher's.
+HANDED = "_NETBOTTLENECK_HANDED_ON"
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ def detect(settings: Settings, environ: Mapping[str, str] = os.environ) -> Place
     if settings.rank is not None and settings.ranks is not None:
         _check_range(settings.rank, settings.ranks, "NETBOTTLENECK_RANK and NETBOTTLENECK_SIZE")
         return Place(settings.rank, settings.ranks, launcher=EXPLICIT.name)
+    environ = _launchers_own(environ)
     there = [launcher for launcher in LAUNCHERS if _counts(launcher, environ)]
     whole = [(launcher, place) for launcher in there if (place := _read(launcher, environ)) is not None]
     for launcher in there:
@@ -76,6 +80,43 @@ def detect(settings: Settings, environ: Mapping[str, str] = os.environ) -> Place
             f"not start it, or set NETBOTTLENECK_RANK and NETBOTTLENECK_SIZE. {_found(environ)}"
         )
     return chosen[1]
+
+
+def hand_on(settings: Settings, environ: MutableMapping[str, str]) -> None:
+    """Write Horovod's own variables of a place (HOROVOD_RANK, HOROVOD_SIZE, …), as far as the launcher says it.
+
+    For a script that reads them instead of asking. Those that are set stay, and so does an environment without a
+    launcher. What is written here, `detect` does not take for horovodrun's, in this process or in one that inherits it.
+    Raises as detect.
+    """
+    place = detect(settings, environ)
+    for name in _handed(environ) if _launchers_own(environ) is not environ else ():
+        del environ[name]  # of the process that started this one
+    if place.launcher in ("none", HOROVODRUN.name):
+        return
+    local = settings.host_id is None  # else the hosts of all ranks say it, which are not known yet
+    whole = (place.local_rank, place.local_size, place.cross_rank, place.cross_size) if local else (None,) * 4
+    if local and place.local_size == place.size:
+        whole = (*whole[:2], 0, 1)
+    told = zip((HOROVODRUN.rank, HOROVODRUN.size, *HOROVODRUN.beside), (place.rank, place.size, *whole), strict=True)
+    written = {name: str(value) for name, value in told if value is not None and not environ.get(name)}
+    environ.update(written, **{HANDED: " ".join(f"{name}={value}" for name, value in written.items())})
+
+
+def _handed(environ: Mapping[str, str]) -> dict[str, str]:
+    return dict(word.split("=") for word in environ.get(HANDED, "").split() if word.count("=") == 1)
+
+
+def _launchers_own(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment without what `hand_on` has written.
+
+    All of it counts where horovodrun has written it anew: it names its server, or other values.
+    """
+    handed = _handed(environ)
+    anew = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR") or any(environ.get(name) != handed[name] for name in handed)
+    if anew or not handed:
+        return environ
+    return {name: value for name, value in environ.items() if name not in handed}
 
 
 def _counts(launcher: Launcher, environ: Mapping[str, str]) -> bool:

@@ -58,6 +58,11 @@ def stand_in() -> None:
         sys.path.append(STAND_IN)
 
 
+def stands_in() -> bool:
+    """Return whether `import horovod` gives this package."""
+    return any(isinstance(finder, _Horovod) and not finder._elsewhere(None) for finder in sys.meta_path)
+
+
 class _FirstOptimizer(job.Observer):
     """Stands in for hooks.horovod, which needs torch, until the first optimizer is made: by then torch is there."""
 

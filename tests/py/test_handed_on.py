@@ -1,4 +1,4 @@
-"""Horovod's own variables under launchers that are none of Horovod's: a script may read them, and no job is confused."""
+"""Horovod's own variables under launchers of others: a script may read them, and no job is confused."""
 
 from __future__ import annotations
 

@@ -1,0 +1,264 @@
+"""Runs Horovod's own tests and examples of PyTorch against this package in Horovod's place, and beside Horovod itself.
+
+python benchmarks/horovod_suite.py --horovod DIR: a checkout of Horovod 0.28.1 (PyPI's package has no tests). Each file
+runs in real ranks under `netbottleneck run`, as horovodrun, torchrun and mpirun start them; what is under test/single
+has one rank. With --reference, a folder in which Horovod itself is installed (tools/peers.sh builds one), the same under
+Horovod: under torchrun it would be so many jobs of one rank, so there horovodrun's run counts. --examples runs the
+examples instead.
+
+Exit code: 0 where nothing passes there and not here, without --reference where nothing fails here; 2: something lacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from horovod_suite_jobs import STARTERS, Job, mpirun
+
+HERE = Path(__file__).resolve().parent
+FILES = (
+    "test/parallel/test_torch.py",
+    "test/parallel/test_common.py",
+    "test/parallel/test_timeline.py",
+    "test/parallel/test_adasum_pytorch.py",
+    "test/single/test_torch_elastic.py",
+)
+SHORT = ["--model", "resnet18", "--batch-size", "2", "--num-warmup-batches", "1", "--num-batches-per-iter", "2"]
+SHORT += ["--num-iters", "3"]
+EXAMPLES = {  # with what they are started, and how the line begins that they end with
+    "examples/pytorch/pytorch_synthetic_benchmark.py": (SHORT, "Total img/sec on "),
+    "examples/pytorch/pytorch_mnist.py": (["--epochs", "2"], "Test set: Average loss: "),
+    "examples/elastic/pytorch/pytorch_synthetic_benchmark_elastic.py": (SHORT, "Total img/sec on "),
+}
+NEEDED = ("torch", "pytest", "numpy", "mock", "cloudpickle", "packaging")
+RANK = {"passed": 1, "skipped": 0, "failed": 2, "unfinished": 3}  # of the ranks' outcomes the highest is the test's
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a test ended on all ranks, and what a rank said of it."""
+
+    kind: str
+    why: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.kind in ("failed", "unfinished")
+
+
+Outcomes = dict[str, Outcome]
+
+
+class Suite:
+    """Horovod's tests, copied to a folder where no `horovod` lies beside them."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.args = args
+        self.folder = folder
+        self.count = 0
+
+    def job(self, command: Sequence[str], size: int, environ: dict[str, str], reference: bool) -> Job:
+        """Return a job of ranks in a folder of its own. environ: added."""
+        self.count += 1
+        folder = self.folder / str(self.count)
+        folder.mkdir()
+        more = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        path = [str(HERE), *(str(Path(each).resolve()) for each in more if each)]
+        if reference:
+            path.insert(0, str(Path(self.args.reference).resolve()))
+        own = {"PYTHONPATH": os.pathsep.join(path), "NETBOTTLENECK_DIR": str(folder / "run")}
+        start = [] if reference else ["-m", "netbottleneck", "run"]
+        return Job([sys.executable, *start, *command], size, {**own, **environ}, folder, self.args.limit)
+
+    def file(self, file: str, size: int, environment: str, reference: bool) -> Outcomes:
+        """Run a file of tests; return how each ended."""
+        runner = Path(self.args.horovod).resolve() / "horovod" / "runner"
+        options = ["-q", "-p", "horovod_suite_plugin", "-p", "no:cacheprovider", "-o", "addopts="]
+        chosen = ["-k", self.args.tests] if self.args.tests else []
+        environ = {"HOROVOD_SUITE_RUNNER": "" if reference else str(runner)}
+        job = self.job(["-m", "pytest", *options, *chosen, file], size, environ, reference)
+        shutil.copytree(Path(self.args.horovod) / "test", job.folder / "test")
+        out = job.folder / "out"
+        out.mkdir()
+        (job.folder / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+        job.environ["HOROVOD_SUITE_OUT"] = str(out)  # type: ignore[index]
+        end = STARTERS[environment](job)
+        return merged([lines(path) for path in out.glob("*.jsonl")], size, reference, end.said)
+
+    def example(self, script: str, size: int, environment: str) -> Outcome:
+        """Run an example, unmodified."""
+        options, sign = EXAMPLES[script]
+        job = self.job([str((Path(self.args.horovod) / script).resolve()), *options], size, {}, reference=False)
+        if importlib.util.find_spec("torchvision") is None:
+            shutil.copy(HERE / "horovod_suite_vision.py", job.folder / "torchvision.py")
+            path = f"{job.folder}{os.pathsep}{job.environ['PYTHONPATH']}"
+            job = Job(job.command, size, {**job.environ, "PYTHONPATH": path}, job.folder, job.limit_s)
+        end = STARTERS[environment](job)
+        last = next((line for line in reversed(end.said.splitlines()) if line.startswith(sign)), "")
+        measured = "Verdict: " in end.said and (job.folder / "run" / "summary.json").exists()
+        if end.code != 0 or not last or not measured:
+            why = next((line for line in reversed(end.said.splitlines()) if "Error" in line), "")
+            late = f"it did not end within {job.limit_s:g} s" if end.code is None else f"exit code {end.code}"
+            return Outcome("failed", why or (late if end.code != 0 else "no report" if last else f"no line {sign}…"))
+        return Outcome("passed", last.strip())
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Return what a rank has written down: a line that was not written to its end is none."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def merged(ranks: Sequence[list[dict[str, Any]]], size: int, reference: bool, said: str) -> Outcomes:
+    """Return each test's outcome over all ranks. Raises RuntimeError for a rank of the other package, or of none."""
+    of = {line["horovod"].split(".")[0] for rank in ranks for line in rank if line.get("horovod")}
+    if len(ranks) != size or of - {"horovod" if reference else "netbottleneck"}:
+        raise RuntimeError(f"{len(ranks)} of {size} ranks began, of {', '.join(of) or 'nothing'}:\n{said[-2000:]}")
+    found: Outcomes = {}
+    for rank in ranks:
+        here: Outcomes = {}
+        for line in rank:
+            if "test" in line:
+                here[line["test"]] = worse(
+                    here.get(line["test"]), Outcome(line["outcome"], line["why"]), same_rank=True
+                )
+        for test, outcome in here.items():
+            found[test] = worse(found.get(test), outcome)
+    for test in found:
+        absent = sum(all(line.get("test") != test for line in rank) for rank in ranks)
+        if absent:
+            found[test] = Outcome("unfinished", f"{absent} of {size} ranks did not come to it: {found[test].why}")
+    return found
+
+
+def worse(one: Outcome | None, other: Outcome, same_rank: bool = False) -> Outcome:
+    """Return the outcome that counts. same_rank: what follows the line that says that a test has begun replaces it."""
+    if one is None or (same_rank and one.kind == "unfinished"):
+        return other
+    return other if RANK[other.kind] > RANK[one.kind] else one
+
+
+def counted(outcomes: Outcomes) -> str:
+    """Return passed, skipped and failed as cells."""
+    kinds = [outcome.kind for outcome in outcomes.values()]
+    failed = sum(outcome.failed for outcome in outcomes.values())
+    return f"{kinds.count('passed')} | {kinds.count('skipped')} | {failed}"
+
+
+def listed(title: str, tests: Sequence[str]) -> None:
+    print(f"\n{title}: {'none' if not tests else ''}")
+    for test in tests:
+        print(f"* {test}")
+
+
+def compare(args: argparse.Namespace, suite: Suite) -> int:
+    """Run all files, and print the table and the lists."""
+    print(
+        "| file | ranks | started by | whose | passed | skipped | failed |\n| --- | --- | --- | --- | --- | --- | --- |"
+    )
+    failed, lost, gained, both = [], [], [], []
+    there: dict[tuple[str, int, str], Outcomes] = {}
+    for number, ranks in enumerate(args.ranks):
+        for environment in args.environment:
+            like = "horovodrun" if environment == "torchrun" else environment
+            for file in args.files:
+                alone = file.startswith("test/single/")  # of one rank, as in Horovod's own CI
+                size = 1 if alone else ranks
+                if alone and number > 0:
+                    continue
+                here = suite.file(file, size, environment, reference=False)
+                row = f"| {Path(file).name} | {size} |"
+                print(f"{row} {environment} | netbottleneck | {counted(here)} |", flush=True)
+                if args.reference and (like, size, file) not in there:
+                    there[like, size, file] = suite.file(file, size, like, reference=True)
+                    print(f"{row} {like} | Horovod | {counted(there[like, size, file])} |", flush=True)
+                theirs = there.get((like, size, file), {})
+                where = f"{Path(file).name}, {size} ranks, {environment}"
+                for test, outcome in here.items():
+                    if outcome.failed:
+                        failed.append(f"{test} ({where}): {outcome.why}")
+                for test, outcome in theirs.items():
+                    own = here.get(test, Outcome("unfinished", "did not run"))
+                    if outcome.kind == "passed" and own.kind != "passed":
+                        lost.append(f"{test} ({where}): {own.kind}: {own.why}")
+                    elif outcome.kind == "skipped" and own.kind == "passed":
+                        gained.append(f"{test} ({where})")
+                    elif outcome.failed and own.failed:
+                        both.append(f"{test} ({where}): there: {outcome.why}")
+    listed("Fails here", failed)
+    if args.reference:
+        listed("Passes there and not here", lost)
+        listed("Skipped there, passes here", gained)
+        listed("Fails in both", both)
+    return int(bool(lost if args.reference else failed))
+
+
+def examples(args: argparse.Namespace, suite: Suite) -> int:
+    """Run the examples, and print how each ended."""
+    real = importlib.util.find_spec("torchvision") is not None
+    print(f"torchvision: {'as installed' if real else 'a stand-in, horovod_suite_vision.py'}\n")
+    print("| example | ranks | started by | | last line |\n| --- | --- | --- | --- | --- |")
+    failed = 0
+    for size in args.ranks:
+        for environment in args.environment:
+            for script in EXAMPLES:
+                outcome = suite.example(script, size, environment)
+                failed += outcome.failed
+                print(f"| {Path(script).name} | {size} | {environment} | {outcome.kind} | {outcome.why} |", flush=True)
+    return int(failed > 0)
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return what is asked for; SystemExit(2) with what is missing."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--horovod", metavar="DIR", required=True, help="a checkout of Horovod 0.28.1")
+    parser.add_argument("--ranks", type=lambda text: [int(size) for size in text.split(",")], default=[2, 4])
+    starters = [name for name in STARTERS if name != "mpirun" or mpirun()]
+    parser.add_argument("--environment", type=lambda text: text.split(","), default=starters)
+    parser.add_argument("--reference", metavar="DIR", help="where Horovod itself is installed")
+    parser.add_argument("--examples", action="store_true", help="run the examples, not the tests")
+    parser.add_argument("--files", nargs="+", default=FILES, help="of the checkout")
+    parser.add_argument("--tests", metavar="WORDS", help="only tests that pytest's -k chooses by these")
+    parser.add_argument("--limit", type=float, default=600, help="seconds of each run")
+    args = parser.parse_args(argv)
+    for file in EXAMPLES if args.examples else args.files:
+        if not (Path(args.horovod) / file).is_file():
+            parser.error(
+                f"--horovod {args.horovod}: no {file} in it: a checkout of Horovod's repository at v0.28.1 has it"
+            )
+    for name in args.environment:
+        if name not in starters:
+            parser.error(f"--environment {name}: must be of {', '.join(starters)}")
+    if args.reference and not (Path(args.reference) / "horovod" / "torch").is_dir():
+        parser.error(f"--reference {args.reference}: no horovod/torch in it: tools/peers.sh builds build/peers/horovod")
+    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if absent:
+        parser.error(f"missing: {', '.join(absent)}: pip install {' '.join(absent)}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what is asked for."""
+    args = arguments(argv)
+    with tempfile.TemporaryDirectory(prefix="horovod-suite-") as folder:
+        suite = Suite(args, Path(folder))
+        return examples(args, suite) if args.examples else compare(args, suite)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

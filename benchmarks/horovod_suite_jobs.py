@@ -1,0 +1,188 @@
+"""Starts the ranks of horovod_suite.py on this machine: as horovodrun does, or by torchrun or mpirun themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+OTHERS = ("NETBOTTLENECK", "HOROVOD_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_", "_NETBOTTLENECK")
+TORCHRUNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What ranks are started with. `environ` is added to one that no launcher has touched."""
+
+    command: Sequence[str]
+    size: int
+    environ: Mapping[str, str]
+    folder: Path
+    limit_s: float
+
+
+@dataclass(frozen=True)
+class End:
+    """How a job ended: the launcher's exit code (the ranks' worst), None at the deadline; and what was printed."""
+
+    code: int | None
+    said: str
+
+
+class Rendezvous:
+    """What horovodrun's server does: keys in scopes, and a scope that is emptied when all its ranks are through."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.lock = threading.Lock()
+        self.scopes: dict[str, dict[str, bytes]] = {}
+        self.through: dict[str, int] = {}
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.server.daemon_threads = True
+        self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+    def left(self, scope: str, key: str) -> None:
+        """A rank says that it is through with a scope of Horovod's; of any other scope it takes back a key."""
+        kind = scope.partition("_")[0]
+        sizes = {"global": self.size, "local": self.size, "cross": 1}
+        with self.lock:
+            if kind not in sizes:
+                self.scopes.get(scope, {}).pop(key, None)
+                return
+            self.through[scope] = self.through.get(scope, 0) + 1
+            if self.through[scope] == sizes[kind]:
+                self.scopes.pop(scope, None)
+                del self.through[scope]
+
+    def _handler(keeper) -> type[http.server.BaseHTTPRequestHandler]:
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def log_message(self, *_: object) -> None:
+                """Nothing."""
+
+            def place(self) -> tuple[str, str]:
+                scope, _, key = self.path.removeprefix("/").partition("/")
+                return scope, key
+
+            def answer(self, value: bytes | None) -> None:
+                self.send_response(404 if value is None else 200)
+                self.send_header("Content-Length", str(len(value or b"")))
+                self.end_headers()
+                self.wfile.write(value or b"")
+
+            def do_GET(self) -> None:
+                scope, key = self.place()
+                with keeper.lock:
+                    value = keeper.scopes.get(scope, {}).get(key)
+                self.answer(value)
+
+            def do_PUT(self) -> None:
+                scope, key = self.place()
+                value = self.rfile.read(int(self.headers["Content-Length"]))
+                with keeper.lock:
+                    keeper.scopes.setdefault(scope, {})[key] = value
+                self.answer(b"")
+
+            def do_DELETE(self) -> None:
+                keeper.left(*self.place())
+                self.answer(b"")
+
+        return Handler
+
+
+def horovodruns(rank: int, size: int, port: int) -> dict[str, str]:
+    """Return what horovodrun sets in a rank of one host."""
+    place = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size, "CROSS_RANK": 0, "CROSS_SIZE": 1}
+    chosen = {"HOSTNAME": "localhost", "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "GLOO_IFACE": "lo"}
+    where = {"GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "GLOO_RENDEZVOUS_PORT": port}
+    return {f"HOROVOD_{name}": str(value) for name, value in {**place, **chosen, **where}.items()}
+
+
+def clean(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment that no launcher has touched, with more."""
+    here = {name: value for name, value in os.environ.items() if not name.startswith(OTHERS) and name not in TORCHRUNS}
+    # torch's store asks the name server for the name of whoever connects, and waits for it.
+    return {**here, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1", **environ}
+
+
+def by_horovodrun(job: Job) -> End:
+    """Start each rank with horovodrun's variables and a server as horovodrun has."""
+    server = Rendezvous(job.size)
+    try:
+        port = server.server.server_address[1]
+        return _end(job, [(job.command, horovodruns(rank, job.size, port)) for rank in range(job.size)])
+    finally:
+        server.close()
+
+
+def by_torchrun(job: Job) -> End:
+    """Start them by torchrun."""
+    where = ["--nproc-per-node", str(job.size), "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    return _end(job, [([sys.executable, "-m", "torch.distributed.run", *where, "--no-python", *job.command], {})])
+
+
+def mpirun() -> str:
+    """Return Open MPI's starter, not that of an MPI beside this Python; "" where there is none."""
+    beside = str(Path(sys.executable).parent)
+    elsewhere = os.pathsep.join(folder for folder in os.environ["PATH"].split(os.pathsep) if folder != beside)
+    return shutil.which("mpirun", path=elsewhere) or ""
+
+
+def by_mpirun(job: Job) -> End:
+    """Start them by Open MPI's mpirun."""
+    options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(job.size)]
+    return _end(job, [([mpirun(), *options, *job.command], {})])
+
+
+STARTERS = {"horovodrun": by_horovodrun, "torchrun": by_torchrun, "mpirun": by_mpirun}
+
+
+def _end(job: Job, starts: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> End:
+    """Start processes, and return how they ended: none is left then."""
+    said = job.folder / "said"
+    with said.open("wb") as out, _ended(processes := []):
+        for command, extra in starts:
+            environ = clean({**job.environ, **extra})
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environ, cwd=job.folder,
+                start_new_session=True,
+            )  # fmt: skip
+            processes.append(process)
+        deadline = time.monotonic() + job.limit_s
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for process in processes:
+                process.wait(max(0.0, deadline - time.monotonic()))
+        codes = [process.poll() for process in processes]
+    worst = None if None in codes else next((code for code in codes if code), 0)
+    return End(worst, said.read_text(encoding="utf-8", errors="replace"))
+
+
+@contextlib.contextmanager
+def _ended(processes: list[subprocess.Popen[bytes]]) -> Generator[None, None, None]:
+    """End what still runs: told so, a launcher ends its ranks, which lead groups of their own."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

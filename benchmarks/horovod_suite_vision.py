@@ -1,0 +1,55 @@
+"""As much of torchvision as Horovod's PyTorch examples use: copied as a module `torchvision` where there is none.
+
+Models are this package's, of the published sizes. The digits of MNIST's shape are noise around a pattern of each class.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from netbottleneck import models as ours
+
+models = types.SimpleNamespace(**{name: lambda name=name: ours.build(name) for name in ("resnet18", "resnet50")})
+TRAIN, TEST, SIDE = 2048, 512, 28
+
+
+class MNIST(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Digits of MNIST's shape, the same on every rank."""
+
+    def __init__(self, root: str, train: bool = True, download: bool = False, transform: Any = None) -> None:
+        drawn = torch.Generator().manual_seed(int(train))
+        count = TRAIN if train else TEST
+        self.targets = torch.randint(10, (count,), generator=drawn)
+        patterns = torch.rand(10, SIDE, SIDE, generator=torch.Generator().manual_seed(2))
+        self.data = (patterns[self.targets] + torch.rand(count, SIDE, SIDE, generator=drawn)) / 2
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        image = self.data[index]
+        return (image if self.transform is None else self.transform(image)), int(self.targets[index])
+
+
+def compose(steps: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    def all_of(image: Any) -> Any:
+        for step in steps:
+            image = step(image)
+        return image
+
+    return all_of
+
+
+def normalize(mean: Sequence[float], deviation: Sequence[float]) -> Callable[[Any], Any]:
+    return lambda image: (image - mean[0]) / deviation[0]
+
+
+datasets = types.SimpleNamespace(MNIST=MNIST)
+transforms = types.SimpleNamespace(
+    Compose=compose, ToTensor=lambda: lambda image: image.unsqueeze(0), Normalize=normalize
+)

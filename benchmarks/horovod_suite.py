@@ -2,7 +2,7 @@
 
 python benchmarks/horovod_suite.py --horovod DIR: a checkout of Horovod 0.28.1 (PyPI's package has no tests). Each file
 runs in real ranks under `netbottleneck run`, as horovodrun, torchrun and mpirun start them; what is under test/single
-has one rank. With --reference, a folder in which Horovod itself is installed (tools/peers.sh builds one), the same under
+has one rank. With --reference, a folder in which Horovod itself is installed (tools/peers.sh builds one), the same with
 Horovod: under torchrun it would be so many jobs of one rank, so there horovodrun's run counts. --examples runs the
 examples instead.
 
@@ -33,14 +33,15 @@ FILES = (
     "test/parallel/test_adasum_pytorch.py",
     "test/single/test_torch_elastic.py",
 )
-SHORT = ["--model", "resnet18", "--batch-size", "2", "--num-warmup-batches", "1", "--num-batches-per-iter", "2"]
+SHORT = ["--model", "resnet18", "--batch-size", "2", "--num-warmup-batches", "1", "--num-batches-per-iter", "10"]
 SHORT += ["--num-iters", "3"]
 EXAMPLES = {  # with what they are started, and how the line begins that they end with
     "examples/pytorch/pytorch_synthetic_benchmark.py": (SHORT, "Total img/sec on "),
     "examples/pytorch/pytorch_mnist.py": (["--epochs", "2"], "Test set: Average loss: "),
     "examples/elastic/pytorch/pytorch_synthetic_benchmark_elastic.py": (SHORT, "Total img/sec on "),
 }
-NEEDED = ("torch", "pytest", "numpy", "mock", "cloudpickle", "packaging")
+FOR_TESTS = ("torch", "pytest", "numpy", "mock", "cloudpickle", "packaging")
+FOR_EXAMPLES = ("torch", "numpy", "packaging", "filelock")
 RANK = {"passed": 1, "skipped": 0, "failed": 2, "unfinished": 3}  # of the ranks' outcomes the highest is the test's
 
 
@@ -246,7 +247,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--environment {name}: must be of {', '.join(starters)}")
     if args.reference and not (Path(args.reference) / "horovod" / "torch").is_dir():
         parser.error(f"--reference {args.reference}: no horovod/torch in it: tools/peers.sh builds build/peers/horovod")
-    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    needed = FOR_EXAMPLES if args.examples else FOR_TESTS
+    absent = [name for name in needed if importlib.util.find_spec(name) is None]
     if absent:
         parser.error(f"missing: {', '.join(absent)}: pip install {' '.join(absent)}")
     return args

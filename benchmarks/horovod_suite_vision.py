@@ -1,6 +1,6 @@
 """As much of torchvision as Horovod's PyTorch examples use: copied as a module `torchvision` where there is none.
 
-Models are this package's, of the published sizes. The digits of MNIST's shape are noise around a pattern of each class.
+Models are this package's, of the published sizes. The digits of MNIST's shape are a pattern of each class under noise.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from netbottleneck import models as ours
 
 models = types.SimpleNamespace(**{name: lambda name=name: ours.build(name) for name in ("resnet18", "resnet50")})
-TRAIN, TEST, SIDE = 2048, 512, 28
+TRAIN, TEST, SIDE, BLOCK = 8192, 1024, 28, 7
 
 
 class MNIST(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -24,8 +24,9 @@ class MNIST(torch.utils.data.Dataset):  # type: ignore[type-arg]
         drawn = torch.Generator().manual_seed(int(train))
         count = TRAIN if train else TEST
         self.targets = torch.randint(10, (count,), generator=drawn)
-        patterns = torch.rand(10, SIDE, SIDE, generator=torch.Generator().manual_seed(2))
-        self.data = (patterns[self.targets] + torch.rand(count, SIDE, SIDE, generator=drawn)) / 2
+        coarse = torch.rand(10, SIDE // BLOCK, SIDE // BLOCK, generator=torch.Generator().manual_seed(2)).round()
+        patterns = coarse.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+        self.data = (3 * patterns[self.targets] + torch.rand(count, SIDE, SIDE, generator=drawn)) / 4
         self.transform = transform
 
     def __len__(self) -> int:

@@ -1,0 +1,145 @@
+"""The command that runs Horovod's own tests against this package: what it counts, and that a failure is one."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import horovod_suite  # noqa: E402
+from horovod_suite_jobs import Rendezvous  # noqa: E402
+
+FILE = "test/parallel/test_some.py"
+TESTS = """
+import os
+import horovod.torch as hvd
+from horovod.runner.util.threads import lent
+import pytest
+import torch
+
+hvd.init()
+
+
+def test_sum():
+    assert lent and hvd.rank() == int(os.environ["HOROVOD_RANK"])
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2
+
+
+@pytest.mark.skipif(hvd.rank() == 0, reason="of rank 1")
+def test_of_one_rank():
+    pass
+
+
+def test_skipped():
+    pytest.skip("no GPU")
+
+
+def test_wrong_on_one_rank():
+    assert hvd.rank() == 0
+"""
+
+
+@pytest.mark.parametrize("environment", ["horovodrun", "torchrun"])
+def test_a_file_is_run_by_real_ranks_and_counted(environment: str, tmp_path: Path) -> None:
+    threads = tmp_path / "horovod" / "runner" / "util" / "threads.py"
+    for path, text in ((threads, "lent = True\n"), (tmp_path / FILE, TESTS)):
+        path.parent.mkdir(parents=True)
+        path.write_text(text, encoding="utf-8")
+    options = argparse.Namespace(horovod=str(tmp_path), reference=None, tests=None, limit=18)
+    suite = horovod_suite.Suite(options, tmp_path / "made")
+    suite.folder.mkdir()
+    found = suite.file(FILE, 2, environment, reference=False)
+    kinds = {test: outcome.kind for test, outcome in found.items()}
+    assert kinds == {
+        "test_sum": "passed",
+        "test_of_one_rank": "passed",
+        "test_skipped": "skipped",
+        "test_wrong_on_one_rank": "failed",
+    }
+    assert found["test_skipped"].why == "no GPU"
+
+
+def ended(*tests: tuple[str, str]) -> list[dict[str, Any]]:
+    """Return what a rank writes down."""
+    lines: list[dict[str, Any]] = [{"began": True}]
+    for test, outcome in tests:
+        lines.append({"test": test, "outcome": "unfinished", "why": "did not end"})
+        if outcome != "unfinished":
+            lines.append({"test": test, "outcome": outcome, "why": "so"})
+    return [*lines, {"ended": True, "horovod": "netbottleneck.torch"}]
+
+
+def test_a_test_counts_as_its_worst_rank_and_one_that_a_rank_does_not_reach_as_failed() -> None:
+    one = ended(("a", "passed"), ("b", "passed"), ("c", "skipped"), ("d", "passed"))
+    other = ended(("a", "passed"), ("b", "failed"), ("c", "unfinished"))
+    found = horovod_suite.merged([one, other], 2, False, "")
+    assert {test: outcome.kind for test, outcome in found.items()} == {
+        "a": "passed",
+        "b": "failed",
+        "c": "unfinished",
+        "d": "unfinished",
+    }
+    assert "1 of 2 ranks did not come to it" in found["d"].why
+
+
+def test_ranks_of_the_wrong_package_are_no_result() -> None:
+    with pytest.raises(RuntimeError, match="netbottleneck"):
+        horovod_suite.merged([ended()], 1, True, "")
+    with pytest.raises(RuntimeError, match="1 of 2 ranks began"):
+        horovod_suite.merged([ended()], 2, False, "")
+
+
+def test_what_passes_there_and_not_here_is_listed_and_is_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "horovod" / "torch").mkdir(parents=True)
+    (tmp_path / FILE).parent.mkdir(parents=True)
+    (tmp_path / FILE).touch()
+    here = {"same": "passed", "lost": "skipped", "gained": "passed", "both": "failed"}
+    there = {"same": "passed", "lost": "passed", "gained": "skipped", "both": "failed"}
+
+    def run(suite: Any, file: str, size: int, environment: str, reference: bool) -> Any:
+        return {test: horovod_suite.Outcome(kind, "so") for test, kind in (there if reference else here).items()}
+
+    monkeypatch.setattr(horovod_suite.Suite, "file", run)
+    monkeypatch.setattr(horovod_suite, "FOR_TESTS", ())
+    args = ["--horovod", str(tmp_path), "--reference", str(tmp_path), "--ranks", "2", "--environment", "torchrun"]
+    args += ["--files", FILE]
+    assert horovod_suite.main(args) == 1
+    said = capsys.readouterr().out
+    assert "| test_some.py | 2 | torchrun | netbottleneck | 2 | 1 | 1 |" in said
+    assert "Passes there and not here: \n* lost (test_some.py, 2 ranks, torchrun): skipped: so\n" in said
+    assert "Skipped there, passes here: \n* gained (" in said
+    assert "Fails in both: \n* both (" in said
+    here["lost"] = "passed"
+    assert horovod_suite.main(args) == 0
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "horovod_suite.py"), "--horovod", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=15, check=False)
+    assert ended.returncode == 2
+    assert f"no {horovod_suite.FILES[0]} in it: a checkout of Horovod's repository at v0.28.1 has it" in ended.stderr
+
+
+def test_a_scope_of_horovodruns_is_emptied_when_all_its_ranks_are_through() -> None:
+    server = Rendezvous(2)
+    try:
+        server.scopes = {"global": {"0": b"x"}, "mine": {"0": b"x", "1": b"y"}}
+        server.left("global", "0")
+        server.left("mine", "0")
+        assert list(server.scopes["mine"]) == ["1"]
+        assert "global" in server.scopes
+        server.left("global", "1")
+        assert "global" not in server.scopes
+    finally:
+        server.close()

@@ -19,7 +19,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class Outcome:
 
     kind: str
     why: str = ""
+    absent: int = 0  # ranks that did not come to it
 
     @property
     def failed(self) -> bool:
@@ -82,19 +83,30 @@ class Suite:
         return Job([sys.executable, *start, *command], size, {**own, **environ}, folder, self.args.limit)
 
     def file(self, file: str, size: int, environment: str, reference: bool) -> Outcomes:
-        """Run a file of tests; return how each ended."""
+        """Run a file of tests; return how each ended. What a test that hangs leaves undone is run after it."""
+        found: Outcomes = {}
+        while True:
+            more = self._part(file, size, environment, reference, tuple(found))
+            hangs = [test for test, outcome in more.items() if outcome.kind == "unfinished" and not outcome.absent]
+            if not hangs:
+                return found | more
+            # What not all ranks had come to is not to blame.
+            found |= {test: outcome for test, outcome in more.items() if not outcome.absent}
+
+    def _part(self, file: str, size: int, environment: str, reference: bool, but: Sequence[str]) -> Outcomes:
         runner = Path(self.args.horovod).resolve() / "horovod" / "runner"
         options = ["-q", "-p", "horovod_suite_plugin", "-p", "no:cacheprovider", "-o", "addopts="]
         chosen = ["-k", self.args.tests] if self.args.tests else []
-        environ = {"HOROVOD_SUITE_RUNNER": "" if reference else str(runner)}
+        environ = {"HOROVOD_SUITE_RUNNER": "" if reference else str(runner), "HOROVOD_SUITE_BUT": json.dumps(but)}
         job = self.job(["-m", "pytest", *options, *chosen, file], size, environ, reference)
         shutil.copytree(Path(self.args.horovod) / "test", job.folder / "test")
         out = job.folder / "out"
         out.mkdir()
         (job.folder / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
-        job.environ["HOROVOD_SUITE_OUT"] = str(out)  # type: ignore[index]
-        end = STARTERS[environment](job)
-        return merged([lines(path) for path in out.glob("*.jsonl")], size, reference, end.said)
+        environ = {**job.environ, "HOROVOD_SUITE_OUT": str(out)}
+        end = STARTERS[environment](replace(job, environ=environ, news=out, quiet_s=self.args.quiet))
+        found = merged([lines(path) for path in out.glob("*.jsonl")], size, reference, end.said)
+        return found if found or but else {"(start)": Outcome("failed", f"no test began: exit code {end.code}")}
 
     def example(self, script: str, size: int, environment: str) -> Outcome:
         """Run an example, unmodified."""
@@ -103,7 +115,7 @@ class Suite:
         if importlib.util.find_spec("torchvision") is None:
             shutil.copy(HERE / "horovod_suite_vision.py", job.folder / "torchvision.py")
             path = f"{job.folder}{os.pathsep}{job.environ['PYTHONPATH']}"
-            job = Job(job.command, size, {**job.environ, "PYTHONPATH": path}, job.folder, job.limit_s)
+            job = replace(job, environ={**job.environ, "PYTHONPATH": path})
         end = STARTERS[environment](job)
         last = next((line for line in reversed(end.said.splitlines()) if line.startswith(sign)), "")
         measured = "Verdict: " in end.said and (job.folder / "run" / "summary.json").exists()
@@ -143,7 +155,7 @@ def merged(ranks: Sequence[list[dict[str, Any]]], size: int, reference: bool, sa
     for test in found:
         absent = sum(all(line.get("test") != test for line in rank) for rank in ranks)
         if absent:
-            found[test] = Outcome("unfinished", f"{absent} of {size} ranks did not come to it: {found[test].why}")
+            found[test] = Outcome("unfinished", f"{absent} of {size} ranks did not come to it", absent)
     return found
 
 
@@ -235,7 +247,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--examples", action="store_true", help="run the examples, not the tests")
     parser.add_argument("--files", nargs="+", default=FILES, help="of the checkout")
     parser.add_argument("--tests", metavar="WORDS", help="only tests that pytest's -k chooses by these")
-    parser.add_argument("--limit", type=float, default=600, help="seconds of each run")
+    parser.add_argument("--limit", type=float, default=900, help="seconds of each run")
+    parser.add_argument("--quiet", type=float, default=90, help="seconds after which a test that says nothing hangs")
     args = parser.parse_args(argv)
     for file in EXAMPLES if args.examples else args.files:
         if not (Path(args.horovod) / file).is_file():

@@ -29,6 +29,8 @@ class Job:
     environ: Mapping[str, str]
     folder: Path
     limit_s: float
+    news: Path | None = None  # a folder whose files grow as long as it gets on,
+    quiet_s: float = 0.0  # and for how long they may not
 
 
 @dataclass(frozen=True)
@@ -163,13 +165,24 @@ def _end(job: Job, starts: Sequence[tuple[Sequence[str], Mapping[str, str]]]) ->
                 start_new_session=True,
             )  # fmt: skip
             processes.append(process)
-        deadline = time.monotonic() + job.limit_s
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            for process in processes:
-                process.wait(max(0.0, deadline - time.monotonic()))
+        _wait(job, processes)
         codes = [process.poll() for process in processes]
     worst = None if None in codes else next((code for code in codes if code), 0)
     return End(worst, said.read_text(encoding="utf-8", errors="replace"))
+
+
+def _wait(job: Job, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait for all, while it is not too late, or too quiet."""
+    deadline = time.monotonic() + job.limit_s
+    known, heard = -1, time.monotonic()
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        if job.news is not None:
+            now = sum(path.stat().st_size for path in job.news.iterdir())
+            if now != known:
+                known, heard = now, time.monotonic()
+            elif time.monotonic() - heard > job.quiet_s:
+                return
+        time.sleep(0.05)
 
 
 @contextlib.contextmanager

@@ -319,6 +319,15 @@ static PyObject *comm_get_size(PyObject *object, void *Py_UNUSED(closure)) {
     return PyLong_FromLong(comm_of(object)->size);
 }
 
+static PyObject *comm_get_failed(PyObject *object, void *Py_UNUSED(closure)) {
+    const struct core_comm *self = comm_of(object);
+    struct nb_error err = self->failure;
+    if (self->job != NULL) {
+        (void)nb_job_failure(self->job, &err);
+    }
+    return PyBool_FromLong(err.code != 0);
+}
+
 #define WITH_KEYWORDS(function) (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS
 
 PyTypeObject *core_comm_type(PyObject *module) {
@@ -363,6 +372,7 @@ PyTypeObject *core_comm_type(PyObject *module) {
     static const PyGetSetDef getset[] = {
         {"rank", comm_get_rank, NULL, "This rank.", NULL},
         {"size", comm_get_size, NULL, "How many ranks there are.", NULL},
+        {"failed", comm_get_failed, NULL, "Whether something ended it, such as a lost rank: close() is still due.", NULL},
         {0},
     };
     static const PyType_Slot slots[] = {

@@ -210,6 +210,10 @@ class Comm:
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
+    @property
+    def failed(self) -> bool:
+        """Whether something ended it, such as a lost rank: close() is still due."""
+
     def submit(
         self,
         name: str,

@@ -51,7 +51,10 @@ class Observer:
         """A distributed optimizer has made its Gradients; their target may be changed between steps."""
 
     def stopping(self, stopping: "Job") -> None:
-        """The job is about to end."""
+        """The job is about to end: its communicator is still there."""
+
+    def stopped(self, stopped: "Job") -> None:
+        """The job has ended: no other rank waits for this one any more."""
 
 
 @dataclass
@@ -196,6 +199,7 @@ def stop() -> None:
         finally:
             ended.tell()
             ended.comm.close()
+        ended.observer.stopped(ended)
 
 
 def _log(settings: Settings, place: launch.Place) -> None:

@@ -75,15 +75,16 @@ def shared(comm: "_core.Comm", sign: Path, limit_s: float) -> bool:
     return all(seen == b"1" for seen in together(comm, b"1" if sign.exists() else b"0", limit_s))
 
 
-def gather(comm: "_core.Comm", folder: Path) -> None:
+def gather(comm: "_core.Comm", folder: Path, limit_s: float) -> None:
     """Bring each rank's own files (ranks/<rank>.*) to rank 0's folder. Every rank calls it; the files are closed.
 
-    Raises what Comm.submit and Work.wait raise, and OSError where rank 0 cannot write.
+    Raises what Comm.submit and Work.wait raise, TimeoutError where not all ranks come within limit_s, and OSError where
+    rank 0 cannot write.
     """
     core = launch.core()
     for rank in range(1, comm.size):
         packed = _pack(folder, rank) if comm.rank == rank else b""
-        counts = comm.exchange(len(packed).to_bytes(COUNT_BYTES, "little"))
+        counts = comm.exchange(len(packed).to_bytes(COUNT_BYTES, "little"), limit_s=limit_s)
         total = int.from_bytes(counts[rank], "little")
         if total == 0:
             continue

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from netbottleneck import _core
 
 FINISH_S = 20.0  # how long rank 0 waits for the others' records before it reports
-FAILED_FINISH_S = 3.0  # the same after an error: the others have failed too by then, or are gone
+FAILED_FINISH_S = 1.0  # the same after an error, or a loss: the others have failed too by then, or are gone
 
 logger = logging.getLogger("netbottleneck")
 
@@ -158,20 +158,23 @@ class Session:
             arm.close()
         self.recorder.close()
 
-    def collect(self) -> None:
-        """Wait until rank 0 has all ranks' records, at most FINISH_S; where no folder is shared, bring them there.
-
-        Every rank calls it, after `close`.
-        """
+    def bring(self) -> None:
+        """Where no folder is shared, bring all records to rank 0's. Every rank calls it, after `close`."""
         if not self.shared:
             try:
-                records.gather(self.control, self.folder / RANKS)
+                records.gather(self.control, self.folder / RANKS, self._finish_s)
             except OSError as error:
                 logger.warning("the records of other hosts could not be brought to %s: %s", self.folder, error)
+
+    @property
+    def _finish_s(self) -> float:
+        return FAILED_FINISH_S if self.error is not None or self.control.failed else FINISH_S
+
+    def collect(self) -> None:
+        """Wait until rank 0 has the records of all that share its folder, at most FINISH_S. After `bring`."""
+        if self.place.rank != 0 or not self.shared:
             return
-        if self.place.rank != 0:
-            return
-        until = time.monotonic() + (FINISH_S if self.error is None else FAILED_FINISH_S)
+        until = time.monotonic() + self._finish_s
         missing = set(range(self.place.size))
         while missing and time.monotonic() < until:
             missing = {rank for rank in missing if not records.finished(self.folder / RANKS / f"{rank}.meta.json")}

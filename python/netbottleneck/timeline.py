@@ -194,6 +194,9 @@ class Watching(job.Observer):
                 self.timeline.close()
                 self.timeline = None
 
+    def stopped(self, stopped: job.Job) -> None:
+        self.inner.stopped(stopped)
+
 
 def watch() -> None:
     """Have the next job watched."""

@@ -16,11 +16,11 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import horovod_suite  # noqa: E402
-from horovod_suite_jobs import Rendezvous  # noqa: E402
+from horovod_suite_jobs import Job, Rendezvous, by_horovodrun  # noqa: E402
 
 FILE = "test/parallel/test_some.py"
 TESTS = """
-import os
+import os, time
 import horovod.torch as hvd
 from horovod.runner.util.threads import lent
 import pytest
@@ -45,27 +45,64 @@ def test_skipped():
 
 def test_wrong_on_one_rank():
     assert hvd.rank() == 0
+
+
+def test_that_hangs():
+    while hvd.rank() == 1:
+        time.sleep(0.1)
+
+
+def test_after_it():
+    assert hvd.size() == 2
 """
 
 
-@pytest.mark.parametrize("environment", ["horovodrun", "torchrun"])
+@pytest.mark.parametrize("environment", ["horovodrun", pytest.param("torchrun", marks=pytest.mark.full)])
 def test_a_file_is_run_by_real_ranks_and_counted(environment: str, tmp_path: Path) -> None:
     threads = tmp_path / "horovod" / "runner" / "util" / "threads.py"
     for path, text in ((threads, "lent = True\n"), (tmp_path / FILE, TESTS)):
         path.parent.mkdir(parents=True)
         path.write_text(text, encoding="utf-8")
-    options = argparse.Namespace(horovod=str(tmp_path), reference=None, tests=None, limit=18)
+    options = argparse.Namespace(horovod=str(tmp_path), reference=None, tests=None, limit=18, quiet=4)
     suite = horovod_suite.Suite(options, tmp_path / "made")
     suite.folder.mkdir()
-    found = suite.file(FILE, 2, environment, reference=False)
+    found = suite._part(FILE, 2, environment, False, ("test_that_hangs",))
     kinds = {test: outcome.kind for test, outcome in found.items()}
     assert kinds == {
         "test_sum": "passed",
         "test_of_one_rank": "passed",
         "test_skipped": "skipped",
         "test_wrong_on_one_rank": "failed",
+        "test_after_it": "passed",
     }
     assert found["test_skipped"].why == "no GPU"
+
+
+def test_what_a_test_that_hangs_leaves_undone_is_run_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = horovod_suite.Outcome
+    parts = {
+        (): {"a": outcome("passed"), "b": outcome("unfinished"), "c": outcome("unfinished", absent=1)},
+        ("a", "b"): {"c": outcome("passed"), "d": outcome("unfinished", absent=1)},
+    }
+    monkeypatch.setattr(horovod_suite.Suite, "_part", lambda suite, *asked: parts[asked[-1]])
+    suite = horovod_suite.Suite(argparse.Namespace(), Path())
+    found = suite.file(FILE, 2, "torchrun", reference=False)
+    assert {test: outcome.kind for test, outcome in found.items()} == {
+        "a": "passed",
+        "b": "unfinished",
+        "c": "passed",
+        "d": "unfinished",
+    }
+
+
+def test_ranks_that_say_nothing_for_long_are_ended(tmp_path: Path) -> None:
+    news = tmp_path / "news"
+    news.mkdir()
+    talks = "import os, sys, time; [(open(sys.argv[1], 'a').write('x'), time.sleep(0.1)) for _ in range(10)]; "
+    command = [sys.executable, "-c", talks + "time.sleep(1000)", str(news / "0")]
+    end = by_horovodrun(Job(command, 1, {}, tmp_path, 60, news, 0.5))
+    assert end.code is None
+    assert (news / "0").stat().st_size == 10
 
 
 def ended(*tests: tuple[str, str]) -> list[dict[str, Any]]:

@@ -9,10 +9,20 @@ from netbottleneck.session import Session
 
 def finish(session: Session, *, show: bool = True) -> None:
     """Close a session on this rank; rank 0 then writes the report, and shows it. A second call does nothing."""
-    if session.closed:
-        return
+    if not session.closed:
+        close(session)
+        report(session, show=show)
+
+
+def close(session: Session) -> None:
+    """Close a session on this rank: its records are complete, and on rank 0's host where that shares no folder."""
     failed = getattr(sys, "last_value", None)
     session.close(f"{type(failed).__name__}: {failed}" if failed is not None else None)
+    session.bring()
+
+
+def report(session: Session, *, show: bool = True) -> None:
+    """Have rank 0 write the report of a closed session, and show it, once it has the others' records."""
     session.collect()
     if session.place.rank != 0:
         return

@@ -1,9 +1,10 @@
 """Horovod's optimizer under a session: told of it by the job, which knows nothing of sessions."""
 
+import atexit
 from typing import Any
 
 from netbottleneck import job, timeline
-from netbottleneck.hooks.finish import finish, finish_at_exit
+from netbottleneck.hooks.finish import close, report
 from netbottleneck.hooks.measured import Measured
 from netbottleneck.records import RANKS
 from netbottleneck.session import Session, open_session
@@ -22,13 +23,18 @@ class Measuring(job.Observer):
         self._session = open_session(settings, model=type(optimizer).__name__)
         gradients.record(self._session.recorder)
         Measured(self._session, gradients, optimizer, own_sync=False)
-        finish_at_exit(self._session)
+        atexit.register(job.stop)  # before what was imported earlier is taken down
         _have_arms_followed(self._session)
 
     def stopping(self, stopping: job.Job) -> None:
+        if self._session is not None:
+            close(self._session)
+
+    def stopped(self, stopped: job.Job) -> None:
+        # Only now: rank 0 waits for the others' records, and they may still wait for it where it leaves early.
         session, self._session = self._session, None
         if session is not None:
-            finish(session)
+            report(session)
 
 
 def _have_arms_followed(session: Session) -> None:

@@ -80,6 +80,10 @@ class _FirstOptimizer(job.Observer):
         if self._real is not None:
             self._real.stopping(stopping)
 
+    def stopped(self, stopped: job.Job) -> None:
+        if self._real is not None:
+            self._real.stopped(stopped)
+
 
 def _patch_ddp() -> None:
     from netbottleneck.hooks import ddp

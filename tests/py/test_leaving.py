@@ -1,0 +1,90 @@
+"""A rank of Horovod's API that dies, leaves or raises in training: the others learn of it at once. Forked children."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import Ranks
+
+from test_faults import TOLD_WITHIN_S
+
+pytest.importorskip("torch")
+
+LEAVING = """
+import os, signal, sys, time
+
+import torch
+import horovod.torch as hvd
+
+hvd.init()
+leaver, how = int(os.environ["LEAVER"]), os.environ["HOW"]
+model = torch.nn.Linear(1 << 12, 4)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters())
+
+
+def step():
+    optimizer.zero_grad()
+    model(torch.ones(1, 1 << 12)).sum().backward()
+    optimizer.step()
+
+
+for _ in range(3):
+    step()
+    hvd.allreduce(torch.ones(2), name="metric")
+if hvd.rank() == leaver:
+    print("leaves", time.monotonic(), flush=True)
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "raises":
+        raise ValueError("this rank cannot go on")
+    elif how == "shuts down":
+        hvd.shutdown()
+    sys.exit(0)
+try:
+    began = time.monotonic()
+    while True:
+        began = time.monotonic()
+        if os.environ["WHERE"] == "step":
+            step()
+        else:
+            hvd.allreduce(torch.ones(2), name="metric")
+except hvd.HorovodInternalError as error:
+    print("told", began, time.monotonic(), error, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("transport", "how", "leaver", "where"),
+    [
+        ("", "killed", 1, "step"),
+        ("", "returns", 0, "metric"),
+        ("", "raises", 1, "metric"),
+        ("tcp", "killed", 1, "metric"),
+        ("tcp", "raises", 0, "metric"),
+        ("tcp", "returns", 0, "metric"),
+        ("tcp", "shuts down", 0, "step"),
+        ("stock", "killed", 1, "step"),
+        ("stock", "raises", 0, "metric"),
+        ("stock", "returns", 0, "step"),
+    ],
+)
+def test_whoever_is_left_gets_an_error_at_once(
+    ranks: Ranks, tmp_path: Path, transport: str, how: str, leaver: int, where: str
+) -> None:
+    """transport: of a measured run; "": nothing is measured."""
+    env = {"LEAVER": str(leaver), "HOW": how, "WHERE": where}
+    if transport:
+        env |= {"NETBOTTLENECK_TRANSPORT": transport, "NETBOTTLENECK_DIR": str(tmp_path / "run")}
+    module = "netbottleneck, horovod.torch" if transport else "netbottleneck.torch"
+    results = ranks(2, LEAVING.replace("horovod.torch", module), env, check=False)
+    left = re.search(r"leaves (\S+)", results[leaver].stdout)
+    told = re.search(r"^told (\S+) (\S+) (.*)$", results[1 - leaver].stdout, re.MULTILINE)
+    assert left, results[leaver].stderr
+    assert told, results[1 - leaver].stderr
+    assert float(told[2]) - max(float(told[1]), float(left[1])) < TOLD_WITHIN_S, told[0]
+    if transport != "stock" or where == "metric":  # gloo names nobody
+        assert f"rank {leaver} " in told[3]
+    assert results[1 - leaver].code == 0
+    assert results[leaver].code == {"killed": -9, "raises": 1}.get(how, 0)

@@ -71,8 +71,9 @@ def pytest_runtest_logreport(report: Any) -> None:
         write(test=report.nodeid.rpartition("::")[2], outcome=report.outcome, why=why)
 
 
-def pytest_sessionfinish() -> None:
-    """Say whose Horovod it was, and that all tests are over."""
+def pytest_sessionfinish(session: Any) -> None:
+    """Say whose Horovod it was, and that all tests are over. A launcher would end the others where this one fails."""
+    session.exitstatus = 0
     module = sys.modules.get("horovod.torch")
     write(ended=True, horovod=getattr(getattr(module, "allreduce", None), "__module__", "") or "")
 

@@ -63,7 +63,7 @@ def test_a_file_is_run_by_real_ranks_and_counted(environment: str, tmp_path: Pat
     for path, text in ((threads, "lent = True\n"), (tmp_path / FILE, TESTS)):
         path.parent.mkdir(parents=True)
         path.write_text(text, encoding="utf-8")
-    options = argparse.Namespace(horovod=str(tmp_path), reference=None, tests=None, limit=18, quiet=4)
+    options = argparse.Namespace(horovod=str(tmp_path), reference=None, tests=None, limit=18, quiet=18)
     suite = horovod_suite.Suite(options, tmp_path / "made")
     suite.folder.mkdir()
     found = suite._part(FILE, 2, environment, False, ("test_that_hangs",))

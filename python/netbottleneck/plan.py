@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from netbottleneck.trace import PSEUDO, Collective, Trace
 
@@ -60,6 +61,48 @@ def buckets(
     place = {index: at for at, index in enumerate(order)}
     done.extend(filling.values())
     return sorted(done, key=lambda bucket: place[bucket[-1]])
+
+
+class Carried(Protocol):
+    """A bucket as whoever sends it keeps it; `parameters` are indices of its tensors."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def dtype(self) -> object: ...
+    @property
+    def parameters(self) -> Sequence[int]: ...
+
+
+def described(
+    tensors: Iterable[tuple[str, int, object]], made: Sequence[Carried], key_of: Callable[[str], int]
+) -> dict[str, list[dict[str, Any]]]:
+    """Return what a rank's record says of its tensors, (name, bytes, type) each, and of the buckets made of them.
+
+    key_of: the key on the wire of a bucket's name. A type is told without its library's name."""
+    home = {index: number for number, bucket in enumerate(made) for index in bucket.parameters}
+    return {
+        "parameters": [
+            {"name": name, "bytes": nbytes, "dtype": _dtype_name(dtype), "bucket": home.get(index)}
+            for index, (name, nbytes, dtype) in enumerate(tensors)
+        ],
+        "buckets": [
+            {
+                "name": bucket.name,
+                "key": key_of(bucket.name),
+                "bytes": bucket.nbytes,
+                "dtype": _dtype_name(bucket.dtype),
+                "parameters": list(bucket.parameters),
+            }
+            for bucket in made
+        ],
+    }
+
+
+def _dtype_name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import numpy as np
 
 from netbottleneck import launch
 from netbottleneck.comm import key_of, tensor_over
+from netbottleneck.plan import described
 from netbottleneck.recorder import EVENTS
 from netbottleneck.score import DTYPE, ELEMENT, Score, score
 
@@ -75,24 +76,8 @@ class Player:
 
     def describe(self) -> dict[str, Any]:
         """Return what a rank's record says of its tensors and buckets."""
-        home = {at: number for number, bucket in enumerate(self.buckets) for at in bucket.parameters}
-        return {
-            "parameters": [
-                {"name": name, "bytes": size, "dtype": DTYPE, "bucket": home[at]}
-                for at, (name, size) in enumerate(self.score.tensors)
-            ],
-            "modules": [],
-            "buckets": [
-                {
-                    "name": bucket.name,
-                    "key": key_of(bucket.name),
-                    "bytes": bucket.nbytes,
-                    "dtype": DTYPE,
-                    "parameters": list(bucket.parameters),
-                }
-                for bucket in self.buckets
-            ],
-        }
+        tensors = [(name, size, DTYPE) for name, size in self.score.tensors]
+        return {"modules": [], **described(tensors, self.buckets, key_of)}
 
     def step(self, recorder: _core.Recorder) -> None:
         """Play one step: all gradients are back, and the optimizer is over, when this returns. Raises as Work.wait."""

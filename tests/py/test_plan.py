@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 import pytest
 
-from netbottleneck.plan import buckets
+from netbottleneck.plan import buckets, described
 
 MIB = 1 << 20
 
@@ -64,3 +65,29 @@ def test_every_tensor_travels_once_whatever_the_sizes() -> None:
 def test_nonsense_is_refused(arguments: tuple[list[int]], what: str) -> None:
     with pytest.raises(ValueError, match=what):
         buckets(*arguments)
+
+
+@dataclass(frozen=True)
+class Sent:
+    name: str
+    nbytes: int
+    dtype: object
+    parameters: tuple[int, ...]
+
+
+def test_a_record_tells_its_tensors_and_in_which_bucket_each_travels() -> None:
+    class Torchlike:
+        def __str__(self) -> str:
+            return "torch.float16"
+
+    tensors = [("a", 4, "float32"), ("b", 8, Torchlike()), ("left out", 2, "float32")]
+    told = described(tensors, [Sent("second", 8, Torchlike(), (1,)), Sent("first", 4, "float32", (0,))], len)
+    assert [(row["name"], row["bytes"], row["dtype"], row["bucket"]) for row in told["parameters"]] == [
+        ("a", 4, "float32", 1),
+        ("b", 8, "float16", 0),
+        ("left out", 2, "float32", None),
+    ]
+    assert told["buckets"] == [
+        {"name": "second", "key": 6, "bytes": 8, "dtype": "float16", "parameters": [1]},
+        {"name": "first", "key": 5, "bytes": 4, "dtype": "float32", "parameters": [0]},
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -192,6 +193,38 @@ def test_a_gradient_that_never_is_ready_travels_at_the_wait() -> None:
     spec = RankStep(100, [(1, 10)], 5, 30)
     found = simulate(trace_of([[spec]] * 2, [8, 24], ["f"] * 2), Plan.explicit([(1,), (0,)]), Cost(link=Link(8e9)))
     assert [(c.bucket, c.submit_ns) for c in found.collectives if c.rank == 0] == [(0, 110), (1, 115)]
+
+
+def from_begin(change: dict[str, Any], begin_ns: int) -> dict[str, Any]:
+    """The same, but the last two of each row (of a gradient: the last) are moments after a step's begin."""
+    keep = {"grad_ready": 1, "waits": 1}
+    return {
+        name: tuple((*row[: keep.get(name, 0)], *(at + begin_ns for at in row[keep.get(name, 0) :])) for row in rows)
+        for name, rows in change.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"optimizer": ((160, 400),)},  # ends in the next step
+        {"optimizer": ((350, 400),)},  # is all of it there
+        {"optimizer": ((160, 150),)},  # ends before it begins
+        {"forward": ((-90, 100),)},  # began in the step before
+        {"forward": ((0, 900),)},
+        {"grad_ready": ((0, -50), (1, 900))},
+        {"waits": ((0, 120, 900),)},
+    ],
+)
+def test_marks_that_lie_outside_of_their_step_stay_in_it(change: dict[str, Any]) -> None:
+    trace = trace_of([[RankStep(100, [(1, 10), (0, 20)], 5, 30)] * 2] * 2, [8, 8], ["f"] * 2)
+    steps = tuple(replace(step, **from_begin(change, step.begin_ns)) for step in trace.steps)
+    found = simulate(replace(trace, steps=steps), Plan.ddp(), Cost(link=Link(8e9)))
+    assert len(found.steps) == 4
+    for step in found.steps:
+        marks = [at for pair in (*step.forward, *step.optimizer) for at in pair] + [at for _, at in step.grad_ready]
+        assert all(step.begin_ns <= at <= step.end_ns for at in marks)
+        assert sorted(index for index, _ in step.grad_ready) == [0, 1]
 
 
 def test_more_workers_wait_for_the_slowest_recorded_step_and_memory_stays() -> None:

@@ -11,6 +11,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from netbottleneck.comm import Buckets, key_of
 from netbottleneck.hooks.updates import Updates
+from netbottleneck.plan import described
 from netbottleneck.recorder import EVENTS
 from netbottleneck.session import Session
 
@@ -215,33 +216,13 @@ class Measured:
 
     def _describe(self) -> None:
         g = self.gradients
-        bucket_of = {index: number for number, bucket in enumerate(g.buckets) for index in bucket.parameters}
-        buckets = [
-            {
-                "name": bucket.name,
-                "key": key_of(bucket.name),
-                "bytes": bucket.nbytes,
-                "dtype": str(bucket.dtype).removeprefix("torch."),
-                "parameters": list(bucket.parameters),
-            }
-            for bucket in g.buckets
-        ]
+        tensors = [(name, p.numel() * p.element_size(), p.dtype) for name, p in zip(g.names, g.parameters, strict=True)]
+        told = described(tensors, g.buckets, key_of)
         earlier = self.session.described.get("buckets", []) if self._version not in (-1, g.version) else []
-        names = {bucket["name"] for bucket in buckets}
+        names = {bucket["name"] for bucket in told["buckets"]}
+        told["buckets"] += [bucket for bucket in earlier if bucket["name"] not in names]
         self._version = g.version
-        self.session.describe(
-            parameters=[
-                {
-                    "name": name,
-                    "bytes": parameter.numel() * parameter.element_size(),
-                    "dtype": str(parameter.dtype).removeprefix("torch."),
-                    "bucket": bucket_of.get(index),
-                }
-                for index, (name, parameter) in enumerate(zip(g.names, g.parameters, strict=True))
-            ],
-            modules=[name for name, _ in self._modules],
-            buckets=buckets + [bucket for bucket in earlier if bucket["name"] not in names],
-        )
+        self.session.describe(modules=[name for name, _ in self._modules], **told)
 
 
 def _nothing() -> None:

@@ -16,6 +16,7 @@ import torch
 from netbottleneck import models
 from netbottleneck.comm import key_of
 from netbottleneck.models.data import digits
+from netbottleneck.plan import described
 from netbottleneck.recorder import EVENTS
 from netbottleneck.session import Session
 from netbottleneck.study.jobs import BATCH, SEED, batches
@@ -77,26 +78,11 @@ class Hooked:
 
     def describe(self) -> None:
         """Write down which gradients there are, and how they travelled."""
-        parts, home = self._gradients, {}
-        for number, bucket in enumerate(parts.buckets):
-            home.update(dict.fromkeys(bucket.parameters, number))
-        self._session.describe(
-            parameters=[
-                {"name": name, "bytes": p.numel() * p.element_size(), "dtype": _dtype(p), "bucket": home[at]}
-                for at, (name, p) in enumerate(zip(parts.names, parts.parameters, strict=True))
-            ],
-            modules=[],
-            buckets=[
-                {
-                    "name": bucket.name,
-                    "key": key_of(bucket.name),
-                    "bytes": bucket.nbytes,
-                    "dtype": str(bucket.dtype).removeprefix("torch."),
-                    "parameters": list(bucket.parameters),
-                }
-                for bucket in parts.buckets
-            ],
-        )
+        tensors = [
+            (name, p.numel() * p.element_size(), p.dtype)
+            for name, p in zip(self._gradients.names, self._gradients.parameters, strict=True)
+        ]
+        self._session.describe(modules=[], **described(tensors, self._gradients.buckets, key_of))
 
     def _after_forward(self, _model: Any, _args: Any, output: Any) -> None:
         _tensor_of(output).register_hook(self._backward_begins)
@@ -155,7 +141,3 @@ def _tensor_of(output: Any) -> torch.Tensor:
     while not isinstance(output, torch.Tensor):
         output = next(iter(output.values() if isinstance(output, dict) else output))
     return output
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -10,9 +10,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from netbottleneck import _core
+from netbottleneck.contention import contention
+from netbottleneck.copies import measured, without
 from netbottleneck.fitting import explained, interval, shared
 from netbottleneck.links import UNLIMITED, Link, Table, Wire, at_least_0, positive
 from netbottleneck.service import Service, achievable, flows, nominal, step_and_sum
+from netbottleneck.stats import Estimate
 from netbottleneck.trace import PSEUDO, Trace
 
 __all__ = ["ALGORITHMS", "UNLIMITED", "Cost", "Fit", "Link", "Table", "achievable", "fit", "nominal"]
@@ -106,10 +109,6 @@ class Cost:
             decode_byte_ns=self.decode_byte_ns * factor,
         )
 
-    def bounds(self) -> tuple[Cost, Cost]:
-        """Return the cost at the low and at the high end of `residual`: the interval of what is predicted with it."""
-        return self.slower(1 + self.residual[0]), self.slower(1 + self.residual[1])
-
     def doubts(self, sizes: Sequence[int], workers: int) -> tuple[str, ...]:
         """Return what of a prediction lies outside of what was measured, in words.
 
@@ -148,7 +147,8 @@ class Fit:
     cost: with the achieved rate. residuals: what each operation took over what the cost says, less 1, in order of time.
     bytes_range: sizes of the operations. reason: why the fit is poor, "" where it is not. in_flight: operations that
     shared the link. achieved, achievable (by the probe), nominal: links; None where the run does not know. notes: what
-    was assumed, in words."""
+    was assumed, in words. contention: of the cost, with its interval, and in words; None where the run does not tell.
+    """
 
     cost: Cost
     transport: str
@@ -160,6 +160,8 @@ class Fit:
     achievable: Link | None = None
     nominal: Link | None = None
     notes: tuple[str, ...] = ()
+    contention: Estimate | None = None
+    contention_words: str = ""
 
     @property
     def count(self) -> int:
@@ -172,16 +174,24 @@ class Fit:
 
 
 def fit(
-    trace: Trace, transport: str | None = None, *, algorithm: str | None = None, ranks_per_host: int | None = None
+    trace: Trace,
+    transport: str | None = None,
+    *,
+    algorithm: str | None = None,
+    ranks_per_host: int | None = None,
+    copy_byte_ns: float | None = None,
 ) -> Fit:
     """Return what the operations of one transport cost in this run.
 
     The time of an operation, from its last rank's submission to its end and less what it shared with others, is
     fixed + steps x alpha + bytes x beta by the formula of its algorithm; alpha is known only where the job measured it,
     and counts as fixed else. transport: None: the first that recorded operations.
-    algorithm: None: what the run says, or a ring. ranks_per_host: None: as the hosts' ids say.
+    algorithm: None: what the run says, or a ring. ranks_per_host: None: as the hosts' ids say. copy_byte_ns: of a byte
+    into or out of the fusion buffer, of operations that have one, where the run's own do not tell it: else copies
+    count as part of what operations cost.
 
-    Raises ValueError where the run has no all-reduce of that transport that all ranks finished in a step."""
+    Raises ValueError where the run has no all-reduce of that transport that all ranks finished in a step, and where
+    copies would have taken longer than an operation."""
     names = [transport] if transport is not None else [t for t in trace.transports if t not in PSEUDO]
     for name in names:
         formula, rows, flying = shared(trace, name)
@@ -194,7 +204,14 @@ def fit(
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {chosen!r}")
     hosts = Counter(rank.host_id for rank in trace.ranks if rank.host_id)
     inside = ranks_per_host or max(hosts.values(), default=1)
-    return _fitted(trace, name, chosen, inside, rows, flying)
+    if copy_byte_ns is not None:
+        at_least_0(copy_byte_ns=copy_byte_ns)
+    known_ns, told = measured(rows, flying)
+    if known_ns is None and copy_byte_ns is not None:
+        known_ns, told = copy_byte_ns, f"a copy into a fusion buffer takes {copy_byte_ns:.3f} ns a byte, by a table"
+    found = _fitted(trace, name, (chosen, inside), without(rows, known_ns or 0.0), flying)
+    cost = replace(found.cost, copy_byte_ns=known_ns or 0.0)
+    return replace(found, cost=cost, notes=(*found.notes, told))
 
 
 def _launch_ns(rows: Sequence[Service]) -> float:
@@ -222,7 +239,8 @@ def _least_byte_ns(trace: Trace, name: str, share: float) -> float:
     return 8e9 * share / rate_bps if rate_bps else 0.0
 
 
-def _fitted(trace: Trace, name: str, algorithm: str, inside: int, rows: Sequence[Service], flying: int) -> Fit:
+def _fitted(trace: Trace, name: str, formula: tuple[str, int], rows: Sequence[Service], flying: int) -> Fit:
+    algorithm, inside = formula
     shape = _core.collective_shape(ALGORITHMS.index(algorithm), trace.size, inside)
     step_ns, add = step_and_sum(trace, name)
     known = None if step_ns is None else step_ns * (shape[0] if shape[1] else shape[2])
@@ -230,14 +248,17 @@ def _fitted(trace: Trace, name: str, algorithm: str, inside: int, rows: Sequence
     expected = np.array([a + b * row.nbytes for row in rows])
     residuals = np.array([row.ns for row in rows]) / np.maximum(expected, 1.0) - 1
     sizes = (min(row.nbytes for row in rows), max(row.nbytes for row in rows))
-    notes = (f"{algorithm} of {trace.size} ranks, {inside} on a host", *([note] if note else []))
+    beside, told = contention(trace, name)
+    notes = (f"{algorithm} of {trace.size} ranks, {inside} on a host", *([note] if note else []), told)
     cost = replace(
         _cost(algorithm, trace.size, inside, (a, min(a, known or 0.0), b), add),
         launch_ns=_launch_ns(rows),
+        contention=1.0 if beside is None else beside.value,
         residual=interval(rows, expected),
         fitted_bytes=sizes,
         fitted_size=trace.size,
         poor=why,
     )
     far = achievable(trace, name)
-    return Fit(cost, name, tuple(residuals.tolist()), sizes, why, flying, cost.link, far, nominal(trace), notes)
+    reached = (cost.link, far, nominal(trace))
+    return Fit(cost, name, tuple(residuals.tolist()), sizes, why, flying, *reached, notes, beside, told)

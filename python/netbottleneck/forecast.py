@@ -135,7 +135,8 @@ def make(
         except ValueError as error:
             made[arm] = ArmForecast(None, alone_ns, None, str(error))
             continue
-        notes += [share.words, *said]
+        beside = [f"{arm}: {found.contention_words}"] if found.contention is not None else []
+        notes += [share.words, *beside, *said]
         if best is None or found.cost.link.rate_bps > best.cost.link.rate_bps:
             best = found
     if best is not None and wire.link_bps:

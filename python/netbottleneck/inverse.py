@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from netbottleneck.cost import Cost
 from netbottleneck.stats import Estimate
-from netbottleneck.whatif import PREDICTED, Job, Setting, play, scaling
+from netbottleneck.whatif import PREDICTED, End, Job, Setting, ends, interval, play, scaling
 
 # A step that is longer by no more than this gains nothing.
 NOTHING = 0.01
@@ -58,36 +57,34 @@ class Aim:
     whole: bool = False
 
 
-def _costs(setting: Setting) -> Sequence[Cost]:
-    """The fit's own, the low and the high end."""
-    return (setting.cost, *(setting.cost.bounds() if setting.cost.residual != (0.0, 0.0) else ()))
-
-
-def least(job: Job, aim: Aim, make: Callable[[float], Setting], limit_ns: Callable[[int], float]) -> Least:
-    """The least value whose setting has a step of at most limit_ns of the cost's end: 0 fit, 1 low, 2 high.
+def least(job: Job, aim: Aim, make: Callable[[float], Setting], limit_ns: Callable[[End], float]) -> Least:
+    """The least value whose setting has a step of at most limit_ns, at each end of what it is not sure of.
 
     A larger value must never make a step longer."""
     low, high = aim.span
     best = make(high)
-    found: list[float] = []
     told = Least(aim.question, aim.words, None, workers=best.workers, ranks_per_host=best.cost.ranks_per_host)
     try:
-        play(job, best)
+        reached_ns = play(job, best).step_ns
     except ValueError as error:
         return replace(told, reason=str(error))
-    ends = len(_costs(best))
-    for end in range(ends):
+
+    def found(end: End) -> float:
         bound_ns = limit_ns(end)
 
-        def meets(value: float, end: int = end, bound_ns: float = bound_ns) -> bool:
+        def meets(value: float) -> bool:
             setting = make(value)
             try:
-                return play(job, setting, _costs(setting)[end]).step_ns <= bound_ns
+                return play(end.job, setting, end.bent(setting.cost)).step_ns <= bound_ns
             except ValueError:
                 return False  # an operation is longer than the simulation knows: the best setting's was not
 
-        found.append(_search(meets, low, high, aim.whole) if meets(high) else math.inf)
-    if math.isinf(found[0]):
-        reached = scaling(job, play(job, best).step_ns)
-        return replace(told, reason=f"at most {100 * reached:.1f} % is reached")
-    return replace(told, value=Estimate(found[0], min(found), max(found)), interval=ends > 1)
+        return _search(meets, low, high, aim.whole) if meets(high) else math.inf
+
+    value = found(End("", job))
+    if math.isinf(value):
+        return replace(told, reason=f"at most {100 * scaling(job, reached_ns):.1f} % is reached")
+    others = ends(job, best.cost)
+    between = interval(value, others, [found(end) for end in others])
+    between = replace(between, low=max(low, between.low))  # ends that are added in squares reach too far
+    return replace(told, value=between, interval=bool(others))

@@ -124,6 +124,12 @@ def compute_intervals(step: Step) -> Intervals:
     return subtraction(busy, intervals((begin, end) for _, begin, end in step.waits))
 
 
+def passes(step: Step) -> Intervals:
+    """Forward and backward of a step, less what the training thread spent blocked: what can be held against others."""
+    busy = intervals([*step.forward, *backward_intervals(step)])
+    return subtraction(busy, intervals((begin, end) for _, begin, end in step.waits))
+
+
 def is_split(step: Step) -> bool:
     """Whether the parts of a step are known; the untouched script's never are: it tells nothing of its operations."""
     return step.transport != BARE and bool(step.forward or step.grad_ready or step.optimizer)
@@ -139,6 +145,17 @@ def last_entries(trace: Trace) -> dict[tuple[str, int, int, int], tuple[int, int
         for match, by_rank in entries.items()
         if len(by_rank) == trace.size
     }
+
+
+def under_way(trace: Trace, transport: str) -> dict[int, Intervals]:
+    """By rank: when an operation of a transport was under way that all ranks had submitted."""
+    last = last_entries(trace)
+    spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for operation in trace.collectives:
+        if operation.transport == transport and operation.finished:
+            begin_ns, end_ns = _span(operation)
+            spans[operation.rank].append((max(begin_ns, last.get(operation.match, (0, 0))[0]), end_ns))
+    return {rank: intervals(own) for rank, own in spans.items()}
 
 
 class _Operations:

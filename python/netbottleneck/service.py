@@ -37,12 +37,14 @@ HUBER = 1.5 * 1.4826
 class Service:
     """One operation: its step, its bytes, what it would have taken alone.
 
-    launch_ns: from the last submission until all ranks had agreed, None where the run does not know."""
+    launch_ns: from the last submission until all ranks had agreed; members: tensors in it. None where the run does not
+    know."""
 
     step: int
     nbytes: int
     ns: float
     launch_ns: float | None
+    members: int | None = None
 
 
 def formula(algorithm: str | None) -> str:
@@ -91,6 +93,12 @@ def _alone(entries: Sequence[float], ends: Sequence[float], in_flight: int) -> l
     return [max(0.0, float(x)) for x in found[1] - found[0]]
 
 
+def _members(trace: Trace, operation: Collective) -> int | None:
+    """How many tensors an operation has; None where the run does not tell."""
+    index = operation.bucket
+    return len(trace.buckets[index].parameters) or None if index is not None and index < len(trace.buckets) else None
+
+
 def services(trace: Trace, transport: str, in_flight: int) -> tuple[str, list[Service]]:
     """Return the formula of a transport's main algorithm, and its operations in order of their last submission."""
     main, groups = _operations(trace, transport)
@@ -107,7 +115,9 @@ def services(trace: Trace, transport: str, in_flight: int) -> tuple[str, list[Se
         return main, []
     alone = _alone([row[0] for row in rows], [row[1] for row in rows], in_flight)
     return main, [
-        Service(row[2].step if row[2].step is not None else -1, row[2].tensor_bytes, ns, row[3])
+        Service(
+            row[2].step if row[2].step is not None else -1, row[2].tensor_bytes, ns, row[3], _members(trace, row[2])
+        )
         for row, ns in zip(rows, alone, strict=True)
     ]
 

@@ -226,14 +226,15 @@ def simulate(
 ) -> Trace:
     """Return the run as it would have been: an ordinary Trace, times in integer ns from 0. Pure and deterministic.
 
-    trace: whose compute it is (a Workload, where the same is asked often). workers: ranks, None: as many as were. As
-    many as were recorded go through their recorded steps together. Of another number one rank is told, and operations
-    start when the last of them is ready, drawn from all recorded steps: memory does not grow with workers. steps: None:
-    as many as were counted. transport: whose steps; None: the first that tells when gradients were ready.
+    trace: whose compute it is, less what the cost's contention added beside its operations (a Workload, as it is, where
+    the same is asked often). workers: ranks, None: as many as were. As many as were recorded go through their recorded
+    steps together. Of another number one rank is told, and operations start when the last of them is ready, drawn from
+    all recorded steps: memory does not grow with workers. steps: None: as many as were counted. transport: whose steps;
+    None: the first that tells when gradients were ready.
 
     Raises ValueError where the trace tells too little, for numbers below 1, and where the cost is from a fit that is
     too poor for what is asked."""
-    load = trace if isinstance(trace, Workload) else workload(trace, transport)
+    load = trace if isinstance(trace, Workload) else workload(trace, transport, cost.contention)
     size = load.trace.size if workers is None else workers
     count = len(load.steps) if steps is None else steps
     if size < 1 or count < 1:

@@ -5,18 +5,18 @@ Pure and seeded: the same trace gives the same numbers.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from netbottleneck.blocks import BOOTSTRAP_SEED, by_block, redrawn
 from netbottleneck.scaling import WARMUP_STEPS, Split, counted
 from netbottleneck.trace import NULL, SINGLE, Collective, Trace
 
-BOOTSTRAP_DRAWS = 2000
-BOOTSTRAP_SEED = 0
 # Fewer pairs of blocks than this carry no claim.
 PAIRS_MIN = 2
 # Fewest operations, and smallest ratio of sizes, that a latency can be fitted to.
@@ -33,6 +33,17 @@ class Estimate:
     value: float
     low: float
     high: float
+
+
+def widened(value: float, sources: Iterable[Sequence[float]]) -> Estimate:
+    """A value with the interval of all its sources of error, each given by what the value is at its ends.
+
+    Sources know nothing of each other: how far they reach is added in squares."""
+    reached = [(min(value, *ends), max(value, *ends)) for ends in sources]
+    if len(reached) == 1:
+        return Estimate(value, *reached[0])
+    low, high = (math.hypot(*(abs(ends[side] - value) for ends in reached)) for side in (0, 1))
+    return Estimate(value, value - low, value + high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,64 +74,26 @@ class Paired:
 
 def step_times(trace: Trace, transport: str, warmup: int = WARMUP_STEPS) -> dict[int, NDArray[np.float64]]:
     """By block: ns of each counted step under a transport, the median over the ranks that finished it."""
-    by_step: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for step in counted(trace, warmup):
-        if step.transport == transport:
-            by_step[step.block, step.index].append(step.duration_ns)
-    blocks: dict[int, list[float]] = defaultdict(list)
-    for (block, _), lengths in sorted(by_step.items()):
-        blocks[block].append(float(np.median(lengths)))
-    return {block: np.array(lengths) for block, lengths in blocks.items()}
+    own = [step for step in counted(trace, warmup) if step.transport == transport]
+    return {block: steps[:, 0] for block, steps in by_block((step, (step.duration_ns,)) for step in own).items()}
 
 
-def _pairs(
-    base: Mapping[int, NDArray[np.float64]], other: Mapping[int, NDArray[np.float64]]
-) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Neighbouring blocks of two transports, each block once: blocks of third transports between them do not count."""
-    blocks = sorted([(block, 0) for block in base] + [(block, 1) for block in other])
-    found = []
-    place = 0
-    while place + 1 < len(blocks):
-        (left, is_other), (right, next_is_other) = blocks[place], blocks[place + 1]
-        if is_other == next_is_other:
-            place += 1
-            continue
-        found.append((base[right], other[left]) if is_other else (base[left], other[right]))
-        place += 2
-    return found
-
-
-def _estimate(values: NDArray[np.float64], draws: NDArray[np.float64]) -> Estimate:
-    low, high = np.percentile(draws, [2.5, 97.5])
-    return Estimate(float(np.median(values)), float(low), float(high))
+def median_of(pairs: NDArray[np.float64], draws: NDArray[np.float64]) -> Estimate:
+    """The median over pairs of blocks, and the middle 95 % of what it is over those that were drawn again."""
+    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
+    return Estimate(float(np.median(pairs)), float(low), float(high))
 
 
 def compare(
     trace: Trace, base: str, other: str, warmup: int = WARMUP_STEPS, seed: int = BOOTSTRAP_SEED
 ) -> Paired | None:
     """The paired comparison of two transports of one run; None where no two of their blocks are neighbours."""
-    pairs = _pairs(step_times(trace, base, warmup), step_times(trace, other, warmup))
-    if not pairs:
+    found = redrawn(step_times(trace, base, warmup), step_times(trace, other, warmup), seed)
+    if found is None:
         return None
-    random = np.random.default_rng(seed)
-
-    def redraw(lengths: NDArray[np.float64]) -> NDArray[np.float64]:
-        picks: NDArray[np.int64] = random.integers(len(lengths), size=(BOOTSTRAP_DRAWS, len(lengths)))
-        return np.asarray(np.median(lengths[picks], axis=1), np.float64)
-
-    found = np.array([[np.median(a), np.median(b)] for a, b in pairs])
-    drawn = np.array([[redraw(a), redraw(b)] for a, b in pairs])
-    which = random.integers(len(pairs), size=(BOOTSTRAP_DRAWS, len(pairs)))
-    column = random.integers(BOOTSTRAP_DRAWS, size=which.shape)
-    a, b = drawn[which, 0, column], drawn[which, 1, column]
-    return Paired(
-        base,
-        other,
-        len(pairs),
-        sum(len(x) + len(y) for x, y in pairs),
-        _estimate(found[:, 1] - found[:, 0], np.median(b - a, axis=1)),
-        _estimate(found[:, 1] / found[:, 0], np.median(b / a, axis=1)),
-    )
+    difference = median_of(found.other - found.base, found.other_drawn - found.base_drawn)
+    ratio = median_of(found.other / found.base, found.other_drawn / found.base_drawn)
+    return Paired(base, other, len(found.base), found.steps, difference, ratio)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from netbottleneck.cost import Cost, Link
 from netbottleneck.inverse import NOTHING, Aim, Least, least
 from netbottleneck.plan import FUSION_BYTES, Plan
-from netbottleneck.stats import Estimate
 from netbottleneck.units import gbit, ms, nbytes, streams
-from netbottleneck.whatif import PREDICTED, Answer, Job, Setting, answer, play, scaling
+from netbottleneck.whatif import PREDICTED, Answer, End, Job, Setting, answer, ends, interval, play, scaling
 
 # Where the inverse questions look.
 LINK_BPS = (1e6, 1e13)
@@ -135,13 +134,18 @@ def ideal_overlap(job: Job, base: Answer) -> Answer:
     if base.outcome is None or base.step_s is None:
         return replace(base, setting=setting)
     found = base.outcome
-    # The ends of its interval: communication alone grows or shrinks, as the step did over compute.
-    low, high = base.setting.cost.residual
-    computed_ns = play(job, replace(base.setting, cost=Cost.free())).step_ns
-    times = [max(computed_ns, found.communication_ns * (1 + end)) for end in (0.0, low, high)]
-    step = Estimate(times[0] / 1e9, min(times) / 1e9, max(times) / 1e9)
-    factor = Estimate(scaling(job, times[0]), scaling(job, max(times)), scaling(job, min(times)))
-    ended = replace(found, step_ns=times[0], communication_end_ns=times[0])
+    others = ends(job, base.setting.cost)
+    nothing = replace(base.setting, cost=Cost.free())
+
+    def longer(end: End) -> float:
+        # Communication alone grows or shrinks, as the step did over compute; or compute does.
+        return max(play(end.job, nothing).step_ns, found.communication_ns * end.slower)
+
+    value_ns, at_ends = longer(End("", job)), [longer(end) for end in others]
+    step = interval(value_ns / 1e9, others, [at / 1e9 for at in at_ends])
+    factors = [scaling(end.job, at) for end, at in zip(others, at_ends, strict=True)]
+    factor = interval(scaling(job, value_ns), others, factors)
+    ended = replace(found, step_ns=value_ns, communication_end_ns=value_ns)
     return Answer(setting, ended, step, factor, base.interval, PREDICTED, base.notes)
 
 
@@ -150,20 +154,20 @@ def answers(job: Job, settings: Iterator[Setting] | Sequence[Setting]) -> tuple[
     return tuple(answer(job, setting) for setting in settings)
 
 
-def _to_target(job: Job, target: float) -> float:
-    return job.alone_ns / target
+def _to_target(target: float) -> Callable[[End], float]:
+    return lambda end: end.job.alone_ns / target
 
 
 def least_link(job: Job, target: float) -> Least:
     """The slowest link, fully used, with a scaling factor of at least `target`; bits a second."""
     aim = Aim("least link", f"a scaling factor of {target:g}", LINK_BPS)
-    return least(job, aim, lambda bps: next(links(job, [bps])), lambda _: _to_target(job, target))
+    return least(job, aim, lambda bps: next(links(job, [bps])), _to_target(target))
 
 
 def least_compression(job: Job, target: float, codec: Codec) -> Least:
     """The least ratio over the link as it was used."""
     aim = Aim("least compression", f"a scaling factor of {target:g}", RATIO)
-    return least(job, aim, lambda ratio: next(compression(job, [ratio], codec)), lambda _: _to_target(job, target))
+    return least(job, aim, lambda ratio: next(compression(job, [ratio], codec)), _to_target(target))
 
 
 def least_lanes(job: Job, target: float, link_bps: float | None) -> Least:
@@ -178,16 +182,15 @@ def least_lanes(job: Job, target: float, link_bps: float | None) -> Least:
         link = Link(link_bps if link_bps is not None else LINK_BPS[1], int(count), lane_bps)
         return _setting(job, "lanes", streams(int(count)), replace(job.cost, link=link))
 
-    return least(job, aim, make, lambda _: _to_target(job, target))
+    return least(job, aim, make, _to_target(target))
 
 
 def enough_link(job: Job) -> Least:
     """The link beyond which a faster one makes the step shorter by no more than NOTHING."""
     endless = next(links(job, [LINK_BPS[1]]))
-    ends = (endless.cost, *endless.cost.bounds())
 
-    def limit_ns(end: int) -> float:
-        return (1 + NOTHING) * play(job, endless, ends[end]).step_ns
+    def limit_ns(end: End) -> float:
+        return (1 + NOTHING) * play(end.job, endless, end.bent(endless.cost)).step_ns
 
     aim = Aim("enough link", f"a faster one gains no more than {100 * NOTHING:g} %", LINK_BPS)
     return least(job, aim, lambda bps: next(links(job, [bps])), limit_ns)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from netbottleneck.compat import Prediction
@@ -15,7 +16,7 @@ from netbottleneck.cost import Cost, Fit, fit
 from netbottleneck.plan import Plan
 from netbottleneck.scaling import intervals, total
 from netbottleneck.simulate import simulate
-from netbottleneck.stats import Estimate, achievable, step_times
+from netbottleneck.stats import Estimate, achievable, step_times, widened
 from netbottleneck.trace import Collective, Trace
 from netbottleneck.workload import Workload, workload
 
@@ -69,7 +70,8 @@ class Job:
     """A run and what explains it.
 
     load: its compute; cost: as it was, at the achieved rate; alone_ns: a step of one worker. fit: None where no run was
-    measured. lane_bps: what one network stream reaches, by the probe. measured_ns: the step as it was recorded."""
+    measured. lane_bps: what one network stream reaches, by the probe. measured_ns: the step as it was recorded.
+    at_ends: the same with the compute that either end of the fit's contention leaves; () where that is not known."""
 
     trace: Trace
     load: Workload
@@ -82,6 +84,43 @@ class Job:
     lane_bps: float | None = None
     measured_ns: Estimate | None = None
     notes: tuple[str, ...] = field(default=())
+    at_ends: tuple[Job, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """What an answer may be as well, at one end of a source of error; with the defaults, what it is.
+
+    slower: operations take so many times as long. contention: of the job, which is as it is there."""
+
+    source: str
+    job: Job
+    slower: float = 1.0
+    contention: float | None = None
+
+    def bent(self, cost: Cost) -> Cost:
+        """Return a cost as it is there."""
+        there = cost if self.slower == 1.0 else cost.slower(self.slower)
+        return there if self.contention is None else replace(there, contention=self.contention)
+
+
+def ends(job: Job, cost: Cost) -> tuple[End, ...]:
+    """Both ends of each source of error that an answer at a cost has; () of one that nothing was fitted to."""
+    found = []
+    if cost.residual != (0.0, 0.0):
+        found += [End("residual", job, slower=1 + off) for off in cost.residual]
+    for other in job.at_ends:
+        there = replace(other, workers=job.workers)
+        found.append(End("contention", there, contention=other.cost.contention))
+    return tuple(found)
+
+
+def interval(value: float, found: Sequence[End], at: Sequence[float]) -> Estimate:
+    """A value with its interval: `at` is what it is at each end that was found."""
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for end, other in zip(found, at, strict=True):
+        by_source[end.source].append(other)
+    return widened(value, by_source.values())
 
 
 def _by_step(trace: Trace, rank: int) -> dict[int, list[Collective]]:
@@ -135,13 +174,15 @@ def answer(job: Job, setting: Setting) -> Answer:
         found = play(job, setting)
     except ValueError as error:
         return Answer(setting, None, None, None, refused=str(error))
-    bounded = setting.cost.residual != (0.0, 0.0)
-    ends = [found.step_ns]
-    if bounded:
-        ends += [play(job, setting, cost).step_ns for cost in setting.cost.bounds()]
-    step = Estimate(found.step_ns / 1e9, min(ends) / 1e9, max(ends) / 1e9)
-    factor = Estimate(scaling(job, found.step_ns), scaling(job, max(ends)), scaling(job, min(ends)))
-    return Answer(setting, found, step, factor, bounded, notes=(*setting.remarks, *found.notes))
+    others = ends(job, setting.cost)
+    try:
+        steps = [play(end.job, setting, end.bent(setting.cost)).step_ns for end in others]
+    except ValueError as error:
+        return Answer(setting, None, None, None, refused=f"at an end of its interval: {error}")
+    step = interval(found.step_ns / 1e9, others, [step_ns / 1e9 for step_ns in steps])
+    factors = [scaling(end.job, step_ns) for end, step_ns in zip(others, steps, strict=True)]
+    factor = interval(scaling(job, found.step_ns), others, factors)
+    return Answer(setting, found, step, factor, bool(others), notes=(*setting.remarks, *found.notes))
 
 
 def prediction(job: Job, one: Answer) -> Prediction:
@@ -180,15 +221,23 @@ def _plan(trace: Trace, transport: str | None) -> tuple[Plan, tuple[str, ...]]:
         return Plan.ddp(), ("the run does not tell its buckets: those of DDP (1 MiB, then 25 MiB) are taken",)
 
 
-def job(trace: Trace, transport: str | None = None, *, plan: Plan | None = None, cost: Cost | None = None) -> Job:
+def job(
+    trace: Trace,
+    transport: str | None = None,
+    *,
+    plan: Plan | None = None,
+    cost: Cost | None = None,
+    copy_byte_ns: float | None = None,
+) -> Job:
     """A run made ready for questions. cost: given where it is not to be fitted, as for a layer log.
 
-    transport: the one to be explained; None: the first that recorded its operations. Raises ValueError where the run
-    has no operation to fit a cost to, or no step that tells when gradients were ready."""
+    transport: the one to be explained; None: the first that recorded its operations. copy_byte_ns: as fit has it.
+    Raises ValueError where the run has no operation to fit a cost to, or no step that tells when gradients were ready.
+    """
     if cost is not None:
         return _ready(trace, transport, plan, cost, ("no run was fitted: formulas alone, without intervals",))
     together = len({rank.host_id for rank in trace.ranks}) == 1 < trace.size
-    fitted = fit(trace, transport, ranks_per_host=1 if together else None)
+    fitted = fit(trace, transport, ranks_per_host=1 if together else None, copy_byte_ns=copy_byte_ns)
     notes = [f"the fit is poor: {fitted.reason}"] if fitted.reason else []
     if together:
         notes.append("all ranks shared a host: each is taken to have its own, and what they had between them a link")
@@ -200,6 +249,7 @@ def job(trace: Trace, transport: str | None = None, *, plan: Plan | None = None,
         fit=fitted,
         lane_bps=None if can is None else can.points[0][1] / can.points[0][0],
         measured_ns=_measured(trace, fitted.transport),
+        at_ends=_at_ends(trace, made.plan, fitted),
     )
 
 
@@ -207,7 +257,16 @@ def _ready(trace: Trace, transport: str | None, plan: Plan | None, cost: Cost, n
     if plan is None:
         plan, doubt = _plan(trace, transport)
         notes = (*doubt, *notes)
-    load = workload(trace, transport)
+    load = workload(trace, transport, cost.contention)
     load = replace(load, steps=load.steps[:: math.ceil(len(load.steps) / STEPS_MAX)])
     alone = simulate(load, plan, Cost.free(), workers=1, steps=_steps(load))
     return Job(trace, load, plan, cost, trace.size, outcome(alone).step_ns, transport, notes=notes)
+
+
+def _at_ends(trace: Trace, plan: Plan, fitted: Fit) -> tuple[Job, ...]:
+    """The job at either end of the fit's contention."""
+    known = fitted.contention
+    if known is None or known.low == known.high:
+        return ()
+    costs = [replace(fitted.cost, contention=end) for end in (known.low, known.high)]
+    return tuple(_ready(trace, fitted.transport, plan, cost, ()) for cost in costs)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck.scaling import counted, intervals
+from netbottleneck.scaling import Intervals, counted, intersection, intervals, subtraction, under_way
 from netbottleneck.trace import BARE, NULL, PSEUDO, SINGLE, Step, Trace
 
 # Codes of items: csrc/sim/sim.h; those from FORWARD on down are marks, which the engine passes on.
@@ -87,17 +87,28 @@ def _items(step: Step, tensors: int) -> list[tuple[int, int, int]]:
     return sorted(rows, key=lambda row: row[:2])
 
 
-def draw(step: Step, tensors: int) -> Draw:
-    """Return a recorded step of a model with so many tensors as items."""
+def _covered(at: NDArray[np.int64], spans: Intervals) -> NDArray[np.int64]:
+    """How much of a set lies before each moment."""
+    covered: NDArray[np.int64] = (np.clip(at[:, None], spans[:, 0], spans[:, 1]) - spans[:, 0]).sum(axis=1)
+    return covered
+
+
+def draw(step: Step, tensors: int, beside: Intervals | None = None, contention: float = 1.0) -> Draw:
+    """Return a recorded step of a model with so many tensors as items.
+
+    beside: when operations were under way; compute took `contention` times as long then, which is taken out."""
     items = _items(step, tensors)
     at = np.array([at for at, _, _ in items], np.int64)
     codes = np.array([code for _, _, code in items], np.int32)
     ready_ns = max((at for at, _, code in items if code >= 0), default=step.begin_ns)
     blocked = intervals([*((begin, end) for _, begin, end in step.waits), _gap(step, ready_ns)])
-    if len(blocked):
-        before = np.clip(at[:, None], blocked[:, 0], blocked[:, 1]) - blocked[:, 0]
-        at = at - before.sum(axis=1)
-    work = np.maximum(np.diff(at, prepend=step.begin_ns), 0)
+    since = np.full(1, step.begin_ns)
+    less = _covered(at, blocked) - _covered(since, blocked)
+    if beside is not None and len(beside) and contention > 1:
+        slowed = subtraction(intersection(beside, intervals([(step.begin_ns, step.end_ns)])), blocked)
+        lost = 1 - 1 / contention
+        less = less + np.rint(lost * (_covered(at, slowed) - _covered(since, slowed))).astype(np.int64)
+    work = np.maximum(np.diff(at - less, prepend=step.begin_ns), 0)
     waiting = int(np.flatnonzero(codes == WAIT)[0])
     return Draw(work, codes, int(work[: waiting + 1].sum()))
 
@@ -113,9 +124,10 @@ def _transport(trace: Trace, transport: str | None) -> str:
     return found[0]
 
 
-def workload(trace: Trace, transport: str | None = None) -> Workload:
+def workload(trace: Trace, transport: str | None = None, contention: float = 1.0) -> Workload:
     """Return what the ranks of a run compute, by the steps of one transport, the first of each block left out.
 
+    contention: compute took so many times as long while operations were under way: it is told as it is without them.
     transport: None: the first that tells when gradients were ready. Raises ValueError where none does, where no step
     was recorded by all ranks that took part, or where tensors are not described."""
     name = _transport(trace, transport)
@@ -124,9 +136,10 @@ def workload(trace: Trace, transport: str | None = None) -> Workload:
     told = [step for step in trace.steps if step.transport == name and step.grad_ready]
     late = {(step.rank, step.index) for step in counted(trace)}
     rows = [step for step in told if (step.rank, step.index) in late] or told
+    flights = under_way(trace, name) if contention > 1 else {}
     by_index: dict[int, dict[int, Draw]] = defaultdict(dict)
     for step in rows:
-        by_index[step.index][step.rank] = draw(step, len(trace.parameters))
+        by_index[step.index][step.rank] = draw(step, len(trace.parameters), flights.get(step.rank), contention)
     ranks = {step.rank for step in rows}
     whole = tuple(draws for _, draws in sorted(by_index.items()) if set(draws) == ranks)
     if not whole:

@@ -23,7 +23,16 @@ FINE = 0
 WORKERS, LINKS_GBPS = (16, 32, 64), (1.0, 10.0, 25.0, 40.0, 100.0)
 RATIOS = (1.0, 2.0, 5.0, 10.0, 50.0, 100.0)
 # Words that the 2020 simulator knows nothing of.
-NOT_IN_COMPAT = ("target_scaling", "ranks_per_host", "fusion_mib", "cycle_ms", "plan", "algorithm", "codec_gbytes")
+NOT_IN_COMPAT = (
+    "target_scaling",
+    "ranks_per_host",
+    "fusion_mib",
+    "cycle_ms",
+    "plan",
+    "algorithm",
+    "codec_gbytes",
+    "copy_table",
+)
 
 
 def _compat(args: argparse.Namespace, source: Source) -> tuple[compat.Prediction, ...]:
@@ -71,7 +80,9 @@ def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 def _answer(args: argparse.Namespace) -> None:
     target = None
     if args.json is not None:
-        target = _check_target(args.json, [args.input, *([args.add_table] if args.add_table else [])])
+        target = _check_target(
+            args.json, [args.input, *(table for table in (args.add_table, args.copy_table) if table)]
+        )
     source = load(Path(args.input))
     if args.compat is not None:
         cells = _compat(args, source)

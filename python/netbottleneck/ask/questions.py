@@ -11,10 +11,12 @@ from typing import Any
 from netbottleneck import layerlog, sweeps, whatif
 from netbottleneck.ask.source import Source, as_cost, layer_log
 from netbottleneck.ask.words import PAPER
+from netbottleneck.copies import by_table
 from netbottleneck.cost import Cost, Link
 from netbottleneck.inverse import Least
 from netbottleneck.plan import Plan
 from netbottleneck.sweeps import Codec, Told
+from netbottleneck.trace import Parameter
 from netbottleneck.whatif import Answer, Job
 
 LINKS = (1.0, 2.5, 5.0, 10.0, 25.0, 40.0, 50.0, 100.0, 200.0, 400.0)
@@ -34,14 +36,23 @@ def _plan(word: str | None) -> Plan | None:
     return {"ddp": Plan.ddp(), "horovod": Plan.horovod(), PAPER: Plan.paper2020()}.get(word or "")
 
 
+def _copy_byte_ns(args: argparse.Namespace, tensors: Sequence[Parameter]) -> float | None:
+    """Ns of a byte copied, by a table that was given, of these tensors."""
+    if args.copy_table is None:
+        return None
+    return by_table(as_cost(layerlog.read_table(args.copy_table)), [tensor.bytes for tensor in tensors])
+
+
 def make_job(args: argparse.Namespace, source: Source) -> Job:
     """Return the run, or the log as a run of one rank, ready for questions."""
     table = None if args.add_table is None else as_cost(layerlog.read_table(args.add_table))
     if source.trace is None or source.findings is None or source.trace.size == 1:
         one = source.trace or layerlog.to_trace(layer_log(source, args.step_s))
-        cost = Cost(algorithm=args.algorithm or "ring", add=0.0 if table is None else table)
+        copies = _copy_byte_ns(args, one.parameters)
+        cost = Cost(algorithm=args.algorithm or "ring", add=0.0 if table is None else table, copy_byte_ns=copies or 0.0)
         return whatif.job(one, plan=_plan(args.plan) or Plan.horovod(), cost=cost)
-    made = whatif.job(source.trace, args.transport or source.findings.base, plan=_plan(args.plan))
+    transport, copies = args.transport or source.findings.base, _copy_byte_ns(args, source.trace.parameters)
+    made = whatif.job(source.trace, transport, plan=_plan(args.plan), copy_byte_ns=copies)
     if args.algorithm is not None and args.algorithm != made.cost.algorithm:
         note = f"a cost fitted to {made.cost.algorithm} is used for {args.algorithm}"
         made = replace(made, cost=replace(made.cost, algorithm=args.algorithm), notes=(*made.notes, note))

@@ -77,6 +77,9 @@ def parser() -> argparse.ArgumentParser:
     known.add_argument("--codec-gbytes", type=_one(1e-6, 1e6), metavar="X", help="GB/s of encoding, and of decoding")
     known.add_argument("--step-s", type=_one(1e-9, 1e9), metavar="X", help="seconds of a single device's step")
     known.add_argument("--add-table", metavar="FILE", help="bytes,seconds of a vector addition, a line each")
+    known.add_argument(
+        "--copy-table", metavar="FILE", help="bytes,seconds of a copy, where tensors that are fused are copied"
+    )
     older = made.add_argument_group("as the simulator of the 2020 paper answers")
     older.add_argument("--compat", choices=[PAPER], help="exactly its formulas, whatever they leave out")
     older.add_argument(

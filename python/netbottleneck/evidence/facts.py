@@ -25,14 +25,7 @@ from netbottleneck.evidence.values import (
     Parts,
 )
 from netbottleneck.report import Run
-from netbottleneck.scaling import (
-    Split,
-    backward_intervals,
-    split_steps,
-    subtraction,
-    total,
-    typical,
-)
+from netbottleneck.scaling import Split, passes, split_steps, subtraction, total, typical
 from netbottleneck.scaling import intervals as spans
 from netbottleneck.stats import Estimate, Paired
 from netbottleneck.trace import BARE, NULL, PSEUDO, SINGLE, Network, Step, Trace
@@ -202,9 +195,12 @@ def scaling(trace: Trace, name: str, baseline: str, splits: Sequence[Split]) -> 
 
 def _busy(step: Step, whole: bool) -> Step:
     """A step as long as its forward and backward, or as all of it, less what the training thread spent blocked."""
-    parts = [(step.begin_ns, step.end_ns)] if whole else [*step.forward, *backward_intervals(step)]
-    length_ns = total(subtraction(spans(parts), spans((begin, end) for _, begin, end in step.waits)))
-    return replace(step, end_ns=step.begin_ns + length_ns)
+    if whole:
+        blocked = spans((begin, end) for _, begin, end in step.waits)
+        busy = subtraction(spans([(step.begin_ns, step.end_ns)]), blocked)
+    else:
+        busy = passes(step)
+    return replace(step, end_ns=step.begin_ns + total(busy))
 
 
 def computing(trace: Trace, job: str) -> Trace:

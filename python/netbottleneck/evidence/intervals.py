@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck.stats import BOOTSTRAP_DRAWS, BOOTSTRAP_SEED, Estimate
+from netbottleneck.blocks import BOOTSTRAP_DRAWS, BOOTSTRAP_SEED
+from netbottleneck.stats import Estimate
 
 Blocks = Mapping[int, NDArray[np.float64]]
 

@@ -1,0 +1,194 @@
+"""Compute beside operations: what made a run is got back from it, counts once, and is not claimed where not told."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from netbottleneck import forecast, sweeps, whatif
+from netbottleneck import trace as tr
+from netbottleneck.contention import contention
+from netbottleneck.cost import Cost, Link, fit
+from netbottleneck.forecast import Wire
+from netbottleneck.plan import Plan
+from netbottleneck.score import score
+from netbottleneck.simulate import simulate
+from netbottleneck.trace import Collective, Network, Parameter, Rank, Step, Trace
+
+STORED = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
+MS, MB = 1_000_000, 1_000_000
+SIZES = (4 * MB, 24 * MB, 9 * MB, 12 * MB, 2 * MB, 16 * MB)
+EACH = Plan.explicit([(index,) for index in reversed(range(len(SIZES)))])
+FORWARD, GAP, UPDATE = 30 * MS, 20 * MS, 5 * MS
+ALONE = FORWARD + GAP * len(SIZES) + UPDATE
+WIRE = Wire(2e9, 5e8, 4.78e8, 1.9e9)
+
+
+def alone(ranks: int, steps: int, wobble: Callable[[], int]) -> Trace:
+    """Steps in which nothing moves: a gradient every 20 ms, more or less."""
+    rows = []
+    for rank in range(ranks):
+        begin = 0
+        for index in range(steps):
+            ready, at = [], begin + FORWARD
+            for tensor in reversed(range(len(SIZES))):
+                at += GAP + wobble()
+                ready.append((tensor, at))
+            forward, update = ((begin, begin + FORWARD),), ((at, at + UPDATE),)
+            end = at + UPDATE
+            rows.append(
+                Step(rank, index, 0, "null", begin, end, forward=forward, optimizer=update, grad_ready=tuple(ready))
+            )
+            begin = end
+    tensors = tuple(Parameter(f"t{index}", size, "float32") for index, size in enumerate(SIZES))
+    hosts = tuple(Rank(rank, host_id=f"host{rank}") for rank in range(ranks))
+    return Trace("made", ranks, ("null",), ranks=hosts, parameters=tensors, steps=tuple(rows))
+
+
+def moved(step: Step, at: int, index: int, block: int, name: str) -> Step:
+    """A step elsewhere in the run, over another transport."""
+    by = at - step.begin_ns
+    pairs = {what: tuple((a + by, b + by) for a, b in getattr(step, what)) for what in ("forward", "optimizer")}
+    ready = tuple((tensor, when + by) for tensor, when in step.grad_ready)
+    waits = tuple((key, a + by, b + by) for key, a, b in step.waits)
+    place = {"index": index, "block": block, "transport": name, "begin_ns": at, "end_ns": step.end_ns + by}
+    return replace(step, grad_ready=ready, waits=waits, **pairs, **place)  # type: ignore[arg-type]
+
+
+def in_turn(cost: Cost, *, blocks: int = 5, block_steps: int = 5, wobble: Callable[[], int] = lambda: 0) -> Trace:
+    """A run whose blocks have nothing moving and everything moving, by turns, at a cost."""
+    nothing = alone(2, blocks * block_steps, wobble)
+    made = simulate(alone(2, blocks * block_steps, wobble), EACH, cost, steps=blocks * block_steps)
+    steps: list[Step] = []
+    operations: list[Collective] = []
+    now = 0
+    for block in range(2 * blocks):
+        name, source = ("tcp", made) if block % 2 else ("null", nothing)
+        for place in range(block_steps):
+            number, index = block // 2 * block_steps + place, block * block_steps + place
+            own = [step for step in source.steps if step.index == number]
+            by = now - min(step.begin_ns for step in own)
+            steps += [moved(step, step.begin_ns + by, index, block, name) for step in own]
+            for one in source.collectives:
+                if one.step == number:
+                    times = {
+                        what: getattr(one, what) + by for what in ("submit_ns", "agreed_ns", "start_ns", "done_ns")
+                    }
+                    operations.append(replace(one, transport="tcp", step=index, round=index, **times))
+            now += max(step.end_ns for step in own) - min(step.begin_ns for step in own) + MS
+    verified = {"one_flow": {"measured_bps": WIRE.one_flow_bps}, "many_flows": {"measured_bps": WIRE.many_flows_bps}}
+    network = Network("made up", WIRE.link_bps, (5e8,), verified)
+    return replace(
+        nothing,
+        transports=("null", "tcp"),
+        network=network,
+        buckets=made.buckets,
+        steps=tuple(steps),
+        collectives=tuple(operations),
+    )
+
+
+def lengths(trace: Trace, name: str) -> list[int]:
+    return [step.duration_ns for step in trace.steps if step.transport == name]
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.1, 1.5, 2.5])
+def test_a_fit_gets_the_contention_back_that_made_the_run(slower: float) -> None:
+    run = in_turn(Cost(link=Link(3e9), contention=slower))
+    found = fit(run, "tcp")
+    assert found.cost.contention == pytest.approx(slower, abs=1e-4)
+    assert found.contention is not None
+    assert (found.contention.low, found.contention.high) == pytest.approx((slower, slower), abs=1e-4)
+    assert any("times as long beside operations" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.3])
+def test_where_compute_varies_its_interval_holds_what_made_the_run(slower: float) -> None:
+    draw = random.Random(3)
+    run = in_turn(Cost(link=Link(3e9), contention=slower), blocks=8, wobble=lambda: draw.randrange(-MS, MS))
+    found, words = contention(run, "tcp")
+    assert found is not None
+    assert found.low <= slower <= found.high
+    assert found.high - found.low < 0.2
+    assert found.value == pytest.approx(slower, abs=0.05)
+    assert "5 pairs" in words or "8 pairs" in words
+
+
+@pytest.mark.parametrize("bps", [1e9, 3e9, 2e10])
+def test_contention_counts_once(bps: float) -> None:
+    """The very run comes out as it was; without communication it is what it is where nothing moves."""
+    run = in_turn(Cost(link=Link(bps), contention=1.4))
+    job = whatif.job(run, "tcp")
+    now, free = (whatif.answer(job, ask(job)).step_s for ask in (sweeps.now, sweeps.free))
+    assert now is not None
+    assert free is not None
+    assert 1e9 * now.value == pytest.approx(statistics.median(lengths(run, "tcp")), rel=1e-5)
+    assert 1e9 * free.value == pytest.approx(ALONE, rel=1e-5)
+    assert job.alone_ns == pytest.approx(ALONE, rel=1e-5)
+    again = simulate(run, EACH, fit(run, "tcp").cost, transport="tcp")
+    assert statistics.median(lengths(again, "tcp")) == pytest.approx(statistics.median(lengths(run, "tcp")), rel=1e-5)
+
+
+def test_an_answer_about_another_link_holds_for_a_run_over_it() -> None:
+    job = whatif.job(in_turn(Cost(link=Link(1e9), contention=1.4)), "tcp")
+    there = in_turn(Cost(link=Link(5e9), contention=1.4))
+    (faster,) = sweeps.answers(job, sweeps.links(job, [5e9]))
+    assert faster.step_s is not None
+    assert 1e9 * faster.step_s.value == pytest.approx(statistics.median(lengths(there, "tcp")), rel=1e-5)
+
+
+def test_its_interval_widens_an_answer_and_its_words_are_among_the_remarks() -> None:
+    draw = random.Random(5)
+    job = whatif.job(in_turn(Cost(link=Link(3e9), contention=1.4), wobble=lambda: draw.randrange(-MS, MS)), "tcp")
+    free = whatif.answer(job, sweeps.free(job))
+    assert free.interval
+    assert free.step_s is not None
+    assert free.step_s.low < free.step_s.value < free.step_s.high
+    (faster,) = sweeps.answers(job, sweeps.links(job, [2e10]))
+    (known,) = sweeps.answers(replace(job, at_ends=()), sweeps.links(job, [2e10]))
+    assert faster.step_s is not None
+    assert known.step_s is not None
+    assert faster.step_s.value == known.step_s.value
+    assert faster.step_s.high - faster.step_s.low > known.step_s.high - known.step_s.low
+    least = sweeps.least_link(job, 0.8)
+    assert least.value is not None
+    assert least.value.low < least.value.value < least.value.high
+    assert any("times as long beside operations" in note for note in job.notes)
+
+
+def test_a_forecast_takes_the_contention_of_its_source_and_says_so() -> None:
+    run = in_turn(Cost(link=Link(1.9e9), contention=1.4))
+    told = forecast.make(run, score(run, EACH), 2, WIRE, ["tcp"])
+    found = told.transports["tcp"].step_ns
+    assert found is not None
+    assert found.value == pytest.approx(statistics.median(lengths(run, "tcp")), rel=1e-4)
+    assert any("times as long beside operations" in note for note in told.notes)
+
+
+def test_what_a_run_does_not_tell_is_one_with_a_note() -> None:
+    whole = in_turn(Cost(link=Link(3e9), contention=1.4))
+    run = replace(whole, steps=tuple(step for step in whole.steps if step.transport == "tcp"))
+    assert fit(run, "tcp").cost.contention == 1.0
+    assert fit(run, "tcp").contention is None
+    assert any("the arm null" in note for note in fit(run, "tcp").notes)
+    one_pair = replace(whole, steps=tuple(step for step in whole.steps if step.block < 2))
+    assert contention(one_pair, "tcp")[0] is None
+    nothing_beside = in_turn(Cost(link=Link(1e13), contention=1.4))
+    found, why = contention(nothing_beside, "tcp")
+    assert found is None
+    assert "had one beside it" in why
+    stored = fit(tr.read(STORED), "ofi")
+    assert (stored.cost.contention, stored.contention) == (1.0, None)
+
+
+def test_compute_that_varies_more_than_operations_can_cost_tells_nothing() -> None:
+    draw = random.Random(11)
+    run = in_turn(Cost(link=Link(2e10)), blocks=3, block_steps=3, wobble=lambda: draw.randrange(-15 * MS, 15 * MS))
+    found, why = contention(run, "tcp")
+    assert found is None
+    assert "of that time is lost" in why

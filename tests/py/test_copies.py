@@ -1,0 +1,139 @@
+"""Copies into and out of a fusion buffer: told by operations of one tensor beside those of several, or given."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from netbottleneck import sweeps, whatif
+from netbottleneck import trace as tr
+from netbottleneck.cli import main
+from netbottleneck.copies import by_table
+from netbottleneck.cost import Cost, Link, Table, fit
+from netbottleneck.layerlog import LayerLog, VecTable, write, write_table
+from netbottleneck.plan import Plan
+from netbottleneck.simulate import simulate
+from netbottleneck.trace import Parameter, Rank, Step, Trace
+
+STORED = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
+MS, MB = 1_000_000, 1_000_000
+SIZES = (4 * MB, 24 * MB, 9 * MB, 12 * MB, 2 * MB, 16 * MB, 7 * MB, 3 * MB)
+ALONE = ((7,), (6,), (5,), (4,), (3,), (2,), (1,), (0,))
+MIXED = ((7,), (6, 5), (4,), (3, 2), (1,), (0,))
+TOGETHER = ((7, 6), (5, 4), (3, 2, 1), (0,))
+
+
+def recorded(cost: Cost, buckets: tuple[tuple[int, ...], ...] = MIXED, in_flight: int = 1) -> Trace:
+    """What two ranks would have recorded, a gradient every 4 ms and a little more at each step."""
+    rows = []
+    for rank in (0, 1):
+        begin = 0
+        for index in range(9):
+            ready = tuple((7 - at, begin + (5 + 4 * at) * MS + 1000 * (rank + index)) for at in range(len(SIZES)))
+            end = ready[-1][1] + 2 * MS
+            rows.append(Step(rank, index, 0, "tcp", begin, end, grad_ready=ready))
+            begin = end
+    tensors = tuple(Parameter(f"t{at}", size, "float32") for at, size in enumerate(SIZES))
+    hosts = tuple(Rank(rank, host_id=f"host{rank}") for rank in (0, 1))
+    run = Trace("made", 2, ("tcp",), ranks=hosts, parameters=tensors, steps=tuple(rows))
+    return replace(simulate(run, Plan.explicit(buckets, in_flight), cost), origin="measured")
+
+
+@pytest.mark.parametrize("copy_byte_ns", [0.05, 0.3, 2.0])
+def test_a_fit_gets_the_copies_back_that_made_the_run(copy_byte_ns: float) -> None:
+    made = Cost(alpha_ns=100_000, link=Link(3e9), copy_byte_ns=copy_byte_ns)
+    found = fit(recorded(made))
+    assert found.reason == ""
+    assert found.cost.copy_byte_ns == pytest.approx(copy_byte_ns, rel=0.01)
+    assert found.cost.link.rate_bps == pytest.approx(3e9, rel=0.01)
+    assert found.cost.fixed_ns == pytest.approx(200_000, rel=0.05)
+    assert any("a copy into a fusion buffer takes" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("buckets", [ALONE, MIXED, TOGETHER])
+def test_the_same_run_fused_otherwise_is_foretold_with_its_copies(buckets: tuple[tuple[int, ...], ...]) -> None:
+    made = Cost(alpha_ns=100_000, link=Link(3e9), copy_byte_ns=0.5)
+    source, other = recorded(made), recorded(made, buckets)
+    told = simulate(source, Plan.explicit(buckets), fit(source).cost)
+    want = statistics.median(step.duration_ns for step in other.steps)
+    assert statistics.median(step.duration_ns for step in told.steps) == pytest.approx(want, rel=1e-3)
+
+
+def test_where_nothing_is_copied_nothing_is_found() -> None:
+    found = fit(recorded(Cost(alpha_ns=100_000, link=Link(3e9))))
+    assert found.cost.copy_byte_ns == pytest.approx(0.0, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "in_flight", "words"),
+    [
+        (ALONE, 1, "is not known, and counts as part of operations"),
+        (TOGETHER, 1, "is not known, and counts as part of operations"),
+        (MIXED, 2, "operations shared the link"),
+    ],
+)
+def test_what_cannot_be_told_apart_is_part_of_operations(
+    buckets: tuple[tuple[int, ...], ...], in_flight: int, words: str
+) -> None:
+    run = recorded(Cost(link=Link(3e9), copy_byte_ns=0.3), buckets, in_flight)
+    found = fit(run)
+    assert found.cost.copy_byte_ns == 0.0
+    assert words in found.notes[-1]
+
+
+def test_the_stored_run_has_one_size_alone_and_tells_no_copies() -> None:
+    for transport in ("stock", "ofi"):
+        found = fit(tr.read(STORED), transport)
+        assert found.cost.copy_byte_ns == 0.0
+        assert "is not known" in found.notes[-1]
+
+
+def test_a_table_counts_where_the_run_does_not_tell_and_no_byte_twice() -> None:
+    made = Cost(link=Link(3e9), copy_byte_ns=0.3)
+    run = recorded(made, TOGETHER)
+    found = fit(run, copy_byte_ns=0.3)
+    assert found.cost.copy_byte_ns == 0.3
+    assert found.cost.link.rate_bps == pytest.approx(3e9, rel=0.01)
+    assert "by a table" in found.notes[-1]
+    job = whatif.job(run, copy_byte_ns=0.3)
+    now = whatif.answer(job, sweeps.now(job)).step_s
+    assert now is not None
+    measured = statistics.median(step.duration_ns for step in run.steps[1:])
+    assert 1e9 * now.value == pytest.approx(measured, rel=1e-3)
+    told = fit(recorded(made), copy_byte_ns=9.0)  # its own operations tell it
+    assert told.cost.copy_byte_ns == pytest.approx(0.3, rel=0.01)
+
+
+def test_copies_that_no_operation_has_time_for_are_refused() -> None:
+    run = recorded(Cost(link=Link(3e9)), TOGETHER)
+    with pytest.raises(ValueError, match=r"copies of 5 ns a byte: .* no part of it, leave --copy-table out"):
+        fit(run, copy_byte_ns=5.0)
+    with pytest.raises(ValueError, match="copy_byte_ns must be at least 0"):
+        fit(run, copy_byte_ns=-1.0)
+
+
+def test_a_table_of_copies_is_of_tensors_copied_one_by_one() -> None:
+    table = Table((0.0, 1000.0, 2000.0), (50.0, 150.0, 650.0))
+    assert by_table(table, [1000, 2000, 0]) == pytest.approx(800 / 3000)
+    assert by_table(table, [0]) == 0.0
+
+
+def test_a_layer_logs_fused_tensors_are_copied_by_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "two.bk.log", LayerLog("two", ((0.001, 10 * MB), (0.0, 10 * MB))))
+    write_table(tmp_path / "copy.csv", VecTable((1, 20 * MB), (0.0, 0.02)))
+    words = ["what-if", f"{tmp_path}/two.bk.log", "--step-s", "1", "--workers", "4", "--link-gbps", "100"]
+    steps = []
+    for more in ([], ["--copy-table", f"{tmp_path}/copy.csv"]):
+        assert main([*words, *more, "--json", f"{tmp_path}/rows.json"]) == 0
+        (row,) = [row for row in json.loads((tmp_path / "rows.json").read_text()) if row["question"] == "grid"]
+        steps.append(row["step_s"])
+    assert steps[1] - steps[0] == pytest.approx(2 * 0.020, rel=1e-3)
+    capsys.readouterr()
+    assert main([*words, "--copy-table", f"{tmp_path}/none.csv"]) == 2
+    assert f"no such file or folder: {tmp_path}/none.csv" in capsys.readouterr().err
+    assert main([*words, "--copy-table", f"{tmp_path}/copy.csv", "--json", f"{tmp_path}/copy.csv"]) == 2
+    assert "is an input of this very question" in capsys.readouterr().err

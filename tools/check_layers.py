@@ -84,7 +84,7 @@ PYTHON_ROOMS: dict[str, set[str]] = {
     "simulate": {"trace", "plan", "cost", "scaling", "_core"},
     "replay": {"_core", "trace", "plan", "cost", "comm", "recorder", "launch"},
     "whatif": {"trace", "scaling", "simulate", "cost", "plan", "compat"},
-    "forecast": {"trace", "scaling", "cost", "plan", "whatif"},
+    "forecast": {"_core", "trace", "scaling", "cost", "plan", "whatif"},
     "verdict": {"trace", "scaling", "cost", "whatif"},
     "report": {"trace", "recorder", "scaling", "compat", "verdict", "whatif"},
     "evidence": {"trace", "replay", "scaling", "whatif", "report"},

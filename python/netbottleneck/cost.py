@@ -12,7 +12,7 @@ import numpy as np
 from netbottleneck import _core
 from netbottleneck.contention import contention
 from netbottleneck.copies import measured, without
-from netbottleneck.fitting import explained, interval, shared
+from netbottleneck.fitting import explained, interval, lines, shared
 from netbottleneck.links import UNLIMITED, Link, Table, Wire, at_least_0, positive
 from netbottleneck.service import Service, achievable, flows, nominal, step_and_sum
 from netbottleneck.stats import Estimate
@@ -148,6 +148,7 @@ class Fit:
     bytes_range: sizes of the operations. reason: why the fit is poor, "" where it is not. in_flight: operations that
     shared the link. achieved, achievable (by the probe), nominal: links; None where the run does not know. notes: what
     was assumed, in words. contention: of the cost, with its interval, and in words; None where the run does not tell.
+    others: costs that explain all operations together as well, with another part of it by operation and by byte.
     """
 
     cost: Cost
@@ -162,6 +163,7 @@ class Fit:
     notes: tuple[str, ...] = ()
     contention: Estimate | None = None
     contention_words: str = ""
+    others: tuple[Cost, ...] = ()
 
     @property
     def count(self) -> int:
@@ -244,7 +246,8 @@ def _fitted(trace: Trace, name: str, formula: tuple[str, int], rows: Sequence[Se
     shape = _core.collective_shape(ALGORITHMS.index(algorithm), trace.size, inside)
     step_ns, add = step_and_sum(trace, name)
     known = None if step_ns is None else step_ns * (shape[0] if shape[1] else shape[2])
-    a, b, why, note = explained(rows, known, _least_byte_ns(trace, name, shape[1]))
+    floor = _least_byte_ns(trace, name, shape[1])
+    a, b, why, note = explained(rows, known, floor)
     expected = np.array([a + b * row.nbytes for row in rows])
     residuals = np.array([row.ns for row in rows]) / np.maximum(expected, 1.0) - 1
     sizes = (min(row.nbytes for row in rows), max(row.nbytes for row in rows))
@@ -261,4 +264,13 @@ def _fitted(trace: Trace, name: str, formula: tuple[str, int], rows: Sequence[Se
     )
     far = achievable(trace, name)
     reached = (cost.link, far, nominal(trace))
-    return Fit(cost, name, tuple(residuals.tolist()), sizes, why, flying, *reached, notes, beside, told)
+    others = [_along(cost, a, b, line) for line in lines(rows, a, b, floor)]
+    return Fit(cost, name, tuple(residuals.tolist()), sizes, why, flying, *reached, notes, beside, told, tuple(others))
+
+
+def _along(cost: Cost, a: float, b: float, line: tuple[float, float]) -> Cost:
+    """A cost that was fitted with a ns of an operation and b ns of a byte, with others."""
+    rate = b / line[1] if line[1] > 0 and b > 0 else 1.0
+    inside = None if cost.host_bps is None else cost.host_bps * rate
+    fixed_ns = max(0.0, cost.fixed_ns + line[0] - a)
+    return replace(cost, fixed_ns=fixed_ns, link=replace(cost.link, bps=cost.link.bps * rate), host_bps=inside)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from netbottleneck.blocks import BOOTSTRAP_SEED
 from netbottleneck.plan import in_flight
 from netbottleneck.service import Service, line, services
 from netbottleneck.trace import Trace
 
 # A fit of fewer operations is poor, and one whose operations are off by more: the middle one, the last tenth.
 LEAST, MIDDLE_OFF, MOST_OFF = 8, 0.15, 0.5
+# So many lines are drawn to tell how well one is known.
+LINES = 2000
 # So many operations are tried as sharing the link; more than told count where they are off by less than this part.
 SHARED_MOST, BY_FAR = 4, 0.5
 
@@ -75,6 +79,42 @@ def explained(rows: Sequence[Service], known: float | None, least_byte_ns: float
         return fixed, byte_ns, "; ".join(said), note
     said.append(f"half of the operations are off by {off[0]:.0%} and more, a tenth by {off[1]:.0%}")
     return a, b, "; ".join(said), ""
+
+
+def by_size(rows: Sequence[Service]) -> list[tuple[int, int, float]]:
+    """Operations by their size: (bytes, how many, ns of the middle one)."""
+    took: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        took[row.nbytes].append(row.ns)
+    return [(nbytes, len(own), float(np.median(own))) for nbytes, own in sorted(took.items())]
+
+
+def lines(rows: Sequence[Service], a: float, b: float, least_byte_ns: float) -> tuple[tuple[float, float], ...]:
+    """Return two lines that the run holds for possible as well as ns = a + b bytes: (a, b) with 95 % between them.
+
+    All operations together take as long by each as by a and b; how much of that goes by the number of operations and
+    how much by their bytes is drawn by sizes, whose operations err alike. () where one size cannot tell."""
+    found = by_size(rows)
+    if len(found) < 2:
+        return ()
+    sizes, counts, took = (np.array(column, np.float64) for column in zip(*found, strict=True))
+    whole = float(a * counts.sum() + b * (counts * sizes).sum())
+    picks = np.random.default_rng(BOOTSTRAP_SEED).integers(len(sizes), size=(LINES, len(sizes)))
+    x, y, count = sizes[picks], took[picks], counts[picks]
+    weight = count / y**2
+    weight = weight / weight.sum(axis=1, keepdims=True)
+    mean_x, mean_y = (weight * x).sum(axis=1), (weight * y).sum(axis=1)
+    spread = (weight * (x - mean_x[:, None]) ** 2).sum(axis=1)
+    told = spread > 0  # else one size was drawn: it tells nothing
+    slope = (weight * (x - mean_x[:, None]) * (y - mean_y[:, None])).sum(axis=1)[told] / spread[told]
+    slope = np.maximum(slope, least_byte_ns)  # as _steady has it: no byte faster than the network, and all is met
+    fixed = np.maximum(
+        ((count * y).sum(axis=1)[told] - slope * (count * x).sum(axis=1)[told]) / count.sum(axis=1)[told], 0
+    )
+    part = fixed * counts.sum() / np.maximum(fixed * counts.sum() + slope * (counts * sizes).sum(), 1.0)
+    most = max(0.0, 1 - min(b, least_byte_ns) * float((counts * sizes).sum()) / max(whole, 1.0))
+    ends = np.minimum(np.percentile(part, [2.5, 97.5]), most) if len(part) else ()
+    return tuple((float(end * whole / counts.sum()), float((1 - end) * whole / (counts * sizes).sum())) for end in ends)
 
 
 def shared(trace: Trace, transport: str) -> tuple[str, list[Service], int]:

@@ -5,16 +5,16 @@ A forecast is written down before its run, and held against it afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from netbottleneck import whatif
-from netbottleneck.cost import Cost, Fit, Link, fit
+from netbottleneck import _core, whatif
+from netbottleneck.cost import ALGORITHMS, UNLIMITED, Cost, Fit, Link, fit
 from netbottleneck.links import Wire
 from netbottleneck.plan import Plan
 from netbottleneck.score import Score, as_trace
 from netbottleneck.service import flows
-from netbottleneck.stats import Estimate
+from netbottleneck.stats import Estimate, widened
 from netbottleneck.trace import NULL, PSEUDO, Trace
 
 __all__ = ["FULL_USE", "ArmForecast", "Forecast", "Wire", "make"]
@@ -51,24 +51,31 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """The link as a transport will use it, with the same share of what its flows carry as it had, and all of that."""
+    """The link as a transport will use it, with the same share of what its flows carry as it had, and all of that.
+
+    by_caps: the same share of what its flows are made for, where both are known. saved_ns: by what flows that were idle
+    may send at once."""
 
     link: Link
     whole: Link
     words: str
+    by_caps: Link | None = None
+    saved_ns: float = 0.0
 
 
 def _share(found: Fit, source: Wire, target: Wire, used: tuple[float, float]) -> _Share:
     """Raises ValueError where nothing tells how the two networks compare."""
     achieved = found.cost.link.rate_bps
-    for how in ("measured", "made_for"):
+    known = []
+    for how, words in (("measured", "its flows were measured to carry"), ("made_for", "its flows are made for")):
         there, here = getattr(source, how)(used[0]), getattr(target, how)(used[1])
         if there and here:
             part = achieved / there
-            known = "its flows were measured to carry" if how == "measured" else "its flows are made for"
-            words = f"{found.transport}: {part:.1%} of what {known}, {here / 1e9:.3f} Gbit/s"
-            return _Share(Link(part * here), Link(max(part, 1.0) * here), words)
-    raise ValueError("nothing tells how the two networks compare: neither caps nor a measurement before the run")
+            told = f"{found.transport}: {part:.1%} of what {words}, {here / 1e9:.3f} Gbit/s"
+            known.append(_Share(Link(part * here), Link(max(part, 1.0) * here), told, saved_ns=target.burst_ns))
+    if not known:
+        raise ValueError("nothing tells how the two networks compare: neither caps nor a measurement before the run")
+    return replace(known[0], by_caps=known[1].link) if len(known) > 1 else known[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +102,42 @@ def _ask(what: _Played, found: Fit, link: Link, alone_ns: float) -> tuple[ArmFor
     return ArmForecast(step, alone_ns, one.scaling, "", link.rate_bps, job.cost.algorithm), one.notes
 
 
+def _step_ns(what: _Played, found: Fit, cost: Cost, link: Link) -> float:
+    job = what.job(replace(found, cost=cost), link)
+    return whatif.play(job, whatif.Setting("forecast", found.transport, job.plan, job.cost, job.workers)).step_ns
+
+
+def _by_steps(cost: Cost, size: int) -> Cost:
+    """The same for the fitted number of ranks, what an operation costs being that of its steps between hosts."""
+    steps = _core.collective_shape(ALGORITHMS.index(cost.algorithm), size, cost.ranks_per_host)[0]
+    return replace(cost, fixed_ns=0.0, alpha_ns=cost.fixed_ns / steps) if steps else cost
+
+
+def _sources(found: Fit, share: _Share) -> Iterator[list[tuple[Cost, Link]]]:
+    """What a forecast is not sure of, beside what the fitted run's steps varied by: of each source its ends."""
+    cost, link = found.cost, share.link
+    yield [(cost, share.whole)]  # what the fitted run lost need not be lost again
+    if share.by_caps is not None:  # two ways to tell what the network carries
+        yield [(cost, share.by_caps)]
+    if cost.link.rate_bps < UNLIMITED:
+        yield [(other, Link(link.bps * other.link.bps / cost.link.bps)) for other in found.others]
+    if not (cost.alpha_ns or cost.host_alpha_ns) and cost.fitted_size:
+        yield [(_by_steps(cost, cost.fitted_size), link)]
+    if found.contention is not None:
+        yield [(replace(cost, contention=end), link) for end in (found.contention.low, found.contention.high)]
+
+
 def _arm(what: _Played, found: Fit, share: _Share, alone_ns: float) -> tuple[ArmForecast, tuple[str, ...]]:
-    """What the fitted run lost need not be lost again: the interval goes on to where nothing is."""
+    """A transport's step. Its interval has the fit's residual, and each other source of what is not known."""
     likely, said = _ask(what, found, share.link, alone_ns)
-    best, _ = _ask(what, found, share.whole, alone_ns)
-    if likely.step_ns is None or likely.scaling is None or best.step_ns is None or best.scaling is None:
+    if likely.step_ns is None or likely.scaling is None:
         return likely, said
-    step = replace(likely.step_ns, low=min(likely.step_ns.low, best.step_ns.low))
-    return replace(likely, step_ns=step, scaling=replace(likely.scaling, high=alone_ns / step.low)), said
+    value = likely.step_ns.value
+    ends = [[likely.step_ns.low, likely.step_ns.high], [max(min(alone_ns, value), value - share.saved_ns)]]
+    ends += [[_step_ns(what, found, *end) for end in source] for source in _sources(found, share)]
+    step = widened(value, ends)
+    factor = Estimate(likely.scaling.value, alone_ns / step.high, alone_ns / step.low)
+    return replace(likely, step_ns=step, scaling=factor), said
 
 
 def make(

@@ -92,12 +92,14 @@ class Wire:
     """A network as it is known before a run, bits a second. None: no cap, or not measured.
 
     link_bps, flow_bps: what it is made for, each link and each flow, headers counted. one_flow_bps, many_flows_bps:
-    what was measured just before, of payload: one flow, and as many as fill the link."""
+    what was measured just before, of payload: one flow, and as many as fill the link. burst_bytes: what a flow that was
+    idle may send at once, beyond its rate."""
 
     link_bps: float | None = None
     flow_bps: float | None = None
     one_flow_bps: float | None = None
     many_flows_bps: float | None = None
+    burst_bytes: float | None = None
 
     @classmethod
     def of(cls, network: Network | None) -> Wire:
@@ -106,7 +108,8 @@ class Wire:
             return cls()
         seen = {name: network.verified.get(name) or {} for name in ("one_flow", "many_flows")}
         rates = [float(found["measured_bps"]) if "measured_bps" in found else None for found in seen.values()]
-        return cls(network.link_bps, min(network.flow_bps, default=None), *rates)
+        burst_bytes = seen["one_flow"].get("burst_bytes")
+        return cls(network.link_bps, min(network.flow_bps, default=None), rates[0], rates[1], burst_bytes)
 
     @classmethod
     def of_network(cls, network: Mapping[str, Any]) -> Wire:
@@ -118,6 +121,12 @@ class Wire:
         """What so many flows carry together, as was measured."""
         one, many = self.one_flow_bps, self.many_flows_bps
         return None if one is None or many is None else min(many, flows * one) if flows > 1 else one
+
+    @property
+    def burst_ns(self) -> float:
+        """What a flow saves that was idle before: its burst, at its rate."""
+        rate_bps = self.one_flow_bps or self.flow_bps
+        return 8e9 * self.burst_bytes / rate_bps if self.burst_bytes and rate_bps else 0.0
 
     def made_for(self, flows: float) -> float | None:
         """The same by the caps; None where there is none."""

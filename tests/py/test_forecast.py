@@ -130,6 +130,75 @@ def test_what_the_fitted_run_lost_may_not_be_lost_again() -> None:
     assert step.low == pytest.approx(nothing_lost, rel=0.01)
 
 
+def ends_of(source: Trace, wire: Wire, what: Score | None = None, ranks: int = 2) -> tuple[float, float, float]:
+    """How far a forecast's interval reaches below its value and above it, and the value."""
+    found = forecast.make(source, what or played(), ranks, wire, ["tcp"]).transports["tcp"]
+    assert found.step_ns is not None, found.why
+    assert found.scaling is not None
+    assert found.scaling.low == pytest.approx(found.single_ns / found.step_ns.high)
+    assert found.scaling.high == pytest.approx(found.single_ns / found.step_ns.low)
+    return found.step_ns.value - found.step_ns.low, found.step_ns.high - found.step_ns.value, found.step_ns.value
+
+
+NOTHING_LOST = replace(COST, link=Link(1.9e9))
+
+
+def test_what_flows_that_were_idle_send_at_once_may_be_saved() -> None:
+    source = run_of(played(), replace(NOTHING_LOST, alpha_ns=0), HERE)
+    below, above, value = ends_of(source, HERE)
+    saved, same, _ = ends_of(source, replace(HERE, burst_bytes=250_000))
+    assert saved**2 - below**2 == pytest.approx((8e9 * 250_000 / 4.78e8) ** 2, rel=1e-6)
+    assert same == above
+    # No step is shorter than its compute.
+    assert ends_of(source, replace(HERE, burst_bytes=1e9))[0] <= value - 127 * MS + below + 1
+
+
+def test_a_measurement_that_its_caps_do_not_bear_out_is_not_sure() -> None:
+    source = run_of(played(), NOTHING_LOST, HERE)
+    half = replace(HERE, link_bps=1e9, flow_bps=2.5e8)
+    agreed = ends_of(source, replace(half, one_flow_bps=2.39e8, many_flows_bps=0.95e9))
+    lost = ends_of(source, replace(half, one_flow_bps=2.15e8, many_flows_bps=0.855e9))
+    assert agreed[0] == pytest.approx(0.0, abs=2 * MS)
+    assert lost[0] == pytest.approx(lost[2] - agreed[2], rel=0.05)
+
+
+def test_what_an_operation_costs_and_what_a_byte_costs_are_known_as_apart_as_sizes_tell() -> None:
+    # Operations of one size are off alike, as no line has it.
+    off = {1 * MB: 1.2, 2 * MB: 0.9, 3 * MB: 1.1, 9 * MB: 0.97, 16 * MB: 1.02, 24 * MB: 0.99}
+    exact = run_of(played(), replace(NOTHING_LOST, alpha_ns=500_000), HERE)
+    exact = replace(exact, network=Network("made up", 2e9, (5e8,)))
+
+    def stretched(one: Any) -> int:
+        return int((one.start_ns or 0) + off[one.tensor_bytes] * ((one.done_ns or 0) - (one.start_ns or 0)))
+
+    rows = tuple(replace(one, done_ns=stretched(one)) for one in exact.collectives)
+    scattered = replace(exact, collectives=rows)
+    small = played((100_000,) * 40, 1)
+    known, loose = (fit(run, "tcp") for run in (exact, scattered))
+    totals = [
+        [other.fixed_ns * 6 + 8 * 55 * MB / other.link.bps * 1e9 for other in one.others] for one in (known, loose)
+    ]
+    for one, total in zip((known, loose), totals, strict=True):
+        assert total == pytest.approx([one.cost.fixed_ns * 6 + 8 * 55 * MB / one.cost.link.bps * 1e9] * 2, rel=1e-3)
+    assert known.others[0].fixed_ns == pytest.approx(known.others[1].fixed_ns, rel=0.01)
+    assert loose.others[0].fixed_ns < loose.cost.fixed_ns < loose.others[1].fixed_ns
+    caps = replace(HERE, many_flows_bps=None, one_flow_bps=None)
+    sure, unsure = (ends_of(run, caps, small) for run in (exact, scattered))
+    assert unsure[1] > 3 * sure[1]
+    assert unsure[1] > 0.5 * 40 * (loose.others[1].fixed_ns - loose.cost.fixed_ns)
+
+
+def test_a_cost_by_operation_may_be_one_by_step_of_more_ranks() -> None:
+    source = run_of(played(), replace(NOTHING_LOST, alpha_ns=2 * MS), HERE)
+    _, two, _ = ends_of(source, HERE)
+    _, eight, _ = ends_of(source, HERE, ranks=8)
+    # 14 steps in the place of 2, each 2 ms, of the six operations: those that are not hidden behind compute.
+    assert eight > two + 12 * 2 * MS
+    real = run_of(played(), replace(NOTHING_LOST, alpha_ns=2 * MS), HERE, ranks=8).steps[1].duration_ns
+    _, above, value = ends_of(source, HERE, ranks=8)
+    assert value < real <= value + above + 1000
+
+
 def test_nothing_to_compare_is_refused() -> None:
     told = forecast.make(run_of(played(), COST, HERE), played(), 2, Wire(), ["tcp"])
     assert "how the two networks compare" in told.transports["tcp"].why

@@ -116,6 +116,7 @@ def test_one_flow_gets_its_cap_and_four_get_the_link(flow: str) -> None:
     assert found["many_flows"]["flows"] == 4
     assert found["many_flows"]["measured_bps"] == pytest.approx(200e6, rel=0.15)
     assert found["many_flows"]["measured_flow_bps"] == pytest.approx([50e6] * 4, rel=0.15)
+    assert found["one_flow"]["burst_bytes"] == (128 << 10 if flow == "htb" else None)
     assert found["ok"]
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from netbottleneck.lab.network import burst_bytes
 from netbottleneck.lab.spaces import LabError
 from netbottleneck.lab.spec import LinkSpec
 
@@ -70,11 +71,14 @@ def _judge(lab: Lab, flows: int, counted: dict[str, Any], link: int) -> dict[str
         spec = LinkSpec(None, spec.flow_bps)
     if lab.hosts == 1:  # nothing leaves the host
         spec = LinkSpec()
-    return judged(spec, flows, counted)
+    found = judged(spec, flows, counted)
+    return found if lab.flow_cap == "htb" else found | {"burst_bytes": None}
 
 
 def judged(spec: LinkSpec, flows: int, counted: dict[str, Any]) -> dict[str, Any]:
-    """Return what the receiver of some flows counted beside what a link is made for; `ok`: they are near each other."""
+    """Return what the receiver of some flows counted beside what a link is made for; `ok`: they are near each other.
+
+    burst_bytes: what a flow that was idle may send at once by HTB's caps, beyond its rate; None where it has no cap."""
     rates: list[float] = counted["flow_bps"]
     configured = spec.expected_bps(flows)
     ok = configured is None or abs(sum(rates) / configured - 1) <= TOLERANCE
@@ -88,5 +92,6 @@ def judged(spec: LinkSpec, flows: int, counted: dict[str, Any]) -> dict[str, Any
         "measured_bps": sum(rates),
         "measured_flow_bps": rates,
         "seconds": counted["seconds"],
+        "burst_bytes": burst_bytes(min(spec.flow_bps)) if spec.flow_bps else None,
         "ok": ok,
     }

@@ -87,13 +87,14 @@ def _port(host: int, link: int) -> str:
     return f"port{host}-{link}"
 
 
-def _burst_bytes(bps: int) -> int:
+def burst_bytes(bps: int) -> int:
+    """What a class that was idle may send at once."""
     # 4 ms of traffic: a class that waits for a busy CPU that long loses nothing; never less than two 64 KiB packets
     return max(128 * 1024, bps // 8 * 4 // 1000)
 
 
 def _class(device: str, parent: str, classid: str, rate: int, ceil: int) -> str:
-    burst = _burst_bytes(ceil)
+    burst = burst_bytes(ceil)
     return (
         f"class add dev {device} parent {parent} classid {classid} htb rate {rate}bit ceil {ceil}bit "
         f"burst {burst} cburst {burst} quantum 60000"

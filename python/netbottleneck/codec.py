@@ -28,6 +28,7 @@ def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
+WORD = 1 << 64
 _SCALARS: Mapping[Any, tuple[type, ...]] = types.MappingProxyType(
     {int: (int,), float: (int, float), str: (str,), bool: (bool,)}
 )
@@ -36,6 +37,8 @@ _SCALARS: Mapping[Any, tuple[type, ...]] = types.MappingProxyType(
 def _scalar(kind: Any, value: Any) -> Any:
     if type(value) not in _SCALARS[kind]:
         raise TypeError(f"{str(value)[:40]!r} where {kind.__name__} must be")
+    if kind is int and not -WORD <= value < WORD:
+        raise TypeError(f"{str(value)[:40]} where a number of 64 bits must be")
     return value
 
 
@@ -47,10 +50,18 @@ def _tuple(inner: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
     return tuple(build(inner[0], v) for v in value)
 
 
+def _nothing(kind: Any) -> None:
+    """Raises TypeError where there must be something."""
+    if kind is not Any and type(None) not in typing.get_args(kind):
+        raise TypeError(f"nothing where {getattr(kind, '__name__', kind)} must be")
+
+
 def build(kind: Any, value: Any) -> Any:
-    """`value` as JSON gives it, made the type that a dataclass says. Raises TypeError for a scalar of another kind."""
+    """`value` as JSON gives it, made the type that a dataclass says.
+
+    Raises TypeError for a scalar of another kind, or none where there must be one."""
     if value is None:
-        return None
+        return _nothing(kind)
     if is_dataclass(kind):
         hints = _hints(typing.cast(type, kind))
         return typing.cast(Any, kind)(**{k: build(hints[k], v) for k, v in value.items() if k in hints})

@@ -52,7 +52,10 @@ def make_job(args: argparse.Namespace, source: Source) -> Job:
         cost = Cost(algorithm=args.algorithm or "ring", add=0.0 if table is None else table, copy_byte_ns=copies or 0.0)
         return whatif.job(one, plan=_plan(args.plan) or Plan.horovod(), cost=cost)
     transport, copies = args.transport or source.findings.base, _copy_byte_ns(args, source.trace.parameters)
-    made = whatif.job(source.trace, transport, plan=_plan(args.plan), copy_byte_ns=copies)
+    try:
+        made = whatif.job(source.trace, transport, plan=_plan(args.plan), copy_byte_ns=copies)
+    except ValueError as error:
+        raise ValueError(f"{source.path}: {error}") from error
     if args.algorithm is not None and args.algorithm != made.cost.algorithm:
         note = f"a cost fitted to {made.cost.algorithm} is used for {args.algorithm}"
         made = replace(made, cost=replace(made.cost, algorithm=args.algorithm), notes=(*made.notes, note))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,8 @@ from netbottleneck.layerlog import LayerLog, VecTable
 from netbottleneck.links import Table
 from netbottleneck.report import Run
 from netbottleneck.trace import Trace
+
+LONGEST_NS = 1 << 61  # 73 years
 
 
 @dataclass(frozen=True)
@@ -29,25 +32,41 @@ class Source:
         return None if self.trace is None else find(self.trace)
 
 
+def _in_time(where: str, times: Iterable[int]) -> None:
+    """Raises ValueError for what no clock tells."""
+    if odd := next((at for at in times if abs(at) > LONGEST_NS), None):
+        raise ValueError(f"{where}: {odd} ns is no time of this run")
+
+
 def _sound(path: Path, trace: Trace) -> Trace:
     """Return a trace whose rows go together. Raises ValueError naming the first that does not."""
     if trace.size < 1:
         raise ValueError(f"{path}: a run of {trace.size} ranks: must be 1 or more")
     for step in trace.steps:
         where = f"{path}: step {step.index} of rank {step.rank}"
-        parts = (*step.forward, *step.optimizer, *((begin, end) for _, begin, end in step.waits))
-        for begin_ns, end_ns in ((step.begin_ns, step.end_ns), *parts):
+        spans = ((begin, end) for _, begin, end in (*step.waits, *step.modules))
+        parts = ((step.begin_ns, step.end_ns), *step.forward, *step.optimizer, *spans)
+        for begin_ns, end_ns in parts:
             if end_ns < begin_ns:
                 raise ValueError(f"{where}, or a part of it, ends {begin_ns - end_ns} ns before it begins")
-        for index, _ in step.grad_ready:
-            if not 0 <= index < len(trace.parameters):
-                raise ValueError(f"{where} has a gradient {index}; there are {len(trace.parameters)} parameters")
+        ready = tuple((at, at) for _, at in step.grad_ready)
+        _in_time(where, (at for pair in (*parts, *ready) for at in pair))
+        for what, known, indices in (
+            ("gradient", trace.parameters, step.grad_ready),
+            ("module", trace.modules, step.modules),
+        ):
+            wrong = next((index for index, *_ in indices if not 0 <= index < len(known)), None)
+            if wrong is not None:
+                raise ValueError(f"{where} has a {what} {wrong}; there are {len(known)}")
     for parameter in trace.parameters:
         if parameter.bytes < 0:
             raise ValueError(f"{path}: parameter {parameter.name} has {parameter.bytes} bytes")
     for operation in trace.collectives:
+        where = f"{path}: operation {operation.name or operation.key} of rank {operation.rank}"
         if operation.tensor_bytes < 0 or (operation.bucket or 0) < 0:
-            raise ValueError(f"{path}: operation {operation.name or operation.key} of rank {operation.rank}: no size")
+            raise ValueError(f"{where}: no size")
+        times = (operation.submit_ns, operation.agreed_ns, operation.start_ns, operation.done_ns)
+        _in_time(where, (at for at in times if at is not None))
     return trace
 
 

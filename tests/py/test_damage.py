@@ -1,0 +1,131 @@
+"""A trace that somebody edited: whatever stands in the place of a value, there is an answer, or one line and code 2."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from netbottleneck import codec
+from netbottleneck import trace as tr
+from netbottleneck.cli import main
+from netbottleneck.trace import Step
+
+WHOLE = Path(__file__).parent / "data" / "synthetic.jsonl.gz"
+ODD = (
+    None,
+    -1,
+    0,
+    1e30,
+    10**30,
+    -(10**18),
+    1 << 63,
+    1 << 62,
+    0.5,
+    "x",
+    [],
+    {},
+    [[]],
+    True,
+    float("nan"),
+    [None],
+    [[1, 2]],
+)
+TURNS = 120
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the way to each value within one."""
+    yield path
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in pairs:
+        yield from places(inner, (*path, key))
+
+
+def put(rows: list[Any], number: int, path: tuple[Any, ...], value: object) -> None:
+    inside = rows[number]
+    for key in path[:-1]:
+        inside = inside[key]
+    inside[path[-1]] = value
+
+
+def rows_of(path: Path) -> list[Any]:
+    with gzip.open(path, "rt") as file:
+        return [json.loads(line) for line in file]
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    with gzip.open(path, "wt", 1) as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return str(path)
+
+
+def test_any_value_may_be_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draw = random.Random(4)
+    rows = rows_of(WHOLE)
+    ends = set()
+    for _ in range(TURNS):
+        damaged = json.loads(json.dumps(rows))
+        number = draw.randrange(len(rows))
+        path = draw.choice([path for path in places(rows[number]) if path])
+        value = draw.choice(ODD)
+        put(damaged, number, path, value)
+        code = main(["what-if", write(tmp_path / "a.jsonl.gz", damaged), "--workers", "4", "--link-gbps", "1"])
+        ends.add(code)
+        said = capsys.readouterr().err
+        assert said.count("\n") == (1 if code == 2 else 0), (number + 1, path, value, said)
+    assert ends == {0, 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value", "said"),
+    [
+        ("step", ("begin_ns",), None, "nothing where int must be"),
+        ("step", ("optimizer", 0, 1), None, "nothing where int must be"),
+        ("step", ("grad_ready", 0), None, "line"),
+        ("step", ("grad_ready", 0, 0), 4000, "of rank 0 has a gradient 4000; there are 4"),
+        ("step", ("modules",), [[-7, 5, 6]], "of rank 0 has a module -7; there are"),
+        ("step", ("grad_ready", 0, 1), 1 << 62, "4611686018427387904 ns is no time of this run"),
+        ("collective", ("submit_ns",), None, "nothing where int must be"),
+        ("collective", ("submit_ns",), 10**30, "where a number of 64 bits must be"),
+        ("collective", ("done_ns",), -(1 << 62), "ns is no time of this run"),
+        ("rank", ("clock",), None, "nothing where Clock must be"),
+    ],
+)
+def test_what_is_no_value_is_named(
+    kind: str, path: tuple[Any, ...], value: object, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = rows_of(WHOLE)
+    number = next(at for at, row in enumerate(rows) if kind in row and row[kind].get("grad_ready", True))
+    put(rows, number, (kind, *path), value)
+    name = write(tmp_path / "a.jsonl.gz", rows)
+    assert main(["what-if", name]) == 2
+    told = capsys.readouterr()
+    assert (told.out, told.err.count("\n")) == ("", 1)
+    assert name in told.err
+    assert said in told.err
+
+
+@pytest.mark.parametrize("name", ["empty.jsonl.gz", "empty.bk.log", "packed.jsonl.gz", "head.jsonl.gz"])
+def test_what_holds_nothing_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"")
+    if name.startswith("packed"):
+        path.write_bytes(gzip.compress(b""))
+    if name.startswith("head"):
+        write(path, rows_of(WHOLE)[:1])
+    assert main(["what-if", str(path), "--step-s", "1"]) == 2
+    told = capsys.readouterr()
+    assert (told.out, told.err.count("\n")) == ("", 1)
+    assert str(path) in told.err
+
+
+def test_nothing_is_read_where_it_may_be() -> None:
+    step = Step(0, 1, 2, "tcp", 5, 6, plan=None, cpu_ns=None)
+    assert codec.build(Step, json.loads(codec.dump(step))) == step
+    assert tr.read(WHOLE).size == 2

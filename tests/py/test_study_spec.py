@@ -185,3 +185,18 @@ def test_a_refused_file_is_told_and_nothing_is_written(tmp_path: Path, capsys: p
         assert study.main([str(path), "--directory", str(tmp_path / "s")]) == 2
         assert words in capsys.readouterr().err
         assert sorted(one.name for one in tmp_path.iterdir()) == ["asked.toml", "d.bk.log"]
+
+
+def test_fewer_hosts_than_asked_end_by_2_with_file_and_line_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**launched, "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    path = tmp_path / "asked.toml"
+    path.write_text('title = "four"\nranks = [2, 4]\n[[model]]\nname = "resnet50"\n')
+    assert study.main([str(path), "--directory", str(tmp_path / "s")]) == 2
+    told = capsys.readouterr()
+    assert f"{path}, line 2: ranks = [2, 4]: 2 were started: start more, or ask for fewer" in told.err
+    assert (told.out, told.err.count("\n")) == ("", 1)
+    assert [one.name for one in tmp_path.iterdir()] == ["asked.toml"]

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck.blocks import BOOTSTRAP_SEED
-from netbottleneck.links import Table
+from netbottleneck.links import Table, at_least_0
 from netbottleneck.service import HUBER, ROUNDS, Service
 
 # Of each kind so many operations, of more than one size.
@@ -71,6 +71,16 @@ def measured(rows: Sequence[Service], in_flight: int) -> tuple[float | None, str
     if low <= 0:
         return 0.0, f"copies into and out of a fusion buffer are not told from none: {words}"
     return value, f"a copy into a fusion buffer takes {value:.3f} ns a byte, {words}"
+
+
+def byte_cost(rows: Sequence[Service], in_flight: int, given_byte_ns: float | None) -> tuple[float, str]:
+    """Return ns of a byte copied one way, and whose word that is: the run's, else what is given, else 0."""
+    if given_byte_ns is not None:
+        at_least_0(copy_byte_ns=given_byte_ns)
+    found, told = measured(rows, in_flight)
+    if found is None and given_byte_ns is not None:
+        return given_byte_ns, f"a copy into a fusion buffer takes {given_byte_ns:.3f} ns a byte, by a table"
+    return found or 0.0, told
 
 
 def without(rows: Sequence[Service], byte_ns: float) -> list[Service]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from netbottleneck import _core
 from netbottleneck.contention import contention
-from netbottleneck.copies import measured, without
+from netbottleneck.copies import byte_cost, without
 from netbottleneck.fitting import explained, interval, lines, shared
 from netbottleneck.links import UNLIMITED, Link, Table, Wire, at_least_0, positive
 from netbottleneck.service import Service, achievable, flows, nominal, step_and_sum
@@ -194,26 +194,25 @@ def fit(
 
     Raises ValueError where the run has no all-reduce of that transport that all ranks finished in a step, and where
     copies would have taken longer than an operation."""
-    names = [transport] if transport is not None else [t for t in trace.transports if t not in PSEUDO]
-    for name in names:
-        formula, rows, flying = shared(trace, name)
-        if rows and trace.size > 1:
-            break
-    else:
-        raise ValueError(f"no all-reduce over {transport or 'any transport'} that all ranks finished in a step")
+    name, (formula, rows, flying) = _recorded(trace, transport)
     chosen = algorithm or formula
     if chosen not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {chosen!r}")
     hosts = Counter(rank.host_id for rank in trace.ranks if rank.host_id)
     inside = ranks_per_host or max(hosts.values(), default=1)
-    if copy_byte_ns is not None:
-        at_least_0(copy_byte_ns=copy_byte_ns)
-    known_ns, told = measured(rows, flying)
-    if known_ns is None and copy_byte_ns is not None:
-        known_ns, told = copy_byte_ns, f"a copy into a fusion buffer takes {copy_byte_ns:.3f} ns a byte, by a table"
-    found = _fitted(trace, name, (chosen, inside), without(rows, known_ns or 0.0), flying)
-    cost = replace(found.cost, copy_byte_ns=known_ns or 0.0)
-    return replace(found, cost=cost, notes=(*found.notes, told))
+    byte_ns, told = byte_cost(rows, flying, copy_byte_ns)
+    found = _fitted(trace, name, (chosen, inside), without(rows, byte_ns), flying)
+    others = tuple(replace(other, copy_byte_ns=byte_ns) for other in found.others)
+    return replace(found, cost=replace(found.cost, copy_byte_ns=byte_ns), notes=(*found.notes, told), others=others)
+
+
+def _recorded(trace: Trace, transport: str | None) -> tuple[str, tuple[str, list[Service], int]]:
+    """The transport, and what its operations are: those of the first that has some where none is named."""
+    for name in [transport] if transport is not None else [t for t in trace.transports if t not in PSEUDO]:
+        found = shared(trace, name)
+        if found[1] and trace.size > 1:
+            return name, found
+    raise ValueError(f"no all-reduce over {transport or 'any transport'} that all ranks finished in a step")
 
 
 def _launch_ns(rows: Sequence[Service]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from netbottleneck.findings import Findings, find
 from netbottleneck.layerlog import LayerLog, VecTable
 from netbottleneck.links import Table
 from netbottleneck.report import Run
-from netbottleneck.trace import Trace
+from netbottleneck.trace import Collective, Step, Trace
 
 LONGEST_NS = 1 << 61  # 73 years
 
@@ -38,35 +38,42 @@ def _in_time(where: str, times: Iterable[int]) -> None:
         raise ValueError(f"{where}: {odd} ns is no time of this run")
 
 
+def _sound_step(where: str, trace: Trace, step: Step) -> None:
+    spans = ((begin, end) for _, begin, end in (*step.waits, *step.modules))
+    parts = ((step.begin_ns, step.end_ns), *step.forward, *step.optimizer, *spans)
+    for begin_ns, end_ns in parts:
+        if end_ns < begin_ns:
+            raise ValueError(f"{where}, or a part of it, ends {begin_ns - end_ns} ns before it begins")
+    _in_time(where, [at for pair in parts for at in pair] + [at for _, at in step.grad_ready])
+    _there(f"{where} has a gradient", trace.parameters, (index for index, _ in step.grad_ready))
+    _there(f"{where} has a module", trace.modules, (index for index, _, _ in step.modules))
+
+
+def _there(where: str, known: Sequence[object], indices: Iterable[int]) -> None:
+    """Raises ValueError for an index of what is not known."""
+    for index in indices:
+        if not 0 <= index < len(known):
+            raise ValueError(f"{where} {index}; there are {len(known)}")
+
+
+def _sound_operation(where: str, operation: Collective) -> None:
+    if operation.tensor_bytes < 0 or (operation.bucket or 0) < 0:
+        raise ValueError(f"{where}: no size")
+    times = (operation.submit_ns, operation.agreed_ns, operation.start_ns, operation.done_ns)
+    _in_time(where, (at for at in times if at is not None))
+
+
 def _sound(path: Path, trace: Trace) -> Trace:
     """Return a trace whose rows go together. Raises ValueError naming the first that does not."""
     if trace.size < 1:
         raise ValueError(f"{path}: a run of {trace.size} ranks: must be 1 or more")
     for step in trace.steps:
-        where = f"{path}: step {step.index} of rank {step.rank}"
-        spans = ((begin, end) for _, begin, end in (*step.waits, *step.modules))
-        parts = ((step.begin_ns, step.end_ns), *step.forward, *step.optimizer, *spans)
-        for begin_ns, end_ns in parts:
-            if end_ns < begin_ns:
-                raise ValueError(f"{where}, or a part of it, ends {begin_ns - end_ns} ns before it begins")
-        ready = tuple((at, at) for _, at in step.grad_ready)
-        _in_time(where, (at for pair in (*parts, *ready) for at in pair))
-        for what, known, indices in (
-            ("gradient", trace.parameters, step.grad_ready),
-            ("module", trace.modules, step.modules),
-        ):
-            wrong = next((index for index, *_ in indices if not 0 <= index < len(known)), None)
-            if wrong is not None:
-                raise ValueError(f"{where} has a {what} {wrong}; there are {len(known)}")
+        _sound_step(f"{path}: step {step.index} of rank {step.rank}", trace, step)
     for parameter in trace.parameters:
         if parameter.bytes < 0:
             raise ValueError(f"{path}: parameter {parameter.name} has {parameter.bytes} bytes")
-    for operation in trace.collectives:
-        where = f"{path}: operation {operation.name or operation.key} of rank {operation.rank}"
-        if operation.tensor_bytes < 0 or (operation.bucket or 0) < 0:
-            raise ValueError(f"{where}: no size")
-        times = (operation.submit_ns, operation.agreed_ns, operation.start_ns, operation.done_ns)
-        _in_time(where, (at for at in times if at is not None))
+    for one in trace.collectives:
+        _sound_operation(f"{path}: operation {one.name or one.key} of rank {one.rank}", one)
     return trace
 
 

@@ -88,3 +88,54 @@ def test_whoever_is_left_gets_an_error_at_once(
         assert f"rank {leaver} " in told[3]
     assert results[1 - leaver].code == 0
     assert results[leaver].code == {"killed": -9, "raises": 1}.get(how, 0)
+
+
+FORKING = """
+import os, sys
+import no_compiler
+import torch
+import netbottleneck.torch as hvd
+
+hvd.init()
+weight = torch.nn.Parameter(torch.zeros(2))
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("weight", weight)])
+data = torch.utils.data.TensorDataset(torch.arange(8.0))
+loader = torch.utils.data.DataLoader(data, 2, num_workers=2, multiprocessing_context="fork")
+for epoch in range(2):
+    for (batch,) in loader:  # its workers are forked while the communication thread runs
+        optimizer.zero_grad()
+        (weight * batch.sum() * (1 + hvd.rank())).sum().backward()
+        optimizer.step()
+mean = (1 + hvd.size()) / 2
+assert weight.tolist() == [-2 * 28 * mean] * 2, weight
+
+child = os.fork()
+if child == 0:
+    said = []
+    for call in (
+        lambda: hvd.allreduce(torch.ones(2), name="child"),
+        lambda: hvd.broadcast_object("x"),
+        lambda: hvd.barrier(),
+        lambda: (weight.sum().backward(), optimizer.step()),
+    ):
+        try:
+            call()
+            said.append("nothing")
+        except Exception as error:
+            said.append(str(error))
+    os.write(1, ("\\n".join(f"child: {each}" for each in said) + "\\n").encode())
+    sys.exit(0)  # with all that is to be done at exit
+_, status = os.waitpid(child, 0)
+assert status == 0
+assert hvd.allreduce(torch.ones(2), op=hvd.Sum, name="after").tolist() == [hvd.size()] * 2
+hvd.shutdown()
+print("done")
+"""
+
+
+def test_forking_harms_nobody_and_a_child_is_refused_with_the_reason(ranks: Ranks) -> None:
+    for result in ranks(2, FORKING, {"PYTHONPATH": str(Path(__file__).parent / "scripts")}):
+        said = [line for line in result.stdout.splitlines() if line.startswith("child: ")]
+        assert len(said) == 4, result.stdout
+        assert [line for line in said if "after fork" not in line] == []
+        assert "done" in result.stdout

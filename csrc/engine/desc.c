@@ -57,14 +57,12 @@ bool nb_desc_equal(const struct desc *a, const struct desc *b) {
     return a->key == b->key && a->bytes == b->bytes && a->shape == b->shape && a->prescale == b->prescale &&
            a->postscale == b->postscale && a->kind == b->kind && a->dtype == b->dtype && a->redop == b->redop &&
            a->device == b->device && a->root == b->root && a->priority == b->priority && a->comm == b->comm &&
-           a->limit_ms == b->limit_ms &&
-           strcmp(a->name, b->name) == 0;
+           a->limit_ms == b->limit_ms && strcmp(a->name, b->name) == 0;
 }
 
 bool nb_desc_possible(const struct desc *desc, int size) {
     return desc->kind < NB_OP_KINDS && desc->dtype < NB_DTYPES && desc->redop < NB_REDOPS && desc->device == 0 &&
-           desc->root >= 0 && desc->root < size && desc->bytes <= BYTES_MAX &&
-           desc->limit_ms >= 0 &&
+           desc->root >= 0 && desc->root < size && desc->bytes <= BYTES_MAX && desc->limit_ms >= 0 &&
            memchr(desc->name, 0, sizeof desc->name) != NULL;
 }
 

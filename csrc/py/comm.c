@@ -328,6 +328,13 @@ static PyObject *comm_get_failed(PyObject *object, void *Py_UNUSED(closure)) {
     return PyBool_FromLong(err.code != 0);
 }
 
+static const PyGetSetDef getset[] = {
+    {"rank", comm_get_rank, NULL, "This rank.", NULL},
+    {"size", comm_get_size, NULL, "How many ranks there are.", NULL},
+    {"failed", comm_get_failed, NULL, "Whether something ended it, such as a lost rank: close() is still due.", NULL},
+    {0},
+};
+
 #define WITH_KEYWORDS(function) (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS
 
 PyTypeObject *core_comm_type(PyObject *module) {
@@ -356,7 +363,8 @@ PyTypeObject *core_comm_type(PyObject *module) {
         {"exchange", WITH_KEYWORDS(core_comm_exchange),
          "exchange($self, blob, *, limit_s=0.0)\n--\n\n"
          "All-gather equal-length blobs, by rank. Every rank, in the same order.\n\n"
-         "limit_s: after which TimeoutError names the ranks that have not come; 0: never. The communicator stays usable."},
+         "limit_s: after which TimeoutError names the ranks that have not come; 0: never. The communicator stays "
+         "usable."},
         {"info", comm_info, METH_NOARGS, "info($self)\n--\n\nWhat is open and what has moved; also after close()."},
         {"missing", WITH_KEYWORDS(core_comm_missing),
          "missing($self, name, group=0)\n--\n\nRanks (16 at most) that had not submitted it when its stall was told."},
@@ -367,12 +375,6 @@ PyTypeObject *core_comm_type(PyObject *module) {
          "still due."},
         {"close", comm_close, METH_NOARGS,
          "close($self)\n--\n\nEnd in good order; what is pending fails with ClosedError. May be repeated."},
-        {0},
-    };
-    static const PyGetSetDef getset[] = {
-        {"rank", comm_get_rank, NULL, "This rank.", NULL},
-        {"size", comm_get_size, NULL, "How many ranks there are.", NULL},
-        {"failed", comm_get_failed, NULL, "Whether something ended it, such as a lost rank: close() is still due.", NULL},
         {0},
     };
     static const PyType_Slot slots[] = {

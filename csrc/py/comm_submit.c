@@ -213,7 +213,8 @@ static int gather(PyObject *object, PyObject *line, int limit_ms) {
     PyObject *dtype = PyLong_FromLong(NB_U8);
     PyObject *work = NULL;
     if (kind != NULL && dtype != NULL) {
-        const struct submit_args in = {.name = name, .kind = kind, .memory = line, .dtype = dtype, .awaited = 1, .limit_ms = limit_ms};
+        const struct submit_args in = {
+            .name = name, .kind = kind, .memory = line, .dtype = dtype, .awaited = 1, .limit_ms = limit_ms};
         work = submit(object, &in);
     }
     Py_XDECREF(kind);

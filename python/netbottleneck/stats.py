@@ -39,7 +39,7 @@ def widened(value: float, sources: Iterable[Sequence[float]]) -> Estimate:
     """A value with the interval of all its sources of error, each given by what the value is at its ends.
 
     Sources know nothing of each other: how far they reach is added in squares."""
-    reached = [(min(value, *ends), max(value, *ends)) for ends in sources]
+    reached = [(min([value, *ends]), max([value, *ends])) for ends in sources]
     if len(reached) == 1:
         return Estimate(value, *reached[0])
     low, high = (math.hypot(*(abs(ends[side] - value) for ends in reached)) for side in (0, 1))

@@ -18,6 +18,7 @@ from netbottleneck.plan import Plan
 from netbottleneck.score import Score, as_trace, score
 from netbottleneck.service import Service
 from netbottleneck.simulate import simulate
+from netbottleneck.stats import Estimate, widened
 from netbottleneck.trace import Network, Trace, TransportInfo
 from netbottleneck.workload import workload
 
@@ -197,6 +198,23 @@ def test_a_cost_by_operation_may_be_one_by_step_of_more_ranks() -> None:
     real = run_of(played(), replace(NOTHING_LOST, alpha_ns=2 * MS), HERE, ranks=8).steps[1].duration_ns
     _, above, value = ends_of(source, HERE, ranks=8)
     assert value < real <= value + above + 1000
+
+
+def test_a_run_of_one_size_has_no_second_line_and_is_forecast_all_the_same() -> None:
+    alike = played((8 * MB,) * 6)
+    source = run_of(alike, replace(NOTHING_LOST, alpha_ns=0), HERE)
+    assert fit(source, "tcp").others == ()
+    below, above, value = ends_of(source, HERE, alike)
+    assert 0 <= below < 0.01 * value
+    assert 0 <= above < 0.01 * value
+
+
+def test_an_interval_of_several_sources_is_added_in_squares() -> None:
+    assert widened(5.0, []) == Estimate(5.0, 5.0, 5.0)
+    assert widened(5.0, [(), (5.0,)]) == Estimate(5.0, 5.0, 5.0)
+    assert widened(5.0, [(4.0, 5.5)]) == Estimate(5.0, 4.0, 5.5)
+    assert widened(5.0, [(6.0, 8.0)]) == Estimate(5.0, 5.0, 8.0)
+    assert widened(5.0, [(2.0, 8.0), (1.0,), ()]) == Estimate(5.0, 0.0, 8.0)
 
 
 def test_nothing_to_compare_is_refused() -> None:

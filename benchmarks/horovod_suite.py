@@ -184,7 +184,7 @@ def compare(args: argparse.Namespace, suite: Suite) -> int:
     print(
         "| file | ranks | started by | whose | passed | skipped | failed |\n| --- | --- | --- | --- | --- | --- | --- |"
     )
-    failed, lost, gained, both = [], [], [], []
+    failed, lost, gained, both, worse_there = [], [], [], [], []
     there: dict[tuple[str, int, str], Outcomes] = {}
     for number, ranks in enumerate(args.ranks):
         for environment in args.environment:
@@ -213,10 +213,13 @@ def compare(args: argparse.Namespace, suite: Suite) -> int:
                         gained.append(f"{test} ({where})")
                     elif outcome.failed and own.failed:
                         both.append(f"{test} ({where}): there: {outcome.why}")
+                    elif outcome.failed and own.kind == "passed":
+                        worse_there.append(f"{test} ({where}): there: {outcome.why}")
     listed("Fails here", failed)
     if args.reference:
         listed("Passes there and not here", lost)
         listed("Skipped there, passes here", gained)
+        listed("Fails there, passes here", worse_there)
         listed("Fails in both", both)
     return int(bool(lost if args.reference else failed))
 

@@ -141,8 +141,8 @@ def test_what_passes_there_and_not_here_is_listed_and_is_the_exit_code(
     (tmp_path / "horovod" / "torch").mkdir(parents=True)
     (tmp_path / FILE).parent.mkdir(parents=True)
     (tmp_path / FILE).touch()
-    here = {"same": "passed", "lost": "skipped", "gained": "passed", "both": "failed"}
-    there = {"same": "passed", "lost": "passed", "gained": "skipped", "both": "failed"}
+    here = {"same": "passed", "lost": "skipped", "gained": "passed", "both": "failed", "only there": "passed"}
+    there = {"same": "passed", "lost": "passed", "gained": "skipped", "both": "failed", "only there": "failed"}
 
     def run(suite: Any, file: str, size: int, environment: str, reference: bool) -> Any:
         return {test: horovod_suite.Outcome(kind, "so") for test, kind in (there if reference else here).items()}
@@ -153,9 +153,10 @@ def test_what_passes_there_and_not_here_is_listed_and_is_the_exit_code(
     args += ["--files", FILE]
     assert horovod_suite.main(args) == 1
     said = capsys.readouterr().out
-    assert "| test_some.py | 2 | torchrun | netbottleneck | 2 | 1 | 1 |" in said
+    assert "| test_some.py | 2 | torchrun | netbottleneck | 3 | 1 | 1 |" in said
     assert "Passes there and not here: \n* lost (test_some.py, 2 ranks, torchrun): skipped: so\n" in said
     assert "Skipped there, passes here: \n* gained (" in said
+    assert "Fails there, passes here: \n* only there (" in said
     assert "Fails in both: \n* both (" in said
     here["lost"] = "passed"
     assert horovod_suite.main(args) == 0

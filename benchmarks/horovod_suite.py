@@ -179,49 +179,57 @@ def listed(title: str, tests: Sequence[str]) -> None:
         print(f"* {test}")
 
 
+FAILS, LOST, GAINED, BETTER, BOTH = (
+    "Fails here",
+    "Passes there and not here",
+    "Skipped there, passes here",
+    "Fails there, passes here",
+    "Fails in both",
+)
+
+
+def beside(own: Outcome, theirs: Outcome) -> str:
+    """Return the list that a test belongs to by how it ended here and there; "" for none."""
+    if theirs.kind == "passed":
+        return LOST if own.kind != "passed" else ""
+    if own.kind == "passed":
+        return BETTER if theirs.failed else GAINED
+    return BOTH if own.failed and theirs.failed else ""
+
+
 def compare(args: argparse.Namespace, suite: Suite) -> int:
     """Run all files, and print the table and the lists."""
     print(
         "| file | ranks | started by | whose | passed | skipped | failed |\n| --- | --- | --- | --- | --- | --- | --- |"
     )
-    failed, lost, gained, both, worse_there = [], [], [], [], []
+    lists: dict[str, list[str]] = {name: [] for name in (FAILS, LOST, GAINED, BETTER, BOTH)}
     there: dict[tuple[str, int, str], Outcomes] = {}
-    for number, ranks in enumerate(args.ranks):
-        for environment in args.environment:
-            like = "horovodrun" if environment == "torchrun" else environment
-            for file in args.files:
-                alone = file.startswith("test/single/")  # of one rank, as in Horovod's own CI
-                size = 1 if alone else ranks
-                if alone and number > 0:
-                    continue
-                here = suite.file(file, size, environment, reference=False)
-                row = f"| {Path(file).name} | {size} |"
-                print(f"{row} {environment} | netbottleneck | {counted(here)} |", flush=True)
-                if args.reference and (like, size, file) not in there:
-                    there[like, size, file] = suite.file(file, size, like, reference=True)
-                    print(f"{row} {like} | Horovod | {counted(there[like, size, file])} |", flush=True)
-                theirs = there.get((like, size, file), {})
-                where = f"{Path(file).name}, {size} ranks, {environment}"
-                for test, outcome in here.items():
-                    if outcome.failed:
-                        failed.append(f"{test} ({where}): {outcome.why}")
-                for test, outcome in theirs.items():
-                    own = here.get(test, Outcome("unfinished", "did not run"))
-                    if outcome.kind == "passed" and own.kind != "passed":
-                        lost.append(f"{test} ({where}): {own.kind}: {own.why}")
-                    elif outcome.kind == "skipped" and own.kind == "passed":
-                        gained.append(f"{test} ({where})")
-                    elif outcome.failed and own.failed:
-                        both.append(f"{test} ({where}): there: {outcome.why}")
-                    elif outcome.failed and own.kind == "passed":
-                        worse_there.append(f"{test} ({where}): there: {outcome.why}")
-    listed("Fails here", failed)
-    if args.reference:
-        listed("Passes there and not here", lost)
-        listed("Skipped there, passes here", gained)
-        listed("Fails there, passes here", worse_there)
-        listed("Fails in both", both)
-    return int(bool(lost if args.reference else failed))
+    alone = {file for file in args.files if file.startswith("test/single/")}  # of one rank, as in Horovod's own CI
+    chosen = [
+        (ranks, environment, file) for ranks in args.ranks for environment in args.environment for file in args.files
+    ]
+    for ranks, environment, file in chosen:
+        if file in alone and ranks != args.ranks[0]:
+            continue
+        size = 1 if file in alone else ranks
+        like = "horovodrun" if environment == "torchrun" else environment
+        here = suite.file(file, size, environment, reference=False)
+        row = f"| {Path(file).name} | {size} |"
+        print(f"{row} {environment} | netbottleneck | {counted(here)} |", flush=True)
+        if args.reference and (like, size, file) not in there:
+            there[like, size, file] = suite.file(file, size, like, reference=True)
+            print(f"{row} {like} | Horovod | {counted(there[like, size, file])} |", flush=True)
+        where = f"{Path(file).name}, {size} ranks, {environment}"
+        lists[FAILS] += [f"{test} ({where}): {own.why}" for test, own in here.items() if own.failed]
+        for test, theirs in there.get((like, size, file), {}).items():
+            own = here.get(test, Outcome("unfinished", "did not run"))
+            name = beside(own, theirs)
+            if name:
+                lists[name].append(f"{test} ({where}): here {own.kind}: {own.why}; there {theirs.kind}: {theirs.why}")
+    for name, tests in lists.items():
+        if args.reference or name == FAILS:
+            listed(name, tests)
+    return int(bool(lists[LOST if args.reference else FAILS]))
 
 
 def examples(args: argparse.Namespace, suite: Suite) -> int:

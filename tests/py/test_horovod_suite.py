@@ -154,7 +154,10 @@ def test_what_passes_there_and_not_here_is_listed_and_is_the_exit_code(
     assert horovod_suite.main(args) == 1
     said = capsys.readouterr().out
     assert "| test_some.py | 2 | torchrun | netbottleneck | 3 | 1 | 1 |" in said
-    assert "Passes there and not here: \n* lost (test_some.py, 2 ranks, torchrun): skipped: so\n" in said
+    assert (
+        "Passes there and not here: \n* lost (test_some.py, 2 ranks, torchrun): here skipped: so; there passed: so\n"
+        in said
+    )
     assert "Skipped there, passes here: \n* gained (" in said
     assert "Fails there, passes here: \n* only there (" in said
     assert "Fails in both: \n* both (" in said

@@ -36,7 +36,7 @@ RANKS = 2
 LIMIT_S = 290
 POINT, HIGHEST = 0.01, 0.02  # of compute inflation: the median, and the upper end of its interval
 START_S = 0.2
-COUNTS = {"hooks": 500, "inflation": 24, "latency": 300, "starts": 100}
+COUNTS = {"hooks": 500, "inflation": 96, "latency": 300, "starts": 100}
 
 Times = Mapping[str, list[float]]
 Variables = Callable[[int], Mapping[str, str]]

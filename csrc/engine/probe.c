@@ -1,7 +1,5 @@
 // streams=auto: what 1, 2, 4, 8, 16 lanes of this job move, measured once, at its first large transfer, by sums of its
-// own over memory of its own. Rank 0 orders; the smallest count within 2 % of the best is used from then on. The counts
-// take turns, a window each: a machine or a link that is slower for a second is so for all of them, and of each count the
-// two fastest windows hold.
+// own over memory of its own. Rank 0 orders, by the rule of tally.h; what that chooses is used from then on.
 #include <errno.h>
 #include <fcntl.h>
 #include <stdint.h>
@@ -17,6 +15,7 @@
 #include "engine/engine.h"
 #include "engine/internal.h"
 #include "engine/local.h"
+#include "engine/tally.h"
 #include "trace/event.h"
 #include "trace/ring.h"
 #include "transport/lanes.h"
@@ -26,16 +25,7 @@ enum {
     PROBE_SLOTS = 2,                    // sums under way at once, so that lanes never run dry between two
     PROBE_BYTES_MAX = 16 * 1024 * 1024, // together more than caches hold, as gradients are
     PROBE_BYTES_MIN = 1024 * 1024,
-    WINDOW_NS = 50 * 1000 * 1000,
-    COUNT_NS = 500 * 1000 * 1000, // the longest that one count is measured, all its turns together
-    AGREE_PERCENT = 5,
-    GOOD_PERCENT = 2
-};
-
-// A number of lanes, and what it moved in its two fastest windows, the faster one first.
-struct count {
-    struct nb_probe_point fast[2];
-    int64_t spent_ns;
+    WINDOW_NS = 50 * 1000 * 1000
 };
 
 struct probe {
@@ -44,9 +34,7 @@ struct probe {
     bool busy;
     bool done;
     // rank 0
-    struct count counts[NB_PROBE_MAX];
-    int count;
-    int at;            // the count whose turn it is
+    struct nb_tally tally;
     bool counting;     // in the window that counts, not in the one before it
     bool over;         // the window is; what is still under way lands
     int under_way;     // sums
@@ -91,14 +79,13 @@ void nb_probe_order(struct nb_job *job, struct wire_probe *sum) {
 static void order(struct nb_job *job, uint32_t slot) {
     struct probe *p = job->probe;
     struct wire_probe sum = {
-        .lanes = (uint32_t)1 << p->at, .slot = slot, .bytes = p->bytes, .algorithm = NB_ALGORITHM_RING};
+        .lanes = (uint32_t)nb_tally_lanes(&p->tally), .slot = slot, .bytes = p->bytes, .algorithm = NB_ALGORITHM_RING};
     p->under_way++;
     nb_probe_order(job, &sum);
 }
 
-static void turn_begin(struct nb_job *job, int at) {
+static void turn_begin(struct nb_job *job) {
     struct probe *p = job->probe;
-    p->at = at;
     p->counting = false;
     p->over = false;
     p->turn_ns = nb_now_ns();
@@ -112,10 +99,8 @@ void nb_probe_begin(struct nb_job *job) {
     struct probe *p = job->probe;
     p->busy = true;
     p->bytes = PROBE_BYTES_MIN;
-    while (p->count < NB_PROBE_MAX && 1 << p->count <= job->info.streams_open) {
-        p->count++;
-    }
-    turn_begin(job, 0);
+    nb_tally_begin(&p->tally, job->info.streams_open);
+    turn_begin(job);
 }
 
 // Memory of its own, which the lanes know, and the ranks of this host.
@@ -173,63 +158,25 @@ void nb_probe_run(struct nb_job *job, const struct wire_probe *sum) {
     nb_run_start(work, sum->seq);
 }
 
-static double rate_of(const struct nb_probe_point *point) {
-    return point->ns > 0 ? (double)point->bytes / (double)point->ns : 0;
-}
-
-// The smallest count that is nearly the best.
-static uint32_t choose(const struct wire_streams *result) {
-    double best = 0;
-    for (uint32_t i = 0; i < result->count; i++) {
-        double rate = rate_of(&result->points[i]);
-        best = rate > best ? rate : best;
-    }
-    for (uint32_t i = 0; i < result->count; i++) {
-        double rate = rate_of(&result->points[i]);
-        if (rate >= best * (100 - GOOD_PERCENT) / 100) {
-            return (uint32_t)result->points[i].lanes;
-        }
-    }
-    return 1;
-}
-
-static struct nb_probe_point together(const struct count *count, int lanes) {
-    return (struct nb_probe_point){.lanes = lanes,
-                                   .bytes = count->fast[0].bytes + count->fast[1].bytes,
-                                   .ns = count->fast[0].ns + count->fast[1].ns};
-}
-
 static void probe_end(struct nb_job *job) {
     struct probe *p = job->probe;
-    struct wire_streams result = {.count = (uint32_t)p->count};
-    for (int i = 0; i < p->count; i++) {
-        result.points[i] = together(&p->counts[i], 1 << i);
+    struct wire_streams result = {.count = (uint32_t)p->tally.count, .used = (uint32_t)nb_tally_choose(&p->tally)};
+    for (int i = 0; i < p->tally.count; i++) {
+        result.points[i] = nb_tally_point(&p->tally, i);
     }
-    result.used = choose(&result);
     p->busy = false;
     nb_control_broadcast(job, CTL_STREAMS, &result, sizeof result);
     nb_probe_streams(job, &result);
     nb_agree_release(job);
 }
 
-// Known: two windows agree, or its time is up.
-static bool is_known(const struct count *count) {
-    double enough = rate_of(&count->fast[0]) * (100 - AGREE_PERCENT) / 100;
-    return (count->fast[1].ns > 0 && rate_of(&count->fast[1]) >= enough) || count->spent_ns >= COUNT_NS;
-}
-
 // A turn is over, and nothing is under way: the next one is of the next count that is not known yet.
 static void turn_end(struct nb_job *job) {
-    struct probe *p = job->probe;
-    p->counts[p->at].spent_ns += nb_now_ns() - p->turn_ns;
-    for (int i = 1; i <= p->count; i++) {
-        int at = (p->at + i) % p->count;
-        if (!is_known(&p->counts[at])) {
-            turn_begin(job, at);
-            return;
-        }
+    if (nb_tally_next(&job->probe->tally, nb_now_ns() - job->probe->turn_ns)) {
+        turn_begin(job);
+    } else {
+        probe_end(job);
     }
-    probe_end(job);
 }
 
 // Bytes that have landed here, those of unfinished sums too: sums end in bunches, bytes do not.
@@ -245,14 +192,9 @@ static uint64_t landed_now(const struct nb_job *job) {
 // The first window of a turn does not count: it may live on credit that shapers and buffers had saved.
 static void window_end(struct nb_job *job, int64_t now) {
     struct probe *p = job->probe;
-    struct count *count = &p->counts[p->at];
     uint64_t landed = landed_now(job);
-    struct nb_probe_point window = {.bytes = landed - p->begun, .ns = now - p->window_ns};
-    if (p->counting && rate_of(&window) > rate_of(&count->fast[0])) {
-        count->fast[1] = count->fast[0];
-        count->fast[0] = window;
-    } else if (p->counting && rate_of(&window) > rate_of(&count->fast[1])) {
-        count->fast[1] = window;
+    if (p->counting) {
+        nb_tally_window(&p->tally, landed - p->begun, now - p->window_ns);
     }
     p->over = p->counting;
     p->counting = true;
@@ -299,7 +241,7 @@ void nb_probe_streams(struct nb_job *job, const struct wire_streams *streams) {
     double best = 0;
     for (int i = 0; i < job->info.probe_count; i++) {
         const struct nb_probe_point *at = &streams->points[i];
-        double rate = rate_of(at);
+        double rate = nb_probe_rate(at);
         best = rate > best ? rate : best;
         nb_ring_put(job->config.ring, NB_EV_PROBE, 0, (uint64_t)at->lanes, at->bytes, (uint64_t)at->ns, 0, 0);
     }

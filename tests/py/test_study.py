@@ -16,6 +16,7 @@ import pytest
 
 from netbottleneck import layerlog, study
 from netbottleneck import trace as tr
+from netbottleneck.evidence import budget, values
 from netbottleneck.lab import Lab
 from netbottleneck.report import Run
 from netbottleneck.study.ranks import JobError, run_in_lab
@@ -103,6 +104,22 @@ def test_a_study_from_end_to_end(tmp_path: Path) -> None:
     assert len(list((folder / "figures").glob("*.csv"))) == 8
     single = {step.rank for step in run.trace.steps if step.transport == "single"}
     assert single == {0}
+
+
+def test_what_is_lost_inside_a_host_is_measured_apart(tmp_path: Path) -> None:
+    asked = small(tmp_path, 2, "a")
+    asked.write_text(asked.read_text() + "ranks = [2, 4]\nranks_per_host = 2\n", encoding="utf-8")
+    folder = tmp_path / "s"
+    code, out, err = ended(start(folder, str(asked)))
+    assert code == 0, out + err
+    one, two = (values.read(folder / "cells" / f"a-{ranks}-none" / "facts.json") for ranks in (2, 4))
+    assert [(cell.ranks, cell.ranks_per_host) for cell in (one, two)] == [(2, 2), (4, 2)]
+    inside, across = budget.budgets([one, two])
+    assert inside.host_internal > 0
+    assert inside.exposed == 0
+    assert across.host_internal > 0
+    assert across.host_internal + across.inflation + across.exposed + across.other == pytest.approx(across.loss)
+    assert budget.NOT_APART not in across.notes
 
 
 def lab_run(folder: Path, *tasks: Task, env: dict[str, str] | None = None) -> list[Outcome]:

@@ -43,6 +43,19 @@ def test_cells_are_models_by_ranks_by_networks_and_the_fitted_one_is_first() -> 
     assert by_key["resnet50-4-none"].model.scale == 0.5
 
 
+def test_ranks_of_one_host_have_cells_of_their_own_and_nothing_is_fitted_to_them() -> None:
+    found = made(
+        'networks = ["2gbit/500mbit"]\n[[model]]\nname = "resnet50"\nranks = [2, 4]\nranks_per_host = 2\n'
+        '[[model]]\nname = "resnet50"\n'
+    )
+    assert found.fit_key == "resnet50-2-2gbit-500mbit"
+    alone, one, two = found.cells
+    assert [cell.key for cell in (one, two)] == [f"resnet50-2-a-host-{n}-2gbit-500mbit" for n in (2, 4)]
+    assert [cell.ranks_per_host for cell in (alone, one, two)] == [1, 2, 2]
+    assert (one.link, one.tuned) == (LinkSpec(), False)
+    assert (two.link, two.tuned) == (alone.link, True)
+
+
 def test_passes_that_compute_have_their_three_arms_and_nobody_alone() -> None:
     (cell,) = made('transports = ["tcp", "null"]\nalone = 5\n[[model]]\njob = "inflation"').cells
     assert (cell.arms, cell.alone, cell.key) == (("bare", "null", "tcp"), 0, "thin_resnet-inflation-2-2gbit-500mbit")
@@ -74,7 +87,12 @@ def test_passes_that_compute_have_their_three_arms_and_nobody_alone() -> None:
         (
             'fit = "x"\n[[model]]\nname = "resnet50"',
             1,
-            'fit = "x": name a replayed cell of 2 ranks or more: resnet',
+            'fit = "x": name a replayed cell of 2 hosts or more, one rank each: resnet',
+        ),
+        (
+            'ranks = [2, 3]\n[[model]]\nname = "resnet50"\nranks_per_host = 2',
+            4,
+            "ranks_per_host = 2: ranks = 3 are no multiple of that",
         ),
         ('[[model]]\nname = "resnet50"\n[[model]]\nname = "resnet51"', 4, 'name = "resnet51": write one of resnet18'),
         ("[[model]]\nscale = 1", 1, "no name: write one of resnet18"),
@@ -114,6 +132,8 @@ def test_fewer_ranks_than_asked_are_refused_unless_their_cells_are_done() -> Non
         "resnet50-8-here",
     ]
     assert keys(made('interface = "eth0"\n' + text, hosts=8))[0] == "resnet50-2-2gbit-500mbit"
+    with pytest.raises(ValueError, match=r"s\.toml, line 4: ranks_per_host = 2: a launcher's ranks are where"):
+        made(text + "\nranks_per_host = 2", hosts=8)
 
 
 @pytest.mark.parametrize("name", ["default", "quick"])

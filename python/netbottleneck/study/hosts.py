@@ -24,6 +24,7 @@ from netbottleneck.study import runner, worker
 from netbottleneck.study.asked import Asked
 from netbottleneck.study.ranks import Follow, JobError
 from netbottleneck.study.shaping import Shaped
+from netbottleneck.study.spec import Cell
 from netbottleneck.study.task import AS_BEFORE, Outcome, Task, from_json, to_json
 
 if TYPE_CHECKING:
@@ -148,9 +149,9 @@ class _Led:
         self._lost = False
 
     @contextmanager
-    def opened(self, _ranks: int, link: LinkSpec) -> Generator[_Led]:
+    def opened(self, cell: Cell) -> Generator[_Led]:
         """Cap the interfaces of all hosts. Raises LabError with the words of the first that cannot."""
-        self._spec = link
+        link = self._spec = cell.link
         self.how = CAPPED if link.capped else AS_IT_IS
         if not link.capped:
             yield self

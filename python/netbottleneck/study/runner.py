@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 from itertools import groupby
 from typing import Any, Protocol
 
-from netbottleneck.lab import LabError, LinkSpec
-from netbottleneck.study import playing, report, work
+from netbottleneck.lab import LabError
+from netbottleneck.study import playing, report, spec, work
 from netbottleneck.study.asked import Asked
 from netbottleneck.study.cells import Done
 from netbottleneck.study.progress import Progress
@@ -38,13 +38,14 @@ class Ground(Protocol):
         """Run tasks one after another on all ranks. Raises JobError."""
 
 
-Opened = Callable[[int, LinkSpec], AbstractContextManager[Ground]]
+Opened = Callable[[Cell], AbstractContextManager[Ground]]
 
 
 def run(asked: Asked, opened: Opened, words: str, cells: Sequence[Cell]) -> int:
     """Run those of the cells that are not done, tell what was found, and return the exit code.
 
-    opened: makes the ranks' ground. words: what is said of it. KeyboardInterrupt goes on to the caller.
+    opened: makes the ground of a cell's ranks, for all cells that are alike in that (spec.ground). words: what is said
+    of it. KeyboardInterrupt goes on to the caller.
     """
     teller = Teller()
     study = Study(asked)
@@ -75,11 +76,12 @@ class _Cells:
     def run(self) -> None:
         """Run all that are left, network by network; one that fails is told, and the others run."""
         left = self._progress.begin()
-        for (ranks, network), cells in groupby(left, key=lambda cell: (cell.ranks, cell.network)):
+        for (ranks, together, network), cells in groupby(left, key=spec.ground):
             waiting = list(cells)
+            name = f"{network}, {ranks} ranks" + (f", {together} on a host" if together > 1 else "")
             try:
-                with self._opened(ranks, waiting[0].link) as ground:
-                    self._on(ground, f"{network}, {ranks} ranks", waiting)
+                with self._opened(waiting[0]) as ground:
+                    self._on(ground, name, waiting)
             except LabError as error:
                 for cell in waiting:
                     self._failed(cell, str(error))
@@ -94,7 +96,8 @@ class _Cells:
         link = waiting[0].link
         caps = {"link_bps": link.link_bps, "flow_bps": list(link.flow_bps)}
         network = {"how": ground.how, **caps, "verified": seen or {}}
-        self._study.networks[waiting[0].network] = network
+        if waiting[0].link == spec.caps(waiting[0].network):  # else nothing leaves a host
+            self._study.networks[waiting[0].network] = network
         while waiting:
             cell = waiting.pop(0)
             self._progress.next(cell)

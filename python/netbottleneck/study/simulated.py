@@ -6,10 +6,11 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from netbottleneck.lab import Lab, LinkSpec
+from netbottleneck.lab import Lab
 from netbottleneck.study import runner
 from netbottleneck.study.asked import OWN, Asked
 from netbottleneck.study.ranks import Follow, run_in_lab
+from netbottleneck.study.spec import Cell
 from netbottleneck.study.task import Outcome, Task
 
 MADE = "The links of this study are made here, on this machine, and capped as named."
@@ -21,8 +22,8 @@ def run(asked: Asked) -> int:
 
 
 @contextmanager
-def _opened(ranks: int, link: LinkSpec) -> Generator[_InLab]:
-    with Lab(ranks, link) as lab:
+def _opened(cell: Cell) -> Generator[_InLab]:
+    with Lab(cell.ranks // cell.ranks_per_host, cell.link, cell.ranks_per_host) as lab:
         yield _InLab(lab)
 
 

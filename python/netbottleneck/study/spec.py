@@ -55,7 +55,8 @@ class Model:
 class Cell:
     """One job on one network and so many ranks.
 
-    same: its weights are compared with those of stock alone; tuned: stock runs once more, over four interfaces."""
+    same: its weights are compared with those of stock alone; tuned: stock runs once more, over four interfaces.
+    ranks_per_host: of a lab's hosts."""
 
     key: str
     model: Model
@@ -67,6 +68,7 @@ class Cell:
     alone: int
     same: bool = False
     tuned: bool = False
+    ranks_per_host: int = 1
 
     @property
     def job(self) -> str:
@@ -75,8 +77,8 @@ class Cell:
 
     @property
     def link(self) -> LinkSpec:
-        """The caps of its network."""
-        return caps(self.network)
+        """The caps of its network; none inside of one host."""
+        return caps(self.network) if self.ranks_per_host < max(self.ranks, 2) else LinkSpec()
 
     @property
     def steps(self) -> int:
@@ -128,7 +130,8 @@ def parse(
         if hosts and "interface" not in raw:
             asked["networks"] = [HERE]
         at = lines.of("ranks", number)
-        own = list(_cells(asked, _model(table, lines, number, Path(path).parent), at))
+        _together(asked, hosts, lines, number)
+        own = list(_cells(asked, _model(table, lines, number, Path(path).parent, asked.get("ranks_per_host", 1)), at))
         if hosts and any(cell.ranks > hosts and not done(cell.key) for cell in own):
             raise ValueError(f"{at}: ranks = {asked['ranks']}: {hosts} were started: start more, or ask for fewer")
         if twice := {cell.key for cell in cells} & {cell.key for cell in own}:
@@ -145,7 +148,17 @@ def parse(
     )
 
 
-def _model(table: Mapping[str, Any], lines: Lines, number: int, folder: Path) -> Model:
+def _together(asked: Mapping[str, Any], hosts: int, lines: Lines, number: int) -> None:
+    """Raise ValueError for ranks that cannot be put on hosts as is asked."""
+    each = asked.get("ranks_per_host", 1)
+    where = f"{lines.of('ranks_per_host', number)}: ranks_per_host = {each}"
+    if each > 1 and hosts:
+        raise ValueError(f"{where}: a launcher's ranks are where it started them: take this away")
+    if odd := next((count for count in asked["ranks"] if count % each), 0):
+        raise ValueError(f"{where}: ranks = {odd} are no multiple of that: give each host as many, or leave one out")
+
+
+def _model(table: Mapping[str, Any], lines: Lines, number: int, folder: Path, together: int) -> Model:
     job, file = table.get("job", REPLAY), table.get("file", "")
     name = table.get("name", {DIGITS: "digits", INFLATION: "thin_resnet"}.get(job, ""))
 
@@ -167,7 +180,8 @@ def _model(table: Mapping[str, Any], lines: Lines, number: int, folder: Path) ->
     elif job != DIGITS and name not in models.NAMES:
         raise refuse("name", f"write one of {', '.join(models.NAMES)}; or give a file")
     forward, backward = table.get("compute_ms", COMPUTE_MS)
-    label = table.get("label", slug(name) + ("-inflation" if job == INFLATION else ""))
+    usual = slug(name) + ("-inflation" if job == INFLATION else "") + (f"-{together}-a-host" if together > 1 else "")
+    label = table.get("label", usual)
     factors = float(table.get("scale", 1)), float(table.get("stretch", 1))
     return Model(name, job, label, file, (float(forward), float(backward)), *factors, table.get("compute", "sleep"))
 
@@ -181,6 +195,7 @@ def _cells(asked: Mapping[str, Any], model: Model, ranks_at: str) -> Iterable[Ce
     same = next((text for text in networks if not caps(text).capped), networks[-1])
     arms = _arms(model.job, asked["transports"])
     tuned = model.job == REPLAY and "stock" in arms and asked.get("tuned", True)
+    together = asked.get("ranks_per_host", 1)
     for ranks, network in product(asked["ranks"], networks):
         yield Cell(
             f"{model.label}-{ranks}-{slug(network)}",
@@ -192,7 +207,8 @@ def _cells(asked: Mapping[str, Any], model: Model, ranks_at: str) -> Iterable[Ce
             asked.get("block_steps", usual.block_steps),
             0 if model.job == INFLATION else asked.get("alone", usual.alone),
             model.job == DIGITS and network == same,
-            tuned and bool(caps(network).flow_bps),
+            tuned and bool(caps(network).flow_bps) and together < max(ranks, 2),
+            together,
         )
 
 
@@ -205,17 +221,24 @@ def _arms(job: str, transports: Sequence[str]) -> tuple[str, ...]:
 
 
 def _fit(wanted: str | None, cells: Sequence[Cell], where: str) -> str:
-    played = [cell for cell in cells if cell.job == REPLAY and cell.ranks > 1]
+    played = [cell for cell in cells if cell.job == REPLAY and cell.ranks > 1 and cell.ranks_per_host == 1]
     if wanted is None:
         return min(played, key=lambda cell: cell.ranks).key if played else ""
     if wanted not in {cell.key for cell in played}:
         there = ", ".join(cell.key for cell in played) or "none"
-        raise ValueError(f"{where}: fit = {json.dumps(wanted)}: name a replayed cell of 2 ranks or more: {there}")
+        raise ValueError(
+            f"{where}: fit = {json.dumps(wanted)}: name a replayed cell of 2 hosts or more, one rank each: {there}"
+        )
     return wanted
 
 
 def _ordered(cells: Sequence[Cell], fit_key: str) -> list[Cell]:
     """The fitted cell first, then those that share its ranks and network and so its lab, then lab by lab."""
     first = sorted(cells, key=lambda cell: cell.key != fit_key)
-    labs = list(dict.fromkeys((cell.ranks, cell.network) for cell in first))
-    return sorted(first, key=lambda cell: labs.index((cell.ranks, cell.network)))
+    labs = list(dict.fromkeys(ground(cell) for cell in first))
+    return sorted(first, key=lambda cell: labs.index(ground(cell)))
+
+
+def ground(cell: Cell) -> tuple[int, int, str]:
+    """What cells that run in one lab have in common."""
+    return cell.ranks, cell.ranks_per_host, cell.network

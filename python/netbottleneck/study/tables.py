@@ -133,6 +133,7 @@ def _any(_value: Any) -> str:
 _SHARED: Mapping[str, Check] = MappingProxyType(
     {
         "ranks": _list(_number(1, MOST_RANKS, whole=True), "[2, 4]"),
+        "ranks_per_host": _number(1, MOST_RANKS, whole=True),
         "networks": _list(_network, '["2gbit/500mbit", "none"]'),
         "rounds": _number(1, 10_000, whole=True),
         "block_steps": _number(2, 10_000, whole=True),

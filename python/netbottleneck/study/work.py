@@ -94,6 +94,8 @@ class Beside:
         """Write down what a cell will take, before it runs; returns why not, "" where it was done."""
         if cell.key == self._fit_key:
             return ""
+        if cell.ranks_per_host > 1:
+            return "no forecast: what ranks of one host cost each other is not known"
         if not self._folder.done(self._fit_key):
             return f"no forecast: {self._fit_key or 'a cell'} to be fitted to is not there"
         try:

@@ -3,6 +3,7 @@
 
 #include <arpa/inet.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <net/if.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -122,6 +123,33 @@ static void pace_none(int fd, const struct nb_sockaddr *addr) {
     }
 }
 
+static int pace_by(int fd, const char *congestion, struct nb_error *err) {
+    if (setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, congestion, (socklen_t)strlen(congestion)) == 0) {
+        return 0;
+    }
+    int code = -errno;
+    char allowed[256] = "";
+    int list = open("/proc/sys/net/ipv4/tcp_allowed_congestion_control", O_RDONLY | O_CLOEXEC);
+    ssize_t n = list < 0 ? 0 : read(list, allowed, sizeof allowed - 1);
+    if (list >= 0) {
+        close(list);
+    }
+    allowed[n > 0 ? strcspn(allowed, "\n") : 0] = '\0';
+    errno = -code;
+    return nb_fail(err, code, "congestion control '%s': %m; this host allows: %s", congestion, allowed);
+}
+
+int nb_sock_check_congestion(const char *congestion, struct nb_error *err) {
+    int fd = open_socket(AF_INET);
+    if (fd < 0) {
+        errno = -fd;
+        return nb_fail(err, fd, "socket for congestion control '%s': %m", congestion);
+    }
+    int rc = pace_by(fd, congestion, err);
+    close(fd);
+    return rc;
+}
+
 static int listen_at(const struct nb_sockaddr *addr, int backlog) {
     int one = 1;
     int fd = open_socket(addr->any.sa_family);
@@ -184,7 +212,8 @@ int nb_sock_listen(struct nb_sockaddr *addr, struct nb_port_range ports, int bac
     return fd;
 }
 
-int nb_sock_connect(const struct nb_sockaddr *to, const struct nb_sockaddr *from, struct nb_error *err) {
+int nb_sock_connect(const struct nb_sockaddr *to, const struct nb_sockaddr *from, const char *congestion,
+                    struct nb_error *err) {
     char text[NB_SOCK_TEXT];
     int one = 1;
     int rc;
@@ -195,6 +224,10 @@ int nb_sock_connect(const struct nb_sockaddr *to, const struct nb_sockaddr *from
         return nb_fail(err, fd, "socket for %s: %m", text);
     }
     pace_none(fd, to);
+    rc = congestion != NULL ? pace_by(fd, congestion, err) : 0;
+    if (rc < 0) {
+        goto err_close;
+    }
     if (from != NULL) {
         struct nb_sockaddr local = *from;
         nb_sock_set_port(&local, 0);

@@ -47,8 +47,13 @@ int nb_sock_interfaces(const char *spec, struct nb_sockaddr *addrs, char (*names
 // Errors: -EADDRINUSE naming the port or the range.
 int nb_sock_listen(struct nb_sockaddr *addr, struct nb_port_range ports, int backlog, struct nb_error *err);
 
-// Starts a non-blocking connect, from `from` where not NULL. Returns the descriptor.
-int nb_sock_connect(const struct nb_sockaddr *to, const struct nb_sockaddr *from, struct nb_error *err);
+// Starts a non-blocking connect, from `from` where not NULL. `congestion`: the congestion control of what is sent; NULL:
+// the host's, and on loopback one that does not pace. Returns the descriptor.
+int nb_sock_connect(const struct nb_sockaddr *to, const struct nb_sockaddr *from, const char *congestion,
+                    struct nb_error *err);
+
+// Whether this process may have a congestion control of that name. Errors: -ENOENT, -EPERM naming those it may have.
+int nb_sock_check_congestion(const char *congestion, struct nb_error *err);
 
 // The pending error of a connect that became writable: 0 or -errno.
 int nb_sock_connected(int fd);

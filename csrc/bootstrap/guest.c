@@ -46,7 +46,7 @@ static bool is_own_echo(int fd) {
 
 // The descriptor of a finished connect, or -errno.
 static int connect_once(const struct guest *guest) {
-    int fd = nb_sock_connect(&guest->to, NULL, NULL);
+    int fd = nb_sock_connect(&guest->to, NULL, NULL, NULL);
     if (fd < 0) {
         return fd;
     }

@@ -82,6 +82,7 @@ struct nb_job_config {
     int streams;           // NB_STREAMS_AUTO, or 1…NB_LANES_MAX
     const char *provider;
     const char *library;
+    const char *congestion; // of tcp lanes; NULL: as it comes
     const char *ifname;
     struct nb_port_range ports;
     size_t segment_bytes;        // 0: 256 KiB

@@ -32,6 +32,7 @@ struct open_args {
     PyObject *host;
     PyObject *algorithm;
     PyObject *cpus;
+    PyObject *congestion;
 };
 
 // What the join and the job need, in C.
@@ -45,15 +46,14 @@ struct open_plan {
 
 static int parse(PyObject *args, PyObject *kwargs, struct open_args *in) {
     static const char *const keywords[] = {
-        "rank",          "size",      "secret",          "listener", "address",     "tag",
-        "transport",     "streams",   "provider",        "library",  "ifname",      "ports",
-        "segment_bytes", "timeout_s", "start_timeout_s", "stall_s",  "stall_end_s", "recorder",
-        "shm",           "host",      "algorithm",       "cpus",     NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$OOOOOOOOOOOOOOOOOOOO:Comm", (char **)keywords, &in->rank,
+        "rank",        "size",     "secret", "listener", "address",       "tag",       "transport",       "streams",
+        "provider",    "library",  "ifname", "ports",    "segment_bytes", "timeout_s", "start_timeout_s", "stall_s",
+        "stall_end_s", "recorder", "shm",    "host",     "algorithm",     "cpus",      "congestion",      NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$OOOOOOOOOOOOOOOOOOOOO:Comm", (char **)keywords, &in->rank,
                                      &in->size, &in->secret, &in->listener, &in->address, &in->tag, &in->transport,
                                      &in->streams, &in->provider, &in->library, &in->ifname, &in->ports,
                                      &in->segment_bytes, &in->timeout, &in->start_timeout, &in->stall, &in->stall_end,
-                                     &in->recorder, &in->shm, &in->host, &in->algorithm, &in->cpus)) {
+                                     &in->recorder, &in->shm, &in->host, &in->algorithm, &in->cpus, &in->congestion)) {
         return -1;
     }
     if (in->secret == NULL) {
@@ -119,6 +119,7 @@ static int get_texts(struct core_comm *self, const struct open_args *in, struct 
         get_text(self, "transport", in->transport, "tcp", &plan->job.transport) < 0 ||
         get_text(self, "provider", in->provider, NULL, &plan->job.provider) < 0 ||
         get_text(self, "library", in->library, NULL, &plan->job.library) < 0 ||
+        get_text(self, "congestion", in->congestion, NULL, &plan->job.congestion) < 0 ||
         get_text(self, "ifname", in->ifname, NULL, &plan->boot.ifname) < 0) {
         return -1;
     }

@@ -391,6 +391,7 @@ static int lane_open(const struct nb_lane_config *config, struct nb_lane **out, 
     lane->config = *config;
     lane->config.provider = NULL;
     lane->config.library = NULL;
+    lane->config.congestion = NULL;
     lane->watch = (struct nb_watch){.fd = -1, .ready = ready};
     nb_list_init(&lane->regions);
     nb_list_init(&lane->writes);

@@ -88,7 +88,7 @@ struct nb_ofi_peer {
 
 struct nb_ofi_lane {
     struct nb_lane base;
-    struct nb_lane_config config; // its provider and library are NULL: they are not kept
+    struct nb_lane_config config; // its texts are NULL: they are not kept
     struct nb_ofi_lib lib;
     char name[2 * NB_OFI_NAME]; // "net/1.17"
     bool dead;                  // the endpoint is closed; only the memory is left

@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <netinet/tcp.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -147,7 +148,7 @@ static int conn_connect(struct conn *conn, struct nb_error *err) {
     struct tcp_lane *lane = conn->lane;
     struct nb_sockaddr from = lane->config.bind;
     nb_sock_set_port(&from, 0);
-    int fd = nb_sock_connect(&conn->to, &from, err);
+    int fd = nb_sock_connect(&conn->to, &from, lane->config.congestion, err);
     if (fd < 0) {
         return fd;
     }
@@ -243,6 +244,10 @@ static void tcp_close(struct nb_lane *base) {
 }
 
 static int tcp_open(const struct nb_lane_config *config, struct nb_lane **out, struct nb_error *err) {
+    int allowed = config->congestion != NULL ? nb_sock_check_congestion(config->congestion, err) : 0;
+    if (allowed < 0) {
+        return allowed;
+    }
     struct tcp_lane *lane = calloc(1, sizeof *lane);
     struct conn *conns = calloc((size_t)config->size, sizeof *conns);
     if (lane == NULL || conns == NULL) {
@@ -252,6 +257,12 @@ static int tcp_open(const struct nb_lane_config *config, struct nb_lane **out, s
     }
     lane->base = (struct nb_lane){.ops = &nb_tcp_ops, .index = config->index};
     lane->config = *config;
+    lane->config.provider = NULL;
+    lane->config.library = NULL;
+    if (config->congestion != NULL) {
+        snprintf(lane->congestion, sizeof lane->congestion, "%s", config->congestion);
+        lane->config.congestion = lane->congestion;
+    }
     lane->conns = conns;
     lane->addr = config->bind;
     lane->listener.ready = listener_ready;

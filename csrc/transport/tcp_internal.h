@@ -6,7 +6,7 @@
 #include "bootstrap/bootstrap.h"
 #include "transport/tcp.h"
 
-enum { MESSAGES = 64 }; // queued to one peer
+enum { MESSAGES = 64, CONGESTION_BYTES = 16 }; // queued to one peer; TCP_CA_NAME_MAX of the kernel
 
 struct hello {
     uint32_t magic;
@@ -96,7 +96,8 @@ struct stranger {
 
 struct tcp_lane {
     struct nb_lane base;
-    struct nb_lane_config config;
+    struct nb_lane_config config;      // its provider and library are NULL: they are not kept
+    char congestion[CONGESTION_BYTES]; // what config.congestion points to
     struct nb_watch listener;
     struct nb_sockaddr addr;
     struct nb_list strangers;

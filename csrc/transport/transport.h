@@ -92,8 +92,9 @@ struct nb_lane_config {
     struct nb_sockaddr bind;    // the interface this lane uses, port 0
     struct nb_port_range ports;
     int timeout_ms;
-    const char *provider; // ofi: NULL for the best there is
-    const char *library;  // ofi: NULL for the usual places
+    const char *provider;   // ofi: NULL for the best there is
+    const char *library;    // ofi: NULL for the usual places
+    const char *congestion; // tcp: congestion control by its name; NULL: the host's, none that paces on loopback
     const struct nb_lane_up *up;
     void *up_ctx;
 };

@@ -205,6 +205,7 @@ class Comm:
         host: bytes | None = None,
         algorithm: str = "auto",
         cpus: tuple[int, ...] = (),
+        congestion: str | None = None,
     ) -> None: ...
     @property
     def rank(self) -> int: ...

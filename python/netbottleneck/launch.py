@@ -106,6 +106,7 @@ def _explained(settings: Settings) -> Generator[None, None, None]:
             "PROVIDER": settings.provider,
             "IFNAME": settings.ifname,
             "LIBFABRIC": settings.library,
+            "CONGESTION": settings.congestion,
             "PORTS": "-".join(map(str, settings.ports)) if "already in use" in text or "no port" in text else None,
             "AFFINITY": ",".join(map(str, settings.affinity)) if "communication thread" in text else None,
         }
@@ -143,6 +144,7 @@ def _connect(
         "algorithm": settings.algorithm,
         "host": host_digest(settings),
         "cpus": settings.affinity,
+        "congestion": settings.congestion,
     }
     if place.size == 1:
         comm: _core.Comm = module.Comm(0, 1, secret=secrets.token_bytes(32), **options)

@@ -52,7 +52,7 @@ static void check_barrier(struct job *job) {
 }
 
 static int knock(const struct job *job) {
-    int fd = nb_sock_connect(&job->listener.addr, NULL, NULL);
+    int fd = nb_sock_connect(&job->listener.addr, NULL, NULL, NULL);
     CHECK(fd >= 0, "connect: %m");
     struct pollfd poller = {.fd = fd, .events = POLLOUT};
     CHECK(poll(&poller, 1, LIMIT_MS) == 1 && nb_sock_connected(fd) == 0, "connect");

@@ -125,7 +125,7 @@ static bool connect_pair(const char *text, const char *from_text, int fds[2], st
         return false;
     }
     CHECK(from_text == NULL || nb_sock_parse(from_text, &from, NULL) == 0, "from");
-    fds[0] = nb_sock_connect(&addr, from_text != NULL ? &from : NULL, NULL);
+    fds[0] = nb_sock_connect(&addr, from_text != NULL ? &from : NULL, NULL, NULL);
     CHECK(fds[0] >= 0, "connect: %m");
     wait_for(fds[0], POLLOUT);
     CHECK(nb_sock_connected(fds[0]) == 0, "connected");
@@ -194,13 +194,43 @@ static void test_end_of_peer(int fds[2]) {
     close(fds[1]);
 }
 
+static void congestion_of(int fd, char name[16]) {
+    socklen_t len = 15;
+    memset(name, 0, 16);
+    CHECK(getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, &len) == 0, "TCP_CONGESTION: %m");
+}
+
 static void test_unpaced(const int fds[2]) {
     for (int i = 0; i < 2; i++) {
-        char name[16] = "";
-        socklen_t len = sizeof name - 1;
-        CHECK(getsockopt(fds[i], IPPROTO_TCP, TCP_CONGESTION, name, &len) == 0, "TCP_CONGESTION: %m");
+        char name[16];
+        congestion_of(fds[i], name);
         CHECK(strcmp(name, "reno") == 0, "end %d on loopback has %s", i, name);
     }
+}
+
+// One that is asked for stands, even on loopback; one that is not there is refused, and what there is is named.
+static void test_congestion(void) {
+    char host[16];
+    char has[16];
+    struct nb_sockaddr addr;
+    struct nb_error err = {0};
+    CHECK(nb_sock_parse("127.0.0.1:0", &addr, NULL) == 0, "parse");
+    int listener = nb_sock_listen(&addr, (struct nb_port_range){0, 0}, 4, NULL);
+    int plain = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    congestion_of(plain, host); // the one that anybody may have beside reno
+    CHECK(nb_sock_check_congestion(host, &err) == 0, "%s", err.text);
+    int fd = nb_sock_connect(&addr, NULL, host, &err);
+    CHECK(fd >= 0, "%s", err.text);
+    congestion_of(fd, has);
+    CHECK(strcmp(has, host) == 0, "asked for %s, has %s", host, has);
+    CHECK(nb_sock_check_congestion("nosuch", &err) == -ENOENT, "%s", err.text);
+    CHECK(strstr(err.text, "'nosuch'") != NULL && strstr(err.text, "this host allows: ") != NULL &&
+              strstr(err.text, host) != NULL,
+          "%s", err.text);
+    CHECK(nb_sock_connect(&addr, NULL, "nosuch", &err) == -ENOENT, "%s", err.text);
+    close(fd);
+    close(plain);
+    close(listener);
 }
 
 static void test_connections(void) {
@@ -228,7 +258,7 @@ static void test_refused(void) {
     int holder = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0); // holds a port, and does not listen
     CHECK(nb_sock_parse("127.0.0.1:0", &addr, NULL) == 0 && bind(holder, &addr.any, addr.len) == 0, "bind: %m");
     CHECK(getsockname(holder, &addr.any, &addr.len) == 0, "getsockname: %m");
-    int fd = nb_sock_connect(&addr, NULL, NULL);
+    int fd = nb_sock_connect(&addr, NULL, NULL, NULL);
     int rc = fd;
     if (fd >= 0) {
         wait_for(fd, POLLOUT);
@@ -292,6 +322,7 @@ int main(void) {
     test_loopback_and_port();
     test_port_range();
     test_connections();
+    test_congestion();
     test_refused();
     test_interfaces();
     return 0;

@@ -407,6 +407,7 @@ def test_ranks_that_disagree_are_told_so(plain_ranks: Ranks, name: str, values: 
         ("NETBOTTLENECK_PROVIDER", "nosuch", {"NETBOTTLENECK_TRANSPORT": "ofi"}, ["NETBOTTLENECK_PROVIDER", "nosuch"]),
         ("NETBOTTLENECK_AFFINITY", "0", {}, ["NETBOTTLENECK_AFFINITY=0", "rank 1 is number 2 of its host, and 1 CPU"]),
         ("NETBOTTLENECK_AFFINITY", "one", {}, ["NETBOTTLENECK_AFFINITY=one", "numbers of CPUs"]),
+        ("NETBOTTLENECK_CONGESTION", "nosuch", {}, ["NETBOTTLENECK_CONGESTION=nosuch", "this host allows", "reno"]),
         ("NETBOTTLENECK_IFNAME", "nosuch0", {}, ["NETBOTTLENECK_IFNAME", "nosuch0"]),
         ("NETBOTTLENECK_IFNAME", "nosuch0", {"NETBOTTLENECK_TRANSPORT": "ofi"}, ["NETBOTTLENECK_IFNAME", "nosuch0"]),
         (
@@ -457,6 +458,31 @@ print("cpu", info["cpu"], float(nb.allreduce(np.ones(3))[0]))
     given = f"{cpus[-1]},{cpus[0]}"
     results = plain_ranks(2, script, {**QUICK, "NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_AFFINITY": given})
     assert [result.stdout.split() for result in results] == [["cpu", cpu, "1.0"] for cpu in given.split(",")]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_tcp_lanes_have_the_congestion_control_that_was_asked_for(plain_ranks: Ranks, asked: bool) -> None:
+    with socket.socket() as plain:
+        host = plain.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+    if host == "reno":
+        pytest.skip("this host has reno, which lanes on loopback have anyway")
+    script = f"""
+import os, socket
+import psutil
+import numpy as np
+import netbottleneck as nb
+nb.init()
+found = []
+for here in psutil.Process().net_connections("tcp"):
+    with socket.socket(fileno=os.dup(here.fd)) as one:
+        found += [one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(bytes(1)).decode()]
+print(found.count({host!r}), float(nb.allreduce(np.ones(3))[0]))
+nb.shutdown()
+"""
+    env = {**QUICK, "NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_STREAMS": "2", "NETBOTTLENECK_SHM": "0"}
+    results = plain_ranks(2, script, env | ({"NETBOTTLENECK_CONGESTION": host} if asked else {}))
+    # Each rank has made a connection for each lane; whatever else it has is on loopback, with reno.
+    assert [result.stdout.split() for result in results] == [["2" if asked else "0", "1.0"]] * 2
 
 
 def test_ranks_that_find_another_number_of_interfaces_are_told_so(plain_ranks: Ranks) -> None:

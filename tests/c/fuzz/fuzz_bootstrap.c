@@ -44,7 +44,7 @@ static int door(struct nb_listener *listener, const struct nb_boot_config *confi
     if (nb_listener_open(listener, config, NULL, &err) < 0) {
         abort();
     }
-    return nb_sock_connect(&listener->addr, NULL, &err);
+    return nb_sock_connect(&listener->addr, NULL, NULL, &err);
 }
 
 struct knock {

@@ -186,6 +186,19 @@ def test_the_loss_is_told_by_its_causes():
     )
 
 
+@pytest.mark.parametrize(("ranks_per_host", "why"), [(1, False), (2, True)])
+def test_a_step_that_beats_its_bound_is_told_and_on_hosts_of_several_ranks_why(ranks_per_host, why):
+    one = cell("4", {"stock": 100, "tcp": 20}, size=4)
+    assert one.outlook is not None
+    assert one.outlook.full_use is not None
+    one = replace(
+        one, ranks_per_host=ranks_per_host, outlook=replace(one.outlook, full_use_ns=Estimate(1e12, 1e12, 1e12))
+    )
+    above = [line for line in steps(one)["full use"].lines if "shorter than its bound" in line]
+    assert len(above) == 2
+    assert all(("two levels send less from host to host" in line) == why for line in above)
+
+
 def test_what_one_host_loses_is_told_apart_where_it_was_measured():
     inside = replace(cell("8", {"stock": 30}, size=4), ranks_per_host=4)
     across = replace(cell("16", {"stock": 100}, size=8), ranks_per_host=4)

@@ -12,6 +12,7 @@ from netbottleneck.units import gbit, percent
 
 Said = tuple[str, Sequence[str], Sequence[str]]  # verdict, lines, missing
 FULL_USE = "full_use"
+SHORTER = "the measured step is shorter than its bound"
 
 
 def bound(cell: CellFacts) -> tuple[Estimate, str] | None:
@@ -54,8 +55,15 @@ def full_use(cells: Sequence[CellFacts]) -> Said:
         f"{stock[2]} reaches as little as {percent(stock[0])} of what full use of the link would give "
         f"({stock[1].key}); {most[2]} reaches {percent(most[0])} of it ({most[1].key}; measured over predicted)."
     )
-    above = [f"{cell.key}, {arm}: the measured step is shorter than its bound" for part, cell, arm in best if part > 1]
+    above = [f"{cell.key}, {arm}: {SHORTER}{_why_shorter(cell)}" for part, cell, arm in best if part > 1]
     return verdict, [*lines, *above], missing
+
+
+def _why_shorter(cell: CellFacts) -> str:
+    """A run over stock, which the bound is fitted to, has one ring of all ranks."""
+    if cell.ranks_per_host == 1:
+        return ""
+    return ", which is of one ring of all ranks: two levels send less from host to host"
 
 
 def _needed(one: Outlook, ratio: Estimate | None, why: str, how: str) -> str:

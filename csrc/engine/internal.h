@@ -264,6 +264,7 @@ struct nb_job {
     int64_t ticked_ns;     // when time was last looked at
     int64_t next_tick_ns;  // when it is looked at again
     int64_t moved_ns;      // when something last moved
+    int64_t gap_ns;        // from one movement to the next, the mean of late
     struct member *member; // what this rank knows of the agreement
     struct agree *agree;   // rank 0: what it knows of all
     uint64_t *joined;      // rank 0: ranks that have joined, as bits

@@ -20,6 +20,9 @@
 
 enum {
     FAREWELL_NS = 200 * 1000 * 1000,
+    QUICK_NS = 60 * 1000,          // between two movements: a sleep would take as long
+    GAP_MAX_NS = 400 * 1000,       // a longer one counts as this
+    GAPS = 16,                     // that the mean looks back on
     SPIN_BYTES = 4 * 1024 * 1024,  // of the operation that is waited for
     SETTLE_NS = 2000 * 1000 * 1000 // a peer that is alive and kept from a core must not lose what was sent to it last
 };
@@ -269,14 +272,22 @@ static bool may_stop(struct nb_job *job, int64_t *until_ns) {
     return settled;
 }
 
-// Whether what is awaited is small and may be here in no time: then sleeping would cost more than it saves.
+// Whether what is awaited may be here in no time, being small or because it comes fast: then sleeping would cost more than
+// it saves.
 static bool spins(const struct nb_job *job) {
     const struct nb_list *list = nb_list_empty(&job->running) ? &job->waiting : &job->running;
     if (!job->spins || nb_list_empty(list) || nb_now_ns() - job->moved_ns > nb_drive_spin_ns(job)) {
         return false;
     }
     const struct nb_work *work = NB_CONTAINER(list->next, struct nb_work, link);
-    return nb_local_everywhere(job) || work->quiet || work->desc.bytes <= SPIN_BYTES;
+    bool fast = job->driver == NB_DRIVER_CALLER && job->gap_ns < QUICK_NS; // the thread would take time from a training
+    return nb_local_everywhere(job) || work->desc.bytes <= SPIN_BYTES || fast;
+}
+
+static void moved_now(struct nb_job *job, int64_t now) {
+    int64_t gap = now - job->moved_ns < (int64_t)GAP_MAX_NS ? now - job->moved_ns : (int64_t)GAP_MAX_NS;
+    job->gap_ns += (gap - job->gap_ns) / GAPS;
+    job->moved_ns = now;
 }
 
 static bool is_done(const struct nb_work *work) {
@@ -301,7 +312,9 @@ void nb_job_turn(struct nb_job *job, const struct nb_work *awaited, int sleep_ms
     }
     moved += nb_loop_wait(&job->loop, stays || awaited == NULL ? 0 : sleep_ms);
     int64_t now = nb_now_ns();
-    job->moved_ns = moved > 0 ? now : job->moved_ns;
+    if (moved > 0) {
+        moved_now(job, now);
+    }
     if (now >= job->next_tick_ns) {
         job->next_tick_ns = now + (int64_t)TICK_MS * 1000000;
         nb_local_tick(job, now);

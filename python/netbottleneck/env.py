@@ -80,7 +80,7 @@ class Settings:
         "CPU of the communication thread, one for each rank of a host; default: the system chooses",
         ("HOROVOD_THREAD_AFFINITY", CPUS.parse),
     )
-    congestion: str | None = _row("CONGESTION", TEXT, None, "tcp lanes'; default: the host's, but reno on loopback")
+    congestion: str | None = _row("CONGESTION", TEXT, None, "tcp's congestion control; default: the host's (lo: reno)")
     ports: tuple[int, int] = _row("PORTS", PORT_RANGE, (0, 0), "ports to listen on; default: the system chooses")
     segment_bytes: int = _row("SEGMENT_BYTES", BYTES, 0, "bytes a lane takes at a time; 0: chosen by the engine")
     direct_bytes: int = _row(

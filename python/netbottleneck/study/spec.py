@@ -78,7 +78,7 @@ class Cell:
     @property
     def link(self) -> LinkSpec:
         """The caps of its network; none inside of one host."""
-        return caps(self.network) if self.ranks_per_host < max(self.ranks, 2) else LinkSpec()
+        return LinkSpec() if _on_one_host(self.ranks, self.ranks_per_host) else caps(self.network)
 
     @property
     def steps(self) -> int:
@@ -97,6 +97,11 @@ class StudySpec:
     fit_key: str
     provider: str | None = None
     interface: str = ""
+
+
+def _on_one_host(ranks: int, ranks_per_host: int) -> bool:
+    """Whether several ranks share the only host: nothing leaves it."""
+    return 1 < ranks == ranks_per_host
 
 
 def slug(text: str) -> str:
@@ -207,7 +212,7 @@ def _cells(asked: Mapping[str, Any], model: Model, ranks_at: str) -> Iterable[Ce
             asked.get("block_steps", usual.block_steps),
             0 if model.job == INFLATION else asked.get("alone", usual.alone),
             model.job == DIGITS and network == same,
-            tuned and bool(caps(network).flow_bps) and together < max(ranks, 2),
+            tuned and bool(caps(network).flow_bps) and not _on_one_host(ranks, together),
             together,
         )
 

@@ -6,6 +6,7 @@
 // thread for as long, in all that is said of it.
 #include <errno.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <time.h>
@@ -20,6 +21,7 @@ enum {
     GRACE_NS = 4000 * 1000, // for which nobody drives after a caller has left: the next one finds its place free
     BRIEF_NS = 100 * 1000,  // the same where it has left something to do
     HURRY_BYTES = 64 * 1024,
+    YIELD_NS = 2 * 1000,
     SPIN_NS = 20 * 1000,
     CALLER_SPIN_NS = 150 * 1000 // it has nothing else to do
 };
@@ -44,8 +46,15 @@ void nb_drive_tell(struct nb_job *job, const struct nb_op *op) {
     }
 }
 
-int64_t nb_drive_spin_ns(const struct nb_job *job) {
-    return job->driver == NB_DRIVER_CALLER ? CALLER_SPIN_NS : SPIN_NS;
+bool nb_drive_looks(const struct nb_job *job, int64_t moved_ns) {
+    int64_t quiet_ns = nb_now_ns() - moved_ns;
+    if (!job->spins || quiet_ns > (job->driver == NB_DRIVER_CALLER ? CALLER_SPIN_NS : SPIN_NS)) {
+        return false;
+    }
+    if (quiet_ns > YIELD_NS) {
+        sched_yield(); // who is waited for may be on this very core, however many there are
+    }
+    return true;
 }
 
 void nb_drive_end(struct nb_job *job) {

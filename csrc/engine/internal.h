@@ -433,8 +433,9 @@ void nb_job_turn(struct nb_job *job, const struct nb_work *awaited, int sleep_ms
 void nb_drive_wait(struct nb_work *work, int64_t until_ns);
 // The operation is in the inbox. With the lock.
 void nb_drive_tell(struct nb_job *job, const struct nb_op *op);
-// For how long whoever drives, and asks, looks again instead of sleeping.
-int64_t nb_drive_spin_ns(const struct nb_job *job);
+// Whether whoever drives, and asks, looks again instead of sleeping, where something moved at moved_ns and nothing since.
+// Others on its core may go first.
+bool nb_drive_looks(const struct nb_job *job, int64_t moved_ns);
 // The job is to end. With the lock.
 void nb_drive_end(struct nb_job *job);
 // In a turn of the thread: sleeps, and waits for as long as callers drive.

@@ -276,12 +276,13 @@ static bool may_stop(struct nb_job *job, int64_t *until_ns) {
 // it saves.
 static bool spins(const struct nb_job *job) {
     const struct nb_list *list = nb_list_empty(&job->running) ? &job->waiting : &job->running;
-    if (!job->spins || nb_list_empty(list) || nb_now_ns() - job->moved_ns > nb_drive_spin_ns(job)) {
+    if (nb_list_empty(list)) {
         return false;
     }
     const struct nb_work *work = NB_CONTAINER(list->next, struct nb_work, link);
     bool fast = job->driver == NB_DRIVER_CALLER && job->gap_ns < QUICK_NS; // the thread would take time from a training
-    return nb_local_everywhere(job) || work->desc.bytes <= SPIN_BYTES || fast;
+    bool soon = nb_local_everywhere(job) || work->desc.bytes <= SPIN_BYTES || fast;
+    return soon && nb_drive_looks(job, job->moved_ns);
 }
 
 static void moved_now(struct nb_job *job, int64_t now) {

@@ -299,7 +299,7 @@ bool nb_local_progress(struct nb_job *job) {
         return false;
     }
     bool moved = turn(l);
-    while (!moved && job->spins && l->rails == NULL && nb_now_ns() - l->moved_ns < nb_drive_spin_ns(job)) {
+    while (!moved && l->rails == NULL && nb_drive_looks(job, l->moved_ns)) {
         for (int i = 0; i < SPIN_TURNS && !moved; i++) {
             nb_pause();
             moved = turn(l);

@@ -95,6 +95,17 @@ static const struct nb_error *open_failure(const struct nb_job *job, int next, i
     return s->raised ? &s->why : NULL;
 }
 
+static int not_in_time(const struct nb_job *job, int peer, struct nb_error *err) {
+    int door = nb_lanes_door(job->lanes);
+    if (door == 0) {
+        return nb_fail_peer(err, NB_ETIMEOUT, peer, "the lanes to rank %d did not open within %d ms", peer,
+                            job->config.start_ms);
+    }
+    return nb_fail_peer(err, NB_ETIMEOUT, peer,
+                        "the lanes to rank %d did not open within %d ms: this rank could let nobody in (%s%s)", peer,
+                        job->config.start_ms, nb_code_name(door), door == -EMFILE ? ": see `ulimit -n`" : "");
+}
+
 // The neighbours of a ring: opened at once, so that the first step does not pay for it.
 static int neighbours_open(struct nb_job *job, struct nb_error *err) {
     int next = (job->rank + 1) % job->size;
@@ -110,8 +121,7 @@ static int neighbours_open(struct nb_job *job, struct nb_error *err) {
         nb_loop_wait(&job->loop, nb_lanes_arm(job->lanes) == -EAGAIN ? 0 : 10);
         if (nb_now_ns() > until) {
             int peer = nb_lanes_peer_ready(job->lanes, next) ? prev : next;
-            rc = nb_fail_peer(err, NB_ETIMEOUT, peer, "the lanes to rank %d did not open within %d ms", peer,
-                              job->config.start_ms);
+            rc = not_in_time(job, peer, err);
         }
     }
     if (rc == 0 && open_failure(job, next, prev) != NULL) {

@@ -107,6 +107,8 @@ size_t nb_lanes_address_bytes(const struct nb_lanes *lanes);
 void nb_lanes_address(const struct nb_lanes *lanes, void *out);
 int nb_lanes_peer_open(struct nb_lanes *lanes, int peer, const void *address, struct nb_error *err);
 bool nb_lanes_peer_ready(const struct nb_lanes *lanes, int peer);
+// Why peers that came could not be let in, or 0.
+int nb_lanes_door(const struct nb_lanes *lanes);
 // How many lanes to a peer that was opened are not lost.
 int nb_lanes_left(const struct nb_lanes *lanes, int peer);
 

@@ -172,6 +172,14 @@ int nb_lanes_left(const struct nb_lanes *lanes, int peer) {
     return left;
 }
 
+int nb_lanes_door(const struct nb_lanes *lanes) {
+    int why = 0;
+    for (int i = 0; i < lanes->config.lanes && why == 0; i++) {
+        why = lanes->lane[i]->door;
+    }
+    return why;
+}
+
 bool nb_lanes_peer_ready(const struct nb_lanes *lanes, int peer) {
     for (int i = 0; i < lanes->config.lanes; i++) {
         const struct path *paths = lanes->peers[peer].paths;

@@ -25,6 +25,7 @@ enum {
     BACKLOG = 64,
     STRANGERS_MAX = 64,
     HELLO_MS = 2000,
+    DOOR_PAUSE_MS = 100,
     HELLO_MAGIC = 0x4e424c41 // "NBLA"
 };
 
@@ -111,6 +112,13 @@ static void stranger_ready(struct nb_watch *watch, uint32_t events) {
     }
 }
 
+// For want of descriptors or memory: they wait outside, and what is wrong may pass.
+static void door_shut(struct tcp_lane *lane, int why, int64_t now) {
+    lane->base.door = why;
+    lane->door_ns = now + (int64_t)DOOR_PAUSE_MS * 1000000;
+    nb_loop_change(lane->config.loop, &lane->listener, 0);
+}
+
 static void listener_ready(struct nb_watch *watch, uint32_t events) {
     (void)events;
     struct tcp_lane *lane = NB_CONTAINER(watch, struct tcp_lane, listener);
@@ -123,8 +131,12 @@ static void listener_ready(struct nb_watch *watch, uint32_t events) {
     }
     int fd = accept4(watch->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0) {
+        if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
+            door_shut(lane, -errno, now);
+        }
         return;
     }
+    lane->base.door = 0;
     struct stranger *stranger = lane->stranger_count < STRANGERS_MAX ? calloc(1, sizeof *stranger) : NULL;
     if (stranger == NULL) {
         close(fd);
@@ -390,7 +402,11 @@ static int tcp_progress(struct nb_lane *base) {
 }
 
 static int tcp_arm(struct nb_lane *base) {
-    (void)base;
+    struct tcp_lane *lane = NB_CONTAINER(base, struct tcp_lane, base);
+    if (lane->door_ns != 0 && nb_now_ns() >= lane->door_ns) {
+        lane->door_ns = 0;
+        nb_loop_change(lane->config.loop, &lane->listener, EPOLLIN);
+    }
     return 0;
 }
 

@@ -99,6 +99,7 @@ struct tcp_lane {
     struct nb_lane_config config;      // its provider and library are NULL: they are not kept
     char congestion[CONGESTION_BYTES]; // what config.congestion points to
     struct nb_watch listener;
+    int64_t door_ns; // until when it is left alone; 0: it is not
     struct nb_sockaddr addr;
     struct nb_list strangers;
     int stranger_count;

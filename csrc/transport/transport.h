@@ -148,6 +148,7 @@ struct nb_lane_ops {
 struct nb_lane {
     const struct nb_lane_ops *ops;
     int index;
+    int door; // why a peer that came could not be let in, or 0
 };
 
 // The networks that were built in, NULL at the end: tcp, ofi. (mem is for tests and not listed.)

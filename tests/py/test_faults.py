@@ -485,6 +485,31 @@ nb.shutdown()
     assert [result.stdout.split() for result in results] == [["2" if asked else "0", "1.0"]] * 2
 
 
+def test_a_rank_without_descriptors_says_so_and_does_not_turn_in_vain(plain_ranks: Ranks) -> None:
+    script = """
+import os
+import resource
+import time
+import netbottleneck as nb
+
+nb.init()
+rank, opened = nb.rank(), max(map(int, os.listdir("/proc/self/fd")))
+nb.shutdown()
+if rank == 1:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened - 2, opened - 2))
+spent = time.process_time()
+try:
+    nb.init()
+finally:
+    print("spent", time.process_time() - spent)
+"""
+    env = {**QUICK, "NETBOTTLENECK_START_TIMEOUT_S": "4", "NETBOTTLENECK_SHM": "0", "NETBOTTLENECK_STREAMS": "8"}
+    results = plain_ranks(2, script, env, check=False)
+    assert "this rank could let nobody in (Too many open files: see `ulimit -n`)" in last_line(results[1])
+    assert float(results[1].stdout.split()[1]) < 2  # of four seconds, most of which a thread could turn without end
+    assert "rank 1" in last_line(results[0])
+
+
 def test_ranks_that_find_another_number_of_interfaces_are_told_so(plain_ranks: Ranks) -> None:
     names = [name for name, _ in _core.interfaces("^nothing")]
     if len(names) < 2 and names != ["lo"]:

@@ -167,11 +167,22 @@ def test_a_lab_of_one_host_has_no_link_to_cap() -> None:
     assert found["one_flow"]["measured_bps"] > 8e6
 
 
+def test_ranks_may_start_as_soon_as_the_lab_is_open() -> None:
+    code = (
+        "import numpy, netbottleneck as nb; nb.init(); print(nb.allreduce(numpy.ones(2), op=nb.ops.Sum)); nb.shutdown()"
+    )
+    for _ in range(3):
+        with open_lab(2, "none") as lab:
+            ranks = [lab.popen(rank, [sys.executable, "-c", code], **PIPES) for rank in (0, 1)]
+            assert [output(rank).strip() for rank in ranks] == ["[2. 2.]"] * 2
+
+
 @pytest.mark.parametrize("hosts", [2, 3])
 def test_each_of_several_links_has_its_own_cap(hosts: int) -> None:
     with open_lab(hosts, "200mbit+50mbit") as lab:
         assert lab.interface == "nb0,nb1"
-        assert lab.variables(1, {})["NETBOTTLENECK_IFNAME"] == "nb0,nb1"
+        assert lab.variables(1, {})["GLOO_SOCKET_IFNAME"] == "nb0,nb1"
+        assert lab.variables(1, {})["NETBOTTLENECK_IFNAME"] == "=nb0,nb1"
         found = lab.verify()
     assert found["many_flows"]["measured_bps"] == pytest.approx(200e6, rel=0.15)
     assert [link["measured_bps"] for link in found["more_links"]] == [pytest.approx(50e6, rel=0.15)]

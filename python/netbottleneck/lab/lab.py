@@ -165,8 +165,10 @@ class Lab:
         Set: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, NETBOTTLENECK_HOST_ID and, where
         flows are paced, LD_PRELOAD and NBFLOWCAP_*. Where `env` leaves it open: the interface, for gloo, NCCL, us."""
         result = dict(os.environ if env is None else env)
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NETBOTTLENECK_IFNAME"):
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             result.setdefault(name, self.interface)
+        # By its whole name: one that is new is up before its link is, and would not be taken by a prefix.
+        result.setdefault("NETBOTTLENECK_IFNAME", f"={self.interface}")
         result |= {
             "RANK": str(rank),
             "WORLD_SIZE": str(self.size),

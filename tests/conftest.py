@@ -31,6 +31,8 @@ TORCHS_ABORT = "terminate called without an active exception"
 
 # Before torch is loaded: threads of its own that spin for a core make a busy machine several times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Unbuffered, print writes a line and its end one after the other: ranks that share a pipe would mix theirs.
+os.environ.pop("PYTHONUNBUFFERED", None)
 # All ranks of a test are on one host. What is tested is the network between them, unless a test says otherwise.
 os.environ.setdefault("NETBOTTLENECK_SHM", "0")
 

@@ -468,6 +468,17 @@ def test_mpi_reduces_the_same_memory_and_every_element_is_right(dtype: str) -> N
     assert min(found.row("mpi-tcp")["rounds"]["sent_bytes"]) >= found.row("mpi-tcp")["owed_bytes"] == 4 * 300_000
 
 
+def test_another_environments_mpich_is_not_taken_for_open_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_without_mpi()
+    for tool in ("mpichversion", "mpirun", "mpicc"):
+        (tmp_path / tool).write_text("#!/bin/sh\necho not this one\nexit 1\n", encoding="utf-8")
+        (tmp_path / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    found = peers(2, None, ("mpi-shm",))
+    assert found.notes == []
+    assert "Open MPI" in found.row("mpi-shm")["provider"]
+
+
 @pytest.mark.parametrize("name", ["mpich-shm", "mpich-ofi"])
 def test_the_wheels_mpich_reduces_the_same_memory(name: str) -> None:
     if not Path(sys.prefix, "bin", "mpivars").exists():

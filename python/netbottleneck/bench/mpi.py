@@ -92,8 +92,9 @@ def _tool(name: str, tool: str) -> str | None:
 
 
 def _path() -> str:
-    """Return PATH without what lies beside this Python."""
-    return os.pathsep.join(part for part in os.environ.get("PATH", "").split(os.pathsep) if FilePath(part) != WHEEL)
+    """Return PATH without the folders that hold MPICH and no Open MPI: this Python's, any other environment's."""
+    folders = [FilePath(part) for part in os.environ.get("PATH", "").split(os.pathsep)]
+    return os.pathsep.join(str(f) for f in folders if (f / "ompi_info").exists() or not (f / "mpichversion").exists())
 
 
 class Mpi(Path):
@@ -294,7 +295,6 @@ def _address(interface: str) -> str:
 @functools.cache
 def _version(mpirun: str) -> str:
     said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
-    if FilePath(mpirun).parent == WHEEL:
-        found = re.search(r"Version:\s*(\S+)", said)
-        return f"MPICH {found[1] if found else ''}".strip()
+    if found := re.search(r"Version:\s*(\S+)", said):
+        return f"MPICH {found[1]}"
     return said.partition("\n")[0].replace("mpirun (", "").replace(")", "") or "MPI"

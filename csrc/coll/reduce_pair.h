@@ -1,4 +1,4 @@
-// The sum of two ranks' memory, written to one or both, in one pass: what two ranks that share memory need.
+// The sum of two ranks' memory, written to both, in one pass: what two ranks that share memory need.
 #ifndef NB_COLL_REDUCE_PAIR_H
 #define NB_COLL_REDUCE_PAIR_H
 

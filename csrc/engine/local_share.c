@@ -87,16 +87,11 @@ struct ends {
     char *to[NB_SHM_RANKS_MAX];
 };
 
-// What a sum is multiplied by: between hosts it is not complete yet.
-static double scale_after(const struct local *l, const struct nb_work *work) {
-    return l->hosts == 1 ? work->desc.postscale : 1;
-}
-
 // The sum grows where the first rank's term is, if the result goes there too, else in memory of this rank's own.
 static void fold(struct local *l, const struct nb_work *work, const struct ends *ends, size_t bytes) {
     size_t count = bytes / work->element_bytes;
     double before = work->desc.prescale;
-    double after = scale_after(l, work);
+    double after = l->hosts == 1 ? work->desc.postscale : 1; // else the sum is not complete
     bool there = ends->to[0] == ends->from[0];
     char *sum = there ? ends->to[0] : l->sum;
     if (sum == NULL || ends->from[0] == NULL) {
@@ -132,12 +127,10 @@ static void step(struct local *l, const struct nb_work *work, const struct ends 
         }
         return;
     }
-    bool pair = ends->from_count == 2 && ends->to_count <= 2 && work->desc.prescale == 1;
+    bool pair = ends->from_count == 2 && ends->to_count == 2 && work->desc.prescale == 1;
     nb_pair_fn both = pair ? nb_pair_kernel(work->desc.dtype, work->desc.redop) : NULL;
     if (both != NULL) {
-        char *last = ends->to[ends->to_count - 1];
-        size_t count = bytes / work->element_bytes;
-        both(ends->to[0], last, ends->from[0], ends->from[1], count, scale_after(l, work));
+        both(ends->to[0], ends->to[1], ends->from[0], ends->from[1], bytes / work->element_bytes, work->desc.postscale);
         return;
     }
     for (size_t at = 0; at < bytes; at += FOLD_BYTES) {
@@ -225,10 +218,11 @@ void nb_share_fill(struct local *l, struct nb_work *work, uint64_t window) {
     }
 }
 
-// The result is copied to where the others read it: kernels that store there as they add wait for each line until its
-// readers have let go of it, which takes long where they are behind another cache; a large copy does not.
+// The result is copied to where the others read it: a kernel that stored there as it adds would wait for each line until
+// its readers have let go of it, which takes long where they are behind another cache; a large copy does not.
 void nb_share_reduce(struct local *l, struct nb_work *work, uint64_t window) {
     struct nb_range range = block_of(l, work, l->rank, window);
+    bool either_way = l->size == 2 && work->desc.redop == NB_SUM; // then it begins with this rank's, to grow in place
     size_t staged = 0;
     while (folds(work) && range.bytes > 0) {
         struct ends ends = {.from_count = l->size, .to_count = 1};
@@ -236,7 +230,8 @@ void nb_share_reduce(struct local *l, struct nb_work *work, uint64_t window) {
         char *mine = line_at(line_of(l, work, l->rank), range.offset, &bytes);
         bytes = least_of(least_of(bytes, range.bytes), FOLD_BYTES);
         for (int r = 0; r < l->size; r++) {
-            ends.from[r] = r == l->rank ? mine : stage_at(l, work, r, l->rank, window) + staged;
+            const char *term = r == l->rank ? mine : stage_at(l, work, r, l->rank, window) + staged;
+            ends.from[either_way ? r != l->rank : r] = term;
         }
         ends.to[0] = mine;
         step(l, work, &ends, bytes);

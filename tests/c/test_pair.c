@@ -84,22 +84,6 @@ static void check(nb_pair_fn pair, int dtype, size_t count, size_t shift, double
     }
 }
 
-// Both results in one place, which is one of the terms.
-static void check_one_place(nb_pair_fn pair, int dtype, size_t count, size_t shift, int place) {
-    static struct lines l;
-    size_t bytes = count * nb_dtype_size(dtype);
-    fill(l.a, dtype, shift);
-    fill(l.b, dtype, shift);
-    memcpy(l.want, l.a, ROOM);
-    nb_reduce_kernel(NB_ISA_GENERIC, dtype, NB_SUM)(l.want + shift, l.b + shift, count);
-    unsigned char *to = (place == 0 ? l.a : l.b) + shift;
-    pair(to, to, l.a + shift, l.b + shift, count, 1);
-    for (size_t i = 0; i < bytes; i += nb_dtype_size(dtype)) {
-        CHECK(same(to + i, l.want + shift + i, dtype), "%s, %zu elements from %zu into term %d: byte %zu",
-              nb_dtype_name(dtype), count, shift, place, i);
-    }
-}
-
 static void check_kernel(nb_pair_fn pair, int dtype) {
     const size_t most = MOST_BYTES / nb_dtype_size(dtype);
     const size_t counts[] = {0, 1, 7, 8, 15, 16, 17, 63, 64, 65, 100, 129, 531, most};
@@ -108,8 +92,6 @@ static void check_kernel(nb_pair_fn pair, int dtype) {
             check(pair, dtype, counts[c], shift, 1, true);
             check(pair, dtype, counts[c], shift, 1.0 / 3, true);
             check(pair, dtype, counts[c], shift, 0.5, false);
-            check_one_place(pair, dtype, counts[c], shift, 0);
-            check_one_place(pair, dtype, counts[c], shift, 1);
         }
     }
 }

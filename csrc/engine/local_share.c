@@ -6,6 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "base/dtype.h"
 #include "coll/reduce_pair.h"
 #include "coll/sched.h"
 #include "engine/engine.h"

@@ -8,6 +8,7 @@ the other: ours of a gradient comes just before DDP's, and the next stamp of our
 import logging
 import time
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -62,28 +63,31 @@ class Crosscheck:
         self._samples: list[Sample] = []
         self._seen = 0
         self._last: tuple[Pass | None, list[int]] = (None, [])
+        self._offsets: deque[int] = deque(maxlen=3)  # of the wall clock, at the looks that a pass lies between
 
     def look(self) -> None:
         """Keep what DDP knows of the pass before the last one. Between two steps."""
         count = self._hook.count
         if count > FIRST + 2 and count % EVERY > 2:
+            self._offsets.clear()
             return
+        before, wall, after = job.core().now_ns(), time.time_ns(), job.core().now_ns()
+        self._offsets.append(wall - (before + after) // 2)
         data: Mapping[str, Any] = self._ddp._get_ddp_logging_data()
         if int(data.get("iteration", 0)) > self._seen and "backward_comm_time_end" in data:
             self._seen = int(data["iteration"])
-            self._keep(data)
+            self._keep(data, after, (after - before) // 2)
         if self._hook.passes:
             self._last = (self._hook.passes[-1], list(self._ddp.reducer.get_backward_stats()))
 
-    def _keep(self, data: Mapping[str, Any]) -> None:
+    def _keep(self, data: Mapping[str, Any], now_ns: int, error: int) -> None:
         ours, stats = self._last
-        before, wall, after = job.core().now_ns(), time.time_ns(), job.core().now_ns()
-        offset = wall - (before + after) // 2
+        moved = max(self._offsets) - min(self._offsets)  # a clock that is set goes wrong at once
         begin, sent, end = (
-            int(data[f"backward_{what}"]) - offset
+            int(data[f"backward_{what}"]) - self._offsets[-1]
             for what in ("compute_time_start", "comm_time_start", "comm_time_end")
         )
-        error = (after - before) // 2 + (after - end) // SLEW + 1
+        error += moved + (now_ns - end) // SLEW + 1
         if ours is not None and begin - error <= ours.sent_ns <= end + error:
             ready = () if self._static else tuple(begin + each for each in stats)
             self._samples.append(Sample(begin, sent, end, error, ready, ours))

@@ -24,15 +24,14 @@ TESTS = Path(__file__).resolve().parent
 REFERENCE = TESTS.parents[1] / "shared" / "reference"
 FULL_LIMIT_S = 300
 RANKS_LIMIT_S = 15.0
-# A process that used gloo may die so after its last line, with or without us: a thread of torch's that frees a tensor
-# while the interpreter is taken down (https://github.com/pytorch/pytorch/issues/190489). It counts as the end it is;
-# what the process had to leave behind is checked by the tests. Nothing of ours is C++.
-TORCHS_ABORT = "terminate called without an active exception"
 
 # Before torch is loaded: threads of its own that spin for a core make a busy machine several times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Unbuffered, print writes a line and its end one after the other: ranks that share a pipe would mix theirs.
 os.environ.pop("PYTHONUNBUFFERED", None)
+# Python loads its sitecustomize.py in every process that a test starts; what for is told there.
+SITE = str(TESTS / "py" / "site")
+os.environ["PYTHONPATH"] = os.pathsep.join([SITE, *filter(None, [os.environ.get("PYTHONPATH")])])
 # All ranks of a test are on one host. What is tested is the network between them, unless a test says otherwise.
 os.environ.setdefault("NETBOTTLENECK_SHM", "0")
 
@@ -158,8 +157,6 @@ class RankJob:
 
     def _result(self, rank: int, code: int | None) -> RankResult:
         stderr = (self.folder / f"{rank}.err").read_text(encoding="utf-8", errors="replace")
-        if code == -signal.SIGABRT and stderr.splitlines()[-1:] == [TORCHS_ABORT]:
-            code = 0
         return RankResult(rank, code, self.output(rank), stderr)
 
     def describe(self) -> str:
@@ -234,6 +231,8 @@ class Ranks:
                 **(by_torchrun(rank, n, port) if self.torchs else by_folder(rank, n, folder)),
                 **extra,
             }
+            if "PYTHONPATH" in extra:
+                values["PYTHONPATH"] = os.pathsep.join([SITE, extra["PYTHONPATH"]])
             with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
                 process = subprocess.Popen(
                     [*command, *args],

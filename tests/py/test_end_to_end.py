@@ -172,6 +172,19 @@ def test_no_variable_changes_nothing_and_says_nothing(
     assert [path for path in ranks.folder.rglob("*") if path.is_dir() and "bottleneck" in path.name] == []
 
 
+def test_ranks_know_torchs_threads_and_sleep_before_they_end(ranks: Ranks) -> None:
+    script = """
+import sitecustomize
+import torch.distributed as dist
+assert not sitecustomize.gloo_threads()
+dist.init_process_group("gloo")
+dist.barrier()
+assert sitecustomize.gloo_threads()
+sitecustomize.LIMIT_S = 1e9
+"""
+    ranks(2, script)
+
+
 @pytest.mark.parametrize(("transport", "where"), [("tcp", "before"), ("stock", "after")])
 def test_buffers_follow_rank_0_as_they_do_without_us(
     ranks: Ranks, tmp_path: Path, untouched_buffers: list[bytes], transport: str, where: str

@@ -1,0 +1,45 @@
+"""Loaded by every Python process that a test starts: no process that used gloo ends while torch's threads are busy.
+
+A thread of torch's that is late to free what the last operation held asks for the interpreter while it is taken down,
+and the process aborts, with or without us (https://github.com/pytorch/pytorch/issues/190489). So the interpreter is
+left to these threads until they sleep.
+"""
+
+import atexit
+import contextlib
+import sys
+import time
+from pathlib import Path
+
+LIMIT_S = 5.0
+LOOK_S = 0.01
+TASKS = Path("/proc/self/task")
+
+
+def gloo_threads() -> dict[str, tuple[str, str]]:
+    """Return the state of each thread that runs gloo for torch, and how often it has slept, by its id."""
+    seen = {}
+    for task in TASKS.iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            if (task / "comm").read_text().startswith("pt_gloo"):
+                lines = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+                seen[task.name] = (lines["State"].split()[0], lines["voluntary_ctxt_switches"].strip())
+    return seen
+
+
+def wait_for_torch() -> None:
+    """Return once these threads, if there are any, slept through two looks; or after LIMIT_S."""
+    if "torch" not in sys.modules:
+        return
+    deadline = time.monotonic() + LIMIT_S
+    before = gloo_threads()
+    while before and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+        now = gloo_threads()
+        if now == before and all(state == "S" for state, _ in now.values()):
+            return
+        before = now
+
+
+# The first function that is registered is the last that is called.
+atexit.register(wait_for_torch)

@@ -85,6 +85,12 @@ class Findings:
         return "measured" if self.trace.origin == "measured" else "predicted"
 
     @property
+    def link_burst_bytes(self) -> int | None:
+        """What the link's cap, where it was made here, lets through at once after a pause."""
+        verified = self.trace.network.verified if self.trace.network else {}
+        return (verified.get("many_flows") or {}).get("link_burst_bytes")
+
+    @property
     def handicapped(self) -> bool:
         """Whether a gain over base must be withheld."""
         return self.handicap is not None and self.handicap.enough and self.handicap.ratio.value > 1 + HANDICAP_MAX

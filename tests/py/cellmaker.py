@@ -5,7 +5,10 @@ from netbottleneck.trace import Bucket, Collective, Network, Parameter, Rank, St
 
 MS = 1_000_000
 NBYTES = 10 << 20
-VERIFIED = {"one_flow": {"measured_bps": 4.8e8}, "many_flows": {"measured_bps": 1.9e9, "flows": 4}}
+VERIFIED = {
+    "one_flow": {"measured_bps": 4.8e8},
+    "many_flows": {"measured_bps": 1.9e9, "flows": 4, "link_burst_bytes": 10**6},
+}
 
 
 def trace(arms, *, size=2, rounds=3, block_steps=4, computed=None, alone_ms=100, beside_ms=(2, 8), link_bps=2e9):

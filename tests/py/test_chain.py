@@ -138,11 +138,20 @@ def test_an_average_stands_beside_what_is_active():
 
 def test_the_bound_stands_beside_what_was_reached():
     full = {"full_use": Foretold(Estimate(110 * MS, 105 * MS, 130 * MS), about(0.9))}
-    one = replace(cell("one", {"stock": 100, "ofi": 5}), forecast=full)
+    one = replace(cell("one", {"stock": 100, "ofi": 5}), forecast=full, link_burst_bytes=None)
     found = steps(one)["full use"]
     assert "stock reaches as little as 55 % of what full use of the link would give" in found.verdict
     assert "at full use 0.900 (0.891 to 0.909) (predicted before the run); stock 0.500" in found.lines[0]
     assert found.lines[1] == "one, ofi: the measured step is shorter than its bound"
+    assert found.verdict.endswith("measured over predicted).")
+    bursts = replace(one, link_burst_bytes=1_000_000, tensor_bytes=2 << 20)
+    found = steps(bursts)["full use"]
+    why = (
+        "the measured step is shorter than its bound, which is of the link's rate alone: "
+        "its cap lets 976.6 KiB through at once after a pause, of 2.0 MiB a step"
+    )
+    assert found.lines[1] == f"one, ofi: {why}"
+    assert found.verdict.endswith(f" There {why}.")
 
 
 def test_compression_is_told_as_the_link_was_used_and_fully_used():

@@ -47,7 +47,7 @@ def test_an_arm_is_told_in_time_parts_and_scaling_factor():
     assert stock.forward_backward_ns.value == 90 * MS
     assert [block for block, _ in stock.blocks] == [0, 2, 4]
     assert cell.pair("ofi").ratio.value == pytest.approx(120 / 200)
-    assert (cell.one_flow_bps, cell.many_flows_bps, cell.cores) == (4.8e8, 1.9e9, 4)
+    assert (cell.one_flow_bps, cell.many_flows_bps, cell.link_burst_bytes, cell.cores) == (4.8e8, 1.9e9, 10**6, 4)
     assert (cell.tensors, cell.tensor_bytes) == (1, cellmaker.NBYTES)
 
 

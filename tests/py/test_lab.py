@@ -117,6 +117,7 @@ def test_one_flow_gets_its_cap_and_four_get_the_link(flow: str) -> None:
     assert found["many_flows"]["measured_bps"] == pytest.approx(200e6, rel=0.15)
     assert found["many_flows"]["measured_flow_bps"] == pytest.approx([50e6] * 4, rel=0.15)
     assert found["one_flow"]["burst_bytes"] == (128 << 10 if flow == "htb" else None)
+    assert found["many_flows"]["link_burst_bytes"] == 128 << 10
     assert found["ok"]
 
 
@@ -164,6 +165,7 @@ def test_a_lab_of_one_host_has_no_link_to_cap() -> None:
     with open_lab(1, "8mbit/4mbit", ranks_per_host=2) as lab:
         found = lab.verify(seconds=0.1)
     assert found["one_flow"]["configured_bps"] is None
+    assert found["many_flows"]["link_burst_bytes"] is None
     assert found["one_flow"]["measured_bps"] > 8e6
 
 

@@ -112,6 +112,19 @@ def test_how_all_reduces_travelled_is_told_by_size(run):
 
 
 @pytest.mark.parametrize(
+    ("link_bps", "burst_bytes", "told"), [(1e6, 10**6, True), (1e6, None, False), (9e12, 1, False)]
+)
+def test_data_that_moved_faster_than_the_link_is_explained_by_the_cap(tmp_path, link_bps, burst_bytes, told):
+    verified = {"many_flows": {"link_burst_bytes": burst_bytes}}
+    network = {"how": "a lab", "link_bps": link_bps, "flow_bps": [], "verified": verified}
+    found = Run(FakeRun(tmp_path, blocks=2, run={"network": network}).write())
+    line = "Faster than the link (stock): its cap lets 976.6 KiB through at once after a pause."
+    assert (line in " ".join(found.text.split())) == told
+    assert (line in html.page(found.findings, found.verdict)) == told
+    assert ("Faster than the link" in found.text) == told
+
+
+@pytest.mark.parametrize(
     ("transports", "asked", "words_of_it"),
     [
         (("bare", "stock"), None, "not probed (transport stock only)"),

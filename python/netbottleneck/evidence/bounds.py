@@ -8,7 +8,7 @@ from netbottleneck.evidence import words
 from netbottleneck.evidence.hosts import full_use_ns
 from netbottleneck.evidence.values import STOCK, CellFacts, Outlook
 from netbottleneck.stats import Estimate
-from netbottleneck.units import gbit, percent
+from netbottleneck.units import gbit, nbytes, percent
 
 Said = tuple[str, Sequence[str], Sequence[str]]  # verdict, lines, missing
 FULL_USE = "full_use"
@@ -49,21 +49,30 @@ def full_use(cells: Sequence[CellFacts]) -> Said:
         best += [(reached[arm.name], cell, arm.name) for arm in cell.transports if arm.name in reached]
     if not best:
         return "What full use of the links would give is not known.", lines, missing or ("links with a known speed",)
-    stock = min((row for row in best if row[2] == STOCK), default=min(best, key=lambda row: row[0]), key=lambda r: r[0])
-    most = max(best, key=lambda row: row[0])
-    verdict = (
-        f"{stock[2]} reaches as little as {percent(stock[0])} of what full use of the link would give "
-        f"({stock[1].key}); {most[2]} reaches {percent(most[0])} of it ({most[1].key}; measured over predicted)."
-    )
     above = [f"{cell.key}, {arm}: {SHORTER}{_why_shorter(cell)}" for part, cell, arm in best if part > 1]
-    return verdict, [*lines, *above], missing
+    return _reached(best), [*lines, *above], missing
+
+
+def _reached(parts: Sequence[tuple[float, CellFacts, str]]) -> str:
+    """The least and the most of the bound that arms reached, stock's least where there is stock."""
+    of_stock = [row for row in parts if row[2] == STOCK]
+    least, most = min(of_stock or parts, key=lambda row: row[0]), max(parts, key=lambda row: row[0])
+    why = _why_shorter(most[1]) if most[0] > 1 else ""
+    said = (
+        f"{least[2]} reaches as little as {percent(least[0])} of what full use of the link would give "
+        f"({least[1].key}); {most[2]} reaches {percent(most[0])} of it ({most[1].key}; measured over predicted)."
+    )
+    return f"{said} There {SHORTER}{why}." if why else said
 
 
 def _why_shorter(cell: CellFacts) -> str:
-    """A run over stock, which the bound is fitted to, has one ring of all ranks."""
-    if cell.ranks_per_host == 1:
+    """A run over stock, which the bound is fitted to, has one ring of all ranks; a link's rate knows no pauses."""
+    if cell.ranks_per_host > 1:
+        return ", which is of one ring of all ranks: two levels send less from host to host"
+    if cell.link_burst_bytes is None:
         return ""
-    return ", which is of one ring of all ranks: two levels send less from host to host"
+    burst, whole = nbytes(cell.link_burst_bytes), nbytes(cell.tensor_bytes)
+    return f", which is of the link's rate alone: its cap lets {burst} through at once after a pause, of {whole} a step"
 
 
 def _needed(one: Outlook, ratio: Estimate | None, why: str, how: str) -> str:

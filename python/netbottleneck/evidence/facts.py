@@ -128,6 +128,7 @@ def _base(run: Run, about: About, told: Trace, splits: Mapping[str, Sequence[Spl
         flow_bps=network.flow_bps,
         one_flow_bps=_seen(network, "one_flow"),
         many_flows_bps=_seen(network, "many_flows"),
+        link_burst_bytes=run.findings.link_burst_bytes,
         model_title=trace.model,
         compute="timed" if about.job in TIMED else "real",
         ranks_per_host=max(1, len(trace.ranks) // max(1, len(hosts))),

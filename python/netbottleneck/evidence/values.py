@@ -137,8 +137,9 @@ class CellFacts:
     """All that is known of a cell.
 
     model: its name in the study; model_title: in words; network: as it was asked for; one_flow_bps, many_flows_bps:
-    measured before the job. baseline: what single_ns is: ALONE, NOTHING_MOVES (the null arm), or COMPUTED (the step
-    less exposed communication and waiting: then scaling factors are estimates, and inflation is not known).
+    measured before the job; link_burst_bytes: what the link's cap lets through at once after a pause. baseline: what
+    single_ns is: ALONE, NOTHING_MOVES (the null arm), or COMPUTED (the step less exposed communication and waiting:
+    then scaling factors are estimates, and inflation is not known).
     hooks: forward and backward of the null arm over bare ones, where bare moves nothing either (the job inflation);
     contention: those of an arm over the null arm's. pairs: each arm against the first transport. compute: "timed"
     where it is a wait.
@@ -153,6 +154,7 @@ class CellFacts:
     flow_bps: tuple[float, ...] = ()
     one_flow_bps: float | None = None
     many_flows_bps: float | None = None
+    link_burst_bytes: int | None = None
     model_title: str = ""
     compute: str = "real"
     ranks_per_host: int = 1

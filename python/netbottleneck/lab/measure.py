@@ -78,7 +78,8 @@ def _judge(lab: Lab, flows: int, counted: dict[str, Any], link: int) -> dict[str
 def judged(spec: LinkSpec, flows: int, counted: dict[str, Any]) -> dict[str, Any]:
     """Return what the receiver of some flows counted beside what a link is made for; `ok`: they are near each other.
 
-    burst_bytes: what a flow that was idle may send at once by HTB's caps, beyond its rate; None where it has no cap."""
+    burst_bytes, link_burst_bytes: what a flow and the link may send at once by HTB's caps, beyond their rate, when they
+    were idle; None where there is no cap."""
     rates: list[float] = counted["flow_bps"]
     configured = spec.expected_bps(flows)
     ok = configured is None or abs(sum(rates) / configured - 1) <= TOLERANCE
@@ -93,5 +94,6 @@ def judged(spec: LinkSpec, flows: int, counted: dict[str, Any]) -> dict[str, Any
         "measured_flow_bps": rates,
         "seconds": counted["seconds"],
         "burst_bytes": burst_bytes(min(spec.flow_bps)) if spec.flow_bps else None,
+        "link_burst_bytes": burst_bytes(spec.link_bps) if spec.link_bps else None,
         "ok": ok,
     }

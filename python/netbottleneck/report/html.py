@@ -91,7 +91,7 @@ def _context(findings: Findings, verdict: Verdict) -> dict[str, Any]:
         "layers": layers[:TOP_LAYERS],
         "layers_left": len(layers[TOP_LAYERS:]),
         "layers_left_ns": sum(layer.exposed_ns for layer in layers[TOP_LAYERS:]),
-        "wire_lines": [*words.costs(findings), *words.travels(findings)],
+        "wire_lines": [*words.beyond_the_link(findings), *words.costs(findings), *words.travels(findings)],
         "not_probed": "" if findings.achievable else words.why_not_probed(findings),
         "meanings": {name: words.MEANING[name] for name in findings.times if name in words.MEANING},
         "pairs": {pair.other: pair for pair in findings.comparisons},

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from netbottleneck.findings import Findings, Parts
 from netbottleneck.layers import Layer
-from netbottleneck.report.words import MEANING, costs, sentences, travels, warnings, why_not_probed
+from netbottleneck.report.words import MEANING, beyond_the_link, costs, sentences, travels, warnings, why_not_probed
 from netbottleneck.trace import PSEUDO
 from netbottleneck.units import gbit, ms, nbytes, percent
 from netbottleneck.usage import HostUse
@@ -207,7 +207,7 @@ def render(findings: Findings, verdict: Verdict, console: Console, hosts: Sequen
             _print_table(console, *_bandwidth_table(findings))
         if hosts:
             _print_table(console, *_hosts_table(hosts, findings.link_bps))
-        for line in (_probe_line(findings), *costs(findings), *travels(findings)):
+        for line in (*beyond_the_link(findings), _probe_line(findings), *costs(findings), *travels(findings)):
             console.print(line, highlight=False, markup=False)
         console.print()
     if findings.times:

@@ -85,6 +85,16 @@ def _levels(c: Costs) -> str:
     return f", two levels {short(c.levels_ns)} and {short(c.levels_byte_ns)} a byte beside the wire"
 
 
+def beyond_the_link(findings: Findings) -> list[str]:
+    """Why data moved faster than the link, where the link's cap tells."""
+    link_bps, burst_bytes = findings.link_bps, findings.link_burst_bytes
+    faster = [name for name, found in findings.achieved.items() if link_bps and found.active_bps > link_bps]
+    if not faster or burst_bytes is None:
+        return []
+    names = " and ".join(faster)
+    return [f"Faster than the link ({names}): its cap lets {nbytes(burst_bytes)} through at once after a pause."]
+
+
 def travels(findings: Findings) -> list[str]:
     """How all-reduces travelled, by size, a line for each transport whose record tells."""
     return [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import os
 import random
 import signal
@@ -12,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,30 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).resolve().parent
+sys.path.insert(0, str(TESTS.parent / "tools"))
+
+from warm import WarmPair, WarmProcess  # noqa: E402
+
+import skips  # noqa: E402
+
+Process = subprocess.Popen[bytes] | WarmProcess
+
 # Outputs of the papers' own programs, where they lie beside the checkout; they are no part of it.
 REFERENCE = TESTS.parents[1] / "shared" / "reference"
 FULL_LIMIT_S = 300
-RANKS_LIMIT_S = 15.0
+# Marks of tests that need what set-up does not install for all tests.
+INSTALLED = ("peers", "frameworks")
+# Where a reason of tests/skips.txt is refused: see tools/skips.py.
+STRICT = pytest.StashKey[list[str]]()
+# What only a hang reaches, on a busy machine too.
+RANKS_LIMIT_S = 100.0
 
 # Before torch is loaded: threads of its own that spin for a core make a busy machine several times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Unbuffered, print writes a line and its end one after the other: ranks that share a pipe would mix theirs.
 os.environ.pop("PYTHONUNBUFFERED", None)
+# Else every process that a test starts compiles the package again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Python loads its sitecustomize.py in every process that a test starts; what for is told there.
 SITE = str(TESTS / "py" / "site")
 os.environ["PYTHONPATH"] = os.pathsep.join([SITE, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -38,56 +52,57 @@ os.environ.setdefault("NETBOTTLENECK_SHM", "0")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the full matrices too")
+    help_text = "run the tests with this mark alone; what peers and frameworks need must be installed"
+    parser.addoption("--only", choices=("full", *INSTALLED), help=help_text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin("timeout"):
-        raise pytest.UsageError("pytest-timeout is missing: a test over 20 s must fail (requirements/dev.txt)")
+        raise pytest.UsageError("pytest-timeout is missing: a test that hangs must fail (requirements/dev.txt)")
     # Told to end, it ends like at Ctrl-C: fixtures are closed, so no rank outlives the run.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    only = config.getoption("--only")
+    config.stash[STRICT] = [*(["CI"] if os.environ.get("CI") else []), *([only] if only in INSTALLED else [])]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    full = [item for item in items if item.get_closest_marker("full") is not None]
-    if config.getoption("--full"):
-        for item in full:
-            if item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(FULL_LIMIT_S))
-        return
-    left_out = set(full)
-    items[:] = [item for item in items if item not in left_out]
-    config.hook.pytest_deselected(items=full)
+    only = config.getoption("--only")
+    chosen, left_out = [], []
+    for item in items:
+        full = item.get_closest_marker("full") is not None
+        if full and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(FULL_LIMIT_S))
+        wanted = item.get_closest_marker(only) is not None if only else not full or config.getoption("--full")
+        (chosen if wanted else left_out).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = chosen
 
 
-def listed_skips() -> list[tuple[str, str]]:
-    """Return tests/skips.txt as (glob, reason)."""
-    lines = (TESTS / "skips.txt").read_text(encoding="utf-8").splitlines()
-    rows = [line.partition("|") for line in lines if line.strip() and not line.startswith("#")]
-    return [(glob.strip(), reason.strip()) for glob, _, reason in rows]
-
-
-def refuse_unlisted_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+def refuse_unlisted_skip(report: pytest.TestReport | pytest.CollectReport, strict: Collection[str]) -> None:
     """Turn a skip that tests/skips.txt does not list into a failure."""
     if not report.skipped or hasattr(report, "wasxfail"):
         return
     said = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     name = report.nodeid.removeprefix("tests/")
-    if not any(reason and fnmatch.fnmatchcase(name, glob) and reason in said for glob, reason in listed_skips()):
+    if not skips.may_skip(name, said, strict):
         report.outcome = "failed"
-        report.longrepr = f"{name}: this skip is not listed in tests/skips.txt: {said}"
+        where = f" for {' and '.join(strict)}" if strict else ""
+        report.longrepr = f"{name}: this skip is not listed in tests/skips.txt{where}: {said}"
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    refuse_unlisted_skip(report)
+    refuse_unlisted_skip(report, item.config.stash[STRICT])
     return report
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     report = yield
-    refuse_unlisted_skip(report)
+    refuse_unlisted_skip(report, collector.config.stash[STRICT])
     return report
 
 
@@ -117,7 +132,7 @@ class RankResult:
 class RankJob:
     """Rank processes that run; each leads a process group of its own."""
 
-    processes: list[subprocess.Popen[bytes]]
+    processes: list[Process]
     folder: Path
     closed: bool = field(default=False)
 
@@ -193,11 +208,12 @@ class Ranks:
     """Starts ranks of one job on 127.0.0.1. See start; calling it starts and waits.
 
     torchs: the ranks find each other by torchrun's variables, hence by torch's store, and load torch for it; else by
-    variables of our own, in a folder.
+    variables of our own, in a folder. warm: what forks the ranks, where they need not be started.
     """
 
     folder: Path
     torchs: bool = True
+    warm: WarmPair | None = None
     jobs: list[RankJob] = field(default_factory=list)
 
     def start(
@@ -216,7 +232,7 @@ class Ranks:
         folder.mkdir()
         command = self._command(target, folder)
         port = free_port()
-        processes: list[subprocess.Popen[bytes]] = []
+        processes: list[Process] = []
         job = RankJob(processes, folder)
         self.jobs.append(job)
         for rank in range(n):
@@ -233,27 +249,33 @@ class Ranks:
             }
             if "PYTHONPATH" in extra:
                 values["PYTHONPATH"] = os.pathsep.join([SITE, extra["PYTHONPATH"]])
-            with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
-                process = subprocess.Popen(
-                    [*command, *args],
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=err,
-                    env=values,
-                    cwd=folder,
-                    start_new_session=True,
-                )
-            processes.append(process)
+            processes.append(self._process(rank, [*command, *args], values, folder))
         return job
+
+    def _process(self, rank: int, words: Sequence[str], environ: Mapping[str, str], folder: Path) -> Process:
+        out, err = folder / f"{rank}.out", folder / f"{rank}.err"
+        with out.open("wb") as printed, err.open("wb") as errors:
+            server = self.warm.of(rank, environ) if self.warm is not None else None
+            if server is not None:
+                return server.start(words, environ, folder, out, err)
+            return subprocess.Popen(
+                [sys.executable, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=errors,
+                env=environ,
+                cwd=folder,
+                start_new_session=True,
+            )
 
     def _command(self, target: str | Path, folder: Path) -> list[str]:
         if isinstance(target, Path):
-            return [sys.executable, str(target)]
+            return [str(target)]
         if "\n" not in target:
-            return [sys.executable, "-m", target]
+            return ["-m", target]
         script = folder / "rank.py"
         script.write_text(target, encoding="utf-8")
-        return [sys.executable, str(script)]
+        return [str(script)]
 
     def __call__(
         self,
@@ -269,7 +291,7 @@ class Ranks:
         return self.start(n, target, args, env).wait(limit_s, check=check)
 
 
-def on_ranks(comms: Sequence[Any], work: Callable[[Any], Any], limit_s: float = 10.0) -> list[Any]:
+def on_ranks(comms: Sequence[Any], work: Callable[[Any], Any], limit_s: float = RANKS_LIMIT_S) -> list[Any]:
     """Run work on every rank at once, in threads, and return what each returned; the first exception is raised."""
     results: list[Any] = [None] * len(comms)
     failures: list[BaseException] = []
@@ -304,6 +326,23 @@ def paper1() -> Path:
 def ranks(tmp_path: Path) -> Generator[Ranks, None, None]:
     """Give a test its rank processes, as torchrun starts them; none outlives the test."""
     yield from _made(Ranks(tmp_path / "ranks"))
+
+
+@pytest.fixture(scope="session")
+def warm() -> Generator[WarmPair, None, None]:
+    """Give what forks ranks."""
+    pair = WarmPair()
+    yield pair
+    pair.close()
+
+
+@pytest.fixture
+def warm_ranks(tmp_path: Path, warm: WarmPair) -> Generator[Ranks, None, None]:
+    """Give a test its rank processes, as torchrun starts them, but forked with torch loaded; none outlives the test.
+
+    It is for tests in which it does not matter when torch is loaded: they take a third of the time.
+    """
+    yield from _made(Ranks(tmp_path / "warm", warm=warm))
 
 
 @pytest.fixture

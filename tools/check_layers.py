@@ -95,7 +95,7 @@ PYTHON_ROOMS: dict[str, set[str]] = {
     "session": {"_core", "comm", "recorder", "monitor", "plan", "env", "launch", "trace"},
     "timeline": {"_core", "comm", "recorder", "env", "launch"},
     "torch": {"_core", "comm", "recorder", "plan", "env", "launch", "timeline"},
-    "hooks": {"_core", "comm", "recorder", "session", "plan", "env", "launch", "torch", "timeline", "report"},
+    "hooks": {"_core", "comm", "recorder", "session", "plan", "env", "launch", "torch", "timeline", "trace", "report"},
     "callbacks": {"hooks", "session", "env"},
     "ask": {"*"},
     "bench": {"*"},

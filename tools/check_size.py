@@ -1,4 +1,4 @@
-"""Fails on a file that is too long: C to 500 lines, Python to 300. Functions are lizard's matter."""
+"""Fails on a file that is too long: C over 1000 lines, Python over 800. Functions are lizard's matter."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMITS = [("csrc", "**/*.[ch]", 500), ("tests/c", "**/*.[ch]", 500), ("python", "**/*.py", 300), ("tools", "*.py", 300)]
+LIMITS = [
+    ("csrc", "**/*.[ch]", 1000),
+    ("tests/c", "**/*.[ch]", 1000),
+    ("python", "**/*.py", 800),
+    ("tools", "*.py", 800),
+]
 
 
 def main() -> int:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs the programs that the benchmark stands beside, as far as they can be had here, and says what is missing.
 # usage: tools/peers.sh      with root: apt-get; APT=0: install nothing by it
+#        tools/peers.sh --probe   only prints Debian's names of what is missing; fails where something is
 #   HOROVOD=0   build no Horovod (it takes some minutes, once)
 #   ONECCL=0    fetch no oneCCL (50 MB)
 set -euo pipefail
@@ -14,6 +15,11 @@ missing() {
 }
 
 packages=$(missing | xargs)
+if [ "${1:-}" = --probe ]; then
+    [ -z "$packages" ] || echo "$packages"
+    [ -z "$packages" ]
+    exit
+fi
 if [ -n "$packages" ] && [ "${APT:-1}" != 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     mkdir -p build
     export DEBIAN_FRONTEND=noninteractive

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Makes everything that a clone needs: system packages, .venv, pinned requirements, torch, libfabric's headers, the C build.
 # usage: tools/setup_env.sh [run|dev|ci]   run: for make study and make build; dev: for tests and checks too (default);
-#                                          ci: for what .ci/run does beside them (mpirun, clang with libFuzzer, another CPU)
+#                                          ci: for what .ci/run does beside them (mpirun, iperf3, clang with libFuzzer,
+#                                          another CPU)
+#        tools/setup_env.sh --packages     only prints Debian's names of what the levels run and dev may install
 #   APT=0           install no system packages
 #   PYTHON=python3  the Python that .venv is made from
 # Quick where nothing is to do: each part leaves a stamp that holds the hash of what it was made from.
@@ -13,15 +15,14 @@ packages=$level
 case $level in
     run | dev) ;;
     ci) level=dev ;;
-    *) echo "usage: tools/setup_env.sh [run|dev|ci]" >&2; exit 2 ;;
+    --packages) ;;
+    *) echo "usage: tools/setup_env.sh [run|dev|ci|--packages]" >&2; exit 2 ;;
 esac
 
 venv=.venv
 stamps=build/stamps
 log=build/setup.log
 torch_least=2.1
-mkdir -p "$stamps"
-: >"$log"
 
 fact() { printf 'set-up: %s\n' "$*"; }
 fail() {
@@ -59,26 +60,39 @@ find_python() {
     return 1
 }
 
-# What is missing here, as Debian's package names: first what a build needs, then what a run is better with.
-missing_needed() {
-    have "${CC:-gcc}" || echo gcc libc6-dev
-    have make || echo make
-    if ! have "${CC:-gcc}" || ! echo '#include <stdio.h>' | "${CC:-gcc}" -E - >/dev/null 2>&1; then echo libc6-dev; fi
-    [ -n "$python" ] || echo python3 python3-venv python3-dev
-    if [ -n "$python" ] && [ ! -x $venv/bin/python ] && ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then echo python3-venv; fi
-    if [ -n "$python" ] && ! [ -f "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ]; then
-        echo python3-dev
-    fi
+# What each level may install, as Debian's package names: what a build needs, what a run or a test is better with, and the
+# programs that .ci/run compares with (tools/peers.sh has these for a user), fuzzes with and emulates another CPU with.
+needed=(gcc libc6-dev make python3 python3-venv python3-dev)
+useful=(iproute2 libfabric-dev)
+
+# True if a package of these lists is missing, or what stands in its place is.
+lacks() {
+    case $1 in
+        gcc) ! have "${CC:-gcc}" ;;
+        libc6-dev) ! have "${CC:-gcc}" || ! echo '#include <stdio.h>' | "${CC:-gcc}" -E - >/dev/null 2>&1 ;;
+        make) ! have make ;;
+        python3) [ -z "$python" ] ;;
+        python3-venv) [ -z "$python" ] || { [ ! -x $venv/bin/python ] && ! "$python" -c 'import ensurepip, venv' 2>/dev/null; } ;;
+        python3-dev)
+            [ -z "$python" ] || ! [ -f "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ]
+            ;;
+        iproute2) ! have_in_sbin ip || ! have_in_sbin tc ;;
+        libfabric-dev) [ -z "$(fabric_headers)" ] || ! ldconfig_knows libfabric.so.1 ;;
+        *) fail "no test for the package $1" ;;
+    esac
 }
+have_in_sbin() { (PATH=$PATH:/usr/sbin:/sbin && have "$1"); }
+missing_of() {
+    local package
+    for package in "$@"; do
+        ! lacks "$package" || echo "$package"
+    done
+}
+missing_needed() { missing_of "${needed[@]}"; }
 missing_useful() {
-    local path=$PATH:/usr/sbin:/sbin
-    PATH=$path have ip && PATH=$path have tc || echo iproute2
-    have iperf3 || echo iperf3
-    have fi_info || echo libfabric-bin
-    [ -n "$(fabric_headers)" ] && ldconfig_knows libfabric.so.1 || echo libfabric-dev
+    missing_of "${useful[@]}"
     [ "$packages" = ci ] || return 0
-    have mpirun || echo openmpi-bin
-    echo '#include <mpi.h>' | mpicc -E -x c /dev/stdin >/dev/null 2>&1 || echo libopenmpi-dev
+    tools/peers.sh --probe || true
     tools/fuzz.sh --probe >/dev/null || echo clang "$(clang_runtime)"
     tools/cross.sh --probe || true
 }
@@ -131,8 +145,7 @@ system_packages() {
     [ -z "$needed" ] || fail "cannot go on without: $needed"
     useful=$(missing_useful | words)
     case " $useful " in *" iproute2 "*) fact "without iproute2 the lab runs on loopback, without caps" ;; esac
-    case " $useful " in *" iperf3 "*) fact "without iperf3 the reports have no row of it" ;; esac
-    case " $useful " in *" openmpi-bin "*) fact "without openmpi-bin no test starts ranks with mpirun" ;; esac
+    case " $useful " in *openmpi* | *" iperf3 "*) fact "without Open MPI and iperf3 the tests that need peers fail in CI" ;; esac
     case " $useful " in *" clang "*) fact "without clang and its libFuzzer the fuzzing fails" ;; esac
     case " $useful " in *arm64* | *aarch64* | *qemu*) fact "without a compiler and an emulator for aarch64 make cross fails" ;; esac
 }
@@ -222,6 +235,12 @@ c_build() {
     fact "C core built$([ -n "$(fabric_headers)" ] && echo ", with ofi" || echo "; ofi left out: install libfabric-dev")"
 }
 
+if [ "$level" = --packages ]; then
+    printf '%s\n' "${needed[@]}" "${useful[@]}"
+    exit
+fi
+mkdir -p "$stamps"
+: >"$log"
 python=$(find_python) || python=
 system_packages
 libfabric_headers

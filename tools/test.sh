@@ -1,13 +1,46 @@
 #!/usr/bin/env bash
-# All tests: C, then Python. With --full the full matrices too. Both run even where the first fails.
+# Runs tests. All that were asked for are run, also where one fails.
+# usage: tools/test.sh              all tests but the full matrices: C, then Python
+#        tools/test.sh full         these, and the full matrices
+#        tools/test.sh matrices     the full matrices alone
+#        tools/test.sh peers        the tests that need peers (tools/peers.sh) or frameworks (requirements/frameworks.txt)
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-pytest_args=()
-if [ "${1:-}" = --full ]; then
-    pytest_args=(--full -o faulthandler_timeout=360)
-fi
+python=.venv/bin/python
 failed=0
-.venv/bin/python tools/ctest.py || failed=1
-.venv/bin/python -m pytest -q tests/py "${pytest_args[@]}" </dev/null || failed=1
+run() { "$@" </dev/null || failed=1; }
+tests() { run $python -m pytest -q tests/py "$@"; }
+# With --only: files without the mark need not be collected.
+marked() {
+    local files
+    mapfile -t files < <(grep -l "mark\.$1" tests/py/test_*.py)
+    run $python -m pytest -q --only "$1" "${files[@]}"
+}
+
+# The frameworks lie apart: a user's job has other versions of what they need, and no other test sees them.
+frameworks() {
+    local place=build/frameworks file=requirements/frameworks.txt
+    cmp -s "$file" $place/installed && return
+    rm -rf $place
+    if ! $python -m pip install -q --disable-pip-version-check --no-input --no-deps --target $place -r "$file" \
+        >build/frameworks.log 2>&1; then
+        tail -n 15 build/frameworks.log
+        return 1
+    fi
+    cp "$file" $place/installed
+}
+
+case ${1:-} in
+    "") run $python tools/ctest.py && tests ;;
+    full) run $python tools/ctest.py && tests --full ;;
+    matrices) marked full ;;
+    peers)
+        run env HOROVOD="${HOROVOD:-0}" tools/peers.sh
+        marked peers
+        run frameworks
+        PYTHONPATH=$PWD/build/frameworks marked frameworks
+        ;;
+    *) echo "usage: tools/test.sh [full|matrices|peers]" >&2; exit 2 ;;
+esac
 exit $failed

@@ -35,12 +35,15 @@ static int gradhook_traverse(PyObject *object, visitproc visit, void *arg) {
     Py_VISIT(self->recorder);
     Py_VISIT(self->target);
     Py_VISIT(self->keep);
+    Py_VISIT(self->on_first);
+    Py_VISIT(self->claims.count);
     Py_VISIT(self->table.type);
     for (uint32_t i = 0; i < self->param_count; i++) {
         Py_VISIT(self->params[i].parameter);
         Py_VISIT(self->params[i].view);
         Py_VISIT(self->params[i].dtype);
-        Py_VISIT(self->params[i].foreign);
+        Py_VISIT(self->params[i].taken);
+        Py_VISIT(self->params[i].alias);
     }
     for (uint32_t b = 0; b < self->bucket_count; b++) {
         Py_VISIT(self->buckets[b].future);
@@ -61,7 +64,8 @@ static int gradhook_clear(PyObject *object) {
         Py_CLEAR(self->params[i].parameter);
         Py_CLEAR(self->params[i].view);
         Py_CLEAR(self->params[i].dtype);
-        Py_CLEAR(self->params[i].foreign);
+        Py_CLEAR(self->params[i].taken);
+        Py_CLEAR(self->params[i].alias);
     }
     for (uint32_t b = 0; b < buckets; b++) {
         Py_CLEAR(self->buckets[b].future);
@@ -69,6 +73,8 @@ static int gradhook_clear(PyObject *object) {
     Py_CLEAR(self->recorder);
     Py_CLEAR(self->target);
     Py_CLEAR(self->keep);
+    Py_CLEAR(self->on_first);
+    gradhook_claims_close(self);
     core_tensor_table_close(&self->table);
     return 0;
 }
@@ -222,6 +228,23 @@ static int gradhook_set_paused(PyObject *object, PyObject *value, void *Py_UNUSE
     return 0;
 }
 
+static PyObject *gradhook_get_on_first(PyObject *object, void *Py_UNUSED(closure)) {
+    PyObject *call = gradhook_of(object)->on_first;
+    return Py_NewRef(call != NULL ? call : Py_None);
+}
+
+static int gradhook_set_on_first(PyObject *object, PyObject *value, void *Py_UNUSED(closure)) {
+    struct core_gradhook *self = gradhook_of(object);
+    if (value != NULL && value != Py_None && !PyCallable_Check(value)) {
+        PyErr_Format(PyExc_TypeError, "on_first must be a callable or None, not %R", value);
+        return -1;
+    }
+    PyObject *old = self->on_first;
+    self->on_first = value != NULL && value != Py_None ? Py_NewRef(value) : NULL;
+    Py_XDECREF(old);
+    return 0;
+}
+
 // Between two gradients autograd uses the caches for itself. They become ready in the same order as a rule: has the
 // processor fetch what the next call will read.
 static void expect_next(struct core_gradhook *self, const struct core_hook *hook) {
@@ -236,7 +259,15 @@ static void expect_next(struct core_gradhook *self, const struct core_hook *hook
     __builtin_prefetch(param->next_hook, 1);
 }
 
-// Called with its parameter by autograd. With anything else it looks for the parameter.
+// What autograd has just added, a borrowed reference; NULL where it does not tell. A hook of an AccumulateGrad node is
+// called with its outputs, none, and its inputs, one gradient.
+static PyObject *arrived_in(PyObject *args) {
+    PyObject *inputs = PyTuple_Size(args) == 2 ? PyTuple_GetItem(args, 1) : NULL;
+    bool one = inputs != NULL && PyTuple_Check(inputs) && PyTuple_Size(inputs) == 1;
+    return one ? PyTuple_GetItem(inputs, 0) : NULL;
+}
+
+// Called by autograd, or with anything.
 static PyObject *hook_call(PyObject *object, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     const struct core_hook *self = (struct core_hook *)object;
     uint32_t index = self->index;
@@ -247,8 +278,7 @@ static PyObject *hook_call(PyObject *object, PyObject *args, PyObject *Py_UNUSED
     }
     Py_INCREF(gradhook); // the hook may be removed meanwhile
     expect_next(gradhook_of(gradhook), self);
-    PyObject *given = PyTuple_Size(args) == 1 ? PyTuple_GetItem(args, 0) : Py_None;
-    int rc = gradhook_fire(gradhook_of(gradhook), index, given);
+    int rc = gradhook_fire(gradhook_of(gradhook), index, arrived_in(args));
     Py_DECREF(gradhook);
     return rc < 0 ? NULL : Py_NewRef(Py_None);
 }
@@ -279,12 +309,13 @@ static const char gradhook_doc[] =
     "         passes=1, keep=None)\n--\n\n"
     "The gradient hook backend: stamps \"gradient ready\", counts buckets down and submits them, all in C.\n\n"
     "parameters[i] belongs to bucket_of[i], at byte offset[i] of the bucket's memory; views[i] is a tensor over\n"
-    "that memory. buckets: (name, dtype, address, bytes, priority) each. A gradient that is views[i] already is\n"
-    "used as it is. A foreign one of at least `direct_bytes` travels from where autograd put it, except to a\n"
-    "callable, and is reduced in place. A smaller one is copied into the bucket: up to 512 bytes it stays the\n"
-    "parameter's `grad`, and wait() copies the sum back into it, even where `grad` is another by then; above,\n"
-    "`grad` becomes the view. What is not contiguous, or of another dtype, is copied by the view's copy_(), and\n"
-    "what is sparse is made dense first: `grad` becomes the view.\n\n"
+    "that memory. buckets: (name, dtype, address, bytes, priority) each.\n\n"
+    "A parameter's `grad` stays the tensor that autograd or the user put there, and wait() leaves the sum in it. It\n"
+    "is copied into the bucket and back; one of at least `direct_bytes` whose memory no other tensor has travels\n"
+    "from there, except to a callable. What is not contiguous, sparse, or of another dtype, is copied by torch.\n"
+    "Where `grad` is another tensor by the time of wait(), that one is set_() to the first, as by Horovod; where it\n"
+    "is None, wait() raises RuntimeError. Edits of a gradient that is on its way are lost, or race with the sum.\n"
+    "Of two parameters with one tensor as `grad`, that one gets the sum of what the later one found in it.\n\n"
     "A hook that fires again before its bucket is submitted replaces that gradient. One that fires while its\n"
     "bucket is on its way raises RuntimeError: autograd has added to memory that is being reduced. After wait()\n"
     "a second backward sends its buckets once more; the result is that of the values the parameters hold, the\n"
@@ -294,15 +325,15 @@ PyTypeObject *core_gradhook_type(PyObject *module) {
     static const PyMethodDef methods[] = {
         {"hook", gradhook_hook, METH_O,
          "hook($self, index, /)\n--\n\n"
-         "Return the C callable for parameters[index].register_post_accumulate_grad_hook."},
+         "Return the C callable for a hook of the node that accumulates the gradient of parameters[index]."},
         {"target", WITH_KEYWORDS(gradhook_target),
          "target($self, sink, prescale=1.0, postscale=1.0, op=SUM, group=0)\n--\n\n"
          "Say where complete buckets go: a Comm, a callable that gets the bucket's index and returns an object\n"
          "with wait(), or None: nowhere. Re-arms; RuntimeError while buckets are pending."},
         {"flush", gradhook_method_flush, METH_NOARGS,
          "flush($self)\n--\n\n"
-         "Submit every bucket that is not, with what the parameters' `grad` holds: zeros, and the view as\n"
-         "`grad`, where it is None."},
+         "Submit every bucket that is not, with what the parameters' `grad` holds. Where it is None it becomes\n"
+         "zeros."},
         {"wait", gradhook_method_wait, METH_NOARGS,
          "wait($self)\n--\n\n"
          "Wait for all submitted buckets, GIL released, and re-arm them, also where they failed. In the others\n"
@@ -320,6 +351,10 @@ PyTypeObject *core_gradhook_type(PyObject *module) {
          "Backward passes after which a gradient is ready; to be set between steps, re-arms.", NULL},
         {"paused", gradhook_get_paused, gradhook_set_paused,
          "While true, gradients are stamped and otherwise left alone: they add up, and nothing is sent.", NULL},
+        {"on_first", gradhook_get_on_first, gradhook_set_on_first,
+         "None, or what is called without arguments at the first gradient of each pass that is not paused; a pass\n"
+         "begins after wait().",
+         NULL},
         {"pending", gradhook_get_pending, NULL, "Buckets submitted and not waited for.", NULL},
         {0},
     };

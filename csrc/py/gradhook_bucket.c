@@ -27,7 +27,7 @@ static int build_line(const struct core_gradhook *self, const struct gradhook_bu
         if (param->offset > at) {
             segments[count++] = (struct nb_segment){.base = bucket->base + at, .bytes = param->offset - at};
         }
-        segments[count++] = (struct nb_segment){.base = param->foreign_base, .bytes = param->bytes};
+        segments[count++] = (struct nb_segment){.base = param->taken_base, .bytes = param->bytes};
         at = param->offset + param->bytes;
     }
     if (bucket->bytes > at) {
@@ -101,14 +101,26 @@ static void open_bucket(struct core_gradhook *self, struct gradhook_bucket *buck
     }
 }
 
-// What was copied into the bucket gets its sum.
+// All gradients get their sum, also where one cannot. The first failure stays raised.
 static int give_back(const struct core_gradhook *self, const struct gradhook_bucket *bucket) {
+    PyObject *type = NULL;
+    PyObject *value = NULL;
+    PyObject *trace = NULL;
     for (uint32_t i = 0; i < bucket->member_count; i++) {
-        if (gradhook_give_back(self, &self->params[bucket->members[i]]) < 0) {
-            return -1;
+        if (gradhook_give_back(self, &self->params[bucket->members[i]]) == 0) {
+            continue;
+        }
+        if (type == NULL) {
+            PyErr_Fetch(&type, &value, &trace);
+        } else {
+            PyErr_Clear();
         }
     }
-    return 0;
+    if (type == NULL) {
+        return 0;
+    }
+    PyErr_Restore(type, value, trace);
+    return -1;
 }
 
 static int wait_native(struct core_gradhook *self, struct gradhook_bucket *bucket) {
@@ -171,12 +183,12 @@ static int check_idle(const struct core_gradhook *self) {
 }
 
 // The last pass over a parameter has come.
-static int make_ready(struct core_gradhook *self, uint32_t index, PyObject *given) {
+static int make_ready(struct core_gradhook *self, uint32_t index, PyObject *arrived) {
     struct gradhook_param *param = &self->params[index];
     struct gradhook_bucket *bucket = &self->buckets[param->bucket];
     bool first = param->left > 0;
     param->left = 1;
-    if (gradhook_place(self, param, given) < 0) {
+    if (gradhook_place(self, param, arrived) < 0) {
         if (!first) {
             bucket->left++;
         }
@@ -193,12 +205,29 @@ static int make_ready(struct core_gradhook *self, uint32_t index, PyObject *give
     return bucket->left == 0 ? send_bucket(self, bucket) : 0;
 }
 
-int gradhook_fire(struct core_gradhook *self, uint32_t index, PyObject *given) {
+// The first gradient of a pass.
+static int begin_pass(struct core_gradhook *self) {
+    if (self->began) {
+        return 0;
+    }
+    PyObject *on_first = Py_XNewRef(self->on_first);
+    PyObject *done = on_first != NULL ? PyObject_CallNoArgs(on_first) : NULL;
+    bool failed = on_first != NULL && done == NULL;
+    Py_XDECREF(done);
+    Py_XDECREF(on_first);
+    self->began = !failed;
+    return failed ? -1 : 0;
+}
+
+int gradhook_fire(struct core_gradhook *self, uint32_t index, PyObject *arrived) {
     struct gradhook_param *param = &self->params[index];
     struct gradhook_bucket *bucket = &self->buckets[param->bucket];
     stamp(self, NB_EV_GRAD_READY, index);
     if (self->paused) {
         return 0;
+    }
+    if (begin_pass(self) < 0) {
+        return -1;
     }
     if (bucket->sent) { // autograd has added to memory that is being reduced
         PyErr_Format(PyExc_RuntimeError,
@@ -211,7 +240,7 @@ int gradhook_fire(struct core_gradhook *self, uint32_t index, PyObject *given) {
         param->left--;
         return 0;
     }
-    return make_ready(self, index, given);
+    return make_ready(self, index, arrived);
 }
 
 int gradhook_flush(struct core_gradhook *self) {
@@ -222,7 +251,7 @@ int gradhook_flush(struct core_gradhook *self) {
         struct gradhook_bucket *bucket = &self->buckets[b];
         for (uint32_t i = 0; !bucket->sent && i < bucket->member_count; i++) {
             struct gradhook_param *param = &self->params[bucket->members[i]];
-            if (param->left > 0 && gradhook_place(self, param, Py_None) < 0) {
+            if (param->left > 0 && gradhook_place(self, param, NULL) < 0) {
                 return -1;
             }
         }
@@ -295,6 +324,11 @@ static void reopen_rest(struct core_gradhook *self) {
     }
 }
 
+static void end_pass(struct core_gradhook *self) {
+    self->began = false;
+    self->claims.pass++;
+}
+
 int gradhook_wait(struct core_gradhook *self) {
     if (check_idle(self) < 0) {
         return -1;
@@ -303,6 +337,7 @@ int gradhook_wait(struct core_gradhook *self) {
     int rc = finish_all(self);
     stamp(self, NB_EV_WAIT_END, 0);
     reopen_rest(self);
+    end_pass(self);
     if (self->pending == 0) {
         end_step(self);
     }
@@ -318,6 +353,7 @@ void gradhook_rearm(struct core_gradhook *self) {
         self->params[i].ordered = false;
     }
     self->order_count = 0;
+    end_pass(self);
 }
 
 // A new reference to what a bucket in flight needs, or NULL.
@@ -328,7 +364,7 @@ static PyObject *keep_of(const struct core_gradhook *self, const struct gradhook
     }
     for (uint32_t i = 0; list != NULL && i < bucket->member_count; i++) {
         const struct gradhook_param *param = &self->params[bucket->members[i]];
-        PyObject *memory = param->direct ? param->foreign : param->view;
+        PyObject *memory = param->direct ? param->alias : param->view;
         if (PyList_Append(list, memory) < 0) {
             Py_CLEAR(list);
         }
@@ -352,7 +388,7 @@ static void abandon(struct core_gradhook *self, struct gradhook_bucket *bucket) 
         Py_XINCREF(self->keep);
         for (uint32_t i = 0; i < bucket->member_count; i++) {
             Py_INCREF(self->params[bucket->members[i]].view);
-            Py_XINCREF(self->params[bucket->members[i]].foreign);
+            Py_XINCREF(self->params[bucket->members[i]].alias);
         }
     }
     core_comm_hold(self->target, hold);

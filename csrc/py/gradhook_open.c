@@ -149,7 +149,6 @@ static int parse_param(struct core_gradhook *self, const struct lists *lists, ui
     if (param->parameter == NULL) {
         return -1;
     }
-    param->identity = PyTuple_GetItem(lists->parameters, index);
     param->view = Py_NewRef(PyTuple_GetItem(lists->views, index));
     param->bucket = (uint32_t)bucket;
     param->offset = (size_t)offset;
@@ -264,7 +263,8 @@ static int fill(struct core_gradhook *self, const struct lists *lists) {
         return -1;
     }
     if (allocate(self, (size_t)params, (size_t)PyTuple_Size(lists->buckets)) < 0 ||
-        parse_buckets(self, lists->buckets) < 0 || parse_params(self, lists) < 0 || sort_members(self) < 0) {
+        parse_buckets(self, lists->buckets) < 0 || parse_params(self, lists) < 0 || sort_members(self) < 0 ||
+        gradhook_claims_open(self) < 0) {
         return -1;
     }
     gradhook_rearm(self);

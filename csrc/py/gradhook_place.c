@@ -1,14 +1,8 @@
-// How does one gradient get to where its bucket is sent from? Only C of torch runs here: attributes and methods whose
-// names were interned once.
+// Brings one gradient to where its bucket is sent from. Only C of torch runs here: attributes and methods whose names
+// were interned once.
 #include "py/gradhook.h"
 
 #include <string.h>
-
-// A foreign gradient, and what it lets us do.
-struct foreign {
-    void *base;
-    bool plain; // host memory of the view's dtype and size, contiguous
-};
 
 // Whether a method or an attribute says True: 1, 0, or -1 with an exception.
 static int truth(PyObject *answer) {
@@ -42,7 +36,7 @@ static int get_base(PyObject *gradient, PyObject *name, void **out) {
 
 // What kind of memory the gradient is. A sparse one has no address and no order: it is not plain.
 static int ask(const struct core_state *state, const struct gradhook_param *param, PyObject *gradient,
-               struct foreign *out) {
+               struct gradhook_found *out) {
     PyObject *dtype = PyObject_GetAttr(gradient, state->names[CORE_DTYPE]);
     if (dtype == NULL) {
         return -1;
@@ -74,10 +68,10 @@ static int ask(const struct core_state *state, const struct gradhook_param *para
 }
 
 // The same, by torch's own table where that can say it.
-static int look(const struct core_gradhook *self, const struct gradhook_param *param, PyObject *gradient,
-                struct foreign *out) {
+int gradhook_look(const struct core_gradhook *self, const struct gradhook_param *param, PyObject *gradient,
+                  struct gradhook_found *out) {
     struct core_tensor_place found;
-    *out = (struct foreign){0};
+    *out = (struct gradhook_found){0};
     if (param->element == 0 || !core_tensor_look(&self->table, gradient, &found)) {
         return ask(core_state_of((PyObject *)self), param, gradient, out);
     }
@@ -111,94 +105,96 @@ static int copy_any(const struct core_state *state, struct gradhook_param *param
     return view != NULL ? 0 : -1;
 }
 
-void gradhook_drop(struct core_gradhook *self, struct gradhook_param *param) {
-    PyObject *foreign = param->foreign;
-    if (foreign == NULL) {
-        return;
+// zeros(parameter.shape), contiguous, as Horovod makes them. A new reference, or NULL.
+static PyObject *make_zeros(PyObject *parameter, PyObject *grad_name) {
+    PyObject *shape = PyObject_GetAttrString(parameter, "shape");
+    PyObject *zeros = shape != NULL ? PyObject_CallMethod(parameter, "new_zeros", "(O)", shape) : NULL;
+    Py_XDECREF(shape);
+    if (zeros != NULL && PyObject_SetAttr(parameter, grad_name, zeros) < 0) {
+        Py_CLEAR(zeros);
     }
-    self->buckets[param->bucket].direct -= param->direct;
-    param->foreign = NULL;
-    param->direct = false;
-    Py_DECREF(foreign);
+    return zeros;
 }
 
-// A large gradient stays where autograd put it: a copy would cost more than one segment more.
+static int take_odd(struct core_gradhook *self, struct gradhook_param *param, PyObject *gradient) {
+    if (copy_any(core_state_of((PyObject *)self), param, gradient) < 0) {
+        return -1;
+    }
+    param->taken = Py_NewRef(gradient);
+    param->taken_base = gradient;
+    param->odd = true;
+    return 0;
+}
+
+// A large gradient stays where it is: a copy would cost more than one segment more.
 static bool may_stay(const struct core_gradhook *self, const struct gradhook_param *param) {
     bool takes_segments = self->native || self->target == NULL;
     return takes_segments && param->bytes >= self->direct_bytes &&
            self->buckets[param->bucket].direct < GRADHOOK_DIRECT_MAX;
 }
 
-static void keep_foreign(struct gradhook_param *param, PyObject *gradient, void *base) {
-    param->foreign = Py_NewRef(gradient);
-    param->foreign_base = base;
-}
-
-// *shown: the parameter's `grad` is to be the view.
-static int place_foreign(struct core_gradhook *self, struct gradhook_param *param, PyObject *gradient, bool *shown) {
-    struct foreign found;
-    if (look(self, param, gradient, &found) < 0) {
+// 1: the gradient travels from its own memory. 0, or -1 with an exception.
+static int go_direct(struct core_gradhook *self, struct gradhook_param *param, PyObject *gradient, PyObject *arrived) {
+    int alone = may_stay(self, param) ? gradhook_is_alone(self, param, gradient, arrived) : 0;
+    if (alone <= 0) {
+        return alone;
+    }
+    PyObject *name = core_state_of((PyObject *)self)->names[CORE_DETACH];
+    param->alias = PyObject_CallMethodObjArgs(gradient, name, NULL);
+    if (param->alias == NULL) {
         return -1;
     }
-    if (found.plain && found.base == param->memory) {
-        return 0;
+    param->direct = true;
+    self->buckets[param->bucket].direct++;
+    return 1;
+}
+
+static int take_plain(struct core_gradhook *self, struct gradhook_param *param, PyObject *gradient, PyObject *arrived) {
+    int direct = go_direct(self, param, gradient, arrived);
+    if (direct < 0) {
+        return -1;
     }
-    if (found.plain && may_stay(self, param)) {
-        keep_foreign(param, gradient, found.base);
-        param->direct = true;
-        self->buckets[param->bucket].direct++;
-        return 0;
+    if (direct == 0) {
+        memcpy(param->memory, param->taken_base, param->bytes);
     }
-    *shown = true;
-    if (!found.plain) {
-        return copy_any(core_state_of((PyObject *)self), param, gradient);
-    }
-    memcpy(param->memory, found.base, param->bytes);
-    if (param->bytes <= GRADHOOK_BACK_MAX) {
-        keep_foreign(param, gradient, found.base);
-        *shown = false;
-    }
+    param->taken = Py_NewRef(gradient);
     return 0;
 }
 
-int gradhook_give_back(const struct core_gradhook *self, const struct gradhook_param *param) {
-    struct foreign found;
-    if (param->foreign == NULL || param->direct) {
-        return 0;
-    }
-    if (look(self, param, param->foreign, &found) < 0) {
+static int take(struct core_gradhook *self, struct gradhook_param *param, PyObject *gradient, PyObject *arrived) {
+    struct gradhook_found found;
+    if (gradhook_look(self, param, gradient, &found) < 0) {
         return -1;
     }
-    if (found.plain && found.base == param->foreign_base) { // else the user gave the tensor other memory
-        memcpy(found.base, param->memory, param->bytes);
+    param->taken_base = found.base;
+    int rc = found.plain ? take_plain(self, param, gradient, arrived) : take_odd(self, param, gradient);
+    if (rc == 0) {
+        gradhook_claim(self, param);
     }
-    return 0;
+    return rc;
 }
 
-static int place_of(struct core_gradhook *self, struct gradhook_param *param, PyObject *parameter) {
-    const struct core_state *state = core_state_of((PyObject *)self);
-    PyObject *gradient = PyObject_GetAttr(parameter, state->names[CORE_GRAD]);
+static int place_of(struct core_gradhook *self, struct gradhook_param *param, PyObject *parameter, PyObject *arrived) {
+    PyObject *name = core_state_of((PyObject *)self)->names[CORE_GRAD];
+    PyObject *gradient = PyObject_GetAttr(parameter, name);
+    if (gradient == Py_None) {
+        Py_DECREF(gradient);
+        gradient = make_zeros(parameter, name);
+    }
     if (gradient == NULL) {
         return -1;
     }
-    int rc = 0;
-    bool shown = false;
-    if (gradient == Py_None) {
-        memset(param->memory, 0, param->bytes);
-        shown = true;
-    } else if (gradient != param->view) {
-        rc = place_foreign(self, param, gradient, &shown);
-    }
+    int rc = take(self, param, gradient, arrived);
     Py_DECREF(gradient);
-    return rc == 0 && shown ? PyObject_SetAttr(parameter, state->names[CORE_GRAD], param->view) : rc;
+    return rc;
 }
 
-int gradhook_place(struct core_gradhook *self, struct gradhook_param *param, PyObject *given) {
+int gradhook_place(struct core_gradhook *self, struct gradhook_param *param, PyObject *arrived) {
     gradhook_drop(self, param);
     if (param->bytes == 0) {
         return 0;
     }
-    PyObject *parameter = given == param->identity ? given : PyWeakref_GetObject(param->parameter);
+    PyObject *parameter = PyWeakref_GetObject(param->parameter);
     if (parameter == NULL) {
         return -1;
     }
@@ -207,7 +203,7 @@ int gradhook_place(struct core_gradhook *self, struct gradhook_param *param, PyO
         return 0;
     }
     Py_INCREF(parameter);
-    int rc = place_of(self, param, parameter);
+    int rc = place_of(self, param, parameter, arrived);
     Py_DECREF(parameter);
     return rc;
 }

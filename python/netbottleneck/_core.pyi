@@ -268,9 +268,8 @@ class GradHook:
     """The gradient hook backend: stamps "gradient ready", counts buckets down and submits them, all in C.
 
     parameters[i] belongs to bucket_of[i], at byte offset[i] of the bucket's memory; views[i] is a tensor over that
-    memory. A gradient that is views[i] already is used as it is. A foreign one of at least `direct_bytes` travels from
-    where autograd put it; a smaller one is copied into the bucket. Up to 512 bytes it stays the parameter's `grad`,
-    and wait() copies the sum back into it; above, `grad` becomes the view."""
+    memory. `grad` stays the tensor that autograd or the user put there, and wait() leaves the sum in it: it is copied
+    into the bucket and back, or, from `direct_bytes` on, travels from its own memory where no other tensor has it."""
 
     def __init__(
         self,
@@ -288,7 +287,7 @@ class GradHook:
         """buckets: (name, dtype, address, bytes, priority) each."""
 
     def hook(self, index: int) -> Callable[[Any], None]:
-        """The C callable for parameters[index].register_post_accumulate_grad_hook."""
+        """The C callable for a hook of the node that accumulates the gradient of parameters[index]."""
 
     def target(
         self,
@@ -303,11 +302,11 @@ class GradHook:
         between steps."""
 
     def flush(self) -> None:
-        """Submits every bucket that is not, zeros standing for gradients that are missing; a parameter whose grad is
-        None gets its view."""
+        """Submits every bucket that is not; a gradient that is missing becomes zeros."""
 
     def wait(self) -> None:
-        """Waits for all buckets, GIL released; re-arms the hook for the next step. Raises as Work.wait."""
+        """Waits for all buckets, GIL released; re-arms the hook. Raises as Work.wait, and RuntimeError
+        for a gradient that was deleted on its way."""
 
     def ready_order(self) -> list[int]:
         """Indices of the parameters in the order in which they became ready in the last complete step."""
@@ -325,6 +324,12 @@ class GradHook:
 
     @paused.setter
     def paused(self, value: bool) -> None: ...
+    @property
+    def on_first(self) -> Callable[[], Any] | None:
+        """Called at the first gradient of each pass that is not paused; a pass begins after wait()."""
+
+    @on_first.setter
+    def on_first(self, call: Callable[[], Any] | None) -> None: ...
     @property
     def pending(self) -> int:
         """Buckets submitted and not waited for."""

@@ -58,11 +58,15 @@ class Buckets(Protocol):
     def factors(self) -> tuple[bool, float, int | None]:
         """What `target` was told of the arithmetic: (average, predivide, op)."""
 
-    def flat(self, index: int) -> Any:
-        """Return bucket `index` as one flat tensor over its memory."""
-
     def target(self, sink: Any, average: bool = True, *, predivide: float = 1.0, op: int | None = None) -> None:
         """Say where complete buckets go, as Gradients.target does."""
+
+
+class FlatBuckets(Buckets, Protocol):
+    """Buckets whose memory can be had as one tensor each."""
+
+    def flat(self, index: int) -> Any:
+        """Return bucket `index` as one flat tensor over its memory."""
 
 
 class Communicator(Protocol):
@@ -70,7 +74,7 @@ class Communicator(Protocol):
 
     name: str
 
-    def target(self, gradients: Buckets) -> None:
+    def target(self, gradients: Any) -> None:
         """Send complete buckets this way from now on, with the arithmetic they have. Between steps only."""
 
     def barrier(self) -> None:
@@ -170,7 +174,7 @@ class Stock:
         self._rounds: dict[str, int] = {}
         self._info = self._describe()
 
-    def target(self, gradients: Buckets) -> None:
+    def target(self, gradients: FlatBuckets) -> None:
         average, predivide, op = gradients.factors
         gradients.target(self._sink(gradients, average, op), average, predivide=predivide, op=op)
 
@@ -196,7 +200,7 @@ class Stock:
         if self._owned:
             leave_group(group)
 
-    def _sink(self, gradients: Buckets, average: bool, op: int | None) -> Callable[[int], _StockWork]:
+    def _sink(self, gradients: FlatBuckets, average: bool, op: int | None) -> Callable[[int], _StockWork]:
         import torch.distributed as dist
 
         core = launch.core()

@@ -60,8 +60,12 @@ class Settings:
 
     on: bool = _row("", BOOLEAN, False, "1: measure from import on")
     transports: tuple[str, ...] = _row(
-        "TRANSPORT", TRANSPORT_LIST, ("stock",), "what moves the gradients; a list alternates by blocks of steps"
+        "TRANSPORT",
+        TRANSPORT_LIST,
+        ("stock",),
+        "what moves the gradients; a list takes turns by blocks of steps; bare: the script's own path, nothing stamped",
     )
+    strict: bool = _row("STRICT", BOOLEAN, False, "1: what cannot be measured or moved is an error, not left alone")
     streams: int = _row("STREAMS", STREAMS, 0, "parallel lanes to each peer")
     shm: str = _row("SHM", SHARING, "auto", "memory shared between ranks of one host; 1: an error where they cannot")
     algorithm: str = _row("ALGORITHM", ALGORITHM, "auto", "of all-reduces on the network; auto: what costs least here")
@@ -161,6 +165,16 @@ class Settings:
     def enabled(self) -> bool:
         """True when the environment asks for anything to be done: NETBOTTLENECK=1, or any transport named."""
         return self.on or "transports" in self.sources
+
+    @property
+    def observes(self) -> bool:
+        """True when gradients travel by the user's own path alone."""
+        return set(self.transports) <= {"stock", "bare"}
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """The transports that take turns where the user's own path can be left untouched: observing includes that."""
+        return ("stock", "bare") if self.transports == ("stock",) else self.transports
 
     @property
     def stall_limit_s(self) -> float:

@@ -202,7 +202,7 @@ def stop() -> None:
         ended.observer.stopped(ended)
 
 
-def _log(settings: Settings, place: launch.Place) -> None:
+def set_up_log(settings: Settings, place: launch.Place) -> None:
     """Tell of what the package logs from LOG_LEVEL on: in LOG_FILE, else on stderr.
 
     A program that has handlers of its own is told by these instead of on stderr. Raises Error naming the variable
@@ -252,7 +252,7 @@ def _tell_settings(settings: Settings, place: launch.Place) -> None:
 
 def _open(settings: Settings, observer: Observer, environ: Mapping[str, str]) -> Job:
     place = launch.detect(settings, environ)
-    _log(settings, place)
+    set_up_log(settings, place)
     _tell_settings(settings, place)
     recorder = observer.recorder(settings, place)
     comm = launch.connect(settings, place, recorder=recorder, environ=environ)

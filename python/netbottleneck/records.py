@@ -1,6 +1,7 @@
 """The run folder: which one is free, and where not all ranks share it, how the others' records come to rank 0."""
 
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ FOLDER_BYTES = 1024  # of a folder's name as ranks exchange it
 RANKS = "ranks"
 NAME_BYTES = 64
 COUNT_BYTES = 8
+LEAST_S = 0.1
 
 
 def together(comm: "_core.Comm", blob: bytes, limit_s: float) -> list[bytes]:
@@ -75,15 +77,16 @@ def shared(comm: "_core.Comm", sign: Path, limit_s: float) -> bool:
     return all(seen == b"1" for seen in together(comm, b"1" if sign.exists() else b"0", limit_s))
 
 
-def gather(comm: "_core.Comm", folder: Path, limit_s: float) -> None:
+def gather(comm: "_core.Comm", folder: Path, until: float) -> None:
     """Bring each rank's own files (ranks/<rank>.*) to rank 0's folder. Every rank calls it; the files are closed.
 
-    Raises what Comm.submit and Work.wait raise, TimeoutError where not all ranks come within limit_s, and OSError where
-    rank 0 cannot write.
+    until: by time.monotonic. Raises what Comm.submit and Work.wait raise, TimeoutError where not all ranks come by
+    then, and OSError where rank 0 cannot write.
     """
     core = launch.core()
     for rank in range(1, comm.size):
         packed = _pack(folder, rank) if comm.rank == rank else b""
+        limit_s = max(LEAST_S, until - time.monotonic())
         counts = comm.exchange(len(packed).to_bytes(COUNT_BYTES, "little"), limit_s=limit_s)
         total = int.from_bytes(counts[rank], "little")
         if total == 0:

@@ -29,10 +29,10 @@ def gbit(bits_per_s: float) -> str:
     return f"{_digits(bits_per_s / 1e9)} Gbit/s"
 
 
-def percent(part: float) -> str:
-    """0.123: "12 %"; below ten with one decimal."""
-    value = 100 * part
-    return f"{value:.0f} %" if abs(value) >= 10 else f"{value:.1f} %"
+def percent(part: float, *, signed: bool = False) -> str:
+    """0.123: "12 %"; below ten with one decimal; signed: "+12 %"."""
+    value, sign = 100 * part, "+" if signed else ""
+    return f"{value:{sign}.0f} %" if abs(value) >= 10 else f"{value:{sign}.1f} %"
 
 
 def nbytes(count: float) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-TRANSPORTS = ("stock", "tcp", "ofi", "null")
+TRANSPORTS = ("stock", "tcp", "ofi", "null", "bare")
 ALGORITHMS = ("auto", "ring", "recursive_doubling", "halving_doubling", "two_level")
 LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}

@@ -58,6 +58,19 @@ class Verdict:
         return "<table>" + "".join(f"<tr><th>{k}</th><td>{escape(v)}</td></tr>" for k, v in rows) + "</table>"
 
 
+def own_cost(findings: Findings) -> str | None:
+    """What our measuring adds to a step of the stock path, against the untouched script in the same run."""
+    pair = findings.handicap
+    if pair is None or not pair.enough:
+        return None
+    ratio, more = pair.ratio, pair.difference_ns
+    return (
+        f"Our measuring changes the step by {percent(ratio.value - 1, signed=True)} ({ms(more.value)}) against the "
+        f"untouched script; 95 % interval {percent(ratio.low - 1, signed=True)} to "
+        f"{percent(ratio.high - 1, signed=True)}, {pair.pairs} pairs of blocks ({findings.label})."
+    )
+
+
 def handicap_sentence(findings: Findings) -> str | None:
     """What must be said when stock under us was slower than the untouched script by more than a little."""
     pair = findings.handicap
@@ -65,8 +78,8 @@ def handicap_sentence(findings: Findings) -> str | None:
         return None
     ratio = pair.ratio
     return (
-        f"our stock is handicapped by {percent(ratio.value - 1)} (against the untouched script; 95 % interval "
-        f"{percent(ratio.low - 1)} to {percent(ratio.high - 1)}, {pair.pairs} pairs of blocks): the gain is withheld."
+        f"Our hooks slow the stock path by {percent(ratio.value - 1)}, so no gain is reported (against the untouched "
+        f"script; 95 % interval {percent(ratio.low - 1)} to {percent(ratio.high - 1)}, {pair.pairs} pairs of blocks)."
     )
 
 
@@ -234,7 +247,7 @@ def _probe(f: Findings) -> Verdict | None:
     return Verdict(
         "TRANSPORT_LIMITED",
         f"The {f.base} path moved data at {gbit(did.active_bps)}; a probe with {streams(count)} reached {gbit(rate)}, "
-        f"{rate / did.active_bps:.1f} times as much." + (f" But {withheld}" if withheld else ""),
+        f"{rate / did.active_bps:.1f} times as much." + (f" {withheld}" if withheld else ""),
         f"Measure the difference: NETBOTTLENECK_TRANSPORT={f.base},{can.transport} NETBOTTLENECK_STREAMS={count}",
     )
 
@@ -290,6 +303,6 @@ def decide(findings: Findings) -> Verdict:
     withheld = handicap_sentence(findings)
     return Verdict(
         "INCONCLUSIVE",
-        "No rule explains what is exposed." + (f" Moreover {withheld}" if withheld else ""),
+        "No rule explains what is exposed." + (f" {withheld}" if withheld else ""),
         "Measure with NETBOTTLENECK_TRANSPORT=stock,tcp and NETBOTTLENECK_STREAMS=auto for a probe and a comparison.",
     )

@@ -16,7 +16,9 @@ from enum import IntFlag
 from typing import Any
 from unittest import mock
 
-LIMIT_S = 15.0
+from conftest import RANKS_LIMIT_S
+
+LIMIT_S = RANKS_LIMIT_S
 
 
 class HostUpdateResult(IntFlag):

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Ranks
+from conftest import RANKS_LIMIT_S, Ranks
 
 pytest.importorskip("torch")
 
@@ -18,7 +18,7 @@ def python(source: str, *words: str, cwd: Path | None = None, **env: str) -> sub
     clean = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")}
     command = [sys.executable, "-m", "netbottleneck", *words] if words else [sys.executable, "-c", source]
     return subprocess.run(
-        command, env={**clean, **env}, capture_output=True, text=True, timeout=18, check=False, cwd=cwd
+        command, env={**clean, **env}, capture_output=True, text=True, timeout=RANKS_LIMIT_S, check=False, cwd=cwd
     )
 
 

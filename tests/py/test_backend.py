@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import Ranks
 
-from test_hvd import checks, thirds
+from test_hvd import checks
 
 SCRIPTS = Path(__file__).parent / "scripts"
 # A rank that is missing is named soon.
@@ -22,21 +22,20 @@ def run(ranks: Ranks, size: int, script: str, names: list[str], env: dict[str, s
         assert result.stdout.splitlines() == [f"ok {name}" for name in names]
 
 
-@pytest.mark.parametrize("names", thirds(checks("backend_checks.py")), ids=["a", "b", "c"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_what_torch_distributed_does(ranks: Ranks, size: int, names: list[str]) -> None:
-    run(ranks, size, "backend_checks.py", names)
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
+def test_what_torch_distributed_does(warm_ranks: Ranks, size: int) -> None:
+    run(warm_ranks, size, "backend_checks.py", checks("backend_checks.py"))
 
 
-def test_the_name_for_the_cpu_alone_and_shared_memory(ranks: Ranks) -> None:
+def test_the_name_for_the_cpu_alone_and_shared_memory(warm_ranks: Ranks) -> None:
     names = ["it_is_known_by_its_name", "tensors_are_moved_as_gloo_moves_them", "messages_come_in_order_of_their_tags"]
-    run(ranks, 2, "backend_checks.py", names, {"CHECKED_BACKEND": "cpu:nb", "NETBOTTLENECK_SHM": "1"})
+    run(warm_ranks, 2, "backend_checks.py", names, {"CHECKED_BACKEND": "cpu:nb", "NETBOTTLENECK_SHM": "1"})
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", checks("backend_training.py"))
-def test_training(ranks: Ranks, size: int, name: str, tmp_path: Path) -> None:
-    run(ranks, size, "backend_training.py", [name], {"CHECKPOINT": str(tmp_path / "checkpoint")})
+def test_training(warm_ranks: Ranks, size: int, name: str, tmp_path: Path) -> None:
+    run(warm_ranks, size, "backend_training.py", [name], {"CHECKPOINT": str(tmp_path / "checkpoint")})
 
 
 AGAIN = """
@@ -55,8 +54,8 @@ for turn in range(20):
 """
 
 
-def test_groups_come_and_go(ranks: Ranks) -> None:
-    ranks(2, AGAIN)
+def test_groups_come_and_go(warm_ranks: Ranks) -> None:
+    warm_ranks(2, AGAIN)
 
 
 END = """
@@ -109,8 +108,8 @@ except RuntimeError as error:
 """
 
 
-def test_a_rank_killed_in_training_is_named_on_the_others(ranks: Ranks) -> None:
-    job = ranks.start(3, KILLED)
+def test_a_rank_killed_in_training_is_named_on_the_others(warm_ranks: Ranks) -> None:
+    job = warm_ranks.start(3, KILLED)
     for rank in range(3):
         job.wait_for_line(rank, "training")
     job.kill(1)
@@ -133,8 +132,8 @@ dist.all_reduce(torch.ones(2))
 """
 
 
-def test_a_rank_that_ends_early_is_named_on_the_others(ranks: Ranks) -> None:
-    results = ranks(3, LEFT, check=False)
+def test_a_rank_that_ends_early_is_named_on_the_others(warm_ranks: Ranks) -> None:
+    results = warm_ranks(3, LEFT, check=False)
     assert [result.code for result in results] == [1, 1, 1]
     for rank in (0, 2):
         assert "PeerError" in results[rank].stderr
@@ -159,8 +158,8 @@ hvd.shutdown()
 """
 
 
-def test_groups_of_it_work_beside_gloo_and_horovods_api(ranks: Ranks) -> None:
-    ranks(3, BESIDE)
+def test_groups_of_it_work_beside_gloo_and_horovods_api(warm_ranks: Ranks) -> None:
+    warm_ranks(3, BESIDE)
 
 
 def test_it_is_known_where_the_environment_asks_for_measuring(ranks: Ranks) -> None:
@@ -175,7 +174,7 @@ assert value[0] == 2
     ranks(2, script, {"NETBOTTLENECK": "1"})
 
 
-def test_other_devices_have_the_backend_that_was_named(ranks: Ranks) -> None:
+def test_other_devices_have_the_backend_that_was_named(warm_ranks: Ranks) -> None:
     script = """
 import torch, torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
@@ -190,4 +189,4 @@ dist.all_reduce(torch.ones(2, device="meta"))
 assert type(world._get_backend(torch.device("meta"))).__name__ == "FakeProcessGroup"
 dist.destroy_process_group()
 """
-    ranks(2, script)
+    warm_ranks(2, script)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import RANKS_LIMIT_S
 
 import netbottleneck
 from netbottleneck import bench
@@ -43,7 +44,7 @@ KEYS = {
     "cpu_s_per_gb",
     "wrong",
 }
-LIMIT_S = 15.0
+LIMIT_S = RANKS_LIMIT_S
 
 
 def fold(op: str, inputs: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
@@ -338,7 +339,7 @@ def test_a_launchers_ranks_are_used(ranks: Any, tmp_path: Path) -> None:
 RUNNING = """
 import time
 from netbottleneck import _core
-until = time.monotonic() + 10
+until = time.monotonic() + 100
 while True:
     try:
         _core.interfaces("nb0")
@@ -456,6 +457,7 @@ def skip_without_mpi() -> None:
         pytest.skip("MPI's header (Debian: libopenmpi-dev) is not installed")
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("dtype", ["float32", "int64"])
 def test_mpi_reduces_the_same_memory_and_every_element_is_right(dtype: str) -> None:
     skip_without_mpi()
@@ -468,6 +470,7 @@ def test_mpi_reduces_the_same_memory_and_every_element_is_right(dtype: str) -> N
     assert min(found.row("mpi-tcp")["rounds"]["sent_bytes"]) >= found.row("mpi-tcp")["owed_bytes"] == 4 * 300_000
 
 
+@pytest.mark.peers
 def test_another_environments_mpich_is_not_taken_for_open_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_without_mpi()
     for tool in ("mpichversion", "mpirun", "mpicc"):
@@ -491,6 +494,7 @@ def test_the_wheels_mpich_reduces_the_same_memory(name: str) -> None:
         assert min(found.row(name)["rounds"]["sent_bytes"]) >= found.row(name)["owed_bytes"] == 2 * 300_000
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("dtype", ["float32", "int64"])
 def test_oneccl_reduces_the_same_memory(dtype: str) -> None:
     skip_without("mpicxx", "mpirun")
@@ -504,6 +508,7 @@ def test_oneccl_reduces_the_same_memory(dtype: str) -> None:
     assert min(row["rounds"]["sent_bytes"]) >= row["owed_bytes"] == 2 * 300_000
 
 
+@pytest.mark.peers
 def test_horovod_reduces_the_same_memory() -> None:
     skip_without_horovod("horovod")
     found = peers(3, None, ("tcp", "horovod"))
@@ -522,6 +527,7 @@ def skip_without_horovod(name: str) -> None:
             pytest.skip("horovod is not installed with MPI (tools/peers.sh)")
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("dtype", ["float32", "int64"])
 def test_horovod_over_mpi_reduces_the_same_memory(dtype: str) -> None:
     skip_without_horovod("horovod-mpi")
@@ -563,6 +569,7 @@ def mpi_peers_of(pids: list[int]) -> list[int]:
     return found
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("name", ["mpi-tcp", "horovod", "horovod-mpi"])
 def test_mpi_and_horovod_end_with_the_ranks_that_they_are_beside(name: str) -> None:
     skip_without_mpi() if name == "mpi-tcp" else skip_without_horovod(name)
@@ -585,6 +592,7 @@ def test_mpi_and_horovod_end_with_the_ranks_that_they_are_beside(name: str) -> N
     assert [pid for pid in theirs if alive(pid)] == []
 
 
+@pytest.mark.peers
 def test_mpi_reaches_the_hosts_of_a_lab() -> None:
     skip_without_mpi()
     try:
@@ -630,6 +638,7 @@ def test_memorys_limits_reduce_nothing_and_count_nothing_wrong() -> None:
     assert all(min(row["rounds"]["time_s"]) > 0 and row["cpu_s_per_gb"] > 0 for row in found.rows)
 
 
+@pytest.mark.peers
 def test_iperf3_measures_the_link_of_the_lab(lab: Lab) -> None:
     skip_without("iperf3")
     found = Results({})

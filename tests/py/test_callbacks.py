@@ -1,4 +1,4 @@
-"""Callbacks: loops as Lightning, the Trainer and Accelerate run them; with --full, the examples with the real ones."""
+"""Callbacks: loops as Lightning, the Trainer and Accelerate run them; where these are installed, the examples too."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Ranks
+from conftest import RANKS_LIMIT_S, Ranks
 
 from netbottleneck.report import Run
 
 SCRIPT = Path(__file__).parent / "scripts" / "callback_loops.py"
 EXAMPLES = Path(__file__).parents[2] / "benchmarks" / "examples"
 STEPS = 6  # of the script
-MEASURED = {"NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_BLOCK_STEPS": "2", "NETBOTTLENECK_TIMEOUT_S": "10"}
+MEASURED = {"NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_BLOCK_STEPS": "2", "NETBOTTLENECK_TIMEOUT_S": "60"}
 
 
 def weights(folder: Path) -> bytes:
@@ -52,10 +52,10 @@ def alone() -> bytes:
 # FIRST: DDP is hooked by the variables before the callback is there.
 @pytest.mark.parametrize("first", ["", "1"], ids=["callback", "variables"])
 @pytest.mark.parametrize("loop", ["lightning", "transformers", "accelerate"])
-def test_each_step_is_recorded_and_no_weight_changes(ranks: Ranks, tmp_path: Path, loop: str, first: str) -> None:
+def test_each_step_is_recorded_and_no_weight_changes(warm_ranks: Ranks, tmp_path: Path, loop: str, first: str) -> None:
     run = tmp_path / "run"
     env = {**MEASURED, "LOOP": loop, "FIRST": first, "OUT": str(tmp_path), "NETBOTTLENECK_DIR": str(run)}
-    results = ranks(2, SCRIPT, {**env, "NETBOTTLENECK_TRANSPORT": "stock,tcp"}, limit_s=18)
+    results = warm_ranks(2, SCRIPT, {**env, "NETBOTTLENECK_TRANSPORT": "stock,tcp"})
     assert weights(tmp_path) == alone()
     assert "Of your " in results[0].stdout
     trace = Run(run).trace
@@ -66,9 +66,9 @@ def test_each_step_is_recorded_and_no_weight_changes(ranks: Ranks, tmp_path: Pat
         assert step.optimizer[0][0] >= max(ns for _, ns in step.grad_ready)
 
 
-def test_what_cannot_be_measured_is_refused_and_an_error_is_recorded(ranks: Ranks, tmp_path: Path) -> None:
+def test_what_cannot_be_measured_is_refused_and_an_error_is_recorded(warm_ranks: Ranks, tmp_path: Path) -> None:
     env = {**MEASURED, "LOOP": "failing", "OUT": str(tmp_path), "NETBOTTLENECK_DIR": str(tmp_path / "run")}
-    for result in ranks(2, SCRIPT, env):
+    for result in warm_ranks(2, SCRIPT, env):
         assert result.stdout.splitlines() == [
             "refused: a Sequential on 2 ranks: netbottleneck measures models that DistributedDataParallel wraps",
             "refused: 2 optimizers: netbottleneck measures loops with one",
@@ -78,7 +78,9 @@ def test_what_cannot_be_measured_is_refused_and_an_error_is_recorded(ranks: Rank
 
 def python(source: str) -> str:
     """Run source text in a fresh interpreter; what it printed."""
-    ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=15, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=RANKS_LIMIT_S, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -111,7 +113,8 @@ for name in callbacks.__all__:
     ]
 
 
-@pytest.mark.full
+@pytest.mark.frameworks
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["lightning", "transformers", "accelerate"])
 def test_an_example_is_measured(ranks: Ranks, tmp_path: Path, name: str) -> None:
     if importlib.util.find_spec(name) is None:

@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
+from conftest import RANKS_LIMIT_S
 
 from netbottleneck import __version__, cli
 from netbottleneck.cli import COMMANDS, main
@@ -24,7 +25,12 @@ def command(
     values = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")}
     head = [sys.executable, "-c", code] if code else [sys.executable, "-m", "netbottleneck"]
     return subprocess.run(
-        [*head, *words], capture_output=True, text=True, timeout=15, env={**values, **(env or {})}, check=False
+        [*head, *words],
+        capture_output=True,
+        text=True,
+        timeout=RANKS_LIMIT_S,
+        env={**values, **(env or {})},
+        check=False,
     )
 
 
@@ -151,7 +157,7 @@ def test_run_m_runs_a_module(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=15,
+        timeout=RANKS_LIMIT_S,
         check=True,
     )
     assert done.stdout.startswith("__main__ ['")

@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import on_ranks
+from conftest import RANKS_LIMIT_S, on_ranks
 
 from netbottleneck import _core, errors
 
 EVENT_H = Path(__file__).resolve().parents[2] / "csrc" / "trace" / "event.h"
 SECRET = b"sixteen bytes..."
-LIMIT_S = 10.0
+LIMIT_S = RANKS_LIMIT_S
 NUMPY = {
     _core.UINT8: np.uint8,
     _core.INT8: np.int8,
@@ -75,7 +75,7 @@ def alone() -> Generator[_core.Comm, None, None]:
 
 def run_python(source: str, *args: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", source, *args], capture_output=True, text=True, timeout=18, check=False
+        [sys.executable, "-c", source, *args], capture_output=True, text=True, timeout=RANKS_LIMIT_S, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -26,10 +26,11 @@ SCRIPT = Path(__file__).parent / "scripts" / "elastic_checks.py"
 CHECKS = re.findall(r"^@check\ndef (\w+)", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
 
 
+# In parts: what a check leaves in its process would go on in the next.
 @pytest.mark.parametrize("names", [CHECKS[start::3] for start in range(3)], ids=["a", "b", "c"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_state_sampler_and_loop(ranks: Ranks, size: int, names: list[str]) -> None:
-    for result in ranks(size, SCRIPT, {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}, args=names):
+def test_state_sampler_and_loop(warm_ranks: Ranks, size: int, names: list[str]) -> None:
+    for result in warm_ranks(size, SCRIPT, {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}, args=names):
         assert result.stdout.splitlines() == [f"ok {name}" for name in names]
 
 
@@ -42,7 +43,6 @@ def driver() -> Iterator[Driver]:
 
 WORKER = """
 import os, sys
-import no_compiler
 import torch
 import netbottleneck.torch as hvd
 hvd.init()
@@ -81,10 +81,10 @@ def total(*sizes: int) -> float:
     return 100.0 - sum(2.0**-size for size in sizes)
 
 
-def test_the_ranks_that_are_left_go_on_under_horovods_launcher(ranks: Ranks, driver: Driver) -> None:
+def test_the_ranks_that_are_left_go_on_under_horovods_launcher(warm_ranks: Ranks, driver: Driver) -> None:
     driver.expected = 2
-    env = {"WAIT_AT": "3", "PYTHONPATH": str(SCRIPT.parent)}
-    job = ranks.start(3, WORKER, env=lambda rank: {**driver.environment(rank, 3, rank), **env})
+    env = {"WAIT_AT": "3"}
+    job = warm_ranks.start(3, WORKER, env=lambda rank: {**driver.environment(rank, 3, rank), **env})
     for rank in range(3):
         job.wait_for_line(rank, "batch 3")
     job.kill(0)
@@ -97,16 +97,16 @@ def test_the_ranks_that_are_left_go_on_under_horovods_launcher(ranks: Ranks, dri
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_ranks_that_come_start_where_the_others_are(ranks: Ranks, driver: Driver, size: int) -> None:
+def test_ranks_that_come_start_where_the_others_are(warm_ranks: Ranks, driver: Driver, size: int) -> None:
     driver.expected, driver.joining = size, [size]
-    env = {"WAIT_AT": str(size), "PYTHONPATH": str(SCRIPT.parent)}
-    first = ranks.start(size, WORKER, env=lambda rank: {**driver.environment(rank, size, rank), **env})
+    env = {"WAIT_AT": str(size)}
+    first = warm_ranks.start(size, WORKER, env=lambda rank: {**driver.environment(rank, size, rank), **env})
     for rank in range(size):
         first.wait_for_line(rank, "batch 3")
     address, key = driver.service(0)
     assert type(ask(address, key, HostsUpdatedRequest(1, HostUpdateResult.added))) is AckResponse
     driver.dealt()
-    late = ranks.start(1, WORKER, env={**driver.environment(size, size + 1, size), **env})
+    late = warm_ranks.start(1, WORKER, env={**driver.environment(size, size + 1, size), **env})
     for result in [*first.wait(), *late.wait()]:
         said = f"left {3 * size + 5 * (size + 1)} weight {total(*[size] * 3, *[size + 1] * 5)}"
         assert result.stdout.splitlines()[-1] == said

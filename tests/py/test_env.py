@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from conftest import Ranks
+from conftest import RANKS_LIMIT_S, Ranks
 
 from netbottleneck import env
 from netbottleneck.env import settings
@@ -259,7 +259,7 @@ ALONE = {"NETBOTTLENECK_RANK": "0", "NETBOTTLENECK_SIZE": "1"}
 def heard(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     whole = {"PYTHONPATH": str(PYTHON), "PATH": "", **ALONE, **environ}
     command = [sys.executable, "-c", LOGGING, *words]
-    return subprocess.run(command, check=False, env=whole, timeout=15, capture_output=True, text=True)
+    return subprocess.run(command, check=False, env=whole, timeout=RANKS_LIMIT_S, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(
@@ -313,4 +313,6 @@ def test_these_modules_import_no_torch() -> None:
         "import sys; import netbottleneck.env, netbottleneck.launch, netbottleneck.ops, netbottleneck.plan; "
         "sys.exit('torch' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(PYTHON), "PATH": ""}, timeout=15)
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(PYTHON), "PATH": ""}, timeout=RANKS_LIMIT_S
+    )

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import on_ranks
+from conftest import RANKS_LIMIT_S, on_ranks
 from numpy.typing import NDArray
 
 from netbottleneck import _core
 
-LIMIT_S = 15.0
+LIMIT_S = RANKS_LIMIT_S
 SECRET = b"sixteen bytes..."
 COUNTS = (0, 1, 1021, 20_003)
 # What holds an element in NumPy, which knows no bfloat16.

@@ -16,17 +16,13 @@ import torch
 from torch import nn
 
 from netbottleneck import _core, errors
+from netbottleneck.torch.ready import OnAccumulated
 
 SECRET = b"sixteen bytes..."
 LIMIT_S = 10.0
 SMALL, LARGE = 1 << 40, 0  # direct_bytes: every gradient is small, or large
-BACK = 128  # elements up to which a small gradient stays where it is
-# direct_bytes and elements: a gradient that is copied and copied back, one that becomes its view, one that travels
-WAYS = [
-    pytest.param(SMALL, 4, id="back"),
-    pytest.param(SMALL, BACK + 1, id="view"),
-    pytest.param(LARGE, 4, id="direct"),
-]
+# direct_bytes: a gradient that is copied and copied back, and one that travels from its own memory
+WAYS = [pytest.param(SMALL, id="copied"), pytest.param(LARGE, id="direct")]
 
 
 class Plan:
@@ -55,18 +51,11 @@ class Plan:
         self.hook = _core.GradHook(
             self.parameters, self.views, self.bucket_of, self.offset, self.buckets, keep=self.arena, **options
         )
-        self.handles = [
-            parameter.register_post_accumulate_grad_hook(self.hook.hook(i))
-            for i, parameter in enumerate(self.parameters)
-        ]
+        self.handles = [OnAccumulated(parameter, self.hook.hook(i)) for i, parameter in enumerate(self.parameters)]
 
     def finish(self) -> None:
         self.hook.flush()
         self.hook.wait()
-
-    def owns(self, index: int) -> bool:
-        """Tell whether the parameter's gradient is its view."""
-        return self.parameters[index].grad is self.views[index]
 
     def grads(self) -> list[list[float]]:
         return [p.grad.flatten().tolist() if p.grad is not None else [] for p in self.parameters]
@@ -118,7 +107,7 @@ class Doubling:
 
 
 def chain(count: int, size: int = 4) -> nn.ParameterList:
-    return nn.ParameterList([nn.Parameter(torch.full((size,), float(i + 1))) for i in range(count)])
+    return nn.ParameterList([nn.Parameter(torch.full((4,), float(i + 1))) for i in range(count)])
 
 
 def weighted_sum(parameters: Iterable[torch.Tensor], factor: float = 1.0) -> torch.Tensor:
@@ -179,15 +168,6 @@ def test_a_small_gradient_stays_and_gets_the_sum(alone: _core.Comm) -> None:
     assert plan.grads() == [view.tolist() for view in plan.views] == [[0.5 * (i + 1)] * 4 for i in range(4)]
 
 
-def test_a_gradient_of_middle_size_is_copied_and_the_parameter_re_pointed(alone: _core.Comm) -> None:
-    plan = Plan(chain(4, BACK + 1))
-    plan.hook.target(alone, postscale=0.5)
-    weighted_sum(plan.parameters).backward()
-    plan.finish()
-    assert [plan.owns(i) for i in range(4)] == [True] * 4
-    assert plan.grads() == [[0.5 * (i + 1)] * (BACK + 1) for i in range(4)]
-
-
 def test_a_large_gradient_travels_from_where_autograd_put_it(alone: _core.Comm) -> None:
     plan = Plan(chain(4), direct_bytes=LARGE)
     plan.hook.target(alone, prescale=2.0)
@@ -200,13 +180,38 @@ def test_a_large_gradient_travels_from_where_autograd_put_it(alone: _core.Comm) 
 
 
 def test_the_size_decides_between_copy_and_direct(alone: _core.Comm) -> None:
-    plan = Plan([nn.Parameter(torch.ones(n)) for n in (255, 256, 257, 3, BACK, BACK + 1)], 1, direct_bytes=1024)
+    plan = Plan([nn.Parameter(torch.ones(n)) for n in (255, 256, 257, 3)], 1, direct_bytes=1024)
     plan.hook.target(alone, postscale=3.0)
     weighted_sum(plan.parameters).backward()
+    before = [parameter.grad for parameter in plan.parameters]
     plan.finish()
-    assert [plan.owns(i) for i in range(6)] == [True, False, False, False, False, True]
-    assert [view.any().item() for view in plan.views] == [True, False, False, True, True, True]
-    assert [set(grad) for grad in plan.grads()] == [{3.0 * (i + 1)} for i in range(6)]
+    assert [parameter.grad is grad for parameter, grad in zip(plan.parameters, before, strict=True)] == [True] * 4
+    assert [view.any().item() for view in plan.views] == [True, False, False, True]
+    assert [set(grad) for grad in plan.grads()] == [{3.0 * (i + 1)} for i in range(4)]
+
+
+LAYERS: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
+    (lambda: nn.Linear(8, 4), (3, 8)),
+    (lambda: nn.Conv2d(2, 3, 2), (1, 2, 4, 4)),
+    (lambda: nn.LayerNorm(8), (3, 8)),
+    (lambda: nn.BatchNorm1d(8), (3, 8)),
+    (lambda: nn.GRU(4, 4), (3, 4)),
+]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["new", "added"])
+@pytest.mark.parametrize(("layer", "shape"), LAYERS, ids=["linear", "conv", "layer-norm", "batch-norm", "gru"])
+def test_gradients_of_usual_layers_travel_directly(
+    alone: _core.Comm, layer: Callable[[], nn.Module], shape: tuple[int, ...], again: bool
+) -> None:
+    made = layer()
+    plan = Plan(made.parameters(), buckets=1, direct_bytes=LARGE)
+    plan.hook.target(alone, postscale=2.0)
+    for _ in range(1 + again):
+        out = made(torch.ones(shape))
+        (out[0] if isinstance(out, tuple) else out).sum().backward()
+        plan.finish()
+    assert not any(view.any() for view in plan.views)
 
 
 def test_more_direct_gradients_than_an_operation_takes_segments(alone: _core.Comm) -> None:
@@ -220,40 +225,32 @@ def test_more_direct_gradients_than_an_operation_takes_segments(alone: _core.Com
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize(("direct_bytes", "size"), WAYS)
-def test_zero_grad_of_either_kind(alone: _core.Comm, set_to_none: bool, direct_bytes: int, size: int) -> None:
-    plan = Plan(chain(5, size), direct_bytes=direct_bytes)
+@pytest.mark.parametrize("direct_bytes", WAYS)
+def test_zero_grad_of_either_kind(alone: _core.Comm, set_to_none: bool, direct_bytes: int) -> None:
+    plan = Plan(chain(5), direct_bytes=direct_bytes)
     optimizer = torch.optim.SGD(plan.parameters, lr=1.0)
     plan.hook.target(alone)
     for step in range(1, 4):
         optimizer.zero_grad(set_to_none=set_to_none)
         weighted_sum(plan.parameters, step).backward()
         plan.finish()
-        assert plan.grads() == [[float(step * (i + 1))] * size for i in range(5)]
+        assert plan.grads() == [[float(step * (i + 1))] * 4 for i in range(5)]
         optimizer.step()
     assert [p[0].item() for p in plan.parameters] == [(i + 1) * (1.0 - 6) for i in range(5)]
 
 
-def test_a_view_that_is_kept_is_accumulated_into(alone: _core.Comm) -> None:
-    plan = Plan(chain(2), direct_bytes=LARGE)
-    plan.hook.target(alone)
-    for parameter, view in zip(plan.parameters, plan.views, strict=True):
-        parameter.grad = view
-    weighted_sum(plan.parameters).backward()
-    plan.finish()
-    assert [plan.owns(0), plan.owns(1)] == [True, True]
-    assert [view.tolist() for view in plan.views] == [[1.0] * 4, [2.0] * 4]
-
-
-def test_a_gradient_that_is_not_contiguous_is_made_right(alone: _core.Comm) -> None:
+def test_a_gradient_that_is_not_contiguous_keeps_its_layout(alone: _core.Comm) -> None:
     weight = nn.Parameter(torch.arange(24.0).view(2, 3, 2, 2).to(memory_format=torch.channels_last))
     plan = Plan([weight], buckets=1, direct_bytes=LARGE)
-    plan.hook.target(alone)
+    plan.hook.target(alone, postscale=2.0)
     factor = torch.arange(24.0).view(2, 3, 2, 2)
     (weight * factor).sum().backward()
+    gradient = weight.grad
     plan.finish()
-    assert plan.owns(0)
-    assert torch.equal(plan.views[0], factor)
+    assert weight.grad is gradient
+    assert weight.grad.stride() == weight.stride()
+    assert torch.equal(weight.grad, 2 * factor)
+    assert torch.equal(plan.views[0], 2 * factor)
 
 
 def test_a_graph_of_the_gradient_does_not_reach_the_view(alone: _core.Comm) -> None:
@@ -265,15 +262,20 @@ def test_a_graph_of_the_gradient_does_not_reach_the_view(alone: _core.Comm) -> N
     assert not plan.views[0].requires_grad
 
 
-def test_a_sparse_gradient_is_made_dense_and_told_of(alone: _core.Comm) -> None:
+def test_a_sparse_gradient_travels_dense_stays_sparse_and_is_told_of(alone: _core.Comm) -> None:
     table = nn.Embedding(4, 2, sparse=True)
     plan = Plan([nn.Parameter(torch.ones(3)), *table.parameters()], buckets=1)
-    plan.hook.target(alone)
+    plan.hook.target(alone, postscale=2.0)
     assert plan.hook.sparse() == []
     (table(torch.tensor([1, 1, 3])).sum() + plan.parameters[0].sum()).backward()
+    gradient = table.weight.grad
     plan.finish()
     assert plan.hook.sparse() == [1]
-    assert plan.grads() == [[1.0] * 3, [0.0, 0.0, 2.0, 2.0, 0.0, 0.0, 1.0, 1.0]]
+    assert plan.views[1].tolist() == [[0.0, 0.0], [4.0, 4.0], [0.0, 0.0], [2.0, 2.0]]
+    assert table.weight.grad is gradient
+    assert gradient.is_sparse
+    assert gradient.coalesce().indices().tolist() == [[1, 3]]
+    assert gradient.to_dense().tolist() == plan.views[1].tolist()
 
 
 def test_an_empty_parameter_counts(alone: _core.Comm) -> None:
@@ -288,15 +290,16 @@ def test_an_empty_parameter_counts(alone: _core.Comm) -> None:
 # which gradients there are
 
 
-def test_unused_parameters_contribute_zeros_and_get_their_views(alone: _core.Comm) -> None:
+def test_unused_parameters_contribute_zeros_of_their_own(alone: _core.Comm) -> None:
     plan = Plan(chain(4))
     plan.views[3].fill_(99)
     plan.hook.target(alone)
     weighted_sum(plan.parameters[:3]).backward()
     assert plan.hook.pending == 1
     plan.finish()
-    assert plan.owns(3)
     assert plan.grads()[3] == [0.0] * 4
+    assert plan.parameters[3].grad.data_ptr() != plan.views[3].data_ptr()
+    assert not plan.parameters[3].grad.requires_grad
     assert sorted(plan.hook.ready_order()) == [0, 1, 2]
 
 
@@ -322,19 +325,52 @@ def test_gradients_that_the_user_replaced_are_taken(alone: _core.Comm) -> None:
     assert plan.grads() == [[7.0] * 4, [8.0] * 4]
 
 
-@pytest.mark.parametrize(("direct_bytes", "size"), WAYS)
-def test_a_gradient_that_is_replaced_on_its_way_stays_the_users(direct_bytes: int, size: int) -> None:
-    plan = Plan(chain(2, size), buckets=1, direct_bytes=direct_bytes)
-    sink = Doubling(plan)
-    plan.hook.target(sink)
+@pytest.mark.parametrize("direct_bytes", WAYS)
+def test_a_gradient_that_is_replaced_on_its_way_gets_the_sum_too(alone: _core.Comm, direct_bytes: int) -> None:
+    plan = Plan(chain(2), buckets=1, direct_bytes=direct_bytes)
+    plan.hook.target(alone, postscale=2.0)
     weighted_sum(plan.parameters).backward()
-    mine = torch.full((size,), 9.0)
+    first, mine = plan.parameters[0].grad, torch.full((4,), 9.0)
+    kept = mine.view(2, 2)
     plan.parameters[0].grad = mine
-    plan.parameters[1].grad = None
     plan.hook.wait()
     assert plan.parameters[0].grad is mine
-    assert plan.grads() == [[9.0] * size, []]
-    assert [view.tolist() for view in plan.views] == [[2.0] * size, [4.0] * size]
+    assert plan.grads() == [first.tolist(), [4.0] * 4] == [[2.0] * 4, [4.0] * 4]
+    assert mine.data_ptr() == first.data_ptr()  # Horovod's set_()
+    assert kept.tolist() == [[9.0] * 2] * 2
+
+
+@pytest.mark.parametrize("direct_bytes", WAYS)
+def test_a_gradient_that_is_deleted_on_its_way_is_an_error(alone: _core.Comm, direct_bytes: int) -> None:
+    plan = Plan(chain(3), buckets=1, direct_bytes=direct_bytes)
+    plan.hook.target(alone, postscale=2.0)
+    weighted_sum(plan.parameters).backward()
+    plan.parameters[1].grad = None
+    with pytest.raises(RuntimeError, match="gradient of parameter 1 was deleted while bucket bucket0 was on its way"):
+        plan.hook.wait()
+    assert plan.hook.pending == 0
+    assert plan.grads() == [[2.0] * 4, [], [6.0] * 4]
+    weighted_sum(plan.parameters).backward()
+    plan.finish()
+    assert plan.grads() == [[6.0] * 4, [4.0] * 4, [18.0] * 4]
+
+
+@pytest.mark.parametrize("direct_bytes", WAYS)
+def test_a_gradient_that_is_given_other_memory_gets_the_sum(direct_bytes: int) -> None:
+    def train(comm: _core.Comm) -> list[Any]:
+        plan = Plan(chain(2, 1 << 16), buckets=1, direct_bytes=direct_bytes)
+        plan.hook.target(comm, postscale=0.5)
+        for parameter in plan.parameters:  # after our own hook
+            OnAccumulated(parameter, lambda *_, p=parameter: setattr(p.grad, "data", p.grad.data * 0.5))
+        weighted_sum(plan.parameters, 2.0 * (comm.rank + 1)).backward()
+        first = plan.parameters[0].grad
+        others = [torch.full((1 << 16,), 777.0) for _ in range(8)]  # what was freed, if anything, is given out here
+        plan.finish()
+        assert plan.parameters[0].grad is first
+        return [sorted(set(grad)) for grad in plan.grads()] + [sorted(set(each.tolist())) for each in others]
+
+    first, second = on_two_ranks(train)
+    assert first == second == [[3.0], [6.0]] + [[777.0]] * 8
 
 
 def test_memory_that_a_gradient_no_longer_has_is_not_written() -> None:
@@ -342,28 +378,78 @@ def test_memory_that_a_gradient_no_longer_has_is_not_written() -> None:
     plan.hook.target(Doubling(plan))
     weighted_sum(plan.parameters).backward()
     old, grown, same = [parameter.grad for parameter in plan.parameters]
-    seen = old.detach()
-    old.data = torch.full((4,), 9.0)
+    seen, more = old.detach(), torch.full((4,), 9.0)
+    old.data = more
     grown.resize_(1000).fill_(5)
     plan.hook.wait()
     assert seen.tolist() == [1.0] * 4
-    assert plan.grads()[0] == [9.0] * 4
-    assert set(grown.tolist()) == {5.0}
-    assert same.tolist() == [6.0] * 4
+    assert more.tolist() == [9.0] * 4
+    assert plan.grads() == [[2.0] * 4, [4.0] * 4, [6.0] * 4]
+    assert plan.parameters[1].grad is grown
+    assert plan.parameters[2].grad is same
+    assert plan.views[0].data_ptr() != old.data_ptr()
 
 
-def test_a_gradient_is_held_until_it_has_its_sum_and_no_longer() -> None:
-    plan = Plan(chain(1), buckets=1)
-    plan.hook.target(Doubling(plan))
+@pytest.mark.parametrize("direct_bytes", WAYS)
+def test_a_gradient_is_held_until_it_has_its_sum_and_no_longer(alone: _core.Comm, direct_bytes: int) -> None:
+    plan = Plan(chain(1), buckets=1, direct_bytes=direct_bytes)
+    plan.hook.target(alone, postscale=2.0)
     weighted_sum(plan.parameters).backward()
     watch = weakref.ref(plan.parameters[0].grad)
-    plan.parameters[0].grad = None
+    plan.parameters[0].grad = torch.zeros(4)
     gradient = watch()
     assert gradient is not None
     plan.hook.wait()
     assert gradient.tolist() == [2.0] * 4
     del gradient
     assert watch() is None
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("direct_bytes", WAYS)
+def test_a_gradient_that_is_kept_never_changes(alone: _core.Comm, direct_bytes: int, set_to_none: bool) -> None:
+    plan = Plan(chain(3), direct_bytes=direct_bytes)
+    optimizer = torch.optim.SGD(plan.parameters)
+    plan.hook.target(alone, postscale=2.0)
+    kept: list[list[torch.Tensor]] = []
+    for step in range(1, 4):
+        weighted_sum(plan.parameters, step).backward()
+        plan.finish()
+        kept.append([parameter.grad.clone() if not set_to_none else parameter.grad for parameter in plan.parameters])
+        optimizer.zero_grad(set_to_none=set_to_none)
+        if not set_to_none:
+            assert plan.grads() == [[0.0] * 4] * 3
+    assert [[grad.tolist() for grad in each] for each in kept] == [
+        [[2.0 * step * (i + 1)] * 4 for i in range(3)] for step in range(1, 4)
+    ]
+
+
+@pytest.mark.parametrize("direct_bytes", WAYS)
+def test_two_parameters_with_one_gradient_get_its_last_sum(direct_bytes: int) -> None:
+    def train(comm: _core.Comm) -> list[list[float]]:
+        plan = Plan(chain(4), buckets=2, direct_bytes=direct_bytes)
+        plan.hook.target(comm, postscale=0.5)
+        first, _, _, last = plan.parameters
+        for _ in range(2):
+            first.grad = last.grad = torch.zeros(4)
+            weighted_sum(plan.parameters, 2.0 * (comm.rank + 1)).backward()
+            plan.finish()
+            assert first.grad is last.grad
+        return plan.grads()
+
+    shared = [3.0 * (1 + 4)] * 4
+    one, two = on_two_ranks(train)
+    assert one == two == [shared, [2 * 3.0 * 2] * 4, [2 * 3.0 * 3] * 4, shared]
+
+
+def test_gradients_that_overlap_travel_apart(alone: _core.Comm) -> None:
+    plan = Plan([nn.Parameter(torch.ones(n)) for n in (2, 6, 8)], buckets=3, direct_bytes=LARGE)
+    plan.hook.target(alone, postscale=2.0)
+    first, second, third = plan.parameters
+    factor = torch.arange(8.0)
+    ((torch.cat([first, second]) + third.view(2, 4).view(-1)) * factor).sum().backward()
+    plan.finish()
+    assert plan.grads() == [[0.0, 2.0], [4.0, 6.0, 8.0, 10.0, 12.0, 14.0], [2.0 * i for i in range(8)]]
 
 
 def test_gradients_that_share_memory_each_get_their_sum() -> None:
@@ -428,11 +514,9 @@ def test_passes_are_counted_for_each_parameter(alone: _core.Comm) -> None:
     assert plan.grads() == [[float(i + 1)] * 4 for i in range(3)]
 
 
-@pytest.mark.parametrize(("direct_bytes", "size"), WAYS)
-def test_a_gradient_accumulated_again_before_its_bucket_is_sent(
-    alone: _core.Comm, direct_bytes: int, size: int
-) -> None:
-    plan = Plan(chain(2, size), buckets=1, direct_bytes=direct_bytes)
+@pytest.mark.parametrize("direct_bytes", WAYS)
+def test_a_gradient_accumulated_again_before_its_bucket_is_sent(alone: _core.Comm, direct_bytes: int) -> None:
+    plan = Plan(chain(2), buckets=1, direct_bytes=direct_bytes)
     plan.hook.target(alone)
     for _ in range(2):
         weighted_sum(plan.parameters[:1]).backward()
@@ -440,16 +524,16 @@ def test_a_gradient_accumulated_again_before_its_bucket_is_sent(
     (2 * plan.parameters[1]).sum().backward()
     assert plan.hook.pending == 1
     plan.finish()
-    assert plan.grads() == [[2.0] * size, [2.0] * size]
+    assert plan.grads() == [[2.0] * 4, [2.0] * 4]
     assert plan.hook.ready_order() == [0, 1]
 
 
-@pytest.mark.parametrize(("direct_bytes", "size"), WAYS)
+@pytest.mark.parametrize("direct_bytes", WAYS)
 @pytest.mark.parametrize("all_at_last", [True, False])
 def test_after_wait_a_bucket_that_was_not_sent_needs_all_its_gradients(
-    alone: _core.Comm, direct_bytes: int, size: int, all_at_last: bool
+    alone: _core.Comm, direct_bytes: int, all_at_last: bool
 ) -> None:
-    plan = Plan(chain(2, size), buckets=1, direct_bytes=direct_bytes)
+    plan = Plan(chain(2), buckets=1, direct_bytes=direct_bytes)
     plan.hook.target(alone)
     weighted_sum(plan.parameters[:1]).backward()
     plan.hook.wait()
@@ -461,13 +545,13 @@ def test_after_wait_a_bucket_that_was_not_sent_needs_all_its_gradients(
         assert plan.hook.pending == 1
     plan.finish()
     factor = 2.0 if all_at_last else 1.0
-    assert plan.grads() == [[factor] * size, [2.0 * factor] * size]
+    assert plan.grads() == [[factor] * 4, [2.0 * factor] * 4]
 
 
-@pytest.mark.parametrize(("direct_bytes", "size"), WAYS)
-def test_a_second_backward_averages_the_average_and_what_is_new(direct_bytes: int, size: int) -> None:
+@pytest.mark.parametrize("direct_bytes", WAYS)
+def test_a_second_backward_averages_the_average_and_what_is_new(direct_bytes: int) -> None:
     def train(comm: _core.Comm) -> list[list[float]]:
-        plan = Plan(chain(3, size), direct_bytes=direct_bytes)
+        plan = Plan(chain(3), direct_bytes=direct_bytes)
         plan.hook.target(comm, postscale=0.5)
         weighted_sum(plan.parameters, 2.0 * (1 + 2 * comm.rank)).backward()
         plan.hook.wait()
@@ -476,7 +560,7 @@ def test_a_second_backward_averages_the_average_and_what_is_new(direct_bytes: in
         return plan.grads()
 
     first, second = on_two_ranks(train)
-    assert first == second == [[5.0 * (i + 1)] * size for i in range(3)]
+    assert first == second == [[5.0 * (i + 1)] * 4 for i in range(3)]
 
 
 def test_a_gradient_that_is_added_to_on_its_way_is_an_error() -> None:
@@ -490,6 +574,51 @@ def test_a_gradient_that_is_added_to_on_its_way_is_an_error() -> None:
     weighted_sum(plan.parameters[:1]).backward()  # after a wait it is a contribution like any other
     plan.finish()
     assert sink.seen == sink.waited == [0, 0]
+
+
+def test_the_first_gradient_of_each_pass_is_told_of() -> None:
+    plan = Plan(chain(3), passes=2)
+    told: list[int] = []
+    plan.hook.target(Doubling(plan))
+    assert plan.hook.on_first is None
+    plan.hook.on_first = call = lambda: told.append(plan.hook.pending)
+    assert plan.hook.on_first is call
+    for _ in range(2):
+        weighted_sum(plan.parameters).backward()
+        weighted_sum(plan.parameters).backward()
+        plan.finish()
+    assert told == [0, 0]
+    plan.hook.paused = True
+    weighted_sum(plan.parameters).backward()
+    assert told == [0, 0]
+    plan.hook.paused = False
+    plan.hook.passes = 1
+    weighted_sum(plan.parameters[:1]).backward()
+    plan.hook.wait()
+    weighted_sum(plan.parameters).backward()
+    plan.finish()
+    assert told == [0] * 4
+    plan.hook.on_first = None
+    weighted_sum(plan.parameters).backward()
+    plan.finish()
+    assert told == [0] * 4
+
+
+def test_a_failure_of_on_first_comes_out_of_backward() -> None:
+    plan = Plan(chain(2), buckets=1)
+    plan.hook.target(Doubling(plan))
+
+    def fail() -> None:
+        raise LookupError("not today")
+
+    plan.hook.on_first = fail
+    with pytest.raises(LookupError, match="not today"):
+        weighted_sum(plan.parameters).backward()
+    plan.hook.on_first = None
+    weighted_sum(plan.parameters).backward()
+    plan.finish()
+    with pytest.raises(TypeError, match="on_first must be a callable or None, not 5"):
+        plan.hook.on_first = 5  # type: ignore[assignment]
 
 
 # targets
@@ -645,11 +774,11 @@ def test_stamps_and_order_of_readiness(alone: _core.Comm, tmp_path: Path) -> Non
     assert [event[1] for event in events[-2:]] == [_core.EVENTS["WAIT_BEGIN"], _core.EVENTS["WAIT_END"]]
 
 
-@pytest.mark.parametrize(("direct_bytes", "size"), WAYS)
+@pytest.mark.parametrize("direct_bytes", WAYS)
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_no_python_runs_for_a_gradient(alone: _core.Comm, direct_bytes: int, size: int, set_to_none: bool) -> None:
+def test_no_python_runs_for_a_gradient(alone: _core.Comm, direct_bytes: int, set_to_none: bool) -> None:
     def python_calls(count: int, target: _core.Comm | None) -> int:
-        plan = Plan(chain(count, size), direct_bytes=direct_bytes)
+        plan = Plan(chain(count), direct_bytes=direct_bytes)
         plan.hook.target(target)
         calls = 0
 
@@ -676,7 +805,7 @@ def test_no_python_runs_for_a_gradient(alone: _core.Comm, direct_bytes: int, siz
                 sys.setprofile(None)
                 threading.setprofile(None)
                 gc.enable()
-        assert plan.grads() == [[2.0] * size] * count
+        assert plan.grads() == [[2.0] * 4] * count
         return calls
 
     for target in (None, alone):
@@ -686,9 +815,9 @@ def test_no_python_runs_for_a_gradient(alone: _core.Comm, direct_bytes: int, siz
 # lifetimes
 
 
-@pytest.mark.parametrize(("direct_bytes", "size"), WAYS)
-def test_model_and_hook_are_collected_together(alone: _core.Comm, direct_bytes: int, size: int) -> None:
-    plan = Plan(chain(3, size), direct_bytes=direct_bytes)
+@pytest.mark.parametrize("direct_bytes", WAYS)
+def test_model_and_hook_are_collected_together(alone: _core.Comm, direct_bytes: int) -> None:
+    plan = Plan(chain(3), direct_bytes=direct_bytes)
     plan.hook.target(alone)
     weighted_sum(plan.parameters).backward()
     watches: Sequence[weakref.ref[Any]] = [weakref.ref(plan.parameters[0]), weakref.ref(plan.views[0])]
@@ -704,11 +833,16 @@ def test_a_parameter_that_is_gone_counts_as_zeros() -> None:
     weighted_sum(plan.parameters).backward()
     plan.finish()
     plan.parameters.pop()
+    plan.handles.pop()  # autograd's node has the parameter
     gc.collect()
     plan.hook.flush()
     plan.hook.wait()
     assert sink.seen == [0, 0]
     assert [view.tolist() for view in plan.views] == [[1.0] * 4, [0.0] * 4]
+
+
+class Memory(bytearray):
+    """Memory that tells when it is gone."""
 
 
 def test_gradients_in_flight_outlive_their_hook() -> None:
@@ -722,8 +856,12 @@ def test_gradients_in_flight_outlive_their_hook() -> None:
             return sent.grads() == [[2.0] * 4, [4.0] * 4]
         plan = Plan(chain(2), direct_bytes=LARGE)
         plan.hook.target(comm)
+        memory = Memory(16)
+        plan.parameters[0].grad = torch.frombuffer(memory, dtype=torch.float32)
+        watch = weakref.ref(memory)
+        del memory
         weighted_sum(plan.parameters).backward()
-        watch = weakref.ref(plan.parameters[0].grad)
+        assert not plan.views[0].any()
         del plan
         gc.collect()
         kept = watch() is not None
@@ -741,9 +879,9 @@ def test_gradients_in_flight_outlive_their_hook() -> None:
     assert on_two_ranks(both) == [True, True]
 
 
-@pytest.mark.parametrize(("direct_bytes", "size"), WAYS)
-def test_nothing_grows_over_many_steps(alone: _core.Comm, direct_bytes: int, size: int) -> None:
-    plan = Plan(chain(4, size), direct_bytes=direct_bytes)
+@pytest.mark.parametrize("direct_bytes", WAYS)
+def test_nothing_grows_over_many_steps(alone: _core.Comm, direct_bytes: int) -> None:
+    plan = Plan(chain(4), direct_bytes=direct_bytes)
     plan.hook.target(alone)
 
     def steps(count: int) -> None:

@@ -159,6 +159,19 @@ def test_rank_zeros_order_is_taken_after_the_first_step() -> None:
     assert gradients.version == 1
 
 
+def test_the_first_gradient_of_a_pass_is_told_of_after_buckets_are_built_anew() -> None:
+    first, second = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
+    gradients = Gradients([("a", first.weight), ("b", second.weight)], limits=(64, 64), agree=lambda mine: mine)
+    gradients.target(Double(gradients))
+    told: list[int] = []
+    gradients.on_first = lambda: told.append(gradients.version)
+    for _ in range(3):
+        first(second(torch.ones(1, 4))).sum().backward()
+        gradients.wait()
+    assert told == [0, 1, 1]
+    assert gradients.on_first is not None
+
+
 def test_gradients_are_ordinary_tensors() -> None:
     made = model()
     gradients = Gradients(made.named_parameters())

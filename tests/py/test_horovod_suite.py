@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import RANKS_LIMIT_S
 
 pytest.importorskip("torch")
 
@@ -167,7 +168,7 @@ def test_what_passes_there_and_not_here_is_listed_and_is_the_exit_code(
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "horovod_suite.py"), "--horovod", str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=15, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=RANKS_LIMIT_S, check=False)
     assert ended.returncode == 2
     assert f"no {horovod_suite.FILES[0]} in it: a checkout of Horovod's repository at v0.28.1 has it" in ended.stderr
 

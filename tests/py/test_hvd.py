@@ -22,27 +22,25 @@ def run(ranks: Ranks, size: int, script: str, names: list[str]) -> None:
         assert result.stdout.splitlines() == [f"ok {name}" for name in names]
 
 
-def thirds(names: list[str]) -> list[list[str]]:
-    """Return the names in three parts, each short enough for one test."""
-    return [names[start::3] for start in range(3)]
-
-
-@pytest.mark.parametrize("names", thirds(checks("hvd_checks.py")), ids=["a", "b", "c"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_collectives(ranks: Ranks, size: int, names: list[str]) -> None:
-    run(ranks, size, "hvd_checks.py", names)
+def test_collectives(warm_ranks: Ranks, size: int) -> None:
+    run(warm_ranks, size, "hvd_checks.py", checks("hvd_checks.py"))
 
 
-@pytest.mark.parametrize("names", thirds(checks("optimizer_checks.py")), ids=["a", "b", "c"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_optimizer(ranks: Ranks, size: int, names: list[str]) -> None:
-    run(ranks, size, "optimizer_checks.py", names)
+def test_optimizer(warm_ranks: Ranks, size: int) -> None:
+    run(warm_ranks, size, "optimizer_checks.py", checks("optimizer_checks.py"))
 
 
-@pytest.mark.parametrize("names", thirds(checks("set_checks.py")), ids=["a", "b", "c"])
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_process_sets_joins_and_exchanges(ranks: Ranks, size: int, names: list[str]) -> None:
-    run(ranks, size, "set_checks.py", names)
+def test_gradients_are_what_they_are_under_horovod(warm_ranks: Ranks, tmp_path: Path) -> None:
+    names = checks("hvd_gradients.py")
+    for result in warm_ranks(2, SCRIPTS / "hvd_gradients.py", {"MEET": str(tmp_path)}, args=names):
+        assert result.stdout.splitlines() == [f"ok {name}" for name in names]
+
+
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.full)])
+def test_process_sets_joins_and_exchanges(warm_ranks: Ranks, size: int) -> None:
+    run(warm_ranks, size, "set_checks.py", checks("set_checks.py"))
 
 
 SINGLE = """
@@ -65,9 +63,9 @@ hvd.shutdown()
 """
 
 
-def test_one_process_without_a_launcher_is_a_job_of_its_own(ranks: Ranks) -> None:
+def test_one_process_without_a_launcher_is_a_job_of_its_own(warm_ranks: Ranks) -> None:
     none = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "")
-    ranks(1, SINGLE, none)
+    warm_ranks(1, SINGLE, none)
 
 
 BESIDE = """
@@ -88,12 +86,11 @@ hvd.shutdown()
 """
 
 
-def test_torch_distributed_works_beside_it(ranks: Ranks) -> None:
-    ranks(2, BESIDE)
+def test_torch_distributed_works_beside_it(warm_ranks: Ranks) -> None:
+    warm_ranks(2, BESIDE)
 
 
 KILLED = """
-import no_compiler
 import torch
 import netbottleneck.torch as hvd
 hvd.init()
@@ -112,8 +109,8 @@ hvd.shutdown()
 """
 
 
-def test_a_rank_killed_in_training_is_named_on_the_others(ranks: Ranks) -> None:
-    job = ranks.start(3, KILLED, env={"PYTHONPATH": str(SCRIPTS)})
+def test_a_rank_killed_in_training_is_named_on_the_others(warm_ranks: Ranks) -> None:
+    job = warm_ranks.start(3, KILLED)
     for rank in range(3):
         job.wait_for_line(rank, "training")
     job.kill(1)
@@ -196,6 +193,6 @@ print("done")
 """
 
 
-def test_an_optimizer_serves_the_next_job_after_shutdown_and_init(ranks: Ranks) -> None:
-    for result in ranks(2, KEPT):
+def test_an_optimizer_serves_the_next_job_after_shutdown_and_init(warm_ranks: Ranks) -> None:
+    for result in warm_ranks(2, KEPT):
         assert "done" in result.stdout

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from conftest import RANKS_LIMIT_S
 
 LOOK = """
 import sys
@@ -25,7 +26,12 @@ def python(source: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run source text in a fresh interpreter."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")}
     return subprocess.run(
-        [sys.executable, "-c", source], env={**clean, **env}, capture_output=True, text=True, timeout=15, check=False
+        [sys.executable, "-c", source],
+        env={**clean, **env},
+        capture_output=True,
+        text=True,
+        timeout=RANKS_LIMIT_S,
+        check=False,
     )
 
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import RANKS_LIMIT_S
 
 from netbottleneck.lab import Lab, LabError, LinkSpec, parse_lab
 from netbottleneck.lab.lab import SHIM
 
-DEADLINE_S = 15
+DEADLINE_S = RANKS_LIMIT_S
 PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 

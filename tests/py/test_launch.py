@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from conftest import RANKS_LIMIT_S
 
 from netbottleneck import launch, rendezvous
 from netbottleneck.channels import Folder, Http, get, private_folder
@@ -261,7 +262,7 @@ def test_a_private_folder_is_private_and_forgets_the_dead(tmp_path: Path, monkey
         "import sys; from pathlib import Path; from netbottleneck.channels import Folder; "
         "Folder(Path(sys.argv[1]), private=True).put('key', b'stale')"
     )
-    subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=15)
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=RANKS_LIMIT_S)
     assert (path / "key").exists()
     assert folder.look("key") is None
     folder.put("key", b"fresh")
@@ -352,7 +353,7 @@ def test_a_server_that_speaks_something_else_is_named() -> None:
         thread.start()
         with pytest.raises(ConnectionError, match=rf"127\.0\.0\.1:{port} does not answer"):
             Http("127.0.0.1", port).look("a/b")
-        thread.join(10)
+        thread.join(RANKS_LIMIT_S)
 
 
 def meeting(environ: dict[str, str]) -> rendezvous.Meeting:
@@ -439,8 +440,8 @@ dist.destroy_process_group()
 """
 
 
-def test_a_torch_store_serves_many_jobs_and_torch_distributed_beside_them(ranks) -> None:  # type: ignore[no-untyped-def]
-    ranks(2, STORE_RANK)
+def test_a_torch_store_serves_many_jobs_and_torch_distributed_beside_them(warm_ranks) -> None:  # type: ignore[no-untyped-def]
+    warm_ranks(2, STORE_RANK)
 
 
 STOCK_RANK = """
@@ -458,7 +459,7 @@ chosen = settings()
 place = detect(chosen)
 control = connect(chosen, place)
 dist.init_process_group("gloo")
-deadline = time.monotonic() + 10
+deadline = time.monotonic() + 100
 def grown(count):
     while threads() != count:  # a thread names itself once it runs
         assert time.monotonic() < deadline, threads()
@@ -473,5 +474,5 @@ dist.destroy_process_group()
 """
 
 
-def test_the_threads_of_a_stock_group_end_with_it(ranks) -> None:  # type: ignore[no-untyped-def]
-    ranks(2, STOCK_RANK)
+def test_the_threads_of_a_stock_group_end_with_it(warm_ranks) -> None:  # type: ignore[no-untyped-def]
+    warm_ranks(2, STOCK_RANK)

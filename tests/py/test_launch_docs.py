@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import RANKS_LIMIT_S
 
 from netbottleneck.launchers import LAUNCHERS
 from test_launchers import MEETS, clean, free_job
@@ -40,7 +41,7 @@ def test_there_is_an_example_for_each_scheduler() -> None:
 @pytest.mark.parametrize("text", SCRIPTS)
 def test_a_batch_script_is_one(text: str) -> None:
     assert text.startswith("#!/bin/bash\n#SBATCH ")
-    subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=10)
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=RANKS_LIMIT_S)
 
 
 def test_the_example_for_slurm_starts_a_job_that_meets(tmp_path: Path) -> None:
@@ -67,7 +68,7 @@ def test_the_example_for_slurm_starts_a_job_that_meets(tmp_path: Path) -> None:
         cwd=tmp_path,
         env=clean(step),
         capture_output=True,
-        timeout=18,
+        timeout=RANKS_LIMIT_S,
         check=False,
     )
     assert said.returncode == 0, said.stderr

@@ -71,14 +71,14 @@ except hvd.HorovodInternalError as error:
     ],
 )
 def test_whoever_is_left_gets_an_error_at_once(
-    ranks: Ranks, tmp_path: Path, transport: str, how: str, leaver: int, where: str
+    warm_ranks: Ranks, tmp_path: Path, transport: str, how: str, leaver: int, where: str
 ) -> None:
     """transport: of a measured run; "": nothing is measured."""
     env = {"LEAVER": str(leaver), "HOW": how, "WHERE": where}
     if transport:
         env |= {"NETBOTTLENECK_TRANSPORT": transport, "NETBOTTLENECK_DIR": str(tmp_path / "run")}
     module = "netbottleneck, horovod.torch" if transport else "netbottleneck.torch"
-    results = ranks(2, LEAVING.replace("horovod.torch", module), env, check=False)
+    results = warm_ranks(2, LEAVING.replace("horovod.torch", module), env, check=False)
     left = re.search(r"leaves (\S+)", results[leaver].stdout)
     told = re.search(r"^told (\S+) (\S+) (.*)$", results[1 - leaver].stdout, re.MULTILINE)
     assert left, results[leaver].stderr
@@ -92,7 +92,6 @@ def test_whoever_is_left_gets_an_error_at_once(
 
 FORKING = """
 import os, sys
-import no_compiler
 import torch
 import netbottleneck.torch as hvd
 
@@ -133,8 +132,8 @@ print("done")
 """
 
 
-def test_forking_harms_nobody_and_a_child_is_refused_with_the_reason(ranks: Ranks) -> None:
-    for result in ranks(2, FORKING, {"PYTHONPATH": str(Path(__file__).parent / "scripts")}):
+def test_forking_harms_nobody_and_a_child_is_refused_with_the_reason(warm_ranks: Ranks) -> None:
+    for result in warm_ranks(2, FORKING):
         said = [line for line in result.stdout.splitlines() if line.startswith("child: ")]
         assert len(said) == 4, result.stdout
         assert [line for line in said if "after fork" not in line] == []

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import RANKS_LIMIT_S
 
 from netbottleneck import _core
 
@@ -42,7 +43,9 @@ def newer() -> str:
 def version(path: str | None) -> str:
     """Return a libfabric's version, asked in a process that has loaded no other."""
     code = f"from netbottleneck import _core; print(_core.libfabric({path!r})[1])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=15, check=False)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=RANKS_LIMIT_S, check=False
+    )
     if found.returncode != 0:
         pytest.skip(f"there is no other libfabric: {found.stderr.strip().splitlines()[-1]}")
     return found.stdout.strip()

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import RANKS_LIMIT_S
 
 from netbottleneck.lab import Lab, LabError
 
 SCRIPT = Path(__file__).parent / "scripts" / "links.py"
-LIMIT_S = 18.0
+LIMIT_S = RANKS_LIMIT_S
 SECOND = "x1"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Ranks, free_port
+from conftest import RANKS_LIMIT_S, Ranks, free_port
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -149,4 +149,4 @@ def test_without_the_c_module_one_clear_error() -> None:
     )
     import subprocess
 
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=15)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=RANKS_LIMIT_S)

@@ -46,7 +46,7 @@ hvd.shutdown()
 # Of one rank there is nothing to move, but a timeline to be told.
 @pytest.mark.parametrize("size", [2, 3])
 def test_an_optimizer_of_some_ranks_is_no_measured_run_and_the_one_of_all_is(
-    ranks: Ranks, tmp_path: Path, size: int
+    warm_ranks: Ranks, tmp_path: Path, size: int
 ) -> None:
     env = {
         "NETBOTTLENECK": "1",
@@ -56,7 +56,7 @@ def test_an_optimizer_of_some_ranks_is_no_measured_run_and_the_one_of_all_is(
         "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
         "HOROVOD_TIMELINE": "DYNAMIC",
     }
-    for result in ranks(size, OF_A_SET, env):
+    for result in warm_ranks(size, OF_A_SET, env):
         assert result.stdout.count("of a set") == (result.rank < size - 1)
     steps = Run(tmp_path / "run").trace.steps
     assert [sum(step.rank == rank for step in steps) for rank in range(size)] == [4] * size
@@ -84,9 +84,9 @@ hvd.shutdown()
 """
 
 
-def test_a_rank_that_does_not_come_to_a_measured_run_is_named_in_time(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_rank_that_does_not_come_to_a_measured_run_is_named_in_time(warm_ranks: Ranks, tmp_path: Path) -> None:
     env = {"NETBOTTLENECK": "1", "NETBOTTLENECK_DIR": str(tmp_path / "run"), "NETBOTTLENECK_TRANSPORT": "tcp"}
-    for result in ranks(3, LATE, env):
+    for result in warm_ranks(3, LATE, env):
         if result.rank == 1:
             assert "late" not in result.stdout
             continue

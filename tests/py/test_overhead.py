@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import RANKS_LIMIT_S
 
 pytest.importorskip("torch")
 
@@ -28,7 +29,7 @@ def test_each_part_runs_and_writes_its_figures(part: str, tmp_path: Path) -> Non
     command = [sys.executable, str(BENCHMARKS / "overhead.py"), "--only", part, "--json", str(file)]
     command += [f"--{part}", str(SMALL[part])]
     environ = {**os.environ, "HOROVOD": "0"}
-    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=RANKS_LIMIT_S, check=False)
     assert file.exists(), result.stderr
     figures = json.loads(file.read_text(encoding="utf-8"))["gates"][part]
     assert len(figures) == FIGURES[part]

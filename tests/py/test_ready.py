@@ -13,7 +13,6 @@ import torch
 
 from netbottleneck import _core
 from netbottleneck.collectives import shape_key
-from netbottleneck.hooks.bucket_hook import BucketHook
 from netbottleneck.hooks.horovod_lib import Route
 from netbottleneck.recorder import EVENTS
 from netbottleneck.rings import read_ring
@@ -23,18 +22,9 @@ def named(count: int) -> list[tuple[str, Any]]:
     return [(f"weight{index}", torch.nn.Parameter(torch.ones(2))) for index in range(count)]
 
 
-def route(parameters: list[tuple[str, Any]]) -> Any:
-    return Route(parameters, 2)
-
-
-def bucket_hook(parameters: list[tuple[str, Any]]) -> Any:
-    return BucketHook(None, parameters)  # type: ignore[arg-type]  # a group is for what is sent
-
-
-@pytest.mark.parametrize("make", [route, bucket_hook])
-def test_what_is_opened_twice_stamps_each_gradient_once_into_the_later_recorder(make: Any, tmp_path: Path) -> None:
+def test_what_is_opened_twice_stamps_each_gradient_once_into_the_later_recorder(tmp_path: Path) -> None:
     parameters = named(3)
-    standing = make(parameters)
+    standing = Route(parameters, 2)
     recorders = [_core.Recorder(str(tmp_path / name), 64, 0) for name in ("first", "second")]
     for recorder in recorders:
         standing.open(recorder)

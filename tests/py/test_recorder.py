@@ -329,7 +329,7 @@ print(measured(3))
 """
 
 
-def test_a_folder_that_holds_a_run_is_left_as_it_is_and_the_next_run_goes_below(ranks, tmp_path):
+def test_a_folder_that_holds_a_run_is_left_as_it_is_and_the_next_run_goes_below(warm_ranks, tmp_path):
     run = tmp_path / "run"
     folders = [run, run / "2", run / "3", run / "4"]
     alone = {
@@ -337,7 +337,7 @@ def test_a_folder_that_holds_a_run_is_left_as_it_is_and_the_next_run_goes_below(
     }
     alone |= {"NETBOTTLENECK_SIZE": "2", "NETBOTTLENECK_RENDEZVOUS": str(tmp_path), "NETBOTTLENECK_DIR": str(run)}
     for time in range(2):
-        results = ranks(2, TWO_SESSIONS, lambda rank: {**alone, "NETBOTTLENECK_RANK": str(rank)})
+        results = warm_ranks(2, TWO_SESSIONS, lambda rank: {**alone, "NETBOTTLENECK_RANK": str(rank)})
         for result in results:
             assert result.stdout.split() == [str(folder) for folder in folders[2 * time : 2 * time + 2]]
         assert f"NETBOTTLENECK_DIR={run} holds a run already: this one goes to {run}/" in results[0].stderr

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import RANKS_LIMIT_S
 
 from netbottleneck import launch, layerlog
 from netbottleneck import trace as tr
@@ -31,7 +32,7 @@ from netbottleneck.study import playing, replaying
 from netbottleneck.study.ranks import JobError, run_in_lab
 from netbottleneck.study.task import PLAY, Task
 
-DEADLINE_S = 18.0
+DEADLINE_S = RANKS_LIMIT_S
 MS = 1_000_000
 SIZES = (400_000, 40, 800_000, 1_200_000)  # bytes, in the model's order
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import RANKS_LIMIT_S
 
 from netbottleneck import launch, monitor, sampler, samples, usage
 from netbottleneck.env import settings
@@ -25,7 +26,7 @@ from netbottleneck.scaling import intervals
 from netbottleneck.session import open_session
 from netbottleneck.trace import Clock, Collective, Rank, Step, Trace
 
-DEADLINE_S = 15.0
+DEADLINE_S = RANKS_LIMIT_S
 PLACE = launch.Place(0, 1, 0, 1, 0, 1)
 PARENT = """
 import sys, time

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from conftest import RANKS_LIMIT_S
 
 from netbottleneck import _core
 
 LANES = 4
-LIMIT_S = 15.0
+LIMIT_S = RANKS_LIMIT_S
 
 
 def on_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:

@@ -11,10 +11,11 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from conftest import RANKS_LIMIT_S
 
 from netbottleneck.lab import Lab, LabError
 
-DEADLINE_S = 18.0
+DEADLINE_S = RANKS_LIMIT_S
 HOLD = (
     "import sys; from netbottleneck.study.shaping import Shaped; from netbottleneck.lab import parse_lab\n"
     "with Shaped('nb0', parse_lab(sys.argv[1])):\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import RankResult, Ranks
+from conftest import RANKS_LIMIT_S, RankResult, Ranks
 
 from netbottleneck import bench
 from netbottleneck.env import settings
@@ -47,7 +47,6 @@ TRAIN = """
 import hashlib
 import json
 import os
-import no_compiler
 import torch
 import netbottleneck.torch as hvd
 from netbottleneck import job
@@ -111,7 +110,7 @@ def test_a_stopped_rank_is_named_and_ends_by_itself_when_it_goes_on(plain_ranks:
     for rank in range(2):
         job.wait_for_line(rank, "reducing")
     job.kill(1, signal.SIGSTOP)
-    deadline = time.monotonic() + 12
+    deadline = time.monotonic() + RANKS_LIMIT_S
     while job.processes[0].poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     code = job.processes[0].poll()
@@ -125,9 +124,9 @@ def test_a_stopped_rank_is_named_and_ends_by_itself_when_it_goes_on(plain_ranks:
     assert second.code == 0
 
 
-def test_training_in_shared_memory_ends_with_the_same_weights(ranks: Ranks) -> None:
+def test_training_in_shared_memory_ends_with_the_same_weights(warm_ranks: Ranks) -> None:
     pytest.importorskip("torch")
-    results = ranks(2, TRAIN, {**QUICK, "PYTHONPATH": str(FAULTS.parent)})
+    results = warm_ranks(2, TRAIN, QUICK)
     (network, apart, *_), (network_too, *_) = told(results)
     assert apart.startswith("off")
     assert network == network_too

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import RANKS_LIMIT_S
 
 from netbottleneck import layerlog, study
 from netbottleneck import trace as tr
@@ -24,7 +25,7 @@ from netbottleneck.study.task import AS_BEFORE, Outcome, Task, from_json, to_jso
 
 pytest.importorskip("torch")
 
-DEADLINE_S = 18.0
+DEADLINE_S = RANKS_LIMIT_S
 TINY = ("--model", "thin_resnet", "--compute-ms", "2", "4", "--block-steps", "3", "--rounds", "2")
 
 
@@ -298,12 +299,12 @@ def test_batches_share_an_epoch_among_the_ranks() -> None:
     assert len(seen) == len(set(seen)) == 96
 
 
-def test_under_a_launcher_the_study_uses_its_ranks_and_makes_no_network(ranks: Any, tmp_path: Path) -> None:
+def test_under_a_launcher_the_study_uses_its_ranks_and_makes_no_network(warm_ranks: Any, tmp_path: Path) -> None:
     folder = tmp_path / "s"
     words = ["--jobs", "replay", "--directory", str(folder), "--transports", "stock,tcp", *TINY]
     # Hooks that the environment asks for must not measure the study's own models.
     given = {"NETBOTTLENECK_TRANSPORT": "tcp", **undrawn(tmp_path)}
-    results = ranks(2, "netbottleneck.study", given, args=words, limit_s=DEADLINE_S)
+    results = warm_ranks(2, "netbottleneck.study", given, args=words, limit_s=DEADLINE_S)
     assert "none is made here" in results[0].stdout
     assert results[1].stdout == ""
     told = json.loads((folder / "study.json").read_text())

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import RankJob, Ranks, on_ranks
+from conftest import RANKS_LIMIT_S, RankJob, Ranks, on_ranks
 
 from netbottleneck import _core
 from netbottleneck.events import DTYPES, KINDS, Event
@@ -28,7 +28,7 @@ from netbottleneck.timeline_names import Names, Negotiations
 from netbottleneck.timeline_writer import ArrayFile, Tail, Writer
 
 US = 1000
-LIMIT_S = 10.0
+LIMIT_S = RANKS_LIMIT_S
 RING, STAR, SHARED, TWO_LEVEL = 1, 8, 32, 34
 MISMATCH = (1 << 64) - 1003
 
@@ -550,9 +550,9 @@ def of_tensor(made: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return [one for one in made if one.get("pid") == pid]
 
 
-def test_every_rank_writes_what_it_saw(ranks: Ranks, tmp_path: Path) -> None:
+def test_every_rank_writes_what_it_saw(warm_ranks: Ranks, tmp_path: Path) -> None:
     file = tmp_path / "t.json"
-    ranks(2, OPERATIONS, {"HOROVOD_TIMELINE": str(file), "HOROVOD_TIMELINE_MARK_CYCLES": "1"})
+    warm_ranks(2, OPERATIONS, {"HOROVOD_TIMELINE": str(file), "HOROVOD_TIMELINE_MARK_CYCLES": "1"})
     for rank, path in enumerate((file, tmp_path / "t.1.json")):
         made = json.loads(path.read_text())
         assert made[0]["args"]["rank"] == rank
@@ -589,10 +589,10 @@ hvd.shutdown()
 
 
 @pytest.mark.parametrize("measured", ["0", "1"])
-def test_gradients_are_in_it(ranks: Ranks, tmp_path: Path, measured: str) -> None:
+def test_gradients_are_in_it(warm_ranks: Ranks, tmp_path: Path, measured: str) -> None:
     file = tmp_path / "t.json"
     run = {"NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_DIR": str(tmp_path / "run")} if measured == "1" else {}
-    ranks(2, MEASURED, {"HOROVOD_TIMELINE": str(file), **run})
+    warm_ranks(2, MEASURED, {"HOROVOD_TIMELINE": str(file), **run})
     for path in (file, tmp_path / "t.1.json"):
         made = json.loads(path.read_text())
         assert sum(one.get("name") == "TCP_ALLREDUCE" for one in made) >= 5
@@ -615,8 +615,8 @@ hvd.shutdown()
 """
 
 
-def test_sparse_gradients_stay_sparse_beside_it(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2, SPARSE, {"HOROVOD_TIMELINE": str(tmp_path / "t.json")})
+def test_sparse_gradients_stay_sparse_beside_it(warm_ranks: Ranks, tmp_path: Path) -> None:
+    warm_ranks(2, SPARSE, {"HOROVOD_TIMELINE": str(tmp_path / "t.json")})
     names = [one["args"].get("name", "") for one in json.loads((tmp_path / "t.json").read_text()) if one["ph"] == "M"]
     assert any(name.startswith("allgather") for name in names), names
 
@@ -674,8 +674,8 @@ print("done")
 """
 
 
-def test_it_is_switched_on_and_off_from_the_script(ranks: Ranks, tmp_path: Path) -> None:
-    for result in ranks(2, SWITCHED, args=[str(tmp_path)]):
+def test_it_is_switched_on_and_off_from_the_script(warm_ranks: Ranks, tmp_path: Path) -> None:
+    for result in warm_ranks(2, SWITCHED, args=[str(tmp_path)]):
         assert result.stdout == "done\n"
         assert result.stderr.count("the timeline is not written") == 2
         assert "No such file" in result.stderr
@@ -727,8 +727,8 @@ def wait_for_state(pid: int, states: set[str]) -> None:
 
 
 @pytest.fixture
-def endless(ranks: Ranks, tmp_path: Path) -> RankJob:
-    job = ranks.start(2, ENDLESS, env={"HOROVOD_TIMELINE": str(tmp_path / "t.json")})
+def endless(warm_ranks: Ranks, tmp_path: Path) -> RankJob:
+    job = warm_ranks.start(2, ENDLESS, env={"HOROVOD_TIMELINE": str(tmp_path / "t.json")})
     job.wait_for_line(0, "500")
     return job
 

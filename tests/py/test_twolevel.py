@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from conftest import Ranks
+from conftest import RANKS_LIMIT_S, Ranks
 
 from netbottleneck import bench, recorder
 from netbottleneck.lab import LabError
@@ -51,7 +51,7 @@ def test_sums_are_exact_and_memory_is_shared_on_each_host(plain_ranks: Ranks, wh
         assert by_network > 0
 
 
-def test_the_record_names_it_and_what_crossed_the_wire(ranks: Ranks, tmp_path: Path) -> None:
+def test_the_record_names_it_and_what_crossed_the_wire(warm_ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     env = {
         "NETBOTTLENECK_START_STEP": "0",
@@ -62,7 +62,7 @@ def test_the_record_names_it_and_what_crossed_the_wire(ranks: Ranks, tmp_path: P
         "E2E_IMPORT": "before",
         "E2E_OUT": str(tmp_path),
     }
-    ranks(3, DDP, hosts("aab", **env))
+    warm_ranks(3, DDP, hosts("aab", **env))
     assert len({(tmp_path / f"{rank}.weights").read_bytes() for rank in range(3)}) == 1
     sums = [c for c in recorder.load(tmp_path / "run").collectives if c.algorithm == "two_level"]
     owed = sum(c.tensor_bytes for c in sums) // 3
@@ -100,7 +100,7 @@ def test_a_stopped_rank_is_named_by_all_others(plain_ranks: Ranks, victim: int) 
         job.wait_for_line(rank, "reducing")
     job.kill(victim, signal.SIGSTOP)
     others = [rank for rank in range(4) if rank != victim]
-    deadline = time.monotonic() + 12
+    deadline = time.monotonic() + RANKS_LIMIT_S
     while any(job.processes[rank].poll() is None for rank in others) and time.monotonic() < deadline:
         time.sleep(0.02)
     codes = [job.processes[rank].poll() for rank in others]

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import RANKS_LIMIT_S
 
 from netbottleneck import compat, layerlog
 from netbottleneck.cli import main
@@ -50,7 +51,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "netbottleneck", "what-if", *words],
         capture_output=True,
         text=True,
-        timeout=15,
+        timeout=RANKS_LIMIT_S,
         env=values,
         check=False,
     )

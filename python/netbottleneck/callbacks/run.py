@@ -18,13 +18,13 @@ class Run:
     """A model and its optimizer, measured, and gradients moved by the transports of the environment, until `end`.
 
     model: what the framework trains with: a DistributedDataParallel, or a plain module in a job of one rank. optimizer:
-    torch's, or what a framework put around it. Every rank makes one, before its first backward pass. Raises ValueError
-    for a model that is spread over ranks in any other way, and as hooks.ddp.attach.
+    torch's, or what a framework put around it. Every rank makes one, before its first backward pass. session: None
+    where the model is left alone. Raises ValueError for a model that is spread over ranks in any other way.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
-        earlier: Measured | None = model.__dict__.get(ddp.MEASURED)
-        self.session: Session
+        earlier = ddp.measured_by(model)
+        self.session: Session | None
         if earlier is not None:  # by a variable of the environment, when the model was built
             self.session = earlier.session
             if isinstance(optimizer, Marks):
@@ -37,20 +37,22 @@ class Run:
                 "DistributedDataParallel wraps"
             )
         place = {"rank": distributed.get_rank(), "ranks": distributed.get_world_size()} if spread else {}
-        wrapped = isinstance(model, DistributedDataParallel)
-        self.session = open_session(
-            env.settings(place),
-            group=model.process_group if wrapped else None,
-            model=type(model.module if wrapped else model).__name__,
-        )
-        measure(self.session, model, inner(optimizer))
-        finish_at_exit(self.session)
+        settings = env.settings(place)
+        found: Measured | None
+        if isinstance(model, DistributedDataParallel):
+            found = ddp.attach(model, inner(optimizer), settings=settings)
+        else:
+            found = measure(open_session(settings, model=type(model).__name__), model, inner(optimizer))
+            finish_at_exit(found.session)
+        self.session = None if found is None else found.session
 
     def end(self, error: BaseException | None = None) -> None:
         """Close the records on this rank, with the error if there is one; without, rank 0 writes and shows the report.
 
         A second call does nothing.
         """
+        if self.session is None:
+            return
         if error is not None:
             self.session.close(f"{type(error).__name__}: {error}")
         else:

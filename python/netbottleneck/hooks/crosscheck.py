@@ -7,6 +7,7 @@ the other: ours of a gradient comes just before DDP's, and the next stamp of our
 
 import logging
 import time
+import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck import job
-from netbottleneck.hooks.bucket_hook import BucketHook, Pass
+from netbottleneck.hooks.reducer_group import Pass, ReducerGroup
 from netbottleneck.recorder import EVENTS
 from netbottleneck.records import RANKS
 from netbottleneck.rings import read_ring
@@ -55,8 +56,8 @@ class Apart(NamedTuple):
 class Crosscheck:
     """Collects DDP's times between steps, and compares when the session closes."""
 
-    def __init__(self, ddp: DistributedDataParallel, hook: BucketHook, session: Session) -> None:
-        self._ddp = ddp
+    def __init__(self, ddp: DistributedDataParallel, hook: ReducerGroup, session: Session) -> None:
+        self._ddp = weakref.ref(ddp)
         self._hook = hook
         self._session = session
         self._static = bool(ddp.static_graph)  # DDP then holds all gradients back until the last one is there
@@ -67,18 +68,20 @@ class Crosscheck:
 
     def look(self) -> None:
         """Keep what DDP knows of the pass before the last one. Between two steps."""
-        count = self._hook.count
+        ddp, count = self._ddp(), self._hook.count
+        if ddp is None:
+            return
         if count > FIRST + 2 and count % EVERY > 2:
             self._offsets.clear()
             return
         before, wall, after = job.core().now_ns(), time.time_ns(), job.core().now_ns()
         self._offsets.append(wall - (before + after) // 2)
-        data: Mapping[str, Any] = self._ddp._get_ddp_logging_data()
+        data: Mapping[str, Any] = ddp._get_ddp_logging_data()
         if int(data.get("iteration", 0)) > self._seen and "backward_comm_time_end" in data:
             self._seen = int(data["iteration"])
             self._keep(data, after, (after - before) // 2)
         if self._hook.passes:
-            self._last = (self._hook.passes[-1], list(self._ddp.reducer.get_backward_stats()))
+            self._last = (self._hook.passes[-1], list(ddp.reducer.get_backward_stats()))
 
     def _keep(self, data: Mapping[str, Any], now_ns: int, error: int) -> None:
         ours, stats = self._last
@@ -126,9 +129,9 @@ def compared(sample: Sample, times: NDArray[Any], keys: NDArray[Any]) -> list[Ap
     if not mine:
         return []
     stamps = sorted([*mine.values(), ours.wait_begin_ns])
-    places = [
+    places: list[tuple[str, int, int, int | None]] = [
         ("the first bucket sent", sample.sent_ns, stamps[0], ours.sent_ns),
-        ("all buckets back", sample.end_ns, ours.wait_end_ns, None),
+        ("all buckets back", sample.end_ns, ours.wait_begin_ns, ours.wait_end_ns),
     ]
     for index, at in enumerate(sample.ready_ns):
         if index in mine:

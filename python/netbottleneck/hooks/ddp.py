@@ -1,51 +1,200 @@
-"""DistributedDataParallel: a communication hook on a model, by a call or on every model that a script builds."""
+"""DistributedDataParallel: measured models, by a call or each one that a script builds."""
 
+import logging
+import weakref
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from netbottleneck import env, job
-from netbottleneck.hooks import bucket_hook, reducer
+from netbottleneck import env, job, launch, records
+from netbottleneck.env import Settings
+from netbottleneck.hooks import comm_hooks
 from netbottleneck.hooks.crosscheck import Crosscheck
 from netbottleneck.hooks.finish import finish, finish_at_exit
+from netbottleneck.hooks.left_alone import left_alone
 from netbottleneck.hooks.measured import Measured
-from netbottleneck.session import Session, open_session
+from netbottleneck.hooks.reducer_group import OwnGroup, ReducerGroup, reduced_parameters, reducer_of
+from netbottleneck.session import Session, observe, open_session
+from netbottleneck.trace import BARE
 
-MEASURED = "_netbottleneck_measured"  # of a DDP model: what measures it
+logger = logging.getLogger("netbottleneck")
+
+# What measures each model. Not an attribute of the model: copies and pickles take those along.
+_measured: "weakref.WeakKeyDictionary[DistributedDataParallel, Measured]" = weakref.WeakKeyDictionary()
+
+
+class LeftAlone(ValueError):
+    """A model that cannot be measured, or whose gradients cannot be moved: it runs as without us."""
 
 
 def attach(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, *, session: Session | None = None
-) -> Measured:
-    """Measure a DDP model, and move its buckets by the transports of the environment, as a communication hook.
+    model: torch.nn.Module, optimizer: Any = None, *, session: Session | None = None, settings: Settings | None = None
+) -> Measured | None:
+    """Measure a DDP model, and move its buckets by the transports of the settings.
 
     model: the DDP model, or what torch.compile made of it. optimizer: whose updates end the steps; None: the first one
-    that makes a step with parameters of the model. Every rank calls it, before the first backward pass. A session that
-    measured the model before is finished. Raises ValueError for a model on a device that is not the CPU, for one whose
-    process group is not of all ranks, and for one with a communication hook of the user's.
+    that makes a step with parameters of the model. Every rank calls it, between two steps. What measured the model
+    before ends. A model that must be left alone gives None and one line in the log that says why; ValueError with
+    NETBOTTLENECK_STRICT=1. Raises TypeError for a model that DDP does not wrap.
     """
     ddp = _ddp_of(model)
-    chosen = _session_for(ddp, session)
-    hook = bucket_hook.register(ddp, chosen.recorder)
-    measured = Measured(chosen, hook, optimizer, model=ddp, own_sync=False, bare=lambda on: setattr(hook, "plain", on))
-    check = Crosscheck(ddp, hook, chosen)
-    measured.between = check.look
-    chosen.on_close += [hook.close, check.compare]
-    return _measured(ddp, measured, session)
+    chosen = session.settings if session is not None else settings or env.settings()
+    try:
+        job.set_up_log(chosen, _place(ddp))
+        return _attach(ddp, optimizer, session, chosen, called=model)
+    except Exception as error:
+        if chosen.strict:
+            raise
+        left_alone(_name(ddp), str(error))
+        logger.debug("left alone", exc_info=error)
+        return None
 
 
-def stand_in(
-    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer | None, *, session: Session | None = None
+def measured_by(model: torch.nn.Module) -> Measured | None:
+    """Return what measures a DDP model, if anything does."""
+    found: Measured | None = _measured.get(model) if isinstance(model, DistributedDataParallel) else None
+    return found
+
+
+def _attach(
+    ddp: DistributedDataParallel,
+    optimizer: Any,
+    session: Session | None,
+    settings: Settings,
+    called: torch.nn.Module,
 ) -> Measured:
-    """Measure a DDP model as `attach` does, with gradients that go past its reducer, which is faster.
+    earlier = _measured.pop(ddp, None)
+    if earlier is not None:
+        earlier.close()
+        if earlier.session.joining is None:  # else its end, which may have to wait for other ranks, is the process's
+            finish(earlier.session, show=False)
+    _end_of_same_parameters(ddp)
+    why = _refusal(ddp)
+    if session is None:
+        session = _open(ddp, settings, why or _not_the_only_one())
+        finish_at_exit(session)
+    elif why:
+        raise LeftAlone(why)
+    else:
+        _use_own_group(session, ddp)
+    return _measure(ddp, optimizer, session, called)
 
-    A model with static_graph=True keeps its reducer.
-    """
-    if ddp.static_graph:
-        return attach(ddp, optimizer, session=session)
-    chosen = _session_for(ddp, session)
-    return _measured(ddp, reducer.stand_in(ddp, optimizer, chosen), session)
+
+def _use_own_group(session: Session, ddp: DistributedDataParallel) -> None:
+    """Have a session's stock be the model's own process group."""
+    own = OwnGroup(ddp.process_group)
+    for name in {"stock", BARE} & set(session.arms):
+        session.on_close.append(session.arms[name].close)
+        session.arms = {**session.arms, name: own}
+
+
+def _measure(ddp: DistributedDataParallel, optimizer: Any, session: Session, called: torch.nn.Module) -> Measured:
+    failures: list[Exception] = []
+    group = ReducerGroup(ddp, session.recorder, on_error=failures.append)
+    swaps = not set(session.blocks.arms) <= {"stock", BARE}
+    process_group, model = ddp.process_group, weakref.ref(ddp)
+
+    def agree() -> bool:
+        """Return whether another arm may begin. Under `join` ranks make different numbers of steps."""
+        alive = model()
+        if alive is not None and getattr(getattr(alive, "_join_config", None), "enable", False):
+            session.why_stays = "inside model.join() ranks make different numbers of steps"
+            return False
+        return session.agree()
+
+    def hooked(said: str) -> None:
+        session.notes.append(said)
+        if swaps:
+            logger.warning("%s No transport takes turns with it.", said)
+            session.keep_own_path(OwnGroup(process_group))
+
+    comm_hooks.watch(ddp, group, hooked)
+    measured = Measured(
+        session,
+        group,
+        optimizer,
+        model=called,
+        own_sync=False,
+        bare=lambda on: group.leave() if on else group.enter(),
+        agree=agree if swaps else None,
+        on_forward=group.new_pass,
+    )
+    group.on_error = measured.failed
+    for error in failures:
+        measured.failed(error)
+    check = Crosscheck(ddp, group, session)
+
+    def between() -> None:
+        group.learn_parameters()
+        check.look()
+
+    measured.between = between
+    session.on_close += [group.close, check.compare]
+    _measured[ddp] = measured
+    end = weakref.finalize(ddp, measured.close)
+    end.atexit = False
+    return measured
+
+
+def _open(ddp: DistributedDataParallel, settings: Settings, why: str) -> Session:
+    """Open a session of all ranks, or begin one of this rank where gradients travel by DDP's own path alone."""
+    model = type(ddp.module).__name__
+    own = OwnGroup(ddp.process_group)
+    if why and (settings.observes or ddp.process_group.size() != dist.get_world_size()):
+        raise LeftAlone(why)  # without a vote: ranks outside of the group have no such model
+    if settings.observes:
+        return observe(settings, _place(ddp), stock=own, arms=settings.arms, model=model)
+    control = job.start(settings).comm
+    votes = records.together(control, b"0" if why else b"1", settings.start_timeout_s)
+    if why:
+        raise LeftAlone(why)
+    others = [rank for rank, vote in enumerate(votes) if vote != b"1"]
+    if others:
+        raise LeftAlone(f"rank {others[0]} leaves it alone: see that rank's log")
+    return open_session(settings, stock=own, model=model)
+
+
+def _place(ddp: DistributedDataParallel) -> launch.Place:
+    return launch.Place(dist.get_rank(ddp.process_group), dist.get_world_size(ddp.process_group))
+
+
+def _refusal(ddp: DistributedDataParallel) -> str:
+    """Return why a model must be left alone; "" where it need not be. The remedy is part of it."""
+    if not hasattr(reducer_of(ddp), "_update_process_group"):
+        return f"torch {torch.__version__} has no way into DDP's reducer: torch 2.3 or later is needed"
+    group = ddp.process_group
+    if group.size() != dist.get_world_size():
+        return (
+            f"its process group has {group.size()} of {dist.get_world_size()} ranks: only a model of all ranks can be "
+            "measured"
+        )
+    elsewhere = next(((name, p) for name, p in reduced_parameters(ddp) if p.device.type != "cpu"), None)
+    if elsewhere is not None:
+        name, parameter = elsewhere
+        return (
+            f"parameter {name} is on {parameter.device}: gradients travel from host memory only; use a model on the CPU"
+        )
+    return ""
+
+
+def _not_the_only_one() -> str:
+    if all(each.closed for each in _measured.values()):
+        return ""
+    return (
+        "another DDP model is measured already, and only one model of a step can be: unset NETBOTTLENECK and "
+        "NETBOTTLENECK_TRANSPORT and call netbottleneck.attach on the model to measure"
+    )
+
+
+def _end_of_same_parameters(ddp: DistributedDataParallel) -> None:
+    """End the measuring of a model that was wrapped before and is wrapped anew now."""
+    own = {id(parameter) for parameter in ddp.module.parameters()}
+    for other, measured in list(_measured.items()):
+        if other is not ddp and any(id(parameter) in own for parameter in other.module.parameters()):
+            measured.close()
+            del _measured[other]
 
 
 def _ddp_of(model: torch.nn.Module) -> DistributedDataParallel:
@@ -57,64 +206,19 @@ def _ddp_of(model: torch.nn.Module) -> DistributedDataParallel:
     return inner
 
 
-def _session_for(ddp: DistributedDataParallel, session: Session | None) -> Session:
-    earlier: Measured | None = ddp.__dict__.pop(MEASURED, None)
-    if earlier is not None:  # two would reduce its gradients in each other's hands
-        finish(earlier.session, show=False)
-    if getattr(ddp, "_comm_hooks", None) and bucket_hook.hook_of(ddp) is None:
-        raise ValueError("this DDP model has a communication hook of its own: netbottleneck cannot stand in for it")
-    settings = session.settings if session is not None else env.settings()
-    of, ranks = ddp.process_group.size(), job.start(settings).place.size
-    if of != ranks:
-        raise ValueError(f"this DDP model is of {of} of {ranks} ranks: only one of all ranks can be measured")
-    return session or open_session(settings, group=ddp.process_group, model=type(ddp.module).__name__)
-
-
-def _measured(ddp: DistributedDataParallel, measured: Measured, session: Session | None) -> Measured:
-    ddp.__dict__[MEASURED] = measured
-    if session is None:
-        finish_at_exit(measured.session)
-    return measured
+def _name(ddp: DistributedDataParallel) -> str:
+    return f"the DDP model of {type(ddp.module).__name__}"
 
 
 def install() -> None:
-    """Make every DDP model that is built from now on a measured one, once an optimizer takes a step with it."""
+    """Measure every DDP model that is built from now on."""
     if getattr(DistributedDataParallel, "_netbottleneck", False):
         return
     original = DistributedDataParallel.__init__
-    waiting: list[DistributedDataParallel] = []
 
     def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        waiting.append(self)
-        optimizer = _optimizer_of(self)
-        if optimizer is not None:
-            waiting.remove(self)
-            stand_in(self, optimizer)
+        attach(self)
 
-    def made(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-        optimizer_init(optimizer, *args, **kwargs)
-        for ddp in list(waiting):
-            if _has_parameters_of(optimizer, ddp):
-                waiting.remove(ddp)
-                stand_in(ddp, optimizer)
-
-    optimizer_init = torch.optim.Optimizer.__init__
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
-    torch.optim.Optimizer.__init__ = made  # type: ignore[method-assign,assignment]
     DistributedDataParallel._netbottleneck = True  # type: ignore[attr-defined]
-
-
-def _optimizer_of(ddp: DistributedDataParallel) -> torch.optim.Optimizer | None:
-    """Return an optimizer that was made before the model was wrapped, if one is alive."""
-    import gc
-
-    found: list[torch.optim.Optimizer] = [
-        thing for thing in gc.get_objects() if issubclass(type(thing), torch.optim.Optimizer)
-    ]
-    return next((optimizer for optimizer in found if _has_parameters_of(optimizer, ddp)), None)
-
-
-def _has_parameters_of(optimizer: torch.optim.Optimizer, ddp: DistributedDataParallel) -> bool:
-    own = {id(parameter) for parameter in ddp.module.parameters()}
-    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])

@@ -1,13 +1,22 @@
 """Horovod's optimizer under a session: told of it by the job, which knows nothing of sessions."""
 
 import atexit
+import contextlib
+import logging
 from typing import Any
 
 from netbottleneck import job, timeline
+from netbottleneck.env import Settings
+from netbottleneck.errors import HorovodInternalError
 from netbottleneck.hooks.finish import close, report
+from netbottleneck.hooks.left_alone import left_alone
 from netbottleneck.hooks.measured import Measured
-from netbottleneck.records import RANKS
+from netbottleneck.records import RANKS, together
 from netbottleneck.session import Session, open_session
+
+READY, FAILED = b"1", b"no"  # of different lengths: an exchange of both fails on every rank
+
+logger = logging.getLogger("netbottleneck")
 
 
 class Measuring(job.Observer):
@@ -15,26 +24,64 @@ class Measuring(job.Observer):
 
     def __init__(self) -> None:
         self._session: Session | None = None
+        self._refused = False
 
     def gradients(self, gradients: Any, optimizer: Any) -> None:
-        if self._session is not None:
+        if self._session is not None or self._refused:
             return
-        settings = job.current().settings
-        self._session = open_session(settings, model=type(optimizer).__name__)
-        gradients.record(self._session.recorder)
-        Measured(self._session, gradients, optimizer, own_sync=False)
+        session = open_on_all(job.current().settings, model=type(optimizer).__name__)
+        if session is None:
+            self._refused = True
+            return
+        self._session = session
+        gradients.record(session.recorder)
+        Measured(session, gradients, optimizer, own_sync=False)
         atexit.register(job.stop)  # before what was imported earlier is taken down
-        _have_arms_followed(self._session)
+        _have_arms_followed(session)
 
     def stopping(self, stopping: job.Job) -> None:
+        self._refused = False
         if self._session is not None:
-            close(self._session)
+            try:
+                close(self._session)
+            except Exception as error:
+                logger.error("the run was not recorded to its end: %s: %s", type(error).__name__, error)
 
     def stopped(self, stopped: job.Job) -> None:
         # Only now: rank 0 waits for the others' records, and they may still wait for it where it leaves early.
         session, self._session = self._session, None
         if session is not None:
-            report(session)
+            try:
+                report(session)
+            except Exception as error:
+                logger.error("%s: no report: %s: %s", session.folder, type(error).__name__, error)
+
+
+def open_on_all(settings: Settings, **options: Any) -> Session | None:
+    """Return what open_session gives, on all ranks or on none: None, and one line in the log, where a rank cannot.
+
+    With NETBOTTLENECK_STRICT=1 it raises what made it fail.
+    """
+    session = None
+    try:
+        session = open_session(settings, **options)
+        together(session.control, READY, settings.start_timeout_s)
+        return session
+    except Exception as error:
+        if not _of_exchange(error) and job.is_started():
+            with contextlib.suppress(OSError, HorovodInternalError):
+                together(job.current().comm, FAILED, settings.start_timeout_s)
+        if session is not None:
+            session.close(f"{type(error).__name__}: {error}")
+        if settings.strict:
+            raise
+        left_alone("the training", f"no run can be measured on all ranks: {type(error).__name__}: {error}")
+        return None
+
+
+def _of_exchange(error: Exception) -> bool:
+    """Return whether all ranks came to an exchange that failed: none of them waits for this one then."""
+    return isinstance(error, HorovodInternalError) and "netbottleneck.exchange" in str(error)
 
 
 def _have_arms_followed(session: Session) -> None:

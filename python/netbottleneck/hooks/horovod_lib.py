@@ -14,7 +14,7 @@ from netbottleneck import job, steps
 from netbottleneck.collectives import shape_key
 from netbottleneck.comm import key_of
 from netbottleneck.recorder import EVENTS
-from netbottleneck.torch.gradients import Bucket, Sink, check, dtype_code
+from netbottleneck.torch.gradients import Bucket, Sink, can_travel, dtype_code
 from netbottleneck.torch.ready import stamped
 
 if TYPE_CHECKING:
@@ -47,8 +47,6 @@ class Route:
     """
 
     def __init__(self, named: list[tuple[str, torch.Tensor]], size: int) -> None:
-        for name, parameter in named:
-            check(name, parameter)
         self.names = tuple(name for name, _ in named)
         self.parameters = tuple(parameter for _, parameter in named)
         self.buckets = tuple(
@@ -71,6 +69,11 @@ class Route:
         self._next = FIRST_HANDLE
         self._unnamed = 0
         self._stamps: list[Any] = []
+
+    @property
+    def tensors(self) -> list[tuple[str, int, torch.dtype]]:
+        """Name, bytes and type of each gradient."""
+        return [(n, p.numel() * p.element_size(), p.dtype) for n, p in zip(self.names, self.parameters, strict=True)]
 
     @property
     def pending(self) -> int:
@@ -118,7 +121,7 @@ class Route:
         """Return whether this all-reduce is one that we answer."""
         if self.plain or self._stock or call.op not in (steps.Average, steps.Sum):
             return False
-        return all(tensor.device.type == "cpu" for tensor in [*call.tensors, *call.outputs])
+        return all(can_travel(tensor) for tensor in [*call.tensors, *call.outputs])
 
     def start(self, call: Call, grouped: bool) -> int:
         """Start an all-reduce of ours; return its handle. ValueError while one of this name is pending."""

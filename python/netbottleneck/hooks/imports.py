@@ -13,8 +13,10 @@ from types import ModuleType
 from typing import Any
 
 from netbottleneck import backend_name, job
+from netbottleneck.hooks import left_alone
 
 DDP = "torch.nn.parallel.distributed"
+OPTIMIZER = "torch.optim.optimizer"
 HOROVOD = "horovod"
 # The version of Horovod whose API this is.
 HOROVOD_VERSION = "0.28.1"
@@ -41,6 +43,10 @@ def install() -> None:
         _patch_ddp()
     else:
         sys.meta_path.insert(0, _Later(DDP, _patch_torch))
+    if OPTIMIZER in sys.modules:
+        _patch_optimizer(sys.modules[OPTIMIZER])
+    else:
+        sys.meta_path.insert(0, _Later(OPTIMIZER, _patch_optimizer))
     if MPI_OPS in sys.modules:
         _patch_horovod(sys.modules[MPI_OPS])
     else:
@@ -102,6 +108,10 @@ def _patch_torch(module: Any) -> None:
         module.DistributedDataParallel.__init__(self, *args, **kwargs)
 
     module.DistributedDataParallel.__init__ = first
+
+
+def _patch_optimizer(module: ModuleType) -> None:
+    left_alone.Unmeasured(vars(module)["register_optimizer_step_post_hook"])
 
 
 def _patch_horovod(module: ModuleType) -> None:

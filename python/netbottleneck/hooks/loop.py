@@ -24,31 +24,39 @@ def profile(
     streams: int | str | None = None,
     directory: str | None = None,
     session: Session | None = None,
-) -> Generator[Session, None, None]:
+) -> Generator[Session | None, None, None]:
     """Measure the loop inside, and average its gradients over all ranks by the transports named.
 
     model: a plain module, or one that DDP wraps. Parameters and buffers of rank 0 are given to all ranks at the
-    beginning, as DDP does. Arguments stand before the environment's variables. At the end rank 0 writes the report
-    into the run folder.
+    beginning, as DDP does; a DDP model keeps its own reducer. Arguments stand before the environment's variables. At
+    the end rank 0 writes the report into the run folder. Gives None for a DDP model that is left alone.
     """
     settings = env.settings({"transports": transport, "streams": streams, "directory": directory})
-    group = model.process_group if isinstance(model, DistributedDataParallel) else None
-    chosen = session or open_session(settings, group=group, directory=directory, model=type(model).__name__)
-    measured = measure(chosen, model, optimizer)
+    if isinstance(model, DistributedDataParallel):
+        found = ddp_hooks.attach(model, optimizer, session=session, settings=settings)
+    else:
+        chosen = session or open_session(settings, directory=directory, model=type(model).__name__)
+        found = measure(chosen, model, optimizer)
+    of = session if found is None else found.session
     try:
-        yield chosen
+        yield of
     except BaseException as error:
-        chosen.close(f"{type(error).__name__}: {error}")
+        if of is not None:
+            of.close(f"{type(error).__name__}: {error}")
         raise
-    measured.close()
-    if session is None:
-        finish(chosen)
+    if found is not None:
+        found.close()
+    if session is None and of is not None:
+        finish(of)
 
 
 def measure(session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Measured:
-    """Put the hooks on a model, DDP's or plain."""
+    """Put the hooks on a model, DDP's or plain. Raises ValueError for a DDP model that is left alone."""
     if isinstance(model, DistributedDataParallel):
-        return ddp_hooks.stand_in(model, optimizer, session=session)
+        found = ddp_hooks.attach(model, optimizer, session=session)
+        if found is None:
+            raise ValueError(f"the DDP model of {type(model.module).__name__} is left alone: the log says why")
+        return found
     broadcast(session.control, model)
     gradients = Gradients(
         model.named_parameters(),

@@ -1,35 +1,42 @@
-"""Hooks on a model and its optimizer that make a session of a training loop.
+"""Measured: steps, phases and arms of one model and its optimizer, recorded into a session.
 
-Python runs once a step, never once a gradient: what is stamped inside a step is stamped by C callables.
+Python runs a few times a step, never once a gradient: C callables make the stamps inside a step.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from netbottleneck.comm import Buckets, key_of
+from netbottleneck.hooks.calls import Calls
 from netbottleneck.hooks.updates import Updates
 from netbottleneck.plan import described
 from netbottleneck.recorder import EVENTS
 from netbottleneck.session import Session
+from netbottleneck.trace import BARE
 
 _engine: Any = torch.autograd.Variable._execution_engine
+_c: Any = torch._C
+
+logger = logging.getLogger("netbottleneck")
 
 
 class Moving(Buckets, Protocol):
-    """Gradients of a model on their way: torch's Gradients, or what stands between DDP or Horovod and their own way."""
+    """Gradients of a model on their way: torch's Gradients, DDP's reducer or Horovod's library."""
 
     paused: bool
 
     @property
-    def names(self) -> Sequence[str]:
-        """The names of the parameters."""
-
-    @property
     def parameters(self) -> Sequence[torch.Tensor]:
         """Those that have a gradient."""
+
+    @property
+    def tensors(self) -> Sequence[tuple[str, int, torch.dtype]]:
+        """Name, bytes and type of each of them."""
 
     @property
     def pending(self) -> int:
@@ -48,123 +55,180 @@ class Moving(Buckets, Protocol):
 class Measured:
     """One model, its gradients and its optimizer under a session.
 
-    own_sync: the gradients are sent and waited for at the end of each backward pass, by these hooks; False: somebody
-    else does that (an optimizer of ours). bare: switches the user's own path on and off, where there is one; the
-    arm "bare" then runs it with nothing of ours between. find_unused: a gradient that no rank has stays None, at the
-    price of one small exchange a backward pass. model None: found at the first forward pass. optimizer None: found at
+    own_sync: these hooks send the gradients and wait for them at the end of each backward pass; False: somebody else
+    does. bare: switches the user's own path on and off, where there is one; the arm "bare" then runs it with nothing of
+    ours between. agree: asked before another arm begins; the arm in force stays where it returns False. on_forward:
+    called when the model's forward pass begins. model None: found at the first forward pass. optimizer None: found at
     its first step.
+
+    An exception of the measuring is logged once and ends the recording; gradients travel on as before. Raises
+    ValueError where "bare" is an arm and there is no user's own path.
     """
 
     def __init__(  # noqa: PLR0913 - all but three have a default that fits
         self,
         session: Session,
         gradients: Moving,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Any,
         *,
         model: torch.nn.Module | None = None,
         own_sync: bool = True,
         bare: Callable[[bool], None] | None = None,
-        find_unused: bool = False,
+        agree: Callable[[], bool] | None = None,
+        on_forward: Callable[[], None] | None = None,
     ) -> None:
+        if bare is None and BARE in session.blocks.arms:
+            raise ValueError(
+                f"NETBOTTLENECK_TRANSPORT={','.join(session.blocks.arms)}: netbottleneck alone moves the gradients of "
+                "this loop, so there is no untouched path: leave bare out"
+            )
         self.session = session
         self.gradients = gradients
+        self.between: Callable[[], None] = _nothing  # called between two steps
         self._own_sync = own_sync
         self._bare = bare
-        self._find_unused = find_unused
-        self._handles: list[Any] = []
+        self._agree = agree
+        self._on_forward = on_forward
+        self._model: weakref.ref[torch.nn.Module] | None = None
+        self._leaves: list[str] = []  # names of the modules that are stamped in sampled steps
+        self._calls: Calls | None = None
+        self._seeking: Any = None
         self._sampling: list[Any] = []
-        self._modules: list[tuple[str, torch.nn.Module]] = []
         self._queued = False
         self._synced = False  # in this step
-        self._held = False
+        self._in_backward = False  # the optimizer steps inside the backward pass
+        self._late = False  # a step has ended inside the backward pass
+        self._broken = False
+        self.closed = False
         self._arm = ""
         self._version = -1
-        self.between: Callable[[], None] = _nothing  # called between two steps
         put = session.recorder.stamper
         self._optimizer_begin, self._optimizer_end = put(EVENTS["OPTIMIZER_BEGIN"]), put(EVENTS["OPTIMIZER_END"])
+        self._forward_begin, self._forward_end = put(EVENTS["FORWARD_BEGIN"]), put(EVENTS["FORWARD_END"])
         self._updates = Updates(gradients.parameters, optimizer, self._before_step, self._after_step)
+        if own_sync:
+            gradients.on_first = self._backward_begins  # type: ignore[attr-defined]
         if model is None:
             self._seeking = register_module_forward_pre_hook(self._seek)
-            self._handles.append(self._seeking)
         else:
-            self._watch(model)
+            self._know(model)
         session.on_close.append(self.close)
         self._choose()
         session.begin()
-        self._sample()
-
-    @property
-    def held(self) -> bool:
-        """Whether gradients only add up now."""
-        return self._held
-
-    def hold(self, held: bool) -> None:
-        """Gradients only add up while held, as inside DDP's no_sync()."""
-        self._held = held
-        self._pause()
 
     def begun_by(self, marks: Any) -> None:
         """Have the optimizer's part of a step begin when `marks` calls its pre-hook, instead of the optimizer."""
         self._updates.begun_by(marks)
 
     def close(self) -> None:
-        """Take all hooks away."""
-        self._describe()
-        for handle in [self._updates, *self._handles, *self._sampling]:
-            handle.remove()
-        self._handles.clear()
-        self._sampling.clear()
+        """Take all hooks away, and leave the gradients to the user's own path."""
+        if self.closed:
+            return
+        self.closed = True
+        self.guarded(self._describe)
+        self._updates.remove()
+        self._watch(False)
+        self._stop_seeking()
         if self._own_sync:
             self.gradients.close()
         if self._bare is not None:
             self._bare(True)
 
+    def failed(self, error: Exception) -> None:
+        """Stop recording, and say why once."""
+        if not self._broken:
+            self._broken = True
+            logger.error("measuring has ended, the training goes on: %s: %s", type(error).__name__, error)
+            logger.debug("measuring has ended", exc_info=error)
+            self.session.notes.append(f"measuring ended at step {self.session.step}: {type(error).__name__}: {error}")
+
+    def guarded(self, call: Callable[[], Any]) -> None:
+        """Call something that only measures. An exception of it ends the recording, and nothing else."""
+        if self._broken:
+            return
+        try:
+            call()
+        except Exception as error:
+            self.failed(error)
+
     def _seek(self, module: torch.nn.Module, _args: Any) -> None:
         """Find the model: the outermost module that has all the parameters."""
         own = {id(parameter) for parameter in module.parameters()}
         if all(id(parameter) in own for parameter in self.gradients.parameters):
-            self._seeking.remove()
-            self.session.recorder.put(EVENTS["FORWARD_BEGIN"])
-            self._watch(module)
+            self._stop_seeking()
+            self._know(module)
+            if self._arm != BARE:
+                self._watch(True)
+                self.guarded(self._forward_begin)
 
-    def _watch(self, model: torch.nn.Module) -> None:
+    def _stop_seeking(self) -> None:
+        seeking, self._seeking = self._seeking, None
+        if seeking is not None:
+            seeking.remove()
+
+    def _know(self, model: torch.nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._leaves = [name for name, _ in leaves(model)]
+        self.guarded(self._describe)
+
+    def _watch(self, on: bool) -> None:
+        """Have the model's calls stamped, or not."""
+        model = None if self._model is None else self._model()
+        if on and self._calls is None and model is not None:
+            self._calls = Calls(model, self._forward_begins, self._forward_ends)
+        elif not on and self._calls is not None:
+            self._calls.remove()
+            self._calls = None
+        if not on:
+            self._stop_sampling()
+
+    def _forward_begins(self) -> None:
+        if self._late and _c._current_graph_task_id() == -1:
+            self._late = False
+            self._next_step()
+        if self._on_forward is not None:
+            self._on_forward()
+        if self._arm != BARE:
+            self.guarded(self._forward_begin)
+            if self.session.sampled:
+                self.guarded(self._sample)
+
+    def _forward_ends(self) -> None:
+        self._stop_sampling()
+        if self._arm != BARE:
+            self.guarded(self._forward_end)
+
+    def _sample(self) -> None:
+        """Stamp every module of this forward pass."""
+        model = None if self._model is None else self._model()
+        found = [] if model is None or self._sampling else list(leaves(model))
+        if [name for name, _ in found] != self._leaves or compiled(model):
+            return
         put = self.session.recorder.stamper
-        # By the names that the parameters have: without what DDP wraps around them.
-        named = getattr(model, "module", model).named_modules() if self._bare is not None else model.named_modules()
-        self._modules = [(name, module) for name, module in named if not any(module.children())]
-        self._handles.append(model.register_forward_pre_hook(put(EVENTS["FORWARD_BEGIN"])))
-        self._handles.append(model.register_forward_hook(put(EVENTS["FORWARD_END"])))
-        if self._own_sync:
-            self._handles.append(model.register_forward_hook(self._after_forward))
-        self._describe()
+        for index, (_, module) in enumerate(found):
+            self._sampling.append(module.register_forward_pre_hook(put(EVENTS["FORWARD_BEGIN"], index + 1)))
+            self._sampling.append(module.register_forward_hook(put(EVENTS["FORWARD_END"], index + 1)))
 
-    def _after_forward(self, _model: Any, _args: Any, output: Any) -> None:
-        for tensor in _tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(self._backward_begins)
+    def _stop_sampling(self) -> None:
+        for handle in self._sampling:
+            handle.remove()
+        self._sampling.clear()
 
-    def _backward_begins(self, _gradient: Any) -> None:
-        if not self._queued and not self._held and self._arm != "bare":
+    def _backward_begins(self) -> None:
+        """The first gradient of a backward pass is there."""
+        if not self._queued and self._arm != BARE and _c._current_graph_task_id() != -1:
             self._queued = True
             _engine.queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
-        self._queued = False
-        self._sync()
+        if self._queued:
+            self._queued = False
+            self._sync()
 
     def _sync(self) -> None:
         self._synced = True
-        unused = self._unused() if self._find_unused else []
         self.gradients.flush()
         self.gradients.wait()
-        for parameter in unused:
-            parameter.grad = None
-
-    def _unused(self) -> list[torch.Tensor]:
-        """Return the parameters that have a gradient on no rank."""
-        parameters = self.gradients.parameters
-        votes = self.session.control.exchange(bytes(p.grad is not None for p in parameters))
-        return [p for index, p in enumerate(parameters) if not any(vote[index] for vote in votes)]
 
     def _before_step(self) -> None:
         if (
@@ -172,73 +236,71 @@ class Measured:
             and not self.gradients.paused
             and (not self._synced or self._queued or self.gradients.pending)
         ):
-            # No output of the model was seen on its way back: another method was called, or it hides its tensors.
             self._queued = False
             self._sync()
         self._synced = False
-        self._optimizer_begin()
+        self.guarded(self._optimizer_begin)
 
     def _after_step(self) -> None:
-        self._optimizer_end()
-        self.session.end()
-        for handle in self._sampling:
-            handle.remove()
-        self._sampling.clear()
+        if self.closed:
+            return
+        if _c._current_graph_task_id() != -1:
+            # The path of the gradients must not change during a backward pass: the next forward ends this step.
+            self._late = self._in_backward = True
+            self._watch(True)
+            return
+        self._next_step()
+
+    def _next_step(self) -> None:
+        self._stop_seeking()  # a model that no module holds as a whole has no forward times
+        self.guarded(self._optimizer_end)
+        if self._broken:
+            self.session.end(recorded=False)
+        self.guarded(self.session.end)
         if self.gradients.version != self._version:
-            self._describe()
-        self.between()
+            self.guarded(self._describe)
+        self.guarded(self.between)
         self._choose()
-        self.session.begin()
-        self._sample()
+        self.guarded(self.session.begin)
 
     def _choose(self) -> None:
         """Let the arm of the step that comes next move the gradients."""
         arm = self.session.arm
         if arm == self._arm:
             return
-        before, self._arm = self._arm, arm
-        if self._bare is not None and "bare" in (before, arm):
-            self._bare(arm == "bare")
-        self._pause()
-        if arm != "bare":
-            self.session.arms[arm].target(self.gradients)
-
-    def _pause(self) -> None:
-        self.gradients.paused = self._held or self._arm == "bare"
-
-    def _sample(self) -> None:
-        if not self.session.sampled:
+        if self._arm and self._agree is not None and not self._agree():
+            self.session.stay(self._arm)
             return
-        put = self.session.recorder.stamper
-        for index, (_, module) in enumerate(self._modules):
-            self._sampling.append(module.register_forward_pre_hook(put(EVENTS["FORWARD_BEGIN"], index + 1)))
-            self._sampling.append(module.register_forward_hook(put(EVENTS["FORWARD_END"], index + 1)))
+        before, self._arm = self._arm, arm
+        if self._bare is not None and (BARE in (before, arm) or not before):
+            self._bare(arm == BARE)
+        self.gradients.paused = arm == BARE
+        self._watch(arm != BARE or self._in_backward)
+        if arm != BARE:
+            self.session.arms[arm].target(self.gradients)
 
     def _describe(self) -> None:
         g = self.gradients
-        tensors = [(name, p.numel() * p.element_size(), p.dtype) for name, p in zip(g.names, g.parameters, strict=True)]
-        told = described(tensors, g.buckets, key_of)
+        told = described(g.tensors, g.buckets, key_of)
         earlier = self.session.described.get("buckets", []) if self._version not in (-1, g.version) else []
         names = {bucket["name"] for bucket in told["buckets"]}
         told["buckets"] += [bucket for bucket in earlier if bucket["name"] not in names]
         self._version = g.version
-        self.session.describe(modules=[name for name, _ in self._modules], **told)
+        self.session.describe(modules=self._leaves, **told)
+
+
+def leaves(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the modules without children, by the names that they have without DDP's wrapper."""
+    inner = getattr(model, "_orig_mod", model)
+    inner = inner.module if isinstance(inner, torch.nn.parallel.DistributedDataParallel) else inner
+    return ((name, module) for name, module in inner.named_modules() if not any(module.children()))
+
+
+def compiled(model: torch.nn.Module | None) -> bool:
+    """Return whether torch.compile has compiled a model, or a part of it: hooks would have it compiled anew."""
+    parts = () if model is None else model.modules()
+    return any(hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) for part in parts)
 
 
 def _nothing() -> None:
     return
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    """Return the tensors in an output: alone, in a sequence or a mapping, or as attributes of a data class."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
-            yield from _tensors(getattr(value, name))

@@ -13,9 +13,12 @@ import torch
 
 from netbottleneck import env, job, launch, steps
 from netbottleneck.hooks.finish import finish, finish_at_exit
+from netbottleneck.hooks.horovod import open_on_all
 from netbottleneck.hooks.horovod_lib import Between, Call, Route
+from netbottleneck.hooks.left_alone import left_alone
 from netbottleneck.hooks.measured import Measured
-from netbottleneck.session import Session, open_session
+from netbottleneck.session import Session
+from netbottleneck.torch.gradients import check
 
 ALONE = (
     "each rank trains alone and nothing is reduced, as Horovod does not read these variables (start it by horovodrun "
@@ -110,8 +113,12 @@ class Attached:
         settings, size = env.settings(), int(self._mpi_ops.size())
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p in optimizer._parameter_names]
         named = [(str(optimizer._parameter_names[p]), p) for p in parameters if p.requires_grad and p.numel() > 0]
-        route = Route(named, size)
-        session = open_session(settings, model=type(optimizer).__name__, stock=Stock(self._mpi_ops, route))
+        route = Route([(name, p) for name, p in named if _can_travel(name, p, settings.strict)], size)
+        stock = Stock(self._mpi_ops, route)
+        session = open_on_all(settings, model=type(optimizer).__name__, stock=stock) if route.names else None
+        if session is None:
+            self._refused = True
+            return None
         route.stock_only = set(session.arms) <= {"stock", "bare"}
         route.open(session.recorder)
         Measured(session, route, optimizer, own_sync=False, bare=lambda on: setattr(route, "plain", on))
@@ -138,6 +145,18 @@ def install(mpi_ops: ModuleType) -> Attached:
     if attached is None:
         attached = mpi_ops.__dict__["_netbottleneck"] = Attached(mpi_ops)
     return attached
+
+
+def _can_travel(name: str, parameter: torch.Tensor, strict: bool) -> bool:
+    """Return whether a gradient can be measured and moved; one that cannot is Horovod's alone, and one line says so."""
+    try:
+        check(name, parameter)
+    except ValueError as error:
+        if strict:
+            raise
+        left_alone("a gradient that only Horovod moves", str(error))
+        return False
+    return True
 
 
 def _asking() -> Any:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from netbottleneck.hooks.eager import eager
+
 
 class Updates:
     """Calls `before` and `after` once each around every update of one optimizer, torch's or what hooks like one.
@@ -59,6 +61,7 @@ class Updates:
             handle.remove()
         self._handles.clear()
 
+    @eager
     def _begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         chosen = self._chosen() if self._chosen is not None else None
         if chosen is None and shares(optimizer, self._own):
@@ -76,6 +79,7 @@ class Updates:
         self._begun = True
         self._before()
 
+    @eager
     def _ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._chosen is None or self._chosen() is not optimizer:
             return

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from netbottleneck.findings import Findings
+from netbottleneck.findings import STOCK, Findings
 from netbottleneck.stats import Costs, Travel
 from netbottleneck.trace import BARE, NULL, PSEUDO, SINGLE, Rank, Trace, TransportInfo
 from netbottleneck.units import gbit, ms, nbytes, percent, short, streams
-from netbottleneck.verdict import best_gain, handicap_sentence, stock_is_as_good
+from netbottleneck.verdict import best_gain, handicap_sentence, own_cost, stock_is_as_good
 
 # A rank that makes the others wait less than this part of the step is not named.
 LATE_SHARE_MIN = 0.01
@@ -24,12 +24,16 @@ def sentences(findings: Findings) -> list[str]:
     if base is None:
         return ["No step could be split: only the untouched script was recorded, or nothing."]
     parts = findings.parts[base]
-    found = [f"Of your {ms(parts.step_ns)} step, {ms(parts.exposed_ns)} is exposed communication ({findings.label})."]
+    untouched = findings.times.get(BARE) if base == STOCK else None
+    step_ns = parts.step_ns if untouched is None else untouched.median_ns
+    found = [f"Of your {ms(step_ns)} step, {ms(parts.exposed_ns)} is exposed communication ({findings.label})."]
     found += _bandwidth(findings, base)
     predicted = findings.predicted_full_use_ns
     if predicted is not None and predicted < parts.step_ns:
         found.append(f"At full use the step would be {ms(predicted)} at most (predicted).")
     found += _comparison(findings)
+    cost = own_cost(findings)
+    found += [cost] if cost else []
     if findings.late_ns:
         rank = max(findings.late_ns, key=lambda r: findings.late_ns[r])
         if findings.late_ns[rank] >= LATE_SHARE_MIN * parts.step_ns:

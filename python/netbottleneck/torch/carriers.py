@@ -75,8 +75,10 @@ class Guarded:
 
     def wait(self) -> None:
         """Wait until all gradients are back."""
-        self.inner.wait()
-        self._guard.reset()
+        try:
+            self.inner.wait()
+        finally:
+            self._guard.reset()
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -100,7 +102,10 @@ def carrier(
     all_sparse = isinstance(optimizer, torch.optim.SparseAdam)  # which takes no others
     if wanted.compression is not Compression.none or wanted.sparse_as_dense or all_sparse:
         named = ((name, parameter) for parameter, name in names.items())
-        return PerParameter(named, wanted.compression, _ways(wanted), passes, (wanted.sparse_as_dense, all_sparse))
+        alone = PerParameter(named, wanted.compression, _ways(wanted), passes, (wanted.sparse_as_dense, all_sparse))
+        if wanted.process_set is global_process_set:
+            job.current().observer.gradients(alone, optimizer)
+        return alone
     guard = PassGuard([parameter for parameter in names if parameter.requires_grad], passes)  # its hooks come first
     try:
         return Guarded(_buckets(optimizer, names, passes, wanted), guard)
@@ -161,4 +166,7 @@ def _ways(wanted: Wanted) -> Ways:
     def sparse(tensor: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
         return sparse_allreduce_async(tensor, f"{wanted.label}.{name}", wanted.op, wanted.process_set)
 
-    return Ways(dense, sparse)
+    among = members_of(wanted.process_set)
+    reduction, _ = steps.reduction(wanted.op, among.size)
+    factors = (wanted.op == steps.Average, wanted.predivide, reduction)
+    return Ways(dense, sparse, lambda name: steps.label("allreduce", f"{wanted.label}.{name}", among), factors)

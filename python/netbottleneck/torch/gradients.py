@@ -13,7 +13,7 @@ import torch
 
 from netbottleneck import job, plan
 from netbottleneck.members import Members
-from netbottleneck.torch.ready import on_gradient
+from netbottleneck.torch.ready import OnAccumulated
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -60,8 +60,8 @@ class Gradients:
 
     parameters: (name, tensor) pairs, the same on every rank and in the same order; those that need no gradient or
     have no element are left out. passes: backward passes a step. direct_bytes: a gradient from this size on travels
-    from where autograd put it; a smaller one is copied, and its parameter's `grad` then lies in its bucket, but for
-    those of up to 512 bytes, which get the sum by a copy back. limits: bytes of the first bucket, and of the others.
+    from where autograd put it; a smaller one is copied to its bucket and back. Either way `grad` stays the tensor that
+    autograd or the user put there. limits: bytes of the first bucket, and of the others.
     agree: turns this rank's bytes into rank 0's, a collective call of equal lengths, once, at the end of the first
     step, so that all ranks re-order their buckets alike; None: through the Comm; where the sink is none, buckets keep
     backward order. among: the ranks that a Comm's sums are of; None: all. Sparse gradients are made dense;
@@ -94,6 +94,7 @@ class Gradients:
         self._recorder = recorder
         self._passes = passes
         self._paused = False
+        self._on_first: Callable[[], Any] | None = None
         self._direct_bytes = direct_bytes
         self._limits = limits
         self._agree = agree
@@ -103,7 +104,6 @@ class Gradients:
         self._factors: tuple[bool, float, int | None] = (True, 1.0, None)
         self._settled = False
         self._handles: list[Any] = []
-        self._views: list[torch.Tensor] = []
         self._build(self._plan(None))
 
     @property
@@ -125,6 +125,21 @@ class Gradients:
     def paused(self, value: bool) -> None:
         self._paused = value
         self.hook.paused = value
+
+    @property
+    def on_first(self) -> Callable[[], Any] | None:
+        """Called at the first gradient of each pass that is not paused; a pass begins after wait()."""
+        return self._on_first
+
+    @on_first.setter
+    def on_first(self, call: Callable[[], Any] | None) -> None:
+        self._on_first = call
+        self.hook.on_first = call
+
+    @property
+    def tensors(self) -> list[tuple[str, int, torch.dtype]]:
+        """Name, bytes and type of each gradient."""
+        return [(n, p.numel() * p.element_size(), p.dtype) for n, p in zip(self.names, self.parameters, strict=True)]
 
     @property
     def pending(self) -> int:
@@ -156,6 +171,11 @@ class Gradients:
         """What `target` was told of the arithmetic: (average, predivide, op)."""
         return self._factors
 
+    @property
+    def recorded(self) -> bool:
+        """True where what happens is stamped."""
+        return self._recorder is not None
+
     def record(self, recorder: "_core.Recorder") -> None:
         """Stamp into this recorder from now on. Between steps only."""
         self._recorder = recorder
@@ -170,13 +190,13 @@ class Gradients:
         return torch.frombuffer(self.arena, dtype=bucket.dtype, count=count, offset=bucket.offset)
 
     def flush(self) -> None:
-        """Send what no hook has sent; a gradient that is missing counts as zeros and appears as such."""
+        """Send what no hook has sent; a gradient that is missing becomes zeros."""
         self.hook.flush()
 
     def wait(self) -> None:
         """Wait until all buckets are back. After the first step also settle the order of the buckets, on all ranks.
 
-        Raises what the transfers failed with.
+        Raises what the transfers failed with, and RuntimeError for a gradient that was deleted meanwhile.
         """
         self.hook.wait()
         if not self._settled:
@@ -197,7 +217,7 @@ class Gradients:
         self.close()
         self.buckets, total = _lay_out(chosen, self.parameters, f"{self.label}.{self.version}")
         self.arena = core.Arena(max(total, ALIGNMENT))
-        views: dict[int, torch.Tensor] = {}
+        views = list(self.parameters)
         bucket_of = [0] * len(self.parameters)
         offsets = [0] * len(self.parameters)
         for number, bucket in enumerate(self.buckets):
@@ -205,11 +225,9 @@ class Gradients:
                 views[index] = _view(self.arena, bucket.offset + offset, self.parameters[index])
                 bucket_of[index] = number
                 offsets[index] = offset
-        old, self._views = self._views, [views[index] for index in range(len(self.parameters))]
-        _move(self.parameters, old, self._views)
         self.hook = core.GradHook(
             self.parameters,
-            self._views,
+            views,
             bucket_of,
             offsets,
             [(b.name, dtype_code(b.dtype), self.arena.address + b.offset, b.nbytes, 0) for b in self.buckets],
@@ -219,8 +237,9 @@ class Gradients:
             keep=self.arena,
         )
         self.hook.paused = self._paused
+        self.hook.on_first = self._on_first
         self._handles = [
-            on_gradient(parameter, self.hook.hook(index)) for index, parameter in enumerate(self.parameters)
+            OnAccumulated(parameter, self.hook.hook(index)) for index, parameter in enumerate(self.parameters)
         ]
 
     def _drop(self, order: list[int], sparse: list[int]) -> list[int]:
@@ -229,7 +248,6 @@ class Gradients:
         self.dropped = tuple((self.names[i], self.parameters[i]) for i in range(len(order)) if sparse[i])
         self.names = tuple(self.names[index] for index in kept)
         self.parameters = tuple(self.parameters[index] for index in kept)
-        self._views = [self._views[index] for index in kept]
         now = {index: place for place, index in enumerate(kept)}
         return [now[index] for index in order if index in now]
 
@@ -256,6 +274,11 @@ class Gradients:
         self.target(self._sink, average, predivide=predivide, op=op)
 
 
+def can_travel(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is in host memory and of a type that can be reduced."""
+    return tensor.device.type == "cpu" and tensor.dtype in _CODES
+
+
 def check(name: str, parameter: torch.Tensor) -> None:
     """Raise ValueError for a parameter whose gradient cannot travel."""
     if parameter.device.type != "cpu":
@@ -280,15 +303,7 @@ def _lay_out(
 
 
 def _view(arena: "_core.Arena", offset: int, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the arena, shaped and strided as the parameter, that is no view of another tensor."""
+    """Return a tensor over the arena, shaped and strided as the parameter."""
     view = torch.frombuffer(arena, dtype=parameter.dtype, count=parameter.numel(), offset=offset)
     shape = torch.empty_like(parameter, device="meta")  # strides as autograd would choose them
     return view.as_strided_(shape.shape, shape.stride())
-
-
-def _move(parameters: tuple[torch.Tensor, ...], old: list[torch.Tensor], new: list[torch.Tensor]) -> None:
-    """Take gradients that lie in the old views over to the new ones, so that the old memory can go."""
-    for parameter, before, after in zip(parameters, old, new, strict=False):
-        if parameter.grad is not None and parameter.grad.data_ptr() == before.data_ptr():
-            after.copy_(parameter.grad)
-            parameter.grad = after

@@ -1,37 +1,54 @@
 """Gradients that travel one by one, by Python hooks: the slow path, for what only Python can do."""
 
+import logging
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
+from netbottleneck import job
+from netbottleneck.collectives import shape_key
+from netbottleneck.recorder import EVENTS
 from netbottleneck.torch.compression import Compression, Compressor
-from netbottleneck.torch.gradients import Gradients
+from netbottleneck.torch.gradients import Bucket, Gradients, Sink, check, dtype_code
 from netbottleneck.torch.handles import synchronize
-from netbottleneck.torch.ready import on_gradient
+from netbottleneck.torch.ready import OnAccumulated
 
+if TYPE_CHECKING:
+    from netbottleneck import _core
+
+NOTICE_S = 5.0
 TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before step(): "
     "increase backward_passes_per_step to add up gradients of several passes"
 )
+NONE = torch.empty(0)
+
+logger = logging.getLogger("netbottleneck")
 
 
 class Ways(NamedTuple):
-    """How a gradient of this name travels; each starts it.
+    """How a gradient of this name travels over the job's own communicator; each starts it.
 
-    dense: reduced in place; returns the handle. sparse: returns what waits for the sum, and gives it.
+    dense: reduced in place; returns the handle. sparse: returns what waits for the sum, and gives it. label: what the
+    operation of a dense one is called. factors: of the reduction, as Gradients.factors.
     """
 
     dense: Callable[[torch.Tensor, str], int]
     sparse: Callable[[torch.Tensor, str], Callable[[], torch.Tensor]]
+    label: Callable[[str], str]
+    factors: tuple[bool, float, int | None]
 
 
 class PerParameter:
-    """Each gradient for itself.
+    """Each gradient for itself: a bucket of its own, whose bytes are those of the gradient that travelled last.
 
     It serves compression by classes, whose compress and decompress are the user's, and sparse gradients, which stay
     sparse. sparse: whether these travel dense all the same, and whether all gradients are known to be sparse: then one
-    that is missing is a sparse one without values, else it is zeros.
+    that is missing is a sparse one without values, else it is zeros. They travel over the job's own communicator until
+    `target` names another sink; sparse ones always do.
     """
 
     def __init__(
@@ -42,16 +59,34 @@ class PerParameter:
         passes: int,
         sparse: tuple[bool, bool],
     ) -> None:
-        self._parameters = {parameter: name for name, parameter in parameters if parameter.requires_grad}
+        chosen = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+        for name, parameter in chosen:
+            if parameter.device.type != "cpu":  # what travels may be of another type
+                check(name, parameter)
+        self.names = tuple(name for name, _ in chosen)
+        self.parameters = tuple(parameter for _, parameter in chosen)
+        self.buckets = [
+            Bucket(ways.label(name), p.dtype, 0, p.numel() * p.element_size(), (index,), (0,))
+            for index, (name, p) in enumerate(chosen)
+        ]
+        self.version = 0
+        self.paused = False
+        self.factors = ways.factors
+        self._index = {parameter: index for index, parameter in enumerate(self.parameters)}
         self._compression = compression
         self._ways = ways
         self._passes = passes
         self._sparse_as_dense, all_sparse = sparse
-        self._sparse_dims = dict.fromkeys(self._parameters, 1) if all_sparse else {}  # of those that are sparse
-        self._left = dict.fromkeys(self._parameters, passes)
-        self._sent: dict[torch.Tensor, tuple[int, Any]] = {}
+        self._sparse_dims = dict.fromkeys(self.parameters, 1) if all_sparse else {}  # of those that are sparse
+        self._left = dict.fromkeys(self.parameters, passes)
+        self._sent: dict[torch.Tensor, tuple[Callable[[], torch.Tensor], Any]] = {}
         self._sparse: dict[torch.Tensor, Callable[[], torch.Tensor]] = {}
-        self._hooks = [on_gradient(parameter, self._ready) for parameter in self._parameters]
+        self._sink: Sink = None
+        self._own = True  # gradients travel over the job's own communicator
+        self._recorder: _core.Recorder | None = None
+        self._stamps: list[Callable[[], None]] = []
+        self._staged: dict[int, torch.Tensor] = {}
+        self._hooks = [OnAccumulated(parameter, partial(self._ready, parameter)) for parameter in self.parameters]
 
     @property
     def passes(self) -> int:
@@ -61,14 +96,37 @@ class PerParameter:
     @passes.setter
     def passes(self, value: int) -> None:
         self._passes = value
-        self._left = dict.fromkeys(self._parameters, value)
+        self._left = dict.fromkeys(self.parameters, value)
 
     @property
     def pending(self) -> int:
         """Gradients that were sent and not waited for."""
         return len(self._sent) + len(self._sparse)
 
-    def _ready(self, parameter: torch.Tensor) -> None:
+    @property
+    def tensors(self) -> list[tuple[str, int, torch.dtype]]:
+        """Name, bytes and type of each gradient."""
+        return [(n, p.numel() * p.element_size(), p.dtype) for n, p in zip(self.names, self.parameters, strict=True)]
+
+    def record(self, recorder: "_core.Recorder") -> None:
+        """Stamp into this recorder from now on."""
+        self._recorder = recorder
+        self._stamps = [recorder.stamper(EVENTS["GRAD_READY"], index) for index in range(len(self.parameters))]
+
+    def target(self, sink: Sink, average: bool = True, *, predivide: float = 1.0, op: int | None = None) -> None:
+        """Say where gradients go from now on, between steps, as Gradients.target does."""
+        self._sink, self._own = sink, False
+        self.factors = (average, predivide, op)
+
+    def flat(self, index: int) -> torch.Tensor:
+        """Return what travels of gradient `index`, flat; empty before the first one."""
+        return self._staged.get(index, NONE)
+
+    def _ready(self, parameter: torch.Tensor, *_: Any) -> None:
+        if self._stamps:
+            self._stamps[self._index[parameter]]()
+        if self.paused:
+            return
         if self._left[parameter] <= 0:
             raise AssertionError(TOO_MANY)
         self._left[parameter] -= 1
@@ -76,45 +134,131 @@ class PerParameter:
             self._send(parameter)
 
     def _send(self, parameter: torch.Tensor) -> None:
-        name = self._parameters[parameter]
+        index = self._index[parameter]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
             if parameter in self._sparse_dims:
                 parameter.grad = parameter.grad.to_sparse(self._sparse_dims[parameter])
         gradient = parameter.grad
         if gradient.is_sparse:
+            if parameter not in self._sparse_dims and not self._sparse_as_dense and self._recorder is not None:
+                leave_sparse(self.names[index])
             self._sparse_dims[parameter] = gradient.sparse_dim()
             if not self._sparse_as_dense:
-                self._sparse[parameter] = self._ways.sparse(gradient, name)
+                self._sparse[parameter] = self._ways.sparse(gradient, self.names[index])
                 return
             gradient = gradient.to_dense()
         travelling, context = self._compression.compress(gradient)
-        self._sent[parameter] = (self._ways.dense(travelling.contiguous(), name), context)
+        self._sent[parameter] = (self._start(index, travelling.contiguous()), context)
+
+    def _start(self, index: int, travelling: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start a reduction; return what waits for it, and gives the result."""
+        if self._own:
+            return partial(synchronize, self._ways.dense(travelling, self.names[index]))
+        self._describe(index, travelling)
+        sink = self._sink
+        if sink is None or travelling.numel() == 0:
+            return lambda: travelling
+        if isinstance(sink, job.core().Comm):
+            return partial(_finish, self._submit(sink, index, travelling), travelling)
+        staged = self._staged[index].copy_(travelling.detach().view(-1)).view(travelling.shape)
+        start = cast(Callable[[int], Any], sink)
+        return partial(_finish, start(index), staged)
+
+    def _submit(self, comm: "_core.Comm", index: int, travelling: torch.Tensor) -> "_core.Work":
+        core, bucket = job.core(), self.buckets[index]
+        average, predivide, op = self.factors
+        return comm.submit(
+            bucket.name,
+            core.ALLREDUCE,
+            (travelling.data_ptr(), bucket.nbytes),
+            dtype_code(bucket.dtype),
+            op=core.SUM if op is None else op,
+            prescale=1.0 / predivide,
+            postscale=predivide / (comm.size if average else 1),
+            bucket=index + 1,
+            shape=shape_key((tuple(travelling.shape),)),
+            keep=travelling.detach(),  # holds the memory also where the user gives the tensor another
+        )
+
+    def _describe(self, index: int, travelling: torch.Tensor) -> None:
+        """Have the bucket say what travels, and what lies where a callable finds it."""
+        bucket, nbytes = self.buckets[index], travelling.numel() * travelling.element_size()
+        if (bucket.dtype, bucket.nbytes) != (travelling.dtype, nbytes):
+            self.buckets[index] = replace(bucket, dtype=travelling.dtype, nbytes=nbytes)
+            self.version += 1
+        staged = self._staged.get(index)
+        if callable(self._sink) and (staged is None or (staged.dtype, staged.nbytes) != (travelling.dtype, nbytes)):
+            self._staged[index] = torch.empty(travelling.numel(), dtype=travelling.dtype)
+            self.version += 1
 
     def flush(self) -> None:
         """Send every gradient that is not, zeros where there is none."""
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             if parameter not in self._sent and parameter not in self._sparse:
                 self._send(parameter)
 
     def wait(self) -> None:
-        """Wait until all gradients are back, and put them in place."""
+        """Wait until all gradients are back, and put them in place.
+
+        Raises what the transfers failed with, and RuntimeError for a gradient that was deleted meanwhile.
+        """
         sent, self._sent = self._sent, {}
         sparse, self._sparse = self._sparse, {}
-        self._left = dict.fromkeys(self._parameters, self._passes)
-        for parameter, (handle, context) in sent.items():
-            result = self._compression.decompress(synchronize(handle), context)
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = result.to_sparse(self._sparse_dims[parameter])
-            elif parameter.grad is not None and parameter.grad is not result:
-                parameter.grad.copy_(result)
-        for parameter, wait in sparse.items():
-            parameter.grad = wait()
+        self._left = dict.fromkeys(self.parameters, self._passes)
+        self._stamp("WAIT_BEGIN")
+        try:
+            results = {parameter: (wait(), context) for parameter, (wait, context) in sent.items()}
+            results |= {parameter: (wait(), None) for parameter, wait in sparse.items()}
+        finally:
+            self._stamp("WAIT_END")
+        deleted = [self.names[self._index[parameter]] for parameter in results if parameter.grad is None]
+        for parameter, (result, context) in results.items():
+            if parameter in sparse:
+                parameter.grad = result
+            elif parameter.grad is not None:
+                self._put(parameter, self._compression.decompress(result, context))
+        if deleted:
+            raise RuntimeError(
+                f"gradients were deleted while they were on their way: {', '.join(deleted)}: delete gradients after "
+                "synchronize() or step()"
+            )
+
+    def _put(self, parameter: torch.Tensor, result: torch.Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            parameter.grad = result.to_sparse(self._sparse_dims[parameter])
+        elif gradient is not result:
+            gradient.copy_(result)
+
+    def _stamp(self, kind: str) -> None:
+        if self._recorder is not None:
+            self._recorder.put(EVENTS[kind])
 
     def close(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
+
+
+def _finish(work: Any, result: torch.Tensor) -> torch.Tensor:
+    """Wait for what a sink has started."""
+    if isinstance(work, job.core().Work):
+        while not work.wait(NOTICE_S):
+            job.current().tell()
+    else:
+        work.wait()
+    return result
+
+
+def leave_sparse(names: str) -> None:
+    """Say which gradients a measured run leaves alone."""
+    logger.warning(
+        "gradients of %s are sparse: they travel as indices and values over the job's own communicator under every "
+        "transport, and are not recorded; with sparse_as_dense=True they are",
+        names,
+    )
 
 
 class SparseApart:
@@ -154,7 +298,10 @@ class SparseApart:
             self._sparse.wait()
         elif self.gradients.dropped:
             for _, parameter in self.gradients.dropped:
-                parameter.grad = None if parameter.grad is None else parameter.grad.to_sparse(1)
+                if parameter.grad is not None and not parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_sparse(1)
+            if self.gradients.recorded:
+                leave_sparse(", ".join(name for name, _ in self.gradients.dropped))
             self._sparse = PerParameter(
                 self.gradients.dropped, Compression.none, self._ways, self.passes, (False, True)
             )
@@ -176,9 +323,9 @@ class PassGuard:
         self.limit = limit
         self._count = 0
         self._first: torch.Tensor | None = None
-        self._hooks = {parameter: on_gradient(parameter, self._ready) for parameter in parameters}
+        self._hooks = {p: OnAccumulated(p, partial(self._ready, p)) for p in parameters}
 
-    def _ready(self, parameter: torch.Tensor) -> None:
+    def _ready(self, parameter: torch.Tensor, *_: Any) -> None:
         if self._first is None:
             self._first = parameter
             for other, hook in self._hooks.items():

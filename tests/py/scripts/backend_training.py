@@ -196,7 +196,7 @@ def a_checkpoint_comes_back() -> None:
     dcp.save(states(model, optimizer), checkpoint_id=folder / "now")
     kept = whole(model)
     later = dcp.async_save(states(model, optimizer), checkpoint_id=folder / "later")
-    later.result(timeout=10)  # type: ignore[union-attr]
+    later.result(timeout=100)  # type: ignore[union-attr]
     steps(model, optimizer, 10)
     trained_on = whole(model)
     for name in ("now", "later"):

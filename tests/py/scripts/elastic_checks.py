@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import no_compiler  # noqa: F401
 import pytest
 import torch
 from named_checks import check, main

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import no_compiler  # noqa: F401
 import pytest
 import torch
 from named_checks import check, main

@@ -7,7 +7,6 @@ import re
 import warnings
 from typing import Any
 
-import no_compiler  # noqa: F401
 import pytest
 import torch
 from named_checks import check, main

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import no_compiler  # noqa: F401
 import numpy as np
 import pytest
 import torch

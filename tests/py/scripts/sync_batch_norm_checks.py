@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import no_compiler  # noqa: F401
 import pytest
 import torch
 from named_checks import check, main

@@ -7,13 +7,17 @@ left to these threads until they sleep.
 
 import atexit
 import contextlib
+import functools
+import importlib.util
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 LIMIT_S = 5.0
 LOOK_S = 0.01
 TASKS = Path("/proc/self/task")
+GROUPS = "torch.distributed.distributed_c10d"
 
 
 def gloo_threads() -> dict[str, tuple[str, str]]:
@@ -41,5 +45,36 @@ def wait_for_torch() -> None:
         before = now
 
 
+class Finder:
+    """Has torch's destroy_process_group wait for these threads.
+
+    A group joins its threads when it is freed, and keeps the interpreter meanwhile: a thread that then needs it to free
+    what the last operation held waits for ever, and so does the process.
+    """
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
+        """Return how torch's module is loaded, with the function changed once that is done."""
+        if name != GROUPS:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            load(module)
+            destroy = module.destroy_process_group
+
+            @functools.wraps(destroy)
+            def waits(*args: Any, **options: Any) -> None:
+                wait_for_torch()
+                destroy(*args, **options)
+
+            module.destroy_process_group = waits
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, Finder())
 # The first function that is registered is the last that is called.
 atexit.register(wait_for_torch)

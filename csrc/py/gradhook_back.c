@@ -1,0 +1,109 @@
+// Puts the sum where Horovod's synchronize() leaves it: in the gradient that was taken, and in `grad`.
+#include "py/gradhook.h"
+
+#include <string.h>
+
+// target.NAME(argument)
+static int call(PyObject *target, const char *name, PyObject *argument) {
+    PyObject *done = argument != NULL ? PyObject_CallMethod(target, name, "(O)", argument) : NULL;
+    Py_XDECREF(done);
+    return done != NULL ? 0 : -1;
+}
+
+static int is_sparse(const struct core_gradhook *self, PyObject *tensor) {
+    PyObject *answer = PyObject_GetAttr(tensor, core_state_of((PyObject *)self)->names[CORE_IS_SPARSE]);
+    int sparse = answer != NULL ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
+    return sparse;
+}
+
+// The sum as a tensor that is there anyway.
+static PyObject *sum_of(const struct gradhook_param *param) {
+    return param->direct ? param->alias : param->view;
+}
+
+// tensor.zero_().add_(sum.to_sparse(tensor.sparse_dim())): a sparse tensor has no set_().
+static int copy_to_sparse(PyObject *tensor, PyObject *sum) {
+    PyObject *dims = PyObject_CallMethod(tensor, "sparse_dim", NULL);
+    PyObject *sparse = dims != NULL ? PyObject_CallMethod(sum, "to_sparse", "(O)", dims) : NULL;
+    PyObject *zero = sparse != NULL ? PyObject_CallMethod(tensor, "zero_", NULL) : NULL;
+    int rc = zero != NULL ? call(tensor, "add_", sparse) : -1;
+    Py_XDECREF(zero);
+    Py_XDECREF(sparse);
+    Py_XDECREF(dims);
+    return rc;
+}
+
+// Into a tensor of any layout and dtype; a dense one keeps its memory.
+static int copy_any(const struct core_gradhook *self, const struct gradhook_param *param, PyObject *tensor) {
+    const struct core_state *state = core_state_of((PyObject *)self);
+    int sparse = is_sparse(self, tensor);
+    if (sparse != 0) {
+        return sparse < 0 ? -1 : copy_to_sparse(tensor, sum_of(param));
+    }
+    PyObject *bare = PyObject_CallMethodObjArgs(tensor, state->names[CORE_DETACH], NULL);
+    int rc = bare != NULL ? call(bare, "copy_", sum_of(param)) : -1;
+    Py_XDECREF(bare);
+    return rc;
+}
+
+// The gradient has other memory than when it was taken: it gets what was reduced, as memory of its own.
+static int set_moved(const struct gradhook_param *param) {
+    PyObject *sum = param->direct ? Py_NewRef(param->alias) : PyObject_CallMethod(param->view, "clone", NULL);
+    int rc = call(param->taken, "set_", sum);
+    Py_XDECREF(sum);
+    return rc;
+}
+
+static int give_taken(const struct core_gradhook *self, const struct gradhook_param *param) {
+    struct gradhook_found found;
+    if (param->odd) {
+        return copy_any(self, param, param->taken);
+    }
+    if (gradhook_look(self, param, param->taken, &found) < 0) {
+        return -1;
+    }
+    if (!found.plain || found.base != param->taken_base) {
+        return set_moved(param);
+    }
+    if (!param->direct) {
+        memcpy(found.base, param->memory, param->bytes);
+    }
+    return 0;
+}
+
+// `grad` is another tensor than the one that was taken. Horovod calls current.set_(taken).
+static int give_current(const struct core_gradhook *self, const struct gradhook_param *param, PyObject *current) {
+    if (current == Py_None) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "the gradient of parameter %u was deleted while bucket %s was on its way: delete gradients after "
+                     "synchronize() or step()",
+                     (unsigned)(param - self->params), self->buckets[param->bucket].name);
+        return -1;
+    }
+    int sparse = is_sparse(self, current);
+    if (sparse < 0) {
+        return -1;
+    }
+    return sparse || param->odd ? copy_any(self, param, current) : call(current, "set_", param->taken);
+}
+
+int gradhook_give_back(const struct core_gradhook *self, const struct gradhook_param *param) {
+    if (param->taken == NULL) {
+        return 0;
+    }
+    PyObject *parameter = PyWeakref_GetObject(param->parameter);
+    if (parameter == NULL || give_taken(self, param) < 0) {
+        return -1;
+    }
+    if (parameter == Py_None) {
+        return 0;
+    }
+    PyObject *current = PyObject_GetAttr(parameter, core_state_of((PyObject *)self)->names[CORE_GRAD]);
+    if (current == NULL) {
+        return -1;
+    }
+    int rc = current != param->taken ? give_current(self, param, current) : 0;
+    Py_DECREF(current);
+    return rc;
+}

@@ -1,0 +1,78 @@
+"""Calls: have functions called before and after every call of one module, with nothing left on the module.
+
+Hooks of a module are part of what deepcopy and pickle take along. This wraps `__call__` of the module's class instead,
+for as long as one of its modules is watched. Calls inside what torch.compile has compiled are not seen.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Around = tuple[Callable[[], object], Callable[[], object]]
+
+_WATCHED: dict[int, Around] = {}  # by id of the module
+_CLASSES: dict[Any, int] = {}  # wrapped classes, with the number of their modules that are watched
+
+
+class Calls:
+    """Calls `before` and `after` around each call of a module, until `remove`. `after` follows an exception, too."""
+
+    def __init__(self, module: torch.nn.Module, before: Callable[[], object], after: Callable[[], object]) -> None:
+        self._class = type(module)
+        self._key = id(module)
+        self._around = (before, after)
+        _WATCHED[self._key] = self._around
+        _wrap(self._class)
+        self._end = weakref.finalize(module, _forget, self._class, self._key, self._around)
+        self._end.atexit = False
+
+    def remove(self) -> None:
+        """Call nothing any more."""
+        self._end()
+
+
+def _forget(cls: Any, key: int, around: Around) -> None:
+    if _WATCHED.get(key) is around:
+        del _WATCHED[key]
+    _CLASSES[cls] -= 1
+    if _CLASSES[cls] == 0:
+        del _CLASSES[cls]
+        wrapped = vars(cls).get("__call__")
+        original = getattr(wrapped, "_netbottleneck_original", None)
+        if original is not None:
+            if original.inherited:
+                del cls.__call__
+            else:
+                cls.__call__ = original.call
+
+
+class _Original:
+    def __init__(self, call: Callable[..., Any], inherited: bool) -> None:
+        self.call = call
+        self.inherited = inherited
+
+
+def _wrap(cls: Any) -> None:
+    _CLASSES[cls] = _CLASSES.get(cls, 0) + 1
+    if _CLASSES[cls] > 1:
+        return
+    original = cls.__call__
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # torch.compile traces this function: what it compiles must be what it compiles without us.
+        around = None if torch.compiler.is_compiling() else _WATCHED.get(id(self))
+        if around is None:
+            return original(self, *args, **kwargs)
+        around[0]()
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            around[1]()
+
+    wrapped: Any = call
+    wrapped._netbottleneck_original = _Original(original, "__call__" not in vars(cls))
+    cls.__call__ = call

@@ -1,0 +1,481 @@
+"""ReducerGroup: the process group that a DDP model's reducer calls while a run is measured.
+
+DDP keeps its reducer, its buckets, its division, `no_sync` and `join`. `enter` puts this group into the reducer in the
+place of the model's own group, `leave` puts the own group back. Dense gradient all-reduces are timed and travel over
+the own group or over a communicator of ours. Every other call goes to the own group.
+"""
+
+import importlib
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from netbottleneck import job
+from netbottleneck.comm import key_of
+from netbottleneck.hooks.eager import eager
+from netbottleneck.recorder import EVENTS
+from netbottleneck.torch.ready import stamped
+
+if TYPE_CHECKING:
+    from netbottleneck import _core
+
+Future = torch.futures.Future[Any]
+
+# How the core adds a bucket: a complex number is a pair of real ones.
+_DTYPES = {
+    torch.float16: "FLOAT16",
+    torch.bfloat16: "BFLOAT16",
+    torch.float32: "FLOAT32",
+    torch.float64: "FLOAT64",
+    torch.complex32: "FLOAT16",
+    torch.complex64: "FLOAT32",
+    torch.complex128: "FLOAT64",
+}
+
+TRIES = 3  # DDP tells a new layout one forward pass late
+
+_SUBMIT, _START, _DONE = EVENTS["OP_SUBMIT"], EVENTS["OP_START"], EVENTS["OP_DONE"]
+
+_engine: Any = torch.autograd.Variable._execution_engine
+_c: Any = torch._C
+_c10d: Any = importlib.import_module("torch._C._distributed_c10d")
+_ProcessGroup: Any = dist.ProcessGroup
+
+logger = logging.getLogger("netbottleneck")
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket of the reducer. parameters: indices into ReducerGroup.names; empty where DDP does not tell."""
+
+    name: str
+    dtype: torch.dtype
+    nbytes: int
+    parameters: tuple[int, ...] = ()
+
+
+class Pass(NamedTuple):
+    """A backward pass, ns on the recorder's clock: first bucket sent, wait for all buckets begun and ended."""
+
+    sent_ns: int
+    wait_begin_ns: int
+    wait_end_ns: int
+
+
+class _Sent(NamedTuple):
+    """A bucket under way over a communicator of ours. DDP waits for `future`."""
+
+    work: Any
+    future: Future
+    tensors: list[torch.Tensor]
+
+
+class _Unsent:
+    """A bucket that could not be submitted. The error is raised where the bucket is waited for."""
+
+    def __init__(self, error: OSError) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        raise self._error
+
+
+class OwnGroup:
+    """The arms "stock" and "bare" of a DDP model: gradients travel over the model's own process group."""
+
+    name = "stock"
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._backend = str(dist.get_backend(group))
+
+    def target(self, gradients: Any) -> None:
+        """Have the reducer's buckets travel over the own group from now on."""
+        gradients.to_own_group()
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier()
+
+    def info(self) -> dict[str, Any]:
+        """Return what the record says of this transport."""
+        return {"provider": self._backend}
+
+    def wire(self) -> int | None:
+        """Return None: torch.distributed does not tell how many bytes it sent."""
+        return None
+
+    def close(self) -> None:
+        """Nothing: the group is the user's."""
+
+
+class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
+    """Stands between the reducer of one DDP model and its process group. See the module's docstring.
+
+    on_error: called with an exception of the measuring itself. The bucket at hand then travels as it would have.
+    Holds the model and its parameters weakly.
+    """
+
+    def __init__(
+        self, ddp: DistributedDataParallel, recorder: "_core.Recorder", on_error: Callable[[Exception], None]
+    ) -> None:
+        group = ddp.process_group
+        super().__init__(group.rank(), group.size())
+        named = reduced_parameters(ddp)
+        self.names = tuple(name for name, _ in named)
+        self.tensors = [(name, p.numel() * p.element_size(), p.dtype) for name, p in named]
+        self.buckets: list[Bucket] = []
+        self.version = 0
+        self.factors = (False, 1.0, None)
+        self.paused = False
+        self.passes: deque[Pass] = deque(maxlen=2)
+        self.count = 0  # backward passes that sent a bucket
+        self.hooked = False  # a communication hook of the user's sends the buckets
+        self._ddp = weakref.ref(ddp)
+        self._group: Any = group
+        self._recorder: _core.Recorder | None = recorder
+        self.on_error = on_error
+        self._parameters = [weakref.ref(p) for _, p in named]
+        self._pass_bytes = sum(nbytes for _, nbytes, _ in self.tensors)
+        self._own = True
+        self._sink: _core.Comm | None = None
+        self._inside = False
+        self._stamps: list[Any] = []
+        self._under_way: list[_Sent] = []
+        self._memory: list[int] = []  # address of each bucket
+        self._index = 0  # of the next bucket
+        self._sent_bytes = 0  # of the pass so far
+        self._task = -1  # the autograd graph task whose end we wait at
+        self._sent_ns = self._wait_ns = 0
+        self._core = job.core()
+        self._marks: dict[str, list[int]] = {}  # by name of a bucket: its key, and how often it was stamped
+        self._asked_version, self._tries = -1, 0
+
+    @property
+    def parameters(self) -> tuple[torch.Tensor, ...]:
+        """The parameters that are still alive."""
+        return tuple(p for p in (reference() for reference in self._parameters) if p is not None)
+
+    @property
+    def pending(self) -> int:
+        """Buckets that were sent over a communicator of ours and not waited for."""
+        return len(self._under_way)
+
+    def enter(self) -> None:
+        """Have the reducer call this group, and stamp each gradient that is ready. Not during a backward pass."""
+        ddp = self._ddp()
+        if self._inside or ddp is None or self._group is None:
+            return
+        if self._recorder is not None and len(self.parameters) == len(self._parameters):
+            self._stamps = stamped(self.parameters, self._recorder)
+        reducer_of(ddp)._update_process_group(self)
+        self._inside = True
+        self.new_pass()
+
+    def leave(self) -> None:
+        """Have the reducer call the model's own group again, and stamp nothing. Not during a backward pass."""
+        for handle in self._stamps:
+            handle.remove()
+        self._stamps.clear()
+        ddp = self._ddp()
+        if self._inside and ddp is not None:
+            reducer_of(ddp)._update_process_group(self._group)
+        self._inside = False
+
+    def close(self) -> None:
+        """Leave for good, and keep nothing of the user's alive."""
+        self.leave()
+        self._group = None
+        self._recorder = None
+        self.to_own_group()
+
+    def to_own_group(self) -> None:
+        """Have buckets travel over the model's own group. Not during a backward pass."""
+        self._own, self._sink = True, None
+
+    def target(self, sink: "_core.Comm | None", average: bool = False, **_factors: Any) -> None:
+        """Have buckets travel over a communicator of ours; None: nowhere. Not during a backward pass."""
+        self._own, self._sink = False, sink
+
+    def flush(self) -> None:
+        """Nothing: the reducer sends its buckets itself."""
+
+    def wait(self) -> None:
+        """Nothing: the reducer waits for its buckets itself."""
+
+    def new_pass(self) -> None:
+        """The model's forward pass begins: the next bucket is the first."""
+        self._index = self._sent_bytes = 0
+
+    @eager
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        """Reduce a bucket. The reducer calls it, in the backward pass, with its mutex locked: ask it nothing here."""
+        tensor = tensors[0]
+        if len(tensors) != 1 or not (tensor.is_floating_point() or tensor.is_complex()):
+            return self._group.allreduce(tensors, opts)
+        if self._own:
+            done = self._guarded(lambda: self._observe(tensor))
+        else:
+            index, done = self._next_index(tensor), None
+            if self._takes(tensor):
+                return self._send(index, tensor)
+        work = self._group.allreduce(tensors, opts)
+        if done is not None:
+            self._guarded(lambda: done(work.get_future()))
+        return work
+
+    @eager
+    def hook_begins(self, bucket: Any) -> Callable[[Any], None] | None:
+        """Stamp a bucket that the user's communication hook gets; return what `hook_returned` takes."""
+        if not self._inside or self._recorder is None:
+            return None
+        return cast("Callable[[Any], None] | None", self._guarded(lambda: self._stamp_hook(bucket)))
+
+    @eager
+    def hook_returned(self, done: Callable[[Any], None], future: Any) -> None:
+        """Have the end of a bucket stamped: the hook's future is done."""
+        self._guarded(lambda: done(future))
+
+    def _stamp_hook(self, bucket: Any) -> Callable[[Any], None] | None:
+        index, tensor = bucket.index(), bucket.buffer()
+        if index == 0:
+            self._begin()
+        if tensor.layout != torch.strided:
+            return None
+        self._note(index, tensor.dtype, tensor.data_ptr(), tensor.numel() * tensor.element_size())
+        return self._stamp(index)
+
+    def _takes(self, tensor: torch.Tensor) -> bool:
+        """Return whether a bucket is one that is timed, and that the core can add."""
+        return bool(
+            tensor.layout == torch.strided
+            and tensor.device.type == "cpu"
+            and tensor.dtype in _DTYPES
+            and tensor.numel() > 0
+            and tensor.is_contiguous()
+        )
+
+    def _next_index(self, tensor: torch.Tensor) -> int:
+        """Return the index of a bucket in its pass.
+
+        A pass begins with the model's forward, after as many bytes as the model has, or with the first bucket's memory.
+        """
+        sparse = tensor.layout != torch.strided
+        pointer, nbytes = 0 if sparse else tensor.data_ptr(), tensor.numel() * tensor.element_size()
+        again = self._index > 0 and pointer != 0 and self._memory[:1] == [pointer]
+        if again or self._sent_bytes >= self._pass_bytes:
+            self.new_pass()
+        if self._index == 0:
+            self._begin()
+        index, self._index = self._index, self._index + 1
+        self._sent_bytes += nbytes
+        self._note(index, tensor.dtype, pointer, nbytes)
+        return index
+
+    def _begin(self) -> None:
+        under_way, self._under_way = self._under_way, []
+        for sent in under_way:  # of a backward pass that an exception ended
+            sent.work.wait()
+        self.count += 1
+        self._task = -1
+        self._sent_ns = self._core.now_ns()
+
+    def _note(self, index: int, dtype: torch.dtype, pointer: int, nbytes: int) -> None:
+        """Keep the layout of the buckets: it changes when DDP rebuilds them."""
+        known = self.buckets[index] if index < len(self.buckets) else None
+        if known is not None and (known.nbytes, known.dtype, self._memory[index]) == (nbytes, dtype, pointer):
+            return
+        if known is None or (known.nbytes, known.dtype) != (nbytes, dtype):
+            # The name is the same on all ranks.
+            self.buckets[index:] = [Bucket(f"ddp/{index}:{nbytes}", dtype, nbytes)]
+            self.version += 1
+        self._memory[index : None if index >= len(self._memory) else index + 1] = [pointer]
+
+    def _send(self, index: int, tensor: torch.Tensor) -> Any:
+        """Submit a bucket to the communicator; return what DDP waits for."""
+        future: Future = Future()
+        work: Any = None
+        bucket, sink, core = self.buckets[index], self._sink, self._core
+        if sink is not None:
+            try:
+                work = sink.submit(
+                    bucket.name,
+                    core.ALLREDUCE,
+                    (tensor.data_ptr(), bucket.nbytes),
+                    int(getattr(core, _DTYPES[tensor.dtype])),
+                    bucket=index + 1,
+                    keep=tensor,
+                )
+            except OSError as error:
+                work = _Unsent(error)
+        if self._in_backward():
+            self._under_way.append(_Sent(work, future, [tensor]))
+        else:
+            # A static graph's first pass, or the pass of a rank that has joined: DDP waits right after this call.
+            if work is not None:
+                work.wait()
+            future.set_result([tensor])
+        return _c10d._create_work_from_future(future)
+
+    def _observe(self, tensor: torch.Tensor) -> Callable[[Any], None] | None:
+        """Stamp a bucket that the own group gets; return what stamps its start and, by its future, its end."""
+        index = self._next_index(tensor)
+        return self._stamp(index) if self._takes(tensor) else None
+
+    def _stamp(self, index: int) -> Callable[[Any], None] | None:
+        recorder, bucket = self._recorder, self.buckets[index]
+        if recorder is None:
+            return None
+        mark = self._marks.get(bucket.name)
+        if mark is None:
+            mark = self._marks[bucket.name] = [key_of(bucket.name), 0]
+        key, turn = mark
+        mark[1] += 1
+        recorder.put(_SUBMIT, key, turn, bucket.nbytes, index + 1, 0, self._core.ALLREDUCE)
+        self._in_backward()
+
+        def started(future: Any) -> None:
+            recorder.put(_START, key, turn)
+            future.add_done_callback(recorder.stamper(_DONE, key, turn))
+
+        return started
+
+    def _in_backward(self) -> bool:
+        """Return whether the backward pass runs, at whose end `_wait_begins` is called then.
+
+        Before what DDP queues with its last bucket. Not inside the callbacks of that end, where a static graph's first
+        pass sends its buckets.
+        """
+        task = _c._current_graph_task_id()
+        if task == -1:
+            return False
+        if task != self._task:
+            if _c._current_autograd_node() is None:
+                return False
+            self._task = task
+            _engine.queue_callback(self._wait_begins)
+        return True
+
+    @eager
+    def _wait_begins(self) -> None:
+        """Wait for the buckets under way. Raises the first failure when no transfer is left under way."""
+        self._guarded(self._stamp_wait_begin)
+        under_way, self._under_way = self._under_way, []
+        failure: OSError | None = None
+        for sent in under_way:
+            try:
+                if sent.work is not None:
+                    sent.work.wait()
+            except OSError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        for sent in under_way:
+            sent.future.set_result(sent.tensors)
+        _engine.queue_callback(self._wait_ended)  # after DDP's own
+
+    def _stamp_wait_begin(self) -> None:
+        self._wait_ns = self._core.now_ns()
+        if self._recorder is not None:
+            self._recorder.put_at(self._wait_ns, EVENTS["WAIT_BEGIN"])
+
+    @eager
+    def _wait_ended(self) -> None:
+        self._guarded(self._stamp_wait_end)
+
+    def _stamp_wait_end(self) -> None:
+        ended = self._core.now_ns()
+        if self._recorder is not None:
+            self._recorder.put_at(ended, EVENTS["WAIT_END"])
+        self.passes.append(Pass(self._sent_ns, self._wait_ns, ended))
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        """Call something that only measures. An exception of it ends the measuring, and nothing else."""
+        try:
+            return call()
+        except Exception as error:
+            self._recorder = None
+            self.on_error(error)
+            return None
+
+    def learn_parameters(self) -> None:
+        """Find which parameters each bucket holds, where that is not known. Between steps: it asks the reducer."""
+        if self._asked_version != self.version:
+            self._asked_version, self._tries = self.version, 0
+        ddp = self._ddp()
+        if ddp is None or self._tries >= TRIES or all(bucket.parameters for bucket in self.buckets):
+            return
+        self._tries += 1
+        sizes = [bucket.nbytes for bucket in self.buckets]
+        found = next((each for each in _layouts(ddp, self.tensors) if _sizes(each, self.tensors) == sizes), None)
+        if found is not None:
+            self.buckets = [replace(bucket, parameters=each) for bucket, each in zip(self.buckets, found, strict=True)]
+            self.version += 1
+
+
+def _delegated(name: str) -> Callable[..., Any]:
+    def call(self: ReducerGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._group, name)(*args, **kwargs)
+
+    return call
+
+
+for _name in (
+    "broadcast",
+    "allreduce_coalesced",
+    "reduce",
+    "allgather",
+    "allgather_coalesced",
+    "_allgather_base",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "send",
+    "recv",
+):
+    setattr(ReducerGroup, _name, eager(_delegated(_name)))
+
+
+def reducer_of(ddp: DistributedDataParallel) -> Any:
+    """Return the reducer of a model."""
+    return ddp.reducer
+
+
+def reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters that a model's reducer has, with their names, in the reducer's order."""
+    ignored = ddp.parameters_to_ignore
+    return [(name, p) for name, p in ddp.module.named_parameters() if name not in ignored and p.requires_grad]
+
+
+def _sizes(members: Sequence[Sequence[int]], tensors: Sequence[tuple[str, int, Any]]) -> list[int]:
+    try:
+        return [sum(tensors[index][1] for index in bucket) for bucket in members]
+    except IndexError:
+        return []
+
+
+def _layouts(ddp: DistributedDataParallel, tensors: Sequence[tuple[str, int, Any]]) -> list[list[tuple[int, ...]]]:
+    """Return the layouts of buckets that a model may have: what its logger says, else as DDP makes the first one."""
+    found = []
+    told = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
+    if told:
+        found.append([tuple(int(index) for index in bucket.split()) for bucket in told.split(",")])
+    live = [p for _, p in reduced_parameters(ddp)]
+    if len(live) == len(tensors):
+        cap = int(getattr(ddp, "bucket_bytes_cap", 25 << 20))
+        first: int = getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1 << 20)
+        assign: Any = dist.__dict__["_compute_bucket_assignment_by_size"]
+        for limits in ([1 << 62], [first, cap], [cap]):
+            members, _ = assign(live, limits, [False] * len(live))
+            found.append([tuple(bucket) for bucket in reversed(members)])
+    return found

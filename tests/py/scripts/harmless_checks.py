@@ -1,0 +1,231 @@
+"""One rank of the checks that a measured DDP model is the script's own: in memory, in copies, in failure, in step."""
+
+import copy
+import gc
+import io
+import logging
+import os
+import pickle
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from named_checks import check, run_named
+from torch.nn.parallel import DistributedDataParallel
+
+from netbottleneck import env
+from netbottleneck.hooks import ddp
+from netbottleneck.hooks.measured import Measured
+from netbottleneck.report import Run
+
+
+def settings(transport: str, **others: str) -> env.Settings:
+    given = {"transports": transport, "start_step": "0", "block_steps": "2", "timeout_s": "20", **others}
+    return env.settings(given)
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+
+
+def measured(model: DistributedDataParallel, transport: str, **others: str) -> Measured:
+    found = ddp.attach(model, settings=settings(transport, directory=f"run-{os.urandom(2).hex()}", **others))
+    assert found is not None
+    return found
+
+
+def batch(step: int) -> torch.Tensor:
+    seed = 100 * step + dist.get_rank()
+    return torch.randint(-3, 4, (4, 6), generator=torch.Generator().manual_seed(seed)).float()
+
+
+def train(model: torch.nn.Module, steps: int, *, optimizer: Any = None, skipped: int = -1) -> None:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(batch(step)).sum().backward()
+        if step != skipped:
+            optimizer.step()
+
+
+def untouched(steps: int, **options: Any) -> torch.nn.Module:
+    model = network()
+    train(DistributedDataParallel(model), steps, **options)
+    return model
+
+
+def same(one: torch.nn.Module, other: torch.nn.Module) -> None:
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def folder_of(found: Measured) -> Path:
+    found.session.close()
+    found.session.bring()
+    found.session.collect()
+    dist.barrier()
+    return found.session.folder
+
+
+@check
+def an_observed_run_joins_the_ranks_and_tells_its_own_cost() -> None:
+    model = network()
+    wrapped = DistributedDataParallel(model)
+    found = measured(wrapped, "stock")
+    train(wrapped, 24)
+    same(model, untouched(24))
+    folder = folder_of(found)
+    assert found.session.comm is not None, found.session.notes
+    if dist.get_rank() == 0:
+        run = Run(folder)
+        assert {rank.rank for rank in run.trace.ranks} == {0, 1}
+        assert {step.transport for step in run.trace.steps} == {"stock", "bare"}
+        assert all(not step.grad_ready and not step.forward for step in run.trace.steps if step.transport == "bare")
+        assert {c.transport for c in run.trace.collectives} == {"stock"}
+        assert "Our measuring changes the step by" in " ".join(run.text.split())
+    dist.barrier()
+
+
+@check
+def a_model_that_is_gone_takes_its_memory_along() -> None:
+    for transport in ("stock", "tcp"):
+        model = DistributedDataParallel(network())
+        found = measured(model, transport)
+        train(model, 3)
+        alive = [weakref.ref(model), *(weakref.ref(p) for p in model.parameters())]
+        session = found.session
+        del model, found
+        gc.collect()
+        assert [reference() for reference in alive] == [None] * len(alive)
+        assert not session.closed  # its end may wait for other ranks, so it comes with the process's
+
+
+@check
+def copies_and_pickles_hold_nothing_of_ours() -> None:
+    model = DistributedDataParallel(network())
+    found = measured(model, "tcp", sample_every="1")
+    train(model, 2)
+    for taken in (model, model.module, list(model.parameters())):
+        stream = io.BytesIO()
+        torch.save(taken, stream)
+        assert b"netbottleneck" not in stream.getvalue()
+        assert b"netbottleneck" not in pickle.dumps(taken)
+    twin = copy.deepcopy(model)
+    assert ddp.measured_by(twin) is None
+    train(twin, 2)
+    train(model, 2)
+    same(model.module, twin.module)
+    folder_of(found)
+
+
+@check
+def a_recorder_that_fails_ends_the_recording_and_not_the_training() -> None:
+    for transport in ("stock", "stock,tcp"):
+        model = network()
+        wrapped = DistributedDataParallel(model)
+        found = measured(wrapped, transport)
+
+        def broken(*_: object) -> None:
+            raise RuntimeError("no room")
+
+        found.guarded(broken)
+        train(wrapped, 6)
+        same(model, untouched(6))
+        assert any("no room" in note for note in found.session.notes)
+        folder_of(found)
+
+
+@check
+def an_optimizer_inside_the_backward_pass_sees_one_path_a_pass() -> None:
+    def trained(measure: bool) -> torch.nn.Module:
+        model = network()
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=1e-5)
+        found = measured(wrapped, "stock,tcp", block_steps="1") if measure else None
+        optimizers = {p: torch.optim.SGD([p], lr=0.125) for p in model.parameters()}
+
+        def update(parameter: torch.Tensor) -> None:
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        handles = [p.register_post_accumulate_grad_hook(update) for p in model.parameters()]
+        for step in range(6):
+            wrapped(batch(step)).sum().backward()
+        for handle in handles:
+            handle.remove()
+        if found is not None:
+            assert found.session.step >= 5
+            folder_of(found)
+        return model
+
+    same(trained(True), trained(False))
+
+
+@check
+def a_users_hook_is_called_as_without_us_and_timed() -> None:
+    def counted(calls: list[int]) -> Any:
+        def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP looks at annotations
+            calls.append(bucket.index())
+            work = dist.all_reduce(bucket.buffer().mul_(0.5), async_op=True)
+            return work.get_future().then(lambda future: future.value()[0])
+
+        return hook
+
+    ours, theirs = [], []
+    model, twin = network(), network()
+    wrapped = DistributedDataParallel(model)
+    found = measured(wrapped, "stock")
+    wrapped.register_comm_hook(None, counted(ours))
+    train(wrapped, 4)
+    reference = DistributedDataParallel(twin)
+    reference.register_comm_hook(None, counted(theirs))
+    train(reference, 4)
+    assert ours == theirs
+    same(model, twin)
+    folder = folder_of(found)
+    if dist.get_rank() == 0:
+        run = Run(folder)
+        assert [c.finished for c in run.trace.collectives if c.rank == 0] == [True] * 2  # of the steps that are stamped
+        assert any("communication hook of its own" in note for note in run.trace.notes)
+    dist.barrier()
+
+
+@check
+def what_is_left_alone_says_so_once_and_trains() -> None:
+    other = DistributedDataParallel(network())
+    first = measured(other, "stock")
+    model = network()
+    second = DistributedDataParallel(model)
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("netbottleneck").addHandler(handler)
+    assert ddp.attach(second, settings=settings("stock")) is None
+    logging.getLogger("netbottleneck").removeHandler(handler)
+    assert "another DDP model is measured already" in records[0].getMessage()
+    train(second, 3)
+    same(model, untouched(3))
+    folder_of(first)
+
+
+@check
+def a_rank_that_leaves_out_a_step_hangs_nobody() -> None:
+    """Arms take turns no longer then, as ranks would take different ones. The last check: the job measures no more."""
+    left_out = 2 if dist.get_rank() == 1 else -1
+    model = network()
+    wrapped = DistributedDataParallel(model)
+    found = measured(wrapped, "stock,tcp")
+    train(wrapped, 8, skipped=left_out)
+    same(model, untouched(8, skipped=left_out))
+    assert found.session.stays is not None
+    folder_of(found)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    run_named()
+    dist.barrier()
+    dist.destroy_process_group()

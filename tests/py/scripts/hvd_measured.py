@@ -1,0 +1,115 @@
+"""One rank of a training by Horovod's API, first as it is and then measured: `hvd_measured.py KIND`.
+
+Says "alike" where both have the same weights after each step, on all ranks.
+
+BREAK: "open:RANK:CALL" has the CALL-th ring of that rank fail to open, "step:RANK" the beginning of its second step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+TRANSPORTS = os.environ.pop("NETBOTTLENECK_TRANSPORT")  # before the import, which would have all jobs measured
+import torch  # noqa: E402
+
+import netbottleneck.torch as hvd  # noqa: E402
+from netbottleneck import job, session  # noqa: E402
+from netbottleneck.hooks.horovod import Measuring  # noqa: E402
+
+STEPS = 8
+
+
+class Sixteenths(hvd.Compression.none):  # type: ignore[misc, name-defined]
+    """A user's own: travels as 32-bit integers."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return (tensor * 16).round().int(), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor.to(ctx) / 16
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "fp16": {"compression": hvd.Compression.fp16},
+    "user": {"compression": Sixteenths, "op": hvd.Sum},
+    "dense": {"sparse_as_dense": True},
+    "sparse": {"compression": hvd.Compression.fp16},
+}
+
+
+class Net(torch.nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(50, 8, sparse=sparse)
+        self.line = torch.nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.line(self.table(x).sum(1))
+        return out
+
+
+def break_down(how: str) -> None:
+    """Have something of the measuring fail on one rank."""
+    what, _, where = how.partition(":")
+    rank, _, call = where.partition(":")
+    if not what or os.environ["RANK"] != rank:
+        return
+    if what == "step":
+        session.Session.begin = _failing(session.Session.begin, 2)  # type: ignore[method-assign]
+    else:
+        session._ring = _failing(session._ring, int(call))
+
+
+def _failing(real: Callable[..., Any], call: int) -> Callable[..., Any]:
+    """Return what does the same, but fails in one call."""
+    left = [call]
+
+    def made(*arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(28, "No space left on device")
+        return real(*arguments)
+
+    return made
+
+
+def train(kind: str) -> list[str]:
+    """Train, in a job of its own; return a digest of the weights after each step."""
+    hvd.init()
+    torch.manual_seed(0)
+    model = Net(kind in {"dense", "sparse"})
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.125), model.named_parameters(), **KINDS[kind]
+    )
+    torch.manual_seed(1 + hvd.rank())
+    seen = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randint(50, (4, 6))).square().mean().backward()
+        optimizer.step()
+        content = b"".join(each.numpy().tobytes() for each in model.state_dict().values())
+        seen.append(hashlib.sha256(content).hexdigest())
+    assert hvd.allgather_object(seen) == [seen] * hvd.size()
+    hvd.shutdown()
+    return seen
+
+
+def main() -> None:
+    kind = sys.argv[1]
+    plain = train(kind)
+    os.environ["NETBOTTLENECK_TRANSPORT"] = TRANSPORTS
+    job.observe(Measuring())
+    break_down(os.environ.get("BREAK", ""))
+    assert train(kind) == plain
+    print("alike", flush=True)
+
+
+if __name__ == "__main__":
+    main()

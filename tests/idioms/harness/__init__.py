@@ -1,0 +1,1 @@
+"""The runner of the idioms: modes, rank processes, records, comparison and the table."""

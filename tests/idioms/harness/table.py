@@ -1,0 +1,141 @@
+"""The outcomes as a table: printed while they come, in the end, and as the page of the documentation."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from harness.modes import MODES, UNTOUCHED
+from harness.pairs import Outcome
+
+# What the package says of a model that it does not serve.
+LEFT_ALONE = re.compile(
+    r"left alone|leaves? .* alone|untouched|No transport takes turns|transports stay at", re.IGNORECASE
+)
+SHOWN = 3  # differences of an outcome, where --verbose does not ask for all
+FAILURES = ("CRASH", "HANG", "WRONG", "SILENT")
+UNEQUAL = "unequal"  # and listed so
+RANKING = (*FAILURES, UNEQUAL, "left alone", "skipped", "equal")
+PAGE = """# Training loops that were compared
+
+Made by `make idioms` from the outcomes of `tests/idioms/run.py`. Each row is a way to write a training loop, run
+untouched and in each mode, with 2 and 3 ranks, with small and large gradients. After each step weights, gradients at
+each look, optimizer state, buffers, random states and losses were compared: by bits; with 3 ranks and a transport of
+ours, averaged gradients within 2·n·u·Σ|g|/n (u: the unit roundoff; each of two averages is within half of that of the
+exact one), everything else by bits.
+
+"""
+
+
+def _together(lines: list[str]) -> list[str]:
+    """Return lines that begin with `rank N: `, those that ranks share once."""
+    ranks: dict[str, list[str]] = {}
+    for line in lines:
+        rank, _, text = line.partition(": ")
+        ranks.setdefault(text, []).append(rank)
+    return [f"{', '.join(who)}: {text}" for text, who in ranks.items()]
+
+
+@dataclass
+class Table:
+    """Outcomes by idiom, mode, ranks and width."""
+
+    known: dict[str, tuple[str, str]]
+    verbose: bool = False
+    unequal: dict[str, str] = field(default_factory=dict)
+    outcomes: dict[tuple[str, str, int, str], tuple[str, Outcome]] = field(default_factory=dict)
+
+    def add(self, item: tuple[str, str], size: int, mode: str, outcome: Outcome) -> None:
+        """Take an outcome, and print its line."""
+        name, width = item
+        verdict = outcome.verdict
+        said = [line for line in outcome.notes if LEFT_ALONE.search(line)]
+        if verdict == "equal" and said:
+            verdict = "left alone"
+        elif verdict == "equal" and outcome.lack:
+            verdict = "SILENT"
+            outcome.differences.append(f"all ranks: {outcome.lack}, and no line says why")
+        if verdict == "WRONG" and name in self.unequal:
+            verdict = UNEQUAL
+            outcome.notes.append(f"listed: {self.unequal[name]}")
+        self.outcomes[name, mode, size, width] = verdict, outcome
+        print(f"{verdict:10} {name} {mode} {size} {width} {outcome.seconds:.1f} s", flush=True)
+        shown = [
+            *_together(outcome.differences)[: None if self.verbose else SHOWN],
+            outcome.skipped,
+            *(outcome.notes if self.verbose or verdict in (*FAILURES, UNEQUAL) else said[:1]),
+        ]
+        for line in filter(None, shown):
+            print(f"           {line[:300]}")
+        if self.verbose and verdict in FAILURES:
+            print(outcome.detail)
+
+    def _rows(self) -> dict[str, dict[str, str]]:
+        """Return, by idiom and mode, the worst verdict, and what it holds for."""
+        rows: dict[str, dict[str, str]] = {}
+        for (name, mode, size, width), (verdict, _) in self.outcomes.items():
+            told = rows.setdefault(name, {})
+            before = told.get(mode, "equal")
+            where = f" ({size} ranks, {width})" if verdict in FAILURES else ""
+            told[mode] = min(before, verdict + where, key=lambda text: RANKING.index(re.sub(r" \(.*", "", text)))
+        return rows
+
+    def text(self) -> str:
+        """Return the table as lines: idiom, then modes grouped by verdict."""
+        lines = []
+        for name, told in self._rows().items():
+            groups: dict[str, list[str]] = {}
+            for mode, verdict in told.items():
+                if mode != UNTOUCHED or verdict != "equal":
+                    groups.setdefault(verdict, []).append(mode)
+            lines.append(f"{name:32} | " + "; ".join(f"{verdict}: {', '.join(who)}" for verdict, who in groups.items()))
+        return "\n".join(lines)
+
+    def markdown(self) -> str:
+        """Return the page."""
+        shown = [mode for mode in MODES if mode != UNTOUCHED and any(mode in told for told in self._rows().values())]
+        head = ["| idiom | " + " | ".join(shown) + " |", "| --- |" + " --- |" * len(shown)]
+        body, said = [], []
+        for name, told in self._rows().items():
+            title = self.known.get(name, ("", name))[1]
+            skipped = told.get(UNTOUCHED) == "skipped"
+            cells = ["skipped" if skipped else told.get(mode, "–") for mode in shown]
+            body.append(f"| {title} (`{name}`) | " + " | ".join(cells) + " |")
+            lines = [
+                line
+                for (idiom, *_), (verdict, outcome) in self.outcomes.items()
+                if idiom == name and verdict == "left alone"
+                for line in outcome.notes
+                if LEFT_ALONE.search(line)
+            ]
+            reasons = [o.skipped for (idiom, *_), (_, o) in self.outcomes.items() if idiom == name and o.skipped]
+            said += [f"* `{name}`: {line}" for line in dict.fromkeys([*lines, *reasons])]
+        text = PAGE + "\n".join([*head, *body]) + "\n"
+        if said:
+            text += (
+                "\nWhat the user reads of a row that is left alone, or why it was skipped:\n\n" + "\n".join(said) + "\n"
+            )
+        return text + f"\n{self.last_line()}\n"
+
+    @property
+    def failed(self) -> int:
+        """Return how many outcomes must not be."""
+        return sum(verdict in FAILURES for verdict, _ in self.outcomes.values()) + len(self.listed_and_equal)
+
+    @property
+    def listed_and_equal(self) -> list[str]:
+        """Return the idioms that are listed as unequal, ran in a mode, and were equal in each."""
+        found: dict[str, set[str]] = {}
+        for (name, mode, *_), (verdict, _) in self.outcomes.items():
+            if name in self.unequal and mode != UNTOUCHED:
+                found.setdefault(name, set()).add(verdict)
+        return [name for name, verdicts in found.items() if UNEQUAL not in verdicts]
+
+    def last_line(self) -> str:
+        """Return `N passed, N failed`, and what was skipped."""
+        skipped = sum(verdict == "skipped" for verdict, _ in self.outcomes.values())
+        compared = [mode for (_, mode, *_), _ in self.outcomes.items() if mode != UNTOUCHED]
+        failed_here = sum(v in FAILURES for (_, m, *_), (v, _) in self.outcomes.items() if m != UNTOUCHED)
+        unequal = sum(verdict == UNEQUAL for verdict, _ in self.outcomes.values())
+        told = f"{len(compared) - failed_here - unequal} passed, {self.failed} failed"
+        return f"{told}, {skipped} skipped" if skipped else told

@@ -1,0 +1,16 @@
+"""One model, one optimizer: the loop of torch's tutorial."""
+
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+def train(context):
+    model = DDP(context.model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = model(context.inputs(step)).square().mean()
+        loss.backward()
+        context.watch.look("backward", model)
+        optimizer.step()
+        context.watch.step(model=model, optimizer=optimizer, loss=loss)

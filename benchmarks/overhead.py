@@ -36,7 +36,9 @@ RANKS = 2
 LIMIT_S = 290
 POINT, HIGHEST = 0.01, 0.02  # of compute inflation: the median, and the upper end of its interval
 START_S = 0.2
-COUNTS = {"hooks": 500, "inflation": 96, "latency": 300, "starts": 100}
+PARAMETERS, BUCKETS = 400, 25  # of overhead_rank.py's tiny model, with small buckets
+DDP_SHARE, BUCKET_NS = 0.25, 30_000
+COUNTS = {"hooks": 500, "ddp": 500, "observe": 60, "inflation": 96, "latency": 300, "starts": 100}
 
 Times = Mapping[str, list[float]]
 Variables = Callable[[int], Mapping[str, str]]
@@ -195,17 +197,53 @@ def inflation_figures(count: int, say: Say) -> list[Figure]:
     found = started("inflation", count)
     for name, values in found.items():
         say(told(f"step: {name}", values, 1e3, "ms"))
-    more = np.asarray(found["measured"]) / np.asarray(found["bare"]) - 1
+    return _inflation(found["measured"], found["bare"], say)
+
+
+def _inflation(measured: list[float], bare: list[float], say: Say) -> list[Figure]:
+    more, count = np.asarray(measured) / np.asarray(bare) - 1, len(bare)
     estimate = drawn(lambda indices: np.median(more[indices], axis=-1), count)
-    say(f"compute inflation {estimate.value:+.2%} [{estimate.low:+.2%}, {estimate.high:+.2%}], {count} pairs of blocks")
-    note = f"inflation {estimate.value:+.2%} [{estimate.low:+.2%}, {estimate.high:+.2%}]"
+    said = f"inflation {estimate.value:+.2%} [{estimate.low:+.2%}, {estimate.high:+.2%}]"
+    say(f"{said}, {count} pairs of blocks")
     return [
-        Figure("bare step over measured, the median", 1 / (1 + POINT), certain(1 / (1 + estimate.value)), count, note),
+        Figure("bare step over measured, the median", 1 / (1 + POINT), certain(1 / (1 + estimate.value)), count, said),
         Figure(
             "bare step over measured, the interval's end", 1 / (1 + HIGHEST), certain(1 / (1 + estimate.high)), count
         ),
-        Figure("a bare step over 50 ms", 1.0, certain(statistics.median(found["bare"]) / 0.05), count),
+        Figure("a bare step over 50 ms", 1.0, certain(statistics.median(bare) / 0.05), count),
     ]
+
+
+def ddp_figures(count: int, say: Say) -> list[Figure]:
+    """What observing a DDP model costs on the thread that runs the backward pass, in processor time."""
+    found = added(started("ddp", count))
+    for name, values in found.items():
+        say(told(f"added a gradient: {name}", values, 1e-3, "µs"))
+    per_pass = {name: PARAMETERS * np.asarray(values) for name, values in found.items()}
+    ours = per_pass["observed"] - per_pass["ddp"]
+    more = per_pass["observed, small buckets"] - per_pass["ddp, small buckets"] - ours
+    bucket = more / (BUCKETS - 1)
+    say(told("ours, a backward pass", ours.tolist(), 1e-3, "µs"))
+    say(told("ours, a bucket", bucket.tolist(), 1e-3, "µs"))
+
+    def share(indices: Any) -> Any:
+        return DDP_SHARE * np.median(per_pass["ddp"][indices], axis=-1) / np.median(ours[indices], axis=-1)
+
+    def by_bucket(indices: Any) -> Any:
+        return BUCKET_NS / np.median(bucket[indices], axis=-1)
+
+    return [
+        Figure(f"{DDP_SHARE} of what DDP adds over what we add to DDP", 1.0, drawn(share, count), count),
+        Figure(f"{BUCKET_NS / 1e3:.0f} us over what a bucket costs", 1.0, drawn(by_bucket, count), count),
+    ]
+
+
+def observe_figures(count: int, say: Say) -> list[Figure]:
+    """What observing adds to a training step, against the untouched steps of the same run."""
+    found = started("observe", count)
+    for name, values in found.items():
+        say(told(f"step: {name}", values, 1e3, "ms"))
+    return _inflation(found["stock"], found["bare"], say)
 
 
 def latency_figures(count: int, say: Say) -> list[Figure]:
@@ -243,7 +281,14 @@ def start_figures(count: int, say: Say) -> list[Figure]:
     return [Figure(f"0.2 s over init and shutdown, {count} times on one port", 1.0, estimate, count, note)]
 
 
-PARTS = {"hooks": hook_figures, "inflation": inflation_figures, "latency": latency_figures, "starts": start_figures}
+PARTS = {
+    "hooks": hook_figures,
+    "ddp": ddp_figures,
+    "observe": observe_figures,
+    "inflation": inflation_figures,
+    "latency": latency_figures,
+    "starts": start_figures,
+}
 
 
 def main() -> int:

@@ -26,11 +26,13 @@ import netbottleneck
 import netbottleneck.torch as hvd
 from netbottleneck import job, models
 from netbottleneck.bench.hvd import missing
+from netbottleneck.hooks.ddp import attach
 from netbottleneck.session import open_session
 from netbottleneck.torch.gradients import Gradients
 
 PARAMETERS = 400
 WARM_ROUNDS = 10  # buckets settle in the first ones
+BUCKET_BYTES = 64  # of small buckets: 16 of the parameters each
 RING_EVENTS = 1 << 18  # no stamp of the rounds is left out for want of room
 WARM_CALLS, LATENCY_CALLS = 3, 15  # of a round, one after another
 WARM_STEPS = 2
@@ -112,8 +114,17 @@ def measured(folder: Path) -> Way:
     return way(model, end)
 
 
-def ddp() -> Way:
-    return way(DistributedDataParallel(Tiny()))
+def ddp(**options: Any) -> Way:
+    return way(DistributedDataParallel(Tiny(), **options))
+
+
+def observed(folder: Path, **options: Any) -> Way:
+    """The same, each gradient and each bucket stamped, and sent by DDP's own group."""
+    model = DistributedDataParallel(Tiny(), **options)
+    settings = netbottleneck.env.settings({"transports": "stock", "directory": str(folder), "strict": "1"})
+    session = open_session(settings, arms=("stock",), directory=str(folder), model="tiny")
+    attach(model, session=session)
+    return way(model)
 
 
 def horovod(variables: Mapping[str, str]) -> Any:
@@ -204,6 +215,35 @@ class Pinned:
         return statistics.median(took)
 
 
+def ddp_hooks(rounds: int, folder: Path) -> Times:
+    """Return what `hooks` does for a plain model and DDP models of one bucket and of many, bare and observed."""
+    small = {"bucket_cap_mb": BUCKET_BYTES / (1 << 20)}
+    ways = {"plain": plain(), "ddp": ddp(), "ddp, small buckets": ddp(**small)}
+    ways["observed"] = observed(folder / "one")
+    ways["observed, small buckets"] = observed(folder / "many", **small)
+    return hooks(ways, rounds)
+
+
+def observing(steps: int, folder: Path) -> Times:
+    """Return the seconds of each step of a DDP model that is observed: those observed, and the untouched ones."""
+    pinned = Pinned()
+    pinned.model = DistributedDataParallel(pinned.model)
+    settings = netbottleneck.env.settings({"transports": "stock", "directory": str(folder / "run"), "start_step": "0"})
+    found = attach(pinned.model, pinned.optimizer, settings=settings)
+    assert found is not None
+    session, times = found.session, Times(bare=[], stock=[])
+    pinned.steps(2 * WARM_STEPS)
+    while min(map(len, times.values())) < steps:
+        arm, block = session.arm, session.blocks.at(session.step)[0]
+        took = []
+        while session.blocks.at(session.step)[0] == block:
+            took.append(pinned.steps(1))
+        if len(took) == session.blocks.length:  # a whole block
+            times[arm].append(statistics.median(took[1:]))
+    least = min(map(len, times.values()))
+    return {arm: values[:least] for arm, values in times.items()}
+
+
 def inflation(pairs: int, folder: Path) -> Times:
     """Return the seconds of a step by block: bare, without any hook, and with measuring on over `null`."""
     pinned, times = Pinned(), Times(bare=[], measured=[])
@@ -240,7 +280,10 @@ def main() -> None:
     else:
         hvd.init()
         real = horovod(json.loads(sys.argv[4])) if len(sys.argv) > 4 else None
-        if what == "inflation":
+        if what in ("ddp", "observe"):
+            meet_by_gloo(folder)
+            found = (ddp_hooks if what == "ddp" else observing)(count, folder)
+        elif what == "inflation":
             found = inflation(count, folder)
         elif what == "latency":
             latency(hvd if real is None else real)

@@ -117,7 +117,7 @@ fabric_headers() {
 words() { tr ' ' '\n' | sort -u | xargs; }
 
 system_packages() {
-    local missing needed useful
+    local missing lacking
     missing=$({ missing_needed; missing_useful; } | words)
     [ -n "$missing" ] || return 0
     if [ "${APT:-1}" = 0 ]; then
@@ -141,13 +141,13 @@ system_packages() {
         fi
     fi
     [ -n "$python" ] || python=$(find_python) || python=
-    needed=$(missing_needed | words)
-    [ -z "$needed" ] || fail "cannot go on without: $needed"
-    useful=$(missing_useful | words)
-    case " $useful " in *" iproute2 "*) fact "without iproute2 the lab runs on loopback, without caps" ;; esac
-    case " $useful " in *openmpi* | *" iperf3 "*) fact "without Open MPI and iperf3 the tests that need peers fail in CI" ;; esac
-    case " $useful " in *" clang "*) fact "without clang and its libFuzzer the fuzzing fails" ;; esac
-    case " $useful " in *arm64* | *aarch64* | *qemu*) fact "without a compiler and an emulator for aarch64 make cross fails" ;; esac
+    lacking=$(missing_needed | words)
+    [ -z "$lacking" ] || fail "cannot go on without: $lacking"
+    lacking=$(missing_useful | words)
+    case " $lacking " in *" iproute2 "*) fact "without iproute2 the lab runs on loopback, without caps" ;; esac
+    case " $lacking " in *openmpi* | *" iperf3 "*) fact "without Open MPI and iperf3 the tests that need peers fail in CI" ;; esac
+    case " $lacking " in *" clang "*) fact "without clang and its libFuzzer the fuzzing fails" ;; esac
+    case " $lacking " in *arm64* | *aarch64* | *qemu*) fact "without a compiler and an emulator for aarch64 make cross fails" ;; esac
 }
 
 # Headers alone, without root: enough to build; the library itself is loaded at run time.

@@ -84,13 +84,18 @@ hvd.shutdown()
 """
 
 
-def test_a_rank_that_does_not_come_to_a_measured_run_is_named_in_time(warm_ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_rank_that_does_not_come_to_a_measured_run_is_named_in_time(
+    warm_ranks: Ranks, tmp_path: Path, strict: bool
+) -> None:
     env = {"NETBOTTLENECK": "1", "NETBOTTLENECK_DIR": str(tmp_path / "run"), "NETBOTTLENECK_TRANSPORT": "tcp"}
-    for result in warm_ranks(3, LATE, env):
+    for result in warm_ranks(3, LATE, {**env, "NETBOTTLENECK_STRICT": str(int(strict))}):
+        said = result.stdout if strict else result.stderr
         if result.rank == 1:
-            assert "late" not in result.stdout
+            assert "late" not in said
             continue
-        assert "late: 1 " in result.stdout
-        assert "not all ranks came to it within 0.5 s (NETBOTTLENECK_START_TIMEOUT_S)" in result.stdout
-        assert "Ranks that have not submitted it: 1." in result.stdout
-        assert "unset NETBOTTLENECK" in result.stdout
+        assert ("late: 1 " in result.stdout) == strict
+        assert ("the training is left alone" in result.stderr) != strict
+        assert "not all ranks came to it within 0.5 s (NETBOTTLENECK_START_TIMEOUT_S)" in said
+        assert "Ranks that have not submitted it: 1." in said
+        assert "unset NETBOTTLENECK" in said

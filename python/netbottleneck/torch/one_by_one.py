@@ -214,10 +214,8 @@ class PerParameter:
             self._stamp("WAIT_END")
         deleted = [self.names[self._index[parameter]] for parameter in results if parameter.grad is None]
         for parameter, (result, context) in results.items():
-            if parameter in sparse:
-                parameter.grad = result
-            elif parameter.grad is not None:
-                self._put(parameter, self._compression.decompress(result, context))
+            if parameter.grad is not None:
+                self._put(parameter, result if parameter in sparse else self._compression.decompress(result, context))
         if deleted:
             raise RuntimeError(
                 f"gradients were deleted while they were on their way: {', '.join(deleted)}: delete gradients after "
@@ -228,7 +226,7 @@ class PerParameter:
         gradient = parameter.grad
         assert gradient is not None
         if gradient.is_sparse:
-            parameter.grad = result.to_sparse(self._sparse_dims[parameter])
+            _put_sparse(gradient, result)
         elif gradient is not result:
             gradient.copy_(result)
 
@@ -250,6 +248,11 @@ def _finish(work: Any, result: torch.Tensor) -> torch.Tensor:
     else:
         work.wait()
     return result
+
+
+def _put_sparse(gradient: torch.Tensor, result: torch.Tensor) -> None:
+    """Give a sparse gradient the sum, as Horovod does: a dense one becomes sparse in all its dimensions."""
+    gradient.zero_().add_(result if result.is_sparse else result.to_sparse())
 
 
 def leave_sparse(names: str) -> None:
@@ -292,19 +295,32 @@ class SparseApart:
             self._sparse.flush()
 
     def wait(self) -> None:
-        """Wait until all gradients are back. After the first step also part with those that are sparse."""
-        self.gradients.wait()
+        """Wait until all gradients are back. In the first step also part with those that are sparse."""
         if self._sparse is not None:
+            self.gradients.wait()
             self._sparse.wait()
-        elif self.gradients.dropped:
-            for _, parameter in self.gradients.dropped:
-                if parameter.grad is not None and not parameter.grad.is_sparse:
-                    parameter.grad = parameter.grad.to_sparse(1)
-            if self.gradients.recorded:
-                leave_sparse(", ".join(name for name, _ in self.gradients.dropped))
-            self._sparse = PerParameter(
-                self.gradients.dropped, Compression.none, self._ways, self.passes, (False, True)
-            )
+            return
+        found = [(p, p.grad) for p in self.gradients.parameters if p.grad is not None and p.grad.is_sparse]
+        own = {p: torch.sparse_coo_tensor(g._indices(), g._values(), g.size(), check_invariants=False) for p, g in found}
+        self.gradients.wait()
+        if self.gradients.dropped:
+            self._part(own)
+
+    def _part(self, own: dict[torch.Tensor, torch.Tensor]) -> None:
+        """Have the sparse gradients travel for themselves from now on, and those of this step (own) again."""
+        if self.gradients.recorded:
+            leave_sparse(", ".join(name for name, _ in self.gradients.dropped))
+        waits = []
+        for name, parameter in self.gradients.dropped:
+            if parameter not in own:  # another rank has one
+                own[parameter] = torch.zeros_like(parameter).to_sparse(1)
+            waits.append((parameter, self._ways.sparse(own[parameter], name)))
+        for parameter, wait in waits:
+            gradient = parameter.grad
+            if gradient is None or not gradient.is_sparse:
+                parameter.grad = gradient = own[parameter]
+            _put_sparse(gradient, wait())
+        self._sparse = PerParameter(self.gradients.dropped, Compression.none, self._ways, self.passes, (False, True))
 
     def close(self) -> None:
         """Remove the hooks."""

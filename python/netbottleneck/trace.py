@@ -24,6 +24,8 @@ FORMAT = "netbottleneck-trace"
 # Transports that are no transport: the untouched script, one rank alone, nothing moves.
 BARE, SINGLE, NULL = "bare", "single", "null"
 PSEUDO = (BARE, SINGLE, NULL)
+# What a note says of a run whose gradients travel by a hook that cannot be timed.
+NOT_TIMED = "its buckets are not timed"
 # The tables of a trace whose rows belong to one rank each.
 BY_RANK = ("ranks", "steps", "collectives", "faults")
 

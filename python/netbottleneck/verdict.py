@@ -8,7 +8,7 @@ from html import escape
 
 from netbottleneck.findings import STOCK, Findings
 from netbottleneck.stats import Paired
-from netbottleneck.trace import PSEUDO
+from netbottleneck.trace import NOT_TIMED, PSEUDO
 from netbottleneck.units import gbit, ms, percent, streams
 
 # Exposed communication and waiting below this part of the step: the network is not the bottleneck.
@@ -121,6 +121,13 @@ def _no_communication(f: Findings) -> Verdict | None:
             "NO_COMMUNICATION",
             "No step with communication was recorded.",
             "Measure steps under stock, or another transport, for longer than one block.",
+        )
+    untimed = next((note for note in f.trace.notes if NOT_TIMED in note), None)
+    if f.parts[f.base].operations == 0 and untimed is not None:
+        return Verdict(
+            "NO_COMMUNICATION",
+            f"No operation could be timed in {f.parts[f.base].steps} steps. {untimed}",
+            "Measure a run without that communication hook.",
         )
     if f.parts[f.base].operations == 0:
         return Verdict(

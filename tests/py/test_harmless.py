@@ -55,3 +55,36 @@ def test_ranks_that_no_launcher_joins_record_alone_and_say_what_is_not_known(pla
     folders = sorted(path.name for path in (plain_ranks.folder / "job0").glob("*run*"))
     assert folders == ["run-rank0", "run-rank1"]
     assert "Of your " in job.stdout
+
+
+SHARDED = """
+import netbottleneck, torch, torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+dist.init_process_group("gloo")
+torch.manual_seed(1)
+model = FullyShardedDataParallel(torch.nn.Linear(4, 4), use_orig_params=True, device_id=torch.device("cpu"))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+try:
+    for step in range(5):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    print("trained")
+except ValueError as error:
+    print("refused at step", step, error)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_training_without_a_ddp_model_is_left_alone_and_an_error_where_that_is_asked_for(
+    warm_ranks: Ranks, strict: bool
+) -> None:
+    for result in warm_ranks(2, SHARDED, {"NETBOTTLENECK": "1", "NETBOTTLENECK_STRICT": str(int(strict))}):
+        why = "FullyShardedDataParallel shards its parameters, which is not measured yet: use DDP"
+        if strict:
+            assert result.stdout.startswith("refused at step 2")
+            assert why in result.stdout
+        else:
+            assert result.stdout == "trained\n"
+            assert result.stderr.count("netbottleneck WARNING: the training is left alone") == 1
+            assert why in result.stderr

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from netbottleneck import findings, recorder, verdict
+from netbottleneck.report.words import sentences
 from netbottleneck.trace import Network
 from ringwriter import FakeRun
 
@@ -99,6 +100,10 @@ def test_one_rank_has_no_communication(tmp_path):
 def test_steps_without_operations_have_no_communication(tmp_path):
     run = recorder.load(FakeRun(tmp_path, blocks=3).write())
     assert verdict.decide(findings.find(replace(run, collectives=()))).code == "NO_COMMUNICATION"
+    note = "The model has a communication hook of its own (x): it is built into torch, so its buckets are not timed."
+    hooked = findings.find(replace(run, collectives=(), notes=(note,)))
+    assert note in verdict.decide(hooked).why
+    assert "none of its communication was recorded (measured)" in sentences(hooked)[0]
 
 
 def test_only_the_untouched_script_is_no_communication(tmp_path):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck.hooks.reducer_group import ReducerGroup, reducer_of
+from netbottleneck.trace import NOT_TIMED
 
 BUILT_IN = "_register_builtin_comm_hook"
 PYTHON = "_register_comm_hook"
@@ -30,7 +31,7 @@ def watch(ddp: DistributedDataParallel, group: ReducerGroup, told: Told) -> None
     name = str(ddp._get_ddp_logging_data().get("comm_hook", ""))
     if name:
         group.hooked = True
-        told(f"{_own(name)} It was there before the model was measured, so its buckets are not timed.")
+        told(f"{_own(name)} It was there before the model was measured, so {NOT_TIMED}.")
 
 
 def forget(ddp: DistributedDataParallel) -> None:
@@ -74,7 +75,7 @@ def _wrap() -> None:
         group.hooked = True
         register_built_in(reducer, kind)
         group.enter()
-        told(f"{_own(str(kind))} It is built into torch, so its buckets are not timed.")
+        told(f"{_own(str(kind))} It is built into torch, so {NOT_TIMED}.")
 
     python._netbottleneck = True  # type: ignore[attr-defined]
     setattr(dist, PYTHON, python)

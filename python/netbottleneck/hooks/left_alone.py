@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from netbottleneck import env, job, launch
+
 STEPS = 3  # of an optimizer, before a script without a measured run is spoken of
 
 logger = logging.getLogger("netbottleneck")
@@ -26,7 +28,7 @@ def left_alone(what: str, why: str) -> None:
 class Unmeasured:
     """Looks at the first steps of a script's optimizers, and says where nothing is measured.
 
-    register: torch's register_optimizer_step_post_hook.
+    register: torch's register_optimizer_step_post_hook. With NETBOTTLENECK_STRICT=1 the step raises ValueError instead.
     """
 
     def __init__(self, register: Callable[[Any], Any]) -> None:
@@ -36,7 +38,19 @@ class Unmeasured:
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         self._steps += 1
         if self._steps == STEPS and not _said and not _measured():
-            left_alone("the training", why_not(optimizer))
+            self._say(why_not(optimizer))
+
+    @staticmethod
+    def _say(why: str) -> None:
+        try:
+            settings = env.settings()
+            strict = settings.strict
+            job.set_up_log(settings, launch.detect(settings))
+        except Exception:  # what is wrong with the settings is not this step's to say
+            strict = False
+        if strict:
+            raise ValueError(f"NETBOTTLENECK_STRICT=1, and the training cannot be measured: {why}")
+        left_alone("the training", why)
 
 
 def _measured() -> bool:
@@ -46,10 +60,11 @@ def _measured() -> bool:
 
 def why_not(optimizer: Any) -> str:
     """Return why a training whose optimizer this is is not measured."""
-    kinds = {type(p).__name__ for group in optimizer.param_groups for p in group["params"]}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    kinds = {type(p).__name__ for p in parameters}
     if "DTensor" in kinds:
         return "its parameters are sharded (FSDP2 or tensor parallelism), which is not measured yet: use DDP"
-    if "FlatParameter" in kinds:
+    if "FlatParameter" in kinds or any(getattr(p, "_fsdp_flattened", False) for p in parameters):
         return "FullyShardedDataParallel shards its parameters, which is not measured yet: use DDP"
     if type(optimizer).__module__.partition(".")[0] == "deepspeed":
         return "DeepSpeed moves its gradients, which is not measured yet: use DDP"

@@ -115,7 +115,8 @@ class Attached:
         named = [(str(optimizer._parameter_names[p]), p) for p in parameters if p.requires_grad and p.numel() > 0]
         route = Route([(name, p) for name, p in named if _can_travel(name, p, settings.strict)], size)
         stock = Stock(self._mpi_ops, route)
-        session = open_on_all(settings, model=type(optimizer).__name__, stock=stock) if route.names else None
+        model = type(optimizer).__name__
+        session = open_on_all(settings, arms=settings.arms, model=model, stock=stock) if route.names else None
         if session is None:
             self._refused = True
             return None

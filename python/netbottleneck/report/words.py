@@ -26,7 +26,10 @@ def sentences(findings: Findings) -> list[str]:
     parts = findings.parts[base]
     untouched = findings.times.get(BARE) if base == STOCK else None
     step_ns = parts.step_ns if untouched is None else untouched.median_ns
-    found = [f"Of your {ms(step_ns)} step, {ms(parts.exposed_ns)} is exposed communication ({findings.label})."]
+    if parts.operations == 0 and findings.trace.size > 1:
+        found = [f"Your step takes {ms(step_ns)}; none of its communication was recorded ({findings.label})."]
+    else:
+        found = [f"Of your {ms(step_ns)} step, {ms(parts.exposed_ns)} is exposed communication ({findings.label})."]
     found += _bandwidth(findings, base)
     predicted = findings.predicted_full_use_ns
     if predicted is not None and predicted < parts.step_ns:

@@ -124,7 +124,7 @@ def _buckets(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], p
         passes=passes,
         direct_bytes=this.settings.direct_bytes,
         label=wanted.label,
-        agree=None if everybody else _agreement(wanted.label, among),
+        agree=_agreement(wanted.label, among) if not everybody else _rank_0s if among.size > 1 else None,
         among=None if everybody else among,
         drop_sparse=apart,
     )
@@ -135,6 +135,11 @@ def _buckets(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], p
     if everybody:  # who looks on may have to agree with all ranks
         this.observer.gradients(gradients, optimizer)
     return SparseApart(gradients, _ways(wanted)) if apart else gradients
+
+
+def _rank_0s(mine: bytes) -> bytes:
+    """Return the bytes of rank 0, whatever moves the gradients."""
+    return job.current().comm.exchange(mine)[0]
 
 
 def _agreement(label: str, among: Members) -> Callable[[bytes], bytes]:

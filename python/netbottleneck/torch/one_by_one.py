@@ -250,6 +250,12 @@ def _finish(work: Any, result: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def _apart(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a sparse tensor with the indices and values that a sparse gradient has now."""
+    indices, values = gradient._indices(), gradient._values()
+    return torch.sparse_coo_tensor(indices, values, gradient.size(), check_invariants=False)
+
+
 def _put_sparse(gradient: torch.Tensor, result: torch.Tensor) -> None:
     """Give a sparse gradient the sum, as Horovod does: a dense one becomes sparse in all its dimensions."""
     gradient.zero_().add_(result if result.is_sparse else result.to_sparse())
@@ -301,7 +307,9 @@ class SparseApart:
             self._sparse.wait()
             return
         found = [(p, p.grad) for p in self.gradients.parameters if p.grad is not None and p.grad.is_sparse]
-        own = {p: torch.sparse_coo_tensor(g._indices(), g._values(), g.size(), check_invariants=False) for p, g in found}
+        own = {
+            p: torch.sparse_coo_tensor(g._indices(), g._values(), g.size(), check_invariants=False) for p, g in found
+        }
         self.gradients.wait()
         if self.gradients.dropped:
             self._part(own)

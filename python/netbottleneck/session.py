@@ -250,7 +250,8 @@ class Session:
 
     @property
     def _finish_s(self) -> float:
-        failed = self.error is not None or (self.comm is not None and self.comm.failed)
+        given_up = self.stays is not None  # a rank that goes on alone has ended the connection itself
+        failed = self.error is not None or (self.comm is not None and self.comm.failed and not given_up)
         return FAILED_FINISH_S if failed else FINISH_S
 
     def collect(self) -> None:

@@ -42,7 +42,7 @@ def attach(
     ddp = _ddp_of(model)
     chosen = session.settings if session is not None else settings or env.settings()
     try:
-        job.set_up_log(chosen, _place(ddp))
+        job.set_up_log(chosen, launch.Place(dist.get_rank(), dist.get_world_size()))
         return _attach(ddp, optimizer, session, chosen, called=model)
     except Exception as error:
         if chosen.strict:
@@ -145,7 +145,8 @@ def _open(ddp: DistributedDataParallel, settings: Settings, why: str) -> Session
     if why and (settings.observes or ddp.process_group.size() != dist.get_world_size()):
         raise LeftAlone(why)  # without a vote: ranks outside of the group have no such model
     if settings.observes:
-        return observe(settings, _place(ddp), stock=own, arms=settings.arms, model=model)
+        place = launch.Place(dist.get_rank(), dist.get_world_size())  # that of the group: it has all ranks
+        return observe(settings, place, stock=own, arms=settings.arms, model=model)
     control = job.start(settings).comm
     votes = records.together(control, b"0" if why else b"1", settings.start_timeout_s)
     if why:
@@ -154,10 +155,6 @@ def _open(ddp: DistributedDataParallel, settings: Settings, why: str) -> Session
     if others:
         raise LeftAlone(f"rank {others[0]} leaves it alone: see that rank's log")
     return open_session(settings, stock=own, model=model)
-
-
-def _place(ddp: DistributedDataParallel) -> launch.Place:
-    return launch.Place(dist.get_rank(ddp.process_group), dist.get_world_size(ddp.process_group))
 
 
 def _refusal(ddp: DistributedDataParallel) -> str:

@@ -24,17 +24,17 @@ EAGER = [name for name in LOOPS if name not in COMPILED]
     [[f"{EAGER[0]}/0"], [f"{EAGER[0]}/1"], EAGER[1::2], EAGER[2::2], COMPILED],
     ids=["settings-a", "settings-b", "eager-a", "eager-b", "compiled"],
 )
-def test_training_loops_end_as_with_plain_ddp(ranks: Ranks, names: list[str]) -> None:
-    for result in ranks(2, SCRIPTS / "ddp_loops.py", {**ENV, "LOOPS_TRANSPORT": "tcp"}, args=names):
+def test_training_loops_end_as_with_plain_ddp(warm_ranks: Ranks, names: list[str]) -> None:
+    for result in warm_ranks(2, SCRIPTS / "ddp_loops.py", {**ENV, "LOOPS_TRANSPORT": "tcp"}, args=names):
         said = [line for line in result.stdout.splitlines() if line.startswith(("ok ", "failed "))]
         assert said == [f"ok {name}" for name in names], result.stderr
 
 
 @pytest.mark.parametrize("transport", ["stock", "stock,ofi"])
-def test_other_transports_end_alike(ranks: Ranks, transport: str) -> None:
+def test_other_transports_end_alike(warm_ranks: Ranks, transport: str) -> None:
     names = ["gradients_of_three_passes_add_up", "each_rank_leaves_out_a_layer"]
     env = {**ENV, "LOOPS_TRANSPORT": transport, "NETBOTTLENECK_BLOCK_STEPS": "1"}
-    for result in ranks(2, SCRIPTS / "ddp_loops.py", env, args=names):
+    for result in warm_ranks(2, SCRIPTS / "ddp_loops.py", env, args=names):
         assert [f"ok {name}" for name in names] == re.findall("^ok .*", result.stdout, re.MULTILINE), result.stderr
 
 
@@ -162,13 +162,13 @@ dist.destroy_process_group()
 """
 
 
-def test_a_sparse_gradient_goes_ddps_own_way(ranks: Ranks) -> None:
-    for result in ranks(2, SPARSE, ENV):
+def test_a_sparse_gradient_goes_ddps_own_way(warm_ranks: Ranks) -> None:
+    for result in warm_ranks(2, SPARSE, ENV):
         assert "done" in result.stdout
 
 
-def test_a_hook_is_taken_away_and_put_back(ranks: Ranks) -> None:
-    for result in ranks(2, LIFE, ENV):
+def test_a_hook_is_taken_away_and_put_back(warm_ranks: Ranks) -> None:
+    for result in warm_ranks(2, LIFE, ENV):
         assert "done" in result.stdout
 
 
@@ -201,8 +201,8 @@ dist.destroy_process_group()
 """
 
 
-def test_what_cannot_be_measured_is_left_alone_and_an_error_where_that_is_asked_for(ranks: Ranks) -> None:
-    for result in ranks(2, REFUSED, ENV):
+def test_what_cannot_be_measured_is_left_alone_and_an_error_where_that_is_asked_for(warm_ranks: Ranks) -> None:
+    for result in warm_ranks(2, REFUSED, ENV):
         assert "done" in result.stdout
         assert "the DDP model of Linear is left alone: its process group has 1 of 2 ranks" in result.stderr
 
@@ -234,6 +234,6 @@ for step in range(1 << 20):
 """
 
 
-def test_a_rank_that_is_gone_is_named_in_the_backward_pass_of_the_others(ranks: Ranks) -> None:
-    first, _ = ranks(2, LOST, ENV)
+def test_a_rank_that_is_gone_is_named_in_the_backward_pass_of_the_others(warm_ranks: Ranks) -> None:
+    first, _ = warm_ranks(2, LOST, ENV)
     assert first.stdout.splitlines()[-1] == "lost 1"

@@ -21,25 +21,25 @@ def checks() -> list[str]:
 ALL = [name for name in checks() if name != "arms_take_turns"]
 
 
-def run(ranks: Ranks, names: list[str], transport: str) -> None:
+def run(warm_ranks: Ranks, names: list[str], transport: str) -> None:
     env = {**ENV, "E2E_TRANSPORT": transport}
-    for result in ranks(2, SCRIPT, env, args=names):
+    for result in warm_ranks(2, SCRIPT, env, args=names):
         said = [line for line in result.stdout.splitlines() if line.startswith(("ok ", "failed "))]
         assert said == [f"ok {name}" for name in names], result.stderr
 
 
 @pytest.mark.parametrize("names", [ALL[start::8] for start in range(8)], ids=list("abcdefgh"))
-def test_loops_train_as_they_do_without_us(ranks: Ranks, names: list[str]) -> None:
+def test_loops_train_as_they_do_without_us(warm_ranks: Ranks, names: list[str]) -> None:
     run(ranks, names, "tcp")
 
 
 @pytest.mark.parametrize("transport", ["stock", "ofi"])
-def test_other_transports_train_alike(ranks: Ranks, transport: str) -> None:
+def test_other_transports_train_alike(warm_ranks: Ranks, transport: str) -> None:
     names = ["a_rank_skips_a_parameter", "a_parameter_lies_channels_last", "gradients_are_replaced"]
     run(ranks, names, transport)
 
 
-def test_arms_that_take_turns_train_alike(ranks: Ranks) -> None:
+def test_arms_that_take_turns_train_alike(warm_ranks: Ranks) -> None:
     run(ranks, ["arms_take_turns"], "stock,tcp")
 
 
@@ -87,8 +87,8 @@ assert set(few) == set(many), (few, many)
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ofi"])
-def test_a_backward_pass_runs_no_python_for_each_parameter(ranks: Ranks, transport: str) -> None:
-    for result in ranks(2, COUNT, ENV, args=[transport]):
+def test_a_backward_pass_runs_no_python_for_each_parameter(warm_ranks: Ranks, transport: str) -> None:
+    for result in warm_ranks(2, COUNT, ENV, args=[transport]):
         assert "calls [" in result.stdout
 
 
@@ -149,6 +149,6 @@ print("alike")
 
 
 @pytest.mark.parametrize("how", ["one optimizer", "two optimizers", "profile in a measured script"])
-def test_more_than_one_thing_to_measure_trains_right(ranks: Ranks, how: str) -> None:
-    for result in ranks(2, BOTH, {**ENV, "NETBOTTLENECK_TRANSPORT": "tcp"}, args=[how]):
+def test_more_than_one_thing_to_measure_trains_right(warm_ranks: Ranks, how: str) -> None:
+    for result in warm_ranks(2, BOTH, {**ENV, "NETBOTTLENECK_TRANSPORT": "tcp"}, args=[how]):
         assert "alike" in result.stdout

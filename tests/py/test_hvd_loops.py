@@ -20,7 +20,7 @@ EAGER = [name for name in LOOPS if name not in COMPILED]
 
 
 @pytest.mark.parametrize("names", [EAGER[::2], EAGER[1::2], COMPILED], ids=["eager-a", "eager-b", "compiled"])
-def test_training_loops_end_as_with_plain_ddp(ranks: Ranks, names: list[str]) -> None:
-    for result in ranks(2, SCRIPTS / "hvd_loops.py", {**ENV, "LOOPS_TRANSPORT": "tcp"}, args=names):
+def test_training_loops_end_as_with_plain_ddp(warm_ranks: Ranks, names: list[str]) -> None:
+    for result in warm_ranks(2, SCRIPTS / "hvd_loops.py", {**ENV, "LOOPS_TRANSPORT": "tcp"}, args=names):
         said = [line for line in result.stdout.splitlines() if line.startswith(("ok ", "failed "))]
         assert said == [f"ok {name}" for name in names], result.stderr

@@ -18,10 +18,10 @@ BYTES = {"table.weight": 50 * 8 * 4, "line.weight": 3 * 8 * 4, "line.bias": 3 * 
 ENV = {"NETBOTTLENECK_TIMEOUT_S": "10", "NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_BLOCK_STEPS": "2"}
 
 
-def trained(ranks: Ranks, kind: str, transports: str, folder: Path, **env: str) -> str:
+def trained(warm_ranks: Ranks, kind: str, transports: str, folder: Path, **env: str) -> str:
     """Have the script train, unmeasured and measured alike; return what both ranks said to stderr."""
     variables = {**ENV, "NETBOTTLENECK_TRANSPORT": transports, "NETBOTTLENECK_DIR": str(folder), **env}
-    results = ranks(2, SCRIPT, variables, args=[kind])
+    results = warm_ranks(2, SCRIPT, variables, args=[kind])
     assert all("alike" in result.stdout.splitlines() for result in results)
     return "".join(result.stderr for result in results)
 
@@ -37,7 +37,7 @@ def trained(ranks: Ranks, kind: str, transports: str, folder: Path, **env: str) 
     ],
 )
 def test_what_travels_one_by_one_is_recorded_and_moved_by_each_arm(
-    ranks: Ranks, tmp_path: Path, kind: str, transports: str, travels: tuple[str, int]
+    warm_ranks: Ranks, tmp_path: Path, kind: str, transports: str, travels: tuple[str, int]
 ) -> None:
     run, (dtype, parts) = tmp_path / "run", travels
     said = trained(ranks, kind, transports, run)
@@ -64,7 +64,7 @@ def test_what_travels_one_by_one_is_recorded_and_moved_by_each_arm(
     assert moved == set(trace.transports)
 
 
-def test_sparse_gradients_travel_beside_the_arms_and_one_line_says_so(ranks: Ranks, tmp_path: Path) -> None:
+def test_sparse_gradients_travel_beside_the_arms_and_one_line_says_so(warm_ranks: Ranks, tmp_path: Path) -> None:
     said = trained(ranks, "sparse", "tcp", tmp_path / "run")
     assert said.count("gradients of table.weight are sparse") == 2  # on two ranks
     trace = Run(tmp_path / "run").trace
@@ -75,23 +75,23 @@ def test_sparse_gradients_travel_beside_the_arms_and_one_line_says_so(ranks: Ran
 
 @pytest.mark.parametrize(("broken", "kind"), [("open:0:1", "plain"), ("open:1:1", "fp16"), ("open:1:2", "plain")])
 def test_a_run_that_one_rank_cannot_open_leaves_the_training_alone(
-    ranks: Ranks, tmp_path: Path, broken: str, kind: str
+    warm_ranks: Ranks, tmp_path: Path, broken: str, kind: str
 ) -> None:
     said = trained(ranks, kind, "tcp", tmp_path / "run", BREAK=broken, NETBOTTLENECK_START_TIMEOUT_S="5")
     assert said.count("the training is left alone: no run can be measured on all ranks") == 2
     assert "No space left on device" in said
 
 
-def test_a_run_that_cannot_be_opened_is_an_error_where_that_is_asked_for(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_opened_is_an_error_where_that_is_asked_for(warm_ranks: Ranks, tmp_path: Path) -> None:
     env = {"NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_DIR": str(tmp_path / "run"), "BREAK": "open:1:1"}
     strict = {"NETBOTTLENECK_STRICT": "1", "NETBOTTLENECK_START_TIMEOUT_S": "5"}
-    job = ranks.start(2, SCRIPT, env={**ENV, **env, **strict}, args=["plain"])
+    job = warm_ranks.start(2, SCRIPT, env={**ENV, **env, **strict}, args=["plain"])
     results = job.wait(check=False)
     assert all(result.code not in {0, None} for result in results)
     assert "No space left on device" in results[1].stderr
 
 
 @pytest.mark.parametrize("kind", ["plain", "fp16"])
-def test_a_failure_of_the_recording_ends_it_and_not_the_training(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+def test_a_failure_of_the_recording_ends_it_and_not_the_training(warm_ranks: Ranks, tmp_path: Path, kind: str) -> None:
     said = trained(ranks, kind, "tcp", tmp_path / "run", BREAK="step:1")
     assert said.count("measuring has ended, the training goes on: OSError: [Errno 28] No space left on device") == 1

@@ -25,11 +25,11 @@ ENV = {
 }
 
 
-def ran(ranks: Ranks, folder: Path, way: str, env: Mapping[str, str]) -> dict[str, int]:
+def ran(warm_ranks: Ranks, folder: Path, way: str, env: Mapping[str, str]) -> dict[str, int]:
     """Run the script, which checks its weights; return how often the library was called for what."""
     double = folder / "double"
     double.mkdir()
-    results = ranks(2, SCRIPT, {**ENV, **env, "WAY": way, "HOROVOD_DOUBLE": str(double)})
+    results = warm_ranks(2, SCRIPT, {**ENV, **env, "WAY": way, "HOROVOD_DOUBLE": str(double)})
     first, second = (
         [line for line in result.stdout.splitlines() if line.startswith(("ended ", "library "))] for result in results
     )
@@ -141,9 +141,9 @@ print("done")
 """
 
 
-def test_what_we_answer_is_as_horovod_would_and_all_else_is_its_own(ranks: Ranks, tmp_path: Path) -> None:
+def test_what_we_answer_is_as_horovod_would_and_all_else_is_its_own(warm_ranks: Ranks, tmp_path: Path) -> None:
     env = {**ENV, "NETBOTTLENECK_DIR": "run", "HOROVOD_DOUBLE": str(tmp_path), "NETBOTTLENECK_TRANSPORT": ""}
-    for result in ranks(2, CALLS.replace("import netbottleneck\n", TCP), env):
+    for result in warm_ranks(2, CALLS.replace("import netbottleneck\n", TCP), env):
         assert "done" in result.stdout
 
 

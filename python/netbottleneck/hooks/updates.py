@@ -8,6 +8,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from netbottleneck.hooks.eager import eager
+from netbottleneck.torch.functions import makes_state
 
 
 class Updates:
@@ -63,6 +64,8 @@ class Updates:
 
     @eager
     def _begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if makes_state(optimizer):
+            return
         chosen = self._chosen() if self._chosen is not None else None
         if chosen is None and shares(optimizer, self._own):
             self._chosen, chosen = weakref.ref(optimizer), optimizer
@@ -81,7 +84,7 @@ class Updates:
 
     @eager
     def _ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._chosen is None or self._chosen() is not optimizer:
+        if self._chosen is None or self._chosen() is not optimizer or makes_state(optimizer):
             return
         self._depth -= 1
         if self._depth != 0:

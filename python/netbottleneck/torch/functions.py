@@ -1,5 +1,6 @@
 """Horovod's functions on models and optimizers: one rank's state for all."""
 
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -7,8 +8,11 @@ import torch
 
 from netbottleneck.ops import allgather_object, broadcast_object
 from netbottleneck.torch.mpi_ops import broadcast_async_, synchronize
+from netbottleneck.torch.remake import own_step
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
+
+_making: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()  # optimizers whose step only makes their state
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
@@ -43,15 +47,15 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     """Give every rank the root's optimizer state and options.
 
     Tensors are written in place where they have the root's shape and type, else made; everything else travels as it
-    is, by one pickle. A rank that has more state than the root loses it. Where the optimizer has no state, gradients
-    that are missing become zeros, as with Horovod. model is taken for compatibility and not used. Raises ValueError for
-    LBFGS, whose state is its own kind.
+    is, by one pickle. A rank that has more state than the root loses it. Where the optimizer has no state, it makes one
+    by a step with gradients of zero, as with Horovod: a weight decay counts, and so does Adam's number of steps. model:
+    whose sparse embeddings have sparse gradients. Raises ValueError for LBFGS, whose state is its own kind.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not optimizer.state:
-        _fill_gradients(parameters)
+        _make_state(optimizer, parameters, model)
     mine = [
         {key: _outline(value) for key, value in optimizer.state.get(parameter, {}).items()} for parameter in parameters
     ]
@@ -68,10 +72,29 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     _broadcast(travelling, root_rank)
 
 
-def _fill_gradients(parameters: list[torch.Tensor]) -> None:
+def makes_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the step that an optimizer is in only makes its state: it is none of the training's."""
+    return optimizer in _making
+
+
+def _make_state(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], model: Any) -> None:
+    sparse = {
+        id(parameter)
+        for module in (model.modules() if model else ())
+        if isinstance(module, torch.nn.Embedding) and module.sparse
+        for parameter in module.parameters()
+    }
     for parameter in parameters:
-        if parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+        if parameter.requires_grad:
+            zeros = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            all_sparse = isinstance(optimizer, torch.optim.SparseAdam)
+            some = isinstance(optimizer, torch.optim.SGD) and id(parameter) in sparse
+            parameter.grad = zeros.to_sparse() if all_sparse or some else zeros
+    _making.add(optimizer)
+    try:
+        own_step(optimizer)
+    finally:
+        _making.discard(optimizer)
 
 
 class _Outline:

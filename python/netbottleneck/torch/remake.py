@@ -7,11 +7,21 @@ import torch
 
 def remade(optimizer: torch.optim.Optimizer, added: type[torch.optim.Optimizer]) -> Any:
     """Return an object of a new class of the same name, with the optimizer's own state."""
-    made: type[Any] = type(type(optimizer).__name__, (added, type(optimizer)), {"__doc__": type(optimizer).__doc__})
+    base = type(optimizer)
+    made: type[Any] = type(base.__name__, (added, base), {"__doc__": base.__doc__, "_made_from": base})
     result: Any = object.__new__(made)
     # A scheduler that was made before has replaced the old one's step; that replacement is not for this one.
     result.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     return result
+
+
+def own_step(optimizer: torch.optim.Optimizer) -> None:
+    """Make a step of the class that an optimizer was made from: no rank waits for another."""
+    base = getattr(type(optimizer), "_made_from", None)
+    if base is None:
+        optimizer.step()
+    else:
+        base.step(optimizer)
 
 
 def positive(passes: int) -> int:

@@ -22,7 +22,7 @@ esac
 venv=.venv
 stamps=build/stamps
 log=build/setup.log
-torch_least=2.1
+torch_least=2.3
 
 fact() { printf 'set-up: %s\n' "$*"; }
 fail() {

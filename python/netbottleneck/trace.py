@@ -26,6 +26,8 @@ BARE, SINGLE, NULL = "bare", "single", "null"
 PSEUDO = (BARE, SINGLE, NULL)
 # What a note says of a run whose gradients travel by a hook that cannot be timed.
 NOT_TIMED = "its buckets are not timed"
+# And of one in which something communicates that no record has.
+NOT_RECORDED = "what it communicates is not in this record"
 # The tables of a trace whose rows belong to one rank each.
 BY_RANK = ("ranks", "steps", "collectives", "faults")
 

@@ -8,7 +8,7 @@ from html import escape
 
 from netbottleneck.findings import STOCK, Findings
 from netbottleneck.stats import Paired
-from netbottleneck.trace import NOT_TIMED, PSEUDO
+from netbottleneck.trace import NOT_RECORDED, NOT_TIMED, PSEUDO
 from netbottleneck.units import gbit, ms, percent, streams
 
 # Exposed communication and waiting below this part of the step: the network is not the bottleneck.
@@ -72,9 +72,9 @@ def own_cost(findings: Findings) -> str | None:
 
 
 def handicap_sentence(findings: Findings) -> str | None:
-    """What must be said when stock under us was slower than the untouched script by more than a little."""
+    """What must be said where stock under us was slower than the untouched script, and others were compared with it."""
     pair = findings.handicap
-    if pair is None or not findings.handicapped:
+    if pair is None or not findings.handicapped or not findings.comparisons:
         return None
     ratio = pair.ratio
     return (
@@ -168,6 +168,13 @@ def _not_network(f: Findings) -> Verdict | None:
     assert f.share is not None
     parts, share = f.parts[f.base], f.share
     lost = f"{percent(share.value)} of the step ({percent(share.low)} to {percent(share.high)})"
+    unknown = next((note for note in f.trace.notes if NOT_RECORDED in note), None)
+    if share.high < NETWORK_SHARE_MIN and unknown is not None:
+        return Verdict(
+            "INCONCLUSIVE",
+            f"What is recorded of communication is {lost}. {unknown}",
+            "Measure the other model, too, in a run of its own: netbottleneck.attach.",
+        )
     if share.high < NETWORK_SHARE_MIN:
         if parts.input_ns >= INPUT_SHARE * parts.step_ns:
             return Verdict(

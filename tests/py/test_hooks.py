@@ -30,17 +30,17 @@ def run(warm_ranks: Ranks, names: list[str], transport: str) -> None:
 
 @pytest.mark.parametrize("names", [ALL[start::8] for start in range(8)], ids=list("abcdefgh"))
 def test_loops_train_as_they_do_without_us(warm_ranks: Ranks, names: list[str]) -> None:
-    run(ranks, names, "tcp")
+    run(warm_ranks, names, "tcp")
 
 
 @pytest.mark.parametrize("transport", ["stock", "ofi"])
 def test_other_transports_train_alike(warm_ranks: Ranks, transport: str) -> None:
     names = ["a_rank_skips_a_parameter", "a_parameter_lies_channels_last", "gradients_are_replaced"]
-    run(ranks, names, transport)
+    run(warm_ranks, names, transport)
 
 
 def test_arms_that_take_turns_train_alike(warm_ranks: Ranks) -> None:
-    run(ranks, ["arms_take_turns"], "stock,tcp")
+    run(warm_ranks, ["arms_take_turns"], "stock,tcp")
 
 
 COUNT = """

@@ -40,7 +40,7 @@ def test_what_travels_one_by_one_is_recorded_and_moved_by_each_arm(
     warm_ranks: Ranks, tmp_path: Path, kind: str, transports: str, travels: tuple[str, int]
 ) -> None:
     run, (dtype, parts) = tmp_path / "run", travels
-    said = trained(ranks, kind, transports, run)
+    said = trained(warm_ranks, kind, transports, run)
     assert "left alone" not in said
     trace = Run(run).trace
     assert trace.transports == tuple(transports.split(","))
@@ -65,7 +65,7 @@ def test_what_travels_one_by_one_is_recorded_and_moved_by_each_arm(
 
 
 def test_sparse_gradients_travel_beside_the_arms_and_one_line_says_so(warm_ranks: Ranks, tmp_path: Path) -> None:
-    said = trained(ranks, "sparse", "tcp", tmp_path / "run")
+    said = trained(warm_ranks, "sparse", "tcp", tmp_path / "run")
     assert said.count("gradients of table.weight are sparse") == 2  # on two ranks
     trace = Run(tmp_path / "run").trace
     assert {c.name for c in trace.collectives if c.bucket is not None} == {
@@ -77,7 +77,7 @@ def test_sparse_gradients_travel_beside_the_arms_and_one_line_says_so(warm_ranks
 def test_a_run_that_one_rank_cannot_open_leaves_the_training_alone(
     warm_ranks: Ranks, tmp_path: Path, broken: str, kind: str
 ) -> None:
-    said = trained(ranks, kind, "tcp", tmp_path / "run", BREAK=broken, NETBOTTLENECK_START_TIMEOUT_S="5")
+    said = trained(warm_ranks, kind, "tcp", tmp_path / "run", BREAK=broken, NETBOTTLENECK_START_TIMEOUT_S="5")
     assert said.count("the training is left alone: no run can be measured on all ranks") == 2
     assert "No space left on device" in said
 
@@ -93,5 +93,5 @@ def test_a_run_that_cannot_be_opened_is_an_error_where_that_is_asked_for(warm_ra
 
 @pytest.mark.parametrize("kind", ["plain", "fp16"])
 def test_a_failure_of_the_recording_ends_it_and_not_the_training(warm_ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    said = trained(ranks, kind, "tcp", tmp_path / "run", BREAK="step:1")
+    said = trained(warm_ranks, kind, "tcp", tmp_path / "run", BREAK="step:1")
     assert said.count("measuring has ended, the training goes on: OSError: [Errno 28] No space left on device") == 1

@@ -17,7 +17,7 @@ from netbottleneck.hooks.left_alone import left_alone
 from netbottleneck.hooks.measured import Measured
 from netbottleneck.hooks.reducer_group import OwnGroup, ReducerGroup, reduced_parameters, reducer_of
 from netbottleneck.session import Session, observe, open_session
-from netbottleneck.trace import BARE
+from netbottleneck.trace import BARE, NOT_RECORDED
 
 logger = logging.getLogger("netbottleneck")
 
@@ -48,6 +48,8 @@ def attach(
         if chosen.strict:
             raise
         left_alone(_name(ddp), str(error))
+        for other in {measured.session for measured in _measured.values() if not measured.closed}:
+            other.notes.append(f"{_name(ddp)} was left alone: {NOT_RECORDED}.")
         logger.debug("left alone", exc_info=error)
         return None
 
@@ -180,8 +182,8 @@ def _not_the_only_one() -> str:
     if all(each.closed for each in _measured.values()):
         return ""
     return (
-        "another DDP model is measured already, and only one model of a step can be: unset NETBOTTLENECK and "
-        "NETBOTTLENECK_TRANSPORT and call netbottleneck.attach on the model to measure"
+        "another DDP model is measured already, and only one model of a step can be; to choose which, start without "
+        "NETBOTTLENECK, NETBOTTLENECK_TRANSPORT and netbottleneck run, and call netbottleneck.attach on that one"
     )
 
 

@@ -20,6 +20,9 @@ from netbottleneck.verdict import Verdict
 __all__ = ["Run"]
 
 
+PAGE = "report.html"
+
+
 class Run:
     """A run that was recorded: a run folder, or a single trace file (*.jsonl.gz).
 
@@ -58,9 +61,14 @@ class Run:
         """What report.txt holds."""
         return terminal.text(self.findings, self.verdict, self.hosts)
 
+    @property
+    def _page(self) -> Path | None:
+        page = self.path / PAGE
+        return page if self._folder is not None and page.exists() else None
+
     def show(self, console: Console | None = None) -> None:
-        """Prints the report."""
-        terminal.show(self.findings, self.verdict, console, self.hosts)
+        """Prints the report, and where it lies as a page."""
+        terminal.show(self.findings, self.verdict, console, self.hosts, self._page)
 
     def write_all(self, folder: Path | str | None = None) -> list[Path]:
         """Writes every file of the report into `folder` (default: the run's own) and names them.
@@ -77,7 +85,7 @@ class Run:
             "layers.csv": tables.layers_csv(self.findings),
             "collectives.csv": tables.collectives_csv(self.trace),
             "report.txt": self.text,
-            "report.html": html.page(self.findings, self.verdict),
+            PAGE: html.page(self.findings, self.verdict),
         }.items():
             (place / name).write_text(words, encoding="utf-8")
             written.append(place / name)

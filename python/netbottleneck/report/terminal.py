@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -228,8 +229,16 @@ def text(findings: Findings, verdict: Verdict, hosts: Sequence[HostUse] = ()) ->
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
 
 
-def show(findings: Findings, verdict: Verdict, console: Console | None = None, hosts: Sequence[HostUse] = ()) -> None:
-    """Prints to the terminal, at most WIDTH columns; NO_COLOR and pipes are seen to by rich."""
+def show(
+    findings: Findings,
+    verdict: Verdict,
+    console: Console | None = None,
+    hosts: Sequence[HostUse] = (),
+    page: Path | None = None,
+) -> None:
+    """Prints to the terminal, at most WIDTH columns; NO_COLOR and pipes are seen to by rich. page: named at the end."""
     screen = console or Console(force_jupyter=False)
     screen.width = min(screen.width, WIDTH) if screen.is_terminal else WIDTH
     render(findings, verdict, screen, hosts)
+    if page is not None:
+        screen.print(f"Report: {page}", highlight=False, markup=False, soft_wrap=True)

@@ -21,7 +21,7 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS.parent / "tools"))
 
-from warm import WarmPair, WarmProcess  # noqa: E402
+from warm import READ_EARLY, WarmPair, WarmProcess, read_early  # noqa: E402
 
 import skips  # noqa: E402
 
@@ -48,6 +48,14 @@ SITE = str(TESTS / "py" / "site")
 os.environ["PYTHONPATH"] = os.pathsep.join([SITE, *filter(None, [os.environ.get("PYTHONPATH")])])
 # All ranks of a test are on one host. What is tested is the network between them, unless a test says otherwise.
 os.environ.setdefault("NETBOTTLENECK_SHM", "0")
+# Ranks have these as they are now: libraries that tests load set some of them, and a rank would not be forked for it.
+EARLY = read_early(os.environ)
+
+
+def inherited() -> dict[str, str]:
+    """Return what ranks have of this process's environment."""
+    now = {name: value for name, value in os.environ.items() if not name.startswith(("NETBOTTLENECK", *READ_EARLY))}
+    return {**now, "PYTHONPATH": os.environ["PYTHONPATH"], **EARLY}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -238,7 +246,7 @@ class Ranks:
         for rank in range(n):
             extra = env(rank) if callable(env) else (env or {})
             values = {
-                **{name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")},
+                **inherited(),
                 "NETBOTTLENECK_SHM": "0",
                 "PYTHONUNBUFFERED": "1",
                 "OMP_NUM_THREADS": "1",
@@ -331,7 +339,7 @@ def ranks(tmp_path: Path) -> Generator[Ranks, None, None]:
 @pytest.fixture(scope="session")
 def warm() -> Generator[WarmPair, None, None]:
     """Give what forks ranks."""
-    pair = WarmPair()
+    pair = WarmPair(inherited())
     yield pair
     pair.close()
 

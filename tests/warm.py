@@ -139,15 +139,15 @@ class WarmProcess:
 
 @dataclass
 class WarmPair:
-    """The two servers, started when the first rank asks for one."""
+    """The two servers, started when the first rank asks for one. environ: theirs."""
 
+    environ: Mapping[str, str]
     servers: list[Warm] = field(default_factory=list)
 
     def of(self, rank: int, environ: Mapping[str, str]) -> Warm | None:
         """Return the server that forks this rank; None where its environment asks for a process of its own."""
         if not self.servers:
-            early = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")}
-            self.servers = [Warm({**early, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}) for _ in range(2)]
+            self.servers = [Warm({**self.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}) for _ in range(2)]
         server = self.servers[rank % 2]
         return server if server.suits(environ) else None
 

@@ -28,5 +28,8 @@ def train(context):
             optimizer.zero_grad()
             loss = model(context.inputs(step)).square().mean()
             loss.backward()
-            optimizer.step()
+            optimizer.synchronize()
+            context.watch.look("synchronized", model)
+            with optimizer.skip_synchronize():
+                optimizer.step()
             context.watch.step(model=model, optimizer=optimizer, loss=loss)

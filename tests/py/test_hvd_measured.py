@@ -77,14 +77,14 @@ def test_sparse_gradients_travel_beside_the_arms_and_one_line_says_so(warm_ranks
 def test_a_run_that_one_rank_cannot_open_leaves_the_training_alone(
     warm_ranks: Ranks, tmp_path: Path, broken: str, kind: str
 ) -> None:
-    said = trained(warm_ranks, kind, "tcp", tmp_path / "run", BREAK=broken, NETBOTTLENECK_START_TIMEOUT_S="5")
+    said = trained(warm_ranks, kind, "tcp", tmp_path / "run", BREAK=broken, NETBOTTLENECK_START_TIMEOUT_S="3")
     assert said.count("the training is left alone: no run can be measured on all ranks") == 2
     assert "No space left on device" in said
 
 
 def test_a_run_that_cannot_be_opened_is_an_error_where_that_is_asked_for(warm_ranks: Ranks, tmp_path: Path) -> None:
     env = {"NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_DIR": str(tmp_path / "run"), "BREAK": "open:1:1"}
-    strict = {"NETBOTTLENECK_STRICT": "1", "NETBOTTLENECK_START_TIMEOUT_S": "5"}
+    strict = {"NETBOTTLENECK_STRICT": "1", "NETBOTTLENECK_START_TIMEOUT_S": "3"}
     job = warm_ranks.start(2, SCRIPT, env={**ENV, **env, **strict}, args=["plain"])
     results = job.wait(check=False)
     assert all(result.code not in {0, None} for result in results)

@@ -5,12 +5,16 @@ Exit codes: 0 fine, 1 failure, 2 usage, 3 a gate failed, 4 inconclusive (with --
 from __future__ import annotations
 
 import argparse
+import builtins
 import contextlib
+import importlib.machinery
 import json
 import os
 import runpy
 import sys
 import traceback
+import types
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -146,9 +150,14 @@ def _run_as_main(module: bool, words: Sequence[str]) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd() if module else str(Path(words[0]).resolve().parent)
     _hand_on_place()
+    # For good, as under Python itself: threads and what runs at exit still find the script's classes there.
+    _mains.append(sys.modules["__main__"])  # whose functions may still be called
+    sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         if module:
-            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+            runpy._run_module_as_main(words[0])  # type: ignore[attr-defined]
+        elif Path(words[0]).is_file() and not zipfile.is_zipfile(words[0]):
+            _run_file(words[0])
         else:
             runpy.run_path(words[0], run_name="__main__")
     except Exception as error:
@@ -159,6 +168,18 @@ def _run_as_main(module: bool, words: Sequence[str]) -> None:
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error.with_traceback(trace), trace
         sys.excepthook(type(error), error, trace)
         raise SystemExit(FAILURE) from error
+
+
+_mains: list[types.ModuleType] = []
+
+
+def _run_file(path: str) -> None:
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    main = sys.modules["__main__"].__dict__
+    main.update(__file__=path, __loader__=loader, __builtins__=builtins, __cached__=None)
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec")
+    exec(code, main)
 
 
 def _env(argv: Sequence[str]) -> int:

@@ -71,6 +71,7 @@ class Job:
     process_sets: dict[int, Any] = field(default_factory=dict)  # registered, by number: but the global one
     ending: list[Callable[[], None]] = field(default_factory=list)  # what is called when it ends, before the comm does
     joins: int = 0  # how often all ranks have joined
+    pid: int = field(default_factory=os.getpid)
     _numbers: dict[str, "itertools.count[int]"] = field(default_factory=dict)
     _taken: dict[tuple[int, str], "_core.Work"] = field(default_factory=dict)  # not waited for, by group and name
     _names: dict["_core.Work", tuple[int, str]] = field(default_factory=dict)
@@ -186,7 +187,12 @@ def start(settings: Settings | None = None, *, environ: Mapping[str, str] = os.e
 
 
 def stop() -> None:
-    """End the job, if there is one; `start` may follow. Operations that are pending fail."""
+    """End the job, if there is one; `start` may follow. Operations that are pending fail.
+
+    A forked child leaves its parent's job alone.
+    """
+    if _process.job is not None and _process.job.pid != os.getpid():
+        return
     with _process.lock:
         ended, _process.job = _process.job, None
     if ended is not None:

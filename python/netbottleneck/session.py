@@ -1,6 +1,7 @@
 """A measured run in this process: its folder, its rings, and its arms, which take turns by blocks of steps."""
 
 import atexit
+import contextlib
 import functools
 import itertools
 import json
@@ -13,7 +14,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from netbottleneck.env import Settings, describe
 from netbottleneck.errors import HorovodInternalError
 from netbottleneck.recorder import EVENTS
 from netbottleneck.records import RANKS
-from netbottleneck.trace import BARE, SINGLE
+from netbottleneck.trace import BARE, NATIVE, SINGLE
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -33,6 +33,8 @@ FINISH_S = 10.0  # how long the end of a run may wait for other ranks, all in al
 FAILED_FINISH_S = 1.0  # the same after an error, or a loss: the others have failed too by then, or are gone
 JOIN_S = 10.0  # how long a run that began alone waits for the other ranks
 AGREE_S = 10.0  # how long a rank waits for the others before another arm begins
+
+READY, FAILED = b"1", b"no"  # of different lengths: an exchange of both, or of other words, fails on every rank
 
 logger = logging.getLogger("netbottleneck")
 
@@ -170,7 +172,7 @@ class Session:
         logger.warning("%s", said)
         self.notes.append(said)
 
-    @contextmanager
+    @contextlib.contextmanager
     def by_itself(self, number: int) -> Generator[None, None, None]:
         """Stamp what is inside as step `number` of this rank alone, before the arms take turns.
 
@@ -280,9 +282,21 @@ def wanted_folder(settings: Settings, directory: str | None = None) -> Path:
     return Path(directory or settings.directory or f"netbottleneck-{stamp}").absolute()
 
 
-def _folder(settings: Settings, directory: str | None, control: "_core.Comm") -> Path:
+def same_ranks(settings: Settings, place: launch.Place) -> None:
+    """Raise ValueError where the job that runs, or would be started, is not that of these ranks.
+
+    Such a process would wait for ranks that are not there, or take itself for alone.
+    """
+    here = job.current().place if job.is_started() else launch.detect(settings)
+    if (here.rank, here.size) != (place.rank, place.size):
+        raise ValueError(
+            f"the launcher's variables say rank {here.rank} of {here.size}, torch.distributed says {place.rank} of "
+            f"{place.size}: set RANK and WORLD_SIZE in each process to what torch.distributed has"
+        )
+
+
+def _folder(settings: Settings, wanted: Path, control: "_core.Comm") -> Path:
     """Return the run folder, the same on all ranks: rank 0 names it."""
-    wanted = wanted_folder(settings, directory)
     found = records.claim(control, wanted, settings.start_timeout_s)
     if control.rank == 0 and found != wanted:
         logger.warning("NETBOTTLENECK_DIR=%s holds a run already: this one goes to %s", wanted, found)
@@ -293,13 +307,12 @@ def _arm(  # noqa: PLR0913, PLR0917 - what an arm may need, once
     name: str,
     settings: Settings,
     place: launch.Place,
-    folder: Path,
+    ring: "_core.Recorder | None",
     recorder: "_core.Recorder",
     control: "_core.Comm",
     group: Any,
 ) -> comms.Communicator:
-    if name in ("tcp", "ofi"):
-        ring = _ring(folder, place.rank, name, settings)
+    if ring is not None:
         return comms.Native(name, launch.connect(settings, place, recorder=ring, transport=name), ring)
     if name == "null":
         return comms.Null()
@@ -341,12 +354,14 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
     this = job.start(settings)
     place, control = this.place, this.comm
     names = arms or settings.transports
-    folder = _folder(settings, directory, control)
+    folder = _folder(settings, wanted_folder(settings, directory), control)
     recorder = _ring(folder, place.rank, "train", settings)
+    rings = {name: _ring(folder, place.rank, name, settings) for name in NATIVE if name in names}
+    records.together(control, b"rings", settings.start_timeout_s)  # no rank connects where another cannot record
     made: dict[str, comms.Communicator] = {}
     for name in dict.fromkeys(names):
         own = stock if name in ("stock", "bare") else None
-        made[name] = own or _arm(name, settings, place, folder, recorder, control, group)
+        made[name] = own or _arm(name, settings, place, rings.get(name), recorder, control, group)
     opened = Session(
         settings,
         place,
@@ -367,6 +382,29 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
     _meet(opened, control)
     atexit.register(opened.close)
     return opened
+
+
+def open_together(settings: Settings, **options: Any) -> Session:
+    """Return what open_session gives, on all ranks or on none: where one fails, each raises."""
+    session = None
+    try:
+        session = open_session(settings, **options)
+        records.together(session.control, READY, settings.start_timeout_s)
+        return session
+    except Exception as error:
+        if not _of_exchange(error) and job.is_started():
+            with contextlib.suppress(OSError, HorovodInternalError):
+                records.together(job.current().comm, FAILED, settings.start_timeout_s)
+        if session is not None:
+            session.close(f"{type(error).__name__}: {error}")
+        if _of_exchange(error) and "mismatched sizes" in str(error):
+            raise HorovodInternalError(f"another rank could not open the run: see that rank's log ({error})") from error
+        raise
+
+
+def _of_exchange(error: Exception) -> bool:
+    """Return whether all ranks came to an exchange that failed: none of them waits for this one then."""
+    return isinstance(error, HorovodInternalError) and "netbottleneck.exchange" in str(error)
 
 
 def _meet(session: Session, control: "_core.Comm") -> None:
@@ -406,7 +444,7 @@ def observe(
         wires={"stock": monitor.wire(settings, "stock")},
     )
     opened.write(finished=False)
-    opened.joining = Joining(opened, directory)
+    opened.joining = Joining(opened, wanted)
     atexit.register(opened.close)
     return opened
 
@@ -429,15 +467,20 @@ class Joining:
 
     _before: "threading.Thread | None" = None
 
-    def __init__(self, session: Session, directory: str | None) -> None:
+    def __init__(self, session: Session, wanted: Path) -> None:
         self._session = session
-        self._directory = directory
+        self._wanted = wanted
         self._until = time.monotonic() + JOIN_S
         self._lock = session.moving
         self._alone = False
         self._previous, self._thread = Joining._before, threading.Thread(target=self._join, daemon=True)
         Joining._before = self._thread
         self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """True where it has come to an end: `settle` does not wait then."""
+        return not self._thread.is_alive()
 
     def settle(self) -> None:
         """Wait until the ranks have joined, or until it is too late. The session's folder is the final one then."""
@@ -451,13 +494,9 @@ class Joining:
         try:
             if self._previous is not None:
                 self._previous.join()
+            same_ranks(settings, session.place)
             this = job.start(settings)
-            if (this.place.rank, this.place.size) != (session.place.rank, session.place.size):
-                raise ValueError(
-                    f"the launcher's variables say rank {this.place.rank} of {this.place.size}, torch.distributed "
-                    f"says {session.place.rank} of {session.place.size}"
-                )
-            folder = _folder(settings, self._directory, this.comm)
+            folder = _folder(settings, self._wanted, this.comm)
             with self._lock:
                 if not self._alone:
                     self._adopt(this, folder)
@@ -483,7 +522,7 @@ class Joining:
         """Give the records of this rank a folder of their own."""
         self._alone = True
         session, scratch = self._session, self._session.folder
-        folder = _free(wanted_folder(session.settings, self._directory), session.place.rank)
+        folder = _free(self._wanted, session.place.rank)
         scratch.rename(folder)
         session.folder = folder
         said = (

@@ -24,6 +24,8 @@ FORMAT = "netbottleneck-trace"
 # Transports that are no transport: the untouched script, one rank alone, nothing moves.
 BARE, SINGLE, NULL = "bare", "single", "null"
 PSEUDO = (BARE, SINGLE, NULL)
+# Transports whose streams are ours.
+NATIVE = ("tcp", "ofi")
 # What a note says of a run whose gradients travel by a hook that cannot be timed.
 NOT_TIMED = "its buckets are not timed"
 # And of one in which something communicates that no record has.

@@ -164,6 +164,37 @@ def test_run_m_runs_a_module(tmp_path: Path) -> None:
     assert "trainer.py', 'a'] 1 True" in done.stdout
 
 
+AT_THE_END = """
+import atexit, pickle, sys, threading
+
+class Own:
+    pass
+
+def saved(where):
+    assert type(pickle.loads(pickle.dumps(Own()))) is Own is sys.modules["__main__"].Own
+    print("saved", where, flush=True)
+
+atexit.register(saved, "at exit")
+threading.Timer(0.3, saved, ["in a thread"]).start()
+"""
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_the_scripts_classes_are_those_of_main_to_the_end(tmp_path: Path, module: bool) -> None:
+    (tmp_path / "trainer.py").write_text(AT_THE_END)
+    words = ["-m", "trainer"] if module else ["trainer.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "netbottleneck", "run", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=RANKS_LIMIT_S,
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["saved in a thread", "saved at exit"]
+    assert done.stderr == ""
+
+
 def test_run_hooks_into_ddp_before_the_script_imports_torch(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

@@ -88,3 +88,116 @@ def test_a_training_without_a_ddp_model_is_left_alone_and_an_error_where_that_is
             assert result.stdout == "trained\n"
             assert result.stderr.count("netbottleneck WARNING: the training is left alone") == 1
             assert why in result.stderr
+
+
+SPAWNED = """
+import os
+import netbottleneck
+import torch
+import torch.distributed as dist
+from torch import multiprocessing as processes
+from torch.nn.parallel import DistributedDataParallel
+
+def rank(number, store):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=2)
+    torch.manual_seed(1)
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        optimizer.zero_grad()
+        model(torch.full((2, 4), 1.0 + number)).square().sum().backward()
+        optimizer.step()
+    weights = [torch.zeros_like(p) for p in model.parameters() for _ in range(2)]
+    for index, p in enumerate(model.parameters()):
+        dist.all_gather(weights[2 * index : 2 * index + 2], p.detach())
+        assert torch.equal(*weights[2 * index : 2 * index + 2]), "ranks differ"
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    processes.spawn(rank, (os.path.abspath("store"),), nprocs=2)
+"""
+
+
+def test_ranks_that_the_launchers_variables_do_not_know_are_left_alone_over_our_transports(plain_ranks: Ranks) -> None:
+    unset = {name: "" for name in ("NETBOTTLENECK_RANK", "NETBOTTLENECK_SIZE", "NETBOTTLENECK_RENDEZVOUS")}
+    (job,) = plain_ranks(1, SPAWNED, {**unset, "NETBOTTLENECK_TRANSPORT": "tcp"})
+    for rank in range(2):
+        assert f"say rank 0 of 1, torch.distributed says {rank} of 2: set RANK and WORLD_SIZE" in job.stderr
+
+
+NO_FOLDER = """
+import os, resource, signal, sys
+import netbottleneck, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+if dist.get_rank() == int(os.environ["LACKS"]):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+torch.manual_seed(1)
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+model(torch.ones(2, 4)).sum().backward()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("lacks", [0, 1])
+def test_a_rank_that_cannot_record_keeps_no_other_waiting(warm_ranks: Ranks, tmp_path: Path, lacks: int) -> None:
+    env = {"NETBOTTLENECK_TRANSPORT": "stock,tcp", "NETBOTTLENECK_DIR": str(tmp_path / "run"), "LACKS": str(lacks)}
+    results = warm_ranks(2, NO_FOLDER, env)  # within much less than NETBOTTLENECK_START_TIMEOUT_S
+    assert "is left alone" in results[lacks].stderr
+    assert "there is no room" in results[lacks].stderr
+    assert "another rank could not open the run: see that rank's log" in results[1 - lacks].stderr
+
+
+ONE_AFTER_ANOTHER = """
+import os
+import netbottleneck, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+found = []
+for number in range(8):
+    model = DistributedDataParallel(torch.nn.Linear(4, 4 + number))
+    for step in range(4):
+        model(torch.ones(2, 4)).sum().backward()
+    del model
+    found.append(len(os.listdir("/proc/self/fd")))
+assert found[-1] == found[2], found
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("transports", ["stock", "stock,tcp"])
+def test_models_one_after_another_leave_no_descriptors(warm_ranks: Ranks, tmp_path: Path, transports: str) -> None:
+    warm_ranks(
+        2, ONE_AFTER_ANOTHER, {"NETBOTTLENECK_TRANSPORT": transports, "NETBOTTLENECK_DIR": str(tmp_path / "run")}
+    )
+
+
+BY_VALUE = """
+import cloudpickle, pickle, sys
+import netbottleneck, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+class Own(DistributedDataParallel):
+    pass
+
+dist.init_process_group("gloo")
+model = Own(torch.nn.Linear(4, 4))
+blob = cloudpickle.dumps(Own)
+for name in [name for name in sys.modules if name.startswith("netbottleneck")]:
+    del sys.modules[name]
+sys.modules["netbottleneck"] = None  # as where it is not installed
+again = pickle.loads(blob)
+assert callable(again.__call__)
+del sys.modules["netbottleneck"]
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_a_class_of_the_scripts_own_is_pickled_by_value_and_read_without_us(warm_ranks: Ranks, tmp_path: Path) -> None:
+    warm_ranks(2, BY_VALUE, {"NETBOTTLENECK": "1", "NETBOTTLENECK_DIR": str(tmp_path / "run")})

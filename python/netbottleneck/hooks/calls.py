@@ -13,7 +13,15 @@ import torch
 
 Around = tuple[Callable[[], object], Callable[[], object]]
 
-_WATCHED: dict[int, Around] = {}  # by id of the module
+
+class _Watched(dict[int, Around]):
+    """By id of the module. cloudpickle takes a script's own classes along by value, with what `__call__` names."""
+
+    def __reduce__(self) -> Any:
+        return dict, ()
+
+
+_WATCHED = _Watched()
 _CLASSES: dict[Any, int] = {}  # wrapped classes, with the number of their modules that are watched
 
 
@@ -53,6 +61,9 @@ class _Original:
     def __init__(self, call: Callable[..., Any], inherited: bool) -> None:
         self.call = call
         self.inherited = inherited
+
+    def __reduce__(self) -> Any:
+        return bool, ()
 
 
 def _wrap(cls: Any) -> None:

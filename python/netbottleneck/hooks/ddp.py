@@ -1,5 +1,6 @@
 """DistributedDataParallel: measured models, by a call or each one that a script builds."""
 
+import functools
 import logging
 import weakref
 from typing import Any
@@ -16,13 +17,16 @@ from netbottleneck.hooks.finish import finish, finish_at_exit
 from netbottleneck.hooks.left_alone import left_alone
 from netbottleneck.hooks.measured import Measured
 from netbottleneck.hooks.reducer_group import OwnGroup, ReducerGroup, reduced_parameters, reducer_of
-from netbottleneck.session import Session, observe, open_session
+from netbottleneck.session import Session, observe, open_together, same_ranks
 from netbottleneck.trace import BARE, NOT_RECORDED
 
 logger = logging.getLogger("netbottleneck")
 
 # What measures each model. Not an attribute of the model: copies and pickles take those along.
 _measured: "weakref.WeakKeyDictionary[DistributedDataParallel, Measured]" = weakref.WeakKeyDictionary()
+
+
+_sessions_of_gone: list[Session] = []
 
 
 class LeftAlone(ValueError):
@@ -67,6 +71,7 @@ def _attach(
     settings: Settings,
     called: torch.nn.Module,
 ) -> Measured:
+    _close_sessions_of_gone()
     earlier = _measured.pop(ddp, None)
     if earlier is not None:
         earlier.close()
@@ -135,9 +140,21 @@ def _measure(ddp: DistributedDataParallel, optimizer: Any, session: Session, cal
     measured.between = between
     session.on_close += [group.close, check.compare]
     _measured[ddp] = measured
-    end = weakref.finalize(ddp, measured.close)
+    end = weakref.finalize(ddp, _gone, measured)
     end.atexit = False
     return measured
+
+
+def _gone(measured: Measured) -> None:
+    measured.close()
+    _sessions_of_gone.append(measured.session)  # a finalizer runs anywhere: what may wait is done later
+
+
+def _close_sessions_of_gone() -> None:
+    """Close the runs of models that are gone: their rings and connections. Their reports come at the end."""
+    for session in [each for each in _sessions_of_gone if each.joining is None or each.joining.done]:
+        _sessions_of_gone.remove(session)
+        session.close()
 
 
 def _open(ddp: DistributedDataParallel, settings: Settings, why: str) -> Session:
@@ -146,9 +163,10 @@ def _open(ddp: DistributedDataParallel, settings: Settings, why: str) -> Session
     own = OwnGroup(ddp.process_group)
     if why and (settings.observes or ddp.process_group.size() != dist.get_world_size()):
         raise LeftAlone(why)  # without a vote: ranks outside of the group have no such model
+    place = launch.Place(dist.get_rank(), dist.get_world_size())  # that of the group: it has all ranks
     if settings.observes:
-        place = launch.Place(dist.get_rank(), dist.get_world_size())  # that of the group: it has all ranks
         return observe(settings, place, stock=own, arms=settings.arms, model=model)
+    same_ranks(settings, place)
     control = job.start(settings).comm
     votes = records.together(control, b"0" if why else b"1", settings.start_timeout_s)
     if why:
@@ -156,7 +174,7 @@ def _open(ddp: DistributedDataParallel, settings: Settings, why: str) -> Session
     others = [rank for rank, vote in enumerate(votes) if vote != b"1"]
     if others:
         raise LeftAlone(f"rank {others[0]} leaves it alone: see that rank's log")
-    return open_session(settings, stock=own, model=model)
+    return open_together(settings, stock=own, model=model)
 
 
 def _refusal(ddp: DistributedDataParallel) -> str:
@@ -215,6 +233,7 @@ def install() -> None:
         return
     original = DistributedDataParallel.__init__
 
+    @functools.wraps(original)
     def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         attach(self)

@@ -1,20 +1,16 @@
 """Horovod's optimizer under a session: told of it by the job, which knows nothing of sessions."""
 
 import atexit
-import contextlib
 import logging
 from typing import Any
 
 from netbottleneck import job, timeline
 from netbottleneck.env import Settings
-from netbottleneck.errors import HorovodInternalError
 from netbottleneck.hooks.finish import close, report
 from netbottleneck.hooks.left_alone import left_alone
 from netbottleneck.hooks.measured import Measured
-from netbottleneck.records import RANKS, together
-from netbottleneck.session import Session, open_session
-
-READY, FAILED = b"1", b"no"  # of different lengths: an exchange of both fails on every rank
+from netbottleneck.records import RANKS
+from netbottleneck.session import Session, open_together
 
 logger = logging.getLogger("netbottleneck")
 
@@ -58,30 +54,17 @@ class Measuring(job.Observer):
 
 
 def open_on_all(settings: Settings, **options: Any) -> Session | None:
-    """Return what open_session gives, on all ranks or on none: None, and one line in the log, where a rank cannot.
+    """Return what open_together gives; None, and one line in the log, where a rank cannot.
 
     With NETBOTTLENECK_STRICT=1 it raises what made it fail.
     """
-    session = None
     try:
-        session = open_session(settings, **options)
-        together(session.control, READY, settings.start_timeout_s)
-        return session
+        return open_together(settings, **options)
     except Exception as error:
-        if not _of_exchange(error) and job.is_started():
-            with contextlib.suppress(OSError, HorovodInternalError):
-                together(job.current().comm, FAILED, settings.start_timeout_s)
-        if session is not None:
-            session.close(f"{type(error).__name__}: {error}")
         if settings.strict:
             raise
         left_alone("the training", f"no run can be measured on all ranks: {type(error).__name__}: {error}")
         return None
-
-
-def _of_exchange(error: Exception) -> bool:
-    """Return whether all ranks came to an exchange that failed: none of them waits for this one then."""
-    return isinstance(error, HorovodInternalError) and "netbottleneck.exchange" in str(error)
 
 
 def _have_arms_followed(session: Session) -> None:

@@ -3,6 +3,7 @@
 Works whether torch was imported before or comes later, and imports it never.
 """
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -102,6 +103,7 @@ def _patch_torch(module: Any) -> None:
     # `torch` itself may still be importing: whatever is built first comes after that.
     init = module.DistributedDataParallel.__init__
 
+    @functools.wraps(init)
     def first(self: object, *args: object, **kwargs: object) -> None:
         module.DistributedDataParallel.__init__ = init
         _patch_ddp()

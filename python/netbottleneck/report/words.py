@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from netbottleneck.findings import STOCK, Findings
 from netbottleneck.stats import Costs, Travel
-from netbottleneck.trace import BARE, NULL, PSEUDO, SINGLE, Rank, Trace, TransportInfo
+from netbottleneck.trace import BARE, NATIVE, NULL, PSEUDO, SINGLE, Rank, Trace, TransportInfo
 from netbottleneck.units import gbit, ms, nbytes, percent, short, streams
 from netbottleneck.verdict import best_gain, handicap_sentence, own_cost, stock_is_as_good
 
 # A rank that makes the others wait less than this part of the step is not named.
 LATE_SHARE_MIN = 0.01
-# Transports whose streams are ours.
-NATIVE = ("tcp", "ofi")
 # What stands in a list of transports and is none.
 MEANING: Mapping[str, str] = {BARE: "the untouched script", SINGLE: "one rank alone", NULL: "nothing moves"}
 

@@ -228,10 +228,11 @@ def observing(steps: int, folder: Path) -> Times:
     """Return the seconds of each step of a DDP model that is observed: those observed, and the untouched ones."""
     pinned = Pinned()
     pinned.model = DistributedDataParallel(pinned.model)
-    settings = netbottleneck.env.settings({"transports": "stock", "directory": str(folder / "run"), "start_step": "0"})
-    found = attach(pinned.model, pinned.optimizer, settings=settings)
-    assert found is not None
-    session, times = found.session, Times(bare=[], stock=[])
+    where = str(folder / "run")
+    settings = netbottleneck.env.settings({"transports": "stock", "directory": where, "start_step": "0", "strict": "1"})
+    session = open_session(settings, arms=("stock", "bare"), directory=where, model="pinned")
+    attach(pinned.model, pinned.optimizer, session=session)
+    times: Times = {"bare": [], "stock": []}
     pinned.steps(2 * WARM_STEPS)
     while min(map(len, times.values())) < steps:
         arm, block = session.arm, session.blocks.at(session.step)[0]

@@ -8,7 +8,7 @@ def train(context):
     for trial in range(4):
         model = DDP(context.model(layers=2 + trial % 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1 / (trial + 1))
-        for step in range(2):
+        for step in range(3):
             optimizer.zero_grad()
             loss = model(context.inputs(step, trial)).square().mean()
             loss.backward()

@@ -3,6 +3,8 @@
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+STEPLESS = True
+
 
 def train(context):
     model = DDP(context.model())

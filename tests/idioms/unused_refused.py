@@ -3,6 +3,8 @@
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+QUIET = True
+
 
 class Half(torch.nn.Module):
     def __init__(self, net, size):

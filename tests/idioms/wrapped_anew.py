@@ -9,7 +9,7 @@ def train(context):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for phase in range(3):
         model = DDP(net, bucket_cap_mb=1 + phase)
-        for step in range(2):
+        for step in range(3):
             optimizer.zero_grad()
             loss = model(context.inputs(step, phase)).square().mean()
             loss.backward()

@@ -7,16 +7,16 @@ from typing import Any
 
 
 class Served:
-    """Sessions that were open at the looks of an idiom, and the most bytes that their transports had sent."""
+    """Sessions of this idiom that were open at its looks, and the most bytes that their transports had sent."""
 
     def __init__(self) -> None:
+        self._earlier = {id(session) for session in _sessions()}  # of idioms before: they live as long as the process
         self.sessions = 0
         self.sent_bytes = 0
 
     def look(self) -> None:
         """Look at the sessions that are open now."""
-        module: Any = sys.modules.get("netbottleneck.session")
-        found = [session for session in getattr(module, "_sessions", ()) if not session.closed]
+        found = [session for session in _sessions() if not session.closed and id(session) not in self._earlier]
         self.sessions = max(self.sessions, len(found))
         sent = sum(arm.wire() or 0 for session in found for arm in session.arms.values())
         self.sent_bytes = max(self.sent_bytes, sent)
@@ -26,6 +26,11 @@ class Served:
         if not self.sessions:
             return "no model was measured"
         return "a transport was to move gradients, and sent nothing" if moves and not self.sent_bytes else ""
+
+
+def _sessions() -> list[Any]:
+    module: Any = sys.modules.get("netbottleneck.session")
+    return list(getattr(module, "_sessions", ()))
 
 
 def forget_lines() -> None:

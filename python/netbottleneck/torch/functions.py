@@ -48,8 +48,10 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
 
     Tensors are written in place where they have the root's shape and type, else made; everything else travels as it
     is, by one pickle. A rank that has more state than the root loses it. Where the optimizer has no state, it makes one
-    by a step with gradients of zero, as with Horovod: a weight decay counts, and so does Adam's number of steps. model:
-    whose sparse embeddings have sparse gradients. Raises ValueError for LBFGS, whose state is its own kind.
+    by a step with gradients of zero, as with Horovod: a weight decay counts, and so does Adam's number of steps. Where
+    the root alone has state, as after a checkpoint that it alone has read, the other ranks' weights decay by that step:
+    call broadcast_parameters after this. model: whose sparse embeddings have sparse gradients. Raises ValueError for
+    LBFGS, whose state is its own kind.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")

@@ -57,6 +57,19 @@ def sync_gives_rank_0s_state_and_restore_what_was_committed() -> None:
 
 
 @check
+def a_rank_whose_optimizer_is_new_has_rank_0s_weights() -> None:
+    """Making its state is a step, in which weights decay."""
+    model = model_of(hvd.rank() + 1.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    if hvd.rank() == 0:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    hvd.elastic.TorchState(model, optimizer).sync()
+    weights = hvd.allgather_object([parameter.tolist() for parameter in model.parameters()])
+    assert all(each == weights[0] for each in weights)
+
+
+@check
 def another_model_takes_the_place_of_one() -> None:
     state = hvd.elastic.TorchState(model_of(1.0))
     state.model = model_of(3.0 + hvd.rank())

@@ -221,7 +221,8 @@ class TorchState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        for handler in self._handlers.values():
+        # Optimizers first: one that has no state makes it by a step, which may change the weights of this rank alone.
+        for handler in sorted(self._handlers.values(), key=lambda h: not isinstance(h.value, torch.optim.Optimizer)):
             handler.sync()
         super().sync()
 

@@ -18,7 +18,8 @@
 enum {
     DONES_A_MESSAGE = 14,
     RUNS_A_MESSAGE = 13,
-    SIGN_PART = 8 // of timeout_ms: how long nothing moves before a lane is asked, and how long it may be silent then
+    SIGN_PART = 8, // of timeout_ms: how long nothing moves before a lane is asked, and how long it may be silent then
+    SIGN_MS = 30000 // a longer timeout_ms counts as this one here: other lanes show that the peer is there
 };
 
 struct wire_word {
@@ -354,7 +355,8 @@ static bool rival_moved(const struct nb_lanes *lanes, const struct peer *peer, i
 static void path_tick(struct nb_lanes *lanes, int peer_rank, int lane, int64_t now_ns) {
     struct peer *peer = &lanes->peers[peer_rank];
     struct path *path = &peer->paths[lane];
-    int64_t part = (int64_t)lanes->config.lane.timeout_ms * 1000000 / SIGN_PART;
+    int timeout_ms = lanes->config.lane.timeout_ms;
+    int64_t part = (int64_t)(timeout_ms < SIGN_MS ? timeout_ms : SIGN_MS) * 1000000 / SIGN_PART;
     int64_t since = path->moved_ns > peer->busy_ns ? path->moved_ns : peer->busy_ns;
     if (!path->open || path->moved_ns > path->asked_ns) {
         path->asked_ns = 0;

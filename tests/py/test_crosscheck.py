@@ -7,8 +7,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from netbottleneck.hooks.crosscheck import Sample, compared
-from netbottleneck.hooks.reducer_group import Pass
+from netbottleneck.hooks.crosscheck import Pass, Sample, compared
 
 TIMES = np.array([100, 200, 300, 900], np.int64)  # the last one is of the next pass
 KEYS = np.array([2, 1, 0, 2], np.uint64)
@@ -17,16 +16,16 @@ OURS = Pass(sent_ns=250, wait_begin_ns=310, wait_end_ns=500)
 
 def sample(**changed: object) -> Sample:
     agreeing = {"begin_ns": 50, "sent_ns": 240, "end_ns": 480, "error_ns": 5, "ready_ns": (305, 210, 110)}
-    return Sample(ours=OURS, **{**agreeing, **changed})  # type: ignore[arg-type]
+    return Sample(**{**agreeing, **changed})  # type: ignore[arg-type]
 
 
 def test_moments_between_two_stamps_of_ours_agree() -> None:
-    assert compared(sample(), TIMES, KEYS) == []
+    assert compared(sample(), OURS, TIMES, KEYS) == []
 
 
 def test_the_clocks_error_is_allowed_for_and_no_more() -> None:
-    assert compared(sample(ready_ns=(295, 205, 95)), TIMES, KEYS) == []
-    assert compared(sample(ready_ns=(294, 205, 95)), TIMES, KEYS) == [("gradient 0", 1)]
+    assert compared(sample(ready_ns=(295, 205, 95)), OURS, TIMES, KEYS) == []
+    assert compared(sample(ready_ns=(294, 205, 95)), OURS, TIMES, KEYS) == [("gradient 0", 1)]
 
 
 @pytest.mark.parametrize(
@@ -41,12 +40,12 @@ def test_the_clocks_error_is_allowed_for_and_no_more() -> None:
     ],
 )
 def test_a_moment_elsewhere_is_told_with_its_distance(changed: dict[str, object], what: str, ns: int) -> None:
-    assert compared(sample(**changed), TIMES, KEYS) == [(what, ns)]
+    assert compared(sample(**changed), OURS, TIMES, KEYS) == [(what, ns)]
 
 
 def test_a_gradient_that_no_pass_reached_is_left_out() -> None:
-    assert compared(sample(ready_ns=(305, 210, 110, 77)), TIMES, KEYS) == []
+    assert compared(sample(ready_ns=(305, 210, 110, 77)), OURS, TIMES, KEYS) == []
 
 
 def test_a_pass_without_a_stamp_of_ours_is_left_out() -> None:
-    assert compared(sample(), TIMES[:0], KEYS[:0]) == []
+    assert compared(sample(), OURS, TIMES[:0], KEYS[:0]) == []

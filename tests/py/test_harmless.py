@@ -212,3 +212,39 @@ dist.destroy_process_group()
 
 def test_a_class_of_the_scripts_own_is_pickled_by_value_and_read_without_us(warm_ranks: Ranks, tmp_path: Path) -> None:
     warm_ranks(2, BY_VALUE, {"NETBOTTLENECK": "1", "NETBOTTLENECK_DIR": str(tmp_path / "run")})
+
+
+STOPPED = """
+import datetime
+import os
+import signal
+import netbottleneck
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2.5))
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+pids = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+dist.all_gather(pids, torch.tensor([os.getpid()]))
+for _ in range(2):  # DDP rebuilds its buckets over its own group
+    model(torch.ones(2, 4)).sum().backward()
+if dist.get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    os._exit(0)
+try:
+    model(torch.ones(2, 4)).sum().backward()
+except OSError as error:
+    print("failed:", error, flush=True)
+finally:
+    os.kill(int(pids[1]), signal.SIGCONT)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("variables", "limit"), [({}, "2.5 s"), ({"NETBOTTLENECK_TIMEOUT_S": "1.5"}, "1.5 s")])
+def test_a_silent_peer_has_the_process_groups_timeout_where_no_other_was_asked_for(
+    warm_ranks: Ranks, variables: dict[str, str], limit: str
+) -> None:
+    first, _ = warm_ranks(2, STOPPED, {"NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_TIMEOUT_S": "", **variables})
+    assert re.search(rf"failed: .*rank 1.*{limit}", first.stdout), first.stdout + first.stderr

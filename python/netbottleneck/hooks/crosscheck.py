@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck import job
-from netbottleneck.hooks.reducer_group import Pass, ReducerGroup
+from netbottleneck.hooks.reducer_group import ReducerGroup
 from netbottleneck.recorder import EVENTS
 from netbottleneck.records import RANKS
 from netbottleneck.rings import read_ring
@@ -33,7 +33,7 @@ logger = logging.getLogger("netbottleneck")
 
 @dataclass(frozen=True)
 class Sample:
-    """DDP's times of one pass, by the clock of the records, each right to `error_ns`, and ours of the same pass.
+    """DDP's times of one pass, by the clock of the records, each right to `error_ns`.
 
     ready_ns: of each parameter, where DDP was asked in time.
     """
@@ -43,7 +43,14 @@ class Sample:
     end_ns: int
     error_ns: int
     ready_ns: tuple[int, ...]
-    ours: Pass
+
+
+class Pass(NamedTuple):
+    """A backward pass by us, ns: first bucket sent, wait for all buckets begun and ended."""
+
+    sent_ns: int
+    wait_begin_ns: int
+    wait_end_ns: int
 
 
 class Apart(NamedTuple):
@@ -61,9 +68,9 @@ class Crosscheck:
         self._hook = hook
         self._session = session
         self._static = bool(ddp.static_graph)  # DDP then holds all gradients back until the last one is there
-        self._samples: list[Sample] = []
+        self._samples: list[tuple[Sample, int]] = []  # and when, by us, the first bucket of the pass was sent
         self._seen = 0
-        self._last: tuple[Pass | None, list[int]] = (None, [])
+        self._last: tuple[int, list[int]] = (0, [])
         self._offsets: deque[int] = deque(maxlen=3)  # of the wall clock, at the looks that a pass lies between
 
     def look(self) -> None:
@@ -80,30 +87,36 @@ class Crosscheck:
         if int(data.get("iteration", 0)) > self._seen and "backward_comm_time_end" in data:
             self._seen = int(data["iteration"])
             self._keep(data, after, (after - before) // 2)
-        if self._hook.passes:
-            self._last = (self._hook.passes[-1], list(ddp.reducer.get_backward_stats()))
+        if self._hook.sent_ns:
+            self._last = (self._hook.sent_ns, list(ddp.reducer.get_backward_stats()))
 
     def _keep(self, data: Mapping[str, Any], now_ns: int, error: int) -> None:
-        ours, stats = self._last
+        sent_ns, stats = self._last
         moved = max(self._offsets) - min(self._offsets)  # a clock that is set goes wrong at once
         begin, sent, end = (
             int(data[f"backward_{what}"]) - self._offsets[-1]
             for what in ("compute_time_start", "comm_time_start", "comm_time_end")
         )
         error += moved + (now_ns - end) // SLEW + 1
-        if ours is not None and begin - error <= ours.sent_ns <= end + error:
+        if sent_ns and begin - error <= sent_ns <= end + error:
             ready = () if self._static else tuple(begin + each for each in stats)
-            self._samples.append(Sample(begin, sent, end, error, ready, ours))
+            self._samples.append((Sample(begin, sent, end, error, ready), sent_ns))
 
     def compare(self) -> None:
         """Compare what was kept with this rank's ring, and tell."""
         ring = read_ring(self._session.folder / RANKS / f"{self._session.place.rank}.train.ring")
-        events = ring.events[ring.events["kind"] == EVENTS["GRAD_READY"]]
-        found = [apart for sample in self._samples for apart in compared(sample, events["time_ns"], events["key"])]
+        kinds = ring.events["kind"]
+        ready = ring.events[kinds == EVENTS["GRAD_READY"]]
+        begins, ends = (ring.events[kinds == EVENTS[kind]]["time_ns"] for kind in ("WAIT_BEGIN", "WAIT_END"))
+        found = []
+        for sample, sent_ns in self._samples:
+            ours = _pass(sent_ns, begins, ends)
+            if ours is not None:
+                found += compared(sample, ours, ready["time_ns"], ready["key"])
         worst = max(found, key=lambda apart: apart.ns, default=None)
         self._session.described["ddp_times"] = {
             "passes": len(self._samples),
-            "gradients": sum(len(sample.ready_ns) for sample in self._samples),
+            "gradients": sum(len(sample.ready_ns) for sample, _ in self._samples),
             "apart": len(found),
             "worst": worst and {"what": worst.what, "ns": worst.ns},
         }
@@ -117,13 +130,19 @@ class Crosscheck:
             )
 
 
-def compared(sample: Sample, times: NDArray[Any], keys: NDArray[Any]) -> list[Apart]:
+def _pass(sent_ns: int, begins: NDArray[Any], ends: NDArray[Any]) -> Pass | None:
+    """Return the pass with the first wait after a moment; None: it was not recorded."""
+    begin = np.searchsorted(begins, sent_ns)
+    end = np.searchsorted(ends, begins[begin]) if begin < len(begins) else len(ends)
+    return Pass(sent_ns, int(begins[begin]), int(ends[end])) if end < len(ends) else None
+
+
+def compared(sample: Sample, ours: Pass, times: NDArray[Any], keys: NDArray[Any]) -> list[Apart]:
     """Return the moments that DDP puts elsewhere.
 
-    times, keys: when which gradient was ready, by us, in order of time. Gradients that we did not see in this pass, for
-    no backward pass reached them, are left out.
+    ours: the same pass by us. times, keys: when which gradient was ready, by us, in order of time. Gradients that we
+    did not see in this pass, for no backward pass reached them, are left out.
     """
-    ours = sample.ours
     low, high = np.searchsorted(times, [sample.begin_ns - sample.error_ns, ours.wait_end_ns])
     mine = {int(key): int(at) for key, at in zip(keys[low:high], times[low:high], strict=True)}
     if not mine:

@@ -3,6 +3,7 @@
 import functools
 import logging
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from netbottleneck.hooks.measured import Measured
 from netbottleneck.hooks.reducer_group import OwnGroup, ReducerGroup, reduced_parameters, reducer_of
 from netbottleneck.session import Session, observe, open_together, same_ranks
 from netbottleneck.trace import BARE, NOT_RECORDED
+
+LONGEST_S = 86400.0  # of a process group's timeout
 
 logger = logging.getLogger("netbottleneck")
 
@@ -167,6 +170,7 @@ def _open(ddp: DistributedDataParallel, settings: Settings, why: str) -> Session
     if settings.observes:
         return observe(settings, place, stock=own, arms=settings.arms, model=model)
     same_ranks(settings, place)
+    settings = _with_timeout_of(ddp.process_group, settings)
     control = job.start(settings).comm
     votes = records.together(control, b"0" if why else b"1", settings.start_timeout_s)
     if why:
@@ -175,6 +179,15 @@ def _open(ddp: DistributedDataParallel, settings: Settings, why: str) -> Session
     if others:
         raise LeftAlone(f"rank {others[0]} leaves it alone: see that rank's log")
     return open_together(settings, stock=own, model=model)
+
+
+def _with_timeout_of(group: Any, settings: Settings) -> Settings:
+    """Have a peer be silent for as long as under the process group itself, where no other limit was asked for."""
+    if "timeout_s" in settings.sources:
+        return settings
+    limit = group._get_backend(torch.device("cpu")).options._timeout
+    sources = {**settings.sources, "timeout_s": "process group"}
+    return replace(settings, timeout_s=min(limit.total_seconds(), LONGEST_S), sources=sources)
 
 
 def _refusal(ddp: DistributedDataParallel) -> str:

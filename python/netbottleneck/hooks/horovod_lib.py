@@ -15,7 +15,7 @@ from netbottleneck.collectives import shape_key
 from netbottleneck.comm import key_of
 from netbottleneck.recorder import EVENTS
 from netbottleneck.torch.gradients import Bucket, Sink, can_travel, dtype_code
-from netbottleneck.torch.ready import stamped
+from netbottleneck.torch.ready import Stamps
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -68,7 +68,7 @@ class Route:
         self._works: dict[int, list[Any]] = {}  # our own
         self._next = FIRST_HANDLE
         self._unnamed = 0
-        self._stamps: list[Any] = []
+        self._stamps: Stamps | None = None
 
     @property
     def tensors(self) -> list[tuple[str, int, torch.dtype]]:
@@ -85,15 +85,14 @@ class Route:
         self.close()
         self._recorder = recorder
         self.plain = False
-        self._stamps = stamped(self.parameters, recorder)
+        self._stamps = Stamps(self.parameters, recorder)
 
     def close(self) -> None:
         """Leave all to Horovod."""
         self.plain = True
         self._recorder = None
-        for handle in self._stamps:
-            handle.remove()
-        self._stamps.clear()
+        if self._stamps is not None:
+            self._stamps.remove()
 
     def flush(self) -> None:
         """Nothing: Horovod's optimizer sends them itself."""

@@ -8,7 +8,6 @@ the own group or over a communicator of ours. Every other call goes to the own g
 import importlib
 import logging
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -21,7 +20,7 @@ from netbottleneck import job
 from netbottleneck.comm import key_of
 from netbottleneck.hooks.eager import eager
 from netbottleneck.recorder import EVENTS
-from netbottleneck.torch.ready import stamped
+from netbottleneck.torch.ready import Stamps
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -59,14 +58,6 @@ class Bucket:
     dtype: torch.dtype
     nbytes: int
     parameters: tuple[int, ...] = ()
-
-
-class Pass(NamedTuple):
-    """A backward pass, ns on the recorder's clock: first bucket sent, wait for all buckets begun and ended."""
-
-    sent_ns: int
-    wait_begin_ns: int
-    wait_end_ns: int
 
 
 class _Sent(NamedTuple):
@@ -134,8 +125,8 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
         self.version = 0
         self.factors = (False, 1.0, None)
         self.paused = False
-        self.passes: deque[Pass] = deque(maxlen=2)
         self.count = 0  # backward passes that sent a bucket
+        self.sent_ns = 0  # when the last one that ended sent its first, on the recorder's clock
         self.hooked = False  # a communication hook of the user's sends the buckets
         self._ddp = weakref.ref(ddp)
         self._group: Any = group
@@ -146,14 +137,15 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
         self._own = True
         self._sink: _core.Comm | None = None
         self._inside = False
-        self._stamps: list[Any] = []
+        self._stamps: Stamps | None = None
         self._under_way: list[_Sent] = []
         self._memory: list[int] = []  # address of each bucket
         self._index = 0  # of the next bucket
         self._sent_bytes = 0  # of the pass so far
         self._task = -1  # the autograd graph task whose end we wait at
-        self._sent_ns = self._wait_ns = 0
+        self._begun_ns = 0
         self._core = job.core()
+        self._wait_begin, self._wait_end = recorder.stamper(EVENTS["WAIT_BEGIN"]), recorder.stamper(EVENTS["WAIT_END"])
         self._marks: dict[str, list[int]] = {}  # by name of a bucket: its key, and how often it was stamped
         self._asked_version, self._tries = -1, 0
 
@@ -173,16 +165,15 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
         if self._inside or ddp is None or self._group is None:
             return
         if self._recorder is not None and len(self.parameters) == len(self._parameters):
-            self._stamps = stamped(self.parameters, self._recorder)
+            self._stamps = Stamps(self.parameters, self._recorder)
         reducer_of(ddp)._update_process_group(self)
         self._inside = True
         self.new_pass()
 
     def leave(self) -> None:
         """Have the reducer call the model's own group again, and stamp nothing. Not during a backward pass."""
-        for handle in self._stamps:
-            handle.remove()
-        self._stamps.clear()
+        if self._stamps is not None:
+            self._stamps.remove()
         ddp = self._ddp()
         if self._inside and ddp is not None:
             reducer_of(ddp)._update_process_group(self._group)
@@ -219,15 +210,16 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
         tensor = tensors[0]
         if len(tensors) != 1 or not (tensor.is_floating_point() or tensor.is_complex()):
             return self._group.allreduce(tensors, opts)
+        done = None
         if self._own:
-            done = self._guarded(lambda: self._observe(tensor))
+            done = self._guarded(self._observe, tensor)
         else:
-            index, done = self._next_index(tensor), None
+            index = self._next_index(tensor)
             if self._takes(tensor):
                 return self._send(index, tensor)
         work = self._group.allreduce(tensors, opts)
         if done is not None:
-            self._guarded(lambda: done(work.get_future()))
+            self._guarded(self._sent, done, work)
         return work
 
     @eager
@@ -235,12 +227,12 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
         """Stamp a bucket that the user's communication hook gets; return what `hook_returned` takes."""
         if not self._inside or self._recorder is None:
             return None
-        return cast("Callable[[Any], None] | None", self._guarded(lambda: self._stamp_hook(bucket)))
+        return cast("Callable[[Any], None] | None", self._guarded(self._stamp_hook, bucket))
 
     @eager
     def hook_returned(self, done: Callable[[Any], None], future: Any) -> None:
         """Have the end of a bucket stamped: the hook's future is done."""
-        self._guarded(lambda: done(future))
+        self._guarded(done, future)
 
     def _stamp_hook(self, bucket: Any) -> Callable[[Any], None] | None:
         index, tensor = bucket.index(), bucket.buffer()
@@ -284,7 +276,7 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
             sent.work.wait()
         self.count += 1
         self._task = -1
-        self._sent_ns = self._core.now_ns()
+        self._begun_ns = self._core.now_ns()
 
     def _note(self, index: int, dtype: torch.dtype, pointer: int, nbytes: int) -> None:
         """Keep the layout of the buckets: it changes when DDP rebuilds them."""
@@ -322,6 +314,10 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
                 work.wait()
             future.set_result([tensor])
         return _c10d._create_work_from_future(future)
+
+    @staticmethod
+    def _sent(done: Callable[[Any], None], work: Any) -> None:
+        done(work.get_future())
 
     def _observe(self, tensor: torch.Tensor) -> Callable[[Any], None] | None:
         """Stamp a bucket that the own group gets; return what stamps its start and, by its future, its end."""
@@ -365,7 +361,13 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
     @eager
     def _wait_begins(self) -> None:
         """Wait for the buckets under way. Raises the first failure when no transfer is left under way."""
-        self._guarded(self._stamp_wait_begin)
+        self._wait_begin()
+        self.sent_ns = self._begun_ns
+        if self._under_way:
+            self._settle()
+        _engine.queue_callback(self._wait_end)  # after DDP's own
+
+    def _settle(self) -> None:
         under_way, self._under_way = self._under_way, []
         failure: OSError | None = None
         for sent in under_way:
@@ -378,27 +380,11 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
             raise failure
         for sent in under_way:
             sent.future.set_result(sent.tensors)
-        _engine.queue_callback(self._wait_ended)  # after DDP's own
 
-    def _stamp_wait_begin(self) -> None:
-        self._wait_ns = self._core.now_ns()
-        if self._recorder is not None:
-            self._recorder.put_at(self._wait_ns, EVENTS["WAIT_BEGIN"])
-
-    @eager
-    def _wait_ended(self) -> None:
-        self._guarded(self._stamp_wait_end)
-
-    def _stamp_wait_end(self) -> None:
-        ended = self._core.now_ns()
-        if self._recorder is not None:
-            self._recorder.put_at(ended, EVENTS["WAIT_END"])
-        self.passes.append(Pass(self._sent_ns, self._wait_ns, ended))
-
-    def _guarded(self, call: Callable[[], Any]) -> Any:
+    def _guarded(self, call: Callable[..., Any], *args: Any) -> Any:
         """Call something that only measures. An exception of it ends the measuring, and nothing else."""
         try:
-            return call()
+            return call(*args)
         except Exception as error:
             self._recorder = None
             self.on_error(error)

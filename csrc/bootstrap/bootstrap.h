@@ -43,7 +43,7 @@ int nb_listener_open(struct nb_listener *listener, const struct nb_boot_config *
 void nb_listener_close(struct nb_listener *listener);
 
 // Rank 0 gives its listener (which stays open) and address NULL; the others the address. A connection that does not
-// prove the secret within 2 s is dropped, at most 64 of them are waited for at a time, and the join goes on.
+// prove the secret in time is dropped (base/admission.h), and the join goes on.
 // Errors: -ETIMEDOUT naming the ranks that are missing; NB_EAUTH; NB_EMISMATCH naming both tags and ranks; two
 // processes that claim one rank; a rank outside [0, size).
 int nb_boot_join(struct nb_boot *boot, const struct nb_boot_config *config, struct nb_listener *listener,

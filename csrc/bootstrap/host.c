@@ -11,18 +11,21 @@
 #include <sys/types.h>
 #include <unistd.h>
 
+#include "base/admission.h"
 #include "base/bits.h"
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/list.h"
 #include "base/sha256.h"
 #include "base/sock.h"
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/internal.h"
 
 enum {
-    GUESTS_MAX = 64,
+    GUESTS = NB_PENDING_MAX + 1, // the last one to come, and the one that it replaces
     WRITE_MS = 2000,
     POLL_MOST_MS = 60000,
+    TICK_MS = 50,       // while a guest is there
     DOOR_PAUSE_MS = 100 // after which a door that could not be opened is tried again
 };
 
@@ -30,8 +33,9 @@ static const int64_t MS = 1000000;
 
 // A connection that has not proved the secret yet.
 struct guest {
-    int fd;
-    int64_t deadline_ns;
+    int fd; // -1: this place is free
+    struct host *host;
+    struct nb_pending pending;
     size_t got; // bytes of the message that is awaited
     enum { AWAIT_HELLO, AWAIT_PROOF, AWAIT_END } state;
     struct nb_shake shake;
@@ -48,8 +52,8 @@ struct host {
     const struct nb_boot_config *config;
     const struct nb_listener *listener;
     int64_t deadline_ns;
-    int guest_count;
-    struct guest guests[GUESTS_MAX];
+    struct nb_admission admission;
+    struct guest guests[GUESTS];
     struct member *members; // by rank
     uint64_t *came;         // bit by rank; rank 0 came first
     int came_count;
@@ -97,10 +101,22 @@ static void dismiss(struct host *host) {
     }
 }
 
-static void drop(struct host *host, int i) {
-    close(host->guests[i].fd);
-    host->guest_count--;
-    host->guests[i] = host->guests[host->guest_count];
+// Its place is free; the descriptor is closed, or somebody else's.
+static void release(struct guest *guest) {
+    guest->fd = -1;
+    nb_admission_remove(&guest->host->admission, &guest->pending);
+}
+
+static void drop(struct guest *guest) {
+    close(guest->fd);
+    release(guest);
+}
+
+// It did not prove the secret.
+static void drop_unproved(struct nb_pending *pending) {
+    struct guest *guest = NB_CONTAINER(pending, struct guest, pending);
+    guest->host->strangers += guest->state != AWAIT_END;
+    drop(guest);
 }
 
 // Both tags from just before the point where they part, so that a long one shows it.
@@ -140,8 +156,7 @@ static void check_claim(struct host *host, const struct nb_hello *hello) {
 }
 
 // The guest knows the secret: it becomes a member, or the reason why the join fails.
-static void admit(struct host *host, int i) {
-    struct guest *guest = &host->guests[i];
+static void admit(struct host *host, struct guest *guest) {
     const struct nb_hello *hello = &guest->shake.hello;
     bool failed_before = host->failure.code != 0;
     check_claim(host, hello);
@@ -154,12 +169,11 @@ static void admit(struct host *host, int i) {
         nb_sock_tune(guest->fd, host->config->timeout_ms);
         member->fd = guest->fd;
         member->shake = guest->shake;
-        host->guest_count--;
-        host->guests[i] = host->guests[host->guest_count];
+        release(guest);
         return;
     }
     tell_failure(host, guest->fd, &guest->shake);
-    drop(host, i);
+    drop(guest);
     if (!failed_before) {
         dismiss(host);
     }
@@ -219,8 +233,7 @@ static void *awaited(struct guest *guest, size_t *bytes) {
 }
 
 // Reads what a guest sent. One that speaks another language is dropped at its first byte.
-static void hear(struct host *host, int i) {
-    struct guest *guest = &host->guests[i];
+static void hear(struct host *host, struct guest *guest) {
     size_t bytes;
     char *message = awaited(guest, &bytes);
     if (guest->state == AWAIT_END) {
@@ -231,8 +244,7 @@ static void hear(struct host *host, int i) {
         return;
     }
     if (n <= 0) {
-        host->strangers += guest->state != AWAIT_END;
-        drop(host, i);
+        drop_unproved(&guest->pending);
         return;
     }
     guest->got += (size_t)n;
@@ -245,21 +257,29 @@ static void hear(struct host *host, int i) {
         }
     } else if (guest->state == AWAIT_PROOF && guest->got == bytes) {
         if (take_proof(host, guest)) {
-            admit(host, i);
+            admit(host, guest);
             return;
         }
         keep = guest->state == AWAIT_END;
     }
     if (!keep) {
         host->strangers++;
-        drop(host, i);
+        drop(guest);
     }
+}
+
+static struct guest *place(struct host *host) {
+    int i = 0;
+    while (i < GUESTS - 1 && host->guests[i].fd >= 0) {
+        i++;
+    }
+    return &host->guests[i];
 }
 
 // Lets in who waits at the door. Where that fails, for want of descriptors or memory or by the caller's own fault, the
 // door is left alone for a while: what is wrong may pass, and is told at the deadline where it does not.
 static int welcome(struct host *host, struct nb_error *err) {
-    while (host->guest_count < GUESTS_MAX) {
+    while (nb_admission_may(&host->admission)) {
         int fd = accept4(host->listener->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
         if (fd < 0 && errno == EAGAIN) {
             return 0;
@@ -272,10 +292,9 @@ static int welcome(struct host *host, struct nb_error *err) {
             host->door_ns = nb_now_ns() + DOOR_PAUSE_MS * MS;
             return 0;
         }
-        struct guest *guest = &host->guests[host->guest_count++];
-        memset(guest, 0, sizeof *guest);
-        guest->fd = fd;
-        guest->deadline_ns = nb_now_ns() + NB_BOOT_GUEST_MS * MS;
+        struct guest *guest = place(host);
+        *guest = (struct guest){.fd = fd, .host = host, .pending.drop = drop_unproved};
+        nb_admission_add(&host->admission, &guest->pending);
     }
     return 0;
 }
@@ -294,13 +313,13 @@ static int fill_poll(struct host *host, int *timeout_ms) {
     int64_t now = nb_now_ns();
     int64_t next_ns = host->deadline_ns;
     bool shut = host->door_ns > now;
-    bool full = host->guest_count == GUESTS_MAX;
+    bool full = !nb_admission_may(&host->admission);
+    int64_t tick_ns = now + TICK_MS * MS;
     next_ns = shut && host->door_ns < next_ns ? host->door_ns : next_ns;
+    next_ns = host->admission.count > 0 && tick_ns < next_ns ? tick_ns : next_ns;
     host->polled[n++] = (struct pollfd){.fd = shut || full ? -1 : host->listener->fd, .events = POLLIN};
-    for (int i = 0; i < host->guest_count; i++) {
-        const struct guest *guest = &host->guests[i];
-        host->polled[n++] = (struct pollfd){.fd = guest->fd, .events = POLLIN};
-        next_ns = guest->deadline_ns < next_ns ? guest->deadline_ns : next_ns;
+    for (int i = 0; i < GUESTS; i++) {
+        host->polled[n++] = (struct pollfd){.fd = host->guests[i].fd, .events = POLLIN};
     }
     for (int rank = 1; rank < host->config->size; rank++) {
         host->polled[n++] = (struct pollfd){.fd = host->members[rank].fd, .events = POLLIN};
@@ -311,28 +330,24 @@ static int fill_poll(struct host *host, int *timeout_ms) {
     return n;
 }
 
-// One round: members first, since admitting a guest changes the order, then guests from the last to the first.
+// One round: members, then guests, then who waits at the door.
 static int turn(struct host *host, struct nb_error *err) {
     int timeout_ms;
     int n = fill_poll(host, &timeout_ms);
-    int guests = host->guest_count;
     if (poll(host->polled, (nfds_t)n, timeout_ms) < 0) {
         return errno == EINTR ? 0 : nb_fail(err, -errno, "rank 0: poll: %m");
     }
     for (int rank = 1; rank < host->config->size; rank++) {
-        if (host->members[rank].fd >= 0 && host->polled[guests + rank].revents != 0) {
+        if (host->members[rank].fd >= 0 && host->polled[GUESTS + rank].revents != 0) {
             miss(host, rank);
         }
     }
-    int64_t now = nb_now_ns();
-    for (int i = guests - 1; i >= 0; i--) {
-        if (host->polled[1 + i].revents != 0) {
-            hear(host, i);
-        } else if (host->guests[i].deadline_ns <= now) {
-            host->strangers += host->guests[i].state != AWAIT_END;
-            drop(host, i);
+    for (int i = 0; i < GUESTS; i++) {
+        if (host->guests[i].fd >= 0 && host->polled[1 + i].revents != 0) {
+            hear(host, &host->guests[i]);
         }
     }
+    nb_admission_tick(&host->admission, nb_now_ns());
     return host->polled[0].revents != 0 ? welcome(host, err) : 0;
 }
 
@@ -408,7 +423,11 @@ static struct host *host_open(const struct nb_boot_config *config, const struct 
     host->deadline_ns = nb_now_ns() + config->timeout_ms * MS;
     host->members = calloc(size, sizeof *host->members);
     host->came = calloc(nb_bits_words(size), sizeof *host->came);
-    host->polled = calloc(1 + GUESTS_MAX + size, sizeof *host->polled);
+    nb_admission_init(&host->admission);
+    for (int i = 0; i < GUESTS; i++) {
+        host->guests[i].fd = -1;
+    }
+    host->polled = calloc(1 + GUESTS + size, sizeof *host->polled);
     for (size_t rank = 0; host->members != NULL && rank < size; rank++) {
         host->members[rank].fd = -1;
     }
@@ -420,8 +439,10 @@ static struct host *host_open(const struct nb_boot_config *config, const struct 
 }
 
 static void host_close(struct host *host) {
-    for (int i = 0; i < host->guest_count; i++) {
-        close(host->guests[i].fd);
+    for (int i = 0; i < GUESTS; i++) {
+        if (host->guests[i].fd >= 0) {
+            close(host->guests[i].fd);
+        }
     }
     for (int rank = 1; host->members != NULL && rank < host->config->size; rank++) {
         if (host->members[rank].fd >= 0) {

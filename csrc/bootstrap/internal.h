@@ -17,7 +17,6 @@ enum {
     NB_BOOT_PROTOCOL = 1,
     NB_BOOT_TAG_MAX = 256,
     NB_BOOT_MAGIC_BYTES = 8,
-    NB_BOOT_GUEST_MS = 2000, // a connection that has not proved the secret by then is dropped
     NB_BOOT_GRACE_MS = 5000  // how long latecomers are told why a join failed
 };
 #define NB_BOOT_MAGIC "NBBOOT\r\n"

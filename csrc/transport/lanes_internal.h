@@ -3,6 +3,7 @@
 #ifndef NB_LANES_INTERNAL_H
 #define NB_LANES_INTERNAL_H
 
+#include "base/admission.h"
 #include "base/pool.h"
 #include "transport/lanes.h"
 
@@ -144,6 +145,7 @@ struct peer {
 struct nb_lanes {
     struct nb_lanes_config config;
     struct nb_lane *lane[NB_LANES_MAX];
+    struct nb_admission admission;
     int used;
     size_t window_bytes; // of one path
     struct peer *peers;

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/admission.h"
 #include "base/error.h"
 #include "base/list.h"
 #include "transport/lanes.h"
@@ -42,6 +43,7 @@ static int lane_open(struct nb_lanes *lanes, int index, struct nb_error *err) {
     config.index = index;
     config.up = &nb_lanes_up;
     config.up_ctx = lanes;
+    config.admission = &lanes->admission;
     if (lanes->config.bind_count > 0) {
         config.bind = lanes->config.binds[index % lanes->config.bind_count];
     }
@@ -55,6 +57,7 @@ int nb_lanes_open(struct nb_lanes **out, const struct nb_lanes_config *config, s
     }
     int rc = 0;
     lanes->config = *config;
+    nb_admission_init(&lanes->admission);
     lanes->used = config->lanes;
     lanes->config.copy_bytes = config->copy_bytes < NB_COPY_MAX ? config->copy_bytes : NB_COPY_MAX;
     // Where a peer grants what it has room for, half of that is on its way there while word of the other half comes back.

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/admission.h"
 #include "base/bits.h"
 #include "base/clock.h"
 #include "base/error.h"
@@ -380,6 +381,7 @@ static void path_tick(struct nb_lanes *lanes, int peer_rank, int lane, int64_t n
 }
 
 void nb_lanes_tick(struct nb_lanes *lanes, int64_t now_ns) {
+    nb_admission_tick(&lanes->admission, now_ns);
     for (int p = 0; p < lanes->config.lane.size; p++) {
         struct peer *peer = &lanes->peers[p];
         if (peer->paths == NULL) {

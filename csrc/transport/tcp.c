@@ -10,74 +10,21 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "base/clock.h"
 #include "base/error.h"
 #include "base/list.h"
 #include "base/loop.h"
-#include "base/sha256.h"
 #include "base/sock.h"
-#include "bootstrap/bootstrap.h"
 #include "transport/tcp_internal.h"
 #include "transport/transport.h"
 
 enum {
-    NOTSENT_BYTES = 128 * 1024, // of unsent data the kernel holds: more only makes a slow connection hold more
-    BACKLOG = 64,
-    STRANGERS_MAX = 64,
-    HELLO_MS = 2000,
-    DOOR_PAUSE_MS = 100,
-    HELLO_MAGIC = 0x4e424c41 // "NBLA"
+    NOTSENT_BYTES = 128 * 1024 // of unsent data the kernel holds: more only makes a slow connection hold more
 };
 
-static void tune(struct tcp_lane *lane, int fd) {
+void nb_tcp_tune(struct tcp_lane *lane, int fd) {
     int lowat = NOTSENT_BYTES;
     nb_sock_tune(fd, lane->config.timeout_ms);
     setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &lowat, sizeof lowat);
-}
-
-static void token_for(const struct tcp_lane *lane, int from, int to, unsigned char token[NB_TOKEN_BYTES]) {
-    nb_boot_token(lane->config.boot, "tcp lane", from, to, token);
-}
-
-static int hello_send(struct tcp_lane *lane, int fd, int peer) {
-    struct hello hello = {
-        .magic = HELLO_MAGIC, .rank = (uint32_t)lane->config.rank, .lane = (uint32_t)lane->base.index};
-    token_for(lane, lane->config.rank, peer, hello.token);
-    // The first bytes of a new connection always fit its buffer.
-    ssize_t n = send(fd, &hello, sizeof hello, MSG_DONTWAIT | MSG_NOSIGNAL);
-    return n == (ssize_t)sizeof hello ? 0 : -ECONNRESET;
-}
-
-// 1: the other side is rank *peer of this job; 0: more to come; negative: not one of us.
-static int hello_read(const struct tcp_lane *lane, int fd, struct greeting *greeting, int *peer) {
-    const struct hello *hello = &greeting->hello;
-    char *at = (char *)&greeting->hello + greeting->got;
-    ssize_t n = recv(fd, at, sizeof *hello - greeting->got, MSG_DONTWAIT);
-    if (n <= 0) {
-        return n < 0 && (errno == EAGAIN || errno == EINTR) ? 0 : -ECONNRESET;
-    }
-    greeting->got += (size_t)n;
-    if (greeting->got < sizeof *hello) {
-        return 0;
-    }
-    if (hello->magic != HELLO_MAGIC || hello->rank >= (uint32_t)lane->config.size ||
-        hello->lane != (uint32_t)lane->base.index) {
-        return NB_EAUTH;
-    }
-    unsigned char token[NB_TOKEN_BYTES];
-    token_for(lane, (int)hello->rank, lane->config.rank, token);
-    if (!nb_bytes_equal(token, hello->token, sizeof token)) {
-        return NB_EAUTH;
-    }
-    *peer = (int)hello->rank;
-    return 1;
-}
-
-static void stranger_drop(struct stranger *stranger) {
-    nb_list_remove(&stranger->link);
-    stranger->lane->stranger_count--;
-    nb_tcp_shut(stranger->lane, &stranger->watch);
-    free(stranger);
 }
 
 static void in_ready(struct nb_watch *watch, uint32_t events) {
@@ -85,75 +32,6 @@ static void in_ready(struct nb_watch *watch, uint32_t events) {
     struct conn *conn = NB_CONTAINER(watch, struct conn, in_watch);
     conn->ahead = 0;
     nb_tcp_read(conn);
-}
-
-static void stranger_ready(struct nb_watch *watch, uint32_t events) {
-    (void)events;
-    struct stranger *stranger = NB_CONTAINER(watch, struct stranger, watch);
-    struct tcp_lane *lane = stranger->lane;
-    int peer = NB_NO_PEER;
-    int rc = hello_read(lane, watch->fd, &stranger->greeting, &peer);
-    if (rc == 0) {
-        return;
-    }
-    struct conn *known = rc > 0 ? &lane->conns[peer] : NULL;
-    if (known == NULL || peer == lane->config.rank || known->gone || known->in_watch.fd >= 0) {
-        stranger_drop(stranger);
-        return;
-    }
-    int fd = watch->fd;
-    nb_loop_remove(lane->config.loop, watch);
-    watch->fd = -1;
-    stranger_drop(stranger);
-    known->in_watch.fd = fd;
-    struct nb_error err = {0};
-    if (nb_loop_add(lane->config.loop, &known->in_watch, EPOLLIN, &err) < 0 || hello_send(lane, fd, peer) < 0) {
-        nb_tcp_lost(known, -ECONNRESET, "greeting failed");
-    }
-}
-
-// For want of descriptors or memory: they wait outside, and what is wrong may pass.
-static void door_shut(struct tcp_lane *lane, int why, int64_t now) {
-    lane->base.door = why;
-    lane->door_ns = now + (int64_t)DOOR_PAUSE_MS * 1000000;
-    nb_loop_change(lane->config.loop, &lane->listener, 0);
-}
-
-static void listener_ready(struct nb_watch *watch, uint32_t events) {
-    (void)events;
-    struct tcp_lane *lane = NB_CONTAINER(watch, struct tcp_lane, listener);
-    int64_t now = nb_now_ns();
-    NB_LIST_EACH_SAFE(it, nx, &lane->strangers) {
-        struct stranger *old = NB_CONTAINER(it, struct stranger, link);
-        if (now > old->until_ns) {
-            stranger_drop(old);
-        }
-    }
-    int fd = accept4(watch->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
-    if (fd < 0) {
-        if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
-            door_shut(lane, -errno, now);
-        }
-        return;
-    }
-    lane->base.door = 0;
-    struct stranger *stranger = lane->stranger_count < STRANGERS_MAX ? calloc(1, sizeof *stranger) : NULL;
-    if (stranger == NULL) {
-        close(fd);
-        return;
-    }
-    struct nb_error err = {0};
-    tune(lane, fd);
-    stranger->lane = lane;
-    stranger->until_ns = now + (int64_t)HELLO_MS * 1000000;
-    stranger->watch = (struct nb_watch){.fd = fd, .ready = stranger_ready};
-    nb_list_insert(&lane->strangers, &stranger->link);
-    lane->stranger_count++;
-    if (nb_loop_add(lane->config.loop, &stranger->watch, EPOLLIN, &err) < 0) {
-        close(fd);
-        stranger->watch.fd = -1;
-        stranger_drop(stranger);
-    }
 }
 
 static int conn_connect(struct conn *conn, struct nb_error *err) {
@@ -164,7 +42,7 @@ static int conn_connect(struct conn *conn, struct nb_error *err) {
     if (fd < 0) {
         return fd;
     }
-    tune(lane, fd);
+    nb_tcp_tune(lane, fd);
     conn->out_watch.fd = fd;
     conn->state = CONNECTING;
     int rc = nb_loop_add(lane->config.loop, &conn->out_watch, EPOLLOUT, err);
@@ -179,7 +57,7 @@ static int conn_connect(struct conn *conn, struct nb_error *err) {
 static void connecting_ready(struct conn *conn) {
     int rc = nb_sock_connected(conn->out_watch.fd);
     if (rc == 0) {
-        rc = hello_send(conn->lane, conn->out_watch.fd, conn->peer);
+        rc = nb_tcp_hello_send(conn->lane, conn->out_watch.fd, conn->peer);
     }
     if (rc < 0) {
         nb_tcp_lost(conn, rc, "connect failed");
@@ -192,7 +70,7 @@ static void connecting_ready(struct conn *conn) {
 static void greeting_ready(struct conn *conn) {
     struct tcp_lane *lane = conn->lane;
     int peer = NB_NO_PEER;
-    int rc = hello_read(lane, conn->out_watch.fd, &conn->greeting, &peer);
+    int rc = nb_tcp_hello_read(lane, conn->out_watch.fd, &conn->greeting, &peer);
     if (rc < 0 || (rc > 0 && peer != conn->peer)) {
         nb_tcp_lost(conn, rc < 0 ? rc : NB_EAUTH, "greeting refused");
     } else if (rc > 0) {
@@ -239,17 +117,11 @@ static void tcp_close(struct nb_lane *base) {
         return;
     }
     struct tcp_lane *lane = NB_CONTAINER(base, struct tcp_lane, base);
-    NB_LIST_EACH_SAFE(it, nx, &lane->strangers) {
-        stranger_drop(NB_CONTAINER(it, struct stranger, link));
-    }
+    nb_tcp_listen_close(lane);
     for (int i = 0; i < lane->config.size; i++) {
         nb_tcp_shut(lane, &lane->conns[i].out_watch);
         nb_tcp_shut(lane, &lane->conns[i].in_watch);
         free(lane->conns[i].messages);
-    }
-    if (lane->listener.fd >= 0) {
-        nb_loop_remove(lane->config.loop, &lane->listener);
-        close(lane->listener.fd);
     }
     free(lane->conns);
     free(lane);
@@ -276,22 +148,13 @@ static int tcp_open(const struct nb_lane_config *config, struct nb_lane **out, s
         lane->config.congestion = lane->congestion;
     }
     lane->conns = conns;
-    lane->addr = config->bind;
-    lane->listener.ready = listener_ready;
-    nb_list_init(&lane->strangers);
     for (int i = 0; i < config->size; i++) {
         conns[i].lane = lane;
         conns[i].peer = i;
         conns[i].out_watch = (struct nb_watch){.fd = -1, .ready = out_ready};
         conns[i].in_watch = (struct nb_watch){.fd = -1, .ready = in_ready};
     }
-    lane->listener.fd = nb_sock_listen(&lane->addr, config->ports, BACKLOG, err);
-    if (lane->listener.fd < 0) {
-        int rc = lane->listener.fd;
-        tcp_close(&lane->base);
-        return rc;
-    }
-    int rc = nb_loop_add(config->loop, &lane->listener, EPOLLIN, err);
+    int rc = nb_tcp_listen(lane, err);
     if (rc < 0) {
         tcp_close(&lane->base);
         return rc;
@@ -402,11 +265,7 @@ static int tcp_progress(struct nb_lane *base) {
 }
 
 static int tcp_arm(struct nb_lane *base) {
-    struct tcp_lane *lane = NB_CONTAINER(base, struct tcp_lane, base);
-    if (lane->door_ns != 0 && nb_now_ns() >= lane->door_ns) {
-        lane->door_ns = 0;
-        nb_loop_change(lane->config.loop, &lane->listener, EPOLLIN);
-    }
+    (void)base;
     return 0;
 }
 

@@ -1,8 +1,9 @@
-// What tcp.c (lanes, greetings) and tcp_stream.c (bytes of one connection) share. Nobody else includes this.
+// What tcp.c (lanes), tcp_accept.c (listeners, handshakes) and tcp_stream.c (bytes of one connection) share. Nobody else
+// includes this.
 #ifndef NB_TRANSPORT_TCP_INTERNAL_H
 #define NB_TRANSPORT_TCP_INTERNAL_H
 
-#include "base/list.h"
+#include "base/admission.h"
 #include "bootstrap/bootstrap.h"
 #include "transport/tcp.h"
 
@@ -85,26 +86,25 @@ struct conn {
     struct nb_lane_stats stats;
 };
 
-// A connection that has not said yet whose it is.
-struct stranger {
-    struct nb_watch watch;
-    struct tcp_lane *lane;
-    struct nb_list link;
-    struct greeting greeting;
-    int64_t until_ns;
-};
-
 struct tcp_lane {
     struct nb_lane base;
     struct nb_lane_config config;      // its provider and library are NULL: they are not kept
     char congestion[CONGESTION_BYTES]; // what config.congestion points to
     struct nb_watch listener;
-    int64_t door_ns; // until when it is left alone; 0: it is not
+    struct nb_gate gate; // of the listener
     struct nb_sockaddr addr;
-    struct nb_list strangers;
-    int stranger_count;
-    struct conn *conns; // by rank
+    struct nb_list strangers; // of this listener, that have not authenticated
+    struct conn *conns;       // by rank
 };
+
+// Opens the listener, and accepts connections from the loop; ends that, and what has not authenticated.
+int nb_tcp_listen(struct tcp_lane *lane, struct nb_error *err);
+void nb_tcp_listen_close(struct tcp_lane *lane);
+// Options of a connection of this lane.
+void nb_tcp_tune(struct tcp_lane *lane, int fd);
+int nb_tcp_hello_send(struct tcp_lane *lane, int fd, int peer);
+// 1: the other side is rank *peer of this job; 0: more to come; negative: not one of us.
+int nb_tcp_hello_read(const struct tcp_lane *lane, int fd, struct greeting *greeting, int *peer);
 
 // Whether a segment or a message is on its way out.
 bool nb_tcp_pending(const struct conn *conn);

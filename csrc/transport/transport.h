@@ -47,6 +47,7 @@ static inline void nb_frame_unpack(uint32_t bits, struct nb_frame *frame) {
     frame->blocks = (uint16_t)((bits & 0xff) + 1);
 }
 
+struct nb_admission;
 struct nb_lane;
 
 // A segment on its way out. The caller's memory until `sent` is called with it.
@@ -87,9 +88,10 @@ struct nb_lane_config {
     int index; // of this lane
     int rank;
     int size;
-    struct nb_loop *loop;       // STREAM lanes register their descriptors here; RMA lanes the one they wait on
-    const struct nb_boot *boot; // for tokens and self's address
-    struct nb_sockaddr bind;    // the interface this lane uses, port 0
+    struct nb_loop *loop;           // STREAM lanes register their descriptors here; RMA lanes the one they wait on
+    const struct nb_boot *boot;     // for tokens and self's address
+    struct nb_admission *admission; // of all lanes: who has connected and not authenticated
+    struct nb_sockaddr bind;        // the interface this lane uses, port 0
     struct nb_port_range ports;
     int timeout_ms;
     const char *provider;   // ofi: NULL for the best there is

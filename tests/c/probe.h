@@ -2,6 +2,7 @@
 #ifndef NB_TEST_PROBE_H
 #define NB_TEST_PROBE_H
 
+#include "base/admission.h"
 #include "flows.h"
 
 enum { PROBE_MESSAGES = 200, PROBE_REQUESTS = 40, PROBE_BYTES = 50000, PROBE_TURNS = 1000 };
@@ -11,6 +12,7 @@ struct probe_world;
 struct probe_side {
     struct probe_world *world;
     struct nb_loop loop;
+    struct nb_admission admission;
     struct nb_lane *lane;
     int rank;
     int messages_in;
@@ -162,7 +164,9 @@ static inline void probe_open(struct probe_world *world) {
         *side = (struct probe_side){.world = world, .rank = i, .memory = malloc(PROBE_BYTES + 2)};
         CHECK(side->memory != NULL && nb_loop_init(&side->loop, &err) == 0, "%s", err.text);
         config.rank = i;
+        nb_admission_init(&side->admission);
         config.loop = &side->loop;
+        config.admission = &side->admission;
         config.boot = is_mem ? NULL : &world->boots[i];
         config.up_ctx = side;
         CHECK(world->ops->open(&config, &side->lane, &err) == 0, "%s", err.text);

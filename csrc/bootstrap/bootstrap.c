@@ -143,15 +143,20 @@ void nb_boot_close(struct nb_boot *boot) {
     explicit_bzero(boot->session, sizeof boot->session);
 }
 
+void nb_boot_mac(const struct nb_boot *boot, const char *purpose, const void *data, size_t bytes,
+                 unsigned char mac[NB_SHA256_BYTES]) {
+    struct nb_hmac hmac;
+    nb_hmac_init(&hmac, boot->session, sizeof boot->session);
+    nb_hmac_add(&hmac, purpose, strlen(purpose) + 1);
+    nb_hmac_add(&hmac, data, bytes);
+    nb_hmac_final(&hmac, mac);
+}
+
 void nb_boot_token(const struct nb_boot *boot, const char *purpose, int from, int to,
                    unsigned char token[NB_TOKEN_BYTES]) {
     unsigned char digest[NB_SHA256_BYTES];
     uint32_t ranks[2] = {(uint32_t)from, (uint32_t)to};
-    struct nb_hmac hmac;
-    nb_hmac_init(&hmac, boot->session, sizeof boot->session);
-    nb_hmac_add(&hmac, purpose, strlen(purpose) + 1);
-    nb_hmac_add(&hmac, ranks, sizeof ranks);
-    nb_hmac_final(&hmac, digest);
+    nb_boot_mac(boot, purpose, ranks, sizeof ranks, digest);
     memcpy(token, digest, NB_TOKEN_BYTES);
 }
 

@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #include "base/error.h"
+#include "base/sha256.h"
 #include "base/sock.h"
 
 enum { NB_SECRET_MAX = 128, NB_BOOT_BLOB_MAX = 64 * 1024 };
@@ -57,7 +58,11 @@ int nb_boot_barrier(struct nb_boot *boot, struct nb_error *err);
 // This rank's clock minus rank 0's, in ns, by the exchange with the least round trip of several.
 int nb_boot_clock(struct nb_boot *boot, int64_t *offset_ns, int64_t *round_trip_ns, struct nb_error *err);
 
-// A 16-byte token both sides can compute: HMAC(session, "purpose" | from | to). What a lane shows at its first byte.
+// HMAC with the session as key over `purpose`, its terminator included, and the bytes: what one rank proves to another.
+void nb_boot_mac(const struct nb_boot *boot, const char *purpose, const void *data, size_t bytes,
+                 unsigned char mac[NB_SHA256_BYTES]);
+
+// A 16-byte token both sides can compute: HMAC(session, "purpose" | from | to).
 enum { NB_TOKEN_BYTES = 16 };
 void nb_boot_token(const struct nb_boot *boot, const char *purpose, int from, int to,
                    unsigned char token[NB_TOKEN_BYTES]);

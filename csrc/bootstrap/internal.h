@@ -17,7 +17,7 @@ enum {
     NB_BOOT_PROTOCOL = 1,
     NB_BOOT_TAG_MAX = 256,
     NB_BOOT_MAGIC_BYTES = 8,
-    NB_BOOT_GRACE_MS = 5000  // how long latecomers are told why a join failed
+    NB_BOOT_GRACE_MS = 5000 // how long latecomers are told why a join failed
 };
 #define NB_BOOT_MAGIC "NBBOOT\r\n"
 

@@ -109,6 +109,8 @@ int nb_lanes_peer_open(struct nb_lanes *lanes, int peer, const void *address, st
 bool nb_lanes_peer_ready(const struct nb_lanes *lanes, int peer);
 // Why peers that came could not be let in, or 0.
 int nb_lanes_door(const struct nb_lanes *lanes);
+// How many connections were refused because their proof that they belong to this job was wrong.
+uint64_t nb_lanes_refused(const struct nb_lanes *lanes);
 // How many lanes to a peer that was opened are not lost.
 int nb_lanes_left(const struct nb_lanes *lanes, int peer);
 

@@ -57,7 +57,7 @@ static int conn_connect(struct conn *conn, struct nb_error *err) {
 static void connecting_ready(struct conn *conn) {
     int rc = nb_sock_connected(conn->out_watch.fd);
     if (rc == 0) {
-        rc = nb_tcp_hello_send(conn->lane, conn->out_watch.fd, conn->peer);
+        rc = nb_tcp_greet(conn->lane, conn->out_watch.fd, &conn->greeting);
     }
     if (rc < 0) {
         nb_tcp_lost(conn, rc, "connect failed");
@@ -69,10 +69,9 @@ static void connecting_ready(struct conn *conn) {
 
 static void greeting_ready(struct conn *conn) {
     struct tcp_lane *lane = conn->lane;
-    int peer = NB_NO_PEER;
-    int rc = nb_tcp_hello_read(lane, conn->out_watch.fd, &conn->greeting, &peer);
-    if (rc < 0 || (rc > 0 && peer != conn->peer)) {
-        nb_tcp_lost(conn, rc < 0 ? rc : NB_EAUTH, "greeting refused");
+    int rc = nb_tcp_greeted(lane, conn->out_watch.fd, &conn->greeting, conn->peer, &conn->to);
+    if (rc < 0) {
+        nb_tcp_lost(conn, rc, "handshake refused");
     } else if (rc > 0) {
         conn->state = OPEN;
         lane->config.up->writable(lane->config.up_ctx, &lane->base, conn->peer);

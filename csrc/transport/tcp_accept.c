@@ -1,5 +1,6 @@
 // A lane's listener: who connects proves that it is a rank of this job, and becomes that rank's incoming connection.
 #include <errno.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <sys/epoll.h>
@@ -10,16 +11,13 @@
 #include "base/error.h"
 #include "base/list.h"
 #include "base/loop.h"
-#include "base/sha256.h"
 #include "base/sock.h"
-#include "bootstrap/bootstrap.h"
 #include "transport/tcp_internal.h"
 #include "transport/transport.h"
 
 enum {
     BACKLOG = 64,
-    PAUSE_MS = 100,          // after an accept that failed for want of descriptors or memory
-    HELLO_MAGIC = 0x4e424c41 // "NBLA"
+    PAUSE_MS = 100 // after an accept that failed for want of descriptors or memory
 };
 
 // A connection that has not authenticated.
@@ -28,45 +26,9 @@ struct stranger {
     struct tcp_lane *lane;
     struct nb_list link;
     struct nb_pending pending;
+    bool answered; // its hello was right: its proof is awaited
     struct greeting greeting;
 };
-
-static void token_for(const struct tcp_lane *lane, int from, int to, unsigned char token[NB_TOKEN_BYTES]) {
-    nb_boot_token(lane->config.boot, "tcp lane", from, to, token);
-}
-
-int nb_tcp_hello_send(struct tcp_lane *lane, int fd, int peer) {
-    struct hello hello = {
-        .magic = HELLO_MAGIC, .rank = (uint32_t)lane->config.rank, .lane = (uint32_t)lane->base.index};
-    token_for(lane, lane->config.rank, peer, hello.token);
-    // The first bytes of a new connection always fit its buffer.
-    ssize_t n = send(fd, &hello, sizeof hello, MSG_DONTWAIT | MSG_NOSIGNAL);
-    return n == (ssize_t)sizeof hello ? 0 : -ECONNRESET;
-}
-
-int nb_tcp_hello_read(const struct tcp_lane *lane, int fd, struct greeting *greeting, int *peer) {
-    const struct hello *hello = &greeting->hello;
-    char *at = (char *)&greeting->hello + greeting->got;
-    ssize_t n = recv(fd, at, sizeof *hello - greeting->got, MSG_DONTWAIT);
-    if (n <= 0) {
-        return n < 0 && (errno == EAGAIN || errno == EINTR) ? 0 : -ECONNRESET;
-    }
-    greeting->got += (size_t)n;
-    if (greeting->got < sizeof *hello) {
-        return 0;
-    }
-    if (hello->magic != HELLO_MAGIC || hello->rank >= (uint32_t)lane->config.size ||
-        hello->lane != (uint32_t)lane->base.index) {
-        return NB_EAUTH;
-    }
-    unsigned char token[NB_TOKEN_BYTES];
-    token_for(lane, (int)hello->rank, lane->config.rank, token);
-    if (!nb_bytes_equal(token, hello->token, sizeof token)) {
-        return NB_EAUTH;
-    }
-    *peer = (int)hello->rank;
-    return 1;
-}
 
 static void stranger_drop(struct nb_pending *pending) {
     struct stranger *stranger = NB_CONTAINER(pending, struct stranger, pending);
@@ -77,7 +39,7 @@ static void stranger_drop(struct nb_pending *pending) {
     free(stranger);
 }
 
-// It has authenticated as `peer`: its descriptor is the incoming connection of that rank.
+// It has authenticated: its descriptor is the incoming connection of its rank.
 static void stranger_admit(struct stranger *stranger, struct conn *conn) {
     struct tcp_lane *lane = stranger->lane;
     int fd = stranger->watch.fd;
@@ -86,22 +48,33 @@ static void stranger_admit(struct stranger *stranger, struct conn *conn) {
     stranger_drop(&stranger->pending);
     conn->in_watch.fd = fd;
     struct nb_error err = {0};
-    if (nb_loop_add(lane->config.loop, &conn->in_watch, EPOLLIN, &err) < 0 ||
-        nb_tcp_hello_send(lane, fd, conn->peer) < 0) {
-        nb_tcp_lost(conn, -ECONNRESET, "greeting failed");
+    if (nb_loop_add(lane->config.loop, &conn->in_watch, EPOLLIN, &err) < 0) {
+        nb_tcp_lost(conn, -ECONNRESET, "handshake failed");
     }
+}
+
+static void stranger_refuse(struct stranger *stranger, int why) {
+    stranger->lane->base.refused += why == NB_EAUTH;
+    stranger_drop(&stranger->pending);
 }
 
 static void stranger_hear(struct stranger *stranger) {
     struct tcp_lane *lane = stranger->lane;
-    int peer = NB_NO_PEER;
-    int rc = nb_tcp_hello_read(lane, stranger->watch.fd, &stranger->greeting, &peer);
+    if (!stranger->answered) {
+        int begun = nb_tcp_welcome(lane, stranger->watch.fd, &stranger->greeting);
+        stranger->answered = begun > 0;
+        if (begun < 0) {
+            stranger_refuse(stranger, begun);
+        }
+        return;
+    }
+    int rc = nb_tcp_welcomed(stranger->watch.fd, &stranger->greeting);
     if (rc == 0) {
         return;
     }
-    struct conn *known = rc > 0 ? &lane->conns[peer] : NULL;
-    if (known == NULL || peer == lane->config.rank || known->gone || known->in_watch.fd >= 0) {
-        stranger_drop(&stranger->pending);
+    struct conn *known = rc > 0 ? &lane->conns[stranger->greeting.hello.rank] : NULL;
+    if (known == NULL || known->gone || known->in_watch.fd >= 0) {
+        stranger_refuse(stranger, known == NULL ? rc : NB_EAUTH);
         return;
     }
     stranger_admit(stranger, known);

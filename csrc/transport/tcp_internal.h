@@ -1,20 +1,34 @@
-// What tcp.c (lanes), tcp_accept.c (listeners, handshakes) and tcp_stream.c (bytes of one connection) share. Nobody else
+// What tcp.c (lanes), tcp_accept.c (listeners), tcp_handshake.c and tcp_stream.c (bytes of one connection) share. Nobody else
 // includes this.
 #ifndef NB_TRANSPORT_TCP_INTERNAL_H
 #define NB_TRANSPORT_TCP_INTERNAL_H
 
 #include "base/admission.h"
+#include "base/sha256.h"
 #include "bootstrap/bootstrap.h"
 #include "transport/tcp.h"
 
 enum { MESSAGES = 64, CONGESTION_BYTES = 16 }; // queued to one peer; TCP_CA_NAME_MAX of the kernel
 
+enum { NB_TCP_MAGIC = 0x4e424c42, NB_TCP_NONCE_BYTES = 16, NB_TCP_MAC_BYTES = 16 };
+
+// The handshake: hello ->, <- answer, proof ->, and segments may follow the proof at once. Both MACs cover the ranks, the lane,
+// the listener's address and both nonces (tcp_handshake.c), so none can be replayed, reflected or used for another lane.
 struct hello {
     uint32_t magic;
     uint32_t rank;
     uint32_t lane;
     uint32_t zero;
-    unsigned char token[NB_TOKEN_BYTES];
+    unsigned char nonce[NB_TCP_NONCE_BYTES];
+};
+
+struct answer {
+    unsigned char nonce[NB_TCP_NONCE_BYTES];
+    unsigned char mac[NB_TCP_MAC_BYTES];
+};
+
+struct proof {
+    unsigned char mac[NB_TCP_MAC_BYTES];
 };
 
 struct header {
@@ -27,6 +41,8 @@ struct header {
 };
 
 _Static_assert(sizeof(struct hello) == 32, "crosses the wire");
+_Static_assert(sizeof(struct answer) == 32, "crosses the wire");
+_Static_assert(sizeof(struct proof) == 16, "crosses the wire");
 _Static_assert(sizeof(struct header) == 24, "crosses the wire");
 
 struct message {
@@ -43,10 +59,21 @@ struct pieces {
     int at;
 };
 
-// A hello that is being read.
+// The two halves of one HMAC: what the side that accepted proves, and what the one that connected does.
+struct nb_tcp_macs {
+    unsigned char answer[NB_TCP_MAC_BYTES];
+    unsigned char proof[NB_TCP_MAC_BYTES];
+};
+
+_Static_assert(sizeof(struct nb_tcp_macs) == NB_SHA256_BYTES, "halves");
+
+// One connection's handshake, as one side knows it.
 struct greeting {
     struct hello hello;
-    size_t got;
+    struct answer answer;
+    struct proof proof;
+    struct nb_tcp_macs macs; // of the side that accepted: made with its answer
+    size_t got;              // of the message that is awaited
 };
 
 // The two connections with a peer. What goes out travels on the one that this rank has made, what comes in on the one that
@@ -102,9 +129,17 @@ int nb_tcp_listen(struct tcp_lane *lane, struct nb_error *err);
 void nb_tcp_listen_close(struct tcp_lane *lane);
 // Options of a connection of this lane.
 void nb_tcp_tune(struct tcp_lane *lane, int fd);
-int nb_tcp_hello_send(struct tcp_lane *lane, int fd, int peer);
-// 1: the other side is rank *peer of this job; 0: more to come; negative: not one of us.
-int nb_tcp_hello_read(const struct tcp_lane *lane, int fd, struct greeting *greeting, int *peer);
+
+// tcp_handshake.c. Each returns 1 when its step is done, 0: more is to come, or a failure (NB_EAUTH: not a rank of this job).
+// The side that connects to rank `peer`, whose listener is at `to`.
+int nb_tcp_greet(const struct tcp_lane *lane, int fd, struct greeting *greeting);
+int nb_tcp_greeted(const struct tcp_lane *lane, int fd, struct greeting *greeting, int peer,
+                   const struct nb_sockaddr *to);
+// The side that accepted: reads the hello and answers it; reads the proof.
+int nb_tcp_welcome(const struct tcp_lane *lane, int fd, struct greeting *greeting);
+int nb_tcp_welcomed(int fd, struct greeting *greeting);
+void nb_tcp_macs(const struct nb_boot *boot, const struct greeting *greeting, int to,
+                 const struct nb_sockaddr *listener, struct nb_tcp_macs *macs);
 
 // Whether a segment or a message is on its way out.
 bool nb_tcp_pending(const struct conn *conn);

@@ -150,7 +150,8 @@ struct nb_lane_ops {
 struct nb_lane {
     const struct nb_lane_ops *ops;
     int index;
-    int door; // why a peer that came could not be let in, or 0
+    int door;         // why a peer that came could not be let in, or 0
+    uint64_t refused; // connections with a wrong proof that they belong to this job
 };
 
 // The networks that were built in, NULL at the end: tcp, ofi. (mem is for tests and not listed.)

@@ -144,10 +144,13 @@ static void ends_close(struct ends *ends) {
     }
 }
 
-static void greet(const struct nb_boot *boot, int fd, uint32_t lane) {
-    struct hello hello = {.magic = 0x4e424c41, .rank = 1, .lane = lane};
-    nb_boot_token(boot, "tcp lane", 1, 0, hello.token);
-    (void)send(fd, &hello, sizeof hello, MSG_DONTWAIT | MSG_NOSIGNAL);
+static void greet(struct nb_lanes *lanes, const struct nb_boot *boot, int fd, int lane) {
+    const struct conn *conn = &NB_CONTAINER(lanes->lane[lane], struct tcp_lane, base)->conns[1];
+    struct greeting greeting = {.hello = conn->greeting.hello};
+    struct nb_tcp_macs macs;
+    nb_tcp_macs(boot, &greeting, 1, &conn->to, &macs);
+    memcpy(greeting.answer.mac, macs.answer, sizeof macs.answer);
+    (void)send(fd, &greeting.answer, sizeof greeting.answer, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
 static void feed(struct nb_lanes *lanes, struct nb_loop *loop, const struct nb_boot *boot, const uint8_t *data,
@@ -157,7 +160,7 @@ static void feed(struct nb_lanes *lanes, struct nb_loop *loop, const struct nb_b
     for (int i = 0; i < LANES; i++) {
         ends[i] = connect_pairs(lanes, loop, i, data[0] % 3 == 0);
         if (data[0] % 3 == 1 && (data[0] & 0x40) != 0) {
-            greet(boot, ends[i].in, (uint32_t)i);
+            greet(lanes, boot, ends[i].in, i);
         }
     }
     size_t at = 1;

@@ -445,6 +445,7 @@ void nb_drive_lend(struct nb_job *job);
 
 // tick.c: what happens by time: silence, bytes that do not move, lanes that broke
 void nb_job_tick(struct nb_job *job, int64_t now);
+void nb_job_lanes_failed(void *job, const struct nb_error *why);
 void nb_job_lane_lost(void *job, int peer, int lane, const struct nb_error *why, int lanes_left);
 void nb_job_fail(struct nb_job *job, const struct nb_error *why, bool tell);
 void nb_job_peer_left(struct nb_job *job, int rank);

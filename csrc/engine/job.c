@@ -212,6 +212,10 @@ void nb_job_lane_lost(void *ctx, int peer, int lane, const struct nb_error *why,
     }
 }
 
+void nb_job_lanes_failed(void *ctx, const struct nb_error *why) {
+    nb_job_fail(ctx, why, true);
+}
+
 // `fd`: -1, where the memory cannot be passed on; `why`: of an arena then.
 static int map_request(struct nb_job *job, void *base, size_t bytes, int fd, int why, struct nb_error *err) {
     if (job->size == 1) {

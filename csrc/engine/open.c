@@ -62,6 +62,7 @@ static int job_lanes_open(struct nb_job *job, struct binds *binds, struct nb_err
                                     .in_flight_max = IN_FLIGHT_MAX,
                                     .copy_bytes = NB_COPY_MAX,
                                     .lane_lost = nb_job_lane_lost,
+                                    .failed = nb_job_lanes_failed,
                                     .ctx = job};
     int rc = nb_lanes_open(&job->lanes, &lanes, err);
     if (rc == 0) {

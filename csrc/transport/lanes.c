@@ -52,6 +52,24 @@ static uint32_t run_length(const struct nb_flow *flow, uint32_t first, size_t se
     return n;
 }
 
+// Where the bytes of the request lie. False: not all of them are there; what was announced would never follow.
+static bool request_fill(struct nb_flow *flow, uint32_t first, uint32_t count, struct nb_request *req) {
+    if (flow->copy != NULL) {
+        return nb_sent_copy(flow, first, count, req);
+    }
+    req->iov_count = flow->ops->memory(flow, first, count, req->iov);
+    return nb_iov_bytes(req->iov, req->iov_count) == req->frame.bytes;
+}
+
+static void flow_fail(struct nb_lanes *lanes, struct nb_flow *flow, uint32_t block) {
+    struct nb_error why = {0};
+    nb_fail_peer(&why, -EFAULT, flow->peer,
+                 "operation %llu to rank %d: block %u does not lie in 1 to %d pieces of memory; join them first",
+                 (unsigned long long)flow->op, flow->peer, block, NB_LANE_IOV_MAX);
+    flow->available = 0;
+    lanes->config.failed(lanes->config.ctx, &why);
+}
+
 // Takes the next run off the flow into the request; false when there is none that may go.
 static bool flow_take(struct nb_lanes *lanes, struct nb_flow *flow, int lane, size_t segment, struct nb_request *req) {
     uint32_t first = (uint32_t)nb_bits_next(flow->map, flow->cursor, flow->blocks);
@@ -68,6 +86,17 @@ static bool flow_take(struct nb_lanes *lanes, struct nb_flow *flow, int lane, si
     if (first >= flow->blocks) {
         return false;
     }
+    req->peer = flow->peer;
+    req->owner = flow;
+    req->frame.op = flow->op;
+    req->frame.block = first;
+    req->frame.blocks = (uint16_t)count;
+    req->frame.bytes = (uint32_t)flow->ops->bytes(flow, first, count);
+    if (!request_fill(flow, first, count, req)) {
+        nb_grants_unuse(lanes, flow, req);
+        flow_fail(lanes, flow, first);
+        return false;
+    }
     for (uint32_t i = 0; i < count; i++) {
         nb_bits_clear(flow->map, first + i);
     }
@@ -75,17 +104,6 @@ static bool flow_take(struct nb_lanes *lanes, struct nb_flow *flow, int lane, si
     flow->left -= count;
     flow->available -= count;
     flow->in_flight += count;
-    req->peer = flow->peer;
-    req->owner = flow;
-    req->frame.op = flow->op;
-    req->frame.block = first;
-    req->frame.blocks = (uint16_t)count;
-    req->frame.bytes = (uint32_t)flow->ops->bytes(flow, first, count);
-    if (flow->copy != NULL) {
-        nb_sent_copy(flow, first, count, req);
-    } else {
-        req->iov_count = flow->ops->memory(flow, first, count, req->iov);
-    }
     nb_grants_local(lanes, lane, req);
     return true;
 }

@@ -38,8 +38,8 @@ struct nb_flow_ops {
     // How many blocks from `first` on may travel together, at most `count`. In: the end of a step, nothing else: what
     // the sender cuts by its own memory must be accepted.
     uint32_t (*run_limit)(const struct nb_flow *flow, uint32_t first, uint32_t count);
-    // Where the run lies in memory. Out: where it is read, perhaps again after a lane was lost: until the flow is finished
-    // it may change only by what implies that the block has landed. In: where it goes; 0 pieces: the bytes are to be
+    // Where the run lies in memory. Out: all its bytes, where they are read, perhaps again after a lane was lost: until the
+    // flow is finished it may change only by what implies that the block has landed. In: where it goes; 0 pieces: the bytes are to be
     // handed to consume() from a buffer of the lanes' own.
     int (*memory)(const struct nb_flow *flow, uint32_t first, uint32_t count, struct iovec iov[NB_LANE_IOV_MAX]);
     // In: the run is there. data: the lanes' buffer, or NULL when it went to memory().
@@ -95,6 +95,8 @@ struct nb_lanes_config {
     size_t copy_bytes;    // flows of up to this many are copied: at most NB_COPY_MAX, alike on all ranks
     // A lane is gone. Its segments go to the others, while another lane to that peer is left.
     void (*lane_lost)(void *ctx, int peer, int lane, const struct nb_error *why, int lanes_left);
+    // A flow cannot be sent, by the fault of its owner. Nothing more of it leaves.
+    void (*failed)(void *ctx, const struct nb_error *why);
     void *ctx;
 };
 

@@ -103,6 +103,14 @@ _Static_assert(NB_COPY_MAX <= UINT16_MAX, "start[] holds it");
 
 enum { NB_SERIES = 2 };
 
+static inline size_t nb_iov_bytes(const struct iovec *iov, int count) {
+    size_t bytes = 0;
+    for (int i = 0; i < count; i++) {
+        bytes += iov[i].iov_len;
+    }
+    return bytes;
+}
+
 static inline int nb_series(uint64_t op) {
     return op >= NB_OP_SECOND;
 }
@@ -180,8 +188,8 @@ int nb_sent_init(struct nb_lanes *lanes, struct nb_error *err);
 void nb_sent_fini(struct nb_lanes *lanes);
 // A flow begins: it gets a copy when it is small and there is one.
 void nb_sent_begin(struct nb_lanes *lanes, struct nb_flow *flow);
-// Puts blocks into the flow's copy, and the request's pieces there.
-void nb_sent_copy(struct nb_flow *flow, uint32_t first, uint32_t count, struct nb_request *req);
+// Puts blocks into the flow's copy, and the request's pieces there. False: the flow does not say where all their bytes lie.
+bool nb_sent_copy(struct nb_flow *flow, uint32_t first, uint32_t count, struct nb_request *req);
 // Remembers what a request carried.
 void nb_sent_add(struct nb_lanes *lanes, struct nb_flow *flow, int lane, const struct nb_request *req);
 // Ends the flow where nothing keeps it any more. True: it is gone.

@@ -127,7 +127,7 @@ void nb_sent_begin(struct nb_lanes *lanes, struct nb_flow *flow) {
     runs_reserve(lanes, flow);
 }
 
-void nb_sent_copy(struct nb_flow *flow, uint32_t first, uint32_t count, struct nb_request *req) {
+bool nb_sent_copy(struct nb_flow *flow, uint32_t first, uint32_t count, struct nb_request *req) {
     struct nb_copy *copy = flow->copy;
     struct iovec iov[NB_LANE_IOV_MAX];
     for (uint32_t i = first; i < first + count; i++) {
@@ -136,6 +136,9 @@ void nb_sent_copy(struct nb_flow *flow, uint32_t first, uint32_t count, struct n
         }
         unsigned char *to = copy->data + copy->start[i];
         int pieces = flow->ops->memory(flow, i, 1, iov);
+        if (nb_iov_bytes(iov, pieces) != (size_t)copy->start[i + 1] - copy->start[i]) {
+            return false;
+        }
         for (int p = 0; p < pieces; p++) {
             memcpy(to, iov[p].iov_base, iov[p].iov_len);
             to += iov[p].iov_len;
@@ -145,6 +148,7 @@ void nb_sent_copy(struct nb_flow *flow, uint32_t first, uint32_t count, struct n
     req->iov[0] = (struct iovec){.iov_base = copy->data + copy->start[first],
                                  .iov_len = (size_t)copy->start[first + count] - copy->start[first]};
     req->iov_count = 1;
+    return true;
 }
 
 void nb_sent_add(struct nb_lanes *lanes, struct nb_flow *flow, int lane, const struct nb_request *req) {

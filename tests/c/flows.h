@@ -97,8 +97,11 @@ struct flow_node {
     struct flow_side sides[FLOWS_MAX];
     int sides_count;
     int finished;
-    int lost;      // calls of lane_lost
-    int left_last; // what the last one said
+    int lost; // calls of lane_lost
+    bool may_fail;
+    int failed;              // flows that could not be sent
+    struct nb_error failure; // of the last
+    int left_last;           // what the last one said
     bool may_lose;
     uint64_t landing[FLOWS_MAX * 2]; // the ops in the order in which they finished
     void (*on_consume)(struct flow_side *side, uint32_t first, uint32_t count);
@@ -337,6 +340,13 @@ static inline void flows_lane_lost(void *ctx, int peer, int lane, const struct n
     node->left_last = lanes_left;
 }
 
+static inline void flows_failed(void *ctx, const struct nb_error *why) {
+    struct flow_node *node = ctx;
+    CHECK(node->may_fail, "seed %llu: rank %d: %s", (unsigned long long)node->plan->seed, node->rank, why->text);
+    node->failure = *why;
+    node->failed++;
+}
+
 // 0, or the failure of nb_lanes_open.
 static inline int flows_node_open(struct flow_world *world, int rank, struct nb_error *err) {
     struct flow_node *node = &world->nodes[rank];
@@ -351,6 +361,7 @@ static inline int flows_node_open(struct flow_world *world, int rank, struct nb_
                                      .in_flight_max = 8 * plan->segment_bytes,
                                      .copy_bytes = plan->copy_bytes,
                                      .lane_lost = flows_lane_lost,
+                                     .failed = flows_failed,
                                      .ctx = node};
     config.lane =
         (struct nb_lane_config){.rank = rank,

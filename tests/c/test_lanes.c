@@ -268,6 +268,48 @@ static void test_bad_announcements(uint64_t seed) {
     }
 }
 
+static int no_memory(const struct nb_flow *flow, uint32_t first, uint32_t count, struct iovec *iov) {
+    enum { TORN = 5 }; // a block in more pieces than a segment carries
+    return first <= TORN && first + count > TORN ? 0 : flows_op_memory(flow, first, count, iov);
+}
+
+// Nothing of a block is announced whose bytes cannot follow; what else there is travels on.
+static void test_block_without_memory(int kind, size_t copy_bytes, uint64_t seed) {
+    struct flow_world world = {.ops = nb_mem_ops(kind)};
+    struct nb_error err = {0};
+    struct nb_flow_ops ops = *flows_ops();
+    ops.memory = no_memory;
+    world.plan = (struct flow_plan){
+        .seed = seed, .size = 2, .lanes = 2, .segment_bytes = BAD_BLOCK, .copy_bytes = copy_bytes, .count = 2};
+    for (int i = 0; i < 2; i++) {
+        world.plan.specs[i] = (struct flow_spec){.from = 0,
+                                                 .to = 1,
+                                                 .op = (uint64_t)i + 1,
+                                                 .blocks = 12,
+                                                 .full = 12,
+                                                 .block_bytes = BAD_BLOCK,
+                                                 .bytes = 12 * BAD_BLOCK,
+                                                 .step = 12,
+                                                 .ready_first = true};
+    }
+    CHECK(flows_open(&world, &err) == 0, "open: %s", err.text);
+    struct flow_node *from = &world.nodes[0];
+    from->may_fail = true;
+    from->sides[0].flow.ops = &ops;
+    for (int i = 0; i < 2; i++) {
+        flows_add(&world.nodes[1].sides[i]);
+        flows_add(&from->sides[i]);
+    }
+    for (int turn = 0; turn < TURNS_MAX && !world.nodes[1].sides[1].finished; turn++) {
+        flows_turn(&world.nodes[turn % 2]);
+    }
+    CHECK(world.nodes[1].sides[1].finished, "the other flow waits");
+    CHECK(from->failed == 1 && from->failure.code == -EFAULT && from->failure.peer == 1, "%d failures, %s",
+          from->failed, from->failure.text);
+    CHECK(world.nodes[1].sides[0].seen[5] == 0 && !from->sides[0].finished, "the block is said to be there");
+    flows_close(&world);
+}
+
 int main(int argc, char **argv) {
     if (argc > 1) {
         uint64_t seed = strtoull(argv[1], NULL, 10);
@@ -277,6 +319,7 @@ int main(int argc, char **argv) {
     for (uint64_t seed = 0; seed < 20; seed++) {
         test_bad_announcements(seed);
         test_write_that_was_not_granted(seed);
+        test_block_without_memory(seed % 2 == 0 ? NB_LANE_STREAM : NB_LANE_RMA, seed % 4 < 2 ? 0 : 4096, seed);
     }
     int broken = 0;
     for (uint64_t seed = 0; seed < SCHEDULES; seed++) {

@@ -67,6 +67,7 @@ static struct nb_job *job_make(int rank, int others[SIZE]) {
     lanes.bind_count = 1;
     lanes.in_flight_max = IN_FLIGHT_MAX;
     lanes.lane_lost = lane_lost;
+    lanes.failed = nb_job_lanes_failed;
     lanes.ctx = job;
     if (nb_lanes_open(&job->lanes, &lanes, &err) < 0) {
         abort();

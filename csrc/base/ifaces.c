@@ -6,6 +6,9 @@
 #include <stddef.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include "base/error.h"
 #include "base/sock.h"
@@ -160,4 +163,43 @@ int nb_sock_interfaces(const char *spec, struct nb_sockaddr *addrs, char (*names
     freeifaddrs(all);
     put_in_order(&what, addrs, names, count);
     return count;
+}
+
+static bool same_host(const struct sockaddr *a, const struct nb_sockaddr *b) {
+    if (a == NULL || a->sa_family != b->any.sa_family) {
+        return false;
+    }
+    if (a->sa_family == AF_INET) {
+        return ((const struct sockaddr_in *)(const void *)a)->sin_addr.s_addr == b->in4.sin_addr.s_addr;
+    }
+    return a->sa_family == AF_INET6 && memcmp(&((const struct sockaddr_in6 *)(const void *)a)->sin6_addr,
+                                              &b->in6.sin6_addr, sizeof b->in6.sin6_addr) == 0;
+}
+
+void nb_sock_interface_of(const struct nb_sockaddr *addr, char name[IF_NAMESIZE]) {
+    struct ifaddrs *all;
+    name[0] = '\0';
+    if (getifaddrs(&all) != 0) {
+        return;
+    }
+    for (const struct ifaddrs *it = all; it != NULL; it = it->ifa_next) {
+        if (same_host(it->ifa_addr, addr)) {
+            (void)snprintf(name, IF_NAMESIZE, "%s", it->ifa_name);
+            break;
+        }
+    }
+    freeifaddrs(all);
+}
+
+bool nb_sock_interface_down(const char *name) {
+    struct ifreq request = {0};
+    int fd = name[0] != '\0' ? socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0) : -1;
+    if (fd < 0) {
+        return false;
+    }
+    (void)snprintf(request.ifr_name, sizeof request.ifr_name, "%s", name);
+    bool gone = ioctl(fd, SIOCGIFFLAGS, &request) != 0;
+    bool down = gone ? errno == ENODEV : (request.ifr_flags & (IFF_UP | IFF_RUNNING)) != (IFF_UP | IFF_RUNNING);
+    close(fd);
+    return down;
 }

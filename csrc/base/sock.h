@@ -42,6 +42,11 @@ void nb_sock_set_port(struct nb_sockaddr *addr, uint16_t port);
 int nb_sock_interfaces(const char *spec, struct nb_sockaddr *addrs, char (*names)[IF_NAMESIZE], int max,
                        struct nb_error *err);
 
+// The name of the interface that has this address; "": none has.
+void nb_sock_interface_of(const struct nb_sockaddr *addr, char name[IF_NAMESIZE]);
+// Whether an interface was set down, has no carrier or is gone. False where that cannot be found out.
+bool nb_sock_interface_down(const char *name);
+
 // A non-blocking, close-on-exec listener on addr's host and its port (0: the first free one of the range). Sets
 // addr's port. On loopback, what is accepted and what is connected is not paced, whatever the host's congestion control.
 // Errors: -EADDRINUSE naming the port or the range.

@@ -136,8 +136,8 @@ int nb_lanes_progress(struct nb_lanes *lanes, int64_t now_ns);
 int nb_lanes_arm(struct nb_lanes *lanes);
 // Now and then. A connection that has not authenticated in time is dropped. A lane on which nothing moves for an eighth of
 // the lanes' timeout_ms (at most 30 s of it) is asked for a sign; one that gives none for another eighth, while another lane
-// to that peer does, is given up. Where all are silent the network is, and
-// none is.
+// to that peer does, is given up. Where all are silent the network is, and none is. A lane on which nothing moves and whose
+// interface is down is given up after about a second, where another lane's is up.
 void nb_lanes_tick(struct nb_lanes *lanes, int64_t now_ns);
 // Before they are closed in good order: whether the peers have all that was sent. Asks those that have not said so; call
 // it again after progress.

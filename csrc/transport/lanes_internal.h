@@ -53,6 +53,7 @@ struct path {
     int64_t moved_ns; // when something last came or went
     int64_t asked_ns; // since when a sign is waited for; 0: it is not
     int64_t rival_ns; // since when another lane is known to have been alive after that
+    int64_t down_ns;  // since when its interface is known to be down while nothing moves; 0: it is not
     size_t in_flight; // bytes
     struct pace {
         int64_t since_ns; // what was sent before this is counted
@@ -150,8 +151,16 @@ struct peer {
     int64_t busy_ns; // since when there are flows; 0: there are none
 };
 
+// The interface that a lane is bound to.
+struct lane_interface {
+    char name[IF_NAMESIZE]; // "": not known
+    bool down;
+    int64_t asked_ns; // when it was found out
+};
+
 struct nb_lanes {
     struct nb_lanes_config config;
+    struct lane_interface interfaces[NB_LANES_MAX]; // by lane
     struct nb_lane *lane[NB_LANES_MAX];
     struct nb_admission admission;
     int used;

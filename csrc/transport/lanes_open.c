@@ -7,6 +7,7 @@
 #include "base/admission.h"
 #include "base/error.h"
 #include "base/list.h"
+#include "base/sock.h"
 #include "transport/lanes.h"
 #include "transport/lanes_internal.h"
 #include "transport/transport.h"
@@ -46,6 +47,12 @@ static int lane_open(struct nb_lanes *lanes, int index, struct nb_error *err) {
     config.admission = &lanes->admission;
     if (lanes->config.bind_count > 0) {
         config.bind = lanes->config.binds[index % lanes->config.bind_count];
+    }
+    int first = lanes->config.bind_count > 0 ? index % lanes->config.bind_count : 0;
+    if (first == index) {
+        nb_sock_interface_of(&config.bind, lanes->interfaces[index].name);
+    } else { // to find out costs as much as to open a lane
+        lanes->interfaces[index] = lanes->interfaces[first];
     }
     return lanes->config.ops->open(&config, &lanes->lane[index], err);
 }

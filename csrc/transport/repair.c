@@ -12,6 +12,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/list.h"
+#include "base/sock.h"
 #include "transport/lanes.h"
 #include "transport/lanes_internal.h"
 #include "transport/transport.h"
@@ -19,7 +20,9 @@
 enum {
     DONES_A_MESSAGE = 14,
     RUNS_A_MESSAGE = 13,
-    SIGN_PART = 8, // of timeout_ms: how long nothing moves before a lane is asked, and how long it may be silent then
+    STILL_NS = 250 * 1000 * 1000, // for which nothing moves before a lane's interface is looked at
+    DOWN_NS = 1000 * 1000 * 1000, // for which it is down before the lane is given up
+    SIGN_PART = 8,  // of timeout_ms: how long nothing moves before a lane is asked, and how long it may be silent then
     SIGN_MS = 30000 // a longer timeout_ms counts as this one here: other lanes show that the peer is there
 };
 
@@ -353,12 +356,51 @@ static bool rival_moved(const struct nb_lanes *lanes, const struct peer *peer, i
     return false;
 }
 
+// Asked once a tick, however many peers there are.
+static bool lane_is_down(struct nb_lanes *lanes, int lane, int64_t now_ns) {
+    struct lane_interface *interface = &lanes->interfaces[lane];
+    if (interface->asked_ns != now_ns) {
+        interface->asked_ns = now_ns;
+        interface->down = nb_sock_interface_down(interface->name);
+    }
+    return interface->down;
+}
+
+static bool another_is_up(struct nb_lanes *lanes, const struct peer *peer, int64_t now_ns) {
+    for (int i = 0; i < lanes->config.lanes; i++) {
+        if (peer->paths[i].open && !lane_is_down(lanes, i, now_ns)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+// A lane on which nothing moves while its interface is down is given up where another lane has one that is up: a link that
+// comes back at once costs nothing, and the only one that there is may still come back before the deadline.
+static void down_tick(struct nb_lanes *lanes, int peer_rank, int lane, int64_t now_ns) {
+    struct peer *peer = &lanes->peers[peer_rank];
+    struct path *path = &peer->paths[lane];
+    int64_t since = path->moved_ns > peer->busy_ns ? path->moved_ns : peer->busy_ns;
+    if (!path->open || now_ns - since < STILL_NS || !lane_is_down(lanes, lane, now_ns)) {
+        path->down_ns = 0;
+        return;
+    }
+    path->down_ns = path->down_ns == 0 ? now_ns : path->down_ns;
+    if (now_ns - path->down_ns >= DOWN_NS && another_is_up(lanes, peer, now_ns)) {
+        struct nb_error why = {0};
+        nb_fail_peer(&why, NB_ETIMEOUT, peer_rank, "lane %d to rank %d: interface %s is down", lane, peer_rank,
+                     lanes->interfaces[lane].name);
+        nb_repair_lost(lanes, peer_rank, lane, &why);
+    }
+}
+
 static void path_tick(struct nb_lanes *lanes, int peer_rank, int lane, int64_t now_ns) {
     struct peer *peer = &lanes->peers[peer_rank];
     struct path *path = &peer->paths[lane];
     int timeout_ms = lanes->config.lane.timeout_ms;
     int64_t part = (int64_t)(timeout_ms < SIGN_MS ? timeout_ms : SIGN_MS) * 1000000 / SIGN_PART;
     int64_t since = path->moved_ns > peer->busy_ns ? path->moved_ns : peer->busy_ns;
+    down_tick(lanes, peer_rank, lane, now_ns);
     if (!path->open || path->moved_ns > path->asked_ns) {
         path->asked_ns = 0;
         path->rival_ns = 0;

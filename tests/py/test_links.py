@@ -119,6 +119,7 @@ def test_a_link_that_stays_down_is_an_error_on_every_rank_that_names_the_peer(
 
 @pytest.mark.parametrize("name", ["tcp", "ofi"])
 def test_with_two_interfaces_one_that_stays_down_costs_its_lanes(lab: Lab, tmp_path: Path, name: str) -> None:
+    """By what its hosts see of it, long before the time limit counts."""
     places, pid = lab._places, lab._places[1].holder.pid
     assert lab._spaces is not None
     lab._spaces.batch("ip", [(places[0], f"link add {SECOND} type veth peer name {SECOND} netns {pid}\n")])
@@ -132,6 +133,7 @@ def test_with_two_interfaces_one_that_stays_down_costs_its_lanes(lab: Lab, tmp_p
     for rank in range(2):
         assert "right" in job.said(rank), job.all_said()
         assert re.search(f"[12] of [34] lanes to rank {1 - rank} lost", job.said(rank)), job.all_said()
+    assert f"interface {SECOND} is down" in job.all_said(), job.all_said()
 
 
 @pytest.mark.parametrize("name", ["tcp", "ofi"])

@@ -1,0 +1,165 @@
+// Lanes whose interface goes down: they are given up in less than 2 s, by the clock of the ticks, where another interface is
+// there; never where it is the only one, where the lane still moves, or where the interface comes back at once.
+#include <time.h>
+
+#include "flows.h"
+#include "transport/lanes_internal.h"
+
+enum { BLOCK = 1024, BLOCKS = 64, STEP_MS = 50, LANES = 2, TIMEOUT_MS = 24000, TURNS = 200, SEEDS = 4 };
+
+static const int64_t MS = 1000000;
+static int64_t clock_ns;
+static bool is_down[2 * LANES]; // lane 0 and 1 of rank 0, then of rank 1
+
+int __wrap_clock_gettime(clockid_t clock, struct timespec *time);
+bool __wrap_nb_sock_interface_down(const char *name);
+
+int __wrap_clock_gettime(clockid_t clock, struct timespec *time) {
+    (void)clock;
+    time->tv_sec = (time_t)(clock_ns / 1000000000);
+    time->tv_nsec = (long)(clock_ns % 1000000000);
+    return 0;
+}
+
+bool __wrap_nb_sock_interface_down(const char *name) {
+    return is_down[name[0] - '0'];
+}
+
+static void step(struct flow_world *world) {
+    clock_ns += STEP_MS * MS;
+    for (int turn = 0; turn < TURNS; turn++) {
+        for (int rank = 0; rank < 2; rank++) {
+            flows_turn(&world->nodes[rank]);
+        }
+    }
+    for (int rank = 0; rank < 2; rank++) {
+        nb_lanes_tick(world->nodes[rank].lanes, clock_ns);
+    }
+}
+
+static bool done(struct flow_world *world) {
+    return flows_done(&world->nodes[0]) && flows_done(&world->nodes[1]);
+}
+
+// Two ranks at the beginning of flows both ways; each lane of each has an interface of its own.
+static struct flow_world *begin(int kind, uint64_t seed) {
+    struct flow_world *world = calloc(1, sizeof *world);
+    struct nb_error err = {0};
+    CHECK(world != NULL, "memory");
+    memset(is_down, 0, sizeof is_down);
+    clock_ns = 1000 * MS;
+    world->ops = nb_mem_ops(kind);
+    world->timeout_ms = TIMEOUT_MS;
+    world->plan = (struct flow_plan){.seed = seed, .size = 2, .lanes = LANES, .segment_bytes = BLOCK, .count = 2};
+    for (int i = 0; i < 2; i++) {
+        world->plan.specs[i] = (struct flow_spec){.from = i,
+                                                  .to = 1 - i,
+                                                  .op = (uint64_t)i + 1,
+                                                  .blocks = BLOCKS,
+                                                  .full = BLOCKS,
+                                                  .block_bytes = BLOCK,
+                                                  .bytes = (size_t)BLOCKS * BLOCK,
+                                                  .step = BLOCKS};
+    }
+    CHECK(flows_open(world, &err) == 0, "open: %s", err.text);
+    for (int rank = 0; rank < 2; rank++) {
+        struct flow_node *node = &world->nodes[rank];
+        for (int lane = 0; lane < LANES; lane++) {
+            snprintf(node->lanes->interfaces[lane].name, IF_NAMESIZE, "%d", rank * LANES + lane);
+        }
+        for (int i = 0; i < 2; i++) {
+            flows_add(&node->sides[i]);
+        }
+    }
+    return world;
+}
+
+static void lane_down(int lane, bool on_both) {
+    is_down[lane] = true;
+    is_down[LANES + lane] = on_both;
+}
+
+static void send_more(struct flow_world *world, uint32_t blocks) {
+    for (int rank = 0; rank < 2; rank++) {
+        flows_ready(&world->nodes[rank].sides[rank], blocks);
+    }
+}
+
+static void end(struct flow_world *world) {
+    flows_close(world);
+    free(world);
+}
+
+// What was sent on the lane goes over the other. How many lanes were given up: none where it carried nothing.
+static int test_fails_over(int kind, uint64_t seed) {
+    struct flow_world *world = begin(kind, seed);
+    world->nodes[0].may_lose = true;
+    world->nodes[1].may_lose = true;
+    lane_down(1, seed % 2 == 0); // the other host need not see it
+    nb_mem_stall(world->net, 0, 1, 1);
+    send_more(world, BLOCKS);
+    int64_t down_ns = clock_ns;
+    while (!done(world)) {
+        step(world);
+        CHECK(clock_ns - down_ns < 2000 * MS, "seed %llu: a dead interface holds the flows up for %lld ms",
+              (unsigned long long)seed, (long long)((clock_ns - down_ns) / MS));
+    }
+    int lost = world->nodes[0].lost;
+    CHECK(lost <= 1 && (lost == 0 || world->nodes[0].left_last == 1), "%d lanes were given up", lost);
+    end(world);
+    return lost;
+}
+
+// The only interface: as long as it takes.
+static void test_all_are_down(int kind, uint64_t seed) {
+    struct flow_world *world = begin(kind, seed);
+    lane_down(0, true);
+    lane_down(1, true);
+    nb_mem_stall(world->net, 0, 1, 0);
+    nb_mem_stall(world->net, 0, 1, 1);
+    send_more(world, BLOCKS);
+    for (int64_t ms = 0; ms < TIMEOUT_MS; ms += STEP_MS) {
+        step(world);
+    }
+    CHECK(world->nodes[0].lost + world->nodes[1].lost == 0, "a lane was given up");
+    end(world);
+}
+
+// It is down for less than a second, and again.
+static void test_comes_back(int kind, uint64_t seed) {
+    struct flow_world *world = begin(kind, seed);
+    nb_mem_stall(world->net, 0, 1, 1);
+    send_more(world, BLOCKS);
+    for (int64_t ms = 0; ms < TIMEOUT_MS / 5; ms += STEP_MS) {
+        is_down[1] = is_down[LANES + 1] = ms / 800 % 2 == 0;
+        step(world);
+    }
+    CHECK(world->nodes[0].lost + world->nodes[1].lost == 0, "a lane was given up");
+    end(world);
+}
+
+// What the interface is said to be does not matter while bytes come.
+static void test_still_moves(int kind, uint64_t seed) {
+    struct flow_world *world = begin(kind, seed);
+    lane_down(1, true);
+    while (!done(world)) {
+        send_more(world, 2);
+        step(world);
+    }
+    CHECK(clock_ns > 2400 * MS, "too short a time to tell");
+    end(world);
+}
+
+int main(void) {
+    int lost = 0;
+    for (uint64_t seed = 0; seed < SEEDS; seed++) {
+        for (int kind = NB_LANE_STREAM; kind <= NB_LANE_RMA; kind++) {
+            lost += test_fails_over(kind, seed);
+            test_all_are_down(kind, seed);
+            test_comes_back(kind, seed);
+            test_still_moves(kind, seed);
+        }
+    }
+    CHECK(lost >= SEEDS, "only %d lanes carried something", lost);
+    return 0;
+}

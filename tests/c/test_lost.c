@@ -1,0 +1,510 @@
+// What a rank says and does about what a lost lane carried, word by word: the report of what is missing, what is sent again from
+// a copy, what may not be given up before the peer has said that it is there. One rank; the test is its peer and its lanes.
+#include "base/bits.h"
+#include "base/clock.h"
+#include "check.h"
+#include "transport/grants_internal.h"
+#include "transport/lanes_internal.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { LANES = 3, BLOCK = 64, BLOCKS_MAX = 64, POSTS_MAX = 64, SAID_MAX = 64, RUNS = 13, SELF = 0, PEER = 1 };
+
+// As they cross the wire.
+struct said {
+    uint8_t word;
+    uint8_t count;
+    uint8_t zero[6];
+    uint64_t first; // lanes, or the operation
+    union {
+        uint64_t floor[NB_SERIES];
+        struct {
+            uint32_t first;
+            uint32_t count;
+        } runs[RUNS];
+    };
+};
+
+_Static_assert(sizeof(struct said) == 120, "as a report of missing runs");
+
+struct post {
+    struct nb_request *request;
+    int lane;
+    uint32_t block;
+    bool over;
+    unsigned char bytes[BLOCK];
+};
+
+static struct post posts[POSTS_MAX];
+static int post_count;
+static struct said heard[SAID_MAX];
+static int heard_count;
+static int heard_room;
+static struct nb_lanes *lanes;
+static const struct nb_lane_ops *network;
+
+static int hand_open(const struct nb_lane_config *config, struct nb_lane **lane, struct nb_error *err) {
+    struct nb_lane *hand = calloc(1, sizeof *hand);
+    (void)err;
+    CHECK(hand != NULL, "memory");
+    *hand = (struct nb_lane){.ops = network, .index = config->index};
+    *lane = hand;
+    return 0;
+}
+
+static void hand_address(const struct nb_lane *lane, unsigned char addr[NB_LANE_ADDR_MAX], size_t *bytes) {
+    (void)lane;
+    addr[0] = 0;
+    *bytes = 1;
+}
+
+static int hand_peer_open(struct nb_lane *lane, int peer, const unsigned char *addr, size_t bytes,
+                          struct nb_error *err) {
+    (void)lane;
+    (void)peer;
+    (void)addr;
+    (void)bytes;
+    (void)err;
+    return 0;
+}
+
+static bool hand_peer_ready(const struct nb_lane *lane, int peer) {
+    (void)lane;
+    (void)peer;
+    return true;
+}
+
+static void hand_end(struct nb_lane *lane, int code) {
+    for (int i = 0; i < post_count; i++) {
+        if (posts[i].lane == lane->index && !posts[i].over) {
+            posts[i].over = true;
+            nb_lanes_up.sent(lanes, lane, posts[i].request, code);
+        }
+    }
+}
+
+static void hand_peer_close(struct nb_lane *lane, int peer) {
+    (void)peer;
+    hand_end(lane, NB_ECLOSED);
+}
+
+static int hand_map(struct nb_lane *lane, void *base, size_t bytes, struct nb_region *region, struct nb_error *err) {
+    (void)lane;
+    (void)bytes;
+    (void)err;
+    *region = (struct nb_region){.addr = (uint64_t)(uintptr_t)base};
+    return 0;
+}
+
+static void hand_unmap(struct nb_lane *lane, struct nb_region *region) {
+    (void)lane;
+    (void)region;
+}
+
+static int hand_post(struct nb_lane *lane, struct nb_request *request) {
+    CHECK(post_count < POSTS_MAX && request->frame.blocks == 1 && request->iov[0].iov_len == BLOCK, "a post");
+    posts[post_count] = (struct post){.request = request, .lane = lane->index, .block = request->frame.block};
+    memcpy(posts[post_count++].bytes, request->iov[0].iov_base, BLOCK);
+    return 0;
+}
+
+static int hand_message(struct nb_lane *lane, int peer, const void *data, size_t bytes) {
+    (void)lane;
+    (void)peer;
+    if (heard_count == heard_room) {
+        return -EAGAIN;
+    }
+    memset(&heard[heard_count], 0, sizeof heard[0]);
+    memcpy(&heard[heard_count++], data, bytes < sizeof heard[0] ? bytes : sizeof heard[0]);
+    return 0;
+}
+
+static void hand_resume(struct nb_lane *lane, int peer) {
+    (void)lane;
+    (void)peer;
+}
+
+static int hand_idle(struct nb_lane *lane) {
+    (void)lane;
+    return 0;
+}
+
+static void hand_stats(const struct nb_lane *lane, int peer, struct nb_lane_stats *stats) {
+    (void)lane;
+    (void)peer;
+    *stats = (struct nb_lane_stats){0};
+}
+
+static size_t hand_held(const struct nb_lane *lane, int peer) {
+    (void)lane;
+    (void)peer;
+    return 0;
+}
+
+static void hand_close(struct nb_lane *lane) {
+    free(lane);
+}
+
+static struct nb_lane_ops hand_ops(int kind) {
+    return (struct nb_lane_ops){.name = "hand",
+                                .kind = kind,
+                                .open = hand_open,
+                                .address = hand_address,
+                                .peer_open = hand_peer_open,
+                                .peer_ready = hand_peer_ready,
+                                .peer_close = hand_peer_close,
+                                .map = hand_map,
+                                .unmap = hand_unmap,
+                                .post = hand_post,
+                                .message = hand_message,
+                                .resume = hand_resume,
+                                .progress = hand_idle,
+                                .arm = hand_idle,
+                                .stats = hand_stats,
+                                .held = hand_held,
+                                .close = hand_close};
+}
+
+struct side {
+    struct nb_flow flow;
+    uint64_t map[1];
+    unsigned char memory[BLOCKS_MAX * BLOCK];
+    bool finished;
+};
+
+static size_t side_bytes(const struct nb_flow *flow, uint32_t first, uint32_t count) {
+    (void)flow;
+    (void)first;
+    return (size_t)count * BLOCK;
+}
+
+static uint32_t side_run_limit(const struct nb_flow *flow, uint32_t first, uint32_t count) {
+    (void)flow;
+    (void)first;
+    (void)count;
+    return 1;
+}
+
+static int side_memory(const struct nb_flow *flow, uint32_t first, uint32_t count, struct iovec *iov) {
+    struct side *side = flow->owner;
+    iov[0] = (struct iovec){.iov_base = side->memory + (size_t)first * BLOCK, .iov_len = (size_t)count * BLOCK};
+    return 1;
+}
+
+static void side_consume(struct nb_flow *flow, uint32_t first, uint32_t count, const void *data, size_t bytes) {
+    (void)flow;
+    (void)first;
+    (void)count;
+    (void)data;
+    (void)bytes;
+}
+
+static void side_finished(struct nb_flow *flow) {
+    struct side *side = flow->owner;
+    CHECK(!side->finished, "finished twice");
+    side->finished = true;
+    memset(side->memory, 0x55, sizeof side->memory); // it is its owner's again
+}
+
+static const struct nb_flow_ops side_ops = {.bytes = side_bytes,
+                                            .run_limit = side_run_limit,
+                                            .memory = side_memory,
+                                            .consume = side_consume,
+                                            .finished = side_finished};
+
+static void side_add(struct side *side, enum nb_flow_dir dir, uint64_t op, uint32_t blocks) {
+    memset(side, 0, sizeof *side);
+    side->flow = (struct nb_flow){.ops = &side_ops,
+                                  .dir = dir,
+                                  .peer = PEER,
+                                  .op = op,
+                                  .blocks = blocks,
+                                  .left = blocks,
+                                  .block_bytes = BLOCK,
+                                  .map = side->map,
+                                  .owner = side};
+    for (uint32_t i = 0; i < blocks && dir == NB_FLOW_OUT; i++) {
+        nb_bits_set(side->map, i);
+        memset(side->memory + (size_t)i * BLOCK, (int)(op * 10 + i), BLOCK);
+    }
+    nb_list_init(&side->flow.link);
+    nb_lanes_add(lanes, &side->flow, nb_now_ns());
+}
+
+static void lane_lost(void *ctx, int peer, int lane, const struct nb_error *why, int left) {
+    (void)ctx;
+    (void)peer;
+    (void)lane;
+    (void)why;
+    (void)left;
+}
+
+static void failed(void *ctx, const struct nb_error *why) {
+    (void)ctx;
+    CHECK(false, "%s", why->text);
+}
+
+static void begin(const struct nb_lane_ops *ops) {
+    unsigned char addresses[LANES * (NB_LANE_ADDR_MAX + 8)] = {0};
+    struct nb_error err = {0};
+    struct nb_lanes_config config = {.ops = ops,
+                                     .lane = {.rank = SELF, .size = 2, .timeout_ms = 10000},
+                                     .lanes = LANES,
+                                     .segment_bytes = BLOCK,
+                                     .in_flight_max = (size_t)LANES * 4 * BLOCK,
+                                     .copy_bytes = NB_COPY_MAX,
+                                     .lane_lost = lane_lost,
+                                     .failed = failed};
+    network = ops;
+    post_count = 0;
+    heard_count = 0;
+    heard_room = SAID_MAX;
+    CHECK(nb_lanes_open(&lanes, &config, &err) == 0, "%s", err.text);
+    CHECK(nb_lanes_peer_open(lanes, PEER, addresses, &err) == 0, "%s", err.text);
+}
+
+static void say(struct said said) {
+    size_t bytes = said.word == NB_WORD_MISSING ? sizeof said : said.word == NB_WORD_DONE ? 16 : 32;
+    for (int lane = 0; lane < LANES; lane++) {
+        if (lanes->peers[PEER].paths[lane].open) {
+            nb_lanes_up.message(lanes, lanes->lane[lane], PEER, &said, bytes);
+            return;
+        }
+    }
+}
+
+static void say_lost(uint64_t on) {
+    say((struct said){.word = NB_WORD_LOST, .first = on});
+}
+
+static void say_lost_end(uint64_t on, uint64_t floor) {
+    say((struct said){.word = NB_WORD_LOST_END, .first = on, .floor = {floor}});
+}
+
+// What left on these lanes, of the posts from `from` on, is missing there.
+static void say_missing(uint64_t op, uint64_t on, int from) {
+    struct said said = {.word = NB_WORD_MISSING, .first = op};
+    for (int i = from; i < post_count; i++) {
+        if ((on >> posts[i].lane & 1) != 0) {
+            said.runs[said.count].first = posts[i].block;
+            said.runs[said.count++].count = 1;
+        }
+    }
+    CHECK(said.count > 0, "nothing left on those lanes");
+    say(said);
+}
+
+static void say_done(uint64_t op) {
+    say((struct said){.word = NB_WORD_DONE, .count = 1, .first = op});
+}
+
+static void lose(int lane) {
+    struct nb_error why = {.code = NB_EPEER, .peer = PEER};
+    hand_end(lanes->lane[lane], NB_EPEER);
+    nb_lanes_up.lost(lanes, lanes->lane[lane], PEER, &why);
+}
+
+static void all_sent(void) {
+    for (int i = 0; i < post_count; i++) {
+        if (!posts[i].over) {
+            posts[i].over = true;
+            nb_lanes_up.sent(lanes, lanes->lane[posts[i].lane], posts[i].request, 0);
+        }
+    }
+}
+
+static uint64_t blocks_on(int lane, int from, int to) {
+    uint64_t blocks = 0;
+    for (int i = from; i < to; i++) {
+        blocks |= posts[i].lane == lane ? (uint64_t)1 << posts[i].block : 0;
+    }
+    return blocks;
+}
+
+// Of the posts from `from` on, each with the bytes that its owner gave.
+static uint64_t blocks_again(int from, uint64_t op) {
+    uint64_t blocks = 0;
+    for (int i = from; i < post_count; i++) {
+        blocks |= (uint64_t)1 << posts[i].block;
+        CHECK(posts[i].bytes[0] == (unsigned char)(op * 10 + posts[i].block) &&
+                  posts[i].bytes[BLOCK - 1] == posts[i].bytes[0],
+              "block %u is sent again as another", posts[i].block);
+    }
+    return blocks;
+}
+
+static void end(void) {
+    nb_lanes_close(lanes);
+}
+
+// More missing runs than a message holds, in one flow, where the lane takes few messages at a time.
+static void test_long_report(int room) {
+    const struct nb_lane_ops ops = hand_ops(NB_LANE_STREAM);
+    static struct side in;
+    int told[BLOCKS_MAX] = {0};
+    bool over = false;
+    begin(&ops);
+    side_add(&in, NB_FLOW_IN, 4, BLOCKS_MAX);
+    for (uint32_t block = 0; block < BLOCKS_MAX; block += 2) {
+        struct nb_frame frame = {.op = 4, .block = block, .blocks = 1, .bytes = BLOCK};
+        struct iovec iov[NB_LANE_IOV_MAX];
+        CHECK(nb_lanes_up.place(lanes, lanes->lane[0], PEER, &frame, iov) == 1, "a place");
+        nb_lanes_up.landed(lanes, lanes->lane[0], PEER, &frame);
+    }
+    heard_room = room;
+    lose(1);
+    for (int turn = 0; !over; turn++) {
+        CHECK(turn < 20, "the report has no end");
+        for (int i = 0; i < heard_count; i++) {
+            over = over || heard[i].word == NB_WORD_LOST_END;
+            for (int run = 0; heard[i].word == NB_WORD_MISSING && run < heard[i].count; run++) {
+                for (uint32_t k = 0; k < heard[i].runs[run].count; k++) {
+                    told[heard[i].runs[run].first + k]++;
+                }
+            }
+        }
+        heard_count = 0;
+        nb_lanes_up.writable(lanes, lanes->lane[0], PEER);
+    }
+    for (int block = 0; block < BLOCKS_MAX; block++) {
+        CHECK(told[block] == block % 2, "block %d was told of %d times", block, told[block]);
+    }
+    nb_lanes_cancel(lanes, &in.flow);
+    end();
+}
+
+// A small flow is over here when it was sent. A report tells of it, then another lane that carried some of it is lost.
+static void test_copy_reported_then_lost(void) {
+    const struct nb_lane_ops ops = hand_ops(NB_LANE_STREAM);
+    static struct side out;
+    begin(&ops);
+    side_add(&out, NB_FLOW_OUT, 5, 6);
+    all_sent();
+    int sent = post_count;
+    CHECK(sent == 6 && out.finished, "%d blocks left, and it is %s", sent, out.finished ? "over" : "not over");
+    uint64_t on_1 = blocks_on(1, 0, sent);
+    uint64_t on_2 = blocks_on(2, 0, sent);
+    CHECK(on_1 != 0 && on_2 != 0, "a lane carries nothing");
+    say_lost(1 << 2);
+    say_missing(5, 1 << 1 | 1 << 2, 0);
+    say_lost_end(1 << 2, 5);
+    CHECK(blocks_again(sent, 5) == on_2, "what left on the lost lane is sent again, and that alone");
+    int again = post_count;
+    on_1 |= blocks_on(1, sent, again);
+    all_sent();
+    CHECK(!nb_lanes_settle(lanes), "nobody has said that it is there");
+    lose(1);
+    say_lost(1 << 1 | 1 << 2);
+    say_missing(5, 1 << 1, 0);
+    say_lost_end(1 << 1 | 1 << 2, 5);
+    CHECK(blocks_again(again, 5) == on_1, "the copy was given up");
+    all_sent();
+    say_done(5);
+    CHECK(nb_lanes_settle(lanes), "all is there");
+    end();
+}
+
+// The same where the report comes while the last of it leaves: the copy stands in for it between two words.
+static void test_copy_stands_in_during_a_report(void) {
+    const struct nb_lane_ops ops = hand_ops(NB_LANE_STREAM);
+    static struct side out;
+    begin(&ops);
+    side_add(&out, NB_FLOW_OUT, 5, 4);
+    say_lost(1 << 2);
+    say((struct said){.word = NB_WORD_MISSING, .count = 1, .first = 5, .runs = {{.first = 0, .count = 4}}});
+    all_sent();
+    CHECK(out.finished, "it was sent");
+    say_lost_end(1 << 2, 5);
+    all_sent();
+    CHECK(!nb_lanes_settle(lanes), "the copy was given up");
+    say_done(5);
+    CHECK(nb_lanes_settle(lanes), "all is there");
+    end();
+}
+
+// The report told of it before it was there.
+static void test_flow_added_during_a_report(void) {
+    const struct nb_lane_ops ops = hand_ops(NB_LANE_STREAM);
+    static struct side out;
+    begin(&ops);
+    say_lost(1 << 2);
+    say((struct said){.word = NB_WORD_MISSING, .count = 1, .first = 6, .runs = {{.first = 0, .count = 4}}});
+    side_add(&out, NB_FLOW_OUT, 6, 4);
+    say_lost_end(1 << 2, 6);
+    all_sent();
+    CHECK(!nb_lanes_settle(lanes), "it is taken for one that has landed");
+    say_done(6);
+    CHECK(nb_lanes_settle(lanes), "all is there");
+    end();
+}
+
+// A rank that stops: not before the peer has said that the last block is there, also where a lane is lost at that moment.
+static void test_lane_lost_while_settling(void) {
+    const struct nb_lane_ops ops = hand_ops(NB_LANE_STREAM);
+    static struct side out;
+    bool asked = false;
+    begin(&ops);
+    side_add(&out, NB_FLOW_OUT, 5, 6);
+    all_sent();
+    int sent = post_count;
+    CHECK(out.finished && !nb_lanes_settle(lanes), "nobody has said that it is there");
+    for (int i = 0; i < heard_count; i++) {
+        asked = asked || heard[i].word == NB_WORD_ASK;
+    }
+    CHECK(asked, "the peer is not asked");
+    uint64_t on_1 = blocks_on(1, 0, sent);
+    lose(1);
+    CHECK(!nb_lanes_settle(lanes), "a lane was lost, and nobody has said that it is there");
+    say_lost(1 << 1);
+    say_missing(5, 1 << 1, 0);
+    say_lost_end(1 << 1, 5);
+    CHECK(on_1 != 0 && blocks_again(sent, 5) == on_1, "what is missing is not sent again");
+    CHECK(!nb_lanes_settle(lanes), "it is on its way");
+    all_sent();
+    CHECK(!nb_lanes_settle(lanes), "it was sent, and nobody has said that it is there");
+    say_done(5);
+    CHECK(nb_lanes_settle(lanes), "all is there");
+    end();
+}
+
+static void say_grant(uint64_t op, uint32_t count) {
+    struct wire_grants message = {.type = NB_WORD_GRANTS, .count = 1};
+    message.grants[0].op = op;
+    message.grants[0].count = count;
+    nb_lanes_up.message(lanes, lanes->lane[0], PEER, &message, sizeof message);
+}
+
+// Credit that is told again, after a lane was lost, for the newest operation there was, which is over: it is for nobody.
+static void test_late_grant(void) {
+    const struct nb_lane_ops ops = hand_ops(NB_LANE_RMA);
+    static struct side out;
+    begin(&ops);
+    for (uint16_t lane = 0; lane < LANES; lane++) {
+        struct wire_region region = {.type = NB_WORD_REGION, .lane = lane, .addr = 4096};
+        nb_lanes_up.message(lanes, lanes->lane[lane], PEER, &region, sizeof region);
+    }
+    side_add(&out, NB_FLOW_OUT, 5, 4);
+    say_grant(5, 4);
+    all_sent();
+    say_done(5);
+    CHECK(out.finished && nb_lanes_settle(lanes), "it is over");
+    const struct rma_peer *rma = lanes->peers[PEER].rma;
+    say_grant(5, 4);
+    CHECK(rma->orphans == NULL, "credit for an operation that is over is kept");
+    say_grant(6, 4);
+    CHECK(rma->orphans != NULL, "credit for the next one is not");
+    end();
+}
+
+int main(void) {
+    test_long_report(SAID_MAX);
+    test_long_report(2);
+    test_copy_reported_then_lost();
+    test_copy_stands_in_during_a_report();
+    test_flow_added_during_a_report();
+    test_lane_lost_while_settling();
+    test_late_grant();
+    return 0;
+}

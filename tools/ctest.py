@@ -39,6 +39,7 @@ WRAPPED = {
         *("nb_job_main", "nb_job_turn", "nb_work_finish", "nb_drive_sleep", "nb_drive_lend"),
     ),
     "test_leave": ("nb_local_progress", "nb_local_arm", "nb_local_tick", "nb_share_reduce"),
+    "test_cancel": ("nb_local_start", "nb_lanes_add"),
     "test_down": ("clock_gettime", "nb_sock_interface_down"),
     "test_handshake": ("send",),
     "test_strangers": ("clock_gettime", "poll"),

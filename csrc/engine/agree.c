@@ -196,10 +196,10 @@ static void entry_add(struct nb_job *job, struct entry *entry, int rank, const s
 }
 
 void nb_agree_submit(struct nb_job *job, int rank, const struct desc *desc) {
-    if (job->agree->pending[rank] >= PENDING_MAX) {
+    if (job->agree->pending[rank] >= (uint32_t)job->config.pending_max) {
         struct nb_error why = {0};
         nb_fail_peer(&why, NB_EWIRE, rank, "rank %d submitted '%s' while %d operations of it waited for other ranks",
-                     rank, desc->name, PENDING_MAX);
+                     rank, desc->name, job->config.pending_max);
         nb_job_fail(job, &why, true);
         return;
     }

@@ -88,6 +88,7 @@ struct nb_job_config {
     size_t segment_bytes;        // 0: 256 KiB
     int timeout_ms;              // of a wait on a peer
     int start_ms;                // of the lanes' opening; 0: timeout_ms
+    int pending_max;             // operations of one rank that may wait for the others; 0: 65 536
     int stall_ms;                // after which a missing rank is named; 0: never
     int stall_end_ms;            // after which it ends the job; 0: never
     struct nb_ring *ring;        // of the communication thread; NULL: nothing is recorded

@@ -222,6 +222,7 @@ static int job_init(struct nb_job *job, const struct nb_job_config *config, stru
     job->size = job->boot.size;
     job->world = (struct nb_comm){.job = job, .rank = job->rank, .size = job->size};
     job->config.segment_bytes = config->segment_bytes == 0 ? SEGMENT_DEFAULT : config->segment_bytes;
+    job->config.pending_max = config->pending_max <= 0 ? (int)PENDING_MAX : config->pending_max;
     job->config.timeout_ms = config->timeout_ms <= 0 ? 30000 : config->timeout_ms;
     job->config.start_ms = config->start_ms <= 0 ? job->config.timeout_ms : config->start_ms;
     job->peer_left = calloc((size_t)job->size, sizeof *job->peer_left);

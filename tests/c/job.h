@@ -31,6 +31,7 @@ struct test_rank {
     const char *transport;
     int streams;
     int timeout_ms;
+    int pending_max; // 0: the default
     int stall_ms;
     int stall_end_ms;
     size_t segment_bytes; // 0: the default
@@ -70,6 +71,7 @@ static void *test_rank_main(void *arg) {
                                     .transport = me->transport,
                                     .streams = me->streams,
                                     .timeout_ms = me->timeout_ms,
+                                    .pending_max = me->pending_max,
                                     .stall_ms = me->stall_ms,
                                     .stall_end_ms = me->stall_end_ms,
                                     .library = getenv("NETBOTTLENECK_LIBFABRIC"),

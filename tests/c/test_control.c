@@ -351,6 +351,14 @@ static void names_without_end(struct test_rank *me) {
     CHECK(me->job->round_count <= 16 * 1024, "%d keys are counted", me->job->round_count);
 }
 
+// Many more than may wait for other ranks at a time: those that are agreed wait no more.
+static void more_than_may_wait(struct test_rank *me) {
+    for (int i = 0; i < 8 * me->pending_max; i += BATCH) {
+        batch_run(me, i);
+    }
+    test_barrier(me, "over");
+}
+
 // After something has moved on every lane. Under a load of others this thread may get less than it asks for, never more.
 static void sleeps_when_idle(struct test_rank *me) {
     struct timespec pause = {.tv_nsec = 600 * 1000 * 1000};
@@ -420,6 +428,10 @@ int main(void) {
     test_job(&like);
     like.run = names_without_end;
     test_job(&like);
+    like.pending_max = BATCH + 1;
+    like.run = more_than_may_wait;
+    test_job(&like);
+    like.pending_max = 0;
     for (size_t i = 0; i < sizeof idle / sizeof idle[0]; i++) {
         struct test_rank resting = test_on(idle[i]);
         resting.size = 2;

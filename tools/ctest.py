@@ -42,6 +42,7 @@ WRAPPED = {
     "test_cancel": ("nb_local_start", "nb_lanes_add"),
     "test_down": ("clock_gettime", "nb_sock_interface_down"),
     "test_handshake": ("send",),
+    "test_stop": ("nb_lanes_settle", "nb_lanes_farewell"),
     "test_strangers": ("clock_gettime", "poll"),
     "test_twofaults": ("nb_share_fold", "nb_share_spread", "nb_line_reduce"),
 }

@@ -28,6 +28,7 @@ APART = {
     **{
         name: ("shm", "tcp", "ofi") for name in ("test_engine", "test_groups", "test_join", "test_shapes", "test_types")
     },
+    "test_fork": ("alone", "shm", "tcp", "ofi"),
     "test_quiet": ("tcp", "shm", "hosts", "ofi"),
     "test_twofaults": ("kill", "stop", "cut", "ofi"),
     "test_twolevel": ("aabb", "aab", "abab", "aabbcc", "aaab", "aabbb", "rest", "ofi"),
@@ -47,6 +48,8 @@ WRAPPED = {
     "test_twofaults": ("nb_share_fold", "nb_share_spread", "nb_line_reduce"),
 }
 SKIPPED = 77
+# Programs that run once more over another libfabric, and over another provider.
+OVER_LIBFABRIC = ("test_fork", "test_transport")
 NEWER = Path(sys.prefix, "lib", "mpich", "libfabric.so.1")
 # A provider that is never the best there is, where libfabric has another one for IP networks.
 LAYERED = {"NETBOTTLENECK_PROVIDER": "tcp;ofi_rxm"}
@@ -188,7 +191,7 @@ def run(
 
 
 def run_newer(binary: Path, flavour: str) -> Result:
-    """Run the transport suite once more, over the libfabric 2.x that the mpich wheel carries."""
+    """Run a program once more, over the libfabric 2.x that the mpich wheel carries."""
     name = f"{binary.name}_libfabric2"
     said = "mpich is not installed"
     if NEWER.exists():
@@ -231,7 +234,7 @@ def main() -> int:
             words = APART.get(program.stem, ())
             results = [run(f"{program.stem}_{word}", binary, options.flavour, [word]) for word in words]
             results = results or [run(program.stem, binary, options.flavour)]
-            if program.stem == "test_transport" and cbuild.libfabric_include() is not None:
+            if program.stem in OVER_LIBFABRIC and cbuild.libfabric_include() is not None:
                 results.append(run_newer(binary, options.flavour))
                 if options.flavour == "plain":  # it differs in libfabric's own code
                     results.append(run(f"{program.stem}_rxm", binary, options.flavour, ["ofi"], LAYERED))

@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "base/error.h"
+#include "base/fork.h"
 #include "base/sha256.h"
 
 enum { DRAWN_BYTES = 16 };
@@ -32,7 +33,8 @@ static socklen_t address_of(const char *name, struct sockaddr_un *addr) {
 }
 
 static int socket_open(struct nb_error *err) {
-    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    nb_fork_hold();
+    int fd = nb_fork_own(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
     return fd >= 0 ? fd : nb_fail(err, -errno, "a local socket: %m");
 }
 
@@ -88,7 +90,8 @@ int nb_handover_connect(const char *name, struct nb_error *err) {
 }
 
 int nb_handover_accept(int listener) {
-    int fd = accept4(listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    nb_fork_hold();
+    int fd = nb_fork_own(accept4(listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (fd < 0) {
         return errno == EINTR || errno == EWOULDBLOCK ? -EAGAIN : -errno;
     }
@@ -151,19 +154,21 @@ int nb_handover_receive(int fd, void *message, size_t bytes, int *fds, int count
     union ancillary control = {.room = {0}};
     struct msghdr msg = {
         .msg_iov = &iov, .msg_iovlen = 1, .msg_control = control.room, .msg_controllen = sizeof control.room};
+    int taken[NB_HANDOVER_FDS];
+    nb_fork_hold();
     ssize_t n = recvmsg(fd, &msg, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    int found = n < 0 ? 0 : take_fds(&msg, taken);
+    nb_fork_own_all(taken, found);
     if (n < 0) {
         return errno == EINTR || errno == EWOULDBLOCK ? -EAGAIN : -errno;
     }
-    int taken[NB_HANDOVER_FDS];
-    int found = take_fds(&msg, taken);
     bool cut = (msg.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0;
     if ((size_t)n == bytes && found == count && !cut) {
         memcpy(fds, taken, (size_t)count * sizeof *fds);
         return 0;
     }
     for (int i = 0; i < found; i++) {
-        close(taken[i]);
+        nb_fork_close(taken[i]);
     }
     return n == 0 && !cut ? -ECONNRESET : NB_EWIRE;
 }

@@ -25,8 +25,8 @@ int nb_handover_accept(int listener);
 // A whole message with descriptors, which stay the caller's. 0, -EAGAIN where there is no room, or -errno.
 int nb_handover_send(int fd, const void *message, size_t bytes, const int *fds, int count);
 
-// The next message, which has to be of `bytes` and carry `count` descriptors: they are the caller's then, closed on
-// exec. 0, -EAGAIN, -ECONNRESET at the end, NB_EWIRE for any other message.
+// The next message, which has to be of `bytes` and carry `count` descriptors: they are the caller's then, to be closed
+// by nb_fork_close(); closed on exec. 0, -EAGAIN, -ECONNRESET at the end, NB_EWIRE for any other message.
 int nb_handover_receive(int fd, void *message, size_t bytes, int *fds, int count);
 
 #endif

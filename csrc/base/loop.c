@@ -9,15 +9,18 @@
 #include <unistd.h>
 
 #include "base/error.h"
+#include "base/fork.h"
 
 int nb_loop_init(struct nb_loop *loop, struct nb_error *err) {
     int rc;
     loop->count = 0;
-    loop->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
+    nb_fork_hold();
+    loop->epoll_fd = nb_fork_own(epoll_create1(EPOLL_CLOEXEC));
     if (loop->epoll_fd < 0) {
         return nb_fail(err, -errno, "epoll_create: %m");
     }
-    loop->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    nb_fork_hold();
+    loop->wake_fd = nb_fork_own(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
     if (loop->wake_fd < 0) {
         rc = nb_fail(err, -errno, "eventfd: %m");
         goto err_epoll;
@@ -30,9 +33,9 @@ int nb_loop_init(struct nb_loop *loop, struct nb_error *err) {
     return 0;
 
 err_wake:
-    close(loop->wake_fd);
+    nb_fork_close(loop->wake_fd);
 err_epoll:
-    close(loop->epoll_fd);
+    nb_fork_close(loop->epoll_fd);
     loop->epoll_fd = -1;
     loop->wake_fd = -1;
     return rc;
@@ -40,8 +43,8 @@ err_epoll:
 
 void nb_loop_fini(struct nb_loop *loop) {
     if (loop->epoll_fd >= 0) {
-        close(loop->epoll_fd);
-        close(loop->wake_fd);
+        nb_fork_close(loop->epoll_fd);
+        nb_fork_close(loop->wake_fd);
     }
     loop->epoll_fd = -1;
     loop->wake_fd = -1;

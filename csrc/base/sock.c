@@ -20,6 +20,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/fork.h"
 
 enum { PORT_MAX = 65535 };
 
@@ -109,7 +110,8 @@ void nb_sock_set_port(struct nb_sockaddr *addr, uint16_t port) {
 }
 
 static int open_socket(int family) {
-    int fd = socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    nb_fork_hold();
+    int fd = nb_fork_own(socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
     return fd < 0 ? -errno : fd;
 }
 
@@ -210,6 +212,11 @@ int nb_sock_listen(struct nb_sockaddr *addr, struct nb_port_range ports, int bac
     }
     *addr = at;
     return fd;
+}
+
+int nb_sock_accept(int listener) {
+    nb_fork_hold();
+    return nb_fork_own(accept4(listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC));
 }
 
 int nb_sock_connect(const struct nb_sockaddr *to, const struct nb_sockaddr *from, const char *congestion,

@@ -52,6 +52,9 @@ bool nb_sock_interface_down(const char *name);
 // Errors: -EADDRINUSE naming the port or the range.
 int nb_sock_listen(struct nb_sockaddr *addr, struct nb_port_range ports, int backlog, struct nb_error *err);
 
+// The next connection of a listener: a non-blocking descriptor, or -1 with errno.
+int nb_sock_accept(int listener);
+
 // Starts a non-blocking connect, from `from` where not NULL. `congestion`: the congestion control of what is sent; NULL:
 // the host's, and on loopback one that does not pace. Returns the descriptor.
 int nb_sock_connect(const struct nb_sockaddr *to, const struct nb_sockaddr *from, const char *congestion,

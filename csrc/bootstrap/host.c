@@ -280,7 +280,7 @@ static struct guest *place(struct host *host) {
 // door is left alone for a while: what is wrong may pass, and is told at the deadline where it does not.
 static int welcome(struct host *host, struct nb_error *err) {
     while (nb_admission_may(&host->admission)) {
-        int fd = accept4(host->listener->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        int fd = nb_sock_accept(host->listener->fd);
         if (fd < 0 && errno == EAGAIN) {
             return 0;
         }

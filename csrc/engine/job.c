@@ -216,8 +216,9 @@ void nb_job_lanes_failed(void *ctx, const struct nb_error *why) {
     nb_job_fail(ctx, why, true);
 }
 
-// `fd`: -1, where the memory cannot be passed on; `why`: of an arena then.
-static int map_request(struct nb_job *job, void *base, size_t bytes, int fd, int why, struct nb_error *err) {
+// `arena`: that it is, or NULL.
+static int map_request(struct nb_job *job, void *base, size_t bytes, const struct nb_arena *arena,
+                       struct nb_error *err) {
     if (job->size == 1) {
         return 0;
     }
@@ -225,10 +226,10 @@ static int map_request(struct nb_job *job, void *base, size_t bytes, int fd, int
     if (request == NULL) {
         return nb_fail(err, -ENOMEM, "a request to map %zu bytes", bytes);
     }
-    *request = (struct map_request){.base = base, .bytes = bytes, .fd = -1, .why = why};
-    if (fd >= 0 && job->local != NULL) {
-        request->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
-        request->why = request->fd < 0 ? -errno : 0;
+    *request = (struct map_request){.base = base, .bytes = bytes, .fd = -1};
+    if (arena != NULL && job->local != NULL) {
+        request->fd = nb_arena_pass(arena);
+        request->why = request->fd < 0 ? request->fd : 0;
     }
     pthread_mutex_lock(&job->lock);
     nb_list_insert(&job->maps, &request->link);
@@ -239,11 +240,11 @@ static int map_request(struct nb_job *job, void *base, size_t bytes, int fd, int
 }
 
 int nb_job_map(struct nb_job *job, void *base, size_t bytes, struct nb_error *err) {
-    return map_request(job, base, bytes, -1, 0, err);
+    return map_request(job, base, bytes, NULL, err);
 }
 
 int nb_job_map_arena(struct nb_job *job, const struct nb_arena *arena, struct nb_error *err) {
-    return map_request(job, arena->base, arena->bytes, arena->fd, arena->why, err);
+    return map_request(job, arena->base, arena->bytes, arena, err);
 }
 
 static void farewell(struct nb_job *job) {

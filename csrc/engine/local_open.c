@@ -5,10 +5,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/fork.h"
 #include "base/handover.h"
 #include "base/list.h"
 #include "bootstrap/bootstrap.h"
@@ -328,10 +328,13 @@ void nb_local_private(struct nb_job *job, size_t bytes, int why) {
         return;
     }
     job->local->private_told = true;
+    const char *reason = why == -EFBIG   ? " (ulimit -f is lower)"
+                         : why == -EBUSY ? " (a rank that stopped answering still holds it)"
+                                         : "";
     snprintf(text, sizeof text,
              "memory of %zu bytes cannot be passed to the other ranks of this host and is copied on its way, which is "
              "slower: %s%s",
-             bytes, nb_code_name(why), why == -EFBIG ? " (ulimit -f is lower)" : "");
+             bytes, nb_code_name(why), reason);
     nb_job_notify(job, text);
 }
 
@@ -341,6 +344,6 @@ void nb_local_map(struct nb_job *job, void *base, size_t bytes, int fd) {
         nb_job_notify(job, err.text); // it goes through staging
     }
     if (fd >= 0) {
-        close(fd);
+        nb_fork_close(fd);
     }
 }

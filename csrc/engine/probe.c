@@ -111,8 +111,8 @@ static int memory_open(struct nb_job *job, struct nb_error *err) {
     }
     int rc = nb_arena_open(arena, (size_t)PROBE_SLOTS * PROBE_BYTES_MAX, err);
     rc = rc == 0 ? nb_lanes_map(job->lanes, arena->base, arena->bytes, err) : rc;
-    if (rc == 0 && nb_local_hosts(job) > 1 && arena->fd >= 0) {
-        nb_local_map(job, arena->base, arena->bytes, fcntl(arena->fd, F_DUPFD_CLOEXEC, 0));
+    if (rc == 0 && nb_local_hosts(job) > 1) {
+        nb_local_map(job, arena->base, arena->bytes, nb_arena_pass(arena));
     }
     return rc;
 }

@@ -1,10 +1,13 @@
 // How does Python hold rank 0's door?
 #include "py/core.h"
 
+#include <unistd.h>
+
 struct core_listener {
     PyObject base;
     struct nb_listener listener;
     bool open;
+    pid_t pid; // that opened it: in a forked child its descriptor is closed, and the number may be another one's
     int users; // joins under way
 };
 
@@ -32,13 +35,16 @@ static PyObject *listener_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         return NULL;
     }
     self->open = true;
+    self->pid = getpid();
     return (PyObject *)self;
 }
 
 static void shut(struct core_listener *self) {
     if (self->open) {
         self->open = false;
-        nb_listener_close(&self->listener);
+        if (self->pid == getpid()) {
+            nb_listener_close(&self->listener);
+        }
     }
 }
 
@@ -68,6 +74,9 @@ static PyObject *listener_get_address(PyObject *object, void *Py_UNUSED(closure)
 
 struct nb_listener *core_listener_use(PyObject *listener) {
     struct core_listener *self = (struct core_listener *)listener;
+    if (core_here(core_state_of(listener), self->pid, "listener") < 0) {
+        return NULL;
+    }
     if (!self->open) {
         PyErr_SetString(PyExc_ValueError, "listener is closed");
         return NULL;

@@ -14,6 +14,7 @@
 #include <string.h>
 
 #include "base/error.h"
+#include "base/fork.h"
 #include "base/list.h"
 #include "base/loop.h"
 #include "transport/ofi_lane.h"
@@ -92,6 +93,7 @@ static void lane_kill(struct nb_ofi_lane *lane, int silent, int code, const char
     const struct nb_lane_up *up = lane->config.up;
     lane->dead = true;
     nb_ofi_endpoint_close(lane);
+    nb_fork_disown_sockets(lane);
     while (!nb_list_empty(&lane->writes)) {
         struct nb_ofi_op *op = NB_CONTAINER(lane->writes.next, struct nb_ofi_op, link);
         nb_list_remove(&op->link);
@@ -134,6 +136,7 @@ static int peer_open(struct nb_lane *base, int peer, const unsigned char *addr, 
         return nb_fail_peer(err, rc < 0 ? rc : -EINVAL, peer, "lane %d (%s): rank %d's address: %s", base->index,
                             lane->name, peer, rc < 0 ? lane->lib.strerror(-rc) : "refused");
     }
+    nb_fork_own_sockets(lane, at.name, at.bytes);
     nb_ofi_token(lane, peer, to->token);
     to->open = true;
     lane->held_ready = !nb_list_empty(&lane->held);
@@ -420,6 +423,7 @@ static void address(const struct nb_lane *base, unsigned char addr[NB_LANE_ADDR_
     // An address that does not fit, or is not there, has no bytes: the peers refuse it and say whose it is.
     if (!lane->dead && fi_getname(&lane->ep->fid, at.name, &length) == 0 && length <= sizeof at.name) {
         at.bytes = (uint32_t)length;
+        nb_fork_own_sockets(lane, at.name, length);
     }
     snprintf(at.lane, sizeof at.lane, "%.*s", (int)sizeof at.lane - 1, lane->name);
     memcpy(addr, &at, sizeof at);

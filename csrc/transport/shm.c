@@ -17,6 +17,7 @@
 #include "base/arena.h"
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/fork.h"
 #include "base/handover.h"
 #include "base/list.h"
 #include "base/loop.h"
@@ -44,6 +45,7 @@ static int area_make(struct nb_shm *shm, struct nb_error *err) {
     if (fd < 0) {
         return nb_fail(err, fd, "shared memory of %zu bytes: %s", bytes, nb_code_name(fd));
     }
+    (void)madvise(base, bytes, MADV_DONTFORK);
     shm->area_fd = fd;
     shm->area = base;
     return 0;
@@ -151,6 +153,7 @@ static void arena_take(struct nb_shm_peer *peer, const struct gift *gift, int fd
     if (base == MAP_FAILED) {
         return; // what lies there goes through staging
     }
+    (void)madvise(base, bytes, MADV_DONTFORK); // a child has no use for it
     peer->arenas[gift->arena] = base;
     peer->arena_bytes[gift->arena] = bytes;
     peer->arena_count = gift->arena >= peer->arena_count ? gift->arena + 1 : peer->arena_count;
@@ -165,7 +168,7 @@ static void peer_ready(struct nb_watch *watch, uint32_t events) {
     int rc = nb_handover_receive(watch->fd, &gift, sizeof gift, &fd, 1);
     if (rc == 0) {
         arena_take(peer, &gift, fd);
-        close(fd);
+        nb_fork_close(fd);
     } else if (rc != -EAGAIN) { // it has left; its control connection tells whether in good order
         nb_loop_remove(peer->shm->loop, watch);
         nb_shm_fd_close(&watch->fd);
@@ -304,15 +307,16 @@ void nb_shm_leave(struct nb_shm *shm) {
     atomic_store_explicit(&area->busy, 0, memory_order_release);
 }
 
-void nb_shm_revoke(struct nb_shm *shm, int64_t deadline_ns) {
-    if (atomic_exchange(&shm->peers[shm->rank].area->revoked, 1) != 0) {
-        return;
-    }
+bool nb_shm_revoke(struct nb_shm *shm, int64_t deadline_ns) {
+    bool all = true;
+    atomic_store(&shm->peers[shm->rank].area->revoked, 1);
     atomic_thread_fence(memory_order_seq_cst);
     for (int r = 0; r < shm->size; r++) {
-        while (atomic_load_explicit(&shm->peers[r].area->busy, memory_order_acquire) != 0 &&
-               nb_now_ns() < deadline_ns) {
+        const _Atomic uint32_t *busy = &shm->peers[r].area->busy;
+        while (atomic_load_explicit(busy, memory_order_acquire) != 0 && nb_now_ns() < deadline_ns) {
             (void)poll(NULL, 0, 1);
         }
+        all = all && atomic_load_explicit(busy, memory_order_acquire) == 0;
     }
+    return all;
 }

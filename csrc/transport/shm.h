@@ -130,7 +130,8 @@ void nb_shm_rouse(struct nb_shm *shm);
 // Around writes to others' memory: false where somebody has revoked it.
 bool nb_shm_enter(struct nb_shm *shm);
 void nb_shm_leave(struct nb_shm *shm);
-// After it returns no rank that runs writes to this one's memory. Waits for those that do, until deadline_ns at most.
-void nb_shm_revoke(struct nb_shm *shm, int64_t deadline_ns);
+// From now on no rank begins to write to this one's memory. Waits for those that do so now, until deadline_ns at most.
+// False: one of them is still at it, or was stopped in the middle, and may write whenever it goes on.
+bool nb_shm_revoke(struct nb_shm *shm, int64_t deadline_ns);
 
 #endif

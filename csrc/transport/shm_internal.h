@@ -4,7 +4,8 @@
 
 #include <stdbool.h>
 #include <stddef.h>
-#include <unistd.h>
+
+#include "base/fork.h"
 
 enum { NB_SHM_STRANGERS = 8 }; // connections beyond those of the group that may wait
 
@@ -13,7 +14,7 @@ bool nb_shm_sealed(int fd, size_t bytes);
 
 static inline void nb_shm_fd_close(int *fd) {
     if (*fd >= 0) {
-        close(*fd);
+        nb_fork_close(*fd);
     }
     *fd = -1;
 }

@@ -6,10 +6,10 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/fork.h"
 #include "base/handover.h"
 #include "base/sha256.h"
 #include "bootstrap/bootstrap.h"
@@ -60,6 +60,7 @@ static int hello_accept(struct nb_shm_peer *peer, const struct hello *hello, int
     if (base == MAP_FAILED) {
         return nb_fail_peer(err, -errno, peer->job_rank, "mapping the memory of rank %d: %m", peer->job_rank);
     }
+    (void)madvise(base, bytes, MADV_DONTFORK);
     peer->area = base;
     peer->wake_fd = fds[1];
     fds[1] = -1;
@@ -113,7 +114,7 @@ static int strangers_accept(struct meeting *m, struct nb_error *err) {
             return nb_fail(err, fd, "accepting ranks of this host: %s", nb_code_name(fd));
         }
         if (m->stranger_count == room) {
-            close(fd);
+            nb_fork_close(fd);
             continue;
         }
         m->strangers[m->stranger_count++] = fd;
@@ -130,7 +131,7 @@ static int strangers_hear(struct meeting *m, struct nb_error *err) {
         }
         m->strangers[i] = m->strangers[--m->stranger_count];
         if (rank < 0) {
-            close(fd);
+            nb_fork_close(fd);
             if (rank != -EPERM) {
                 return rank;
             }
@@ -213,7 +214,7 @@ int nb_shm_meet(struct nb_shm *shm, const char (*names)[NB_HANDOVER_NAME], const
         rc = meet_all(&m, deadline_ns, err);
     }
     for (int i = 0; i < m.stranger_count; i++) {
-        close(m.strangers[i]);
+        nb_fork_close(m.strangers[i]);
     }
     nb_shm_fd_close(&shm->listener);
     return rc;

@@ -125,7 +125,7 @@ static void listener_ready(struct nb_watch *watch, uint32_t events) {
         gate_shut(lane, 0);
         return;
     }
-    int fd = accept4(watch->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    int fd = nb_sock_accept(watch->fd);
     if (fd < 0) {
         if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
             lane->base.door = -errno;

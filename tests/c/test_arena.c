@@ -1,10 +1,13 @@
 // Gradient memory is aligned, zeroed and shareable, and is there even where no memfd is.
 #include <errno.h>
+#include <pthread.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 
 #include "base/arena.h"
+#include "base/fork.h"
 #include "check.h"
 
 static void check_memory(const struct nb_arena *arena, size_t asked) {
@@ -62,7 +65,78 @@ static void test_limits(void) {
     }
 }
 
+enum { PAGE = 4096, PAGES = 512, WRITERS = 2, ROUNDS = 50, COUNTERS = 64 };
+
+struct writer {
+    _Atomic uint64_t *counters; // one a page, of its own
+    _Atomic bool *stop;
+    uint64_t wrote;
+};
+
+// Counts in every page: a write that goes amiss shows when the counter is read next.
+static void *write_on(void *arg) {
+    struct writer *w = arg;
+    while (!atomic_load(w->stop)) {
+        for (size_t page = 0; page < PAGES; page++) {
+            _Atomic uint64_t *counter = &w->counters[page * (PAGE / sizeof *w->counters)];
+            uint64_t was = atomic_load(counter);
+            CHECK(was == w->wrote, "page %zu: %llu was lost: it is %llu", page, (unsigned long long)w->wrote,
+                  (unsigned long long)was);
+            atomic_store(counter, was + 1);
+        }
+        w->wrote++;
+    }
+    return NULL;
+}
+
+// While threads of this process write to it, an arena is taken from those who have mapped it.
+static void check_detached(void) {
+    struct nb_arena arena;
+    struct nb_arena other;
+    struct writer writers[WRITERS];
+    pthread_t threads[WRITERS];
+    _Atomic bool stop = false;
+    CHECK(nb_arena_open(&arena, (size_t)PAGES * PAGE, NULL) == 0 && arena.fd >= 0, "open: %m");
+    CHECK(nb_arena_open(&other, PAGE, NULL) == 0, "open: %m");
+    int fd = nb_arena_pass(&arena);
+    CHECK(fd >= 0 && fd != arena.fd, "pass: %d", fd);
+    char *theirs = mmap(NULL, arena.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    CHECK(theirs != MAP_FAILED, "map: %m");
+    nb_fork_close(fd);
+    char *ours = arena.base;
+    for (int i = 0; i < WRITERS; i++) {
+        writers[i] = (struct writer){.counters = (_Atomic uint64_t *)arena.base + i, .stop = &stop};
+        CHECK(pthread_create(&threads[i], NULL, write_on, &writers[i]) == 0, "thread");
+    }
+    theirs[COUNTERS] = 1;
+    theirs[PAGE + COUNTERS] = 1;
+    CHECK(!nb_arena_is_detached(arena.base, arena.bytes), "nobody did");
+    CHECK(nb_arena_detach(ours, PAGE / 2) == 0 && nb_arena_is_detached(ours + PAGE, 1), "one page");
+    theirs[COUNTERS] = 2;
+    CHECK(ours[COUNTERS] == 1, "another process writes to detached memory: %d", ours[COUNTERS]);
+    CHECK(nb_arena_detach(ours, arena.bytes) == 0, "the others");
+    theirs[PAGE + COUNTERS] = 2;
+    atomic_store(&stop, true);
+    for (int i = 0; i < WRITERS; i++) {
+        CHECK(pthread_join(threads[i], NULL) == 0, "join");
+    }
+    CHECK(ours[PAGE + COUNTERS] == 1, "another process writes to detached memory: %d", ours[PAGE + COUNTERS]);
+    CHECK(nb_arena_pass(&arena) == -EBUSY && !nb_arena_is_detached(other.base, other.bytes), "pass");
+    fd = nb_arena_pass(&other);
+    CHECK(fd >= 0, "the other one can be passed: %d", fd);
+    nb_fork_close(fd);
+    int local = 0;
+    CHECK(nb_arena_detach(&local, sizeof local) == 0, "memory of other origin");
+    CHECK(munmap(theirs, arena.bytes) == 0, "unmap: %m");
+    nb_arena_close(&arena);
+    nb_arena_close(&other);
+}
+
 int main(void) {
+    for (int i = 0; i < ROUNDS; i++) {
+        check_detached();
+    }
+
     test_shared();
     test_private();
     test_limits();

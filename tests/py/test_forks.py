@@ -1,0 +1,206 @@
+"""Ranks that fork at every stage of a job, over each network: a child changes and keeps nothing of its parent's."""
+
+from __future__ import annotations
+
+import re
+import socket
+from contextlib import ExitStack
+
+import pytest
+from conftest import Ranks
+
+from netbottleneck import _core
+
+NETWORKS = {
+    "shm": {"NETBOTTLENECK_SHM": "1", "NETBOTTLENECK_TRANSPORT": "tcp"},
+    "tcp": {"NETBOTTLENECK_TRANSPORT": "tcp"},
+    "ofi": {"NETBOTTLENECK_TRANSPORT": "ofi"},
+}
+# No test waits for it: what only the deadline shows is not shown in time.
+LONG = {"NETBOTTLENECK_TIMEOUT_S": "600"}
+
+
+@pytest.fixture(params=list(NETWORKS))
+def network(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Give what a rank's environment says of its network, for each network there is."""
+    if request.param == "ofi":
+        try:
+            _core.providers()
+        except OSError as error:
+            pytest.skip(str(error))
+    return NETWORKS[request.param] | LONG
+
+
+WORKERS = """
+import os, torch
+import netbottleneck.torch as hvd
+from netbottleneck import job
+
+hvd.init()
+arena = job.core().Arena(1 << 20)
+job.current().comm.map(arena)  # memory that the ranks of a host share, where they do
+shared = torch.frombuffer(arena, dtype=torch.float32)
+model = torch.nn.Linear(256, 256, bias=False)
+torch.nn.init.zeros_(model.weight)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+data = torch.utils.data.TensorDataset(torch.arange(16.0).repeat(256, 1).T.contiguous())
+
+
+def writes(worker):
+    # A worker has the model, as it was forked; what it writes is its own.
+    assert model.weight.grad is None or model.weight.grad.isfinite().all()
+    if model.weight.grad is not None:
+        model.weight.grad.fill_(float("nan"))
+    model.weight.data.fill_(float("nan"))
+    assert shared.isfinite().all()
+    shared.fill_(float("nan"))
+
+
+loader = torch.utils.data.DataLoader(
+    data, 2, num_workers=2, multiprocessing_context="fork", worker_init_fn=writes
+)
+steps = 0
+for epoch in range(2):
+    for (batch,) in loader:
+        optimizer.zero_grad(set_to_none=False)
+        model(batch * (1 + hvd.rank())).sum().backward()
+        optimizer.synchronize()
+        before = model.weight.grad.clone()
+        child = os.fork()  # at the moment at which a gradient is whole, and not used yet
+        if child == 0:
+            model.weight.grad.fill_(-1e9)
+            shared.fill_(-1e9)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert torch.equal(model.weight.grad, before)
+        assert (shared == steps * 2.0).all()
+        shared.add_(1.0)
+        job.current().comm.submit("shared", job.core().ALLREDUCE, arena, job.core().FLOAT32).wait()
+        shared.copy_(torch.full_like(shared, steps * 2.0 + 2.0))
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        steps += 1
+mean = (1 + hvd.size()) / 2
+assert steps == 16
+assert model.weight.tolist() == [[-2.0 * 120 * mean] * 256] * 256, model.weight
+hvd.shutdown()
+print("done")
+"""
+
+
+def test_workers_and_children_that_write_gradients_change_nothing(warm_ranks: Ranks, network: dict[str, str]) -> None:
+    for result in warm_ranks(2, WORKERS, network):
+        assert "done" in result.stdout, result.stderr
+
+
+OUTLIVES = """
+import os, signal, sys, torch
+import netbottleneck.torch as hvd
+
+hold = os.pipe()  # of the test's: what a child waits for is that this rank, and the other one, are over
+hvd.init()
+first = hvd.allreduce(torch.ones(1000), name="first", op=hvd.Sum)
+assert first.tolist() == [2.0] * 1000
+if hvd.rank() == 1:
+    child = os.fork()
+    if child == 0:
+        signal.pause()  # ended with the group of processes that its rank led
+    print("child lives", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    hvd.allreduce(torch.ones(1000), name="second")
+    print("no error")
+except Exception as error:
+    print("told:", error)
+"""
+
+
+def test_the_death_of_a_rank_is_seen_although_its_child_lives(warm_ranks: Ranks, network: dict[str, str]) -> None:
+    results = warm_ranks(2, OUTLIVES, network, check=False)
+    assert results[1].code == -9
+    assert "child lives" in results[1].stdout
+    assert re.search(r"^told: .*rank 1 ", results[0].stdout, re.MULTILINE), results[0]
+    assert results[0].code == 0
+
+
+STAGES = """
+import gc, os, signal, sys, torch
+import netbottleneck.torch as hvd
+from netbottleneck import job
+
+children = []
+
+
+def forked(use):
+    # A child that uses the API, says what came of it, and lives on.
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, use().encode())
+        os.close(writer)
+        signal.pause()
+    os.close(writer)
+    children.append(child)
+    with os.fdopen(reader) as pipe:
+        return pipe.read()
+
+
+def refusals():
+    said = []
+    for call in (
+        lambda: hvd.allreduce(torch.ones(2), name="child"),
+        lambda: hvd.allgather(torch.ones(2), name="gathered"),
+        lambda: hvd.broadcast_object("x"),
+        lambda: hvd.barrier(),
+        lambda: job.current().comm.close(),
+    ):
+        try:
+            call()
+            said.append("nothing")
+        except Exception as error:
+            said.append(str(error))
+    hvd.shutdown()  # the parent's job is its own
+    gc.collect()
+    return "\\n".join(said)
+
+
+before = forked(refusals)
+assert before.splitlines() == ["Horovod has not been initialized; use hvd.init()."] * 5, before
+for round in range(3):
+    hvd.init()
+    assert hvd.allreduce(torch.ones(1000), name="first", op=hvd.Sum).tolist() == [2.0] * 1000
+    during = forked(refusals).splitlines()
+    assert len(during) == 5, during
+    assert all("used in process" in each and "after fork" in each for each in during), during
+    assert hvd.allreduce(torch.ones(1000), name="second", op=hvd.Sum).tolist() == [2.0] * 1000
+    hvd.shutdown()
+    after = forked(refusals)
+    assert after.splitlines() == before.splitlines(), after
+print("done")
+for child in children:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+"""
+
+
+def free_ports(count: int) -> int:
+    """Return the first of as many ports in a row that nothing listens on."""
+    for low in range(21000, 30000, count):
+        with ExitStack() as stack:
+            try:
+                for port in range(low, low + count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return low
+    raise OSError("no ports are free")
+
+
+def test_jobs_follow_each_other_in_the_same_few_ports_while_children_of_each_stage_live(
+    warm_ranks: Ranks, network: dict[str, str]
+) -> None:
+    count = 4  # the store of rank 0's, its door, and a lane of each rank
+    low = free_ports(count)
+    env = {**network, "NETBOTTLENECK_PORTS": f"{low}-{low + count - 1}", "NETBOTTLENECK_STREAMS": "1"}
+    for result in warm_ranks(2, STAGES, env):
+        assert "done" in result.stdout, result.stderr

@@ -45,6 +45,12 @@ WRAPPED = {
     "test_handshake": ("send",),
     "test_stop": ("nb_lanes_settle", "nb_lanes_farewell"),
     "test_strangers": ("clock_gettime", "poll"),
+    "test_paused": (
+        *("nb_shm_offer", "nb_handover_receive", "nb_shm_find", "nb_shm_memory", "nb_shm_enter", "nb_shm_leave"),
+        *("nb_shm_wake", "nb_shm_pipe_write", "nb_shm_pipe_read", "nb_share_direct", "nb_pair_kernel"),
+        *("nb_share_fill", "nb_share_reduce", "nb_share_empty", "nb_share_fold", "nb_share_spread"),
+    ),
+    "test_shm": ("nb_share_direct",),
     "test_twofaults": ("nb_share_fold", "nb_share_spread", "nb_line_reduce"),
 }
 SKIPPED = 77

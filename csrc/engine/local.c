@@ -1,11 +1,14 @@
 // When does an operation in shared memory move on? In the order of starts, as far as others' counters allow.
 #include "engine/local.h"
 
+#include <errno.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 
+#include "base/arena.h"
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/list.h"
@@ -35,10 +38,22 @@ static int job_rank(const struct local *l, int rank) {
     return l->shm->peers[rank].job_rank;
 }
 
+// True if another communicator of this process has detached memory of the operation from the ranks of this host.
+static bool is_taken_back(const struct nb_work *work) {
+    bool detached = false;
+    for (int i = 0; i < work->piece_count; i++) {
+        detached = detached || nb_arena_is_detached(work->pieces[i].base, work->pieces[i].bytes);
+    }
+    return detached;
+}
+
 // Into the slot: pieces that follow each other are one.
 static void describe(const struct local *l, const struct nb_work *work, struct nb_shm_slot *slot) {
     uint32_t count = 0;
     slot->count = NB_SHM_STAGED;
+    if (is_taken_back(work)) {
+        return;
+    }
     for (int i = 0; i < work->piece_count; i++) {
         struct nb_shm_piece piece;
         struct nb_shm_piece *last = count > 0 ? &slot->pieces[count - 1] : NULL;
@@ -216,6 +231,15 @@ static bool finish_next(struct local *l) {
             (!work->local.staged && NB_LEAST(l, l->size, done) <= work->local.index)) {
             break;
         }
+        if (!work->local.staged && is_taken_back(work)) { // looked at last: what others wrote before is here
+            struct nb_error why = {0};
+            nb_fail(
+                &why, -EBUSY,
+                "memory of this operation was taken back from the ranks of this host, as one of them did not answer "
+                "another communicator");
+            nb_job_fail(l->job, &why, true);
+            return true;
+        }
         finish(work);
         any = true;
     }
@@ -379,14 +403,37 @@ bool nb_local_start(struct nb_work *work) {
     return true;
 }
 
+// A rank that was stopped while it wrote to others' memory goes on where it was. It can only write to lines of operations
+// that are not over, as all ranks are done with the others: so the pages of these lines are replaced before their owner
+// has them back. What the rank reads then is old, and of an operation that has failed here. Areas and staging of the job
+// need no such care: they are unmapped with it, and never used again.
+static void take_back(const struct local *l, const struct nb_work *work) {
+    for (int i = 0; work->local.stage != NB_LOCAL_QUEUED && i < work->piece_count; i++) {
+        int rc = nb_arena_detach(work->pieces[i].base, work->pieces[i].bytes);
+        if (rc < 0) {
+            char text[NB_ERROR_TEXT];
+            snprintf(text, sizeof text,
+                     "a rank of this host that does not answer may write to memory of a failed operation, of which no "
+                     "copy can be made: %s",
+                     nb_code_name(rc));
+            nb_job_notify(l->job, text);
+        }
+    }
+}
+
 void nb_local_cancel(struct nb_work *work) {
     struct local *l = work->comm->job->local;
     nb_list_remove(&work->local.link);
-    l->broken = true;
     if (l->rails != NULL) {
         nb_two_level_cancel(l, work);
     }
-    nb_shm_revoke(l->shm, nb_now_ns() + REVOKE_NS);
+    if (!l->broken) {
+        l->broken = true;
+        l->late = !nb_shm_revoke(l->shm, nb_now_ns() + REVOKE_NS);
+    }
+    if (l->late) {
+        take_back(l, work);
+    }
 }
 
 static bool is_late(const struct local *l, const struct nb_work *work, int rank) {

@@ -43,6 +43,7 @@ struct local {
     int parts;           // of a line. Part i is rank i's; ranks beyond have none
     struct rails *rails; // between several hosts; NULL: there is one
     bool broken;         // operations were given up: nothing moves any more
+    bool late;           // then: a rank of this host may still write to the memory of operations
     bool private_told;   // that an arena is copied
     struct nb_list queue;
     uint64_t started;

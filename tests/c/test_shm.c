@@ -12,6 +12,7 @@
 
 #include "base/arena.h"
 #include "base/dtype.h"
+#include "engine/local_share.h"
 #include "sums.h"
 
 enum { MANY = 40, MANY_COUNT = 3001 };
@@ -225,6 +226,39 @@ static void leaves(struct test_rank *me) {
     CHECK(rc == NB_EPEER && err.peer == 1, "%d, rank %d: %s", rc, err.peer, err.text);
 }
 
+static _Atomic(char *) detach_in; // an operation of rank 0, which has described this
+
+void __real_nb_share_direct(struct local *l, struct nb_work *work, struct nb_range range);
+void __wrap_nb_share_direct(struct local *l, struct nb_work *work, struct nb_range range);
+void __wrap_nb_share_direct(struct local *l, struct nb_work *work, struct nb_range range) {
+    char *memory = l->rank == 0 ? atomic_exchange(&detach_in, NULL) : NULL;
+    CHECK(memory == NULL || nb_arena_detach(memory, ARENA_BYTES) == 0, "detach");
+    __real_nb_share_direct(l, work, range);
+}
+
+// Another communicator of rank 0's process takes an arena back, between two operations and in the middle of one.
+static void taken_back(struct test_rank *me) {
+    struct nb_op op = {.name = "sum", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32};
+    struct nb_error err = {0};
+    char *first = arena_share(me);
+    char *second = arena_share(me);
+    one(me, op, first, KINDS_COUNT, whole);
+    uint64_t direct = info_of(me).shm_staged_bytes;
+    test_barrier(me, "before");
+    CHECK(me->rank != 0 || nb_arena_detach(first, ARENA_BYTES) == 0, "detach");
+    one(me, op, first, KINDS_COUNT, whole);
+    CHECK(info_of(me).shm_staged_bytes > direct, "others use memory that was taken from them");
+    struct nb_segment all = {.base = second, .bytes = 1 << 20};
+    memset(second, 0, all.bytes);
+    test_barrier(me, "filled");
+    if (me->rank == 0) {
+        atomic_store(&detach_in, second);
+    }
+    int rc = test_try(me, test_op("late", NB_OP_ALLREDUCE, &all), &err);
+    CHECK(me->rank != 0 || (rc == -EBUSY && strstr(err.text, "taken back") != NULL), "rank 0: %d %s", rc, err.text);
+    CHECK(rc == 0 || rc == -EBUSY, "rank %d: %d %s", me->rank, rc, err.text); // its own line is whole
+}
+
 int main(void) {
     struct test_rank like = two;
     without_memfd(NB_SHM_AUTO, works_loudly); // first: a process with threads should not fork
@@ -238,6 +272,8 @@ int main(void) {
     like = two;
     like.run = not_described;
     CHECK(test_job(&like) == 0, "what is not described");
+    like.run = taken_back;
+    CHECK(test_job(&like) == 0, "an arena that is taken back");
     like.run = leaves;
     CHECK(test_job(&like) == 0, "a rank that leaves");
     where_it_is_off();

@@ -45,7 +45,7 @@ z() { printf '\\x00%.0s' $(seq "$1"); }
 seed() { printf "$3" >"$folder/seeds/$1/$2"; }
 
 seeds() {
-    mkdir -p "$folder"/seeds/{fuzz_control,fuzz_lanes,fuzz_bootstrap}
+    mkdir -p "$folder"/seeds/{fuzz_control,fuzz_lanes,fuzz_bootstrap,fuzz_shm}
     seed fuzz_control submit "\\x00\\x01\\x98\\x00\\x01$(z 151)"
     seed fuzz_control group "\\x00\\x10\\x0c\\x00\\x05$(z 3)\\x00$(z 3)\\x01$(z 3)"
     seed fuzz_control stand_in "\\x01\\x0f\\x98\\x00\\x77$(z 7)\\x40$(z 143)"
@@ -68,6 +68,13 @@ seeds() {
     seed fuzz_bootstrap guest "\\x02\\x00\\xfb\\xff\\xff\\xff$(z 36)why"
     seed fuzz_bootstrap gather "\\x03\\x01$(z 7)\\x18$(z 31)\\x02$(z 15)"
     seed fuzz_bootstrap gathered "\\x04\\x01$(z 7)\\x18$(z 55)\\x02$(z 15)"
+    # Three operations; then slot and step of the peer's: a line as it should be, and its counters.
+    seed fuzz_shm direct "\\x00$(z 3)\\x00\\x03\\x00\\x00\\x00\\x01\\x00\\x06\\x01\\x01\\x03\\x00\\x00\\x00\\x01\\x00\\x06\\x01"
+    seed fuzz_shm staged "\\x00\\x08\\x09\\x18\\x00\\x04\\x00\\x00\\x01\\x00\\x0c\\x01\\x00\\x12\\x01\\x00\\x18\\x01\\x00\\x06\\x01"
+    seed fuzz_shm slot "\\x00$(z 3)\\x00\\x02\\x01\\x01$(z 7)\\x00\\x10$(z 22)\\x00\\x00\\x01"
+    seed fuzz_shm arena "\\x01\\x01\\x00\\x00\\x20\\x01\\x00$(z 16)\\xff\\x1f$(z 6)"
+    seed fuzz_shm meeting "\\x02\\x00\\x02\\x06\\x03"
+    seed fuzz_shm pipe "\\x03\\x01\\x10\\x00\\x00\\x00\\x08\\x00\\x00\\x0d\\x01\\xff$(z 7)"
     seed fuzz_bootstrap clock "\\x05\\x03$(z 15)\\x03$(z 15)"
 }
 

@@ -96,7 +96,7 @@ static int line_find(struct local *l, const struct nb_work *work, int rank) {
     const struct nb_shm_slot *slot = &nb_local_area(l, rank)->slots[work->local.index % NB_SHM_SLOTS];
     size_t place = nb_line_slot(l, work, rank);
     struct line_room *room = &l->rooms[place];
-    uint32_t count = slot->count;
+    uint32_t count = *(const volatile uint32_t *)&slot->count; // read once: the rank may write to it
     size_t at = 0;
     if (count == NB_SHM_STAGED) {
         return 1;
@@ -105,7 +105,7 @@ static int line_find(struct local *l, const struct nb_work *work, int rank) {
         return NB_EWIRE;
     }
     for (uint32_t i = 0; i < count; i++) {
-        const struct nb_shm_piece piece = slot->pieces[i];
+        const struct nb_shm_piece piece = *(const volatile struct nb_shm_piece *)&slot->pieces[i];
         room->pieces[i].base = nb_shm_memory(l->shm, rank, &piece);
         room->pieces[i].bytes = piece.bytes;
         room->starts[i] = at;

@@ -1,0 +1,376 @@
+// Feeds what crosses shared memory from a broken peer. The first byte says what: 0: the peer's area (counters,
+// descriptions, staging) while operations are under way; 1: messages with arenas; 2: what comes to the socket where
+// ranks of a host meet; 3: a pipe.
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "base/arena.h"
+#include "base/clock.h"
+#include "engine/internal.h"
+#include "engine/local_share.h"
+#include "transport/shm.h"
+
+enum { MODES = 4, WORKS = 3, ARENA = 8192, LINE = 4096, TURNS = 48, FD_KINDS = 8, FDS_MAX = 6, PIPE_ROOM = 600 };
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
+
+struct input {
+    const uint8_t *data;
+    size_t bytes;
+};
+
+// The next bytes, zero where there are none.
+static void take(struct input *in, void *out, size_t bytes) {
+    size_t n = in->bytes < bytes ? in->bytes : bytes;
+    memset(out, 0, bytes);
+    memcpy(out, in->data, n);
+    in->data += n;
+    in->bytes -= n;
+}
+
+static uint8_t take_byte(struct input *in) {
+    uint8_t byte;
+    take(in, &byte, sizeof byte);
+    return byte;
+}
+
+// --- 0: an area
+
+struct stage {
+    struct nb_job job;
+    struct local local;
+    struct nb_shm *shm;
+    struct nb_work *works[WORKS];
+    char *memory[2]; // arenas of both ranks: on the heap, so that a step beyond is seen
+};
+
+static void *need(void *memory) {
+    if (memory == NULL) {
+        abort();
+    }
+    return memory;
+}
+
+static void shm_make(struct stage *s) {
+    static const int ranks[2] = {0, 1};
+    size_t area = (sizeof(struct nb_shm_area) + 4095) / 4096 * 4096;
+    s->shm = need(calloc(1, sizeof *s->shm + 2 * sizeof s->shm->peers[0]));
+    s->shm->area = need(aligned_alloc(4096, area));
+    memset(s->shm->area, 0, area);
+    nb_shm_group(s->shm, ranks, 2, 0);
+    s->shm->peers[1].area = need(aligned_alloc(4096, area));
+    memset(s->shm->peers[1].area, 0, area);
+    for (int r = 0; r < 2; r++) {
+        struct nb_shm_peer *peer = &s->shm->peers[r];
+        s->memory[r] = need(calloc(1, ARENA));
+        peer->shm = s->shm;
+        peer->rank = r;
+        peer->wake_fd = -1;
+        peer->watch.fd = -1;
+        peer->arena_count = 1;
+        peer->arenas[0] = s->memory[r];
+        peer->arena_bytes[0] = ARENA;
+    }
+}
+
+// A job of two ranks as nb_job_open leaves it where all share memory, without a thread and without connections.
+static void stage_open(struct stage *s) {
+    struct nb_error err = {0};
+    struct nb_job *job = &s->job;
+    struct local *l = &s->local;
+    shm_make(s);
+    job->size = 2;
+    job->world = (struct nb_comm){.job = job, .rank = 0, .size = 2};
+    job->config.timeout_ms = 1000;
+    nb_list_init(&job->inbox);
+    nb_list_init(&job->maps);
+    nb_list_init(&job->waiting);
+    nb_list_init(&job->running);
+    nb_list_init(&job->rounds_by_age);
+    nb_hash_init(&job->in_flight);
+    nb_hash_init(&job->rounds);
+    pthread_mutex_init(&job->lock, NULL);
+    pthread_cond_init(&job->finished, NULL);
+    if (nb_loop_init(&job->loop, &err) < 0) {
+        abort();
+    }
+    *l = (struct local){.job = job, .shm = s->shm, .size = 2, .hosts = 1, .parts = 2};
+    l->lines = need(calloc(2 * (size_t)LOCAL_OPEN, sizeof *l->lines));
+    l->rooms = need(calloc(2 * (size_t)LOCAL_OPEN, sizeof *l->rooms));
+    l->sum = need(aligned_alloc(NB_SHM_LINE, FOLD_BYTES));
+    l->term = need(aligned_alloc(NB_SHM_LINE, FOLD_BYTES));
+    nb_list_init(&l->queue);
+    job->local = l;
+}
+
+static void stage_close(struct stage *s) {
+    struct nb_error why = {0};
+    struct nb_job *job = &s->job;
+    nb_fail(&why, NB_ECLOSED, "over");
+    nb_job_fail(job, &why, false);
+    while (!nb_list_empty(&job->running)) {
+        struct nb_work *work = NB_CONTAINER(job->running.next, struct nb_work, link);
+        nb_run_cancel(work);
+        nb_work_finish(work, &why);
+    }
+    for (int i = 0; i < WORKS; i++) {
+        nb_work_release(s->works[i]);
+    }
+    nb_work_rounds_free(job);
+    nb_loop_fini(&job->loop);
+    free(s->local.lines);
+    free(s->local.rooms);
+    free(s->local.sum);
+    free(s->local.term);
+    for (int r = 0; r < 2; r++) {
+        free(s->shm->peers[r].area);
+        free(s->memory[r]);
+    }
+    free(s->shm);
+    pthread_cond_destroy(&job->finished);
+    pthread_mutex_destroy(&job->lock);
+}
+
+static void start(struct stage *s, int i, uint8_t how) {
+    static const enum nb_op_kind kinds[] = {NB_OP_ALLREDUCE, NB_OP_BROADCAST, NB_OP_ALLGATHER, NB_OP_REDUCESCATTER};
+    char name[2] = {(char)('a' + i), 0};
+    struct nb_segment all = {.base = s->memory[0], .bytes = LINE};
+    struct nb_op op = {.name = name, .kind = kinds[how % 4], .dtype = NB_F32, .segments = &all, .segment_count = 1};
+    op.prescale = (how & 16) != 0 ? 2 : 0;
+    atomic_store(&s->shm->peers[1].area->mapped[0], (how & 8) == 0); // else this rank's line is staged
+    if (s->job.failed || nb_submit(&s->job.world, &op, &s->works[i], NULL) < 0) {
+        return;
+    }
+    if (!nb_local_start(s->works[i])) {
+        abort();
+    }
+}
+
+// What the peer writes next: a place of its area, and bytes. Sleepers are not woken: there is nobody.
+static void scribble(struct stage *s, struct input *in) {
+    struct nb_shm_area *area = s->shm->peers[1].area;
+    struct nb_shm_slot *slot = &area->slots[take_byte(in) % NB_SHM_SLOTS];
+    uint8_t what = take_byte(in);
+    uint64_t value = 0;
+    switch (what % 6) {
+    case 0: // a counter, by a few
+        ((_Atomic uint64_t *)area)[what / 6 % 6] += take_byte(in) % 3;
+        break;
+    case 1: // a counter, to anything
+        take(in, &value, sizeof value);
+        ((_Atomic uint64_t *)area)[what / 6 % 6] = value;
+        break;
+    case 2:
+        take(in, slot, 4 + 4 * (size_t)take_byte(in) % sizeof *slot);
+        break;
+    case 3: // a line as it should be
+        slot->count = 1;
+        slot->pieces[0] = (struct nb_shm_piece){.offset = 64 * (uint64_t)take_byte(in), .bytes = LINE};
+        break;
+    case 4:
+        slot->count = NB_SHM_STAGED;
+        break;
+    default:
+        take(in, area->stage[what / 6 % 2], take_byte(in));
+        take(in, &area->revoked, 1);
+        break;
+    }
+    atomic_store(&area->busy, 0); // nobody waits here for a peer that never leaves
+    atomic_store(&area->asleep, 0);
+}
+
+static void feed_area(struct input *in) {
+    struct stage *s = need(calloc(1, sizeof *s));
+    stage_open(s);
+    for (int i = 0; i < WORKS; i++) {
+        start(s, i, take_byte(in));
+    }
+    for (int i = 0; i < TURNS && in->bytes > 0; i++) {
+        scribble(s, in);
+        (void)nb_local_progress(&s->job);
+        (void)nb_local_arm(&s->job);
+        nb_local_tick(&s->job, nb_now_ns());
+    }
+    stage_close(s);
+    free(s);
+}
+
+// --- 1 and 2: descriptors
+
+static int memory_of(size_t bytes, unsigned seals) {
+    int fd = memfd_create("fuzz", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (fd < 0 || ftruncate(fd, (off_t)bytes) != 0 || (seals != 0 && fcntl(fd, F_ADD_SEALS, seals) != 0)) {
+        abort();
+    }
+    return fd;
+}
+
+static int descriptor(uint8_t kind) {
+    switch (kind % FD_KINDS) {
+    case 0:
+        return memory_of(ARENA, F_SEAL_SHRINK | F_SEAL_GROW);
+    case 1:
+        return memory_of(ARENA, 0); // could shrink under who maps it
+    case 2:
+        return memory_of(ARENA, F_SEAL_SHRINK | F_SEAL_WRITE);
+    case 3:
+        return eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    case 4:
+        return open("/dev/null", O_RDWR | O_CLOEXEC);
+    case 5:
+        return open("/", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    case 6:
+        return memory_of(sizeof(struct nb_shm_area), F_SEAL_SHRINK | F_SEAL_GROW);
+    default:
+        return socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    }
+}
+
+static void send_message(int fd, struct input *in, const void *message, size_t bytes) {
+    int fds[FDS_MAX];
+    int count = take_byte(in) % FDS_MAX;
+    int sent = count < NB_HANDOVER_FDS ? count : NB_HANDOVER_FDS;
+    for (int i = 0; i < count; i++) {
+        fds[i] = descriptor(take_byte(in));
+    }
+    (void)nb_handover_send(fd, message, bytes, fds, sent);
+    for (int i = 0; i < count; i++) {
+        close(fds[i]);
+    }
+}
+
+// Whatever a description says: it is memory that can be touched, or none.
+static void touch(const struct nb_shm *shm, struct input *in) {
+    struct nb_shm_piece piece;
+    take(in, &piece, sizeof piece);
+    volatile char *at = nb_shm_memory(shm, 1, &piece);
+    if (at != NULL && piece.bytes > 0) {
+        at[0] = at[piece.bytes - 1];
+    }
+}
+
+static void feed_arenas(struct input *in) {
+    static const int ranks[2] = {0, 1};
+    struct nb_error err = {0};
+    struct nb_loop loop;
+    struct nb_shm *shm = NULL;
+    int pair[2];
+    if (nb_shm_open(&shm, 2, &err) < 0 || nb_loop_init(&loop, &err) < 0 ||
+        socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, pair) != 0) {
+        abort();
+    }
+    nb_shm_group(shm, ranks, 2, 0);
+    shm->peers[1].watch.fd = pair[0];
+    if (nb_shm_watch(shm, &loop, &err) < 0) {
+        abort();
+    }
+    while (in->bytes > 0) {
+        struct { // as an arena is announced
+            uint32_t magic;
+            uint32_t arena;
+            uint64_t bytes;
+            uint64_t more;
+        } gift = {.magic = 0x4e425347};
+        uint8_t how = take_byte(in);
+        take(in, &gift.arena, how % 2 != 0 ? 1 : 4);
+        take(in, &gift.bytes, how % 3 != 0 ? 2 : 8);
+        gift.magic ^= how / 128;
+        send_message(pair[1], in, &gift, how % 16 == 15 ? how % sizeof gift : 16);
+        nb_loop_wait(&loop, 0);
+        touch(shm, in);
+    }
+    nb_shm_close(shm);
+    nb_loop_fini(&loop);
+    close(pair[1]);
+}
+
+static void feed_meeting(struct input *in) {
+    static const int ranks[2] = {0, 1};
+    static const char names[2][NB_HANDOVER_NAME] = {{0}};
+    struct nb_boot boot = {.rank = 0, .size = 2};
+    struct nb_error err = {0};
+    struct nb_shm *shm = NULL;
+    int fds[4];
+    int wake = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    int count = 0;
+    if (wake < 0 || nb_shm_open(&shm, 2, &err) < 0) {
+        abort();
+    }
+    nb_shm_group(shm, ranks, 2, 0);
+    while (in->bytes > 0 && count < 4) {
+        struct { // as ranks greet
+            uint32_t magic;
+            int32_t rank;
+            uint64_t area_bytes;
+            unsigned char token[NB_TOKEN_BYTES];
+        } hello = {.magic = 0x4e425348, .rank = 1, .area_bytes = sizeof(struct nb_shm_area)};
+        uint8_t how = take_byte(in);
+        nb_boot_token(&boot, "shared memory", 1, 0, hello.token);
+        take(in,
+             how % 4 == 1   ? (void *)&hello.rank
+             : how % 4 == 2 ? (void *)&hello.area_bytes
+                            : hello.token,
+             how % 4 == 0 ? 0 : 4);
+        fds[count] = nb_handover_connect(shm->name, &err);
+        if (fds[count] < 0) {
+            abort();
+        }
+        send_message(fds[count++], in, &hello, how % 16 == 15 ? how % sizeof hello : sizeof hello);
+    }
+    if (nb_shm_meet(shm, names, &boot, wake, nb_now_ns(), &err) == 0) {
+        volatile unsigned char *area = (volatile unsigned char *)shm->peers[1].area;
+        area[0] = area[sizeof(struct nb_shm_area) - 1]; // it is all there
+    }
+    nb_shm_close(shm);
+    for (int i = 0; i < count; i++) {
+        close(fds[i]);
+    }
+    close(wake);
+}
+
+// --- 3: a pipe
+
+static void feed_pipe(struct input *in) {
+    struct nb_shm_pipe *pipe = need(aligned_alloc(64, sizeof *pipe));
+    unsigned char *room = need(malloc(PIPE_ROOM));
+    memset(pipe, 0, sizeof *pipe);
+    memset(room, 1, PIPE_ROOM);
+    while (in->bytes > 0) {
+        uint8_t how = take_byte(in);
+        size_t bytes = (size_t)take_byte(in) * 2;
+        uint64_t value;
+        bool tell;
+        take(in, &value, how & 4 ? 8 : 2);
+        if ((how & 8) != 0) {
+            atomic_store((how & 16) != 0 ? &pipe->written : &pipe->read, value);
+        }
+        if ((how & 1) != 0) {
+            size_t wrote = nb_shm_pipe_write(pipe, room, bytes);
+            if (wrote > bytes) {
+                abort();
+            }
+        } else {
+            long got = nb_shm_pipe_read(pipe, room, bytes, &tell);
+            if (got > (long)bytes) {
+                abort();
+            }
+        }
+    }
+    free(room);
+    free(pipe);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
+    static void (*const feeds[MODES])(struct input *) = {feed_area, feed_arenas, feed_meeting, feed_pipe};
+    if (bytes < 1) {
+        return 0;
+    }
+    struct input in = {.data = data + 1, .bytes = bytes - 1};
+    feeds[data[0] % MODES](&in);
+    return 0;
+}

@@ -113,6 +113,7 @@ struct nb_job_info {
     uint64_t bytes_out; // payload by the lanes' completions
     uint64_t bytes_in;
     uint64_t dropped;      // lanes that were lost
+    uint64_t refused;      // arrivals and messages on the lanes that proved no right to be taken, and were dropped
     const char *provider;  // "tcp", "ofi: net 117.0 (libfabric 1.17)"
     struct nb_costs costs; // of the lanes; zero while no all-reduce has left a choice
     int probe_count;

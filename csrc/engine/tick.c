@@ -160,6 +160,23 @@ static int waited_for(struct nb_work *work) {
     return NB_NO_PEER;
 }
 
+// What strangers sent to the lanes' ports: counted, told of once, and without effect on anything else.
+static void strangers_tick(struct nb_job *job) {
+    uint64_t refused = nb_lanes_refused(job->lanes);
+    uint64_t before = job->info.refused; // this thread alone writes it
+    if (refused == before) {
+        return;
+    }
+    pthread_mutex_lock(&job->lock);
+    job->info.refused = refused;
+    pthread_mutex_unlock(&job->lock);
+    if (before == 0) {
+        nb_job_notify(job,
+                      "connections, arrivals or messages on the lanes of this rank proved no right to be taken and were dropped: "
+                      "somebody outside this job reaches its ports. The job goes on");
+    }
+}
+
 // Granted bytes that do not move: an operation that waits for its turn on a busy network is none of them. A rank that
 // is silent shows first by its control connection, and is named.
 static void movement_tick(struct nb_job *job, int64_t now) {
@@ -217,6 +234,7 @@ void nb_job_tick(struct nb_job *job, int64_t now) {
     silence_tick(job, now);
     suspicion_tick(job, now);
     movement_tick(job, now);
+    strangers_tick(job);
     if (job->rank == 0) {
         nb_agree_tick(job, now);
     }

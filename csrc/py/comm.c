@@ -119,14 +119,15 @@ static PyObject *job_info(const struct core_comm *self) {
         return NULL;
     }
     PyObject *cpu = info.cpu < 0 ? Py_NewRef(Py_None) : PyLong_FromLong(info.cpu);
-    return Py_BuildValue(
-        "{s:i,s:i,s:K,s:K,s:K,s:s,s:L,s:N,s:s,s:K,s:K,s:(ddddd),s:N}", "streams_open", info.streams_open,
-        "streams_used", info.streams_used, "bytes_out", (unsigned long long)info.bytes_out, "bytes_in",
-        (unsigned long long)info.bytes_in, "lanes_lost", (unsigned long long)info.dropped, "provider",
-        info.provider != NULL ? info.provider : "", "clock_offset_ns", (long long)self->clock_offset_ns, "probe", probe,
-        "shm", info.shm, "shm_bytes", (unsigned long long)info.shm_bytes, "shm_staged_bytes",
-        (unsigned long long)info.shm_staged_bytes, "costs", info.costs.alpha_ns, info.costs.beta_ns,
-        info.costs.gamma_ns, info.costs.levels_ns, info.costs.levels_byte_ns, "cpu", cpu);
+    return Py_BuildValue("{s:i,s:i,s:K,s:K,s:K,s:K,s:s,s:L,s:N,s:s,s:K,s:K,s:(ddddd),s:N}", "streams_open",
+                         info.streams_open, "streams_used", info.streams_used, "bytes_out",
+                         (unsigned long long)info.bytes_out, "bytes_in", (unsigned long long)info.bytes_in,
+                         "lanes_lost", (unsigned long long)info.dropped, "refused", (unsigned long long)info.refused,
+                         "provider", info.provider != NULL ? info.provider : "", "clock_offset_ns",
+                         (long long)self->clock_offset_ns, "probe", probe, "shm", info.shm, "shm_bytes",
+                         (unsigned long long)info.shm_bytes, "shm_staged_bytes",
+                         (unsigned long long)info.shm_staged_bytes, "costs", info.costs.alpha_ns, info.costs.beta_ns,
+                         info.costs.gamma_ns, info.costs.levels_ns, info.costs.levels_byte_ns, "cpu", cpu);
 }
 
 static PyObject *job_notices(const struct core_comm *self) {

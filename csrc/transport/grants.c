@@ -11,6 +11,7 @@
 #include "base/error.h"
 #include "base/list.h"
 #include "base/pool.h"
+#include "base/sha256.h"
 #include "transport/grants_internal.h"
 #include "transport/lanes.h"
 #include "transport/lanes_internal.h"
@@ -206,6 +207,21 @@ void nb_lanes_unmap(struct nb_lanes *lanes, void *base) {
     }
 }
 
+// A tag that no grant has had, or 0: there is no randomness, and nothing is granted; the deadline names the peer.
+static uint32_t tag_draw(struct rma *rma) {
+    uint32_t tag = 0;
+    while (tag == 0) {
+        if (rma->tags_left == 0) {
+            if (nb_random(rma->tags, sizeof rma->tags) < 0) {
+                return 0;
+            }
+            rma->tags_left = TAGS_DRAWN;
+        }
+        tag = rma->tags[--rma->tags_left];
+    }
+    return tag;
+}
+
 static struct buffer *buffer_free(struct rma_peer *rma) {
     for (int b = 0; b < STAGING_BUFFERS; b++) {
         if (rma->buffers[b].flow == NULL) {
@@ -239,7 +255,8 @@ static uint32_t ungranted(const struct nb_lanes *lanes, struct nb_flow *flow, ui
 static void queue_join(struct rma_peer *rma, const struct wire_grant *grant, size_t block_bytes) {
     struct wire_grant *last = rma->queue_count > 0 ? &rma->queue[rma->queue_count - 1] : NULL;
     if (grant->region != STAGING_REGION && last != NULL && last->op == grant->op && last->region == grant->region &&
-        last->first + last->count == grant->first && last->offset + last->count * block_bytes == grant->offset) {
+        last->tag == grant->tag && last->first + last->count == grant->first &&
+        last->offset + last->count * block_bytes == grant->offset) {
         last->count += grant->count;
     } else {
         queue_put(rma, *grant);
@@ -255,6 +272,7 @@ static bool grant_direct(const struct nb_lanes *lanes, const struct nb_flow *flo
         return false;
     }
     grant->region = (uint16_t)(1 + m);
+    grant->tag = flow->tag;
     grant->offset = (uint64_t)((char *)iov[0].iov_base - lanes->rma->mapped[m].base);
     return true;
 }
@@ -267,7 +285,8 @@ static struct wire_grant grant_of(const struct nb_lanes *lanes, const struct nb_
                                .first = buffer->first,
                                .count = buffer->count,
                                .slot = (uint16_t)flow->slot,
-                               .region = STAGING_REGION};
+                               .region = STAGING_REGION,
+                               .tag = buffer->tag};
 }
 
 // Grants the next run of one flow. False: no buffer is free, or everything is granted.
@@ -281,10 +300,11 @@ static bool grant_next(struct nb_lanes *lanes, struct nb_flow *flow) {
     struct wire_grant grant = {.op = flow->op, .first = first, .count = count, .slot = (uint16_t)flow->slot};
     if (!grant_direct(lanes, flow, &grant)) {
         struct buffer *buffer = buffer_free(rma);
-        if (buffer == NULL) {
+        uint32_t tag = buffer != NULL ? tag_draw(lanes->rma) : 0;
+        if (tag == 0) {
             return false;
         }
-        *buffer = (struct buffer){.flow = flow, .first = first, .count = count, .left = count};
+        *buffer = (struct buffer){.flow = flow, .first = first, .count = count, .left = count, .tag = tag};
         grant = grant_of(lanes, flow, buffer);
     }
     flow->granted += count;
@@ -301,8 +321,10 @@ static void pump(struct nb_lanes *lanes, int peer_rank) {
         while (flow->slot < 0 && slot < NB_SLOTS && rma->slots[slot] != NULL) {
             slot++;
         }
-        bool fresh = flow->slot < 0 && slot < NB_SLOTS;
+        uint32_t tag = flow->slot < 0 && slot < NB_SLOTS ? tag_draw(rma) : 0;
+        bool fresh = tag != 0;
         if (fresh) {
+            flow->tag = tag;
             flow->slot = slot;
             rma->slots[slot] = flow;
         }
@@ -399,32 +421,32 @@ void nb_grants_lost(struct nb_lanes *lanes, int peer_rank) {
     nb_grants_flush(lanes, peer_rank);
 }
 
-// An arrival that no grant allows: what lies there may be of any operation.
-static void arrived_wrong(struct nb_lanes *lanes, int lane, int peer_rank) {
-    struct nb_error why = {0};
-    nb_fail_peer(&why, NB_EWIRE, peer_rank, "lane %d: rank %d wrote what it was not allowed to", lane, peer_rank);
-    lanes->config.lane_lost(lanes->config.ctx, peer_rank, lane, &why, nb_lanes_left(lanes, peer_rank));
-}
-
 // Whether what lands in a run without a buffer may be there: its memory was granted itself.
 static bool is_direct(const struct nb_lanes *lanes, const struct nb_flow *flow, const struct nb_frame *frame) {
     struct wire_grant grant = {.first = frame->block, .count = 1};
-    return grant_direct(lanes, flow, &grant);
+    return (uint64_t)frame->block + frame->blocks <= flow->granted && grant_direct(lanes, flow, &grant);
 }
 
-void nb_grants_landed(struct nb_lanes *lanes, int lane, const struct nb_frame *frame) {
-    struct nb_flow *flow = frame->slot < NB_SLOTS ? lanes->rma->slots[frame->slot] : NULL;
-    if (flow == NULL) {
-        return; // of a flow that was cancelled
+// Whether the grant that an arrival names is one that its sender was given: by its tag first, for what else it says may
+// be of anybody.
+static bool is_granted(const struct nb_lanes *lanes, const struct nb_flow *flow, const struct buffer *buffer,
+                       const struct nb_frame *frame) {
+    if (frame->tag != (buffer != NULL ? buffer->tag : flow->tag)) {
+        return false;
     }
-    int peer_rank = flow->peer;
-    struct buffer *buffer = buffer_of(lanes->peers[peer_rank].rma, flow, frame->block);
-    bool beyond = buffer != NULL && frame->block + frame->blocks > buffer->first + buffer->count;
-    bool checked = !beyond && nb_lanes_check(lanes, flow, frame) == 0;
-    if (!checked || (buffer == NULL && !is_direct(lanes, flow, frame))) {
-        arrived_wrong(lanes, lane, peer_rank);
+    bool inside = buffer == NULL || (uint64_t)frame->block + frame->blocks <= (uint64_t)buffer->first + buffer->count;
+    return inside && nb_lanes_check(lanes, flow, frame) == 0 && (buffer != NULL || is_direct(lanes, flow, frame));
+}
+
+void nb_grants_landed(struct nb_lanes *lanes, int lane, int from, const struct nb_frame *frame) {
+    struct nb_flow *flow = frame->slot < NB_SLOTS ? lanes->rma->slots[frame->slot] : NULL;
+    bool its = flow != NULL && (from == NB_NO_PEER || from == flow->peer);
+    struct buffer *buffer = its ? buffer_of(lanes->peers[flow->peer].rma, flow, frame->block) : NULL;
+    if (!its || !is_granted(lanes, flow, buffer, frame)) {
+        lanes->lane[lane]->refused++; // of a stranger, or of a grant that is over: it says nothing about any peer
         return;
     }
+    int peer_rank = flow->peer;
     const void *data = buffer != NULL ? unstage(lanes, flow, buffer, frame) : NULL;
     bool last = flow->left == frame->blocks;
     if (last) {

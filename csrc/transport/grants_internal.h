@@ -10,7 +10,8 @@ enum {
     MAPPED_MAX = NB_REGIONS_MAX - 1,
     STAGING_REGION = 0, // in what a peer calls a region; mapped memory is 1 + its index
     GRANTS_PER_MESSAGE = 3,
-    GRANTS_PER_PEER = 2 * STAGING_BUFFERS // that there is room for from the start
+    GRANTS_PER_PEER = 2 * STAGING_BUFFERS, // that there is room for from the start
+    TAGS_DRAWN = 256                       // at a time: a grant needs no system call
 };
 
 struct wire_region {
@@ -29,7 +30,7 @@ struct wire_grant {
     uint32_t count;
     uint16_t slot;
     uint16_t region;
-    uint32_t zero;
+    uint32_t tag; // never 0. An arrival that does not bring it back is dropped
 };
 
 struct wire_grants {
@@ -54,6 +55,7 @@ struct buffer {
     uint32_t first;
     uint32_t count;
     uint32_t left;
+    uint32_t tag; // of the grant; what is given back is granted with another
 };
 
 struct rma_peer {
@@ -81,6 +83,8 @@ struct rma {
     struct nb_flow *slots[NB_SLOTS];
     struct nb_pool grants;
     size_t buffer_bytes;
+    uint32_t tags[TAGS_DRAWN]; // random numbers that no grant has had
+    int tags_left;
 };
 
 static inline bool nb_is_rma(const struct nb_lanes *lanes) {

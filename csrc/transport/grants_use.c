@@ -64,6 +64,7 @@ bool nb_grants_use(struct nb_lanes *lanes, struct nb_flow *flow, int lane, uint3
         req->remote_addr = remote->addr + req->remote_offset;
         req->remote_key = remote->key;
         req->frame.slot = g->wire.slot;
+        req->frame.tag = g->wire.tag;
         return true;
     }
     return false;
@@ -109,7 +110,8 @@ void nb_grants_again(struct nb_lanes *lanes, struct nb_flow *flow, const struct 
                                         .first = run->block + i,
                                         .count = 1,
                                         .slot = run->slot,
-                                        .region = run->region};
+                                        .region = run->region,
+                                        .tag = run->tag};
         if (grant != NULL) {
             grant->left++; // it must not end before its other blocks have left
         } else {

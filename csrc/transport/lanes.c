@@ -325,7 +325,7 @@ static int up_place(void *ctx, struct nb_lane *lane, int peer_rank, const struct
 static void up_landed(void *ctx, struct nb_lane *lane, int peer_rank, const struct nb_frame *frame) {
     struct nb_lanes *lanes = ctx;
     if (lanes->config.ops->kind == NB_LANE_RMA) {
-        nb_grants_landed(lanes, lane->index, frame);
+        nb_grants_landed(lanes, lane->index, peer_rank, frame);
         return;
     }
     struct path *path = path_of(lanes, peer_rank, lane->index);
@@ -504,6 +504,14 @@ int nb_lanes_arm(struct nb_lanes *lanes) {
         }
     }
     return 0;
+}
+
+uint64_t nb_lanes_refused(const struct nb_lanes *lanes) {
+    uint64_t refused = 0;
+    for (int i = 0; i < lanes->config.lanes; i++) {
+        refused += lanes->lane[i]->refused;
+    }
+    return refused;
 }
 
 void nb_lanes_stats(const struct nb_lanes *lanes, int peer, int lane, struct nb_lane_stats *stats) {

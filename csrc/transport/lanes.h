@@ -77,6 +77,7 @@ struct nb_flow {
     struct nb_list granting; // RMA, in: in the order they were added, until all is there
     uint32_t granted;        // RMA, in: blocks before this one are granted
     int slot;                // RMA, in: -1: none yet
+    uint32_t tag;            // RMA, in: of the grants of its own memory, as long as it has the slot
     uint32_t reserved;       // out: how many runs are kept for it
     struct nb_run *runs;     // out: that left, and are not known to have landed
     struct nb_copy *copy;    // out: where small ones are sent from
@@ -111,8 +112,6 @@ int nb_lanes_peer_open(struct nb_lanes *lanes, int peer, const void *address, st
 bool nb_lanes_peer_ready(const struct nb_lanes *lanes, int peer);
 // Why peers that came could not be let in, or 0.
 int nb_lanes_door(const struct nb_lanes *lanes);
-// How many connections were refused because their proof that they belong to this job was wrong.
-uint64_t nb_lanes_refused(const struct nb_lanes *lanes);
 // How many lanes to a peer that was opened are not lost.
 int nb_lanes_left(const struct nb_lanes *lanes, int peer);
 
@@ -147,6 +146,8 @@ void nb_lanes_farewell(struct nb_lanes *lanes);
 // A peer that left in good order had all that it needed, and says nothing any more.
 void nb_lanes_forgive(struct nb_lanes *lanes, int peer);
 
+// Connections, arrivals and messages that proved no right to be taken, and were dropped: of strangers, or late.
+uint64_t nb_lanes_refused(const struct nb_lanes *lanes);
 void nb_lanes_stats(const struct nb_lanes *lanes, int peer, int lane, struct nb_lane_stats *stats);
 const char *nb_lanes_describe(const struct nb_lanes *lanes);
 

@@ -83,6 +83,7 @@ struct nb_run {
     struct nb_run *next;
     uint64_t offset; // RMA: where it went
     uint32_t block;
+    uint32_t tag; // RMA: of the grant
     uint16_t blocks;
     uint16_t lane;
     uint16_t slot;
@@ -253,7 +254,8 @@ void nb_grants_again(struct nb_lanes *lanes, struct nb_flow *flow, const struct 
 void nb_grants_out_over(struct nb_lanes *lanes, struct nb_flow *flow);
 // What was granted may have been told on the lane that is lost.
 void nb_grants_lost(struct nb_lanes *lanes, int peer);
-void nb_grants_landed(struct nb_lanes *lanes, int lane, const struct nb_frame *frame);
+// An arrival that says it is of `peer` (NB_NO_PEER: of nobody). One that no grant allows is dropped and counted.
+void nb_grants_landed(struct nb_lanes *lanes, int lane, int peer, const struct nb_frame *frame);
 void nb_grants_message(struct nb_lanes *lanes, int lane, int peer, const void *data, size_t bytes);
 // Sends what could not be sent before.
 void nb_grants_flush(struct nb_lanes *lanes, int peer);

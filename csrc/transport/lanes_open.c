@@ -190,14 +190,6 @@ int nb_lanes_door(const struct nb_lanes *lanes) {
     return why;
 }
 
-uint64_t nb_lanes_refused(const struct nb_lanes *lanes) {
-    uint64_t refused = 0;
-    for (int i = 0; i < lanes->config.lanes; i++) {
-        refused += lanes->lane[i]->refused;
-    }
-    return refused;
-}
-
 bool nb_lanes_peer_ready(const struct nb_lanes *lanes, int peer) {
     for (int i = 0; i < lanes->config.lanes; i++) {
         const struct path *paths = lanes->peers[peer].paths;

@@ -229,16 +229,28 @@ static void write_done(struct nb_ofi_lane *lane, struct nb_ofi_op *op, int fi_co
 
 // Completions
 
+// An arrival, of whoever knows this endpoint's address.
+static void arrived(struct nb_ofi_lane *lane, const struct fi_cq_data_entry *entry) {
+    struct nb_frame frame = {0};
+    uint64_t refused = lane->base.refused;
+    if ((entry->flags & FI_REMOTE_CQ_DATA) == 0) {
+        lane->base.refused++;
+        return;
+    }
+    nb_frame_unpack(entry->data, &frame);
+    lane->config.up->landed(lane->config.up_ctx, &lane->base, NB_NO_PEER, &frame);
+    lane->bytes_in += lane->base.refused == refused ? entry->len : 0;
+}
+
 static void complete(struct nb_ofi_lane *lane, const struct fi_cq_data_entry *entry) {
     if ((entry->flags & FI_REMOTE_WRITE) != 0) {
-        struct nb_frame frame = {0};
-        nb_frame_unpack((uint32_t)entry->data, &frame);
-        lane->bytes_in += entry->len;
-        lane->config.up->landed(lane->config.up_ctx, &lane->base, NB_NO_PEER, &frame);
+        arrived(lane, entry);
         return;
     }
     struct nb_ofi_op *op = entry->op_context;
-    if (op->kind == NB_OFI_WRITE) {
+    if (op == NULL) {
+        lane->base.refused++;
+    } else if (op->kind == NB_OFI_WRITE) {
         write_done(lane, op, 0);
     } else if (op->kind == NB_OFI_SEND) {
         nb_ofi_sent(lane, NB_CONTAINER(op, struct nb_ofi_slot, op));

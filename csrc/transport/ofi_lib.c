@@ -112,7 +112,7 @@ static struct fi_info *hints_new(const struct nb_ofi_lib *lib, const char *provi
     hints->domain_attr->control_progress = FI_PROGRESS_MANUAL;
     hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;
     hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
-    hints->domain_attr->cq_data_size = sizeof(uint32_t);
+    hints->domain_attr->cq_data_size = sizeof(uint64_t);
     if (provider != NULL) {
         hints->fabric_attr->prov_name = strdup(provider); // freeinfo frees it
         if (hints->fabric_attr->prov_name == NULL) {

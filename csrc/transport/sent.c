@@ -159,6 +159,7 @@ void nb_sent_add(struct nb_lanes *lanes, struct nb_flow *flow, int lane, const s
     *run = (struct nb_run){.next = flow->runs,
                            .offset = req->remote_offset,
                            .block = req->frame.block,
+                           .tag = req->frame.tag,
                            .blocks = req->frame.blocks,
                            .lane = (uint16_t)lane,
                            .slot = req->frame.slot,

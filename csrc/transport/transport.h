@@ -3,7 +3,7 @@
 //
 // Two kinds of lane. On a STREAM lane a segment is announced by its header, and the receiver says at that moment where
 // its bytes go. On an RMA lane the sender writes to an address that the receiver granted before, and the receiver gets
-// 32 bits with the completion. lanes.c drives both; it alone knows which blocks travel.
+// 64 bits with the completion. lanes.c drives both; it alone knows which blocks travel.
 //
 // One thread drives a lane; nothing here blocks. Every function returns 0 or a count, -EAGAIN, or a failure.
 #ifndef NB_TRANSPORT_H
@@ -32,18 +32,21 @@ struct nb_frame {
     uint64_t op;
     uint32_t block;
     uint16_t blocks;
-    uint16_t slot; // RMA lanes: the receiver's number for (op, sender), < 64; travels in the 32 bits
+    uint16_t slot; // RMA lanes: the receiver's number for (op, sender), < 64; travels in the 64 bits
+    uint32_t tag;  // RMA lanes: of the grant, drawn by the receiver; an arrival brings it back
     uint32_t bytes;
 };
 
-// The 32 bits of an RMA arrival: slot 6, block 18, blocks - 1 8.
-static inline uint32_t nb_frame_pack(const struct nb_frame *frame) {
-    return (uint32_t)frame->slot << 26 | frame->block << 8 | (uint32_t)(frame->blocks - 1);
+// The 64 bits of an RMA arrival: tag 32, slot 6, block 18, blocks - 1 8.
+static inline uint64_t nb_frame_pack(const struct nb_frame *frame) {
+    return (uint64_t)frame->tag << 32 | (uint64_t)(frame->slot & 63) << 26 | (uint64_t)(frame->block & 0x3ffff) << 8 |
+           (uint64_t)((frame->blocks - 1) & 0xff);
 }
 
-static inline void nb_frame_unpack(uint32_t bits, struct nb_frame *frame) {
-    frame->slot = (uint16_t)(bits >> 26);
-    frame->block = bits >> 8 & 0x3ffff;
+static inline void nb_frame_unpack(uint64_t bits, struct nb_frame *frame) {
+    frame->tag = (uint32_t)(bits >> 32);
+    frame->slot = (uint16_t)(bits >> 26 & 63);
+    frame->block = (uint32_t)(bits >> 8 & 0x3ffff);
     frame->blocks = (uint16_t)((bits & 0xff) + 1);
 }
 
@@ -72,7 +75,8 @@ struct nb_lane_up {
     // the lane stops reading from this peer until resume(); any other failure: the lane is given up.
     int (*place)(void *ctx, struct nb_lane *lane, int peer, const struct nb_frame *frame,
                  struct iovec iov[NB_LANE_IOV_MAX]);
-    // The bytes are in place. RMA: only slot, block, blocks of the frame are known, peer is NB_NO_PEER.
+    // The bytes are in place. RMA: only slot, block, blocks, tag of the frame are known, and none of them is proven:
+    // anybody may have sent them. peer is NB_NO_PEER, or the rank whose authenticated message said so.
     void (*landed)(void *ctx, struct nb_lane *lane, int peer, const struct nb_frame *frame);
     // A request is finished: 0, or the failure. Its memory may be written again (RMA and delivery: it has landed).
     void (*sent)(void *ctx, struct nb_lane *lane, struct nb_request *request, int code);
@@ -151,7 +155,7 @@ struct nb_lane {
     const struct nb_lane_ops *ops;
     int index;
     int door;         // why a peer that came could not be let in, or 0
-    uint64_t refused; // connections with a wrong proof that they belong to this job
+    uint64_t refused; // connections, arrivals and messages that proved no right to be taken, and were dropped
 };
 
 // The networks that were built in, NULL at the end: tcp, ofi. (mem is for tests and not listed.)

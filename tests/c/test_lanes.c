@@ -112,6 +112,7 @@ struct rogue {
     bool lost;
     bool sent;
     struct wire_region region; // of RMA lanes: where the other side has its buffers
+    struct wire_grants grants; // the first that came
 };
 
 static int rogue_place(void *ctx, struct nb_lane *lane, int peer, const struct nb_frame *frame, struct iovec *iov) {
@@ -149,6 +150,8 @@ static void rogue_message(void *ctx, struct nb_lane *lane, int peer, const void 
     (void)peer;
     if (bytes == sizeof rogue->region) {
         memcpy(&rogue->region, data, bytes);
+    } else if (bytes == sizeof rogue->grants && rogue->grants.count == 0) {
+        memcpy(&rogue->grants, data, bytes);
     }
 }
 
@@ -183,10 +186,13 @@ static void rogue_open(struct rogue *rogue, struct flow_world *world) {
 
 // Sends one frame as if it were right. True: the whole segment was taken by the lane and the flow still stands.
 static bool rogue_send(struct rogue *rogue, struct flow_world *world, struct nb_frame frame) {
-    static const unsigned char zeros[16 * BAD_BLOCK];
+    unsigned char line[16 * BAD_BLOCK];
     struct nb_request request = {
         .frame = frame, .peer = 1, .iov_count = 1, .remote_addr = rogue->region.addr, .remote_key = rogue->region.key};
-    request.iov[0] = (struct iovec){.iov_base = (void *)(uintptr_t)zeros, .iov_len = frame.bytes};
+    for (size_t i = 0; i < sizeof line; i++) {
+        line[i] = flows_byte(frame.op, frame.block * (size_t)BAD_BLOCK + i);
+    }
+    request.iov[0] = (struct iovec){.iov_base = line, .iov_len = frame.bytes};
     bool posted = false;
     rogue->sent = false;
     for (int turn = 0; turn < BAD_TURNS; turn++) {
@@ -197,7 +203,7 @@ static bool rogue_send(struct rogue *rogue, struct flow_world *world, struct nb_
     return rogue->sent && !rogue->lost;
 }
 
-// The receiving rank alone, of one flow of so many blocks, and the rogue.
+// The receiving rank alone, of one flow of so many blocks (RMA: and of the same again, later), and the rogue.
 static void rogue_world(struct flow_world *world, struct rogue *rogue, int kind, uint32_t blocks, uint64_t seed) {
     struct nb_error err = {0};
     *world = (struct flow_world){.ops = nb_mem_ops(kind)};
@@ -212,6 +218,9 @@ static void rogue_world(struct flow_world *world, struct rogue *rogue, int kind,
                                               .bytes = blocks * (size_t)BAD_BLOCK,
                                               .step = blocks,
                                               .staged = kind == NB_LANE_RMA};
+    world->plan.specs[1] = world->plan.specs[0];
+    world->plan.specs[1].op++;
+    world->plan.count += kind == NB_LANE_RMA;
     world->net = nb_mem_net_open(2, 1, seed);
     CHECK(world->net != NULL, "memory");
     nb_mem_net_name(world->net, world->net_name);
@@ -221,20 +230,85 @@ static void rogue_world(struct flow_world *world, struct rogue *rogue, int kind,
     flows_add(&world->nodes[1].sides[0]);
 }
 
-// A write to a block for which there is no buffer yet: nothing says what lies there, so it is no part of a sum.
-static void test_write_that_was_not_granted(uint64_t seed) {
-    enum { BUFFERED = 32 * 4 };
+static void rogue_listen(struct rogue *rogue, struct flow_world *world) {
+    for (int turn = 0; turn < BAD_TURNS; turn++) {
+        (void)world->ops->progress(rogue->lane);
+        flows_turn(&world->nodes[1]);
+    }
+    CHECK(rogue->region.type == NB_WORD_REGION && rogue->grants.count > 0, "the rogue knows of no memory");
+}
+
+// An arrival that must be dropped, and must cost nothing but that.
+static void rogue_refused(struct rogue *rogue, struct flow_world *world, struct nb_frame frame, const char *what) {
+    const struct flow_node *node = &world->nodes[1];
+    uint64_t refused = nb_lanes_refused(node->lanes);
+    uint32_t landed = node->sides[0].landed + node->sides[1].landed;
+    (void)rogue_send(rogue, world, frame);
+    CHECK(node->sides[0].landed + node->sides[1].landed == landed, "%s was taken", what);
+    CHECK(node->lost == 0, "%s cost a lane", what);
+    CHECK(nb_lanes_refused(node->lanes) == refused + 1, "%s was not counted", what);
+}
+
+// Arrivals that do not bring back the tag of the grant they name say nothing of any block, and nothing of any rank.
+static void test_arrivals_that_are_not_granted(uint64_t seed) {
+    enum { GRANTED = 4, BUFFERED = 32 * GRANTED };
     struct flow_world world;
     struct rogue rogue;
     rogue_world(&world, &rogue, NB_LANE_RMA, BUFFERED + 8, seed);
     struct flow_node *node = &world.nodes[1];
-    for (int turn = 0; turn < BAD_TURNS && rogue.region.type == 0; turn++) {
-        (void)world.ops->progress(rogue.lane);
-        flows_turn(node);
-    }
-    CHECK(rogue.region.type == NB_WORD_REGION, "the rogue knows of no memory");
-    (void)rogue_send(&rogue, &world, (struct nb_frame){.op = 3, .block = BUFFERED, .blocks = 1, .bytes = BAD_BLOCK});
-    CHECK(node->lost > 0 && node->sides[0].landed == 0, "it was taken");
+    rogue_listen(&rogue, &world);
+    const struct wire_grant *grant = &rogue.grants.grants[0];
+    const struct nb_frame right = {
+        .op = 3, .blocks = GRANTED, .slot = grant->slot, .tag = grant->tag, .bytes = GRANTED * BAD_BLOCK};
+    CHECK(grant->tag != 0 && grant->first == 0 && grant->count == GRANTED, "not the first grant");
+    CHECK(grant->tag != rogue.grants.grants[1].tag, "two grants with one tag");
+    struct nb_frame frame = right;
+    frame.tag = 0;
+    rogue_refused(&rogue, &world, frame, "no tag");
+    frame.tag = right.tag ^ 1;
+    rogue_refused(&rogue, &world, frame, "a wrong tag");
+    frame.tag = rogue.grants.grants[1].tag;
+    rogue_refused(&rogue, &world, frame, "another grant's tag");
+    frame = right;
+    frame.slot = (uint16_t)(right.slot + 1);
+    rogue_refused(&rogue, &world, frame, "a slot that no flow has");
+    frame = right;
+    frame.block = BUFFERED;
+    frame.blocks = 1;
+    rogue_refused(&rogue, &world, frame, "a block that is not granted yet");
+    frame.block = UINT16_MAX;
+    rogue_refused(&rogue, &world, frame, "a block behind the end");
+    frame.block = right.block + 1;
+    frame.blocks = right.blocks;
+    rogue_refused(&rogue, &world, frame, "more than was granted");
+    CHECK(rogue_send(&rogue, &world, right) && node->sides[0].landed == GRANTED, "the right one was not taken");
+    rogue_refused(&rogue, &world, right, "what is there already");
+    nb_lanes_cancel(node->lanes, &node->sides[0].flow);
+    world.ops->close(rogue.lane);
+    flows_close(&world);
+}
+
+// The tag of an operation that is over opens nothing of the next one, which has its slot and its buffers.
+static void test_tag_that_is_over(uint64_t seed) {
+    enum { BLOCKS = 4 };
+    struct flow_world world;
+    struct rogue rogue;
+    rogue_world(&world, &rogue, NB_LANE_RMA, BLOCKS, seed);
+    struct flow_node *node = &world.nodes[1];
+    rogue_listen(&rogue, &world);
+    struct wire_grant grant = rogue.grants.grants[0];
+    struct nb_frame old = {
+        .op = 3, .blocks = BLOCKS, .slot = grant.slot, .tag = grant.tag, .bytes = BLOCKS * BAD_BLOCK};
+    CHECK(rogue_send(&rogue, &world, old) && node->sides[0].finished, "the first operation is not over");
+    rogue_refused(&rogue, &world, old, "an arrival between two operations");
+    rogue.grants.count = 0;
+    flows_add(&node->sides[1]);
+    rogue_listen(&rogue, &world);
+    CHECK(rogue.grants.grants[0].slot == grant.slot && rogue.grants.grants[0].offset == grant.offset, "other memory");
+    old.op++;
+    rogue_refused(&rogue, &world, old, "a tag that is over");
+    old.tag = rogue.grants.grants[0].tag;
+    CHECK(rogue_send(&rogue, &world, old) && node->sides[1].finished, "the right one was not taken");
     world.ops->close(rogue.lane);
     flows_close(&world);
 }
@@ -318,7 +392,8 @@ int main(int argc, char **argv) {
     }
     for (uint64_t seed = 0; seed < 20; seed++) {
         test_bad_announcements(seed);
-        test_write_that_was_not_granted(seed);
+        test_arrivals_that_are_not_granted(seed);
+        test_tag_that_is_over(seed);
         test_block_without_memory(seed % 2 == 0 ? NB_LANE_STREAM : NB_LANE_RMA, seed % 4 < 2 ? 0 : 4096, seed);
     }
     int broken = 0;

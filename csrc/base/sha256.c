@@ -39,7 +39,20 @@ static void store_be(unsigned char *at, uint32_t x) {
     at[3] = (unsigned char)x;
 }
 
-// FIPS 180-4, 6.2.2; s[0…7] are the working variables a…h.
+// One round of FIPS 180-4, 6.2.2. Working variable x of a…h is s[(x - i) mod 8]: the variables stay where they are, and
+// the names move on.
+static inline void round_one(uint32_t s[8], uint32_t w, int i) {
+    uint32_t a = s[(8 - i) & 7];
+    uint32_t b = s[(9 - i) & 7];
+    uint32_t c = s[(10 - i) & 7];
+    uint32_t e = s[(12 - i) & 7];
+    uint32_t f = s[(13 - i) & 7];
+    uint32_t g = s[(14 - i) & 7];
+    uint32_t t1 = s[(15 - i) & 7] + (rotate(e, 6) ^ rotate(e, 11) ^ rotate(e, 25)) + (g ^ (e & (f ^ g))) + w;
+    s[(11 - i) & 7] += t1;
+    s[(15 - i) & 7] = t1 + (rotate(a, 2) ^ rotate(a, 13) ^ rotate(a, 22)) + ((a & b) | (c & (a | b)));
+}
+
 static void compress(uint32_t state[8], const unsigned char *block) {
     uint32_t w[64];
     uint32_t s[8];
@@ -52,15 +65,11 @@ static void compress(uint32_t state[8], const unsigned char *block) {
         w[i] = w[i - 16] + sigma0 + w[i - 7] + sigma1;
     }
     memcpy(s, state, sizeof s);
-    for (int i = 0; i < 64; i++) {
-        uint32_t sum1 = rotate(s[4], 6) ^ rotate(s[4], 11) ^ rotate(s[4], 25);
-        uint32_t choose = (s[4] & s[5]) ^ (~s[4] & s[6]);
-        uint32_t t1 = s[7] + sum1 + choose + constants[i] + w[i];
-        uint32_t sum0 = rotate(s[0], 2) ^ rotate(s[0], 13) ^ rotate(s[0], 22);
-        uint32_t majority = (s[0] & s[1]) ^ (s[0] & s[2]) ^ (s[1] & s[2]);
-        memmove(s + 1, s, 7 * sizeof s[0]);
-        s[4] += t1;
-        s[0] = t1 + sum0 + majority;
+    for (int i = 0; i < 64; i += 8) {
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j++) {
+            round_one(s, constants[i + j] + w[i + j], j);
+        }
     }
     for (int i = 0; i < 8; i++) {
         state[i] += s[i];

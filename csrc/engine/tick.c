@@ -172,8 +172,8 @@ static void strangers_tick(struct nb_job *job) {
     pthread_mutex_unlock(&job->lock);
     if (before == 0) {
         nb_job_notify(job,
-                      "connections, arrivals or messages on the lanes of this rank proved no right to be taken and were dropped: "
-                      "somebody outside this job reaches its ports. The job goes on");
+                      "connections, arrivals or messages on the lanes of this rank proved no right to be taken and "
+                      "were dropped: a process outside this job may reach its ports. The job goes on");
     }
 }
 

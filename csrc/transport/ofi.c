@@ -81,7 +81,7 @@ static void tell_lost(struct nb_ofi_lane *lane) {
     lane->lost_due = false;
     for (int i = 0; i < lane->config.size && !lane->dead; i++) {
         struct nb_ofi_peer *at = &lane->peers[i];
-        if (at->failing && !at->told && at->under_way == 0) {
+        if (at->open && at->failing && !at->told && at->under_way == 0) {
             at->told = true;
             lane->config.up->lost(lane->config.up_ctx, &lane->base, i, &at->why);
         }
@@ -137,8 +137,9 @@ static int peer_open(struct nb_lane *base, int peer, const unsigned char *addr, 
                             lane->name, peer, rc < 0 ? lane->lib.strerror(-rc) : "refused");
     }
     nb_fork_own_sockets(lane, at.name, at.bytes);
-    nb_ofi_token(lane, peer, to->token);
+    nb_ofi_keys(lane, peer);
     to->open = true;
+    lane->lost_due = lane->lost_due || to->failing; // what it sent before was not all that it sent
     lane->held_ready = !nb_list_empty(&lane->held);
     lane->armed = false;
     return 0;
@@ -281,7 +282,8 @@ static int complete_error(struct nb_ofi_lane *lane) {
         nb_ofi_peer_fail(lane, op->peer, code, "message");
         nb_ofi_sent(lane, NB_CONTAINER(op, struct nb_ofi_slot, op));
     } else {
-        nb_ofi_received(lane, NB_CONTAINER(op, struct nb_ofi_slot, op), 0); // of a stranger, or longer than any of ours
+        lane->base.refused += code == FI_ETRUNC; // longer than any of ours
+        nb_list_insert(&lane->idle, &op->link);
     }
     return 1;
 }

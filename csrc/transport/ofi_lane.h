@@ -14,6 +14,7 @@
 #include "base/error.h"
 #include "base/list.h"
 #include "base/loop.h"
+#include "base/sha256.h"
 #include "transport/ofi.h"
 #include "transport/ofi_lib.h"
 #include "transport/transport.h"
@@ -24,7 +25,7 @@ enum {
     NB_OFI_CQ_BATCH = 16,
     NB_OFI_SENDS = 64,    // messages on their way out
     NB_OFI_RECEIVES = 64, // posted for messages, and two more for each rank
-    NB_OFI_TOKEN = 8      // the first bytes of nb_boot_token(boot, "ofi", lower rank, higher rank)
+    NB_OFI_MAC = 16       // bytes of HMAC-SHA256 that a message shows
 };
 
 enum nb_ofi_kind { NB_OFI_WRITE = 1, NB_OFI_SEND, NB_OFI_RECEIVE };
@@ -49,14 +50,23 @@ struct nb_ofi_bounce {
 
 // A message as it travels.
 struct nb_ofi_message {
-    unsigned char token[NB_OFI_TOKEN];
+    unsigned char mac[NB_OFI_MAC]; // of what follows, by the key of this lane from the sender to this rank
+    uint64_t
+        number;    // among those of its sender to this rank on this lane: a gap is a connection that was lost, and what
+                   // came before is a replay
     uint32_t rank; // of the sender
     uint16_t bytes;
-    uint16_t number; // among those of its sender to this rank on this lane: a gap is a connection that was lost
+    uint16_t kind; // enum nb_ofi_message_kind
     unsigned char data[NB_LANE_MESSAGE_MAX];
 };
 
-enum { NB_OFI_HEADER = offsetof(struct nb_ofi_message, data) };
+enum nb_ofi_message_kind { NB_OFI_OF_LANES, NB_OFI_OF_ARRIVALS };
+
+enum {
+    NB_OFI_HEADER = offsetof(struct nb_ofi_message, data),
+    NB_OFI_PROVEN = offsetof(struct nb_ofi_message, number) // from here on the MAC proves it
+};
+_Static_assert(sizeof(struct nb_ofi_message) == NB_OFI_HEADER + NB_LANE_MESSAGE_MAX, "no byte of it is left to chance");
 
 struct nb_ofi_slot {
     struct nb_ofi_op op;
@@ -77,12 +87,14 @@ struct nb_ofi_peer {
     bool blocked; // told -EAGAIN; `writable` is owed
     bool failing; // something failed: nothing more is taken, and `lost` follows when nothing is under way
     bool told;    // `lost` was called
-    uint16_t messages_out;
-    uint16_t messages_in;
+    bool keyed;   // the keys are there
+    uint64_t messages_out;
+    uint64_t messages_in;
     uint32_t under_way;
     fi_addr_t addr;
     uint64_t bytes_out;
-    unsigned char token[NB_OFI_TOKEN];
+    struct nb_hmac key_out; // of messages to it, at their beginning
+    struct nb_hmac key_in;
     struct nb_error why;
 };
 
@@ -157,13 +169,16 @@ static inline void nb_ofi_bounce_give(struct nb_ofi_bounce *bounce) {
 int nb_ofi_messages_open(struct nb_ofi_lane *lane, struct nb_error *err);
 void nb_ofi_messages_close(struct nb_ofi_lane *lane);
 int nb_ofi_message(struct nb_lane *lane, int peer, const void *data, size_t bytes);
+// The same, of either kind.
+int nb_ofi_say(struct nb_ofi_lane *lane, int peer, enum nb_ofi_message_kind kind, const void *data, size_t bytes);
 void nb_ofi_sent(struct nb_ofi_lane *lane, struct nb_ofi_slot *slot);
 void nb_ofi_received(struct nb_ofi_lane *lane, struct nb_ofi_slot *slot, size_t bytes);
 // Posts idle receives again; 0, or what libfabric says.
 int nb_ofi_receives_post(struct nb_ofi_lane *lane);
 // Hands on what came before its sender was opened.
 void nb_ofi_held_deliver(struct nb_ofi_lane *lane);
-void nb_ofi_token(const struct nb_ofi_lane *lane, int peer, unsigned char token[NB_OFI_TOKEN]);
+// Derives the peer's keys, once.
+void nb_ofi_keys(struct nb_ofi_lane *lane, int peer);
 
 // ofi.c
 

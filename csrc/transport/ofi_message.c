@@ -1,10 +1,11 @@
 // Short messages of the libfabric lane: a pool of buffers to send from, a pool of posted ones to receive into, and
-// what came from a peer before this side had opened it. A message that does not show the job's token is dropped.
+// what came from a peer before this side had opened it. A message whose MAC or number is wrong is dropped and counted.
 #ifdef NB_HAVE_OFI
 
 #include <errno.h>
 #include <rdma/fi_errno.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -15,11 +16,28 @@
 #include "transport/ofi_lane.h"
 #include "transport/transport.h"
 
-void nb_ofi_token(const struct nb_ofi_lane *lane, int peer, unsigned char token[NB_OFI_TOKEN]) {
-    unsigned char whole[NB_TOKEN_BYTES];
-    int rank = lane->config.rank;
-    nb_boot_token(lane->config.boot, "ofi", rank < peer ? rank : peer, rank < peer ? peer : rank, whole);
-    memcpy(token, whole, NB_OFI_TOKEN);
+void nb_ofi_keys(struct nb_ofi_lane *lane, int peer) {
+    struct nb_ofi_peer *at = &lane->peers[peer];
+    unsigned char key[NB_TOKEN_BYTES];
+    char purpose[32];
+    if (at->keyed) {
+        return;
+    }
+    snprintf(purpose, sizeof purpose, "ofi messages, lane %d", lane->base.index);
+    nb_boot_token(lane->config.boot, purpose, lane->config.rank, peer, key);
+    nb_hmac_init(&at->key_out, key, sizeof key);
+    nb_boot_token(lane->config.boot, purpose, peer, lane->config.rank, key);
+    nb_hmac_init(&at->key_in, key, sizeof key);
+    explicit_bzero(key, sizeof key);
+    at->keyed = true;
+}
+
+static void mac_of(const struct nb_hmac *key, const struct nb_ofi_message *message, unsigned char mac[NB_OFI_MAC]) {
+    struct nb_hmac hmac = *key;
+    unsigned char digest[NB_SHA256_BYTES];
+    nb_hmac_add(&hmac, (const unsigned char *)message + NB_OFI_PROVEN, NB_OFI_HEADER - NB_OFI_PROVEN + message->bytes);
+    nb_hmac_final(&hmac, digest);
+    memcpy(mac, digest, NB_OFI_MAC);
 }
 
 static void *slot_desc(const struct nb_ofi_lane *lane) {
@@ -69,7 +87,10 @@ int nb_ofi_receives_post(struct nb_ofi_lane *lane) {
 }
 
 int nb_ofi_message(struct nb_lane *base, int peer, const void *data, size_t bytes) {
-    struct nb_ofi_lane *lane = nb_ofi_lane_of(base);
+    return nb_ofi_say(nb_ofi_lane_of(base), peer, NB_OFI_OF_LANES, data, bytes);
+}
+
+int nb_ofi_say(struct nb_ofi_lane *lane, int peer, enum nb_ofi_message_kind kind, const void *data, size_t bytes) {
     int rc = nb_ofi_peer_check(lane, peer);
     lane->armed = false;
     if (rc < 0) {
@@ -79,17 +100,20 @@ int nb_ofi_message(struct nb_lane *base, int peer, const void *data, size_t byte
         return -EMSGSIZE;
     }
     struct nb_ofi_peer *to = &lane->peers[peer];
-    struct nb_ofi_message message = {
-        .rank = (uint32_t)lane->config.rank, .bytes = (uint16_t)bytes, .number = to->messages_out};
-    memcpy(message.token, to->token, sizeof message.token);
+    bool small = NB_OFI_HEADER + bytes <= lane->inject_max;
+    if (!small && nb_list_empty(&lane->send_free)) {
+        return nb_ofi_peer_block(lane, peer);
+    }
+    struct nb_ofi_message message = {.rank = (uint32_t)lane->config.rank,
+                                     .bytes = (uint16_t)bytes,
+                                     .kind = (uint16_t)kind,
+                                     .number = to->messages_out};
     memcpy(message.data, data, bytes);
+    mac_of(&to->key_out, &message, message.mac);
     ssize_t sent;
-    if (NB_OFI_HEADER + bytes <= lane->inject_max) {
+    if (small) {
         sent = fi_inject(lane->ep, &message, NB_OFI_HEADER + bytes, to->addr);
     } else {
-        if (nb_list_empty(&lane->send_free)) {
-            return nb_ofi_peer_block(lane, peer);
-        }
         struct nb_ofi_slot *slot = NB_CONTAINER(lane->send_free.next, struct nb_ofi_slot, op.link);
         slot->message = message;
         sent = fi_send(lane->ep, &slot->message, NB_OFI_HEADER + bytes, slot_desc(lane), to->addr, &slot->op);
@@ -115,7 +139,7 @@ void nb_ofi_sent(struct nb_ofi_lane *lane, struct nb_ofi_slot *slot) {
 }
 
 // The rank it is from, or NB_NO_PEER for what is no message of this job.
-static int sender_of(const struct nb_ofi_lane *lane, const struct nb_ofi_slot *slot, size_t bytes) {
+static int sender_of(struct nb_ofi_lane *lane, const struct nb_ofi_slot *slot, size_t bytes) {
     const struct nb_ofi_message *message = &slot->message;
     if (bytes < NB_OFI_HEADER || message->bytes > NB_LANE_MESSAGE_MAX ||
         bytes != (size_t)NB_OFI_HEADER + message->bytes || message->rank >= (uint32_t)lane->config.size ||
@@ -123,32 +147,44 @@ static int sender_of(const struct nb_ofi_lane *lane, const struct nb_ofi_slot *s
         return NB_NO_PEER;
     }
     int rank = (int)message->rank;
-    unsigned char token[NB_OFI_TOKEN];
-    if (lane->peers[rank].open) {
-        memcpy(token, lane->peers[rank].token, sizeof token);
-    } else {
-        nb_ofi_token(lane, rank, token);
-    }
-    return nb_bytes_equal(token, message->token, sizeof token) ? rank : NB_NO_PEER;
+    unsigned char mac[NB_OFI_MAC];
+    nb_ofi_keys(lane, rank);
+    mac_of(&lane->peers[rank].key_in, message, mac);
+    return nb_bytes_equal(mac, message->mac, sizeof mac) ? rank : NB_NO_PEER;
 }
 
-// A provider may make a connection anew without a word; what was under way on the old one is gone then.
+// Whether a proven message is the next of its sender. An older one is a replay. A provider may make a connection anew
+// without a word; what was under way on the old one is gone then.
+static bool is_next(struct nb_ofi_lane *lane, int rank, uint64_t number) {
+    struct nb_ofi_peer *at = &lane->peers[rank];
+    if (number < at->messages_in) {
+        lane->base.refused++;
+        return false;
+    }
+    if (number > at->messages_in) {
+        if (!at->failing) {
+            nb_ofi_peer_fail(lane, rank, FI_ECONNABORTED, "messages were lost");
+        }
+        return false;
+    }
+    at->messages_in++;
+    return true;
+}
+
 static void deliver(struct nb_ofi_lane *lane, struct nb_ofi_slot *slot, int rank) {
     struct nb_ofi_message message = slot->message;
     nb_list_insert(&lane->idle, &slot->op.link);
-    if (message.number != lane->peers[rank].messages_in) {
-        if (!lane->peers[rank].failing) {
-            nb_ofi_peer_fail(lane, rank, FI_ECONNABORTED, "messages were lost");
-        }
-        return;
+    if (message.kind == NB_OFI_OF_LANES) {
+        lane->config.up->message(lane->config.up_ctx, &lane->base, rank, message.data, message.bytes);
     }
-    lane->peers[rank].messages_in++;
-    lane->config.up->message(lane->config.up_ctx, &lane->base, rank, message.data, message.bytes);
 }
 
 void nb_ofi_received(struct nb_ofi_lane *lane, struct nb_ofi_slot *slot, size_t bytes) {
     int rank = sender_of(lane, slot, bytes);
     if (rank == NB_NO_PEER) {
+        lane->base.refused++;
+    }
+    if (rank == NB_NO_PEER || !is_next(lane, rank, slot->message.number)) {
         nb_list_insert(&lane->idle, &slot->op.link);
     } else if (!lane->peers[rank].open || lane->held_ready) {
         slot->op.peer = rank;

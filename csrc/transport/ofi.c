@@ -24,6 +24,15 @@
 // A lane's address, as a peer gets it. Both sides are of one byte order, as all of the job is.
 enum { ADDRESS_MAGIC = 0x31626f6e, NAME_MAX_BYTES = 104, PROGRESS_ROUNDS = 8, ARMED_ROUNDS = 16 };
 
+// What a message tells of one write, where completion data are too short to prove it.
+struct wire_arrival {
+    uint64_t frame; // as nb_frame_pack has it
+    uint32_t bytes;
+    uint32_t zero;
+};
+
+enum { ARRIVALS_A_MESSAGE = NB_LANE_MESSAGE_MAX / sizeof(struct wire_arrival) };
+
 struct address {
     uint32_t magic;
     uint32_t bytes; // of name
@@ -88,6 +97,17 @@ static void tell_lost(struct nb_ofi_lane *lane) {
     }
 }
 
+// Answers writes of which the peer can never be told.
+static void landed_drop(struct nb_ofi_lane *lane, int peer, int code) {
+    struct nb_list *landed = &lane->peers[peer].landed;
+    while (!nb_list_empty(landed)) {
+        struct nb_ofi_op *op = NB_CONTAINER(landed->next, struct nb_ofi_op, link);
+        nb_list_remove(&op->link);
+        lane->landed--;
+        lane->config.up->sent(lane->config.up_ctx, &lane->base, request_of(op), code);
+    }
+}
+
 // Closes the endpoint for all peers, and says so to all but `silent`.
 static void lane_kill(struct nb_ofi_lane *lane, int silent, int code, const char *text) {
     const struct nb_lane_up *up = lane->config.up;
@@ -98,6 +118,9 @@ static void lane_kill(struct nb_ofi_lane *lane, int silent, int code, const char
         struct nb_ofi_op *op = NB_CONTAINER(lane->writes.next, struct nb_ofi_op, link);
         nb_list_remove(&op->link);
         up->sent(lane->config.up_ctx, &lane->base, request_of(op), code);
+    }
+    for (int i = 0; i < lane->config.size; i++) {
+        landed_drop(lane, i, code);
     }
     for (int i = 0; i < lane->config.size; i++) {
         struct nb_ofi_peer *at = &lane->peers[i];
@@ -200,8 +223,9 @@ static int post(struct nb_lane *base, struct nb_request *request) {
     struct nb_ofi_op *op = op_of(request);
     *op = (struct nb_ofi_op){.kind = NB_OFI_WRITE, .peer = request->peer, .bounce = bounce};
     write.context = op;
-    write.data = nb_frame_pack(&request->frame);
-    uint64_t flags = FI_REMOTE_CQ_DATA | FI_COMPLETION | (lane->delivery ? FI_DELIVERY_COMPLETE : 0);
+    write.data = lane->tells ? 0 : nb_frame_pack(&request->frame);
+    uint64_t flags =
+        FI_COMPLETION | (lane->tells ? 0 : FI_REMOTE_CQ_DATA) | (lane->delivery ? FI_DELIVERY_COMPLETE : 0);
     ssize_t posted = fi_writemsg(lane->ep, &write, flags);
     if (posted < 0) {
         nb_ofi_bounce_give(bounce);
@@ -214,38 +238,86 @@ static int post(struct nb_lane *base, struct nb_request *request) {
     return 0;
 }
 
-static void write_done(struct nb_ofi_lane *lane, struct nb_ofi_op *op, int fi_code) {
+// Answers a write that is in no list any more.
+static void write_over(struct nb_ofi_lane *lane, struct nb_ofi_op *op, int code) {
     struct nb_request *request = request_of(op);
-    int peer = op->peer;
-    int code = fi_code != 0 ? nb_ofi_peer_fail(lane, peer, fi_code, "write") : 0;
-    nb_list_remove(&op->link);
-    nb_ofi_bounce_give(op->bounce);
     if (code == 0) {
-        lane->peers[peer].bytes_out += request->frame.bytes;
+        lane->peers[op->peer].bytes_out += request->frame.bytes;
         lane->bytes_out += request->frame.bytes;
     }
-    nb_ofi_peer_done(lane, peer);
+    nb_ofi_peer_done(lane, op->peer);
     lane->config.up->sent(lane->config.up_ctx, &lane->base, request, code);
+}
+
+static void write_done(struct nb_ofi_lane *lane, struct nb_ofi_op *op, int fi_code) {
+    int code = fi_code != 0 ? nb_ofi_peer_fail(lane, op->peer, fi_code, "write") : 0;
+    nb_list_remove(&op->link);
+    nb_ofi_bounce_give(op->bounce);
+    if (code == 0 && lane->tells) {
+        nb_list_insert(&lane->peers[op->peer].landed, &op->link);
+        lane->landed++;
+        return;
+    }
+    write_over(lane, op, code);
+}
+
+// Tells a peer which writes have landed there; they are over when it takes the message.
+static void peer_tell(struct nb_ofi_lane *lane, int peer) {
+    struct nb_list *landed = &lane->peers[peer].landed;
+    while (!lane->dead && !nb_list_empty(landed)) {
+        struct wire_arrival arrivals[ARRIVALS_A_MESSAGE];
+        size_t count = 0;
+        NB_LIST_EACH(it, landed) {
+            const struct nb_frame *frame = &request_of(NB_CONTAINER(it, struct nb_ofi_op, link))->frame;
+            if (count == ARRIVALS_A_MESSAGE) {
+                break;
+            }
+            arrivals[count++] = (struct wire_arrival){.frame = nb_frame_pack(frame), .bytes = frame->bytes};
+        }
+        int rc = nb_ofi_say(lane, peer, NB_OFI_OF_ARRIVALS, arrivals, count * sizeof arrivals[0]);
+        if (rc == -EAGAIN) {
+            return;
+        }
+        for (; count > 0 && !lane->dead; count--) {
+            struct nb_ofi_op *op = NB_CONTAINER(landed->next, struct nb_ofi_op, link);
+            nb_list_remove(&op->link);
+            lane->landed--;
+            write_over(lane, op, rc);
+        }
+    }
+}
+
+static void tell_landed(struct nb_ofi_lane *lane) {
+    for (int i = 0; i < lane->config.size && lane->landed > 0; i++) {
+        peer_tell(lane, i);
+    }
+}
+
+static void arrived(struct nb_ofi_lane *lane, int peer, uint64_t bits, size_t bytes) {
+    struct nb_frame frame = {0};
+    uint64_t refused = lane->base.refused;
+    nb_frame_unpack(bits, &frame);
+    lane->config.up->landed(lane->config.up_ctx, &lane->base, peer, &frame);
+    lane->bytes_in += lane->base.refused == refused ? bytes : 0;
+}
+
+void nb_ofi_arrivals(struct nb_ofi_lane *lane, int peer, const void *data, size_t bytes) {
+    struct wire_arrival arrival;
+    for (size_t at = 0; at + sizeof arrival <= bytes && !lane->dead; at += sizeof arrival) {
+        memcpy(&arrival, (const char *)data + at, sizeof arrival);
+        arrived(lane, peer, arrival.frame, arrival.bytes);
+    }
 }
 
 // Completions
 
-// An arrival, of whoever knows this endpoint's address.
-static void arrived(struct nb_ofi_lane *lane, const struct fi_cq_data_entry *entry) {
-    struct nb_frame frame = {0};
-    uint64_t refused = lane->base.refused;
-    if ((entry->flags & FI_REMOTE_CQ_DATA) == 0) {
-        lane->base.refused++;
-        return;
-    }
-    nb_frame_unpack(entry->data, &frame);
-    lane->config.up->landed(lane->config.up_ctx, &lane->base, NB_NO_PEER, &frame);
-    lane->bytes_in += lane->base.refused == refused ? entry->len : 0;
-}
-
 static void complete(struct nb_ofi_lane *lane, const struct fi_cq_data_entry *entry) {
-    if ((entry->flags & FI_REMOTE_WRITE) != 0) {
-        arrived(lane, entry);
+    if ((entry->flags & FI_REMOTE_WRITE) != 0) { // of whoever knows this endpoint's address
+        if ((entry->flags & FI_REMOTE_CQ_DATA) != 0 && !lane->tells) {
+            arrived(lane, NB_NO_PEER, entry->data, entry->len);
+        } else {
+            lane->base.refused++;
+        }
         return;
     }
     struct nb_ofi_op *op = entry->op_context;
@@ -331,6 +403,9 @@ static int progress_now(struct nb_ofi_lane *lane) {
     if (rc >= 0 && !lane->dead) {
         rc = nb_ofi_receives_post(lane);
     }
+    if (lane->landed > 0 && !lane->dead) {
+        tell_landed(lane);
+    }
     if (rc < 0 && !lane->dead) {
         lane_kill(lane, NB_NO_PEER, NB_EPEER, lane->lib.strerror(-rc));
     }
@@ -374,7 +449,7 @@ static int arm(struct nb_lane *base) {
     if (lane->dead) {
         return 0;
     }
-    bool owed = lane->held_ready || lane->lost_due || !nb_list_empty(&lane->idle);
+    bool owed = lane->held_ready || lane->lost_due || lane->landed > 0 || !nb_list_empty(&lane->idle);
     if (owed || is_connecting(lane)) {
         return -EAGAIN;
     }
@@ -415,6 +490,9 @@ static int lane_open(const struct nb_lane_config *config, struct nb_lane **out, 
     nb_list_init(&lane->send_free);
     nb_list_init(&lane->idle);
     nb_list_init(&lane->held);
+    for (int i = 0; i < config->size; i++) {
+        nb_list_init(&lane->peers[i].landed);
+    }
     int rc = nb_ofi_lib_open(&lane->lib, config->library, err);
     if (rc == 0) {
         rc = nb_ofi_endpoint_open(lane, config, err);

@@ -159,6 +159,7 @@ static int open_objects(struct nb_ofi_lane *lane, const char **step) {
 static void read_info(struct nb_ofi_lane *lane) {
     const struct fi_info *info = lane->info;
     int mode = info->domain_attr->mr_mode;
+    lane->tells = info->domain_attr->cq_data_size < sizeof(uint64_t);
     lane->local = (mode & FI_MR_LOCAL) != 0;
     lane->virtual_addr = (mode & FI_MR_VIRT_ADDR) != 0;
     lane->own_keys = (mode & FI_MR_PROV_KEY) == 0;
@@ -231,7 +232,8 @@ static int register_memory(struct nb_ofi_lane *lane, void *base, size_t bytes, u
             rc = fi_mr_enable(*mr);
         }
         if (rc < 0) {
-            fi_close(&(*mr)->fid);
+            close_fid(&(*mr)->fid);
+            *mr = NULL; // or the lane, when it is closed, would close it again
         }
     }
     return rc;

@@ -93,6 +93,7 @@ struct nb_ofi_peer {
     uint32_t under_way;
     fi_addr_t addr;
     uint64_t bytes_out;
+    struct nb_list landed;  // writes that have landed there, and of which it has not been told
     struct nb_hmac key_out; // of messages to it, at their beginning
     struct nb_hmac key_in;
     struct nb_error why;
@@ -105,6 +106,7 @@ struct nb_ofi_lane {
     char name[2 * NB_OFI_NAME]; // "net/1.17"
     bool dead;                  // the endpoint is closed; only the memory is left
     bool delivery;              // writes complete when they have landed
+    bool tells;                 // completion data are too short to prove an arrival: a message tells of it
     bool local;                 // memory must be registered to be sent from
     bool virtual_addr;          // a remote address is a pointer, else an offset
     bool own_keys;              // the keys are drawn here
@@ -122,6 +124,7 @@ struct nb_ofi_lane {
     struct nb_watch watch; // fd -1: this provider has nothing to wait on
     struct nb_list regions;
     struct nb_list writes; // under way
+    int landed;            // in the peers' lists
     struct nb_ofi_bounce bounces[NB_OFI_BOUNCES];
     struct nb_ofi_slot *slots; // NB_OFI_SENDS for sending, then the rest for receiving
     int slot_count;
@@ -192,6 +195,8 @@ int nb_ofi_peer_check(const struct nb_ofi_lane *lane, int peer);
 int nb_ofi_peer_block(struct nb_ofi_lane *lane, int peer);
 // Notes that something for this peer failed with libfabric's code; returns the code for the caller.
 int nb_ofi_peer_fail(struct nb_ofi_lane *lane, int peer, int fi_code, const char *what);
+// A proven message of a peer tells that its writes have landed.
+void nb_ofi_arrivals(struct nb_ofi_lane *lane, int peer, const void *data, size_t bytes);
 // One operation less is under way.
 void nb_ofi_peer_done(struct nb_ofi_lane *lane, int peer);
 

@@ -31,6 +31,8 @@ static const char *const preferred[] = {"efa", "cxi", "verbs;ofi_rxm", "tcp", "n
 // Those whose endpoints have IP addresses, so that a lane can be bound to an interface and a port.
 static const char *const by_ip[] = {"verbs", "tcp", "net", "sockets", "udp", NULL};
 
+enum { DATA_BYTES_MIN = 4 }; // of completion data
+
 static int load_symbols(struct nb_ofi_lib *lib, void *handle, const char *path, struct nb_error *err) {
     static const struct {
         const char *name;
@@ -97,7 +99,7 @@ void nb_ofi_lib_version(const struct nb_ofi_lib *lib, char text[NB_OFI_NAME]) {
 }
 
 // What a lane needs of a provider. `provider` NULL: of any.
-static struct fi_info *hints_new(const struct nb_ofi_lib *lib, const char *provider) {
+static struct fi_info *hints_new(const struct nb_ofi_lib *lib, const char *provider, size_t data_bytes) {
     struct fi_info *hints = lib->dupinfo(NULL);
     if (hints == NULL) {
         return NULL;
@@ -112,7 +114,7 @@ static struct fi_info *hints_new(const struct nb_ofi_lib *lib, const char *provi
     hints->domain_attr->control_progress = FI_PROGRESS_MANUAL;
     hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;
     hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
-    hints->domain_attr->cq_data_size = sizeof(uint64_t);
+    hints->domain_attr->cq_data_size = data_bytes;
     if (provider != NULL) {
         hints->fabric_attr->prov_name = strdup(provider); // freeinfo frees it
         if (hints->fabric_attr->prov_name == NULL) {
@@ -145,8 +147,8 @@ static void split(const struct nb_sockaddr *source, char text[NB_SOCK_TEXT], con
 
 // The first endpoint of exactly this provider: libfabric also answers with layers above it.
 static int find_exact(const struct nb_ofi_lib *lib, const char *provider, const struct nb_sockaddr *source,
-                      uint64_t op_flags, struct fi_info **info) {
-    struct fi_info *hints = hints_new(lib, provider);
+                      uint64_t op_flags, size_t data_bytes, struct fi_info **info) {
+    struct fi_info *hints = hints_new(lib, provider, data_bytes);
     if (hints == NULL) {
         return -FI_ENOMEM;
     }
@@ -177,16 +179,24 @@ static int find_exact(const struct nb_ofi_lib *lib, const char *provider, const 
     return rc;
 }
 
+// Completion data of 8 bytes prove an arrival. Where there are 4, its sender tells of it once it has landed, so it must
+// be able to know.
 static int find(const struct nb_ofi_lib *lib, const char *provider, const struct nb_sockaddr *source,
                 struct fi_info **info, bool *delivery) {
-    if (find_exact(lib, provider, source, FI_DELIVERY_COMPLETE, info) == 0) {
-        // Asked for with each write that wants it, not for every message.
-        (*info)->tx_attr->op_flags &= ~FI_DELIVERY_COMPLETE;
-        *delivery = true;
-        return 0;
+    static const struct {
+        uint64_t op_flags;
+        size_t data_bytes;
+    } wanted[] = {
+        {FI_DELIVERY_COMPLETE, sizeof(uint64_t)}, {0, sizeof(uint64_t)}, {FI_DELIVERY_COMPLETE, DATA_BYTES_MIN}};
+    int rc = -FI_ENODATA;
+    for (size_t i = 0; rc != 0 && i < sizeof wanted / sizeof wanted[0]; i++) {
+        rc = find_exact(lib, provider, source, wanted[i].op_flags, wanted[i].data_bytes, info);
+        *delivery = wanted[i].op_flags != 0;
     }
-    *delivery = false;
-    return find_exact(lib, provider, source, 0, info);
+    if (rc == 0) {
+        (*info)->tx_attr->op_flags &= ~FI_DELIVERY_COMPLETE; // asked for with each write, not for every message
+    }
+    return rc;
 }
 
 static int rank_of(const char *provider) {
@@ -199,7 +209,7 @@ static int rank_of(const char *provider) {
 
 // Each provider once, in the order of preference.
 static int list_providers(const struct nb_ofi_lib *lib, struct nb_ofi_provider *out, int max) {
-    struct fi_info *hints = hints_new(lib, NULL);
+    struct fi_info *hints = hints_new(lib, NULL, DATA_BYTES_MIN);
     if (hints == NULL) {
         return -FI_ENOMEM;
     }

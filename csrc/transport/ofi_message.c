@@ -176,6 +176,8 @@ static void deliver(struct nb_ofi_lane *lane, struct nb_ofi_slot *slot, int rank
     nb_list_insert(&lane->idle, &slot->op.link);
     if (message.kind == NB_OFI_OF_LANES) {
         lane->config.up->message(lane->config.up_ctx, &lane->base, rank, message.data, message.bytes);
+    } else if (message.kind == NB_OFI_OF_ARRIVALS) {
+        nb_ofi_arrivals(lane, rank, message.data, message.bytes);
     }
 }
 

@@ -1,10 +1,21 @@
-// The one suite that every network passes: mem (both kinds), tcp and ofi over IPv4 and over IPv6. test_transport NETWORK
-// [SEED] runs one of them.
+// The one suite that every network passes: mem (both kinds), tcp and ofi over IPv4 and over IPv6, and ofi over a double of
+// libfabric with 4 and with 8 bytes of completion data. test_transport NETWORK [SEED] runs one of them.
 // NETBOTTLENECK_LIBFABRIC and NETBOTTLENECK_PROVIDER choose among several of libfabric.
 #include <pthread.h>
 
 #include "flows.h"
 #include "probe.h"
+#ifdef NB_HAVE_OFI
+#include "ofi_double.h"
+#else
+static void double_begin(uint64_t seed, size_t data_bytes) {
+    (void)seed;
+    (void)data_bytes;
+}
+
+static void double_end(void) {
+}
+#endif
 
 enum { BLOCK = 16 * 1024, BLOCKS_MAX = 24, QUIET_TURNS = 1000, BOOT_MS = 10000 };
 
@@ -12,7 +23,8 @@ struct network {
     const char *name;
     const char *ops;
     const char *bind;
-    int seeds; // of random flows
+    int seeds;      // of random flows
+    int data_bytes; // of a double's completion data; 0: no double
 };
 
 struct suite {
@@ -432,9 +444,10 @@ static void run_suite(struct suite *suite, int seeds, const char *seed) {
 
 int main(int argc, char **argv) {
     static const struct network networks[] = {
-        {"mem", "mem", "127.0.0.1:0", 40}, {"mem-rma", "mem-rma", "127.0.0.1:0", 40},
-        {"tcp", "tcp", "127.0.0.1:0", 24}, {"ofi", "ofi", "127.0.0.1:0", 10},
-        {"tcp6", "tcp", "[::1]:0", 12},    {"ofi6", "ofi", "[::1]:0", 5}};
+        {"mem", "mem", "127.0.0.1:0", 40, 0},    {"mem-rma", "mem-rma", "127.0.0.1:0", 40, 0},
+        {"tcp", "tcp", "127.0.0.1:0", 24, 0},    {"ofi", "ofi", "127.0.0.1:0", 10, 0},
+        {"tcp6", "tcp", "[::1]:0", 12, 0},       {"ofi6", "ofi", "[::1]:0", 5, 0},
+        {"double", "ofi", "127.0.0.1:0", 24, 4}, {"double8", "ofi", "127.0.0.1:0", 12, 8}};
     int passed = 0;
     for (size_t i = 0; i < sizeof networks / sizeof *networks; i++) {
         if (argc > 1 && strcmp(argv[1], networks[i].name) != 0) {
@@ -450,10 +463,16 @@ int main(int argc, char **argv) {
         for (int size = 2; size <= 3 && !suite->is_mem; size++) {
             boots_open(suite->boots[size - 2], size);
         }
+        if (networks[i].data_bytes > 0) {
+            double_begin(argc > 2 ? strtoull(argv[2], NULL, 10) : i, (size_t)networks[i].data_bytes);
+        }
         if (network_is_there(suite)) {
             run_suite(suite, networks[i].seeds, argc > 2 ? argv[2] : NULL);
             printf("%s passed\n", networks[i].name);
             passed++;
+        }
+        if (networks[i].data_bytes > 0) {
+            double_end();
         }
         for (int size = 2; size <= 3 && !suite->is_mem; size++) {
             for (int rank = 0; rank < size; rank++) {

@@ -1,0 +1,173 @@
+// The libfabric lane where libfabric fails: each call in turn while a lane opens and while memory is mapped, and writes by
+// their completion. Nothing is closed twice, nothing stays open, no byte is wrong. The double breaks the test otherwise.
+#include "flows.h"
+#ifdef NB_HAVE_OFI
+#include "ofi_double.h"
+#include "outsider.h"
+#include "transport/lanes_internal.h"
+
+enum { BLOCK = 512, BLOCKS = 64, LANES = 2, CALLS_MAX = 200, BREAKS = 40 };
+
+// Opens a lane where the nth call of a kind fails. True: that call was made.
+static bool open_fails(enum double_call call, int nth) {
+    struct outsider lane;
+    struct nb_error err = {0};
+    double_fail(call, nth);
+    int rc = outsider_open(&lane, 0, 0, 2, NULL, &err);
+    bool failed = double_state.failed;
+    CHECK(rc == 0 || failed, "call %d, %d: %s", (int)call, nth, err.text);
+    CHECK(rc == 0 || err.text[0] != '\0', "call %d, %d: no reason is given", (int)call, nth);
+    double_fail(DOUBLE_NONE, 0);
+    if (rc == 0) {
+        nb_ofi_ops.close(lane.lane);
+    }
+    return failed;
+}
+
+// Every call fails once, while the lane opens.
+static void test_opening(void) {
+    for (int call = DOUBLE_GETINFO; call < DOUBLE_INSERT; call++) {
+        int nth = 1;
+        do {
+            double_begin((uint64_t)nth, 4);
+        } while (open_fails((enum double_call)call, nth++) && nth < CALLS_MAX);
+        CHECK(nth > 2 && nth < CALLS_MAX, "call %d was made %d times", call, nth);
+        double_end();
+    }
+}
+
+// Memory whose registration fails is an error; the lane goes on, and maps it the next time.
+static void test_mapping(void) {
+    static const enum double_call calls[] = {DOUBLE_OPEN, DOUBLE_MR_BIND, DOUBLE_MR_ENABLE};
+    static unsigned char memory[BLOCK];
+    for (size_t i = 0; i < sizeof calls / sizeof calls[0]; i++) {
+        struct outsider lane;
+        struct nb_region region = {0};
+        struct nb_error err = {0};
+        double_begin(i, 4);
+        CHECK(outsider_open(&lane, 0, 0, 2, NULL, &err) == 0, "%s", err.text);
+        double_fail(calls[i], 1);
+        int rc = nb_ofi_ops.map(lane.lane, memory, sizeof memory, &region, &err);
+        CHECK(rc < 0 && region.handle == NULL && err.text[0] != '\0', "call %d: mapped", (int)calls[i]);
+        rc = nb_ofi_ops.map(lane.lane, memory, sizeof memory, &region, &err);
+        CHECK(rc == 0, "call %d: %s", (int)calls[i], err.text);
+        nb_ofi_ops.unmap(lane.lane, &region);
+        nb_ofi_ops.close(lane.lane);
+        double_end();
+    }
+}
+
+static void turn_all(struct flow_world *world) {
+    for (int rank = 0; rank < 2; rank++) {
+        flows_turn(&world->nodes[rank]);
+    }
+}
+
+// The nth write fails: its lane is lost for both ranks, and the other one carries what it had.
+static void test_failing_write(int nth, size_t data_bytes) {
+    struct nb_boot boots[2] = {{.rank = 0, .size = 2}, {.rank = 1, .size = 2}};
+    struct flow_world *world = calloc(1, sizeof *world);
+    struct nb_error err = {0};
+    CHECK(world != NULL, "memory");
+    double_begin((uint64_t)nth, data_bytes);
+    world->ops = &nb_ofi_ops;
+    world->boots = boots;
+    world->plan = (struct flow_plan){.seed = (uint64_t)nth,
+                                     .size = 2,
+                                     .lanes = LANES,
+                                     .segment_bytes = 4 * BLOCK,
+                                     .mapped = nth % 2 == 0,
+                                     .count = 2};
+    for (int i = 0; i < 2; i++) {
+        world->plan.specs[i] = (struct flow_spec){.from = i,
+                                                  .to = 1 - i,
+                                                  .op = 1 + (uint64_t)i,
+                                                  .blocks = BLOCKS,
+                                                  .full = BLOCKS,
+                                                  .block_bytes = BLOCK,
+                                                  .bytes = (size_t)BLOCKS * BLOCK,
+                                                  .step = BLOCKS,
+                                                  .staged = nth % 3 == 0};
+    }
+    CHECK(nb_sock_parse("127.0.0.1:0", &world->bind, &err) == 0, "%s", err.text);
+    CHECK(flows_open(world, &err) == 0, "%s", err.text);
+    double_fail(DOUBLE_WRITE_DONE, nth);
+    for (int rank = 0; rank < 2; rank++) {
+        world->nodes[rank].may_lose = true;
+        flows_add(&world->nodes[rank].sides[0]);
+        flows_add(&world->nodes[rank].sides[1]);
+        flows_ready(&world->nodes[rank].sides[rank], BLOCKS);
+    }
+    int64_t deadline = flows_deadline();
+    while (!flows_done(&world->nodes[0]) || !flows_done(&world->nodes[1])) {
+        turn_all(world);
+        CHECK(nb_now_ns() < deadline, "write %d fails: %d and %d flows are over", nth, world->nodes[0].finished,
+              world->nodes[1].finished);
+    }
+    CHECK(!double_state.failed || world->nodes[0].lost + world->nodes[1].lost > 0, "write %d fails: no lane is lost",
+          nth);
+    CHECK(nb_lanes_left(world->nodes[0].lanes, 1) >= LANES - 1, "write %d fails: both lanes are lost", nth);
+    flows_close(world);
+    double_end();
+    free(world);
+}
+
+// Completion data of 4 bytes prove nothing, whatever they are; the lane goes on.
+static void test_short_completion_data(void) {
+    struct nb_boot boots[2] = {{.rank = 0, .size = 2}, {.rank = 1, .size = 2}};
+    struct flow_world *world = calloc(1, sizeof *world);
+    struct nb_error err = {0};
+    CHECK(world != NULL, "memory");
+    double_begin(0, 4);
+    world->ops = &nb_ofi_ops;
+    world->boots = boots;
+    world->plan = (struct flow_plan){.size = 2, .lanes = 1, .segment_bytes = 4 * BLOCK, .mapped = true, .count = 1};
+    world->plan.specs[0] = (struct flow_spec){.from = 0,
+                                              .to = 1,
+                                              .op = 1,
+                                              .blocks = BLOCKS,
+                                              .full = BLOCKS,
+                                              .block_bytes = BLOCK,
+                                              .bytes = (size_t)BLOCKS * BLOCK,
+                                              .step = BLOCKS};
+    CHECK(flows_open(world, &err) == 0, "%s", err.text);
+    struct nb_lanes *lanes = world->nodes[1].lanes;
+    struct nb_lane_address address;
+    nb_lanes_address(lanes, &address);
+    uint64_t victim = nb_ofi_lane_of(lanes->lane[0])->ep != NULL ? double_state.ids : 0;
+    for (uint64_t id = 1; id <= victim; id++) { // one of these is its endpoint
+        double_arrive(id, (uint64_t)0 << 26 | 3, FI_REMOTE_CQ_DATA);
+        double_arrive(id, UINT32_MAX, FI_REMOTE_CQ_DATA);
+    }
+    flows_add(&world->nodes[1].sides[0]);
+    int64_t deadline = flows_deadline();
+    while (nb_lanes_refused(lanes) < 2) {
+        turn_all(world);
+        CHECK(world->nodes[1].sides[0].landed == 0, "an arrival was taken");
+        CHECK(nb_now_ns() < deadline, "%llu arrivals are refused", (unsigned long long)nb_lanes_refused(lanes));
+    }
+    flows_add(&world->nodes[0].sides[0]);
+    flows_ready(&world->nodes[0].sides[0], BLOCKS);
+    while (!flows_done(&world->nodes[0]) || !flows_done(&world->nodes[1])) {
+        turn_all(world);
+        CHECK(nb_now_ns() < deadline, "the flow is not over");
+    }
+    flows_close(world);
+    double_end();
+    free(world);
+}
+
+int main(void) {
+    test_opening();
+    test_mapping();
+    for (int nth = 1; nth <= BREAKS; nth++) {
+        test_failing_write(nth, nth % 4 == 0 ? 8 : 4);
+    }
+    test_short_completion_data();
+    return 0;
+}
+#else
+int main(void) {
+    SKIP("built without libfabric's headers");
+}
+#endif

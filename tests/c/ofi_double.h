@@ -103,6 +103,7 @@ struct double_state {
     bool on; // else the library that is asked for
     uint64_t random;
     int delay_max;
+    bool deaf;         // no message is taken
     size_t data_bytes; // of completion data
     uint64_t ids;
     enum double_call fail;
@@ -123,6 +124,7 @@ static inline void double_begin(uint64_t seed, size_t data_bytes) {
     double_state.data_bytes = data_bytes;
     double_state.fail_at = 0;
     double_state.failed = false;
+    double_state.deaf = false;
 }
 
 // The nth call of this kind from now on fails.
@@ -621,7 +623,7 @@ static inline ssize_t double_send(struct fid_ep *fid, const void *buf, size_t le
                                   void *context) {
     pthread_mutex_lock(&double_state.lock);
     struct double_object *ep = double_of(fid, DOUBLE_EP);
-    bool busy = double_busy(ep);
+    bool busy = double_state.deaf || double_busy(ep);
     if (!busy) {
         double_local(ep, desc, buf, len, FI_SEND);
         struct double_event *event = double_event_new(ep, to, len, false);
@@ -637,7 +639,7 @@ static inline ssize_t double_send(struct fid_ep *fid, const void *buf, size_t le
 static inline ssize_t double_inject(struct fid_ep *fid, const void *buf, size_t len, fi_addr_t to) {
     pthread_mutex_lock(&double_state.lock);
     struct double_object *ep = double_of(fid, DOUBLE_EP);
-    bool busy = double_busy(ep);
+    bool busy = double_state.deaf || double_busy(ep);
     CHECK(len <= DOUBLE_INJECT, "%zu bytes are injected", len);
     if (!busy) {
         struct double_event *event = double_event_new(ep, to, len, true);

@@ -112,6 +112,64 @@ static void test_failing_write(int nth, size_t data_bytes) {
     free(world);
 }
 
+// Shows `from` where `to` is, which is rank 1.
+static void meet(struct outsider *from, const struct outsider *to) {
+    unsigned char address[NB_LANE_ADDR_MAX];
+    struct nb_error err = {0};
+    size_t bytes = 0;
+    nb_ofi_ops.address(to->lane, address, &bytes);
+    CHECK(nb_ofi_ops.peer_open(from->lane, 1, address, bytes, &err) == 0, "%s", err.text);
+}
+
+// A lane that is closed between a write that has landed and the message that tells of it answers the write all the same.
+static void test_closing_before_telling(bool telling_fails) {
+    enum { WRITES = 8 };
+    static unsigned char memory[BLOCK];
+    static unsigned char source[BLOCK];
+    struct outsider sender;
+    struct outsider receiver;
+    struct nb_region region = {0};
+    struct nb_error err = {0};
+    double_begin(0, 4);
+    CHECK(outsider_open(&sender, 0, 0, 2, NULL, &err) == 0, "%s", err.text);
+    CHECK(outsider_open(&receiver, 0, 1, 2, NULL, &err) == 0, "%s", err.text);
+    CHECK(nb_ofi_ops.map(receiver.lane, memory, sizeof memory, &region, &err) == 0, "%s", err.text);
+    meet(&sender, &receiver);
+    double_state.deaf = true;
+    int64_t deadline = flows_deadline();
+    for (int i = 0; i < WRITES;) {
+        struct nb_request *request = &sender.requests[i];
+        *request = (struct nb_request){.frame = {.blocks = 1, .bytes = BLOCK},
+                                       .peer = 1,
+                                       .iov_count = 1,
+                                       .iov = {{.iov_base = source, .iov_len = BLOCK}},
+                                       .remote_addr = region.addr,
+                                       .remote_key = region.key};
+        i += nb_ofi_ops.post(sender.lane, request) == 0;
+        (void)nb_ofi_ops.progress(sender.lane);
+        CHECK(nb_now_ns() < deadline, "%d writes were taken", i);
+    }
+    while (nb_ofi_lane_of(sender.lane)->landed < WRITES) {
+        (void)nb_ofi_ops.progress(sender.lane);
+        CHECK(nb_now_ns() < deadline, "%d writes landed", nb_ofi_lane_of(sender.lane)->landed);
+    }
+    CHECK(sender.sent == 0 && nb_ofi_ops.arm(sender.lane) == -EAGAIN, "a write is over of which nobody was told");
+    if (telling_fails) {
+        (void)nb_ofi_peer_fail(nb_ofi_lane_of(sender.lane), 1, FI_EIO, "a test");
+        while (!sender.lost) {
+            (void)nb_ofi_ops.progress(sender.lane);
+            CHECK(nb_now_ns() < deadline, "the failure is not told");
+        }
+    } else {
+        nb_ofi_ops.peer_close(sender.lane, 1);
+    }
+    CHECK(sender.sent == WRITES, "%llu of %d writes were answered", (unsigned long long)sender.sent, WRITES);
+    nb_ofi_ops.unmap(receiver.lane, &region);
+    nb_ofi_ops.close(sender.lane);
+    nb_ofi_ops.close(receiver.lane);
+    double_end();
+}
+
 // Completion data of 4 bytes prove nothing, whatever they are; the lane goes on.
 static void test_short_completion_data(void) {
     struct nb_boot boots[2] = {{.rank = 0, .size = 2}, {.rank = 1, .size = 2}};
@@ -163,6 +221,8 @@ int main(void) {
     for (int nth = 1; nth <= BREAKS; nth++) {
         test_failing_write(nth, nth % 4 == 0 ? 8 : 4);
     }
+    test_closing_before_telling(false);
+    test_closing_before_telling(true);
     test_short_completion_data();
     return 0;
 }

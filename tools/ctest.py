@@ -56,7 +56,7 @@ WRAPPED = {
 }
 SKIPPED = 77
 # Programs that run once more over another libfabric, and over another provider.
-OVER_LIBFABRIC = ("test_fork", "test_ofi", "test_transport")
+OVER_LIBFABRIC = ("test_fork", "test_ofi", "test_outsider", "test_transport")
 NEWER = Path(sys.prefix, "lib", "mpich", "libfabric.so.1")
 # A provider that is never the best there is, where libfabric has another one for IP networks.
 LAYERED = {"NETBOTTLENECK_PROVIDER": "tcp;ofi_rxm"}

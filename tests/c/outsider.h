@@ -13,6 +13,7 @@
 #include "base/clock.h"
 #include "base/loop.h"
 #include "check.h"
+#include "transport/lanes_internal.h"
 #include "transport/ofi_lane.h"
 
 enum { OUTSIDER_REQUESTS = 32 };

@@ -90,7 +90,7 @@ static size_t queue_send(struct nb_lanes *lanes, int peer_rank) {
         n = n < GRANTS_PER_MESSAGE ? n : GRANTS_PER_MESSAGE;
         message.count = (uint8_t)n;
         memcpy(message.grants, rma->queue + sent, n * sizeof message.grants[0]);
-        if (nb_lanes_say(lanes, peer_rank, &message, sizeof message) < 0) {
+        if (nb_lanes_say(lanes, peer_rank, &message, WIRE_GRANTS_BYTES(n)) < 0) {
             break;
         }
         sent += n;

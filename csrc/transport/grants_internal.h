@@ -2,6 +2,8 @@
 #ifndef NB_GRANTS_INTERNAL_H
 #define NB_GRANTS_INTERNAL_H
 
+#include <stddef.h>
+
 #include "base/arena.h"
 #include "transport/lanes_internal.h"
 
@@ -39,6 +41,9 @@ struct wire_grants {
     uint16_t zero[3];
     struct wire_grant grants[GRANTS_PER_MESSAGE];
 };
+
+// Of a message with so many grants.
+#define WIRE_GRANTS_BYTES(count) (offsetof(struct wire_grants, grants) + (count) * sizeof(struct wire_grant))
 
 _Static_assert(sizeof(struct wire_region) == 24, "crosses the wire");
 _Static_assert(sizeof(struct wire_grants) == 104 && sizeof(struct wire_grants) <= NB_LANE_MESSAGE_MAX, "fits");

@@ -159,10 +159,12 @@ void nb_grants_message(struct nb_lanes *lanes, int lane, int peer_rank, const vo
         struct wire_region message;
         memcpy(&message, data, sizeof message);
         region_known(lanes, lane, peer_rank, &message);
-    } else if (type == NB_WORD_GRANTS && bytes == sizeof(struct wire_grants)) {
-        struct wire_grants message;
-        memcpy(&message, data, sizeof message);
-        grants_known(lanes, peer_rank, &message);
+    } else if (type == NB_WORD_GRANTS && bytes >= WIRE_GRANTS_BYTES(1) && bytes <= sizeof(struct wire_grants)) {
+        struct wire_grants message = {0};
+        memcpy(&message, data, bytes);
+        if (bytes == WIRE_GRANTS_BYTES((size_t)message.count)) {
+            grants_known(lanes, peer_rank, &message);
+        }
     }
     nb_lanes_push(lanes, peer_rank, 0);
 }

@@ -184,6 +184,41 @@ static void peer_close(struct nb_lane *base, int peer) {
 
 // Writes
 
+struct write {
+    struct fi_msg_rma msg;
+    struct nb_ofi_bounce *bounce;
+    struct iovec staged;
+    void *desc[NB_LANE_IOV_MAX];
+};
+
+// Where a write takes its bytes from: the request's memory, or a copy of it where that is not registered, or lies in more
+// pieces than the provider takes.
+static int write_source(struct nb_ofi_lane *lane, const struct nb_request *request, struct write *write) {
+    const struct nb_ofi_region *region = request->local_region[0];
+    struct fi_msg_rma *msg = &write->msg;
+    msg->msg_iov = request->iov;
+    msg->iov_count = (size_t)request->iov_count;
+    if (msg->iov_count <= lane->iov_limit && (region != NULL || !lane->local)) {
+        for (size_t i = 0; region != NULL && i < msg->iov_count; i++) {
+            write->desc[i] = region->desc;
+        }
+        return 0;
+    }
+    int rc = nb_ofi_bounce_take(lane, request, &write->bounce);
+    if (rc < 0) {
+        return rc;
+    }
+    write->staged = (struct iovec){.iov_base = write->bounce->memory, .iov_len = write->bounce->used};
+    msg->msg_iov = &write->staged;
+    msg->iov_count = 1;
+    write->desc[0] = write->bounce->mr != NULL ? fi_mr_desc(write->bounce->mr) : NULL;
+    return 0;
+}
+
+static uint64_t write_flags(const struct nb_ofi_lane *lane) {
+    return FI_COMPLETION | (lane->tells ? 0 : FI_REMOTE_CQ_DATA) | (lane->delivery ? FI_DELIVERY_COMPLETE : 0);
+}
+
 static int post(struct nb_lane *base, struct nb_request *request) {
     struct nb_ofi_lane *lane = nb_ofi_lane_of(base);
     int rc = nb_ofi_peer_check(lane, request->peer);
@@ -191,44 +226,27 @@ static int post(struct nb_lane *base, struct nb_request *request) {
     if (rc < 0) {
         return rc;
     }
-    const struct nb_ofi_region *region = request->local_region[0];
-    struct nb_ofi_bounce *bounce = NULL;
-    struct iovec staged;
-    void *desc[NB_LANE_IOV_MAX] = {NULL};
+    struct write write = {.bounce = NULL};
+    rc = write_source(lane, request, &write);
+    if (rc < 0) {
+        return rc == -EAGAIN ? nb_ofi_peer_block(lane, request->peer) : rc;
+    }
     struct nb_ofi_peer *to = &lane->peers[request->peer];
     struct fi_rma_iov remote = {.addr = request->remote_addr, .key = request->remote_key};
-    struct fi_msg_rma write = {.msg_iov = request->iov,
-                               .desc = desc,
-                               .iov_count = (size_t)request->iov_count,
-                               .addr = to->addr,
-                               .rma_iov = &remote,
-                               .rma_iov_count = 1};
-    if (write.iov_count > lane->iov_limit || (lane->local && region == NULL)) {
-        rc = nb_ofi_bounce_take(lane, request, &bounce);
-        if (rc < 0) {
-            return rc == -EAGAIN ? nb_ofi_peer_block(lane, request->peer) : rc;
-        }
-        staged = (struct iovec){.iov_base = bounce->memory, .iov_len = bounce->used};
-        write.msg_iov = &staged;
-        write.iov_count = 1;
-        desc[0] = bounce->mr != NULL ? fi_mr_desc(bounce->mr) : NULL;
-    } else {
-        for (size_t i = 0; region != NULL && i < write.iov_count; i++) {
-            desc[i] = region->desc;
-        }
-    }
-    for (size_t i = 0; i < write.iov_count; i++) {
-        remote.len += write.msg_iov[i].iov_len;
+    for (size_t i = 0; i < write.msg.iov_count; i++) {
+        remote.len += write.msg.msg_iov[i].iov_len;
     }
     struct nb_ofi_op *op = op_of(request);
-    *op = (struct nb_ofi_op){.kind = NB_OFI_WRITE, .peer = request->peer, .bounce = bounce};
-    write.context = op;
-    write.data = lane->tells ? 0 : nb_frame_pack(&request->frame);
-    uint64_t flags =
-        FI_COMPLETION | (lane->tells ? 0 : FI_REMOTE_CQ_DATA) | (lane->delivery ? FI_DELIVERY_COMPLETE : 0);
-    ssize_t posted = fi_writemsg(lane->ep, &write, flags);
+    *op = (struct nb_ofi_op){.kind = NB_OFI_WRITE, .peer = request->peer, .bounce = write.bounce};
+    write.msg.desc = write.desc;
+    write.msg.addr = to->addr;
+    write.msg.rma_iov = &remote;
+    write.msg.rma_iov_count = 1;
+    write.msg.context = op;
+    write.msg.data = lane->tells ? 0 : nb_frame_pack(&request->frame);
+    ssize_t posted = fi_writemsg(lane->ep, &write.msg, write_flags(lane));
     if (posted < 0) {
-        nb_ofi_bounce_give(bounce);
+        nb_ofi_bounce_give(write.bounce);
         return posted == -FI_EAGAIN ? nb_ofi_peer_block(lane, request->peer)
                                     : nb_ofi_peer_fail(lane, request->peer, (int)posted, "write");
     }

@@ -48,17 +48,19 @@ struct nb_ofi_bounce {
     bool busy;
 };
 
-// A message as it travels.
+// A message as it travels. What the MAC proves of one with a single grant fits one block of SHA-256.
 struct nb_ofi_message {
     unsigned char mac[NB_OFI_MAC]; // of what follows, by the key of this lane from the sender to this rank
-    uint64_t
-        number;    // among those of its sender to this rank on this lane: a gap is a connection that was lost, and what
-                   // came before is a replay
+    // Counts the messages of its sender to this rank on this lane: a gap is a connection that was lost, and a number
+    // that was there before is a replay.
+    uint64_t number;
     uint32_t rank; // of the sender
-    uint16_t bytes;
-    uint16_t kind; // enum nb_ofi_message_kind
+    uint8_t bytes;
+    uint8_t kind; // enum nb_ofi_message_kind
     unsigned char data[NB_LANE_MESSAGE_MAX];
 };
+
+_Static_assert(NB_LANE_MESSAGE_MAX <= UINT8_MAX, "its length is a byte");
 
 enum nb_ofi_message_kind { NB_OFI_OF_LANES, NB_OFI_OF_ARRIVALS };
 
@@ -66,7 +68,6 @@ enum {
     NB_OFI_HEADER = offsetof(struct nb_ofi_message, data),
     NB_OFI_PROVEN = offsetof(struct nb_ofi_message, number) // from here on the MAC proves it
 };
-_Static_assert(sizeof(struct nb_ofi_message) == NB_OFI_HEADER + NB_LANE_MESSAGE_MAX, "no byte of it is left to chance");
 
 struct nb_ofi_slot {
     struct nb_ofi_op op;

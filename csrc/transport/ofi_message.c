@@ -105,8 +105,8 @@ int nb_ofi_say(struct nb_ofi_lane *lane, int peer, enum nb_ofi_message_kind kind
         return nb_ofi_peer_block(lane, peer);
     }
     struct nb_ofi_message message = {.rank = (uint32_t)lane->config.rank,
-                                     .bytes = (uint16_t)bytes,
-                                     .kind = (uint16_t)kind,
+                                     .bytes = (uint8_t)bytes,
+                                     .kind = (uint8_t)kind,
                                      .number = to->messages_out};
     memcpy(message.data, data, bytes);
     mac_of(&to->key_out, &message, message.mac);

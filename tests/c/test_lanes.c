@@ -150,7 +150,7 @@ static void rogue_message(void *ctx, struct nb_lane *lane, int peer, const void 
     (void)peer;
     if (bytes == sizeof rogue->region) {
         memcpy(&rogue->region, data, bytes);
-    } else if (bytes == sizeof rogue->grants && rogue->grants.count == 0) {
+    } else if (((const unsigned char *)data)[0] == NB_WORD_GRANTS && rogue->grants.count == 0) {
         memcpy(&rogue->grants, data, bytes);
     }
 }

@@ -34,6 +34,8 @@ enum core_name {
     CORE_NBYTES,
     CORE_COPY_,
     CORE_DETACH,
+    CORE_LAZY_CLONE,
+    CORE_REQUIRES_GRAD,
     CORE_IS_SPARSE,
     CORE_TO_DENSE,
     CORE_WAIT,

@@ -25,7 +25,8 @@ struct gradhook_param {
     bool dense : 1;   // the view is contiguous, as a gradient that can be copied at once
     bool ordered : 1; // is in `order`
     bool sparse : 1;  // a gradient was
-    PyObject *alias;  // of one that is direct: a tensor of its own over the memory under way
+    PyObject *alias;  // of one that is direct and on its way to a Comm: keeps the memory, see gradhook_hold
+    void *storage;    // then: torch's storage that had the memory
     PyObject *view;
     PyObject *dtype; // of the view
     size_t offset;
@@ -57,6 +58,7 @@ struct gradhook_claims {
     uint32_t mask;
     uint32_t pass;
     PyObject *count;   // torch's function that counts the users of a storage; NULL: it has none
+    PyObject *address; // torch's function that says where a tensor lies, as one who will not write there
     long tensor_uses;  // of a tensor that one owner in C++ and one Python object have
     long storage_uses; // of a storage that one tensor and one Python object have
 };
@@ -117,6 +119,18 @@ void gradhook_claims_close(struct core_gradhook *self);
 // 1: no other tensor has the gradient's memory, at `base`, but what autograd has in hand. 0, or -1 with an exception.
 int gradhook_is_alone(const struct core_gradhook *self, const struct gradhook_param *param, PyObject *gradient,
                       PyObject *arrived);
+// Keeps the memory of a gradient in place, and what it holds, until gradhook_drop(): also where the gradient is given
+// other memory, resized, written to or swapped meanwhile. Notes where it lies. 1; 0: it cannot be kept; -1 with an
+// exception.
+int gradhook_hold(const struct core_gradhook *self, struct gradhook_param *param, PyObject *gradient);
+// Where a gradient that travelled directly has its memory now.
+enum gradhook_moved {
+    GRADHOOK_STAYED,
+    GRADHOOK_REWRITTEN, // its storage has other memory, of the same size: it was written to, or resized
+    GRADHOOK_REPLACED,
+    GRADHOOK_UNKNOWN // with an exception
+};
+enum gradhook_moved gradhook_moved(const struct core_gradhook *self, const struct gradhook_param *param, void **now);
 // A parameter has taken a gradient: another that took the same one before gets no sum, which would be an older one.
 void gradhook_claim(struct core_gradhook *self, struct gradhook_param *param);
 // Lets go of the gradient that was to get the sum.

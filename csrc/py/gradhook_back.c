@@ -55,10 +55,31 @@ static int set_moved(const struct gradhook_param *param) {
     return rc;
 }
 
+// A gradient that travelled directly has its sum, unless it has other memory by now. Its own storage stays its own: a
+// view or an array over it sees the sum.
+static int give_direct(const struct core_gradhook *self, const struct gradhook_param *param) {
+    void *now;
+    switch (gradhook_moved(self, param, &now)) {
+    case GRADHOOK_STAYED:
+        return 0;
+    case GRADHOOK_REWRITTEN:
+        memcpy(now, param->taken_base, param->bytes);
+        return 0;
+    case GRADHOOK_REPLACED:
+        return set_moved(param);
+    case GRADHOOK_UNKNOWN:
+        break;
+    }
+    return -1;
+}
+
 static int give_taken(const struct core_gradhook *self, const struct gradhook_param *param) {
     struct gradhook_found found;
     if (param->odd) {
         return copy_any(self, param, param->taken);
+    }
+    if (param->direct) {
+        return give_direct(self, param);
     }
     if (gradhook_look(self, param, param->taken, &found) < 0) {
         return -1;
@@ -66,9 +87,7 @@ static int give_taken(const struct core_gradhook *self, const struct gradhook_pa
     if (!found.plain || found.base != param->taken_base) {
         return set_moved(param);
     }
-    if (!param->direct) {
-        memcpy(found.base, param->memory, param->bytes);
-    }
+    memcpy(found.base, param->memory, param->bytes);
     return 0;
 }
 

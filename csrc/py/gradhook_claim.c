@@ -30,7 +30,8 @@ static long uses_of_storage(const struct gradhook_claims *claims, PyObject *tens
 static int calibrate(struct gradhook_claims *claims, PyObject *view) {
     PyObject *torch = PyImport_ImportModule("torch._C");
     claims->count = torch != NULL ? PyObject_GetAttrString(torch, "_storage_Use_Count") : NULL;
-    PyObject *alone = claims->count != NULL ? PyObject_CallMethod(view, "clone", NULL) : NULL;
+    claims->address = claims->count != NULL ? PyObject_GetAttrString(torch, "_data_address") : NULL;
+    PyObject *alone = claims->address != NULL ? PyObject_CallMethod(view, "clone", NULL) : NULL;
     claims->tensor_uses = alone != NULL ? uses_of_tensor(alone) + 1 : 0; // Python alone has it: an owner more is usual
     claims->storage_uses = claims->tensor_uses > 0 ? uses_of_storage(claims, alone) : -1;
     Py_XDECREF(alone);
@@ -80,6 +81,116 @@ int gradhook_is_alone(const struct core_gradhook *self, const struct gradhook_pa
     return uses < 0 ? -1 : uses == claims->storage_uses + more;
 }
 
+// ---- memory that stays while a gradient is on its way
+//
+// A tensor object does not keep memory: `.data =`, set_(), resize_(), and a swap with another tensor take it away, and a
+// second tensor over the same storage loses it with the storage's resize_(). A lazy clone is a storage of its own that
+// owns the memory too. Until it is gone, whoever writes to the gradient by torch gets a copy first.
+
+// The storage that a tensor has: only to be compared.
+static int storage_of(PyObject *tensor, void **out) {
+    PyObject *storage = PyObject_CallMethod(tensor, "untyped_storage", NULL);
+    PyObject *address = storage != NULL ? PyObject_GetAttrString(storage, "_cdata") : NULL;
+    *out = address != NULL ? PyLong_AsVoidPtr(address) : NULL;
+    Py_XDECREF(address);
+    Py_XDECREF(storage);
+    return PyErr_Occurred() != NULL ? -1 : 0;
+}
+
+// Where a tensor lies. By data_ptr(), or torch's table, it would count as written to.
+static int address_of(const struct gradhook_claims *claims, PyObject *tensor, void **out) {
+    PyObject *address = PyObject_CallFunctionObjArgs(claims->address, tensor, NULL);
+    *out = address != NULL ? PyLong_AsVoidPtr(address) : NULL;
+    Py_XDECREF(address);
+    return PyErr_Occurred() != NULL ? -1 : 0;
+}
+
+// Another tensor over memory that torch did not allocate, where that cannot be resized. None: it can.
+static PyObject *alias_of_fixed(const struct core_state *state, PyObject *gradient) {
+    PyObject *storage = PyObject_CallMethod(gradient, "untyped_storage", NULL);
+    PyObject *answer = storage != NULL ? PyObject_CallMethod(storage, "resizable", NULL) : NULL;
+    int resizable = answer != NULL ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
+    Py_XDECREF(storage);
+    if (resizable != 0) {
+        return resizable < 0 ? NULL : Py_NewRef(Py_None);
+    }
+    return PyObject_CallMethodObjArgs(gradient, state->names[CORE_DETACH], NULL);
+}
+
+// A new reference to what keeps the memory; None: nothing does.
+static PyObject *alias_of(const struct core_state *state, PyObject *gradient) {
+    PyObject *alias = PyObject_CallMethodObjArgs(gradient, state->names[CORE_LAZY_CLONE], NULL);
+    bool refused = alias == NULL && (PyErr_ExceptionMatches(PyExc_RuntimeError) || // the memory is not torch's own
+                                     PyErr_ExceptionMatches(PyExc_AttributeError));
+    if (refused) {
+        PyErr_Clear();
+        alias = alias_of_fixed(state, gradient);
+    }
+    return alias;
+}
+
+int gradhook_hold(const struct core_gradhook *self, struct gradhook_param *param, PyObject *gradient) {
+    const struct core_state *state = core_state_of((PyObject *)self);
+    PyObject *answer = PyObject_GetAttr(gradient, state->names[CORE_REQUIRES_GRAD]);
+    bool graph = answer == Py_True; // its clone would be part of the graph
+    Py_XDECREF(answer);
+    if (answer == NULL || graph) {
+        return answer == NULL ? -1 : 0;
+    }
+    PyObject *alias = alias_of(state, gradient);
+    if (alias == NULL || alias == Py_None) {
+        Py_XDECREF(alias);
+        return alias == NULL ? -1 : 0;
+    }
+    if (storage_of(gradient, &param->storage) < 0 || address_of(&self->claims, alias, &param->taken_base) < 0) {
+        Py_DECREF(alias);
+        return -1;
+    }
+    param->alias = alias;
+    return 1;
+}
+
+// Whether the tensor's storage has all the bytes that its shape says, from `base` on: 1, 0, or -1 with an exception.
+static int has_room(PyObject *tensor, const char *base, size_t bytes) {
+    PyObject *storage = PyObject_CallMethod(tensor, "untyped_storage", NULL);
+    PyObject *start = storage != NULL ? PyObject_CallMethod(storage, "data_ptr", NULL) : NULL;
+    PyObject *size = start != NULL ? PyObject_CallMethod(storage, "nbytes", NULL) : NULL;
+    const char *from = size != NULL ? PyLong_AsVoidPtr(start) : NULL;
+    size_t room = size != NULL ? PyLong_AsSize_t(size) : 0;
+    Py_XDECREF(size);
+    Py_XDECREF(start);
+    Py_XDECREF(storage);
+    if (PyErr_Occurred() != NULL) {
+        return -1;
+    }
+    return from != NULL && base >= from && (size_t)(base - from) <= room && bytes <= room - (size_t)(base - from);
+}
+
+enum gradhook_moved gradhook_moved(const struct core_gradhook *self, const struct gradhook_param *param, void **now) {
+    struct gradhook_found found;
+    void *storage;
+    if (address_of(&self->claims, param->taken, now) < 0) {
+        return GRADHOOK_UNKNOWN;
+    }
+    if (*now == param->taken_base) {
+        return GRADHOOK_STAYED;
+    }
+    if (storage_of(param->taken, &storage) < 0) {
+        return GRADHOOK_UNKNOWN;
+    }
+    if (storage != param->storage) {
+        return GRADHOOK_REPLACED;
+    }
+    int room = gradhook_look(self, param, param->taken, &found);
+    if (room == 0 && found.plain) {
+        room = has_room(param->taken, found.base, param->bytes);
+    }
+    PyErr_Clear(); // torch 2.13 lets nobody write to what was resized while it had a lazy clone
+    *now = found.base;
+    return room > 0 ? GRADHOOK_REWRITTEN : GRADHOOK_REPLACED;
+}
+
 // ---- gradients that are one tensor
 
 static uint32_t slot_of(const struct gradhook_claims *claims, const void *key) {
@@ -107,12 +218,31 @@ void gradhook_claim(struct core_gradhook *self, struct gradhook_param *param) {
     }
 }
 
+// Has torch forget the lazy clone that was there, so that the gradient's storage is as autograd made it.
+static void settle(const struct core_gradhook *self, PyObject *gradient) {
+    PyObject *type;
+    PyObject *value;
+    PyObject *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject *name = core_state_of((PyObject *)self)->names[CORE_DATA_PTR];
+    PyObject *address = PyObject_CallMethodObjArgs(gradient, name, NULL);
+    Py_XDECREF(address);
+    PyErr_Restore(type, value, trace);
+}
+
 void gradhook_drop(struct core_gradhook *self, struct gradhook_param *param) {
+    PyObject *taken = param->taken;
+    PyObject *alias = param->alias;
     self->buckets[param->bucket].direct -= param->direct;
     param->direct = false;
     param->odd = false;
-    Py_CLEAR(param->alias);
-    Py_CLEAR(param->taken);
+    param->taken = NULL;
+    param->alias = NULL;
+    Py_XDECREF(alias);
+    if (alias != NULL && taken != NULL) {
+        settle(self, taken);
+    }
+    Py_XDECREF(taken);
 }
 
 int gradhook_claims_open(struct core_gradhook *self) {
@@ -129,8 +259,9 @@ int gradhook_claims_open(struct core_gradhook *self) {
         return -1;
     }
     if (self->param_count > 0 && calibrate(claims, self->params[0].view) < 0) {
-        PyErr_Clear(); // a torch that does not count: every gradient is copied
+        PyErr_Clear(); // a torch that does not count, or does not say where: every gradient is copied
         Py_CLEAR(claims->count);
+        Py_CLEAR(claims->address);
     }
     return 0;
 }
@@ -138,7 +269,9 @@ int gradhook_claims_open(struct core_gradhook *self) {
 void gradhook_claims_close(struct core_gradhook *self) {
     struct gradhook_claims *claims = &self->claims;
     PyObject *count = claims->count;
+    PyObject *address = claims->address;
     free(claims->slots);
     *claims = (struct gradhook_claims){0};
     Py_XDECREF(count);
+    Py_XDECREF(address);
 }

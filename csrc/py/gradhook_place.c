@@ -135,14 +135,12 @@ static bool may_stay(const struct core_gradhook *self, const struct gradhook_par
 
 // 1: the gradient travels from its own memory. 0, or -1 with an exception.
 static int go_direct(struct core_gradhook *self, struct gradhook_param *param, PyObject *gradient, PyObject *arrived) {
-    int alone = may_stay(self, param) ? gradhook_is_alone(self, param, gradient, arrived) : 0;
-    if (alone <= 0) {
-        return alone;
+    int stays = may_stay(self, param) ? gradhook_is_alone(self, param, gradient, arrived) : 0;
+    if (stays > 0 && self->native) {
+        stays = gradhook_hold(self, param, gradient);
     }
-    PyObject *name = core_state_of((PyObject *)self)->names[CORE_DETACH];
-    param->alias = PyObject_CallMethodObjArgs(gradient, name, NULL);
-    if (param->alias == NULL) {
-        return -1;
+    if (stays <= 0) {
+        return stays;
     }
     param->direct = true;
     self->buckets[param->bucket].direct++;

@@ -289,12 +289,19 @@ static int find_classes(struct core_state *state) {
 
 static int intern_names(struct core_state *state) {
     static const char *const names[CORE_NAMES] = {
-        [CORE_GRAD] = "grad",           [CORE_DATA_PTR] = "data_ptr",
-        [CORE_DTYPE] = "dtype",         [CORE_IS_CONTIGUOUS] = "is_contiguous",
-        [CORE_IS_CPU] = "is_cpu",       [CORE_NBYTES] = "nbytes",
-        [CORE_COPY_] = "copy_",         [CORE_DETACH] = "detach",
-        [CORE_IS_SPARSE] = "is_sparse", [CORE_TO_DENSE] = "to_dense",
+        [CORE_GRAD] = "grad",
+        [CORE_DATA_PTR] = "data_ptr",
+        [CORE_DTYPE] = "dtype",
+        [CORE_IS_CONTIGUOUS] = "is_contiguous",
+        [CORE_IS_CPU] = "is_cpu",
+        [CORE_NBYTES] = "nbytes",
+        [CORE_COPY_] = "copy_",
+        [CORE_DETACH] = "detach",
+        [CORE_IS_SPARSE] = "is_sparse",
+        [CORE_TO_DENSE] = "to_dense",
         [CORE_WAIT] = "wait",
+        [CORE_LAZY_CLONE] = "_lazy_clone",
+        [CORE_REQUIRES_GRAD] = "requires_grad",
     };
     for (int i = 0; i < CORE_NAMES; i++) {
         state->names[i] = PyUnicode_InternFromString(names[i]);

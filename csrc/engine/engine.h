@@ -140,10 +140,13 @@ int nb_comm_missing(struct nb_comm *comm, const char *name, int32_t ranks[NB_MIS
 // The error that ended the job, if one did.
 int nb_job_failure(struct nb_job *job, struct nb_error *err);
 
-// Memory that many operations will use: mapped for every lane that wants it, until the job ends.
+// Memory that many operations will use: mapped for every lane that wants it, until nb_job_unmap() or the job's end.
 int nb_job_map(struct nb_job *job, void *base, size_t bytes, struct nb_error *err);
 // The same of an arena, which the other ranks of this host map too where memory is shared.
 int nb_job_map_arena(struct nb_job *job, const struct nb_arena *arena, struct nb_error *err);
+// Takes back memory that was mapped, of which every operation of this rank is over. gone(ctx) is called once nobody reaches
+// it any more, or the job has ended: by another thread, or before this returns. An error: it never is.
+int nb_job_unmap(struct nb_job *job, void *base, void (*gone)(void *ctx), void *ctx, struct nb_error *err);
 
 // The comm of all ranks; it belongs to the job.
 struct nb_comm *nb_job_world(struct nb_job *job);

@@ -187,8 +187,10 @@ struct map_request {
     struct nb_list link;
     void *base;
     size_t bytes;
-    int fd;  // to be passed to ranks of this host, or -1
-    int why; // of an arena then: -errno
+    int fd;                  // to be passed to ranks of this host, or -1
+    int why;                 // of an arena then: -errno
+    void (*gone)(void *ctx); // NULL: to be mapped. Else to be unmapped, and this is called then
+    void *ctx;
 };
 
 enum nb_driver { NB_DRIVER_THREAD, NB_DRIVER_ASLEEP, NB_DRIVER_CALLER, NB_DRIVER_NONE }; // asleep: the thread
@@ -251,6 +253,7 @@ struct nb_job {
     struct nb_error abort_why;
     char notices[4][NB_ERROR_TEXT];
     int notice_count;
+    bool limit_told; // that memory is not registered, as much is
     struct wire_stall stalls[NB_STALLS_KEPT]; // told last, one after another
     uint32_t stall_count;
 

@@ -89,11 +89,20 @@ void nb_job_fail(struct nb_job *job, const struct nb_error *why, bool tell) {
     }
 }
 
+static void map_end(struct nb_job *job, struct map_request *request) {
+    nb_lanes_unmap(job->lanes, request->base);
+    nb_local_unmap(job, request->base);
+    request->gone(request->ctx);
+    free(request);
+}
+
 static void map_make(struct nb_job *job, struct map_request *request) {
     struct nb_error err = {0};
-    if (nb_lanes_map(job->lanes, request->base, request->bytes, &err) < 0) {
+    int rc = nb_lanes_map(job->lanes, request->base, request->bytes, &err);
+    if (rc < 0 && (rc != -ENOSPC || !job->limit_told)) {
         nb_job_notify(job, err.text); // it travels through staging
     }
+    job->limit_told = job->limit_told || rc == -ENOSPC;
     nb_local_map(job, request->base, request->bytes, request->fd);
     if (request->why < 0) {
         nb_local_private(job, request->bytes, request->why);
@@ -127,7 +136,8 @@ static void asked_do(struct nb_job *job) {
         nb_groups_tell(job);
     }
     NB_LIST_EACH_SAFE(it, nx, &maps) {
-        map_make(job, NB_CONTAINER(it, struct map_request, link));
+        struct map_request *request = NB_CONTAINER(it, struct map_request, link);
+        (request->gone == NULL ? map_make : map_end)(job, request);
     }
     NB_LIST_EACH_SAFE(it, nx, &works) {
         struct nb_work *work = NB_CONTAINER(it, struct nb_work, link);
@@ -216,6 +226,14 @@ void nb_job_lanes_failed(void *ctx, const struct nb_error *why) {
     nb_job_fail(ctx, why, true);
 }
 
+static void map_ask(struct nb_job *job, struct map_request *request) {
+    pthread_mutex_lock(&job->lock);
+    nb_list_insert(&job->maps, &request->link);
+    job->asked = true;
+    pthread_mutex_unlock(&job->lock);
+    nb_loop_wake(&job->loop);
+}
+
 // `arena`: that it is, or NULL.
 static int map_request(struct nb_job *job, void *base, size_t bytes, const struct nb_arena *arena,
                        struct nb_error *err) {
@@ -231,11 +249,21 @@ static int map_request(struct nb_job *job, void *base, size_t bytes, const struc
         request->fd = nb_arena_pass(arena);
         request->why = request->fd < 0 ? request->fd : 0;
     }
-    pthread_mutex_lock(&job->lock);
-    nb_list_insert(&job->maps, &request->link);
-    job->asked = true;
-    pthread_mutex_unlock(&job->lock);
-    nb_loop_wake(&job->loop);
+    map_ask(job, request);
+    return 0;
+}
+
+int nb_job_unmap(struct nb_job *job, void *base, void (*gone)(void *ctx), void *ctx, struct nb_error *err) {
+    if (job->size == 1) {
+        gone(ctx);
+        return 0;
+    }
+    struct map_request *request = calloc(1, sizeof *request);
+    if (request == NULL) {
+        return nb_fail(err, -ENOMEM, "a request to unmap memory");
+    }
+    *request = (struct map_request){.base = base, .fd = -1, .gone = gone, .ctx = ctx};
+    map_ask(job, request);
     return 0;
 }
 

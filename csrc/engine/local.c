@@ -469,6 +469,9 @@ static void laggard(const struct local *l, struct nb_work *work) {
 void nb_local_tick(struct nb_job *job, int64_t now) {
     struct local *l = job->local;
     uint64_t pulses = 0;
+    if (l != NULL && !job->failed) {
+        nb_shm_tidy(l->shm);
+    }
     if (idle(l)) {
         return;
     }

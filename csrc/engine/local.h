@@ -58,6 +58,8 @@ int nb_local_open(struct nb_job *job, struct nb_error *err);
 void nb_local_close(struct nb_job *job);
 // Memory that many operations will use, as a descriptor that is closed here; -1: none.
 void nb_local_map(struct nb_job *job, void *base, size_t bytes, int fd);
+// Of which every operation is over.
+void nb_local_unmap(struct nb_job *job, const void *base);
 // An arena that has no descriptor, and why (-errno): it is told of once, as there may be many.
 void nb_local_private(struct nb_job *job, size_t bytes, int why);
 

@@ -340,10 +340,21 @@ void nb_local_private(struct nb_job *job, size_t bytes, int why) {
 
 void nb_local_map(struct nb_job *job, void *base, size_t bytes, int fd) {
     struct nb_error err = {0};
-    if (fd >= 0 && job->local != NULL && nb_shm_offer(job->local->shm, base, bytes, fd, &err) < 0) {
+    struct local *l = job->local;
+    int rc = fd >= 0 && l != NULL ? nb_shm_offer(l->shm, base, bytes, fd, &err) : 0;
+    if (rc < 0 && (rc != -ENOSPC || !l->limit_told)) {
         nb_job_notify(job, err.text); // it goes through staging
+    }
+    if (rc == -ENOSPC) {
+        l->limit_told = true;
     }
     if (fd >= 0) {
         nb_fork_close(fd);
+    }
+}
+
+void nb_local_unmap(struct nb_job *job, const void *base) {
+    if (job->local != NULL && !job->failed) { // else others may be at operations that have failed here
+        nb_shm_withdraw(job->local->shm, base);
     }
 }

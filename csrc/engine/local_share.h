@@ -45,6 +45,7 @@ struct local {
     bool broken;         // operations were given up: nothing moves any more
     bool late;           // then: a rank of this host may still write to the memory of operations
     bool private_told;   // that an arena is copied
+    bool limit_told;     // the same, as many are shared
     struct nb_list queue;
     uint64_t started;
     uint64_t described;

@@ -199,8 +199,12 @@ void nb_job_free(struct nb_job *job) {
     nb_costs_close(job);
     nb_work_rounds_free(job);
     NB_LIST_EACH_SAFE(it, nx, &job->maps) {
-        nb_local_map(job, NULL, 0, NB_CONTAINER(it, struct map_request, link)->fd);
-        free(NB_CONTAINER(it, struct map_request, link));
+        struct map_request *request = NB_CONTAINER(it, struct map_request, link);
+        nb_local_map(job, NULL, 0, request->fd);
+        if (request->gone != NULL) {
+            request->gone(request->ctx);
+        }
+        free(request);
     }
     nb_loop_fini(&job->loop);
     nb_boot_close(&job->boot);

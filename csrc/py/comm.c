@@ -96,6 +96,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
         return NULL;
     }
     nb_list_init(&self->holds);
+    nb_list_init(&self->mappings);
     self->pid = getpid();
     if (core_comm_open(self, args, kwargs) < 0) {
         Py_DECREF(self);
@@ -162,6 +163,25 @@ int core_comm_tell(PyObject *object) {
     return 0;
 }
 
+static void mappings_end(struct core_comm *self) {
+    NB_LIST_EACH_SAFE(it, next, &self->mappings) {
+        core_mapping_end(NB_CONTAINER(it, struct core_mapping, in_comm));
+    }
+}
+
+void core_comm_unmap(PyObject *comm, struct core_mapping *mapping) {
+    struct core_comm *self = comm_of(comm);
+    if (self->closing || !core_comm_is_here(comm) || self->job == NULL) {
+        return; // end_job() ends it; in a forked child nothing is known of the engine
+    }
+    struct nb_error err = {0};
+    const struct nb_arena *arena = core_room_memory(mapping->room);
+    if (nb_job_unmap(self->job, arena->base, core_room_release, mapping->room, &err) == 0) {
+        mapping->room = NULL;
+        core_mapping_end(mapping);
+    }
+}
+
 // Ends the job. Threads that wait leave within one slice.
 static void end_job(struct core_comm *self) {
     struct nb_job *job = self->job;
@@ -177,6 +197,7 @@ static void end_job(struct core_comm *self) {
     nb_job_close(job);
     PyEval_RestoreThread(saved);
     self->closing = false;
+    mappings_end(self);
     if (self->recording) {
         self->recording = false;
         core_recorder_drop(self->recorder);
@@ -188,7 +209,6 @@ static int comm_traverse(PyObject *object, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->recorder);
     Py_VISIT(self->strings);
-    Py_VISIT(self->mapped);
     Py_VISIT(self->last_info);
     Py_VISIT(self->last_notices);
     NB_LIST_EACH(it, &self->holds) {
@@ -204,6 +224,7 @@ static int comm_traverse(PyObject *object, visitproc visit, void *arg) {
 static int comm_clear(PyObject *object) {
     struct core_comm *self = comm_of(object);
     if (!core_comm_is_here(object)) {
+        mappings_end(self);
         return 0;
     }
     if (self->job != NULL) {
@@ -213,7 +234,6 @@ static int comm_clear(PyObject *object) {
     core_comm_sweep(object);
     Py_CLEAR(self->recorder);
     Py_CLEAR(self->strings);
-    Py_CLEAR(self->mapped);
     Py_CLEAR(self->last_info);
     Py_CLEAR(self->last_notices);
     return 0;
@@ -276,12 +296,14 @@ static PyObject *comm_map(PyObject *object, PyObject *arena) {
         PyErr_Format(PyExc_TypeError, "arena must be an Arena, not %R", arena);
         return NULL;
     }
-    if (core_comm_check(object) < 0 || PyList_Append(self->mapped, arena) < 0) {
+    int fresh = core_comm_check(object) < 0 ? -1 : core_arena_map(arena, object, &self->mappings);
+    if (fresh < 0) {
         return NULL;
     }
     struct nb_error err = {0};
-    int rc = nb_job_map_arena(self->job, core_arena_memory(arena), &err);
+    int rc = fresh > 0 ? nb_job_map_arena(self->job, core_arena_memory(arena), &err) : 0;
     if (rc < 0) {
+        core_mapping_end(NB_CONTAINER(self->mappings.prev, struct core_mapping, in_comm));
         return core_raise(state, rc, &err);
     }
     Py_RETURN_NONE;
@@ -360,7 +382,9 @@ PyTypeObject *core_comm_type(PyObject *module) {
          "Let operations be of some ranks alone, this one among them: submit(group=number).\n\n"
          "All of these ranks give the group this number, above 0, and no other one. It stays until close(). ValueError "
          "for\nranks that cannot be, or when the number is taken."},
-        {"map", comm_map, METH_O, "map($self, arena)\n--\n\nTell the lanes of memory that many operations will use."},
+        {"map", comm_map, METH_O,
+         "map($self, arena)\n--\n\nTell the lanes of memory that many operations will use. They forget it with the "
+         "arena."},
         {"exchange", WITH_KEYWORDS(core_comm_exchange),
          "exchange($self, blob, *, limit_s=0.0)\n--\n\n"
          "All-gather equal-length blobs, by rank. Every rank, in the same order.\n\n"

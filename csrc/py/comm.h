@@ -12,7 +12,7 @@ struct core_comm {
     bool recording;          // `recorder` is taken for the communication thread
     PyObject *recorder;      // or NULL
     PyObject *strings;       // what the job's configuration points to
-    PyObject *mapped;        // arenas whose memory the lanes know
+    struct nb_list mappings; // struct core_mapping: arenas whose memory the lanes know
     PyObject *last_info;     // as it was when it was closed
     PyObject *last_notices;  //
     struct nb_list holds;    // operations that nobody waits for any more

@@ -344,11 +344,10 @@ int core_comm_open(struct core_comm *self, PyObject *args, PyObject *kwargs) {
     struct open_args in = {0};
     struct open_plan plan = {0};
     self->strings = PyList_New(0);
-    self->mapped = PyList_New(0);
-    if (self->strings == NULL || self->mapped == NULL || parse(args, kwargs, &in) < 0 ||
-        get_numbers(self, &in, &plan) < 0 || get_texts(self, &in, &plan) < 0 || get_sharing(self, &in, &plan) < 0 ||
-        get_cpus(in.cpus, &plan) < 0 || get_secret(self, in.secret, &plan.boot) < 0 ||
-        get_door(in.listener, state, &plan) < 0 || get_recorder(self, in.recorder, state, &plan) < 0) {
+    if (self->strings == NULL || parse(args, kwargs, &in) < 0 || get_numbers(self, &in, &plan) < 0 ||
+        get_texts(self, &in, &plan) < 0 || get_sharing(self, &in, &plan) < 0 || get_cpus(in.cpus, &plan) < 0 ||
+        get_secret(self, in.secret, &plan.boot) < 0 || get_door(in.listener, state, &plan) < 0 ||
+        get_recorder(self, in.recorder, state, &plan) < 0) {
         return -1;
     }
     return connect_all(self, &plan, state);

@@ -169,6 +169,9 @@ void core_comm_hold(PyObject *comm, struct core_hold *hold);
 void core_comm_sweep(PyObject *comm);
 // False in a forked child: then nothing of the engine may be touched.
 bool core_comm_is_here(PyObject *comm);
+// An arena is gone that its job knows: the job takes the mapping, or it ends with the job.
+struct core_mapping;
+void core_comm_unmap(PyObject *comm, struct core_mapping *mapping);
 int core_comm_check(PyObject *comm); // 0, or -1: closed, or made in another process
 // Around a wait without the GIL, so that the job is not freed under it. 1: entered, to be left; 0: it is being closed
 // this very moment; -1: an exception, as core_comm_check.
@@ -182,6 +185,22 @@ void core_comm_failure(PyObject *comm, const struct core_hold *hold, int code, s
 // ---- arena.c, listener.c, recorder.c
 
 const struct nb_arena *core_arena_memory(PyObject *arena);
+
+// Memory of an arena that the lanes of a Comm know. It outlives the arena where they still do.
+struct core_mapping {
+    struct nb_list in_comm;
+    struct nb_list in_arena;
+    PyObject *comm; // borrowed: it takes its mappings apart before it goes
+    struct core_room *room;
+};
+
+// Notes that a Comm knows an arena. 1; 0: it did before; -1 with an exception.
+int core_arena_map(PyObject *arena, PyObject *comm, struct nb_list *mappings);
+// Takes a mapping apart: after it the Comm's job must not reach the memory any more.
+void core_mapping_end(struct core_mapping *mapping);
+const struct nb_arena *core_room_memory(const struct core_room *room);
+// Without the GIL, too: lets go of memory that a mapping has kept.
+void core_room_release(void *room);
 // The listener for a join, during which it cannot be closed: NULL with an exception. core_listener_done() after it.
 struct nb_listener *core_listener_use(PyObject *listener);
 void core_listener_done(PyObject *listener);

@@ -64,8 +64,11 @@ void nb_grants_fini(struct nb_lanes *lanes) {
 // Tells the peer, on each lane, how that lane may be used to write to a region.
 static void announce(struct nb_lanes *lanes, int peer_rank, int region) {
     struct rma_peer *rma = lanes->peers[peer_rank].rma;
-    const struct nb_region *local =
-        region == STAGING_REGION ? rma->staging_region : lanes->rma->mapped[region - 1].region;
+    const struct mapped *mapped = region == STAGING_REGION ? NULL : &lanes->rma->mapped[region - 1];
+    const struct nb_region *local = mapped == NULL ? rma->staging_region : mapped->region;
+    if (mapped != NULL && mapped->base == NULL) {
+        return;
+    }
     for (int i = 0; i < lanes->config.lanes; i++) {
         if ((rma->announced[region] >> i & 1) != 0 || !lanes->peers[peer_rank].paths[i].open) {
             continue;
@@ -73,6 +76,7 @@ static void announce(struct nb_lanes *lanes, int peer_rank, int region) {
         struct wire_region message = {.type = NB_WORD_REGION,
                                       .region = (uint8_t)region,
                                       .lane = (uint16_t)i,
+                                      .life = mapped == NULL ? 0 : mapped->life,
                                       .key = local[i].key,
                                       .addr = local[i].addr};
         if (lanes->lane[i]->ops->message(lanes->lane[i], peer_rank, &message, sizeof message) == 0) {
@@ -169,15 +173,29 @@ int nb_mapped_find(const struct nb_lanes *lanes, const void *base, size_t bytes)
     return -1;
 }
 
+// A number for memory to be mapped, or -1: all are taken.
+static int mapped_free(const struct rma *rma) {
+    int number = 0;
+    while (number < rma->mapped_count && rma->mapped[number].base != NULL) {
+        number++;
+    }
+    return number < MAPPED_MAX ? number : -1;
+}
+
 int nb_lanes_map(struct nb_lanes *lanes, void *base, size_t bytes, struct nb_error *err) {
     if (!nb_is_rma(lanes) || nb_mapped_find(lanes, base, bytes) >= 0) {
         return 0;
     }
-    if (lanes->rma->mapped_count == MAPPED_MAX) {
-        return 0; // it travels through staging
+    int number = mapped_free(lanes->rma);
+    if (number < 0) {
+        return nb_fail(
+            err, -ENOSPC,
+            "memory of %d models is registered, the most there can be: what further models send is copied on "
+            "its way, which is slower",
+            MAPPED_MAX);
     }
-    struct mapped *at = &lanes->rma->mapped[lanes->rma->mapped_count];
-    *at = (struct mapped){.base = base, .bytes = bytes};
+    struct mapped *at = &lanes->rma->mapped[number];
+    uint32_t life = (at->life + 1) % REGION_LIVES;
     for (int i = 0; i < lanes->config.lanes; i++) {
         int rc = lane_map(lanes, i, base, bytes, &at->region[i], err);
         if (rc < 0) {
@@ -187,8 +205,14 @@ int nb_lanes_map(struct nb_lanes *lanes, void *base, size_t bytes, struct nb_err
             return rc;
         }
     }
-    lanes->rma->mapped_count++;
+    at->base = base;
+    at->bytes = bytes;
+    at->life = life;
+    lanes->rma->mapped_count = number < lanes->rma->mapped_count ? lanes->rma->mapped_count : number + 1;
     for (int p = 0; p < lanes->config.lane.size; p++) {
+        if (lanes->peers[p].rma != NULL) {
+            lanes->peers[p].rma->announced[1 + number] = 0;
+        }
         nb_grants_flush(lanes, p);
     }
     return 0;
@@ -197,13 +221,16 @@ int nb_lanes_map(struct nb_lanes *lanes, void *base, size_t bytes, struct nb_err
 void nb_lanes_unmap(struct nb_lanes *lanes, void *base) {
     for (int m = 0; nb_is_rma(lanes) && m < lanes->rma->mapped_count; m++) {
         struct mapped *at = &lanes->rma->mapped[m];
-        for (int i = 0; at->base == base && i < lanes->config.lanes; i++) {
-            lanes->lane[i]->ops->unmap(lanes->lane[i], &at->region[i]);
+        if (at->base == NULL || at->base != base) {
+            continue;
         }
-        if (at->base == base) {
-            at->base = NULL; // its number stays taken: the peers know it
-            at->bytes = 0;
+        for (int i = 0; i < lanes->config.lanes; i++) {
+            if (at->region[i].handle != NULL) {
+                lanes->lane[i]->ops->unmap(lanes->lane[i], &at->region[i]);
+            }
         }
+        at->base = NULL;
+        at->bytes = 0;
     }
 }
 
@@ -271,7 +298,7 @@ static bool grant_direct(const struct nb_lanes *lanes, const struct nb_flow *flo
     if (m < 0) {
         return false;
     }
-    grant->region = (uint16_t)(1 + m);
+    grant->region = nb_region_name(1 + m, lanes->rma->mapped[m].life);
     grant->tag = flow->tag;
     grant->offset = (uint64_t)((char *)iov[0].iov_base - lanes->rma->mapped[m].base);
     return true;

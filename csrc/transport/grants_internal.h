@@ -11,6 +11,8 @@ enum {
     STAGING_BUFFERS = 32, // of one segment each, per peer
     MAPPED_MAX = NB_REGIONS_MAX - 1,
     STAGING_REGION = 0, // in what a peer calls a region; mapped memory is 1 + its index
+    REGION_BITS = 4,    // of a region in a grant: its number; above them its life, see struct mapped
+    REGION_LIVES = 1 << (16 - REGION_BITS),
     GRANTS_PER_MESSAGE = 3,
     GRANTS_PER_PEER = 2 * STAGING_BUFFERS, // that there is room for from the start
     TAGS_DRAWN = 256                       // at a time: a grant needs no system call
@@ -20,7 +22,7 @@ struct wire_region {
     uint8_t type;
     uint8_t region;
     uint16_t lane;
-    uint32_t zero;
+    uint32_t life;
     uint64_t key;
     uint64_t addr;
 };
@@ -45,6 +47,7 @@ struct wire_grants {
 // Of a message with so many grants.
 #define WIRE_GRANTS_BYTES(count) (offsetof(struct wire_grants, grants) + (count) * sizeof(struct wire_grant))
 
+_Static_assert(NB_REGIONS_MAX <= 1 << REGION_BITS, "a region's number fits");
 _Static_assert(sizeof(struct wire_region) == 24, "crosses the wire");
 _Static_assert(sizeof(struct wire_grants) == 104 && sizeof(struct wire_grants) <= NB_LANE_MESSAGE_MAX, "fits");
 
@@ -75,9 +78,12 @@ struct rma_peer {
     uint64_t announced[NB_REGIONS_MAX]; // bit per lane: the peer was told
 };
 
+// Memory that was mapped, and whose number may be given out again once it is not: a grant says by its life which memory
+// it means, as it may arrive before the announcement on another lane does.
 struct mapped {
-    char *base;
+    char *base; // NULL: its number is free
     size_t bytes;
+    uint32_t life; // how often the number was given out, below REGION_LIVES
     struct nb_region region[NB_LANES_MAX];
 };
 
@@ -94,6 +100,19 @@ struct rma {
 
 static inline bool nb_is_rma(const struct nb_lanes *lanes) {
     return lanes->config.ops->kind == NB_LANE_RMA;
+}
+
+// A region as a grant names it, and the two parts of it.
+static inline uint16_t nb_region_name(int number, uint32_t life) {
+    return (uint16_t)(life << REGION_BITS | (uint32_t)number);
+}
+
+static inline int nb_region_number(uint16_t name) {
+    return name & ((1 << REGION_BITS) - 1);
+}
+
+static inline uint32_t nb_region_life(uint16_t name) {
+    return (uint32_t)name >> REGION_BITS;
 }
 
 // The mapped memory a range lies in, or -1.

@@ -52,8 +52,9 @@ bool nb_grants_use(struct nb_lanes *lanes, struct nb_flow *flow, int lane, uint3
                    struct nb_request *req) {
     struct rma_peer *rma = lanes->peers[flow->peer].rma;
     for (struct grant *g = flow->grants; g != NULL; g = g->next) {
-        const struct remote_region *remote = &rma->remote[g->wire.region][lane];
-        if (first < g->wire.first || first >= g->wire.first + g->wire.count || !remote->known) {
+        const struct remote_region *remote = &rma->remote[nb_region_number(g->wire.region)][lane];
+        bool known = remote->known && remote->life == nb_region_life(g->wire.region);
+        if (first < g->wire.first || first >= g->wire.first + g->wire.count || !known) {
             continue;
         }
         uint32_t room = g->wire.first + g->wire.count - first;
@@ -131,7 +132,7 @@ void nb_grants_out_over(struct nb_lanes *lanes, struct nb_flow *flow) {
 static void region_known(struct nb_lanes *lanes, int lane, int peer_rank, const struct wire_region *message) {
     if (message->region < NB_REGIONS_MAX && message->lane == lane) {
         lanes->peers[peer_rank].rma->remote[message->region][lane] =
-            (struct remote_region){.key = message->key, .addr = message->addr, .known = true};
+            (struct remote_region){.key = message->key, .addr = message->addr, .life = message->life, .known = true};
     }
 }
 
@@ -139,7 +140,7 @@ static void grants_known(struct nb_lanes *lanes, int peer_rank, const struct wir
     struct rma_peer *rma = lanes->peers[peer_rank].rma;
     for (int i = 0; i < message->count && i < GRANTS_PER_MESSAGE; i++) {
         const struct wire_grant *wire = &message->grants[i];
-        if (wire->region >= NB_REGIONS_MAX || wire->slot >= NB_SLOTS) {
+        if (nb_region_number(wire->region) >= NB_REGIONS_MAX || wire->slot >= NB_SLOTS) {
             continue;
         }
         struct nb_flow *flow = nb_lanes_find(lanes, peer_rank, NB_FLOW_OUT, wire->op);

@@ -127,8 +127,10 @@ void nb_lanes_push(struct nb_lanes *lanes, int peer, int64_t now_ns);
 // closed for that: all flows of the peer are then lost.
 void nb_lanes_cancel(struct nb_lanes *lanes, struct nb_flow *flow);
 
-// Memory that many operations will use (an arena): mapped once per lane. STREAM lanes: nothing happens.
+// Memory that many operations will use (an arena): mapped once per lane. STREAM lanes: nothing happens. -ENOSPC: as much
+// is mapped as can be; it travels through staging then, as where an error says so.
 int nb_lanes_map(struct nb_lanes *lanes, void *base, size_t bytes, struct nb_error *err);
+// Of which every operation is over.
 void nb_lanes_unmap(struct nb_lanes *lanes, void *base);
 
 int nb_lanes_progress(struct nb_lanes *lanes, int64_t now_ns);

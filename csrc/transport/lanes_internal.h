@@ -75,6 +75,7 @@ struct path {
 struct remote_region {
     uint64_t key;
     uint64_t addr;
+    uint32_t life; // of the number, as its owner counts
     bool known;
 };
 

@@ -29,6 +29,8 @@ struct gift { // with an arena
     uint32_t magic;
     uint32_t arena;
     uint64_t bytes;
+    uint32_t life;
+    uint32_t zero;
 };
 
 bool nb_shm_sealed(int fd, size_t bytes) {
@@ -142,12 +144,30 @@ void nb_shm_close(struct nb_shm *shm) {
 
 // --- arenas
 
-static void arena_take(struct nb_shm_peer *peer, const struct gift *gift, int fd) {
-    struct nb_shm *shm = peer->shm;
-    size_t bytes = gift->bytes;
-    if (gift->magic != GIFT_MAGIC || gift->arena >= NB_SHM_ARENAS || peer->arenas[gift->arena] != NULL || bytes == 0 ||
-        bytes > (size_t)PTRDIFF_MAX || !nb_shm_sealed(fd, bytes)) {
+static _Atomic uint32_t *mapped_life(const struct nb_shm_peer *peer, uint32_t arena) {
+    return &peer->shm->peers[peer->shm->rank].area->mapped[peer->rank][arena];
+}
+
+// Unmaps an arena that its owner has withdrawn: operations over it are over on all ranks.
+static void arena_drop(struct nb_shm_peer *peer, uint32_t arena) {
+    if (peer->arenas[arena] == NULL || atomic_load(&peer->area->lives[arena]) == peer->arena_lives[arena]) {
         return;
+    }
+    atomic_store(mapped_life(peer, arena), 0);
+    (void)munmap(peer->arenas[arena], peer->arena_bytes[arena]);
+    peer->arenas[arena] = NULL;
+    peer->arena_bytes[arena] = 0;
+}
+
+static void arena_take(struct nb_shm_peer *peer, const struct gift *gift, int fd) {
+    size_t bytes = gift->bytes;
+    if (gift->magic != GIFT_MAGIC || gift->arena >= NB_SHM_ARENAS || bytes == 0 || bytes > (size_t)PTRDIFF_MAX ||
+        !nb_shm_sealed(fd, bytes)) {
+        return;
+    }
+    arena_drop(peer, gift->arena);
+    if (peer->arenas[gift->arena] != NULL || gift->life != atomic_load(&peer->area->lives[gift->arena])) {
+        return; // it was withdrawn meanwhile
     }
     void *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (base == MAP_FAILED) {
@@ -156,8 +176,9 @@ static void arena_take(struct nb_shm_peer *peer, const struct gift *gift, int fd
     (void)madvise(base, bytes, MADV_DONTFORK); // a child has no use for it
     peer->arenas[gift->arena] = base;
     peer->arena_bytes[gift->arena] = bytes;
+    peer->arena_lives[gift->arena] = gift->life;
     peer->arena_count = gift->arena >= peer->arena_count ? gift->arena + 1 : peer->arena_count;
-    (void)atomic_fetch_or(&shm->peers[shm->rank].area->mapped[peer->rank], (uint64_t)1 << gift->arena);
+    atomic_store(mapped_life(peer, gift->arena), gift->life);
 }
 
 static void peer_ready(struct nb_watch *watch, uint32_t events) {
@@ -188,25 +209,11 @@ int nb_shm_watch(struct nb_shm *shm, struct nb_loop *loop, struct nb_error *err)
     return 0;
 }
 
-int nb_shm_offer(struct nb_shm *shm, void *base, size_t bytes, int fd, struct nb_error *err) {
-    struct nb_shm_peer *me = &shm->peers[shm->rank];
-    struct stat st;
-    if (fstat(fd, &st) != 0) {
-        return nb_fail(err, -errno, "memory to be passed on: %m");
-    }
-    for (uint32_t i = 0; i < me->arena_count; i++) {
-        if (shm->arena_inodes[i] == (uint64_t)st.st_ino && me->arenas[i] == base) {
-            return 0;
-        }
-    }
-    if (me->arena_count == NB_SHM_ARENAS) {
-        return nb_fail(err, -ENOSPC, "more than %d arenas of a rank are not shared", NB_SHM_ARENAS);
-    }
-    uint32_t number = me->arena_count++;
-    me->arenas[number] = base;
-    me->arena_bytes[number] = bytes;
-    shm->arena_inodes[number] = (uint64_t)st.st_ino;
-    struct gift gift = {.magic = GIFT_MAGIC, .arena = number, .bytes = bytes};
+// Hands an arena that has its number to all others.
+static int arena_pass(struct nb_shm *shm, uint32_t number, int fd, struct nb_error *err) {
+    const struct nb_shm_peer *me = &shm->peers[shm->rank];
+    struct gift gift = {
+        .magic = GIFT_MAGIC, .arena = number, .bytes = me->arena_bytes[number], .life = me->arena_lives[number]};
     int rc = 0;
     for (int r = 0; r < shm->size; r++) {
         if (r != shm->rank && shm->peers[r].watch.fd >= 0) {
@@ -220,10 +227,59 @@ int nb_shm_offer(struct nb_shm *shm, void *base, size_t bytes, int fd, struct nb
     return rc;
 }
 
-static bool all_have(const struct nb_shm *shm, uint32_t arena) {
+int nb_shm_offer(struct nb_shm *shm, void *base, size_t bytes, int fd, struct nb_error *err) {
+    struct nb_shm_peer *me = &shm->peers[shm->rank];
+    uint32_t number = NB_SHM_ARENAS;
+    struct stat st;
+    if (fstat(fd, &st) != 0) {
+        return nb_fail(err, -errno, "memory to be passed on: %m");
+    }
+    for (uint32_t i = NB_SHM_ARENAS; i-- > 0;) {
+        if (me->arenas[i] == NULL) {
+            number = i;
+        } else if (shm->arena_inodes[i] == (uint64_t)st.st_ino && me->arenas[i] == base) {
+            return 0;
+        }
+    }
+    if (number == NB_SHM_ARENAS) {
+        return nb_fail(
+            err, -ENOSPC,
+            "this rank shares memory of %d models, the most there can be: what further models send is copied "
+            "on its way, which is slower",
+            NB_SHM_ARENAS);
+    }
+    me->arenas[number] = base;
+    me->arena_bytes[number] = bytes;
+    me->arena_lives[number] = atomic_fetch_add(&shm->area->lives[number], 1) + 1;
+    me->arena_count = number >= me->arena_count ? number + 1 : me->arena_count;
+    shm->arena_inodes[number] = (uint64_t)st.st_ino;
+    return arena_pass(shm, number, fd, err);
+}
+
+void nb_shm_withdraw(struct nb_shm *shm, const void *base) {
+    struct nb_shm_peer *me = &shm->peers[shm->rank];
+    for (uint32_t i = 0; i < me->arena_count; i++) {
+        if (me->arenas[i] != NULL && me->arenas[i] == base) {
+            me->arenas[i] = NULL;
+            me->arena_bytes[i] = 0;
+            shm->arena_inodes[i] = 0;
+            (void)atomic_fetch_add(&shm->area->lives[i], 1);
+        }
+    }
+}
+
+void nb_shm_tidy(struct nb_shm *shm) {
     for (int r = 0; r < shm->size; r++) {
-        uint64_t have = r == shm->rank ? UINT64_MAX : atomic_load(&shm->peers[r].area->mapped[shm->rank]);
-        if ((have >> arena & 1) == 0) {
+        for (uint32_t i = 0; r != shm->rank && i < shm->peers[r].arena_count; i++) {
+            arena_drop(&shm->peers[r], i);
+        }
+    }
+}
+
+static bool all_have(const struct nb_shm *shm, uint32_t arena) {
+    const uint32_t life = shm->peers[shm->rank].arena_lives[arena];
+    for (int r = 0; r < shm->size; r++) {
+        if (r != shm->rank && atomic_load(&shm->peers[r].area->mapped[shm->rank][arena]) != life) {
             return false;
         }
     }

@@ -56,11 +56,14 @@ struct nb_shm_area {
     _Atomic uint64_t emptied;
     _Atomic uint64_t
         folded; // two levels: read what others had filled in; it is `reduced` when the sum of all hosts is there
-    alignas(NB_SHM_LINE) _Atomic uint64_t pulse;                    // grows while it moves bytes
-    _Atomic uint32_t busy;                                          // it may be writing to others' memory
-    alignas(NB_SHM_LINE) _Atomic uint32_t revoked;                  // nobody may write to its memory any more
-    alignas(NB_SHM_LINE) _Atomic uint32_t asleep;                   // written by all
-    alignas(NB_SHM_LINE) _Atomic uint64_t mapped[NB_SHM_RANKS_MAX]; // a bit for each arena of each rank
+    alignas(NB_SHM_LINE) _Atomic uint64_t pulse;   // grows while it moves bytes
+    _Atomic uint32_t busy;                         // it may be writing to others' memory
+    alignas(NB_SHM_LINE) _Atomic uint32_t revoked; // nobody may write to its memory any more
+    alignas(NB_SHM_LINE) _Atomic uint32_t asleep;  // written by all
+    // How often each number of an arena of this rank was given out and taken back: odd while there is such an arena.
+    alignas(NB_SHM_LINE) _Atomic uint32_t lives[NB_SHM_ARENAS];
+    // Which of these lives of each rank's arenas this one has mapped; 0: none.
+    alignas(NB_SHM_LINE) _Atomic uint32_t mapped[NB_SHM_RANKS_MAX][NB_SHM_ARENAS];
     struct nb_shm_slot slots[NB_SHM_SLOTS];
     struct nb_shm_pipe to_first; // for whoever agrees what is done: to the group's rank 0, and from it
     struct nb_shm_pipe from_first;
@@ -79,6 +82,7 @@ struct nb_shm_peer { // [this rank]: its own area, and its own arenas where they
     uint32_t arena_count;
     char *arenas[NB_SHM_ARENAS];
     size_t arena_bytes[NB_SHM_ARENAS];
+    uint32_t arena_lives[NB_SHM_ARENAS]; // of what is mapped
 };
 
 struct nb_shm {
@@ -110,8 +114,14 @@ int nb_shm_meet(struct nb_shm *shm, const char (*names)[NB_HANDOVER_NAME], const
 // From now on others' arenas come in by the loop.
 int nb_shm_watch(struct nb_shm *shm, struct nb_loop *loop, struct nb_error *err);
 
-// Passes memory to all others; `fd` stays the caller's. Memory that they know already is not passed again.
+// Passes memory to all others; `fd` stays the caller's. Memory that they know already is not passed again. -ENOSPC: as
+// many arenas of this rank are shared as can be.
 int nb_shm_offer(struct nb_shm *shm, void *base, size_t bytes, int fd, struct nb_error *err);
+// Takes back memory that was passed, of which every operation is over: the others unmap it by nb_shm_tidy(), and its
+// number is free. Without a message.
+void nb_shm_withdraw(struct nb_shm *shm, const void *base);
+// Unmaps what others have withdrawn.
+void nb_shm_tidy(struct nb_shm *shm);
 
 // This rank's arena that holds all of a piece and that all others have mapped; false: there is none.
 bool nb_shm_find(const struct nb_shm *shm, const void *base, size_t bytes, struct nb_shm_piece *piece);

@@ -1,6 +1,7 @@
 // The one suite that every network passes: mem (both kinds), tcp and ofi over IPv4 and over IPv6, and ofi over a double of
 // libfabric with 4 and with 8 bytes of completion data. test_transport NETWORK [SEED] runs one of them.
 // NETBOTTLENECK_LIBFABRIC and NETBOTTLENECK_PROVIDER choose among several of libfabric.
+#include <errno.h>
 #include <pthread.h>
 
 #include "flows.h"
@@ -218,6 +219,70 @@ static void test_priorities(struct suite *suite, uint64_t seed) {
     world_free(world);
 }
 
+static void map_again(struct flow_node *node, struct flow_plan plan) {
+    struct nb_error err = {0};
+    nb_lanes_unmap(node->lanes, node->arena);
+    CHECK(nb_lanes_map(node->lanes, node->arena, node->arena_bytes, &err) == 0, "seed %llu: map: %s",
+          (unsigned long long)plan.seed, err.text);
+}
+
+// Memory that is given back and mapped anew between operations, under the same number: a grant that comes before the
+// lane's announcement must wait for it, and not be used with what the number stood for before.
+static void test_mapped_again(struct suite *suite, uint64_t seed) {
+    struct flow_plan plan = plan_of(seed, 2);
+    plan.mapped = true;
+    plan.count = FLOWS_MAX;
+    for (int i = 0; i < FLOWS_MAX; i++) {
+        plan.specs[i] = spec_of(i % 2, 1 - i % 2, 1 + (uint64_t)i, 12);
+    }
+    struct flow_world *world = world_make(suite, plan);
+    turn_until_ready(world);
+    for (int i = 0; i < FLOWS_MAX; i++) {
+        struct flow_side *out = &world->nodes[i % 2].sides[i];
+        struct flow_side *in = &world->nodes[1 - i % 2].sides[i];
+        flows_add(in);
+        flows_add(out);
+        flows_ready(out, 12);
+        TURN_UNTIL(world, out->finished && in->finished);
+        map_again(&world->nodes[0], plan);
+        map_again(&world->nodes[1], plan);
+    }
+    TURN_UNTIL(world, flows_done(&world->nodes[0]) && flows_done(&world->nodes[1]));
+    world_free(world);
+}
+
+// The limit is told, and what is given back counts no more.
+static void test_numbers_of_mapped_memory(struct suite *suite) {
+    enum { PAGES = 64, PAGE = 4096 };
+    struct flow_plan plan = plan_of(0, 1);
+    plan.count = 1;
+    plan.specs[0] = spec_of(0, 1, 1, 12);
+    struct flow_world *world = world_make(suite, plan);
+    struct nb_lanes *lanes = world->nodes[0].lanes;
+    struct nb_error err = {0};
+    char *memory = aligned_alloc(PAGE, (size_t)PAGES * PAGE);
+    CHECK(memory != NULL, "memory");
+    int mapped = 0;
+    while (mapped < PAGES && nb_lanes_map(lanes, memory + (size_t)mapped * PAGE, PAGE, &err) == 0) {
+        mapped++;
+    }
+    if (suite->ops->kind == NB_LANE_STREAM) {
+        CHECK(mapped == PAGES, "%s", err.text);
+    } else {
+        CHECK(mapped < PAGES && err.code == -ENOSPC && strstr(err.text, "copied on its way") != NULL,
+              "%d pages are mapped: %s", mapped, err.text);
+    }
+    for (int i = 0; i < PAGES && mapped < PAGES; i++) {
+        nb_lanes_unmap(lanes, memory + (size_t)(i % mapped) * PAGE);
+        CHECK(nb_lanes_map(lanes, memory + (size_t)(i % mapped) * PAGE, PAGE, &err) == 0, "again: %s", err.text);
+    }
+    for (int i = 0; i < mapped; i++) {
+        nb_lanes_unmap(lanes, memory + (size_t)i * PAGE);
+    }
+    free(memory);
+    world_free(world);
+}
+
 // Segments of an operation the receiver has not started wait for it, and nothing of them lands before.
 static void test_late_receiver(struct suite *suite, uint64_t seed) {
     struct flow_plan plan = plan_of(seed, 2);
@@ -416,6 +481,7 @@ static void run_suite(struct suite *suite, int seeds, const char *seed) {
         return;
     }
     int few = seeds / 6 + 1;
+    test_numbers_of_mapped_memory(suite);
     for (int i = 0; i < few; i++) {
         struct probe_world probe = {.ops = suite->ops, .bind = suite->bind, .seed = (uint64_t)i};
         probe.boots = suite->is_mem ? NULL : suite->boots[0];
@@ -428,6 +494,7 @@ static void run_suite(struct suite *suite, int seeds, const char *seed) {
         }
         probe_close(&probe);
         test_priorities(suite, (uint64_t)i);
+        test_mapped_again(suite, (uint64_t)i);
         test_late_receiver(suite, (uint64_t)i);
         test_cancel_receiver(suite, (uint64_t)i);
         test_cancel_sender(suite, (uint64_t)i);

@@ -1,0 +1,128 @@
+// Arenas that come and go in one job: what is given back is forgotten by every rank, its number serves the next one, and
+// where more are in use than can be shared the user is told so, once.
+#include <time.h>
+
+#include "base/clock.h"
+#include "sums.h"
+#include "transport/shm.h"
+
+enum {
+    ROUNDS = 3 * NB_SHM_ARENAS,
+    BYTES = 1 << 16,
+    MANY = NB_SHM_ARENAS + 3 // more than any network takes
+};
+
+struct given_back {
+    struct nb_arena arena;
+    _Atomic int gone;
+};
+
+static void gone(void *ctx) {
+    struct given_back *at = ctx;
+    nb_arena_close(&at->arena);
+    atomic_fetch_add(&at->gone, 1);
+}
+
+static void arena_map(struct test_rank *me, struct given_back *at) {
+    struct nb_error err = {0};
+    at->gone = 0;
+    CHECK(nb_arena_open(&at->arena, BYTES, &err) == 0, "an arena: %s", err.text);
+    CHECK(nb_job_map_arena(me->job, &at->arena, &err) == 0, "map: %s", err.text);
+}
+
+static void arena_give_back(struct test_rank *me, struct given_back *at) {
+    struct nb_error err = {0};
+    CHECK(nb_job_unmap(me->job, at->arena.base, gone, at, &err) == 0, "unmap: %s", err.text);
+}
+
+static void wait_gone(struct given_back *at) {
+    struct timespec pause = {.tv_nsec = 1000 * 1000};
+    int64_t until = nb_now_ns() + (int64_t)TEST_LIMIT_MS * 1000000;
+    while (at->gone == 0) {
+        CHECK(nb_now_ns() < until, "memory is not given back");
+        nanosleep(&pause, NULL);
+    }
+    CHECK(at->gone == 1, "memory is given back %d times", at->gone);
+}
+
+static void sum_in(struct test_rank *me, struct given_back *at) {
+    const struct nb_op op = {.name = "sum", .kind = NB_OP_ALLREDUCE, .dtype = NB_U8};
+    one(me, op, at->arena.base, KINDS_COUNT, whole);
+}
+
+static void no_notice(struct test_rank *me) {
+    char text[NB_ERROR_TEXT] = "";
+    CHECK(!nb_job_notice(me->job, text, sizeof text), "rank %d is told: %s", me->rank, text);
+}
+
+// One after another, many more than can be there at a time.
+static void one_by_one(struct test_rank *me) {
+    struct given_back at;
+    bool shared = strcmp(info_of(me).shm, "on") == 0;
+    for (int i = 0; i < ROUNDS; i++) {
+        arena_map(me, &at);
+        test_barrier(me, "mapped");
+        test_barrier(me, "known");
+        uint64_t staged = info_of(me).shm_staged_bytes;
+        sum_in(me, &at);
+        CHECK(!shared || info_of(me).shm_staged_bytes == staged, "rank %d: arena %d is not mapped by all", me->rank, i);
+        arena_give_back(me, &at);
+        wait_gone(&at);
+    }
+    no_notice(me);
+    test_barrier(me, "over");
+}
+
+// Too many at a time: all sums are right, and one notice says that some are copied. Some go, others come in their place.
+static void too_many(struct test_rank *me) {
+    static struct given_back all[TEST_RANKS_MAX][MANY];
+    struct given_back *mine = all[me->rank];
+    char text[NB_ERROR_TEXT] = "";
+    bool streams = strcmp(info_of(me).shm, "on") != 0 && strcmp(me->transport, "tcp") == 0; // nothing to be mapped
+    for (int i = 0; i < MANY; i++) {
+        arena_map(me, &mine[i]);
+    }
+    test_barrier(me, "mapped");
+    test_barrier(me, "known");
+    for (int i = 0; i < MANY; i++) {
+        sum_in(me, &mine[i]);
+    }
+    bool told = nb_job_notice(me->job, text, sizeof text);
+    CHECK(told != streams && (streams || strstr(text, "copied on its way") != NULL), "rank %d is told: %s", me->rank,
+          text);
+    no_notice(me);
+    for (int i = 0; i < MANY; i++) {
+        arena_give_back(me, &mine[i]);
+    }
+    for (int i = 0; i < MANY; i++) {
+        wait_gone(&mine[i]);
+    }
+    one_by_one(me);
+}
+
+// What was given back and not looked at is closed with the job.
+static void closed_at_once(struct test_rank *me) {
+    static struct given_back at[TEST_RANKS_MAX];
+    arena_map(me, &at[me->rank]);
+    test_barrier(me, "mapped");
+    arena_give_back(me, &at[me->rank]);
+    nb_job_close(me->job);
+    me->job = NULL;
+    CHECK(at[me->rank].gone == 1, "memory is given back %d times", at[me->rank].gone);
+}
+
+int main(void) {
+    static const char *const networks[] = {"shm", "tcp", "ofi"};
+    int rc = 0;
+    for (size_t i = 0; i < sizeof networks / sizeof *networks; i++) {
+        for (int size = 2; size <= 3 && rc == 0; size++) {
+            struct test_rank like = test_on(networks[i]);
+            like.size = size;
+            like.run = size == 2 ? too_many : one_by_one;
+            rc = test_job(&like);
+            like.run = closed_at_once;
+            rc = rc == 0 ? test_job(&like) : rc;
+        }
+    }
+    return rc;
+}

@@ -215,6 +215,7 @@ class Session:
         if self.closed or os.getpid() != self.pid:  # a forked child has no part in the run
             return
         self.closed = True
+        atexit.unregister(self.close)  # which would keep the run, and gradients, for the life of the process
         self.error = error
         if self.running and error is None:
             self.running = False  # a step that was begun and never ended: the loop is over

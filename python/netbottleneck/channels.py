@@ -20,9 +20,13 @@ ADVICE = "set NETBOTTLENECK_MASTER=HOST:PORT, rank 0's address, and NETBOTTLENEC
 
 
 class Channel(Protocol):
-    """Keys and values that all ranks of a job see, and nobody else is meant to."""
+    """Keys and values that all ranks of a job see, and nobody else is meant to.
+
+    `exposed`: anyone who reaches it can read and write them.
+    """
 
     name: str
+    exposed: bool
 
     def put(self, key: str, value: bytes) -> None:
         """Leave a value for all."""
@@ -52,6 +56,11 @@ class Keys:
     rank: int
     size: int
     limit_s: float
+
+    @property
+    def exposed(self) -> str:
+        """The channel's name where anyone who reaches it can read what is said, else empty."""
+        return self.channel.name if self.channel.exposed else ""
 
     def report(self, value: bytes) -> list[bytes]:
         """Leave a value for rank 0; there, return those of all others once they are all there.
@@ -92,6 +101,7 @@ class Rounds:
     rank: int
     size: int
     limit_s: float
+    exposed = ""  # a launcher of PMI serves its own processes
 
     def report(self, value: bytes) -> list[bytes]:
         """Give rank 0 a value; there, return those of all others. Raises TimeoutError where not all ranks come."""
@@ -139,6 +149,8 @@ def get(channel: Channel, key: str, deadline: float, whose: str = "rank 0") -> b
 
 class Folder:
     """A directory. `private`: others on this machine must not read it, and what a dead process left does not count."""
+
+    exposed = False  # its files are the user's alone
 
     def __init__(self, path: Path, private: bool = False) -> None:
         self.name = str(path)
@@ -197,6 +209,8 @@ def private_folder(what: str) -> Folder:
 class Http:
     """The key-value server of horovodrun: PUT and GET of /scope/key, 404 for what is not there."""
 
+    exposed = True
+
     def __init__(self, host: str, port: int) -> None:
         self.name = f"http://{host}:{port}"
         self._to = (host, port)
@@ -236,6 +250,8 @@ class Store:
     The server at MASTER_PORT may be one on its way out, of a group that rank 0 is just giving up: a connection that
     breaks is made again, and what this rank left there is left once more.
     """
+
+    exposed = True
 
     def __init__(self, reach: Callable[[], Any], name: str) -> None:
         self.name = name

@@ -43,6 +43,7 @@ def examine(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     topics: dict[str, Callable[[], Any]] = {
         "version": lambda: {"netbottleneck": __version__, "python": platform.python_version(), **_core_facts()},
         "job": lambda: _job(environ),
+        "security": lambda: _security(environ),
         "interfaces": lambda: _interfaces(environ),
         "libfabric": lambda: _libfabric(environ),
         "torch": _torch,
@@ -73,6 +74,15 @@ def _core_facts() -> dict[str, Any]:
 def _job(environ: Mapping[str, str]) -> dict[str, Any]:
     place = launch.detect(env.settings(environ=environ), environ)
     return {"launcher": place.launcher, "rank": place.rank, "ranks": place.size, "ranks_on_this_host": place.local_size}
+
+
+def _security(environ: Mapping[str, str]) -> dict[str, Any]:
+    settings = env.settings(environ=environ)
+    return {
+        "secret": launch.secrecy(settings, launch.detect(settings, environ), environ),
+        "joining": "each connection proves that it knows the secret (HMAC-SHA256)",
+        "gradients": "in the clear: nothing on the wire is encrypted (docs/security.md)",
+    }
 
 
 def _interfaces(environ: Mapping[str, str]) -> dict[str, Any]:

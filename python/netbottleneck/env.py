@@ -22,6 +22,7 @@ from netbottleneck.values import (
     RANK,
     RANKS,
     SECRET,
+    SECRET_FILE,
     SHARING,
     STREAMS,
     TEXT,
@@ -29,6 +30,7 @@ from netbottleneck.values import (
     Kind,
     horovod_boolean,
     seconds,
+    secret_file,
     whole,
 )
 
@@ -158,7 +160,12 @@ class Settings:
     master: str | None = _row("MASTER", ADDRESS, None, "where rank 0 listens; with SECRET, no other meeting point")
     rendezvous: str | None = _row("RENDEZVOUS", TEXT, None, "a folder all ranks can write, to meet in")
     secret: bytes | None = _row("SECRET", SECRET, None, "what a process must know to join; default: drawn by rank 0")
-    insecure: bool = _row("INSECURE", BOOLEAN, False, "1: run without a secret where none can be shared")
+    secret_file: str | None = _row(
+        "SECRET_FILE", SECRET_FILE, None, "a file that holds the secret, where SECRET is not set"
+    )
+    insecure: bool = _row(
+        "INSECURE", BOOLEAN, False, "1: the network is trusted: no secret where none can be shared, and no warning"
+    )
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -205,7 +212,8 @@ def settings(overrides: Mapping[str, Any] | None = None, environ: Mapping[str, s
 
     overrides: arguments by field name (`streams`, `transports`, …), as text or as the field's own type; None values
     count as not given. An empty variable counts as unset. Raises ValueError that names the variable, its value and
-    what is allowed; warns of names that begin with NETBOTTLENECK and mean nothing.
+    what is allowed, also where SECRET_FILE cannot be read, or others can read it;
+    warns of names that begin with NETBOTTLENECK and mean nothing.
     """
     given = {key: value for key, value in (overrides or {}).items() if value is not None}
     rows = _variables()
@@ -219,6 +227,8 @@ def settings(overrides: Mapping[str, Any] | None = None, environ: Mapping[str, s
         found = _argument(row.name, variable, given) or _from_environment(variable, environ)
         if found is not None:
             values[row.name], sources[row.name] = found
+    if values.get("secret") is None and values.get("secret_file") is not None:
+        values["secret"], sources["secret"] = _secret_from(values["secret_file"]), f"{PREFIX}_SECRET_FILE"
     chosen = Settings(**values, sources=sources)
     if chosen.end_step and chosen.end_step <= chosen.start_step:
         raise ValueError(
@@ -255,6 +265,13 @@ def _parse(name: str, text: str, parse: Callable[[str], Any], variable: Variable
     except ValueError:
         shown = "(redacted)" if variable.kind is SECRET else text
         raise ValueError(f"{name}={shown}: must be {variable.kind.allowed}") from None
+
+
+def _secret_from(path: str) -> bytes:
+    try:
+        return secret_file(path)
+    except ValueError as error:
+        raise ValueError(f"{PREFIX}_SECRET_FILE={path}: {error}") from None
 
 
 def _warn_unknown(known: set[str], environ: Mapping[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import logging
 import os
 import secrets
 import socket
@@ -16,6 +17,7 @@ from netbottleneck._version import __version__
 from netbottleneck.env import Settings
 from netbottleneck.errors import Error
 from netbottleneck.place import Place, Topology, detect, hand_on, host_digest, located, machine_digest, topology
+from netbottleneck.rendezvous import secrecy
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -32,8 +34,11 @@ __all__ = [
     "machine_digest",
     "meet_as_new",
     "native",
+    "secrecy",
     "topology",
 ]
+
+logger = logging.getLogger("netbottleneck")
 
 LOOPBACK = "127.0.0.1"
 
@@ -43,6 +48,7 @@ class _Process:
     """Every connect of this process meets under keys of its own; all ranks count alike."""
 
     meetings: "itertools.count[int]" = field(default_factory=itertools.count)
+    warned: bool = False  # that the secret can be read: once is enough
 
 
 _process = _Process()
@@ -199,12 +205,31 @@ def _receive(
         raise
     secret = settings.secret or secrets.token_bytes(32)
     shown = "" if settings.secret else secret.hex()
+    if shown and talk.exposed and not settings.insecure and not rendezvous.is_loopback(_host(listener.address)):
+        _warn_exposed(talk.exposed, listener.address)
     talk.answer(f"{listener.address} {shown}".encode())
     try:
         comm: _core.Comm = module.Comm(place.rank, place.size, secret=secret, listener=listener, **options)
     finally:
         talk.clear()
     return comm
+
+
+def _warn_exposed(channel: str, address: str) -> None:
+    if _process.warned:
+        return
+    _process.warned = True
+    logger.warning(
+        "the job listens at %s, and its secret travels through %s, where anyone who reaches it can read it: "
+        "set NETBOTTLENECK_SECRET or NETBOTTLENECK_SECRET_FILE on all ranks, or NETBOTTLENECK_INSECURE=1 where the "
+        "network is trusted (docs/security.md)",
+        address,
+        channel,
+    )
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]
 
 
 def _visit(
@@ -222,7 +247,10 @@ def _visit(
     address, _, shown = answer.partition(" ")
     secret = settings.secret or bytes.fromhex(shown)
     if len(secret) < 16:
-        raise ValueError("NETBOTTLENECK_SECRET is set on rank 0 but not here: set it on all ranks or on none")
+        raise ValueError(
+            "NETBOTTLENECK_SECRET is set on rank 0 but not here (or NETBOTTLENECK_SECRET_FILE): "
+            "set it on all ranks or on none"
+        )
     comm: _core.Comm = module.Comm(place.rank, place.size, secret=secret, address=address, **options)
     return comm
 

@@ -59,6 +59,12 @@ _stores: dict[tuple[str, int, bool], Store] = {}
 # A way to meet: it returns how, or what stands against it.
 Way = Callable[[Settings, "Place", Mapping[str, str]], Meeting | str]
 
+# Servers that answer anyone who reaches them, by the variables that say where they are.
+EXPOSED = {
+    "http": ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+    "torch": ("MASTER_ADDR", "MASTER_PORT"),
+}
+
 # A process joins its launcher's server once, or learns once that there is none, and takes leave when it ends.
 _boards: dict[str, Board | str] = {}
 
@@ -161,16 +167,43 @@ def choose(settings: Settings, place: "Place", environ: Mapping[str, str] = os.e
     )
 
 
+def secrecy(settings: Settings, place: "Place", environ: Mapping[str, str] = os.environ) -> str:
+    """Return where this job's secret comes from, and who can read it on its way; nothing is connected to.
+
+    A store that a script may have initialised by then is not looked at.
+    """
+    if settings.secret is not None:
+        return f"set by {settings.sources.get('secret', 'an argument')}"
+    if place.size == 1:
+        return "none needed: one rank"
+    drawn = "drawn by rank 0"
+    if settings.master is not None:
+        if settings.insecure:
+            return "none: NETBOTTLENECK_INSECURE=1, anyone can join the job"
+        near = is_loopback(settings.master.rpartition(":")[0])
+        return f"{drawn}, left in a folder of this user alone" if near else f"missing: {ADVICE}"
+    if settings.rendezvous is not None:
+        return f"{drawn}, left in {settings.rendezvous}, in a file of this user alone"
+    ways = launchers.named(place.launcher).ways
+    exposed = [way for way in ways if way in EXPOSED and not _lacks(EXPOSED[way], environ)]
+    if not exposed:
+        return f"{drawn}, shared by the launcher or in a folder of this user alone"
+    names = EXPOSED[exposed[0]]
+    where = f"{':'.join(names)}={':'.join(environ[name] for name in names)}"
+    sure = "" if ways[0] == exposed[0] else " unless the launcher offers PMIx or PMI"
+    return f"{drawn}, and readable by anyone who reaches {where}{sure}: set NETBOTTLENECK_SECRET_FILE"
+
+
 def _by_http(settings: Settings, place: "Place", environ: Mapping[str, str]) -> Meeting | str:
     """Horovodrun's key-value server."""
-    names = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+    names = EXPOSED["http"]
     lacks = _lacks(names, environ)
     return lacks or Meeting(Http(environ[names[0]], _port(names[1], environ)))
 
 
 def _by_torch(settings: Settings, place: "Place", environ: Mapping[str, str]) -> Meeting | str:
     """A store of torch's, at the address that torch.distributed meets at."""
-    names = ("MASTER_ADDR", "MASTER_PORT")
+    names = EXPOSED["torch"]
     lacks = _lacks(names, environ)
     return lacks or Meeting(torch_store(environ[names[0]], _port(names[1], environ), place, settings, environ))
 
@@ -257,7 +290,7 @@ def _port(name: str, environ: Mapping[str, str]) -> int:
 def is_loopback(host: str) -> bool:
     """True where a host name or address stands for this machine's loopback."""
     try:
-        return socket.gethostbyname(host).startswith("127.")
+        return host == "[::1]" or socket.gethostbyname(host).startswith("127.")
     except OSError:
         return False
 

@@ -1,6 +1,8 @@
 """Text to values: how the environment and the command line spell sizes, lists, ranges and switches."""
 
+import os
 import re
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 TRANSPORTS = ("stock", "tcp", "ofi", "null", "bare")
 ALGORITHMS = ("auto", "ring", "recursive_doubling", "halving_doubling", "two_level")
 LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
+_SECRET_FILE_BYTES = 4096
 SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
 
@@ -106,6 +109,33 @@ def secret(text: str) -> bytes:
     return text.encode()
 
 
+def secret_file(path: str) -> bytes:
+    """Return the secret that a regular file holds; white space around it does not count.
+
+    The rule of a file that holds a private key: it belongs to this user and nobody else has access (mode 0600 or
+    less), or to root, and a group may read it (0640 or less). Raises ValueError with what is wrong, never with the
+    content.
+    """
+    try:
+        # A pipe without a writer must not block: it is refused.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise ValueError("not a regular file")
+            if found.st_uid not in (0, os.geteuid()):
+                raise ValueError(f"it belongs to user {found.st_uid}: only this user's files and root's are read")
+            if found.st_mode & (0o037 if found.st_uid == 0 else 0o077):
+                mode = stat.S_IMODE(found.st_mode)
+                raise ValueError(f"others have access to it (mode {mode:04o}): set its mode to 0600")
+            content = file.read(_SECRET_FILE_BYTES)
+    except OSError as error:
+        raise ValueError(error.strerror) from None
+    try:
+        return secret(content.decode().strip())
+    except ValueError:
+        raise ValueError(f"it must hold {SECRET.allowed}") from None
+
+
 def level(text: str) -> str:
     """Return a log level in lower case."""
     if text.lower() not in LEVELS:
@@ -142,6 +172,7 @@ STREAMS = Kind(streams, "auto, or a number from 1 to 64")
 PORT_RANGE = Kind(ports, "LOW-HIGH, two ports from 1 to 65535")
 ADDRESS = Kind(address, "HOST:PORT")
 SECRET = Kind(secret, "text of 16 to 128 bytes, or at least 32 hex digits")
+SECRET_FILE = Kind(str, "path of a file of mode 0600 that holds what NETBOTTLENECK_SECRET may be")
 LEVEL = Kind(level, f"one of {', '.join(LEVELS)}")
 CPU = whole(0, 1023)
 CPUS = Kind(cpus, "numbers of CPUs, such as 2,3")

@@ -21,7 +21,7 @@ def no_lab(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_topic_is_there_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    topics = "version job interfaces libfabric torch cuda machine sockets environment lab"
+    topics = "version job security interfaces libfabric torch cuda machine sockets environment lab"
     assert list(found) == topics.split()
     lo = next(each for each in found["interfaces"]["all"] if each["name"] == "lo")
     assert "127.0.0.1" in lo["addresses"]
@@ -70,6 +70,39 @@ def test_the_launcher_and_its_ranks_are_found() -> None:
     assert found["job"] == {"launcher": "torchrun", "rank": 1, "ranks": 4, "ranks_on_this_host": 2}
     half = doctor.examine({"RANK": "1"})
     assert "WORLD_SIZE is not" in half["job"]["error"]
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+STORE = {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29500"}
+SERVER = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "192.0.2.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "7000"}
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
+EXPLICIT = {"NETBOTTLENECK_RANK": "1", "NETBOTTLENECK_SIZE": "4"}
+READABLE = "drawn by rank 0, and readable by anyone who reaches "
+
+
+@pytest.mark.usefixtures("no_lab")
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({}, "none needed: one rank"),
+        ({**TORCHRUN, **STORE}, READABLE + "MASTER_ADDR:MASTER_PORT=192.0.2.1:29500: set NETBOTTLENECK_SECRET_FILE"),
+        ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "4", **SERVER}, READABLE + "HOROVOD_GLOO_RENDEZVOUS_ADDR:"),
+        ({**MPIRUN, **STORE}, READABLE + "MASTER_ADDR:MASTER_PORT=192.0.2.1:29500 unless the launcher offers PMIx"),
+        (MPIRUN, "drawn by rank 0, shared by the launcher or in a folder of this user alone"),
+        ({**EXPLICIT, "NETBOTTLENECK_MASTER": "127.0.0.1:5000"}, "drawn by rank 0, left in a folder of this user"),
+        ({**EXPLICIT, "NETBOTTLENECK_MASTER": "192.0.2.1:5000"}, "missing: set NETBOTTLENECK_MASTER"),
+        (
+            {**EXPLICIT, "NETBOTTLENECK_MASTER": "192.0.2.1:5000", "NETBOTTLENECK_INSECURE": "1"},
+            "none: NETBOTTLENECK_INSECURE=1, anyone can join the job",
+        ),
+        ({**EXPLICIT, "NETBOTTLENECK_RENDEZVOUS": "/shared/job"}, "drawn by rank 0, left in /shared/job"),
+        ({**TORCHRUN, **STORE, "NETBOTTLENECK_SECRET": "0123456789abcdef"}, "set by NETBOTTLENECK_SECRET"),
+    ],
+)
+def test_where_the_secret_comes_from_and_who_can_read_it_is_said(environ: dict[str, str], said: str) -> None:
+    found = doctor.examine(environ)["security"]
+    assert found["secret"].startswith(said)
+    assert "nothing on the wire is encrypted" in found["gradients"]
 
 
 @pytest.mark.usefixtures("no_lab")

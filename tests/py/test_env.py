@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import platform
 import subprocess
 import sys
@@ -203,6 +204,82 @@ def test_a_secret_is_text_or_hex_and_is_never_shown() -> None:
     with pytest.raises(ValueError, match="NETBOTTLENECK_SECRET") as caught:
         settings(environ={"NETBOTTLENECK_SECRET": "tooshort"})
     assert "tooshort" not in str(caught.value)
+
+
+def secret_file(tmp_path: Path, content: bytes = b"correct horse battery\n", mode: int = 0o600) -> Path:
+    path = tmp_path / "secret"
+    path.write_bytes(content)
+    path.chmod(mode)
+    return path
+
+
+def test_a_secret_is_read_from_a_file_and_its_own_variable_counts_first(tmp_path: Path) -> None:
+    path = secret_file(tmp_path)
+    environ = {"NETBOTTLENECK_SECRET_FILE": str(path)}
+    chosen = settings(environ=environ)
+    assert chosen.secret == b"correct horse battery"
+    assert chosen.sources["secret"] == "NETBOTTLENECK_SECRET_FILE"
+    assert "horse" not in repr(chosen) + repr(env.describe(chosen))
+    path.write_bytes(b" " + b"0f" * 16 + b"\r\n")
+    assert settings(environ=environ).secret == b"\x0f" * 16
+    both = settings(environ={**environ, "NETBOTTLENECK_SECRET": "another secret of mine"})
+    assert both.secret == b"another secret of mine"
+    assert both.sources["secret"] == "NETBOTTLENECK_SECRET"
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o620, 0o604, 0o602, 0o644])
+def test_a_secret_file_that_others_have_access_to_is_refused(
+    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = secret_file(tmp_path, mode=mode)
+    owned_by(monkeypatch, 1000)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    with pytest.raises(ValueError, match=rf"NETBOTTLENECK_SECRET_FILE={path}: others .* \(mode {mode:04o}\).* 0600"):
+        settings(environ={"NETBOTTLENECK_SECRET_FILE": str(path)})
+
+
+@pytest.mark.parametrize(
+    ("mode", "taken"), [(0o400, True), (0o440, True), (0o640, True), (0o660, False), (0o644, False)]
+)
+def test_a_secret_file_of_root_may_be_read_by_a_group(
+    mode: int, taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = {"NETBOTTLENECK_SECRET_FILE": str(secret_file(tmp_path, mode=mode))}
+    owned_by(monkeypatch, 0)
+    if taken:
+        assert settings(environ=environ).secret == b"correct horse battery"
+    else:
+        with pytest.raises(ValueError, match="others have access"):
+            settings(environ=environ)
+
+
+def test_a_secret_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {"NETBOTTLENECK_SECRET_FILE": str(secret_file(tmp_path))}
+    owned_by(monkeypatch, 4321)
+    with pytest.raises(ValueError, match="belongs to user 4321"):
+        settings(environ=environ)
+
+
+def owned_by(monkeypatch: pytest.MonkeyPatch, user: int) -> None:
+    """Let every open file belong to a user, which takes root otherwise."""
+    fstat = os.fstat
+    monkeypatch.setattr("os.fstat", lambda fd: os.stat_result([*fstat(fd)[:4], user, *fstat(fd)[5:10]]))
+
+
+@pytest.mark.parametrize("content", [b"tooshort", b"", b"\xff\xfe" * 16, b"x" * 200])
+def test_a_file_without_a_secret_in_it_is_refused_and_not_shown(content: bytes, tmp_path: Path) -> None:
+    path = secret_file(tmp_path, content)
+    with pytest.raises(ValueError, match=f"NETBOTTLENECK_SECRET_FILE={path}: it must hold text of 16 to 128") as caught:
+        settings(environ={"NETBOTTLENECK_SECRET_FILE": str(path)})
+    assert "tooshort" not in str(caught.value)
+
+
+def test_a_secret_file_that_is_none_is_refused_at_once(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe, 0o600)
+    for path, why in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory"), (pipe, "not a regular")):
+        with pytest.raises(ValueError, match=f"NETBOTTLENECK_SECRET_FILE={path}: {why}"):
+            settings(environ={"NETBOTTLENECK_SECRET_FILE": str(path)})
 
 
 def test_description_shows_value_default_and_source_of_every_variable() -> None:

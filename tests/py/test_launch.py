@@ -11,12 +11,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import RANKS_LIMIT_S
 
 from netbottleneck import launch, rendezvous
-from netbottleneck.channels import Folder, Http, get, private_folder
+from netbottleneck.channels import Folder, Http, Keys, Rounds, Store, get, private_folder
 from netbottleneck.env import settings
 from netbottleneck.launch import Place, detect, topology
 from netbottleneck.rendezvous import choose, first_host
@@ -394,6 +395,84 @@ def test_an_address_without_a_secret_is_for_loopback_only(tmp_path: Path, monkey
     near = meeting({**ranks, "NETBOTTLENECK_MASTER": "127.0.0.1:5000"})
     assert near.address == "127.0.0.1:5000"
     assert isinstance(near.channel, Folder)
+
+
+class Exposed:
+    """A channel that anyone can read, or not; all other ranks are on another machine."""
+
+    name = "MASTER_ADDR:MASTER_PORT=192.0.2.1:29500"
+
+    def __init__(self, exposed: bool) -> None:
+        self.exposed = exposed
+        self.left: dict[str, bytes] = {}
+
+    def put(self, key: str, value: bytes) -> None:
+        self.left[key] = value
+
+    def look(self, key: str) -> bytes | None:
+        return b"another machine" if "/ready" in key else self.left.get(key)
+
+    def forget(self, key: str) -> None:
+        """What was left is looked at after the meeting."""
+
+
+def opened(monkeypatch: pytest.MonkeyPatch, address: str, exposed: bool, environ: dict[str, str]) -> str:
+    """Let rank 0 open a job that listens at the address; return what it told the others."""
+    monkeypatch.setattr(launch, "_process", launch._Process())
+    channel = Exposed(exposed)
+    core = SimpleNamespace(Listener=lambda *_: SimpleNamespace(address=address), Comm=lambda *_, **__: None)
+    chosen = settings(environ=environ)
+    rank0 = place({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"})
+    for key in ("first", "second"):
+        talk = Keys(channel, key, 0, 4, 1.0)
+        launch._receive(core, chosen, rank0, None, talk, {})  # type: ignore[arg-type]
+    return channel.left["first/address"].decode()
+
+
+FAR, NEAR = "192.0.2.1:5000", "127.0.0.1:5000"
+OWN = {"NETBOTTLENECK_SECRET": "0123456789abcdef"}
+
+
+def test_one_warning_where_the_secret_travels_in_the_open(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    address, _, shown = opened(monkeypatch, FAR, True, {}).partition(" ")
+    assert (address, len(bytes.fromhex(shown))) == (FAR, 32)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    said = caplog.records[0].getMessage()
+    assert Exposed.name in said
+    assert "NETBOTTLENECK_SECRET_FILE" in said
+    assert shown not in said
+
+
+@pytest.mark.parametrize(
+    ("address", "exposed", "environ"),
+    [
+        (NEAR, True, {}),
+        ("[::1]:5000", True, {}),
+        (FAR, False, {}),
+        (FAR, True, OWN),
+        (FAR, True, {"NETBOTTLENECK_INSECURE": "1"}),
+    ],
+    ids=["loopback", "loopback of IPv6", "a channel of this user alone", "a secret of the user's", "trusted"],
+)
+def test_no_warning_where_the_secret_is_safe_or_the_network_is_trusted(
+    address: str,
+    exposed: bool,
+    environ: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told = opened(monkeypatch, address, exposed, environ)
+    assert caplog.records == []
+    assert (told == f"{address} ") == ("NETBOTTLENECK_SECRET" in environ), "a secret of the user's is never passed on"
+
+
+def test_servers_that_answer_anyone_count_as_exposed_and_folders_of_a_user_do_not() -> None:
+    assert Store.exposed
+    assert Http.exposed
+    assert not Folder.exposed
+    assert not Rounds.exposed
 
 
 def test_two_hosts_under_srun_need_a_secret() -> None:

@@ -110,6 +110,10 @@ static void to_rank_0(void) {
     struct wire_failure fine = {.code = 0, .peer = 1, .text = "nothing happened"};
     struct wire_failure above = {.code = 5, .peer = 1, .text = "more than nothing"};
     struct wire_failure again = {.code = -EAGAIN, .peer = 1, .text = "not over"};
+    static const int32_t twice[] = {7, 0, 1, 1}; // number, ranks
+    static const int32_t beyond[] = {7, 1, 2};
+    static const int32_t without[] = {7, 0};
+    static const int32_t all[] = {0, 0, 1};
     const struct raw raws[] = {{"no type", 0, 0, 0, zero},
                                {"a failure that is not over", CTL_FAIL, sizeof again, sizeof again, &again},
                                {"an unknown type", 999, 8, 8, zero},
@@ -118,6 +122,11 @@ static void to_rank_0(void) {
                                {"a cut mask", CTL_MASK, 3, 3, zero},
                                {"a long mask", CTL_MASK, 136, 136, zero},
                                {"a mask of nothing", CTL_MASK, sizeof unknown, sizeof unknown, unknown},
+                               {"a comm of nobody", CTL_GROUP, 4, 4, twice},
+                               {"a comm that has a rank twice", CTL_GROUP, sizeof twice, sizeof twice, twice},
+                               {"a comm of rank 2", CTL_GROUP, sizeof beyond, sizeof beyond, beyond},
+                               {"a comm without its sender", CTL_GROUP, sizeof without, sizeof without, without},
+                               {"another comm of all ranks", CTL_GROUP, sizeof all, sizeof all, all},
                                {"a failure that is none", CTL_FAIL, sizeof fine, sizeof fine, &fine},
                                {"a failure above", CTL_FAIL, sizeof above, sizeof above, &above},
                                {"a cut failure", CTL_FAIL, 3, 3, zero},

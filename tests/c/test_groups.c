@@ -132,10 +132,13 @@ static void all_at_once(struct test_rank *me) {
 static void refused(struct test_rank *me) {
     struct nb_error err = {0};
     const int falling[] = {2, 1};
+    const int twice[] = {me->rank, me->rank};
     const int beyond[] = {me->rank, me->size};
     const int without[] = {(me->rank + 1) % me->size};
     const int mine[] = {me->rank};
     CHECK(nb_comm_make(me->job, 5, falling, 2, &err) == -EINVAL, "ranks that fall");
+    err = (struct nb_error){0};
+    CHECK(nb_comm_make(me->job, 5, twice, 2, &err) == -EINVAL, "a rank twice");
     err = (struct nb_error){0};
     CHECK(nb_comm_make(me->job, 5, beyond, 2, &err) == -EINVAL, "a rank that is not there");
     CHECK(strstr(err.text, "rank 4 of comm 5") != NULL, "%s", err.text);

@@ -1,0 +1,72 @@
+// The order in which operations start that are complete at the same moment: by priority, and among equals as they became
+// complete. All that a rank submits reaches rank 0 at once.
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+
+#include "engine/internal.h"
+#include "job.h"
+
+enum { OPERATIONS = 12, ORDER_RANKS = 3 };
+
+static atomic_int submitted[ORDER_RANKS];
+
+void __real_nb_member_flush(struct nb_job *job);
+void __wrap_nb_member_flush(struct nb_job *job);
+
+// A rank tells nothing of what it has submitted before it has submitted all.
+void __wrap_nb_member_flush(struct nb_job *job) {
+    if (atomic_load(&submitted[job->rank]) == OPERATIONS) {
+        __real_nb_member_flush(job);
+    }
+}
+
+// Of `count` operations, which one starts as number `place`.
+static int nth(const int *priorities, int place) {
+    for (int level = 3; level >= -1; level--) {
+        for (int k = 0; k < OPERATIONS; k++) {
+            if (priorities[k] == level && place-- == 0) {
+                return k;
+            }
+        }
+    }
+    return -1;
+}
+
+static void in_order(struct test_rank *me) {
+    static const int priorities[OPERATIONS] = {0, 0, 3, 0, 1, 0, 3, 1, 0, -1, 3, 0};
+    static float lines[ORDER_RANKS][OPERATIONS][4];
+    struct nb_segment all[OPERATIONS];
+    struct nb_work *works[OPERATIONS];
+    struct nb_work_times times[OPERATIONS];
+    struct nb_error err = {0};
+    for (int k = 0; k < OPERATIONS; k++) {
+        char name[16];
+        snprintf(name, sizeof name, "op.%d", k);
+        all[k] = (struct nb_segment){.base = lines[me->rank][k], .bytes = sizeof lines[me->rank][k]};
+        struct nb_op op = test_op(name, NB_OP_ALLREDUCE, &all[k]);
+        op.priority = priorities[k];
+        works[k] = test_submit(me, op);
+        atomic_fetch_add(&submitted[me->rank], 1);
+    }
+    for (int k = 0; k < OPERATIONS; k++) {
+        CHECK(nb_work_wait(works[k], TEST_LIMIT_MS, &err) == 0, "op.%d: %s", k, err.text);
+        nb_work_times(works[k], &times[k]);
+        nb_work_release(works[k]);
+    }
+    for (int place = 1; place < OPERATIONS; place++) {
+        int before = nth(priorities, place - 1);
+        int after = nth(priorities, place);
+        CHECK(times[before].agreed_ns <= times[after].agreed_ns, "rank %d: op.%d started before op.%d", me->rank, after,
+              before);
+    }
+}
+
+int main(void) {
+    struct test_rank like = {.size = ORDER_RANKS, .transport = "tcp", .streams = 1, .timeout_ms = 20000};
+    like.algorithm = NB_ALGORITHM_RING;
+    like.shm = NB_SHM_OFF;
+    like.run = in_order;
+    test_job(&like);
+    return 0;
+}

@@ -278,6 +278,39 @@ static void horovod(void) {
     CHECK(s.ops[0].agreed_ns == 35 && s.ops[1].agreed_ns == 70 && s.ops[3].agreed_ns == 105, "three wakes");
 }
 
+// Looked for behind what is passed over, while that would still fit: 700 bytes of another type may, 701 may not.
+static void look_ahead(void) {
+    static struct scene s;
+    for (int more = 0; more < 2; more++) {
+        const int64_t sizes[] = {200, 700 + more, 300}; // of 0 to 2
+        const int64_t apart[] = {500 - 200 * more, 700 + more, 200};
+        fill(&s, 1, 3, 1, 0);
+        memcpy(s.bytes, sizes, sizeof sizes);
+        s.kinds[1] = 1;
+        s.plan.rule = NB_SIM_HOROVOD;
+        play(&s);
+        fuses(&s, 0, apart, 2 + more);
+    }
+}
+
+// Ranks have their tensors in another order: each has submitted what is fused with the last of its own.
+static void fused_submits(void) {
+    static struct scene s;
+    fill(&s, 2, 2, 1, 0);
+    for (size_t i = 0; i < sizeof s.submit_ns / sizeof s.submit_ns[0]; i++) {
+        s.submit_ns[i] = INT64_MAX; // the caller's memory may hold anything
+    }
+    s.codes[s.starts[1]] = 0; // rank 1: tensor 0 at 50, tensor 1 at 60; rank 0: tensor 1 at 10, tensor 0 at 20
+    s.codes[s.starts[1] + 1] = 1;
+    s.work_ns[s.starts[1]] = 50;
+    s.plan.rule = NB_SIM_HOROVOD;
+    s.plan.fusion_bytes = 4000;
+    play(&s);
+    fuses(&s, 0, (const int64_t[]){2000}, 1);
+    CHECK(s.submit_ns[0] == 20 && s.submit_ns[1] == 60, "at %lld and %lld", (long long)s.submit_ns[0],
+          (long long)s.submit_ns[1]);
+}
+
 // Checked on arrival, after adding: above the limit; the gap of a late tensor does not send the others before it.
 static void paper2020(void) {
     static struct scene s;
@@ -339,6 +372,8 @@ int main(void) {
     sharing();
     last_rank();
     horovod();
+    look_ahead();
+    fused_submits();
     paper2020();
     order_of_buckets();
     refused();

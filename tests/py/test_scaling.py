@@ -301,6 +301,24 @@ def test_scaling_is_estimated_where_it_did_not(run):
     assert found.t1_ns == pytest.approx(32.2 * MS, abs=MS)
 
 
+def test_a_step_alone_is_estimated_without_what_was_exposed_and_without_waiting():
+    # Computes for 60, waits for 10 for an operation that has not started, and sends for 20 of the other 40.
+    rows = []
+    for index in range(4):
+        begin = 100 * index
+        step = one_step(index=index, begin_ns=begin, end_ns=begin + 100, grad_ready=((0, begin + 60),))
+        rows.append((step, operation(begin + 70, begin + 90, submit_ns=begin + 60, step=index, key=index)))
+    trace = Trace(
+        "t", 1, ("stock",), steps=tuple(step for step, _ in rows), collectives=tuple(sent for _, sent in rows)
+    )
+    splits = [split for _, split, _ in scaling.split_steps(trace)]
+    assert {(split.exposed_ns, split.wait_ns) for split in splits} == {(20, 10)}
+    found = stats.scaling_factor(trace, "stock", splits)
+    assert found == stats.Scaling(0.7, 70.0, 100.0, "estimated from compute")
+    assert stats.scaling_factor(trace, "ofi", splits) is None
+    assert stats.scaling_factor(trace, "stock", ()) is None
+
+
 @pytest.mark.parametrize(("constant", "slope", "share"), [(0, 2, 0.0), (1000, 0, 1.0), (1000, 1, 0.606)])
 def test_the_share_of_latency_is_fitted(constant, slope, share):
     sizes = [100, 200, 400, 800, 1600] * 2

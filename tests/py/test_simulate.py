@@ -227,6 +227,37 @@ def test_marks_that_lie_outside_of_their_step_stay_in_it(change: dict[str, Any])
         assert sorted(index for index, _ in step.grad_ready) == [0, 1]
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "ranks_per_host", "workers", "wire_bytes"),
+    [
+        ("ring", 1, 4, 6000),  # 2 x 3/4
+        ("ring", 2, 4, 3000),  # what leaves a host, halved
+        ("two_level", 2, 4, 2000),  # 2 x 1/2 leaves a host
+        ("two_level", 4, 8, 1000),
+        ("ring", 4, 4, 0),
+        ("ring", 8, 4, 0),
+        ("ring", 8, 2, 0),
+    ],
+)
+def test_bytes_on_the_wire_are_of_one_rank_where_several_share_a_host(
+    algorithm: str, ranks_per_host: int, workers: int, wire_bytes: int
+) -> None:
+    spec = RankStep(0, [(0, 10)], 0, 0)
+    cost = Cost(algorithm, link=Link(8e9), ranks_per_host=ranks_per_host)
+    found = simulate(trace_of([[spec]] * 4, [4000], ["f"]), Plan.ddp(), cost, workers=workers)
+    assert {c.wire_bytes for c in found.collectives} == {wire_bytes}
+    hosts = {rank.rank: rank.host_id for rank in found.ranks}
+    assert all(host == f"host{rank // min(ranks_per_host, workers)}" for rank, host in hosts.items())
+
+
+def test_a_fused_operation_was_submitted_when_its_last_tensor_was_ready_on_that_rank() -> None:
+    # Both are ready everywhere at 60 and 50: tensor 0 arrives first, though rank 0 had it last.
+    ranks = [[RankStep(0, [(1, 10), (0, 10)], 0, 0)], [RankStep(0, [(0, 50), (1, 10)], 0, 0)]]
+    plan = Plan("horovod", fusion_bytes=1000, cycle_ns=100)
+    found = simulate(trace_of(ranks, [8, 8], ["f"] * 2), plan, Cost(link=Link(8e9)))
+    assert [(c.rank, c.submit_ns, c.tensor_bytes) for c in found.collectives] == [(0, 20, 16), (1, 60, 16)]
+
+
 def test_more_workers_wait_for_the_slowest_recorded_step_and_memory_stays() -> None:
     specs = [RankStep(0, [(0, ns)], 0, 0) for ns in (100, 110, 120, 200)]
     load = workload(trace_of([specs, specs], [8], ["f"]))

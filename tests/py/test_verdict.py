@@ -6,6 +6,7 @@ import pytest
 
 from netbottleneck import findings, recorder, verdict
 from netbottleneck.report.words import sentences
+from netbottleneck.stats import Achievable, Estimate
 from netbottleneck.trace import Network
 from ringwriter import FakeRun
 
@@ -61,6 +62,57 @@ def test_when_stock_is_as_good_do_nothing_is_the_verdict(tmp_path):
     )
     assert v.code == "DO_NOTHING"
     assert v.next == "Do nothing: keep stock."
+
+
+def gaining(tmp_path, value, low, high):
+    """A run whose only comparison has this gain, and this interval of it; nothing else was probed."""
+    numbers = found(tmp_path, transports=("stock", "ofi"), blocks=9, run={"network": None}, probe=[])
+    (pair,) = numbers.comparisons
+    step_ns = numbers.times["stock"].median_ns
+    difference = Estimate(-value * step_ns, -high * step_ns, -low * step_ns)
+    ratio = Estimate(1 - value, 1 - high, 1 - low)
+    return replace(numbers, comparisons=(replace(pair, difference_ns=difference, ratio=ratio),))
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "claimed"),
+    [
+        (0.10, 0.04, 0.16, True),
+        (0.10, -0.01, 0.21, False),  # crosses zero
+        (0.10, 0.0, 0.20, False),
+        (0.03, 0.01, 0.05, True),
+        (0.0299, 0.01, 0.05, False),
+        (-0.10, -0.16, -0.04, False),
+    ],
+)
+def test_a_gain_is_claimed_where_it_is_large_enough_and_its_interval_is_above_zero(tmp_path, value, low, high, claimed):
+    numbers = gaining(tmp_path, value, low, high)
+    assert (verdict.best_gain(numbers) is not None) == claimed
+    assert (verdict.decide(numbers).code == "TRANSPORT_LIMITED") == claimed
+
+
+def test_the_interval_of_a_gain_lies_around_it(tmp_path):
+    (pair,) = gaining(tmp_path, 0.1, 0.04, 0.16).comparisons
+    gain = pair.gain
+    assert (gain.low, gain.value, gain.high) == pytest.approx((0.04, 0.1, 0.16))
+    why = verdict.decide(gaining(tmp_path, 0.1, 0.04, 0.16)).why
+    assert "10.0 % (4.0 % to 16 %)" in why
+
+
+def test_every_interval_of_a_run_has_its_value_inside(tmp_path):
+    numbers = found(tmp_path, transports=("stock", "ofi", "tcp"), blocks=9)
+    estimates = [numbers.share]
+    for pair in (*numbers.comparisons, numbers.handicap):
+        estimates += [pair.difference_ns, pair.ratio, pair.gain] if pair is not None else []
+    assert len(estimates) > 6
+    assert all(each.low <= each.value <= each.high for each in estimates)
+
+
+@pytest.mark.parametrize(("times", "code"), [(1.0, "INCONCLUSIVE"), (1.2, "INCONCLUSIVE"), (1.3, "TRANSPORT_LIMITED")])
+def test_a_probe_speaks_from_its_ratio_on(unexplained, times, code):
+    did = unexplained.achieved["stock"].active_bps
+    can = Achievable("tcp", ((1, 0.5 * did), (4, times * did)), (4, times * did))
+    assert verdict.decide(replace(unexplained, achievable=can)).code == code
 
 
 def test_a_gain_below_the_least_is_none(tmp_path):

@@ -6,6 +6,7 @@
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
+#include <unistd.h>
 
 #include "boot.h"
 #include "bootstrap/bootstrap.h"
@@ -30,6 +31,17 @@ int door_accept(int fd, void *addr, void *len, int flags) {
     }
     return (int)syscall(SYS_accept4, fd, addr, len, flags);
 }
+
+// No descriptor is closed twice: the second time it may be another's. The thread sanitizer has to see close() itself.
+#ifndef __SANITIZE_THREAD__
+int close_once(int fd) __asm__("close");
+
+int close_once(int fd) {
+    int rc = (int)syscall(SYS_close, fd);
+    CHECK(rc == 0 || fd < 0, "descriptor %d is closed twice: %m", fd);
+    return rc;
+}
+#endif
 
 static void door_sticks(int code, int times) {
     atomic_store(&door_errno, code);

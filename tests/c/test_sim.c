@@ -366,6 +366,29 @@ static void refused(void) {
     CHECK(go(&s) == -EOVERFLOW, "centuries");
 }
 
+// Any part of an operation may be too long.
+static void too_long(void) {
+    static struct scene s;
+    double *const parts_of[] = {&s.cost.fixed_ns,    &s.cost.alpha_ns,       &s.cost.host_alpha_ns,
+                                &s.cost.byte_ns,     &s.cost.host_byte_ns,   &s.cost.copy_byte_ns,
+                                &s.cost.add_byte_ns, &s.cost.encode_byte_ns, &s.cost.decode_byte_ns};
+    for (size_t i = 0; i < sizeof parts_of / sizeof parts_of[0]; i++) {
+        fill(&s, 1, 2, 1, 0);
+        s.plan.buckets = 1;
+        s.bucket_of[1] = 0;
+        s.cost.algorithm = NB_SIM_TWO_LEVEL;
+        s.cost.ranks_per_host = 2;
+        play(&s);
+        *parts_of[i] = (double)NB_SIM_NS_MAX + 1;
+        int rc = go(&s);
+        CHECK(rc == -EOVERFLOW, "part %zu: %d", i, rc);
+    }
+    fill(&s, 1, 1, 1, 0);
+    s.cost.fixed_ns = (double)NB_SIM_NS_MAX;
+    play(&s);
+    CHECK(s.ops[0].done_ns - s.ops[0].start_ns == NB_SIM_NS_MAX, "%lld", (long long)s.ops[0].done_ns);
+}
+
 int main(void) {
     closed_forms();
     parts();
@@ -377,6 +400,7 @@ int main(void) {
     paper2020();
     order_of_buckets();
     refused();
+    too_long();
     for (uint32_t seed = 1; seed <= 40; seed++) {
         rules(seed);
     }

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
+from conftest import RANKS_LIMIT_S
 
 from netbottleneck import doctor, launch
 from netbottleneck.cli import main
@@ -147,3 +151,16 @@ def test_the_lab_is_tried_in_truth() -> None:
     assert found["allowed"] == ("namespaces" in found["how"])
     if not found["allowed"]:
         assert found["not"].keys() == {"root", "user"}
+
+
+def test_a_libfabric_without_providers_is_no_error() -> None:
+    code = "from netbottleneck import doctor; import json; print(json.dumps(doctor._libfabric({})))"
+    env = {**os.environ, "FI_PROVIDER": "nothing"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=RANKS_LIMIT_S, check=True
+    )
+    found = json.loads(done.stdout)
+    if launch.core().HAVE_OFI:
+        assert (found["providers"], found["used"]) == ([], "")
+    else:
+        assert found == {"error": doctor.OFI_LEFT_OUT}

@@ -1,7 +1,7 @@
 # Every target calls a script that CI also calls. `make` alone lists them.
 NB := .venv/bin/netbottleneck
 .DEFAULT_GOAL := help
-.PHONY: help setup build test test-full test-peers matrices idioms lint bench bench-peers gates overhead study notebooks sanitize fuzz cross wheel-check clean
+.PHONY: help setup build test test-full test-peers matrices idioms lint bench bench-peers gates overhead study notebooks sanitize fuzz mutants cross wheel-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,10 @@ sanitize: ## the C tests under ASan+UBSan, then under TSan, then a moment of fuz
 fuzz: ## fuzz what parses bytes of a peer (ARGS=SECONDS, of each of the three)
 	@tools/setup_env.sh dev
 	@tools/fuzz.sh $(ARGS)
+
+mutants: ## draw mutants and run the tests of their rooms: hours; a run that was stopped goes on (ARGS="--number N --rooms ROOM …")
+	@tools/setup_env.sh dev
+	@.venv/bin/python tools/mutants.py $(ARGS)
 
 cross: ## build for aarch64, and run there under qemu the C tests of kernels, schedules, lanes and the record
 	@tools/setup_env.sh dev

@@ -25,7 +25,7 @@ enum {
     FLOWS_MAX = 8,
     FLOWS_PIECES_MAX = 4,
     FLOWS_GAP = 24,       // guarded bytes between two pieces of a line
-    FLOWS_DEADLINE_S = 18 // of one scenario: only a scenario that hangs meets it
+    FLOWS_DEADLINE_S = 90 // of one scenario: only a scenario that hangs meets it
 };
 
 #define FLOWS_GUARD 0xee

@@ -17,7 +17,7 @@
 #include "check.h"
 #include "engine/engine.h"
 
-enum { TEST_RANKS_MAX = 16, TEST_LIMIT_MS = 30000 };
+enum { TEST_RANKS_MAX = 16, TEST_LIMIT_MS = 90000 };
 
 struct test_odd { // a rank that is not like the others
     int rank;
@@ -59,7 +59,7 @@ static void *test_rank_main(void *arg) {
     struct test_rank *me = arg;
     struct nb_boot_config config = {.rank = me->rank,
                                     .size = me->size,
-                                    .timeout_ms = 10000,
+                                    .timeout_ms = TEST_LIMIT_MS,
                                     .ifname = "lo",
                                     .secret = test_secret,
                                     .secret_bytes = sizeof test_secret,

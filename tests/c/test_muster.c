@@ -86,7 +86,7 @@ static void test_no_such_cpu(void) {
 static void *muster(void *arg) {
     struct test_rank *me = arg;
     struct nb_boot_config config = {
-        .rank = me->rank, .size = me->size, .timeout_ms = 10000, .ifname = "lo", .secret = test_secret};
+        .rank = me->rank, .size = me->size, .timeout_ms = TEST_LIMIT_MS, .ifname = "lo", .secret = test_secret};
     struct nb_boot boot = {0};
     struct nb_job *job = calloc(1, sizeof *job);
     struct binds binds = {.count = me->rank == 1 ? 1 : 2, .names = {"net0", "net1"}};

@@ -12,7 +12,7 @@ from conftest import Ranks
 from netbottleneck import recorder
 from netbottleneck.env import settings
 
-OVER = {"NETBOTTLENECK_SHM": "0", "NETBOTTLENECK_TIMEOUT_S": "20", "NETBOTTLENECK_START_TIMEOUT_S": "10"}
+OVER = {"NETBOTTLENECK_SHM": "0", "NETBOTTLENECK_TIMEOUT_S": "60", "NETBOTTLENECK_START_TIMEOUT_S": "60"}
 SUMS = """
 import hashlib
 import json

@@ -297,7 +297,8 @@ def test_a_rank_that_is_stopped_over_stock_fails_all_others_at_the_time_limit(
 def test_interrupting_a_wait_raises_at_once(plain_ranks: Ranks) -> None:
     job = plain_ranks.start(2, SCRIPT, ["interrupted"], {**QUICK, "NETBOTTLENECK_STALL_S": "0"})
     job.wait_for_line(0, "waiting")
-    for _ in range(20):  # it may not wait quite yet
+    deadline = time.monotonic() + RANKS_LIMIT_S
+    while time.monotonic() < deadline:  # it may not wait quite yet
         job.kill(0, signal.SIGINT)
         signalled = time.monotonic()
         with contextlib.suppress(Exception):
@@ -325,7 +326,7 @@ def test_strangers_are_dropped_and_the_job_goes_on(warm_ranks: Ranks, tmp_path: 
         for port in map(int, found[1].split()):
             for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, secrets.token_bytes(1 << 16)):
                 with contextlib.suppress(ConnectionError):
-                    visitor = socket.create_connection(("127.0.0.1", port), timeout=2)
+                    visitor = socket.create_connection(("127.0.0.1", port), timeout=RANKS_LIMIT_S)
                     visitors.append(visitor)
                     visitor.sendall(garbage)
     visited.touch()
@@ -341,7 +342,7 @@ def early_stranger(port: int, limit_s: float) -> socket.socket:
     deadline = time.monotonic() + limit_s
     while True:
         with contextlib.suppress(ConnectionError):
-            visitor = socket.create_connection(("127.0.0.1", port), timeout=2)
+            visitor = socket.create_connection(("127.0.0.1", port), timeout=RANKS_LIMIT_S)
             visitor.sendall(b"\x00" * 400)
             return visitor
         assert time.monotonic() < deadline
@@ -578,7 +579,7 @@ def test_twenty_jobs_follow_each_other_on_one_port(warm_ranks: Ranks) -> None:
 def test_a_rank_that_never_comes_is_named(warm_ranks: Ranks) -> None:
     env = {**QUICK, "NETBOTTLENECK_START_TIMEOUT_S": "1", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
     results = warm_ranks(2, SCRIPT, env, args=["nothing"], check=False)
-    assert "rank 2 did not come" in last_line(results[0])
+    assert re.search(r"(rank|ranks 1,) 2 did not come", last_line(results[0]))  # rank 1 may come late
     assert results[1].code == 1
 
 

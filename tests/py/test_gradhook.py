@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import RANKS_LIMIT_S
 from torch import nn
 
 from netbottleneck import _core, errors
 from netbottleneck.torch.ready import OnAccumulated
 
 SECRET = b"sixteen bytes..."
-LIMIT_S = 10.0
+LIMIT_S = RANKS_LIMIT_S
 SMALL, LARGE = 1 << 40, 0  # direct_bytes: every gradient is small, or large
 # direct_bytes: a gradient that is copied and copied back, and one that travels from its own memory
 WAYS = [pytest.param(SMALL, id="copied"), pytest.param(LARGE, id="direct")]
@@ -144,7 +145,7 @@ def on_two_ranks(work: Callable[[_core.Comm], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(15)
+        thread.join(LIMIT_S)
         assert not thread.is_alive()
     listener.close()
     if failures:

@@ -168,7 +168,7 @@ def after(number):
         for step in range(4):
             model(torch.ones(2, 4)).sum().backward()
         del model
-    until = time.monotonic() + 30  # runs that the other rank has not joined are closed later
+    until = time.monotonic() + 100  # runs that the other rank has not joined are closed later
     while time.monotonic() < until and ddp._sessions_of_gone:
         ddp._close_sessions_of_gone()
         time.sleep(0.05)

@@ -11,7 +11,7 @@ from conftest import Ranks
 pytest.importorskip("torch")
 
 SCRIPT = Path(__file__).parent / "scripts" / "e2e_loops.py"
-ENV = {"NETBOTTLENECK_TIMEOUT_S": "10", "NETBOTTLENECK_BLOCK_STEPS": "1", "NETBOTTLENECK_START_STEP": "0"}
+ENV = {"NETBOTTLENECK_TIMEOUT_S": "60", "NETBOTTLENECK_BLOCK_STEPS": "1", "NETBOTTLENECK_START_STEP": "0"}
 
 
 def checks() -> list[str]:

@@ -11,7 +11,7 @@ from conftest import Ranks
 pytest.importorskip("torch")
 
 SCRIPTS = Path(__file__).parent / "scripts"
-ENV = {"NETBOTTLENECK_TIMEOUT_S": "10", "NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_DIR": "run"}
+ENV = {"NETBOTTLENECK_TIMEOUT_S": "60", "NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_DIR": "run"}
 LOOPS = re.findall(
     r"^def (\w+)\(way: Way\) -> int", (SCRIPTS / "training_loops.py").read_text(encoding="utf-8"), re.MULTILINE
 )

@@ -15,7 +15,7 @@ from netbottleneck.report import Run
 SCRIPT = Path(__file__).parent / "scripts" / "hvd_measured.py"
 STEPS = 8  # of the script
 BYTES = {"table.weight": 50 * 8 * 4, "line.weight": 3 * 8 * 4, "line.bias": 3 * 4}
-ENV = {"NETBOTTLENECK_TIMEOUT_S": "10", "NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_BLOCK_STEPS": "2"}
+ENV = {"NETBOTTLENECK_TIMEOUT_S": "60", "NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_BLOCK_STEPS": "2"}
 
 
 def trained(warm_ranks: Ranks, kind: str, transports: str, folder: Path, **env: str) -> str:

@@ -249,7 +249,7 @@ def test_a_folder_carries_values_between_ranks(tmp_path: Path) -> None:
     here, there = Folder(tmp_path / "meet"), Folder(tmp_path / "meet")
     assert there.look("job/0/address") is None
     here.put("job/0/address", b"value\n\x00")
-    assert get(there, "job/0/address", time.monotonic() + 10) == b"value\n\x00"
+    assert get(there, "job/0/address", time.monotonic() + RANKS_LIMIT_S) == b"value\n\x00"
     here.forget("job/0/address")
     assert there.look("job/0/address") is None
 

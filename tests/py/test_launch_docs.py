@@ -59,7 +59,7 @@ def test_the_example_for_slurm_starts_a_job_that_meets(tmp_path: Path) -> None:
         "SLURM_JOB_ID": free_job(),
         "SLURM_STEP_NODELIST": "127.0.0.1",
         "SLURM_SUBMIT_DIR": str(tmp_path),
-        "NETBOTTLENECK_START_TIMEOUT_S": "10",
+        "NETBOTTLENECK_START_TIMEOUT_S": "100",
     }
     said = subprocess.run(
         ["bash", "-e"],

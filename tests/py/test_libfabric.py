@@ -14,7 +14,7 @@ from conftest import RANKS_LIMIT_S
 from netbottleneck import _core
 
 SCRIPT = Path(__file__).parent / "scripts" / "e2e_faults.py"
-QUICK = {"NETBOTTLENECK_TIMEOUT_S": "20", "NETBOTTLENECK_START_TIMEOUT_S": "10", "NETBOTTLENECK_TRANSPORT": "ofi"}
+QUICK = {"NETBOTTLENECK_TIMEOUT_S": "60", "NETBOTTLENECK_START_TIMEOUT_S": "60", "NETBOTTLENECK_TRANSPORT": "ofi"}
 MEANS = """
 import os
 import numpy as np

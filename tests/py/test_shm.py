@@ -16,7 +16,7 @@ from netbottleneck import bench
 from netbottleneck.env import settings
 
 FAULTS = Path(__file__).parent / "scripts" / "e2e_faults.py"
-QUICK = {"NETBOTTLENECK_TIMEOUT_S": "20", "NETBOTTLENECK_START_TIMEOUT_S": "10"}
+QUICK = {"NETBOTTLENECK_TIMEOUT_S": "60", "NETBOTTLENECK_START_TIMEOUT_S": "60"}
 SHARED = {**QUICK, "NETBOTTLENECK_SHM": "1"}
 # As in test_faults: a rank that notices only by a time-out would need ten times as long.
 TOLD_WITHIN_S = 2.0

@@ -211,7 +211,7 @@ def a_checkpoint_comes_back() -> None:
 
 
 def main() -> None:
-    dist.init_process_group("cpu:nb", timeout=timedelta(seconds=10))
+    dist.init_process_group("cpu:nb", timeout=timedelta(seconds=60))
     for name in sys.argv[1:]:
         CHECKS[name]()
         print("ok", name)

@@ -22,7 +22,7 @@ from netbottleneck.report import Run
 
 
 def settings(transport: str, **others: str) -> env.Settings:
-    given = {"transports": transport, "start_step": "0", "block_steps": "2", "timeout_s": "20", **others}
+    given = {"transports": transport, "start_step": "0", "block_steps": "2", "timeout_s": "60", **others}
     return env.settings(given)
 
 

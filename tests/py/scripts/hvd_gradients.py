@@ -324,7 +324,7 @@ def weights_are_tied() -> None:
 if __name__ == "__main__":
     hvd.init()
     store = dist.FileStore(str(Path(os.environ["MEET"]) / "gloo"), hvd.size())
-    GROUP.append(dist.ProcessGroupGloo(store, hvd.rank(), hvd.size(), timedelta(seconds=10)))
+    GROUP.append(dist.ProcessGroupGloo(store, hvd.rank(), hvd.size(), timedelta(seconds=100)))
     run_named()
     hvd.barrier()
     hvd.shutdown()

@@ -157,6 +157,12 @@ def test_layers_sum_to_the_exposed_time_of_the_step(run):
     assert by_name["layer1"].exposed_ns / by_name["conv1"].exposed_ns == pytest.approx((6 << 20) / ((1 << 20) + 1024))
 
 
+def test_typical_steps_are_the_middle_half_by_length_and_all_where_they_are_few():
+    assert scaling.typical([5, 1, 9], lambda length: length) == (5, 1, 9)
+    assert scaling.typical([9, 1, 4, 5, 6], lambda length: length) == (4, 5, 6)
+    assert scaling.typical([1, 1, 1, 9], lambda length: length) == (1, 1, 1)
+
+
 def test_transports_stand_in_the_order_in_which_they_were_named(run):
     assert list(findings.find(replace(run, transports=("ofi", "bare", "stock"))).parts) == ["ofi", "stock"]
 

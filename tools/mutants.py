@@ -92,6 +92,7 @@ ROOMS: dict[str, Room] = {
     "analysis": Room(
         _python("scaling.py", "stats.py", "blocks.py", "verdict.py", "findings.py", "layers.py", "usage.py"),
         py=("verdict", "scaling", "report"),
+        slow=("forecast", "samples"),
     ),
     "what-if": Room(
         _python(

@@ -190,6 +190,20 @@ static void sharing(void) {
           (long long)s.ops[1].start_ns);
 }
 
+// A third of a link leaves fractions of a ns: an operation is over at the first whole one, whatever else happens before.
+static void fractions(void) {
+    static struct scene s;
+    fill(&s, 1, 3, 1, 0);
+    s.cost.byte_ns = 1;
+    s.plan.in_flight = 3;
+    s.work_ns[2] = 5;
+    s.work_ns[3] = 4462;
+    play(&s);
+    // 1490 and 1500 are left at 20, 1487.5 at 25: 4462.5 more, of which 4462 have passed where the rank begins to wait
+    CHECK(s.ops[2].start_ns == 25 && s.reached_ns[3] == 4487 && s.ops[0].done_ns == 4488, "at %lld",
+          (long long)s.ops[0].done_ns);
+}
+
 static void last_rank(void) {
     static struct scene s;
     fill(&s, 2, 1, 2, 0);
@@ -393,6 +407,7 @@ int main(void) {
     closed_forms();
     parts();
     sharing();
+    fractions();
     last_rank();
     horovod();
     look_ahead();

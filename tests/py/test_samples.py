@@ -289,6 +289,12 @@ def test_a_host_is_seen_on_the_clock_of_rank_0_in_the_steps_of_its_ranks() -> No
     (found,) = usage.hosts(short, [Samples(0, net)])
     assert found.active_s == pytest.approx(1 / 3)
     assert found.interfaces[0].active_bps is None  # shorter than two readings are apart
+    # Whatever a rank of the same host moves is the host's.
+    ranks = (trace.ranks[0], replace(trace.ranks[1], host_id="i"))
+    beside = replace(trace, ranks=ranks, collectives=(replace(trace.collectives[0], rank=1),))
+    assert [host.active_s for host in usage.hosts(beside, [Samples(0, net)])] == [1.0]
+    apart = replace(beside, ranks=trace.ranks)
+    assert [host.active_s for host in usage.hosts(apart, [Samples(0, net)])] == [0.0]
 
 
 def test_a_run_is_recorded_and_reported(tmp_path: Path) -> None:

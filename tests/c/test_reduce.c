@@ -433,7 +433,26 @@ static void test_unknown(void) {
     CHECK(nb_kernels_of(NB_ISAS) == &nb_kernels_generic, "the generic set serves where there is no other");
 }
 
+// A set's own kernel is taken where it has one, and the generic one elsewhere.
+static void own_kernels(void) {
+    for (int isa = 0; isa < NB_ISAS; isa++) {
+        const struct nb_kernels *set = nb_kernels_of(isa);
+        CHECK(nb_isa_runs(isa) || set == &nb_kernels_generic, "%s does not run here", nb_isa_name(isa));
+        for (int dtype = 0; dtype < NB_DTYPES; dtype++) {
+            nb_scale_fn scale = set->scale[dtype] != NULL ? set->scale[dtype] : nb_kernels_generic.scale[dtype];
+            CHECK(nb_scale_kernel(isa, dtype) == scale, "%s, type %d: scale", nb_isa_name(isa), dtype);
+            for (int op = 0; op < NB_REDOPS; op++) {
+                nb_reduce_fn own = set->reduce[dtype][op];
+                nb_reduce_fn want = own != NULL ? own : nb_kernels_generic.reduce[dtype][op];
+                CHECK(want != NULL && nb_reduce_kernel(isa, dtype, op) == want, "%s, type %d, operation %d",
+                      nb_isa_name(isa), dtype, op);
+            }
+        }
+    }
+}
+
 int main(void) {
+    own_kernels();
     struct buffers *buffers = calloc(1, sizeof(*buffers));
     CHECK(buffers, "memory");
     test_every_kernel(buffers);

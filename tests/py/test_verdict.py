@@ -6,7 +6,7 @@ import pytest
 
 from netbottleneck import findings, recorder, verdict
 from netbottleneck.report.words import sentences
-from netbottleneck.stats import Achievable, Estimate
+from netbottleneck.stats import Achievable, Estimate, Paired
 from netbottleneck.trace import Network
 from ringwriter import FakeRun
 
@@ -184,7 +184,14 @@ def unexplained(tmp_path):
 
 
 def test_what_no_rule_explains_is_inconclusive(unexplained):
-    assert verdict.decide(unexplained).code == "INCONCLUSIVE"
+    found = verdict.decide(unexplained)
+    assert (found.code, found.why) == ("INCONCLUSIVE", "No rule explains what is exposed.")
+    slow = Estimate(1.1, 1.05, 1.15)
+    handicap = Paired("bare", "stock", 4, 40, Estimate(9e6, 5e6, 13e6), slow)
+    tried = Paired("stock", "ofi", 4, 40, Estimate(-9e6, -13e6, -5e6), Estimate(0.9, 0.85, 0.95))
+    withheld = verdict.decide(replace(unexplained, handicap=handicap, comparisons=(tried,)))
+    assert withheld.code == "INCONCLUSIVE"
+    assert withheld.why.startswith("No rule explains what is exposed. Our hooks slow the stock path by 10")
 
 
 def test_time_that_does_not_depend_on_size_is_latency(unexplained):

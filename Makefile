@@ -1,7 +1,7 @@
 # Every target calls a script that CI also calls. `make` alone lists them.
 NB := .venv/bin/netbottleneck
 .DEFAULT_GOAL := help
-.PHONY: help setup build test test-full test-peers matrices idioms lint bench bench-peers gates overhead study notebooks sanitize fuzz mutants cross wheel-check clean
+.PHONY: help setup build test test-full test-peers matrices idioms faults lint bench bench-peers gates overhead study notebooks sanitize fuzz mutants cross wheel-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,10 @@ test-peers: ## the tests with MPI's launchers, iperf3 and oneCCL, and the exampl
 idioms: ## every way of writing a training loop, untouched and in each mode, compared bit for bit (ARGS=--quick, TORCH=2.x.y)
 	@tools/setup_env.sh run
 	@TORCH=$(TORCH) tools/idioms.sh $(ARGS)
+
+faults: ## faults × transports × ranks: outcomes, times, and what is left behind (ARGS="--only kill,stop --networks tcp")
+	@tools/setup_env.sh run
+	@tools/faults.sh $(ARGS)
 
 lint: ## format, clang-tidy, ruff, mypy, sizes, layers, binary
 	@tools/setup_env.sh dev

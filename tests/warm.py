@@ -36,20 +36,28 @@ def read_early(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class Warm:
-    """A process that forks ranks. It ends with the tests, and its ranks with it."""
+    """A process that forks ranks. It ends with the tests, and its ranks with it.
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    modules: what it loads, instead of torch and the rest of warm_server.LOADED.
+    """
+
+    def __init__(self, environ: Mapping[str, str], modules: Sequence[str] = ()) -> None:
         self._early = read_early(environ)
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, str(SERVER)], stdin=theirs, env=dict(environ), start_new_session=True
+                [sys.executable, str(SERVER), *modules], stdin=theirs, env=dict(environ), start_new_session=True
             )
         self._line = ours
         self._text = b""
         self._ended: dict[int, int] = {}
         self._told: list[dict[str, Any]] = []
         self._ready = False
+
+    @property
+    def pid(self) -> int:
+        """The server's process id."""
+        return self._process.pid
 
     def suits(self, environ: Mapping[str, str]) -> bool:
         """Tell whether a rank with this environment may come from here."""

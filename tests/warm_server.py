@@ -1,4 +1,4 @@
-"""The process behind warm.py: it has loaded torch, and forks ranks on request.
+"""The process behind warm.py: it has loaded torch, or the modules that its arguments name, and forks ranks on request.
 
 Its stdin is a socket. A request is a line of JSON. The answers are a line with the process's id and, when that process
 has ended, a line with its exit code.
@@ -25,7 +25,7 @@ LOADED = (
     *("torch", "torch._dynamo", "torch.nn.parallel", "torch.distributed.algorithms.ddp_comm_hooks"),
     *("torch.distributed.fsdp", "torch.distributed.optim", "torch.distributed.checkpoint"),
 )
-for loaded in LOADED:
+for loaded in sys.argv[1:] or LOADED:
     importlib.import_module(loaded)
 
 CONTROL = socket.socket(fileno=os.dup(0))

@@ -1,11 +1,13 @@
-"""What goes wrong: lost ranks, strangers, settings that cannot work. Every wait ends, and names what it was for."""
+"""What goes wrong: lost ranks, busy ranks, settings that cannot work. Every wait ends, and names what it was for.
+
+Faults of processes, connections and machines are rows of tests/faults; test_fault_cells.py runs some of their cells.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-import secrets
 import signal
 import socket
 import time
@@ -52,23 +54,6 @@ def last_line(result: RankResult) -> str:
     assert result.code == 1, (result.code, result.stderr)
     lines = [line for line in result.stderr.strip().splitlines() if not line.startswith("[rank")]
     return lines[-1]
-
-
-@pytest.mark.parametrize(("size", "victim"), [(2, 1), (3, 2), (3, 0)])
-@pytest.mark.parametrize("transport", ["tcp", "ofi"])
-def test_a_rank_killed_in_a_sum_is_named_by_all_others(
-    plain_ranks: Ranks, size: int, victim: int, transport: str
-) -> None:
-    job = plain_ranks.start(size, SCRIPT, ["reduce"], {**QUICK, "NETBOTTLENECK_TRANSPORT": transport})
-    killed = kill(job, victim)
-    for result in job.wait(check=False):
-        if result.rank == victim:
-            continue
-        _, peer, began, raised, words = failure(result)
-        assert peer == victim
-        assert f"rank {victim}" in words
-        assert raised - max(killed, began) < TOLD_WITHIN_S
-        assert result.code == 0, result.stderr
 
 
 @pytest.mark.parametrize("transport", ["ofi", "tcp"])
@@ -145,60 +130,6 @@ def test_a_rank_that_never_submits_ends_the_job_where_horovods_variable_says_so(
     for result in warm_ranks(2, STALLED.replace("OVER", repr(str(tmp_path / "over"))), env):
         assert re.search(r"^ended .*'allreduce\.late' waits for .* not submitted it: 1\b", result.stdout), result
         assert "NETBOTTLENECK_STALL_END_S" in result.stdout
-
-
-def test_a_stopped_rank_is_named_and_ends_by_itself_when_it_goes_on(plain_ranks: Ranks) -> None:
-    job = plain_ranks.start(2, SCRIPT, ["reduce"], {**QUICK, "NETBOTTLENECK_TIMEOUT_S": "2"})
-    for rank in range(2):
-        job.wait_for_line(rank, "reducing")
-    job.kill(1, signal.SIGSTOP)
-    code = ended(job, 0)
-    job.kill(1, signal.SIGCONT)
-    first, second = job.wait(check=False)
-    assert code == 0, job.describe()
-    error, peer, _, _, words = failure(first)
-    assert (error, peer) in [("DeadlineError", 1), ("PeerError", 1)]
-    assert "rank 1" in words
-    error, peer, _, _, words = failure(second)
-    assert second.code == 0
-    assert peer == 1, words  # it accuses nobody: rank 0 has told it who was silent
-
-
-@pytest.mark.parametrize("network", ["tcp", "ofi", "shm"])
-def test_a_rank_that_is_stopped_for_a_while_costs_that_time_and_no_lane(warm_ranks: Ranks, network: str) -> None:
-    env = {**QUICK, "NETBOTTLENECK_TIMEOUT_S": "6", "NETBOTTLENECK_STREAMS": "3", "NETBOTTLENECK_LOG_LEVEL": "info"}
-    shared = {"NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_SHM": "1"}
-    env |= shared if network == "shm" else {"NETBOTTLENECK_TRANSPORT": network}
-    port, secret = free_port(), secrets.token_hex(16)
-    job = warm_ranks.start(3, SCRIPT, ["sums"], lambda rank: {**direct(rank, 3, port, secret), **env})
-    for rank in range(3):
-        job.wait_for_line(rank, "reducing")
-    job.kill(1, signal.SIGSTOP)
-    time.sleep(2.5)  # what is tested: longer than a lane may be silent, shorter than a peer may
-    job.kill(1, signal.SIGCONT)
-    for result in job.wait():
-        assert result.stdout.splitlines()[-1] == "right"
-        assert "lost" not in result.stderr
-
-
-@pytest.mark.parametrize(("transport", "victim"), [("tcp", 2), ("ofi", 0)])
-def test_of_three_a_stopped_rank_is_named_by_all_others(warm_ranks: Ranks, transport: str, victim: int) -> None:
-    env = {"NETBOTTLENECK_TRANSPORT": transport, "NETBOTTLENECK_TIMEOUT_S": "2"}
-    port, secret = free_port(), secrets.token_hex(16)
-    job = warm_ranks.start(3, SCRIPT, ["reduce"], lambda rank: {**direct(rank, 3, port, secret), **env})
-    for rank in range(3):
-        job.wait_for_line(rank, "reducing")
-    job.kill(victim, signal.SIGSTOP)
-    codes = [ended(job, rank) for rank in range(3) if rank != victim]
-    job.kill(victim, signal.SIGCONT)
-    results = job.wait(check=False)
-    assert codes == [0, 0], job.describe()
-    for result in results:
-        error, peer, _, _, words = failure(result)
-        assert result.code == 0
-        if result.rank != victim:
-            assert (error, peer) in [("DeadlineError", victim), ("PeerError", victim)], words
-            assert f"rank {victim}" in words
 
 
 CUT = """
@@ -313,48 +244,6 @@ def test_interrupting_a_wait_raises_at_once(plain_ranks: Ranks) -> None:
     assert peer == 0
 
 
-def test_strangers_are_dropped_and_the_job_goes_on(warm_ranks: Ranks, tmp_path: Path) -> None:
-    visited = tmp_path / "visited"
-    job = warm_ranks.start(2, SCRIPT, ["door"], {**QUICK, "VISITED": str(visited), "NETBOTTLENECK_STREAMS": "3"})
-    visitors = []
-    for rank in range(2):
-        deadline = time.monotonic() + RANKS_LIMIT_S
-        while not (found := re.search(r"^doors(.*)$", job.output(rank), re.MULTILINE)):
-            assert time.monotonic() < deadline, job.describe()
-            assert job.processes[rank].poll() is None, job.describe()
-            time.sleep(0.02)
-        for port in map(int, found[1].split()):
-            for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, secrets.token_bytes(1 << 16)):
-                with contextlib.suppress(ConnectionError):
-                    visitor = socket.create_connection(("127.0.0.1", port), timeout=RANKS_LIMIT_S)
-                    visitors.append(visitor)
-                    visitor.sendall(garbage)
-    visited.touch()
-    for result in job.wait():
-        assert result.stdout.endswith("went on\n")
-    assert visitors, "nothing listens: this test tests nothing"
-    for visitor in visitors:
-        visitor.close()
-
-
-def early_stranger(port: int, limit_s: float) -> socket.socket:
-    """Knock at rank 0's door before any rank does."""
-    deadline = time.monotonic() + limit_s
-    while True:
-        with contextlib.suppress(ConnectionError):
-            visitor = socket.create_connection(("127.0.0.1", port), timeout=RANKS_LIMIT_S)
-            visitor.sendall(b"\x00" * 400)
-            return visitor
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def free_ports(count: int) -> int:
     """Return the first of so many ports in a row that were free a moment ago."""
     for low in range(21000, 32000, count):
@@ -363,29 +252,6 @@ def free_ports(count: int) -> int:
                 held.enter_context(socket.socket()).bind(("127.0.0.1", port))
             return low
     raise AssertionError("no ports in a row are free")
-
-
-def direct(rank: int, size: int, port: int, secret: str) -> dict[str, str]:
-    """The environment of a job that meets at an address and knows a secret."""
-    return {
-        **QUICK,
-        "NETBOTTLENECK_RANK": str(rank),
-        "NETBOTTLENECK_SIZE": str(size),
-        "NETBOTTLENECK_MASTER": f"127.0.0.1:{port}",
-        "NETBOTTLENECK_SECRET": secret,
-    }
-
-
-def test_who_does_not_know_the_secret_is_dropped_and_the_job_goes_on(warm_ranks: Ranks) -> None:
-    port, secret = free_port(), secrets.token_hex(16)
-    first = warm_ranks.start(1, SCRIPT, ["refused"], direct(0, 2, port, secret))
-    visitor = early_stranger(port, 10)
-    wrong = warm_ranks(1, SCRIPT, direct(1, 2, port, secrets.token_hex(16)), args=["refused"], check=False)[0]
-    assert re.search("NETBOTTLENECK_SECRET|secret", last_line(wrong)), wrong.stderr
-    right = warm_ranks(1, SCRIPT, direct(1, 2, port, secret), args=["refused"])[0]
-    assert right.stdout == "refused\n"
-    assert first.wait()[0].stdout == "refused\n"
-    visitor.close()
 
 
 @pytest.mark.parametrize(

@@ -44,29 +44,6 @@ def reduce() -> None:
     tell_of(lambda: nb.allreduce_(big, name="big"))
 
 
-def sums() -> None:
-    """Sums that are verified, for about four seconds after all have begun, in memory of the core's and elsewhere."""
-    this = job.current()
-    core = job.core()
-    arena = core.Arena(4 << 20)
-    this.comm.map(arena)
-    lines = [np.frombuffer(arena, np.float32), np.empty(1 << 20, np.float32)]
-    until = time.monotonic() + 4
-    more = np.ones(1)
-    number = 0
-    while more[0] > 0:  # on which all agree
-        for line in lines:
-            line[:] = np.arange(line.size) % 1000 + number % 7
-            this.comm.submit("line", core.ALLREDUCE, line, core.FLOAT32).wait()
-            assert (line == (np.arange(line.size) % 1000 + number % 7) * this.place.size).all(), number
-        more[0] = time.monotonic() < until
-        this.comm.submit("more", core.ALLREDUCE, more, core.FLOAT64, op=core.MAX).wait()
-        number += 1
-        if number == 2:
-            print("reducing", flush=True)
-    print("right", flush=True)
-
-
 def repeat_steps(model: Any, optimizer: Any, given: Any) -> None:
     """Train for ever."""
     count = 0
@@ -173,35 +150,18 @@ def refused() -> None:
     print("refused")
 
 
-def door() -> None:
-    """Print the addresses at which this process listens, and go on when told."""
-    import psutil
-
-    this = job.current()
-    here = psutil.Process().net_connections("tcp")
-    print("doors", *[c.laddr.port for c in here if c.status == "LISTEN"], flush=True)
-    deadline = time.monotonic() + 100
-    while not os.path.exists(os.environ["VISITED"]) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    big = np.full(1 << 20, this.place.rank, np.float32)
-    assert (nb.allreduce(big, nb.ops.Sum) == 1).all()
-    print("went on")
-
-
 def main() -> None:
     mode = sys.argv[1]
     if mode != "train":
         job.start()
     {
         "reduce": reduce,
-        "sums": sums,
         "train": train,
         "optimize": optimize,
         "busy": busy,
         "interrupted": interrupted,
         "rounds": rounds,
         "refused": refused,
-        "door": door,
         "nothing": lambda: print("no error"),
     }[mode]()
     job.stop()

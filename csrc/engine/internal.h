@@ -253,7 +253,7 @@ struct nb_job {
     struct nb_error abort_why;
     char notices[4][NB_ERROR_TEXT];
     int notice_count;
-    bool limit_told; // that memory is not registered, as much is
+    bool limit_told;                          // that memory is not registered, as much is
     struct wire_stall stalls[NB_STALLS_KEPT]; // told last, one after another
     uint32_t stall_count;
 

@@ -172,8 +172,18 @@ BOTH_ENDS(nb_share_spread, "spread")
 
 static const struct point *point;
 static float *line;
+static pid_t stopped;      // rank 0's child
+static int stopped_status; // as it stopped, or ended before
 
-// All-reduces until the job fails, which it does as a rank stops in one of them.
+// On rank 0: ends the job once the rank has stopped, and not before. No deadline decides.
+static void *watch(void *arg) {
+    struct test_rank *me = arg;
+    CHECK(waitpid(stopped, &stopped_status, WUNTRACED) == stopped, "wait: %m");
+    nb_job_abort(me->job, "a rank stopped");
+    return NULL;
+}
+
+// All-reduces until the job fails, which it does once a rank has stopped in one of them.
 static void sum_on(struct test_rank *me) {
     struct nb_error err = {0};
     char *arena = arena_share(me);
@@ -182,6 +192,8 @@ static void sum_on(struct test_rank *me) {
     test_do(me, test_op("sum", NB_OP_ALLREDUCE, &all));
     atomic_store(&armed, true);
     test_barrier(me, "all are armed");
+    pthread_t watcher;
+    CHECK(me->rank != 0 || pthread_create(&watcher, NULL, watch, me) == 0, "thread");
     struct nb_arena more;
     int rc = nb_arena_open(&more, 1 << 20, &err);
     rc = rc < 0 ? rc : nb_job_map_arena(me->job, &more, &err);
@@ -191,6 +203,7 @@ static void sum_on(struct test_rank *me) {
         }
         rc = test_try(me, test_op("sum", NB_OP_ALLREDUCE, &all), &err);
     }
+    CHECK(me->rank != 0 || pthread_join(watcher, NULL) == 0, "join");
 }
 
 static struct test_rank rank_like(const struct point *at) {
@@ -198,7 +211,6 @@ static struct test_rank rank_like(const struct point *at) {
     like.size = at->hosts == NULL ? 2 : (int)strlen(at->hosts);
     like.hosts = at->hosts;
     like.algorithm = at->hosts == NULL ? NB_ALGORITHM_NONE : NB_ALGORITHM_TWO_LEVEL;
-    like.timeout_ms = 2000;
     like.run = sum_on;
     return like;
 }
@@ -247,13 +259,13 @@ static void point_run(const struct point *at) {
         }
     }
     like.listener = &listener;
+    stopped = ranks[STOPPED];
     test_rank_main(&like);
     CHECK(line != NULL && like.rc == 0, "rank 0: %s", like.err.text);
     for (size_t i = 0; i < COUNT; i++) {
         line[i] = FILL;
     }
-    CHECK(waitpid(ranks[STOPPED], &status, WUNTRACED) == ranks[STOPPED] && WIFSTOPPED(status),
-          "it did not stop at '%s': status %x", at->step, (unsigned)status);
+    CHECK(WIFSTOPPED(stopped_status), "it did not stop at '%s': status %x", at->step, (unsigned)stopped_status);
     CHECK(kill(ranks[STOPPED], SIGCONT) == 0 && waitpid(ranks[STOPPED], &status, 0) == ranks[STOPPED] && status == 0,
           "rank %d, stopped at '%s', ended with %x", STOPPED, at->step, (unsigned)status);
     close(told[1]);

@@ -81,8 +81,14 @@ def interface_down_for_good(cell: Cell) -> str:
 
 ROWS = [
     Fault("reset-lane", "a lane's connection is reset", "sums right", reset_lane, TOLD_WITHIN_S),
-    Fault("reset-all", "all connections of a rank are reset", "named", reset_all, TOLD_WITHIN_S),
-    Fault("blackhole", "all packets to and from a host are lost", "named", blackhole, SILENT_S * SLACK + 0.5),
+    Fault("reset-all", "all connections of a rank are reset", "error names the peer", reset_all, TOLD_WITHIN_S),
+    Fault(
+        "blackhole",
+        "all packets to and from a host are lost",
+        "error names the peer",
+        blackhole,
+        SILENT_S * SLACK + 0.5,
+    ),
     Fault(
         "link-3s",
         f"a host's only link is down for {DOWN_S:g} s of the {PATIENT_S:g} s that a peer may be silent",
@@ -93,7 +99,7 @@ ROWS = [
     Fault(
         "link-down",
         "a host's only link goes down for good",
-        "named",
+        "error names the peer",
         link_down_for_good,
         SILENT_S * SLACK + 0.5,
     ),

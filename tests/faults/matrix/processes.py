@@ -74,12 +74,12 @@ def forked_child(cell: Cell) -> str:
 
 
 ROWS = [
-    Fault("kill", "a rank is killed", "named", lambda cell: kill(cell, cell.victim), TOLD_WITHIN_S),
-    Fault("kill-0", "the coordinator is killed", "named", lambda cell: kill(cell, 0), TOLD_WITHIN_S),
+    Fault("kill", "a rank is killed", "error names the peer", lambda cell: kill(cell, cell.victim), TOLD_WITHIN_S),
+    Fault("kill-0", "the coordinator is killed", "error names the peer", lambda cell: kill(cell, 0), TOLD_WITHIN_S),
     Fault(
         "kill-forked",
         "a rank is killed, and a child that it forked lives on",
-        "named",
+        "error names the peer",
         lambda cell: kill(cell, cell.victim, forked=True),
         TOLD_WITHIN_S,
     ),
@@ -87,11 +87,17 @@ ROWS = [
     Fault(
         "stop",
         "a rank is stopped for good",
-        "named",
+        "error names the peer",
         lambda cell: stop(cell, cell.victim),
         SILENT_S * SLACK + 0.5,
     ),
-    Fault("stop-0", "the coordinator is stopped for good", "named", lambda cell: stop(cell, 0), SILENT_S * SLACK + 0.5),
+    Fault(
+        "stop-0",
+        "the coordinator is stopped for good",
+        "error names the peer",
+        lambda cell: stop(cell, 0),
+        SILENT_S * SLACK + 0.5,
+    ),
     Fault(
         "stop-continue",
         f"a rank is stopped for {STOPPED_S:g} s of the {PATIENT_S:g} s that a peer may be silent",

@@ -45,7 +45,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
     for name in dict.fromkeys(outcome.fault for outcome in outcomes):
         row = [cells.get((name, *column), "").rjust(10) for column in columns]
         lines.append(f"{name:28}" + "".join(row))
-    return "\n".join(["", *lines, ""])
+    absent = sum(outcome.verdict == "not applicable" for outcome in outcomes)
+    return "\n".join(["", *lines, "", f"not applicable (n/a): {absent}"])
 
 
 def page(rows: Sequence[Fault], outcomes: Sequence[Outcome]) -> str:
@@ -59,7 +60,9 @@ def page(rows: Sequence[Fault], outcomes: Sequence[Outcome]) -> str:
         told = " | ".join(cells.get((row.name, *column), "") for column in columns)
         lines.append(f"| {row.title} | {row.expects}{bound} | {told} |")
     absent = dict.fromkeys(
-        f"* {each.fault}, {each.network}: {each.words}" for each in outcomes if each.verdict == "not applicable"
+        f"* {each.fault}, {each.network}, {each.size} ranks: {each.words}"
+        for each in outcomes
+        if each.verdict == "not applicable"
     )
     said = ["", "Not applicable:", "", *absent] if absent else []
     return PAGE + "\n".join([*lines, *said, "", totals(outcomes)]) + "\n"
@@ -68,5 +71,4 @@ def page(rows: Sequence[Fault], outcomes: Sequence[Outcome]) -> str:
 def totals(outcomes: Sequence[Outcome]) -> str:
     """Return the last line."""
     count = [sum(outcome.verdict == verdict for outcome in outcomes) for verdict in ("passed", "failed")]
-    absent = len(outcomes) - sum(count)
-    return f"{count[0]} passed, {count[1]} failed" + (f", {absent} not applicable" if absent else "")
+    return f"{count[0]} passed, {count[1]} failed"

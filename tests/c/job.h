@@ -55,6 +55,14 @@ struct test_rank {
 
 static const unsigned char test_secret[32] = "0123456789abcdef0123456789abcde";
 
+// Has rank 0 be a forked child of this process: what the core has opened is closed there, a copy of it is not.
+static inline void test_listener_for_child(struct nb_listener *listener) {
+    int opened = listener->fd;
+    listener->fd = dup(opened);
+    CHECK(listener->fd >= 0, "dup: %m");
+    close(opened);
+}
+
 static void *test_rank_main(void *arg) {
     struct test_rank *me = arg;
     struct nb_boot_config config = {.rank = me->rank,

@@ -97,6 +97,7 @@ static void processes(enum nb_algorithm algorithm) {
     like.segment_bytes = CUT_BYTES;
     like.shm = NB_SHM_OFF;
     CHECK(nb_listener_open(&listener, &config, NULL, &err) == 0, "listen: %s", err.text);
+    test_listener_for_child(&listener);
     nb_sock_format(&listener.addr, like.address);
     for (int r = 0; r < like.size; r++) {
         ranks[r] = fork();

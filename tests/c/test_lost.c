@@ -473,7 +473,7 @@ static void say_grant(uint64_t op, uint32_t count) {
     struct wire_grants message = {.type = NB_WORD_GRANTS, .count = 1};
     message.grants[0].op = op;
     message.grants[0].count = count;
-    nb_lanes_up.message(lanes, lanes->lane[0], PEER, &message, sizeof message);
+    nb_lanes_up.message(lanes, lanes->lane[0], PEER, &message, WIRE_GRANTS_BYTES(1));
 }
 
 // Credit that is told again, after a lane was lost, for the newest operation there was, which is over: it is for nobody.

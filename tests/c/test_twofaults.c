@@ -208,10 +208,7 @@ static void run_plan(struct plan plan) {
     struct nb_error err = {0};
     struct nb_boot_config config = {.size = RANKS, .ifname = "lo", .secret = test_secret, .secret_bytes = 32};
     CHECK(nb_listener_open(&listener, &config, NULL, &err) == 0, "listen: %s", err.text);
-    int opened = listener.fd; // rank 0 is a child, in which what the core has opened is closed: a copy is not
-    listener.fd = dup(opened);
-    CHECK(listener.fd >= 0, "dup: %m");
-    close(opened);
+    test_listener_for_child(&listener);
     for (int r = 0; r < RANKS; r++) {
         pids[r] = start(&like, r, &listener);
     }

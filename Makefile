@@ -48,7 +48,7 @@ sanitize: ## the C tests under ASan+UBSan, then under TSan, then a moment of fuz
 	@tools/setup_env.sh dev
 	@tools/sanitize.sh
 
-fuzz: ## fuzz what parses bytes of a peer (ARGS=SECONDS, of each of the three)
+fuzz: ## fuzz what parses bytes of a peer (ARGS=SECONDS, of each target)
 	@tools/setup_env.sh dev
 	@tools/fuzz.sh $(ARGS)
 

@@ -45,7 +45,7 @@ z() { printf '\\x00%.0s' $(seq "$1"); }
 seed() { printf "$3" >"$folder/seeds/$1/$2"; }
 
 seeds() {
-    mkdir -p "$folder"/seeds/{fuzz_control,fuzz_lanes,fuzz_bootstrap,fuzz_shm}
+    mkdir -p "$folder"/seeds/{fuzz_control,fuzz_lanes,fuzz_bootstrap,fuzz_shm,fuzz_ofi}
     seed fuzz_control submit "\\x00\\x01\\x98\\x00\\x01$(z 151)"
     seed fuzz_control group "\\x00\\x10\\x0c\\x00\\x05$(z 3)\\x00$(z 3)\\x01$(z 3)"
     seed fuzz_control stand_in "\\x01\\x0f\\x98\\x00\\x77$(z 7)\\x40$(z 143)"
@@ -63,6 +63,10 @@ seeds() {
     seed fuzz_lanes staged "\\x00\\x01\\x01\\x01\\x00\\x01\\x00\\x00\\x01\\x00\\x01\\x57$(z 2)\\x40$(z 3)\\x02$(z 7)\\x04$(z 3)\\x02$(z 67)"
     seed fuzz_lanes greeting "\\x41\\x00\\x1a\\x02$(z 3)\\x02$(z 19)ab"
     seed fuzz_lanes address "\\x02\\x0c$(z 7)127.0.0.1:1"
+    seed fuzz_ofi region "\\x00\\x01\\x03\\x00\\x00\\x1e\\x00\\x01$(z 7)\\x77$(z 15)\\x07\\x00"
+    seed fuzz_ofi grants "\\x01\\x02\\x03\\x00\\x00\\x2e\\x00\\x02\\x01$(z 6)\\x01$(z 15)\\x0c$(z 7)\\x01$(z 3)\\x07\\x00"
+    seed fuzz_ofi arrivals "\\x00\\x03\\x03\\x00\\x03\\x00\\x05\\x04\\x00\\x03$(z 2)\\x02\\x09\\x00$(z 8)\\x07\\x00\\x01\\x04\\x00abcd"
+    seed fuzz_ofi told "\\x01\\x00\\x03\\x00\\x03\\x00\\x00\\x11\\x01$(z 16)\\x06\\x01\\x02\\x07\\x00"
     seed fuzz_bootstrap raw "\\x00NBBOOT\\r\\n\\x01$(z 3)\\x01$(z 3)\\x02$(z 3)\\x05$(z 35)1/tcp$(z 251)"
     seed fuzz_bootstrap proves "\\x01\\x01$(z 3)\\x02$(z 3)\\x05$(z 3)1/tcp"
     seed fuzz_bootstrap guest "\\x02\\x00\\xfb\\xff\\xff\\xff$(z 36)why"
@@ -80,8 +84,10 @@ seeds() {
 
 fuzz() {
     local name=$1 log=$folder/$1.log
+    local wrapped=()
+    [ "$name" != fuzz_ofi ] || wrapped=(-Wl,--wrap=nb_ofi_lib_open) # it has a libfabric of its own
     "$clang" "${flags[@]}" "${sanitize[@]}" -fsanitize=fuzzer "tests/c/fuzz/$name.c" "$folder/core.a" -o "$folder/$name" \
-        -pthread -ldl -lm || return 1
+        "${wrapped[@]}" -pthread -ldl -lm || return 1
     mkdir -p "$folder/found/$name" "$folder/seeds/$name"
     # Limits: a run of 10 s is a hang, 2 GiB are a leak. What a peer asks for may be more memory than there is: NULL.
     if ASAN_OPTIONS=allocator_may_return_null=1:max_allocation_size_mb=256 "$folder/$name" -max_total_time="$seconds" -timeout=10 -rss_limit_mb=2048 -max_len=4096 -verbosity=1 \

@@ -1,5 +1,5 @@
 // Somebody who reaches the ports of a libfabric lane and does not know the job's session: an endpoint that writes and
-// says what it likes. Shared by test_ofi.c and test_outsider.c.
+// says what it likes. Shared by test_ofi.c, test_ofi_double.c, test_outsider.c and fuzz_ofi.c.
 #ifndef NB_TESTS_OUTSIDER_H
 #define NB_TESTS_OUTSIDER_H
 
@@ -10,9 +10,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+#ifndef CHECK
+#include "check.h"
+#endif
 #include "base/clock.h"
 #include "base/loop.h"
-#include "check.h"
 #include "transport/lanes_internal.h"
 #include "transport/ofi_lane.h"
 

@@ -1,0 +1,273 @@
+// Feeds two libfabric lanes what a broken peer of the job and a stranger send, over a double of libfabric, while flows are
+// under way. The first byte chooses the length of completion data, the second the weather; then commands: what, length,
+// bytes.
+#include <stdint.h>
+#include <stdlib.h>
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
+
+#ifdef NB_HAVE_OFI
+#define CHECK(cond, ...)                                                                                               \
+    do {                                                                                                               \
+        if (!(cond)) {                                                                                                 \
+            abort();                                                                                                   \
+        }                                                                                                              \
+    } while (0)
+
+#include <string.h>
+
+#include "../ofi_double.h"
+#include "../outsider.h"
+#include "transport/grants_internal.h"
+
+enum { LANES = 2, BLOCK = 32, BLOCKS = 12, STEP = 6, FLOWS = 4, COMMANDS_MAX = 64, TURNS = 6 };
+
+// The first byte of a command.
+enum command { PEER_SAYS, STRANGER_SAYS, STRANGER_ARRIVES, FLOW_BEGINS, PEER_WRITES, TAG_IS_KNOWN, WRITE_FAILS, TURN };
+
+struct side {
+    struct nb_flow flow;
+    uint64_t map[1];
+    unsigned char *memory;
+    uint32_t seen; // blocks that landed, a bit each
+    bool over;
+};
+
+struct world {
+    struct nb_loop loop;
+    struct nb_boot boot;
+    struct nb_lanes *lanes;
+    struct outsider peer[LANES]; // rank 1
+    uint64_t ids[LANES];         // of this rank's endpoints
+    unsigned char *arena;
+    struct side sides[FLOWS];
+    int begun;
+};
+
+static size_t flow_bytes(const struct nb_flow *flow, uint32_t first, uint32_t count) {
+    (void)flow;
+    CHECK((uint64_t)first + count <= BLOCKS, "the lanes ask only for what they have checked");
+    return (size_t)count * BLOCK;
+}
+
+static uint32_t flow_limit(const struct nb_flow *flow, uint32_t first, uint32_t count) {
+    (void)flow;
+    uint32_t left = STEP - first % STEP;
+    return count < left ? count : left;
+}
+
+// Flow 2 has no memory of its own.
+static int flow_memory(const struct nb_flow *flow, uint32_t first, uint32_t count, struct iovec iov[NB_LANE_IOV_MAX]) {
+    const struct side *side = flow->owner;
+    if (flow->op == 2) {
+        return 0;
+    }
+    iov[0] = (struct iovec){.iov_base = side->memory + (size_t)first * BLOCK, .iov_len = (size_t)count * BLOCK};
+    return 1;
+}
+
+static void flow_consume(struct nb_flow *flow, uint32_t first, uint32_t count, const void *data, size_t bytes) {
+    struct side *side = flow->owner;
+    uint32_t blocks = ((1u << count) - 1) << first;
+    CHECK(!side->over && first + count <= BLOCKS && (side->seen & blocks) == 0, "each once, of a flow that goes on");
+    side->seen |= blocks;
+    if (data != NULL) {
+        memcpy(side->memory + (size_t)first * BLOCK, data, bytes);
+    }
+}
+
+static void flow_finished(struct nb_flow *flow) {
+    struct side *side = flow->owner;
+    CHECK(!side->over, "once");
+    side->over = true;
+}
+
+static const struct nb_flow_ops flow_ops = {.bytes = flow_bytes,
+                                            .run_limit = flow_limit,
+                                            .memory = flow_memory,
+                                            .consume = flow_consume,
+                                            .finished = flow_finished};
+
+static void lane_lost(void *ctx, int peer, int lane, const struct nb_error *why, int lanes_left) {
+    (void)ctx;
+    CHECK(peer == 1 && lane < LANES && why->code < 0 && lanes_left >= 0 && lanes_left < LANES, "as it is");
+}
+
+static void turn(struct world *world) {
+    for (int i = 0; i < TURNS; i++) {
+        (void)nb_lanes_progress(world->lanes, nb_now_ns());
+        (void)nb_loop_wait(&world->loop, 0);
+        for (int lane = 0; lane < LANES; lane++) {
+            (void)nb_ofi_ops.progress(world->peer[lane].lane);
+        }
+    }
+}
+
+// Flows 0 and 3 go out, 1 and 2 come in.
+static void flow_begin(struct world *world) {
+    int i = world->begun;
+    if (i == FLOWS) {
+        return;
+    }
+    struct side *side = &world->sides[i];
+    world->begun++;
+    side->memory = world->arena + (size_t)i * BLOCKS * BLOCK;
+    side->flow = (struct nb_flow){.ops = &flow_ops,
+                                  .dir = i % 3 == 0 ? NB_FLOW_OUT : NB_FLOW_IN,
+                                  .peer = 1,
+                                  .op = (uint64_t)i,
+                                  .blocks = BLOCKS,
+                                  .block_bytes = BLOCK,
+                                  .map = side->map,
+                                  .left = BLOCKS,
+                                  .staged_only = i == 2,
+                                  .owner = side};
+    nb_list_init(&side->flow.link);
+    side->map[0] = i % 3 == 0 ? (1u << BLOCKS) - 1 : 0;
+    nb_lanes_add(world->lanes, &side->flow, nb_now_ns());
+}
+
+// The tag that a block of a slot was granted with; 0: no flow has the slot.
+static uint32_t tag_of(const struct world *world, int slot, uint32_t block) {
+    const struct nb_flow *flow = world->lanes->rma->slots[slot];
+    for (int i = 0; flow != NULL && i < STAGING_BUFFERS; i++) {
+        const struct buffer *buffer = &world->lanes->peers[1].rma->buffers[i];
+        if (buffer->flow == flow && block >= buffer->first && block < buffer->first + buffer->count) {
+            return buffer->tag;
+        }
+    }
+    return flow != NULL ? flow->tag : 0;
+}
+
+// An arrival that has the tag right, and nothing else.
+static void tag_known(struct world *world, const uint8_t *data, size_t bytes) {
+    uint8_t said[4] = {0};
+    memcpy(said, data, bytes < sizeof said ? bytes : sizeof said);
+    struct nb_frame frame = {.slot = said[0] % 3, .block = said[1], .blocks = (uint16_t)(said[2] + 1)};
+    frame.tag = tag_of(world, frame.slot, frame.block);
+    uint64_t arrival[2] = {nb_frame_pack(&frame), said[3]};
+    if (double_state.data_bytes == sizeof arrival[0]) {
+        double_arrive(world->ids[said[3] % LANES], arrival[0], FI_REMOTE_CQ_DATA);
+    } else {
+        (void)nb_ofi_say(nb_ofi_lane_of(world->peer[said[3] % LANES].lane), 0, NB_OFI_OF_ARRIVALS, arrival,
+                         sizeof arrival);
+    }
+}
+
+static void peer_write(struct world *world, const uint8_t *data, size_t bytes) {
+    static unsigned char line[4 * BLOCK];
+    uint8_t said[4] = {0};
+    memcpy(said, data, bytes < sizeof said ? bytes : sizeof said);
+    struct outsider *peer = &world->peer[said[0] % LANES];
+    struct nb_request *request = &peer->requests[said[1] % OUTSIDER_REQUESTS];
+    const struct nb_region *region = &world->lanes->peers[1].rma->staging_region[said[0] % LANES];
+    if (peer->busy[said[1] % OUTSIDER_REQUESTS]) {
+        return;
+    }
+    *request = (struct nb_request){.frame = {.block = said[2], .blocks = 1, .bytes = 4 * BLOCK},
+                                   .peer = 0,
+                                   .iov_count = 1,
+                                   .iov = {{.iov_base = line, .iov_len = sizeof line}},
+                                   .remote_addr = region->addr + (uint64_t)said[3] * BLOCK,
+                                   .remote_key = region->key};
+    peer->busy[said[1] % OUTSIDER_REQUESTS] = nb_ofi_ops.post(peer->lane, request) == 0;
+}
+
+static void peer_say(struct world *world, const uint8_t *data, size_t bytes) {
+    size_t length = bytes > 1 ? bytes - 1 : 0;
+    struct nb_ofi_lane *lane = nb_ofi_lane_of(world->peer[(bytes > 0 ? data[0] : 0) / 2 % LANES].lane);
+    enum nb_ofi_message_kind kind = bytes > 0 && data[0] % 2 != 0 ? NB_OFI_OF_ARRIVALS : NB_OFI_OF_LANES;
+    (void)nb_ofi_say(lane, 0, kind, bytes > 1 ? data + 1 : data,
+                     length < NB_LANE_MESSAGE_MAX ? length : NB_LANE_MESSAGE_MAX);
+}
+
+static void obey(struct world *world, enum command command, const uint8_t *data, size_t bytes) {
+    uint64_t bits = 0;
+    memcpy(&bits, data, bytes < sizeof bits ? bytes : sizeof bits);
+    if (command == PEER_SAYS) {
+        peer_say(world, data, bytes);
+    } else if (command == STRANGER_SAYS) {
+        double_say(world->ids[bits % LANES], data, bytes);
+    } else if (command == STRANGER_ARRIVES) {
+        double_arrive(world->ids[bits % LANES], bits, bytes % 2 != 0 ? FI_REMOTE_CQ_DATA : 0);
+    } else if (command == FLOW_BEGINS) {
+        flow_begin(world);
+    } else if (command == PEER_WRITES) {
+        peer_write(world, data, bytes);
+    } else if (command == TAG_IS_KNOWN) {
+        tag_known(world, data, bytes);
+    } else if (command == WRITE_FAILS) {
+        double_fail(DOUBLE_WRITE_DONE, 1 + (int)(bits % 8));
+    }
+    turn(world);
+}
+
+static void meet(struct world *world) {
+    struct nb_lane_address mine[LANES];
+    struct nb_lane_address its[LANES] = {0};
+    struct nb_error err = {0};
+    nb_lanes_address(world->lanes, mine);
+    for (int i = 0; i < LANES; i++) {
+        size_t bytes = 0;
+        CHECK(outsider_open(&world->peer[i], i, 1, 2, world->boot.session, &err) == 0, "a lane");
+        nb_ofi_ops.address(world->peer[i].lane, its[i].addr, &bytes);
+        its[i].bytes = (uint32_t)bytes;
+        CHECK(nb_ofi_ops.peer_open(world->peer[i].lane, 0, mine[i].addr, mine[i].bytes, &err) == 0, "its peer");
+        world->ids[i] = nb_ofi_lane_of(world->peer[i].lane)->peers[0].addr;
+    }
+    CHECK(nb_lanes_peer_open(world->lanes, 1, its, &err) == 0, "a peer");
+}
+
+static void world_close(struct world *world) {
+    for (int i = 0; i < world->begun; i++) {
+        if (!world->sides[i].over) {
+            nb_lanes_cancel(world->lanes, &world->sides[i].flow);
+            world->sides[i].over = true;
+        }
+    }
+    turn(world);
+    nb_lanes_close(world->lanes);
+    for (int i = 0; i < LANES; i++) {
+        nb_ofi_ops.close(world->peer[i].lane);
+    }
+    free(world->arena);
+    nb_loop_fini(&world->loop);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
+    struct world world = {.boot = {.rank = 0, .size = 2}};
+    struct nb_error err = {0};
+    if (bytes < 2 || nb_loop_init(&world.loop, &err) < 0) {
+        return 0;
+    }
+    double_begin(data[1], data[0] % 2 == 0 ? 8 : 4);
+    struct nb_lanes_config config = {.ops = &nb_ofi_ops, .lanes = LANES, .segment_bytes = 4 * BLOCK};
+    config.lane =
+        (struct nb_lane_config){.rank = 0, .size = 2, .loop = &world.loop, .boot = &world.boot, .timeout_ms = 1000};
+    CHECK(nb_sock_parse("127.0.0.1:0", &config.lane.bind, &err) == 0, "an address");
+    config.binds = &config.lane.bind;
+    config.bind_count = 1;
+    config.in_flight_max = 1 << 20;
+    config.copy_bytes = (data[0] & 2) != 0 ? NB_COPY_MAX : 0;
+    config.lane_lost = lane_lost;
+    world.arena = calloc(FLOWS * BLOCKS, BLOCK);
+    CHECK(world.arena != NULL && nb_lanes_open(&world.lanes, &config, &err) == 0, "lanes");
+    CHECK(nb_lanes_map(world.lanes, world.arena, (size_t)FLOWS * BLOCKS * BLOCK, &err) == 0, "memory");
+    meet(&world);
+    size_t at = 2;
+    for (int n = 0; at + 2 <= bytes && n < COMMANDS_MAX; n++) {
+        size_t length = data[at + 1] < bytes - at - 2 ? data[at + 1] : bytes - at - 2;
+        obey(&world, (enum command)(data[at] % (TURN + 1)), data + at + 2, length);
+        at += 2 + length;
+    }
+    world_close(&world);
+    double_end();
+    return 0;
+}
+#else
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
+    (void)data;
+    (void)bytes;
+    return 0;
+}
+#endif

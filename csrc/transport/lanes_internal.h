@@ -53,7 +53,6 @@ struct path {
     int64_t moved_ns; // when something last came or went
     int64_t asked_ns; // since when a sign is waited for; 0: it is not
     int64_t rival_ns; // since when another lane is known to have been alive after that
-    int64_t down_ns;  // since when its interface is known to be down while nothing moves; 0: it is not
     size_t in_flight; // bytes
     struct pace {
         int64_t since_ns; // what was sent before this is counted
@@ -156,8 +155,8 @@ struct peer {
 // The interface that a lane is bound to.
 struct lane_interface {
     char name[IF_NAMESIZE]; // "": not known
-    bool down;
-    int64_t asked_ns; // when it was found out
+    int64_t down_ns;        // since when it is known to be down; 0: it is up
+    int64_t asked_ns;       // when that was found out
 };
 
 struct nb_lanes {

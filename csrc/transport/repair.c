@@ -356,19 +356,21 @@ static bool rival_moved(const struct nb_lanes *lanes, const struct peer *peer, i
     return false;
 }
 
-// Asked once a tick, however many peers there are.
-static bool lane_is_down(struct nb_lanes *lanes, int lane, int64_t now_ns) {
+// Since when a lane's interface is down; 0: it is up. Asked once a tick, however many peers there are.
+static int64_t down_since(struct nb_lanes *lanes, int lane, int64_t now_ns) {
     struct lane_interface *interface = &lanes->interfaces[lane];
     if (interface->asked_ns != now_ns) {
+        bool known = interface->down_ns != 0 && now_ns - interface->asked_ns < DOWN_NS; // it may have been up meanwhile
+        bool down = nb_sock_interface_down(interface->name);
+        interface->down_ns = !down ? 0 : known ? interface->down_ns : now_ns;
         interface->asked_ns = now_ns;
-        interface->down = nb_sock_interface_down(interface->name);
     }
-    return interface->down;
+    return interface->down_ns;
 }
 
 static bool another_is_up(struct nb_lanes *lanes, const struct peer *peer, int64_t now_ns) {
     for (int i = 0; i < lanes->config.lanes; i++) {
-        if (peer->paths[i].open && !lane_is_down(lanes, i, now_ns)) {
+        if (peer->paths[i].open && down_since(lanes, i, now_ns) == 0) {
             return true;
         }
     }
@@ -376,17 +378,17 @@ static bool another_is_up(struct nb_lanes *lanes, const struct peer *peer, int64
 }
 
 // A lane on which nothing moves while its interface is down is given up where another lane has one that is up: a link that
-// comes back at once costs nothing, and the only one that there is may still come back before the deadline.
+// comes back at once costs nothing, and the only one that there is may still come back before the deadline. Peers that
+// wait for each other do not wait one after another: an interface is down for all of them.
 static void down_tick(struct nb_lanes *lanes, int peer_rank, int lane, int64_t now_ns) {
     struct peer *peer = &lanes->peers[peer_rank];
     struct path *path = &peer->paths[lane];
     int64_t since = path->moved_ns > peer->busy_ns ? path->moved_ns : peer->busy_ns;
-    if (!path->open || now_ns - since < STILL_NS || !lane_is_down(lanes, lane, now_ns)) {
-        path->down_ns = 0;
+    if (!path->open || now_ns - since < STILL_NS) {
         return;
     }
-    path->down_ns = path->down_ns == 0 ? now_ns : path->down_ns;
-    if (now_ns - path->down_ns >= DOWN_NS && another_is_up(lanes, peer, now_ns)) {
+    int64_t down_ns = down_since(lanes, lane, now_ns);
+    if (down_ns != 0 && now_ns - down_ns >= DOWN_NS && another_is_up(lanes, peer, now_ns)) {
         struct nb_error why = {0};
         nb_fail_peer(&why, NB_ETIMEOUT, peer_rank, "lane %d to rank %d: interface %s is down", lane, peer_rank,
                      lanes->interfaces[lane].name);

@@ -423,7 +423,7 @@ if first and place.rank == 1:
     raise SystemExit(3)
 comm = connect(chosen, place)  # where the other rank has ended, torchrun ends this one too
 comm.close()
-print("done", place.rank, "first" if first else "again")
+print(f"done {{place.rank}} {{'first' if first else 'again'}}\\n", end="")  # in one write: the ranks share a pipe
 """
 C10D = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
 

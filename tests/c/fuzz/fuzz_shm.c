@@ -75,6 +75,8 @@ static void shm_make(struct stage *s) {
         peer->arena_count = 1;
         peer->arenas[0] = s->memory[r];
         peer->arena_bytes[0] = ARENA;
+        peer->arena_lives[0] = 1;
+        atomic_store(&(r == 0 ? s->shm->area : peer->area)->lives[0], 1);
     }
 }
 
@@ -142,7 +144,7 @@ static void start(struct stage *s, int i, uint8_t how) {
     struct nb_segment all = {.base = s->memory[0], .bytes = LINE};
     struct nb_op op = {.name = name, .kind = kinds[how % 4], .dtype = NB_F32, .segments = &all, .segment_count = 1};
     op.prescale = (how & 16) != 0 ? 2 : 0;
-    atomic_store(&s->shm->peers[1].area->mapped[0], (how & 8) == 0); // else this rank's line is staged
+    atomic_store(&s->shm->peers[1].area->mapped[0][0], (how & 8) == 0); // else this rank's line is staged
     if (s->job.failed || nb_submit(&s->job.world, &op, &s->works[i], NULL) < 0) {
         return;
     }
@@ -266,6 +268,11 @@ static void feed_arenas(struct input *in) {
     }
     nb_shm_group(shm, ranks, 2, 0);
     shm->peers[1].watch.fd = pair[0];
+    void *area = mmap(NULL, sizeof *shm->area, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (area == MAP_FAILED) {
+        abort();
+    }
+    shm->peers[1].area = area;
     if (nb_shm_watch(shm, &loop, &err) < 0) {
         abort();
     }
@@ -274,14 +281,21 @@ static void feed_arenas(struct input *in) {
             uint32_t magic;
             uint32_t arena;
             uint64_t bytes;
+            uint32_t life;
+            uint32_t zero;
             uint64_t more;
         } gift = {.magic = 0x4e425347};
         uint8_t how = take_byte(in);
         take(in, &gift.arena, how % 2 != 0 ? 1 : 4);
         take(in, &gift.bytes, how % 3 != 0 ? 2 : 8);
         gift.magic ^= how / 128;
-        send_message(pair[1], in, &gift, how % 16 == 15 ? how % sizeof gift : 16);
+        gift.life = how / 4 % 4;
+        atomic_store(&shm->peers[1].area->lives[gift.arena % NB_SHM_ARENAS], how / 16 % 4);
+        send_message(pair[1], in, &gift, how % 16 == 15 ? how % sizeof gift : 24);
         nb_loop_wait(&loop, 0);
+        if (how % 5 == 0) {
+            nb_shm_tidy(shm);
+        }
         touch(shm, in);
     }
     nb_shm_close(shm);

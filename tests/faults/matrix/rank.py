@@ -65,7 +65,7 @@ class Rank:
     def __init__(self, line: Line) -> None:
         self.line = line
         self.ending = False
-        self.doing = threading.Event()
+        self.doing = threading.Lock()  # held while a command is carried out
         self.began = 0.0
         self.opened: list[int] = []
 
@@ -74,8 +74,9 @@ class Rank:
         with os.fdopen(self.line.commands, encoding="ascii") as commands:
             for command in commands:
                 name, *words = command.split()
-                answer = getattr(self, f"do_{name}")(*words)
-                self.line.tell(f"done {name}", answer=answer)
+                with self.doing:
+                    answer = getattr(self, f"do_{name}")(*words)
+                    self.line.tell(f"done {name}", answer=answer)
 
     def do_end(self) -> None:
         """End with the round in which all ranks have this command."""
@@ -241,7 +242,8 @@ def main() -> int:
             words=str(error),
             number=rank.number,
         )
-    rank.do_close()
+    with rank.doing:  # a fault that ended the job may still be under way
+        rank.do_close()
     nb.shutdown()
     gc.collect()  # a failure holds the frames that it came through
     line.tell("left", more=holdings.more(before, holdings.held()))

@@ -113,6 +113,8 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
     Holds the model and its parameters weakly.
     """
 
+    getSize = _ProcessGroup.size
+
     def __init__(
         self, ddp: DistributedDataParallel, recorder: "_core.Recorder", on_error: Callable[[Exception], None]
     ) -> None:
@@ -322,7 +324,7 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
     def _observe(self, tensor: torch.Tensor) -> Callable[[Any], None] | None:
         """Stamp a bucket that the own group gets; return what stamps its start and, by its future, its end."""
         index = self._next_index(tensor)
-        return self._stamp(index) if self._takes(tensor) else None
+        return self._stamp(index) if tensor.layout == torch.strided else None
 
     def _stamp(self, index: int) -> Callable[[Any], None] | None:
         recorder, bucket = self._recorder, self.buckets[index]

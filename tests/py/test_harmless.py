@@ -10,6 +10,9 @@ from conftest import Ranks
 
 pytest.importorskip("torch")
 
+from netbottleneck import env
+from netbottleneck.hooks import ddp
+
 SCRIPT = Path(__file__).parent / "scripts" / "harmless_checks.py"
 
 
@@ -248,3 +251,19 @@ def test_a_silent_peer_has_the_process_groups_timeout_where_no_other_was_asked_f
 ) -> None:
     first, _ = warm_ranks(2, STOPPED, {"NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_TIMEOUT_S": "", **variables})
     assert re.search(rf"failed: .*rank 1.*{limit}", first.stdout), first.stdout + first.stderr
+
+
+class Untold:
+    """A process group whose backend does not tell its options."""
+
+    def _get_backend(self, _device: object) -> object:
+        return self
+
+    @property
+    def options(self) -> object:
+        raise RuntimeError("backend mpi does not implement getBackendOptions")
+
+
+def test_a_backend_that_does_not_tell_its_timeout_has_that_of_the_settings() -> None:
+    chosen = env.settings(environ={})
+    assert ddp._with_timeout_of(Untold(), chosen) == chosen

@@ -182,10 +182,14 @@ def _open(ddp: DistributedDataParallel, settings: Settings, why: str) -> Session
 
 
 def _with_timeout_of(group: Any, settings: Settings) -> Settings:
-    """Have a peer be silent for as long as under the process group itself, where no other limit was asked for."""
+    """Return settings with the process group's timeout for a silent peer, where no other was asked for."""
     if "timeout_s" in settings.sources:
         return settings
-    limit = group._get_backend(torch.device("cpu")).options._timeout
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+        limit = getattr(backend, "wrapped_pg", backend).options._timeout
+    except (AttributeError, RuntimeError):  # a backend that does not tell, such as MPI's
+        return settings
     sources = {**settings.sources, "timeout_s": "process group"}
     return replace(settings, timeout_s=min(limit.total_seconds(), LONGEST_S), sources=sources)
 

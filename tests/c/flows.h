@@ -121,6 +121,22 @@ struct flow_world {
     struct flow_node nodes[FLOWS_RANKS_MAX];
 };
 
+// Has two ranks owe each other a flow of equal blocks: op 1 from rank 0, op 2 from rank 1.
+static inline void flows_plan_crossed(struct flow_plan *plan, uint32_t blocks, size_t block_bytes, bool staged) {
+    plan->count = 2;
+    for (int i = 0; i < 2; i++) {
+        plan->specs[i] = (struct flow_spec){.from = i,
+                                            .to = 1 - i,
+                                            .op = 1 + (uint64_t)i,
+                                            .blocks = blocks,
+                                            .full = blocks,
+                                            .block_bytes = block_bytes,
+                                            .bytes = (size_t)blocks * block_bytes,
+                                            .step = blocks,
+                                            .staged = staged};
+    }
+}
+
 static inline unsigned char flows_byte(uint64_t op, size_t at) {
     return (unsigned char)((op * 37 + at * 11 + at / 253) % 251);
 }

@@ -50,17 +50,8 @@ static struct flow_world *begin(int kind, uint64_t seed) {
     clock_ns = 1000 * MS;
     world->ops = nb_mem_ops(kind);
     world->timeout_ms = TIMEOUT_MS;
-    world->plan = (struct flow_plan){.seed = seed, .size = 2, .lanes = LANES, .segment_bytes = BLOCK, .count = 2};
-    for (int i = 0; i < 2; i++) {
-        world->plan.specs[i] = (struct flow_spec){.from = i,
-                                                  .to = 1 - i,
-                                                  .op = (uint64_t)i + 1,
-                                                  .blocks = BLOCKS,
-                                                  .full = BLOCKS,
-                                                  .block_bytes = BLOCK,
-                                                  .bytes = (size_t)BLOCKS * BLOCK,
-                                                  .step = BLOCKS};
-    }
+    world->plan = (struct flow_plan){.seed = seed, .size = 2, .lanes = LANES, .segment_bytes = BLOCK};
+    flows_plan_crossed(&world->plan, BLOCKS, BLOCK, false);
     CHECK(flows_open(world, &err) == 0, "open: %s", err.text);
     for (int rank = 0; rank < 2; rank++) {
         struct flow_node *node = &world->nodes[rank];

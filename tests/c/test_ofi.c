@@ -25,18 +25,7 @@ static struct flow_world *world_make(struct nb_boot boots[2], bool staged) {
     world->provider = getenv("NETBOTTLENECK_PROVIDER");
     world->boots = boots;
     world->plan = (struct flow_plan){.seed = 1, .size = 2, .lanes = LANES, .segment_bytes = 4 * BLOCK, .mapped = true};
-    world->plan.count = 2;
-    for (int i = 0; i < 2; i++) {
-        world->plan.specs[i] = (struct flow_spec){.from = i,
-                                                  .to = 1 - i,
-                                                  .op = 1 + (uint64_t)i,
-                                                  .blocks = BLOCKS,
-                                                  .full = BLOCKS,
-                                                  .block_bytes = BLOCK,
-                                                  .bytes = (size_t)BLOCKS * BLOCK,
-                                                  .step = BLOCKS,
-                                                  .staged = staged};
-    }
+    flows_plan_crossed(&world->plan, BLOCKS, BLOCK, staged);
     CHECK(nb_sock_parse("127.0.0.1:0", &world->bind, &err) == 0, "%s", err.text);
     CHECK(flows_open(world, &err) == 0, "%s", err.text);
     return world;

@@ -72,23 +72,9 @@ static void test_failing_write(int nth, size_t data_bytes) {
     double_begin((uint64_t)nth, data_bytes);
     world->ops = &nb_ofi_ops;
     world->boots = boots;
-    world->plan = (struct flow_plan){.seed = (uint64_t)nth,
-                                     .size = 2,
-                                     .lanes = LANES,
-                                     .segment_bytes = 4 * BLOCK,
-                                     .mapped = nth % 2 == 0,
-                                     .count = 2};
-    for (int i = 0; i < 2; i++) {
-        world->plan.specs[i] = (struct flow_spec){.from = i,
-                                                  .to = 1 - i,
-                                                  .op = 1 + (uint64_t)i,
-                                                  .blocks = BLOCKS,
-                                                  .full = BLOCKS,
-                                                  .block_bytes = BLOCK,
-                                                  .bytes = (size_t)BLOCKS * BLOCK,
-                                                  .step = BLOCKS,
-                                                  .staged = nth % 3 == 0};
-    }
+    world->plan = (struct flow_plan){
+        .seed = (uint64_t)nth, .size = 2, .lanes = LANES, .segment_bytes = 4 * BLOCK, .mapped = nth % 2 == 0};
+    flows_plan_crossed(&world->plan, BLOCKS, BLOCK, nth % 3 == 0);
     CHECK(nb_sock_parse("127.0.0.1:0", &world->bind, &err) == 0, "%s", err.text);
     CHECK(flows_open(world, &err) == 0, "%s", err.text);
     double_fail(DOUBLE_WRITE_DONE, nth);

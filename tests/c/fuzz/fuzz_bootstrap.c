@@ -10,26 +10,13 @@
 
 #include "base/clock.h"
 #include "bootstrap/internal.h"
+#include "input.h"
 
 enum { MODES = 6, TIMEOUT_MS = 4, LIMIT_NS = 500 * 1000 * 1000 };
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
 
 static const unsigned char secret[] = "sixteen bytes or more";
-
-struct input {
-    const uint8_t *data;
-    size_t bytes;
-};
-
-// The next bytes, zero where there are none.
-static void take(struct input *in, void *out, size_t bytes) {
-    size_t n = in->bytes < bytes ? in->bytes : bytes;
-    memset(out, 0, bytes);
-    memcpy(out, in->data, n);
-    in->data += n;
-    in->bytes -= n;
-}
 
 static struct nb_boot_config config_of(int rank) {
     struct nb_boot_config config = {.rank = rank, .size = 2, .timeout_ms = TIMEOUT_MS, .ifname = "=lo"};

@@ -8,93 +8,13 @@
 
 #include "base/bits.h"
 #include "base/clock.h"
+#include "side.h"
 #include "transport/lanes_internal.h"
 #include "transport/tcp_internal.h"
 
-enum { LANES = 2, BLOCK = 32, BLOCKS = 12, STEP = 6, FLOWS = 3 };
+enum { FLOWS = 3 };
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
-
-struct side {
-    struct nb_flow flow;
-    uint64_t map[1];
-    unsigned char *memory;
-    bool over;
-};
-
-static size_t flow_bytes(const struct nb_flow *flow, uint32_t first, uint32_t count) {
-    (void)flow;
-    if (first + count > BLOCKS) {
-        abort(); // the lanes ask only for what they have checked
-    }
-    return (size_t)count * BLOCK;
-}
-
-static uint32_t flow_limit(const struct nb_flow *flow, uint32_t first, uint32_t count) {
-    (void)flow;
-    uint32_t left = STEP - first % STEP;
-    return count < left ? count : left;
-}
-
-// Flow 2 has no memory of its own.
-static int flow_memory(const struct nb_flow *flow, uint32_t first, uint32_t count, struct iovec iov[NB_LANE_IOV_MAX]) {
-    const struct side *side = flow->owner;
-    if (flow->op == 2) {
-        return 0;
-    }
-    size_t half = (size_t)count * BLOCK / 2;
-    iov[0] = (struct iovec){.iov_base = side->memory + (size_t)first * BLOCK, .iov_len = half};
-    iov[1] = (struct iovec){.iov_base = side->memory + (size_t)first * BLOCK + half,
-                            .iov_len = (size_t)count * BLOCK - half};
-    return 2;
-}
-
-static void flow_consume(struct nb_flow *flow, uint32_t first, uint32_t count, const void *data, size_t bytes) {
-    struct side *side = flow->owner;
-    if (data != NULL) {
-        memcpy(side->memory + (size_t)first * BLOCK, data, bytes);
-    }
-    (void)count;
-}
-
-static void flow_finished(struct nb_flow *flow) {
-    struct side *side = flow->owner;
-    if (side->over) {
-        abort(); // once
-    }
-    side->over = true;
-}
-
-static const struct nb_flow_ops flow_ops = {.bytes = flow_bytes,
-                                            .run_limit = flow_limit,
-                                            .memory = flow_memory,
-                                            .consume = flow_consume,
-                                            .finished = flow_finished};
-
-static void lane_lost(void *ctx, int peer, int lane, const struct nb_error *why, int lanes_left) {
-    (void)ctx;
-    (void)peer;
-    (void)lane;
-    if (why->code >= 0 || lanes_left < 0 || lanes_left >= LANES) {
-        abort();
-    }
-}
-
-static void side_add(struct nb_lanes *lanes, struct side *side, int i) {
-    side->memory = calloc(BLOCKS, BLOCK);
-    side->flow = (struct nb_flow){.ops = &flow_ops,
-                                  .dir = i == 0 ? NB_FLOW_OUT : NB_FLOW_IN,
-                                  .peer = 1,
-                                  .op = (uint64_t)i,
-                                  .blocks = BLOCKS,
-                                  .block_bytes = BLOCK,
-                                  .map = side->map,
-                                  .left = BLOCKS,
-                                  .owner = side};
-    nb_list_init(&side->flow.link);
-    side->map[0] = i == 0 ? (1u << BLOCKS) - 1 : 0;
-    nb_lanes_add(lanes, &side->flow, nb_now_ns());
-}
 
 // The far ends of a lane's two connections with rank 1: what is sent there, and what comes out, -1: nothing does.
 struct ends {
@@ -169,7 +89,7 @@ static void feed(struct nb_lanes *lanes, struct nb_loop *loop, const struct nb_b
         (void)send(ends[data[at] % LANES].in, data + at + 2, length, MSG_DONTWAIT | MSG_NOSIGNAL);
         at += 2 + length;
         if (n < FLOWS) {
-            side_add(lanes, &sides[n], n);
+            side_begin(&sides[n], lanes, n, n == 0 ? NB_FLOW_OUT : NB_FLOW_IN, calloc(BLOCKS, BLOCK), 2);
         }
         turn(loop, ends);
     }
@@ -201,7 +121,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     config.binds = &config.lane.bind;
     config.bind_count = 1;
     config.in_flight_max = 1 << 20;
-    config.lane_lost = lane_lost;
+    config.lane_lost = side_lane_lost;
     if (nb_lanes_open(&lanes, &config, &err) < 0) {
         abort();
     }

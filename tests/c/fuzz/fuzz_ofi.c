@@ -18,20 +18,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
 
 #include "../ofi_double.h"
 #include "../outsider.h"
+#include "side.h"
 #include "transport/grants_internal.h"
 
-enum { LANES = 2, BLOCK = 32, BLOCKS = 12, STEP = 6, FLOWS = 4, COMMANDS_MAX = 64, TURNS = 6 };
+enum { FLOWS = 4, COMMANDS_MAX = 64, TURNS = 6 };
 
 // The first byte of a command.
 enum command { PEER_SAYS, STRANGER_SAYS, STRANGER_ARRIVES, FLOW_BEGINS, PEER_WRITES, TAG_IS_KNOWN, WRITE_FAILS, TURN };
-
-struct side {
-    struct nb_flow flow;
-    uint64_t map[1];
-    unsigned char *memory;
-    uint32_t seen; // blocks that landed, a bit each
-    bool over;
-};
 
 struct world {
     struct nb_loop loop;
@@ -43,55 +36,6 @@ struct world {
     struct side sides[FLOWS];
     int begun;
 };
-
-static size_t flow_bytes(const struct nb_flow *flow, uint32_t first, uint32_t count) {
-    (void)flow;
-    CHECK((uint64_t)first + count <= BLOCKS, "the lanes ask only for what they have checked");
-    return (size_t)count * BLOCK;
-}
-
-static uint32_t flow_limit(const struct nb_flow *flow, uint32_t first, uint32_t count) {
-    (void)flow;
-    uint32_t left = STEP - first % STEP;
-    return count < left ? count : left;
-}
-
-// Flow 2 has no memory of its own.
-static int flow_memory(const struct nb_flow *flow, uint32_t first, uint32_t count, struct iovec iov[NB_LANE_IOV_MAX]) {
-    const struct side *side = flow->owner;
-    if (flow->op == 2) {
-        return 0;
-    }
-    iov[0] = (struct iovec){.iov_base = side->memory + (size_t)first * BLOCK, .iov_len = (size_t)count * BLOCK};
-    return 1;
-}
-
-static void flow_consume(struct nb_flow *flow, uint32_t first, uint32_t count, const void *data, size_t bytes) {
-    struct side *side = flow->owner;
-    uint32_t blocks = ((1u << count) - 1) << first;
-    CHECK(!side->over && first + count <= BLOCKS && (side->seen & blocks) == 0, "each once, of a flow that goes on");
-    side->seen |= blocks;
-    if (data != NULL) {
-        memcpy(side->memory + (size_t)first * BLOCK, data, bytes);
-    }
-}
-
-static void flow_finished(struct nb_flow *flow) {
-    struct side *side = flow->owner;
-    CHECK(!side->over, "once");
-    side->over = true;
-}
-
-static const struct nb_flow_ops flow_ops = {.bytes = flow_bytes,
-                                            .run_limit = flow_limit,
-                                            .memory = flow_memory,
-                                            .consume = flow_consume,
-                                            .finished = flow_finished};
-
-static void lane_lost(void *ctx, int peer, int lane, const struct nb_error *why, int lanes_left) {
-    (void)ctx;
-    CHECK(peer == 1 && lane < LANES && why->code < 0 && lanes_left >= 0 && lanes_left < LANES, "as it is");
-}
 
 static void turn(struct world *world) {
     for (int i = 0; i < TURNS; i++) {
@@ -106,25 +50,11 @@ static void turn(struct world *world) {
 // Flows 0 and 3 go out, 1 and 2 come in.
 static void flow_begin(struct world *world) {
     int i = world->begun;
-    if (i == FLOWS) {
-        return;
+    if (i < FLOWS) {
+        world->begun++;
+        side_begin(&world->sides[i], world->lanes, i, i % 3 == 0 ? NB_FLOW_OUT : NB_FLOW_IN,
+                   world->arena + (size_t)i * BLOCKS * BLOCK, 1);
     }
-    struct side *side = &world->sides[i];
-    world->begun++;
-    side->memory = world->arena + (size_t)i * BLOCKS * BLOCK;
-    side->flow = (struct nb_flow){.ops = &flow_ops,
-                                  .dir = i % 3 == 0 ? NB_FLOW_OUT : NB_FLOW_IN,
-                                  .peer = 1,
-                                  .op = (uint64_t)i,
-                                  .blocks = BLOCKS,
-                                  .block_bytes = BLOCK,
-                                  .map = side->map,
-                                  .left = BLOCKS,
-                                  .staged_only = i == 2,
-                                  .owner = side};
-    nb_list_init(&side->flow.link);
-    side->map[0] = i % 3 == 0 ? (1u << BLOCKS) - 1 : 0;
-    nb_lanes_add(world->lanes, &side->flow, nb_now_ns());
 }
 
 // The tag that a block of a slot was granted with; 0: no flow has the slot.
@@ -249,7 +179,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     config.bind_count = 1;
     config.in_flight_max = 1 << 20;
     config.copy_bytes = (data[0] & 2) != 0 ? NB_COPY_MAX : 0;
-    config.lane_lost = lane_lost;
+    config.lane_lost = side_lane_lost;
     world.arena = calloc(FLOWS * BLOCKS, BLOCK);
     CHECK(world.arena != NULL && nb_lanes_open(&world.lanes, &config, &err) == 0, "lanes");
     CHECK(nb_lanes_map(world.lanes, world.arena, (size_t)FLOWS * BLOCKS * BLOCK, &err) == 0, "memory");

@@ -13,31 +13,12 @@
 #include "base/clock.h"
 #include "engine/internal.h"
 #include "engine/local_share.h"
+#include "input.h"
 #include "transport/shm.h"
 
 enum { MODES = 4, WORKS = 3, ARENA = 8192, LINE = 4096, TURNS = 48, FD_KINDS = 8, FDS_MAX = 6, PIPE_ROOM = 600 };
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
-
-struct input {
-    const uint8_t *data;
-    size_t bytes;
-};
-
-// The next bytes, zero where there are none.
-static void take(struct input *in, void *out, size_t bytes) {
-    size_t n = in->bytes < bytes ? in->bytes : bytes;
-    memset(out, 0, bytes);
-    memcpy(out, in->data, n);
-    in->data += n;
-    in->bytes -= n;
-}
-
-static uint8_t take_byte(struct input *in) {
-    uint8_t byte;
-    take(in, &byte, sizeof byte);
-    return byte;
-}
 
 // --- 0: an area
 

@@ -134,8 +134,11 @@ class Job:
                 failure = failure or error
             except OSError as error:
                 failure = failure or HorovodInternalError(str(error))
-        if failure is not None:
-            raise failure
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # its traceback has this frame: a circle that would keep the callers' tensors
 
     def tell(self) -> None:
         """Log what the communicator has to say: ranks that others wait for, lanes that were lost."""

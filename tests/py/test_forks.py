@@ -196,11 +196,62 @@ def free_ports(count: int) -> int:
     raise OSError("no ports are free")
 
 
+def few_ports() -> dict[str, str]:
+    """Return settings with the fewest ports of a job of two: rank 0's store and its door, and a lane of each rank."""
+    count = 4
+    low = free_ports(count)
+    return {"NETBOTTLENECK_PORTS": f"{low}-{low + count - 1}", "NETBOTTLENECK_STREAMS": "1"}
+
+
 def test_jobs_follow_each_other_in_the_same_few_ports_while_children_of_each_stage_live(
     warm_ranks: Ranks, network: dict[str, str]
 ) -> None:
-    count = 4  # the store of rank 0's, its door, and a lane of each rank
-    low = free_ports(count)
-    env = {**network, "NETBOTTLENECK_PORTS": f"{low}-{low + count - 1}", "NETBOTTLENECK_STREAMS": "1"}
-    for result in warm_ranks(2, STAGES, env):
+    for result in warm_ranks(2, STAGES, {**network, **few_ports()}):
+        assert "done" in result.stdout, result.stderr
+
+
+ELASTIC = """
+import os, signal, torch
+import netbottleneck.torch as hvd
+from netbottleneck.errors import HorovodInternalError
+
+children, failures = [], [1, 3]
+hvd.init()
+model = torch.nn.Linear(64, 64, bias=False)
+torch.nn.init.zeros_(model.weight)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+
+
+@hvd.elastic.run
+def train(state):
+    while state.step < 5:
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        children.append(child)
+        optimizer.zero_grad()
+        model(torch.full((1, 64), 1.0 + hvd.rank())).sum().backward()
+        optimizer.step()
+        if state.step in failures:
+            failures.remove(state.step)
+            raise HorovodInternalError("made here")  # what this step did is undone
+        state.step += 1
+        state.commit()
+
+
+train(hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0))
+assert not failures and len(children) == 7
+assert model.weight.tolist() == [[-1.5 * 5] * 64] * 64, model.weight
+hvd.shutdown()
+print("done")
+for child in children:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+"""
+
+
+def test_an_elastic_job_starts_again_in_the_same_few_ports_while_children_live(
+    warm_ranks: Ranks, network: dict[str, str]
+) -> None:
+    for result in warm_ranks(2, ELASTIC, {**network, **few_ports()}):
         assert "done" in result.stdout, result.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import Ranks
 
-from test_faults import TOLD_WITHIN_S
+from test_faults import DEADLINE_S, QUICK
 
 pytest.importorskip("torch")
 
@@ -74,7 +74,7 @@ def test_whoever_is_left_gets_an_error_at_once(
     warm_ranks: Ranks, tmp_path: Path, transport: str, how: str, leaver: int, where: str
 ) -> None:
     """transport: of a measured run; "": nothing is measured."""
-    env = {"LEAVER": str(leaver), "HOW": how, "WHERE": where}
+    env = {**QUICK, "LEAVER": str(leaver), "HOW": how, "WHERE": where}
     if transport:
         env |= {"NETBOTTLENECK_TRANSPORT": transport, "NETBOTTLENECK_DIR": str(tmp_path / "run")}
     module = "netbottleneck, horovod.torch" if transport else "netbottleneck.torch"
@@ -83,7 +83,7 @@ def test_whoever_is_left_gets_an_error_at_once(
     told = re.search(r"^told (\S+) (\S+) (.*)$", results[1 - leaver].stdout, re.MULTILINE)
     assert left, results[leaver].stderr
     assert told, results[1 - leaver].stderr
-    assert float(told[2]) - max(float(told[1]), float(left[1])) < TOLD_WITHIN_S, told[0]
+    assert float(told[2]) - max(float(told[1]), float(left[1])) < DEADLINE_S, told[0]
     if transport != "stock" or where == "metric":  # gloo names nobody
         assert f"rank {leaver} " in told[3]
     assert results[1 - leaver].code == 0

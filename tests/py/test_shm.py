@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +13,10 @@ from conftest import RANKS_LIMIT_S, RankResult, Ranks
 
 from netbottleneck import bench
 from netbottleneck.env import settings
+from test_faults import DEADLINE_S, QUICK, failure
+from test_faults import SCRIPT as FAULTS
 
-FAULTS = Path(__file__).parent / "scripts" / "e2e_faults.py"
-QUICK = {"NETBOTTLENECK_TIMEOUT_S": "60", "NETBOTTLENECK_START_TIMEOUT_S": "60"}
 SHARED = {**QUICK, "NETBOTTLENECK_SHM": "1"}
-# As in test_faults: a rank that notices only by a time-out would need ten times as long.
-TOLD_WITHIN_S = 2.0
 IN_ARENA = """
 import sys
 import time
@@ -69,13 +66,6 @@ for shm in ("0", "1"):
 """
 
 
-def failure(result: RankResult) -> tuple[str, int, float, float, str]:
-    """Return (error, peer, began, raised, words) as a rank tells of them."""
-    found = re.search(r"^failed (\w+) (-?\d+) (\S+) (\S+) (.*)$", result.stdout, re.MULTILINE)
-    assert found, (result.stdout, result.stderr)
-    return found[1], int(found[2]), float(found[3]), float(found[4]), found[5]
-
-
 def told(results: list[RankResult], number: int = 0) -> list[Any]:
     """Return what each rank printed after "told", the first time or a later one."""
     return [json.loads(re.findall(r"^told (.*)$", result.stdout, re.MULTILINE)[number]) for result in results]
@@ -95,7 +85,7 @@ def test_a_rank_killed_in_a_sum_is_named_by_all_others(plain_ranks: Ranks, size:
         _, peer, began, raised, words = failure(result)
         assert peer == victim
         assert f"rank {victim}" in words
-        assert raised - max(killed, began) < TOLD_WITHIN_S
+        assert raised - max(killed, began) < DEADLINE_S
         assert result.code == 0, result.stderr
         if where == "arena":
             staged, whole = map(int, re.findall(r"^staged (\d+) of (\d+)$", result.stdout, re.MULTILINE)[0])

@@ -12,7 +12,9 @@ from conftest import RANKS_LIMIT_S, Ranks
 
 from netbottleneck import bench, recorder
 from netbottleneck.lab import LabError
-from test_shm import FAULTS, IN_ARENA, QUICK, TOLD_WITHIN_S, failure, told
+from test_faults import DEADLINE_S, QUICK, failure
+from test_faults import SCRIPT as FAULTS
+from test_shm import IN_ARENA, told
 
 DDP = Path(__file__).parent / "scripts" / "e2e_ddp.py"
 SUMS = """
@@ -89,7 +91,7 @@ def test_a_rank_killed_in_a_sum_is_named_by_all_others(plain_ranks: Ranks, victi
         _, peer, began, raised, words = failure(result)
         assert peer == victim
         assert f"rank {victim}" in words
-        assert raised - max(killed, began) < TOLD_WITHIN_S
+        assert raised - max(killed, began) < DEADLINE_S
         assert result.code == 0, result.stderr
 
 

@@ -2,8 +2,9 @@
 
 usage: tools/mutants.py [--number N] [--seed S] [--rooms ROOM ...] [--limit-s SECONDS] [--again] [--list]
 
-It works on a copy below build/mutants, one mutant at a time. Results are kept in build/mutants/results.jsonl, and a
-mutant that has one is not run again: a run that was stopped goes on. The rules of mutation: tools/mutants_rules.py.
+It works on a copy below build/mutants, one mutant at a time. Results are kept in docs/mutants.jsonl, and a mutant that
+has one is not run again while its line stays as it is: a run that was stopped goes on. The rules of mutation:
+tools/mutants_rules.py.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from mutants_rules import Change
 ROOT = Path(__file__).resolve().parent.parent
 PLACE = ROOT / "build" / "mutants"
 TREE = PLACE / "tree"
-RESULTS = PLACE / "results.jsonl"
+RESULTS = ROOT / "docs" / "mutants.jsonl"
 TIMES = PLACE / "times.json"
 PAGE = ROOT / "docs" / "mutants.md"
 SEED = 20261123
@@ -102,7 +103,7 @@ ROOMS: dict[str, Room] = {
         py=("plan", "contention", "copies", "cost", "simulate", "whatif", "what_if"),
         slow=("links",),
     ),
-    "hooks": Room(_python("hooks/*.py"), py=("imports", "ddp_loops", "calls", "updates"), slow=("hooks",)),
+    "hooks": Room(_python("hooks/*.py"), py=("imports", "ddp_loops", "calls", "updates", "measured"), slow=("hooks",)),
     "torch": Room(_python("torch/*.py"), py=("ready", "gradients", "hvd", "sync_batch_norm"), slow=("elastic",)),
 }
 
@@ -337,11 +338,12 @@ def try_one(tests: Tests, mutant: Mutant) -> Result:
 
 
 def read_results() -> dict[str, Result]:
-    """Return what is known, by number; the last word on each counts."""
+    """Return what is known of mutants that are still there, by number; the last word on each counts."""
     if not RESULTS.exists():
         return {}
+    there = {mutant.number for room in ROOMS for mutant in mutants(room)}
     rows: list[dict[str, Any]] = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
-    return {row["number"]: Result(**row) for row in rows}
+    return {row["number"]: Result(**row) for row in rows if row["number"] in there}
 
 
 def keep(result: Result) -> None:

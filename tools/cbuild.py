@@ -28,19 +28,13 @@ WARNINGS = [
 LANGUAGE = ["-std=gnu11", "-fvisibility=hidden", "-pthread"]
 LIBRARIES = ["-pthread", "-ldl", "-lm"]
 LIMITED_API = "0x030b0000"
-ONLY_IN_TESTS = {"transport/mem.c"}
 OFI_LEFT_OUT = "ofi left out: install libfabric-dev"
 
 
 def core_sources(*, tests: bool = False) -> list[Path]:
-    """Return the C files of _core, or with tests those a C test links: no csrc/py, but the transport made for tests."""
+    """Return the C files of _core, or with tests those that a C test links: no csrc/py."""
     rooms_out = {"lab", "py"} if tests else {"lab"}
-    found = []
-    for path in sorted(CSRC.glob("**/*.c")):
-        name = path.relative_to(CSRC)
-        if name.parts[0] not in rooms_out and (tests or name.as_posix() not in ONLY_IN_TESTS):
-            found.append(path)
-    return found
+    return [path for path in sorted(CSRC.glob("**/*.c")) if path.relative_to(CSRC).parts[0] not in rooms_out]
 
 
 def version() -> str:

@@ -120,13 +120,13 @@ def build(flavour: str, programs: list[Path], jobs: int) -> dict[Path, Path | st
     folder = BUILD / flavour
     cross = f"{CROSS[flavour][0]}-" if flavour in CROSS else ""
     named = f"{cross}gcc" if cross else os.environ.get("CC", "gcc")
-    compiler = [named, *cbuild.base_flags(cross=bool(cross)), *FLAVOURS[flavour]]
-    objects = cbuild.compile_all(cbuild.core_sources(tests=True), folder, compiler, jobs=jobs)
+    compiler = [named, *cbuild.base_flags(cross=bool(cross)), f"-I{TESTS}", *FLAVOURS[flavour]]
+    sources = [*cbuild.core_sources(tests=True), *sorted(TESTS.glob("mem/*.c"))]
+    objects = cbuild.compile_all(sources, folder, compiler, jobs=jobs)
     archive = folder / "libcore.a"
     archive.unlink(missing_ok=True)
     if objects:
         cbuild.run_compiler([f"{cross}ar", "rcs", str(archive), *map(str, objects)])
-    compiler.append(f"-I{TESTS}")
 
     def one(program: Path) -> Path | str:
         target = folder / program.stem

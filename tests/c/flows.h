@@ -17,8 +17,8 @@
 #include "base/clock.h"
 #include "base/loop.h"
 #include "check.h"
+#include "mem/mem.h"
 #include "transport/lanes.h"
-#include "transport/mem.h"
 
 enum {
     FLOWS_RANKS_MAX = 4,

@@ -4,7 +4,7 @@
 
 #include <pthread.h>
 
-#include "transport/mem.h"
+#include "mem/mem.h"
 
 enum {
     PIPE_MAX = 4,      // packets on their way in one direction

@@ -7,8 +7,8 @@
 
 #include "base/error.h"
 #include "base/loop.h"
-#include "transport/mem.h"
-#include "transport/mem_internal.h"
+#include "mem/mem.h"
+#include "mem/mem_internal.h"
 #include "transport/transport.h"
 
 struct link *nb_mem_link(const struct nb_mem_net *net, int index, int a, int b) {

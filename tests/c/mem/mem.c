@@ -1,6 +1,6 @@
 // A network inside one process: what two ranks share lies in a link, under the lock of the net; what only the driving
 // thread touches lies in its lane. No callback is made with the lock held.
-#include "transport/mem.h"
+#include "mem/mem.h"
 
 #include <errno.h>
 #include <stdint.h>
@@ -8,7 +8,7 @@
 #include <string.h>
 
 #include "base/error.h"
-#include "transport/mem_internal.h"
+#include "mem/mem_internal.h"
 #include "transport/transport.h"
 
 static int draw_delay(struct mem_lane *lane) {

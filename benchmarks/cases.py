@@ -13,7 +13,7 @@ from typing import Any
 from judge import Figure
 from table import Table
 
-from netbottleneck import env
+from netbottleneck import config
 from netbottleneck.bench import start
 from netbottleneck.bench.counters import busy_ns
 from netbottleneck.bench.request import Request
@@ -128,7 +128,7 @@ def others_busy() -> float:
 
 def has_shm() -> bool:
     """Whether ranks of one host can share memory in this build."""
-    return any(row.name == SHM for row in env.describe(env.Settings()))
+    return any(row.name == SHM for row in config.describe(config.Settings()))
 
 
 @contextlib.contextmanager

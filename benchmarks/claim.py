@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from netbottleneck.evidence import values
-from netbottleneck.evidence.values import CellFacts
-from netbottleneck.trace import NULL
+from netbottleneck.study.evidence import values
+from netbottleneck.study.evidence.values import CellFacts
+from netbottleneck.trace.model import NULL
 
 MODELS, OURS = ("resnet50", "vgg16_bn"), ("ofi", "tcp")
 STOCK_MOST, BOUND_LEAST, OF_BOUND, LINKS, GROWS = 0.6, 0.8, 0.95, 4.0, 0.02

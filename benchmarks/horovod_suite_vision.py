@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from netbottleneck import models as ours
+from netbottleneck.bench import models as ours
 
 models = types.SimpleNamespace(**{name: lambda name=name: ours.build(name) for name in ("resnet18", "resnet50")})
 TRAIN, TEST, SIDE, BLOCK = 8192, 1024, 28, 7

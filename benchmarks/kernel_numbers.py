@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import cbuild  # noqa: E402
-from netbottleneck.values import size  # noqa: E402
+from netbottleneck.config import size  # noqa: E402
 
 BUILD = ROOT / "build" / "kernels"
 LIMIT_S = 600

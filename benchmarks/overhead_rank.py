@@ -24,10 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import netbottleneck
 import netbottleneck.torch as hvd
-from netbottleneck import job, models
+from netbottleneck.bench import models
 from netbottleneck.bench.hvd import missing
 from netbottleneck.hooks.ddp import attach
-from netbottleneck.session import open_session
+from netbottleneck.runtime import job
+from netbottleneck.runtime.session import open_session
 from netbottleneck.torch.gradients import Gradients
 
 PARAMETERS = 400
@@ -121,7 +122,7 @@ def ddp(**options: Any) -> Way:
 def observed(folder: Path, **options: Any) -> Way:
     """The same, each gradient and each bucket stamped, and sent by DDP's own group."""
     model = DistributedDataParallel(Tiny(), **options)
-    settings = netbottleneck.env.settings({"transports": "stock", "directory": str(folder), "strict": "1"})
+    settings = netbottleneck.config.settings({"transports": "stock", "directory": str(folder), "strict": "1"})
     session = open_session(settings, arms=("stock",), directory=str(folder), model="tiny")
     attach(model, session=session)
     return way(model)
@@ -229,7 +230,9 @@ def observing(steps: int, folder: Path) -> Times:
     pinned = Pinned()
     pinned.model = DistributedDataParallel(pinned.model)
     where = str(folder / "run")
-    settings = netbottleneck.env.settings({"transports": "stock", "directory": where, "start_step": "0", "strict": "1"})
+    settings = netbottleneck.config.settings(
+        {"transports": "stock", "directory": where, "start_step": "0", "strict": "1"}
+    )
     session = open_session(settings, arms=("stock", "bare"), directory=where, model="pinned")
     attach(pinned.model, pinned.optimizer, session=session)
     times: Times = {"bare": [], "stock": []}
@@ -256,7 +259,7 @@ def inflation(pairs: int, folder: Path) -> Times:
 
     def measured_block(number: int) -> float:
         where = str(folder / f"run{number}")
-        settings = netbottleneck.env.settings({"transports": "null", "directory": where, "start_step": "0"})
+        settings = netbottleneck.config.settings({"transports": "null", "directory": where, "start_step": "0"})
         session = open_session(settings, directory=where, model="pinned")
         with netbottleneck.profile(pinned.model, pinned.optimizer, session=session):
             pinned.steps(WARM_STEPS)

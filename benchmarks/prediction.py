@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from netbottleneck.evidence import prediction, values
-from netbottleneck.evidence.prediction import EXPOSED_MIN, FAIR, GOOD, Record
-from netbottleneck.evidence.values import CellFacts
+from netbottleneck.study.evidence import prediction, values
+from netbottleneck.study.evidence.prediction import EXPOSED_MIN, FAIR, GOOD, Record
+from netbottleneck.study.evidence.values import CellFacts
 
 HEAD = (
     *("model", "ranks", "network", "arm", "measured, ms", "95 %"),

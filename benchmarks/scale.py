@@ -28,9 +28,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck import env, launch
+from netbottleneck import config
 from netbottleneck.errors import Error
 from netbottleneck.lab import Lab, LabError
+from netbottleneck.launch import connect
 
 SMALL, LARGE = 4096, 16_000_000
 TIMES = {SMALL: 50, LARGE: 3}
@@ -110,12 +111,12 @@ def connections() -> int:
 
 def rank(transport: str, lanes: int) -> int:
     """Be one rank: open a communicator beside another one, use it, and print what that cost."""
-    core, settings = launch.core(), env.settings()
-    control = launch.connect(settings, launch.detect(settings), transport="tcp", streams=1)
+    core, settings = connect.core(), config.settings()
+    control = connect.connect(settings, connect.detect(settings), transport="tcp", streams=1)
     _together(control)
     before = (rss_bytes(), connections())
     start = time.monotonic()
-    comm = launch.connect(settings, launch.detect(settings), transport=transport, streams=lanes)
+    comm = connect.connect(settings, connect.detect(settings), transport=transport, streams=lanes)
     took = time.monotonic() - start
     opened = (rss_bytes(), connections())
     memory = core.Arena(LARGE)
@@ -149,13 +150,13 @@ def rank(transport: str, lanes: int) -> int:
 
 
 def _together(comm: Any) -> None:
-    core = launch.core()
+    core = connect.core()
     comm.submit("scale.barrier", core.BARRIER, [], core.UINT8).wait()
 
 
 def _reduce(comm: Any, memory: Any, nbytes: int) -> None:
     """All-reduce by max, so that ones stay ones however often."""
-    core = launch.core()
+    core = connect.core()
     comm.submit("scale", core.ALLREDUCE, [(memory.address, nbytes)], core.FLOAT32, op=core.MAX, keep=memory).wait()
 
 

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck import env, launch
+from netbottleneck import config
+from netbottleneck.launch import connect
 
 SLOTS = 2
 VALUES = 1009
@@ -27,7 +28,7 @@ class Slot:
     """One operation's memory, and what must be in it afterwards."""
 
     def __init__(self, name: str, nbytes: int, rank: int, size: int) -> None:
-        core = launch.core()
+        core = connect.core()
         self.memory: Any = core.Arena(nbytes)
         self.name = name
         self.array: NDArray[np.float32] = np.frombuffer(self.memory, np.float32, nbytes // 4)
@@ -37,7 +38,7 @@ class Slot:
         self.work: Any = None
 
     def submit(self, comm: Any, stop: bool) -> None:
-        core = launch.core()
+        core = connect.core()
         self.array[:-1] = self.mine
         self.array[-1] = float(stop)
         where = [(self.memory.address, self.memory.nbytes // 4 * 4)]
@@ -46,7 +47,7 @@ class Slot:
 
 def move(comm: Any, nbytes: int, seconds: float, said: dict[str, Any]) -> None:
     """All-reduce until rank 0 has had enough, and keep the times. Raises what an operation raises."""
-    core = launch.core()
+    core = connect.core()
     slots = [Slot(f"steady.{index}", nbytes, comm.rank, comm.size) for index in range(SLOTS)]
     for slot in slots:
         comm.map(slot.memory)
@@ -73,8 +74,8 @@ def move(comm: Any, nbytes: int, seconds: float, said: dict[str, Any]) -> None:
 def main() -> int:
     transport, streams, nbytes, seconds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
     said: dict[str, Any] = {"done_ns": [], "wrong": 0, "error": None, "info": {}}
-    settings = env.settings()
-    comm = launch.connect(settings, launch.detect(settings), transport=transport, streams=streams)
+    settings = config.settings()
+    comm = connect.connect(settings, connect.detect(settings), transport=transport, streams=streams)
     try:
         move(comm, nbytes, seconds, said)
         found = comm.info()

@@ -26,8 +26,8 @@ from judge import Figure, certain, worst
 
 from netbottleneck.bench import bench
 from netbottleneck.bench.data import DTYPES
+from netbottleneck.config import size as parse_size
 from netbottleneck.errors import Error
-from netbottleneck.values import size as parse_size
 
 PATHS = ("tcp", "ofi", "stock")
 

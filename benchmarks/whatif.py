@@ -17,13 +17,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from netbottleneck import compat, layerlog, sweeps, whatif
-from netbottleneck.cost import Cost
-from netbottleneck.layerlog import LayerLog, VecTable
-from netbottleneck.plan import Plan
-from netbottleneck.sweeps import Codec
+from netbottleneck.trace import layer_log
+from netbottleneck.trace.layer_log import LayerLog, VecTable
+from netbottleneck.whatif import compat2020, questions, sweeps
+from netbottleneck.whatif.cost import Cost
+from netbottleneck.whatif.plan import Plan
+from netbottleneck.whatif.sweeps import Codec
 
-GRID = compat.Grid((16, 32, 64), (1e11, 4e10, 2.5e10, 1e10, 1e9), (1.0, 2.0, 5.0, 10.0, 50.0, 100.0))
+GRID = compat2020.Grid((16, 32, 64), (1e11, 4e10, 2.5e10, 1e10, 1e9), (1.0, 2.0, 5.0, 10.0, 50.0, 100.0))
 STEP_S = 0.15
 # Tensors, bytes of each, seconds between them.
 BERT_LARGE = (398, 3_379_157, 0.0005)
@@ -34,7 +35,7 @@ MADE_UP = ((161, 635_000, 0.0004), (314, 567_500, 0.00034), (58, 9_540_000, 0.00
 def inputs(folder: Path | None) -> tuple[list[LayerLog], VecTable]:
     """Return the logs and the table of additions."""
     if folder is not None:
-        return [layerlog.read(path) for path in sorted(folder.glob("*.bk.log"))], layerlog.read_table(
+        return [layer_log.read(path) for path in sorted(folder.glob("*.bk.log"))], layer_log.read_table(
             folder / "cuda_vec_add.log"
         )
     logs = [LayerLog(f"{count} tensors", ((wait_s, size),) * count) for count, size, wait_s in MADE_UP]
@@ -61,10 +62,12 @@ def main() -> int:
     made.add_argument("--rounds", type=int, default=21)
     args = made.parse_args()
     logs, table = inputs(args.folder)
-    tell("2020 paper's sweep", lambda: sum(len(compat.sweep(log, table, STEP_S, GRID)) for log in logs), args.rounds)
+    tell(
+        "2020 paper's sweep", lambda: sum(len(compat2020.sweep(log, table, STEP_S, GRID)) for log in logs), args.rounds
+    )
     count, size, wait_s = BERT_LARGE
     log = LayerLog("BERT-Large", ((wait_s, size),) * count, 2 * count * wait_s)
-    job = whatif.job(layerlog.to_trace(log), plan=Plan.ddp(), cost=Cost(alpha_ns=20_000))
+    job = questions.job(layer_log.to_trace(log), plan=Plan.ddp(), cost=Cost(alpha_ns=20_000))
     tell(f"{WORKERS} workers", lambda: len(sweeps.answers(job, sweeps.grid(job, [WORKERS], [1e11], [1.0], Codec()))), 5)
     return 0
 

@@ -47,79 +47,45 @@ C_OUTSIDE: list[tuple[str, list[str]]] = [
     ("netdb.h", SOCKET_FILES),
 ]
 
-# A room of the package is a module or a folder; where one file would be too long, several modules are one room.
+# A room of the package is a module or a folder. Anything may use these.
 FOUNDATION = {"_version", "errors", "units"}
-MODULES_OF_ROOM = {
-    "trace": ("codec", "layerlog", "samples"),
-    "env": ("values",),
-    "launch": ("launchers", "place", "rendezvous", "channels", "pmi", "pmix"),
-    "recorder": ("rings", "events"),
-    "comm": ("adasum", "built", "collectives", "job", "members", "ops", "process_sets", "steps"),
-    "scaling": ("blocks", "layers", "stats", "usage"),
-    "plan": ("score",),
-    "cost": ("contention", "copies", "fitting", "links", "service"),
-    "simulate": ("workload",),
-    "verdict": ("findings",),
-    "whatif": ("inverse", "sweeps"),
-    "session": ("records",),
-    "monitor": ("sampler",),
-    "timeline": ("timeline_events", "timeline_names", "timeline_writer"),
-    "torch": ("backend_name",),
-}
-ROOM_OF_MODULE = {module: room for room, modules in MODULES_OF_ROOM.items() for module in modules}
 
 # A room may import itself, the foundation and these. "*": everything but cli.
 PYTHON_ROOMS: dict[str, set[str]] = {
     "_version": set(),
     "errors": set(),
     "units": set(),
+    "config": set(),
     "trace": set(),
-    "env": set(),
-    "models": set(),
-    "lab": {"env"},
-    "plan": {"trace", "_core"},
-    "cost": {"trace", "plan", "scaling", "_core"},
-    "scaling": {"trace"},
-    "compat": {"trace"},
-    "simulate": {"trace", "plan", "cost", "scaling", "_core"},
-    "replay": {"_core", "trace", "plan", "cost", "comm", "recorder", "launch"},
-    "whatif": {"trace", "scaling", "simulate", "cost", "plan", "compat"},
-    "forecast": {"_core", "trace", "scaling", "cost", "plan", "whatif"},
-    "verdict": {"trace", "scaling", "cost", "whatif"},
-    "report": {"trace", "recorder", "scaling", "compat", "verdict", "whatif"},
-    "evidence": {"trace", "replay", "scaling", "whatif", "report"},
-    "launch": {"env", "_core"},
-    "comm": {"_core", "env", "trace", "launch"},
-    "recorder": {"_core", "env", "trace", "launch"},
-    "monitor": {"_core", "env", "trace", "launch"},
-    "session": {"_core", "comm", "recorder", "monitor", "plan", "env", "launch", "trace"},
-    "timeline": {"_core", "comm", "recorder", "env", "launch"},
-    "torch": {"_core", "comm", "recorder", "plan", "env", "launch", "timeline"},
-    "hooks": {"_core", "comm", "recorder", "session", "plan", "env", "launch", "torch", "timeline", "trace", "report"},
-    "callbacks": {"hooks", "session", "env"},
-    "ask": {"*"},
-    "bench": {"*"},
+    "analysis": {"trace"},
+    "whatif": {"_core", "trace", "analysis"},
+    "report": {"trace", "analysis", "whatif"},
+    "lab": set(),
+    "launch": {"_core", "config"},
+    "runtime": {"config", "trace", "launch"},
+    "torch": {"config", "trace", "whatif", "launch", "runtime"},
+    "hooks": {"config", "trace", "whatif", "report", "launch", "runtime", "torch"},
+    "callbacks": {"hooks"},
+    "bench": {"config", "trace", "whatif", "lab", "launch", "runtime"},
     "study": {"*"},
-    "profiling": {"*"},
-    "doctor": {"*"},
     "__init__": {"*"},
-    "__main__": {"cli"},
     "cli": {"*"},
+    "__main__": {"cli"},
 }
 
-# A package from outside may be imported only here, by module or folder of ours. "lazily": inside a function only.
-EVERYWHERE_LIVE = {"lab", "cli", "bench", "study", "doctor"}
+# A package from outside may be imported only here: in a room, or in a folder or module of one. "lazily": inside a
+# function only.
 OUTSIDE: dict[str, set[str]] = {
-    "torch": {"torch", "hooks", "callbacks", "comm", "models", "study", "profiling"},
-    "horovod": {"torch", "hooks", "comm"},
-    "matplotlib": {"report", "evidence"},
-    "subprocess": EVERYWHERE_LIVE | {"timeline", "monitor"},
-    "multiprocessing": EVERYWHERE_LIVE,
+    "torch": {"torch", "hooks", "bench/models", "study/inflation", "study/jobs"},
+    "horovod": {"hooks", "bench/hvd"},
+    "matplotlib": {"report", "study/evidence"},
+    "subprocess": {"lab", "bench", "study", "runtime/monitor", "runtime/timeline"},
+    "multiprocessing": {"lab", "bench", "study"},
 }
-OUTSIDE_LAZILY: dict[str, set[str]] = {"torch": {"launch"}}
+OUTSIDE_LAZILY: dict[str, set[str]] = {"torch": {"launch", "runtime"}}
 
 # Analysis is a function of a trace: no clock, file, randomness, environment, process or socket in it.
-PURE_ROOMS = {"plan", "cost", "scaling", "compat", "simulate", "whatif", "forecast", "verdict"}
+PURE_ROOMS = {"analysis", "whatif"}
 IMPURE = {
     "time",
     "datetime",
@@ -161,10 +127,10 @@ def c_findings(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, f"{room} includes {target}; it may include {allowed}"
 
 
-def room_of(path: Path) -> str:
-    """Return the room that a file of the package belongs to."""
-    module = path.relative_to(PACKAGE).parts[0].removesuffix(".py").removesuffix(".pyi")
-    return ROOM_OF_MODULE.get(module, module)
+def place_of(path: Path) -> str:
+    """Return a file of the package as a path of modules, such as bench/models/bert; its first part is its room."""
+    below = path.relative_to(PACKAGE).with_suffix("")
+    return (below.parent if below.name == "__init__" and below.parts[:-1] else below).as_posix()
 
 
 def known_modules() -> set[str]:
@@ -209,20 +175,27 @@ def own_finding(room: str, target: str) -> str | None:
     return f"{room} imports {target}; it may import {', '.join(sorted(allowed | FOUNDATION))}"
 
 
-def outside_finding(room: str, top: str, lazily: bool) -> str | None:
+def within(place: str, places: set[str]) -> bool:
+    """True where a file is one of these modules, or in one of these folders."""
+    return any(place == other or place.startswith(f"{other}/") for other in places)
+
+
+def outside_finding(place: str, top: str, lazily: bool) -> str | None:
     """Return what is wrong with an import of a package that is not ours."""
+    room = place.partition("/")[0]
     if room in PURE_ROOMS and top in IMPURE:
         return f"{room} is analysis, a function of a trace: it may not import {top}"
-    if top not in OUTSIDE or room in OUTSIDE[top]:
+    if top not in OUTSIDE or within(place, OUTSIDE[top]):
         return None
-    if room in OUTSIDE_LAZILY.get(top, set()):
-        return None if lazily else f"{room} may import {top} inside a function only"
+    if within(place, OUTSIDE_LAZILY.get(top, set())):
+        return None if lazily else f"{place} may import {top} inside a function only"
     return f"{top} belongs in {', '.join(sorted(OUTSIDE[top]))} only"
 
 
 def python_findings(path: Path, modules: set[str]) -> Iterator[tuple[int, str]]:
     """Yield (line, what is wrong) for one Python file of the package."""
-    room = room_of(path)
+    place = place_of(path)
+    room = place.partition("/")[0]
     if room not in PYTHON_ROOMS:
         yield 1, f"{room} has no row in PYTHON_ROOMS"
         return
@@ -230,10 +203,9 @@ def python_findings(path: Path, modules: set[str]) -> Iterator[tuple[int, str]]:
     for line, name, lazily in imports(ast.parse(path.read_text(encoding="utf-8")), package):
         parts = name.split(".")
         if parts[0] == "netbottleneck":
-            module = parts[1] if len(parts) > 1 and parts[1] in modules else "__init__"
-            finding = own_finding(room, ROOM_OF_MODULE.get(module, module))
+            finding = own_finding(room, parts[1] if len(parts) > 1 and parts[1] in modules else "__init__")
         else:
-            finding = outside_finding(room, parts[0], lazily)
+            finding = outside_finding(place, parts[0], lazily)
         if finding is not None:
             yield line, finding
 
@@ -263,7 +235,6 @@ def page_findings() -> Iterator[str]:
         ("csrc", page.c_rooms, C_ROOMS),
         ("header", page.c_outside, {header: set(places) for header, places in C_OUTSIDE}),
         ("room", page.python_rooms, PYTHON_ROOMS),
-        ("module", page.modules, ROOM_OF_MODULE),
         ("package", page.outside, OUTSIDE),
         ("package inside a function", page.outside_lazily, OUTSIDE_LAZILY),
         ("list", {"foundation": page.foundation}, {"foundation": FOUNDATION}),

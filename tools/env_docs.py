@@ -1,16 +1,16 @@
-"""Writes docs/environment.md from the table in python/netbottleneck/env.py."""
+"""Writes docs/environment.md from the table in python/netbottleneck/config.py."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from netbottleneck import env
+from netbottleneck import config
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "environment.md"
 HEAD = """# Environment variables
 
-Made from the table in `python/netbottleneck/env.py` by `tools/env_docs.py`; `netbottleneck env` prints the same with
+Made from the table in `python/netbottleneck/config.py` by `tools/env_docs.py`; `netbottleneck env` prints the same with
 what is in force here.
 
 Any `NETBOTTLENECK_TRANSPORT` implies `NETBOTTLENECK=1`. With neither set, `import netbottleneck` changes nothing.
@@ -25,7 +25,7 @@ about transport, streams, provider, segment size, steps or blocks are an error t
 
 def page() -> str:
     """Return the page."""
-    rows = env.describe(env.Settings(), {})
+    rows = config.describe(config.Settings(), {})
     lines = []
     for row in rows:
         default = f"`{row.default}`" if row.default else ""

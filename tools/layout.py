@@ -17,7 +17,6 @@ class Layout:
     c_rooms: dict[str, set[str]]
     c_outside: dict[str, set[str]]
     python_rooms: dict[str, set[str]]
-    modules: dict[str, str]  # of a room that is several modules: module to room
     outside: dict[str, set[str]]
     outside_lazily: dict[str, set[str]]
     foundation: set[str]
@@ -50,15 +49,9 @@ def listed(cell: str) -> set[str]:
     return {name.strip(" `") for name in cell.split(",")} - {"\u2013"}
 
 
-def rooms(page: str, section: str) -> tuple[dict[str, set[str]], dict[str, str]]:
-    """Return what each room of a section may use, and which room a module belongs to."""
-    allowed: dict[str, set[str]] = {}
-    modules: dict[str, str] = {}
-    for names, _, may in rows(page, section, "room"):
-        for room, others in re.findall(r"`([^`]+)`(?: \(with ([^)]*)\))?", names):
-            allowed[room] = listed(may)
-            modules |= dict.fromkeys(quoted(others), room)
-    return allowed, modules
+def rooms(page: str, section: str) -> dict[str, set[str]]:
+    """Return what each room of a section may use."""
+    return {room: listed(may) for names, _, may in rows(page, section, "room") for room in sorted(quoted(names))}
 
 
 def places(page: str, section: str, first: str) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
@@ -85,14 +78,12 @@ def sentence(page: str, pattern: str) -> re.Match[str]:
 def read(path: Path) -> Layout:
     """Read the page. Raises ValueError naming the table or sentence that is not there."""
     page = path.read_text(encoding="utf-8")
-    python_rooms, modules = rooms(page, "Python")
     outside, lazily = places(page, "Python", "package")
     pure = sentence(page, r"Analysis reads no ([^:]*): (.*?) may not import (.*?)\.(?: |$)")
     return Layout(
-        c_rooms=rooms(page, "C")[0],
+        c_rooms=rooms(page, "C"),
         c_outside=places(page, "C", "header")[0],
-        python_rooms=python_rooms,
-        modules=modules,
+        python_rooms=rooms(page, "Python"),
         outside=outside,
         outside_lazily=lazily,
         foundation=quoted(sentence(page, r"Anything may use ([^.]*)\.")[1]),

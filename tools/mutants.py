@@ -59,8 +59,9 @@ class Room:
     slow: tuple[str, ...] = ()
 
 
-def _python(*names: str) -> tuple[str, ...]:
-    return tuple(f"python/netbottleneck/{name}" for name in names)
+def _python(folder: str, *modules: str) -> tuple[str, ...]:
+    """Globs of a folder of the package: of all that is in it, or of some modules."""
+    return tuple(f"python/netbottleneck/{folder}/{module}.py" for module in modules or ("*",))
 
 
 ROOMS: dict[str, Room] = {
@@ -91,20 +92,21 @@ ROOMS: dict[str, Room] = {
         py=("core",),
     ),
     "analysis": Room(
-        _python("scaling.py", "stats.py", "blocks.py", "verdict.py", "findings.py", "layers.py", "usage.py"),
+        _python("analysis"),
         py=("verdict", "scaling", "report"),
         slow=("forecast", "samples"),
     ),
     "what-if": Room(
         _python(
-            *("whatif.py", "sweeps.py", "inverse.py", "simulate.py", "workload.py", "plan.py", "score.py"),
-            *("cost.py", "fitting.py", "contention.py", "copies.py", "links.py", "service.py"),
+            "whatif",
+            *("questions", "sweeps", "inverse", "simulate", "workload", "plan", "replay_schedule"),
+            *("cost", "fitting", "contention", "copies", "links", "link_model"),
         ),
         py=("plan", "contention", "copies", "cost", "simulate", "whatif", "what_if"),
         slow=("links",),
     ),
-    "hooks": Room(_python("hooks/*.py"), py=("imports", "ddp_loops", "calls", "updates", "measured"), slow=("hooks",)),
-    "torch": Room(_python("torch/*.py"), py=("ready", "gradients", "hvd", "sync_batch_norm"), slow=("elastic",)),
+    "hooks": Room(_python("hooks"), py=("imports", "ddp_loops", "calls", "updates", "measured"), slow=("hooks",)),
+    "torch": Room(_python("torch"), py=("ready", "gradients", "hvd", "sync_batch_norm"), slow=("elastic",)),
 }
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from netbottleneck import Evidence
-from netbottleneck.ask import questions
-from netbottleneck.ask.source import Source
-from netbottleneck.ask.words import parser
+from netbottleneck.cli.what_if import questions
+from netbottleneck.cli.what_if.source import Source
+from netbottleneck.cli.what_if.words import parser
 from netbottleneck.report import Run, answers
 from netbottleneck.report.words import sentences
 

@@ -13,11 +13,11 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from netbottleneck import trace
 from netbottleneck.lab import Lab
 from netbottleneck.report import Run
 from netbottleneck.study.ranks import run_in_lab
 from netbottleneck.study.task import Task
+from netbottleneck.trace import model as tr
 
 LAB = "2gbit/500mbit"
 NAME = "resnet50-2gbit-500mbit"
@@ -25,7 +25,7 @@ ARMS = ("bare", "stock", "ofi")
 STEPS, ROUNDS, ALONE = 4, 6, 6
 
 
-def record(folder: Path) -> trace.Trace:
+def record(folder: Path) -> tr.Trace:
     """Run the job in a lab, its run folder at `folder`, and return what was recorded."""
     with Lab(2, LAB) as lab:
         network = {
@@ -39,7 +39,7 @@ def record(folder: Path) -> trace.Trace:
     return Run(folder).trace
 
 
-def scrub(found: trace.Trace) -> trace.Trace:
+def scrub(found: tr.Trace) -> tr.Trace:
     """Return the run without the names of hosts, folders and processes."""
     ranks = tuple(
         replace(rank, hostname=f"host{rank.rank}", host_id=f"host{rank.rank}", pid=0, error=None)
@@ -52,7 +52,7 @@ def main() -> None:
     """Record, and write the file."""
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name(f"{NAME}.jsonl.gz")
     with tempfile.TemporaryDirectory() as folder:
-        trace.write(scrub(record(Path(folder) / NAME)), path)
+        tr.write(scrub(record(Path(folder) / NAME)), path)
     Run(path).show()
 
 

@@ -1,4 +1,4 @@
-// The event: what one stamp means. One place for the numbers; python/netbottleneck/recorder.py reads them.
+// The event: what one stamp means. One place for the numbers; python/netbottleneck/trace/recorder.py reads them.
 #ifndef NB_TRACE_EVENT_H
 #define NB_TRACE_EVENT_H
 

@@ -8,7 +8,7 @@ gradients moved by the transports named. See README.md, and `netbottleneck env` 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from netbottleneck import env as _env
+from netbottleneck import config as _config
 from netbottleneck._version import __version__
 from netbottleneck.errors import (
     ClosedError,
@@ -21,11 +21,18 @@ from netbottleneck.errors import (
 )
 
 if TYPE_CHECKING:
+    from netbottleneck.analysis.verdict import Verdict
     from netbottleneck.bench import bench
-    from netbottleneck.evidence import Evidence
     from netbottleneck.hooks.attaching import attach
     from netbottleneck.hooks.loop import profile
-    from netbottleneck.ops import (
+    from netbottleneck.report import Run
+    from netbottleneck.runtime.ops import (
+        Adasum,
+        Average,
+        Max,
+        Min,
+        Product,
+        Sum,
         allgather,
         allreduce,
         allreduce_,
@@ -35,40 +42,51 @@ if TYPE_CHECKING:
         broadcast_,
         reducescatter,
     )
-    from netbottleneck.report import Run
-    from netbottleneck.verdict import Verdict
+    from netbottleneck.study.evidence import Evidence
 
 # Public names whose modules are imported when they are used: importing this package costs next to nothing.
 _LATER = {
-    "Evidence": "netbottleneck.evidence",
+    "Adasum": "netbottleneck.runtime.ops",
+    "Average": "netbottleneck.runtime.ops",
+    "Max": "netbottleneck.runtime.ops",
+    "Min": "netbottleneck.runtime.ops",
+    "Product": "netbottleneck.runtime.ops",
+    "Sum": "netbottleneck.runtime.ops",
+    "Evidence": "netbottleneck.study.evidence",
     "Run": "netbottleneck.report",
-    "Verdict": "netbottleneck.verdict",
-    "allgather": "netbottleneck.ops",
-    "allreduce": "netbottleneck.ops",
-    "allreduce_": "netbottleneck.ops",
-    "alltoall": "netbottleneck.ops",
-    "barrier": "netbottleneck.ops",
+    "Verdict": "netbottleneck.analysis.verdict",
+    "allgather": "netbottleneck.runtime.ops",
+    "allreduce": "netbottleneck.runtime.ops",
+    "allreduce_": "netbottleneck.runtime.ops",
+    "alltoall": "netbottleneck.runtime.ops",
+    "barrier": "netbottleneck.runtime.ops",
     "attach": "netbottleneck.hooks.attaching",
     "bench": "netbottleneck.bench",
-    "broadcast": "netbottleneck.ops",
-    "broadcast_": "netbottleneck.ops",
-    "init": "netbottleneck.ops",
+    "broadcast": "netbottleneck.runtime.ops",
+    "broadcast_": "netbottleneck.runtime.ops",
+    "init": "netbottleneck.runtime.ops",
     "profile": "netbottleneck.hooks.loop",
-    "rank": "netbottleneck.ops",
-    "reducescatter": "netbottleneck.ops",
-    "shutdown": "netbottleneck.ops",
-    "size": "netbottleneck.ops",
+    "rank": "netbottleneck.runtime.ops",
+    "reducescatter": "netbottleneck.runtime.ops",
+    "shutdown": "netbottleneck.runtime.ops",
+    "size": "netbottleneck.runtime.ops",
 }
 
 __all__ = [
+    "Adasum",
+    "Average",
     "ClosedError",
     "DeadlineError",
     "Error",
     "Evidence",
     "HorovodInternalError",
+    "Max",
+    "Min",
     "MismatchError",
     "PeerError",
+    "Product",
     "Run",
+    "Sum",
     "Verdict",
     "WireError",
     "__version__",
@@ -99,7 +117,7 @@ def _enabled() -> bool:
     return bool(os.environ.get("NETBOTTLENECK") or os.environ.get("NETBOTTLENECK_TRANSPORT"))
 
 
-if _enabled() and _env.settings().enabled:
+if _enabled() and _config.settings().enabled:
     from netbottleneck.hooks import imports
 
     imports.install()

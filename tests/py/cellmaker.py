@@ -1,7 +1,7 @@
 """Makes traces of cells whose every number is known: forward, backward, one operation, an optimizer, other time."""
 
-from netbottleneck.stats import Estimate
-from netbottleneck.trace import Bucket, Collective, Network, Parameter, Rank, Step, Trace
+from netbottleneck.analysis.stats import Estimate
+from netbottleneck.trace.model import Bucket, Collective, Network, Parameter, Rank, Step, Trace
 
 MS = 1_000_000
 NBYTES = 10 << 20

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import Ranks
 
-from netbottleneck import recorder
-from netbottleneck.env import settings
+from netbottleneck.config import settings
+from netbottleneck.trace import recorder
 
 OVER = {"NETBOTTLENECK_SHM": "0", "NETBOTTLENECK_TIMEOUT_S": "60", "NETBOTTLENECK_START_TIMEOUT_S": "60"}
 SUMS = """
@@ -18,7 +18,7 @@ import hashlib
 import json
 import numpy as np
 import netbottleneck as nb
-from netbottleneck import job, ops
+from netbottleneck.runtime import job, ops
 ops.init()
 rank, size = ops.rank(), ops.size()
 digest = hashlib.sha256()
@@ -44,7 +44,7 @@ TRAIN = """
 import hashlib
 import numpy as np
 import netbottleneck as nb
-from netbottleneck import ops
+from netbottleneck.runtime import ops
 ops.init()
 rows = np.random.default_rng(2 + ops.rank()).standard_normal((64, 300)).astype(np.float32)
 weights = np.random.default_rng(1).standard_normal((300, 40)).astype(np.float32)
@@ -60,9 +60,10 @@ KILLED = """
 import os
 import signal
 import numpy as np
-from netbottleneck import env, job
-from netbottleneck.session import open_session
-session = open_session(env.settings({"transports": "tcp", "start_step": 0}))
+from netbottleneck import config
+from netbottleneck.runtime import job
+from netbottleneck.runtime.session import open_session
+session = open_session(config.settings({"transports": "tcp", "start_step": 0}))
 comm = session.arms["tcp"].comm
 small = np.ones(1000, np.float32)
 comm.submit("small", job.core().ALLREDUCE, small, job.core().FLOAT32).wait()
@@ -74,9 +75,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 PINNED = """
 import os
 import numpy as np
-from netbottleneck import env, job
-from netbottleneck.session import open_session
-session = open_session(env.settings({"transports": "tcp", "start_step": 0}))
+from netbottleneck import config
+from netbottleneck.runtime import job
+from netbottleneck.runtime.session import open_session
+session = open_session(config.settings({"transports": "tcp", "start_step": 0}))
 comm = session.arms["tcp"].comm
 line = np.ones(100_000, np.float32)
 for _ in range(3):
@@ -153,7 +155,7 @@ def test_an_algorithm_that_is_none_is_refused() -> None:
 
 def test_an_alltoall_of_uneven_parts_is_refused(plain_ranks: Ranks) -> None:
     script = (
-        "import numpy as np, netbottleneck as nb\nfrom netbottleneck import ops\nops.init()\n"
+        "import numpy as np, netbottleneck as nb\nfrom netbottleneck.runtime import ops\nops.init()\n"
         "try:\n    nb.alltoall(np.zeros(3))\nexcept ValueError as error:\n    print('told', error)\nops.shutdown()\n"
     )
     for result in plain_ranks(2, script, env={**OVER, "NETBOTTLENECK_TRANSPORT": "tcp"}):

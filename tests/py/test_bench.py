@@ -195,18 +195,20 @@ def test_rows_of_every_path_are_right_and_complete_on_loopback() -> None:
 GLOO_SOCKETS = """
 import os
 from pathlib import Path
-from netbottleneck import comm, env, launch
+from netbottleneck import config
+from netbottleneck.launch import connect
+from netbottleneck.runtime import communicators
 from netbottleneck.bench import paths
 
 def sockets():
     return sum(os.readlink(fd).startswith("socket") for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink())
 
-settings = env.settings()
-place = launch.detect(settings)
-control = launch.connect(settings, place, transport="tcp", streams=1)
+settings = config.settings()
+place = connect.detect(settings)
+control = connect.connect(settings, place, transport="tcp", streams=1)
 control.exchange(b"here")
 counted = []
-make = comm.stock_group
+make = communicators.stock_group
 
 def counting(*given):
     before = sockets()
@@ -214,9 +216,9 @@ def counting(*given):
     counted.append(sockets() - before)
     return group
 
-comm.stock_group(settings, place, control.exchange)
-comm.stock_group = counting
-memory = launch.core().Arena(4096)
+communicators.stock_group(settings, place, control.exchange)
+communicators.stock_group = counting
+memory = connect.core().Arena(4096)
 made = paths.open_stock(settings, place, control, memory, ("float32", "sum"))
 print([path.name for path in made], counted[1] - counted[0], os.environ["GLOO_SOCKET_IFNAME"])
 control.exchange(b"done")

@@ -12,7 +12,7 @@ NEEDED = 12 << 30
 SCRIPT = """
 import numpy as np
 import netbottleneck as nb
-from netbottleneck.ops import Sum
+from netbottleneck.runtime.ops import Sum
 
 CHUNK = (1 << 26) + 9
 COUNT = 64 * CHUNK  # 4 GiB and 576 bytes

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import netbottleneck.torch as hvd
-from netbottleneck import job
+from netbottleneck.runtime import job
 from netbottleneck.hooks import ddp
 from netbottleneck.hooks.horovod import Measuring
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cellmaker
-from netbottleneck.evidence import budget, chain, facts, prediction
-from netbottleneck.evidence.values import COMPUTED, ArmFacts, CellFacts, Cpu, Foretold, Nic, Outlook, Parts
+from netbottleneck.analysis.stats import Estimate
 from netbottleneck.report import Run
-from netbottleneck.stats import Estimate
+from netbottleneck.study.evidence import budget, chain, facts, prediction
+from netbottleneck.study.evidence.values import COMPUTED, ArmFacts, CellFacts, Cpu, Foretold, Nic, Outlook, Parts
 
 MS = cellmaker.MS
 about = cellmaker.about

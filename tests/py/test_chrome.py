@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from chromecheck import overlaps
-from netbottleneck import trace
 from netbottleneck.report import Run, chrome
+from netbottleneck.trace import model as tr
 from ringwriter import FakeRun
 
 
@@ -37,8 +37,7 @@ def test_overlapping_operations_and_nested_modules_get_lanes_of_their_own(run):
         run.trace.steps[0], modules=((0, 100, 900), (1, 200, 300), (2, 250, 800)), waits=((1, 5, 9), (2, 7, 12))
     )
     operations = tuple(
-        trace.Collective(0, "stock", key, 1, 100 * key, 8, start_ns=100 * key, done_ns=100 * key + 250)
-        for key in range(5)
+        tr.Collective(0, "stock", key, 1, 100 * key, 8, start_ns=100 * key, done_ns=100 * key + 250) for key in range(5)
     )
     document = chrome.chrome(replace(run.trace, steps=(step,), collectives=operations))
     assert overlaps(document) == []

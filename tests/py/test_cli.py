@@ -126,7 +126,7 @@ def test_report_and_env_work_without_the_c_module_and_import_no_torch() -> None:
 
 def test_strict_tells_an_inconclusive_run_by_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     from netbottleneck import report
-    from netbottleneck.verdict import Verdict
+    from netbottleneck.analysis.verdict import Verdict
 
     monkeypatch.setattr(report.Run, "verdict", Verdict("INCONCLUSIVE", "too few steps", "run longer"))
     assert main(["report", str(TRACE), "--strict"]) == cli.INCONCLUSIVE == 4
@@ -214,7 +214,7 @@ def test_a_scripts_own_end_is_kept(tmp_path: Path) -> None:
     assert done.stderr.endswith("ValueError: loss is nan\n")
     assert "in train" in done.stderr
     assert "runpy" not in done.stderr
-    assert "cli.py" not in done.stderr
+    assert "cli/__init__.py" not in done.stderr
 
 
 def test_run_without_a_script_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from netbottleneck import compat, layerlog
-from netbottleneck.compat import Grid
-from netbottleneck.layerlog import LayerLog, VecTable
+from netbottleneck.trace import layer_log
+from netbottleneck.trace.layer_log import LayerLog, VecTable
+from netbottleneck.whatif import compat2020
+from netbottleneck.whatif.compat2020 import Grid
 
 EQUAL_S = 1e-12
 MODELS = ("resnet50", "resnet101", "vgg16")
@@ -28,12 +29,12 @@ def rows(path: Path) -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def logs(paper1: Path) -> dict[str, LayerLog]:
-    return {model: layerlog.read(paper1 / "inputs" / f"{model}.bk.log") for model in MODELS}
+    return {model: layer_log.read(paper1 / "inputs" / f"{model}.bk.log") for model in MODELS}
 
 
 @pytest.fixture(scope="module")
 def table(paper1: Path) -> VecTable:
-    return layerlog.read_table(paper1 / "inputs" / "cuda_vec_add.log")
+    return layer_log.read_table(paper1 / "inputs" / "cuda_vec_add.log")
 
 
 def test_all_rows_of_the_papers_sweep_are_met(paper1: Path, logs: dict[str, LayerLog], table: VecTable) -> None:
@@ -42,7 +43,7 @@ def test_all_rows_of_the_papers_sweep_are_met(paper1: Path, logs: dict[str, Laye
         grid = Grid(
             (int(row["N"]),), (float(row["linkspeed_bps"]),), (float(row["compression"]),), float(row["slowdown"])
         )
-        (got,) = compat.sweep(logs[row["model"]], table, float(row["batch_t_s"]), grid)
+        (got,) = compat2020.sweep(logs[row["model"]], table, float(row["batch_t_s"]), grid)
         assert got.compute_end_s == pytest.approx(float(row["backward_sum_s"]), rel=0, abs=EQUAL_S)
         assert got.communication_end_s == pytest.approx(float(row["bk_coll_time_s"]), rel=0, abs=EQUAL_S)
         assert got.overhead_s == pytest.approx(float(row["overhead_s"]), rel=0, abs=EQUAL_S)
@@ -59,7 +60,7 @@ def test_every_bucket_is_met(paper1: Path, logs: dict[str, LayerLog]) -> None:
         place.append((float(row["send_time_s"]), int(row["bytes"])))
     assert {slowdown for _, slowdown in want} == {10, 1000}
     for (model, slowdown), buckets in want.items():
-        sent, _ = compat.buckets(logs[model].tensors, slowdown)
+        sent, _ = compat2020.buckets(logs[model].tensors, slowdown)
         assert [bucket.bytes for bucket in sent] == [size for _, size in buckets]
         assert [bucket.ready_s for bucket in sent] == pytest.approx([at for at, _ in buckets], rel=0, abs=EQUAL_S)
 
@@ -68,7 +69,9 @@ def test_every_timeline_is_met(paper1: Path, logs: dict[str, LayerLog], table: V
     seen = 0
     for row in rows(paper1 / "timeline.csv"):
         link_bps, ratio = float(row["linkspeed_bps"]), float(row["compression"])
-        moved = compat.timeline(logs[row["model"]].tensors, table, int(row["N"]), link_bps, ratio)[int(row["bucket"])]
+        moved = compat2020.timeline(logs[row["model"]].tensors, table, int(row["N"]), link_bps, ratio)[
+            int(row["bucket"])
+        ]
         assert moved.bytes == int(row["bytes"])
         for got, name in (
             (moved.ready_s, "ready_s"),
@@ -84,7 +87,7 @@ def test_every_timeline_is_met(paper1: Path, logs: dict[str, LayerLog], table: V
 
 def test_every_addition_is_met(paper1: Path, table: VecTable) -> None:
     want = [(float(row["size_bytes"]), float(row["est_s"])) for row in rows(paper1 / "vecadd_est.csv")]
-    got = compat.add_seconds(table, [size for size, _ in want])
+    got = compat2020.add_seconds(table, [size for size, _ in want])
     assert got.tolist() == pytest.approx([seconds for _, seconds in want], rel=0, abs=EQUAL_S)
 
 
@@ -96,7 +99,7 @@ def test_the_papers_figure_8a_is_met_within_a_point(paper1: Path, logs: dict[str
             continue
         model = row["series"].removesuffix(" 10 Gbps").lower()
         grid = Grid((64,), (10e9,), (float(row["x"].removesuffix("x")),))
-        (got,) = compat.sweep(logs[model], table, steps[model], grid)
+        (got,) = compat2020.sweep(logs[model], table, steps[model], grid)
         assert 100 * got.scaling_factor == pytest.approx(float(row["value"]), rel=0, abs=1)
         seen += 1
     assert seen == 11
@@ -106,7 +109,7 @@ def test_resnet101_on_32_gpus_at_1_gbit_is_what_its_author_measured_within_two_p
     paper1: Path, logs: dict[str, LayerLog], table: VecTable
 ) -> None:
     (told,) = [row for row in rows(paper1 / "author_gist.csv") if row["bw_limit_gbps"] == "1"]
-    (got,) = compat.sweep(logs["resnet101"], table, 0.192, Grid((int(told["nodes_gpus"]),), (1e9,)))
+    (got,) = compat2020.sweep(logs["resnet101"], table, 0.192, Grid((int(told["nodes_gpus"]),), (1e9,)))
     assert got.communication_end_s == pytest.approx(float(told["horovod_coll_us"]) / 1e6, rel=0.02)
 
 
@@ -172,7 +175,7 @@ grids = st.builds(
 @settings(max_examples=300, deadline=None)
 @given(made_logs, made_tables, grids)
 def test_any_other_input_is_as_the_closed_form_has_it(log: LayerLog, table: VecTable, grid: Grid) -> None:
-    (got,) = compat.sweep(log, table, 0.1, grid)
+    (got,) = compat2020.sweep(log, table, 0.1, grid)
     want = closed_form_s(log, table, grid)
     assert got.communication_end_s == pytest.approx(want, rel=1e-12, abs=EQUAL_S)
     assert got.overhead_s == pytest.approx(want - log.backward_s, rel=1e-12, abs=EQUAL_S * max(1, want))
@@ -187,7 +190,7 @@ def test_a_faster_link_or_more_compression_never_makes_it_slower(
 ) -> None:
     def end_s(link: float, ratio: float) -> float:
         cell = Grid(grid.workers, (link,), (ratio,), grid.slowdown)
-        return compat.sweep(log, table, 0.1, cell)[0].communication_end_s
+        return compat2020.sweep(log, table, 0.1, cell)[0].communication_end_s
 
     (link,), (ratio,) = grid.link_bps, grid.compression
     here = end_s(link, ratio) * (1 + 1e-12)
@@ -197,12 +200,12 @@ def test_a_faster_link_or_more_compression_never_makes_it_slower(
 
 def test_one_worker_has_no_overhead() -> None:
     log = LayerLog("m", ((0.001, 1 << 20), (0.006, 1 << 27)))
-    (got,) = compat.sweep(log, VecTable((1,), (1.0,)), 0.5, Grid((1,), (1e9,)))
+    (got,) = compat2020.sweep(log, VecTable((1,), (1.0,)), 0.5, Grid((1,), (1e9,)))
     assert (got.overhead_s, got.scaling_factor, got.step_s) == (0.0, 1.0, 0.5)
 
 
 def test_a_tensor_that_comes_late_closes_the_bucket_it_comes_to_and_a_bucket_may_exceed_the_limit() -> None:
-    sent, end_s = compat.buckets(((0.004, 10), (0.02, 20), (0.001, 60 << 20), (0.001, 60 << 20), (0.0, 0)))
+    sent, end_s = compat2020.buckets(((0.004, 10), (0.02, 20), (0.001, 60 << 20), (0.001, 60 << 20), (0.0, 0)))
     assert [(bucket.bytes, bucket.ready_s) for bucket in sent] == [(30, 0.024), (120 << 20, pytest.approx(0.026))]
     assert end_s == pytest.approx(0.026)
 
@@ -211,7 +214,7 @@ def test_batches_are_averaged() -> None:
     one, other = ((0.001, 1 << 20),), ((0.006, 1 << 26),)
     table, grid = VecTable((1, 1 << 30), (1e-5, 1e-3)), Grid((4,), (1e9,))
     (first,), (second,), (both,) = (
-        compat.sweep(log, table, 0.1, grid)
+        compat2020.sweep(log, table, 0.1, grid)
         for log in (LayerLog("m", one), LayerLog("m", other), LayerLog("m", one, None, (other,)))
     )
     assert both.overhead_s == pytest.approx((first.overhead_s + second.overhead_s) / 2)
@@ -236,4 +239,4 @@ def test_what_cannot_be_is_refused(arguments: tuple[tuple[float, ...], ...], wha
 
 def test_a_step_of_no_time_is_refused() -> None:
     with pytest.raises(ValueError, match=r"step 0\.0: must be a finite number above 0"):
-        compat.sweep(LayerLog("m", ((0.1, 1),)), VecTable((1,), (1.0,)), 0.0, Grid((2,), (1e9,)))
+        compat2020.sweep(LayerLog("m", ((0.1, 1),)), VecTable((1,), (1.0,)), 0.0, Grid((2,), (1e9,)))

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from netbottleneck import forecast, sweeps, whatif
-from netbottleneck import trace as tr
-from netbottleneck.contention import contention
-from netbottleneck.cost import Cost, Link, fit
-from netbottleneck.forecast import Wire
-from netbottleneck.plan import Plan
-from netbottleneck.score import score
-from netbottleneck.simulate import simulate
-from netbottleneck.trace import Collective, Network, Parameter, Rank, Step, Trace
+from netbottleneck.trace import model as tr
+from netbottleneck.trace.model import Collective, Network, Parameter, Rank, Step, Trace
+from netbottleneck.whatif import forecast, questions, sweeps
+from netbottleneck.whatif.contention import contention
+from netbottleneck.whatif.cost import Cost, Link, fit
+from netbottleneck.whatif.forecast import Wire
+from netbottleneck.whatif.plan import Plan
+from netbottleneck.whatif.replay_schedule import score
+from netbottleneck.whatif.simulate import simulate
 
 STORED = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
 MS, MB = 1_000_000, 1_000_000
@@ -123,8 +123,8 @@ def test_where_compute_varies_its_interval_holds_what_made_the_run(slower: float
 def test_contention_counts_once(bps: float) -> None:
     """The very run comes out as it was; without communication it is what it is where nothing moves."""
     run = in_turn(Cost(link=Link(bps), contention=1.4))
-    job = whatif.job(run, "tcp")
-    now, free = (whatif.answer(job, ask(job)).step_s for ask in (sweeps.now, sweeps.free))
+    job = questions.job(run, "tcp")
+    now, free = (questions.answer(job, ask(job)).step_s for ask in (sweeps.now, sweeps.free))
     assert now is not None
     assert free is not None
     assert 1e9 * now.value == pytest.approx(statistics.median(lengths(run, "tcp")), rel=1e-5)
@@ -135,7 +135,7 @@ def test_contention_counts_once(bps: float) -> None:
 
 
 def test_an_answer_about_another_link_holds_for_a_run_over_it() -> None:
-    job = whatif.job(in_turn(Cost(link=Link(1e9), contention=1.4)), "tcp")
+    job = questions.job(in_turn(Cost(link=Link(1e9), contention=1.4)), "tcp")
     there = in_turn(Cost(link=Link(5e9), contention=1.4))
     (faster,) = sweeps.answers(job, sweeps.links(job, [5e9]))
     assert faster.step_s is not None
@@ -144,8 +144,8 @@ def test_an_answer_about_another_link_holds_for_a_run_over_it() -> None:
 
 def test_its_interval_widens_an_answer_and_its_words_are_among_the_remarks() -> None:
     draw = random.Random(5)
-    job = whatif.job(in_turn(Cost(link=Link(3e9), contention=1.4), wobble=lambda: draw.randrange(-MS, MS)), "tcp")
-    free = whatif.answer(job, sweeps.free(job))
+    job = questions.job(in_turn(Cost(link=Link(3e9), contention=1.4), wobble=lambda: draw.randrange(-MS, MS)), "tcp")
+    free = questions.answer(job, sweeps.free(job))
     assert free.interval
     assert free.step_s is not None
     assert free.step_s.low < free.step_s.value < free.step_s.high

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from netbottleneck import sweeps, whatif
-from netbottleneck import trace as tr
 from netbottleneck.cli import main
-from netbottleneck.copies import by_table
-from netbottleneck.cost import Cost, Link, Table, fit
-from netbottleneck.layerlog import LayerLog, VecTable, write, write_table
-from netbottleneck.plan import Plan
-from netbottleneck.simulate import simulate
-from netbottleneck.trace import Parameter, Rank, Step, Trace
+from netbottleneck.trace import model as tr
+from netbottleneck.trace.layer_log import LayerLog, VecTable, write, write_table
+from netbottleneck.trace.model import Parameter, Rank, Step, Trace
+from netbottleneck.whatif import questions, sweeps
+from netbottleneck.whatif.copies import by_table
+from netbottleneck.whatif.cost import Cost, Link, Table, fit
+from netbottleneck.whatif.plan import Plan
+from netbottleneck.whatif.simulate import simulate
 
 STORED = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
 MS, MB = 1_000_000, 1_000_000
@@ -99,8 +99,8 @@ def test_a_table_counts_where_the_run_does_not_tell_and_no_byte_twice() -> None:
     assert found.cost.copy_byte_ns == 0.3
     assert found.cost.link.rate_bps == pytest.approx(3e9, rel=0.01)
     assert "by a table" in found.notes[-1]
-    job = whatif.job(run, copy_byte_ns=0.3)
-    now = whatif.answer(job, sweeps.now(job)).step_s
+    job = questions.job(run, copy_byte_ns=0.3)
+    now = questions.answer(job, sweeps.now(job)).step_s
     assert now is not None
     measured = statistics.median(step.duration_ns for step in run.steps[1:])
     assert 1e9 * now.value == pytest.approx(measured, rel=1e-3)

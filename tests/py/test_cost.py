@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from netbottleneck import trace as tr
-from netbottleneck.cost import UNLIMITED, Cost, Fit, Link, Table, fit
-from netbottleneck.plan import Plan, in_flight
-from netbottleneck.scaling import counted
-from netbottleneck.simulate import simulate
-from netbottleneck.trace import Parameter, Probe, Rank, Step, Trace, TransportInfo
+from netbottleneck.analysis.scaling import counted
+from netbottleneck.trace import model as tr
+from netbottleneck.trace.model import Parameter, Probe, Rank, Step, Trace, TransportInfo
+from netbottleneck.whatif.cost import UNLIMITED, Cost, Fit, Link, Table, fit
+from netbottleneck.whatif.plan import Plan, in_flight
+from netbottleneck.whatif.simulate import simulate
 
 STORED = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
 MIB = 1 << 20

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from netbottleneck import codec
-from netbottleneck import trace as tr
 from netbottleneck.cli import main
-from netbottleneck.trace import Step
+from netbottleneck.trace import json_codec
+from netbottleneck.trace import model as tr
+from netbottleneck.trace.model import Step
 
 WHOLE = Path(__file__).parent / "data" / "synthetic.jsonl.gz"
 ODD = (
@@ -127,5 +127,5 @@ def test_what_holds_nothing_is_named(name: str, tmp_path: Path, capsys: pytest.C
 
 def test_nothing_is_read_where_it_may_be() -> None:
     step = Step(0, 1, 2, "tcp", 5, 6, plan=None, cpu_ns=None)
-    assert codec.build(Step, json.loads(codec.dump(step))) == step
+    assert json_codec.build(Step, json.loads(json_codec.dump(step))) == step
     assert tr.read(WHOLE).size == 2

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from conftest import RANKS_LIMIT_S
 
-from netbottleneck import doctor, launch
-from netbottleneck.cli import main
+from netbottleneck.cli import doctor, main
 from netbottleneck.errors import Error
+from netbottleneck.launch import connect
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_a_build_without_headers_says_what_to_install(monkeypatch: pytest.Monkey
     class Core:
         HAVE_OFI = False
 
-    monkeypatch.setattr(launch, "core", Core)
+    monkeypatch.setattr(connect, "core", Core)
     assert doctor._libfabric({}) == {"error": "ofi left out: install libfabric-dev"}
 
 
@@ -132,7 +132,7 @@ def test_without_the_c_module_the_rest_is_still_found(
     def missing() -> Any:
         raise ImportError("netbottleneck._core is not built")
 
-    monkeypatch.setattr(launch, "core", missing)
+    monkeypatch.setattr(connect, "core", missing)
     assert main(["doctor"]) == 1
     said = capsys.readouterr().out
     assert "not built" in said
@@ -154,13 +154,13 @@ def test_the_lab_is_tried_in_truth() -> None:
 
 
 def test_a_libfabric_without_providers_is_no_error() -> None:
-    code = "from netbottleneck import doctor; import json; print(json.dumps(doctor._libfabric({})))"
+    code = "from netbottleneck.cli import doctor; import json; print(json.dumps(doctor._libfabric({})))"
     env = {**os.environ, "FI_PROVIDER": "nothing"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=RANKS_LIMIT_S, check=True
     )
     found = json.loads(done.stdout)
-    if launch.core().HAVE_OFI:
+    if connect.core().HAVE_OFI:
         assert (found["providers"], found["used"]) == ([], "")
     else:
         assert found == {"error": doctor.OFI_LEFT_OUT}

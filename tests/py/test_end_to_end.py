@@ -142,7 +142,7 @@ def test_streams_auto_owes_the_gradients_and_keeps_its_probe_apart(
 import os
 import numpy as np
 import netbottleneck as nb
-from netbottleneck import job
+from netbottleneck.runtime import job
 this = job.start()
 nb.allreduce_(np.ones((1 << 20) - 1, np.float32), name="below 4 MiB")
 info = this.comm.info()

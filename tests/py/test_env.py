@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from conftest import RANKS_LIMIT_S, Ranks
 
-from netbottleneck import env
-from netbottleneck.env import settings
+from netbottleneck import config
+from netbottleneck.config import settings
 
 PYTHON = Path(__file__).resolve().parents[2] / "python"
 
@@ -188,7 +188,7 @@ def test_an_unknown_name_warns_with_the_nearest() -> None:
 
 
 def test_known_and_foreign_names_do_not_warn() -> None:
-    every = {row.name: row.value for row in env.describe(settings(environ={})) if row.value}
+    every = {row.name: row.value for row in config.describe(settings(environ={})) if row.value}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         settings(environ={**every, "HOROVOD_AUTOTUNE": "1", "NET": "1"})
@@ -199,7 +199,7 @@ def test_a_secret_is_text_or_hex_and_is_never_shown() -> None:
     chosen = settings(environ={"NETBOTTLENECK_SECRET": word})
     assert chosen.secret == word.encode()
     assert settings(environ={"NETBOTTLENECK_SECRET": "0f" * 16}).secret == b"\x0f" * 16
-    assert word not in repr(env.describe(chosen))
+    assert word not in repr(config.describe(chosen))
     assert word not in repr(chosen)
     with pytest.raises(ValueError, match="NETBOTTLENECK_SECRET") as caught:
         settings(environ={"NETBOTTLENECK_SECRET": "tooshort"})
@@ -219,7 +219,7 @@ def test_a_secret_is_read_from_a_file_and_its_own_variable_counts_first(tmp_path
     chosen = settings(environ=environ)
     assert chosen.secret == b"correct horse battery"
     assert chosen.sources["secret"] == "NETBOTTLENECK_SECRET_FILE"
-    assert "horse" not in repr(chosen) + repr(env.describe(chosen))
+    assert "horse" not in repr(chosen) + repr(config.describe(chosen))
     path.write_bytes(b" " + b"0f" * 16 + b"\r\n")
     assert settings(environ=environ).secret == b"\x0f" * 16
     both = settings(environ={**environ, "NETBOTTLENECK_SECRET": "another secret of mine"})
@@ -284,8 +284,8 @@ def test_a_secret_file_that_is_none_is_refused_at_once(tmp_path: Path) -> None:
 
 def test_description_shows_value_default_and_source_of_every_variable() -> None:
     environ = {"NETBOTTLENECK_TRANSPORT": "stock,ofi", "HOROVOD_LOG_LEVEL": "INFO"}
-    rows = {row.name: row for row in env.describe(settings({"streams": 4}, environ))}
-    fields = [field for field in dataclasses.fields(env.Settings) if "variable" in field.metadata]
+    rows = {row.name: row for row in config.describe(settings({"streams": 4}, environ))}
+    fields = [field for field in dataclasses.fields(config.Settings) if "variable" in field.metadata]
     assert len(rows) == len(fields)
     assert all(row.text and row.allowed for row in rows.values())
     assert (rows["NETBOTTLENECK_TRANSPORT"].value, rows["NETBOTTLENECK_TRANSPORT"].default) == ("stock,ofi", "stock")
@@ -299,8 +299,8 @@ def test_description_shows_value_default_and_source_of_every_variable() -> None:
 
 
 def test_every_default_is_a_value_that_would_be_taken() -> None:
-    shown = {row.name: row.default for row in env.describe(settings(environ={})) if row.default}
-    assert {row.name: row.value for row in env.describe(settings(environ=shown)) if row.default} == shown
+    shown = {row.name: row.default for row in config.describe(settings(environ={})) if row.default}
+    assert {row.name: row.value for row in config.describe(settings(environ=shown)) if row.default} == shown
 
 
 def test_ranks_that_differ_have_different_tags() -> None:
@@ -320,7 +320,7 @@ def test_ranks_that_differ_have_different_tags() -> None:
 
 LOGGING = """
 import logging, sys
-from netbottleneck import job
+from netbottleneck.runtime import job
 if sys.argv[1:] == ["own"]:
     logging.basicConfig(format="own: %(message)s", level=logging.DEBUG)
 logger = logging.getLogger("netbottleneck")
@@ -387,7 +387,8 @@ def test_a_log_file_that_cannot_be_opened_is_refused_by_its_variable(tmp_path: P
 
 def test_these_modules_import_no_torch() -> None:
     code = (
-        "import sys; import netbottleneck.env, netbottleneck.launch, netbottleneck.ops, netbottleneck.plan; "
+        "import sys; import netbottleneck.config, netbottleneck.launch.connect; "
+        "import netbottleneck.runtime.ops, netbottleneck.whatif.plan; "
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run(

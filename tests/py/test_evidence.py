@@ -8,7 +8,7 @@ import pytest
 
 import netbottleneck
 from netbottleneck import Evidence, cli
-from netbottleneck.evidence import values
+from netbottleneck.study.evidence import values
 from test_figures import CELLS, PASSES
 
 FOUND = Evidence([*CELLS, PASSES], "A study of made-up <cells>", ["made & up"])

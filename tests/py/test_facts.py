@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 import cellmaker
-from netbottleneck.evidence import facts, intervals, values
+from netbottleneck.analysis.stats import Estimate
 from netbottleneck.report import Run
-from netbottleneck.stats import Estimate
+from netbottleneck.study.evidence import facts, intervals, values
 
 MS = cellmaker.MS
 STORED = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 from conftest import RANKS_LIMIT_S, RankJob, RankResult, Ranks
 
-from netbottleneck import _core, recorder
+from netbottleneck import _core
 from netbottleneck.report import Run
+from netbottleneck.trace import recorder
 
 SCRIPT = Path(__file__).parent / "scripts" / "e2e_faults.py"
 # A peer that is gone is noticed by its connections, from the later of the kill and the start of the wait; only a peer
@@ -106,7 +107,7 @@ STALLED = """
 import time
 import numpy as np
 from pathlib import Path
-from netbottleneck import job, ops
+from netbottleneck.runtime import job, ops
 from netbottleneck.errors import HorovodInternalError
 job.start()
 over = Path(OVER)
@@ -317,7 +318,7 @@ def test_a_communication_thread_runs_on_the_cpu_it_was_given_and_the_record_says
 from pathlib import Path
 import numpy as np
 import netbottleneck as nb
-from netbottleneck import job
+from netbottleneck.runtime import job
 info = job.start().comm.info()
 held = []
 for status in Path("/proc/self/task").glob("*/status"):
@@ -409,7 +410,7 @@ import netbottleneck as nb
 nb.init()
 here = psutil.Process().net_connections("all")
 print("doors", *sorted({c.laddr.port for c in here if c.laddr and getattr(c.laddr, "port", 0) and not c.raddr}))
-assert (nb.allreduce(np.arange(1 << 20), nb.ops.Sum) == 2 * np.arange(1 << 20)).all()
+assert (nb.allreduce(np.arange(1 << 20), nb.runtime.ops.Sum) == 2 * np.arange(1 << 20)).all()
 nb.shutdown()
 """
     results = warm_ranks(2, script, {**env, "NETBOTTLENECK_PORTS": f"{low}-{low + 15}"})

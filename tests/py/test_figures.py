@@ -8,9 +8,9 @@ from xml.etree import ElementTree as ET
 import pytest
 
 import cellmaker
-from netbottleneck.evidence import draw, figures
-from netbottleneck.evidence.published import EXACT, paper
-from netbottleneck.evidence.values import Cpu, Curve, Foretold, Nic, Outlook
+from netbottleneck.study.evidence import draw, figures
+from netbottleneck.study.evidence.published import EXACT, paper
+from netbottleneck.study.evidence.values import Cpu, Curve, Foretold, Nic, Outlook
 from test_chain import cell
 
 MS = cellmaker.MS

@@ -22,7 +22,7 @@ import os
 import time
 import torch
 import netbottleneck.torch as hvd
-from netbottleneck import job
+from netbottleneck.runtime import job
 torch.set_num_threads(1)
 
 def held():

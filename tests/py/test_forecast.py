@@ -9,18 +9,19 @@ from typing import Any
 
 import pytest
 
-from netbottleneck import codec, forecast
-from netbottleneck import trace as tr
-from netbottleneck.cost import Cost, Link, fit
-from netbottleneck.fitting import explained
-from netbottleneck.forecast import FULL_USE, Forecast, Wire
-from netbottleneck.plan import Plan
-from netbottleneck.score import Score, as_trace, score
-from netbottleneck.service import Service
-from netbottleneck.simulate import simulate
-from netbottleneck.stats import Estimate, widened
-from netbottleneck.trace import Network, Trace, TransportInfo
-from netbottleneck.workload import workload
+from netbottleneck.analysis.stats import Estimate, widened
+from netbottleneck.trace import json_codec
+from netbottleneck.trace import model as tr
+from netbottleneck.trace.model import Network, Trace, TransportInfo
+from netbottleneck.whatif import forecast
+from netbottleneck.whatif.cost import Cost, Link, fit
+from netbottleneck.whatif.fitting import explained
+from netbottleneck.whatif.forecast import FULL_USE, Forecast, Wire
+from netbottleneck.whatif.link_model import Service
+from netbottleneck.whatif.plan import Plan
+from netbottleneck.whatif.replay_schedule import Score, as_trace, score
+from netbottleneck.whatif.simulate import simulate
+from netbottleneck.whatif.workload import workload
 
 STORED = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
 MS = 1_000_000
@@ -98,7 +99,7 @@ def test_a_line_is_no_steeper_than_the_network_and_meets_each_step() -> None:
 
 def test_a_forecast_is_what_json_makes_of_it_again() -> None:
     told = forecast.make(run_of(played(), COST, HERE), played(), 2, HERE, ["tcp", "null", "stock"], cell="here")
-    assert codec.build(Forecast, json.loads(codec.dump(told))) == told
+    assert json_codec.build(Forecast, json.loads(json_codec.dump(told))) == told
 
 
 def test_free_arms_take_the_single_step_and_unknown_ones_are_refused() -> None:

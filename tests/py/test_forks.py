@@ -34,7 +34,7 @@ def network(request: pytest.FixtureRequest) -> dict[str, str]:
 WORKERS = """
 import os, torch
 import netbottleneck.torch as hvd
-from netbottleneck import job
+from netbottleneck.runtime import job
 
 hvd.init()
 arena = job.core().Arena(1 << 20)
@@ -126,7 +126,7 @@ def test_the_death_of_a_rank_is_seen_although_its_child_lives(warm_ranks: Ranks,
 STAGES = """
 import gc, os, signal, sys, torch
 import netbottleneck.torch as hvd
-from netbottleneck import job
+from netbottleneck.runtime import job
 
 children = []
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from netbottleneck.env import settings
-from netbottleneck.launch import Place, detect, hand_on
-from netbottleneck.place import HANDED
+from netbottleneck.config import settings
+from netbottleneck.launch.connect import Place, detect, hand_on
+from netbottleneck.launch.topology import HANDED
 from test_launch import HOROVOD, HYDRA, MPIRUN, SRUN, TORCHRUN, place
 from test_launchers import C10D, needs_torch, open_mpi, script, started
 
@@ -103,7 +103,8 @@ for _ in range(2):
     if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and named["RANK"] == 1:
         os._exit(3)
     hvd.shutdown()
-code = "from netbottleneck.env import settings; from netbottleneck.launch import detect; print(detect(settings()))"
+code = "from netbottleneck.config import settings; from netbottleneck.launch.connect import detect; "
+code += "print(detect(settings()))"
 child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
 os.write(1, f"child: {child.stdout}".encode())
 """

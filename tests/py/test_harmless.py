@@ -10,7 +10,7 @@ from conftest import Ranks
 
 pytest.importorskip("torch")
 
-from netbottleneck import env
+from netbottleneck import config
 from netbottleneck.hooks import ddp
 
 SCRIPT = Path(__file__).parent / "scripts" / "harmless_checks.py"
@@ -265,5 +265,5 @@ class Untold:
 
 
 def test_a_backend_that_does_not_tell_its_timeout_has_that_of_the_settings() -> None:
-    chosen = env.settings(environ={})
+    chosen = config.settings(environ={})
     assert ddp._with_timeout_of(Untold(), chosen) == chosen

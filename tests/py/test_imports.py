@@ -14,7 +14,7 @@ import sys
 before = list(sys.meta_path), list(sys.path_hooks)
 import threading
 import netbottleneck
-import netbottleneck.env
+import netbottleneck.config
 assert (list(sys.meta_path), list(sys.path_hooks)) == before
 heavy = {"torch", "numpy", "rich", "psutil", "jinja2", "cloudpickle", "netbottleneck._core"} & set(sys.modules)
 assert not heavy, heavy

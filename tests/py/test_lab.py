@@ -172,7 +172,8 @@ def test_a_lab_of_one_host_has_no_link_to_cap() -> None:
 
 def test_ranks_may_start_as_soon_as_the_lab_is_open() -> None:
     code = (
-        "import numpy, netbottleneck as nb; nb.init(); print(nb.allreduce(numpy.ones(2), op=nb.ops.Sum)); nb.shutdown()"
+        "import numpy, netbottleneck as nb; nb.init(); print(nb.allreduce(numpy.ones(2), op=nb.runtime.ops.Sum)); "
+        "nb.shutdown()"
     )
     for _ in range(3):
         with open_lab(2, "none") as lab:

@@ -16,11 +16,11 @@ from types import SimpleNamespace
 import pytest
 from conftest import RANKS_LIMIT_S
 
-from netbottleneck import launch, rendezvous
-from netbottleneck.channels import Folder, Http, Keys, Rounds, Store, get, private_folder
-from netbottleneck.env import settings
-from netbottleneck.launch import Place, detect, topology
-from netbottleneck.rendezvous import choose, first_host
+from netbottleneck.config import settings
+from netbottleneck.launch import connect, rendezvous
+from netbottleneck.launch.connect import Place, detect, topology
+from netbottleneck.launch.rendezvous import choose, first_host
+from netbottleneck.launch.stores import Folder, Http, Keys, Rounds, Store, get, private_folder
 
 HOROVOD = {
     "HOROVOD_RANK": "3",
@@ -177,15 +177,15 @@ def test_topology_follows_from_hosts_alone() -> None:
     assert [t.cross_rank for t in found] == [0, 1, 0, 1, 0]
     assert [t.cross_size for t in found] == [2, 2, 2, 2, 1]
     assert not found[0].homogeneous
-    assert topology(["x"], 0) == launch.Topology(0, 1, 0, 1, True)
+    assert topology(["x"], 0) == connect.Topology(0, 1, 0, 1, True)
 
 
 def test_host_ids_tell_simulated_hosts_apart() -> None:
-    one = launch.host_digest(settings(environ={"NETBOTTLENECK_HOST_ID": "one"}))
-    two = launch.host_digest(settings(environ={"NETBOTTLENECK_HOST_ID": "two"}))
-    here = launch.host_digest(settings(environ={}))
+    one = connect.host_digest(settings(environ={"NETBOTTLENECK_HOST_ID": "one"}))
+    two = connect.host_digest(settings(environ={"NETBOTTLENECK_HOST_ID": "two"}))
+    here = connect.host_digest(settings(environ={}))
     assert len({one, two, here}) == 3
-    assert here == launch.machine_digest()
+    assert here == connect.machine_digest()
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_a_private_folder_is_private_and_forgets_the_dead(tmp_path: Path, monkey
     (path,) = tmp_path.iterdir()
     assert path.stat().st_mode & 0o077 == 0
     code = (
-        "import sys; from pathlib import Path; from netbottleneck.channels import Folder; "
+        "import sys; from pathlib import Path; from netbottleneck.launch.stores import Folder; "
         "Folder(Path(sys.argv[1]), private=True).put('key', b'stale')"
     )
     subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=RANKS_LIMIT_S)
@@ -418,14 +418,14 @@ class Exposed:
 
 def opened(monkeypatch: pytest.MonkeyPatch, address: str, exposed: bool, environ: dict[str, str]) -> str:
     """Let rank 0 open a job that listens at the address; return what it told the others."""
-    monkeypatch.setattr(launch, "_process", launch._Process())
+    monkeypatch.setattr(connect, "_process", connect._Process())
     channel = Exposed(exposed)
     core = SimpleNamespace(Listener=lambda *_: SimpleNamespace(address=address), Comm=lambda *_, **__: None)
     chosen = settings(environ=environ)
     rank0 = place({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"})
     for key in ("first", "second"):
         talk = Keys(channel, key, 0, 4, 1.0)
-        launch._receive(core, chosen, rank0, None, talk, {})  # type: ignore[arg-type]
+        connect._receive(core, chosen, rank0, None, talk, {})  # type: ignore[arg-type]
     return channel.left["first/address"].decode()
 
 
@@ -491,8 +491,8 @@ def test_without_torch_a_torchrun_job_is_told_what_to_set(monkeypatch: pytest.Mo
 
 
 STORE_RANK = """
-from netbottleneck.env import settings
-from netbottleneck.launch import connect, detect
+from netbottleneck.config import settings
+from netbottleneck.launch.connect import connect, detect
 import torch
 import torch.distributed as dist
 chosen = settings()
@@ -528,9 +528,9 @@ import time
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from netbottleneck import comm
-from netbottleneck.env import settings
-from netbottleneck.launch import connect, detect
+from netbottleneck.runtime import communicators
+from netbottleneck.config import settings
+from netbottleneck.launch.connect import connect, detect
 def threads():
     names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
     return names.count("pt_gloo_runloop")
@@ -543,7 +543,7 @@ def grown(count):
     while threads() != count:  # a thread names itself once it runs
         assert time.monotonic() < deadline, threads()
 grown(2)
-stock = comm.Stock(comm.stock_group(chosen, place, control.exchange), place.size, None, owned=True)
+stock = communicators.Stock(communicators.stock_group(chosen, place, control.exchange), place.size, None, owned=True)
 stock.barrier()
 grown(4)
 stock.close()

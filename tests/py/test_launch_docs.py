@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import RANKS_LIMIT_S
 
-from netbottleneck.launchers import LAUNCHERS
+from netbottleneck.launch.launchers import LAUNCHERS
 from test_launchers import MEETS, clean, free_job
 
 PAGE = (Path(__file__).parents[2] / "docs" / "launchers.md").read_text(encoding="utf-8")

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from conftest import RANKS_LIMIT_S, Ranks, free_port
 
-from netbottleneck import pmi, pmix, rendezvous
-from netbottleneck.env import settings
+from netbottleneck.config import settings
+from netbottleneck.launch import pmi, pmix, rendezvous
 from test_launch import HOROVOD, PMIX, SRUN, KeyValue, meeting, place, serving
 
 LIMIT_S = RANKS_LIMIT_S
@@ -27,9 +27,9 @@ LIMIT_S = RANKS_LIMIT_S
 # Meets as often as it is told, and says by which way.
 MEETS = """
 import os, sys
-from netbottleneck import rendezvous
-from netbottleneck.env import settings
-from netbottleneck.launch import connect, detect
+from netbottleneck.launch import rendezvous
+from netbottleneck.config import settings
+from netbottleneck.launch.connect import connect, detect
 chosen = settings()
 place = detect(chosen)
 for _ in range(int(os.environ.get("TIMES", "3"))):
@@ -126,10 +126,10 @@ def test_mpis_launchers_bring_ranks_together_again_and_again(launcher: str, tmp_
 
 ASKS = """
 import os
-from netbottleneck import built, job
-before = built.mpi_enabled()
+from netbottleneck.runtime import build_info, job
+before = build_info.mpi_enabled()
 job.start()
-print("answers", before, built.mpi_enabled(), built.mpi_threads_supported(), flush=True)
+print("answers", before, build_info.mpi_enabled(), build_info.mpi_threads_supported(), flush=True)
 """
 
 
@@ -174,8 +174,8 @@ def test_mpi_works_beside_it(launcher: str, when: str, end: str, tmp_path: Path)
 LATE = """
 import os, sys, time
 from pathlib import Path
-from netbottleneck.env import settings
-from netbottleneck.launch import connect, detect
+from netbottleneck.config import settings
+from netbottleneck.launch.connect import connect, detect
 chosen = settings()
 place = detect(chosen)
 told = Path("told")
@@ -205,8 +205,8 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_said(launcher: s
 
 SHUT = """
 import os
-from netbottleneck.env import settings
-from netbottleneck.launch import connect, detect
+from netbottleneck.config import settings
+from netbottleneck.launch.connect import connect, detect
 place = detect(settings())
 if place.rank == 0:
     os.environ["NETBOTTLENECK_IFNAME"] = "=nowhere0"
@@ -379,7 +379,7 @@ def test_horovodruns_ranks_meet_at_its_server(plain_ranks: Ranks) -> None:
 
 
 WHERE = """
-from netbottleneck import job
+from netbottleneck.runtime import job
 place = job.start().place
 print("place", place.local_rank, place.local_size, place.cross_rank, place.cross_size)
 job.stop()

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from netbottleneck import layerlog, trace
-from netbottleneck.layerlog import LayerLog, VecTable
+from netbottleneck.trace import layer_log
+from netbottleneck.trace import model as tr
+from netbottleneck.trace.layer_log import LayerLog, VecTable
 
 TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
 HEAD = "a comment\n1\n2\n"
@@ -26,37 +27,37 @@ def file(folder: Path, text: str | bytes, name: str = "some.bk.log") -> Path:
 
 
 def test_a_log_is_microseconds_and_bytes_after_three_lines(tmp_path: Path) -> None:
-    log = layerlog.read(file(tmp_path, HEAD + "552.5,4000\n0.0,8192000\n"))
+    log = layer_log.read(file(tmp_path, HEAD + "552.5,4000\n0.0,8192000\n"))
     assert log == LayerLog("some", ((552.5 / 1e6, 4000), (0.0, 8192000)))
     assert (log.bytes, log.backward_s) == (8196000, 552.5 / 1e6)
 
 
 def test_batches_follow_each_other(tmp_path: Path) -> None:
-    log = layerlog.read(file(tmp_path, "c\r\n2\r\n2\r\n1,1\r\n2,2\r\n3,3\r\n4,4\r\n\r\n"))
+    log = layer_log.read(file(tmp_path, "c\r\n2\r\n2\r\n1,1\r\n2,2\r\n3,3\r\n4,4\r\n\r\n"))
     assert log.batches == (((1e-6, 1), (2e-6, 2)), ((3e-6, 3), (4e-6, 4)))
 
 
 @settings(max_examples=60, deadline=None)
 @given(tensors, st.none() | st.floats(1e-6, 1e6), st.text("abc, =;_ü", max_size=9).map(str.strip))
 def test_what_is_written_is_what_is_read(
-    tmp_path_factory: pytest.TempPathFactory, rows: layerlog.Tensors, step_s: float | None, name: str
+    tmp_path_factory: pytest.TempPathFactory, rows: layer_log.Tensors, step_s: float | None, name: str
 ) -> None:
     path = tmp_path_factory.mktemp("log") / "model.bk.log"
-    layerlog.write(path, LayerLog(name, rows, step_s, (rows,)))
-    again = layerlog.read(path)
+    layer_log.write(path, LayerLog(name, rows, step_s, (rows,)))
+    again = layer_log.read(path)
     assert (again.name, again.batch_s) == (name or "model", step_s)
     for batch in again.batches:
         assert [size for _, size in batch] == [size for _, size in rows]
         for (got, _), (was, _) in zip(batch, rows, strict=True):
             assert abs(got - was) <= math.ulp(was)
-    layerlog.write(path, again)
-    assert layerlog.read(path) == again
+    layer_log.write(path, again)
+    assert layer_log.read(path) == again
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     table = VecTable((0, 40, 671088640), (1.04448e-05, 9.7792e-06, 0.00243368))
-    layerlog.write_table(tmp_path / "add.log", table)
-    assert layerlog.read_table(tmp_path / "add.log") == table
+    layer_log.write_table(tmp_path / "add.log", table)
+    assert layer_log.read_table(tmp_path / "add.log") == table
 
 
 @pytest.mark.parametrize(
@@ -81,13 +82,13 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
         (HEAD + "1,1\n1,2,3\n", 5, "'1,2,3': must be wait_us,bytes"),
         (HEAD.encode() + b"1,1\n\xff\xfe,2\n", 5, "no text"),
         ("c\n1\n999999999999\n1,1\n", 5, "the file ends where tensor 2 of 999999999999"),
-        (layerlog.MARK + "; step_s=-1; name=x\n1\n1\n1,1\n", 1, "step_s -1.0"),
+        (layer_log.MARK + "; step_s=-1; name=x\n1\n1\n1,1\n", 1, "step_s -1.0"),
     ],
 )
 def test_a_damaged_log_is_refused_with_file_and_line(tmp_path: Path, text: str | bytes, line: int, what: str) -> None:
     path = file(tmp_path, text)
     with pytest.raises(ValueError, match="line") as refused:
-        layerlog.read(path)
+        layer_log.read(path)
     assert str(refused.value).startswith(f"{path}, line {line}: {what}")
 
 
@@ -109,7 +110,7 @@ def test_a_damaged_log_is_refused_with_file_and_line(tmp_path: Path, text: str |
 def test_a_damaged_table_is_refused_with_file_and_line(tmp_path: Path, text: str, line: int, what: str) -> None:
     path = file(tmp_path, text)
     with pytest.raises(ValueError, match="line") as refused:
-        layerlog.read_table(path)
+        layer_log.read_table(path)
     assert str(refused.value).startswith(f"{path}, line {line}: {what}")
 
 
@@ -135,21 +136,21 @@ def test_values_that_cannot_be_are_refused_wherever_they_come_from(make: object)
 
 def test_a_log_as_a_trace_and_back_is_the_same_log_to_the_nanosecond() -> None:
     log = LayerLog("m", ((0.001, 40), (0.0, 80), (0.0025, 120)), 0.010)
-    made = layerlog.to_trace(log)
+    made = layer_log.to_trace(log)
     (step,) = made.steps
     assert (step.begin_ns, step.end_ns, step.forward) == (0, 10_000_000, ((0, 6_500_000),))
     assert step.grad_ready == ((2, 7_500_000), (1, 7_500_000), (0, 10_000_000))
     assert [one.bytes for one in made.parameters] == [120, 80, 40]
-    again = layerlog.of_trace(made)
+    again = layer_log.of_trace(made)
     assert (again.name, again.tensors) == (log.name, log.tensors)
-    assert layerlog.to_trace(LayerLog("m", log.tensors)).steps[0].end_ns == 3_500_000
+    assert layer_log.to_trace(LayerLog("m", log.tensors)).steps[0].end_ns == 3_500_000
     with pytest.raises(ValueError, match=r"a step of 0\.003 s"):
-        layerlog.to_trace(LayerLog("m", log.tensors, 0.003))
+        layer_log.to_trace(LayerLog("m", log.tensors, 0.003))
 
 
 def test_the_backward_pass_of_a_run_has_every_gradient_once_in_order_of_readiness() -> None:
-    run = trace.read(TRACE)
-    log = layerlog.of_trace(run)
+    run = tr.read(TRACE)
+    log = layer_log.of_trace(run)
     assert len(log.tensors) == len(run.parameters) == 161
     assert log.bytes == sum(one.bytes for one in run.parameters)
     assert log.tensors[0][1] in (run.parameters[-1].bytes, run.parameters[-2].bytes)
@@ -159,4 +160,4 @@ def test_the_backward_pass_of_a_run_has_every_gradient_once_in_order_of_readines
 
 def test_a_run_that_tells_no_gradient_is_refused() -> None:
     with pytest.raises(ValueError, match="no step tells when its gradients were ready"):
-        layerlog.of_trace(trace.Trace("x", 1, ()))
+        layer_log.of_trace(tr.Trace("x", 1, ()))

@@ -19,7 +19,7 @@ MEANS = """
 import os
 import numpy as np
 import netbottleneck as nb
-from netbottleneck import job
+from netbottleneck.runtime import job
 nb.init()
 for count in (1, 1000, 1 << 20):
     data = np.arange(count, dtype=np.float64) % 1000 * (nb.rank() + 1)

@@ -15,7 +15,7 @@ import json
 import torch
 from torch.utils.checkpoint import checkpoint
 import netbottleneck
-from netbottleneck import recorder
+from netbottleneck.trace import recorder
 
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

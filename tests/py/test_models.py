@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from netbottleneck import models
-from netbottleneck.models import data, profile
-from netbottleneck.models.replay import IdleOptimizer, ReplayModel, gradient_bytes, replay
+from netbottleneck.bench import models
+from netbottleneck.bench.models import data, profile
+from netbottleneck.bench.models.replay import IdleOptimizer, ReplayModel, gradient_bytes, replay
 
 SIZES = {
     "resnet18": (11_689_512, 62),
@@ -60,7 +60,7 @@ def test_parameters_have_their_usual_names(name: str, first: str, other: str, la
 
 
 def test_importing_the_package_imports_no_torch() -> None:
-    code = "import sys, netbottleneck.models, netbottleneck.models.data; sys.exit('torch' in sys.modules)"
+    code = "import sys, netbottleneck.bench.models, netbottleneck.bench.models.data; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

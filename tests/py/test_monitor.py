@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from netbottleneck import launch, monitor
-from netbottleneck.env import settings
+from netbottleneck.config import settings
+from netbottleneck.launch import connect
+from netbottleneck.runtime import monitor
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_loopback_has_none() -> None:
 
 def test_an_interface_is_named_only_where_it_is_sure(host: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     there = [("eth0", "192.0.2.1")]
-    monkeypatch.setattr(launch, "core", lambda: SimpleNamespace(interfaces=lambda _: there))
+    monkeypatch.setattr(connect, "core", lambda: SimpleNamespace(interfaces=lambda _: there))
     only = monitor.wire(settings(environ={}), "ofi")
     assert only == {"streams_asked": 0, "interface": "eth0", "link_bps": 25 * 10**9}
     there.append(("veth0", "198.51.100.1"))

@@ -143,7 +143,7 @@ def test_a_port_in_use_is_named(ranks: Ranks) -> None:
 def test_without_the_c_module_one_clear_error() -> None:
     code = (
         "import sys; sys.modules['netbottleneck._core'] = None\n"
-        "from netbottleneck import job\n"
+        "from netbottleneck.runtime import job\n"
         "try: job.start(environ={})\n"
         "except ImportError as error: sys.exit('_core is not built' not in str(error))\n"
         "sys.exit(2)"

@@ -67,7 +67,7 @@ from dataclasses import replace
 import netbottleneck
 import torch
 import horovod.torch as hvd
-from netbottleneck import job
+from netbottleneck.runtime import job
 
 hvd.init()
 started = job.current()

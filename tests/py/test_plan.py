@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from netbottleneck.plan import buckets, described
+from netbottleneck.whatif.plan import buckets, described
 
 MIB = 1 << 20
 

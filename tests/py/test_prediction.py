@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from netbottleneck.evidence import values
-from netbottleneck.evidence.values import ArmFacts, CellFacts, Foretold, Outlook, Parts
-from netbottleneck.stats import Estimate
+from netbottleneck.analysis.stats import Estimate
+from netbottleneck.study.evidence import values
+from netbottleneck.study.evidence.values import ArmFacts, CellFacts, Foretold, Outlook, Parts
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from netbottleneck import launch, layerlog, profiling
-from netbottleneck import trace as tr
-from netbottleneck.profiling import host
-from netbottleneck.recorder import EVENTS
-from netbottleneck.rings import read_ring
+from netbottleneck.cli import profiling
+from netbottleneck.cli.profiling import host
+from netbottleneck.launch import connect
+from netbottleneck.trace import layer_log
+from netbottleneck.trace import model as tr
+from netbottleneck.trace.recorder import EVENTS
+from netbottleneck.trace.ring_files import read_ring
 
-core = launch.core()
+core = connect.core()
 
 
 def run(*words: str) -> int:
@@ -30,7 +32,7 @@ def run(*words: str) -> int:
 
 def test_a_model_is_measured_in_the_order_of_readiness_with_its_spread(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from netbottleneck import models
+    from netbottleneck.bench import models
 
     folder = tmp_path / "p"
     assert run("thin_resnet", "--passes", "3", "--batch", "2", "--no-tables", "--directory", str(folder)) == 0
@@ -45,7 +47,7 @@ def test_a_model_is_measured_in_the_order_of_readiness_with_its_spread(tmp_path:
     for row in rows:
         assert float(row["ready_p10_s"]) <= float(row["ready_s"]) <= float(row["ready_p90_s"])
         assert (row["passes"], row["how"]) == ("3", "measured")
-    log = layerlog.read(folder / "thin_resnet.bk.log")
+    log = layer_log.read(folder / "thin_resnet.bk.log")
     assert [size for _, size in log.tensors] == [int(row["bytes"]) for row in rows]
     assert log.backward_s == pytest.approx(times[-1], abs=1e-6)
     trace = tr.read(folder / "thin_resnet.jsonl.gz")
@@ -65,7 +67,7 @@ def test_a_big_model_is_modelled_by_its_exact_tensors_and_says_so(
     folder = tmp_path / "p"
     assert run("resnet50", "--modelled", "100", "200", "--no-tables", "--directory", str(folder)) == 0
     assert "modelled" in capsys.readouterr().out
-    log = layerlog.read(folder / "resnet50.bk.log")
+    log = layer_log.read(folder / "resnet50.bk.log")
     assert "modelled" in log.name
     assert (len(log.tensors), log.bytes) == (161, 4 * 25557032)
     assert log.backward_s == pytest.approx(0.2)
@@ -112,7 +114,7 @@ def test_tables_are_of_this_host_and_what_reads_tables_reads_them(tmp_path: Path
     assert run("--most-bytes", "100000", "--directory", str(folder)) == 0
     told = json.loads((folder / "profile.json").read_text())
     for name in ("vector_add", "vector_add_cached", "memcpy", "memcpy_cached"):
-        table = layerlog.read_table(folder / f"{name}.csv")
+        table = layer_log.read_table(folder / f"{name}.csv")
         assert table.bytes == tuple(size for size in host.SIZES if size <= 100000)
         assert min(table.seconds) > 0
         for row in told["tables"][name]:

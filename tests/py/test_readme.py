@@ -7,10 +7,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from netbottleneck import Evidence, cli, env
-from netbottleneck.evidence import figures
+from netbottleneck import Evidence, cli, config
+from netbottleneck.analysis.verdict import CODES
 from netbottleneck.report import Run, words
-from netbottleneck.verdict import CODES
+from netbottleneck.study.evidence import figures
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -75,7 +75,7 @@ def test_what_a_page_names_exists(page):
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#]+)", text):
         assert (page.parent / target).exists(), target
-    known = {row.name for row in env.describe(env.Settings(), {})}
+    known = {row.name for row in config.describe(config.Settings(), {})}
     assert set(re.findall(r"\bNETBOTTLENECK(?:_[A-Z]+)*\b", text)) <= known
     for command in re.findall(r"(?:^|`|-m )netbottleneck ([a-z]+(?:-[a-z]+)*)", text, re.MULTILINE):
         assert command in cli.COMMANDS

@@ -12,10 +12,10 @@ pytest.importorskip("torch")
 import torch
 
 from netbottleneck import _core
-from netbottleneck.collectives import shape_key
 from netbottleneck.hooks.horovod_lib import Route
-from netbottleneck.recorder import EVENTS
-from netbottleneck.rings import read_ring
+from netbottleneck.runtime.collectives import shape_key
+from netbottleneck.trace.recorder import EVENTS
+from netbottleneck.trace.ring_files import read_ring
 
 
 def named(count: int) -> list[tuple[str, Any]]:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from netbottleneck import recorder, records, rings
+from netbottleneck.runtime import run_folder
+from netbottleneck.trace import recorder, ring_files
 from ringwriter import BUCKETS, MS, FakeRun, RingWriter
 
 EVENT_H = Path(__file__).parents[2] / "csrc" / "trace" / "event.h"
@@ -24,7 +25,7 @@ def test_event_numbers_are_those_of_the_module():
 
 
 def test_numbers_within_operations_are_those_of_the_headers():
-    from netbottleneck import events
+    from netbottleneck.trace import events
 
     csrc = EVENT_H.parents[1]
     kinds = re.search(r"enum nb_op_kind \{(.*?)\}", (csrc / "engine/engine.h").read_text(), re.S)[1]
@@ -47,7 +48,7 @@ def test_what_was_put_is_read_in_order_of_time(tmp_path):
     ring.put(10, "STEP_BEGIN", 1, a=2, b=1, c=1)
     ring.put(15, "GRAD_READY", 1, key=2**64 - 1, e=2**63)
     ring.close()
-    found = rings.read_ring(ring.path)
+    found = ring_files.read_ring(ring.path)
     assert found.events["time_ns"].tolist() == [10, 15, 20]
     assert int(found.events["key"][1]) == 2**64 - 1
     assert int(found.events["e"][1]) == 2**63
@@ -59,7 +60,7 @@ def test_a_full_ring_says_what_it_dropped(tmp_path):
     for at in range(7):
         ring.put(at, "GRAD_READY")
     ring.close()
-    found = rings.read_ring(ring.path)
+    found = ring_files.read_ring(ring.path)
     assert (len(found.events), found.dropped) == (4, 3)
 
 
@@ -69,7 +70,7 @@ def test_a_killed_writer_leaves_what_it_finished(tmp_path):
     ring.tear()
     ring.put(2, "STEP_END")
     ring.close(orderly=False)
-    found = rings.read_ring(ring.path)
+    found = ring_files.read_ring(ring.path)
     assert found.events["kind"].tolist() == [1, 2]
     assert (found.closed, found.dropped) == (False, 1)
 
@@ -79,7 +80,7 @@ def test_a_file_cut_within_an_event_loses_only_that_event(tmp_path):
     for at in range(5):
         ring.put(at + 1, "GRAD_READY")
     ring.close(cut_bytes=30)
-    found = rings.read_ring(ring.path)
+    found = ring_files.read_ring(ring.path)
     assert (len(found.events), found.dropped) == (4, 1)
 
 
@@ -88,7 +89,7 @@ def test_what_is_no_ring_is_refused_by_name(tmp_path, content):
     path = tmp_path / "0.train.ring"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"train\.ring: not a ring file"):
-        rings.read_ring(path)
+        ring_files.read_ring(path)
 
 
 def test_a_ring_of_another_version_is_refused(tmp_path):
@@ -98,7 +99,7 @@ def test_a_ring_of_another_version_is_refused(tmp_path):
     data[8] = 9
     ring.path.write_bytes(data)
     with pytest.raises(ValueError, match="ring version 9"):
-        rings.read_ring(ring.path)
+        ring_files.read_ring(ring.path)
 
 
 def test_a_run_becomes_steps_and_operations(tmp_path):
@@ -139,7 +140,7 @@ def test_stamps_of_the_training_thread_do_not_count_twice(tmp_path):
     native = next(s for s in before.steps if s.transport == "ofi" and s.rank == 0)
     path = tmp_path / "ranks" / "0.train.ring"
     ring = RingWriter(path, capacity=1 << 16)
-    for event in rings.read_ring(path).events.tolist():
+    for event in ring_files.read_ring(path).events.tolist():
         time_ns, kind, step, key, *rest = event
         ring.put(time_ns, kind, step, key, **dict(zip("abcde", rest, strict=True)))
     ring.put(native.begin_ns + 1, "OP_SUBMIT", native.index, 0x22, a=1, b=5, e=6 << 8)
@@ -154,7 +155,7 @@ def test_operations_without_a_round_are_counted_on(tmp_path):
     for rank in (0, 1):
         path = folder / "ranks" / f"{rank}.train.ring"
         ring = RingWriter(path, rank)
-        for time_ns, kind, step, key, a, *rest in rings.read_ring(path).events.tolist():
+        for time_ns, kind, step, key, a, *rest in ring_files.read_ring(path).events.tolist():
             is_op = kind >= recorder.EVENTS["OP_SUBMIT"]
             ring.put(time_ns, kind, step, key, a=0 if is_op else a, **dict(zip("bcde", rest, strict=True)))
         ring.close()
@@ -199,7 +200,7 @@ def test_a_drifting_clock_is_followed(tmp_path):
     for name in ("train", "ofi"):
         path = folder / "ranks" / f"1.{name}.ring"
         ring = RingWriter(path, rank=1)
-        for time_ns, kind, step, key, *rest in rings.read_ring(path).events.tolist():
+        for time_ns, kind, step, key, *rest in ring_files.read_ring(path).events.tolist():
             if kind != recorder.EVENTS["CLOCK"]:
                 ring.put(theirs(time_ns), kind, step, key, **dict(zip("abcde", rest, strict=True)))
         if name == "ofi":
@@ -311,11 +312,12 @@ def test_what_is_no_run_is_refused(tmp_path):
 TWO_SESSIONS = """
 import sys
 from pathlib import Path
-from netbottleneck import env, job
-from netbottleneck.session import open_session
+from netbottleneck import config
+from netbottleneck.runtime import job
+from netbottleneck.runtime.session import open_session
 
 def measured(steps):
-    session = open_session(env.settings({"transports": "tcp", "start_step": 0}))
+    session = open_session(config.settings({"transports": "tcp", "start_step": 0}))
     for _ in range(steps):
         session.begin()
         session.end()
@@ -375,5 +377,5 @@ def test_a_folder_in_which_another_hosts_rank_finds_records_of_its_own_is_not_fr
     left.parent.mkdir(parents=True)
     left.write_bytes(b"kept")
     comm = OtherHost(tmp_path / "run")
-    assert records.claim(comm, tmp_path / "else", LIMIT_S) == tmp_path / "run" / "2"
+    assert run_folder.claim(comm, tmp_path / "else", LIMIT_S) == tmp_path / "run" / "2"
     assert comm.said[1:] == [b"0", b"1"]

@@ -17,20 +17,21 @@ import numpy as np
 import pytest
 from conftest import RANKS_LIMIT_S
 
-from netbottleneck import launch, layerlog
-from netbottleneck import trace as tr
-from netbottleneck.cost import Cost
-from netbottleneck.evidence.sent import quiet_spans, sent
+from netbottleneck.bench.replay import Player, Score, score, sent_bytes
 from netbottleneck.lab import Lab
-from netbottleneck.plan import Plan
-from netbottleneck.recorder import EVENTS
-from netbottleneck.replay import Player, Score, score, sent_bytes
+from netbottleneck.launch import connect
 from netbottleneck.report import Run
-from netbottleneck.rings import read_ring
-from netbottleneck.simulate import simulate
 from netbottleneck.study import playing, replaying
+from netbottleneck.study.evidence.sent import quiet_spans, sent
 from netbottleneck.study.ranks import JobError, run_in_lab
 from netbottleneck.study.task import PLAY, Task
+from netbottleneck.trace import layer_log
+from netbottleneck.trace import model as tr
+from netbottleneck.trace.recorder import EVENTS
+from netbottleneck.trace.ring_files import read_ring
+from netbottleneck.whatif.cost import Cost
+from netbottleneck.whatif.plan import Plan
+from netbottleneck.whatif.simulate import simulate
 
 DEADLINE_S = RANKS_LIMIT_S
 MS = 1_000_000
@@ -126,7 +127,7 @@ def test_payload_by_algorithm(size: int) -> None:
 
 
 def test_a_bucket_is_sent_once_its_last_gradient_is_stamped_and_waited_for_before_the_optimizer(tmp_path: Path) -> None:
-    core = launch.core()
+    core = connect.core()
     path = tmp_path / "0.train.ring"
     recorder = core.Recorder(str(path), 100, 0)
     player = Player(SMALL, 0, 1)
@@ -158,7 +159,7 @@ def test_a_bucket_is_sent_once_its_last_gradient_is_stamped_and_waited_for_befor
 
 
 def test_where_nothing_moves_a_step_is_the_compute(tmp_path: Path) -> None:
-    recorder = launch.core().Recorder(str(tmp_path / "0.train.ring"), 100, 0)
+    recorder = connect.core().Recorder(str(tmp_path / "0.train.ring"), 100, 0)
     player = Player(SMALL, 1, 2)
     player.target(None)
     player.step(recorder)
@@ -265,8 +266,8 @@ def test_a_rank_that_is_killed_ends_the_replay_and_is_named(tmp_path: Path) -> N
 
 
 def test_the_command_plays_a_layer_log_and_prints_model_beside_counted(tmp_path: Path) -> None:
-    log = layerlog.of_trace(recorded((40_000, 2_000_000)), 0.03)
-    layerlog.write(tmp_path / "two.bk.log", log)
+    log = layer_log.of_trace(recorded((40_000, 2_000_000)), 0.03)
+    layer_log.write(tmp_path / "two.bk.log", log)
     words = ["replay", str(tmp_path / "two.bk.log"), "--transport", "tcp", "--link", "none", "--rounds", "1"]
     done = subprocess.run(
         [sys.executable, "-m", "netbottleneck", *words, "--block-steps", "4", "--directory", str(tmp_path / "out")],

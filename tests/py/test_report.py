@@ -17,8 +17,10 @@ import pytest
 from rich.console import Console
 
 from chromecheck import overlaps
-from netbottleneck import findings, recorder, scaling, trace, verdict
+from netbottleneck.analysis import findings, scaling, verdict
 from netbottleneck.report import Run, chrome, html, summary, tables, terminal, words
+from netbottleneck.trace import model as tr
+from netbottleneck.trace import recorder
 from ringwriter import MS, FakeRun
 
 DATA = Path(__file__).parent / "data"
@@ -54,8 +56,8 @@ def test_every_number_of_the_sentence_says_what_it_is(run):
 
 
 def test_lanes_that_one_rank_lost_to_another_stand_together(run):
-    lost = [trace.Fault(0, "lane_lost", n, (1,), lane=n) for n in (0, 3)]
-    faults = (*lost, trace.Fault(1, "peer_lost", 5, (0,)), trace.Fault(1, "lane_lost", 6, (0,), lane=2))
+    lost = [tr.Fault(0, "lane_lost", n, (1,), lane=n) for n in (0, 3)]
+    faults = (*lost, tr.Fault(1, "peer_lost", 5, (0,)), tr.Fault(1, "lane_lost", 6, (0,), lane=2))
     found = replace(run.findings, trace=replace(run.findings.trace, faults=faults))
     assert [line for line in words.warnings(found) if "lost" in line] == [
         "rank 1: peer lost, rank 0",
@@ -294,7 +296,7 @@ def test_all_files_are_written_and_hold_the_same_numbers(run):
     assert sum(int(row["exposed_ns_attributed_by_bytes"]) for row in rows) == pytest.approx(
         run.findings.parts["stock"].exposed_ns, rel=0.01
     )
-    assert trace.merge(trace.read(run.path / "ranks" / f"{r}.jsonl.gz") for r in (0, 1)).steps == run.trace.steps
+    assert tr.merge(tr.read(run.path / "ranks" / f"{r}.jsonl.gz") for r in (0, 1)).steps == run.trace.steps
 
 
 def test_collectives_leave_cells_empty_that_stock_does_not_know(run):

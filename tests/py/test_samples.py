@@ -18,22 +18,26 @@ import numpy as np
 import pytest
 from conftest import RANKS_LIMIT_S
 
-from netbottleneck import launch, monitor, sampler, samples, usage
-from netbottleneck.env import settings
+from netbottleneck.analysis import usage
+from netbottleneck.analysis.scaling import intervals
+from netbottleneck.config import settings
+from netbottleneck.launch import connect
 from netbottleneck.report import Run
-from netbottleneck.samples import Counters, Samples
-from netbottleneck.scaling import intervals
-from netbottleneck.session import open_session
-from netbottleneck.trace import Clock, Collective, Rank, Step, Trace
+from netbottleneck.runtime import monitor, sampler
+from netbottleneck.runtime.session import open_session
+from netbottleneck.trace import samples
+from netbottleneck.trace.model import Clock, Collective, Rank, Step, Trace
+from netbottleneck.trace.samples import Counters, Samples
 
 DEADLINE_S = RANKS_LIMIT_S
-PLACE = launch.Place(0, 1, 0, 1, 0, 1)
+PLACE = connect.Place(0, 1, 0, 1, 0, 1)
 PARENT = """
 import sys, time
 from pathlib import Path
-from netbottleneck import launch, monitor
-from netbottleneck.env import settings
-monitor.watch(settings({"monitor_hz": 200}, {}), launch.Place(0, 1, 0, 1, 0, 1), Path(sys.argv[1]))
+from netbottleneck.launch import connect
+from netbottleneck.runtime import monitor
+from netbottleneck.config import settings
+monitor.watch(settings({"monitor_hz": 200}, {}), connect.Place(0, 1, 0, 1, 0, 1), Path(sys.argv[1]))
 print("started", flush=True)
 time.sleep(60)
 """
@@ -195,7 +199,7 @@ def test_what_goes_away_keeps_its_last_and_what_comes_later_is_left_out(
 
 def test_off_it_starts_nothing(tmp_path: Path) -> None:
     monitor.watch(settings(environ={}), PLACE, tmp_path / "none")()
-    monitor.watch(settings({"monitor_hz": 100}, {}), launch.Place(1, 2, 1, 2, 0, 1), tmp_path / "none")()
+    monitor.watch(settings({"monitor_hz": 100}, {}), connect.Place(1, 2, 1, 2, 0, 1), tmp_path / "none")()
     assert not (tmp_path / "none").exists()
 
 

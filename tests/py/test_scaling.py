@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from netbottleneck import findings, layers, recorder, scaling, stats
-from netbottleneck.trace import Collective, Probe, Rank, Step, Trace, TransportInfo
+from netbottleneck.analysis import findings, layers, scaling, stats
+from netbottleneck.trace import recorder
+from netbottleneck.trace.model import Collective, Probe, Rank, Step, Trace, TransportInfo
 from ringwriter import MS, FakeRun
 
 SIZE = 60

@@ -12,7 +12,7 @@ import pytest
 from conftest import RANKS_LIMIT_S, RankResult, Ranks
 
 from netbottleneck import bench
-from netbottleneck.env import settings
+from netbottleneck.config import settings
 from test_faults import DEADLINE_S, QUICK, failure
 from test_faults import SCRIPT as FAULTS
 
@@ -21,7 +21,7 @@ IN_ARENA = """
 import sys
 import time
 import netbottleneck as nb
-from netbottleneck import job
+from netbottleneck.runtime import job
 core = job.core()
 comm = job.start().comm
 arena = core.Arena(64 << 20)
@@ -46,7 +46,7 @@ import json
 import os
 import torch
 import netbottleneck.torch as hvd
-from netbottleneck import job
+from netbottleneck.runtime import job
 torch.set_num_threads(1)
 for shm in ("0", "1"):
     os.environ["NETBOTTLENECK_SHM"] = shm

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from doubles.simoracle import Oracle, RankStep
-from netbottleneck import trace as tr
-from netbottleneck.cost import ALGORITHMS, Cost, Link, Table
-from netbottleneck.plan import RULES, Plan
-from netbottleneck.scaling import split_steps
-from netbottleneck.simulate import simulate
-from netbottleneck.trace import Parameter, Rank, Step, Trace
-from netbottleneck.workload import workload
+from netbottleneck.analysis.scaling import split_steps
+from netbottleneck.trace import model as tr
+from netbottleneck.trace.model import Parameter, Rank, Step, Trace
+from netbottleneck.whatif.cost import ALGORITHMS, Cost, Link, Table
+from netbottleneck.whatif.plan import RULES, Plan
+from netbottleneck.whatif.simulate import simulate
+from netbottleneck.whatif.workload import workload
 
 STORED = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
 

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 from conftest import RANKS_LIMIT_S
 
-from netbottleneck import layerlog, study
-from netbottleneck import trace as tr
-from netbottleneck.evidence import budget, values
+from netbottleneck import study
 from netbottleneck.lab import Lab
 from netbottleneck.report import Run
+from netbottleneck.study.evidence import budget, values
 from netbottleneck.study.ranks import JobError, run_in_lab
 from netbottleneck.study.task import AS_BEFORE, Outcome, Task, from_json, to_json
+from netbottleneck.trace import layer_log
+from netbottleneck.trace import model as tr
 
 pytest.importorskip("torch")
 
@@ -176,7 +177,7 @@ def small(folder: Path, rounds: int, labels: str = "ab") -> Path:
     )  # fmt: skip
     parameters = tuple(tr.Parameter(f"p{k}", 40_000, "float32") for k in range(3))
     made = tr.Trace("r", 1, (tr.SINGLE,), model="three", ranks=(tr.Rank(0),), parameters=parameters, steps=steps)
-    layerlog.write(folder / "three.bk.log", layerlog.of_trace(made, 0.01))
+    layer_log.write(folder / "three.bk.log", layer_log.of_trace(made, 0.01))
     path = folder / "asked.toml"
     cells = "".join(f'[[model]]\nfile = "three.bk.log"\nlabel = "{label}"\n' for label in labels)
     top = f'networks = ["none"]\ntransports = ["tcp"]\nrounds = {rounds}\nblock_steps = 3\nalone = 3\n'

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from netbottleneck import recorder, trace
+from netbottleneck.trace import model as tr
+from netbottleneck.trace import recorder
 from ringwriter import FakeRun
 
 ns = st.integers(0, 2**62)
@@ -18,7 +19,7 @@ u64 = st.integers(0, 2**64 - 1)
 span = st.tuples(ns, ns)
 
 steps = st.builds(
-    trace.Step,
+    tr.Step,
     rank=st.integers(0, 9),
     index=st.integers(0, 99),
     block=st.integers(0, 9),
@@ -34,7 +35,7 @@ steps = st.builds(
     waits=st.lists(st.tuples(u64, ns, ns), max_size=3).map(tuple),
 )
 collectives = st.builds(
-    trace.Collective,
+    tr.Collective,
     rank=st.integers(0, 9),
     transport=word,
     key=u64,
@@ -59,34 +60,34 @@ collectives = st.builds(
 @given(st.lists(steps, max_size=4), st.lists(collectives, max_size=4), word)
 def test_what_is_written_is_read(tmp_path_factory, some_steps, some_collectives, model):
     path = tmp_path_factory.mktemp("t") / "a.jsonl.gz"
-    given_trace = trace.Trace(
+    given_trace = tr.Trace(
         id="x",
         size=2,
         transports=("stock",),
         model=model,
-        network=trace.Network("lab", 1e9, (5e8,), {"link_bps": 9.5e8}),
-        ranks=(trace.Rank(0, transports=(trace.TransportInfo("ofi", probe=(trace.Probe(1, 2, 3),)),)),),
-        parameters=(trace.Parameter("w", 4, "float32", 0),),
-        buckets=(trace.Bucket("b", 2**63 + 1, 4, "float32", (0,)),),
+        network=tr.Network("lab", 1e9, (5e8,), {"link_bps": 9.5e8}),
+        ranks=(tr.Rank(0, transports=(tr.TransportInfo("ofi", probe=(tr.Probe(1, 2, 3),)),)),),
+        parameters=(tr.Parameter("w", 4, "float32", 0),),
+        buckets=(tr.Bucket("b", 2**63 + 1, 4, "float32", (0,)),),
         steps=tuple(some_steps),
         collectives=tuple(some_collectives),
-        faults=(trace.Fault(0, "stall", 5, (1,), waited_ns=3),),
+        faults=(tr.Fault(0, "stall", 5, (1,), waited_ns=3),),
     )
-    trace.write(given_trace, path)
-    assert trace.read(path) == given_trace
+    tr.write(given_trace, path)
+    assert tr.read(path) == given_trace
 
 
 def test_the_same_trace_makes_the_same_bytes(tmp_path):
     run = recorder.load(FakeRun(tmp_path / "run", blocks=2).write())
-    trace.write(run, tmp_path / "a")
-    trace.write(run, tmp_path / "b")
+    tr.write(run, tmp_path / "a")
+    tr.write(run, tmp_path / "b")
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
 def test_ranks_put_together_are_the_run(tmp_path):
     run = recorder.load(FakeRun(tmp_path, size=3, blocks=2).write())
-    assert trace.merge(run.of_rank(rank) for rank in range(3)).steps == run.steps
-    assert sorted(trace.merge(run.of_rank(rank) for rank in range(3)).collectives, key=lambda c: c.submit_ns) == sorted(
+    assert tr.merge(run.of_rank(rank) for rank in range(3)).steps == run.steps
+    assert sorted(tr.merge(run.of_rank(rank) for rank in range(3)).collectives, key=lambda c: c.submit_ns) == sorted(
         run.collectives, key=lambda c: c.submit_ns
     )
 
@@ -94,9 +95,9 @@ def test_ranks_put_together_are_the_run(tmp_path):
 def test_ranks_of_different_runs_are_not_put_together(tmp_path):
     run = recorder.load(FakeRun(tmp_path, blocks=2).write())
     with pytest.raises(ValueError, match="different runs"):
-        trace.merge([run.of_rank(0), replace(run.of_rank(1), id="other")])
+        tr.merge([run.of_rank(0), replace(run.of_rank(1), id="other")])
     with pytest.raises(ValueError, match="no trace"):
-        trace.merge([])
+        tr.merge([])
 
 
 def packed(path, *lines):
@@ -104,7 +105,7 @@ def packed(path, *lines):
     return path
 
 
-HEAD = {"format": trace.FORMAT, "version": trace.VERSION, "id": "x", "size": 1, "transports": []}
+HEAD = {"format": tr.FORMAT, "version": tr.VERSION, "id": "x", "size": 1, "transports": []}
 
 
 @pytest.mark.parametrize(
@@ -128,33 +129,33 @@ HEAD = {"format": trace.FORMAT, "version": trace.VERSION, "id": "x", "size": 1, 
 def test_what_cannot_be_read_is_refused_by_name_and_line(tmp_path, lines, message):
     path = packed(tmp_path / "bad.jsonl.gz", *lines)
     with pytest.raises(ValueError, match=f"bad.jsonl.gz.*{message}"):
-        trace.read(path)
+        tr.read(path)
 
 
 def test_a_file_whose_packing_is_damaged_is_refused(tmp_path):
     path = FakeRun(tmp_path / "run", blocks=2).write()
-    trace.write(recorder.load(path), tmp_path / "whole.jsonl.gz")
+    tr.write(recorder.load(path), tmp_path / "whole.jsonl.gz")
     whole = (tmp_path / "whole.jsonl.gz").read_bytes()
     for at in range(20, len(whole), len(whole) // 40):
         (tmp_path / "bad.jsonl.gz").write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
         with pytest.raises(ValueError, match=r"bad\.jsonl\.gz, line"):
-            trace.read(tmp_path / "bad.jsonl.gz")
+            tr.read(tmp_path / "bad.jsonl.gz")
 
 
 def test_a_file_that_is_cut_short_is_refused(tmp_path):
     run = recorder.load(FakeRun(tmp_path / "run", blocks=2).write())
-    trace.write(run, tmp_path / "a.jsonl.gz")
+    tr.write(run, tmp_path / "a.jsonl.gz")
     whole = (tmp_path / "a.jsonl.gz").read_bytes()
     (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"a\.jsonl\.gz"):
-        trace.read(tmp_path / "a.jsonl.gz")
+        tr.read(tmp_path / "a.jsonl.gz")
     (tmp_path / "a.jsonl.gz").write_bytes(b"plain text")
     with pytest.raises(ValueError, match=r"a\.jsonl\.gz"):
-        trace.read(tmp_path / "a.jsonl.gz")
+        tr.read(tmp_path / "a.jsonl.gz")
     with pytest.raises(FileNotFoundError):
-        trace.read(tmp_path / "none.jsonl.gz")
+        tr.read(tmp_path / "none.jsonl.gz")
 
 
 def test_keys_that_a_later_writer_adds_are_left_out(tmp_path):
     path = packed(tmp_path / "a.jsonl.gz", json.dumps(HEAD | {"mood": 1}), '{"weather": 2}')
-    assert trace.read(path) == trace.Trace(id="x", size=1, transports=())
+    assert tr.read(path) == tr.Trace(id="x", size=1, transports=())

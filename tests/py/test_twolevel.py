@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from conftest import RANKS_LIMIT_S, Ranks
 
-from netbottleneck import bench, recorder
+from netbottleneck import bench
 from netbottleneck.lab import LabError
+from netbottleneck.trace import recorder
 from test_faults import DEADLINE_S, QUICK, failure
 from test_faults import SCRIPT as FAULTS
 from test_shm import IN_ARENA, told
@@ -20,8 +21,8 @@ DDP = Path(__file__).parent / "scripts" / "e2e_ddp.py"
 SUMS = """
 import json
 import netbottleneck as nb
-from netbottleneck import job
-from netbottleneck.ops import Sum
+from netbottleneck.runtime import job
+from netbottleneck.runtime.ops import Sum
 import numpy as np
 comm = job.start().comm
 wrong = 0

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from netbottleneck import findings, recorder, verdict
+from netbottleneck.analysis import findings, verdict
+from netbottleneck.analysis.stats import Achievable, Estimate, Paired
 from netbottleneck.report.words import sentences
-from netbottleneck.stats import Achievable, Estimate, Paired
-from netbottleneck.trace import Network
+from netbottleneck.trace import recorder
+from netbottleneck.trace.model import Network
 from ringwriter import FakeRun
 
 

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from conftest import RANKS_LIMIT_S
 
-from netbottleneck import compat, layerlog
 from netbottleneck.cli import main
-from netbottleneck.compat import Grid
-from netbottleneck.layerlog import LayerLog, VecTable
+from netbottleneck.trace import layer_log
+from netbottleneck.trace.layer_log import LayerLog, VecTable
+from netbottleneck.whatif import compat2020
+from netbottleneck.whatif.compat2020 import Grid
 from ringwriter import FakeRun
 
 TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
@@ -40,8 +41,8 @@ ROW = [
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[str, str]:
-    layerlog.write(tmp_path / "small.bk.log", LOG)
-    layerlog.write_table(tmp_path / "add.log", TABLE)
+    layer_log.write(tmp_path / "small.bk.log", LOG)
+    layer_log.write_table(tmp_path / "add.log", TABLE)
     return str(tmp_path / "small.bk.log"), str(tmp_path / "add.log")
 
 
@@ -66,9 +67,9 @@ def test_rows_are_those_of_the_simulator_and_the_terminal_shows_them(files: tupl
     )
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(target.read_text())
-    want = compat.sweep(layerlog.read(log), TABLE, STEP_S, Grid((2, 16), (1e9, 10e9), (1.0, 5.0), 1000.0))
+    want = compat2020.sweep(layer_log.read(log), TABLE, STEP_S, Grid((2, 16), (1e9, 10e9), (1.0, 5.0), 1000.0))
     assert [list(row) for row in found] == [ROW] * 8
-    assert [compat.Prediction(**row) for row in found] == list(want)
+    assert [compat2020.Prediction(**row) for row in found] == list(want)
     assert "predicted" in done.stdout
     for word in ("1 Gbit/s", "10 Gbit/s", *(f"{100 * row.scaling_factor:.1f} %" for row in want)):
         assert word in done.stdout
@@ -98,7 +99,7 @@ def test_a_run_of_ours_needs_no_step_and_a_log_that_tells_its_step_neither(
     assert main(["what-if", str(TRACE), *words, "--compression", "1"]) == 0
     (row,) = json.loads(target.read_text())
     assert row["step_s"] - row["overhead_s"] == pytest.approx(0.402, rel=0.01)
-    layerlog.write(tmp_path / "told.log", LayerLog("told", LOG.tensors, 0.5))
+    layer_log.write(tmp_path / "told.log", LayerLog("told", LOG.tensors, 0.5))
     assert main(["what-if", str(tmp_path / "told.log"), *words, "--compression", "1"]) == 0
     (row,) = json.loads(target.read_text())
     assert (row["model"], row["step_s"] - row["overhead_s"]) == ("told", pytest.approx(0.5))
@@ -307,5 +308,5 @@ def test_rows_go_to_a_file_that_can_be_and_is_no_input(
     for target in (log, add, str(tmp_path), str(tmp_path / "none" / "rows.json")):
         assert main([*words, "--json", target]) == 2
         assert f"--json {target}: " in capsys.readouterr().err
-    assert layerlog.read(log) == layerlog.read(log)
-    assert layerlog.read_table(add) == TABLE
+    assert layer_log.read(log) == layer_log.read(log)
+    assert layer_log.read_table(add) == TABLE

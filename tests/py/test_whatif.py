@@ -12,14 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from netbottleneck import compat, layerlog, sweeps, trace, whatif
-from netbottleneck.cost import Cost, Link, Table
-from netbottleneck.layerlog import LayerLog
-from netbottleneck.plan import Plan
-from netbottleneck.simulate import simulate
-from netbottleneck.sweeps import Codec
-from netbottleneck.trace import Trace
-from netbottleneck.whatif import Job
+from netbottleneck.trace import layer_log
+from netbottleneck.trace import model as tr
+from netbottleneck.trace.layer_log import LayerLog
+from netbottleneck.trace.model import Trace
+from netbottleneck.whatif import compat2020, questions, sweeps
+from netbottleneck.whatif.cost import Cost, Link, Table
+from netbottleneck.whatif.plan import Plan
+from netbottleneck.whatif.questions import Job
+from netbottleneck.whatif.simulate import simulate
+from netbottleneck.whatif.sweeps import Codec
 
 TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
 MS = 1_000_000
@@ -30,12 +32,12 @@ FREE = Codec()
 
 
 def made(cost: Cost | None = None, log: LayerLog = LOG, plan: Plan | None = None, workers: int = 4) -> Job:
-    job = whatif.job(layerlog.to_trace(log), plan=plan or Plan.explicit([range(10)]), cost=cost or Cost())
+    job = questions.job(layer_log.to_trace(log), plan=plan or Plan.explicit([range(10)]), cost=cost or Cost())
     return replace(job, workers=workers)
 
 
-def step_s(job: Job, setting: whatif.Setting) -> float:
-    found = whatif.answer(job, setting).step_s
+def step_s(job: Job, setting: questions.Setting) -> float:
+    found = questions.answer(job, setting).step_s
     assert found is not None
     return found.value
 
@@ -52,7 +54,7 @@ def test_one_bucket_takes_what_a_ring_takes_after_the_last_gradient(workers: int
     assert job.alone_ns == ALONE_S * 1e9
     assert grid_s(job, workers, bps, ratio) == pytest.approx(want, abs=1e-6)
     (found,) = sweeps.answers(job, sweeps.grid(job, [workers], [bps], [ratio], FREE))
-    cell = whatif.prediction(job, found)
+    cell = questions.prediction(job, found)
     assert (cell.model, cell.workers, cell.link_bps, cell.compression) == ("ten", workers, bps, ratio)
     assert cell.scaling_factor == pytest.approx(ALONE_S / want, abs=1e-6)
     assert cell.overhead_s == pytest.approx(want - ALONE_S, abs=1e-6)
@@ -69,7 +71,7 @@ def test_a_codec_costs_what_its_bytes_take_and_only_where_bytes_are_compressed()
 
 def test_communication_that_takes_no_time_is_the_step_of_one_worker() -> None:
     job = made(Cost(alpha_ns=1e6, link=Link(1e9)))
-    found = whatif.answer(job, sweeps.free(job))
+    found = questions.answer(job, sweeps.free(job))
     assert found.step_s is not None
     assert found.scaling is not None
     assert (found.step_s.value, found.scaling.value) == (ALONE_S, 1.0)
@@ -78,7 +80,7 @@ def test_communication_that_takes_no_time_is_the_step_of_one_worker() -> None:
 def test_ideal_overlap_is_the_longer_of_compute_and_communication() -> None:
     for bps, want in ((1e9, 1.5 * 8 * LOG.bytes / 1e9), (1e11, ALONE_S)):
         job = made(Cost(link=Link(bps)))
-        found = sweeps.ideal_overlap(job, whatif.answer(job, sweeps.now(job)))
+        found = sweeps.ideal_overlap(job, questions.answer(job, sweeps.now(job)))
         assert found.step_s is not None
         assert found.step_s.value == pytest.approx(want, abs=1e-6)
 
@@ -108,7 +110,7 @@ def test_ranks_on_a_host_share_its_link_in_two_levels() -> None:
 
 def test_an_interval_holds_the_value_and_is_as_wide_as_the_fits_residuals() -> None:
     job = made(Cost(link=Link(1e9), residual=(-0.1, 0.2)))
-    found = whatif.answer(job, sweeps.now(job))
+    found = questions.answer(job, sweeps.now(job))
     assert found.step_s is not None
     assert found.scaling is not None
     over = found.step_s.value - ALONE_S
@@ -120,22 +122,22 @@ def test_an_interval_holds_the_value_and_is_as_wide_as_the_fits_residuals() -> N
 
 def test_a_poor_fit_refuses_what_it_did_not_see_and_a_good_one_says_so() -> None:
     seen = {"link": Link(1e9), "residual": (-0.1, 0.1), "fitted_bytes": (1000, 5000), "fitted_size": 4}
-    told = whatif.answer(made(Cost(**seen)), sweeps.now(made(Cost(**seen))))
+    told = questions.answer(made(Cost(**seen)), sweeps.now(made(Cost(**seen))))
     assert told.step_s is not None
     assert "20000000 to 20000000 bytes, measured were 1000 to 5000" in told.notes[0]
     job = made(Cost(**seen, poor="two operations alone"))
-    refused = whatif.answer(job, sweeps.now(job))
+    refused = questions.answer(job, sweeps.now(job))
     assert (refused.step_s, refused.scaling) == (None, None)
     assert "refused to extrapolate: two operations alone" in refused.refused
     least = sweeps.least_link(job, 0.5)
     assert least.value is None
     assert "refused to extrapolate" in least.reason
     with pytest.raises(ValueError, match="two operations alone"):
-        whatif.prediction(job, refused)
+        questions.prediction(job, refused)
 
 
-def reached(job: Job, setting: whatif.Setting) -> float:
-    found = whatif.answer(job, setting).scaling
+def reached(job: Job, setting: questions.Setting) -> float:
+    found = questions.answer(job, setting).scaling
     assert found is not None
     return found.value
 
@@ -235,12 +237,12 @@ def test_every_inverse_answer_is_met_going_forward(log: LayerLog, target: float)
 
 @pytest.fixture(scope="module")
 def stored() -> Trace:
-    return trace.read(TRACE)
+    return tr.read(TRACE)
 
 
 def test_the_stored_runs_model_says_its_step_and_what_the_other_transport_then_measured(stored: Trace) -> None:
     """The prediction is made from the operations of stock and the probe alone; ofi ran in the same run."""
-    job, other = whatif.job(stored, "stock"), whatif.job(stored, "ofi")
+    job, other = questions.job(stored, "stock"), questions.job(stored, "ofi")
     assert job.measured_ns is not None
     assert other.measured_ns is not None
     assert step_s(job, sweeps.now(job)) == pytest.approx(job.measured_ns.value / 1e9, rel=0.02)
@@ -252,7 +254,7 @@ def test_the_stored_runs_model_says_its_step_and_what_the_other_transport_then_m
 
 
 def test_the_stored_runs_lanes_are_what_its_probe_found_to_be_enough(stored: Trace) -> None:
-    job = whatif.job(stored, "stock")
+    job = questions.job(stored, "stock")
     assert job.lane_bps == pytest.approx(0.48e9, rel=0.02)
     lanes = sweeps.least_lanes(job, 0.71, 2e9).value
     assert lanes is not None
@@ -262,7 +264,7 @@ def test_the_stored_runs_lanes_are_what_its_probe_found_to_be_enough(stored: Tra
 
 def test_ranks_that_shared_a_host_are_asked_about_links_as_if_each_had_its_own(stored: Trace) -> None:
     one = replace(stored, ranks=tuple(replace(rank, host_id="here") for rank in stored.ranks))
-    job, apart = whatif.job(one, "stock"), whatif.job(stored, "stock")
+    job, apart = questions.job(one, "stock"), questions.job(stored, "stock")
     assert any("all ranks shared a host" in note for note in job.notes)
     assert not any("all ranks shared a host" in note for note in apart.notes)
     assert [step_s(job, setting) for setting in sweeps.links(job, [1e9, 1e10])] == [
@@ -271,7 +273,7 @@ def test_ranks_that_shared_a_host_are_asked_about_links_as_if_each_had_its_own(s
 
 
 def test_a_run_of_100_000_workers_takes_no_more_memory_than_one_of_two(stored: Trace) -> None:
-    job = whatif.job(stored, "stock")
+    job = questions.job(stored, "stock")
     few, many = (simulate(job.load, job.plan, job.cost, workers=count, steps=15) for count in (3, 100_000))
     assert (len(few.steps), len(few.collectives)) == (len(many.steps), len(many.collectives))
     times = [step_s(job, setting) for setting in sweeps.workers(job, [2, 100, 100_000])]
@@ -282,22 +284,22 @@ STEPS_S = {"resnet50": 0.12808580219559176, "resnet101": 0.19200599479476405, "v
 
 
 def test_the_engine_with_the_papers_rules_says_what_the_papers_simulator_said(paper1: Path) -> None:
-    told = layerlog.read_table(paper1 / "inputs" / "cuda_vec_add.log")
+    told = layer_log.read_table(paper1 / "inputs" / "cuda_vec_add.log")
     table = Table(tuple(map(float, told.bytes)), tuple(1e9 * s for s in told.seconds), clamped=True)
     cost = Cost(add=table, pipelined=False, whole_sums=True)
     for model, whole_s in STEPS_S.items():
-        read = layerlog.read(paper1 / "inputs" / f"{model}.bk.log")
+        read = layer_log.read(paper1 / "inputs" / f"{model}.bk.log")
         log = LayerLog(model, read.tensors, whole_s)
         job = made(cost, log, Plan.paper2020())
-        grid = compat.Grid((16, 64), (1e9, 1e10, 1e11), (1.0, 10.0))
+        grid = compat2020.Grid((16, 64), (1e9, 1e10, 1e11), (1.0, 10.0))
         found = sweeps.answers(job, sweeps.grid(job, grid.workers, grid.link_bps, grid.compression, FREE))
-        for one, want in zip(found, compat.sweep(log, told, whole_s, grid), strict=True):
+        for one, want in zip(found, compat2020.sweep(log, told, whole_s, grid), strict=True):
             assert one.scaling is not None
             assert one.scaling.value == pytest.approx(want.scaling_factor, abs=2e-4)
 
 
 def test_two_servers_with_trees_bound_what_the_paper_measured_where_a_flat_ring_does_not(paper1: Path) -> None:
-    read = layerlog.read(paper1 / "inputs" / "resnet50.bk.log")
+    read = layer_log.read(paper1 / "inputs" / "resnet50.bk.log")
     log = LayerLog("resnet50", read.tensors, STEPS_S["resnet50"])
     figures = (paper1 / "paper_figures.csv").read_text(encoding="utf-8").splitlines()
     measured = {

@@ -11,12 +11,13 @@ from importlib import metadata
 from types import ModuleType
 from typing import Any, TypedDict, Unpack
 
-from netbottleneck import env, launch
+from netbottleneck import config
 from netbottleneck._version import __version__
 from netbottleneck.bench.conductor import Workers, patience_s
 from netbottleneck.bench.request import SIZES, TRANSPORTS, Request, parse_lanes, parse_sizes
 from netbottleneck.bench.results import Results, heading, line
 from netbottleneck.lab import Lab, LinkSpec
+from netbottleneck.launch import connect
 from netbottleneck.units import gbit
 
 __all__ = ["Request", "Results", "bench", "measure", "parse_lanes", "parse_sizes"]
@@ -73,7 +74,7 @@ def start(
     request: Request, ranks: int, lab: str | LinkSpec | None = None, ranks_per_host: int = 1, say: Say | None = None
 ) -> Results:
     """Carry out a request with ranks started here; see bench."""
-    launch.core()
+    connect.core()
     if ranks < 1 or ranks_per_host < 1 or ranks % ranks_per_host:
         raise ValueError(f"{ranks} ranks, {ranks_per_host} on each host: the first must be a multiple of the second")
     results = Results(head(ranks))
@@ -97,7 +98,7 @@ def _work(request: Request, ranks: int, lab: Lab | None, results: Results, say: 
         workers.listen(listener(results, say), patience_s(request, lab.spec if lab else None))
 
 
-def measure(request: Request, settings: env.Settings, place: launch.Place, say: Say | None = None) -> Results:
+def measure(request: Request, settings: config.Settings, place: connect.Place, say: Say | None = None) -> Results:
     """Carry out a request as one rank of a launcher's job; rank 0's result has the rows."""
     from netbottleneck.bench.worker import Rank
 

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from netbottleneck import env, launch
+from netbottleneck import config
 from netbottleneck.bench import measure, pair, start
 from netbottleneck.bench.data import DTYPES, REDUCTIONS
 from netbottleneck.bench.request import PEERS, SIZES, TRANSPORTS, Request, parse_lanes, parse_sizes
 from netbottleneck.bench.results import Results
 from netbottleneck.lab import parse_lab
+from netbottleneck.launch import connect
 
 
 def say(text: str) -> None:
@@ -66,10 +67,10 @@ def main(argv: Sequence[str]) -> int:
         _check(args)
     except ValueError as error:
         made.error(str(error))
-    settings = env.settings({"secret": args.secret, "ifname": args.ifname})
+    settings = config.settings({"secret": args.secret, "ifname": args.ifname})
     if args.listen or args.connect:
         return _pair(args, asked, settings)
-    place = launch.detect(settings)
+    place = connect.detect(settings)
     if place.size > 1 and (args.lab is not None or args.ranks not in (None, place.size)):
         made.error(f"{place.launcher} started {place.size} ranks; --lab and --ranks start their own: use one of them")
     results = measure(asked, settings, place, say) if place.size > 1 else _here(args, asked)
@@ -121,7 +122,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--ranks-per-host {args.ranks_per_host}: --ranks must be a multiple of it")
 
 
-def _pair(args: argparse.Namespace, asked: Request, settings: env.Settings) -> int:
+def _pair(args: argparse.Namespace, asked: Request, settings: config.Settings) -> int:
     options: dict[str, Any] = {
         "transports": asked.transports if args.transports else ("tcp", "ofi"),
         "streams": asked.streams if args.streams else pair.STREAMS,

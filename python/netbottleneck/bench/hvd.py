@@ -19,9 +19,9 @@ from importlib import metadata
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
-from netbottleneck import launch
 from netbottleneck.bench import mpi
 from netbottleneck.errors import Error
+from netbottleneck.launch import connect
 
 if TYPE_CHECKING:
     from netbottleneck.bench.peers import Ground
@@ -118,7 +118,7 @@ class Horovod(mpi.Mpi):
     def _meet(self, ground: Ground) -> dict[str, str]:
         """Return the variables that horovodrun would set. Every rank calls this."""
         place, port = ground.place, 0
-        host = str(launch.core().interfaces(f"={ground.interface}")[0][1])
+        host = str(connect.core().interfaces(f"={ground.interface}")[0][1])
         local = place.local_size or 1
         if place.rank == 0:
             hosts = importlib.import_module("horovod.runner.common.util.hosts")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck import launch
 from netbottleneck.bench.paths import Native, Path
+from netbottleneck.launch import connect
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -48,7 +48,7 @@ class Limit(Path):
     def __init__(self, name: str, memory: _core.Arena) -> None:
         self.name = name
         self.streams = 1
-        self._core = launch.core()
+        self._core = connect.core()
         self._most = memory.nbytes // 4
         self._all = [np.ones(self._most, np.float32) for _ in range(self.arrays)]
         self._used = self._all

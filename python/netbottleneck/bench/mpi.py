@@ -287,9 +287,9 @@ def _across(folder: FilePath, interface: str, pids: Mapping[str, str], slots: in
 
 
 def _address(interface: str) -> str:
-    from netbottleneck import launch
+    from netbottleneck.launch import connect
 
-    return str(launch.core().interfaces(f"={interface}")[0][1])
+    return str(connect.core().interfaces(f"={interface}")[0][1])
 
 
 @functools.cache

@@ -19,11 +19,11 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from netbottleneck import launch
 from netbottleneck.bench.curve import Point, verdict
 from netbottleneck.bench.paths import missing
-from netbottleneck.env import Settings
+from netbottleneck.config import Settings
 from netbottleneck.errors import Error
+from netbottleneck.launch import connect as launch
 from netbottleneck.units import gbit
 
 if TYPE_CHECKING:

@@ -7,8 +7,9 @@ import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
 
-from netbottleneck import comm, launch
-from netbottleneck.env import Settings
+from netbottleneck.config import Settings
+from netbottleneck.launch import connect
+from netbottleneck.runtime import communicators
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -70,7 +71,7 @@ class Native(Path):
         *,
         mapped: bool = True,
     ) -> None:
-        module = launch.core()
+        module = connect.core()
         self.name = name
         self.streams = streams
         self._comm = made
@@ -140,14 +141,14 @@ class Gloo(Path):
     def close(self) -> None:
         self._tensor = None
         group, self._group = self._group, None
-        comm.leave_group(group)
+        communicators.leave_group(group)
 
 
 def missing(transport: str, settings: Settings) -> str:
     """Return why a transport cannot be used in this process; "" where it can."""
     if transport == "stock":
         return "" if importlib.util.find_spec("torch") else "torch is not installed"
-    module = launch.core()
+    module = connect.core()
     if transport not in module.transports():
         return "built without it: install libfabric-dev and build again"
     if transport == "ofi":
@@ -159,17 +160,17 @@ def missing(transport: str, settings: Settings) -> str:
 
 
 def open_stock(
-    settings: Settings, place: launch.Place, control: _core.Comm, memory: _core.Arena, what: Any
+    settings: Settings, place: connect.Place, control: _core.Comm, memory: _core.Arena, what: Any
 ) -> list[Path]:
     """Return gloo as it comes, and gloo with its interface named four times."""
-    one = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or launch.core().interfaces(settings.ifname)[0][0]
+    one = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or connect.core().interfaces(settings.ifname)[0][0]
     made: list[Path] = []
     kept = os.environ.get("GLOO_SOCKET_IFNAME")
     try:
         # gloo reads the variable when a group is made.
         for name, times in (("stock", 1), (f"stock x{TUNED}", TUNED)):
             os.environ["GLOO_SOCKET_IFNAME"] = ",".join([one] * times)
-            made.append(Gloo(comm.stock_group(settings, place, control.exchange), name, times, memory, what))
+            made.append(Gloo(communicators.stock_group(settings, place, control.exchange), name, times, memory, what))
     finally:
         if kept is None:
             del os.environ["GLOO_SOCKET_IFNAME"]

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from netbottleneck import launch
 from netbottleneck.bench import paths
 from netbottleneck.bench.request import CCL, HEAP, HOROVOD_MPI, IPERF, MEMORY, MPI, MPICH
-from netbottleneck.env import Settings
+from netbottleneck.config import Settings
+from netbottleneck.launch import connect
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -26,7 +26,7 @@ class Ground:
     """What a path is opened with. what: element type and reduction; interface: the one that the ranks meet on."""
 
     settings: Settings
-    place: launch.Place
+    place: connect.Place
     control: _core.Comm
     memory: _core.Arena
     what: tuple[str, str]
@@ -90,6 +90,6 @@ def _open(name: str, ground: Ground) -> paths.Path:
 
     if name in HEAP:
         transport = name.removesuffix("-heap")
-        made = launch.connect(ground.settings, ground.place, transport=transport)
+        made = connect.connect(ground.settings, ground.place, transport=transport)
         return memory.Heap(made, name, ground.settings.streams, ground.memory, ground.what)
     return memory.LIMITS[name](name, ground.memory)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from netbottleneck.bench.data import DTYPES, REDUCTIONS
-from netbottleneck.values import size as parse_size
-from netbottleneck.values import streams as parse_streams
+from netbottleneck.config import size as parse_size
+from netbottleneck.config import streams as parse_streams
 
 TRANSPORTS = ("stock", "tcp", "ofi")
 # Other programs that do the same, and limits of wire and memory; see bench/peers.py.

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from netbottleneck import launch
 from netbottleneck.bench.paths import Path
 from netbottleneck.errors import Error
+from netbottleneck.launch import connect
 
 if TYPE_CHECKING:
     from netbottleneck.bench.peers import Ground
@@ -41,11 +41,11 @@ class Iperf(Path):
         self.busy = 0.0
         self._rank = ground.place.rank
         self._tool = shutil.which("iperf3") or "iperf3"
-        self._itemsize = launch.core().dtype_size(getattr(launch.core(), ground.what[0].upper()))
+        self._itemsize = connect.core().dtype_size(getattr(connect.core(), ground.what[0].upper()))
         self._bytes = 0
         self._server: subprocess.Popen[str] | None = None
         self._ground = ground
-        self._host = launch.core().interfaces(f"={ground.interface}")[0][1]
+        self._host = connect.core().interfaces(f"={ground.interface}")[0][1]
         self._port = 0
 
     def prepare(self, count: int) -> None:

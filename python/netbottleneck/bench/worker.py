@@ -20,13 +20,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck import env, launch, monitor
+from netbottleneck import config
 from netbottleneck.bench.counters import busy_ns, owed_bytes, sent_bytes
 from netbottleneck.bench.data import DTYPES, SEED, Data
 from netbottleneck.bench.paths import Native, Path, missing, open_stock
 from netbottleneck.bench.peers import Ground, open_peer
 from netbottleneck.bench.request import PEERS, Request
 from netbottleneck.bench.results import Samples
+from netbottleneck.launch import connect
+from netbottleneck.runtime import monitor
 
 Emit = Callable[[Mapping[str, Any]], None]
 FIELDS = ("time_ns", "cpu_ns", "wire_bytes", "payload_bytes", "wrong", "busy_ns")
@@ -36,17 +38,17 @@ REASON_BYTES = 200
 class Rank:
     """This process's share of a benchmark. Raises what connecting or an all-reduce raises."""
 
-    def __init__(self, request: Request, settings: env.Settings, place: launch.Place, emit: Emit) -> None:
+    def __init__(self, request: Request, settings: config.Settings, place: connect.Place, emit: Emit) -> None:
         self.request = request
         self.settings = settings
         self.place = place
         self._emit = emit if place.rank == 0 else _nothing
-        self._core = launch.core()
+        self._core = connect.core()
         itemsize = DTYPES[request.dtype].itemsize
         self._bytes = max(request.elements(size) for size in request.sizes) * itemsize
-        self.control = launch.connect(settings, place, transport="tcp", streams=1)
-        hosts = self.control.exchange(launch.host_digest(settings))
-        self.place = launch.located(place, launch.topology(hosts, place.rank))
+        self.control = connect.connect(settings, place, transport="tcp", streams=1)
+        hosts = self.control.exchange(connect.host_digest(settings))
+        self.place = connect.located(place, connect.topology(hosts, place.rank))
         self.paths: list[Path] = []
 
     def run(self) -> None:
@@ -79,7 +81,7 @@ class Rank:
             else:
                 for lanes, shm in itertools.product(self.request.streams, self.request.shm or (self.settings.shm,)):
                     chosen = dataclasses.replace(self.settings, shm=shm)
-                    made = launch.connect(chosen, self.place, transport=transport, streams=lanes)
+                    made = connect.connect(chosen, self.place, transport=transport, streams=lanes)
                     self.paths.append(Native(made, transport, lanes, memory, what))
         self._emit({"open": [[path.name, path.streams] for path in self.paths], "ranks": self.place.size})
 
@@ -196,8 +198,8 @@ def main() -> int:
         sys.stdout.flush()
 
     try:
-        settings = env.settings()
-        place = launch.detect(settings)
+        settings = config.settings()
+        place = connect.detect(settings)
         rank = str(place.rank)
         Rank(Request.from_json(json.loads(sys.argv[1])), settings, place, emit).run()
     except (OSError, ValueError, RuntimeError, ImportError) as error:

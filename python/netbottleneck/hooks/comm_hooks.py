@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck.hooks.reducer_group import ReducerGroup, reducer_of
-from netbottleneck.trace import NOT_TIMED
+from netbottleneck.trace.model import NOT_TIMED
 
 BUILT_IN = "_register_builtin_comm_hook"
 PYTHON = "_register_comm_hook"

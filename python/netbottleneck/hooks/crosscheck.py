@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.nn.parallel import DistributedDataParallel
 
-from netbottleneck import job
 from netbottleneck.hooks.reducer_group import ReducerGroup
-from netbottleneck.recorder import EVENTS
-from netbottleneck.records import RANKS
-from netbottleneck.rings import read_ring
-from netbottleneck.session import Session
+from netbottleneck.runtime import job
+from netbottleneck.runtime.run_folder import RANKS
+from netbottleneck.runtime.session import Session
+from netbottleneck.trace.recorder import EVENTS
+from netbottleneck.trace.ring_files import read_ring
 
 FIRST, EVERY = 10, 100  # DDP keeps the times of its first passes, then of every so many
 SLEW = 2000  # ns in which a clock that is being set right goes wrong by one

@@ -10,16 +10,18 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from netbottleneck import env, job, launch, records
-from netbottleneck.env import Settings
+from netbottleneck import config
+from netbottleneck.config import Settings
 from netbottleneck.hooks import comm_hooks
 from netbottleneck.hooks.crosscheck import Crosscheck
 from netbottleneck.hooks.finish import finish, finish_at_exit
 from netbottleneck.hooks.left_alone import left_alone
 from netbottleneck.hooks.measured import Measured
 from netbottleneck.hooks.reducer_group import OwnGroup, ReducerGroup, reduced_parameters, reducer_of
-from netbottleneck.session import Session, observe, open_together, same_ranks
-from netbottleneck.trace import BARE, NOT_RECORDED
+from netbottleneck.launch import connect
+from netbottleneck.runtime import job, run_folder
+from netbottleneck.runtime.session import Session, observe, open_together, same_ranks
+from netbottleneck.trace.model import BARE, NOT_RECORDED
 
 LONGEST_S = 86400.0  # of a process group's timeout
 
@@ -47,9 +49,9 @@ def attach(
     NETBOTTLENECK_STRICT=1. Raises TypeError for a model that DDP does not wrap.
     """
     ddp = _ddp_of(model)
-    chosen = session.settings if session is not None else settings or env.settings()
+    chosen = session.settings if session is not None else settings or config.settings()
     try:
-        job.set_up_log(chosen, launch.Place(dist.get_rank(), dist.get_world_size()))
+        job.set_up_log(chosen, connect.Place(dist.get_rank(), dist.get_world_size()))
         return _attach(ddp, optimizer, session, chosen, called=model)
     except Exception as error:
         if chosen.strict:
@@ -166,13 +168,13 @@ def _open(ddp: DistributedDataParallel, settings: Settings, why: str) -> Session
     own = OwnGroup(ddp.process_group)
     if why and (settings.observes or ddp.process_group.size() != dist.get_world_size()):
         raise LeftAlone(why)  # without a vote: ranks outside of the group have no such model
-    place = launch.Place(dist.get_rank(), dist.get_world_size())  # that of the group: it has all ranks
+    place = connect.Place(dist.get_rank(), dist.get_world_size())  # that of the group: it has all ranks
     if settings.observes:
         return observe(settings, place, stock=own, arms=settings.arms, model=model)
     same_ranks(settings, place)
     settings = _with_timeout_of(ddp.process_group, settings)
     control = job.start(settings).comm
-    votes = records.together(control, b"0" if why else b"1", settings.start_timeout_s)
+    votes = run_folder.together(control, b"0" if why else b"1", settings.start_timeout_s)
     if why:
         raise LeftAlone(why)
     others = [rank for rank, vote in enumerate(votes) if vote != b"1"]

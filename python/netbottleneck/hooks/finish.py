@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from netbottleneck.session import Session
+from netbottleneck.runtime.session import Session
 
 logger = logging.getLogger("netbottleneck")
 

@@ -4,13 +4,13 @@ import atexit
 import logging
 from typing import Any
 
-from netbottleneck import job, timeline
-from netbottleneck.env import Settings
+from netbottleneck.config import Settings
 from netbottleneck.hooks.finish import close, report
 from netbottleneck.hooks.left_alone import left_alone
 from netbottleneck.hooks.measured import Measured
-from netbottleneck.records import RANKS
-from netbottleneck.session import Session, open_together
+from netbottleneck.runtime import job, timeline
+from netbottleneck.runtime.run_folder import RANKS
+from netbottleneck.runtime.session import Session, open_together
 
 logger = logging.getLogger("netbottleneck")
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from netbottleneck import job, steps
-from netbottleneck.collectives import shape_key
-from netbottleneck.comm import key_of
-from netbottleneck.recorder import EVENTS
+from netbottleneck.runtime import async_operations, job
+from netbottleneck.runtime.collectives import shape_key
+from netbottleneck.runtime.communicators import key_of
 from netbottleneck.torch.gradients import Bucket, Sink, can_travel, dtype_code
 from netbottleneck.torch.ready import Stamps
+from netbottleneck.trace.recorder import EVENTS
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -118,7 +118,7 @@ class Route:
 
     def takes(self, call: Call) -> bool:
         """Return whether this all-reduce is one that we answer."""
-        if self.plain or self._stock or call.op not in (steps.Average, steps.Sum):
+        if self.plain or self._stock or call.op not in (async_operations.Average, async_operations.Sum):
             return False
         return all(can_travel(tensor) for tensor in [*call.tensors, *call.outputs])
 
@@ -142,7 +142,7 @@ class Route:
         core, sink = job.core(), self._sink
         assert isinstance(sink, core.Comm)
         _, index = self._keys.get(name, (0, -1))
-        share = 1.0 / self._size if call.op == steps.Average else 1.0
+        share = 1.0 / self._size if call.op == async_operations.Average else 1.0
         try:
             return sink.submit(
                 name,

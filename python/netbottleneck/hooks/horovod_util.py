@@ -8,8 +8,8 @@ from functools import cache as _cache
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from netbottleneck.built import ccl_built, ddl_built, gloo_built, mpi_built, nccl_built
 from netbottleneck.hooks.horovod_exceptions import HorovodVersionMismatchError, get_version_mismatch_message
+from netbottleneck.runtime.build_info import ccl_built, ddl_built, gloo_built, mpi_built, nccl_built
 
 __all__ = [
     "HorovodVersionMismatchError",

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from netbottleneck import backend_name, job
 from netbottleneck.hooks import left_alone
+from netbottleneck.runtime import backend_name, job
 
 DDP = "torch.nn.parallel.distributed"
 OPTIMIZER = "torch.optim.optimizer"
@@ -30,7 +30,7 @@ ALIASES = {
     f"{HOROVOD}.common.basics": "netbottleneck.hooks.horovod_basics",
     f"{HOROVOD}.common.elastic": "netbottleneck.hooks.horovod_elastic",
     f"{HOROVOD}.common.exceptions": "netbottleneck.hooks.horovod_exceptions",
-    f"{HOROVOD}.common.process_sets": "netbottleneck.process_sets",
+    f"{HOROVOD}.common.process_sets": "netbottleneck.runtime.process_sets",
     f"{HOROVOD}.common.util": "netbottleneck.hooks.horovod_util",
 }
 
@@ -98,8 +98,14 @@ def _patch_ddp() -> None:
     ddp.install()
 
 
+def _create_group(options: Any, backend_options: Any) -> Any:
+    from netbottleneck.torch.backend.opening import create
+
+    return create(options, backend_options)
+
+
 def _patch_torch(module: Any) -> None:
-    backend_name.register()
+    backend_name.register(_create_group)
     # `torch` itself may still be importing: whatever is built first comes after that.
     init = module.DistributedDataParallel.__init__
 

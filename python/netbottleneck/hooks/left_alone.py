@@ -8,7 +8,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from netbottleneck import env, job, launch
+from netbottleneck import config
+from netbottleneck.launch import connect
+from netbottleneck.runtime import job
 
 STEPS = 3  # of an optimizer, before a script without a measured run is spoken of
 
@@ -43,9 +45,9 @@ class Unmeasured:
     @staticmethod
     def _say(why: str) -> None:
         try:
-            settings = env.settings()
+            settings = config.settings()
             strict = settings.strict
-            job.set_up_log(settings, launch.detect(settings))
+            job.set_up_log(settings, connect.detect(settings))
         except Exception:  # what is wrong with the settings is not this step's to say
             strict = False
         if strict:
@@ -54,7 +56,7 @@ class Unmeasured:
 
 
 def _measured() -> bool:
-    session = sys.modules.get("netbottleneck.session")
+    session = sys.modules.get("netbottleneck.runtime.session")
     return session is not None and bool(session.opened())
 
 

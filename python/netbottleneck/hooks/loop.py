@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from netbottleneck import env, launch
+from netbottleneck import config
 from netbottleneck.hooks import ddp as ddp_hooks
 from netbottleneck.hooks.finish import finish
 from netbottleneck.hooks.measured import Measured
-from netbottleneck.session import Session, open_session
+from netbottleneck.launch import connect
+from netbottleneck.runtime.session import Session, open_session
 from netbottleneck.torch.gradients import Gradients
 
 
@@ -31,7 +32,7 @@ def profile(
     beginning, as DDP does; a DDP model keeps its own reducer. Arguments stand before the environment's variables. At
     the end rank 0 writes the report into the run folder. Gives None for a DDP model that is left alone.
     """
-    settings = env.settings({"transports": transport, "streams": streams, "directory": directory})
+    settings = config.settings({"transports": transport, "streams": streams, "directory": directory})
     if isinstance(model, DistributedDataParallel):
         found = ddp_hooks.attach(model, optimizer, session=session, settings=settings)
     else:
@@ -69,7 +70,7 @@ def measure(session: Session, model: torch.nn.Module, optimizer: torch.optim.Opt
 
 def broadcast(comm: Any, model: torch.nn.Module) -> None:
     """Give rank 0's parameters and buffers to all ranks."""
-    core = launch.core()
+    core = connect.core()
     works = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         data = tensor.detach()

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from netbottleneck.comm import Buckets, key_of
 from netbottleneck.hooks.calls import Calls
 from netbottleneck.hooks.updates import Updates
-from netbottleneck.plan import described
-from netbottleneck.recorder import EVENTS
-from netbottleneck.session import Session
-from netbottleneck.trace import BARE
+from netbottleneck.runtime.communicators import Buckets, key_of
+from netbottleneck.runtime.session import Session
+from netbottleneck.trace.model import BARE
+from netbottleneck.trace.recorder import EVENTS
+from netbottleneck.whatif.plan import described
 
 _engine: Any = torch.autograd.Variable._execution_engine
 _c: Any = torch._C

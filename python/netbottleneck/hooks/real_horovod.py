@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
-from netbottleneck import env, job, launch, steps
+from netbottleneck import config
 from netbottleneck.hooks.finish import finish, finish_at_exit
 from netbottleneck.hooks.horovod import open_on_all
 from netbottleneck.hooks.horovod_lib import Between, Call, Route
 from netbottleneck.hooks.left_alone import left_alone
 from netbottleneck.hooks.measured import Measured
-from netbottleneck.session import Session
+from netbottleneck.launch import connect
+from netbottleneck.runtime import async_operations, job
+from netbottleneck.runtime.session import Session
 from netbottleneck.torch.gradients import check
 
 ALONE = (
@@ -89,7 +91,7 @@ class Attached:
         except ValueError:
             return  # it was not started yet
         self._looked = True
-        place = launch.detect(env.settings())
+        place = connect.detect(config.settings())
         self._refused = (place.rank, place.size) != (rank, size)
         if self._refused:
             logger.warning(
@@ -105,12 +107,12 @@ class Attached:
 
     def _opened(self, call: Call) -> Route | None:
         """Begin a run, where the all-reduce is of an optimizer's gradient. Every rank comes here at its first one."""
-        if self._refused or call.op not in (steps.Average, steps.Sum):
+        if self._refused or call.op not in (async_operations.Average, async_operations.Sum):
             return None
         optimizer = _asking()
         if optimizer is None:
             return None
-        settings, size = env.settings(), int(self._mpi_ops.size())
+        settings, size = config.settings(), int(self._mpi_ops.size())
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p in optimizer._parameter_names]
         named = [(str(optimizer._parameter_names[p]), p) for p in parameters if p.requires_grad and p.numel() > 0]
         route = Route([(name, p) for name, p in named if _can_travel(name, p, settings.strict)], size)

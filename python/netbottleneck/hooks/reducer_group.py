@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from netbottleneck import job
-from netbottleneck.comm import key_of
 from netbottleneck.hooks.eager import eager
-from netbottleneck.recorder import EVENTS
+from netbottleneck.runtime import job
+from netbottleneck.runtime.communicators import key_of
 from netbottleneck.torch.ready import Stamps
+from netbottleneck.trace.recorder import EVENTS
 
 if TYPE_CHECKING:
     from netbottleneck import _core

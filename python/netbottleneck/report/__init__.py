@@ -10,12 +10,13 @@ from typing import Any
 
 from rich.console import Console
 
-from netbottleneck import recorder, samples, usage
-from netbottleneck import trace as tr
-from netbottleneck import verdict as rules
-from netbottleneck.findings import Findings, find
+from netbottleneck.analysis import usage
+from netbottleneck.analysis import verdict as rules
+from netbottleneck.analysis.findings import Findings, find
+from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report import chrome, html, summary, tables, terminal
-from netbottleneck.verdict import Verdict
+from netbottleneck.trace import model as tr
+from netbottleneck.trace import recorder, samples
 
 __all__ = ["Run"]
 

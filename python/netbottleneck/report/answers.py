@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from netbottleneck.inverse import NOTHING, Least
 from netbottleneck.report.predicted import tables as matrices
 from netbottleneck.report.terminal import WIDTH, make_table, put_row
-from netbottleneck.sweeps import Told
 from netbottleneck.units import gbit, ms, streams
-from netbottleneck.whatif import Answer, prediction
+from netbottleneck.whatif.inverse import NOTHING, Least
+from netbottleneck.whatif.questions import Answer, prediction
+from netbottleneck.whatif.sweeps import Told
 
 # More inverse answers than this are a table.
 LEASTS_MAX = 4

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from netbottleneck.layers import backward_spans
-from netbottleneck.scaling import bus_factor, last_entries
-from netbottleneck.trace import Collective, Step, Trace
+from netbottleneck.analysis.layers import backward_spans
+from netbottleneck.analysis.scaling import bus_factor, last_entries
+from netbottleneck.trace.model import Collective, Step, Trace
 
 SCHEMA_VERSION = 1
 # More than this is cut, by whole steps from the end, and said.

@@ -7,10 +7,10 @@ from typing import Any
 
 import jinja2
 
-from netbottleneck.findings import Findings, Parts
+from netbottleneck.analysis.findings import Findings, Parts
+from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report import words
 from netbottleneck.units import gbit, ms, nbytes, percent
-from netbottleneck.verdict import Verdict
 
 BAR_WIDTH, BAR_HEIGHT, LABEL_WIDTH = 640, 22, 80
 TOP_LAYERS = 20

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from netbottleneck.compat import Prediction
 from netbottleneck.report.terminal import WIDTH, make_table, put_row
 from netbottleneck.units import gbit, ms
+from netbottleneck.whatif.compat2020 import Prediction
 
 LINKS_MAX = 5
 

@@ -8,13 +8,13 @@ from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
-from netbottleneck import stats
-from netbottleneck.findings import Findings, Parts
+from netbottleneck.analysis import stats
+from netbottleneck.analysis.findings import Findings, Parts
+from netbottleneck.analysis.scaling import WARMUP_STEPS
+from netbottleneck.analysis.usage import HostUse
+from netbottleneck.analysis.verdict import Verdict, handicap_sentence
 from netbottleneck.report.words import sentences
-from netbottleneck.scaling import WARMUP_STEPS
-from netbottleneck.trace import Trace
-from netbottleneck.usage import HostUse
-from netbottleneck.verdict import Verdict, handicap_sentence
+from netbottleneck.trace.model import Trace
 
 VERSION = 1
 FORMULA = "step - (exposed - skew) * (1 - achieved / achievable)"

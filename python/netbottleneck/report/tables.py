@@ -6,8 +6,8 @@ import csv
 import io
 from collections.abc import Iterable, Sequence
 
-from netbottleneck.findings import Findings
-from netbottleneck.trace import Collective, Trace
+from netbottleneck.analysis.findings import Findings
+from netbottleneck.trace.model import Collective, Trace
 
 LAYER_COLUMNS = (
     "layer",

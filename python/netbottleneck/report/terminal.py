@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from netbottleneck.findings import Findings, Parts
-from netbottleneck.layers import Layer
+from netbottleneck.analysis.findings import Findings, Parts
+from netbottleneck.analysis.layers import Layer
+from netbottleneck.analysis.usage import HostUse
+from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report.words import MEANING, beyond_the_link, costs, sentences, travels, warnings, why_not_probed
-from netbottleneck.trace import PSEUDO
+from netbottleneck.trace.model import PSEUDO
 from netbottleneck.units import gbit, ms, nbytes, percent
-from netbottleneck.usage import HostUse
-from netbottleneck.verdict import Verdict
 
 WIDTH = 80
 TOP_LAYERS = 8

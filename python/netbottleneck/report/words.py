@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from netbottleneck.findings import STOCK, Findings
-from netbottleneck.stats import Costs, Travel
-from netbottleneck.trace import BARE, NATIVE, NULL, PSEUDO, SINGLE, Rank, Trace, TransportInfo
+from netbottleneck.analysis.findings import STOCK, Findings
+from netbottleneck.analysis.stats import Costs, Travel
+from netbottleneck.analysis.verdict import best_gain, handicap_sentence, own_cost, stock_is_as_good
+from netbottleneck.trace.model import BARE, NATIVE, NULL, PSEUDO, SINGLE, Rank, Trace, TransportInfo
 from netbottleneck.units import gbit, ms, nbytes, percent, short, streams
-from netbottleneck.verdict import best_gain, handicap_sentence, own_cost, stock_is_as_good
 
 # A rank that makes the others wait less than this part of the step is not named.
 LATE_SHARE_MIN = 0.01

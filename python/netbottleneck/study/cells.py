@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from netbottleneck import codec
 from netbottleneck.study.spec import Cell
 from netbottleneck.study.task import Outcome
+from netbottleneck.trace import json_codec
 
 STUDY = "study.toml"
 FACTS, FORECAST, TOLD = "facts.json", "forecast.json", "cell.json"
@@ -77,7 +77,7 @@ class Folder:
         try:
             told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             again = told["again"] and Outcome.from_dict(told["again"])
-            cell = codec.build(Cell, told["cell"])
+            cell = json_codec.build(Cell, told["cell"])
             return Done(cell, Outcome.from_dict(told["outcome"]), again, told["tuned"], told["seconds"])
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path}: {error!r}") from error

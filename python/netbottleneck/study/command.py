@@ -9,12 +9,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from netbottleneck import env, launch
+from netbottleneck import config
+from netbottleneck.config import TRANSPORTS
 from netbottleneck.lab import parse_lab
+from netbottleneck.launch import connect
 from netbottleneck.study import needs, tables, work
 from netbottleneck.study.asked import FAILED, OWN, USAGE, ask
 from netbottleneck.study.cells import STUDY
-from netbottleneck.values import TRANSPORTS
 
 HOOKED = ("NETBOTTLENECK", "NETBOTTLENECK_TRANSPORT")
 
@@ -24,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         args = parser().parse_args(words)
-        place = launch.detect(env.settings())
+        place = connect.detect(config.settings())
         asked = ask(args, words, place.size)
         work.readable(asked.spec)
         lacking = needs.missing(asked.spec)

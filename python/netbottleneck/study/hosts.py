@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from netbottleneck import job
-from netbottleneck.env import settings
+from netbottleneck.config import settings
 from netbottleneck.lab import LabError, LinkSpec, parse_lab
 from netbottleneck.lab import measure as flows
+from netbottleneck.runtime import job
 from netbottleneck.study import runner, worker
 from netbottleneck.study.asked import Asked
 from netbottleneck.study.ranks import Follow, JobError

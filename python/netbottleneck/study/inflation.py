@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
-from netbottleneck import models
-from netbottleneck.comm import key_of
-from netbottleneck.models.data import digits
-from netbottleneck.plan import described
-from netbottleneck.recorder import EVENTS
-from netbottleneck.session import Session
+from netbottleneck.bench import models
+from netbottleneck.bench.models.data import digits
+from netbottleneck.runtime.communicators import key_of
+from netbottleneck.runtime.session import Session
 from netbottleneck.study.jobs import BATCH, SEED, batches
 from netbottleneck.study.opening import opened, warm
 from netbottleneck.study.task import Outcome, Task
 from netbottleneck.torch.gradients import Gradients
-from netbottleneck.trace import BARE
+from netbottleneck.trace.model import BARE
+from netbottleneck.trace.recorder import EVENTS
+from netbottleneck.whatif.plan import described
 
 SAMPLES = 4  # a step of a model that has no data here
 TOKENS = 1000

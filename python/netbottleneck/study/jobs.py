@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from netbottleneck import models
+from netbottleneck.bench import models
+from netbottleneck.bench.models.data import digits
+from netbottleneck.bench.models.replay import IdleOptimizer, replay
 from netbottleneck.hooks.loop import measure
-from netbottleneck.models.data import digits
-from netbottleneck.models.replay import IdleOptimizer, replay
-from netbottleneck.session import Session
+from netbottleneck.runtime.session import Session
 from netbottleneck.study.opening import opened, warm
 from netbottleneck.study.task import ACCURACY, Outcome, Task
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 
-from netbottleneck import env, launch
+from netbottleneck import config
+from netbottleneck.launch import connect
 from netbottleneck.study.spec import StudySpec
 from netbottleneck.study.tables import DIGITS, REPLAY
 
@@ -30,11 +31,11 @@ def transports(provider: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _no_ofi(provider: str | None) -> str:
-    core = launch.core()
+    core = connect.core()
     if not core.HAVE_OFI:
         return "ofi was left out of this build (install libfabric-dev)"
     try:
-        core.libfabric(env.settings({"provider": provider}).library)
+        core.libfabric(config.settings({"provider": provider}).library)
     except OSError as error:
         return str(error)
     return ""

@@ -6,8 +6,9 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from netbottleneck import env, launch
-from netbottleneck.session import Session, open_session
+from netbottleneck import config
+from netbottleneck.launch import connect
+from netbottleneck.runtime.session import Session, open_session
 from netbottleneck.study.task import Task
 
 WARM_BYTES = 32 << 20
@@ -33,7 +34,7 @@ def opened(task: Task) -> Generator[Session, None, None]:
 
 
 def _open(task: Task) -> Session:
-    given = env.settings({"directory": task.folder, "provider": task.provider})
+    given = config.settings({"directory": task.folder, "provider": task.provider})
     settings = replace(
         given,
         monitor_hz=given.monitor_hz if "monitor_hz" in given.sources else MONITOR_HZ,
@@ -56,7 +57,7 @@ def _open(task: Task) -> Session:
 
 def warm(session: Session) -> None:
     """Let every transport of ours carry something before it counts: the first large transfer tries numbers of lanes."""
-    core = launch.core()
+    core = connect.core()
     for name, arm in session.arms.items():
         comm = getattr(arm, "comm", None)
         if comm is None:

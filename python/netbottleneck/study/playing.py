@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from netbottleneck import codec
-from netbottleneck.replay import Player, Score
-from netbottleneck.session import Session
+from netbottleneck.bench.replay import Player, Score
+from netbottleneck.runtime.session import Session
 from netbottleneck.study.opening import opened, warm
 from netbottleneck.study.task import Outcome, Task
+from netbottleneck.trace import json_codec
 
 VERSION = 1
 FORMAT = "netbottleneck-score"
@@ -29,7 +29,7 @@ def read(path: Path | str) -> Score:
         told = json.loads(Path(path).read_text(encoding="utf-8"))
         if (told.get("format"), told.get("version")) != (FORMAT, VERSION):
             raise ValueError(f"not a {FORMAT} of version {VERSION}")
-        score: Score = codec.build(Score, told)
+        score: Score = json_codec.build(Score, told)
         return score
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: {error}") from error

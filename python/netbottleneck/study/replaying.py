@@ -11,19 +11,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from netbottleneck import layerlog, models
-from netbottleneck import trace as tr
-from netbottleneck.evidence.sent import Sent, sent
+from netbottleneck.bench import models
+from netbottleneck.bench.replay import Score, score
+from netbottleneck.config import TRANSPORTS
 from netbottleneck.lab import Lab, LabError, LinkSpec, parse_lab
-from netbottleneck.plan import BUCKET_BYTES, FIRST_BYTES, Plan
-from netbottleneck.replay import Score, score
 from netbottleneck.report import Run
 from netbottleneck.study import playing
+from netbottleneck.study.evidence.sent import Sent, sent
 from netbottleneck.study.ranks import JobError, run_in_lab
 from netbottleneck.study.task import PLAY, Task
 from netbottleneck.study.tell import Teller
+from netbottleneck.trace import layer_log
+from netbottleneck.trace import model as tr
 from netbottleneck.units import gbit, ms
-from netbottleneck.values import TRANSPORTS
+from netbottleneck.whatif.plan import BUCKET_BYTES, FIRST_BYTES, Plan
 
 FINE, FAILED, USAGE = 0, 1, 2
 VERSION = 1
@@ -44,13 +45,13 @@ def source(words: str, compute_ms: Sequence[float] | None) -> tr.Trace:
     if words in models.NAMES and not path.exists():
         if not compute_ms:
             raise ValueError(f"how long does {words} compute? --compute-ms FORWARD BACKWARD says it")
-        from netbottleneck.profiling import passes
+        from netbottleneck.bench.models import passes
 
         return passes.modelled(words, *compute_ms)
     if compute_ms:
         raise ValueError("--compute-ms is for a model's name; --stretch changes the times that were recorded")
     if path.is_file() and path.suffix in LAYER_LOGS:
-        return layerlog.to_trace(layerlog.read(path))
+        return layer_log.to_trace(layer_log.read(path))
     if not path.exists():
         raise ValueError(f"{words} is no run, trace or layer log, and no model: {', '.join(models.NAMES)}")
     return Run(path).trace

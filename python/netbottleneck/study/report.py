@@ -14,17 +14,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from netbottleneck import verdict as rules
-from netbottleneck.evidence import Evidence, values
+from netbottleneck.analysis import verdict as rules
+from netbottleneck.analysis.stats import Paired
 from netbottleneck.report import Run
-from netbottleneck.stats import Paired
 from netbottleneck.study import work
 from netbottleneck.study.asked import FAILED, FINE, INCONCLUSIVE, Asked
 from netbottleneck.study.cells import FACTS, Done, put
+from netbottleneck.study.evidence import Evidence, values
 from netbottleneck.study.tables import INFLATION, REPLAY
 from netbottleneck.study.task import ACCURACY
 from netbottleneck.study.tell import Teller
-from netbottleneck.trace import PSEUDO
+from netbottleneck.trace.model import PSEUDO
 from netbottleneck.units import gbit, ms, percent
 
 VERSION = 2

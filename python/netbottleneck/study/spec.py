@@ -11,10 +11,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from netbottleneck import models
+from netbottleneck.bench import models
 from netbottleneck.lab import LinkSpec, parse_lab
 from netbottleneck.study.tables import DIGITS, INFLATION, REPLAY, Lines, checked, load
-from netbottleneck.trace import BARE, NULL
+from netbottleneck.trace.model import BARE, NULL
 
 HERE = "here"  # the network between a launcher's ranks, as it is
 COMPUTE_MS = (133.0, 267.0)
@@ -36,7 +36,7 @@ TURNS = MappingProxyType({DIGITS: Turns(6, 10, 10), REPLAY: Turns(5, 4, 6), INFL
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is trained or played. name: of netbottleneck.models; file: a run, trace or layer log in its place.
+    """What is trained or played. name: of netbottleneck.bench.models; file: a run, trace or layer log in its place.
 
     compute_ms: forward and backward of a model that is played by its name; scale: bytes, stretch: times are multiplied
     with it. label: the first word of its cells' keys."""

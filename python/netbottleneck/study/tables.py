@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from netbottleneck.config import TRANSPORTS
 from netbottleneck.lab import parse_lab
-from netbottleneck.values import TRANSPORTS
 
 DIGITS, REPLAY, INFLATION = JOBS = ("digits", "replay", "inflation")
 MOST_RANKS = 200

@@ -9,16 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from netbottleneck import codec, forecast
-from netbottleneck.evidence import facts, values
-from netbottleneck.plan import Plan
-from netbottleneck.replay import Score, score
+from netbottleneck.bench.replay import Score, score
 from netbottleneck.report import Run
 from netbottleneck.study.cells import FACTS, FORECAST, Done, Folder, put
+from netbottleneck.study.evidence import facts, values
 from netbottleneck.study.replaying import source
 from netbottleneck.study.spec import Cell, Model, StudySpec
 from netbottleneck.study.tables import DIGITS, INFLATION, REPLAY
 from netbottleneck.study.task import AS_BEFORE, PLAY, Task
+from netbottleneck.trace import json_codec
+from netbottleneck.whatif import forecast
+from netbottleneck.whatif.plan import Plan
 
 RUN, ALONE, TUNED = "run", "stock-alone", "stock-x4"
 TUNED_STEPS = 10
@@ -106,7 +107,7 @@ class Beside:
             made = forecast.make(fitted, what, cell.ranks, wire, cell.arms, cell=cell.key)
         except (ValueError, OSError) as error:
             return f"no forecast: {error}"
-        told = {"written_wall_ns": time.time_ns(), **json.loads(codec.dump(made))}
+        told = {"written_wall_ns": time.time_ns(), **json.loads(json_codec.dump(made))}
         put(self._folder.of(cell.key) / FORECAST, json.dumps(told, indent=1) + "\n")
         return ""
 
@@ -126,5 +127,5 @@ class Beside:
         path = place / FORECAST
         if not path.exists():
             return None
-        made: forecast.Forecast = codec.build(forecast.Forecast, json.loads(path.read_text(encoding="utf-8")))
+        made: forecast.Forecast = json_codec.build(forecast.Forecast, json.loads(path.read_text(encoding="utf-8")))
         return made

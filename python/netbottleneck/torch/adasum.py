@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from netbottleneck import steps
-from netbottleneck.members import ProcessSet, members_of
+from netbottleneck.runtime import async_operations
+from netbottleneck.runtime.members import ProcessSet, members_of
 from netbottleneck.torch.compression import Compressor
 from netbottleneck.torch.handles import synchronize
 from netbottleneck.torch.reductions import allreduce_async_
@@ -51,7 +51,7 @@ class _Adasum(torch.optim.Optimizer):
         for parameter, name in self._parameter_names.items():
             delta, context = self._compression.compress(parameter.detach() - before[parameter])
             handle = allreduce_async_(
-                delta.contiguous(), name=f"adasum.{name}", op=steps.Adasum, process_set=self._process_set
+                delta.contiguous(), name=f"adasum.{name}", op=async_operations.Adasum, process_set=self._process_set
             )
             sent.append((parameter, handle, context))
         for parameter, handle, context in sent:

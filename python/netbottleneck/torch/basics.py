@@ -4,8 +4,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from netbottleneck import job, timeline
-from netbottleneck.built import (
+from netbottleneck.config import settings
+from netbottleneck.runtime import job, timeline
+from netbottleneck.runtime.build_info import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -17,9 +18,8 @@ from netbottleneck.built import (
     nccl_built,
     rocm_built,
 )
-from netbottleneck.env import settings
-from netbottleneck.ops import rank, shutdown, size
-from netbottleneck.process_sets import DYNAMIC, register
+from netbottleneck.runtime.ops import rank, shutdown, size
+from netbottleneck.runtime.process_sets import DYNAMIC, register
 
 __all__ = [
     "ccl_built",

@@ -7,8 +7,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from netbottleneck import collectives, job, steps
-from netbottleneck.members import Members, ProcessSet, global_process_set, members_of
+from netbottleneck.runtime import async_operations, collectives, job
+from netbottleneck.runtime.members import Members, ProcessSet, global_process_set, members_of
 from netbottleneck.torch.compression import Compression, Compressor
 from netbottleneck.torch.gradients import Gradients
 from netbottleneck.torch.one_by_one import PassGuard, PerParameter, SparseApart, Ways
@@ -96,7 +96,7 @@ def carrier(
     if wanted.process_set.included() is False:
         return None
     among = members_of(wanted.process_set)
-    steps.reduction(wanted.op, among.size)  # an op that is none is refused on one rank, too
+    async_operations.reduction(wanted.op, among.size)  # an op that is none is refused on one rank, too
     if among.size == 1 and job.current().recorder is None:
         return None
     all_sparse = isinstance(optimizer, torch.optim.SparseAdam)  # which takes no others
@@ -117,7 +117,7 @@ def carrier(
 def _buckets(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], passes: int, wanted: Wanted) -> Carrier:
     this, among = job.current(), members_of(wanted.process_set)
     everybody = wanted.process_set is global_process_set
-    apart = wanted.op in (steps.Average, steps.Sum)
+    apart = wanted.op in (async_operations.Average, async_operations.Sum)
     gradients = Gradients(
         ((name, parameter) for parameter, name in names.items()),
         recorder=this.recorder,
@@ -129,8 +129,8 @@ def _buckets(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], p
         drop_sparse=apart,
     )
     moved = among.size > 1 and this.settings.transports[0] != "null"
-    reduction, _ = steps.reduction(wanted.op, among.size)
-    average = wanted.op == steps.Average
+    reduction, _ = async_operations.reduction(wanted.op, among.size)
+    average = wanted.op == async_operations.Average
     gradients.target(this.comm if moved else None, average, predivide=wanted.predivide, op=reduction)
     if everybody:  # who looks on may have to agree with all ranks
         this.observer.gradients(gradients, optimizer)
@@ -148,8 +148,8 @@ def _agreement(label: str, among: Members) -> Callable[[bytes], bytes]:
     def agree(mine: bytes) -> bytes:
         array = np.frombuffer(bytearray(mine), np.uint8)
         code = int(job.core().UINT8)
-        name = steps.label("order", f"{label}.{job.current().number(label)}", among)
-        steps.Pending(collectives.broadcast_steps(array, code, among.ranks[0], name, among)).wait()
+        name = async_operations.label("order", f"{label}.{job.current().number(label)}", among)
+        async_operations.Pending(collectives.broadcast_steps(array, code, among.ranks[0], name, among)).wait()
         return array.tobytes()
 
     return agree
@@ -172,6 +172,8 @@ def _ways(wanted: Wanted) -> Ways:
         return sparse_allreduce_async(tensor, f"{wanted.label}.{name}", wanted.op, wanted.process_set)
 
     among = members_of(wanted.process_set)
-    reduction, _ = steps.reduction(wanted.op, among.size)
-    factors = (wanted.op == steps.Average, wanted.predivide, reduction)
-    return Ways(dense, sparse, lambda name: steps.label("allreduce", f"{wanted.label}.{name}", among), factors)
+    reduction, _ = async_operations.reduction(wanted.op, among.size)
+    factors = (wanted.op == async_operations.Average, wanted.predivide, reduction)
+    return Ways(
+        dense, sparse, lambda name: async_operations.label("allreduce", f"{wanted.label}.{name}", among), factors
+    )

@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from netbottleneck import collectives, job, steps
-from netbottleneck.members import Members, ProcessSet, global_process_set, members_of
-from netbottleneck.steps import Average, label
+from netbottleneck.runtime import async_operations, collectives, job
+from netbottleneck.runtime.async_operations import Average, label
+from netbottleneck.runtime.members import Members, ProcessSet, global_process_set, members_of
 from netbottleneck.torch.gradients import dtype_code
 from netbottleneck.torch.handles import apply, bare, copied, started, synchronize
 from netbottleneck.torch.reductions import allreduce
 
 
-def tensor_of(array: steps.Array, like: torch.Tensor) -> torch.Tensor:
+def tensor_of(array: async_operations.Array, like: torch.Tensor) -> torch.Tensor:
     """Return an array as a tensor of the type of another one, whose memory `bare` gave."""
     found = torch.from_numpy(array)
     return found.view(torch.bfloat16) if like.dtype == torch.bfloat16 else found
@@ -22,10 +22,12 @@ def tensor_of(array: steps.Array, like: torch.Tensor) -> torch.Tensor:
 
 def _broadcast_steps(
     tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
-) -> steps.Steps[torch.Tensor]:
+) -> async_operations.Steps[torch.Tensor]:
     among = members_of(process_set)
     array = bare(tensor)
-    memory, code = (array, dtype_code(tensor.dtype)) if tensor.dtype == torch.bfloat16 else steps.as_bytes(array)
+    memory, code = (
+        (array, dtype_code(tensor.dtype)) if tensor.dtype == torch.bfloat16 else async_operations.as_bytes(array)
+    )
     yield from collectives.broadcast_steps(memory, code, root_rank, label("broadcast", name, among), among)
     return tensor
 
@@ -76,7 +78,7 @@ def broadcast_(
     return result
 
 
-def _allgather_steps(tensor: torch.Tensor, name: str, among: Members) -> steps.Steps[torch.Tensor]:
+def _allgather_steps(tensor: torch.Tensor, name: str, among: Members) -> async_operations.Steps[torch.Tensor]:
     parts = yield from collectives.allgather_steps(bare(tensor), name, among)
     return tensor_of(np.concatenate(parts), tensor)
 
@@ -88,8 +90,10 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
 
 
 def grouped(
-    of_one: Callable[[torch.Tensor, str], steps.Steps[torch.Tensor]], tensors: Sequence[torch.Tensor], base: str
-) -> steps.Steps[tuple[torch.Tensor, ...]]:
+    of_one: Callable[[torch.Tensor, str], async_operations.Steps[torch.Tensor]],
+    tensors: Sequence[torch.Tensor],
+    base: str,
+) -> async_operations.Steps[tuple[torch.Tensor, ...]]:
     """Return what an operation makes of each of several tensors, which go on side by side."""
     if not tensors:
         raise ValueError("a group needs at least one tensor")
@@ -97,7 +101,7 @@ def grouped(
         bare(tensor)  # what cannot travel is known before any of them does
     count = len(tensors)
     each = [of_one(tensor, f"{base}_{index + 1}of{count}") for index, tensor in enumerate(tensors)]
-    return tuple((yield from steps.together(each)))
+    return tuple((yield from async_operations.together(each)))
 
 
 def grouped_allgather_async(

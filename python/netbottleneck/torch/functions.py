@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from netbottleneck.ops import allgather_object, broadcast_object
+from netbottleneck.runtime.ops import allgather_object, broadcast_object
 from netbottleneck.torch.mpi_ops import broadcast_async_, synchronize
 from netbottleneck.torch.remake import own_step
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from netbottleneck import job, plan
-from netbottleneck.members import Members
+from netbottleneck.runtime import job
+from netbottleneck.runtime.members import Members
 from netbottleneck.torch.ready import OnAccumulated
+from netbottleneck.whatif import plan
 
 if TYPE_CHECKING:
     from netbottleneck import _core

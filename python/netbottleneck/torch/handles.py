@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from netbottleneck import job, steps
+from netbottleneck.runtime import async_operations, job
 from netbottleneck.torch.gradients import dtype_code
 
 
-def bare(tensor: torch.Tensor) -> steps.Array:
+def bare(tensor: torch.Tensor) -> async_operations.Array:
     """Return an array over the tensor's memory: of its type where NumPy has it, else of 16-bit integers."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         raise ValueError(
@@ -17,18 +17,18 @@ def bare(tensor: torch.Tensor) -> steps.Array:
     if not tensor.is_contiguous():
         raise ValueError("Tensor is required to be contiguous.")
     plain = tensor.detach()
-    array: steps.Array = (plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain).numpy()
+    array: async_operations.Array = (plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain).numpy()
     return array
 
 
-def numbers(tensor: torch.Tensor) -> tuple[steps.Array, int]:
+def numbers(tensor: torch.Tensor) -> tuple[async_operations.Array, int]:
     """Return the tensor's memory and type, for a reduction."""
     return bare(tensor), dtype_code(tensor.dtype)
 
 
-def started(operation: steps.Steps[Any]) -> int:
+def started(operation: async_operations.Steps[Any]) -> int:
     """Start an operation and return its handle."""
-    return job.current().hold(steps.Pending(operation))
+    return job.current().hold(async_operations.Pending(operation))
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:

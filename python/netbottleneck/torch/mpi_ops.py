@@ -1,9 +1,9 @@
 """Horovod's collectives on torch tensors in host memory. Handles are numbers; operations match by name."""
 
 from netbottleneck.errors import HorovodInternalError
-from netbottleneck.members import ProcessSet, global_process_set
-from netbottleneck.process_sets import add_process_set, remove_process_set
-from netbottleneck.steps import Adasum, Average, Max, Min, Product, Sum
+from netbottleneck.runtime.async_operations import Adasum, Average, Max, Min, Product, Sum
+from netbottleneck.runtime.members import ProcessSet, global_process_set
+from netbottleneck.runtime.process_sets import add_process_set, remove_process_set
 from netbottleneck.torch.basics import (
     ccl_built,
     cross_rank,

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from netbottleneck import job
-from netbottleneck.collectives import shape_key
-from netbottleneck.recorder import EVENTS
+from netbottleneck.runtime import job
+from netbottleneck.runtime.collectives import shape_key
 from netbottleneck.torch.compression import Compression, Compressor
 from netbottleneck.torch.gradients import Bucket, Gradients, Sink, check, dtype_code
 from netbottleneck.torch.handles import synchronize
 from netbottleneck.torch.ready import OnAccumulated
+from netbottleneck.trace.recorder import EVENTS
 
 if TYPE_CHECKING:
     from netbottleneck import _core

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from netbottleneck import job, steps
-from netbottleneck.members import ProcessSet, global_process_set
+from netbottleneck.runtime import async_operations, job
+from netbottleneck.runtime.members import ProcessSet, global_process_set
 from netbottleneck.torch.adasum import adasum_optimizer
 from netbottleneck.torch.carriers import Carrier, Wanted, carrier
 from netbottleneck.torch.compression import Compression, Compressor
@@ -136,7 +136,7 @@ def DistributedOptimizer(  # noqa: PLR0913, PLR0917 - Horovod's name and signatu
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: type[Compressor] = Compression.none,
     backward_passes_per_step: int = 1,
-    op: int = steps.Average,
+    op: int = async_operations.Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: Any = None,
@@ -157,10 +157,10 @@ def DistributedOptimizer(  # noqa: PLR0913, PLR0917 - Horovod's name and signatu
     Raises ValueError for named_parameters that repeat a name or leave a parameter out, for a predivide factor with
     another op, and for a parameter that is not in host memory or whose type cannot be reduced.
     """
-    if gradient_predivide_factor != 1.0 and op != steps.Average:
+    if gradient_predivide_factor != 1.0 and op != async_operations.Average:
         raise ValueError("gradient_predivide_factor is for op=Average only")
     named = _named(optimizer, named_parameters)
-    if op == steps.Adasum:
+    if op == async_operations.Adasum:
         return adasum_optimizer(optimizer, named, compression, backward_passes_per_step, process_set)
     result = remade(optimizer, _Distributed)
     result._age = job.current().number(AGE)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from netbottleneck.recorder import EVENTS
+from netbottleneck.trace.recorder import EVENTS
 
 if TYPE_CHECKING:
     from netbottleneck import _core

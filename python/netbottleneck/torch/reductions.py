@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from netbottleneck import collectives, steps
-from netbottleneck.adasum import adasum_steps
-from netbottleneck.members import Members, ProcessSet, global_process_set, members_of
-from netbottleneck.steps import Adasum, Average, Sum, label
+from netbottleneck.runtime import async_operations, collectives
+from netbottleneck.runtime.adasum import adasum_steps
+from netbottleneck.runtime.async_operations import Adasum, Average, Sum, label
+from netbottleneck.runtime.members import Members, ProcessSet, global_process_set, members_of
 from netbottleneck.torch.compression import Compression, Compressor
 from netbottleneck.torch.handles import apply, bare, copied, numbers, started, synchronize
 
@@ -34,20 +34,22 @@ def _allreduce_steps(
     name: str | None,
     factors: Factors,
     process_set: ProcessSet,
-) -> steps.Steps[Any]:
+) -> async_operations.Steps[Any]:
     among = members_of(process_set)
     kind = "allreduce" if output is tensors[0] else "grouped_allreduce"
     base = label(kind, name, among)
     if op == Adasum:
         each = enumerate(tensors)
-        yield from steps.together([_adasum_steps(tensor, f"{base}.{i}", among, factors) for i, tensor in each])
+        yield from async_operations.together(
+            [_adasum_steps(tensor, f"{base}.{i}", among, factors) for i, tensor in each]
+        )
     else:
         arrays = [numbers(tensor) for tensor in tensors]
         yield from collectives.allreduce_steps(arrays, op, base, among, factors)
     return output
 
 
-def _adasum_steps(tensor: torch.Tensor, name: str, among: Members, factors: Factors) -> steps.Steps[None]:
+def _adasum_steps(tensor: torch.Tensor, name: str, among: Members, factors: Factors) -> async_operations.Steps[None]:
     wide = tensor.detach().float() if tensor.dtype == torch.bfloat16 else tensor  # NumPy has no bfloat16
     yield from adasum_steps(bare(wide), name, among, factors)
     if wide is not tensor:

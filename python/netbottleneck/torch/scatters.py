@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from netbottleneck import collectives, steps
-from netbottleneck.members import Members, ProcessSet, global_process_set, members_of
-from netbottleneck.steps import Average, Sum, label
+from netbottleneck.runtime import async_operations, collectives
+from netbottleneck.runtime.async_operations import Average, Sum, label
+from netbottleneck.runtime.members import Members, ProcessSet, global_process_set, members_of
 from netbottleneck.torch.compression import Compression, Compressor
 from netbottleneck.torch.exchanges import allgather_async, grouped, grouped_allgather, tensor_of
 from netbottleneck.torch.handles import apply, bare, numbers, started, synchronize
@@ -17,7 +17,7 @@ from netbottleneck.torch.reductions import Factors
 
 def _alltoall_steps(
     tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet
-) -> steps.Steps[tuple[torch.Tensor, torch.Tensor]]:
+) -> async_operations.Steps[tuple[torch.Tensor, torch.Tensor]]:
     among = members_of(process_set)
     whole = None if splits is None else torch.as_tensor(splits)
     if whole is not None and whole.is_floating_point():
@@ -68,7 +68,7 @@ def alltoall(
 
 def _reducescatter_steps(
     tensor: torch.Tensor, name: str, op: int, among: Members, factors: Factors
-) -> steps.Steps[torch.Tensor]:
+) -> async_operations.Steps[torch.Tensor]:
     array, code = numbers(tensor)
     return tensor_of((yield from collectives.reducescatter_steps(array, code, op, name, among, factors)), tensor)
 

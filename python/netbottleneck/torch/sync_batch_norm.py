@@ -6,8 +6,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from netbottleneck.ops import size
-from netbottleneck.steps import Sum
+from netbottleneck.runtime.async_operations import Sum
+from netbottleneck.runtime.ops import size
 from netbottleneck.torch.handles import apply, synchronize
 from netbottleneck.torch.mpi_ops import allgather_async
 from netbottleneck.torch.reductions import allreduce_async_

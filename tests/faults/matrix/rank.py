@@ -161,7 +161,7 @@ class Rank:
         import numpy as np
 
         import netbottleneck as nb
-        from netbottleneck import job
+        from netbottleneck.runtime import job
 
         rank, size = place.rank, place.size
         arena = job.core().Arena(4 << 20)
@@ -176,7 +176,7 @@ class Rank:
             for (name, line), base in zip(lines, bases, strict=True):
                 np.add(base, rank + shift, out=line)
                 self.began = time.monotonic()
-                nb.allreduce_(line, nb.ops.Sum, name)
+                nb.allreduce_(line, nb.runtime.ops.Sum, name)
                 self.check(name, line, base * size + (size * (size - 1) // 2 + size * shift))
             name, line = lines[0]
             np.add(bases[0], shift if rank == self.number % size else -1 - rank, out=line)
@@ -185,7 +185,7 @@ class Rank:
             self.check("given", line, bases[0] + shift)
             more[0] = not self.ending
             self.began = time.monotonic()
-            nb.allreduce_(more, nb.ops.Max, "more")
+            nb.allreduce_(more, nb.runtime.ops.Max, "more")
             self.number += 1
             now = time.monotonic()
             if now - told >= TOLD_EACH_S:
@@ -213,8 +213,8 @@ def main() -> int:
     place = os.environ["FAULTS_RANK"]
     line = Line(Path.cwd(), place)
     import netbottleneck as nb
-    from netbottleneck import job, session, timeline
     from netbottleneck.errors import HorovodInternalError
+    from netbottleneck.runtime import job, session, timeline
 
     session.FAILED_FINISH_S = 0.5
     if os.environ.get("NETBOTTLENECK_TIMELINE"):

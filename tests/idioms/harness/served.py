@@ -29,7 +29,7 @@ class Served:
 
 
 def _sessions() -> list[Any]:
-    module: Any = sys.modules.get("netbottleneck.session")
+    module: Any = sys.modules.get("netbottleneck.runtime.session")
     return list(getattr(module, "_sessions", ()))
 
 

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from netbottleneck.cost import Cost, Table
-from netbottleneck.plan import Plan
+from netbottleneck.whatif.cost import Cost, Table
+from netbottleneck.whatif.plan import Plan
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import netbottleneck as nb
-from netbottleneck import job, session
+from netbottleneck.runtime import job, session
 
 # Rank 0's report does not wait as long for the record of a rank that is dead.
 session.FAILED_FINISH_S = 0.5

@@ -8,8 +8,8 @@ import time
 
 import numpy as np
 
-from netbottleneck import job, ops
 from netbottleneck.errors import HorovodInternalError
+from netbottleneck.runtime import job, ops
 
 
 def killed() -> None:

@@ -15,15 +15,15 @@ import torch.distributed as dist
 from named_checks import check, run_named
 from torch.nn.parallel import DistributedDataParallel
 
-from netbottleneck import env
+from netbottleneck import config
 from netbottleneck.hooks import ddp
 from netbottleneck.hooks.measured import Measured
 from netbottleneck.report import Run
 
 
-def settings(transport: str, **others: str) -> env.Settings:
+def settings(transport: str, **others: str) -> config.Settings:
     given = {"transports": transport, "start_step": "0", "block_steps": "2", "timeout_s": "60", **others}
-    return env.settings(given)
+    return config.settings(given)
 
 
 def network() -> torch.nn.Module:

@@ -11,8 +11,8 @@ import torch
 import training_loops
 
 import netbottleneck.torch as hvd
-from netbottleneck import job
 from netbottleneck.hooks.horovod import Measuring
+from netbottleneck.runtime import job
 
 
 class Telling(Measuring):

@@ -17,8 +17,8 @@ TRANSPORTS = os.environ.pop("NETBOTTLENECK_TRANSPORT")  # before the import, whi
 import torch  # noqa: E402
 
 import netbottleneck.torch as hvd  # noqa: E402
-from netbottleneck import job, session  # noqa: E402
 from netbottleneck.hooks.horovod import Measuring  # noqa: E402
+from netbottleneck.runtime import job, session  # noqa: E402
 
 STEPS = 8
 

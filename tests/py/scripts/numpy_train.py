@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-from netbottleneck import job, ops
+from netbottleneck.runtime import job, ops
 
 STEPS = 5
 

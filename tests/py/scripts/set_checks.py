@@ -16,7 +16,7 @@ from named_checks import check, run_named
 os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
 
 import netbottleneck.torch as hvd
-from netbottleneck import job
+from netbottleneck.runtime import job
 
 
 def raises(kind: type[BaseException], words: str, call: Callable[[], Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from netbottleneck import job
+from netbottleneck.runtime import job
 from netbottleneck.torch.gradients import dtype_code
 
 Rounds = Generator[list["Move"], None, None]

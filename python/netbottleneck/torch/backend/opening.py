@@ -8,9 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from netbottleneck import env, launch
-from netbottleneck.channels import Store
-from netbottleneck.rendezvous import Meeting
+from netbottleneck import config
+from netbottleneck.launch import connect
+from netbottleneck.launch.rendezvous import Meeting
+from netbottleneck.launch.stores import Store
 from netbottleneck.torch.backend.group import NbGroup
 from netbottleneck.torch.backend.link import Link
 from netbottleneck.torch.backend.moves import Ranks
@@ -30,7 +31,7 @@ _process = _Process()
 def create(options: Any, backend_options: Any) -> NbGroup:
     """Return a process group: of all ranks over a link of its own, of some over the default group's if it is ours too.
 
-    Every rank of the group calls it. Raises as launch.connect; ValueError for options, of which there are none.
+    Every rank of the group calls it. Raises as connect.connect; ValueError for options, of which there are none.
     """
     if backend_options is not None:
         raise ValueError(f'the backend "nb" takes no pg_options, not {type(backend_options).__name__}')
@@ -58,7 +59,7 @@ def _ranks(link: Link, jobs: list[int], options: Any) -> Ranks:
 
 
 def _open(store: Any, rank: int, size: int, timeout: timedelta) -> Link:
-    settings = env.settings()
+    settings = config.settings()
     limit_s = timeout.total_seconds()
     stall_s = min(settings.stall_s, limit_s / 2) if settings.stall_s else 0.0
     settings = replace(settings, start_timeout_s=min(settings.start_timeout_s, limit_s), stall_s=stall_s)
@@ -66,8 +67,8 @@ def _open(store: Any, rank: int, size: int, timeout: timedelta) -> Link:
         with contextlib.suppress(RuntimeError):  # a store that cannot forget is new
             store.delete_key("netbottleneck/left")
     meeting = Meeting(Store(lambda: store, "torch.distributed's store"))
-    place = launch.Place(rank, size, None, None, None, None, "torch.distributed")
-    link = Link(launch.connect_at(settings, place, meeting), store)
+    place = connect.Place(rank, size, None, None, None, None, "torch.distributed")
+    link = Link(connect.connect_at(settings, place, meeting), store)
     _process.links = [other for other in _process.links if not other.closed]
     _process.links.append(link)
     return link

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from netbottleneck import job
+from netbottleneck.runtime import job
 from netbottleneck.torch.backend.moves import (
     SEGMENTS_MAX,
     Move,

@@ -5,8 +5,8 @@ import http.client
 import os
 from collections.abc import Mapping, MutableMapping
 
-from netbottleneck import launch
 from netbottleneck.errors import Error
+from netbottleneck.launch import connect
 
 LIMIT_S = 600.0  # for all other ranks to come back, and hosts to be found; HOROVOD_ELASTIC_TIMEOUT
 NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
@@ -43,7 +43,7 @@ def renew(environ: MutableMapping[str, str] = os.environ) -> None:
     if len(values) < len(NAMES) or not all(value.isdecimal() for value in values[: len(NAMES)]):
         raise Error(errno.EPROTO, f"the launcher at {where[0]}:{where[1]} says {','.join(values)} of {name}")
     environ.update({f"HOROVOD_{key}": value for key, value in zip(NAMES, values, strict=False)})
-    launch.meet_as_new()
+    connect.meet_as_new()
 
 
 def _limit_s(environ: Mapping[str, str]) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from netbottleneck.ops import rank, size
+from netbottleneck.runtime.ops import rank, size
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):

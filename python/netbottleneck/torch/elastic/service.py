@@ -17,7 +17,7 @@ import struct
 import threading
 from typing import Any
 
-from netbottleneck.channels import Http
+from netbottleneck.launch.stores import Http
 from netbottleneck.torch.elastic.notices import HostUpdateResult, Tell
 
 NAME = "worker notification service"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from netbottleneck.errors import HostsUpdatedInterrupt
-from netbottleneck.ops import broadcast_object, rank
+from netbottleneck.runtime.ops import broadcast_object, rank
 from netbottleneck.torch.elastic.notices import HostUpdateResult
 from netbottleneck.torch.elastic.sampler import ElasticSampler
 from netbottleneck.torch.functions import broadcast_optimizer_state, broadcast_parameters

@@ -1,0 +1,1 @@
+"""Trace analysis: pure functions from a trace to steps, layers, findings and a verdict."""

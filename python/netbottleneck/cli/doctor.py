@@ -1,0 +1,269 @@
+"""What is in force on this machine, and what stands in the way: launcher, interfaces, libfabric, torch, CUDA, lab.
+
+Nothing is measured and nothing is started but the lab's namespaces, for a moment."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes.util
+import json
+import os
+import platform
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from netbottleneck import config
+from netbottleneck._version import __version__
+from netbottleneck.lab import Lab, LabError
+from netbottleneck.launch import connect
+
+OFI_LEFT_OUT = "ofi left out: install libfabric-dev"
+_LAB = "1gbit/500mbit"
+_SYSCTLS = (
+    "net.core.rmem_max",
+    "net.core.wmem_max",
+    "net.ipv4.tcp_rmem",
+    "net.ipv4.tcp_wmem",
+    "net.ipv4.tcp_congestion_control",
+    "net.core.default_qdisc",
+)
+# Variables of others that change what the stock path or our lanes do.
+_OTHERS = ("GLOO_", "NCCL_", "FI_", "HOROVOD_", "OMP_NUM_THREADS", "MASTER_", "TORCH_NCCL_", "TP_", "CUDA_VISIBLE")
+_SECRETS = ("SECRET", "KEY", "TOKEN", "PASSWORD")
+
+
+def examine(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Return what was found, by topic. A topic that could not be looked at says so: nothing raises."""
+    topics: dict[str, Callable[[], Any]] = {
+        "version": lambda: {"netbottleneck": __version__, "python": platform.python_version(), **_core_facts()},
+        "job": lambda: _job(environ),
+        "security": lambda: _security(environ),
+        "interfaces": lambda: _interfaces(environ),
+        "libfabric": lambda: _libfabric(environ),
+        "torch": _torch,
+        "cuda": _cuda,
+        "machine": _machine,
+        "sockets": _sysctls,
+        "environment": lambda: _environment(environ),
+        "lab": _lab,
+    }
+    return {name: _guarded(look) for name, look in topics.items()}
+
+
+def _guarded(look: Callable[[], Any]) -> Any:
+    try:
+        return look()
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        return {"error": getattr(error, "strerror", None) or str(error)}
+
+
+def _core_facts() -> dict[str, Any]:
+    try:
+        core = connect.core()
+    except ImportError as error:
+        return {"core": "missing", "why": str(error)}
+    return {"core": core.VERSION, "transports": core.transports(), "kernels": core.isa()}
+
+
+def _job(environ: Mapping[str, str]) -> dict[str, Any]:
+    place = connect.detect(config.settings(environ=environ), environ)
+    return {"launcher": place.launcher, "rank": place.rank, "ranks": place.size, "ranks_on_this_host": place.local_size}
+
+
+def _security(environ: Mapping[str, str]) -> dict[str, Any]:
+    settings = config.settings(environ=environ)
+    return {
+        "secret": connect.secrecy(settings, connect.detect(settings, environ), environ),
+        "joining": "each connection proves that it knows the secret (HMAC-SHA256)",
+        "gradients": "in the clear: nothing on the wire is encrypted (docs/security.md)",
+    }
+
+
+def _interfaces(environ: Mapping[str, str]) -> dict[str, Any]:
+    found = []
+    states = psutil.net_if_stats()
+    for name, entries in sorted(psutil.net_if_addrs().items()):
+        state = states.get(name)
+        found.append(
+            {
+                "name": name,
+                "addresses": [e.address for e in entries if e.family in (socket.AF_INET, socket.AF_INET6)],
+                "up": bool(state and state.isup),
+                "speed_bits_per_s": state.speed * 10**6 if state and state.speed else None,
+                "mtu_bytes": state.mtu if state else None,
+            }
+        )
+    return {"all": found, **_guarded(lambda: _chosen(environ, found))}
+
+
+def _chosen(environ: Mapping[str, str], found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return which interface would be used, why, and whether a faster one is there."""
+    settings = config.settings(environ=environ)
+    name, address = connect.core().interfaces(settings.ifname)[0]
+    source = settings.sources.get("ifname")
+    why = f"{source}={settings.ifname}" if source else "the first that is up and no loopback"
+    speed = {each["name"]: each["speed_bits_per_s"] or 0 for each in found if each["up"]}
+    faster = [other for other in speed if speed[other] > speed.get(name, 0) > 0]
+    return {"used": name, "address": address, "why": why, "faster": faster}
+
+
+def _libfabric(environ: Mapping[str, str]) -> dict[str, Any]:
+    core = connect.core()
+    if not core.HAVE_OFI:
+        return {"error": OFI_LEFT_OUT}
+    settings = config.settings(environ=environ)
+    try:
+        path, version = core.libfabric(settings.library)
+    except OSError as error:
+        return {"error": f"ofi left out: {error.strerror or error}"}
+    providers = core.providers(settings.library)
+    asked = [settings.provider] if settings.provider else [name for name, _ in providers[:1]]
+    return {"path": path, "version": version, "providers": [list(each) for each in providers], "used": "".join(asked)}
+
+
+def _version_of(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _torch() -> dict[str, Any]:
+    if util.find_spec("torch") is None:
+        return {
+            "error": "torch is not installed: the stock path and training need it (pip install netbottleneck[torch])"
+        }
+    return {"version": _version_of("torch"), "horovod": _version_of("horovod")}
+
+
+def _cuda() -> dict[str, Any]:
+    """What could be loaded, without loading it: no CUDA context is made."""
+    packages = sorted(
+        f"{each.metadata['Name']} {each.version}"
+        for each in metadata.distributions()
+        if (each.metadata["Name"] or "").startswith(("nvidia-nccl", "nvidia-cuda-runtime"))
+    )
+    driver = ctypes.util.find_library("cuda")
+    devices = sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*"))
+    return {"driver": driver, "nccl": ctypes.util.find_library("nccl"), "packages": packages, "devices": devices}
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "host": platform.node(),
+        "kernel": platform.release(),
+        "cores": os.cpu_count(),
+        "usable_cores": sorted(os.sched_getaffinity(0)),
+        "cgroup_cores": _cgroup_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "memlock_bytes": _memlock(),
+    }
+
+
+def _memlock() -> int | None:
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _cgroup_cores() -> float | None:
+    """Return the cgroup's quota in cores; None where there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        return int(quota) / int(period)
+    return None
+
+
+def _sysctls() -> dict[str, str]:
+    found = {}
+    for name in _SYSCTLS:
+        with contextlib.suppress(OSError):
+            text = Path("/proc/sys", *name.split(".")).read_text(encoding="ascii")
+            found[name] = " ".join(text.split())
+    return found
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, str]:
+    ours = {
+        row.name: row.value
+        for row in config.describe(config.settings(environ=environ), environ)
+        if row.source == row.name
+    }
+    others = {
+        name: "(redacted)" if any(word in name for word in _SECRETS) else value
+        for name, value in environ.items()
+        if name.startswith(_OTHERS)
+    }
+    return dict(sorted((ours | others).items()))
+
+
+def _lab() -> dict[str, Any]:
+    """Try the ways to make a lab, best first."""
+    reasons: dict[str, str] = {}
+    for way in ("root", "user"):
+        try:
+            with Lab(2, _LAB, ways=(way,)) as lab:
+                return {"allowed": True, "how": lab.how, **({"not": reasons} if reasons else {})}
+        except LabError as error:
+            reasons[way] = str(error)
+    return {"allowed": False, "how": "loopback: no link can be capped here", "not": reasons}
+
+
+def text(found: Mapping[str, Any]) -> str:
+    """Return the findings as lines to be read."""
+    lines = []
+    for topic, value in found.items():
+        lines.append(topic)
+        rows = _interface_rows(value) if topic == "interfaces" else value
+        if not rows:
+            lines.append("  (nothing)")
+        for key, item in rows.items():
+            shown = item if isinstance(item, str) else _flat(item)
+            lines.append(f"  {shown}" if key == "error" else f"  {key:<28} {shown}")
+    return "\n".join(lines)
+
+
+def _interface_rows(value: Mapping[str, Any]) -> dict[str, Any]:
+    rows: dict[str, Any] = {}
+    for each in value.get("all", ()):
+        speed = each["speed_bits_per_s"]
+        rate = f"{speed / 1e9:g} Gbit/s" if speed else "speed unknown"
+        state = "up" if each["up"] else "down"
+        rows[each["name"]] = f"{state}, {rate}, MTU {each['mtu_bytes']}, {', '.join(each['addresses']) or 'no address'}"
+    if "used" in value:
+        rows["used"] = f"{value['used']} ({value['address']}): {value['why']}"
+        if value["faster"]:
+            rows["faster"] = f"{', '.join(value['faster'])}: name it in NETBOTTLENECK_IFNAME to use it"
+    if "error" in value:
+        rows["error"] = value["error"]
+    return rows
+
+
+def _flat(item: Any) -> str:
+    if item is None:
+        return "-"
+    if isinstance(item, Mapping):
+        return "; ".join(f"{key}: {_flat(value)}" for key, value in item.items())
+    if isinstance(item, list | tuple):
+        return (
+            ", ".join(" ".join(map(str, each)) if isinstance(each, list | tuple) else str(each) for each in item) or "-"
+        )
+    return str(item)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print what was found; 1 where the C module is missing."""
+    parser = argparse.ArgumentParser(prog="netbottleneck doctor", description="What is in force on this machine.")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    args = parser.parse_args(argv)
+    found = examine()
+    sys.stdout.write((json.dumps(found, indent=1) if args.json else text(found)) + "\n")
+    return 1 if found["version"].get("core") == "missing" else 0

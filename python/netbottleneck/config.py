@@ -1,0 +1,483 @@
+"""Every variable of the environment, once: its name, type, default and text; and how text becomes values.
+
+The documentation and `netbottleneck env` are made from this table. Precedence: an argument, ours, Horovod's, the
+default.
+"""
+
+import difflib
+import os
+import re
+import stat
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+TRANSPORTS = ("stock", "tcp", "ofi", "null", "bare")
+ALGORITHMS = ("auto", "ring", "recursive_doubling", "halving_doubling", "two_level")
+LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
+_SECRET_FILE_BYTES = 4096
+SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A type of value: `parse` turns text into it or raises ValueError; `allowed` says what it takes."""
+
+    parse: Callable[[str], Any]
+    allowed: str
+
+
+def boolean(text: str) -> bool:
+    """Return whether a switch is on."""
+    if text not in ("0", "1"):
+        raise ValueError(text)
+    return text == "1"
+
+
+def horovod_boolean(text: str) -> bool:
+    """Horovod reads a number, and takes what is above 0 as true; "true" is no number, hence false."""
+    found = re.match(r"\s*[+-]?\d+", text)
+    return found is not None and int(found.group()) > 0
+
+
+def size(text: str) -> int:
+    """Return bytes: K, M, G are powers of 1000 and Ki, Mi, Gi of 1024; a B may follow."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?)?B?", text)
+    if found is None:
+        raise ValueError(text)
+    value = float(found.group(1)) * SIZES[found.group(2) or ""]
+    if value != int(value):
+        raise ValueError(text)
+    return int(value)
+
+
+def whole(low: int, high: int | None = None) -> Kind:
+    """A whole number in [low, high]."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < low or (high is not None and value > high):
+            raise ValueError(text)
+        return value
+
+    return Kind(parse, f"a whole number from {low}" + (f" to {high}" if high is not None else " up"))
+
+
+def seconds(low: float) -> Kind:
+    """A finite number of seconds, at least low."""
+
+    def parse(text: str) -> float:
+        value = float(text)
+        if not low <= value < float("inf"):
+            raise ValueError(text)
+        return value
+
+    return Kind(parse, f"seconds, at least {low:g}")
+
+
+def transports(text: str) -> tuple[str, ...]:
+    """Return the names of a comma-separated list."""
+    names = tuple(name.strip() for name in text.split(","))
+    if len(set(names)) != len(names) or not set(names) <= set(TRANSPORTS):
+        raise ValueError(text)
+    return names
+
+
+def streams(text: str) -> int:
+    """Return the number of lanes, 0 for auto."""
+    return 0 if text == "auto" else int(whole(1, 64).parse(text))
+
+
+def ports(text: str) -> tuple[int, int]:
+    """Return the first and the last port of a range."""
+    found = re.fullmatch(r"(\d+)-(\d+)", text)
+    low, high = (int(found.group(1)), int(found.group(2))) if found else (1, 0)
+    if not 1 <= low <= high <= 65535:
+        raise ValueError(text)
+    return low, high
+
+
+def address(text: str) -> str:
+    """Return HOST:PORT as it is, if that is what it is."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise ValueError(text)
+    return text
+
+
+def secret(text: str) -> bytes:
+    """Return the secret's bytes: an even number of hex digits stands for the bytes it spells, all else for itself."""
+    if re.fullmatch(r"(?:[0-9a-fA-F]{2}){16,}", text):
+        return bytes.fromhex(text)
+    if not 16 <= len(text.encode()) <= 128:
+        raise ValueError(text)
+    return text.encode()
+
+
+def secret_file(path: str) -> bytes:
+    """Return the secret that a regular file holds; white space around it does not count.
+
+    The rule of a file that holds a private key: it belongs to this user and nobody else has access (mode 0600 or
+    less), or to root, and a group may read it (0640 or less). Raises ValueError with what is wrong, never with the
+    content.
+    """
+    try:
+        # A pipe without a writer must not block: it is refused.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise ValueError("not a regular file")
+            if found.st_uid not in (0, os.geteuid()):
+                raise ValueError(f"it belongs to user {found.st_uid}: only this user's files and root's are read")
+            if found.st_mode & (0o037 if found.st_uid == 0 else 0o077):
+                mode = stat.S_IMODE(found.st_mode)
+                raise ValueError(f"others have access to it (mode {mode:04o}): set its mode to 0600")
+            content = file.read(_SECRET_FILE_BYTES)
+    except OSError as error:
+        raise ValueError(error.strerror) from None
+    try:
+        return secret(content.decode().strip())
+    except ValueError:
+        raise ValueError(f"it must hold {SECRET.allowed}") from None
+
+
+def level(text: str) -> str:
+    """Return a log level in lower case."""
+    if text.lower() not in LEVELS:
+        raise ValueError(text)
+    return text.lower()
+
+
+def algorithm(text: str) -> str:
+    """Return the name of an all-reduce's algorithm, or auto."""
+    if text not in ALGORITHMS:
+        raise ValueError(text)
+    return text
+
+
+def sharing(text: str) -> str:
+    """Return whether memory is shared: auto, 0 or 1."""
+    if text not in ("auto", "0", "1"):
+        raise ValueError(text)
+    return text
+
+
+def cpus(text: str) -> tuple[int, ...]:
+    """Return the CPUs of a list such as 2,3."""
+    return tuple(CPU.parse(part) for part in text.split(","))
+
+
+BOOLEAN = Kind(boolean, "0 or 1")
+TEXT = Kind(str, "text")
+BYTES = Kind(size, "bytes, such as 65536, 256Ki, 1M or 64Mi (M is 10^6, Mi is 2^20)")
+TRANSPORT_LIST = Kind(transports, f"one of {', '.join(TRANSPORTS)}, or a list of them without repetition")
+ALGORITHM = Kind(algorithm, f"one of {', '.join(ALGORITHMS)}")
+SHARING = Kind(sharing, "auto, 0 or 1")
+STREAMS = Kind(streams, "auto, or a number from 1 to 64")
+PORT_RANGE = Kind(ports, "LOW-HIGH, two ports from 1 to 65535")
+ADDRESS = Kind(address, "HOST:PORT")
+SECRET = Kind(secret, "text of 16 to 128 bytes, or at least 32 hex digits")
+SECRET_FILE = Kind(str, "path of a file of mode 0600 that holds what NETBOTTLENECK_SECRET may be")
+LEVEL = Kind(level, f"one of {', '.join(LEVELS)}")
+CPU = whole(0, 1023)
+CPUS = Kind(cpus, "numbers of CPUs, such as 2,3")
+RANK = whole(0)
+RANKS = whole(1)
+
+
+PREFIX = "NETBOTTLENECK"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One row: `instead` are other programs' variables that count where ours is unset, each with its parser."""
+
+    name: str
+    kind: Kind
+    text: str
+    instead: tuple[tuple[str, Callable[[str], Any]], ...] = ()
+
+
+def _row(name: str, kind: Kind, default: Any, text: str, *instead: tuple[str, Callable[[str], Any]]) -> Any:
+    full = f"{PREFIX}_{name}" if name else PREFIX
+    return field(default=default, repr=kind is not SECRET, metadata={"variable": Variable(full, kind, text, instead)})
+
+
+def _stall_off(text: str) -> float | None:
+    return 0.0 if horovod_boolean(text) else None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is in force. Each field is one variable; `sources` says where each value that is no default came from."""
+
+    on: bool = _row("", BOOLEAN, False, "1: measure from import on")
+    transports: tuple[str, ...] = _row(
+        "TRANSPORT",
+        TRANSPORT_LIST,
+        ("stock",),
+        "what moves the gradients; a list takes turns by blocks of steps; bare: the script's own path, nothing stamped",
+    )
+    strict: bool = _row("STRICT", BOOLEAN, False, "1: what cannot be measured or moved is an error, not left alone")
+    streams: int = _row("STREAMS", STREAMS, 0, "parallel lanes to each peer")
+    shm: str = _row("SHM", SHARING, "auto", "memory shared between ranks of one host; 1: an error where they cannot")
+    algorithm: str = _row("ALGORITHM", ALGORITHM, "auto", "of all-reduces on the network; auto: what costs least here")
+    provider: str | None = _row("PROVIDER", TEXT, None, "libfabric provider; default: the best there is")
+    ifname: str | None = _row(
+        "IFNAME",
+        TEXT,
+        None,
+        "interfaces, in NCCL_SOCKET_IFNAME's syntax: eth0, =eth0, ^lo,docker",
+        ("HOROVOD_GLOO_IFACE", lambda text: f"={text}" if text else None),
+    )
+    affinity: tuple[int, ...] = _row(
+        "AFFINITY",
+        CPUS,
+        (),
+        "CPU of the communication thread, one for each rank of a host; default: the system chooses",
+        ("HOROVOD_THREAD_AFFINITY", CPUS.parse),
+    )
+    congestion: str | None = _row("CONGESTION", TEXT, None, "tcp's congestion control; default: the host's (lo: reno)")
+    ports: tuple[int, int] = _row("PORTS", PORT_RANGE, (0, 0), "ports to listen on; default: the system chooses")
+    segment_bytes: int = _row("SEGMENT_BYTES", BYTES, 0, "bytes a lane takes at a time; 0: chosen by the engine")
+    direct_bytes: int = _row(
+        "DIRECT_BYTES", BYTES, 256 << 10, "a gradient from this size on travels from where autograd put it"
+    )
+    timeout_s: float = _row(
+        "TIMEOUT_S",
+        seconds(0.1),
+        30.0,
+        "how long a peer may be silent before it counts as lost",
+        ("HOROVOD_GLOO_TIMEOUT_SECONDS", seconds(0.1).parse),
+    )
+    start_timeout_s: float = _row("START_TIMEOUT_S", seconds(0.1), 300.0, "how long the first rank waits for the last")
+    stall_s: float = _row(
+        "STALL_S",
+        seconds(0),
+        60.0,
+        "after which a rank that has not submitted is named; 0: never",
+        ("HOROVOD_STALL_CHECK_DISABLE", _stall_off),
+        ("HOROVOD_STALL_CHECK_TIME_SECONDS", seconds(0).parse),
+    )
+    stall_end_s: float = _row(
+        "STALL_END_S",
+        seconds(0),
+        0.0,
+        "after which such a rank ends the job; 0, or less than STALL_S: never",
+        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", seconds(0).parse),
+    )
+    dynamic_process_sets: bool = _row(
+        "DYNAMIC_PROCESS_SETS",
+        BOOLEAN,
+        False,
+        "1: process sets may be added and removed after init()",
+        ("HOROVOD_DYNAMIC_PROCESS_SETS", horovod_boolean),
+    )
+    start_step: int = _row("START_STEP", whole(0), 10, "the first step that counts")
+    end_step: int = _row("END_STEP", whole(0), 0, "the first step that counts no more; 0: to the end")
+    block_steps: int = _row("BLOCK_STEPS", whole(1), 10, "steps of a block where TRANSPORT is a list")
+    sample_every: int = _row("SAMPLE_EVERY", whole(0), 20, "one step in so many has forward times by module; 0: none")
+    monitor_hz: int = _row("MONITOR_HZ", whole(0, 1000), 0, "how often a second a host's counters are read; 0: never")
+    trace_events: int = _row("TRACE_EVENTS", whole(1), 1 << 20, "events a rank may record; what comes after is counted")
+    directory: str | None = _row(
+        "DIR", TEXT, None, "the run folder, or the first free of DIR/2, DIR/3, …; default: netbottleneck-<job or time>"
+    )
+    timeline: str | None = _row(
+        "TIMELINE",
+        TEXT,
+        None,
+        "the file of Horovod's timeline: rank 0's; %r in it, or put before its suffix, is the rank; DYNAMIC: "
+        "hvd.start_timeline() says which",
+        ("HOROVOD_TIMELINE", str),
+    )
+    timeline_mark_cycles: bool = _row(
+        "TIMELINE_MARK_CYCLES",
+        BOOLEAN,
+        False,
+        "1: the timeline has a mark where rank 0 gives the word for new operations",
+        ("HOROVOD_TIMELINE_MARK_CYCLES", horovod_boolean),
+    )
+    log_level: str = _row("LOG_LEVEL", LEVEL, "warning", "least level that is told", ("HOROVOD_LOG_LEVEL", LEVEL.parse))
+    log_file: str | None = _row(
+        "LOG_FILE",
+        TEXT,
+        None,
+        "where it is told: %h host, %p process, %r rank; default: stderr, or the program's logging",
+    )
+    library: str | None = _row("LIBFABRIC", TEXT, None, "path of libfabric; default: as the loader finds it")
+    host_id: str | None = _row("HOST_ID", TEXT, None, "ranks with the same text share a host; default: by the kernel")
+    rank: int | None = _row("RANK", RANK, None, "this process's rank, instead of the launcher's")
+    ranks: int | None = _row("SIZE", RANKS, None, "number of ranks, instead of the launcher's")
+    master: str | None = _row("MASTER", ADDRESS, None, "where rank 0 listens; with SECRET, no other meeting point")
+    rendezvous: str | None = _row("RENDEZVOUS", TEXT, None, "a folder all ranks can write, to meet in")
+    secret: bytes | None = _row("SECRET", SECRET, None, "what a process must know to join; default: drawn by rank 0")
+    secret_file: str | None = _row(
+        "SECRET_FILE", SECRET_FILE, None, "a file that holds the secret, where SECRET is not set"
+    )
+    insecure: bool = _row(
+        "INSECURE", BOOLEAN, False, "1: the network is trusted: no secret where none can be shared, and no warning"
+    )
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def enabled(self) -> bool:
+        """True when the environment asks for anything to be done: NETBOTTLENECK=1, or any transport named."""
+        return self.on or "transports" in self.sources
+
+    @property
+    def observes(self) -> bool:
+        """True when gradients travel by the user's own path alone."""
+        return set(self.transports) <= {"stock", "bare"}
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """The transports that take turns where the user's own path can be left untouched: observing includes that."""
+        return ("stock", "bare") if self.transports == ("stock",) else self.transports
+
+    @property
+    def stall_limit_s(self) -> float:
+        """After which time a rank that has not submitted ends the job: never, 0, where nobody would be told before."""
+        return self.stall_end_s if 0 < self.stall_s <= self.stall_end_s else 0.0
+
+    def tag(self, version: str) -> str:
+        """Return what all ranks must agree on, in words that can be shown beside another rank's."""
+        agreed = {
+            "version": version,
+            "transport": ",".join(self.transports),
+            "streams": self.streams or "auto",
+            "provider": self.provider or "auto",
+            "segment_bytes": self.segment_bytes,
+            "algorithm": self.algorithm,
+            "block_steps": self.block_steps,
+            "steps": f"{self.start_step}-{self.end_step or 'end'}",
+        }
+        return " ".join(f"{key}={value}" for key, value in agreed.items())
+
+
+def _variables() -> list[tuple[Field[Any], Variable]]:
+    return [(row, row.metadata["variable"]) for row in fields(Settings) if "variable" in row.metadata]
+
+
+def settings(overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
+    """Return what is in force.
+
+    overrides: arguments by field name (`streams`, `transports`, …), as text or as the field's own type; None values
+    count as not given. An empty variable counts as unset. Raises ValueError that names the variable, its value and
+    what is allowed, also where SECRET_FILE cannot be read, or others can read it;
+    warns of names that begin with NETBOTTLENECK and mean nothing.
+    """
+    given = {key: value for key, value in (overrides or {}).items() if value is not None}
+    rows = _variables()
+    unknown = sorted(set(given) - {row.name for row, _ in rows})
+    if unknown:
+        raise TypeError(f"no such setting: {', '.join(unknown)}")
+    _warn_unknown({variable.name for _, variable in rows}, environ)
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for row, variable in rows:
+        found = _argument(row.name, variable, given) or _from_environment(variable, environ)
+        if found is not None:
+            values[row.name], sources[row.name] = found
+    if values.get("secret") is None and values.get("secret_file") is not None:
+        values["secret"], sources["secret"] = _secret_from(values["secret_file"]), f"{PREFIX}_SECRET_FILE"
+    chosen = Settings(**values, sources=sources)
+    if chosen.end_step and chosen.end_step <= chosen.start_step:
+        raise ValueError(
+            f"{PREFIX}_END_STEP={chosen.end_step} must be greater than {PREFIX}_START_STEP={chosen.start_step}, or 0"
+        )
+    return chosen
+
+
+def _argument(name: str, variable: Variable, given: Mapping[str, Any]) -> tuple[Any, str] | None:
+    if name not in given:
+        return None
+    value = given[name]
+    if isinstance(value, bytes):
+        value = value.hex()
+    text = value if isinstance(value, str) else _show(value, variable.kind)
+    return _parse(name, text, variable.kind.parse, variable), "argument"
+
+
+def _from_environment(variable: Variable, environ: Mapping[str, str]) -> tuple[Any, str] | None:
+    text = environ.get(variable.name, "")
+    if text:
+        return _parse(variable.name, text, variable.kind.parse, variable), variable.name
+    for name, parse in variable.instead:
+        text = environ.get(name, "")
+        value = _parse(name, text, parse, variable) if text else None
+        if value is not None:
+            return value, name
+    return None
+
+
+def _parse(name: str, text: str, parse: Callable[[str], Any], variable: Variable) -> Any:
+    try:
+        return parse(text)
+    except ValueError:
+        shown = "(redacted)" if variable.kind is SECRET else text
+        raise ValueError(f"{name}={shown}: must be {variable.kind.allowed}") from None
+
+
+def _secret_from(path: str) -> bytes:
+    try:
+        return secret_file(path)
+    except ValueError as error:
+        raise ValueError(f"{PREFIX}_SECRET_FILE={path}: {error}") from None
+
+
+def _warn_unknown(known: set[str], environ: Mapping[str, str]) -> None:
+    for name in sorted(environ):
+        if not name.startswith(PREFIX) or name in known:
+            continue
+        near = difflib.get_close_matches(name, sorted(known), 1, 0.6)
+        hint = f"; did you mean {near[0]}?" if near else "; see `netbottleneck env`"
+        warnings.warn(f"{name} is not a variable of netbottleneck{hint}", stacklevel=3)
+
+
+def _show(value: Any, kind: Kind) -> str:
+    if value is None:
+        return ""
+    if kind is SECRET:
+        return "(redacted)"
+    if kind is STREAMS:
+        return str(value or "auto")
+    if kind is PORT_RANGE:
+        return f"{value[0]}-{value[1]}" if any(value) else ""
+    if isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, tuple | list):
+        return ",".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of `netbottleneck env`: all text; source is a variable's name, "argument" or "default"."""
+
+    name: str
+    value: str
+    default: str
+    source: str
+    text: str
+    allowed: str
+    instead: tuple[str, ...]
+
+
+def describe(chosen: Settings | None = None, environ: Mapping[str, str] = os.environ) -> list[Row]:
+    """Return every variable with its value (secrets redacted), default, source and text."""
+    chosen = settings(environ=environ) if chosen is None else chosen
+    rows = []
+    for row, variable in _variables():
+        rows.append(
+            Row(
+                variable.name,
+                _show(getattr(chosen, row.name), variable.kind),
+                _show(row.default, variable.kind),
+                chosen.sources.get(row.name, "default"),
+                variable.text,
+                variable.kind.allowed,
+                tuple(name for name, _ in variable.instead),
+            )
+        )
+    return rows

@@ -1,0 +1,1 @@
+"""Rank discovery and rendezvous under each launcher."""

@@ -1,0 +1,299 @@
+"""One communicator behind five calls: what stock does, what our own engine does, and nothing at all.
+
+`target` says where complete buckets of gradients go; `barrier`, `info`, `close` and `wire` are the rest. All of them
+move the same buckets in the same order and leave the same records.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+from netbottleneck.config import Settings
+from netbottleneck.errors import PeerError
+from netbottleneck.launch import connect
+
+if TYPE_CHECKING:
+    from netbottleneck import _core
+
+logger = logging.getLogger("netbottleneck")
+
+KINDS = ("stock", "tcp", "ofi", "null", "bare")
+
+
+class Bucket(Protocol):
+    """Gradients that travel together."""
+
+    @property
+    def name(self) -> str:
+        """The operation's name, the same on all ranks."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+
+    @property
+    def parameters(self) -> Sequence[int]:
+        """The indices of its gradients."""
+
+    @property
+    def dtype(self) -> Any:
+        """The type of its elements."""
+
+
+class Buckets(Protocol):
+    """Buckets of gradients on their way: torch's Gradients, or those of DDP's reducer."""
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """All of them, by index."""
+
+    @property
+    def version(self) -> int:
+        """Goes up when a bucket becomes another, or moves."""
+
+    @property
+    def factors(self) -> tuple[bool, float, int | None]:
+        """What `target` was told of the arithmetic: (average, predivide, op)."""
+
+    def target(self, sink: Any, average: bool = True, *, predivide: float = 1.0, op: int | None = None) -> None:
+        """Say where complete buckets go, as Gradients.target does."""
+
+
+class FlatBuckets(Buckets, Protocol):
+    """Buckets whose memory can be had as one tensor each."""
+
+    def flat(self, index: int) -> Any:
+        """Return bucket `index` as one flat tensor over its memory."""
+
+
+class Communicator(Protocol):
+    """What moves gradients in one arm of a run."""
+
+    name: str
+
+    def target(self, gradients: Any) -> None:
+        """Send complete buckets this way from now on, with the arithmetic they have. Between steps only."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+    def info(self) -> dict[str, Any]:
+        """Return what the run's record says of this transport."""
+
+    def wire(self) -> int | None:
+        """Return payload bytes that this rank has sent; None where the path does not tell."""
+
+    def close(self) -> None:
+        """Leave in good order."""
+
+
+class Native:
+    """Lanes of our own: tcp or ofi."""
+
+    def __init__(self, name: str, comm: "_core.Comm", ring: "_core.Recorder | None") -> None:
+        self.name = name
+        self.comm = comm
+        self._ring = ring
+
+    def target(self, gradients: Buckets) -> None:
+        average, predivide, op = gradients.factors
+        gradients.target(self.comm, average, predivide=predivide, op=op)
+
+    def barrier(self) -> None:
+        core = connect.core()
+        self.comm.submit("netbottleneck.barrier", core.BARRIER, [], core.UINT8, awaited=True).wait()
+
+    def info(self) -> dict[str, Any]:
+        return dict(self.comm.info())
+
+    def wire(self) -> int | None:
+        return int(self.comm.info()["bytes_out"])
+
+    def close(self) -> None:
+        for notice in self.comm.notices():
+            logger.warning("%s: %s", self.name, notice)
+        self.comm.close()
+        if self._ring is not None:
+            self._ring.close()
+
+
+class Null:
+    """Moves nothing: what training would cost if communication were free. Its gradients are those of one rank."""
+
+    name = "null"
+
+    def target(self, gradients: Buckets) -> None:
+        average, predivide, op = gradients.factors
+        gradients.target(None, average, predivide=predivide, op=op)
+
+    def barrier(self) -> None:
+        return
+
+    def info(self) -> dict[str, Any]:
+        return {"provider": "none: nothing moves, the result of training is not valid"}
+
+    def wire(self) -> int | None:
+        return 0
+
+    def close(self) -> None:
+        return
+
+
+class _StockWork:
+    """A bucket on its way over torch.distributed."""
+
+    def __init__(self, work: Any, name: str) -> None:
+        self._work = work
+        self._name = name
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise PeerError(0, f"{self._name} over torch.distributed: {error}") from error
+
+
+class Stock:
+    """torch.distributed as the user has it: gloo on CPUs.
+
+    Records submit, start and done, by the engine's clock; what gloo does not tell (first byte, lanes, wire bytes) is
+    left out.
+    """
+
+    name = "stock"
+
+    def __init__(self, group: Any, size: int, recorder: "_core.Recorder | None", *, owned: bool) -> None:
+        """Owned: the group was made for this path alone, and ends with it."""
+        self._group = group
+        self._owned = owned
+        self._size = size
+        self._recorder = recorder
+        self._rounds: dict[str, int] = {}
+        self._info = self._describe()
+
+    def target(self, gradients: FlatBuckets) -> None:
+        average, predivide, op = gradients.factors
+        gradients.target(self._sink(gradients, average, op), average, predivide=predivide, op=op)
+
+    def barrier(self) -> None:
+        import torch.distributed as dist
+
+        dist.barrier(group=self._group)
+
+    def info(self) -> dict[str, Any]:
+        return self._info
+
+    def _describe(self) -> dict[str, Any]:
+        import torch.distributed as dist
+
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        return {"provider": dist.get_backend(self._group), "interfaces": interfaces}
+
+    def wire(self) -> int | None:
+        return None
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if self._owned:
+            leave_group(group)
+
+    def _sink(self, gradients: FlatBuckets, average: bool, op: int | None) -> Callable[[int], _StockWork]:
+        import torch.distributed as dist
+
+        core = connect.core()
+        names = {None: "SUM", core.SUM: "SUM", core.MIN: "MIN", core.MAX: "MAX", core.PRODUCT: "PRODUCT"}
+        reduction = getattr(dist.ReduceOp, names[op])
+
+        made: list[tuple[int, list[Any]]] = []
+
+        def send(index: int) -> _StockWork:
+            if not made or made[0][0] != gradients.version:
+                made[:] = [(gradients.version, [gradients.flat(i) for i in range(len(gradients.buckets))])]
+            bucket, flat = gradients.buckets[index], made[0][1][index]
+            done = self._submitted(bucket.name, index, bucket.nbytes)
+            if average:
+                flat.div_(self._size)  # before the sum, as DDP does
+            work = dist.all_reduce(flat, reduction, group=self._group, async_op=True)
+            if done is not None and work is not None:
+                done(work)
+            return _StockWork(work, bucket.name)
+
+        return send
+
+    def _submitted(self, name: str, index: int, nbytes: int) -> Callable[[Any], None] | None:
+        """Stamp the submit; return what stamps start, and done when the work is."""
+        recorder = self._recorder
+        if recorder is None:
+            return None
+        core = connect.core()
+        events = core.EVENTS
+        key, turn = key_of(name), self._rounds.get(name, 0)
+        self._rounds[name] = turn + 1
+        recorder.put(events["OP_SUBMIT"], key, turn, nbytes, index + 1, 0, core.ALLREDUCE)
+
+        def started(work: Any) -> None:
+            recorder.put(events["OP_START"], key, turn)
+            work.get_future().then(recorder.stamper(events["OP_DONE"], key, turn))
+
+        return started
+
+
+def tensor_over(memory: Any) -> Any:
+    """Return a flat float32 tensor over memory with the buffer protocol."""
+    import torch
+
+    return torch.frombuffer(memory, dtype=torch.float32)
+
+
+def key_of(name: str) -> int:
+    """Return the engine's key of a name: 64-bit FNV-1a."""
+    value = 14695981039346656037
+    for byte in name.encode():
+        value = (value ^ byte) * 1099511628211 % (1 << 64)
+    return value
+
+
+def stock_group(settings: Settings, place: connect.Place, exchange: Callable[[bytes], list[bytes]]) -> Any:
+    """Return a gloo group of all ranks with our own deadline, starting torch.distributed where nobody has.
+
+    exchange: an all-gather of equal-length bytes over another communicator, by which the ranks meet.
+    """
+    import torch.distributed as dist
+
+    limit = timedelta(seconds=settings.timeout_s)
+    if not dist.is_initialized():
+        store = _store(place, exchange, limit)
+        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=limit)
+    return dist.new_group(backend="gloo", timeout=limit)
+
+
+def leave_group(group: Any) -> None:
+    """Give up a group of stock_group's, of which the caller keeps no other reference.
+
+    Its threads end with it: one that still wants Python while the interpreter is taken down would abort the process.
+    """
+    import torch.distributed as dist
+
+    with contextlib.suppress(ValueError):  # the user has ended all groups already
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+def _store(place: connect.Place, exchange: Callable[[bytes], list[bytes]], limit: timedelta) -> Any:
+    import socket
+
+    from torch._C._distributed_c10d import HashStore, TCPStore
+
+    if place.size == 1:
+        return HashStore()
+    host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    if place.rank == 0:
+        store = TCPStore(host, 0, place.size, is_master=True, timeout=limit, wait_for_workers=False)
+        exchange(f"{host}:{store.port}".encode().ljust(128))
+        return store
+    where = exchange(b" " * 128)[0].decode().strip()
+    host, _, port = where.rpartition(":")
+    return TCPStore(host, int(port), place.size, is_master=False, timeout=limit, wait_for_workers=False)

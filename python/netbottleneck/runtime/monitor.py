@@ -1,0 +1,123 @@
+"""What a host says of itself to a rank's record: rated speeds, cores, processor time, and counters as time goes by."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from netbottleneck.config import Settings
+from netbottleneck.launch import connect
+
+LIMIT_BYTES = 32 << 20  # of each of a host's two files; a fuller one keeps every second row
+END_S = 2.0  # that the process has to write its last rows
+_INTERFACES = Path("/sys/class/net")
+_SAMPLER = Path(__file__).with_name("sampler.py")
+
+logger = logging.getLogger("netbottleneck")
+
+
+def cores() -> list[int]:
+    """Return the cores that this process may run on."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def processor_ns() -> int:
+    """Return the processor time that all threads of this process have used, by the kernel's account."""
+    return time.process_time_ns()
+
+
+def watch(
+    settings: Settings, place: connect.Place, folder: Path, *, limit_bytes: int = LIMIT_BYTES
+) -> Callable[[], None]:
+    """Record this host's counters into `folder` from now on, MONITOR_HZ times a second; returns what ends that.
+
+    By a process of its own, which local rank 0 starts and which ends when that rank does, however it ends. A host whose
+    counters cannot be recorded is told of, and trains all the same.
+    """
+    if not settings.monitor_hz or place.local_rank not in (0, None):
+        return lambda: None
+    about = {"rank": place.rank, "hostname": socket.gethostname(), "host_id": connect.host_digest(settings).hex()}
+    request = {
+        "about": about,
+        "hz": settings.monitor_hz,
+        "folder": str(folder),
+        "limit_bytes": limit_bytes,
+        "parent": os.getpid(),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_SAMPLER), json.dumps(request)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+        )
+    except OSError as error:
+        logger.warning("the host's counters are not recorded: %s", error)
+        return lambda: None
+    return lambda: _end(process, request["parent"])
+
+
+def _end(process: subprocess.Popen[bytes], parent: object) -> None:
+    """End the process: by its stdin, which it reads for nothing else."""
+    if os.getpid() != parent or process.stdin is None:
+        return
+    process.stdin.close()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def wire(settings: Settings, transport: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Return what is known of a transport before it moves anything: `streams_asked`, `interface`, `link_bps`.
+
+    streams_asked: 0 for auto, None where streams are not ours. interface: None where it is not sure, as it is for our
+    own lanes only where one is named, or there is but one; gloo's is that of the host's own address where
+    GLOO_SOCKET_IFNAME names none.
+    """
+    asked, name = None, None
+    if transport in ("tcp", "ofi"):
+        found = [name for name, _ in connect.core().interfaces(settings.ifname)]
+        asked, name = settings.streams, found[0] if len(found) == 1 else None
+    elif transport == "stock":
+        name = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or _of_own_address()
+    return {"streams_asked": asked, "interface": name, "link_bps": link_bps(name) if name else None}
+
+
+def link_bps(interface: str) -> int | None:
+    """Return the rated speed of an interface in bits a second, one way.
+
+    None for one that has no device below it: what a virtual interface tells of its speed is no wire's.
+    """
+    if not _has_device(_INTERFACES / interface):
+        return None
+    state = psutil.net_if_stats().get(interface)
+    return state.speed * 10**6 if state is not None and 0 < state.speed < 2**31 else None
+
+
+def _has_device(interface: Path) -> bool:
+    """Whether it is a device's own interface, or lies (a bond, a VLAN, a bridge) above such a one."""
+    lower = [path.name.removeprefix("lower_") for path in interface.glob("lower_*")]
+    return (interface / "device").exists() or any((_INTERFACES / name / "device").exists() for name in lower)
+
+
+def _of_own_address() -> str | None:
+    try:
+        own = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return None
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.family == socket.AF_INET and entry.address == own for entry in entries):
+            return str(name)
+    return None

@@ -1,0 +1,300 @@
+"""A backward pass tensor by tensor, and the cost of an addition by size: the files of the 2020 study, as values.
+
+A layer log is text: a comment; the number of batches; the number of tensors of each; then `wait_us,bytes` a line, the
+tensors in the order in which their gradients are ready, each with the time since the one before (the first: since the
+backward pass began). A table is `bytes,seconds` a line. A log that is written here tells the model's name and its step
+in the comment, which other readers pass over.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TypeVar
+
+from netbottleneck.trace.model import SINGLE, Parameter, Rank, Step, Trace
+
+MARK = "netbottleneck layer log"
+SUFFIXES = (".bk.log", ".log", ".csv", ".txt")
+T = TypeVar("T")
+
+Tensors = tuple[tuple[float, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLog:
+    """tensors: (wait in s, bytes) in the order of readiness; batch_s: a whole step of one device, None where not known.
+
+    others: further batches, of the same form. Raises ValueError for no tensor, or a wait, size or step that cannot be.
+    """
+
+    name: str
+    tensors: Tensors
+    batch_s: float | None = None
+    others: tuple[Tensors, ...] = ()
+
+    def __post_init__(self) -> None:
+        for batch in self.batches:
+            if not batch:
+                raise ValueError(f"layer log {self.name!r}: a batch without a tensor")
+            for wait_s, size in batch:
+                _seconds(wait_s, "wait")
+                if size < 0:
+                    raise ValueError(f"size {size}: must be 0 or more bytes")
+        if self.batch_s is not None and not (math.isfinite(self.batch_s) and self.batch_s > 0):
+            raise ValueError(f"step {self.batch_s!r}: must be more than 0 seconds")
+
+    @property
+    def batches(self) -> tuple[Tensors, ...]:
+        return (self.tensors, *self.others)
+
+    @property
+    def backward_s(self) -> float:
+        """The first batch's waits, summed."""
+        return math.fsum(wait_s for wait_s, _ in self.tensors)
+
+    @property
+    def bytes(self) -> int:
+        """Of all gradients of a batch."""
+        return sum(size for _, size in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class VecTable:
+    """Seconds that an operation on so many bytes takes; sizes rise. Raises ValueError for what cannot be."""
+
+    bytes: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.bytes or len(self.bytes) != len(self.seconds):
+            raise ValueError(f"a table of {len(self.bytes)} sizes and {len(self.seconds)} times: one or more, as many")
+        for before, size in zip((-1, *self.bytes), self.bytes, strict=False):
+            if size <= before:
+                raise ValueError(f"size {size} after {before}: sizes must be 0 or more and rise")
+        for seconds in self.seconds:
+            _seconds(seconds, "time")
+
+
+def _seconds(value: float, what: str) -> float:
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"{what} {value!r}: must be a finite number, 0 or more")
+    return value
+
+
+def _number(kind: Callable[[str], T], word: str, what: str) -> T:
+    try:
+        return kind(word.strip())
+    except ValueError:
+        raise ValueError(
+            f"{what} {word.strip()[:40]!r}: must be {'a whole number' if kind is int else 'a number'}"
+        ) from None
+
+
+class _Lines:
+    """The lines of a file, one after the other; `number` is the one that was given last."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.number = 0
+        self._lines = Path(path).read_bytes().split(b"\n")
+        self._cut = self._lines.pop() != b""
+
+    def next(self, what: str) -> str:
+        """Raises ValueError where the file ends instead."""
+        self.number += 1
+        if self.number > len(self._lines):
+            if self._cut:
+                raise ValueError("the last line has no end: the file was cut short, or wants a line feed there")
+            raise ValueError(f"the file ends where {what} should be; it is empty or was cut short")
+        try:
+            return self._lines[self.number - 1].decode().rstrip("\r")
+        except UnicodeDecodeError:
+            raise ValueError("no text: not a file of this kind") from None
+
+    def rest(self) -> Iterator[str]:
+        while self.number < len(self._lines) or self._cut:
+            yield self.next("a line")
+
+
+def _pair(line: str, names: tuple[str, str]) -> tuple[str, str]:
+    first, comma, second = line.partition(",")
+    if not comma or "," in second:
+        raise ValueError(f"{line.strip()[:40]!r}: must be {names[0]},{names[1]}")
+    return first, second
+
+
+def _tensor(line: str) -> tuple[float, int]:
+    wait_us, size = _pair(line, ("wait_us", "bytes"))
+    wait_s = _seconds(_number(float, wait_us, "wait"), "wait") / 1e6
+    nbytes = _number(int, size, "size")
+    if nbytes < 0:
+        raise ValueError(f"size {nbytes}: must be 0 or more bytes")
+    return wait_s, nbytes
+
+
+def _count(line: str, what: str) -> int:
+    count = _number(int, line, f"number of {what}")
+    if count < 1:
+        raise ValueError(f"{count} {what}: must be 1 or more")
+    return count
+
+
+def _comment(line: str, stem: str) -> tuple[str, float | None]:
+    """Name and step of a log that was written here; else the file's name, and None."""
+    if not line.startswith(MARK):
+        return stem, None
+    step = re.search(r"\bstep_s=(\S+)", line)
+    name = re.search(r"\bname=(.*)$", line)
+    seconds = None if step is None else _seconds(_number(float, step[1].rstrip(";"), "step_s"), "step_s")
+    return (name[1].strip() if name is not None else "") or stem, seconds
+
+
+def _stem(path: Path | str) -> str:
+    name = Path(path).name
+    return next((name.removesuffix(end) for end in SUFFIXES if name.endswith(end)), name)
+
+
+def _batch(lines: _Lines, tensors: int, where: str) -> Tensors:
+    return tuple(_tensor(lines.next(f"tensor {at + 1} of {tensors} {where}")) for at in range(tensors))
+
+
+def _log(lines: _Lines, stem: str) -> LayerLog:
+    name, step_s = _comment(lines.next("the comment"), stem)
+    batches = _count(lines.next("the number of batches"), "batches")
+    tensors = _count(lines.next("the number of tensors"), "tensors")
+    read = tuple(_batch(lines, tensors, f"of batch {at + 1} of {batches}") for at in range(batches))
+    for line in lines.rest():
+        if line.strip():
+            raise ValueError(f"{line.strip()[:40]!r} after the last of {batches} x {tensors} tensors")
+    return LayerLog(name, read[0], step_s, read[1:])
+
+
+def _table(lines: _Lines) -> VecTable:
+    sizes: list[int] = []
+    times: list[float] = []
+    for line in chain([lines.next("bytes,seconds")], lines.rest()):
+        if sizes and not line.strip():
+            continue
+        size, seconds = _pair(line, ("bytes", "seconds"))
+        sizes.append(_number(int, size, "size"))
+        times.append(_seconds(_number(float, seconds, "time"), "time"))
+        if sizes[-1] < 0 or (len(sizes) > 1 and sizes[-1] <= sizes[-2]):
+            raise ValueError(f"size {sizes[-1]}: sizes must be 0 or more and rise")
+    return VecTable(tuple(sizes), tuple(times))
+
+
+def _reading(path: Path | str, read: Callable[[_Lines], T]) -> T:
+    lines = _Lines(path)
+    try:
+        return read(lines)
+    except ValueError as error:
+        raise ValueError(f"{path}, line {max(lines.number, 1)}: {error}") from error
+
+
+def read(path: Path | str) -> LayerLog:
+    """Reads a layer log. Raises OSError; ValueError naming file and line for what is cut short or damaged."""
+    return _reading(path, lambda lines: _log(lines, _stem(path)))
+
+
+def read_table(path: Path | str) -> VecTable:
+    """Reads a table. Raises as `read` does, and for sizes that do not rise."""
+    return _reading(path, _table)
+
+
+def _microseconds(wait_s: float) -> float:
+    """What `read` makes wait_s of again, where there is such a number; else one next to it."""
+    near = wait_s * 1e6
+    return next(
+        (us for us in (near, math.nextafter(near, math.inf), math.nextafter(near, 0)) if us / 1e6 == wait_s), near
+    )
+
+
+def write(path: Path | str, log: LayerLog) -> None:
+    """Writes what `read` reads. Raises ValueError where batches differ in length, or the name in a line."""
+    if len({len(batch) for batch in log.batches}) > 1 or "\n" in log.name:
+        raise ValueError(f"layer log {log.name!r}: batches of one length and a name of one line are needed")
+    step = "" if log.batch_s is None else f" step_s={log.batch_s!r};"
+    head = f"{MARK}; batches, tensors, then wait_us,bytes in the order of readiness;{step} name={log.name}"
+    rows = [f"{_microseconds(wait_s)!r},{size}" for batch in log.batches for wait_s, size in batch]
+    Path(path).write_text("\n".join([head, f"{len(log.batches)}", f"{len(log.tensors)}", *rows, ""]), encoding="utf-8")
+
+
+def write_table(path: Path | str, table: VecTable) -> None:
+    """Writes what `read_table` reads."""
+    rows = (f"{size},{seconds!r}\n" for size, seconds in zip(table.bytes, table.seconds, strict=True))
+    Path(path).write_text("".join(rows), encoding="utf-8")
+
+
+def to_trace(log: LayerLog) -> Trace:
+    """One step of one rank alone: what of the step is not backward comes before it, none after.
+
+    The parameters are in a model's own order, the last gradient's first. Raises ValueError where the step is shorter
+    than its backward pass."""
+    backward_s = log.backward_s
+    before_ns = round(((log.batch_s or backward_s) - backward_s) * 1e9)
+    if before_ns < 0:
+        raise ValueError(f"layer log {log.name!r}: a step of {log.batch_s} s, but {backward_s} s of backward pass")
+    count = len(log.tensors)
+    ready, passed_s = [], 0.0
+    for at, (wait_s, _) in enumerate(log.tensors):
+        passed_s += wait_s
+        ready.append((count - 1 - at, before_ns + round(passed_s * 1e9)))
+    end_ns = max(ready[-1][1], round((log.batch_s or 0) * 1e9))
+    forward = ((0, before_ns),) if before_ns else ()
+    step = Step(0, 0, 0, SINGLE, 0, end_ns, forward=forward, grad_ready=tuple(ready))
+    sizes = [size for _, size in reversed(log.tensors)]
+    parameters = tuple(Parameter(f"tensor.{at}", size, "float32") for at, size in enumerate(sizes))
+    return Trace(
+        log.name, 1, (SINGLE,), model=log.name, ranks=(Rank(0, finished=True),), parameters=parameters, steps=(step,)
+    )
+
+
+def _offsets(step: Step) -> dict[int, int]:
+    """Ns from the begin of the last backward pass to each gradient."""
+    origin = max((end for _, end in step.forward), default=step.begin_ns)
+    return {index: max(at - origin, 0) for index, at in step.grad_ready}
+
+
+def _told(trace: Trace) -> list[Step]:
+    """Steps of one rank and transport that tell when gradients were ready: of a rank alone, where there are such."""
+    told = [step for step in trace.steps if step.grad_ready]
+    alone = [step for step in told if step.transport == SINGLE]
+    kind = (alone or told)[0].transport if told else ""
+    own = [step for step in told if step.transport == kind]
+    return [step for step in own if step.rank == min(one.rank for one in own)]
+
+
+def _source(trace: Trace) -> Sequence[Step]:
+    """`_told` without the first of each block, where there are others."""
+    own = _told(trace)
+    first: dict[int, int] = {}
+    for step in own:
+        first[step.block] = min(step.index, first.get(step.block, step.index))
+    return [step for step in own if step.index != first[step.block]] or own
+
+
+def of_trace(trace: Trace, batch_s: float | None = None) -> LayerLog:
+    """The backward pass of a run: each gradient's median time over the steps of one rank, in the order of these.
+
+    Raises ValueError where no step tells when gradients were ready."""
+    steps = _source(trace)
+    times: dict[int, list[int]] = defaultdict(list)
+    for step in steps:
+        for index, offset in _offsets(step).items():
+            times[index].append(offset)
+    if not times:
+        raise ValueError(f"run {trace.id}: no step tells when its gradients were ready")
+    # Those that are ready at once stay in the order of the first step: dictionaries and sorted() keep it.
+    ready = sorted(((statistics.median(offsets), index) for index, offsets in times.items()), key=lambda row: row[0])
+    before = 0.0
+    tensors = []
+    for at, index in ready:
+        tensors.append(((at - before) / 1e9, trace.parameters[index].bytes))
+        before = at
+    return LayerLog(trace.model or trace.id, tuple(tensors), batch_s)

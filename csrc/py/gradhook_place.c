@@ -93,9 +93,23 @@ static PyObject *dense_of(const struct core_state *state, struct gradhook_param 
     return dense;
 }
 
-// view.copy_(gradient): any layout, dtype and device that torch can copy.
+// 0: of the parameter's dtype, else -1 with an exception: a sum in the parameter's would lose what the gradient's can say.
+static int check_dtype(const struct core_state *state, const struct gradhook_param *param, PyObject *gradient) {
+    PyObject *dtype = PyObject_GetAttr(gradient, state->names[CORE_DTYPE]);
+    if (dtype != NULL && dtype != param->dtype) {
+        PyErr_Format(
+            PyExc_RuntimeError,
+            "a gradient is of type %S, its parameter of %S: set the parameter's grad_dtype before the optimizer "
+            "is made, or use DistributedOptimizer(sparse_as_dense=True), which sends each gradient as it is",
+            dtype, param->dtype);
+    }
+    Py_XDECREF(dtype);
+    return PyErr_Occurred() != NULL ? -1 : 0;
+}
+
+// view.copy_(gradient): any layout and device that torch can copy.
 static int copy_any(const struct core_state *state, struct gradhook_param *param, PyObject *gradient) {
-    PyObject *bare = dense_of(state, param, gradient);
+    PyObject *bare = check_dtype(state, param, gradient) == 0 ? dense_of(state, param, gradient) : NULL;
     if (bare == NULL) {
         return -1;
     }

@@ -43,3 +43,8 @@ class DeadlineError(TimeoutError, HorovodInternalError):
     """A peer was silent, or bytes did not move, for longer than the deadline; `peer` is the first such rank, or -1."""
 
     peer: int = -1
+
+
+# What a call of the core raises where it fails. A handler of a signal may raise any other OSError, as TimeoutError is,
+# out of the same call: that one is the script's.
+FAILURES = (Error, DeadlineError)

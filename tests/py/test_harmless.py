@@ -267,3 +267,156 @@ class Untold:
 def test_a_backend_that_does_not_tell_its_timeout_has_that_of_the_settings() -> None:
     chosen = config.settings(environ={})
     assert ddp._with_timeout_of(Untold(), chosen) == chosen
+
+
+DECORATED = """
+import functools
+import netbottleneck
+import torch
+import torch.distributed as dist
+import torch.fx
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+seen = {"made": 0, "called": 0}
+
+
+def counted(method, what):
+    @functools.wraps(method)
+    def counting(*args, **kwargs):
+        seen[what] += 1
+        return method(*args, **kwargs)
+
+    return counting
+
+
+dist.init_process_group("gloo")
+DDP.__init__ = counted(DDP.__init__, "made")
+whole = torch.nn.Sequential(DDP(torch.nn.Linear(4, 4)), torch.nn.ReLU())
+DDP.__call__ = counted(DDP.__call__, "called")
+optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+for _ in range(12):
+    optimizer.zero_grad()
+    whole(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+DDP(torch.nn.Linear(4, 4))
+print("seen", seen["made"], seen["called"])
+print("graph", [node.op for node in torch.fx.symbolic_trace(whole).graph.nodes])
+dist.destroy_process_group()
+"""
+
+
+def test_decorators_of_ddps_methods_stay_and_fx_traces_the_same_graph(warm_ranks: Ranks, tmp_path: Path) -> None:
+    env = {"NETBOTTLENECK": "1", "NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_BLOCK_STEPS": "2"}
+    for result in warm_ranks(2, DECORATED, {**env, "NETBOTTLENECK_DIR": str(tmp_path / "run")}):
+        assert "seen 2 12" in result.stdout, result.stdout + result.stderr
+        assert "graph ['placeholder', 'call_module', 'call_module', 'output']" in result.stdout
+
+
+ALARMED = """
+import pathlib, signal, sys, time, torch
+import netbottleneck.torch as hvd
+
+hvd.init()
+told = pathlib.Path(sys.argv[1])
+
+
+def late(*_):
+    raise TimeoutError("a limit of the script's")
+
+
+if hvd.rank() == 0:
+    signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        hvd.allreduce(torch.ones(4), name="late")
+    except Exception as error:
+        print("raised", type(error).__name__, error)
+    told.touch()
+else:
+    while not told.exists():
+        time.sleep(0.01)
+    print(hvd.allreduce(torch.ones(4), name="late").tolist())
+hvd.allreduce(torch.ones(4), name="after")
+hvd.shutdown()
+"""
+
+
+def test_what_a_signal_handler_raises_in_a_wait_is_the_scripts_own(warm_ranks: Ranks, tmp_path: Path) -> None:
+    first, second = warm_ranks(2, ALARMED, {}, args=[str(tmp_path / "told")])
+    assert "raised TimeoutError a limit of the script's" in first.stdout, first.stdout + first.stderr
+    assert "[1.0, 1.0, 1.0, 1.0]" in second.stdout
+
+
+TYPES = """
+import torch
+import netbottleneck.torch as hvd
+
+hvd.init()
+slope = 1.0 + hvd.rank() / 128  # the mean has more bits than bfloat16
+for size in (8, 300_000):
+    for compression in (hvd.Compression.none, hvd.Compression.fp16):
+        weight = torch.nn.Parameter(torch.zeros(size, dtype=torch.bfloat16))
+        weight.grad_dtype = torch.float32
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.0), compression=compression)
+        (weight * slope).sum().backward()
+        optimizer.synchronize()
+        assert weight.grad.dtype == torch.float32 and (weight.grad == 1 + 1 / 256).all(), weight.grad
+    weight = torch.nn.Parameter(torch.zeros(size, dtype=torch.float16))
+    weight.register_post_accumulate_grad_hook(lambda p: setattr(p.grad, "data", p.grad.data.float() * 4096))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.0))
+    try:
+        (weight * 20).sum().backward()
+        optimizer.synchronize()
+        print("no error", weight.grad[0])
+    except RuntimeError as error:
+        print("told:", error)
+hvd.shutdown()
+"""
+
+
+def test_gradients_of_another_type_than_their_parameter_are_summed_in_it_or_refused(warm_ranks: Ranks) -> None:
+    for result in warm_ranks(2, TYPES, {}, check=False):
+        told = re.findall(
+            r"^told: a gradient is of type torch.float32, its parameter of torch.float16", result.stdout, re.M
+        )
+        assert len(told) == 2, result.stdout + result.stderr
+
+
+ENDS = """
+import sys
+import torch
+import netbottleneck
+from netbottleneck.runtime import session
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def full(*_, **__):
+    raise OSError(28, "No space left on device")
+
+
+with netbottleneck.profile(model, optimizer):
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    if sys.argv[1] == "exit":
+        sys.exit(0)
+    session.Session.write = full
+print("after")
+"""
+
+
+@pytest.mark.parametrize("end", ["exit", "full"])
+def test_a_good_end_has_a_report_and_a_full_disk_a_line(warm_ranks: Ranks, tmp_path: Path, end: str) -> None:
+    run = tmp_path / "run"
+    env = {"NETBOTTLENECK_DIR": str(run), "NETBOTTLENECK_START_STEP": "0"}
+    (result,) = warm_ranks(1, ENDS, env, args=[end])
+    assert "Traceback" not in result.stderr, result.stderr
+    if end == "exit":
+        assert '"finished": true' in (run / "ranks" / "0.meta.json").read_text(encoding="utf-8")
+        assert (run / "report.html").exists()
+    else:
+        assert "after" in result.stdout
+        assert "the record is not complete, and has no report" in result.stderr

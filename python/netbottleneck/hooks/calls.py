@@ -22,7 +22,8 @@ class _Watched(dict[int, Around]):
 
 
 _WATCHED = _Watched()
-_CLASSES: dict[Any, int] = {}  # wrapped classes, with the number of their modules that are watched
+_CLASSES: dict[Any, int] = {}  # classes, with the number of their modules that are watched
+_WRAPPERS: dict[Any, Any] = {}  # what stands in the place of a class's `__call__`, or below what others put there since
 
 
 class Calls:
@@ -48,42 +49,37 @@ def _forget(cls: Any, key: int, around: Around) -> None:
     _CLASSES[cls] -= 1
     if _CLASSES[cls] == 0:
         del _CLASSES[cls]
-        wrapped = vars(cls).get("__call__")
-        original = getattr(wrapped, "_netbottleneck_original", None)
-        if original is not None:
-            if original.inherited:
-                del cls.__call__
-            else:
-                cls.__call__ = original.call
-
-
-class _Original:
-    def __init__(self, call: Callable[..., Any], inherited: bool) -> None:
-        self.call = call
-        self.inherited = inherited
-
-    def __reduce__(self) -> Any:
-        return bool, ()
+        if vars(cls).get("__call__") is not _WRAPPERS[cls][0]:
+            return  # somebody has wrapped it: it stays where it is, and lets calls through
+        _, original = _WRAPPERS.pop(cls)
+        if original is None:
+            del cls.__call__
+        else:
+            cls.__call__ = original
 
 
 def _wrap(cls: Any) -> None:
     _CLASSES[cls] = _CLASSES.get(cls, 0) + 1
-    if _CLASSES[cls] > 1:
+    if cls in _WRAPPERS:
         return
-    original = cls.__call__
+    own, former = vars(cls).get("__call__"), cls.__call__
 
-    @functools.wraps(original)
+    @functools.wraps(former)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # torch.compile traces this function: what it compiles must be what it compiles without us.
-        around = None if torch.compiler.is_compiling() else _WATCHED.get(id(self))
+        if (
+            torch.compiler.is_compiling()
+        ):  # it traces this function: what it compiles must be what it compiles without us
+            return former(self, *args, **kwargs)
+        # An inherited one is looked up anew: torch.fx puts another into Module while it traces.
+        original = super(cls, self).__call__ if own is None else functools.partial(own, self)
+        around = _WATCHED.get(id(self))
         if around is None:
-            return original(self, *args, **kwargs)
+            return original(*args, **kwargs)
         around[0]()
         try:
-            return original(self, *args, **kwargs)
+            return original(*args, **kwargs)
         finally:
             around[1]()
 
-    wrapped: Any = call
-    wrapped._netbottleneck_original = _Original(original, "__call__" not in vars(cls))
+    _WRAPPERS[cls] = (call, own)
     cls.__call__ = call

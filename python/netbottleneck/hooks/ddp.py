@@ -1,6 +1,5 @@
 """DistributedDataParallel: measured models, by a call or each one that a script builds."""
 
-import functools
 import logging
 import weakref
 from dataclasses import replace
@@ -244,18 +243,3 @@ def _ddp_of(model: torch.nn.Module) -> DistributedDataParallel:
 
 def _name(ddp: DistributedDataParallel) -> str:
     return f"the DDP model of {type(ddp.module).__name__}"
-
-
-def install() -> None:
-    """Measure every DDP model that is built from now on."""
-    if getattr(DistributedDataParallel, "_netbottleneck", False):
-        return
-    original = DistributedDataParallel.__init__
-
-    @functools.wraps(original)
-    def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        attach(self)
-
-    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
-    DistributedDataParallel._netbottleneck = True  # type: ignore[attr-defined]

@@ -19,12 +19,17 @@ logger = logging.getLogger("netbottleneck")
 def finish(session: Session, *, show: bool = True) -> None:
     """Close a session on this rank; rank 0 then writes the report, and shows it.
 
-    Does nothing where that was done, and where the session was closed with an error. A failure of the report is
-    logged, not raised.
+    Does nothing where that was done, and where the session was closed with an error. A failure of the report, or of the
+    run folder, is logged, not raised.
     """
     if session.reported or session.error is not None or os.getpid() != session.pid:
         return
-    close(session)
+    try:
+        close(session)
+    except OSError as error:  # of the run folder: the disk may be full
+        session.reported = True
+        logger.error("%s: the record is not complete, and has no report: %s", session.folder, error)
+        return
     report(session, show=show)
 
 
@@ -74,7 +79,7 @@ def _write(session: Session, show: bool) -> None:
 
     run = Run(session.folder)
     if not run.trace.steps:
-        logger.warning("%s: no step was recorded", session.folder)
+        logger.warning("%s: no step was recorded: a step ends where a torch optimizer updates weights", session.folder)
         return
     run.write_all()
     if show:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from netbottleneck.errors import FAILURES
 from netbottleneck.runtime import async_operations, job
 from netbottleneck.runtime.collectives import shape_key
 from netbottleneck.runtime.communicators import key_of
@@ -155,7 +156,7 @@ class Route:
                 shape=shape_key((tuple(output.shape),)),
                 keep=output,
             )
-        except OSError as error:
+        except FAILURES as error:
             raise RuntimeError(f"{name}: {error}") from error
 
     def started(self, call: Call, grouped: bool) -> Callable[[int], None]:
@@ -185,7 +186,7 @@ class Route:
         """Return whether waiting for a handle of ours would return, or raise, at once."""
         try:
             return all(work.test() for work in self._works[handle])
-        except OSError:
+        except FAILURES:
             return True
 
     def finish(self, handle: int) -> None:
@@ -196,7 +197,7 @@ class Route:
             for work in works:
                 while not work.wait(NOTICE_S):
                     job.current().tell()
-        except OSError as error:
+        except FAILURES as error:
             raise RuntimeError(str(error)) from error
         finally:
             self._stamp("WAIT_END", 0)

@@ -41,7 +41,7 @@ def install() -> None:
         return
     job.observe(_FirstOptimizer())
     if DDP in sys.modules:
-        _patch_ddp()
+        _patch_ddp(sys.modules[DDP])
     else:
         sys.meta_path.insert(0, _Later(DDP, _patch_torch))
     if OPTIMIZER in sys.modules:
@@ -92,12 +92,6 @@ class _FirstOptimizer(job.Observer):
             self._real.stopped(stopped)
 
 
-def _patch_ddp() -> None:
-    from netbottleneck.hooks import ddp
-
-    ddp.install()
-
-
 def _create_group(options: Any, backend_options: Any) -> Any:
     from netbottleneck.torch.backend.opening import create
 
@@ -106,16 +100,21 @@ def _create_group(options: Any, backend_options: Any) -> Any:
 
 def _patch_torch(module: Any) -> None:
     backend_name.register(_create_group)
-    # `torch` itself may still be importing: whatever is built first comes after that.
+    _patch_ddp(module)
+
+
+def _patch_ddp(module: Any) -> None:
+    """Measure every DDP model that is built from now on. What others put around this stays around it."""
     init = module.DistributedDataParallel.__init__
 
     @functools.wraps(init)
-    def first(self: object, *args: object, **kwargs: object) -> None:
-        module.DistributedDataParallel.__init__ = init
-        _patch_ddp()
-        module.DistributedDataParallel.__init__(self, *args, **kwargs)
+    def measured(self: Any, *args: object, **kwargs: object) -> None:
+        from netbottleneck.hooks import ddp
 
-    module.DistributedDataParallel.__init__ = first
+        init(self, *args, **kwargs)
+        ddp.attach(self)
+
+    module.DistributedDataParallel.__init__ = measured
 
 
 def _patch_optimizer(module: ModuleType) -> None:

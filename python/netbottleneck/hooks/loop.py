@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck import config
 from netbottleneck.hooks import ddp as ddp_hooks
-from netbottleneck.hooks.finish import finish
+from netbottleneck.hooks.finish import finish, finish_at_exit
 from netbottleneck.hooks.measured import Measured
 from netbottleneck.launch import connect
 from netbottleneck.runtime.session import Session, open_session
@@ -42,8 +42,12 @@ def profile(
     try:
         yield of
     except BaseException as error:
-        if of is not None:
+        ended = isinstance(error, SystemExit) and not error.code  # the script's own, good end
+        if of is not None and not ended:
             of.close(f"{type(error).__name__}: {error}")
+        elif found is not None and ended:
+            found.close()
+            finish_at_exit(found.session)
         raise
     if found is not None:
         found.close()

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from netbottleneck.errors import FAILURES
 from netbottleneck.hooks.eager import eager
 from netbottleneck.runtime import job
 from netbottleneck.runtime.communicators import key_of
@@ -306,7 +307,7 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
                     bucket=index + 1,
                     keep=tensor,
                 )
-            except OSError as error:
+            except FAILURES as error:
                 work = _Unsent(error)
         if self._in_backward():
             self._under_way.append(_Sent(work, future, [tensor]))
@@ -376,7 +377,7 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
             try:
                 if sent.work is not None:
                     sent.work.wait()
-            except OSError as error:
+            except FAILURES as error:
                 failure = failure or error
         if failure is not None:
             raise failure

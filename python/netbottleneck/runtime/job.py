@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from netbottleneck.config import Settings, describe
 from netbottleneck.config import settings as read_settings
-from netbottleneck.errors import Error, HorovodInternalError
+from netbottleneck.errors import FAILURES, Error, HorovodInternalError
 from netbottleneck.launch import connect
 from netbottleneck.launch.connect import core
 
@@ -100,7 +100,7 @@ class Job:
             work = self.comm.submit(name, kind, memory, dtype, **options)
         except HorovodInternalError:
             raise
-        except OSError as error:
+        except FAILURES as error:
             raise HorovodInternalError(f"{name}: {error}") from error
         if len(self._taken) >= TAKEN_MAX:
             self._forget()
@@ -132,7 +132,7 @@ class Job:
                     self.tell()
             except HorovodInternalError as error:
                 failure = failure or error
-            except OSError as error:
+            except FAILURES as error:
                 failure = failure or HorovodInternalError(str(error))
         try:
             if failure is not None:

@@ -227,12 +227,14 @@ class Session:
             except Exception as failure:  # the records are written all the same
                 logger.error("at the end of the run: %s: %s", type(failure).__name__, failure)
         self.until = time.monotonic() + self._finish_s
-        self.write(finished=error is None, error=error)
-        if self.place.rank == 0 or self.comm is None:
-            self._write_run()
-        for arm in self.arms.values():
-            arm.close()
-        self.recorder.close()
+        try:
+            self.write(finished=error is None, error=error)
+            if self.place.rank == 0 or self.comm is None:
+                self._write_run()
+        finally:
+            for arm in self.arms.values():
+                arm.close()
+            self.recorder.close()
 
     def begin_folder(self) -> None:
         """Write what the run folder says of the whole run. Rank 0 calls it, and a rank that records alone."""

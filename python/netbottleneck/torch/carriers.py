@@ -10,7 +10,7 @@ import torch
 from netbottleneck.runtime import async_operations, collectives, job
 from netbottleneck.runtime.members import Members, ProcessSet, global_process_set, members_of
 from netbottleneck.torch.compression import Compression, Compressor
-from netbottleneck.torch.gradients import Gradients
+from netbottleneck.torch.gradients import Gradients, own_type
 from netbottleneck.torch.one_by_one import PassGuard, PerParameter, SparseApart, Ways
 from netbottleneck.torch.reductions import allreduce_async_
 from netbottleneck.torch.scatters import sparse_allreduce_async
@@ -100,12 +100,13 @@ def carrier(
     if among.size == 1 and job.current().recorder is None:
         return None
     all_sparse = isinstance(optimizer, torch.optim.SparseAdam)  # which takes no others
-    if wanted.compression is not Compression.none or wanted.sparse_as_dense or all_sparse:
+    alone = all_sparse or wanted.sparse_as_dense or any(map(own_type, names))
+    if alone or wanted.compression is not Compression.none:
         named = ((name, parameter) for parameter, name in names.items())
-        alone = PerParameter(named, wanted.compression, _ways(wanted), passes, (wanted.sparse_as_dense, all_sparse))
+        each = PerParameter(named, wanted.compression, _ways(wanted), passes, (wanted.sparse_as_dense, all_sparse))
         if wanted.process_set is global_process_set:
-            job.current().observer.gradients(alone, optimizer)
-        return alone
+            job.current().observer.gradients(each, optimizer)
+        return each
     guard = PassGuard([parameter for parameter in names if parameter.requires_grad], passes)  # its hooks come first
     try:
         return Guarded(_buckets(optimizer, names, passes, wanted), guard)

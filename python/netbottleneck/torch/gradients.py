@@ -68,7 +68,8 @@ class Gradients:
     backward order. among: the ranks that a Comm's sums are of; None: all. Sparse gradients are made dense;
     drop_sparse: parameters that had one in rank 0's first step are left out from then on, and named in `dropped`.
 
-    Raises ValueError for a parameter that is not in host memory, or of a dtype that cannot be reduced.
+    Raises ValueError for a parameter that is not in host memory, of a dtype that cannot be reduced, or whose gradients
+    are of another dtype. A gradient that turns out to be raises RuntimeError in the backward pass.
     """
 
     def __init__(  # noqa: PLR0913 - all but the first have a default that fits
@@ -280,12 +281,22 @@ def can_travel(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype in _CODES
 
 
-def check(name: str, parameter: torch.Tensor) -> None:
+def check(name: str, parameter: Any) -> None:
     """Raise ValueError for a parameter whose gradient cannot travel."""
     if parameter.device.type != "cpu":
         raise ValueError(f"parameter {name} is on {parameter.device}: gradients travel from host memory only")
     if parameter.dtype not in _CODES:
         raise ValueError(f"parameter {name}: Tensor type {parameter.dtype} is not supported.")
+    if own_type(parameter):
+        raise ValueError(
+            f"parameter {name} is of type {parameter.dtype}, its gradients of another, {parameter.grad_dtype}: average "
+            "them by DistributedOptimizer, which sends each as it is"
+        )
+
+
+def own_type(parameter: Any) -> bool:
+    """Return whether the gradients of a parameter are known to be of another type than itself."""
+    return getattr(parameter, "grad_dtype", None) not in (None, parameter.dtype)
 
 
 def _lay_out(

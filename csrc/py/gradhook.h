@@ -18,15 +18,16 @@ struct gradhook_param {
     const void *next_hook; // as `next`: the hook's address
     uint32_t next;         // which gradient came after this one when it was last ready
     uint32_t bucket;
-    uint32_t left;    // passes until it is ready
-    uint16_t element; // what the view's elements are, as core_tensor_look says; 0: not known
-    bool direct : 1;  // it travels from its own memory; else it was copied, and gets a copy back
-    bool odd : 1;     // torch copied it: another layout or dtype than the view's, or sparse
-    bool dense : 1;   // the view is contiguous, as a gradient that can be copied at once
-    bool ordered : 1; // is in `order`
-    bool sparse : 1;  // a gradient was
-    PyObject *alias;  // of one that is direct and on its way to a Comm: keeps the memory, see gradhook_hold
-    void *storage;    // then: torch's storage that had the memory
+    uint32_t left;      // passes until it is ready
+    uint16_t element;   // what the view's elements are, as core_tensor_look says; 0: not known
+    bool direct : 1;    // it travels from its own memory; else it was copied, and gets a copy back
+    bool odd : 1;       // torch copied it: another layout or dtype than the view's, or sparse
+    bool dense : 1;     // the view is contiguous, as a gradient that can be copied at once
+    bool ordered : 1;   // is in `order`
+    bool sparse : 1;    // a gradient was
+    PyObject *alias;    // of one that is direct and on its way to a Comm: keeps the memory, see gradhook_hold
+    void *storage;      // then: torch's storage that had the memory
+    void *storage_base; // and where that began
     PyObject *view;
     PyObject *dtype; // of the view
     size_t offset;

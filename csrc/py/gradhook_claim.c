@@ -97,7 +97,7 @@ static int storage_of(PyObject *tensor, void **out) {
     return PyErr_Occurred() != NULL ? -1 : 0;
 }
 
-// Where a tensor lies. By data_ptr(), or torch's table, it would count as written to.
+// Where a tensor's storage begins. By data_ptr(), or torch's table, it would count as written to.
 static int address_of(const struct gradhook_claims *claims, PyObject *tensor, void **out) {
     PyObject *address = PyObject_CallFunctionObjArgs(claims->address, tensor, NULL);
     *out = address != NULL ? PyLong_AsVoidPtr(address) : NULL;
@@ -143,7 +143,7 @@ int gradhook_hold(const struct core_gradhook *self, struct gradhook_param *param
         Py_XDECREF(alias);
         return alias == NULL ? -1 : 0;
     }
-    if (storage_of(gradient, &param->storage) < 0 || address_of(&self->claims, alias, &param->taken_base) < 0) {
+    if (storage_of(gradient, &param->storage) < 0 || address_of(&self->claims, alias, &param->storage_base) < 0) {
         Py_DECREF(alias);
         return -1;
     }
@@ -173,7 +173,7 @@ enum gradhook_moved gradhook_moved(const struct core_gradhook *self, const struc
     if (address_of(&self->claims, param->taken, now) < 0) {
         return GRADHOOK_UNKNOWN;
     }
-    if (*now == param->taken_base) {
+    if (*now == param->storage_base) {
         return GRADHOOK_STAYED;
     }
     if (storage_of(param->taken, &storage) < 0) {

@@ -10,25 +10,32 @@ from netbottleneck.runtime import async_operations, collectives, job
 from netbottleneck.runtime.async_operations import Average, label
 from netbottleneck.runtime.members import Members, ProcessSet, global_process_set, members_of
 from netbottleneck.torch.gradients import dtype_code
-from netbottleneck.torch.handles import apply, bare, copied, started, synchronize
+from netbottleneck.torch.handles import Memory, apply, check, copied, started, synchronize
 from netbottleneck.torch.reductions import allreduce
 
 
 def tensor_of(array: async_operations.Array, like: torch.Tensor) -> torch.Tensor:
-    """Return an array as a tensor of the type of another one, whose memory `bare` gave."""
-    found = torch.from_numpy(array)
-    return found.view(torch.bfloat16) if like.dtype == torch.bfloat16 else found
+    """Return what an array holds as a tensor of the type of another one, whose `Memory` it is like.
+
+    The tensor's memory is torch's own: one over the array's could not be resized.
+    """
+    made = torch.empty(array.shape, dtype=like.dtype)
+    (made.view(torch.int16) if like.dtype == torch.bfloat16 else made).copy_(torch.from_numpy(array))
+    return made
 
 
 def _broadcast_steps(
     tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
 ) -> async_operations.Steps[torch.Tensor]:
     among = members_of(process_set)
-    array = bare(tensor)
-    memory, code = (
-        (array, dtype_code(tensor.dtype)) if tensor.dtype == torch.bfloat16 else async_operations.as_bytes(array)
+    memory = Memory(tensor)
+    array, code = (
+        (memory.array, dtype_code(tensor.dtype))
+        if tensor.dtype == torch.bfloat16
+        else async_operations.as_bytes(memory.array)
     )
-    yield from collectives.broadcast_steps(memory, code, root_rank, label("broadcast", name, among), among)
+    yield from collectives.broadcast_steps(array, code, root_rank, label("broadcast", name, among), among)
+    memory.over(written=True)
     return tensor
 
 
@@ -79,7 +86,9 @@ def broadcast_(
 
 
 def _allgather_steps(tensor: torch.Tensor, name: str, among: Members) -> async_operations.Steps[torch.Tensor]:
-    parts = yield from collectives.allgather_steps(bare(tensor), name, among)
+    memory = Memory(tensor)
+    parts = yield from collectives.allgather_steps(memory.array, name, among)
+    memory.over(written=False)
     return tensor_of(np.concatenate(parts), tensor)
 
 
@@ -98,7 +107,7 @@ def grouped(
     if not tensors:
         raise ValueError("a group needs at least one tensor")
     for tensor in tensors:
-        bare(tensor)  # what cannot travel is known before any of them does
+        check(tensor)  # what cannot travel is known before any of them does
     count = len(tensors)
     each = [of_one(tensor, f"{base}_{index + 1}of{count}") for index, tensor in enumerate(tensors)]
     return tuple((yield from async_operations.together(each)))

@@ -12,7 +12,8 @@ from netbottleneck.runtime.adasum import adasum_steps
 from netbottleneck.runtime.async_operations import Adasum, Average, Sum, label
 from netbottleneck.runtime.members import Members, ProcessSet, global_process_set, members_of
 from netbottleneck.torch.compression import Compression, Compressor
-from netbottleneck.torch.handles import apply, bare, copied, numbers, started, synchronize
+from netbottleneck.torch.gradients import dtype_code
+from netbottleneck.torch.handles import Memory, apply, copied, started, synchronize
 
 
 def _reduction(average: bool | None, op: int | None) -> int:
@@ -44,14 +45,19 @@ def _allreduce_steps(
             [_adasum_steps(tensor, f"{base}.{i}", among, factors) for i, tensor in each]
         )
     else:
-        arrays = [numbers(tensor) for tensor in tensors]
+        memories = [Memory(tensor) for tensor in tensors]
+        arrays = [(memory.array, dtype_code(tensor.dtype)) for memory, tensor in zip(memories, tensors, strict=True)]
         yield from collectives.allreduce_steps(arrays, op, base, among, factors)
+        for memory in memories:
+            memory.over(written=True)
     return output
 
 
 def _adasum_steps(tensor: torch.Tensor, name: str, among: Members, factors: Factors) -> async_operations.Steps[None]:
     wide = tensor.detach().float() if tensor.dtype == torch.bfloat16 else tensor  # NumPy has no bfloat16
-    yield from adasum_steps(bare(wide), name, among, factors)
+    memory = Memory(wide)
+    yield from adasum_steps(memory.array, name, among, factors)
+    memory.over(written=True)
     if wide is not tensor:
         tensor.detach().copy_(wide)
 

@@ -11,7 +11,8 @@ from netbottleneck.runtime.async_operations import Average, Sum, label
 from netbottleneck.runtime.members import Members, ProcessSet, global_process_set, members_of
 from netbottleneck.torch.compression import Compression, Compressor
 from netbottleneck.torch.exchanges import allgather_async, grouped, grouped_allgather, tensor_of
-from netbottleneck.torch.handles import apply, bare, numbers, started, synchronize
+from netbottleneck.torch.gradients import dtype_code
+from netbottleneck.torch.handles import Memory, apply, started, synchronize
 from netbottleneck.torch.reductions import Factors
 
 
@@ -24,7 +25,9 @@ def _alltoall_steps(
         raise ValueError(f"splits must be whole numbers, not {whole.dtype}")
     rows = None if whole is None else whole.reshape(-1).tolist()
     name = label("alltoall", name, among)
-    found, incoming = yield from collectives.alltoall_steps(bare(tensor), rows, name, among)
+    memory = Memory(tensor)
+    found, incoming = yield from collectives.alltoall_steps(memory.array, rows, name, among)
+    memory.over(written=False)
     return tensor_of(found, tensor), torch.tensor(incoming, dtype=torch.int32 if whole is None else whole.dtype)
 
 
@@ -69,8 +72,10 @@ def alltoall(
 def _reducescatter_steps(
     tensor: torch.Tensor, name: str, op: int, among: Members, factors: Factors
 ) -> async_operations.Steps[torch.Tensor]:
-    array, code = numbers(tensor)
-    return tensor_of((yield from collectives.reducescatter_steps(array, code, op, name, among, factors)), tensor)
+    memory, code = Memory(tensor), dtype_code(tensor.dtype)
+    part = yield from collectives.reducescatter_steps(memory.array, code, op, name, among, factors)
+    memory.over(written=False)
+    return tensor_of(part, tensor)
 
 
 def reducescatter_async(

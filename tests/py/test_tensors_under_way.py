@@ -1,0 +1,141 @@
+"""Tensors of the Horovod API while a call is under way, and after it: their memory is torch's own, and stays."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import Ranks
+
+pytest.importorskip("torch")
+
+RESIZED = """
+import numpy as np
+import torch
+import netbottleneck.torch as hvd
+
+hvd.init()
+rank, size = hvd.rank(), hvd.size()
+for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool):
+    ones = lambda: torch.ones(4, dtype=dtype)
+    made = [torch.full((4,), rank + 1).to(dtype), ones(), hvd.alltoall(ones()), ones()]
+    hvd.broadcast_(made[0], 0)
+    assert torch.equal(made[0], ones())
+    joined = hvd.allgather(made[1])
+    assert torch.equal(joined, torch.ones(4 * size, dtype=dtype))
+    made += [joined, hvd.broadcast(ones(), 0)]
+    if dtype != torch.bool:
+        hvd.allreduce_(made[3], op=hvd.Sum)
+        assert (made[3] == size).all()
+        made += [hvd.allreduce(ones(), op=hvd.Sum), hvd.reducescatter(ones(), op=hvd.Sum)]
+        made += hvd.grouped_allreduce([ones(), ones()], op=hvd.Sum)
+        assert all((each == size).all() for each in made[-4:])
+    for each in made:
+        each.resize_(100)
+model = torch.nn.Linear(3, 3)
+hvd.broadcast_parameters(model.state_dict(), 0)
+for parameter in model.parameters():
+    parameter.untyped_storage().resize_(0)
+    parameter.untyped_storage().resize_(64)
+array = np.ones(5, np.float32)
+hvd.allreduce_(torch.from_numpy(array), op=hvd.Sum)
+assert (array == size).all()
+whole = torch.ones(10)
+hvd.allreduce_(whole[2:7], op=hvd.Sum)
+assert whole.tolist() == [1] * 2 + [size] * 5 + [1] * 3
+shared = torch.ones(4).share_memory_()
+hvd.allreduce_(shared, op=hvd.Sum)
+assert (shared == size).all()
+try:
+    hvd.allreduce_(torch.ones(4, dtype=torch.complex64).conj())
+except ValueError as error:
+    print("told:", error)
+hvd.shutdown()
+print("done")
+"""
+
+
+def test_what_went_through_a_call_can_be_resized_afterwards(warm_ranks: Ranks) -> None:
+    for result in warm_ranks(2, RESIZED, {}):
+        assert "told: a conjugated or negated view is not supported" in result.stdout, result.stdout
+        assert "done" in result.stdout
+
+
+MOVED = """
+import sys
+import torch
+import netbottleneck.torch as hvd
+
+COUNT = 300_000
+CHANGES = {
+    "data": lambda tensor: setattr(tensor, "data", torch.full((COUNT,), 7.0)),
+    "set": lambda tensor: tensor.set_(torch.full((COUNT,), 7.0)),
+    "written": lambda tensor: tensor.fill_(7.0),
+    "grown": lambda tensor: tensor.untyped_storage().resize_(8 * COUNT),
+    "freed": lambda tensor: tensor.untyped_storage().resize_(0),
+    "emptied": lambda tensor: tensor.set_(),
+}
+hvd.init()
+STARTS = (
+    (lambda tensor: hvd.allreduce_async_(tensor, op=hvd.Sum), 3.0),
+    (lambda tensor: hvd.broadcast_async_(tensor, 1), 2.0),
+)
+for how, change in CHANGES.items():
+    for start, wanted in STARTS:
+        tensor = torch.full((COUNT,), 1.0 + hvd.rank())
+        handle = start(tensor)
+        change(tensor)
+        fill = [torch.full((COUNT,), 777.0) for _ in range(4)]  # takes what was freed
+        try:
+            hvd.synchronize(handle)
+            assert (tensor[:COUNT] == wanted).all(), (how, tensor)
+        except RuntimeError as error:
+            assert how == "emptied", (how, error)
+            print("told:", error)
+        assert all((each == 777.0).all() for each in fill), how
+hvd.shutdown()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ofi"])
+@pytest.mark.parametrize("shared", ["0", "1"])
+def test_a_tensor_that_gets_other_memory_under_way_gets_the_result_too(
+    warm_ranks: Ranks, transport: str, shared: str
+) -> None:
+    env = {"NETBOTTLENECK_TRANSPORT": transport, "NETBOTTLENECK_SHM": shared}
+    for result in warm_ranks(2, MOVED, env):
+        assert result.stdout.count("told: a tensor of shape [300000] got another shape") == 2, result.stdout
+        assert "done" in result.stdout
+
+
+INSIDE = """
+import torch
+import netbottleneck.torch as hvd
+
+hvd.init()
+COUNT, BEFORE = 300_000, 10
+weight = torch.nn.Parameter(torch.zeros(COUNT))
+
+
+def inside(parameter):
+    # A gradient that lies inside its storage, and that is nobody's view.
+    storage = torch.full((COUNT + BEFORE,), -5.0).untyped_storage()
+    gradient = torch.empty(0).set_(storage, BEFORE, (COUNT,), (1,))
+    parameter.grad = gradient.copy_(parameter.grad)
+
+
+weight.register_post_accumulate_grad_hook(inside)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.0))
+for _ in range(3):
+    weight.grad = None
+    (weight * (1.0 + hvd.rank())).sum().backward()
+    optimizer.synchronize()
+    assert (weight.grad == 1.5).all(), weight.grad
+    assert (weight.grad.as_strided((BEFORE,), (1,), 0) == -5.0).all()
+hvd.shutdown()
+print("done")
+"""
+
+
+def test_a_gradient_inside_a_larger_storage_is_summed_where_it_lies(warm_ranks: Ranks) -> None:
+    for result in warm_ranks(2, INSIDE, {"NETBOTTLENECK_TRANSPORT": "tcp"}):
+        assert "done" in result.stdout

@@ -155,10 +155,12 @@ def _gone(measured: Measured) -> None:
 
 
 def _close_sessions_of_gone() -> None:
-    """Close the runs of models that are gone: their rings and connections. Their reports come at the end."""
+    """Close the runs of models that are gone: rings and connections. `netbottleneck report` makes their reports."""
     for session in [each for each in _sessions_of_gone if each.joining is None or each.joining.done]:
         _sessions_of_gone.remove(session)
         session.close()
+        if session.place.rank == 0:
+            logger.info("a measured model is gone: netbottleneck report %s shows its run", session.folder)
 
 
 def _open(ddp: DistributedDataParallel, settings: Settings, why: str) -> Session:

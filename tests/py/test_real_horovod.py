@@ -34,6 +34,7 @@ def ran(warm_ranks: Ranks, folder: Path, way: str, env: Mapping[str, str]) -> di
         [line for line in result.stdout.splitlines() if line.startswith(("ended ", "library "))] for result in results
     )
     assert first == second
+    assert len(first) == 2, results
     return {name: int(times) for name, times in re.findall(r"(\w+)=(\d+)", first[1])}
 
 

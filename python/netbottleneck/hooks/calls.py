@@ -66,9 +66,8 @@ def _wrap(cls: Any) -> None:
 
     @functools.wraps(former)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (
-            torch.compiler.is_compiling()
-        ):  # it traces this function: what it compiles must be what it compiles without us
+        # torch.compile traces this function: what it compiles must be what it compiles without us.
+        if torch.compiler.is_compiling():
             return former(self, *args, **kwargs)
         # An inherited one is looked up anew: torch.fx puts another into Module while it traces.
         original = super(cls, self).__call__ if own is None else functools.partial(own, self)

@@ -65,6 +65,7 @@ class Memory:
         self._tensor = tensor
         self._alias: _Alias | None = None
         self.array: async_operations.Array
+        plain.data_ptr()  # a lazy clone of the script's own is another's memory from here on
         try:
             if plain.numel() > 0 and type(plain) is torch.Tensor:
                 self._alias = _Alias(plain._lazy_clone())

@@ -50,7 +50,7 @@ class Warm:
             )
         self._line = ours
         self._text = b""
-        self._ended: dict[int, int] = {}
+        self._ended: dict[int, int] = {}  # exit codes by the number of the process: ids come again
         self._told: list[dict[str, Any]] = []
         self._ready = False
 
@@ -73,7 +73,7 @@ class Warm:
             for line in lines:
                 message = json.loads(line)
                 if "code" in message:
-                    self._ended[message["pid"]] = message["code"]
+                    self._ended[message["number"]] = message["code"]
                 else:
                     self._told.append(message)
             limit_s = 0.0
@@ -95,13 +95,14 @@ class Warm:
             self._ready = True
         request = {"command": list(command), "env": dict(environ), "cwd": str(cwd), "out": str(out), "err": str(err)}
         self._line.sendall(json.dumps(request).encode() + b"\n")
-        return WarmProcess(self, self._answer()["started"])
+        answer = self._answer()
+        return WarmProcess(self, answer["started"], answer["number"])
 
-    def code(self, pid: int, limit_s: float) -> int | None:
+    def code(self, number: int, limit_s: float) -> int | None:
         """Return how a process ended, None where it has not within this time."""
-        if pid not in self._ended:
+        if number not in self._ended:
             self._receive(limit_s)
-        return self._ended.get(pid)
+        return self._ended.get(number)
 
     def close(self) -> None:
         """End the server."""
@@ -115,12 +116,13 @@ class WarmProcess:
 
     warm: Warm
     pid: int
+    number: int  # of those that this server has forked
     returncode: int | None = field(default=None)
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal; None while it runs."""
         if self.returncode is None:
-            self.returncode = self.warm.code(self.pid, 0.0)
+            self.returncode = self.warm.code(self.number, 0.0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -128,7 +130,7 @@ class WarmProcess:
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.returncode is None:
             left = 1.0 if deadline is None else deadline - time.monotonic()
-            self.returncode = self.warm.code(self.pid, max(0.0, min(left, 1.0)))
+            self.returncode = self.warm.code(self.number, max(0.0, min(left, 1.0)))
             if self.returncode is None and left <= 0:
                 raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0.0)
         return self.returncode

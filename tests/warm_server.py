@@ -1,7 +1,7 @@
 """The process behind warm.py: it has loaded torch, or the modules that its arguments name, and forks ranks on request.
 
-Its stdin is a socket. A request is a line of JSON. The answers are a line with the process's id and, when that process
-has ended, a line with its exit code.
+Its stdin is a socket. A request is a line of JSON. The answers are a line with the process's id and number and, when
+that process has ended, a line with its number and exit code. Numbers are never used twice, as ids are.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ def run(command: list[str]) -> None:
     exec(code, main)
 
 
-def reap() -> None:
-    """Say which processes have ended, and how."""
+def reap(numbers: dict[int, int]) -> None:
+    """Say which processes have ended, and how. numbers: of those that run, by id."""
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            tell(pid=pid, code=os.waitstatus_to_exitcode(status))
+            tell(number=numbers.pop(pid), code=os.waitstatus_to_exitcode(status))
 
 
 def serve() -> dict[str, Any] | None:
@@ -94,7 +94,8 @@ def serve() -> dict[str, Any] | None:
     signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the tests' to handle
-    lines = b""
+    lines, count = b"", 0
+    numbers: dict[int, int] = {}
     gc.collect()
     gc.freeze()  # else a rank's end looks through all of torch, which takes a second
     # A process with so many objects rarely collects its oldest ones. These ranks do as such a process does.
@@ -104,7 +105,7 @@ def serve() -> dict[str, Any] | None:
         ready, _, _ = select.select([CONTROL, woken], [], [])
         if woken in ready:
             woken.recv(4096)
-            reap()
+            reap(numbers)
         if CONTROL not in ready:
             continue
         got = CONTROL.recv(1 << 20)
@@ -120,7 +121,9 @@ def serve() -> dict[str, Any] | None:
                 wakes.close()
                 become(request)
                 return request
-            tell(started=pid)
+            count += 1
+            numbers[pid] = count
+            tell(started=pid, number=count)
 
 
 def main() -> None:

@@ -45,9 +45,10 @@ def profile(
         ended = isinstance(error, SystemExit) and not error.code  # the script's own, good end
         if of is not None and not ended:
             of.close(f"{type(error).__name__}: {error}")
-        elif found is not None and ended:
+        elif found is not None:
             found.close()
-            finish_at_exit(found.session)
+            if session is None:
+                finish_at_exit(found.session)
         raise
     if found is not None:
         found.close()

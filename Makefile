@@ -1,7 +1,7 @@
 # Every target calls a script that CI also calls. `make` alone lists them.
 NB := .venv/bin/netbottleneck
 .DEFAULT_GOAL := help
-.PHONY: help setup build test test-full test-peers matrices idioms faults lint bench bench-peers gates overhead study notebooks sanitize fuzz mutants cross wheel-check clean
+.PHONY: help setup build test test-full test-peers matrices idioms faults lint bench bench-peers gates overhead study notebooks docs sanitize fuzz mutants cross wheel-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,7 +40,11 @@ faults: ## faults × transports × ranks: outcomes, times, and what is left behi
 	@tools/setup_env.sh run
 	@tools/faults.sh $(ARGS)
 
-lint: ## format, clang-tidy, ruff, mypy, sizes, layers, binary
+docs: ## build the documentation into build/docs; warnings are errors
+	@tools/setup_env.sh dev
+	@tools/docs.sh
+
+lint: ## format, clang-tidy, ruff, mypy, sizes, layers, binary, docs
 	@tools/setup_env.sh dev
 	@tools/lint.sh
 
@@ -71,7 +75,7 @@ bench: ## all-reduce over stock, tcp and ofi on loopback (ARGS="--lab 2gbit/500m
 bench-peers: ## the same beside gloo, Open MPI, iperf3 and memory's limits, as far as they are there; table, JSON, plot
 	@tools/setup_env.sh run
 	@tools/peers.sh
-	@$(NB) bench --ranks 2 --peers --sizes 1M,16M,64M,256M --json build/peers.json $(ARGS)
+	@$(NB) bench --ranks 2 --peers benchmarks/peers --sizes 1M,16M,64M,256M --json build/peers.json $(ARGS)
 	@.venv/bin/python benchmarks/picture.py build/peers.json build/peers.svg
 
 gates: ## the transports' ten gates (ARGS="--only T1,T3"); a quiet machine, and an hour

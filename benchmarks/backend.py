@@ -32,9 +32,8 @@ def mlp(width: int, depth: int) -> torch.nn.Module:
     return torch.nn.Sequential(*layers)
 
 
-def ddp_step(group: Any, width: int, depth: int) -> Step:
-    torch.manual_seed(1)
-    model = DistributedDataParallel(mlp(width, depth), process_group=group)
+def training_step(model: Any, width: int) -> Step:
+    """Return a step of SGD on one random batch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     batch = torch.randn(16, width)
 
@@ -44,6 +43,11 @@ def ddp_step(group: Any, width: int, depth: int) -> Step:
         optimizer.step()
 
     return step
+
+
+def ddp_step(group: Any, width: int, depth: int) -> Step:
+    torch.manual_seed(1)
+    return training_step(DistributedDataParallel(mlp(width, depth), process_group=group), width)
 
 
 def fsdp_step(group: Any, width: int, depth: int) -> Step:
@@ -57,15 +61,7 @@ def fsdp_step(group: Any, width: int, depth: int) -> Step:
         if isinstance(layer, torch.nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    batch = torch.randn(16, width)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-
-    return step
+    return training_step(model, width)
 
 
 def sum_step(group: Any, count: int) -> Step:

@@ -1,29 +1,29 @@
-"""Situations in which all-reduces are measured, beside whom, until each figure has a verdict or a limit is reached."""
+"""Cases of the gates: all-reduces and their peers, measured until each figure has a verdict or a limit is reached."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from judge import Figure
 from table import Table
 
 from netbottleneck import config
-from netbottleneck.bench import start
-from netbottleneck.bench.counters import busy_ns
-from netbottleneck.bench.request import Request
+from netbottleneck.bench import Request, start
 from netbottleneck.bench.results import Results
+from netbottleneck.bench.worker import busy_ns
 from netbottleneck.errors import Error
+from netbottleneck.hooks.horovod_common import env
 from netbottleneck.lab import LabError
 
+PEERS = str(Path(__file__).with_name("peers"))
 SHM = "NETBOTTLENECK_SHM"
 QUIET_S = 0.5
-BUSY = 0.1  # processors that others may use before it is said
+BUSY = 0.1  # CPUs that other processes may use without a warning
 
 Say = Callable[[str], None]
 Judge = Callable[[Table, int], list[Figure]]
@@ -31,7 +31,7 @@ Judge = Callable[[Table, int], list[Figure]]
 
 @dataclass
 class Run:
-    """How much is measured, what is told, and all that was measured so far. rounds 0: the gate's own number."""
+    """The limits of a run, its output, and all rows measured so far. rounds 0: the gate's own number."""
 
     say: Say
     rounds: int = 0
@@ -42,9 +42,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Case:
-    """One situation: hosts (lab None: loopback), paths and sizes, and what the figures of a size are.
+    """One case: hosts (lab None: loopback), paths, sizes, and the function that returns the figures of a size.
 
-    shm: whether ranks of one host may share memory; variables: what else the ranks' environment has.
+    shm: value of NETBOTTLENECK_SHM; variables: further variables of the ranks' environment.
     """
 
     where: str
@@ -62,9 +62,9 @@ class Case:
 
 
 def settle(case: Case, run: Run) -> list[Figure]:
-    """Measure a case until every figure has a verdict; those that have one are not measured again.
+    """Measure a case until every figure has a verdict. A size whose figures have verdicts is not measured again.
 
-    What makes it impossible is the figures' reason.
+    An error of the lab or of a rank becomes the reason of the figures.
     """
     table = Table(counted=case.shm == "0")
     left = list(case.sizes)
@@ -91,7 +91,7 @@ def _explained(figure: Figure, why: str) -> Figure:
 
 
 def measured(case: Case, sizes: Sequence[int], run: Run) -> Results:
-    """Return one run of a case. Raises LabError where the lab is not what it should be."""
+    """Return one run of a case. Raises LabError if the lab does not match its specification."""
     given: dict[str, Any] = {"shm": (case.shm,)} if "shm" in {row.name for row in dataclasses.fields(Request)} else {}
     request = Request(
         case.transports,
@@ -101,18 +101,19 @@ def measured(case: Case, sizes: Sequence[int], run: Run) -> Results:
         iterations=run.rounds or case.rounds,
         inner=case.inner,
         exact=True,
+        peers=PEERS,
         **given,
     )
     names = dict(case.variables) | ({SHM: case.shm} if has_shm() else {})
     busy = others_busy()
     run.say(f"# {case.where}: {', '.join(case.transports)}")
     if busy > BUSY:
-        run.say(f"# the machine is not quiet: before this, others kept {busy:.2f} of its processors busy")
-    with environment(names):
+        run.say(f"# other processes kept {busy:.2f} CPUs busy before this measurement")
+    with env(**names):
         found = start(request, case.ranks, case.lab, say=run.say)
     lab = found.head["lab"]
     if lab is not None and ("namespaces" not in lab["how"] or not lab["ok"]):
-        raise LabError(f"the lab is not what it should be: {lab['how']} {lab['why']}")
+        raise LabError(f"the lab does not match its specification: {lab['how']} {lab['why']}")
     run.rows += [{"where": case.where, "others_busy": busy, **row} for row in found.rows]
     run.heads.setdefault("machine", found.head["machine"])
     run.heads.setdefault("versions", found.head["versions"])
@@ -120,27 +121,12 @@ def measured(case: Case, sizes: Sequence[int], run: Run) -> Results:
 
 
 def others_busy() -> float:
-    """Return how many processors were busy while nothing of ours ran."""
+    """Return the number of CPUs that other processes keep busy."""
     began_ns, busy = time.monotonic_ns(), busy_ns()
     time.sleep(QUIET_S)
     return (busy_ns() - busy) / (time.monotonic_ns() - began_ns)
 
 
 def has_shm() -> bool:
-    """Whether ranks of one host can share memory in this build."""
+    """Return True if ranks of one host can share memory in this build."""
     return any(row.name == SHM for row in config.describe(config.Settings()))
-
-
-@contextlib.contextmanager
-def environment(names: dict[str, str]) -> Generator[None, None, None]:
-    """Set variables for the ranks that are started meanwhile."""
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(names)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

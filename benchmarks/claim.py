@@ -17,7 +17,7 @@ from pathlib import Path
 
 from netbottleneck.study.evidence import values
 from netbottleneck.study.evidence.values import CellFacts
-from netbottleneck.trace.model import NULL
+from netbottleneck.trace.transports import NULL
 
 MODELS, OURS = ("resnet50", "vgg16_bn"), ("ofi", "tcp")
 STOCK_MOST, BOUND_LEAST, OF_BOUND, LINKS, GROWS = 0.6, 0.8, 0.95, 4.0, 0.02

@@ -1,4 +1,4 @@
-"""The gates T1 to T10: what each measures, beside whom, and its bars."""
+"""The gates T1 to T10: the paths, the peers and the bars of each."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 from cases import Case, Run, has_shm, measured, settle
 from judge import Figure, held_out
+from peers.iperf import IPERF
 from sharing import neighbour, two_interfaces
 from table import Table, against, megabytes
 
-from netbottleneck.bench.request import IPERF
 from netbottleneck.lab import parse_lab
 
 MB = 10**6
@@ -31,7 +31,7 @@ def bits_s(size: int, bps: float, ranks: int = 2) -> float:
 
 
 def t1(run: Run) -> Iterator[Figure]:
-    """A capped link, each flow capped too: against the best iperf3. The two best counts of flows are kept."""
+    """Compare with the best iperf3 on a capped link with capped flows. The two best numbers of flows are kept."""
     for lab in CAPPED:
         survey = Case(lab, lab, IPERF, (64 * MB,), lambda _table, _size: [], rounds=2)
         found = _best_iperf(survey, run)
@@ -44,7 +44,7 @@ def t1(run: Run) -> Iterator[Figure]:
 
 
 def _best_iperf(survey: Case, run: Run) -> tuple[str, ...]:
-    """Return the two counts of flows that carried most; the first two where iperf3 does not run."""
+    """Return the two fastest numbers of flows; the first two if iperf3 does not run."""
     try:
         table = Table()
         table.add(measured(survey, survey.sizes, dataclasses.replace(run, rounds=survey.rounds)))
@@ -57,7 +57,7 @@ def _best_iperf(survey: Case, run: Run) -> tuple[str, ...]:
 
 
 def t2(run: Run) -> Iterator[Figure]:
-    """Four flows of which one is slow: against the sum of their rates, which are of payload."""
+    """Compare with the sum of the payload rates of four flows, one of which is slow."""
     total = float(sum(parse_lab(UNEQUAL).flow_bps))
     bars = {"tcp x4": 0.95, "ofi x4": 0.88}
 
@@ -74,7 +74,7 @@ def t2(run: Run) -> Iterator[Figure]:
 
 
 def t3(run: Run) -> Iterator[Figure]:
-    """No cap: against everybody. ofi is measured beside tcp, and not judged."""
+    """Compare with gloo, Open MPI and Horovod without a cap. ofi is measured, and has no bar."""
     bars = {MB: 1.0, 16 * MB: 1.0, 64 * MB: 1.2, 256 * MB: 1.2}
     peers = (*GLOO, *OPEN_MPI_TCP, "mpi-ofi")
 
@@ -88,7 +88,7 @@ def t3(run: Run) -> Iterator[Figure]:
 
 
 def t4(run: Run) -> Iterator[Figure]:
-    """Ranks of one host that share memory: against Open MPI's and gloo, and against what memory allows."""
+    """Compare shared memory with Open MPI's, with gloo, and with the limit of memory."""
     bars = {MB: 2.0, 16 * MB: 2.0, 64 * MB: 4.0, 256 * MB: 4.0}
 
     def judge(table: Table, size: int) -> list[Figure]:
@@ -111,7 +111,7 @@ def t4(run: Run) -> Iterator[Figure]:
 
 
 def t5(run: Run) -> Iterator[Figure]:
-    """Small: a hundred in a row, of max, so that the hundredth result is the first one's. MPI is timed in C."""
+    """Compare small all-reduces, a hundred in a row, of max: repeating it keeps the result. MPI is timed in C."""
 
     def judge(table: Table, size: int) -> list[Figure]:
         peers = (*GLOO, "mpi-tcp")
@@ -124,7 +124,7 @@ def t5(run: Run) -> Iterator[Figure]:
 
 
 def t6(run: Run) -> Iterator[Figure]:
-    """Busy seconds of the whole machine, where T1 and T3 measure: against gloo, with one interface and with four."""
+    """Compare the machine's CPU time with gloo's, in the cases of T1 and T3."""
 
     def judge(names: tuple[str, ...]) -> Callable[[Table, int], list[Figure]]:
         def judged(table: Table, size: int) -> list[Figure]:
@@ -140,7 +140,7 @@ def t6(run: Run) -> Iterator[Figure]:
 
 
 def t7(run: Run) -> Iterator[Figure]:
-    """Eight ranks: against the payload that their links carry."""
+    """Compare eight ranks with the payload rate of their links."""
     ranks, lab, link_bps = 8, "500mbit/125mbit", 500e6
 
     def judge(table: Table, size: int) -> list[Figure]:
@@ -152,12 +152,12 @@ def t7(run: Run) -> Iterator[Figure]:
 
 
 def t8(run: Run) -> Iterator[Figure]:
-    """A plain TCP job shares the link for a while."""
+    """Share the link with a plain TCP job."""
     yield from neighbour(run)
 
 
 def t9(run: Run) -> Iterator[Figure]:
-    """More lanes than are of use: auto against the best fixed number, picked on odd rounds, judged on even ones."""
+    """Compare auto with the best fixed number of lanes, which odd rounds choose and even rounds measure."""
     counts = (1, 2, 4, 8, 16)
 
     def judge(table: Table, size: int) -> list[Figure]:
@@ -174,7 +174,7 @@ def t9(run: Run) -> Iterator[Figure]:
 
 
 def t10(run: Run) -> Iterator[Figure]:
-    """Two interfaces of different speed, of which one goes down."""
+    """Use two interfaces of different speed, of which one goes down."""
     lab = "1gbit+250mbit"
 
     def judge(table: Table, size: int) -> list[Figure]:

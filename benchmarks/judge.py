@@ -1,4 +1,4 @@
-"""Is a figure above its bar? Pure: rounds of one interleaved run in; a value, its 95 % interval and a verdict out."""
+"""Verdicts on figures: pure functions from the rounds of one interleaved run to a value and its 95 % interval."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck.analysis.stats import Estimate
+from netbottleneck.analysis.statistics import Estimate
 
 DRAWS = 2000
 SEED = 1
@@ -20,9 +20,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Figure:
-    """One number against the least it may be; reason: why it was not run; broken: why it does not count.
+    """A value and its bar, the least it may be. reason: why it was not measured. broken: why the value is invalid.
 
-    event: something that happened, or did not, of which fewer rounds are enough.
+    event: something that happened or did not, for which fewer rounds suffice.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Figure:
 
 
 def worst(figures: Sequence[Figure]) -> Figure:
-    """Return the figure that a gate stands or falls with."""
+    """Return the figure that decides a gate's verdict."""
     order = ("fail", "not run", "undecided", "pass")
     return min(figures, key=lambda figure: (order.index(figure.verdict), figure.margin))
 

@@ -1,8 +1,8 @@
-"""What being there costs: a gradient's hook, measuring, a tiny all-reduce, a start. Starts its ranks on this machine.
+"""Overhead of the package: a gradient's hook, measuring, a tiny all-reduce, a start. Starts its ranks on this machine.
 
 python benchmarks/overhead.py --json build/overhead.json: each figure against its bar, with a 95 % interval by the
-bootstrap over rounds in which all took turns. Without the real Horovod (tools/peers.sh builds it; HOROVOD=0 leaves it
-out) what is held against it is not run.
+bootstrap over interleaved rounds. Figures that compare with Horovod itself need it installed (tools/peers.sh builds it;
+HOROVOD=0 leaves them out).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import Any, Self
 
 import numpy as np
 from judge import Figure, certain, drawn, ratio
+from peers.hvd import not_installed, version
 
 from netbottleneck.bench import head
-from netbottleneck.bench.hvd import missing, version
 
 RANK = Path(__file__).with_name("overhead_rank.py")
 RANKS = 2
@@ -122,7 +122,7 @@ def free_port() -> int:
 
 def absent() -> str:
     """Return why there is no real Horovod to compare with; "" where there is one."""
-    return "it is left out (HOROVOD=0)" if os.environ.get("HOROVOD") == "0" else missing()
+    return "it is left out (HOROVOD=0)" if os.environ.get("HOROVOD") == "0" else not_installed()
 
 
 @contextlib.contextmanager

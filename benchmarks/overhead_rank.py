@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from peers.hvd import not_installed
 from torch.nn.parallel import DistributedDataParallel
 
 import netbottleneck
 import netbottleneck.torch as hvd
 from netbottleneck.bench import models
-from netbottleneck.bench.hvd import missing
 from netbottleneck.hooks.ddp import attach
 from netbottleneck.runtime import job
 from netbottleneck.runtime.session import open_session
@@ -130,7 +130,7 @@ def observed(folder: Path, **options: Any) -> Way:
 
 def horovod(variables: Mapping[str, str]) -> Any:
     """Return the real Horovod, started."""
-    why = missing()
+    why = not_installed()
     if why:
         raise SystemExit(why)
     os.environ.update(variables)

@@ -14,7 +14,7 @@ from typing import Any
 
 from table import path_name
 
-from netbottleneck.report.plots import TRANSPORT_COLOURS
+from netbottleneck.trace.transports import TRANSPORT_COLOURS
 
 VERDICTS = {"pass": "#4c9f70", "fail": "#cc4b37", "undecided": "#d9a441", "not run": "#9a9a9a"}
 OURS = {"tcp": 3.0, "ofi": 3.0, "tcp-heap": 2.0, "ofi-heap": 2.0}

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from netbottleneck.study.evidence import prediction, values
-from netbottleneck.study.evidence.prediction import EXPOSED_MIN, FAIR, GOOD, Record
+from netbottleneck.study.evidence import facts, values
+from netbottleneck.study.evidence.facts import EXPOSED_MIN, FAIR, GOOD, ForecastRecord
 from netbottleneck.study.evidence.values import CellFacts
 
 HEAD = (
@@ -41,7 +41,7 @@ def read(folder: Path) -> list[CellFacts]:
     return [values.read(path) for path in sorted(folder.glob("cells/*/facts.json"))]
 
 
-def line(cells: Sequence[CellFacts], miss: prediction.Miss) -> str:
+def line(cells: Sequence[CellFacts], miss: facts.ForecastError) -> str:
     """Say of one arm of one cell what was predicted and what was measured."""
     cell = next(cell for cell in cells if cell.key == miss.key)
     arm = cell.arms[miss.arm]
@@ -74,14 +74,14 @@ def before(folder: Path) -> bool:
     return True
 
 
-def bars(folder: Path, cells: Sequence[CellFacts], found: Record) -> list[Bar]:
+def bars(folder: Path, cells: Sequence[CellFacts], found: ForecastRecord) -> list[Bar]:
     """Return each bar of this study."""
     ranks = {cell.key: cell.ranks for cell in cells}
-    many = sum(ranks[miss.key] == MANY_RANKS for miss in found.misses)
+    many = sum(ranks[miss.key] == MANY_RANKS for miss in found.forecast_errors)
     ratios = [arm.sent_over_model for cell in cells for arm in cell.transports]
     known = [ratio for ratio in ratios if ratio is not None]
     off = max((abs(ratio - 1) for ratio in known), default=1.0)
-    seconds, count, worst = spent_s(folder), len(found.misses), found.worst
+    seconds, count, worst = spent_s(folder), len(found.forecast_errors), found.worst
     counted = f"{len(known)} of {len(ratios)} counted"
     return [
         Bar(f"{count} steps foretold (at least {CELLS}), {len(found.refused)} refused", count >= CELLS),
@@ -110,20 +110,22 @@ def main() -> int:
     made.add_argument("folder", type=Path)
     folder = made.parse_args().folder
     cells = read(folder)
-    found = prediction.record(cells)
-    if not found.misses:
+    found = facts.forecast_record(cells)
+    if not found.forecast_errors:
         print(f"{folder}: no cell was forecast")
         return 1
     print(f"| {' | '.join(HEAD)} |")
     print(f"|{' --- |' * len(HEAD)}")
-    for miss in found.misses:
+    for miss in found.forecast_errors:
         print(line(cells, miss))
     for key, arm, why in found.refused:
         print(f"refused: {key}, {arm}: {why}")
     inside = [
-        miss for miss in found.misses if miss.predicted_ns.low <= miss.measured_ns.value <= miss.predicted_ns.high
+        miss
+        for miss in found.forecast_errors
+        if miss.predicted_ns.low <= miss.measured_ns.value <= miss.predicted_ns.high
     ]
-    print(f"within the fit's interval: {len(inside)} of {len(found.misses)}")
+    print(f"within the fit's interval: {len(inside)} of {len(found.forecast_errors)}")
     judged = bars(folder, cells, found)
     for bar in judged:
         print(f"{'pass' if bar.holds else 'FAIL'}  {bar.words}")

@@ -1,4 +1,4 @@
-"""What happens while a job is under way: a neighbour comes and goes, an interface goes down."""
+"""Events during a job: another TCP job shares the link for a while, or an interface goes down."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from judge import Figure, certain, closeness
+from peers.iperf import mean_received
 
-from netbottleneck.bench.wire import mean_received
 from netbottleneck.errors import Error
 from netbottleneck.lab import Lab, LabError
-from netbottleneck.lab.spec import LinkSpec, parse_lab
+from netbottleneck.lab.network import LinkSpec, parse_lab
 
 if TYPE_CHECKING:
     from cases import Run
@@ -162,7 +162,7 @@ def _in_our_place(lab: Lab, beside_ours_bps: float) -> tuple[float, float, float
         if each["sum"]["start"] >= begin + SETTLED_S and each["sum"]["end"] <= end - SETTLED_S
     ]
     if not rates:
-        raise Error(0, "iperf3 told of no interval beside its neighbour")
+        raise Error(0, "iperf3 reported no interval in which both ran")
     return float(sum(rates) / len(rates)), beside_ours_bps, beside
 
 
@@ -172,7 +172,7 @@ def checked(spec: str) -> Generator[Lab, None, None]:
     with Lab(2, spec, ways=("root", "user")) as lab:
         found = lab.verify()
         if not found["ok"]:
-            raise LabError(f"the lab is not what it should be: {found}")
+            raise LabError(f"the lab does not match its specification: {found}")
         yield lab
 
 

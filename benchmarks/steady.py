@@ -1,10 +1,10 @@
-"""One rank that all-reduces without a pause, and says when each was done. A script of its own, started in a lab.
+"""One rank that all-reduces without a pause and reports the end of each all-reduce. A script, started in a lab.
 
-python steady.py TRANSPORT STREAMS BYTES SECONDS; rank and meeting place come from the environment. Rank 0 prints
+python steady.py TRANSPORT STREAMS BYTES SECONDS; rank and rendezvous come from the environment. Rank 0 prints
 "moving" once the first is done. At the end every rank prints {"done_ns": […], "wrong": …, "error": …, "info": {…}}.
 
-Two operations are under way at any time, so that the wire never waits for the check of a result. Who stops when is
-said by rank 0, in the last element of the data.
+Two operations are pending at any time, so that the wire never waits for the check of a result. Rank 0 stops all ranks
+by the last element of the data.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rounds of several benchmark runs of one situation, put together by size and path, and what is wrong with them."""
+"""Rounds of several benchmark runs of one case, joined by size and path, and the errors found in them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from judge import Figure, ratio
+from peers.iperf import IPERF
 
 from netbottleneck.bench import Results
-from netbottleneck.bench.request import HEAP, IPERF, MEMORY
+from netbottleneck.bench.paths import COMPARISONS
 
-# What puts nothing on the interfaces that are counted, or more than an all-reduce.
-_NOT_COUNTED = (*MEMORY, *IPERF, *HEAP, "mpi-shm")
+# Paths that send nothing over the counted interfaces, or more than an all-reduce does.
+_NOT_COUNTED = (*COMPARISONS, *IPERF, "mpi-shm")
 
 
 class Table:
-    """What was measured so far: per size and path one value a round, aligned between paths."""
+    """The rounds measured so far: one value a round for each size and path, aligned between paths."""
 
     def __init__(self, counted: bool = True) -> None:
         self.notes: dict[str, str] = {}

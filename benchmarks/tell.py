@@ -1,4 +1,4 @@
-"""Prints, as Markdown for README.md, what transport.py, scale.py and `netbottleneck bench --json` wrote.
+"""Prints, as Markdown, what transport.py, scale.py and `netbottleneck bench --json` wrote.
 
 python benchmarks/tell.py FILE…, such as build/gates.json, build/scale.json, build/peers.json: a table for each.
 """

@@ -1,12 +1,12 @@
-"""The transports' numbers against their bars, and beside other programs.
+"""Gates of the transports against their bars and their peers, and a check of every type for wrong elements.
 
 python benchmarks/transport.py --gates [--only T1,T3] [--rounds N] [--batches N] [--json FILE] [--plot FILE]
 python benchmarks/transport.py --correct [--ranks N] [--largest SIZE]
 
 --gates    one line for each of T1 to T10: verdict, value, its 95 % interval (paired bootstrap over interleaved rounds),
            bar. "pass": the interval's lower end is at the bar or above; "fail": its upper end is below; "undecided":
-           neither, after --batches times the rounds; "not run": a peer or the lab is missing. A gate stands or falls
-           with the worst of its figures. Exit code 0 only when all ten pass
+           neither, after --batches times the rounds; "not run": a peer or the lab is missing. The worst of its
+           figures decides a gate. Exit code 0 only when all ten pass
 --correct  no wrong element: every type, 1 to --ranks ranks, sizes from 0 bytes and 1 element to --largest, odd ones too
 """
 
@@ -25,7 +25,7 @@ from gates import GATES
 from judge import Figure, certain, worst
 
 from netbottleneck.bench import bench
-from netbottleneck.bench.data import DTYPES
+from netbottleneck.bench.request import DTYPES
 from netbottleneck.config import size as parse_size
 from netbottleneck.errors import Error
 
@@ -33,7 +33,7 @@ PATHS = ("tcp", "ofi", "stock")
 
 
 def gates(names: Sequence[str], run: Run) -> dict[str, list[Figure]]:
-    """Measure gates one after another, and tell each figure as soon as it is known."""
+    """Measure gates one after another, and print each figure as soon as it is known."""
     found: dict[str, list[Figure]] = {}
     for name in names:
         began = time.monotonic()
@@ -50,7 +50,7 @@ def summary(found: dict[str, list[Figure]]) -> Iterator[str]:
     for name in GATES:
         figures = found.get(name)
         if not figures:
-            yield f"{name:<4}{'not run:':<10}not asked for"
+            yield f"{name:<4}{'not run:':<10}not requested"
             continue
         passed = sum(figure.verdict == "pass" for figure in figures)
         yield f"{worst(figures).line(f'{name:<4}')} ({passed} of {len(figures)} figures pass)"

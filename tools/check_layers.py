@@ -1,6 +1,7 @@
 """Fails on an include or import that the rooms' table does not allow. The table is data: the constants below.
 
-It fails too where those rooms would use each other in a circle, and where docs/layout.md says something else."""
+It fails too on a circle of rooms in that table, of C files of one room, or of imports between files of the package, and
+where docs/layout.md says something else."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import fnmatch
 import graphlib
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import layout
@@ -55,7 +56,7 @@ PYTHON_ROOMS: dict[str, set[str]] = {
     "_version": set(),
     "errors": set(),
     "units": set(),
-    "config": set(),
+    "config": {"trace"},
     "trace": set(),
     "analysis": {"trace"},
     "whatif": {"_core", "trace", "analysis"},
@@ -76,8 +77,8 @@ PYTHON_ROOMS: dict[str, set[str]] = {
 # A package from outside may be imported only here: in a room, or in a folder or module of one. "lazily": inside a
 # function only.
 OUTSIDE: dict[str, set[str]] = {
-    "torch": {"torch", "hooks", "bench/models", "study/inflation", "study/jobs"},
-    "horovod": {"hooks", "bench/hvd"},
+    "torch": {"torch", "hooks", "bench/models", "study/jobs"},
+    "horovod": {"hooks"},
     "matplotlib": {"report", "study/evidence"},
     "subprocess": {"lab", "bench", "study", "runtime/monitor", "runtime/timeline"},
     "multiprocessing": {"lab", "bench", "study"},
@@ -102,6 +103,17 @@ IMPURE = {
 
 INCLUDE = re.compile(r'^\s*#\s*include\s+([<"])([^>"]+)[>"]')
 
+# A comment, or a literal with what it holds.
+C_BLANKED = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'""", re.DOTALL)
+# What other files can name: a function or a variable that begins a line and is not static.
+C_DEFINITION = re.compile(
+    r"^(?!static\b|typedef\b|extern\b|return\b|else\b)[A-Za-z_](?:[\w \t*]*?)"
+    r"(?:\b(?P<function>\w+)\((?:[^;{}]*)\)\s*\{|\b(?P<variable>\w+)(?:\[[^\]]*\])*\s*=)",
+    re.MULTILINE,
+)
+# A name that is neither a tag nor a member.
+C_NAME = re.compile(r"(?<![\w.])(?<!->)(?<!struct )(?<!enum )(?<!union )([A-Za-z_]\w*)")
+
 
 def c_findings(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (line, what is wrong) for one C file or header."""
@@ -125,6 +137,53 @@ def c_findings(path: Path) -> Iterator[tuple[int, str]]:
             elif target != room and target not in C_ROOMS[room]:
                 allowed = ", ".join(sorted(C_ROOMS[room])) or "itself alone"
                 yield number, f"{room} includes {target}; it may include {allowed}"
+
+
+def c_code(text: str) -> str:
+    """Return C without comments and what strings and characters hold."""
+    return C_BLANKED.sub(lambda match: " " if match[0].startswith("/") else match[0][0] * 2, text)
+
+
+def c_names(code: str) -> set[str]:
+    """Return the functions and variables that a C file defines for others."""
+    found = {match["function"] or match["variable"] for match in C_DEFINITION.finditer(code)}
+    return found - {"main"}
+
+
+def c_uses(folder: Path) -> dict[str, set[str]]:
+    """Return which other C files of a room each of them uses, by their stems."""
+    code = {path.stem: c_code(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.c"))}
+    home = {name: stem for stem, text in code.items() for name in c_names(text)}
+    return {
+        stem: {home[name] for name in set(C_NAME.findall(text)) & set(home)} - {stem} for stem, text in code.items()
+    }
+
+
+def c_circles(folder: Path) -> list[set[str]]:
+    """Return the sets of C files of a room that all use one another, directly or through others."""
+    uses = c_uses(folder)
+    below: dict[str, set[str]] = {}
+    for stem in uses:
+        seen: set[str] = set()
+        ahead = list(uses[stem])
+        while ahead:
+            at = ahead.pop()
+            if at not in seen:
+                seen.add(at)
+                ahead.extend(uses[at])
+        below[stem] = seen
+    found: list[set[str]] = []
+    for stem in sorted(uses):
+        if stem in below[stem] and not any(stem in circle for circle in found):
+            found.append({other for other in below[stem] if stem in below[other]})
+    return found
+
+
+def c_circle_findings(csrc: Path) -> Iterator[tuple[Path, str]]:
+    """Yield (room, what is wrong) for each circle of C files."""
+    for folder in sorted(path for path in csrc.iterdir() if path.is_dir()):
+        for circle in c_circles(folder):
+            yield folder, f"a circle of C files: {' '.join(sorted(circle))}"
 
 
 def place_of(path: Path) -> str:
@@ -219,6 +278,38 @@ def circles() -> Iterator[str]:
             yield f"a circle of rooms: {' -> '.join(reversed(error.args[1]))}"
 
 
+def module_name(path: Path, root: Path) -> str:
+    """Return the dotted name of a file of the package that lies at root."""
+    parts = path.relative_to(root.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if path.name == "__init__.py" else parts)
+
+
+def home_of(name: str, modules: Collection[str]) -> str | None:
+    """Return the module of ours that a dotted name imports: itself, or the one that defines it."""
+    stem = name.rpartition(".")[0]
+    return name if name in modules else stem if stem in modules and name != f"{PACKAGE.name}._core" else None
+
+
+def serves_lazily(name: str, path: Path) -> bool:
+    """True where an import inside a function makes no edge: the command line, and names that a package serves."""
+    return path.name == "__init__.py" or name.split(".")[1:2] == ["cli"]
+
+
+def file_circles(root: Path) -> Iterator[str]:
+    """Yield the first circle of imports between files of the package at root, those inside functions included."""
+    paths = {module_name(path, root): path for path in sorted(root.glob("**/*.py"))}
+    uses: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        package = (name if path.name == "__init__.py" else name.rpartition(".")[0]).split(".")
+        found = imports(ast.parse(path.read_text(encoding="utf-8")), package)
+        targets = (home_of(used, paths) for _, used, lazily in found if not (lazily and serves_lazily(name, path)))
+        uses[name] = {target for target in targets if target is not None} - {name}
+    try:
+        graphlib.TopologicalSorter(uses).prepare()
+    except graphlib.CycleError as error:
+        yield f"a circle of imports: {' -> '.join(reversed(error.args[1]))}"
+
+
 def as_text(said: object) -> str:
     """Return a value of a table as a person writes it."""
     return (", ".join(sorted(said)) or "–") if isinstance(said, set) else str(said)
@@ -258,7 +349,8 @@ def main() -> int:
     files = sorted(PACKAGE.glob("**/*.py"))
     found += [(path, *row) for path in files for row in sorted(set(python_findings(path, modules)))]
     found += [(PAGE, 1, text) for text in page_findings()]
-    found += [(Path(__file__), 1, text) for text in circles()]
+    found += [(Path(__file__), 1, text) for text in [*circles(), *file_circles(PACKAGE)]]
+    found += [(path, 1, text) for path, text in c_circle_findings(CSRC)]
     for path, line, text in found:
         print(f"{path.relative_to(ROOT)}:{line}: {text}")
     print(f"layers: {len(found)} findings")

@@ -29,7 +29,7 @@ APART = {
         name: ("shm", "tcp", "ofi") for name in ("test_engine", "test_groups", "test_join", "test_shapes", "test_types")
     },
     "test_fork": ("alone", "shm", "tcp", "ofi"),
-    "test_quiet": ("tcp", "shm", "hosts", "ofi"),
+    "test_steady_state": ("tcp", "shm", "hosts", "ofi"),
     "test_twofaults": ("kill", "stop", "cut", "ofi"),
     "test_twolevel": ("aabb", "aab", "abab", "aabbcc", "aaab", "aabbb", "rest", "ofi"),
 }
@@ -37,24 +37,36 @@ APART = {
 WRAPPED = {
     **{name: ("nb_ofi_lib_open",) for name in ("test_transport", "test_ofi_double")},
     "test_clock": ("clock_gettime",),
-    "test_order": ("nb_member_flush",),
-    "test_quiet": (
-        *("malloc", "calloc", "realloc", "aligned_alloc", "posix_memalign", "free", "pthread_mutex_lock"),
-        *("nb_job_main", "nb_job_turn", "nb_work_finish", "nb_drive_sleep", "nb_drive_lend"),
+    "test_groups": ("pthread_mutex_init", "pthread_mutex_unlock"),
+    "test_join": ("nb_work_make",),
+    "test_order": (
+        "nb_negotiation_flush",
+        "nb_coordinator_collect",
     ),
-    "test_leave": ("nb_local_progress", "nb_local_arm", "nb_local_tick", "nb_share_reduce"),
-    "test_cancel": ("nb_local_start", "nb_lanes_add"),
+    "test_steady_state": (
+        *("malloc", "calloc", "realloc", "aligned_alloc", "posix_memalign", "free", "pthread_mutex_lock"),
+        *("nb_thread_main", "nb_turn", "nb_work_finish", "nb_progress_sleep", "nb_progress_hand_over"),
+    ),
+    "test_leave": ("nb_shared_progress", "nb_shared_arm", "nb_shared_tick", "nb_fold_reduce"),
+    "test_cancel": ("nb_work_start", "nb_lanes_add"),
     "test_down": ("clock_gettime", "nb_sock_interface_down"),
     "test_handshake": ("send",),
-    "test_stop": ("nb_lanes_settle", "nb_lanes_farewell"),
-    "test_strangers": ("clock_gettime", "poll"),
+    "test_stop": ("nb_lanes_settle", "nb_lanes_announce_leave"),
+    "test_unauthenticated": ("clock_gettime", "poll"),
     "test_paused": (
-        *("nb_shm_offer", "nb_handover_receive", "nb_shm_find", "nb_shm_memory", "nb_shm_enter", "nb_shm_leave"),
-        *("nb_shm_wake", "nb_shm_pipe_write", "nb_shm_pipe_read", "nb_share_direct", "nb_pair_kernel"),
-        *("nb_share_fill", "nb_share_reduce", "nb_share_empty", "nb_share_fold", "nb_share_spread"),
+        *(
+            "nb_shm_offer",
+            "nb_fdpass_receive",
+            "nb_shm_find",
+            "nb_shm_memory",
+            "nb_shm_write_begin",
+            "nb_shm_write_end",
+        ),
+        *("nb_shm_wake", "nb_shm_pipe_write", "nb_shm_pipe_read", "nb_fold_direct", "nb_pair_kernel"),
+        *("nb_fold_fill", "nb_fold_reduce", "nb_fold_empty", "nb_fold_sum", "nb_fold_spread"),
     ),
-    "test_shm": ("nb_share_direct",),
-    "test_twofaults": ("nb_share_fold", "nb_share_spread", "nb_line_reduce"),
+    "test_shm": ("nb_fold_direct", "nb_shm_rendezvous"),
+    "test_twofaults": ("nb_fold_sum", "nb_fold_spread", "nb_buffer_reduce"),
 }
 SKIPPED = 77
 # Programs that run once more over another libfabric, and over another provider.

@@ -1,4 +1,4 @@
-"""Writes docs/environment.md from the table in python/netbottleneck/config.py."""
+"""Writes docs/reference/environment.md from the table of netbottleneck.config."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 
 from netbottleneck import config
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "environment.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "environment.md"
 HEAD = """# Environment variables
 
-Made from the table in `python/netbottleneck/config.py` by `tools/env_docs.py`; `netbottleneck env` prints the same with
-what is in force here.
+`tools/env_docs.py` generates this page from the table of `netbottleneck.config`. `netbottleneck env` prints the same
+with the values in force.
 
 Any `NETBOTTLENECK_TRANSPORT` implies `NETBOTTLENECK=1`. With neither set, `import netbottleneck` changes nothing.
 Precedence: an argument, the variable, the variable named under "else", the default. An empty variable counts as unset.
-A name that begins with `NETBOTTLENECK` and means nothing gives a warning with the nearest name. Ranks that disagree
+An unknown name that begins with `NETBOTTLENECK` gives a warning with the nearest name. Ranks that disagree
 about transport, streams, provider, segment size, steps or blocks are an error that names them, before the first step.
 
-| variable | default | what it says | allowed | else |
+| variable | default | meaning | allowed | else |
 | --- | --- | --- | --- | --- |
 """
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every check that runs nothing of ours: format, clang-tidy, ruff, mypy, lizard, file sizes, layers, binary. All are run; a
+# Every check that runs nothing of ours: format, clang-tidy, ruff, mypy, lizard, file sizes, layers, binary, docs. All are run; a
 # line at the end names those that found something.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -14,7 +14,7 @@ check() {
     "$@" </dev/null || failed+=("$name")
 }
 
-python_files() { find python tests tools benchmarks setup.py -name '*.py' -print 2>/dev/null; }
+python_files() { find python tests tools benchmarks docs setup.py -name '*.py' -print 2>/dev/null; }
 c_format() { find csrc tests/c -name '*.[ch]' -print0 | xargs -0 -r "$bin/clang-format" --dry-run -Werror; }
 ruff_format() { python_files | xargs -r "$bin/ruff" format -q --check; }
 ruff_check() { python_files | xargs -r "$bin/ruff" check -q; }
@@ -32,6 +32,7 @@ check lizard-python lizard_python
 check sizes "$bin/python" tools/check_size.py
 check layers "$bin/python" tools/check_layers.py
 check binary "$bin/python" tools/check_binary.py
+check docs env PYTHON="$bin/python" tools/docs.sh
 
 if [ ${#failed[@]} -gt 0 ]; then
     echo "lint: failed: ${failed[*]}"

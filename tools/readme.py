@@ -1,28 +1,35 @@
-"""Writes what README.md says of the stored trace and study: `tools/readme.py`; with --check says whether it is current.
+"""Writes what the pages show of the stored trace and study: `tools/readme.py`; --check says whether they are current.
 
-The study's first figure is written, too. A block stands between `<!-- trace: NAME -->` and `<!-- end -->`; NAME is
-one of BLOCKS.
+A block of README.md or of the example report lies between `<!-- trace: NAME -->` and `<!-- end -->`; NAME is one of
+BLOCKS. The picture of the report and the study's first figure are written, too.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from html import escape
+from itertools import groupby
 from pathlib import Path
 
 from netbottleneck import Evidence
-from netbottleneck.cli.what_if import questions
-from netbottleneck.cli.what_if.source import Source
-from netbottleneck.cli.what_if.words import parser
-from netbottleneck.report import Run, answers
-from netbottleneck.report.words import sentences
+from netbottleneck.cli import what_if
+from netbottleneck.cli.what_if import Source, parser
+from netbottleneck.report import Run
+from netbottleneck.report import what_if as report
+from netbottleneck.report.text import sentences
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+EXAMPLE = ROOT / "docs" / "explanation" / "example.md"
 TRACE = ROOT / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
 STUDY = ROOT / "benchmarks" / "traces" / "quick-study.json"
 FIGURE = ROOT / "docs" / "study-figure1.svg"
+PICTURE = ROOT / "docs" / "report.svg"
+# Paragraphs of the report that the picture shows, by their first words; a table comes with its title.
+SHOWN = ("Run ", "   stock", "Parts of a step", "Achieved, ", "Step by transport", "Verdict: ")
+COLOURS = {"#": "#4caf50", "=": "#26a69a", "!": "#ef5350", ".": "#ffb300"}
 BLOCK = re.compile(r"(<!-- trace: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -37,15 +44,15 @@ def _report(run: Run) -> str:
 
 def _answers(run: Run) -> str:
     """What `what-if --target-scaling 0.9` says in words."""
-    asked = parser().parse_args([str(run.path), "--target-scaling", "0.9"])
-    told = questions.ask(asked, Source(run.path, trace=run.trace))
-    return "```\n" + "".join(f"{line}\n" for line in answers.sentences(told)) + "```\n"
+    args = parser().parse_args([str(run.path), "--target-scaling", "0.9"])
+    answers = what_if.answer_all(args, Source(run.path, trace=run.trace))
+    return "```\n" + "".join(f"{line}\n" for line in report.sentences(answers)) + "```\n"
 
 
 def _chain(_run: Run) -> str:
     """What the stored study says, a sentence a step."""
-    steps = enumerate(Evidence.read(STUDY).steps, 1)
-    return "".join(f"{number}. **{step.title}** {step.verdict}\n" for number, step in steps)
+    claims = enumerate(Evidence.read(STUDY).claims, 1)
+    return "".join(f"{number}. **{claim.title}**: {claim.verdict}\n" for number, claim in claims)
 
 
 BLOCKS: Mapping[str, Callable[[Run], str]] = {
@@ -61,14 +68,53 @@ def render(text: str, run: Run) -> str:
     return BLOCK.sub(lambda found: found[1] + BLOCKS[found[2]](run) + found[3], text)
 
 
+def shown(run: Run) -> Iterator[str]:
+    """Yield the lines of the report that the picture shows."""
+    table = False
+    for paragraph in run.text[run.text.index(f"Run {run.trace.id}") :].rstrip().split("\n\n"):
+        starts = paragraph.startswith(SHOWN)
+        if starts or (table and paragraph.startswith((" ", "\n"))):
+            yield from [*paragraph.splitlines(), ""]
+        table = starts and not paragraph.startswith("Run ")
+
+
+def picture(run: Run) -> str:
+    """Return the picture: the lines of `shown` as a terminal shows them, bars in colour."""
+    lines = list(shown(run))[:-1]
+    width, height = 660, 18 * len(lines) + 28
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
+        f'<rect width="{width}" height="{height}" rx="8" fill="#1e1e1e"/>',
+        '<g font-family="monospace" font-size="13" fill="#e0e0e0">',
+    ]
+    for number, line in enumerate(lines):
+        parts.append(f'<text x="16" y="{18 * number + 26}">{_coloured(line)}</text>')
+    return "\n".join([*parts, "</g>", "</svg>"]) + "\n"
+
+
+def _coloured(line: str) -> str:
+    """Return a line as SVG text, its spaces as no-break spaces; runs of a bar's character have its colour."""
+    line = line.replace(" ", "\N{NO-BREAK SPACE}")
+    runs = ["".join(run) for _, run in groupby(line)]
+    if not any(len(run) > 3 and run[0] in COLOURS for run in runs):
+        return escape(line)
+    return "".join(
+        f'<tspan fill="{COLOURS[run[0]]}">{escape(run)}</tspan>' if run[0] in COLOURS else escape(run) for run in runs
+    )
+
+
 def main() -> int:
     """Write, or check; 1 where --check finds a difference."""
-    text = README.read_text(encoding="utf-8")
-    new = render(text, Run(TRACE))
+    run = Run(TRACE)
+    new = {page: render(page.read_text(encoding="utf-8"), run) for page in (README, EXAMPLE)}
+    new[PICTURE] = picture(run)
     if "--check" in sys.argv[1:]:
-        print("README.md is current" if new == text else "README.md is not current: run tools/readme.py")
-        return int(new != text)
-    README.write_text(new, encoding="utf-8")
+        old = [path for path, text in new.items() if path.read_text(encoding="utf-8") != text]
+        for path in old:
+            print(f"{path.relative_to(ROOT)} is not current: run tools/readme.py")
+        return int(bool(old))
+    for path, text in new.items():
+        path.write_text(text, encoding="utf-8")
     Evidence.read(STUDY).draw(1).write(FIGURE)
     return 0
 

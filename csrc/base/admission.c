@@ -1,4 +1,4 @@
-// The limit on accepted connections that have not authenticated yet.
+// Admission: limits accepted connections that have not authenticated yet.
 #include "base/admission.h"
 
 #include <stdbool.h>
@@ -25,6 +25,9 @@ bool nb_admission_may(const struct nb_admission *admission) {
 }
 
 void nb_admission_add(struct nb_admission *admission, struct nb_pending *pending) {
+    if (admission->count >= NB_PENDING_MAX && oldest(admission)->read != NULL) {
+        oldest(admission)->read(oldest(admission));
+    }
     if (admission->count >= NB_PENDING_MAX) {
         oldest(admission)->drop(oldest(admission));
     }
@@ -58,7 +61,7 @@ void nb_admission_shut(struct nb_admission *admission, struct nb_gate *gate, int
     gate->left_ns = for_ns;
 }
 
-// How much time counts as passed since the last tick.
+// Time since the last tick, at most NB_PENDING_STEP_MS, in ns.
 static int64_t step(struct nb_admission *admission, int64_t now_ns) {
     int64_t passed = admission->ticked_ns != 0 ? now_ns - admission->ticked_ns : 0;
     admission->ticked_ns = now_ns;

@@ -1,4 +1,4 @@
-// Where does gradient memory come from?
+// Arena: allocates gradient memory, and detaches it from other processes.
 #include "base/arena.h"
 
 #include <errno.h>
@@ -22,7 +22,7 @@
 #define MADV_POPULATE_WRITE 23
 #endif
 
-// An arena that others can map. All of them are in a list, as a forked child and a detach have to find them.
+// An arena that other processes can map. All are in a list, so that a forked child and nb_arena_detach() find them.
 struct shared {
     struct nb_list link;
     char *base;
@@ -31,31 +31,32 @@ struct shared {
     bool detached;
 };
 
-// Of the process, and only changed while no thread can fork.
+// State of the process. It changes only while no thread can fork.
 static struct {
     pthread_once_t once;
     struct nb_list all;
     _Atomic bool any_detached;
 } arenas = {.once = PTHREAD_ONCE_INIT, .all = {&arenas.all, &arenas.all}};
 
-// A private mapping of the same file, in the place of the shared one: the kernel replaces it in one step, and copies a
-// page, in one step too, when this process first writes to it. So a thread that writes meanwhile loses nothing, which
-// no copy followed by a remap could promise. (To protect the pages first would end such a thread by a signal; a seal
-// against writing is refused while the file is mapped, and userfaultfd needs a privilege that containers do not have.)
+// Replaces the shared mapping by a private mapping of the same file. The kernel replaces it in one step, and copies a
+// page in one step when this process first writes to it. So a thread that writes meanwhile loses nothing; a copy
+// followed by a remap could not promise that. (Protecting the pages first would kill such a thread by a signal. The
+// kernel refuses a seal against writing while the file is mapped. userfaultfd needs a privilege that containers do not
+// have.)
 static int make_private(const struct shared *shared) {
     void *got = mmap(shared->base, shared->bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
                      shared->fd, 0);
     return got == MAP_FAILED ? -errno : 0;
 }
 
-// Where memory cannot be private, a write ends the child: better than to change what its parent computes.
+// Where memory cannot be private, a write kills the child: it must not change what its parent computes.
 static void in_child(void) {
     NB_LIST_EACH(it, &arenas.all) {
         struct shared *shared = NB_CONTAINER(it, struct shared, link);
         if (!shared->detached && shared->fd >= 0 && make_private(shared) < 0) {
             (void)mprotect(shared->base, shared->bytes, PROT_READ);
         }
-        shared->fd = -1; // it is closed
+        shared->fd = -1; // closed in the child
     }
 }
 
@@ -63,7 +64,7 @@ static void start(void) {
     nb_fork_handler(in_child);
 }
 
-// The kernel ends a process that makes a file longer than this, unless it asked for an error.
+// The kernel kills a process that makes a file longer than this limit, unless it ignores SIGXFSZ.
 static bool beyond_limit(size_t bytes) {
     struct rlimit limit;
     return getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < bytes;
@@ -90,7 +91,7 @@ int nb_arena_shared(size_t bytes, bool there, void **base) {
     return fd;
 }
 
-// Base and descriptor of a new shared arena, or -errno.
+// Opens a shared arena: sets the base, returns the descriptor or -errno.
 static int shared_open(size_t bytes, void **base) {
     struct shared *shared = calloc(1, sizeof *shared);
     if (shared == NULL) {
@@ -109,7 +110,7 @@ static int shared_open(size_t bytes, void **base) {
     return fd;
 }
 
-// The first arena from `it` on that overlaps with a range, or NULL. Forks are held.
+// The first arena, from `it` on, that overlaps with a range, or NULL. The caller holds forks.
 static struct shared *overlapping(struct nb_list *it, const void *base, size_t bytes) {
     const char *at = base;
     for (; it != &arenas.all; it = it->next) {
@@ -124,7 +125,7 @@ static struct shared *overlapping(struct nb_list *it, const void *base, size_t b
 int nb_arena_open(struct nb_arena *arena, size_t bytes, struct nb_error *err) {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
     if (bytes > (size_t)PTRDIFF_MAX - page) {
-        return nb_fail(err, -ENOMEM, "no room for an arena of %zu bytes", bytes);
+        return nb_fail(err, -ENOMEM, "cannot allocate an arena of %zu bytes", bytes);
     }
     size_t whole = bytes == 0 ? page : (bytes + page - 1) / page * page;
     void *base = MAP_FAILED;
@@ -177,7 +178,7 @@ int nb_arena_pass(const struct nb_arena *arena) {
     return fd < 0 ? -errno : fd;
 }
 
-// Has this process's own copy made of every page of a range that it has mapped privately.
+// Makes a copy for this process of every page of a privately mapped range.
 static void copy_pages(char *base, size_t bytes) {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     char *first = base - (uintptr_t)base % page;
@@ -195,7 +196,7 @@ static int detach(struct shared *shared) {
     if (shared->detached) {
         return 0;
     }
-    atomic_store(&arenas.any_detached, true); // first: whoever sees a write of others go amiss sees this as well
+    atomic_store(&arenas.any_detached, true); // first: a thread that sees a foreign write go wrong sees this, too
     shared->detached = true;
     return make_private(shared);
 }

@@ -1,4 +1,4 @@
-// A plain bitmap over 64-bit words.
+// Bitmap over 64-bit words.
 #ifndef NB_BASE_BITS_H
 #define NB_BASE_BITS_H
 

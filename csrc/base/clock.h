@@ -1,4 +1,4 @@
-// The one clock: CLOCK_MONOTONIC, in integer nanoseconds; and the shortest of waits.
+// Clock: CLOCK_MONOTONIC in integer nanoseconds, and a pause for spin loops.
 #ifndef NB_BASE_CLOCK_H
 #define NB_BASE_CLOCK_H
 
@@ -11,7 +11,7 @@ static inline int64_t nb_now_ns(void) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-// Between two looks at what another processor is about to change.
+// Pauses between two polls of memory that another processor is about to change.
 static inline void nb_pause(void) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();

@@ -1,4 +1,4 @@
-// What are the element types and reductions called, and how large are they?
+// Names and sizes of element types and reductions.
 #include "base/dtype.h"
 
 #include <stddef.h>

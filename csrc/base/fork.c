@@ -1,5 +1,5 @@
-// Fork guard: one atfork handler, and the descriptors that it closes. fork() leaves no room for an argument, so this is
-// the one place where the core keeps state of the process.
+// Fork guard: one atfork handler, and the descriptors that it closes. fork() passes the handler no argument, so this
+// file holds the core's only mutable state of the process.
 #include "base/fork.h"
 
 #include <errno.h>
@@ -31,12 +31,12 @@ union address {
     struct sockaddr_in6 in6;
 };
 
-struct end { // of sockets that a library opened
+struct end { // an address of sockets that a library opened
     const void *owner;
     union address address;
 };
 
-struct entry { // of a directory, as the kernel gives it
+struct entry { // a directory entry, as the kernel returns it
     uint64_t inode;
     int64_t offset;
     unsigned short bytes;
@@ -47,7 +47,7 @@ struct entry { // of a directory, as the kernel gives it
 static struct {
     pthread_mutex_t lock;
     pthread_once_t once;
-    struct owned *owned; // by no order; a descriptor is in it once
+    struct owned *owned; // unordered; each descriptor is here once
     size_t count;
     size_t room;
     struct end *ends;
@@ -65,7 +65,7 @@ static void in_parent(void) {
     (void)pthread_mutex_unlock(&guard.lock);
 }
 
-// A descriptor that was closed since may have come back as another one: that one is the user's.
+// False if the descriptor was closed since and its number reused: the new one belongs to the user.
 static bool is_same(const struct owned *owned) {
     struct stat st;
     return fstat(owned->fd, &st) == 0 && st.st_dev == owned->device && st.st_ino == owned->inode;
@@ -101,7 +101,8 @@ static void close_library(int fd) {
     }
 }
 
-// Whatever the process has open, without memory: the child of a process with threads should not ask for any.
+// Closes the libraries' sockets among all open descriptors. Allocates no memory: the child of a process with threads
+// must not.
 static void close_libraries(void) {
     alignas(struct entry) char buffer[DIRECTORY_BYTES];
     int folder = open("/proc/self/fd", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -143,7 +144,7 @@ static void in_child(void) {
 }
 
 static void start(void) {
-    (void)pthread_atfork(prepare, in_parent, in_child); // without memory for it, a child is as it was without us
+    (void)pthread_atfork(prepare, in_parent, in_child); // on ENOMEM, children inherit everything
 }
 
 void nb_fork_hold(void) {
@@ -171,7 +172,7 @@ static struct owned *place_for(int fd) {
         size_t room = guard.room == 0 ? 32 : 2 * guard.room;
         struct owned *more = realloc(guard.owned, room * sizeof *more);
         if (more == NULL) {
-            return NULL; // the child inherits it: nothing worse
+            return NULL; // the only harm: the child inherits it
         }
         guard.owned = more;
         guard.room = room;

@@ -1,4 +1,4 @@
-// A chained hash over 64-bit keys, intrusive, of a fixed number of chains: for tables of names.
+// Intrusive chained hash table over 64-bit keys with a fixed number of chains, for tables of names.
 #ifndef NB_BASE_HASH_H
 #define NB_BASE_HASH_H
 

@@ -1,4 +1,4 @@
-// Which interfaces does a spec in NCCL_SOCKET_IFNAME's syntax name?
+// Network interfaces: finds those that a spec in NCCL_SOCKET_IFNAME's syntax selects.
 #include <errno.h>
 #include <ifaddrs.h>
 #include <net/if.h>
@@ -15,7 +15,7 @@
 
 enum { NAMES_TEXT = 256 };
 
-// What is asked for: every interface (list empty), those of the list, or all but those.
+// The selection: every interface (empty list), those of the list, or all but those.
 struct spec {
     const char *list; // "eth0,eth1"
     bool exact;
@@ -35,7 +35,7 @@ static struct spec read_spec(const char *text) {
     return spec;
 }
 
-// Where in the list a name is, from 1; 0: it is not.
+// Position of a name in the list, from 1; 0: not in it.
 static int in_list(const struct spec *spec, const char *name) {
     int place = 1;
     for (const char *at = spec->list; *at != '\0'; place++) {
@@ -48,7 +48,7 @@ static int in_list(const struct spec *spec, const char *name) {
     return 0;
 }
 
-// Loopback is meant only when it is named, or when there is nothing else (`any`).
+// The spec selects loopback only by name, or when no other interface matches (`any`).
 static bool wanted(const struct spec *spec, const struct ifaddrs *it, bool any) {
     bool open = spec->except || *spec->list == '\0';
     bool listed = in_list(spec, it->ifa_name) > 0;
@@ -59,12 +59,12 @@ static bool wanted(const struct spec *spec, const struct ifaddrs *it, bool any) 
 }
 
 static bool usable(const struct ifaddrs *it, int family, bool exact) {
-    // An idle docker0 is up, and carries nothing; one that was asked for by its whole name may not carry anything yet.
+    // An idle docker0 is up but carries nothing. An interface given by its exact name may have no carrier yet.
     const unsigned up = exact ? IFF_UP : IFF_UP | IFF_RUNNING;
     if (it->ifa_addr == NULL || it->ifa_addr->sa_family != family || (it->ifa_flags & up) != up) {
         return false;
     }
-    // A link-local address says nothing to another host without that host's own scope.
+    // A link-local address is useless to another host, which needs a scope of its own for it.
     return family == AF_INET || !IN6_IS_ADDR_LINKLOCAL(&((struct sockaddr_in6 *)(void *)it->ifa_addr)->sin6_addr);
 }
 
@@ -77,7 +77,7 @@ static bool has_name(char (*names)[IF_NAMESIZE], int count, const char *name) {
     return false;
 }
 
-// One address an interface, IPv4 where it has one.
+// Collects one address per interface, IPv4 if it has one.
 static int collect(const struct spec *spec, const struct ifaddrs *all, bool any, struct nb_sockaddr *addrs,
                    char (*names)[IF_NAMESIZE], int max) {
     static const int families[] = {AF_INET, AF_INET6};
@@ -98,7 +98,7 @@ static int collect(const struct spec *spec, const struct ifaddrs *all, bool any,
     return count;
 }
 
-// As the list has them; those of one prefix as the system has them.
+// Sorts by the order of the list; interfaces of one prefix stay in the system's order.
 static void put_in_order(const struct spec *spec, struct nb_sockaddr *addrs, char (*names)[IF_NAMESIZE], int count) {
     for (int i = 1; i < count && !spec->except; i++) {
         for (int k = i; k > 0 && in_list(spec, names[k]) < in_list(spec, names[k - 1]); k--) {
@@ -117,7 +117,7 @@ static bool is_up(const struct ifaddrs *it) {
     return usable(it, AF_INET, false) || usable(it, AF_INET6, false);
 }
 
-// There is a row for each address: a name counts where it comes first.
+// getifaddrs() returns a row per address: counts a name only at its first row.
 static bool named_before(const struct ifaddrs *all, const struct ifaddrs *it) {
     for (const struct ifaddrs *before = all; before != it; before = before->ifa_next) {
         if (is_up(before) && strcmp(before->ifa_name, it->ifa_name) == 0) {

@@ -1,4 +1,4 @@
-// An intrusive, circular, doubly linked list. A node is in at most one list; the head is a node too.
+// Intrusive, circular, doubly linked list. A node is in at most one list; the head is a node too.
 #ifndef NB_BASE_LIST_H
 #define NB_BASE_LIST_H
 
@@ -27,7 +27,7 @@ static inline bool nb_list_empty(const struct nb_list *head) {
     return head->next == head;
 }
 
-// Puts `node` before `at`; before the head is at the end.
+// Inserts `node` before `at`; before the head means at the end.
 static inline void nb_list_insert(struct nb_list *at, struct nb_list *node) {
     node->prev = at->prev;
     node->next = at;
@@ -35,14 +35,14 @@ static inline void nb_list_insert(struct nb_list *at, struct nb_list *node) {
     at->prev = node;
 }
 
-// Takes `node` out of its list; a node that is in none (initialised to itself) stays so.
+// Removes `node` from its list. No effect on a node in no list (initialised to itself).
 static inline void nb_list_remove(struct nb_list *node) {
     node->prev->next = node->next;
     node->next->prev = node->prev;
     nb_list_init(node);
 }
 
-// All nodes of `from` come to the end of `to`.
+// Moves all nodes of `from` to the end of `to`.
 static inline void nb_list_move(struct nb_list *from, struct nb_list *to) {
     if (!nb_list_empty(from)) {
         to->prev->next = from->next;

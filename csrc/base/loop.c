@@ -1,4 +1,4 @@
-// Which file descriptors of this thread are ready, and who handles them?
+// Event loop: waits on one epoll set and calls the owner of each ready descriptor.
 #include "base/loop.h"
 
 #include <errno.h>
@@ -25,7 +25,7 @@ int nb_loop_init(struct nb_loop *loop, struct nb_error *err) {
         rc = nb_fail(err, -errno, "eventfd: %m");
         goto err_epoll;
     }
-    struct epoll_event event = {.events = EPOLLIN, .data.ptr = loop}; // no watch has the address of the loop
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = loop}; // no watch has the loop's address
     if (epoll_ctl(loop->epoll_fd, EPOLL_CTL_ADD, loop->wake_fd, &event) != 0) {
         rc = nb_fail(err, -errno, "epoll_ctl: %m");
         goto err_wake;
@@ -87,11 +87,11 @@ static void drain(int fd) {
 int nb_loop_wait(struct nb_loop *loop, int timeout_ms) {
     int n = epoll_wait(loop->epoll_fd, loop->batch, NB_LOOP_BATCH, timeout_ms);
     if (n <= 0) {
-        return 0; // a signal counts as waking
+        return 0; // a signal counts as a wake-up
     }
     int events = 0;
     loop->count = n;
-    loop->vain = 0;
+    loop->empty = 0;
     for (int i = 0; i < n; i++) {
         void *owner = loop->batch[i].data.ptr;
         if (owner == loop) {
@@ -103,19 +103,19 @@ int nb_loop_wait(struct nb_loop *loop, int timeout_ms) {
         }
     }
     loop->count = 0;
-    return events - loop->vain;
+    return events - loop->empty;
 }
 
 void nb_loop_sleep(const struct nb_loop *loop, int timeout_ms) {
-    struct epoll_event event; // level-triggered: it is told again
+    struct epoll_event event; // level-triggered: nb_loop_wait() gets it again
     (void)epoll_wait(loop->epoll_fd, &event, 1, timeout_ms);
 }
 
-void nb_loop_vain(struct nb_loop *loop) {
-    loop->vain++;
+void nb_loop_count_empty(struct nb_loop *loop) {
+    loop->empty++;
 }
 
 void nb_loop_wake(struct nb_loop *loop) {
     uint64_t one = 1;
-    (void)!write(loop->wake_fd, &one, sizeof one); // full: it is awake already
+    (void)!write(loop->wake_fd, &one, sizeof one); // full: the thread is already awake
 }

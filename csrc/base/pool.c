@@ -1,4 +1,4 @@
-// Where do many small things of one kind live without asking the system for each?
+// Pool: many small items of one size, allocated in chunks.
 #include "base/pool.h"
 
 #include <stdbool.h>
@@ -7,7 +7,7 @@
 
 enum { CHUNK_ITEMS = 128 };
 
-union link { // of a chunk and of an idle item, at its begin
+union link { // at the start of a chunk and of an idle item
     union link *next;
     double align;
 };

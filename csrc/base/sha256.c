@@ -1,4 +1,4 @@
-// How does one rank prove to another that it knows the job's secret?
+// SHA-256, HMAC-SHA256 and random bytes: how one rank proves to another that it knows the job's secret.
 #include "base/sha256.h"
 
 #include <errno.h>
@@ -39,8 +39,8 @@ static void store_be(unsigned char *at, uint32_t x) {
     at[3] = (unsigned char)x;
 }
 
-// One round of FIPS 180-4, 6.2.2. Working variable x of a…h is s[(x - i) mod 8]: the variables stay where they are, and
-// the names move on.
+// One round of FIPS 180-4, 6.2.2. Working variable x of a…h is s[(x - i) mod 8]: the values stay in place, and the
+// names rotate.
 static inline void round_one(uint32_t s[8], uint32_t w, int i) {
     uint32_t a = s[(8 - i) & 7];
     uint32_t b = s[(9 - i) & 7];

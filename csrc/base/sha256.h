@@ -27,7 +27,7 @@ void nb_hmac_init(struct nb_hmac *mac, const void *key, size_t key_bytes);
 void nb_hmac_add(struct nb_hmac *mac, const void *data, size_t bytes);
 void nb_hmac_final(struct nb_hmac *mac, unsigned char digest[NB_SHA256_BYTES]);
 
-// Equal, in time that does not depend on where they differ.
+// Compares in a time that does not depend on where the bytes differ.
 bool nb_bytes_equal(const void *a, const void *b, size_t bytes);
 
 // From getrandom(); 0 or -errno.

@@ -1,4 +1,4 @@
-// How does a byte get to an address, and which addresses does this host have?
+// Sockets: addresses as text, listen, accept, connect, and whole reads and writes.
 #include "base/sock.h"
 
 #include <arpa/inet.h>
@@ -68,7 +68,7 @@ int nb_sock_parse(const char *text, struct nb_sockaddr *addr, struct nb_error *e
         }
     }
     if (!ok) {
-        return nb_fail(err, -EINVAL, "'%.80s' is no address: 10.0.0.1:4000 or [fd00::1]:4000 was expected", text);
+        return nb_fail(err, -EINVAL, "'%.80s' is not an address: expected 10.0.0.1:4000 or [fd00::1]:4000", text);
     }
     nb_sock_set_port(&parsed, port);
     *addr = parsed;
@@ -115,11 +115,11 @@ static int open_socket(int family) {
     return fd < 0 ? -errno : fd;
 }
 
-// Nothing else is on the way between two ends of one host, and its rate is the processor's: a congestion control that
-// paces, as a host may have one for its network, only sets timers there, one for each 64 KiB. Said before there is a
-// connection: what paced its beginning would go on.
+// Selects a congestion control without pacing on loopback. The host may have one that paces, for its network. On
+// loopback nothing shares the path and the processor sets the rate, so pacing only arms a timer for every 64 KiB. Must
+// run before the connection exists: pacing that has begun would continue.
 static void pace_none(int fd, const struct nb_sockaddr *addr) {
-    static const char plain[] = "reno"; // it is in every kernel, and anybody may have it
+    static const char plain[] = "reno"; // every kernel has it, and any process may select it
     if (nb_sock_is_loopback(addr)) {
         (void)setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, plain, sizeof plain - 1);
     }
@@ -162,7 +162,7 @@ static int listen_at(const struct nb_sockaddr *addr, int backlog) {
     if (addr->any.sa_family == AF_INET6) {
         (void)setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &one, sizeof one);
     }
-    pace_none(fd, addr); // whom it accepts has it from there
+    pace_none(fd, addr); // accepted sockets inherit it
     if (bind(fd, &addr->any, addr->len) != 0 || listen(fd, backlog) != 0) {
         int rc = -errno;
         close(fd);
@@ -281,7 +281,7 @@ void nb_sock_tune(int fd, int timeout_ms) {
     (void)setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &timeout_ms, sizeof timeout_ms);
 }
 
-// 0 when ready or interrupted: the caller tries again, and comes back if there was nothing.
+// 0 when ready or interrupted: the caller retries, and calls again if there was nothing.
 static int wait_ready(int fd, short events, int64_t deadline_ns) {
     int64_t left_ns = deadline_ns - nb_now_ns();
     if (left_ns <= 0) {

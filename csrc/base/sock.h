@@ -1,5 +1,5 @@
 // Sockets: addresses as text, interfaces by NCCL_SOCKET_IFNAME's syntax, ports from a range, whole reads and writes
-// with a deadline. Never listens on an address nobody asked for.
+// with a deadline. Listens only on addresses that the caller names.
 #ifndef NB_BASE_SOCK_H
 #define NB_BASE_SOCK_H
 
@@ -28,48 +28,49 @@ struct nb_port_range { // {0, 0}: any port
     uint16_t high;
 };
 
-// "10.0.0.1:4000", "[::1]:4000"; no name is looked up. Errors: -EINVAL.
+// Parses "10.0.0.1:4000" or "[::1]:4000"; looks up no name. Errors: -EINVAL.
 int nb_sock_parse(const char *text, struct nb_sockaddr *addr, struct nb_error *err);
 void nb_sock_format(const struct nb_sockaddr *addr, char text[NB_SOCK_TEXT]);
 bool nb_sock_is_loopback(const struct nb_sockaddr *addr);
 uint16_t nb_sock_port(const struct nb_sockaddr *addr);
 void nb_sock_set_port(struct nb_sockaddr *addr, uint16_t port);
 
-// The addresses of the interfaces that `spec` names ("eth0,eth1": prefixes; "=eth0": exact; "^lo,docker": all but;
-// NULL or "": every interface that is up and not loopback, else loopback). One address an interface, IPv4 where it has
-// one; in the order of the list, those of one prefix as the system has them. Returns how many were written.
-// Errors: -ENODEV naming the spec and what there is.
+// The addresses of the interfaces that `spec` selects ("eth0,eth1": prefixes; "=eth0": exact; "^lo,docker": all but;
+// NULL or "": every interface that is up and not loopback, else loopback). One address per interface, IPv4 if it has
+// one, in the order of the list; interfaces of one prefix are in the system's order. Returns how many it wrote. Errors:
+// -ENODEV naming the spec and the interfaces of this host.
 int nb_sock_interfaces(const char *spec, struct nb_sockaddr *addrs, char (*names)[IF_NAMESIZE], int max,
                        struct nb_error *err);
 
-// The name of the interface that has this address; "": none has.
+// The name of the interface that has this address; "" if none has.
 void nb_sock_interface_of(const struct nb_sockaddr *addr, char name[IF_NAMESIZE]);
-// Whether an interface was set down, has no carrier or is gone. False where that cannot be found out.
+// True if an interface was set down, has no carrier or is gone. False if that cannot be determined.
 bool nb_sock_interface_down(const char *name);
 
-// A non-blocking, close-on-exec listener on addr's host and its port (0: the first free one of the range). Sets
-// addr's port. On loopback, what is accepted and what is connected is not paced, whatever the host's congestion control.
+// Opens a non-blocking, close-on-exec listener on addr's host and port (0: the first free one of the range). Sets
+// addr's port. On loopback, accepted and connected sockets are not paced, whatever the host's congestion control.
 // Errors: -EADDRINUSE naming the port or the range.
 int nb_sock_listen(struct nb_sockaddr *addr, struct nb_port_range ports, int backlog, struct nb_error *err);
 
-// The next connection of a listener: a non-blocking descriptor, or -1 with errno.
+// Accepts the next connection of a listener: a non-blocking descriptor, or -1 with errno.
 int nb_sock_accept(int listener);
 
-// Starts a non-blocking connect, from `from` where not NULL. `congestion`: the congestion control of what is sent; NULL:
+// Starts a non-blocking connect, from `from` unless NULL. `congestion`: the congestion control of the data sent; NULL:
 // the host's, and on loopback one that does not pace. Returns the descriptor.
 int nb_sock_connect(const struct nb_sockaddr *to, const struct nb_sockaddr *from, const char *congestion,
                     struct nb_error *err);
 
-// Whether this process may have a congestion control of that name. Errors: -ENOENT, -EPERM naming those it may have.
+// Checks that this process may use a congestion control of that name. Errors: -ENOENT, -EPERM naming those it may use.
 int nb_sock_check_congestion(const char *congestion, struct nb_error *err);
 
 // The pending error of a connect that became writable: 0 or -errno.
 int nb_sock_connected(int fd);
 
-// TCP_NODELAY, keepalive, TCP_USER_TIMEOUT = timeout_ms.
+// Sets TCP_NODELAY, keepalive, and TCP_USER_TIMEOUT = timeout_ms.
 void nb_sock_tune(int fd, int timeout_ms);
 
-// Whole buffers on a non-blocking descriptor, until deadline_ns of nb_now_ns(). 0, or -ETIMEDOUT, -ECONNRESET, -errno.
+// Write or read whole buffers on a non-blocking descriptor, until deadline_ns of nb_now_ns(). 0, -ETIMEDOUT,
+// -ECONNRESET or -errno.
 int nb_sock_write_all(int fd, const void *buf, size_t bytes, int64_t deadline_ns);
 int nb_sock_read_all(int fd, void *buf, size_t bytes, int64_t deadline_ns);
 

@@ -1,4 +1,4 @@
-// How do ranks find each other, and what do they share once they have?
+// Bootstrap: one call for both sides of a join, rank 0's listener, and the session's tokens.
 #include "bootstrap/bootstrap.h"
 
 #include <errno.h>
@@ -11,10 +11,10 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "base/bits.h"
 #include "base/error.h"
 #include "base/sha256.h"
 #include "base/sock.h"
+#include "base/wire.h"
 #include "bootstrap/internal.h"
 
 enum { SECRET_MIN = 16, BACKLOG = 1024, INTERFACES_MAX = 32 };
@@ -30,16 +30,16 @@ static int check_secret(const struct nb_boot_config *config, struct nb_error *er
 
 static int check_config(const struct nb_boot_config *config, struct nb_error *err) {
     if (config->size < 1 || config->rank < 0 || config->rank >= config->size) {
-        return nb_fail(err, -EINVAL, "rank %d of %d: there is no such rank", config->rank, config->size);
+        return nb_fail(err, -EINVAL, "rank %d of %d does not exist", config->rank, config->size);
     }
-    if (config->tag != NULL && strlen(config->tag) > NB_BOOT_TAG_MAX) {
-        return nb_fail(err, -EINVAL, "a tag of %zu bytes: %d are the most", strlen(config->tag), NB_BOOT_TAG_MAX);
+    if (config->tag != NULL && strlen(config->tag) > NB_WIRE_JOIN_TAG_MAX) {
+        return nb_fail(err, -EINVAL, "a tag of %zu bytes: the limit is %d", strlen(config->tag), NB_WIRE_JOIN_TAG_MAX);
     }
     if (config->size == 1) {
         return 0;
     }
     if (config->timeout_ms <= 0) {
-        return nb_fail(err, -EINVAL, "a time limit of %d ms: it must be positive", config->timeout_ms);
+        return nb_fail(err, -EINVAL, "the time limit of %d ms must be positive", config->timeout_ms);
     }
     return check_secret(config, err);
 }
@@ -49,7 +49,7 @@ static int host_to_address(const char *host, struct nb_sockaddr *addr, struct nb
     bool six = host[0] != '[' && strchr(host, ':') != NULL;
     int n = snprintf(text, sizeof text, six ? "[%s]:0" : "%s:0", host);
     if (n < 0 || (size_t)n >= sizeof text || nb_sock_parse(text, addr, NULL) != 0) {
-        return nb_fail(err, -EINVAL, "'%.80s' is no address to listen on: 10.0.0.1 or fd00::1 was expected", host);
+        return nb_fail(err, -EINVAL, "'%.80s' is not an address to listen on: expected 10.0.0.1 or fd00::1", host);
     }
     return 0;
 }
@@ -86,7 +86,7 @@ int nb_listener_open(struct nb_listener *listener, const struct nb_boot_config *
 }
 
 void nb_listener_close(struct nb_listener *listener) {
-    if (listener != NULL && listener->addr.len != 0) { // zeroed memory is no listener
+    if (listener != NULL && listener->addr.len != 0) { // zeroed memory: not a listener
         close(listener->fd);
         *listener = (struct nb_listener){.fd = -1};
     }
@@ -100,7 +100,7 @@ static int join_alone(struct nb_boot *boot, struct nb_error *err) {
     }
     boot->control = malloc(sizeof *boot->control);
     if (boot->control == NULL) {
-        return nb_fail(err, -ENOMEM, "memory for one rank");
+        return nb_fail(err, -ENOMEM, "cannot allocate memory for one rank");
     }
     boot->control[0] = -1;
     return nb_sock_parse("127.0.0.1:0", &boot->self, err);
@@ -116,10 +116,10 @@ int nb_boot_join(struct nb_boot *boot, const struct nb_boot_config *config, stru
     if (config->size == 1) {
         rc = join_alone(&made, err);
     } else if (config->rank == 0) {
-        rc = listener != NULL ? nb_join_host(&made, config, listener, err)
+        rc = listener != NULL ? nb_join_server(&made, config, listener, err)
                               : nb_fail(err, -EINVAL, "rank 0 needs a listener");
     } else {
-        rc = address != NULL ? nb_join_guest(&made, config, address, err)
+        rc = address != NULL ? nb_join_client(&made, config, address, err)
                              : nb_fail(err, -EINVAL, "rank %d needs the address of rank 0", config->rank);
     }
     if (rc == 0) {
@@ -158,25 +158,4 @@ void nb_boot_token(const struct nb_boot *boot, const char *purpose, int from, in
     uint32_t ranks[2] = {(uint32_t)from, (uint32_t)to};
     nb_boot_mac(boot, purpose, ranks, sizeof ranks, digest);
     memcpy(token, digest, NB_TOKEN_BYTES);
-}
-
-int nb_ranks_missing(const uint64_t *came, int size, char text[NB_RANKS_TEXT]) {
-    int first = NB_NO_PEER;
-    int count = 0;
-    size_t used = 0;
-    char list[NB_RANKS_TEXT - 40] = "";
-    for (int rank = 0; rank < size; rank++) {
-        if (nb_bits_get(came, (size_t)rank)) {
-            continue;
-        }
-        first = count == 0 ? rank : first;
-        count++;
-        if (used + 16 < sizeof list) {
-            used += (size_t)snprintf(list + used, sizeof list - used, "%s%d", count > 1 ? ", " : "", rank);
-        } else if (used + 5 < sizeof list) {
-            used += (size_t)snprintf(list + used, sizeof list - used, ", …");
-        }
-    }
-    (void)snprintf(text, NB_RANKS_TEXT, "%s %s of %d", count == 1 ? "rank" : "ranks", list, size);
-    return first;
 }

@@ -1,5 +1,6 @@
-// How ranks find each other: every rank connects to rank 0, both sides prove that they know the job's secret, and the
-// connection stays: it becomes the control connection of that rank. Blocking, on the caller's thread, with a deadline.
+// Bootstrap: joins the ranks of a job. Every rank connects to rank 0, and both sides prove that they know the job's
+// secret. The connection stays open and becomes the rank's control connection. Blocking, on the caller's thread, with a
+// deadline.
 #ifndef NB_BOOTSTRAP_H
 #define NB_BOOTSTRAP_H
 
@@ -9,6 +10,7 @@
 #include "base/error.h"
 #include "base/sha256.h"
 #include "base/sock.h"
+#include "base/wire.h"
 
 enum { NB_SECRET_MAX = 128, NB_BOOT_BLOB_MAX = 64 * 1024 };
 
@@ -16,14 +18,14 @@ struct nb_boot_config {
     int rank;
     int size;
     int timeout_ms;
-    const char *ifname;          // NCCL_SOCKET_IFNAME's syntax; NULL: by itself
+    const char *ifname;          // NCCL_SOCKET_IFNAME's syntax; NULL: chosen automatically
     struct nb_port_range ports;  // of rank 0's listener
     const unsigned char *secret; // required, at least 16 bytes
     size_t secret_bytes;
     const char *tag; // what all ranks must agree on ("version/transport/provider/…"); differences are named
 };
 
-// Rank 0's door.
+// Rank 0's listener.
 struct nb_listener {
     int fd;
     struct nb_sockaddr addr;
@@ -35,35 +37,35 @@ struct nb_boot {
     int timeout_ms;
     int *control;              // rank 0: one descriptor per rank (control[0] = -1); others: control[0] only
     struct nb_sockaddr self;   // the local address of the control connection: the interface that reaches rank 0
-    unsigned char session[32]; // drawn by rank 0, known to all ranks that joined: the root of every later token
+    unsigned char session[32]; // random, chosen by rank 0, known to all ranks that joined; the key of every later token
 };
 
-// Listens on the chosen interface (`address`, without port, where not NULL; else by config->ifname) and says where.
+// Listens on the chosen interface (`address`, without port; if NULL, by config->ifname) and sets listener->addr.
 int nb_listener_open(struct nb_listener *listener, const struct nb_boot_config *config, const char *address,
                      struct nb_error *err);
 void nb_listener_close(struct nb_listener *listener);
 
-// Rank 0 gives its listener (which stays open) and address NULL; the others the address. A connection that does not
-// prove the secret in time is dropped (base/admission.h), and the join goes on.
-// Errors: -ETIMEDOUT naming the ranks that are missing; NB_EAUTH; NB_EMISMATCH naming both tags and ranks; two
-// processes that claim one rank; a rank outside [0, size).
+// Joins the job. Rank 0 passes its listener (which stays open) and address NULL; the others pass the address. A
+// connection that does not prove the secret in time is dropped (base/admission.h), and the join continues. Errors:
+// -ETIMEDOUT naming the missing ranks; NB_EAUTH; NB_EMISMATCH naming both tags and ranks; two processes that claim one
+// rank; a rank outside [0, size).
 int nb_boot_join(struct nb_boot *boot, const struct nb_boot_config *config, struct nb_listener *listener,
                  const char *address, struct nb_error *err);
 void nb_boot_close(struct nb_boot *boot);
 
-// Every rank gives `bytes`; out gets size × bytes, by rank. Every call on every rank in the same order.
+// All-gather: every rank passes `bytes`; out receives size × bytes, by rank. All ranks make all calls in the same
+// order.
 int nb_boot_allgather(struct nb_boot *boot, const void *in, size_t bytes, void *out, struct nb_error *err);
 int nb_boot_barrier(struct nb_boot *boot, struct nb_error *err);
 
-// This rank's clock minus rank 0's, in ns, by the exchange with the least round trip of several.
+// Measures this rank's clock minus rank 0's, in ns, from the exchange with the shortest round trip of several.
 int nb_boot_clock(struct nb_boot *boot, int64_t *offset_ns, int64_t *round_trip_ns, struct nb_error *err);
 
-// HMAC with the session as key over `purpose`, its terminator included, and the bytes: what one rank proves to another.
+// HMAC, keyed by the session, over `purpose` with its terminator and the bytes: proves this rank to another.
 void nb_boot_mac(const struct nb_boot *boot, const char *purpose, const void *data, size_t bytes,
                  unsigned char mac[NB_SHA256_BYTES]);
 
-// A 16-byte token both sides can compute: HMAC(session, "purpose" | from | to).
-enum { NB_TOKEN_BYTES = 16 };
+// Computes a 16-byte token that both sides know: HMAC(session, "purpose" | from | to).
 void nb_boot_token(const struct nb_boot *boot, const char *purpose, int from, int to,
                    unsigned char token[NB_TOKEN_BYTES]);
 

@@ -1,4 +1,4 @@
-// What does each message of a join contain, and what does its proof cover?
+// Handshake: fills in the messages of a join (base/wire.h), and computes their proofs.
 #include <errno.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -6,12 +6,13 @@
 
 #include "base/error.h"
 #include "base/sha256.h"
+#include "base/wire.h"
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/internal.h"
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the messages are sent as they lie in memory");
 
-// The label carries its terminator: no label is the beginning of another.
+// The label includes its terminator, so that no label is a prefix of another.
 static void mac_of(const struct nb_shake *shake, const struct nb_boot_config *config, const char *label,
                    const void *more, size_t more_bytes, unsigned char mac[NB_SHA256_BYTES]) {
     struct nb_hmac hmac;
@@ -34,10 +35,10 @@ static int draw(unsigned char nonce[NB_SHA256_BYTES], struct nb_error *err) {
 
 int nb_shake_hello(struct nb_shake *shake, const struct nb_boot_config *config, struct nb_error *err) {
     const char *tag = config->tag != NULL ? config->tag : "";
-    struct nb_hello *hello = &shake->hello;
+    struct wire_join_hello *hello = &shake->hello;
     memset(hello, 0, sizeof *hello);
-    memcpy(hello->magic, NB_BOOT_MAGIC, sizeof hello->magic);
-    hello->version = NB_BOOT_PROTOCOL;
+    memcpy(hello->magic, NB_WIRE_JOIN_MAGIC, sizeof hello->magic);
+    hello->version = NB_WIRE_JOIN_VERSION;
     hello->rank = (uint32_t)config->rank;
     hello->size = (uint32_t)config->size;
     hello->tag_bytes = (uint32_t)strnlen(tag, sizeof hello->tag);
@@ -46,23 +47,25 @@ int nb_shake_hello(struct nb_shake *shake, const struct nb_boot_config *config, 
 }
 
 int nb_shake_challenge(struct nb_shake *shake, struct nb_error *err) {
-    struct nb_challenge *challenge = &shake->challenge;
+    struct wire_join_challenge *challenge = &shake->challenge;
     memset(challenge, 0, sizeof *challenge);
-    memcpy(challenge->magic, NB_BOOT_MAGIC, sizeof challenge->magic);
-    challenge->version = NB_BOOT_PROTOCOL;
+    memcpy(challenge->magic, NB_WIRE_JOIN_MAGIC, sizeof challenge->magic);
+    challenge->version = NB_WIRE_JOIN_VERSION;
     return draw(challenge->nonce, err);
 }
 
-void nb_shake_proof(const struct nb_shake *shake, const struct nb_boot_config *config, struct nb_proof *proof) {
+void nb_shake_proof(const struct nb_shake *shake, const struct nb_boot_config *config, struct wire_join_proof *proof) {
     mac_of(shake, config, "client", NULL, 0, proof->mac);
 }
 
-void nb_shake_answer(const struct nb_shake *shake, const struct nb_boot_config *config, struct nb_answer *answer) {
-    mac_of(shake, config, "server", answer, offsetof(struct nb_answer, mac), answer->mac);
+void nb_shake_answer(const struct nb_shake *shake, const struct nb_boot_config *config,
+                     struct wire_join_answer *answer) {
+    mac_of(shake, config, "server", answer, offsetof(struct wire_join_answer, mac), answer->mac);
 }
 
-void nb_shake_verdict(const struct nb_shake *shake, const struct nb_boot_config *config, struct nb_verdict *verdict) {
-    mac_of(shake, config, "verdict", verdict, offsetof(struct nb_verdict, mac), verdict->mac);
+void nb_shake_verdict(const struct nb_shake *shake, const struct nb_boot_config *config,
+                      struct wire_join_verdict *verdict) {
+    mac_of(shake, config, "verdict", verdict, offsetof(struct wire_join_verdict, mac), verdict->mac);
 }
 
 void nb_shake_session(const struct nb_boot_config *config, const unsigned char salt[NB_SHA256_BYTES],

@@ -1,41 +1,23 @@
-// What each algorithm costs, and which costs least.
+// Cost of each algorithm, and the choice of the cheapest.
 #include "coll/choose.h"
 
 #include <stdbool.h>
 #include <stddef.h>
-#include <string.h>
 
-// Who changes peers from step to step leaves the wire idle in between, which a ring never does: among 4 ranks at 1 Gbit/s
-// 16 MB took 1.2 times as long by halving, and 1 MB 1.2 times what its bytes would have by doubling.
+// Algorithms that change peers between steps leave the wire idle in between; a ring does not. Among 4 ranks at 1
+// Gbit/s, 16 MB took 1.2 times as long by halving, and 1 MB took 1.2 times the time of its bytes by doubling.
 static const double CHANGING_PEERS = 1.2;
-
-int nb_algorithm_find(const char *name) {
-    static const struct {
-        const char *name;
-        enum nb_algorithm algorithm;
-    } known[] = {{"auto", NB_ALGORITHM_NONE},
-                 {"ring", NB_ALGORITHM_RING},
-                 {"recursive_doubling", NB_ALGORITHM_DOUBLING},
-                 {"halving_doubling", NB_ALGORITHM_HALVING},
-                 {"two_level", NB_ALGORITHM_TWO_LEVEL}};
-    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
-        if (strcmp(known[i].name, name) == 0) {
-            return (int)known[i].algorithm;
-        }
-    }
-    return -1;
-}
 
 bool nb_costs_possible(const struct nb_costs *costs) {
     const double each[] = {costs->alpha_ns, costs->beta_ns, costs->gamma_ns, costs->levels_ns, costs->levels_byte_ns};
     bool all = true;
     for (size_t i = 0; i < sizeof each / sizeof each[0]; i++) {
-        all = all && each[i] >= 0 && each[i] <= 1e12; // no NaN is
+        all = all && each[i] >= 0 && each[i] <= 1e12; // a NaN fails this
     }
     return all;
 }
 
-double nb_cost_ns(const struct nb_costs *costs, enum nb_algorithm algorithm, int size, int hosts, size_t bytes) {
+double nb_cost_ns(const struct nb_costs *costs, enum nb_algorithm_id algorithm, int size, int hosts, size_t bytes) {
     int levels = 0;
     while (2 << levels <= size) {
         levels++;
@@ -46,10 +28,10 @@ double nb_cost_ns(const struct nb_costs *costs, enum nb_algorithm algorithm, int
     double whole = s * costs->beta_ns;
     double stepped = size > 2 ? CHANGING_PEERS * whole : whole;
     double sums = s * costs->gamma_ns;
-    double handed = fold * (2 * costs->alpha_ns + 2 * whole + sums); // to a neighbour, and back
-    double parts = 2 * (p - 1) / p;                                  // of the line, that a rank sends
+    double handed = fold * (2 * costs->alpha_ns + 2 * whole + sums); // to a neighbour and back
+    double parts = 2 * (p - 1) / p;                                  // share of the buffer that a rank sends
     switch (algorithm) {
-    case NB_ALGORITHM_STAR:
+    case NB_ALGORITHM_INLINE:
         return 2 * (p - 1) * (whole + sums);
     case NB_ALGORITHM_DOUBLING:
         return levels * (costs->alpha_ns + stepped + sums) + 2 * sums + handed;
@@ -62,15 +44,15 @@ double nb_cost_ns(const struct nb_costs *costs, enum nb_algorithm algorithm, int
     }
 }
 
-enum nb_algorithm nb_choose(const struct nb_costs *costs, int size, int hosts, size_t bytes) {
+enum nb_algorithm_id nb_choose(const struct nb_costs *costs, int size, int hosts, size_t bytes) {
     const struct {
-        enum nb_algorithm algorithm;
+        enum nb_algorithm_id algorithm;
         bool possible;
     } others[] = {{NB_ALGORITHM_HALVING, true},
                   {NB_ALGORITHM_DOUBLING, true},
-                  {NB_ALGORITHM_STAR, bytes > 0 && bytes <= NB_STAR_MAX},
+                  {NB_ALGORITHM_INLINE, bytes > 0 && bytes <= NB_INLINE_MAX},
                   {NB_ALGORITHM_TWO_LEVEL, hosts > 1 && bytes > 0 && costs->levels_ns > 0}};
-    enum nb_algorithm best = NB_ALGORITHM_RING;
+    enum nb_algorithm_id best = NB_ALGORITHM_RING;
     double least = nb_cost_ns(costs, best, size, hosts, bytes);
     for (size_t i = 0; costs->alpha_ns > 0 && i < sizeof others / sizeof others[0]; i++) {
         double cost = nb_cost_ns(costs, others[i].algorithm, size, hosts, bytes);

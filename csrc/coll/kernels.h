@@ -1,4 +1,4 @@
-// Sets of reduction kernels, one for each instruction set, and the conversions that define what they must give.
+// Reduction kernels: one set for each instruction set, and the conversions that define the results.
 #ifndef NB_COLL_KERNELS_H
 #define NB_COLL_KERNELS_H
 
@@ -11,11 +11,11 @@
 
 typedef void (*nb_cast_fn)(void *dst, const void *src, size_t count);
 
-// NULL: the set has no kernel of its own for this, the generic one serves.
+// NULL: the set has no own kernel for this; the generic one is used.
 struct nb_kernels {
     nb_reduce_fn reduce[NB_DTYPES][NB_REDOPS];
     nb_scale_fn scale[NB_DTYPES];
-    nb_pair_fn pair[NB_DTYPES]; // of sums
+    nb_pair_fn pair[NB_DTYPES]; // sums only
     nb_cast_fn f32_f16;
     nb_cast_fn f16_f32;
 };
@@ -28,7 +28,7 @@ extern const struct nb_kernels nb_kernels_avx512;
 extern const struct nb_kernels nb_kernels_neon;
 #endif
 
-// Sums of pairs by the other kernels, one after the other.
+// Pair sums made from the other kernels, one after the other.
 extern const nb_pair_fn nb_pair_generic[NB_DTYPES];
 
 // nb_kernels.reduce of a set whose kernels have these names. Sums and products wrap, so they are those of the unsigned
@@ -42,10 +42,10 @@ _Static_assert(NB_SUM == 0 && NB_MIN == 1 && NB_MAX == 2 && NB_PRODUCT == 3, "th
 _Static_assert(NB_U8 == 0 && NB_I8 == 1 && NB_I32 == 2 && NB_I64 == 3 && NB_F16 == 4 && NB_BF16 == 5 && NB_F32 == 6,
                "the order of scales and pairs where they are not named");
 
-// The set by its number; the generic one where it does not run here.
+// Returns a set by its number; the generic one if this CPU cannot run it.
 const struct nb_kernels *nb_kernels_of(int isa);
 
-// Elements in memory of any alignment.
+// Elements at any alignment.
 typedef uint8_t nb_u8_any __attribute__((may_alias));
 typedef int8_t nb_i8_any __attribute__((may_alias));
 typedef uint16_t nb_u16_any __attribute__((aligned(1), may_alias));
@@ -72,7 +72,7 @@ static inline float nb_bf16_widen(uint16_t half) {
     return nb_f32_of_bits((uint32_t)half << 16);
 }
 
-// A NaN is made quiet instead of rounded: a carry could turn it into an infinity or a zero.
+// Makes a NaN quiet instead of rounding it: a carry could turn it into an infinity or a zero.
 static inline uint16_t nb_bf16_narrow(float value) {
     uint32_t bits = nb_f32_bits(value);
     uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -80,7 +80,7 @@ static inline uint16_t nb_bf16_narrow(float value) {
     return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded);
 }
 
-// The results of these two do not depend on subnormal float32 values, which a thread may have set to be flushed.
+// The results of these two conversions do not depend on subnormal float32 values, which a thread may flush to zero.
 static inline float nb_f16_widen(uint16_t half) {
     const uint32_t smallest_normal = 113u << 23; // 2^-14, in float32
     uint32_t magnitude = half & 0x7fffu;
@@ -94,7 +94,7 @@ static inline float nb_f16_widen(uint16_t half) {
 
 static inline uint16_t nb_f16_narrow(float value) {
     const uint32_t infinity = 0x7f800000;
-    const uint32_t too_large = 0x477ff000;       // 65520: halfway from the largest half to what would follow
+    const uint32_t too_large = 0x477ff000;       // 65520: halfway between the largest half and the next step
     const uint32_t smallest_normal = 113u << 23; // 2^-14
     const uint32_t one_half = 126u << 23;        // its unit in the last place is that of a subnormal half
     uint32_t bits = nb_f32_bits(value);

@@ -1,4 +1,4 @@
-// Reduction kernels for any CPU, written as loops the compiler turns into vector code, and the choice of a set.
+// Generic reduction kernels, as loops that the compiler vectorises, and the choice of a set.
 #include "coll/reduce.h"
 
 #include "base/dtype.h"
@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// What two elements a (there) and b (arriving) give. A NaN on either side is the smallest and the largest.
+// Result for two elements a (present) and b (arriving). A NaN on either side wins min and max.
 #define ADD(a, b) ((a) + (b))
 #define MULTIPLY(a, b) ((a) * (b))
 #define LESSER(a, b) ((a) < (b) ? (a) : (b))
@@ -16,7 +16,7 @@
 #define GREATER_OR_NAN(a, b) ((a) > (b) || (a) != (a) ? (a) : (b))
 #define AS_IS(value) (value)
 
-// dst = narrow(op(widen(dst), widen(src))), the arithmetic in `type`.
+// dst = narrow(op(widen(dst), widen(src))), computed in `type`.
 #define REDUCE(name, type, element, widen, narrow, op)                                                                 \
     static void name(void *restrict dst, const void *restrict src, size_t count) {                                     \
         element *restrict d = dst;                                                                                     \
@@ -37,7 +37,7 @@
         }                                                                                                              \
     }
 
-// What does not fit becomes the nearest that does. `above` is the largest value + 1, which float64 holds exactly.
+// Values out of range become the nearest in range. `above` is the largest value + 1, which float64 represents exactly.
 #define SCALE_INTEGER(name, type, element, smallest, largest, above)                                                   \
     static void name(void *dst, size_t count, double scale) {                                                          \
         element *d = dst;                                                                                              \
@@ -102,7 +102,7 @@ const struct nb_kernels nb_kernels_generic = {
     .f16_f32 = cast_f16_f32,
 };
 
-// In the order of enum nb_isa: of those that run, the last is the best. NULL: not in this build.
+// In the order of enum nb_isa: the last one that runs is the best. NULL: not in this build.
 static const struct nb_kernels *const sets[NB_ISAS] = {
     [NB_ISA_GENERIC] = &nb_kernels_generic,
 #if defined(__x86_64__)

@@ -1,5 +1,5 @@
-// Reduction kernels for x86-64 with AVX2, FMA and F16C. Bit for bit what the generic ones give. The target is asked for
-// function by function, so the file needs no flag of its own.
+// Reduction kernels for x86-64 with AVX2, FMA and F16C, bit for bit equal to the generic ones. Each function sets its
+// target, so the file needs no compiler flag.
 #include <stddef.h>
 #include <stdint.h>
 #if defined(__x86_64__)
@@ -32,7 +32,7 @@ OP(i32_max, vector, _mm256_max_epi32(a, b))
 OP(i64_min, vector, _mm256_blendv_epi8(a, b, _mm256_cmpgt_epi64(a, b)))
 OP(i64_max, vector, _mm256_blendv_epi8(b, a, _mm256_cmpgt_epi64(a, b)))
 
-// The instruction gives its second operand where either is NaN; a NaN in the first one is put back.
+// The instruction returns its second operand if either is NaN; this restores a NaN of the first.
 static inline TARGET floats floats_min(floats a, floats b) {
     return _mm256_blendv_ps(_mm256_min_ps(a, b), a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
 }
@@ -59,8 +59,7 @@ static inline TARGET vector f16_join(floats one, floats other) {
     return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
 }
 
-// As a multiplication that changes nothing it leaves CPUs that have units for sums and for products those units that
-// convert.
+// An add as a fused multiply-add by 1: on CPUs with separate units for both this leaves the conversion units free.
 static inline TARGET floats f16_add(floats a, floats b) {
     return _mm256_fmadd_ps(a, _mm256_set1_ps(1), b);
 }
@@ -69,7 +68,7 @@ static inline TARGET vector bf16_load(const char *at) {
     return vector_load(at);
 }
 
-// The elements of even number, and of odd: none changes its place.
+// The even elements, and the odd ones. No element moves.
 static inline TARGET floats bf16_one(vector value) {
     return (floats)((u32s)value << 16);
 }
@@ -78,13 +77,13 @@ static inline TARGET floats bf16_other(vector value) {
     return (floats)((u32s)value & 0xffff0000);
 }
 
-// The upper halves of floats, which go back to where they came from.
+// Joins the upper halves of the floats, at the places where they came from.
 static inline TARGET vector bf16_upper(floats even, floats odd) {
     return _mm256_blend_epi16(_mm256_srli_epi32((vector)even, 16), (vector)odd, 0xaa);
 }
 
-// To nearest even: the carry of lower half + 0x7fff + (upper half & 1) is the top bit of an average. A NaN that
-// arithmetic on bfloat16 gives is quiet, and has nothing in its lower half that could round it to another value.
+// Rounds to nearest even: the carry of lower half + 0x7fff + (upper half & 1) is the top bit of an average. A NaN from
+// arithmetic on bfloat16 is quiet, and its lower half is zero, so rounding does not change it.
 static inline TARGET vector bf16_round(floats even, floats odd) {
     vector upper = bf16_upper(even, odd);
     vector lower = _mm256_blend_epi16((vector)even, _mm256_slli_epi32((vector)odd, 16), 0xaa);
@@ -93,7 +92,7 @@ static inline TARGET vector bf16_round(floats even, floats odd) {
     return _mm256_add_epi16(upper, _mm256_srli_epi16(average, 15));
 }
 
-// A signalling NaN becomes quiet.
+// Makes a signalling NaN quiet.
 static inline TARGET vector bf16_join(floats even, floats odd) {
     vector upper = bf16_upper(even, odd);
     vector magnitude = _mm256_and_si256(upper, _mm256_set1_epi16(0x7fff));
@@ -105,6 +104,6 @@ static inline TARGET vector bf16_join(floats even, floats odd) {
 
 #else
 
-typedef int nb_kernels_avx2_is_for_x86_64; // an empty file is no C
+typedef int nb_kernels_avx2_is_for_x86_64; // C does not allow an empty file
 
 #endif

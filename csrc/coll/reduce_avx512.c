@@ -1,4 +1,4 @@
-// Reduction kernels for x86-64 with AVX-512 (F, BW, DQ, VL). Bit for bit what the generic ones give.
+// Reduction kernels for x86-64 with AVX-512 (F, BW, DQ, VL), bit for bit equal to the generic ones.
 #include <stddef.h>
 #include <stdint.h>
 #if defined(__x86_64__)
@@ -45,7 +45,7 @@ OP(i32_max, vector, _mm512_max_epi32(a, b))
 OP(i64_min, vector, _mm512_min_epi64(a, b))
 OP(i64_max, vector, _mm512_max_epi64(a, b))
 
-// The instruction gives its second operand where either is NaN; where the first one is, it stays.
+// The instruction returns its second operand if either is NaN; the mask keeps a NaN of the first.
 static inline TARGET floats floats_min(floats a, floats b) {
     return _mm512_mask_min_ps(a, _mm512_cmp_ps_mask(a, a, _CMP_ORD_Q), a, b);
 }
@@ -72,20 +72,19 @@ static inline TARGET vector f16_join(floats one, floats other) {
     return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }
 
-// As a multiplication that changes nothing it leaves CPUs that have units for sums and for products those units that
-// convert.
+// An add as a fused multiply-add by 1: on CPUs with separate units for both this leaves the conversion units free.
 static inline TARGET floats f16_add(floats a, floats b) {
     return _mm512_fmadd_ps(a, _mm512_set1_ps(1), b);
 }
 
-// Loaded once: the compiler would load again for the other half, which takes longer than the rest.
+// Loads once: the compiler would load again for the other half, which takes longer than the rest.
 static inline TARGET vector bf16_load(const char *at) {
     vector value = vector_load(at);
     __asm__("" : "+v"(value));
     return value;
 }
 
-// Of each 16 bytes the lower half, and the upper one.
+// The lower half of each 16 bytes, and the upper half.
 static inline TARGET floats bf16_one(vector value) {
     return (floats)_mm512_unpacklo_epi16(_mm512_setzero_si512(), value);
 }
@@ -94,7 +93,7 @@ static inline TARGET floats bf16_other(vector value) {
     return (floats)_mm512_unpackhi_epi16(_mm512_setzero_si512(), value);
 }
 
-// Where the upper half of each element lies in those two; the lower half is before it.
+// Positions of each element's upper half in those two vectors; its lower half is one before.
 static inline TARGET vector bf16_places(void) {
     const __m512i lanes =
         _mm512_set_epi64(0x003f003d003b0039, 0x001f001d001b0019, 0x0037003500330031, 0x0017001500130011,
@@ -106,8 +105,8 @@ static inline TARGET vector bf16_upper(floats one, floats other) {
     return _mm512_permutex2var_epi16((vector)one, bf16_places(), (vector)other);
 }
 
-// To nearest even: up where the lower half is more than a half, or is a half and the upper one odd. A NaN that
-// arithmetic on bfloat16 gives is quiet, and has nothing in its lower half that could round it to another value.
+// Rounds to nearest even: up if the lower half is more than one half, or exactly one half and the upper half is odd. A
+// NaN from arithmetic on bfloat16 is quiet, and its lower half is zero, so rounding does not change it.
 static inline TARGET vector bf16_round(floats one, floats other) {
     vector upper = bf16_upper(one, other);
     vector places = _mm512_sub_epi16(bf16_places(), _mm512_set1_epi16(1));
@@ -117,7 +116,7 @@ static inline TARGET vector bf16_round(floats one, floats other) {
     return _mm512_mask_sub_epi16(upper, _mm512_cmpge_epu16_mask(lower, least), upper, _mm512_set1_epi16(-1));
 }
 
-// A signalling NaN becomes quiet.
+// Makes a signalling NaN quiet.
 static inline TARGET vector bf16_join(floats one, floats other) {
     vector upper = bf16_upper(one, other);
     vector magnitude = _mm512_and_si512(upper, _mm512_set1_epi16(0x7fff));
@@ -127,7 +126,7 @@ static inline TARGET vector bf16_join(floats one, floats other) {
 
 #define SCALES_INTEGERS
 
-// 16 integers by a factor, each result the nearest in [low, high] of those that fit, truncated. A NaN becomes `low`.
+// Scales 16 integers by a factor, clamps to [low, high] and truncates. A NaN becomes `low`.
 static inline TARGET __m512i scaled(__m512i value, __m512d factor, double low, double high) {
     __m512d one = _mm512_mul_pd(_mm512_cvtepi32_pd(_mm512_castsi512_si256(value)), factor);
     __m512d other = _mm512_mul_pd(_mm512_cvtepi32_pd(_mm512_extracti64x4_epi64(value, 1)), factor);
@@ -153,7 +152,7 @@ OP_BYTES_SCALE(u8_scale_op, _mm512_cvtepu8_epi32, 0, UINT8_MAX)
 OP_BYTES_SCALE(i8_scale_op, _mm512_cvtepi8_epi32, INT8_MIN, INT8_MAX)
 OP(i32_scale, vector, scaled(a, (doubles)b, INT32_MIN, INT32_MAX))
 
-// What is too small, and a NaN, becomes INT64_MIN by the instruction.
+// The instruction turns values that are too small, and NaN, into INT64_MIN.
 static inline TARGET vector i64_scale_op(const char *to, const char *from) {
     __m512d value = _mm512_mul_pd(_mm512_cvtepi64_pd(vector_load(to)), (doubles)vector_load(from));
     __mmask8 large = _mm512_cmp_pd_mask(value, _mm512_set1_pd(0x1p63), _CMP_GE_OQ);
@@ -164,6 +163,6 @@ static inline TARGET vector i64_scale_op(const char *to, const char *from) {
 
 #else
 
-typedef int nb_kernels_avx512_is_for_x86_64; // an empty file is no C
+typedef int nb_kernels_avx512_is_for_x86_64; // C does not allow an empty file
 
 #endif

@@ -1,5 +1,5 @@
-// Reduction kernels for 64-bit ARM. Bit for bit what the generic ones give. What is used is in every such CPU: the
-// conversions of halves too.
+// Reduction kernels for 64-bit ARM, bit for bit equal to the generic ones. Every such CPU has the instructions used,
+// including the float16 conversions.
 #if defined(__aarch64__)
 
 #include <arm_neon.h>
@@ -7,7 +7,7 @@
 #include <stdint.h>
 
 #define SET nb_kernels_neon
-#define TARGET // nothing to ask for
+#define TARGET // no target attribute needed
 
 typedef uint8x16_t vector;
 typedef float32x4_t floats;
@@ -32,7 +32,7 @@ OP(i32_max, int32x4_t, vmaxq_s32(a, b))
 OP(i64_min, int64x2_t, vbslq_s64(vcltq_s64(a, b), a, b))
 OP(i64_max, int64x2_t, vbslq_s64(vcgtq_s64(a, b), a, b))
 
-// The instructions for this know the sign of a zero, which the comparison does not.
+// Not the min and max instructions: they order -0 before +0, which the comparison does not.
 static inline floats floats_min(floats a, floats b) {
     return vbslq_f32(vceqq_f32(a, a), vbslq_f32(vcltq_f32(a, b), a, b), a);
 }
@@ -65,7 +65,7 @@ static inline vector bf16_load(const char *at) {
     return vector_load(at);
 }
 
-// The elements of even number, and of odd: none changes its place.
+// The even elements, and the odd ones. No element moves.
 static inline floats bf16_one(vector value) {
     return (floats)((u32s)value << 16);
 }
@@ -74,13 +74,13 @@ static inline floats bf16_other(vector value) {
     return (floats)((u32s)value & 0xffff0000);
 }
 
-// The upper halves of floats, which go back to where they came from.
+// Joins the upper halves of the floats, at the places where they came from.
 static inline uint16x8_t bf16_upper(floats even, floats odd) {
     return vreinterpretq_u16_u32(vsriq_n_u32(vreinterpretq_u32_f32(odd), vreinterpretq_u32_f32(even), 16));
 }
 
-// To nearest even: up where lower half + (upper half & 1) is more than half a unit. A NaN that arithmetic on bfloat16
-// gives is quiet, and has nothing in its lower half that could round it to another value.
+// Rounds to nearest even: up if lower half + (upper half & 1) is more than half a unit. A NaN from arithmetic on
+// bfloat16 is quiet, and its lower half is zero, so rounding does not change it.
 static inline vector bf16_round(floats even, floats odd) {
     uint16x8_t upper = bf16_upper(even, odd);
     uint32x4_t lower = vsliq_n_u32(vreinterpretq_u32_f32(even), vreinterpretq_u32_f32(odd), 16);
@@ -88,7 +88,7 @@ static inline vector bf16_round(floats even, floats odd) {
     return vreinterpretq_u8_u16(vsubq_u16(upper, vcgtq_u16(more, vdupq_n_u16(0x8000))));
 }
 
-// A signalling NaN becomes quiet.
+// Makes a signalling NaN quiet.
 static inline vector bf16_join(floats even, floats odd) {
     uint16x8_t upper = bf16_upper(even, odd);
     uint16x8_t nan = vcgtq_u16(vandq_u16(upper, vdupq_n_u16(0x7fff)), vdupq_n_u16(0x7f80));
@@ -99,6 +99,6 @@ static inline vector bf16_join(floats even, floats odd) {
 
 #else
 
-typedef int nb_kernels_neon_is_for_aarch64; // an empty file is no C
+typedef int nb_kernels_neon_is_for_aarch64; // C does not allow an empty file
 
 #endif

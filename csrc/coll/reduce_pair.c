@@ -1,4 +1,4 @@
-// Sums written to two places: by a kernel that does just that where the CPU has one, else block by block.
+// Pair sums: by a dedicated kernel if the CPU has one, else block by block.
 #include "coll/reduce_pair.h"
 
 #include <stddef.h>
@@ -8,7 +8,7 @@
 #include "coll/kernels.h"
 #include "coll/reduce.h"
 
-enum { BLOCK_BYTES = 4096 }; // with what is read and written, it stays in the nearest cache
+enum { BLOCK_BYTES = 4096 }; // with its inputs and outputs it stays in the L1 cache
 
 struct pair {
     char *to[2];

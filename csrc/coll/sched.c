@@ -1,4 +1,4 @@
-// Which bytes travel in which step: ring and chain as arithmetic, without any I/O.
+// Ring and chain schedules as arithmetic, without I/O.
 #include "coll/sched.h"
 #include <stddef.h>
 #include <stdint.h>
@@ -46,7 +46,7 @@ void nb_sched_init(struct nb_sched *sched, enum nb_sched_kind kind, int rank, in
     } else {
         ring_init(sched, element_bytes);
     }
-    // Every rank must come to the same cut, also the one that only sends or only receives.
+    // All ranks must reach the same block size, also those that only send or only receive.
     size_t steps = sched->steps_out > sched->steps_in ? sched->steps_out : sched->steps_in;
     while (steps * ((sched->part_bytes + sched->block_bytes - 1) / sched->block_bytes) > NB_BLOCKS_MAX) {
         sched->block_bytes *= 2;
@@ -62,7 +62,7 @@ uint32_t nb_sched_blocks_in(const struct nb_sched *sched) {
     return sched->steps_in * sched->per_step;
 }
 
-// The part that leaves in a step. What arrives is one part before it: the neighbour's, in the neighbour's numbering.
+// Returns the part that leaves in a step. The part that arrives is the one before it: the neighbour's outgoing part.
 static size_t part_out(const struct nb_sched *sched, uint32_t step) {
     if (sched->kind == NB_SCHED_CHAIN_BROADCAST) {
         return 0;

@@ -1,4 +1,4 @@
-// Who exchanges what with whom in which step, without any I/O.
+// Schedules of whole steps: peers and ranges of each step, without I/O.
 #include "coll/steps.h"
 
 #include <stdbool.h>
@@ -24,7 +24,7 @@ void nb_steps_init(struct nb_steps *steps, enum nb_steps_kind kind, int rank, in
     steps->folded = size - (1 << steps->levels);
     steps->place = rank - steps->folded;
     if (rank < 2 * steps->folded) {
-        steps->place = rank % 2 == 1 ? rank / 2 : NB_NOBODY;
+        steps->place = rank % 2 == 1 ? rank / 2 : NB_NO_RANK;
     }
     int fold = steps->folded > 0;
     int exchanges = kind == NB_STEPS_HALVING ? 2 * steps->levels : steps->levels;
@@ -32,7 +32,7 @@ void nb_steps_init(struct nb_steps *steps, enum nb_steps_kind kind, int rank, in
     steps->reducing = fold + steps->levels;
 }
 
-// The rank that stands at a place among those that go on.
+// Returns the rank at an index among those that take part in the exchanges.
 static int rank_at(const struct nb_steps *steps, int place) {
     return place < steps->folded ? 2 * place + 1 : place + steps->folded;
 }
@@ -41,7 +41,7 @@ static struct nb_range all(const struct nb_steps *steps) {
     return (struct nb_range){.offset = 0, .bytes = steps->bytes};
 }
 
-// One half of a range: the lower one takes what is left over.
+// Returns one half of a range. The lower half takes the remainder.
 static struct nb_range half(struct nb_range range, bool upper) {
     size_t lower = (range.bytes / 2 + CUT_ALIGN - 1) / CUT_ALIGN * CUT_ALIGN;
     lower = lower < range.bytes ? lower : range.bytes;
@@ -51,7 +51,7 @@ static struct nb_range half(struct nb_range range, bool upper) {
     return (struct nb_range){range.offset, lower};
 }
 
-// What a place is responsible for after so many halvings.
+// Returns the range that a place owns after `times` halvings.
 static struct nb_range halved(const struct nb_steps *steps, int place, int times) {
     struct nb_range range = all(steps);
     for (int i = 0; i < times; i++) {
@@ -60,15 +60,15 @@ static struct nb_range halved(const struct nb_steps *steps, int place, int times
     return range;
 }
 
-static const struct nb_step idle = {.to = NB_NOBODY, .from = NB_NOBODY};
+static const struct nb_step idle = {.to = NB_NO_RANK, .from = NB_NO_RANK};
 
-// The first and the last step where ranks are no power of two.
+// The first and the last step if the number of ranks is not a power of two.
 static struct nb_step fold_step(const struct nb_steps *steps, bool first) {
     struct nb_step step = idle;
     if (steps->rank >= 2 * steps->folded) {
         return step;
     }
-    bool gives = (steps->place == NB_NOBODY) == first;
+    bool gives = (steps->place == NB_NO_RANK) == first;
     if (gives) {
         step.to = first ? steps->rank + 1 : steps->rank - 1;
         step.out = all(steps);
@@ -89,7 +89,7 @@ static struct nb_step exchange_step(const struct nb_steps *steps, int index) {
     struct nb_step step = idle;
     bool back = index >= steps->levels;
     int level = back ? 2 * steps->levels - 1 - index : index;
-    if (steps->place == NB_NOBODY || level < 0) {
+    if (steps->place == NB_NO_RANK || level < 0) {
         return step;
     }
     int partner = steps->place ^ distance(level);
@@ -130,7 +130,7 @@ struct nb_step nb_steps_get(const struct nb_steps *steps, int step) {
 }
 
 struct nb_range nb_steps_own(const struct nb_steps *steps) {
-    if (steps->kind != NB_STEPS_HALVING || steps->place == NB_NOBODY) {
+    if (steps->kind != NB_STEPS_HALVING || steps->place == NB_NO_RANK) {
         return (struct nb_range){0, 0};
     }
     return halved(steps, steps->place, steps->levels);

@@ -1,11 +1,11 @@
-// Schedules of whole steps as arithmetic: in each step a rank owes one peer a range of the line and is owed one by
-// another, and a step's bytes depend on those of the steps before it. For operations that latency rules: few steps, to
-// many peers. (Where bandwidth rules, sched.h cuts a ring's steps into blocks that follow each other.)
+// Schedules of whole steps as arithmetic: in each step a rank sends a range of the buffer to one peer and receives one
+// from another. The bytes of a step depend on all earlier steps. For latency-bound operations: few steps, many peers.
+// (For bandwidth-bound ones, sched.h cuts the steps of a ring into pipelined blocks.)
 //
-// Recursive doubling: the whole line is exchanged with ranks 1, 2, 4, … away. At 2 ranks: a direct exchange.
-// Recursive halving and doubling: half of it, a quarter, …, then back (Rabenseifner).
-// Where ranks are no power of two, the first few hand their line to a neighbour and get the result back.
-// Pairwise all-to-all: the line is n parts to send and n parts to receive; in step k to rank + k, from rank - k.
+// Recursive doubling: exchanges the whole buffer with ranks 1, 2, 4, … away. At 2 ranks: a direct exchange.
+// Recursive halving and doubling: exchanges half of it, a quarter, …, then back (Rabenseifner).
+// If the number of ranks is not a power of two, the first few hand their buffer to a neighbour and get the result back.
+// Pairwise all-to-all: the buffer is n parts to send, then n to receive; step k is to rank + k and from rank - k.
 #ifndef NB_COLL_STEPS_H
 #define NB_COLL_STEPS_H
 
@@ -16,33 +16,33 @@
 
 enum nb_steps_kind { NB_STEPS_NONE, NB_STEPS_DOUBLING, NB_STEPS_HALVING, NB_STEPS_PAIRWISE };
 
-enum { NB_NOBODY = -1 };
+enum { NB_NO_RANK = -1 };
 
 struct nb_steps {
     enum nb_steps_kind kind;
     int rank;
     int size;
     size_t bytes;
-    int count;    // of steps, the same on all ranks
-    int reducing; // the first steps, after which this rank's result (or its part of it) is complete
-    int levels;   // of doubling
-    int folded;   // ranks that hand their line to a neighbour
-    int place;    // among those that go on; NB_NOBODY: this rank does not
+    int count;    // number of steps, the same on all ranks
+    int reducing; // number of first steps after which this rank's result (or its part of it) is complete
+    int levels;   // number of doublings
+    int folded;   // number of ranks that hand their buffer to a neighbour
+    int place;    // index among the ranks that take part in the exchanges; NB_NO_RANK: this rank does not
 };
 
 struct nb_step {
-    int to;   // NB_NOBODY: nothing is sent
-    int from; // NB_NOBODY: nothing is received
+    int to;   // NB_NO_RANK: nothing is sent
+    int from; // NB_NO_RANK: nothing is received
     struct nb_range out;
     struct nb_range in;
-    bool reduces; // what arrives is added, not placed
-    bool lower;   // the sender's sum goes before this rank's: both come to the same bits
+    bool reduces; // arrivals are added, not placed
+    bool lower;   // the sender's sum comes first in the addition, so that both ranks get the same bits
 };
 
 // No range cuts an element of up to 64 bytes. `bytes` of an all-to-all: 2 × size equal parts.
 void nb_steps_init(struct nb_steps *steps, enum nb_steps_kind kind, int rank, int size, size_t bytes);
 struct nb_step nb_steps_get(const struct nb_steps *steps, int step);
-// Halving: the range that is complete on this rank after the reducing steps; empty where there is none.
+// Halving: returns the range that is complete on this rank after the reducing steps; empty if there is none.
 struct nb_range nb_steps_own(const struct nb_steps *steps);
 size_t nb_steps_bytes_out(const struct nb_steps *steps);
 

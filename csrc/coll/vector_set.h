@@ -1,11 +1,11 @@
-// A set of kernels, from one CPU's operations. Included once, at the end of the file that has included coll/vectors.h,
-// and there defined SET (the set's name) and
-//   u8_min_op … i64_max_op                          by OP
+// Vector set: a set of kernels, made from one instruction set's operations. A kernel file includes it once, at its end,
+// after coll/vectors.h. Before that it defines SET (the set's name) and
+//   u8_min_op … i64_max_op              by OP
 //   floats_min, floats_max, doubles_min, doubles_max of two vectors
-//   f16_load, f16_join, f16_add                      half a vector of halves as floats; two of those as halves; their sum
-//   bf16_load, bf16_one, bf16_other                 a vector of bfloat16; either half of its elements as floats
-//   bf16_round, bf16_join                           those together again: floats of any value, or bfloat16 already
-//   SCALES_INTEGERS, with u8_scale_op … i64_scale_op by vectors of float64: only where the CPU can
+//   f16_load, f16_join, f16_add         half a vector of float16 as floats; two floats as float16; sum of floats
+//   bf16_load, bf16_one, bf16_other     a vector of bfloat16; either half of its elements as floats
+//   bf16_round, bf16_join               both halves as bfloat16: from floats of any value; from exact bfloat16 values
+//   SCALES_INTEGERS, u8_scale_op … i64_scale_op by vectors of float64, if the CPU can
 #ifndef NB_COLL_VECTOR_SET_H
 #define NB_COLL_VECTOR_SET_H
 
@@ -23,12 +23,12 @@ static inline TARGET floats floats_multiply(floats a, floats b) {
     return a * b;
 }
 
-// A factor for bfloat16. A NaN is one with nothing in its lower half, which sums and products of bfloat16 are too.
+// A factor for bfloat16. A NaN gets a zero lower half, as in sums and products of bfloat16.
 static inline float bf16_factor(double by) {
     return by == by ? (float)by : __builtin_nanf("");
 }
 
-// Two operations on float32 make one on 16 bits.
+// Operations on 16-bit types: two operations on float32.
 #define OP_F16(name, op)                                                                                               \
     static inline TARGET vector name##_op(const char *to, const char *from) {                                          \
         return f16_join(op(f16_load(to), f16_load(from)), op(f16_load(to + HALF), f16_load(from + HALF)));             \
@@ -67,7 +67,7 @@ static inline TARGET vector f16_scale_op(const char *to, const char *from) {
         vectors_reduce(dst, src, count * sizeof(element), sizeof(element), name##_op);                                 \
     }
 
-// The operation takes `value`, of what is called `by`, in every element of the type `numbers`.
+// The operation gets `value`, computed from `by`, in every element of the type `numbers`.
 #define SCALE(name, element, numbers, value)                                                                           \
     static inline TARGET vector name##_factor(double by) {                                                             \
         return (vector)((value) - (numbers){0});                                                                       \
@@ -79,7 +79,7 @@ static inline TARGET vector f16_scale_op(const char *to, const char *from) {
 #define PAIRS(element, sum, scale, factor)                                                                             \
     vectors_pair((char *[]){one, two}, (const char *[]){a, b}, count * sizeof(element), sum, scale, factor)
 
-// A sum is rounded before it is scaled, as it is where two kernels do it.
+// A sum is rounded before it is scaled, as with two separate kernels.
 #define PAIR(name, element)                                                                                            \
     static TARGET void name##_pair(void *one, void *two, const void *a, const void *b, size_t count, double by) {      \
         vector factor = name##_scale_factor(by);                                                                       \
@@ -114,7 +114,7 @@ REDUCE(i64_min, int64_t)
 REDUCE(i64_max, int64_t)
 REDUCE(u64_product, uint64_t)
 
-// What a type of floating numbers has.
+// All kernels of a floating-point type.
 #define FLOATING(name, element, numbers, value)                                                                        \
     REDUCE(name##_sum, element)                                                                                        \
     REDUCE(name##_min, element)                                                                                        \
@@ -140,7 +140,7 @@ SCALE(i32_scale, int32_t, doubles, by)
 SCALE(i64_scale, int64_t, doubles, by)
 #endif
 
-// Two vectors of floats make one of halves.
+// Two vectors of float32 make one of float16.
 static TARGET void f32_f16(void *restrict dst, const void *restrict src, size_t count) {
     char *d = dst;
     const char *s = src;

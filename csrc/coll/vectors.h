@@ -1,7 +1,7 @@
-// The loops that the vector sets share, and the operations that are the same words for all. The file that includes this
-// has defined TARGET (how its functions are compiled), the types `vector` (of bytes), `floats` and `doubles` of one size,
-// vector_load and vector_store for any address, and, where the CPU can, HAS_PARTS with part_load and part_store: of fewer
-// bytes, or of all. Operations of its own follow; then coll/vector_set.h.
+// Vector loops and operations that all instruction sets share. The including file has defined TARGET (the function
+// attribute), the types `vector` (of bytes), `floats` and `doubles` of one size, and vector_load and vector_store for
+// any address. Where the CPU can, it also defines HAS_PARTS, with part_load and part_store for at most a vector of
+// bytes. Its own operations follow, then coll/vector_set.h.
 #ifndef NB_COLL_VECTORS_H
 #define NB_COLL_VECTORS_H
 
@@ -16,12 +16,12 @@ typedef uint16_t u16s __attribute__((vector_size(sizeof(vector))));
 typedef uint32_t u32s __attribute__((vector_size(sizeof(vector))));
 typedef uint64_t u64s __attribute__((vector_size(sizeof(vector))));
 
-// What one vector at `to` becomes. It takes addresses, so that an operation may load its halves one by one.
+// The new value of the vector at `to`. Takes addresses, so that an operation can load its halves separately.
 typedef vector vector_op(const char *to, const char *from);
 
 #define VECTOR_LOOP static inline __attribute__((always_inline)) TARGET
 
-// The operation `name` from what `result` makes of a (there) and b (arriving).
+// Defines operation name##_op: `result` of a (present) and b (arriving).
 #define OP(name, type, result)                                                                                         \
     static inline TARGET vector name##_op(const char *to, const char *from) {                                          \
         type a = (type)vector_load(to);                                                                                \
@@ -45,7 +45,7 @@ static inline size_t least_of(size_t a, size_t b) {
     return a < b ? a : b;
 }
 
-// How many bytes lie before the first place for a whole vector where an element begins; 0 where there is none.
+// Returns the bytes before the first aligned vector at an element boundary; 0 if there is none.
 static inline size_t head_bytes(const char *d, size_t bytes, size_t element_bytes) {
     size_t head = -(uintptr_t)d & (VECTOR - 1);
     return head % element_bytes != 0 ? 0 : least_of(head, bytes);
@@ -56,7 +56,7 @@ VECTOR_LOOP void part_reduce(char *d, vector from, size_t bytes, vector_op *op) 
     part_store(d, bytes, op((const char *)&to, (const char *)&from));
 }
 
-// d = op(d, s): parts first and last, whole vectors in between.
+// d = op(d, s): partial vectors first and last, whole vectors in between.
 VECTOR_LOOP void vectors_reduce(char *d, const char *s, size_t bytes, size_t element_bytes, vector_op *op) {
     size_t done = head_bytes(d, bytes, element_bytes);
     if (done > 0) {
@@ -74,7 +74,7 @@ VECTOR_LOOP void vectors_reduce(char *d, const char *s, size_t bytes, size_t ele
     }
 }
 
-// d = op(d, factor), likewise.
+// d = op(d, factor), in the same way.
 VECTOR_LOOP void vectors_scale(char *d, vector factor, size_t bytes, size_t element_bytes, vector_op *op) {
     size_t done = head_bytes(d, bytes, element_bytes);
     if (done > 0) {
@@ -88,7 +88,7 @@ VECTOR_LOOP void vectors_scale(char *d, vector factor, size_t bytes, size_t elem
     }
 }
 
-// Both of `to` = the sum of both of `from`, and where there is a factor, that scaled.
+// to[0] = to[1] = from[0] + from[1], scaled if factor is not NULL.
 VECTOR_LOOP void vectors_pair(char *const to[2], const char *const from[2], size_t bytes, vector_op *sum,
                               vector_op *scale, const vector *factor) {
     size_t done = 0;
@@ -126,7 +126,7 @@ OP(f32_product, floats, a *b)
 OP(f64_sum, doubles, a + b)
 OP(f64_product, doubles, a *b)
 
-// The low byte of a product of two 16-bit numbers is that of their low bytes' product; the odd bytes are moved there.
+// The low byte of a 16-bit product is that of the low bytes' product; the odd bytes are moved there.
 OP(u8_product, u16s, ((a * b) & 0xff) | ((a >> 8) * (b & 0xff00)))
 
 #endif

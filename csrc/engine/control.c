@@ -1,4 +1,6 @@
-// The control connections: whole messages over the sockets that bootstrap left, never blocking.
+// Control connections: whole messages over sockets or shared memory, never blocking.
+#include "engine/control.h"
+
 #include <errno.h>
 #include <poll.h>
 #include <stdint.h>
@@ -11,24 +13,21 @@
 #include "base/error.h"
 #include "base/list.h"
 #include "base/loop.h"
-#include "engine/internal.h"
-#include "engine/local.h"
+#include "base/wire.h"
+#include "engine/context.h"
+#include "engine/messages.h"
+#include "engine/shared.h"
 #include "trace/event.h"
 #include "trace/ring.h"
 #include "transport/shm_pipe.h"
 
 enum {
-    CONTROL_MESSAGE_MAX = 256 * 1024, // the longest is a list of SUBMITS_MAX operations
+    CONTROL_MESSAGE_MAX = 256 * 1024, // the longest message is a list of SUBMITS_MAX operations
     CONTROL_READ = 64 * 1024,
-    CONTROL_OUT_MAX = 16 * 1024 * 1024 // what a peer may leave unread
+    CONTROL_OUT_MAX = 16 * 1024 * 1024 // queued bytes that a peer may leave unread
 };
 
-_Static_assert(SUBMITS_MAX * sizeof(struct desc) <= CONTROL_MESSAGE_MAX, "a full list of operations fits");
-
-struct header {
-    uint32_t bytes; // of the body
-    uint32_t type;
-};
+_Static_assert(SUBMITS_MAX * sizeof(struct op_descriptor) <= CONTROL_MESSAGE_MAX, "a full list of operations fits");
 
 static void control_want(struct control *control) {
     bool waits = control->out_bytes > 0 && control->pipe_out == NULL;
@@ -36,12 +35,12 @@ static void control_want(struct control *control) {
     nb_loop_change(&control->job->loop, &control->watch, events);
 }
 
-// What leaves now: what has no room waits.
+// Sends as much as fits now. Returns the bytes sent; the rest stays queued.
 static ssize_t bytes_put(const struct control *control) {
     if (control->pipe_out != NULL) {
         size_t n = nb_shm_pipe_write(control->pipe_out, control->out, control->out_bytes);
         if (n > 0) {
-            nb_local_wake(control->job, control->peer);
+            nb_shared_wake(control->job, control->peer);
         }
         return (ssize_t)n;
     }
@@ -52,7 +51,7 @@ static void control_write(struct control *control) {
     while (control->out_bytes > 0) {
         ssize_t n = bytes_put(control);
         if (n <= 0) {
-            break; // a broken connection shows when it is read
+            break; // a broken connection shows on the next read
         }
         control->out_bytes -= (size_t)n;
         memmove(control->out, control->out + n, control->out_bytes);
@@ -76,22 +75,23 @@ static bool room_for(unsigned char **buffer, size_t *room, size_t bytes) {
     return true;
 }
 
-// What is lost here a peer, or this rank, would wait for without end: the job fails.
+// A lost message would make a peer or this rank wait forever, so the job fails.
 static void fail_unread(const struct control *control) {
     struct nb_error why = {0};
-    nb_fail_peer(&why, NB_EWIRE, control->peer, "rank %d does not read what it is sent: %zu bytes wait", control->peer,
-                 control->out_bytes);
+    nb_fail_peer(&why, NB_EWIRE, control->peer, "rank %d does not read its control messages: %zu bytes are queued",
+                 control->peer, control->out_bytes);
     nb_job_fail(control->job, &why, true);
 }
 
 static void fail_memory(const struct control *control, size_t bytes) {
     struct nb_error why = {0};
-    nb_fail(&why, -ENOMEM, "%zu bytes for messages of rank %d and rank %d", bytes, control->job->rank, control->peer);
+    nb_fail(&why, -ENOMEM, "cannot allocate %zu bytes for messages of rank %d and rank %d", bytes, control->job->rank,
+            control->peer);
     nb_job_fail(control->job, &why, true);
 }
 
-void nb_control_queue(struct control *control, enum control_type type, const void *body, size_t bytes) {
-    struct header header = {.bytes = (uint32_t)bytes, .type = (uint32_t)type};
+static void queue(struct control *control, enum control_type type, const void *body, size_t bytes) {
+    struct wire_control header = {.bytes = (uint32_t)bytes, .type = (uint32_t)type};
     size_t whole = control->out_bytes + sizeof header + bytes;
     if (control->watch.fd < 0) {
         return; // the peer is gone
@@ -109,6 +109,11 @@ void nb_control_queue(struct control *control, enum control_type type, const voi
         memcpy(control->out + control->out_bytes + sizeof header, body, bytes);
     }
     control->out_bytes += sizeof header + bytes;
+}
+
+void nb_control_queue(struct control *control, enum control_type type, const void *body, size_t bytes) {
+    nb_control_failed(control->job);
+    queue(control, type, body, bytes);
 }
 
 void nb_control_flush(struct control *control) {
@@ -140,6 +145,20 @@ void nb_control_drain(struct control *control, int64_t deadline_ns) {
     }
 }
 
+void nb_control_failed(struct nb_job *job) {
+    struct wire_failure message = {.code = job->failure.code, .peer = job->failure.peer};
+    if (!job->failure_due) {
+        return;
+    }
+    job->failure_due = false;
+    memcpy(message.text, job->failure.text, sizeof message.text);
+    if (job->rank == 0) {
+        nb_control_broadcast(job, CTL_ABORT, &message, sizeof message);
+    } else {
+        nb_control_send(&job->controls[0], CTL_FAIL, &message, sizeof message);
+    }
+}
+
 static void control_gone(struct control *control) {
     struct nb_job *job = control->job;
     nb_loop_remove(&job->loop, &control->watch);
@@ -157,11 +176,11 @@ static void control_gone(struct control *control) {
 static void control_dispatch(struct control *control) {
     struct nb_job *job = control->job;
     size_t at = 0;
-    while (control->in_bytes - at >= sizeof(struct header)) {
-        struct header header;
+    while (control->in_bytes - at >= sizeof(struct wire_control)) {
+        struct wire_control header;
         memcpy(&header, control->in + at, sizeof header);
         if (header.bytes > CONTROL_MESSAGE_MAX) {
-            nb_job_wire_fail(job, control->peer, "a control message that is too long");
+            nb_job_wire_fail(job, control->peer, "an oversized control message");
             at = control->in_bytes;
             break;
         }
@@ -169,11 +188,7 @@ static void control_dispatch(struct control *control) {
             break;
         }
         const unsigned char *body = control->in + at + sizeof header;
-        if (job->rank == 0) {
-            nb_agree_message(job, control->peer, header.type, body, header.bytes);
-        } else {
-            nb_member_message(job, header.type, body, header.bytes);
-        }
+        job->handle_control(job, control->peer, header.type, body, header.bytes);
         at += sizeof header + header.bytes;
     }
     control->in_bytes -= at;
@@ -188,27 +203,27 @@ static bool in_room(struct control *control) {
     return room;
 }
 
-static void heard(struct control *control, size_t bytes) {
-    control->heard_ns = nb_now_ns();
+static void handle_received(struct control *control, size_t bytes) {
+    control->received_ns = nb_now_ns();
     control->in_bytes += bytes;
     control_dispatch(control);
 }
 
-// What has come in memory. True: something had.
-static bool pipe_hear(struct control *control) {
+// Reads messages from shared memory. True: there were some.
+static bool pipe_read(struct control *control) {
     bool any = false;
     while (control->pipe_in != NULL && !nb_shm_pipe_is_empty(control->pipe_in) && in_room(control)) {
-        bool tell;
-        long n = nb_shm_pipe_read(control->pipe_in, control->in + control->in_bytes, CONTROL_READ, &tell);
+        bool writer_waits;
+        long n = nb_shm_pipe_read(control->pipe_in, control->in + control->in_bytes, CONTROL_READ, &writer_waits);
         if (n < 0) {
             control->pipe_in = NULL;
-            nb_job_wire_fail(control->job, control->peer, "counters that are impossible");
+            nb_job_wire_fail(control->job, control->peer, "invalid pipe counters");
             return true;
         }
-        if (tell) {
-            nb_local_wake(control->job, control->peer);
+        if (writer_waits) {
+            nb_shared_wake(control->job, control->peer);
         }
-        heard(control, (size_t)n);
+        handle_received(control, (size_t)n);
         any = true;
     }
     return any;
@@ -219,7 +234,7 @@ int nb_control_poll(struct nb_job *job) {
     for (int i = 0; i < job->control_count; i++) {
         struct control *control = &job->controls[i];
         if (control->pipe_in != NULL && control->watch.fd >= 0) {
-            any += pipe_hear(control);
+            any += pipe_read(control);
             control_write(control);
         }
     }
@@ -227,10 +242,10 @@ int nb_control_poll(struct nb_job *job) {
 }
 
 bool nb_control_arm(struct nb_job *job) {
-    if (!nb_local_everywhere(job)) {
+    if (!nb_shared_everywhere(job)) {
         return true;
     }
-    nb_local_sleep(job);
+    nb_shared_sleep(job);
     for (int i = 0; i < job->control_count; i++) {
         const struct control *control = &job->controls[i];
         if (control->pipe_in != NULL && control->watch.fd >= 0 && !nb_shm_pipe_is_empty(control->pipe_in)) {
@@ -258,26 +273,26 @@ static void control_ready(struct nb_watch *watch, uint32_t events) {
         return;
     }
     if (n <= 0) {
-        (void)pipe_hear(control); // what it said before it ended
+        (void)pipe_read(control); // the last messages before it ended
         control_gone(control);
         return;
     }
-    heard(control, (size_t)n);
+    handle_received(control, (size_t)n);
 }
 
 int nb_control_init(struct control *control, struct nb_job *job, int peer, int fd, struct nb_error *err) {
-    // What is read at a time, behind the beginning of a message; what leaves at a time.
+    // Room for one read behind the start of a message, and for one write.
     if (!room_for(&control->in, &control->in_room, (size_t)2 * CONTROL_READ) ||
         !room_for(&control->out, &control->out_room, CONTROL_READ)) {
-        return nb_fail(err, -ENOMEM, "messages of rank %d", peer);
+        return nb_fail(err, -ENOMEM, "cannot allocate messages of rank %d", peer);
     }
     control->job = job;
     control->peer = peer;
     control->watch.fd = fd;
     control->watch.ready = control_ready;
-    control->heard_ns = nb_now_ns();
-    if (nb_local_everywhere(job)) {
-        nb_local_pipes(job, peer, &control->pipe_in, &control->pipe_out);
+    control->received_ns = nb_now_ns();
+    if (nb_shared_everywhere(job)) {
+        nb_shared_pipes(job, peer, &control->pipe_in, &control->pipe_out);
     }
     return nb_loop_add(&job->loop, &control->watch, EPOLLIN, err);
 }

@@ -1,4 +1,4 @@
-// What does a rank do that has joined, and how does rank 0 know?
+// Join: rank 0's record of joined ranks, and the zeros that a joined rank contributes.
 #include "engine/join.h"
 
 #include <errno.h>
@@ -10,39 +10,54 @@
 #include "base/bits.h"
 #include "base/error.h"
 #include "base/list.h"
+#include "coll/choose.h"
+#include "engine/algorithms.h"
+#include "engine/buffer.h"
+#include "engine/context.h"
 #include "engine/engine.h"
-#include "engine/internal.h"
-#include "engine/line.h"
+#include "engine/messages.h"
+#include "engine/operation.h"
+
+int nb_join_open(struct nb_job *job, struct nb_error *err) {
+    job->joined.ranks = calloc(nb_bits_words((size_t)job->size), sizeof *job->joined.ranks);
+    return job->joined.ranks != NULL ? 0
+                                     : nb_fail(err, -ENOMEM, "cannot allocate the join state of %d ranks", job->size);
+}
+
+void nb_join_close(struct nb_job *job) {
+    free(job->joined.ranks);
+}
 
 void nb_join_add(struct nb_job *job, int rank) {
-    nb_bits_set(job->joined, (size_t)rank);
-    job->joined_count++;
-    job->joined_last = rank;
+    nb_bits_set(job->joined.ranks, (size_t)rank);
+    job->joined.count++;
+    job->joined.last = rank;
 }
 
 bool nb_join_has(const struct nb_job *job, int rank) {
-    return job->joined_count > 0 && nb_bits_get(job->joined, (size_t)rank);
+    return job->joined.count > 0 && nb_bits_get(job->joined.ranks, (size_t)rank);
 }
 
 int nb_join_over(struct nb_job *job) {
-    memset(job->joined, 0, nb_bits_words((size_t)job->size) * sizeof *job->joined);
-    job->joined_count = 0;
-    return job->joined_last;
+    memset(job->joined.ranks, 0, nb_bits_words((size_t)job->size) * sizeof *job->joined.ranks);
+    job->joined.count = 0;
+    return job->joined.last;
 }
 
-bool nb_join_spares(int kind) {
+bool nb_join_permits(int kind) {
     return kind == NB_OP_ALLREDUCE || kind == NB_OP_BARRIER;
 }
 
-void nb_join_refuse(const struct desc *desc, int rank, char *text, size_t room) {
-    if (!nb_join_spares(desc->kind)) {
-        snprintf(text, room, "%s '%s' is not possible after rank %d has joined: only all-reduces and barriers are",
+void nb_join_refuse(const struct op_descriptor *desc, int rank, char *text, size_t room) {
+    if (!nb_join_permits(desc->kind)) {
+        snprintf(text, room,
+                 "%s '%s' is not possible after rank %d has joined: only all-reduces and barriers are supported",
                  nb_kind_name(desc->kind), desc->name, rank);
     }
 }
 
-// The work of an operation that nobody here waits for, over zeros of its own.
-static struct nb_work *work_make(struct nb_comm *comm, const struct desc *desc, struct nb_error *err) {
+// Makes the work of an operation that no caller here waits for, over its own zeros. It is prepared when it starts.
+static struct nb_work *work_make(struct nb_comm *comm, const struct op_descriptor *desc, struct nb_error *err) {
     struct nb_segment line = {.base = calloc(1, desc->bytes + 1), .bytes = desc->bytes};
     struct nb_op op = {.name = desc->name,
                        .kind = (enum nb_op_kind)desc->kind,
@@ -57,10 +72,10 @@ static struct nb_work *work_make(struct nb_comm *comm, const struct desc *desc, 
                        .segment_count = 1};
     struct nb_work *work = NULL;
     if (line.base == NULL) {
-        nb_fail(err, -ENOMEM, "%s: %zu zeros in place of what was not submitted", desc->name, line.bytes);
+        nb_fail(err, -ENOMEM, "%s: cannot allocate %zu zeros for a joined rank", desc->name, line.bytes);
         return NULL;
     }
-    if (nb_work_make(comm, &op, &work, err) < 0) {
+    if (nb_work_make(comm, &op, &nb_alone, &work, err) < 0) {
         free(line.base);
         return NULL;
     }
@@ -70,11 +85,11 @@ static struct nb_work *work_make(struct nb_comm *comm, const struct desc *desc, 
     return work;
 }
 
-void nb_join_stand_in(struct nb_job *job, const struct desc *desc) {
+void nb_join_stand_in(struct nb_job *job, const struct op_descriptor *desc) {
     struct nb_error why = {0};
     struct nb_comm *comm = nb_comm_find(job, desc->comm);
     if (comm == NULL) {
-        nb_job_wire_fail(job, 0, "an operation of a comm that this rank is not of");
+        nb_job_wire_fail(job, 0, "an operation of a communicator without this rank");
         return;
     }
     struct nb_work *work = work_make(comm, desc, &why);
@@ -82,11 +97,36 @@ void nb_join_stand_in(struct nb_job *job, const struct desc *desc) {
         nb_job_fail(job, &why, true);
         return;
     }
-    nb_list_insert(&job->waiting, &work->link);
+    nb_list_insert(&job->ops.waiting, &work->link);
 }
 
-void nb_join_end(struct nb_work *work, int last) {
-    int32_t rank = last;
-    nb_line_place(work, nb_line_all(work), &rank);
+static bool is_join(const struct nb_work *work) {
+    return work->desc.kind == NB_OP_JOIN;
+}
+
+static int prepare(struct nb_work *work, struct nb_error *err) {
+    (void)work;
+    (void)err;
+    return 0;
+}
+
+static void release(struct nb_work *work) {
+    (void)work;
+}
+
+// All ranks have joined: the result is the rank that joined last.
+static void start(struct nb_work *work, int64_t now_ns) {
+    int32_t rank = (int32_t)work->detail;
+    (void)now_ns;
+    nb_buffer_place(work, nb_buffer_all(work), &rank);
     nb_work_finish(work, NULL);
 }
+
+const struct nb_algorithm nb_join = {.id = NB_ALGORITHM_JOIN,
+                                     .possible = is_join,
+                                     .prepare = prepare,
+                                     .release = release,
+                                     .start = start,
+                                     .cancel = nb_flows_cancel,
+                                     .waits_for = nb_flows_wait_for,
+                                     .record = nb_flows_record};

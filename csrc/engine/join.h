@@ -1,4 +1,4 @@
-// Ranks that have joined: they submit nothing any more until all have, and stand in for what the others all-reduce.
+// Join: ranks that have joined submit nothing until all have, and contribute zeros to the others' all-reduces.
 #ifndef NB_ENGINE_JOIN_H
 #define NB_ENGINE_JOIN_H
 
@@ -6,20 +6,29 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "engine/internal.h"
+#include "base/error.h"
+#include "engine/messages.h"
 
-// Rank 0: the rank has joined.
+struct nb_job;
+
+struct nb_joined {   // rank 0: the ranks that have joined
+    uint64_t *ranks; // bitmap
+    int count;
+    int last;
+};
+
+int nb_join_open(struct nb_job *job, struct nb_error *err);
+void nb_join_close(struct nb_job *job);
+// Rank 0: records that the rank has joined.
 void nb_join_add(struct nb_job *job, int rank);
 bool nb_join_has(const struct nb_job *job, int rank);
-// Rank 0: all have: the last one of them; nobody has any more.
+// Rank 0: ends a join of all ranks, resets the record, and returns the rank that joined last.
 int nb_join_over(struct nb_job *job);
-// Whether an operation of this kind goes on without ranks that have joined.
-bool nb_join_spares(int kind);
-// Why an operation cannot go on without the rank; text stays as it is where it can.
-void nb_join_refuse(const struct desc *desc, int rank, char *text, size_t room);
-// Submits in place of this rank, with zeros: what starts next is this.
-void nb_join_stand_in(struct nb_job *job, const struct desc *desc);
-// Ends a join.
-void nb_join_end(struct nb_work *work, int last);
+// True if operations of this kind go on without ranks that have joined.
+bool nb_join_permits(int kind);
+// Writes why the operation is not possible without the rank; leaves text unchanged if it is possible.
+void nb_join_refuse(const struct op_descriptor *desc, int rank, char *text, size_t room);
+// Submits the operation for this rank, with zeros. It is the next one to start.
+void nb_join_stand_in(struct nb_job *job, const struct op_descriptor *desc);
 
 #endif

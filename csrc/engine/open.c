@@ -1,25 +1,40 @@
-// How a job comes to be: lanes, addresses, neighbours, control connections, the thread.
+// Opening and closing of a job: lanes, addresses, neighbours, control connections, thread.
 #include <errno.h>
 #include <sched.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/bits.h"
 #include "base/clock.h"
 #include "base/error.h"
-#include "base/hash.h"
 #include "base/list.h"
 #include "base/loop.h"
 #include "base/sock.h"
 #include "bootstrap/bootstrap.h"
 #include "coll/sched.h"
+#include "engine/autotune.h"
+#include "engine/communicator.h"
+#include "engine/context.h"
+#include "engine/control.h"
+#include "engine/coordinator.h"
 #include "engine/engine.h"
-#include "engine/group.h"
-#include "engine/internal.h"
-#include "engine/local.h"
+#include "engine/join.h"
+#include "engine/negotiation.h"
+#include "engine/preflight.h"
+#include "engine/progress.h"
+#include "engine/shared.h"
+#include "engine/submit.h"
+#include "engine/thread.h"
+#include "engine/watchdog.h"
 #include "transport/lanes.h"
 #include "transport/transport.h"
+
+enum {
+    STREAMS_AUTO_MAX = 16,   // opened when streams=auto
+    STREAMS_BEFORE_AUTO = 2, // used until the probe: small transfers gain little from more
+    SEGMENT_DEFAULT = 256 * 1024,
+    IN_FLIGHT_MAX = 8 * 1024 * 1024
+};
 
 static int lanes_wanted(const struct nb_job_config *config) {
     return config->streams == NB_STREAMS_AUTO ? (int)STREAMS_AUTO_MAX : config->streams;
@@ -39,7 +54,7 @@ static int job_lanes_open(struct nb_job *job, struct binds *binds, struct nb_err
     const struct nb_job_config *config = &job->config;
     const struct nb_lane_ops *ops = nb_transport_find(config->transport);
     if (ops == NULL) {
-        return nb_fail(err, -EINVAL, "no transport is called '%s'", config->transport);
+        return nb_fail(err, -EINVAL, "unknown transport '%s'", config->transport);
     }
     binds->count = binds_find(job, binds, err);
     if (binds->count < 0) {
@@ -61,8 +76,8 @@ static int job_lanes_open(struct nb_job *job, struct binds *binds, struct nb_err
                                     .segment_bytes = config->segment_bytes,
                                     .in_flight_max = IN_FLIGHT_MAX,
                                     .copy_bytes = NB_COPY_MAX,
-                                    .lane_lost = nb_job_lane_lost,
-                                    .failed = nb_job_lanes_failed,
+                                    .lane_lost = nb_watchdog_lane_lost,
+                                    .failed = nb_watchdog_lanes_failed,
                                     .ctx = job};
     int rc = nb_lanes_open(&job->lanes, &lanes, err);
     if (rc == 0) {
@@ -74,40 +89,29 @@ static int job_lanes_open(struct nb_job *job, struct binds *binds, struct nb_err
     return rc;
 }
 
-int nb_job_peer_ready(struct nb_job *job, int peer, struct nb_error *err) {
-    size_t bytes = nb_lanes_address_bytes(job->lanes);
-    if (job->peer_left[peer]) {
-        return nb_fail_peer(err, NB_EPEER, peer, "rank %d left the job", peer);
-    }
-    if (job->peer_open[peer]) {
-        return 0;
-    }
-    job->peer_open[peer] = true;
-    return nb_lanes_peer_open(job->lanes, peer, job->addresses + (size_t)peer * bytes, err);
-}
-
-// What a lane that broke while the job opens has left behind, or NULL.
+// Returns the failure of a lane that broke while the job opens, or NULL.
 static const struct nb_error *open_failure(const struct nb_job *job, int next, int prev) {
     if (job->failed) {
         return &job->failure;
     }
-    const struct suspicion *s = &job->suspicions[next];
-    s = s->raised ? s : &job->suspicions[prev];
+    const struct suspicion *s = &job->watchdog.suspicions[next];
+    s = s->raised ? s : &job->watchdog.suspicions[prev];
     return s->raised ? &s->why : NULL;
 }
 
 static int not_in_time(const struct nb_job *job, int peer, struct nb_error *err) {
-    int door = nb_lanes_door(job->lanes);
-    if (door == 0) {
+    int accept_error = nb_lanes_accept_error(job->lanes);
+    if (accept_error == 0) {
         return nb_fail_peer(err, NB_ETIMEOUT, peer, "the lanes to rank %d did not open within %d ms", peer,
                             job->config.start_ms);
     }
     return nb_fail_peer(err, NB_ETIMEOUT, peer,
-                        "the lanes to rank %d did not open within %d ms: this rank could let nobody in (%s%s)", peer,
-                        job->config.start_ms, nb_code_name(door), door == -EMFILE ? ": see `ulimit -n`" : "");
+                        "the lanes to rank %d did not open within %d ms: this rank could not accept connections (%s%s)",
+                        peer, job->config.start_ms, nb_code_name(accept_error),
+                        accept_error == -EMFILE ? ": see `ulimit -n`" : "");
 }
 
-// The neighbours of a ring: opened at once, so that the first step does not pay for it.
+// Opens the lanes to the ring neighbours now, so that the first step does not pay for it.
 static int neighbours_open(struct nb_job *job, struct nb_error *err) {
     int next = (job->rank + 1) % job->size;
     int prev = (job->rank + job->size - 1) % job->size;
@@ -139,7 +143,7 @@ static int addresses_exchange(struct nb_job *job, struct nb_error *err) {
     job->addresses = calloc((size_t)job->size, bytes);
     if (mine == NULL || job->addresses == NULL) {
         free(mine);
-        return nb_fail(err, -ENOMEM, "lane addresses of %d ranks", job->size);
+        return nb_fail(err, -ENOMEM, "cannot allocate lane addresses of %d ranks", job->size);
     }
     nb_lanes_address(job->lanes, mine);
     int rc = nb_boot_allgather(&job->boot, mine, bytes, job->addresses, err);
@@ -148,10 +152,11 @@ static int addresses_exchange(struct nb_job *job, struct nb_error *err) {
 }
 
 static int controls_open(struct nb_job *job, struct nb_error *err) {
+    job->handle_control = job->rank == 0 ? nb_coordinator_message : nb_negotiation_message;
     job->control_count = job->rank == 0 ? job->size : 1;
     job->controls = calloc((size_t)job->control_count, sizeof *job->controls);
     if (job->controls == NULL) {
-        return nb_fail(err, -ENOMEM, "%d control connections", job->control_count);
+        return nb_fail(err, -ENOMEM, "cannot allocate %d control connections", job->control_count);
     }
     for (int i = 0; i < job->control_count; i++) {
         job->controls[i].watch.fd = -1;
@@ -161,19 +166,19 @@ static int controls_open(struct nb_job *job, struct nb_error *err) {
         if (rc < 0) {
             return rc;
         }
-        job->boot.control[i] = -1; // it is ours now
+        job->boot.control[i] = -1; // the job owns it now
     }
     return 0;
 }
 
 static int network_open(struct nb_job *job, struct nb_error *err) {
     struct binds binds = {0};
-    int rc = nb_job_muster(job, &binds, job_lanes_open(job, &binds, err), err);
+    int rc = nb_job_preflight(job, &binds, job_lanes_open(job, &binds, err), err);
     if (rc == 0) {
         rc = addresses_exchange(job, err);
     }
     if (rc == 0) {
-        rc = nb_local_open(job, err);
+        rc = nb_shared_open(job, err);
     }
     if (rc == 0) {
         rc = neighbours_open(job, err);
@@ -184,23 +189,22 @@ static int network_open(struct nb_job *job, struct nb_error *err) {
     return rc == 0 ? controls_open(job, err) : rc;
 }
 
-void nb_job_free(struct nb_job *job) {
-    nb_local_close(job);
+static void job_free(struct nb_job *job) {
+    nb_shared_close(job);
     nb_lanes_close(job->lanes);
     for (int i = 0; job->controls != NULL && i < job->control_count; i++) {
         nb_control_fini(&job->controls[i]);
     }
     free(job->controls);
     free(job->addresses);
-    nb_member_close(job);
-    nb_agree_close(job);
+    nb_negotiation_close(job);
+    nb_coordinator_close(job);
     nb_groups_close(job);
-    nb_probe_close(job);
-    nb_costs_close(job);
-    nb_work_rounds_free(job);
-    NB_LIST_EACH_SAFE(it, nx, &job->maps) {
+    nb_autotune_close(job);
+    nb_submit_close(job);
+    NB_LIST_EACH_SAFE(it, nx, &job->inbox.maps) {
         struct map_request *request = NB_CONTAINER(it, struct map_request, link);
-        nb_local_map(job, NULL, 0, request->fd);
+        nb_shared_map(job, NULL, 0, request->fd);
         if (request->gone != NULL) {
             request->gone(request->ctx);
         }
@@ -209,13 +213,12 @@ void nb_job_free(struct nb_job *job) {
     nb_loop_fini(&job->loop);
     nb_boot_close(&job->boot);
     pthread_cond_destroy(&job->finished);
-    pthread_cond_destroy(&job->aside);
+    pthread_cond_destroy(&job->progress.thread_wakes);
     pthread_mutex_destroy(&job->lock);
-    free(job->spare);
-    free(job->joined);
-    free(job->peer_left);
+    free(job->ops.spare);
     free(job->peer_open);
-    free(job->suspicions);
+    nb_join_close(job);
+    nb_watchdog_close(job);
     free(job);
 }
 
@@ -229,47 +232,38 @@ static int job_init(struct nb_job *job, const struct nb_job_config *config, stru
     job->config.pending_max = config->pending_max <= 0 ? (int)PENDING_MAX : config->pending_max;
     job->config.timeout_ms = config->timeout_ms <= 0 ? 30000 : config->timeout_ms;
     job->config.start_ms = config->start_ms <= 0 ? job->config.timeout_ms : config->start_ms;
-    job->peer_left = calloc((size_t)job->size, sizeof *job->peer_left);
     job->peer_open = calloc((size_t)job->size, sizeof *job->peer_open);
-    job->suspicions = calloc((size_t)job->size, sizeof *job->suspicions);
-    job->joined = calloc(nb_bits_words((size_t)job->size), sizeof *job->joined);
-    job->left_rank = NB_NO_PEER;
     job->info.cpu = -1;
-    nb_list_init(&job->inbox);
-    nb_list_init(&job->maps);
-    nb_list_init(&job->comms);
-    nb_list_init(&job->groups);
-    nb_list_init(&job->waiting);
-    nb_list_init(&job->running);
-    nb_hash_init(&job->in_flight);
-    nb_hash_init(&job->rounds);
-    nb_list_init(&job->rounds_by_age);
+    nb_job_lists_init(job);
     pthread_condattr_t attr;
     pthread_condattr_init(&attr);
     pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
     pthread_cond_init(&job->finished, &attr);
-    pthread_cond_init(&job->aside, &attr);
+    pthread_cond_init(&job->progress.thread_wakes, &attr);
     pthread_condattr_destroy(&attr);
     pthread_mutex_init(&job->lock, NULL);
     job->loop.epoll_fd = -1;
     job->loop.wake_fd = -1;
-    if (job->peer_left == NULL || job->peer_open == NULL || job->suspicions == NULL || job->joined == NULL) {
-        return nb_fail(err, -ENOMEM, "a job of %d ranks", job->size);
+    if (job->peer_open == NULL) {
+        return nb_fail(err, -ENOMEM, "cannot allocate a job of %d ranks", job->size);
     }
     int rc = nb_loop_init(&job->loop, err);
     if (rc == 0) {
-        rc = nb_member_open(job, err);
+        rc = nb_watchdog_open(job, err);
     }
     if (rc == 0) {
-        rc = nb_probe_open(job, err);
+        rc = nb_join_open(job, err);
     }
     if (rc == 0) {
-        rc = nb_costs_open(job, err);
+        rc = nb_negotiation_open(job, err);
     }
-    return rc == 0 && job->rank == 0 ? nb_agree_open(job, err) : rc;
+    if (rc == 0) {
+        rc = nb_autotune_open(job, err);
+    }
+    return rc == 0 && job->rank == 0 ? nb_coordinator_open(job, err) : rc;
 }
 
-// On the CPU that it was given, from its first instruction on.
+// Starts the communication thread on its configured CPU, if it has one.
 static int thread_start(struct nb_job *job, struct nb_error *err) {
     pthread_attr_t attr;
     cpu_set_t cpus;
@@ -279,43 +273,62 @@ static int thread_start(struct nb_job *job, struct nb_error *err) {
         CPU_SET((size_t)job->info.cpu, &cpus);
         pthread_attr_setaffinity_np(&attr, sizeof cpus, &cpus);
     }
-    job->lends = job->info.cpu < 0; // else the turns belong on that CPU
-    int rc = -pthread_create(&job->thread, &attr, nb_job_main, job);
+    job->progress.callers_may_own = job->info.cpu < 0; // a pinned thread runs all turns on its CPU
+    int rc = -pthread_create(&job->progress.thread, &attr, nb_thread_main, job);
     pthread_attr_destroy(&attr);
-    job->thread_runs = rc == 0;
+    job->progress.thread_runs = rc == 0;
     if (rc < 0 && job->info.cpu >= 0) {
-        rc = rc == -EINVAL ? -ENODEV : rc; // it is there, and not for this process
+        rc = rc == -EINVAL ? -ENODEV : rc; // the CPU exists, but this process may not use it
         return nb_fail(err, rc, "the communication thread cannot run on CPU %d (%s)", job->info.cpu, nb_code_name(rc));
     }
-    return rc < 0 ? nb_fail(err, rc, "the communication thread (%s)", nb_code_name(rc)) : 0;
+    return rc < 0 ? nb_fail(err, rc, "cannot start the communication thread (%s)", nb_code_name(rc)) : 0;
 }
 
 int nb_job_open(struct nb_job **out, const struct nb_job_config *config, struct nb_error *err) {
     if (config->streams < 0 || config->streams > NB_LANES_MAX) {
-        return nb_fail(err, -EINVAL, "%d streams: 1 to %d, or auto", config->streams, NB_LANES_MAX);
+        return nb_fail(err, -EINVAL, "%d streams are not possible: choose 1 to %d, or auto", config->streams,
+                       NB_LANES_MAX);
     }
     if (config->segment_bytes != 0 &&
         (config->segment_bytes < NB_BLOCK_MIN || config->segment_bytes > NB_SEGMENT_MAX / 2)) {
-        return nb_fail(err, -EINVAL, "segments of %zu bytes: %d to %d", config->segment_bytes, NB_BLOCK_MIN,
-                       NB_SEGMENT_MAX / 2);
+        return nb_fail(err, -EINVAL, "segments of %zu bytes are not possible: choose %d to %d", config->segment_bytes,
+                       NB_BLOCK_MIN, NB_SEGMENT_MAX / 2);
     }
     struct nb_job *job = calloc(1, sizeof *job);
     if (job == NULL) {
-        return nb_fail(err, -ENOMEM, "a job");
+        return nb_fail(err, -ENOMEM, "cannot allocate a job");
     }
     int rc = job_init(job, config, err);
-    *config->boot = (struct nb_boot){.rank = job->rank, .size = job->size}; // the connections are the job's now
+    *config->boot = (struct nb_boot){.rank = job->rank, .size = job->size}; // the job owns the connections now
     if (rc == 0 && job->size > 1) {
         rc = network_open(job, err);
     }
-    job->config.cpus = NULL; // the caller's
+    job->config.cpus = NULL; // the caller's memory
     if (rc == 0 && job->size > 1) {
         rc = thread_start(job, err);
     }
     if (rc < 0) {
-        nb_job_free(job);
+        job_free(job);
         return rc;
     }
     *out = job;
     return 0;
+}
+
+void nb_job_close(struct nb_job *job) {
+    if (job == NULL) {
+        return;
+    }
+    pthread_mutex_lock(&job->lock);
+    nb_progress_end(job);
+    pthread_mutex_unlock(&job->lock);
+    if (job->progress.thread_runs) {
+        pthread_join(job->progress.thread, NULL);
+    }
+    pthread_mutex_lock(&job->lock);
+    while (job->progress.waiters > 0) { // every work is done: the waiters are about to return
+        pthread_cond_wait(&job->finished, &job->lock);
+    }
+    pthread_mutex_unlock(&job->lock);
+    job_free(job);
 }

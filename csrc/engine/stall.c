@@ -1,4 +1,6 @@
-// What does rank 0 do about an operation that some rank does not submit?
+// Stalls: reports of operations that some ranks have not submitted, and their limits.
+#include "engine/stall.h"
+
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -7,23 +9,24 @@
 
 #include "base/bits.h"
 #include "base/error.h"
+#include "engine/communicator.h"
+#include "engine/context.h"
+#include "engine/control.h"
 #include "engine/engine.h"
-#include "engine/group.h"
-#include "engine/internal.h"
 #include "engine/join.h"
 #include "trace/event.h"
 #include "trace/ring.h"
 
-static bool beyond(int64_t waited_ns, int limit_ms) {
+static bool exceeds(int64_t waited_ns, int limit_ms) {
     return limit_ms > 0 && waited_ns > (int64_t)limit_ms * 1000000;
 }
 
-// What it waits for: the ranks that are missing, and in words.
+// Describes the missing ranks, as numbers and in words.
 static void describe(const struct nb_job *job, const struct stalled *stalled, struct wire_stall *out,
                      char text[NB_ERROR_TEXT]) {
     *out = (struct wire_stall){.key = stalled->desc->key};
     int n = snprintf(text, NB_ERROR_TEXT,
-                     "'%s' waits for %.0f s already. Ranks that have not submitted it:", stalled->desc->name,
+                     "'%s' has waited for %.0f s. Ranks that have not submitted it:", stalled->desc->name,
                      (double)stalled->waited_ns / 1e9);
     for (int r = 0; r < job->size && n < NB_ERROR_TEXT - 48; r++) {
         bool owes = nb_group_has(stalled->group, r) && !nb_bits_get(stalled->have, (size_t)r);
@@ -36,40 +39,40 @@ static void describe(const struct nb_job *job, const struct stalled *stalled, st
     }
 }
 
-static void keep(struct nb_job *job, const struct wire_stall *told) {
+static void keep(struct nb_job *job, const struct wire_stall *reported) {
     pthread_mutex_lock(&job->lock);
-    job->stalls[job->stall_count++ % NB_STALLS_KEPT] = *told;
+    job->stalls.kept[job->stalls.count++ % NB_STALLS_KEPT] = *reported;
     pthread_mutex_unlock(&job->lock);
 }
 
-static void tell(struct nb_job *job, const struct stalled *stalled) {
+static void report(struct nb_job *job, const struct stalled *stalled) {
     struct {
         struct wire_stall what;
         char text[NB_ERROR_TEXT];
-    } told;
+    } reported;
     uint64_t all = job->size < 64 ? ((uint64_t)1 << job->size) - 1 : ~(uint64_t)0;
-    describe(job, stalled, &told.what, told.text);
+    describe(job, stalled, &reported.what, reported.text);
     nb_ring_put(job->config.ring, NB_EV_STALL, stalled->desc->key, stalled->round, (uint64_t)stalled->waited_ns,
                 ~stalled->have[0] & (stalled->group != NULL ? stalled->group->members[0] : all), 0, 0);
-    keep(job, &told.what);
-    nb_job_notify(job, told.text);
-    nb_control_broadcast(job, CTL_STALL, &told, sizeof told.what + strlen(told.text));
+    keep(job, &reported.what);
+    nb_job_notify(job, reported.text);
+    nb_control_broadcast(job, CTL_STALL, &reported, sizeof reported.what + strlen(reported.text));
 }
 
-void nb_stall_heard(struct nb_job *job, const unsigned char *body, size_t bytes) {
-    struct wire_stall told;
+void nb_stall_receive(struct nb_job *job, const unsigned char *body, size_t bytes) {
+    struct wire_stall reported;
     char text[NB_ERROR_TEXT] = {0};
-    memcpy(&told, body, sizeof told);
-    memcpy(text, body + sizeof told, bytes - sizeof told);
-    bool possible = told.count >= 0 && told.count <= NB_MISSING_MAX;
-    for (int i = 0; possible && i < told.count; i++) {
-        possible = told.ranks[i] >= 0 && told.ranks[i] < job->size;
+    memcpy(&reported, body, sizeof reported);
+    memcpy(text, body + sizeof reported, bytes - sizeof reported);
+    bool possible = reported.count >= 0 && reported.count <= NB_MISSING_MAX;
+    for (int i = 0; possible && i < reported.count; i++) {
+        possible = reported.ranks[i] >= 0 && reported.ranks[i] < job->size;
     }
     if (!possible) {
-        nb_job_wire_fail(job, 0, "a stall of ranks that are none");
+        nb_job_wire_fail(job, 0, "a stall of unknown ranks");
         return;
     }
-    keep(job, &told);
+    keep(job, &reported);
     nb_job_notify(job, text);
 }
 
@@ -78,12 +81,12 @@ int nb_comm_missing(struct nb_comm *comm, const char *name, int32_t ranks[NB_MIS
     uint64_t key = nb_comm_key(comm, nb_key(name));
     int count = 0;
     pthread_mutex_lock(&job->lock);
-    uint32_t kept = job->stall_count < NB_STALLS_KEPT ? job->stall_count : NB_STALLS_KEPT;
+    uint32_t kept = job->stalls.count < NB_STALLS_KEPT ? job->stalls.count : NB_STALLS_KEPT;
     for (uint32_t back = 1; back <= kept && count == 0; back++) {
-        const struct wire_stall *told = &job->stalls[(job->stall_count - back) % NB_STALLS_KEPT];
-        if (told->key == key) {
-            count = told->count;
-            memcpy(ranks, told->ranks, sizeof told->ranks);
+        const struct wire_stall *reported = &job->stalls.kept[(job->stalls.count - back) % NB_STALLS_KEPT];
+        if (reported->key == key) {
+            count = reported->count;
+            memcpy(ranks, reported->ranks, sizeof reported->ranks);
         }
     }
     pthread_mutex_unlock(&job->lock);
@@ -91,7 +94,7 @@ int nb_comm_missing(struct nb_comm *comm, const char *name, int32_t ranks[NB_MIS
 }
 
 bool nb_stall_over(const struct nb_job *job, const struct stalled *stalled, int32_t *peer, char text[NB_ERROR_TEXT]) {
-    if (!beyond(stalled->waited_ns, stalled->desc->limit_ms)) {
+    if (!exceeds(stalled->waited_ns, stalled->desc->limit_ms)) {
         return false;
     }
     struct wire_stall what;
@@ -101,7 +104,7 @@ bool nb_stall_over(const struct nb_job *job, const struct stalled *stalled, int3
 }
 
 bool nb_stall_tick(struct nb_job *job, const struct stalled *stalled) {
-    if (beyond(stalled->waited_ns, job->config.stall_end_ms)) {
+    if (exceeds(stalled->waited_ns, job->config.stall_end_ms)) {
         char text[NB_ERROR_TEXT];
         struct wire_stall what;
         struct nb_error why = {0};
@@ -109,9 +112,9 @@ bool nb_stall_tick(struct nb_job *job, const struct stalled *stalled) {
         nb_fail_peer(&why, NB_ETIMEOUT, what.count > 0 ? what.ranks[0] : NB_NO_PEER, "%s (NETBOTTLENECK_STALL_END_S)",
                      text);
         nb_job_fail(job, &why, true);
-    } else if (!stalled->told && beyond(stalled->waited_ns, job->config.stall_ms)) {
-        tell(job, stalled);
+    } else if (!stalled->reported && exceeds(stalled->waited_ns, job->config.stall_ms)) {
+        report(job, stalled);
         return true;
     }
-    return stalled->told;
+    return stalled->reported;
 }

@@ -1,15 +1,16 @@
-// Caps every TCP flow of a process from inside: a library to preload that sets SO_MAX_PACING_RATE. Exact, needs no
-// right and no queueing discipline, and is the same for every library that reaches the network through libc.
+// Flow cap: caps every TCP flow of a process from inside. A preloaded library that sets SO_MAX_PACING_RATE. The cap is
+// exact, needs no privilege and no queueing discipline, and is the same for every library that reaches the network
+// through libc.
 //
-// A socket gets the first rate at socket(), so that nothing ever travels uncapped, and its own at connect() or
-// listen(), before the call: a non-blocking connect is covered, and accepted sockets inherit their listener's rate.
+// A socket gets the first rate at socket(), so that nothing travels uncapped. It gets its own rate at connect() or
+// listen(), before the call: this covers a non-blocking connect, and accepted sockets inherit their listener's rate.
 //
 //   NBFLOWCAP_BPS      rates in bits per second, dealt in turn: "400000000,100000000"
 //   NBFLOWCAP_PORTS    "LOW-HIGH": a flow to or from a listener in this range gets the rate of its port instead
 //   NBFLOWCAP_CONTROL  IPv4 address of rank 0, whose port LOW is the control connection's: not capped
 //   NBFLOWCAP_FREE     ports that are not capped: "29500,29501"
 //
-// The only mutable state is what a preloaded library cannot keep elsewhere: two counters and libc's own functions.
+// The only mutable state: two counters and libc's own functions, which a preloaded library cannot keep elsewhere.
 #include <arpa/inet.h>
 #include <dlfcn.h>
 #include <errno.h>
@@ -76,7 +77,7 @@ static void start(void) {
     cap.free_ports = read_list(getenv("NBFLOWCAP_FREE"), cap.free_port, MAX_FREE);
 }
 
-// False for what is neither IPv4 nor IPv6. The address of a plain IPv6 peer reads as 0.
+// False for a family other than IPv4 and IPv6. The address of a plain IPv6 peer reads as 0.
 static bool endpoint(const struct sockaddr *addr, socklen_t len, in_addr_t *host, unsigned long *port) {
     if (addr != NULL && addr->sa_family == AF_INET && len >= sizeof(struct sockaddr_in)) {
         struct sockaddr_in in4;

@@ -1,4 +1,4 @@
-// How does Python see gradient memory? As an object with the writable buffer protocol.
+// Arena: gradient memory as an object with the writable buffer protocol.
 #include "py/core.h"
 
 #include <stdatomic.h>
@@ -7,7 +7,7 @@
 
 #include "base/arena.h"
 
-// The memory, which goes when the arena has gone and no job knows it any more.
+// The arena's memory. It is freed after the arena is gone and no job maps it any more.
 struct core_room {
     struct nb_arena arena;
     _Atomic int users;
@@ -17,7 +17,7 @@ struct core_arena {
     PyObject base;
     struct core_room *room;
     struct nb_list mappings; // struct core_mapping
-    size_t bytes;            // as asked for
+    size_t bytes;            // as requested
 };
 
 static struct core_arena *arena_of(PyObject *object) {
@@ -36,7 +36,8 @@ const struct nb_arena *core_room_memory(const struct core_room *room) {
     return &room->arena;
 }
 
-int core_arena_map(PyObject *arena, PyObject *comm, struct nb_list *mappings) {
+int core_arena_map(PyObject *arena, PyObject *comm, struct nb_list *mappings,
+                   void (*drop)(struct core_mapping *mapping)) {
     struct core_arena *self = arena_of(arena);
     NB_LIST_EACH(it, &self->mappings) {
         if (NB_CONTAINER(it, struct core_mapping, in_arena)->comm == comm) {
@@ -49,6 +50,7 @@ int core_arena_map(PyObject *arena, PyObject *comm, struct nb_list *mappings) {
         return -1;
     }
     mapping->comm = comm;
+    mapping->drop = drop;
     mapping->room = self->room;
     atomic_fetch_add(&self->room->users, 1);
     nb_list_insert(mappings, &mapping->in_comm);
@@ -99,7 +101,7 @@ static void arena_dealloc(PyObject *object) {
     NB_LIST_EACH_SAFE(it, next, &self->mappings) {
         struct core_mapping *mapping = NB_CONTAINER(it, struct core_mapping, in_arena);
         nb_list_remove(&mapping->in_arena);
-        core_comm_unmap(mapping->comm, mapping);
+        mapping->drop(mapping);
     }
     core_room_release(self->room);
     PyObject_Free(object);
@@ -134,8 +136,8 @@ PyTypeObject *core_arena_type(PyObject *module) {
         "protocol. It is freed when the last buffer and the object are gone and the jobs that it\n"
         "was mapped for have let go of it, which they do at once.";
     static const PyGetSetDef getset[] = {
-        {"address", arena_get_address, NULL, "Where it lies.", NULL},
-        {"nbytes", arena_get_nbytes, NULL, "As asked for.", NULL},
+        {"address", arena_get_address, NULL, "Address of the first byte.", NULL},
+        {"nbytes", arena_get_nbytes, NULL, "Requested size in bytes.", NULL},
         {"fd", arena_get_fd, NULL, "The memfd, -1 for private memory.", NULL},
         {0},
     };

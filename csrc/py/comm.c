@@ -1,4 +1,4 @@
-// What does Python do with a communicator? Submits, exchanges, asks, ends.
+// Comm: the type, close(), and its attributes.
 #include "py/comm.h"
 
 #include <poll.h>
@@ -7,87 +7,6 @@
 
 static struct core_comm *comm_of(PyObject *object) {
     return (struct core_comm *)object;
-}
-
-bool core_comm_is_here(PyObject *comm) {
-    return comm_of(comm)->pid == getpid();
-}
-
-int core_comm_check(PyObject *comm) {
-    const struct core_state *state = core_state_of(comm);
-    if (core_here(state, comm_of(comm)->pid, "communicator") < 0) {
-        return -1;
-    }
-    if (comm_of(comm)->job == NULL) {
-        struct nb_error err = {0};
-        core_raise(state, nb_fail(&err, NB_ECLOSED, "communicator is closed"), &err);
-        return -1;
-    }
-    return 0;
-}
-
-int core_comm_enter(PyObject *comm) {
-    struct core_comm *self = comm_of(comm);
-    if (self->closing) {
-        return 0;
-    }
-    if (core_comm_check(comm) < 0) {
-        return -1;
-    }
-    self->waiters++;
-    return 1;
-}
-
-void core_comm_leave(PyObject *comm) {
-    comm_of(comm)->waiters--;
-}
-
-void core_comm_failure(PyObject *comm, const struct core_hold *hold, int code, struct nb_error *err) {
-    const struct core_comm *self = comm_of(comm);
-    if (self->job != NULL) { // a work's own words lie where only the job's lifetime lets one look
-        (void)nb_work_wait(hold->work, 0, err);
-    } else if (self->failure.code == code) {
-        *err = self->failure;
-    } else if (code == NB_ECLOSED) {
-        nb_fail(err, code, "the communicator was closed before the operation was over");
-    } else {
-        nb_fail(err, code, "%s; the communicator was closed since", nb_code_name(code));
-    }
-}
-
-void core_comm_hold(PyObject *comm, struct core_hold *hold) {
-    nb_list_insert(&comm_of(comm)->holds, &hold->link);
-}
-
-void core_comm_sweep(PyObject *comm) {
-    struct nb_list done;
-    nb_list_init(&done);
-    NB_LIST_EACH_SAFE(it, next, &comm_of(comm)->holds) {
-        if (core_hold_done(NB_CONTAINER(it, struct core_hold, link))) {
-            nb_list_remove(it);
-            nb_list_insert(&done, it);
-        }
-    }
-    while (!nb_list_empty(&done)) {
-        struct core_hold *hold = NB_CONTAINER(done.next, struct core_hold, link);
-        nb_list_remove(&hold->link);
-        core_hold_free(hold);
-    }
-}
-
-int core_comm_submit(PyObject *comm, struct nb_comm *of, const struct nb_op *op, struct core_hold *hold) {
-    if (core_comm_check(comm) < 0) {
-        return -1;
-    }
-    struct nb_error err = {0};
-    struct nb_work *work = NULL;
-    int rc = nb_submit(of, op, &work, &err);
-    if (rc < 0) {
-        core_raise(core_state_of(comm), rc, &err);
-        return -1;
-    }
-    hold->work = work;
-    return 0;
 }
 
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -144,35 +63,17 @@ static PyObject *job_notices(const struct core_comm *self) {
     return list;
 }
 
-int core_comm_tell(PyObject *object) {
-    struct core_comm *self = (struct core_comm *)object;
-    char text[NB_ERROR_TEXT];
-    while (self->job != NULL && nb_job_notice(self->job, text, sizeof text)) {
-        PyObject *logging = PyImport_ImportModule("logging");
-        PyObject *logger = logging != NULL ? PyObject_CallMethod(logging, "getLogger", "s", "netbottleneck") : NULL;
-        PyObject *done = logger != NULL ? PyObject_CallMethod(logger, "warning", "siis", "[rank %d/%d] %s", self->rank,
-                                                              self->size, text)
-                                        : NULL;
-        Py_XDECREF(logging);
-        Py_XDECREF(logger);
-        if (done == NULL) {
-            return -1;
-        }
-        Py_DECREF(done);
-    }
-    return 0;
-}
-
 static void mappings_end(struct core_comm *self) {
     NB_LIST_EACH_SAFE(it, next, &self->mappings) {
         core_mapping_end(NB_CONTAINER(it, struct core_mapping, in_comm));
     }
 }
 
-void core_comm_unmap(PyObject *comm, struct core_mapping *mapping) {
-    struct core_comm *self = comm_of(comm);
-    if (self->closing || !core_comm_is_here(comm) || self->job == NULL) {
-        return; // end_job() ends it; in a forked child nothing is known of the engine
+// Called when a mapping's arena is gone: the job takes the mapping over, else end_job() releases it.
+static void mapping_drop(struct core_mapping *mapping) {
+    struct core_comm *self = comm_of(mapping->comm);
+    if (self->closing || !core_comm_is_here(mapping->comm) || self->job == NULL) {
+        return; // end_job() releases it; a forked child must not touch the engine
     }
     struct nb_error err = {0};
     const struct nb_arena *arena = core_room_memory(mapping->room);
@@ -182,7 +83,7 @@ void core_comm_unmap(PyObject *comm, struct core_mapping *mapping) {
     }
 }
 
-// Ends the job. Threads that wait leave within one slice.
+// Ends the job. Waiting threads leave within one slice.
 static void end_job(struct core_comm *self) {
     struct nb_job *job = self->job;
     self->job = NULL;
@@ -200,7 +101,7 @@ static void end_job(struct core_comm *self) {
     mappings_end(self);
     if (self->recording) {
         self->recording = false;
-        core_recorder_drop(self->recorder);
+        core_recorder_release(self->recorder);
     }
 }
 
@@ -220,7 +121,7 @@ static int comm_traverse(PyObject *object, visitproc visit, void *arg) {
     return 0;
 }
 
-// In a forked child the engine's memory is left as it is: its thread is not there.
+// In a forked child the engine's memory stays as it is: the child has no engine thread.
 static int comm_clear(PyObject *object) {
     struct core_comm *self = comm_of(object);
     if (!core_comm_is_here(object)) {
@@ -228,7 +129,7 @@ static int comm_clear(PyObject *object) {
         return 0;
     }
     if (self->job != NULL) {
-        nb_job_abort(self->job, "its communicator was dropped without close()");
+        nb_job_abort(self->job, "its communicator was deleted without close()");
         end_job(self);
     }
     core_comm_sweep(object);
@@ -247,7 +148,7 @@ static void comm_dealloc(PyObject *object) {
     Py_DECREF(type);
 }
 
-// Keeps what can be asked after the end.
+// Keeps info and notices for use after close().
 static int keep_last(struct core_comm *self) {
     PyObject *info = job_info(self);
     PyObject *notices = info != NULL ? job_notices(self) : NULL;
@@ -296,7 +197,7 @@ static PyObject *comm_map(PyObject *object, PyObject *arena) {
         PyErr_Format(PyExc_TypeError, "arena must be an Arena, not %R", arena);
         return NULL;
     }
-    int fresh = core_comm_check(object) < 0 ? -1 : core_arena_map(arena, object, &self->mappings);
+    int fresh = core_comm_check(object) < 0 ? -1 : core_arena_map(arena, object, &self->mappings, mapping_drop);
     if (fresh < 0) {
         return NULL;
     }
@@ -353,8 +254,9 @@ static PyObject *comm_get_failed(PyObject *object, void *Py_UNUSED(closure)) {
 
 static const PyGetSetDef getset[] = {
     {"rank", comm_get_rank, NULL, "This rank.", NULL},
-    {"size", comm_get_size, NULL, "How many ranks there are.", NULL},
-    {"failed", comm_get_failed, NULL, "Whether something ended it, such as a lost rank: close() is still due.", NULL},
+    {"size", comm_get_size, NULL, "Number of ranks.", NULL},
+    {"failed", comm_get_failed, NULL, "True if a failure ended it, such as a lost rank; close() must still be called.",
+     NULL},
     {0},
 };
 
@@ -366,40 +268,40 @@ PyTypeObject *core_comm_type(PyObject *module) {
         "     provider=None, library=None, ifname=None, ports=(0, 0), segment_bytes=0, timeout_s=30.0,\n"
         "     stall_s=60.0, stall_end_s=0.0, recorder=None, shm='auto', host=None, algorithm='auto', cpus=())\n--\n\n"
         "A job's communicator: all ranks. One communication thread, which never touches Python.\n\n"
-        "Rank 0 gives its Listener, the others its address; a job of one rank needs neither. Dropped without\n"
-        "close() it aborts: the others are told. In a forked child every call raises Error.";
+        "Rank 0 gives its Listener, the others its address; a job of one rank needs neither. Deleted without\n"
+        "close() it aborts the job on all ranks. In a forked child every call raises Error.";
     static const PyMethodDef methods[] = {
         {"submit", WITH_KEYWORDS(core_comm_submit_method),
          "submit($self, name, kind, memory, dtype, *, op=SUM, root=0, prescale=1.0, postscale=1.0,\n"
          "       priority=0, bucket=0, keep=None, awaited=False, group=0, shape=0)\n--\n\n"
          "Start an operation in place and return its Work.\n\n"
          "shape: a number that stands for the shape of what is in `memory`; ranks whose numbers differ are refused.\n"
-         "`memory` and `keep` live until it is done; awaited: the caller waits at once. ValueError for what no rank "
-         "could do, or when an operation\n"
-         "of this name is pending here."},
+         "`memory` and `keep` live until it is done; awaited: the caller waits at once. ValueError for an\n"
+         "operation that no rank could run, or while one of this name is pending here."},
         {"group", WITH_KEYWORDS(core_comm_group),
          "group($self, number, ranks)\n--\n\n"
-         "Let operations be of some ranks alone, this one among them: submit(group=number).\n\n"
-         "All of these ranks give the group this number, above 0, and no other one. It stays until close(). ValueError "
-         "for\nranks that cannot be, or when the number is taken."},
+         "Create a group of some ranks, this one included, for submit(group=number).\n\n"
+         "All its ranks use the same number, above 0. The group lives until close(). ValueError for invalid ranks,\n"
+         "or a number in use."},
         {"map", comm_map, METH_O,
-         "map($self, arena)\n--\n\nTell the lanes of memory that many operations will use. They forget it with the "
-         "arena."},
+         "map($self, arena)\n--\n\nRegister memory that many operations will use with the lanes, until the arena "
+         "is freed."},
         {"exchange", WITH_KEYWORDS(core_comm_exchange),
          "exchange($self, blob, *, limit_s=0.0)\n--\n\n"
          "All-gather equal-length blobs, by rank. Every rank, in the same order.\n\n"
          "limit_s: after which TimeoutError names the ranks that have not come; 0: never. The communicator stays "
          "usable."},
-        {"info", comm_info, METH_NOARGS, "info($self)\n--\n\nWhat is open and what has moved; also after close()."},
+        {"info", comm_info, METH_NOARGS, "info($self)\n--\n\nOpen lanes and bytes moved; also after close()."},
         {"missing", WITH_KEYWORDS(core_comm_missing),
-         "missing($self, name, group=0)\n--\n\nRanks (16 at most) that had not submitted it when its stall was told."},
+         "missing($self, name, group=0)\n--\n\nRanks (16 at most) that had not submitted it when its stall was "
+         "reported."},
         {"notices", comm_notices, METH_NOARGS,
-         "notices($self)\n--\n\nWhat the user must be told since the last call: stalls, lost lanes."},
+         "notices($self)\n--\n\nNotices for the user since the last call: stalls, lost lanes."},
         {"abort", WITH_KEYWORDS(comm_abort),
-         "abort($self, why)\n--\n\nFail what is pending here and on the other ranks, who are told why; close() is "
-         "still due."},
+         "abort($self, why)\n--\n\nFail pending operations here and on the other ranks, with this reason; close() must "
+         "still be called."},
         {"close", comm_close, METH_NOARGS,
-         "close($self)\n--\n\nEnd in good order; what is pending fails with ClosedError. May be repeated."},
+         "close($self)\n--\n\nShut down in good order; pending operations fail with ClosedError. May be repeated."},
         {0},
     };
     static const PyType_Slot slots[] = {

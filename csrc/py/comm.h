@@ -1,4 +1,4 @@
-// The inside of a Comm: shared by comm.c, comm_open.c, which joins the job, and comm_submit.c.
+// Comm internals: the state shared by comm.c, comm_open.c, comm_job.c and comm_submit.c.
 #ifndef NB_PY_COMM_H
 #define NB_PY_COMM_H
 
@@ -7,19 +7,19 @@
 struct core_comm {
     PyObject base;
     struct nb_job *job;      // NULL: not open, or closed
-    bool closing;            // the job is being closed, and was taken out of `job`
+    bool closing;            // the job is being closed and is no longer in `job`
     int waiters;             // threads that wait on the job without the GIL
-    bool recording;          // `recorder` is taken for the communication thread
+    bool recording;          // the communication thread uses `recorder`
     PyObject *recorder;      // or NULL
-    PyObject *strings;       // what the job's configuration points to
-    struct nb_list mappings; // struct core_mapping: arenas whose memory the lanes know
-    PyObject *last_info;     // as it was when it was closed
+    PyObject *strings;       // the strings that the job's configuration points to
+    struct nb_list mappings; // struct core_mapping: arenas that are registered with the lanes
+    PyObject *last_info;     // values at close()
     PyObject *last_notices;  //
-    struct nb_list holds;    // operations that nobody waits for any more
-    struct nb_error failure; // what had ended the job when it was closed
+    struct nb_list holds;    // dropped operations that are not done yet
+    struct nb_error failure; // the job's failure at close()
     int rank;
     int size;
-    pid_t pid; // that made it
+    pid_t pid; // process that created it
     int64_t clock_offset_ns;
     uint64_t exchanges;
 };

@@ -1,4 +1,4 @@
-// How does a Comm come about? Arguments are checked before any I/O; then join, clock, job, with the GIL released.
+// Opens a Comm: checks the arguments before any I/O; then join, clock and job, with the GIL released.
 #include "coll/choose.h"
 #include "py/comm.h"
 
@@ -35,7 +35,7 @@ struct open_args {
     PyObject *congestion;
 };
 
-// What the join and the job need, in C.
+// The arguments of the join and the job, in C.
 struct open_plan {
     struct nb_boot_config boot;
     struct nb_job_config job;
@@ -63,7 +63,7 @@ static int parse(PyObject *args, PyObject *kwargs, struct open_args *in) {
     return 0;
 }
 
-// The text of a string argument, valid as long as self->strings; `missing` where it is None or not given.
+// Gets the text of a string argument, valid as long as self->strings; `missing` if it is None or not given.
 static int get_text(struct core_comm *self, const char *name, PyObject *value, const char *missing, const char **out) {
     *out = missing;
     if (value == NULL || value == Py_None) {
@@ -86,7 +86,7 @@ static int get_text(struct core_comm *self, const char *name, PyObject *value, c
     return 0;
 }
 
-// Raises, naming the networks there are.
+// Raises ValueError naming the available transports.
 static int refuse_transport(const char *name) {
     char known[128] = "";
     for (int i = 0; nb_transports[i] != NULL; i++) {
@@ -109,7 +109,7 @@ static int get_algorithm(struct core_comm *self, const struct open_args *in, str
                      name);
         return -1;
     }
-    plan->job.algorithm = (enum nb_algorithm)found;
+    plan->job.algorithm = (enum nb_algorithm_id)found;
     return 0;
 }
 
@@ -237,8 +237,8 @@ static int get_secret(struct core_comm *self, PyObject *secret, struct nb_boot_c
     return PyList_Append(self->strings, secret);
 }
 
-// Who gives the listener, and who the address.
-static int get_door(PyObject *listener, const struct core_state *state, struct open_plan *plan) {
+// Checks that rank 0 passes the listener, and every other rank the address.
+static int get_rendezvous(PyObject *listener, const struct core_state *state, struct open_plan *plan) {
     if (listener != NULL && listener != Py_None) {
         if (!Py_IS_TYPE(listener, state->types[CORE_LISTENER])) {
             PyErr_Format(PyExc_TypeError, "listener must be a Listener, not %R", listener);
@@ -283,7 +283,7 @@ static int get_recorder(struct core_comm *self, PyObject *recorder, const struct
         PyErr_Format(PyExc_TypeError, "recorder must be a Recorder, not %R", recorder);
         return -1;
     }
-    plan->job.ring = core_recorder_take(recorder);
+    plan->job.ring = core_recorder_acquire(recorder);
     if (plan->job.ring == NULL) {
         return -1;
     }
@@ -292,11 +292,11 @@ static int get_recorder(struct core_comm *self, PyObject *recorder, const struct
     return 0;
 }
 
-// Without the GIL.
-static int join(struct core_comm *self, struct open_plan *plan, struct nb_listener *door, struct nb_error *err) {
+// Joins, measures the clock and opens the job. Runs without the GIL.
+static int join(struct core_comm *self, struct open_plan *plan, struct nb_listener *listener, struct nb_error *err) {
     int64_t round_trip_ns = 0;
     struct nb_boot boot = {0};
-    int rc = nb_boot_join(&boot, &plan->boot, door, plan->address, err);
+    int rc = nb_boot_join(&boot, &plan->boot, listener, plan->address, err);
     if (rc < 0) {
         return rc;
     }
@@ -308,30 +308,30 @@ static int join(struct core_comm *self, struct open_plan *plan, struct nb_listen
         rc = nb_job_open(&self->job, &plan->job, err);
         plan->job.boot = NULL;
     }
-    nb_boot_close(&boot); // what the job has not taken over
+    nb_boot_close(&boot); // closes what the job has not taken over
     return rc;
 }
 
 static int connect_all(struct core_comm *self, struct open_plan *plan, const struct core_state *state) {
-    struct nb_listener *door = NULL;
+    struct nb_listener *listener = NULL;
     if (plan->listener != NULL) {
-        door = core_listener_use(plan->listener);
-        if (door == NULL) {
+        listener = core_listener_acquire(plan->listener);
+        if (listener == NULL) {
             return -1;
         }
     }
     struct nb_error err = {0};
     int rc;
     PyThreadState *saved = PyEval_SaveThread();
-    rc = join(self, plan, door, &err);
+    rc = join(self, plan, listener, &err);
     PyEval_RestoreThread(saved);
-    if (door != NULL) {
-        core_listener_done(plan->listener);
+    if (listener != NULL) {
+        core_listener_release(plan->listener);
     }
     if (rc < 0) {
         if (self->recording) {
             self->recording = false;
-            core_recorder_drop(self->recorder);
+            core_recorder_release(self->recorder);
         }
         core_raise(state, rc, &err);
         return -1;
@@ -346,7 +346,7 @@ int core_comm_open(struct core_comm *self, PyObject *args, PyObject *kwargs) {
     self->strings = PyList_New(0);
     if (self->strings == NULL || parse(args, kwargs, &in) < 0 || get_numbers(self, &in, &plan) < 0 ||
         get_texts(self, &in, &plan) < 0 || get_sharing(self, &in, &plan) < 0 || get_cpus(in.cpus, &plan) < 0 ||
-        get_secret(self, in.secret, &plan.boot) < 0 || get_door(in.listener, state, &plan) < 0 ||
+        get_secret(self, in.secret, &plan.boot) < 0 || get_rendezvous(in.listener, state, &plan) < 0 ||
         get_recorder(self, in.recorder, state, &plan) < 0) {
         return -1;
     }

@@ -1,4 +1,4 @@
-// What does an operation asked for from Python look like? Its arguments, checked, and the all-gather of blobs on top.
+// Operations of a Comm: checks their arguments and submits them; an all-gather of byte strings on top.
 #include "py/comm.h"
 
 #include <stdint.h>
@@ -64,7 +64,7 @@ static int parse_numbers(const struct submit_args *in, int size, struct nb_op *o
     return 0;
 }
 
-// Parses into op and hold.
+// Parses the arguments into op and hold.
 static int parse_submit(const struct submit_args *in, int size, struct nb_op *op, struct core_hold *hold) {
     if (parse_numbers(in, size, op) < 0) {
         return -1;
@@ -94,7 +94,7 @@ struct nb_comm *core_comm_group_of(PyObject *object, PyObject *number) {
     }
     struct nb_comm *comm = nb_comm_find(((struct core_comm *)object)->job, (uint32_t)id);
     if (comm == NULL) {
-        PyErr_Format(PyExc_ValueError, "group=%ld: there is none of this number here: Comm.group() makes one", id);
+        PyErr_Format(PyExc_ValueError, "group=%ld does not exist on this rank: create it with Comm.group()", id);
     }
     return comm;
 }
@@ -136,7 +136,7 @@ PyObject *core_comm_submit_method(PyObject *object, PyObject *args, PyObject *kw
     return submit(object, &in);
 }
 
-// Into memory that the caller frees; NULL: an error is raised.
+// Returns memory that the caller frees; NULL: an exception is set.
 static int *ranks_parse(PyObject *ranks, int *count) {
     PyObject *list = PySequence_List(ranks);
     Py_ssize_t n = list != NULL ? PyList_Size(list) : 0;
@@ -204,8 +204,8 @@ PyObject *core_comm_missing(PyObject *object, PyObject *args, PyObject *kwargs) 
     return list;
 }
 
-// Submits the all-gather of a line of which this rank's part is filled in, and waits.
-static int gather(PyObject *object, PyObject *line, int limit_ms) {
+// Submits the all-gather of a buffer in which this rank's part is filled in, and waits.
+static int gather(PyObject *object, PyObject *buffer, int limit_ms) {
     struct core_comm *self = (struct core_comm *)object;
     char name[NB_NAME_MAX];
     PyOS_snprintf(name, sizeof name, "netbottleneck.exchange.%llu", (unsigned long long)self->exchanges++);
@@ -214,7 +214,7 @@ static int gather(PyObject *object, PyObject *line, int limit_ms) {
     PyObject *work = NULL;
     if (kind != NULL && dtype != NULL) {
         const struct submit_args in = {
-            .name = name, .kind = kind, .memory = line, .dtype = dtype, .awaited = 1, .limit_ms = limit_ms};
+            .name = name, .kind = kind, .memory = buffer, .dtype = dtype, .awaited = 1, .limit_ms = limit_ms};
         work = submit(object, &in);
     }
     Py_XDECREF(kind);
@@ -225,10 +225,10 @@ static int gather(PyObject *object, PyObject *line, int limit_ms) {
     return done != NULL ? 0 : -1;
 }
 
-static PyObject *split(const char *line, Py_ssize_t bytes, int size) {
+static PyObject *split(const char *buffer, Py_ssize_t bytes, int size) {
     PyObject *list = PyList_New(size);
     for (int i = 0; list != NULL && i < size; i++) {
-        PyObject *part = PyBytes_FromStringAndSize(line + i * bytes, bytes);
+        PyObject *part = PyBytes_FromStringAndSize(buffer + i * bytes, bytes);
         if (part == NULL || PyList_SetItem(list, i, part) < 0) {
             Py_CLEAR(list);
         }
@@ -258,14 +258,14 @@ PyObject *core_comm_exchange(PyObject *object, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     core_comm_sweep(object);
-    PyObject *line = PyByteArray_FromStringAndSize(NULL, bytes * self->size);
-    if (line == NULL) {
+    PyObject *buffer = PyByteArray_FromStringAndSize(NULL, bytes * self->size);
+    if (buffer == NULL) {
         return NULL;
     }
-    char *base = PyByteArray_AsString(line);
+    char *base = PyByteArray_AsString(buffer);
     memset(base, 0, (size_t)(bytes * self->size));
     memcpy(base + bytes * self->rank, data, (size_t)bytes);
-    PyObject *parts = gather(object, line, (int)(limit_s * 1000)) == 0 ? split(base, bytes, self->size) : NULL;
-    Py_DECREF(line);
+    PyObject *parts = gather(object, buffer, (int)(limit_s * 1000)) == 0 ? split(base, bytes, self->size) : NULL;
+    Py_DECREF(buffer);
     return parts;
 }

@@ -1,5 +1,5 @@
-// What the files of this room share: the module's state, buffers, failures, and the objects' inner faces. The only
-// room that includes Python.h. Everything here runs under the GIL unless it says otherwise.
+// Module internals: the module's state, and the functions by which the files of this folder use each other. The only
+// folder that includes Python.h. Everything runs under the GIL unless stated otherwise.
 #ifndef NB_PY_CORE_H
 #define NB_PY_CORE_H
 
@@ -24,7 +24,7 @@
 #include "trace/event.h"         // IWYU pragma: export
 #include "trace/ring.h"          // IWYU pragma: export
 
-// The attributes and methods of a tensor that the gradient hook uses: interned once.
+// The attributes and methods of a tensor that the gradient hook uses, interned once.
 enum core_name {
     CORE_GRAD,
     CORE_DATA_PTR,
@@ -54,7 +54,7 @@ enum core_type {
     CORE_TYPES
 };
 
-// The classes of python/netbottleneck/errors.py.
+// Indices of the classes of python/netbottleneck/errors.py.
 enum core_class {
     CORE_ERROR,
     CORE_PEER_ERROR,
@@ -76,7 +76,7 @@ static inline struct core_state *core_state_of(PyObject *self) {
     return PyType_GetModuleState(Py_TYPE(self));
 }
 
-// Makes a type of this module and adds it: NULL with an exception set, or a new reference.
+// Each creates a type of this module and adds it to the module: a new reference, or NULL with an exception.
 PyTypeObject *core_arena_type(PyObject *module);
 PyTypeObject *core_listener_type(PyObject *module);
 PyTypeObject *core_recorder_type(PyObject *module);
@@ -97,17 +97,17 @@ PyObject *core_stamp_at(PyObject *module, PyObject *args, PyObject *kwargs);
 
 // ---- errors.c
 
-// Raises what `code` stands for, with err's text and peer (err may be NULL or empty). Always NULL.
+// Raises the exception for `code`, with err's text and peer (err may be NULL or empty). Always returns NULL.
 PyObject *core_raise(const struct core_state *state, int code, const struct nb_error *err);
-// Raises Error when this process is not the one that made the object: 0, or -1.
+// Raises Error if another process made the object: 0, or -1.
 int core_here(const struct core_state *state, pid_t pid, const char *what);
 
-// ---- values.c: arguments, checked. Each returns 0, or -1 with an exception that names the argument and its value.
+// ---- values.c: checks of arguments. Each returns 0, or -1 with an exception that names the argument and its value.
 
 int core_get_long(const char *name, PyObject *value, long low, long high, long *out);
-// Any integer of 64 bits, signed or not; as PyArg_Parse's O&.
+// Any 64-bit integer, signed or not; a converter for PyArg_Parse's O&.
 int core_get_u64(PyObject *value, void *out);
-// A finite number that is not 0: the engine takes 0 for 1.
+// A finite number other than 0: the engine reads 0 as 1.
 int core_get_scale(const char *name, PyObject *value, double *out);
 // Seconds to milliseconds, rounded up; at least `low_ms`.
 int core_get_timeout(const char *name, PyObject *value, int low_ms, int *out_ms);
@@ -117,7 +117,7 @@ int core_get_ports(PyObject *value, struct nb_port_range *out);
 
 // ---- memory.c
 
-// The line of memory of an operation, and the buffers that keep it in place. Zeroed: empty.
+// The memory of an operation, and the Python buffers that keep it in place. Zeroed: empty.
 struct core_memory {
     struct nb_segment *segments;
     int count;
@@ -126,17 +126,15 @@ struct core_memory {
     int view_count;
 };
 
-// From an object with the buffer protocol, (address, bytes), a sequence of those, or None. ValueError or TypeError
-// naming the place and the value. `element_bytes`: what every piece is a multiple of.
+// Parses an object with the buffer protocol, (address, bytes), a sequence of those, or None. ValueError or TypeError
+// naming the position and the value. The size of every piece is a multiple of `element_bytes`.
 int core_memory_parse(struct core_memory *memory, PyObject *object, bool writable, size_t element_bytes);
 // May run any Python code.
 void core_memory_release(struct core_memory *memory);
 int core_memory_visit(const struct core_memory *memory, visitproc visit, void *arg);
 
-// ---- work.c
-
-// An operation under way and what must live as long. Whoever drops one that is not done gives it to
-// core_comm_hold(); the engine thread never touches it.
+// An operation in progress, and the objects that must live as long. To drop one that is not done, pass it to
+// core_comm_hold(). The engine thread never touches it.
 struct core_hold {
     struct nb_list link;
     struct nb_work *work;
@@ -146,69 +144,74 @@ struct core_hold {
 
 struct core_hold *core_hold_new(void); // NULL with MemoryError
 bool core_hold_done(const struct core_hold *hold);
-// Lets go of buffers and `keep`: only when done. May run any Python code.
+// Releases the buffers and `keep`. Call only when done. May run any Python code.
 void core_hold_settle(struct core_hold *hold);
-void core_hold_free(struct core_hold *hold); // NULL is fine; only when done or never submitted
+void core_hold_free(struct core_hold *hold); // accepts NULL; only when done or never submitted
 int core_hold_visit(const struct core_hold *hold, visitproc visit, void *arg);
-// Waits in slices with the GIL released, serving signals. 1: done; 0: not by deadline_ns of nb_now_ns() (INT64_MAX:
-// none); -1: an exception, which is the operation's failure where core_hold_done().
-int core_hold_wait(PyObject *comm, const struct core_hold *hold, int64_t deadline_ns);
 
-// A Work over a submitted hold, which it takes in every case.
-PyObject *core_work_new(const struct core_state *state, PyObject *comm, struct core_hold *hold);
-
-// ---- comm.c
+// ---- comm_job.c
 
 // Submits op with hold as its owner: 0, or -1 with an exception (hold->work stays NULL).
-// The comm of a group's number, where `comm` is open; number NULL: of all ranks. NULL: an error is raised.
-struct nb_comm *core_comm_group_of(PyObject *comm, PyObject *number);
 int core_comm_submit(PyObject *comm, struct nb_comm *of, const struct nb_op *op, struct core_hold *hold);
-// Takes a hold that nobody else wants; it is freed once it is seen done.
+// Takes over a dropped hold, and frees it in a sweep after it is done.
 void core_comm_hold(PyObject *comm, struct core_hold *hold);
-// Frees what is done among them.
+// Frees the dropped holds that are done.
 void core_comm_sweep(PyObject *comm);
-// False in a forked child: then nothing of the engine may be touched.
+// False in a forked child, which must not touch the engine.
 bool core_comm_is_here(PyObject *comm);
-// An arena is gone that its job knows: the job takes the mapping, or it ends with the job.
-struct core_mapping;
-void core_comm_unmap(PyObject *comm, struct core_mapping *mapping);
 int core_comm_check(PyObject *comm); // 0, or -1: closed, or made in another process
-// Around a wait without the GIL, so that the job is not freed under it. 1: entered, to be left; 0: it is being closed
-// this very moment; -1: an exception, as core_comm_check.
+// Enters a wait without the GIL, so that the job is not freed meanwhile. 1: entered, leave it after the wait; 0: the
+// job is being closed now; -1: an exception, as core_comm_check.
 int core_comm_enter(PyObject *comm);
 void core_comm_leave(PyObject *comm);
-// Logs what the user must be told (a stall, a lost lane) to Python's logger "netbottleneck". 0, or -1 with an exception.
-int core_comm_tell(PyObject *comm);
-// What an operation that is done failed with, `code` by nb_work_test(); also after the job is gone.
+// Logs notices for the user (a stall, a lost lane) to Python's logger "netbottleneck". 0, or -1 with an exception.
+int core_comm_log_notices(PyObject *comm);
+// The failure of an operation that is done, `code` by nb_work_test(). Also works after the job is gone.
 void core_comm_failure(PyObject *comm, const struct core_hold *hold, int code, struct nb_error *err);
+
+// ---- work.c
+
+// Waits in slices with the GIL released, and handles signals. 1: done; 0: not done by deadline_ns of nb_now_ns()
+// (INT64_MAX: none); -1: an exception, which is the operation's failure if core_hold_done().
+int core_hold_wait(PyObject *comm, const struct core_hold *hold, int64_t deadline_ns);
+
+// A Work over a submitted hold. Takes over the hold, also on failure.
+PyObject *core_work_new(const struct core_state *state, PyObject *comm, struct core_hold *hold);
+
+// ---- comm_submit.c
+
+// The comm of a group's number, if `comm` is open; number NULL: all ranks. NULL: an exception is set.
+struct nb_comm *core_comm_group_of(PyObject *comm, PyObject *number);
 
 // ---- arena.c, listener.c, recorder.c
 
 const struct nb_arena *core_arena_memory(PyObject *arena);
 
-// Memory of an arena that the lanes of a Comm know. It outlives the arena where they still do.
+// Memory of an arena that is registered with the lanes of a Comm. It outlives the arena while they use it.
 struct core_mapping {
     struct nb_list in_comm;
     struct nb_list in_arena;
-    PyObject *comm; // borrowed: it takes its mappings apart before it goes
+    PyObject *comm; // borrowed: it ends its mappings before it goes
     struct core_room *room;
+    void (*drop)(struct core_mapping *mapping); // set by the Comm; called when the arena is gone
 };
 
-// Notes that a Comm knows an arena. 1; 0: it did before; -1 with an exception.
-int core_arena_map(PyObject *arena, PyObject *comm, struct nb_list *mappings);
-// Takes a mapping apart: after it the Comm's job must not reach the memory any more.
+// Records that a Comm maps an arena. 1: recorded; 0: it was already; -1 with an exception.
+int core_arena_map(PyObject *arena, PyObject *comm, struct nb_list *mappings,
+                   void (*drop)(struct core_mapping *mapping));
+// Ends a mapping. The Comm's job must not use the memory afterwards.
 void core_mapping_end(struct core_mapping *mapping);
 const struct nb_arena *core_room_memory(const struct core_room *room);
-// Without the GIL, too: lets go of memory that a mapping has kept.
+// Releases memory that a mapping has kept. Needs no GIL.
 void core_room_release(void *room);
-// The listener for a join, during which it cannot be closed: NULL with an exception. core_listener_done() after it.
-struct nb_listener *core_listener_use(PyObject *listener);
-void core_listener_done(PyObject *listener);
+// The listener for a join, which cannot be closed until core_listener_release(). NULL with an exception.
+struct nb_listener *core_listener_acquire(PyObject *listener);
+void core_listener_release(PyObject *listener);
 
-// For stamps under the GIL. Never NULL; a closed one does nothing.
+// The ring for stamps under the GIL. Never NULL; the ring of a closed recorder ignores stamps.
 struct nb_ring *core_recorder_ring(PyObject *recorder);
-// For the engine thread: the ring stays open until core_recorder_drop(). NULL with an exception when it is closed.
-struct nb_ring *core_recorder_take(PyObject *recorder);
-void core_recorder_drop(PyObject *recorder);
+// The ring for the engine thread; it stays open until core_recorder_release(). NULL with an exception if it is closed.
+struct nb_ring *core_recorder_acquire(PyObject *recorder);
+void core_recorder_release(PyObject *recorder);
 
 #endif

@@ -1,11 +1,11 @@
-// How does a failure become an exception? The one place that maps codes to classes.
+// Errors: the only code that maps error codes to exceptions.
 #include "py/core.h"
 
 #include <errno.h>
 #include <string.h>
 #include <unistd.h>
 
-// What `code` becomes: a class of errors.py and the errno it carries. CORE_CLASSES: a ValueError.
+// Maps `code` to a class of errors.py and the errno that it carries. CORE_CLASSES: a ValueError.
 static void classify(int code, enum core_class *class, int *number) {
     *number = code > NB_EPEER ? -code : EIO;
     *class = CORE_ERROR;

@@ -1,4 +1,4 @@
-// How does Python see the gradient hook backend? The type, and the callable that autograd calls for each gradient.
+// GradHook: the type, and the callable that autograd calls for each gradient.
 #include "py/gradhook.h"
 
 #include <stdint.h>
@@ -51,7 +51,7 @@ static int gradhook_traverse(PyObject *object, visitproc visit, void *arg) {
     return 0;
 }
 
-// Afterwards there is no parameter and no bucket: a call that still comes finds none.
+// Clears all parameters and buckets first, so that a late call finds none.
 static int gradhook_clear(PyObject *object) {
     struct core_gradhook *self = gradhook_of(object);
     gradhook_abandon(self);
@@ -245,8 +245,8 @@ static int gradhook_set_on_first(PyObject *object, PyObject *value, void *Py_UNU
     return 0;
 }
 
-// Between two gradients autograd uses the caches for itself. They become ready in the same order as a rule: has the
-// processor fetch what the next call will read.
+// Prefetches the data of the next call. Autograd evicts them from the caches between two gradients, and gradients
+// usually become ready in the same order.
 static void expect_next(struct core_gradhook *self, const struct core_hook *hook) {
     struct gradhook_param *before = &self->params[self->recent];
     const struct gradhook_param *param = &self->params[hook->index];
@@ -259,15 +259,15 @@ static void expect_next(struct core_gradhook *self, const struct core_hook *hook
     __builtin_prefetch(param->next_hook, 1);
 }
 
-// What autograd has just added, a borrowed reference; NULL where it does not tell. A hook of an AccumulateGrad node is
-// called with its outputs, none, and its inputs, one gradient.
+// The gradient that autograd has just accumulated, a borrowed reference; NULL if unknown. Autograd calls a hook of an
+// AccumulateGrad node with its outputs (none) and its inputs (one gradient).
 static PyObject *arrived_in(PyObject *args) {
     PyObject *inputs = PyTuple_Size(args) == 2 ? PyTuple_GetItem(args, 1) : NULL;
     bool one = inputs != NULL && PyTuple_Check(inputs) && PyTuple_Size(inputs) == 1;
     return one ? PyTuple_GetItem(inputs, 0) : NULL;
 }
 
-// Called by autograd, or with anything.
+// Called by autograd; any other caller may pass any arguments.
 static PyObject *hook_call(PyObject *object, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     const struct core_hook *self = (struct core_hook *)object;
     uint32_t index = self->index;
@@ -276,7 +276,7 @@ static PyObject *hook_call(PyObject *object, PyObject *args, PyObject *Py_UNUSED
         PyErr_SetString(PyExc_RuntimeError, "the GradHook of this hook was cleared");
         return NULL;
     }
-    Py_INCREF(gradhook); // the hook may be removed meanwhile
+    Py_INCREF(gradhook); // the call may remove the hook
     expect_next(gradhook_of(gradhook), self);
     int rc = gradhook_fire(gradhook_of(gradhook), index, arrived_in(args));
     Py_DECREF(gradhook);
@@ -330,7 +330,7 @@ PyTypeObject *core_gradhook_type(PyObject *module) {
          "Return the C callable for a hook of the node that accumulates the gradient of parameters[index]."},
         {"target", WITH_KEYWORDS(gradhook_target),
          "target($self, sink, prescale=1.0, postscale=1.0, op=SUM, group=0)\n--\n\n"
-         "Say where complete buckets go: a Comm, a callable that gets the bucket's index and returns an object\n"
+         "Set where complete buckets go: a Comm, a callable that gets the bucket's index and returns an object\n"
          "with wait(), or None: nowhere. Re-arms; RuntimeError while buckets are pending."},
         {"flush", gradhook_method_flush, METH_NOARGS,
          "flush($self)\n--\n\n"
@@ -381,7 +381,7 @@ PyTypeObject *core_gradhook_type(PyObject *module) {
 
 PyTypeObject *core_hook_type(PyObject *module) {
     static const PyType_Slot slots[] = {
-        {Py_tp_doc, (void *)"What GradHook.hook makes."},
+        {Py_tp_doc, (void *)"Made by GradHook.hook()."},
         {Py_tp_dealloc, (void *)hook_dealloc},
         {Py_tp_traverse, (void *)hook_traverse},
         {Py_tp_clear, (void *)hook_clear},

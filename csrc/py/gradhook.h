@@ -1,33 +1,33 @@
-// The inside of a GradHook: parameters, buckets, and what has happened to them in this step. Everything under the GIL.
+// GradHook internals: parameters, buckets, and their state in this step. Everything runs under the GIL.
 #ifndef NB_PY_GRADHOOK_H
 #define NB_PY_GRADHOOK_H
 
 #include "py/core.h"   // IWYU pragma: export
 #include "py/tensor.h" // IWYU pragma: export
 
-// A submitted bucket is one line: what lies between two gradients that travel directly is one segment more.
+// A submitted bucket is one operation: the memory between two gradients that travel directly is another segment.
 enum { GRADHOOK_DIRECT_MAX = (NB_SEGMENTS_MAX - 1) / 2 };
 
-// What a call reads stands in one line of the processor's cache.
+// The fields that a call reads share one cache line.
 struct gradhook_param {
     _Alignas(64) PyObject *parameter; // a weak reference: torch never collects a cycle through a hook of its own
-    PyObject *taken;                  // the gradient that was taken, and gets the sum; else NULL
-    void *taken_base;                 // where it lay; of one that is `odd`, the tensor itself
-    char *memory;                     // in the bucket
+    PyObject *taken;                  // the gradient that was taken and receives the sum; else NULL
+    void *taken_base;                 // its address; if `converted`, the tensor itself
+    char *memory;                     // its place in the bucket
     size_t bytes;
-    const void *next_hook; // as `next`: the hook's address
-    uint32_t next;         // which gradient came after this one when it was last ready
+    const void *next_hook; // address of the hook of `next`
+    uint32_t next;         // the gradient that last became ready after this one
     uint32_t bucket;
     uint32_t left;      // passes until it is ready
-    uint16_t element;   // what the view's elements are, as core_tensor_look says; 0: not known
-    bool direct : 1;    // it travels from its own memory; else it was copied, and gets a copy back
-    bool odd : 1;       // torch copied it: another layout or dtype than the view's, or sparse
-    bool dense : 1;     // the view is contiguous, as a gradient that can be copied at once
+    uint16_t element;   // element type of the view, by core_tensor_look; 0: not known
+    bool direct : 1;    // it travels from its own memory; else it is copied, and gets a copy back
+    bool converted : 1; // torch copied it: its layout or dtype differs from the view's, or it is sparse
+    bool dense : 1;     // the view is contiguous, as is a gradient that memcpy can copy
     bool ordered : 1;   // is in `order`
-    bool sparse : 1;    // a gradient was
-    PyObject *alias;    // of one that is direct and on its way to a Comm: keeps the memory, see gradhook_hold
-    void *storage;      // then: torch's storage that had the memory
-    void *storage_base; // and where that began
+    bool sparse : 1;    // a gradient was sparse
+    PyObject *alias;    // of a direct one in progress on a Comm: keeps the memory, see gradhook_hold
+    void *storage;      // with `alias`: torch's storage that had the memory
+    void *storage_base; // with `alias`: where that storage began
     PyObject *view;
     PyObject *dtype; // of the view
     size_t offset;
@@ -49,7 +49,7 @@ struct gradhook_bucket {
     PyObject *future;       // sent to a callable
 };
 
-// Which parameter has taken which memory in this pass, and how torch counts the users of memory.
+// Tracks which parameter has taken which memory in this pass, and torch's use counts of memory.
 struct gradhook_claims {
     struct gradhook_claim {
         const void *key; // as taken_base
@@ -58,24 +58,24 @@ struct gradhook_claims {
     } *slots; // open addressing
     uint32_t mask;
     uint32_t pass;
-    PyObject *count;   // torch's function that counts the users of a storage; NULL: it has none
-    PyObject *address; // torch's function that says where a tensor lies, as one who will not write there
-    long tensor_uses;  // of a tensor that one owner in C++ and one Python object have
-    long storage_uses; // of a storage that one tensor and one Python object have
+    PyObject *count;   // torch's function that counts the users of a storage; NULL: missing
+    PyObject *address; // torch's function that returns a tensor's address without counting as a write
+    long tensor_uses;  // of a tensor with one owner in C++ and one Python object
+    long storage_uses; // of a storage with one tensor and one Python object
 };
 
 struct core_gradhook {
     PyObject base;
     PyObject *recorder; // or NULL
     PyObject *target;   // a Comm, a callable, or NULL: nowhere
-    struct nb_comm *of; // of a Comm: whose operations they are
+    struct nb_comm *of; // of a Comm: the comm of the operations
     PyObject *keep;
     PyObject *on_first;             // called at the first gradient of a pass; or NULL
     struct core_tensor_table table; // of the views' type
     struct gradhook_claims claims;
     bool native; // the target is a Comm
     bool busy;   // waiting without the GIL
-    bool paused; // gradients are stamped and left alone
+    bool paused; // gradients are only stamped
     bool began;  // on_first was called in this pass
     double prescale;
     double postscale;
@@ -87,64 +87,68 @@ struct core_gradhook {
     uint32_t bucket_count;
     struct gradhook_bucket *buckets;
     uint32_t *members;
-    uint32_t *order; // of readiness in this step
+    uint32_t *order; // parameters in the order in which they became ready in this step
     uint32_t order_count;
-    uint32_t *last_order; // in the last complete step
+    uint32_t *last_order; // the same of the last complete step
     uint32_t last_count;
-    uint32_t pending; // buckets that are sent
-    uint32_t recent;  // whose hook was called last
+    uint32_t pending; // number of buckets that are sent
+    uint32_t recent;  // parameter whose hook was called last
 };
 
 // gradhook_open.c: checks the arguments and fills self; 0, or -1 with an exception.
 int gradhook_open(struct core_gradhook *self, PyObject *args, PyObject *kwargs);
 
-// What a gradient's memory lets us do.
+// How a gradient's memory may be used.
 struct gradhook_found {
     void *base;
     bool plain; // host memory of the view's dtype and size, contiguous
 };
 
-// gradhook_place.c: brings the gradient of a parameter to where its bucket is sent from; a missing one becomes zeros.
-// arrived: what autograd has just added, or NULL. 0, or -1 with an exception.
+// gradhook_place.c: brings the gradient of a parameter to the memory from which its bucket is sent; a missing gradient
+// becomes zeros. arrived: the gradient that autograd has just accumulated, or NULL. 0, or -1 with an exception.
 int gradhook_place(struct core_gradhook *self, struct gradhook_param *param, PyObject *arrived);
-int gradhook_look(const struct core_gradhook *self, const struct gradhook_param *param, PyObject *gradient,
-                  struct gradhook_found *out);
 
-// gradhook_back.c: the gradient that was taken gets the sum, and so does the parameter's `grad` where it is another by
-// now. 0, or -1 with an exception.
+// gradhook_back.c: writes the sum to the gradient that was taken, and to the parameter's `grad` if that is another
+// tensor by now. 0, or -1 with an exception.
 int gradhook_give_back(const struct core_gradhook *self, const struct gradhook_param *param);
 
 // gradhook_claim.c
+
+// The truth of the result of a method or an attribute: 1, 0, or -1 with an exception. Steals the reference.
+int gradhook_truth(PyObject *answer);
+// Finds a gradient's memory. 0, or -1 with an exception.
+int gradhook_look(const struct core_gradhook *self, const struct gradhook_param *param, PyObject *gradient,
+                  struct gradhook_found *out);
 int gradhook_claims_open(struct core_gradhook *self); // 0, or -1 with an exception
 void gradhook_claims_close(struct core_gradhook *self);
-// 1: no other tensor has the gradient's memory, at `base`, but what autograd has in hand. 0, or -1 with an exception.
+// 1: only autograd's own references share the gradient's memory; 0: others do, or it is unknown; -1 with an exception.
 int gradhook_is_alone(const struct core_gradhook *self, const struct gradhook_param *param, PyObject *gradient,
                       PyObject *arrived);
-// Keeps the memory of a gradient in place, and what it holds, until gradhook_drop(): also where the gradient is given
-// other memory, resized, written to or swapped meanwhile. Notes where it lies. 1; 0: it cannot be kept; -1 with an
-// exception.
+// Keeps the memory of a gradient and its contents until gradhook_drop(), even if the gradient is given other memory,
+// resized, written to or swapped meanwhile. Records where it lies. 1; 0: it cannot be kept; -1 with an exception.
 int gradhook_hold(const struct core_gradhook *self, struct gradhook_param *param, PyObject *gradient);
-// Where a gradient that travelled directly has its memory now.
+// What happened to the memory of a gradient that travelled directly.
 enum gradhook_moved {
     GRADHOOK_STAYED,
-    GRADHOOK_REWRITTEN, // its storage has other memory, of the same size: it was written to, or resized
+    GRADHOOK_REWRITTEN, // its storage has other memory of the same size: it was written to or resized
     GRADHOOK_REPLACED,
     GRADHOOK_UNKNOWN // with an exception
 };
 enum gradhook_moved gradhook_moved(const struct core_gradhook *self, const struct gradhook_param *param, void **now);
-// A parameter has taken a gradient: another that took the same one before gets no sum, which would be an older one.
+// Records that a parameter has taken a gradient. A parameter that took the same gradient before gets no sum: it would
+// be out of date.
 void gradhook_claim(struct core_gradhook *self, struct gradhook_param *param);
-// Lets go of the gradient that was to get the sum.
+// Releases the gradient that was to receive the sum.
 void gradhook_drop(struct core_gradhook *self, struct gradhook_param *param);
 
 // gradhook_bucket.c
-// A gradient was accumulated; arrived: as in gradhook_place.
+// Handles an accumulated gradient; arrived: as in gradhook_place.
 int gradhook_fire(struct core_gradhook *self, uint32_t index, PyObject *arrived);
 int gradhook_flush(struct core_gradhook *self);
 int gradhook_wait(struct core_gradhook *self);
-// Every parameter and bucket as at the start of a step. Nothing may be pending.
+// Resets every parameter and bucket to the start of a step. Nothing may be pending.
 void gradhook_rearm(struct core_gradhook *self);
-// Leaves what is in flight to the Comm.
+// Leaves operations in progress to the Comm.
 void gradhook_abandon(struct core_gradhook *self);
 
 #endif

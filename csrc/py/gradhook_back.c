@@ -1,4 +1,4 @@
-// Puts the sum where Horovod's synchronize() leaves it: in the gradient that was taken, and in `grad`.
+// Writes the sum where Horovod's synchronize() leaves it: to the gradient that was taken, and to `grad`.
 #include "py/gradhook.h"
 
 #include <string.h>
@@ -17,7 +17,7 @@ static int is_sparse(const struct core_gradhook *self, PyObject *tensor) {
     return sparse;
 }
 
-// The sum as a tensor that is there anyway.
+// The sum as an existing tensor.
 static PyObject *sum_of(const struct gradhook_param *param) {
     return param->direct ? param->alias : param->view;
 }
@@ -34,7 +34,7 @@ static int copy_to_sparse(PyObject *tensor, PyObject *sum) {
     return rc;
 }
 
-// Into a tensor of any layout and dtype; a dense one keeps its memory.
+// Copies the sum into a tensor of any layout and dtype; a dense one keeps its memory.
 static int copy_any(const struct core_gradhook *self, const struct gradhook_param *param, PyObject *tensor) {
     const struct core_state *state = core_state_of((PyObject *)self);
     int sparse = is_sparse(self, tensor);
@@ -47,7 +47,7 @@ static int copy_any(const struct core_gradhook *self, const struct gradhook_para
     return rc;
 }
 
-// The gradient has other memory than when it was taken: it gets what was reduced, as memory of its own.
+// Sets the sum as new memory of a gradient whose memory has changed since it was taken.
 static int set_moved(const struct gradhook_param *param) {
     PyObject *sum = param->direct ? Py_NewRef(param->alias) : PyObject_CallMethod(param->view, "clone", NULL);
     int rc = call(param->taken, "set_", sum);
@@ -55,8 +55,8 @@ static int set_moved(const struct gradhook_param *param) {
     return rc;
 }
 
-// A gradient that travelled directly has its sum, unless it has other memory by now. Its own storage stays its own: a
-// view or an array over it sees the sum.
+// A gradient that travelled directly already has its sum, unless its memory has changed. Keeps its own storage where
+// possible, so that a view or an array over it sees the sum.
 static int give_direct(const struct core_gradhook *self, const struct gradhook_param *param) {
     void *now;
     switch (gradhook_moved(self, param, &now)) {
@@ -75,7 +75,7 @@ static int give_direct(const struct core_gradhook *self, const struct gradhook_p
 
 static int give_taken(const struct core_gradhook *self, const struct gradhook_param *param) {
     struct gradhook_found found;
-    if (param->odd) {
+    if (param->converted) {
         return copy_any(self, param, param->taken);
     }
     if (param->direct) {
@@ -91,7 +91,7 @@ static int give_taken(const struct core_gradhook *self, const struct gradhook_pa
     return 0;
 }
 
-// `grad` is another tensor than the one that was taken. Horovod calls current.set_(taken).
+// Handles a `grad` that is another tensor than the one that was taken. Horovod calls current.set_(taken).
 static int give_current(const struct core_gradhook *self, const struct gradhook_param *param, PyObject *current) {
     if (current == Py_None) {
         PyErr_Format(PyExc_RuntimeError,
@@ -104,7 +104,7 @@ static int give_current(const struct core_gradhook *self, const struct gradhook_
     if (sparse < 0) {
         return -1;
     }
-    return sparse || param->odd ? copy_any(self, param, current) : call(current, "set_", param->taken);
+    return sparse || param->converted ? copy_any(self, param, current) : call(current, "set_", param->taken);
 }
 
 int gradhook_give_back(const struct core_gradhook *self, const struct gradhook_param *param) {

@@ -1,4 +1,4 @@
-// When is a bucket complete, and what happens then? Counts down, sends, waits, re-arms.
+// Buckets of a GradHook: count down to the last gradient, send, wait, re-arm.
 #include "py/gradhook.h"
 
 #include <stddef.h>
@@ -14,9 +14,10 @@ static void stamp(const struct core_gradhook *self, enum nb_event_kind kind, uin
     }
 }
 
-// The bucket's line: its memory, with the gradients that travel directly in their places. Returns how many segments.
-static int build_line(const struct core_gradhook *self, const struct gradhook_bucket *bucket,
-                      struct nb_segment *segments) {
+// Builds the bucket's segments: its memory, with the gradients that travel directly in their places. Returns their
+// number.
+static int build_segments(const struct core_gradhook *self, const struct gradhook_bucket *bucket,
+                          struct nb_segment *segments) {
     int count = 0;
     size_t at = 0;
     for (uint32_t i = 0; i < bucket->member_count; i++) {
@@ -51,7 +52,7 @@ static int send_native(struct core_gradhook *self, struct gradhook_bucket *bucke
         .prescale = self->prescale,
         .postscale = self->postscale,
         .segments = segments,
-        .segment_count = build_line(self, bucket, segments),
+        .segment_count = build_segments(self, bucket, segments),
         .bucket = (uint32_t)(bucket - self->buckets) + 1,
     };
     if (core_comm_submit(self->target, self->of, &op, hold) < 0) {
@@ -91,7 +92,7 @@ static int send_bucket(struct core_gradhook *self, struct gradhook_bucket *bucke
     return rc;
 }
 
-// What a bucket is at the start of a step.
+// Resets a bucket to the start of a step.
 static void open_bucket(struct core_gradhook *self, struct gradhook_bucket *bucket) {
     bucket->left = bucket->member_count;
     for (uint32_t i = 0; i < bucket->member_count; i++) {
@@ -101,7 +102,7 @@ static void open_bucket(struct core_gradhook *self, struct gradhook_bucket *buck
     }
 }
 
-// All gradients get their sum, also where one cannot. The first failure stays raised.
+// Gives every gradient its sum, also after one has failed. The first failure is raised.
 static int give_back(const struct core_gradhook *self, const struct gradhook_bucket *bucket) {
     PyObject *type = NULL;
     PyObject *value = NULL;
@@ -139,8 +140,8 @@ static int wait_future(struct core_gradhook *self, struct gradhook_bucket *bucke
     return done != NULL ? 0 : -1;
 }
 
-// Waits for a bucket and opens it again, also where it failed. It stays sent only where the wait itself was ended (by
-// a signal, say) and the engine still has its memory.
+// Waits for a bucket and re-arms it, also after a failure. It stays sent only if the wait itself was interrupted (by a
+// signal, say) and the engine still uses its memory.
 static int finish(struct core_gradhook *self, struct gradhook_bucket *bucket) {
     int rc = 0;
     if (bucket->hold != NULL) {
@@ -173,16 +174,16 @@ static int finish(struct core_gradhook *self, struct gradhook_bucket *bucket) {
     return rc;
 }
 
-// One thread at a time waits; what it waits for is not touched meanwhile.
+// Only one thread waits at a time; nothing else may change the state meanwhile.
 static int check_idle(const struct core_gradhook *self) {
     if (self->busy) {
-        PyErr_SetString(PyExc_RuntimeError, "GradHook is being waited for, in another thread or further up");
+        PyErr_SetString(PyExc_RuntimeError, "GradHook.wait() is already running, in another thread or in a caller");
         return -1;
     }
     return 0;
 }
 
-// The last pass over a parameter has come.
+// Handles the last pass over a parameter.
 static int make_ready(struct core_gradhook *self, uint32_t index, PyObject *arrived) {
     struct gradhook_param *param = &self->params[index];
     struct gradhook_bucket *bucket = &self->buckets[param->bucket];
@@ -205,7 +206,7 @@ static int make_ready(struct core_gradhook *self, uint32_t index, PyObject *arri
     return bucket->left == 0 ? send_bucket(self, bucket) : 0;
 }
 
-// The first gradient of a pass.
+// Handles the first gradient of a pass.
 static int begin_pass(struct core_gradhook *self) {
     if (self->began) {
         return 0;
@@ -232,7 +233,7 @@ int gradhook_fire(struct core_gradhook *self, uint32_t index, PyObject *arrived)
     if (bucket->sent) { // autograd has added to memory that is being reduced
         PyErr_Format(PyExc_RuntimeError,
                      "parameter %u was added to while its bucket %s is on its way: wait() between two backward passes, "
-                     "or say how many passes a step has",
+                     "or set the number of passes of a step",
                      index, bucket->name);
         return -1;
     }
@@ -262,7 +263,7 @@ int gradhook_flush(struct core_gradhook *self) {
     return 0;
 }
 
-// Once every bucket was sent, the order of this step is the last complete one.
+// After every bucket was sent, keeps the order of this step as the last complete one.
 static void end_step(struct core_gradhook *self) {
     for (uint32_t b = 0; b < self->bucket_count; b++) {
         if (!self->buckets[b].round) {
@@ -282,8 +283,8 @@ static void end_step(struct core_gradhook *self) {
     }
 }
 
-// Waits for all buckets that are sent. The first failure is the one that is raised; a wait that was ended by something
-// else than the operation ends this too.
+// Waits for all sent buckets, and raises the first failure. Stops early if a wait was interrupted rather than the
+// operation ended.
 static int finish_all(struct core_gradhook *self) {
     PyObject *type = NULL;
     PyObject *value = NULL;
@@ -310,8 +311,8 @@ static int finish_all(struct core_gradhook *self) {
     return failed ? -1 : 0;
 }
 
-// In a bucket that was not submitted, what is ready must fire again or be taken by flush(): the next backward may add
-// to it, and must not find it under way because the rest of the bucket came first.
+// In a bucket that was not sent, ready gradients must become ready again or be taken by flush(). The next backward may
+// add to them; they must not be in progress by then because the rest of the bucket became ready.
 static void reopen_rest(struct core_gradhook *self) {
     for (uint32_t i = 0; i < self->param_count; i++) {
         struct gradhook_param *param = &self->params[i];
@@ -356,7 +357,7 @@ void gradhook_rearm(struct core_gradhook *self) {
     end_pass(self);
 }
 
-// A new reference to what a bucket in flight needs, or NULL.
+// A new reference to the objects that a bucket in progress needs, or NULL.
 static PyObject *keep_of(const struct core_gradhook *self, const struct gradhook_bucket *bucket) {
     PyObject *list = PyList_New(0);
     if (list != NULL && self->keep != NULL && PyList_Append(list, self->keep) < 0) {
@@ -383,7 +384,7 @@ static void abandon(struct core_gradhook *self, struct gradhook_bucket *bucket) 
         return;
     }
     hold->keep = keep_of(self, bucket);
-    if (hold->keep == NULL) { // out of memory: the gradients are leaked rather than freed under the engine
+    if (hold->keep == NULL) { // out of memory: leak the gradients rather than free them under the engine
         PyErr_Clear();
         Py_XINCREF(self->keep);
         for (uint32_t i = 0; i < bucket->member_count; i++) {

@@ -1,8 +1,86 @@
-// Whose gradient is which memory? Gradients of two parameters may share it, and a user may hold it under another name.
+// Claims: finds a gradient's memory and its other users. Two parameters may share a gradient, and the user may hold
+// another reference to it.
 #include "py/gradhook.h"
 
 #include <stdint.h>
 #include <stdlib.h>
+
+// ---- memory of a gradient
+
+int gradhook_truth(PyObject *answer) {
+    if (answer == NULL) {
+        return -1;
+    }
+    int rc = PyObject_IsTrue(answer);
+    Py_DECREF(answer);
+    return rc;
+}
+
+static int get_size(PyObject *object, PyObject *name, size_t *out) {
+    PyObject *value = PyObject_GetAttr(object, name);
+    if (value == NULL) {
+        return -1;
+    }
+    *out = PyLong_AsSize_t(value);
+    Py_DECREF(value);
+    return PyErr_Occurred() != NULL ? -1 : 0;
+}
+
+static int get_base(PyObject *gradient, PyObject *name, void **out) {
+    PyObject *value = PyObject_CallMethodObjArgs(gradient, name, NULL);
+    if (value == NULL) {
+        return -1;
+    }
+    *out = PyLong_AsVoidPtr(value);
+    Py_DECREF(value);
+    return PyErr_Occurred() != NULL ? -1 : 0;
+}
+
+// Finds the gradient's memory. A sparse gradient has no address and no element order, so it is not plain.
+static int memory_query(const struct core_state *state, const struct gradhook_param *param, PyObject *gradient,
+                        struct gradhook_found *out) {
+    PyObject *dtype = PyObject_GetAttr(gradient, state->names[CORE_DTYPE]);
+    if (dtype == NULL) {
+        return -1;
+    }
+    bool same = dtype == param->dtype;
+    Py_DECREF(dtype);
+    if (!same || !param->dense) {
+        return 0;
+    }
+    int host = gradhook_truth(PyObject_GetAttr(gradient, state->names[CORE_IS_CPU]));
+    if (host <= 0) {
+        return host;
+    }
+    int contiguous = gradhook_truth(PyObject_CallMethodObjArgs(gradient, state->names[CORE_IS_CONTIGUOUS], NULL));
+    if (contiguous < 0 && PyErr_ExceptionMatches(PyExc_RuntimeError)) { // a sparse tensor raises it
+        PyErr_Clear();
+        return 0;
+    }
+    if (contiguous <= 0) {
+        return contiguous;
+    }
+    size_t bytes;
+    if (get_size(gradient, state->names[CORE_NBYTES], &bytes) < 0 ||
+        get_base(gradient, state->names[CORE_DATA_PTR], &out->base) < 0) {
+        return -1;
+    }
+    out->plain = bytes == param->bytes;
+    return 0;
+}
+
+// As memory_query(), by torch's DLPack table if that knows the tensor.
+int gradhook_look(const struct core_gradhook *self, const struct gradhook_param *param, PyObject *gradient,
+                  struct gradhook_found *out) {
+    struct core_tensor_place found;
+    *out = (struct gradhook_found){0};
+    if (param->element == 0 || !core_tensor_look(&self->table, gradient, &found)) {
+        return memory_query(core_state_of((PyObject *)self), param, gradient, out);
+    }
+    out->base = found.base;
+    out->plain = found.plain && param->dense && found.element == param->element && found.bytes == param->bytes;
+    return 0;
+}
 
 // ---- torch's counts of users
 
@@ -14,7 +92,7 @@ static long uses_of_tensor(PyObject *tensor) {
     return count;
 }
 
-// The users of the tensor's storage, a Python object of it among them; or -1 with an exception.
+// The use count of the tensor's storage, including a Python object of it; or -1 with an exception.
 static long uses_of_storage(const struct gradhook_claims *claims, PyObject *tensor) {
     PyObject *storage = PyObject_CallMethod(tensor, "untyped_storage", NULL);
     PyObject *address = storage != NULL ? PyObject_GetAttrString(storage, "_cdata") : NULL;
@@ -26,21 +104,21 @@ static long uses_of_storage(const struct gradhook_claims *claims, PyObject *tens
     return count;
 }
 
-// Counts the users of a tensor that is shared with nobody, as the measure for gradients. 0, or -1 with an exception.
+// Measures the use counts of an unshared tensor as the reference for gradients. 0, or -1 with an exception.
 static int calibrate(struct gradhook_claims *claims, PyObject *view) {
     PyObject *torch = PyImport_ImportModule("torch._C");
     claims->count = torch != NULL ? PyObject_GetAttrString(torch, "_storage_Use_Count") : NULL;
     claims->address = claims->count != NULL ? PyObject_GetAttrString(torch, "_data_address") : NULL;
     PyObject *alone = claims->address != NULL ? PyObject_CallMethod(view, "clone", NULL) : NULL;
-    claims->tensor_uses = alone != NULL ? uses_of_tensor(alone) + 1 : 0; // Python alone has it: an owner more is usual
+    claims->tensor_uses = alone != NULL ? uses_of_tensor(alone) + 1 : 0; // a gradient has one owner more
     claims->storage_uses = claims->tensor_uses > 0 ? uses_of_storage(claims, alone) : -1;
     Py_XDECREF(alone);
     Py_XDECREF(torch);
     return claims->storage_uses < 0 ? -1 : 0;
 }
 
-// What autograd has in hand of the memory, on top of the gradient itself: the tensor that arrived and, of a view, its
-// base. -1 with an exception; -2: more than that.
+// Autograd's own references to the memory, besides the gradient itself: the arrived tensor and, if that is a view, its
+// base. -1 with an exception; -2: there are others.
 static long in_hand(const struct core_gradhook *self, const struct gradhook_param *param, PyObject *arrived) {
     struct gradhook_found found;
     if (arrived == NULL) {
@@ -49,7 +127,7 @@ static long in_hand(const struct core_gradhook *self, const struct gradhook_para
     if (gradhook_look(self, param, arrived, &found) < 0) {
         return -1;
     }
-    if (!found.plain || found.base != param->taken_base) { // it was copied, or added to what was there
+    if (!found.plain || found.base != param->taken_base) { // it was copied, or added to an existing gradient
         return 0;
     }
     PyObject *base = PyObject_GetAttrString(arrived, "_base");
@@ -81,13 +159,13 @@ int gradhook_is_alone(const struct core_gradhook *self, const struct gradhook_pa
     return uses < 0 ? -1 : uses == claims->storage_uses + more;
 }
 
-// ---- memory that stays while a gradient is on its way
+// ---- memory that stays while a gradient is in progress
 //
-// A tensor object does not keep memory: `.data =`, set_(), resize_(), and a swap with another tensor take it away, and a
-// second tensor over the same storage loses it with the storage's resize_(). A lazy clone is a storage of its own that
-// owns the memory too. Until it is gone, whoever writes to the gradient by torch gets a copy first.
+// A tensor object does not keep its memory: `.data =`, set_(), resize_() and a swap with another tensor take it away,
+// and a second tensor over the same storage loses it with the storage's resize_(). A lazy clone is a storage of its own
+// that also owns the memory. While it exists, a write to the gradient through torch copies the memory first.
 
-// The storage that a tensor has: only to be compared.
+// The tensor's storage, only for comparison.
 static int storage_of(PyObject *tensor, void **out) {
     PyObject *storage = PyObject_CallMethod(tensor, "untyped_storage", NULL);
     PyObject *address = storage != NULL ? PyObject_GetAttrString(storage, "_cdata") : NULL;
@@ -97,7 +175,7 @@ static int storage_of(PyObject *tensor, void **out) {
     return PyErr_Occurred() != NULL ? -1 : 0;
 }
 
-// Where a tensor's storage begins. By data_ptr(), or torch's table, it would count as written to.
+// Where a tensor's storage begins. data_ptr() and torch's table would count as a write.
 static int address_of(const struct gradhook_claims *claims, PyObject *tensor, void **out) {
     PyObject *address = PyObject_CallFunctionObjArgs(claims->address, tensor, NULL);
     *out = address != NULL ? PyLong_AsVoidPtr(address) : NULL;
@@ -105,7 +183,7 @@ static int address_of(const struct gradhook_claims *claims, PyObject *tensor, vo
     return PyErr_Occurred() != NULL ? -1 : 0;
 }
 
-// Another tensor over memory that torch did not allocate, where that cannot be resized. None: it can.
+// Another tensor over memory that torch did not allocate, if that cannot be resized. None: it can.
 static PyObject *alias_of_fixed(const struct core_state *state, PyObject *gradient) {
     PyObject *storage = PyObject_CallMethod(gradient, "untyped_storage", NULL);
     PyObject *answer = storage != NULL ? PyObject_CallMethod(storage, "resizable", NULL) : NULL;
@@ -118,10 +196,10 @@ static PyObject *alias_of_fixed(const struct core_state *state, PyObject *gradie
     return PyObject_CallMethodObjArgs(gradient, state->names[CORE_DETACH], NULL);
 }
 
-// A new reference to what keeps the memory; None: nothing does.
+// A new reference to a tensor that keeps the memory; None: none can.
 static PyObject *alias_of(const struct core_state *state, PyObject *gradient) {
     PyObject *alias = PyObject_CallMethodObjArgs(gradient, state->names[CORE_LAZY_CLONE], NULL);
-    bool refused = alias == NULL && (PyErr_ExceptionMatches(PyExc_RuntimeError) || // the memory is not torch's own
+    bool refused = alias == NULL && (PyErr_ExceptionMatches(PyExc_RuntimeError) || // torch does not own the memory
                                      PyErr_ExceptionMatches(PyExc_AttributeError));
     if (refused) {
         PyErr_Clear();
@@ -151,7 +229,7 @@ int gradhook_hold(const struct core_gradhook *self, struct gradhook_param *param
     return 1;
 }
 
-// Whether the tensor's storage has all the bytes that its shape says, from `base` on: 1, 0, or -1 with an exception.
+// 1 if the tensor's storage has all bytes of its shape, from `base` on, else 0; -1 with an exception.
 static int has_room(PyObject *tensor, const char *base, size_t bytes) {
     PyObject *storage = PyObject_CallMethod(tensor, "untyped_storage", NULL);
     PyObject *start = storage != NULL ? PyObject_CallMethod(storage, "data_ptr", NULL) : NULL;
@@ -186,12 +264,12 @@ enum gradhook_moved gradhook_moved(const struct core_gradhook *self, const struc
     if (room == 0 && found.plain) {
         room = has_room(param->taken, found.base, param->bytes);
     }
-    PyErr_Clear(); // torch 2.13 lets nobody write to what was resized while it had a lazy clone
+    PyErr_Clear(); // torch 2.13 refuses writes to a tensor resized while it had a lazy clone
     *now = found.base;
     return room > 0 ? GRADHOOK_REWRITTEN : GRADHOOK_REPLACED;
 }
 
-// ---- gradients that are one tensor
+// ---- gradients that share a tensor
 
 static uint32_t slot_of(const struct gradhook_claims *claims, const void *key) {
     uint64_t mixed = (uint64_t)(uintptr_t)key * 0x9E3779B97F4A7C15U;
@@ -218,7 +296,7 @@ void gradhook_claim(struct core_gradhook *self, struct gradhook_param *param) {
     }
 }
 
-// Has torch forget the lazy clone that was there, so that the gradient's storage is as autograd made it.
+// Makes torch release the lazy clone, so that the gradient's storage is as autograd made it.
 static void settle(const struct core_gradhook *self, PyObject *gradient) {
     PyObject *type;
     PyObject *value;
@@ -235,7 +313,7 @@ void gradhook_drop(struct core_gradhook *self, struct gradhook_param *param) {
     PyObject *alias = param->alias;
     self->buckets[param->bucket].direct -= param->direct;
     param->direct = false;
-    param->odd = false;
+    param->converted = false;
     param->taken = NULL;
     param->alias = NULL;
     Py_XDECREF(alias);
@@ -259,7 +337,7 @@ int gradhook_claims_open(struct core_gradhook *self) {
         return -1;
     }
     if (self->param_count > 0 && calibrate(claims, self->params[0].view) < 0) {
-        PyErr_Clear(); // a torch that does not count, or does not say where: every gradient is copied
+        PyErr_Clear(); // this torch lacks use counts or addresses: copy every gradient
         Py_CLEAR(claims->count);
         Py_CLEAR(claims->address);
     }

@@ -1,4 +1,4 @@
-// Is a plan of buckets what a GradHook can run? Every argument is checked here, once.
+// Opens a GradHook: checks every argument and the bucket plan once.
 #include "py/gradhook.h"
 
 #include <stdint.h>
@@ -16,7 +16,7 @@ struct lists {
     PyObject *buckets;
 };
 
-// Where a parameter lies: sorted, these are the members of the buckets.
+// The place of a parameter; in sorted order, these are the members of the buckets.
 struct place {
     uint32_t bucket;
     uint32_t index;
@@ -67,7 +67,8 @@ static int parse_buckets(struct core_gradhook *self, PyObject *list) {
         PyObject *item = PyTuple_GetItem(list, i);
         rc = parse_bucket(&self->buckets[i], item, i);
         if (rc == 0 && PySet_Contains(names, PyTuple_GetItem(item, 0)) != 0) {
-            PyErr_Format(PyExc_ValueError, "buckets[%u] has the name of another, \"%s\"", i, self->buckets[i].name);
+            PyErr_Format(PyExc_ValueError, "buckets[%u] has the name of another bucket, \"%s\"", i,
+                         self->buckets[i].name);
             rc = -1;
         }
         if (rc == 0) {
@@ -96,7 +97,7 @@ static int method_truth(PyObject *object, const char *name, bool *out) {
     return rc < 0 ? -1 : 0;
 }
 
-// The view must lie where bucket and offset say, in host memory, in elements of the bucket's size.
+// Checks that the view lies at the bucket's offset, in host memory, with elements of the bucket's size.
 static int check_view(const struct core_gradhook *self, struct gradhook_param *param, uint32_t index) {
     const struct core_state *state = core_state_of((PyObject *)self);
     const struct gradhook_bucket *bucket = &self->buckets[param->bucket];
@@ -172,7 +173,7 @@ static int parse_params(struct core_gradhook *self, const struct lists *lists) {
         PyObject *identity = rc == 0 ? PyLong_FromVoidPtr(PyTuple_GetItem(lists->parameters, i)) : NULL;
         int known = identity != NULL ? PySet_Contains(seen, identity) : -1;
         if (known > 0) {
-            PyErr_Format(PyExc_ValueError, "parameters[%u] is there twice", i);
+            PyErr_Format(PyExc_ValueError, "parameters[%u] occurs twice", i);
         }
         rc = known == 0 ? PySet_Add(seen, identity) : -1;
         Py_XDECREF(identity);
@@ -193,7 +194,7 @@ static int by_place(const void *a, const void *b) {
     return x->index < y->index ? -1 : 1;
 }
 
-// Deals the sorted places out to the buckets.
+// Assigns the sorted places to the buckets.
 static int fill_members(struct core_gradhook *self, const struct place *places) {
     for (uint32_t i = 0; i < self->param_count; i++) {
         struct gradhook_bucket *bucket = &self->buckets[places[i].bucket];
@@ -271,7 +272,7 @@ static int fill(struct core_gradhook *self, const struct lists *lists) {
     return 0;
 }
 
-// Each sequence as a tuple.
+// Converts each sequence to a tuple.
 static int fill_from(struct core_gradhook *self, PyObject *const sequences[5]) {
     PyObject *tuples[5] = {NULL};
     int rc = 0;

@@ -1,88 +1,12 @@
-// Brings one gradient to where its bucket is sent from. Only C of torch runs here: attributes and methods whose names
-// were interned once.
+// Brings one gradient to the memory from which its bucket is sent. Runs only C code of torch: attributes and methods by
+// interned names.
 #include "py/gradhook.h"
 
 #include <string.h>
 
-// Whether a method or an attribute says True: 1, 0, or -1 with an exception.
-static int truth(PyObject *answer) {
-    if (answer == NULL) {
-        return -1;
-    }
-    int rc = PyObject_IsTrue(answer);
-    Py_DECREF(answer);
-    return rc;
-}
-
-static int get_size(PyObject *object, PyObject *name, size_t *out) {
-    PyObject *value = PyObject_GetAttr(object, name);
-    if (value == NULL) {
-        return -1;
-    }
-    *out = PyLong_AsSize_t(value);
-    Py_DECREF(value);
-    return PyErr_Occurred() != NULL ? -1 : 0;
-}
-
-static int get_base(PyObject *gradient, PyObject *name, void **out) {
-    PyObject *value = PyObject_CallMethodObjArgs(gradient, name, NULL);
-    if (value == NULL) {
-        return -1;
-    }
-    *out = PyLong_AsVoidPtr(value);
-    Py_DECREF(value);
-    return PyErr_Occurred() != NULL ? -1 : 0;
-}
-
-// What kind of memory the gradient is. A sparse one has no address and no order: it is not plain.
-static int ask(const struct core_state *state, const struct gradhook_param *param, PyObject *gradient,
-               struct gradhook_found *out) {
-    PyObject *dtype = PyObject_GetAttr(gradient, state->names[CORE_DTYPE]);
-    if (dtype == NULL) {
-        return -1;
-    }
-    bool same = dtype == param->dtype;
-    Py_DECREF(dtype);
-    if (!same || !param->dense) {
-        return 0;
-    }
-    int host = truth(PyObject_GetAttr(gradient, state->names[CORE_IS_CPU]));
-    if (host <= 0) {
-        return host;
-    }
-    int contiguous = truth(PyObject_CallMethodObjArgs(gradient, state->names[CORE_IS_CONTIGUOUS], NULL));
-    if (contiguous < 0 && PyErr_ExceptionMatches(PyExc_RuntimeError)) { // a sparse one does not know
-        PyErr_Clear();
-        return 0;
-    }
-    if (contiguous <= 0) {
-        return contiguous;
-    }
-    size_t bytes;
-    if (get_size(gradient, state->names[CORE_NBYTES], &bytes) < 0 ||
-        get_base(gradient, state->names[CORE_DATA_PTR], &out->base) < 0) {
-        return -1;
-    }
-    out->plain = bytes == param->bytes;
-    return 0;
-}
-
-// The same, by torch's own table where that can say it.
-int gradhook_look(const struct core_gradhook *self, const struct gradhook_param *param, PyObject *gradient,
-                  struct gradhook_found *out) {
-    struct core_tensor_place found;
-    *out = (struct gradhook_found){0};
-    if (param->element == 0 || !core_tensor_look(&self->table, gradient, &found)) {
-        return ask(core_state_of((PyObject *)self), param, gradient, out);
-    }
-    out->base = found.base;
-    out->plain = found.plain && param->dense && found.element == param->element && found.bytes == param->bytes;
-    return 0;
-}
-
-// gradient.detach(), and dense. A new reference, or NULL.
+// gradient.detach(), made dense. A new reference, or NULL.
 static PyObject *dense_of(const struct core_state *state, struct gradhook_param *param, PyObject *gradient) {
-    int sparse = truth(PyObject_GetAttr(gradient, state->names[CORE_IS_SPARSE]));
+    int sparse = gradhook_truth(PyObject_GetAttr(gradient, state->names[CORE_IS_SPARSE]));
     PyObject *bare = sparse >= 0 ? PyObject_CallMethodObjArgs(gradient, state->names[CORE_DETACH], NULL) : NULL;
     if (bare == NULL || sparse == 0) {
         return bare;
@@ -93,7 +17,8 @@ static PyObject *dense_of(const struct core_state *state, struct gradhook_param 
     return dense;
 }
 
-// 0: of the parameter's dtype, else -1 with an exception: a sum in the parameter's would lose what the gradient's can say.
+// 0 if the gradient has the parameter's dtype, else -1 with an exception: a sum in the parameter's dtype would lose
+// precision or range.
 static int check_dtype(const struct core_state *state, const struct gradhook_param *param, PyObject *gradient) {
     PyObject *dtype = PyObject_GetAttr(gradient, state->names[CORE_DTYPE]);
     if (dtype != NULL && dtype != param->dtype) {
@@ -130,17 +55,17 @@ static PyObject *make_zeros(PyObject *parameter, PyObject *grad_name) {
     return zeros;
 }
 
-static int take_odd(struct core_gradhook *self, struct gradhook_param *param, PyObject *gradient) {
+static int take_converted(struct core_gradhook *self, struct gradhook_param *param, PyObject *gradient) {
     if (copy_any(core_state_of((PyObject *)self), param, gradient) < 0) {
         return -1;
     }
     param->taken = Py_NewRef(gradient);
     param->taken_base = gradient;
-    param->odd = true;
+    param->converted = true;
     return 0;
 }
 
-// A large gradient stays where it is: a copy would cost more than one segment more.
+// True for a large gradient: a copy costs more than one more segment.
 static bool may_stay(const struct core_gradhook *self, const struct gradhook_param *param) {
     bool takes_segments = self->native || self->target == NULL;
     return takes_segments && param->bytes >= self->direct_bytes &&
@@ -179,7 +104,7 @@ static int take(struct core_gradhook *self, struct gradhook_param *param, PyObje
         return -1;
     }
     param->taken_base = found.base;
-    int rc = found.plain ? take_plain(self, param, gradient, arrived) : take_odd(self, param, gradient);
+    int rc = found.plain ? take_plain(self, param, gradient, arrived) : take_converted(self, param, gradient);
     if (rc == 0) {
         gradhook_claim(self, param);
     }
@@ -210,7 +135,7 @@ int gradhook_place(struct core_gradhook *self, struct gradhook_param *param, PyO
     if (parameter == NULL) {
         return -1;
     }
-    if (parameter == Py_None) { // it is gone: nobody will read the sum
+    if (parameter == Py_None) { // the parameter is gone: nobody will read the sum
         memset(param->memory, 0, param->bytes);
         return 0;
     }

@@ -1,4 +1,4 @@
-// How does Python hold rank 0's door?
+// Listener: rank 0's listening socket as a Python object.
 #include "py/core.h"
 
 #include <unistd.h>
@@ -7,15 +7,15 @@ struct core_listener {
     PyObject base;
     struct nb_listener listener;
     bool open;
-    pid_t pid; // that opened it: in a forked child its descriptor is closed, and the number may be another one's
-    int users; // joins under way
+    pid_t pid; // that opened it; a forked child has closed the descriptor, and its number may be reused
+    int users; // joins in progress
 };
 
 static PyObject *listener_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static const char *const keywords[] = {"address", "ifname", "ports", NULL};
     const char *address = NULL;
     PyObject *ports = NULL;
-    // The secret is asked for when a job joins; what opens the door never shows it.
+    // Only the join needs the secret; opening the listener does not use it.
     static const unsigned char unused[16] = {0};
     struct nb_boot_config config = {.size = 1, .secret = unused, .secret_bytes = sizeof unused};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|zzO:Listener", (char **)keywords, &address, &config.ifname,
@@ -72,7 +72,7 @@ static PyObject *listener_get_address(PyObject *object, void *Py_UNUSED(closure)
     return PyUnicode_FromString(text);
 }
 
-struct nb_listener *core_listener_use(PyObject *listener) {
+struct nb_listener *core_listener_acquire(PyObject *listener) {
     struct core_listener *self = (struct core_listener *)listener;
     if (core_here(core_state_of(listener), self->pid, "listener") < 0) {
         return NULL;
@@ -85,13 +85,14 @@ struct nb_listener *core_listener_use(PyObject *listener) {
     return &self->listener;
 }
 
-void core_listener_done(PyObject *listener) {
+void core_listener_release(PyObject *listener) {
     ((struct core_listener *)listener)->users--;
 }
 
 PyTypeObject *core_listener_type(PyObject *module) {
     static const char doc[] = "Listener(address=None, ifname=None, ports=(0, 0))\n--\n\n"
-                              "Rank 0's door. Raises Error (EADDRINUSE, ENODEV) naming the port or the interface.";
+                              "Rank 0's listener, to which the other ranks connect. Raises Error (EADDRINUSE, ENODEV) "
+                              "naming the port or the interface.";
     static const PyMethodDef methods[] = {
         {"close", listener_close, METH_NOARGS, "close($self)\n--\n\nStops listening; may be repeated."},
         {0},

@@ -1,9 +1,9 @@
-// Where does an operation's memory lie, and what keeps it there?
+// The memory of an operation, and the buffers that keep it in place while the operation is in progress.
 #include "py/core.h"
 
 #include <stdlib.h>
 
-// A pair of integers is (address, bytes).
+// True for a pair of integers, which is (address, bytes).
 static bool is_pair(PyObject *object) {
     return PyTuple_Check(object) && PyTuple_Size(object) == 2 && PyLong_Check(PyTuple_GetItem(object, 0)) &&
            PyLong_Check(PyTuple_GetItem(object, 1));
@@ -22,21 +22,21 @@ static int parse_pair(PyObject *pair, Py_ssize_t place, struct nb_segment *segme
     return 0;
 }
 
-// Replaces what the exporter said by a sentence that names the place.
+// Replaces the exporter's message by one that names the position.
 static void explain_buffer(PyObject *object, Py_ssize_t place, bool writable) {
     PyObject *type;
     PyObject *value;
     PyObject *trace;
     PyErr_Fetch(&type, &value, &trace);
-    PyObject *said = value != NULL ? PyObject_Str(value) : NULL;
-    if (said == NULL) {
+    PyObject *reason = value != NULL ? PyObject_Str(value) : NULL;
+    if (reason == NULL) {
         PyErr_Clear();
     }
     bool no_buffer = PyErr_GivenExceptionMatches(type, PyExc_TypeError);
     PyErr_Format(no_buffer ? PyExc_TypeError : PyExc_ValueError,
-                 "memory[%zd] must have a %scontiguous buffer or be (address, bytes); %R has not: %V", place,
-                 writable ? "writable, " : "", Py_TYPE(object), said, "no reason given");
-    Py_XDECREF(said);
+                 "memory[%zd] must have a %scontiguous buffer or be (address, bytes); %R does not: %V", place,
+                 writable ? "writable, " : "", Py_TYPE(object), reason, "no reason given");
+    Py_XDECREF(reason);
     Py_XDECREF(type);
     Py_XDECREF(value);
     Py_XDECREF(trace);
@@ -59,7 +59,7 @@ static int add(struct core_memory *memory, PyObject *object, Py_ssize_t place, b
         segment.bytes = (size_t)view->len;
     }
     if (segment.bytes % element_bytes != 0) {
-        PyErr_Format(PyExc_ValueError, "memory[%zd] has %zu bytes, no multiple of the element's %zu", place,
+        PyErr_Format(PyExc_ValueError, "memory[%zd] has %zu bytes, not a multiple of the element size %zu", place,
                      segment.bytes, element_bytes);
         return -1;
     }
@@ -76,7 +76,7 @@ static int add(struct core_memory *memory, PyObject *object, Py_ssize_t place, b
 
 static int reserve(struct core_memory *memory, Py_ssize_t pieces) {
     if (pieces > NB_SEGMENTS_MAX) {
-        PyErr_Format(PyExc_ValueError, "memory has %zd pieces; %d are the most", pieces, NB_SEGMENTS_MAX);
+        PyErr_Format(PyExc_ValueError, "memory has %zd pieces; the limit is %d", pieces, NB_SEGMENTS_MAX);
         return -1;
     }
     size_t room = pieces > 0 ? (size_t)pieces : 1;
@@ -89,7 +89,7 @@ static int reserve(struct core_memory *memory, Py_ssize_t pieces) {
     return 0;
 }
 
-// A list or a tuple that is no pair is a sequence of pieces; anything else is one piece.
+// Parses a list or a tuple that is no pair as a sequence of pieces; anything else as one piece.
 static int parse_pieces(struct core_memory *memory, PyObject *object, bool writable, size_t element_bytes) {
     if (is_pair(object) || !(PyTuple_Check(object) || PyList_Check(object))) {
         return reserve(memory, 1) < 0 ? -1 : add(memory, object, 0, writable, element_bytes);
@@ -137,4 +137,40 @@ int core_memory_visit(const struct core_memory *memory, visitproc visit, void *a
         Py_VISIT(memory->views[i].obj);
     }
     return 0;
+}
+
+struct core_hold *core_hold_new(void) {
+    struct core_hold *hold = calloc(1, sizeof(*hold));
+    if (hold == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    nb_list_init(&hold->link);
+    return hold;
+}
+
+bool core_hold_done(const struct core_hold *hold) {
+    int code;
+    return hold->work == NULL || nb_work_test(hold->work, &code);
+}
+
+void core_hold_settle(struct core_hold *hold) {
+    core_memory_release(&hold->memory);
+    Py_CLEAR(hold->keep);
+}
+
+void core_hold_free(struct core_hold *hold) {
+    if (hold == NULL) {
+        return;
+    }
+    if (hold->work != NULL) {
+        nb_work_release(hold->work);
+    }
+    core_hold_settle(hold);
+    free(hold);
+}
+
+int core_hold_visit(const struct core_hold *hold, visitproc visit, void *arg) {
+    Py_VISIT(hold->keep);
+    return core_memory_visit(&hold->memory, visit, arg);
 }

@@ -1,4 +1,4 @@
-// The module: its functions, its constants, its state.
+// The module: its functions, constants and state.
 #include "py/core.h"
 
 #include <stdlib.h>
@@ -7,6 +7,7 @@
 #include "base/clock.h"
 #include "coll/reduce.h"
 #include "coll/reduce_pair.h"
+#include "engine/engine.h"
 #include "transport/transport.h"
 
 #ifndef NB_VERSION
@@ -65,6 +66,11 @@ static PyObject *module_dtype_size(PyObject *Py_UNUSED(module), PyObject *value)
     return core_get_dtype(value, &dtype) < 0 ? NULL : PyLong_FromSize_t(nb_dtype_size(dtype));
 }
 
+static PyObject *module_name_key(PyObject *Py_UNUSED(module), PyObject *value) {
+    const char *name = PyUnicode_AsUTF8AndSize(value, NULL);
+    return name != NULL ? PyLong_FromUnsignedLongLong(nb_key(name)) : NULL;
+}
+
 static PyObject *module_transports(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) {
     PyObject *list = PyList_New(0);
     for (int i = 0; list != NULL && nb_transports[i] != NULL; i++) {
@@ -118,7 +124,7 @@ static PyObject *module_isa(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(non
     return PyUnicode_FromString(nb_isa_name((int)nb_reduce_best()));
 }
 
-// The set of kernels called `name`; NULL: the best.
+// Finds the set of kernels called `name`; NULL: the best.
 static int find_isa(const char *name, enum nb_isa *out) {
     enum nb_isa best = nb_reduce_best();
     if (name == NULL) {
@@ -136,14 +142,14 @@ static int find_isa(const char *name, enum nb_isa *out) {
     return -1;
 }
 
-// One of the two is there.
+// Exactly one of the two fields is set.
 struct reduction {
     int dtype;
     nb_reduce_fn kernel;
     nb_pair_fn pair;
 };
 
-static int reduce_lines(const struct core_memory *to, const struct core_memory *from, const struct reduction *how) {
+static int reduce_memory(const struct core_memory *to, const struct core_memory *from, const struct reduction *how) {
     if (to->bytes != from->bytes || to->count > 1 || from->count > 1) {
         PyErr_Format(PyExc_ValueError, "%s has %zu bytes and %s %zu: they must be one piece each, and equal",
                      how->pair != NULL ? "one" : "destination", to->bytes, how->pair != NULL ? "the other" : "source",
@@ -177,7 +183,7 @@ static PyObject *reduce_objects(PyObject *destination, PyObject *source, const s
         rc = core_memory_parse(&from, source, how->pair != NULL, element);
     }
     if (rc == 0) {
-        rc = reduce_lines(&to, &from, how);
+        rc = reduce_memory(&to, &from, how);
     }
     core_memory_release(&from);
     core_memory_release(&to);
@@ -354,6 +360,7 @@ static void module_free(void *module) {
 static const PyMethodDef methods[] = {
     {"now_ns", module_now_ns, METH_NOARGS, "now_ns()\n--\n\nCLOCK_MONOTONIC in ns: the clock of every record."},
     {"dtype_size", module_dtype_size, METH_O, "dtype_size(dtype, /)\n--\n\nBytes of one element."},
+    {"name_key", module_name_key, METH_O, "name_key(name, /)\n--\n\nThe key of an operation's name, 64-bit FNV-1a."},
     {"transports", module_transports, METH_NOARGS, "transports()\n--\n\nThe networks that were built in."},
     {"providers", WITH_KEYWORDS(core_providers),
      "providers(library=None)\n--\n\nReturn (provider, version) of each libfabric provider a lane could use here.\n\n"
@@ -372,7 +379,7 @@ static const PyMethodDef methods[] = {
      "one = other = one op other in one pass, as ranks that share memory do it: to test and to measure. SUM alone."},
     {"simulate", core_simulate, METH_VARARGS,
      "simulate(program, plan, cost, result, /)\n--\n\nFill the arrays of `result`, and return how many operations there"
-     " were.\n\nRaises ValueError for an input that cannot be."},
+     " were.\n\nRaises ValueError for invalid input."},
     {"collective_shape", core_collective_shape, METH_VARARGS,
      "collective_shape(algorithm, size, ranks_per_host, /)\n--\n\nReturn (steps, bytes out of a host for a byte, steps"
      " inside a host, bytes inside it for a byte)."},
@@ -393,7 +400,7 @@ static const PyModuleDef_Slot slots[] = {
     {0, NULL},
 };
 
-// CPython keeps its own bookkeeping in it: the one thing here that cannot be const.
+// CPython keeps its own data in it, so it is the only definition here that cannot be const.
 static PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "netbottleneck._core",

@@ -1,4 +1,4 @@
-// What does libfabric offer here? For `doctor`.
+// The libfabric providers of this host, for `doctor`.
 #include "py/core.h"
 
 #include "transport/ofi.h"

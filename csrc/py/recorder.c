@@ -1,20 +1,25 @@
-// How does Python stamp events, and who keeps the ring open?
+// Recorder and Stamper: stamp events from Python, and keep the ring open while a thread stamps.
 #include "py/core.h"
 
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <time.h>
 
 #include "base/clock.h"
-#include "base/origin.h"
+#include "base/fork_detector.h"
+
+enum { SETTLE_NS = 100 * 1000 * 1000, SETTLE_YIELDS = 100, SETTLE_SLEEP_NS = 50 * 1000 };
 
 struct core_recorder {
     PyObject base;
     struct nb_ring ring;
-    struct nb_ring none; // what a closed recorder stamps into: nothing
-    uint64_t dropped;    // when it was closed
-    struct nb_origin origin;
-    int users; // communication threads that stamp
-    bool open; // for Python
+    struct nb_ring none; // of a closed recorder: ignores stamps
+    uint64_t dropped;    // count at close()
+    struct nb_fork_detector opener;
+    int users;          // communication threads that stamp
+    atomic_int pending; // stampers that settle() waits for
+    bool open;          // for Python
 };
 
 static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -43,16 +48,16 @@ static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         } else {
             self->ring.timeline = timeline != 0;
             self->open = true;
-            nb_origin_open(&self->origin);
+            nb_fork_detector_open(&self->opener);
         }
     }
     Py_DECREF(path);
     return (PyObject *)self;
 }
 
-// Cuts the file once nobody stamps. A forked child must not: the parent still writes.
+// Truncates the file after the last user. A forked child must not: the parent still writes.
 static void shut(struct core_recorder *self) {
-    if (self->ring.header != NULL && self->users == 0 && nb_origin_is_here(&self->origin)) {
+    if (self->ring.header != NULL && self->users == 0 && nb_fork_detector_is_opener(&self->opener)) {
         self->dropped = nb_ring_dropped(&self->ring);
         nb_ring_close(&self->ring);
     }
@@ -62,7 +67,7 @@ static void recorder_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
     struct core_recorder *self = (struct core_recorder *)object;
     shut(self);
-    nb_origin_close(&self->origin);
+    nb_fork_detector_close(&self->opener);
     PyObject_Free(object);
     Py_DECREF(type);
 }
@@ -76,12 +81,12 @@ static PyObject *recorder_close(PyObject *object, PyObject *Py_UNUSED(none)) {
 
 struct nb_ring *core_recorder_ring(PyObject *recorder) {
     struct core_recorder *self = (struct core_recorder *)recorder;
-    return self->open && nb_origin_is_here(&self->origin) ? &self->ring : &self->none;
+    return self->open && nb_fork_detector_is_opener(&self->opener) ? &self->ring : &self->none;
 }
 
-struct nb_ring *core_recorder_take(PyObject *recorder) {
+struct nb_ring *core_recorder_acquire(PyObject *recorder) {
     struct core_recorder *self = (struct core_recorder *)recorder;
-    if (core_here(core_state_of(recorder), self->origin.pid, "recorder") < 0) {
+    if (core_here(core_state_of(recorder), self->opener.pid, "recorder") < 0) {
         return NULL;
     }
     if (!self->open) {
@@ -92,7 +97,7 @@ struct nb_ring *core_recorder_take(PyObject *recorder) {
     return &self->ring;
 }
 
-void core_recorder_drop(PyObject *recorder) {
+void core_recorder_release(PyObject *recorder) {
     struct core_recorder *self = (struct core_recorder *)recorder;
     self->users--;
     if (!self->open) {
@@ -118,7 +123,7 @@ static int check_kind(int kind) {
 
 static PyObject *put(PyObject *object, int64_t time_ns, const struct stamp *stamp) {
     struct core_recorder *self = (struct core_recorder *)object;
-    if (check_kind(stamp->kind) < 0 || core_here(core_state_of(object), self->origin.pid, "recorder") < 0) {
+    if (check_kind(stamp->kind) < 0 || core_here(core_state_of(object), self->opener.pid, "recorder") < 0) {
         return NULL;
     }
     const uint64_t *v = stamp->value;
@@ -155,13 +160,15 @@ struct core_stamper {
     PyObject base;
     PyObject *recorder;
     struct stamp stamp;
+    bool awaited; // counted in recorder->pending until it is freed
 };
 
 static PyObject *recorder_stamper(PyObject *object, PyObject *args, PyObject *kwargs) {
-    static const char *const keywords[] = {"kind", "key", "a", "b", NULL};
+    static const char *const keywords[] = {"kind", "key", "a", "b", "awaited", NULL};
     struct stamp s = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|O&O&O&:stamper", (char **)keywords, &s.kind, core_get_u64, &s.key,
-                                     core_get_u64, &s.value[0], core_get_u64, &s.value[1]) ||
+    int awaited = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|O&O&O&$p:stamper", (char **)keywords, &s.kind, core_get_u64,
+                                     &s.key, core_get_u64, &s.value[0], core_get_u64, &s.value[1], &awaited) ||
         check_kind(s.kind) < 0) {
         return NULL;
     }
@@ -170,6 +177,8 @@ static PyObject *recorder_stamper(PyObject *object, PyObject *args, PyObject *kw
     if (self != NULL) {
         self->recorder = Py_NewRef(object);
         self->stamp = s;
+        self->awaited = awaited != 0;
+        atomic_fetch_add(&((struct core_recorder *)object)->pending, awaited != 0);
     }
     return (PyObject *)self;
 }
@@ -183,9 +192,34 @@ static PyObject *stamper_call(PyObject *object, PyObject *Py_UNUSED(args), PyObj
 
 static void stamper_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
-    Py_XDECREF(((struct core_stamper *)object)->recorder);
+    struct core_stamper *self = (struct core_stamper *)object;
+    if (self->awaited) {
+        atomic_fetch_sub(&((struct core_recorder *)self->recorder)->pending, 1);
+    }
+    Py_XDECREF(self->recorder);
     PyObject_Free(object);
     Py_DECREF(type);
+}
+
+// Waits without the GIL, which the callbacks need.
+static PyObject *recorder_settle(PyObject *object, PyObject *Py_UNUSED(none)) {
+    struct core_recorder *self = (struct core_recorder *)object;
+    if (!nb_fork_detector_is_opener(&self->opener)) {
+        Py_RETURN_TRUE;
+    }
+    if (atomic_load(&self->pending) > 0) {
+        Py_BEGIN_ALLOW_THREADS;
+        int64_t deadline_ns = nb_now_ns() + SETTLE_NS;
+        for (int tries = 0; atomic_load(&self->pending) > 0 && nb_now_ns() < deadline_ns; tries++) {
+            if (tries < SETTLE_YIELDS) {
+                (void)sched_yield();
+            } else {
+                (void)nanosleep(&(struct timespec){.tv_nsec = SETTLE_SLEEP_NS}, NULL);
+            }
+        }
+        Py_END_ALLOW_THREADS;
+    }
+    return PyBool_FromLong(atomic_load(&self->pending) == 0);
 }
 
 static PyObject *recorder_get_step(PyObject *object, void *Py_UNUSED(closure)) {
@@ -211,25 +245,32 @@ static PyObject *recorder_get_dropped(PyObject *object, void *Py_UNUSED(closure)
 }
 
 PyTypeObject *core_recorder_type(PyObject *module) {
-    static const char doc[] = "Recorder(path, capacity, rank, *, timeline=False)\n--\n\n"
-                              "A ring file of `capacity` stamps of 64 bytes. Any thread may stamp; stamping never\n"
-                              "blocks. Closed, or in a forked child, a stamper does nothing; put() raises Error in a\n"
-                              "child. timeline: it takes what only a timeline needs, too: OP_NAME, OP_READY, OP_PACK.";
+    static const char doc[] =
+        "Recorder(path, capacity, rank, *, timeline=False)\n--\n\n"
+        "A ring file of `capacity` stamps of 64 bytes. Any thread may stamp; stamping never\n"
+        "blocks. Closed, or in a forked child, a stamper does nothing; put() raises Error in a\n"
+        "child. timeline: also records events that only a timeline needs: OP_NAME, OP_READY, OP_PACK.";
     static const PyMethodDef methods[] = {
         {"put", (PyCFunction)(void (*)(void))recorder_put, METH_VARARGS | METH_KEYWORDS,
          "put($self, kind, key=0, a=0, b=0, c=0, d=0, e=0)\n--\n\nStamps now."},
         {"put_at", (PyCFunction)(void (*)(void))recorder_put_at, METH_VARARGS | METH_KEYWORDS,
-         "put_at($self, time_ns, kind, key=0, a=0, b=0, c=0, d=0, e=0)\n--\n\nStamps a time taken before."},
+         "put_at($self, time_ns, kind, key=0, a=0, b=0, c=0, d=0, e=0)\n--\n\nStamps an earlier time."},
         {"stamper", (PyCFunction)(void (*)(void))recorder_stamper, METH_VARARGS | METH_KEYWORDS,
-         "stamper($self, kind, key=0, a=0, b=0)\n--\n\n"
-         "Return a C callable that stamps this event whatever it is called with, and returns None."},
+         "stamper($self, kind, key=0, a=0, b=0, *, awaited=False)\n--\n\n"
+         "Return a C callable that stamps this event whatever it is called with, and returns None. awaited: settle()\n"
+         "waits until the callable is freed."},
+        {"settle", recorder_settle, METH_NOARGS,
+         "settle($self)\n--\n\n"
+         "Wait, at most 0.1 s, until all awaited stampers are freed; return False if some are left. A thread that is\n"
+         "unknown to Python and runs a callback creates a thread state: CPython 3.11 locks up in the child of a fork\n"
+         "at that moment."},
         {"close", recorder_close, METH_NOARGS,
-         "close($self)\n--\n\nEnds recording; the file is cut when no Comm stamps any more. May be repeated."},
+         "close($self)\n--\n\nEnds recording; the file is truncated when no Comm records any more. May be repeated."},
         {0},
     };
     static const PyGetSetDef getset[] = {
         {"step", recorder_get_step, recorder_set_step, "The step that is stamped into every event.", NULL},
-        {"dropped", recorder_get_dropped, NULL, "Events that found the file full.", NULL},
+        {"dropped", recorder_get_dropped, NULL, "Number of events dropped because the file was full.", NULL},
         {0},
     };
     static const PyType_Slot slots[] = {
@@ -247,7 +288,7 @@ PyTypeObject *core_recorder_type(PyObject *module) {
 
 PyTypeObject *core_stamper_type(PyObject *module) {
     static const PyType_Slot slots[] = {
-        {Py_tp_doc, (void *)"What Recorder.stamper makes."},
+        {Py_tp_doc, (void *)"Made by Recorder.stamper()."},
         {Py_tp_dealloc, (void *)stamper_dealloc},
         {Py_tp_call, (void *)stamper_call},
         {0, NULL},

@@ -1,4 +1,4 @@
-// The what-if engine over arrays: buffers in, buffers filled.
+// The what-if engine over arrays: reads input buffers and fills output buffers.
 #include "py/core.h"
 
 #include <errno.h>
@@ -16,7 +16,7 @@ struct arrays {
     int count;
 };
 
-// An array of an argument: where its address and its number of elements go; `room`: it is written to.
+// The destination of an array argument: its address and its number of elements; `room`: it is written to.
 struct array {
     const char *name;
     size_t element;
@@ -32,8 +32,8 @@ static int take(struct arrays *arrays, PyObject *object, const struct array *arr
     }
     arrays->count++;
     if ((size_t)view->len % array->element != 0 || (uintptr_t)view->buf % array->element != 0) {
-        PyErr_Format(PyExc_ValueError, "%s has %zd bytes, no array of elements of %zu", array->name, view->len,
-                     array->element);
+        PyErr_Format(PyExc_ValueError, "%s has %zd bytes, not a whole number of elements of %zu bytes", array->name,
+                     view->len, array->element);
         return -1;
     }
     *array->at = view->buf;
@@ -54,14 +54,15 @@ static int need(const char *name, Py_ssize_t count, int64_t wanted) {
     if (count >= wanted) {
         return 0;
     }
-    PyErr_Format(PyExc_ValueError, "%s has %zd elements of %lld", name, count, (long long)wanted);
+    PyErr_Format(PyExc_ValueError, "%s has %zd elements, not %lld", name, count, (long long)wanted);
     return -1;
 }
 
 static int check_starts(const int64_t *starts, Py_ssize_t count, Py_ssize_t items) {
     for (Py_ssize_t i = 0; i < count; i++) {
         if (starts[i] < (i > 0 ? starts[i - 1] : 0) || starts[i] > items) {
-            PyErr_Format(PyExc_ValueError, "starts[%zd] is %lld, of %zd items", i, (long long)starts[i], items);
+            PyErr_Format(PyExc_ValueError, "starts[%zd] is %lld, but there are %zd items", i, (long long)starts[i],
+                         items);
             return -1;
         }
     }

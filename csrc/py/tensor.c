@@ -1,4 +1,4 @@
-// Where does a tensor lie? Declares of DLPack's ABI what is used of it, in our own words.
+// Tensor lookup: finds a tensor's memory by torch's DLPack table. Declares the used part of that ABI.
 #include "py/tensor.h"
 
 #include <stddef.h>
@@ -43,7 +43,7 @@ void core_tensor_table_open(struct core_tensor_table *table, PyObject *tensor) {
         table->look = found->look;
     }
     PyErr_Clear();
-    Py_XDECREF(capsule); // the table is the process's
+    Py_XDECREF(capsule); // the process owns the table
 }
 
 void core_tensor_table_close(struct core_tensor_table *table) {

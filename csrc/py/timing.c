@@ -1,4 +1,4 @@
-// How long do the kernels of this host take? And what happens at a given moment, stamped: for tables and replays.
+// Timing: measures this host's kernels, and stamps at given times; for cost tables and replays.
 #include "py/core.h"
 
 #include <stdint.h>
@@ -12,7 +12,7 @@
 
 enum { SAMPLES_MAX = 10000, SLICE_NS = 100 * 1000 * 1000, FINEST_SLACK_NS = 1 };
 
-// One kernel, called with pieces of `bytes` that take turns through all of the two memories. kernel NULL: a copy.
+// One kernel, called on pieces of `bytes` that cycle through both buffers. kernel NULL: a copy.
 struct load {
     nb_reduce_fn kernel;
     char *to;
@@ -35,11 +35,11 @@ static void call(const struct load *load, size_t piece) {
         load->kernel(to, from, load->elements);
     } else {
         memcpy(to, from, load->bytes);
-        __asm__ volatile("" : : "r"(to) : "memory"); // the copy is to be made, though nobody reads it
+        __asm__ volatile("" : : "r"(to) : "memory"); // makes the compiler keep the copy
     }
 }
 
-// Calls until least_ns have passed, looking at the clock as seldom as that allows.
+// Calls the kernel until least_ns have passed, with as few reads of the clock as possible.
 static struct sample take_sample(const struct load *load, size_t *piece) {
     struct sample found = {0};
     int64_t begin = nb_now_ns();
@@ -61,7 +61,7 @@ static PyObject *measure(const struct load *load, long samples) {
     }
     size_t piece = 0;
     PyThreadState *saved = PyEval_SaveThread();
-    (void)take_sample(load, &piece); // pages, caches, clocks of the core
+    (void)take_sample(load, &piece); // warms up pages, caches and the core's frequency
     for (long i = 0; i < samples; i++) {
         found[i] = take_sample(load, &piece);
     }
@@ -77,8 +77,8 @@ static PyObject *measure(const struct load *load, long samples) {
     return list;
 }
 
-// The arguments of both functions, but for the kernel.
-struct asked {
+// The arguments of both functions, except the kernel.
+struct request {
     PyObject *to;
     PyObject *from;
     Py_ssize_t bytes;
@@ -86,34 +86,34 @@ struct asked {
     long long least_ns;
 };
 
-static PyObject *measure_objects(const struct asked *asked, nb_reduce_fn kernel, size_t element) {
+static PyObject *measure_objects(const struct request *request, nb_reduce_fn kernel, size_t element) {
     struct core_memory to = {0};
     struct core_memory from = {0};
     PyObject *result = NULL;
-    if (asked->bytes <= 0 || (size_t)asked->bytes % element != 0 || asked->samples < 1 ||
-        asked->samples > SAMPLES_MAX || asked->least_ns < 0 || asked->least_ns > 1000LL * SLICE_NS) {
+    if (request->bytes <= 0 || (size_t)request->bytes % element != 0 || request->samples < 1 ||
+        request->samples > SAMPLES_MAX || request->least_ns < 0 || request->least_ns > 1000LL * SLICE_NS) {
         PyErr_Format(PyExc_ValueError,
                      "%zd bytes in %ld samples of %lld ns: must be elements of %zu bytes, 1 to %d, "
                      "0 to %lld",
-                     asked->bytes, asked->samples, asked->least_ns, element, SAMPLES_MAX, 1000LL * SLICE_NS);
+                     request->bytes, request->samples, request->least_ns, element, SAMPLES_MAX, 1000LL * SLICE_NS);
         return NULL;
     }
-    if (core_memory_parse(&to, asked->to, true, 1) == 0 && core_memory_parse(&from, asked->from, false, 1) == 0) {
+    if (core_memory_parse(&to, request->to, true, 1) == 0 && core_memory_parse(&from, request->from, false, 1) == 0) {
         size_t least = to.bytes < from.bytes ? to.bytes : from.bytes;
-        if (to.count != 1 || from.count != 1 || least < (size_t)asked->bytes) {
+        if (to.count != 1 || from.count != 1 || least < (size_t)request->bytes) {
             PyErr_Format(PyExc_ValueError, "destination and source must be one piece each, of at least %zd bytes",
-                         asked->bytes);
+                         request->bytes);
         } else {
             const struct load load = {
                 .kernel = kernel,
                 .to = to.segments[0].base,
                 .from = from.segments[0].base,
-                .bytes = (size_t)asked->bytes,
-                .elements = (size_t)asked->bytes / element,
-                .pieces = least / (size_t)asked->bytes,
-                .least_ns = asked->least_ns,
+                .bytes = (size_t)request->bytes,
+                .elements = (size_t)request->bytes / element,
+                .pieces = least / (size_t)request->bytes,
+                .least_ns = request->least_ns,
             };
-            result = measure(&load, asked->samples);
+            result = measure(&load, request->samples);
         }
     }
     core_memory_release(&from);
@@ -123,11 +123,11 @@ static PyObject *measure_objects(const struct asked *asked, nb_reduce_fn kernel,
 
 PyObject *core_reduce_times(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs) {
     static const char *const keywords[] = {"destination", "source", "nbytes", "dtype", "samples", "least_ns", NULL};
-    struct asked asked = {.samples = 1};
+    struct request request = {.samples = 1};
     PyObject *dtype;
     int number;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOnO|lL:reduce_times", (char **)keywords, &asked.to, &asked.from,
-                                     &asked.bytes, &dtype, &asked.samples, &asked.least_ns) ||
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOnO|lL:reduce_times", (char **)keywords, &request.to,
+                                     &request.from, &request.bytes, &dtype, &request.samples, &request.least_ns) ||
         core_get_dtype(dtype, &number) < 0) {
         return NULL;
     }
@@ -136,21 +136,21 @@ PyObject *core_reduce_times(PyObject *Py_UNUSED(module), PyObject *args, PyObjec
         PyErr_Format(PyExc_ValueError, "dtype %s cannot be added", nb_dtype_name(number));
         return NULL;
     }
-    return measure_objects(&asked, kernel, nb_dtype_size(number));
+    return measure_objects(&request, kernel, nb_dtype_size(number));
 }
 
 PyObject *core_copy_times(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs) {
     static const char *const keywords[] = {"destination", "source", "nbytes", "samples", "least_ns", NULL};
-    struct asked asked = {.samples = 1};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOn|lL:copy_times", (char **)keywords, &asked.to, &asked.from,
-                                     &asked.bytes, &asked.samples, &asked.least_ns)) {
+    struct request request = {.samples = 1};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOn|lL:copy_times", (char **)keywords, &request.to, &request.from,
+                                     &request.bytes, &request.samples, &request.least_ns)) {
         return NULL;
     }
-    return measure_objects(&asked, NULL, 1);
+    return measure_objects(&request, NULL, 1);
 }
 
-// What is to be stamped, and when.
-struct score {
+// The events to stamp, and their times.
+struct schedule {
     int kind;
     bool spin;
     Py_ssize_t count;
@@ -158,26 +158,26 @@ struct score {
     uint64_t *keys;
 };
 
-static int parse_score(struct score *score, PyObject *times, PyObject *keys) {
-    score->count = PySequence_Size(times);
-    if (score->count < 0 || PySequence_Size(keys) != score->count) {
+static int parse_schedule(struct schedule *schedule, PyObject *times, PyObject *keys) {
+    schedule->count = PySequence_Size(times);
+    if (schedule->count < 0 || PySequence_Size(keys) != schedule->count) {
         if (PyErr_Occurred() == NULL) {
-            PyErr_SetString(PyExc_ValueError, "as many keys as times");
+            PyErr_SetString(PyExc_ValueError, "keys and times_ns must have the same length");
         }
         return -1;
     }
-    size_t room = score->count > 0 ? (size_t)score->count : 1;
-    score->times_ns = calloc(room, sizeof(*score->times_ns));
-    score->keys = calloc(room, sizeof(*score->keys));
-    if (score->times_ns == NULL || score->keys == NULL) {
+    size_t room = schedule->count > 0 ? (size_t)schedule->count : 1;
+    schedule->times_ns = calloc(room, sizeof(*schedule->times_ns));
+    schedule->keys = calloc(room, sizeof(*schedule->keys));
+    if (schedule->times_ns == NULL || schedule->keys == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    for (Py_ssize_t i = 0; i < score->count; i++) {
+    for (Py_ssize_t i = 0; i < schedule->count; i++) {
         PyObject *time = PySequence_GetItem(times, i);
         PyObject *key = PySequence_GetItem(keys, i);
-        score->times_ns[i] = time != NULL ? PyLong_AsLongLong(time) : 0;
-        score->keys[i] = key != NULL && PyErr_Occurred() == NULL ? PyLong_AsUnsignedLongLong(key) : 0;
+        schedule->times_ns[i] = time != NULL ? PyLong_AsLongLong(time) : 0;
+        schedule->keys[i] = key != NULL && PyErr_Occurred() == NULL ? PyLong_AsUnsignedLongLong(key) : 0;
         Py_XDECREF(time);
         Py_XDECREF(key);
         if (PyErr_Occurred() != NULL) {
@@ -191,32 +191,32 @@ static void wait_until(int64_t until_ns, bool spin) {
     const struct timespec at = {until_ns / 1000000000, until_ns % 1000000000};
     while (nb_now_ns() < until_ns) {
         if (!spin) {
-            clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &at, NULL); // EINTR: looks at the clock again
+            clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &at, NULL); // EINTR: reads the clock again
         }
     }
 }
 
-// Goes on until the next moment to look for signals, at most SLICE_NS away: the number of stamps so far.
-static Py_ssize_t play_slice(const struct score *score, Py_ssize_t at, struct nb_ring *ring) {
+// Plays until the next check for signals, at most SLICE_NS away. Returns the number of stamps so far.
+static Py_ssize_t stamp_slice(const struct schedule *schedule, Py_ssize_t at, struct nb_ring *ring) {
     int64_t slice_end = nb_now_ns() + SLICE_NS;
-    for (; at < score->count; at++) {
-        if (score->times_ns[at] > slice_end) {
-            wait_until(slice_end, score->spin);
+    for (; at < schedule->count; at++) {
+        if (schedule->times_ns[at] > slice_end) {
+            wait_until(slice_end, schedule->spin);
             return at;
         }
-        wait_until(score->times_ns[at], score->spin);
-        nb_ring_put(ring, (enum nb_event_kind)score->kind, score->keys[at], 0, 0, 0, 0, 0);
+        wait_until(schedule->times_ns[at], schedule->spin);
+        nb_ring_put(ring, (enum nb_event_kind)schedule->kind, schedule->keys[at], 0, 0, 0, 0, 0);
     }
     return at;
 }
 
-static int play(const struct score *score, struct nb_ring *ring) {
+static int stamp_all(const struct schedule *schedule, struct nb_ring *ring) {
     int slack = prctl(PR_GET_TIMERSLACK);
     prctl(PR_SET_TIMERSLACK, FINEST_SLACK_NS);
     int rc = 0;
-    for (Py_ssize_t at = 0; at < score->count && rc == 0;) {
+    for (Py_ssize_t at = 0; at < schedule->count && rc == 0;) {
         PyThreadState *saved = PyEval_SaveThread();
-        at = play_slice(score, at, ring);
+        at = stamp_slice(schedule, at, ring);
         PyEval_RestoreThread(saved);
         rc = PyErr_CheckSignals();
     }
@@ -230,23 +230,23 @@ PyObject *core_stamp_at(PyObject *module, PyObject *args, PyObject *kwargs) {
     PyObject *times;
     PyObject *keys;
     int spin = 0;
-    struct score score = {0};
+    struct schedule schedule = {0};
     const struct core_state *state = PyModule_GetState(module);
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!iOO|p:stamp_at", (char **)keywords, state->types[CORE_RECORDER],
-                                     &recorder, &score.kind, &times, &keys, &spin)) {
+                                     &recorder, &schedule.kind, &times, &keys, &spin)) {
         return NULL;
     }
-    score.spin = spin != 0;
-    if (score.kind <= NB_EV_NONE || score.kind >= NB_EV_END) {
-        return PyErr_Format(PyExc_ValueError, "kind must be one of EVENTS, not %d", score.kind);
+    schedule.spin = spin != 0;
+    if (schedule.kind <= NB_EV_NONE || schedule.kind >= NB_EV_END) {
+        return PyErr_Format(PyExc_ValueError, "kind must be one of EVENTS, not %d", schedule.kind);
     }
-    int rc = parse_score(&score, times, keys);
-    struct nb_ring *ring = rc == 0 ? core_recorder_take(recorder) : NULL;
+    int rc = parse_schedule(&schedule, times, keys);
+    struct nb_ring *ring = rc == 0 ? core_recorder_acquire(recorder) : NULL;
     if (ring != NULL) {
-        rc = play(&score, ring);
-        core_recorder_drop(recorder);
+        rc = stamp_all(&schedule, ring);
+        core_recorder_release(recorder);
     }
-    free(score.times_ns);
-    free(score.keys);
+    free(schedule.times_ns);
+    free(schedule.keys);
     return ring != NULL && rc == 0 ? Py_NewRef(Py_None) : NULL;
 }

@@ -1,4 +1,4 @@
-// Is an argument what it should be? The checks that several types share.
+// Arguments from Python: checks that several types share.
 #include "py/core.h"
 
 #include <limits.h>

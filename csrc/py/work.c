@@ -1,9 +1,9 @@
-// An operation under way: who keeps its memory, and how is it waited for?
+// Work: an operation in progress as a Python object. It waits with the GIL released, and may be dropped before it is
+// done.
 #include "py/core.h"
 
 #include <poll.h>
 #include <stdint.h>
-#include <stdlib.h>
 
 #include "base/clock.h"
 
@@ -15,43 +15,7 @@ struct core_work {
     struct core_hold *hold;
 };
 
-struct core_hold *core_hold_new(void) {
-    struct core_hold *hold = calloc(1, sizeof(*hold));
-    if (hold == NULL) {
-        PyErr_NoMemory();
-        return NULL;
-    }
-    nb_list_init(&hold->link);
-    return hold;
-}
-
-bool core_hold_done(const struct core_hold *hold) {
-    int code;
-    return hold->work == NULL || nb_work_test(hold->work, &code);
-}
-
-void core_hold_settle(struct core_hold *hold) {
-    core_memory_release(&hold->memory);
-    Py_CLEAR(hold->keep);
-}
-
-void core_hold_free(struct core_hold *hold) {
-    if (hold == NULL) {
-        return;
-    }
-    if (hold->work != NULL) {
-        nb_work_release(hold->work);
-    }
-    core_hold_settle(hold);
-    free(hold);
-}
-
-int core_hold_visit(const struct core_hold *hold, visitproc visit, void *arg) {
-    Py_VISIT(hold->keep);
-    return core_memory_visit(&hold->memory, visit, arg);
-}
-
-// The milliseconds of the next slice: 0 when the deadline is past.
+// Length of the next slice in ms: 0 if the deadline has passed.
 static int slice_ms(int64_t deadline_ns) {
     if (deadline_ns == INT64_MAX) {
         return SLICE_MS;
@@ -64,7 +28,7 @@ static int slice_ms(int64_t deadline_ns) {
     return left_ms < SLICE_MS ? (int)left_ms : SLICE_MS;
 }
 
-// What a finished operation came to: 1, or -1 with its failure.
+// The result of a finished operation: 1, or -1 with its failure.
 static int outcome(PyObject *comm, const struct core_hold *hold) {
     struct nb_error err = {0};
     int code = 0;
@@ -88,7 +52,7 @@ int core_hold_wait(PyObject *comm, const struct core_hold *hold, int64_t deadlin
         if (entered > 0) {
             (void)nb_work_wait(hold->work, timeout_ms, NULL);
         } else {
-            (void)poll(NULL, 0, 1); // what is pending is about to fail
+            (void)poll(NULL, 0, 1); // the job is closing: pending operations are about to fail
         }
         PyEval_RestoreThread(saved);
         if (entered > 0) {
@@ -97,7 +61,7 @@ int core_hold_wait(PyObject *comm, const struct core_hold *hold, int64_t deadlin
         if (core_hold_done(hold)) {
             break;
         }
-        if (PyErr_CheckSignals() < 0 || core_comm_tell(comm) < 0) {
+        if (PyErr_CheckSignals() < 0 || core_comm_log_notices(comm) < 0) {
             return -1;
         }
         if (timeout_ms == 0) {
@@ -151,7 +115,7 @@ static void work_dealloc(PyObject *object) {
 // 1: done; 0: not by the deadline; -1: an exception.
 static int wait_until(PyObject *object, int64_t deadline_ns) {
     struct core_work *self = (struct core_work *)object;
-    if (self->hold == NULL) { // only a finaliser of the same cycle can see it so
+    if (self->hold == NULL) { // only a finaliser of the same cycle can see this
         PyErr_SetString(PyExc_RuntimeError, "work was cleared");
         return -1;
     }
@@ -209,7 +173,7 @@ static PyObject *work_times(PyObject *object, PyObject *Py_UNUSED(none)) {
 }
 
 PyTypeObject *core_work_type(PyObject *module) {
-    static const char doc[] = "An operation under way. Its memory is kept in place until it is done, also when the\n"
+    static const char doc[] = "A pending operation. Its memory is kept in place until it is done, also when the\n"
                               "Work is dropped before.";
     static const PyMethodDef methods[] = {
         {"test", work_test, METH_NOARGS,

@@ -1,4 +1,4 @@
-// Is the input of a simulation one that can be?
+// Simulation input: checks a program, a plan and a cost.
 #include <errno.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -11,18 +11,18 @@
 #include "sim/shape.h"
 #include "sim/sim.h"
 
-// How far the items of a rank have been read.
+// Progress of the check through the items of a rank.
 struct reading {
-    int *seen_in; // each tensor: the step in which it was ready last
+    int *seen_in; // per tensor: the last step in which it was ready
     int step;
     int ready;
     bool waited;
 };
 
-// What is wrong with a rank's next item, or NULL.
+// Returns what is wrong with a rank's next item, or NULL.
 static const char *wrong_item(const struct nb_sim_program *program, struct reading *r, int64_t work_ns, int code) {
     if (r->step >= program->steps || work_ns < 0 || work_ns > NB_SIM_NS_MAX || code >= program->tensors) {
-        return "too many steps, no such tensor, or work that is none or too much";
+        return "too many steps, an unknown tensor, or an invalid work time";
     }
     if (code >= 0) {
         bool again = r->waited || r->seen_in[code] == r->step;
@@ -45,7 +45,7 @@ static const char *wrong_item(const struct nb_sim_program *program, struct readi
     return NULL;
 }
 
-// The items of one rank: every step whole, every tensor in it once and before the wait.
+// Checks the items of one rank: every step is complete, and has every tensor once and before the wait.
 static int check_items(const struct nb_sim_program *program, int rank, int *seen_in, struct nb_error *err) {
     struct reading r = {.seen_in = seen_in};
     int64_t end = program->starts[rank + 1];
@@ -124,7 +124,7 @@ static int check_cost(const struct nb_sim_program *program, const struct nb_sim_
     struct nb_sim_phase phases[NB_SIM_PHASES];
     int64_t total = 0;
     if (!is_cost(cost)) {
-        return nb_fail(err, -EINVAL, "a cost that cannot be, for %d ranks", cost->size);
+        return nb_fail(err, -EINVAL, "an invalid cost for %d ranks", cost->size);
     }
     for (int tensor = 0; tensor < program->tensors; tensor++) {
         if (program->bytes[tensor] < 0 || program->bytes[tensor] > INT64_MAX / 2 - total) {
@@ -149,7 +149,7 @@ int check_input(const struct nb_sim_program *program, const struct nb_sim_plan *
     }
     int *seen_in = calloc((size_t)program->tensors, sizeof *seen_in);
     if (seen_in == NULL) {
-        return nb_fail(err, -ENOMEM, "a simulation of %d tensors", program->tensors);
+        return nb_fail(err, -ENOMEM, "cannot allocate a simulation of %d tensors", program->tensors);
     }
     int rc = 0;
     for (int rank = 0; rank < program->ranks && rc == 0; rank++) {

@@ -1,4 +1,4 @@
-// What happens next, and when? The event loop.
+// Event loop of the simulation: advances ranks, operations and the rule's timer to the next event.
 #include <errno.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -18,7 +18,7 @@ static int64_t divided_up(int64_t a, int64_t b) {
     return a / b + (a % b != 0);
 }
 
-// ---- operations under way
+// ---- operations in progress
 
 static void phase_begin(struct flight *flight) {
     const struct nb_sim_phase *phase = &flight->plan[flight->phase];
@@ -50,7 +50,7 @@ static void op_start(struct sim *sim, int number) {
     }
 }
 
-// Goes on through what takes no time. True where the operation is done.
+// Skips phases that take no time. True if the operation is done.
 static bool flight_done(struct flight *flight) {
     while (flight->phase < flight->phases && phase_over(flight)) {
         flight->phase++;
@@ -105,7 +105,7 @@ static void count_users(const struct sim *sim, int users[NB_SIM_RESOURCES]) {
     }
 }
 
-// What a use does in a ns: the least of its shares.
+// Work that a use does per ns: the least of its shares.
 static int64_t share_of(unsigned resources, const int users[NB_SIM_RESOURCES]) {
     int most = 1;
     for (int r = 0; r < NB_SIM_RESOURCES; r++) {
@@ -158,7 +158,7 @@ static void item_load(struct sim *sim, struct rank *rank) {
     }
 }
 
-static bool may_pass(const struct sim *sim, const struct rank *rank) {
+static bool may_continue(const struct sim *sim, const struct rank *rank) {
     return rank->step < sim->step ||
            (sim->sent == sim->program->tensors && sim->done_ops == sim->result->count - sim->first_op);
 }
@@ -171,14 +171,14 @@ static void step_end(struct sim *sim, struct rank *rank) {
     }
 }
 
-// Works off one item; false where it has to wait.
+// Completes one item; false if it has to wait.
 static bool item_end(struct sim *sim, int number) {
     struct rank *rank = &sim->ranks[number];
     int code = sim->program->codes[rank->at];
     if (!rank->waiting) {
         sim->result->reached_ns[rank->at] = sim->now;
     }
-    rank->waiting = code == NB_SIM_WAIT && !may_pass(sim, rank);
+    rank->waiting = code == NB_SIM_WAIT && !may_continue(sim, rank);
     if (rank->waiting) {
         return false;
     }
@@ -195,11 +195,11 @@ static bool item_end(struct sim *sim, int number) {
     return true;
 }
 
-static bool ranks_go_on(struct sim *sim) {
+static bool ranks_resume(struct sim *sim) {
     bool any = false;
     for (int number = 0; number < sim->program->ranks; number++) {
         struct rank *rank = &sim->ranks[number];
-        while (rank->at < rank->end && (rank->waiting ? may_pass(sim, rank) : rank->left == 0) &&
+        while (rank->at < rank->end && (rank->waiting ? may_continue(sim, rank) : rank->left == 0) &&
                item_end(sim, number)) {
             any = true;
         }
@@ -237,7 +237,7 @@ static void ranks_advance(struct sim *sim, int64_t dt) {
 static void moment(struct sim *sim) {
     bool more = true;
     while (more) {
-        while (flights_end(sim) || ranks_go_on(sim)) {
+        while (flights_end(sim) || ranks_resume(sim)) {
         }
         bool sent = rule_tick(sim);
         more = flights_start(sim) || sent;
@@ -296,7 +296,9 @@ static int open_memory(struct sim *sim) {
     sim->submitted_ns = calloc(buckets * ranks + 1, sizeof *sim->submitted_ns);
     bool all = sim->ranks != NULL && sim->arrived != NULL && sim->pending != NULL && sim->ready_ns != NULL &&
                sim->missing != NULL && sim->submitted != NULL && sim->submitted_ns != NULL;
-    return all ? 0 : nb_fail(sim->err, -ENOMEM, "a simulation of %zu ranks and %zu tensors", ranks, tensors);
+    return all ? 0
+               : nb_fail(sim->err, -ENOMEM, "cannot allocate a simulation of %zu ranks and %zu tensors", ranks,
+                         tensors);
 }
 
 static void close_memory(struct sim *sim) {

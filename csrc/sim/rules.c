@@ -1,4 +1,4 @@
-// Which gradients become an operation, and when? The rules of enum nb_sim_rule.
+// Fusion rules: decide which gradients become an operation, and when (enum nb_sim_rule).
 #include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
@@ -55,7 +55,7 @@ static void op_end(struct sim *sim, struct nb_sim_op *op) {
     op->agreed_ns = sim->now + (sim->cost->size > 1 ? (int64_t)(sim->cost->launch_ns + 0.5) : 0);
 }
 
-// ---- buckets that are known before
+// ---- fixed buckets
 
 static void bucket_send(struct sim *sim, int bucket) {
     int ranks = sim->program->ranks;
@@ -92,9 +92,9 @@ static void bucket_ready(struct sim *sim, int rank, int bucket) {
     }
 }
 
-// ---- rules that decide as tensors arrive
+// ---- rules that decide as tensors become ready
 
-// A rank has submitted an operation when the last of its tensors was ready there.
+// A rank submits an operation when the last of its tensors is ready there.
 static void pending_add(struct sim *sim, struct nb_sim_op *op, int tensor) {
     int ranks = sim->program->ranks;
     int64_t *submit_ns = &sim->result->submit_ns[(op - sim->result->ops) * ranks];
@@ -116,7 +116,7 @@ static void send_all(struct sim *sim) {
     sim->last_send_ns = sim->now;
 }
 
-// The first, and what fits with it; the others stay in order.
+// Sends the first pending tensor and those that fit with it; the others keep their order.
 static void send_fused(struct sim *sim) {
     const struct nb_sim_program *program = sim->program;
     int64_t limit = sim->plan->fusion_bytes;

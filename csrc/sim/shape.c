@@ -1,4 +1,4 @@
-// What does a collective need? The table of shape.h, and the phases that follow from it.
+// Shapes: the table of shape.h, and the phases of an operation that follow from it.
 #include "sim/shape.h"
 
 #include <math.h>
@@ -43,7 +43,7 @@ static void level_shape(struct nb_sim_shape *shape, double steps) {
     shape->host_wire = 2 * (g - 1) / g;
 }
 
-// Steps of halving are done twice, there and back; those of doubling once.
+// Each halving step is done twice, once in each half of the all-reduce; each doubling step once.
 static void exchange_shape(struct nb_sim_shape *shape, bool halving) {
     int levels = log2_floor(shape->size);
     int near = log2_floor(shape->inside);
@@ -103,7 +103,7 @@ static double table_at(const struct nb_sim_table *table, double bytes) {
     return y[low] + (bytes - x[low]) * (y[high] - y[low]) / (x[high] - x[low]);
 }
 
-// Rounded by itself: a compiler may not make one operation of this product and a sum after it, on any machine.
+// Rounds the product separately: the compiler must not fuse it with a later addition, or machines would differ.
 __attribute__((noinline)) static double product(double a, double b) {
     return a * b;
 }
@@ -138,7 +138,7 @@ double nb_sim_sums_ns(const struct nb_sim_cost *cost, const struct nb_sim_shape 
     }
 }
 
-// 0, or -1 where it is too long.
+// 0, or -1 if the value is too long.
 static int to_ns(double value, int64_t *ns) {
     if (!(value >= 0 && value <= (double)NB_SIM_NS_MAX)) {
         return -1;
@@ -147,7 +147,7 @@ static int to_ns(double value, int64_t *ns) {
     return 0;
 }
 
-// What moves and adds, once it has begun: at the same time, or one after the other.
+// The phases of data transfer and sums: at the same time, or one after the other.
 static int moves(const struct nb_sim_cost *cost, const struct nb_sim_shape *shape, double bytes,
                  struct nb_sim_phase *phases) {
     double sent = bytes / cost->ratio;
@@ -155,7 +155,7 @@ static int moves(const struct nb_sim_cost *cost, const struct nb_sim_shape *shap
     const struct {
         unsigned resources;
         double ns;
-        bool together; // with the one before it
+        bool together; // at the same time as the previous use
     } uses[NB_SIM_USES] = {
         {NB_SIM_UP | NB_SIM_DOWN, sent * shape->wire * cost->byte_ns, true},
         {NB_SIM_INNER, sent * shape->host_wire * cost->host_byte_ns, cost->pipelined || ring},

@@ -1,4 +1,4 @@
-// How does an event get from any thread into the run folder without ever waiting?
+// Ring: records events of any thread in the run folder without waiting.
 #include "trace/ring.h"
 
 #include <errno.h>
@@ -37,7 +37,7 @@ static void fill_header(struct nb_ring_header *header, uint64_t capacity, int ra
     memcpy(header->magic, NB_RING_MAGIC, sizeof header->magic);
 }
 
-// All blocks of the file, now, and none where they cannot all be had.
+// Allocates all blocks of the file now, or none if the disk has no room for all.
 static int reserve(int fd, const char *path, size_t bytes, struct nb_error *err) {
     int code;
     do {
@@ -49,15 +49,15 @@ static int reserve(int fd, const char *path, size_t bytes, struct nb_error *err)
     (void)!ftruncate(fd, 0);
     errno = code;
     return nb_fail(err, -code,
-                   "%s: there is no room for its %zu bytes (%m): free some, set NETBOTTLENECK_DIR to another disk, or "
-                   "NETBOTTLENECK_TRACE_EVENTS to less",
+                   "%s: cannot reserve %zu bytes (%m): free disk space, set NETBOTTLENECK_DIR to another disk, or "
+                   "lower NETBOTTLENECK_TRACE_EVENTS",
                    path, bytes);
 }
 
 int nb_ring_open(struct nb_ring *ring, const char *path, uint64_t capacity, int rank, struct nb_error *err) {
     int rc;
     if (capacity > ((uint64_t)PTRDIFF_MAX - NB_RING_HEADER) / sizeof(struct nb_event)) {
-        return nb_fail(err, -EFBIG, "%s: %llu events do not fit a file", path, (unsigned long long)capacity);
+        return nb_fail(err, -EFBIG, "%s: %llu events exceed the largest file size", path, (unsigned long long)capacity);
     }
     size_t bytes = file_bytes(capacity);
     int fd = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
@@ -99,7 +99,7 @@ void nb_ring_close(struct nb_ring *ring) {
     size_t keep = file_bytes(written(ring));
     atomic_store_explicit(&ring->header->closed, 1, memory_order_release);
     (void)munmap(ring->header, file_bytes(ring->capacity));
-    (void)!ftruncate(ring->fd, (off_t)keep); // uncut, the file is as readable
+    (void)!ftruncate(ring->fd, (off_t)keep); // without the truncation the file is just as readable
     close(ring->fd);
     ring->header = NULL;
     ring->events = NULL;

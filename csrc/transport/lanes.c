@@ -1,5 +1,5 @@
-// The pull scheduler: which blocks travel next, on which lane. See lanes.h. What only RMA lanes need (grants, slots,
-// staging) is in grants.c, what left and may not have landed in sent.c, what a lost lane sets off in repair.c.
+// Pull scheduler: decides which blocks travel next, and on which lane (see lanes.h). credits.c serves RMA lanes
+// (credits, slots, staging), retransmit.c keeps runs that may not have landed, failover.c handles lost lanes.
 #include "transport/lanes.h"
 
 #include <errno.h>
@@ -10,26 +10,16 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/list.h"
+#include "base/wire.h"
 #include "transport/lanes_internal.h"
 #include "transport/transport.h"
 
 enum {
-    UNGRANTED_RUNS = 8 // looked at before a lane gives up on a flow
+    UNGRANTED_RUNS = 8 // tried before a lane gives up on a flow
 };
 
 static struct path *path_of(struct nb_lanes *lanes, int peer, int lane) {
     return &lanes->peers[peer].paths[lane];
-}
-
-struct nb_flow *nb_lanes_find(struct nb_lanes *lanes, int peer, enum nb_flow_dir dir, uint64_t op) {
-    struct nb_list *head = dir == NB_FLOW_IN ? &lanes->peers[peer].in : &lanes->peers[peer].out;
-    NB_LIST_EACH(it, head) {
-        struct nb_flow *flow = NB_CONTAINER(it, struct nb_flow, link);
-        if (flow->op == op) {
-            return flow;
-        }
-    }
-    return NULL;
 }
 
 static void flow_moved(struct nb_lanes *lanes, struct nb_flow *flow, int lane, size_t bytes) {
@@ -39,7 +29,7 @@ static void flow_moved(struct nb_lanes *lanes, struct nb_flow *flow, int lane, s
     path_of(lanes, flow->peer, lane)->moved_ns = flow->moved_ns;
 }
 
-// Available blocks from `first` on that may travel as one segment.
+// Number of available blocks from `first` on that may travel as one segment.
 static uint32_t run_length(const struct nb_flow *flow, uint32_t first, size_t segment_bytes) {
     uint32_t most = (uint32_t)(segment_bytes / flow->block_bytes);
     most = most < 1 ? 1 : most > NB_FRAME_BLOCKS_MAX ? NB_FRAME_BLOCKS_MAX : most;
@@ -52,10 +42,10 @@ static uint32_t run_length(const struct nb_flow *flow, uint32_t first, size_t se
     return n;
 }
 
-// Where the bytes of the request lie. False: not all of them are there; what was announced would never follow.
+// Sets the memory of the request. False: bytes are missing, so the announced segment would never be complete.
 static bool request_fill(struct nb_flow *flow, uint32_t first, uint32_t count, struct nb_request *req) {
     if (flow->copy != NULL) {
-        return nb_sent_copy(flow, first, count, req);
+        return nb_retransmit_copy(flow, first, count, req);
     }
     req->iov_count = flow->ops->memory(flow, first, count, req->iov);
     return nb_iov_bytes(req->iov, req->iov_count) == req->frame.bytes;
@@ -70,14 +60,15 @@ static void flow_fail(struct nb_lanes *lanes, struct nb_flow *flow, uint32_t blo
     lanes->config.failed(lanes->config.ctx, &why);
 }
 
-// Takes the next run off the flow into the request; false when there is none that may go.
-static bool flow_take(struct nb_lanes *lanes, struct nb_flow *flow, int lane, size_t segment, struct nb_request *req) {
+// Assigns the next run of the flow; false if none may be sent.
+static bool flow_take(struct nb_lanes *lanes, struct nb_flow *flow, int lane, size_t segment, struct assignment *at) {
+    struct nb_request *req = &at->request;
     uint32_t first = (uint32_t)nb_bits_next(flow->map, flow->cursor, flow->blocks);
     uint32_t count = 0;
     int tried = 0;
     while (first < flow->blocks) {
         count = run_length(flow, first, segment);
-        if (lanes->config.ops->kind == NB_LANE_STREAM || nb_grants_use(lanes, flow, lane, first, &count, req)) {
+        if (lanes->config.ops->kind == NB_LANE_STREAM || nb_credits_use(lanes, flow, lane, first, &count, at)) {
             break;
         }
         first =
@@ -87,13 +78,13 @@ static bool flow_take(struct nb_lanes *lanes, struct nb_flow *flow, int lane, si
         return false;
     }
     req->peer = flow->peer;
-    req->owner = flow;
+    at->flow = flow;
     req->frame.op = flow->op;
     req->frame.block = first;
     req->frame.blocks = (uint16_t)count;
     req->frame.bytes = (uint32_t)flow->ops->bytes(flow, first, count);
     if (!request_fill(flow, first, count, req)) {
-        nb_grants_unuse(lanes, flow, req);
+        nb_credits_unuse(lanes, flow, req);
         flow_fail(lanes, flow, first);
         return false;
     }
@@ -104,11 +95,11 @@ static bool flow_take(struct nb_lanes *lanes, struct nb_flow *flow, int lane, si
     flow->left -= count;
     flow->available -= count;
     flow->in_flight += count;
-    nb_grants_local(lanes, lane, req);
+    nb_credits_local(lanes, lane, req);
     return true;
 }
 
-// Puts a run back that no lane took.
+// Returns a run that no lane took.
 static void flow_untake(struct nb_flow *flow, const struct nb_frame *frame) {
     for (uint32_t i = 0; i < frame->blocks; i++) {
         nb_bits_set(flow->map, frame->block + i);
@@ -119,11 +110,11 @@ static void flow_untake(struct nb_flow *flow, const struct nb_frame *frame) {
     flow->in_flight -= frame->blocks;
 }
 
-static bool peer_take(struct nb_lanes *lanes, struct peer *peer, int lane, struct nb_request *req, int *sooner) {
-    size_t segment = nb_pace_segment(lanes, peer, lane, sooner);
+static bool peer_take(struct nb_lanes *lanes, struct peer *peer, int lane, struct assignment *at, int *sooner) {
+    size_t segment = nb_rate_segment(lanes, peer, lane, sooner);
     NB_LIST_EACH(it, &peer->out) {
         struct nb_flow *flow = NB_CONTAINER(it, struct nb_flow, link);
-        if (segment > 0 && flow->available > 0 && flow_take(lanes, flow, lane, segment, req)) {
+        if (segment > 0 && flow->available > 0 && flow_take(lanes, flow, lane, segment, at)) {
             return true;
         }
     }
@@ -134,30 +125,31 @@ static bool path_has_window(const struct nb_lanes *lanes, const struct path *pat
     return path->open && !path->refused && path->idle != NULL && path->in_flight < lanes->window_bytes;
 }
 
-// Gives the lane one request; false: it takes none, or there is none. *sooner: as for nb_pace_segment.
+// Posts one segment to the lane; false: the lane takes none, or there is none. *sooner: as for nb_rate_segment.
 static bool path_post(struct nb_lanes *lanes, struct peer *peer, int lane, int *sooner) {
     struct path *path = &peer->paths[lane];
-    struct nb_request *req = path->idle;
-    if (!path_has_window(lanes, path) || !peer_take(lanes, peer, lane, req, sooner)) {
+    struct assignment *at = path->idle;
+    if (!path_has_window(lanes, path) || !peer_take(lanes, peer, lane, at, sooner)) {
         return false;
     }
-    struct nb_flow *flow = req->owner;
-    path->idle = req->next;
-    nb_pace_posted(path, req->frame.bytes);
+    struct nb_request *req = &at->request;
+    struct nb_flow *flow = at->flow;
+    path->idle = at->next;
+    nb_rate_posted(path, req->frame.bytes);
     if (lanes->lane[lane]->ops->post(lanes->lane[lane], req) >= 0) {
         return true;
     }
-    nb_pace_refused(path, req->frame.bytes);
-    req->next = path->idle;
-    path->idle = req;
-    nb_grants_unuse(lanes, flow, req);
+    nb_rate_refused(path, req->frame.bytes);
+    at->next = path->idle;
+    path->idle = at;
+    nb_credits_unuse(lanes, flow, req);
     flow_untake(flow, &req->frame);
     path->refused = true;
     return false;
 }
 
-// Lets one lane take what it can, or the one that is done with it sooner. True when something was taken. A request that is
-// over while it is posted asks for the next one from within: that one is taken once the first is out of the way.
+// Lets a lane take one segment, or the lane that would be done with it sooner. True if one was taken. A request that
+// finishes inside post() also asks for the next segment; `pulling` defers that until the first is posted.
 static bool path_pull(struct nb_lanes *lanes, struct peer *peer, int lane) {
     struct path *path = &peer->paths[lane];
     if (path->pulling) {
@@ -169,7 +161,7 @@ static bool path_pull(struct nb_lanes *lanes, struct peer *peer, int lane) {
     if (!took && sooner >= 0) {
         const struct path *other = &peer->paths[sooner];
         took = path_pull(lanes, peer, sooner) || (other->in_flight == 0 && !other->refused && !other->pulling &&
-                                                  path_post(lanes, peer, lane, NULL)); // the other will not pull
+                                                  path_post(lanes, peer, lane, NULL)); // the other lane will not pull
     }
     path->pulling = false;
     return took;
@@ -193,28 +185,29 @@ void nb_lanes_push(struct nb_lanes *lanes, int peer_rank, int64_t now_ns) {
 static void up_sent(void *ctx, struct nb_lane *lane, struct nb_request *req, int code) {
     struct nb_lanes *lanes = ctx;
     struct path *path = path_of(lanes, req->peer, lane->index);
-    struct nb_flow *flow = req->owner;
+    struct assignment *at = NB_CONTAINER(req, struct assignment, request);
+    struct nb_flow *flow = at->flow;
     struct nb_frame frame = req->frame;
     int peer = req->peer;
-    nb_pace_sent(lanes, path, frame.bytes);
+    nb_rate_sent(lanes, path, frame.bytes);
     if (flow != NULL) {
-        nb_sent_add(lanes, flow, lane->index, req);
+        nb_retransmit_add(lanes, lane->index, at);
     }
-    req->owner = NULL;
-    req->next = path->idle;
-    path->idle = req;
+    at->flow = NULL;
+    at->next = path->idle;
+    path->idle = at;
     if (flow == NULL) {
         return; // cancelled meanwhile
     }
     flow->in_flight -= frame.blocks;
     if (code == 0) {
-        nb_grants_sent(lanes, flow);
+        nb_credits_sent(lanes, flow);
         flow_moved(lanes, flow, lane->index, frame.bytes);
     }
-    if (code == 0 || flow->acked) { // else the lane is going: lost() follows, and the peer says what did not land
-        nb_sent_settle(lanes, flow);
+    if (code == 0 || flow->acked) { // else the lane is being lost: lost() follows, and the peer reports what is missing
+        nb_retransmit_settle(lanes, flow);
     }
-    // What is finished before post() returns pulls nothing itself.
+    // A request that finishes inside post() does not pull the next segment itself.
     while (code == 0 && lane->index < lanes->peers[peer].reach && path_pull(lanes, &lanes->peers[peer], lane->index) &&
            path->in_flight == 0) {
     }
@@ -224,47 +217,13 @@ static void up_writable(void *ctx, struct nb_lane *lane, int peer_rank) {
     struct nb_lanes *lanes = ctx;
     struct peer *peer = &lanes->peers[peer_rank];
     if (peer->paths == NULL) {
-        return; // the peer came before this rank has opened it
+        return; // the peer connected before this rank opened it
     }
     struct path *path = &peer->paths[lane->index];
     path->refused = false;
-    nb_repair_flush(lanes, peer_rank);
-    nb_grants_flush(lanes, peer_rank);
+    nb_failover_flush(lanes, peer_rank);
+    nb_credits_flush(lanes, peer_rank);
     while (lane->index < peer->reach && path_pull(lanes, peer, lane->index)) {
-    }
-}
-
-// A run that a peer announces: of a flow that is expected, inside it, and none of it there already.
-int nb_lanes_check(const struct nb_lanes *lanes, const struct nb_flow *flow, const struct nb_frame *frame) {
-    uint64_t end = (uint64_t)frame->block + frame->blocks;
-    if (frame->blocks == 0 || frame->blocks > NB_FRAME_BLOCKS_MAX || end > flow->blocks) {
-        return NB_EWIRE;
-    }
-    if (flow->ops->run_limit(flow, frame->block, frame->blocks) != frame->blocks) {
-        return NB_EWIRE;
-    }
-    size_t bytes = flow->ops->bytes(flow, frame->block, frame->blocks);
-    if (bytes == 0 || bytes > lanes->config.segment_bytes + flow->block_bytes) {
-        return NB_EWIRE;
-    }
-    for (uint32_t i = 0; i < frame->blocks; i++) {
-        if (nb_bits_get(flow->map, frame->block + i)) {
-            return -EALREADY;
-        }
-    }
-    return 0;
-}
-
-// Marks a run as taken care of, so that nothing lands there twice.
-static void run_claim(struct nb_flow *flow, const struct nb_frame *frame) {
-    for (uint32_t i = 0; i < frame->blocks; i++) {
-        nb_bits_set(flow->map, frame->block + i);
-    }
-}
-
-void nb_lanes_unclaim(struct nb_flow *flow, const struct nb_frame *frame) {
-    for (uint32_t i = 0; i < frame->blocks; i++) {
-        nb_bits_clear(flow->map, frame->block + i);
     }
 }
 
@@ -278,7 +237,7 @@ static void run_landed(struct nb_lanes *lanes, struct nb_flow *flow, int lane, c
     flow->ops->consume(flow, frame->block, frame->blocks, data, bytes);
     if (last) {
         nb_list_remove(&flow->link);
-        nb_repair_done(lanes, flow);
+        nb_retransmit_landed(lanes, flow);
         flow->ops->finished(flow);
     }
 }
@@ -287,13 +246,13 @@ static int up_place(void *ctx, struct nb_lane *lane, int peer_rank, const struct
                     struct iovec iov[NB_LANE_IOV_MAX]) {
     struct nb_lanes *lanes = ctx;
     if (lanes->peers[peer_rank].paths == NULL) {
-        return -EAGAIN; // this rank has not opened it yet: nb_lanes_peer_open() reads on
+        return -EAGAIN; // this rank has not opened it yet: nb_lanes_peer_open() resumes reading
     }
     if (!path_of(lanes, peer_rank, lane->index)->open) {
         return NB_EWIRE;
     }
     struct path *path = path_of(lanes, peer_rank, lane->index);
-    struct nb_flow *flow = nb_lanes_find(lanes, peer_rank, NB_FLOW_IN, frame->op);
+    struct nb_flow *flow = nb_flow_find(lanes, peer_rank, NB_FLOW_IN, frame->op);
     if (flow == NULL) {
         if (frame->op <= lanes->peers[peer_rank].in_floor[nb_series(frame->op)]) {
             return -EALREADY;
@@ -301,7 +260,7 @@ static int up_place(void *ctx, struct nb_lane *lane, int peer_rank, const struct
         path->held = true;
         return -EAGAIN;
     }
-    int rc = nb_lanes_check(lanes, flow, frame);
+    int rc = nb_flow_check(lanes, flow, frame);
     if (rc < 0 || frame->bytes != flow->ops->bytes(flow, frame->block, frame->blocks)) {
         return rc < 0 ? rc : NB_EWIRE;
     }
@@ -316,16 +275,31 @@ static int up_place(void *ctx, struct nb_lane *lane, int peer_rank, const struct
     } else {
         path->placing_scratch = false;
     }
-    run_claim(flow, frame);
+    nb_flow_claim(flow, frame);
     path->placing = flow;
     path->placing_frame = *frame;
     return rc;
 }
 
+static void rma_landed(struct nb_lanes *lanes, int lane, int from, const struct nb_frame *frame) {
+    const void *data = NULL;
+    bool refill = false;
+    struct nb_flow *flow = nb_credits_landed(lanes, lane, from, frame, &data, &refill);
+    if (flow == NULL) {
+        return;
+    }
+    int peer_rank = flow->peer;
+    nb_flow_claim(flow, frame);
+    run_landed(lanes, flow, lane, frame, data);
+    if (refill) {
+        nb_credits_refill(lanes, peer_rank);
+    }
+}
+
 static void up_landed(void *ctx, struct nb_lane *lane, int peer_rank, const struct nb_frame *frame) {
     struct nb_lanes *lanes = ctx;
     if (lanes->config.ops->kind == NB_LANE_RMA) {
-        nb_grants_landed(lanes, lane->index, peer_rank, frame);
+        rma_landed(lanes, lane->index, peer_rank, frame);
         return;
     }
     struct path *path = path_of(lanes, peer_rank, lane->index);
@@ -336,26 +310,23 @@ static void up_landed(void *ctx, struct nb_lane *lane, int peer_rank, const stru
     }
 }
 
-// An RMA arrival, its slot resolved and its run checked by grants.c.
-void nb_lanes_arrived(struct nb_lanes *lanes, struct nb_flow *flow, int lane, const struct nb_frame *frame,
-                      const void *data) {
-    run_claim(flow, frame);
-    run_landed(lanes, flow, lane, frame, data);
-}
-
 static void up_message(void *ctx, struct nb_lane *lane, int peer_rank, const void *data, size_t bytes) {
     struct nb_lanes *lanes = ctx;
     if (bytes < 1 || lanes->peers[peer_rank].paths == NULL) {
         return;
     }
-    if (*(const uint8_t *)data <= NB_WORD_GRANTS) {
-        nb_grants_message(lanes, lane->index, peer_rank, data, bytes);
-    } else {
-        nb_repair_message(lanes, lane->index, peer_rank, data, bytes);
+    uint8_t word = *(const uint8_t *)data;
+    bool more = word <= NB_MESSAGE_CREDITS ? nb_credits_message(lanes, lane->index, peer_rank, data, bytes)
+                                           : nb_failover_message(lanes, lane->index, peer_rank, data, bytes);
+    if (more) {
+        nb_lanes_push(lanes, peer_rank, 0);
+    }
+    if (word > NB_MESSAGE_CREDITS && word != NB_MESSAGE_LEAVE) {
+        nb_failover_flush(lanes, peer_rank);
     }
 }
 
-// Reads on where a segment had to wait.
+// Resumes reading where a segment had to wait.
 static void paths_resume(struct nb_lanes *lanes, int peer_rank) {
     for (int i = 0; i < lanes->config.lanes; i++) {
         struct path *path = path_of(lanes, peer_rank, i);
@@ -371,7 +342,7 @@ static void up_lost(void *ctx, struct nb_lane *lane, int peer_rank, const struct
     if (lanes->peers[peer_rank].paths == NULL) {
         return;
     }
-    nb_repair_lost(lanes, peer_rank, lane->index, why);
+    nb_failover_lost(lanes, peer_rank, lane->index, why);
     nb_lanes_push(lanes, peer_rank, 0);
 }
 
@@ -382,51 +353,15 @@ const struct nb_lane_up nb_lanes_up = {.place = up_place,
                                        .message = up_message,
                                        .lost = up_lost};
 
-void nb_lanes_reach(struct nb_lanes *lanes, int peer_rank) {
-    struct peer *peer = &lanes->peers[peer_rank];
-    int open = 0;
-    int reach = 0;
-    while (peer->paths != NULL && reach < lanes->config.lanes && open < lanes->used) {
-        open += peer->paths[reach++].open;
-    }
-    peer->reach = reach;
-}
-
 void nb_lanes_use(struct nb_lanes *lanes, int count) {
     lanes->used = count < 1 ? 1 : count > lanes->config.lanes ? lanes->config.lanes : count;
     for (int p = 0; p < lanes->config.lane.size; p++) {
-        nb_lanes_reach(lanes, p);
+        nb_lanes_update_reach(lanes, p);
     }
 }
 
 int nb_lanes_used(const struct nb_lanes *lanes) {
     return lanes->used;
-}
-
-// Out flows stand by priority, then by age.
-static void out_insert(struct nb_list *head, struct nb_flow *flow) {
-    struct nb_list *at = head;
-    while (at->prev != head) {
-        const struct nb_flow *before = NB_CONTAINER(at->prev, struct nb_flow, link);
-        if (before->priority > flow->priority || (before->priority == flow->priority && before->op < flow->op)) {
-            break;
-        }
-        at = at->prev;
-    }
-    nb_list_insert(at, &flow->link);
-}
-
-void nb_lanes_put(struct nb_lanes *lanes, struct nb_flow *flow) {
-    out_insert(&lanes->peers[flow->peer].out, flow);
-}
-
-// In flows stand by their numbers.
-static void in_insert(struct nb_list *head, struct nb_flow *flow) {
-    struct nb_list *at = head;
-    while (at->prev != head && NB_CONTAINER(at->prev, struct nb_flow, link)->op > flow->op) {
-        at = at->prev;
-    }
-    nb_list_insert(at, &flow->link);
 }
 
 void nb_lanes_add(struct nb_lanes *lanes, struct nb_flow *flow, int64_t now_ns) {
@@ -437,24 +372,24 @@ void nb_lanes_add(struct nb_lanes *lanes, struct nb_flow *flow, int64_t now_ns) 
     flow->bytes_moved = 0;
     flow->moved_ns = now_ns;
     flow->first_ns = 0;
-    flow->grants = NULL;
+    flow->credits = NULL;
     memset(flow->lane_bytes, 0, sizeof flow->lane_bytes[0] * (size_t)lanes->config.lanes);
     if (flow->dir == NB_FLOW_OUT) {
         flow->available = nb_bits_count(flow->map, flow->blocks);
         nb_floor_raise(peer->out_floor, flow->op);
-        nb_sent_begin(lanes, flow);
-        out_insert(&peer->out, flow);
-        nb_grants_out_added(lanes, flow);
+        nb_retransmit_begin(lanes, flow);
+        nb_flow_insert(lanes, flow);
+        nb_credits_out_added(lanes, flow);
         nb_lanes_push(lanes, flow->peer, now_ns);
         return;
     }
-    in_insert(&peer->in, flow);
+    nb_flow_insert(lanes, flow);
     nb_floor_raise(peer->in_floor, flow->op);
     if (lanes->config.ops->kind == NB_LANE_RMA) {
-        nb_grants_in_added(lanes, flow);
+        nb_credits_in_added(lanes, flow);
         return;
     }
-    paths_resume(lanes, peer_rank); // the flow may be over, and freed, behind this
+    paths_resume(lanes, peer_rank); // the flow may be over and freed now
 }
 
 void nb_lanes_ready(struct nb_lanes *lanes, struct nb_flow *flow, uint32_t block) {
@@ -469,10 +404,10 @@ void nb_lanes_cancel(struct nb_lanes *lanes, struct nb_flow *flow) {
     for (int i = 0; i < lanes->config.lanes; i++) {
         struct path *path = &peer->paths[i];
         bool used = path->placing == flow || lanes->config.ops->kind == NB_LANE_RMA;
-        for (int r = 0; r < NB_REQUESTS_PER_PATH; r++) {
-            bool its = path->requests[r].owner == flow;
+        for (int a = 0; a < NB_ASSIGNMENTS_PER_PATH; a++) {
+            bool its = path->assignments[a].flow == flow;
             used = used || its;
-            path->requests[r].owner = its ? NULL : path->requests[r].owner;
+            path->assignments[a].flow = its ? NULL : path->assignments[a].flow;
         }
         if (used && path->open) {
             path->open = false;
@@ -480,9 +415,9 @@ void nb_lanes_cancel(struct nb_lanes *lanes, struct nb_flow *flow) {
             lanes->lane[i]->ops->peer_close(lanes->lane[i], flow->peer);
         }
     }
-    nb_grants_cancel(lanes, flow);
+    nb_credits_cancel(lanes, flow);
     if (flow->dir == NB_FLOW_OUT) {
-        nb_sent_forget(lanes, flow);
+        nb_retransmit_forget(lanes, flow);
     }
     nb_list_remove(&flow->link);
 }

@@ -1,4 +1,4 @@
-// Lanes from open to close: their addresses, and the paths to each peer.
+// Lanes from open to close: opens them, exchanges their addresses, and connects the paths to each peer.
 #include <errno.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -8,21 +8,22 @@
 #include "base/error.h"
 #include "base/list.h"
 #include "base/sock.h"
+#include "base/wire.h"
 #include "transport/lanes.h"
 #include "transport/lanes_internal.h"
 #include "transport/transport.h"
 
 static void path_close(struct path *path) {
     free(path->scratch);
-    free(path->requests);
+    free(path->assignments);
 }
 
 void nb_lanes_close(struct nb_lanes *lanes) {
     if (lanes == NULL) {
         return;
     }
-    nb_grants_fini(lanes);
-    nb_sent_fini(lanes);
+    nb_credits_fini(lanes);
+    nb_retransmit_fini(lanes);
     for (int i = 0; i < lanes->config.lanes; i++) {
         if (lanes->lane[i] != NULL) {
             lanes->lane[i]->ops->close(lanes->lane[i]);
@@ -33,8 +34,8 @@ void nb_lanes_close(struct nb_lanes *lanes) {
             path_close(&lanes->peers[p].paths[i]);
         }
         free(lanes->peers[p].paths);
+        free(lanes->peers[p].done);
     }
-    nb_repair_fini(lanes);
     free(lanes->peers);
     free(lanes);
 }
@@ -51,7 +52,7 @@ static int lane_open(struct nb_lanes *lanes, int index, struct nb_error *err) {
     int first = lanes->config.bind_count > 0 ? index % lanes->config.bind_count : 0;
     if (first == index) {
         nb_sock_interface_of(&config.bind, lanes->interfaces[index].name);
-    } else { // to find out costs as much as to open a lane
+    } else { // a lookup costs as much as opening a lane
         lanes->interfaces[index] = lanes->interfaces[first];
     }
     return lanes->config.ops->open(&config, &lanes->lane[index], err);
@@ -60,20 +61,20 @@ static int lane_open(struct nb_lanes *lanes, int index, struct nb_error *err) {
 int nb_lanes_open(struct nb_lanes **out, const struct nb_lanes_config *config, struct nb_error *err) {
     struct nb_lanes *lanes = calloc(1, sizeof *lanes);
     if (lanes == NULL) {
-        return nb_fail(err, -ENOMEM, "%d lanes", config->lanes);
+        return nb_fail(err, -ENOMEM, "cannot allocate %d lanes", config->lanes);
     }
     int rc = 0;
     lanes->config = *config;
     nb_admission_init(&lanes->admission);
     lanes->used = config->lanes;
     lanes->config.copy_bytes = config->copy_bytes < NB_COPY_MAX ? config->copy_bytes : NB_COPY_MAX;
-    // Where a peer grants what it has room for, half of that is on its way there while word of the other half comes back.
+    // With credits, half of the granted room is in use on the way there while the grants for the other half come back.
     size_t most = config->in_flight_max / (config->ops->kind == NB_LANE_RMA ? 2 : 1);
     size_t share = most / (size_t)config->lanes;
     lanes->window_bytes = share > 2 * config->segment_bytes ? share : 2 * config->segment_bytes;
     lanes->peers = calloc((size_t)config->lane.size, sizeof *lanes->peers);
     if (lanes->peers == NULL) {
-        rc = nb_fail(err, -ENOMEM, "%d peers", config->lane.size);
+        rc = nb_fail(err, -ENOMEM, "cannot allocate %d peers", config->lane.size);
         goto err_close;
     }
     for (int p = 0; p < config->lane.size; p++) {
@@ -81,9 +82,9 @@ int nb_lanes_open(struct nb_lanes **out, const struct nb_lanes_config *config, s
         nb_list_init(&lanes->peers[p].out);
         nb_list_init(&lanes->peers[p].kept);
     }
-    rc = nb_sent_init(lanes, err);
+    rc = nb_retransmit_init(lanes, err);
     if (rc == 0) {
-        rc = nb_grants_init(lanes, err);
+        rc = nb_credits_init(lanes, err);
     }
     for (int i = 0; rc == 0 && i < config->lanes; i++) {
         rc = lane_open(lanes, i, err);
@@ -99,11 +100,11 @@ err_close:
 }
 
 size_t nb_lanes_address_bytes(const struct nb_lanes *lanes) {
-    return (size_t)lanes->config.lanes * sizeof(struct nb_lane_address);
+    return (size_t)lanes->config.lanes * sizeof(struct wire_lane_address);
 }
 
 void nb_lanes_address(const struct nb_lanes *lanes, void *out) {
-    struct nb_lane_address *address = out;
+    struct wire_lane_address *address = out;
     memset(out, 0, nb_lanes_address_bytes(lanes));
     for (int i = 0; i < lanes->config.lanes; i++) {
         size_t bytes = 0;
@@ -113,22 +114,23 @@ void nb_lanes_address(const struct nb_lanes *lanes, void *out) {
 }
 
 static int path_open(struct nb_lanes *lanes, struct path *path, struct nb_error *err) {
-    bool reads = lanes->config.ops->kind == NB_LANE_STREAM; // what has no place of its own yet
-    path->requests = calloc(NB_REQUESTS_PER_PATH, sizeof *path->requests);
+    bool reads = lanes->config.ops->kind == NB_LANE_STREAM; // scratch for segments without a final address
+    path->assignments = calloc(NB_ASSIGNMENTS_PER_PATH, sizeof *path->assignments);
     path->scratch = reads ? aligned_alloc(4096, NB_SCRATCH_BYTES(lanes->config.segment_bytes)) : NULL;
-    if (path->requests == NULL || (reads && path->scratch == NULL)) {
-        return nb_fail(err, -ENOMEM, "requests of a lane");
+    if (path->assignments == NULL || (reads && path->scratch == NULL)) {
+        return nb_fail(err, -ENOMEM, "cannot allocate assignments of a lane");
     }
-    for (int i = 0; i < NB_REQUESTS_PER_PATH; i++) {
-        path->requests[i].next = path->idle;
-        path->idle = &path->requests[i];
+    for (int i = 0; i < NB_ASSIGNMENTS_PER_PATH; i++) {
+        path->assignments[i].next = path->idle;
+        path->idle = &path->assignments[i];
     }
     path->open = true;
     return 0;
 }
 
-// A lane that was lost with another peer is lost for this one too, where an endpoint has all of them: the peer is told.
-static int path_connect(struct nb_lanes *lanes, int peer_rank, int lane, const struct nb_lane_address *address,
+// Connects a path. An endpoint that serves all peers may be lost because of another peer. Then the lane is lost for
+// this peer, too, and the peer is told.
+static int path_connect(struct nb_lanes *lanes, int peer_rank, int lane, const struct wire_lane_address *address,
                         struct nb_error *err) {
     struct peer *peer = &lanes->peers[peer_rank];
     struct nb_error why = {0};
@@ -144,18 +146,18 @@ static int path_connect(struct nb_lanes *lanes, int peer_rank, int lane, const s
 
 int nb_lanes_peer_open(struct nb_lanes *lanes, int peer_rank, const void *addresses, struct nb_error *err) {
     struct peer *peer = &lanes->peers[peer_rank];
-    const struct nb_lane_address *address = addresses;
+    const struct wire_lane_address *address = addresses;
     if (peer->paths != NULL) {
         return 0;
     }
     peer->paths = calloc((size_t)lanes->config.lanes, sizeof *peer->paths);
     if (peer->paths == NULL) {
-        return nb_fail(err, -ENOMEM, "lanes to rank %d", peer_rank);
+        return nb_fail(err, -ENOMEM, "cannot allocate lanes to rank %d", peer_rank);
     }
     for (int i = 0; i < lanes->config.lanes; i++) {
         int rc = path_open(lanes, &peer->paths[i], err);
         if (rc == 0 && address[i].bytes > NB_LANE_ADDR_MAX) {
-            rc = nb_fail_peer(err, NB_EWIRE, peer_rank, "rank %d gave a bad lane address", peer_rank);
+            rc = nb_fail_peer(err, NB_EWIRE, peer_rank, "rank %d sent an invalid lane address", peer_rank);
         }
         if (rc == 0) {
             rc = path_connect(lanes, peer_rank, i, &address[i], err);
@@ -167,25 +169,17 @@ int nb_lanes_peer_open(struct nb_lanes *lanes, int peer_rank, const void *addres
     if (nb_lanes_left(lanes, peer_rank) == 0) {
         return nb_fail_peer(err, NB_EPEER, peer_rank, "no lane to rank %d is left", peer_rank);
     }
-    nb_lanes_reach(lanes, peer_rank);
+    nb_lanes_update_reach(lanes, peer_rank);
     for (int i = 0; lanes->config.ops->kind == NB_LANE_STREAM && i < lanes->config.lanes; i++) {
-        peer->paths[i].held = true; // it may have come, and sent, before
+        peer->paths[i].held = true; // the peer may have connected and sent before
     }
-    return nb_grants_peer_open(lanes, peer_rank, err);
+    return nb_credits_peer_open(lanes, peer_rank, err);
 }
 
-int nb_lanes_left(const struct nb_lanes *lanes, int peer) {
-    int left = 0;
-    for (int i = 0; lanes->peers[peer].paths != NULL && i < lanes->config.lanes; i++) {
-        left += lanes->peers[peer].paths[i].open;
-    }
-    return left;
-}
-
-int nb_lanes_door(const struct nb_lanes *lanes) {
+int nb_lanes_accept_error(const struct nb_lanes *lanes) {
     int why = 0;
     for (int i = 0; i < lanes->config.lanes && why == 0; i++) {
-        why = lanes->lane[i]->door;
+        why = lanes->lane[i]->accept_error;
     }
     return why;
 }

@@ -1,4 +1,4 @@
-// Drives one libfabric endpoint: its peers, the writes under way, and what its completion queue says.
+// libfabric lane: peers, short messages, writes in flight and completions of one endpoint.
 #ifdef NB_HAVE_OFI
 
 #include "transport/ofi.h"
@@ -17,30 +17,15 @@
 #include "base/fork.h"
 #include "base/list.h"
 #include "base/loop.h"
+#include "base/sha256.h"
+#include "base/wire.h"
+#include "bootstrap/bootstrap.h"
 #include "transport/ofi_lane.h"
 #include "transport/ofi_lib.h"
 #include "transport/transport.h"
 
-// A lane's address, as a peer gets it. Both sides are of one byte order, as all of the job is.
-enum { ADDRESS_MAGIC = 0x31626f6e, NAME_MAX_BYTES = 104, PROGRESS_ROUNDS = 8, ARMED_ROUNDS = 16 };
+enum { PROGRESS_ROUNDS = 8, ARMED_ROUNDS = 16 };
 
-// What a message tells of one write, where completion data are too short to prove it.
-struct wire_arrival {
-    uint64_t frame; // as nb_frame_pack has it
-    uint32_t bytes;
-    uint32_t zero;
-};
-
-enum { ARRIVALS_A_MESSAGE = NB_LANE_MESSAGE_MAX / sizeof(struct wire_arrival) };
-
-struct address {
-    uint32_t magic;
-    uint32_t bytes; // of name
-    char lane[2 * NB_OFI_NAME - 48];
-    unsigned char name[NAME_MAX_BYTES];
-};
-
-_Static_assert(sizeof(struct address) <= NB_LANE_ADDR_MAX, "an address fits what bootstrap carries");
 _Static_assert(sizeof(struct nb_ofi_op) <= sizeof(((struct nb_request *)0)->lane_private), "an op fits a request");
 _Static_assert(offsetof(struct nb_request, lane_private) % _Alignof(struct nb_ofi_op) == 0, "and is aligned there");
 
@@ -54,7 +39,8 @@ static struct nb_request *request_of(struct nb_ofi_op *op) {
 
 // Peers
 
-int nb_ofi_peer_check(const struct nb_ofi_lane *lane, int peer) {
+// Checks that a request for this peer can be accepted: 0, or the reason why not.
+static int peer_check(const struct nb_ofi_lane *lane, int peer) {
     if (lane->dead) {
         return NB_ECLOSED;
     }
@@ -64,7 +50,8 @@ int nb_ofi_peer_check(const struct nb_ofi_lane *lane, int peer) {
     return lane->peers[peer].failing ? lane->peers[peer].why.code : 0;
 }
 
-int nb_ofi_peer_block(struct nb_ofi_lane *lane, int peer) {
+// Records that `writable` must be called; returns -EAGAIN.
+static int peer_block(struct nb_ofi_lane *lane, int peer) {
     if (!lane->peers[peer].blocked) {
         lane->peers[peer].blocked = true;
         lane->blocked++;
@@ -80,24 +67,42 @@ int nb_ofi_peer_fail(struct nb_ofi_lane *lane, int peer, int fi_code, const char
                         peer, lane->lib.strerror(fi_code < 0 ? -fi_code : fi_code));
 }
 
-void nb_ofi_peer_done(struct nb_ofi_lane *lane, int peer) {
+// Counts the end of one operation in progress.
+static void peer_done(struct nb_ofi_lane *lane, int peer) {
     struct nb_ofi_peer *at = &lane->peers[peer];
     at->under_way--;
     lane->lost_due = lane->lost_due || (at->failing && at->under_way == 0);
 }
 
-static void tell_lost(struct nb_ofi_lane *lane) {
+// Derives the peer's keys, once.
+static void peer_keys(struct nb_ofi_lane *lane, int peer) {
+    struct nb_ofi_peer *at = &lane->peers[peer];
+    unsigned char key[NB_TOKEN_BYTES];
+    char purpose[32];
+    if (at->keyed) {
+        return;
+    }
+    snprintf(purpose, sizeof purpose, "ofi messages, lane %d", lane->base.index);
+    nb_boot_token(lane->config.boot, purpose, lane->config.rank, peer, key);
+    nb_hmac_init(&at->key_out, key, sizeof key);
+    nb_boot_token(lane->config.boot, purpose, peer, lane->config.rank, key);
+    nb_hmac_init(&at->key_in, key, sizeof key);
+    explicit_bzero(key, sizeof key);
+    at->keyed = true;
+}
+
+static void report_lost(struct nb_ofi_lane *lane) {
     lane->lost_due = false;
     for (int i = 0; i < lane->config.size && !lane->dead; i++) {
         struct nb_ofi_peer *at = &lane->peers[i];
-        if (at->open && at->failing && !at->told && at->under_way == 0) {
-            at->told = true;
+        if (at->open && at->failing && !at->lost_reported && at->under_way == 0) {
+            at->lost_reported = true;
             lane->config.up->lost(lane->config.up_ctx, &lane->base, i, &at->why);
         }
     }
 }
 
-// Answers writes of which the peer can never be told.
+// Completes writes that can no longer be reported to the peer.
 static void landed_drop(struct nb_ofi_lane *lane, int peer, int code) {
     struct nb_list *landed = &lane->peers[peer].landed;
     while (!nb_list_empty(landed)) {
@@ -108,7 +113,7 @@ static void landed_drop(struct nb_ofi_lane *lane, int peer, int code) {
     }
 }
 
-// Closes the endpoint for all peers, and says so to all but `silent`.
+// Closes the endpoint for all peers, and reports the loss to all but `silent`.
 static void lane_kill(struct nb_ofi_lane *lane, int silent, int code, const char *text) {
     const struct nb_lane_up *up = lane->config.up;
     lane->dead = true;
@@ -124,8 +129,8 @@ static void lane_kill(struct nb_ofi_lane *lane, int silent, int code, const char
     }
     for (int i = 0; i < lane->config.size; i++) {
         struct nb_ofi_peer *at = &lane->peers[i];
-        if (at->open && !at->told && i != silent) {
-            at->told = true;
+        if (at->open && !at->lost_reported && i != silent) {
+            at->lost_reported = true;
             nb_fail_peer(&at->why, code, i, "lane %d (%s): %s", lane->base.index, lane->name, text);
             up->lost(lane->config.up_ctx, &lane->base, i, &at->why);
         }
@@ -134,7 +139,7 @@ static void lane_kill(struct nb_ofi_lane *lane, int silent, int code, const char
 
 static int peer_open(struct nb_lane *base, int peer, const unsigned char *addr, size_t bytes, struct nb_error *err) {
     struct nb_ofi_lane *lane = nb_ofi_lane_of(base);
-    struct address at;
+    struct wire_ofi_address at;
     if (lane->dead) {
         return nb_fail_peer(err, NB_ECLOSED, peer, "lane %d is closed", base->index);
     }
@@ -146,8 +151,9 @@ static int peer_open(struct nb_lane *base, int peer, const unsigned char *addr, 
     }
     memcpy(&at, addr, sizeof at);
     at.lane[sizeof at.lane - 1] = '\0';
-    if (at.magic != ADDRESS_MAGIC || at.bytes == 0 || at.bytes > sizeof at.name) {
-        return nb_fail_peer(err, NB_EWIRE, peer, "lane %d: rank %d's is no libfabric address", base->index, peer);
+    if (at.magic != NB_WIRE_OFI_MAGIC || at.bytes == 0 || at.bytes > sizeof at.name) {
+        return nb_fail_peer(err, NB_EWIRE, peer, "lane %d: rank %d's address is not a libfabric address", base->index,
+                            peer);
     }
     if (strncmp(at.lane, lane->name, sizeof at.lane - 1) != 0) {
         return nb_fail_peer(err, NB_EMISMATCH, peer, "lane %d: %s here, %s at rank %d", base->index, lane->name,
@@ -160,16 +166,16 @@ static int peer_open(struct nb_lane *base, int peer, const unsigned char *addr, 
                             lane->name, peer, rc < 0 ? lane->lib.strerror(-rc) : "refused");
     }
     nb_fork_own_sockets(lane, at.name, at.bytes);
-    nb_ofi_keys(lane, peer);
+    peer_keys(lane, peer);
     to->open = true;
-    lane->lost_due = lane->lost_due || to->failing; // what it sent before was not all that it sent
+    lane->lost_due = lane->lost_due || to->failing; // some of its messages were lost before
     lane->held_ready = !nb_list_empty(&lane->held);
     lane->armed = false;
     return 0;
 }
 
 static bool peer_ready(const struct nb_lane *base, int peer) {
-    return nb_ofi_peer_check(NB_CONTAINER(base, const struct nb_ofi_lane, base), peer) == 0;
+    return peer_check(NB_CONTAINER(base, const struct nb_ofi_lane, base), peer) == 0;
 }
 
 static void peer_close(struct nb_lane *base, int peer) {
@@ -178,8 +184,119 @@ static void peer_close(struct nb_lane *base, int peer) {
         return;
     }
     char text[64];
-    snprintf(text, sizeof text, "closed, to end the flow with rank %d", peer);
+    snprintf(text, sizeof text, "closed to end the flow with rank %d", peer);
     lane_kill(lane, peer, NB_ECLOSED, text);
+}
+
+// Messages: a pool of send buffers, and a pool of posted receive buffers
+
+static void mac_of(const struct nb_hmac *key, const struct wire_ofi_message *message,
+                   unsigned char mac[NB_WIRE_OFI_MAC_BYTES]) {
+    struct nb_hmac hmac = *key;
+    unsigned char digest[NB_SHA256_BYTES];
+    nb_hmac_add(&hmac, (const unsigned char *)message + NB_WIRE_OFI_PROVEN,
+                NB_WIRE_OFI_HEADER - NB_WIRE_OFI_PROVEN + message->bytes);
+    nb_hmac_final(&hmac, digest);
+    memcpy(mac, digest, NB_WIRE_OFI_MAC_BYTES);
+}
+
+static void *slot_desc(const struct nb_ofi_lane *lane) {
+    return lane->slots_mr != NULL ? fi_mr_desc(lane->slots_mr) : NULL;
+}
+
+// Posts idle receive buffers again; 0, or libfabric's code.
+static int receives_post(struct nb_ofi_lane *lane) {
+    NB_LIST_EACH_SAFE(it, next, &lane->idle) {
+        struct nb_ofi_slot *slot = NB_CONTAINER(it, struct nb_ofi_slot, op.link);
+        size_t room = sizeof slot->message + sizeof slot->spare;
+        ssize_t rc = fi_recv(lane->ep, &slot->message, room, slot_desc(lane), FI_ADDR_UNSPEC, &slot->op);
+        if (rc < 0) {
+            return rc == -FI_EAGAIN ? 0 : (int)rc;
+        }
+        nb_list_remove(it);
+    }
+    return 0;
+}
+
+static int messages_open(struct nb_ofi_lane *lane, struct nb_error *err) {
+    int count = NB_OFI_SENDS + NB_OFI_RECEIVES + 2 * lane->config.size;
+    lane->slots = calloc((size_t)count, sizeof *lane->slots);
+    if (lane->slots == NULL) {
+        return nb_fail(err, -ENOMEM, "lane %d: cannot allocate %d messages", lane->base.index, count);
+    }
+    lane->slot_count = count;
+    for (int i = 0; i < count; i++) {
+        struct nb_ofi_slot *slot = &lane->slots[i];
+        slot->op.kind = i < NB_OFI_SENDS ? NB_OFI_SEND : NB_OFI_RECEIVE;
+        nb_list_init(&slot->op.link);
+        nb_list_insert(i < NB_OFI_SENDS ? &lane->send_free : &lane->idle, &slot->op.link);
+    }
+    int rc = nb_ofi_register_local(lane, lane->slots, (size_t)count * sizeof *lane->slots, FI_SEND | FI_RECV,
+                                   &lane->slots_mr, err);
+    if (rc < 0) {
+        return rc;
+    }
+    rc = receives_post(lane);
+    return rc < 0 ? nb_fail(err, rc, "lane %d: post receives with %s: %s", lane->base.index, lane->name,
+                            lane->lib.strerror(-rc))
+                  : 0;
+}
+
+static void messages_close(struct nb_ofi_lane *lane) {
+    free(lane->slots);
+    lane->slots = NULL;
+}
+
+int nb_ofi_send_message(struct nb_ofi_lane *lane, int peer, enum wire_ofi_kind kind, const void *data, size_t bytes) {
+    int rc = peer_check(lane, peer);
+    lane->armed = false;
+    if (rc < 0) {
+        return rc;
+    }
+    if (bytes > NB_LANE_MESSAGE_MAX) {
+        return -EMSGSIZE;
+    }
+    struct nb_ofi_peer *to = &lane->peers[peer];
+    bool small = NB_WIRE_OFI_HEADER + bytes <= lane->inject_max;
+    if (!small && nb_list_empty(&lane->send_free)) {
+        return peer_block(lane, peer);
+    }
+    struct wire_ofi_message message = {.rank = (uint32_t)lane->config.rank,
+                                       .bytes = (uint8_t)bytes,
+                                       .kind = (uint8_t)kind,
+                                       .number = to->messages_out};
+    memcpy(message.data, data, bytes);
+    mac_of(&to->key_out, &message, message.mac);
+    ssize_t sent;
+    if (small) {
+        sent = fi_inject(lane->ep, &message, NB_WIRE_OFI_HEADER + bytes, to->addr);
+    } else {
+        struct nb_ofi_slot *slot = NB_CONTAINER(lane->send_free.next, struct nb_ofi_slot, op.link);
+        slot->message = message;
+        sent = fi_send(lane->ep, &slot->message, NB_WIRE_OFI_HEADER + bytes, slot_desc(lane), to->addr, &slot->op);
+        if (sent == 0) {
+            nb_list_remove(&slot->op.link);
+            slot->op.peer = peer;
+            to->under_way++;
+        }
+    }
+    if (sent == -FI_EAGAIN) {
+        return peer_block(lane, peer);
+    }
+    if (sent < 0) {
+        return nb_ofi_peer_fail(lane, peer, (int)sent, "message");
+    }
+    to->messages_out++;
+    return 0;
+}
+
+static int message(struct nb_lane *base, int peer, const void *data, size_t bytes) {
+    return nb_ofi_send_message(nb_ofi_lane_of(base), peer, NB_WIRE_OFI_OF_LANES, data, bytes);
+}
+
+static void message_sent(struct nb_ofi_lane *lane, struct nb_ofi_slot *slot) {
+    nb_list_insert(&lane->send_free, &slot->op.link);
+    peer_done(lane, slot->op.peer);
 }
 
 // Writes
@@ -191,8 +308,8 @@ struct write {
     void *desc[NB_LANE_IOV_MAX];
 };
 
-// Where a write takes its bytes from: the request's memory, or a copy of it where that is not registered, or lies in more
-// pieces than the provider takes.
+// Chooses the source of a write: the request's memory, or a copy if that memory is not registered or has more pieces
+// than the provider accepts.
 static int write_source(struct nb_ofi_lane *lane, const struct nb_request *request, struct write *write) {
     const struct nb_ofi_region *region = request->local_region[0];
     struct fi_msg_rma *msg = &write->msg;
@@ -216,12 +333,13 @@ static int write_source(struct nb_ofi_lane *lane, const struct nb_request *reque
 }
 
 static uint64_t write_flags(const struct nb_ofi_lane *lane) {
-    return FI_COMPLETION | (lane->tells ? 0 : FI_REMOTE_CQ_DATA) | (lane->delivery ? FI_DELIVERY_COMPLETE : 0);
+    return FI_COMPLETION | (lane->reports_arrivals ? 0 : FI_REMOTE_CQ_DATA) |
+           (lane->delivery ? FI_DELIVERY_COMPLETE : 0);
 }
 
 static int post(struct nb_lane *base, struct nb_request *request) {
     struct nb_ofi_lane *lane = nb_ofi_lane_of(base);
-    int rc = nb_ofi_peer_check(lane, request->peer);
+    int rc = peer_check(lane, request->peer);
     lane->armed = false;
     if (rc < 0) {
         return rc;
@@ -229,7 +347,7 @@ static int post(struct nb_lane *base, struct nb_request *request) {
     struct write write = {.bounce = NULL};
     rc = write_source(lane, request, &write);
     if (rc < 0) {
-        return rc == -EAGAIN ? nb_ofi_peer_block(lane, request->peer) : rc;
+        return rc == -EAGAIN ? peer_block(lane, request->peer) : rc;
     }
     struct nb_ofi_peer *to = &lane->peers[request->peer];
     struct fi_rma_iov remote = {.addr = request->remote_addr, .key = request->remote_key};
@@ -243,11 +361,11 @@ static int post(struct nb_lane *base, struct nb_request *request) {
     write.msg.rma_iov = &remote;
     write.msg.rma_iov_count = 1;
     write.msg.context = op;
-    write.msg.data = lane->tells ? 0 : nb_frame_pack(&request->frame);
+    write.msg.data = lane->reports_arrivals ? 0 : nb_frame_pack(&request->frame);
     ssize_t posted = fi_writemsg(lane->ep, &write.msg, write_flags(lane));
     if (posted < 0) {
         nb_ofi_bounce_give(write.bounce);
-        return posted == -FI_EAGAIN ? nb_ofi_peer_block(lane, request->peer)
+        return posted == -FI_EAGAIN ? peer_block(lane, request->peer)
                                     : nb_ofi_peer_fail(lane, request->peer, (int)posted, "write");
     }
     nb_list_init(&op->link);
@@ -256,14 +374,14 @@ static int post(struct nb_lane *base, struct nb_request *request) {
     return 0;
 }
 
-// Answers a write that is in no list any more.
+// Completes a write that is in no list any more.
 static void write_over(struct nb_ofi_lane *lane, struct nb_ofi_op *op, int code) {
     struct nb_request *request = request_of(op);
     if (code == 0) {
         lane->peers[op->peer].bytes_out += request->frame.bytes;
         lane->bytes_out += request->frame.bytes;
     }
-    nb_ofi_peer_done(lane, op->peer);
+    peer_done(lane, op->peer);
     lane->config.up->sent(lane->config.up_ctx, &lane->base, request, code);
 }
 
@@ -271,7 +389,7 @@ static void write_done(struct nb_ofi_lane *lane, struct nb_ofi_op *op, int fi_co
     int code = fi_code != 0 ? nb_ofi_peer_fail(lane, op->peer, fi_code, "write") : 0;
     nb_list_remove(&op->link);
     nb_ofi_bounce_give(op->bounce);
-    if (code == 0 && lane->tells) {
+    if (code == 0 && lane->reports_arrivals) {
         nb_list_insert(&lane->peers[op->peer].landed, &op->link);
         lane->landed++;
         return;
@@ -279,20 +397,20 @@ static void write_done(struct nb_ofi_lane *lane, struct nb_ofi_op *op, int fi_co
     write_over(lane, op, code);
 }
 
-// Tells a peer which writes have landed there; they are over when it takes the message.
-static void peer_tell(struct nb_ofi_lane *lane, int peer) {
+// Reports to a peer which writes have landed there; they are complete once libfabric accepts the message.
+static void peer_report(struct nb_ofi_lane *lane, int peer) {
     struct nb_list *landed = &lane->peers[peer].landed;
     while (!lane->dead && !nb_list_empty(landed)) {
-        struct wire_arrival arrivals[ARRIVALS_A_MESSAGE];
+        struct wire_ofi_arrival arrivals[NB_WIRE_OFI_ARRIVALS];
         size_t count = 0;
         NB_LIST_EACH(it, landed) {
             const struct nb_frame *frame = &request_of(NB_CONTAINER(it, struct nb_ofi_op, link))->frame;
-            if (count == ARRIVALS_A_MESSAGE) {
+            if (count == NB_WIRE_OFI_ARRIVALS) {
                 break;
             }
-            arrivals[count++] = (struct wire_arrival){.frame = nb_frame_pack(frame), .bytes = frame->bytes};
+            arrivals[count++] = (struct wire_ofi_arrival){.frame = nb_frame_pack(frame), .bytes = frame->bytes};
         }
-        int rc = nb_ofi_say(lane, peer, NB_OFI_OF_ARRIVALS, arrivals, count * sizeof arrivals[0]);
+        int rc = nb_ofi_send_message(lane, peer, NB_WIRE_OFI_OF_ARRIVALS, arrivals, count * sizeof arrivals[0]);
         if (rc == -EAGAIN) {
             return;
         }
@@ -305,9 +423,9 @@ static void peer_tell(struct nb_ofi_lane *lane, int peer) {
     }
 }
 
-static void tell_landed(struct nb_ofi_lane *lane) {
+static void report_landed(struct nb_ofi_lane *lane) {
     for (int i = 0; i < lane->config.size && lane->landed > 0; i++) {
-        peer_tell(lane, i);
+        peer_report(lane, i);
     }
 }
 
@@ -319,19 +437,96 @@ static void arrived(struct nb_ofi_lane *lane, int peer, uint64_t bits, size_t by
     lane->bytes_in += lane->base.refused == refused ? bytes : 0;
 }
 
-void nb_ofi_arrivals(struct nb_ofi_lane *lane, int peer, const void *data, size_t bytes) {
-    struct wire_arrival arrival;
+// Handles a peer's authenticated message that its writes have landed.
+static void arrivals(struct nb_ofi_lane *lane, int peer, const void *data, size_t bytes) {
+    struct wire_ofi_arrival arrival;
     for (size_t at = 0; at + sizeof arrival <= bytes && !lane->dead; at += sizeof arrival) {
         memcpy(&arrival, (const char *)data + at, sizeof arrival);
         arrived(lane, peer, arrival.frame, arrival.bytes);
     }
 }
 
+// Received messages. One with a wrong MAC or number is dropped and counted
+
+// The sender's rank, or NB_NO_PEER for a message that is not of this job.
+static int sender_of(struct nb_ofi_lane *lane, const struct nb_ofi_slot *slot, size_t bytes) {
+    const struct wire_ofi_message *message = &slot->message;
+    if (bytes < NB_WIRE_OFI_HEADER || message->bytes > NB_LANE_MESSAGE_MAX ||
+        bytes != (size_t)NB_WIRE_OFI_HEADER + message->bytes || message->rank >= (uint32_t)lane->config.size ||
+        message->rank == (uint32_t)lane->config.rank) {
+        return NB_NO_PEER;
+    }
+    int rank = (int)message->rank;
+    unsigned char mac[NB_WIRE_OFI_MAC_BYTES];
+    peer_keys(lane, rank);
+    mac_of(&lane->peers[rank].key_in, message, mac);
+    return nb_bytes_equal(mac, message->mac, sizeof mac) ? rank : NB_NO_PEER;
+}
+
+// True if an authenticated message is the next of its sender. An older one is a replay. A gap means that the provider
+// has silently reconnected and lost what was in flight on the old connection.
+static bool is_next(struct nb_ofi_lane *lane, int rank, uint64_t number) {
+    struct nb_ofi_peer *at = &lane->peers[rank];
+    if (number < at->messages_in) {
+        lane->base.refused++;
+        return false;
+    }
+    if (number > at->messages_in) {
+        if (!at->failing) {
+            nb_ofi_peer_fail(lane, rank, FI_ECONNABORTED, "messages were lost");
+        }
+        return false;
+    }
+    at->messages_in++;
+    return true;
+}
+
+static void deliver(struct nb_ofi_lane *lane, struct nb_ofi_slot *slot, int rank) {
+    struct wire_ofi_message message = slot->message;
+    nb_list_insert(&lane->idle, &slot->op.link);
+    if (message.kind == NB_WIRE_OFI_OF_LANES) {
+        lane->config.up->message(lane->config.up_ctx, &lane->base, rank, message.data, message.bytes);
+    } else if (message.kind == NB_WIRE_OFI_OF_ARRIVALS) {
+        arrivals(lane, rank, message.data, message.bytes);
+    }
+}
+
+static void message_received(struct nb_ofi_lane *lane, struct nb_ofi_slot *slot, size_t bytes) {
+    int rank = sender_of(lane, slot, bytes);
+    if (rank == NB_NO_PEER) {
+        lane->base.refused++;
+    }
+    if (rank == NB_NO_PEER || !is_next(lane, rank, slot->message.number)) {
+        nb_list_insert(&lane->idle, &slot->op.link);
+    } else if (!lane->peers[rank].open || lane->held_ready) {
+        slot->op.peer = rank;
+        nb_list_insert(&lane->held, &slot->op.link);
+    } else {
+        deliver(lane, slot, rank);
+    }
+}
+
+// Delivers held messages in order. From the opening of a peer to the end of this function, all messages that arrive are
+// held, and `arm` does not let the thread sleep.
+static void held_deliver(struct nb_ofi_lane *lane) {
+    lane->held_ready = false;
+    NB_LIST_EACH_SAFE(it, next, &lane->held) {
+        struct nb_ofi_slot *slot = NB_CONTAINER(it, struct nb_ofi_slot, op.link);
+        if (lane->peers[slot->op.peer].open) {
+            nb_list_remove(it);
+            deliver(lane, slot, slot->op.peer);
+            if (lane->dead) {
+                return;
+            }
+        }
+    }
+}
+
 // Completions
 
 static void complete(struct nb_ofi_lane *lane, const struct fi_cq_data_entry *entry) {
-    if ((entry->flags & FI_REMOTE_WRITE) != 0) { // of whoever knows this endpoint's address
-        if ((entry->flags & FI_REMOTE_CQ_DATA) != 0 && !lane->tells) {
+    if ((entry->flags & FI_REMOTE_WRITE) != 0) { // from anybody who knows this endpoint's address
+        if ((entry->flags & FI_REMOTE_CQ_DATA) != 0 && !lane->reports_arrivals) {
             arrived(lane, NB_NO_PEER, entry->data, entry->len);
         } else {
             lane->base.refused++;
@@ -344,17 +539,17 @@ static void complete(struct nb_ofi_lane *lane, const struct fi_cq_data_entry *en
     } else if (op->kind == NB_OFI_WRITE) {
         write_done(lane, op, 0);
     } else if (op->kind == NB_OFI_SEND) {
-        nb_ofi_sent(lane, NB_CONTAINER(op, struct nb_ofi_slot, op));
+        message_sent(lane, NB_CONTAINER(op, struct nb_ofi_slot, op));
     } else {
-        nb_ofi_received(lane, NB_CONTAINER(op, struct nb_ofi_slot, op), entry->len);
+        message_received(lane, NB_CONTAINER(op, struct nb_ofi_slot, op), entry->len);
     }
 }
 
-// Reads one failure. A write of a peer that failed on its way in has no operation here: the sender hears of it.
+// Reads one failure. A peer's write that failed on arrival has no operation here: its sender gets the error.
 static int complete_error(struct nb_ofi_lane *lane) {
     union {
         struct fi_cq_err_entry entry;
-        unsigned char room[2 * sizeof(struct fi_cq_err_entry)]; // a newer libfabric may know more fields
+        unsigned char room[2 * sizeof(struct fi_cq_err_entry)]; // a newer libfabric may have more fields
     } failure;
     memset(&failure, 0, sizeof failure);
     ssize_t rc = fi_cq_readerr(lane->cq, &failure.entry, 0);
@@ -370,15 +565,15 @@ static int complete_error(struct nb_ofi_lane *lane) {
         write_done(lane, op, code);
     } else if (op->kind == NB_OFI_SEND) {
         nb_ofi_peer_fail(lane, op->peer, code, "message");
-        nb_ofi_sent(lane, NB_CONTAINER(op, struct nb_ofi_slot, op));
+        message_sent(lane, NB_CONTAINER(op, struct nb_ofi_slot, op));
     } else {
-        lane->base.refused += code == FI_ETRUNC; // longer than any of ours
+        lane->base.refused += code == FI_ETRUNC; // longer than any message of ours
         nb_list_insert(&lane->idle, &op->link);
     }
     return 1;
 }
 
-// Returns a count, or what libfabric says of a queue that does not work any more.
+// Returns a count, or libfabric's code if the queue no longer works.
 static int read_queue(struct nb_ofi_lane *lane) {
     struct fi_cq_data_entry entries[NB_OFI_CQ_BATCH];
     ssize_t count = fi_cq_read(lane->cq, entries, NB_OFI_CQ_BATCH);
@@ -394,7 +589,7 @@ static int read_queue(struct nb_ofi_lane *lane) {
     return (int)count;
 }
 
-static void tell_writable(struct nb_ofi_lane *lane) {
+static void report_writable(struct nb_ofi_lane *lane) {
     for (int i = 0; i < lane->config.size && lane->blocked > 0 && !lane->dead; i++) {
         if (lane->peers[i].blocked) {
             lane->peers[i].blocked = false;
@@ -409,7 +604,7 @@ static int progress_now(struct nb_ofi_lane *lane) {
     lane->armed = false;
     int rc = 0;
     if (lane->held_ready && !lane->dead) {
-        nb_ofi_held_deliver(lane);
+        held_deliver(lane);
     }
     for (int i = 0; i < PROGRESS_ROUNDS && !lane->dead; i++) {
         rc = read_queue(lane);
@@ -419,25 +614,25 @@ static int progress_now(struct nb_ofi_lane *lane) {
         total += rc;
     }
     if (rc >= 0 && !lane->dead) {
-        rc = nb_ofi_receives_post(lane);
+        rc = receives_post(lane);
     }
     if (lane->landed > 0 && !lane->dead) {
-        tell_landed(lane);
+        report_landed(lane);
     }
     if (rc < 0 && !lane->dead) {
         lane_kill(lane, NB_NO_PEER, NB_EPEER, lane->lib.strerror(-rc));
     }
     if (lane->blocked > 0) {
-        tell_writable(lane);
+        report_writable(lane);
     }
     if (lane->lost_due) {
-        tell_lost(lane);
+        report_lost(lane);
     }
     return total;
 }
 
-// An armed lane says by its watch when there is something to do, so that idle lanes cost nothing beside busy ones. Now
-// and then it is looked at all the same: no wake-up of a provider is worth a transfer.
+// The watch of an armed lane reports work, so that idle lanes cost nothing beside busy ones. Now and then the lane is
+// polled all the same: a provider may miss a wake-up, which must not stall a transfer.
 static int progress(struct nb_lane *base) {
     struct nb_ofi_lane *lane = nb_ofi_lane_of(base);
     return lane->armed && ++lane->passed_over % ARMED_ROUNDS != 0 ? 0 : progress_now(lane);
@@ -447,12 +642,12 @@ static void ready(struct nb_watch *watch, uint32_t events) {
     struct nb_ofi_lane *lane = NB_CONTAINER(watch, struct nb_ofi_lane, watch);
     (void)events;
     if (progress_now(lane) == 0) {
-        nb_loop_vain(lane->config.loop); // arming it clears the descriptor
+        nb_loop_count_empty(lane->config.loop); // arming it clears the descriptor
     }
 }
 
-// A peer that took nothing while nothing is under way to it: its connection is being made. That makes no completion,
-// and arming the queue may be what completes it, so the thread polls until it is there.
+// True if a peer accepts nothing although nothing is in flight to it: it is connecting. That causes no completion, and
+// arming the queue may be what completes it, so the thread polls until then.
 static bool is_connecting(const struct nb_ofi_lane *lane) {
     for (int i = 0; i < lane->config.size && lane->blocked > 0; i++) {
         if (lane->peers[i].blocked && lane->peers[i].under_way == 0) {
@@ -488,14 +683,14 @@ static void lane_close(struct nb_lane *base) {
         struct nb_region region = {.handle = NB_CONTAINER(lane->regions.next, struct nb_ofi_region, link)};
         nb_ofi_unmap(base, &region);
     }
-    nb_ofi_messages_close(lane);
+    messages_close(lane);
     free(lane);
 }
 
 static int lane_open(const struct nb_lane_config *config, struct nb_lane **out, struct nb_error *err) {
     struct nb_ofi_lane *lane = calloc(1, sizeof *lane + (size_t)config->size * sizeof lane->peers[0]);
     if (lane == NULL) {
-        return nb_fail(err, -ENOMEM, "lane %d", config->index);
+        return nb_fail(err, -ENOMEM, "cannot allocate lane %d", config->index);
     }
     lane->base = (struct nb_lane){.ops = &nb_ofi_ops, .index = config->index};
     lane->config = *config;
@@ -516,7 +711,7 @@ static int lane_open(const struct nb_lane_config *config, struct nb_lane **out, 
         rc = nb_ofi_endpoint_open(lane, config, err);
     }
     if (rc == 0) {
-        rc = nb_ofi_messages_open(lane, err);
+        rc = messages_open(lane, err);
     }
     if (rc < 0) {
         lane_close(&lane->base);
@@ -528,9 +723,9 @@ static int lane_open(const struct nb_lane_config *config, struct nb_lane **out, 
 
 static void address(const struct nb_lane *base, unsigned char addr[NB_LANE_ADDR_MAX], size_t *bytes) {
     const struct nb_ofi_lane *lane = NB_CONTAINER(base, const struct nb_ofi_lane, base);
-    struct address at = {.magic = ADDRESS_MAGIC};
+    struct wire_ofi_address at = {.magic = NB_WIRE_OFI_MAGIC};
     size_t length = sizeof at.name;
-    // An address that does not fit, or is not there, has no bytes: the peers refuse it and say whose it is.
+    // An address that is missing or too long has zero bytes: the peers refuse it and name its rank.
     if (!lane->dead && fi_getname(&lane->ep->fid, at.name, &length) == 0 && length <= sizeof at.name) {
         at.bytes = (uint32_t)length;
         nb_fork_own_sockets(lane, at.name, length);
@@ -541,11 +736,11 @@ static void address(const struct nb_lane *base, unsigned char addr[NB_LANE_ADDR_
 }
 
 static void resume(struct nb_lane *base, int peer) {
-    (void)base; // nothing is ever put off: what is not granted does not come
+    (void)base; // nothing is ever put off: the peer writes only what is granted
     (void)peer;
 }
 
-// What landed is known by peer only where there is one peer.
+// Bytes that landed are known per peer only if there is one peer.
 static void stats(const struct nb_lane *base, int peer, struct nb_lane_stats *out) {
     const struct nb_ofi_lane *lane = NB_CONTAINER(base, const struct nb_ofi_lane, base);
     bool known = peer >= 0 && peer < lane->config.size;
@@ -572,7 +767,7 @@ const struct nb_lane_ops nb_ofi_ops = {
     .map = nb_ofi_map,
     .unmap = nb_ofi_unmap,
     .post = post,
-    .message = nb_ofi_message,
+    .message = message,
     .resume = resume,
     .progress = progress,
     .arm = arm,

@@ -1,4 +1,4 @@
-// libfabric's objects of one lane, in the order in which they are made and closed, and the memory it may touch.
+// libfabric endpoint: opens and closes libfabric's objects of one lane, and registers its memory.
 #ifdef NB_HAVE_OFI
 
 #include <errno.h>
@@ -22,15 +22,15 @@
 
 static void close_fid(struct fid *fid) {
     if (fid != NULL) {
-        fi_close(fid); // nothing can be done about a failure, and what it held is not used again
+        fi_close(fid); // a failure cannot be handled, and its resources are not used again
     }
 }
 
-// The endpoint first: what a peer sends then has nowhere to land. Then the memory, then what both stood on.
+// Closes the endpoint first, so that a peer's data can no longer land; then the memory; then the objects that both use.
 void nb_ofi_endpoint_close(struct nb_ofi_lane *lane) {
     if (lane->watch.fd >= 0) {
         nb_loop_remove(lane->config.loop, &lane->watch);
-        lane->watch.fd = -1; // it is the queue's
+        lane->watch.fd = -1; // the queue owns it
     }
     close_fid(lane->ep != NULL ? &lane->ep->fid : NULL);
     lane->ep = NULL;
@@ -63,8 +63,8 @@ void nb_ofi_endpoint_close(struct nb_ofi_lane *lane) {
     }
 }
 
-// Before 1.20 the tcp code's fi_trywait does nothing: a queue's descriptor, once readable, stays so, and a thread never
-// sleeps. A wait set is the same descriptor with a call that clears it.
+// Before 1.20 fi_trywait of the tcp code does nothing: a queue's descriptor that became readable stays so, and the
+// thread never sleeps. A wait set has the same descriptor and a call that clears it.
 static bool needs_wait_set(const struct nb_ofi_lane *lane) {
     const char *provider = lane->info->fabric_attr->prov_name;
     return FI_VERSION_LT(lane->lib.version(), FI_VERSION(1, 20)) &&
@@ -94,7 +94,7 @@ static int open_waiting_queue(struct nb_ofi_lane *lane, struct fi_cq_attr attr) 
     return 0;
 }
 
-// Else one that must be polled.
+// Opens a queue that a thread can sleep on, else one that must be polled.
 static int open_queue(struct nb_ofi_lane *lane) {
     struct fi_cq_attr attr = {.size = NB_OFI_CQ_SIZE, .format = FI_CQ_FORMAT_DATA, .wait_obj = FI_WAIT_NONE};
     if (lane->config.loop != NULL && open_waiting_queue(lane, attr) == 0) {
@@ -145,7 +145,7 @@ static int open_objects(struct nb_ofi_lane *lane, const char **step) {
     *step = "fi_enable";
     rc = fi_enable(lane->ep);
     if (rc < 0 && strstr(lane->info->fabric_attr->prov_name, "ofi_rxm") != NULL) {
-        // ofi_rxm (seen in 2.5) has freed parts of such an endpoint, and would free them again: it is left as it is.
+        // ofi_rxm (seen in 2.5) has freed parts of such an endpoint, and would free them again: leak it.
         lane->ep = NULL;
         lane->cq = NULL;
         lane->wait_set = NULL;
@@ -159,7 +159,7 @@ static int open_objects(struct nb_ofi_lane *lane, const char **step) {
 static void read_info(struct nb_ofi_lane *lane) {
     const struct fi_info *info = lane->info;
     int mode = info->domain_attr->mr_mode;
-    lane->tells = info->domain_attr->cq_data_size < sizeof(uint64_t);
+    lane->reports_arrivals = info->domain_attr->cq_data_size < sizeof(uint64_t);
     lane->local = (mode & FI_MR_LOCAL) != 0;
     lane->virtual_addr = (mode & FI_MR_VIRT_ADDR) != 0;
     lane->own_keys = (mode & FI_MR_PROV_KEY) == 0;
@@ -218,7 +218,7 @@ int nb_ofi_endpoint_open(struct nb_ofi_lane *lane, const struct nb_lane_config *
 
 static int register_memory(struct nb_ofi_lane *lane, void *base, size_t bytes, uint64_t access, struct fid_mr **mr) {
     int rc = -FI_ENOKEY;
-    // Two keys drawn at random differ, but where the provider takes short ones.
+    // Random keys collide only if the provider uses short ones.
     for (int tries = 0; rc == -FI_ENOKEY && tries < 8; tries++) {
         uint64_t key = 0;
         if (lane->own_keys && (rc = nb_random(&key, sizeof key)) < 0) {
@@ -233,7 +233,7 @@ static int register_memory(struct nb_ofi_lane *lane, void *base, size_t bytes, u
         }
         if (rc < 0) {
             close_fid(&(*mr)->fid);
-            *mr = NULL; // or the lane, when it is closed, would close it again
+            *mr = NULL; // else closing the lane would close it again
         }
     }
     return rc;
@@ -258,7 +258,7 @@ int nb_ofi_map(struct nb_lane *base_lane, void *base, size_t bytes, struct nb_re
     }
     struct nb_ofi_region *made = calloc(1, sizeof *made);
     if (made == NULL) {
-        return nb_fail(err, -ENOMEM, "lane %d: a region", lane->base.index);
+        return nb_fail(err, -ENOMEM, "lane %d: cannot allocate a region", lane->base.index);
     }
     int rc = register_memory(lane, base, bytes, FI_SEND | FI_RECV | FI_WRITE | FI_REMOTE_WRITE, &made->mr);
     if (rc < 0) {

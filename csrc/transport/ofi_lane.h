@@ -1,5 +1,5 @@
-// Inside the libfabric lane: what ofi.c (peers, writes, completions), ofi_message.c (short messages) and
-// ofi_endpoint.c (libfabric's objects, memory) share. One thread drives a lane and all of this.
+// libfabric lane internals: the state shared by ofi.c (peers, messages, writes, completions) and ofi_endpoint.c
+// (libfabric's objects, memory). One thread makes progress on a lane and uses all of this.
 #ifndef NB_OFI_LANE_H
 #define NB_OFI_LANE_H
 
@@ -15,23 +15,23 @@
 #include "base/list.h"
 #include "base/loop.h"
 #include "base/sha256.h"
+#include "base/wire.h"
 #include "transport/ofi.h"
 #include "transport/ofi_lib.h"
 #include "transport/transport.h"
 
 enum {
-    NB_OFI_BOUNCES = 8, // staging buffers of a lane, made when they are first needed
+    NB_OFI_BOUNCES = 8, // staging buffers of a lane, allocated on first use
     NB_OFI_CQ_SIZE = 4096,
     NB_OFI_CQ_BATCH = 16,
-    NB_OFI_SENDS = 64,    // messages on their way out
-    NB_OFI_RECEIVES = 64, // posted for messages, and two more for each rank
-    NB_OFI_MAC = 16       // bytes of HMAC-SHA256 that a message shows
+    NB_OFI_SENDS = 64,   // messages being sent
+    NB_OFI_RECEIVES = 64 // posted for messages, and two more for each rank
 };
 
 enum nb_ofi_kind { NB_OFI_WRITE = 1, NB_OFI_SEND, NB_OFI_RECEIVE };
 
-// What libfabric gives back with a completion; its first bytes are libfabric's while the operation is under way. That
-// of a write lies in nb_request.lane_private, that of a message in its slot.
+// The context that libfabric returns with a completion; libfabric uses its first bytes while the operation is in
+// progress. A write's lies in nb_request.lane_private, a message's in its slot.
 struct nb_ofi_op {
     struct fi_context2 context;
     struct nb_list link;
@@ -42,38 +42,17 @@ struct nb_ofi_op {
 
 struct nb_ofi_bounce {
     void *memory;
-    size_t bytes;      // there are
-    size_t used;       // of a request
-    struct fid_mr *mr; // NULL where the provider needs none
+    size_t bytes;      // allocated
+    size_t used;       // by a request
+    struct fid_mr *mr; // NULL if the provider needs none
     bool busy;
-};
-
-// A message as it travels. What the MAC proves of one with a single grant fits one block of SHA-256.
-struct nb_ofi_message {
-    unsigned char mac[NB_OFI_MAC]; // of what follows, by the key of this lane from the sender to this rank
-    // Counts the messages of its sender to this rank on this lane: a gap is a connection that was lost, and a number
-    // that was there before is a replay.
-    uint64_t number;
-    uint32_t rank; // of the sender
-    uint8_t bytes;
-    uint8_t kind; // enum nb_ofi_message_kind
-    unsigned char data[NB_LANE_MESSAGE_MAX];
-};
-
-_Static_assert(NB_LANE_MESSAGE_MAX <= UINT8_MAX, "its length is a byte");
-
-enum nb_ofi_message_kind { NB_OFI_OF_LANES, NB_OFI_OF_ARRIVALS };
-
-enum {
-    NB_OFI_HEADER = offsetof(struct nb_ofi_message, data),
-    NB_OFI_PROVEN = offsetof(struct nb_ofi_message, number) // from here on the MAC proves it
 };
 
 struct nb_ofi_slot {
     struct nb_ofi_op op;
-    size_t got; // bytes that came; of a message kept until its sender is known
-    struct nb_ofi_message message;
-    unsigned char spare[16]; // a longer message is a stranger's
+    size_t got; // bytes received; of a message kept until its sender is known
+    struct wire_ofi_message message;
+    unsigned char spare[16]; // makes room to detect a longer message, which no rank sends
 };
 
 // nb_region.handle.
@@ -85,32 +64,32 @@ struct nb_ofi_region {
 
 struct nb_ofi_peer {
     bool open;
-    bool blocked; // told -EAGAIN; `writable` is owed
-    bool failing; // something failed: nothing more is taken, and `lost` follows when nothing is under way
-    bool told;    // `lost` was called
-    bool keyed;   // the keys are there
+    bool blocked;       // it got -EAGAIN; `writable` is due
+    bool failing;       // something failed: accepts nothing more, and `lost` follows when nothing is in progress
+    bool lost_reported; // `lost` was called
+    bool keyed;         // the keys are derived
     uint64_t messages_out;
     uint64_t messages_in;
     uint32_t under_way;
     fi_addr_t addr;
     uint64_t bytes_out;
-    struct nb_list landed;  // writes that have landed there, and of which it has not been told
-    struct nb_hmac key_out; // of messages to it, at their beginning
+    struct nb_list landed;  // writes that have landed there and are not reported to it yet
+    struct nb_hmac key_out; // of messages to it; initial state
     struct nb_hmac key_in;
     struct nb_error why;
 };
 
 struct nb_ofi_lane {
     struct nb_lane base;
-    struct nb_lane_config config; // its texts are NULL: they are not kept
+    struct nb_lane_config config; // its strings are NULL: they are not kept
     struct nb_ofi_lib lib;
     char name[2 * NB_OFI_NAME]; // "net/1.17"
     bool dead;                  // the endpoint is closed; only the memory is left
     bool delivery;              // writes complete when they have landed
-    bool tells;                 // completion data are too short to prove an arrival: a message tells of it
+    bool reports_arrivals;      // completion data are too short to prove an arrival: a message reports it
     bool local;                 // memory must be registered to be sent from
     bool virtual_addr;          // a remote address is a pointer, else an offset
-    bool own_keys;              // the keys are drawn here
+    bool own_keys;              // this side chooses the keys
     bool endpoint_mr;           // registered memory is bound to the endpoint
     size_t iov_limit;
     size_t inject_max;
@@ -119,13 +98,13 @@ struct nb_ofi_lane {
     struct fid_fabric *fabric;
     struct fid_domain *domain;
     struct fid_av *av;
-    struct fid_wait *wait_set; // NULL where the queue itself can be slept on
+    struct fid_wait *wait_set; // NULL if a thread can sleep on the queue itself
     struct fid_cq *cq;
     struct fid_ep *ep;
-    struct nb_watch watch; // fd -1: this provider has nothing to wait on
+    struct nb_watch watch; // fd -1: this provider has no descriptor to wait on
     struct nb_list regions;
-    struct nb_list writes; // under way
-    int landed;            // in the peers' lists
+    struct nb_list writes; // in progress
+    int landed;            // number of writes in the peers' `landed` lists
     struct nb_ofi_bounce bounces[NB_OFI_BOUNCES];
     struct nb_ofi_slot *slots; // NB_OFI_SENDS for sending, then the rest for receiving
     int slot_count;
@@ -133,11 +112,11 @@ struct nb_ofi_lane {
     struct nb_list send_free;
     struct nb_list idle;  // receive slots to be posted again
     struct nb_list held;  // receive slots with a message of a peer that is not open yet
-    bool held_ready;      // one of those has been opened since
-    bool lost_due;        // a failing peer has nothing under way any more
-    bool armed;           // nothing was asked of the lane since the thread could sleep on its watch
-    unsigned passed_over; // calls of progress since
-    int blocked;          // peers
+    bool held_ready;      // one of their peers has been opened since
+    bool lost_due;        // a failing peer has nothing in progress any more
+    bool armed;           // no call on the lane since the thread may sleep on its watch
+    unsigned passed_over; // skipped calls of progress since then
+    int blocked;          // number of blocked peers
     uint64_t bytes_out;
     uint64_t bytes_in;
     struct nb_ofi_peer peers[]; // by rank
@@ -145,22 +124,22 @@ struct nb_ofi_lane {
 
 // ofi_endpoint.c
 
-// Makes the endpoint on the lane's interface, on the first free port of its range. lane->lib is loaded.
+// Opens the endpoint on the lane's interface, on the first free port of its range. lane->lib is loaded.
 int nb_ofi_endpoint_open(struct nb_ofi_lane *lane, const struct nb_lane_config *config, struct nb_error *err);
-// Closes all of libfabric's objects. When it returns, nothing lands and nothing completes any more.
+// Closes all of libfabric's objects. After it returns, nothing lands and nothing completes.
 void nb_ofi_endpoint_close(struct nb_ofi_lane *lane);
-// Whether a thread may sleep on the watch now: 0, or -EAGAIN when the queue must be read first, or always where the
-// provider has nothing to wait on.
+// Prepares a sleep on the watch: 0, or -EAGAIN if the queue must be read first; always -EAGAIN if the provider has no
+// descriptor to wait on.
 int nb_ofi_queue_arm(struct nb_ofi_lane *lane);
 
 int nb_ofi_map(struct nb_lane *lane, void *base, size_t bytes, struct nb_region *region, struct nb_error *err);
 void nb_ofi_unmap(struct nb_lane *lane, struct nb_region *region);
 
-// Memory that only this side uses. NULL where libfabric asks for no registration.
+// Registers memory that only this side uses. NULL if libfabric needs no registration.
 int nb_ofi_register_local(struct nb_ofi_lane *lane, void *base, size_t bytes, uint64_t access, struct fid_mr **mr,
                           struct nb_error *err);
 
-// A copy of the pieces in memory that can be sent from. -EAGAIN: all buffers are in use.
+// Copies the pieces into memory that can be sent from. -EAGAIN: all buffers are in use.
 int nb_ofi_bounce_take(struct nb_ofi_lane *lane, const struct nb_request *request, struct nb_ofi_bounce **bounce);
 static inline void nb_ofi_bounce_give(struct nb_ofi_bounce *bounce) {
     if (bounce != NULL) {
@@ -168,37 +147,15 @@ static inline void nb_ofi_bounce_give(struct nb_ofi_bounce *bounce) {
     }
 }
 
-// ofi_message.c
-
-int nb_ofi_messages_open(struct nb_ofi_lane *lane, struct nb_error *err);
-void nb_ofi_messages_close(struct nb_ofi_lane *lane);
-int nb_ofi_message(struct nb_lane *lane, int peer, const void *data, size_t bytes);
-// The same, of either kind.
-int nb_ofi_say(struct nb_ofi_lane *lane, int peer, enum nb_ofi_message_kind kind, const void *data, size_t bytes);
-void nb_ofi_sent(struct nb_ofi_lane *lane, struct nb_ofi_slot *slot);
-void nb_ofi_received(struct nb_ofi_lane *lane, struct nb_ofi_slot *slot, size_t bytes);
-// Posts idle receives again; 0, or what libfabric says.
-int nb_ofi_receives_post(struct nb_ofi_lane *lane);
-// Hands on what came before its sender was opened.
-void nb_ofi_held_deliver(struct nb_ofi_lane *lane);
-// Derives the peer's keys, once.
-void nb_ofi_keys(struct nb_ofi_lane *lane, int peer);
-
 // ofi.c
 
 static inline struct nb_ofi_lane *nb_ofi_lane_of(struct nb_lane *lane) {
     return NB_CONTAINER(lane, struct nb_ofi_lane, base);
 }
 
-// Whether a request for this peer can be taken: 0, or why not.
-int nb_ofi_peer_check(const struct nb_ofi_lane *lane, int peer);
-// Notes that `writable` is owed; returns -EAGAIN.
-int nb_ofi_peer_block(struct nb_ofi_lane *lane, int peer);
-// Notes that something for this peer failed with libfabric's code; returns the code for the caller.
+// Sends a short message of either kind: as nb_lane_ops.message.
+int nb_ofi_send_message(struct nb_ofi_lane *lane, int peer, enum wire_ofi_kind kind, const void *data, size_t bytes);
+// Records that an operation for this peer failed with libfabric's code; returns the code for the caller.
 int nb_ofi_peer_fail(struct nb_ofi_lane *lane, int peer, int fi_code, const char *what);
-// A proven message of a peer tells that its writes have landed.
-void nb_ofi_arrivals(struct nb_ofi_lane *lane, int peer, const void *data, size_t bytes);
-// One operation less is under way.
-void nb_ofi_peer_done(struct nb_ofi_lane *lane, int peer);
 
 #endif

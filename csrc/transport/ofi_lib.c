@@ -1,4 +1,4 @@
-// Finds libfabric, loads it, and says which providers it has.
+// libfabric library: finds and loads it, and lists its providers.
 #ifdef NB_HAVE_OFI
 
 #include "transport/ofi_lib.h"
@@ -7,6 +7,8 @@
 #include <link.h>
 #include <rdma/fi_endpoint.h>
 #include <rdma/fi_errno.h>
+#include <signal.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -24,14 +26,62 @@ static const char *const usual_places[] = {
     NULL,
 };
 
-// In the order of preference: networks of their own before sockets. A bare "tcp" is one endpoint type from 1.18 on;
-// before, it needs ofi_rxm above it.
+// In order of preference: networks of their own before sockets. A bare "tcp" is one endpoint type from 1.18 on; earlier
+// versions need ofi_rxm above it.
 static const char *const preferred[] = {"efa", "cxi", "verbs;ofi_rxm", "tcp", "net", "tcp;ofi_rxm", NULL};
 
-// Those whose endpoints have IP addresses, so that a lane can be bound to an interface and a port.
+// Providers with IP addresses, so that a lane can be bound to an interface and a port.
 static const char *const by_ip[] = {"verbs", "tcp", "net", "sockets", "udp", NULL};
 
-enum { DATA_BYTES_MIN = 4 }; // of completion data
+// The process's signal handlers. PSM2, below Debian's libfabric, replaces those of SIGINT, SIGTERM and SIGSEGV when it is
+// loaded; a Ctrl-C would then end a training without Python. They are restored.
+struct signal_handlers {
+    struct sigaction of[NSIG];
+    bool known[NSIG];
+};
+
+enum { DATA_BYTES_MIN = 4 }; // minimum size of completion data
+
+static void save_signal_handlers(struct signal_handlers *saved) {
+    for (int i = 1; i < NSIG; i++) {
+        saved->known[i] = sigaction(i, NULL, &saved->of[i]) == 0;
+    }
+}
+
+static void restore_signal_handlers(const struct signal_handlers *saved) {
+    for (int i = 1; i < NSIG; i++) {
+        struct sigaction now;
+        if (saved->known[i] && sigaction(i, NULL, &now) == 0 &&
+            (now.sa_handler != saved->of[i].sa_handler || now.sa_flags != saved->of[i].sa_flags)) {
+            (void)sigaction(i, &saved->of[i], NULL);
+        }
+    }
+}
+
+static int get_info(const struct nb_ofi_lib *lib, const char *node, const char *service, uint64_t flags,
+                    const struct fi_info *hints, struct fi_info **list) {
+    struct signal_handlers saved;
+    save_signal_handlers(&saved); // the first call loads the providers
+    int rc = lib->getinfo(NB_OFI_API, node, service, flags, hints, list);
+    restore_signal_handlers(&saved);
+    return rc;
+}
+
+// Returns NULL where there is no library.
+static void *load(const char *library, const char **path) {
+    struct signal_handlers saved;
+    save_signal_handlers(&saved);
+    void *handle = NULL;
+    if (library != NULL) {
+        handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
+    }
+    for (int i = 0; library == NULL && handle == NULL && usual_places[i] != NULL; i++) {
+        *path = usual_places[i];
+        handle = dlopen(*path, RTLD_NOW | RTLD_LOCAL);
+    }
+    restore_signal_handlers(&saved);
+    return handle;
+}
 
 static int load_symbols(struct nb_ofi_lib *lib, void *handle, const char *path, struct nb_error *err) {
     static const struct {
@@ -54,16 +104,8 @@ static int load_symbols(struct nb_ofi_lib *lib, void *handle, const char *path, 
 }
 
 int nb_ofi_lib_open(struct nb_ofi_lib *lib, const char *library, struct nb_error *err) {
-    void *handle = NULL;
     const char *path = library;
-    if (library != NULL) {
-        handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
-    } else {
-        for (int i = 0; handle == NULL && usual_places[i] != NULL; i++) {
-            path = usual_places[i];
-            handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-        }
-    }
+    void *handle = load(library, &path);
     if (handle == NULL) {
         if (library != NULL) {
             nb_fail(err, NB_ENOLIB, "libfabric at %s: %s", library, dlerror());
@@ -98,7 +140,7 @@ void nb_ofi_lib_version(const struct nb_ofi_lib *lib, char text[NB_OFI_NAME]) {
     snprintf(text, NB_OFI_NAME, "%u.%u", FI_MAJOR(version), FI_MINOR(version));
 }
 
-// What a lane needs of a provider. `provider` NULL: of any.
+// The requirements of a lane. `provider` NULL: any.
 static struct fi_info *hints_new(const struct nb_ofi_lib *lib, const char *provider, size_t data_bytes) {
     struct fi_info *hints = lib->dupinfo(NULL);
     if (hints == NULL) {
@@ -135,7 +177,7 @@ static bool has_ip_address(const char *provider) {
     return false;
 }
 
-// "10.0.0.1:4000" or "[::1]:4000" in two.
+// Splits "10.0.0.1:4000" or "[::1]:4000" into node and service.
 static void split(const struct nb_sockaddr *source, char text[NB_SOCK_TEXT], const char **node, const char **service) {
     nb_sock_format(source, text);
     char *colon = strrchr(text, ':');
@@ -145,7 +187,7 @@ static void split(const struct nb_sockaddr *source, char text[NB_SOCK_TEXT], con
     *service = colon + 1;
 }
 
-// The first endpoint of exactly this provider: libfabric also answers with layers above it.
+// Finds the first endpoint of exactly this provider: libfabric also returns layers above it.
 static int find_exact(const struct nb_ofi_lib *lib, const char *provider, const struct nb_sockaddr *source,
                       uint64_t op_flags, size_t data_bytes, struct fi_info **info) {
     struct fi_info *hints = hints_new(lib, provider, data_bytes);
@@ -163,7 +205,7 @@ static int find_exact(const struct nb_ofi_lib *lib, const char *provider, const 
         split(source, text, &node, &service);
     }
     struct fi_info *list = NULL;
-    int rc = lib->getinfo(NB_OFI_API, node, service, flags, hints, &list);
+    int rc = get_info(lib, node, service, flags, hints, &list);
     lib->freeinfo(hints);
     if (rc < 0) {
         return rc;
@@ -179,8 +221,8 @@ static int find_exact(const struct nb_ofi_lib *lib, const char *provider, const 
     return rc;
 }
 
-// Completion data of 8 bytes prove an arrival. Where there are 4, its sender tells of it once it has landed, so it must
-// be able to know.
+// Completion data of 8 bytes prove an arrival. With 4 bytes the sender reports it after it has landed, so the provider
+// must support delivery completion.
 static int find(const struct nb_ofi_lib *lib, const char *provider, const struct nb_sockaddr *source,
                 struct fi_info **info, bool *delivery) {
     static const struct {
@@ -194,7 +236,7 @@ static int find(const struct nb_ofi_lib *lib, const char *provider, const struct
         *delivery = wanted[i].op_flags != 0;
     }
     if (rc == 0) {
-        (*info)->tx_attr->op_flags &= ~FI_DELIVERY_COMPLETE; // asked for with each write, not for every message
+        (*info)->tx_attr->op_flags &= ~FI_DELIVERY_COMPLETE; // requested per write, not for every message
     }
     return rc;
 }
@@ -207,14 +249,14 @@ static int rank_of(const char *provider) {
     return i;
 }
 
-// Each provider once, in the order of preference.
+// Lists each provider once, in order of preference.
 static int list_providers(const struct nb_ofi_lib *lib, struct nb_ofi_provider *out, int max) {
     struct fi_info *hints = hints_new(lib, NULL, DATA_BYTES_MIN);
     if (hints == NULL) {
         return -FI_ENOMEM;
     }
     struct fi_info *list = NULL;
-    int rc = lib->getinfo(NB_OFI_API, NULL, NULL, 0, hints, &list);
+    int rc = get_info(lib, NULL, NULL, 0, hints, &list);
     lib->freeinfo(hints);
     if (rc < 0) {
         return rc == -FI_ENODATA ? 0 : rc;

@@ -1,4 +1,4 @@
-// What stands in for the libfabric lane in a build without libfabric's headers.
+// libfabric lane of a build without libfabric's headers: every function fails.
 #ifndef NB_HAVE_OFI
 
 #include <stddef.h>
@@ -15,7 +15,7 @@ static int lane_open(const struct nb_lane_config *config, struct nb_lane **lane,
     return fail(err);
 }
 
-// No lane is ever made, so nothing else of the table is called.
+// No lane is ever opened, so nothing else of the table is called.
 const struct nb_lane_ops nb_ofi_ops = {.name = "ofi", .kind = NB_LANE_RMA, .open = lane_open};
 
 int nb_ofi_providers(const char *library, struct nb_ofi_provider *providers, int max, struct nb_error *err) {

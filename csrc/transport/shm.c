@@ -1,4 +1,4 @@
-// Which memory do the ranks of this host share, and who has mapped what?
+// Shared memory: areas, arenas and wake-ups of the ranks of this host.
 #include "transport/shm.h"
 
 #include <errno.h>
@@ -17,21 +17,12 @@
 #include "base/arena.h"
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/fdpass.h"
 #include "base/fork.h"
-#include "base/handover.h"
 #include "base/list.h"
 #include "base/loop.h"
+#include "base/wire.h"
 #include "transport/shm_internal.h"
-
-enum { GIFT_MAGIC = 0x4e425347 };
-
-struct gift { // with an arena
-    uint32_t magic;
-    uint32_t arena;
-    uint64_t bytes;
-    uint32_t life;
-    uint32_t zero;
-};
 
 bool nb_shm_sealed(int fd, size_t bytes) {
     struct stat st;
@@ -81,11 +72,11 @@ void nb_shm_group(struct nb_shm *shm, const int *ranks, int size, int index) {
 int nb_shm_open(struct nb_shm **out, int ranks_max, struct nb_error *err) {
     struct nb_shm *shm = shm_alloc(ranks_max);
     if (shm == NULL) {
-        return nb_fail(err, -ENOMEM, "shared memory of %d ranks", ranks_max);
+        return nb_fail(err, -ENOMEM, "cannot allocate shared memory of %d ranks", ranks_max);
     }
     int rc = area_make(shm, err);
     if (rc == 0) {
-        rc = nb_handover_listen(shm->name, ranks_max + NB_SHM_STRANGERS, err);
+        rc = nb_fdpass_listen(shm->name, ranks_max + NB_SHM_INCOMING, err);
         shm->listener = rc < 0 ? -1 : rc;
     }
     if (rc < 0) {
@@ -102,7 +93,7 @@ int nb_shm_alone(struct nb_shm **out, int rank, struct nb_error *err) {
     void *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (shm == NULL || base == MAP_FAILED) {
         free(shm);
-        return nb_fail(err, -ENOMEM, "%zu bytes for a rank that is alone on its host", bytes);
+        return nb_fail(err, -ENOMEM, "cannot allocate %zu bytes for a rank that is alone on its host", bytes);
     }
     shm->area = base;
     nb_shm_group(shm, &rank, 1, 0);
@@ -148,7 +139,7 @@ static _Atomic uint32_t *mapped_life(const struct nb_shm_peer *peer, uint32_t ar
     return &peer->shm->peers[peer->shm->rank].area->mapped[peer->rank][arena];
 }
 
-// Unmaps an arena that its owner has withdrawn: operations over it are over on all ranks.
+// Unmaps an arena that its owner has withdrawn: operations over it are complete on all ranks.
 static void arena_drop(struct nb_shm_peer *peer, uint32_t arena) {
     if (peer->arenas[arena] == NULL || atomic_load(&peer->area->lives[arena]) == peer->arena_lives[arena]) {
         return;
@@ -159,10 +150,10 @@ static void arena_drop(struct nb_shm_peer *peer, uint32_t arena) {
     peer->arena_bytes[arena] = 0;
 }
 
-static void arena_take(struct nb_shm_peer *peer, const struct gift *gift, int fd) {
+static void arena_take(struct nb_shm_peer *peer, const struct wire_shm_arena *gift, int fd) {
     size_t bytes = gift->bytes;
-    if (gift->magic != GIFT_MAGIC || gift->arena >= NB_SHM_ARENAS || bytes == 0 || bytes > (size_t)PTRDIFF_MAX ||
-        !nb_shm_sealed(fd, bytes)) {
+    if (gift->magic != NB_WIRE_SHM_ARENA_MAGIC || gift->arena >= NB_SHM_ARENAS || bytes == 0 ||
+        bytes > (size_t)PTRDIFF_MAX || !nb_shm_sealed(fd, bytes)) {
         return;
     }
     arena_drop(peer, gift->arena);
@@ -171,9 +162,9 @@ static void arena_take(struct nb_shm_peer *peer, const struct gift *gift, int fd
     }
     void *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (base == MAP_FAILED) {
-        return; // what lies there goes through staging
+        return; // its data go through staging
     }
-    (void)madvise(base, bytes, MADV_DONTFORK); // a child has no use for it
+    (void)madvise(base, bytes, MADV_DONTFORK); // a forked child does not need it
     peer->arenas[gift->arena] = base;
     peer->arena_bytes[gift->arena] = bytes;
     peer->arena_lives[gift->arena] = gift->life;
@@ -183,14 +174,14 @@ static void arena_take(struct nb_shm_peer *peer, const struct gift *gift, int fd
 
 static void peer_ready(struct nb_watch *watch, uint32_t events) {
     struct nb_shm_peer *peer = NB_CONTAINER(watch, struct nb_shm_peer, watch);
-    struct gift gift;
+    struct wire_shm_arena gift;
     int fd;
     (void)events;
-    int rc = nb_handover_receive(watch->fd, &gift, sizeof gift, &fd, 1);
+    int rc = nb_fdpass_receive(watch->fd, &gift, sizeof gift, &fd, 1);
     if (rc == 0) {
         arena_take(peer, &gift, fd);
         nb_fork_close(fd);
-    } else if (rc != -EAGAIN) { // it has left; its control connection tells whether in good order
+    } else if (rc != -EAGAIN) { // the peer has left; its control connection reports whether in good order
         nb_loop_remove(peer->shm->loop, watch);
         nb_shm_fd_close(&watch->fd);
     }
@@ -209,18 +200,20 @@ int nb_shm_watch(struct nb_shm *shm, struct nb_loop *loop, struct nb_error *err)
     return 0;
 }
 
-// Hands an arena that has its number to all others.
+// Passes a numbered arena to all other ranks.
 static int arena_pass(struct nb_shm *shm, uint32_t number, int fd, struct nb_error *err) {
     const struct nb_shm_peer *me = &shm->peers[shm->rank];
-    struct gift gift = {
-        .magic = GIFT_MAGIC, .arena = number, .bytes = me->arena_bytes[number], .life = me->arena_lives[number]};
+    struct wire_shm_arena gift = {.magic = NB_WIRE_SHM_ARENA_MAGIC,
+                                  .arena = number,
+                                  .bytes = me->arena_bytes[number],
+                                  .life = me->arena_lives[number]};
     int rc = 0;
     for (int r = 0; r < shm->size; r++) {
         if (r != shm->rank && shm->peers[r].watch.fd >= 0) {
-            int sent = nb_handover_send(shm->peers[r].watch.fd, &gift, sizeof gift, &fd, 1);
+            int sent = nb_fdpass_send(shm->peers[r].watch.fd, &gift, sizeof gift, &fd, 1);
             rc = rc < 0 || sent == 0 || sent == -EPIPE
                      ? rc
-                     : nb_fail_peer(err, sent, shm->peers[r].job_rank, "passing memory to rank %d: %s",
+                     : nb_fail_peer(err, sent, shm->peers[r].job_rank, "cannot pass memory to rank %d: %s",
                                     shm->peers[r].job_rank, nb_code_name(sent));
         }
     }
@@ -244,8 +237,7 @@ int nb_shm_offer(struct nb_shm *shm, void *base, size_t bytes, int fd, struct nb
     if (number == NB_SHM_ARENAS) {
         return nb_fail(
             err, -ENOSPC,
-            "this rank shares memory of %d models, the most there can be: what further models send is copied "
-            "on its way, which is slower",
+            "this rank shares memory of %d models, the limit: gradients of further models are copied, which is slower",
             NB_SHM_ARENAS);
     }
     me->arenas[number] = base;
@@ -268,7 +260,7 @@ void nb_shm_withdraw(struct nb_shm *shm, const void *base) {
     }
 }
 
-void nb_shm_tidy(struct nb_shm *shm) {
+void nb_shm_unmap_withdrawn(struct nb_shm *shm) {
     for (int r = 0; r < shm->size; r++) {
         for (uint32_t i = 0; r != shm->rank && i < shm->peers[r].arena_count; i++) {
             arena_drop(&shm->peers[r], i);
@@ -289,7 +281,7 @@ static bool all_have(const struct nb_shm *shm, uint32_t arena) {
 bool nb_shm_find(const struct nb_shm *shm, const void *base, size_t bytes, struct nb_shm_piece *piece) {
     const struct nb_shm_peer *me = &shm->peers[shm->rank];
     const char *at = base;
-    for (uint32_t i = me->arena_count; i-- > 0;) { // the newest first
+    for (uint32_t i = me->arena_count; i-- > 0;) { // newest first
         size_t offset = (size_t)((uintptr_t)at - (uintptr_t)me->arenas[i]);
         if (offset < me->arena_bytes[i] && bytes <= me->arena_bytes[i] - offset) {
             *piece = (struct nb_shm_piece){.arena = i, .offset = offset, .bytes = bytes};
@@ -309,7 +301,7 @@ char *nb_shm_memory(const struct nb_shm *shm, int rank, const struct nb_shm_piec
     return peer->arenas[piece->arena] + piece->offset;
 }
 
-// --- sleeping, and keeping off
+// --- sleeping, and protection from late writes
 
 static void rank_wake(const struct nb_shm_peer *peer) {
     const uint64_t one = 1;
@@ -333,31 +325,31 @@ void nb_shm_wake_one(struct nb_shm *shm, int rank) {
     rank_wake(&shm->peers[rank]);
 }
 
-void nb_shm_sleep(struct nb_shm *shm) {
+void nb_shm_mark_asleep(struct nb_shm *shm) {
     atomic_store(&shm->peers[shm->rank].area->asleep, 1);
     atomic_thread_fence(memory_order_seq_cst);
 }
 
-void nb_shm_rouse(struct nb_shm *shm) {
+void nb_shm_mark_awake(struct nb_shm *shm) {
     _Atomic uint32_t *asleep = &shm->peers[shm->rank].area->asleep;
     if (atomic_load_explicit(asleep, memory_order_relaxed) != 0) {
         atomic_store_explicit(asleep, 0, memory_order_relaxed);
     }
 }
 
-bool nb_shm_enter(struct nb_shm *shm) {
+bool nb_shm_write_begin(struct nb_shm *shm) {
     atomic_store(&shm->peers[shm->rank].area->busy, 1);
     atomic_thread_fence(memory_order_seq_cst);
     for (int r = 0; r < shm->size; r++) {
         if (atomic_load_explicit(&shm->peers[r].area->revoked, memory_order_relaxed) != 0) {
-            nb_shm_leave(shm);
+            nb_shm_write_end(shm);
             return false;
         }
     }
     return true;
 }
 
-void nb_shm_leave(struct nb_shm *shm) {
+void nb_shm_write_end(struct nb_shm *shm) {
     struct nb_shm_area *area = shm->peers[shm->rank].area;
     atomic_store_explicit(&area->pulse, area->pulse + 1, memory_order_relaxed);
     atomic_store_explicit(&area->busy, 0, memory_order_release);

@@ -1,4 +1,4 @@
-// What the files of shared memory have in common.
+// Shared memory internals: functions that its files share.
 #ifndef NB_SHM_INTERNAL_H
 #define NB_SHM_INTERNAL_H
 
@@ -7,9 +7,9 @@
 
 #include "base/fork.h"
 
-enum { NB_SHM_STRANGERS = 8 }; // connections beyond those of the group that may wait
+enum { NB_SHM_INCOMING = 8 }; // waiting connections beyond those of the group
 
-// Memory that its owner can no longer take away from under those who have mapped it.
+// True for memory that its owner cannot shrink after others have mapped it.
 bool nb_shm_sealed(int fd, size_t bytes);
 
 static inline void nb_shm_fd_close(int *fd) {

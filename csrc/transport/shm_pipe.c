@@ -1,4 +1,4 @@
-// Bytes from one process to another, by two counters and a ring of memory.
+// Shared memory pipe: two counters and a ring of bytes.
 #include "transport/shm_pipe.h"
 
 #include <errno.h>
@@ -16,11 +16,11 @@ size_t nb_shm_pipe_write(struct nb_shm_pipe *pipe, const void *data, size_t byte
     uint64_t written = atomic_load_explicit(&pipe->written, memory_order_relaxed);
     uint64_t used = written - atomic_load_explicit(&pipe->read, memory_order_acquire);
     if (used > NB_SHM_PIPE_BYTES) {
-        return 0; // the reader is broken; it will be silent
+        return 0; // the reader is broken; its silence will be noticed
     }
     size_t room = NB_SHM_PIPE_BYTES - used;
     if (bytes > room) {
-        atomic_store(&pipe->blocked, 1); // before another look: a reader that makes room now sees it
+        atomic_store(&pipe->blocked, 1); // before the second check: a reader that makes room now sees it
         room = NB_SHM_PIPE_BYTES - (written - atomic_load(&pipe->read));
     }
     size_t take = least(bytes, least(room, NB_SHM_PIPE_BYTES));
@@ -32,10 +32,10 @@ size_t nb_shm_pipe_write(struct nb_shm_pipe *pipe, const void *data, size_t byte
     return take;
 }
 
-long nb_shm_pipe_read(struct nb_shm_pipe *pipe, void *data, size_t room, bool *tell) {
+long nb_shm_pipe_read(struct nb_shm_pipe *pipe, void *data, size_t room, bool *writer_waits) {
     uint64_t read = atomic_load_explicit(&pipe->read, memory_order_relaxed);
     uint64_t there = atomic_load_explicit(&pipe->written, memory_order_acquire) - read;
-    *tell = false;
+    *writer_waits = false;
     if (there > NB_SHM_PIPE_BYTES) {
         return -EPROTO;
     }
@@ -45,7 +45,7 @@ long nb_shm_pipe_read(struct nb_shm_pipe *pipe, void *data, size_t room, bool *t
     memcpy(data, pipe->bytes + at, straight);
     memcpy((char *)data + straight, pipe->bytes, take - straight);
     atomic_store(&pipe->read, read + take);
-    *tell = take > 0 && atomic_load(&pipe->blocked) != 0 && atomic_exchange(&pipe->blocked, 0) != 0;
+    *writer_waits = take > 0 && atomic_load(&pipe->blocked) != 0 && atomic_exchange(&pipe->blocked, 0) != 0;
     return (long)take;
 }
 

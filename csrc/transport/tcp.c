@@ -1,5 +1,6 @@
-// The plain TCP network: a lane is a connection to each peer, and one from it. Segments are pulled one at a time, with little unsent
-// data in the kernel (TCP_NOTSENT_LOWAT), so that a slow connection never holds more than it can move.
+// TCP network: a lane has two connections with each peer, one for each direction. It pulls one segment at a time, and
+// keeps little unsent data in the kernel (TCP_NOTSENT_LOWAT), so that a slow connection never holds more than it can
+// send.
 #include <errno.h>
 #include <netinet/tcp.h>
 #include <stdint.h>
@@ -14,18 +15,11 @@
 #include "base/list.h"
 #include "base/loop.h"
 #include "base/sock.h"
+#include "base/wire.h"
 #include "transport/tcp_internal.h"
 #include "transport/transport.h"
 
-enum {
-    NOTSENT_BYTES = 128 * 1024 // of unsent data the kernel holds: more only makes a slow connection hold more
-};
-
-void nb_tcp_tune(struct tcp_lane *lane, int fd) {
-    int lowat = NOTSENT_BYTES;
-    nb_sock_tune(fd, lane->config.timeout_ms);
-    setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &lowat, sizeof lowat);
-}
+enum { RETRIES_MAX = 16 }; // connects of one connection after the first
 
 static void in_ready(struct nb_watch *watch, uint32_t events) {
     (void)events;
@@ -57,39 +51,51 @@ static int conn_connect(struct conn *conn, struct nb_error *err) {
 static void connecting_ready(struct conn *conn) {
     int rc = nb_sock_connected(conn->out_watch.fd);
     if (rc == 0) {
-        rc = nb_tcp_greet(conn->lane, conn->out_watch.fd, &conn->greeting);
+        rc = nb_tcp_send_hello(conn->lane, conn->out_watch.fd, &conn->handshake);
     }
     if (rc < 0) {
         nb_tcp_lost(conn, rc, "connect failed");
         return;
     }
-    conn->state = GREETING;
+    conn->state = HANDSHAKE;
     nb_tcp_want_out(conn);
 }
 
-static void greeting_ready(struct conn *conn) {
+// Connects again: the peer may have dropped the connection only because this rank answered late.
+static void connect_again(struct conn *conn, int why) {
+    struct nb_error err = {0};
+    nb_tcp_shut(conn->lane, &conn->out_watch);
+    conn->state = NONE;
+    if (++conn->retries > RETRIES_MAX || conn_connect(conn, &err) < 0) {
+        nb_tcp_lost(conn, why, "handshake refused");
+    }
+}
+
+static void handshake_ready(struct conn *conn) {
     struct tcp_lane *lane = conn->lane;
-    int rc = nb_tcp_greeted(lane, conn->out_watch.fd, &conn->greeting, conn->peer, &conn->to);
-    if (rc < 0) {
+    int rc = nb_tcp_read_answer(lane, conn->out_watch.fd, &conn->handshake, conn->peer, &conn->to);
+    if (rc == NB_EAUTH) {
         nb_tcp_lost(conn, rc, "handshake refused");
+    } else if (rc < 0) {
+        connect_again(conn, rc);
     } else if (rc > 0) {
         conn->state = OPEN;
         lane->config.up->writable(lane->config.up_ctx, &lane->base, conn->peer);
     }
 }
 
-// Nothing ever comes in on the connection that goes out, but its end.
+// Handles an outgoing connection. The only input on it is its end.
 static void open_ready(struct conn *conn, uint32_t events) {
     conn->ahead = 0;
     if ((events & EPOLLOUT) != 0) {
         nb_tcp_write(conn);
     }
-    if (conn->state == OPEN && !conn->mute && (events & (EPOLLIN | EPOLLERR | EPOLLHUP)) != 0) {
+    if (conn->state == OPEN && !conn->out_ended && (events & (EPOLLIN | EPOLLERR | EPOLLHUP)) != 0) {
         char byte;
         ssize_t n = recv(conn->out_watch.fd, &byte, 1, MSG_DONTWAIT);
         bool later = n < 0 && (errno == EAGAIN || errno == EINTR);
         if (!later) {
-            nb_tcp_muted(conn, n < 0 ? -errno : n > 0 ? NB_EWIRE : 0);
+            nb_tcp_out_ended(conn, n < 0 ? -errno : n > 0 ? NB_EWIRE : 0);
         }
     }
 }
@@ -102,8 +108,8 @@ static void out_ready(struct nb_watch *watch, uint32_t events) {
     case CONNECTING:
         connecting_ready(conn);
         break;
-    case GREETING:
-        greeting_ready(conn);
+    case HANDSHAKE:
+        handshake_ready(conn);
         break;
     case OPEN:
         open_ready(conn, events);
@@ -136,7 +142,7 @@ static int tcp_open(const struct nb_lane_config *config, struct nb_lane **out, s
     if (lane == NULL || conns == NULL) {
         free(conns);
         free(lane);
-        return nb_fail(err, -ENOMEM, "lane %d for %d ranks", config->index, config->size);
+        return nb_fail(err, -ENOMEM, "cannot allocate lane %d for %d ranks", config->index, config->size);
     }
     lane->base = (struct nb_lane){.ops = &nb_tcp_ops, .index = config->index};
     lane->config = *config;
@@ -176,19 +182,20 @@ static int tcp_peer_open(struct nb_lane *base, int peer, const unsigned char *ad
                          struct nb_error *err) {
     struct conn *conn = conn_of(base, peer);
     if (bytes == 0 || bytes > NB_SOCK_TEXT || addr[bytes - 1] != 0) {
-        return nb_fail_peer(err, NB_EWIRE, peer, "rank %d gave no address for lane %d", peer, base->index);
+        return nb_fail_peer(err, NB_EWIRE, peer, "rank %d sent no address for lane %d", peer, base->index);
     }
     if (conn->messages == NULL) {
         conn->messages = calloc(MESSAGES, sizeof *conn->messages);
     }
     if (conn->messages == NULL) {
-        return nb_fail_peer(err, -ENOMEM, peer, "lane %d: messages for rank %d", base->index, peer);
+        return nb_fail_peer(err, -ENOMEM, peer, "lane %d: cannot allocate messages for rank %d", base->index, peer);
     }
     int rc = nb_sock_parse((const char *)addr, &conn->to, err);
     if (rc < 0 || conn->state != NONE) {
         return rc;
     }
-    conn->gone = false; // one that came and went before this rank wanted it comes again, or is refused there
+    conn->retries = 0;
+    conn->gone = false; // a peer that connected and left too early connects again, or is refused there
     return conn_connect(conn, err);
 }
 
@@ -222,7 +229,7 @@ static void tcp_unmap(struct nb_lane *base, struct nb_region *region) {
 
 static int tcp_post(struct nb_lane *base, struct nb_request *request) {
     struct conn *conn = conn_of(base, request->peer);
-    if (conn->state != OPEN || conn->mute || nb_tcp_pending(conn)) {
+    if (conn->state != OPEN || conn->out_ended || nb_tcp_pending(conn)) {
         conn->refused = true;
         return -EAGAIN;
     }
@@ -233,7 +240,7 @@ static int tcp_post(struct nb_lane *base, struct nb_request *request) {
 
 static int tcp_message(struct nb_lane *base, int peer, const void *data, size_t bytes) {
     struct conn *conn = conn_of(base, peer);
-    if (conn->messages == NULL || conn->state != OPEN || conn->mute || conn->message_count == MESSAGES ||
+    if (conn->messages == NULL || conn->state != OPEN || conn->out_ended || conn->message_count == MESSAGES ||
         bytes > NB_LANE_MESSAGE_MAX) {
         conn->refused = true;
         return -EAGAIN;

@@ -1,4 +1,4 @@
-// The plain TCP network.
+// TCP network: its table of operations.
 #ifndef NB_TRANSPORT_TCP_H
 #define NB_TRANSPORT_TCP_H
 

@@ -1,4 +1,4 @@
-// A lane's listener: who connects proves that it is a rank of this job, and becomes that rank's incoming connection.
+// TCP listener of a lane: accepts a connection, authenticates its rank, and makes it that rank's incoming connection.
 #include <errno.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -17,35 +17,35 @@
 
 enum {
     BACKLOG = 64,
-    PAUSE_MS = 100 // after an accept that failed for want of descriptors or memory
+    PAUSE_MS = 100 // after an accept that failed for lack of descriptors or memory
 };
 
 // A connection that has not authenticated.
-struct stranger {
+struct incoming {
     struct nb_watch watch;
     struct tcp_lane *lane;
     struct nb_list link;
     struct nb_pending pending;
-    bool answered; // its hello was right: its proof is awaited
-    struct greeting greeting;
+    bool answered; // its hello was valid: awaits its proof
+    struct tcp_handshake handshake;
 };
 
-static void stranger_drop(struct nb_pending *pending) {
-    struct stranger *stranger = NB_CONTAINER(pending, struct stranger, pending);
-    struct tcp_lane *lane = stranger->lane;
-    nb_list_remove(&stranger->link);
-    nb_tcp_shut(lane, &stranger->watch);
+static void incoming_drop(struct nb_pending *pending) {
+    struct incoming *incoming = NB_CONTAINER(pending, struct incoming, pending);
+    struct tcp_lane *lane = incoming->lane;
+    nb_list_remove(&incoming->link);
+    nb_tcp_shut(lane, &incoming->watch);
     nb_admission_remove(lane->config.admission, pending);
-    free(stranger);
+    free(incoming);
 }
 
-// It has authenticated: its descriptor is the incoming connection of its rank.
-static void stranger_admit(struct stranger *stranger, struct conn *conn) {
-    struct tcp_lane *lane = stranger->lane;
-    int fd = stranger->watch.fd;
-    nb_loop_remove(lane->config.loop, &stranger->watch);
-    stranger->watch.fd = -1;
-    stranger_drop(&stranger->pending);
+// Admits an authenticated connection: its descriptor becomes the incoming connection of its rank.
+static void incoming_admit(struct incoming *incoming, struct conn *conn) {
+    struct tcp_lane *lane = incoming->lane;
+    int fd = incoming->watch.fd;
+    nb_loop_remove(lane->config.loop, &incoming->watch);
+    incoming->watch.fd = -1;
+    incoming_drop(&incoming->pending);
     conn->in_watch.fd = fd;
     struct nb_error err = {0};
     if (nb_loop_add(lane->config.loop, &conn->in_watch, EPOLLIN, &err) < 0) {
@@ -53,36 +53,44 @@ static void stranger_admit(struct stranger *stranger, struct conn *conn) {
     }
 }
 
-static void stranger_refuse(struct stranger *stranger, int why) {
-    stranger->lane->base.refused += why == NB_EAUTH;
-    stranger_drop(&stranger->pending);
+static void incoming_refuse(struct incoming *incoming, int why) {
+    incoming->lane->base.refused += why == NB_EAUTH;
+    incoming_drop(&incoming->pending);
 }
 
-static void stranger_hear(struct stranger *stranger) {
-    struct tcp_lane *lane = stranger->lane;
-    if (!stranger->answered) {
-        int begun = nb_tcp_welcome(lane, stranger->watch.fd, &stranger->greeting);
-        stranger->answered = begun > 0;
+static void incoming_read(struct incoming *incoming) {
+    struct tcp_lane *lane = incoming->lane;
+    if (!incoming->answered) {
+        int begun = nb_tcp_read_hello(lane, incoming->watch.fd, &incoming->handshake);
+        incoming->answered = begun > 0;
         if (begun < 0) {
-            stranger_refuse(stranger, begun);
+            incoming_refuse(incoming, begun);
         }
         return;
     }
-    int rc = nb_tcp_welcomed(stranger->watch.fd, &stranger->greeting);
+    int rc = nb_tcp_read_proof(incoming->watch.fd, &incoming->handshake);
     if (rc == 0) {
         return;
     }
-    struct conn *known = rc > 0 ? &lane->conns[stranger->greeting.hello.rank] : NULL;
+    struct conn *known = rc > 0 ? &lane->conns[incoming->handshake.hello.rank] : NULL;
     if (known == NULL || known->gone || known->in_watch.fd >= 0) {
-        stranger_refuse(stranger, known == NULL ? rc : NB_EAUTH);
+        incoming_refuse(incoming, known == NULL ? rc : NB_EAUTH);
         return;
     }
-    stranger_admit(stranger, known);
+    incoming_admit(incoming, known);
 }
 
-static void stranger_ready(struct nb_watch *watch, uint32_t events) {
+// Its proof may have arrived. A hello is not read: an answer that a close follows would tell the peer nothing.
+static void incoming_read_proof(struct nb_pending *pending) {
+    struct incoming *incoming = NB_CONTAINER(pending, struct incoming, pending);
+    if (incoming->answered) {
+        incoming_read(incoming);
+    }
+}
+
+static void incoming_ready(struct nb_watch *watch, uint32_t events) {
     (void)events;
-    stranger_hear(NB_CONTAINER(watch, struct stranger, watch));
+    incoming_read(NB_CONTAINER(watch, struct incoming, watch));
 }
 
 static void gate_open(struct nb_gate *gate) {
@@ -90,32 +98,33 @@ static void gate_open(struct nb_gate *gate) {
     nb_loop_change(lane->config.loop, &lane->listener, EPOLLIN);
 }
 
-// Connections wait in the backlog for so long; 0: until there is a place for one.
+// Leaves connections in the backlog for `for_ns`; 0: until there is a place for one.
 static void gate_shut(struct tcp_lane *lane, int64_t for_ns) {
     nb_loop_change(lane->config.loop, &lane->listener, 0);
     nb_admission_shut(lane->config.admission, &lane->gate, for_ns);
 }
 
-// Returns the connection, or NULL: then the descriptor is closed.
-static struct stranger *stranger_open(struct tcp_lane *lane, int fd) {
-    struct stranger *stranger = calloc(1, sizeof *stranger);
+// Returns the connection; NULL: the descriptor is closed.
+static struct incoming *incoming_open(struct tcp_lane *lane, int fd) {
+    struct incoming *incoming = calloc(1, sizeof *incoming);
     struct nb_error err = {0};
-    if (stranger == NULL) {
+    if (incoming == NULL) {
         close(fd);
         return NULL;
     }
     nb_tcp_tune(lane, fd);
-    stranger->lane = lane;
-    stranger->pending.drop = stranger_drop;
-    stranger->watch = (struct nb_watch){.fd = fd, .ready = stranger_ready};
-    if (nb_loop_add(lane->config.loop, &stranger->watch, EPOLLIN, &err) < 0) {
+    incoming->lane = lane;
+    incoming->pending.drop = incoming_drop;
+    incoming->pending.read = incoming_read_proof;
+    incoming->watch = (struct nb_watch){.fd = fd, .ready = incoming_ready};
+    if (nb_loop_add(lane->config.loop, &incoming->watch, EPOLLIN, &err) < 0) {
         close(fd);
-        free(stranger);
+        free(incoming);
         return NULL;
     }
-    nb_list_insert(&lane->strangers, &stranger->link);
-    nb_admission_add(lane->config.admission, &stranger->pending);
-    return stranger;
+    nb_list_insert(&lane->incoming, &incoming->link);
+    nb_admission_add(lane->config.admission, &incoming->pending);
+    return incoming;
 }
 
 static void listener_ready(struct nb_watch *watch, uint32_t events) {
@@ -128,15 +137,15 @@ static void listener_ready(struct nb_watch *watch, uint32_t events) {
     int fd = nb_sock_accept(watch->fd);
     if (fd < 0) {
         if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
-            lane->base.door = -errno;
+            lane->base.accept_error = -errno;
             gate_shut(lane, (int64_t)PAUSE_MS * 1000000);
         }
         return;
     }
-    lane->base.door = 0;
-    struct stranger *stranger = stranger_open(lane, fd);
-    if (stranger != NULL) {
-        stranger_hear(stranger); // most have sent their first bytes by now
+    lane->base.accept_error = 0;
+    struct incoming *incoming = incoming_open(lane, fd);
+    if (incoming != NULL) {
+        incoming_read(incoming); // most have sent their first bytes by now
     }
 }
 
@@ -146,14 +155,14 @@ int nb_tcp_listen(struct tcp_lane *lane, struct nb_error *err) {
     lane->listener.fd = nb_sock_listen(&lane->addr, lane->config.ports, BACKLOG, err);
     lane->gate.open = gate_open;
     nb_list_init(&lane->gate.link);
-    nb_list_init(&lane->strangers);
+    nb_list_init(&lane->incoming);
     return lane->listener.fd < 0 ? lane->listener.fd : nb_loop_add(lane->config.loop, &lane->listener, EPOLLIN, err);
 }
 
 void nb_tcp_listen_close(struct tcp_lane *lane) {
     nb_list_remove(&lane->gate.link);
-    NB_LIST_EACH_SAFE(it, nx, &lane->strangers) {
-        stranger_drop(&NB_CONTAINER(it, struct stranger, link)->pending);
+    NB_LIST_EACH_SAFE(it, nx, &lane->incoming) {
+        incoming_drop(&NB_CONTAINER(it, struct incoming, link)->pending);
     }
     nb_tcp_shut(lane, &lane->listener);
 }

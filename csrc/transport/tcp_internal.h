@@ -1,56 +1,22 @@
-// What tcp.c (lanes), tcp_accept.c (listeners), tcp_handshake.c and tcp_stream.c (bytes of one connection) share. Nobody else
-// includes this.
+// TCP internals: the state shared by tcp.c (lanes), tcp_accept.c (listeners), tcp_handshake.c and tcp_stream.c (bytes
+// of one connection). No other file includes this header.
 #ifndef NB_TRANSPORT_TCP_INTERNAL_H
 #define NB_TRANSPORT_TCP_INTERNAL_H
 
 #include "base/admission.h"
 #include "base/sha256.h"
+#include "base/wire.h"
 #include "bootstrap/bootstrap.h"
 #include "transport/tcp.h"
 
 enum { MESSAGES = 64, CONGESTION_BYTES = 16 }; // queued to one peer; TCP_CA_NAME_MAX of the kernel
-
-enum { NB_TCP_MAGIC = 0x4e424c42, NB_TCP_NONCE_BYTES = 16, NB_TCP_MAC_BYTES = 16 };
-
-// The handshake: hello ->, <- answer, proof ->, and segments may follow the proof at once. Both MACs cover the ranks, the lane,
-// the listener's address and both nonces (tcp_handshake.c), so none can be replayed, reflected or used for another lane.
-struct hello {
-    uint32_t magic;
-    uint32_t rank;
-    uint32_t lane;
-    uint32_t zero;
-    unsigned char nonce[NB_TCP_NONCE_BYTES];
-};
-
-struct answer {
-    unsigned char nonce[NB_TCP_NONCE_BYTES];
-    unsigned char mac[NB_TCP_MAC_BYTES];
-};
-
-struct proof {
-    unsigned char mac[NB_TCP_MAC_BYTES];
-};
-
-struct header {
-    uint32_t type;
-    uint32_t bytes;
-    uint64_t op;
-    uint32_t block;
-    uint16_t blocks;
-    uint16_t zero;
-};
-
-_Static_assert(sizeof(struct hello) == 32, "crosses the wire");
-_Static_assert(sizeof(struct answer) == 32, "crosses the wire");
-_Static_assert(sizeof(struct proof) == 16, "crosses the wire");
-_Static_assert(sizeof(struct header) == 24, "crosses the wire");
 
 struct message {
     size_t bytes;
     unsigned char data[NB_LANE_MESSAGE_MAX];
 };
 
-enum state { NONE, CONNECTING, GREETING, OPEN };
+enum state { NONE, CONNECTING, HANDSHAKE, OPEN };
 
 // A cursor over scattered memory.
 struct pieces {
@@ -59,53 +25,54 @@ struct pieces {
     int at;
 };
 
-// The two halves of one HMAC: what the side that accepted proves, and what the one that connected does.
+// The two halves of one HMAC: the proof of the accepting side, and that of the connecting side.
 struct nb_tcp_macs {
-    unsigned char answer[NB_TCP_MAC_BYTES];
-    unsigned char proof[NB_TCP_MAC_BYTES];
+    unsigned char answer[NB_WIRE_TCP_MAC_BYTES];
+    unsigned char proof[NB_WIRE_TCP_MAC_BYTES];
 };
 
 _Static_assert(sizeof(struct nb_tcp_macs) == NB_SHA256_BYTES, "halves");
 
-// One connection's handshake, as one side knows it.
-struct greeting {
-    struct hello hello;
-    struct answer answer;
-    struct proof proof;
-    struct nb_tcp_macs macs; // of the side that accepted: made with its answer
-    size_t got;              // of the message that is awaited
+// The handshake of one connection, as one side knows it.
+struct tcp_handshake {
+    struct wire_tcp_hello hello;
+    struct wire_tcp_answer answer;
+    struct wire_tcp_proof proof;
+    struct nb_tcp_macs macs; // the accepting side computes them with its answer
+    size_t got;              // bytes of the awaited message
 };
 
-// The two connections with a peer. What goes out travels on the one that this rank has made, what comes in on the one that
-// the peer has made: where data goes one way only, no acknowledgement waits behind data, and the sender's estimate of the
-// network is of the network.
+// The two connections with a peer. Data go out on the connection that this rank opened, and come in on the one that the
+// peer opened. So acknowledgements never wait behind data when data go one way only, and the sender's estimate measures
+// the network alone.
 struct conn {
     struct tcp_lane *lane;
     int peer;
-    bool gone; // both are, for good
+    bool gone; // both are closed for good
     // out
     struct nb_watch out_watch;
     enum state state;
     struct nb_sockaddr to;
-    struct greeting greeting;
+    struct tcp_handshake handshake;
+    int retries; // of connecting, after the peer dropped a connection before it was open
     struct nb_request *request;
-    struct header out_header;
+    struct wire_tcp_header out_header;
     struct pieces out;
     struct message *messages;
     unsigned message_head;
     unsigned message_count;
     bool out_is_message;
-    bool refused; // post said -EAGAIN: writable() is owed
-    bool mute;    // nothing can be sent any more; what the peer sent before is still read
-    int failure;  // why, where it is a failure: the flow is lost once that has been read
-    bool writing; // the loop has called for more
-    size_t ahead; // bytes written since the loop last told of this peer
+    bool refused;   // post returned -EAGAIN: writable() is due
+    bool out_ended; // nothing can be sent any more; data that the peer sent before are still read
+    int failure;    // the failure behind `out_ended`, or 0: the flow is lost once those data are read
+    bool writing;   // inside a write that the loop requested
+    size_t ahead;   // bytes written since the loop last reported this peer
     // in
     struct nb_watch in_watch; // fd -1: the peer has not connected yet
-    struct header in_header;
+    struct wire_tcp_header in_header;
     size_t header_got;
     bool in_payload;
-    bool held; // place said -EAGAIN
+    bool held; // place returned -EAGAIN
     struct nb_frame frame;
     struct pieces in;
     size_t in_left;
@@ -116,56 +83,57 @@ struct conn {
 struct tcp_lane {
     struct nb_lane base;
     struct nb_lane_config config;      // its provider and library are NULL: they are not kept
-    char congestion[CONGESTION_BYTES]; // what config.congestion points to
+    char congestion[CONGESTION_BYTES]; // the string behind config.congestion
     struct nb_watch listener;
     struct nb_gate gate; // of the listener
     struct nb_sockaddr addr;
-    struct nb_list strangers; // of this listener, that have not authenticated
-    struct conn *conns;       // by rank
+    struct nb_list incoming; // connections of this listener that have not authenticated
+    struct conn *conns;      // by rank
 };
 
-// Opens the listener, and accepts connections from the loop; ends that, and what has not authenticated.
+// Open the listener and accept connections from the loop; close it and all unauthenticated connections.
 int nb_tcp_listen(struct tcp_lane *lane, struct nb_error *err);
 void nb_tcp_listen_close(struct tcp_lane *lane);
-// Options of a connection of this lane.
-void nb_tcp_tune(struct tcp_lane *lane, int fd);
 
-// tcp_handshake.c. Each returns 1 when its step is done, 0: more is to come, or a failure (NB_EAUTH: not a rank of this job).
+// tcp_handshake.c. Each returns 1 if its step is done, 0 if it needs more data, or a failure (NB_EAUTH: not a rank of
+// this job).
 // The side that connects to rank `peer`, whose listener is at `to`.
-int nb_tcp_greet(const struct tcp_lane *lane, int fd, struct greeting *greeting);
-int nb_tcp_greeted(const struct tcp_lane *lane, int fd, struct greeting *greeting, int peer,
-                   const struct nb_sockaddr *to);
-// The side that accepted: reads the hello and answers it; reads the proof.
-int nb_tcp_welcome(const struct tcp_lane *lane, int fd, struct greeting *greeting);
-int nb_tcp_welcomed(int fd, struct greeting *greeting);
-void nb_tcp_macs(const struct nb_boot *boot, const struct greeting *greeting, int to,
+int nb_tcp_send_hello(const struct tcp_lane *lane, int fd, struct tcp_handshake *handshake);
+int nb_tcp_read_answer(const struct tcp_lane *lane, int fd, struct tcp_handshake *handshake, int peer,
+                       const struct nb_sockaddr *to);
+// The accepting side: reads the hello and answers it; reads the proof.
+int nb_tcp_read_hello(const struct tcp_lane *lane, int fd, struct tcp_handshake *handshake);
+int nb_tcp_read_proof(int fd, struct tcp_handshake *handshake);
+void nb_tcp_macs(const struct nb_boot *boot, const struct tcp_handshake *handshake, int to,
                  const struct nb_sockaddr *listener, struct nb_tcp_macs *macs);
 
-// Whether a segment or a message is on its way out.
+// Sets the options of a connection of this lane.
+void nb_tcp_tune(struct tcp_lane *lane, int fd);
+// True if a segment or a message is being sent.
 bool nb_tcp_pending(const struct conn *conn);
-// Bytes of segments that were sent, and which the kernel still has: not sent, or not acknowledged.
+// Bytes of sent segments that the kernel still holds, unsent or unacknowledged.
 size_t nb_tcp_held(const struct conn *conn);
-// Ask the loop for what the connections wait for now.
+// Request from the loop the events that the connections wait for.
 void nb_tcp_want_out(struct conn *conn);
 void nb_tcp_want_in(struct conn *conn);
-// Takes a descriptor away.
+// Removes and closes a descriptor.
 void nb_tcp_shut(struct tcp_lane *lane, struct nb_watch *watch);
-// Ends both connections, and forgets what was half read and half written.
+// Closes both connections, and drops partly read and partly written data.
 void nb_tcp_reset(struct conn *conn);
-// The flow is gone: who waits for it is told once.
+// Ends the flow, and reports it as lost once.
 void nb_tcp_lost(struct conn *conn, int code, const char *what);
 void nb_tcp_read(struct conn *conn);
-// The connection that goes out has ended: closed by the peer (0), which may have sent more before, or failed.
-void nb_tcp_muted(struct conn *conn, int code);
-// Writes until the kernel has enough, pulling the next segment each time one is out.
+// Handles the end of the outgoing connection: closed by the peer (0), which may have sent more before, or failed.
+void nb_tcp_out_ended(struct conn *conn, int code);
+// Writes until the kernel's buffer is full, and pulls the next segment each time one is sent.
 void nb_tcp_write(struct conn *conn);
-// After a segment was put on its way: as much of it as the kernel takes now, so that it need not wait for the loop. `sent`
-// may be called for it. Bounded: what comes in must be read as well.
+// Writes as much of a new segment as the kernel accepts now, so that it need not wait for the loop. May call `sent` for
+// it. Bounded, as incoming data must be read, too.
 void nb_tcp_write_ahead(struct conn *conn);
-// Puts a segment, or the next message, on its way; nothing else may be.
+// Begins to send a segment, or the next message; nothing else may be in progress.
 void nb_tcp_segment(struct conn *conn, struct nb_request *request);
 void nb_tcp_next_message(struct conn *conn);
-// The next message, as much of it as the kernel takes now; no callback is made.
+// Sends as much of the next message as the kernel accepts now; calls no callback.
 void nb_tcp_message_now(struct conn *conn);
 
 #endif

@@ -1,5 +1,6 @@
-// The bytes of one TCP connection: segments and messages, in and out, never more than the kernel takes at once.
+// TCP streams: reads and writes segments and messages of one connection without blocking.
 #include <errno.h>
+#include <netinet/tcp.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -11,14 +12,15 @@
 
 #include "base/error.h"
 #include "base/loop.h"
+#include "base/sock.h"
+#include "base/wire.h"
 #include "transport/tcp_internal.h"
 #include "transport/transport.h"
 
 enum {
-    READ_BUDGET = 2 * 1024 * 1024, // bytes of one connection in one turn of the loop
-    WRITE_BUDGET = 2 * 1024 * 1024,
-    TYPE_SEGMENT = 1,
-    TYPE_MESSAGE = 2
+    NOTSENT_BYTES = 128 * 1024,    // unsent data in the kernel: with more, a slow connection only holds more
+    READ_BUDGET = 2 * 1024 * 1024, // bytes of one connection per turn of the loop
+    WRITE_BUDGET = 2 * 1024 * 1024
 };
 
 static size_t pieces_left(const struct pieces *p) {
@@ -40,14 +42,14 @@ static void pieces_skip(struct pieces *p, size_t bytes) {
     }
 }
 
-// The end of a connection is told whether asked for or not: of one that nothing is asked for once, not again and again.
+// The loop reports the end of a connection even if no event is requested; edge-triggered, it does so only once.
 static void want(struct conn *conn, struct nb_watch *watch, uint32_t events) {
     nb_loop_change(conn->lane->config.loop, watch, events == 0 ? (uint32_t)EPOLLET : events);
 }
 
 void nb_tcp_want_out(struct conn *conn) {
-    uint32_t events = conn->mute || conn->state == CONNECTING ? 0 : (uint32_t)EPOLLIN;
-    bool writes = conn->state == OPEN && !conn->mute && nb_tcp_pending(conn);
+    uint32_t events = conn->out_ended || conn->state == CONNECTING ? 0 : (uint32_t)EPOLLIN;
+    bool writes = conn->state == OPEN && !conn->out_ended && nb_tcp_pending(conn);
     if (conn->state == CONNECTING || writes) {
         events |= EPOLLOUT;
     }
@@ -71,14 +73,14 @@ void nb_tcp_reset(struct conn *conn) {
     nb_tcp_shut(conn->lane, &conn->in_watch);
     conn->state = NONE;
     conn->gone = true;
-    conn->greeting.got = 0;
+    conn->handshake.got = 0;
     conn->out_is_message = false;
     conn->refused = false;
     conn->message_count = 0;
     conn->header_got = 0;
     conn->in_payload = false;
     conn->held = false;
-    conn->mute = false;
+    conn->out_ended = false;
     conn->failure = 0;
     conn->writing = false;
     conn->ahead = 0;
@@ -99,15 +101,15 @@ void nb_tcp_lost(struct conn *conn, int code, const char *what) {
     lane->config.up->lost(lane->config.up_ctx, &lane->base, conn->peer, &why);
 }
 
-// Where the bytes behind a complete header go. 0, -EAGAIN (held), or a failure.
+// Sets the destination of the bytes that follow a complete header. 0, -EAGAIN (held), or a failure.
 static int payload_begin(struct conn *conn) {
     struct tcp_lane *lane = conn->lane;
-    const struct header *h = &conn->in_header;
+    const struct wire_tcp_header *h = &conn->in_header;
     conn->in.at = 0;
-    if (h->type == TYPE_MESSAGE && h->bytes <= NB_LANE_MESSAGE_MAX) {
+    if (h->type == NB_WIRE_TCP_MESSAGE && h->bytes <= NB_LANE_MESSAGE_MAX) {
         conn->in.iov[0] = (struct iovec){.iov_base = conn->in_message, .iov_len = h->bytes};
         conn->in.count = 1;
-    } else if (h->type == TYPE_SEGMENT && h->bytes <= NB_SEGMENT_MAX) {
+    } else if (h->type == NB_WIRE_TCP_SEGMENT && h->bytes <= NB_SEGMENT_MAX) {
         conn->frame = (struct nb_frame){.op = h->op, .block = h->block, .blocks = h->blocks, .bytes = h->bytes};
         int n = lane->config.up->place(lane->config.up_ctx, &lane->base, conn->peer, &conn->frame, conn->in.iov);
         if (n < 0) {
@@ -125,7 +127,7 @@ static int payload_begin(struct conn *conn) {
 static void payload_end(struct conn *conn) {
     struct tcp_lane *lane = conn->lane;
     conn->in_payload = false;
-    if (conn->in_header.type == TYPE_MESSAGE) {
+    if (conn->in_header.type == NB_WIRE_TCP_MESSAGE) {
         lane->config.up->message(lane->config.up_ctx, &lane->base, conn->peer, conn->in_message, conn->in_header.bytes);
         return;
     }
@@ -133,7 +135,7 @@ static void payload_end(struct conn *conn) {
     lane->config.up->landed(lane->config.up_ctx, &lane->base, conn->peer, &conn->frame);
 }
 
-// One receive: the rest of the payload, and the header behind it. *all: there was no more.
+// Receives once: the rest of the payload, and the next header. *all: nothing more is available.
 static ssize_t conn_recv(struct conn *conn, bool *all) {
     struct iovec iov[NB_LANE_IOV_MAX + 1];
     int count = 0;
@@ -142,19 +144,19 @@ static ssize_t conn_recv(struct conn *conn, bool *all) {
     }
     iov[count].iov_base = (char *)&conn->in_header + conn->header_got;
     iov[count].iov_len = sizeof conn->in_header - conn->header_got;
-    struct header next = {0};
-    if (conn->in_payload) { // the header under way is still needed
+    struct wire_tcp_header next = {0};
+    if (conn->in_payload) { // the current header is still needed
         iov[count].iov_base = &next;
         iov[count].iov_len = sizeof next;
     }
     struct msghdr msg = {.msg_iov = iov, .msg_iovlen = (size_t)count + 1};
-    size_t asked = iov[count].iov_len + (conn->in_payload ? conn->in_left : 0);
+    size_t wanted = iov[count].iov_len + (conn->in_payload ? conn->in_left : 0);
     ssize_t n = recvmsg(conn->in_watch.fd, &msg, MSG_DONTWAIT);
     if (n <= 0) {
         return n;
     }
     size_t got = (size_t)n;
-    *all = got < asked;
+    *all = got < wanted;
     if (conn->in_payload) {
         size_t payload = got < conn->in_left ? got : conn->in_left;
         pieces_skip(&conn->in, payload);
@@ -175,10 +177,10 @@ static ssize_t conn_recv(struct conn *conn, bool *all) {
 }
 
 static const char *refusal(int code) {
-    return code == -EALREADY ? "a segment came again" : "an impossible segment was announced";
+    return code == -EALREADY ? "a duplicate segment arrived" : "an invalid segment was announced";
 }
 
-// Takes up the headers that are whole. False: nothing more is read now.
+// Handles complete headers. False: stop reading for now.
 static bool headers_take(struct conn *conn) {
     while (!conn->in_payload && conn->header_got == sizeof conn->in_header) {
         int rc = payload_begin(conn);
@@ -199,7 +201,7 @@ static bool headers_take(struct conn *conn) {
     return !conn->gone;
 }
 
-// There is nothing more to read now.
+// Handles the end of the available data.
 static void read_empty(struct conn *conn) {
     if (conn->failure < 0) {
         nb_tcp_lost(conn, conn->failure, "send failed");
@@ -207,11 +209,11 @@ static void read_empty(struct conn *conn) {
 }
 
 void nb_tcp_read(struct conn *conn) {
-    size_t budget = conn->mute ? SIZE_MAX : (size_t)READ_BUDGET;
+    size_t budget = conn->out_ended ? SIZE_MAX : (size_t)READ_BUDGET;
     bool all = false;
     while (conn->in_watch.fd >= 0) {
-        if (!headers_take(conn) || budget == 0 || (all && !conn->mute)) {
-            return; // the loop tells of what comes later, and of the end
+        if (!headers_take(conn) || budget == 0 || (all && !conn->out_ended)) {
+            return; // the loop reports later data and the end
         }
         ssize_t n = conn_recv(conn, &all);
         if (n < 0 && (errno == EAGAIN || errno == EINTR)) {
@@ -226,7 +228,7 @@ void nb_tcp_read(struct conn *conn) {
     }
 }
 
-static void out_begin(struct conn *conn, struct header header) {
+static void out_begin(struct conn *conn, struct wire_tcp_header header) {
     conn->out_header = header;
     conn->out.at = 0;
     conn->out.count = 1;
@@ -251,14 +253,14 @@ static void message_sent(struct conn *conn) {
 
 void nb_tcp_next_message(struct conn *conn) {
     struct message *message = &conn->messages[conn->message_head % MESSAGES];
-    out_begin(conn, (struct header){.type = TYPE_MESSAGE, .bytes = (uint32_t)message->bytes});
+    out_begin(conn, (struct wire_tcp_header){.type = NB_WIRE_TCP_MESSAGE, .bytes = (uint32_t)message->bytes});
     conn->out.iov[conn->out.count++] = (struct iovec){.iov_base = message->data, .iov_len = message->bytes};
     conn->out_is_message = true;
 }
 
 void nb_tcp_message_now(struct conn *conn) {
     nb_tcp_next_message(conn);
-    (void)out_send(conn); // a failure shows again when the loop writes
+    (void)out_send(conn); // the loop's next write reports a failure again
     if (pieces_left(&conn->out) == 0) {
         message_sent(conn);
     }
@@ -288,14 +290,14 @@ size_t nb_tcp_held(const struct conn *conn) {
     if (conn->state != OPEN || ioctl(conn->out_watch.fd, SIOCOUTQ, &kernel) < 0 || kernel < 0) {
         return 0;
     }
-    size_t begun = 0; // of the one that is on its way
+    size_t begun = 0; // bytes of the segment in progress
     if (conn->request != NULL && !conn->out_is_message) {
         begun = sizeof conn->out_header + conn->request->frame.bytes - pieces_left(&conn->out);
     }
     return (size_t)kernel > begun ? (size_t)kernel - begun : 0;
 }
 
-// What comes after a segment or message that is out: a message that waits, else whatever the lanes want to send.
+// Starts what follows a finished segment or message: a queued message, else whatever the scheduler sends.
 static void out_next(struct conn *conn) {
     out_end(conn);
     if (conn->state != OPEN || nb_tcp_pending(conn)) {
@@ -309,8 +311,8 @@ static void out_next(struct conn *conn) {
     }
 }
 
-void nb_tcp_muted(struct conn *conn, int code) {
-    conn->mute = true;
+void nb_tcp_out_ended(struct conn *conn, int code) {
+    conn->out_ended = true;
     conn->failure = code;
     nb_tcp_want_out(conn);
     if (conn->in_watch.fd < 0) {
@@ -323,11 +325,11 @@ void nb_tcp_muted(struct conn *conn, int code) {
 void nb_tcp_write(struct conn *conn) {
     size_t budget = WRITE_BUDGET;
     conn->writing = true;
-    while (conn->state == OPEN && nb_tcp_pending(conn) && !conn->mute && budget > 0) {
+    while (conn->state == OPEN && nb_tcp_pending(conn) && !conn->out_ended && budget > 0) {
         ssize_t n = out_send(conn);
         if (n < 0 && errno != EAGAIN && errno != EINTR) {
             conn->writing = false;
-            nb_tcp_muted(conn, -errno);
+            nb_tcp_out_ended(conn, -errno);
             return;
         }
         if (n < 0) {
@@ -350,20 +352,26 @@ void nb_tcp_write_ahead(struct conn *conn) {
     if (pieces_left(&conn->out) == 0) {
         out_end(conn);
     }
-    if (conn->state == OPEN && !conn->writing) { // a failure shows again when the loop writes
+    if (conn->state == OPEN && !conn->writing) { // the loop's next write reports a failure again
         nb_tcp_want_out(conn);
     }
 }
 
 void nb_tcp_segment(struct conn *conn, struct nb_request *request) {
     const struct nb_frame *frame = &request->frame;
-    out_begin(conn, (struct header){.type = TYPE_SEGMENT,
-                                    .bytes = frame->bytes,
-                                    .op = frame->op,
-                                    .block = frame->block,
-                                    .blocks = frame->blocks});
+    out_begin(conn, (struct wire_tcp_header){.type = NB_WIRE_TCP_SEGMENT,
+                                             .bytes = frame->bytes,
+                                             .op = frame->op,
+                                             .block = frame->block,
+                                             .blocks = frame->blocks});
     for (int i = 0; i < request->iov_count; i++) {
         conn->out.iov[conn->out.count++] = request->iov[i];
     }
     conn->request = request;
+}
+
+void nb_tcp_tune(struct tcp_lane *lane, int fd) {
+    int lowat = NOTSENT_BYTES;
+    nb_sock_tune(fd, lane->config.timeout_ms);
+    setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &lowat, sizeof lowat);
 }

@@ -1,4 +1,4 @@
-// The list of networks.
+// Transport: the list of networks.
 #include "transport/transport.h"
 
 #include <string.h>

@@ -1,11 +1,13 @@
-"""Is the network the bottleneck of this training job? Measured in the job itself.
+"""Measures, in the job itself, whether the network is the bottleneck of a training job.
 
-`import netbottleneck` in a training script does nothing until the environment asks for it: NETBOTTLENECK=1, or a
-NETBOTTLENECK_TRANSPORT. Then DDP models that the script builds, and Horovod's optimizers, are measured and their
-gradients moved by the transports named. See README.md, and `netbottleneck env` for all variables.
+`import netbottleneck` in a training script does nothing unless the environment sets NETBOTTLENECK=1 or
+NETBOTTLENECK_TRANSPORT. Then it measures the script's DDP models and Horovod optimizers, and moves their gradients by
+the transports named. See README.md, and `netbottleneck env` for all variables.
 """
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from netbottleneck import config as _config
@@ -23,7 +25,7 @@ from netbottleneck.errors import (
 if TYPE_CHECKING:
     from netbottleneck.analysis.verdict import Verdict
     from netbottleneck.bench import bench
-    from netbottleneck.hooks.attaching import attach
+    from netbottleneck.hooks.imports import attach
     from netbottleneck.hooks.loop import profile
     from netbottleneck.report import Run
     from netbottleneck.runtime.ops import (
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     )
     from netbottleneck.study.evidence import Evidence
 
-# Public names whose modules are imported when they are used: importing this package costs next to nothing.
+# Public names that are imported on first use, so that importing this package costs almost nothing.
 _LATER = {
     "Adasum": "netbottleneck.runtime.ops",
     "Average": "netbottleneck.runtime.ops",
@@ -60,7 +62,7 @@ _LATER = {
     "allreduce_": "netbottleneck.runtime.ops",
     "alltoall": "netbottleneck.runtime.ops",
     "barrier": "netbottleneck.runtime.ops",
-    "attach": "netbottleneck.hooks.attaching",
+    "attach": "netbottleneck.hooks.imports",
     "bench": "netbottleneck.bench",
     "broadcast": "netbottleneck.runtime.ops",
     "broadcast_": "netbottleneck.runtime.ops",
@@ -70,6 +72,22 @@ _LATER = {
     "reducescatter": "netbottleneck.runtime.ops",
     "shutdown": "netbottleneck.runtime.ops",
     "size": "netbottleneck.runtime.ops",
+}
+
+# Names that earlier releases document, served for one release more. A module, and in a module the names of another.
+_MOVED = {
+    "evidence": "netbottleneck.study.evidence",
+    "forecast": "netbottleneck.whatif.forecast",
+    "layerlog": "netbottleneck.trace.layer_log",
+    "plan": "netbottleneck.whatif.plan",
+    "score": "netbottleneck.whatif.plan",
+    "sweeps": "netbottleneck.whatif.sweeps",
+}
+_MOVED_NAMES = {
+    "evidence": ("netbottleneck.study.evidence", "facts"),
+    "plan": ("netbottleneck.whatif.plan", "Plan"),
+    "score": ("netbottleneck.whatif.plan", "score"),
+    "whatif.replay_schedule": ("netbottleneck.whatif.plan", "score"),
 }
 
 __all__ = [
@@ -104,14 +122,30 @@ __all__ = [
 ]
 
 
+class _Moved(ModuleType):
+    """A module that serves one name of another: whatever else looks through sys.modules finds nothing to import."""
+
+    def __getattr__(self, name: str) -> Any:
+        home, served = _MOVED_NAMES[self.__name__.partition(".")[2]]
+        if name != served:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(home), name)
+
+
+for _name in _MOVED_NAMES:
+    sys.modules.setdefault(f"{__name__}.{_name}", _Moved(f"{__name__}.{_name}"))
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MOVED:
+        return importlib.import_module(_MOVED[name])
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_LATER[name]), name)
 
 
 def _enabled() -> bool:
-    """True when a variable of ours is set that asks for something; reads no more than it must."""
+    """True if a variable of ours enables the package; reads as little as possible."""
     import os
 
     return bool(os.environ.get("NETBOTTLENECK") or os.environ.get("NETBOTTLENECK_TRANSPORT"))

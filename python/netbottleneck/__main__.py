@@ -1,4 +1,4 @@
-"""python -m netbottleneck: the command line."""
+"""Command line: `python -m netbottleneck`."""
 
 import sys
 

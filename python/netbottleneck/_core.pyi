@@ -77,7 +77,7 @@ def simulate(
     table's bytes and ns (float64). result: reached_ns, passed_ns (int64), ops (int64, 8 each), op_of (int32), submit_ns
     (int64).
 
-    Raises ValueError for an input that cannot be, and for times that are too long."""
+    Raises ValueError for invalid input, and for times that are too long."""
 
 def collective_shape(algorithm: int, size: int, ranks_per_host: int, /) -> tuple[float, float, float, float]:
     """(steps between hosts, bytes out of a host for a byte, steps inside a host, bytes inside it): csrc/sim/shape.h.
@@ -96,6 +96,9 @@ def copy_times(
     destination: Memory, source: Memory, nbytes: int, samples: int = 1, least_ns: int = 0
 ) -> list[tuple[int, int]]:
     """As reduce_times, of memcpy."""
+
+def name_key(name: str, /) -> int:
+    """Return the key of an operation's name: 64-bit FNV-1a of its UTF-8."""
 
 def stamp_at(recorder: Recorder, kind: int, times_ns: Sequence[int], keys: Sequence[int], spin: bool = False) -> None:
     """Stamps `kind` for each key once its time (of now_ns()) has come, in the order given; returns after the last.
@@ -118,7 +121,9 @@ class Arena:
 
 @final
 class Listener:
-    """Rank 0's door. Raises Error (EADDRINUSE, ENODEV) naming the port or the interface."""
+    """Rank 0's listener, to which the other ranks connect.
+
+    Raises Error (EADDRINUSE, ENODEV) naming the port or the interface."""
 
     def __init__(
         self, address: str | None = None, ifname: str | None = None, ports: tuple[int, int] = (0, 0)
@@ -141,8 +146,11 @@ class Recorder:
     def put_at(
         self, time_ns: int, kind: int, key: int = 0, a: int = 0, b: int = 0, c: int = 0, d: int = 0, e: int = 0
     ) -> None: ...
-    def stamper(self, kind: int, key: int = 0, a: int = 0, b: int = 0) -> Callable[..., None]:
+    def stamper(self, kind: int, key: int = 0, a: int = 0, b: int = 0, *, awaited: bool = False) -> Callable[..., None]:
         """A C callable that stamps this event whatever it is called with, and returns None."""
+
+    def settle(self) -> bool:
+        """Wait, at most 0.1 s, until all awaited stampers are freed."""
 
     @property
     def step(self) -> int: ...
@@ -154,7 +162,7 @@ class Recorder:
 
 @final
 class Work:
-    """An operation under way."""
+    """A pending operation."""
 
     def test(self) -> bool:
         """True when done. Raises what the operation failed with."""
@@ -213,7 +221,7 @@ class Comm:
     def size(self) -> int: ...
     @property
     def failed(self) -> bool:
-        """Whether something ended it, such as a lost rank: close() is still due."""
+        """True if a failure ended it, such as a lost rank; close() must still be called."""
 
     def submit(
         self,
@@ -234,17 +242,16 @@ class Comm:
         shape: int = 0,
     ) -> Work:
         """Starts an operation in place; `keep` lives as long as the transfer. awaited: the caller waits for it at once,
-        so that no thread need be woken for it. ValueError for what no rank could do, or when an operation of this name
-        is pending here. group: of the ranks of this group alone; root counts in it. shape: its low 64 bits stand for
-        the shape of what is in `memory`; ranks whose numbers differ are refused."""
+        so that no thread need be woken for it. ValueError for an operation that no rank could run, or while one of
+        this name is pending here. group: of the ranks of this group alone; root counts in it. shape: its low 64 bits
+        stand for the shape of what is in `memory`; ranks whose numbers differ are refused."""
 
     def group(self, number: int, ranks: Sequence[int]) -> None:
-        """Lets operations be of some ranks alone, which rise and have this one among them. All of these ranks give the
-        group this number, above 0, and no other one; it stays until close(). ValueError for ranks that cannot be, or
-        when the number is taken."""
+        """Creates a group of some ranks, in rising order and with this one among them. All its ranks use the same
+        number, above 0. The group lives until close(). ValueError for invalid ranks, or a number in use."""
 
     def map(self, arena: Arena) -> None:
-        """Tells the lanes of memory that many operations will use."""
+        """Registers memory that many operations will use with the lanes."""
 
     def exchange(self, blob: bytes, *, limit_s: float = 0.0) -> list[bytes]:
         """All-gather of equal-length blobs over the lanes, by rank; blocking, GIL released. limit_s: after which
@@ -252,14 +259,14 @@ class Comm:
 
     def info(self) -> dict[str, Any]:
         """streams_open, streams_used, bytes_out, bytes_in, lanes_lost, provider, clock_offset_ns, and
-        probe: list of (lanes, bytes, ns). refused: arrivals and messages on the lanes that proved no right to be taken,
+        probe: list of (lanes, bytes, ns). refused: arrivals and messages on the lanes that failed authentication,
         and were dropped."""
 
     def missing(self, name: str, group: int = 0) -> list[int]:
-        """The first 16 ranks that had not submitted an operation when it was last told of as stalled; else none."""
+        """The first 16 ranks that had not submitted an operation at its last stall report; else none."""
 
     def notices(self) -> list[str]:
-        """What the user must be told since the last call: stalls, lost lanes."""
+        """Notices for the user since the last call: stalls, lost lanes."""
 
     def abort(self, why: str) -> None: ...
     def close(self) -> None: ...

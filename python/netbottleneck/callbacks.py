@@ -1,28 +1,21 @@
-"""Measured runs for loops that a framework runs: Lightning, the Hugging Face Trainer, Accelerate.
+"""Callbacks for Lightning, the Hugging Face Trainer and Accelerate: measured runs for loops of a framework.
 
-`LightningCallback()` and `TransformersCallback()` go into the trainer's list of callbacks; `with accelerate(model,
-optimizer):` goes around a loop. A framework is imported when its name here is used, and not before: ImportError says
-which package is missing.
+Add `LightningCallback()` or `TransformersCallback()` to the trainer's list of callbacks; put `with accelerate(model,
+optimizer):` around a loop. The first use of a name imports its framework. Raises ImportError, which names the missing
+package.
 """
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from netbottleneck.hooks.callbacks.for_accelerate import accelerate
-    from netbottleneck.hooks.callbacks.for_lightning import LightningCallback
-    from netbottleneck.hooks.callbacks.for_transformers import TransformersCallback
-
-_LATER = {
-    "LightningCallback": "for_lightning",
-    "TransformersCallback": "for_transformers",
-    "accelerate": "for_accelerate",
-}
+    from netbottleneck.hooks.callbacks import LightningCallback, TransformersCallback, accelerate
 
 __all__ = ["LightningCallback", "TransformersCallback", "accelerate"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"netbottleneck.hooks.callbacks.{_LATER[name]}"), name)
+    from netbottleneck.hooks import callbacks  # late, because it imports torch
+
+    return getattr(callbacks, name)

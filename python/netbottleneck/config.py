@@ -1,7 +1,7 @@
-"""Every variable of the environment, once: its name, type, default and text; and how text becomes values.
+"""Table of all environment variables: name, type, default and text; and the parsers of their values.
 
-The documentation and `netbottleneck env` are made from this table. Precedence: an argument, ours, Horovod's, the
-default.
+The documentation and `netbottleneck env` are made from this table. Precedence: an argument, our variable, Horovod's
+variable, the default.
 """
 
 import difflib
@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-TRANSPORTS = ("stock", "tcp", "ofi", "null", "bare")
+from netbottleneck.trace.transports import ASKED, BARE, STOCK, Arm, arm_of
+
 ALGORITHMS = ("auto", "ring", "recursive_doubling", "halving_doubling", "two_level")
 LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 _SECRET_FILE_BYTES = 4096
@@ -22,27 +23,27 @@ SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "G
 
 @dataclass(frozen=True)
 class Kind:
-    """A type of value: `parse` turns text into it or raises ValueError; `allowed` says what it takes."""
+    """A type of value: `parse` converts text to it or raises ValueError; `allowed` describes valid text."""
 
     parse: Callable[[str], Any]
     allowed: str
 
 
 def boolean(text: str) -> bool:
-    """Return whether a switch is on."""
+    """Return True if a switch is on."""
     if text not in ("0", "1"):
         raise ValueError(text)
     return text == "1"
 
 
 def horovod_boolean(text: str) -> bool:
-    """Horovod reads a number, and takes what is above 0 as true; "true" is no number, hence false."""
+    """Horovod's boolean: a number above 0 is True. "true" is not a number, so it is False."""
     found = re.match(r"\s*[+-]?\d+", text)
     return found is not None and int(found.group()) > 0
 
 
 def size(text: str) -> int:
-    """Return bytes: K, M, G are powers of 1000 and Ki, Mi, Gi of 1024; a B may follow."""
+    """Return bytes. K, M, G are powers of 1000 and Ki, Mi, Gi of 1024; an optional B may follow."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?)?B?", text)
     if found is None:
         raise ValueError(text)
@@ -65,7 +66,7 @@ def whole(low: int, high: int | None = None) -> Kind:
 
 
 def seconds(low: float) -> Kind:
-    """A finite number of seconds, at least low."""
+    """A finite number of seconds, at least `low`."""
 
     def parse(text: str) -> float:
         value = float(text)
@@ -76,12 +77,12 @@ def seconds(low: float) -> Kind:
     return Kind(parse, f"seconds, at least {low:g}")
 
 
-def transports(text: str) -> tuple[str, ...]:
-    """Return the names of a comma-separated list."""
-    names = tuple(name.strip() for name in text.split(","))
-    if len(set(names)) != len(names) or not set(names) <= set(TRANSPORTS):
+def transports(text: str) -> tuple[Arm, ...]:
+    """Return the arms of a comma-separated list of names."""
+    arms = tuple(arm_of(name.strip()) for name in text.split(","))
+    if len(set(arms)) != len(arms):
         raise ValueError(text)
-    return names
+    return arms
 
 
 def streams(text: str) -> int:
@@ -99,7 +100,7 @@ def ports(text: str) -> tuple[int, int]:
 
 
 def address(text: str) -> str:
-    """Return HOST:PORT as it is, if that is what it is."""
+    """Return HOST:PORT unchanged if it is valid."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
         raise ValueError(text)
@@ -107,7 +108,7 @@ def address(text: str) -> str:
 
 
 def secret(text: str) -> bytes:
-    """Return the secret's bytes: an even number of hex digits stands for the bytes it spells, all else for itself."""
+    """Return the secret's bytes: an even number of hex digits is decoded, any other text is used as it is."""
     if re.fullmatch(r"(?:[0-9a-fA-F]{2}){16,}", text):
         return bytes.fromhex(text)
     if not 16 <= len(text.encode()) <= 128:
@@ -116,14 +117,14 @@ def secret(text: str) -> bytes:
 
 
 def secret_file(path: str) -> bytes:
-    """Return the secret that a regular file holds; white space around it does not count.
+    """Return the secret in a regular file, without surrounding white space.
 
-    The rule of a file that holds a private key: it belongs to this user and nobody else has access (mode 0600 or
-    less), or to root, and a group may read it (0640 or less). Raises ValueError with what is wrong, never with the
+    The permissions must be those of a private key file: owned by this user with no access for others (mode 0600 or
+    less), or owned by root and at most group-readable (0640 or less). Raises ValueError with the reason, never with the
     content.
     """
     try:
-        # A pipe without a writer must not block: it is refused.
+        # Non-blocking, so that a pipe without a writer is refused and does not hang.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
@@ -150,14 +151,14 @@ def level(text: str) -> str:
 
 
 def algorithm(text: str) -> str:
-    """Return the name of an all-reduce's algorithm, or auto."""
+    """Return the name of an all-reduce algorithm, or auto."""
     if text not in ALGORITHMS:
         raise ValueError(text)
     return text
 
 
 def sharing(text: str) -> str:
-    """Return whether memory is shared: auto, 0 or 1."""
+    """Return the shared-memory mode: auto, 0 or 1."""
     if text not in ("auto", "0", "1"):
         raise ValueError(text)
     return text
@@ -171,7 +172,7 @@ def cpus(text: str) -> tuple[int, ...]:
 BOOLEAN = Kind(boolean, "0 or 1")
 TEXT = Kind(str, "text")
 BYTES = Kind(size, "bytes, such as 65536, 256Ki, 1M or 64Mi (M is 10^6, Mi is 2^20)")
-TRANSPORT_LIST = Kind(transports, f"one of {', '.join(TRANSPORTS)}, or a list of them without repetition")
+TRANSPORT_LIST = Kind(transports, f"one of {', '.join(ASKED)}, or a list of them without repetition")
 ALGORITHM = Kind(algorithm, f"one of {', '.join(ALGORITHMS)}")
 SHARING = Kind(sharing, "auto, 0 or 1")
 STREAMS = Kind(streams, "auto, or a number from 1 to 64")
@@ -191,7 +192,7 @@ PREFIX = "NETBOTTLENECK"
 
 @dataclass(frozen=True)
 class Variable:
-    """One row: `instead` are other programs' variables that count where ours is unset, each with its parser."""
+    """One row. `instead`: other programs' variables that apply if ours is unset, each with its parser."""
 
     name: str
     kind: Kind
@@ -210,13 +211,13 @@ def _stall_off(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is in force. Each field is one variable; `sources` says where each value that is no default came from."""
+    """Settings in force. Each field is one variable; `sources` names the source of each non-default value."""
 
     on: bool = _row("", BOOLEAN, False, "1: measure from import on")
-    transports: tuple[str, ...] = _row(
+    transports: tuple[Arm, ...] = _row(
         "TRANSPORT",
         TRANSPORT_LIST,
-        ("stock",),
+        (STOCK,),
         "what moves the gradients; a list takes turns by blocks of steps; bare: the script's own path, nothing stamped",
     )
     strict: bool = _row("STRICT", BOOLEAN, False, "1: what cannot be measured or moved is an error, not left alone")
@@ -322,26 +323,26 @@ class Settings:
 
     @property
     def enabled(self) -> bool:
-        """True when the environment asks for anything to be done: NETBOTTLENECK=1, or any transport named."""
+        """True if the environment enables the package: NETBOTTLENECK=1, or any transport."""
         return self.on or "transports" in self.sources
 
     @property
     def observes(self) -> bool:
         """True when gradients travel by the user's own path alone."""
-        return set(self.transports) <= {"stock", "bare"}
+        return all(arm.own_path for arm in self.transports)
 
     @property
-    def arms(self) -> tuple[str, ...]:
-        """The transports that take turns where the user's own path can be left untouched: observing includes that."""
-        return ("stock", "bare") if self.transports == ("stock",) else self.transports
+    def arms(self) -> tuple[Arm, ...]:
+        """The arms that take turns. When observing, they include the user's own untouched path."""
+        return (STOCK, BARE) if self.transports == (STOCK,) else self.transports
 
     @property
     def stall_limit_s(self) -> float:
-        """After which time a rank that has not submitted ends the job: never, 0, where nobody would be told before."""
+        """Seconds after which a stalled rank ends the job; 0 (never) if stalls are not reported before that."""
         return self.stall_end_s if 0 < self.stall_s <= self.stall_end_s else 0.0
 
     def tag(self, version: str) -> str:
-        """Return what all ranks must agree on, in words that can be shown beside another rank's."""
+        """Return the settings that all ranks must share, as text that can be shown beside another rank's."""
         agreed = {
             "version": version,
             "transport": ",".join(self.transports),
@@ -360,12 +361,12 @@ def _variables() -> list[tuple[Field[Any], Variable]]:
 
 
 def settings(overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
-    """Return what is in force.
+    """Return the settings in force.
 
     overrides: arguments by field name (`streams`, `transports`, …), as text or as the field's own type; None values
-    count as not given. An empty variable counts as unset. Raises ValueError that names the variable, its value and
-    what is allowed, also where SECRET_FILE cannot be read, or others can read it;
-    warns of names that begin with NETBOTTLENECK and mean nothing.
+    count as not given. An empty variable counts as unset. Raises ValueError naming the variable, its value and the
+    allowed values, also if SECRET_FILE cannot be read or is accessible to others. Warns of unknown names that begin
+    with NETBOTTLENECK.
     """
     given = {key: value for key, value in (overrides or {}).items() if value is not None}
     rows = _variables()

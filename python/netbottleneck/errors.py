@@ -2,13 +2,14 @@
 
 
 class HorovodInternalError(RuntimeError):
-    """A collective failed: what elastic training catches in order to restore and go on."""
+    """A collective failed. Elastic training catches it, restores the state and continues."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """The hosts of an elastic job have changed: training goes on from where it is, on the new set of ranks.
+    """The hosts of an elastic job have changed: training continues from its current state on the new set of ranks.
 
-    `skip_sync`: hosts have only left, so every rank that remains has the state already."""
+    `skip_sync`: hosts have only left, so every remaining rank already has the state.
+    """
 
     def __init__(self, skip_sync: bool) -> None:
         super().__init__("the hosts of the job have changed")
@@ -16,9 +17,10 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class Error(OSError):
-    """A call that could not be carried out: `errno` and `strerror` say why.
+    """A call failed: `errno` and `strerror` say why.
 
-    `peer` is the rank at fault, -1 where none is known."""
+    `peer` is the rank at fault, -1 if unknown.
+    """
 
     peer: int = -1
 
@@ -28,11 +30,11 @@ class PeerError(Error, HorovodInternalError):
 
 
 class WireError(Error, HorovodInternalError):
-    """A peer sent what the protocol does not allow, or does not know the job's secret."""
+    """A peer violated the protocol, or does not know the job's secret."""
 
 
 class MismatchError(Error, HorovodInternalError):
-    """Ranks disagree: on what one name means, or on what all must agree on."""
+    """Ranks disagree on the meaning of a name, or on a setting that must be the same on all."""
 
 
 class ClosedError(Error, HorovodInternalError):
@@ -45,6 +47,6 @@ class DeadlineError(TimeoutError, HorovodInternalError):
     peer: int = -1
 
 
-# What a call of the core raises where it fails. A handler of a signal may raise any other OSError, as TimeoutError is,
-# out of the same call: that one is the script's.
+# Exceptions of a failed call of the core. A signal handler may raise any other OSError (TimeoutError is one) out of the
+# same call; that exception belongs to the script.
 FAILURES = (Error, DeadlineError)

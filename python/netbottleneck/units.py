@@ -1,10 +1,10 @@
-"""Numbers in words, once: ms, Gbit/s, MiB, per cent."""
+"""Formatting of numbers with units: ms, Gbit/s, MiB, per cent."""
 
 from __future__ import annotations
 
 
 def _digits(value: float) -> str:
-    """Three digits that matter, no exponent."""
+    """Three significant digits, no exponent."""
     size = abs(value)
     return f"{value:.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
 
@@ -15,7 +15,7 @@ def ms(ns: float) -> str:
 
 
 def short(ns: float) -> str:
-    """29812 ns: "29.8 us", three digits that matter in the unit that fits."""
+    """29812 ns: "29.8 us", three significant digits in the best unit."""
     for unit, size in (("ms", 1e6), ("us", 1e3)):
         if abs(ns) >= size:
             return f"{_digits(ns / size)} {unit}"

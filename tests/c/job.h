@@ -16,6 +16,7 @@
 #include "bootstrap/bootstrap.h"
 #include "check.h"
 #include "engine/engine.h"
+#include "trace/ring.h"
 
 enum { TEST_RANKS_MAX = 16, TEST_LIMIT_MS = 90000 };
 
@@ -35,7 +36,9 @@ struct test_rank {
     int stall_ms;
     int stall_end_ms;
     size_t segment_bytes; // 0: the default
-    enum nb_algorithm algorithm;
+    enum nb_algorithm_id algorithm;
+    const struct nb_algorithm *more; // beside those built in
+    struct nb_ring *ring;            // where rank 0 records; NULL: it does not
     enum nb_shm_mode shm;
     const char *host;  // what ranks of one host call it; NULL: it has no name
     const char *hosts; // a letter for the host of each rank; NULL: all are on `host`
@@ -91,6 +94,8 @@ static void *test_rank_main(void *arg) {
                                     .cpu_count = me->cpu_count};
         memcpy(job.host, me->host != NULL ? me->host : "", me->host != NULL ? strnlen(me->host, NB_HOST_BYTES) : 0);
         job.host[0] = me->hosts != NULL ? (unsigned char)me->hosts[me->rank] : job.host[0];
+        job.more = me->more;
+        job.ring = me->rank == 0 ? me->ring : NULL;
         me->rc = nb_job_open(&me->job, &job, &me->err);
     }
     if (me->rc == 0) {

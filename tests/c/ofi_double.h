@@ -393,7 +393,7 @@ static inline int double_close(struct fid *fid) {
     CHECK(object->open, "a libfabric object of kind %d is closed twice", (int)object->kind);
     for (const struct double_object *at = double_state.objects; at != NULL; at = at->next) {
         bool uses = at->above == object || ((at->bound == object || at->av == object) && object->kind != DOUBLE_EP);
-        CHECK(!at->open || !uses, "an object of kind %d is closed before one of kind %d that stands on it",
+        CHECK(!at->open || !uses, "an object of kind %d is closed before one of kind %d that uses it",
               (int)object->kind, (int)at->kind);
     }
     object->open = false;

@@ -25,7 +25,8 @@ struct outsider {
     struct nb_boot boot;
     struct nb_request requests[OUTSIDER_REQUESTS];
     bool busy[OUTSIDER_REQUESTS];
-    uint64_t sent; // requests that are over
+    uint64_t sent;     // requests that are over
+    uint64_t messages; // that came
     bool lost;
 };
 
@@ -61,11 +62,12 @@ static inline void outsider_writable(void *ctx, struct nb_lane *lane, int peer) 
 }
 
 static inline void outsider_message(void *ctx, struct nb_lane *lane, int peer, const void *data, size_t bytes) {
-    (void)ctx;
+    struct outsider *outsider = ctx;
     (void)lane;
     (void)peer;
     (void)data;
     (void)bytes;
+    outsider->messages++;
 }
 
 static inline void outsider_lost(void *ctx, struct nb_lane *lane, int peer, const struct nb_error *why) {
@@ -112,7 +114,7 @@ static inline int outsider_arrive(struct outsider *outsider, int victim, struct 
         return -EAGAIN;
     }
     struct nb_request *request = &outsider->requests[free];
-    *request = (struct nb_request){.frame = frame, .peer = victim, .owner = outsider};
+    *request = (struct nb_request){.frame = frame, .peer = victim};
     struct nb_ofi_lane *lane = nb_ofi_lane_of(outsider->lane);
     struct nb_ofi_op *op = (struct nb_ofi_op *)(void *)request->lane_private;
     *op = (struct nb_ofi_op){.kind = NB_OFI_WRITE, .peer = victim};

@@ -35,7 +35,10 @@ struct probe_world {
     const char *bind;
     struct nb_mem_net *net;
     struct probe_side sides[2];
-    struct nb_request requests[PROBE_REQUESTS];
+    struct probe_request {
+        struct nb_request request;
+        struct probe_side *owner; // NULL: it is not under way
+    } requests[PROBE_REQUESTS];
     unsigned char *source;
 };
 
@@ -95,10 +98,11 @@ static inline void probe_up_landed(void *ctx, struct nb_lane *lane, int peer, co
 
 static inline void probe_up_sent(void *ctx, struct nb_lane *lane, struct nb_request *request, int code) {
     struct probe_side *side = ctx;
-    CHECK(lane == side->lane && request->owner == side, "a request of nobody");
+    struct probe_request *at = NB_CONTAINER(request, struct probe_request, request);
+    CHECK(lane == side->lane && at->owner == side, "a request of another lane or side");
     bool gone = side->world->sides[1 - side->rank].closed && code < 0;
     CHECK(code == 0 || gone || (side->closed && code == NB_ECLOSED), "sent with %s", nb_code_name(code));
-    request->owner = NULL;
+    at->owner = NULL;
     side->sent++;
     side->failed += code != 0;
 }
@@ -218,13 +222,14 @@ static inline void probe_messages(struct probe_world *world) {
 // Posts requests from `next` on while they are taken, PROBE_REQUESTS at a time; returns how many that makes.
 static inline uint32_t probe_post(struct probe_world *world, uint32_t next, uint32_t end) {
     while (next < end) {
-        struct nb_request *request = &world->requests[next % PROBE_REQUESTS];
+        struct probe_request *at = &world->requests[next % PROBE_REQUESTS];
+        struct nb_request *request = &at->request;
         unsigned char *base = world->source + (size_t)(next % PROBE_REQUESTS) * PROBE_BYTES;
         size_t bytes = probe_bytes(next);
         for (size_t i = 0; i < bytes; i++) {
             base[i] = flows_byte(next, i);
         }
-        *request = (struct nb_request){.peer = 1, .owner = &world->sides[0]};
+        *at = (struct probe_request){.request = {.peer = 1}, .owner = &world->sides[0]};
         request->frame = (struct nb_frame){
             .op = (uint64_t)next << 40, .block = next, .blocks = (uint16_t)(next % 200 + 1), .bytes = (uint32_t)bytes};
         request->iov_count = probe_split(base, bytes, &world->random, request->iov);
@@ -315,7 +320,7 @@ static inline void probe_close(struct probe_world *world) {
     closes->closed = true;
     world->ops->peer_close(closes->lane, 1 - closes->rank);
     CHECK(closes->rank == 1 || closes->sent == (int)posted, "%d of %u requests were answered", closes->sent, posted);
-    CHECK(!world->ops->peer_ready(closes->lane, 1 - closes->rank), "a closed flow is no ready one");
+    CHECK(!world->ops->peer_ready(closes->lane, 1 - closes->rank), "a closed flow is not ready");
     world->sides[1 - closes->rank].closed = false;
     for (int turn = 0; turn < PROBE_TURNS; turn++) {
         probe_turn(world);
@@ -323,7 +328,7 @@ static inline void probe_close(struct probe_world *world) {
             world->ops->resume(world->sides[1].lane, 0);
         }
     }
-    CHECK(closes->lost == 0, "the one who closes is not told");
+    CHECK(closes->lost == 0, "the closing side gets no `lost`");
     probe_fini(world);
 }
 

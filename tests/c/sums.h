@@ -104,7 +104,7 @@ static inline int lay_out(char *base, size_t bytes, size_t element, struct layou
     return layout.pieces;
 }
 
-static inline char *line_at(const struct nb_segment *segments, size_t offset) {
+static inline char *view_at(const struct nb_segment *segments, size_t offset) {
     while (offset >= segments->bytes) {
         offset -= segments->bytes;
         segments++;
@@ -143,12 +143,12 @@ static inline void one(struct test_rank *me, struct nb_op op, char *base, size_t
     op.segments = segments;
     op.segment_count = lay_out(base, count * element, element, layout, segments);
     for (size_t i = 0; i < count; i++) {
-        element_put(line_at(segments, i * element), op.dtype, given(me->rank, i));
+        element_put(view_at(segments, i * element), op.dtype, given(me->rank, i));
     }
     test_done(me, test_submit(me, op));
     for (size_t i = 0; i < count; i++) {
         double want = wanted(me, &op, i, count);
-        double got = element_get(line_at(segments, i * element), op.dtype);
+        double got = element_get(view_at(segments, i * element), op.dtype);
         CHECK(want < 0 || got == want, "rank %d of %d, %s: [%zu] is %g, not %g", me->rank, me->size, name, i, got,
               want);
     }

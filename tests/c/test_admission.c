@@ -1,4 +1,5 @@
-// The limit on connections that have not authenticated: how many there may be, which one goes, and when listeners are polled.
+// Admission: the limit on connections that have not authenticated, which connection is dropped, and when listeners
+// are polled.
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -67,7 +68,7 @@ static void test_places(void) {
     pass(&admission, &now, NB_PENDING_SAFE_MS);
     CHECK(!nb_admission_may(&admission), "a ninth, after a second");
     pass(&admission, &now, 50);
-    CHECK(nb_admission_may(&admission), "none after more than a second");
+    CHECK(nb_admission_may(&admission), "no connection may be accepted after more than a second");
     caller_add(&admission, &callers[NB_PENDING_MAX]);
     CHECK(callers[0].dropped && !callers[1].dropped && admission.count == NB_PENDING_MAX, "the oldest goes");
     nb_admission_remove(&admission, &callers[1].pending);
@@ -76,6 +77,23 @@ static void test_places(void) {
     CHECK(callers[2].dropped && callers[7].dropped && !callers[8].dropped, "dropped by time");
     pass(&admission, &now, NB_PENDING_MS);
     CHECK(callers[8].dropped && admission.count == 0, "%d are left", admission.count);
+}
+
+static void caller_proves(struct nb_pending *pending) {
+    struct caller *caller = NB_CONTAINER(pending, struct caller, pending);
+    nb_admission_remove(caller->admission, pending);
+}
+
+// The proof of the oldest has arrived and was not read yet: it is admitted, and nobody is dropped.
+static void test_a_proof_that_waits(void) {
+    struct nb_admission admission;
+    struct caller callers[NB_PENDING_MAX + 1];
+    int64_t now;
+    full(&admission, callers, &now);
+    callers[0].pending.read = caller_proves;
+    pass(&admission, &now, NB_PENDING_SAFE_MS + 50);
+    caller_add(&admission, &callers[NB_PENDING_MAX]);
+    CHECK(!callers[0].dropped && !callers[1].dropped && admission.count == NB_PENDING_MAX, "an honest rank goes");
 }
 
 // A thread that was not here has heard nobody: nobody is dropped for that.
@@ -99,9 +117,9 @@ static void test_gates(void) {
     door_shut(&admission, &doors[1], 0);
     door_shut(&admission, &doors[2], 0);
     pass(&admission, &now, 50);
-    CHECK(doors[0].opened + doors[1].opened + doors[2].opened == 0, "there is no place");
+    CHECK(doors[0].opened + doors[1].opened + doors[2].opened == 0, "no place is free");
     pass(&admission, &now, 50);
-    CHECK(doors[0].opened == 1 && doors[1].opened == 0, "its time has come");
+    CHECK(doors[0].opened == 1 && doors[1].opened == 0, "the first gate opens when due");
     nb_admission_remove(&admission, &callers[0].pending);
     CHECK(doors[1].opened == 1 && doors[2].opened == 0, "a place for one");
     pass(&admission, &now, 50);
@@ -110,6 +128,7 @@ static void test_gates(void) {
 
 int main(void) {
     test_places();
+    test_a_proof_that_waits();
     test_away();
     test_gates();
     return 0;

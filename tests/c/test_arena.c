@@ -1,4 +1,4 @@
-// Gradient memory is aligned, zeroed and shareable, and is there even where no memfd is.
+// Arenas are aligned, zeroed and shareable, also where the kernel allows no memfd.
 #include <errno.h>
 #include <pthread.h>
 #include <stdatomic.h>

@@ -1,5 +1,5 @@
-// Arenas that come and go in one job: what is given back is forgotten by every rank, its number serves the next one, and
-// where more are in use than can be shared the user is told so, once.
+// Arenas that are mapped and unmapped within one job: every rank forgets an unmapped arena, and its number is
+// reused. If more are in use than can be shared, the job reports it once.
 #include <time.h>
 
 #include "base/clock.h"
@@ -52,7 +52,7 @@ static void sum_in(struct test_rank *me, struct given_back *at) {
 
 static void no_notice(struct test_rank *me) {
     char text[NB_ERROR_TEXT] = "";
-    CHECK(!nb_job_notice(me->job, text, sizeof text), "rank %d is told: %s", me->rank, text);
+    CHECK(!nb_job_notice(me->job, text, sizeof text), "rank %d reports: %s", me->rank, text);
 }
 
 // One after another, many more than can be there at a time.
@@ -88,8 +88,8 @@ static void too_many(struct test_rank *me) {
         sum_in(me, &mine[i]);
     }
     bool told = nb_job_notice(me->job, text, sizeof text);
-    CHECK(told != streams && (streams || strstr(text, "copied on its way") != NULL), "rank %d is told: %s", me->rank,
-          text);
+    CHECK(told != streams && (streams || strstr(text, "further models are copied") != NULL), "rank %d reports: %s",
+          me->rank, text);
     no_notice(me);
     for (int i = 0; i < MANY; i++) {
         arena_give_back(me, &mine[i]);

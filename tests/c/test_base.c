@@ -10,8 +10,8 @@
 #include "base/bits.h"
 #include "base/dtype.h"
 #include "base/error.h"
+#include "base/fork_detector.h"
 #include "base/list.h"
-#include "base/origin.h"
 #include "base/pool.h"
 #include "check.h"
 
@@ -124,7 +124,7 @@ static void test_error(void) {
     CHECK(errno == ECONNREFUSED, "errno is kept");
     CHECK(err.code == -ECONNREFUSED && err.peer == 3, "%d, peer %d", err.code, err.peer);
     CHECK(strcmp(err.text, "rank 3: Connection refused") == 0, "%s", err.text);
-    CHECK(nb_fail(&err, NB_EWIRE, "later") == NB_EWIRE, "the later code is returned all the same");
+    CHECK(nb_fail(&err, NB_EWIRE, "later") == NB_EWIRE, "the later code is still returned");
     CHECK(err.code == -ECONNREFUSED && err.peer == 3 && strstr(err.text, "later") == NULL, "the first failure sticks");
 
     struct nb_error other = {0};
@@ -138,6 +138,22 @@ static void test_error(void) {
     for (int code = NB_ENOLIB; code <= NB_EPEER; code++) {
         CHECK(strstr(nb_code_name(code), "nknown") == NULL, "code %d has no name", code);
     }
+}
+
+// The list of missing ranks ends with an ellipsis where a rank of any length might not fit.
+static void test_ranks_missing(void) {
+    static const char all_fit[] = "ranks 0, 2 of 3";
+    static const char most[] =
+        "ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, "
+        "23, 24, 25, 26, 27, 28, …";
+    uint64_t came[2] = {2};
+    char text[NB_RANKS_TEXT];
+    CHECK(nb_ranks_missing(came, 3, text) == 0 && strcmp(text, all_fit) == 0, "%s", text);
+    came[0] = 5;
+    CHECK(nb_ranks_missing(came, 3, text) == 1 && strcmp(text, "rank 1 of 3") == 0, "%s", text);
+    came[0] = 0;
+    CHECK(nb_ranks_missing(came, 100, text) == 0 && strncmp(text, most, strlen(most)) == 0, "%s", text);
+    CHECK(strcmp(text + strlen(text) - 7, " of 100") == 0, "%s", text);
 }
 
 static void test_dtype(void) {
@@ -156,11 +172,11 @@ static void test_dtype(void) {
     CHECK(strcmp(nb_redop_name(NB_MAX), "max") == 0 && nb_redop_name(NB_REDOPS)[0] == '?', "names");
 }
 
-static bool child_says(const struct nb_origin *origin) {
+static bool child_says(const struct nb_fork_detector *origin) {
     pid_t child = fork();
     CHECK(child >= 0, "fork: %m");
     if (child == 0) {
-        _exit(nb_origin_is_here(origin) ? 1 : 0);
+        _exit(nb_fork_detector_is_opener(origin) ? 1 : 0);
     }
     int status = 0;
     CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status), "the child ended with %x", status);
@@ -168,14 +184,15 @@ static bool child_says(const struct nb_origin *origin) {
 }
 
 static void test_origin(void) {
-    struct nb_origin origin;
-    nb_origin_open(&origin);
-    struct nb_origin by_number = {.pid = origin.pid};
-    CHECK(nb_origin_is_here(&origin) && nb_origin_is_here(&by_number), "here in the process that opened it");
+    struct nb_fork_detector origin;
+    nb_fork_detector_open(&origin);
+    struct nb_fork_detector by_number = {.pid = origin.pid};
+    CHECK(nb_fork_detector_is_opener(&origin) && nb_fork_detector_is_opener(&by_number),
+          "here in the process that opened it");
     CHECK(!child_says(&origin) && !child_says(&by_number), "not in a child");
-    CHECK(nb_origin_is_here(&origin), "still here");
-    nb_origin_close(&origin);
-    nb_origin_close(&origin);
+    CHECK(nb_fork_detector_is_opener(&origin), "still here");
+    nb_fork_detector_close(&origin);
+    nb_fork_detector_close(&origin);
 }
 
 int main(void) {
@@ -184,6 +201,7 @@ int main(void) {
     test_list_move();
     test_pool();
     test_error();
+    test_ranks_missing();
     test_dtype();
     test_origin();
     return 0;

@@ -1,4 +1,4 @@
-// Ranks (as threads) find each other whatever strangers do at rank 0's door, and every rank hears why a join failed.
+// Ranks (as threads) join whatever other processes send to rank 0's port, and every rank learns why a join failed.
 #include <errno.h>
 #include <poll.h>
 #include <pthread.h>
@@ -6,6 +6,7 @@
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "boot.h"
@@ -19,7 +20,7 @@ static const unsigned char other_secret[] = "another sixteen bytes";
 static _Atomic int door_errno;
 static _Atomic int door_fails;
 static _Atomic int door_calls;
-static _Atomic int door_guests; // whom it let in
+static _Atomic int door_admitted; // whom it let in
 
 int door_accept(int fd, void *addr, void *len, int flags) __asm__("accept4");
 
@@ -30,9 +31,9 @@ int door_accept(int fd, void *addr, void *len, int flags) {
         errno = atomic_load(&door_errno);
         return -1;
     }
-    int guest = (int)syscall(SYS_accept4, fd, addr, len, flags);
-    atomic_fetch_add(&door_guests, guest >= 0);
-    return guest;
+    int fd_in = (int)syscall(SYS_accept4, fd, addr, len, flags);
+    atomic_fetch_add(&door_admitted, fd_in >= 0);
+    return fd_in;
 }
 
 // No descriptor is closed twice: the second time it may be another's. The thread sanitizer has to see close() itself.
@@ -62,6 +63,21 @@ ssize_t recv_in_vain(int fd, void *data, size_t bytes, int flags) {
         atomic_fetch_sub(&vain_reads, 1);
     }
     return syscall(SYS_recvfrom, fd, data, bytes, flags, NULL, NULL);
+}
+
+// Signals may interrupt a wait: poll, in libc's place, fails with EINTR this many times.
+static _Thread_local int broken_waits;
+
+int poll_broken(struct pollfd *polled, nfds_t count, int timeout_ms) __asm__("poll");
+
+int poll_broken(struct pollfd *polled, nfds_t count, int timeout_ms) {
+    struct timespec left = {.tv_sec = timeout_ms / 1000, .tv_nsec = timeout_ms % 1000 * 1000000L};
+    if (broken_waits > 0) {
+        broken_waits--;
+        errno = EINTR;
+        return -1;
+    }
+    return (int)syscall(SYS_ppoll, polled, count, timeout_ms < 0 ? NULL : &left, NULL, 0);
 }
 
 static void door_sticks(int code, int times) {
@@ -112,7 +128,7 @@ static void test_strangers(void) {
     int loud = knock(&job);
     say(loud, garbage, sizeof garbage - 1);
     int polite = knock(&job);
-    say(polite, NB_BOOT_MAGIC, NB_BOOT_MAGIC_BYTES);
+    say(polite, NB_WIRE_JOIN_MAGIC, NB_WIRE_JOIN_MAGIC_BYTES);
     close(knock(&job));
     for (int i = 0; i < SILENT; i++) {
         silent[i] = knock(&job);
@@ -150,7 +166,7 @@ static void test_wrong_secret(void) {
 struct raw {
     struct nb_boot_config config;
     struct nb_shake shake;
-    struct nb_answer answer;
+    struct wire_join_answer answer;
     int fd;
 };
 
@@ -165,18 +181,18 @@ static void raw_challenge(struct raw *raw) {
     CHECK(nb_sock_read_all(raw->fd, &raw->shake.challenge, sizeof raw->shake.challenge, in_limit()) == 0, "challenge");
 }
 
-static void raw_proof(struct raw *raw, const struct nb_proof *proof) {
+static void raw_proof(struct raw *raw, const struct wire_join_proof *proof) {
     say(raw->fd, proof, sizeof *proof);
     CHECK(nb_sock_read_all(raw->fd, &raw->answer, sizeof raw->answer, in_limit()) == 0, "answer");
 }
 
 static void raw_join(struct raw *raw, const struct job *job, int rank) {
-    struct nb_proof proof;
+    struct wire_join_proof proof;
     raw_hello(raw, job, rank);
     raw_challenge(raw);
     nb_shake_proof(&raw->shake, &raw->config, &proof);
     raw_proof(raw, &proof);
-    struct nb_answer expected = raw->answer;
+    struct wire_join_answer expected = raw->answer;
     nb_shake_answer(&raw->shake, &raw->config, &expected);
     CHECK(memcmp(expected.mac, raw->answer.mac, sizeof expected.mac) == 0, "rank 0 proves the secret too");
 }
@@ -186,7 +202,7 @@ static void test_forged(void) {
     struct job job;
     struct raw honest;
     struct raw raw;
-    struct nb_proof proof;
+    struct wire_join_proof proof;
     static const unsigned char zero[NB_SHA256_BYTES] = {0};
     job_open(&job, 3);
     start(&job.ranks[0], join);
@@ -203,19 +219,19 @@ static void test_forged(void) {
 
     proof.mac[31] ^= 1;
     raw_proof(&honest, &proof);
-    CHECK(memcmp(honest.answer.mac, zero, sizeof zero) == 0, "an altered proof is none");
+    CHECK(memcmp(honest.answer.mac, zero, sizeof zero) == 0, "an altered proof is refused");
     check_hung_up(honest.fd);
 
     raw_hello(&raw, &job, 1);
-    raw.shake.hello.tag_bytes = NB_BOOT_TAG_MAX + 1;
+    raw.shake.hello.tag_bytes = NB_WIRE_JOIN_TAG_MAX + 1;
     say(raw.fd, &raw.shake.hello, sizeof raw.shake.hello);
     CHECK(nb_sock_read_all(raw.fd, &raw.shake.challenge, sizeof raw.shake.challenge, in_limit()) == 0, "challenge");
     check_hung_up(raw.fd);
 
     raw_hello(&raw, &job, 1);
-    raw.shake.hello.version = NB_BOOT_PROTOCOL + 1;
+    raw.shake.hello.version = NB_WIRE_JOIN_VERSION + 1;
     raw_challenge(&raw);
-    CHECK(raw.shake.challenge.version == NB_BOOT_PROTOCOL, "rank 0 says which version it speaks");
+    CHECK(raw.shake.challenge.version == NB_WIRE_JOIN_VERSION, "rank 0 sends its version");
     check_hung_up(raw.fd);
 
     start(&job.ranks[1], join);
@@ -227,13 +243,13 @@ static void test_forged(void) {
     job_close(&job);
 }
 
-// What listens at the address does not know the secret, and sends the guest's own words back.
+// What listens at the address does not know the secret, and sends the client's own words back.
 static void *mirror(void *arg) {
     const struct nb_listener *listener = arg;
     struct pollfd poller = {.fd = listener->fd, .events = POLLIN};
     struct nb_shake shake;
-    struct nb_answer answer = {0};
-    CHECK(poll(&poller, 1, LIMIT_MS) == 1, "nobody came");
+    struct wire_join_answer answer = {0};
+    CHECK(poll(&poller, 1, LIMIT_MS) == 1, "no connection arrived");
     int fd = accept4(listener->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
     CHECK(fd >= 0 && nb_sock_read_all(fd, &shake.hello, sizeof shake.hello, in_limit()) == 0, "hello");
     CHECK(nb_shake_challenge(&shake, NULL) == 0, "challenge");
@@ -257,14 +273,14 @@ static void test_false_rank_0(void) {
     job_close(&job);
 }
 
-// Rank 0 hangs up on the first attempt and is away for a while: the guest comes again.
+// Rank 0 hangs up on the first attempt and is away for a while: the client comes again.
 static void test_comes_again(void) {
     struct job job;
     job_open(&job, 2);
     struct nb_sockaddr addr = job.listener.addr;
     struct pollfd poller = {.fd = job.listener.fd, .events = POLLIN};
     start(&job.ranks[1], join);
-    CHECK(poll(&poller, 1, LIMIT_MS) == 1, "nobody came");
+    CHECK(poll(&poller, 1, LIMIT_MS) == 1, "no connection arrived");
     int fd = accept4(job.listener.fd, NULL, NULL, SOCK_CLOEXEC);
     CHECK(fd >= 0, "accept: %m");
     nb_listener_close(&job.listener);
@@ -286,7 +302,7 @@ static void test_missing(void) {
     int stranger = knock(&job);
     say(stranger, "??", 2);
     run_but(&job, join, 2);
-    check_failed(&job, 2, -ETIMEDOUT, 2, "rank 2 of 4 did not come within 2 s; 1 connection did not prove");
+    check_failed(&job, 2, -ETIMEDOUT, 2, "rank 2 of 4 did not join within 2 s; 1 connection did not prove");
     CHECK(strstr(job.ranks[0].err.text, "accept") == NULL, "%s", job.ranks[0].err.text);
     close(stranger);
     job_close(&job);
@@ -305,11 +321,11 @@ static void test_vain_reads(void) {
     struct job job;
     job_open(&job, 4);
     atomic_store(&vain_reads, 30);
-    atomic_store(&door_guests, 0);
+    atomic_store(&door_admitted, 0);
     run_but(&job, join, -1);
     atomic_store(&vain_reads, 0);
     check_joined(&job);
-    CHECK(atomic_load(&door_guests) == 3, "%d connections of 3 ranks", atomic_load(&door_guests));
+    CHECK(atomic_load(&door_admitted) == 3, "%d connections of 3 ranks", atomic_load(&door_admitted));
     job_close(&job);
 }
 
@@ -339,7 +355,7 @@ static void test_door_is_stuck(void) {
         door_sticks(codes[i], INT32_MAX);
         start(&job.ranks[0], join);
         finish(&job.ranks[0]);
-        check_failed(&job, 1, -ETIMEDOUT, 1, "rank 1 of 2 did not come within 0.6 s; rank 0 could not accept");
+        check_failed(&job, 1, -ETIMEDOUT, 1, "rank 1 of 2 did not join within 0.6 s; rank 0 could not accept");
         CHECK(strstr(job.ranks[0].err.text, strerror(codes[i])) != NULL, "%s", job.ranks[0].err.text);
         int calls = atomic_load(&door_calls);
         CHECK(calls > 1 && calls < 60, "%s: tried %d times", strerror(codes[i]), calls);
@@ -365,8 +381,8 @@ static void test_door_is_gone(void) {
 }
 
 static void test_tags(void) {
-    char mine[NB_BOOT_TAG_MAX + 1];
-    char theirs[NB_BOOT_TAG_MAX + 1];
+    char mine[NB_WIRE_JOIN_TAG_MAX + 1];
+    char theirs[NB_WIRE_JOIN_TAG_MAX + 1];
     struct job job;
     job_open(&job, 4);
     job.ranks[2].config.tag = "1/ofi";
@@ -375,9 +391,9 @@ static void test_tags(void) {
     job_close(&job);
 
     memset(mine, 'x', sizeof mine);
-    mine[NB_BOOT_TAG_MAX] = '\0';
+    mine[NB_WIRE_JOIN_TAG_MAX] = '\0';
     memcpy(theirs, mine, sizeof theirs);
-    theirs[NB_BOOT_TAG_MAX - 1] = 'y';
+    theirs[NB_WIRE_JOIN_TAG_MAX - 1] = 'y';
     job_open(&job, 2);
     job.ranks[0].config.tag = mine;
     job.ranks[1].config.tag = theirs;
@@ -403,7 +419,7 @@ static void test_claims(void) {
     start(&job.ranks[2], join);
     finish(&job.ranks[2]);
     finish(&job.ranks[0]);
-    check_failed(&job, -1, NB_EMISMATCH, 1, "two processes came as rank 1");
+    check_failed(&job, -1, NB_EMISMATCH, 1, "two processes joined as rank 1");
     close(raw.fd);
     job_close(&job);
 
@@ -432,7 +448,26 @@ static void test_leaves_early(void) {
     start(&job.ranks[2], join);
     finish(&job.ranks[2]);
     finish(&job.ranks[0]);
-    check_failed(&job, 1, NB_EPEER, 1, "rank 1 left before all ranks had come");
+    check_failed(&job, 1, NB_EPEER, 1, "rank 1 left before all ranks had joined");
+    job_close(&job);
+}
+
+static void *barrier_with_signals(void *arg) {
+    broken_waits = 3;
+    (void)barrier(arg);
+    const struct rank *rank = arg;
+    CHECK(rank->rc == 0, "rank %d: %s", rank->config.rank, rank->err.text);
+    CHECK(rank->config.rank != 0 || broken_waits == 0, "rank 0 did not wait");
+    return NULL;
+}
+
+// A signal does not end an exchange.
+static void test_signals(void) {
+    struct job job;
+    job_open(&job, 3);
+    run_but(&job, join, -1);
+    check_joined(&job);
+    run_but(&job, barrier_with_signals, -1);
     job_close(&job);
 }
 
@@ -441,7 +476,7 @@ static void test_config(void) {
     struct nb_listener listener;
     struct nb_boot boot;
     struct nb_error err = {0};
-    char tag[NB_BOOT_TAG_MAX + 2];
+    char tag[NB_WIRE_JOIN_TAG_MAX + 2];
     job_open(&job, 2);
     struct nb_boot_config config = job.ranks[1].config;
     config.secret_bytes = 15;
@@ -461,9 +496,9 @@ static void test_config(void) {
     CHECK(nb_boot_join(&boot, &config, NULL, job.address, NULL) == -EINVAL, "a long tag");
     config = job.ranks[1].config;
     CHECK(nb_boot_join(&boot, &config, NULL, NULL, NULL) == -EINVAL, "no address");
-    CHECK(nb_boot_join(&boot, &config, NULL, "rank0:80", NULL) == -EINVAL, "a name is no address");
+    CHECK(nb_boot_join(&boot, &config, NULL, "rank0:80", NULL) == -EINVAL, "a name is not an address");
     CHECK(nb_boot_join(&boot, &job.ranks[0].config, NULL, NULL, NULL) == -EINVAL, "no listener");
-    CHECK(nb_listener_open(&listener, &config, "nowhere", NULL) == -EINVAL, "a name is no address");
+    CHECK(nb_listener_open(&listener, &config, "nowhere", NULL) == -EINVAL, "a name is not an address");
     config.ifname = "=no-such-if";
     CHECK(nb_listener_open(&listener, &config, NULL, NULL) == -ENODEV, "no such interface");
     job_close(&job);
@@ -485,6 +520,7 @@ int main(void) {
     test_tags();
     test_claims();
     test_leaves_early();
+    test_signals();
     test_config();
     return 0;
 }

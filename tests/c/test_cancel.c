@@ -1,11 +1,11 @@
-// An operation that is cut short leaves nothing behind: its flows are out of the lanes, so that no byte of a peer lands in its memory
-// any more, and memory that ranks share is revoked. Rank 0 gives up in the middle, while rank 1 has yet to begin.
+// A cancelled operation leaves nothing behind: its flows are removed from the lanes, so no byte of a peer lands in
+// its memory any more, and shared memory is revoked. Rank 0 aborts in the middle, before rank 1 begins.
 #include <stdatomic.h>
 
 #include "base/list.h"
-#include "engine/internal.h"
-#include "engine/local.h"
-#include "engine/local_share.h"
+#include "engine/context.h"
+#include "engine/shared.h"
+#include "engine/shared_fold.h"
 #include "job.h"
 #include "transport/lanes_internal.h"
 
@@ -14,21 +14,21 @@ enum { WORDS = 64 * 1024 };
 static sem_t begun;    // rank 0 expects bytes of rank 1, or shares its memory
 static sem_t released; // rank 1 may go on
 
-bool __real_nb_local_start(struct nb_work *work);
-bool __wrap_nb_local_start(struct nb_work *work);
+void __real_nb_work_start(struct nb_work *work, uint64_t seq);
+void __wrap_nb_work_start(struct nb_work *work, uint64_t seq);
 void __real_nb_lanes_add(struct nb_lanes *lanes, struct nb_flow *flow, int64_t now_ns);
 void __wrap_nb_lanes_add(struct nb_lanes *lanes, struct nb_flow *flow, int64_t now_ns);
 
-bool __wrap_nb_local_start(struct nb_work *work) {
+void __wrap_nb_work_start(struct nb_work *work, uint64_t seq) {
     int rank = work->comm->job->rank;
     bool sum = work->desc.kind == NB_OP_ALLREDUCE;
+    bool shares = work->algorithm->id == NB_ALGORITHM_SHARED;
     while (sum && rank == 1 && sem_wait(&released) != 0) {
     }
-    bool taken = __real_nb_local_start(work);
-    if (sum && rank == 0 && taken) {
+    __real_nb_work_start(work, seq);
+    if (sum && rank == 0 && shares) {
         (void)sem_post(&begun);
     }
-    return taken;
 }
 
 void __wrap_nb_lanes_add(struct nb_lanes *lanes, struct nb_flow *flow, int64_t now_ns) {
@@ -56,8 +56,8 @@ static void give_up(struct test_rank *me) {
     const struct peer *peer = &me->job->lanes->peers[1];
     CHECK(nb_list_empty(&peer->in), "the lanes still expect bytes of the operation");
     CHECK(nb_list_empty(&peer->out), "the lanes still send bytes of the operation");
-    if (me->job->local != NULL) {
-        CHECK(atomic_load(&nb_local_area(me->job->local, 0)->revoked) != 0, "others may still write to its memory");
+    if (me->job->shared != NULL) {
+        CHECK(atomic_load(&nb_shared_area(me->job->shared, 0)->revoked) != 0, "others may still write to its memory");
     }
     (void)sem_post(&released);
 }

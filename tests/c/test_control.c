@@ -1,5 +1,5 @@
-// What a rank makes of control messages that a broken peer sends, and what it keeps when there is nothing to do: every
-// impossible message ends the job with an error that names the peer, memory does not grow, the thread sleeps.
+// Invalid control messages of a broken peer: each ends the job with an error that names the peer, and memory does
+// not grow. An idle job's thread sleeps.
 #include <errno.h>
 #include <malloc.h>
 #include <stdint.h>
@@ -7,7 +7,8 @@
 #include <unistd.h>
 
 #include "base/clock.h"
-#include "engine/internal.h"
+#include "engine/context.h"
+#include "engine/negotiation.h"
 #include "job.h"
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -22,15 +23,10 @@ struct raw {
     const void *data;
 };
 
-struct header {
-    uint32_t bytes;
-    uint32_t type;
-};
-
 // Writes straight into a job's control connection, between two of its own messages.
 static void inject(int fd, const struct raw *raw) {
     unsigned char buffer[4096];
-    struct header header = {.bytes = raw->bytes, .type = raw->type};
+    struct wire_control header = {.bytes = raw->bytes, .type = raw->type};
     memcpy(buffer, &header, sizeof header);
     memcpy(buffer + sizeof header, raw->data, raw->body);
     ssize_t n = send(fd, buffer, sizeof header + raw->body, MSG_NOSIGNAL);
@@ -70,8 +66,8 @@ static void each(const struct raw *raws, size_t count, void (*run)(struct test_r
 }
 
 // The same valid operation with one thing wrong in each.
-static struct desc wrong_desc(int which) {
-    struct desc desc = {.key = 77, .prescale = 1, .postscale = 1, .name = "wrong"};
+static struct op_descriptor wrong_desc(int which) {
+    struct op_descriptor desc = {.key = 77, .prescale = 1, .postscale = 1, .name = "wrong"};
     switch (which) {
     case 0:
         desc.kind = 200;
@@ -114,29 +110,30 @@ static void to_rank_0(void) {
     static const int32_t beyond[] = {7, 1, 2};
     static const int32_t without[] = {7, 0};
     static const int32_t all[] = {0, 0, 1};
-    const struct raw raws[] = {{"no type", 0, 0, 0, zero},
-                               {"a failure that is not over", CTL_FAIL, sizeof again, sizeof again, &again},
-                               {"an unknown type", 999, 8, 8, zero},
-                               {"a go", CTL_GO, sizeof(struct wire_go), sizeof(struct wire_go), zero},
-                               {"a cut submit", CTL_SUBMIT, sizeof(struct desc) - 1, sizeof(struct desc) - 1, zero},
-                               {"a cut mask", CTL_MASK, 3, 3, zero},
-                               {"a long mask", CTL_MASK, 136, 136, zero},
-                               {"a mask of nothing", CTL_MASK, sizeof unknown, sizeof unknown, unknown},
-                               {"a comm of nobody", CTL_GROUP, 4, 4, twice},
-                               {"a comm that has a rank twice", CTL_GROUP, sizeof twice, sizeof twice, twice},
-                               {"a comm of rank 2", CTL_GROUP, sizeof beyond, sizeof beyond, beyond},
-                               {"a comm without its sender", CTL_GROUP, sizeof without, sizeof without, without},
-                               {"another comm of all ranks", CTL_GROUP, sizeof all, sizeof all, all},
-                               {"a failure that is none", CTL_FAIL, sizeof fine, sizeof fine, &fine},
-                               {"a failure above", CTL_FAIL, sizeof above, sizeof above, &above},
-                               {"a cut failure", CTL_FAIL, 3, 3, zero},
-                               {"a cut ping", CTL_PING, 7, 7, zero},
-                               {"a long goodbye", CTL_BYE, 1, 1, zero},
-                               {"endless", CTL_SUBMIT, 0xffffffffu, 0, zero}};
+    const struct raw raws[] = {
+        {"no type", 0, 0, 0, zero},
+        {"a failure that is not over", CTL_FAIL, sizeof again, sizeof again, &again},
+        {"an unknown type", 999, 8, 8, zero},
+        {"a go", CTL_GO, sizeof(struct wire_go), sizeof(struct wire_go), zero},
+        {"a cut submit", CTL_SUBMIT, sizeof(struct op_descriptor) - 1, sizeof(struct op_descriptor) - 1, zero},
+        {"a cut mask", CTL_MASK, 3, 3, zero},
+        {"a long mask", CTL_MASK, 136, 136, zero},
+        {"a mask of nothing", CTL_MASK, sizeof unknown, sizeof unknown, unknown},
+        {"a communicator without ranks", CTL_GROUP, 4, 4, twice},
+        {"a communicator with a repeated rank", CTL_GROUP, sizeof twice, sizeof twice, twice},
+        {"a communicator of rank 2", CTL_GROUP, sizeof beyond, sizeof beyond, beyond},
+        {"a communicator without its sender", CTL_GROUP, sizeof without, sizeof without, without},
+        {"another communicator of all ranks", CTL_GROUP, sizeof all, sizeof all, all},
+        {"a failure without an error code", CTL_FAIL, sizeof fine, sizeof fine, &fine},
+        {"a failure above", CTL_FAIL, sizeof above, sizeof above, &above},
+        {"a cut failure", CTL_FAIL, 3, 3, zero},
+        {"a cut ping", CTL_PING, 7, 7, zero},
+        {"a long goodbye", CTL_BYE, 1, 1, zero},
+        {"endless", CTL_SUBMIT, 0xffffffffu, 0, zero}};
     each(raws, sizeof raws / sizeof raws[0], broken_member);
     for (int i = 0; i < 9; i++) {
-        struct desc desc = wrong_desc(i);
-        struct raw raw = {"an impossible operation", CTL_SUBMIT, sizeof desc, sizeof desc, &desc};
+        struct op_descriptor desc = wrong_desc(i);
+        struct raw raw = {"an invalid operation", CTL_SUBMIT, sizeof desc, sizeof desc, &desc};
         each(&raw, 1, broken_member);
     }
 }
@@ -157,30 +154,31 @@ static void from_rank_0(void) {
     const struct wire_probe odd = {.seq = 1000, .lanes = 1, .slot = 0, .bytes = 3};
     const struct wire_probe large = {.seq = 1000, .lanes = 0xffffffffu, .slot = 0, .bytes = (uint64_t)1 << 40};
     const struct wire_probe past = {.seq = 0, .lanes = 1, .slot = 0, .bytes = 4096};
-    const struct raw raws[] = {{"an unknown type", 999, 8, 8, zero},
-                               {"a submit", CTL_SUBMIT, sizeof(struct desc), sizeof(struct desc), zero},
-                               {"a go of nothing", CTL_GO, sizeof go, sizeof go, &go},
-                               {"a cut go", CTL_GO, 5, 5, zero},
-                               {"a cut refusal", CTL_REFUSE, 8, 8, zero},
-                               {"a refusal that is none", CTL_REFUSE, sizeof none, sizeof none, &none},
-                               {"a refusal for rank 99", CTL_REFUSE, sizeof beyond, sizeof beyond, &beyond},
-                               {"a failure that is none", CTL_ABORT, sizeof fine, sizeof fine, &fine},
-                               {"a failure that is not over", CTL_ABORT, sizeof again, sizeof again, &again},
-                               {"a cut failure", CTL_ABORT, 3, 3, zero},
-                               {"a cut pong", CTL_PONG, 3, 3, zero},
-                               {"the end of rank 99", CTL_LEFT, sizeof high, sizeof high, &high},
-                               {"the end of rank -7", CTL_LEFT, sizeof low, sizeof low, &low},
-                               {"a slot", CTL_PROBE, sizeof slot, sizeof slot, &slot},
-                               {"an odd probe", CTL_PROBE, sizeof odd, sizeof odd, &odd},
-                               {"a large probe", CTL_PROBE, sizeof large, sizeof large, &large},
-                               {"an old probe", CTL_PROBE, sizeof past, sizeof past, &past},
-                               {"cut streams", CTL_STREAMS, 9, 9, zero},
-                               {"a long notice", CTL_STALL, 1000, 1000, zero},
-                               {"a cut notice", CTL_STALL, 8, 8, zero},
-                               {"a stall of too many", CTL_STALL, sizeof many, sizeof many, &many},
-                               {"a stall of rank -7", CTL_STALL, sizeof below, sizeof below, &below},
-                               {"a stall of rank 99", CTL_STALL, sizeof above, sizeof above, &above},
-                               {"endless", CTL_STALL, 0xffffffffu, 0, zero}};
+    const struct raw raws[] = {
+        {"an unknown type", 999, 8, 8, zero},
+        {"a submit", CTL_SUBMIT, sizeof(struct op_descriptor), sizeof(struct op_descriptor), zero},
+        {"a go of nothing", CTL_GO, sizeof go, sizeof go, &go},
+        {"a cut go", CTL_GO, 5, 5, zero},
+        {"a cut refusal", CTL_REFUSE, 8, 8, zero},
+        {"a refusal without a reason", CTL_REFUSE, sizeof none, sizeof none, &none},
+        {"a refusal for rank 99", CTL_REFUSE, sizeof beyond, sizeof beyond, &beyond},
+        {"a failure without an error code", CTL_ABORT, sizeof fine, sizeof fine, &fine},
+        {"a failure that is not over", CTL_ABORT, sizeof again, sizeof again, &again},
+        {"a cut failure", CTL_ABORT, 3, 3, zero},
+        {"a cut pong", CTL_PONG, 3, 3, zero},
+        {"the end of rank 99", CTL_LEFT, sizeof high, sizeof high, &high},
+        {"the end of rank -7", CTL_LEFT, sizeof low, sizeof low, &low},
+        {"a slot", CTL_PROBE, sizeof slot, sizeof slot, &slot},
+        {"an odd probe", CTL_PROBE, sizeof odd, sizeof odd, &odd},
+        {"a large probe", CTL_PROBE, sizeof large, sizeof large, &large},
+        {"an old probe", CTL_PROBE, sizeof past, sizeof past, &past},
+        {"cut streams", CTL_STREAMS, 9, 9, zero},
+        {"a long notice", CTL_STALL, 1000, 1000, zero},
+        {"a cut notice", CTL_STALL, 8, 8, zero},
+        {"a stall of too many", CTL_STALL, sizeof many, sizeof many, &many},
+        {"a stall of rank -7", CTL_STALL, sizeof below, sizeof below, &below},
+        {"a stall of rank 99", CTL_STALL, sizeof above, sizeof above, &above},
+        {"endless", CTL_STALL, 0xffffffffu, 0, zero}};
     each(raws, sizeof raws / sizeof raws[0], broken_root);
 }
 
@@ -217,7 +215,7 @@ struct flood {
 
 static int frozen_control(struct test_rank *me) {
     test_barrier(me, "before");
-    test_freeze(me->job->thread); // it must not write in the middle of what is written here
+    test_freeze(me->job->progress.thread); // it must not write in the middle of what is written here
     return me->job->controls[0].watch.fd;
 }
 
@@ -230,11 +228,12 @@ static void names_flood(struct test_rank *me) {
     struct nb_error err = {0};
     if (me->rank == 1) {
         int fd = frozen_control(me);
-        struct desc *list = calloc((size_t)flood->each, sizeof *list);
-        struct header header = {.bytes = (uint32_t)((size_t)flood->each * sizeof *list), .type = CTL_SUBMIT};
+        struct op_descriptor *list = calloc((size_t)flood->each, sizeof *list);
+        struct wire_control header = {.bytes = (uint32_t)((size_t)flood->each * sizeof *list), .type = CTL_SUBMIT};
         for (int at = 0; at < flood->lists; at++) {
             for (int i = 0; i < flood->each; i++) {
-                list[i] = (struct desc){.key = (uint64_t)(1 + at * flood->each + i), .prescale = 1, .postscale = 1};
+                list[i] =
+                    (struct op_descriptor){.key = (uint64_t)(1 + at * flood->each + i), .prescale = 1, .postscale = 1};
                 list[i].kind = NB_OP_BARRIER;
                 snprintf(list[i].name, sizeof list[i].name, "flood.%d", at * flood->each + i);
             }
@@ -265,11 +264,11 @@ static void answers_flood(struct test_rank *me) {
         return;
     }
     struct {
-        struct header header;
+        struct wire_control header;
         int64_t now_ns;
     } pings[256];
     for (int i = 0; i < 256; i++) {
-        pings[i].header = (struct header){.bytes = sizeof pings[i].now_ns, .type = CTL_PING};
+        pings[i].header = (struct wire_control){.bytes = sizeof pings[i].now_ns, .type = CTL_PING};
         pings[i].now_ns = 0;
     }
     int fd = frozen_control(me);
@@ -284,7 +283,7 @@ static void answers_flood(struct test_rank *me) {
 static void floods(void) {
     struct flood names = {
         .lists = PENDING_MAX / SUBMITS_MAX + 1, .each = SUBMITS_MAX, .words = "waited for other ranks"};
-    struct flood one_list = {.lists = 1, .each = SUBMITS_MAX + 1, .words = "a control message that is none"};
+    struct flood one_list = {.lists = 1, .each = SUBMITS_MAX + 1, .words = "an unknown control message"};
     struct flood answers = {.words = "does not read"};
     struct test_rank like = {.size = 2, .transport = "tcp", .streams = 1, .timeout_ms = 20000};
     like.run = names_flood;
@@ -307,7 +306,7 @@ static void kinds_differ(struct test_rank *me) {
     CHECK(strstr(err.text, "allreduce") != NULL && strstr(err.text, "broadcast") != NULL, "text: %s", err.text);
     struct nb_work *work = NULL;
     struct nb_op wrong = {.name = "no kind", .kind = (enum nb_op_kind)77};
-    CHECK(nb_submit(nb_job_world(me->job), &wrong, &work, &err) == -EINVAL, "a kind that is none");
+    CHECK(nb_submit(nb_job_world(me->job), &wrong, &work, &err) == -EINVAL, "an unknown kind");
     struct nb_segment huge = {.base = data, .bytes = (size_t)1 << 46};
     struct nb_op vast = {
         .name = "vast", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .segments = &huge, .segment_count = 1};
@@ -357,7 +356,7 @@ static void names_without_end(struct test_rank *me) {
     size_t after = in_use();
     CHECK(after < before + 256 * 1024, "rank %d: %zu bytes in use after %d names, %zu after %d", me->rank, before, WARM,
           after, ALL);
-    CHECK(me->job->round_count <= 16 * 1024, "%d keys are counted", me->job->round_count);
+    CHECK(me->job->ops.round_count <= 16 * 1024, "%d keys are counted", me->job->ops.round_count);
 }
 
 // Many more than may wait for other ranks at a time: those that are agreed wait no more.
@@ -377,7 +376,7 @@ static void sleeps_when_idle(struct test_rank *me) {
     struct nb_segment all = {.base = line, .bytes = MOVED};
     test_do(me, test_op("moved", NB_OP_ALLREDUCE, &all));
     test_barrier(me, "before");
-    CHECK(pthread_getcpuclockid(me->job->thread, &clock) == 0, "a thread");
+    CHECK(pthread_getcpuclockid(me->job->progress.thread, &clock) == 0, "a thread");
     clock_gettime(clock, &used[0]);
     nanosleep(&pause, NULL);
     clock_gettime(clock, &used[1]);

@@ -1,12 +1,12 @@
-// Connections that end or are reset at any moment of a job: a lane costs its bandwidth and is told of, the last one or the
-// control connection ends the job with an error that names the peer, on every rank.
+// Connections that close or are reset at any moment of a job: a lost lane costs its bandwidth and is reported. A
+// lost last lane or control connection ends the job on every rank, with an error that names the peer.
 #include <errno.h>
 #include <stdint.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "base/clock.h"
-#include "engine/internal.h"
+#include "engine/context.h"
 #include "job.h"
 #include "stage.h"
 #include "transport/lanes_internal.h"
@@ -23,7 +23,7 @@ static int lane_descriptor(struct test_rank *me, int lane, int peer, bool out) {
 static uint16_t ofi_port(struct test_rank *me, int lane, int rank) {
     enum { NAME_AT = 88 };
     size_t bytes = nb_lanes_address_bytes(me->job->lanes);
-    const struct nb_lane_address *address = (const void *)(me->job->addresses + (size_t)rank * bytes);
+    const struct wire_lane_address *address = (const void *)(me->job->addresses + (size_t)rank * bytes);
     struct nb_sockaddr name = {0};
     memcpy(&name.in6, address[lane].addr + NAME_AT, sizeof name.in6);
     return nb_sock_port(&name);

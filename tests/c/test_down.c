@@ -1,5 +1,5 @@
-// Lanes whose interface goes down: they are given up in less than 2 s, by the clock of the ticks, where another interface is
-// there; never where it is the only one, where the lane still moves, or where the interface comes back at once.
+// Lanes whose interface goes down are given up within 2 s of tick time if another interface is up. They are kept if
+// it is the only interface, if data still moves, or if the interface comes back at once.
 #include <time.h>
 
 #include "flows.h"
@@ -137,7 +137,7 @@ static void test_still_moves(int kind, uint64_t seed) {
         send_more(world, 2);
         step(world);
     }
-    CHECK(clock_ns > 2400 * MS, "too short a time to tell");
+    CHECK(clock_ns > 2400 * MS, "the test ran too short");
     end(world);
 }
 

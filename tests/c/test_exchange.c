@@ -1,4 +1,5 @@
-// What joined ranks exchange is the same on all of them, and where it fails every rank names the same one.
+// Exchanges between joined ranks give all of them the same result; if one fails, every rank names the same missing
+// rank.
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -151,7 +152,7 @@ static void test_exchange_fails(void) {
     run_but(&job, join, -1);
     check_joined(&job);
     run_but(&job, barrier, 3);
-    check_failed(&job, 3, NB_ETIMEOUT, 3, "rank 3 of 4 did not come within 1 s");
+    check_failed(&job, 3, NB_ETIMEOUT, 3, "rank 3 of 4 did not arrive within 1 s");
     job_close(&job);
 
     job_open(&job, 3);
@@ -170,7 +171,7 @@ static void test_exchange_fails(void) {
     for (int i = 0; i < 3; i++) {
         finish(&job.ranks[i]);
     }
-    check_failed(&job, -1, NB_EMISMATCH, 2, "rank 2 is at clock where this rank is at a barrier");
+    check_failed(&job, -1, NB_EMISMATCH, 2, "rank 2 is in clock while this rank is in a barrier");
     job_close(&job);
 }
 

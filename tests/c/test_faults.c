@@ -1,12 +1,12 @@
-// Ranks that leave, die or fall silent, at every moment of a job: the others get an error that names who it
-// was, or are not disturbed at all; nobody waits for ever, and no work outlives its memory.
+// Ranks that leave, die or fall silent, at every moment of a job: the others fail with an error that names that
+// rank, or continue. No rank waits forever, and no work outlives its memory.
 #include <errno.h>
 #include <stdint.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "base/clock.h"
-#include "engine/internal.h"
+#include "engine/context.h"
 #include "job.h"
 #include "stage.h"
 
@@ -23,7 +23,7 @@ static void turn(struct test_rank *me) {
             CHECK(nb_now_ns() < until, "rank %d: its thread does not come round", me->rank);
             nanosleep(&pause, NULL);
             pthread_mutex_lock(&me->job->lock);
-            taken = nb_list_empty(&me->job->maps);
+            taken = nb_list_empty(&me->job->inbox.maps);
             pthread_mutex_unlock(&me->job->lock);
         }
     }
@@ -131,7 +131,7 @@ static void stood_still(struct test_rank *me) {
     if (me->rank == 1) {
         work = test_submit(me, test_op("never", NB_OP_BARRIER, NULL));
         turn(me);
-        test_freeze(me->job->thread);
+        test_freeze(me->job->progress.thread);
     }
     pthread_barrier_wait(&stage->meet);
     int rc = me->rank == 1 ? 0 : test_try(me, test_op("after", NB_OP_BARRIER, NULL), &err);
@@ -173,7 +173,7 @@ static void closed_with_pending(struct test_rank *me) {
         struct timespec pause = {.tv_nsec = 1000 * 1000};
         nanosleep(&pause, NULL);
         pthread_mutex_lock(&me->job->lock);
-        inside = me->job->waiters;
+        inside = me->job->progress.waiters;
         pthread_mutex_unlock(&me->job->lock);
     }
     nb_job_close(me->job);

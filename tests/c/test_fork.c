@@ -1,5 +1,5 @@
-// A rank forks, before, while and after a job is open: what the child writes stays the child's, and what the job has open
-// ends with the rank, although its child lives on.
+// A rank forks before, while and after a job is open: the child's writes stay private, and the job's connections end
+// with the rank although its child lives on.
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <poll.h>

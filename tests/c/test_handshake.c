@@ -1,9 +1,11 @@
-// The handshake of a TCP lane: what was observed of one connection is of no use for another, and neither side takes a wrong
-// proof. An observed, altered or reflected handshake is refused, and counted; ranks of the job come in all the same.
+// The handshake of a TCP lane: data recorded from one connection is useless for another, and neither side accepts a
+// wrong proof. A replayed, altered or reflected handshake is refused and counted; ranks of the job still connect.
+#include <limits.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "base/wire.h"
 #include "flows.h"
 #include "transport/transport.h"
 
@@ -20,9 +22,27 @@ static struct {
 ssize_t __real_send(int fd, const void *data, size_t bytes, int flags);
 ssize_t __wrap_send(int fd, const void *data, size_t bytes, int flags);
 
+// So many answers of listeners are lost, as if the connection had been dropped for being late.
+static int answers_to_lose;
+// So many connections end behind the answer, which arrives.
+static int answers_to_end;
+
 ssize_t __wrap_send(int fd, const void *data, size_t bytes, int flags) {
+    struct wire_tcp_hello hello;
+    bool answer = bytes == sizeof(struct wire_tcp_answer);
+    memcpy(&hello, data, bytes < sizeof hello ? bytes : sizeof hello);
+    answer = answer && !(bytes == sizeof hello && hello.magic == NB_WIRE_TCP_MAGIC);
+    if (answer && answers_to_lose > 0) {
+        answers_to_lose--;
+        errno = ECONNRESET;
+        return -1;
+    }
     struct nb_sockaddr to = {.len = sizeof to.in6};
     ssize_t n = __real_send(fd, data, bytes, flags);
+    if (answer && answers_to_end > 0) {
+        answers_to_end--;
+        (void)shutdown(fd, SHUT_RDWR);
+    }
     if (seen.port != 0 && n > 0 && getpeername(fd, &to.any, &to.len) == 0 && nb_sock_port(&to) == seen.port &&
         seen.count + (size_t)n <= SEEN_MAX) {
         memcpy(seen.bytes + seen.count, data, (size_t)n);
@@ -156,7 +176,7 @@ static void test_observed(void) {
     struct nb_sockaddr second = port_of(pair, 0, 1);
     memcpy(other, seen.bytes, seen.count);
     other[LANE_AT] = 1;
-    CHECK(replay(pair, outsider(pair, &second), other), "who has seen lane 0 claims lane 1");
+    CHECK(replay(pair, outsider(pair, &second), other), "a proof of lane 0 is replayed on lane 1");
     CHECK(replay(pair, outsider(pair, &second), seen.bytes), "lane 0's handshake is taken at lane 1");
     CHECK(replay(pair, outsider(pair, &first), seen.bytes), "a handshake is taken twice");
     CHECK(nb_lanes_refused(pair->world.nodes[0].lanes) == 3, "%llu were counted",
@@ -236,8 +256,43 @@ static void test_ranks_meet(void) {
     free(pair);
 }
 
+// A rank that answers late is dropped while others wait for its place. It connects again, and no lane is lost.
+static void test_dropped_while_late(void) {
+    struct pair *pair = malloc(sizeof *pair);
+    CHECK(pair != NULL, "memory");
+    pair_open(pair);
+    answers_to_lose = 5;
+    answers_to_end = 5;
+    meet(pair, 0, 1);
+    meet(pair, 1, 0);
+    all_ready(pair);
+    CHECK(answers_to_lose == 0 && answers_to_end == 0, "%d answers were never sent", answers_to_lose + answers_to_end);
+    flows_close(&pair->world);
+    free(pair);
+}
+
+// It gives up in the end.
+static void test_dropped_each_time(void) {
+    struct pair *pair = malloc(sizeof *pair);
+    int64_t deadline = flows_deadline();
+    CHECK(pair != NULL, "memory");
+    pair_open(pair);
+    answers_to_lose = INT_MAX;
+    meet(pair, 0, 1);
+    meet(pair, 1, 0);
+    while (pair->world.nodes[0].lost < LANES || pair->world.nodes[1].lost < LANES) {
+        pair_turn(pair);
+        CHECK(nb_now_ns() < deadline, "a connection is tried without end");
+    }
+    answers_to_lose = 0;
+    flows_close(&pair->world);
+    free(pair);
+}
+
 int main(void) {
     test_ranks_meet();
+    test_dropped_while_late();
+    test_dropped_each_time();
     test_observed();
     test_observed_before();
     test_altered();

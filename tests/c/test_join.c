@@ -1,9 +1,10 @@
-// Ranks that have no more data join: the others' sums go on as if these had zeros, until all have joined; all learn who came
-// last, and go on together.
+// Ranks without further data join: the others' all-reduces continue with zeros for them until all ranks have joined.
+// All learn which rank joined last, and continue together.
 #include <errno.h>
 #include <stdint.h>
 #include <string.h>
 
+#include "engine/operation.h"
 #include "sums.h"
 
 enum { SIZE = 4, EACH = 4, BYTES = 4 << 20 };
@@ -76,7 +77,7 @@ static void refused(struct test_rank *me) {
         test_barrier(me, "without rank 0");
     }
     int last = join(me);
-    CHECK(last > 0, "rank %d came last", last);
+    CHECK(last > 0, "rank %d joined last", last);
     test_barrier(me, "all is well");
 }
 
@@ -101,6 +102,33 @@ static void in_a_group(struct test_rank *me) {
     CHECK(join(me) != 2, "rank 2 did not come last");
 }
 
+// Rank 0 never submits an operation of this name: it only makes the stand-in for it.
+static const char too_large[] = "too large";
+
+int __real_nb_work_make(struct nb_comm *comm, const struct nb_op *op, const struct nb_algorithm *algorithm,
+                        struct nb_work **out, struct nb_error *err);
+int __wrap_nb_work_make(struct nb_comm *comm, const struct nb_op *op, const struct nb_algorithm *algorithm,
+                        struct nb_work **out, struct nb_error *err);
+int __wrap_nb_work_make(struct nb_comm *comm, const struct nb_op *op, const struct nb_algorithm *algorithm,
+                        struct nb_work **out, struct nb_error *err) {
+    if (nb_comm_rank(comm) == 0 && strcmp(op->name, too_large) == 0) {
+        return nb_fail(err, -ENOMEM, "%s: no memory for it", op->name);
+    }
+    return __real_nb_work_make(comm, op, algorithm, out, err);
+}
+
+// A rank that has joined and cannot make its stand-in fails the job on all ranks, and leaks no memory.
+static void cannot_stand_in(struct test_rank *me) {
+    int32_t last = -1;
+    float line[SIZE] = {0};
+    struct nb_segment all = {.base = me->rank == 0 ? (void *)&last : line, .bytes = me->rank == 0 ? 4 : sizeof line};
+    struct nb_op op = test_op(me->rank == 0 ? "join" : too_large, me->rank == 0 ? NB_OP_JOIN : NB_OP_ALLREDUCE, &all);
+    struct nb_error err = {0};
+    op.dtype = me->rank == 0 ? NB_I32 : NB_F32;
+    int rc = test_try(me, op, &err);
+    CHECK(rc == -ENOMEM && strstr(err.text, "no memory for it") != NULL, "rank %d: %d %s", me->rank, rc, err.text);
+}
+
 static void bad(struct test_rank *me) {
     float line[3] = {0};
     struct nb_segment all = {.base = line, .bytes = sizeof line};
@@ -110,8 +138,8 @@ static void bad(struct test_rank *me) {
 }
 
 int main(int argc, char **argv) {
-    static const enum nb_algorithm pins[] = {NB_ALGORITHM_NONE, NB_ALGORITHM_RING, NB_ALGORITHM_HALVING};
-    void (*const parts[])(struct test_rank *) = {uneven, refused, in_a_group, bad};
+    static const enum nb_algorithm_id pins[] = {NB_ALGORITHM_NONE, NB_ALGORITHM_RING, NB_ALGORITHM_HALVING};
+    void (*const parts[])(struct test_rank *) = {uneven, refused, in_a_group, cannot_stand_in, bad};
     struct test_rank like = test_on(argc > 1 ? argv[1] : "tcp");
     like.size = SIZE;
     for (size_t i = 0; i < sizeof pins / sizeof pins[0]; i++) {

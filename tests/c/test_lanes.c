@@ -1,7 +1,8 @@
-// The pull scheduler on a network of the imagination: thousands of seeded schedules, all ranks driven by one thread, so
-// that a seed that fails fails again: test_lanes SEED runs that one alone.
+// The pull scheduler on a simulated network: thousands of seeded schedules, all ranks in one thread, so that a
+// failing seed fails again. test_lanes SEED runs one seed.
 #include "flows.h"
-#include "transport/grants_internal.h"
+#include "transport/credits.h"
+#include "transport/lanes_internal.h"
 
 #if defined(__SANITIZE_THREAD__)
 enum { SCHEDULES = 2000 }; // one thread: there is no race to find
@@ -111,8 +112,8 @@ struct rogue {
     struct nb_lane *lane;
     bool lost;
     bool sent;
-    struct wire_region region; // of RMA lanes: where the other side has its buffers
-    struct wire_grants grants; // the first that came
+    struct wire_region region;   // of RMA lanes: where the other side has its buffers
+    struct wire_credits credits; // the first that came
 };
 
 static int rogue_place(void *ctx, struct nb_lane *lane, int peer, const struct nb_frame *frame, struct iovec *iov) {
@@ -150,8 +151,8 @@ static void rogue_message(void *ctx, struct nb_lane *lane, int peer, const void 
     (void)peer;
     if (bytes == sizeof rogue->region) {
         memcpy(&rogue->region, data, bytes);
-    } else if (((const unsigned char *)data)[0] == NB_WORD_GRANTS && rogue->grants.count == 0) {
-        memcpy(&rogue->grants, data, bytes);
+    } else if (((const unsigned char *)data)[0] == NB_MESSAGE_CREDITS && rogue->credits.count == 0) {
+        memcpy(&rogue->credits, data, bytes);
     }
 }
 
@@ -235,7 +236,7 @@ static void rogue_listen(struct rogue *rogue, struct flow_world *world) {
         (void)world->ops->progress(rogue->lane);
         flows_turn(&world->nodes[1]);
     }
-    CHECK(rogue->region.type == NB_WORD_REGION && rogue->grants.count > 0, "the rogue knows of no memory");
+    CHECK(rogue->region.type == NB_MESSAGE_REGION && rogue->credits.count > 0, "the rogue knows of no memory");
 }
 
 // An arrival that must be dropped, and must cost nothing but that.
@@ -249,7 +250,7 @@ static void rogue_refused(struct rogue *rogue, struct flow_world *world, struct 
     CHECK(nb_lanes_refused(node->lanes) == refused + 1, "%s was not counted", what);
 }
 
-// Arrivals that do not bring back the tag of the grant they name say nothing of any block, and nothing of any rank.
+// Arrivals that do not bring back the tag of the credit they name say nothing of any block, and nothing of any rank.
 static void test_arrivals_that_are_not_granted(uint64_t seed) {
     enum { GRANTED = 4, BUFFERED = 32 * GRANTED };
     struct flow_world world;
@@ -257,18 +258,18 @@ static void test_arrivals_that_are_not_granted(uint64_t seed) {
     rogue_world(&world, &rogue, NB_LANE_RMA, BUFFERED + 8, seed);
     struct flow_node *node = &world.nodes[1];
     rogue_listen(&rogue, &world);
-    const struct wire_grant *grant = &rogue.grants.grants[0];
+    const struct wire_credit *credit = &rogue.credits.credits[0];
     const struct nb_frame right = {
-        .op = 3, .blocks = GRANTED, .slot = grant->slot, .tag = grant->tag, .bytes = GRANTED * BAD_BLOCK};
-    CHECK(grant->tag != 0 && grant->first == 0 && grant->count == GRANTED, "not the first grant");
-    CHECK(grant->tag != rogue.grants.grants[1].tag, "two grants with one tag");
+        .op = 3, .blocks = GRANTED, .slot = credit->slot, .tag = credit->tag, .bytes = GRANTED * BAD_BLOCK};
+    CHECK(credit->tag != 0 && credit->first == 0 && credit->count == GRANTED, "not the first credit");
+    CHECK(credit->tag != rogue.credits.credits[1].tag, "two credits with one tag");
     struct nb_frame frame = right;
     frame.tag = 0;
     rogue_refused(&rogue, &world, frame, "no tag");
     frame.tag = right.tag ^ 1;
     rogue_refused(&rogue, &world, frame, "a wrong tag");
-    frame.tag = rogue.grants.grants[1].tag;
-    rogue_refused(&rogue, &world, frame, "another grant's tag");
+    frame.tag = rogue.credits.credits[1].tag;
+    rogue_refused(&rogue, &world, frame, "another credit's tag");
     frame = right;
     frame.slot = (uint16_t)(right.slot + 1);
     rogue_refused(&rogue, &world, frame, "a slot that no flow has");
@@ -282,7 +283,7 @@ static void test_arrivals_that_are_not_granted(uint64_t seed) {
     frame.blocks = right.blocks;
     rogue_refused(&rogue, &world, frame, "more than was granted");
     CHECK(rogue_send(&rogue, &world, right) && node->sides[0].landed == GRANTED, "the right one was not taken");
-    rogue_refused(&rogue, &world, right, "what is there already");
+    rogue_refused(&rogue, &world, right, "blocks that have landed");
     nb_lanes_cancel(node->lanes, &node->sides[0].flow);
     world.ops->close(rogue.lane);
     flows_close(&world);
@@ -296,18 +297,19 @@ static void test_tag_that_is_over(uint64_t seed) {
     rogue_world(&world, &rogue, NB_LANE_RMA, BLOCKS, seed);
     struct flow_node *node = &world.nodes[1];
     rogue_listen(&rogue, &world);
-    struct wire_grant grant = rogue.grants.grants[0];
+    struct wire_credit credit = rogue.credits.credits[0];
     struct nb_frame old = {
-        .op = 3, .blocks = BLOCKS, .slot = grant.slot, .tag = grant.tag, .bytes = BLOCKS * BAD_BLOCK};
+        .op = 3, .blocks = BLOCKS, .slot = credit.slot, .tag = credit.tag, .bytes = BLOCKS * BAD_BLOCK};
     CHECK(rogue_send(&rogue, &world, old) && node->sides[0].finished, "the first operation is not over");
     rogue_refused(&rogue, &world, old, "an arrival between two operations");
-    rogue.grants.count = 0;
+    rogue.credits.count = 0;
     flows_add(&node->sides[1]);
     rogue_listen(&rogue, &world);
-    CHECK(rogue.grants.grants[0].slot == grant.slot && rogue.grants.grants[0].offset == grant.offset, "other memory");
+    CHECK(rogue.credits.credits[0].slot == credit.slot && rogue.credits.credits[0].offset == credit.offset,
+          "other memory");
     old.op++;
     rogue_refused(&rogue, &world, old, "a tag that is over");
-    old.tag = rogue.grants.grants[0].tag;
+    old.tag = rogue.credits.credits[0].tag;
     CHECK(rogue_send(&rogue, &world, old) && node->sides[1].finished, "the right one was not taken");
     world.ops->close(rogue.lane);
     flows_close(&world);
@@ -380,8 +382,71 @@ static void test_block_without_memory(int kind, size_t copy_bytes, uint64_t seed
     CHECK(world.nodes[1].sides[1].finished, "the other flow waits");
     CHECK(from->failed == 1 && from->failure.code == -EFAULT && from->failure.peer == 1, "%d failures, %s",
           from->failed, from->failure.text);
-    CHECK(world.nodes[1].sides[0].seen[5] == 0 && !from->sides[0].finished, "the block is said to be there");
+    CHECK(world.nodes[1].sides[0].seen[5] == 0 && !from->sides[0].finished, "the block is reported as landed");
     flows_close(&world);
+}
+
+// Two ranks and one flow between them, which both have added.
+static void pair_open(struct flow_world *world, int kind, struct flow_spec spec, uint64_t seed) {
+    struct nb_error err = {0};
+    *world = (struct flow_world){.ops = nb_mem_ops(kind)};
+    world->plan = (struct flow_plan){.seed = seed, .size = 2, .lanes = 1, .segment_bytes = BAD_BLOCK, .count = 1};
+    spec.to = 1;
+    spec.op = 1;
+    spec.full = spec.step = spec.blocks;
+    spec.block_bytes = BAD_BLOCK;
+    spec.bytes = (size_t)spec.blocks * BAD_BLOCK;
+    world->plan.specs[0] = spec;
+    CHECK(flows_open(world, &err) == 0, "open: %s", err.text);
+    flows_add(&world->nodes[1].sides[0]);
+    flows_add(&world->nodes[0].sides[0]);
+}
+
+static void pair_turns(struct flow_world *world) {
+    for (int turn = 0; turn < BAD_TURNS; turn++) {
+        flows_turn(&world->nodes[turn % 2]);
+    }
+}
+
+static void pair_end(struct flow_world *world) {
+    for (int turn = 0; turn < TURNS_MAX && !flows_done(&world->nodes[1]); turn++) {
+        flows_turn(&world->nodes[turn % 2]);
+    }
+    CHECK(flows_done(&world->nodes[1]), "the flow is not over");
+    flows_close(world);
+}
+
+// A block without a credit does not hold up later blocks that have one.
+static void test_credit_that_is_late(uint64_t seed) {
+    enum { BLOCKS = 6 };
+    struct flow_world world;
+    pair_open(&world, NB_LANE_RMA, (struct flow_spec){.blocks = BLOCKS, .staged = seed % 2 == 0}, seed);
+    struct flow_side *from = &world.nodes[0].sides[0];
+    struct flow_side *to = &world.nodes[1].sides[0];
+    pair_turns(&world);
+    struct credit *late = from->flow.credits;
+    CHECK(late != NULL && late->next != NULL && late->wire.first == 0, "not the first credit");
+    from->flow.credits = late->next;
+    uint32_t held = late->wire.count;
+    flows_ready(from, BLOCKS);
+    pair_turns(&world);
+    CHECK(to->landed == BLOCKS - held && to->seen[0] == 0, "%u blocks landed of %d with credits", to->landed,
+          BLOCKS - (int)held);
+    late->next = from->flow.credits;
+    from->flow.credits = late;
+    flows_ready(from, 0);
+    pair_end(&world);
+}
+
+// A flow without a copy reserves one run for each of its blocks, and no more.
+static void test_runs_of_a_long_flow(uint64_t seed) {
+    enum { BLOCKS = 1000 };
+    struct flow_world world;
+    pair_open(&world, seed % 2 == 0 ? NB_LANE_STREAM : NB_LANE_RMA,
+              (struct flow_spec){.blocks = BLOCKS, .ready_first = true}, seed);
+    size_t runs = world.nodes[0].lanes->runs.count;
+    CHECK(runs >= BLOCKS && runs < 2 * BLOCKS, "%zu runs for %d blocks", runs, BLOCKS);
+    pair_end(&world);
 }
 
 int main(int argc, char **argv) {
@@ -394,6 +459,8 @@ int main(int argc, char **argv) {
         test_bad_announcements(seed);
         test_arrivals_that_are_not_granted(seed);
         test_tag_that_is_over(seed);
+        test_credit_that_is_late(seed);
+        test_runs_of_a_long_flow(seed);
         test_block_without_memory(seed % 2 == 0 ? NB_LANE_STREAM : NB_LANE_RMA, seed % 4 < 2 ? 0 : 4096, seed);
     }
     int broken = 0;

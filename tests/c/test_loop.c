@@ -1,4 +1,4 @@
-// A loop calls who is ready, never who was removed, and can be woken from another thread.
+// The loop calls ready watches and never removed ones, and another thread can wake it.
 #include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
@@ -61,11 +61,11 @@ static void test_ready(void) {
     end_write(&a);
     CHECK(nb_loop_wait(&loop, LIMIT_MS) == 1 && a.called == 1 && a.seen == EPOLLIN, "called %d times", a.called);
     nb_loop_change(&loop, &a.watch, 0);
-    CHECK(a.watch.events == 0, "the watch says what is asked for");
+    CHECK(a.watch.events == 0, "the watch has the requested events");
     end_write(&a);
-    CHECK(nb_loop_wait(&loop, 0) == 0 && a.called == 1, "nothing was asked for");
+    CHECK(nb_loop_wait(&loop, 0) == 0 && a.called == 1, "no event was requested");
     nb_loop_change(&loop, &a.watch, EPOLLIN);
-    CHECK(nb_loop_wait(&loop, LIMIT_MS) == 1 && a.called == 2, "asked for again");
+    CHECK(nb_loop_wait(&loop, LIMIT_MS) == 1 && a.called == 2, "requested again");
     close(a.write_fd);
     CHECK(nb_loop_wait(&loop, LIMIT_MS) == 1 && (a.seen & EPOLLHUP) != 0, "the other end has closed: %x", a.seen);
     nb_loop_remove(&loop, &a.watch);
@@ -88,7 +88,7 @@ static void test_removed_in_the_batch(void) {
     end_write(&b);
     CHECK(nb_loop_wait(&loop, LIMIT_MS) == 1, "one of the two was handled");
     CHECK(a.called + b.called == 1, "called: %d, %d", a.called, b.called);
-    CHECK(nb_loop_wait(&loop, 0) == 0, "none is left");
+    CHECK(nb_loop_wait(&loop, 0) == 0, "no event is left");
     close(a.called != 0 ? a.watch.fd : b.watch.fd); // the other's was closed by the handler
     close(a.write_fd);
     close(b.write_fd);
@@ -100,7 +100,7 @@ static void on_ready_in_vain(struct nb_watch *watch, uint32_t events) {
     struct end *end = NB_CONTAINER(watch, struct end, watch);
     (void)events;
     end->called++;
-    nb_loop_vain(end->loop);
+    nb_loop_count_empty(end->loop);
 }
 
 static void test_in_vain(void) {
@@ -139,7 +139,7 @@ static void test_wake(void) {
     nb_loop_wake(&loop);
     end_write(&a);
     while (a.called == 0) {
-        CHECK(nb_loop_wait(&loop, LIMIT_MS) <= 1, "the wake is no event");
+        CHECK(nb_loop_wait(&loop, LIMIT_MS) <= 1, "the wake-up is not an event");
     }
     (void)nb_loop_wait(&loop, 0);
     struct pollfd poller = {.fd = loop.epoll_fd, .events = POLLIN};

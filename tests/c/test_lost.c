@@ -1,9 +1,9 @@
-// What a rank says and does about what a lost lane carried, word by word: the report of what is missing, what is sent again from
-// a copy, what may not be given up before the peer has said that it is there. One rank; the test is its peer and its lanes.
+// Retransmission after a lost lane, message by message: the report of missing segments, what is sent again from a
+// copy, and what is kept until the peer confirms it. One rank; the test is its peer and its lanes.
 #include "base/bits.h"
 #include "base/clock.h"
 #include "check.h"
-#include "transport/grants_internal.h"
+#include "transport/credits.h"
 #include "transport/lanes_internal.h"
 
 #include <errno.h>
@@ -14,7 +14,7 @@ enum { LANES = 3, BLOCK = 64, BLOCKS_MAX = 64, POSTS_MAX = 64, SAID_MAX = 64, RU
 
 // As they cross the wire.
 struct said {
-    uint8_t word;
+    uint8_t type;
     uint8_t count;
     uint8_t zero[6];
     uint64_t first; // lanes, or the operation
@@ -266,7 +266,7 @@ static void begin(const struct nb_lane_ops *ops) {
 }
 
 static void say(struct said said) {
-    size_t bytes = said.word == NB_WORD_MISSING ? sizeof said : said.word == NB_WORD_DONE ? 16 : 32;
+    size_t bytes = said.type == NB_MESSAGE_MISSING ? sizeof said : said.type == NB_MESSAGE_DONE ? 16 : 32;
     for (int lane = 0; lane < LANES; lane++) {
         if (lanes->peers[PEER].paths[lane].open) {
             nb_lanes_up.message(lanes, lanes->lane[lane], PEER, &said, bytes);
@@ -276,16 +276,16 @@ static void say(struct said said) {
 }
 
 static void say_lost(uint64_t on) {
-    say((struct said){.word = NB_WORD_LOST, .first = on});
+    say((struct said){.type = NB_MESSAGE_LOST, .first = on});
 }
 
 static void say_lost_end(uint64_t on, uint64_t floor) {
-    say((struct said){.word = NB_WORD_LOST_END, .first = on, .floor = {floor}});
+    say((struct said){.type = NB_MESSAGE_LOST_END, .first = on, .floor = {floor}});
 }
 
 // What left on these lanes, of the posts from `from` on, is missing there.
 static void say_missing(uint64_t op, uint64_t on, int from) {
-    struct said said = {.word = NB_WORD_MISSING, .first = op};
+    struct said said = {.type = NB_MESSAGE_MISSING, .first = op};
     for (int i = from; i < post_count; i++) {
         if ((on >> posts[i].lane & 1) != 0) {
             said.runs[said.count].first = posts[i].block;
@@ -297,7 +297,7 @@ static void say_missing(uint64_t op, uint64_t on, int from) {
 }
 
 static void say_done(uint64_t op) {
-    say((struct said){.word = NB_WORD_DONE, .count = 1, .first = op});
+    say((struct said){.type = NB_MESSAGE_DONE, .count = 1, .first = op});
 }
 
 static void lose(int lane) {
@@ -358,8 +358,8 @@ static void test_long_report(int room) {
     for (int turn = 0; !over; turn++) {
         CHECK(turn < 20, "the report has no end");
         for (int i = 0; i < heard_count; i++) {
-            over = over || heard[i].word == NB_WORD_LOST_END;
-            for (int run = 0; heard[i].word == NB_WORD_MISSING && run < heard[i].count; run++) {
+            over = over || heard[i].type == NB_MESSAGE_LOST_END;
+            for (int run = 0; heard[i].type == NB_MESSAGE_MISSING && run < heard[i].count; run++) {
                 for (uint32_t k = 0; k < heard[i].runs[run].count; k++) {
                     told[heard[i].runs[run].first + k]++;
                 }
@@ -369,7 +369,7 @@ static void test_long_report(int room) {
         nb_lanes_up.writable(lanes, lanes->lane[0], PEER);
     }
     for (int block = 0; block < BLOCKS_MAX; block++) {
-        CHECK(told[block] == block % 2, "block %d was told of %d times", block, told[block]);
+        CHECK(told[block] == block % 2, "block %d was reported %d times", block, told[block]);
     }
     nb_lanes_cancel(lanes, &in.flow);
     end();
@@ -394,7 +394,7 @@ static void test_copy_reported_then_lost(void) {
     int again = post_count;
     on_1 |= blocks_on(1, sent, again);
     all_sent();
-    CHECK(!nb_lanes_settle(lanes), "nobody has said that it is there");
+    CHECK(!nb_lanes_settle(lanes), "the peer has not confirmed it");
     lose(1);
     say_lost(1 << 1 | 1 << 2);
     say_missing(5, 1 << 1, 0);
@@ -413,7 +413,7 @@ static void test_copy_stands_in_during_a_report(void) {
     begin(&ops);
     side_add(&out, NB_FLOW_OUT, 5, 4);
     say_lost(1 << 2);
-    say((struct said){.word = NB_WORD_MISSING, .count = 1, .first = 5, .runs = {{.first = 0, .count = 4}}});
+    say((struct said){.type = NB_MESSAGE_MISSING, .count = 1, .first = 5, .runs = {{.first = 0, .count = 4}}});
     all_sent();
     CHECK(out.finished, "it was sent");
     say_lost_end(1 << 2, 5);
@@ -430,7 +430,7 @@ static void test_flow_added_during_a_report(void) {
     static struct side out;
     begin(&ops);
     say_lost(1 << 2);
-    say((struct said){.word = NB_WORD_MISSING, .count = 1, .first = 6, .runs = {{.first = 0, .count = 4}}});
+    say((struct said){.type = NB_MESSAGE_MISSING, .count = 1, .first = 6, .runs = {{.first = 0, .count = 4}}});
     side_add(&out, NB_FLOW_OUT, 6, 4);
     say_lost_end(1 << 2, 6);
     all_sent();
@@ -449,51 +449,51 @@ static void test_lane_lost_while_settling(void) {
     side_add(&out, NB_FLOW_OUT, 5, 6);
     all_sent();
     int sent = post_count;
-    CHECK(out.finished && !nb_lanes_settle(lanes), "nobody has said that it is there");
+    CHECK(out.finished && !nb_lanes_settle(lanes), "the peer has not confirmed it");
     for (int i = 0; i < heard_count; i++) {
-        asked = asked || heard[i].word == NB_WORD_ASK;
+        asked = asked || heard[i].type == NB_MESSAGE_DONE_REQUEST;
     }
-    CHECK(asked, "the peer is not asked");
+    CHECK(asked, "the peer gets no request");
     uint64_t on_1 = blocks_on(1, 0, sent);
     lose(1);
-    CHECK(!nb_lanes_settle(lanes), "a lane was lost, and nobody has said that it is there");
+    CHECK(!nb_lanes_settle(lanes), "a lane was lost, and the peer has not confirmed it");
     say_lost(1 << 1);
     say_missing(5, 1 << 1, 0);
     say_lost_end(1 << 1, 5);
-    CHECK(on_1 != 0 && blocks_again(sent, 5) == on_1, "what is missing is not sent again");
+    CHECK(on_1 != 0 && blocks_again(sent, 5) == on_1, "missing blocks are not sent again");
     CHECK(!nb_lanes_settle(lanes), "it is on its way");
     all_sent();
-    CHECK(!nb_lanes_settle(lanes), "it was sent, and nobody has said that it is there");
+    CHECK(!nb_lanes_settle(lanes), "it was sent, and the peer has not confirmed it");
     say_done(5);
     CHECK(nb_lanes_settle(lanes), "all is there");
     end();
 }
 
-static void say_grant(uint64_t op, uint32_t count) {
-    struct wire_grants message = {.type = NB_WORD_GRANTS, .count = 1};
-    message.grants[0].op = op;
-    message.grants[0].count = count;
-    nb_lanes_up.message(lanes, lanes->lane[0], PEER, &message, WIRE_GRANTS_BYTES(1));
+static void say_credit(uint64_t op, uint32_t count) {
+    struct wire_credits message = {.type = NB_MESSAGE_CREDITS, .count = 1};
+    message.credits[0].op = op;
+    message.credits[0].count = count;
+    nb_lanes_up.message(lanes, lanes->lane[0], PEER, &message, NB_WIRE_CREDITS_BYTES(1));
 }
 
 // Credit that is told again, after a lane was lost, for the newest operation there was, which is over: it is for nobody.
-static void test_late_grant(void) {
+static void test_late_credit(void) {
     const struct nb_lane_ops ops = hand_ops(NB_LANE_RMA);
     static struct side out;
     begin(&ops);
     for (uint16_t lane = 0; lane < LANES; lane++) {
-        struct wire_region region = {.type = NB_WORD_REGION, .lane = lane, .addr = 4096};
+        struct wire_region region = {.type = NB_MESSAGE_REGION, .lane = lane, .addr = 4096};
         nb_lanes_up.message(lanes, lanes->lane[lane], PEER, &region, sizeof region);
     }
     side_add(&out, NB_FLOW_OUT, 5, 4);
-    say_grant(5, 4);
+    say_credit(5, 4);
     all_sent();
     say_done(5);
     CHECK(out.finished && nb_lanes_settle(lanes), "it is over");
     const struct rma_peer *rma = lanes->peers[PEER].rma;
-    say_grant(5, 4);
+    say_credit(5, 4);
     CHECK(rma->orphans == NULL, "credit for an operation that is over is kept");
-    say_grant(6, 4);
+    say_credit(6, 4);
     CHECK(rma->orphans != NULL, "credit for the next one is not");
     end();
 }
@@ -505,6 +505,6 @@ int main(void) {
     test_copy_stands_in_during_a_report();
     test_flow_added_during_a_report();
     test_lane_lost_while_settling();
-    test_late_grant();
+    test_late_credit();
     return 0;
 }

@@ -1,9 +1,9 @@
-// What strangers can do to the libfabric lane: arrivals and messages that prove no right to be taken are dropped and
-// counted. They land nowhere, cost no lane and blame nobody. NETBOTTLENECK_LIBFABRIC and NETBOTTLENECK_PROVIDER choose.
+// Unauthenticated arrivals and messages on the libfabric lane are dropped and counted. They do not land, cost no
+// lane and blame no rank. NETBOTTLENECK_LIBFABRIC and NETBOTTLENECK_PROVIDER choose the library and the provider.
 #include "flows.h"
 #ifdef NB_HAVE_OFI
 #include "outsider.h"
-#include "transport/grants_internal.h"
+#include "transport/credits.h"
 
 enum { BLOCK = 4096, BLOCKS = 24, LANES = 2 };
 
@@ -54,7 +54,7 @@ static void turn_all(struct flow_world *world, struct outsider *outsider) {
 // Shows the outsider where a rank's lane is.
 static void outsider_meet(struct outsider *outsider, const struct flow_world *world, int victim, int lane) {
     struct nb_error err = {0};
-    struct nb_lane_address address[LANES];
+    struct wire_lane_address address[LANES];
     CHECK(nb_lanes_address_bytes(world->nodes[victim].lanes) == sizeof address, "%d lanes", LANES);
     nb_lanes_address(world->nodes[victim].lanes, address);
     int rc = nb_ofi_ops.peer_open(outsider->lane, victim, address[lane].addr, address[lane].bytes, &err);
@@ -112,7 +112,7 @@ static uint64_t next_number(const struct flow_world *world, int lane) {
 
 // Says something until it is refused.
 static void message_refused(struct flow_world *world, struct outsider *outsider, const char *what) {
-    unsigned char farewell[8] = {NB_WORD_BYE}; // were it believed, the sender would have left
+    unsigned char farewell[8] = {NB_MESSAGE_LEAVE}; // were it believed, the sender would have left
     struct flow_node *victim = &world->nodes[1];
     uint64_t refused = nb_lanes_refused(victim->lanes);
     int rc = -EAGAIN;
@@ -120,7 +120,7 @@ static void message_refused(struct flow_world *world, struct outsider *outsider,
                (rc = rc == -EAGAIN ? nb_ofi_ops.message(outsider->lane, 1, farewell, sizeof farewell) : rc) != -EAGAIN);
     CHECK(rc == 0, "%s: %s", what, nb_code_name(rc));
     TURN_UNTIL(world, outsider, nb_lanes_refused(victim->lanes) > refused || victim->lanes->peers[0].left);
-    CHECK(!victim->lanes->peers[0].left, "%s was believed", what);
+    CHECK(!victim->lanes->peers[0].left, "%s was accepted", what);
 }
 
 static void message_case(const char *what, const unsigned char *session, int index, bool replayed) {

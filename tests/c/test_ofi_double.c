@@ -1,5 +1,5 @@
-// The libfabric lane where libfabric fails: each call in turn while a lane opens and while memory is mapped, and writes by
-// their completion. Nothing is closed twice, nothing stays open, no byte is wrong. The double breaks the test otherwise.
+// Failures of libfabric: each call fails in turn while a lane opens and while memory is mapped, and writes fail at
+// completion. Nothing is closed twice or left open, and no byte is wrong. The test double detects misuse.
 #include "flows.h"
 #ifdef NB_HAVE_OFI
 #include "ofi_double.h"
@@ -98,13 +98,13 @@ static void test_failing_write(int nth, size_t data_bytes) {
     free(world);
 }
 
-// Shows `from` where `to` is, which is rank 1.
-static void meet(struct outsider *from, const struct outsider *to) {
+// Shows `from` where `to` is, which is rank `peer`.
+static void meet(struct outsider *from, const struct outsider *to, int peer) {
     unsigned char address[NB_LANE_ADDR_MAX];
     struct nb_error err = {0};
     size_t bytes = 0;
     nb_ofi_ops.address(to->lane, address, &bytes);
-    CHECK(nb_ofi_ops.peer_open(from->lane, 1, address, bytes, &err) == 0, "%s", err.text);
+    CHECK(nb_ofi_ops.peer_open(from->lane, peer, address, bytes, &err) == 0, "%s", err.text);
 }
 
 // A lane that is closed between a write that has landed and the message that tells of it answers the write all the same.
@@ -120,7 +120,7 @@ static void test_closing_before_telling(bool telling_fails) {
     CHECK(outsider_open(&sender, 0, 0, 2, NULL, &err) == 0, "%s", err.text);
     CHECK(outsider_open(&receiver, 0, 1, 2, NULL, &err) == 0, "%s", err.text);
     CHECK(nb_ofi_ops.map(receiver.lane, memory, sizeof memory, &region, &err) == 0, "%s", err.text);
-    meet(&sender, &receiver);
+    meet(&sender, &receiver, 1);
     double_state.deaf = true;
     int64_t deadline = flows_deadline();
     for (int i = 0; i < WRITES;) {
@@ -139,18 +139,48 @@ static void test_closing_before_telling(bool telling_fails) {
         (void)nb_ofi_ops.progress(sender.lane);
         CHECK(nb_now_ns() < deadline, "%d writes landed", nb_ofi_lane_of(sender.lane)->landed);
     }
-    CHECK(sender.sent == 0 && nb_ofi_ops.arm(sender.lane) == -EAGAIN, "a write is over of which nobody was told");
+    CHECK(sender.sent == 0 && nb_ofi_ops.arm(sender.lane) == -EAGAIN, "a write completed without a report");
     if (telling_fails) {
         (void)nb_ofi_peer_fail(nb_ofi_lane_of(sender.lane), 1, FI_EIO, "a test");
         while (!sender.lost) {
             (void)nb_ofi_ops.progress(sender.lane);
-            CHECK(nb_now_ns() < deadline, "the failure is not told");
+            CHECK(nb_now_ns() < deadline, "the failure is not reported");
         }
     } else {
         nb_ofi_ops.peer_close(sender.lane, 1);
     }
     CHECK(sender.sent == WRITES, "%llu of %d writes were answered", (unsigned long long)sender.sent, WRITES);
     nb_ofi_ops.unmap(receiver.lane, &region);
+    nb_ofi_ops.close(sender.lane);
+    nb_ofi_ops.close(receiver.lane);
+    double_end();
+}
+
+// A message that comes before its sender is opened is delivered after the opening, but not if the lane was closed since.
+static void test_message_before_opening(bool closes) {
+    static const char word[] = "early";
+    struct outsider sender;
+    struct outsider receiver;
+    struct nb_error err = {0};
+    int64_t deadline = flows_deadline();
+    double_begin(0, 4);
+    CHECK(outsider_open(&sender, 0, 0, 2, NULL, &err) == 0, "%s", err.text);
+    CHECK(outsider_open(&receiver, 0, 1, 2, NULL, &err) == 0, "%s", err.text);
+    meet(&sender, &receiver, 1);
+    for (bool sent = false; !sent || nb_list_empty(&nb_ofi_lane_of(receiver.lane)->held);) {
+        sent = sent || nb_ofi_ops.message(sender.lane, 1, word, sizeof word) == 0;
+        (void)nb_ofi_ops.progress(sender.lane);
+        (void)nb_ofi_ops.progress(receiver.lane);
+        CHECK(nb_now_ns() < deadline, "the message did not come");
+    }
+    CHECK(receiver.messages == 0, "a message of a rank that is not open is delivered");
+    meet(&receiver, &sender, 0);
+    if (closes) {
+        nb_ofi_ops.peer_close(receiver.lane, 0);
+    }
+    (void)nb_ofi_ops.progress(receiver.lane);
+    CHECK(receiver.messages == (closes ? 0 : 1), "a lane that is %s delivers %llu messages", closes ? "closed" : "open",
+          (unsigned long long)receiver.messages);
     nb_ofi_ops.close(sender.lane);
     nb_ofi_ops.close(receiver.lane);
     double_end();
@@ -176,7 +206,7 @@ static void test_short_completion_data(void) {
                                               .step = BLOCKS};
     CHECK(flows_open(world, &err) == 0, "%s", err.text);
     struct nb_lanes *lanes = world->nodes[1].lanes;
-    struct nb_lane_address address;
+    struct wire_lane_address address;
     nb_lanes_address(lanes, &address);
     uint64_t victim = nb_ofi_lane_of(lanes->lane[0])->ep != NULL ? double_state.ids : 0;
     for (uint64_t id = 1; id <= victim; id++) { // one of these is its endpoint
@@ -209,6 +239,8 @@ int main(void) {
     }
     test_closing_before_telling(false);
     test_closing_before_telling(true);
+    test_message_before_opening(false);
+    test_message_before_opening(true);
     test_short_completion_data();
     return 0;
 }

@@ -1,23 +1,32 @@
-// The order in which operations start that are complete at the same moment: by priority, and among equals as they became
-// complete. All that a rank submits reaches rank 0 at once.
+// The start order of operations that become complete at the same moment: by priority, then by the order in which
+// they became complete. All submissions of a rank reach rank 0 at once.
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
 
-#include "engine/internal.h"
+#include "engine/context.h"
 #include "job.h"
 
 enum { OPERATIONS = 12, ORDER_RANKS = 3 };
 
 static atomic_int submitted[ORDER_RANKS];
 
-void __real_nb_member_flush(struct nb_job *job);
-void __wrap_nb_member_flush(struct nb_job *job);
+void __real_nb_negotiation_flush(struct nb_job *job);
+void __wrap_nb_negotiation_flush(struct nb_job *job);
+void __real_nb_coordinator_collect(struct nb_job *job);
+void __wrap_nb_coordinator_collect(struct nb_job *job);
 
 // A rank tells nothing of what it has submitted before it has submitted all.
-void __wrap_nb_member_flush(struct nb_job *job) {
+void __wrap_nb_negotiation_flush(struct nb_job *job) {
     if (atomic_load(&submitted[job->rank]) == OPERATIONS) {
-        __real_nb_member_flush(job);
+        __real_nb_negotiation_flush(job);
+    }
+}
+
+// Rank 0 takes its own.
+void __wrap_nb_coordinator_collect(struct nb_job *job) {
+    if (atomic_load(&submitted[0]) == OPERATIONS) {
+        __real_nb_coordinator_collect(job);
     }
 }
 

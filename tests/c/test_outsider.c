@@ -1,5 +1,5 @@
-// A process that knows nothing of a job but its ports, against the job while it works: arrivals of every slot, block and
-// tag, messages and connections of garbage. Every sum is right, the job goes on and loses no lane.
+// A process that knows only a job's ports sends arrivals of every slot, block and tag, and garbage messages and
+// connections, while the job runs. Every sum is right, and the job continues and loses no lane.
 #include "job.h"
 #ifdef NB_HAVE_OFI
 #include <fcntl.h>
@@ -9,14 +9,14 @@
 
 #include "base/arena.h"
 #include "base/sha256.h"
-#include "engine/internal.h"
+#include "engine/context.h"
 #include "outsider.h"
 
 enum { RANKS = 2, LANES = 2, COUNT = 1 << 18, REFUSED = 2000, NOTICED_S = 90, SAME_SLOT = 16, SOCKETS = 4 };
 
 // What the outsider is told: where the lanes are. Anybody finds that by looking for open ports.
 struct places {
-    struct nb_lane_address lane[RANKS][LANES];
+    struct wire_lane_address lane[RANKS][LANES];
 };
 
 static int places_pipe[2];
@@ -55,7 +55,7 @@ static void harass(struct outsider *outsider, int victim, uint32_t turn) {
 }
 
 // Where a rank's endpoint is as libfabric's sockets have it: the name at the end of a lane's address.
-static const unsigned char *name_of(const struct nb_lane_address *address) {
+static const unsigned char *name_of(const struct wire_lane_address *address) {
     return address->addr + address->bytes - 104;
 }
 
@@ -74,7 +74,7 @@ static int outsider_main(void) {
     for (int i = 0; i < LANES; i++) { // it is neither of the ranks: rank 2 of 3, by its own account
         CHECK(outsider_open(&outsider[i], i, RANKS, RANKS + 1, NULL, &err) == 0, "%s", err.text);
         for (int victim = 0; victim < RANKS; victim++) {
-            const struct nb_lane_address *at = &places.lane[victim][i];
+            const struct wire_lane_address *at = &places.lane[victim][i];
             CHECK(nb_ofi_ops.peer_open(outsider[i].lane, victim, at->addr, at->bytes, &err) == 0, "%s", err.text);
         }
     }
@@ -102,7 +102,7 @@ static uint64_t refused_here(struct test_rank *me) {
 
 static void tell_places(struct test_rank *me, float *line) {
     struct places places = {0};
-    struct nb_lane_address mine[LANES];
+    struct wire_lane_address mine[LANES];
     unsigned char *both = (unsigned char *)line;
     CHECK(nb_lanes_address_bytes(me->job->lanes) == sizeof mine, "%d lanes", LANES);
     nb_lanes_address(me->job->lanes, mine);

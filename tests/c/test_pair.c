@@ -1,4 +1,4 @@
-// The kernels that write a sum to two places give what the others give one after the other, bit for bit.
+// The kernels that write a sum to two destinations give the same bits as the single-destination kernels in sequence.
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -98,8 +98,8 @@ static void check_kernel(nb_pair_fn pair, int dtype) {
 
 int main(void) {
     for (int dtype = 0; dtype < NB_DTYPES; dtype++) {
-        CHECK(nb_pair_kernel(dtype, NB_SUM) != NULL, "%s has none", nb_dtype_name(dtype));
-        CHECK(nb_pair_kernel(dtype, NB_MAX) == NULL, "%s: a maximum is no sum", nb_dtype_name(dtype));
+        CHECK(nb_pair_kernel(dtype, NB_SUM) != NULL, "%s has no kernel", nb_dtype_name(dtype));
+        CHECK(nb_pair_kernel(dtype, NB_MAX) == NULL, "%s: a kernel for a maximum", nb_dtype_name(dtype));
         check_kernel(nb_pair_generic[dtype], dtype);
         for (int isa = 0; isa < NB_ISAS; isa++) {
             nb_pair_fn own = nb_isa_runs(isa) ? nb_kernels_of(isa)->pair[dtype] : NULL;

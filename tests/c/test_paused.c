@@ -1,13 +1,13 @@
-// A rank is stopped at one step of the shared-memory path after another, as a frozen container or a migrated machine is.
-// The others fail, have their memory back and fill it; then the rank goes on. Nothing of what they wrote changes.
+// A rank is stopped at each step of the shared-memory path in turn, like a frozen container or a migrated machine.
+// The others fail, get their memory back and fill it; then the rank resumes. It changes nothing that they wrote.
 #include <stdint.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 
 #include "coll/choose.h"
 #include "coll/reduce_pair.h"
-#include "engine/internal.h"
-#include "engine/local_share.h"
+#include "engine/context.h"
+#include "engine/shared_fold.h"
 #include "sums.h"
 #include "transport/shm.h"
 #include "transport/shm_pipe.h"
@@ -68,10 +68,10 @@ int __wrap_nb_shm_offer(struct nb_shm *shm, void *base, size_t bytes, int fd, st
     return __real_nb_shm_offer(shm, base, bytes, fd, err);
 }
 
-int __real_nb_handover_receive(int fd, void *message, size_t bytes, int *fds, int count);
-int __wrap_nb_handover_receive(int fd, void *message, size_t bytes, int *fds, int count);
-int __wrap_nb_handover_receive(int fd, void *message, size_t bytes, int *fds, int count) {
-    int rc = __real_nb_handover_receive(fd, message, bytes, fds, count);
+int __real_nb_fdpass_receive(int fd, void *message, size_t bytes, int *fds, int count);
+int __wrap_nb_fdpass_receive(int fd, void *message, size_t bytes, int *fds, int count);
+int __wrap_nb_fdpass_receive(int fd, void *message, size_t bytes, int *fds, int count) {
+    int rc = __real_nb_fdpass_receive(fd, message, bytes, fds, count);
     if (rc == 0) {
         step("map an arena");
     }
@@ -92,18 +92,18 @@ char *__wrap_nb_shm_memory(const struct nb_shm *shm, int rank, const struct nb_s
     return __real_nb_shm_memory(shm, rank, piece);
 }
 
-bool __real_nb_shm_enter(struct nb_shm *shm);
-bool __wrap_nb_shm_enter(struct nb_shm *shm);
-bool __wrap_nb_shm_enter(struct nb_shm *shm) {
-    bool may = __real_nb_shm_enter(shm);
+bool __real_nb_shm_write_begin(struct nb_shm *shm);
+bool __wrap_nb_shm_write_begin(struct nb_shm *shm);
+bool __wrap_nb_shm_write_begin(struct nb_shm *shm) {
+    bool may = __real_nb_shm_write_begin(shm);
     step("entered");
     return may;
 }
 
-void __real_nb_shm_leave(struct nb_shm *shm);
-void __wrap_nb_shm_leave(struct nb_shm *shm);
-void __wrap_nb_shm_leave(struct nb_shm *shm) {
-    __real_nb_shm_leave(shm);
+void __real_nb_shm_write_end(struct nb_shm *shm);
+void __wrap_nb_shm_write_end(struct nb_shm *shm);
+void __wrap_nb_shm_write_end(struct nb_shm *shm) {
+    __real_nb_shm_write_end(shm);
     step("left");
 }
 
@@ -122,18 +122,18 @@ size_t __wrap_nb_shm_pipe_write(struct nb_shm_pipe *pipe, const void *data, size
     return wrote;
 }
 
-long __real_nb_shm_pipe_read(struct nb_shm_pipe *pipe, void *data, size_t room, bool *tell);
-long __wrap_nb_shm_pipe_read(struct nb_shm_pipe *pipe, void *data, size_t room, bool *tell);
-long __wrap_nb_shm_pipe_read(struct nb_shm_pipe *pipe, void *data, size_t room, bool *tell) {
+long __real_nb_shm_pipe_read(struct nb_shm_pipe *pipe, void *data, size_t room, bool *writer_waits);
+long __wrap_nb_shm_pipe_read(struct nb_shm_pipe *pipe, void *data, size_t room, bool *writer_waits);
+long __wrap_nb_shm_pipe_read(struct nb_shm_pipe *pipe, void *data, size_t room, bool *writer_waits) {
     step("pipe is read");
-    return __real_nb_shm_pipe_read(pipe, data, room, tell);
+    return __real_nb_shm_pipe_read(pipe, data, room, writer_waits);
 }
 
-void __real_nb_share_direct(struct local *l, struct nb_work *work, struct nb_range range);
-void __wrap_nb_share_direct(struct local *l, struct nb_work *work, struct nb_range range);
-void __wrap_nb_share_direct(struct local *l, struct nb_work *work, struct nb_range range) {
+void __real_nb_fold_direct(struct shared *l, struct nb_work *work, struct nb_range range);
+void __wrap_nb_fold_direct(struct shared *l, struct nb_work *work, struct nb_range range);
+void __wrap_nb_fold_direct(struct shared *l, struct nb_work *work, struct nb_range range) {
     step("share, before");
-    __real_nb_share_direct(l, work, range);
+    __real_nb_fold_direct(l, work, range);
     step("share, after");
 }
 
@@ -154,19 +154,19 @@ nb_pair_fn __wrap_nb_pair_kernel(int dtype, int redop) {
 }
 
 #define BOTH_ENDS(function, name)                                                                                      \
-    void __real_##function(struct local *l, struct nb_work *work, uint64_t window);                                    \
-    void __wrap_##function(struct local *l, struct nb_work *work, uint64_t window);                                    \
-    void __wrap_##function(struct local *l, struct nb_work *work, uint64_t window) {                                   \
+    void __real_##function(struct shared *l, struct nb_work *work, uint64_t window);                                   \
+    void __wrap_##function(struct shared *l, struct nb_work *work, uint64_t window);                                   \
+    void __wrap_##function(struct shared *l, struct nb_work *work, uint64_t window) {                                  \
         step(name ", before");                                                                                         \
         __real_##function(l, work, window);                                                                            \
         step(name ", after");                                                                                          \
     }
 
-BOTH_ENDS(nb_share_fill, "fill")
-BOTH_ENDS(nb_share_reduce, "reduce")
-BOTH_ENDS(nb_share_empty, "empty")
-BOTH_ENDS(nb_share_fold, "fold")
-BOTH_ENDS(nb_share_spread, "spread")
+BOTH_ENDS(nb_fold_fill, "fill")
+BOTH_ENDS(nb_fold_reduce, "reduce")
+BOTH_ENDS(nb_fold_empty, "empty")
+BOTH_ENDS(nb_fold_sum, "fold")
+BOTH_ENDS(nb_fold_spread, "spread")
 
 // --- ranks, each a process
 

@@ -423,12 +423,12 @@ static void test_bf16_rounding(void) {
 }
 
 static void test_unknown(void) {
-    CHECK(nb_reduce_kernel(NB_ISA_GENERIC, NB_DTYPES, NB_SUM) == NULL, "there is no such dtype");
-    CHECK(nb_reduce_kernel(NB_ISA_GENERIC, -1, NB_SUM) == NULL, "there is no such dtype");
-    CHECK(nb_reduce_kernel(NB_ISA_GENERIC, NB_F32, NB_REDOPS) == NULL, "there is no such reduction");
-    CHECK(nb_scale_kernel(NB_ISA_GENERIC, NB_DTYPES) == NULL, "there is no such dtype");
+    CHECK(nb_reduce_kernel(NB_ISA_GENERIC, NB_DTYPES, NB_SUM) == NULL, "unknown dtype");
+    CHECK(nb_reduce_kernel(NB_ISA_GENERIC, -1, NB_SUM) == NULL, "unknown dtype");
+    CHECK(nb_reduce_kernel(NB_ISA_GENERIC, NB_F32, NB_REDOPS) == NULL, "unknown reduction");
+    CHECK(nb_scale_kernel(NB_ISA_GENERIC, NB_DTYPES) == NULL, "unknown dtype");
     CHECK(strcmp(nb_isa_name(NB_ISA_AVX2), "avx2") == 0 && strcmp(nb_isa_name(7), "?") == 0, "names");
-    CHECK(!nb_isa_runs(-1) && !nb_isa_runs(NB_ISAS), "there is no such set");
+    CHECK(!nb_isa_runs(-1) && !nb_isa_runs(NB_ISAS), "unknown instruction set");
     CHECK(nb_isa_runs(NB_ISA_GENERIC) && nb_isa_runs((int)nb_reduce_best()), "these run everywhere");
     CHECK(nb_kernels_of(NB_ISAS) == &nb_kernels_generic, "the generic set serves where there is no other");
 }

@@ -1,5 +1,5 @@
-// The engine on lines of unusual shape: memory that each rank cuts in its own way, pieces without bytes, elements of one
-// byte at odd places, parts that are no whole blocks, the smallest and largest segments, nine ranks.
+// The engine on buffers of unusual shape: memory cut differently on each rank, empty pieces, one-byte elements at
+// odd addresses, parts that are not whole blocks, the smallest and largest segments, nine ranks.
 #include <errno.h>
 #include <stdint.h>
 #include <unistd.h>
@@ -192,7 +192,7 @@ static void crowd(struct test_rank *me) {
 }
 
 static int algorithms(struct test_rank like) {
-    static const enum nb_algorithm each[] = {NB_ALGORITHM_NONE, NB_ALGORITHM_DOUBLING, NB_ALGORITHM_HALVING};
+    static const enum nb_algorithm_id each[] = {NB_ALGORITHM_NONE, NB_ALGORITHM_DOUBLING, NB_ALGORITHM_HALVING};
     int rc = 0;
     for (int a = 0; a < 3 && rc == 0; a++) {
         like.algorithm = each[a];

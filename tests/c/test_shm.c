@@ -1,5 +1,5 @@
-// Ranks of one host that share memory: every kind of operation, in arenas and elsewhere, in one piece and in many; what
-// happens where memory cannot be shared, and when a rank leaves.
+// Ranks of one host with shared memory: every kind of operation, in arenas and elsewhere, contiguous and scattered.
+// Also failures to share memory, and a rank that leaves.
 #include <errno.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
@@ -12,8 +12,11 @@
 
 #include "base/arena.h"
 #include "base/dtype.h"
-#include "engine/local_share.h"
+#include "base/fdpass.h"
+#include "engine/shared_fold.h"
 #include "sums.h"
+#include "transport/shm.h"
+#include "transport/shm_pipe.h"
 
 enum { MANY = 40, MANY_COUNT = 3001 };
 
@@ -106,8 +109,8 @@ static void limited(struct test_rank *me) {
     one(me, op, large[0].base, KINDS_COUNT, whole);
     CHECK(info_of(me).shm_staged_bytes > 0, "rank %d: others use memory that they cannot map", me->rank);
     CHECK(nb_job_notice(me->job, text, sizeof text) && strstr(text, "File too large (ulimit -f is lower)") != NULL,
-          "rank %d is told: %s", me->rank, text);
-    CHECK(!nb_job_notice(me->job, text, sizeof text), "rank %d is told again: %s", me->rank, text);
+          "rank %d reports: %s", me->rank, text);
+    CHECK(!nb_job_notice(me->job, text, sizeof text), "rank %d reports again: %s", me->rank, text);
     test_barrier(me, "over");
     nb_job_close(me->job);
     me->job = NULL;
@@ -126,14 +129,14 @@ static void works(struct test_rank *me) {
 static void works_quietly(struct test_rank *me) {
     char text[NB_ERROR_TEXT];
     works(me);
-    CHECK(!nb_job_notice(me->job, text, sizeof text), "nobody needs to be told: %s", text);
+    CHECK(!nb_job_notice(me->job, text, sizeof text), "an unneeded notice: %s", text);
 }
 
 static void works_loudly(struct test_rank *me) {
     char text[NB_ERROR_TEXT] = "";
     works(me);
     bool told = nb_job_notice(me->job, text, sizeof text);
-    CHECK(told == (me->rank == 0), "rank %d is told: %s", me->rank, text);
+    CHECK(told == (me->rank == 0), "rank %d reports: %s", me->rank, text);
     CHECK(!told || strstr(text, me->arg) != NULL, "the reason is not in: %s", text);
 }
 
@@ -143,6 +146,44 @@ static void must_not_run(struct test_rank *me) {
 
 static const struct test_rank two = {
     .size = 2, .transport = "tcp", .streams = 1, .timeout_ms = 20000, .shm = NB_SHM_REQUIRED, .host = "here"};
+
+// While this is set, rank 1 fails to meet the others.
+static _Atomic bool meeting_fails;
+
+int __real_nb_shm_rendezvous(struct nb_shm *shm, const char (*names)[NB_FDPASS_NAME], const struct nb_boot *boot,
+                             int wake_fd, int64_t deadline_ns, struct nb_error *err);
+int __wrap_nb_shm_rendezvous(struct nb_shm *shm, const char (*names)[NB_FDPASS_NAME], const struct nb_boot *boot,
+                             int wake_fd, int64_t deadline_ns, struct nb_error *err);
+int __wrap_nb_shm_rendezvous(struct nb_shm *shm, const char (*names)[NB_FDPASS_NAME], const struct nb_boot *boot,
+                             int wake_fd, int64_t deadline_ns, struct nb_error *err) {
+    int rc = __real_nb_shm_rendezvous(shm, names, boot, wake_fd, deadline_ns, err);
+    return rc == 0 && boot->rank == 1 && atomic_load(&meeting_fails) ? nb_fail(err, -EPERM, "a wall") : rc;
+}
+
+// If one rank cannot map the shared memory, all ranks use the network, and rank 0 says why.
+static void without_meeting(void) {
+    static char why[] = "rank 1: a wall";
+    struct test_rank like = two;
+    like.shm = NB_SHM_AUTO;
+    like.run = works_loudly;
+    like.arg = why;
+    atomic_store(&meeting_fails, true);
+    CHECK(test_job(&like) == 0, "ranks that do not meet");
+    atomic_store(&meeting_fails, false);
+}
+
+// The first byte that is read wakes a writer that found too little room. Later bytes wake nobody.
+static void pipe_tells(void) {
+    static struct nb_shm_pipe pipe;
+    static char data[NB_SHM_PIPE_BYTES];
+    bool writer_waits = true;
+    CHECK(nb_shm_pipe_write(&pipe, data, sizeof data) == sizeof data, "it is as large as that");
+    CHECK(nb_shm_pipe_read(&pipe, data, 1, &writer_waits) == 1 && !writer_waits, "nobody waits");
+    CHECK(nb_shm_pipe_write(&pipe, data, 2) == 1, "there is room for one");
+    CHECK(nb_shm_pipe_read(&pipe, data, 0, &writer_waits) == 0 && !writer_waits, "there is no more room than before");
+    CHECK(nb_shm_pipe_read(&pipe, data, 1, &writer_waits) == 1 && writer_waits, "the writer waits for room");
+    CHECK(nb_shm_pipe_read(&pipe, data, 1, &writer_waits) == 1 && !writer_waits, "it was woken before");
+}
 
 // In a process of its own, which may not make memory that can be passed on.
 static void without_memfd(enum nb_shm_mode mode, void (*run)(struct test_rank *me)) {
@@ -191,9 +232,9 @@ static void with_a_limit(void) {
 }
 
 static void where_it_is_off(void) {
-    static char told[] = "rank 1 was told not to";
+    static char told[] = "rank 1 disables it (NETBOTTLENECK_SHM=0)";
     static char hosts[] = "ranks 0 and 1 are on different hosts";
-    static char nameless[] = "its host has no name";
+    static char nameless[] = "its host has no identifier";
     struct test_rank like = two;
     like.shm = NB_SHM_AUTO;
     like.run = works_quietly;
@@ -228,12 +269,12 @@ static void leaves(struct test_rank *me) {
 
 static _Atomic(char *) detach_in; // an operation of rank 0, which has described this
 
-void __real_nb_share_direct(struct local *l, struct nb_work *work, struct nb_range range);
-void __wrap_nb_share_direct(struct local *l, struct nb_work *work, struct nb_range range);
-void __wrap_nb_share_direct(struct local *l, struct nb_work *work, struct nb_range range) {
+void __real_nb_fold_direct(struct shared *l, struct nb_work *work, struct nb_range range);
+void __wrap_nb_fold_direct(struct shared *l, struct nb_work *work, struct nb_range range);
+void __wrap_nb_fold_direct(struct shared *l, struct nb_work *work, struct nb_range range) {
     char *memory = l->rank == 0 ? atomic_exchange(&detach_in, NULL) : NULL;
     CHECK(memory == NULL || nb_arena_detach(memory, ARENA_BYTES) == 0, "detach");
-    __real_nb_share_direct(l, work, range);
+    __real_nb_fold_direct(l, work, range);
 }
 
 // Another communicator of rank 0's process takes an arena back, between two operations and in the middle of one.
@@ -255,7 +296,7 @@ static void taken_back(struct test_rank *me) {
         atomic_store(&detach_in, second);
     }
     int rc = test_try(me, test_op("late", NB_OP_ALLREDUCE, &all), &err);
-    CHECK(me->rank != 0 || (rc == -EBUSY && strstr(err.text, "taken back") != NULL), "rank 0: %d %s", rc, err.text);
+    CHECK(me->rank != 0 || (rc == -EBUSY && strstr(err.text, "withdrawn") != NULL), "rank 0: %d %s", rc, err.text);
     CHECK(rc == 0 || rc == -EBUSY, "rank %d: %d %s", me->rank, rc, err.text); // its own line is whole
 }
 
@@ -277,5 +318,7 @@ int main(void) {
     like.run = leaves;
     CHECK(test_job(&like) == 0, "a rank that leaves");
     where_it_is_off();
+    without_meeting();
+    pipe_tells();
     return 0;
 }

@@ -1,4 +1,4 @@
-// The what-if engine: closed forms by hand, rules that keep their limits, bytes that all travel, the same twice.
+// The what-if engine: closed forms by hand, the limits of each rule, conservation of bytes, and repeatable results.
 #include <errno.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -380,6 +380,21 @@ static void refused(void) {
     CHECK(go(&s) == -EOVERFLOW, "centuries");
 }
 
+// Steps times tensors may be as large as INT32_MAX; one more is refused.
+static void most_cells(void) {
+    static struct scene s;
+    struct nb_error most = {0};
+    struct nb_error more = {0};
+    fill(&s, 1, 1, 1, 0);
+    s.program.steps = INT32_MAX;
+    CHECK(nb_sim_run(&s.program, &s.plan, &s.cost, &s.result, &most) == -EINVAL, "the items are of one step");
+    CHECK(strstr(most.text, "the items end") != NULL, "%s", most.text);
+    fill(&s, 1, 2, 1, 0);
+    s.program.steps = INT32_MAX / 2 + 1;
+    CHECK(nb_sim_run(&s.program, &s.plan, &s.cost, &s.result, &more) == -EINVAL, "one cell too many");
+    CHECK(strstr(more.text, "2 tensors, 1073741824 steps") != NULL, "%s", more.text);
+}
+
 // Any part of an operation may be too long.
 static void too_long(void) {
     static struct scene s;
@@ -415,6 +430,7 @@ int main(void) {
     paper2020();
     order_of_buckets();
     refused();
+    most_cells();
     too_long();
     for (uint32_t seed = 1; seed <= 40; seed++) {
         rules(seed);

@@ -1,4 +1,5 @@
-// Addresses are read and written alike, ports come from their range, and a peer's end is an error, never a signal.
+// Addresses are parsed and formatted consistently, ports come from their range, and a closed peer causes an error,
+// never a signal.
 #include <errno.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -174,7 +175,7 @@ static void test_whole_buffers(int fds[2]) {
     while (rc == 0) {
         rc = nb_sock_write_all(fds[0], out, BYTES, nb_now_ns() - 1);
     }
-    CHECK(rc == -ETIMEDOUT, "nobody reads: %d", rc);
+    CHECK(rc == -ETIMEDOUT, "no reader: %d", rc);
     free(out);
     free(in);
 }
@@ -183,13 +184,13 @@ static void test_end_of_peer(int fds[2]) {
     char byte = 'x';
     CHECK(nb_sock_write_all(fds[1], &byte, 1, in_ms(LIMIT_MS)) == 0, "one byte");
     (void)shutdown(fds[1], SHUT_RDWR);
-    CHECK(nb_sock_read_all(fds[0], &byte, 1, in_ms(LIMIT_MS)) == 0, "what came before the end is read");
+    CHECK(nb_sock_read_all(fds[0], &byte, 1, in_ms(LIMIT_MS)) == 0, "data before the end are read");
     CHECK(nb_sock_read_all(fds[0], &byte, 1, in_ms(LIMIT_MS)) == -ECONNRESET, "the end is a reset");
     int rc = 0;
     while (rc == 0) {
         rc = nb_sock_write_all(fds[0], &byte, 1, in_ms(LIMIT_MS));
     }
-    CHECK(rc == -ECONNRESET, "writing to nobody: %d, and no SIGPIPE", rc);
+    CHECK(rc == -ECONNRESET, "writing to a closed peer: %d, and no SIGPIPE", rc);
     close(fds[0]);
     close(fds[1]);
 }
@@ -265,7 +266,7 @@ static void test_refused(void) {
         rc = nb_sock_connected(fd);
         close(fd);
     }
-    CHECK(rc == -ECONNREFUSED, "nobody listens there: %d", rc);
+    CHECK(rc == -ECONNREFUSED, "no listener: %d", rc);
     close(holder);
 }
 
@@ -304,7 +305,7 @@ static void test_interfaces(void) {
     CHECK(nb_sock_interfaces("lo", addrs, names, 0, NULL) <= 0, "no room");
 
     struct nb_error err = {0};
-    CHECK(nb_sock_interfaces("=l,nosuch", addrs, names, MAX, &err) == -ENODEV, "an exact name is no prefix");
+    CHECK(nb_sock_interfaces("=l,nosuch", addrs, names, MAX, &err) == -ENODEV, "an exact name is not a prefix");
     CHECK(strstr(err.text, "'=l,nosuch'") != NULL && strstr(err.text, "lo") != NULL, "%s", err.text);
     // lo has an address of each family nearly everywhere.
     const char *there = strstr(err.text, "there is: ");

@@ -1,5 +1,5 @@
-// An operation that one rank does not submit: the others are told whom it waits for, and the job goes on once it comes;
-// or it ends on every rank, or fails alone, where a limit is set.
+// An operation that one rank does not submit: the other ranks report which rank is missing, and the job continues
+// once it submits. With a limit, the job ends on every rank, or only the operation fails.
 #include <pthread.h>
 #include <stdint.h>
 #include <string.h>
@@ -19,7 +19,7 @@ static void heard_of_late(struct test_rank *me) {
     int64_t until = nb_now_ns() + (int64_t)TEST_LIMIT_MS * 1000000;
     char text[NB_ERROR_TEXT] = "";
     while (!nb_job_notice(me->job, text, sizeof text)) {
-        CHECK(nb_now_ns() < until, "rank %d is not told", me->rank);
+        CHECK(nb_now_ns() < until, "rank %d does not report the stall", me->rank);
         nanosleep(&pause, NULL);
     }
     CHECK(strstr(text, "'x'") != NULL && strstr(text, "not submitted it: 1") != NULL, "rank %d: %s", me->rank, text);

@@ -1,4 +1,4 @@
-// Schedules in steps, every rank at once in one thread: what one sends is what the other expects, and the answer is right.
+// Schedules in steps, all ranks in one thread: each rank sends what its peer expects, and the result is right.
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -21,8 +21,8 @@ static void pairs_agree(const struct nb_steps *steps, int size) {
             struct nb_step mine = nb_steps_get(&steps[r], k);
             CHECK(steps[r].count == steps[0].count, "ranks 0 and %d: %d and %d steps", r, steps[0].count,
                   steps[r].count);
-            CHECK((mine.to == NB_NOBODY) == (mine.out.bytes == 0) || mine.to >= 0, "rank %d, step %d", r, k);
-            if (mine.to == NB_NOBODY) {
+            CHECK((mine.to == NB_NO_RANK) == (mine.out.bytes == 0) || mine.to >= 0, "rank %d, step %d", r, k);
+            if (mine.to == NB_NO_RANK) {
                 continue;
             }
             CHECK(mine.to >= 0 && mine.to < size && mine.to != r, "rank %d, step %d: to %d", r, k, mine.to);
@@ -49,7 +49,7 @@ static void run(const struct nb_steps *steps, int size, size_t elements, uint64_
         }
         for (int r = 0; r < size; r++) {
             struct nb_step step = nb_steps_get(&steps[r], k);
-            if (step.from == NB_NOBODY) {
+            if (step.from == NB_NO_RANK) {
                 continue;
             }
             struct nb_range out = nb_steps_get(&steps[step.from], k).out;

@@ -1,4 +1,4 @@
-// A rank that stops in good order goes on until its lanes have settled, and says farewell on them then, not before.
+// A rank that stops in good order continues until its lanes have settled, and only then announces that it leaves.
 #include <stdatomic.h>
 
 #include "job.h"
@@ -11,20 +11,20 @@ static _Atomic int farewells;
 
 bool __real_nb_lanes_settle(struct nb_lanes *lanes);
 bool __wrap_nb_lanes_settle(struct nb_lanes *lanes);
-void __real_nb_lanes_farewell(struct nb_lanes *lanes);
-void __wrap_nb_lanes_farewell(struct nb_lanes *lanes);
+void __real_nb_lanes_announce_leave(struct nb_lanes *lanes);
+void __wrap_nb_lanes_announce_leave(struct nb_lanes *lanes);
 
 bool __wrap_nb_lanes_settle(struct nb_lanes *lanes) {
     bool settled = __real_nb_lanes_settle(lanes);
     return lanes->config.lane.rank == 0 ? settled && atomic_fetch_add(&asked, 1) >= UNSETTLED : settled;
 }
 
-void __wrap_nb_lanes_farewell(struct nb_lanes *lanes) {
+void __wrap_nb_lanes_announce_leave(struct nb_lanes *lanes) {
     if (lanes->config.lane.rank == 0) {
-        CHECK(atomic_load(&asked) > UNSETTLED, "farewell before the lanes have settled");
+        CHECK(atomic_load(&asked) > UNSETTLED, "leave announced before the lanes have settled");
         atomic_fetch_add(&farewells, 1);
     }
-    __real_nb_lanes_farewell(lanes);
+    __real_nb_lanes_announce_leave(lanes);
 }
 
 static void sum_and_stop(struct test_rank *me) {
@@ -36,7 +36,7 @@ static void sum_and_stop(struct test_rank *me) {
         me->job = NULL;
         CHECK(atomic_load(&asked) > UNSETTLED, "it stopped after %d looks at lanes that had not settled",
               atomic_load(&asked));
-        CHECK(atomic_load(&farewells) == 1, "%d farewells", atomic_load(&farewells));
+        CHECK(atomic_load(&farewells) == 1, "%d leave announcements", atomic_load(&farewells));
     }
 }
 

@@ -1,6 +1,6 @@
-// The one suite that every network passes: mem (both kinds), tcp and ofi over IPv4 and over IPv6, and ofi over a double of
+// The common suite of all networks: mem (both kinds), tcp and ofi over IPv4 and IPv6, and ofi over a double of
 // libfabric with 4 and with 8 bytes of completion data. test_transport NETWORK [SEED] runs one of them.
-// NETBOTTLENECK_LIBFABRIC and NETBOTTLENECK_PROVIDER choose among several of libfabric.
+// NETBOTTLENECK_LIBFABRIC and NETBOTTLENECK_PROVIDER choose the library and the provider.
 #include <errno.h>
 #include <pthread.h>
 
@@ -206,7 +206,7 @@ static void test_priorities(struct suite *suite, uint64_t seed) {
     turn_until_ready(world);
     add_all(&world->nodes[1]);
     add_all(sender);
-    turn_quietly(world); // RMA: the grants come
+    turn_quietly(world); // RMA: the credits come
     for (int i = 0; i < 2; i++) {
         for (uint32_t block = 0; block < sender->sides[i].spec->blocks; block++) {
             nb_lanes_ready(sender->lanes, &sender->sides[i].flow, block);
@@ -226,7 +226,7 @@ static void map_again(struct flow_node *node, struct flow_plan plan) {
           (unsigned long long)plan.seed, err.text);
 }
 
-// Memory that is given back and mapped anew between operations, under the same number: a grant that comes before the
+// Memory that is given back and mapped anew between operations, under the same number: a credit that comes before the
 // lane's announcement must wait for it, and not be used with what the number stood for before.
 static void test_mapped_again(struct suite *suite, uint64_t seed) {
     struct flow_plan plan = plan_of(seed, 2);
@@ -269,7 +269,7 @@ static void test_numbers_of_mapped_memory(struct suite *suite) {
     if (suite->ops->kind == NB_LANE_STREAM) {
         CHECK(mapped == PAGES, "%s", err.text);
     } else {
-        CHECK(mapped < PAGES && err.code == -ENOSPC && strstr(err.text, "copied on its way") != NULL,
+        CHECK(mapped < PAGES && err.code == -ENOSPC && strstr(err.text, "further models are copied") != NULL,
               "%d pages are mapped: %s", mapped, err.text);
     }
     for (int i = 0; i < PAGES && mapped < PAGES; i++) {
@@ -306,10 +306,12 @@ static void test_late_receiver(struct suite *suite, uint64_t seed) {
     world_free(world);
 }
 
-static void test_cancel_receiver(struct suite *suite, uint64_t seed) {
+// Returns a world of two ranks in which one flow, from rank 0 to rank 1, has started to land.
+static struct flow_world *cancel_world(struct suite *suite, uint64_t seed, bool staged) {
     struct flow_plan plan = plan_of(seed, 2);
     plan.count = 1;
     plan.specs[0] = spec_of(0, 1, 1, 96);
+    plan.specs[0].staged = staged;
     struct flow_world *world = world_make(suite, plan);
     struct flow_side *out = &world->nodes[0].sides[0];
     struct flow_side *in = &world->nodes[1].sides[0];
@@ -320,6 +322,12 @@ static void test_cancel_receiver(struct suite *suite, uint64_t seed) {
     flows_add(out);
     flows_ready(out, 96);
     TURN_UNTIL(world, in->landed >= 4);
+    return world;
+}
+
+static void test_cancel_receiver(struct suite *suite, uint64_t seed) {
+    struct flow_world *world = cancel_world(suite, seed, false);
+    struct flow_side *in = &world->nodes[1].sides[0];
     if (!in->finished) {
         nb_lanes_cancel(world->nodes[1].lanes, &in->flow);
         in->finished = true; // an arrival would be seen
@@ -333,20 +341,8 @@ static void test_cancel_receiver(struct suite *suite, uint64_t seed) {
 }
 
 static void test_cancel_sender(struct suite *suite, uint64_t seed) {
-    struct flow_plan plan = plan_of(seed, 2);
-    plan.count = 1;
-    plan.specs[0] = spec_of(0, 1, 1, 96);
-    plan.specs[0].staged = seed % 3 == 0;
-    struct flow_world *world = world_make(suite, plan);
+    struct flow_world *world = cancel_world(suite, seed, seed % 3 == 0);
     struct flow_side *out = &world->nodes[0].sides[0];
-    struct flow_side *in = &world->nodes[1].sides[0];
-    world->nodes[0].may_lose = true;
-    world->nodes[1].may_lose = true;
-    turn_until_ready(world);
-    flows_add(in);
-    flows_add(out);
-    flows_ready(out, 96);
-    TURN_UNTIL(world, in->landed >= 4);
     if (!out->finished) {
         nb_lanes_cancel(world->nodes[0].lanes, &out->flow);
         memset(out->memory, 0x55, out->memory_bytes); // what still lands was read before: consume() compares it
@@ -375,7 +371,7 @@ static void test_peer_gone(struct suite *suite, uint64_t seed) {
     flows_node_close(goes);
     if (strcmp(suite->ops->name, "ofi") != 0) { // there the control connection tells
         TURN_UNTIL(world, stays->lost == plan.lanes);
-        CHECK(stays->left_last == 0, "%d lanes are said to be left", stays->left_last);
+        CHECK(stays->left_last == 0, "%d lanes are reported as left", stays->left_last);
         uint32_t landed = stays->sides[1].landed;
         turn_quietly(world);
         CHECK(stays->sides[1].landed == landed, "blocks of a lost peer landed");

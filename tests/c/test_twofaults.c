@@ -1,12 +1,12 @@
-// Ranks that die, fall silent or lose a lane at a chosen point of a sum in two levels, each rank a process of its own: the
-// sum is right, or an error names who it was; then the next operation does. The linker puts the functions here in place of
-// those by which a rank folds, adds what another host sent, and spreads (ctest.py, WRAPPED).
+// Ranks, each a process, that die, fall silent or lose a lane at a chosen point of a two-level all-reduce. The sum
+// is right, or an error names the rank; the same holds for the next operation. The linker replaces the functions
+// that fold, reduce and spread (ctest.py, WRAPPED).
 #include <errno.h>
 #include <stdatomic.h>
 #include <sys/wait.h>
 
-#include "engine/line.h"
-#include "engine/local_share.h"
+#include "engine/buffer.h"
+#include "engine/shared_fold.h"
 #include "stage.h"
 #include "sums.h"
 #include "transport/lanes_internal.h"
@@ -52,28 +52,28 @@ static void pass(enum phase phase) {
     }
 }
 
-void __real_nb_share_fold(struct local *local, struct nb_work *work, uint64_t block);
-void __wrap_nb_share_fold(struct local *local, struct nb_work *work, uint64_t block);
-void __real_nb_share_spread(struct local *local, struct nb_work *work, uint64_t block);
-void __wrap_nb_share_spread(struct local *local, struct nb_work *work, uint64_t block);
-void __real_nb_line_reduce(const struct nb_work *work, struct nb_range range, const void *data);
-void __wrap_nb_line_reduce(const struct nb_work *work, struct nb_range range, const void *data);
+void __real_nb_fold_sum(struct shared *local, struct nb_work *work, uint64_t block);
+void __wrap_nb_fold_sum(struct shared *local, struct nb_work *work, uint64_t block);
+void __real_nb_fold_spread(struct shared *local, struct nb_work *work, uint64_t block);
+void __wrap_nb_fold_spread(struct shared *local, struct nb_work *work, uint64_t block);
+void __real_nb_buffer_reduce(const struct nb_work *work, struct nb_range range, const void *data);
+void __wrap_nb_buffer_reduce(const struct nb_work *work, struct nb_range range, const void *data);
 
-void __wrap_nb_share_fold(struct local *local, struct nb_work *work, uint64_t block) {
+void __wrap_nb_fold_sum(struct shared *local, struct nb_work *work, uint64_t block) {
     pass(FOLD);
-    __real_nb_share_fold(local, work, block);
+    __real_nb_fold_sum(local, work, block);
 }
 
-void __wrap_nb_share_spread(struct local *local, struct nb_work *work, uint64_t block) {
+void __wrap_nb_fold_spread(struct shared *local, struct nb_work *work, uint64_t block) {
     pass(SPREAD);
-    __real_nb_share_spread(local, work, block);
+    __real_nb_fold_spread(local, work, block);
 }
 
-void __wrap_nb_line_reduce(const struct nb_work *work, struct nb_range range, const void *data) {
-    if (work->local.piece != NULL) {
+void __wrap_nb_buffer_reduce(const struct nb_work *work, struct nb_range range, const void *data) {
+    if (work->shared.piece != NULL) {
         pass(RING);
     }
-    __real_nb_line_reduce(work, range, data);
+    __real_nb_buffer_reduce(work, range, data);
 }
 
 // The owner of the same part on the other host.
@@ -90,7 +90,7 @@ static void arm(struct test_rank *me, const struct plan *plan) {
         const struct tcp_lane *lane =
             NB_CONTAINER(me->job->lanes->lane[me->job->info.streams_open - 1], struct tcp_lane, base);
         trap.fd = lane->conns[peer].out_watch.fd;
-        CHECK(trap.fd >= 0, "there is no lane to rank %d", peer);
+        CHECK(trap.fd >= 0, "no lane to rank %d", peer);
     }
     atomic_store(&trap.armed, true);
 }

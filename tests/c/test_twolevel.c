@@ -1,11 +1,11 @@
-// Several hosts, some with several ranks: sums in two levels are exact whatever the hosts, the types and the memory, the
-// wire carries each byte once a host, and everything else goes on beside them.
+// Several hosts, some with several ranks: two-level all-reduces are exact for any hosts, types and memory, the
+// network carries each byte once per host, and other operations run concurrently.
 #include <errno.h>
 #include <stdint.h>
 #include <string.h>
 
 #include "base/dtype.h"
-#include "engine/twolevel.h"
+#include "engine/two_level.h"
 #include "sums.h"
 
 enum { EVEN = 3 << 18, LARGE = 12 << 20, GATHERED = 1 << 16, REPEATED = 300001, MIXED = 24, ROUNDS = 3 };
@@ -172,7 +172,7 @@ static void chosen(struct test_rank *me) {
         uint64_t shared = info_of(me).shm_bytes;
         one(me, op, base, bytes, whole);
         struct nb_job_info info = info_of(me);
-        enum nb_algorithm want = nb_choose(&info.costs, me->size, 2, bytes);
+        enum nb_algorithm_id want = nb_choose(&info.costs, me->size, 2, bytes);
         bool owner = me->rank == 0 || me->rank == 2; // of a part, whatever the size
         CHECK((info.shm_bytes > shared) == (owner && want == NB_ALGORITHM_TWO_LEVEL) || !owner,
               "rank %d, %zu bytes: should take %d", me->rank, bytes, want);
@@ -217,7 +217,7 @@ static int on_hosts(struct test_rank like, const char *hosts, void (*run)(struct
 }
 
 static void where_it_is_off(const struct test_rank *base) {
-    static char told[] = "off: rank 3 was told not to";
+    static char told[] = "off: rank 3 disables it (NETBOTTLENECK_SHM=0)";
     static char apart[] = "off: ranks 0 and 1 are on different hosts";
     struct test_rank like = *base;
     like.shm = NB_SHM_AUTO;
@@ -225,8 +225,8 @@ static void where_it_is_off(const struct test_rank *base) {
     CHECK(on_hosts(like, "abc", off) == 0, "one rank a host");
     like.odd = &(struct test_odd){.rank = 3, .shm = NB_SHM_OFF};
     like.arg = told;
-    CHECK(on_hosts(like, "aabb", off) == 0, "one host does not share: none does");
-    CHECK(on_hosts(like, "aacb", small_ones) == 0, "a rank that is alone has nobody to share with");
+    CHECK(on_hosts(like, "aabb", off) == 0, "one host does not share, so no host does");
+    CHECK(on_hosts(like, "aacb", small_ones) == 0, "a rank alone on its host has no rank to share with");
     like.shm = NB_SHM_REQUIRED;
     like.hosts = "aabb";
     like.size = 4;

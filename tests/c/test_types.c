@@ -1,5 +1,5 @@
-// Every type and reduction on 1 to 9 ranks at odd sizes, byte for byte: all-reduce by every algorithm, reduce-scatter.
-// Values are whole and small, so that no order of additions rounds.
+// Every type and reduction on 1 to 9 ranks at odd sizes, byte for byte: all-reduce by every algorithm, reduce-
+// scatter. Values are small integers, so no order of additions rounds.
 #include <stdint.h>
 
 #include "base/arena.h"
@@ -126,7 +126,7 @@ static void every_type(struct test_rank *me) {
 
 // test_types shm, tcp or ofi
 int main(int argc, char **argv) {
-    static const enum nb_algorithm algorithms[] = {NB_ALGORITHM_RING, NB_ALGORITHM_DOUBLING, NB_ALGORITHM_HALVING};
+    static const enum nb_algorithm_id algorithms[] = {NB_ALGORITHM_RING, NB_ALGORITHM_DOUBLING, NB_ALGORITHM_HALVING};
     CHECK(argc == 2, "name one network");
     for (int size = 1; size <= 9; size++) {
         struct test_rank like = test_on(argv[1]);

@@ -1,7 +1,8 @@
 """Makes traces of cells whose every number is known: forward, backward, one operation, an optimizer, other time."""
 
-from netbottleneck.analysis.stats import Estimate
+from netbottleneck.analysis.statistics import Estimate
 from netbottleneck.trace.model import Bucket, Collective, Network, Parameter, Rank, Step, Trace
+from netbottleneck.trace.transports import Arm
 
 MS = 1_000_000
 NBYTES = 10 << 20
@@ -20,7 +21,7 @@ def trace(arms, *, size=2, rounds=3, block_steps=4, computed=None, alone_ms=100,
     now, index = 0, 1
     if alone_ms:
         for number in range(6):
-            steps.append(Step(0, -number - 1, 0, "single", now, now + alone_ms * MS))
+            steps.append(Step(0, -number - 1, 0, Arm("single"), now, now + alone_ms * MS))
             now += (alone_ms + 1) * MS
     for block in range(rounds * len(arms)):
         name = list(arms)[block % len(arms)]
@@ -36,7 +37,7 @@ def trace(arms, *, size=2, rounds=3, block_steps=4, computed=None, alone_ms=100,
     return Trace(
         "cell",
         size,
-        tuple(arms),
+        tuple(map(Arm.parse, arms)),
         model="made up",
         network=Network("made up", link_bps, (5e8,), VERIFIED),
         ranks=tuple(Rank(rank, f"host{rank}", f"host{rank}", finished=True, cores=(0, 1)) for rank in range(size)),
@@ -54,7 +55,7 @@ def _step(name, exposed_ms, at, since, slower):
     done = back + round((exposed_ms or 0) * MS)
     end = done + optimizer_ms * MS
     if name == "bare" and exposed_ms is None:
-        return Step(rank, index, block, name, begin, end), []
+        return Step(rank, index, block, Arm(name), begin, end), []
     step = Step(
         rank,
         index,
@@ -69,7 +70,7 @@ def _step(name, exposed_ms, at, since, slower):
     )
     if name == "null":
         return step, []
-    moved = Collective(rank, name, 1, index, back, NBYTES, "b", index, bucket=0, start_ns=back, done_ns=done)
+    moved = Collective(rank, Arm(name), 1, index, back, NBYTES, "b", index, bucket=0, start_ns=back, done_ns=done)
     return step, [moved]
 
 

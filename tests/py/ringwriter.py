@@ -92,7 +92,7 @@ class FakeRun:
             "command": ["train.py"],
             "started_wall_ns": 10**18,
             "size": size,
-            "transports": list(self.transports),
+            "arms": list(self.transports),
             "network": {"how": "a lab", "link_bps": 2e9, "flow_bps": [5e8], "verified": {"link_bps": 1.9e9}},
             "model": "fake net",
             "notes": [],

@@ -237,7 +237,7 @@ def test_processes_that_the_script_starts_have_the_name_too(tmp_path: Path, meth
     script = tmp_path / "train.py"
     script.write_text(CHILDREN)
     ended = python("", "run", str(script), method)
-    assert ended.stdout == "0 ('0.28.1', True, 'netbottleneck.hooks.horovod_util')\n", ended.stderr
+    assert ended.stdout == "0 ('0.28.1', True, 'netbottleneck.hooks.horovod_common')\n", ended.stderr
 
 
 TRAIN = """
@@ -355,7 +355,7 @@ def test_listeners_registered_as_with_horovod_hear_of_hosts_until_they_are_remov
     passes("""
 import netbottleneck
 from horovod.common.elastic import HostUpdateResult, notification_manager
-from netbottleneck.torch.elastic.notices import notices
+from netbottleneck.torch.elastic.launcher import notices
 
 class Listener:
     def __init__(self):

@@ -18,16 +18,31 @@ import numpy as np
 import pytest
 from conftest import RANKS_LIMIT_S
 
-import netbottleneck
-from netbottleneck import bench
-from netbottleneck.bench import ccl, curve, hvd, wire
-from netbottleneck.bench.conductor import Workers
-from netbottleneck.bench.data import DTYPES, PERIOD, REDUCTIONS, Data
-from netbottleneck.bench.request import Request, parse_lanes, parse_sizes
-from netbottleneck.bench.results import Results, Samples, cells
-from netbottleneck.errors import Error
-from netbottleneck.lab import Lab, LabError
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
 
+from peers import hvd, mpi  # noqa: E402
+from peers.iperf import mean_received, processors  # noqa: E402
+
+import netbottleneck  # noqa: E402
+from netbottleneck import bench  # noqa: E402
+from netbottleneck.bench import pair  # noqa: E402
+from netbottleneck.bench.conductor import Workers  # noqa: E402
+from netbottleneck.bench.paths import COMPARISONS, load_peers  # noqa: E402
+from netbottleneck.bench.request import (  # noqa: E402
+    DTYPES,
+    PERIOD,
+    REDUCTIONS,
+    Data,
+    Request,
+    parse_lanes,
+    parse_sizes,
+)
+from netbottleneck.bench.results import Results, Samples, cells  # noqa: E402
+from netbottleneck.errors import Error  # noqa: E402
+from netbottleneck.lab import Lab, LabError  # noqa: E402
+
+PEERS = str(BENCHMARKS / "peers")
 KEYS = {
     "transport",
     "streams",
@@ -117,8 +132,40 @@ def test_a_request_names_what_it_does_not_know() -> None:
         Request(("nccl",))
     with pytest.raises(ValueError, match="dtype float8: must be one of"):
         Request(dtype="float8")
-    asked = Request(("tcp",), (0, 2), (4, 8), "int8", "max", 3, True)
+    asked = Request(("tcp", "mpi-tcp"), (0, 2), (4, 8), "int8", "max", 3, True, peers=PEERS)
     assert Request.from_json(json.loads(json.dumps(asked.to_json()))) == asked
+
+
+def test_a_peer_without_its_table_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    for name in ("mpi-tcp", "horovod", "oneccl", "iperf3-4"):
+        with pytest.raises(ValueError, match=rf"transport {name}: .*from a checkout .*--peers benchmarks/peers"):
+            Request(("tcp", name))
+    for place in ("", str(tmp_path), str(tmp_path / "none.py")):
+        with pytest.raises(ValueError, match=r"peers .*: not a Python file or package\. .*from a checkout"):
+            load_peers(place)
+    (tmp_path / "empty.py").touch()
+    with pytest.raises(ValueError, match=r"empty\.py: it defines no table PEERS"):
+        load_peers(str(tmp_path / "empty.py"))
+
+
+OWN_PEER = """
+from netbottleneck.bench.paths import Copy, Opener
+
+class Own(Copy):
+    provider = "a file of the user"
+
+PEERS = {"own": Opener(lambda name, context: "", Own), "never": Opener(lambda name, context: "it is not here", Own)}
+"""
+
+
+def test_a_file_with_a_table_brings_its_own_paths(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(OWN_PEER, encoding="utf-8")
+    found = netbottleneck.bench(2, sizes="4096", transports="tcp,own,never", iterations=1, peers=str(file))
+    assert found.notes == ["never left out: it is not here"]
+    assert [row["transport"] for row in found.rows] == ["tcp", "own"]
+    assert found.row("own")["provider"] == "a file of the user"
+    assert not set(COMPARISONS) & set(load_peers(PEERS))
 
 
 def test_several_in_a_row_are_of_reductions_that_change_nothing_the_second_time() -> None:
@@ -219,7 +266,7 @@ def counting(*given):
 communicators.stock_group(settings, place, control.exchange)
 communicators.stock_group = counting
 memory = connect.core().Arena(4096)
-made = paths.open_stock(settings, place, control, memory, ("float32", "sum"))
+made = paths.open_stock(paths.Context(settings, place, control, memory, "float32", "sum", "lo"))
 print([path.name for path in made], counted[1] - counted[0], os.environ["GLOO_SOCKET_IFNAME"])
 control.exchange(b"done")
 """
@@ -270,7 +317,7 @@ def test_the_module_can_be_called_whoever_imported_it() -> None:
 
 def test_a_missing_libfabric_is_left_out_with_a_line_unless_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NETBOTTLENECK_LIBFABRIC", "/nonexistent")
-    with pytest.raises(Error, match=r"ofi was asked for and cannot be used: .*nonexistent"):
+    with pytest.raises(Error, match=r"ofi was requested and cannot be used: .*nonexistent"):
         netbottleneck.bench(2, sizes="4", transports="ofi", iterations=1)
     found = netbottleneck.bench(2, sizes="4", iterations=1)
     assert "ofi" not in {row["transport"] for row in found.rows}
@@ -293,7 +340,7 @@ def test_a_killed_rank_ends_the_benchmark_with_its_name_and_leaves_nobody() -> N
             if "beat" in line:
                 os.kill(started[1], signal.SIGKILL)
 
-        with pytest.raises(Error, match="rank 1 was ended by SIGKILL"):
+        with pytest.raises(Error, match="rank 1 was killed by SIGKILL"):
             workers.listen(tell, LIMIT_S)
     assert children() <= before
     assert all(not Path(f"/proc/{pid}").exists() for pid in started)
@@ -416,7 +463,7 @@ def test_a_wrong_secret_is_refused_and_the_right_one_still_comes_in(lab: Lab) ->
     refused = lab.popen(1, [sys.executable, "-m", *liar], environ, **options)
     said, _ = refused.communicate(timeout=LIMIT_S)
     assert refused.returncode == 1
-    assert "do not know the same secret" in said
+    assert "have different secrets" in said
     right = lab.popen(1, [sys.executable, "-m", *command], environ, **options)
     said, _ = right.communicate(timeout=LIMIT_S)
     assert right.returncode == 0, said
@@ -441,7 +488,7 @@ def test_a_lab_is_verified_and_its_wire_is_counted() -> None:
 
 def peers(ranks: int, lab: str | None, names: tuple[str, ...], **more: Any) -> Results:
     """Return one round of some paths."""
-    return bench.start(Request(names, (1,), (300_000,), iterations=2, exact=True, **more), ranks, lab)
+    return bench.start(Request(names, (1,), (300_000,), iterations=2, exact=True, peers=PEERS, **more), ranks, lab)
 
 
 def skip_without(*tools: str) -> None:
@@ -500,7 +547,7 @@ def test_the_wheels_mpich_reduces_the_same_memory(name: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "int64"])
 def test_oneccl_reduces_the_same_memory(dtype: str) -> None:
     skip_without("mpicxx", "mpirun")
-    if ccl.absent():
+    if mpi.oneccl_missing():
         pytest.skip("oneCCL (tools/peers.sh) is not installed")
     found = peers(2, None, ("tcp", "oneccl"), dtype=dtype)
     assert found.notes == []
@@ -521,8 +568,8 @@ def test_horovod_reduces_the_same_memory() -> None:
 
 
 def skip_without_horovod(name: str) -> None:
-    if hvd.missing():
-        pytest.skip(hvd.missing())
+    if hvd.not_installed():
+        pytest.skip(hvd.not_installed())
     if name == "horovod-mpi":
         skip_without("mpirun")
         if hvd.without_mpi():
@@ -575,7 +622,7 @@ def mpi_peers_of(pids: list[int]) -> list[int]:
 @pytest.mark.parametrize("name", ["mpi-tcp", "horovod", "horovod-mpi"])
 def test_mpi_and_horovod_end_with_the_ranks_that_they_are_beside(name: str) -> None:
     skip_without_mpi() if name == "mpi-tcp" else skip_without_horovod(name)
-    asked = Request((name,), sizes=(10**6,), iterations=10**6, exact=True)
+    asked = Request((name,), sizes=(10**6,), iterations=10**6, exact=True, peers=PEERS)
     with Workers(asked, 2, None) as workers:
         pids = [process.pid for process in workers._processes]
         theirs: list[int] = []
@@ -585,7 +632,7 @@ def test_mpi_and_horovod_end_with_the_ranks_that_they_are_beside(name: str) -> N
                 theirs.extend(mpi_peers_of(pids))
                 os.kill(pids[1], signal.SIGKILL)
 
-        with pytest.raises(Error, match="rank 1 was ended by SIGKILL"):
+        with pytest.raises(Error, match="rank 1 was killed by SIGKILL"):
             workers.listen(tell, LIMIT_S)
     assert len(theirs) >= 2
     deadline = time.monotonic() + LIMIT_S
@@ -644,7 +691,8 @@ def test_memorys_limits_reduce_nothing_and_count_nothing_wrong() -> None:
 def test_iperf3_measures_the_link_of_the_lab(lab: Lab) -> None:
     skip_without("iperf3")
     found = Results({})
-    with Workers(Request(("iperf3-4",), sizes=(10**6,), iterations=1, exact=True), 2, lab) as workers:
+    asked = Request(("iperf3-4",), sizes=(10**6,), iterations=1, exact=True, peers=PEERS)
+    with Workers(asked, 2, lab) as workers:
         workers.listen(bench.listener(found, None), LIMIT_S)
     rate = 8 * found.row("iperf3-4")["busbw_bytes_per_s"]
     assert found.row("iperf3-4")["cpu_s_per_gb"] > 0
@@ -653,49 +701,49 @@ def test_iperf3_measures_the_link_of_the_lab(lab: Lab) -> None:
 
 def test_iperf3s_processors_are_those_of_both_ends() -> None:
     used = {"host_total": 60.0, "host_user": 1.0, "remote_total": 15.0}
-    assert wire.processors(json.dumps({"end": {"cpu_utilization_percent": used}})) == 0.75
+    assert processors(json.dumps({"end": {"cpu_utilization_percent": used}})) == 0.75
 
 
 def test_what_iperf3_received_is_the_mean_of_both_ways() -> None:
     ways = {"sum_received": {"bits_per_second": 3e9}, "sum_received_bidir_reverse": {"bits_per_second": 1e9}}
-    assert wire.mean_received(json.dumps({"end": ways})) == 2e9
+    assert mean_received(json.dumps({"end": ways})) == 2e9
     with pytest.raises(Error, match="unable to connect"):
-        wire.mean_received(json.dumps({"error": "unable to connect to server"}))
+        mean_received(json.dumps({"error": "unable to connect to server"}))
     with pytest.raises(Error, match="bad option"):
-        wire.mean_received("iperf3: bad option\n")
+        mean_received("iperf3: bad option\n")
 
 
-def points(*rates: float, transport: str = "tcp") -> list[curve.Point]:
-    return [curve.Point(transport, 2**index, 10**6, 1, rate, 0.5) for index, rate in enumerate(rates)]
+def points(*rates: float, transport: str = "tcp") -> list[pair.Point]:
+    return [pair.Point(transport, 2**index, 10**6, 1, rate, 0.5) for index, rate in enumerate(rates)]
 
 
 def test_the_verdict_names_the_fewest_streams_that_are_nearly_the_best() -> None:
-    said = curve.verdict(points(1e9, 2e9, 3.9e9, 4e9, 3.8e9))
+    said = pair.verdict(points(1e9, 2e9, 3.9e9, 4e9, 3.8e9))
     assert "one tcp stream moves 1.00 Gbit/s; 4 tcp streams move 3.90 Gbit/s" in said
     assert "a factor of 3.9" in said
     assert "NETBOTTLENECK_TRANSPORT=tcp with NETBOTTLENECK_STREAMS=auto" in said
 
 
 def test_the_verdict_says_so_where_more_streams_buy_nothing() -> None:
-    said = curve.verdict(points(9.4e9, 9.5e9, 9.3e9))
+    said = pair.verdict(points(9.4e9, 9.5e9, 9.3e9))
     assert "one tcp stream moves 9.40 Gbit/s" in said
-    assert "more streams buy nothing" in said
-    assert "as stock has it, is as good" in said
+    assert "more streams bring no gain" in said
+    assert "as in a stock job, is as fast" in said
     assert "NETBOTTLENECK_TRANSPORT" not in said
 
 
 def test_the_verdict_advises_no_transport_that_one_plain_stream_outruns() -> None:
     # Several streams are worth a factor of three to ofi, and one of tcp is faster than all of them.
-    said = curve.verdict([*points(9.4e9, 9.3e9, 9.2e9), *points(2e9, 4e9, 6e9, transport="ofi")])
+    said = pair.verdict([*points(9.4e9, 9.3e9, 9.2e9), *points(2e9, 4e9, 6e9, transport="ofi")])
     assert "one tcp stream moves 9.40 Gbit/s; one ofi stream moves 2.00 Gbit/s" in said
-    assert "more streams and another transport buy nothing" in said
+    assert "more streams and another transport bring no gain" in said
     assert "NETBOTTLENECK_TRANSPORT" not in said
 
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_the_verdict_advises_the_fastest_of_all_transports(turned: bool) -> None:
     tcp, ofi = points(3e9, 5e9, 8e9), points(2e9, 4e9, 6e9, transport="ofi")
-    said = curve.verdict([*ofi, *tcp] if turned else [*tcp, *ofi])
+    said = pair.verdict([*ofi, *tcp] if turned else [*tcp, *ofi])
     assert "4 tcp streams move 8.00 Gbit/s" in said
     assert "a factor of 2.7" in said
     assert "NETBOTTLENECK_TRANSPORT=tcp with NETBOTTLENECK_STREAMS=auto" in said
@@ -703,14 +751,14 @@ def test_the_verdict_advises_the_fastest_of_all_transports(turned: bool) -> None
 
 
 def test_the_verdict_advises_one_stream_where_another_transports_is_as_good_as_any() -> None:
-    said = curve.verdict([*points(3e9, 4e9, 5e9), *points(9e9, 9.1e9, 9.2e9, transport="ofi")])
+    said = pair.verdict([*points(3e9, 4e9, 5e9), *points(9e9, 9.1e9, 9.2e9, transport="ofi")])
     assert "a factor of 3.0" in said
     assert "NETBOTTLENECK_TRANSPORT=ofi with NETBOTTLENECK_STREAMS=1" in said
 
 
 def test_the_verdict_speaks_of_what_was_measured_where_that_began_with_several_streams() -> None:
-    said = curve.verdict([curve.Point("ofi", 2, 10**6, 1, 2e9, 0.5), curve.Point("ofi", 8, 10**6, 1, 6e9, 0.5)])
+    said = pair.verdict([pair.Point("ofi", 2, 10**6, 1, 2e9, 0.5), pair.Point("ofi", 8, 10**6, 1, 6e9, 0.5)])
     assert said.startswith("2 ofi streams move 2.00 Gbit/s; 8 ofi streams move 6.00 Gbit/s: a job with 2 ofi streams ")
-    said = curve.verdict([curve.Point("ofi", 2, 10**6, 1, 2e9, 0.5), curve.Point("ofi", 8, 10**6, 1, 2e9, 0.5)])
+    said = pair.verdict([pair.Point("ofi", 2, 10**6, 1, 2e9, 0.5), pair.Point("ofi", 8, 10**6, 1, 2e9, 0.5)])
     assert "stock" not in said
     assert said.endswith("Keep 2 ofi streams.")

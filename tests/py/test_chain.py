@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cellmaker
-from netbottleneck.analysis.stats import Estimate
+from netbottleneck.analysis.statistics import Estimate
 from netbottleneck.report import Run
-from netbottleneck.study.evidence import budget, chain, facts, prediction
-from netbottleneck.study.evidence.values import COMPUTED, ArmFacts, CellFacts, Cpu, Foretold, Nic, Outlook, Parts
+from netbottleneck.study.evidence import chain, facts
+from netbottleneck.study.evidence.values import COMPUTED, ArmFacts, CellFacts, Cpu, ForecastFacts, Nic, Outlook, Parts
 
 MS = cellmaker.MS
 about = cellmaker.about
@@ -26,21 +26,21 @@ class Made(Run):
 
 def cell(key, arms, link_bps=2e9, job="replay", **how):
     run = Made(cellmaker.trace(arms, link_bps=link_bps, **how))
-    return facts.of(run, facts.About(key, "made", job, f"{link_bps / 1e9:g}gbit"))
+    return facts.cell_facts(run, facts.CellDescription(key, "made", job, f"{link_bps / 1e9:g}gbit"))
 
 
 def steps(*cells):
     return {step.name: step for step in chain.chain(cells)}
 
 
-def test_nothing_is_said_of_what_was_not_measured():
+def test_claims_without_measurements_say_so():
     found = chain.chain([])
     assert len(found) == len(chain.CLAIMS)
     assert all(step.missing and not step.lines for step in found)
     assert not [step.verdict for step in found if any(mark.isdigit() for mark in step.verdict)]
 
 
-def test_a_factor_stops_growing_where_faster_links_give_no_more():
+def test_a_factor_stops_growing_at_the_slowest_link_with_no_later_gain():
     cells = [
         cell("1", {"stock": 300, "ofi": 200}, 1e9),
         cell("2", {"stock": 100, "ofi": 50}),
@@ -55,34 +55,37 @@ def test_a_factor_stops_growing_where_faster_links_give_no_more():
     assert "stock: 1.00 Gbit/s 0.250, 2.00 Gbit/s 0.500, 4.00 Gbit/s 0.503: stops growing at 2.00 Gbit/s" in stock
     assert "ofi" in ofi
     assert ofi.endswith("still grows")
-    assert "each job ran on one link speed" in steps(cells[0])["bandwidth"].verdict
+    assert "each job ran at one link speed" in steps(cells[0])["bandwidth"].verdict
 
 
-def test_a_factor_that_still_grows_is_told():
+def test_a_factor_that_still_grows_is_reported():
     found = steps(cell("1", {"stock": 300}, 1e9), cell("2", {"stock": 100}))["bandwidth"]
     assert found.verdict.startswith("Stock's scaling factor still grows for made on 2 ranks at 0.50 Gbit/s a flow (")
 
 
-def test_scaling_and_transports_are_told_with_their_intervals():
+def test_scaling_and_transports_have_intervals():
     found = steps(cell("one", {"stock": 100, "ofi": 20}))
     assert found["scaling"].verdict == "The job scales badly: the scaling factor of stock is 0.50 (one; measured)."
     assert "one, ofi: 0.833 (0.833 to 0.833), step 120 ms (120 to 120) (measured)" in found["scaling"].lines
-    assert "shorter in 1 of 1 comparisons; at best 1.67 times (1.67 to 1.67)" in found["transports"].verdict
+    assert (
+        "shortens the step in 1 of 1 comparisons, by its whole interval; at best the step is 1.67 times (1.67 to 1.67)"
+        in found["transports"].verdict
+    )
     estimated = steps(cell("two", {"stock": 100}, alone_ms=0))["scaling"]
     assert "(estimated)" in estimated.lines[0]
     assert estimated.verdict.endswith("(two; estimated).")
     assert "two: T_1 is an estimate" in estimated.missing[0]
 
 
-def test_a_job_whose_stock_is_not_known_is_told_without_it():
+def test_a_job_without_a_scaling_factor_of_stock_is_reported():
     one = cell("one", {"stock": 100, "ofi": 20})
     arms = {name: replace(arm, scaling=None) if name == "stock" else arm for name, arm in one.arms.items()}
     found = steps(replace(one, arms=arms))
-    assert found["scaling"].verdict == "What stock scales like was not measured."
+    assert found["scaling"].verdict == "The scaling factor of stock was not measured."
     assert len(found["scaling"].lines) == 1
 
 
-def test_hooks_and_traffic_are_told_apart_and_timed_compute_proves_nothing():
+def test_hooks_and_traffic_are_separate_and_timed_compute_is_excluded():
     real = cell(
         "real",
         {"bare": 0, "null": 0, "stock": 50},
@@ -91,11 +94,11 @@ def test_hooks_and_traffic_are_told_apart_and_timed_compute_proves_nothing():
         beside_ms=(0, 0),
     )
     found = steps(real)["compute"]
-    assert "hooks alone by +2.0 % (+2.0 to +2.0);" in found.verdict
-    assert "traffic beside them by +10.0 % (+10.0 to +10.0) (measured)" in found.verdict
+    assert "hooks alone +2.0 % (+2.0 to +2.0);" in found.verdict
+    assert "traffic in addition +10.0 % (+10.0 to +10.0) (measured)" in found.verdict
     timed = steps(cell("timed", {"null": 0, "stock": 50}))["compute"]
     assert timed.verdict == "Compute inflation was not measured."
-    assert "compute is timed, and cannot be slowed, in timed" in timed.missing
+    assert "compute is a timed wait, which traffic cannot slow down, in timed" in timed.missing
 
 
 @pytest.mark.parametrize(
@@ -104,14 +107,15 @@ def test_hooks_and_traffic_are_told_apart_and_timed_compute_proves_nothing():
         (
             True,
             True,
-            "No harm: all ranks hold the same, bit for bit, in 1 of 1 cells, and what stock alone gives in 1 of 1",
+            "The results of training are bit-identical on all ranks in 1 of 1 cells, "
+            "and equal to stock alone in 1 of 1",
         ),
-        (True, None, "No harm: all ranks hold the same, bit for bit, in 1 of 1 cells (measured)."),
-        (True, False, "The model is harmed: results differ in one (measured)."),
-        (False, None, "The model is harmed: results differ in one (measured)."),
+        (True, None, "The results of training are bit-identical on all ranks in 1 of 1 cells (measured)."),
+        (True, False, "The results of training differ in one (measured)."),
+        (False, None, "The results of training differ in one (measured)."),
     ],
 )
-def test_harm_is_told(equal, same, words):
+def test_differing_training_results_are_reported(equal, same, words):
     one = replace(cell("one", {"stock": 100}, job="digits"), equal_weights=equal, same_as_stock=same, accuracy=0.96)
     found = steps(one)["harm"]
     assert found.verdict.startswith(words)
@@ -119,7 +123,7 @@ def test_harm_is_told(equal, same, words):
     assert bool(found.missing) == (same is None)
 
 
-def test_an_average_stands_beside_what_is_active():
+def test_average_and_active_rates_are_both_reported():
     one = cell("one", {"stock": 100})
     stock = replace(
         one.arms["stock"],
@@ -128,51 +132,57 @@ def test_an_average_stands_beside_what_is_active():
         sent_segments=1000.0,
         retransmitted_segments=10.0,
     )
-    full = {"full_use": Foretold(Estimate(125 * MS, 120 * MS, 130 * MS), about(0.8))}
+    full = {"full_use": ForecastFacts(Estimate(125 * MS, 120 * MS, 130 * MS), about(0.8))}
     found = steps(replace(one, arms={"stock": stock}, forecast=full))
-    assert "As little as 20 % of the link is used while something moves, 10 % on average" in found["nic"].verdict
+    assert (
+        "As little as 20 % of the link is used while operations are in flight, 10 % on average" in found["nic"].verdict
+    )
     assert "at full use it would average 0.32 Gbit/s (16 %) (predicted)" in found["nic"].lines[0]
     assert "at most 1.00 % (measured)" in found["nic"].lines[1]
     assert "at most 10.0 % of all cores (one, stock; measured)" in found["cpu"].verdict
 
 
-def test_the_bound_stands_beside_what_was_reached():
-    full = {"full_use": Foretold(Estimate(110 * MS, 105 * MS, 130 * MS), about(0.9))}
+def test_the_bound_and_the_part_reached_are_reported():
+    full = {"full_use": ForecastFacts(Estimate(110 * MS, 105 * MS, 130 * MS), about(0.9))}
     one = replace(cell("one", {"stock": 100, "ofi": 5}), forecast=full, link_burst_bytes=None)
     found = steps(one)["full use"]
-    assert "stock reaches as little as 55 % of what full use of the link would give" in found.verdict
+    assert "stock reaches as little as 55 % of the bound at full use of the link" in found.verdict
     assert "at full use 0.900 (0.891 to 0.909) (predicted before the run); stock 0.500" in found.lines[0]
     assert found.lines[1] == "one, ofi: the measured step is shorter than its bound"
     assert found.verdict.endswith("measured over predicted).")
     bursts = replace(one, link_burst_bytes=1_000_000, tensor_bytes=2 << 20)
     found = steps(bursts)["full use"]
     why = (
-        "the measured step is shorter than its bound, which is of the link's rate alone: "
-        "its cap lets 976.6 KiB through at once after a pause, of 2.0 MiB a step"
+        "the measured step is shorter than its bound, which assumes the link's rate alone: "
+        "after a pause its cap passes a burst of 976.6 KiB, of 2.0 MiB a step"
     )
     assert found.lines[1] == f"one, ofi: {why}"
     assert found.verdict.endswith(f" There {why}.")
 
 
-def test_compression_is_told_as_the_link_was_used_and_fully_used():
+def test_compression_is_reported_at_the_achieved_rate_and_at_full_use():
     outlook = Outlook(
         "stock", 0.9, ratio=about(5.5), full_use_ratio=Estimate(1, 1, 1), at_full_use=None, enough_bps=about(2e10)
     )
     one = replace(cell("one", {"stock": 100}), outlook=outlook)
     found = steps(one)["compression"]
     assert "at most 1.0x compression is needed" in found.verdict
-    assert "as it was used, up to 5.5x" in found.verdict
+    assert "at the achieved rate, up to 5.5x" in found.verdict
     none = replace(outlook, ratio=None, ratio_why="at most 71.0 % is reached", full_use_ratio=None)
     assert (
-        "no compression is enough as stock used the link: at most 71.0 %"
+        "no compression is enough at stock's achieved rate: at most 71.0 %"
         in steps(replace(one, outlook=none))["compression"].lines[0]
     )
 
 
-def test_predictions_are_held_against_what_was_measured():
-    told = {"stock": Foretold(about(210 * MS)), "ofi": Foretold(about(120 * MS)), "tcp": Foretold(why="no fit")}
+def test_predictions_are_compared_with_measurements():
+    told = {
+        "stock": ForecastFacts(about(210 * MS)),
+        "ofi": ForecastFacts(about(120 * MS)),
+        "tcp": ForecastFacts(why="no fit"),
+    }
     one = replace(cell("one", {"stock": 100, "ofi": 20, "tcp": 30}), forecast=told)
-    held = prediction.record([one])
+    held = facts.forecast_record([one])
     assert held.median == pytest.approx(0.025)
     assert (held.worst.arm, held.within(0.04), held.exposed) == ("stock", 1, 1)
     found = steps(one)["prediction"]
@@ -181,9 +191,9 @@ def test_predictions_are_held_against_what_was_measured():
     assert "one, ofi: predicted 120 ms (119 to 121), measured 120 ms (120 to 120): +0.0 %" in found.lines
 
 
-def test_the_loss_is_told_by_its_causes():
+def test_the_loss_is_split_into_its_causes():
     one = cell("one", {"stock": 100, "ofi": 20}, computed={"stock": 1.1})
-    stock, _ = budget.budgets([one])
+    stock, _ = facts.budgets([one])
     assert stock.loss == pytest.approx(1 - 100 / 209)
     assert stock.exposed == pytest.approx(100 / 209)
     assert stock.inflation == pytest.approx(9 / 209)
@@ -196,7 +206,7 @@ def test_the_loss_is_told_by_its_causes():
 
 
 @pytest.mark.parametrize(("ranks_per_host", "why"), [(1, False), (2, True)])
-def test_a_step_that_beats_its_bound_is_told_and_on_hosts_of_several_ranks_why(ranks_per_host, why):
+def test_a_step_shorter_than_its_bound_is_explained(ranks_per_host, why):
     one = cell("4", {"stock": 100, "tcp": 20}, size=4)
     assert one.outlook is not None
     assert one.outlook.full_use is not None
@@ -205,19 +215,19 @@ def test_a_step_that_beats_its_bound_is_told_and_on_hosts_of_several_ranks_why(r
     )
     above = [line for line in steps(one)["full use"].lines if "shorter than its bound" in line]
     assert len(above) == 2
-    assert all(("two levels send less from host to host" in line) == why for line in above)
+    assert all(("two levels send less between hosts" in line) == why for line in above)
 
 
-def test_what_one_host_loses_is_told_apart_where_it_was_measured():
+def test_the_loss_inside_a_host_is_separate_if_it_was_measured():
     inside = replace(cell("8", {"stock": 30}, size=4), ranks_per_host=4)
     across = replace(cell("16", {"stock": 100}, size=8), ranks_per_host=4)
-    by_key = {one.key: one for one in budget.budgets([inside, across])}
+    by_key = {one.key: one for one in facts.budgets([inside, across])}
     assert (by_key["8"].host_internal, by_key["8"].exposed) == (pytest.approx(30 / 130), 0)
     assert by_key["16"].host_internal == pytest.approx(30 / 200)
     assert by_key["16"].exposed == pytest.approx(70 / 200)
-    (alone,) = budget.budgets([across])
+    (alone,) = facts.budgets([across])
     assert alone.host_internal == 0
-    assert alone.notes == (budget.NOT_APART,)
+    assert alone.notes == (facts.NOT_APART,)
 
 
 lengths = st.floats(0, 1e9, allow_nan=False)
@@ -234,6 +244,6 @@ def test_the_budget_adds_up(lengths_ns, single_ns, factor, baseline, ranks_per_h
     parts = Parts(step_ns, compute_ns, 0, exposed_ns, wait_ns, other_ns, exposed_ns)
     arm = ArmFacts("stock", about(step_ns), 9, (), scaling=about(factor), parts=parts)
     whole = CellFacts("k", "m", "replay", 4, "n", baseline=baseline, single_ns=about(single_ns), arms={"stock": arm})
-    found = budget.budget(replace(whole, ranks_per_host=ranks_per_host), arm)
+    found = facts.budget(replace(whole, ranks_per_host=ranks_per_host), arm)
     assert found.host_internal + found.inflation + found.exposed + found.other == pytest.approx(found.loss, abs=1e-6)
     assert found.loss == 1 - factor

@@ -9,6 +9,7 @@ import pytest
 from chromecheck import overlaps
 from netbottleneck.report import Run, chrome
 from netbottleneck.trace import model as tr
+from netbottleneck.trace.transports import Arm
 from ringwriter import FakeRun
 
 
@@ -36,8 +37,9 @@ def test_overlapping_operations_and_nested_modules_get_lanes_of_their_own(run):
     step = replace(
         run.trace.steps[0], modules=((0, 100, 900), (1, 200, 300), (2, 250, 800)), waits=((1, 5, 9), (2, 7, 12))
     )
+    stock = Arm("stock")
     operations = tuple(
-        tr.Collective(0, "stock", key, 1, 100 * key, 8, start_ns=100 * key, done_ns=100 * key + 250) for key in range(5)
+        tr.Collective(0, stock, key, 1, 100 * key, 8, start_ns=100 * key, done_ns=100 * key + 250) for key in range(5)
     )
     document = chrome.chrome(replace(run.trace, steps=(step,), collectives=operations))
     assert overlaps(document) == []

@@ -45,11 +45,11 @@ def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture
 
 def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["benhc"]) == 2
-    assert "no command 'benhc'" in capsys.readouterr().err
+    assert "unknown command 'benhc'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "study"])
-def test_every_command_says_more_when_asked(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code: object = main([name, "--help"])
     except SystemExit as end:
@@ -58,12 +58,21 @@ def test_every_command_says_more_when_asked(name: str, capsys: pytest.CaptureFix
     assert "usage: netbottleneck" in capsys.readouterr().out
 
 
+def test_a_former_name_of_a_command_still_runs_it_and_names_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["profile", "--help"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr()
+    assert printed.err == "netbottleneck profile is now netbottleneck calibrate\n"
+    assert printed.out.startswith("usage: netbottleneck calibrate")
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version"]) == 0
     assert capsys.readouterr().out == f"netbottleneck {__version__}\n"
 
 
-def test_study_gets_the_words_and_gives_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_study_receives_its_arguments_and_returns_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     got: list[list[str]] = []
     study = types.ModuleType("netbottleneck.study")
     study.main = lambda words: got.append(words) or 3  # type: ignore[attr-defined]
@@ -73,7 +82,7 @@ def test_study_gets_the_words_and_gives_the_exit_code(monkeypatch: pytest.Monkey
     assert got == [["--quick", "x"]]
 
 
-def test_env_shows_value_default_and_where_it_comes_from() -> None:
+def test_env_shows_value_default_and_source() -> None:
     done = command("env", env={"NETBOTTLENECK_STREAMS": "4", "HOROVOD_GLOO_IFACE": "eth7"})
     assert "NETBOTTLENECK_STREAMS=4\n" in done.stdout
     assert "NETBOTTLENECK_IFNAME==eth7  (from HOROVOD_GLOO_IFACE)" in done.stdout
@@ -89,7 +98,7 @@ def test_a_failure_is_one_line_and_a_traceback_only_when_debugging() -> None:
     assert "Traceback" in done.stderr
 
 
-def test_report_shows_the_answer_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_prints_the_report_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     assert main(["report", str(TRACE), "--html", str(page)]) == 0
     assert capsys.readouterr().out.strip()
@@ -100,7 +109,7 @@ def test_report_shows_the_answer_of_a_trace(tmp_path: Path, capsys: pytest.Captu
     assert (tmp_path / "all" / "summary.json").exists()
 
 
-def test_report_of_nothing_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_a_missing_run_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "/nonexistent/run"]) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1
@@ -124,7 +133,7 @@ def test_report_and_env_work_without_the_c_module_and_import_no_torch() -> None:
     assert "_core is not built" in done.stderr
 
 
-def test_strict_tells_an_inconclusive_run_by_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strict_returns_code_4_for_an_inconclusive_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from netbottleneck import report
     from netbottleneck.analysis.verdict import Verdict
 
@@ -139,7 +148,7 @@ print(__name__, sys.argv, os.environ["NETBOTTLENECK"], "netbottleneck" in sys.mo
 """
 
 
-def test_run_is_the_script_itself_with_measurement_on(tmp_path: Path) -> None:
+def test_run_behaves_as_the_script_with_measurement(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT + "import beside\n")
     (tmp_path / "beside.py").write_text("print('beside', __name__)\n")
@@ -204,7 +213,7 @@ def test_run_hooks_into_ddp_before_the_script_imports_torch(tmp_path: Path) -> N
     assert "_Later" not in command("run", str(script), env={"NETBOTTLENECK": "0"}).stdout
 
 
-def test_a_scripts_own_end_is_kept(tmp_path: Path) -> None:
+def test_the_exit_of_a_script_is_preserved(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit(7)\n")
     assert command("run", str(script)).returncode == 7
@@ -217,7 +226,7 @@ def test_a_scripts_own_end_is_kept(tmp_path: Path) -> None:
     assert "cli/__init__.py" not in done.stderr
 
 
-def test_run_without_a_script_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_without_a_script_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "-x"]) == 2
     assert main(["run", "/nonexistent/train.py"]) == 1
     assert "no such script: /nonexistent/train.py" in capsys.readouterr().err
@@ -229,14 +238,19 @@ def test_run_without_a_script_says_so(capsys: pytest.CaptureFixture[str]) -> Non
         (["--sizes", "4X"], "'4X': must be a size"),
         (["--streams", "0"], "'0': must be auto or a number from 1 to 64"),
         (["--transports", "udp"], "transport udp: must be one of stock, tcp, ofi"),
-        (["--lab", "fast"], "'fast' is no rate"),
+        (
+            ["--transports", "tcp,mpi-tcp"],
+            "from a checkout of the netbottleneck repository: add --peers benchmarks/peers",
+        ),
+        (["--peers"], "peers (no path): not a Python file or package. MPI, oneCCL, Horovod and iperf3 are measured"),
+        (["--lab", "fast"], "'fast' is not a rate"),
         (["--ranks", "3", "--ranks-per-host", "2"], "--ranks must be a multiple"),
-        (["--port", "1"], "--port goes with --listen"),
-        (["--listen", "--lab", "none"], "--lab does not go with --listen"),
+        (["--port", "1"], "--port needs --listen"),
+        (["--listen", "--lab", "none"], "--lab cannot be used with --listen"),
         (["--listen", "--connect", "there"], "not allowed with argument"),
     ],
 )
-def test_bench_names_what_is_wrong_before_anything_starts(
+def test_bench_reports_bad_arguments_before_it_starts(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:

@@ -232,7 +232,7 @@ def test_batches_are_averaged() -> None:
         (((2,), (1e9,), (1.0,), math.inf), "slowdown inf"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments: tuple[tuple[float, ...], ...], what: str) -> None:
+def test_invalid_arguments_are_refused(arguments: tuple[tuple[float, ...], ...], what: str) -> None:
     with pytest.raises(ValueError, match=what):
         Grid(*arguments)  # type: ignore[arg-type]
 

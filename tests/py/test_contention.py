@@ -12,12 +12,12 @@ import pytest
 
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.model import Collective, Network, Parameter, Rank, Step, Trace
+from netbottleneck.trace.transports import Arm
 from netbottleneck.whatif import forecast, questions, sweeps
-from netbottleneck.whatif.contention import contention
-from netbottleneck.whatif.cost import Cost, Link, fit
+from netbottleneck.whatif.cost import Cost, Link
+from netbottleneck.whatif.fit import contention, fit
 from netbottleneck.whatif.forecast import Wire
-from netbottleneck.whatif.plan import Plan
-from netbottleneck.whatif.replay_schedule import score
+from netbottleneck.whatif.plan import Plan, replay_schedule
 from netbottleneck.whatif.simulate import simulate
 
 STORED = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
@@ -42,12 +42,14 @@ def alone(ranks: int, steps: int, wobble: Callable[[], int]) -> Trace:
             forward, update = ((begin, begin + FORWARD),), ((at, at + UPDATE),)
             end = at + UPDATE
             rows.append(
-                Step(rank, index, 0, "null", begin, end, forward=forward, optimizer=update, grad_ready=tuple(ready))
+                Step(
+                    rank, index, 0, Arm("null"), begin, end, forward=forward, optimizer=update, grad_ready=tuple(ready)
+                )
             )
             begin = end
     tensors = tuple(Parameter(f"t{index}", size, "float32") for index, size in enumerate(SIZES))
     hosts = tuple(Rank(rank, host_id=f"host{rank}") for rank in range(ranks))
-    return Trace("made", ranks, ("null",), ranks=hosts, parameters=tensors, steps=tuple(rows))
+    return Trace("made", ranks, (Arm("null"),), ranks=hosts, parameters=tensors, steps=tuple(rows))
 
 
 def moved(step: Step, at: int, index: int, block: int, name: str) -> Step:
@@ -56,7 +58,7 @@ def moved(step: Step, at: int, index: int, block: int, name: str) -> Step:
     pairs = {what: tuple((a + by, b + by) for a, b in getattr(step, what)) for what in ("forward", "optimizer")}
     ready = tuple((tensor, when + by) for tensor, when in step.grad_ready)
     waits = tuple((key, a + by, b + by) for key, a, b in step.waits)
-    place = {"index": index, "block": block, "transport": name, "begin_ns": at, "end_ns": step.end_ns + by}
+    place = {"index": index, "block": block, "arm": Arm(name), "begin_ns": at, "end_ns": step.end_ns + by}
     return replace(step, grad_ready=ready, waits=waits, **pairs, **place)  # type: ignore[arg-type]
 
 
@@ -79,13 +81,13 @@ def in_turn(cost: Cost, *, blocks: int = 5, block_steps: int = 5, wobble: Callab
                     times = {
                         what: getattr(one, what) + by for what in ("submit_ns", "agreed_ns", "start_ns", "done_ns")
                     }
-                    operations.append(replace(one, transport="tcp", step=index, round=index, **times))
+                    operations.append(replace(one, arm=Arm("tcp"), step=index, round=index, **times))
             now += max(step.end_ns for step in own) - min(step.begin_ns for step in own) + MS
     verified = {"one_flow": {"measured_bps": WIRE.one_flow_bps}, "many_flows": {"measured_bps": WIRE.many_flows_bps}}
     network = Network("made up", WIRE.link_bps, (5e8,), verified)
     return replace(
         nothing,
-        transports=("null", "tcp"),
+        arms=(Arm("null"), Arm("tcp")),
         network=network,
         buckets=made.buckets,
         steps=tuple(steps),
@@ -94,21 +96,21 @@ def in_turn(cost: Cost, *, blocks: int = 5, block_steps: int = 5, wobble: Callab
 
 
 def lengths(trace: Trace, name: str) -> list[int]:
-    return [step.duration_ns for step in trace.steps if step.transport == name]
+    return [step.duration_ns for step in trace.steps if step.arm == name]
 
 
 @pytest.mark.parametrize("slower", [1.0, 1.1, 1.5, 2.5])
-def test_a_fit_gets_the_contention_back_that_made_the_run(slower: float) -> None:
+def test_a_fit_recovers_the_contention_that_made_the_run(slower: float) -> None:
     run = in_turn(Cost(link=Link(3e9), contention=slower))
     found = fit(run, "tcp")
     assert found.cost.contention == pytest.approx(slower, abs=1e-4)
     assert found.contention is not None
     assert (found.contention.low, found.contention.high) == pytest.approx((slower, slower), abs=1e-4)
-    assert any("times as long beside operations" in note for note in found.notes)
+    assert any("times as long while an operation is in flight" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("slower", [1.0, 1.3])
-def test_where_compute_varies_its_interval_holds_what_made_the_run(slower: float) -> None:
+def test_the_interval_covers_the_contention_if_compute_varies(slower: float) -> None:
     draw = random.Random(3)
     run = in_turn(Cost(link=Link(3e9), contention=slower), blocks=8, wobble=lambda: draw.randrange(-MS, MS))
     found, words = contention(run, "tcp")
@@ -120,7 +122,7 @@ def test_where_compute_varies_its_interval_holds_what_made_the_run(slower: float
 
 
 @pytest.mark.parametrize("bps", [1e9, 3e9, 2e10])
-def test_contention_counts_once(bps: float) -> None:
+def test_contention_is_applied_once(bps: float) -> None:
     """The very run comes out as it was; without communication it is what it is where nothing moves."""
     run = in_turn(Cost(link=Link(bps), contention=1.4))
     job = questions.job(run, "tcp")
@@ -142,7 +144,7 @@ def test_an_answer_about_another_link_holds_for_a_run_over_it() -> None:
     assert 1e9 * faster.step_s.value == pytest.approx(statistics.median(lengths(there, "tcp")), rel=1e-5)
 
 
-def test_its_interval_widens_an_answer_and_its_words_are_among_the_remarks() -> None:
+def test_contention_widens_the_interval_and_is_noted() -> None:
     draw = random.Random(5)
     job = questions.job(in_turn(Cost(link=Link(3e9), contention=1.4), wobble=lambda: draw.randrange(-MS, MS)), "tcp")
     free = questions.answer(job, sweeps.free(job))
@@ -158,21 +160,21 @@ def test_its_interval_widens_an_answer_and_its_words_are_among_the_remarks() -> 
     least = sweeps.least_link(job, 0.8)
     assert least.value is not None
     assert least.value.low < least.value.value < least.value.high
-    assert any("times as long beside operations" in note for note in job.notes)
+    assert any("times as long while an operation is in flight" in note for note in job.notes)
 
 
-def test_a_forecast_takes_the_contention_of_its_source_and_says_so() -> None:
+def test_a_forecast_uses_the_contention_of_its_source_and_notes_it() -> None:
     run = in_turn(Cost(link=Link(1.9e9), contention=1.4))
-    told = forecast.make(run, score(run, EACH), 2, WIRE, ["tcp"])
+    told = forecast.make(run, replay_schedule(run, EACH), 2, WIRE, ["tcp"])
     found = told.transports["tcp"].step_ns
     assert found is not None
     assert found.value == pytest.approx(statistics.median(lengths(run, "tcp")), rel=1e-4)
-    assert any("times as long beside operations" in note for note in told.notes)
+    assert any("times as long while an operation is in flight" in note for note in told.notes)
 
 
-def test_what_a_run_does_not_tell_is_one_with_a_note() -> None:
+def test_unknown_contention_is_1_with_a_note() -> None:
     whole = in_turn(Cost(link=Link(3e9), contention=1.4))
-    run = replace(whole, steps=tuple(step for step in whole.steps if step.transport == "tcp"))
+    run = replace(whole, steps=tuple(step for step in whole.steps if step.arm == "tcp"))
     assert fit(run, "tcp").cost.contention == 1.0
     assert fit(run, "tcp").contention is None
     assert any("the arm null" in note for note in fit(run, "tcp").notes)
@@ -181,14 +183,14 @@ def test_what_a_run_does_not_tell_is_one_with_a_note() -> None:
     nothing_beside = in_turn(Cost(link=Link(1e13), contention=1.4))
     found, why = contention(nothing_beside, "tcp")
     assert found is None
-    assert "had one beside it" in why
+    assert "of compute overlaps an operation" in why
     stored = fit(tr.read(STORED), "ofi")
     assert (stored.cost.contention, stored.contention) == (1.0, None)
 
 
-def test_compute_that_varies_more_than_operations_can_cost_tells_nothing() -> None:
+def test_contention_is_unknown_if_compute_varies_too_much() -> None:
     draw = random.Random(11)
     run = in_turn(Cost(link=Link(2e10)), blocks=3, block_steps=3, wobble=lambda: draw.randrange(-15 * MS, 15 * MS))
     found, why = contention(run, "tcp")
     assert found is None
-    assert "of that time is lost" in why
+    assert "is too wide" in why

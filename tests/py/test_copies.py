@@ -13,9 +13,10 @@ from netbottleneck.cli import main
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.layer_log import LayerLog, VecTable, write, write_table
 from netbottleneck.trace.model import Parameter, Rank, Step, Trace
+from netbottleneck.trace.transports import Arm
 from netbottleneck.whatif import questions, sweeps
-from netbottleneck.whatif.copies import by_table
-from netbottleneck.whatif.cost import Cost, Link, Table, fit
+from netbottleneck.whatif.cost import Cost, Link, Table
+from netbottleneck.whatif.fit import copy_cost_from_table, fit
 from netbottleneck.whatif.plan import Plan
 from netbottleneck.whatif.simulate import simulate
 
@@ -35,16 +36,16 @@ def recorded(cost: Cost, buckets: tuple[tuple[int, ...], ...] = MIXED, in_flight
         for index in range(9):
             ready = tuple((7 - at, begin + (5 + 4 * at) * MS + 1000 * (rank + index)) for at in range(len(SIZES)))
             end = ready[-1][1] + 2 * MS
-            rows.append(Step(rank, index, 0, "tcp", begin, end, grad_ready=ready))
+            rows.append(Step(rank, index, 0, Arm("tcp"), begin, end, grad_ready=ready))
             begin = end
     tensors = tuple(Parameter(f"t{at}", size, "float32") for at, size in enumerate(SIZES))
     hosts = tuple(Rank(rank, host_id=f"host{rank}") for rank in (0, 1))
-    run = Trace("made", 2, ("tcp",), ranks=hosts, parameters=tensors, steps=tuple(rows))
+    run = Trace("made", 2, (Arm("tcp"),), ranks=hosts, parameters=tensors, steps=tuple(rows))
     return replace(simulate(run, Plan.explicit(buckets, in_flight), cost), origin="measured")
 
 
 @pytest.mark.parametrize("copy_byte_ns", [0.05, 0.3, 2.0])
-def test_a_fit_gets_the_copies_back_that_made_the_run(copy_byte_ns: float) -> None:
+def test_a_fit_recovers_the_copies_that_made_the_run(copy_byte_ns: float) -> None:
     made = Cost(alpha_ns=100_000, link=Link(3e9), copy_byte_ns=copy_byte_ns)
     found = fit(recorded(made))
     assert found.reason == ""
@@ -55,7 +56,7 @@ def test_a_fit_gets_the_copies_back_that_made_the_run(copy_byte_ns: float) -> No
 
 
 @pytest.mark.parametrize("buckets", [ALONE, MIXED, TOGETHER])
-def test_the_same_run_fused_otherwise_is_foretold_with_its_copies(buckets: tuple[tuple[int, ...], ...]) -> None:
+def test_a_run_with_other_fusion_is_predicted_with_its_copies(buckets: tuple[tuple[int, ...], ...]) -> None:
     made = Cost(alpha_ns=100_000, link=Link(3e9), copy_byte_ns=0.5)
     source, other = recorded(made), recorded(made, buckets)
     told = simulate(source, Plan.explicit(buckets), fit(source).cost)
@@ -63,7 +64,7 @@ def test_the_same_run_fused_otherwise_is_foretold_with_its_copies(buckets: tuple
     assert statistics.median(step.duration_ns for step in told.steps) == pytest.approx(want, rel=1e-3)
 
 
-def test_where_nothing_is_copied_nothing_is_found() -> None:
+def test_a_run_without_copies_fits_no_copy_cost() -> None:
     found = fit(recorded(Cost(alpha_ns=100_000, link=Link(3e9))))
     assert found.cost.copy_byte_ns == pytest.approx(0.0, abs=1e-3)
 
@@ -71,12 +72,12 @@ def test_where_nothing_is_copied_nothing_is_found() -> None:
 @pytest.mark.parametrize(
     ("buckets", "in_flight", "words"),
     [
-        (ALONE, 1, "is not known, and counts as part of operations"),
-        (TOGETHER, 1, "is not known, and counts as part of operations"),
+        (ALONE, 1, "is not known, and counts as part of the operations"),
+        (TOGETHER, 1, "is not known, and counts as part of the operations"),
         (MIXED, 2, "operations shared the link"),
     ],
 )
-def test_what_cannot_be_told_apart_is_part_of_operations(
+def test_copies_that_cannot_be_separated_count_as_operations(
     buckets: tuple[tuple[int, ...], ...], in_flight: int, words: str
 ) -> None:
     run = recorded(Cost(link=Link(3e9), copy_byte_ns=0.3), buckets, in_flight)
@@ -85,20 +86,20 @@ def test_what_cannot_be_told_apart_is_part_of_operations(
     assert words in found.notes[-1]
 
 
-def test_the_stored_run_has_one_size_alone_and_tells_no_copies() -> None:
+def test_the_stored_run_has_one_size_and_no_copy_cost() -> None:
     for transport in ("stock", "ofi"):
         found = fit(tr.read(STORED), transport)
         assert found.cost.copy_byte_ns == 0.0
         assert "is not known" in found.notes[-1]
 
 
-def test_a_table_counts_where_the_run_does_not_tell_and_no_byte_twice() -> None:
+def test_a_table_is_used_if_the_run_gives_no_copy_cost() -> None:
     made = Cost(link=Link(3e9), copy_byte_ns=0.3)
     run = recorded(made, TOGETHER)
     found = fit(run, copy_byte_ns=0.3)
     assert found.cost.copy_byte_ns == 0.3
     assert found.cost.link.rate_bps == pytest.approx(3e9, rel=0.01)
-    assert "by a table" in found.notes[-1]
+    assert "from the table" in found.notes[-1]
     job = questions.job(run, copy_byte_ns=0.3)
     now = questions.answer(job, sweeps.now(job)).step_s
     assert now is not None
@@ -108,9 +109,9 @@ def test_a_table_counts_where_the_run_does_not_tell_and_no_byte_twice() -> None:
     assert told.cost.copy_byte_ns == pytest.approx(0.3, rel=0.01)
 
 
-def test_copies_that_no_operation_has_time_for_are_refused() -> None:
+def test_copies_longer_than_their_operation_are_refused() -> None:
     run = recorded(Cost(link=Link(3e9)), TOGETHER)
-    with pytest.raises(ValueError, match=r"copies of 5 ns a byte: .* no part of it, leave --copy-table out"):
+    with pytest.raises(ValueError, match=r"copies of 5 ns a byte would take .* in all: leave --copy-table out"):
         fit(run, copy_byte_ns=5.0)
     with pytest.raises(ValueError, match="copy_byte_ns must be at least 0"):
         fit(run, copy_byte_ns=-1.0)
@@ -118,8 +119,8 @@ def test_copies_that_no_operation_has_time_for_are_refused() -> None:
 
 def test_a_table_of_copies_is_of_tensors_copied_one_by_one() -> None:
     table = Table((0.0, 1000.0, 2000.0), (50.0, 150.0, 650.0))
-    assert by_table(table, [1000, 2000, 0]) == pytest.approx(800 / 3000)
-    assert by_table(table, [0]) == 0.0
+    assert copy_cost_from_table(table, [1000, 2000, 0]) == pytest.approx(800 / 3000)
+    assert copy_cost_from_table(table, [0]) == 0.0
 
 
 def test_a_layer_logs_fused_tensors_are_copied_by_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,4 +137,4 @@ def test_a_layer_logs_fused_tensors_are_copied_by_a_table(tmp_path: Path, capsys
     assert main([*words, "--copy-table", f"{tmp_path}/none.csv"]) == 2
     assert f"no such file or folder: {tmp_path}/none.csv" in capsys.readouterr().err
     assert main([*words, "--copy-table", f"{tmp_path}/copy.csv", "--json", f"{tmp_path}/copy.csv"]) == 2
-    assert "is an input of this very question" in capsys.readouterr().err
+    assert "is an input of this command" in capsys.readouterr().err

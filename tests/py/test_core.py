@@ -95,6 +95,13 @@ def test_dtype_sizes() -> None:
     assert _core.dtype_size(_core.BFLOAT16) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "key"), [("", 0xCBF29CE484222325), ("a", 0xAF63DC4C8601EC8C), ("foobar", 0x85944171F73967E8)]
+)
+def test_a_names_key_is_its_fnv_1a_hash(name: str, key: int) -> None:
+    assert _core.name_key(name) == key
+
+
 def test_the_clock_is_the_monotonic_one() -> None:
     before, now, after = time.monotonic_ns(), _core.now_ns(), time.monotonic_ns()
     assert before <= now <= after
@@ -605,7 +612,7 @@ GOOD_SUBMIT: dict[str, Any] = {"name": "op", "kind": _core.ALLREDUCE, "memory": 
         ({"memory": [bytearray(8), np.zeros((4, 4), np.float32)[:, 1]]}, r"memory\[1\] .*contiguous"),
         ({"memory": (0, 8)}, r"memory\[0\] .*\(0, 8\)"),
         ({"memory": (4096, -8)}, r"memory\[0\] .*\(4096, -8\)"),
-        ({"memory": [bytearray(4)] * 513}, "513 pieces; 512"),
+        ({"memory": [bytearray(4)] * 513}, "513 pieces; the limit is 512"),
     ],
 )
 def test_submit_names_a_bad_argument(alone: _core.Comm, changed: dict[str, Any], words: str) -> None:

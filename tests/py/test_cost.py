@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from netbottleneck.analysis.scaling import counted
+from netbottleneck.analysis.intervals import counted
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.model import Parameter, Probe, Rank, Step, Trace, TransportInfo
-from netbottleneck.whatif.cost import UNLIMITED, Cost, Fit, Link, Table, fit
+from netbottleneck.trace.transports import Arm
+from netbottleneck.whatif.cost import UNLIMITED, Cost, Link, Table
+from netbottleneck.whatif.fit import Fit, Service, bounding_lines, fit, services
 from netbottleneck.whatif.plan import Plan, in_flight
 from netbottleneck.whatif.simulate import simulate
 
@@ -30,11 +32,13 @@ def compute_of(sizes: tuple[int, ...] = SIZES, ranks: int = 2, steps: int = 6) -
             late = 1000 * (rank + index % 3)
             ready = tuple((len(sizes) - 1 - i, begin + late + (i + 1) * 5_000_000) for i in range(len(sizes)))
             end = ready[-1][1] + 2_000_000
-            rows.append(Step(rank, index, 0, "tcp", begin, end, forward=((begin, begin + late),), grad_ready=ready))
+            rows.append(
+                Step(rank, index, 0, Arm("tcp"), begin, end, forward=((begin, begin + late),), grad_ready=ready)
+            )
             begin = end
     parameters = tuple(Parameter(f"t{i}", size, "float32") for i, size in enumerate(sizes))
     hosts = tuple(Rank(rank, host_id=f"host{rank}") for rank in range(ranks))
-    return Trace("made", ranks, ("tcp",), ranks=hosts, parameters=parameters, steps=tuple(rows))
+    return Trace("made", ranks, (Arm("tcp"),), ranks=hosts, parameters=parameters, steps=tuple(rows))
 
 
 def each_alone(sizes: tuple[int, ...] = SIZES) -> list[tuple[int]]:
@@ -45,7 +49,7 @@ def run_at(cost: Cost, ranks: int = 2, flying: int = 1, sizes: tuple[int, ...] =
     return simulate(compute_of(sizes, ranks), Plan.explicit(each_alone(sizes), flying), cost)
 
 
-def test_a_table_is_straight_between_points_and_goes_on_by_its_last_slope() -> None:
+def test_a_table_is_linear_and_continues_with_its_last_slope() -> None:
     table = Table((10.0, 20.0, 40.0), (5.0, 10.0, 40.0))
     assert [table.at(x) for x in (0, 10, 15, 30, 40, 60)] == [5, 5, 7.5, 25, 40, 70]
     assert replace(table, clamped=True).at(60) == 40
@@ -54,7 +58,7 @@ def test_a_table_is_straight_between_points_and_goes_on_by_its_last_slope() -> N
     assert not table.covers(41)
 
 
-def test_a_link_moves_what_its_lanes_move() -> None:
+def test_the_rate_of_a_link_is_limited_by_its_lanes() -> None:
     assert Link(2e9, 4, 0.4e9).rate_bps == 1.6e9
     assert Link(2e9, 8, 0.4e9).rate_bps == 2e9
     assert Link(2e9).byte_ns == 4
@@ -71,7 +75,7 @@ def test_a_link_moves_what_its_lanes_move() -> None:
         (lambda: Link(1e9, 1, 0), "lane_bps"),
         (lambda: Table((), ()), "as many times as sizes"),
         (lambda: Table((2.0, 1.0), (1.0, 1.0)), "must rise"),
-        (lambda: Table((1.0, 2.0), (1.0, -1.0)), "below 0"),
+        (lambda: Table((1.0, 2.0), (1.0, -1.0)), "must be at least 0"),
         (lambda: Cost("rng"), "algorithm must be one of"),
         (lambda: Cost(alpha_ns=-1), "alpha_ns"),
         (lambda: Cost(add=float("inf")), "add"),
@@ -87,12 +91,12 @@ def test_a_link_moves_what_its_lanes_move() -> None:
         (lambda: Plan.explicit([(1, 2), (2,)]), "one bucket"),
     ],
 )
-def test_values_that_cannot_be_are_refused(make: object, what: str) -> None:
+def test_invalid_values_are_refused(make: object, what: str) -> None:
     with pytest.raises(ValueError, match=what):
         make()  # type: ignore[operator]
 
 
-def test_a_slower_cost_makes_each_operation_as_much_longer() -> None:
+def test_a_slower_cost_scales_every_operation() -> None:
     cost = Cost(alpha_ns=1e5, link=Link(1e9, 4, 2e8), add=Table((0.0, 1e9), (1e4, 1e8)), launch_ns=1e4, pipelined=False)
     spans = [
         [(c.done_ns or 0) - (c.start_ns or 0) for c in run_at(each).collectives] for each in (cost, cost.slower(1.5))
@@ -114,7 +118,7 @@ def test_a_slower_cost_makes_each_operation_as_much_longer() -> None:
         ("tree", 4, 2),
     ],
 )
-def test_a_fit_gets_back_what_made_the_run(algorithm: str, ranks: int, flying: int) -> None:
+def test_a_fit_recovers_the_cost_that_made_the_run(algorithm: str, ranks: int, flying: int) -> None:
     made = Cost(algorithm, alpha_ns=120_000, link=Link(3e9), launch_ns=50_000)
     run = run_at(made, ranks, flying)
     assert in_flight(run, "tcp") == flying
@@ -146,7 +150,7 @@ def told(run: Trace, info: TransportInfo) -> Trace:
     return replace(run, ranks=tuple(replace(rank, transports=(info,)) for rank in run.ranks))
 
 
-def test_what_the_job_measured_tells_steps_from_the_rest_and_what_lanes_reach() -> None:
+def test_measured_step_costs_and_the_probe_enter_the_fit() -> None:
     run = run_at(Cost(alpha_ns=30_000, fixed_ns=200_000, link=Link(1e9)))
     probe = (Probe(1, 10**6, 16 * 10**6), Probe(2, 2 * 10**6, 16 * 10**6), Probe(4, 2 * 10**6, 16 * 10**6))
     found = fit(told(run, TransportInfo("tcp", probe=probe, costs=(30_000.0, 8.0, 0.25, 0.0, 0.0))))
@@ -168,22 +172,22 @@ def noisy(run: Trace, most: float) -> Trace:
     return replace(run, collectives=tuple(rows))
 
 
-def test_a_poor_fit_says_so_and_is_not_used_beyond_what_it_saw() -> None:
+def test_a_poor_fit_is_reported_and_not_extrapolated() -> None:
     made = Cost(link=Link(1e9))
     run = run_at(made)
     found = fit(noisy(run, 0.9))
-    assert "half of the operations are off by" in found.reason
+    assert "half of the operations deviate by" in found.reason
     assert found.cost.poor == found.reason
     simulate(run, Plan.of(run), found.cost)
     with pytest.raises(
-        ValueError, match=r"refused to extrapolate: half of the operations .* 64 workers, measured were 2"
+        ValueError, match=r"refused to extrapolate a poor fit: half of the operations .* 64 workers, measured 2"
     ):
         simulate(run, Plan.of(run), found.cost, workers=64)
-    with pytest.raises(ValueError, match=r"refused to extrapolate: .* operations of 57671680 to 57671680 bytes"):
+    with pytest.raises(ValueError, match=r"refused to extrapolate a poor fit: .* 57671680 to 57671680 bytes"):
         simulate(run, Plan.explicit([tuple(range(len(SIZES)))]), found.cost)
 
 
-def test_what_a_step_took_tells_what_bytes_cost_where_operations_do_not() -> None:
+def test_totals_of_a_step_give_the_cost_of_bytes_if_operations_do_not() -> None:
     run = run_at(Cost(link=Link(1e9)))
     # Each step's first operation and its second share the link as no formula says; what they take together stays.
     late = {2: 30_000_000, 3: -20_000_000, 4: 60_000_000}
@@ -204,7 +208,7 @@ def test_what_a_step_took_tells_what_bytes_cost_where_operations_do_not() -> Non
     found = fit(replace(run, steps=steps, collectives=(*rows, *moved)))
     assert found.reason == ""
     assert found.error > 0.1
-    assert "those of a step together by 0.0%" in found.notes[1]
+    assert "0.0% for all operations of a step" in found.notes[1]
     assert found.cost.link.rate_bps == pytest.approx(1e9, rel=1e-3)
 
 
@@ -218,14 +222,45 @@ def test_a_fit_of_one_size_or_of_few_operations_is_poor() -> None:
     assert "only 6 operations" in fit(replace(few, collectives=tuple(c for c in few.collectives if c.step == 2))).reason
 
 
-def test_a_good_fit_goes_on_and_says_where_it_has_no_measurement() -> None:
+def test_a_good_fit_extrapolates_with_a_note() -> None:
     run = run_at(Cost(alpha_ns=1e5, link=Link(1e9)))
     found = simulate(run, Plan.explicit([tuple(range(len(SIZES)))]), fit(run).cost, workers=64)
-    assert any("measured were 1048576 to 25165824" in note for note in found.notes)
-    assert any("64 workers, measured were 2" in note for note in found.notes)
-    assert any("what a step costs beside its bytes is not known" in note for note in found.notes)
+    assert any("measured 1048576 to 25165824" in note for note in found.notes)
+    assert any("64 workers, measured 2" in note for note in found.notes)
+    assert any("the latency of a step between hosts is not known" in note for note in found.notes)
     table = replace(Cost.free(), add=Table((0.0, 1000.0), (1.0, 2.0)))
-    assert any("its last slope goes on" in note for note in simulate(run, Plan.of(run), table).notes)
+    assert any("its last slope is extrapolated" in note for note in simulate(run, Plan.of(run), table).notes)
+
+
+def rows_of(times: dict[int, float], of_each: int = 4) -> list[Service]:
+    """Operations by their bytes, each with the same time as the others of its size."""
+    return [Service(step, nbytes, ns, None) for step in range(of_each) for nbytes, ns in times.items()]
+
+
+def test_bounding_lines_of_an_exact_fit_equal_the_fit() -> None:
+    rows = rows_of({nbytes: 5000 + 3.0 * nbytes for nbytes in (1000, 2000, 8000, 20_000)})
+    for fixed, per_byte in bounding_lines(rows, 5000, 3.0, 0.0):
+        assert (fixed, per_byte) == (pytest.approx(5000), pytest.approx(3.0))
+
+
+def test_bounding_lines_have_no_negative_cost() -> None:
+    rows = rows_of({nbytes: 2.0 * nbytes * (1 + nbytes / 40_000) for nbytes in (1000, 2000, 8000, 20_000)})
+    assert min(fixed for fixed, _ in bounding_lines(rows, 0.0, 2.8, 0.0)) == 0.0
+
+
+def test_other_operations_of_a_step_are_no_part_of_the_fit() -> None:
+    run = run_at(Cost(alpha_ns=120_000, link=Link(3e9), launch_ns=50_000))
+    added = tuple(replace(c, kind="broadcast", key=c.key + 10_000, start_ns=c.submit_ns) for c in run.collectives)
+    empty = tuple(replace(c, tensor_bytes=0, key=c.key + 20_000) for c in run.collectives)
+    assert services(replace(run, collectives=run.collectives + added + empty), "tcp", 1) == services(run, "tcp", 1)
+
+
+def test_operations_that_all_ranks_agreed_on_at_once_have_no_launch() -> None:
+    run = run_at(Cost(alpha_ns=120_000, link=Link(3e9), launch_ns=50_000))
+    for early_ns in (0, 10):  # as far as clocks err
+        at_once = tuple(replace(c, agreed_ns=c.submit_ns - early_ns) for c in run.collectives)
+        _, found = services(replace(run, collectives=at_once), "tcp", 1)
+        assert {row.launch_ns for row in found} == {0.0}
 
 
 def test_a_run_without_operations_has_no_fit() -> None:
@@ -239,7 +274,7 @@ def test_a_run_without_operations_has_no_fit() -> None:
 def test_the_stored_run_fits_and_its_steps_come_out_as_measured(transport: str, flying: int, mbit: int) -> None:
     trace = tr.read(STORED)
     found: Fit = fit(trace, transport)
-    measured = statistics.median(s.duration_ns for s in counted(trace) if s.transport == transport)
+    measured = statistics.median(s.duration_ns for s in counted(trace) if s.arm == transport)
     steps = simulate(trace, Plan.of(trace, transport), found.cost, transport=transport).steps
     predicted = statistics.median(s.duration_ns for s in steps)
     low, high = found.cost.residual

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from netbottleneck.hooks.crosscheck import Pass, Sample, compared
+from netbottleneck.hooks.measured import Pass, Sample, compared
 
 TIMES = np.array([100, 200, 300, 900], np.int64)  # the last one is of the next pass
 KEYS = np.array([2, 1, 0, 2], np.uint64)

@@ -15,6 +15,7 @@ from netbottleneck.cli import main
 from netbottleneck.trace import json_codec
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.model import Step
+from netbottleneck.trace.transports import Arm
 
 WHOLE = Path(__file__).parent / "data" / "synthetic.jsonl.gz"
 ODD = (
@@ -90,10 +91,10 @@ def test_any_value_may_be_another(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("step", ("grad_ready", 0), None, "line"),
         ("step", ("grad_ready", 0, 0), 4000, "of rank 0 has a gradient 4000; there are 4"),
         ("step", ("modules",), [[-7, 5, 6]], "of rank 0 has a module -7; there are"),
-        ("step", ("grad_ready", 0, 1), 1 << 62, "4611686018427387904 ns is no time of this run"),
+        ("step", ("grad_ready", 0, 1), 1 << 62, "4611686018427387904 ns is out of range for a time of this run"),
         ("collective", ("submit_ns",), None, "nothing where int must be"),
         ("collective", ("submit_ns",), 10**30, "where a number of 64 bits must be"),
-        ("collective", ("done_ns",), -(1 << 62), "ns is no time of this run"),
+        ("collective", ("done_ns",), -(1 << 62), "ns is out of range for a time of this run"),
         ("rank", ("clock",), None, "nothing where Clock must be"),
     ],
 )
@@ -126,6 +127,6 @@ def test_what_holds_nothing_is_named(name: str, tmp_path: Path, capsys: pytest.C
 
 
 def test_nothing_is_read_where_it_may_be() -> None:
-    step = Step(0, 1, 2, "tcp", 5, 6, plan=None, cpu_ns=None)
+    step = Step(0, 1, 2, Arm("tcp"), 5, 6, plan=None, cpu_ns=None)
     assert json_codec.build(Step, json.loads(json_codec.dump(step))) == step
     assert tr.read(WHOLE).size == 2

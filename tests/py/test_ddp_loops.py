@@ -19,15 +19,20 @@ COMPILED = [name for name in LOOPS if "compiled" in name]
 EAGER = [name for name in LOOPS if name not in COMPILED]
 
 
+def end_alike(ranks: Ranks, script: str, names: list[str]) -> None:
+    """Run the named loops of a script on two ranks; all must end as with plain DDP."""
+    for result in ranks(2, SCRIPTS / script, {**ENV, "LOOPS_TRANSPORT": "tcp"}, args=names):
+        said = [line for line in result.stdout.splitlines() if line.startswith(("ok ", "failed "))]
+        assert said == [f"ok {name}" for name in names], result.stderr
+
+
 @pytest.mark.parametrize(
     "names",
     [[f"{EAGER[0]}/0"], [f"{EAGER[0]}/1"], EAGER[1::2], EAGER[2::2], COMPILED],
     ids=["settings-a", "settings-b", "eager-a", "eager-b", "compiled"],
 )
 def test_training_loops_end_as_with_plain_ddp(warm_ranks: Ranks, names: list[str]) -> None:
-    for result in warm_ranks(2, SCRIPTS / "ddp_loops.py", {**ENV, "LOOPS_TRANSPORT": "tcp"}, args=names):
-        said = [line for line in result.stdout.splitlines() if line.startswith(("ok ", "failed "))]
-        assert said == [f"ok {name}" for name in names], result.stderr
+    end_alike(warm_ranks, "ddp_loops.py", names)
 
 
 @pytest.mark.parametrize("transport", ["stock", "stock,ofi"])

@@ -19,8 +19,8 @@ from elasticdriver import (
     ask,
 )
 from netbottleneck.errors import Error
-from netbottleneck.torch.elastic import place
-from netbottleneck.torch.elastic.notices import Notices
+from netbottleneck.torch.elastic import launcher
+from netbottleneck.torch.elastic.launcher import Notices
 
 SCRIPT = Path(__file__).parent / "scripts" / "elastic_checks.py"
 CHECKS = re.findall(r"^@check\ndef (\w+)", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
@@ -115,14 +115,14 @@ def test_ranks_that_come_start_where_the_others_are(warm_ranks: Ranks, driver: D
 def test_a_rank_that_is_not_wanted_any_more_says_so(driver: Driver) -> None:
     driver.expected, driver.leaving = 1, [4]
     with pytest.raises(Error, match=r"here:4 has been removed from the elastic job"):
-        place.renew(driver.environment(4, 5, 4))
+        launcher.renew_place(driver.environment(4, 5, 4))
 
 
 @pytest.mark.parametrize("missing", ["HOROVOD_ELASTIC", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"])
 def test_without_an_elastic_launcher_nobody_is_asked_and_nothing_told(driver: Driver, missing: str) -> None:
     environ = {**driver.environment(0, 2, 0), missing: ""}
     before = dict(environ)
-    place.renew(environ)
+    launcher.renew_place(environ)
     assert environ == before
     with Notices().told(lambda *_: None, environ):
         assert driver.keys == {}
@@ -131,7 +131,7 @@ def test_without_an_elastic_launcher_nobody_is_asked_and_nothing_told(driver: Dr
 def test_a_launcher_that_is_gone_is_named(driver: Driver) -> None:
     environ = {**driver.environment(0, 2, 0), "HOROVOD_GLOO_RENDEZVOUS_PORT": str(free_port())}
     with pytest.raises(Error, match=environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]):
-        place.renew(environ)
+        launcher.renew_place(environ)
     with pytest.raises(ConnectionError, match=environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]), Notices().told(print, environ):
         pass
 

@@ -394,3 +394,9 @@ def test_these_modules_import_no_torch() -> None:
     subprocess.run(
         [sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(PYTHON), "PATH": ""}, timeout=RANKS_LIMIT_S
     )
+
+
+@pytest.mark.parametrize("value", ["tcp:fp16", "tcp@priority", "tcp:", "stock,tcp,tcp"])
+def test_an_arm_that_is_not_available_is_refused_by_name(value: str) -> None:
+    with pytest.raises(ValueError, match=f"NETBOTTLENECK_TRANSPORT={value}"):
+        settings(environ={"NETBOTTLENECK_TRANSPORT": value})

@@ -34,7 +34,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_all_is_redone_from_the_file_alone(tmp_path):
+def test_everything_is_rebuilt_from_evidence_json(tmp_path):
     paths = FOUND.write(tmp_path / "study")
     names = {path.relative_to(tmp_path / "study").as_posix() for path in paths}
     numbered = {f"figures/figure{number}.{kind}" for number in range(1, 9) for kind in ("csv", "svg")}
@@ -46,7 +46,7 @@ def test_all_is_redone_from_the_file_alone(tmp_path):
             assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "study" / name).read_bytes()
 
 
-def test_a_study_under_way_is_read_from_the_cells_that_are_done(tmp_path):
+def test_a_running_study_is_read_from_its_complete_cells(tmp_path):
     for cell in CELLS:
         (tmp_path / "cells" / cell.key).mkdir(parents=True)
         values.write(tmp_path / "cells" / cell.key / "facts.json", cell)
@@ -54,8 +54,8 @@ def test_a_study_under_way_is_read_from_the_cells_that_are_done(tmp_path):
     assert {cell.key for cell in Evidence.read(tmp_path).cells} == {cell.key for cell in CELLS}
 
 
-def test_what_is_no_evidence_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no cell that is done"):
+def test_invalid_evidence_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no complete cell"):
         Evidence.read(tmp_path)
     for number, text in enumerate(
         ["", "[]", "{}", '{"format":"netbottleneck-evidence","version":9}', FOUND.to_json()[:-9]]
@@ -71,7 +71,7 @@ def test_what_is_no_evidence_is_named(tmp_path):
         Evidence.read(tmp_path / "damaged.json")
 
 
-def test_the_page_is_one_file_with_every_step_and_figure():
+def test_the_page_is_one_file_with_every_claim_and_figure():
     page = Page()
     page.feed(FOUND.html)
     assert not page.open
@@ -79,23 +79,23 @@ def test_the_page_is_one_file_with_every_step_and_figure():
     assert all(link.startswith("#") for link in page.links)
     assert "made-up &lt;cells&gt;" in FOUND.html
     assert FOUND.html.count("<figure") == 8
-    assert [step.title for step in FOUND.steps if step.title not in FOUND.html] == []
+    assert [claim.title for claim in FOUND.claims if claim.title not in FOUND.html] == []
 
 
-def test_the_terminal_gets_a_sentence_a_step():
+def test_the_terminal_gets_one_sentence_per_claim():
     lines = FOUND.text.splitlines()
     assert max(map(len, lines)) <= 80
     assert [
-        number for number in range(1, len(FOUND.steps) + 1) if not any(x.startswith(f"{number}. ") for x in lines)
+        number for number in range(1, len(FOUND.claims) + 1) if not any(x.startswith(f"{number}. ") for x in lines)
     ] == []
     assert "one-2-1" in FOUND.text
     assert "Not measured: " in FOUND.text
 
 
 def test_a_notebook_gets_the_chain_and_a_picture():
-    assert FOUND._repr_html_().count("<li>") == len(FOUND.steps)
+    assert FOUND._repr_html_().count("<li>") == len(FOUND.claims)
     assert FOUND.draw(3)._repr_svg_() == FOUND.pictures[3]
-    with pytest.raises(IndexError, match="figure 9: there are 1 to 8"):
+    with pytest.raises(IndexError, match="figure 9: must be from 1 to 8"):
         FOUND.draw(9)
 
 
@@ -106,7 +106,7 @@ def test_the_command_reports_a_study(tmp_path, capsys):
     assert capsys.readouterr().out == FOUND.to_json()
     assert (tmp_path / "page.html").read_text() == FOUND.html
     assert cli.main(["report", str(tmp_path)]) == 0
-    assert "1. How does it scale?" in capsys.readouterr().out
+    assert "1. Scaling factor: " in capsys.readouterr().out
     path.write_text("{}")
     assert cli.main(["report", str(tmp_path)]) == 1
     assert "evidence.json: not a netbottleneck-evidence" in capsys.readouterr().err
@@ -117,7 +117,7 @@ def test_without_matplotlib_values_are_written_and_the_page_says_so(monkeypatch,
     plain = Evidence(CELLS)
     names = [path.name for path in plain.write(tmp_path)]
     assert not [name for name in names if name.endswith(".svg")]
-    assert plain.html.count("pictures need matplotlib") == 8
+    assert plain.html.count("plots need matplotlib") == 8
     with pytest.raises(ImportError, match="netbottleneck\\[plot\\]"):
         plain.draw(1)
 

@@ -7,17 +7,17 @@ from types import SimpleNamespace
 import pytest
 
 import cellmaker
-from netbottleneck.analysis.stats import Estimate
+from netbottleneck.analysis.statistics import Estimate
 from netbottleneck.report import Run
-from netbottleneck.study.evidence import facts, intervals, values
+from netbottleneck.study.evidence import facts, values
 
 MS = cellmaker.MS
 STORED = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
-ABOUT = facts.About("made-2-2gbit", "made", "replay", "2gbit/500mbit")
+ABOUT = facts.CellDescription("made-2-2gbit", "made", "replay", "2gbit/500mbit")
 
 
 @dataclass
-class Ended:
+class JobOutcome:
     digests: tuple = ("a", "a")
     accuracy: float | None = 0.96
 
@@ -34,10 +34,10 @@ class Made(Run):
 
 
 def of(arms, job="replay", known=None, **how):
-    return facts.of(Made(cellmaker.trace(arms, **how)), replace(ABOUT, job=job), **(known or {}))
+    return facts.cell_facts(Made(cellmaker.trace(arms, **how)), replace(ABOUT, job=job), **(known or {}))
 
 
-def test_an_arm_is_told_in_time_parts_and_scaling_factor():
+def test_facts_of_an_arm_are_its_step_parts_and_scaling_factor():
     cell = of({"stock": 100, "ofi": 20})
     stock = cell.arms["stock"]
     assert (cell.baseline, cell.single_ns.value) == (values.ALONE, 100 * MS)
@@ -51,7 +51,7 @@ def test_an_arm_is_told_in_time_parts_and_scaling_factor():
     assert (cell.tensors, cell.tensor_bytes) == (1, cellmaker.NBYTES)
 
 
-def test_without_one_rank_alone_the_arm_in_which_nothing_moves_is_the_baseline_else_it_is_computed():
+def test_the_baseline_is_single_else_null_else_computed():
     idle = of({"null": 0, "stock": 100}, alone_ms=0)
     assert (idle.baseline, idle.single_ns.value) == (values.NOTHING_MOVES, 100 * MS)
     assert idle.arms["stock"].scaling.value == pytest.approx(0.5)
@@ -61,11 +61,11 @@ def test_without_one_rank_alone_the_arm_in_which_nothing_moves_is_the_baseline_e
     assert computed.arms["stock"].scaling.value == pytest.approx(0.5)
 
 
-def test_hooks_and_contention_stand_apart_whatever_the_bare_arm_tells():
+def test_hooks_and_contention_are_separate_comparisons():
     for bare in (0, None):
         slower = {"bare": 1, "null": 1.02, "stock": 1.122}
         arms = {"bare": bare, "null": 0, "stock": 50}
-        cell = of(arms, "inflation", computed=slower, beside_ms=(0, 0), alone_ms=0, known={"outcome": Ended()})
+        cell = of(arms, "inflation", computed=slower, beside_ms=(0, 0), alone_ms=0, known={"outcome": JobOutcome()})
         assert cell.hooks.ratio.value == pytest.approx(1.02)
         (contention,) = cell.contention
         assert (contention.base, contention.other) == ("null", "stock")
@@ -78,8 +78,8 @@ def test_hooks_are_not_judged_where_the_bare_arm_moves_bytes():
     assert of({"bare": 50, "null": 0, "stock": 50}, "digits").hooks is None
 
 
-def test_what_ranks_ended_with_is_kept():
-    known = {"outcome": Ended(), "stock_alone": Ended(("b", "b"), 0.95)}
+def test_outcomes_of_the_ranks_are_part_of_the_facts():
+    known = {"outcome": JobOutcome(), "stock_alone": JobOutcome(("b", "b"), 0.95)}
     cell = of({"stock": 100}, known=known)
     assert (cell.equal_weights, cell.same_as_stock, cell.accuracy, cell.accuracy_stock_alone) == (
         True,
@@ -90,17 +90,17 @@ def test_what_ranks_ended_with_is_kept():
     assert of({"stock": 100}).equal_weights is None
 
 
-def test_a_forecast_is_kept_with_what_it_refused():
+def test_a_forecast_is_stored_with_its_refusals():
     one = SimpleNamespace(step_ns=cellmaker.about(1e8), scaling=(0.5, 0.4, 0.6), why="")
     refused = SimpleNamespace(step_ns=None, scaling=None, why="the fit is poor")
     known = {"forecast": SimpleNamespace(transports={"stock": one, "ofi": refused})}
     found = of({"stock": 100, "ofi": 20}, known=known).forecast
-    assert found["stock"] == values.Foretold(cellmaker.about(1e8), Estimate(0.5, 0.4, 0.6))
-    assert found["ofi"] == values.Foretold(why="the fit is poor")
+    assert found["stock"] == values.ForecastFacts(cellmaker.about(1e8), Estimate(0.5, 0.4, 0.6))
+    assert found["ofi"] == values.ForecastFacts(why="the fit is poor")
 
 
-def test_the_stored_trace_survives_its_file(tmp_path):
-    cell = facts.of(Run(STORED), ABOUT)
+def test_facts_of_the_stored_trace_survive_json(tmp_path):
+    cell = facts.cell_facts(Run(STORED), ABOUT)
     assert cell.arms["stock"].scaling.value == pytest.approx(0.217, abs=0.003)
     assert cell.arms["ofi"].sent_over_model == pytest.approx(1.0, abs=0.01)
     assert 0.7 < cell.outlook.full_use.value < 0.8
@@ -111,7 +111,7 @@ def test_the_stored_trace_survives_its_file(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format":"netbottleneck-cell","version":9}', "7"])
-def test_what_is_no_cell_is_named(tmp_path, text):
+def test_an_invalid_facts_file_is_named(tmp_path, text):
     (tmp_path / "facts.json").write_text(text)
     with pytest.raises(ValueError, match=r"facts\.json"):
         values.read(tmp_path / "facts.json")
@@ -122,9 +122,9 @@ def test_an_interval_covers_the_spread_between_blocks():
 
     alike = {0: np.full(5, 100.0), 1: np.full(5, 100.0)}
     apart = {0: np.full(5, 90.0), 1: np.full(5, 110.0)}
-    assert intervals.median(alike) == Estimate(100, 100, 100)
-    found = intervals.median(apart)
+    assert values.median(alike) == Estimate(100, 100, 100)
+    found = values.median(apart)
     assert (found.low, found.value, found.high) == (90, 100, 110)
-    assert intervals.ratio(alike, apart).value == 1
-    assert intervals.median({}) is None
-    assert intervals.ratio(alike, {}) is None
+    assert values.ratio(alike, apart).value == 1
+    assert values.median({}) is None
+    assert values.ratio(alike, {}) is None

@@ -8,9 +8,9 @@ from xml.etree import ElementTree as ET
 import pytest
 
 import cellmaker
-from netbottleneck.study.evidence import draw, figures
-from netbottleneck.study.evidence.published import EXACT, paper
-from netbottleneck.study.evidence.values import Cpu, Curve, Foretold, Nic, Outlook
+from netbottleneck.study.evidence import figures
+from netbottleneck.study.evidence.figures import EXACT, paper
+from netbottleneck.study.evidence.values import Cpu, Curve, ForecastFacts, Nic, Outlook
 from test_chain import cell
 
 MS = cellmaker.MS
@@ -23,7 +23,7 @@ def whole(key, link_bps, stock_ms, size=2):
     counted = {"nic": Nic("eth0", 1e8, 2e8, 3e8, 4e8), "cpu": Cpu({"user": 0.2, "idle": 0.8}, 0.5)}
     arms = {name: replace(arm, **counted) for name, arm in made.arms.items()}
     outlook = Outlook("stock", 0.9, as_used=Curve("as used", ((1.0, about(0.5)), (10.0, about(0.9)))))
-    return replace(made, arms=arms, forecast={"full_use": Foretold(about(125 * MS), about(0.8))}, outlook=outlook)
+    return replace(made, arms=arms, forecast={"full_use": ForecastFacts(about(125 * MS), about(0.8))}, outlook=outlook)
 
 
 CELLS = [whole("one-2-1", 1e9, 300), whole("one-2-2", 2e9, 100), whole("one-4-2", 2e9, 150, size=4)]
@@ -38,7 +38,7 @@ def rows(number):
     return {(row["series"], row["x"]): row for row in found if row["panel"] == figures.OWN}
 
 
-def test_scaling_stands_by_ranks_and_by_link():
+def test_scaling_is_drawn_by_ranks_and_by_link():
     by_ranks, by_link = rows(1), rows(3)
     assert {x: float(row["value"]) for (_, x), row in by_ranks.items()} == {"2": 50.0, "4": 40.0}
     row = by_link["made, 2 ranks: stock", "1"]
@@ -61,17 +61,17 @@ def test_gradients_of_other_sizes_are_another_job():
     assert '"made of 10.5 MB, 2 ranks: stock",2,' in told
 
 
-def test_passes_are_of_models_that_compute():
+def test_forward_and_backward_are_drawn_for_models_with_real_compute():
     assert {(x, row["value"]) for (_, x), row in rows(2).items()} == {("bare", "90"), ("null", "90"), ("stock", "90")}
 
 
-def test_use_is_told_in_parts_of_the_link_and_of_the_cores():
+def test_utilisation_is_drawn_for_the_link_and_the_cores():
     used = {(name.rpartition(", ")[2], x): row["value"] for (name, x), row in rows(4).items() if "2 ranks" in name}
     assert used == {("average", "1"): "20", ("active", "1"): "40", ("average", "2"): "10", ("active", "2"): "20"}
     assert {row["value"] for row in rows(5).values()} == {"20"}
 
 
-def test_measured_stands_beside_full_use():
+def test_measured_factors_are_drawn_with_the_bound_at_full_use():
     assert rows(6)["made, 2 ranks: full use", "1"]["value"] == "80"
     by_ranks = rows(7)
     assert {row["label"] for (name, _), row in by_ranks.items() if name.endswith("full use")} == {"predicted"}
@@ -79,7 +79,7 @@ def test_measured_stands_beside_full_use():
     assert {(x, row["value"]) for (_, x), row in rows(8).items()} == {("1", "50"), ("10", "90")}
 
 
-def test_every_figure_has_two_panels_also_of_nothing():
+def test_every_figure_has_two_panels_even_without_data():
     empty = figures.figures([])
     assert [figure.number for figure in empty] == list(range(1, 9))
     assert not any(figure.panels[0].series for figure in empty)
@@ -89,15 +89,15 @@ def test_every_figure_has_two_panels_also_of_nothing():
 
 @pytest.mark.parametrize("figure", MADE, ids=lambda figure: str(figure.number))
 def test_a_picture_is_the_same_for_the_same_values(figure):
-    text = draw.svg(figure)
-    assert text == draw.svg(figure)
+    text = figures.svg(figure)
+    assert text == figures.svg(figure)
     assert ET.fromstring(text).tag.endswith("svg")
     assert "<dc:date>" not in text
     (described,) = (element.text for element in ET.fromstring(text).iter() if element.tag.endswith("}description"))
     assert described.strip() == figures.to_csv(figure).strip()
 
 
-def test_what_the_paper_published_is_what_was_read(paper1):
+def test_published_values_match_the_reference_readings(paper1):
     file = (paper1 / "paper_figures.csv").read_text(encoding="utf-8")
     read = [row for row in csv.DictReader(io.StringIO(file)) if row["value"] and not row["figure"].startswith("4b")]
     ours = [
@@ -113,7 +113,7 @@ def test_what_the_paper_published_is_what_was_read(paper1):
     assert sorted(ours) == sorted(theirs)
 
 
-def test_what_its_simulator_gives_is_what_its_simulator_gave(paper1):
+def test_simulated_values_match_the_papers_simulator(paper1):
     file = (paper1 / "scaling.csv").read_text(encoding="utf-8")
     known = {
         (row["model"], float(row["N"]), float(row["linkspeed_bps"]) / 1e9): 100 * float(row["scaling_factor"])

@@ -9,33 +9,35 @@ from typing import Any
 
 import pytest
 
-from netbottleneck.analysis.stats import Estimate, widened
+from netbottleneck.analysis.statistics import Estimate, widened
 from netbottleneck.trace import json_codec
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.model import Network, Trace, TransportInfo
+from netbottleneck.trace.transports import Arm
 from netbottleneck.whatif import forecast
-from netbottleneck.whatif.cost import Cost, Link, fit
-from netbottleneck.whatif.fitting import explained
+from netbottleneck.whatif.cost import Cost, Link
+from netbottleneck.whatif.fit import Service, fit, fit_operations
 from netbottleneck.whatif.forecast import FULL_USE, Forecast, Wire
-from netbottleneck.whatif.link_model import Service
-from netbottleneck.whatif.plan import Plan
-from netbottleneck.whatif.replay_schedule import Score, as_trace, score
-from netbottleneck.whatif.simulate import simulate
-from netbottleneck.whatif.workload import workload
+from netbottleneck.whatif.plan import Plan, ReplaySchedule, as_trace, replay_schedule
+from netbottleneck.whatif.simulate import simulate, workload
 
 STORED = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
 MS = 1_000_000
 MB = 1_000_000
 
 
-def played(sizes: tuple[int, ...] = (1 * MB, 24 * MB, 3 * MB, 9 * MB, 2 * MB, 16 * MB), gap_ms: int = 20) -> Score:
+def played(
+    sizes: tuple[int, ...] = (1 * MB, 24 * MB, 3 * MB, 9 * MB, 2 * MB, 16 * MB), gap_ms: int = 20
+) -> ReplaySchedule:
     """A gradient every `gap_ms`, each sent alone, 5 ms of forward pass before and 2 ms of optimizer after."""
     ready = tuple((at, (5 + gap_ms * (at + 1)) * MS) for at in range(len(sizes)))
     tensors = tuple((f"t{at}", size) for at, size in enumerate(sizes))
-    return Score("made", tensors, ready, 5 * MS, 2 * MS, tuple((at,) for at in range(len(sizes))))
+    return ReplaySchedule("made", tensors, ready, 5 * MS, 2 * MS, tuple((at,) for at in range(len(sizes))))
 
 
-def run_of(what: Score, cost: Cost, wire: Wire, *, ranks: int = 2, in_flight: int = 1, steps: int = 9) -> Trace:
+def run_of(
+    what: ReplaySchedule, cost: Cost, wire: Wire, *, ranks: int = 2, in_flight: int = 1, steps: int = 9
+) -> Trace:
     """What a run of `what` would have recorded at that cost, over one transport."""
     load = workload(as_trace(what))
     made = simulate(load, Plan.explicit(what.buckets, in_flight), cost, workers=ranks, steps=steps)
@@ -47,11 +49,11 @@ def run_of(what: Score, cost: Cost, wire: Wire, *, ranks: int = 2, in_flight: in
     return replace(
         made,
         origin="measured",
-        transports=("tcp",),
+        arms=(Arm("tcp"),),
         network=network,
         ranks=(replace(rank, transports=(info,)),),
-        steps=tuple(replace(step, transport="tcp") for step in made.steps),
-        collectives=tuple(replace(one, transport="tcp") for one in made.collectives),
+        steps=tuple(replace(step, arm=Arm("tcp")) for step in made.steps),
+        collectives=tuple(replace(one, arm=Arm("tcp")) for one in made.collectives),
     )
 
 
@@ -66,7 +68,7 @@ def step_of(made: Forecast, arm: str = "tcp") -> float:
 
 
 @pytest.mark.parametrize(("in_flight", "alpha_ns"), [(1, 100_000), (2, 0)])
-def test_what_made_the_run_makes_the_forecast(in_flight: int, alpha_ns: int) -> None:
+def test_a_forecast_recovers_the_cost_that_made_the_run(in_flight: int, alpha_ns: int) -> None:
     made = replace(COST, alpha_ns=alpha_ns)
     source = run_of(played(), made, HERE, in_flight=in_flight)
     other = played((12 * MB, 2 * MB, 30 * MB, 8 * MB), 10)
@@ -76,7 +78,7 @@ def test_what_made_the_run_makes_the_forecast(in_flight: int, alpha_ns: int) -> 
     assert step_of(told) == pytest.approx(real.steps[1].duration_ns, rel=0.001)
 
 
-def test_equals_that_share_a_link_are_told_from_those_that_wait_for_each_other() -> None:
+def test_operations_that_share_a_link_are_distinguished_from_queued_ones() -> None:
     alike = played((8 * MB,) * 6)  # none overtakes another
     for in_flight in (1, 2, 3):
         found = fit(run_of(alike, replace(COST, alpha_ns=0, launch_ns=0), HERE, in_flight=in_flight))
@@ -88,16 +90,16 @@ def test_a_line_is_no_steeper_than_the_network_and_meets_each_step() -> None:
     # Large ones look fast and small ones slow: a link of 0.9 ns a byte, if the network did not say 1 ns.
     sizes, took = (4 * MB, 8 * MB, 16 * MB), (5e6, 8.6e6, 15.8e6)
     rows = [Service(step, size, ns, None) for step in range(9) for size, ns in zip(sizes, took, strict=True)]
-    assert explained(rows, None, 0.0)[:2] == pytest.approx((1.4e6, 0.9))
-    fixed_ns, byte_ns, why, _ = explained(rows, None, 1.0)
+    assert fit_operations(rows, None, 0.0)[:2] == pytest.approx((1.4e6, 0.9))
+    fixed_ns, byte_ns, why, _ = fit_operations(rows, None, 1.0)
     assert byte_ns == 1.0
     assert 3 * fixed_ns + byte_ns * sum(sizes) == pytest.approx(sum(took))
     assert not why
     # All together were faster than that network: it was measured wrongly.
-    assert explained(rows, None, 2.0)[:2] == pytest.approx((0.0, sum(took) / sum(sizes)))
+    assert fit_operations(rows, None, 2.0)[:2] == pytest.approx((0.0, sum(took) / sum(sizes)))
 
 
-def test_a_forecast_is_what_json_makes_of_it_again() -> None:
+def test_a_forecast_survives_json() -> None:
     told = forecast.make(run_of(played(), COST, HERE), played(), 2, HERE, ["tcp", "null", "stock"], cell="here")
     assert json_codec.build(Forecast, json.loads(json_codec.dump(told))) == told
 
@@ -118,12 +120,12 @@ def test_free_arms_take_the_single_step_and_unknown_ones_are_refused() -> None:
         ({"one_flow_bps": None, "link_bps": 4e9}, 3.6e9),  # what was not measured is taken from the caps
     ],
 )
-def test_the_same_share_of_another_network(change: dict[str, Any], rate_bps: float) -> None:
+def test_a_forecast_scales_by_the_same_share_of_the_network(change: dict[str, Any], rate_bps: float) -> None:
     told = forecast.make(run_of(played(), COST, HERE), played(), 2, replace(HERE, **change), ["tcp"])
     assert told.transports["tcp"].rate_bps == pytest.approx(rate_bps, rel=0.001)
 
 
-def test_what_the_fitted_run_lost_may_not_be_lost_again() -> None:
+def test_the_interval_includes_a_run_without_the_losses_of_the_fitted_run() -> None:
     source = run_of(played(), replace(COST, link=Link(0.8 * 1.9e9)), HERE)
     step = forecast.make(source, played(), 2, HERE, ["tcp"]).transports["tcp"].step_ns
     nothing_lost = run_of(played(), replace(COST, link=Link(1.9e9)), HERE).steps[1].duration_ns
@@ -132,7 +134,9 @@ def test_what_the_fitted_run_lost_may_not_be_lost_again() -> None:
     assert step.low == pytest.approx(nothing_lost, rel=0.01)
 
 
-def ends_of(source: Trace, wire: Wire, what: Score | None = None, ranks: int = 2) -> tuple[float, float, float]:
+def ends_of(
+    source: Trace, wire: Wire, what: ReplaySchedule | None = None, ranks: int = 2
+) -> tuple[float, float, float]:
     """How far a forecast's interval reaches below its value and above it, and the value."""
     found = forecast.make(source, what or played(), ranks, wire, ["tcp"]).transports["tcp"]
     assert found.step_ns is not None, found.why
@@ -145,7 +149,7 @@ def ends_of(source: Trace, wire: Wire, what: Score | None = None, ranks: int = 2
 NOTHING_LOST = replace(COST, link=Link(1.9e9))
 
 
-def test_what_flows_that_were_idle_send_at_once_may_be_saved() -> None:
+def test_the_interval_includes_the_burst_of_idle_flows() -> None:
     source = run_of(played(), replace(NOTHING_LOST, alpha_ns=0), HERE)
     below, above, value = ends_of(source, HERE)
     saved, same, _ = ends_of(source, replace(HERE, burst_bytes=250_000))
@@ -155,7 +159,7 @@ def test_what_flows_that_were_idle_send_at_once_may_be_saved() -> None:
     assert ends_of(source, replace(HERE, burst_bytes=1e9))[0] <= value - 127 * MS + below + 1
 
 
-def test_a_measurement_that_its_caps_do_not_bear_out_is_not_sure() -> None:
+def test_a_rate_that_differs_from_its_caps_widens_the_interval() -> None:
     source = run_of(played(), NOTHING_LOST, HERE)
     half = replace(HERE, link_bps=1e9, flow_bps=2.5e8)
     agreed = ends_of(source, replace(half, one_flow_bps=2.39e8, many_flows_bps=0.95e9))
@@ -164,7 +168,7 @@ def test_a_measurement_that_its_caps_do_not_bear_out_is_not_sure() -> None:
     assert lost[0] == pytest.approx(lost[2] - agreed[2], rel=0.05)
 
 
-def test_what_an_operation_costs_and_what_a_byte_costs_are_known_as_apart_as_sizes_tell() -> None:
+def test_costs_per_operation_and_per_byte_are_separated_by_size() -> None:
     # Operations of one size are off alike, as no line has it.
     off = {1 * MB: 1.2, 2 * MB: 0.9, 3 * MB: 1.1, 9 * MB: 0.97, 16 * MB: 1.02, 24 * MB: 0.99}
     exact = run_of(played(), replace(NOTHING_LOST, alpha_ns=500_000), HERE)
@@ -190,7 +194,7 @@ def test_what_an_operation_costs_and_what_a_byte_costs_are_known_as_apart_as_siz
     assert unsure[1] > 0.5 * 40 * (loose.others[1].fixed_ns - loose.cost.fixed_ns)
 
 
-def test_a_cost_by_operation_may_be_one_by_step_of_more_ranks() -> None:
+def test_the_interval_includes_a_fixed_cost_that_grows_with_steps() -> None:
     source = run_of(played(), replace(NOTHING_LOST, alpha_ns=2 * MS), HERE)
     _, two, _ = ends_of(source, HERE)
     _, eight, _ = ends_of(source, HERE, ranks=8)
@@ -201,7 +205,7 @@ def test_a_cost_by_operation_may_be_one_by_step_of_more_ranks() -> None:
     assert value < real <= value + above + 1000
 
 
-def test_a_run_of_one_size_has_no_second_line_and_is_forecast_all_the_same() -> None:
+def test_a_run_of_one_size_is_forecast_without_alternative_lines() -> None:
     alike = played((8 * MB,) * 6)
     source = run_of(alike, replace(NOTHING_LOST, alpha_ns=0), HERE)
     assert fit(source, "tcp").others == ()
@@ -210,7 +214,7 @@ def test_a_run_of_one_size_has_no_second_line_and_is_forecast_all_the_same() -> 
     assert 0 <= above < 0.01 * value
 
 
-def test_an_interval_of_several_sources_is_added_in_squares() -> None:
+def test_interval_sources_are_combined_in_quadrature() -> None:
     assert widened(5.0, []) == Estimate(5.0, 5.0, 5.0)
     assert widened(5.0, [(), (5.0,)]) == Estimate(5.0, 5.0, 5.0)
     assert widened(5.0, [(4.0, 5.5)]) == Estimate(5.0, 4.0, 5.5)
@@ -218,22 +222,22 @@ def test_an_interval_of_several_sources_is_added_in_squares() -> None:
     assert widened(5.0, [(2.0, 8.0), (1.0,), ()]) == Estimate(5.0, 0.0, 8.0)
 
 
-def test_nothing_to_compare_is_refused() -> None:
+def test_networks_that_cannot_be_compared_are_refused() -> None:
     told = forecast.make(run_of(played(), COST, HERE), played(), 2, Wire(), ["tcp"])
-    assert "how the two networks compare" in told.transports["tcp"].why
+    assert "the two networks cannot be compared" in told.transports["tcp"].why
     with pytest.raises(ValueError, match="at least 1"):
         forecast.make(run_of(played(), COST, HERE), played(), 0, HERE, ["tcp"])
 
 
-def test_too_few_operations_carry_no_forecast_of_other_ranks() -> None:
+def test_too_few_operations_give_no_forecast_of_other_ranks() -> None:
     source = run_of(played((4 * MB, 8 * MB)), COST, HERE, steps=3)
     told = forecast.make(source, played((4 * MB, 8 * MB)), 8, HERE, ["tcp"])
-    assert "refused to extrapolate: only 4 operations" in told.transports["tcp"].why
+    assert "refused to extrapolate a poor fit: only 4 operations" in told.transports["tcp"].why
 
 
 def test_the_stored_run_is_forecast_from_itself_and_grows_with_ranks() -> None:
     source = tr.read(STORED)
-    what = score(source, Plan.of(source, "ofi"))
+    what = replay_schedule(source, Plan.of(source, "ofi"))
     here = Wire.of(source.network)
     two, eight = (forecast.make(source, what, ranks, here, ["stock", "ofi"]) for ranks in (2, 8))
     assert step_of(two, "stock") == pytest.approx(1848e6, rel=0.01)

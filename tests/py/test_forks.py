@@ -115,6 +115,34 @@ except Exception as error:
 """
 
 
+OBSERVED = """
+import os, signal, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+import netbottleneck
+
+dist.init_process_group("gloo")
+model = DDP(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8))), bucket_cap_mb=0.05)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(200):
+    optimizer.zero_grad(set_to_none=False)
+    model(torch.ones(2, 64)).sum().backward()
+    child = os.fork()  # gloo's threads may still run callbacks of this pass
+    if child == 0:
+        os._exit(0)
+    signal.alarm(20)  # ends a rank whose child hangs
+    assert os.waitpid(child, 0)[1] == 0
+    signal.alarm(0)
+    optimizer.step()
+print("forked", step + 1)
+"""
+
+
+def test_a_child_forked_right_after_a_measured_backward_pass_runs(warm_ranks: Ranks) -> None:
+    for result in warm_ranks(2, OBSERVED, {"NETBOTTLENECK": "1"}):
+        assert "forked 200" in result.stdout, result.stderr
+
+
 def test_the_death_of_a_rank_is_seen_although_its_child_lives(warm_ranks: Ranks, network: dict[str, str]) -> None:
     results = warm_ranks(2, OUTLIVES, network, check=False)
     assert results[1].code == -9

@@ -21,7 +21,7 @@ import transport  # noqa: E402
 from judge import Figure, certain, closeness, held_out, ratio, worst  # noqa: E402
 from table import Table, against  # noqa: E402
 
-from netbottleneck.analysis.stats import Estimate  # noqa: E402
+from netbottleneck.analysis.statistics import Estimate  # noqa: E402
 from netbottleneck.bench import Results  # noqa: E402
 from netbottleneck.errors import Error  # noqa: E402
 
@@ -173,12 +173,12 @@ def test_only_what_is_undecided_is_measured_again(monkeypatch: pytest.MonkeyPatc
 
 def test_what_a_rank_died_of_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: Any, **__: Any) -> Results:
-        raise Error(0, "rank 1 was ended by SIGKILL")
+        raise Error(0, "rank 1 was killed by SIGKILL")
 
     monkeypatch.setattr(cases, "start", start)
     monkeypatch.setattr(cases, "QUIET_S", 0.0)
     (figure,) = gates.t7(cases.Run(lambda _: None))
-    assert (figure.verdict, figure.reason) == ("not run", "rank 1 was ended by SIGKILL")
+    assert (figure.verdict, figure.reason) == ("not run", "rank 1 was killed by SIGKILL")
 
 
 def test_all_ten_gates_have_a_line_and_only_ten_passes_are_a_success(

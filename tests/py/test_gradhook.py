@@ -17,7 +17,7 @@ from conftest import RANKS_LIMIT_S
 from torch import nn
 
 from netbottleneck import _core, errors
-from netbottleneck.torch.ready import OnAccumulated
+from netbottleneck.torch.gradients import OnAccumulated
 
 SECRET = b"sixteen bytes..."
 LIMIT_S = RANKS_LIMIT_S
@@ -923,14 +923,14 @@ def arguments(**changed: Any) -> dict[str, Any]:
     ("changed", "words"),
     [
         ({"views": lambda p: p.views[:1]}, r"2 parameters .* views \(1\)"),
-        ({"parameters": lambda p: p.parameters[:1] * 2}, r"parameters\[1\] is there twice"),
+        ({"parameters": lambda p: p.parameters[:1] * 2}, r"parameters\[1\] occurs twice"),
         ({"bucket_of": lambda _: [0, 1]}, "bucket_of .* not 1"),
         ({"offset": lambda _: [0, -4]}, "offset .* not -4"),
         ({"offset": lambda _: [0, 2]}, r"views\[1\] .* offset 2"),
         ({"offset": lambda _: [0, 4096]}, r"views\[1\] .* offset 4096"),
         ({"views": lambda p: [p.views[0], p.views[0]]}, r"views\[1\]"),
         ({"views": lambda p: [p.views[0], p.views[1].view(torch.uint8)]}, r"views\[1\] has elements of 1 bytes"),
-        ({"buckets": lambda p: [*p.buckets, p.buckets[0]]}, r'buckets\[1\] has the name of another, "bucket0"'),
+        ({"buckets": lambda p: [*p.buckets, p.buckets[0]]}, r'buckets\[1\] has the name of another bucket, "bucket0"'),
         ({"buckets": lambda p: [*p.buckets, ("b", *p.buckets[0][1:])]}, r'buckets\[1\], "b", has no parameter'),
         ({"buckets": lambda p: [("", *p.buckets[0][1:])]}, r"buckets\[0\] must have a name"),
         ({"buckets": lambda p: [("n" * 96, *p.buckets[0][1:])]}, r"buckets\[0\] must have a name .* 95"),

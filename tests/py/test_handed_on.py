@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from netbottleneck.config import settings
-from netbottleneck.launch.connect import Place, detect, hand_on
-from netbottleneck.launch.topology import HANDED
+from netbottleneck.launch.connect import Place, detect, export_place
+from netbottleneck.launch.topology import EXPORTED
 from test_launch import HOROVOD, HYDRA, MPIRUN, SRUN, TORCHRUN, place
 from test_launchers import C10D, needs_torch, open_mpi, script, started
 
@@ -19,7 +19,7 @@ BOTH = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4"}
 def handed(environ: dict[str, str]) -> dict[str, str]:
     """Return the environment of a script to which its place was handed on."""
     given = dict(environ)
-    hand_on(settings(environ=given), given)
+    export_place(settings(environ=given), given)
     return given
 
 
@@ -77,7 +77,7 @@ def test_horovodrun_inside_such_a_script_is_believed(rank: str) -> None:
     inner = {"HOROVOD_RANK": rank, "HOROVOD_SIZE": "2", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}
     given = {name: value for name, value in outer.items() if name not in ("RANK", "WORLD_SIZE")} | inner
     assert place(given) == Place(int(rank), 2, launcher="horovodrun")
-    assert HANDED in given
+    assert EXPORTED in given
 
 
 def test_launchers_that_disagree_are_told_of_as_before() -> None:

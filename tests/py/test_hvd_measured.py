@@ -43,7 +43,7 @@ def test_what_travels_one_by_one_is_recorded_and_moved_by_each_arm(
     said = trained(warm_ranks, kind, transports, run)
     assert "left alone" not in said
     trace = Run(run).trace
-    assert trace.transports == tuple(transports.split(","))
+    assert trace.arms == tuple(transports.split(","))
     for rank in range(2):
         told = json.loads((run / "ranks" / f"{rank}.meta.json").read_text(encoding="utf-8"))
         assert {p["name"]: p["bytes"] for p in told["parameters"]} == BYTES
@@ -60,8 +60,8 @@ def test_what_travels_one_by_one_is_recorded_and_moved_by_each_arm(
         for c in mine:
             assert c.done_ns is not None
             assert c.submit_ns <= c.done_ns
-    moved = {c.transport for c in trace.collectives if c.bucket is not None}
-    assert moved == set(trace.transports)
+    moved = {c.arm for c in trace.collectives if c.bucket is not None}
+    assert moved == set(trace.arms)
 
 
 def test_sparse_gradients_travel_beside_the_arms_and_one_line_says_so(warm_ranks: Ranks, tmp_path: Path) -> None:

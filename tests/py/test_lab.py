@@ -79,7 +79,7 @@ def test_a_lab_is_read_from_text_and_written_back(text: str, link: int | None, f
         *("1gbit+none", "none+1gbit", "1gbit+"),
     ],
 )
-def test_a_wrong_lab_is_refused_by_its_own_text(text: str) -> None:
+def test_an_invalid_lab_is_quoted_in_the_error(text: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         parse_lab(text)
     assert repr(text) in str(caught.value)
@@ -88,7 +88,7 @@ def test_a_wrong_lab_is_refused_by_its_own_text(text: str) -> None:
 @pytest.mark.parametrize(
     ("flows", "expected"), [(1, 4e8), (2, 5e8), (3, 8e8), (4, 1e9)], ids=lambda value: f"{value:g}"
 )
-def test_expected_rate_is_the_flows_caps_together_up_to_the_link(flows: int, expected: float) -> None:
+def test_the_expected_rate_is_the_sum_of_flow_caps_up_to_the_link(flows: int, expected: float) -> None:
     assert parse_lab("1gbit/400mbit,100mbit,300mbit").expected_bps(flows) == expected
 
 
@@ -96,7 +96,7 @@ def test_expected_rate_is_the_flows_caps_together_up_to_the_link(flows: int, exp
     "arguments", [(0, "none"), (2, "none", 0), (2, "wrong")], ids=["no hosts", "no ranks", "no rate"]
 )
 def test_bad_arguments_are_refused_before_anything_starts(arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(ValueError, match=r"not 0 with 1|not 2 with 0|'wrong' is no rate"):
+    with pytest.raises(ValueError, match=r"not 0 with 1|not 2 with 0|'wrong' is not a rate"):
         Lab(*arguments)
 
 
@@ -143,7 +143,7 @@ def test_the_same_without_root() -> None:
     assert found["many_flows"]["measured_bps"] == pytest.approx(200e6, rel=0.15)
 
 
-def test_on_loopback_flows_are_capped_and_the_lab_says_what_that_means() -> None:
+def test_on_loopback_flows_are_capped_and_the_lab_explains_its_limits() -> None:
     with Lab(2, "100mbit/40mbit", ways=["loopback"]) as lab:
         assert lab.how == "loopback"
         assert "no link is capped" in lab.why
@@ -152,7 +152,7 @@ def test_on_loopback_flows_are_capped_and_the_lab_says_what_that_means() -> None
     assert found["many_flows"]["measured_flow_bps"] == pytest.approx([40e6] * 3, rel=0.15)
 
 
-def test_where_no_namespace_can_be_made_the_lab_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_namespaces_the_lab_falls_back_with_the_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
     with Lab(2, "100mbit/40mbit") as lab:
         assert lab.how == "loopback"
@@ -314,7 +314,7 @@ def test_ranks_of_a_host_share_its_id_and_no_others() -> None:
     assert ids[0] == ids[1] != ids[2] == ids[3]
 
 
-def test_a_missing_command_says_so() -> None:
+def test_a_missing_command_is_reported() -> None:
     with open_lab(1, "none") as lab:
         process = lab.popen(0, ["no-such-command"], **PIPES)
         assert "no-such-command: No such file" in process.communicate(timeout=DEADLINE_S)[1]
@@ -334,7 +334,7 @@ with Lab(int(sys.argv[1]), "100mbit/50mbit", ways=[sys.argv[2]]) as lab:
         os.close(1)
         sys.stdin.read(1)
         os._exit(0)
-    spaces = [os.stat(f"/proc/{place.holder.pid}/ns/net").st_ino for place in lab._spaces.all]
+    spaces = [os.stat(f"/proc/{place.holder.pid}/ns/net").st_ino for place in lab._namespaces.all]
     print(json.dumps([lab.variables(0)["NETBOTTLENECK_HOST_ID"][:-1], spaces]), flush=True)
     if sys.argv[3] == "raises":
         raise RuntimeError("on purpose")
@@ -414,7 +414,7 @@ def test_the_command_line_ends_all_ranks_when_one_fails() -> None:
     code = "import os, sys, time; sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(1000)"
     done = command_line("none", "2", "--", *python(code))
     assert done.returncode == 7
-    assert "rank 1 ended with 7" in done.stderr
+    assert "rank 1 exited with 7" in done.stderr
     assert "exit codes -9 7" in done.stderr
 
 

@@ -19,8 +19,17 @@ from conftest import RANKS_LIMIT_S
 from netbottleneck.config import settings
 from netbottleneck.launch import connect, rendezvous
 from netbottleneck.launch.connect import Place, detect, topology
-from netbottleneck.launch.rendezvous import choose, first_host
-from netbottleneck.launch.stores import Folder, Http, Keys, Rounds, Store, get, private_folder
+from netbottleneck.launch.rendezvous import (
+    ChannelExchange,
+    Folder,
+    Http,
+    ManagerExchange,
+    Store,
+    choose,
+    first_host,
+    private_folder,
+    wait_for,
+)
 
 HOROVOD = {
     "HOROVOD_RANK": "3",
@@ -112,16 +121,16 @@ def test_launchers_that_agree_are_read_in_order() -> None:
         ({"MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "0"}, ["MPI_LOCALNRANKS=2", "PMI_RANK and PMI_SIZE"]),
         ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}, ["SLURM_NTASKS=4", "SLURM_PROCID"]),
         ({**SRUN, "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "LOCAL_RANK": "1"}, ["LOCAL_RANK=1", "SLURM_NTASKS=1"]),
-        (PMIX, ["PMIX_RANK=3", "not of how many", "set NETBOTTLENECK_RANK and NETBOTTLENECK_SIZE"]),
+        (PMIX, ["PMIX_RANK=3", "their number is not set", "set NETBOTTLENECK_RANK and NETBOTTLENECK_SIZE"]),
     ],
 )
-def test_half_an_environment_or_two_that_disagree_is_refused(environ: dict[str, str], words: list[str]) -> None:
+def test_incomplete_or_contradicting_launcher_variables_are_refused(environ: dict[str, str], words: list[str]) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         place(environ)
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-def test_what_was_found_is_listed_with_the_remedy() -> None:
+def test_the_variables_found_are_listed_with_the_remedy() -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         place({**SRUN, "RANK": "0", "WORLD_SIZE": "1", "HOME": "/root"})
     said = str(caught.value)
@@ -143,7 +152,7 @@ def test_what_was_found_is_listed_with_the_remedy() -> None:
         ({**SRUN, "SLURM_PROCID": "0", "SLURM_NTASKS": "1", **PMIX, "PMIX_RANK": "0"}, "none"),
     ],
 )
-def test_what_says_the_same_may_stay(environ: dict[str, str], launcher: str) -> None:
+def test_incomplete_variables_that_agree_are_accepted(environ: dict[str, str], launcher: str) -> None:
     assert place(environ).launcher == launcher
 
 
@@ -159,7 +168,7 @@ def test_a_launcher_inside_another_is_no_disagreement() -> None:
     assert place({**SRUN, **MPIRUN, "SLURM_PROCID": "0", "SLURM_NTASKS": "3"}).size == 4
 
 
-def test_a_size_of_one_alone_says_nothing() -> None:
+def test_a_size_of_one_alone_is_ignored() -> None:
     assert place({"WORLD_SIZE": "1"}).size == 1
 
 
@@ -217,58 +226,58 @@ def test_a_list_without_a_host_is_refused(nodes: str) -> None:
         ({**TORCHRUN, "MASTER_ADDR": "h"}, ["MASTER_ADDR=h is set, no MASTER_PORT"]),
         (TORCHRUN, ["no MASTER_ADDR and MASTER_PORT"]),
         ({**TORCHRUN, "MASTER_ADDR": "h", "MASTER_PORT": "x"}, ["MASTER_PORT=x: must be a port"]),
-        (MPIRUN, ["pmix: no PMIX_NAMESPACE", "torch: no MASTER_ADDR", "folder: nothing tells this job"]),
+        (MPIRUN, ["pmix: no PMIX_NAMESPACE", "torch: no MASTER_ADDR", "folder: the launcher sets no job id"]),
         (HYDRA, ["pmi: no PMI_FD", "4 ranks, started by pmi"]),
         (SRUN, ["folder: not all ranks are on this host", "first host: no SLURM_STEP_NODELIST"]),
     ],
 )
-def test_what_stands_against_each_way_to_meet_is_told(
+def test_the_reason_against_each_rendezvous_method_is_listed(
     environ: dict[str, str], words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "_boards", {})
+    monkeypatch.setattr(rendezvous, "_managers", {})
     with pytest.raises(ValueError, match=r".") as caught:
         meeting(environ)
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-def test_a_ranks_board_is_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Board:
+def test_a_process_manager_is_joined_once_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ProcessManager:
         name = "a board"
 
         def share(self, value: bytes, wanted: Sequence[int], limit_s: float) -> list[bytes]:
             return [value for _ in wanted]
 
-    board = Board()
-    monkeypatch.setattr(rendezvous, "_boards", {"pmix": "no server", "pmi": board})
-    assert meeting(HYDRA).board is meeting(HYDRA).board is board
-    assert meeting({**HYDRA, **HOROVOD}).board is board  # whoever has set Horovod's variables has no server for it
-    assert meeting({**HYDRA, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}).board is board
+    manager = ProcessManager()
+    monkeypatch.setattr(rendezvous, "_managers", {"pmix": "no server", "pmi": manager})
+    assert meeting(HYDRA).manager is meeting(HYDRA).manager is manager
+    assert meeting({**HYDRA, **HOROVOD}).manager is manager  # whoever has set Horovod's variables has no server for it
+    assert meeting({**HYDRA, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}).manager is manager
 
 
 def test_a_folder_carries_values_between_ranks(tmp_path: Path) -> None:
     here, there = Folder(tmp_path / "meet"), Folder(tmp_path / "meet")
-    assert there.look("job/0/address") is None
+    assert there.get("job/0/address") is None
     here.put("job/0/address", b"value\n\x00")
-    assert get(there, "job/0/address", time.monotonic() + RANKS_LIMIT_S) == b"value\n\x00"
-    here.forget("job/0/address")
-    assert there.look("job/0/address") is None
+    assert wait_for(there, "job/0/address", time.monotonic() + RANKS_LIMIT_S) == b"value\n\x00"
+    here.delete("job/0/address")
+    assert there.get("job/0/address") is None
 
 
-def test_a_private_folder_is_private_and_forgets_the_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_private_folder_ignores_values_of_ended_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     folder = private_folder("job 1")
     (path,) = tmp_path.iterdir()
     assert path.stat().st_mode & 0o077 == 0
     code = (
-        "import sys; from pathlib import Path; from netbottleneck.launch.stores import Folder; "
+        "import sys; from pathlib import Path; from netbottleneck.launch.rendezvous import Folder; "
         "Folder(Path(sys.argv[1]), private=True).put('key', b'stale')"
     )
     subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=RANKS_LIMIT_S)
     assert (path / "key").exists()
-    assert folder.look("key") is None
+    assert folder.get("key") is None
     folder.put("key", b"fresh")
-    assert folder.look("key") == b"fresh"
-    folder.forget("key")
+    assert folder.get("key") == b"fresh"
+    folder.delete("key")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -281,8 +290,8 @@ def test_a_folder_that_others_can_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_waiting_for_a_key_ends_at_the_deadline(tmp_path: Path) -> None:
-    with pytest.raises(TimeoutError, match=r"rank 0 did not leave some/key at .*NETBOTTLENECK_START_TIMEOUT_S"):
-        get(Folder(tmp_path), "some/key", time.monotonic())
+    with pytest.raises(TimeoutError, match=r"rank 0 did not store some/key at .*NETBOTTLENECK_START_TIMEOUT_S"):
+        wait_for(Folder(tmp_path), "some/key", time.monotonic())
 
 
 class KeyValue(http.server.BaseHTTPRequestHandler):
@@ -329,18 +338,18 @@ def key_value_port() -> Iterator[int]:
 
 def test_horovodruns_server_carries_values(key_value_port: int) -> None:
     channel = Http("127.0.0.1", key_value_port)
-    assert channel.look("netbottleneck/0/0/address") is None
+    assert channel.get("netbottleneck/0/0/address") is None
     channel.put("netbottleneck/0/0/address", b"here")
-    assert channel.look("netbottleneck/0/0/address") == b"here"
+    assert channel.get("netbottleneck/0/0/address") == b"here"
     assert list(KeyValue.kept) == ["/netbottleneck.0.0/address"]
 
 
-def test_a_server_that_is_not_there_is_named() -> None:
+def test_an_unreachable_server_is_named() -> None:
     with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:1 does not answer"):
-        Http("127.0.0.1", 1).look("a/b")
+        Http("127.0.0.1", 1).get("a/b")
 
 
-def test_a_server_that_speaks_something_else_is_named() -> None:
+def test_a_server_of_another_protocol_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 
@@ -353,11 +362,11 @@ def test_a_server_that_speaks_something_else_is_named() -> None:
         thread = threading.Thread(target=speak)
         thread.start()
         with pytest.raises(ConnectionError, match=rf"127\.0\.0\.1:{port} does not answer"):
-            Http("127.0.0.1", port).look("a/b")
+            Http("127.0.0.1", port).get("a/b")
         thread.join(RANKS_LIMIT_S)
 
 
-def meeting(environ: dict[str, str]) -> rendezvous.Meeting:
+def meeting(environ: dict[str, str]) -> rendezvous.Rendezvous:
     """Return how the ranks of an environment would meet."""
     return choose(settings(environ=environ), place(environ), environ)
 
@@ -379,7 +388,7 @@ def test_one_host_under_mpirun_meets_in_a_private_folder(tmp_path: Path, monkeyp
     assert first.name == same.name != other.name  # type: ignore[union-attr]
 
 
-def test_nowhere_to_meet_is_refused_with_what_to_set() -> None:
+def test_a_job_without_a_rendezvous_is_refused_with_the_remedy() -> None:
     with pytest.raises(ValueError, match="set NETBOTTLENECK_MASTER=HOST:PORT"):
         meeting({**MPIRUN, "PMIX_NAMESPACE": "123"})
 
@@ -409,10 +418,10 @@ class Exposed:
     def put(self, key: str, value: bytes) -> None:
         self.left[key] = value
 
-    def look(self, key: str) -> bytes | None:
+    def get(self, key: str) -> bytes | None:
         return b"another machine" if "/ready" in key else self.left.get(key)
 
-    def forget(self, key: str) -> None:
+    def delete(self, key: str) -> None:
         """What was left is looked at after the meeting."""
 
 
@@ -424,8 +433,8 @@ def opened(monkeypatch: pytest.MonkeyPatch, address: str, exposed: bool, environ
     chosen = settings(environ=environ)
     rank0 = place({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"})
     for key in ("first", "second"):
-        talk = Keys(channel, key, 0, 4, 1.0)
-        connect._receive(core, chosen, rank0, None, talk, {})  # type: ignore[arg-type]
+        exchange = ChannelExchange(channel, key, 0, 4, 1.0)
+        connect._accept_all(core, chosen, rank0, None, exchange, {})  # type: ignore[arg-type]
     return channel.left["first/address"].decode()
 
 
@@ -433,7 +442,7 @@ FAR, NEAR = "192.0.2.1:5000", "127.0.0.1:5000"
 OWN = {"NETBOTTLENECK_SECRET": "0123456789abcdef"}
 
 
-def test_one_warning_where_the_secret_travels_in_the_open(
+def test_an_exposed_secret_is_warned_about_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     address, _, shown = opened(monkeypatch, FAR, True, {}).partition(" ")
@@ -472,7 +481,7 @@ def test_servers_that_answer_anyone_count_as_exposed_and_folders_of_a_user_do_no
     assert Store.exposed
     assert Http.exposed
     assert not Folder.exposed
-    assert not Rounds.exposed
+    assert not ManagerExchange.exposed
 
 
 def test_two_hosts_under_srun_need_a_secret() -> None:
@@ -519,7 +528,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_torch_store_serves_many_jobs_and_torch_distributed_beside_them(warm_ranks) -> None:  # type: ignore[no-untyped-def]
+def test_a_torch_store_serves_many_jobs_and_torch_distributed(warm_ranks) -> None:  # type: ignore[no-untyped-def]
     warm_ranks(2, STORE_RANK)
 
 

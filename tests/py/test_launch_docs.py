@@ -1,4 +1,4 @@
-"""What docs/launchers.md shows is what the code reads, and its examples run as far as they can here."""
+"""What docs/reference/launchers.md shows is what the code reads, and examples run as far as they can here."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 from conftest import RANKS_LIMIT_S
 
-from netbottleneck.launch.launchers import LAUNCHERS
+from netbottleneck.launch.topology import LAUNCHERS
 from test_launchers import MEETS, clean, free_job
 
-PAGE = (Path(__file__).parents[2] / "docs" / "launchers.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "reference" / "launchers.md").read_text(encoding="utf-8")
+SCHEDULERS = (DOCS / "how-to" / "schedulers.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"^```(\w+)\n(.*?)^```$", SCHEDULERS, re.MULTILINE | re.DOTALL)
 SCRIPTS = [text for language, text in EXAMPLES if language == "bash"]
 
 # What srun does for a step on one machine: so many tasks, each with its number.
@@ -78,4 +80,4 @@ def test_the_example_for_slurm_starts_a_job_that_meets(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", [text for language, text in EXAMPLES if language == "python"])
 def test_python_on_the_page_compiles(text: str) -> None:
-    compile(text, "launchers.md", "exec")
+    compile(text, "schedulers.md", "exec")

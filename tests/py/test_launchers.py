@@ -19,7 +19,7 @@ import pytest
 from conftest import RANKS_LIMIT_S, Ranks, free_port
 
 from netbottleneck.config import settings
-from netbottleneck.launch import pmi, pmix, rendezvous
+from netbottleneck.launch import pmi, rendezvous
 from test_launch import HOROVOD, PMIX, SRUN, KeyValue, meeting, place, serving
 
 LIMIT_S = RANKS_LIMIT_S
@@ -37,7 +37,7 @@ for _ in range(int(os.environ.get("TIMES", "3"))):
     assert comm.exchange(bytes([place.rank])) == [bytes([rank]) for rank in range(place.size)]
     comm.close()
 found = rendezvous.choose(chosen, place)
-way = found.board or found.channel
+way = found.manager or found.channel
 print(f"rank {place.rank} of {place.size} by {place.launcher} at {way.name if way else found.address}", flush=True)
 """
 
@@ -126,15 +126,15 @@ def test_mpis_launchers_bring_ranks_together_again_and_again(launcher: str, tmp_
 
 ASKS = """
 import os
-from netbottleneck.runtime import build_info, job
-before = build_info.mpi_enabled()
+from netbottleneck.runtime import job
+before = job.mpi_enabled()
 job.start()
-print("answers", before, build_info.mpi_enabled(), build_info.mpi_threads_supported(), flush=True)
+print("answers", before, job.mpi_enabled(), job.mpi_threads_supported(), flush=True)
 """
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_scripts_that_ask_for_mpi_are_told_that_its_launcher_started_them(launcher: str, tmp_path: Path) -> None:
+def test_mpi_is_reported_as_initialized_under_its_launchers(launcher: str, tmp_path: Path) -> None:
     code, said = started([*STARTERS[launcher](), script(tmp_path, ASKS)], tmp_path)
     assert code == 0, said
     assert said.count("answers False True True") == 2, said
@@ -163,7 +163,7 @@ LIBRARIES = {"mpirun": "libmpi.so.40", "mpiexec": str(Path(sys.prefix, "lib", "l
 @pytest.mark.parametrize("end", ["ours first", "mpi first"])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_mpi_works_beside_it(launcher: str, when: str, end: str, tmp_path: Path) -> None:
+def test_scripts_may_use_mpi_as_well(launcher: str, when: str, end: str, tmp_path: Path) -> None:
     command = [*STARTERS[launcher](), script(tmp_path, MPI_TOO.format(meets=MEETS))]
     code, said = started(command, tmp_path, {"LIBMPI": LIBRARIES[launcher], "WHEN": when, "END": end})
     assert code == 0, said
@@ -194,12 +194,12 @@ except TimeoutError as error:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_said(launcher: str, tmp_path: Path) -> None:
+def test_a_missing_rank_is_awaited_until_the_start_timeout(launcher: str, tmp_path: Path) -> None:
     code, said = started(
         [*STARTERS[launcher](), script(tmp_path, LATE)], tmp_path, {"NETBOTTLENECK_START_TIMEOUT_S": "1"}
     )
     assert code != 0
-    assert f"late: not all 2 ranks came to {SERVERS[launcher]}" in said
+    assert f"late: not all 2 ranks reached {SERVERS[launcher]}" in said
     assert "in time (NETBOTTLENECK_START_TIMEOUT_S); rank 0 waited for the others" in said
 
 
@@ -218,7 +218,7 @@ except OSError as error:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_what_rank_0_cannot_open_is_told_to_the_others(launcher: str, tmp_path: Path) -> None:
+def test_a_failure_of_rank_0_reaches_the_other_ranks(launcher: str, tmp_path: Path) -> None:
     code, said = started([*STARTERS[launcher](), script(tmp_path, SHUT)], tmp_path)
     assert code == 0, said
     first, other = sorted(line for line in said.splitlines() if line.startswith("rank "))
@@ -235,9 +235,9 @@ def test_a_libpmix_of_an_unknown_version_is_not_used(monkeypatch: pytest.MonkeyP
         def PMIx_Get_version() -> bytes:
             return b"OpenPMIx 1.9.0"
 
-    monkeypatch.setattr(pmix.ctypes, "CDLL", lambda name: Library)
+    monkeypatch.setattr(pmi.ctypes, "CDLL", lambda name: Library)
     environ = {"PMIX_NAMESPACE": "1", "PMIX_RANK": "0", "PMIX_SERVER_URI2": "x"}
-    found = pmix.join(0, 2, 5, environ)
+    found = pmi.join_pmix(0, 2, 5, environ)
     assert isinstance(found, str)
     assert "1.9.0" in found
     assert "2 to 6" in found
@@ -247,8 +247,8 @@ def test_without_libpmix_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) ->
     def none(name: str) -> None:
         raise OSError(f"{name}: no such file")
 
-    monkeypatch.setattr(pmix.ctypes, "CDLL", none)
-    monkeypatch.setattr(rendezvous, "_boards", {})
+    monkeypatch.setattr(pmi.ctypes, "CDLL", none)
+    monkeypatch.setattr(rendezvous, "_managers", {})
     environ = {**PMIX, "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"}
     with pytest.raises(ValueError, match=r"pmix: no libpmix\.so\.2: libpmix\.so\.2: no such file") as caught:
         rendezvous.choose(settings(environ=environ), place(environ), environ)
@@ -293,7 +293,7 @@ def hydras(answer: Callable[[str], str | None]) -> Iterator[tuple[int, list[str]
         assert not thread.is_alive()
 
 
-def test_a_launchers_board_is_spoken_to_line_by_line() -> None:
+def test_the_pmi_protocol_is_followed_line_by_line() -> None:
     with hydras(ANSWERS.__getitem__) as (descriptor, asked):
         board = pmi.Pmi(descriptor, 1, 2, 5)
         assert board.share(b"mine", (0,), 5) == [b"ab"]
@@ -310,12 +310,12 @@ def test_a_launchers_board_is_spoken_to_line_by_line() -> None:
 @pytest.mark.parametrize(
     ("command", "answer", "kind", "words"),
     [
-        ("put", "cmd=put_result rc=-1 msg=full", ConnectionError, "'cmd=put_result rc=-1 msg=full' to put"),
+        ("put", "cmd=put_result rc=-1 msg=full", ConnectionError, "answered 'cmd=put_result rc=-1 msg=full' to put"),
         ("get", "cmd=get_result rc=1", ConnectionError, "to get"),
-        ("barrier_in", "nonsense", ConnectionError, "answers 'nonsense' to barrier_in"),
+        ("barrier_in", "nonsense", ConnectionError, "answered 'nonsense' to barrier_in"),
         ("barrier_in", None, ConnectionError, "is gone: it has closed the connection"),
-        ("put", "", TimeoutError, "did not answer to put in time"),
-        ("barrier_in", "", TimeoutError, "not all 2 ranks came to the launcher at PMI_FD="),
+        ("put", "", TimeoutError, "did not answer put in time"),
+        ("barrier_in", "", TimeoutError, "not all 2 ranks reached the launcher at PMI_FD="),
     ],
 )
 def test_a_launcher_that_fails_or_is_silent_is_named(
@@ -336,15 +336,13 @@ def test_a_launcher_that_fails_or_is_silent_is_named(
     [
         ({}, "no PMI_FD"),
         ({"PMI_FD": "7", "PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_RANK=0 of PMI_SIZE=2 is not rank 1 of 2"),
-        ({"PMI_FD": "999999", "PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_FD=999999 is no socket here"),
-        ({"PMI_FD": "file", "PMI_RANK": "1", "PMI_SIZE": "2"}, "is no socket here"),
+        ({"PMI_FD": "999999", "PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_FD=999999 is not a socket"),
+        ({"PMI_FD": "file", "PMI_RANK": "1", "PMI_SIZE": "2"}, "is not a socket"),
     ],
 )
-def test_a_conversation_that_is_not_this_ranks_is_not_begun(
-    environ: dict[str, str], reason: str, tmp_path: Path
-) -> None:
+def test_pmi_variables_of_another_rank_are_not_used(environ: dict[str, str], reason: str, tmp_path: Path) -> None:
     with (tmp_path / "file").open("w+") as file:
-        found = pmi.join(
+        found = pmi.join_pmi(
             1, 2, 5, {**environ, "PMI_FD": environ["PMI_FD"].replace("file", str(file.fileno()))} if environ else {}
         )
         assert isinstance(found, str)
@@ -397,7 +395,7 @@ def free_job() -> str:
     raise AssertionError
 
 
-def test_a_step_of_srun_meets_at_its_first_host_and_hosts_tell_the_rest(plain_ranks: Ranks) -> None:
+def test_ranks_of_srun_meet_at_the_first_host(plain_ranks: Ranks) -> None:
     step = {
         "SLURM_NTASKS": "3",
         "SLURM_NNODES": "2",
@@ -434,7 +432,7 @@ def needs_torch() -> None:
         pytest.skip("torch is not installed")
 
 
-def test_what_an_earlier_start_left_in_the_agents_store_does_not_count(warm_ranks: Ranks) -> None:
+def test_keys_of_an_earlier_start_in_the_agents_store_are_ignored(warm_ranks: Ranks) -> None:
     distributed = pytest.importorskip("torch.distributed")
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for size in (2, 3):

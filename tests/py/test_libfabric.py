@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -95,3 +96,28 @@ def test_a_mixed_job_is_refused_with_both_versions(plain_ranks: Any, newer: str)
         said = result.stderr.strip().splitlines()[-1]
         assert f"/{older}" in said
         assert f"/{version(newer)}" in said
+
+
+HANDLERS = """
+import os, signal, sys, time
+from netbottleneck import _core
+
+try:
+    _core.providers()
+except OSError as error:
+    sys.exit(f"SKIP {error}")
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(30)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_libfabric_replaces_no_signal_handler() -> None:
+    done = subprocess.run([sys.executable, "-c", HANDLERS], capture_output=True, text=True, timeout=60, check=False)
+    if done.stderr.startswith("SKIP"):
+        pytest.skip(done.stderr.strip().removeprefix("SKIP "))
+    assert done.stdout == "interrupted\n"
+    assert done.returncode == -signal.SIGTERM

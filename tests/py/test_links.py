@@ -120,11 +120,11 @@ def test_a_link_that_stays_down_is_an_error_on_every_rank_that_names_the_peer(
 @pytest.mark.parametrize("name", ["tcp", "ofi"])
 def test_with_two_interfaces_one_that_stays_down_costs_its_lanes(lab: Lab, tmp_path: Path, name: str) -> None:
     """By what its hosts see of it, long before the time limit counts."""
-    places, pid = lab._places, lab._places[1].holder.pid
-    assert lab._spaces is not None
-    lab._spaces.batch("ip", [(places[0], f"link add {SECOND} type veth peer name {SECOND} netns {pid}\n")])
+    places, pid = lab._host_namespaces, lab._host_namespaces[1].holder.pid
+    assert lab._namespaces is not None
+    lab._namespaces.batch("ip", [(places[0], f"link add {SECOND} type veth peer name {SECOND} netns {pid}\n")])
     homes = [f"addr add 10.78.0.{host + 1}/24 dev {SECOND}\nlink set {SECOND} up\n" for host in range(2)]
-    lab._spaces.batch("ip", list(zip(places, homes, strict=True)))
+    lab._namespaces.batch("ip", list(zip(places, homes, strict=True)))
     env = {"NETBOTTLENECK_IFNAME": f"=nb0,{SECOND}", **transport(name, 8)}
     job = Job(lab, tmp_path, 60, env)
     job.wait_for("round 2")
@@ -138,9 +138,9 @@ def test_with_two_interfaces_one_that_stays_down_costs_its_lanes(lab: Lab, tmp_p
 
 @pytest.mark.parametrize("name", ["tcp", "ofi"])
 def test_hosts_with_ipv6_alone(lab: Lab, tmp_path: Path, name: str) -> None:
-    assert lab._spaces is not None
+    assert lab._namespaces is not None
     home = "addr flush dev nb0\naddr add fd77::{}/64 dev nb0 nodad\n"
-    lab._spaces.batch("ip", [(place, home.format(host + 1)) for host, place in enumerate(lab._places)])
+    lab._namespaces.batch("ip", [(place, home.format(host + 1)) for host, place in enumerate(lab._host_namespaces)])
     job = Job(lab, tmp_path, 3, {**transport(name, 8), "NETBOTTLENECK_MASTER": "[fd77::1]:29400"})
     job.finish()
     for rank in range(2):

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Ranks
 
 pytest.importorskip("torch")
+
+import torch
+
+from netbottleneck.hooks.measured import compiled
+from netbottleneck.trace.model import Trace
+from netbottleneck.trace.recorder import load
 
 LOOP = """
 import json
@@ -43,7 +50,8 @@ with netbottleneck.profile(model, optimizer):
         if not inside:
             update(None)
 trace = recorder.load({run!r})
-print(json.dumps({{"updates": updates, "steps": len(trace.steps), "modules": list(trace.modules)}}))
+told = {{"updates": updates, "steps": len(trace.steps), "modules": list(trace.modules)}}
+print(json.dumps({{**told, "ends": [[rank.finished, rank.error] for rank in trace.ranks]}}))
 """
 
 
@@ -58,3 +66,149 @@ def test_a_step_is_one_pass_of_the_loop_wherever_its_updates_are(
     assert told["updates"] == updates
     assert told["steps"] in (5, 6)  # the last may have no end
     assert told["modules"] == ["0", "1", "2"]
+    assert told["ends"] == [[True, None]]
+
+
+def test_a_model_with_a_compiled_part_is_known_as_such() -> None:
+    plain, part = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    part.compile()
+    wrapped: Any = torch.compile(torch.nn.Linear(2, 2))
+    models = [None, plain, torch.nn.Sequential(plain), part, torch.nn.Sequential(plain, part), wrapped]
+    assert [compiled(model) for model in models] == [False, False, False, True, True, True]
+
+
+# A rank with a DDP model of three buckets from the second pass on, in a run whose session is given.
+DDP = """
+import json
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from netbottleneck import config
+from netbottleneck.hooks import ddp
+from netbottleneck.runtime.session import open_session
+from netbottleneck.trace import recorder
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+os.environ["NETBOTTLENECK_TRANSPORT"] = {transport!r}  # after the import, which would measure every model
+layers = [torch.nn.Linear(600, 600) for _ in range(3)]
+model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+session = open_session(config.settings(), model="Sequential")
+"""
+
+DDP_END = """
+def train(steps, look):
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(1, 600)).sum().backward()
+        look()
+        optimizer.step()
+        look()
+
+
+run()
+session.close()
+dist.destroy_process_group()
+print(json.dumps({"told": told, "folder": str(session.folder)}))
+"""
+ENV = {"NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_BLOCK_STEPS": "2", "NETBOTTLENECK_TIMEOUT_S": "60"}
+
+
+def ran(warm_ranks: Ranks, tmp_path: Path, transport: str, source: str) -> tuple[Any, Trace, str]:
+    """Run `run` of a source with the DDP model; return `told`, the record and what was said to stderr."""
+    env = {**ENV, "NETBOTTLENECK_DIR": str(tmp_path / "run")}
+    script = DDP.format(transport=transport) + source + DDP_END
+    result = warm_ranks(1, script, env)[0]
+    told = json.loads(result.stdout.splitlines()[-1])
+    return told["told"], load(told["folder"]), result.stderr
+
+
+LAYOUTS = """
+told = {"layouts": [], "pending": []}
+
+
+def run():
+    measured = ddp.attach(model, session=session)
+    gradients = measured.gradients
+    layers[0].weight.register_post_accumulate_grad_hook(lambda _: told["pending"].append(gradients.pending))
+
+    def note():
+        told["layouts"].append([gradients.version, [[b.name, *b.parameters] for b in gradients.buckets]])
+
+    def look():
+        told["pending"].append(gradients.pending)
+        note()
+
+    note()
+    train(6, look)
+"""
+
+
+@pytest.mark.parametrize("transport", ["tcp", "stock,tcp"])
+def test_each_layout_of_ddps_buckets_has_a_version_of_its_own_and_the_record_names_all(
+    warm_ranks: Ranks, tmp_path: Path, transport: str
+) -> None:
+    told, trace, said = ran(warm_ranks, tmp_path, transport, LAYOUTS)
+    assert "left alone" not in said
+    layouts = [(version, json.dumps(layout)) for version, layout in told["layouts"]]
+    assert len({version for version, _ in layouts}) == len({layout for _, layout in layouts}) == len(set(layouts))
+    names = {name for _, layout in told["layouts"] for name, *_ in layout}
+    assert len(names) > 1  # DDP lays its buckets out anew after the first pass
+    last = [name for name, *_ in told["layouts"][-1][1]]
+    assert [bucket.name for bucket in trace.buckets][: len(last)] == last
+    assert {bucket.name for bucket in trace.buckets} >= {op.name for op in trace.collectives}
+    assert {c.arm for c in trace.collectives if c.bucket is not None} == set(transport.split(","))
+
+
+def test_buckets_under_way_are_those_sent_and_not_waited_for(warm_ranks: Ranks, tmp_path: Path) -> None:
+    told, _, _ = ran(warm_ranks, tmp_path, "tcp", LAYOUTS)
+    inside, after = told["pending"][0::3], told["pending"][1::3] + told["pending"][2::3]
+    assert inside[0] == 0  # one bucket, which is sent with its last gradient
+    assert min(inside[2:]) > 0
+    assert set(after) == {0}
+
+
+BARE = """
+told = []
+
+
+def run():
+    ddp.attach(model, session=session)
+    for _ in range(8):
+        told.append([session.arm, "__call__" in vars(DistributedDataParallel)])
+        train(1, lambda: None)
+"""
+
+
+def test_a_bare_step_has_nothing_of_ours_around_the_models_call(warm_ranks: Ranks, tmp_path: Path) -> None:
+    told, _, _ = ran(warm_ranks, tmp_path, "stock,bare", BARE)
+    assert {arm for arm, _ in told} == {"stock", "bare"}
+    assert [wrapped for _, wrapped in told] == [arm == "stock" for arm, _ in told]
+
+
+FAILING = """
+from netbottleneck.hooks import reducer_group
+
+told = []
+
+
+def full(name):
+    raise OSError(28, "No space left on device")
+
+
+def run():
+    reducer_group.key_of = full
+    ddp.attach(model, session=session)
+    train(3, lambda: told.append(layers[0].weight.grad is not None))
+"""
+
+
+def test_a_failure_to_stamp_a_bucket_is_told_once_and_ends_the_recording_alone(
+    warm_ranks: Ranks, tmp_path: Path
+) -> None:
+    told, trace, said = ran(warm_ranks, tmp_path, "stock", FAILING)
+    assert told == [True] * 6
+    assert said.count("measuring has ended, the training goes on: OSError: [Errno 28] No space left on device") == 1
+    assert [note for note in trace.notes if "measuring ended at step 0" in note]

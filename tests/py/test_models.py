@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from netbottleneck.bench import models
-from netbottleneck.bench.models import data, profile
+from netbottleneck.bench.models import passes
 from netbottleneck.bench.models.replay import IdleOptimizer, ReplayModel, gradient_bytes, replay
 
 SIZES = {
@@ -60,7 +60,7 @@ def test_parameters_have_their_usual_names(name: str, first: str, other: str, la
 
 
 def test_importing_the_package_imports_no_torch() -> None:
-    code = "import sys, netbottleneck.bench.models, netbottleneck.bench.models.data; sys.exit('torch' in sys.modules)"
+    code = "import sys, netbottleneck.bench.models; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -97,17 +97,17 @@ def test_a_thin_bert_scores_words_and_reaches_all_parameters() -> None:
 
 
 @pytest.fixture(name="digits")
-def fixture_digits() -> data.Digits:
+def fixture_digits() -> models.Digits:
     if importlib.util.find_spec("sklearn") is None:
         pytest.skip("scikit-learn, whose wheel holds the digits, is not installed")
-    return data.digits()
+    return models.digits()
 
 
-def test_digits_are_split_by_seed_and_no_image_is_lost(digits: data.Digits) -> None:
+def test_digits_are_split_by_seed_and_no_image_is_lost(digits: models.Digits) -> None:
     assert digits.train_images.shape == (1438, 1, 8, 8)
     assert digits.test_images.shape == (359, 1, 8, 8)
     assert (digits.train_images.min(), digits.train_images.max()) == (0, 1)
-    again, other = data.digits(), data.digits(seed=1)
+    again, other = models.digits(), models.digits(seed=1)
     assert (again.test_images == digits.test_images).all()
     assert not (other.test_images == digits.test_images).all()
     assert digits.train_labels.sum() + digits.test_labels.sum() == other.train_labels.sum() + other.test_labels.sum()
@@ -117,7 +117,7 @@ def test_digits_are_split_by_seed_and_no_image_is_lost(digits: data.Digits) -> N
 def test_without_scikit_learn_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ImportError, match="scikit-learn"):
-        data.digits()
+        models.digits()
 
 
 @pytest.fixture(name="one_thread")
@@ -129,7 +129,7 @@ def fixture_one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_thin_resnet_learns_the_digits(digits: data.Digits) -> None:
+def test_a_thin_resnet_learns_the_digits(digits: models.Digits) -> None:
     torch.manual_seed(0)
     model = models.build("thin_resnet")
     images, labels = torch.from_numpy(digits.train_images), torch.from_numpy(digits.train_labels)
@@ -146,9 +146,9 @@ def test_a_thin_resnet_learns_the_digits(digits: data.Digits) -> None:
 
 
 LAYERS = [
-    profile.LayerShapes("a", (("a.weight", (3, 5)), ("a.bias", (3,))), 2),
-    profile.LayerShapes("b.0", (("b.0.weight", (7,)),), 6),
-    profile.LayerShapes("c", (("c.weight", (2, 2, 2)), ("c.bias", ())), 0),
+    passes.LayerShapes("a", (("a.weight", (3, 5)), ("a.bias", (3,))), 2),
+    passes.LayerShapes("b.0", (("b.0.weight", (7,)),), 6),
+    passes.LayerShapes("c", (("c.weight", (2, 2, 2)), ("c.bias", ())), 0),
 ]
 
 
@@ -161,14 +161,14 @@ def filled_as_said(model: ReplayModel, times: int = 1) -> bool:
 
 @pytest.mark.parametrize("name", ["resnet50", "vgg16_bn", "bert_base"])
 def test_layers_hold_every_parameter_once_and_some_arithmetic(name: str) -> None:
-    layers = profile.layers(name)
+    layers = passes.layers_of(name)
     held = [parameter for layer in layers for parameter in layer.parameters]
     assert sorted(held) == sorted(models.shapes(name))
     assert sum(layer.operations for layer in layers) > 10**9
 
 
 def test_resnet50_does_its_known_four_billion_multiply_adds() -> None:
-    convolutions = [layer for layer in profile.layers("resnet50") if len(layer.parameters[0][1]) > 1]
+    convolutions = [layer for layer in passes.layers_of("resnet50") if len(layer.parameters[0][1]) > 1]
     assert sum(layer.operations for layer in convolutions) == 4_089_184_256
 
 

@@ -101,7 +101,7 @@ def test_a_rank_that_does_not_come_is_named(ranks: Ranks, tmp_path: Path) -> Non
     env = explicit(3, NETBOTTLENECK_RENDEZVOUS=str(tmp_path / "meet"), NETBOTTLENECK_START_TIMEOUT_S="1")
     results = ranks(2, SCRIPTS / "faults.py", env, args=["nothing"], check=False)
     assert all(result.code not in (0, None) for result in results)
-    assert all(re.search(r"(rank|ranks 1,) 2 did not come", result.stderr) for result in results)
+    assert all(re.search(r"(rank|ranks 1,) 2 did not reach", result.stderr) for result in results)
 
 
 @pytest.mark.parametrize(

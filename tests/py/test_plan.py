@@ -34,7 +34,7 @@ def test_no_tensor_no_bucket() -> None:
     assert buckets([], []) == []
 
 
-def test_every_tensor_travels_once_whatever_the_sizes() -> None:
+def test_every_tensor_is_in_one_bucket() -> None:
     draw = random.Random(5)
     for _ in range(200):
         count = draw.randrange(1, 60)
@@ -59,10 +59,10 @@ def test_every_tensor_travels_once_whatever_the_sizes() -> None:
         (([1, 2], ["f", "f"], [0, 0]), "each of the 2 tensors once"),
         (([1, 2], ["f", "f"], [0]), "each of the 2 tensors once"),
         (([1], ["f"], None, 0), "at least 1 byte"),
-        (([-1], ["f"]), "fewer than 0"),
+        (([-1], ["f"]), "must be at least 0"),
     ],
 )
-def test_nonsense_is_refused(arguments: tuple[list[int]], what: str) -> None:
+def test_invalid_arguments_are_refused(arguments: tuple[list[int]], what: str) -> None:
     with pytest.raises(ValueError, match=what):
         buckets(*arguments)
 
@@ -75,7 +75,7 @@ class Sent:
     parameters: tuple[int, ...]
 
 
-def test_a_record_tells_its_tensors_and_in_which_bucket_each_travels() -> None:
+def test_a_record_lists_tensors_with_their_buckets() -> None:
     class Torchlike:
         def __str__(self) -> str:
             return "torch.float16"

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from netbottleneck.analysis.stats import Estimate
+from netbottleneck.analysis.statistics import Estimate
 from netbottleneck.study.evidence import values
-from netbottleneck.study.evidence.values import ArmFacts, CellFacts, Foretold, Outlook, Parts
+from netbottleneck.study.evidence.values import ArmFacts, CellFacts, ForecastFacts, Outlook, Parts
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -46,7 +46,7 @@ def put(folder: Path, cell: CellFacts, *, written: int = 1, started: int = 2) ->
 def foretold_cells() -> list[CellFacts]:
     """Twelve cells of two arms, four of them at 8 ranks, each foretold 2 % too long."""
     arms = {name: arm(name, 100.0, 0.5) for name in ("stock", "ofi")}
-    told = {name: Foretold(about(102 * MS)) for name in arms}
+    told = {name: ForecastFacts(about(102 * MS)) for name in arms}
     return [
         CellFacts(f"m-{at}", "m", "replay", 8 if at < 4 else 2, "1gbit", arms=arms, forecast=told) for at in range(12)
     ]
@@ -77,11 +77,11 @@ def test_each_bar_of_the_prediction_fails_by_itself(
         "at 8 ranks": ([replace(cell, ranks=2) for cell in good], 1),
         "steps foretold": (good[:11], 1),
         "worst error": (
-            [replace(first, forecast={"stock": Foretold(about(113 * MS)), "ofi": first.forecast["ofi"]})],
+            [replace(first, forecast={"stock": ForecastFacts(about(113 * MS)), "ofi": first.forecast["ofi"]})],
             1,
         ),
         "median error": (
-            [replace(cell, forecast=dict.fromkeys(cell.arms, Foretold(about(106 * MS)))) for cell in good],
+            [replace(cell, forecast=dict.fromkeys(cell.arms, ForecastFacts(about(106 * MS)))) for cell in good],
             1,
         ),
         "of the step exposed": (
@@ -146,7 +146,7 @@ def test_a_stock_that_still_grows_with_its_link_is_no_claim() -> None:
     ]
 
 
-def test_the_studies_ask_for_what_is_judged() -> None:
+def test_the_studies_contain_the_judged_cells() -> None:
     asked, claimed = (
         tomllib.loads((BENCHMARKS / "studies" / f"{name}.toml").read_text(encoding="utf-8"))
         for name in ("prediction", "claim")

@@ -1,6 +1,8 @@
 """The README and docs/ say what the code does: numbers of the stored trace, variables, files and commands."""
 
 import importlib.util
+import json
+import os
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -9,12 +11,16 @@ import pytest
 
 from netbottleneck import Evidence, cli, config
 from netbottleneck.analysis.verdict import CODES
-from netbottleneck.report import Run, words
+from netbottleneck.report import Run, text
 from netbottleneck.study.evidence import figures
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLE = (ROOT / "docs" / "explanation" / "example.md").read_text(encoding="utf-8")
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 
 def tool(name):
@@ -31,16 +37,29 @@ def stored():
 
 def test_the_sentence_and_the_report_are_what_the_stored_trace_gives(stored):
     readme = tool("readme")
-    assert {name for _, name, _ in readme.BLOCK.findall(README)} == {"sentence", "report", "answers", "chain"}
+    blocks = {name for _, name, _ in readme.BLOCK.findall(README + EXAMPLE)}
+    assert blocks == {"sentence", "report", "answers", "chain"}
     assert readme.render(README, stored) == README
-    assert README.index(" ".join(words.sentences(stored.findings))) < README.index("## ")
-    assert stored.text[stored.text.index("Run ") :] in README
+    assert readme.render(EXAMPLE, stored) == EXAMPLE
+    assert README.index(" ".join(text.sentences(stored.findings))) < README.index("## ")
+    assert stored.text[stored.text.index("Run ") :] in EXAMPLE
+
+
+def test_the_picture_shows_lines_of_the_stored_report(stored):
+    readme = tool("readme")
+    assert f"]({readme.PICTURE.relative_to(ROOT).as_posix()})" in README
+    text = readme.PICTURE.read_text(encoding="utf-8")
+    assert text == readme.picture(stored), "run tools/readme.py"
+    lines = ["".join(line.itertext()) for line in ElementTree.fromstring(text).iter() if line.tag.endswith("}text")]
+    lines = [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+    assert set(lines) <= set(stored.text.splitlines())
+    assert f"Verdict: {stored.verdict.code}" in lines
 
 
 def test_the_studys_first_figure_is_shown_and_holds_the_stored_studys_values():
     readme = tool("readme")
     study = Evidence.read(readme.STUDY)
-    assert f"]({readme.FIGURE.relative_to(ROOT).as_posix()})" in README
+    assert f"]({Path(os.path.relpath(readme.FIGURE, readme.EXAMPLE.parent)).as_posix()})" in EXAMPLE
     picture = ElementTree.fromstring(readme.FIGURE.read_text(encoding="utf-8"))
     (held,) = (element.text for element in picture.iter() if element.tag.endswith("}description"))
     assert held.strip() == figures.to_csv(study.figures[0]).strip()
@@ -48,10 +67,11 @@ def test_the_studys_first_figure_is_shown_and_holds_the_stored_studys_values():
     assert readme.STUDY.stat().st_size < 100_000
 
 
-def test_a_number_that_is_not_the_traces_is_noticed(stored):
+def test_a_stale_number_is_detected(stored):
     readme = tool("readme")
-    assert f"Verdict: {stored.verdict.code}" in README
-    assert readme.render(README.replace(f"Verdict: {stored.verdict.code}", "Verdict: NOT_NETWORK"), stored) == README
+    assert f"Verdict: {stored.verdict.code}" in EXAMPLE
+    wrong = EXAMPLE.replace(f"Verdict: {stored.verdict.code}", "Verdict: NOT_NETWORK")
+    assert readme.render(wrong, stored) == EXAMPLE
 
 
 def test_the_stored_trace_names_no_machine(stored):
@@ -70,8 +90,8 @@ def test_the_page_of_variables_is_current():
     assert docs.PAGE.read_text(encoding="utf-8") == docs.page(), "run tools/env_docs.py"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_a_page_names_exists(page):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_commands_and_targets_named_by_a_page_exist(page):
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#]+)", text):
         assert (page.parent / target).exists(), target
@@ -84,13 +104,38 @@ def test_what_a_page_names_exists(page):
 
 
 def test_every_verdict_is_explained():
-    page = (ROOT / "docs" / "reading-the-report.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "reading-the-report.md").read_text(encoding="utf-8")
     assert [code for code in CODES if f"`{code}`" not in page] == []
 
 
-def test_what_it_says_of_its_speed_stands_in_the_table_of_gates():
-    told = README[README.index("## How fast it is") : README.index("## tcp or ofi")]
-    rows = [line for line in (ROOT / "benchmarks" / "README.md").read_text().splitlines() if line.startswith("| T")]
+def test_the_speed_in_the_readme_matches_the_gate_results():
+    told = README[README.index("## How fast it is") : README.index("## What it cannot do")]
+    text = (ROOT / "benchmarks" / "results" / "gates.json").read_text(encoding="utf-8")
+    sittings = json.loads(text, parse_float=str)["sittings"]
+    rows = [row for sitting in sittings for row in sitting["rows"] if "low" in row]
+    known = {f"{row['value']} [{row['low']}, {row['high']}]" for row in rows}
     figures = re.findall(r"\d\.\d{3} \[\d\.\d{3}, \d\.\d{3}\]", told)
     assert len(figures) > 5
-    assert [figure for figure in figures if not any(figure in row for row in rows)] == []
+    assert [figure for figure in figures if figure not in known] == []
+
+
+def test_every_verdict_has_a_row_in_the_reference():
+    page = (ROOT / "docs" / "reference" / "verdicts.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^\| `([A-Z_]+)` \| .* \| .* \|$", page, re.MULTILINE)) == sorted(CODES)
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/explanation/architecture.md"])
+def test_files_that_a_page_names_exist(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    named = re.findall(r"`((?:csrc|python|tools|tests|benchmarks|docs)/[\w./-]+)`", text)
+    assert len(named) > 15
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_files_that_the_picture_of_the_architecture_names_exist():
+    picture = ElementTree.parse(ROOT / "docs" / "explanation" / "architecture.svg")
+    texts = [element.text for element in picture.iter() if element.get("font-family") == "monospace"]
+    named = [path for text in texts for path in text.split(", ")]
+    homes = [ROOT, ROOT / "python" / "netbottleneck", ROOT / "csrc" / "transport"]
+    assert len(named) > 15
+    assert [path for path in named if not any((home / path).exists() for home in homes)] == []

@@ -12,10 +12,9 @@ pytest.importorskip("torch")
 import torch
 
 from netbottleneck import _core
-from netbottleneck.hooks.horovod_lib import Route
+from netbottleneck.hooks.horovod import Route
 from netbottleneck.runtime.collectives import shape_key
-from netbottleneck.trace.recorder import EVENTS
-from netbottleneck.trace.ring_files import read_ring
+from netbottleneck.trace.recorder import EVENTS, read_ring
 
 
 def named(count: int) -> list[tuple[str, Any]]:

@@ -43,7 +43,7 @@ def test_stock_stays_horovod_and_is_timed(warm_ranks: Ranks, tmp_path: Path, way
     calls = ran(warm_ranks, tmp_path, way, {"NETBOTTLENECK": "1", "NETBOTTLENECK_DIR": str(tmp_path / "run")})
     assert calls == {"allreduce": STEPS * (TENSORS + METRICS + OTHER_SETS), "broadcast": TENSORS, "reset": 1}
     trace = Run(tmp_path / "run").trace
-    assert trace.transports == ("stock", "bare")
+    assert trace.arms == ("stock", "bare")
     assert [len([step for step in trace.steps if step.rank == rank]) for rank in range(2)] == [STEPS, STEPS]
     gradients = [c for c in trace.collectives if c.bucket is not None]
     assert len(gradients) == 2 * (STEPS // 2) * TENSORS  # of the other steps nothing is stamped
@@ -51,7 +51,7 @@ def test_stock_stays_horovod_and_is_timed(warm_ranks: Ranks, tmp_path: Path, way
         assert c.start_ns is not None
         assert c.done_ns is not None
         assert c.submit_ns <= c.start_ns <= c.done_ns, c
-    assert all(len(step.grad_ready) == TENSORS for step in trace.steps if step.index > 0 and step.transport == "stock")
+    assert all(len(step.grad_ready) == TENSORS for step in trace.steps if step.index > 0 and step.arm == "stock")
     assert {t.provider for rank in trace.ranks for t in rank.transports} == {"horovod 0.28.1 over gloo"}
 
 
@@ -67,7 +67,7 @@ def test_on_request_its_all_reduces_are_moved_by_us_and_no_weight_changes(
     assert calls["allreduce"] == 3 * TENSORS + 2 * METRICS + STEPS * OTHER_SETS
     trace = Run(run).trace
     for name in ("stock", "tcp"):
-        moved = [c for c in trace.collectives if c.bucket is not None and c.transport == name]
+        moved = [c for c in trace.collectives if c.bucket is not None and c.arm == name]
         assert len(moved) == 2 * 3 * TENSORS, name
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from netbottleneck.runtime import run_folder
-from netbottleneck.trace import recorder, ring_files
+from netbottleneck.runtime import session
+from netbottleneck.trace import recorder
 from ringwriter import BUCKETS, MS, FakeRun, RingWriter
 
 EVENT_H = Path(__file__).parents[2] / "csrc" / "trace" / "event.h"
@@ -25,18 +25,17 @@ def test_event_numbers_are_those_of_the_module():
 
 
 def test_numbers_within_operations_are_those_of_the_headers():
-    from netbottleneck.trace import events
+    from netbottleneck.trace import recorder
 
     csrc = EVENT_H.parents[1]
     kinds = re.search(r"enum nb_op_kind \{(.*?)\}", (csrc / "engine/engine.h").read_text(), re.S)[1]
-    assert [k.lower() for k in re.findall(r"^ *NB_OP_(\w+)", kinds, re.M)][:-1] == list(events.KINDS)
+    assert [k.lower() for k in re.findall(r"^ *NB_OP_(\w+)", kinds, re.M)][:-1] == list(recorder.KINDS)
     dtypes = re.search(r"enum nb_dtype \{(.*?)\}", (csrc / "base/dtype.h").read_text(), re.S)[1]
     short = {"u": "uint", "i": "int", "f": "float", "bf": "bfloat"}
     names = [re.fullmatch(r"NB_([A-Z]+)(\d*)", word.strip()) for word in dtypes.split(",")]
-    assert [short[n[1].lower()] + n[2] for n in names if n[2]] == list(events.DTYPES)
+    assert [short[n[1].lower()] + n[2] for n in names if n[2]] == list(recorder.DTYPES)
     declared = re.findall(r"NB_ALGORITHM_(\w+) = (\d+)", (csrc / "coll/choose.h").read_text())
-    declared += re.findall(r"NB_ALGORITHM_(\w+) = (\d+)", (csrc / "engine/local.h").read_text())
-    said = {**dict(enumerate(events.ALGORITHMS)), **events.IN_MEMORY}
+    said = {**dict(enumerate(recorder.ALGORITHMS)), **recorder.IN_MEMORY}
     assert sorted(said) == sorted(int(number) for _, number in declared)
     for word, number in declared:
         assert word.lower().replace("_", "") in re.sub("[ _-]", "", said[int(number)] or "none")
@@ -48,7 +47,7 @@ def test_what_was_put_is_read_in_order_of_time(tmp_path):
     ring.put(10, "STEP_BEGIN", 1, a=2, b=1, c=1)
     ring.put(15, "GRAD_READY", 1, key=2**64 - 1, e=2**63)
     ring.close()
-    found = ring_files.read_ring(ring.path)
+    found = recorder.read_ring(ring.path)
     assert found.events["time_ns"].tolist() == [10, 15, 20]
     assert int(found.events["key"][1]) == 2**64 - 1
     assert int(found.events["e"][1]) == 2**63
@@ -60,7 +59,7 @@ def test_a_full_ring_says_what_it_dropped(tmp_path):
     for at in range(7):
         ring.put(at, "GRAD_READY")
     ring.close()
-    found = ring_files.read_ring(ring.path)
+    found = recorder.read_ring(ring.path)
     assert (len(found.events), found.dropped) == (4, 3)
 
 
@@ -70,7 +69,7 @@ def test_a_killed_writer_leaves_what_it_finished(tmp_path):
     ring.tear()
     ring.put(2, "STEP_END")
     ring.close(orderly=False)
-    found = ring_files.read_ring(ring.path)
+    found = recorder.read_ring(ring.path)
     assert found.events["kind"].tolist() == [1, 2]
     assert (found.closed, found.dropped) == (False, 1)
 
@@ -80,7 +79,7 @@ def test_a_file_cut_within_an_event_loses_only_that_event(tmp_path):
     for at in range(5):
         ring.put(at + 1, "GRAD_READY")
     ring.close(cut_bytes=30)
-    found = ring_files.read_ring(ring.path)
+    found = recorder.read_ring(ring.path)
     assert (len(found.events), found.dropped) == (4, 1)
 
 
@@ -89,7 +88,7 @@ def test_what_is_no_ring_is_refused_by_name(tmp_path, content):
     path = tmp_path / "0.train.ring"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"train\.ring: not a ring file"):
-        ring_files.read_ring(path)
+        recorder.read_ring(path)
 
 
 def test_a_ring_of_another_version_is_refused(tmp_path):
@@ -99,27 +98,27 @@ def test_a_ring_of_another_version_is_refused(tmp_path):
     data[8] = 9
     ring.path.write_bytes(data)
     with pytest.raises(ValueError, match="ring version 9"):
-        ring_files.read_ring(ring.path)
+        recorder.read_ring(ring.path)
 
 
 def test_a_run_becomes_steps_and_operations(tmp_path):
     trace = recorder.load(FakeRun(tmp_path, blocks=3, block_steps=4).write())
     assert [len([s for s in trace.steps if s.rank == r]) for r in (0, 1)] == [12, 12]
-    step = next(s for s in trace.steps if s.transport == "stock")
+    step = next(s for s in trace.steps if s.arm == "stock")
     assert (step.block, len(step.forward), len(step.optimizer), len(step.waits)) == (1, 1, 1, 1)
     assert [parameter for parameter, _ in step.grad_ready] == [3, 2, 1, 0]
-    sampled = next(s for s in trace.steps if s.sampled and s.transport != "bare")
+    sampled = next(s for s in trace.steps if s.sampled and s.arm != "bare")
     assert [module for module, _, _ in sampled.modules] == [0, 1, 2]
-    assert {s.transport for s in trace.steps} == {"bare", "stock", "ofi"}
-    assert {c.transport for c in trace.collectives} == {"stock", "ofi"}
+    assert {s.arm for s in trace.steps} == {"bare", "stock", "ofi"}
+    assert {c.arm for c in trace.collectives} == {"stock", "ofi"}
 
 
 def test_stock_tells_no_more_than_it_knows(tmp_path):
     trace = recorder.load(FakeRun(tmp_path, blocks=3).write())
-    stock = next(c for c in trace.collectives if c.transport == "stock")
+    stock = next(c for c in trace.collectives if c.arm == "stock")
     assert stock.finished
     assert (stock.agreed_ns, stock.first_byte_ns, stock.lanes, stock.wire_bytes, stock.algorithm) == (None,) * 5
-    native = next(c for c in trace.collectives if c.transport == "ofi")
+    native = next(c for c in trace.collectives if c.arm == "ofi")
     assert native.agreed_ns is not None
     assert native.first_byte_ns == native.start_ns + 1000
     assert native.lanes == ((0, 1 << 20, 1 << 20), (1, 1 << 20, 1 << 20))
@@ -137,10 +136,10 @@ def test_stamps_of_the_training_thread_do_not_count_twice(tmp_path):
     run = FakeRun(tmp_path, transports=("stock", "ofi"), blocks=2, block_steps=2)
     run.write()
     before = recorder.load(tmp_path)
-    native = next(s for s in before.steps if s.transport == "ofi" and s.rank == 0)
+    native = next(s for s in before.steps if s.arm == "ofi" and s.rank == 0)
     path = tmp_path / "ranks" / "0.train.ring"
     ring = RingWriter(path, capacity=1 << 16)
-    for event in ring_files.read_ring(path).events.tolist():
+    for event in recorder.read_ring(path).events.tolist():
         time_ns, kind, step, key, *rest = event
         ring.put(time_ns, kind, step, key, **dict(zip("abcde", rest, strict=True)))
     ring.put(native.begin_ns + 1, "OP_SUBMIT", native.index, 0x22, a=1, b=5, e=6 << 8)
@@ -155,7 +154,7 @@ def test_operations_without_a_round_are_counted_on(tmp_path):
     for rank in (0, 1):
         path = folder / "ranks" / f"{rank}.train.ring"
         ring = RingWriter(path, rank)
-        for time_ns, kind, step, key, a, *rest in ring_files.read_ring(path).events.tolist():
+        for time_ns, kind, step, key, a, *rest in recorder.read_ring(path).events.tolist():
             is_op = kind >= recorder.EVENTS["OP_SUBMIT"]
             ring.put(time_ns, kind, step, key, a=0 if is_op else a, **dict(zip("bcde", rest, strict=True)))
         ring.close()
@@ -200,7 +199,7 @@ def test_a_drifting_clock_is_followed(tmp_path):
     for name in ("train", "ofi"):
         path = folder / "ranks" / f"1.{name}.ring"
         ring = RingWriter(path, rank=1)
-        for time_ns, kind, step, key, *rest in ring_files.read_ring(path).events.tolist():
+        for time_ns, kind, step, key, *rest in recorder.read_ring(path).events.tolist():
             if kind != recorder.EVENTS["CLOCK"]:
                 ring.put(theirs(time_ns), kind, step, key, **dict(zip("abcde", rest, strict=True)))
         if name == "ofi":
@@ -377,5 +376,5 @@ def test_a_folder_in_which_another_hosts_rank_finds_records_of_its_own_is_not_fr
     left.parent.mkdir(parents=True)
     left.write_bytes(b"kept")
     comm = OtherHost(tmp_path / "run")
-    assert run_folder.claim(comm, tmp_path / "else", LIMIT_S) == tmp_path / "run" / "2"
+    assert session.claim(comm, tmp_path / "else", LIMIT_S) == tmp_path / "run" / "2"
     assert comm.said[1:] == [b"0", b"1"]

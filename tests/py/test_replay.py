@@ -1,4 +1,4 @@
-"""A backward pass played over real transports: the bytes of the score, when its gradients are ready, without torch."""
+"""Replay of a backward pass over real transports: its bytes and the times of its gradients, without torch."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ import numpy as np
 import pytest
 from conftest import RANKS_LIMIT_S
 
-from netbottleneck.bench.replay import Player, Score, score, sent_bytes
+from netbottleneck.bench.replay import Player, ReplaySchedule, replay_schedule, sent_bytes
 from netbottleneck.lab import Lab
 from netbottleneck.launch import connect
 from netbottleneck.report import Run
-from netbottleneck.study import playing, replaying
-from netbottleneck.study.evidence.sent import quiet_spans, sent
+from netbottleneck.study import replaying
+from netbottleneck.study.evidence.facts import quiet_spans, sent
 from netbottleneck.study.ranks import JobError, run_in_lab
-from netbottleneck.study.task import PLAY, Task
+from netbottleneck.study.task import PLAY, Task, read_schedule, write_schedule
 from netbottleneck.trace import layer_log
 from netbottleneck.trace import model as tr
-from netbottleneck.trace.recorder import EVENTS
-from netbottleneck.trace.ring_files import read_ring
+from netbottleneck.trace.recorder import EVENTS, read_ring
+from netbottleneck.trace.transports import Arm
 from netbottleneck.whatif.cost import Cost
 from netbottleneck.whatif.plan import Plan
 from netbottleneck.whatif.simulate import simulate
@@ -47,7 +47,7 @@ def recorded(sizes: tuple[int, ...] = SIZES, steps: int = 3, **changed: Any) -> 
             0,
             number,
             0,
-            tr.SINGLE,
+            "single",
             at,
             at + ready + 2 * MS,
             forward=((at, at + 10 * MS),),
@@ -58,15 +58,15 @@ def recorded(sizes: tuple[int, ...] = SIZES, steps: int = 3, **changed: Any) -> 
         for at in (1000 * MS * number,)
     )
     parameters = tuple(tr.Parameter(f"p{k}", size, "float32") for k, size in enumerate(sizes))
-    made = tr.Trace("r", 1, (tr.SINGLE,), model="four", ranks=(tr.Rank(0),), parameters=parameters, steps=rows)
+    made = tr.Trace("r", 1, (Arm("single"),), model="four", ranks=(tr.Rank(0),), parameters=parameters, steps=rows)
     return replace(made, **changed)
 
 
 PLAN = Plan.explicit([[3, 2], [1, 0]])
-SMALL = score(recorded(), PLAN)
+SMALL = replay_schedule(recorded(), PLAN)
 
 
-def test_a_score_is_the_median_step() -> None:
+def test_a_schedule_is_the_median_step() -> None:
     assert SMALL.ready == tuple((3 - k, 15 * MS + 5 * MS * k) for k in range(4))
     assert (SMALL.forward_ns, SMALL.tail_ns, SMALL.bytes) == (10 * MS, 2 * MS, sum(SIZES))
     assert SMALL.parts() == [
@@ -76,7 +76,7 @@ def test_a_score_is_the_median_step() -> None:
 
 
 def test_buckets_are_complete_with_their_last_gradient_whatever_their_order() -> None:
-    crossed = score(recorded(), Plan.explicit([[3, 0], [2], [1]]))
+    crossed = replay_schedule(recorded(), Plan.explicit([[3, 0], [2], [1]]))
     assert [(tensors, complete) for _, tensors, complete in crossed.parts()] == [
         ([3, 2], [1]),
         ([1], [2]),
@@ -85,34 +85,34 @@ def test_buckets_are_complete_with_their_last_gradient_whatever_their_order() ->
 
 
 def test_bytes_and_times_can_be_scaled_to_whole_elements() -> None:
-    small = score(recorded(), Plan.ddp(), scale=1 / 8, stretch=0.5)
+    small = replay_schedule(recorded(), Plan.ddp(), scale=1 / 8, stretch=0.5)
     assert [size for _, size in small.tensors] == [50_000, 4, 100_000, 150_000]
     assert small.ready[0] == (3, 15 * MS // 2)
     assert small.forward_ns == 5 * MS
 
 
-def test_what_cannot_be_played_is_refused() -> None:
+def test_invalid_replays_are_refused() -> None:
     trace = recorded()
     silent = replace(trace, steps=tuple(replace(step, grad_ready=()) for step in trace.steps))
     partly = replace(trace, steps=tuple(replace(step, grad_ready=step.grad_ready[:2]) for step in trace.steps))
     for given, plan, scale, words in (
-        (silent, PLAN, 1, "no step tells"),
-        (partly, PLAN, 1, "of which 2"),
-        (trace, Plan.horovod(), 1, "decides as it runs"),
-        (trace, Plan.paper2020(), 1, "decides as it runs"),
+        (silent, PLAN, 1, "no step records"),
+        (partly, PLAN, 1, "only 2 of"),
+        (trace, Plan.horovod(), 1, "chooses buckets at run time"),
+        (trace, Plan.paper2020(), 1, "chooses buckets at run time"),
         (trace, Plan.explicit([[9]]), 1, "tensor 9"),
         (trace, PLAN, 0, "must be positive"),
         (trace, PLAN, float("nan"), "must be positive"),
     ):
         with pytest.raises(ValueError, match=words):
-            score(given, plan, scale=scale)
+            replay_schedule(given, plan, scale=scale)
 
 
 def test_a_rank_alone_is_played_before_ranks_that_shared_a_network() -> None:
     alone = recorded()
-    later = tuple(replace(step, rank=1, transport="tcp", begin_ns=step.begin_ns - MS) for step in alone.steps)
-    both = replace(alone, transports=("tcp",), steps=later + alone.steps)
-    assert score(both, PLAN).ready == SMALL.ready
+    later = tuple(replace(step, rank=1, arm=Arm("tcp"), begin_ns=step.begin_ns - MS) for step in alone.steps)
+    both = replace(alone, arms=(Arm("tcp"),), steps=later + alone.steps)
+    assert replay_schedule(both, PLAN).ready == SMALL.ready
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
@@ -158,7 +158,7 @@ def test_a_bucket_is_sent_once_its_last_gradient_is_stamped_and_waited_for_befor
     assert times[-1] - times[0] >= SMALL.ready[-1][1] + SMALL.tail_ns
 
 
-def test_where_nothing_moves_a_step_is_the_compute(tmp_path: Path) -> None:
+def test_a_step_of_the_null_arm_is_its_compute(tmp_path: Path) -> None:
     recorder = connect.core().Recorder(str(tmp_path / "0.train.ring"), 100, 0)
     player = Player(SMALL, 1, 2)
     player.target(None)
@@ -168,22 +168,30 @@ def test_where_nothing_moves_a_step_is_the_compute(tmp_path: Path) -> None:
         player.target(None, predivide=2.0)
 
 
-def test_a_score_is_read_as_it_was_written_and_damage_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "score.json"
-    playing.write(path, SMALL)
-    assert playing.read(path) == SMALL
+def test_a_schedule_survives_its_file_and_damage_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.json"
+    write_schedule(path, SMALL)
+    assert read_schedule(path) == SMALL
     whole = json.loads(path.read_text())
     for text in ("", "[]", "{}", json.dumps({**whole, "version": 2}), path.read_text()[:50]):
         path.write_text(text)
         with pytest.raises(ValueError, match=str(path)):
-            playing.read(path)
+            read_schedule(path)
 
 
-def task(folder: Path, played: Score, arms: tuple[str, ...] = ("tcp",), rounds: int = 2, alone: int = 0) -> Task:
-    """Return a task that plays a score."""
-    playing.write(folder / "score.json", played)
+def task(
+    folder: Path, played: ReplaySchedule, arms: tuple[str, ...] = ("tcp",), rounds: int = 2, alone: int = 0
+) -> Task:
+    """Return a task that plays a schedule."""
+    write_schedule(folder / "schedule.json", played)
     return Task(
-        PLAY, arms, str(folder / "run"), block_steps=3, rounds=rounds, alone=alone, score=str(folder / "score.json")
+        PLAY,
+        arms,
+        str(folder / "run"),
+        block_steps=3,
+        rounds=rounds,
+        alone=alone,
+        schedule=str(folder / "schedule.json"),
     )
 
 
@@ -194,11 +202,11 @@ def without_torch(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
-def in_lab(asked: Task, follow: Callable[..., None] = lambda *_: None, env: dict[str, str] | None = None) -> Run:
+def in_lab(asked: Task, on_progress: Callable[..., None] = lambda *_: None, env: dict[str, str] | None = None) -> Run:
     """Run a task on two ranks on the loopback; all ranks hold the same sums in the end."""
     with Lab(2, "none", ways=("loopback",)) as lab:
         meet = {"NETBOTTLENECK_RENDEZVOUS": str(Path(asked.folder).parent / "meeting")}
-        (outcome,) = run_in_lab(lab, [asked], follow, env={**meet, **(env or {})}, limit_s=DEADLINE_S)
+        (outcome,) = run_in_lab(lab, [asked], on_progress, env={**meet, **(env or {})}, limit_s=DEADLINE_S)
     assert outcome.equal
     return Run(outcome.folder)
 
@@ -207,17 +215,17 @@ def test_a_replay_is_an_ordinary_run_and_needs_no_torch(tmp_path: Path) -> None:
     run = in_lab(task(tmp_path, SMALL, ("tcp", "null"), alone=3), env=without_torch(tmp_path / "stub"))
     trace = run.trace
     both = {(r, t) for r in (0, 1) for t in ("tcp", "null")}
-    assert {(step.rank, step.transport) for step in trace.steps} == {*both, (0, "single")}
-    still = {step.index for step in trace.steps if step.transport in ("single", "null")}
-    assert {c.transport for c in trace.collectives if c.bucket is not None} == {"tcp"}
+    assert {(step.rank, step.arm) for step in trace.steps} == {*both, (0, "single")}
+    still = {step.index for step in trace.steps if step.arm in ("single", "null")}
+    assert {c.arm for c in trace.collectives if c.bucket is not None} == {"tcp"}
     assert len(still) > 3
     assert [parameter.bytes for parameter in trace.parameters] == list(SIZES)
     assert [bucket.parameters for bucket in trace.buckets] == [(3, 2), (1, 0)]
-    moved = [c for c in trace.collectives if c.transport == "tcp" and c.bucket is not None]
+    moved = [c for c in trace.collectives if c.arm == "tcp" and c.bucket is not None]
     assert sum(c.tensor_bytes for c in moved) == 2 * 6 * sum(SIZES)
     assert all(c.finished for c in moved)
     assert Plan.of(trace, "tcp").buckets == PLAN.buckets
-    again = score(trace, Plan.of(trace))
+    again = replay_schedule(trace, Plan.of(trace))
     assert [index for index, _ in again.ready] == [index for index, _ in SMALL.ready]
     played = simulate(trace, Plan.of(trace, "tcp"), Cost.free(), transport="tcp")
     assert {c.tensor_bytes for c in played.collectives} == {c.tensor_bytes for c in moved}
@@ -235,7 +243,7 @@ def test_stock_moves_the_same_buckets(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     trace = in_lab(task(tmp_path, SMALL, ("stock", "tcp"))).trace
     by_arm = {
-        arm: sorted(c.tensor_bytes for c in trace.collectives if c.transport == arm and c.step is not None)
+        arm: sorted(c.tensor_bytes for c in trace.collectives if c.arm == arm and c.step is not None)
         for arm in ("stock", "tcp")
     }
     assert by_arm["stock"] == by_arm["tcp"] != []
@@ -260,12 +268,12 @@ def test_a_rank_that_is_killed_ends_the_replay_and_is_named(tmp_path: Path) -> N
         for pid in ranks(b"RANK=1"):
             os.kill(pid, signal.SIGKILL)
 
-    with pytest.raises(JobError, match="rank 1 was ended by SIGKILL"):
+    with pytest.raises(JobError, match="rank 1 was killed by SIGKILL"):
         in_lab(asked, kill)
     assert ranks(b"RANK=0") == ranks(b"RANK=1") == []
 
 
-def test_the_command_plays_a_layer_log_and_prints_model_beside_counted(tmp_path: Path) -> None:
+def test_the_command_replays_a_layer_log_and_prints_modelled_and_counted_bytes(tmp_path: Path) -> None:
     log = layer_log.of_trace(recorded((40_000, 2_000_000)), 0.03)
     layer_log.write(tmp_path / "two.bk.log", log)
     words = ["replay", str(tmp_path / "two.bk.log"), "--transport", "tcp", "--link", "none", "--rounds", "1"]
@@ -287,15 +295,15 @@ def test_the_command_plays_a_layer_log_and_prints_model_beside_counted(tmp_path:
         assert one["engine"] == one["model"] == 3 * 2_040_000
 
 
-def test_what_is_counted_lies_between_silences() -> None:
+def test_counted_spans_begin_and_end_in_idle_gaps() -> None:
     trace = recorded(steps=4)
-    steps = tuple(replace(step, transport="tcp", block=step.index // 2) for step in trace.steps)
+    steps = tuple(replace(step, arm=Arm("tcp"), block=step.index // 2) for step in trace.steps)
 
     def moved(step: int, start: int, done: int) -> tr.Collective:
-        return tr.Collective(0, "tcp", 1, step, start, 8, step=step, start_ns=start, done_ns=done)
+        return tr.Collective(0, Arm("tcp"), 1, step, start, 8, step=step, start_ns=start, done_ns=done)
 
     rows = [moved(0, 100, 200), moved(1, 1000, 1100), moved(1, 1100, 1300), moved(2, 2000, 2200), moved(3, 3000, 3100)]
-    both = replace(trace, transports=("tcp",), steps=steps, collectives=tuple(rows))
+    both = replace(trace, arms=(Arm("tcp"),), steps=steps, collectives=tuple(rows))
     assert quiet_spans(both, 0, [rows[1], rows[2]], rows).tolist() == [[600, 1650]]
     assert quiet_spans(both, 0, [rows[1], rows[2], rows[4]], rows).tolist() == [[600, 1650], [2600, 3150]]
 
@@ -307,16 +315,16 @@ def test_what_is_counted_lies_between_silences() -> None:
         (("TRACE", "--link", "fast"), "fast"),
         (("TRACE", "--transport", "carrier"), "carrier"),
         (("TRACE", "--scale", "0"), "must be positive"),
-        (("TRACE", "--scale", "1/0"), "no number"),
+        (("TRACE", "--scale", "1/0"), "must be a number or a fraction"),
         (("TRACE", "--ranks", "0"), "above 0"),
-        (("TRACE", "--plan", "recorded"), "does not know the buckets"),
+        (("TRACE", "--plan", "recorded"), "does not record the buckets"),
         (("TRACE", "--compute-ms", "1", "2"), "--stretch"),
         (("resnet50",), "--compute-ms"),
         (("DAMAGED",), "line"),
-        (("TRACE", "--directory", "."), "is there already"),
+        (("TRACE", "--directory", "."), "already exists"),
     ],
 )
-def test_bad_input_is_told_and_nothing_is_written(
+def test_bad_input_is_reported_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
 ) -> None:
     path = tmp_path / "r.jsonl.gz"

@@ -17,8 +17,9 @@ import pytest
 from rich.console import Console
 
 from chromecheck import overlaps
-from netbottleneck.analysis import findings, scaling, verdict
-from netbottleneck.report import Run, chrome, html, summary, tables, terminal, words
+from netbottleneck.analysis import findings, intervals, verdict
+from netbottleneck.report import Run, chrome, html, summary, text
+from netbottleneck.report import text as terminal
 from netbottleneck.trace import model as tr
 from netbottleneck.trace import recorder
 from ringwriter import MS, FakeRun
@@ -50,23 +51,23 @@ def test_the_report_opens_with_the_sentence_and_ends_with_the_verdict(run):
     assert flat.index("Verdict: TRANSPORT_LIMITED") < flat.index("Why:") < flat.index("Next:")
 
 
-def test_every_number_of_the_sentence_says_what_it_is(run):
-    for sentence in words.sentences(run.findings):
+def test_every_number_of_the_opening_sentence_is_labelled(run):
+    for sentence in text.sentences(run.findings):
         assert sentence.endswith(("(measured).", "(predicted)."))
 
 
-def test_lanes_that_one_rank_lost_to_another_stand_together(run):
+def test_lost_lanes_of_one_pair_of_ranks_form_one_line(run):
     lost = [tr.Fault(0, "lane_lost", n, (1,), lane=n) for n in (0, 3)]
     faults = (*lost, tr.Fault(1, "peer_lost", 5, (0,)), tr.Fault(1, "lane_lost", 6, (0,), lane=2))
     found = replace(run.findings, trace=replace(run.findings.trace, faults=faults))
-    assert [line for line in words.warnings(found) if "lost" in line] == [
+    assert [line for line in text.warnings(found) if "lost" in line] == [
         "rank 1: peer lost, rank 0",
-        "rank 0: lanes 0, 3 to rank 1 were lost; their segments went over the others.",
-        "rank 1: lane 2 to rank 0 was lost; its segments went over the others.",
+        "rank 0: lanes 0, 3 to rank 1 were lost; their segments went over the other lanes.",
+        "rank 1: lane 2 to rank 0 was lost; its segments went over the other lanes.",
     ]
 
 
-def test_what_is_not_known_is_left_out(tmp_path):
+def test_unknown_values_are_left_out_of_the_sentence(tmp_path):
     found = Run(FakeRun(tmp_path, transports=("stock",), blocks=2, run={"network": None}).write())
     assert "can do" not in found.text
     assert "At full use" not in found.text
@@ -86,13 +87,13 @@ COSTS = (29_812_000_000, 412_345, 50_000)
         (COSTS, "", None, None),
         (
             (*COSTS, 81_500_000_000, 25_000),
-            ", two levels 81.5 us and 0.025 ns a byte beside the wire",
+            ", two levels add 81.5 us and 0.025 ns a byte",
             81.5e-6,
             2.5e-11,
         ),
     ],
 )
-def test_costs_stand_in_a_line(tmp_path, costs_fs, more, two_level_s, two_level_byte_s):
+def test_costs_of_a_transport_are_one_line(tmp_path, costs_fs, more, two_level_s, two_level_byte_s):
     found = Run(FakeRun(tmp_path, transports=("stock", "tcp"), blocks=2, costs_fs=costs_fs).write())
     line = f"Costs over tcp (measured): a step 29.8 us, a byte on the wire 0.412 ns, a byte added 0.05 ns{more}."
     assert line in " ".join(found.text.split())
@@ -103,13 +104,13 @@ def test_costs_stand_in_a_line(tmp_path, costs_fs, more, two_level_s, two_level_
     check_schema(found.summary)
 
 
-def test_how_all_reduces_travelled_is_told_by_size(run):
+def test_all_reduce_algorithms_are_listed_by_size(run):
     line = "All-reduces over ofi (measured): ring 2.0 MiB to 7.0 MiB x36."
     assert line in " ".join(run.text.split())
     assert line in html.page(run.findings, run.verdict)
     (told,) = run.summary["algorithms"]["ofi"]
     assert (told["algorithm"], told["operations"]) == ("ring all-reduce", 36)
-    assert "over stock" not in " ".join(words.travels(run.findings))
+    assert "over stock" not in " ".join(text.algorithms(run.findings))
     assert run.summary["costs"] == {}
 
 
@@ -120,10 +121,10 @@ def test_data_that_moved_faster_than_the_link_is_explained_by_the_cap(tmp_path, 
     verified = {"many_flows": {"link_burst_bytes": burst_bytes}}
     network = {"how": "a lab", "link_bps": link_bps, "flow_bps": [], "verified": verified}
     found = Run(FakeRun(tmp_path, blocks=2, run={"network": network}).write())
-    line = "Faster than the link (stock): its cap lets 976.6 KiB through at once after a pause."
+    line = "stock moved data faster than the link: after a pause its cap passes a burst of 976.6 KiB."
     assert (line in " ".join(found.text.split())) == told
     assert (line in html.page(found.findings, found.verdict)) == told
-    assert ("Faster than the link" in found.text) == told
+    assert ("moved data faster than the link" in found.text) == told
 
 
 @pytest.mark.parametrize(
@@ -133,17 +134,17 @@ def test_data_that_moved_faster_than_the_link_is_explained_by_the_cap(tmp_path, 
         (("stock", "ofi"), 4, "not probed (streams fixed by NETBOTTLENECK_STREAMS=4)"),
         (("tcp",), 4, "not probed (streams fixed by NETBOTTLENECK_STREAMS=4)"),
         (("stock", "ofi"), 0, "not probed (no transfer was large enough)"),
-        (("stock", "ofi"), None, "not probed (the record does not tell why)"),
+        (("stock", "ofi"), None, "not probed (the record gives no reason)"),
     ],
 )
-def test_why_nothing_was_probed_is_said_as_it_is(tmp_path, transports, asked, words_of_it):
+def test_a_missing_probe_is_reported_with_its_reason(tmp_path, transports, asked, words_of_it):
     about = {name: {"streams_asked": asked} for name in transports if name in ("tcp", "ofi")}
     found = Run(FakeRun(tmp_path, transports=transports, blocks=2, probe=[], about=about).write())
     assert words_of_it in " ".join(found.text.split())
     assert words_of_it in html.page(found.findings, found.verdict)
 
 
-def test_that_memory_was_shared_is_why_nothing_was_probed(tmp_path):
+def test_shared_memory_is_given_as_the_reason_for_a_missing_probe(tmp_path):
     about = {"tcp": {"streams_asked": 4, "shm": "on"}}
     found = Run(FakeRun(tmp_path, transports=("stock", "tcp"), blocks=2, probe=[], about=about).write())
     assert "not probed (the ranks of one host shared memory; with NETBOTTLENECK_SHM=0" in " ".join(found.text.split())
@@ -156,13 +157,13 @@ def rated(folder, bps, **settings):
     return Run(FakeRun(folder, transports=("stock",), blocks=2, run={"network": None}, about=about, **settings).write())
 
 
-def test_the_rating_of_the_interface_stands_beside_what_was_achieved(tmp_path):
+def test_the_interface_rating_is_reported_as_the_link(tmp_path):
     found = rated(tmp_path / "known", 10**9)
     (told,) = found.summary["ranks"][1]["transports"]
     assert (told["interface"], told["link_bits_per_s"]) == ("eth0", 10**9)
     achieved = found.findings.achieved["stock"].active_bps
     assert found.summary["bandwidth"]["stock"]["active_utilization"] == pytest.approx(achieved / 1e9)
-    assert "the link is 1.00 Gbit/s, by its interface's rating" in " ".join(found.text.split())
+    assert "the link is 1.00 Gbit/s, rated by its interface" in " ".join(found.text.split())
     check_schema(found.summary)
     unknown = rated(tmp_path / "unknown", None)
     assert "link unknown" in unknown.text
@@ -173,12 +174,12 @@ def test_ranks_of_one_host_are_not_measured_against_its_interface(tmp_path):
     assert rated(tmp_path, 10**9, meta={"host_id": "one"}).findings.link_bps is None
 
 
-def test_a_network_that_was_given_counts_more_than_a_rating(tmp_path):
+def test_a_configured_link_takes_precedence_over_the_interface_rating(tmp_path):
     about = {"stock": {"interface": "eth0", "link_bps": 10**11}}
     assert Run(FakeRun(tmp_path, blocks=3, about=about).write()).findings.link_bps == 2e9
 
 
-def test_active_and_average_use_of_the_link_stand_together(run):
+def test_active_and_average_utilisation_share_a_cell(run):
     for found in run.summary["bandwidth"].values():
         assert found["active_utilization"] >= found["average_utilization"] > 0
     assert "24 %, 22 %" in run.text
@@ -230,7 +231,7 @@ def test_the_parts_in_the_summary_add_up_to_the_step(run):
         {"run": {"network": None}, "blocks": 3, "block_steps": 1},
     ],
 )
-def test_every_run_has_a_report_and_a_summary_that_the_schema_allows(tmp_path, settings):
+def test_every_run_has_a_report_and_a_valid_summary(tmp_path, settings):
     found = Run(FakeRun(tmp_path, **settings).write())
     check_schema(found.summary)
     assert "Verdict: " in found.text
@@ -238,7 +239,7 @@ def test_every_run_has_a_report_and_a_summary_that_the_schema_allows(tmp_path, s
     assert overlaps(chrome.chrome(found.trace)) == []
 
 
-def test_the_schema_refuses_what_it_does_not_know(run):
+def test_the_schema_rejects_unknown_keys(run):
     with pytest.raises(jsonschema.ValidationError):
         check_schema({**run.summary, "mood": "good"})
     with pytest.raises(jsonschema.ValidationError):
@@ -261,19 +262,19 @@ def test_null_warns_that_training_is_not_valid(tmp_path):
 
 def test_a_killed_rank_is_named(tmp_path):
     text = Run(FakeRun(tmp_path, blocks=3, killed=1).write()).text
-    assert "rank 1: 1 step(s) began and never ended" in text
+    assert "rank 1: 1 step(s) began and did not end" in text
     assert "rank 1: 1 event(s) dropped" in text
-    assert "rank 1 did not end in good order" in text
+    assert "rank 1 did not finish cleanly" in text
 
 
 def test_a_rank_without_a_record_is_named(run):
     alone = run.trace.of_rank(0)
-    assert "no record of rank 1." in words.warnings(findings.find(alone))
+    assert "no record of rank 1." in text.warnings(findings.find(alone))
 
 
 def test_a_late_rank_is_named_in_the_sentence(tmp_path):
     found = Run(FakeRun(tmp_path, blocks=9, size=3, late_ms={2: 40}).write())
-    assert "Rank 2 makes the others wait 40.0 ms (measured)." in words.sentences(found.findings)
+    assert "Rank 2 makes the others wait 40.0 ms (measured)." in text.sentences(found.findings)
     assert found.summary["late"] == [{"rank": 2, "others_wait_s": pytest.approx(0.04, rel=0.1)}]
 
 
@@ -299,8 +300,8 @@ def test_all_files_are_written_and_hold_the_same_numbers(run):
     assert tr.merge(tr.read(run.path / "ranks" / f"{r}.jsonl.gz") for r in (0, 1)).steps == run.trace.steps
 
 
-def test_collectives_leave_cells_empty_that_stock_does_not_know(run):
-    rows = list(csv.DictReader(io.StringIO(tables.collectives_csv(run.trace))))
+def test_unknown_values_of_stock_are_empty_cells_in_collectives_csv(run):
+    rows = list(csv.DictReader(io.StringIO(summary.collectives_csv(run.trace))))
     assert len(rows) == len(run.trace.collectives)
     stock = next(row for row in rows if row["transport"] == "stock")
     assert (stock["first_byte_ns"], stock["wire_bytes"], stock["lane_bytes_sent"], stock["agreed_ns"]) == ("",) * 4
@@ -326,14 +327,14 @@ def test_a_run_shows_itself_in_a_notebook(run):
     assert len(run._repr_html_()) < 10_000
 
 
-def test_a_run_that_is_not_there_is_refused_by_name(tmp_path):
+def test_a_missing_run_is_named_in_the_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         Run(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="which folder"):
+    with pytest.raises(ValueError, match="pass the folder to write to"):
         Run(DATA / "synthetic.jsonl.gz").write_all()
 
 
-def test_a_saved_run_is_answered_without_the_c_module(run):
+def test_a_saved_run_is_reported_without_the_c_module(run):
     code = (
         "import sys\n"
         "sys.modules['netbottleneck._core'] = None\n"
@@ -345,7 +346,7 @@ def test_a_saved_run_is_answered_without_the_c_module(run):
     assert done.stdout.strip() == "TRANSPORT_LIMITED"
 
 
-def test_rings_and_readable_form_give_the_same_answer(run):
+def test_rings_and_readable_traces_give_the_same_report(run):
     run.write_all()
     text = run.text
     for path in (run.path / "ranks").glob("*.ring"):
@@ -367,5 +368,5 @@ def test_the_split_agrees_with_the_settings_of_the_run(run):
     assert parts.exposed_ns == 143 * MS
     native = run.findings.parts["ofi"]
     assert (native.hidden_ns, native.exposed_ns) == (9 * MS, 31 * MS)
-    assert run.summary["warmup_steps"] == scaling.WARMUP_STEPS
+    assert run.summary["warmup_steps"] == intervals.WARMUP_STEPS
     assert recorder.load(run.path) == run.trace

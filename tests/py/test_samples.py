@@ -19,15 +19,15 @@ import pytest
 from conftest import RANKS_LIMIT_S
 
 from netbottleneck.analysis import usage
-from netbottleneck.analysis.scaling import intervals
+from netbottleneck.analysis.intervals import intervals
 from netbottleneck.config import settings
 from netbottleneck.launch import connect
 from netbottleneck.report import Run
 from netbottleneck.runtime import monitor, sampler
 from netbottleneck.runtime.session import open_session
-from netbottleneck.trace import samples
-from netbottleneck.trace.model import Clock, Collective, Rank, Step, Trace
-from netbottleneck.trace.samples import Counters, Samples
+from netbottleneck.trace import model
+from netbottleneck.trace.model import Clock, Collective, Counters, Rank, Samples, Step, Trace
+from netbottleneck.trace.transports import Arm
 
 DEADLINE_S = RANKS_LIMIT_S
 PLACE = connect.Place(0, 1, 0, 1, 0, 1)
@@ -67,7 +67,7 @@ def sampling(folder: Path) -> list[int]:
 def rows(folder: Path, kind: str = "net") -> int:
     """Return how many rows there are."""
     try:
-        return len(samples.read(folder / f"0.{kind}.counters").time_ns)
+        return len(model.read_samples(folder / f"0.{kind}.counters").time_ns)
     except (FileNotFoundError, ValueError):
         return 0
 
@@ -82,7 +82,7 @@ def test_counters_rise_at_true_times_until_the_rank_ends_it(tmp_path: Path) -> N
     wait_for(lambda: min(rows(tmp_path), rows(tmp_path, "host")) > 20, "rows")
     end()
     assert sampling(tmp_path) == []
-    net, host = samples.read(tmp_path / "0.net.counters"), samples.read(tmp_path / "0.host.counters")
+    net, host = model.read_samples(tmp_path / "0.net.counters"), model.read_samples(tmp_path / "0.host.counters")
     assert "lo" in net.owners("rx_bytes")
     assert len(host.owners("softirq")) == os.cpu_count()
     assert "tcp:retransmitted_segments" in host.columns
@@ -109,7 +109,7 @@ def test_what_the_loopback_carries_is_counted(tmp_path: Path) -> None:
                     got += len(came.recv(1 << 16))
                 left -= 1 << 16
     end()
-    net = samples.read(tmp_path / "0.net.counters")
+    net = model.read_samples(tmp_path / "0.net.counters")
     assert net.column("lo:tx_bytes")[-1] - net.column("lo:tx_bytes")[0] >= payload
 
 
@@ -160,11 +160,11 @@ def test_a_full_file_keeps_every_second_row_and_the_whole_time(tmp_path: Path) -
     wait_for(path.exists, "the file")
     first = path.stat().st_ino
     wait_for(lambda: rows(tmp_path) > 0, "rows")
-    opened = samples.read(path).time_ns[0]
+    opened = model.read_samples(path).time_ns[0]
     wait_for(lambda: path.stat().st_ino != first, "a thinner file")
     end()
     assert path.stat().st_size <= limit
-    assert samples.read(path).time_ns[0] == opened
+    assert model.read_samples(path).time_ns[0] == opened
 
 
 DEV = "Inter-|   Receive |  Transmit\n face |bytes packets\n"
@@ -218,7 +218,7 @@ def written(path: Path, about: dict[str, Any] | None = None, body: bytes = b"", 
 
 
 def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
-    found = samples.read(written(tmp_path / "0.net.counters", body=struct.pack("<4q", 1, 2, 3, 4) + b"1234567"))
+    found = model.read_samples(written(tmp_path / "0.net.counters", body=struct.pack("<4q", 1, 2, 3, 4) + b"1234567"))
     assert found.time_ns.tolist() == [1, 3]
     assert found.column("a:b").tolist() == [2, 4]
 
@@ -236,7 +236,7 @@ def test_what_is_no_file_of_counters_is_named(tmp_path: Path) -> None:
     ):
         make()
         with pytest.raises(ValueError, match=words) as raised:
-            samples.read(path)
+            model.read_samples(path)
         assert str(path) in str(raised.value)
 
 
@@ -279,14 +279,14 @@ def test_a_host_is_seen_on_the_clock_of_rank_0_in_the_steps_of_its_ranks() -> No
     trace = Trace(
         "r",
         2,
-        ("tcp",),
+        (Arm("tcp"),),
         ranks=(Rank(0, host_id="i", clock=Clock("heartbeat", 77 * second)), Rank(1, host_id="other")),
-        steps=tuple(Step(rank, 1, 0, "tcp", at, at + second) for rank in (0, 1) for at in (0, second, 9 * second)),
-        collectives=(Collective(0, "tcp", 1, 0, 0, 8, start_ns=second, done_ns=2 * second),),
+        steps=tuple(Step(rank, 1, 0, Arm("tcp"), at, at + second) for rank in (0, 1) for at in (0, second, 9 * second)),
+        collectives=(Collective(0, Arm("tcp"), 1, 0, 0, 8, start_ns=second, done_ns=2 * second),),
     )
     (found,) = usage.hosts(trace, [Samples(0, net)])
     # The first step of the block does not count; the last one was not recorded.
-    assert (found.transport, found.seconds, found.active_s) == ("tcp", 2.0, 1.0)
+    assert (found.arm, found.seconds, found.active_s) == ("tcp", 2.0, 1.0)
     (use, _) = found.interfaces
     assert (use.way, use.average_bps, use.active_bps) == ("rx", 1600.0, 1600.0)
     short = replace(trace, collectives=(replace(trace.collectives[0], done_ns=second + second // 3),))

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from netbottleneck.analysis import findings, layers, scaling, stats
+from netbottleneck.analysis import findings, intervals, statistics
 from netbottleneck.trace import recorder
 from netbottleneck.trace.model import Collective, Probe, Rank, Step, Trace, TransportInfo
+from netbottleneck.trace.transports import Arm
 from ringwriter import MS, FakeRun
 
 SIZE = 60
@@ -32,26 +33,26 @@ def painted(interval_set):
 @settings(max_examples=300, deadline=None)
 @given(pairs, pairs)
 def test_intervals_agree_with_a_raster(a, b):
-    left, right = scaling.intervals(a), scaling.intervals(b)
+    left, right = intervals.intervals(a), intervals.intervals(b)
     assert (painted(left) == raster(a)).all()
-    assert (painted(scaling.union(left, right)) == (raster(a) | raster(b))).all()
-    assert (painted(scaling.intersection(left, right)) == (raster(a) & raster(b))).all()
-    assert (painted(scaling.subtraction(left, right)) == (raster(a) & ~raster(b))).all()
-    assert scaling.total(left) == raster(a).sum()
+    assert (painted(intervals.union(left, right)) == (raster(a) | raster(b))).all()
+    assert (painted(intervals.intersection(left, right)) == (raster(a) & raster(b))).all()
+    assert (painted(intervals.subtraction(left, right)) == (raster(a) & ~raster(b))).all()
+    assert intervals.total(left) == raster(a).sum()
 
 
 def one_step(**fields):
-    return Step(**({"rank": 0, "index": 1, "block": 0, "transport": "stock", "begin_ns": 0, "end_ns": 100} | fields))
+    return Step(**({"rank": 0, "index": 1, "block": 0, "arm": Arm("stock"), "begin_ns": 0, "end_ns": 100} | fields))
 
 
 def operation(start, done, **fields):
-    known = {"rank": 0, "transport": "stock", "key": start, "round": 1, "submit_ns": start, "tensor_bytes": 8}
+    known = {"rank": 0, "arm": Arm("stock"), "key": start, "round": 1, "submit_ns": start, "tensor_bytes": 8}
     return Collective(**(known | {"start_ns": start, "done_ns": done, "step": 1} | fields))
 
 
 def split_of(step, *operations, size=1):
-    trace = Trace(id="t", size=size, transports=("stock",), steps=(step,), collectives=operations)
-    ((_, found, exposed),) = scaling.split_steps(trace, warmup=0)
+    trace = Trace(id="t", size=size, arms=(Arm("stock"),), steps=(step,), collectives=operations)
+    ((_, found, exposed),) = intervals.split_steps(trace, warmup=0)
     return found, exposed
 
 
@@ -81,22 +82,22 @@ def test_time_blocked_is_not_compute():
 
 def test_each_backward_pass_ends_with_its_last_gradient():
     step = one_step(forward=((0, 10), (40, 50)), grad_ready=((1, 20), (0, 30), (1, 60), (0, 70)))
-    assert scaling.backward_intervals(step) == [(10, 30), (50, 70)]
-    assert layers.backward_times(step) == [(1, 10), (0, 10), (1, 10), (0, 10)]
+    assert intervals.backward_intervals(step) == [(10, 30), (50, 70)]
+    assert intervals.backward_times(step) == [(1, 10), (0, 10), (1, 10), (0, 10)]
 
 
 def test_communication_is_cut_to_its_step_and_counts_in_both():
     first, second = one_step(grad_ready=((0, 50),)), one_step(index=2, begin_ns=100, end_ns=200, grad_ready=((0, 150),))
-    trace = Trace("t", 1, ("stock",), steps=(first, second), collectives=(operation(60, 130),))
-    splits = [found for _, found, _ in scaling.split_steps(trace, warmup=0)]
+    trace = Trace("t", 1, (Arm("stock"),), steps=(first, second), collectives=(operation(60, 130),))
+    splits = [found for _, found, _ in intervals.split_steps(trace, warmup=0)]
     assert [s.communication_ns for s in splits] == [40, 30]
     assert [s.hidden_ns for s in splits] == [0, 30]
     assert [s.operations for s in splits] == [1, 0]
 
 
 def test_the_untouched_script_is_never_split():
-    step = one_step(transport="bare", forward=((0, 10),), optimizer=((50, 60),))
-    assert scaling.split_steps(Trace("t", 1, ("bare",), steps=(step,)), warmup=0) == []
+    step = one_step(arm=Arm("bare"), forward=((0, 10),), optimizer=((50, 60),))
+    assert intervals.split_steps(Trace("t", 1, (Arm("bare"),), steps=(step,)), warmup=0) == []
 
 
 def test_unfinished_and_failed_operations_take_no_time():
@@ -104,11 +105,11 @@ def test_unfinished_and_failed_operations_take_no_time():
     assert (found.communication_ns, found.operations) == (0, 0)
 
 
-def test_waiting_for_the_last_rank_is_told_from_transfer():
+def test_waiting_for_the_last_rank_is_separate_from_transfer():
     steps = tuple(one_step(rank=rank, forward=((0, 10),), grad_ready=((0, 20 + 30 * rank),)) for rank in (0, 1))
     operations = tuple(operation(20 + 30 * rank, 80, rank=rank, key=7) for rank in (0, 1))
-    trace = Trace("t", 2, ("stock",), steps=steps, collectives=operations)
-    early, late = (found for _, found, _ in scaling.split_steps(trace, warmup=0))
+    trace = Trace("t", 2, (Arm("stock"),), steps=steps, collectives=operations)
+    early, late = (found for _, found, _ in intervals.split_steps(trace, warmup=0))
     assert (early.exposed_ns, early.skew_ns, early.late_ns, early.transfer_ns) == (60, 30, {1: 30}, 30)
     assert (late.exposed_ns, late.skew_ns, late.late_ns, late.transfer_ns) == (30, 0, {}, 30)
 
@@ -124,7 +125,7 @@ span = st.tuples(st.integers(-20, 120), st.integers(-20, 120))
     st.lists(span, max_size=3),
     st.lists(st.tuples(st.integers(0, 90), st.integers(0, 30), st.integers(0, 60)), max_size=5),
 )
-def test_the_parts_add_up_whatever_was_stamped(forward, optimizer, ready, waits, operations):
+def test_the_parts_add_up_to_the_step(forward, optimizer, ready, waits, operations):
     step = one_step(
         forward=tuple(forward),
         optimizer=tuple(optimizer),
@@ -132,8 +133,8 @@ def test_the_parts_add_up_whatever_was_stamped(forward, optimizer, ready, waits,
         waits=tuple((0, begin, end) for begin, end in waits),
     )
     rows = [operation(s + q, s + q + d, submit_ns=s, key=i) for i, (s, q, d) in enumerate(operations)]
-    trace = Trace("t", 1, ("stock",), steps=(step,), collectives=tuple(rows))
-    for _, s, exposed in scaling.split_steps(trace, warmup=0):
+    trace = Trace("t", 1, (Arm("stock"),), steps=(step,), collectives=tuple(rows))
+    for _, s, exposed in intervals.split_steps(trace, warmup=0):
         parts = (s.compute_ns, s.exposed_ns, s.wait_ns, s.other_ns)
         assert min(parts) >= 0
         assert sum(parts) == s.step_ns == 100
@@ -159,26 +160,26 @@ def test_layers_sum_to_the_exposed_time_of_the_step(run):
 
 
 def test_typical_steps_are_the_middle_half_by_length_and_all_where_they_are_few():
-    assert scaling.typical([5, 1, 9], lambda length: length) == (5, 1, 9)
-    assert scaling.typical([9, 1, 4, 5, 6], lambda length: length) == (4, 5, 6)
-    assert scaling.typical([1, 1, 1, 9], lambda length: length) == (1, 1, 1)
+    assert intervals.typical([5, 1, 9], lambda length: length) == (5, 1, 9)
+    assert intervals.typical([9, 1, 4, 5, 6], lambda length: length) == (4, 5, 6)
+    assert intervals.typical([1, 1, 1, 9], lambda length: length) == (1, 1, 1)
 
 
-def test_transports_stand_in_the_order_in_which_they_were_named(run):
-    assert list(findings.find(replace(run, transports=("ofi", "bare", "stock"))).parts) == ["ofi", "stock"]
+def test_transports_keep_their_order(run):
+    assert list(findings.find(replace(run, arms=(Arm("ofi"), Arm("bare"), Arm("stock")))).parts) == ["ofi", "stock"]
 
 
 def test_forward_times_come_from_sampled_steps_even_where_these_do_not_count(run):
     first = {b: min(s.index for s in run.steps if s.block == b) for b in range(9)}
     steps = tuple(replace(s, modules=s.modules if s.index == first[s.block] else ()) for s in run.steps)
-    assert {s.block for s in steps if s.modules and s.transport == "stock"}
+    assert {s.block for s in steps if s.modules and s.arm == "stock"}
     assert [x.forward_ns for x in findings.find(replace(run, steps=steps)).layers] == [2 * MS] * 3
 
 
 def test_operations_without_a_layer_have_a_row_of_their_own(run):
     own = tuple(replace(c, bucket=None) if c.bucket == 1 else c for c in run.collectives)
     found = findings.find(replace(run, collectives=own))
-    assert found.layers[-1].name == layers.NO_LAYER
+    assert found.layers[-1].name == intervals.NO_LAYER
     assert sum(x.exposed_ns for x in found.layers) == pytest.approx(found.parts["stock"].exposed_ns, rel=1e-9)
 
 
@@ -186,7 +187,7 @@ def test_bandwidth_is_bytes_over_transfer_and_over_the_step(run):
     found = findings.find(run).achieved["stock"]
     nbytes = (9 << 20) + 1024
     assert found.active_bps == pytest.approx(8e9 * nbytes / (158 * MS))
-    splits = [s for _, s, _ in scaling.split_steps(run) if s.transport == "stock"]
+    splits = [s for _, s, _ in intervals.split_steps(run) if s.arm == "stock"]
     assert found.average_bps == pytest.approx(8e9 * nbytes * len(splits) / sum(s.step_ns for s in splits))
     assert found.wire_bps is None
     assert findings.find(run).achieved["ofi"].wire_bps == pytest.approx(8e9 * nbytes / (40 * MS))
@@ -197,16 +198,16 @@ def test_bandwidth_is_bytes_over_transfer_and_over_the_step(run):
     [("allreduce", 2, 1.0), ("allreduce", 8, 1.75), ("allgather", 4, 0.75), ("broadcast", 4, 1.0), ("barrier", 4, 0.0)],
 )
 def test_bus_factors_are_those_of_nccl_tests(kind, size, factor):
-    assert scaling.bus_factor(kind, size) == factor
+    assert intervals.bus_factor(kind, size) == factor
 
 
-def test_what_is_achievable_needs_no_more_streams_than_it_must():
+def test_the_achievable_rate_uses_the_fewest_streams():
     probe = (Probe(1, 10, 8), Probe(2, 20, 8), Probe(4, 39, 8), Probe(8, 40, 8))
     ranks = (Rank(0, transports=(TransportInfo("tcp", probe=probe),)),)
-    found = stats.achievable(Trace("t", 1, ("tcp",), ranks=ranks))
+    found = statistics.achievable(Trace("t", 1, (Arm("tcp"),), ranks=ranks))
     assert found.best == (4, 39e9)
     assert [count for count, _ in found.points] == [1, 2, 4, 8]
-    assert stats.achievable(Trace("t", 1, ("tcp",))) is None
+    assert statistics.achievable(Trace("t", 1, (Arm("tcp"),))) is None
 
 
 def test_costs_are_of_the_transports_that_measured_them():
@@ -215,24 +216,24 @@ def test_costs_are_of_the_transports_that_measured_them():
         Rank(number, transports=(TransportInfo("tcp", costs=costs), TransportInfo("stock")))
         for number, costs in enumerate(told)
     )
-    found = stats.costs(Trace("t", 3, ("tcp", "stock"), ranks=ranks))
-    assert found == {"tcp": stats.Costs(30_000.0, 0.4, 0.06)}
+    found = statistics.costs(Trace("t", 3, (Arm("tcp"), Arm("stock")), ranks=ranks))
+    assert found == {"tcp": statistics.Costs(30_000.0, 0.4, 0.06)}
 
 
-def test_algorithms_are_told_by_size_of_one_rank():
+def test_algorithms_are_listed_by_size_for_one_rank():
     sizes = {"recursive doubling": (4, 16384), "ring all-reduce": (1 << 20, 1 << 22, 1 << 20), None: (7,)}
     rows = tuple(
-        Collective(rank, "tcp", 1, 0, 0, size, algorithm=name)
+        Collective(rank, Arm("tcp"), 1, 0, 0, size, algorithm=name)
         for rank in range(2)
         for name, some in reversed(sizes.items())
         for size in some
     )
-    cast = Collective(0, "tcp", 1, 0, 0, 99, kind="broadcast", algorithm="chain broadcast")
-    found = stats.travels(Trace("t", 2, ("tcp",), ranks=(Rank(0), Rank(1)), collectives=(*rows, cast)))
+    cast = Collective(0, Arm("tcp"), 1, 0, 0, 99, kind="broadcast", algorithm="chain broadcast")
+    found = statistics.travels(Trace("t", 2, (Arm("tcp"),), ranks=(Rank(0), Rank(1)), collectives=(*rows, cast)))
     assert found == {
         "tcp": (
-            stats.Travel("recursive doubling", 4, 16384, 2),
-            stats.Travel("ring all-reduce", 1 << 20, 1 << 22, 3),
+            statistics.Travel("recursive doubling", 4, 16384, 2),
+            statistics.Travel("ring all-reduce", 1 << 20, 1 << 22, 3),
         )
     }
 
@@ -242,26 +243,26 @@ def blocks_of(*blocks):
     steps, now, index = [], 0, 0
     for block, (transport, lengths) in enumerate(blocks):
         for length in lengths:
-            steps += [Step(rank, index, block, transport, now, now + length) for rank in (0, 1)]
+            steps += [Step(rank, index, block, Arm(transport), now, now + length) for rank in (0, 1)]
             now, index = now + length, index + 1
     return Trace("t", 2, tuple(dict.fromkeys(name for name, _ in blocks)), steps=tuple(steps))
 
 
 def test_the_first_step_of_each_block_is_not_counted():
     trace = blocks_of(("a", [900, 10, 10]), ("b", [900, 20, 20]))
-    assert {b: t.tolist() for b, t in stats.step_times(trace, "a").items()} == {0: [10, 10]}
-    assert {b: t.tolist() for b, t in stats.step_times(trace, "b").items()} == {1: [20, 20]}
+    assert {b: t.tolist() for b, t in statistics.step_times(trace, "a").items()} == {0: [10, 10]}
+    assert {b: t.tolist() for b, t in statistics.step_times(trace, "b").items()} == {1: [20, 20]}
 
 
 def test_neighbouring_blocks_are_paired_once_each_across_third_transports():
     rows = [("bare", [1, 1]), ("a", [1, 100]), ("b", [1, 80])] * 3
-    found = stats.compare(blocks_of(*rows), "a", "b")
+    found = statistics.compare(blocks_of(*rows), "a", "b")
     assert found.pairs == 3
-    assert found.difference_ns == stats.Estimate(-20, -20, -20)
+    assert found.difference_ns == statistics.Estimate(-20, -20, -20)
     assert found.ratio.value == 0.8
     assert found.gain.value == pytest.approx(0.2)
-    assert stats.compare(blocks_of(("a", [1, 2])), "a", "b") is None
-    assert not stats.compare(blocks_of(("a", [1, 2]), ("b", [1, 2])), "a", "b").enough
+    assert statistics.compare(blocks_of(("a", [1, 2])), "a", "b") is None
+    assert not statistics.compare(blocks_of(("a", [1, 2]), ("b", [1, 2])), "a", "b").enough
 
 
 def test_a_drift_common_to_both_is_no_difference():
@@ -270,12 +271,12 @@ def test_a_drift_common_to_both_is_no_difference():
     for pair in range(6):
         names = ("a", "b") if pair % 2 == 0 else ("b", "a")
         rows += [(name, [1, *(10_000 * (1 + pair) + random.integers(0, 100, 8))]) for name in names]
-    found = stats.compare(blocks_of(*rows), "a", "b")
+    found = statistics.compare(blocks_of(*rows), "a", "b")
     assert found.difference_ns.low <= 0 <= found.difference_ns.high
     assert found.difference_ns.high - found.difference_ns.low < 200
 
 
-def test_the_interval_covers_the_true_difference_as_often_as_it_says():
+def test_the_interval_has_its_nominal_coverage():
     random = np.random.default_rng(2)
     covered = 0
     for _ in range(60):
@@ -286,13 +287,13 @@ def test_the_interval_covers_the_true_difference_as_often_as_it_says():
                 (name, [1, *(random.normal(10_000 + shift + level, 300, 6)).astype(int)])
                 for name, shift in (("a", 0), ("b", 150))
             ]
-        found = stats.compare(blocks_of(*rows), "a", "b")
+        found = statistics.compare(blocks_of(*rows), "a", "b")
         covered += found.difference_ns.low <= 150 <= found.difference_ns.high
     assert covered >= 51
 
 
 def test_a_comparison_is_the_same_each_time(run):
-    assert stats.compare(run, "stock", "ofi") == stats.compare(run, "stock", "ofi")
+    assert statistics.compare(run, "stock", "ofi") == statistics.compare(run, "stock", "ofi")
 
 
 def test_scaling_is_measured_where_one_rank_ran_alone(tmp_path):
@@ -302,13 +303,13 @@ def test_scaling_is_measured_where_one_rank_ran_alone(tmp_path):
     assert found.factor == found.t1_ns / found.tn_ns
 
 
-def test_scaling_is_estimated_where_it_did_not(run):
+def test_scaling_is_estimated_without_a_single_rank_run(run):
     found = findings.find(run).scaling["stock"]
     assert found.how == "estimated from compute"
     assert found.t1_ns == pytest.approx(32.2 * MS, abs=MS)
 
 
-def test_a_step_alone_is_estimated_without_what_was_exposed_and_without_waiting():
+def test_the_step_of_one_rank_is_estimated_without_exposed_and_wait():
     # Computes for 60, waits for 10 for an operation that has not started, and sends for 20 of the other 40.
     rows = []
     for index in range(4):
@@ -318,12 +319,12 @@ def test_a_step_alone_is_estimated_without_what_was_exposed_and_without_waiting(
     trace = Trace(
         "t", 1, ("stock",), steps=tuple(step for step, _ in rows), collectives=tuple(sent for _, sent in rows)
     )
-    splits = [split for _, split, _ in scaling.split_steps(trace)]
+    splits = [split for _, split, _ in intervals.split_steps(trace)]
     assert {(split.exposed_ns, split.wait_ns) for split in splits} == {(20, 10)}
-    found = stats.scaling_factor(trace, "stock", splits)
-    assert found == stats.Scaling(0.7, 70.0, 100.0, "estimated from compute")
-    assert stats.scaling_factor(trace, "ofi", splits) is None
-    assert stats.scaling_factor(trace, "stock", ()) is None
+    found = statistics.scaling_factor(trace, "stock", splits)
+    assert found == statistics.Scaling(0.7, 70.0, 100.0, "estimated from compute")
+    assert statistics.scaling_factor(trace, "ofi", splits) is None
+    assert statistics.scaling_factor(trace, "stock", ()) is None
 
 
 @pytest.mark.parametrize(("constant", "slope", "share"), [(0, 2, 0.0), (1000, 0, 1.0), (1000, 1, 0.606)])
@@ -333,10 +334,10 @@ def test_the_share_of_latency_is_fitted(constant, slope, share):
     for size in sizes:
         rows.append(operation(now, now + constant + slope * size + (size == 0), tensor_bytes=size))
         now += 10**6
-    assert stats.latency_share(rows) == pytest.approx(share, abs=0.02)
+    assert statistics.latency_share(rows) == pytest.approx(share, abs=0.02)
 
 
 def test_no_latency_is_fitted_to_too_little():
     rows = [operation(i * 10, i * 10 + 5, tensor_bytes=8) for i in range(20)]
-    assert stats.latency_share(rows) is None
-    assert stats.latency_share(rows[:3]) is None
+    assert statistics.latency_share(rows) is None
+    assert statistics.latency_share(rows[:3]) is None

@@ -17,8 +17,8 @@ from netbottleneck.lab import Lab, LabError
 
 DEADLINE_S = RANKS_LIMIT_S
 HOLD = (
-    "import sys; from netbottleneck.study.shaping import Shaped; from netbottleneck.lab import parse_lab\n"
-    "with Shaped('nb0', parse_lab(sys.argv[1])):\n"
+    "import sys; from netbottleneck.study.hosts import InterfaceCaps; from netbottleneck.lab import parse_lab\n"
+    "with InterfaceCaps('nb0', parse_lab(sys.argv[1])):\n"
     "    print('capped', flush=True)\n"
     "    sys.stdin.read() if sys.argv[2] == 'wait' else sys.exit(sys.argv[2])\n"
 )
@@ -95,11 +95,11 @@ def test_the_kernels_own_default_comes_back(lab: Lab) -> None:
 @pytest.mark.parametrize(
     ("caps", "before", "words"),
     [
-        ("1gbit", "tbf rate 5gbit burst 1mb latency 50ms", "of its own (tbf"),
-        ("1gbit/300mbit,100mbit", "", "one cap for the link and one for each flow"),
+        ("1gbit", "tbf rate 5gbit burst 1mb latency 50ms", "its queueing discipline (tbf"),
+        ("1gbit/300mbit,100mbit", "", "one cap for the link and one cap for all flows"),
     ],
 )
-def test_what_could_not_be_given_back_or_made_is_left_alone(lab: Lab, caps: str, before: str, words: str) -> None:
+def test_a_state_that_cannot_be_restored_is_not_changed(lab: Lab, caps: str, before: str, words: str) -> None:
     if before:
         tc(lab, "qdisc", "replace", "dev", "nb0", "root", *before.split())
     state = root(lab)
@@ -110,7 +110,7 @@ def test_what_could_not_be_given_back_or_made_is_left_alone(lab: Lab, caps: str,
     assert root(lab) == state
 
 
-def test_caps_of_a_study_whose_keeper_was_killed_are_not_taken_for_an_old_state(lab: Lab) -> None:
+def test_caps_left_by_a_killed_process_are_not_restored(lab: Lab) -> None:
     before = root(lab)
     process = start(lab, "1gbit", "wait")
     assert process.stdout is not None

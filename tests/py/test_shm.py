@@ -13,7 +13,7 @@ from conftest import RANKS_LIMIT_S, RankResult, Ranks
 
 from netbottleneck import bench
 from netbottleneck.config import settings
-from test_faults import DEADLINE_S, QUICK, failure
+from test_faults import QUICK, failure, survivors
 from test_faults import SCRIPT as FAULTS
 
 SHARED = {**QUICK, "NETBOTTLENECK_SHM": "1"}
@@ -75,18 +75,7 @@ def told(results: list[RankResult], number: int = 0) -> list[Any]:
 @pytest.mark.parametrize("where", ["arena", "elsewhere"])
 def test_a_rank_killed_in_a_sum_is_named_by_all_others(plain_ranks: Ranks, size: int, victim: int, where: str) -> None:
     job = plain_ranks.start(size, IN_ARENA if where == "arena" else FAULTS, ["reduce"], SHARED)
-    for rank in range(size):
-        job.wait_for_line(rank, "reducing")
-    job.kill(victim)
-    killed = time.monotonic()
-    for result in job.wait(check=False):
-        if result.rank == victim:
-            continue
-        _, peer, began, raised, words = failure(result)
-        assert peer == victim
-        assert f"rank {victim}" in words
-        assert raised - max(killed, began) < DEADLINE_S
-        assert result.code == 0, result.stderr
+    for result in survivors(job, victim):
         if where == "arena":
             staged, whole = map(int, re.findall(r"^staged (\d+) of (\d+)$", result.stdout, re.MULTILINE)[0])
             assert staged < whole  # the last ones went straight into the others' memory
@@ -137,7 +126,7 @@ def test_ranks_on_two_hosts_that_must_share_memory_are_refused(plain_ranks: Rank
 
 def test_the_benchmark_says_whether_memory_was_shared() -> None:
     found = bench.bench(transports=["tcp"], streams=[1], sizes=[400_003, 3_000_000], iterations=2, shm="auto,0")
-    assert [row["shm"] for row in found.rows] == ["on", "off: rank 0 was told not to"] * 2
+    assert [row["shm"] for row in found.rows] == ["on", "off: rank 0 disables it (NETBOTTLENECK_SHM=0)"] * 2
     assert found.wrong == 0
     assert [line.split()[0] for line in found.table().splitlines()[2:]] == ["tcp+shm", "tcp"] * 2
     assert all((row["wire_bits_per_s"] == 0) == (row["shm"] == "on") for row in found.rows)

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from doubles.simoracle import Oracle, RankStep
-from netbottleneck.analysis.scaling import split_steps
+from netbottleneck.analysis.intervals import split_steps
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.model import Parameter, Rank, Step, Trace
+from netbottleneck.trace.transports import Arm
 from netbottleneck.whatif.cost import ALGORITHMS, Cost, Link, Table
 from netbottleneck.whatif.plan import RULES, Plan
-from netbottleneck.whatif.simulate import simulate
-from netbottleneck.whatif.workload import workload
+from netbottleneck.whatif.simulate import simulate, workload
 
 STORED = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
 
@@ -37,7 +37,16 @@ def step_of(rank: int, index: int, begin: int, spec: RankStep, blocked: int) -> 
     forward = ((begin, begin + spec.head),)
     end = at + blocked + spec.tail
     return Step(
-        rank, index, 0, "tcp", begin, end, forward=forward, optimizer=optimizer, grad_ready=tuple(ready), waits=waits
+        rank,
+        index,
+        0,
+        Arm("tcp"),
+        begin,
+        end,
+        forward=forward,
+        optimizer=optimizer,
+        grad_ready=tuple(ready),
+        waits=waits,
     )
 
 
@@ -54,7 +63,7 @@ def trace_of(ranks: list[list[RankStep]], sizes: list[int], kinds: list[str], bl
     return Trace(
         "made",
         len(ranks),
-        ("tcp",),
+        (Arm("tcp"),),
         ranks=tuple(map(Rank, range(len(ranks)))),
         parameters=parameters,
         steps=tuple(steps),
@@ -117,9 +126,23 @@ def outcome(found: Trace) -> list[tuple[int | None, int, int | None, int | None,
     return [(c.step, c.tensor_bytes, c.agreed_ns, c.start_ns, c.done_ns) for c in found.collectives if c.rank == 0]
 
 
+def test_the_untouched_script_waits_from_its_last_gradient_to_its_update_whichever_tensor_is_last() -> None:
+    for last in (0, 1):
+        ready = ((1 - last, 100), (last, 200))
+        step = Step(0, 0, 0, Arm("bare"), 0, 300, forward=((0, 50),), optimizer=((260, 290),), grad_ready=ready)
+        run = Trace(
+            *("made", 1, (Arm("bare"),)),
+            ranks=(Rank(0),),
+            parameters=tuple(Parameter(f"t{i}", 4, "float32") for i in range(2)),
+            steps=(step, replace(step, index=1)),
+        )
+        draw = workload(run).draws[0]
+        assert (draw.order, draw.compute_ns, int(draw.work_ns.sum())) == ([1 - last, last], 200, 240)
+
+
 @settings(max_examples=120, deadline=None)
 @given(st.data())
-def test_a_simulator_of_single_nanoseconds_comes_to_the_same(data: st.DataObject) -> None:
+def test_a_reference_simulator_by_single_nanoseconds_agrees(data: st.DataObject) -> None:
     ranks, sizes, kinds = data.draw(works())
     plan, cost = data.draw(plans(len(sizes))), data.draw(costs())
     expected = Oracle(ranks, sizes, kinds, plan, cost, len(ranks)).run()
@@ -131,7 +154,7 @@ def test_a_simulator_of_single_nanoseconds_comes_to_the_same(data: st.DataObject
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_all_bytes_travel_once_a_step_and_times_are_in_order(data: st.DataObject) -> None:
+def test_every_step_sends_all_bytes_once_in_order(data: st.DataObject) -> None:
     ranks, sizes, kinds = data.draw(works())
     plan, cost = data.draw(plans(len(sizes))), data.draw(costs())
     found = simulate(trace_of(ranks, sizes, kinds), plan, cost, workers=data.draw(st.integers(1, 40)), steps=3)
@@ -180,7 +203,7 @@ def test_free_communication_leaves_the_compute(data: st.DataObject) -> None:
         assert step.end_ns == begin
 
 
-def test_what_was_blocked_is_no_compute() -> None:
+def test_blocked_time_is_no_compute() -> None:
     spec = RankStep(100, [(1, 10), (0, 20)], 5, 30)
     free = [
         simulate(trace_of([[spec]] * 2, [8, 8], ["f"] * 2, blocked), Plan.ddp(), Cost.free()) for blocked in (0, 900)
@@ -189,7 +212,7 @@ def test_what_was_blocked_is_no_compute() -> None:
     assert [step.duration_ns for step in free[0].steps] == [165, 165]
 
 
-def test_a_gradient_that_never_is_ready_travels_at_the_wait() -> None:
+def test_a_gradient_that_never_is_ready_is_sent_at_the_wait() -> None:
     spec = RankStep(100, [(1, 10)], 5, 30)
     found = simulate(trace_of([[spec]] * 2, [8, 24], ["f"] * 2), Plan.explicit([(1,), (0,)]), Cost(link=Link(8e9)))
     assert [(c.bucket, c.submit_ns) for c in found.collectives if c.rank == 0] == [(0, 110), (1, 115)]
@@ -297,7 +320,7 @@ def test_the_output_is_an_ordinary_trace(tmp_path: Path) -> None:
         ({"cost": Cost(link=Link(1e-3))}, "would take over"),
     ],
 )
-def test_what_cannot_be_is_refused(change: dict[str, object], what: str) -> None:
+def test_invalid_arguments_are_refused(change: dict[str, object], what: str) -> None:
     trace = trace_of([[RankStep(1, [(0, 1)], 1, 1)]] * 2, [8], ["f"])
     arguments: dict[str, object] = {"plan": Plan.ddp(), "cost": Cost.free()} | change
     plan, cost = arguments.pop("plan"), arguments.pop("cost")
@@ -305,11 +328,11 @@ def test_what_cannot_be_is_refused(change: dict[str, object], what: str) -> None
         simulate(trace, plan, cost, **arguments)  # type: ignore[arg-type]
 
 
-def test_a_trace_that_tells_too_little_is_refused() -> None:
+def test_an_incomplete_trace_is_refused() -> None:
     trace = trace_of([[RankStep(1, [(0, 1)], 1, 1)]] * 2, [8], ["f"])
     with pytest.raises(ValueError, match="does not describe its tensors"):
         simulate(replace(trace, parameters=()), Plan.ddp(), Cost.free())
-    with pytest.raises(ValueError, match="does not tell when gradients were ready"):
+    with pytest.raises(ValueError, match="does not record when gradients were ready"):
         simulate(replace(trace, steps=()), Plan.ddp(), Cost.free())
     with pytest.raises(ValueError, match="recorded by all ranks"):
         simulate(replace(trace, steps=tuple(s for s in trace.steps if s.rank == s.index % 2)), Plan.ddp(), Cost.free())
@@ -333,4 +356,4 @@ def test_the_stored_run_is_read() -> None:
     trace = tr.read(STORED)
     found = simulate(trace, Plan.of(trace, "ofi"), Cost(link=Link(1.9e9)), transport="ofi")
     assert len(found.steps) == 36
-    assert found.transports == ("ofi",)
+    assert found.arms == ("ofi",)

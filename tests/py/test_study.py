@@ -18,11 +18,12 @@ from conftest import RANKS_LIMIT_S
 from netbottleneck import study
 from netbottleneck.lab import Lab
 from netbottleneck.report import Run
-from netbottleneck.study.evidence import budget, values
+from netbottleneck.study.evidence import facts, values
 from netbottleneck.study.ranks import JobError, run_in_lab
-from netbottleneck.study.task import AS_BEFORE, Outcome, Task, from_json, to_json
+from netbottleneck.study.task import SAME_STEPS, Outcome, Task, from_json, to_json
 from netbottleneck.trace import layer_log
 from netbottleneck.trace import model as tr
+from netbottleneck.trace.transports import Arm
 
 pytest.importorskip("torch")
 
@@ -41,7 +42,7 @@ def undrawn(folder: Path) -> dict[str, str]:
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     """Start a study as a process of its own, in a group of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "netbottleneck.study", "--directory", str(folder), *words],
+        [sys.executable, "-m", "netbottleneck", "study", "--directory", str(folder), *words],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -87,7 +88,7 @@ def test_a_study_from_end_to_end(tmp_path: Path) -> None:
     code, out, err = ended(start(folder, str(small(tmp_path, 2, "a")), "--transports", "stock,tcp"))
     assert code == 0, out + err
     first = out.splitlines()[0]
-    assert "made here, on this machine" in first
+    assert "simulates its links on this machine" in first
     assert "netbottleneck bench --listen" in first
     assert "--connect" in first
     assert "import netbottleneck" in first
@@ -104,11 +105,11 @@ def test_a_study_from_end_to_end(tmp_path: Path) -> None:
     assert (folder / job["folder"] / "report.txt").exists()
     assert (folder / "report.html").exists()
     assert len(list((folder / "figures").glob("*.csv"))) == 8
-    single = {step.rank for step in run.trace.steps if step.transport == "single"}
+    single = {step.rank for step in run.trace.steps if step.arm == "single"}
     assert single == {0}
 
 
-def test_what_is_lost_inside_a_host_is_measured_apart(tmp_path: Path) -> None:
+def test_the_loss_inside_a_host_is_measured_separately(tmp_path: Path) -> None:
     asked = small(tmp_path, 2, "a")
     asked.write_text(asked.read_text() + "ranks = [2, 4]\nranks_per_host = 2\n", encoding="utf-8")
     folder = tmp_path / "s"
@@ -116,12 +117,12 @@ def test_what_is_lost_inside_a_host_is_measured_apart(tmp_path: Path) -> None:
     assert code == 0, out + err
     one, two = (values.read(folder / "cells" / f"a-{ranks}-none" / "facts.json") for ranks in (2, 4))
     assert [(cell.ranks, cell.ranks_per_host) for cell in (one, two)] == [(2, 2), (4, 2)]
-    inside, across = budget.budgets([one, two])
+    inside, across = facts.budgets([one, two])
     assert inside.host_internal > 0
     assert inside.exposed == 0
     assert across.host_internal > 0
     assert across.host_internal + across.inflation + across.exposed + across.other == pytest.approx(across.loss)
-    assert budget.NOT_APART not in across.notes
+    assert facts.NOT_APART not in across.notes
 
 
 def lab_run(folder: Path, *tasks: Task, env: dict[str, str] | None = None) -> list[Outcome]:
@@ -130,10 +131,10 @@ def lab_run(folder: Path, *tasks: Task, env: dict[str, str] | None = None) -> li
         return run_in_lab(lab, tasks, lambda *_: None, env=env, limit_s=DEADLINE_S)
 
 
-def test_ranks_learn_and_end_with_the_weights_of_a_run_over_stock(tmp_path: Path) -> None:
+def test_training_gives_the_weights_of_a_run_over_stock(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     task = Task("digits", ("stock", "tcp"), str(tmp_path / "ab"), block_steps=11, rounds=2, alone=0)
-    again = Task("digits", ("stock",), str(tmp_path / "stock"), block_steps=11, alone=0, exact_steps=AS_BEFORE)
+    again = Task("digits", ("stock",), str(tmp_path / "stock"), block_steps=11, alone=0, exact_steps=SAME_STEPS)
     trained, stock = lab_run(tmp_path, task, again)
     assert trained.accuracy is not None
     assert trained.accuracy >= 0.95
@@ -143,7 +144,7 @@ def test_ranks_learn_and_end_with_the_weights_of_a_run_over_stock(tmp_path: Path
     assert stock.digests == trained.digests
 
 
-def test_a_rank_that_is_killed_is_told_from_those_that_lost_it(tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_first(tmp_path: Path) -> None:
     task = Task("replay", ("stock", "tcp"), str(tmp_path / "r"), rounds=200, compute_ms=(5, 5), model="thin_resnet")
 
     def kill_rank_1(*_: Any) -> None:
@@ -153,7 +154,7 @@ def test_a_rank_that_is_killed_is_told_from_those_that_lost_it(tmp_path: Path) -
 
     with Lab(2, "none", ways=("loopback",)) as lab, pytest.raises(JobError) as failed:
         run_in_lab(lab, [task], kill_rank_1, limit_s=DEADLINE_S)
-    assert "rank 1 was ended by SIGKILL" in str(failed.value).splitlines()[0]
+    assert "rank 1 was killed by SIGKILL" in str(failed.value).splitlines()[0]
     assert processes_with(task.folder) == []
 
 
@@ -169,14 +170,14 @@ def small(folder: Path, rounds: int, labels: str = "ab") -> Path:
     """Write a study of a cell a label, each a replay of three gradients in so many rounds, and return its file."""
     steps = tuple(
         tr.Step(
-            0, number, 0, tr.SINGLE, at, at + 8_000_000,
+            0, number, 0, Arm("single"), at, at + 8_000_000,
             forward=((at, at + 2_000_000),), grad_ready=tuple((2 - k, at + (3 + k) * 1_000_000) for k in range(3)),
         )
         for number in range(3)
         for at in (number * 10_000_000,)
     )  # fmt: skip
     parameters = tuple(tr.Parameter(f"p{k}", 40_000, "float32") for k in range(3))
-    made = tr.Trace("r", 1, (tr.SINGLE,), model="three", ranks=(tr.Rank(0),), parameters=parameters, steps=steps)
+    made = tr.Trace("r", 1, (Arm("single"),), model="three", ranks=(tr.Rank(0),), parameters=parameters, steps=steps)
     layer_log.write(folder / "three.bk.log", layer_log.of_trace(made, 0.01))
     path = folder / "asked.toml"
     cells = "".join(f'[[model]]\nfile = "three.bk.log"\nlabel = "{label}"\n' for label in labels)
@@ -212,23 +213,23 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_study_that_was_killed_leaves_no_process_and_what_was_done(killed: Path) -> None:
+def test_a_killed_study_leaves_no_process_and_keeps_complete_cells(killed: Path) -> None:
     assert (killed / "cells" / "a-2-none" / "facts.json").exists()
     assert not (killed / "cells" / "b-2-none" / "facts.json").exists()
 
 
-def test_a_study_that_was_killed_goes_on_where_it_was(killed: Path) -> None:
+def test_a_killed_study_is_resumed(killed: Path) -> None:
     done = (killed / "cells" / "a-2-none" / "facts.json").read_bytes()
     code, out, err = ended(start(killed))
     assert code == 0, out + err
-    assert "1 of 2 cells are done already" in out
+    assert "1 of 2 cells are already complete" in out
     assert (killed / "cells" / "a-2-none" / "facts.json").read_bytes() == done
     assert (killed / "cells" / "b-2-none" / "facts.json").exists()
     assert recorded(killed / "aside" / "b-2-none.1" / "run") > 0
     assert [job["key"] for job in json.loads((killed / "study.json").read_text())["jobs"]] == ["a-2-none", "b-2-none"]
 
 
-def test_a_cell_that_fails_is_told_and_the_others_run(tmp_path: Path) -> None:
+def test_a_failed_cell_is_reported_and_the_others_run(tmp_path: Path) -> None:
     folder = tmp_path / "s"
     process = start(folder, str(small(tmp_path, 40)))
     wait_for(lambda: recorded(folder / "cells" / "a-2-none" / "run") > 0, "a step of the first cell on record")
@@ -237,13 +238,13 @@ def test_a_cell_that_fails_is_told_and_the_others_run(tmp_path: Path) -> None:
             os.kill(pid, signal.SIGKILL)
     code, out, err = ended(process)
     assert code == 1, out + err
-    assert "a-2-none: play: rank 1 was ended by SIGKILL" in err
+    assert "a-2-none: play: rank 1 was killed by SIGKILL" in err
     assert "a-2-none" in json.loads((folder / "study.json").read_text())["failed"]
     assert (folder / "cells" / "b-2-none" / "facts.json").exists()
     assert not (folder / "cells" / "a-2-none" / "facts.json").exists()
 
 
-def test_a_folder_that_holds_another_study_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_with_another_study_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "s"
     folder.mkdir()
     text = small(tmp_path, 3).read_text()
@@ -282,12 +283,12 @@ def recorded(folder: Path) -> int:
     "words",
     [("--networks", "fast"), ("--transports", "carrier-pigeon"), ("--jobs", "digits,digits"), ("--compute", "nap")],
 )
-def test_a_wrong_argument_is_refused_by_its_own_text(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_argument_is_quoted_in_the_error(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert study.main(words) == 2
     assert repr(words[1]) in capsys.readouterr().err
 
 
-def test_tasks_travel_as_text() -> None:
+def test_tasks_survive_json() -> None:
     tasks = [Task("digits", ("bare", "stock"), "f", notes=("n",)), Task("replay", ("tcp",), "g", network={"how": "x"})]
     assert from_json(to_json(tasks)) == tasks
 
@@ -300,13 +301,13 @@ def test_batches_share_an_epoch_among_the_ranks() -> None:
     assert len(seen) == len(set(seen)) == 96
 
 
-def test_under_a_launcher_the_study_uses_its_ranks_and_makes_no_network(warm_ranks: Any, tmp_path: Path) -> None:
+def test_under_a_launcher_the_study_uses_its_ranks_and_network(warm_ranks: Any, tmp_path: Path) -> None:
     folder = tmp_path / "s"
     words = ["--jobs", "replay", "--directory", str(folder), "--transports", "stock,tcp", *TINY]
     # Hooks that the environment asks for must not measure the study's own models.
     given = {"NETBOTTLENECK_TRANSPORT": "tcp", **undrawn(tmp_path)}
-    results = warm_ranks(2, "netbottleneck.study", given, args=words, limit_s=DEADLINE_S)
-    assert "none is made here" in results[0].stdout
+    results = warm_ranks(2, "netbottleneck", given, args=["study", *words], limit_s=DEADLINE_S)
+    assert "uses the network between the" in results[0].stdout
     assert results[1].stdout == ""
     told = json.loads((folder / "study.json").read_text())
     (job,) = told["jobs"]

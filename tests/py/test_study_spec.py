@@ -8,7 +8,7 @@ import pytest
 
 from netbottleneck import study
 from netbottleneck.lab import LinkSpec
-from netbottleneck.study import asked, command, spec, tables
+from netbottleneck.study import cells, command, spec
 from netbottleneck.study.spec import Cell, StudySpec
 
 SHIPPED = Path(study.__file__).parent
@@ -43,7 +43,7 @@ def test_cells_are_models_by_ranks_by_networks_and_the_fitted_one_is_first() -> 
     assert by_key["resnet50-4-none"].model.scale == 0.5
 
 
-def test_ranks_of_one_host_have_cells_of_their_own_and_nothing_is_fitted_to_them() -> None:
+def test_cells_with_several_ranks_per_host_are_separate_and_not_fitted() -> None:
     found = made(
         'networks = ["2gbit/500mbit"]\n[[model]]\nname = "resnet50"\nranks = [2, 4]\nranks_per_host = 2\n'
         '[[model]]\nname = "resnet50"\n'
@@ -56,7 +56,7 @@ def test_ranks_of_one_host_have_cells_of_their_own_and_nothing_is_fitted_to_them
     assert (two.link, two.tuned) == (alone.link, True)
 
 
-def test_passes_that_compute_have_their_three_arms_and_nobody_alone() -> None:
+def test_inflation_cells_have_three_arms_and_no_single_rank_steps() -> None:
     (cell,) = made('transports = ["tcp", "null"]\nalone = 5\n[[model]]\njob = "inflation"').cells
     assert (cell.arms, cell.alone, cell.key) == (("bare", "null", "tcp"), 0, "thin_resnet-inflation-2-2gbit-500mbit")
 
@@ -67,32 +67,32 @@ def test_passes_that_compute_have_their_three_arms_and_nobody_alone() -> None:
         (
             'speed = 3\n[[model]]\nname = "resnet50"',
             1,
-            "unknown key 'speed': the top of the file may hold title",
+            "unknown key 'speed': the top of the file may contain title",
         ),
         (
             'ranks = [2]\n[[model]]\nname = "resnet50"\nstreams = 4',
             4,
-            "unknown key 'streams': a [[model]] may hold",
+            "unknown key 'streams': a [[model]] may contain",
         ),
         ('ranks = 2\n[[model]]\nname = "resnet50"', 1, "ranks = 2: write a list, such as [2, 4]"),
         ('ranks = [0]\n[[model]]\nname = "resnet50"', 1, "0: write a whole number from 1 to 200"),
         ('ranks = [true]\n[[model]]\nname = "resnet50"', 1, "write a whole number"),
-        ('ranks = [2, 2]\n[[model]]\nname = "resnet50"', 1, "name each once"),
-        ('ranks = [1]\n[[model]]\njob = "digits"', 1, "the job digits needs 2 at least"),
-        ('networks = ["2gbit", "fast"]\n[[model]]\nname = "resnet50"', 1, "'fast' is no rate: write"),
+        ('ranks = [2, 2]\n[[model]]\nname = "resnet50"', 1, "name each value once"),
+        ('ranks = [1]\n[[model]]\njob = "digits"', 1, "the job digits needs at least 2"),
+        ('networks = ["2gbit", "fast"]\n[[model]]\nname = "resnet50"', 1, "'fast' is not a rate: write"),
         ('transports = ["stock", "pigeon"]\n[[model]]\nname = "resnet50"', 1, "'pigeon': write one of stock, tcp"),
         ('rounds = 0\n[[model]]\nname = "resnet50"', 1, "rounds = 0: write a whole number from 1"),
         ('rounds = 1.5\n[[model]]\nname = "resnet50"', 1, "rounds = 1.5: write a whole number"),
-        ('title = 3\n[[model]]\nname = "resnet50"', 1, 'title = 3: write a text, in "quotes"'),
+        ('title = 3\n[[model]]\nname = "resnet50"', 1, 'title = 3: write a string in "quotes"'),
         (
             'fit = "x"\n[[model]]\nname = "resnet50"',
             1,
-            'fit = "x": name a replayed cell of 2 hosts or more, one rank each: resnet',
+            'fit = "x": name a replayed cell of at least 2 hosts with one rank each: resnet',
         ),
         (
             'ranks = [2, 3]\n[[model]]\nname = "resnet50"\nranks_per_host = 2',
             4,
-            "ranks_per_host = 2: ranks = 3 are no multiple of that",
+            "ranks_per_host = 2: ranks = 3 is not a multiple of it",
         ),
         ('[[model]]\nname = "resnet50"\n[[model]]\nname = "resnet51"', 4, 'name = "resnet51": write one of resnet18'),
         ("[[model]]\nscale = 1", 1, "no name: write one of resnet18"),
@@ -105,34 +105,34 @@ def test_passes_that_compute_have_their_three_arms_and_nobody_alone() -> None:
         (
             '[[model]]\njob = "digits"\nscale = 2',
             3,
-            "scale = 2: this is for a replay: take it away, or",
+            "scale = 2: only a replay has this key: remove it, or",
         ),
-        ('[[model]]\njob = "digits"\nname = "resnet50"', 3, "take the name away"),
-        ('[[model]]\nfile = "no.bk.log"', 2, "no.bk.log is not there"),
-        ('[[model]]\nfile = "pyproject.toml"\nname = "resnet50"', 2, "it stands in the place of name and compute_ms"),
-        ('[[model]]\njob = "digits"\n\n[[model]]\njob = "digits"', 4, "a second cell called digits-2-2gbit-500mbit"),
+        ('[[model]]\njob = "digits"\nname = "resnet50"', 3, "remove the name"),
+        ('[[model]]\nfile = "no.bk.log"', 2, "no.bk.log does not exist"),
+        ('[[model]]\nfile = "pyproject.toml"\nname = "resnet50"', 2, "a file replaces name and compute_ms"),
+        ('[[model]]\njob = "digits"\n\n[[model]]\njob = "digits"', 4, "duplicate cell name digits-2-2gbit-500mbit"),
         ("ranks = [2]", None, "at least one [[model]]"),
         ('model = "resnet50"', 1, "at least one [[model]]"),
         ("ranks = = 2", None, "(at line 1, column 9)"),
     ],
 )
-def test_what_cannot_be_is_refused_by_file_line_value_and_remedy(text: str, line: int | None, words: str) -> None:
+def test_invalid_studies_are_refused_with_file_line_value_and_remedy(text: str, line: int | None, words: str) -> None:
     with pytest.raises(ValueError) as refused:  # noqa: PT011 - the words are looked at below
         made(text)
     assert str(refused.value).startswith("s.toml" if line is None else f"s.toml, line {line}: ")
     assert words in str(refused.value)
 
 
-def test_fewer_ranks_than_asked_are_refused_unless_their_cells_are_done() -> None:
+def test_too_few_ranks_are_refused_unless_the_cells_are_complete() -> None:
     text = 'ranks = [2, 8]\n[[model]]\nname = "resnet50"'
-    with pytest.raises(ValueError, match=r"s\.toml, line 1: ranks = \[2, 8\]: 4 were started: start more"):
+    with pytest.raises(ValueError, match=r"s\.toml, line 1: ranks = \[2, 8\]: only 4 were started: start more"):
         made(text, hosts=4)
     assert keys(made(text, hosts=4, done=lambda key: key == "resnet50-8-here")) == [
         "resnet50-2-here",
         "resnet50-8-here",
     ]
     assert keys(made('interface = "eth0"\n' + text, hosts=8))[0] == "resnet50-2-2gbit-500mbit"
-    with pytest.raises(ValueError, match=r"s\.toml, line 4: ranks_per_host = 2: a launcher's ranks are where"):
+    with pytest.raises(ValueError, match=r"s\.toml, line 4: ranks_per_host = 2: the launcher places its ranks"):
         made(text + "\nranks_per_host = 2", hosts=8)
 
 
@@ -143,13 +143,13 @@ def test_a_shipped_study_gives_every_claim_pairs_and_steps_enough(name: str) -> 
     for cell in found.cells:
         assert cell.rounds >= 2
         assert cell.rounds * (cell.block_steps - 1) >= 5
-        assert (cell.alone > 2) == (cell.job != tables.INFLATION)
-    assert {cell.job for cell in found.cells} == set(tables.JOBS)
+        assert (cell.alone > 2) == (cell.job != spec.INFLATION)
+    assert {cell.job for cell in found.cells} == set(spec.JOBS)
     assert sum(cell.same for cell in found.cells) == 1
 
 
 def test_the_quick_study_has_two_numbers_of_ranks_and_three_link_speeds_with_one_cap_for_flows() -> None:
-    played = [cell for cell in spec.parse((SHIPPED / "quick.toml").read_text(), "q").cells if cell.job == tables.REPLAY]
+    played = [cell for cell in spec.parse((SHIPPED / "quick.toml").read_text(), "q").cells if cell.job == spec.REPLAY]
     assert {cell.ranks for cell in played} == {2, 4}
     assert len({cell.link.link_bps for cell in played if cell.ranks == 2}) >= 3
     assert {cell.link.flow_bps for cell in played} == {(500_000_000,)}
@@ -158,10 +158,10 @@ def test_the_quick_study_has_two_numbers_of_ranks_and_three_link_speeds_with_one
 def cells_of(tmp_path: Path, *words: str, size: int = 1) -> dict[str, Cell]:
     """Return the cells that a command line asks for."""
     args = command.parser().parse_args(["--directory", str(tmp_path / "s"), *words])
-    return {cell.key: cell for cell in asked.ask(args, words, size).spec.cells}
+    return {cell.key: cell for cell in cells.parse_request(args, words, size).spec.cells}
 
 
-def test_words_change_what_is_shipped(tmp_path: Path) -> None:
+def test_options_override_a_shipped_study(tmp_path: Path) -> None:
     words = (
         "--jobs",
         "replay",
@@ -189,11 +189,11 @@ def test_words_change_what_is_shipped(tmp_path: Path) -> None:
 
 def test_tables_are_read_as_they_were_written() -> None:
     for name in ("default", "quick"):
-        raw = tables.load((SHIPPED / f"{name}.toml").read_text(), name)
-        assert tables.load(tables.dump(raw), name) == raw
+        raw = spec.load((SHIPPED / f"{name}.toml").read_text(), name)
+        assert spec.load(spec.dump(raw), name) == raw
 
 
-def test_a_refused_file_is_told_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_file_is_reported_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damaged = tmp_path / "d.bk.log"
     damaged.write_text("a log\n1\n2\n5.0,400\n")
     for text, words in (
@@ -207,7 +207,7 @@ def test_a_refused_file_is_told_and_nothing_is_written(tmp_path: Path, capsys: p
         assert sorted(one.name for one in tmp_path.iterdir()) == ["asked.toml", "d.bk.log"]
 
 
-def test_fewer_hosts_than_asked_end_by_2_with_file_and_line_and_nothing_is_written(
+def test_too_few_hosts_exit_with_code_2_and_write_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -217,6 +217,6 @@ def test_fewer_hosts_than_asked_end_by_2_with_file_and_line_and_nothing_is_writt
     path.write_text('title = "four"\nranks = [2, 4]\n[[model]]\nname = "resnet50"\n')
     assert study.main([str(path), "--directory", str(tmp_path / "s")]) == 2
     told = capsys.readouterr()
-    assert f"{path}, line 2: ranks = [2, 4]: 2 were started: start more, or ask for fewer" in told.err
+    assert f"{path}, line 2: ranks = [2, 4]: only 2 were started: start more, or request fewer" in told.err
     assert (told.out, told.err.count("\n")) == ("", 1)
     assert [one.name for one in tmp_path.iterdir()] == ["asked.toml"]

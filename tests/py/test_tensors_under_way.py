@@ -107,7 +107,7 @@ def test_a_tensor_that_gets_other_memory_under_way_gets_the_result_too(
 ) -> None:
     env = {"NETBOTTLENECK_TRANSPORT": transport, "NETBOTTLENECK_SHM": shared}
     for result in warm_ranks(2, MOVED, env):
-        assert result.stdout.count("told: a tensor of shape [300000] got another shape") == 2, result.stdout
+        assert result.stdout.count("told: a tensor of shape [300000] changed its shape") == 2, result.stdout
         assert "done" in result.stdout
 
 

@@ -20,12 +20,8 @@ from conftest import RANKS_LIMIT_S, RankJob, Ranks, on_ranks
 
 from netbottleneck import _core
 from netbottleneck.runtime.timeline import path_of
-from netbottleneck.runtime.timeline_events import Chrome
-from netbottleneck.runtime.timeline_names import Names, Negotiations
-from netbottleneck.runtime.timeline_writer import ArrayFile, Tail, Writer
-from netbottleneck.trace.events import DTYPES, KINDS, Event
-from netbottleneck.trace.recorder import EVENTS
-from netbottleneck.trace.ring_files import RING_HEADER_BYTES, read_ring
+from netbottleneck.runtime.timeline_writer import ArrayFile, Chrome, Names, Negotiations, Tail, Writer
+from netbottleneck.trace.recorder import DTYPES, EVENTS, KINDS, RING_HEADER_BYTES, Event, read_ring
 
 US = 1000
 LIMIT_S = RANKS_LIMIT_S

@@ -2,14 +2,17 @@
 
 import gzip
 import json
+import pickle
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from netbottleneck.analysis import findings
 from netbottleneck.trace import model as tr
 from netbottleneck.trace import recorder
+from netbottleneck.trace.transports import Arm
 from ringwriter import FakeRun
 
 ns = st.integers(0, 2**62)
@@ -18,12 +21,15 @@ word = st.text(max_size=8)
 u64 = st.integers(0, 2**64 - 1)
 span = st.tuples(ns, ns)
 
+words = st.text("abcxyz-é", min_size=1, max_size=8)
+arm = st.builds(Arm, words, st.none() | words, st.none() | words)
+
 steps = st.builds(
     tr.Step,
     rank=st.integers(0, 9),
     index=st.integers(0, 99),
     block=st.integers(0, 9),
-    transport=word,
+    arm=arm,
     begin_ns=ns,
     end_ns=ns,
     plan=st.none() | word,
@@ -37,7 +43,7 @@ steps = st.builds(
 collectives = st.builds(
     tr.Collective,
     rank=st.integers(0, 9),
-    transport=word,
+    arm=arm,
     key=u64,
     round=st.integers(0, 99),
     submit_ns=ns,
@@ -63,7 +69,7 @@ def test_what_is_written_is_read(tmp_path_factory, some_steps, some_collectives,
     given_trace = tr.Trace(
         id="x",
         size=2,
-        transports=("stock",),
+        arms=(Arm("stock"),),
         model=model,
         network=tr.Network("lab", 1e9, (5e8,), {"link_bps": 9.5e8}),
         ranks=(tr.Rank(0, transports=(tr.TransportInfo("ofi", probe=(tr.Probe(1, 2, 3),)),)),),
@@ -105,7 +111,7 @@ def packed(path, *lines):
     return path
 
 
-HEAD = {"format": tr.FORMAT, "version": tr.VERSION, "id": "x", "size": 1, "transports": []}
+HEAD = {"format": tr.FORMAT, "version": tr.VERSION, "id": "x", "size": 1, "arms": []}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +120,7 @@ HEAD = {"format": tr.FORMAT, "version": tr.VERSION, "id": "x", "size": 1, "trans
         ((), "not a netbottleneck trace"),
         (("[]",), "not a netbottleneck trace"),
         (('{"format": "else"}',), "not a netbottleneck trace"),
-        ((json.dumps(HEAD | {"version": 2}),), "trace version 2; this netbottleneck reads version 1"),
+        ((json.dumps(HEAD | {"version": 3}),), "trace version 3; this netbottleneck reads versions 1 and 2"),
         ((json.dumps(HEAD), "{"), "line 2"),
         ((json.dumps(HEAD), '{"step": {"rank": 1}}'), "line 2.*missing"),
         ((json.dumps(HEAD), '{"step": 5}'), "line 2"),
@@ -158,4 +164,55 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path):
 
 def test_keys_that_a_later_writer_adds_are_left_out(tmp_path):
     path = packed(tmp_path / "a.jsonl.gz", json.dumps(HEAD | {"mood": 1}), '{"weather": 2}')
-    assert tr.read(path) == tr.Trace(id="x", size=1, transports=())
+    assert tr.read(path) == tr.Trace(id="x", size=1, arms=())
+
+
+def test_a_trace_of_version_1_names_its_arms_by_transport(tmp_path):
+    path = tmp_path / "old.jsonl.gz"
+    rows = (
+        {"format": tr.FORMAT, "version": 1, "id": "x", "size": 1, "transports": ["stock", "tcp"]},
+        {"rank": {"rank": 0, "transports": [{"name": "tcp", "provider": "sockets"}]}},
+        {"step": {"rank": 0, "index": 0, "block": 0, "transport": "tcp", "begin_ns": 0, "end_ns": 5}},
+        {"collective": {"rank": 0, "transport": "tcp", "key": 1, "round": 0, "submit_ns": 1, "tensor_bytes": 8}},
+    )
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    found = tr.read(path)
+    assert (found.arms, found.steps[0].arm, found.collectives[0].arm) == (("stock", "tcp"), "tcp", "tcp")
+    assert found.steps[0].arm.transport == found.ranks[0].transports[0].name == "tcp"
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("tcp", ("tcp", None, None)),
+        ("tcp:fp16", ("tcp", "fp16", None)),
+        ("tcp@priority", ("tcp", None, "priority")),
+        ("nccl+tcp:powersgd-4@priority", ("nccl+tcp", "powersgd-4", "priority")),
+    ],
+)
+def test_an_arm_is_its_name_and_knows_its_parts(name, parts):
+    arm = Arm.parse(name)
+    assert (arm.transport, arm.compression, arm.schedule) == parts
+    assert arm == Arm(*parts) == name
+    assert pickle.loads(pickle.dumps(arm)).schedule == parts[2]
+
+
+@pytest.mark.parametrize("name", ["", ":fp16", "tcp:", "tcp@", "tcp:a:b", "tcp@a@b", "tcp,ofi", "tcp@a:b"])
+def test_an_arm_without_a_part_that_its_name_announces_is_refused(name):
+    with pytest.raises(ValueError, match="part"):
+        Arm.parse(name)
+
+
+def test_arms_of_one_transport_are_kept_apart_and_share_its_record(tmp_path):
+    """Operations belong to the arm of their step, and costs and streams to the transport that both arms use."""
+    folder = FakeRun(tmp_path, transports=("stock", "ofi"), blocks=6).write()
+    document = json.loads((folder / "run.json").read_text())
+    document["arms"] = ["stock", "ofi:half"]
+    (folder / "run.json").write_text(json.dumps(document))
+    trace = recorder.load(folder)
+    assert trace.arms == ("stock", "ofi:half")
+    assert {c.arm for c in trace.collectives if c.step is not None} == {"stock", "ofi:half"}
+    found = findings.find(trace)
+    assert [pair.other for pair in found.comparisons] == ["ofi:half"]
+    assert found.comparisons[0].other.compression == "half"
+    assert set(found.times) == {"stock", "ofi:half"}

@@ -13,7 +13,7 @@ from conftest import RANKS_LIMIT_S, Ranks
 from netbottleneck import bench
 from netbottleneck.lab import LabError
 from netbottleneck.trace import recorder
-from test_faults import DEADLINE_S, QUICK, failure
+from test_faults import QUICK, failure, survivors
 from test_faults import SCRIPT as FAULTS
 from test_shm import IN_ARENA, told
 
@@ -82,18 +82,7 @@ def test_the_record_names_it_and_what_crossed_the_wire(warm_ranks: Ranks, tmp_pa
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_a_rank_killed_in_a_sum_is_named_by_all_others(plain_ranks: Ranks, victim: int, where: str) -> None:
     job = plain_ranks.start(4, IN_ARENA if where == "arena" else FAULTS, ["reduce"], hosts("aabb"))
-    for rank in range(4):
-        job.wait_for_line(rank, "reducing")
-    job.kill(victim)
-    killed = time.monotonic()
-    for result in job.wait(check=False):
-        if result.rank == victim:
-            continue
-        _, peer, began, raised, words = failure(result)
-        assert peer == victim
-        assert f"rank {victim}" in words
-        assert raised - max(killed, began) < DEADLINE_S
-        assert result.code == 0, result.stderr
+    survivors(job, victim)
 
 
 @pytest.mark.parametrize("victim", [1, 2])
@@ -127,7 +116,7 @@ def test_a_benchmark_of_two_hosts_puts_each_byte_on_the_wire_once_a_host(monkeyp
         pytest.skip(f"no network namespaces on this machine: {found.head['lab']['why']}")
     two, flat = found.rows
     assert found.wrong == 0
-    assert (two["shm"], flat["shm"]) == ("on: 2 ranks of this host", "off: rank 0 was told not to")
+    assert (two["shm"], flat["shm"]) == ("on: 2 ranks of this host", "off: rank 0 disables it (NETBOTTLENECK_SHM=0)")
     assert [line.split()[0] for line in found.table().splitlines()[2:]] == ["tcp+shm", "tcp"]
     monkeypatch.setenv("NETBOTTLENECK_ALGORITHM", "ring")
     ring = bench.bench(**links, transports=["tcp"], streams=[2], sizes=[size], iterations=2, shm="0")

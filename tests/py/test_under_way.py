@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from netbottleneck import _core
-from netbottleneck.torch.ready import OnAccumulated
+from netbottleneck.torch.gradients import OnAccumulated
 from test_gradhook import LARGE, WAYS, Plan, on_two_ranks
 
 COUNT = 1 << 18  # elements: 1 MiB, which the allocator gives back to the system at once

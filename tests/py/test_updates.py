@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from netbottleneck.hooks.updates import Updates
+from netbottleneck.hooks.measured import Updates
 
 
 class Counting:
@@ -75,6 +75,20 @@ def test_a_step_that_calls_another_class_s_step_is_one_update(known: bool) -> No
     counted.updates.remove()
     optimizer.step()
     assert counted.seen == ["before", "after"] * 2
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Subclass])
+def test_an_update_begins_before_a_weight_changes_and_ends_after(kind: Any) -> None:
+    mine = parameter()
+    torch.optim.SGD([parameter()], lr=1.0)
+    seen: list[float] = []
+    look = lambda: seen.append(mine[0].item())  # noqa: E731
+    updates = Updates([mine], None, look, look)
+    optimizer = kind([mine], lr=1.0)
+    optimizer.step()
+    optimizer.step()
+    updates.remove()
+    assert seen == [1.0, 0.0, 0.0, -1.0]
 
 
 def test_counting_goes_on_after_a_step_that_raised() -> None:

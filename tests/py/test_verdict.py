@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from netbottleneck.analysis import findings, verdict
-from netbottleneck.analysis.stats import Achievable, Estimate, Paired
-from netbottleneck.report.words import sentences
+from netbottleneck.analysis.statistics import Achievable, Estimate, Paired
+from netbottleneck.report.text import sentences
 from netbottleneck.trace import recorder
 from netbottleneck.trace.model import Network
 from ringwriter import FakeRun

@@ -75,7 +75,7 @@ def test_rows_are_those_of_the_simulator_and_the_terminal_shows_them(files: tupl
         assert word in done.stdout
 
 
-def test_asked_nothing_it_asks_what_the_paper_asked(paper1: Path, tmp_path: Path) -> None:
+def test_compat_defaults_to_the_sweep_of_the_paper(paper1: Path, tmp_path: Path) -> None:
     table = (paper1 / "scaling.csv").read_text(encoding="utf-8").splitlines()
     rows = [row for row in csv.DictReader(table) if row["model"] == "vgg16"]
     target = tmp_path / "rows.json"
@@ -90,7 +90,7 @@ def test_asked_nothing_it_asks_what_the_paper_asked(paper1: Path, tmp_path: Path
         assert got["scaling_factor"] == pytest.approx(float(row["scaling_factor"]), rel=0, abs=1e-12)
 
 
-def test_a_run_of_ours_needs_no_step_and_a_log_that_tells_its_step_neither(
+def test_runs_and_logs_with_a_step_need_no_step_s_option(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, add = files
@@ -106,25 +106,25 @@ def test_a_run_of_ours_needs_no_step_and_a_log_that_tells_its_step_neither(
     assert "step" in capsys.readouterr().out
 
 
-def test_a_run_is_answered_in_words_tables_and_rows(tmp_path: Path) -> None:
+def test_a_run_gives_sentences_tables_and_json_rows(tmp_path: Path) -> None:
     target = tmp_path / "rows.json"
     done = command(str(TRACE), "--target-scaling", "0.9", "--json", str(target))
     assert (done.returncode, done.stderr) == (0, "")
     said = " ".join(done.stdout.split())
     for words in (
         "The step of stock took 1849 ms, 1845 ms to 1867 ms (measured).",
-        "The model of this run makes it",
-        "At what these hosts can do, 1.91 Gbit/s, the step would be",
+        "The model of this run predicts",
+        "At the achievable rate, 1.91 Gbit/s, the step would be",
         "With this link, 2.00 Gbit/s, fully used, the step would be",
         "With communication that takes no time, the step would be",
-        "buys nothing: a faster one gains no more than 1 % (predicted).",
+        "does not help: a faster link gains at most 1 % (predicted).",
         "2 workers: a scaling factor of 0.9 needs 2.6",
         "2 workers, a scaling factor of 0.9: no number of streams is enough: at most 7",
         "100000 workers",
-        "100x fewer bytes",
-        "8 on a host",
+        "compression 100x",
+        "8 ranks per host",
         "buckets of 25.0 MiB",
-        "Horovod, every 5.00 ms",
+        "Horovod, cycle 5.00 ms",
     ):
         assert words in said
     rows = json.loads(target.read_text())
@@ -148,7 +148,7 @@ def test_a_run_is_answered_in_words_tables_and_rows(tmp_path: Path) -> None:
     assert links == sorted(links, reverse=True)
 
 
-def test_a_products_rows_are_in_the_order_of_the_words(files: tuple[str, str], tmp_path: Path) -> None:
+def test_grid_rows_follow_the_order_of_the_options(files: tuple[str, str], tmp_path: Path) -> None:
     log, add = files
     target = tmp_path / "rows.json"
     words = ["--step-s", "0.02", "--add-table", add, "--workers", "4,2", "--link-gbps", "1,10", "--compression", "1,3"]
@@ -166,7 +166,7 @@ def test_a_products_rows_are_in_the_order_of_the_words(files: tuple[str, str], t
     assert max(whole) < 0.001 < min(row["overhead_s"] for row in rows if (row["workers"], row["link_bps"]) == (4, 1e9))
 
 
-def test_a_compressed_answer_counts_its_codec_where_it_is_told(files: tuple[str, str], tmp_path: Path) -> None:
+def test_codec_time_is_included_if_its_rate_is_given(files: tuple[str, str], tmp_path: Path) -> None:
     log, _ = files
     target = tmp_path / "rows.json"
     words = ["what-if", log, "--step-s", "0.02", "--workers", "4", "--link-gbps", "1", "--compression", "4"]
@@ -181,7 +181,7 @@ def bad_inputs() -> list[tuple[list[str], str]]:
     compat_ = ["--compat", "paper2020"]
     add = ["--add-table", "{add}"]
     return [
-        (["{log}", *compat_, *add], "small.bk.log tells no step of a single device: give its seconds by --step-s"),
+        (["{log}", *compat_, *add], "does not record the step of a single device: pass its seconds as --step-s"),
         (["{log}", *compat_], "needs --add-table FILE"),
         (["{log}", "--compat", "paper2019"], "paper2019"),
         (["{log}", *compat_, *add, "--step-s", "0"], "--step-s: '0': must be a number from 1e-09"),
@@ -193,9 +193,9 @@ def bad_inputs() -> list[tuple[list[str], str]]:
         (["{log}", *compat_, *add, "--link-gbps=-10"], "--link-gbps: '-10'"),
         (["{log}", *compat_, *add, "--compression", "1,x"], "--compression: 'x'"),
         (["{log}", *compat_, *add, "--slowdown", "-1"], "--slowdown"),
-        (["{log}", *compat_, *add, "--step-s", "1", "--target-scaling", "0.9"], "--target-scaling does not go with"),
-        (["{log}", "--step-s", "1", "--slowdown", "10"], "--slowdown 10 goes with --compat paper2020 only"),
-        (["{log}"], "small.bk.log tells no step of a single device"),
+        (["{log}", *compat_, *add, "--step-s", "1", "--target-scaling", "0.9"], "--target-scaling cannot be combined"),
+        (["{log}", "--step-s", "1", "--slowdown", "10"], "--slowdown 10 needs --compat paper2020"),
+        (["{log}"], "small.bk.log does not record the step of a single device"),
         (["{log}", "--step-s", "0.001"], "a step of 0.001 s, but 0.0075 s of backward pass"),
         (["{log}", "--step-s", "1", "--target-scaling", "1"], "--target-scaling: '1': must be a number from 0.001"),
         (["{log}", "--step-s", "1", "--fusion-mib", "5"], "need one --workers N and one --link-gbps X"),
@@ -207,13 +207,13 @@ def bad_inputs() -> list[tuple[list[str], str]]:
         ([*compat_, *add], "required: INPUT"),
         (["{folder}/none.bk.log", *compat_, *add], "no such file or folder: {folder}/none.bk.log"),
         (["{log}", *compat_, "--add-table", "{folder}/none.log"], "no such file or folder: {folder}/none.log"),
-        (["{log}", *compat_, "--add-table", "{folder}"], "a folder where a file should be: {folder}"),
+        (["{log}", *compat_, "--add-table", "{folder}"], "is a folder, not a file: {folder}"),
         (["{folder}", *compat_, *add], "{folder}: no run.json here; give the folder of a run"),
         (["{add}", *compat_, *add], "{add}, line 2: number of batches '1048576,1.2e-05': must be a whole number"),
         (["{log}", *compat_, "--add-table", "{log}", "--step-s", "1"], "{log}, line 1: 'netbottleneck layer log"),
         (["{cut}", *compat_, *add], "{cut}, line 6: the last line has no end"),
         (["{torn}", *compat_, *add], "{torn}, line"),
-        (["{newer}", *compat_, *add], "{newer}, line 1: trace version 99; this netbottleneck reads version 1"),
+        (["{newer}", *compat_, *add], "{newer}, line 1: trace version 99; this netbottleneck reads versions 1 and 2"),
     ]
 
 
@@ -254,7 +254,7 @@ def test_bad_input_is_one_line_and_exit_code_2_and_nothing_is_overwritten(
         ('{"step":{"rank":0,"index":1,', '{"step":{"rank":,', "line"),
     ],
 )
-def test_a_trace_that_was_damaged_by_hand_is_one_line(
+def test_an_edited_trace_gives_one_error_line(
     was: str, becomes: str, said: str, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with gzip.open(Path(__file__).parent / "data" / "synthetic.jsonl.gz", "rt") as whole:
@@ -271,7 +271,7 @@ def test_a_trace_that_was_damaged_by_hand_is_one_line(
         assert said in told.err
 
 
-def test_whatever_a_file_was_damaged_to_it_is_an_answer_or_one_line(
+def test_a_randomly_damaged_file_gives_an_answer_or_one_error_line(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     draw = random.Random(7)
@@ -290,7 +290,7 @@ def test_whatever_a_file_was_damaged_to_it_is_an_answer_or_one_line(
     assert ends == {0, 2}
 
 
-def test_a_run_folder_is_read_as_its_trace_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_folder_and_its_trace_are_both_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = FakeRun(tmp_path / "run")
     run.write()
     said = []
@@ -300,7 +300,7 @@ def test_a_run_folder_is_read_as_its_trace_is(tmp_path: Path, capsys: pytest.Cap
     assert all("8 workers" in text and "(measured)" in text for text in said)
 
 
-def test_rows_go_to_a_file_that_can_be_and_is_no_input(
+def test_json_must_be_a_writable_file_that_is_no_input(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log, add = files

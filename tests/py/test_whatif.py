@@ -16,6 +16,7 @@ from netbottleneck.trace import layer_log
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.layer_log import LayerLog
 from netbottleneck.trace.model import Trace
+from netbottleneck.trace.transports import Arm
 from netbottleneck.whatif import compat2020, questions, sweeps
 from netbottleneck.whatif.cost import Cost, Link, Table
 from netbottleneck.whatif.plan import Plan
@@ -48,7 +49,7 @@ def grid_s(job: Job, workers: int, bps: float, ratio: float = 1.0, codec: Codec 
 
 
 @pytest.mark.parametrize(("workers", "bps", "ratio"), [(2, 1e9, 1.0), (7, 2.5e9, 1.0), (64, 1e10, 4.0), (1, 1e9, 1.0)])
-def test_one_bucket_takes_what_a_ring_takes_after_the_last_gradient(workers: int, bps: float, ratio: float) -> None:
+def test_one_bucket_takes_the_ring_time_after_the_last_gradient(workers: int, bps: float, ratio: float) -> None:
     job = made()
     want = ALONE_S + 2 * (workers - 1) / workers * 8 * LOG.bytes / bps / ratio
     assert job.alone_ns == ALONE_S * 1e9
@@ -62,7 +63,7 @@ def test_one_bucket_takes_what_a_ring_takes_after_the_last_gradient(workers: int
     assert (found.label, found.interval) == ("predicted", False)
 
 
-def test_a_codec_costs_what_its_bytes_take_and_only_where_bytes_are_compressed() -> None:
+def test_codec_time_is_proportional_to_bytes_and_needs_compression() -> None:
     job = made()
     free, counted = grid_s(job, 4, 1e9, 4.0), grid_s(job, 4, 1e9, 4.0, Codec(1.0, 0.5))
     assert counted - free == pytest.approx(1.5e-9 * LOG.bytes, rel=0.01)
@@ -75,6 +76,13 @@ def test_communication_that_takes_no_time_is_the_step_of_one_worker() -> None:
     assert found.step_s is not None
     assert found.scaling is not None
     assert (found.step_s.value, found.scaling.value) == (ALONE_S, 1.0)
+
+
+def test_operations_that_end_at_time_0_take_no_time() -> None:
+    at_once = tr.Step(0, 0, 0, Arm("tcp"), 0, 10, grad_ready=((0, 0),))
+    operation = tr.Collective(0, Arm("tcp"), 1, 0, submit_ns=0, tensor_bytes=4, step=0, start_ns=0, done_ns=0)
+    found = questions.outcome(Trace("made", 1, (Arm("tcp"),), steps=(at_once,), collectives=(operation,)))
+    assert (found.step_ns, found.compute_end_ns, found.communication_end_ns, found.communication_ns) == (10, 0, 0, 0)
 
 
 def test_ideal_overlap_is_the_longer_of_compute_and_communication() -> None:
@@ -105,7 +113,7 @@ def test_ranks_on_a_host_share_its_link_in_two_levels() -> None:
     assert shared.step_s is not None
     assert alone.step_s.value == pytest.approx(ALONE_S + 2 * 15 / 16 * 8 * LOG.bytes / 1e9, abs=1e-6)
     assert shared.step_s.value == pytest.approx(ALONE_S + 2 * 1 / 2 * 8 * LOG.bytes / 1e9, abs=1e-6)
-    assert ["inside a host nothing takes time" in " ".join(one.notes) for one in (alone, shared)] == [False, True]
+    assert ["a host is assumed to take no time" in " ".join(one.notes) for one in (alone, shared)] == [False, True]
 
 
 def test_an_interval_holds_the_value_and_is_as_wide_as_the_fits_residuals() -> None:
@@ -120,18 +128,18 @@ def test_an_interval_holds_the_value_and_is_as_wide_as_the_fits_residuals() -> N
     assert found.interval
 
 
-def test_a_poor_fit_refuses_what_it_did_not_see_and_a_good_one_says_so() -> None:
+def test_a_poor_fit_refuses_to_extrapolate_and_a_good_one_adds_a_note() -> None:
     seen = {"link": Link(1e9), "residual": (-0.1, 0.1), "fitted_bytes": (1000, 5000), "fitted_size": 4}
     told = questions.answer(made(Cost(**seen)), sweeps.now(made(Cost(**seen))))
     assert told.step_s is not None
-    assert "20000000 to 20000000 bytes, measured were 1000 to 5000" in told.notes[0]
+    assert "20000000 to 20000000 bytes, measured 1000 to 5000" in told.notes[0]
     job = made(Cost(**seen, poor="two operations alone"))
     refused = questions.answer(job, sweeps.now(job))
     assert (refused.step_s, refused.scaling) == (None, None)
-    assert "refused to extrapolate: two operations alone" in refused.refused
+    assert "refused to extrapolate a poor fit: two operations alone" in refused.refused
     least = sweeps.least_link(job, 0.5)
     assert least.value is None
-    assert "refused to extrapolate" in least.reason
+    assert "refused to extrapolate a poor fit" in least.reason
     with pytest.raises(ValueError, match="two operations alone"):
         questions.prediction(job, refused)
 
@@ -171,7 +179,7 @@ def test_an_inverse_answer_has_the_interval_of_its_fit() -> None:
     assert found.value.high == pytest.approx(1.5 * sure.value.value, rel=0.01)
 
 
-def test_what_no_link_reaches_is_said_with_what_is_reached() -> None:
+def test_an_unreachable_target_reports_the_best_scaling_factor() -> None:
     job = made(Cost(alpha_ns=10 * MS, link=Link(1e9)))
     least = sweeps.least_link(job, 0.9)
     assert least.value is None
@@ -180,10 +188,10 @@ def test_what_no_link_reaches_is_said_with_what_is_reached() -> None:
     assert sweeps.least_link(job, 0.4).value is not None
     unknown = sweeps.least_lanes(job, 0.9, 1e9)
     assert unknown.value is None
-    assert "no probe was made" in unknown.reason
+    assert "the run has no probe" in unknown.reason
 
 
-def test_beyond_the_link_that_is_enough_a_faster_one_gains_no_more_than_a_hundredth() -> None:
+def test_a_link_faster_than_the_enough_link_gains_at_most_one_percent() -> None:
     job = made(Cost(alpha_ns=MS))
     enough = sweeps.enough_link(job).value
     assert enough is not None
@@ -224,7 +232,7 @@ def test_more_workers_on_a_ring_never_make_a_step_shorter(log: LayerLog, plan: P
 
 @settings(max_examples=40, deadline=None)
 @given(logs, st.sampled_from([0.2, 0.5, 0.8, 0.99]))
-def test_every_inverse_answer_is_met_going_forward(log: LayerLog, target: float) -> None:
+def test_every_inverse_answer_reaches_its_target_when_simulated(log: LayerLog, target: float) -> None:
     job = made(Cost(), log, Plan.ddp())
     longest_s = job.alone_ns / 1e9 / target
     least = sweeps.least_link(job, target)
@@ -240,20 +248,20 @@ def stored() -> Trace:
     return tr.read(TRACE)
 
 
-def test_the_stored_runs_model_says_its_step_and_what_the_other_transport_then_measured(stored: Trace) -> None:
+def test_the_model_of_the_stored_run_predicts_both_transports(stored: Trace) -> None:
     """The prediction is made from the operations of stock and the probe alone; ofi ran in the same run."""
     job, other = questions.job(stored, "stock"), questions.job(stored, "ofi")
     assert job.measured_ns is not None
     assert other.measured_ns is not None
     assert step_s(job, sweeps.now(job)) == pytest.approx(job.measured_ns.value / 1e9, rel=0.02)
     assert step_s(other, sweeps.now(other)) == pytest.approx(other.measured_ns.value / 1e9, rel=0.02)
-    (attainable,) = sweeps.attainable(job)
-    assert step_s(job, attainable) == pytest.approx(other.measured_ns.value / 1e9, rel=0.03)
-    alone = [step.duration_ns for step in stored.steps if step.transport == "single"]
+    (achievable,) = sweeps.achievable(job)
+    assert step_s(job, achievable) == pytest.approx(other.measured_ns.value / 1e9, rel=0.03)
+    alone = [step.duration_ns for step in stored.steps if step.arm == "single"]
     assert job.alone_ns == pytest.approx(statistics.median(alone), rel=0.02)
 
 
-def test_the_stored_runs_lanes_are_what_its_probe_found_to_be_enough(stored: Trace) -> None:
+def test_least_lanes_of_the_stored_run_agree_with_its_probe(stored: Trace) -> None:
     job = questions.job(stored, "stock")
     assert job.lane_bps == pytest.approx(0.48e9, rel=0.02)
     lanes = sweeps.least_lanes(job, 0.71, 2e9).value
@@ -262,7 +270,7 @@ def test_the_stored_runs_lanes_are_what_its_probe_found_to_be_enough(stored: Tra
     assert sweeps.least_lanes(job, 0.9, 2e9).value is None
 
 
-def test_ranks_that_shared_a_host_are_asked_about_links_as_if_each_had_its_own(stored: Trace) -> None:
+def test_ranks_of_one_host_are_modelled_with_a_host_each(stored: Trace) -> None:
     one = replace(stored, ranks=tuple(replace(rank, host_id="here") for rank in stored.ranks))
     job, apart = questions.job(one, "stock"), questions.job(stored, "stock")
     assert any("all ranks shared a host" in note for note in job.notes)
@@ -283,7 +291,7 @@ def test_a_run_of_100_000_workers_takes_no_more_memory_than_one_of_two(stored: T
 STEPS_S = {"resnet50": 0.12808580219559176, "resnet101": 0.19200599479476405, "vgg16": 0.19452352295080985}
 
 
-def test_the_engine_with_the_papers_rules_says_what_the_papers_simulator_said(paper1: Path) -> None:
+def test_the_engine_with_the_papers_rules_matches_the_papers_simulator(paper1: Path) -> None:
     told = layer_log.read_table(paper1 / "inputs" / "cuda_vec_add.log")
     table = Table(tuple(map(float, told.bytes)), tuple(1e9 * s for s in told.seconds), clamped=True)
     cost = Cost(add=table, pipelined=False, whole_sums=True)
@@ -298,7 +306,7 @@ def test_the_engine_with_the_papers_rules_says_what_the_papers_simulator_said(pa
             assert one.scaling.value == pytest.approx(want.scaling_factor, abs=2e-4)
 
 
-def test_two_servers_with_trees_bound_what_the_paper_measured_where_a_flat_ring_does_not(paper1: Path) -> None:
+def test_trees_between_two_servers_bound_the_papers_measurements(paper1: Path) -> None:
     read = layer_log.read(paper1 / "inputs" / "resnet50.bk.log")
     log = LayerLog("resnet50", read.tensors, STEPS_S["resnet50"])
     figures = (paper1 / "paper_figures.csv").read_text(encoding="utf-8").splitlines()

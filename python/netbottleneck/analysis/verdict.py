@@ -1,4 +1,4 @@
-"""Measured numbers to a code, a reason and a next step; INCONCLUSIVE when the data cannot tell. Pure."""
+"""Verdict: measured numbers to a code, a reason and a next step; INCONCLUSIVE if the data do not suffice. Pure."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 
-from netbottleneck.analysis.findings import STOCK, Findings
-from netbottleneck.analysis.stats import Paired
-from netbottleneck.trace.model import NOT_RECORDED, NOT_TIMED, PSEUDO
+from netbottleneck.analysis.findings import Findings
+from netbottleneck.analysis.statistics import Paired
+from netbottleneck.trace.model import NOT_RECORDED, NOT_TIMED
+from netbottleneck.trace.transports import STOCK, Arm
 from netbottleneck.units import gbit, ms, percent, streams
 
 # Exposed communication and waiting below this part of the step: the network is not the bottleneck.
 NETWORK_SHARE_MIN = 0.10
-# Waiting for the last rank above this part of what is not hidden.
+# STRAGGLER above this: waiting for the slowest rank, as a part of exposed communication and waiting.
 STRAGGLER_SHARE = 0.50
-# Achieved over the link, in transfer.
+# LINK_LIMITED from this: achieved rate in transfer, over the link's rate.
 LINK_UTILISATION = 0.80
-# Probe over achieved.
+# TRANSPORT_LIMITED from this: rate of the probe, over the achieved rate.
 PROBE_RATIO = 1.30
-# The part of transfer time that does not depend on size.
+# LATENCY_LIMITED above this: part of transfer time that does not depend on size.
 LATENCY_SHARE = 0.50
-# Of the cores that the ranks of a machine may run on, busy over the whole step.
+# HOST_LIMITED from this: part of a machine's cores that its ranks keep busy over the whole step.
 CORES_BUSY = 0.90
-# Time before the first forward, of the step.
+# INPUT_LIMITED from this: time before the first forward, as a part of the step.
 INPUT_SHARE = 0.30
-# A gain below this is none.
+# A smaller gain does not count.
 GAIN_MIN = 0.03
-# Fewer steps than this, of all ranks, say nothing.
+# Fewest steps for a verdict, over all ranks.
 STEPS_MIN = 5
 
 CODES = (
@@ -47,7 +48,7 @@ CODES = (
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """code: one of CODES; why: the numbers that decided; next: what to do."""
+    """code: one of CODES; why: the numbers behind it; next: what to do."""
 
     code: str
     why: str
@@ -59,7 +60,7 @@ class Verdict:
 
 
 def own_cost(findings: Findings) -> str | None:
-    """What our measuring adds to a step of the stock path, against the untouched script in the same run."""
+    """Sentence: cost of our measuring on the stock path, against the untouched script in the same run."""
     pair = findings.handicap
     if pair is None or not pair.enough:
         return None
@@ -72,7 +73,7 @@ def own_cost(findings: Findings) -> str | None:
 
 
 def handicap_sentence(findings: Findings) -> str | None:
-    """What must be said where stock under us was slower than the untouched script, and others were compared with it."""
+    """Sentence: gains are withheld because our hooks slow the stock path; None if that does not apply."""
     pair = findings.handicap
     if pair is None or not findings.handicapped or not findings.comparisons:
         return None
@@ -84,25 +85,25 @@ def handicap_sentence(findings: Findings) -> str | None:
 
 
 def wins(pair: Paired) -> bool:
-    """Whether the other transport is faster by more than nothing, surely."""
+    """True if the other arm is faster: its interval excludes zero and its gain is at least GAIN_MIN."""
     return pair.enough and pair.difference_ns.high < 0 and pair.gain.value >= GAIN_MIN
 
 
 def best_gain(findings: Findings) -> Paired | None:
-    """The comparison with the largest gain that may be claimed."""
+    """The comparison with the largest gain that may be reported; None if there is none."""
     if findings.handicapped:
         return None
     return max((p for p in findings.comparisons if wins(p)), key=lambda p: p.gain.value, default=None)
 
 
 def stock_is_as_good(findings: Findings) -> bool:
-    """Whether other transports were tried in pairs enough, and none wins, or would by its estimate."""
+    """True if other arms were compared with enough pairs, and none gains GAIN_MIN or more."""
     tried = [p for p in findings.comparisons if p.enough]
     return bool(tried) and not findings.handicapped and all(p.gain.value < GAIN_MIN for p in tried)
 
 
 def _keep(findings: Findings) -> str:
-    """The sentence about what was tried."""
+    """Sentence about the arms that were compared."""
     if not stock_is_as_good(findings):
         return ""
     tried = "; ".join(
@@ -116,7 +117,7 @@ def _keep(findings: Findings) -> str:
 def _no_communication(f: Findings) -> Verdict | None:
     if f.trace.size < 2:
         return Verdict("NO_COMMUNICATION", "One rank: nothing is sent.", "Start two ranks or more.")
-    if f.base is None or (f.parts[f.base].operations == 0 and f.base in PSEUDO):
+    if f.base is None or (f.parts[f.base].operations == 0 and not f.base.real):
         return Verdict(
             "NO_COMMUNICATION",
             "No step with communication was recorded.",
@@ -225,8 +226,8 @@ def _paired(f: Findings) -> Verdict | None:
     )
 
 
-def _streams_hint(f: Findings, transport: str) -> str:
-    used = [i.streams_used for r in f.trace.ranks for i in r.transports if i.name == transport and i.streams_used]
+def _streams_hint(f: Findings, arm: Arm) -> str:
+    used = [i.streams_used for r in f.trace.ranks for i in r.transports if i.name == arm.transport and i.streams_used]
     return f" NETBOTTLENECK_STREAMS={max(used)}" if used else ""
 
 
@@ -309,7 +310,7 @@ RULES: tuple[Callable[[Findings], Verdict | None], ...] = (
 
 
 def decide(findings: Findings) -> Verdict:
-    """The first rule that has something to say."""
+    """The verdict of the first rule that applies; INCONCLUSIVE if none does."""
     for rule in RULES:
         verdict = rule(findings)
         if verdict is not None:

@@ -1,4 +1,4 @@
-"""All-reduce over stock, tcp and ofi, interleaved, verified and counted as nccl-tests does."""
+"""All-reduce benchmark over stock, tcp and ofi: interleaved, verified, with the metrics of nccl-tests."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from typing import Any, TypedDict, Unpack
 from netbottleneck import config
 from netbottleneck._version import __version__
 from netbottleneck.bench.conductor import Workers, patience_s
-from netbottleneck.bench.request import SIZES, TRANSPORTS, Request, parse_lanes, parse_sizes
+from netbottleneck.bench.request import SIZES, Request, parse_lanes, parse_sizes
 from netbottleneck.bench.results import Results, heading, line
 from netbottleneck.lab import Lab, LinkSpec
 from netbottleneck.launch import connect
+from netbottleneck.trace.transports import BENCHED
 from netbottleneck.units import gbit
 
 __all__ = ["Request", "Results", "bench", "measure", "parse_lanes", "parse_sizes"]
@@ -26,13 +27,14 @@ Say = Callable[[str], None]
 
 
 class More(TypedDict, total=False):
-    """What else `bench` takes, with its defaults: float32, sum, 0 (by size), 1, NETBOTTLENECK_SHM, None."""
+    """Further arguments of `bench`; defaults: float32, sum, 0 (by size), 1, NETBOTTLENECK_SHM, no peers, None."""
 
     dtype: str
     op: str
     iterations: int
     ranks_per_host: int
     shm: str | Sequence[str]
+    peers: str
     say: Say | None
 
 
@@ -46,15 +48,16 @@ def bench(
 ) -> Results:
     """Start `ranks` processes here and measure all-reduce of each size on each transport, in turn on the same memory.
 
-    lab: hosts joined by capped links, such as "2gbit/500mbit"; None: loopback. sizes in bytes or as "1M,64Mi";
-    streams as "auto" or numbers; transports None: those that are there. shm: "auto", "0", "1" or several: memory
-    shared between ranks of one host. say: called with each line of the table.
-    Raises ValueError for a bad argument, LabError where no lab is possible, Error with the words of a rank that failed.
+    lab: hosts joined by capped links, such as "2gbit/500mbit"; None: loopback. sizes: in bytes or as "1M,64Mi".
+    streams: "auto" or numbers. transports: None: all available ones. shm: "auto", "0", "1" or several: memory shared
+    between ranks of one host. peers: a Python file or package with paths of other libraries, which `transports` then
+    names too; see CONTRIBUTING.md. say: called with each line of the table.
+    Raises ValueError for a bad argument, LabError if no lab is possible, Error with the message of a failed rank.
     """
     named = transports.split(",") if isinstance(transports, str) else transports
     shared = more.get("shm", ())
     request = Request(
-        tuple(named) if named is not None else TRANSPORTS,
+        tuple(named) if named is not None else BENCHED,
         parse_lanes(streams) if isinstance(streams, str) else _several(streams),
         parse_sizes(sizes) if isinstance(sizes, str) else _several(sizes),
         more.get("dtype", "float32"),
@@ -62,6 +65,7 @@ def bench(
         more.get("iterations", 0),
         named is not None,
         shm=tuple(shared.split(",")) if isinstance(shared, str) else tuple(shared),
+        peers=more.get("peers", ""),
     )
     return start(request, ranks, lab, more.get("ranks_per_host", 1), more.get("say"))
 
@@ -73,14 +77,14 @@ def _several(value: int | Sequence[int]) -> tuple[int, ...]:
 def start(
     request: Request, ranks: int, lab: str | LinkSpec | None = None, ranks_per_host: int = 1, say: Say | None = None
 ) -> Results:
-    """Carry out a request with ranks started here; see bench."""
+    """Run a request on ranks started here; see bench."""
     connect.core()
     if ranks < 1 or ranks_per_host < 1 or ranks % ranks_per_host:
-        raise ValueError(f"{ranks} ranks, {ranks_per_host} on each host: the first must be a multiple of the second")
+        raise ValueError(f"{ranks} ranks cannot be {ranks_per_host} on each host: it must divide the number of ranks")
     results = Results(head(ranks))
     if lab is None:
         if ranks_per_host > 1:
-            raise ValueError("ranks per host mean something in a lab only: name one, such as 2gbit/500mbit")
+            raise ValueError("several ranks per host need a lab, such as 2gbit/500mbit")
         results.head["network"] = "loopback"
         _work(request, ranks, None, results, say)
         return results
@@ -99,7 +103,7 @@ def _work(request: Request, ranks: int, lab: Lab | None, results: Results, say: 
 
 
 def measure(request: Request, settings: config.Settings, place: connect.Place, say: Say | None = None) -> Results:
-    """Carry out a request as one rank of a launcher's job; rank 0's result has the rows."""
+    """Run a request as one rank of a launcher's job; rank 0's result has the rows."""
     from netbottleneck.bench.worker import Rank
 
     results = Results(head(place.size))
@@ -111,7 +115,7 @@ def measure(request: Request, settings: config.Settings, place: connect.Place, s
 
 
 def listener(results: Results, say: Say | None) -> Callable[[Mapping[str, Any]], None]:
-    """Return what takes rank 0's lines into the results, and says them."""
+    """Return the callback that adds rank 0's lines to the results and prints them."""
     tell = say or _silent
 
     def take(said: Mapping[str, Any]) -> None:
@@ -128,20 +132,20 @@ def listener(results: Results, say: Say | None) -> Callable[[Mapping[str, Any]],
 
 
 def _silent(_: str) -> None:
-    """Says nothing."""
+    """Discard a line."""
 
 
 def lab_line(lab: Mapping[str, Any]) -> str:
-    """Return one line of what a lab is and what was measured in it."""
+    """Return one line on a lab: its specification and its measured rates."""
     runs = [lab[key] for key in ("one_flow", "many_flows") if lab.get(key)]
     words = [f"{run['flows']} flow{'s' if run['flows'] > 1 else ''} {gbit(run['measured_bps'])}" for run in runs]
     measured = f"; measured: {', '.join(words)}" if words else ""
-    bad = "" if lab.get("ok", True) else " (NOT what was asked for)"
+    bad = "" if lab.get("ok", True) else " (NOT as specified)"
     return f"lab {lab['lab']}: {lab['how']}{measured}{bad}"
 
 
 def head(ranks: int) -> dict[str, Any]:
-    """Return where and with what a benchmark is made."""
+    """Return the benchmark's environment: time, command, ranks, machine and versions."""
     versions = {"netbottleneck": __version__, "python": platform.python_version()}
     for name in ("torch", "numpy"):
         try:
@@ -172,9 +176,9 @@ def _cpu() -> str:
 
 
 class _Callable(ModuleType):
-    """This module, which can be called as its function.
+    """A callable module: calling it calls its function `bench`.
 
-    So `netbottleneck.bench(…)` means the same before and after anything has imported the module.
+    `netbottleneck.bench(…)` therefore works the same before and after an import of the module.
     """
 
     def __call__(self, *args: Any, **options: Any) -> Results:

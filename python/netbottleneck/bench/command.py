@@ -1,4 +1,4 @@
-"""The words of `netbottleneck bench`, and what they start."""
+"""Command line of `bench`: parses the arguments and runs the benchmark."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from typing import Any
 
 from netbottleneck import config
 from netbottleneck.bench import measure, pair, start
-from netbottleneck.bench.data import DTYPES, REDUCTIONS
-from netbottleneck.bench.request import PEERS, SIZES, TRANSPORTS, Request, parse_lanes, parse_sizes
+from netbottleneck.bench.paths import COMPARISONS, load_peers
+from netbottleneck.bench.request import DTYPES, REDUCTIONS, SIZES, Request, parse_lanes, parse_sizes
 from netbottleneck.bench.results import Results
 from netbottleneck.lab import parse_lab
 from netbottleneck.launch import connect
+from netbottleneck.trace.transports import BENCHED, NATIVE
 
 
 def say(text: str) -> None:
-    """Print a line now."""
+    """Print a line and flush."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's own words."""
+    """Return the parser of the command's arguments."""
     made = argparse.ArgumentParser(
         prog="netbottleneck bench",
         description="All-reduce over the stock path and over our own lanes, in turn, on the same memory and clock.",
@@ -35,8 +36,19 @@ def parser() -> argparse.ArgumentParser:
         metavar="LINK[+LINK…][/FLOW[,FLOW…]]",
         help="such as 2gbit/500mbit, none/400mbit,100mbit or 1gbit+250mbit",
     )
-    made.add_argument("--transports", metavar="LIST", help=f"of {', '.join(TRANSPORTS)} (those that are there)")
-    made.add_argument("--peers", action="store_true", help=f"beside them what is there of: {', '.join(PEERS)}")
+    made.add_argument(
+        "--transports",
+        metavar="LIST",
+        help=f"of {', '.join(BENCHED)} (default: those available); to compare: {', '.join(COMPARISONS)}",
+    )
+    made.add_argument(
+        "--peers",
+        nargs="?",
+        const="",
+        metavar="PATH",
+        help="Python file or package of other libraries' all-reduce, such as benchmarks/peers of a checkout: "
+        "measure its paths and those to compare, as far as they are available",
+    )
     made.add_argument("--streams", metavar="LIST", help="auto, or numbers such as 1,2,4,8 (auto)")
     made.add_argument("--sizes", metavar="LIST", help="such as 1M,16M,64Mi; M is 10^6, Mi is 2^20 (1M,16M,64M)")
     made.add_argument(
@@ -44,20 +56,20 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--dtype", choices=list(DTYPES), default="float32")
     made.add_argument("--op", choices=list(REDUCTIONS), default="sum")
-    made.add_argument("--iters", type=int, default=0, metavar="N", help="iterations of each size (by size: 20 to 5)")
-    made.add_argument("--json", metavar="FILE", help="write rows here too")
+    made.add_argument("--iters", type=int, default=0, metavar="N", help="iterations of each size (20 to 5, by size)")
+    made.add_argument("--json", metavar="FILE", help="also write the rows to this file")
     hosts = made.add_argument_group("two hosts of your own, without torch or a launcher")
     both = hosts.add_mutually_exclusive_group()
-    both.add_argument("--listen", action="store_true", help="on one: prints the command for the other")
-    both.add_argument("--connect", metavar="HOST[:PORT]", help="on the other")
-    hosts.add_argument("--port", type=int, metavar="P", help=f"where to listen ({pair.PORT}); 0: the system chooses")
+    both.add_argument("--listen", action="store_true", help="on the first host: prints the command for the second")
+    both.add_argument("--connect", metavar="HOST[:PORT]", help="on the second host")
+    hosts.add_argument("--port", type=int, metavar="P", help=f"port to listen on ({pair.PORT}); 0: the system chooses")
     hosts.add_argument("--ifname", metavar="IF", help="interface to listen on (NETBOTTLENECK_IFNAME)")
-    hosts.add_argument("--secret", metavar="S", help="what --listen printed (NETBOTTLENECK_SECRET)")
+    hosts.add_argument("--secret", metavar="S", help="the secret that --listen printed (NETBOTTLENECK_SECRET)")
     return made
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; 1 where a result was wrong. Raises what the benchmark raises."""
+    """Run the command; returns 1 if a result was wrong. Raises what the benchmark raises."""
     made = parser()
     args = made.parse_args(argv)
     try:
@@ -72,7 +84,9 @@ def main(argv: Sequence[str]) -> int:
         return _pair(args, asked, settings)
     place = connect.detect(settings)
     if place.size > 1 and (args.lab is not None or args.ranks not in (None, place.size)):
-        made.error(f"{place.launcher} started {place.size} ranks; --lab and --ranks start their own: use one of them")
+        made.error(
+            f"{place.launcher} started {place.size} ranks: --lab and --ranks, which start their own, cannot be used"
+        )
     results = measure(asked, settings, place, say) if place.size > 1 else _here(args, asked)
     if place.rank != 0:
         return 0
@@ -84,18 +98,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _here(args: argparse.Namespace, asked: Request) -> Results:
-    """Start the ranks on this machine."""
+    """Start the ranks on this machine and return their results."""
     ranks = args.ranks or 2
-    where = f"lab {args.lab}" if args.lab else "loopback: what this machine moves, no network"
+    where = f"lab {args.lab}" if args.lab else "loopback: no network"
     say(f"# all-reduce {asked.dtype} {asked.op}, {ranks} ranks, {where}")
     return start(asked, ranks, args.lab, args.ranks_per_host, say)
 
 
 def _request(args: argparse.Namespace) -> Request:
-    named = tuple(args.transports.split(",")) if args.transports else TRANSPORTS
-    peers = tuple(name for name in PEERS if args.peers and name not in named)
+    named = tuple(args.transports.split(",")) if args.transports else BENCHED
+    others = () if args.peers is None else (*load_peers(args.peers), *COMPARISONS)
     return Request(
-        (*named, *peers),
+        (*named, *(name for name in others if name not in named)),
         parse_lanes(args.streams or "auto"),
         parse_sizes(args.sizes) if args.sizes else SIZES,
         args.dtype,
@@ -103,6 +117,7 @@ def _request(args: argparse.Namespace) -> Request:
         args.iters,
         args.transports is not None,
         shm=tuple(args.shm.split(",")) if args.shm else (),
+        peers=args.peers or "",
     )
 
 
@@ -110,10 +125,10 @@ def _check(args: argparse.Namespace) -> None:
     paired = args.listen or args.connect
     for name in ("port", "secret", "ifname"):
         if getattr(args, name) is not None and not paired:
-            raise ValueError(f"--{name} goes with --listen or --connect")
+            raise ValueError(f"--{name} needs --listen or --connect")
     for name in ("lab", "ranks", "json", "peers"):
         if getattr(args, name) and paired:
-            raise ValueError(f"--{name} does not go with --listen or --connect")
+            raise ValueError(f"--{name} cannot be used with --listen or --connect")
     if args.port is not None and not 0 <= args.port <= 65535:
         raise ValueError(f"--port {args.port}: must be from 0 to 65535")
     if args.ranks is not None and not 1 <= args.ranks <= 200:
@@ -124,13 +139,13 @@ def _check(args: argparse.Namespace) -> None:
 
 def _pair(args: argparse.Namespace, asked: Request, settings: config.Settings) -> int:
     options: dict[str, Any] = {
-        "transports": asked.transports if args.transports else ("tcp", "ofi"),
+        "transports": asked.transports if args.transports else NATIVE,
         "streams": asked.streams if args.streams else pair.STREAMS,
         "bytes": asked.sizes[-1] if args.sizes else pair.BYTES,
     }
-    if not set(options["transports"]) <= {"tcp", "ofi"} or 0 in options["streams"] or options["bytes"] < 4:
+    if not set(options["transports"]) <= set(NATIVE) or 0 in options["streams"] or options["bytes"] < 4:
         raise ValueError(
-            "between two hosts, tcp and ofi are measured with given numbers of streams and at least 4 bytes"
+            "between two hosts, only tcp and ofi are measured, with fixed numbers of streams and at least 4 bytes"
         )
     if args.listen:
         pair.listen(settings, args.port, say, **options)

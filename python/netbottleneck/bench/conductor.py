@@ -1,4 +1,4 @@
-"""Starts one worker process a rank, in a lab or on loopback, and listens to rank 0 until all are done."""
+"""Worker processes of a benchmark: starts one per rank, in a lab or on loopback, and reads rank 0's output."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from netbottleneck.bench.request import Request
 from netbottleneck.errors import Error
 from netbottleneck.lab import Lab, LinkSpec
 
-SILENCE_S = 120.0  # how long rank 0 may say nothing, beside what the slowest all-reduce may take
-GRACE_S = 3.0  # how long others may still say why, after the first has failed
+SILENCE_S = 120.0  # limit without output of rank 0, in addition to the time of the slowest all-reduce
+GRACE_S = 3.0  # after the first failure, for the other ranks to report theirs
 PACKAGE = Path(__file__).resolve().parents[2]
-# Of the caller's environment, what would speak to the workers as if they were its own ranks.
+# Variables of the caller that the workers must not see: they would act as the caller's ranks.
 _NOT_THEIRS = ("NETBOTTLENECK", "NETBOTTLENECK_TRANSPORT", "NETBOTTLENECK_STREAMS", "NETBOTTLENECK_MASTER")
 _INTERFACES = ("NETBOTTLENECK_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 class Workers:
-    """The processes of one benchmark; none outlives the context."""
+    """The processes of one benchmark; leaving the context ends all of them."""
 
     def __init__(self, request: Request, ranks: int, lab: Lab | None) -> None:
         self._request = request
@@ -85,9 +85,9 @@ class Workers:
         return Path(self._folder.name) / f"stderr.{rank}"
 
     def listen(self, tell: Callable[[Mapping[str, Any]], None], silence_s: float) -> None:
-        """Hand every line of rank 0 to `tell`, until all ranks are done.
+        """Pass every line of rank 0 to `tell` until all ranks have finished.
 
-        Raises Error with the words of the rank that failed, or when nothing was heard for silence_s.
+        Raises Error with the failed rank's message, or after silence_s without output.
         """
         output = self._processes[0].stdout
         if output is None:
@@ -111,28 +111,28 @@ class Workers:
                 self._judge(codes, last, heard + silence_s)
 
     def _judge(self, codes: Sequence[int | None], last: float, silent: float) -> None:
-        """Raise where a rank has failed and the others had until `last` to say why, or nobody spoke until `silent`."""
+        """Raise Error if a rank failed and all ended or `last` has passed, or if there was no output by `silent`."""
         now = time.monotonic()
         if last and (None not in codes or now > last):
             raise Error(0, self._why(codes))
         if not last and now > silent:
-            raise Error(0, f"the benchmark's ranks said nothing for too long, and were ended. {self._why(codes)}")
+            raise Error(0, f"the benchmark's ranks printed nothing for too long and were killed. {self._why(codes)}")
 
     def _why(self, codes: Sequence[int | None]) -> str:
-        """Return the failing ranks' own words; a rank that was killed comes first, what others say of it after."""
+        """Return the messages of the failed ranks; a killed rank comes first."""
         parts = []
         order = sorted(range(self._ranks), key=lambda rank: (codes[rank] is None, (codes[rank] or 0) >= 0))
         for rank in order:
             words = self._said(rank).read_text(encoding="utf-8", errors="replace").strip().splitlines()
             code = codes[rank]
             if code is not None and code < 0:
-                parts.append(f"rank {rank} was ended by {signal.Signals(-code).name}")
+                parts.append(f"rank {rank} was killed by {signal.Signals(-code).name}")
             elif code or words:
                 parts.extend(words[-1:] or [f"rank {rank} ended with exit code {code}"])
-        return "; ".join(dict.fromkeys(parts)) or "no rank said why"
+        return "; ".join(dict.fromkeys(parts)) or "no rank gave a reason"
 
     def close(self) -> None:
-        """Kill what still runs, by process group, and wait for it."""
+        """Kill the processes that still run, by process group, and wait for them."""
         for process in self._processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -147,7 +147,9 @@ class Workers:
 
 
 def patience_s(request: Request, spec: LinkSpec | None) -> float:
-    """Return how long rank 0 may be silent: a round of the largest size on every path at the slowest rate, doubled."""
+    """Return the allowed silence of rank 0: SILENCE_S and twice a round of the largest size on all paths.
+
+    The round is estimated at the slowest rate of the network."""
     rate = 1e8
     if spec is not None and spec.capped:
         rate = min([float(spec.link_bps or 1e12), *map(float, spec.flow_bps)])

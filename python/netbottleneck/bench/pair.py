@@ -1,7 +1,7 @@
-"""Two hosts of the user's own, without torch or a launcher: what 1 to 16 network streams move between them.
+"""Benchmark of two hosts without torch or a launcher: the rate of 1 to 16 network streams between them.
 
-One side listens and prints the command for the other. The listening side decides size and count of each measurement;
-both measure the same all-reduces, and both say what came out.
+One side listens and prints the command for the other. The listening side decides size and count of each measurement.
+Both sides measure the same all-reduces, and both print the results.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import socket
 import statistics
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from netbottleneck.bench.curve import Point, verdict
 from netbottleneck.bench.paths import missing
 from netbottleneck.config import Settings
 from netbottleneck.errors import Error
@@ -29,14 +28,94 @@ from netbottleneck.units import gbit
 if TYPE_CHECKING:
     from netbottleneck import _core
 
+
+# The rate by number of streams between two hosts, and the verdict.
+
+NOTEWORTHY = 1.15  # gain over one plain stream from which the verdict mentions it
+NEARLY = 0.95  # part of the best rate from which fewer streams are preferred
+
+
+@dataclass(frozen=True)
+class Point:
+    """The rate of `streams` streams: bits a second, one way, the median of `count` all-reduces of `bytes`.
+
+    cpu_s_per_gb: CPU time of all threads of both sides per 10^9 bytes of the tensor, as in Samples.row.
+    """
+
+    transport: str
+    streams: int
+    bytes: int
+    count: int
+    bits_per_s: float
+    cpu_s_per_gb: float
+
+
+def verdict(points: Sequence[Point]) -> str:
+    """Return the verdict: the fewest streams of each transport compared with the best measurement.
+
+    A stock job has one plain connection: tcp's fewest streams. If tcp was not measured, the best of the other
+    transports' fewest streams replaces it.
+    """
+    curves = {name: [p for p in points if p.transport == name] for name in dict.fromkeys(p.transport for p in points)}
+    fewest = [_fewest(curve) for curve in curves.values()]
+    top, single = _fastest(points), _fastest(fewest)
+    plain = next((point for point in fewest if point.transport == "tcp"), single)
+    head = "; ".join(map(_moved, fewest))
+    if top.bits_per_s < NOTEWORTHY * plain.bits_per_s:
+        other = "" if len(curves) == 1 else " and another transport"
+        return (
+            f"{head}; the best of {len(points)} measurements is {gbit(top.bits_per_s)} ({_amount(top)}): "
+            f"more streams{other} bring no gain here. {_keep(plain)}"
+        )
+    best, lanes = single, str(single.streams)
+    if top.bits_per_s >= NOTEWORTHY * single.bits_per_s:
+        best, lanes = _fewest([p for p in curves[top.transport] if p.bits_per_s >= NEARLY * top.bits_per_s]), "auto"
+    gain = best.bits_per_s / plain.bits_per_s
+    who = "a job with one plain connection for each peer" if _like_stock(plain) else f"a job with {_amount(plain)}"
+    moved = "" if best in fewest else f"; {_moved(best)}"
+    return (
+        f"{head}{moved}: {who} leaves a factor of {gain:.1f} of this network unused. "
+        f"NETBOTTLENECK_TRANSPORT={best.transport} with NETBOTTLENECK_STREAMS={lanes} uses it."
+    )
+
+
+def _fewest(points: Sequence[Point]) -> Point:
+    return min(points, key=lambda point: point.streams)
+
+
+def _fastest(points: Sequence[Point]) -> Point:
+    return max(points, key=lambda point: point.bits_per_s)
+
+
+def _like_stock(point: Point) -> bool:
+    return (point.transport, point.streams) == ("tcp", 1)
+
+
+def _keep(plain: Point) -> str:
+    if _like_stock(plain):
+        return "One plain connection, as in a stock job, is as fast."
+    return f"Keep {_amount(plain)}."
+
+
+def _amount(point: Point) -> str:
+    """Describe a point's streams; 1 of tcp gives "one tcp stream"."""
+    return f"one {point.transport} stream" if point.streams == 1 else f"{point.streams} {point.transport} streams"
+
+
+def _moved(point: Point) -> str:
+    return f"{_amount(point)} {'moves' if point.streams == 1 else 'move'} {gbit(point.bits_per_s)}"
+
+
+# The two sides of the measurement.
+
 PORT = 29555
 STREAMS = (1, 2, 4, 8, 16)
 BYTES = 64 * 10**6
 WARM_BYTES = 4 * 10**6
 LEAST_BYTES = 10**6
 BUDGET_S = 50.0  # for all measurements together
-POINT_S = 2.0  # what one may take where all-reduces are short
-WAIT_S = 600.0  # how long the listening side waits for the other
+POINT_S = 2.0  # for one measurement of short all-reduces
+WAIT_S = 600.0  # time that the listening side waits for the other
 
 Say = Callable[[str], None]
 
@@ -57,15 +136,15 @@ class Pair:
     points: list[Point] = field(default_factory=list)
 
     def run(self) -> list[Point]:
-        """Measure. Raises TimeoutError when the other side does not come, PeerError when it goes."""
+        """Measure. Raises TimeoutError if the other side does not connect, PeerError if it is lost."""
         core = launch.core()
         self._interface = _interface(self.address, self.rank)
-        # The first meeting may take long; from then on the usual deadline holds.
+        # The first rendezvous may take long; later ones have the usual deadline.
         self._join("tcp", 1, WAIT_S if self.rank == 0 else self.settings.start_timeout_s).close()
         control = self._join("tcp", 1)
         try:
             self._begun = time.monotonic()
-            self.say("# the other side is there")
+            self.say("# the other side is connected")
             usable = self._usable(control)
             memory = core.Arena(max(self.bytes, WARM_BYTES))
             plan = [(transport, lanes) for transport in usable for lanes in self.streams]
@@ -106,11 +185,11 @@ class Pair:
         return made
 
     def _usable(self, control: _core.Comm) -> list[str]:
-        """Return the transports that both sides have; both must want the same."""
+        """Return the transports that both sides have. Raises ValueError if the sides have different arguments."""
         wanted = ",".join([*self.transports, *map(str, self.streams), str(self.bytes)])
         said = [text.decode().strip() for text in control.exchange(wanted.encode().ljust(200))]
         if said[0] != said[1]:
-            raise ValueError(f"the two sides were asked for different things: {said[0]} and {said[1]}")
+            raise ValueError(f"the two sides have different arguments: {said[0]} and {said[1]}")
         found = []
         for transport in self.transports:
             why = missing(transport, self.settings)
@@ -121,7 +200,7 @@ class Pair:
             else:
                 found.append(transport)
         if not found:
-            raise ValueError(f"none of {', '.join(self.transports)} is there on both sides")
+            raise ValueError(f"none of {', '.join(self.transports)} is available on both sides")
         return found
 
     def _point(
@@ -137,7 +216,7 @@ class Pair:
         return Point(*what, nbytes, count, 8 * nbytes / statistics.median(took), sum(spent) / (count * nbytes / 1e9))
 
     def _choose(self, bytes_per_s: float, left: int) -> tuple[int, int]:
-        """Return how large and how many the all-reduces of the next point are, by the time that is left."""
+        """Return size and number of the next point's all-reduces, from the time left."""
         seconds = max(0.2, (self._begun + BUDGET_S - time.monotonic()) / left)
         nbytes = self.bytes
         if nbytes / bytes_per_s > 1.3 * seconds:
@@ -145,7 +224,7 @@ class Pair:
         return nbytes, max(1, min(5, int(min(seconds, POINT_S) * bytes_per_s / nbytes)))
 
     def _together(self, control: _core.Comm, made: _core.Comm, memory: _core.Arena, nbytes: int) -> tuple[float, float]:
-        """All-reduce once, check the sums, and return the slower side's seconds and both sides' of processors."""
+        """Run and check one all-reduce; returns the slower side's seconds and the CPU seconds of both sides."""
         core = launch.core()
         nbytes -= nbytes % 4
         buffer: Any = memory
@@ -159,13 +238,13 @@ class Pair:
         cpu = time.process_time_ns() - cpu
         values /= 3
         if not np.array_equal(values, np.resize(np.arange(1, 1010, dtype=np.float32), len(values))):
-            raise Error(0, f"an all-reduce of {nbytes} bytes came out wrong")
+            raise Error(0, f"an all-reduce of {nbytes} bytes returned wrong elements")
         sides = [struct.unpack("<qq", blob) for blob in control.exchange(struct.pack("<qq", taken, cpu))]
         return max(side[0] for side in sides) / 1e9, sum(side[1] for side in sides) / 1e9
 
 
 def _interface(address: str, rank: int) -> str | None:
-    """Return the interface (in the settings' syntax) that owns the listening address, or that leads to it."""
+    """Return the interface (in the settings' syntax) that has the listening address, or the route to it."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     if rank != 0:
@@ -173,7 +252,7 @@ def _interface(address: str, rank: int) -> str | None:
             try:
                 probe.connect((socket.gethostbyname(host), int(port)))
             except OSError as error:
-                raise Error(error.errno or 0, f"no way to {host}: {error.strerror or error}") from error
+                raise Error(error.errno or 0, f"no route to {host}: {error.strerror or error}") from error
             host = probe.getsockname()[0]
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.family == socket.AF_INET and entry.address == host for entry in entries):
@@ -208,7 +287,7 @@ def listen(settings: Settings, port: int | None, say: Say, **options: Any) -> li
 
 
 def _same(options: dict[str, Any]) -> str:
-    """Return what the other side must be asked for too, where it is not what it would do anyway."""
+    """Return the options that the other side needs too, as far as they differ from the defaults."""
     words = []
     if options.get("transports", ("tcp", "ofi")) != ("tcp", "ofi"):
         words.append(f" --transports {','.join(options['transports'])}")
@@ -220,9 +299,9 @@ def _same(options: dict[str, Any]) -> str:
 
 
 def connect(settings: Settings, address: str, say: Say, **options: Any) -> list[Point]:
-    """Go to a host that listens, and measure. address: "HOST" or "HOST:PORT"."""
+    """Connect to a listening host and measure. address: "HOST" or "HOST:PORT"."""
     if settings.secret is None:
-        raise ValueError("--connect needs what --listen printed: --secret S, or NETBOTTLENECK_SECRET")
+        raise ValueError("--connect needs the secret that --listen printed: --secret S, or NETBOTTLENECK_SECRET")
     host, colon, port = address.rpartition(":")
     host, port = (host, port) if colon else (address, str(PORT))
     if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:

@@ -1,6 +1,6 @@
-"""A backward pass played over a real transport: no model, no torch; the bytes move, and the compute is a wait.
+"""Replay of a backward pass over a real transport, without model or torch: the bytes move, compute is a timed wait.
 
-The moments are kept and stamped in C; Python runs once a bucket, to submit it, and once a step.
+C code waits for the recorded times and writes the timestamps. Python runs once per bucket to submit it, and per step.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from netbottleneck.launch import connect
+from netbottleneck.runtime.async_operations import average_factor
 from netbottleneck.runtime.communicators import key_of, tensor_over
 from netbottleneck.trace.recorder import EVENTS
-from netbottleneck.whatif.plan import described
-from netbottleneck.whatif.replay_schedule import DTYPE, ELEMENT, Score, score
+from netbottleneck.whatif.plan import DTYPE, ELEMENT, ReplaySchedule, described, replay_schedule
 
 if TYPE_CHECKING:
     from netbottleneck import _core
 
-__all__ = ["DTYPE", "ELEMENT", "Player", "Score", "score", "sent_bytes"]
+__all__ = ["DTYPE", "ELEMENT", "Player", "ReplaySchedule", "replay_schedule", "sent_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What communicators.Buckets calls a bucket."""
+    """A bucket with the attributes of communicators.Buckets."""
 
     name: str
     parameters: tuple[int, ...]
@@ -34,12 +34,12 @@ class Bucket:
 
 
 class Player:
-    """A score's buckets in memory, and where they go: communicators.Buckets, as every transport takes them."""
+    """A score's buckets in memory and their target, with the interface of communicators.Buckets."""
 
     version = 0
     factors = (True, 1.0, None)
 
-    def __init__(self, played: Score, rank: int, size: int, *, spin: bool = False) -> None:
+    def __init__(self, played: ReplaySchedule, rank: int, size: int, *, spin: bool = False) -> None:
         core = connect.core()
         self.score = played
         self.buckets = [
@@ -53,34 +53,36 @@ class Player:
         self.fill(float(rank + 1))
 
     def fill(self, value: float) -> None:
-        """Set every gradient of every bucket."""
+        """Set every gradient of every bucket to `value`."""
         for arena in self.memory:
             np.frombuffer(arena, np.float32)[:] = value
 
     def digest(self) -> bytes:
-        """Return a hash of all gradients, as they are now."""
+        """Return the SHA-256 of all gradients."""
         found = hashlib.sha256()
         for arena in self.memory:
             found.update(memoryview(arena))
         return found.digest()
 
     def flat(self, index: int) -> Any:
-        """Return a bucket as a flat tensor: for stock, which is torch's."""
+        """Return a bucket as a flat tensor, for stock, which runs in torch."""
         return tensor_over(self.memory[index])
 
     def target(self, sink: Any, _average: bool = True, *, predivide: float = 1.0, op: int | None = None) -> None:
-        """Say where complete buckets go from now on. Raises ValueError for anything but a mean."""
+        """Set the target of complete buckets. Raises ValueError for anything but a mean."""
         if predivide != 1.0 or op is not None:
             raise ValueError("a replay sends means")
         self._sink = sink
 
     def describe(self) -> dict[str, Any]:
-        """Return what a rank's record says of its tensors and buckets."""
+        """Return the description of tensors and buckets for a rank's record."""
         tensors = [(name, size, DTYPE) for name, size in self.score.tensors]
         return {"modules": [], **described(tensors, self.buckets, key_of)}
 
     def step(self, recorder: _core.Recorder) -> None:
-        """Play one step: all gradients are back, and the optimizer is over, when this returns. Raises as Work.wait."""
+        """Play one step; returns when all gradients are reduced and the optimizer's time has passed.
+
+        Raises as Work.wait."""
         core = connect.core()
         begin, score = core.now_ns(), self.score
         recorder.put(EVENTS["FORWARD_BEGIN"])
@@ -105,15 +107,21 @@ class Player:
             return sink(index)
         core = connect.core()
         return sink.submit(
-            bucket.name, core.ALLREDUCE, arena, core.FLOAT32, postscale=1 / self._size, bucket=index + 1, keep=arena
+            bucket.name,
+            core.ALLREDUCE,
+            arena,
+            core.FLOAT32,
+            postscale=average_factor(self._size),
+            bucket=index + 1,
+            keep=arena,
         )
 
 
 def sent_bytes(algorithm: str | None, size: int, nbytes: int) -> float | None:
-    """Return what one of `size` ranks sends of payload, the mean over ranks; None where the algorithm is not known.
+    """Return the payload bytes that one of `size` ranks sends, the mean over ranks; None for an unknown algorithm.
 
-    None stands for stock: gloo's ring. Ring and halving-doubling: 2 S (n-1)/n (Thakur et al. 2005); recursive doubling
-    among a power of two: S log2(n).
+    algorithm None: stock, which is gloo's ring. Ring and halving-doubling: 2 S (n-1)/n (Thakur et al. 2005); recursive
+    doubling with a power of two ranks: S log2(n).
     """
     power = size & (size - 1) == 0
     if size == 1:

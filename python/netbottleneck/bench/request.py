@@ -1,44 +1,156 @@
-"""What a benchmark is asked to do: the command line's words as a value."""
+"""A benchmark's request, the element types, and the data that every path reduces."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from netbottleneck.bench.data import DTYPES, REDUCTIONS
+import numpy as np
+from numpy.typing import NDArray
+
+from netbottleneck.bench.paths import COMPARISONS, FROM_A_CHECKOUT, Opener, load_peers
 from netbottleneck.config import size as parse_size
 from netbottleneck.config import streams as parse_streams
+from netbottleneck.trace.transports import BENCHED
 
-TRANSPORTS = ("stock", "tcp", "ofi")
-# Other programs that do the same, and limits of wire and memory; see bench/peers.py.
-MPI = ("mpi-shm", "mpi-tcp", "mpi-tcp4", "mpi-ofi")
-MPICH = ("mpich-shm", "mpich-ofi")
-CCL = ("oneccl",)
-HOROVOD_MPI = ("horovod-mpi",)
-IPERF_FLOWS = (1, 2, 4, 8, 16)
-IPERF = tuple(f"iperf3-{flows}" for flows in IPERF_FLOWS)
-HEAP = ("tcp-heap", "ofi-heap")
-MEMORY = ("memcpy", "add", "pair")
-PEERS = (*MPI, *MPICH, *CCL, "horovod", *HOROVOD_MPI, *IPERF, *HEAP, *MEMORY)
+# Contents of a benchmark's buffers, and the check of a result.
+#
+# Inputs repeat after a prime number of elements. Data moved to a wrong place by any round number of bytes is therefore
+# detected, and one period of expected values checks a buffer of any length.
+
+PERIOD = 1_000_003
+SEED = 1
+REDUCTIONS = ("sum", "min", "max", "product")
+_FOLD: dict[str, Callable[..., Any]] = {
+    "sum": np.add.reduce,
+    "product": np.multiply.reduce,
+    "min": np.minimum.reduce,
+    "max": np.maximum.reduce,
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An element type: its NumPy storage type, machine epsilon (0: exact), and smallest positive value."""
+
+    name: str
+    store: np.dtype[Any]
+    epsilon: float = 0.0
+    tiny: float = 0.0
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.store.itemsize
+
+    def decode(self, stored: NDArray[Any]) -> NDArray[Any]:
+        """Return values that can be compared; only bfloat16 and float16 are converted, to float32."""
+        if self.name == "bfloat16":
+            return (stored.astype(np.uint32) << 16).view(np.float32)
+        return stored.astype(np.float32) if self.name == "float16" else stored
+
+    def encode(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return float values in the storage type, rounded to nearest even."""
+        if self.name == "bfloat16":
+            bits = values.astype(np.float32).view(np.uint32)
+            return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        return values.astype(self.store)
+
+
+DTYPES: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind("float32", np.dtype(np.float32), 2.0**-23, 2.0**-149),
+        Kind("float64", np.dtype(np.float64), 2.0**-52, 2.0**-1074),
+        Kind("float16", np.dtype(np.float16), 2.0**-10, 2.0**-24),
+        Kind("bfloat16", np.dtype(np.uint16), 2.0**-7, 2.0**-133),
+        Kind("int8", np.dtype(np.int8)),
+        Kind("int32", np.dtype(np.int32)),
+        Kind("int64", np.dtype(np.int64)),
+        Kind("uint8", np.dtype(np.uint8)),
+    )
+}
+
+
+class Data:
+    """Inputs of `rank` and the outputs that all ranks must have, for buffers of up to `count` elements.
+
+    Integers are exact and wrap as two's complement. A float may differ from the exact result by ranks × epsilon × the
+    sum of the magnitudes (for a product: × the magnitude). This is twice the error of any order of additions.
+    """
+
+    def __init__(self, dtype: str, op: str, rank: int, ranks: int, count: int) -> None:
+        self.kind = DTYPES[dtype]
+        count = min(count, PERIOD)
+        inputs = [self._values(op, count, np.random.default_rng([SEED, other])) for other in range(ranks)]
+        self._input = inputs[rank]
+        exact = op in ("min", "max") or self.kind.epsilon == 0
+        if exact:
+            folded = _FOLD[op](np.stack([self.kind.decode(x) for x in inputs]), axis=0, **_as_stored(self.kind))
+            self._low = self._high = folded
+        else:
+            self._low, self._high = self._bounds(op, inputs)
+
+    def _values(self, op: str, count: int, random: np.random.Generator) -> NDArray[Any]:
+        if self.kind.epsilon == 0:
+            info = np.iinfo(self.kind.store)
+            return random.integers(info.min, info.max, count, dtype=self.kind.store, endpoint=True)
+        low, high = (0.5, 1.5) if op == "product" else (-1.0, 1.0)
+        return self.kind.encode(random.uniform(low, high, count))
+
+    def _bounds(self, op: str, inputs: list[NDArray[Any]]) -> tuple[NDArray[Any], NDArray[Any]]:
+        wide = np.longdouble if self.kind.name == "float64" else np.float64
+        values = np.stack([self.kind.decode(x).astype(wide) for x in inputs])
+        exact = _FOLD[op](values, axis=0)
+        size = np.add.reduce(np.abs(values), axis=0) if op == "sum" else np.abs(exact)
+        margin = len(inputs) * (self.kind.epsilon * size + self.kind.tiny)
+        compared = np.float64 if self.kind.name == "float64" else np.float32
+        return (exact - margin).astype(compared), (exact + margin).astype(compared)
+
+    def fill(self, buffer: NDArray[Any]) -> None:
+        """Fill the whole buffer with this rank's input, in the storage type."""
+        for start in range(0, len(buffer), PERIOD):
+            part = buffer[start : start + PERIOD]
+            part[:] = self._input[: len(part)]
+
+    def wrong(self, buffer: NDArray[Any]) -> int:
+        """Return how many elements of a result are wrong."""
+        found = 0
+        for start in range(0, len(buffer), PERIOD):
+            part = self.kind.decode(buffer[start : start + PERIOD])
+            right = (part >= self._low[: len(part)]) & (part <= self._high[: len(part)])
+            found += len(part) - int(np.count_nonzero(right))
+        return found
+
+
+def _as_stored(kind: Kind) -> dict[str, Any]:
+    """Return the type of a fold's result: integers keep their own type, which NumPy would widen."""
+    return {"dtype": kind.store} if kind.epsilon == 0 else {}
+
+
+# A benchmark's request: the command line's arguments as a value.
+
 SHARING = ("auto", "0", "1")
 SIZES = (10**6, 16 * 10**6, 64 * 10**6)
-# Iterations by size where nobody says how many: (up to bytes, iterations).
+# Default iterations by size: (up to bytes, iterations).
 ITERATIONS = ((10**6, 20), (16 * 10**6, 10), (1 << 62, 5))
 
 
 @dataclass(frozen=True)
 class Request:
-    """All-reduces to be measured. streams: lanes of each native transport, 0: auto. iterations 0: by size.
+    """All-reduces to measure. streams: lanes of each native transport, 0: auto. iterations 0: by size.
 
-    shm: whether ranks of one host share memory, in the words of NETBOTTLENECK_SHM; each is measured. None: as it says.
+    transports: stock, native transports, names of COMPARISONS, and of the table in `peers`, a Python file or package.
 
-    `exact`: the transports were named by the user, so that one that is missing is an error. inner: all-reduces of a
-    timed round, one on the result of the other: a reduction that changes nothing the second time, min or max.
+    shm: values of NETBOTTLENECK_SHM (memory shared by ranks of one host), each measured; empty: the setting's value.
+
+    exact: the user named the transports, so a missing one is an error. inner: all-reduces of a timed round, each on the
+    result of the previous one. More than one needs a reduction that repeats without effect, min or max.
     """
 
-    transports: tuple[str, ...] = TRANSPORTS
+    transports: tuple[str, ...] = BENCHED
     streams: tuple[int, ...] = (0,)
     sizes: tuple[int, ...] = SIZES
     dtype: str = "float32"
@@ -47,9 +159,10 @@ class Request:
     exact: bool = False
     inner: int = 1
     shm: tuple[str, ...] = ()
+    peers: str = ""
 
     def __post_init__(self) -> None:
-        _each("transport", self.transports, (*TRANSPORTS, *PEERS))
+        _each("transport", self.transports, (*BENCHED, *self.openers()), "" if self.peers else f". {FROM_A_CHECKOUT}")
         _each("dtype", (self.dtype,), tuple(DTYPES))
         _each("op", (self.op,), REDUCTIONS)
         if self.shm:
@@ -61,8 +174,12 @@ class Request:
         if self.inner < 1 or (self.inner > 1 and self.op not in ("min", "max")):
             raise ValueError(f"{self.inner} all-reduces a round: at least one, and more than one of min and max only")
 
+    def openers(self) -> Mapping[str, Opener]:
+        """Return how each path beside stock and the native transports is opened, by name."""
+        return {**COMPARISONS, **(load_peers(self.peers) if self.peers else {})}
+
     def elements(self, nbytes: int) -> int:
-        """Return how many whole elements fit; one where a size is smaller than an element, none where it is 0."""
+        """Return the number of whole elements in `nbytes`: at least one, but none for 0 bytes."""
         itemsize = DTYPES[self.dtype].itemsize
         return max(nbytes // itemsize, 1 if nbytes > 0 else 0)
 
@@ -71,31 +188,31 @@ class Request:
         return self.iterations or next(count for limit, count in ITERATIONS if nbytes <= limit)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `from_json` takes."""
+        """Return a dictionary for `from_json`."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Request:
-        """Return the request that a dictionary spells."""
+        """Return the request of a dictionary from `to_json`."""
         fields: dict[str, Any] = {name: tuple(item) if isinstance(item, list) else item for name, item in value.items()}
         return cls(**fields)
 
 
-def _each(what: str, names: Sequence[str], known: Sequence[str]) -> None:
+def _each(what: str, names: Sequence[str], known: Sequence[str], hint: str = "") -> None:
     for name in names:
         if name not in known:
-            raise ValueError(f"{what} {name}: must be one of {', '.join(known)}")
+            raise ValueError(f"{what} {name}: must be one of {', '.join(known)}{hint}")
     if not names or len(set(names)) != len(names):
         raise ValueError(f"{what} {','.join(names) or '(none)'}: one or more, each once")
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Return bytes of a list such as "1M,16M,64Mi". Raises ValueError naming the part."""
+    """Parse a list of sizes such as "1M,16M,64Mi" into bytes. Raises ValueError naming the part."""
     return tuple(_parsed(part, parse_size, "a size such as 65536, 256Ki, 1M or 64Mi") for part in text.split(","))
 
 
 def parse_lanes(text: str) -> tuple[int, ...]:
-    """Return lanes of a list such as "auto" or "1,2,4,8"; auto is 0. Raises ValueError naming the part."""
+    """Parse a list of lanes such as "auto" or "1,2,4,8"; auto is 0. Raises ValueError naming the part."""
     return tuple(_parsed(part, parse_streams, "auto or a number from 1 to 64") for part in text.split(","))
 
 

@@ -1,4 +1,4 @@
-"""Rows of a benchmark: from samples to numbers, and as a table in text and in HTML."""
+"""Results of a benchmark: samples to rows of numbers, and rows as a table in text and HTML."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _COLUMNS = (
 class Samples:
     """One path at one size: values[rank, round] of (time_ns, cpu_ns, wire_bytes, payload_bytes, wrong, busy_ns).
 
-    wire: whether wire_bytes count what hosts sent through their interfaces, instead of all that loopback did;
-    payload_bytes are -1 where not known. inner: all-reduces of a round. busy_ns: of all processors of the machine.
+    wire: wire_bytes count what hosts sent through their interfaces; if False, all traffic of the loopback.
+    payload_bytes: -1 if not known. inner: all-reduces of a round. busy_ns: summed over all CPUs of the machine.
     """
 
     values: NDArray[np.int64]
@@ -45,11 +45,11 @@ class Samples:
     inner: int = 1
 
     def row(self) -> dict[str, Any]:
-        """Return the numbers of a row. An iteration lasts as long as it does on its slowest rank.
+        """Return the numbers of a row. The time of an iteration is that of its slowest rank.
 
-        algbw = bytes / median time, busbw = algbw × 2(n−1)/n (nccl-tests, doc/PERFORMANCE.md). wire_bits_per_s: what
-        a host, or else a rank, sent in one direction during the iterations, over their time. cpu_s_per_gb: processor
-        time of all threads of all ranks for each 10^9 bytes of the tensor. `rounds`: one value for each round.
+        algbw = bytes / median time, busbw = algbw × 2(n−1)/n (nccl-tests, doc/PERFORMANCE.md). wire_bits_per_s: bits
+        sent in one direction by a host (on loopback: a rank) during the iterations, over their time. cpu_s_per_gb: CPU
+        time of all threads of all ranks per 10^9 bytes of the tensor. `rounds`: one value per round.
         """
         ranks, rounds, _ = self.values.shape
         nbytes = self.count * self.itemsize
@@ -71,7 +71,7 @@ class Samples:
         }
 
     def _sent(self) -> list[int]:
-        """Bytes of an all-reduce on the wire, of all hosts together: every rank of a host sees the same interface."""
+        """Return wire bytes per all-reduce, over all hosts, for each round; on loopback every rank counts the same."""
         sent = self.values[:, :, 2]
         return [int(n) // self.inner for n in (sent.sum(axis=0) if self.wire else sent.max(axis=0))]
 
@@ -79,7 +79,7 @@ class Samples:
         sent = self.values[:, :, 2 if self.wire else 3]
         if (sent < 0).any():
             return None
-        # Only one rank of a host counts what its interface sent.
+        # Only one rank per host counts the interface's bytes.
         sources = int((sent.sum(axis=1) > 0).sum()) or 1
         return 8 * float(sent.sum()) / sources / self.inner / seconds
 
@@ -122,7 +122,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 @dataclass
 class Results:
-    """A benchmark: `head` says where and how, `rows` hold the numbers, `notes` what was left out."""
+    """A benchmark: `head` describes the environment, `rows` have the numbers, `notes` the paths left out."""
 
     head: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -130,12 +130,12 @@ class Results:
 
     @property
     def wrong(self) -> int:
-        """How many elements were wrong, of all iterations and ranks."""
+        """The number of wrong elements over all iterations and ranks."""
         return sum(int(row["wrong"]) for row in self.rows)
 
     @property
     def probe(self) -> dict[str, list[tuple[int, float]]]:
-        """By transport: (lanes, bits a second one way) as streams=auto found them."""
+        """By transport: (lanes, bits a second one way), as measured for streams=auto."""
         found: dict[str, list[tuple[int, float]]] = {}
         for row in self.rows:
             if row.get("probe"):
@@ -143,7 +143,7 @@ class Results:
         return found
 
     def row(self, transport: str, streams: int | str | None = None, nbytes: int | None = None) -> dict[str, Any]:
-        """Return the last row of a transport, or of these streams and this size. Raises KeyError."""
+        """Return the last row of a transport, of the given streams and size if not None. Raises KeyError."""
         for row in reversed(self.rows):
             if row["transport"] == transport and streams in (None, row["streams"]) and nbytes in (None, row["bytes"]):
                 return dict(row)
@@ -154,11 +154,11 @@ class Results:
         return "\n".join([heading(), *map(line, self.rows), *(f"# {note}" for note in self.notes)])
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the file holds."""
+        """Return the content of the JSON file."""
         return {"version": VERSION, **self.head, "notes": self.notes, "rows": self.rows}
 
     def write(self, path: Path | str) -> None:
-        """Write the file."""
+        """Write the JSON file."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
     def _repr_html_(self) -> str:

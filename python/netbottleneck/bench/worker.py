@@ -1,8 +1,8 @@
-"""One rank of a benchmark: every size, on all paths in turn, round after round. Rank 0 tells what came out.
+"""One rank of a benchmark: measures every size on all paths in turn, round after round. Rank 0 reports the results.
 
-python -m netbottleneck.bench.worker REQUEST: the request as JSON; rank and meeting place come from the environment.
-Rank 0 prints one JSON object a line: {"open": …}, {"left_out": …}, {"row": …}, {"beat": …}. A rank ends when its
-standard input is closed: whoever started it is gone.
+python -m netbottleneck.bench.worker REQUEST: the request as JSON; rank and rendezvous come from the environment.
+Rank 0 prints one JSON object per line: {"open": …}, {"left_out": …}, {"row": …}, {"beat": …}. A rank exits when its
+standard input is closed, as its parent is then gone.
 """
 
 from __future__ import annotations
@@ -14,21 +14,56 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck import config
-from netbottleneck.bench.counters import busy_ns, owed_bytes, sent_bytes
-from netbottleneck.bench.data import DTYPES, SEED, Data
-from netbottleneck.bench.paths import Native, Path, missing, open_stock
-from netbottleneck.bench.peers import Ground, open_peer
-from netbottleneck.bench.request import PEERS, Request
+from netbottleneck.bench.paths import Context, Native, Opener, Path, missing, open_stock
+from netbottleneck.bench.request import DTYPES, SEED, Data, Request
 from netbottleneck.bench.results import Samples
 from netbottleneck.launch import connect
 from netbottleneck.runtime import monitor
+from netbottleneck.trace.transports import BENCHED
+
+# Counters of the machine around a measurement: bytes sent by interfaces, busy time of CPUs.
+
+_NET = FilePath("/proc/self/net/dev")
+_STAT = FilePath("/proc/stat")
+_SENT = 8  # column of the bytes sent, after the interface's name
+_BUSY = (0, 1, 2, 5, 6)  # user, nice, system, irq, softirq: neither idle, nor iowait, nor steal
+
+
+def sent_bytes(interfaces: Collection[str]) -> int:
+    """Return the bytes that interfaces of this network namespace have sent; a missing interface counts 0."""
+    found = 0
+    for line in _NET.read_text(encoding="ascii").splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() in interfaces:
+            found += int(numbers.split()[_SENT])
+    return found
+
+
+def busy_ns() -> int:
+    """Return the busy time of all CPUs of this machine in ns, at the resolution of kernel ticks (usually 10 ms)."""
+    with _STAT.open(encoding="ascii") as file:
+        numbers = file.readline().split()[1:]
+    return sum(int(numbers[column]) for column in _BUSY) * (10**9 // os.sysconf("SC_CLK_TCK"))
+
+
+def owed_bytes(hosts: int, nbytes: int) -> int:
+    """Return the minimum bytes on the wire of an all-reduce of nbytes, over all hosts: 2(n-1) times its size.
+
+    Reduce-scatter and all-gather each send (n-1)/n of it from each of n hosts. A tree sends all of it n-1 times each
+    way. Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, section 3.
+    """
+    return 2 * (hosts - 1) * nbytes
+
+
+# One rank of the benchmark.
 
 Emit = Callable[[Mapping[str, Any]], None]
 FIELDS = ("time_ns", "cpu_ns", "wire_bytes", "payload_bytes", "wrong", "busy_ns")
@@ -36,7 +71,7 @@ REASON_BYTES = 200
 
 
 class Rank:
-    """This process's share of a benchmark. Raises what connecting or an all-reduce raises."""
+    """This process's part of a benchmark. Raises what connecting or an all-reduce raises."""
 
     def __init__(self, request: Request, settings: config.Settings, place: connect.Place, emit: Emit) -> None:
         self.request = request
@@ -48,11 +83,11 @@ class Rank:
         self._bytes = max(request.elements(size) for size in request.sizes) * itemsize
         self.control = connect.connect(settings, place, transport="tcp", streams=1)
         hosts = self.control.exchange(connect.host_digest(settings))
-        self.place = connect.located(place, connect.topology(hosts, place.rank))
+        self.place = connect.with_topology(place, connect.topology(hosts, place.rank))
         self.paths: list[Path] = []
 
     def run(self) -> None:
-        """Measure everything."""
+        """Measure all sizes."""
         memory = self._core.Arena(max(self._bytes, 4096))
         try:
             self._open(memory)
@@ -66,36 +101,53 @@ class Rank:
             self.control.close()
 
     def _open(self, memory: Any) -> None:
-        what = (self.request.dtype, self.request.op)
+        context = Context(
+            self.settings,
+            self.place,
+            self.control,
+            memory,
+            self.request.dtype,
+            self.request.op,
+            self._interfaces()[0],
+        )
+        openers = self.request.openers()
         for transport in self.request.transports:
-            if transport in PEERS:
-                self._open_peer(transport, memory, what)
+            if transport not in BENCHED:
+                self._open_other(transport, openers[transport], context)
                 continue
             why = self._agree(missing(transport, self.settings))
             if why and self.request.exact and transport != "stock":
-                raise ValueError(f"{transport} was asked for and cannot be used: {why}")
+                raise ValueError(f"{transport} was requested and cannot be used: {why}")
             if why:
                 self._emit({"left_out": f"{transport} left out: {why}"})
             elif transport == "stock":
-                self.paths += open_stock(self.settings, self.place, self.control, memory, what)
+                self.paths += open_stock(context)
             else:
                 for lanes, shm in itertools.product(self.request.streams, self.request.shm or (self.settings.shm,)):
                     chosen = dataclasses.replace(self.settings, shm=shm)
-                    made = connect.connect(chosen, self.place, transport=transport, streams=lanes)
-                    self.paths.append(Native(made, transport, lanes, memory, what))
+                    comm = connect.connect(chosen, self.place, transport=transport, streams=lanes)
+                    self.paths.append(Native(comm, transport, lanes, context))
         self._emit({"open": [[path.name, path.streams] for path in self.paths], "ranks": self.place.size})
 
-    def _open_peer(self, transport: str, memory: Any, what: tuple[str, str]) -> None:
-        """Another program that is missing, or does not start, is named, and is no error."""
-        ground = Ground(self.settings, self.place, self.control, memory, what, self._interfaces()[0])
-        opened = open_peer(transport, ground, self._agree)
-        if isinstance(opened, str):
-            self._emit({"left_out": f"{transport} left out: {opened}"})
-        else:
-            self.paths.append(opened)
+    def _open_other(self, name: str, opener: Opener, context: Context) -> None:
+        """Open a comparison or a peer. One that is missing or does not start is reported, and is not an error."""
+        path: Path | None = None
+        why = self._agree(opener.missing(name, context))
+        if not why:
+            try:
+                path = opener.open(name, context)
+            except (OSError, RuntimeError) as error:
+                why = getattr(error, "strerror", None) or str(error)
+            why = self._agree(why)
+        if path is not None and not why:
+            self.paths.append(path)
+            return
+        if path is not None:
+            path.close()
+        self._emit({"left_out": f"{name} left out: {why}"})
 
     def _agree(self, why: str) -> str:
-        """Return why this or another rank cannot; "" where all can."""
+        """Return the reasons of all ranks that have one; "" if there are none."""
         said = self.control.exchange(why.encode()[:REASON_BYTES].ljust(REASON_BYTES))
         found = {rank: text.decode(errors="replace").strip() for rank, text in enumerate(said) if text.strip()}
         return (
@@ -115,7 +167,7 @@ class Rank:
             if path.warms:
                 self._once(path, count, data, buffer)
         for turn in range(rounds):
-            # Drawn anew each round, alike on all ranks, so that no path gains by who is before it.
+            # A new order each round, equal on all ranks, so that no path benefits from its predecessor.
             for index in np.random.default_rng([SEED, turn]).permutation(len(self.paths)):
                 found[index, turn] = self._once(self.paths[index], count, data, buffer)
             self._emit({"beat": [nbytes, turn]})
@@ -131,20 +183,20 @@ class Rank:
             self._emit({"row": {**head, **row, **path.info(), **wire}})
 
     def counts_wire(self) -> bool:
-        """Whether this rank reports its host's interface: an interface that is no loopback, one rank a host."""
+        """Return whether wire bytes are those of a host's interface, which is not the loopback."""
         return self._interfaces() != ["lo"]
 
     def _senders(self) -> int:
-        """Return between how many the bytes travel that are counted: hosts, or on loopback ranks."""
+        """Return the number of senders in the counted bytes: hosts, or ranks on loopback."""
         return self.place.size // (self.place.local_size or 1) if self.counts_wire() else self.place.size
 
     def _together(self) -> None:
         self.control.submit("bench.barrier", self._core.BARRIER, [], self._core.UINT8, awaited=True).wait()
 
     def _once(self, path: Path, count: int, data: Data, buffer: NDArray[Any]) -> tuple[int, ...]:
-        """One timed round. Counters are read while no rank moves anything: between two barriers, and after another.
+        """Run one timed round. Counters are read while no rank moves data: between barriers.
 
-        Ranks leave a barrier apart where one of them slept in it: before the clock starts there are two in a row.
+        Ranks may leave a barrier at different times if one slept in it, so two barriers precede the clock.
         """
         now = self._core.now_ns
         names = self._interfaces()
@@ -174,7 +226,7 @@ class Rank:
 
 
 def _nothing(_: Mapping[str, Any]) -> None:
-    """What ranks other than 0 tell."""
+    """Discard a line, on ranks other than 0."""
 
 
 def _end_with_parent() -> None:
@@ -189,7 +241,7 @@ def _end_with_parent() -> None:
 
 
 def main() -> int:
-    """Run this rank; a failure is one line on stderr."""
+    """Run this rank; report a failure as one line on stderr."""
     _end_with_parent()
     rank = "?"
 
@@ -214,5 +266,5 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # A communicator that another one failed beside must not hold this process.
+    # Skip destructors: a communicator that failed on another rank could block the exit.
     os._exit(code)

@@ -1,6 +1,6 @@
-"""What is in force on this machine, and what stands in the way: launcher, interfaces, libfabric, torch, CUDA, lab.
+"""Inspection of this machine for `netbottleneck doctor`: launcher, interfaces, libfabric, torch, CUDA, lab.
 
-Nothing is measured and nothing is started but the lab's namespaces, for a moment."""
+It measures nothing, and starts nothing except a lab's namespaces for a moment."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _SYSCTLS = (
     "net.ipv4.tcp_congestion_control",
     "net.core.default_qdisc",
 )
-# Variables of others that change what the stock path or our lanes do.
+# Prefixes of foreign variables that affect the stock path or our lanes.
 _OTHERS = ("GLOO_", "NCCL_", "FI_", "HOROVOD_", "OMP_NUM_THREADS", "MASTER_", "TORCH_NCCL_", "TP_", "CUDA_VISIBLE")
 _SECRETS = ("SECRET", "KEY", "TOKEN", "PASSWORD")
 
 
 def examine(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return what was found, by topic. A topic that could not be looked at says so: nothing raises."""
+    """Return the findings by topic. A failed topic has its error text; this function does not raise."""
     topics: dict[str, Callable[[], Any]] = {
-        "version": lambda: {"netbottleneck": __version__, "python": platform.python_version(), **_core_facts()},
+        "version": lambda: {"netbottleneck": __version__, "python": platform.python_version(), **_core_module()},
         "job": lambda: _job(environ),
         "security": lambda: _security(environ),
         "interfaces": lambda: _interfaces(environ),
@@ -54,17 +54,17 @@ def examine(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
         "environment": lambda: _environment(environ),
         "lab": _lab,
     }
-    return {name: _guarded(look) for name, look in topics.items()}
+    return {name: _or_error(inspect) for name, inspect in topics.items()}
 
 
-def _guarded(look: Callable[[], Any]) -> Any:
+def _or_error(inspect: Callable[[], Any]) -> Any:
     try:
-        return look()
+        return inspect()
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         return {"error": getattr(error, "strerror", None) or str(error)}
 
 
-def _core_facts() -> dict[str, Any]:
+def _core_module() -> dict[str, Any]:
     try:
         core = connect.core()
     except ImportError as error:
@@ -73,16 +73,21 @@ def _core_facts() -> dict[str, Any]:
 
 
 def _job(environ: Mapping[str, str]) -> dict[str, Any]:
-    place = connect.detect(config.settings(environ=environ), environ)
-    return {"launcher": place.launcher, "rank": place.rank, "ranks": place.size, "ranks_on_this_host": place.local_size}
+    detected = connect.detect(config.settings(environ=environ), environ)
+    return {
+        "launcher": detected.launcher,
+        "rank": detected.rank,
+        "ranks": detected.size,
+        "ranks_on_this_host": detected.local_size,
+    }
 
 
 def _security(environ: Mapping[str, str]) -> dict[str, Any]:
     settings = config.settings(environ=environ)
     return {
-        "secret": connect.secrecy(settings, connect.detect(settings, environ), environ),
-        "joining": "each connection proves that it knows the secret (HMAC-SHA256)",
-        "gradients": "in the clear: nothing on the wire is encrypted (docs/security.md)",
+        "secret": connect.secret_source(settings, connect.detect(settings, environ), environ),
+        "joining": "each connection authenticates with the secret (HMAC-SHA256)",
+        "gradients": "not encrypted on the wire (docs/explanation/security.md)",
     }
 
 
@@ -100,15 +105,15 @@ def _interfaces(environ: Mapping[str, str]) -> dict[str, Any]:
                 "mtu_bytes": state.mtu if state else None,
             }
         )
-    return {"all": found, **_guarded(lambda: _chosen(environ, found))}
+    return {"all": found, **_or_error(lambda: _selected_interface(environ, found))}
 
 
-def _chosen(environ: Mapping[str, str], found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return which interface would be used, why, and whether a faster one is there."""
+def _selected_interface(environ: Mapping[str, str], found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the interface that would be used, the reason, and any faster interfaces."""
     settings = config.settings(environ=environ)
     name, address = connect.core().interfaces(settings.ifname)[0]
     source = settings.sources.get("ifname")
-    why = f"{source}={settings.ifname}" if source else "the first that is up and no loopback"
+    why = f"{source}={settings.ifname}" if source else "the first interface that is up and is not the loopback"
     speed = {each["name"]: each["speed_bits_per_s"] or 0 for each in found if each["up"]}
     faster = [other for other in speed if speed[other] > speed.get(name, 0) > 0]
     return {"used": name, "address": address, "why": why, "faster": faster}
@@ -124,8 +129,8 @@ def _libfabric(environ: Mapping[str, str]) -> dict[str, Any]:
     except OSError as error:
         return {"error": f"ofi left out: {error.strerror or error}"}
     providers = core.providers(settings.library)
-    asked = [settings.provider] if settings.provider else [name for name, _ in providers[:1]]
-    return {"path": path, "version": version, "providers": [list(each) for each in providers], "used": "".join(asked)}
+    used = [settings.provider] if settings.provider else [name for name, _ in providers[:1]]
+    return {"path": path, "version": version, "providers": [list(each) for each in providers], "used": "".join(used)}
 
 
 def _version_of(name: str) -> str | None:
@@ -144,7 +149,7 @@ def _torch() -> dict[str, Any]:
 
 
 def _cuda() -> dict[str, Any]:
-    """What could be loaded, without loading it: no CUDA context is made."""
+    """Return the CUDA libraries and devices without loading a library: no CUDA context is created."""
     packages = sorted(
         f"{each.metadata['Name']} {each.version}"
         for each in metadata.distributions()
@@ -175,7 +180,7 @@ def _memlock() -> int | None:
 
 
 def _cgroup_cores() -> float | None:
-    """Return the cgroup's quota in cores; None where there is none."""
+    """Return the cgroup's quota in cores; None without a quota."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
         return int(quota) / int(period)
@@ -206,7 +211,7 @@ def _environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _lab() -> dict[str, Any]:
-    """Try the ways to make a lab, best first."""
+    """Try to open a lab, the best way first."""
     reasons: dict[str, str] = {}
     for way in ("root", "user"):
         try:
@@ -214,11 +219,11 @@ def _lab() -> dict[str, Any]:
                 return {"allowed": True, "how": lab.how, **({"not": reasons} if reasons else {})}
         except LabError as error:
             reasons[way] = str(error)
-    return {"allowed": False, "how": "loopback: no link can be capped here", "not": reasons}
+    return {"allowed": False, "how": "loopback: links cannot be capped", "not": reasons}
 
 
 def text(found: Mapping[str, Any]) -> str:
-    """Return the findings as lines to be read."""
+    """Return the findings as text."""
     lines = []
     for topic, value in found.items():
         lines.append(topic)
@@ -226,8 +231,8 @@ def text(found: Mapping[str, Any]) -> str:
         if not rows:
             lines.append("  (nothing)")
         for key, item in rows.items():
-            shown = item if isinstance(item, str) else _flat(item)
-            lines.append(f"  {shown}" if key == "error" else f"  {key:<28} {shown}")
+            content = item if isinstance(item, str) else _flat(item)
+            lines.append(f"  {content}" if key == "error" else f"  {key:<28} {content}")
     return "\n".join(lines)
 
 
@@ -241,7 +246,7 @@ def _interface_rows(value: Mapping[str, Any]) -> dict[str, Any]:
     if "used" in value:
         rows["used"] = f"{value['used']} ({value['address']}): {value['why']}"
         if value["faster"]:
-            rows["faster"] = f"{', '.join(value['faster'])}: name it in NETBOTTLENECK_IFNAME to use it"
+            rows["faster"] = f"{', '.join(value['faster'])}: set NETBOTTLENECK_IFNAME to use it"
     if "error" in value:
         rows["error"] = value["error"]
     return rows
@@ -260,9 +265,11 @@ def _flat(item: Any) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what was found; 1 where the C module is missing."""
-    parser = argparse.ArgumentParser(prog="netbottleneck doctor", description="What is in force on this machine.")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    """Print the findings; returns 1 if the C module is missing."""
+    parser = argparse.ArgumentParser(
+        prog="netbottleneck doctor", description="Print the settings and capabilities of this machine."
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     found = examine()
     sys.stdout.write((json.dumps(found, indent=1) if args.json else text(found)) + "\n")

@@ -1,1 +1,1 @@
-"""Ways into a training loop: DDP, a loop of one's own, Horovod's optimizer."""
+"""Hooks into a training loop: DDP, Horovod's optimizer, the user's own loop, callbacks of frameworks."""

@@ -1,33 +1,35 @@
-"""Calls: have functions called before and after every call of one module, with nothing left on the module.
+"""Callbacks around the calls of one module, and functions that torch.compile skips.
 
-Hooks of a module are part of what deepcopy and pickle take along. This wraps `__call__` of the module's class instead,
-for as long as one of its modules is watched. Calls inside what torch.compile has compiled are not seen.
+deepcopy and pickle copy a module's hooks. So `Calls` wraps `__call__` of the module's class instead, while any module
+of that class is watched. It does not see calls inside code that torch.compile compiled.
 """
 
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+
+# Callbacks around calls.
 
 Around = tuple[Callable[[], object], Callable[[], object]]
 
 
 class _Watched(dict[int, Around]):
-    """By id of the module. cloudpickle takes a script's own classes along by value, with what `__call__` names."""
+    """Callbacks by id of the module. Pickles as an empty dict, as cloudpickle copies the globals of `__call__`."""
 
     def __reduce__(self) -> Any:
         return dict, ()
 
 
 _WATCHED = _Watched()
-_CLASSES: dict[Any, int] = {}  # classes, with the number of their modules that are watched
-_WRAPPERS: dict[Any, Any] = {}  # what stands in the place of a class's `__call__`, or below what others put there since
+_CLASSES: dict[Any, int] = {}  # class -> number of its watched modules
+_WRAPPERS: dict[Any, Any] = {}  # class -> our `__call__`, which others may have wrapped, and the class's own or None
 
 
 class Calls:
-    """Calls `before` and `after` around each call of a module, until `remove`. `after` follows an exception, too."""
+    """Calls `before` and `after` around each call of a module, until `remove`. `after` also runs on an exception."""
 
     def __init__(self, module: torch.nn.Module, before: Callable[[], object], after: Callable[[], object]) -> None:
         self._class = type(module)
@@ -39,7 +41,7 @@ class Calls:
         self._end.atexit = False
 
     def remove(self) -> None:
-        """Call nothing any more."""
+        """Stop calling `before` and `after`."""
         self._end()
 
 
@@ -50,7 +52,7 @@ def _forget(cls: Any, key: int, around: Around) -> None:
     if _CLASSES[cls] == 0:
         del _CLASSES[cls]
         if vars(cls).get("__call__") is not _WRAPPERS[cls][0]:
-            return  # somebody has wrapped it: it stays where it is, and lets calls through
+            return  # other code wrapped it: it stays in place and passes calls through
         _, original = _WRAPPERS.pop(cls)
         if original is None:
             del cls.__call__
@@ -66,10 +68,10 @@ def _wrap(cls: Any) -> None:
 
     @functools.wraps(former)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # torch.compile traces this function: what it compiles must be what it compiles without us.
+        # torch.compile traces this function: the compiled code must be the same as without our wrapper.
         if torch.compiler.is_compiling():
             return former(self, *args, **kwargs)
-        # An inherited one is looked up anew: torch.fx puts another into Module while it traces.
+        # Look up an inherited `__call__` on each call: torch.fx replaces Module's while it traces.
         original = super(cls, self).__call__ if own is None else functools.partial(own, self)
         around = _WATCHED.get(id(self))
         if around is None:
@@ -82,3 +84,34 @@ def _wrap(cls: Any) -> None:
 
     _WRAPPERS[cls] = (call, own)
     cls.__call__ = call
+
+
+# Functions that torch.compile skips, with all functions that they call. This part does not import the compiler.
+
+_frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def eager(function: _F) -> _F:
+    """Return a callback for torch that runs uncompiled, also inside a program that torch.compile runs.
+
+    Does the same as torch.compiler.disable, which would import the compiler.
+    """
+    code: Any = function.__code__
+    if hasattr(_frames, "set_code_exec_strategy"):  # torch 2.6 and later
+        _frames.set_code_exec_strategy(
+            code, _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+        )
+        return function
+    if not hasattr(_frames, "skip_code"):
+        return function
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = _frames.set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _frames.set_eval_frame(before)
+
+    _frames.skip_code(call.__code__)
+    return cast(_F, functools.wraps(function)(call))

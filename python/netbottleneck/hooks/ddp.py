@@ -1,7 +1,9 @@
-"""DistributedDataParallel: measured models, by a call or each one that a script builds."""
+"""DistributedDataParallel: attaches the measurement to DDP models, and times the user's communication hooks."""
 
+import functools
 import logging
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,22 +13,107 @@ from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck import config
 from netbottleneck.config import Settings
-from netbottleneck.hooks import comm_hooks
-from netbottleneck.hooks.crosscheck import Crosscheck
-from netbottleneck.hooks.finish import finish, finish_at_exit
 from netbottleneck.hooks.left_alone import left_alone
-from netbottleneck.hooks.measured import Measured
+from netbottleneck.hooks.measured import Crosscheck, Measured, finish, finish_at_exit
 from netbottleneck.hooks.reducer_group import OwnGroup, ReducerGroup, reduced_parameters, reducer_of
 from netbottleneck.launch import connect
-from netbottleneck.runtime import job, run_folder
+from netbottleneck.runtime import job, session
 from netbottleneck.runtime.session import Session, observe, open_together, same_ranks
-from netbottleneck.trace.model import BARE, NOT_RECORDED
+from netbottleneck.trace.model import NOT_RECORDED, NOT_TIMED
+from netbottleneck.trace.transports import BARE, STOCK
 
-LONGEST_S = 86400.0  # of a process group's timeout
+# The user's communication hooks on DDP models. They run unchanged; Python hooks are timed.
+#
+# DDP registers a hook through a function of torch.distributed, which we wrap. A Python hook of a measured model is
+# timed around its call. A built-in hook is registered while the model's own process group is in the reducer.
+
+BUILT_IN = "_register_builtin_comm_hook"
+PYTHON = "_register_comm_hook"
+
+Told = Callable[[str], None]
+
+_groups: "weakref.WeakKeyDictionary[DistributedDataParallel, tuple[ReducerGroup, Told]]" = weakref.WeakKeyDictionary()
+
+
+def watch(ddp: DistributedDataParallel, group: ReducerGroup, told: Told) -> None:
+    """Call `told` with a note for the report if the model has a communication hook of the user, or gets one."""
+    if not _groups:
+        _wrap()
+    _groups[ddp] = (group, told)
+    name = str(ddp._get_ddp_logging_data().get("comm_hook", ""))
+    if name:
+        group.hooked = True
+        told(f"{_own(name)} It was there before the model was measured, so {NOT_TIMED}.")
+
+
+def forget(ddp: DistributedDataParallel) -> None:
+    """Stop watching a model for communication hooks."""
+    _groups.pop(ddp, None)
+
+
+def _own(name: str) -> str:
+    return f"The model has a communication hook of its own ({name}): its buckets travel as that hook sends them."
+
+
+def _watched(reducer: Any) -> tuple[ReducerGroup, Told] | None:
+    return next((found for ddp, found in _groups.items() if reducer_of(ddp) is reducer), None)
+
+
+def _wrap() -> None:
+    register: Any = getattr(dist, PYTHON)
+    if hasattr(register, "_netbottleneck"):
+        return
+    register_built_in: Any = getattr(dist, BUILT_IN)
+
+    @functools.wraps(register)
+    def python(reducer: Any, state: object, hook: Any) -> None:
+        found = _watched(reducer)
+        if found is None:
+            register(reducer, state, hook)
+            return
+        group, told = found
+        group.hooked = True
+        register(reducer, state, _timed(hook, weakref.ref(group)))
+        told(f"{_own(getattr(hook, '__qualname__', type(hook).__name__))} It is timed.")
+
+    @functools.wraps(register_built_in)
+    def built_in(reducer: Any, kind: Any) -> None:
+        found = _watched(reducer)
+        if found is None:
+            register_built_in(reducer, kind)
+            return
+        group, told = found
+        group.leave()  # the hook keeps the reducer's current process group
+        group.hooked = True
+        register_built_in(reducer, kind)
+        group.enter()
+        told(f"{_own(str(kind))} It is built into torch, so {NOT_TIMED}.")
+
+    python._netbottleneck = True  # type: ignore[attr-defined]
+    setattr(dist, PYTHON, python)
+    setattr(dist, BUILT_IN, built_in)
+
+
+def _timed(hook: Any, reference: "weakref.ref[ReducerGroup]") -> Any:
+    @functools.wraps(hook)
+    def call(state: Any, bucket: Any) -> Any:
+        group = reference()
+        done = None if group is None else group.hook_begins(bucket)
+        future = hook(state, bucket)
+        if group is not None and done is not None:
+            group.hook_returned(done, future)
+        return future
+
+    return call
+
+
+# Measured models.
+
+LONGEST_S = 86400.0  # upper limit of the timeout that a process group gives us
 
 logger = logging.getLogger("netbottleneck")
 
-# What measures each model. Not an attribute of the model: copies and pickles take those along.
+# The measurement of each model. Not an attribute of the model, because copies and pickles would include it.
 _measured: "weakref.WeakKeyDictionary[DistributedDataParallel, Measured]" = weakref.WeakKeyDictionary()
 
 
@@ -34,18 +121,18 @@ _sessions_of_gone: list[Session] = []
 
 
 class LeftAlone(ValueError):
-    """A model that cannot be measured, or whose gradients cannot be moved: it runs as without us."""
+    """The model cannot be measured, or its gradients cannot be moved. It runs without our hooks."""
 
 
 def attach(
     model: torch.nn.Module, optimizer: Any = None, *, session: Session | None = None, settings: Settings | None = None
 ) -> Measured | None:
-    """Measure a DDP model, and move its buckets by the transports of the settings.
+    """Measure a DDP model and move its buckets by the transports of the settings.
 
-    model: the DDP model, or what torch.compile made of it. optimizer: whose updates end the steps; None: the first one
-    that makes a step with parameters of the model. Every rank calls it, between two steps. What measured the model
-    before ends. A model that must be left alone gives None and one line in the log that says why; ValueError with
-    NETBOTTLENECK_STRICT=1. Raises TypeError for a model that DDP does not wrap.
+    model: the DDP model, or the result of torch.compile on it. optimizer: its updates end the steps; None: the first
+    optimizer that steps parameters of the model. Every rank calls it, between two steps. An earlier measurement of the
+    model ends. If the model cannot be measured, logs one line with the reason and returns None; with
+    NETBOTTLENECK_STRICT=1, raises the error, a ValueError for such a model. Raises TypeError for a model without DDP.
     """
     ddp = _ddp_of(model)
     chosen = session.settings if session is not None else settings or config.settings()
@@ -63,7 +150,7 @@ def attach(
 
 
 def measured_by(model: torch.nn.Module) -> Measured | None:
-    """Return what measures a DDP model, if anything does."""
+    """Return the measurement of a DDP model, or None."""
     found: Measured | None = _measured.get(model) if isinstance(model, DistributedDataParallel) else None
     return found
 
@@ -79,7 +166,7 @@ def _attach(
     earlier = _measured.pop(ddp, None)
     if earlier is not None:
         earlier.close()
-        if earlier.session.joining is None:  # else its end, which may have to wait for other ranks, is the process's
+        if earlier.session.joining is None:  # else it ends at process exit, as it may wait for other ranks
             finish(earlier.session, show=False)
     _end_of_same_parameters(ddp)
     why = _refusal(ddp)
@@ -94,21 +181,21 @@ def _attach(
 
 
 def _use_own_group(session: Session, ddp: DistributedDataParallel) -> None:
-    """Have a session's stock be the model's own process group."""
+    """Use the model's own process group as the session's "stock" and "bare" arms."""
     own = OwnGroup(ddp.process_group)
-    for name in {"stock", BARE} & set(session.arms):
-        session.on_close.append(session.arms[name].close)
-        session.arms = {**session.arms, name: own}
+    for arm in {STOCK, BARE} & set(session.arms):
+        session.on_close.append(session.arms[arm].close)
+        session.arms = {**session.arms, arm: own}
 
 
 def _measure(ddp: DistributedDataParallel, optimizer: Any, session: Session, called: torch.nn.Module) -> Measured:
     failures: list[Exception] = []
     group = ReducerGroup(ddp, session.recorder, on_error=failures.append)
-    swaps = not set(session.blocks.arms) <= {"stock", BARE}
+    swaps = not set(session.blocks.arms) <= {STOCK, BARE}
     process_group, model = ddp.process_group, weakref.ref(ddp)
 
     def agree() -> bool:
-        """Return whether another arm may begin. Under `join` ranks make different numbers of steps."""
+        """Return whether the arm may change. Under `join` it may not: ranks make different numbers of steps."""
         alive = model()
         if alive is not None and getattr(getattr(alive, "_join_config", None), "enable", False):
             session.why_stays = "inside model.join() ranks make different numbers of steps"
@@ -121,7 +208,7 @@ def _measure(ddp: DistributedDataParallel, optimizer: Any, session: Session, cal
             logger.warning("%s No transport takes turns with it.", said)
             session.keep_own_path(OwnGroup(process_group))
 
-    comm_hooks.watch(ddp, group, hooked)
+    watch(ddp, group, hooked)
     measured = Measured(
         session,
         group,
@@ -151,31 +238,34 @@ def _measure(ddp: DistributedDataParallel, optimizer: Any, session: Session, cal
 
 def _gone(measured: Measured) -> None:
     measured.close()
-    _sessions_of_gone.append(measured.session)  # a finalizer runs anywhere: what may wait is done later
+    _sessions_of_gone.append(measured.session)  # a finalizer must not block: close the session later
 
 
 def _close_sessions_of_gone() -> None:
-    """Close the runs of models that are gone: rings and connections. `netbottleneck report` makes their reports."""
-    for session in [each for each in _sessions_of_gone if each.joining is None or each.joining.done]:
-        _sessions_of_gone.remove(session)
-        session.close()
-        if session.place.rank == 0:
-            logger.info("a measured model is gone: netbottleneck report %s shows its run", session.folder)
+    """Close the sessions of freed models: rings and connections. `netbottleneck report` makes their reports."""
+    for gone in [each for each in _sessions_of_gone if each.joining is None or each.joining.done]:
+        _sessions_of_gone.remove(gone)
+        gone.close()
+        if gone.place.rank == 0:
+            logger.info("a measured model is gone: netbottleneck report %s shows its run", gone.folder)
 
 
 def _open(ddp: DistributedDataParallel, settings: Settings, why: str) -> Session:
-    """Open a session of all ranks, or begin one of this rank where gradients travel by DDP's own path alone."""
+    """Open a session of all ranks, or one of this rank alone if gradients use only DDP's own path.
+
+    why: the reason to leave the model alone, or "". Raises LeftAlone if this rank or another one has a reason.
+    """
     model = type(ddp.module).__name__
     own = OwnGroup(ddp.process_group)
     if why and (settings.observes or ddp.process_group.size() != dist.get_world_size()):
-        raise LeftAlone(why)  # without a vote: ranks outside of the group have no such model
-    place = connect.Place(dist.get_rank(), dist.get_world_size())  # that of the group: it has all ranks
+        raise LeftAlone(why)  # without a vote: ranks outside the group do not have this model
+    place = connect.Place(dist.get_rank(), dist.get_world_size())  # equal to the group's, which has all ranks
     if settings.observes:
         return observe(settings, place, stock=own, arms=settings.arms, model=model)
     same_ranks(settings, place)
     settings = _with_timeout_of(ddp.process_group, settings)
     control = job.start(settings).comm
-    votes = run_folder.together(control, b"0" if why else b"1", settings.start_timeout_s)
+    votes = session.together(control, b"0" if why else b"1", settings.start_timeout_s)
     if why:
         raise LeftAlone(why)
     others = [rank for rank, vote in enumerate(votes) if vote != b"1"]
@@ -185,20 +275,20 @@ def _open(ddp: DistributedDataParallel, settings: Settings, why: str) -> Session
 
 
 def _with_timeout_of(group: Any, settings: Settings) -> Settings:
-    """Return settings with the process group's timeout for a silent peer, where no other was asked for."""
+    """Return settings whose timeout for a silent peer is the process group's, unless the user set one."""
     if "timeout_s" in settings.sources:
         return settings
     try:
         backend = group._get_backend(torch.device("cpu"))
         limit = getattr(backend, "wrapped_pg", backend).options._timeout
-    except (AttributeError, RuntimeError):  # a backend that does not tell, such as MPI's
+    except (AttributeError, RuntimeError):  # a backend that does not report its timeout, such as MPI
         return settings
     sources = {**settings.sources, "timeout_s": "process group"}
     return replace(settings, timeout_s=min(limit.total_seconds(), LONGEST_S), sources=sources)
 
 
 def _refusal(ddp: DistributedDataParallel) -> str:
-    """Return why a model must be left alone; "" where it need not be. The remedy is part of it."""
+    """Return the reason to leave a model alone, with the remedy; "" if the model can be measured."""
     if not hasattr(reducer_of(ddp), "_update_process_group"):
         return f"torch {torch.__version__} has no way into DDP's reducer: torch 2.3 or later is needed"
     group = ddp.process_group
@@ -226,7 +316,7 @@ def _not_the_only_one() -> str:
 
 
 def _end_of_same_parameters(ddp: DistributedDataParallel) -> None:
-    """End the measuring of a model that was wrapped before and is wrapped anew now."""
+    """End the measurement of other DDP wrappers around the same parameters: the model was wrapped again."""
     own = {id(parameter) for parameter in ddp.module.parameters()}
     for other, measured in list(_measured.items()):
         if other is not ddp and any(id(parameter) in own for parameter in other.module.parameters()):

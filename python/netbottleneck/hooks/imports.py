@@ -1,6 +1,6 @@
-"""What `import netbottleneck` changes where the environment asks for it: DDP, Horovod and, without it, its name.
+"""Import hooks: patch DDP and Horovod, or provide the name `horovod`, if the environment requests it.
 
-Works whether torch was imported before or comes later, and imports it never.
+`import netbottleneck` installs them. They work before and after the import of torch, and never import it themselves.
 """
 
 import functools
@@ -14,29 +14,30 @@ from types import ModuleType
 from typing import Any
 
 from netbottleneck.hooks import left_alone
-from netbottleneck.runtime import backend_name, job
+from netbottleneck.runtime import job
 
 DDP = "torch.nn.parallel.distributed"
 OPTIMIZER = "torch.optim.optimizer"
 HOROVOD = "horovod"
-# The version of Horovod whose API this is.
+# The Horovod version whose API this package implements.
 HOROVOD_VERSION = "0.28.1"
 TORCH = f"{HOROVOD}.torch"
 MPI_OPS = f"{TORCH}.mpi_ops"
 STAND_IN = str(Path(__file__).parent / "stand_in")
-# Packages that only hold others, and modules under other names than here. All below horovod.torch has the same name.
+# HOLDERS: packages that only contain other modules. ALIASES: modules of Horovod whose name differs from ours. Modules
+# below horovod.torch have the same name as below netbottleneck.torch.
 HOLDERS = (HOROVOD, f"{HOROVOD}.common")
 ALIASES = {
-    f"{HOROVOD}.common.basics": "netbottleneck.hooks.horovod_basics",
-    f"{HOROVOD}.common.elastic": "netbottleneck.hooks.horovod_elastic",
-    f"{HOROVOD}.common.exceptions": "netbottleneck.hooks.horovod_exceptions",
+    f"{HOROVOD}.common.basics": "netbottleneck.torch.basics",
+    f"{HOROVOD}.common.elastic": "netbottleneck.torch.elastic.state",
+    f"{HOROVOD}.common.exceptions": "netbottleneck.hooks.horovod_common",
     f"{HOROVOD}.common.process_sets": "netbottleneck.runtime.process_sets",
-    f"{HOROVOD}.common.util": "netbottleneck.hooks.horovod_util",
+    f"{HOROVOD}.common.util": "netbottleneck.hooks.horovod_common",
 }
 
 
 def install() -> None:
-    """Hook into what is imported, now or later; a second call changes nothing."""
+    """Patch modules that are imported already, and those imported later. A second call changes nothing."""
     if any(isinstance(finder, _Later | _Horovod) for finder in sys.meta_path):
         return
     job.observe(_FirstOptimizer())
@@ -57,21 +58,24 @@ def install() -> None:
 
 
 def stand_in() -> None:
-    """Have Horovod's name found, where it is not installed: here, and where multiprocessing hands on sys.path."""
+    """Make `import horovod` find this package if Horovod is not installed.
+
+    Works in this process and in those that get sys.path from multiprocessing.
+    """
     if not any(isinstance(finder, _Horovod) for finder in sys.meta_path):
-        # Before the finder of files, which would load a second copy of a module below horovod.torch.
+        # Insert before the file finder, which would load a second copy of a module below horovod.torch.
         sys.meta_path.insert(0, _Horovod())
     if STAND_IN not in sys.path:
         sys.path.append(STAND_IN)
 
 
 def stands_in() -> bool:
-    """Return whether `import horovod` gives this package."""
+    """Return whether `import horovod` finds this package."""
     return any(isinstance(finder, _Horovod) and not finder._elsewhere(None) for finder in sys.meta_path)
 
 
 class _FirstOptimizer(job.Observer):
-    """Stands in for hooks.horovod, which needs torch, until the first optimizer is made: by then torch is there."""
+    """Observer that imports hooks.horovod, which needs torch, when the first optimizer is made."""
 
     def __init__(self) -> None:
         self._real: job.Observer | None = None
@@ -93,18 +97,18 @@ class _FirstOptimizer(job.Observer):
 
 
 def _create_group(options: Any, backend_options: Any) -> Any:
-    from netbottleneck.torch.backend.opening import create
+    from netbottleneck.torch.backend.group import create
 
     return create(options, backend_options)
 
 
 def _patch_torch(module: Any) -> None:
-    backend_name.register(_create_group)
+    job.register_backend(_create_group)
     _patch_ddp(module)
 
 
 def _patch_ddp(module: Any) -> None:
-    """Measure every DDP model that is built from now on. What others put around this stays around it."""
+    """Measure every DDP model that is built from now on. Wrappers that other code adds later stay outside ours."""
     init = module.DistributedDataParallel.__init__
 
     @functools.wraps(init)
@@ -122,14 +126,14 @@ def _patch_optimizer(module: ModuleType) -> None:
 
 
 def _patch_horovod(module: ModuleType) -> None:
-    if hasattr(module, "mpi_lib"):  # else it is ours, under Horovod's name
-        from netbottleneck.hooks import real_horovod
+    if hasattr(module, "mpi_lib"):  # else the module is ours, under Horovod's name
+        from netbottleneck.hooks import horovod
 
-        real_horovod.install(module)
+        horovod.install(module)
 
 
 class _Later(importlib.abc.MetaPathFinder):
-    """Waits for a module, and has it patched as soon as it is there."""
+    """Finder that waits for the import of one module and patches it after it is loaded."""
 
     def __init__(self, name: str, patch: Callable[[ModuleType], None]) -> None:
         self._name = name
@@ -149,7 +153,7 @@ class _Later(importlib.abc.MetaPathFinder):
 
 
 class _Patching(importlib.abc.Loader):
-    """Loads as the loader it wraps, then patches."""
+    """Loader that runs the wrapped loader and then patches the module."""
 
     def __init__(self, loader: importlib.abc.Loader, patch: Callable[[ModuleType], None]) -> None:
         self._loader = loader
@@ -164,16 +168,16 @@ class _Patching(importlib.abc.Loader):
 
 
 def ours(fullname: str) -> str | None:
-    """Return which module of this package stands for one of Horovod's; None where none does."""
+    """Return the name of our module that replaces a module of Horovod, or None."""
     if fullname == TORCH or fullname.startswith(f"{TORCH}."):
         return f"netbottleneck.torch{fullname.removeprefix(TORCH)}"
     return ALIASES.get(fullname)
 
 
 class _Horovod(importlib.abc.MetaPathFinder):
-    """`import horovod.torch` where Horovod is not installed: this package, which has the same API.
+    """Finder for `import horovod.torch` if Horovod is not installed: finds this package, which has the same API.
 
-    Its modules are the same objects under both names. Where Horovod is found elsewhere, it steps aside.
+    A module is the same object under both names. If Horovod is found elsewhere, the finder removes itself.
     """
 
     def find_spec(
@@ -192,7 +196,7 @@ class _Horovod(importlib.abc.MetaPathFinder):
         return importlib.machinery.ModuleSpec(fullname, _Alias(), is_package=fullname in HOLDERS)
 
     def _elsewhere(self, path: Sequence[str] | None) -> bool:
-        """Whether there is a Horovod of its own: a folder that is no package, as a checkout's root may be, is none."""
+        """Return whether Horovod itself is installed. A folder that is not a package (a checkout) does not count."""
         others = [place for place in sys.path if place != STAND_IN]
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):
@@ -204,7 +208,7 @@ class _Horovod(importlib.abc.MetaPathFinder):
 
 
 class _Alias(importlib.abc.Loader):
-    """Gives a module of this package under a name of Horovod's."""
+    """Loader that returns a module of this package under Horovod's name for it."""
 
     def __init__(self) -> None:
         self._own: importlib.machinery.ModuleSpec | None = None
@@ -225,6 +229,25 @@ class _Alias(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         if self._own is not None:
-            module.__spec__ = self._own  # the import has replaced it
+            module.__spec__ = self._own  # the import replaced it
         elif module.__name__ == HOROVOD:
             vars(module)["__version__"] = HOROVOD_VERSION
+
+
+# `netbottleneck.attach`: the explicit call for what an environment variable requests at import.
+
+
+def attach(model: Any = None, optimizer: Any = None) -> Any:
+    """Measure an existing model or the installed Horovod, and move its gradients by the environment's transports.
+
+    model: a DistributedDataParallel, or the result of torch.compile on one; hooks.ddp.attach documents model and
+    optimizer. None: the installed Horovod, whose next distributed optimizer is measured. Every rank calls it. Raises
+    ImportError if Horovod is not installed.
+    """
+    if model is not None:
+        from netbottleneck.hooks import ddp
+
+        return ddp.attach(model, optimizer)
+    from netbottleneck.hooks import horovod
+
+    return horovod.attach()

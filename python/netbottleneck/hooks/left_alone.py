@@ -1,6 +1,6 @@
-"""What is left alone: one line in the log for each thing that runs as without us though a measurement was asked for.
+"""Warnings for what is not measured: one log line for each model or training that runs without our hooks.
 
-Imports torch never: it may still be importing.
+Never imports torch, whose import may still be in progress.
 """
 
 import logging
@@ -12,7 +12,7 @@ from netbottleneck import config
 from netbottleneck.launch import connect
 from netbottleneck.runtime import job
 
-STEPS = 3  # of an optimizer, before a script without a measured run is spoken of
+STEPS = 3  # optimizer steps before the warning that nothing is measured
 
 logger = logging.getLogger("netbottleneck")
 
@@ -20,7 +20,7 @@ _said: set[str] = set()
 
 
 def left_alone(what: str, why: str) -> None:
-    """Say what is left alone, why, and what would have to change. Once for each."""
+    """Log once what is left alone and why. `why` names the remedy."""
     line = f"{what} is left alone: {why}"
     if line not in _said:
         _said.add(line)
@@ -28,14 +28,14 @@ def left_alone(what: str, why: str) -> None:
 
 
 class Unmeasured:
-    """Looks at the first steps of a script's optimizers, and says where nothing is measured.
+    """Warns at the third optimizer step of a script if nothing is measured.
 
     register: torch's register_optimizer_step_post_hook. With NETBOTTLENECK_STRICT=1 the step raises ValueError instead.
     """
 
     def __init__(self, register: Callable[[Any], Any]) -> None:
         self._steps = 0
-        register(self._after_step)  # for good: torch does not allow a hook to remove one
+        register(self._after_step)  # never removed: torch does not allow a hook to remove a hook
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         self._steps += 1
@@ -48,7 +48,7 @@ class Unmeasured:
             settings = config.settings()
             strict = settings.strict
             job.set_up_log(settings, connect.detect(settings))
-        except Exception:  # what is wrong with the settings is not this step's to say
+        except Exception:  # other code reports invalid settings
             strict = False
         if strict:
             raise ValueError(f"NETBOTTLENECK_STRICT=1, and the training cannot be measured: {why}")
@@ -61,7 +61,7 @@ def _measured() -> bool:
 
 
 def why_not(optimizer: Any) -> str:
-    """Return why a training whose optimizer this is is not measured."""
+    """Return why the training with this optimizer is not measured."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     kinds = {type(p).__name__ for p in parameters}
     if "DTensor" in kinds:

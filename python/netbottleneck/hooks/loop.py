@@ -1,4 +1,4 @@
-"""A training loop of the user's own: `with netbottleneck.profile(model, optimizer): …`."""
+"""Profile: measures the user's own training loop, `with netbottleneck.profile(model, optimizer): …`."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -9,8 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck import config
 from netbottleneck.hooks import ddp as ddp_hooks
-from netbottleneck.hooks.finish import finish, finish_at_exit
-from netbottleneck.hooks.measured import Measured
+from netbottleneck.hooks.measured import Measured, finish, finish_at_exit
 from netbottleneck.launch import connect
 from netbottleneck.runtime.session import Session, open_session
 from netbottleneck.torch.gradients import Gradients
@@ -26,11 +25,11 @@ def profile(
     directory: str | None = None,
     session: Session | None = None,
 ) -> Generator[Session | None, None, None]:
-    """Measure the loop inside, and average its gradients over all ranks by the transports named.
+    """Measure the loop inside, and average its gradients over all ranks by the named transports.
 
-    model: a plain module, or one that DDP wraps. Parameters and buffers of rank 0 are given to all ranks at the
-    beginning, as DDP does; a DDP model keeps its own reducer. Arguments stand before the environment's variables. At
-    the end rank 0 writes the report into the run folder. Gives None for a DDP model that is left alone.
+    model: a plain module or a DDP model. A plain module's parameters and buffers are broadcast from rank 0 at the
+    start, as DDP does; a DDP model keeps its own reducer. Arguments override the environment's variables. At the end
+    rank 0 writes the report into the run folder. Yields None for a DDP model that is left alone.
     """
     settings = config.settings({"transports": transport, "streams": streams, "directory": directory})
     if isinstance(model, DistributedDataParallel):
@@ -42,7 +41,7 @@ def profile(
     try:
         yield of
     except BaseException as error:
-        ended = isinstance(error, SystemExit) and not error.code  # the script's own, good end
+        ended = isinstance(error, SystemExit) and not error.code  # the script exits with success
         if of is not None and not ended:
             of.close(f"{type(error).__name__}: {error}")
         elif found is not None:
@@ -57,7 +56,7 @@ def profile(
 
 
 def measure(session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Measured:
-    """Put the hooks on a model, DDP's or plain. Raises ValueError for a DDP model that is left alone."""
+    """Attach the hooks to a DDP model or a plain one. Raises ValueError for a DDP model that is left alone."""
     if isinstance(model, DistributedDataParallel):
         found = ddp_hooks.attach(model, optimizer, session=session)
         if found is None:
@@ -74,7 +73,7 @@ def measure(session: Session, model: torch.nn.Module, optimizer: torch.optim.Opt
 
 
 def broadcast(comm: Any, model: torch.nn.Module) -> None:
-    """Give rank 0's parameters and buffers to all ranks."""
+    """Broadcast rank 0's parameters and buffers to all ranks."""
     core = connect.core()
     works = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -1,23 +1,146 @@
-"""Measured: steps, phases and arms of one model and its optimizer, recorded into a session.
+"""A measured model: its steps, phases and arms, recorded into a session, and the end of the run.
 
-Python runs a few times a step, never once a gradient: C callables make the stamps inside a step.
+Python code runs a few times per step, never per gradient: C callables stamp the events inside a step.
 """
 
+import atexit
 import logging
+import os
+import signal
+import sys
+import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from netbottleneck.hooks.calls import Calls
-from netbottleneck.hooks.updates import Updates
+from netbottleneck.hooks.calls import Calls, eager
+from netbottleneck.hooks.reducer_group import ReducerGroup
+from netbottleneck.runtime import job
 from netbottleneck.runtime.communicators import Buckets, key_of
-from netbottleneck.runtime.session import Session
-from netbottleneck.trace.model import BARE
-from netbottleneck.trace.recorder import EVENTS
+from netbottleneck.runtime.session import RANKS, Session
+from netbottleneck.torch.functions import makes_state
+from netbottleneck.trace.recorder import EVENTS, read_ring
+from netbottleneck.trace.transports import BARE, Arm
 from netbottleneck.whatif.plan import described
+
+# The end of a step: an update by the optimizer that holds the parameters.
+
+
+class Updates:
+    """Calls `before` and `after` once each around every update of one optimizer.
+
+    optimizer: a torch optimizer, or an object with the same step hooks. None: the first optimizer that steps one of the
+    parameters; when it is freed, the next one. Other optimizers are ignored, so a model with two optimizers has one
+    step for both.
+
+    An optimizer's step may call the step of its base class, and torch then calls the hooks for both. `before` then runs
+    with the inner step and `after` with the outer one. Horovod's optimizer waits for its gradients between the two.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        optimizer: Any,
+        before: Callable[[], None],
+        after: Callable[[], None],
+    ) -> None:
+        self._before = before
+        self._after = after
+        self._own = {id(parameter) for parameter in parameters}
+        self._chosen: weakref.ref[torch.optim.Optimizer] | None = None
+        self._depth = 0
+        self._begun = False
+        self._handles: list[Any]
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):  # it calls its hooks itself
+            self._handles = [
+                optimizer.register_step_pre_hook(lambda *_: before()),
+                optimizer.register_step_post_hook(lambda *_: after()),
+            ]
+        elif optimizer is not None:
+            self._chosen = weakref.ref(optimizer)
+            self._handles = [
+                optimizer.register_step_pre_hook(self._begins),
+                optimizer.register_step_post_hook(self._ended),
+            ]
+        else:
+            self._handles = [
+                register_optimizer_step_pre_hook(self._begins),
+                register_optimizer_step_post_hook(self._ended),
+            ]
+
+    def begun_by(self, marks: Any) -> None:
+        """Call `before` from the pre-hook of `marks` instead of the optimizer's."""
+        self._handles.append(marks.register_step_pre_hook(self._before))
+        self._before = _nothing
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @eager
+    def _begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if makes_state(optimizer):
+            return
+        chosen = self._chosen() if self._chosen is not None else None
+        if chosen is None and shares(optimizer, self._own):
+            self._chosen, chosen = weakref.ref(optimizer), optimizer
+            self._depth, self._begun = 0, False
+        if chosen is not optimizer:
+            return
+        levels = _levels(optimizer)
+        # A step that raised leaves the depth too high: start again at 1.
+        self._depth = self._depth + 1 if self._depth < levels else 1
+        if not self._begun and self._depth == levels:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._begun = True
+        self._before()
+
+    @eager
+    def _ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._chosen is None or self._chosen() is not optimizer or makes_state(optimizer):
+            return
+        self._depth -= 1
+        if self._depth != 0:
+            self._depth = max(self._depth, 0)
+            return
+        if not self._begun:
+            self._begin()
+        self._begun = False
+        self._after()
+
+
+def _nothing() -> None:
+    return
+
+
+def _levels(optimizer: torch.optim.Optimizer) -> int:
+    """Return how many classes in an optimizer's MRO define a step with hooks: the deepest nesting of super().step()."""
+    steps = [vars(c).get("step") for c in type(optimizer).__mro__]
+    return max(1, sum(bool(getattr(step, "hooked", False)) for step in steps))
+
+
+def shares(optimizer: torch.optim.Optimizer, own: set[int]) -> bool:
+    """Return whether an optimizer holds a parameter whose id is in `own`."""
+    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+
+# The measured model.
 
 _engine: Any = torch.autograd.Variable._execution_engine
 _c: Any = torch._C
@@ -26,43 +149,43 @@ logger = logging.getLogger("netbottleneck")
 
 
 class Moving(Buckets, Protocol):
-    """Gradients of a model on their way: torch's Gradients, DDP's reducer or Horovod's library."""
+    """The path that moves a model's gradients: torch.gradients.Gradients, ReducerGroup or Horovod's Route."""
 
     paused: bool
 
     @property
     def parameters(self) -> Sequence[torch.Tensor]:
-        """Those that have a gradient."""
+        """The parameters whose gradients are moved."""
 
     @property
     def tensors(self) -> Sequence[tuple[str, int, torch.dtype]]:
-        """Name, bytes and type of each of them."""
+        """Name, size in bytes and dtype of each gradient."""
 
     @property
     def pending(self) -> int:
-        """What was sent and not waited for."""
+        """Number of operations that were submitted and not yet waited for."""
 
     def flush(self) -> None:
-        """Send what is not sent."""
+        """Submit the gradients that are not submitted yet."""
 
     def wait(self) -> None:
-        """Wait until all gradients are back."""
+        """Wait until all gradients are reduced."""
 
     def close(self) -> None:
         """Remove the hooks."""
 
 
 class Measured:
-    """One model, its gradients and its optimizer under a session.
+    """Measures one model, its gradients and its optimizer, and records them into a session.
 
-    own_sync: these hooks send the gradients and wait for them at the end of each backward pass; False: somebody else
-    does. bare: switches the user's own path on and off, where there is one; the arm "bare" then runs it with nothing of
-    ours between. agree: asked before another arm begins; the arm in force stays where it returns False. on_forward:
-    called when the model's forward pass begins. model None: found at the first forward pass. optimizer None: found at
-    its first step.
+    own_sync: these hooks send the gradients and wait for them at the end of each backward pass. False: DDP or Horovod
+    does. bare: switches the user's own path on (True) or off, if there is one; the arm "bare" runs that path without
+    our hooks. agree: called before the arm changes; if it returns False, the current arm stays. on_forward: called when
+    the model's forward pass begins. model None: found at the first forward pass. optimizer None: found at its first
+    step.
 
-    An exception of the measuring is logged once and ends the recording; gradients travel on as before. Raises
-    ValueError where "bare" is an arm and there is no user's own path.
+    An exception in the measurement is logged once and ends the recording; gradients still travel as before. Raises
+    ValueError if "bare" is an arm but the user has no own path.
     """
 
     def __init__(  # noqa: PLR0913 - all but three have a default that fits
@@ -90,17 +213,17 @@ class Measured:
         self._agree = agree
         self._on_forward = on_forward
         self._model: weakref.ref[torch.nn.Module] | None = None
-        self._leaves: list[str] = []  # names of the modules that are stamped in sampled steps
+        self._leaves: list[str] = []  # names of the modules stamped in sampled steps
         self._calls: Calls | None = None
         self._seeking: Any = None
         self._sampling: list[Any] = []
         self._queued = False
-        self._synced = False  # in this step
+        self._synced = False  # in the current step
         self._in_backward = False  # the optimizer steps inside the backward pass
         self._late = False  # a step has ended inside the backward pass
         self._broken = False
         self.closed = False
-        self._arm = ""
+        self._arm: Arm | None = None
         self._version = -1
         put = session.recorder.stamper
         self._optimizer_begin, self._optimizer_end = put(EVENTS["OPTIMIZER_BEGIN"]), put(EVENTS["OPTIMIZER_END"])
@@ -117,11 +240,11 @@ class Measured:
         session.begin()
 
     def begun_by(self, marks: Any) -> None:
-        """Have the optimizer's part of a step begin when `marks` calls its pre-hook, instead of the optimizer."""
+        """Begin the optimizer phase of a step at the pre-hook of `marks` instead of the optimizer's."""
         self._updates.begun_by(marks)
 
     def close(self) -> None:
-        """Take all hooks away, and leave the gradients to the user's own path."""
+        """Remove all hooks and return the gradients to the user's own path."""
         if self.closed:
             return
         self.closed = True
@@ -135,7 +258,7 @@ class Measured:
             self._bare(True)
 
     def failed(self, error: Exception) -> None:
-        """Stop recording, and say why once."""
+        """Stop recording and log the reason once."""
         if not self._broken:
             self._broken = True
             logger.error("measuring has ended, the training goes on: %s: %s", type(error).__name__, error)
@@ -143,7 +266,7 @@ class Measured:
             self.session.notes.append(f"measuring ended at step {self.session.step}: {type(error).__name__}: {error}")
 
     def guarded(self, call: Callable[[], Any]) -> None:
-        """Call something that only measures. An exception of it ends the recording, and nothing else."""
+        """Call a function that only measures. If it raises, the recording ends and the training continues."""
         if self._broken:
             return
         try:
@@ -152,7 +275,7 @@ class Measured:
             self.failed(error)
 
     def _seek(self, module: torch.nn.Module, _args: Any) -> None:
-        """Find the model: the outermost module that has all the parameters."""
+        """Find the model: the outermost module that holds all the parameters."""
         own = {id(parameter) for parameter in module.parameters()}
         if all(id(parameter) in own for parameter in self.gradients.parameters):
             self._stop_seeking()
@@ -172,7 +295,7 @@ class Measured:
         self.guarded(self._describe)
 
     def _watch(self, on: bool) -> None:
-        """Have the model's calls stamped, or not."""
+        """Start or stop stamping the model's calls."""
         model = None if self._model is None else self._model()
         if on and self._calls is None and model is not None:
             self._calls = Calls(model, self._forward_begins, self._forward_ends)
@@ -215,7 +338,7 @@ class Measured:
         self._sampling.clear()
 
     def _backward_begins(self) -> None:
-        """The first gradient of a backward pass is there."""
+        """Handle the first gradient of a backward pass."""
         if not self._queued and self._arm != BARE and _c._current_graph_task_id() != -1:
             self._queued = True
             _engine.queue_callback(self._backward_ends)
@@ -245,14 +368,14 @@ class Measured:
         if self.closed:
             return
         if _c._current_graph_task_id() != -1:
-            # The path of the gradients must not change during a backward pass: the next forward ends this step.
+            # The gradients' path must not change during a backward pass: the next forward pass ends this step.
             self._late = self._in_backward = True
             self._watch(True)
             return
         self._next_step()
 
     def _next_step(self) -> None:
-        self._stop_seeking()  # a model that no module holds as a whole has no forward times
+        self._stop_seeking()  # if no module holds all parameters, there are no forward times
         self.guarded(self._optimizer_end)
         if self._broken:
             self.session.end(recorded=False)
@@ -264,15 +387,15 @@ class Measured:
         self.guarded(self.session.begin)
 
     def _choose(self) -> None:
-        """Let the arm of the step that comes next move the gradients."""
+        """Switch the gradients to the arm of the next step."""
         arm = self.session.arm
         if arm == self._arm:
             return
-        if self._arm and self._agree is not None and not self._agree():
+        if self._arm is not None and self._agree is not None and not self._agree():
             self.session.stay(self._arm)
             return
         before, self._arm = self._arm, arm
-        if self._bare is not None and (BARE in (before, arm) or not before):
+        if self._bare is not None and (BARE in (before, arm) or before is None):
             self._bare(arm == BARE)
         self.gradients.paused = arm == BARE
         self._watch(arm != BARE or self._in_backward)
@@ -282,7 +405,7 @@ class Measured:
     def _describe(self) -> None:
         g = self.gradients
         told = described(g.tensors, g.buckets, key_of)
-        earlier = self.session.described.get("buckets", []) if self._version not in (-1, g.version) else []
+        earlier = self.session.described.get("buckets", []) if self._version != -1 else []
         names = {bucket["name"] for bucket in told["buckets"]}
         told["buckets"] += [bucket for bucket in earlier if bucket["name"] not in names]
         self._version = g.version
@@ -290,17 +413,247 @@ class Measured:
 
 
 def leaves(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the modules without children, by the names that they have without DDP's wrapper."""
+    """Yield name and module of each module without children. Names leave out DDP's wrapper."""
     inner = getattr(model, "_orig_mod", model)
     inner = inner.module if isinstance(inner, torch.nn.parallel.DistributedDataParallel) else inner
     return ((name, module) for name, module in inner.named_modules() if not any(module.children()))
 
 
 def compiled(model: torch.nn.Module | None) -> bool:
-    """Return whether torch.compile has compiled a model, or a part of it: hooks would have it compiled anew."""
+    """Return whether torch.compile compiled a model or a part of it: new hooks would cause a recompilation."""
     parts = () if model is None else model.modules()
     return any(hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) for part in parts)
 
 
-def _nothing() -> None:
-    return
+# Cross-check of our stamps against DDP's own times of its backward passes. The result goes into the rank's record; a
+# disagreement is logged as a warning.
+#
+# DDP stamps three kinds of events on the wall clock: each gradient is ready, the first bucket is sent, all buckets are
+# reduced. Each lies between two of our stamps: ours for the same gradient comes just before DDP's, our next one after
+# it. So the only tolerance is the error of the mapping between the two clocks.
+
+FIRST, EVERY = 10, 100  # DDP keeps the times of its first 10 passes, then of every 100th
+SLEW = 2000  # a clock under adjustment drifts by at most 1 ns in SLEW ns
+
+
+@dataclass(frozen=True)
+class Sample:
+    """DDP's times of one backward pass on the recorder's clock, each within `error_ns`.
+
+    ready_ns: one time per parameter; empty for a static graph.
+    """
+
+    begin_ns: int
+    sent_ns: int
+    end_ns: int
+    error_ns: int
+    ready_ns: tuple[int, ...]
+
+
+class Pass(NamedTuple):
+    """Our stamps of a backward pass, ns: first bucket sent, begin and end of the wait for all buckets."""
+
+    sent_ns: int
+    wait_begin_ns: int
+    wait_end_ns: int
+
+
+class Apart(NamedTuple):
+    """A disagreement: DDP's time lies this many ns outside the interval between our two stamps."""
+
+    what: str
+    ns: int
+
+
+class Crosscheck:
+    """Collects DDP's times between steps and compares them with our stamps when the session closes."""
+
+    def __init__(self, ddp: DistributedDataParallel, hook: ReducerGroup, session: Session) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._hook = hook
+        self._session = session
+        self._static = bool(ddp.static_graph)  # DDP then holds all gradients back until the last one is ready
+        self._samples: list[tuple[Sample, int]] = []  # with our time of the pass's first bucket
+        self._seen = 0
+        self._last: tuple[int, list[int]] = (0, [])
+        self._offsets: deque[int] = deque(maxlen=3)  # wall clock minus ours, at the last three looks
+
+    def look(self) -> None:
+        """Store DDP's times of the pass before the last one. Call between two steps."""
+        ddp, count = self._ddp(), self._hook.count
+        if ddp is None:
+            return
+        if count > FIRST + 2 and count % EVERY > 2:
+            self._offsets.clear()
+            return
+        before, wall, after = job.core().now_ns(), time.time_ns(), job.core().now_ns()
+        self._offsets.append(wall - (before + after) // 2)
+        data: Mapping[str, Any] = ddp._get_ddp_logging_data()
+        if int(data.get("iteration", 0)) > self._seen and "backward_comm_time_end" in data:
+            self._seen = int(data["iteration"])
+            self._keep(data, after, (after - before) // 2)
+        if self._hook.sent_ns:
+            self._last = (self._hook.sent_ns, list(ddp.reducer.get_backward_stats()))
+
+    def _keep(self, data: Mapping[str, Any], now_ns: int, error: int) -> None:
+        sent_ns, stats = self._last
+        moved = max(self._offsets) - min(self._offsets)  # setting the wall clock moves it in one jump
+        begin, sent, end = (
+            int(data[f"backward_{what}"]) - self._offsets[-1]
+            for what in ("compute_time_start", "comm_time_start", "comm_time_end")
+        )
+        error += moved + (now_ns - end) // SLEW + 1
+        if sent_ns and begin - error <= sent_ns <= end + error:
+            ready = () if self._static else tuple(begin + each for each in stats)
+            self._samples.append((Sample(begin, sent, end, error, ready), sent_ns))
+
+    def compare(self) -> None:
+        """Compare the stored times with this rank's ring; put the result into the record and log a disagreement."""
+        ring = read_ring(self._session.folder / RANKS / f"{self._session.place.rank}.train.ring")
+        kinds = ring.events["kind"]
+        ready = ring.events[kinds == EVENTS["GRAD_READY"]]
+        begins, ends = (ring.events[kinds == EVENTS[kind]]["time_ns"] for kind in ("WAIT_BEGIN", "WAIT_END"))
+        found = []
+        for sample, sent_ns in self._samples:
+            ours = _pass(sent_ns, begins, ends)
+            if ours is not None:
+                found += compared(sample, ours, ready["time_ns"], ready["key"])
+        worst = max(found, key=lambda apart: apart.ns, default=None)
+        self._session.described["ddp_times"] = {
+            "passes": len(self._samples),
+            "gradients": sum(len(sample.ready_ns) for sample, _ in self._samples),
+            "apart": len(found),
+            "worst": worst and {"what": worst.what, "ns": worst.ns},
+        }
+        if worst is not None:
+            logger.warning(
+                "DDP's own times of %d passes and ours are apart at %d moments, most at %s: %d us",
+                len(self._samples),
+                len(found),
+                worst.what,
+                worst.ns // 1000,
+            )
+
+
+def _pass(sent_ns: int, begins: NDArray[Any], ends: NDArray[Any]) -> Pass | None:
+    """Return the pass whose wait is the first after sent_ns; None if it was not recorded."""
+    begin = np.searchsorted(begins, sent_ns)
+    end = np.searchsorted(ends, begins[begin]) if begin < len(begins) else len(ends)
+    return Pass(sent_ns, int(begins[begin]), int(ends[end])) if end < len(ends) else None
+
+
+def compared(sample: Sample, ours: Pass, times: NDArray[Any], keys: NDArray[Any]) -> list[Apart]:
+    """Return the times of DDP that lie outside our stamps.
+
+    ours: our stamps of the same pass. times, keys: our stamp (ns) and the parameter index of each ready gradient,
+    sorted by time. Gradients without a stamp of ours in this pass are left out: the backward pass did not reach them.
+    """
+    low, high = np.searchsorted(times, [sample.begin_ns - sample.error_ns, ours.wait_end_ns])
+    mine = {int(key): int(at) for key, at in zip(keys[low:high], times[low:high], strict=True)}
+    if not mine:
+        return []
+    stamps = sorted([*mine.values(), ours.wait_begin_ns])
+    places: list[tuple[str, int, int, int | None]] = [
+        ("the first bucket sent", sample.sent_ns, stamps[0], ours.sent_ns),
+        ("all buckets back", sample.end_ns, ours.wait_begin_ns, ours.wait_end_ns),
+    ]
+    for index, at in enumerate(sample.ready_ns):
+        if index in mine:
+            places.append((f"gradient {index}", at, mine[index], _next(stamps, mine[index])))
+    outside = [(what, _outside(at, begin, end) - sample.error_ns) for what, at, begin, end in places]
+    return [Apart(what, ns) for what, ns in outside if ns > 0]
+
+
+def _next(stamps: Sequence[int], at: int) -> int | None:
+    place = bisect_right(stamps, at)
+    return stamps[place] if place < len(stamps) else None
+
+
+def _outside(at: int, begin: int, end: int | None) -> int:
+    """Return by how many ns a time lies outside an interval. end None: the interval is open."""
+    return max(begin - at, at - end if end is not None else 0, 0)
+
+
+# The end of a measured run: every rank closes its records, rank 0 writes and shows the report.
+
+
+def finish(session: Session, *, show: bool = True) -> None:
+    """Close a session on this rank; rank 0 then writes the report and shows it.
+
+    Does nothing if the session was already reported, was closed with an error, or belongs to another process. A failure
+    of the report or of the run folder is logged, not raised.
+    """
+    if session.reported or session.error is not None or os.getpid() != session.pid:
+        return
+    try:
+        close(session)
+    except OSError as error:  # of the run folder: the disk may be full
+        session.reported = True
+        logger.error("%s: the record is not complete, and has no report: %s", session.folder, error)
+        return
+    report(session, show=show)
+
+
+def close(session: Session) -> None:
+    """Close a session on this rank, which completes its records; copy them to rank 0's host if no folder is shared."""
+    failed = getattr(sys, "last_value", None)
+    session.close(f"{type(failed).__name__}: {failed}" if failed is not None else None)
+    session.bring()
+
+
+def report(session: Session, *, show: bool = True) -> None:
+    """Collect the other ranks' records of a closed session; rank 0 then writes the report and shows it."""
+    session.reported = True
+    session.collect()
+    if session.place.rank != 0:
+        return
+    try:
+        with _at_most(max(1.0, session.until - time.monotonic())):
+            _write(session, show)
+    except TimeoutError as error:
+        logger.warning("no report yet, as %s: netbottleneck report %s", error, session.folder)
+    except Exception as error:
+        logger.error("%s: the report failed: %s: %s", session.folder, type(error).__name__, error, exc_info=error)
+
+
+@contextmanager
+def _at_most(limit_s: float) -> Generator[None, None, None]:
+    """Raise TimeoutError in a body that runs longer than limit_s. No limit outside the main thread or under a timer."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"it takes longer than {limit_s:.0f} s")
+
+    if threading.current_thread() is not threading.main_thread() or signal.getitimer(signal.ITIMER_REAL)[0]:
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _write(session: Session, show: bool) -> None:
+    from netbottleneck.report import Run
+
+    run = Run(session.folder)
+    if not run.trace.steps:
+        logger.warning("%s: no step was recorded: a step ends where a torch optimizer updates weights", session.folder)
+        return
+    run.write_all()
+    if show:
+        run.show()
+
+
+def finish_at_exit(session: Session) -> None:
+    """Finish a session at process exit, unless it is finished already. Keeps only a weak reference to it."""
+    reference = weakref.ref(session)
+
+    def end() -> None:
+        alive = reference()
+        if alive is not None:
+            finish(alive)
+
+    atexit.register(end)

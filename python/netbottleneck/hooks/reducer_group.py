@@ -1,8 +1,8 @@
 """ReducerGroup: the process group that a DDP model's reducer calls while a run is measured.
 
-DDP keeps its reducer, its buckets, its division, `no_sync` and `join`. `enter` puts this group into the reducer in the
-place of the model's own group, `leave` puts the own group back. Dense gradient all-reduces are timed and travel over
-the own group or over a communicator of ours. Every other call goes to the own group.
+DDP keeps its reducer, its buckets, its division, `no_sync` and `join`. `enter` replaces the model's own group in the
+reducer with this one; `leave` restores it. Dense gradient all-reduces are timed and travel over the own group or over
+our communicator. Every other call goes to the own group.
 """
 
 import importlib
@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck.errors import FAILURES
-from netbottleneck.hooks.eager import eager
+from netbottleneck.hooks.calls import eager
 from netbottleneck.runtime import job
 from netbottleneck.runtime.communicators import key_of
-from netbottleneck.torch.ready import Stamps
+from netbottleneck.torch.gradients import CODES, Stamps, dtype_code
 from netbottleneck.trace.recorder import EVENTS
 
 if TYPE_CHECKING:
@@ -28,18 +28,10 @@ if TYPE_CHECKING:
 
 Future = torch.futures.Future[Any]
 
-# How the core adds a bucket: a complex number is a pair of real ones.
-_DTYPES = {
-    torch.float16: "FLOAT16",
-    torch.bfloat16: "BFLOAT16",
-    torch.float32: "FLOAT32",
-    torch.float64: "FLOAT64",
-    torch.complex32: "FLOAT16",
-    torch.complex64: "FLOAT32",
-    torch.complex128: "FLOAT64",
-}
+# A complex number is added as a pair of real numbers.
+_REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
-TRIES = 3  # DDP tells a new layout one forward pass late
+TRIES = 3  # DDP reports a new layout one forward pass late
 
 _SUBMIT, _START, _DONE = EVENTS["OP_SUBMIT"], EVENTS["OP_START"], EVENTS["OP_DONE"]
 
@@ -53,7 +45,7 @@ logger = logging.getLogger("netbottleneck")
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket of the reducer. parameters: indices into ReducerGroup.names; empty where DDP does not tell."""
+    """A bucket of the reducer. parameters: indices into ReducerGroup.names; empty while unknown."""
 
     name: str
     dtype: torch.dtype
@@ -62,7 +54,7 @@ class Bucket:
 
 
 class _Sent(NamedTuple):
-    """A bucket under way over a communicator of ours. DDP waits for `future`."""
+    """A bucket in flight over our communicator. DDP waits for `future`."""
 
     work: Any
     future: Future
@@ -70,7 +62,7 @@ class _Sent(NamedTuple):
 
 
 class _Unsent:
-    """A bucket that could not be submitted. The error is raised where the bucket is waited for."""
+    """A bucket whose submission failed. `wait` raises the error."""
 
     def __init__(self, error: OSError) -> None:
         self._error = error
@@ -88,7 +80,7 @@ class OwnGroup:
         self._backend = str(dist.get_backend(group))
 
     def target(self, gradients: Any) -> None:
-        """Have the reducer's buckets travel over the own group from now on."""
+        """Route the reducer's buckets over the model's own group from now on."""
         gradients.to_own_group()
 
     def barrier(self) -> None:
@@ -96,22 +88,22 @@ class OwnGroup:
         dist.barrier()
 
     def info(self) -> dict[str, Any]:
-        """Return what the record says of this transport."""
+        """Return the record's entry for this transport."""
         return {"provider": self._backend}
 
     def wire(self) -> int | None:
-        """Return None: torch.distributed does not tell how many bytes it sent."""
+        """Return None: torch.distributed does not report how many bytes it sent."""
         return None
 
     def close(self) -> None:
-        """Nothing: the group is the user's."""
+        """Do nothing: the user owns the group."""
 
 
 class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
-    """Stands between the reducer of one DDP model and its process group. See the module's docstring.
+    """Intercepts the calls of one DDP model's reducer to its process group. See the module's docstring.
 
-    on_error: called with an exception of the measuring itself. The bucket at hand then travels as it would have.
-    Holds the model and its parameters weakly.
+    on_error: called with an exception of the measurement itself; the bucket still travels. Holds weak references to
+    the model and its parameters.
     """
 
     getSize = _ProcessGroup.size
@@ -129,8 +121,8 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
         self.factors = (False, 1.0, None)
         self.paused = False
         self.count = 0  # backward passes that sent a bucket
-        self.sent_ns = 0  # when the last one that ended sent its first, on the recorder's clock
-        self.hooked = False  # a communication hook of the user's sends the buckets
+        self.sent_ns = 0  # first bucket of the last complete pass, on the recorder's clock
+        self.hooked = False  # the user's communication hook sends the buckets
         self._ddp = weakref.ref(ddp)
         self._group: Any = group
         self._recorder: _core.Recorder | None = recorder
@@ -144,12 +136,12 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
         self._under_way: list[_Sent] = []
         self._memory: list[int] = []  # address of each bucket
         self._index = 0  # of the next bucket
-        self._sent_bytes = 0  # of the pass so far
-        self._task = -1  # the autograd graph task whose end we wait at
+        self._sent_bytes = 0  # in this pass so far
+        self._task = -1  # id of the autograd graph task at whose end we wait
         self._begun_ns = 0
         self._core = job.core()
         self._wait_begin, self._wait_end = recorder.stamper(EVENTS["WAIT_BEGIN"]), recorder.stamper(EVENTS["WAIT_END"])
-        self._marks: dict[str, list[int]] = {}  # by name of a bucket: its key, and how often it was stamped
+        self._marks: dict[str, list[int]] = {}  # bucket name -> its key and how often it was stamped
         self._asked_version, self._tries = -1, 0
 
     @property
@@ -159,11 +151,11 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def pending(self) -> int:
-        """Buckets that were sent over a communicator of ours and not waited for."""
+        """Number of buckets submitted to our communicator and not yet waited for."""
         return len(self._under_way)
 
     def enter(self) -> None:
-        """Have the reducer call this group, and stamp each gradient that is ready. Not during a backward pass."""
+        """Make the reducer call this group, and stamp each ready gradient. Never call it during a backward pass."""
         ddp = self._ddp()
         if self._inside or ddp is None or self._group is None:
             return
@@ -174,7 +166,7 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
         self.new_pass()
 
     def leave(self) -> None:
-        """Have the reducer call the model's own group again, and stamp nothing. Not during a backward pass."""
+        """Restore the model's own group in the reducer and stop stamping. Never call it during a backward pass."""
         if self._stamps is not None:
             self._stamps.remove()
         ddp = self._ddp()
@@ -183,33 +175,33 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
         self._inside = False
 
     def close(self) -> None:
-        """Leave for good, and keep nothing of the user's alive."""
+        """Leave for good and drop all references to the user's objects."""
         self.leave()
         self._group = None
         self._recorder = None
         self.to_own_group()
 
     def to_own_group(self) -> None:
-        """Have buckets travel over the model's own group. Not during a backward pass."""
+        """Route buckets over the model's own group. Never call it during a backward pass."""
         self._own, self._sink = True, None
 
     def target(self, sink: "_core.Comm | None", average: bool = False, **_factors: Any) -> None:
-        """Have buckets travel over a communicator of ours; None: nowhere. Not during a backward pass."""
+        """Route buckets over our communicator; None: reduce nothing. Never call it during a backward pass."""
         self._own, self._sink = False, sink
 
     def flush(self) -> None:
-        """Nothing: the reducer sends its buckets itself."""
+        """Do nothing: the reducer sends its buckets itself."""
 
     def wait(self) -> None:
-        """Nothing: the reducer waits for its buckets itself."""
+        """Do nothing: the reducer waits for its buckets itself."""
 
     def new_pass(self) -> None:
-        """The model's forward pass begins: the next bucket is the first."""
+        """Handle the begin of the model's forward pass: the next bucket has index 0."""
         self._index = self._sent_bytes = 0
 
     @eager
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        """Reduce a bucket. The reducer calls it, in the backward pass, with its mutex locked: ask it nothing here."""
+        """Reduce a bucket. The reducer calls this in the backward pass and holds its mutex: do not call the reducer."""
         tensor = tensors[0]
         if len(tensors) != 1 or not (tensor.is_floating_point() or tensor.is_complex()):
             return self._group.allreduce(tensors, opts)
@@ -227,14 +219,14 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
 
     @eager
     def hook_begins(self, bucket: Any) -> Callable[[Any], None] | None:
-        """Stamp a bucket that the user's communication hook gets; return what `hook_returned` takes."""
+        """Stamp a bucket before the user's communication hook runs; return the callback for `hook_returned`."""
         if not self._inside or self._recorder is None:
             return None
         return cast("Callable[[Any], None] | None", self._guarded(self._stamp_hook, bucket))
 
     @eager
     def hook_returned(self, done: Callable[[Any], None], future: Any) -> None:
-        """Have the end of a bucket stamped: the hook's future is done."""
+        """Stamp the start of a bucket, and its end when the hook's future completes."""
         self._guarded(done, future)
 
     def _stamp_hook(self, bucket: Any) -> Callable[[Any], None] | None:
@@ -247,11 +239,11 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
         return self._stamp(index)
 
     def _takes(self, tensor: torch.Tensor) -> bool:
-        """Return whether a bucket is one that is timed, and that the core can add."""
+        """Return whether our communicator can reduce a bucket: dense, contiguous, on the CPU, of a dtype in CODES."""
         return bool(
             tensor.layout == torch.strided
             and tensor.device.type == "cpu"
-            and tensor.dtype in _DTYPES
+            and _REAL.get(tensor.dtype, tensor.dtype) in CODES
             and tensor.numel() > 0
             and tensor.is_contiguous()
         )
@@ -259,7 +251,8 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
     def _next_index(self, tensor: torch.Tensor) -> int:
         """Return the index of a bucket in its pass.
 
-        A pass begins with the model's forward, after as many bytes as the model has, or with the first bucket's memory.
+        A new pass begins in three cases: the model's forward pass began, the pass has sent as many bytes as the model
+        has, or the first bucket's buffer comes again.
         """
         sparse = tensor.layout != torch.strided
         pointer, nbytes = 0 if sparse else tensor.data_ptr(), tensor.numel() * tensor.element_size()
@@ -275,25 +268,25 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _begin(self) -> None:
         under_way, self._under_way = self._under_way, []
-        for sent in under_way:  # of a backward pass that an exception ended
+        for sent in under_way:  # left by a backward pass that raised
             sent.work.wait()
         self.count += 1
         self._task = -1
         self._begun_ns = self._core.now_ns()
 
     def _note(self, index: int, dtype: torch.dtype, pointer: int, nbytes: int) -> None:
-        """Keep the layout of the buckets: it changes when DDP rebuilds them."""
+        """Record the layout of the buckets, which changes when DDP rebuilds them."""
         known = self.buckets[index] if index < len(self.buckets) else None
         if known is not None and (known.nbytes, known.dtype, self._memory[index]) == (nbytes, dtype, pointer):
             return
         if known is None or (known.nbytes, known.dtype) != (nbytes, dtype):
-            # The name is the same on all ranks.
+            # All ranks must compute the same name.
             self.buckets[index:] = [Bucket(f"ddp/{index}:{nbytes}", dtype, nbytes)]
             self.version += 1
         self._memory[index : None if index >= len(self._memory) else index + 1] = [pointer]
 
     def _send(self, index: int, tensor: torch.Tensor) -> Any:
-        """Submit a bucket to the communicator; return what DDP waits for."""
+        """Submit a bucket to the communicator; return the work that DDP waits for."""
         future: Future = Future()
         work: Any = None
         bucket, sink, core = self.buckets[index], self._sink, self._core
@@ -303,7 +296,7 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
                     bucket.name,
                     core.ALLREDUCE,
                     (tensor.data_ptr(), bucket.nbytes),
-                    int(getattr(core, _DTYPES[tensor.dtype])),
+                    dtype_code(_REAL.get(tensor.dtype, tensor.dtype)),
                     bucket=index + 1,
                     keep=tensor,
                 )
@@ -312,7 +305,7 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
         if self._in_backward():
             self._under_way.append(_Sent(work, future, [tensor]))
         else:
-            # A static graph's first pass, or the pass of a rank that has joined: DDP waits right after this call.
+            # The first pass of a static graph, or a pass of a joined rank: DDP waits right after this call.
             if work is not None:
                 work.wait()
             future.set_result([tensor])
@@ -323,7 +316,7 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
         done(work.get_future())
 
     def _observe(self, tensor: torch.Tensor) -> Callable[[Any], None] | None:
-        """Stamp a bucket that the own group gets; return what stamps its start and, by its future, its end."""
+        """Stamp a bucket before the own group gets it; return the callback that stamps its start and its end."""
         index = self._next_index(tensor)
         return self._stamp(index) if tensor.layout == torch.strided else None
 
@@ -341,15 +334,15 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
 
         def started(future: Any) -> None:
             recorder.put(_START, key, turn)
-            future.add_done_callback(recorder.stamper(_DONE, key, turn))
+            future.add_done_callback(recorder.stamper(_DONE, key, turn, awaited=True))
 
         return started
 
     def _in_backward(self) -> bool:
-        """Return whether the backward pass runs, at whose end `_wait_begins` is called then.
+        """Return whether a backward pass runs; if so, `_wait_begins` is queued for its end.
 
-        Before what DDP queues with its last bucket. Not inside the callbacks of that end, where a static graph's first
-        pass sends its buckets.
+        It runs before the callback that DDP queues with its last bucket. Returns False inside these callbacks, where a
+        static graph's first pass sends its buckets.
         """
         task = _c._current_graph_task_id()
         if task == -1:
@@ -363,7 +356,7 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
 
     @eager
     def _wait_begins(self) -> None:
-        """Wait for the buckets under way. Raises the first failure when no transfer is left under way."""
+        """Wait for the buckets in flight. When no transfer is left in flight, raise the first failure."""
         self._wait_begin()
         self.sent_ns = self._begun_ns
         if self._under_way:
@@ -385,7 +378,7 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
             sent.future.set_result(sent.tensors)
 
     def _guarded(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Call something that only measures. An exception of it ends the measuring, and nothing else."""
+        """Call a function that only measures. If it raises, the measurement ends and the training continues."""
         try:
             return call(*args)
         except Exception as error:
@@ -394,7 +387,7 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
             return None
 
     def learn_parameters(self) -> None:
-        """Find which parameters each bucket holds, where that is not known. Between steps: it asks the reducer."""
+        """Find which parameters each bucket holds, if unknown. Call between steps, because it calls the reducer."""
         if self._asked_version != self.version:
             self._asked_version, self._tries = self.version, 0
         ddp = self._ddp()
@@ -441,7 +434,7 @@ def reducer_of(ddp: DistributedDataParallel) -> Any:
 
 
 def reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:
-    """Return the parameters that a model's reducer has, with their names, in the reducer's order."""
+    """Return name and tensor of each parameter that a model's reducer reduces, in the reducer's order."""
     ignored = ddp.parameters_to_ignore
     return [(name, p) for name, p in ddp.module.named_parameters() if name not in ignored and p.requires_grad]
 
@@ -454,7 +447,10 @@ def _sizes(members: Sequence[Sequence[int]], tensors: Sequence[tuple[str, int, A
 
 
 def _layouts(ddp: DistributedDataParallel, tensors: Sequence[tuple[str, int, Any]]) -> list[list[tuple[int, ...]]]:
-    """Return the layouts of buckets that a model may have: what its logger says, else as DDP makes the first one."""
+    """Return the possible bucket layouts of a model: the one that DDP's logger reports, then DDP's initial ones.
+
+    A layout is one tuple of parameter indices per bucket. tensors: name, bytes and dtype of each parameter.
+    """
     found = []
     told = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
     if told:

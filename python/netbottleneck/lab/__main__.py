@@ -1,7 +1,7 @@
 """python -m netbottleneck.lab LINK[+LINK…][/FLOW[,FLOW…]] HOSTS [-- COMMAND…]: run a command on each rank of a lab.
 
 Without a command the lab only measures itself. With one, ranks get RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
-MASTER_PORT and NETBOTTLENECK_HOST_ID; the first rank that fails ends the others, and its exit code is the lab's."""
+MASTER_PORT and NETBOTTLENECK_HOST_ID. If a rank fails, the others are killed; the first failure gives the exit code."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ from collections.abc import Sequence
 from concurrent import futures
 from typing import Any, NoReturn
 
-from netbottleneck.lab.lab import Lab
-from netbottleneck.lab.spaces import LabError
+from netbottleneck.lab.lab import Lab, LabError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code. 2: a bad argument or no lab."""
+    """Run the command line; returns the exit code. 2: a bad argument, or no lab is possible."""
     words = list(sys.argv[1:] if argv is None else argv)
     split = words.index("--") if "--" in words else len(words)
     args, command = _arguments().parse_args(words[:split]), words[split + 1 :]
     signal.signal(signal.SIGTERM, _terminated)
     try:
         with Lab(args.hosts, args.lab, args.ranks_per_host, flow=args.flow) as lab:
-            _say(f"lab: {lab.hosts} hosts, {lab.spec}, {lab.how}, flows capped by {lab.flow_cap}")
+            _message(f"lab: {lab.hosts} hosts, {lab.spec}, {lab.how}, flows capped by {lab.flow_cap}")
             if lab.why:
-                _say(f"lab: {lab.why}")
+                _message(f"lab: {lab.why}")
             if args.verify or not command:
                 sys.stdout.write(json.dumps(lab.verify(), indent=2) + "\n")
                 sys.stdout.flush()
             return run(lab, command) if command else 0
     except (LabError, ValueError) as error:
-        _say(f"lab: {error}")
+        _message(f"lab: {error}")
         return 2
 
 
 def run(lab: Lab, command: Sequence[str]) -> int:
-    """Run a command on every rank; returns the exit code of the first to fail, or 0. A signal counts 128 + number."""
+    """Run a command on every rank; returns the exit code of the first to fail, or 0. A signal gives 128 + number."""
     ranks = [lab.popen(rank, command) for rank in range(lab.size)]
     first = 0
     with futures.ThreadPoolExecutor(lab.size) as pool:
@@ -49,12 +48,12 @@ def run(lab: Lab, command: Sequence[str]) -> int:
                 code = done.result()
                 if code != 0 and first == 0:
                     first = code if code > 0 else 128 - code
-                    _say(f"lab: rank {waiting[done]} ended with {code}; the others are ended")
+                    _message(f"lab: rank {waiting[done]} exited with {code}; the other ranks are killed")
                     _end(ranks)
         except BaseException:
             _end(ranks)
             raise
-    _say("lab: exit codes " + " ".join(str(process.returncode) for process in ranks))
+    _message("lab: exit codes " + " ".join(str(process.returncode) for process in ranks))
     return first
 
 
@@ -68,7 +67,7 @@ def _terminated(*_: object) -> NoReturn:
     raise SystemExit(128 + signal.SIGTERM)
 
 
-def _say(text: str) -> None:
+def _message(text: str) -> None:
     sys.stderr.write(text + "\n")
 
 
@@ -76,12 +75,12 @@ def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m netbottleneck.lab",
         usage="%(prog)s [options] LINK[+LINK…][/FLOW[,FLOW…]] HOSTS [-- COMMAND…]",
-        description="Run a command once per rank of simulated hosts, or without one measure what they can send.",
+        description="Run a command on each rank of simulated hosts. Without a command, measure the links.",
     )
     parser.add_argument("lab", metavar="LINK[/FLOW]", help='such as "2gbit/500mbit", "2gbit/400mbit,100mbit", "none"')
-    parser.add_argument("hosts", type=int, help="how many simulated hosts")
+    parser.add_argument("hosts", type=int, help="number of simulated hosts")
     parser.add_argument("--ranks-per-host", type=int, default=1, metavar="K")
-    parser.add_argument("--flow", choices=["htb", "pacing"], default="htb", help="what keeps a single cap per flow")
+    parser.add_argument("--flow", choices=["htb", "pacing"], default="htb", help="mechanism of a single cap per flow")
     parser.add_argument("--verify", action="store_true", help="measure the lab before the command")
     return parser
 

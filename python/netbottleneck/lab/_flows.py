@@ -1,7 +1,7 @@
-"""The lab's yardstick: N TCP flows in one direction, payload counted per flow by the receiver. A script of its own.
+"""Bandwidth probe of the lab: N TCP flows in one direction, payload counted per flow by the receiver; a script.
 
 receive ADDRESS FLOWS WARMUP_S WINDOW_S DEADLINE_S    prints its port, then {"flow_bps": […], "seconds": …} as JSON
-send ADDRESS PORT FLOWS DEADLINE_S                    sends until the receiver hangs up"""
+send ADDRESS PORT FLOWS DEADLINE_S                    sends until the receiver closes the connections"""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def receive(address: str, flows: int, warmup: float, window: float, deadline: fl
 
 
 def ready(selector: selectors.BaseSelector, seconds: float) -> list[tuple[socket.socket, int]]:
-    """Return the flows that can go on within `seconds`, with their numbers."""
+    """Return the flows that become ready within `seconds`, with their numbers."""
     found = []
     for key, _ in selector.select(seconds):
         assert isinstance(key.fileobj, socket.socket)
@@ -46,18 +46,18 @@ def ready(selector: selectors.BaseSelector, seconds: float) -> list[tuple[socket
 
 
 def count(selector: selectors.BaseSelector, until: float, counted: list[int]) -> None:
-    """Read what comes until the given time and add it up per flow."""
+    """Read from all flows until the given time; add the bytes of each flow to `counted`."""
     buffer = bytearray(BLOCK)
     while (left := until - time.monotonic()) > 0:
         for connection, index in ready(selector, left):
             got = connection.recv_into(buffer)
             if got == 0:
-                raise ConnectionError("a sender hung up")
+                raise ConnectionError("a sender closed its connection")
             counted[index] += got
 
 
 def send(address: str, port: int, flows: int, deadline: float) -> None:
-    """Keep every flow full until the receiver hangs up."""
+    """Keep every flow full until the receiver closes the connections."""
     end = time.monotonic() + deadline
     selector = selectors.DefaultSelector()
     for index in range(flows):
@@ -77,7 +77,7 @@ def send(address: str, port: int, flows: int, deadline: float) -> None:
 
 
 def main(args: list[str]) -> None:
-    """Run one side."""
+    """Run the receiver or the sender."""
     if args[0] == "receive":
         receive(args[1], int(args[2]), float(args[3]), float(args[4]), float(args[5]))
     else:

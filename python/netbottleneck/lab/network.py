@@ -1,15 +1,116 @@
-"""The lab's network as text: the commands for `ip -batch` and `tc -batch`, per namespace. No process is started here.
+"""Network of a lab: its caps as a value and as text, and the `ip -batch` and `tc -batch` commands that create it.
 
-Two hosts are joined by one veth pair; any other number by a bridge in a namespace of its own, the switch. A link's cap
-is an HTB class on the host's side and, with a switch, one on the switch's side too, so that it holds both ways. A
-flow's cap is one HTB class of 2048, chosen by a classic BPF program from the exclusive or of the source port and the
-other's bits turned by one. Hosts with several links have an interface, a network and, with a switch, a bridge for
-each."""
+This module starts no process. Two hosts are joined by one veth pair. Any other number is joined by a bridge in a
+namespace of its own, the switch. A link's cap is an HTB class on the host's side. With a switch, another class on the
+switch's side limits the other direction. A flow's cap is one of 2048 HTB classes. A classic BPF program selects the
+class: the source port XOR the destination port, the latter with its bits rotated by one. Hosts with several links have
+one interface, one network and, with a switch, one bridge per link.
+"""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+
 from netbottleneck.lab._space import PORTS
-from netbottleneck.lab.spec import LinkSpec
+
+# Caps per link and per flow.
+
+UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(k|m|g)?bit", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class LinkSpec:
+    """A cap on each host's link, per direction, and on each flow, in bits per second on the wire.
+
+    `link_bps` None: no cap. `flow_bps` empty: no cap; one value: for every flow; several: assigned to flows in turn.
+    `more_bps`: the caps of further interfaces on each host."""
+
+    link_bps: int | None = None
+    flow_bps: tuple[int, ...] = ()
+    more_bps: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        first = "none" if self.link_bps is None else format_rate(self.link_bps)
+        link = "+".join([first, *map(format_rate, self.more_bps)])
+        return link + ("/" + ",".join(map(format_rate, self.flow_bps)) if self.flow_bps else "")
+
+    @property
+    def capped(self) -> bool:
+        """True if any cap is set."""
+        return self.link_bps is not None or bool(self.flow_bps)
+
+    @property
+    def links(self) -> tuple[LinkSpec, ...]:
+        """Each interface of a host as a link of its own."""
+        return tuple(LinkSpec(bps, self.flow_bps) for bps in (self.link_bps, *self.more_bps))
+
+    def expected_bps(self, flows: int) -> float | None:
+        """Return the rate that `flows` flows in one direction can reach on the first link; None without a cap."""
+        total = float(sum(self.flow_rate(index) for index in range(flows))) if self.flow_bps else None
+        if self.link_bps is None:
+            return total
+        return float(self.link_bps) if total is None else min(total, float(self.link_bps))
+
+    def flow_rate(self, index: int) -> int:
+        """Return the cap of flow number `index`. Raises ValueError if flows have no cap."""
+        if not self.flow_bps:
+            raise ValueError("flows have no cap")
+        return self.flow_bps[index % len(self.flow_bps)]
+
+    def saturating_flows(self, most: int = 16) -> int:
+        """Return how many flows fill the link, at most `most`; 4 if the caps do not determine it."""
+        if not self.flow_bps:
+            return 4
+        if len(self.flow_bps) > 1:
+            return min(len(self.flow_bps), most)
+        return 4 if self.link_bps is None else max(1, min(most, -(-self.link_bps // self.flow_bps[0])))
+
+
+def parse_rate(text: str, whole: str | None = None) -> int | None:
+    """Return bits per second of "500mbit", "2gbit", "1.5gbit"; None for "none". Raises ValueError naming the text."""
+    text = text.strip()
+    where = f" in {whole!r}" if whole not in (None, text) else ""
+    if text.lower() == "none":
+        return None
+    match = _RATE.fullmatch(text)
+    if match is None:
+        raise ValueError(f'{text!r}{where} is not a rate: write "2gbit", "500mbit", "64kbit" or "none"')
+    rate = round(float(match[1]) * UNITS[(match[2] or "").lower() + "bit"])
+    if not 1000 <= rate <= 10**12:
+        raise ValueError(f"{text!r}{where} is not between 1kbit and 1000gbit")
+    return rate
+
+
+def parse_lab(text: str) -> LinkSpec:
+    """Parse "LINK[+LINK…][/FLOW[,FLOW…]]", such as "2gbit/500mbit", "none/400mbit,100mbit" or "1gbit+250mbit".
+
+    Links joined by + are interfaces of every host. Raises ValueError."""
+    link, slash, flows = text.partition("/")
+    if slash and not flows.strip():
+        raise ValueError(f"{text!r}: no rate after '/'")
+    rates = [parse_rate(flow, text) for flow in flows.split(",")] if slash else []
+    if rates == [None]:
+        rates = []
+    if None in rates:
+        raise ValueError(f"{text!r}: a list of flow rates cannot contain 'none'")
+    first, *more = (parse_rate(part, text) for part in link.split("+"))
+    if None in more or (more and first is None):
+        raise ValueError(f"{text!r}: with several links, each needs a rate")
+    flow_bps = tuple(rate for rate in rates if rate is not None)
+    return LinkSpec(first, flow_bps, tuple(rate for rate in more if rate is not None))
+
+
+def format_rate(bps: int) -> str:
+    """Return the shortest exact text of a rate, such as "500mbit"."""
+    for unit in ("gbit", "mbit", "kbit"):
+        if bps % UNITS[unit] == 0:
+            return f"{bps // UNITS[unit]}{unit}"
+    return f"{bps}bit"
+
+
+# Commands for `ip -batch` and `tc -batch`, per namespace.
 
 UNCAPPED_BPS = 100 * 10**9
 _FLOW_CLASS = 0x1000  # class ids 1:1000 to 1:17ff
@@ -26,13 +127,13 @@ def address(host: int, link: int = 0) -> str:
 
 
 def pair_commands(peer_pid: int, links: int = 1) -> str:
-    """`ip` commands for the first of two hosts; `peer_pid` lives in the other's namespace."""
+    """Return the `ip` commands for the first of two hosts; `peer_pid` is a process in the other's namespace."""
     names = map(interface, range(links))
     return "".join(f"link add {name} type veth peer name {name} netns {peer_pid}\n" for name in names)
 
 
 def switch_commands(pids: list[int], links: int = 1) -> str:
-    """`ip` commands for the switch; one pid in the namespace of each host."""
+    """Return the `ip` commands for the switch; `pids` has one process in the namespace of each host."""
     lines = []
     for link in range(links):
         lines += [f"link add br{link} type bridge mcast_snooping 0", f"link set br{link} addrgenmode none up"]
@@ -44,7 +145,7 @@ def switch_commands(pids: list[int], links: int = 1) -> str:
 
 
 def host_commands(host: int, links: int = 1) -> str:
-    """`ip` commands for one host, when its interfaces are there."""
+    """Return the `ip` commands for one host, to run once its interfaces exist."""
     lines = ["link set lo up"]
     for link in range(links):
         name = interface(link)
@@ -54,17 +155,17 @@ def host_commands(host: int, links: int = 1) -> str:
 
 
 def link_commands(link: int, up: bool) -> str:
-    """`ip` commands that set one interface of a host up or down."""
+    """Return the `ip` commands that set one interface of a host up or down."""
     return f"link set {interface(link)} {'up' if up else 'down'}\n"
 
 
 def host_caps(spec: LinkSpec, per_flow: bool) -> str:
-    """`tc` commands for one host's side of its links; `per_flow`: with a class per flow."""
+    """Return the `tc` commands for one host's side of its links; `per_flow`: with one class per flow."""
     return "".join(interface_caps(interface(index), link, per_flow) for index, link in enumerate(spec.links))
 
 
 def interface_caps(device: str, spec: LinkSpec, per_flow: bool, major: int = 1) -> str:
-    """`tc` commands for what one interface sends; `major`: of its handle."""
+    """Return the `tc` commands that cap what one interface sends; `major`: number of the qdisc handle."""
     lines: list[str] = []
     if spec.link_bps is not None or per_flow:
         lines += _link(device, spec.link_bps or UNCAPPED_BPS, major)
@@ -74,7 +175,7 @@ def interface_caps(device: str, spec: LinkSpec, per_flow: bool, major: int = 1) 
 
 
 def switch_caps(spec: LinkSpec, hosts: int) -> str:
-    """`tc` commands for the switch's side of every link."""
+    """Return the `tc` commands for the switch's side of every link."""
     lines: list[str] = []
     for index, link in enumerate(spec.links):
         for host in range(hosts if link.link_bps is not None else 0):
@@ -88,8 +189,8 @@ def _port(host: int, link: int) -> str:
 
 
 def burst_bytes(bps: int) -> int:
-    """What a class that was idle may send at once."""
-    # 4 ms of traffic: a class that waits for a busy CPU that long loses nothing; never less than two 64 KiB packets
+    """Return the burst of an HTB class: the bytes that an idle class may send at once."""
+    # 4 ms of traffic: a wait of that length for a busy CPU costs no throughput. At least two 64 KiB packets.
     return max(128 * 1024, bps // 8 * 4 // 1000)
 
 
@@ -119,14 +220,14 @@ def _flows(device: str, bps: int, major: int) -> list[str]:
 def _classifier(major: int) -> str:
     program = [
         (48, 0, 0, 23),  # A = protocol
-        (21, 1, 0, 6),  # TCP: go on
+        (21, 1, 0, 6),  # TCP: continue
         (21, 0, 12, 17),  # neither TCP nor UDP: the default class
         (177, 0, 0, 14),  # X = length of the IP header
         (72, 0, 0, 14),  # A = source port
         (2, 0, 0, 0),  # M[0] = A
         (72, 0, 0, 16),  # A = destination port
-        (84, 0, 0, PORTS - 1),  # A's low bits, the lowest one put on top: ports that the system chose are odd,
-        (36, 0, 0, PORTS + 1),  # and of two of them the classes would be even
+        (84, 0, 0, PORTS - 1),  # A's low bits, rotated right by one. Ports that the kernel chooses are odd,
+        (36, 0, 0, PORTS + 1),  # so without the rotation all classes would be even.
         (116, 0, 0, 1),
         (97, 0, 0, 0),  # X = M[0]
         (172, 0, 0, 0),  # A ^= X

@@ -1,4 +1,4 @@
-"""From the launcher's environment to a communicator: place, meeting, listener and `_core.Comm` put together."""
+"""Connection of a job's ranks: from the launcher's environment, through the rendezvous, to a communicator."""
 
 import importlib
 import itertools
@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 from netbottleneck._version import __version__
 from netbottleneck.config import Settings
 from netbottleneck.errors import Error
-from netbottleneck.launch import rendezvous, stores
-from netbottleneck.launch.rendezvous import secrecy
+from netbottleneck.launch import rendezvous
+from netbottleneck.launch.rendezvous import secret_source
 from netbottleneck.launch.topology import (
     Place,
     Topology,
     detect,
-    hand_on,
+    export_place,
     host_digest,
-    located,
     machine_digest,
     topology,
+    with_topology,
 )
 
 if TYPE_CHECKING:
@@ -37,14 +37,14 @@ __all__ = [
     "connect",
     "core",
     "detect",
-    "hand_on",
+    "export_place",
     "host_digest",
-    "located",
     "machine_digest",
-    "meet_as_new",
     "native",
-    "secrecy",
+    "reset_rendezvous_count",
+    "secret_source",
     "topology",
+    "with_topology",
 ]
 
 logger = logging.getLogger("netbottleneck")
@@ -54,25 +54,25 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass
 class _Process:
-    """Every connect of this process meets under keys of its own; all ranks count alike."""
+    """State of this process: the number of connects so far, which gives each connect its own keys on all ranks."""
 
-    meetings: "itertools.count[int]" = field(default_factory=itertools.count)
-    warned: bool = False  # that the secret can be read: once is enough
+    rendezvous_count: "itertools.count[int]" = field(default_factory=itertools.count)
+    warned: bool = False  # the warning about a readable secret is logged once
 
 
 _process = _Process()
 
 
-def meet_as_new() -> None:
-    """Count meetings from the beginning, as a process that is new does.
+def reset_rendezvous_count() -> None:
+    """Restart the count of connects, as in a new process.
 
-    For a launcher whose server has dropped all keys, and lets new processes in among those that were there.
+    For a launcher whose server has dropped all keys and lets new processes join the existing ones.
     """
-    _process.meetings = itertools.count()
+    _process.rendezvous_count = itertools.count()
 
 
 def core() -> ModuleType:
-    """Return the C module; ImportError with one clear line where it is not built."""
+    """Return the C module. Raises ImportError with a one-line remedy if it is not built."""
     try:
         return importlib.import_module("netbottleneck._core")
     except ImportError as error:
@@ -80,7 +80,7 @@ def core() -> ModuleType:
 
 
 def native(settings: Settings) -> str:
-    """Return the first transport of the list that is ours to run; tcp where there is none."""
+    """Return the first of our own transports in the settings' list; tcp if it has none."""
     return next((name for name in settings.transports if name in ("tcp", "ofi")), "tcp")
 
 
@@ -95,24 +95,24 @@ def connect(
 ) -> "_core.Comm":
     """Return a communicator of all ranks of the job; every rank calls this, in the same order of calls.
 
-    transport: "tcp" or "ofi"; None: the first such name of the settings, else tcp. streams: instead of the settings'.
-    Raises ValueError where ranks have no way to meet, TimeoutError naming the ranks that did not come in
-    NETBOTTLENECK_START_TIMEOUT_S, MismatchError where ranks disagree on what Settings.tag holds, Error for a port in
-    use or a missing interface, CPU, provider or library, and ImportError where the C module is not built.
+    transport: "tcp" or "ofi"; None: the first such name of the settings, else tcp. streams: overrides the settings.
+    Raises ValueError if ranks have no way to meet, TimeoutError naming the ranks missing after
+    NETBOTTLENECK_START_TIMEOUT_S, MismatchError if ranks differ in a value of Settings.tag, Error for a port in use or
+    a missing interface, CPU, provider or library, and ImportError if the C module is not built.
     """
-    with _explained(settings):
+    with _named_variable(settings):
         return _connect(settings, place, recorder, transport or native(settings), streams, environ)
 
 
-def connect_at(settings: Settings, place: Place, meeting: rendezvous.Meeting) -> "_core.Comm":
-    """Return a communicator of the ranks that meet there; every one of them calls this. Raises as connect."""
-    with _explained(settings):
-        return _connect(settings, place, None, native(settings), None, meeting)
+def connect_at(settings: Settings, place: Place, through: rendezvous.Rendezvous) -> "_core.Comm":
+    """Return a communicator of the ranks that use `through`; every one of them calls this. Raises as connect."""
+    with _named_variable(settings):
+        return _connect(settings, place, None, native(settings), None, through)
 
 
 @contextmanager
-def _explained(settings: Settings) -> Generator[None, None, None]:
-    """Name the variable whose value an error is about."""
+def _named_variable(settings: Settings) -> Generator[None, None, None]:
+    """Add to an error the variable that caused it."""
     try:
         yield
     except Error as error:
@@ -137,9 +137,9 @@ def _connect(
     recorder: "_core.Recorder | None",
     transport: str,
     streams: int | None,
-    where: Mapping[str, str] | rendezvous.Meeting,
+    where: Mapping[str, str] | rendezvous.Rendezvous,
 ) -> "_core.Comm":
-    """Open a job whose ranks meet where `where` says: a meeting of its own, or what the environment holds."""
+    """Connect all ranks through `where`: a given rendezvous, or the environment that selects one."""
     module = core()
     options = {
         "tag": settings.tag(__version__),
@@ -164,25 +164,25 @@ def _connect(
     if place.size == 1:
         comm: _core.Comm = module.Comm(0, 1, secret=secrets.token_bytes(32), **options)
         return comm
-    if isinstance(where, rendezvous.Meeting):
-        meeting, key = where, "netbottleneck"
+    if isinstance(where, rendezvous.Rendezvous):
+        through, key = where, "netbottleneck"
     else:
-        meeting = rendezvous.choose(settings, place, where)
-        # A worker group that torchrun starts again may find the agent's store as the one before left it.
+        through = rendezvous.choose(settings, place, where)
+        # A worker group that torchrun restarts may find keys of the previous group in the agent's store.
         restart = where.get("TORCHELASTIC_RESTART_COUNT", "0")
-        key = f"netbottleneck/{restart}/{place.size}/{next(_process.meetings)}"
-    talk = meeting.talk(key, place, settings.start_timeout_s)
-    if talk is None:
-        return _meet_directly(module, settings, place, str(meeting.address), options)
+        key = f"netbottleneck/{restart}/{place.size}/{next(_process.rendezvous_count)}"
+    exchange = through.exchange(key, place, settings.start_timeout_s)
+    if exchange is None:
+        return _meet_directly(module, settings, place, str(through.address), options)
     if place.rank == 0:
-        return _receive(module, settings, place, meeting.address, talk, options)
-    return _visit(module, settings, place, talk, options)
+        return _accept_all(module, settings, place, through.address, exchange, options)
+    return _join(module, settings, place, exchange, options)
 
 
 def _meet_directly(
     module: ModuleType, settings: Settings, place: Place, address: str, options: dict[str, object]
 ) -> "_core.Comm":
-    """No channel: all know the address and the secret, or there is none, by the user's own word."""
+    """Connect without a channel: all ranks know the address and the secret, or run insecurely by the user's choice."""
     secret = settings.secret or f"insecure {address}".encode().ljust(16)
     listener = _listen(module, settings, address, None) if place.rank == 0 else None
     comm: _core.Comm = module.Comm(
@@ -196,31 +196,36 @@ def _meet_directly(
     return comm
 
 
-def _receive(
+def _accept_all(
     module: ModuleType,
     settings: Settings,
     place: Place,
     address: str | None,
-    talk: stores.Keys | stores.Rounds,
+    exchange: rendezvous.ChannelExchange | rendezvous.ManagerExchange,
     options: dict[str, object],
 ) -> "_core.Comm":
-    """Rank 0: wait until all others are there, then open the door, say where it is, and let them in."""
+    """Rank 0: wait for the reports of all ranks, then listen, publish the address and accept the ranks."""
     try:
-        same = all(machine == machine_digest() for machine in talk.report(machine_digest()))
+        same = all(machine == machine_digest() for machine in exchange.report(machine_digest()))
         listener = _listen(module, settings, address, LOOPBACK if same and settings.ifname is None else None)
     except (OSError, ValueError) as error:
-        with suppress(OSError):  # the first failure is the one to raise
-            talk.answer(f"!{error}".encode())
+        with suppress(OSError):  # raise the first failure
+            exchange.answer(f"!{error}".encode())
         raise
     secret = settings.secret or secrets.token_bytes(32)
-    shown = "" if settings.secret else secret.hex()
-    if shown and talk.exposed and not settings.insecure and not rendezvous.is_loopback(_host(listener.address)):
-        _warn_exposed(talk.exposed, listener.address)
-    talk.answer(f"{listener.address} {shown}".encode())
+    shared_secret = "" if settings.secret else secret.hex()
+    if (
+        shared_secret
+        and exchange.exposed
+        and not settings.insecure
+        and not rendezvous.is_loopback(_host(listener.address))
+    ):
+        _warn_exposed(exchange.exposed, listener.address)
+    exchange.answer(f"{listener.address} {shared_secret}".encode())
     try:
         comm: _core.Comm = module.Comm(place.rank, place.size, secret=secret, listener=listener, **options)
     finally:
-        talk.clear()
+        exchange.clear()
     return comm
 
 
@@ -229,9 +234,9 @@ def _warn_exposed(channel: str, address: str) -> None:
         return
     _process.warned = True
     logger.warning(
-        "the job listens at %s, and its secret travels through %s, where anyone who reaches it can read it: "
-        "set NETBOTTLENECK_SECRET or NETBOTTLENECK_SECRET_FILE on all ranks, or NETBOTTLENECK_INSECURE=1 where the "
-        "network is trusted (docs/security.md)",
+        "the job listens at %s, and its secret passes through %s, where anyone who reaches it can read it: "
+        "set NETBOTTLENECK_SECRET or NETBOTTLENECK_SECRET_FILE on all ranks, or NETBOTTLENECK_INSECURE=1 if the "
+        "network is trusted (docs/explanation/security.md)",
         address,
         channel,
     )
@@ -241,20 +246,20 @@ def _host(address: str) -> str:
     return address.rpartition(":")[0]
 
 
-def _visit(
+def _join(
     module: ModuleType,
     settings: Settings,
     place: Place,
-    talk: stores.Keys | stores.Rounds,
+    exchange: rendezvous.ChannelExchange | rendezvous.ManagerExchange,
     options: dict[str, object],
 ) -> "_core.Comm":
-    """Any other rank: say that it is there, learn where rank 0's door is, and go there."""
-    talk.report(machine_digest())
-    answer = talk.hear().decode()
+    """Any other rank: report to rank 0, receive its address, and connect to it."""
+    exchange.report(machine_digest())
+    answer = exchange.receive_answer().decode()
     if answer.startswith("!"):
         raise Error(0, f"rank 0 could not open the job: {answer[1:]}")
-    address, _, shown = answer.partition(" ")
-    secret = settings.secret or bytes.fromhex(shown)
+    address, _, shared_secret = answer.partition(" ")
+    secret = settings.secret or bytes.fromhex(shared_secret)
     if len(secret) < 16:
         raise ValueError(
             "NETBOTTLENECK_SECRET is set on rank 0 but not here (or NETBOTTLENECK_SECRET_FILE): "
@@ -265,7 +270,7 @@ def _visit(
 
 
 def _listen(module: ModuleType, settings: Settings, fixed: str | None, host: str | None) -> "_core.Listener":
-    """Open rank 0's door: at a fixed "host:port", else at a host's address, else on the interface of the settings."""
+    """Open rank 0's listener: at a fixed "host:port", else at a host's address, else on the settings' interface."""
     listener: _core.Listener
     if fixed is not None:
         where, _, port = _resolved(fixed).rpartition(":")

@@ -1,4 +1,4 @@
-"""Who this process is: rank and size under each launcher, and which ranks share a host."""
+"""Place of this process under each launcher: rank, local rank, size and host."""
 
 import hashlib
 import os
@@ -7,17 +7,126 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from netbottleneck.config import Settings
-from netbottleneck.launch.launchers import EXPLICIT, HOROVODRUN, LAUNCHERS, Launcher
 
-# Beside Horovod's variables that `hand_on` has written: which, as NAME=value each. They are no launcher's.
-HANDED = "_NETBOTTLENECK_HANDED_ON"
+# The known launchers as data: the variables that each sets, and the methods of rendezvous of its ranks.
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """One launcher; "": it has no such variable. `methods`: names of rendezvous.METHODS, best first."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str = ""
+    local_size: str = ""
+    cross_rank: str = ""
+    cross_size: str = ""
+    marker: str = ""  # the launcher is considered if this variable is set,
+    marker_excludes: tuple[str, ...] = ()  # to none of these values
+    min_ranks: int = 1  # the smallest job that it starts, in ranks
+    may_run_inside: tuple[str, ...] = ()  # launchers that may have started this one, each with a job of its own,
+    inside_marker: str = ""  # if this variable is set
+    methods: tuple[str, ...] = ()
+    mpi: bool = False  # part of an MPI
+
+    @property
+    def place_variables(self) -> tuple[str, ...]:
+        """The variables of a process's place other than rank and size."""
+        return tuple(filter(None, (self.local_rank, self.local_size, self.cross_rank, self.cross_size)))
+
+    def variables(self) -> tuple[str, ...]:
+        """Return all of its variables that this module reads."""
+        return tuple(filter(None, (self.rank, self.size, *self.place_variables, self.marker)))
+
+
+# Slurm's ids of steps that srun did not start: interactive, batch, extern, pending.
+NO_STEPS = tuple(str(number) for number in range(0xFFFFFFFA, 0xFFFFFFFE))
+
+# In order of precedence. A PMIx or PMI server also serves ranks of another launcher that gives them the same numbers.
+# mpirun, mpiexec and horovodrun may start ranks on other hosts through srun; those ranks then have srun's variables.
+LAUNCHERS = (
+    Launcher(
+        "horovodrun",
+        "HOROVOD_RANK",
+        "HOROVOD_SIZE",
+        "HOROVOD_LOCAL_RANK",
+        "HOROVOD_LOCAL_SIZE",
+        "HOROVOD_CROSS_RANK",
+        "HOROVOD_CROSS_SIZE",
+        may_run_inside=("srun",),
+        methods=("http", "torch", "pmix", "pmi"),
+    ),
+    Launcher(
+        "torchrun",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        may_run_inside=("mpirun", "pmi", "srun"),
+        inside_marker="TORCHELASTIC_RUN_ID",
+        methods=("torch", "pmix", "pmi"),
+    ),
+    Launcher(
+        "mpirun",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        may_run_inside=("srun",),
+        methods=("pmix", "torch", "folder"),
+        mpi=True,
+    ),
+    Launcher("pmix", "PMIX_RANK", ""),
+    Launcher(
+        "pmi",
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+        may_run_inside=("srun",),
+        methods=("pmix", "pmi", "torch", "folder", "first host"),
+        mpi=True,
+    ),
+    Launcher(
+        "srun",
+        "SLURM_PROCID",
+        "SLURM_NTASKS",
+        "SLURM_LOCALID",
+        cross_rank="SLURM_NODEID",
+        cross_size="SLURM_NNODES",
+        marker="SLURM_STEP_ID",
+        marker_excludes=NO_STEPS,
+        min_ranks=2,
+        methods=("pmix", "pmi", "torch", "folder", "first host"),
+    ),
+)
+HOROVODRUN = LAUNCHERS[0]
+MPI = frozenset(launcher.name for launcher in LAUNCHERS if launcher.mpi)
+EXPLICIT = Launcher("explicit", "NETBOTTLENECK_RANK", "NETBOTTLENECK_SIZE", methods=("torch", "pmix", "pmi"))
+
+
+def launcher_named(name: str) -> Launcher:
+    """Return the launcher with the name in a Place. Raises ValueError for an unknown name."""
+    for launcher in (EXPLICIT, *LAUNCHERS):
+        if launcher.name == name:
+            return launcher
+    raise ValueError(f"unknown launcher {name}")
+
+
+# Place of this process: rank and size under its launcher, and the ranks on its host.
+
+# Lists the Horovod variables that `export_place` has written, as NAME=value; they are not from a launcher.
+EXPORTED = "_NETBOTTLENECK_HANDED_ON"
 
 
 @dataclass(frozen=True)
 class Place:
-    """A process in its job. local_*: on its host; cross_*: among the ranks of equal local rank, one a host.
+    """A process in its job. local_*: on its host; cross_*: among the ranks of equal local rank, one per host.
 
-    None where the launcher does not say; `located` fills these in once the hosts of all ranks are known.
+    None: not set by the launcher; `with_topology` sets these fields once the hosts of all ranks are known.
     """
 
     rank: int
@@ -30,18 +139,18 @@ class Place:
 
     @property
     def complete(self) -> bool:
-        """True where the launcher says all of it."""
+        """True if the launcher sets all fields."""
         return None not in (self.local_rank, self.local_size, self.cross_rank, self.cross_size)
 
     @property
     def one_host(self) -> bool:
-        """True where the launcher says that all ranks are on this host."""
+        """True if, according to the launcher, all ranks are on this host."""
         return self.size in (1, self.local_size)
 
 
 @dataclass(frozen=True)
 class Topology:
-    """What follows from the hosts of all ranks."""
+    """A rank's place among hosts, derived from the host ids of all ranks."""
 
     local_rank: int
     local_size: int
@@ -51,80 +160,83 @@ class Topology:
 
 
 def detect(settings: Settings, environ: Mapping[str, str] = os.environ) -> Place:
-    """Return this process's place, by NETBOTTLENECK_RANK and _SIZE, else by the first launcher that left its traces.
+    """Return this process's place from NETBOTTLENECK_RANK and _SIZE, else from the first launcher with its variables.
 
-    Raises ValueError that lists what was found when a launcher's variables are half there or make no sense, and when
-    those of two say different things. A launcher inside another one (torchrun started by srun, once a node) is no
-    disagreement: each has a job of its own.
+    Raises ValueError listing the variables found if a launcher's are incomplete or invalid, or if two launchers
+    disagree. A launcher inside another one (torchrun started by srun, once per node) is no disagreement, as each has a
+    job of its own.
     """
     if (settings.rank is None) != (settings.ranks is None):
         raise ValueError(
-            f"NETBOTTLENECK_RANK and NETBOTTLENECK_SIZE go together, but only one is set: "
+            f"NETBOTTLENECK_RANK and NETBOTTLENECK_SIZE must be set together, but only one is set: "
             f"rank {settings.rank}, size {settings.ranks}"
         )
     if settings.rank is not None and settings.ranks is not None:
         _check_range(settings.rank, settings.ranks, "NETBOTTLENECK_RANK and NETBOTTLENECK_SIZE")
         return Place(settings.rank, settings.ranks, launcher=EXPLICIT.name)
-    environ = _launchers_own(environ)
-    there = [launcher for launcher in LAUNCHERS if _counts(launcher, environ)]
-    whole = [(launcher, place) for launcher in there if (place := _read(launcher, environ)) is not None]
-    for launcher in there:
-        _refuse_half(launcher, whole, environ)
-    chosen = next(((launcher, place) for launcher, place in whole if place.size >= launcher.least), None)
+    environ = _without_exported(environ)
+    present = [launcher for launcher in LAUNCHERS if _is_present(launcher, environ)]
+    complete = [(launcher, place) for launcher in present if (place := _read(launcher, environ)) is not None]
+    for launcher in present:
+        _reject_incomplete(launcher, complete, environ)
+    chosen = next(((launcher, place) for launcher, place in complete if place.size >= launcher.min_ranks), None)
     if chosen is None:
         return Place(0, 1, 0, 1, 0, 1)
-    if not all(_agree(chosen, other, environ) for other in whole):
-        said = "; ".join(f"{place.launcher}: rank {place.rank} of {place.size}" for _, place in whole)
+    if not all(_agree(chosen, other, environ) for other in complete):
+        listed = "; ".join(f"{place.launcher}: rank {place.rank} of {place.size}" for _, place in complete)
         raise ValueError(
-            f"the launchers disagree about rank or size of the job ({said}): unset the variables of the one that did "
-            f"not start it, or set NETBOTTLENECK_RANK and NETBOTTLENECK_SIZE. {_found(environ)}"
+            f"the launchers disagree about rank or size of the job ({listed}): unset the variables of the one that did "
+            f"not start it, or set NETBOTTLENECK_RANK and NETBOTTLENECK_SIZE. {_found_variables(environ)}"
         )
     return chosen[1]
 
 
-def hand_on(settings: Settings, environ: MutableMapping[str, str]) -> None:
-    """Write Horovod's own variables of a place (HOROVOD_RANK, HOROVOD_SIZE, …), as far as the launcher says it.
+def export_place(settings: Settings, environ: MutableMapping[str, str]) -> None:
+    """Set Horovod's variables of a place (HOROVOD_RANK, HOROVOD_SIZE, …) from the launcher's values.
 
-    For a script that reads them instead of asking. Those that are set stay, and so does an environment without a
-    launcher. What is written here, `detect` does not take for horovodrun's, in this process or in one that inherits it.
-    Raises as detect.
+    For scripts that read these variables. Variables already set are kept; without a launcher nothing is set. `detect`
+    ignores the variables written here, in this process and in its children. Raises as detect.
     """
     place = detect(settings, environ)
-    for name in _handed(environ) if _launchers_own(environ) is not environ else ():
-        del environ[name]  # of the process that started this one
+    for name in _exported(environ) if _without_exported(environ) is not environ else ():
+        del environ[name]  # written by the parent process
     if place.launcher in ("none", HOROVODRUN.name):
         return
-    local = settings.host_id is None  # else the hosts of all ranks say it, which are not known yet
-    whole = (place.local_rank, place.local_size, place.cross_rank, place.cross_size) if local else (None,) * 4
+    local = settings.host_id is None  # with a host id, local ranks depend on all ranks' hosts, not yet known
+    places = (place.local_rank, place.local_size, place.cross_rank, place.cross_size) if local else (None,) * 4
     if local and place.local_size == place.size:
-        whole = (*whole[:2], 0, 1)
-    told = zip((HOROVODRUN.rank, HOROVODRUN.size, *HOROVODRUN.beside), (place.rank, place.size, *whole), strict=True)
-    written = {name: str(value) for name, value in told if value is not None and not environ.get(name)}
-    environ.update(written, **{HANDED: " ".join(f"{name}={value}" for name, value in written.items())})
+        places = (*places[:2], 0, 1)
+    values = zip(
+        (HOROVODRUN.rank, HOROVODRUN.size, *HOROVODRUN.place_variables), (place.rank, place.size, *places), strict=True
+    )
+    written = {name: str(value) for name, value in values if value is not None and not environ.get(name)}
+    environ.update(written, **{EXPORTED: " ".join(f"{name}={value}" for name, value in written.items())})
 
 
-def _handed(environ: Mapping[str, str]) -> dict[str, str]:
-    return dict(word.split("=") for word in environ.get(HANDED, "").split() if word.count("=") == 1)
+def _exported(environ: Mapping[str, str]) -> dict[str, str]:
+    return dict(word.split("=") for word in environ.get(EXPORTED, "").split() if word.count("=") == 1)
 
 
-def _launchers_own(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment without what `hand_on` has written.
+def _without_exported(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment without the variables that `export_place` has written.
 
-    All of it counts where horovodrun has written it anew: it names its server, or other values.
+    If horovodrun has set them anew (its server is named, or a value differs), the whole environment counts.
     """
-    handed = _handed(environ)
-    anew = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR") or any(environ.get(name) != handed[name] for name in handed)
-    if anew or not handed:
+    exported = _exported(environ)
+    set_again = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR") or any(
+        environ.get(name) != exported[name] for name in exported
+    )
+    if set_again or not exported:
         return environ
-    return {name: value for name, value in environ.items() if name not in handed}
+    return {name: value for name, value in environ.items() if name not in exported}
 
 
-def _counts(launcher: Launcher, environ: Mapping[str, str]) -> bool:
-    return not launcher.sign or environ.get(launcher.sign, "") not in ("", *launcher.sign_not)
+def _is_present(launcher: Launcher, environ: Mapping[str, str]) -> bool:
+    return not launcher.marker or environ.get(launcher.marker, "") not in ("", *launcher.marker_excludes)
 
 
 def _read(launcher: Launcher, environ: Mapping[str, str]) -> Place | None:
-    """Return what a launcher says, where it says both rank and size."""
+    """Return the place that a launcher's variables give; None unless rank and size are both set."""
     rank, size = _number(launcher.rank, environ), _number(launcher.size, environ)
     if rank is None or size is None:
         return None
@@ -140,34 +252,40 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> Place | None:
     )
 
 
-def _refuse_half(launcher: Launcher, whole: Sequence[tuple[Launcher, Place]], environ: Mapping[str, str]) -> None:
-    """Raise ValueError where a launcher's variables tell of other ranks, but not which of how many this one is.
+def _reject_incomplete(
+    launcher: Launcher, complete: Sequence[tuple[Launcher, Place]], environ: Mapping[str, str]
+) -> None:
+    """Raise ValueError if a launcher's variables imply other ranks, but do not give both rank and size.
 
-    Half of them may be there beside a launcher that says both, as long as it says the same.
+    An incomplete launcher is accepted if another launcher is complete and agrees with it.
     """
-    if any(other is launcher for other, _ in whole) or (whole and not launcher.size):
+    if any(other is launcher for other, _ in complete) or (complete and not launcher.size):
         return
-    if not _tells_of_others(launcher, environ) or any(_says(launcher, place, environ) for _, place in whole):
+    if not _implies_other_ranks(launcher, environ) or any(
+        _is_consistent(launcher, place, environ) for _, place in complete
+    ):
         return
     given = ", ".join(f"{name}={environ[name]}" for name in launcher.variables() if environ.get(name))
     missing = [name for name in (launcher.rank, launcher.size) if name and not environ.get(name)]
-    lacks = f"{' and '.join(missing)} is not set, and {launcher.name} sets both" if missing else "not of how many"
+    lacks = (
+        f"{' and '.join(missing)} is not set, and {launcher.name} sets both" if missing else "their number is not set"
+    )
     raise ValueError(
-        f"{given}: that tells of other ranks, but {lacks}. Start the script by its launcher, unset what is left of "
-        f"another one, or set NETBOTTLENECK_RANK and NETBOTTLENECK_SIZE. {_found(environ)}"
+        f"{given}: the job has other ranks, but {lacks}. Start the script with its launcher, unset the variables "
+        f"of any other launcher, or set NETBOTTLENECK_RANK and NETBOTTLENECK_SIZE. {_found_variables(environ)}"
     )
 
 
-def _says(launcher: Launcher, place: Place, environ: Mapping[str, str]) -> bool:
-    """Return whether a launcher's half agrees with a place among others."""
+def _is_consistent(launcher: Launcher, place: Place, environ: Mapping[str, str]) -> bool:
+    """Return whether an incomplete launcher agrees with a place that has other ranks."""
     rank, size = _number(launcher.rank, environ), _number(launcher.size, environ)
     return rank in (None, place.rank) and size in (None, place.size) and place.size > 1
 
 
-def _tells_of_others(launcher: Launcher, environ: Mapping[str, str]) -> bool:
-    """Return whether there is a rank, or a number that a job of one rank would not have.
+def _implies_other_ranks(launcher: Launcher, environ: Mapping[str, str]) -> bool:
+    """Return whether a launcher sets a rank, or a number that a job of one rank would not have.
 
-    A size of 1 is what a batch script or a container image may carry.
+    Batch scripts and container images may set a size of 1.
     """
     alone = {launcher.size: 1, launcher.local_rank: 0, launcher.local_size: 1, launcher.cross_rank: 0}
     alone[launcher.cross_size] = 1
@@ -176,18 +294,18 @@ def _tells_of_others(launcher: Launcher, environ: Mapping[str, str]) -> bool:
 
 
 def _agree(chosen: tuple[Launcher, Place], other: tuple[Launcher, Place], environ: Mapping[str, str]) -> bool:
-    """Return whether two launchers can both be right."""
+    """Return whether the values of two launchers are compatible."""
     inner, place = chosen
     outer, theirs = other
     if (place.rank, place.size) == (theirs.rank, theirs.size):
         return True
-    if outer.name in inner.inside and (not inner.inside_sign or environ.get(inner.inside_sign)):
+    if outer.name in inner.may_run_inside and (not inner.inside_marker or environ.get(inner.inside_marker)):
         return True
-    # A task of srun may start several ranks by itself, as torch.multiprocessing does.
+    # A task of srun may start several ranks itself, as torch.multiprocessing does.
     return outer.name == "srun" and place.size > theirs.size and place.size % theirs.size == 0
 
 
-def _found(environ: Mapping[str, str]) -> str:
+def _found_variables(environ: Mapping[str, str]) -> str:
     names = dict.fromkeys(name for launcher in LAUNCHERS for name in launcher.variables())
     return "Found: " + " ".join(f"{name}={environ[name]}" for name in names if environ.get(name))
 
@@ -204,11 +322,11 @@ def _number(name: str, environ: Mapping[str, str]) -> int | None:
 
 def _check_range(rank: int, size: int, names: str) -> None:
     if not 0 <= rank < size:
-        raise ValueError(f"{names} say rank {rank} of {size}: a rank is from 0 to one less than the size")
+        raise ValueError(f"{names} give rank {rank} of {size}: a rank must be from 0 to one less than the size")
 
 
 def machine() -> str:
-    """Return what processes share that reach each other by loopback: boot id and network namespace."""
+    """Return the machine's identity, shared by processes with a common loopback: boot id and network namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
@@ -217,12 +335,12 @@ def machine() -> str:
 
 
 def machine_digest() -> bytes:
-    """Return 16 bytes that stand for machine()."""
+    """Return a 16-byte digest of machine()."""
     return _digest(machine())
 
 
 def host_digest(settings: Settings) -> bytes:
-    """Return 16 bytes that ranks of one host have in common: NETBOTTLENECK_HOST_ID, or what machine() says."""
+    """Return a 16-byte digest that ranks of one host share: of NETBOTTLENECK_HOST_ID, else of machine()."""
     return _digest(settings.host_id if settings.host_id is not None else machine())
 
 
@@ -231,10 +349,10 @@ def _digest(text: str) -> bytes:
 
 
 def topology(host_ids: Sequence[bytes | str], rank: int) -> Topology:
-    """Return where `rank` stands, given the host id of each rank, by rank.
+    """Return the place of `rank` among hosts, given the host id of each rank, by rank.
 
-    Hosts are numbered by their lowest rank; a local rank counts the lower ranks of the same host. cross_rank counts
-    the hosts before this one that have a rank of this local rank, cross_size all such hosts, as Horovod has it.
+    Hosts are numbered by their lowest rank. The local rank counts the lower ranks of the same host. As in Horovod,
+    cross_rank counts the earlier hosts that have a rank of this local rank, and cross_size counts all such hosts.
     """
     members: dict[bytes | str, list[int]] = {}
     for other, host in enumerate(host_ids):
@@ -246,12 +364,12 @@ def topology(host_ids: Sequence[bytes | str], rank: int) -> Topology:
     return Topology(local, len(mine), peers.index(rank), len(peers), len(sizes) == 1)
 
 
-def located(place: Place, found: Topology) -> Place:
-    """Return the place with what the hosts say."""
+def with_topology(place: Place, topology: Topology) -> Place:
+    """Return the place with the fields of its topology."""
     return replace(
         place,
-        local_rank=found.local_rank,
-        local_size=found.local_size,
-        cross_rank=found.cross_rank,
-        cross_size=found.cross_size,
+        local_rank=topology.local_rank,
+        local_size=topology.local_size,
+        cross_rank=topology.cross_rank,
+        cross_size=topology.cross_size,
     )

@@ -1,4 +1,4 @@
-"""What a person or a program reads of a run: Run, and the files that a run folder gets."""
+"""Reports of a run: Run, and the files written to a run folder."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from netbottleneck.analysis import usage
 from netbottleneck.analysis import verdict as rules
 from netbottleneck.analysis.findings import Findings, find
 from netbottleneck.analysis.verdict import Verdict
-from netbottleneck.report import chrome, html, summary, tables, terminal
+from netbottleneck.report import chrome, html, summary, text
+from netbottleneck.trace import model, recorder
 from netbottleneck.trace import model as tr
-from netbottleneck.trace import recorder, samples
 
 __all__ = ["Run"]
 
@@ -25,9 +25,9 @@ PAGE = "report.html"
 
 
 class Run:
-    """A run that was recorded: a run folder, or a single trace file (*.jsonl.gz).
+    """A recorded run: a run folder, or a single trace file (*.jsonl.gz).
 
-    Raises FileNotFoundError where there is none, ValueError naming the file for an unknown version.
+    Raises FileNotFoundError if it does not exist, ValueError naming the file for an unknown version.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -39,7 +39,7 @@ class Run:
 
     @cached_property
     def findings(self) -> Findings:
-        """The numbers."""
+        """The findings of the run."""
         return find(self.trace)
 
     @cached_property
@@ -49,18 +49,18 @@ class Run:
 
     @cached_property
     def hosts(self) -> tuple[usage.HostUse, ...]:
-        """What each host's interfaces and cores were used for, where that was recorded."""
-        return usage.hosts(self.trace, samples.of_run(self._folder)) if self._folder else ()
+        """Use of each host's interfaces and cores, where recorded."""
+        return usage.hosts(self.trace, model.of_run(self._folder)) if self._folder else ()
 
     @cached_property
     def summary(self) -> Mapping[str, Any]:
-        """What summary.json holds."""
+        """Content of summary.json."""
         return summary.summary(self.findings, self.verdict, self.hosts)
 
     @property
     def text(self) -> str:
-        """What report.txt holds."""
-        return terminal.text(self.findings, self.verdict, self.hosts)
+        """Content of report.txt."""
+        return text.text(self.findings, self.verdict, self.hosts)
 
     @property
     def _page(self) -> Path | None:
@@ -68,33 +68,33 @@ class Run:
         return page if self._folder is not None and page.exists() else None
 
     def show(self, console: Console | None = None) -> None:
-        """Prints the report, and where it lies as a page."""
-        terminal.show(self.findings, self.verdict, console, self.hosts, self._page)
+        """Print the report, and the path of its HTML page."""
+        text.show(self.findings, self.verdict, console, self.hosts, self._page)
 
     def write_all(self, folder: Path | str | None = None) -> list[Path]:
-        """Writes every file of the report into `folder` (default: the run's own) and names them.
+        """Write every file of the report into `folder` (default: the run's own) and return their paths.
 
-        Where the run has rings, their readable form goes to ranks/ of the run's own folder.
+        If the run has rings, their readable form goes to ranks/ of the run's own folder.
         """
         if folder is None and self._folder is None:
-            raise ValueError(f"{self.path} is a single file: say which folder to write to")
-        place = Path(folder) if folder is not None else self.path
-        place.mkdir(parents=True, exist_ok=True)
+            raise ValueError(f"{self.path} is a single trace file: pass the folder to write to")
+        target = Path(folder) if folder is not None else self.path
+        target.mkdir(parents=True, exist_ok=True)
         written = []
-        for name, words in {
+        for name, content in {
             "summary.json": json.dumps(self.summary, indent=1) + "\n",
-            "layers.csv": tables.layers_csv(self.findings),
-            "collectives.csv": tables.collectives_csv(self.trace),
+            "layers.csv": summary.layers_csv(self.findings),
+            "collectives.csv": summary.collectives_csv(self.trace),
             "report.txt": self.text,
             PAGE: html.page(self.findings, self.verdict),
         }.items():
-            (place / name).write_text(words, encoding="utf-8")
-            written.append(place / name)
-        chrome.write(self.trace, place / "trace.json.gz")
-        written.append(place / "trace.json.gz")
-        (place / "ranks").mkdir(exist_ok=True)
+            (target / name).write_text(content, encoding="utf-8")
+            written.append(target / name)
+        chrome.write(self.trace, target / "trace.json.gz")
+        written.append(target / "trace.json.gz")
+        (target / "ranks").mkdir(exist_ok=True)
         for rank in self.trace.ranks:
-            path = place / "ranks" / f"{rank.rank}.jsonl.gz"
+            path = target / "ranks" / f"{rank.rank}.jsonl.gz"
             tr.write(self.trace.of_rank(rank.rank), path)
             written.append(path)
         return written

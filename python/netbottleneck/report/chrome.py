@@ -1,7 +1,7 @@
-"""trace.json.gz: the run in the JSON object form of the Chrome trace format, which Perfetto opens.
+"""trace.json.gz: the run in the JSON object form of the Chrome trace format, readable by Perfetto.
 
-One process for each rank, one lane for each thing that can overlap; ts and dur in microseconds. Complete events on a
-lane never overlap: what could is dealt to lanes of its own.
+One process for each rank, and one lane for each kind of event that can overlap others; ts and dur in microseconds.
+Complete events on a lane never overlap: overlapping ones get lanes of their own.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from netbottleneck.analysis.layers import backward_spans
-from netbottleneck.analysis.scaling import bus_factor, last_entries
+from netbottleneck.analysis.intervals import backward_spans, bus_factor, last_entries
 from netbottleneck.trace.model import Collective, Step, Trace
+from netbottleneck.trace.transports import Arm
 
 SCHEMA_VERSION = 1
-# More than this is cut, by whole steps from the end, and said.
+# Events above this number are cut, by whole steps from the end, with a note.
 EVENTS_MAX = 500_000
 
 STEP, FORWARD, BACKWARD, OPTIMIZER, WAIT = 1, 2, 3, 4, 5
 LANE_NAMES = {STEP: "step", FORWARD: "forward", BACKWARD: "backward", OPTIMIZER: "optimizer", WAIT: "blocked"}
-# Lanes from here on: modules of the forward, then operations in transfer.
+# First lanes of module forwards and of transfers.
 MODULES, TRANSFERS = 10, 30
 
 Event = dict[str, Any]
-Match = tuple[str, int, int, int]
+Match = tuple[Arm, int, int, int]
 
 
 class Lanes:
-    """Deals spans, in order of their begin, to the first lane that is free."""
+    """Assigns spans, in order of their begin, to the first free lane."""
 
     def __init__(self, first: int, limit: int | None = None) -> None:
         self._first = first
@@ -39,11 +39,11 @@ class Lanes:
         self._free: list[int] = []
 
     def take(self, begin_ns: int, end_ns: int) -> int | None:
-        """The lane's number; None when all `limit` lanes are taken."""
-        for place, free_ns in enumerate(self._free):
+        """Lane number of the span; None if all `limit` lanes are busy."""
+        for slot, free_ns in enumerate(self._free):
             if free_ns <= begin_ns:
-                self._free[place] = end_ns
-                return self._first + place
+                self._free[slot] = end_ns
+                return self._first + slot
         if self._limit is not None and len(self._free) >= self._limit:
             return None
         self._free.append(end_ns)
@@ -66,8 +66,8 @@ def _step_events(trace: Trace, step: Step, modules: Lanes) -> Iterator[Event]:
     def span(lane: int, name: str, begin_ns: int, end_ns: int, **args: object) -> Event:
         return _span(step.rank, lane, name, begin_ns, end_ns, **args)
 
-    about = {"block": step.block, "transport": step.transport, "plan": step.plan, "sampled": step.sampled}
-    yield span(STEP, f"step {step.index} ({step.transport})", step.begin_ns, step.end_ns, **about)
+    about = {"block": step.block, "transport": step.arm, "plan": step.plan, "sampled": step.sampled}
+    yield span(STEP, f"step {step.index} ({step.arm})", step.begin_ns, step.end_ns, **about)
     for begin, end in step.forward:
         yield span(FORWARD, "forward", begin, end)
     for begin, end in step.optimizer:
@@ -88,7 +88,7 @@ def _step_events(trace: Trace, step: Step, modules: Lanes) -> Iterator[Event]:
 
 def _operation_events(trace: Trace, c: Collective, lane: int, last_ns: int | None) -> Iterator[Event]:
     start_ns, done_ns = c.start_ns or c.submit_ns, c.done_ns or c.submit_ns
-    number = f"{c.rank}/{c.transport}/{c.key:016x}/{c.round}"
+    number = f"{c.rank}/{c.arm}/{c.key:016x}/{c.round}"
     common = {"pid": c.rank, "tid": lane, "cat": "collective"}
     args: dict[str, object] = {
         "op": c.kind,
@@ -98,7 +98,7 @@ def _operation_events(trace: Trace, c: Collective, lane: int, last_ns: int | Non
         "dtype": c.dtype,
         "n_ranks": trace.size,
         "bucket": c.bucket,
-        "transport": c.transport,
+        "transport": c.arm,
         "algorithm": c.algorithm,
         "bytes_by_lane": {str(number): sent for number, sent, _ in c.lanes} if c.lanes else None,
     }
@@ -120,10 +120,10 @@ def _operation_events(trace: Trace, c: Collective, lane: int, last_ns: int | Non
 def _in_flight(rank: int, operations: Iterable[Collective]) -> Iterator[Event]:
     changes = [(c.start_ns or 0, c.tensor_bytes) for c in operations]
     changes += [(c.done_ns or 0, -c.tensor_bytes) for c in operations]
-    held = 0
+    in_flight_bytes = 0
     for at, change in sorted(changes):
-        held += change
-        yield {"ph": "C", "pid": rank, "name": "inflight_bytes", "ts": at / 1e3, "args": {"bytes": held}}
+        in_flight_bytes += change
+        yield {"ph": "C", "pid": rank, "name": "inflight_bytes", "ts": at / 1e3, "args": {"bytes": in_flight_bytes}}
 
 
 def _names(trace: Trace, lanes: Iterable[tuple[int, int]]) -> Iterator[Event]:
@@ -175,7 +175,7 @@ def chrome(trace: Trace, events_max: int = EVENTS_MAX) -> dict[str, Any]:
         "schemaVersion": SCHEMA_VERSION,
         "displayTimeUnit": "ms",
         "baseTimeNanoseconds": trace.epoch_wall_ns,
-        "distributedInfo": {"backend": ",".join(trace.transports), "rank": 0, "world_size": trace.size},
+        "distributedInfo": {"backend": ",".join(trace.arms), "rank": 0, "world_size": trace.size},
         "host_name": trace.ranks[0].hostname if trace.ranks else "",
         "clocks": {str(r.rank): {"method": r.clock.method, "error_ns": r.clock.error_ns} for r in trace.ranks},
         "steps_cut": sum(cut for _, cut in parts),
@@ -184,6 +184,6 @@ def chrome(trace: Trace, events_max: int = EVENTS_MAX) -> dict[str, Any]:
 
 
 def write(trace: Trace, path: Path | str) -> None:
-    """Writes trace.json.gz; the same trace makes the same bytes."""
+    """Write trace.json.gz; the same trace gives the same bytes."""
     with open(path, "wb") as raw, gzip.GzipFile("", "wb", 6, raw, mtime=0) as packed:
         packed.write(json.dumps(chrome(trace), separators=(",", ":")).encode())

@@ -1,4 +1,4 @@
-"""report.html, one file without a script or a link, and the small form for a notebook."""
+"""report.html, a single file without scripts or links, and its short form for notebooks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import jinja2
 
 from netbottleneck.analysis.findings import Findings, Parts
 from netbottleneck.analysis.verdict import Verdict
-from netbottleneck.report import words
+from netbottleneck.report import text
+from netbottleneck.trace.transports import MEANING
 from netbottleneck.units import gbit, ms, nbytes, percent
 
 BAR_WIDTH, BAR_HEIGHT, LABEL_WIDTH = 640, 22, 80
@@ -18,7 +19,7 @@ KINDS = (
     ("compute", "compute"),
     ("hidden", "compute with hidden communication"),
     ("exposed", "exposed communication"),
-    ("wait", "waiting for other ranks"),
+    ("wait", "waiting for negotiation"),
     ("other", "other"),
 )
 
@@ -69,19 +70,19 @@ def _context(findings: Findings, verdict: Verdict) -> dict[str, Any]:
     bars = [
         {
             "name": name,
-            "y": place * (BAR_HEIGHT + 8),
+            "y": row * (BAR_HEIGHT + 8),
             "segments": _segments(parts, longest_ns),
             "step": ms(parts.step_ns),
         }
-        for place, (name, parts) in enumerate(findings.parts.items())
+        for row, (name, parts) in enumerate(findings.parts.items())
     ]
     layers = sorted(findings.layers, key=lambda layer: -layer.exposed_ns)
     return {
         "f": findings,
         "trace": findings.trace,
         "verdict": verdict,
-        "sentence": " ".join(words.sentences(findings)),
-        "warnings": words.warnings(findings),
+        "sentence": " ".join(text.sentences(findings)),
+        "warnings": text.warnings(findings),
         "bars": bars,
         "kinds": KINDS,
         "bar_height": BAR_HEIGHT,
@@ -91,15 +92,15 @@ def _context(findings: Findings, verdict: Verdict) -> dict[str, Any]:
         "layers": layers[:TOP_LAYERS],
         "layers_left": len(layers[TOP_LAYERS:]),
         "layers_left_ns": sum(layer.exposed_ns for layer in layers[TOP_LAYERS:]),
-        "wire_lines": [*words.beyond_the_link(findings), *words.costs(findings), *words.travels(findings)],
-        "not_probed": "" if findings.achievable else words.why_not_probed(findings),
-        "meanings": {name: words.MEANING[name] for name in findings.times if name in words.MEANING},
+        "wire_lines": [*text.beyond_the_link(findings), *text.costs(findings), *text.algorithms(findings)],
+        "not_probed": "" if findings.achievable else text.why_not_probed(findings),
+        "meanings": {name: MEANING[name] for name in findings.times if name in MEANING},
         "pairs": {pair.other: pair for pair in findings.comparisons},
     }
 
 
 def page(findings: Findings, verdict: Verdict) -> str:
-    """The whole page."""
+    """The complete page."""
     return _environment().get_template("report.html.j2").render(_context(findings, verdict))
 
 

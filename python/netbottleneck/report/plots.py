@@ -1,4 +1,4 @@
-"""Pictures of a run and of a benchmark, for notebooks. Needs matplotlib: `pip install 'netbottleneck[plot]'`."""
+"""Plots of a run and of a benchmark, for notebooks. Needs matplotlib: `pip install 'netbottleneck[plot]'`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from netbottleneck.report.html import KINDS, lengths
+from netbottleneck.trace.transports import TRANSPORT_COLOURS
 from netbottleneck.units import gbit, ms
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
     from netbottleneck.report import Run
 
-# Distinct in print and for colour-blind readers; the same meaning in every picture.
+# Distinct in print and for colour-blind readers; a colour has the same meaning in every plot.
 COLOURS: Mapping[str, str] = {
     "compute": "#4c9f70",
     "hidden": "#2f7f9e",
@@ -21,17 +22,10 @@ COLOURS: Mapping[str, str] = {
     "wait": "#d9a441",
     "other": "#9a9a9a",
 }
-TRANSPORT_COLOURS: Mapping[str, str] = {
-    "bare": "#9a9a9a",
-    "single": "#c9c9c9",
-    "stock": "#cc4b37",
-    "tcp": "#d9a441",
-    "ofi": "#2f7f9e",
-}
 
 
 class Bench(Protocol):
-    """What netbottleneck.bench returns, as far as it is drawn."""
+    """The part of netbottleneck.bench's result that is drawn."""
 
     rows: Sequence[Mapping[str, Any]]
 
@@ -44,7 +38,7 @@ def _axes(width: float, height: float) -> Axes:
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'netbottleneck[plot]'") from error
+        raise ImportError("plots need matplotlib: pip install 'netbottleneck[plot]'") from error
     axes: Axes = plt.subplots(figsize=(width, height), layout="constrained")[1]
     axes.spines[["top", "right"]].set_visible(False)
     return axes
@@ -55,7 +49,7 @@ def _colour(transport: str) -> str:
 
 
 def _bars(axes: Axes, names: Sequence[str], values: Sequence[float], labels: Sequence[str]) -> None:
-    """Horizontal bars, first on top, each with its number."""
+    """Horizontal bars, the first on top, each labelled with its value."""
     bars = axes.barh(names, values, color=[_colour(name) for name in names], height=0.6)
     axes.bar_label(bars, labels=list(labels), padding=4)
     axes.invert_yaxis()
@@ -63,13 +57,13 @@ def _bars(axes: Axes, names: Sequence[str], values: Sequence[float], labels: Seq
 
 
 def _levels(axes: Axes, achieved: Mapping[str, float], what: str) -> None:
-    """A dashed line for what each transport achieved."""
+    """A dashed line for each transport's achieved bandwidth."""
     for name, rate in achieved.items():
         axes.axhline(rate / 1e9, color=_colour(name), linestyle="--", label=f"{name} achieved {gbit(rate)} {what}")
 
 
 def _curve(axes: Axes, name: str, points: Sequence[tuple[int, float]]) -> None:
-    """Achievable by number of network streams."""
+    """Achievable bandwidth by number of network streams."""
     counts = [count for count, _ in points]
     axes.plot(counts, [rate / 1e9 for _, rate in points], "o-", color=_colour(name), label=f"{name}, probe")
     axes.set_xscale("log", base=2)
@@ -86,7 +80,7 @@ def _finish_levels(axes: Axes, title: str) -> Axes:
 
 
 def bench_curve(results: Bench) -> Axes:
-    """Draw the busbw of each transport at the largest size against what its probe reached by number of streams."""
+    """Draw each transport's busbw at the largest size and its probe's rate by number of streams."""
     axes = _axes(8, 3.6)
     largest = max((row["bytes"] for row in results.rows), default=0)
     for name, points in results.probe.items():
@@ -97,7 +91,7 @@ def bench_curve(results: Bench) -> Axes:
 
 
 def split(run: Run) -> Axes:
-    """Draw where a step goes, a bar for each transport whose steps could be split."""
+    """Draw the parts of a step: one bar for each transport with known parts."""
     parts = run.findings.parts
     axes = _axes(8, 1.2 + 0.55 * len(parts))
     for kind, what in KINDS:
@@ -107,7 +101,7 @@ def split(run: Run) -> Axes:
         )
     axes.invert_yaxis()
     axes.set_xlabel("ms")
-    axes.set_title(f"Where a step goes ({run.findings.label})", loc="left")
+    axes.set_title(f"Parts of a step ({run.findings.label})", loc="left")
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return axes
 
@@ -157,12 +151,12 @@ def transports(run: Run) -> Axes:
 
 
 def bandwidth(run: Run) -> Axes:
-    """Draw what each transport achieved in transfer against the probe of the same hosts, and the link."""
+    """Draw each transport's achieved bandwidth in transfer, the probe of the same hosts, and the link."""
     findings = run.findings
     axes = _axes(8, 3.6)
     if findings.achievable:
         _curve(axes, findings.achievable.transport, findings.achievable.points)
-    _levels(axes, {name: did.active_bps for name, did in findings.achieved.items()}, "in transfer")
+    _levels(axes, {name: achieved.active_bps for name, achieved in findings.achieved.items()}, "in transfer")
     if findings.link_bps:
         axes.axhline(
             findings.link_bps / 1e9, color="#9a9a9a", linewidth=1, label=f"the link, {gbit(findings.link_bps)}"

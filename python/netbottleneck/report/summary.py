@@ -1,20 +1,27 @@
-"""summary.json: the findings of a run as plain values, units in the keys; summary.schema.json describes it."""
+"""Data files of the findings: summary.json (described by summary.schema.json), layers.csv and collectives.csv.
+
+Units are in the keys and headers.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
-from netbottleneck.analysis import stats
+from netbottleneck.analysis import statistics
 from netbottleneck.analysis.findings import Findings, Parts
-from netbottleneck.analysis.scaling import WARMUP_STEPS
+from netbottleneck.analysis.intervals import WARMUP_STEPS
 from netbottleneck.analysis.usage import HostUse
 from netbottleneck.analysis.verdict import Verdict, handicap_sentence
-from netbottleneck.report.words import sentences
-from netbottleneck.trace.model import Trace
+from netbottleneck.report.text import sentences
+from netbottleneck.trace.model import Collective, Trace
+
+# summary.json: plain values.
 
 VERSION = 1
 FORMULA = "step - (exposed - skew) * (1 - achieved / achievable)"
@@ -24,11 +31,11 @@ def _s(ns: float | None) -> float | None:
     return None if ns is None else ns / 1e9
 
 
-def _interval(estimate: stats.Estimate, scale: float = 1.0) -> dict[str, float]:
+def _interval(estimate: statistics.Estimate, scale: float = 1.0) -> dict[str, float]:
     return {"value": estimate.value * scale, "low": estimate.low * scale, "high": estimate.high * scale}
 
 
-def _pair(pair: stats.Paired | None, withheld: bool = False) -> dict[str, Any] | None:
+def _pair(pair: statistics.Paired | None, withheld: bool = False) -> dict[str, Any] | None:
     if pair is None:
         return None
     return {
@@ -60,7 +67,7 @@ def _split(parts: Parts) -> dict[str, Any]:
     }
 
 
-def _bandwidth(found: stats.Achieved, link_bps: float | None) -> dict[str, Any]:
+def _bandwidth(found: statistics.Achieved, link_bps: float | None) -> dict[str, Any]:
     return {
         "active_bits_per_s": found.active_bps,
         "average_bits_per_s": found.average_bps,
@@ -84,7 +91,7 @@ def _network(trace: Trace) -> dict[str, Any] | None:
     }
 
 
-def _probe(found: stats.Achievable | None) -> dict[str, Any] | None:
+def _probe(found: statistics.Achievable | None) -> dict[str, Any] | None:
     if found is None:
         return None
     points = [{"streams": count, "bits_per_s": rate} for count, rate in found.points]
@@ -133,7 +140,7 @@ def _host(host: HostUse) -> dict[str, Any]:
     return {
         "rank": host.rank,
         "hostname": host.hostname,
-        "transport": host.transport,
+        "transport": host.arm,
         "measured_s": host.seconds,
         "active_s": host.active_s,
         "samples_per_s": host.hz,
@@ -197,7 +204,7 @@ def _steps(findings: Findings) -> dict[str, Any]:
 
 
 def summary(findings: Findings, verdict: Verdict, hosts: Sequence[HostUse] = ()) -> dict[str, Any]:
-    """The run as JSON values."""
+    """The summary as JSON values."""
     trace = findings.trace
     withheld = findings.handicapped
     predicted_ns = findings.predicted_full_use_ns
@@ -209,7 +216,7 @@ def summary(findings: Findings, verdict: Verdict, hosts: Sequence[HostUse] = ())
         "command": list(trace.command),
         "started_wall_ns": trace.started_wall_ns,
         "size": trace.size,
-        "transports": list(trace.transports),
+        "transports": list(trace.arms),
         "base": findings.base,
         "warmup_steps": WARMUP_STEPS,
         "sentence": " ".join(sentences(findings)),
@@ -255,7 +262,87 @@ def summary(findings: Findings, verdict: Verdict, hosts: Sequence[HostUse] = ())
 
 
 def schema() -> Mapping[str, Any]:
-    """The JSON schema that is shipped."""
+    """The JSON schema in the package."""
     text = resources.files("netbottleneck.report").joinpath("summary.schema.json").read_text(encoding="utf-8")
     loaded: Mapping[str, Any] = json.loads(text)
     return loaded
+
+
+# layers.csv and collectives.csv: an unknown value is an empty cell.
+
+LAYER_COLUMNS = (
+    "layer",
+    "parameters",
+    "gradient_bytes",
+    "buckets",
+    "forward_ns",
+    "backward_ns",
+    "exposed_ns_attributed_by_bytes",
+)
+COLLECTIVE_COLUMNS = (
+    "rank",
+    "step",
+    "transport",
+    "name",
+    "key",
+    "round",
+    "comm",
+    "kind",
+    "dtype",
+    "priority",
+    "part",
+    "parts",
+    "phase",
+    "bucket",
+    "device",
+    "algorithm",
+    "tensor_bytes",
+    "wire_bytes",
+    "submit_ns",
+    "agreed_ns",
+    "start_ns",
+    "first_byte_ns",
+    "done_ns",
+    "error",
+    "lane_bytes_sent",
+)
+
+
+def _csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(["" if cell is None else cell for cell in row] for row in rows)
+    return buffer.getvalue()
+
+
+def layers_csv(findings: Findings) -> str:
+    """Per-step means of each layer under the base transport."""
+    return _csv(
+        LAYER_COLUMNS,
+        (
+            (
+                layer.name,
+                layer.parameters,
+                layer.bytes,
+                " ".join(map(str, layer.buckets)),
+                None if layer.forward_ns is None else round(layer.forward_ns),
+                round(layer.backward_ns),
+                round(layer.exposed_ns),
+            )
+            for layer in findings.layers
+        ),
+    )
+
+
+def collectives_csv(trace: Trace) -> str:
+    """Every operation of every rank; lane_bytes_sent: lane:bytes pairs."""
+
+    def row(operation: Collective) -> list[object]:
+        known = {column: getattr(operation, column) for column in COLLECTIVE_COLUMNS[:-1] if column != "transport"}
+        known = {"rank": operation.rank, "step": operation.step, "transport": operation.arm} | known
+        known["key"] = f"{operation.key:016x}"
+        lanes = " ".join(f"{lane}:{sent}" for lane, sent, _ in operation.lanes or ())
+        return [*known.values(), lanes]
+
+    return _csv(COLLECTIVE_COLUMNS, map(row, trace.collectives))

@@ -1,6 +1,6 @@
-"""The steps of each collective operation, on arrays, among the ranks of one process set.
+"""Collective operations as steps, on arrays, among the ranks of one process set.
 
-Arrays are of one type on all ranks, and of one shape except where a text says otherwise.
+Arrays have one type on all ranks, and one shape unless a docstring says otherwise.
 """
 
 import hashlib
@@ -9,17 +9,25 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from netbottleneck.errors import HorovodInternalError
 from netbottleneck.runtime import job
-from netbottleneck.runtime.async_operations import Array, Average, Steps, Sum, as_bytes, reduction
-from netbottleneck.runtime.members import Members
+from netbottleneck.runtime.async_operations import (
+    Array,
+    Average,
+    Members,
+    Steps,
+    Sum,
+    as_bytes,
+    reduction,
+)
 
-SEGMENTS_MAX = 512  # of one operation of the engine
+SEGMENTS_MAX = 512  # segments of one engine operation
 
 
 def submitted(among: Members, name: str, kind: int, memory: Any, code: int, **options: Any) -> Any:
-    """Submit an operation of the ranks of a set."""
+    """Submit an operation of a set's ranks."""
     return job.current().submit(name, kind, memory, code, group=among.number, **options)
 
 
@@ -29,7 +37,7 @@ def _shape(*arrays: Array) -> int:
 
 @lru_cache(maxsize=1024)
 def shape_key(shapes: tuple[tuple[int, ...], ...]) -> int:
-    """Return a number that is the same where the shapes are, whatever the ranks' versions of Python and NumPy."""
+    """Return a hash of the shapes that is the same for every version of Python and NumPy."""
     text = ";".join(",".join(str(int(length)) for length in shape) for shape in shapes)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -68,19 +76,19 @@ def allreduce_steps(
 
 
 def broadcast_steps(array: Array, code: int, root_rank: int, name: str, among: Members) -> Steps[None]:
-    """Give every rank the root's array, in place. root_rank: of the job. ValueError where it is none of them."""
+    """Broadcast the root's array in place. root_rank: in the job. Raises ValueError if it is not in the set."""
     root = among.place(root_rank)
     yield [submitted(among, name, job.core().BROADCAST, array, code, root=root, shape=_shape(array), keep=array)]
 
 
 def _tail(array: Array) -> int:
-    """Return what stands for an array's type and all its dimensions but the first."""
+    """Return a hash of an array's type and of all dimensions but the first."""
     about = hashlib.sha256(f"{array.dtype} {array.shape[1:]}".encode()).digest()[:8]
     return int.from_bytes(about, "little", signed=True)
 
 
 def _rows_steps(mine: Sequence[int], array: Array, name: str, among: Members) -> Steps[Array]:
-    """Return what each rank tells of its rows, by rank; HorovodInternalError where types or other dimensions differ."""
+    """Return each rank's row counts, by rank; HorovodInternalError if types or other dimensions differ."""
     core = job.core()
     told = np.zeros((among.size, len(mine) + 1), np.int64)
     told[among.rank] = [*mine, _tail(array)]
@@ -95,7 +103,7 @@ def _rows_steps(mine: Sequence[int], array: Array, name: str, among: Members) ->
 
 
 def allgather_steps(array: Array, name: str, among: Members) -> Steps[list[Array]]:
-    """Return the arrays of all ranks, by rank. Their first dimension may differ, all else must not."""
+    """Return the arrays of all ranks, by rank. Only their first dimension may differ."""
     if array.ndim == 0:
         array = array.reshape(1)
     told = yield from _rows_steps([len(array)], array, name, among)
@@ -109,7 +117,7 @@ def allgather_steps(array: Array, name: str, among: Members) -> Steps[list[Array
 
 
 def _shares(rows: int, size: int) -> list[int]:
-    """Return where each rank's rows begin, and their end; the first (rows mod size) ranks have one more."""
+    """Return the offsets of each rank's rows, and their end; the first (rows mod size) ranks have one row more."""
     least, more = divmod(rows, size)
     return [at * least + min(at, more) for at in range(size + 1)]
 
@@ -188,15 +196,72 @@ def alltoall_steps(
 
 
 def barrier_steps(name: str, among: Members) -> Steps[None]:
-    """Wait until all ranks are here."""
+    """Wait for all ranks."""
     core = job.core()
     yield [submitted(among, name, core.BARRIER, [], core.UINT8)]
 
 
 def join_steps(name: str) -> Steps[int]:
-    """Stand in with zeros for what other ranks reduce, until all have joined; return the one that came last."""
+    """Contribute zeros to other ranks' reductions until all have joined; return the last rank to join."""
     core = job.core()
     last = np.full(1, -1, np.int32)
     yield [job.current().submit(name, core.JOIN, last, core.INT32, keep=last)]
     job.current().joins += 1
     return int(last[0])
+
+
+# Adasum: a sum that counts the common part of two ranks' vectors once.
+#
+# For two vectors it is (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b: their sum if they are orthogonal, their average if
+# they are equal. Neighbouring ranks form pairs, then pairs of pairs, and so on. A rank without a partner enters the
+# next level unchanged. Maleki et al.: Scaling Distributed Training with Adaptive Summation, 2020.
+
+Doubles = npt.NDArray[np.float64]
+
+
+def _combined(vectors: Doubles, dots: Doubles) -> Doubles:
+    """Return the Adasum of each pair of adjacent vectors; an odd last vector is kept.
+
+    dots: a.b, |a|^2 and |b|^2 of each pair.
+    """
+    both, first, second = dots
+    pairs = 2 * len(both)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        of_first = np.where(first > 0, 1 - both / (2 * first), 1.0)
+        of_second = np.where(second > 0, 1 - both / (2 * second), 1.0)
+    joined = of_first[:, None] * vectors[0:pairs:2] + of_second[:, None] * vectors[1:pairs:2]
+    found: Doubles = np.concatenate([joined, vectors[pairs:]])
+    return found
+
+
+def adasum_steps(array: Array, name: str, among: Members, factors: tuple[float, float] = (1.0, 1.0)) -> Steps[None]:
+    """Replace each rank's array by the Adasum of all. factors: applied before and after it.
+
+    Each rank works on its part of all vectors, in float64. One all-reduce for each level adds up the dot products.
+    Raises ValueError for types that are not floating point.
+    """
+    core = job.core()
+    size = among.size
+    if array.dtype.kind != "f":
+        raise ValueError(f"{name}: Adasum needs floating-point numbers, not {array.dtype}")
+    before, after = factors
+    flat = array.reshape(-1)
+    code = int(getattr(core, array.dtype.name.upper()))
+    line = np.zeros((2, size, -(-flat.size // size)), array.dtype)
+    line[0].reshape(-1)[: flat.size] = flat
+    if line.size:
+        yield [submitted(among, f"{name}.parts", core.ALLTOALL, line, code, keep=line)]
+    vectors: Doubles = line[1].astype(np.float64) * before
+    level = 0
+    while len(vectors) > 1:
+        pairs = len(vectors) // 2 * 2
+        one, other = vectors[0:pairs:2], vectors[1:pairs:2]
+        dots = np.stack([np.einsum("ij,ij->i", *pair) for pair in ((one, other), (one, one), (other, other))])
+        summed, _ = reduction(Sum, size)
+        yield [submitted(among, f"{name}.{level}", core.ALLREDUCE, dots, core.FLOAT64, op=summed, keep=dots)]
+        vectors = _combined(vectors, dots)
+        level += 1
+    line[0, among.rank] = vectors[0] * after
+    if line.size:
+        yield [submitted(among, f"{name}.whole", core.ALLGATHER, line[0], code, keep=line)]
+    flat[:] = line[0].reshape(-1)[: flat.size]

@@ -1,7 +1,7 @@
-"""One communicator behind five calls: what stock does, what our own engine does, and nothing at all.
+"""Communicators: one interface over the stock path, our own engine, and no communication.
 
-`target` says where complete buckets of gradients go; `barrier`, `info`, `close` and `wire` are the rest. All of them
-move the same buckets in the same order and leave the same records.
+`target` sets the destination of complete buckets; the rest is `barrier`, `info`, `close` and `wire`. All of them move
+the same buckets in the same order and write the same records.
 """
 
 import contextlib
@@ -20,11 +20,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("netbottleneck")
 
-KINDS = ("stock", "tcp", "ofi", "null", "bare")
-
 
 class Bucket(Protocol):
-    """Gradients that travel together."""
+    """Gradients that are sent together."""
 
     @property
     def name(self) -> str:
@@ -32,7 +30,7 @@ class Bucket(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
+        """Its bytes."""
 
     @property
     def parameters(self) -> Sequence[int]:
@@ -44,7 +42,7 @@ class Bucket(Protocol):
 
 
 class Buckets(Protocol):
-    """Buckets of gradients on their way: torch's Gradients, or those of DDP's reducer."""
+    """Buckets of gradients in flight: torch's Gradients, or those of DDP's reducer."""
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -52,46 +50,46 @@ class Buckets(Protocol):
 
     @property
     def version(self) -> int:
-        """Goes up when a bucket becomes another, or moves."""
+        """Increases when a bucket changes or moves."""
 
     @property
     def factors(self) -> tuple[bool, float, int | None]:
-        """What `target` was told of the arithmetic: (average, predivide, op)."""
+        """Arithmetic given to `target`: (average, predivide, op)."""
 
     def target(self, sink: Any, average: bool = True, *, predivide: float = 1.0, op: int | None = None) -> None:
-        """Say where complete buckets go, as Gradients.target does."""
+        """Set the destination of complete buckets, as Gradients.target does."""
 
 
 class FlatBuckets(Buckets, Protocol):
-    """Buckets whose memory can be had as one tensor each."""
+    """Buckets that are available as one tensor each."""
 
     def flat(self, index: int) -> Any:
         """Return bucket `index` as one flat tensor over its memory."""
 
 
 class Communicator(Protocol):
-    """What moves gradients in one arm of a run."""
+    """Communication of gradients in one arm of a run."""
 
     name: str
 
     def target(self, gradients: Any) -> None:
-        """Send complete buckets this way from now on, with the arithmetic they have. Between steps only."""
+        """Send complete buckets here from now on, with their current arithmetic. Between steps only."""
 
     def barrier(self) -> None:
         """Wait for all ranks."""
 
     def info(self) -> dict[str, Any]:
-        """Return what the run's record says of this transport."""
+        """Return the record of this transport."""
 
     def wire(self) -> int | None:
-        """Return payload bytes that this rank has sent; None where the path does not tell."""
+        """Return payload bytes sent by this rank; None if the path does not count them."""
 
     def close(self) -> None:
-        """Leave in good order."""
+        """Close in good order."""
 
 
 class Native:
-    """Lanes of our own: tcp or ofi."""
+    """Our own lanes: tcp or ofi."""
 
     def __init__(self, name: str, comm: "_core.Comm", ring: "_core.Recorder | None") -> None:
         self.name = name
@@ -121,7 +119,7 @@ class Native:
 
 
 class Null:
-    """Moves nothing: what training would cost if communication were free. Its gradients are those of one rank."""
+    """Moves nothing: the cost of training if communication were free. Gradients stay those of one rank."""
 
     name = "null"
 
@@ -143,7 +141,7 @@ class Null:
 
 
 class _StockWork:
-    """A bucket on its way over torch.distributed."""
+    """A bucket in flight over torch.distributed."""
 
     def __init__(self, work: Any, name: str) -> None:
         self._work = work
@@ -157,16 +155,16 @@ class _StockWork:
 
 
 class Stock:
-    """torch.distributed as the user has it: gloo on CPUs.
+    """torch.distributed as the user configured it: gloo on CPUs.
 
-    Records submit, start and done, by the engine's clock; what gloo does not tell (first byte, lanes, wire bytes) is
-    left out.
+    Records submit, start and done by the engine's clock. Gloo does not report first byte, lanes and wire bytes, so they
+    are left out.
     """
 
     name = "stock"
 
     def __init__(self, group: Any, size: int, recorder: "_core.Recorder | None", *, owned: bool) -> None:
-        """Owned: the group was made for this path alone, and ends with it."""
+        """owned: the group was made for this path alone, and is destroyed with it."""
         self._group = group
         self._owned = owned
         self._size = size
@@ -224,7 +222,7 @@ class Stock:
         return send
 
     def _submitted(self, name: str, index: int, nbytes: int) -> Callable[[Any], None] | None:
-        """Stamp the submit; return what stamps start, and done when the work is."""
+        """Stamp the submit; return a function that stamps the start, and the done event once the work completes."""
         recorder = self._recorder
         if recorder is None:
             return None
@@ -236,7 +234,7 @@ class Stock:
 
         def started(work: Any) -> None:
             recorder.put(events["OP_START"], key, turn)
-            work.get_future().then(recorder.stamper(events["OP_DONE"], key, turn))
+            work.get_future().then(recorder.stamper(events["OP_DONE"], key, turn, awaited=True))
 
         return started
 
@@ -249,17 +247,14 @@ def tensor_over(memory: Any) -> Any:
 
 
 def key_of(name: str) -> int:
-    """Return the engine's key of a name: 64-bit FNV-1a."""
-    value = 14695981039346656037
-    for byte in name.encode():
-        value = (value ^ byte) * 1099511628211 % (1 << 64)
-    return value
+    """Return the engine's key of a name."""
+    return int(connect.core().name_key(name))
 
 
 def stock_group(settings: Settings, place: connect.Place, exchange: Callable[[bytes], list[bytes]]) -> Any:
-    """Return a gloo group of all ranks with our own deadline, starting torch.distributed where nobody has.
+    """Return a gloo group of all ranks with our deadline; starts torch.distributed if nobody has.
 
-    exchange: an all-gather of equal-length bytes over another communicator, by which the ranks meet.
+    exchange: all-gather of equal-length bytes over another communicator, used for the rendezvous.
     """
     import torch.distributed as dist
 
@@ -271,9 +266,9 @@ def stock_group(settings: Settings, place: connect.Place, exchange: Callable[[by
 
 
 def leave_group(group: Any) -> None:
-    """Give up a group of stock_group's, of which the caller keeps no other reference.
+    """Destroy a group of stock_group. The caller keeps no other reference.
 
-    Its threads end with it: one that still wants Python while the interpreter is taken down would abort the process.
+    Its threads end with it. A thread that still needs Python while the interpreter shuts down would abort the process.
     """
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""The job of this process: settings, place and communicator. One place holds the current one."""
+"""The job of this process: settings, place, communicator, and the answers to Horovod's build queries."""
 
 import atexit
 import itertools
@@ -14,17 +14,41 @@ from typing import TYPE_CHECKING, Any
 from netbottleneck.config import Settings, describe
 from netbottleneck.config import settings as read_settings
 from netbottleneck.errors import FAILURES, Error, HorovodInternalError
-from netbottleneck.launch import connect
+from netbottleneck.launch import connect, topology
 from netbottleneck.launch.connect import core
 
 if TYPE_CHECKING:
     from netbottleneck import _core
 
-__all__ = ["Job", "Observer", "core", "current", "is_started", "observe", "start", "stop"]
+
+# The current job. Only this module holds it.
+
+__all__ = [
+    "BACKEND",
+    "Job",
+    "Observer",
+    "ccl_built",
+    "core",
+    "cuda_built",
+    "current",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "is_started",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "observe",
+    "register_backend",
+    "rocm_built",
+    "start",
+    "stop",
+]
 
 NOTICE_S = 5.0
-TAKEN_NS = 5_000_000  # how long the name of an operation that nobody has waited for is taken, even where it is over
-TAKEN_MAX = 256  # names; where there are more, those are forgotten whose time is over
+TAKEN_NS = 5_000_000  # the name of an operation without a waiter stays in use this long, even after completion
+TAKEN_MAX = 256  # names; above that, expired ones are dropped
 LEVELS = {
     "trace": 5,
     "debug": logging.DEBUG,
@@ -38,23 +62,23 @@ logger = logging.getLogger("netbottleneck")
 
 
 class Observer:
-    """What wants to know of jobs: `observe` names it. All methods do nothing here."""
+    """Interface for job observers, registered by `observe`. All methods do nothing here."""
 
     def recorder(self, settings: Settings, place: connect.Place) -> "_core.Recorder | None":
-        """Return what the job that is about to start records to."""
+        """Return the recorder for a job that is about to start."""
         return None
 
     def started(self, started: "Job") -> None:
-        """The job runs."""
+        """The job has started."""
 
     def gradients(self, gradients: Any, optimizer: Any) -> None:
-        """A distributed optimizer has made its Gradients; their target may be changed between steps."""
+        """A distributed optimizer has made its Gradients; their target may change between steps."""
 
     def stopping(self, stopping: "Job") -> None:
-        """The job is about to end: its communicator is still there."""
+        """The job is about to end; its communicator is still open."""
 
     def stopped(self, stopped: "Job") -> None:
-        """The job has ended: no other rank waits for this one any more."""
+        """The job has ended; no other rank waits for this one."""
 
 
 @dataclass
@@ -67,30 +91,30 @@ class Job:
     homogeneous: bool = True  # the same number of ranks on every host
     recorder: "_core.Recorder | None" = None
     observer: Observer = field(default_factory=Observer)
-    handles: dict[int, Any] = field(default_factory=dict)  # what is under way, by number
-    process_sets: dict[int, Any] = field(default_factory=dict)  # registered, by number: but the global one
-    ending: list[Callable[[], None]] = field(default_factory=list)  # what is called when it ends, before the comm does
-    joins: int = 0  # how often all ranks have joined
+    handles: dict[int, Any] = field(default_factory=dict)  # pending operations by handle
+    process_sets: dict[int, Any] = field(default_factory=dict)  # registered sets by number, without the global one
+    ending: list[Callable[[], None]] = field(default_factory=list)  # callbacks before the comm closes
+    joins: int = 0  # number of completed joins
     pid: int = field(default_factory=os.getpid)
     _numbers: dict[str, "itertools.count[int]"] = field(default_factory=dict)
     _taken: dict[tuple[int, str], "_core.Work"] = field(default_factory=dict)  # not waited for, by group and name
     _names: dict["_core.Work", tuple[int, str]] = field(default_factory=dict)
 
     def number(self, kind: str) -> int:
-        """Return how many things of this kind were numbered before: the same on all ranks that ask alike."""
+        """Return the count of earlier calls for this kind. Ranks that make the same calls get the same numbers."""
         return next(self._numbers.setdefault(kind, itertools.count()))
 
     def hold(self, pending: Any) -> int:
-        """Keep what is under way under a number, and return the number."""
+        """Store a pending operation, and return its handle."""
         handle = self.number("handle")
         self.handles[handle] = pending
         return handle
 
     def submit(self, name: str, kind: int, memory: Any, dtype: int, **options: Any) -> "_core.Work":
-        """Start an operation, as Comm.submit; a job that has failed raises HorovodInternalError.
+        """Submit an operation, as Comm.submit; a failed job raises HorovodInternalError.
 
-        ValueError for the name of one that is under way, or was a moment ago and nobody has waited for it: else it
-        would depend on how fast it was whether a name that is given twice is refused, on one rank and not on another.
+        Raises ValueError for a name that is pending, or that completed within TAKEN_NS and has no waiter yet. Without
+        that rule, timing would decide whether a duplicate name is refused, and ranks could differ.
         """
         place = (int(options.get("group", 0)), name)
         first = self._taken.get(place)
@@ -108,7 +132,7 @@ class Job:
         return work
 
     def waited(self, works: Sequence["_core.Work"]) -> None:
-        """Operations are known to be over: their names are free."""
+        """Mark operations as complete: their names are free."""
         for work in works:
             place = self._names.pop(work, None)
             if place is not None and self._taken.get(place) is work:
@@ -119,10 +143,10 @@ class Job:
         self.waited([work for work in list(self._names) if work.times()[0] < latest])
 
     def wait(self, works: Sequence["_core.Work"]) -> None:
-        """Wait for all, and tell of stalls meanwhile.
+        """Wait for all works, and log stalls meanwhile.
 
-        Raises the first failure, a HorovodInternalError, once all are done or have failed, so that no transfer touches
-        memory that a caller may free.
+        Raises the first failure, a HorovodInternalError, once all are done or have failed. So no transfer touches
+        memory that the caller may free.
         """
         failure: HorovodInternalError | None = None
         self.waited(works)
@@ -138,47 +162,47 @@ class Job:
             if failure is not None:
                 raise failure
         finally:
-            del failure  # its traceback has this frame: a circle that would keep the callers' tensors
+            del failure  # its traceback refers to this frame: a cycle that would keep the callers' tensors alive
 
     def tell(self) -> None:
-        """Log what the communicator has to say: ranks that others wait for, lanes that were lost."""
+        """Log the communicator's notices: stalled ranks, lost lanes."""
         for notice in self.comm.notices():
             logger.warning("%s", notice)
 
 
 @dataclass
 class _Process:
-    """What this process runs."""
+    """The job state of this process."""
 
     job: Job | None = None
     observer: Observer = field(default_factory=Observer)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    handler: logging.Handler | None = None  # of the package's logger, ours
+    handler: logging.Handler | None = None  # our handler of the package's logger
 
 
 _process = _Process()
 
 
 def observe(observer: Observer) -> Observer:
-    """Have an observer told of the jobs that start from now on, in the place of the one before, which is returned."""
+    """Register an observer of jobs that start from now on; it replaces the previous one, which is returned."""
     former, _process.observer = _process.observer, observer
     return former
 
 
 def current() -> Job:
-    """Return the current job; ValueError where none was started."""
+    """Return the current job; ValueError if there is none."""
     if _process.job is None:
         raise ValueError("Horovod has not been initialized; use hvd.init().")
     return _process.job
 
 
 def is_started() -> bool:
-    """Return whether there is a current job."""
+    """Return True if there is a current job."""
     return _process.job is not None
 
 
 def start(settings: Settings | None = None, *, environ: Mapping[str, str] = os.environ) -> Job:
-    """Start this process's job, or return the one that runs.
+    """Start this process's job, or return the running one.
 
     Every rank calls it. Raises as launch.detect and launch.connect.
     """
@@ -190,7 +214,7 @@ def start(settings: Settings | None = None, *, environ: Mapping[str, str] = os.e
 
 
 def stop() -> None:
-    """End the job, if there is one; `start` may follow. Operations that are pending fail.
+    """End the job, if there is one; `start` may follow. Pending operations fail.
 
     A forked child leaves its parent's job alone.
     """
@@ -212,10 +236,10 @@ def stop() -> None:
 
 
 def set_up_log(settings: Settings, place: connect.Place) -> None:
-    """Tell of what the package logs from LOG_LEVEL on: in LOG_FILE, else on stderr.
+    """Send the package's log from LOG_LEVEL on to LOG_FILE, else to stderr.
 
-    A program that has handlers of its own is told by these instead of on stderr. Raises Error naming the variable
-    where the file cannot be opened.
+    If the program has handlers of its own, they replace stderr. Raises Error naming the variable if the file cannot be
+    opened.
     """
     former, _process.handler = _process.handler, None
     if former is not None:
@@ -243,7 +267,7 @@ def set_up_log(settings: Settings, place: connect.Place) -> None:
 
 
 def _tell_settings(settings: Settings, place: connect.Place) -> None:
-    """Log what is in force, once in the job."""
+    """Log the settings in force, once in the job."""
     if place.rank != 0:
         return
     logger.info("%d ranks, started by %s, transport %s", place.size, place.launcher, ",".join(settings.transports))
@@ -272,8 +296,84 @@ def _open(settings: Settings, observer: Observer, environ: Mapping[str, str]) ->
         raise
     found = connect.topology(hosts, place.rank)
     if settings.host_id is not None or not place.complete:
-        place = connect.located(place, found)
+        place = connect.with_topology(place, found)
     return Job(settings, place, comm, found.homogeneous, recorder, observer)
 
 
 atexit.register(stop)
+
+
+# Answers to Horovod's queries about its build.
+
+
+def gloo_built(verbose: bool = False) -> bool:
+    """Return True: there is a TCP path without MPI."""
+    return True
+
+
+def gloo_enabled() -> bool:
+    """Return True: tensors never use MPI."""
+    return True
+
+
+def mpi_built(verbose: bool = False) -> bool:
+    """Return True: mpirun and mpiexec can start a job, and Adasum, which Horovod has with MPI only, is available."""
+    return True
+
+
+def mpi_enabled() -> bool:
+    """Return True if an MPI launcher started the running job, as with Horovod."""
+    return is_started() and current().place.launcher in topology.MPI
+
+
+def mpi_threads_supported() -> bool:
+    """Return True: no thread of this package calls MPI, so a script may call it.
+
+    Raises ValueError before init(), and if no MPI launcher started the job.
+    """
+    current()
+    if not mpi_enabled():
+        raise ValueError("Horovod MPI is not enabled; this job was not started by mpirun or mpiexec.")
+    return True
+
+
+def nccl_built(verbose: bool = False) -> int:
+    """Return 0: NCCL is not included."""
+    return 0
+
+
+def ddl_built(verbose: bool = False) -> bool:
+    """Return False."""
+    return False
+
+
+def ccl_built(verbose: bool = False) -> bool:
+    """Return False."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Return False: tensors are sent from host memory."""
+    return False
+
+
+def rocm_built() -> bool:
+    """Return False."""
+    return False
+
+
+# Registration of the torch.distributed backend `nb`. The rest of the backend is imported with its first group.
+
+BACKEND = "nb"
+
+
+def register_backend(create: Callable[[Any, Any], Any]) -> None:
+    """Register the backend with torch.distributed, if available; later calls have no effect.
+
+    create: called with the options of the group and of the backend, returns the process group. torch itself may still
+    be importing.
+    """
+    import torch.distributed as dist
+
+    if dist.is_available() and BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])

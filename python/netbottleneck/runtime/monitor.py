@@ -1,4 +1,4 @@
-"""What a host says of itself to a rank's record: rated speeds, cores, processor time, and counters as time goes by."""
+"""Host monitor: rated speeds, cores, processor time and sampled counters for a rank's record."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ import psutil
 
 from netbottleneck.config import Settings
 from netbottleneck.launch import connect
+from netbottleneck.trace.transports import NATIVE
 
-LIMIT_BYTES = 32 << 20  # of each of a host's two files; a fuller one keeps every second row
-END_S = 2.0  # that the process has to write its last rows
+LIMIT_BYTES = 32 << 20  # of each of a host's two files; a full file drops every second row
+END_S = 2.0  # time for the sampler process to write its last rows
 _INTERFACES = Path("/sys/class/net")
 _SAMPLER = Path(__file__).with_name("sampler.py")
 
@@ -32,17 +33,17 @@ def cores() -> list[int]:
 
 
 def processor_ns() -> int:
-    """Return the processor time that all threads of this process have used, by the kernel's account."""
+    """Return the processor time of all threads of this process, as counted by the kernel."""
     return time.process_time_ns()
 
 
 def watch(
     settings: Settings, place: connect.Place, folder: Path, *, limit_bytes: int = LIMIT_BYTES
 ) -> Callable[[], None]:
-    """Record this host's counters into `folder` from now on, MONITOR_HZ times a second; returns what ends that.
+    """Record this host's counters into `folder`, MONITOR_HZ times a second. Returns a function that stops it.
 
-    By a process of its own, which local rank 0 starts and which ends when that rank does, however it ends. A host whose
-    counters cannot be recorded is told of, and trains all the same.
+    Local rank 0 starts a sampler process, which ends when that rank ends for any reason. If the counters cannot be
+    recorded, a warning is logged and training continues.
     """
     if not settings.monitor_hz or place.local_rank not in (0, None):
         return lambda: None
@@ -68,7 +69,7 @@ def watch(
 
 
 def _end(process: subprocess.Popen[bytes], parent: object) -> None:
-    """End the process: by its stdin, which it reads for nothing else."""
+    """Stop the sampler by closing its stdin, which serves no other purpose."""
     if os.getpid() != parent or process.stdin is None:
         return
     process.stdin.close()
@@ -80,14 +81,14 @@ def _end(process: subprocess.Popen[bytes], parent: object) -> None:
 
 
 def wire(settings: Settings, transport: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return what is known of a transport before it moves anything: `streams_asked`, `interface`, `link_bps`.
+    """Return what is known of a transport before its first transfer: `streams_asked`, `interface`, `link_bps`.
 
-    streams_asked: 0 for auto, None where streams are not ours. interface: None where it is not sure, as it is for our
-    own lanes only where one is named, or there is but one; gloo's is that of the host's own address where
-    GLOO_SOCKET_IFNAME names none.
+    streams_asked: 0 for auto; None if the transport has no lanes of ours. interface: None if uncertain. For our own
+    lanes it is known only if exactly one is usable. For gloo it is the first of GLOO_SOCKET_IFNAME, else the one that
+    has the host's own address.
     """
     asked, name = None, None
-    if transport in ("tcp", "ofi"):
+    if transport in NATIVE:
         found = [name for name, _ in connect.core().interfaces(settings.ifname)]
         asked, name = settings.streams, found[0] if len(found) == 1 else None
     elif transport == "stock":
@@ -98,7 +99,7 @@ def wire(settings: Settings, transport: str, environ: Mapping[str, str] = os.env
 def link_bps(interface: str) -> int | None:
     """Return the rated speed of an interface in bits a second, one way.
 
-    None for one that has no device below it: what a virtual interface tells of its speed is no wire's.
+    None if no device is below it: the speed that a virtual interface reports is not a link's.
     """
     if not _has_device(_INTERFACES / interface):
         return None
@@ -107,7 +108,7 @@ def link_bps(interface: str) -> int | None:
 
 
 def _has_device(interface: Path) -> bool:
-    """Whether it is a device's own interface, or lies (a bond, a VLAN, a bridge) above such a one."""
+    """True if the interface belongs to a device, or is stacked (bond, VLAN, bridge) on one that does."""
     lower = [path.name.removeprefix("lower_") for path in interface.glob("lower_*")]
     return (interface / "device").exists() or any((_INTERFACES / name / "device").exists() for name in lower)
 

@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from netbottleneck.runtime import job
-from netbottleneck.runtime.adasum import adasum_steps
 from netbottleneck.runtime.async_operations import (
     Adasum,
     Array,
@@ -16,13 +15,17 @@ from netbottleneck.runtime.async_operations import (
     Max,
     Min,
     Pending,
+    ProcessSet,
     Product,
     Sum,
     as_bytes,
     code_of,
+    global_process_set,
     label,
+    members_of,
 )
 from netbottleneck.runtime.collectives import (
+    adasum_steps,
     allgather_steps,
     allreduce_steps,
     alltoall_steps,
@@ -31,7 +34,6 @@ from netbottleneck.runtime.collectives import (
     join_steps,
     reducescatter_steps,
 )
-from netbottleneck.runtime.members import ProcessSet, global_process_set, members_of
 
 __all__ = [
     "Adasum",
@@ -60,7 +62,7 @@ __all__ = [
 
 
 def init() -> None:
-    """Start this process's job with all ranks of its launcher; a second call changes nothing."""
+    """Start this process's job with all ranks of its launcher; no effect if it runs already."""
     job.start()
 
 
@@ -70,7 +72,7 @@ def shutdown() -> None:
 
 
 def rank() -> int:
-    """Return this process's number among all ranks; ValueError before init()."""
+    """Return this process's rank; ValueError before init()."""
     return job.current().place.rank
 
 
@@ -123,7 +125,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Array:
-    """Reduce in place, and return the array; see allreduce. ValueError for one that is not contiguous or writable."""
+    """Reduce in place, and return the array; see allreduce. ValueError if it is not contiguous or writable."""
     pair = (_in_place(array), code_of(array))
     among = members_of(process_set)
     factors = (prescale_factor, postscale_factor)
@@ -142,7 +144,7 @@ def grouped_allreduce(
     *,
     process_set: ProcessSet = global_process_set,
 ) -> list[Array]:
-    """Return the reductions of several arrays, which travel together."""
+    """Return the reductions of several arrays, sent together."""
     copies = [np.array(array, order="C") for array in arrays]
     pairs = [(array, code_of(array)) for array in copies]
     among = members_of(process_set)
@@ -160,7 +162,7 @@ def broadcast(
 def broadcast_(
     array: Array, root_rank: int = 0, name: str | None = None, *, process_set: ProcessSet = global_process_set
 ) -> Array:
-    """Give every rank the root's array in place, and return it."""
+    """Broadcast the root's array in place, and return it."""
     memory, code = as_bytes(_in_place(array))
     among = members_of(process_set)
     Pending(broadcast_steps(memory, code, root_rank, label("broadcast", name, among), among)).wait()
@@ -168,7 +170,7 @@ def broadcast_(
 
 
 def allgather(array: npt.ArrayLike, name: str | None = None, *, process_set: ProcessSet = global_process_set) -> Array:
-    """Return the arrays of all ranks, joined along the first dimension, which may differ from rank to rank."""
+    """Return the arrays of all ranks, joined along the first dimension, which may differ between ranks."""
     among = members_of(process_set)
     return np.concatenate(Pending(allgather_steps(np.asarray(array), label("allgather", name, among), among)).wait())
 
@@ -192,8 +194,7 @@ def alltoall(
 ) -> Array:
     """Return one part of each rank's array, joined by rank.
 
-    splits: how many rows go to each rank; without it the first dimension is cut into equal parts. Raises ValueError
-    where that cannot be.
+    splits: rows for each rank; None: equal parts of the first dimension. Raises ValueError for impossible splits.
     """
     among = members_of(process_set)
     name = label("alltoall", name, among)
@@ -207,14 +208,14 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join() -> int:
-    """Wait until every rank has joined, with zeros for what the others reduce meanwhile; return the last one."""
+    """Wait until every rank has joined, contributing zeros to their reductions; return the last rank to join."""
     return Pending(join_steps(label("join", None))).wait()
 
 
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, *, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return the root's object, by cloudpickle."""
+    """Return the root's object, sent by cloudpickle."""
     among = members_of(process_set)
     name = name or label("broadcast_object", None, among)
     mine = job.current().place.rank == root_rank
@@ -227,7 +228,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, *, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return the objects of all ranks, by rank, by cloudpickle."""
+    """Return the objects of all ranks, by rank, sent by cloudpickle."""
     among = members_of(process_set)
     name = label("allgather", name or label("object", None, among))
     content = np.frombuffer(cloudpickle.dumps(obj), np.uint8)

@@ -1,11 +1,11 @@
-"""Process sets are agreed by all ranks: each gets the same number everywhere, or none at all."""
+"""Agreement on process sets: each gets the same number on all ranks, or none on any."""
 
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from netbottleneck.runtime import async_operations, collectives, job
-from netbottleneck.runtime.members import GLOBAL, ProcessSet, global_process_set, members_of
+from netbottleneck.runtime.async_operations import GLOBAL, ProcessSet, global_process_set, members_of
 
 DYNAMIC = "dynamic"
 

@@ -1,7 +1,7 @@
-"""The process that reads a host's counters: `python sampler.py REQUEST`, the standard library alone, no other module.
+"""Sampler of a host's counters: `python sampler.py REQUEST`. Uses the standard library only.
 
-It runs beside training and ends with the rank that started it: its stdin closes then, or it has another parent. Rows
-are written as they are read, so that a file is good whenever its writer is killed.
+It runs beside training and ends with the rank that started it: then its stdin closes or its parent changes. Each row is
+written when it is read, so the file is valid whenever the process is killed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ HEAD = struct.Struct("<8sII")  # magic, version, bytes until the first row
 PROC = Path("/proc")
 NICE = 5
 MOST_INTERFACES = 32
-TCP_TURNS = 5  # the kernel adds up all cores for its counters of TCP, which costs more than all else here
-CORES_A_TURN = 8  # beyond so many, a host's row comes less often: reading the cores costs as much as they are many
+TCP_TURNS = 5  # TCP counters are read every TCP_TURNS turns: the kernel sums them over all cores, which is expensive
+CORES_A_TURN = 8  # a host with more cores gets fewer rows, because the cost of a row grows with the cores
 READ_BYTES = 1 << 20
 NET = ("rx_bytes", "rx_packets", "rx_dropped", "tx_bytes", "tx_packets", "tx_dropped")
 _NET_FIELDS = (0, 1, 3, 8, 9, 11)  # of /proc/net/dev
@@ -34,7 +34,7 @@ _TCP_FIELDS = (b"OutSegs", b"RetransSegs")
 
 
 class Table:
-    """A file of rows of whole numbers, the first of each its time. When it is full, every second row is left out."""
+    """A file of integer rows, each starting with its time. A full file drops every second row."""
 
     def __init__(self, path: Path, about: Mapping[str, Any], columns: Sequence[str], limit_bytes: int) -> None:
         text = json.dumps({**about, "columns": ["time_ns", *columns]}).encode()
@@ -44,7 +44,7 @@ class Table:
         self._row = struct.Struct(f"<{1 + len(columns)}q")
         self._most = max(2, (limit_bytes - length) // self._row.size)
         self._count = 0
-        self.every = 1  # of the turns, one is kept
+        self.every = 1  # keeps one turn in so many
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         _write(self._fd, self._head)
 
@@ -56,7 +56,7 @@ class Table:
         self._count += 1
 
     def _thin(self) -> None:
-        """Keep every second row, in a file that takes this one's place at once."""
+        """Keep every second row, in a new file that atomically replaces this one."""
         size = self._row.size
         rows = os.pread(self._fd, self._count * size, len(self._head))
         kept = b"".join(rows[at : at + size] for at in range(0, len(rows) - size + 1, 2 * size))
@@ -75,7 +75,7 @@ def _write(fd: int, data: bytes) -> None:
 
 
 class Net:
-    """The counters of this network namespace's interfaces, of those that are there at first."""
+    """Counters of the interfaces in this network namespace that exist at the start."""
 
     def __init__(self) -> None:
         self._fd = os.open(PROC / "net/dev", os.O_RDONLY | os.O_CLOEXEC)
@@ -94,7 +94,7 @@ class Net:
         return found
 
     def read(self) -> list[int]:
-        """Return the counters; an interface that is gone keeps its last."""
+        """Return the counters; an interface that disappeared keeps its last values."""
         last = self._last
         for name, rest in self._lines():
             if name in last:
@@ -104,7 +104,7 @@ class Net:
 
 
 class Host:
-    """Processor time by core and kind, in ticks, and segments of TCP."""
+    """Processor time by core and kind, in ticks, and TCP segments."""
 
     def __init__(self) -> None:
         self._stat = os.open(PROC / "stat", os.O_RDONLY | os.O_CLOEXEC)
@@ -118,7 +118,7 @@ class Host:
         self.columns += [f"tcp:{what}" for what in TCP]
 
     def _cores(self) -> None:
-        """Read the cores, of which one that is off keeps its last; the sum over all comes first, and is passed over."""
+        """Read the cores; one that is offline keeps its last values. Skips the first line, the sum over all."""
         fixed = len(self._last)
         for line in os.pread(self._stat, READ_BYTES, 0).split(b"\n")[1:]:
             if not line.startswith(b"cpu"):
@@ -136,7 +136,7 @@ class Host:
         return [int(told.get(name, 0)) for name in _TCP_FIELDS]
 
     def read(self) -> list[int]:
-        """Return the counters; those of TCP are read every TCP_TURNS times."""
+        """Return the counters. TCP counters are read every TCP_TURNS calls."""
         self._cores()
         if self._turn % TCP_TURNS == 0:
             self._tcp = self._segments()
@@ -145,7 +145,7 @@ class Host:
 
 
 def run(request: Mapping[str, Any], ended: Callable[[float], bool]) -> None:
-    """Read and write until `ended(seconds)`, which waits so long, says so. request: see monitor.request."""
+    """Read and write until `ended(seconds)`, which waits that long, returns True. request: made by monitor.watch."""
     net, host = Net(), Host()
     about = {
         **request["about"],
@@ -169,7 +169,7 @@ def run(request: Mapping[str, Any], ended: Callable[[float], bool]) -> None:
                 table.put([time.monotonic_ns(), *source.read()])
         turn += 1
         now = time.monotonic_ns()
-        due += period_ns * max(1, -(-(now - due) // period_ns))  # what was missed is not made up
+        due += period_ns * max(1, -(-(now - due) // period_ns))  # missed turns are skipped
         if ended((due - now) / 1e9):
             break
     for table, source, _ in tables:
@@ -179,12 +179,12 @@ def run(request: Mapping[str, Any], ended: Callable[[float], bool]) -> None:
 def main(argv: Sequence[str]) -> int:
     """Run as a process."""
     request = json.loads(argv[0])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the rank, which will close stdin in its time
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the rank, which then closes stdin
     os.nice(NICE)
     parent = int(request["parent"])
 
     def ended(seconds: float) -> bool:
-        # A child of the rank may hold the other end of stdin, too: so the parent counts as well.
+        # A child of the rank may also hold the other end of stdin, so the parent is checked as well.
         return bool(select.select([0], [], [], seconds)[0]) or os.getppid() != parent
 
     try:

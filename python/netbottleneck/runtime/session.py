@@ -1,4 +1,4 @@
-"""A measured run in this process: its folder, its rings, and its arms, which take turns by blocks of steps."""
+"""Session: a measured run in this process: its folder, its rings, and its arms, which take turns by blocks."""
 
 import atexit
 import contextlib
@@ -19,34 +19,151 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from netbottleneck.config import Settings, describe
-from netbottleneck.errors import HorovodInternalError
+from netbottleneck.errors import DeadlineError, HorovodInternalError
 from netbottleneck.launch import connect
-from netbottleneck.runtime import communicators, job, monitor, run_folder
-from netbottleneck.runtime.run_folder import RANKS
-from netbottleneck.trace.model import BARE, NATIVE, SINGLE
+from netbottleneck.runtime import communicators, job, monitor
 from netbottleneck.trace.recorder import EVENTS
+from netbottleneck.trace.transports import BARE, NULL, SINGLE, STOCK, Arm
 
 if TYPE_CHECKING:
     from netbottleneck import _core
 
-FINISH_S = 10.0  # how long the end of a run may wait for other ranks, all in all
-FAILED_FINISH_S = 1.0  # the same after an error, or a loss: the others have failed too by then, or are gone
-JOIN_S = 10.0  # how long a run that began alone waits for the other ranks
-AGREE_S = 10.0  # how long a rank waits for the others before another arm begins
 
-READY, FAILED = b"1", b"no"  # of different lengths: an exchange of both, or of other words, fails on every rank
+# Run folder: choice of the first free name, and transfer of other ranks' records to rank 0 without a shared folder.
+
+FOLDER_BYTES = 1024  # fixed length of a folder's name in an exchange
+RANKS = "ranks"
+NAME_BYTES = 64
+COUNT_BYTES = 8
+LEAST_S = 0.1
+
+
+def together(comm: "_core.Comm", blob: bytes, limit_s: float) -> list[bytes]:
+    """All-gather one blob of each rank while they open a measured run. Every rank calls it.
+
+    Raises TimeoutError naming the missing ranks after limit_s, NETBOTTLENECK_START_TIMEOUT_S.
+    """
+    try:
+        return comm.exchange(blob, limit_s=limit_s)
+    except DeadlineError as error:
+        late = DeadlineError(
+            error.errno,
+            f"rank {comm.rank} would measure a run, and not all ranks came to it within {limit_s:g} s "
+            f"(NETBOTTLENECK_START_TIMEOUT_S): {error.strerror}. Every rank of the job must make the optimizer, or the "
+            "model, that is measured: see what these ranks do instead, give them more time by that variable, or unset "
+            "NETBOTTLENECK and NETBOTTLENECK_TRANSPORT",
+        )
+        late.peer = error.peer
+        raise late from error
+
+
+def claim(comm: "_core.Comm", wanted: Path, limit_s: float) -> Path:
+    """Return the run folder, the same on all ranks: rank 0's `wanted`, or the first free one of wanted/2, ….
+
+    Every rank calls it. The folder is reserved for this run. Raises ValueError for a name that is too long, OSError if
+    rank 0 cannot write, and as together.
+    """
+    name = str(wanted.absolute()).encode()
+    if len(name) > FOLDER_BYTES:
+        raise ValueError(f"NETBOTTLENECK_DIR={wanted}: a name of at most {FOLDER_BYTES} bytes is needed")
+    first = Path(together(comm, name.ljust(FOLDER_BYTES), limit_s)[0].decode().rstrip())
+    folder, number = first, 1
+    while not _free_folder(comm, folder, limit_s):
+        number += 1
+        folder = first / str(number)
+    return folder
+
+
+def _free_folder(comm: "_core.Comm", folder: Path, limit_s: float) -> bool:
+    """Return True if no rank finds a run in the folder; rank 0 has then reserved it."""
+    mine = _take(folder) if comm.rank == 0 else not any((folder / RANKS).glob(f"{comm.rank}.*"))
+    return all(free == b"1" for free in together(comm, b"1" if mine else b"0", limit_s))
+
+
+def _take(folder: Path) -> bool:
+    """Reserve a folder for this run, unless it holds a run. Of concurrent attempts, only the first succeeds."""
+    if (folder / "run.json").exists():
+        return False
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        (folder / RANKS).mkdir()
+    except FileExistsError:
+        return False
+    return True
+
+
+def shared(comm: "_core.Comm", sign: Path, limit_s: float) -> bool:
+    """Return True if every rank sees the file that rank 0 wrote. Every rank calls it, after rank 0 wrote."""
+    return all(seen == b"1" for seen in together(comm, b"1" if sign.exists() else b"0", limit_s))
+
+
+def gather(comm: "_core.Comm", folder: Path, until: float) -> None:
+    """Copy each rank's own files (ranks/<rank>.*) to rank 0's folder. Every rank calls it; the files are closed.
+
+    until: deadline by time.monotonic. Raises what Comm.submit and Work.wait raise, TimeoutError if not all ranks arrive
+    by then, and OSError if rank 0 cannot write.
+    """
+    core = connect.core()
+    for rank in range(1, comm.size):
+        packed = _pack(folder, rank) if comm.rank == rank else b""
+        limit_s = max(LEAST_S, until - time.monotonic())
+        counts = comm.exchange(len(packed).to_bytes(COUNT_BYTES, "little"), limit_s=limit_s)
+        total = int.from_bytes(counts[rank], "little")
+        if total == 0:
+            continue
+        memory = bytearray(packed) if comm.rank == rank else bytearray(total)
+        comm.submit(f"netbottleneck.records.{rank}", core.BROADCAST, memory, core.UINT8, root=rank).wait()
+        if comm.rank == 0:
+            _unpack(memory, folder)
+
+
+def _pack(folder: Path, rank: int) -> bytes:
+    """Return a rank's files, each as name, length, bytes."""
+    parts = []
+    for path in sorted(folder.glob(f"{rank}.*")):
+        data = path.read_bytes()
+        parts += [path.name.encode().ljust(NAME_BYTES), len(data).to_bytes(COUNT_BYTES, "little"), data]
+    return b"".join(parts)
+
+
+def _unpack(memory: bytearray, folder: Path) -> None:
+    at = 0
+    while at < len(memory):
+        name = Path(bytes(memory[at : at + NAME_BYTES]).decode().rstrip()).name
+        at += NAME_BYTES
+        count = int.from_bytes(memory[at : at + COUNT_BYTES], "little")
+        at += COUNT_BYTES
+        (folder / name).write_bytes(memory[at : at + count])
+        at += count
+
+
+def finished(path: Path) -> bool:
+    """Return True if a rank's record of itself is complete, or says that it failed."""
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(meta.get("finished") or meta.get("error"))
+
+
+FINISH_S = 10.0  # total time that the end of a run may wait for other ranks
+FAILED_FINISH_S = 1.0  # the same after an error or a loss: by then the others have failed or left
+JOIN_S = 10.0  # time that a run begun alone waits for the other ranks
+AGREE_S = 10.0  # time that a rank waits for the others before the next arm begins
+
+READY, FAILED = b"1", b"no"  # of different lengths, so that a mixed exchange fails on every rank
 
 logger = logging.getLogger("netbottleneck")
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which arm a step belongs to: blocks of equal length, the order of the arms turned round from cycle to cycle.
+    """Assignment of steps to arms: blocks of equal length, with the order of the arms reversed from cycle to cycle.
 
-    So a drift of the machine counts for no arm (A B, B A, A B, …).
+    So a drift of the machine favours no arm (A B, B A, A B, …).
     """
 
-    arms: tuple[str, ...]
+    arms: tuple[Arm, ...]
     length: int
 
     def at(self, step: int) -> tuple[int, int]:
@@ -58,9 +175,9 @@ class Blocks:
 
 @dataclass(eq=False)
 class Session:
-    """What all hooks of this process write to. Between `end` and `begin` lies what belongs to no step.
+    """The record that all hooks of this process write to. Time between `end` and `begin` belongs to no step.
 
-    comm: connects all ranks; None while, or where, this rank records alone.
+    comm: connects all ranks; None while this rank records alone.
     """
 
     settings: Settings
@@ -68,7 +185,7 @@ class Session:
     folder: Path
     blocks: Blocks
     recorder: "_core.Recorder"
-    arms: Mapping[str, communicators.Communicator]
+    arms: Mapping[Arm, communicators.Communicator]
     comm: "_core.Comm | None"
     model: str = ""
     network: Mapping[str, Any] | None = None
@@ -78,39 +195,39 @@ class Session:
     closed: bool = False
     reported: bool = False
     pid: int = field(default_factory=os.getpid)
-    moving: Any = field(default_factory=threading.RLock)  # held while the folder becomes another one
+    moving: Any = field(default_factory=threading.RLock)  # held while the folder changes
     error: str | None = None
     shared: bool = True  # all ranks write to one folder
     described: dict[str, Any] = field(default_factory=dict)
     on_close: list[Callable[[], None]] = field(default_factory=list)
     alone: bool = False
-    wires: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by arm, what monitor.wire says
-    stays: str | None = None  # the arm of all further steps
+    wires: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # monitor.wire by transport
+    stays: Arm | None = None  # the arm of all further steps
     why_stays: str = ""
     started_wall_ns: int = field(default_factory=time.time_ns)
-    joining: "Joining | None" = None  # of a run that began without the other ranks
-    until: float = float("inf")  # when the end of the run waits for other ranks no longer, by time.monotonic
+    joining: "Joining | None" = None  # for a run that began without the other ranks
+    until: float = float("inf")  # deadline of the run's end for other ranks, by time.monotonic
 
     def __post_init__(self) -> None:
         _sessions.add(self)
 
     @property
     def control(self) -> "_core.Comm":
-        """What connects all ranks. RuntimeError while this rank records alone."""
+        """Communicator of all ranks. RuntimeError while this rank records alone."""
         if self.comm is None:
             raise RuntimeError(f"rank {self.place.rank} records alone: no other rank has joined its run")
         return self.comm
 
     @property
-    def arm(self) -> str:
-        """The name of the arm that the current step belongs to."""
+    def arm(self) -> Arm:
+        """Return the current step's arm."""
         return self.stays or self.blocks.arms[self.blocks.at(self.step)[1]]
 
     @property
     def sampled(self) -> bool:
         """True for steps in which each module is stamped."""
         every = self.settings.sample_every
-        # Not the first step of a block of ten, which the comparison of transports leaves out.
+        # Never the first step of a block of ten, which the comparison of arms drops.
         return every > 0 and self.counted and self.step % every == (every // 2 + 1) % every
 
     @property
@@ -132,7 +249,7 @@ class Session:
             self.recorder.put(EVENTS["STEP_BEGIN"], 0, block, arm, int(self.sampled), monitor.processor_ns())
 
     def end(self, *, recorded: bool = True) -> None:
-        """Stamp the end of a step, unless it is not recorded, and go on to the next."""
+        """Stamp the end of a step, unless recorded is False, and advance to the next."""
         try:
             if self.running and self.counted and recorded:
                 self.recorder.put(EVENTS["STEP_END"], d=monitor.processor_ns())
@@ -141,10 +258,10 @@ class Session:
             self.step += 1
 
     def agree(self) -> bool:
-        """Return whether all ranks are at this step, so that another arm may begin. Every rank calls it.
+        """Return True if all ranks are at this step, so that another arm may begin. Every rank calls it.
 
-        A rank may leave out steps that others make. Where ranks differ, or do not answer within AGREE_S, no arm begins
-        any more on any rank.
+        Ranks may skip steps that others make. If ranks differ, or do not answer within AGREE_S, all ranks stop
+        switching arms.
         """
         if self.stays is not None:
             return False
@@ -154,29 +271,29 @@ class Session:
             why = "ranks are at different steps"
         except (OSError, HorovodInternalError) as error:
             same, why = False, str(error)
-            # The others must not take this rank's word for a step that it has left by then.
+            # The others must not use this rank's answer for a step that it has already left.
             self.control.abort(f"rank {self.place.rank} goes on without taking turns")
         if not same:
             self.why_stays = why
         return same
 
     def keep_own_path(self, own: communicators.Communicator) -> None:
-        """Have gradients travel by the user's own path in all steps. Before the first step ends."""
-        self.arms = {**self.arms, "stock": own, BARE: own}
-        self.blocks = replace(self.blocks, arms=("stock", BARE))
+        """Send gradients by the user's own path in all steps. Call before the first step ends."""
+        self.arms = {**self.arms, STOCK: own, BARE: own}
+        self.blocks = replace(self.blocks, arms=(STOCK, BARE))
 
-    def stay(self, arm: str) -> None:
-        """Have all further steps belong to an arm, and record no more of them."""
+    def stay(self, arm: Arm) -> None:
+        """Assign all further steps to one arm, and stop recording them."""
         self.stays = arm
-        said = f"transports stay at {arm} from step {self.step} on: {self.why_stays}"
+        said = f"all further steps use {arm}, from step {self.step} on: {self.why_stays}"
         logger.warning("%s", said)
         self.notes.append(said)
 
     @contextlib.contextmanager
     def by_itself(self, number: int) -> Generator[None, None, None]:
-        """Stamp what is inside as step `number` of this rank alone, before the arms take turns.
+        """Stamp the body as step `number` of this rank alone, before the arms take turns.
 
-        For a session that was opened with alone=True.
+        For a session opened with alone=True.
         """
         if not self.alone or self.running:
             raise ValueError("steps of one rank alone come before all others, in a session opened with alone=True")
@@ -186,12 +303,12 @@ class Session:
         self.recorder.put(EVENTS["STEP_END"])
 
     def describe(self, **what: Any) -> None:
-        """Add to this rank's description of itself (parameters, modules, buckets), and write it down."""
+        """Add to this rank's record (parameters, modules, buckets), and write it."""
         self.described.update(what)
         self.write(finished=False)
 
     def write(self, *, finished: bool, error: str | None = None) -> None:
-        """Write this rank's description of itself."""
+        """Write this rank's record."""
         with self.moving:
             _write_json(self.folder / RANKS / f"{self.place.rank}.meta.json", self._meta(finished, error))
 
@@ -206,25 +323,28 @@ class Session:
             "finished": finished,
             "error": error,
             "cores": monitor.cores(),
-            "transports": {name: {**arm.info(), **self.wires.get(name, {})} for name, arm in self.arms.items()},
+            "transports": {
+                arm.transport: {**communicator.info(), **self.wires.get(arm.transport, {})}
+                for arm, communicator in self.arms.items()
+            },
             **self.described,
         }
 
     def close(self, error: str | None = None) -> None:
-        """End the run: records are complete on disk when this returns, on every rank that came so far."""
+        """End the run. On return, the records of every rank that has arrived are complete on disk."""
         if self.closed or os.getpid() != self.pid:  # a forked child has no part in the run
             return
         self.closed = True
-        atexit.unregister(self.close)  # which would keep the run, and gradients, for the life of the process
+        atexit.unregister(self.close)  # otherwise the run and its gradients would live as long as the process
         self.error = error
         if self.running and error is None:
-            self.running = False  # a step that was begun and never ended: the loop is over
+            self.running = False  # the loop ended in an unfinished step
         if self.joining is not None:
             self.joining.settle()
         for call in self.on_close:
             try:
                 call()
-            except Exception as failure:  # the records are written all the same
+            except Exception as failure:  # records are written in any case
                 logger.error("at the end of the run: %s: %s", type(failure).__name__, failure)
         self.until = time.monotonic() + self._finish_s
         try:
@@ -232,12 +352,12 @@ class Session:
             if self.place.rank == 0 or self.comm is None:
                 self._write_run()
         finally:
-            for arm in self.arms.values():
-                arm.close()
+            for communicator in dict.fromkeys(self.arms.values()):
+                communicator.close()
             self.recorder.close()
 
     def begin_folder(self) -> None:
-        """Write what the run folder says of the whole run. Rank 0 calls it, and a rank that records alone."""
+        """Write the run folder's description of the run. Called by rank 0, and by a rank that records alone."""
         self._write_run()
         about = {row.name: [row.value, row.source] for row in describe(self.settings)}
         _write_json(self.folder / "env.json", about)
@@ -246,26 +366,26 @@ class Session:
         _write_json(self.folder / "run.json", _run(self))
 
     def bring(self) -> None:
-        """Where no folder is shared, bring all records to rank 0's. Every rank calls it, after `close`."""
+        """Copy all records to rank 0's folder if no folder is shared. Every rank calls it, after `close`."""
         if self.comm is not None and not self.shared:
             try:
-                run_folder.gather(self.comm, self.folder / RANKS, self.until)
+                gather(self.comm, self.folder / RANKS, self.until)
             except OSError as error:
                 logger.warning("the records of other hosts could not be brought to %s: %s", self.folder, error)
 
     @property
     def _finish_s(self) -> float:
-        given_up = self.stays is not None  # a rank that goes on alone has ended the connection itself
+        given_up = self.stays is not None  # a rank that stopped taking turns has already aborted the connection
         failed = self.error is not None or (self.comm is not None and self.comm.failed and not given_up)
         return FAILED_FINISH_S if failed else FINISH_S
 
     def collect(self) -> None:
-        """Wait until rank 0 has the records of all that share its folder, at most FINISH_S. After `bring`."""
+        """Wait, at most FINISH_S, until rank 0 has the records of all ranks in its folder. After `bring`."""
         if self.comm is None or self.place.rank != 0 or not self.shared:
             return
         missing = set(range(self.place.size))
         while missing and time.monotonic() < self.until:
-            missing = {rank for rank in missing if not run_folder.finished(self.folder / RANKS / f"{rank}.meta.json")}
+            missing = {rank for rank in missing if not finished(self.folder / RANKS / f"{rank}.meta.json")}
             if missing:
                 time.sleep(0.02)
         if missing:
@@ -280,15 +400,15 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def wanted_folder(settings: Settings, directory: str | None = None) -> Path:
-    """Return the run folder that the settings ask for."""
+    """Return the run folder given by the settings."""
     stamp = os.environ.get("SLURM_JOB_ID") or time.strftime("%Y%m%d-%H%M%S")
     return Path(directory or settings.directory or f"netbottleneck-{stamp}").absolute()
 
 
 def same_ranks(settings: Settings, place: connect.Place) -> None:
-    """Raise ValueError where the job that runs, or would be started, is not that of these ranks.
+    """Raise ValueError if the running job, or the one that would start, is not that of these ranks.
 
-    Such a process would wait for ranks that are not there, or take itself for alone.
+    Such a process would wait for ranks that never come, or run as if it were alone.
     """
     here = job.current().place if job.is_started() else connect.detect(settings)
     if (here.rank, here.size) != (place.rank, place.size):
@@ -299,15 +419,15 @@ def same_ranks(settings: Settings, place: connect.Place) -> None:
 
 
 def _folder(settings: Settings, wanted: Path, control: "_core.Comm") -> Path:
-    """Return the run folder, the same on all ranks: rank 0 names it."""
-    found = run_folder.claim(control, wanted, settings.start_timeout_s)
+    """Return the run folder, the same on all ranks; rank 0 chooses it."""
+    found = claim(control, wanted, settings.start_timeout_s)
     if control.rank == 0 and found != wanted:
         logger.warning("NETBOTTLENECK_DIR=%s holds a run already: this one goes to %s", wanted, found)
     return found
 
 
-def _arm(  # noqa: PLR0913, PLR0917 - what an arm may need, once
-    name: str,
+def _communicator(  # noqa: PLR0913, PLR0917 - what a transport may need, once
+    arm: Arm,
     settings: Settings,
     place: connect.Place,
     ring: "_core.Recorder | None",
@@ -316,14 +436,14 @@ def _arm(  # noqa: PLR0913, PLR0917 - what an arm may need, once
     group: Any,
 ) -> communicators.Communicator:
     if ring is not None:
-        return communicators.Native(name, connect.connect(settings, place, recorder=ring, transport=name), ring)
-    if name == "null":
+        return communicators.Native(
+            arm.transport, connect.connect(settings, place, recorder=ring, transport=arm.transport), ring
+        )
+    if arm.transport == NULL:
         return communicators.Null()
-    if name in ("stock", "bare"):
-        meet = functools.partial(run_folder.together, control, limit_s=settings.start_timeout_s)
-        chosen = group if group is not None else communicators.stock_group(settings, place, meet)
-        return communicators.Stock(chosen, place.size, recorder, owned=group is None)
-    raise ValueError(f"NETBOTTLENECK_TRANSPORT={name}: must be a list of {', '.join(communicators.KINDS)}")
+    meet = functools.partial(together, control, limit_s=settings.start_timeout_s)
+    chosen = group if group is not None else communicators.stock_group(settings, place, meet)
+    return communicators.Stock(chosen, place.size, recorder, owned=group is None)
 
 
 def _ring(folder: Path, rank: int, name: str, settings: Settings) -> "_core.Recorder":
@@ -349,29 +469,31 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
 ) -> Session:
     """Return a session of all ranks of the job; every rank calls this.
 
-    arms: transports that take turns; the settings' where None. "bare" means the user's own path, untouched: the
-    hooks that use the session know how to step aside. group: a torch.distributed group that stock uses. stock: what it
-    is where it is not torch.distributed. alone: steps of one rank by itself come first, see Session.by_itself.
-    Raises as connect.connect and run_folder.together, and OSError where the folder cannot be written.
+    arms: names of the arms that take turns; None: from the settings. "bare" is the user's own path, untouched: the
+    hooks that use the session must step aside. group: a torch.distributed group for stock. stock: the stock
+    communicator if it is not torch.distributed. alone: steps of one rank by itself come first, see
+    Session.by_itself. Raises as connect.connect and together, and OSError if the folder cannot be written.
     """
     this = job.start(settings)
     place, control = this.place, this.comm
-    names = arms or settings.transports
+    turns = tuple(dict.fromkeys(Arm.parse(name) for name in arms or settings.transports))
     folder = _folder(settings, wanted_folder(settings, directory), control)
     recorder = _ring(folder, place.rank, "train", settings)
-    rings = {name: _ring(folder, place.rank, name, settings) for name in NATIVE if name in names}
-    run_folder.together(control, b"rings", settings.start_timeout_s)  # no rank connects where another cannot record
-    made: dict[str, communicators.Communicator] = {}
-    for name in dict.fromkeys(names):
-        own = stock if name in ("stock", "bare") else None
-        made[name] = own or _arm(name, settings, place, rings.get(name), recorder, control, group)
+    rings = {arm.transport: _ring(folder, place.rank, arm.transport, settings) for arm in turns if arm.native}
+    together(control, b"rings", settings.start_timeout_s)  # no rank connects if another cannot record
+    made: dict[str, communicators.Communicator] = {}  # by transport: arms with the same transport share its connections
+    for arm in turns:
+        own = stock if arm.own_path else made.get(arm.transport)
+        made[arm.transport] = own or _communicator(
+            arm, settings, place, rings.get(arm.transport), recorder, control, group
+        )
     opened = Session(
         settings,
         place,
         folder,
-        Blocks(tuple(dict.fromkeys(names)), settings.block_steps),
+        Blocks(turns, settings.block_steps),
         recorder,
-        made,
+        {arm: made[arm.transport] for arm in turns},
         control,
         model,
         network,
@@ -388,16 +510,16 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
 
 
 def open_together(settings: Settings, **options: Any) -> Session:
-    """Return what open_session gives, on all ranks or on none: where one fails, each raises."""
+    """Return open_session's result on all ranks or on none: if one fails, all raise."""
     session = None
     try:
         session = open_session(settings, **options)
-        run_folder.together(session.control, READY, settings.start_timeout_s)
+        together(session.control, READY, settings.start_timeout_s)
         return session
     except Exception as error:
         if not _of_exchange(error) and job.is_started():
             with contextlib.suppress(OSError, HorovodInternalError):
-                run_folder.together(job.current().comm, FAILED, settings.start_timeout_s)
+                together(job.current().comm, FAILED, settings.start_timeout_s)
         if session is not None:
             session.close(f"{type(error).__name__}: {error}")
         if _of_exchange(error) and "mismatched sizes" in str(error):
@@ -406,15 +528,15 @@ def open_together(settings: Settings, **options: Any) -> Session:
 
 
 def _of_exchange(error: Exception) -> bool:
-    """Return whether all ranks came to an exchange that failed: none of them waits for this one then."""
+    """Return True if all ranks reached the exchange that failed, so none still waits for this rank."""
     return isinstance(error, HorovodInternalError) and "netbottleneck.exchange" in str(error)
 
 
 def _meet(session: Session, control: "_core.Comm") -> None:
-    """Find whether all ranks share the run folder, and watch this host. Every rank calls it."""
+    """Check that all ranks share the run folder, and start this host's monitor. Every rank calls it."""
     limit_s = session.settings.start_timeout_s
-    run_folder.together(control, b"written", limit_s)
-    session.shared = run_folder.shared(control, session.folder / "run.json", limit_s)
+    together(control, b"written", limit_s)
+    session.shared = shared(control, session.folder / "run.json", limit_s)
     session.on_close.append(monitor.watch(session.settings, session.place, session.folder / RANKS))
 
 
@@ -423,14 +545,14 @@ def observe(
     place: connect.Place,
     *,
     stock: communicators.Communicator,
-    arms: tuple[str, ...] = ("stock", BARE),
+    arms: tuple[Arm, ...] = (STOCK, BARE),
     directory: str | None = None,
     model: str = "",
 ) -> Session:
-    """Return a session of this rank that begins at once, and joins the other ranks' beside the first steps.
+    """Return a session of this rank that begins at once, and joins the other ranks' sessions during the first steps.
 
-    Every arm sends gradients by the user's own path, `stock`, so that ranks need not agree on anything. Raises OSError
-    where no folder can be written.
+    Every arm sends gradients by the user's own path, `stock`, so ranks need no negotiation. Raises OSError if no folder
+    can be written.
     """
     wanted = wanted_folder(settings, directory)
     scratch = wanted.parent / f".{wanted.name}-{platform.node()}-{os.getpid()}-{next(_scratches)}"
@@ -444,7 +566,7 @@ def observe(
         dict.fromkeys(arms, stock),
         None,
         model,
-        wires={"stock": monitor.wire(settings, "stock")},
+        wires={STOCK: monitor.wire(settings, STOCK)},
     )
     opened.write(finished=False)
     opened.joining = Joining(opened, wanted)
@@ -456,16 +578,25 @@ _scratches = itertools.count()
 _sessions: "weakref.WeakSet[Session]" = weakref.WeakSet()
 
 
+def _before_fork() -> None:
+    """Wait until no thread of torch runs a callback of ours: see Recorder.settle."""
+    for session in tuple(_sessions):
+        session.recorder.settle()
+
+
+os.register_at_fork(before=_before_fork)
+
+
 def opened() -> bool:
-    """Return whether this process has begun a measured run."""
+    """Return True if this process has begun a measured run."""
     return bool(_sessions)
 
 
 class Joining:
-    """Joins this rank's session with the other ranks', in a thread of its own, for at most JOIN_S.
+    """Joins this rank's session with those of the other ranks, in its own thread, for at most JOIN_S.
 
     Sessions of one process join one after another. A session that has not joined when it closes, or after JOIN_S, stays
-    alone, and says so in its notes.
+    alone and notes it.
     """
 
     _before: "threading.Thread | None" = None
@@ -482,11 +613,11 @@ class Joining:
 
     @property
     def done(self) -> bool:
-        """True where it has come to an end: `settle` does not wait then."""
+        """True once joining has ended: `settle` then returns at once."""
         return not self._thread.is_alive()
 
     def settle(self) -> None:
-        """Wait until the ranks have joined, or until it is too late. The session's folder is the final one then."""
+        """Wait until the ranks have joined or the deadline has passed. Then the session's folder is final."""
         self._thread.join(max(0.0, self._until - time.monotonic()))
         with self._lock:
             if self._session.comm is None and not self._alone:
@@ -522,7 +653,7 @@ class Joining:
             session.begin_folder()
 
     def _stay_alone(self, why: str) -> None:
-        """Give the records of this rank a folder of their own."""
+        """Move this rank's records to a folder of its own."""
         self._alone = True
         session, scratch = self._session, self._session.folder
         folder = _free(self._wanted, session.place.rank)
@@ -551,7 +682,7 @@ def _run(session: Session) -> dict[str, Any]:
         "command": sys.argv,
         "started_wall_ns": session.started_wall_ns,
         "size": session.place.size,
-        "transports": [*session.blocks.arms, *([SINGLE] if session.alone else [])],
+        "arms": [*session.blocks.arms, *([SINGLE] if session.alone else [])],
         "network": session.network,
         "model": session.model,
         "notes": session.notes,

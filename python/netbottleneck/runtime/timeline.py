@@ -1,7 +1,6 @@
-"""Horovod's timeline in a rank: a ring that the job stamps into, and the process that makes a file of it.
+"""Horovod's timeline of a rank: a ring that the job stamps into, and a process that writes it to a file.
 
-The job knows nothing of it: it stamps as it always does. The ring lies in memory that has no name, and is used over
-and over.
+The job is unaware of it: it stamps as always. The ring is anonymous memory and is reused in a circle.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ if TYPE_CHECKING:
 
 __all__ = ["DYNAMIC", "Watching", "path_of", "running", "watch"]
 
-DYNAMIC = "DYNAMIC"  # in the file's place: start_timeline() says when, and to which file
+DYNAMIC = "DYNAMIC"  # in place of the file: start_timeline() sets the time and the file
 RING_EVENTS = 1 << 16
-START_S, ANSWER_S = 20.0, 5.0  # how long the writer may take: to come up, and to do what it is told
+START_S, ANSWER_S = 20.0, 5.0  # deadlines of the writer: to start, and to answer a command
 ANSWER_BYTES = 1 << 16
 
 logger = logging.getLogger("netbottleneck")
 
 
 def path_of(name: str, rank: int) -> str:
-    """Return a rank's file: with the rank for %r, or else, on ranks other than 0, with it before the suffix.
+    """Return a rank's file: the rank replaces %r; without %r, ranks other than 0 insert it before the suffix.
 
     So rank 0's file is where Horovod's would be.
     """
@@ -48,7 +47,7 @@ def path_of(name: str, rank: int) -> str:
 
 
 class Timeline:
-    """One rank's ring, and its writer once there is something to write. Only the process that made it may use it."""
+    """One rank's ring, and its writer once there is something to write. Usable only in the process that made it."""
 
     def __init__(self, settings: Settings, place: connect.Place) -> None:
         self._pid = os.getpid()
@@ -62,22 +61,22 @@ class Timeline:
         self.recorder: _core.Recorder = connect.core().Recorder(
             f"/proc/self/fd/{fd}", RING_EVENTS, self._rank, timeline=True
         )
-        # The writer may map it without fear: what is mapped stays.
+        # The seal makes the writer's mapping safe: the memory cannot shrink.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
 
     def start(self, name: str, mark_cycles: bool) -> None:
-        """Write this rank's file from now on. A file that cannot be written is told of, and does not stop training."""
+        """Write this rank's file from now on. If it cannot be written, a warning is logged and training continues."""
         path = os.path.abspath(path_of(name, self._rank))
         if self._ours():
             self._tell({"do": "start", "path": path, "mark_cycles": mark_cycles}, START_S)
 
     def stop(self) -> None:
-        """End the file; everything that happened before is in it then, unless the writer is stuck for ANSWER_S."""
+        """End the file. It then holds everything that happened before, unless the writer is stuck for ANSWER_S."""
         if self._ours() and self._writer is not None:
             self._tell({"do": "stop"}, ANSWER_S)
 
     def follow(self, path: Path | str, network: str) -> None:
-        """Have another ring file of this rank's in the file too; network: tcp or ofi, what its transport uses."""
+        """Include another ring file of this rank; network: tcp or ofi, its transport."""
         self._others.append({"do": "follow", "path": os.path.abspath(path), "network": network.upper()})
         if self._ours() and self._writer is not None:
             self._tell(self._others[-1], ANSWER_S)
@@ -126,7 +125,7 @@ class Timeline:
             self._give_up()
 
     def _begin(self, fd: int) -> subprocess.Popen[bytes]:
-        """Start the writer: another process, so that nothing of it takes Python's lock from the training loop."""
+        """Start the writer: a separate process, so it never takes the GIL from the training loop."""
         values = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")}
         package = str(Path(__file__).resolve().parents[2])
         values["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [values.get("PYTHONPATH")])])
@@ -137,7 +136,7 @@ class Timeline:
             stdout=subprocess.PIPE,
             env=values,
             pass_fds=(fd,),
-            start_new_session=True,  # a signal to the rank's group leaves it the time to write the end
+            start_new_session=True,  # no signal to the rank's process group stops it before the end is written
         )
 
     def _ask(self, writer: subprocess.Popen[bytes], command: dict[str, Any], limit_s: float) -> None:
@@ -161,7 +160,7 @@ class Timeline:
 
 
 class Watching(job.Observer):
-    """Gives a job its timeline where the settings ask for one; whatever observed jobs before goes on doing so."""
+    """Gives a job its timeline if the settings ask for one, and forwards to the previous observer."""
 
     def __init__(self, inner: job.Observer) -> None:
         self.inner = inner
@@ -200,12 +199,12 @@ class Watching(job.Observer):
 
 
 def watch() -> None:
-    """Have the next job watched."""
+    """Observe the next job."""
     watching = Watching(job.Observer())
     former = job.observe(watching)
     watching.inner = former.inner if isinstance(former, Watching) else former
 
 
 def running(this: job.Job) -> Timeline | None:
-    """Return a job's timeline; None where its settings asked for none when it started."""
+    """Return a job's timeline; None if its settings requested none at start."""
     return this.observer.timeline if isinstance(this.observer, Watching) else None

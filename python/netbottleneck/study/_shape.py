@@ -1,8 +1,9 @@
-"""Caps what one interface of this host sends, and gives its old state back, whatever becomes of the caller.
+"""Keeper of caps: limits what one interface of this host sends, and restores its old state when the caller ends.
 
-A script of its own (python -I -S), as root: _shape.py TC INTERFACE HANDLE ALIVE_FD, and on standard input the commands
-that make the caps. It says "ready" once they hold, waits until the write end behind ALIVE_FD is closed everywhere, and
-undoes them. Only what can be given back exactly is replaced: the kernel's default, or a simple queue without classes.
+A separate script (python -I -S), run as root: _shape.py TC INTERFACE HANDLE ALIVE_FD. It reads the tc commands that set
+the caps from standard input. It writes "ready" once they are set, waits until every copy of the write end behind
+ALIVE_FD is closed, and restores the old state. It replaces only a state that it can restore exactly: the kernel's
+default, or a simple queue without classes.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import signal
 import subprocess
 import sys
 
-SIMPLE = ("pfifo", "bfifo")  # what tc prints of these, it also takes, and nothing is rounded
+SIMPLE = ("pfifo", "bfifo")  # tc accepts its own output for these, without rounding
 
 
 def tc(tool: str, *words: str, text: str | None = None) -> str:
-    """Run tc and return what it prints; raise OSError with its words."""
+    """Run tc and return its output; raise OSError with its error text."""
     done = subprocess.run([tool, *words], input=text, capture_output=True, text=True, timeout=20, check=False)
     if done.returncode != 0:
         raise OSError(f"tc {' '.join(words)}: {' '.join(done.stderr.split()) or done.returncode}")
@@ -25,7 +26,7 @@ def tc(tool: str, *words: str, text: str | None = None) -> str:
 
 
 def state(tool: str, interface: str) -> list[str]:
-    """Return the words that tc prints of an interface's root."""
+    """Return the words of tc's line on an interface's root qdisc; [] if there is none."""
     for line in tc(tool, "qdisc", "show", "dev", interface).splitlines():
         words = line.split()
         if "root" in words:
@@ -33,13 +34,13 @@ def state(tool: str, interface: str) -> list[str]:
     return []
 
 
-def again(words: list[str], handle: str) -> list[str]:
-    """Return the words that make a root again; none for the kernel's default. Raises OSError for what cannot be."""
-    if not words or words[2] in ("0:", handle):  # the handle is ours: of a study whose keeper was killed, too
+def recreate_words(words: list[str], handle: str) -> list[str]:
+    """Return the words that recreate a root qdisc; [] for the kernel's default. Raises OSError if not possible."""
+    if not words or words[2] in ("0:", handle):  # handle: our qdisc, possibly left by a killed keeper
         return []
     kind = words[1]
     if kind not in SIMPLE:
-        raise OSError(f"it has a queueing discipline of its own ({kind} {words[2]}), which could not be given back")
+        raise OSError(f"its queueing discipline ({kind} {words[2]}) could not be restored afterwards")
     rest = words[words.index("root") + 1 :]
     if rest[:1] == ["refcnt"]:
         rest = rest[2:]
@@ -48,30 +49,30 @@ def again(words: list[str], handle: str) -> list[str]:
 
 
 def restore(tool: str, interface: str, words: list[str], handle: str) -> None:
-    """Make an interface's root what it was. Raises OSError where it is not."""
+    """Restore an interface's root qdisc. Raises OSError if the result differs from the old state."""
     now = state(tool, interface)
     if now and now[2] == handle:
         tc(tool, "qdisc", "del", "dev", interface, "root")
     if words:
         tc(tool, "qdisc", "replace", "dev", interface, "root", *words)
-    if again(state(tool, interface), handle) != words:
-        raise OSError(f"its old queueing discipline is not what it was: {' '.join(words)}")
+    if recreate_words(state(tool, interface), handle) != words:
+        raise OSError(f"its old queueing discipline was not restored: {' '.join(words)}")
 
 
 def main(args: list[str]) -> int:
-    """Hold the caps until the caller is gone."""
+    """Hold the caps until the caller ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     tool, interface, handle, alive = args[0], args[1], args[2], int(args[3])
     try:
-        words = again(before := state(tool, interface), handle)
+        words = recreate_words(before := state(tool, interface), handle)
         if before and before[2] != "0:":
             tc(tool, "qdisc", "del", "dev", interface, "root")
         try:
             tc(tool, "-batch", "-", text=sys.stdin.read())
             os.write(1, b"ready\n")
             poll = select.poll()
-            poll.register(alive, 0)  # POLLHUP comes unasked
+            poll.register(alive, 0)  # poll always reports POLLHUP
             while not poll.poll():
                 pass
         finally:

@@ -1,91 +1,284 @@
-"""The folder of a study: what was asked, and of each cell what is there. A cell is done when its facts are written."""
+"""Cells of a study: the request of a command line, its requirements, and the study's folder with each cell's files."""
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
 import os
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from netbottleneck.study.spec import Cell
+from netbottleneck import config
+from netbottleneck.launch import connect
+from netbottleneck.study import spec
+from netbottleneck.study.spec import DIGITS, REPLAY, Cell, StudySpec
 from netbottleneck.study.task import Outcome
 from netbottleneck.trace import json_codec
 
+# Folder of a study: the specification, and the files of each cell. A cell is complete when its facts are written.
+
 STUDY = "study.toml"
-FACTS, FORECAST, TOLD = "facts.json", "forecast.json", "cell.json"
+FACTS, FORECAST, RESULT = "facts.json", "forecast.json", "cell.json"
 
 
 @dataclass(frozen=True)
-class Done:
-    """What the ranks of a cell came to. seconds: all of it.
+class CellResult:
+    """The results of a cell's ranks. seconds: total duration.
 
-    again: digits over stock alone; tuned: the folder of stock with four interfaces, "" where there was none.
+    stock_alone: the outcome of digits with stock alone; tuned: the folder of stock over four interfaces, "" if not run.
     """
 
     cell: Cell
     outcome: Outcome
-    again: Outcome | None = None
+    stock_alone: Outcome | None = None
     tuned: str = ""
     seconds: float = 0.0
 
     @property
     def same_as_stock(self) -> bool | None:
-        """Whether the weights are those of the run over stock alone, bit for bit; None where there was none."""
-        return None if self.again is None else self.again.digests == self.outcome.digests
+        """True if the weights are bit-identical to those of stock alone; None if that was not run."""
+        return None if self.stock_alone is None else self.stock_alone.digests == self.outcome.digests
 
 
-class Folder:
-    """A study's folder. Files appear whole or not at all."""
+class StudyFolder:
+    """A study's folder. Its files are written atomically."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file = path / STUDY
 
-    def claim(self, text: str) -> None:
-        """Make the folder, and write down what is asked, once."""
+    def create(self, text: str) -> None:
+        """Create the folder and write the specification, unless it exists."""
         if not self.file.exists():
-            put(self.file, text)
+            write_atomically(self.file, text)
 
-    def of(self, key: str) -> Path:
+    def cell_folder(self, key: str) -> Path:
         """Return a cell's folder."""
         return self.path / "cells" / key
 
     def done(self, key: str) -> bool:
-        """Whether a cell's facts are there."""
-        return (self.of(key) / FACTS).exists()
+        """Return whether a cell's facts exist."""
+        return (self.cell_folder(key) / FACTS).exists()
 
-    def fresh(self, key: str) -> Path:
-        """Return a cell's folder, new and empty: what an earlier attempt left is moved aside."""
-        place = self.of(key)
-        if place.exists():
+    def new_cell_folder(self, key: str) -> Path:
+        """Return a cell's folder, new and empty; files of an earlier attempt are moved to aside/."""
+        folder = self.cell_folder(key)
+        if folder.exists():
             aside = self.path / "aside"
             aside.mkdir(exist_ok=True)
             numbers = (number for number in range(1, 1 << 20) if not (aside / f"{key}.{number}").exists())
-            place.rename(aside / f"{key}.{next(numbers)}")
-        place.mkdir(parents=True)
-        return place
+            folder.rename(aside / f"{key}.{next(numbers)}")
+        folder.mkdir(parents=True)
+        return folder
 
-    def tell(self, done: Done) -> None:
-        """Write down what came of a cell."""
-        told = asdict(done) | {"outcome": done.outcome.as_dict(), "again": done.again and done.again.as_dict()}
-        put(self.of(done.cell.key) / TOLD, json.dumps(told, indent=1) + "\n")
+    def write_result(self, done: CellResult) -> None:
+        """Write the results of a cell."""
+        document = {
+            "cell": asdict(done.cell),
+            "outcome": done.outcome.as_dict(),
+            "again": done.stock_alone and done.stock_alone.as_dict(),
+            "tuned": done.tuned,
+            "seconds": done.seconds,
+        }
+        write_atomically(self.cell_folder(done.cell.key) / RESULT, json.dumps(document, indent=1) + "\n")
 
-    def told(self, key: str) -> Done:
-        """Return what `tell` wrote. Raises ValueError naming the file, OSError."""
-        path = self.of(key) / TOLD
+    def read_result(self, key: str) -> CellResult:
+        """Return what `write_result` wrote. Raises OSError, and ValueError naming the file."""
+        path = self.cell_folder(key) / RESULT
         try:
-            told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            again = told["again"] and Outcome.from_dict(told["again"])
-            cell = json_codec.build(Cell, told["cell"])
-            return Done(cell, Outcome.from_dict(told["outcome"]), again, told["tuned"], told["seconds"])
+            document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            stock_alone = document["again"] and Outcome.from_dict(document["again"])
+            cell = json_codec.build(Cell, document["cell"])
+            return CellResult(
+                cell, Outcome.from_dict(document["outcome"]), stock_alone, document["tuned"], document["seconds"]
+            )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path}: {error!r}") from error
 
 
-def put(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all; its folder is made."""
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file atomically; create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     scratch.write_text(text, encoding="utf-8")
     scratch.replace(path)
+
+
+# Requirements of a study on this machine: packages and transports.
+
+PACKAGES = {"torch": "torch", "sklearn": "scikit-learn"}
+
+
+def missing_packages(spec: StudySpec) -> str:
+    """Return a message about packages that the cells need and that are not installed, else ""."""
+    needed = set()
+    for cell in spec.cells:
+        if cell.job != REPLAY or not cell.model.file or "stock" in cell.arms:
+            needed.add("torch")
+        if cell.job == DIGITS or (cell.job != REPLAY and cell.model.name == "thin_resnet"):
+            needed.add("sklearn")
+    absent = [PACKAGES[module] for module in sorted(needed, reverse=True) if importlib.util.find_spec(module) is None]
+    return f"{' and '.join(absent)} not installed: pip install 'netbottleneck[study]'" if absent else ""
+
+
+def default_transports(provider: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the default arms and a note; tcp replaces ofi if libfabric is not available."""
+    why = _no_ofi(provider)
+    return (("stock", "tcp"), (f"tcp replaces ofi: {why}",)) if why else (("stock", "ofi"), ())
+
+
+def _no_ofi(provider: str | None) -> str:
+    core = connect.core()
+    if not core.HAVE_OFI:
+        return "this build has no ofi (install libfabric-dev)"
+    try:
+        core.libfabric(config.settings({"provider": provider}).library)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+# The study that a command line requests: a file, a folder with a study, or a study of this package.
+
+FINE, FAILED, USAGE, INCONCLUSIVE = 0, 1, 2, 4
+DEFAULT, QUICK = (Path(__file__).with_name(f"{name}.toml") for name in ("default", "quick"))
+# Options that change the study. Without them and without a file, the study in the folder is resumed.
+STUDY_OPTIONS = (
+    "ranks",
+    "networks",
+    "transports",
+    "jobs",
+    "model",
+    "compute",
+    "compute_ms",
+    "block_steps",
+    "rounds",
+    "provider",
+)
+OWN_NETWORK = (
+    "To measure your own network, start the study with a launcher on its hosts (torchrun, mpirun, srun). Or run "
+    "`netbottleneck bench --listen` on one host and `netbottleneck bench --connect HOST` on another, or add "
+    "`import netbottleneck` to your training script."
+)
+
+
+@dataclass(frozen=True)
+class StudyRequest:
+    """A requested study: its text, its specification, and its folder. notes: added to every run."""
+
+    text: str
+    spec: spec.StudySpec
+    folder: StudyFolder
+    notes: tuple[str, ...]
+    command: tuple[str, ...]
+    strict: bool
+
+
+def parse_request(args: argparse.Namespace, arguments: Sequence[str], size: int = 1) -> StudyRequest:
+    """Return the study that a command line requests, for `size` ranks of a launcher; writes nothing.
+
+    Raises OSError, and ValueError for an invalid file or for a folder with another study.
+    """
+    folder = StudyFolder(Path(args.directory or f"study-{time.strftime('%Y%m%d-%H%M%S')}").absolute())
+    path = _path(args, folder)
+    text = _text(path, args, size)
+    named = "transports" in spec.load(text, str(path))
+    transports, notes = ((), ()) if named else default_transports(args.provider)
+
+    def parsed(text: str) -> spec.StudySpec:
+        hosts = size if size > 1 else 0
+        return spec.parse(text, str(path), transports=transports, hosts=hosts, done=folder.done)
+
+    found = parsed(text)
+    if folder.file.exists() and path != folder.file and parsed(_read(folder.file)) != found:
+        raise ValueError(
+            f"{folder.path} holds another study: pass another --directory, or only --directory to resume it"
+        )
+    return StudyRequest(
+        _stored_text(text, path), found, folder, notes, ("netbottleneck", "study", *arguments), args.strict
+    )
+
+
+def _path(args: argparse.Namespace, folder: StudyFolder) -> Path:
+    """Return the file to use: the named one, the folder's own, or one of this package."""
+    if args.file and args.quick:
+        raise ValueError(f"--quick and {args.file} cannot be combined: leave out one of them")
+    if args.file:
+        return Path(args.file)
+    if not args.quick and not _given_options(args) and folder.file.exists():
+        return folder.file
+    return QUICK if args.quick else DEFAULT
+
+
+def _given_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that change the study, by key."""
+    return {name: getattr(args, name) for name in STUDY_OPTIONS if getattr(args, name) is not None}
+
+
+def _text(path: Path, args: argparse.Namespace, size: int) -> str:
+    """Return the study's text with the options applied; without options, the text of the file."""
+    text = _read(path)
+    raw = spec.load(text, str(path))
+    if _given_options(args):
+        spec.parse(text, str(path))  # first, so that an error names a line of the file
+        text = spec.dump(_with_options(raw, _given_options(args)))
+    if size > 1 and path in (DEFAULT, QUICK) and args.ranks is None:
+        text = spec.dump(_with_ranks(spec.load(text, str(path)), size))
+    return text
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error.reason}, byte {error.start})") from None
+
+
+def _stored_text(text: str, path: Path) -> str:
+    """Return a study's text as its folder stores it, with absolute paths of the files to replay."""
+    raw = spec.load(text, str(path))
+    if not any("file" in table for table in raw["model"]):
+        return text
+    base = path.absolute().parent
+    models = [t | ({"file": str((base / t["file"]).absolute())} if "file" in t else {}) for t in raw["model"]]
+    return spec.dump({**raw, "model": models})
+
+
+def _with_options(raw: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the tables with the options applied."""
+    over_all = {key: value for key, value in options.items() if key not in ("jobs", "model", "compute", "compute_ms")}
+    names = {"model": "name", "compute": "compute", "compute_ms": "compute_ms"}
+    of_replays = {names[key]: value for key, value in options.items() if key in names}
+    models: list[dict[str, Any]] = []
+    for table in _models_of_jobs(raw["model"], options.get("jobs")):
+        made = {key: value for key, value in table.items() if key not in over_all}
+        if "file" not in made and made.get("job", spec.REPLAY) == spec.REPLAY:
+            made |= of_replays
+        if made not in models:
+            models.append(made)
+    top = {key: value for key, value in raw.items() if key != "model" and (key != "fit" or not options)}
+    return {**top, **over_all, "model": models}
+
+
+def _models_of_jobs(models: Sequence[dict[str, Any]], jobs: Sequence[str] | None) -> list[dict[str, Any]]:
+    """Return the models of the named jobs, and a default model for each job without one; None: all."""
+    if jobs is None:
+        return list(models)
+    own = [table for table in models if table.get("job", spec.REPLAY) in jobs]
+    lacking = [job for job in jobs if job not in {table.get("job", spec.REPLAY) for table in own}]
+    return [*own, *({"job": job} | ({"name": "resnet50"} if job == spec.REPLAY else {}) for job in lacking)]
+
+
+def _with_ranks(raw: dict[str, Any], size: int) -> dict[str, Any]:
+    """Return the tables with `size` ranks in every cell."""
+    models: list[dict[str, Any]] = []
+    for table in raw["model"]:
+        made = {key: value for key, value in table.items() if key not in ("ranks", "networks")}
+        if made not in models:
+            models.append(made)
+    top = {key: value for key, value in raw.items() if key not in ("model", "fit")}
+    return {**top, "ranks": [size], "model": models}

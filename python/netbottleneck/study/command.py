@@ -1,4 +1,4 @@
-"""The command line of a study: what is asked, by a file, a folder that holds a study, or words; and where it runs."""
+"""`netbottleneck study`: run a study from a file, from the folder of an earlier study, or from options."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from netbottleneck import config
-from netbottleneck.config import TRANSPORTS
 from netbottleneck.lab import parse_lab
 from netbottleneck.launch import connect
-from netbottleneck.study import needs, tables, work
-from netbottleneck.study.asked import FAILED, OWN, USAGE, ask
-from netbottleneck.study.cells import STUDY
+from netbottleneck.study import cells, report, spec
+from netbottleneck.study.cells import FAILED, OWN_NETWORK, STUDY, USAGE, parse_request
+from netbottleneck.trace.transports import ASKED
 
 HOOKED = ("NETBOTTLENECK", "NETBOTTLENECK_TRANSPORT")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0 fine, 1 failure, 2 usage, 4 inconclusive (with --strict)."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        args = parser().parse_args(words)
-        place = connect.detect(config.settings())
-        asked = ask(args, words, place.size)
-        work.readable(asked.spec)
-        lacking = needs.missing(asked.spec)
+        args = parser().parse_args(arguments)
+        detected = connect.detect(config.settings())
+        request = parse_request(args, arguments, detected.size)
+        report.check_replay_files(request.spec)
+        lacking = cells.missing_packages(request.spec)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"netbottleneck study: {error}\n")
         return USAGE
@@ -37,25 +36,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     if lacking:
         sys.stderr.write(f"netbottleneck study: {lacking}\n")
         return FAILED
-    if place.size > 1:
-        _without_hooks(words)
+    if detected.size > 1:
+        _without_hooks(arguments)
         from netbottleneck.study import hosts
 
-        return _until_signalled(lambda: hosts.run(asked))
-    from netbottleneck.study import simulated
+        return _until_signalled(lambda: hosts.run(request))
+    from netbottleneck.study import runner
 
-    return _until_signalled(lambda: simulated.run(asked))
+    return _until_signalled(lambda: runner.run_simulated(request))
 
 
-def _without_hooks(words: Sequence[str]) -> None:
-    """Begin again without the variables that put hooks into this process: they would measure the study's own models."""
+def _without_hooks(arguments: Sequence[str]) -> None:
+    """Re-exec without the variables that install hooks in this process: hooks would measure the study's own models."""
     if any(os.environ.get(name) for name in HOOKED):
-        kept = {name: value for name, value in os.environ.items() if name not in HOOKED}
-        os.execve(sys.executable, [sys.executable, "-m", "netbottleneck.study", *words], kept)
+        environment = {name: value for name, value in os.environ.items() if name not in HOOKED}
+        os.execve(sys.executable, [sys.executable, "-m", "netbottleneck", "study", *arguments], environment)
 
 
 def _until_signalled(run: Callable[[], int]) -> int:
-    # Ctrl-C as well: a provider of libfabric that was looked for may have put a handler of its own in Python's place.
+    # SIGINT too: a libfabric provider may have replaced Python's handler during the probe.
     before = {number: signal.signal(number, _terminated) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         return run()
@@ -72,23 +71,33 @@ def _terminated(signum: int, _frame: object) -> NoReturn:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(prog="netbottleneck study", description=__doc__, epilog=OWN)
-    add = made.add_argument
-    add("file", nargs="?", metavar="FILE", help="what to study, see docs/study.md; default: two ranks, three networks")
-    add("--directory", help=f"where all goes; one that holds a study ({STUDY}): it goes on where it was")
-    add("--quick", action="store_true", help="all steps of the chain with few steps and small gradients: some minutes")
-    add("--ranks", type=_each(_count), metavar="N[,N]", help="ranks, each on a simulated host of its own")
-    add("--networks", type=_each(_network), metavar="LINK[/FLOW]", help="comma-separated: 2gbit/500mbit,none")
-    add("--transports", type=_listed(TRANSPORTS), help="arms that take turns; default: stock,ofi")
-    add("--jobs", type=_listed(tables.JOBS), help=f"some of {','.join(tables.JOBS)}")
-    add("--model", help="the model whose gradients are replayed")
+    options = argparse.ArgumentParser(prog="netbottleneck study", description=__doc__, epilog=OWN_NETWORK)
+    add = options.add_argument
+    add(
+        "file",
+        nargs="?",
+        metavar="FILE",
+        help="study file (docs/how-to/study.md); default: two ranks, three networks",
+    )
+    add("--directory", help=f"output folder; a folder with a study ({STUDY}) is resumed")
+    add("--quick", action="store_true", help="every claim with few steps and small gradients; takes some minutes")
+    add("--ranks", type=_each(_count), metavar="N[,N]", help="numbers of ranks, each rank on its own simulated host")
+    add(
+        "--networks",
+        type=_each(_network),
+        metavar="LINK[/FLOW]",
+        help="links, comma-separated, such as 2gbit/500mbit,none",
+    )
+    add("--transports", type=_listed(ASKED), help="arms that take turns; default: stock,ofi")
+    add("--jobs", type=_listed(spec.JOBS), help=f"jobs to run, from {','.join(spec.JOBS)}")
+    add("--model", help="model whose gradients are replayed")
     add("--compute", choices=("sleep", "spin"), help="how the replayed model computes")
     add("--compute-ms", type=float, nargs=2, metavar=("FORWARD", "BACKWARD"))
-    add("--block-steps", type=_count, help="steps of a block")
-    add("--rounds", type=_count, help="how often each arm has its turn")
-    add("--provider", help="libfabric provider; default: the best there is")
-    add("--strict", action="store_true", help="exit code 4 where a verdict is INCONCLUSIVE")
-    return made
+    add("--block-steps", type=_count, help="steps per block")
+    add("--rounds", type=_count, help="blocks per arm")
+    add("--provider", help="libfabric provider; default: the best available")
+    add("--strict", action="store_true", help="exit with code 4 if a verdict is INCONCLUSIVE")
+    return options
 
 
 def _each(one: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -112,7 +121,7 @@ def _listed(allowed: Sequence[str]) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         names = [name.strip() for name in text.split(",")]
         if len(set(names)) != len(names) or not set(names) <= set(allowed):
-            raise argparse.ArgumentTypeError(f"{text!r} is no list of {', '.join(allowed)}")
+            raise argparse.ArgumentTypeError(f"{text!r}: must be a list of names from {', '.join(allowed)}, each once")
         return names
 
     return parse

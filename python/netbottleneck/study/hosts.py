@@ -1,61 +1,155 @@
-"""A study on the ranks of a launcher: rank 0 leads, the others do what it sends them; real interfaces are capped."""
+"""Study on the ranks of a launcher: rank 0 leads, the others run its tasks, and real interfaces are capped."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import psutil
 
 from netbottleneck.config import settings
 from netbottleneck.lab import LabError, LinkSpec, parse_lab
-from netbottleneck.lab import measure as flows
+from netbottleneck.lab import lab as flows
+from netbottleneck.lab.lab import find_tool
+from netbottleneck.lab.network import interface_caps
 from netbottleneck.runtime import job
 from netbottleneck.study import runner, worker
-from netbottleneck.study.asked import Asked
-from netbottleneck.study.ranks import Follow, JobError
-from netbottleneck.study.shaping import Shaped
+from netbottleneck.study.cells import StudyRequest
+from netbottleneck.study.ranks import JobError, TaskProgress
 from netbottleneck.study.spec import Cell
-from netbottleneck.study.task import AS_BEFORE, Outcome, Task, from_json, to_json
+from netbottleneck.study.task import SAME_STEPS, Outcome, Task, from_json, to_json
 
 if TYPE_CHECKING:
     from netbottleneck import _core
+
+
+# Caps on a real interface of this host. The previous state is always restored.
+
+MAJOR = 0x6E62  # of our qdisc handle: "nb", unlikely to collide
+READY_S = 30.0
+_SCRIPT = str(Path(__file__).with_name("_shape.py"))
+
+
+class InterfaceCaps:
+    """Caps for the link and the flows that one interface sends. A context manager.
+
+    A keeper process in its own session sets the caps. It removes them when this process ends or leaves the context,
+    even after SIGKILL. Raises LabError if caps are not possible: not root, no tc, several caps for flows, or an
+    interface with a queueing discipline that cannot be restored.
+    """
+
+    def __init__(self, interface: str, spec: LinkSpec) -> None:
+        self._interface = interface
+        self._spec = spec
+        self._alive = -1
+        self._keeper: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        if not self._spec.capped:
+            return self
+        if os.geteuid() != 0:
+            raise LabError(f'caps on {self._interface} need root: run as root, or write networks = ["none"]')
+        if len(self._spec.flow_bps) > 1 or self._spec.more_bps:
+            raise LabError(f"{self._spec}: a real interface supports one cap for the link and one cap for all flows")
+        commands = interface_caps(self._interface, self._spec, bool(self._spec.flow_bps), MAJOR)
+        read, self._alive = os.pipe()
+        try:
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-I", "-S", _SCRIPT, find_tool("tc"), self._interface, f"{MAJOR:x}:", str(read)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=[read],
+                start_new_session=True,
+            )
+            assert self._keeper.stdin is not None
+            self._keeper.stdin.write(commands.encode())
+            self._keeper.stdin.close()
+            line = _first_line(self._keeper)
+        except BaseException:
+            self._close()
+            raise
+        finally:
+            os.close(read)
+        if line != b"ready\n":
+            raise LabError(self._close() or f"the process that caps {self._interface} did not start")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if (why := self._close()) and kind is None:
+            raise LabError(f"the old state could not be restored: {why}")
+
+    def _close(self) -> str:
+        """Let the keeper remove the caps; returns its error text, "" on success."""
+        if self._alive >= 0:
+            os.close(self._alive)
+            self._alive = -1
+        keeper, self._keeper = self._keeper, None
+        if keeper is None:
+            return ""
+        keeper.stdin = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            _, errors = keeper.communicate(timeout=READY_S)
+            return errors.decode(errors="replace").strip() if keeper.returncode else ""
+        return f"the process that caps it ({keeper.pid}) does not end"
+
+
+def _first_line(process: subprocess.Popen[bytes]) -> bytes:
+    assert process.stdout is not None
+    until, line = time.monotonic() + READY_S, b""
+    while not line.endswith(b"\n") and select.select([process.stdout], [], [], max(0.0, until - time.monotonic()))[0]:
+        got = os.read(process.stdout.fileno(), 64)
+        if not got:
+            break
+        line += got
+    return line
+
+
+# Ranks of a launcher.
 
 AS_IT_IS = "hosts as they are"
 CAPPED = "hosts, caps on a real interface"
 
 
-def run(asked: Asked) -> int:
-    """Run this rank's part of a study; returns the exit code, on rank 0 that of the whole."""
+def run(request: StudyRequest) -> int:
+    """Run this rank's part of a study; returns the exit code, on rank 0 that of the whole study."""
     started = job.start(settings())
     place, control = started.place, started.comm
     with ExitStack() as caps:
-        member = _Member(control, place.local_rank == 0, asked.spec.interface, caps)
+        member = _RankWorker(control, place.local_rank == 0, request.spec.interface, caps)
         if place.rank != 0:
             return member.serve()
-        cells = [cell for cell in asked.spec.cells if cell.ranks == place.size]
-        others = len(asked.spec.cells) - len(cells)
-        words = f"The network is the one between the {place.size} ranks of this launcher: none is made here."
+        cells = [cell for cell in request.spec.cells if cell.ranks == place.size]
+        others = len(request.spec.cells) - len(cells)
+        introduction = f"This study uses the network between the {place.size} ranks of this launcher."
         if others:
-            words += f" {others} cells are of other numbers of ranks: they are for another start in the same folder."
+            introduction += (
+                f" {others} cells have other numbers of ranks: start the study again in this folder with as many ranks."
+            )
         try:
-            return runner.run(asked, _Led(member).opened, words, cells)
+            return runner.run(request, _LauncherRanks(member).open_ranks, introduction, cells)
         finally:
-            with suppress(OSError):  # they may be gone
-                member.order("end")
+            with suppress(OSError):  # the other ranks may have ended
+                member.send_command("end")
 
 
-class _Member:
-    """One rank's part of what all ranks do together. Rank 0's orders come by the control communicator."""
+class _RankWorker:
+    """One rank's part in collective work. Rank 0 sends its commands through the control communicator."""
 
     def __init__(self, control: _core.Comm, leads_host: bool, interface: str, caps: ExitStack) -> None:
         self.control = control
@@ -63,94 +157,94 @@ class _Member:
         self._interface = interface
         self._caps = caps
 
-    def order(self, what: str, **more: Any) -> None:
-        """Tell all other ranks what to do next."""
+    def send_command(self, what: str, **more: Any) -> None:
+        """Send the next command to all other ranks."""
         text = json.dumps({"what": what, **more}).encode()
         self.control.exchange(len(text).to_bytes(8, "little"))
         self.control.exchange(text)
 
     def serve(self) -> int:
-        """Do what rank 0 says, until it says that this is the end."""
+        """Execute rank 0's commands until the command "end"."""
         while True:
             size = int.from_bytes(self.control.exchange(bytes(8))[0], "little")
-            order = json.loads(self.control.exchange(bytes(size))[0])
-            match order.pop("what"):
+            command = json.loads(self.control.exchange(bytes(size))[0])
+            match command.pop("what"):
                 case "end":
                     return 0
                 case "caps":
-                    self.cap(**order)
+                    self.cap(**command)
                 case "flows":
-                    self.flows(**order)
+                    self.flows(**command)
                 case "task":
-                    self.task(**order)
+                    self.task(**command)
 
     def cap(self, text: str) -> list[str]:
-        """Put caps on this host's interface, or take them off; returns what went wrong, by rank."""
+        """Set or remove the caps of this host's interface; returns the error text of each rank, "" for none."""
         why = ""
         try:
             self._caps.close()
             if self._leads_host:
-                self._caps.enter_context(Shaped(self._interface, parse_lab(text)))
+                self._caps.enter_context(InterfaceCaps(self._interface, parse_lab(text)))
         except OSError as error:
             why = str(error)
-        said = self.control.exchange(why.encode()[:512].ljust(512))
-        return [words.decode(errors="replace").strip() for words in said]
+        replies = self.control.exchange(why.encode()[:512].ljust(512))
+        return [reply.decode(errors="replace").strip() for reply in replies]
 
     def flows(self, count: int, seconds: float) -> dict[str, Any] | None:
-        """Let flows run from rank 0 to the last; returns what that one counted, None where it could not."""
+        """Run flows from rank 0 to the last rank; returns the last rank's counts, None if they did not run."""
         rank, last = self.control.rank, self.control.size - 1
         address = _address(self._interface)
         limit = str(flows.LIMIT_S + seconds)
-        words: list[str] = [sys.executable, "-I", "-S", flows.SCRIPT]
+        command: list[str] = [sys.executable, "-I", "-S", flows.SCRIPT]
         pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
         receiver, port = None, ""
         if rank == last and address:
             receive = ["receive", address, str(count), str(flows.WARMUP_S), str(seconds), limit]
-            receiver = subprocess.Popen([*words, *receive], **pipes)
+            receiver = subprocess.Popen([*command, *receive], **pipes)
             assert receiver.stdout is not None
             port = receiver.stdout.readline().strip()
         where, _, port = (
             self.control.exchange(f"{address} {port}".encode().ljust(128))[last].decode().strip().partition(" ")
         )
         if rank == 0 and port:
-            subprocess.run([*words, "send", where, port, str(count), limit], stdin=subprocess.DEVNULL, check=False)
+            subprocess.run([*command, "send", where, port, str(count), limit], stdin=subprocess.DEVNULL, check=False)
         text = ""
         if receiver is not None:
             text = receiver.communicate()[0].strip()
-        told = self.control.exchange(text.encode().ljust(4096))[last].decode().strip()
-        counted: dict[str, Any] | None = json.loads(told) if told else None
+        reply = self.control.exchange(text.encode().ljust(4096))[last].decode().strip()
+        counted: dict[str, Any] | None = json.loads(reply) if reply else None
         return counted
 
-    def task(self, task: str, score: str, follow: Follow | None = None) -> Outcome:
-        """Do one task with all other ranks."""
+    def task(self, task: str, schedule: str, on_progress: TaskProgress | None = None) -> Outcome:
+        """Run one task together with all other ranks."""
         (made,) = from_json(task)
         with tempfile.TemporaryDirectory() as folder:
-            if score:
-                path = Path(folder) / "score.json"
-                path.write_text(score, encoding="utf-8")
-                made = replace(made, score=str(path))
+            if schedule:
+                path = Path(folder) / "schedule.json"
+                path.write_text(schedule, encoding="utf-8")
+                made = replace(made, schedule=str(path))
 
-            def tell(step: int, steps: int, arm: str) -> None:
-                if follow is not None:
-                    follow(made, step, steps, arm)
+            def progress(step: int, steps: int, arm: str) -> None:
+                if on_progress is not None:
+                    on_progress(made, step, steps, arm)
 
-            return worker.run(made, tell)
+            return worker.run(made, progress)
 
 
-class _Led:
-    """The ground that rank 0 stands on: what it does, all others are told to do."""
+class _LauncherRanks:
+    """Rank 0's view of all ranks (runner.RankGroup): each command is sent to the other ranks and executed here."""
 
     interface = ""
 
-    def __init__(self, member: _Member) -> None:
+    def __init__(self, member: _RankWorker) -> None:
         self._member = member
         self._spec = LinkSpec()
         self.how, self.why = AS_IT_IS, ""
         self._lost = False
 
     @contextmanager
-    def opened(self, cell: Cell) -> Generator[_Led]:
-        """Cap the interfaces of all hosts. Raises LabError with the words of the first that cannot."""
+    def open_ranks(self, cell: Cell) -> Generator[_LauncherRanks]:
+        """Cap the interfaces of all hosts. Raises LabError with the text of the first rank that fails."""
         link = self._spec = cell.link
         self.how = CAPPED if link.capped else AS_IT_IS
         if not link.capped:
@@ -163,34 +257,34 @@ class _Led:
             self._cap(str(LinkSpec()))
 
     def _cap(self, text: str) -> None:
-        self._member.order("caps", text=text)
+        self._member.send_command("caps", text=text)
         if wrong := next((f"rank {at}: {why}" for at, why in enumerate(self._member.cap(text)) if why), ""):
             raise LabError(wrong)
 
     def verify(self, seconds: float) -> dict[str, Any] | None:
-        """Measure one flow and as many as fill the link, between the first host and the last."""
+        """Measure one flow, then as many as fill the link, from rank 0 to the last rank."""
         found = {}
         for name, count in (("one_flow", 1), ("many_flows", self._spec.saturating_flows())):
-            self._member.order("flows", count=count, seconds=seconds)
+            self._member.send_command("flows", count=count, seconds=seconds)
             counted = self._member.flows(count, seconds)
             if counted is None:
                 if self._spec.capped:
-                    raise LabError(f"the {count} flows that look at the caps did not run")
+                    raise LabError(f"the {count} flows that verify the caps did not run")
                 return None
             found[name] = flows.judged(self._spec, count, counted)
         return {"how": self.how, "lab": str(self._spec), **found, "ok": all(one["ok"] for one in found.values())}
 
-    def run(self, tasks: Sequence[Task], follow: Follow, _extra: Mapping[str, str]) -> list[Outcome]:
-        """Do the tasks, here and on all other ranks."""
+    def run(self, tasks: Sequence[Task], on_progress: TaskProgress, _extra: Mapping[str, str]) -> list[Outcome]:
+        """Run the tasks here and on all other ranks. Raises JobError."""
         if self._lost:
-            raise JobError("the ranks have lost each other: start the study again, it goes on from here")
+            raise JobError("the ranks lost their connections: start the study again, it resumes here")
         outcomes: list[Outcome] = []
         for task in tasks:
-            made = replace(task, exact_steps=outcomes[-1].steps) if task.exact_steps == AS_BEFORE else task
-            score = Path(task.score).read_text(encoding="utf-8") if task.score else ""
-            self._member.order("task", task=to_json([made]), score=score)
+            made = replace(task, exact_steps=outcomes[-1].steps) if task.exact_steps == SAME_STEPS else task
+            schedule = Path(task.schedule).read_text(encoding="utf-8") if task.schedule else ""
+            self._member.send_command("task", task=to_json([made]), schedule=schedule)
             try:
-                outcomes.append(self._member.task(to_json([made]), score, follow))
+                outcomes.append(self._member.task(to_json([made]), schedule, on_progress))
             except (OSError, ValueError, RuntimeError) as error:
                 self._lost = True
                 raise JobError(f"{type(error).__name__}: {error}") from error
@@ -198,7 +292,7 @@ class _Led:
 
 
 def _address(interface: str) -> str:
-    """Return this host's IPv4 address: of an interface, or the one that leads to MASTER_ADDR; "" where it has none."""
+    """Return this host's IPv4 address: of an interface, or on the route to MASTER_ADDR; "" if there is none."""
     if interface:
         found = psutil.net_if_addrs().get(interface, [])
         return next((one.address for one in found if one.family == socket.AF_INET), "")

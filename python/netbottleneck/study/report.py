@@ -1,12 +1,13 @@
-"""What a study found, as values, as a table and as study.json: run folders in, words out."""
+"""Report of a study: the tasks of a cell, its facts, and the study's result as values, as a table and as study.json."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -15,37 +16,163 @@ from rich.table import Table
 from rich.text import Text
 
 from netbottleneck.analysis import verdict as rules
-from netbottleneck.analysis.stats import Paired
+from netbottleneck.analysis.statistics import Paired
 from netbottleneck.report import Run
-from netbottleneck.study import work
-from netbottleneck.study.asked import FAILED, FINE, INCONCLUSIVE, Asked
-from netbottleneck.study.cells import FACTS, Done, put
-from netbottleneck.study.evidence import Evidence, values
-from netbottleneck.study.tables import INFLATION, REPLAY
-from netbottleneck.study.task import ACCURACY
-from netbottleneck.study.tell import Teller
-from netbottleneck.trace.model import PSEUDO
+from netbottleneck.study.cells import (
+    FACTS,
+    FAILED,
+    FINE,
+    FORECAST,
+    INCONCLUSIVE,
+    CellResult,
+    StudyFolder,
+    StudyRequest,
+    write_atomically,
+)
+from netbottleneck.study.evidence import Evidence, facts, values
+from netbottleneck.study.progress import Reporter
+from netbottleneck.study.replaying import load_trace
+from netbottleneck.study.spec import DIGITS, INFLATION, REPLAY, Cell, Model, StudySpec
+from netbottleneck.study.task import ACCURACY, PLAY, SAME_STEPS, Task
+from netbottleneck.trace import json_codec
+from netbottleneck.trace.transports import PSEUDO, STOCK, Arm
 from netbottleneck.units import gbit, ms, percent
+from netbottleneck.whatif import forecast
+from netbottleneck.whatif.plan import Plan, ReplaySchedule, replay_schedule
+
+# Tasks of a cell before its run, and its facts after the run.
+
+RUN, ALONE, TUNED = "run", "stock-alone", "stock-x4"
+TUNED_STEPS = 10
+
+
+def load_schedule(model: Model) -> ReplaySchedule:
+    """Return the schedule of a model's replay. Raises OSError, and ValueError for an unusable input."""
+    trace = load_trace(model.file, None) if model.file else load_trace(model.name, model.compute_ms)
+    return replay_schedule(trace, Plan.ddp(), scale=model.scale, stretch=model.stretch)
+
+
+def check_replay_files(spec: StudySpec) -> None:
+    """Raise ValueError, naming the file, if a file to be replayed is unusable."""
+    for model in dict.fromkeys(cell.model for cell in spec.cells if cell.model.file):
+        load_schedule(model)
+
+
+def title(model: Model) -> str:
+    """Return a short description of what runs."""
+    if model.job == INFLATION:
+        return f"{model.name}, forward and backward"
+    if model.job == DIGITS:
+        return "thin ResNet on digits"
+    less = [
+        f"{factor:g} x its {what}" for factor, what in ((model.scale, "bytes"), (model.stretch, "times")) if factor != 1
+    ]
+    return ", ".join([f"{model.label}, replayed", *less])
+
+
+def task(
+    cell: Cell, folder: Path, network: Mapping[str, Any] | None, provider: str | None, notes: tuple[str, ...]
+) -> Task:
+    """Return a cell's task. The schedule of a replay is a file in the cell's folder, see `load_schedule`."""
+    model = cell.model
+    return Task(
+        PLAY if cell.job == REPLAY else cell.job,
+        cell.arms,
+        str(folder / RUN),
+        block_steps=cell.block_steps,
+        rounds=cell.rounds,
+        alone=cell.alone,
+        compute=model.compute,
+        model=title(model) if cell.job == REPLAY else model.name,
+        provider=provider,
+        network=None if network is None else dict(network),
+        schedule=str(folder / "schedule.json") if cell.job == REPLAY else "",
+        notes=notes,
+    )
+
+
+def over_stock_alone(made: Task) -> Task:
+    """Return the same training with stock alone, over as many steps as the first run took."""
+    return replace(made, arms=(STOCK,), folder=str(Path(made.folder).with_name(ALONE)), alone=0, exact_steps=SAME_STEPS)
+
+
+def tuned(made: Task) -> Task:
+    """Return a task for stock tuned with more connections; it is not paired with the other arms."""
+    folder = str(Path(made.folder).with_name(TUNED))
+    return replace(made, arms=(STOCK,), folder=folder, alone=0, exact_steps=TUNED_STEPS)
+
+
+class CellRecorder:
+    """Forecasts before a cell's run and facts after it."""
+
+    def __init__(self, folder: StudyFolder, fit_key: str) -> None:
+        self._folder = folder
+        self._fit_key = fit_key
+        self._fitted: Run | None = None
+
+    def write_forecast(self, cell: Cell, what: ReplaySchedule, network: Mapping[str, Any] | None) -> str:
+        """Write a cell's forecast before its run; returns the reason if there is none, else ""."""
+        if cell.key == self._fit_key:
+            return ""
+        if cell.ranks_per_host > 1:
+            return "no forecast: the cost of communication inside a host is not known"
+        if not self._folder.done(self._fit_key):
+            return f"no forecast: the cell to fit to ({self._fit_key or 'none'}) is not complete"
+        try:
+            if self._fitted is None:
+                self._fitted = Run(self._folder.cell_folder(self._fit_key) / RUN)
+            wire = forecast.Wire.of_network(network or {})
+            fitted = replace(self._fitted.trace, id=self._fit_key)
+            made = forecast.make(fitted, what, cell.ranks, wire, cell.arms, cell=cell.key)
+        except (ValueError, OSError) as error:
+            return f"no forecast: {error}"
+        document = {"written_wall_ns": time.time_ns(), **json.loads(json_codec.dump(made))}
+        write_atomically(self._folder.cell_folder(cell.key) / FORECAST, json.dumps(document, indent=1) + "\n")
+        return ""
+
+    def write_facts(self, done: CellResult) -> Run:
+        """Write a run's report and then, as the last file, the cell's facts."""
+        cell, folder = done.cell, self._folder.cell_folder(done.cell.key)
+        run = Run(done.outcome.folder)
+        if cell.job != INFLATION:  # a report needs steps that train
+            run.write_all()
+        self._folder.write_result(done)
+        about = facts.CellDescription(cell.key, cell.model.label, cell.job, cell.network)
+        found = facts.cell_facts(
+            run, about, outcome=done.outcome, stock_alone=done.stock_alone, forecast=self._read_forecast(folder)
+        )
+        values.write(folder / FACTS, found)
+        return run
+
+    def _read_forecast(self, folder: Path) -> forecast.Forecast | None:
+        path = folder / FORECAST
+        if not path.exists():
+            return None
+        made: forecast.Forecast = json_codec.build(forecast.Forecast, json.loads(path.read_text(encoding="utf-8")))
+        return made
+
+
+# Result of a study: reads run folders, writes text.
 
 VERSION = 2
-BASE = "stock"
+BASE = STOCK
 LEGEND = (
-    "bare: DDP untouched; single: one rank alone. step: median; moved at: in transfer, one way; achievable: by a probe "
-    "of the same hosts (streams). All measured."
+    "bare: untouched DDP; single: one rank alone. step: median; in transfer: achieved rate, one way; achievable: by a "
+    "probe of the same hosts (streams). All measured."
 )
 
 
 @dataclass
-class Found:
-    """One cell, its run, and where it was made the run over stock with four interfaces."""
+class CellReport:
+    """One cell with its run, and the run of stock over four interfaces if there is one."""
 
-    done: Done
+    done: CellResult
     run: Run
     tuned: Run | None = None
 
     @property
     def name(self) -> str:
-        """The network and the ranks, in words."""
+        """The network and the number of ranks."""
         return f"{self.done.cell.network}, {self.done.cell.ranks} ranks"
 
     def pair(self, transport: str) -> Paired | None:
@@ -54,104 +181,104 @@ class Found:
 
     @property
     def nothing_to_do(self) -> bool:
-        """Whether other transports were tried in pairs enough, and none gains as much as would count."""
+        """True if enough pairs were measured and no other transport has a relevant gain."""
         tried = [pair for pair in self.run.findings.comparisons if pair.enough and pair.base == BASE]
         return bool(tried) and all(pair.gain.value < rules.GAIN_MIN for pair in tried)
 
 
 @dataclass
 class Study:
-    """All that a study has come to so far."""
+    """The results of a study so far."""
 
-    asked: Asked
+    request: StudyRequest
     started_wall_ns: int = field(default_factory=time.time_ns)
     networks: dict[str, dict[str, Any]] = field(default_factory=dict)  # by text: how, link_bps, flow_bps, verified
-    found: list[Found] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)  # by key of the cell: why
+    found: list[CellReport] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)  # cell key to reason
     failure: str | None = None
 
-    def add(self, done: Done, run: Run) -> Found:
-        """Take what came of a cell."""
-        found = Found(done, run, Run(done.tuned) if done.tuned else None)
+    def add(self, done: CellResult, run: Run) -> CellReport:
+        """Add the results of a cell."""
+        found = CellReport(done, run, Run(done.tuned) if done.tuned else None)
         self.found.append(found)
         return found
 
-    def recall(self) -> None:
-        """Take what came of the cells that were done before, in the order of the study."""
-        folder, known = self.asked.folder, {found.done.cell.key: found for found in self.found}
-        for cell in self.asked.spec.cells:
+    def load_complete(self) -> None:
+        """Load the results of cells completed earlier; sort all cells in the order of the study."""
+        folder, known = self.request.folder, {found.done.cell.key: found for found in self.found}
+        for cell in self.request.spec.cells:
             if cell.key not in known and folder.done(cell.key):
-                run = Run(folder.of(cell.key) / work.RUN)
-                known[cell.key] = self.add(folder.told(cell.key), run)
+                run = Run(folder.cell_folder(cell.key) / RUN)
+                known[cell.key] = self.add(folder.read_result(cell.key), run)
                 network = run.trace.network
                 if network is not None:
-                    told = {"how": network.how, "link_bps": network.link_bps, "flow_bps": list(network.flow_bps)}
-                    self.networks.setdefault(cell.network, told | {"verified": dict(network.verified)})
-        self.found = [known[cell.key] for cell in self.asked.spec.cells if cell.key in known]
+                    document = {"how": network.how, "link_bps": network.link_bps, "flow_bps": list(network.flow_bps)}
+                    self.networks.setdefault(cell.network, document | {"verified": dict(network.verified)})
+        self.found = [known[cell.key] for cell in self.request.spec.cells if cell.key in known]
 
     def write(self) -> None:
         """Write study.json."""
         value = {
             "version": VERSION,
-            "title": self.asked.spec.title,
-            "command": list(self.asked.words),
+            "title": self.request.spec.title,
+            "command": list(self.request.command),
             "started_wall_ns": self.started_wall_ns,
             "failure": self.failure or next(iter(self.failed.values()), None),
-            "cells": [cell.key for cell in self.asked.spec.cells],
+            "cells": [cell.key for cell in self.request.spec.cells],
             "failed": self.failed,
             "networks": self.networks,
             "jobs": [self._job(found) for found in self.found],
         }
-        put(self.asked.folder.path / "study.json", json.dumps(value, indent=1) + "\n")
+        write_atomically(self.request.folder.path / "study.json", json.dumps(value, indent=1) + "\n")
 
-    def _job(self, found: Found) -> dict[str, Any]:
+    def _job(self, found: CellReport) -> dict[str, Any]:
         done, summary = found.done, found.run.summary
         tuned = None if found.tuned is None else found.tuned.summary["steps"].get(BASE)
-        kept = ["model", "steps", "hosts"]
+        keys = ["model", "steps", "hosts"]
         if done.cell.job != INFLATION:
-            kept += ["sentence", "verdict", "comparisons", "handicap", "gain_withheld", "scaling", "bandwidth", "probe"]
+            keys += ["sentence", "verdict", "comparisons", "handicap", "gain_withheld", "scaling", "bandwidth", "probe"]
         return {
             "key": done.cell.key,
             "network": done.cell.network,
             "ranks": done.cell.ranks,
             "job": done.cell.job,
-            "folder": str(found.run.path.relative_to(self.asked.folder.path)),
+            "folder": str(found.run.path.relative_to(self.request.folder.path)),
             "seconds": done.seconds,
             "outcome": done.outcome.as_dict(),
             "weights_equal_to_stock_alone": done.same_as_stock,
             "stock_four_interfaces": tuned,
             "nothing_to_do": done.cell.job != INFLATION and found.nothing_to_do,
-            **{key: summary[key] for key in kept},
+            **{key: summary[key] for key in keys},
         }
 
     @property
     def code(self) -> int:
-        """The exit code: weights that differ are a failure, as is a cell that failed."""
+        """The exit code. Differing weights and failed cells are failures."""
         outcomes = [found.done for found in self.found]
         if self.failed or any(not done.outcome.equal or done.same_as_stock is False for done in outcomes):
             return FAILED
         judged = [found for found in self.found if found.done.cell.job != INFLATION]
         unsure = any(found.run.verdict.code == "INCONCLUSIVE" for found in judged)
-        return INCONCLUSIVE if self.asked.strict and unsure else FINE
+        return INCONCLUSIVE if self.request.strict and unsure else FINE
 
 
 def measured_line(network: str, seen: dict[str, Any]) -> str:
-    """Say what is in force on a network, as it was measured; `seen`: what Lab.verify returned."""
+    """Return a sentence on a network's measured rates; `seen`: the result of Lab.verify."""
     one, many = seen["one_flow"], seen["many_flows"]
     found = f"one flow {gbit(one['measured_bps'])}, {many['flows']} flows {gbit(many['measured_bps'])} of payload"
-    caps = "" if seen["ok"] else " (NOT what was asked for: see study.json)"
+    caps = "" if seen["ok"] else " (NOT the requested rates: see study.json)"
     return f"{network}: measured in {seen['how']}: {found}{caps}."
 
 
-def answer(found: Found) -> list[str]:
-    """The short answer of one job on one network."""
+def result_lines(found: CellReport) -> list[str]:
+    """Return the short result of one job on one network."""
     if found.done.cell.job == INFLATION:
         return [f"{found.done.outcome.steps} steps of forward and backward passes, {', '.join(found.done.cell.arms)}"]
     outcome, findings = found.done.outcome, found.run.findings
     lines = []
     if outcome.accuracy is not None:
-        reached = "" if outcome.accuracy >= ACCURACY else f", below the {percent(ACCURACY)} asked for"
-        lines.append(f"accuracy {outcome.accuracy:.3f} on the held-out fifth after {outcome.steps} steps{reached}")
+        reached = "" if outcome.accuracy >= ACCURACY else f", below the target of {percent(ACCURACY)}"
+        lines.append(f"accuracy {outcome.accuracy:.3f} on held-out data after {outcome.steps} steps{reached}")
     what = "sums" if found.done.cell.job == REPLAY else "weights"
     equal = f"{what} equal on all ranks, bit for bit" if outcome.equal else f"{what.upper()} DIFFER BETWEEN RANKS"
     same = {None: "", True: ", and equal to a run over stock alone", False: "; NOT EQUAL TO A RUN OVER STOCK ALONE"}
@@ -159,31 +286,31 @@ def answer(found: Found) -> list[str]:
     withheld = rules.handicap_sentence(findings)
     if withheld and not found.nothing_to_do:
         lines.append(withheld.rstrip("."))
-    lines += [_gain(pair) for pair in findings.comparisons if not withheld or found.nothing_to_do]
+    lines += [_speedup(pair) for pair in findings.comparisons if not withheld or found.nothing_to_do]
     if found.nothing_to_do:
         lines.append("on this network: do nothing; stock is as good")
     return lines
 
 
-def _gain(pair: Paired) -> str:
+def _speedup(pair: Paired) -> str:
     low, high = pair.ratio.low, pair.ratio.high
     times = f"{1 / pair.ratio.value:.2f} times as fast ({1 / high:.2f} to {1 / low:.2f})"
     doubt = ""
     if not pair.enough:
-        doubt = "; one pair is no claim"
+        doubt = "; one pair is too few for a claim"
     elif low <= 1 <= high:
-        doubt = "; not sure, more --rounds would tell"
+        doubt = "; inconclusive, run more --rounds"
     return f"{pair.other}: the step is {times} as over {pair.base}, {pair.pairs} pairs of blocks (measured{doubt})"
 
 
 def table(study: Study) -> Iterable[Table]:
-    """Yield a table for each model: the networks, and below each its transports."""
+    """Yield one table per model: the networks, and the transports of each."""
     judged = [found for found in study.found if found.done.cell.job != INFLATION]
     for label in dict.fromkeys(found.done.cell.model.label for found in judged):
         rows = [found for found in judged if found.done.cell.model.label == label]
         made = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=rows[0].run.trace.model, title_justify="left")
         made.add_column("", no_wrap=True)
-        for column in ("step", "against stock (95 %)", "moved at", "achievable"):
+        for column in ("step", "difference to stock (95 %)", "in transfer", "achievable"):
             made.add_column(column, justify="right", overflow="fold")
         for found in rows:
             made.add_row(Text(found.name, style="bold"))
@@ -192,21 +319,21 @@ def table(study: Study) -> Iterable[Table]:
         yield made
 
 
-def _rows(found: Found) -> Iterable[tuple[str, ...]]:
+def _rows(found: CellReport) -> Iterable[tuple[str, ...]]:
     findings = found.run.findings
-    can = findings.achievable
+    achievable = findings.achievable
     for name, taken in findings.times.items():
-        did = findings.achieved.get(name)
-        moved = gbit(did.active_bps) if did else ""
-        reach = f"{gbit(can.best[1])} ({can.best[0]})" if can and did else ""
+        achieved = findings.achieved.get(name)
+        moved = gbit(achieved.active_bps) if achieved else ""
+        reach = f"{gbit(achievable.best[1])} ({achievable.best[0]})" if achievable and achieved else ""
         yield f"  {name}", ms(taken.median_ns), _difference(found, name), moved, reach
         tuned = found.tuned.findings if found.tuned is not None and name == BASE else None
         if tuned is not None and BASE in tuned.times:
             moved = gbit(tuned.achieved[BASE].active_bps) if BASE in tuned.achieved else ""
-            yield "  stock x4", ms(tuned.times[BASE].median_ns), "own run, not paired", moved, reach
+            yield "  stock x4", ms(tuned.times[BASE].median_ns), "separate run, not paired", moved, reach
 
 
-def _difference(found: Found, transport: str) -> str:
+def _difference(found: CellReport, transport: Arm) -> str:
     if transport in PSEUDO:
         return ""
     pair = found.pair(transport)
@@ -219,7 +346,7 @@ def _difference(found: Found, transport: str) -> str:
 
 
 def show(study: Study, console: Console) -> None:
-    """Print the answer of the whole study."""
+    """Print the result of the whole study."""
     for made in table(study):
         console.print(made)
     if any(found.tuned is not None for found in study.found):
@@ -236,27 +363,29 @@ def show(study: Study, console: Console) -> None:
         console.print(f"  {verdict.why}\n  Next: {verdict.next}", highlight=False, markup=False)
 
 
-def finish(study: Study, teller: Teller) -> int:
-    """Tell what a study found, write it down, and return the exit code."""
-    study.recall()
+def finish(study: Study, reporter: Reporter) -> int:
+    """Print and write what a study found; returns the exit code."""
+    study.load_complete()
     study.write()
     if study.found:
-        show(study, teller.console)
-        conclude(study).show(teller.console)
+        show(study, reporter.console)
+        write_evidence(study).show(reporter.console)
     for key, why in study.failed.items():
         sys.stderr.write(f"netbottleneck study: {key} failed: {why.splitlines()[0]}\n")
-    folder = study.asked.folder.path
-    teller.say(f"Written: {folder / 'report.html'}, figures/, evidence.json, study.json; a report in each cell's run/.")
+    folder = study.request.folder.path
+    reporter.message(
+        f"Written: {folder / 'report.html'}, figures/, evidence.json, study.json; a report in each cell's run/."
+    )
     return study.code
 
 
-def conclude(study: Study) -> Evidence:
-    """Write what the cells bear out, by their facts alone: evidence.json, figures, report.html."""
-    spec, folder = study.asked.spec, study.asked.folder
-    facts = [values.read(folder.of(cell.key) / FACTS) for cell in spec.cells if folder.done(cell.key)]
+def write_evidence(study: Study) -> Evidence:
+    """Write the evidence, from the cells' facts alone: evidence.json, figures, report.html."""
+    spec, folder = study.request.spec, study.request.folder
+    facts = [values.read(folder.cell_folder(cell.key) / FACTS) for cell in spec.cells if folder.done(cell.key)]
     models = dict.fromkeys(cell.model for cell in spec.cells if (cell.model.scale, cell.model.stretch) != (1, 1))
     less = [f"{model.label}: {model.scale:g} x its bytes, {model.stretch:g} x its times" for model in models]
-    left = [f"{cell.key}: not done" for cell in spec.cells if not folder.done(cell.key)]
-    found = Evidence(facts, spec.title, (*study.asked.notes, *dict.fromkeys(less), *left))
+    left = [f"{cell.key}: not complete" for cell in spec.cells if not folder.done(cell.key)]
+    found = Evidence(facts, spec.title, (*study.request.notes, *dict.fromkeys(less), *left))
     found.write(folder.path)
     return found

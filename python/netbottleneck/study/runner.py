@@ -1,147 +1,182 @@
-"""Runs a study's cells one after another, wherever that is; what is done already stays, what fails is told."""
+"""Runner of a study's cells, one after another: skips completed cells, reports progress and failures."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import groupby
 from typing import Any, Protocol
 
-from netbottleneck.lab import LabError
-from netbottleneck.study import playing, report, spec, work
-from netbottleneck.study.asked import Asked
-from netbottleneck.study.cells import Done
-from netbottleneck.study.progress import Progress
-from netbottleneck.study.ranks import Follow, JobError
+from netbottleneck.lab import Lab, LabError
+from netbottleneck.study import report, spec, task
+from netbottleneck.study.cells import OWN_NETWORK, CellResult, StudyRequest
+from netbottleneck.study.progress import Progress, Reporter
+from netbottleneck.study.ranks import JobError, TaskProgress, run_in_lab
 from netbottleneck.study.report import Study
-from netbottleneck.study.spec import Cell
-from netbottleneck.study.tables import REPLAY
+from netbottleneck.study.spec import REPLAY, Cell
 from netbottleneck.study.task import Outcome, Task
-from netbottleneck.study.tell import Teller
+
+# Runner of cells.
 
 VERIFY_S = 0.5
 
 
-class Ground(Protocol):
-    """Ranks on a network, for the cells that share it."""
+class RankGroup(Protocol):
+    """Ranks on a network, shared by the cells of one lab."""
 
-    how: str  # the network is there
-    why: str  # not in a better way
-    interface: str  # of each host; "": it is not to be named several times
+    how: str  # the kind of network
+    why: str  # the reasons why it is not a better kind, "" for none
+    interface: str  # of each host; "": stock cannot name it several times
 
     def verify(self, seconds: float) -> dict[str, Any] | None:
-        """Measure what is in force, as Lab.verify; None where nothing is capped and nobody can tell."""
+        """Measure the actual rates, as Lab.verify; None if there are no caps and the measurement failed."""
 
-    def run(self, tasks: Sequence[Task], follow: Follow, extra: Mapping[str, str]) -> list[Outcome]:
+    def run(self, tasks: Sequence[Task], on_progress: TaskProgress, extra: Mapping[str, str]) -> list[Outcome]:
         """Run tasks one after another on all ranks. Raises JobError."""
 
 
-Opened = Callable[[Cell], AbstractContextManager[Ground]]
+OpenRanks = Callable[[Cell], AbstractContextManager[RankGroup]]
 
 
-def run(asked: Asked, opened: Opened, words: str, cells: Sequence[Cell]) -> int:
-    """Run those of the cells that are not done, tell what was found, and return the exit code.
+def run(request: StudyRequest, open_ranks: OpenRanks, introduction: str, cells: Sequence[Cell]) -> int:
+    """Run the incomplete cells, report the results, and return the exit code.
 
-    opened: makes the ground of a cell's ranks, for all cells that are alike in that (spec.ground). words: what is said
-    of it. KeyboardInterrupt goes on to the caller.
+    open_ranks: opens the ranks for all cells of one lab (see spec.lab_key). introduction: describes the network.
+    KeyboardInterrupt is re-raised.
     """
-    teller = Teller()
-    study = Study(asked)
+    reporter = Reporter()
+    study = Study(request)
     try:
-        asked.folder.claim(asked.text)
-        teller.say(words)
-        _Cells(study, teller, opened, cells).run()
+        request.folder.create(request.text)
+        reporter.message(introduction)
+        _CellRunner(study, reporter, open_ranks, cells).run()
     except KeyboardInterrupt:
-        teller.done()
+        reporter.done()
         study.failure = "interrupted"
         study.write()
-        teller.say(f"interrupted; it goes on with: netbottleneck study --directory {asked.folder.path}")
+        reporter.message(f"interrupted; resume with: netbottleneck study --directory {request.folder.path}")
         raise
-    return report.finish(study, teller)
+    return report.finish(study, reporter)
 
 
-class _Cells:
-    """The cells of one study on their way."""
+class _CellRunner:
+    """A run over the cells of one study."""
 
-    def __init__(self, study: Study, teller: Teller, opened: Opened, cells: Sequence[Cell]) -> None:
+    def __init__(self, study: Study, reporter: Reporter, open_ranks: OpenRanks, cells: Sequence[Cell]) -> None:
         self._study = study
-        self._asked = study.asked
-        self._teller = teller
-        self._opened = opened
-        self._beside = work.Beside(study.asked.folder, study.asked.spec.fit_key)
-        self._progress = Progress(cells, study.asked.folder, teller)
+        self._request = study.request
+        self._reporter = reporter
+        self._open_ranks = open_ranks
+        self._recorder = report.CellRecorder(study.request.folder, study.request.spec.fit_key)
+        self._progress = Progress(cells, study.request.folder, reporter)
 
     def run(self) -> None:
-        """Run all that are left, network by network; one that fails is told, and the others run."""
+        """Run all incomplete cells, lab by lab; a failed cell is reported, and the others still run."""
         left = self._progress.begin()
-        for (ranks, together, network), cells in groupby(left, key=spec.ground):
+        for (ranks, together, network), cells in groupby(left, key=spec.lab_key):
             waiting = list(cells)
-            name = f"{network}, {ranks} ranks" + (f", {together} on a host" if together > 1 else "")
+            name = f"{network}, {ranks} ranks" + (f", {together} per host" if together > 1 else "")
             try:
-                with self._opened(waiting[0]) as ground:
-                    self._on(ground, name, waiting)
+                with self._open_ranks(waiting[0]) as group:
+                    self._run_group(group, name, waiting)
             except LabError as error:
                 for cell in waiting:
-                    self._failed(cell, str(error))
+                    self._report_failure(cell, str(error))
 
-    def _on(self, ground: Ground, name: str, waiting: list[Cell]) -> None:
-        with self._teller.working(f"{name}: measuring what is in force"):
-            seen = ground.verify(VERIFY_S)
+    def _run_group(self, group: RankGroup, name: str, waiting: list[Cell]) -> None:
+        with self._reporter.progress(f"{name}: measuring the actual rates"):
+            seen = group.verify(VERIFY_S)
         if seen is not None:
-            self._teller.say(report.measured_line(name, seen))
-        if ground.why:
-            self._teller.say(f"{ground.how}: {ground.why}.")
+            self._reporter.message(report.measured_line(name, seen))
+        if group.why:
+            self._reporter.message(f"{group.how}: {group.why}.")
         link = waiting[0].link
         caps = {"link_bps": link.link_bps, "flow_bps": list(link.flow_bps)}
-        network = {"how": ground.how, **caps, "verified": seen or {}}
-        if waiting[0].link == spec.caps(waiting[0].network):  # else nothing leaves a host
+        network = {"how": group.how, **caps, "verified": seen or {}}
+        if waiting[0].link == spec.caps(waiting[0].network):  # else all ranks share one host
             self._study.networks[waiting[0].network] = network
         while waiting:
             cell = waiting.pop(0)
             self._progress.next(cell)
             began = time.monotonic()
             try:
-                self._cell(ground, cell, network)
+                self._cell(group, cell, network)
             except (JobError, ValueError, OSError) as error:
-                self._failed(cell, str(error))
+                self._report_failure(cell, str(error))
             else:
                 self._progress.finished(cell, time.monotonic() - began)
 
-    def _cell(self, ground: Ground, cell: Cell, network: Mapping[str, Any]) -> None:
+    def _cell(self, group: RankGroup, cell: Cell, network: Mapping[str, Any]) -> None:
         began = time.monotonic()
-        place = self._asked.folder.fresh(cell.key)
-        first = work.task(cell, place, network, self._asked.spec.provider, self._asked.notes)
+        folder = self._request.folder.new_cell_folder(cell.key)
+        first = report.task(cell, folder, network, self._request.spec.provider, self._request.notes)
         if cell.job == REPLAY:
-            what = work.played(cell.model)
-            playing.write(place / "score.json", what)
-            if why := self._beside.foretell(cell, what, network):
-                self._teller.say(f"{cell.key}: {why}")
-        outcomes = self._followed(ground, [first, *([work.over_stock_alone(first)] if cell.same else [])])
-        more = self._tuned(ground, cell, first)
-        again = outcomes[1] if cell.same else None
-        done = Done(cell, outcomes[0], again, more, time.monotonic() - began)
-        run = self._beside.conclude(done)
-        for line in report.answer(self._study.add(done, run)):
-            self._teller.say(f"{cell.key}: {line}.")
+            what = report.load_schedule(cell.model)
+            task.write_schedule(folder / "schedule.json", what)
+            if why := self._recorder.write_forecast(cell, what, network):
+                self._reporter.message(f"{cell.key}: {why}")
+        outcomes = self._run_tasks(group, [first, *([report.over_stock_alone(first)] if cell.same else [])])
+        more = self._tuned(group, cell, first)
+        stock_alone = outcomes[1] if cell.same else None
+        done = CellResult(cell, outcomes[0], stock_alone, more, time.monotonic() - began)
+        run = self._recorder.write_facts(done)
+        for line in report.result_lines(self._study.add(done, run)):
+            self._reporter.message(f"{cell.key}: {line}.")
         self._study.write()
 
-    def _tuned(self, ground: Ground, cell: Cell, first: Task) -> str:
-        """Run stock with the interface named four times, where flows are capped; returns its folder."""
-        if not cell.tuned or not ground.interface:
+    def _tuned(self, group: RankGroup, cell: Cell, first: Task) -> str:
+        """Run stock with the interface named four times, if flows are capped; returns its folder, "" if not run."""
+        if not cell.tuned or not group.interface:
             return ""
-        names = {"GLOO_SOCKET_IFNAME": ",".join([ground.interface] * 4)}
-        (outcome,) = self._followed(ground, [work.tuned(first)], names)
+        names = {"GLOO_SOCKET_IFNAME": ",".join([group.interface] * 4)}
+        (outcome,) = self._run_tasks(group, [report.tuned(first)], names)
         return outcome.folder
 
-    def _followed(self, ground: Ground, tasks: Sequence[Task], extra: Mapping[str, str] | None = None) -> list[Outcome]:
-        with self._teller.working("starting the ranks") as follow:
-            return ground.run(tasks, follow, extra or {})
+    def _run_tasks(
+        self, group: RankGroup, tasks: Sequence[Task], extra: Mapping[str, str] | None = None
+    ) -> list[Outcome]:
+        with self._reporter.progress("starting the ranks") as on_progress:
+            return group.run(tasks, on_progress, extra or {})
 
-    def _failed(self, cell: Cell, why: str) -> None:
-        self._teller.done()
+    def _report_failure(self, cell: Cell, why: str) -> None:
+        self._reporter.done()
         self._study.failed[cell.key] = why
         self._study.write()
         sys.stderr.write(f"netbottleneck study: {cell.key}: {why}\n")
         sys.stderr.flush()
+
+
+# Simulated hosts and links of a study.
+
+SIMULATED_LINKS = "This study simulates its links on this machine, with the caps that the cells name."
+
+
+def run_simulated(request: StudyRequest) -> int:
+    """Run a study in labs; returns the exit code."""
+    return run(request, _open_ranks, f"{SIMULATED_LINKS} {OWN_NETWORK}", request.spec.cells)
+
+
+@contextmanager
+def _open_ranks(cell: Cell) -> Generator[_LabRanks]:
+    with Lab(cell.ranks // cell.ranks_per_host, cell.link, cell.ranks_per_host) as lab:
+        yield _LabRanks(lab)
+
+
+class _LabRanks:
+    """The ranks of one lab; each call of run starts one process per rank."""
+
+    def __init__(self, lab: Lab) -> None:
+        self._lab = lab
+        self.how, self.why, self.interface = lab.how, lab.why, lab.interface
+
+    def verify(self, seconds: float) -> dict[str, Any]:
+        """Measure the lab, as Lab.verify."""
+        return self._lab.verify(seconds)
+
+    def run(self, tasks: Sequence[Task], on_progress: TaskProgress, extra: Mapping[str, str]) -> list[Outcome]:
+        """Start the ranks and follow them until they end."""
+        # A replay meets in a folder: a launcher's variables would select torch's store.
+        meet = {"NETBOTTLENECK_RENDEZVOUS": f"{tasks[0].folder}.meeting"} if tasks[0].schedule else {}
+        return run_in_lab(self._lab, tasks, on_progress, env={**meet, **extra})

@@ -1,30 +1,44 @@
-"""What a study asks its ranks to do and what comes back: values that travel as JSON. No torch here."""
+"""Tasks of a study's ranks: their values as JSON, the start of a rank's run, and the replay job.
+
+This module imports torch only where a replay has stock among its transports.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-PLAY = "play"  # a score, without a model
+from netbottleneck import config
+from netbottleneck.bench.replay import Player, ReplaySchedule
+from netbottleneck.launch import connect
+from netbottleneck.runtime.session import Session, open_session
+from netbottleneck.trace import json_codec
+from netbottleneck.trace.transports import BARE, STOCK, Arm
+
+# Tasks and results.
+
+PLAY = "play"  # a replay schedule, without a model
 INFLATION = "inflation"
-ACCURACY = 0.95  # of the held-out fifth, that the digits are trained to
-AS_BEFORE = -1
-MOST_ROUNDS = 8  # times the rounds asked for, after which training ends whatever was learned
+ACCURACY = 0.95  # training target for digits, on the held-out fifth
+SAME_STEPS = -1
+MOST_ROUNDS = 8  # multiple of the rounds after which training ends at any accuracy
 
 
 @dataclass(frozen=True)
 class Task:
-    """One job on one network. arms take turns by blocks of block_steps steps, in `rounds` rounds.
+    """One job on one network. The arms take turns by blocks of block_steps steps, in `rounds` rounds.
 
-    job: "digits", "replay" (a model of torch's that waits), PLAY or INFLATION. alone: steps that rank 0 does by itself
-    before. exact_steps: so many steps instead of rounds, whatever is learned by then; AS_BEFORE: as many as the task
-    before this one needed. compute_ms, compute, model: of the replay. network, notes: see open_session.
+    job: "digits", "replay" (a torch model that waits), PLAY or INFLATION. alone: steps that rank 0 first runs alone.
+    exact_steps: this number of steps instead of rounds, at any accuracy; AS_BEFORE: as many as the previous task ran.
+    compute_ms, compute, model: of the replay. network, notes: see open_session.
     """
 
     job: str
-    arms: tuple[str, ...]
+    arms: tuple[Arm, ...]
     folder: str
     block_steps: int = 10
     rounds: int = 6
@@ -35,22 +49,22 @@ class Task:
     model: str = "resnet50"
     provider: str | None = None
     network: dict[str, Any] | None = None
-    score: str = ""  # the file of what is played, see playing.py
+    schedule: str = ""  # the file of the replay schedule
     notes: tuple[str, ...] = ()
 
     @property
     def steps(self) -> int:
-        """The least number of steps."""
+        """The minimum number of steps."""
         return self.exact_steps or self.block_steps * len(self.arms) * self.rounds
 
     @property
     def most_steps(self) -> int:
-        """The greatest number of steps."""
+        """The maximum number of steps."""
         return self.exact_steps or self.steps * MOST_ROUNDS
 
     @property
     def title(self) -> str:
-        """What is trained, in words."""
+        """A description of the job."""
         if self.job == PLAY:
             return self.model
         if self.job == INFLATION:
@@ -58,26 +72,27 @@ class Task:
         return "thin ResNet on digits" if self.job == "digits" else f"{self.model}, replayed ({self.compute})"
 
     @classmethod
-    def from_dict(cls, told: dict[str, Any]) -> Task:
-        """Return what asdict, and JSON, made of a task."""
-        for name in ("arms", "compute_ms", "notes"):
-            told[name] = tuple(told[name])
-        return cls(**told)
+    def from_dict(cls, document: dict[str, Any]) -> Task:
+        """Return the task whose asdict, as JSON, was parsed."""
+        for name in ("compute_ms", "notes"):
+            document[name] = tuple(document[name])
+        arms = tuple(Arm.parse(name) for name in document.pop("arms"))
+        return cls(arms=arms, **document)
 
 
 def to_json(tasks: Sequence[Task]) -> str:
-    """Return tasks as one line."""
+    """Return tasks as one line of JSON."""
     return json.dumps([asdict(task) for task in tasks])
 
 
 def from_json(text: str) -> list[Task]:
-    """Return what to_json wrote."""
-    return [Task.from_dict(told) for told in json.loads(text)]
+    """Return the tasks that to_json wrote."""
+    return [Task.from_dict(document) for document in json.loads(text)]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a job came to. digests: SHA-256 of each rank's weights; accuracy: on held-out data, None: none asked."""
+    """The outcome of a job. digests: SHA-256 of each rank's weights; accuracy: on held-out data, None: not measured."""
 
     folder: str
     steps: int
@@ -86,14 +101,140 @@ class Outcome:
 
     @property
     def equal(self) -> bool:
-        """Whether all ranks hold the same weights, bit for bit."""
+        """True if all ranks hold bit-identical weights."""
         return len(set(self.digests)) == 1
 
     @classmethod
-    def from_dict(cls, told: dict[str, Any]) -> Outcome:
-        """Return what as_dict made."""
-        return cls(told["folder"], told["steps"], tuple(told["digests"]), told["accuracy"])
+    def from_dict(cls, document: dict[str, Any]) -> Outcome:
+        """Return the outcome that as_dict converted."""
+        return cls(document["folder"], document["steps"], tuple(document["digests"]), document["accuracy"])
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Return the outcome as plain values."""
         return {**asdict(self), "digests": list(self.digests), "equal_on_all_ranks": self.equal}
+
+
+# The start of a rank's run, the same for all jobs. It imports no torch.
+
+WARM_BYTES = 32 << 20
+WARM_TIMES = 3
+MONITOR_HZ = 100  # default: a study samples the counters of its hosts
+
+
+@contextmanager
+def open_task(task: Task) -> Generator[Session, None, None]:
+    """Open the session of a task; in the end close it, and on rank 0 gather the records of all.
+
+    Every rank calls it. Raises as open_session.
+    """
+    session = _open(task)
+    try:
+        yield session
+    except BaseException as error:
+        session.close(f"{type(error).__name__}: {error}")
+        raise
+    session.close()
+    if session.place.rank == 0:
+        session.collect()
+
+
+def _open(task: Task) -> Session:
+    given = config.settings({"directory": task.folder, "provider": task.provider})
+    settings = replace(
+        given,
+        monitor_hz=given.monitor_hz if "monitor_hz" in given.sources else MONITOR_HZ,
+        block_steps=task.block_steps,
+        start_step=0,
+        end_step=0,
+        sample_every=task.block_steps + 3,  # never the same step of a block twice in turn
+        transports=tuple(arm for arm in task.arms if arm != BARE) or (STOCK,),
+    )
+    return open_session(
+        settings,
+        arms=task.arms,
+        directory=task.folder,
+        model=task.title,
+        network=task.network,
+        notes=task.notes,
+        alone=task.alone > 0,
+    )
+
+
+def warm_up(session: Session) -> None:
+    """Let every transport of ours carry something before it counts: the first large transfer tries numbers of lanes."""
+    core = connect.core()
+    for name, arm in session.arms.items():
+        comm = getattr(arm, "comm", None)
+        if comm is None:
+            continue
+        arena = core.Arena(WARM_BYTES)
+        comm.map(arena)
+        for number in range(WARM_TIMES):
+            comm.submit(f"study.warm.{name}.{number}", core.ALLREDUCE, arena, core.FLOAT32, keep=arena).wait()
+
+
+# The replay job: a schedule played over transports that take turns. It imports torch only where stock is among them.
+
+VERSION = 1
+FORMAT = "netbottleneck-replay-schedule"
+
+
+def write_schedule(path: Path, schedule: ReplaySchedule) -> None:
+    """Write a replay schedule for the ranks to read."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"format": FORMAT, "version": VERSION, **asdict(schedule)}), encoding="utf-8")
+
+
+def read_schedule(path: Path | str) -> ReplaySchedule:
+    """Read what `write` wrote. Raises ValueError naming the file."""
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        if (document.get("format"), document.get("version")) != (FORMAT, VERSION):
+            raise ValueError(f"not a {FORMAT} of version {VERSION}")
+        schedule: ReplaySchedule = json_codec.build(ReplaySchedule, document)
+        return schedule
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def play_schedule(task: Task, progress: Callable[[int, int, str], None]) -> Outcome:
+    """Play a task's schedule on this rank; every rank calls it. progress(step, steps, arm): between blocks.
+
+    Raises what the transports raise, and ValueError for an invalid schedule.
+    """
+    schedule = read_schedule(task.schedule)
+    with open_task(task) as session:
+        place = session.place
+        player = Player(schedule, place.rank, place.size, spin=task.compute == "spin")
+        session.describe(**player.describe())
+        if task.alone:
+            _play_alone(session, player, task, progress)
+        warm_up(session)
+        _play(session, player, task, progress)
+        digests = session.control.exchange(player.digest())
+    return Outcome(str(session.folder), task.steps, tuple(digest.hex() for digest in digests))
+
+
+def _play_alone(session: Session, player: Player, task: Task, progress: Callable[[int, int, str], None]) -> None:
+    """Rank 0 plays by itself, with nothing to send; the others wait."""
+    if session.place.rank == 0:
+        for number in range(task.alone):
+            with session.by_itself(number):
+                player.step(session.recorder)
+        progress(0, task.steps, "one rank alone")
+    session.control.exchange(b"alone".ljust(8))
+
+
+def _play(session: Session, player: Player, task: Task, progress: Callable[[int, int, str], None]) -> None:
+    arm = ""
+    while session.step < task.steps:
+        if session.arm != arm:
+            arm = session.arm
+            session.arms[arm].target(player)
+            session.arms[arm].barrier()
+        until = min(session.step + task.block_steps, task.steps)
+        while session.step < until:
+            session.begin()
+            player.step(session.recorder)
+            session.end()
+        progress(session.step, task.steps, arm)

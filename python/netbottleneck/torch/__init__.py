@@ -1,8 +1,8 @@
 """Horovod's API: `import netbottleneck.torch as hvd` in place of `import horovod.torch as hvd`."""
 
 from netbottleneck.errors import HorovodInternalError, HostsUpdatedInterrupt
-from netbottleneck.runtime import backend_name
-from netbottleneck.runtime.members import ProcessSet, global_process_set
+from netbottleneck.runtime import job
+from netbottleneck.runtime.async_operations import ProcessSet, global_process_set
 from netbottleneck.runtime.process_sets import add_process_set, remove_process_set
 from netbottleneck.torch import backend, elastic, mpi_ops
 from netbottleneck.torch.compression import Compression
@@ -72,7 +72,7 @@ from netbottleneck.torch.mpi_ops import (
 from netbottleneck.torch.optimizer import DistributedOptimizer
 from netbottleneck.torch.sync_batch_norm import SyncBatchNorm
 
-backend_name.register(backend.create)
+job.register_backend(backend.create)
 
 __all__ = [
     "Adasum",

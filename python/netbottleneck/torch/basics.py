@@ -1,4 +1,4 @@
-"""Start, stop, and who is who: what a Horovod script asks before it asks for anything else."""
+"""Initialisation, shutdown, ranks and sizes of Horovod's API."""
 
 import os
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 from netbottleneck.config import settings
 from netbottleneck.runtime import job, timeline
-from netbottleneck.runtime.build_info import (
+from netbottleneck.runtime.job import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -22,6 +22,7 @@ from netbottleneck.runtime.ops import rank, shutdown, size
 from netbottleneck.runtime.process_sets import DYNAMIC, register
 
 __all__ = [
+    "HorovodBasics",
     "ccl_built",
     "cross_rank",
     "cross_size",
@@ -48,11 +49,11 @@ __all__ = [
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Any = None) -> None:
-    """Start this process's job with all ranks of its launcher; a second call changes nothing.
+    """Start this process's job with all ranks of its launcher; no effect if it runs already.
 
-    process_sets: the sets to register, the same on all ranks, or "dynamic": they will be added later. comm: all ranks,
-    or None. Raises ValueError for an environment that makes no sense, for sets that cannot be, and for a part of the
-    ranks; TimeoutError naming the ranks that did not come.
+    process_sets: sets to register, the same on all ranks, or "dynamic": sets can be added later. comm: all ranks, or
+    None. Raises ValueError for an invalid environment, for invalid sets, and for a part of the ranks; TimeoutError
+    naming the missing ranks.
     """
     if isinstance(process_sets, str) and process_sets != DYNAMIC:
         raise ValueError(f'process_sets={process_sets!r}: a list of ProcessSet, or "{DYNAMIC}", is required')
@@ -72,16 +73,15 @@ def init(comm: Sequence[int] | None = None, process_sets: Any = None) -> None:
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Write Horovod's timeline from now on, each rank its own file: rank 0 this one, see timeline.path_of.
+    """Write Horovod's timeline from now on, one file for each rank: rank 0 writes file_path, see timeline.path_of.
 
-    Where another file is being written, it ends. Raises ValueError before init(), or where HOROVOD_TIMELINE was not
-    set when it was called.
+    Ends a file that is being written. Raises ValueError before init(), and if HOROVOD_TIMELINE was not set at init().
     """
     _timeline().start(os.fspath(file_path), bool(mark_cycles))
 
 
 def stop_timeline() -> None:
-    """End the file, which is complete then; without one, do nothing. ValueError before init()."""
+    """End and complete the timeline file, if there is one. ValueError before init()."""
     running = timeline.running(job.current())
     if running is not None:
         running.stop()
@@ -95,7 +95,7 @@ def _timeline() -> timeline.Timeline:
 
 
 def is_initialized() -> bool:
-    """Return whether init() was called, and shutdown() was not since."""
+    """Return True between init() and shutdown()."""
     return job.is_started()
 
 
@@ -105,25 +105,37 @@ def local_size() -> int:
 
 
 def local_rank() -> int:
-    """Return this process's number on its host."""
+    """Return this process's local rank."""
     return _known(job.current().place.local_rank)
 
 
 def cross_size() -> int:
-    """Return the number of hosts that have a rank of this local rank."""
+    """Return the number of hosts that have this local rank."""
     return _known(job.current().place.cross_size)
 
 
 def cross_rank() -> int:
-    """Return this host's number among those."""
+    """Return this host's index among those."""
     return _known(job.current().place.cross_rank)
 
 
 def is_homogeneous() -> bool:
-    """Return whether all hosts have the same number of ranks."""
+    """Return True if all hosts have the same number of ranks."""
     return job.current().homogeneous
 
 
 def _known(value: int | None) -> int:
     assert value is not None, "a started job knows its place"
     return value
+
+
+class HorovodBasics:
+    """Horovod's first questions as methods, whatever library it is made for."""
+
+    def __init__(self, *library: Any) -> None:
+        pass
+
+
+for _name in __all__:
+    if _name != "HorovodBasics":
+        setattr(HorovodBasics, _name, staticmethod(globals()[_name]))

@@ -1,4 +1,4 @@
-"""Horovod's compression classes: what travels in place of a tensor."""
+"""Horovod's compression classes: transforms of a tensor before and after it is sent."""
 
 from typing import Any
 
@@ -6,21 +6,21 @@ import torch
 
 
 class Compressor:
-    """Two static methods. Subclasses of the user's own work wherever Compression.fp16 does."""
+    """Two static methods. User-defined subclasses work wherever Compression.fp16 does."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return what travels, and what decompress needs to know. What travels is reduced element by element."""
+        """Return the tensor to send, and a context for decompress. The sent tensor is reduced element by element."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return the tensor that stands for what came back."""
+        """Return the decompressed result."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """The tensor itself."""
+    """No compression."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -38,17 +38,17 @@ class FP16Compressor(Compressor):
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the tensor in float16, where it holds floating-point numbers, and the type it had."""
+        """Return a floating-point tensor as float16, others unchanged; and the original type."""
         return (tensor.half() if tensor.dtype.is_floating_point else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return the tensor in the type it had."""
+        """Return the tensor in its original type."""
         return tensor.to(ctx)
 
 
 class Compression:
-    """What allreduce and DistributedOptimizer take as `compression`."""
+    """Values of the `compression` argument of allreduce and DistributedOptimizer."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

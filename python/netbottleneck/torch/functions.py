@@ -1,4 +1,4 @@
-"""Horovod's functions on models and optimizers: one rank's state for all."""
+"""Horovod's broadcasts of the state of models and optimizers."""
 
 import weakref
 from collections.abc import Iterable, Mapping
@@ -8,19 +8,19 @@ import torch
 
 from netbottleneck.runtime.ops import allgather_object, broadcast_object
 from netbottleneck.torch.mpi_ops import broadcast_async_, synchronize
-from netbottleneck.torch.remake import own_step
+from netbottleneck.torch.optimizer import own_step
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
-_making: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()  # optimizers whose step only makes their state
+_making: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()  # optimizers that only make their state
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """Give every rank the root's parameters, in place.
+    """Broadcast the root's parameters, in place.
 
     params: a dict such as model.state_dict(), or a list of tensors or of (name, tensor) pairs such as
-    model.named_parameters(); the same on every rank. Values that are no tensors are left as they are. Raises
-    ValueError for anything else.
+    model.named_parameters(); the same on every rank. Values that are not tensors are left unchanged. Raises ValueError
+    for anything else.
     """
     if isinstance(params, Mapping):
         pairs = sorted(params.items())
@@ -32,26 +32,25 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
 
 def _broadcast(pairs: list[tuple[str, torch.Tensor]], root_rank: int) -> None:
-    under_way = []
+    pending = []
     for name, tensor in pairs:
         target = tensor.detach()
-        travelling = target if target.is_contiguous() and target.device.type == "cpu" else target.cpu().contiguous()
-        under_way.append((broadcast_async_(travelling, root_rank, name), travelling, target))
-    for handle, travelling, target in under_way:
+        buffer = target if target.is_contiguous() and target.device.type == "cpu" else target.cpu().contiguous()
+        pending.append((broadcast_async_(buffer, root_rank, name), buffer, target))
+    for handle, buffer, target in pending:
         synchronize(handle)
-        if travelling is not target:
-            target.copy_(travelling)
+        if buffer is not target:
+            target.copy_(buffer)
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
-    """Give every rank the root's optimizer state and options.
+    """Broadcast the root's optimizer state and options.
 
-    Tensors are written in place where they have the root's shape and type, else made; everything else travels as it
-    is, by one pickle. A rank that has more state than the root loses it. Where the optimizer has no state, it makes one
-    by a step with gradients of zero, as with Horovod: a weight decay counts, and so does Adam's number of steps. Where
-    the root alone has state, as after a checkpoint that it alone has read, the other ranks' weights decay by that step:
-    call broadcast_parameters after this. model: whose sparse embeddings have sparse gradients. Raises ValueError for
-    LBFGS, whose state is its own kind.
+    Tensors with the root's shape and type are written in place, others are created. Everything else is sent in one
+    pickle. State that the root does not have is dropped. An optimizer without state makes it by a step with zero
+    gradients, as in Horovod: weight decay and Adam's step count take effect. If only the root has state, as after it
+    alone read a checkpoint, that step decays the other ranks' weights: call broadcast_parameters after this. model: its
+    sparse embeddings get sparse gradients. Raises ValueError for LBFGS, whose state has another structure.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
@@ -67,15 +66,15 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         for key in set(group) - set(chosen) - {"params"}:
             del group[key]
         group.update(chosen)
-    travelling: list[tuple[str, torch.Tensor]] = []
+    to_send: list[tuple[str, torch.Tensor]] = []
     for index, (parameter, state) in enumerate(zip(parameters, states, strict=True)):
         if state or parameter in optimizer.state:
-            optimizer.state[parameter] = _filled(optimizer.state[parameter], state, parameter, index, travelling)
-    _broadcast(travelling, root_rank)
+            optimizer.state[parameter] = _filled(optimizer.state[parameter], state, parameter, index, to_send)
+    _broadcast(to_send, root_rank)
 
 
 def makes_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the step that an optimizer is in only makes its state: it is none of the training's."""
+    """Return True if the optimizer is in a step that only makes its state and is not part of training."""
     return optimizer in _making
 
 
@@ -100,7 +99,7 @@ def _make_state(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]
 
 
 class _Outline:
-    """A tensor without its numbers."""
+    """A tensor's description without its values."""
 
     def __init__(self, tensor: torch.Tensor, of: str) -> None:
         self.shape, self.dtype, self.of = tensor.shape, tensor.dtype, of
@@ -115,9 +114,9 @@ def _filled(
     state: dict[str, Any],
     parameter: torch.Tensor,
     index: int,
-    travelling: list[tuple[str, torch.Tensor]],
+    to_send: list[tuple[str, torch.Tensor]],
 ) -> dict[str, Any]:
-    """Return the state of one parameter with room for the root's tensors, and list these as travelling."""
+    """Return the state of one parameter with room for the root's tensors, and add these to `to_send`."""
     new: dict[str, Any] = {}
     for key, value in state.items():
         if not isinstance(value, _Outline):
@@ -128,5 +127,5 @@ def _filled(
             device = "cpu" if value.of == "cpu" else parameter.device
             here = torch.zeros(value.shape, dtype=value.dtype, device=device)
         new[key] = here
-        travelling.append((f"optimizer.{index}.{key}", here))
+        to_send.append((f"optimizer.{index}.{key}", here))
     return new

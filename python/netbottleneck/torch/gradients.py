@@ -1,30 +1,83 @@
-"""Gradients on their way: buckets, their memory, and the C hooks that send them.
+"""Gradients of a distributed optimizer: readiness hooks, buckets and their memory, and the C hooks that send them.
 
-The one place that joins parameters, plan, arena and `_core.GradHook`. DistributedOptimizer uses it, and so does
-whatever measures a loop of the user's own.
+Only this module joins parameters, plan, arena and `_core.GradHook`. DistributedOptimizer uses it, and so does the
+measurement of a user's own loop.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 
 from netbottleneck.runtime import job
-from netbottleneck.runtime.members import Members
-from netbottleneck.torch.ready import OnAccumulated
+from netbottleneck.runtime.async_operations import Members
+from netbottleneck.trace.recorder import EVENTS
 from netbottleneck.whatif import plan
 
 if TYPE_CHECKING:
     from netbottleneck import _core
+
+
+# Gradient readiness: hooks and stamps.
+
+
+class OnAccumulated:
+    """Calls `call` each time autograd has added to a parameter's gradient, after all post-accumulate hooks.
+
+    It is a hook of the parameter's AccumulateGrad node, as Horovod's and DDP's are. So the user's own hooks (clipping,
+    masking) see a gradient before it is sent. call: gets the arguments of a node hook.
+    """
+
+    def __init__(self, parameter: torch.Tensor, call: Callable[..., None]) -> None:
+        with torch.enable_grad():
+            function = cast(Any, parameter.expand_as(parameter).grad_fn)
+        self._node = function.next_functions[0][0]  # the parameter holds it only weakly
+        self._handle = self._node.register_hook(call)
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        self._handle.remove()
+        self._node = None
+
+
+class _Hooks(dict[Any, Any]):
+    """The hooks of one parameter, smaller than torch's: half of a hook's cost is cache misses.
+
+    It supports weak references: torch's handles of the user's hooks need one.
+    """
+
+    __slots__ = ("__weakref__",)
+
+
+class Stamps:
+    """Makes a recorder stamp each ready gradient under its parameter's index, until `remove`."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], recorder: "_core.Recorder") -> None:
+        self._hooks: list[dict[Any, Any]] = []
+        for index, parameter in enumerate(cast("Sequence[Any]", parameters)):
+            if parameter._post_accumulate_grad_hooks is None:
+                parameter._post_accumulate_grad_hooks = _Hooks()
+            hooks = parameter._post_accumulate_grad_hooks
+            hooks[self] = recorder.stamper(EVENTS["GRAD_READY"], index)  # torch's keys are numbers
+            self._hooks.append(hooks)
+
+    def remove(self) -> None:
+        """Stop stamping."""
+        for hooks in self._hooks:
+            hooks.pop(self, None)
+        self._hooks.clear()
+
+
+# Buckets, their memory, and the C hooks that send them.
 
 DIRECT_BYTES = 256 << 10
 ALIGNMENT = 4096
 
 Sink: TypeAlias = "_core.Comm | Callable[[int], Any] | None"
 
-_CODES = {
+CODES = {
     torch.uint8: "UINT8",
     torch.int8: "INT8",
     torch.int32: "INT32",
@@ -37,9 +90,9 @@ _CODES = {
 
 
 def dtype_code(dtype: torch.dtype) -> int:
-    """Return the engine's number for a torch dtype; ValueError for one that no operation takes."""
+    """Return the engine's number for a torch dtype; ValueError for a dtype without one."""
     try:
-        return int(getattr(job.core(), _CODES[dtype]))
+        return int(getattr(job.core(), CODES[dtype]))
     except KeyError:
         raise ValueError(f"Tensor type {dtype} is not supported.") from None
 
@@ -59,17 +112,17 @@ class Bucket:
 class Gradients:
     """Hooks on parameters that fill buckets and send each complete one to a sink; see `target`.
 
-    parameters: (name, tensor) pairs, the same on every rank and in the same order; those that need no gradient or
-    have no element are left out. passes: backward passes a step. direct_bytes: a gradient from this size on travels
-    from where autograd put it; a smaller one is copied to its bucket and back. Either way `grad` stays the tensor that
-    autograd or the user put there. limits: bytes of the first bucket, and of the others.
-    agree: turns this rank's bytes into rank 0's, a collective call of equal lengths, once, at the end of the first
-    step, so that all ranks re-order their buckets alike; None: through the Comm; where the sink is none, buckets keep
-    backward order. among: the ranks that a Comm's sums are of; None: all. Sparse gradients are made dense;
-    drop_sparse: parameters that had one in rank 0's first step are left out from then on, and named in `dropped`.
+    parameters: (name, tensor) pairs, the same on every rank and in the same order; those without gradient or without
+    elements are left out. passes: backward passes a step. direct_bytes: a gradient of this size or more is sent from
+    the memory that autograd chose; a smaller one is copied to its bucket and back. In both cases `grad` stays the
+    tensor that autograd or the user put there. limits: bytes of the first bucket, and of the others. agree: a
+    collective that returns rank 0's bytes on all ranks, of equal length. It is called once, at the end of the first
+    step, so that all ranks re-order their buckets alike. None: through the Comm; with the sink None, buckets keep
+    backward order. among: the ranks of a Comm's sums; None: all. Sparse gradients are made dense. drop_sparse:
+    parameters with a sparse gradient in rank 0's first step are left out from then on, and named in `dropped`.
 
-    Raises ValueError for a parameter that is not in host memory, of a dtype that cannot be reduced, or whose gradients
-    are of another dtype. A gradient that turns out to be raises RuntimeError in the backward pass.
+    Raises ValueError for a parameter outside host memory, with a dtype that cannot be reduced, or with gradients of
+    another dtype. If only the backward pass shows another dtype, it raises RuntimeError.
     """
 
     def __init__(  # noqa: PLR0913 - all but the first have a default that fits
@@ -110,7 +163,7 @@ class Gradients:
 
     @property
     def passes(self) -> int:
-        """Backward passes a step; may be set between steps."""
+        """Backward passes a step; may change between steps."""
         return self._passes
 
     @passes.setter
@@ -120,7 +173,7 @@ class Gradients:
 
     @property
     def paused(self) -> bool:
-        """While true, gradients are stamped and otherwise left alone."""
+        """While True, gradients are stamped but not sent."""
         return self._paused
 
     @paused.setter
@@ -145,16 +198,16 @@ class Gradients:
 
     @property
     def pending(self) -> int:
-        """Buckets that were sent and not waited for."""
+        """Number of buckets sent and not yet waited for."""
         return int(self.hook.pending)
 
     def target(self, sink: Sink, average: bool = True, *, predivide: float = 1.0, op: int | None = None) -> None:
-        """Say where complete buckets go, between steps.
+        """Set the destination of complete buckets; between steps.
 
         sink: a Comm; a callable that gets a bucket's index, starts its transfer (the bytes are `flat(index)`) and
-        returns an object with wait(); None: nowhere, nothing is moved. average divides by the number of ranks, by
-        predivide before the sum and by the rest after it. Only a Comm does this by itself; a callable has to. op: one
-        of the core's reductions, the sum where None.
+        returns an object with wait(); or None: nothing is moved. average: divide by the number of ranks, by predivide
+        before the sum and by the rest after it. A Comm does this by itself; a callable must do it. op: one of the
+        core's reductions; None: the sum.
         """
         core = job.core()
         self._sink = sink
@@ -170,12 +223,12 @@ class Gradients:
 
     @property
     def factors(self) -> tuple[bool, float, int | None]:
-        """What `target` was told of the arithmetic: (average, predivide, op)."""
+        """Arithmetic given to `target`: (average, predivide, op)."""
         return self._factors
 
     @property
     def recorded(self) -> bool:
-        """True where what happens is stamped."""
+        """True if events are stamped."""
         return self._recorder is not None
 
     def record(self, recorder: "_core.Recorder") -> None:
@@ -192,13 +245,13 @@ class Gradients:
         return torch.frombuffer(self.arena, dtype=bucket.dtype, count=count, offset=bucket.offset)
 
     def flush(self) -> None:
-        """Send what no hook has sent; a gradient that is missing becomes zeros."""
+        """Send what the hooks have not sent; a missing gradient is sent as zeros."""
         self.hook.flush()
 
     def wait(self) -> None:
-        """Wait until all buckets are back. After the first step also settle the order of the buckets, on all ranks.
+        """Wait until all buckets are back. After the first step, also settle the order of the buckets on all ranks.
 
-        Raises what the transfers failed with, and RuntimeError for a gradient that was deleted meanwhile.
+        Raises the failure of a transfer, and RuntimeError for a gradient that was deleted meanwhile.
         """
         self.hook.wait()
         if not self._settled:
@@ -245,7 +298,7 @@ class Gradients:
         ]
 
     def _drop(self, order: list[int], sparse: list[int]) -> list[int]:
-        """Leave out the parameters that are marked as sparse; return the order of the others, as they count now."""
+        """Leave out parameters marked as sparse; return the order of the others, with their new indices."""
         kept = [index for index in range(len(order)) if not sparse[index]]
         self.dropped = tuple((self.names[i], self.parameters[i]) for i in range(len(order)) if sparse[i])
         self.names = tuple(self.names[index] for index in kept)
@@ -254,7 +307,7 @@ class Gradients:
         return [now[index] for index in order if index in now]
 
     def _settle(self) -> None:
-        """Take rank 0's order of the first step, on all ranks, and build anew where it changes a bucket."""
+        """Use rank 0's order of the first step on all ranks, and rebuild the buckets if it changes them."""
         agree = self._agree
         comm = self._sink if isinstance(self._sink, job.core().Comm) else None
         if agree is None and comm is not None:
@@ -277,15 +330,15 @@ class Gradients:
 
 
 def can_travel(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is in host memory and of a type that can be reduced."""
-    return tensor.device.type == "cpu" and tensor.dtype in _CODES
+    """Return True if a tensor is in host memory and of a type that can be reduced."""
+    return tensor.device.type == "cpu" and tensor.dtype in CODES
 
 
 def check(name: str, parameter: Any) -> None:
-    """Raise ValueError for a parameter whose gradient cannot travel."""
+    """Raise ValueError for a parameter whose gradient cannot be sent."""
     if parameter.device.type != "cpu":
         raise ValueError(f"parameter {name} is on {parameter.device}: gradients travel from host memory only")
-    if parameter.dtype not in _CODES:
+    if parameter.dtype not in CODES:
         raise ValueError(f"parameter {name}: Tensor type {parameter.dtype} is not supported.")
     if own_type(parameter):
         raise ValueError(
@@ -295,14 +348,14 @@ def check(name: str, parameter: Any) -> None:
 
 
 def own_type(parameter: Any) -> bool:
-    """Return whether the gradients of a parameter are known to be of another type than itself."""
+    """Return True if the gradients of a parameter are known to have another type than the parameter."""
     return getattr(parameter, "grad_dtype", None) not in (None, parameter.dtype)
 
 
 def _lay_out(
     chosen: list[list[int]], parameters: tuple[torch.Tensor, ...], label: str
 ) -> tuple[tuple[Bucket, ...], int]:
-    """Give each bucket its place in the arena, page by page; returns the buckets and the bytes of the arena."""
+    """Place each bucket in the arena, page-aligned; return the buckets and the bytes of the arena."""
     made = []
     start = 0
     for number, members in enumerate(chosen):

@@ -1,4 +1,4 @@
-"""Tensors as the engine sees them, and operations under way by number."""
+"""Memory of torch tensors for the engine, and handles of pending operations."""
 
 from functools import lru_cache
 from typing import Any
@@ -12,10 +12,10 @@ _c: Any = torch._C
 
 
 def check(tensor: torch.Tensor) -> None:
-    """Raise ValueError for a tensor that cannot travel."""
+    """Raise ValueError for a tensor that cannot be sent."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         raise ValueError(
-            f"a {tensor.layout} tensor on {tensor.device} is not supported: tensors travel from host memory"
+            f"a {tensor.layout} tensor on {tensor.device} is not supported: only dense tensors in host memory are"
         )
     if not tensor.is_contiguous():
         raise ValueError("Tensor is required to be contiguous.")
@@ -25,20 +25,20 @@ def check(tensor: torch.Tensor) -> None:
 
 @lru_cache(maxsize=64)
 def _array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """Return NumPy's type of a torch dtype; of bfloat16, which NumPy does not have, 16-bit integers."""
+    """Return NumPy's type for a torch dtype; 16-bit integers for bfloat16, which NumPy lacks."""
     return torch.empty(0, dtype=torch.int16 if dtype == torch.bfloat16 else dtype).numpy().dtype
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Return where a tensor lies. By data_ptr() it would count as written to."""
+    """Return the address of a tensor. data_ptr() would count as a write."""
     return int(_c._data_address(tensor) + tensor.storage_offset() * tensor.element_size())
 
 
 class _Alias:
-    """Memory of a tensor that stays while an array over it does: base of that array.
+    """Keeps a tensor's memory alive for an array: the base of that array.
 
-    The tensor's own storage may be resized, replaced or freed meanwhile. A lazy clone owns the memory too; until it is
-    gone, torch gives whoever writes to the tensor a copy.
+    The tensor's own storage may be resized, replaced or freed meanwhile. A lazy clone also owns the memory. While the
+    clone exists, torch gives a copy to anyone who writes to the tensor.
     """
 
     def __init__(self, clone: torch.Tensor) -> None:
@@ -53,9 +53,9 @@ class _Alias:
 
 
 class Memory:
-    """A tensor's memory, as an array, while an operation is under way. Raises ValueError for one that cannot travel.
+    """A tensor's memory as an array, while an operation is pending. Raises ValueError if it cannot be sent.
 
-    array: of the tensor's type where NumPy has it, else of 16-bit integers. It keeps the memory. A tensor's
+    array: of the tensor's type, or of 16-bit integers if NumPy lacks the type. It keeps the memory alive. The tensor's
     storage can be resized again after `over`.
     """
 
@@ -65,21 +65,21 @@ class Memory:
         self._tensor = tensor
         self._alias: _Alias | None = None
         self.array: async_operations.Array
-        plain.data_ptr()  # a lazy clone of the script's own is another's memory from here on
+        plain.data_ptr()  # materialises a lazy clone made by the script
         try:
             if plain.numel() > 0 and type(plain) is torch.Tensor:
                 self._alias = _Alias(plain._lazy_clone())
         except (RuntimeError, AttributeError):
-            pass  # the memory is not torch's own, and cannot be resized; or torch is too old
+            pass  # the memory is not torch's own and cannot be resized, or torch is too old
         if self._alias is not None:
             self.array = np.asarray(self._alias)
         else:
             self.array = (plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain).numpy()
 
     def over(self, *, written: bool) -> None:
-        """The operation is over. A tensor that was given other memory meanwhile gets what was written to this one.
+        """End the operation. A tensor that got other memory meanwhile receives what was written to the old memory.
 
-        Raises RuntimeError where that has another shape or type.
+        Raises RuntimeError if the new memory has another shape or type.
         """
         alias, self._alias = self._alias, None
         if alias is None or alias.clone is None:
@@ -87,17 +87,17 @@ class Memory:
         tensor, clone, alias.clone = self._tensor, alias.clone, None
         if written and (tensor.shape, tensor.dtype) != (clone.shape, clone.dtype):
             raise RuntimeError(
-                f"a tensor of shape {list(clone.shape)} got another shape or type while it was on its way: change "
-                "it after synchronize()"
+                f"a tensor of shape {list(clone.shape)} changed its shape or type during an operation: change it only "
+                "after synchronize()"
             )
         if written and address_of(tensor) != alias.address:
             try:
                 tensor.detach().copy_(clone)
-            except RuntimeError:  # torch lets nobody write to what was resized while it had a lazy clone
+            except RuntimeError:  # torch forbids writes to a tensor resized while it had a lazy clone
                 with torch.no_grad():
                     tensor.set_(clone.clone())  # type: ignore[call-overload]
         del clone
-        tensor.data_ptr()  # torch forgets the clone: the storage is as it was made
+        tensor.data_ptr()  # torch drops the clone: the storage is as originally made
 
 
 def started(operation: async_operations.Steps[Any]) -> int:
@@ -106,13 +106,13 @@ def started(operation: async_operations.Steps[Any]) -> int:
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor, once it is sure that it can travel."""
+    """Return a copy of a tensor, after checking that it can be sent."""
     check(tensor)
     return tensor.detach().clone()
 
 
 def poll(handle: int) -> bool:
-    """Return whether synchronize(handle) would return, or raise, at once."""
+    """Return True if synchronize(handle) would return, or raise, at once."""
     pending = job.current().handles.get(handle)
     return pending is None or pending.poll()
 

@@ -1,28 +1,294 @@
-"""Horovod's DistributedOptimizer: any torch optimizer, whose gradients are reduced while the backward pass runs."""
+"""Horovod's DistributedOptimizer: any torch optimizer, with gradients reduced during the backward pass."""
 
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
-from netbottleneck.runtime import async_operations, job
-from netbottleneck.runtime.members import ProcessSet, global_process_set
-from netbottleneck.torch.adasum import adasum_optimizer
-from netbottleneck.torch.carriers import Carrier, Wanted, carrier
+from netbottleneck.runtime import async_operations, collectives, job
+from netbottleneck.runtime.async_operations import Members, ProcessSet, global_process_set, members_of
 from netbottleneck.torch.compression import Compression, Compressor
-from netbottleneck.torch.remake import positive, remade
+from netbottleneck.torch.gradients import Gradients, own_type
+from netbottleneck.torch.handles import synchronize
+from netbottleneck.torch.mpi_ops import allreduce_async_, sparse_allreduce_async
+from netbottleneck.torch.python_hooks import PassGuard, PerParameter, SparseApart, Ways
 
-KIND = "optimizer"  # what the operations of one are called, by number: those of a process set count for themselves
-AGE = "distributed optimizers"  # as what all that this process makes are numbered in a job
+# Conversion of an optimizer to a class with the same name and state, and more methods.
+
+
+def remade(optimizer: torch.optim.Optimizer, added: type[torch.optim.Optimizer]) -> Any:
+    """Return an object of a new class of the same name, with the optimizer's own state."""
+    base = type(optimizer)
+    made: type[Any] = type(base.__name__, (added, base), {"__doc__": base.__doc__, "_made_from": base})
+    result: Any = object.__new__(made)
+    # A scheduler made earlier has replaced the old optimizer's step; the new one must not inherit that.
+    result.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    return result
+
+
+def own_step(optimizer: torch.optim.Optimizer) -> None:
+    """Call step of the optimizer's original class, which waits for no other rank."""
+    base = getattr(type(optimizer), "_made_from", None)
+    if base is None:
+        optimizer.step()
+    else:
+        base.step(optimizer)
+
+
+def positive(passes: int) -> int:
+    """Return a number of backward passes; ValueError below 1."""
+    if passes < 1:
+        raise ValueError(f"backward_passes_per_step={passes}: at least 1 is required")
+    return passes
+
+
+# Optimizer whose steps are combined by Adasum, in place of averaged gradients.
+
+
+class _Adasum(torch.optim.Optimizer):
+    """Methods added to the class of an optimizer whose steps, not gradients, are combined."""
+
+    _parameter_names: dict[torch.Tensor, str]
+    _process_set: ProcessSet
+    _compression: type[Compressor]
+    _left: int
+    backward_passes_per_step: int
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Set the number of backward passes before a step, from now on."""
+        self.backward_passes_per_step = positive(passes)
+
+    def synchronize(self) -> None:
+        """Do nothing: steps are combined, not gradients."""
+
+    @contextmanager
+    def skip_synchronize(self) -> Generator[None, None, None]:
+        """Do nothing if this rank is alone; else raise AssertionError: there is nothing to skip."""
+        if not self._alone():
+            raise AssertionError("skip_synchronize() is not for op=Adasum: no gradient is reduced")
+        yield
+
+    def _alone(self) -> bool:
+        """True if the running job has no other rank to combine steps with."""
+        return self._process_set.included() is False or members_of(self._process_set).size == 1
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make this rank's own step, then replace it by the Adasum of all ranks' steps."""
+        if self._alone():
+            return super().step() if closure is None else super().step(closure)
+        before = {parameter: parameter.detach().clone() for parameter in self._parameter_names}
+        loss = super().step() if closure is None else super().step(closure)
+        sent = []
+        for parameter, name in self._parameter_names.items():
+            delta, context = self._compression.compress(parameter.detach() - before[parameter])
+            handle = allreduce_async_(
+                delta.contiguous(), name=f"adasum.{name}", op=async_operations.Adasum, process_set=self._process_set
+            )
+            sent.append((parameter, handle, context))
+        for parameter, handle, context in sent:
+            joined = self._compression.decompress(synchronize(handle), context)
+            parameter.detach().copy_(before[parameter] + joined)
+        return loss
+
+
+def adasum_optimizer(
+    optimizer: torch.optim.Optimizer,
+    named: list[tuple[str, torch.Tensor]],
+    compression: type[Compressor],
+    passes: int,
+    process_set: ProcessSet,
+) -> Any:
+    """Return an optimizer of the same class whose steps are combined over a process set."""
+    result = remade(optimizer, _Adasum)
+    result._parameter_names = {parameter: name for name, parameter in named if parameter.requires_grad}
+    result._process_set = process_set
+    result._compression = compression
+    result.backward_passes_per_step = positive(passes)
+    return result
+
+
+# Carriers of a distributed optimizer's gradients in the current job: in buckets, or one by one.
+
+
+class Carrier(Protocol):
+    """Sends an optimizer's gradients."""
+
+    passes: int
+
+    @property
+    def pending(self) -> int:
+        """Number of transfers started and not yet waited for."""
+
+    def flush(self) -> None:
+        """Send what has not been sent."""
+
+    def wait(self) -> None:
+        """Wait until all gradients are back."""
+
+    def close(self) -> None:
+        """Remove the hooks."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How an optimizer's gradients are reduced, in every job: the arguments of DistributedOptimizer."""
+
+    label: str  # of its operations: the same on all ranks, and unique to this optimizer
+    compression: type[Compressor]
+    op: int
+    predivide: float
+    sparse_as_dense: bool
+    process_set: ProcessSet
+
+
+class Guarded:
+    """A carrier with a guard that keeps autograd from adding to memory that is being reduced."""
+
+    def __init__(self, inner: Carrier, guard: PassGuard) -> None:
+        self.inner = inner
+        self._guard = guard
+
+    @property
+    def passes(self) -> int:
+        """Backward passes a step."""
+        return self.inner.passes
+
+    @passes.setter
+    def passes(self, value: int) -> None:
+        self.inner.passes = value
+        self._guard.limit = value
+
+    @property
+    def pending(self) -> int:
+        """Number of transfers started and not yet waited for."""
+        return self.inner.pending
+
+    def flush(self) -> None:
+        """Send what has not been sent."""
+        self.inner.flush()
+
+    def wait(self) -> None:
+        """Wait until all gradients are back."""
+        try:
+            self.inner.wait()
+        finally:
+            self._guard.reset()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self.inner.close()
+        self._guard.close()
+
+
+def carrier(
+    optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], passes: int, wanted: Wanted
+) -> Carrier | None:
+    """Return the carrier of an optimizer's gradients in the running job; None if they are not reduced.
+
+    Raises ValueError for a process set that this job does not know, and as Gradients.
+    """
+    if wanted.process_set.included() is False:
+        return None
+    among = members_of(wanted.process_set)
+    async_operations.reduction(wanted.op, among.size)  # validate the op even when the set has one rank
+    if among.size == 1 and job.current().recorder is None:
+        return None
+    all_sparse = isinstance(optimizer, torch.optim.SparseAdam)  # SparseAdam takes no other gradients
+    alone = all_sparse or wanted.sparse_as_dense or any(map(own_type, names))
+    if alone or wanted.compression is not Compression.none:
+        named = ((name, parameter) for parameter, name in names.items())
+        each = PerParameter(named, wanted.compression, _ways(wanted), passes, (wanted.sparse_as_dense, all_sparse))
+        if wanted.process_set is global_process_set:
+            job.current().observer.gradients(each, optimizer)
+        return each
+    # The guard's hooks must come first.
+    guard = PassGuard([parameter for parameter in names if parameter.requires_grad], passes)
+    try:
+        return Guarded(_buckets(optimizer, names, passes, wanted), guard)
+    except BaseException:
+        guard.close()
+        raise
+
+
+def _buckets(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], passes: int, wanted: Wanted) -> Carrier:
+    this, among = job.current(), members_of(wanted.process_set)
+    everybody = wanted.process_set is global_process_set
+    apart = wanted.op in (async_operations.Average, async_operations.Sum)
+    gradients = Gradients(
+        ((name, parameter) for parameter, name in names.items()),
+        recorder=this.recorder,
+        passes=passes,
+        direct_bytes=this.settings.direct_bytes,
+        label=wanted.label,
+        agree=_agreement(wanted.label, among) if not everybody else _rank_0s if among.size > 1 else None,
+        among=None if everybody else among,
+        drop_sparse=apart,
+    )
+    moved = among.size > 1 and this.settings.transports[0] != "null"
+    reduction, _ = async_operations.reduction(wanted.op, among.size)
+    average = wanted.op == async_operations.Average
+    gradients.target(this.comm if moved else None, average, predivide=wanted.predivide, op=reduction)
+    if everybody:  # an observer may need a collective of all ranks
+        this.observer.gradients(gradients, optimizer)
+    return SparseApart(gradients, _ways(wanted)) if apart else gradients
+
+
+def _rank_0s(mine: bytes) -> bytes:
+    """Return rank 0's bytes, for any sink of the gradients."""
+    return job.current().comm.exchange(mine)[0]
+
+
+def _agreement(label: str, among: Members) -> Callable[[bytes], bytes]:
+    """Return a function that gives all ranks of a set the bytes of its first rank."""
+
+    def agree(mine: bytes) -> bytes:
+        array = np.frombuffer(bytearray(mine), np.uint8)
+        code = int(job.core().UINT8)
+        name = async_operations.label("order", f"{label}.{job.current().number(label)}", among)
+        async_operations.Pending(collectives.broadcast_steps(array, code, among.ranks[0], name, among)).wait()
+        return array.tobytes()
+
+    return agree
+
+
+def _ways(wanted: Wanted) -> Ways:
+    """Return the operations for gradients that are sent one by one."""
+
+    def dense(tensor: torch.Tensor, name: str) -> int:
+        return allreduce_async_(
+            tensor,
+            name=f"{wanted.label}.{name}",
+            op=wanted.op,
+            prescale_factor=1.0 / wanted.predivide,
+            postscale_factor=wanted.predivide,
+            process_set=wanted.process_set,
+        )
+
+    def sparse(tensor: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
+        return sparse_allreduce_async(tensor, f"{wanted.label}.{name}", wanted.op, wanted.process_set)
+
+    among = members_of(wanted.process_set)
+    reduction, _ = async_operations.reduction(wanted.op, among.size)
+    factors = (wanted.op == async_operations.Average, wanted.predivide, reduction)
+    return Ways(
+        dense, sparse, lambda name: async_operations.label("allreduce", f"{wanted.label}.{name}", among), factors
+    )
+
+
+# The optimizer.
+
+KIND = "optimizer"  # operation name of an optimizer, followed by its number; each process set has its own count
+AGE = "distributed optimizers"  # counter of all distributed optimizers that this process makes in a job
 
 
 class _Distributed(torch.optim.Optimizer):
-    """What a distributed optimizer adds to the class of the one that it was made from; the state is that one's."""
+    """Methods added to the class of a distributed optimizer; it shares the original's state."""
 
     _wanted: Wanted
     _age: int
@@ -30,22 +296,22 @@ class _Distributed(torch.optim.Optimizer):
     _carrier: Carrier | None = None
     _close: Callable[[], Any] | None = None
     _ended: bool = False
-    _resting: bool = False  # its job has ended, and it serves no other yet
+    _resting: bool = False  # its job has ended, and it has not joined another
     _parameter_names: dict[torch.Tensor, str]
     _synchronized: bool
     _should_synchronize: bool
     backward_passes_per_step: int
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Say how many backward passes come before a step, from now on."""
+        """Set the number of backward passes before a step, from now on."""
         self.backward_passes_per_step = positive(passes)
         if self._carrier is not None:
             self._carrier.passes = passes
 
     def synchronize(self) -> None:
-        """Wait until all gradients are reduced, sending zeros for those that the backward pass did not reach.
+        """Wait until all gradients are reduced; those that the backward pass did not reach are sent as zeros.
 
-        Where its job has ended it serves the one that runs from now on; ValueError where none does.
+        If its job has ended, it joins the running job; ValueError if there is none.
         """
         if self._ended:
             raise RuntimeError(
@@ -61,7 +327,7 @@ class _Distributed(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Generator[None, None, None]:
-        """Make step() skip its own synchronize(): for gradients that were changed after one, as clipping does."""
+        """Make step() skip its synchronize(): for gradients changed after a synchronize(), as by clipping."""
         self._should_synchronize = False
         try:
             yield
@@ -69,7 +335,7 @@ class _Distributed(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduce what is left to reduce, and make a step; a closure's gradients are reduced after it."""
+        """Reduce the remaining gradients, and make a step; a closure's gradients are reduced after it."""
         if closure is not None and self._should_synchronize:
             return super().step(self._synchronizing(closure))
         if self._should_synchronize:
@@ -94,7 +360,7 @@ class _Distributed(torch.optim.Optimizer):
         return run
 
     def _begin(self) -> None:
-        """Have gradients reduced in the job that runs; what is on its way in an earlier one is forgotten."""
+        """Reduce gradients in the running job; transfers of an earlier job are dropped."""
         self._leave()
         self._job, self._synchronized = job.current(), False
         self._carrier = carrier(self, self._parameter_names, self.backward_passes_per_step, self._wanted)
@@ -105,24 +371,24 @@ class _Distributed(torch.optim.Optimizer):
             self._job.ending.append(lambda: _rest(itself()))
 
     def _again(self) -> None:
-        """Serve the job that runs, which all ranks come to by the same call: its name there is one of that job's."""
+        """Join the running job under a new name. All ranks reach this by the same call."""
         self._age = job.current().number(AGE)
         self._wanted = replace(self._wanted, label=_label(self._wanted.process_set))
         self._begin()
 
     def _leave(self) -> None:
-        """Reduce no gradients."""
+        """Stop reducing gradients."""
         close, self._close, self._carrier = self._close, None, None
         if close is not None:
             close()
 
     def _end(self) -> None:
-        """Reduce gradients no more."""
+        """Stop reducing gradients for good."""
         self._leave()
         self._ended = True
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Forget gradients, as the base class does; AssertionError while they are on their way."""
+        """Clear gradients, as the base class does; AssertionError while they are in flight."""
         if self._carrier is not None and self._carrier.pending:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
@@ -143,19 +409,19 @@ def DistributedOptimizer(  # noqa: PLR0913, PLR0917 - Horovod's name and signatu
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return an optimizer of the same class whose step() uses gradients that are reduced over all ranks.
+    """Return an optimizer of the same class whose step() uses gradients reduced over all ranks.
 
-    It shares parameters and state with the one that is given, which must not be used any more. Gradients travel in
-    buckets, each as soon as it is complete; with compression, or sparse_as_dense, each gradient travels alone and
-    Python runs for it: slower. backward_passes_per_step gradients are added up before they travel.
-    gradient_predivide_factor divides before the sum, the rest of the division comes after it; only with op=Average.
-    num_groups and groups are taken for compatibility: the buckets are such groups. Sparse gradients stay sparse; they
-    travel alone, as indices and values, with op=Average or Sum; but dense in the first step, which shows what they are,
-    in a measured run, and with sparse_as_dense. process_set: whose gradients are reduced; on other ranks the optimizer
-    is as it was. op=Adasum: each rank makes its step, and the steps are joined.
+    It shares parameters and state with the given optimizer, which must not be used any more. Gradients are sent in
+    buckets, each as soon as it is complete. With compression or sparse_as_dense, each gradient is sent alone from
+    Python, which is slower. backward_passes_per_step: gradients are accumulated over this many passes before they are
+    sent. gradient_predivide_factor divides before the sum, the rest of the division follows it; only with op=Average.
+    num_groups and groups are accepted for compatibility: buckets serve as groups. Sparse gradients stay sparse and are
+    sent alone, as indices and values, with op=Average or Sum. They are sent dense in the first step, which detects
+    them, in a measured run, and with sparse_as_dense. process_set: whose gradients are reduced; on other ranks the
+    optimizer is unchanged. op=Adasum: each rank makes its step, and the steps are combined.
 
-    Raises ValueError for named_parameters that repeat a name or leave a parameter out, for a predivide factor with
-    another op, and for a parameter that is not in host memory or whose type cannot be reduced.
+    Raises ValueError for named_parameters that repeat a name or omit a parameter, for a predivide factor with another
+    op, and for a parameter that is not in host memory or whose type cannot be reduced.
     """
     if gradient_predivide_factor != 1.0 and op != async_operations.Average:
         raise ValueError("gradient_predivide_factor is for op=Average only")
@@ -176,13 +442,13 @@ def DistributedOptimizer(  # noqa: PLR0913, PLR0917 - Horovod's name and signatu
 
 
 def _label(process_set: ProcessSet) -> str:
-    """Return what the next optimizer of these ranks is called, the same on all of them: others need not make it."""
+    """Return the name of these ranks' next optimizer, the same on all of them; other ranks need not make one."""
     kind = KIND if process_set is global_process_set else f"{KIND}@{process_set.process_set_id}"
     return f"{kind}.{job.current().number(kind)}"
 
 
 def _rest(optimizer: _Distributed | None) -> None:
-    """Take an optimizer's hooks away while there is no job for its gradients."""
+    """Remove an optimizer's hooks while there is no job for its gradients."""
     if optimizer is not None and not optimizer._ended:
         optimizer._leave()
         optimizer._resting = True
@@ -192,19 +458,19 @@ _made: weakref.WeakSet[_Distributed] = weakref.WeakSet()
 
 
 def mark() -> tuple[int, int]:
-    """Return numbers between those of the distributed optimizers that this job has had and of those it will have."""
+    """Return a mark that separates this job's existing distributed optimizers from later ones."""
     return (job.current().number(AGE), job.current().number(KIND)) if job.is_started() else (0, 0)
 
 
 def number_from(here: tuple[int, int]) -> None:
-    """Have this job number its distributed optimizers as an earlier one did from its mark on."""
+    """Continue the numbering of distributed optimizers from an earlier job's mark."""
     for kind, first in zip((AGE, KIND), here, strict=True):
         while job.is_started() and job.current().number(kind) < first:
             pass
 
 
 def renew(here: tuple[int, int]) -> None:
-    """Have the distributed optimizers below the mark of an earlier job serve this one, and end those above it."""
+    """Move the distributed optimizers below an earlier job's mark to this job, and end those above it."""
     for optimizer in sorted(_made, key=lambda each: each._age):
         if optimizer._job is job.current():
             continue
@@ -217,7 +483,7 @@ def renew(here: tuple[int, int]) -> None:
 def _named(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
 ) -> list[tuple[str, torch.Tensor]]:
-    """Return (name, parameter) of all that the optimizer has, in its own order, which is that of the model."""
+    """Return (name, parameter) of all parameters in the optimizer's own order, which is the model's."""
     own = [
         (f"allreduce.noname.{index}.{member}", parameter)
         for index, group in enumerate(optimizer.param_groups)

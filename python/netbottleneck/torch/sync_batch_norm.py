@@ -1,4 +1,4 @@
-"""Batch normalisation whose statistics are those of all ranks' batches together."""
+"""Batch normalisation with statistics over the batches of all ranks."""
 
 from typing import Any
 
@@ -9,17 +9,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from netbottleneck.runtime.async_operations import Sum
 from netbottleneck.runtime.ops import size
 from netbottleneck.torch.handles import apply, synchronize
-from netbottleneck.torch.mpi_ops import allgather_async
-from netbottleneck.torch.reductions import allreduce_async_
+from netbottleneck.torch.mpi_ops import allgather_async, allreduce_async_
 
 
 class SyncBatchNorm(_BatchNorm):
     """torch.nn.BatchNorm of any dimension over the batches of all ranks, which may differ in size.
 
-    All ranks run it equally often and in the same order, forward and backward. Outputs, running statistics and
-    gradients of the input are those of one process with the joined batch. A gradient of weight or bias is this rank's
-    part of that process's: the sum over the ranks is the whole. In evaluation with tracked statistics nothing is
-    exchanged.
+    All ranks run it equally often and in the same order, forward and backward. Outputs, running statistics and input
+    gradients equal those of one process with the joined batch. A gradient of weight or bias is this rank's part: the
+    sum over the ranks equals the single process's. In evaluation with tracked statistics nothing is exchanged.
     """
 
     def __init__(
@@ -37,10 +35,10 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the normalised input, (N, C, …), as it is shaped.
+        """Return the normalised input, (N, C, …), in the same shape.
 
-        Raises ValueError for fewer than two dimensions, and in training where all ranks together have less than two
-        values a channel; HorovodInternalError where a rank is lost.
+        Raises ValueError for fewer than two dimensions, and in training if all ranks together have fewer than two
+        values a channel; HorovodInternalError if a rank is lost.
         """
         self._check_input_dim(input)
         momentum = self.momentum
@@ -62,7 +60,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def _around(tensor: torch.Tensor, dims: int) -> torch.Tensor:
-    """Return one value a channel as it is added to an input of so many dimensions."""
+    """Return per-channel values, shaped to broadcast over an input with `dims` dimensions."""
     return tensor.view(1, -1, *[1] * (dims - 2))
 
 
@@ -71,7 +69,7 @@ def _others(tensor: torch.Tensor) -> list[int]:
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
-    """Return the type to calculate in: float32 for what has less than its precision."""
+    """Return the type to compute in: float32 for types of lower precision."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 

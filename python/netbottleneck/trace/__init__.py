@@ -1,1 +1,1 @@
-"""Run records as values, their file formats, and the reader of the rings that ranks write."""
+"""Run records as values, their file formats, and the reader of the ranks' ring files."""

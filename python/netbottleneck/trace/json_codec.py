@@ -1,4 +1,7 @@
-"""Frozen dataclasses to JSON and back, by their type hints. Tuples are lists in JSON; unknown keys are left out."""
+"""JSON codec for frozen dataclasses, by their type hints. Tuples are lists in JSON; unknown keys are ignored.
+
+A class derived from str is text in JSON, and is built by its class method `parse`.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from typing import Any
 
 
 def shallow(value: Any) -> dict[str, Any]:
-    """What json calls for a dataclass within a row, too."""
+    """Return one level of a dataclass or mapping as a dictionary; json calls it for nested dataclasses."""
     if isinstance(value, Mapping):
         return dict(value)
     return {item.name: getattr(value, item.name) for item in fields(value)}
 
 
 def dump(value: Any) -> str:
-    """One line of JSON."""
+    """Return a value as one line of JSON."""
     return json.dumps(value, separators=(",", ":"), default=shallow)
 
 
@@ -51,15 +54,15 @@ def _tuple(inner: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
 
 
 def _nothing(kind: Any) -> None:
-    """Raises TypeError where there must be something."""
+    """Raise TypeError unless the type allows None."""
     if kind is not Any and type(None) not in typing.get_args(kind):
         raise TypeError(f"nothing where {getattr(kind, '__name__', kind)} must be")
 
 
 def build(kind: Any, value: Any) -> Any:
-    """`value` as JSON gives it, made the type that a dataclass says.
+    """Convert `value`, as parsed from JSON, to the type `kind`.
 
-    Raises TypeError for a scalar of another kind, or none where there must be one."""
+    Raises TypeError for a scalar of another type, or for None where a value is required."""
     if value is None:
         return _nothing(kind)
     if is_dataclass(kind):
@@ -73,4 +76,6 @@ def build(kind: Any, value: Any) -> Any:
         return {k: build(inner, v) for k, v in value.items()}
     if origin in (types.UnionType, typing.Union):
         return build(next(k for k in typing.get_args(kind) if k is not type(None)), value)
+    if isinstance(kind, type) and issubclass(kind, str) and kind is not str:
+        return typing.cast(Any, kind).parse(_scalar(str, value))
     return _scalar(kind, value) if kind in _SCALARS else value

@@ -1,9 +1,9 @@
-"""A backward pass tensor by tensor, and the cost of an addition by size: the files of the 2020 study, as values.
+"""Layer logs: a backward pass tensor by tensor, and tables of an addition's cost by size, in the 2020 study's formats.
 
-A layer log is text: a comment; the number of batches; the number of tensors of each; then `wait_us,bytes` a line, the
-tensors in the order in which their gradients are ready, each with the time since the one before (the first: since the
-backward pass began). A table is `bytes,seconds` a line. A log that is written here tells the model's name and its step
-in the comment, which other readers pass over.
+A layer log is text: a comment, the number of batches, the number of tensors per batch, then lines `wait_us,bytes`.
+Tensors are in the order of gradient readiness, each with the time since the previous one (the first: since the start of
+the backward). A table has lines `bytes,seconds`. Logs written by this module have the model's name and its step in the
+comment, which other readers skip.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
-from netbottleneck.trace.model import SINGLE, Parameter, Rank, Step, Trace
+from netbottleneck.trace.model import Parameter, Rank, Step, Trace
+from netbottleneck.trace.transports import SINGLE
 
 MARK = "netbottleneck layer log"
 SUFFIXES = (".bk.log", ".log", ".csv", ".txt")
@@ -29,9 +30,9 @@ Tensors = tuple[tuple[float, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class LayerLog:
-    """tensors: (wait in s, bytes) in the order of readiness; batch_s: a whole step of one device, None where not known.
+    """tensors: (wait in s, bytes) in the order of readiness. batch_s: a whole step on one device; None: not known.
 
-    others: further batches, of the same form. Raises ValueError for no tensor, or a wait, size or step that cannot be.
+    others: further batches, in the same form. Raises ValueError for no tensors, or an invalid wait, size or step.
     """
 
     name: str
@@ -56,18 +57,18 @@ class LayerLog:
 
     @property
     def backward_s(self) -> float:
-        """The first batch's waits, summed."""
+        """The sum of the first batch's waits."""
         return math.fsum(wait_s for wait_s, _ in self.tensors)
 
     @property
     def bytes(self) -> int:
-        """Of all gradients of a batch."""
+        """The bytes of all gradients of a batch."""
         return sum(size for _, size in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class VecTable:
-    """Seconds that an operation on so many bytes takes; sizes rise. Raises ValueError for what cannot be."""
+    """Duration in seconds of an operation by size; sizes increase. Raises ValueError for invalid values."""
 
     bytes: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -98,7 +99,7 @@ def _number(kind: Callable[[str], T], word: str, what: str) -> T:
 
 
 class _Lines:
-    """The lines of a file, one after the other; `number` is the one that was given last."""
+    """The lines of a file in sequence; `number` is that of the last returned line."""
 
     def __init__(self, path: Path | str) -> None:
         self.number = 0
@@ -106,7 +107,7 @@ class _Lines:
         self._cut = self._lines.pop() != b""
 
     def next(self, what: str) -> str:
-        """Raises ValueError where the file ends instead."""
+        """Return the next line. Raises ValueError at the end of the file."""
         self.number += 1
         if self.number > len(self._lines):
             if self._cut:
@@ -146,7 +147,7 @@ def _count(line: str, what: str) -> int:
 
 
 def _comment(line: str, stem: str) -> tuple[str, float | None]:
-    """Name and step of a log that was written here; else the file's name, and None."""
+    """Return name and step of a log written by this module; else the file's name and None."""
     if not line.startswith(MARK):
         return stem, None
     step = re.search(r"\bstep_s=(\S+)", line)
@@ -198,17 +199,17 @@ def _reading(path: Path | str, read: Callable[[_Lines], T]) -> T:
 
 
 def read(path: Path | str) -> LayerLog:
-    """Reads a layer log. Raises OSError; ValueError naming file and line for what is cut short or damaged."""
+    """Read a layer log. Raises OSError, and ValueError naming file and line if it is cut short or damaged."""
     return _reading(path, lambda lines: _log(lines, _stem(path)))
 
 
 def read_table(path: Path | str) -> VecTable:
-    """Reads a table. Raises as `read` does, and for sizes that do not rise."""
+    """Read a table. Raises as `read` does, and for sizes that do not increase."""
     return _reading(path, _table)
 
 
 def _microseconds(wait_s: float) -> float:
-    """What `read` makes wait_s of again, where there is such a number; else one next to it."""
+    """Return the number that `read` converts back to wait_s if there is one, else the nearest number."""
     near = wait_s * 1e6
     return next(
         (us for us in (near, math.nextafter(near, math.inf), math.nextafter(near, 0)) if us / 1e6 == wait_s), near
@@ -216,7 +217,7 @@ def _microseconds(wait_s: float) -> float:
 
 
 def write(path: Path | str, log: LayerLog) -> None:
-    """Writes what `read` reads. Raises ValueError where batches differ in length, or the name in a line."""
+    """Write a layer log for `read`. Raises ValueError if batches differ in length, or for a line feed in the name."""
     if len({len(batch) for batch in log.batches}) > 1 or "\n" in log.name:
         raise ValueError(f"layer log {log.name!r}: batches of one length and a name of one line are needed")
     step = "" if log.batch_s is None else f" step_s={log.batch_s!r};"
@@ -226,16 +227,16 @@ def write(path: Path | str, log: LayerLog) -> None:
 
 
 def write_table(path: Path | str, table: VecTable) -> None:
-    """Writes what `read_table` reads."""
+    """Write a table for `read_table`."""
     rows = (f"{size},{seconds!r}\n" for size, seconds in zip(table.bytes, table.seconds, strict=True))
     Path(path).write_text("".join(rows), encoding="utf-8")
 
 
 def to_trace(log: LayerLog) -> Trace:
-    """One step of one rank alone: what of the step is not backward comes before it, none after.
+    """Return a trace of one step of one rank alone; the time outside the backward is before it.
 
-    The parameters are in a model's own order, the last gradient's first. Raises ValueError where the step is shorter
-    than its backward pass."""
+    The parameters are in the model's order, so the last gradient comes first. Raises ValueError if the step is shorter
+    than its backward."""
     backward_s = log.backward_s
     before_ns = round(((log.batch_s or backward_s) - backward_s) * 1e9)
     if before_ns < 0:
@@ -256,22 +257,22 @@ def to_trace(log: LayerLog) -> Trace:
 
 
 def _offsets(step: Step) -> dict[int, int]:
-    """Ns from the begin of the last backward pass to each gradient."""
+    """Return the ns from the start of the last backward to each gradient, by parameter index."""
     origin = max((end for _, end in step.forward), default=step.begin_ns)
     return {index: max(at - origin, 0) for index, at in step.grad_ready}
 
 
 def _told(trace: Trace) -> list[Step]:
-    """Steps of one rank and transport that tell when gradients were ready: of a rank alone, where there are such."""
+    """Return the steps with gradient times of one rank and one arm; steps of one rank alone are preferred."""
     told = [step for step in trace.steps if step.grad_ready]
-    alone = [step for step in told if step.transport == SINGLE]
-    kind = (alone or told)[0].transport if told else ""
-    own = [step for step in told if step.transport == kind]
+    alone = [step for step in told if step.arm == SINGLE]
+    kind = (alone or told)[0].arm if told else None
+    own = [step for step in told if step.arm == kind]
     return [step for step in own if step.rank == min(one.rank for one in own)]
 
 
 def _source(trace: Trace) -> Sequence[Step]:
-    """`_told` without the first of each block, where there are others."""
+    """Return the steps of `_told` without the first of each block, unless no others are left."""
     own = _told(trace)
     first: dict[int, int] = {}
     for step in own:
@@ -280,9 +281,9 @@ def _source(trace: Trace) -> Sequence[Step]:
 
 
 def of_trace(trace: Trace, batch_s: float | None = None) -> LayerLog:
-    """The backward pass of a run: each gradient's median time over the steps of one rank, in the order of these.
+    """Return the backward pass of a run: each gradient's median time over the steps of one rank, in ascending order.
 
-    Raises ValueError where no step tells when gradients were ready."""
+    Raises ValueError if no step records when gradients were ready."""
     steps = _source(trace)
     times: dict[int, list[int]] = defaultdict(list)
     for step in steps:
@@ -290,7 +291,7 @@ def of_trace(trace: Trace, batch_s: float | None = None) -> LayerLog:
             times[index].append(offset)
     if not times:
         raise ValueError(f"run {trace.id}: no step tells when its gradients were ready")
-    # Those that are ready at once stay in the order of the first step: dictionaries and sorted() keep it.
+    # Gradients with equal times stay in the order of the first step: dictionaries and sorted() are stable.
     ready = sorted(((statistics.median(offsets), index) for index, offsets in times.items()), key=lambda row: row[0])
     before = 0.0
     tensors = []

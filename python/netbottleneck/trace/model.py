@@ -1,7 +1,7 @@
-"""The trace format: the values that a run, measured or simulated, is made of, and their file.
+"""Trace format: the values that describe a run, measured or simulated, its hosts' counters, and their files.
 
-Left of this module everything is live; right of it everything is a pure function of a Trace. Times are integer ns of
-rank 0's monotonic clock; None means that the source does not know, never an estimate.
+Code upstream of this module is live; code downstream is a pure function of a Trace. Times are integer ns of rank 0's
+monotonic clock. None means that the source does not have the value; it never stands for an estimate.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import struct
 import types
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,21 +17,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from netbottleneck.trace import json_codec
+import numpy as np
+from numpy.typing import NDArray
 
-VERSION = 1
+from netbottleneck.trace import json_codec
+from netbottleneck.trace.transports import Arm
+
+VERSION = 2
 FORMAT = "netbottleneck-trace"
 
-# Transports that are no transport: the untouched script, one rank alone, nothing moves.
-BARE, SINGLE, NULL = "bare", "single", "null"
-PSEUDO = (BARE, SINGLE, NULL)
-# Transports whose streams are ours.
-NATIVE = ("tcp", "ofi")
 # What a note says of a run whose gradients travel by a hook that cannot be timed.
 NOT_TIMED = "its buckets are not timed"
-# And of one in which something communicates that no record has.
+# Part of a note: the run communicates through operations that are not recorded.
 NOT_RECORDED = "what it communicates is not in this record"
-# The tables of a trace whose rows belong to one rank each.
+# Tables of a trace whose rows each belong to one rank.
 BY_RANK = ("ranks", "steps", "collectives", "faults")
 
 Interval = tuple[int, int]
@@ -38,7 +38,7 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A trainable tensor; its place in Trace.parameters is its index."""
+    """A trainable tensor; its index is its position in Trace.parameters."""
 
     name: str
     bytes: int
@@ -48,7 +48,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that travel together; `parameters` are indices."""
+    """Gradients that are reduced together; `parameters` are indices."""
 
     name: str
     key: int
@@ -59,7 +59,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What `lanes` network streams reached: `bytes` a rank, one way, in `ns`."""
+    """A probe of `lanes` network streams: `bytes` per rank, one way, in `ns`."""
 
     lanes: int
     bytes: int
@@ -72,10 +72,11 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class TransportInfo:
-    """A transport as one rank had it.
+    """A transport as one rank recorded it.
 
-    streams_asked: 0: auto. link_bps: of `interface`. shm: "on", "on: " and ranks, or "off: " and why. cpu: pinned to.
-    costs: ns of a step, a byte on the wire, a byte added, of two levels, a byte there; empty where not measured."""
+    streams_asked: 0: auto. link_bps: of `interface`. shm: "on", "on: " and ranks, or "off: " and the reason. cpu: the
+    core that its thread is pinned to. costs: ns per step, per byte on the wire, per byte added; then, of two levels, a
+    fixed ns and ns per byte beyond its time on the wire; empty if not measured."""
 
     name: str
     provider: str | None = None
@@ -94,10 +95,10 @@ class TransportInfo:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """How a rank's clock was laid on rank 0's.
+    """The offset of a rank's clock to rank 0's, and how it was found.
 
-    method: "rank 0", "heartbeat", "same clock", "wall" or "none"; offset_ns: this clock minus rank 0's; error_ns: half
-    the round trip, None where it is not known."""
+    method: "rank 0", "heartbeat", "same clock", "wall" or "none". offset_ns: this clock minus rank 0's. error_ns: half
+    the round trip, None if not known."""
 
     method: str = "none"
     offset_ns: int = 0
@@ -106,7 +107,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A process of the run, and what of its record is missing. cores: those it may run on."""
+    """A process of the run, and the missing parts of its record. cores: the cores in its affinity mask."""
 
     rank: int
     hostname: str = ""
@@ -125,14 +126,14 @@ class Rank:
 class Step:
     """One optimizer update on one rank.
 
-    forward, optimizer: intervals; modules: (module index, begin, end) of sampled steps; grad_ready: (parameter index,
-    ns) in order of time; waits: (key of the operation or 0, begin, end) in which the training thread was blocked;
-    cpu_ns: processor time of all threads of the process."""
+    forward, optimizer: intervals. modules: (module index, begin, end) of sampled steps. grad_ready: (parameter index,
+    ns) in order of time. waits: (key of the operation or 0, begin, end) while the training thread was blocked.
+    cpu_ns: CPU time of all threads of the process."""
 
     rank: int
     index: int
     block: int
-    transport: str
+    arm: Arm
     begin_ns: int
     end_ns: int
     plan: str | None = None
@@ -145,16 +146,23 @@ class Step:
     cpu_ns: int | None = None
 
     @property
+    def transport(self) -> str:
+        """Return the transport of its arm."""
+        return self.arm.transport
+
+    @property
     def duration_ns(self) -> int:
         return self.end_ns - self.begin_ns
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One operation on one rank. lanes: (lane, bytes sent, bytes received); step: None outside steps; bucket: index."""
+    """One operation on one rank. lanes: (lane, bytes sent, bytes received); step: None outside steps; bucket: index.
+
+    arm: that of its step; outside steps, its transport alone."""
 
     rank: int
-    transport: str
+    arm: Arm
     key: int
     round: int
     submit_ns: int
@@ -180,18 +188,23 @@ class Collective:
     lanes: tuple[tuple[int, int, int], ...] | None = None
 
     @property
+    def transport(self) -> str:
+        """Return the transport of its arm."""
+        return self.arm.transport
+
+    @property
     def finished(self) -> bool:
         return self.start_ns is not None and self.done_ns is not None and self.error == 0
 
     @property
-    def match(self) -> tuple[str, int, int, int]:
-        """What is equal on all ranks of one operation."""
-        return self.transport, self.comm, self.key, self.round
+    def match(self) -> tuple[Arm, int, int, int]:
+        """The key that is equal on all ranks of one operation."""
+        return self.arm, self.comm, self.key, self.round
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """kind: "stall", "peer_lost" or "lane_lost"; peers: the missing or lost ranks."""
+    """A fault on one rank. kind: "stall", "peer_lost" or "lane_lost"; peers: the missing or lost ranks."""
 
     rank: int
     kind: str
@@ -205,7 +218,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The network that the run was given. how: in words; link_bps: nominal; verified: what a measurement found."""
+    """The network of the run. how: a description; link_bps: nominal; verified: the result of a measurement."""
 
     how: str = ""
     link_bps: float | None = None
@@ -219,7 +232,7 @@ class Trace:
 
     id: str
     size: int
-    transports: tuple[str, ...]
+    arms: tuple[Arm, ...]
     origin: str = "measured"
     command: tuple[str, ...] = ()
     model: str = ""
@@ -236,13 +249,13 @@ class Trace:
     faults: tuple[Fault, ...] = ()
 
     def of_rank(self, rank: int) -> Trace:
-        """The same run as one rank recorded it."""
+        """Return the run as one rank recorded it."""
         own: dict[str, Any] = {name: tuple(row for row in getattr(self, name) if row.rank == rank) for name in BY_RANK}
         return replace(self, **own)
 
 
 def merge(parts: Iterable[Trace]) -> Trace:
-    """The run of which `parts` are the ranks. Raises ValueError for none, or for parts of different runs."""
+    """Merge the ranks' parts of one run. Raises ValueError for no parts, or for parts of different runs."""
     all_parts = list(parts)
     if not all_parts:
         raise ValueError("no trace to merge")
@@ -276,31 +289,128 @@ def _lines(trace: Trace) -> Iterator[str]:
 
 
 def write(trace: Trace, path: Path | str) -> None:
-    """Writes gzipped JSON lines; the same trace makes the same bytes."""
+    """Write a trace as gzipped JSON lines; equal traces give equal bytes."""
     with open(path, "wb") as raw, gzip.GzipFile("", "wb", 6, raw, mtime=0) as packed:
         packed.writelines(line.encode() + b"\n" for line in _lines(trace))
 
 
-def read(path: Path | str) -> Trace:
-    """Reads what `write` wrote.
+def _renamed(row: Mapping[str, Any], before: str, now: str) -> dict[str, Any]:
+    """Return a row of version 1, which named arms by their transport, with the name of version 2."""
+    return {now if key == before else key: value for key, value in row.items()}
 
-    Raises FileNotFoundError; ValueError naming file and line for another format or version, or what is damaged."""
+
+def read(path: Path | str) -> Trace:
+    """Read a trace written by `write`.
+
+    Raises FileNotFoundError, and ValueError naming file and line for another format or version or a damaged file."""
     number = 0
     try:
         with gzip.open(path, "rb") as packed, io.TextIOWrapper(packed, encoding="utf-8") as text:
             head = json.loads(text.readline() or "null")
             if not isinstance(head, dict) or head.get("format") != FORMAT:
                 raise ValueError("not a netbottleneck trace")
-            if head.get("version") != VERSION:
-                raise ValueError(f"trace version {head.get('version')!r}; this netbottleneck reads version {VERSION}")
+            version = head.get("version")
+            if version not in (1, VERSION):
+                raise ValueError(f"trace version {version!r}; this netbottleneck reads versions 1 and {VERSION}")
+            if version == 1:
+                head = _renamed(head, "transports", "arms")
             rows: dict[str, list[Any]] = {attribute: [] for attribute, _ in _ROWS.values()}
             for line in text:
                 number += 1
                 ((kind, value),) = json.loads(line).items()
                 if kind in _ROWS:
                     attribute, record = _ROWS[kind]
+                    if version == 1 and kind in {"step", "collective"}:
+                        value = _renamed(value, "transport", "arm")
                     rows[attribute].append(json_codec.build(record, value))
             whole: Trace = replace(json_codec.build(Trace, head), **{k: tuple(v) for k, v in rows.items()})
             return whole
     except (ValueError, TypeError, AttributeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}, line {number + 1}: {error}") from error
+
+
+# Counters of a host, from the files of runtime/sampler.py, complete or cut short.
+
+MAGIC = b"NBCOUNT\0"
+SAMPLES_VERSION = 1
+_HEAD = struct.Struct("<8sII")  # magic, version, offset of the first row in bytes
+NET, HOST = "net", "host"
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """One file of counters: values[i] are the columns' values at time_ns[i] of this host's monotonic clock.
+
+    Counters never decrease. hz: the requested rate; time_ns has the actual times. Columns: "eth0:rx_bytes",
+    "cpu3:softirq" (in ticks), "tcp:…".
+    """
+
+    hostname: str
+    host_id: str
+    rank: int
+    hz: int
+    ticks_per_s: int
+    columns: tuple[str, ...]
+    time_ns: NDArray[np.int64]
+    values: NDArray[np.int64]
+
+    def column(self, name: str) -> NDArray[np.int64]:
+        """Return one column. Raises ValueError for an unknown name."""
+        return self.values[:, self.columns.index(name)]
+
+    def owners(self, what: str) -> tuple[str, ...]:
+        """Return the owners of the columns that end in `what`: interfaces for "rx_bytes", cores for "user"."""
+        return tuple(name.rpartition(":")[0] for name in self.columns if name.rpartition(":")[2] == what)
+
+    def on_clock(self, offset_ns: int) -> Counters:
+        """Return the counters on a clock that is `offset_ns` behind this host's, such as rank 0's: see Clock."""
+        return replace(self, time_ns=self.time_ns - offset_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """A host's counters: net: of its interfaces; host: of its cores and TCP. rank: the rank that recorded them."""
+
+    rank: int
+    net: Counters | None = None
+    host: Counters | None = None
+
+    def on_clock(self, offset_ns: int) -> Samples:
+        """Return the counters on another clock, as Counters.on_clock."""
+        net = None if self.net is None else self.net.on_clock(offset_ns)
+        return replace(self, net=net, host=None if self.host is None else self.host.on_clock(offset_ns))
+
+
+def read_samples(path: Path | str) -> Counters:
+    """Read one file of counters; an incomplete last row is dropped.
+
+    Raises FileNotFoundError, and ValueError naming the file if it is another format or version, or damaged.
+    """
+    raw = Path(path).read_bytes()
+    if len(raw) < _HEAD.size or not raw.startswith(MAGIC):
+        raise ValueError(f"{path}: not a file of counters")
+    _, version, first = _HEAD.unpack_from(raw)
+    if version != SAMPLES_VERSION:
+        raise ValueError(f"{path}: counters of version {version}; this netbottleneck reads version {SAMPLES_VERSION}")
+    try:
+        about: dict[str, Any] = json.loads(raw[_HEAD.size : first])
+        columns = tuple(about["columns"])
+        width = 8 * len(columns)
+        rows = np.frombuffer(raw, "<i8", max(0, len(raw) - first) // width * len(columns), min(first, len(raw)))
+        rows = rows.reshape(-1, len(columns)).astype(np.int64)
+        told = {name: about[name] for name in ("hostname", "host_id", "rank", "hz", "ticks_per_s")}
+    except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"{path}: damaged head: {error}") from error
+    return Counters(**told, columns=columns[1:], time_ns=rows[:, 0], values=rows[:, 1:])
+
+
+def of_run(run_dir: Path | str) -> tuple[Samples, ...]:
+    """Return the recorded counters of a run's hosts, by rank; may be empty. Raises ValueError as read_samples."""
+    ranks = Path(run_dir) / "ranks"
+    found: dict[int, dict[str, Counters]] = {}
+    for kind in (NET, HOST):
+        for path in ranks.glob(f"*.{kind}.counters"):
+            counters = read_samples(path)
+            if len(counters.time_ns):
+                found.setdefault(counters.rank, {})[kind] = counters
+    return tuple(Samples(rank, **found[rank]) for rank in sorted(found))

@@ -1,25 +1,347 @@
-"""After the run, or beside it in another process: ring files become a Trace, on one clock.
+"""Reader of a run's ring files: converts rings to events, and the events of all ranks to a Trace on one clock.
 
-Tolerates ranks that were killed: what they had finished is kept, what they had
-not is counted.
+It runs after the job, or during the job in another process. It accepts ranks that were killed: completed work is kept,
+and incomplete work is counted.
 """
 
 from __future__ import annotations
 
+import bisect
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck.trace import events as ev
 from netbottleneck.trace import model as tr
-from netbottleneck.trace.ring_files import EVENT, Ring, read_ring
+from netbottleneck.trace.transports import STOCK, Arm
+
+# Events of one rank by name, converted to steps, operations, faults and costs. Pure.
+
+# Codes in OP_SUBMIT and OP_DONE: csrc/engine/engine.h, csrc/base/dtype.h, csrc/coll/choose.h.
+KINDS = ("allreduce", "allgather", "reducescatter", "broadcast", "barrier", "alltoall", "join")
+DTYPES = ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+# csrc/coll/choose.h, enum nb_algorithm.
+ALGORITHMS = (
+    None,
+    "ring all-reduce",
+    "ring all-gather",
+    "ring reduce-scatter",
+    "chain broadcast",
+    "recursive doubling",
+    "halving-doubling",
+    "pairwise all-to-all",
+    "inline all-reduce",
+    "join",
+)
+# Algorithms between ranks that share memory; codes of the same enum.
+IN_MEMORY = {32: "shared memory", 33: "staged shared memory", 34: "two_level"}
+
+
+class Event(NamedTuple):
+    """One timestamped event. a…e: unsigned, see csrc/trace/event.h."""
+
+    kind: str
+    time_ns: int
+    step: int
+    key: int
+    a: int
+    b: int
+    c: int
+    d: int
+    e: int
+
+
+def signed(value: int, bits: int = 64) -> int:
+    """Return the two's complement number in the low `bits` of value."""
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if value >> (bits - 1) else value
+
+
+def _arm(arms: Sequence[Arm], number: int) -> Arm:
+    return arms[number] if number < len(arms) else Arm(str(number))
+
+
+def _arm_of(transport: str | None, step: tr.Step | None) -> Arm:
+    """Return the arm of an operation of this transport in this step; either may be unknown."""
+    if step is not None and transport in (None, step.arm.transport):
+        return step.arm
+    return STOCK if transport is None else Arm(transport)
+
+
+def _named(table: Sequence[str | None], number: int) -> str | None:
+    return table[number] if number < len(table) else str(number)
+
+
+@dataclass(slots=True)
+class _OpenStep:
+    """A step in progress: collects intervals until the step ends."""
+
+    event: Event
+    forward: list[tr.Interval] = field(default_factory=list)
+    optimizer: list[tr.Interval] = field(default_factory=list)
+    modules: list[tuple[int, int, int]] = field(default_factory=list)
+    grad_ready: list[tuple[int, int]] = field(default_factory=list)
+    waits: list[tuple[int, int, int]] = field(default_factory=list)
+    begun: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+
+    def take(self, event: Event) -> None:
+        if event.kind == "GRAD_READY":
+            self.grad_ready.append((event.key, event.time_ns))
+            return
+        what, _, edge = event.kind.partition("_")
+        if edge == "BEGIN":
+            self.begun.setdefault((what, event.key), []).append(event.time_ns)
+        elif edge == "END" and self.begun.get((what, event.key)):
+            begin = self.begun[what, event.key].pop()
+            if what == "FORWARD" and event.key:
+                self.modules.append((event.key - 1, begin, event.time_ns))
+            elif what == "FORWARD":
+                self.forward.append((begin, event.time_ns))
+            elif what == "OPTIMIZER":
+                self.optimizer.append((begin, event.time_ns))
+            elif what == "WAIT":
+                self.waits.append((event.key, begin, event.time_ns))
+
+
+def rank_steps(
+    events: Iterable[Event], rank: int, arms: Sequence[Arm], plan: str | None
+) -> tuple[list[tr.Step], int, bool]:
+    """Return the finished steps of a rank's training thread, the number abandoned, and whether the last is open."""
+    finished: list[tr.Step] = []
+    current: _OpenStep | None = None
+    unfinished = 0
+    for event in events:
+        if event.kind == "STEP_BEGIN":
+            unfinished += current is not None
+            current = _OpenStep(event)
+        elif current is None:
+            continue
+        elif event.kind == "STEP_END":
+            begin = current.event
+            finished.append(
+                tr.Step(
+                    rank=rank,
+                    index=begin.step,
+                    block=begin.a,
+                    arm=_arm(arms, begin.b),
+                    begin_ns=begin.time_ns,
+                    end_ns=event.time_ns,
+                    plan=plan,
+                    sampled=begin.c == 1,
+                    forward=tuple(current.forward),
+                    optimizer=tuple(current.optimizer),
+                    modules=tuple(current.modules),
+                    grad_ready=tuple(current.grad_ready),
+                    waits=tuple(current.waits),
+                    cpu_ns=event.d - begin.d if begin.d and event.d else None,
+                )
+            )
+            current = None
+        else:
+            current.take(event)
+    return finished, unfinished, current is not None
+
+
+class StepIndex:
+    """Finds the step of one rank that contains a given time."""
+
+    def __init__(self, rank_steps: Sequence[tr.Step]) -> None:
+        self._steps = sorted(rank_steps, key=lambda s: s.begin_ns)
+        self._begins = [s.begin_ns for s in self._steps]
+
+    def at(self, time_ns: int) -> tr.Step | None:
+        place = bisect.bisect_right(self._begins, time_ns) - 1
+        return self._steps[place] if place >= 0 and time_ns <= self._steps[place].end_ns else None
+
+
+class BucketIndex:
+    """Finds the bucket of an operation: by key, else by its number if the bytes are equal."""
+
+    def __init__(self, buckets: Sequence[tr.Bucket]) -> None:
+        self._buckets = buckets
+        self._by_key = {bucket.key: index for index, bucket in enumerate(buckets)}
+
+    def find(self, submit: Event) -> int | None:
+        number = submit.c - 1
+        if submit.key in self._by_key:
+            return self._by_key[submit.key]
+        if 0 <= number < len(self._buckets) and self._buckets[number].bytes == submit.b:
+            return number
+        return None
+
+    def dtype(self, index: int | None) -> str | None:
+        """Return the recorded type of the bucket; None without a bucket."""
+        return self._buckets[index].dtype if index is not None else None
+
+    def name(self, index: int | None, key: int) -> str:
+        return self._buckets[index].name if index is not None else f"{key:016x}"
+
+
+_MARK: Mapping[str, str] = MappingProxyType(
+    {"OP_AGREED": "agreed_ns", "OP_START": "start_ns", "OP_FIRST_BYTE": "first_byte_ns", "OP_DONE": "done_ns"}
+)
+
+_ORDER: Mapping[str, int] = MappingProxyType(
+    {"OP_SUBMIT": 0, "OP_LANE": 5} | {kind: i for i, kind in enumerate(_MARK, 1)}
+)
+
+
+def collectives(
+    events: Iterable[Event], rank: int, transport: str | None, in_steps: StepIndex, buckets: BucketIndex
+) -> list[tr.Collective]:
+    """Return the operations among `events`, in order of submission.
+
+    transport None: use that of the step of the submission; fields that only a native transport has stay None. A reused
+    pair of key and round is numbered on, so that operations without recorded rounds also match across ranks.
+    """
+    rows: list[dict[str, Any]] = []
+    pending: dict[tuple[int, int], dict[str, Any]] = {}
+    times: Counter[tuple[int, int]] = Counter()
+    # Several threads write events: at equal times, causal order applies.
+    own = (event for event in events if event.kind in _ORDER)
+    for event in sorted(own, key=lambda e: (e.time_ns, _ORDER[e.kind])):
+        if event.kind == "OP_SUBMIT":
+            step = in_steps.at(event.time_ns)
+            bucket = buckets.find(event)
+            row: dict[str, Any] = {
+                "rank": rank,
+                "arm": _arm_of(transport, step),
+                "key": event.key,
+                "round": event.a + times[event.key, event.a],
+                "submit_ns": event.time_ns,
+                "tensor_bytes": event.b,
+                "name": buckets.name(bucket, event.key),
+                "step": step.index if step else None,
+                "comm": event.d,
+                "kind": _named(KINDS, event.e & 0xFF),
+                "dtype": buckets.dtype(bucket) or _named(DTYPES, event.e >> 8 & 0xFF),
+                "priority": signed(event.e >> 32, 32),
+                "bucket": bucket,
+                "lanes": [],
+            }
+            rows.append(row)
+            pending[event.key, event.a] = row
+            times[event.key, event.a] += 1
+        else:
+            _mark(pending.get((event.key, event.a)), event, native=transport is not None)
+    for row in rows:
+        row["lanes"] = tuple(sorted(row["lanes"])) or None
+    return [tr.Collective(**row) for row in rows]
+
+
+def _mark(row: dict[str, Any] | None, event: Event, native: bool) -> None:
+    if row is None:
+        return
+    if event.kind == "OP_LANE":
+        row["lanes"].append((event.b, event.c, event.d))
+        return
+    row[_MARK[event.kind]] = event.time_ns
+    if event.kind == "OP_DONE":
+        row["error"] = signed(event.e)
+        if native:
+            row["wire_bytes"] = event.b
+            row["algorithm"] = IN_MEMORY.get(event.d) or _named(ALGORITHMS, event.d)
+
+
+def faults(events: Iterable[Event], rank: int, size: int) -> list[tr.Fault]:
+    """Return stalls, lost peers and lost lanes."""
+    found = []
+    for e in events:
+        if e.kind == "STALL":
+            missing = tuple(peer for peer in range(min(size, 64)) if e.c >> peer & 1)
+            found.append(tr.Fault(rank, "stall", e.time_ns, missing, key=e.key, waited_ns=e.b))
+        elif e.kind == "PEER_LOST":
+            found.append(tr.Fault(rank, "peer_lost", e.time_ns, (e.a,), code=signed(e.b)))
+        elif e.kind == "LANE_LOST":
+            found.append(tr.Fault(rank, "lane_lost", e.time_ns, (e.a,), lane=e.b, code=signed(e.c)))
+    return found
+
+
+def probes(events: Iterable[Event]) -> tuple[tr.Probe, ...]:
+    """Return the probe result of each number of streams."""
+    return tuple(tr.Probe(e.a, e.b, e.c) for e in events if e.kind == "PROBE")
+
+
+def costs(events: Iterable[Event]) -> tuple[float, ...]:
+    """Return the last recorded costs: ns per step, per byte on the wire and per byte added; () if there are none.
+
+    If two-level sums are possible: also their fixed ns, and ns per byte beyond its time on the wire.
+    """
+    last = next((e for e in reversed(list(events)) if e.kind == "COSTS"), None)
+    fs = () if last is None else (last.a, last.b, last.c, *((last.d, last.e) if last.d else ()))
+    return tuple(value / 1e6 for value in fs)
+
+
+# Ring file, as written by csrc/trace/ring.h: readable even after its writer was killed.
+
+RING_MAGIC = b"NBRING1\0"
+RING_VERSION = 1
+RING_HEADER_BYTES = 4096
+HEADER = np.dtype(
+    [
+        ("magic", "S8"),
+        ("version", "<u4"),
+        ("event_bytes", "<u4"),
+        ("capacity", "<u8"),
+        ("rank", "<u4"),
+        ("pid", "<u4"),
+        ("opened_mono_ns", "<i8"),
+        ("opened_wall_ns", "<i8"),
+        ("taken", "<u8"),
+        ("closed", "<u8"),
+    ]
+)
+EVENT = np.dtype(
+    [("time_ns", "<i8"), ("kind", "<u4"), ("step", "<u4"), ("key", "<u8")] + [(name, "<u8") for name in "abcde"]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Content of a ring file: events in order of time. dropped: events that did not fit or were not completed."""
+
+    rank: int
+    pid: int
+    opened_mono_ns: int
+    opened_wall_ns: int
+    closed: bool
+    dropped: int
+    events: NDArray[Any]
+
+
+def read_ring(path: Path | str) -> Ring:
+    """Read one ring file, complete or cut short.
+
+    Raises ValueError naming the file if it is not a ring, or of another version."""
+    raw = Path(path).read_bytes()
+    if len(raw) < RING_HEADER_BYTES or raw[:8] != RING_MAGIC:
+        raise ValueError(f"{path}: not a ring file")
+    head = np.frombuffer(raw, HEADER, 1)[0]
+    if head["version"] != RING_VERSION or head["event_bytes"] != EVENT.itemsize:
+        raise ValueError(f"{path}: ring version {head['version']}; this netbottleneck reads version {RING_VERSION}")
+    there = (len(raw) - RING_HEADER_BYTES) // EVENT.itemsize
+    taken = int(head["taken"])
+    events = np.frombuffer(raw, EVENT, min(taken, int(head["capacity"]), there), RING_HEADER_BYTES)
+    events = events[events["kind"] != 0]
+    return Ring(
+        int(head["rank"]),
+        int(head["pid"]),
+        int(head["opened_mono_ns"]),
+        int(head["opened_wall_ns"]),
+        bool(head["closed"]),
+        taken - len(events),
+        events[np.argsort(events["time_ns"], kind="stable")],
+    )
+
+
+# Rings and metadata of all ranks, combined into one Trace.
 
 # Name of each event kind, as in csrc/trace/event.h without NB_EV_.
 EVENTS: Mapping[str, int] = MappingProxyType(
@@ -52,14 +374,14 @@ EVENTS: Mapping[str, int] = MappingProxyType(
     }
 )
 _NAMES = MappingProxyType({number: name for name, number in EVENTS.items()})
-# What only Horovod's timeline needs, timeline_events.py: rank 0 has one for each rank and operation.
+# Events for Horovod's timeline only (timeline_writer.py): rank 0 has one per rank and operation.
 _LEFT_OUT = tuple(EVENTS[name] for name in ("OP_NAME", "OP_READY", "OP_PACK"))
 
-# Monotonic clocks whose wall anchors agree this well are the same clock: two hosts do not boot within it.
+# Monotonic clocks with wall anchors this close are the same clock: no two hosts boot within this time.
 SAME_CLOCK_NS = 20_000_000
 # Heartbeats whose round trip is above this multiple of the best are not used.
 ROUND_TRIP_FACTOR = 2
-# From so many good heartbeats on, drift is fitted with a straight line.
+# With this many good heartbeats, a straight line is fitted to the drift.
 DRIFT_SAMPLES = 8
 
 TRAIN = "train"
@@ -77,12 +399,12 @@ class _RankFiles:
         return np.concatenate([ring.events for ring in self.rings.values()] or [np.empty(0, EVENT)])
 
     def anchor_ns(self) -> int | None:
-        """Wall minus monotonic clock."""
+        """Return wall clock minus monotonic clock, None without rings."""
         return next((r.opened_wall_ns - r.opened_mono_ns for r in self.rings.values()), None)
 
 
 def _clock_line(files: _RankFiles, reference_ns: int | None) -> tuple[tr.Clock, NDArray[np.float64]]:
-    """How this rank's clock was laid on rank 0's, and the drift (slope, at) around clock.offset_ns."""
+    """Return this rank's clock relative to rank 0's, and the drift (slope, at) around clock.offset_ns."""
     still = np.zeros(2)
     if files.rank == 0:
         return tr.Clock("rank 0", 0, 0), still
@@ -117,11 +439,11 @@ def _on_rank_0(ring: Ring, clock: tr.Clock, drift: NDArray[np.float64]) -> NDArr
     return events
 
 
-def _named_events(ring: Ring, clock: tr.Clock, drift: NDArray[np.float64]) -> list[ev.Event]:
+def _named_events(ring: Ring, clock: tr.Clock, drift: NDArray[np.float64]) -> list[Event]:
     rows = _on_rank_0(ring, clock, drift)
     rows = rows[~np.isin(rows["kind"], _LEFT_OUT)]
     return [
-        ev.Event(_NAMES.get(kind, str(kind)), *rest)
+        Event(_NAMES.get(kind, str(kind)), *rest)
         for kind, *rest in rows[["kind", "time_ns", "step", "key", "a", "b", "c", "d", "e"]].tolist()
     ]
 
@@ -137,7 +459,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def _rank_files(folder: Path, rank: int) -> _RankFiles:
-    """What a rank left; what cannot be read becomes a note."""
+    """Read the files of a rank; unreadable files become notes."""
     notes: list[str] = []
     meta: Mapping[str, Any] = {}
     try:
@@ -169,13 +491,13 @@ _OF_TRANSPORT = (
 )
 
 
-def _transport(name: str, info: Mapping[str, Any], events: Sequence[ev.Event]) -> tr.TransportInfo:
+def _transport(name: str, info: Mapping[str, Any], events: Sequence[Event]) -> tr.TransportInfo:
     known = {k: info.get(k) for k in _OF_TRANSPORT}
     told = tuple(tr.Probe(*map(int, point)) for point in info.get("probe") or ())
-    return tr.TransportInfo(name, **known, probe=told or ev.probes(events), costs=ev.costs(events))
+    return tr.TransportInfo(name, **known, probe=told or probes(events), costs=costs(events))
 
 
-def _transports(told: Mapping[str, Any], named: Mapping[str, list[ev.Event]]) -> tuple[tr.TransportInfo, ...]:
+def _transports(told: Mapping[str, Any], named: Mapping[str, list[Event]]) -> tuple[tr.TransportInfo, ...]:
     names = dict.fromkeys([*told, *(name for name in named if name != TRAIN)])
     return tuple(_transport(name, told.get(name) or {}, named.get(name, ())) for name in names)
 
@@ -185,16 +507,16 @@ def _key(value: int | str) -> int:
 
 
 def _rank_trace(
-    run: tr.Trace, files: _RankFiles, clock: tr.Clock, named: Mapping[str, list[ev.Event]], plan: str | None
+    run: tr.Trace, files: _RankFiles, clock: tr.Clock, named: Mapping[str, list[Event]], plan: str | None
 ) -> tr.Trace:
     train = named.get(TRAIN, [])
-    steps, unfinished, still_open = ev.steps(train, files.rank, run.transports, plan)
-    index, buckets = ev.StepIndex(steps), ev.BucketIndex(run.buckets)
-    # The training thread's own stamps count where the transport has no ring.
-    found = [c for c in ev.collectives(train, files.rank, None, index, buckets) if c.transport not in named]
+    steps, unfinished, still_open = rank_steps(train, files.rank, run.arms, plan)
+    index, buckets = StepIndex(steps), BucketIndex(run.buckets)
+    # Events of the training thread are used only for transports without a ring.
+    found = [c for c in collectives(train, files.rank, None, index, buckets) if c.arm.transport not in named]
     for name, events in named.items():
         if name != TRAIN:
-            found += ev.collectives(events, files.rank, name, index, buckets)
+            found += collectives(events, files.rank, name, index, buckets)
     ended_well = bool(files.meta.get("finished")) and not files.meta.get("error")
     rank = tr.Rank(
         files.rank,
@@ -204,7 +526,7 @@ def _rank_trace(
         finished=bool(files.meta.get("finished", False)),
         error=files.meta.get("error"),
         clock=clock,
-        # In good order, the loop ends within the step that its last step began.
+        # After a normal end, the last step is open: the script ends within it.
         steps_unfinished=unfinished + (still_open and not ended_well),
         events_dropped=sum(ring.dropped for ring in files.rings.values()),
         cores=tuple(files.meta.get("cores") or ()),
@@ -215,7 +537,7 @@ def _rank_trace(
         ranks=(rank,),
         steps=tuple(steps),
         collectives=tuple(sorted(found, key=lambda c: c.submit_ns)),
-        faults=tuple(f for events in named.values() for f in ev.faults(events, files.rank, run.size)),
+        faults=tuple(f for events in named.values() for f in faults(events, files.rank, run.size)),
     )
 
 
@@ -227,12 +549,12 @@ def _network(told: Mapping[str, Any] | None) -> tr.Network | None:
 
 
 def _head(run: Mapping[str, Any], ranks: Sequence[_RankFiles]) -> tr.Trace:
-    """The part of a trace that all ranks share."""
+    """Return the part of a trace that all ranks share."""
     described = next((files.meta for files in ranks if files.meta.get("parameters")), {})
     return tr.Trace(
         id=str(run.get("id", "")),
         size=int(run["size"]),
-        transports=tuple(run["transports"]),
+        arms=tuple(Arm.parse(name) for name in run.get("arms") or run["transports"]),
         command=tuple(run.get("command") or ()),
         model=run.get("model") or "",
         started_wall_ns=int(run.get("started_wall_ns") or 0),
@@ -262,9 +584,9 @@ def _from_rings(run: Mapping[str, Any], folder: Path, ranks: list[int]) -> tr.Tr
 
 
 def load(run_dir: Path | str) -> tr.Trace:
-    """The trace of a run folder: from its rings, or where there are none from ranks/<rank>.jsonl.gz. Writes nothing.
+    """Load the trace of a run folder from its rings, or without rings from ranks/<rank>.jsonl.gz. Writes nothing.
 
-    Raises FileNotFoundError for a folder that holds no run; ValueError naming the file for an unknown version."""
+    Raises FileNotFoundError for a folder without a run, and ValueError naming the file for an unknown version."""
     folder = Path(run_dir)
     if not (folder / "run.json").exists():
         raise FileNotFoundError(f"{folder}: no run.json here; give the folder of a run")
@@ -281,7 +603,7 @@ def load(run_dir: Path | str) -> tr.Trace:
 
 
 def convert(run_dir: Path | str) -> tr.Trace:
-    """Loads a run folder and writes ranks/<rank>.jsonl.gz beside the rings."""
+    """Load a run folder and write ranks/<rank>.jsonl.gz next to the rings."""
     trace = load(run_dir)
     for rank in trace.ranks:
         tr.write(trace.of_rank(rank.rank), Path(run_dir) / "ranks" / f"{rank.rank}.jsonl.gz")

@@ -1,8 +1,8 @@
-"""The simulator of "Is Network the Bottleneck of Distributed Training?" (2020), exactly: functions in float64 seconds.
+"""Exact port of the simulator of "Is Network the Bottleneck of Distributed Training?" (2020), in float64 seconds.
 
-What it holds and what it leaves out (latency, hosts of several ranks, a codec's cost) is docs/what-if.md's matter: here
-nothing is better than it was. The original waits in real time, stretched by `slowdown`, and passes over waits that are
-30 us or shorter when stretched; so its results depend a little on that number.
+docs/explanation/what-if.md lists what that simulator leaves out (latency, several ranks on a host, a codec's cost).
+This port adds none of it. The original waits in real time, stretched by `slowdown`, and skips waits that are 30 us or
+shorter when stretched. So its results depend slightly on that number.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SLOWDOWN = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Bytes handed over at once, and when."""
+    """Bytes sent at once, and the time at which they are ready."""
 
     ready_s: float
     bytes: int
@@ -33,7 +33,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A bucket's way: network_s is one of its two stages, reduce_s the additions of the first."""
+    """Transfer of a bucket: network_s is one of its two stages, reduce_s the additions of the first."""
 
     bytes: int
     ready_s: float
@@ -47,8 +47,10 @@ class Transfer:
 class Prediction:
     """One cell of a sweep; the names are those of its JSON row.
 
-    compute_end_s: the waits of the backward pass, summed; communication_end_s: of backward pass and last bucket, what
-    ends last; overhead_s: the second less the first; step_s: the single device's step and that. buckets: of a batch."""
+    compute_end_s: sum of the waits of the backward pass. communication_end_s: end of the backward pass or of the last
+    bucket, whichever is later. overhead_s: communication_end_s - compute_end_s. step_s: the single device's step plus
+    overhead_s. buckets: of a batch.
+    """
 
     model: str
     workers: int
@@ -63,7 +65,7 @@ class Prediction:
 
 
 def above_zero(what: str, values: Iterable[float]) -> None:
-    """Raises ValueError naming the first that is not a finite number above 0."""
+    """Raises ValueError naming the first value that is not a finite number above 0."""
     for value in values:
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"{what} {value!r}: must be a finite number above 0")
@@ -71,7 +73,7 @@ def above_zero(what: str, values: Iterable[float]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The cells of a sweep. Raises ValueError for fewer than 1 worker, or what is not above 0."""
+    """The cells of a sweep. Raises ValueError for fewer than 1 worker, or a value that is not above 0."""
 
     workers: tuple[int, ...]
     link_bps: tuple[float, ...]
@@ -95,9 +97,10 @@ class _At:
 
 
 def buckets(tensors: Tensors, slowdown: float = SLOWDOWN) -> tuple[tuple[Bucket, ...], float]:
-    """(what the backward pass hands over, when it ends): a bucket goes with the tensor that fills it or its time.
+    """(buckets of the backward pass, its end): the tensor that reaches a limit closes the bucket.
 
-    Waits since the last bucket are looked at when a tensor comes, not by a timer; a bucket may exceed FUSION_BYTES."""
+    The time limit is checked when a tensor arrives, not by a timer. A bucket may exceed FUSION_BYTES.
+    """
     sent = []
     now_s = held_s = 0.0
     held = 0
@@ -115,14 +118,14 @@ def buckets(tensors: Tensors, slowdown: float = SLOWDOWN) -> tuple[tuple[Bucket,
 
 
 def add_seconds(table: VecTable, sizes: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
-    """Seconds of an addition: linear between the table's rows as float32 holds them, clamped at both ends."""
+    """Seconds of an addition: linear between the table's rows in float32, clamped at both ends."""
     known = np.array(table.bytes, np.float32), np.array(table.seconds, np.float32)
     return np.asarray(np.interp(np.asarray(sizes, np.float64), *known), np.float64)
 
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """A batch that has been cut into buckets, and its additions for a number of workers."""
+    """A batch cut into buckets, and its additions for a number of workers."""
 
     sent: tuple[Bucket, ...]
     end_s: float
@@ -137,7 +140,7 @@ def _pass(tensors: Tensors, table: VecTable, workers: int, slowdown: float) -> _
 
 
 def _transfers(batch: _Pass, at: _At, slowdown: float) -> Iterator[Transfer]:
-    """All buckets one after the other over one flat ring: reduce-scatter with its additions, then all-gather."""
+    """Transfers one after the other over one flat ring: reduce-scatter with additions, then all-gather."""
     free_s = 0.0
     for bucket, add_s in zip(batch.sent, batch.adds_s, strict=True):
         network_s = (bucket.bytes * 8 * (at.workers - 1) / at.workers) / at.link_bps / at.compression
@@ -150,7 +153,7 @@ def _transfers(batch: _Pass, at: _At, slowdown: float) -> Iterator[Transfer]:
 
 
 def _end_s(batch: _Pass, at: _At, slowdown: float) -> float:
-    """When both the backward pass and the last bucket are done."""
+    """End of the backward pass or of the last bucket, whichever is later."""
     last_s = batch.end_s
     for moved in _transfers(batch, at, slowdown):
         last_s = max(last_s, moved.end_s)
@@ -165,14 +168,14 @@ def timeline(
     compression: float = 1.0,
     slowdown: float = SLOWDOWN,
 ) -> tuple[Transfer, ...]:
-    """Every bucket of a batch on its way. Raises ValueError for fewer than 1 worker, or what is not above 0."""
+    """Transfers of all buckets of a batch. Raises ValueError for fewer than 1 worker, or a value not above 0."""
     Grid((workers,), (link_bps,), (compression,), slowdown)
     batch = _pass(tensors, table, workers, slowdown)
     return tuple(_transfers(batch, _At(compression, workers, link_bps), slowdown))
 
 
 def _cell(log: LayerLog, passes: Sequence[_Pass], ends_s: Sequence[float], step_s: float, at: _At) -> Prediction:
-    """Means over batches, each of which ends at one of `ends_s`."""
+    """Means over batches; `ends_s` holds each batch's end."""
     overhead_s = float(np.mean([end - batch.waits_s for end, batch in zip(ends_s, passes, strict=True)]))
     return Prediction(
         model=log.name,
@@ -191,7 +194,7 @@ def _cell(log: LayerLog, passes: Sequence[_Pass], ends_s: Sequence[float], step_
 def sweep(log: LayerLog, table: VecTable, step_s: float, grid: Grid) -> tuple[Prediction, ...]:
     """A prediction for each compression, then number of workers, then link; step_s: the step of a single device.
 
-    Raises ValueError where step_s is not above 0."""
+    Raises ValueError if step_s is not above 0."""
     above_zero("step", [step_s])
     passes = {n: [_pass(batch, table, n, grid.slowdown) for batch in log.batches] for n in grid.workers}
     rows = []

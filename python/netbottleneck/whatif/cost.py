@@ -1,42 +1,164 @@
-"""What a collective costs: its parts as a value, and what a run says of them. The formulas: csrc/sim/shape.h."""
+"""The cost of a collective: its parts as a value, the rates of links and networks, and tables of measured times.
+
+The formulas are in csrc/sim/shape.h.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from netbottleneck import _core
-from netbottleneck.analysis.stats import Estimate
-from netbottleneck.trace.model import PSEUDO, Trace
-from netbottleneck.whatif.contention import contention
-from netbottleneck.whatif.copies import byte_cost, without
-from netbottleneck.whatif.fitting import explained, interval, lines, shared
-from netbottleneck.whatif.link_model import Service, achievable, flows, nominal, step_and_sum
-from netbottleneck.whatif.links import UNLIMITED, Link, Table, Wire, at_least_0, positive
+from netbottleneck.trace.model import Network
 
-__all__ = ["ALGORITHMS", "UNLIMITED", "Cost", "Fit", "Link", "Table", "achievable", "fit", "nominal"]
+# Unlimited rate: takes no time.
+UNLIMITED = math.inf
+
+
+def positive(name: str, value: float, *, endless: bool = False) -> None:
+    """Raises ValueError naming a value that is not above 0; `endless`: infinity is allowed."""
+    if not (value > 0 and (endless or math.isfinite(value))):
+        raise ValueError(f"{name} must be positive, not {value}")
+
+
+def non_negative(**values: float) -> None:
+    """Raises ValueError naming a value that is negative or not finite."""
+    for name, value in values.items():
+        if not (value >= 0 and math.isfinite(value)):
+            raise ValueError(f"{name} must be at least 0 and finite, not {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Ns by bytes: points in rising order, linear between them.
+
+    Flat below the first point, because a start has a cost. Beyond the last point it continues with the last slope, or
+    is flat if `clamped`. `covers` is true for sizes within the points.
+    """
+
+    bytes: tuple[float, ...]
+    ns: tuple[float, ...]
+    clamped: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.bytes) != len(self.ns) or not self.bytes:
+            raise ValueError(f"a table needs as many times as sizes, got {len(self.ns)} and {len(self.bytes)}")
+        rising = all(a < b for a, b in zip(self.bytes, self.bytes[1:], strict=False))
+        if not rising or not all(math.isfinite(x) for x in (*self.bytes, *self.ns)):
+            raise ValueError("the sizes of a table must rise, and all its sizes and times must be finite")
+        if self.bytes[0] < 0 or min(self.ns) < 0:
+            raise ValueError("the sizes and times of a table must be at least 0")
+
+    def covers(self, nbytes: float) -> bool:
+        return self.bytes[0] <= nbytes <= self.bytes[-1]
+
+    def at(self, nbytes: float) -> float:
+        """Ns of nbytes."""
+        if self.clamped or nbytes <= self.bytes[-1] or len(self.bytes) == 1:
+            return float(np.interp(nbytes, self.bytes, self.ns))
+        slope = (self.ns[-1] - self.ns[-2]) / (self.bytes[-1] - self.bytes[-2])
+        return self.ns[-1] + max(0.0, slope) * (nbytes - self.bytes[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A host's link in each direction, bits a second: nominal, achievable or achieved, as the caller says.
+
+    lanes, lane_bps: network streams, and the most that one of them reaches; None: as much as the link.
+    """
+
+    bps: float
+    lanes: int = 1
+    lane_bps: float | None = None
+
+    def __post_init__(self) -> None:
+        positive("bps", self.bps, endless=True)
+        if self.lanes < 1:
+            raise ValueError(f"lanes must be at least 1, not {self.lanes}")
+        if self.lane_bps is not None:
+            positive("lane_bps", self.lane_bps, endless=True)
+
+    @property
+    def rate_bps(self) -> float:
+        """Rate of all lanes together: min(bps, lanes x lane_bps)."""
+        return self.bps if self.lane_bps is None else min(self.bps, self.lanes * self.lane_bps)
+
+    @property
+    def byte_ns(self) -> float:
+        """Ns of a byte: 8e9 / rate."""
+        return 8e9 / self.rate_bps
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """A network as known before a run, bits a second. None: no cap, or not measured.
+
+    link_bps, flow_bps: configured caps of each link and each flow, headers included. one_flow_bps, many_flows_bps:
+    payload rates measured before the run, with one flow and with enough flows to fill the link. burst_bytes: bytes that
+    an idle flow may send at once, beyond its rate.
+    """
+
+    link_bps: float | None = None
+    flow_bps: float | None = None
+    one_flow_bps: float | None = None
+    many_flows_bps: float | None = None
+    burst_bytes: float | None = None
+
+    @classmethod
+    def of(cls, network: Network | None) -> Wire:
+        """The network of a trace."""
+        if network is None:
+            return cls()
+        verified = {name: network.verified.get(name) or {} for name in ("one_flow", "many_flows")}
+        rates = [float(found["measured_bps"]) if "measured_bps" in found else None for found in verified.values()]
+        burst_bytes = verified["one_flow"].get("burst_bytes")
+        return cls(network.link_bps, min(network.flow_bps, default=None), rates[0], rates[1], burst_bytes)
+
+    @classmethod
+    def of_network(cls, network: Mapping[str, Any]) -> Wire:
+        """The network of a session: a mapping with how, link_bps, flow_bps, verified."""
+        flows = tuple(float(bps) for bps in network.get("flow_bps") or ())
+        return cls.of(Network("", network.get("link_bps"), flows, network.get("verified") or {}))
+
+    def measured(self, flows: float) -> float | None:
+        """Measured rate of this many flows together; None if not measured."""
+        one, many = self.one_flow_bps, self.many_flows_bps
+        return None if one is None or many is None else min(many, flows * one) if flows > 1 else one
+
+    @property
+    def burst_ns(self) -> float:
+        """Time that an initially idle flow saves: its burst, at its rate."""
+        rate_bps = self.one_flow_bps or self.flow_bps
+        return 8e9 * self.burst_bytes / rate_bps if self.burst_bytes and rate_bps else 0.0
+
+    def configured(self, flows: float) -> float | None:
+        """Rate of this many flows by the caps; None without caps."""
+        caps = [cap for cap in (self.link_bps, self.flow_bps and flows * self.flow_bps) if cap and math.isfinite(cap)]
+        return min(caps, default=None)
+
+
+# The cost of a collective.
 
 ALGORITHMS = ("ring", "two_level", "tree", "halving_doubling", "direct")
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What operations cost among ranks that are alike. csrc/sim/shape.h has the formula of each algorithm.
+    """Cost of operations among identical ranks. csrc/sim/shape.h has the formula of each algorithm.
 
-    alpha_ns: of each step between hosts; host_alpha_ns: within one. link: between hosts; host_bps: within one, None: no
-    time. ranks_per_host share a link. add: of adding bytes to others, a table or ns of a byte. copy_byte_ns: of a byte
-    into or out of the fusion buffer, where an operation has more than one tensor. launch_ns: from the last rank's
-    submission to a place in the queue; fixed_ns: of an operation, once it has its turn. pipelined: sums, the wire and
-    the host's inside go on together, else one after the other. ratio: bytes before over bytes after compression, on the
-    wire; encode_byte_ns, decode_byte_ns: of an uncompressed byte. contention: compute takes so many times as long while
-    an operation is under way. whole_sums: sums are of uncompressed bytes.
+    alpha_ns: of each step between hosts; host_alpha_ns: within a host. link: between hosts; host_bps: within a host,
+    None: no time. ranks_per_host share a link. add: of adding bytes to others, a table or ns of a byte. copy_byte_ns:
+    of a byte into or out of the fusion buffer, for an operation of several tensors. launch_ns: from the last rank's
+    submission to a place in the queue. fixed_ns: of an operation, from its turn. pipelined: additions, network and host
+    transfers overlap, else they run one after the other. ratio: bytes before over bytes after compression, on the wire.
+    encode_byte_ns, decode_byte_ns: of an uncompressed byte. contention: compute takes this many times as long while an
+    operation is in flight. whole_sums: additions are of uncompressed bytes.
 
-    residual: what operations took, over what this says, less 1, from low to high. fitted_bytes: sizes that a fit saw;
-    fitted_size: its ranks; poor: why it may not be trusted beyond them, "" where it may.
+    residual: measured over predicted time of operations, minus 1, as (low, high). fitted_bytes: sizes in the fit;
+    fitted_size: its ranks. poor: why the fit must not be extrapolated, "" if it may.
     """
 
     algorithm: str = "ring"
@@ -67,7 +189,7 @@ class Cost:
             raise ValueError(f"ranks_per_host must be at least 1, not {self.ranks_per_host}")
         if self.host_bps is not None:
             positive("host_bps", self.host_bps, endless=True)
-        at_least_0(
+        non_negative(
             alpha_ns=self.alpha_ns,
             host_alpha_ns=self.host_alpha_ns,
             copy_byte_ns=self.copy_byte_ns,
@@ -77,7 +199,7 @@ class Cost:
             decode_byte_ns=self.decode_byte_ns,
         )
         if not isinstance(self.add, Table):
-            at_least_0(add=self.add)
+            non_negative(add=self.add)
         positive("ratio", self.ratio)
         if not 1.0 <= self.contention <= 100.0:
             raise ValueError(f"contention must be from 1 to 100, not {self.contention}")
@@ -87,11 +209,11 @@ class Cost:
 
     @classmethod
     def free(cls) -> Cost:
-        """Communication that takes no time: what is left is the compute."""
+        """Communication that takes no time: only compute remains."""
         return cls()
 
     def slower(self, factor: float) -> Cost:
-        """Return the cost of operations that take `factor` times as long, compute aside."""
+        """Return the cost of operations that take `factor` times as long; compute is unchanged."""
         positive("factor", factor)
         lanes = None if self.link.lane_bps is None else self.link.lane_bps / factor
         add = self.add
@@ -109,167 +231,34 @@ class Cost:
             decode_byte_ns=self.decode_byte_ns * factor,
         )
 
-    def doubts(self, sizes: Sequence[int], workers: int) -> tuple[str, ...]:
-        """Return what of a prediction lies outside of what was measured, in words.
+    def extrapolation_notes(self, sizes: Sequence[int], workers: int) -> tuple[str, ...]:
+        """Return, in words, where a prediction lies outside of the measurements.
 
-        sizes: bytes of its operations. Raises ValueError where the fit is too poor for that."""
+        sizes: bytes of its operations. Raises ValueError if the fit is too poor to extrapolate.
+        """
         if not sizes:
             return ()
-        said = [*self._beyond_sizes(min(sizes), max(sizes)), *self._beyond_workers(workers)]
-        if said and self.poor:
-            raise ValueError(f"refused to extrapolate: {self.poor}; asked for {'; '.join(said)}")
+        notes = [*self._beyond_sizes(min(sizes), max(sizes)), *self._beyond_workers(workers)]
+        if notes and self.poor:
+            raise ValueError(f"refused to extrapolate a poor fit: {self.poor}; requested: {'; '.join(notes)}")
         if isinstance(self.add, Table) and not self.add.clamped:
             share = max(sizes) / (workers if self.algorithm == "ring" else 1)
             end = self.add.bytes[-1]
-            said += [f"sums of {share:.0f} bytes, the table ends at {end:.0f}: its last slope goes on"] * (share > end)
-        return tuple(said)
+            notes += [
+                f"sums of {share:.0f} bytes exceed the table, which ends at {end:.0f}: its last slope is extrapolated"
+            ] * (share > end)
+        return tuple(notes)
 
     def _beyond_sizes(self, least: int, most: int) -> list[str]:
         low, high = self.fitted_bytes or (least, most)
         if low <= least and most <= high:
             return []
-        seen = f"measured were {low} to {high}"
-        return [f"operations of {least} to {most} bytes, {seen}: the rest follows the fitted line"]
+        return [f"operations of {least} to {most} bytes, measured {low} to {high}: the fitted line is extrapolated"]
 
     def _beyond_workers(self, workers: int) -> list[str]:
         if self.fitted_size is None or workers == self.fitted_size:
             return []
-        said = [f"{workers} workers, measured were {self.fitted_size}: by the formula of {self.algorithm}"]
+        notes = [f"{workers} workers, measured {self.fitted_size}: scaled by the formula of {self.algorithm}"]
         if not (self.alpha_ns or self.host_alpha_ns):
-            said.append("what a step costs beside its bytes is not known, and left out")
-        return said
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """A cost, and how well it explains the run that it is from.
-
-    cost: with the achieved rate. residuals: what each operation took over what the cost says, less 1, in order of time.
-    bytes_range: sizes of the operations. reason: why the fit is poor, "" where it is not. in_flight: operations that
-    shared the link. achieved, achievable (by the probe), nominal: links; None where the run does not know. notes: what
-    was assumed, in words. contention: of the cost, with its interval, and in words; None where the run does not tell.
-    others: costs that explain all operations together as well, with another part of it by operation and by byte.
-    """
-
-    cost: Cost
-    transport: str
-    residuals: tuple[float, ...]
-    bytes_range: tuple[int, int]
-    reason: str = ""
-    in_flight: int = 1
-    achieved: Link | None = None
-    achievable: Link | None = None
-    nominal: Link | None = None
-    notes: tuple[str, ...] = ()
-    contention: Estimate | None = None
-    contention_words: str = ""
-    others: tuple[Cost, ...] = ()
-
-    @property
-    def count(self) -> int:
-        return len(self.residuals)
-
-    @property
-    def error(self) -> float:
-        """The middle deviation of an operation, relative."""
-        return float(np.median(np.abs(self.residuals)))
-
-
-def fit(
-    trace: Trace,
-    transport: str | None = None,
-    *,
-    algorithm: str | None = None,
-    ranks_per_host: int | None = None,
-    copy_byte_ns: float | None = None,
-) -> Fit:
-    """Return what the operations of one transport cost in this run.
-
-    The time of an operation, from its last rank's submission to its end and less what it shared with others, is
-    fixed + steps x alpha + bytes x beta by the formula of its algorithm; alpha is known only where the job measured it,
-    and counts as fixed else. transport: None: the first that recorded operations.
-    algorithm: None: what the run says, or a ring. ranks_per_host: None: as the hosts' ids say. copy_byte_ns: of a byte
-    into or out of the fusion buffer, of operations that have one, where the run's own do not tell it: else copies
-    count as part of what operations cost.
-
-    Raises ValueError where the run has no all-reduce of that transport that all ranks finished in a step, and where
-    copies would have taken longer than an operation."""
-    name, (formula, rows, flying) = _recorded(trace, transport)
-    chosen = algorithm or formula
-    if chosen not in ALGORITHMS:
-        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {chosen!r}")
-    hosts = Counter(rank.host_id for rank in trace.ranks if rank.host_id)
-    inside = ranks_per_host or max(hosts.values(), default=1)
-    byte_ns, told = byte_cost(rows, flying, copy_byte_ns)
-    found = _fitted(trace, name, (chosen, inside), without(rows, byte_ns), flying)
-    others = tuple(replace(other, copy_byte_ns=byte_ns) for other in found.others)
-    return replace(found, cost=replace(found.cost, copy_byte_ns=byte_ns), notes=(*found.notes, told), others=others)
-
-
-def _recorded(trace: Trace, transport: str | None) -> tuple[str, tuple[str, list[Service], int]]:
-    """The transport, and what its operations are: those of the first that has some where none is named."""
-    for name in [transport] if transport is not None else [t for t in trace.transports if t not in PSEUDO]:
-        found = shared(trace, name)
-        if found[1] and trace.size > 1:
-            return name, found
-    raise ValueError(f"no all-reduce over {transport or 'any transport'} that all ranks finished in a step")
-
-
-def _launch_ns(rows: Sequence[Service]) -> float:
-    launches = [row.launch_ns for row in rows if row.launch_ns is not None]
-    return float(np.median(launches)) if launches else 0.0
-
-
-def _cost(algorithm: str, size: int, inside: int, parts: tuple[float, float, float], add: float) -> Cost:
-    """Parts: ns of an operation, of them in its steps, ns of a byte."""
-    fixed_ns, in_steps, byte_ns = parts
-    shape = _core.collective_shape(ALGORITHMS.index(algorithm), size, inside)
-    steps, share = shape[:2] if shape[1] else shape[2:]
-    alpha_ns = in_steps / steps if steps else 0.0
-    bps = 8e9 * share / byte_ns if byte_ns > 0 else UNLIMITED
-    if shape[1]:
-        cost = Cost(algorithm, alpha_ns, Link(bps), inside)
-    else:
-        cost = Cost(algorithm, host_alpha_ns=alpha_ns, host_bps=bps, ranks_per_host=inside)
-    return replace(cost, fixed_ns=fixed_ns - in_steps, add=add)
-
-
-def _least_byte_ns(trace: Trace, name: str, share: float) -> float:
-    """Ns of an operation's byte, of which `share` is sent: what flows were measured to carry is the most they can."""
-    rate_bps = Wire.of(trace.network).measured(flows(trace, name)[0])
-    return 8e9 * share / rate_bps if rate_bps else 0.0
-
-
-def _fitted(trace: Trace, name: str, formula: tuple[str, int], rows: Sequence[Service], flying: int) -> Fit:
-    algorithm, inside = formula
-    shape = _core.collective_shape(ALGORITHMS.index(algorithm), trace.size, inside)
-    step_ns, add = step_and_sum(trace, name)
-    known = None if step_ns is None else step_ns * (shape[0] if shape[1] else shape[2])
-    floor = _least_byte_ns(trace, name, shape[1])
-    a, b, why, note = explained(rows, known, floor)
-    expected = np.array([a + b * row.nbytes for row in rows])
-    residuals = np.array([row.ns for row in rows]) / np.maximum(expected, 1.0) - 1
-    sizes = (min(row.nbytes for row in rows), max(row.nbytes for row in rows))
-    beside, told = contention(trace, name)
-    notes = (f"{algorithm} of {trace.size} ranks, {inside} on a host", *([note] if note else []), told)
-    cost = replace(
-        _cost(algorithm, trace.size, inside, (a, min(a, known or 0.0), b), add),
-        launch_ns=_launch_ns(rows),
-        contention=1.0 if beside is None else beside.value,
-        residual=interval(rows, expected),
-        fitted_bytes=sizes,
-        fitted_size=trace.size,
-        poor=why,
-    )
-    far = achievable(trace, name)
-    reached = (cost.link, far, nominal(trace))
-    others = [_along(cost, a, b, line) for line in lines(rows, a, b, floor)]
-    return Fit(cost, name, tuple(residuals.tolist()), sizes, why, flying, *reached, notes, beside, told, tuple(others))
-
-
-def _along(cost: Cost, a: float, b: float, line: tuple[float, float]) -> Cost:
-    """A cost that was fitted with a ns of an operation and b ns of a byte, with others."""
-    rate = b / line[1] if line[1] > 0 and b > 0 else 1.0
-    inside = None if cost.host_bps is None else cost.host_bps * rate
-    fixed_ns = max(0.0, cost.fixed_ns + line[0] - a)
-    return replace(cost, fixed_ns=fixed_ns, link=replace(cost.link, bps=cost.link.bps * rate), host_bps=inside)
+            notes.append("the latency of a step between hosts is not known, and is left out")
+        return notes

@@ -1,4 +1,4 @@
-"""Which gradients travel together: a plan is data, made here and run elsewhere."""
+"""Plans: which gradients are sent together. Replay schedules: one step of one rank. Pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from netbottleneck.trace.model import PSEUDO, Collective, Trace
+from netbottleneck.trace.model import Collective, Parameter, Rank, Step, Trace
+from netbottleneck.trace.transports import BARE, NULL, PSEUDO, SINGLE, Arm
+
+# Plans as data: made here, run elsewhere.
 
 FIRST_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 FUSION_BYTES = 64 << 20
 CYCLE_NS = 5_000_000
 RULES = ("explicit", "ddp", "horovod", "paper2020")
-# So many operations may share the link at once.
+# Most operations that may share the link at once.
 IN_FLIGHT_MAX = 16
 
 
@@ -45,26 +48,26 @@ def buckets(
     if first_bytes <= 0 or bucket_bytes <= 0:
         raise ValueError(f"a bucket needs at least 1 byte, got limits {first_bytes} and {bucket_bytes}")
     if any(size < 0 for size in sizes):
-        raise ValueError("a tensor of fewer than 0 bytes")
+        raise ValueError("the size of a tensor must be at least 0 bytes")
     done: list[list[int]] = []
-    filling: dict[Hashable, list[int]] = {}
-    held: dict[Hashable, int] = {}
+    open_buckets: dict[Hashable, list[int]] = {}
+    open_bytes: dict[Hashable, int] = {}
     limit: dict[Hashable, int] = {}
     for index in order:
         kind = dtypes[index]
-        filling.setdefault(kind, []).append(index)
-        held[kind] = held.get(kind, 0) + sizes[index]
-        if held[kind] >= limit.get(kind, first_bytes):
-            done.append(filling.pop(kind))
-            held[kind] = 0
+        open_buckets.setdefault(kind, []).append(index)
+        open_bytes[kind] = open_bytes.get(kind, 0) + sizes[index]
+        if open_bytes[kind] >= limit.get(kind, first_bytes):
+            done.append(open_buckets.pop(kind))
+            open_bytes[kind] = 0
             limit[kind] = bucket_bytes
-    place = {index: at for at, index in enumerate(order)}
-    done.extend(filling.values())
-    return sorted(done, key=lambda bucket: place[bucket[-1]])
+    position = {index: at for at, index in enumerate(order)}
+    done.extend(open_buckets.values())
+    return sorted(done, key=lambda bucket: position[bucket[-1]])
 
 
-class Carried(Protocol):
-    """A bucket as whoever sends it keeps it; `parameters` are indices of its tensors."""
+class SentBucket(Protocol):
+    """A bucket as its sender keeps it; `parameters` are the indices of its tensors."""
 
     @property
     def name(self) -> str: ...
@@ -77,15 +80,16 @@ class Carried(Protocol):
 
 
 def described(
-    tensors: Iterable[tuple[str, int, object]], made: Sequence[Carried], key_of: Callable[[str], int]
+    tensors: Iterable[tuple[str, int, object]], chosen: Sequence[SentBucket], key_of: Callable[[str], int]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return what a rank's record says of its tensors, (name, bytes, type) each, and of the buckets made of them.
+    """Return a rank's record of its tensors, (name, bytes, type) each, and of their buckets.
 
-    key_of: the key on the wire of a bucket's name. A type is told without its library's name."""
-    home = {index: number for number, bucket in enumerate(made) for index in bucket.parameters}
+    key_of: maps a bucket's name to its key on the wire. Types are written without the "torch." prefix.
+    """
+    bucket_of = {index: number for number, bucket in enumerate(chosen) for index in bucket.parameters}
     return {
         "parameters": [
-            {"name": name, "bytes": nbytes, "dtype": _dtype_name(dtype), "bucket": home.get(index)}
+            {"name": name, "bytes": nbytes, "dtype": _dtype_name(dtype), "bucket": bucket_of.get(index)}
             for index, (name, nbytes, dtype) in enumerate(tensors)
         ],
         "buckets": [
@@ -96,7 +100,7 @@ def described(
                 "dtype": _dtype_name(bucket.dtype),
                 "parameters": list(bucket.parameters),
             }
-            for bucket in made
+            for bucket in chosen
         ],
     }
 
@@ -109,13 +113,12 @@ def _dtype_name(dtype: object) -> str:
 class Plan:
     """When which gradients are sent, as data.
 
-    rule: "explicit": `buckets`, tuples of indices of tensors, each sent when its last member is ready. "ddp": as
+    rule: "explicit": `buckets`, tuples of tensor indices, each sent when its last member is ready. "ddp": buckets as
     `buckets()` makes them in the order of readiness, with first_bytes and fusion_bytes, sent in that order. "horovod":
-    every cycle_ns from the step's begin, what is ready on all ranks is fused, never above fusion_bytes, but a tensor
-    that is larger goes alone; what does not go with the others is passed over as long as it too would fit (csrc/sim,
-    enum nb_sim_rule). "paper2020": when a tensor arrives, all that waits is sent if it has fusion_bytes or if cycle_ns
-    have passed since the last send (arXiv 2006.10103; not a timer). in_flight: operations that share the link; 1: each
-    waits for the one before it.
+    every cycle_ns from the step's begin, the tensors ready on all ranks are fused, up to fusion_bytes. A larger tensor
+    goes alone. Tensors that cannot join are skipped while they too would fit (csrc/sim, enum nb_sim_rule).
+    "paper2020": when a tensor arrives, all waiting tensors are sent if they hold fusion_bytes or if cycle_ns passed
+    since the last send (arXiv 2006.10103; no timer). in_flight: operations that share the link; 1: one at a time.
     """
 
     rule: str
@@ -158,30 +161,31 @@ class Plan:
 
     @classmethod
     def paper2020(cls, fusion_bytes: int = FUSION_BYTES, cycle_ns: int = CYCLE_NS, in_flight: int = 1) -> Plan:
-        """The rule of the simulator of arXiv 2006.10103: checked when a tensor arrives, after it was added."""
+        """Rule of the simulator of arXiv 2006.10103: checked when a tensor arrives, after it is added."""
         return cls("paper2020", fusion_bytes=fusion_bytes, cycle_ns=cycle_ns, in_flight=in_flight)
 
     @classmethod
-    def of(cls, trace: Trace, transport: str | None = None) -> Plan:
-        """Return the buckets that the run really used, and as many operations in flight as it had.
+    def of(cls, trace: Trace, transport: Arm | None = None) -> Plan:
+        """Return the buckets that the run used, with its number of operations in flight.
 
-        transport: of which transport; None: the first that recorded its buckets. Raises ValueError where the trace does
-        not know its buckets."""
-        names = [transport] if transport is not None else [t for t in trace.transports if t not in PSEUDO]
+        transport: None: the first that recorded its buckets. Raises ValueError if the trace has no buckets.
+        """
+        names = [transport] if transport is not None else [t for t in trace.arms if t not in PSEUDO]
         for name in names:
-            used = sorted({c.bucket for c in trace.collectives if c.transport == name and c.bucket is not None})
+            used = sorted({c.bucket for c in trace.collectives if c.arm == name and c.bucket is not None})
             found = [trace.buckets[index].parameters for index in used if index < len(trace.buckets)]
             if found and all(found):
                 return cls.explicit(found, in_flight(trace, name))
-        raise ValueError(f"the trace does not know the buckets of {transport or 'any of its transports'}")
+        raise ValueError(f"the trace does not record the buckets of {transport or 'any of its transports'}")
 
     def resolve(
         self, sizes: Sequence[int], dtypes: Sequence[Hashable], order: Sequence[int]
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the buckets of a static rule, all tensors in them; () for a rule that decides as tensors arrive.
+        """Return the buckets of a static rule, with all tensors in them; () for a rule that decides as tensors arrive.
 
-        order: indices by readiness. Raises ValueError for an explicit bucket of tensors that are not there; those that
-        no bucket has travel alone."""
+        order: indices by readiness. Tensors in no bucket get one of their own. Raises ValueError if an explicit bucket
+        has a tensor that is not in the trace.
+        """
         if self.rule == "ddp":
             made = buckets(sizes, dtypes, order, self.first_bytes, self.fusion_bytes)
             return tuple(tuple(bucket) for bucket in made)
@@ -193,19 +197,148 @@ class Plan:
         return self.buckets + tuple((index,) for index in order if index not in members)
 
 
-def _overtaken(operations: Sequence[Collective]) -> int:
-    """How many operations must have been under way together: one that ends began after all that entered before it."""
+def _least_in_flight(operations: Sequence[Collective]) -> int:
+    """Least number of operations in flight together: one that ends first overtook those submitted before it."""
     ends = [c.done_ns for c in sorted(operations, key=lambda c: c.submit_ns) if c.done_ns is not None]
     return max((1 + sum(before > end for before in ends[:at]) for at, end in enumerate(ends)), default=1)
 
 
-def in_flight(trace: Trace, transport: str) -> int:
-    """How many operations of a transport shared the link: the least that explains in which order they ended.
+def in_flight(trace: Trace, transport: Arm) -> int:
+    """Number of operations of a transport that shared the link: the least that explains the order of completion.
 
-    The middle one of all steps of all ranks; 1 where nothing was overtaken."""
+    The median over all steps of all ranks; 1 if no operation overtook another.
+    """
     steps: dict[tuple[int, int | None], list[Collective]] = defaultdict(list)
     for operation in trace.collectives:
-        if operation.transport == transport and operation.finished and operation.step is not None:
+        if operation.arm == transport and operation.finished and operation.step is not None:
             steps[operation.rank, operation.step].append(operation)
-    seen = [_overtaken(operations) for operations in steps.values()]
+    seen = [_least_in_flight(operations) for operations in steps.values()]
     return min(IN_FLIGHT_MAX, statistics.median_low(seen)) if seen else 1
+
+
+# Replay schedule: one step of one rank as a value, made from a trace. bench/replay.py plays it.
+
+ELEMENT = 4  # bytes: all gradients are sent as float32
+DTYPE = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySchedule:
+    """One step of one rank. tensors: (name, bytes); ready: (index, ns after the step's begin), rising.
+
+    forward_ns: until the backward pass begins. tail_ns: time after all gradients are back (the optimizer). buckets:
+    tensor indices, each bucket sent when its last tensor is ready. note: source of the times.
+    """
+
+    name: str
+    tensors: tuple[tuple[str, int], ...]
+    ready: tuple[tuple[int, int], ...]
+    forward_ns: int
+    tail_ns: int
+    buckets: tuple[tuple[int, ...], ...]
+    note: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all gradients."""
+        return sum(size for _, size in self.tensors)
+
+    def bucket_bytes(self, index: int) -> int:
+        """Bytes of one bucket."""
+        return sum(self.tensors[at][1] for at in self.buckets[index])
+
+    def parts(self) -> list[tuple[list[int], list[int], list[int]]]:
+        """Return the step cut where buckets are sent: (times, tensors, buckets complete at that point)."""
+        missing = [len(bucket) for bucket in self.buckets]
+        bucket_of = {at: number for number, bucket in enumerate(self.buckets) for at in bucket}
+        found: list[tuple[list[int], list[int], list[int]]] = []
+        times: list[int] = []
+        tensors: list[int] = []
+        for index, at in self.ready:
+            times.append(at)
+            tensors.append(index)
+            missing[bucket_of[index]] -= 1
+            if missing[bucket_of[index]] == 0:
+                found.append((times, tensors, [bucket_of[index]]))
+                times, tensors = [], []
+        return found
+
+
+def replay_schedule(trace: Trace, plan: Plan, *, scale: float = 1.0, stretch: float = 1.0) -> ReplaySchedule:
+    """Return the median step of the first rank that recorded gradient readiness, as a schedule for a static plan.
+
+    A rank that ran alone comes first, then steps without communication. scale: factor on bytes; stretch: factor on
+    times. Raises ValueError if no step recorded gradient readiness, for a plan that decides at run time, and for
+    factors that are not positive or too large.
+    """
+    if not (0 < scale <= 64 and 0 < stretch <= 1000):
+        raise ValueError(f"scale {scale} and stretch {stretch}: must be positive, and at most 64 and 1000")
+    steps = _recorded_steps(trace)
+    offsets: dict[int, list[int]] = defaultdict(list)
+    for step in steps:
+        for index, at in step.grad_ready:
+            offsets[index].append(at - step.begin_ns)
+    medians = {index: round(stretch * statistics.median_low(times)) for index, times in offsets.items()}
+    ready = tuple(sorted(medians.items(), key=lambda row: row[1]))
+    tensors = tuple((p.name, max(ELEMENT, round(p.bytes * scale / ELEMENT) * ELEMENT)) for p in trace.parameters)
+    if len(ready) != len(tensors):
+        raise ValueError(f"run {trace.id}: only {len(ready)} of {len(tensors)} gradients record when they are ready")
+    buckets = plan.resolve([size for _, size in tensors], [DTYPE] * len(tensors), [index for index, _ in ready])
+    if not buckets:
+        raise ValueError(f"the rule {plan.rule} chooses buckets at run time: a replay needs the rule ddp or explicit")
+    forward = min(round(stretch * statistics.median_low([_forward_ns(step) for step in steps])), ready[0][1])
+    tail = round(stretch * statistics.median_low([_tail_ns(step) for step in steps]))
+    note = f"{trace.origin}: {', '.join(trace.notes)}" if trace.notes else trace.origin
+    return ReplaySchedule(trace.model or trace.id, tensors, ready, forward, tail, buckets, note)
+
+
+score = replay_schedule  # the name in earlier releases, for one release more
+
+
+def _recorded_steps(trace: Trace) -> Sequence[Step]:
+    recorded = [step for step in trace.steps if step.grad_ready and step.arm != BARE]
+    if not recorded:
+        raise ValueError(f"run {trace.id}: no step records when its gradients were ready")
+    order = [SINGLE, NULL, *trace.arms, *(step.arm for step in recorded)]
+    first = min(recorded, key=lambda step: (order.index(step.arm), step.rank))
+    own = [step for step in recorded if (step.rank, step.arm) == (first.rank, first.arm)]
+    firsts: dict[int, int] = {}
+    for step in own:
+        firsts[step.block] = min(step.index, firsts.get(step.block, step.index))
+    return [step for step in own if step.index != firsts[step.block]] or own
+
+
+def _forward_ns(step: Step) -> int:
+    return step.forward[-1][1] - step.begin_ns if step.forward else 0
+
+
+def _tail_ns(step: Step) -> int:
+    return max(0, sum(end - begin for begin, end in step.optimizer))
+
+
+def as_trace(schedule: ReplaySchedule) -> Trace:
+    """Return a schedule as a run of one rank with one step: its compute, without communication."""
+    ready_ns = schedule.ready[-1][1]
+    end_ns = ready_ns + schedule.tail_ns
+    step = Step(
+        rank=0,
+        index=0,
+        block=0,
+        arm=SINGLE,
+        begin_ns=0,
+        end_ns=end_ns,
+        forward=((0, schedule.forward_ns),),
+        optimizer=((ready_ns, end_ns),),
+        grad_ready=schedule.ready,
+    )
+    return Trace(
+        f"replay-{schedule.name}",
+        1,
+        (SINGLE,),
+        origin="simulated",
+        model=schedule.name,
+        notes=(schedule.note,) if schedule.note else (),
+        ranks=(Rank(0, finished=True),),
+        parameters=tuple(Parameter(name, size, DTYPE) for name, size in schedule.tensors),
+        steps=(step,),
+    )

@@ -1,6 +1,7 @@
-"""Questions about a job as values, and their answers by simulation: each predicted, with the interval of its fit.
+"""What-if questions as values, their answers by simulation, and inverse questions by bisection.
 
-A Setting is a plan, a cost and a number of workers; sweeps.py makes them. A Job is what they are asked of.
+Each answer is predicted, with the interval of its fit. A Setting is a plan, a cost and a number of workers; sweeps.py
+makes them. A Job holds the run that they are about.
 """
 
 from __future__ import annotations
@@ -8,26 +9,27 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from netbottleneck.analysis.scaling import intervals, total
-from netbottleneck.analysis.stats import Estimate, achievable, step_times, widened
+from netbottleneck.analysis.intervals import intervals, total
+from netbottleneck.analysis.statistics import Estimate, achievable, step_times, widened
 from netbottleneck.trace.model import Collective, Trace
+from netbottleneck.trace.transports import Arm
 from netbottleneck.whatif.compat2020 import Prediction
-from netbottleneck.whatif.cost import Cost, Fit, fit
+from netbottleneck.whatif.cost import Cost
+from netbottleneck.whatif.fit import Fit, fit
 from netbottleneck.whatif.plan import Plan
-from netbottleneck.whatif.simulate import simulate
-from netbottleneck.whatif.workload import Workload, workload
+from netbottleneck.whatif.simulate import Workload, simulate, workload
 
 MEASURED, PREDICTED = "measured", "predicted"
-# At least so many steps are simulated where they differ, and at most so many of the recorded ones, evenly chosen.
+# Least number of simulated steps if the recorded steps differ, and most recorded steps used, evenly spaced.
 STEPS, STEPS_MAX = 15, 45
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A median step, in ns. communication_ns: the union of its operations; notes: what the engine says of it."""
+    """A median step, in ns. communication_ns: the union of its operations; notes: remarks of the engine."""
 
     step_ns: float
     compute_end_ns: float
@@ -39,10 +41,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is asked. question: its kind; words: this one, as a table names it; remarks: what to know of it."""
+    """A question. question: its kind; title: its name in a table; remarks: caveats."""
 
     question: str
-    words: str
+    title: str
     plan: Plan
     cost: Cost
     workers: int
@@ -51,9 +53,10 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a setting comes to. step_s, scaling: with their intervals; None, and why, where it was refused.
+    """The answer to a setting. step_s, scaling: with intervals; None, and the reason in `refused`, if refused.
 
-    interval: whether there is one: a cost that no run was fitted to has none, and low = value = high."""
+    interval: False for a cost that was not fitted to a run; then low = value = high.
+    """
 
     setting: Setting
     outcome: Outcome | None
@@ -67,11 +70,12 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A run and what explains it.
+    """A run and the model that explains it.
 
-    load: its compute; cost: as it was, at the achieved rate; alone_ns: a step of one worker. fit: None where no run was
-    measured. lane_bps: what one network stream reaches, by the probe. measured_ns: the step as it was recorded.
-    at_ends: the same with the compute that either end of the fit's contention leaves; () where that is not known."""
+    load: its compute; cost: as fitted, at the achieved rate; alone_ns: a step of one worker. fit: None if no run was
+    fitted. lane_bps: rate of one network stream, from the probe. measured_ns: the recorded step. at_ends: the same job
+    with the compute at either end of the fit's contention; () if unknown.
+    """
 
     trace: Trace
     load: Workload
@@ -79,7 +83,7 @@ class Job:
     cost: Cost
     workers: int
     alone_ns: float
-    transport: str | None = None
+    transport: Arm | None = None
     fit: Fit | None = None
     lane_bps: float | None = None
     measured_ns: Estimate | None = None
@@ -88,35 +92,36 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """What an answer may be as well, at one end of a source of error; with the defaults, what it is.
+class IntervalEnd:
+    """One end of a source of error. With the defaults: the job itself.
 
-    slower: operations take so many times as long. contention: of the job, which is as it is there."""
+    slower: operations take this many times as long. contention: the job's contention at this end.
+    """
 
     source: str
     job: Job
     slower: float = 1.0
     contention: float | None = None
 
-    def bent(self, cost: Cost) -> Cost:
-        """Return a cost as it is there."""
-        there = cost if self.slower == 1.0 else cost.slower(self.slower)
-        return there if self.contention is None else replace(there, contention=self.contention)
+    def apply(self, cost: Cost) -> Cost:
+        """Return a cost as it is at this end."""
+        changed = cost if self.slower == 1.0 else cost.slower(self.slower)
+        return changed if self.contention is None else replace(changed, contention=self.contention)
 
 
-def ends(job: Job, cost: Cost) -> tuple[End, ...]:
-    """Both ends of each source of error that an answer at a cost has; () of one that nothing was fitted to."""
+def interval_ends(job: Job, cost: Cost) -> tuple[IntervalEnd, ...]:
+    """Both ends of each source of error of an answer at `cost`; () for a cost that was not fitted."""
     found = []
     if cost.residual != (0.0, 0.0):
-        found += [End("residual", job, slower=1 + off) for off in cost.residual]
+        found += [IntervalEnd("residual", job, slower=1 + off) for off in cost.residual]
     for other in job.at_ends:
-        there = replace(other, workers=job.workers)
-        found.append(End("contention", there, contention=other.cost.contention))
+        scaled = replace(other, workers=job.workers)
+        found.append(IntervalEnd("contention", scaled, contention=other.cost.contention))
     return tuple(found)
 
 
-def interval(value: float, found: Sequence[End], at: Sequence[float]) -> Estimate:
-    """A value with its interval: `at` is what it is at each end that was found."""
+def interval(value: float, found: Sequence[IntervalEnd], at: Sequence[float]) -> Estimate:
+    """A value with its interval; `at` holds its values at the ends `found`."""
     by_source: dict[str, list[float]] = defaultdict(list)
     for end, other in zip(found, at, strict=True):
         by_source[end.source].append(other)
@@ -131,13 +136,13 @@ def _by_step(trace: Trace, rank: int) -> dict[int, list[Collective]]:
     return found
 
 
-def outcome(made: Trace) -> Outcome:
-    """The median step of a simulated run's lowest rank. Raises ValueError where it has none."""
-    rank = min((step.rank for step in made.steps), default=None)
+def outcome(simulated: Trace) -> Outcome:
+    """Median step of the lowest rank in a simulated run. Raises ValueError if it has no steps."""
+    rank = min((step.rank for step in simulated.steps), default=None)
     if rank is None:
-        raise ValueError(f"run {made.id}: nothing was simulated, no step has its gradients")
-    steps = [step for step in made.steps if step.rank == rank]
-    operations = _by_step(made, rank)
+        raise ValueError(f"run {simulated.id}: no step records its gradients, so nothing was simulated")
+    steps = [step for step in simulated.steps if step.rank == rank]
+    operations = _by_step(simulated, rank)
     lengths, computed, communicated, busy = [], [], [], []
     for step in steps:
         own = operations.get(step.index, [])
@@ -148,37 +153,37 @@ def outcome(made: Trace) -> Outcome:
         busy.append(total(intervals((c.start_ns or 0, c.done_ns or 0) for c in own)))
     medians = [float(statistics.median(values)) for values in (lengths, computed, communicated, busy)]
     buckets = statistics.median_high(len(operations.get(step.index, [])) for step in steps)
-    return Outcome(medians[0], medians[1], max(medians[1], medians[2]), medians[3], buckets, made.notes)
+    return Outcome(medians[0], medians[1], max(medians[1], medians[2]), medians[3], buckets, simulated.notes)
 
 
 def _steps(load: Workload) -> int:
-    """How many steps of a load tell all that it holds."""
+    """Number of simulated steps that covers a load."""
     return 1 if len(load.draws) == 1 else max(STEPS, len(load.steps))
 
 
-def play(job: Job, setting: Setting, cost: Cost | None = None) -> Outcome:
-    """A setting simulated; cost: another than its own."""
+def simulate_setting(job: Job, setting: Setting, cost: Cost | None = None) -> Outcome:
+    """Simulate a setting; cost: replaces the setting's cost."""
     used = setting.cost if cost is None else cost
     found = outcome(simulate(job.load, setting.plan, used, workers=setting.workers, steps=_steps(job.load)))
     return replace(found, notes=tuple(note for note in found.notes if note not in job.trace.notes))
 
 
 def scaling(job: Job, step_ns: float) -> float:
-    """T_1 / T_n for equal work per worker."""
+    """Scaling factor T_1 / T_n for equal work per worker."""
     return job.alone_ns / step_ns if step_ns > 0 else math.nan
 
 
 def answer(job: Job, setting: Setting) -> Answer:
-    """What a setting comes to; refused where the fit is too poor for it, or the engine cannot hold it."""
+    """Answer a setting; refused if the fit is too poor for it, or if the engine cannot represent it."""
     try:
-        found = play(job, setting)
+        found = simulate_setting(job, setting)
     except ValueError as error:
         return Answer(setting, None, None, None, refused=str(error))
-    others = ends(job, setting.cost)
+    others = interval_ends(job, setting.cost)
     try:
-        steps = [play(end.job, setting, end.bent(setting.cost)).step_ns for end in others]
+        steps = [simulate_setting(end.job, setting, end.apply(setting.cost)).step_ns for end in others]
     except ValueError as error:
-        return Answer(setting, None, None, None, refused=f"at an end of its interval: {error}")
+        return Answer(setting, None, None, None, refused=f"at one end of the interval: {error}")
     step = interval(found.step_ns / 1e9, others, [step_ns / 1e9 for step_ns in steps])
     factors = [scaling(end.job, step_ns) for end, step_ns in zip(others, steps, strict=True)]
     factor = interval(scaling(job, found.step_ns), others, factors)
@@ -186,11 +191,12 @@ def answer(job: Job, setting: Setting) -> Answer:
 
 
 def prediction(job: Job, one: Answer) -> Prediction:
-    """An answer in the terms of compat, but its times are from the begin of the step.
+    """An answer as a compat2020 Prediction, but with times from the begin of the step.
 
-    Raises ValueError for a refused one."""
+    Raises ValueError for a refused answer.
+    """
     if one.outcome is None or one.step_s is None or one.scaling is None:
-        raise ValueError(f"{one.setting.words}: refused: {one.refused}")
+        raise ValueError(f"{one.setting.title}: refused: {one.refused}")
     return Prediction(
         model=job.trace.model or job.trace.id,
         workers=one.setting.workers,
@@ -205,8 +211,8 @@ def prediction(job: Job, one: Answer) -> Prediction:
     )
 
 
-def _measured(trace: Trace, transport: str) -> Estimate | None:
-    """The recorded step: the median, and the middle 80 % of the steps."""
+def _measured(trace: Trace, transport: Arm) -> Estimate | None:
+    """The recorded step: the median, and the middle 80 % of the steps; None for a simulated run."""
     lengths = sorted(float(ns) for block in step_times(trace, transport).values() for ns in block)
     if not lengths or trace.origin != "measured":
         return None
@@ -214,46 +220,54 @@ def _measured(trace: Trace, transport: str) -> Estimate | None:
     return Estimate(statistics.median(lengths), low, high)
 
 
-def _plan(trace: Trace, transport: str | None) -> tuple[Plan, tuple[str, ...]]:
+def _plan(trace: Trace, transport: Arm | None) -> tuple[Plan, tuple[str, ...]]:
     try:
         return Plan.of(trace, transport), ()
     except ValueError:
-        return Plan.ddp(), ("the run does not tell its buckets: those of DDP (1 MiB, then 25 MiB) are taken",)
+        return Plan.ddp(), ("the run does not record its buckets: DDP's buckets (1 MiB, then 25 MiB) are assumed",)
 
 
 def job(
     trace: Trace,
-    transport: str | None = None,
+    transport: Arm | None = None,
     *,
     plan: Plan | None = None,
     cost: Cost | None = None,
     copy_byte_ns: float | None = None,
 ) -> Job:
-    """A run made ready for questions. cost: given where it is not to be fitted, as for a layer log.
+    """Prepare a run for questions. cost: given if no cost is to be fitted, as for a layer log.
 
-    transport: the one to be explained; None: the first that recorded its operations. copy_byte_ns: as fit has it.
-    Raises ValueError where the run has no operation to fit a cost to, or no step that tells when gradients were ready.
+    transport: None: the first that recorded its operations. copy_byte_ns: as in fit. Raises ValueError if the run has
+    no operation to fit a cost to, or no step with gradient readiness.
     """
     if cost is not None:
-        return _ready(trace, transport, plan, cost, ("no run was fitted: formulas alone, without intervals",))
-    together = len({rank.host_id for rank in trace.ranks}) == 1 < trace.size
-    fitted = fit(trace, transport, ranks_per_host=1 if together else None, copy_byte_ns=copy_byte_ns)
+        return _ready(
+            trace,
+            transport,
+            plan,
+            cost,
+            ("no cost was fitted to a run: answers follow the formulas alone, without intervals",),
+        )
+    one_host = len({rank.host_id for rank in trace.ranks}) == 1 < trace.size
+    fitted = fit(trace, transport, ranks_per_host=1 if one_host else None, copy_byte_ns=copy_byte_ns)
     notes = [f"the fit is poor: {fitted.reason}"] if fitted.reason else []
-    if together:
-        notes.append("all ranks shared a host: each is taken to have its own, and what they had between them a link")
+    if one_host:
+        notes.append(
+            "all ranks shared a host: each is assumed to have its own host, and their shared path counts as the link"
+        )
     made = _ready(trace, fitted.transport, plan, fitted.cost, (*notes, *fitted.notes))
-    can = achievable(trace)
+    probed = achievable(trace)
     return replace(
         made,
         plan=made.plan if plan is not None else replace(made.plan, in_flight=fitted.in_flight),
         fit=fitted,
-        lane_bps=None if can is None else can.points[0][1] / can.points[0][0],
+        lane_bps=None if probed is None else probed.points[0][1] / probed.points[0][0],
         measured_ns=_measured(trace, fitted.transport),
         at_ends=_at_ends(trace, made.plan, fitted),
     )
 
 
-def _ready(trace: Trace, transport: str | None, plan: Plan | None, cost: Cost, notes: tuple[str, ...]) -> Job:
+def _ready(trace: Trace, transport: Arm | None, plan: Plan | None, cost: Cost, notes: tuple[str, ...]) -> Job:
     if plan is None:
         plan, doubt = _plan(trace, transport)
         notes = (*doubt, *notes)
@@ -270,3 +284,88 @@ def _at_ends(trace: Trace, plan: Plan, fitted: Fit) -> tuple[Job, ...]:
         return ()
     costs = [replace(fitted.cost, contention=end) for end in (known.low, known.high)]
     return tuple(_ready(trace, fitted.transport, plan, cost, ()) for cost in costs)
+
+
+# Inverse questions: the least value that reaches an aim, with the interval of the fit.
+
+# A gain up to this part of the step counts as none.
+NEGLIGIBLE_GAIN = 0.01
+# Bisection steps: a range of 10^6 is resolved to 0.2 %.
+HALVINGS = 13
+
+
+@dataclass(frozen=True, slots=True)
+class LeastValue:
+    """Answer to an inverse question: the least value that reaches the aim, with its interval.
+
+    value is None if no value reaches it; `reason` says why. An interval end that was not found is inf.
+    """
+
+    question: str
+    aim: str
+    value: Estimate | None
+    reason: str = ""
+    interval: bool = True
+    label: str = PREDICTED
+    workers: int = 0
+    ranks_per_host: int = 1
+    link_bps: float | None = None
+
+
+def _search(meets: Callable[[float], bool], low: float, high: float, integer: bool) -> float:
+    """Least value in [low, high] that meets the aim, by bisection of the logarithm. `high` must meet it."""
+    if meets(low):
+        return low
+    for _ in range(HALVINGS if not integer else max(1, math.ceil(math.log2(high)))):
+        if integer and high - low <= 1:
+            break
+        middle = float(round((low + high) / 2)) if integer else math.sqrt(low * high)
+        if meets(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """Aim of an inverse question. question: kind and unit; span: search range; whole: integers only."""
+
+    question: str
+    title: str
+    span: tuple[float, float]
+    whole: bool = False
+
+
+def least(job: Job, aim: Aim, make: Callable[[float], Setting], limit_ns: Callable[[IntervalEnd], float]) -> LeastValue:
+    """The least value whose setting has a step of at most limit_ns, also at each end of the sources of error.
+
+    A larger value must never make a step longer.
+    """
+    low, high = aim.span
+    best = make(high)
+    unmet = LeastValue(aim.question, aim.title, None, workers=best.workers, ranks_per_host=best.cost.ranks_per_host)
+    try:
+        reached_ns = simulate_setting(job, best).step_ns
+    except ValueError as error:
+        return replace(unmet, reason=str(error))
+
+    def found(end: IntervalEnd) -> float:
+        bound_ns = limit_ns(end)
+
+        def meets(value: float) -> bool:
+            setting = make(value)
+            try:
+                return simulate_setting(end.job, setting, end.apply(setting.cost)).step_ns <= bound_ns
+            except ValueError:
+                return False  # an operation exceeds the simulation's limit, which the best setting did not
+
+        return _search(meets, low, high, aim.whole) if meets(high) else math.inf
+
+    value = found(IntervalEnd("", job))
+    if math.isinf(value):
+        return replace(unmet, reason=f"at most {100 * scaling(job, reached_ns):.1f} % is reached")
+    others = interval_ends(job, best.cost)
+    between = interval(value, others, [found(end) for end in others])
+    between = replace(between, low=max(low, between.low))  # ends combined in quadrature can exceed the range
+    return replace(unmet, value=between, interval=bool(others))

@@ -1,8 +1,9 @@
-"""A trace as it would have been: the recorded compute, sent by another plan, at another cost."""
+"""Simulation of a trace: the recorded compute, with communication by another plan and cost."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,16 +11,160 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck import _core
-from netbottleneck.trace.model import PSEUDO, Bucket, Collective, Network, Rank, Step, Trace
+from netbottleneck.analysis.intervals import Intervals, counted, in_flight_spans, intersection, intervals, subtraction
+from netbottleneck.trace.model import Bucket, Collective, Network, Rank, Step, Trace
+from netbottleneck.trace.transports import BARE, NULL, SINGLE, Arm
 from netbottleneck.whatif.cost import ALGORITHMS, Cost, Table
 from netbottleneck.whatif.plan import RULES, Plan
-from netbottleneck.whatif.workload import BACKWARD, END, FORWARD, OPTIMIZED, OPTIMIZER, WAIT, Draw, Workload, workload
 
-# So many recorded ranks are simulated one by one; of more, one that is like the others and the last one.
+# Workload of a run: each recorded step as a list of items for csrc/sim/sim.h, without the waits.
+
+# Item codes of csrc/sim/sim.h. FORWARD and below are marks, which the engine only passes on.
+WAIT, END, BACKWARD, FORWARD, OPTIMIZER, OPTIMIZED = -1, -2, -3, -4, -5, -6
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One recorded step of one rank as items: `work_ns` of compute, followed by the event in `codes`.
+
+    compute_ns: all work before the wait. order: tensors by readiness.
+    """
+
+    work_ns: NDArray[np.int64]
+    codes: NDArray[np.int32]
+    compute_ns: int
+
+    @property
+    def order(self) -> list[int]:
+        return [int(code) for code in self.codes if code >= 0]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The compute of a run. steps: by index, each rank's draw; only steps that all ranks recorded."""
+
+    trace: Trace
+    transport: Arm
+    steps: tuple[Mapping[int, Draw], ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(self.steps[0]))
+
+    @property
+    def draws(self) -> list[Draw]:
+        """All steps of all ranks, step by step."""
+        return [draws[rank] for draws in self.steps for rank in sorted(draws)]
+
+
+def _gap(step: Step, ready_ns: int) -> tuple[int, int]:
+    """Unrecorded wait of the untouched script: from its last gradient to its update."""
+    begins = [begin for begin, _ in step.optimizer if begin >= ready_ns]
+    return (ready_ns, min(begins)) if step.arm == BARE and begins else (ready_ns, ready_ns)
+
+
+def _wait_begin(step: Step, ready_ns: int) -> int:
+    """Time at which the rank began to wait for operations: after its last gradient, before its update."""
+    if step.arm == BARE:
+        return ready_ns
+    waits = [max(begin, ready_ns) for _, begin, end in step.waits if end > ready_ns]
+    after = [begin for begin, _ in step.optimizer if begin >= ready_ns]
+    return min([*waits, *after], default=ready_ns)
+
+
+def _marks(step: Step, ready_ns: int, wait_ns: int) -> list[tuple[int, int, int]]:
+    passes = [(begin, end) for begin, end in step.forward if end <= ready_ns]
+    rows = [(begin, 0, FORWARD) for begin, _ in passes[:1]]
+    rows.append((max((end for _, end in passes), default=step.begin_ns), 1, BACKWARD))
+    for begin, end in step.optimizer[:1]:
+        # Clamp the stamps to the step and keep their order: a step has all its marks or none.
+        begin_ns, end_ns = min(begin, step.end_ns), min(max(begin, end), step.end_ns)
+        rows += [(begin_ns, 5, OPTIMIZER), (end_ns, 6, OPTIMIZED)] if begin >= wait_ns else []
+    return rows
+
+
+def _items(step: Step, tensors: int) -> list[tuple[int, int, int]]:
+    """(time, tie-break order, code), sorted. A gradient that never became ready is still sent."""
+    ready = sorted(((at, index) for index, at in step.grad_ready), key=lambda row: row[0])
+    last = {index: min(max(at, step.begin_ns), step.end_ns) for at, index in ready if index < tensors}
+    ready_ns = max(last.values(), default=step.begin_ns)
+    wait_ns = _wait_begin(step, ready_ns)
+    rows = [(last[index], 2, index) for index in sorted(last, key=last.__getitem__)]
+    rows += [(wait_ns, 3, index) for index in range(tensors) if index not in last]
+    rows += [(wait_ns, 4, WAIT), (step.end_ns, 7, END), *_marks(step, ready_ns, wait_ns)]
+    return sorted(rows, key=lambda row: row[:2])
+
+
+def _covered(at: NDArray[np.int64], spans: Intervals) -> NDArray[np.int64]:
+    """Length of the part of a set that lies before each time."""
+    covered: NDArray[np.int64] = (np.clip(at[:, None], spans[:, 0], spans[:, 1]) - spans[:, 0]).sum(axis=1)
+    return covered
+
+
+def draw(step: Step, tensors: int, in_flight: Intervals | None = None, contention: float = 1.0) -> Draw:
+    """Return a recorded step of a model with `tensors` tensors as items.
+
+    in_flight: spans with an operation in flight. Compute took `contention` times as long in them; this is subtracted.
+    """
+    items = _items(step, tensors)
+    at = np.array([at for at, _, _ in items], np.int64)
+    codes = np.array([code for _, _, code in items], np.int32)
+    ready_ns = max((at for at, _, code in items if code >= 0), default=step.begin_ns)
+    blocked = intervals([*((begin, end) for _, begin, end in step.waits), _gap(step, ready_ns)])
+    since = np.full(1, step.begin_ns)
+    less = _covered(at, blocked) - _covered(since, blocked)
+    if in_flight is not None and len(in_flight) and contention > 1:
+        slowed = subtraction(intersection(in_flight, intervals([(step.begin_ns, step.end_ns)])), blocked)
+        lost = 1 - 1 / contention
+        less = less + np.rint(lost * (_covered(at, slowed) - _covered(since, slowed))).astype(np.int64)
+    work = np.maximum(np.diff(at - less, prepend=step.begin_ns), 0)
+    waiting = int(np.flatnonzero(codes == WAIT)[0])
+    return Draw(work, codes, int(work[: waiting + 1].sum()))
+
+
+def _transport(trace: Trace, transport: Arm | None) -> Arm:
+    recorded = {step.arm for step in trace.steps if step.grad_ready}
+    arms = [*(arm for arm in trace.arms if arm.real), SINGLE, NULL, BARE]
+    wanted = arms if transport is None else [Arm.parse(transport)]
+    found = [arm for arm in wanted if arm in recorded]
+    if not found:
+        raise ValueError(
+            f"the trace does not record when gradients were ready{f' over {transport}' if transport else ''}"
+        )
+    return found[0]
+
+
+def workload(trace: Trace, transport: Arm | None = None, contention: float = 1.0) -> Workload:
+    """Return the compute of a run's ranks, from the steps of one transport without the first of each block.
+
+    contention: the factor by which compute was longer while operations were in flight; it is taken out. transport:
+    None: the first that recorded gradient readiness. Raises ValueError if none did, if no step was recorded by all
+    participating ranks, or if the tensors are not described.
+    """
+    name = _transport(trace, transport)
+    if not trace.parameters:
+        raise ValueError("the trace does not describe its tensors")
+    recorded = [step for step in trace.steps if step.arm == name and step.grad_ready]
+    counted_steps = {(step.rank, step.index) for step in counted(trace)}
+    rows = [step for step in recorded if (step.rank, step.index) in counted_steps] or recorded
+    flights = in_flight_spans(trace, name) if contention > 1 else {}
+    by_index: dict[int, dict[int, Draw]] = defaultdict(dict)
+    for step in rows:
+        by_index[step.index][step.rank] = draw(step, len(trace.parameters), flights.get(step.rank), contention)
+    ranks = {step.rank for step in rows}
+    whole = tuple(draws for _, draws in sorted(by_index.items()) if set(draws) == ranks)
+    if not whole:
+        raise ValueError(f"no step over {name} was recorded by all ranks")
+    return Workload(trace, name, whole)
+
+
+# The simulation.
+
+# Up to this many recorded ranks are simulated one by one. With more: one typical rank, and the last of the others.
 RANKS_MAX = 32
 CONTENTION_ONE = 10_000
 OP_FIELDS = 8
-# Of an operation, as csrc/sim/sim.h has them.
+# Fields of an operation, as in csrc/sim/sim.h.
 STEP, BUCKET, MEMBERS, BYTES, WIRE_BYTES, AGREED, START, DONE = range(OP_FIELDS)
 
 Ints = NDArray[np.int64]
@@ -27,7 +172,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What the engine was given and what it filled; items of stream s: starts[s] to starts[s + 1]."""
+    """Input and output of the engine. Stream s has the items starts[s] to starts[s + 1]."""
 
     starts: Ints
     codes: NDArray[np.int32]
@@ -39,29 +184,29 @@ class _Run:
 
 
 def _last_of(draws: Sequence[Draw], others: int, at: float) -> Draw:
-    """The last of so many ranks, each a recorded step drawn at random: one order statistic, whose place is at^(1/n)."""
+    """The last of `others` ranks that draw recorded steps at random: the order statistic at quantile at^(1/n)."""
     slow = sorted(draws, key=lambda draw: draw.compute_ns)
     return slow[min(len(slow) - 1, int(at ** (1.0 / others) * len(slow)))]
 
 
-def _together(load: Workload, workers: int) -> bool:
-    """Whether the recorded ranks are all there are, and few enough to be simulated one by one."""
+def _all_recorded(load: Workload, workers: int) -> bool:
+    """True if all ranks were recorded and are few enough to simulate one by one."""
     return len(load.ranks) == workers == load.trace.size and workers <= RANKS_MAX
 
 
 def _streams(load: Workload, workers: int, steps: int) -> list[list[Draw]]:
-    """The draws of each simulated rank, by step: the recorded ranks, or one like them and the last of all others."""
+    """The draws of each simulated rank, by step: the recorded ranks, or a typical one and the last of all others."""
     recorded = len(load.steps)
     ranks = load.ranks
-    if _together(load, workers):
+    if _all_recorded(load, workers):
         return [[load.steps[k % recorded][rank] for k in range(steps)] for rank in ranks]
     own = [load.steps[k % recorded][ranks[k // recorded % len(ranks)]] for k in range(steps)]
     draws = load.draws
     if workers == 1 or len(draws) == 1:
         return [own]
-    # Spread over (0, 1) so that any number of steps has early and late ones.
-    places = [((k * 0.6180339887498949 + 0.5) % 1.0) for k in range(steps)]
-    last = [_last_of(draws, workers - 1, at) for at in places]
+    # Low-discrepancy points in (0, 1), so that any number of steps has early and late ones.
+    quantiles = [((k * 0.6180339887498949 + 0.5) % 1.0) for k in range(steps)]
+    last = [_last_of(draws, workers - 1, at) for at in quantiles]
     return [own, last]
 
 
@@ -87,8 +232,8 @@ def _cost_arrays(cost: Cost, workers: int) -> tuple[int, int, int, int, int, Any
     points = np.array([table.bytes, table.ns], np.float64)[:, : len(table.bytes) * is_table]
     inside = min(cost.ranks_per_host, workers)
     contention = round(cost.contention * CONTENTION_ONE)
-    which = ALGORITHMS.index(cost.algorithm)
-    return which, workers, inside, contention, flags, numbers, points[0].copy(), points[1].copy()
+    algorithm = ALGORITHMS.index(cost.algorithm)
+    return algorithm, workers, inside, contention, flags, numbers, points[0].copy(), points[1].copy()
 
 
 def _run(load: Workload, plan: Plan, cost: Cost, workers: int, steps: int, chosen: Sequence[Sequence[int]]) -> _Run:
@@ -119,7 +264,7 @@ def _run(load: Workload, plan: Plan, cost: Cost, workers: int, steps: int, chose
     return _Run(starts, codes, reached, passed, ops[:count], op_of, submit[:count])
 
 
-def _steps_of(run: _Run, stream: int, transport: str, plan: Plan) -> Iterator[Step]:
+def _steps_of(run: _Run, stream: int, arm: Arm, plan: Plan) -> Iterator[Step]:
     low, high = int(run.starts[stream]), int(run.starts[stream + 1])
     codes = run.codes[low:high]
     ends = np.flatnonzero(codes == END) + 1
@@ -135,7 +280,7 @@ def _steps_of(run: _Run, stream: int, transport: str, plan: Plan) -> Iterator[St
             rank=stream,
             index=index,
             block=0,
-            transport=transport,
+            arm=arm,
             begin_ns=begin_ns,
             end_ns=marks[END],
             plan=plan.rule,
@@ -147,24 +292,22 @@ def _steps_of(run: _Run, stream: int, transport: str, plan: Plan) -> Iterator[St
         begin_ns, first = marks[END], end
 
 
-def _collectives_of(
-    run: _Run, streams: int, transport: str, plan: Plan, algorithm: str, inside: int
-) -> Iterator[Collective]:
+def _collectives_of(run: _Run, streams: int, arm: Arm, plan: Plan, algorithm: str, inside: int) -> Iterator[Collective]:
     ops = run.ops.tolist()
     submit = run.submit.tolist()
-    seen: dict[int, int] = {}
+    next_position: dict[int, int] = {}
     for op, submits in zip(ops, submit, strict=True):
-        place = op[BUCKET] if op[BUCKET] >= 0 else seen.get(op[STEP], 0)
-        seen[op[STEP]] = place + 1
+        position = op[BUCKET] if op[BUCKET] >= 0 else next_position.get(op[STEP], 0)
+        next_position[op[STEP]] = position + 1
         for rank in range(streams):
             yield Collective(
                 rank=rank,
-                transport=transport,
-                key=place + 1,
+                arm=arm,
+                key=position + 1,
                 round=op[STEP],
                 submit_ns=submits[rank],
                 tensor_bytes=op[BYTES],
-                name=f"{plan.rule}/{place}",
+                name=f"{plan.rule}/{position}",
                 step=op[STEP],
                 bucket=op[BUCKET] if op[BUCKET] >= 0 else None,
                 algorithm=algorithm,
@@ -176,9 +319,9 @@ def _collectives_of(
 
 
 def _notes(load: Workload, cost: Cost, workers: int, run: _Run) -> tuple[str, ...]:
-    """What of a simulated run lies outside of what was measured."""
-    notes = list(cost.doubts(run.ops[:, BYTES].tolist(), workers))
-    if not _together(load, workers) and workers > 1 and len(load.draws) > 1:
+    """Notes on where a simulated run lies outside of the measurements."""
+    notes = list(cost.extrapolation_notes(run.ops[:, BYTES].tolist(), workers))
+    if not _all_recorded(load, workers) and workers > 1 and len(load.draws) > 1:
         notes.append(
             f"one rank of {workers}; the last of the others drawn from {len(load.draws)} recorded steps, as if they"
             " were independent, none slower than the slowest of them"
@@ -188,8 +331,8 @@ def _notes(load: Workload, cost: Cost, workers: int, run: _Run) -> tuple[str, ..
 
 def _trace(load: Workload, plan: Plan, cost: Cost, workers: int, chosen: Sequence[Sequence[int]], run: _Run) -> Trace:
     source = load.trace
-    transport = load.transport if load.transport not in PSEUDO else "simulated"
-    recorded = _together(load, workers)
+    arm = load.transport if load.transport.real else Arm("simulated")
+    recorded = _all_recorded(load, workers)
     ranks = len(run.starts) - 1 if recorded else 1
     inside = min(cost.ranks_per_host, workers)
     parameters = source.parameters
@@ -198,7 +341,7 @@ def _trace(load: Workload, plan: Plan, cost: Cost, workers: int, chosen: Sequenc
     return Trace(
         id=source.id,
         size=workers,
-        transports=(transport,),
+        arms=(arm,),
         origin="simulated",
         model=source.model,
         notes=_notes(load, cost, workers, run),
@@ -210,8 +353,8 @@ def _trace(load: Workload, plan: Plan, cost: Cost, workers: int, chosen: Sequenc
             Bucket(f"{plan.rule}/{at}", at + 1, sum(parameters[i].bytes for i in b), parameters[b[0]].dtype, tuple(b))
             for at, b in enumerate(chosen)
         ),
-        steps=tuple(step for rank in range(ranks) for step in _steps_of(run, rank, transport, plan)),
-        collectives=tuple(_collectives_of(run, ranks, transport, plan, cost.algorithm, inside)),
+        steps=tuple(step for rank in range(ranks) for step in _steps_of(run, rank, arm, plan)),
+        collectives=tuple(_collectives_of(run, ranks, arm, plan, cost.algorithm, inside)),
     )
 
 
@@ -222,18 +365,19 @@ def simulate(
     *,
     workers: int | None = None,
     steps: int | None = None,
-    transport: str | None = None,
+    transport: Arm | None = None,
 ) -> Trace:
-    """Return the run as it would have been: an ordinary Trace, times in integer ns from 0. Pure and deterministic.
+    """Return the simulated run as an ordinary Trace, times in integer ns from 0. Pure and deterministic.
 
-    trace: whose compute it is, less what the cost's contention added beside its operations (a Workload, as it is, where
-    the same is asked often). workers: ranks, None: as many as were. As many as were recorded go through their recorded
-    steps together. Of another number one rank is told, and operations start when the last of them is ready, drawn from
-    all recorded steps: memory does not grow with workers. steps: None: as many as were counted. transport: whose steps;
-    None: the first that tells when gradients were ready.
+    trace: source of the compute, with the cost's contention taken out. A Workload is used as it is, which saves time
+    for repeated questions. workers: number of ranks; None: as recorded. With the recorded number, the ranks run their
+    recorded steps together. With another number, the result has one rank, and operations start when the last of all
+    ranks is ready, drawn from all recorded steps: memory does not grow with workers. steps: None: the number of counted
+    steps. transport: source of the steps; None: the first that recorded gradient readiness.
 
-    Raises ValueError where the trace tells too little, for numbers below 1, and where the cost is from a fit that is
-    too poor for what is asked."""
+    Raises ValueError if the trace lacks these data, for numbers below 1, and if the cost's fit is too poor for the
+    request.
+    """
     load = trace if isinstance(trace, Workload) else workload(trace, transport, cost.contention)
     size = load.trace.size if workers is None else workers
     count = len(load.steps) if steps is None else steps

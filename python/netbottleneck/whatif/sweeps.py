@@ -1,4 +1,4 @@
-"""The questions there are: settings of a job for each, and the aims of the inverse ones."""
+"""Settings for each what-if question, and the aims of the inverse questions."""
 
 from __future__ import annotations
 
@@ -8,11 +8,25 @@ from itertools import product
 
 from netbottleneck.units import gbit, ms, nbytes, streams
 from netbottleneck.whatif.cost import Cost, Link
-from netbottleneck.whatif.inverse import NOTHING, Aim, Least, least
 from netbottleneck.whatif.plan import FUSION_BYTES, Plan
-from netbottleneck.whatif.questions import PREDICTED, Answer, End, Job, Setting, answer, ends, interval, play, scaling
+from netbottleneck.whatif.questions import (
+    NEGLIGIBLE_GAIN,
+    PREDICTED,
+    Aim,
+    Answer,
+    IntervalEnd,
+    Job,
+    LeastValue,
+    Setting,
+    answer,
+    interval,
+    interval_ends,
+    least,
+    scaling,
+    simulate_setting,
+)
 
-# Where the inverse questions look.
+# Search ranges of the inverse questions.
 LINK_BPS = (1e6, 1e13)
 RATIO = (1.0, 1e4)
 LANES_MAX = 256
@@ -20,68 +34,70 @@ LANES_MAX = 256
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """Ns that a byte costs before it is sent, and when it has come; of uncompressed bytes."""
+    """Ns a byte of encoding before sending and of decoding after receiving; per uncompressed byte."""
 
     encode_byte_ns: float = 0.0
     decode_byte_ns: float = 0.0
 
 
-def _setting(job: Job, question: str, words: str, cost: Cost | None = None, **other: object) -> Setting:
-    return replace(Setting(question, words, job.plan, cost or job.cost, job.workers), **other)  # type: ignore[arg-type]
+def _setting(job: Job, question: str, title: str, cost: Cost | None = None, **other: object) -> Setting:
+    return replace(Setting(question, title, job.plan, cost or job.cost, job.workers), **other)  # type: ignore[arg-type]
 
 
-def over(cost: Cost, bps: float) -> Cost:
-    """The same cost over a link that is fully used."""
+def with_link(cost: Cost, bps: float) -> Cost:
+    """The same cost over a fully used link of rate `bps`."""
     return replace(cost, link=Link(bps))
 
 
 def now(job: Job) -> Setting:
     """The recorded run itself."""
-    return _setting(job, "now", "as it was")
+    return _setting(job, "now", "as recorded")
 
 
 def full_use(job: Job, bps: float) -> Setting:
-    """The link that the job has, at its nominal or any other rate, with nothing lost."""
-    return _setting(job, "full use", f"this link, {gbit(bps)}, fully used", over(job.cost, bps))
+    """The job's link at its nominal or another rate, fully used."""
+    return _setting(job, "full use", f"this link, {gbit(bps)}, fully used", with_link(job.cost, bps))
 
 
-def attainable(job: Job) -> Iterator[Setting]:
-    """What the probe reached in place of what the run did; nothing where there was no probe."""
-    can = job.fit.achievable if job.fit is not None else None
-    if can is not None:
-        words = f"what these hosts can do, {gbit(can.rate_bps)}"
-        yield _setting(job, "achievable", words, replace(job.cost, link=can))
+def achievable(job: Job) -> Iterator[Setting]:
+    """The probe's rate instead of the achieved one; nothing without a probe."""
+    link = job.fit.achievable if job.fit is not None else None
+    if link is not None:
+        title = f"the achievable rate, {gbit(link.rate_bps)}"
+        yield _setting(job, "achievable", title, replace(job.cost, link=link))
 
 
 def links(job: Job, speeds_bps: Sequence[float]) -> Iterator[Setting]:
     """Other links, fully used."""
     for bps in speeds_bps:
-        yield _setting(job, "link", f"{bps / 1e9:g} Gbit/s", over(job.cost, bps))
+        yield _setting(job, "link", f"{bps / 1e9:g} Gbit/s", with_link(job.cost, bps))
 
 
 def workers(job: Job, counts: Sequence[int]) -> Iterator[Setting]:
-    """Other numbers of workers, each on a host of its own unless the cost says otherwise."""
+    """Other numbers of workers, each on its own host unless the cost says otherwise."""
     for count in counts:
         yield _setting(job, "workers", f"{count} workers", workers=count)
 
 
-def on_hosts(job: Job, ranks: int) -> Job:
-    """The same job with so many ranks on each host, which share its link: a ring becomes two levels."""
+def with_ranks_per_host(job: Job, ranks: int) -> Job:
+    """The same job with `ranks` ranks on each host, which share its link: a ring becomes two-level."""
     algorithm = "two_level" if ranks > 1 and job.cost.algorithm == "ring" else job.cost.algorithm
     return replace(job, cost=replace(job.cost, ranks_per_host=ranks, algorithm=algorithm))
 
 
-def _inside(job: Job) -> tuple[str, ...]:
+def _host_remarks(job: Job) -> tuple[str, ...]:
     known = job.cost.host_bps is not None or job.cost.ranks_per_host == 1
-    return () if known else ("inside a host nothing takes time: it was not measured",)
+    return () if known else ("communication inside a host is assumed to take no time: it was not measured",)
 
 
 def ranks_per_host(job: Job, counts: Sequence[int]) -> Iterator[Setting]:
-    """The same workers on fewer hosts; those that do not fit are left out."""
+    """The same workers on fewer hosts; counts above the number of workers are left out."""
     for count in counts:
         if count <= job.workers:
-            there = on_hosts(job, count)
-            yield _setting(there, "ranks per host", f"{count} on a host", remarks=_inside(there))
+            on_fewer_hosts = with_ranks_per_host(job, count)
+            yield _setting(
+                on_fewer_hosts, "ranks per host", f"{count} ranks per host", remarks=_host_remarks(on_fewer_hosts)
+            )
 
 
 def fusions(job: Job, sizes_bytes: Sequence[int]) -> Iterator[Setting]:
@@ -95,58 +111,58 @@ def cycles(job: Job, cycles_ns: Sequence[int]) -> Iterator[Setting]:
     """Horovod's rule with other cycles."""
     for cycle_ns in cycles_ns:
         plan = Plan.horovod(FUSION_BYTES, cycle_ns, job.plan.in_flight)
-        yield _setting(job, "cycle", f"Horovod, every {ms(cycle_ns)}", plan=plan)
+        yield _setting(job, "cycle", f"Horovod, cycle {ms(cycle_ns)}", plan=plan)
 
 
 def compressed(cost: Cost, ratio: float, codec: Codec) -> Cost:
-    """A ratio of 1 is no compression and has no codec."""
+    """Cost with compression. A ratio of 1 means no compression and no codec."""
     if ratio == 1.0:
         return replace(cost, ratio=1.0, encode_byte_ns=0.0, decode_byte_ns=0.0)
     return replace(cost, ratio=ratio, encode_byte_ns=codec.encode_byte_ns, decode_byte_ns=codec.decode_byte_ns)
 
 
 def compression(job: Job, ratios: Sequence[float], codec: Codec) -> Iterator[Setting]:
-    """Fewer bytes on the wire."""
+    """Fewer bytes on the wire, by each ratio."""
     for ratio in ratios:
-        remarks = () if ratio == 1.0 or codec != Codec() else ("encoding and decoding take no time here",)
+        remarks = () if ratio == 1.0 or codec != Codec() else ("encoding and decoding are assumed to take no time",)
         made = compressed(job.cost, ratio, codec)
-        yield _setting(job, "compression", f"{ratio:g}x fewer bytes", made, remarks=remarks)
+        yield _setting(job, "compression", f"compression {ratio:g}x", made, remarks=remarks)
 
 
 def free(job: Job) -> Setting:
-    """The most that any network could gain."""
+    """Upper bound of what any network could gain."""
     return _setting(job, "free", "communication that takes no time", Cost.free())
 
 
 def grid(
     job: Job, counts: Sequence[int], speeds_bps: Sequence[float], ratios: Sequence[float], codec: Codec
 ) -> Iterator[Setting]:
-    """Each compression, then number of workers, then link fully used, as compat2020.sweep goes."""
+    """Each compression, then number of workers, then fully used link: the order of compat2020.sweep."""
     for ratio, count, bps in product(ratios, counts, speeds_bps):
-        words = f"{count} workers, {bps / 1e9:g} Gbit/s, {ratio:g}x"
-        cost = compressed(over(job.cost, bps), ratio, codec)
-        yield _setting(job, "grid", words, cost, workers=count, remarks=_inside(job))
+        title = f"{count} workers, {bps / 1e9:g} Gbit/s, {ratio:g}x"
+        cost = compressed(with_link(job.cost, bps), ratio, codec)
+        yield _setting(job, "grid", title, cost, workers=count, remarks=_host_remarks(job))
 
 
 def ideal_overlap(job: Job, base: Answer) -> Answer:
-    """All communication beside all compute: the longer of the two, whichever order the gradients come in."""
-    setting = replace(base.setting, question="overlap", words="all communication beside compute")
+    """Ideal overlap of communication and compute: the longer of the two, for any order of gradients."""
+    setting = replace(base.setting, question="overlap", title="all communication overlapped with compute")
     if base.outcome is None or base.step_s is None:
         return replace(base, setting=setting)
     found = base.outcome
-    others = ends(job, base.setting.cost)
+    others = interval_ends(job, base.setting.cost)
     nothing = replace(base.setting, cost=Cost.free())
 
-    def longer(end: End) -> float:
-        # Communication alone grows or shrinks, as the step did over compute; or compute does.
-        return max(play(end.job, nothing).step_ns, found.communication_ns * end.slower)
+    def longer(end: IntervalEnd) -> float:
+        # Either communication scales, by the ratio of the steps' residual, or the compute differs.
+        return max(simulate_setting(end.job, nothing).step_ns, found.communication_ns * end.slower)
 
-    value_ns, at_ends = longer(End("", job)), [longer(end) for end in others]
+    value_ns, at_ends = longer(IntervalEnd("", job)), [longer(end) for end in others]
     step = interval(value_ns / 1e9, others, [at / 1e9 for at in at_ends])
     factors = [scaling(end.job, at) for end, at in zip(others, at_ends, strict=True)]
     factor = interval(scaling(job, value_ns), others, factors)
-    ended = replace(found, step_ns=value_ns, communication_end_ns=value_ns)
-    return Answer(setting, ended, step, factor, base.interval, PREDICTED, base.notes)
+    overlapped = replace(found, step_ns=value_ns, communication_end_ns=value_ns)
+    return Answer(setting, overlapped, step, factor, base.interval, PREDICTED, base.notes)
 
 
 def answers(job: Job, settings: Iterator[Setting] | Sequence[Setting]) -> tuple[Answer, ...]:
@@ -154,29 +170,29 @@ def answers(job: Job, settings: Iterator[Setting] | Sequence[Setting]) -> tuple[
     return tuple(answer(job, setting) for setting in settings)
 
 
-def _to_target(target: float) -> Callable[[End], float]:
+def _to_target(target: float) -> Callable[[IntervalEnd], float]:
     return lambda end: end.job.alone_ns / target
 
 
-def least_link(job: Job, target: float) -> Least:
-    """The slowest link, fully used, with a scaling factor of at least `target`; bits a second."""
+def least_link(job: Job, target: float) -> LeastValue:
+    """The slowest fully used link, in bits a second, with a scaling factor of at least `target`."""
     aim = Aim("least link", f"a scaling factor of {target:g}", LINK_BPS)
     return least(job, aim, lambda bps: next(links(job, [bps])), _to_target(target))
 
 
-def least_compression(job: Job, target: float, codec: Codec) -> Least:
-    """The least ratio over the link as it was used."""
+def least_compression(job: Job, target: float, codec: Codec) -> LeastValue:
+    """The least compression ratio at the achieved rate."""
     aim = Aim("least compression", f"a scaling factor of {target:g}", RATIO)
     return least(job, aim, lambda ratio: next(compression(job, [ratio], codec)), _to_target(target))
 
 
-def least_lanes(job: Job, target: float, link_bps: float | None) -> Least:
-    """The fewest network streams, each as fast as the probe's first, together no faster than the link."""
+def least_lanes(job: Job, target: float, link_bps: float | None) -> LeastValue:
+    """The fewest network streams, each at the rate of one probe stream, capped by the link."""
     aim = Aim("least lanes", f"a scaling factor of {target:g}", (1, LANES_MAX), True)
     lane_bps = job.lane_bps
     if lane_bps is None:
-        reason = "it is not known what one stream reaches: no probe was made"
-        return Least(aim.question, aim.words, None, reason, workers=job.workers)
+        reason = "the rate of one stream is not known: the run has no probe"
+        return LeastValue(aim.question, aim.title, None, reason, workers=job.workers)
 
     def make(count: float) -> Setting:
         link = Link(link_bps if link_bps is not None else LINK_BPS[1], int(count), lane_bps)
@@ -185,29 +201,30 @@ def least_lanes(job: Job, target: float, link_bps: float | None) -> Least:
     return least(job, aim, make, _to_target(target))
 
 
-def enough_link(job: Job) -> Least:
-    """The link beyond which a faster one makes the step shorter by no more than NOTHING."""
+def enough_link(job: Job) -> LeastValue:
+    """The link rate above which a faster link shortens the step by no more than NOTHING."""
     endless = next(links(job, [LINK_BPS[1]]))
 
-    def limit_ns(end: End) -> float:
-        return (1 + NOTHING) * play(end.job, endless, end.bent(endless.cost)).step_ns
+    def limit_ns(end: IntervalEnd) -> float:
+        return (1 + NEGLIGIBLE_GAIN) * simulate_setting(end.job, endless, end.apply(endless.cost)).step_ns
 
-    aim = Aim("enough link", f"a faster one gains no more than {100 * NOTHING:g} %", LINK_BPS)
+    aim = Aim("enough link", f"a faster link gains at most {100 * NEGLIGIBLE_GAIN:g} %", LINK_BPS)
     return least(job, aim, lambda bps: next(links(job, [bps])), limit_ns)
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Answers:
     """All answers about a job.
 
-    tables: each with its title; leasts: of the inverse questions; missing: what could not be asked, and why."""
+    tables: (title, answers). least_values: answers of inverse questions. missing: questions without an answer, and why.
+    """
 
     job: Job
     tables: tuple[tuple[str, tuple[Answer, ...]], ...]
-    leasts: tuple[Least, ...] = ()
+    least_values: tuple[LeastValue, ...] = ()
     missing: tuple[str, ...] = ()
 
     def of(self, question: str) -> Answer | None:
-        """The first answer of a kind that was not refused."""
+        """The first answer to this kind of question that was not refused."""
         found = (one for _, own in self.tables for one in own if one.setting.question == question)
         return next((one for one in found if not one.refused), None)

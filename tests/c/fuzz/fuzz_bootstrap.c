@@ -1,5 +1,5 @@
 // Feeds bootstrap the bytes of a broken peer. The first byte says to whom: 0: rank 0's door, raw; 1: the same after a
-// hello and a proof that are right for what the bytes claim; 2: a guest, from a rank 0 that knows the secret; 3 and 4: an
+// hello and a proof that are right for what the bytes claim; 2: a client, from a rank 0 that knows the secret; 3 and 4: an
 // all-gather on rank 0 and on rank 1; 5: the clock.
 #include <errno.h>
 #include <pthread.h>
@@ -47,13 +47,13 @@ static void *knock_main(void *arg) {
     int64_t until = nb_now_ns() + LIMIT_NS;
     if (knock->proves) {
         struct nb_shake shake = {0};
-        struct nb_proof proof;
+        struct wire_join_proof proof;
         (void)nb_shake_hello(&shake, &config, NULL);
         take(&knock->in, &shake.hello.rank, 12);
         take(&knock->in, shake.hello.tag, sizeof shake.hello.tag);
         shake.hello.rank %= 4;
         shake.hello.size %= 4;
-        shake.hello.tag_bytes %= 2 * NB_BOOT_TAG_MAX;
+        shake.hello.tag_bytes %= 2 * NB_WIRE_JOIN_TAG_MAX;
         (void)nb_sock_write_all(knock->fd, &shake.hello, sizeof shake.hello, until);
         if (nb_sock_read_all(knock->fd, &shake.challenge, sizeof shake.challenge, until) == 0) {
             nb_shake_proof(&shake, &config, &proof);
@@ -92,9 +92,9 @@ static void *house_main(void *arg) {
     struct house *house = arg;
     struct nb_boot_config config = config_of(0);
     struct nb_shake shake = {0};
-    struct nb_proof proof;
-    struct nb_answer answer = {0};
-    struct nb_verdict verdict = {0};
+    struct wire_join_proof proof;
+    struct wire_join_answer answer = {0};
+    struct wire_join_verdict verdict = {0};
     uint8_t how = 0;
     int64_t until = nb_now_ns() + LIMIT_NS;
     int fd = -1;
@@ -121,7 +121,7 @@ static void *house_main(void *arg) {
     return NULL;
 }
 
-static void guest(struct input in) {
+static void client(struct input in) {
     struct nb_listener listener = {.fd = -1};
     struct nb_boot_config config = config_of(0);
     struct nb_boot boot = {0};
@@ -142,7 +142,7 @@ static void guest(struct input in) {
     nb_listener_close(&listener);
 }
 
-static void star(struct input in, int mode) {
+static void links(struct input in, int mode) {
     int pair[2];
     unsigned char mine[24] = {0};
     unsigned char all[48];
@@ -179,9 +179,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     if (mode < 2) {
         host(in, mode == 1);
     } else if (mode == 2) {
-        guest(in);
+        client(in);
     } else {
-        star(in, mode);
+        links(in, mode);
     }
     return 0;
 }

@@ -7,44 +7,38 @@
 #include <unistd.h>
 
 #include "base/clock.h"
-#include "engine/internal.h"
+#include "engine/autotune.h"
+#include "engine/context.h"
+#include "engine/coordinator.h"
+#include "engine/negotiation.h"
+#include "engine/submit.h"
 #include "transport/tcp.h"
 
-enum { SIZE = 3, WORKS = NB_OP_KINDS, TYPES = 22 };
+enum { SIZE = 3, WORKS = NB_OP_KINDS, TYPES = 22, SEGMENT = 256 * 1024, IN_FLIGHT = 8 * 1024 * 1024 };
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
 
 static void fail_all(struct nb_job *job, struct nb_list *works) {
     while (!nb_list_empty(works)) {
         struct nb_work *work = NB_CONTAINER(works->next, struct nb_work, link);
-        nb_run_cancel(work);
+        nb_work_cancel(work);
         nb_work_finish(work, &job->failure);
     }
 }
 
 static void lane_lost(void *ctx, int peer, int lane, const struct nb_error *why, int lanes_left) {
-    nb_job_lane_lost(ctx, peer, lane, why, lanes_left);
+    nb_watchdog_lane_lost(ctx, peer, lane, why, lanes_left);
 }
 
 static void job_tables(struct nb_job *job, struct nb_error *err) {
-    nb_list_init(&job->inbox);
-    nb_list_init(&job->maps);
-    nb_list_init(&job->comms);
-    nb_list_init(&job->groups);
-    nb_list_init(&job->waiting);
-    nb_list_init(&job->running);
-    nb_list_init(&job->rounds_by_age);
-    nb_hash_init(&job->in_flight);
-    nb_hash_init(&job->rounds);
+    nb_job_lists_init(job);
     pthread_mutex_init(&job->lock, NULL);
     pthread_cond_init(&job->finished, NULL);
-    job->peer_left = calloc(SIZE, sizeof *job->peer_left);
     job->peer_open = calloc(SIZE, sizeof *job->peer_open);
-    job->suspicions = calloc(SIZE, sizeof *job->suspicions);
-    job->joined = calloc(1, sizeof *job->joined);
-    job->left_rank = NB_NO_PEER;
-    if (nb_loop_init(&job->loop, err) < 0 || nb_member_open(job, err) < 0 || nb_probe_open(job, err) < 0 ||
-        nb_costs_open(job, err) < 0 || (job->rank == 0 && nb_agree_open(job, err) < 0)) {
+    job->handle_control = job->rank == 0 ? nb_coordinator_message : nb_negotiation_message;
+    if (nb_loop_init(&job->loop, err) < 0 || nb_watchdog_open(job, err) < 0 || nb_join_open(job, err) < 0 ||
+        nb_negotiation_open(job, err) < 0 || nb_autotune_open(job, err) < 0 ||
+        (job->rank == 0 && nb_coordinator_open(job, err) < 0)) {
         abort();
     }
 }
@@ -57,17 +51,16 @@ static struct nb_job *job_make(int rank, int others[SIZE]) {
     job->size = SIZE;
     job->boot = (struct nb_boot){.rank = rank, .size = SIZE};
     job->world = (struct nb_comm){.job = job, .rank = rank, .size = SIZE};
-    job->config =
-        (struct nb_job_config){.timeout_ms = 1000, .segment_bytes = SEGMENT_DEFAULT, .streams = NB_STREAMS_AUTO};
+    job->config = (struct nb_job_config){.timeout_ms = 1000, .segment_bytes = SEGMENT, .streams = NB_STREAMS_AUTO};
     job_tables(job, &err);
-    struct nb_lanes_config lanes = {.ops = &nb_tcp_ops, .lanes = 2, .segment_bytes = SEGMENT_DEFAULT};
+    struct nb_lanes_config lanes = {.ops = &nb_tcp_ops, .lanes = 2, .segment_bytes = SEGMENT};
     lanes.lane = (struct nb_lane_config){.rank = rank, .size = SIZE, .loop = &job->loop, .boot = &job->boot};
     nb_sock_parse("127.0.0.1:0", &lanes.lane.bind, &err);
     lanes.binds = &lanes.lane.bind;
     lanes.bind_count = 1;
-    lanes.in_flight_max = IN_FLIGHT_MAX;
+    lanes.in_flight_max = IN_FLIGHT;
     lanes.lane_lost = lane_lost;
-    lanes.failed = nb_job_lanes_failed;
+    lanes.failed = nb_watchdog_lanes_failed;
     lanes.ctx = job;
     if (nb_lanes_open(&job->lanes, &lanes, &err) < 0) {
         abort();
@@ -100,21 +93,27 @@ static void drain(int fd) {
 
 // One turn of the communication thread.
 static void turn(struct nb_job *job) {
-    while (!nb_list_empty(&job->inbox)) {
-        struct nb_work *work = NB_CONTAINER(job->inbox.next, struct nb_work, link);
+    while (!nb_list_empty(&job->inbox.works)) {
+        struct nb_work *work = NB_CONTAINER(job->inbox.works.next, struct nb_work, link);
         nb_list_remove(&work->link);
-        nb_member_submit(job, work);
+        nb_negotiation_submit(job, work);
     }
-    nb_job_left_check(job);
-    nb_member_flush(job);
+    nb_watchdog_check(job);
     if (job->rank == 0) {
-        nb_agree_release(job);
+        nb_coordinator_collect(job);
+        nb_coordinator_release(job);
+    } else {
+        nb_negotiation_flush(job);
     }
     nb_loop_wait(&job->loop, 0);
-    nb_job_tick(job, nb_now_ns());
+    nb_watchdog_tick(job, nb_now_ns());
+    if (job->rank == 0) {
+        nb_coordinator_tick(job, nb_now_ns());
+    }
     if (job->failed) {
-        fail_all(job, &job->running);
-        fail_all(job, &job->waiting);
+        nb_control_failed(job);
+        fail_all(job, &job->ops.running);
+        fail_all(job, &job->ops.waiting);
     }
 }
 
@@ -161,7 +160,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     struct nb_work *works[WORKS] = {NULL};
     float *memory = calloc(WORKS, 12000);
     struct nb_job *job = job_make(data[0] & 1, others);
-    job->config.algorithm = (data[0] & 2) != 0 ? NB_ALGORITHM_STAR : NB_ALGORITHM_NONE;
+    job->config.algorithm = (data[0] & 2) != 0 ? NB_ALGORITHM_INLINE : NB_ALGORITHM_NONE;
     for (int i = 0; i < WORKS; i++) {
         submit(job, i, works, memory + (size_t)i * 3000);
     }
@@ -180,8 +179,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     const struct nb_error over = {.code = NB_ECLOSED, .peer = NB_NO_PEER};
     job->failure = job->failure.code != 0 ? job->failure : over;
     turn(job);
-    fail_all(job, &job->running);
-    fail_all(job, &job->waiting);
+    fail_all(job, &job->ops.running);
+    fail_all(job, &job->ops.waiting);
     for (int i = 0; i < WORKS; i++) {
         int code = 0;
         if (works[i] != NULL && !nb_work_test(works[i], &code)) {
@@ -189,7 +188,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
         }
         nb_work_release(works[i]);
     }
-    nb_job_free(job);
+    nb_job_close(job);
     for (int i = 0; i < SIZE; i++) {
         if (others[i] >= 0) {
             close(others[i]);

@@ -52,7 +52,7 @@ static struct ends connect_pairs(struct nb_lanes *lanes, struct nb_loop *loop, i
     struct conn *conn = &NB_CONTAINER(lanes->lane[lane], struct tcp_lane, base)->conns[1];
     nb_tcp_reset(conn);
     conn->gone = false;
-    conn->state = greeted ? OPEN : GREETING;
+    conn->state = greeted ? OPEN : HANDSHAKE;
     int out = connect_pair(loop, &conn->out_watch);
     return greeted ? (struct ends){connect_pair(loop, &conn->in_watch), out} : (struct ends){out, -1};
 }
@@ -66,7 +66,7 @@ static void ends_close(struct ends *ends) {
 
 static void greet(struct nb_lanes *lanes, const struct nb_boot *boot, int fd, int lane) {
     const struct conn *conn = &NB_CONTAINER(lanes->lane[lane], struct tcp_lane, base)->conns[1];
-    struct greeting greeting = {.hello = conn->greeting.hello};
+    struct tcp_handshake greeting = {.hello = conn->handshake.hello};
     struct nb_tcp_macs macs;
     nb_tcp_macs(boot, &greeting, 1, &conn->to, &macs);
     memcpy(greeting.answer.mac, macs.answer, sizeof macs.answer);

@@ -19,7 +19,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
 #include "../ofi_double.h"
 #include "../outsider.h"
 #include "side.h"
-#include "transport/grants_internal.h"
+#include "transport/credits.h"
 
 enum { FLOWS = 4, COMMANDS_MAX = 64, TURNS = 6 };
 
@@ -79,8 +79,8 @@ static void tag_known(struct world *world, const uint8_t *data, size_t bytes) {
     if (double_state.data_bytes == sizeof arrival[0]) {
         double_arrive(world->ids[said[3] % LANES], arrival[0], FI_REMOTE_CQ_DATA);
     } else {
-        (void)nb_ofi_say(nb_ofi_lane_of(world->peer[said[3] % LANES].lane), 0, NB_OFI_OF_ARRIVALS, arrival,
-                         sizeof arrival);
+        (void)nb_ofi_send_message(nb_ofi_lane_of(world->peer[said[3] % LANES].lane), 0, NB_WIRE_OFI_OF_ARRIVALS,
+                                  arrival, sizeof arrival);
     }
 }
 
@@ -106,9 +106,9 @@ static void peer_write(struct world *world, const uint8_t *data, size_t bytes) {
 static void peer_say(struct world *world, const uint8_t *data, size_t bytes) {
     size_t length = bytes > 1 ? bytes - 1 : 0;
     struct nb_ofi_lane *lane = nb_ofi_lane_of(world->peer[(bytes > 0 ? data[0] : 0) / 2 % LANES].lane);
-    enum nb_ofi_message_kind kind = bytes > 0 && data[0] % 2 != 0 ? NB_OFI_OF_ARRIVALS : NB_OFI_OF_LANES;
-    (void)nb_ofi_say(lane, 0, kind, bytes > 1 ? data + 1 : data,
-                     length < NB_LANE_MESSAGE_MAX ? length : NB_LANE_MESSAGE_MAX);
+    enum wire_ofi_kind kind = bytes > 0 && data[0] % 2 != 0 ? NB_WIRE_OFI_OF_ARRIVALS : NB_WIRE_OFI_OF_LANES;
+    (void)nb_ofi_send_message(lane, 0, kind, bytes > 1 ? data + 1 : data,
+                              length < NB_LANE_MESSAGE_MAX ? length : NB_LANE_MESSAGE_MAX);
 }
 
 static void obey(struct world *world, enum command command, const uint8_t *data, size_t bytes) {
@@ -133,8 +133,8 @@ static void obey(struct world *world, enum command command, const uint8_t *data,
 }
 
 static void meet(struct world *world) {
-    struct nb_lane_address mine[LANES];
-    struct nb_lane_address its[LANES] = {0};
+    struct wire_lane_address mine[LANES];
+    struct wire_lane_address its[LANES] = {0};
     struct nb_error err = {0};
     nb_lanes_address(world->lanes, mine);
     for (int i = 0; i < LANES; i++) {

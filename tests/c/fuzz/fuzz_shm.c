@@ -11,8 +11,11 @@
 
 #include "base/arena.h"
 #include "base/clock.h"
-#include "engine/internal.h"
-#include "engine/local_share.h"
+#include "engine/algorithms.h"
+#include "engine/context.h"
+#include "engine/shared.h"
+#include "engine/shared_fold.h"
+#include "engine/submit.h"
 #include "input.h"
 #include "transport/shm.h"
 
@@ -24,7 +27,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
 
 struct stage {
     struct nb_job job;
-    struct local local;
+    struct shared local;
     struct nb_shm *shm;
     struct nb_work *works[WORKS];
     char *memory[2]; // arenas of both ranks: on the heap, so that a step beyond is seen
@@ -65,30 +68,24 @@ static void shm_make(struct stage *s) {
 static void stage_open(struct stage *s) {
     struct nb_error err = {0};
     struct nb_job *job = &s->job;
-    struct local *l = &s->local;
+    struct shared *l = &s->local;
     shm_make(s);
     job->size = 2;
     job->world = (struct nb_comm){.job = job, .rank = 0, .size = 2};
     job->config.timeout_ms = 1000;
-    nb_list_init(&job->inbox);
-    nb_list_init(&job->maps);
-    nb_list_init(&job->waiting);
-    nb_list_init(&job->running);
-    nb_list_init(&job->rounds_by_age);
-    nb_hash_init(&job->in_flight);
-    nb_hash_init(&job->rounds);
+    nb_job_lists_init(job);
     pthread_mutex_init(&job->lock, NULL);
     pthread_cond_init(&job->finished, NULL);
     if (nb_loop_init(&job->loop, &err) < 0) {
         abort();
     }
-    *l = (struct local){.job = job, .shm = s->shm, .size = 2, .hosts = 1, .parts = 2};
-    l->lines = need(calloc(2 * (size_t)LOCAL_OPEN, sizeof *l->lines));
+    *l = (struct shared){.job = job, .shm = s->shm, .size = 2, .hosts = 1, .parts = 2};
+    l->views = need(calloc(2 * (size_t)LOCAL_OPEN, sizeof *l->views));
     l->rooms = need(calloc(2 * (size_t)LOCAL_OPEN, sizeof *l->rooms));
     l->sum = need(aligned_alloc(NB_SHM_LINE, FOLD_BYTES));
     l->term = need(aligned_alloc(NB_SHM_LINE, FOLD_BYTES));
     nb_list_init(&l->queue);
-    job->local = l;
+    job->shared = l;
 }
 
 static void stage_close(struct stage *s) {
@@ -96,17 +93,17 @@ static void stage_close(struct stage *s) {
     struct nb_job *job = &s->job;
     nb_fail(&why, NB_ECLOSED, "over");
     nb_job_fail(job, &why, false);
-    while (!nb_list_empty(&job->running)) {
-        struct nb_work *work = NB_CONTAINER(job->running.next, struct nb_work, link);
-        nb_run_cancel(work);
+    while (!nb_list_empty(&job->ops.running)) {
+        struct nb_work *work = NB_CONTAINER(job->ops.running.next, struct nb_work, link);
+        nb_work_cancel(work);
         nb_work_finish(work, &why);
     }
     for (int i = 0; i < WORKS; i++) {
         nb_work_release(s->works[i]);
     }
-    nb_work_rounds_free(job);
+    nb_submit_close(job);
     nb_loop_fini(&job->loop);
-    free(s->local.lines);
+    free(s->local.views);
     free(s->local.rooms);
     free(s->local.sum);
     free(s->local.term);
@@ -129,9 +126,10 @@ static void start(struct stage *s, int i, uint8_t how) {
     if (s->job.failed || nb_submit(&s->job.world, &op, &s->works[i], NULL) < 0) {
         return;
     }
-    if (!nb_local_start(s->works[i])) {
+    if (s->works[i]->algorithm != &nb_shared) {
         abort();
     }
+    nb_work_start(s->works[i], (uint64_t)i + 1);
 }
 
 // What the peer writes next: a place of its area, and bytes. Sleepers are not woken: there is nobody.
@@ -175,9 +173,9 @@ static void feed_area(struct input *in) {
     }
     for (int i = 0; i < TURNS && in->bytes > 0; i++) {
         scribble(s, in);
-        (void)nb_local_progress(&s->job);
-        (void)nb_local_arm(&s->job);
-        nb_local_tick(&s->job, nb_now_ns());
+        (void)nb_shared_progress(&s->job);
+        (void)nb_shared_arm(&s->job);
+        nb_shared_tick(&s->job, nb_now_ns());
     }
     stage_close(s);
     free(s);
@@ -217,11 +215,11 @@ static int descriptor(uint8_t kind) {
 static void send_message(int fd, struct input *in, const void *message, size_t bytes) {
     int fds[FDS_MAX];
     int count = take_byte(in) % FDS_MAX;
-    int sent = count < NB_HANDOVER_FDS ? count : NB_HANDOVER_FDS;
+    int sent = count < NB_FDPASS_FDS ? count : NB_FDPASS_FDS;
     for (int i = 0; i < count; i++) {
         fds[i] = descriptor(take_byte(in));
     }
-    (void)nb_handover_send(fd, message, bytes, fds, sent);
+    (void)nb_fdpass_send(fd, message, bytes, fds, sent);
     for (int i = 0; i < count; i++) {
         close(fds[i]);
     }
@@ -275,7 +273,7 @@ static void feed_arenas(struct input *in) {
         send_message(pair[1], in, &gift, how % 16 == 15 ? how % sizeof gift : 24);
         nb_loop_wait(&loop, 0);
         if (how % 5 == 0) {
-            nb_shm_tidy(shm);
+            nb_shm_unmap_withdrawn(shm);
         }
         touch(shm, in);
     }
@@ -286,7 +284,7 @@ static void feed_arenas(struct input *in) {
 
 static void feed_meeting(struct input *in) {
     static const int ranks[2] = {0, 1};
-    static const char names[2][NB_HANDOVER_NAME] = {{0}};
+    static const char names[2][NB_FDPASS_NAME] = {{0}};
     struct nb_boot boot = {.rank = 0, .size = 2};
     struct nb_error err = {0};
     struct nb_shm *shm = NULL;
@@ -311,13 +309,13 @@ static void feed_meeting(struct input *in) {
              : how % 4 == 2 ? (void *)&hello.area_bytes
                             : hello.token,
              how % 4 == 0 ? 0 : 4);
-        fds[count] = nb_handover_connect(shm->name, &err);
+        fds[count] = nb_fdpass_connect(shm->name, &err);
         if (fds[count] < 0) {
             abort();
         }
         send_message(fds[count++], in, &hello, how % 16 == 15 ? how % sizeof hello : sizeof hello);
     }
-    if (nb_shm_meet(shm, names, &boot, wake, nb_now_ns(), &err) == 0) {
+    if (nb_shm_rendezvous(shm, names, &boot, wake, nb_now_ns(), &err) == 0) {
         volatile unsigned char *area = (volatile unsigned char *)shm->peers[1].area;
         area[0] = area[sizeof(struct nb_shm_area) - 1]; // it is all there
     }
@@ -339,7 +337,7 @@ static void feed_pipe(struct input *in) {
         uint8_t how = take_byte(in);
         size_t bytes = (size_t)take_byte(in) * 2;
         uint64_t value;
-        bool tell;
+        bool writer_waits;
         take(in, &value, how & 4 ? 8 : 2);
         if ((how & 8) != 0) {
             atomic_store((how & 16) != 0 ? &pipe->written : &pipe->read, value);
@@ -350,7 +348,7 @@ static void feed_pipe(struct input *in) {
                 abort();
             }
         } else {
-            long got = nb_shm_pipe_read(pipe, room, bytes, &tell);
+            long got = nb_shm_pipe_read(pipe, room, bytes, &writer_waits);
             if (got > (long)bytes) {
                 abort();
             }

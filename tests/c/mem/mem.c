@@ -204,7 +204,7 @@ static int segment_progress(struct mem_lane *lane, int peer, struct packet *pack
         p->held = rc == -EAGAIN;
         p->current = packet;
         if (rc != -EAGAIN) {
-            peer_lost(lane, peer, NB_EWIRE, "an impossible segment was announced");
+            peer_lost(lane, peer, NB_EWIRE, "an invalid segment was announced");
         }
         return rc != -EAGAIN;
     }
@@ -431,7 +431,7 @@ static int mem_peer_open(struct nb_lane *base, int peer, const unsigned char *ad
     struct mem_lane *lane = nb_mem_lane_of(base);
     struct mem_peer *p = &lane->peers[peer];
     if (bytes != 2 || addr[0] != (unsigned char)peer || addr[1] != (unsigned char)base->index) {
-        return nb_fail_peer(err, NB_EWIRE, peer, "rank %d gave no address for lane %d", peer, base->index);
+        return nb_fail_peer(err, NB_EWIRE, peer, "rank %d sent no address for lane %d", peer, base->index);
     }
     if (p->state != NONE) {
         return 0;

@@ -208,7 +208,7 @@ def replayed(cell: Cell) -> str:
     """Replay captured connections to the ports of the same job, and to rank 0 of a second job with the same secret.
 
     Over ofi only rank 0's port is tried. libfabric's ports check no secret, and a capture of their traffic contains the
-    keys of granted memory: docs/transports.md excludes networks that others can read.
+    keys of granted memory: docs/explanation/lanes.md excludes networks that others can read.
     """
     job = cell.job()
     capture = Capture(job.ports)

@@ -177,7 +177,7 @@ class Linked(Loopback):
 
     def holder(self, host: int) -> int:
         """Return the process that holds a host's namespace."""
-        return self.lab._places[host].holder.pid
+        return self.lab._host_namespaces[host].holder.pid
 
     def link(self, host: int, up: bool, link: int = 0) -> float:
         """Set a host's interface up or down; return the time."""
@@ -189,7 +189,7 @@ class Linked(Loopback):
 
         Interfaces and their carriers stay up. Returns the time.
         """
-        spaces: Any = self.lab._spaces
+        spaces: Any = self.lab._namespaces
         commands = []
         for host in range(self.lab.hosts):
             others = [victim] if host != victim else [other for other in range(self.lab.hosts) if other != victim]
@@ -197,6 +197,6 @@ class Linked(Loopback):
                 f"neigh replace {self.lab.address(other)} lladdr 02:00:00:00:00:ff dev nb0 nud permanent\n"
                 for other in others
             ]
-            commands.append((self.lab._places[host], "".join(lines)))
+            commands.append((self.lab._host_namespaces[host], "".join(lines)))
         spaces.batch("ip", commands)
         return time.monotonic()

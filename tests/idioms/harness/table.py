@@ -10,7 +10,7 @@ from harness.pairs import Outcome
 
 # What the package says of a model that it does not serve.
 LEFT_ALONE = re.compile(
-    r"left alone|leaves? .* alone|untouched|No transport takes turns|transports stay at", re.IGNORECASE
+    r"left alone|leaves? .* alone|untouched|No transport takes turns|all further steps use", re.IGNORECASE
 )
 SHOWN = 3  # differences of an outcome, where --verbose does not ask for all
 FAILURES = ("CRASH", "HANG", "WRONG", "SILENT")

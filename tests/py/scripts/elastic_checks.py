@@ -10,7 +10,7 @@ import torch
 from named_checks import check, main
 
 import netbottleneck.torch as hvd
-from netbottleneck.torch.elastic.notices import HostUpdateResult
+from netbottleneck.torch.elastic.launcher import HostUpdateResult
 from netbottleneck.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 
 

@@ -82,9 +82,9 @@ def an_observed_run_joins_the_ranks_and_tells_its_own_cost() -> None:
     if dist.get_rank() == 0:
         run = Run(folder)
         assert {rank.rank for rank in run.trace.ranks} == {0, 1}
-        assert {step.transport for step in run.trace.steps} == {"stock", "bare"}
-        assert all(not step.grad_ready and not step.forward for step in run.trace.steps if step.transport == "bare")
-        assert {c.transport for c in run.trace.collectives} == {"stock"}
+        assert {step.arm for step in run.trace.steps} == {"stock", "bare"}
+        assert all(not step.grad_ready and not step.forward for step in run.trace.steps if step.arm == "bare")
+        assert {c.arm for c in run.trace.collectives} == {"stock"}
         assert "Our measuring changes the step by" in " ".join(run.text.split())
     dist.barrier()
 

@@ -296,6 +296,20 @@ def optimizer_state_is_the_roots() -> None:
         assert type(optimizer.param_groups[0]["lr"]) is float
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
+    if hvd.size() > 1:
+        for fuller in (0, 1):  # the rank that has state of both parameters
+            model = torch.nn.Linear(3, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            model(torch.ones(1, 3)).sum().backward()
+            if hvd.rank() != fuller:
+                model.bias.grad = None
+            optimizer.step()
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+            assert optimizer.state[model.weight]["momentum_buffer"].tolist() == [[1.0] * 3] * 2
+            assert ("momentum_buffer" in optimizer.state[model.bias]) == (fuller == 0)
+    fresh = torch.optim.Adam(torch.nn.Linear(3, 2).parameters())
+    hvd.broadcast_optimizer_state(fresh, root_rank=0)  # makes it by a step, where no rank has any
+    assert [int(state["step"]) for state in fresh.state.values()] == [1, 1]
     lbfgs = torch.optim.LBFGS(torch.nn.Linear(3, 2).parameters())
     raises(ValueError, "LBFGS", lambda: hvd.broadcast_optimizer_state(lbfgs, 0))
 

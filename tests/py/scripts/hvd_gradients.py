@@ -33,7 +33,7 @@ import torch.distributed as dist
 from named_checks import check, run_named
 
 import netbottleneck.torch as hvd
-from netbottleneck.torch.ready import OnAccumulated
+from netbottleneck.torch.gradients import OnAccumulated
 
 SIZES = (2, 128, 129, 5000, 1 << 16, (1 << 16) + 3)  # up to 512 bytes, below 256 KiB, and from there on
 STEPS = 3

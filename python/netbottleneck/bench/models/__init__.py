@@ -1,24 +1,32 @@
-"""Models that need no download: ResNet, VGG and BERT with their published sizes, thin ones to train, and replays.
+"""Models that need no download (ResNet, VGG and BERT as published, thin ones to train, replays), and digits.
 
 Importing this package imports no torch; building a model does."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from torch import nn
 
+# Handwritten digits, 1,797 images of 8 x 8, in scikit-learn's wheel.
+_DIGITS = Path("datasets", "data", "digits.csv.gz")
 _HOMES = {
-    "resnet18": "resnet",
-    "resnet34": "resnet",
-    "resnet50": "resnet",
-    "resnet101": "resnet",
-    "resnet152": "resnet",
-    "thin_resnet": "resnet",
-    "vgg16": "vgg",
-    "vgg16_bn": "vgg",
+    "resnet18": "convolutional",
+    "resnet34": "convolutional",
+    "resnet50": "convolutional",
+    "resnet101": "convolutional",
+    "resnet152": "convolutional",
+    "thin_resnet": "convolutional",
+    "vgg16": "convolutional",
+    "vgg16_bn": "convolutional",
     "bert_base": "bert",
     "bert_large": "bert",
     "thin_bert": "bert",
@@ -38,7 +46,7 @@ def build(name: str, **options: Any) -> nn.Module:
 
 
 def sample_shape(name: str) -> tuple[int, ...]:
-    """Return the shape of one batch of one as the model was published for: an image, or token numbers."""
+    """Return the shape of a batch of one: the published size of an image, or of a sequence of token numbers."""
     if name == "thin_resnet":
         return (1, 1, 8, 8)
     if _HOMES.get(name) == "bert":
@@ -47,9 +55,44 @@ def sample_shape(name: str) -> tuple[int, ...]:
 
 
 def shapes(name: str, **options: Any) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the parameters' names and shapes in the model's order, without memory for any of them."""
+    """Return the parameters' names and shapes in the model's order, without allocating memory for them."""
     import torch
 
     with torch.device("meta"):
         model = build(name, **options)
     return [(parameter, tuple(value.shape)) for parameter, value in model.named_parameters()]
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Images are float32 (N, 1, 8, 8) from 0 to 1, labels int64 (N,) from 0 to 9; a fifth is held out."""
+
+    train_images: NDArray[np.float32]
+    train_labels: NDArray[np.int64]
+    test_images: NDArray[np.float32]
+    test_labels: NDArray[np.int64]
+
+
+def digits(seed: int = 0) -> Digits:
+    """Return the digits, shuffled by `seed` and split: 1,438 to train on and 359 held out.
+
+    Raises ImportError naming scikit-learn where it is not installed. scikit-learn itself is not imported."""
+    table = _digits_table()
+    order = np.random.default_rng(seed).permutation(len(table))
+    images = (table[order, :64] / 16).astype(np.float32).reshape(-1, 1, 8, 8)
+    labels = table[order, 64].astype(np.int64)
+    held = len(table) // 5
+    return Digits(images[held:], labels[held:], images[:held], labels[:held])
+
+
+def _digits_table() -> NDArray[np.float64]:
+    package: Any = importlib.util.find_spec("sklearn")
+    for folder in package.submodule_search_locations if package is not None else ():
+        path = Path(folder, _DIGITS)
+        if path.exists():
+            return np.loadtxt(path, delimiter=",")
+    raise ImportError(
+        "the digits come with scikit-learn, which is not installed here or lacks them: "
+        "pip install 'netbottleneck[study]' or pip install scikit-learn",
+        name="sklearn",
+    )

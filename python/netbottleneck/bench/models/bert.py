@@ -11,7 +11,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class BertSizes:
-    """Sizes of a model; `hidden` is a multiple of `heads`, the inner layer is four times as wide."""
+    """Sizes of a model; `hidden` is a multiple of `heads`, and the inner layer has four times `hidden`."""
 
     hidden: int
     layers: int
@@ -40,7 +40,7 @@ class Bert(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, tokens: Tensor, segments: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the scores of every word at every place, and of the two orders of the sentences."""
+        """Return the scores of every word at every position, and of the two orders of the sentences."""
         embeddings = self.bert.get_submodule("embeddings")
         x = embeddings(tokens, segments)
         for layer in self.bert.get_submodule("encoder.layer").children():

@@ -1,41 +1,90 @@
-"""A model's step on one rank, tensor by tensor: measured on this machine, or spread over its layers by their work.
+"""Times of one rank's step, tensor by tensor: measured here, or modelled from the operations of the layers.
 
-What is stamped is stamped by C callables on a CPU and by events of the stream on a GPU, in one go for all tensors: no
-pass is made for a single one.
+One pass measures all tensors: with timestamps from C callables on a CPU, with stream events on a GPU.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from torch import Tensor, nn
 
 from netbottleneck.bench import models
-from netbottleneck.bench.models import profile
+from netbottleneck.bench.models import build, sample_shape
 from netbottleneck.launch import connect
-from netbottleneck.trace import events
 from netbottleneck.trace import model as tr
-from netbottleneck.trace.model import SINGLE
-from netbottleneck.trace.recorder import EVENTS
-from netbottleneck.trace.ring_files import read_ring
+from netbottleneck.trace.recorder import EVENTS, Event, rank_steps, read_ring
+from netbottleneck.trace.transports import SINGLE
 
-WARMUP = 5  # the first few are slower by orders: libraries choose their ways, threads start
+# Layers of a model in execution order, with the operations of each.
+
+_NORM_OPERATIONS = 8  # multiply-adds per element of a norm, which reads and writes its input several times
+
+
+@dataclass(frozen=True)
+class LayerShapes:
+    """A module with parameters of its own: their full names and shapes, and its multiply-adds for a batch of one."""
+
+    name: str
+    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    operations: int
+
+
+def layers_of(name: str, **options: Any) -> list[LayerShapes]:
+    """Return a named model's layers in forward order, from a run on the meta device: no memory, no arithmetic.
+
+    A parameter that two layers share belongs to the first. Raises ValueError for an unknown name."""
+    with torch.device("meta"):
+        model = build(name, **options)
+        shape = sample_shape(name)
+        sample = torch.zeros(shape, dtype=torch.float32 if len(shape) == 4 else torch.int64)
+    operations: dict[str, int] = {}
+    for path, module in model.named_modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            module.register_forward_hook(_counter(operations, path))
+    with torch.no_grad():
+        model(sample)
+    own: dict[str, list[tuple[str, tuple[int, ...]]]] = {path: [] for path in operations}
+    for path, value in model.named_parameters():
+        own.setdefault(path.rpartition(".")[0], []).append((path, tuple(value.shape)))
+    return [LayerShapes(path, tuple(held), operations.get(path, 0)) for path, held in own.items() if held]
+
+
+def _counter(operations: dict[str, int], path: str) -> Callable[[nn.Module, Any, Any], None]:
+    def count(module: nn.Module, _: Any, output: Any) -> None:
+        result = output if isinstance(output, Tensor) else output[0]
+        operations[path] = operations.get(path, 0) + _multiply_adds(module, result)
+
+    return count
+
+
+def _multiply_adds(module: nn.Module, output: Tensor) -> int:
+    if isinstance(module, nn.Conv2d | nn.Linear):
+        return output.numel() * module.weight[0].numel()
+    return output.numel() * (1 if isinstance(module, nn.Embedding) else _NORM_OPERATIONS)
+
+
+# Forward and backward of a model.
+
+WARMUP = 5  # the first passes are much slower: libraries choose algorithms, threads start
 EVENTS_A_TENSOR = 1
 EVENTS_A_STEP = 8
-COPIES = 4  # parameters, gradients, and what a step holds beside them at least
+COPIES = 4  # minimum memory in sizes of the model: parameters, gradients, and temporaries of a step
 TOKENS = 1000
 
 Tell = Callable[[int, int], None]
 
 
 def measured(name: str, *, batch: int, passes: int, device: str, tell: Tell = lambda *_: None) -> tr.Trace:
-    """Return `passes` steps of a named model (forward, backward, SGD) on one device, each gradient with its moment.
+    """Return `passes` steps of a named model (forward, backward, SGD) on one device, with the time of each gradient.
 
-    Raises ValueError where the model needs more memory than there is.
+    Raises ValueError if the model needs more memory than is free.
     """
     needed = COPIES * sum(size for _, size in sizes(name))
     if device == "cpu" and needed > psutil.virtual_memory().available:
@@ -52,14 +101,13 @@ def measured(name: str, *, batch: int, passes: int, device: str, tell: Tell = la
 
 
 def modelled(name: str, forward_ms: float, backward_ms: float) -> tr.Trace:
-    """Return one step of a named model in which each layer takes its part of the time by its multiply-adds.
+    """Return one step of a named model; each layer's share of the time is its share of the multiply-adds.
 
-    Nothing is run; the gradients of a layer are ready together, when it is over. Raises ValueError for times that
-    cannot be.
+    Nothing runs. All gradients of a layer are ready at the end of its backward. Raises ValueError for invalid times.
     """
     if forward_ms < 0 or backward_ms <= 0:
         raise ValueError(f"a forward pass of {forward_ms} ms and a backward pass of {backward_ms} ms cannot be")
-    layers = profile.layers(name)
+    layers = layers_of(name)
     order = [key for key, _ in sizes(name)]
     index = {key: at for at, key in enumerate(order)}
     weights = [layer.operations for layer in layers]
@@ -77,7 +125,7 @@ def modelled(name: str, forward_ms: float, backward_ms: float) -> tr.Trace:
 
 
 def pick_device(asked: str) -> str:
-    """Return the device that "auto" means here, or the one asked for. Raises ValueError where there is no such one."""
+    """Return the requested device; "auto" is cuda if available, else cpu. Raises ValueError for an unknown device."""
     there = torch.cuda.is_available()
     if asked == "auto":
         return "cuda" if there else "cpu"
@@ -126,14 +174,14 @@ class _Work:
         self.optimizer = torch.optim.SGD(self.parameters, lr=1e-9)
 
     def forward(self) -> torch.Tensor:
-        """Return a loss."""
+        """Return the loss of a forward."""
         output: Any = self.model(self.batch)
         while not isinstance(output, torch.Tensor):
             output = next(iter(output.values() if isinstance(output, dict) else output))
         return output.float().square().mean()
 
     def step(self) -> None:
-        """Make a step that nobody measures."""
+        """Run one step that is not measured."""
         self.optimizer.zero_grad()
         self.forward().backward()
         self.optimizer.step()
@@ -164,12 +212,12 @@ def _on_cpu(work: _Work, passes: int, tell: Tell) -> list[tr.Step]:
         recorder.close()
         rows = read_ring(path).events[["kind", "time_ns", "step", "key", "a", "b", "c", "d", "e"]].tolist()
     names = {number: name for name, number in EVENTS.items()}
-    found, _, _ = events.steps([events.Event(names[kind], *rest) for kind, *rest in rows], 0, (SINGLE,), None)
+    found, _, _ = rank_steps([Event(names[kind], *rest) for kind, *rest in rows], 0, (SINGLE,), None)
     return list(found)
 
 
 def _on_gpu(work: _Work, passes: int, tell: Tell) -> list[tr.Step]:
-    """Stamp by events of the stream: the host sees when a gradient is asked for, not when it is ready."""
+    """Measure with stream events: the host sees when it queues the work of a gradient, not when that is ready."""
     for _ in range(WARMUP):
         work.step()
     marks: list[tuple[int, Any]] = []

@@ -1,7 +1,7 @@
-"""A model that computes nothing and takes as long as one that does: exact parameters, timed layers, real gradients.
+"""Replay of a model: exact parameters, timed layers and real gradients, without the model's computation.
 
-Every layer is an autograd function that lasts its share of the given time and hands a gradient to each of its
-parameters, so hooks, DDP and optimizers meet what they would meet in the real model."""
+Every layer is an autograd function that lasts its share of the given time and returns a gradient for each of its
+parameters. Hooks, DDP and optimizers therefore work as with the real model."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from netbottleneck.bench.models import profile
+from netbottleneck.bench.models import passes
 
 MODES = ("sleep", "spin")
-VALUES = 15  # gradients are whole numbers from -7 to 7: float32 adds them exactly on any number of ranks
+VALUES = 15  # gradients are integers from -7 to 7: float32 sums them exactly on any number of ranks
 _KNOWN_MS: dict[str, tuple[float | None, float | None]] = {
     "resnet50": (133.0, 267.0)
-}  # forward and backward of a batch on one GPU
+}  # forward and backward of one batch on one GPU
 
 
 class ReplayModel(nn.Module):
-    """Parameters with the given names and shapes; `compute_ms`: how long forward and backward last.
+    """Parameters with the given names and shapes; `compute_ms`: duration of forward and backward.
 
-    Layers run in the given order, and backwards in reverse; each lasts its part of `operations`. Each pass follows the
-    clock from its start on, so that neither late sleeps nor hooks that fit into a layer's time make it longer. Mode
-    "sleep" leaves the CPU alone, as a host does while its GPU computes; "spin" keeps one core busy and leaves Python's
-    lock free. Call it with anything: it returns a scalar loss. Parameters are zeros, in memory that an untouched page
-    does not take up. `seed` tells the ranks' gradients apart; `reuse`: see Gradients.
+    Layers run in the given order, in the backward in reverse. Each lasts its share by `operations`. The clock starts
+    with each pass, so late sleeps, and hooks that fit into a layer's time, do not make the pass longer. Mode "sleep"
+    leaves the CPU idle, as a host does while its GPU computes. Mode "spin" keeps one core busy without holding the GIL.
+    Any input is accepted; the result is a scalar loss. Parameters are zeros in untouched pages, which take no memory.
+    `seed` makes the gradients of ranks differ; `reuse`: see Gradients.
 
     Raises ValueError for an unknown mode, a negative time, or no layers."""
 
     def __init__(
         self,
-        layers: Sequence[profile.LayerShapes],
+        layers: Sequence[passes.LayerShapes],
         compute_ms: tuple[float, float],
         *,
         mode: str = "sleep",
@@ -65,7 +65,7 @@ class ReplayModel(nn.Module):
             index += len(parameters)
 
     def forward(self, *_: Any) -> Tensor:
-        """Return a scalar whose backward gives every parameter its gradient."""
+        """Return a scalar whose backward computes every parameter's gradient."""
         token = torch.zeros(())
         for index, layer in enumerate(self._layers):
             ends = (index == 0, index == len(self._layers) - 1)
@@ -73,24 +73,24 @@ class ReplayModel(nn.Module):
         return token
 
     def gradient_value(self, index: int, *, seed: int | None = None, passes: int | None = None) -> int:
-        """Return the value that fills the gradient of parameter `index` (in the order of the layers) in a pass.
+        """Return the value that fills the gradient of parameter `index` (in layer order) in a pass.
 
         Default: this rank's seed, and the latest backward pass."""
         seed = self.seed if seed is None else seed
         return (7 * index + 3 * seed + 5 * (self.passes if passes is None else passes)) % VALUES - VALUES // 2
 
     def in_order(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters in the order of the layers, which is that of gradient_value's index."""
+        """Yield the parameters in layer order, the order of gradient_value's index."""
         for layer in self._layers:
             yield from layer.gradients.parameters
 
 
 class Gradients:
-    """The gradients of one layer: autograd takes them as they are, so that filling them is all they cost.
+    """The gradients of one layer, in memory that autograd accepts without a copy: filling them is their only cost.
 
-    With `reuse` their memory is kept from pass to pass: a gradient may be reduced in place, and is good until the next
-    backward pass. Where the parameter still holds the last one, the next is fresh, so that adding them up is right.
-    Without it every gradient is fresh memory, as a real model's is, at three to seven times the CPU time."""
+    With `reuse` the memory is kept between passes: a gradient may be reduced in place, and is valid until the next
+    backward. If the parameter still holds the last gradient, the next one gets fresh memory, so accumulation is right.
+    Without `reuse` every gradient has fresh memory, as in a real model, at three to seven times the CPU time."""
 
     def __init__(self, parameters: list[nn.Parameter], first: int, reuse: bool) -> None:
         self.parameters = parameters
@@ -98,7 +98,7 @@ class Gradients:
         self._kept: list[Tensor] | None = [torch.empty_like(p) for p in parameters] if reuse else None
 
     def fill(self, model: ReplayModel) -> tuple[Tensor, ...]:
-        """Return this pass's gradients, owned by nobody else."""
+        """Return this pass's gradients, without other references to them."""
         result = []
         for offset, parameter in enumerate(self.parameters):
             gradient = self._memory(offset, parameter)
@@ -111,24 +111,24 @@ class Gradients:
         kept, held = self._kept[offset], parameter.grad
         if held is not None and held.untyped_storage().data_ptr() == kept.untyped_storage().data_ptr():
             return torch.empty_like(parameter)
-        return kept.detach()  # a tensor of its own on kept memory: autograd makes it p.grad without a copy
+        return kept.detach()  # a new tensor on kept memory: autograd makes it p.grad without a copy
 
 
 class IdleOptimizer(torch.optim.Optimizer):
-    """An optimizer whose step touches nothing: an SGD step over 25 million weights would cost more than the network.
+    """An optimizer whose step does nothing: an SGD step over 25 million weights would cost more than the network.
 
-    What wraps an optimizer, or hooks into its step, works with it as with any other."""
+    Wrappers of optimizers, and hooks into the step, work with it as with any other."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, {})
 
     def step(self, closure: Any = None) -> Any:
-        """Return what `closure` returns; the weights stay."""
+        """Return the result of `closure`; the weights do not change."""
         return None if closure is None else closure()
 
 
 def replay(name: str, forward_ms: float | None = None, backward_ms: float | None = None, **options: Any) -> ReplayModel:
-    """Return a named model's replay, its time spread over the layers by their multiply-adds.
+    """Return a named model's replay; the layers share its time by their multiply-adds.
 
     Times may be left out for resnet50 only (133 and 267 ms). `options`: mode, seed, reuse. Raises ValueError."""
     known = _KNOWN_MS.get(name, (None, None))
@@ -137,16 +137,16 @@ def replay(name: str, forward_ms: float | None = None, backward_ms: float | None
     )
     if forward is None or backward is None:
         raise ValueError(f"how long does {name} compute? give forward_ms and backward_ms")
-    return ReplayModel(profile.layers(name), (forward, backward), **options)
+    return ReplayModel(passes.layers_of(name), (forward, backward), **options)
 
 
 def gradient_bytes(model: nn.Module) -> int:
-    """Return the bytes of all gradients of a model."""
+    """Return the total bytes of a model's gradients."""
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 class _Clock:
-    """Waits until a moment that is counted from the start of a pass."""
+    """Waits for a given time since the start of a pass."""
 
     def __init__(self, mode: str) -> None:
         self._spin = mode == "spin"
@@ -157,7 +157,7 @@ class _Clock:
         self._start = time.perf_counter()
 
     def wait(self, seconds: float) -> None:
-        """Return when `seconds` since start() are over."""
+        """Return when `seconds` have passed since start()."""
         until = self._start + seconds
         if self._matrix is not None:
             out = torch.empty_like(self._matrix)
@@ -171,7 +171,7 @@ class _Clock:
 
 @dataclass(frozen=True)
 class _Layer:
-    """What one layer's autograd function needs; when it is over, in seconds since the start of either pass."""
+    """Arguments of one layer's autograd function; forward_s, backward_s: its end, since the start of the pass."""
 
     model: ReplayModel
     clock: _Clock

@@ -1,1 +1,1 @@
-"""A folder that is put on sys.path, so that Horovod's name is found in processes that multiprocessing starts."""
+"""Stand-in folder: on sys.path, so that processes which multiprocessing starts can import `horovod`."""

@@ -1,4 +1,4 @@
-"""What a study has found: each cell's facts, the chain of claims that they bear out or not, figures and a page."""
+"""Evidence of a study: each cell's facts, the chain of claims with verdicts, the figures and the HTML page."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from netbottleneck.study.evidence import budget, chain, figures, page, prediction, terminal, values
-from netbottleneck.study.evidence.chain import Step
+from netbottleneck.study.evidence import chain, facts, figures, page, values
+from netbottleneck.study.evidence.chain import Claim
 from netbottleneck.study.evidence.figures import Figure
 from netbottleneck.study.evidence.values import CellFacts
 from netbottleneck.trace import json_codec
@@ -25,12 +25,12 @@ FILE = "evidence.json"
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A figure as SVG, which a notebook shows."""
+    """A figure as SVG; a notebook displays it."""
 
     svg: str
 
     def write(self, path: Path | str) -> None:
-        """Write it as a file."""
+        """Write the SVG to a file."""
         Path(path).write_text(self.svg, encoding="utf-8")
 
     def _repr_svg_(self) -> str:
@@ -38,41 +38,41 @@ class Picture:
 
 
 class Evidence:
-    """All that a study's cells bear out. The facts are enough: no run folder is read."""
+    """The results of a study, computed from its cells' facts alone; no run folder is read."""
 
     def __init__(self, cells: Sequence[CellFacts], title: str = "", notes: Sequence[str] = ()) -> None:
         self.cells, self.title, self.notes = tuple(cells), title, tuple(notes)
 
     @classmethod
     def read(cls, path: Path | str) -> Evidence:
-        """Read evidence.json, or a study's folder: its evidence.json, else the facts of the cells that are done.
+        """Read evidence.json, or a study's folder: its evidence.json, else the facts of its completed cells.
 
-        Raises FileNotFoundError where there is neither, ValueError naming the file for what is no evidence.
+        Raises FileNotFoundError if neither exists, and ValueError naming the file if it is not valid evidence.
         """
-        place = Path(path)
-        if place.is_dir():
-            if not (place / FILE).exists():
-                return cls.of_cells(place)
-            place /= FILE
+        file = Path(path)
+        if file.is_dir():
+            if not (file / FILE).exists():
+                return cls.of_cells(file)
+            file /= FILE
         try:
-            told = json.loads(place.read_text(encoding="utf-8"))
-            if not isinstance(told, dict) or (told.get("format"), told.get("version")) != (FORMAT, VERSION):
+            document = json.loads(file.read_text(encoding="utf-8"))
+            if not isinstance(document, dict) or (document.get("format"), document.get("version")) != (FORMAT, VERSION):
                 raise ValueError(f"not a {FORMAT} of version {VERSION}")
-            cells = [json_codec.build(CellFacts, cell) for cell in told["cells"]]
-            return cls(cells, str(told.get("title", "")), told.get("notes", ()))
+            cells = [json_codec.build(CellFacts, cell) for cell in document["cells"]]
+            return cls(cells, str(document.get("title", "")), document.get("notes", ()))
         except (ValueError, TypeError, AttributeError, KeyError) as error:
-            raise ValueError(f"{place}: {error}") from error
+            raise ValueError(f"{file}: {error}") from error
 
     @classmethod
     def of_cells(cls, folder: Path | str, title: str = "") -> Evidence:
-        """Read the facts of a study's cells that are done. Raises FileNotFoundError where none is."""
+        """Read the facts of a study's completed cells. Raises FileNotFoundError if there are none."""
         paths = sorted(Path(folder).glob("cells/*/facts.json"))
         if not paths:
-            raise FileNotFoundError(f"{folder}: no {FILE}, and no cell that is done")
+            raise FileNotFoundError(f"{folder}: no {FILE} and no complete cell")
         return cls([values.read(path) for path in paths], title)
 
     @cached_property
-    def steps(self) -> tuple[Step, ...]:
+    def claims(self) -> tuple[Claim, ...]:
         """The chain of claims."""
         return chain.chain(self.cells)
 
@@ -82,65 +82,61 @@ class Evidence:
         return figures.figures(self.cells)
 
     @cached_property
-    def budgets(self) -> tuple[budget.Budget, ...]:
-        """Where the loss goes, arm by arm."""
-        return budget.budgets(self.cells)
+    def budgets(self) -> tuple[facts.Budget, ...]:
+        """The parts of the loss, by arm."""
+        return facts.budgets(self.cells)
 
     @cached_property
-    def predictions(self) -> prediction.Record:
-        """What was forecast, against what was measured."""
-        return prediction.record(self.cells)
+    def predictions(self) -> facts.ForecastRecord:
+        """Forecasts with their measurements."""
+        return facts.forecast_record(self.cells)
 
     def draw(self, number: int) -> Picture:
         """Draw a figure by its number. Raises IndexError for none of 1 to 8, ImportError without matplotlib."""
-        from netbottleneck.study.evidence import draw
-
         if not 1 <= number <= len(self.figures):
-            raise IndexError(f"figure {number}: there are 1 to {len(self.figures)}")
-        return Picture(draw.svg(self.figures[number - 1]))
+            raise IndexError(f"figure {number}: must be from 1 to {len(self.figures)}")
+        return Picture(figures.svg(self.figures[number - 1]))
 
     def to_json(self) -> str:
-        """What evidence.json holds: a cell a line."""
+        """Return the content of evidence.json, one cell per line."""
         head = {"format": FORMAT, "version": VERSION, "title": self.title, "notes": list(self.notes)}
         rows = ",\n".join(json_codec.dump(cell) for cell in self.cells)
         return f'{json.dumps(head)[:-1]}, "cells": [\n{rows}\n]}}\n'
 
     @property
     def text(self) -> str:
-        """What the terminal shows, plain."""
-        return terminal.text(self)
+        """The terminal's form as plain text."""
+        return page.text(self)
 
     def show(self, console: Console | None = None) -> None:
-        """Print the chain of claims, and what each cell came to."""
-        terminal.show(self, console)
+        """Print the chain of claims and the result of each cell."""
+        page.show(self, console)
 
     @cached_property
     def pictures(self) -> dict[int, str]:
         """Each figure as SVG, by number; {} without matplotlib."""
         try:
-            from netbottleneck.study.evidence import draw
-
-            return {figure.number: draw.svg(figure) for figure in self.figures}
+            return {figure.number: figures.svg(figure) for figure in self.figures}
         except ImportError:
             return {}
 
     @property
     def html(self) -> str:
-        """What report.html holds: one file without a script or a link."""
+        """The content of report.html: one file without scripts or links."""
         return page.page(self)
 
     def write(self, folder: Path | str) -> list[Path]:
-        """Write evidence.json, the figures as CSV and (with matplotlib) SVG, report.html; returns their paths."""
-        place = Path(folder)
+        """Write evidence.json, the figures as CSV and (with matplotlib) SVG, and report.html; returns their paths."""
+        target = Path(folder)
         files: dict[str, str] = {FILE: self.to_json()}
         files |= {f"figures/figure{figure.number}.csv": figures.to_csv(figure) for figure in self.figures}
         files |= {f"figures/figure{number}.svg": text for number, text in self.pictures.items()}
         files["report.html"] = self.html
         for name, text in files.items():
-            path = place / name
+            path = target / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        return [place / name for name in files]
+        return [target / name for name in files]
 
     def _repr_html_(self) -> str:
         return page.fragment(self)

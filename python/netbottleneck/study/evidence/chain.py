@@ -1,22 +1,416 @@
-"""The chain of claims, one step after another: what this study bears out, with its numbers. Pure: facts in, words out.
+"""Chain of claims: a fixed sequence of claims, each with the verdict and the numbers of this study.
 
-Every number is labelled: measured, estimated (no step of one rank was measured), or predicted. What was not measured
-is said, and nothing is put in its place.
+Pure: facts in, sentences out. Every number has a label: measured, estimated (no step of one rank was measured), or
+predicted. A claim without measurements says so; nothing replaces the missing numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from netbottleneck.study.evidence import bounds, compute, hosts, prediction, speed, words
-from netbottleneck.study.evidence.budget import budgets
-from netbottleneck.study.evidence.values import INFLATION, CellFacts, apart
-from netbottleneck.units import percent
+from netbottleneck.analysis.statistics import Estimate, Paired
+from netbottleneck.study.evidence import facts, values
+from netbottleneck.study.evidence.facts import budgets
+from netbottleneck.study.evidence.values import INFLATION, STOCK, ArmFacts, CellFacts, Outlook, with_distinct_models
+from netbottleneck.units import gbit, nbytes, percent, streams
+
+# Claims about the model: inflation of its compute, and equality of its results.
+
+Statement = tuple[str, Sequence[str], Sequence[str]]  # verdict, lines, missing
+Row = tuple[CellFacts, Paired]
+
+
+def _line(cell: CellFacts, what: str, pair: Paired) -> str:
+    change = values.percent_change(values.minus_one(pair.ratio))
+    return f"{cell.key}: {what}: {change}, {pair.pairs} pairs of blocks (measured)"
+
+
+def _largest_change(rows: Sequence[Row], what: str) -> str:
+    """Name the largest of some changes, and whether its interval includes zero."""
+    change = values.minus_one(max((pair.ratio for _, pair in rows), key=lambda one: one.value))
+    doubt = ", an interval that includes 0" if change.low <= 0 <= change.high else ""
+    return f"{what} {values.percent_change(change)}{doubt}"
+
+
+def _unknown(hooks: Sequence[Row], traffic: Sequence[Row], timed: str) -> list[str]:
+    found = [] if hooks else ["the cost of hooks: a cell of the job inflation"]
+    if not traffic:
+        found.append("the cost of traffic to compute: the arms null and another, with real compute")
+    return [*found, *([f"compute is a timed wait, which traffic cannot slow down, in {timed}"] if timed else [])]
+
+
+def inflation(cells: Sequence[CellFacts]) -> Statement:
+    """Return the cost of hooks, and separately what concurrent traffic costs the compute."""
+    hooks = [(cell, cell.hooks) for cell in cells if cell.hooks is not None]
+    traffic = [(cell, pair) for cell in cells if cell.compute == "real" for pair in cell.contention]
+    lines = [_line(cell, "hooks alone, null against bare", pair) for cell, pair in hooks]
+    lines += [_line(cell, f"traffic of {pair.other}, against null", pair) for cell, pair in traffic]
+    missing = _unknown(hooks, traffic, values.join_names(cell.key for cell in cells if cell.compute == "timed"))
+    parts = [_largest_change(hooks, "hooks alone")] if hooks else []
+    if traffic:
+        parts.append(_largest_change(traffic, "traffic in addition"))
+    if not parts:
+        return "Compute inflation was not measured.", lines, missing
+    return f"Largest change of forward and backward: {'; '.join(parts)} (measured).", lines, missing
+
+
+def _training_results(cell: CellFacts) -> str:
+    what = "weights" if cell.compute == "real" else "sums"
+    parts = [
+        f"{what} equal on all ranks, bit for bit" if cell.equal_weights else f"{what.upper()} DIFFER BETWEEN RANKS"
+    ]
+    if cell.same_as_stock is not None:
+        parts.append("equal to stock alone" if cell.same_as_stock else "NOT EQUAL TO STOCK ALONE")
+    if cell.accuracy is not None:
+        alone = cell.accuracy_stock_alone
+        parts.append(f"accuracy {cell.accuracy:.3f}" + (f", stock alone {alone:.3f}" if alone is not None else ""))
+    return f"{cell.key}: {', '.join(parts)} (measured)"
+
+
+def training_results(cells: Sequence[CellFacts]) -> Statement:
+    """Return whether all ranks hold equal weights, whether they equal those of stock alone, and the accuracy."""
+    known = [cell for cell in cells if cell.equal_weights is not None]
+    if not known:
+        return "The results of training were not compared.", (), ("no cell records its weights",)
+    lines = [_training_results(cell) for cell in known]
+    compared = [cell for cell in known if cell.same_as_stock is not None]
+    missing = [] if compared else ["a run over stock alone"]
+    bad = values.join_names(cell.key for cell in known if not cell.equal_weights or cell.same_as_stock is False)
+    if bad:
+        return f"The results of training differ in {bad} (measured).", lines, missing
+    verdict = f"The results of training are bit-identical on all ranks in {len(known)} of {len(known)} cells"
+    if compared:
+        verdict += f", and equal to stock alone in {len(compared)} of {len(compared)} compared cells"
+    return f"{verdict} (measured).", lines, missing
+
+
+# Claims about time: scaling factors, the link speed that is enough, stock compared with other transports.
+
+# A factor has stopped growing at a link if every faster link increases it by at most this part.
+GROWTH_MIN = 0.03
+# A job scales well from this scaling factor on.
+GOOD_SCALING = 0.9
+
+Series = tuple[tuple[float, CellFacts], ...]
+
+
+def base(cell: CellFacts) -> ArmFacts | None:
+    """Return the arm that represents a cell: stock, else the first that moves bytes."""
+    return cell.arms.get(STOCK) or next(iter(cell.transports), None)
+
+
+def link_bps(cell: CellFacts) -> float | None:
+    """Return the requested link speed; without a cap, the measured rate of many flows together."""
+    return cell.link_bps or cell.many_flows_bps
+
+
+def scaling(cells: Sequence[CellFacts]) -> Statement:
+    """Report the scaling factor of every arm."""
+    rows = [(cell, arm) for cell in cells for arm in cell.transports if arm.scaling is not None]
+    if not rows:
+        return "Scaling factors were not measured.", (), ("no cell has an arm that moves bytes",)
+    lines = [
+        f"{cell.key}, {arm.name}: {values.factor(arm.scaling)}, step {values.time(arm.step_ns)} ({values.label(cell)})"
+        for cell, arm in rows
+        if arm.scaling is not None
+    ]
+    missing = [f"{key}: T_1 is an estimate, the step less exposed communication" for key in _estimated(cells)]
+    return _scaling(cells) or "The scaling factor of stock was not measured.", lines, missing
+
+
+def _scaling(cells: Sequence[CellFacts]) -> str:
+    """Give the smallest and the largest factor among the cells' base arms; "" if none is known."""
+    of_base = [(one.scaling.value, cell, one.name) for cell in cells if (one := base(cell)) and one.scaling]
+    if not of_base:
+        return ""
+    low, high = min(of_base, key=lambda row: row[0]), max(of_base, key=lambda row: row[0])
+    named = values.join_names(name for _, _, name in of_base)
+    where = f"is {low[0]:.2f} ({low[1].key}"
+    if len(of_base) > 1:
+        where = f"lies between {low[0]:.2f} ({low[1].key}) and {high[0]:.2f} ({high[1].key}) ({len(of_base)} cells"
+    bad = "scales badly" if low[0] < GOOD_SCALING else "scales well"
+    label = "estimated" if "estimated" in (values.label(low[1]), values.label(high[1])) else "measured"
+    return f"The job {bad}: the scaling factor of {named} {where}; {label})."
+
+
+def _estimated(cells: Sequence[CellFacts]) -> Iterator[str]:
+    return (cell.key for cell in cells if values.label(cell) == "estimated" and cell.transports)
+
+
+def by_link(cells: Sequence[CellFacts]) -> dict[tuple[str, int, tuple[float, ...]], Series]:
+    """Group cells by model, number of ranks and flow cap, sorted by link speed; groups with one link are left out."""
+    found: dict[tuple[str, int, tuple[float, ...]], dict[float, CellFacts]] = defaultdict(dict)
+    for cell in cells:
+        bps = link_bps(cell)
+        if bps is not None and cell.transports:
+            found[cell.model, cell.ranks, cell.flow_bps][bps] = cell
+    return {key: tuple(sorted(rows.items())) for key, rows in found.items() if len(rows) > 1}
+
+
+def factors(series: Series, arm: str) -> list[tuple[float, float]]:
+    """Return (link in bits a second, scaling factor) of an arm, by link."""
+    return [(bps, one.scaling.value) for bps, cell in series if (one := cell.arms.get(arm)) and one.scaling]
+
+
+def saturation_bps(found: Sequence[tuple[float, float]]) -> float | None:
+    """Return the slowest link beyond which the factor grows by at most GROWTH_MIN; None if it still grows."""
+    for position, (bps, value) in enumerate(found[:-1]):
+        if max(later for _, later in found[position + 1 :]) <= (1 + GROWTH_MIN) * value:
+            return bps
+    return None
+
+
+def bandwidth(cells: Sequence[CellFacts]) -> Statement:
+    """Report where stock's factor stops growing with the link."""
+    series = by_link(cells)
+    if not series:
+        verdict = "The effect of the link's bandwidth was not measured: each job ran at one link speed."
+        return verdict, (), ("cells of one model and number of ranks at two or more link speeds",)
+    lines, stopped, growing = [], [], []
+    for (model, ranks, flow), rows in series.items():
+        job = f"{model} on {ranks} ranks" + (f" at {gbit(min(flow))} a flow" if flow else "")
+        for arm in dict.fromkeys(arm.name for _, cell in rows for arm in cell.transports):
+            found = factors(rows, arm)
+            end = saturation_bps(found)
+            where = "still grows" if end is None else f"stops growing at {gbit(end)}"
+            lines.append(f"{job}, {arm}: {', '.join(f'{gbit(bps)} {value:.3f}' for bps, value in found)}: {where}")
+            if arm == STOCK:
+                stopped += [f"at {gbit(end)} for {job}"] if end is not None else []
+                growing += [job] if end is None else []
+    return _growth(stopped, growing), lines, ()
+
+
+def _growth(stopped: Sequence[str], growing: Sequence[str]) -> str:
+    parts = [f"stops growing with the link {values.join_names(stopped)}"] if stopped else []
+    parts += [f"still grows for {values.join_names(growing)}"] if growing else []
+    verdict = f"Stock's scaling factor {'; it '.join(parts) or 'was not measured at two link speeds'}"
+    return f"{verdict} (measured; growth of at most {percent(GROWTH_MIN)} counts as none)."
+
+
+def transports(cells: Sequence[CellFacts]) -> Statement:
+    """Compare stock with other transports, paired by blocks."""
+    pairs = [(cell, pair) for cell in cells for pair in cell.pairs if pair.base == STOCK and pair.enough]
+    if not pairs:
+        return "Stock was compared with no other transport.", (), ("pairs of blocks of stock and another transport",)
+    lines = []
+    for cell, pair in pairs:
+        arm = cell.arms.get(pair.other)
+        how = f" over {streams(arm.streams)}" if arm is not None and arm.streams else ""
+        ratio = values.factor(pair.ratio)
+        lines.append(f"{cell.key}: a step over {pair.other}{how} takes {ratio} of one over stock, {pair.pairs} pairs")
+    faster = sum(pair.ratio.high < 1 for _, pair in pairs)
+    best_cell, best = min(pairs, key=lambda row: row[1].ratio.value)
+    fast, least, most = (1 / part for part in (best.ratio.value, best.ratio.high, best.ratio.low))
+    verdict = (
+        f"Over the same link, another transport shortens the step in {faster} of {len(pairs)} comparisons, by its "
+        f"whole interval; at best the step is {fast:.2f} times ({least:.2f} to {most:.2f}) as fast as over stock "
+        f"({best.other}, {best_cell.key}; measured)."
+    )
+    return verdict, lines, ()
+
+
+# Claims about hosts: average and active rate of interfaces, use of cores.
+
+# CPU use is low up to this part of all cores.
+CPU_LOW = 0.5
+
+
+def average_at_full_use(cell: CellFacts, arm: ArmFacts) -> float | None:
+    """Return the interface's average rate if the link were fully used for the same bytes a step; bits a second."""
+    step_ns = full_use_ns(cell)
+    return None if step_ns is None or arm.nic is None else arm.nic.average_tx_bps * arm.step_ns.value / step_ns
+
+
+def full_use_ns(cell: CellFacts) -> float | None:
+    """Return the step at full use of the link in ns: from the forecast, else from the run's own what-if answer."""
+    forecast = cell.forecast.get("full_use")
+    if forecast is not None and forecast.step_ns is not None:
+        return forecast.step_ns.value
+    own = cell.outlook.full_use_ns if cell.outlook is not None else None
+    return None if own is None else own.value
+
+
+def _share(bps: float, link: float | None) -> str:
+    return gbit(bps) + (f" ({percent(bps / link)})" if link else "")
+
+
+def _interface(cell: CellFacts, arm: ArmFacts) -> str:
+    assert arm.nic is not None
+    active = arm.nic.active_tx_bps
+    busy = "not known, operations are too short" if active is None else _share(active, cell.link_bps)
+    line = f"{cell.key}, {arm.name}: average {_share(arm.nic.average_tx_bps, cell.link_bps)}, active {busy} (measured)"
+    full = average_at_full_use(cell, arm)
+    return line + ("" if full is None else f"; at full use it would average {_share(full, cell.link_bps)} (predicted)")
+
+
+def _retransmissions(arms: Sequence[ArmFacts]) -> list[str]:
+    """Report the largest share of retransmitted TCP segments."""
+    counts = [(arm.retransmitted_segments, arm.sent_segments) for arm in arms]
+    shares = [again / sent for again, sent in counts if sent and again is not None]
+    return [f"TCP segments retransmitted: at most {100 * max(shares):.2f} % (measured)"] if shares else []
+
+
+def _utilisation(cell: CellFacts, arm: ArmFacts | None) -> tuple[float, float, str] | None:
+    """Return (active, average, arm and cell), rates as parts of the link; None if one is not known."""
+    if arm is None or arm.nic is None or arm.nic.active_tx_bps is None or not cell.link_bps:
+        return None
+    return arm.nic.active_tx_bps / cell.link_bps, arm.nic.average_tx_bps / cell.link_bps, f"{arm.name}, {cell.key}"
+
+
+def interfaces(cells: Sequence[CellFacts]) -> Statement:
+    """Report what the interfaces sent: on average, and while an operation was under way."""
+    rows = [(cell, arm) for cell in cells for arm in cell.transports if arm.nic is not None]
+    if not rows:
+        return "The utilisation of the link was not measured.", (), ("counters of interfaces",)
+    lines = [*(_interface(cell, arm) for cell, arm in rows), *_retransmissions([arm for _, arm in rows])]
+    used = [one for cell in cells if (one := _utilisation(cell, base(cell))) is not None]
+    if not used:
+        return (
+            "The utilisation of the links is not known, because their speed is not known.",
+            lines,
+            ("links with a cap",),
+        )
+    active, average, whose = min(used)
+    verdict = (
+        f"As little as {percent(active)} of the link is used while operations are in flight, {percent(average)} on "
+        f"average ({whose}; measured). The average does not rate a transport: long compute lowers it."
+    )
+    return verdict, lines, ()
+
+
+def processors(cells: Sequence[CellFacts]) -> Statement:
+    """Report how busy the cores are."""
+    rows = [(cell, arm) for cell in cells for arm in cell.arms.values() if arm.cpu is not None]
+    if not rows:
+        return "CPU utilisation was not measured.", (), ("counters of cores",)
+    lines = []
+    for cell, arm in rows:
+        assert arm.cpu is not None
+        kinds = ", ".join(
+            f"{kind} {percent(share)}" for kind, share in arm.cpu.kinds.items() if kind != "idle" and share >= 0.01
+        )
+        lines.append(
+            f"{cell.key}, {arm.name}: {percent(arm.cpu.busy)} of all cores ({kinds or 'idle'}), the busiest "
+            f"{percent(arm.cpu.busiest)} (measured)"
+        )
+    cell, arm = max(rows, key=lambda row: row[1].cpu.busy if row[1].cpu is not None else 0.0)
+    assert arm.cpu is not None
+    limit = "The CPUs are not the limit" if arm.cpu.busy < CPU_LOW else "The CPUs are busy, and may be the limit"
+    return f"{limit}: at most {percent(arm.cpu.busy)} of all cores ({cell.key}, {arm.name}; measured).", lines, ()
+
+
+# Predicted claims: the step at full use of the link, and the compression needed.
+
+FULL_USE = "full_use"
+SHORTER = "the measured step is shorter than its bound"
+
+
+def bound(cell: CellFacts) -> tuple[Estimate, str] | None:
+    """Return the scaling factor at full use of a cell's link and its source; None if it is not known."""
+    forecast = cell.forecast.get(FULL_USE)
+    if forecast is not None and forecast.scaling is not None:
+        return forecast.scaling, "predicted before the run"
+    own = cell.outlook.full_use if cell.outlook is not None else None
+    return None if own is None else (own, "predicted from the run itself")
+
+
+def parts_of_bound(cell: CellFacts) -> dict[str, float]:
+    """Return by arm the part of the bound that it reached: the step at full use over the measured step."""
+    full = full_use_ns(cell)
+    return {} if full is None else {arm.name: full / arm.step_ns.value for arm in cell.transports}
+
+
+def full_use(cells: Sequence[CellFacts]) -> Statement:
+    """Compare the bound at full use with what each arm reached."""
+    lines, missing, best = [], [], []
+    for cell in cells:
+        found = bound(cell)
+        if found is None:
+            if cell.transports:
+                missing.append(f"{cell.key}: the speed of the link is not known, or no cost could be fitted")
+            continue
+        reached = parts_of_bound(cell)
+        reached_by_arm = [
+            f"{arm.name} {values.factor(arm.scaling)}, {percent(reached[arm.name])} of the bound (measured)"
+            for arm in cell.transports
+            if arm.scaling is not None and arm.name in reached
+        ]
+        lines.append(f"{cell.key}: at full use {values.factor(found[0])} ({found[1]}); {'; '.join(reached_by_arm)}")
+        best += [(reached[arm.name], cell, arm.name) for arm in cell.transports if arm.name in reached]
+    if not best:
+        return "The bound at full use of the links is not known.", lines, missing or ("links with a known speed",)
+    above = [f"{cell.key}, {arm}: {SHORTER}{_why_shorter(cell)}" for part, cell, arm in best if part > 1]
+    return _reached(best), [*lines, *above], missing
+
+
+def _reached(parts: Sequence[tuple[float, CellFacts, str]]) -> str:
+    """Give the lowest part of the bound that arms reached (stock's, if there is stock) and the highest."""
+    of_stock = [row for row in parts if row[2] == STOCK]
+    least, most = min(of_stock or parts, key=lambda row: row[0]), max(parts, key=lambda row: row[0])
+    why = _why_shorter(most[1]) if most[0] > 1 else ""
+    sentence = (
+        f"{least[2]} reaches as little as {percent(least[0])} of the bound at full use of the link "
+        f"({least[1].key}); {most[2]} reaches {percent(most[0])} ({most[1].key}; measured over predicted)."
+    )
+    return f"{sentence} There {SHORTER}{why}." if why else sentence
+
+
+def _why_shorter(cell: CellFacts) -> str:
+    """Explain a step that is shorter than its bound.
+
+    The bound assumes one ring of all ranks, as stock has, and a link rate without bursts after a pause."""
+    if cell.ranks_per_host > 1:
+        return ", which assumes one ring of all ranks: two levels send less between hosts"
+    if cell.link_burst_bytes is None:
+        return ""
+    burst, whole = nbytes(cell.link_burst_bytes), nbytes(cell.tensor_bytes)
+    return f", which assumes the link's rate alone: after a pause its cap passes a burst of {burst}, of {whole} a step"
+
+
+def _needed(one: Outlook, ratio: Estimate | None, why: str, how: str) -> str:
+    if ratio is None:
+        return f"no compression is enough {how}: {why}"
+    if ratio.high <= 1:
+        return f"none is needed {how}"
+    return f"{ratio.value:.1f}x ({ratio.low:.1f} to {ratio.high:.1f}) is needed {how}"
+
+
+def compression(cells: Sequence[CellFacts]) -> Statement:
+    """Report the least compression for a scaling factor of 0.9, and the fastest link that still helps."""
+    rows = [(cell, cell.outlook) for cell in cells if cell.outlook is not None]
+    if not rows:
+        return "The compression needed is not known.", (), ("a run that a cost can be fitted to",)
+    lines = []
+    for cell, one in rows:
+        needs = [_needed(one, one.ratio, one.ratio_why, f"at {one.transport}'s achieved rate")]
+        if one.at_full_use is not None:
+            needs.append(_needed(one, one.full_use_ratio, one.full_use_ratio_why, "at full use of the link"))
+        if one.enough_bps is not None:
+            needs.append(f"a link faster than {gbit(one.enough_bps.value)}, fully used, does not help")
+        lines.append(f"{cell.key}, for {one.target:g}: {'; '.join(needs)} (predicted, without the cost of a codec)")
+    known = [(one.full_use_ratio.value, cell) for cell, one in rows if one.full_use_ratio is not None]
+    used = [(one.ratio.value, cell) for cell, one in rows if one.ratio is not None]
+    target = f"a scaling factor of {rows[0][1].target:g}"
+    if known:
+        most = max(known, key=lambda row: row[0])
+        verdict = f"With the link fully used, at most {most[0]:.1f}x compression is needed for {target} ({most[1].key})"
+        if used:
+            worst = max(used, key=lambda row: row[0])
+            verdict += f"; at the achieved rate, up to {worst[0]:.1f}x ({worst[1].key})"
+        return f"{verdict}; predicted.", lines, ()
+    if used:
+        worst = max(used, key=lambda row: row[0])
+        return f"At the achieved rate, {target} needs up to {worst[0]:.1f}x ({worst[1].key}; predicted).", lines, ()
+    return f"No compression gives {target} (predicted).", lines, ()
+
+
+# The chain of claims.
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Claim:
     """One claim. verdict: a sentence; lines: its numbers, cell by cell; missing: what was not measured."""
 
     name: str
@@ -26,30 +420,31 @@ class Step:
     missing: tuple[str, ...] = ()
 
 
-Said = tuple[str, Sequence[str], Sequence[str]]  # verdict, lines, missing
-
-
-def _forecasts(cells: Sequence[CellFacts]) -> Said:
-    held = prediction.record(cells)
-    refused = [f"{key}, {arm}: refused: {why}" for key, arm, why in held.refused]
-    if not held.misses:
-        return "Prediction error: nothing was forecast before it ran.", (), refused or ("no cell has a forecast",)
-    count, worst = len(held.misses), held.worst
+def _forecasts(cells: Sequence[CellFacts]) -> Statement:
+    record = facts.forecast_record(cells)
+    refused = [f"{key}, {arm}: refused: {why}" for key, arm, why in record.refused]
+    if not record.forecast_errors:
+        return (
+            "The prediction error is not known: no cell was forecast before it ran.",
+            (),
+            refused or ("no cell has a forecast",),
+        )
+    count, worst = len(record.forecast_errors), record.worst
     verdict = (
-        f"Of {count} steps that were predicted before they ran, the median error is {percent(held.median)}, the worst "
-        f"{percent(abs(worst.error))} ({worst.key}, {worst.arm}); {held.within(prediction.GOOD)} are within "
-        f"{percent(prediction.GOOD)}, {held.within(prediction.FAIR)} within {percent(prediction.FAIR)}; in "
-        f"{held.exposed} at least {percent(prediction.EXPOSED_MIN)} of the step is exposed communication."
+        f"Of {count} steps that were predicted before they ran, the median error is {percent(record.median)}, the "
+        f"worst {percent(abs(worst.error))} ({worst.key}, {worst.arm}); {record.within(facts.GOOD)} are within "
+        f"{percent(facts.GOOD)}, {record.within(facts.FAIR)} within {percent(facts.FAIR)}; in "
+        f"{record.exposed} at least {percent(facts.EXPOSED_MIN)} of the step is exposed communication."
     )
     lines = [
-        f"{miss.key}, {miss.arm}: predicted {words.time(miss.predicted_ns)}, measured {words.time(miss.measured_ns)}: "
-        f"{100 * miss.error:+.1f} %"
-        for miss in held.misses
+        f"{miss.key}, {miss.arm}: predicted {values.time(miss.predicted_ns)}, "
+        f"measured {values.time(miss.measured_ns)}: {100 * miss.error:+.1f} %"
+        for miss in record.forecast_errors
     ]
     return verdict, lines, refused
 
 
-def _losses(cells: Sequence[CellFacts]) -> Said:
+def _losses(cells: Sequence[CellFacts]) -> Statement:
     found = budgets(cells)
     if not found:
         return "The loss budget is not known: no step could be split.", (), ("no arm with parts and a scaling factor",)
@@ -70,27 +465,27 @@ def _losses(cells: Sequence[CellFacts]) -> Said:
     return verdict, lines, tuple(dict.fromkeys(note for one in found for note in one.notes))
 
 
-CLAIMS: tuple[tuple[str, str, Callable[[Sequence[CellFacts]], Said]], ...] = (
-    ("scaling", "How does it scale?", speed.scaling),
-    ("compute", "Is it compute?", compute.inflation),
-    ("harm", "Is the model harmed?", compute.harm),
-    ("bandwidth", "Would a faster link help?", speed.bandwidth),
-    ("nic", "How is the link used?", hosts.interfaces),
-    ("cpu", "Is it the processors?", hosts.processors),
-    ("transports", "Would another transport help?", speed.transports),
-    ("full use", "What would full use of the link give?", bounds.full_use),
-    ("compression", "How much compression is needed?", bounds.compression),
-    ("prediction", "How good are the predictions?", _forecasts),
-    ("budget", "Where does the loss go?", _losses),
+CLAIMS: tuple[tuple[str, str, Callable[[Sequence[CellFacts]], Statement]], ...] = (
+    ("scaling", "Scaling factor", scaling),
+    ("compute", "Computation", inflation),
+    ("harm", "Training results", training_results),
+    ("bandwidth", "Link bandwidth", bandwidth),
+    ("nic", "Link utilisation", interfaces),
+    ("cpu", "CPU utilisation", processors),
+    ("transports", "Transport", transports),
+    ("full use", "Full use of the link", full_use),
+    ("compression", "Gradient compression", compression),
+    ("prediction", "Prediction error", _forecasts),
+    ("budget", "Loss budget", _losses),
 )
 
 
-def chain(cells: Sequence[CellFacts]) -> tuple[Step, ...]:
-    """Every step, in the order of the argument, also those of which nothing was measured."""
+def chain(cells: Sequence[CellFacts]) -> tuple[Claim, ...]:
+    """Return every claim, in the order of the argument, including those without measurements."""
     found = []
-    cells = apart(cells)
+    cells = with_distinct_models(cells)
     trained = [cell for cell in cells if cell.job != INFLATION]
-    for name, title, tell in CLAIMS:
-        verdict, lines, missing = tell(cells if tell == compute.inflation else trained)
-        found.append(Step(name, title, verdict, tuple(lines), tuple(missing)))
+    for name, title, state in CLAIMS:
+        verdict, lines, missing = state(cells if state == inflation else trained)
+        found.append(Claim(name, title, verdict, tuple(lines), tuple(missing)))
     return tuple(found)

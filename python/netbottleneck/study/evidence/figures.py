@@ -1,6 +1,7 @@
-"""The paper's figures 1 to 8, remade from a study's cells: values, and their CSV. Pure.
+"""Figures 1 to 8 of Zhang et al., from a study's cells and as published: values, CSV and SVG.
 
-Each has two panels: this study, and what the paper published, as far as that is known.
+Each has two panels: this study, and what the paper published, as far as that is known. Drawing needs matplotlib:
+`pip install 'netbottleneck[plot]'`.
 """
 
 from __future__ import annotations
@@ -8,27 +9,165 @@ from __future__ import annotations
 import csv
 import io
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-from netbottleneck.analysis.stats import Estimate
-from netbottleneck.study.evidence import words
-from netbottleneck.study.evidence.bounds import bound
-from netbottleneck.study.evidence.published import Point, Series, paper
-from netbottleneck.study.evidence.speed import link_bps
-from netbottleneck.study.evidence.values import INFLATION, ArmFacts, CellFacts, Curve, apart
+from netbottleneck.analysis.statistics import Estimate
+from netbottleneck.study.evidence import values
+from netbottleneck.study.evidence.chain import bound, link_bps
+from netbottleneck.study.evidence.values import INFLATION, ArmFacts, CellFacts, Curve, with_distinct_models
+from netbottleneck.trace.transports import TRANSPORT_COLOURS
 from netbottleneck.units import gbit
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+
+# The numbers of Zhang et al. (Is Network the Bottleneck of Distributed Training?, NetAI 2020), by figure. Pure.
+#
+# Values are read from the paper's figures, each with its reading error, or are the exact output of its simulator. A
+# server has 8 GPUs. Links are caps of a 100 Gbit/s interface.
+
+MODELS = ("ResNet50", "ResNet101", "VGG16")
+GPUS = (8.0, 16.0, 32.0, 64.0)
+LINKS = (1.0, 10.0, 25.0, 40.0, 100.0)
+RATIOS = (1.0, 2.0, 5.0, 10.0, 50.0, 100.0)
+EXACT = "exact output of its simulator"
+PUBLISHED = "published"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One value and its interval. label: measured, predicted, estimated or published; source: the cell or figure."""
+
+    x: float | str
+    value: float
+    low: float
+    high: float
+    label: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Points of one line or set of bars. arm: the arm whose colour they have, "" for none."""
+
+    name: str
+    arm: str
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """A figure of the paper. note: a remark, or why there are no values."""
+
+    x: str
+    unit: str
+    series: tuple[Series, ...]
+    note: str = ""
+
+
+def _read(
+    figure: str, name: str, xs: Sequence[float | str], values: Sequence[float | None], off: float | Sequence[float]
+) -> Series:
+    """Return a series read from a figure; None in `values`: hidden under another marker."""
+    offs = off if isinstance(off, Sequence) else [off] * len(xs)
+    points = [
+        Point(x, value, value - error, value + error, PUBLISHED, f"read from figure {figure}, ± {error:g}")
+        for x, value, error in zip(xs, values, offs, strict=True)
+        if value is not None
+    ]
+    return Series(name, "", tuple(points))
+
+
+def _exact(name: str, xs: Sequence[float], values: Sequence[float]) -> Series:
+    return Series(name, "", tuple(Point(x, v, v, v, PUBLISHED, EXACT) for x, v in zip(xs, values, strict=True)))
+
+
+_FACTORS = ((85.56, 75.07, 74.25, 71.62), (82.74, 68.93, 66.3, 67.02), (88.74, 55.98, 63.04, 59.94))
+_PASSES = ((97.54, 109.61, 110.02, 110.18), (159.24, 184.17, 184.17, 185.4), (161.02, 171.33, 175.8, 173.56))
+_BY_LINK = MappingProxyType(
+    {
+        "ResNet50, 2 servers": ((13.2, 68.4, 74.6, 75.0, 75.07), (0.5, 0.5, 0.8, 0.8, 0.2)),
+        "ResNet50, 4 servers": ((7.7, 49.8, 73.5, 74.1, 74.25), (1.2, 0.5, 0.5, 0.5, 0.2)),
+        "ResNet50, 8 servers": ((7.3, 47.1, 69.0, 71.0, 71.62), (0.5, 0.5, 0.5, 0.5, 0.2)),
+    }
+)
+_RECEIVED = (
+    (95.64, 65.71, 33.4, 21.51, 8.78),
+    (97.14, 78.38, 50.21, 33.42, 12.35),
+    (99.49, 92.56, 81.47, 67.71, 31.69),
+)
+_SIMULATED_BY_LINK = ((6.60, 49.98, 88.97, 99.68, 99.69), (2.21, 20.13, 43.87, 62.21, 99.35))
+_SIMULATED_BY_GPUS = ((99.87, 99.75, 99.46), (99.92, 99.84, 99.69), (99.85, 99.69, 99.35))
+_COMPRESSED: Mapping[str, Sequence[float | None]] = MappingProxyType(
+    {
+        "ResNet50, 10 Gbit/s": (53.9, 81.6, None, None, None, None),
+        "ResNet101, 10 Gbit/s": (49.7, 78.4, 98.9, None, None, None),
+        "VGG16, 10 Gbit/s": (20.2, 36.6, 72.1, 98.7, 98.7, 98.7),
+    }
+)
+_FACTOR = "scaling factor, %"
+
+
+def _figure6() -> Paper:
+    simulated = [f"{name}, 64 GPUs, simulated" for name in MODELS]
+    series = (
+        _read("6a", "ResNet50, 64 GPUs, measured", LINKS, (7.3, 47.1, 69.0, 71.1, 71.6), (0.8, 0.5, 0.5, 0.5, 0.5)),
+        _read("6a", simulated[0], LINKS, (7.8, 53.9, 90.3, 98.9, 99.0), (0.8, 0.5, 0.8, 0.8, 0.8)),
+        *(_exact(name, LINKS, values) for name, values in zip(simulated[1:], _SIMULATED_BY_LINK, strict=True)),
+    )
+    return Paper("Gbit/s", _FACTOR, series, "The measured values of ResNet101 and VGG16 are not known.")
+
+
+def _figure8() -> Paper:
+    rows = [_read("8a", f"{name}, 64 GPUs", RATIOS, values, 0.6) for name, values in _COMPRESSED.items()]
+    rows.append(_read("8b", "all three, 100 Gbit/s, 64 GPUs", RATIOS, (98.7,) * len(RATIOS), 0.8))
+    return Paper("compression ratio", _FACTOR, tuple(rows), "Points hidden by markers are left out.")
+
+
+def paper(number: int) -> Paper:
+    """Return a figure by its number, 1 to 8. Raises KeyError for any other number."""
+    named = list(zip(MODELS, range(len(MODELS)), strict=True))
+    arms = ("1 GPU", "16 GPUs", "32 GPUs", "64 GPUs")
+    return {
+        1: Paper("GPUs", _FACTOR, tuple(_read("1", name, GPUS, _FACTORS[at], 0.2) for name, at in named)),
+        2: Paper("GPUs", "ms", tuple(_read("2", name, arms, _PASSES[at], 0.8) for name, at in named)),
+        3: Paper("Gbit/s", _FACTOR, tuple(_read("3", name, LINKS, *row) for name, row in _BY_LINK.items())),
+        4: Paper(
+            "Gbit/s",
+            "% of the link",
+            tuple(_read("4a", f"{name}, average, receiving", LINKS, _RECEIVED[at], 0.3) for name, at in named),
+            "Averages over whole steps.",
+        ),
+        5: Paper("", "% of all cores", (), "The text reports low CPU utilisation; no value is known."),
+        6: _figure6(),
+        7: Paper(
+            "GPUs",
+            _FACTOR,
+            tuple(_exact(f"{name}, 100 Gbit/s, simulated", GPUS[1:], _SIMULATED_BY_GPUS[at]) for name, at in named),
+            "The measured values are not known; these are simulated.",
+        ),
+        8: _figure8(),
+    }[number]
+
+
+# The figures.
 
 COLUMNS = ("figure", "panel", "series", "x", "unit", "value", "low", "high", "label", "source")
 OWN, PAPER = "this study", "the paper"
 PREDICTED = "predicted"
-AVERAGE, ACTIVE = "average", "active"  # of an interface: over the steps, and while something moves
-FULL_USE = "full use"  # what is drawn in the place of an arm where the link is fully used
+AVERAGE, ACTIVE = "average", "active"  # rates of an interface: over the steps, and while an operation is under way
+FULL_USE = "full use"  # replaces an arm's name where the link is fully used
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One system of axes. log: of x; bars: in place of lines; note: what to know, or why there is nothing."""
+    """One pair of axes. log: x is logarithmic; bars: bars, not lines; note: a remark, or why there are no values."""
 
     name: str
     x: str
@@ -41,7 +180,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure, by the paper's number."""
+    """A figure, with the paper's number."""
 
     number: int
     title: str
@@ -57,17 +196,17 @@ def _percent(x: float | str, one: Estimate, label: str, source: str) -> Point:
 
 
 def _series(rows: Iterable[tuple[str, str, Point]], *, sort: bool = True) -> tuple[Series, ...]:
-    """Points by (name, arm), those of each in order of x."""
+    """Group points by (name, arm); sort: each group in order of x."""
     found: dict[tuple[str, str], list[Point]] = defaultdict(list)
     for name, arm, point in rows:
         found[name, arm].append(point)
     return tuple(
-        Series(name, arm, tuple(sorted(points, key=_place) if sort else points))
+        Series(name, arm, tuple(sorted(points, key=_x_position) if sort else points))
         for (name, arm), points in found.items()
     )
 
 
-def _place(point: Point) -> float:
+def _x_position(point: Point) -> float:
     return point.x if isinstance(point.x, float) else 0.0
 
 
@@ -75,7 +214,9 @@ Name = Callable[[CellFacts, str], str]
 
 
 def _links(cells: Sequence[CellFacts]) -> Name:
-    """How series by link speed are named: a flow's cap stands in the name where one link was capped in several ways."""
+    """Return the naming of series by link speed.
+
+    A name includes the flow cap where one link was run with several flow caps."""
     caps: dict[tuple[str, int], dict[float | None, set[tuple[float, ...]]]] = defaultdict(lambda: defaultdict(set))
     for cell in cells:
         caps[cell.model, cell.ranks][link_bps(cell)].add(cell.flow_bps)
@@ -89,7 +230,7 @@ def _links(cells: Sequence[CellFacts]) -> Name:
 
 
 def _of_ranks(cell: CellFacts, what: str) -> str:
-    """A series by number of ranks."""
+    """Name a series by number of ranks."""
     return f"{cell.model}, {cell.network}: {what}"
 
 
@@ -105,7 +246,7 @@ def _factors(
         at = x(cell)
         for arm in cell.transports:
             if at is not None and arm.scaling is not None:
-                yield name(cell, arm.name), arm.name, _percent(at, arm.scaling, words.label(cell), cell.key)
+                yield name(cell, arm.name), arm.name, _percent(at, arm.scaling, values.label(cell), cell.key)
 
 
 def _bounds(
@@ -122,7 +263,7 @@ def _ranks(cell: CellFacts) -> float | None:
 
 
 def _passes(cells: Sequence[CellFacts]) -> Iterator[tuple[str, str, Point]]:
-    """Forward and backward of models that really compute, by arm."""
+    """Yield forward and backward by arm, of models with real compute."""
     for cell in cells:
         if cell.compute != "real":
             continue
@@ -133,7 +274,7 @@ def _passes(cells: Sequence[CellFacts]) -> Iterator[tuple[str, str, Point]]:
 
 
 def _interfaces(cells: Sequence[CellFacts], name: Name) -> Iterator[tuple[str, str, Point]]:
-    """What is sent, in parts of the link: average, and while something moves."""
+    """Yield the sending rate as a part of the link: average, and while an operation is under way."""
     for cell in cells:
         for arm in cell.transports:
             for what, bps in _rates(arm):
@@ -157,7 +298,9 @@ def _processors(cells: Sequence[CellFacts]) -> Iterator[tuple[str, str, Point]]:
 
 
 def _compressed(cells: Sequence[CellFacts]) -> Iterator[tuple[str, str, Point]]:
-    """The slowest and the fastest link of each model's most ranks, fully used; and as the slowest was used."""
+    """Yield predictions for the slowest and the fastest link of each model, at its largest number of ranks.
+
+    Both links are fully used; the slowest also as it was used."""
     by_model: dict[str, list[CellFacts]] = defaultdict(list)
     for cell in cells:
         if cell.outlook is not None:
@@ -165,16 +308,16 @@ def _compressed(cells: Sequence[CellFacts]) -> Iterator[tuple[str, str, Point]]:
     for own in by_model.values():
         most = max(cell.ranks for cell in own)
         rows = sorted((cell for cell in own if cell.ranks == most), key=lambda cell: link_bps(cell) or 0.0)
-        for place, cell in enumerate(rows[:1] + rows[1:][-1:]):
-            yield from _curves(cell, used=place == 0)
+        for number, cell in enumerate(rows[:1] + rows[1:][-1:]):
+            yield from _curves(cell, used=number == 0)
 
 
 def _curves(cell: CellFacts, *, used: bool) -> Iterator[tuple[str, str, Point]]:
     assert cell.outlook is not None
-    told: list[tuple[str, str, Curve | None]] = [("fully used", FULL_USE, cell.outlook.at_full_use)]
+    curves: list[tuple[str, str, Curve | None]] = [("fully used", FULL_USE, cell.outlook.at_full_use)]
     if used:
-        told.append((f"as {cell.outlook.transport} used it", cell.outlook.transport, cell.outlook.as_used))
-    for what, arm, curve in told:
+        curves.append((f"at {cell.outlook.transport}'s achieved rate", cell.outlook.transport, cell.outlook.as_used))
+    for what, arm, curve in curves:
         for ratio, factor in () if curve is None else curve.points:
             yield (
                 f"{cell.model}, {cell.ranks} ranks, {cell.network}: {what}",
@@ -184,7 +327,9 @@ def _curves(cell: CellFacts, *, used: bool) -> Iterator[tuple[str, str, Point]]:
 
 
 def by_ranks(cells: Sequence[CellFacts]) -> list[CellFacts]:
-    """Of each model, the cells of the network that it ran on with most numbers of ranks; of those, the fastest."""
+    """Return, for each model, the cells of the network that it ran on with the most numbers of ranks.
+
+    Of several such networks, the one with the fastest link counts."""
     networks: dict[str, dict[str, list[CellFacts]]] = defaultdict(lambda: defaultdict(list))
     for cell in cells:
         if cell.transports:
@@ -201,8 +346,8 @@ def _spread(rows: Sequence[CellFacts]) -> tuple[int, float]:
 
 
 def figures(cells: Sequence[CellFacts]) -> tuple[Figure, ...]:
-    """All eight, also those of which nothing was measured."""
-    cells = apart(cells)
+    """Return all eight figures, including those without measurements."""
+    cells = with_distinct_models(cells)
     trained = [cell for cell in cells if cell.job != INFLATION]
     ranked, named = by_ranks(trained), _links(trained)
     factor = "scaling factor, %"
@@ -210,16 +355,16 @@ def figures(cells: Sequence[CellFacts]) -> tuple[Figure, ...]:
         ("Scaling factor by number of ranks", "ranks", factor, _factors(ranked, _ranks, _of_ranks)),
         ("Forward and backward pass", "arm", "ms", _passes(cells)),
         ("Scaling factor by link speed", "Gbit/s", factor, _factors(trained, _gbit, named)),
-        ("Use of the interface, sending, by link speed", "Gbit/s", "% of the link", _interfaces(trained, named)),
-        ("Use of the processors", "cell", "% of all cores", _processors(trained)),
+        ("Link utilisation, sending, by link speed", "Gbit/s", "% of the link", _interfaces(trained, named)),
+        ("CPU utilisation", "cell", "% of all cores", _processors(trained)),
         (
-            "Measured, and at full use of the link, by link speed",
+            "Scaling factor measured and at full use of the link, by link speed",
             "Gbit/s",
             factor,
             (*_factors(trained, _gbit, named), *_bounds(trained, _gbit, named)),
         ),
         (
-            "Measured, and at full use of the link, by number of ranks",
+            "Scaling factor measured and at full use of the link, by number of ranks",
             "ranks",
             factor,
             (*_factors(ranked, _ranks, _of_ranks), *_bounds(ranked, _ranks, _of_ranks)),
@@ -230,8 +375,16 @@ def figures(cells: Sequence[CellFacts]) -> tuple[Figure, ...]:
     for number, (title, x, unit, rows) in enumerate(made, 1):
         bars = number in BARS
         own = Panel(OWN, x, unit, _series(rows, sort=not bars), log=number in LOGS, bars=bars)
-        theirs = paper(number)
-        published = Panel(PAPER, theirs.x, theirs.unit, theirs.series, log=number in LOGS, bars=bars, note=theirs.note)
+        published_values = paper(number)
+        published = Panel(
+            PAPER,
+            published_values.x,
+            published_values.unit,
+            published_values.series,
+            log=number in LOGS,
+            bars=bars,
+            note=published_values.note,
+        )
         found.append(Figure(number, title, (own, published)))
     return tuple(found)
 
@@ -241,7 +394,7 @@ LOGS = (1, 3, 4, 6, 7, 8)
 
 
 def to_csv(figure: Figure) -> str:
-    """One figure's points, a row each."""
+    """Return one figure's points as CSV, one row per point."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -254,3 +407,156 @@ def to_csv(figure: Figure) -> str:
                     [figure.number, panel.name, series.name, x, panel.unit, *numbers, point.label, point.source]
                 )
     return out.getvalue()
+
+
+# Figures as SVG, the same bytes for the same values.
+
+MARKERS = "osD^vP*X"
+# Of series that are no arm: distinct in print and for colour-blind readers.
+OTHERS = ("#2f6f5e", "#b5651d", "#5a5f9e", "#8c8c8c", "#a03a6a", "#3f8fb0")
+FULL_USE_COLOUR, UNKNOWN_ARM = "#333333", "#7b6fa6"
+SETTINGS = {
+    "svg.hashsalt": "netbottleneck",
+    "svg.fonttype": "path",
+    "font.family": "DejaVu Sans",
+    "font.size": 9.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+WIDTH, HEIGHT, LEGEND_LINE, ROTATED = 10.5, 3.6, 0.19, 0.9  # inches
+LETTERS_MAX = 60  # of the names of bars, beyond which they are turned
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise ImportError("figures need matplotlib: pip install 'netbottleneck[plot]'") from error
+    return mpl
+
+
+def figure(one: Figure) -> Canvas:
+    """Draw both panels of a figure. Raises ImportError without matplotlib."""
+    mpl = _matplotlib()
+    from matplotlib.figure import Figure as Canvas
+
+    turned = ROTATED * any(_rotated(panel) for panel in one.panels)
+    heights = HEIGHT + turned, LEGEND_LINE * max(1, *(len(panel.series) for panel in one.panels))
+    with mpl.rc_context(SETTINGS):
+        canvas = Canvas(figsize=(WIDTH, sum(heights)), layout="constrained")
+        canvas.suptitle(f"{one.number}. {one.title}", x=0.01, ha="left", weight="bold")
+        above, below = canvas.subplots(2, 2, height_ratios=heights)
+        for axes, key, panel in zip(above, below, one.panels, strict=True):
+            _panel(axes, panel)
+            key.set_axis_off()
+            key.legend(*axes.get_legend_handles_labels(), loc="upper left", frameon=False, fontsize=8, borderpad=0)
+    return canvas
+
+
+def svg(one: Figure) -> str:
+    """A figure as SVG text; its description holds the values."""
+    mpl = _matplotlib()
+    out = io.StringIO()
+    with mpl.rc_context(SETTINGS):
+        metadata = {"Date": None, "Creator": None, "Title": one.title, "Description": to_csv(one)}
+        figure(one).savefig(out, format="svg", metadata=metadata)
+    text = out.getvalue()
+    return "\n".join(line.rstrip() for line in text[text.index("<svg") :].splitlines()) + "\n"
+
+
+def _panel(axes: Axes, panel: Panel) -> None:
+    if not panel.series:
+        axes.set_title(panel.name, loc="left", fontsize=9)
+        axes.text(0.5, 0.5, panel.note or "not measured", ha="center", va="center", wrap=True, transform=axes.transAxes)
+        axes.set_axis_off()
+        return
+    axes.set_title(f"{panel.name}. {panel.note}" if panel.note else panel.name, loc="left", fontsize=9)
+    draw = _bars if panel.bars else _lines
+    draw(axes, panel)
+    axes.set_ylim(0, 1.06 * max(point.high for one in panel.series for point in one.points))
+    axes.set_xlabel(panel.x)
+    axes.set_ylabel(panel.unit)
+
+
+def _bar_names(panel: Panel) -> list[str]:
+    """Names of the bars, in order."""
+    return list(dict.fromkeys(str(point.x) for one in panel.series for point in one.points))
+
+
+def _rotated(panel: Panel) -> bool:
+    return panel.bars and sum(map(len, _bar_names(panel))) > LETTERS_MAX
+
+
+def _styles(series: Sequence[Series]) -> list[tuple[str, str]]:
+    """(colour, marker) of each: an arm's own colour, and a marker for the part of its name before the colon."""
+    groups: dict[str, str] = {}
+    markers, others = cycle(MARKERS), cycle(OTHERS)
+    found = []
+    for one in series:
+        colour = TRANSPORT_COLOURS.get(one.arm, UNKNOWN_ARM) if one.arm else next(others)
+        group = one.name.partition(":")[0]
+        if group not in groups:
+            groups[group] = next(markers)
+        found.append((FULL_USE_COLOUR if one.arm == FULL_USE else colour, groups[group]))
+    return found
+
+
+def _bars_of_error(points: Sequence[Point]) -> tuple[list[float], list[float]]:
+    return [max(0.0, p.value - p.low) for p in points], [max(0.0, p.high - p.value) for p in points]
+
+
+def _line(one: Series) -> str:
+    if any(point.label == PREDICTED for point in one.points) or one.name.endswith("simulated"):
+        return "--"
+    return ":" if one.name.endswith(AVERAGE) else "-"
+
+
+def _lines(axes: Axes, panel: Panel) -> None:
+    for one, (colour, marker) in zip(panel.series, _styles(panel.series), strict=True):
+        axes.errorbar(
+            [float(point.x) for point in one.points],
+            [point.value for point in one.points],
+            yerr=_bars_of_error(one.points),
+            color=colour,
+            marker=marker,
+            markersize=4.5,
+            linewidth=1.3,
+            capsize=2,
+            linestyle=_line(one),
+            label=_named(one),
+        )
+    places = sorted({float(point.x) for one in panel.series for point in one.points})
+    if panel.log:
+        axes.set_xscale("log")
+        axes.minorticks_off()
+    axes.set_xticks(places, [f"{x:.3g}" for x in places])
+
+
+def _named(one: Series) -> str:
+    """A series with what its numbers are; of published ones, how they were read."""
+    labels = list(dict.fromkeys(point.label for point in one.points))
+    if labels != [PUBLISHED]:
+        return f"{one.name} ({', '.join(labels)})"
+    if one.points[0].source == EXACT:
+        return f"{one.name} ({EXACT})"
+    errors = sorted({round(point.high - point.value, 3) for point in one.points})
+    figure = one.points[0].source.partition(",")[0]
+    return f"{one.name} ({figure}, ± {' to '.join(f'{error:g}' for error in dict.fromkeys((errors[0], errors[-1])))})"
+
+
+def _bars(axes: Axes, panel: Panel) -> None:
+    places = _bar_names(panel)
+    width = 0.8 / len(panel.series)
+    for number, (one, (colour, _)) in enumerate(zip(panel.series, _styles(panel.series), strict=True)):
+        axes.bar(
+            [places.index(str(point.x)) + (number + 0.5) * width - 0.4 for point in one.points],
+            [point.value for point in one.points],
+            width,
+            yerr=_bars_of_error(one.points),
+            color=colour,
+            ecolor="#333333",
+            capsize=2,
+            label=_named(one),
+        )
+    turned = _rotated(panel)
+    axes.set_xticks(range(len(places)), places, rotation=30 if turned else 0, ha="right" if turned else "center")

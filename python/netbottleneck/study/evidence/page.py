@@ -1,24 +1,85 @@
-"""report.html of a study, one file without a script or a link, and the small form for a notebook."""
+"""Reports of a study: report.html (one file, no script, no link), a short form for notebooks, a form for terminals."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import jinja2
+from rich.console import Console
+from rich.text import Text
 
-from netbottleneck.study.evidence import tables
-from netbottleneck.study.evidence.budget import Budget
-from netbottleneck.units import percent
+from netbottleneck.report.text import WIDTH
+from netbottleneck.study.evidence import chain, values
+from netbottleneck.study.evidence.facts import Budget, ForecastRecord
+from netbottleneck.study.evidence.values import INFLATION, ArmFacts, CellFacts
+from netbottleneck.units import ms, percent
 
 if TYPE_CHECKING:
     from netbottleneck.study.evidence import Evidence
 
-ROOMS = {"style.css": "netbottleneck.report"}  # where a template lies that is not our own
-HERE = "netbottleneck.study.evidence"
+
+# Tables of a study's numbers as rows of text, for the page and the terminal. Pure.
+
+CELLS = ("cell", "arm", "step", "scaling factor", "full use", "reached")
+CELL_KEY = (
+    "Step and scaling factor: measured, 95 % by blocks. Full use: the scaling factor with the link fully used "
+    "(predicted). Reached: the step at full use over the measured step"
+)
+PREDICTIONS = ("cell", "arm", "predicted", "measured", "error")
+BUDGETS = ("cell", "arm", "loss", "host-internal", "inflation", "exposed network", "other", "waiting")
+
+Row = tuple[str, ...]
+
+
+def cells(found: Sequence[CellFacts]) -> list[Row]:
+    """Return one row per arm: its step and scaling factor, and the bound at full use of the link."""
+    return [_arm(cell, arm) for cell in found if cell.job != INFLATION for arm in cell.arms.values()]
+
+
+def _arm(cell: CellFacts, arm: ArmFacts) -> Row:
+    full, reached = chain.bound(cell), chain.parts_of_bound(cell)
+    return (
+        cell.key,
+        arm.name,
+        values.time(arm.step_ns),
+        "" if arm.scaling is None else values.factor(arm.scaling),
+        "" if full is None or arm.name not in reached else f"{full[0].value:.3f}",
+        percent(reached[arm.name]) if arm.name in reached else "",
+    )
+
+
+def predictions(forecast_record: ForecastRecord) -> list[Row]:
+    """Return one row per forecast."""
+    return [
+        (one.key, one.arm, values.time(one.predicted_ns), ms(one.measured_ns.value), f"{100 * one.error:+.1f} %")
+        for one in forecast_record.forecast_errors
+    ]
+
+
+def budgets(found: Sequence[Budget]) -> list[Row]:
+    """Return one row per arm; numbers are parts of the step."""
+    return [
+        (
+            one.key,
+            one.arm,
+            *(
+                f"{part:.3f}"
+                for part in (one.loss, one.host_internal, one.inflation, one.exposed, one.other, one.waiting)
+            ),
+        )
+        for one in found
+    ]
+
+
+# The HTML page.
+
+TEMPLATE_PACKAGES = {"style.css": "netbottleneck.report"}  # the package of each template that is not in this one
+THIS_PACKAGE = "netbottleneck.study.evidence"
 BAR_WIDTH, BAR_HEIGHT, LABEL_WIDTH = 560, 18, 300
-# Names of parts, and the colours that they share with a run's report.
+# Parts of a budget: field, CSS class (the colours of a run's report), and name.
 PARTS = (
     ("exposed", "exposed", "exposed network communication"),
     ("host_internal", "hidden", "inside hosts"),
@@ -28,7 +89,7 @@ PARTS = (
 
 
 def _load(name: str) -> str:
-    return resources.files(ROOMS.get(name, HERE)).joinpath(name).read_text(encoding="utf-8")
+    return resources.files(TEMPLATE_PACKAGES.get(name, THIS_PACKAGE)).joinpath(name).read_text(encoding="utf-8")
 
 
 def _environment() -> jinja2.Environment:
@@ -42,7 +103,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _bar(one: Budget) -> dict[str, Any]:
-    """A budget as a bar whose whole width is a step; what is below 0 is not drawn, and stands in the table."""
+    """Return a budget as a bar whose full width is one step; negative parts appear only in the table."""
     x, segments = float(LABEL_WIDTH), []
     for name, kind, what in PARTS:
         part = getattr(one, name)
@@ -59,15 +120,15 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[str, A
 def _context(found: Evidence) -> dict[str, Any]:
     bars = [_bar(one) for one in found.budgets]
     return {
-        "title": found.title or "A study of the network",
-        "steps": found.steps,
+        "title": found.title or "Network study",
+        "claims": found.claims,
         "notes": found.notes,
         "tables": {
-            "scaling": _table(tables.CELLS, tables.cells(found.cells)),
-            "prediction": _table(tables.PREDICTIONS, tables.predictions(found.predictions)),
-            "budget": _table(tables.BUDGETS, tables.budgets(found.budgets)),
+            "scaling": _table(CELLS, cells(found.cells)),
+            "prediction": _table(PREDICTIONS, predictions(found.predictions)),
+            "budget": _table(BUDGETS, budgets(found.budgets)),
         },
-        "cell_key": tables.CELL_KEY,
+        "cell_key": CELL_KEY,
         "cell_count": len(found.cells),
         "bars": bars,
         "bar_height": BAR_HEIGHT,
@@ -80,11 +141,65 @@ def _context(found: Evidence) -> dict[str, Any]:
 
 
 def page(found: Evidence) -> str:
-    """The whole page."""
+    """Return the complete page."""
     drawn = [(figure, found.pictures.get(figure.number, "")) for figure in found.figures]
     return _environment().get_template("page.html.j2").render(_context(found), figures=drawn)
 
 
 def fragment(found: Evidence) -> str:
-    """The chain of claims."""
-    return _environment().get_template("steps.html.j2").render(_context(found))
+    """Return the chain of claims as HTML."""
+    return _environment().get_template("claims.html.j2").render(_context(found))
+
+
+# The terminal's form: one sentence for each claim, then the result of each cell.
+
+WIDTHS = (9, 26, 26, 10, 8)  # columns of a cell's rows
+MISSING_MAX = 3  # missing measurements listed per claim
+
+
+def render(found: Evidence, console: Console) -> None:
+    """Print the study to a console."""
+    if found.title:
+        console.print(Text(found.title, style="bold"))
+        console.print()
+    for number, claim in enumerate(found.claims, 1):
+        console.print(Text(f"{number}. {claim.title}: ", style="bold").append(claim.verdict, style="not bold"))
+        for missing in _missing(claim.missing):
+            console.print(Text(f"   Not measured: {missing}.", style="yellow"))
+    rows = cells(found.cells)
+    if rows:
+        console.print()
+        console.print(Text(_columns(CELLS[1:]), style="bold"))
+        for row, before in zip(rows, [("",), *rows], strict=False):
+            if row[0] != before[0]:
+                console.print(Text(row[0], style="bold"))
+            console.print(Text(_columns(row[1:])))
+        console.print(Text(f"{CELL_KEY}."))
+    for note in found.notes:
+        console.print(Text(note))
+
+
+def _columns(row: Sequence[str]) -> str:
+    return f"  {row[0]:<{WIDTHS[0] - 2}}" + "".join(
+        f"{word:>{width}}" for word, width in zip(row[1:], WIDTHS[1:], strict=True)
+    )
+
+
+def _missing(missing: Sequence[str]) -> list[str]:
+    left = len(missing) - MISSING_MAX
+    return [*missing[:MISSING_MAX], *([f"and {left} more"] if left > 0 else [])]
+
+
+def text(found: Evidence) -> str:
+    """Return the terminal's form as plain text without trailing blanks."""
+    buffer = io.StringIO()
+    plain = {"color_system": None, "force_terminal": False, "force_jupyter": False, "legacy_windows": False}
+    render(found, Console(file=buffer, width=WIDTH, **plain))  # type: ignore[arg-type]
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+
+
+def show(found: Evidence, console: Console | None = None) -> None:
+    """Print to the terminal, at most WIDTH columns."""
+    screen = console or Console(force_jupyter=False)
+    screen.width = min(screen.width, WIDTH) if screen.is_terminal else WIDTH
+    render(found, screen)

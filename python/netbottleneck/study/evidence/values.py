@@ -1,26 +1,33 @@
-"""What a cell of a study came to, as values and as JSON: one model on so many ranks of one network.
+"""Values of a study's cells: facts and their JSON, intervals, and their text form.
 
-Times in ns, rates in bits a second. None: it was not measured. Everything is measured but `forecast` and `outlook`.
+A cell is one model on a number of ranks of one network. Times are in ns, rates in bits a second. None: not measured.
+Everything is measured except `forecast` and `outlook`.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from netbottleneck.analysis.stats import Estimate, Paired
+import numpy as np
+from numpy.typing import NDArray
+
+from netbottleneck.analysis.statistics import BOOTSTRAP_DRAWS, BOOTSTRAP_SEED, Estimate, Paired
 from netbottleneck.trace import json_codec
-from netbottleneck.trace.model import PSEUDO
+from netbottleneck.trace.transports import PSEUDO
+from netbottleneck.units import ms
+
+# Facts of a cell.
 
 VERSION = 1
 FORMAT = "netbottleneck-cell"
-# Where T_1 comes from: see CellFacts.baseline.
+# Source of T_1: see CellFacts.baseline.
 ALONE, NOTHING_MOVES, COMPUTED = "one rank alone", "nothing moves", "computed"
 STOCK = "stock"
-# The job whose steps are one forward and one backward pass, and whose bare arm moves nothing: nothing is learned.
+# The job whose steps are one forward and one backward. Its bare arm moves no bytes, and it trains nothing.
 INFLATION = "inflation"
 
 
@@ -28,7 +35,7 @@ INFLATION = "inflation"
 class Nic:
     """The busiest interface of a host, the mean over hosts: over the steps, and while an operation was under way.
 
-    active: None where operations are too short for the readings.
+    active_rx_bps, active_tx_bps: None if operations are too short for the sampling interval.
     """
 
     interface: str
@@ -40,20 +47,20 @@ class Nic:
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """Shares of the processor time of the steps, by kind: of all cores, and of the busiest one; means over hosts."""
+    """Shares of the steps' CPU time: by kind over all cores, and of the busiest core. Means over hosts."""
 
     kinds: Mapping[str, float]
     busiest: float
 
     @property
     def busy(self) -> float:
-        """All but idle and waiting for disks."""
+        """The share of time that is neither idle nor waiting for disks."""
         return 1 - self.kinds.get("idle", 0.0) - self.kinds.get("iowait", 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Of a step, means over the middle half by length: compute + exposed + wait + other = step."""
+    """Parts of a step, means over the middle half by length: compute + exposed + wait + other = step."""
 
     step_ns: float
     compute_ns: float
@@ -66,11 +73,11 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class ArmFacts:
-    """One arm of a cell. step_ns: by blocks, 95 %; blocks: (number, median step) of each, for pairing.
+    """One arm of a cell. step_ns: by blocks, 95 %; blocks: (number, median step) of each block, for pairing.
 
-    forward_backward_ns: forward and backward of a step, less what was spent blocked. active_bps, average_bps: busbw in
-    transfer and over the step. sent_over_model: bytes counted by the interface (sent_by says if by the engine instead)
-    over those of the algorithm's formula.
+    forward_backward_ns: forward and backward of a step, without blocked time. active_bps, average_bps: busbw in
+    transfer and over the step. sent_over_model: bytes that the interface counted (or the engine: see sent_by), divided
+    by those of the algorithm's formula.
     """
 
     name: str
@@ -93,8 +100,8 @@ class ArmFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Foretold:
-    """What was predicted of an arm before it ran; nothing, and why, where that was refused."""
+class ForecastFacts:
+    """The forecast of an arm, made before it ran; without values, and with the reason, if it was refused."""
 
     step_ns: Estimate | None = None
     scaling: Estimate | None = None
@@ -111,11 +118,12 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What the what-if engine answers of a cell's own run, all predicted.
+    """What-if answers about a cell's own run, all predicted.
 
-    transport: that the cost was fitted to. full_use: this link, fully used. as_used, at_full_use: compression over the
-    link as it was used, and fully used. ratio: the least for a scaling factor of `target` as it was used, at full_use
-    the same fully used; why: none is enough. enough_bps: a faster link buys nothing.
+    transport: the one that the cost was fitted to. full_use: scaling factor with this link fully used. as_used,
+    at_full_use: scaling by compression, at the achieved rate and at full use of the link. ratio, full_use_ratio: the
+    least compression for a scaling factor of `target` in these two cases; ratio_why, full_use_ratio_why: why no ratio
+    is enough. enough_bps: the fastest link that still helps.
     """
 
     transport: str
@@ -134,15 +142,15 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class CellFacts:
-    """All that is known of a cell.
+    """All facts of a cell.
 
-    model: its name in the study; model_title: in words; network: as it was asked for; one_flow_bps, many_flows_bps:
-    measured before the job; link_burst_bytes: what the link's cap lets through at once after a pause. baseline: what
-    single_ns is: ALONE, NOTHING_MOVES (the null arm), or COMPUTED (the step less exposed communication and waiting:
-    then scaling factors are estimates, and inflation is not known).
-    hooks: forward and backward of the null arm over bare ones, where bare moves nothing either (the job inflation);
-    contention: those of an arm over the null arm's. pairs: each arm against the first transport. compute: "timed"
-    where it is a wait.
+    model: its name in the study. model_title: its descriptive name. network: as requested. one_flow_bps,
+    many_flows_bps: measured before the job. link_burst_bytes: what the link's cap passes at once after a pause.
+    baseline: the source of single_ns: ALONE, NOTHING_MOVES (the null arm), or COMPUTED (the step less exposed
+    communication and waiting; scaling factors are then estimates, and inflation is not known).
+    hooks: forward and backward of the null arm over those of the bare arm, in the job inflation, where bare moves no
+    bytes. contention: forward and backward of each arm over those of the null arm. pairs: each arm against the first
+    transport. compute: "timed" if it is a timed wait, else "real".
     """
 
     key: str
@@ -173,22 +181,24 @@ class CellFacts:
     same_as_stock: bool | None = None
     accuracy: float | None = None
     accuracy_stock_alone: float | None = None
-    forecast: Mapping[str, Foretold] = field(default_factory=dict)
+    forecast: Mapping[str, ForecastFacts] = field(default_factory=dict)
     outlook: Outlook | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def transports(self) -> tuple[ArmFacts, ...]:
-        """The arms that move bytes, as they were named."""
+        """The arms that move bytes, in their original order."""
         return tuple(arm for arm in self.arms.values() if arm.name not in PSEUDO)
 
     def pair(self, other: str, base: str = STOCK) -> Paired | None:
-        """An arm against another, paired by blocks."""
+        """Return an arm compared with another, paired by blocks."""
         return next((pair for pair in self.pairs if (pair.base, pair.other) == (base, other)), None)
 
 
-def apart(cells: Sequence[CellFacts]) -> tuple[CellFacts, ...]:
-    """The cells; where a model's gradients have several sizes (scaled ones), it is named by them: it is not one job."""
+def with_distinct_models(cells: Sequence[CellFacts]) -> tuple[CellFacts, ...]:
+    """Return the cells; a model whose gradients have several sizes (scaled ones) gets the size in its name.
+
+    Different sizes are different jobs."""
     sizes: dict[str, set[int]] = defaultdict(set)
     for cell in cells:
         sizes[cell.model].add(cell.tensor_bytes)
@@ -199,33 +209,117 @@ def apart(cells: Sequence[CellFacts]) -> tuple[CellFacts, ...]:
 
 
 def to_json(cell: CellFacts) -> str:
-    """As one line."""
+    """Return the facts as one line of JSON."""
     return json_codec.dump({"format": FORMAT, "version": VERSION, **json_codec.shallow(cell)})
 
 
 def from_json(text: str) -> CellFacts:
-    """What to_json made. Raises ValueError for anything else."""
+    """Parse the output of to_json. Raises ValueError for anything else."""
     try:
-        told = json.loads(text)
-        if not isinstance(told, dict) or (told.get("format"), told.get("version")) != (FORMAT, VERSION):
+        document = json.loads(text)
+        if not isinstance(document, dict) or (document.get("format"), document.get("version")) != (FORMAT, VERSION):
             raise ValueError(f"not a {FORMAT} of version {VERSION}")
-        cell: CellFacts = json_codec.build(CellFacts, told)
+        cell: CellFacts = json_codec.build(CellFacts, document)
         return cell
     except (TypeError, AttributeError) as error:
         raise ValueError(str(error)) from error
 
 
 def write(path: Path | str, cell: CellFacts) -> None:
-    """Write facts.json, whole or not at all."""
-    place = Path(path)
-    part = place.with_name(f"{place.name}.part")
+    """Write facts.json atomically."""
+    target = Path(path)
+    part = target.with_name(f"{target.name}.part")
     part.write_text(to_json(cell) + "\n", encoding="utf-8")
-    part.replace(place)
+    part.replace(target)
 
 
 def read(path: Path | str) -> CellFacts:
-    """Read facts.json. Raises FileNotFoundError; ValueError naming the file."""
+    """Read facts.json. Raises FileNotFoundError, and ValueError naming the file."""
     try:
         return from_json(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+# Text form of facts: estimates with their intervals, names of cells, labels of numbers.
+
+BASELINES = {COMPUTED: "estimated", NOTHING_MOVES: "measured, against the arm null"}
+
+# Names listed before the rest is only counted.
+NAMES_MAX = 4
+
+
+def factor(one: Estimate) -> str:
+    """Format an estimate: 0.217 (0.216 to 0.218)."""
+    return f"{one.value:.3f} ({one.low:.3f} to {one.high:.3f})"
+
+
+def percent_change(one: Estimate) -> str:
+    """Format a part: +2.1 % (-0.3 to +4.5)."""
+    return f"{100 * one.value:+.1f} % ({100 * one.low:+.1f} to {100 * one.high:+.1f})"
+
+
+def time(one: Estimate) -> str:
+    """Format a time in ns: 101 ms (100 to 103)."""
+    low, high = (ms(ns).removesuffix(" ms") for ns in (one.low, one.high))
+    return f"{ms(one.value)} ({low} to {high})"
+
+
+def minus_one(ratio: Estimate) -> Estimate:
+    """Return a ratio less 1."""
+    return Estimate(ratio.value - 1, ratio.low - 1, ratio.high - 1)
+
+
+def label(cell: CellFacts) -> str:
+    """Return the label of a cell's scaling factors."""
+    return BASELINES.get(cell.baseline, "measured")
+
+
+def join_names(names: Iterable[str]) -> str:
+    """Join distinct names in order, with commas; names beyond NAMES_MAX are counted."""
+    found = list(dict.fromkeys(names))
+    left = len(found) - NAMES_MAX
+    return ", ".join(found[:NAMES_MAX]) + (f" and {left} more" if left > 0 else "")
+
+
+# Medians over the blocks of an arm with their 95 % intervals: bootstrap over blocks and over the steps of each.
+#
+# The same method as analysis.statistics.compare for pairs of blocks; pure and seeded.
+
+Blocks = Mapping[int, NDArray[np.float64]]
+
+
+def _draws(blocks: Blocks, seed: int) -> NDArray[np.float64]:
+    random = np.random.default_rng(seed)
+    drawn = np.array(
+        [np.median(own[random.integers(len(own), size=(BOOTSTRAP_DRAWS, len(own)))], axis=1) for own in blocks.values()]
+    )
+    which = random.integers(len(drawn), size=(BOOTSTRAP_DRAWS, len(drawn)))
+    column = random.integers(BOOTSTRAP_DRAWS, size=which.shape)
+    return np.asarray(np.median(drawn[which, column], axis=1), np.float64)
+
+
+def _middle(blocks: Blocks) -> float:
+    return float(np.median([np.median(own) for own in blocks.values()]))
+
+
+def _estimate(value: float, draws: NDArray[np.float64]) -> Estimate:
+    low, high = np.percentile(draws, [2.5, 97.5])
+    return Estimate(value, min(value, float(low)), max(value, float(high)))
+
+
+def median(blocks: Blocks, seed: int = BOOTSTRAP_SEED) -> Estimate | None:
+    """Return the median of the blocks' medians; None without blocks."""
+    return _estimate(_middle(blocks), _draws(blocks, seed)) if blocks else None
+
+
+def ratio(above: Blocks, below: Blocks, seed: int = BOOTSTRAP_SEED) -> Estimate | None:
+    """Return one arm's median over another's, unpaired: for arms that did not take turns."""
+    if not above or not below:
+        return None
+    return _estimate(_middle(above) / _middle(below), _draws(above, seed) / _draws(below, seed + 1))
+
+
+def inverse(one: Estimate) -> Estimate:
+    """Return the reciprocal of an estimate."""
+    return Estimate(1 / one.value, 1 / one.high, 1 / one.low)

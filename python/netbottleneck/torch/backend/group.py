@@ -1,31 +1,197 @@
-"""The process group that torch.distributed, DDP and FSDP call.
+"""Process group that torch.distributed, DDP and FSDP call.
 
-Its methods have torch's names and arguments; what they move is in `reductions` and `exchanges`.
+Its methods have torch's names and arguments; backend/collectives.py implements the transfers.
 """
 
+import atexit
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 
-from netbottleneck.torch.backend import exchanges, reductions
-from netbottleneck.torch.backend.moves import Ranks, Rounds, parts_of
-from netbottleneck.torch.backend.names import Names
-from netbottleneck.torch.backend.others import elsewhere
-from netbottleneck.torch.backend.plain import Plain
-from netbottleneck.torch.backend.under_way import About, BackendWork, Named, Operation, Steps
+from netbottleneck import config
+from netbottleneck.launch import connect
+from netbottleneck.launch.rendezvous import Rendezvous, Store
+from netbottleneck.torch.backend import collectives
+from netbottleneck.torch.backend.collectives import Names
+from netbottleneck.torch.backend.operations import (
+    About,
+    BackendWork,
+    Link,
+    Named,
+    Operation,
+    Ranks,
+    Rounds,
+    Steps,
+    parts_of,
+)
 
 if TYPE_CHECKING:
-    from netbottleneck.torch.backend.link import Link
+    from netbottleneck.torch.backend.operations import Link
+
+
+# Tensors on other devices: "cpu:nb,cuda:nccl" has a second process group below it, made by torch.
+
+NAME = "nb"
+_INNER = "_netbottleneck_others"
+
+
+def _config(group: Any) -> dict[str, str]:
+    """Return the backend of each device, without ours; {} while torch does not know the group."""
+    world = dist.distributed_c10d._world
+    text = world.pg_backend_config.get(group, "")
+    named = dict(pair.split(":") for pair in text.split(",") if ":" in pair)
+    return {device: backend for device, backend in named.items() if backend != NAME}
+
+
+def devices_of(group: Any) -> list[torch.device]:
+    """Return the devices for which another backend was named."""
+    return [torch.device(device) for device in _config(group)]
+
+
+def elsewhere_or_none(group: Any, device: torch.device) -> Any:
+    """Return the process group for a device other than the CPU; None if no backend was named for it."""
+    config = _config(group)
+    if device.type not in config:
+        return None
+    inner = group.__dict__.get(_INNER)
+    if inner is None:
+        # Every rank reaches this with its first tensor on such a device.
+        world = dist.distributed_c10d._world
+        ranks = world.pg_group_ranks[group]
+        inner, _ = dist.distributed_c10d._new_process_group_helper(
+            group.size(),
+            group.rank(),
+            sorted(ranks, key=lambda rank: ranks[rank]),
+            ",".join(f"{name}:{backend}" for name, backend in config.items()),
+            world.pg_map[group][1],
+            dist.distributed_c10d.GroupName(f"{group.group_name}/others"),
+            timeout=dist.distributed_c10d._get_default_timeout(dist.Backend(config[device.type])),
+        )
+        world.pg_group_ranks[inner] = ranks
+        group.__dict__[_INNER] = inner
+    return inner
+
+
+def elsewhere(group: Any, device: torch.device) -> Any:
+    """As elsewhere_or_none, but raises ValueError if no backend was named."""
+    found = elsewhere_or_none(group, device)
+    if found is None:
+        raise ValueError(
+            f'the backend "nb" moves host memory, and this tensor is on {device}: name a backend for it too, as in '
+            f'init_process_group("cpu:nb,{device.type}:nccl"), or move the tensor to the CPU'
+        )
+    return found
+
+
+# The rest of a process group: its name, its devices, and operations that only NCCL supports.
+
+# torch overloads its methods; only one form of each is called.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class Plain(_ProcessGroup):  # type: ignore[misc]
+    """A process group in Python. It is also its own backend: torch 2.13 has no backend class that can be subclassed."""
+
+    _name = ""
+    _desc = ""
+
+    def getBackendName(self) -> str:
+        return "nb"
+
+    _get_backend_name = name = getBackendName
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    setGroupName = _set_group_name
+    setGroupDesc = _set_group_desc
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        return self._desc
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), *devices_of(self)]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Return the backend of a device: this group, or the backend named for the device."""
+        if torch.device(device).type == "cpu":
+            return self
+        other = elsewhere_or_none(self, torch.device(device))
+        return self if other is None else other._get_backend(device)
+
+    # Interface of a backend.
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def _get_sequence_number_for_group(self) -> int:
+        return 0
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.set_timeout(timeout)
+
+    def __repr__(self) -> str:
+        return f"<nb process group {self._name!r}: rank {self.rank()} of {self.size()}>"
+
+    # Operations that only NCCL supports, or no CPU backend.
+    def _refuse(self, what: str, instead: str) -> NoReturn:
+        raise NotImplementedError(f'{what} is not possible with the backend "nb": {instead}')
+
+    def recv_anysource(self, tensors: Any, tag: int) -> NoReturn:
+        self._refuse("recv from any source", "name the source: recv(tensor, src=…)")
+
+    def monitored_barrier(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("monitored_barrier", "barrier(timeout=…) names the ranks that are missing")
+
+    def split_group(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("split_group", "use new_group()")
+
+    def merge_remote_group(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("merge_remote_group", "use new_group()")
+
+    def _start_coalescing(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("coalescing of different operations", "begin them one by one with async_op=True")
+
+    def _end_coalescing(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("coalescing of different operations", "begin them one by one with async_op=True")
+
+    def _register_on_completion_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("a hook on completion", "use work.get_future().then(…)")
+
+    def _enable_collectives_timing(self) -> NoReturn:
+        self._refuse("timing by the backend", "measure with netbottleneck (NETBOTTLENECK=1)")
+
+
+# The group and its collectives.
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def of_host_memory(method: Method) -> Method:
-    """Have calls whose tensors are on another device made by the backend that was named for it."""
+    """Forward calls with tensors on another device to the backend named for it."""
 
     @functools.wraps(method)
     def called(self: "NbGroup", first: Any, *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +212,7 @@ def _device(first: Any) -> torch.device | None:
 
 
 class NbGroup(Plain):
-    """Some of the ranks of a link, and what is under way among them."""
+    """Some of the ranks of a link, and their pending operations."""
 
     def __init__(self, link: "Link", ranks: Ranks, store: Any, timeout: timedelta, *, owner: bool) -> None:
         super().__init__(ranks.rank, ranks.size)
@@ -55,7 +221,7 @@ class NbGroup(Plain):
         self.ranks = ranks
         self._owner = owner  # of the link
         self._limit_s = timeout.total_seconds()
-        self._pairs = exchanges.Pairs(link, ranks)
+        self._pairs = collectives.Pairs(link, ranks)
         self._names = Names(ranks.number)
         self._order = threading.Lock()
 
@@ -95,40 +261,40 @@ class NbGroup(Plain):
         op = _op("all_reduce", opts)
         if given[0].layout != torch.strided:
             outputs = given[:1]
-            rounds = reductions.all_reduce_sparse(self.ranks, given[0], op, outputs)
+            rounds = collectives.all_reduce_sparse(self.ranks, given[0], op, outputs)
             return self._begin("all_reduce", rounds, opts, outputs, driven=True)
-        return self._begin("all_reduce", reductions.all_reduce(self.ranks, given, op), opts, given)
+        return self._begin("all_reduce", collectives.all_reduce(self.ranks, given, op), opts, given)
 
     @of_host_memory
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> BackendWork:
-        rounds = reductions.all_reduce(self.ranks, tensors, _op("all_reduce_coalesced", opts))
+        rounds = collectives.all_reduce(self.ranks, tensors, _op("all_reduce_coalesced", opts))
         return self._begin("all_reduce_coalesced", rounds, opts, list(tensors))
 
     @of_host_memory
     def reduce(self, tensors: Any, opts: Any) -> BackendWork:
-        rounds = reductions.reduce_to(self.ranks, tensors[0], _op("reduce", opts), opts.rootRank)
+        rounds = collectives.reduce_to(self.ranks, tensors[0], _op("reduce", opts), opts.rootRank)
         return self._begin("reduce", rounds, opts, list(tensors))
 
     @of_host_memory
     def broadcast(self, tensors: Any, opts: Any = None) -> BackendWork:
         root = 0 if opts is None else opts.rootRank
-        return self._begin("broadcast", exchanges.broadcast(self.ranks, tensors, root), opts, list(tensors))
+        return self._begin("broadcast", collectives.broadcast(self.ranks, tensors, root), opts, list(tensors))
 
     @of_host_memory
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> BackendWork:
-        rounds = exchanges.all_gather(self.ranks, output_tensors, input_tensors)
+        rounds = collectives.all_gather(self.ranks, output_tensors, input_tensors)
         return self._begin("all_gather", rounds, opts, list(output_tensors))
 
     @of_host_memory
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> BackendWork:
-        """output_lists: one list of tensors for each rank, as long as input_list."""
+        """output_lists: one list of tensors for each rank, of the length of input_list."""
         by_input = [list(parts) for parts in zip(*output_lists, strict=True)]
-        rounds = exchanges.all_gather(self.ranks, by_input, input_list)
+        rounds = collectives.all_gather(self.ranks, by_input, input_list)
         return self._begin("all_gather_coalesced", rounds, opts, list(output_lists))
 
     @of_host_memory
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> BackendWork:
-        rounds = exchanges.all_gather_whole(self.ranks, outputs, inputs)
+        rounds = collectives.all_gather_whole(self.ranks, outputs, inputs)
         return self._begin("all_gather_into_tensor", rounds, opts, list(outputs))
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> BackendWork:
@@ -137,7 +303,7 @@ class NbGroup(Plain):
     @of_host_memory
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> BackendWork:
         op = _op("reduce_scatter", opts)
-        rounds = reductions.reduce_scatter(self.ranks, outputs, inputs, op)
+        rounds = collectives.reduce_scatter(self.ranks, outputs, inputs, op)
         return self._begin("reduce_scatter", rounds, opts, list(outputs))
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> BackendWork:
@@ -155,10 +321,10 @@ class NbGroup(Plain):
     def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, into: Sequence[int], out: Sequence[int], opts: Any = None
     ) -> BackendWork:
-        """into, out: rows from and to each rank, on all ranks; or empty on all: equal parts."""
-        parts = [exchanges.rows(output, into or (), self.size()), exchanges.rows(input, out or (), self.size())]
+        """into, out: rows from and to each rank, on all ranks; or empty on all ranks: equal parts."""
+        parts = [collectives.rows(output, into or (), self.size()), collectives.rows(input, out or (), self.size())]
         even = not into and not out
-        rounds = exchanges.all_to_all_even(self.ranks, *parts) if even else self._pairs.all_to_all(*parts)
+        rounds = collectives.all_to_all_even(self.ranks, *parts) if even else self._pairs.all_to_all(*parts)
         return self._begin("all_to_all_single", rounds, opts, [output])
 
     @of_host_memory
@@ -195,23 +361,23 @@ class NbGroup(Plain):
     def barrier(self, opts: Any = None, *_: Any) -> BackendWork:
         if getattr(opts, "device_ids", None):
             raise NotImplementedError("barrier: device_ids are NCCL's alone: leave them out")
-        return self._begin("barrier", reductions.barrier(self.ranks), opts)
+        return self._begin("barrier", collectives.barrier(self.ranks), opts)
 
     def get_group_store(self) -> Any:
         """Return the store that torch.distributed gave this group."""
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long operations that begin from now on may take."""
+        """Set the deadline of operations that begin from now on."""
         self._limit_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """End; where the link is this group's, for all groups that share it."""
+        """End the group. If it owns the link, all groups that share the link end."""
         if self._owner:
             self.link.close()
 
     def abort(self) -> None:
-        """Fail what is pending, on all ranks; where the link is this group's."""
+        """If the group owns the link, fail all pending operations, on all ranks."""
         if self._owner:
             self.link.abort("torch.distributed was asked to abort")
 
@@ -220,4 +386,77 @@ def _op(what: str, opts: Any) -> str:
     """Return the name of the reduction: `opts` is torch's options, or a ReduceOp."""
     if opts is None:
         return "SUM"
-    return reductions.op_name(what, getattr(opts, "reduceOp", opts))
+    return collectives.op_name(what, getattr(opts, "reduceOp", opts))
+
+
+# Creation of a process group from torch.distributed's store, rank and size.
+
+
+@dataclass
+class _Process:
+    """The links of this process, and the link of its default group."""
+
+    links: list[Link] = field(default_factory=list)
+    default: Link | None = None
+
+
+_process = _Process()
+
+
+def create(options: Any, backend_options: Any) -> NbGroup:
+    """Return a process group: with its own link if it has all ranks, else on the default group's link if that is ours.
+
+    Every rank of the group calls it. Raises as connect.connect; ValueError for options, because none are supported.
+    """
+    if backend_options is not None:
+        raise ValueError(f'the backend "nb" takes no pg_options, not {type(backend_options).__name__}')
+    some = list(options.global_ranks_in_group)
+    default = _process.default
+    if some and default is not None and not default.closed and default.rank == some[options.group_rank]:
+        return NbGroup(default, _ranks(default, some, options), options.store, options.timeout, owner=False)
+    size = options.group_size
+    link = _open(options.store, options.group_rank, size, options.timeout)
+    if not some:
+        _process.default = link
+    ranks = Ranks(0, range(size), options.group_rank, range(size))
+    return NbGroup(link, ranks, options.store, options.timeout, owner=True)
+
+
+def _ranks(link: Link, jobs: list[int], options: Any) -> Ranks:
+    """Return the ranks of a subgroup; its first rank assigns the group's number."""
+    if options.group_rank == 0:
+        number = link.fresh_number()
+        options.store.set("netbottleneck/number", str(number))
+    else:
+        number = int(options.store.get("netbottleneck/number"))
+    order = sorted(range(len(jobs)), key=lambda rank: jobs[rank])
+    return Ranks(number, jobs, options.group_rank, order)
+
+
+def _open(store: Any, rank: int, size: int, timeout: timedelta) -> Link:
+    settings = config.settings()
+    limit_s = timeout.total_seconds()
+    stall_s = min(settings.stall_s, limit_s / 2) if settings.stall_s else 0.0
+    settings = replace(settings, start_timeout_s=min(settings.start_timeout_s, limit_s), stall_s=stall_s)
+    if rank == 0:
+        with contextlib.suppress(RuntimeError):  # a store that cannot delete keys is new
+            store.delete_key("netbottleneck/left")
+    meeting = Rendezvous(Store(lambda: store, "torch.distributed's store"))
+    place = connect.Place(rank, size, None, None, None, None, "torch.distributed")
+    link = Link(connect.connect_at(settings, place, meeting), store)
+    _process.links = [other for other in _process.links if not other.closed]
+    _process.links.append(link)
+    return link
+
+
+@atexit.register
+def _end() -> None:
+    """Close the links if the program has not; torch's own cleanup is too late for threads and tensors."""
+    if not all(link.is_here for link in _process.links):
+        return
+    ours = _process.default is not None and not _process.default.closed
+    if ours and dist.is_initialized():
+        with contextlib.suppress(RuntimeError, ValueError, OSError):
+            dist.destroy_process_group()
+    for link in reversed(_process.links):
+        link.close()

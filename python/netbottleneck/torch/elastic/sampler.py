@@ -1,4 +1,4 @@
-"""A sampler that shares out what an epoch has left among the ranks that are there."""
+"""Sampler that distributes the rest of an epoch over the current ranks."""
 
 import itertools
 import random
@@ -11,11 +11,11 @@ from netbottleneck.runtime.ops import rank, size
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """The indices of a data set, a share for each rank, without those that were recorded as processed.
+    """Indices of a data set: an equal share for each rank, without those recorded as processed.
 
     All ranks give the same data set, whose length does not change, and the same seed. Call record_batch after each
-    batch and set_epoch at the end of each epoch; as part of a TorchState what is left is shared out anew whenever the
-    ranks change. Shares are of one length: the first indices are given out again where the last ones do not suffice.
+    batch and set_epoch at the end of each epoch. As part of a TorchState, the remaining indices are redistributed
+    whenever the ranks change. Shares have equal length: the first indices are repeated if there are too few.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -27,7 +27,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, in an order of its own, with nothing processed."""
+        """Begin an epoch, in its own order, with nothing processed."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
@@ -37,17 +37,17 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what tells where the epoch is."""
+        """Return the position in the epoch."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to where another sampler was, and share out the rest."""
+        """Continue from another sampler's position, and redistribute the rest."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Share out what is not processed among the ranks that are there now."""
+        """Redistribute the unprocessed indices over the current ranks."""
         self.num_replicas, self.rank = size(), rank()
         everything = list(range(len(self.dataset)))
         if self.shuffle:

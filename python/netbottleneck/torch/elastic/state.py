@@ -1,21 +1,50 @@
-"""What elastic training keeps: the values of all ranks, as they are and as they were at the last commit."""
+"""State of elastic training, current and at the last commit, and the loop that restores it."""
 
 import copy
+import functools
 import queue
 from collections.abc import Callable, Iterable
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from netbottleneck.errors import HostsUpdatedInterrupt
+from netbottleneck.errors import HorovodInternalError, HostsUpdatedInterrupt
 from netbottleneck.runtime.ops import broadcast_object, rank
-from netbottleneck.torch.elastic.notices import HostUpdateResult
+from netbottleneck.torch.elastic.launcher import HostUpdateResult, notices
 from netbottleneck.torch.elastic.sampler import ElasticSampler
 from netbottleneck.torch.functions import broadcast_optimizer_state, broadcast_parameters
+from netbottleneck.torch.optimizer import mark, number_from, renew
+
+# Those of horovod.common.elastic, where this package replaces Horovod, and of horovod.torch.elastic.state.
+__all__ = [
+    "ElasticSampler",
+    "HorovodInternalError",
+    "HostUpdateResult",
+    "HostsUpdatedInterrupt",
+    "ModelStateHandler",
+    "ObjectState",
+    "OptimizerStateHandler",
+    "SamplerStateHandler",
+    "State",
+    "StateHandler",
+    "TorchState",
+    "WorkerNotificationManager",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "get_handler_registry",
+    "notification_manager",
+    "rank",
+    "run_fn",
+    "set_handler_registry",
+]
+
+# The values of all ranks.
 
 
 class State:
-    """What can be saved, restored, and given by rank 0 to all.
+    """State that can be saved, restored, and broadcast from rank 0.
 
     bcast_object(obj) returns rank 0's object on every rank, get_rank() this process's rank.
     """
@@ -28,18 +57,18 @@ class State:
         self._reset_callbacks: list[Callable[[], Any]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Have these called, in order, whenever the ranks have changed, before the state is synchronised."""
+        """Register functions to call, in order, whenever the ranks have changed, before the state is synchronised."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """The job was started anew."""
+        """Called after the job was restarted."""
         self._host_messages = queue.SimpleQueue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
-        """Hosts came or went; called from any thread. The next check_host_updates() tells all ranks."""
+        """Record a change of hosts; called from any thread. The next check_host_updates() informs all ranks."""
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
@@ -48,7 +77,7 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise HostsUpdatedInterrupt on every rank where rank 0 was told of other hosts since it last was raised.
+        """Raise HostsUpdatedInterrupt on every rank if rank 0 received a host change since the last one raised.
 
         Every rank calls it.
         """
@@ -64,23 +93,23 @@ class State:
             raise HostsUpdatedInterrupt(change == HostUpdateResult.removed)
 
     def save(self) -> None:
-        """Keep the state as it is, in this process's memory."""
+        """Save the state in this process's memory."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to what save() kept."""
+        """Return to the state of the last save()."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Give rank 0's state to all."""
+        """Broadcast rank 0's state."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """The ranks have changed; sync() may follow. Nothing to do here."""
+        """Called when the ranks have changed; sync() may follow. Does nothing here."""
 
 
 class ObjectState(State):
-    """Plain values: each keyword argument becomes an attribute. sync() gives out what rank 0 saved last."""
+    """Plain values: each keyword argument becomes an attribute. sync() broadcasts rank 0's last save."""
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
         super().__init__(bcast_object, get_rank)
@@ -104,28 +133,28 @@ class ObjectState(State):
 
 
 class StateHandler:
-    """How one kind of value is saved, restored and synchronised; see set_handler_registry."""
+    """Saves, restores and synchronises one kind of value; see set_handler_registry."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def save(self) -> None:
-        """Keep the value's state."""
+        """Save the value's state."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to what save() kept."""
+        """Return to the state of the last save()."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Give rank 0's state to all."""
+        """Broadcast rank 0's state."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """The ranks have changed; sync() may follow. Nothing to do here."""
+        """Called when the ranks have changed; sync() may follow. Does nothing here."""
 
     def set_value(self, value: Any) -> None:
-        """Handle another value from now on."""
+        """Replace the handled value."""
         self.value = value
         self.save()
 
@@ -179,19 +208,19 @@ _registry: list[tuple[type, type[StateHandler]]] = [
 
 
 def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
-    """Return which handler serves which type of value, the first that fits; the list itself, to be added to."""
+    """Return the handlers by type of value; the first match applies. Callers may extend the returned list."""
     return _registry
 
 
 def set_handler_registry(registry: Iterable[tuple[type, type[StateHandler]]]) -> None:
-    """Say which handler serves which type of value, in each TorchState that is made from now on."""
+    """Set the handlers by type of value, for each TorchState created from now on."""
     _registry[:] = list(registry)
 
 
 class TorchState(ObjectState):
-    """The state of a training loop: models, optimizers, samplers and plain values, each an attribute of its name.
+    """State of a training loop: models, optimizers, samplers and plain values, as attributes under their names.
 
-    Modules, optimizers and ElasticSamplers are served by handlers, everything else as ObjectState does.
+    Modules, optimizers and ElasticSamplers have handlers; other values are treated as in ObjectState.
     """
 
     _handlers: dict[str, StateHandler]
@@ -221,7 +250,7 @@ class TorchState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        # Optimizers first: one that has no state makes it by a step, which may change the weights of this rank alone.
+        # Optimizers first: one without state makes it by a step, which may change the weights of this rank only.
         for handler in sorted(self._handlers.values(), key=lambda h: not isinstance(h.value, torch.optim.Optimizer)):
             handler.sync()
         super().sync()
@@ -235,3 +264,62 @@ class TorchState(ObjectState):
         if handler is not None:
             handler.set_value(value)
         super().__setattr__(name, value)
+
+
+# Loop around an elastic training function: recovery from failures and from changes of hosts.
+
+S = TypeVar("S", bound=State)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def run_fn(func: Callable[Concatenate[S, P], R], reset: Callable[[], None]) -> Callable[Concatenate[S, P], R]:
+    """Return `func` in the loop that elastic.run describes; `reset` stops and starts the job.
+
+    Distributed optimizers made before the loop join each job that it starts.
+    """
+
+    @functools.wraps(func)
+    def elastic(state: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        alike = False  # True if all ranks have the same state
+        here = mark()
+        with notices.told(state.on_hosts_updated):
+            while True:
+                try:
+                    if not alike:
+                        state.sync()
+                    return func(state, *args, **kwargs)
+                except HorovodInternalError:
+                    state.restore()
+                    alike = False
+                except HostsUpdatedInterrupt as change:
+                    alike = change.skip_sync
+                reset()
+                number_from(here)
+                state.on_reset()
+                renew(here)
+
+    return elastic
+
+
+class WorkerNotificationManager:
+    """Who wants to know of hosts that come and go, by Horovod's names: objects with on_hosts_updated."""
+
+    def __init__(self) -> None:
+        self._listening: dict[int, ExitStack] = {}
+
+    def init(self, *_where: Any, **_named: Any) -> None:
+        """Nothing: a source is opened for the first listener."""
+
+    def register_listener(self, listener: Any) -> None:
+        """Have listener.on_hosts_updated(timestamp, result) called, from another thread; a second call does nothing."""
+        if id(listener) not in self._listening:
+            self._listening[id(listener)] = stack = ExitStack()
+            stack.enter_context(notices.told(listener.on_hosts_updated))
+
+    def remove_listener(self, listener: Any) -> None:
+        """Tell it no more. KeyError for one that was not registered."""
+        self._listening.pop(id(listener)).close()
+
+
+notification_manager = WorkerNotificationManager()

@@ -1,0 +1,121 @@
+// Submissions: from a call on any thread to the inbox of the progress owner.
+#include "engine/submit.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/clock.h"
+#include "base/error.h"
+#include "base/hash.h"
+#include "base/list.h"
+#include "engine/algorithms.h"
+#include "engine/autotune.h"
+#include "engine/communicator.h"
+#include "engine/context.h"
+#include "engine/engine.h"
+#include "engine/operation.h"
+#include "engine/progress.h"
+#include "trace/event.h"
+#include "trace/ring.h"
+
+enum { ROUNDS_MAX = 16 * 1024 }; // keys with a round count; limited, because some names are used only once
+
+struct key_rounds {
+    struct nb_hash_node node;
+    struct nb_list by_age;
+    uint32_t count;
+};
+
+static uint32_t round_next(struct nb_job *job, uint64_t key) {
+    struct nb_hash_node *node = nb_hash_get(&job->ops.rounds, key);
+    struct key_rounds *found = node != NULL ? NB_CONTAINER(node, struct key_rounds, node) : NULL;
+    if (found == NULL && job->ops.round_count < ROUNDS_MAX) {
+        found = calloc(1, sizeof *found);
+        job->ops.round_count += found != NULL;
+    } else if (found == NULL) { // reuse the least recently used one
+        found = NB_CONTAINER(job->ops.rounds_by_age.next, struct key_rounds, by_age);
+        found->count = 0;
+        nb_list_remove(&found->node.link);
+        nb_list_remove(&found->by_age);
+    } else {
+        nb_list_remove(&found->by_age);
+    }
+    if (found == NULL) {
+        return 0;
+    }
+    if (node == NULL) {
+        nb_hash_put(&job->ops.rounds, &found->node, key);
+    }
+    nb_list_insert(&job->ops.rounds_by_age, &found->by_age);
+    return found->count++;
+}
+
+void nb_submit_close(struct nb_job *job) {
+    NB_LIST_EACH_SAFE(it, nx, &job->ops.rounds_by_age) {
+        free(NB_CONTAINER(it, struct key_rounds, by_age));
+    }
+}
+
+// Records the name of a new key: all other events carry only the key.
+static void name_record(const struct nb_work *work) {
+    uint64_t part[4];
+    _Static_assert(NB_NAME_MAX % sizeof part == 0, "a name is whole parts");
+    size_t bytes = work->round == 0 ? strlen(work->desc.name) : 0;
+    for (size_t at = 0; at < bytes; at += sizeof part) {
+        memcpy(part, work->desc.name + at, sizeof part);
+        nb_ring_put_at(work->comm->job->config.ring, work->times.submit_ns, NB_EV_OP_NAME, work->desc.key, at, part[0],
+                       part[1], part[2], part[3]);
+    }
+}
+
+// The algorithm that rank 0 will most likely choose, so that this thread can prepare it.
+static const struct nb_algorithm *algorithm_likely(const struct nb_comm *comm, const struct nb_op *op) {
+    bool known = (int)op->kind >= 0 && op->kind < NB_OP_KINDS;
+    return known ? nb_autotune_guess(comm->job, comm->size, op->kind, nb_op_bytes(op)) : &nb_alone;
+}
+
+int nb_submit(struct nb_comm *comm, const struct nb_op *op, struct nb_work **out, struct nb_error *err) {
+    struct nb_job *job = comm->job;
+    struct nb_work *work = NULL;
+    int rc = nb_work_make(comm, op, algorithm_likely(comm, op), &work, err);
+    if (rc < 0 || work == NULL) {
+        return rc;
+    }
+    work->times.submit_ns = nb_now_ns();
+    pthread_mutex_lock(&job->lock);
+    if (job->failure.code != 0 || job->progress.stop) {
+        const struct nb_error closed = {.code = NB_ECLOSED, .peer = NB_NO_PEER, .text = "the job was shut down"};
+        const struct nb_error *why = job->failure.code != 0 ? &job->failure : &closed;
+        rc = nb_fail_peer(err, why->code, why->peer, "%s", why->text);
+    } else if (nb_hash_get(&job->ops.in_flight, work->desc.key) != NULL) {
+        rc = nb_fail(err, -EEXIST, "%s: an operation of this name is still under way on rank %d", op->name, job->rank);
+    } else {
+        nb_hash_put(&job->ops.in_flight, &work->by_key, work->desc.key);
+        work->round = round_next(job, work->desc.key);
+        if (comm->size > 1) {
+            nb_list_insert(&job->inbox.works, &work->link);
+            job->inbox.filled = true;
+            nb_progress_notify(job, op);
+        }
+    }
+    pthread_mutex_unlock(&job->lock);
+    if (rc < 0) {
+        work->refs = 1;
+        nb_work_unref(work);
+        return rc;
+    }
+    name_record(work);
+    const struct op_descriptor *d = &work->desc;
+    uint64_t packed = (uint64_t)d->kind | (uint64_t)d->dtype << 8 | (uint64_t)(uint32_t)d->priority << 32;
+    nb_ring_put_at(job->config.ring, work->times.submit_ns, NB_EV_OP_SUBMIT, d->key, work->round, d->bytes,
+                   work->bucket, d->comm, packed);
+    *out = work;
+    if (comm->size == 1) {
+        work->algorithm->start(work, work->times.submit_ns);
+    }
+    return 0;
+}

@@ -1,0 +1,18 @@
+// Turn: one pass over everything in a job that can make progress. For the progress owner (progress.h).
+#ifndef NB_ENGINE_TURN_H
+#define NB_ENGINE_TURN_H
+
+#include "base/error.h"
+#include "engine/engine.h"
+
+typedef void nb_turn_sleep_fn(struct nb_job *job, int sleep_ms);
+
+// Runs one turn. Sleeps at most sleep_ms if nothing moves and `awaited` (or NULL) is not done: by `sleep`, or, if that
+// is NULL, until a descriptor is ready.
+void nb_turn(struct nb_job *job, const struct nb_work *awaited, int sleep_ms, nb_turn_sleep_fn *sleep);
+// Handles the requests of callers.
+void nb_turn_inbox(struct nb_job *job);
+// Fails every operation.
+void nb_turn_fail(struct nb_job *job, const struct nb_error *why);
+
+#endif

@@ -1,0 +1,108 @@
+// The job behind a Comm: checks that it may be used, counts the threads that wait on it, and keeps dropped operations.
+#include "py/comm.h"
+
+#include <unistd.h>
+
+static struct core_comm *comm_of(PyObject *object) {
+    return (struct core_comm *)object;
+}
+
+bool core_comm_is_here(PyObject *comm) {
+    return comm_of(comm)->pid == getpid();
+}
+
+int core_comm_check(PyObject *comm) {
+    const struct core_state *state = core_state_of(comm);
+    if (core_here(state, comm_of(comm)->pid, "communicator") < 0) {
+        return -1;
+    }
+    if (comm_of(comm)->job == NULL) {
+        struct nb_error err = {0};
+        core_raise(state, nb_fail(&err, NB_ECLOSED, "communicator is closed"), &err);
+        return -1;
+    }
+    return 0;
+}
+
+int core_comm_enter(PyObject *comm) {
+    struct core_comm *self = comm_of(comm);
+    if (self->closing) {
+        return 0;
+    }
+    if (core_comm_check(comm) < 0) {
+        return -1;
+    }
+    self->waiters++;
+    return 1;
+}
+
+void core_comm_leave(PyObject *comm) {
+    comm_of(comm)->waiters--;
+}
+
+void core_comm_failure(PyObject *comm, const struct core_hold *hold, int code, struct nb_error *err) {
+    const struct core_comm *self = comm_of(comm);
+    if (self->job != NULL) { // the work's own error text lives only as long as the job
+        (void)nb_work_wait(hold->work, 0, err);
+    } else if (self->failure.code == code) {
+        *err = self->failure;
+    } else if (code == NB_ECLOSED) {
+        nb_fail(err, code, "the communicator was closed before the operation completed");
+    } else {
+        nb_fail(err, code, "%s; the communicator has been closed", nb_code_name(code));
+    }
+}
+
+void core_comm_hold(PyObject *comm, struct core_hold *hold) {
+    nb_list_insert(&comm_of(comm)->holds, &hold->link);
+}
+
+void core_comm_sweep(PyObject *comm) {
+    struct nb_list done;
+    nb_list_init(&done);
+    NB_LIST_EACH_SAFE(it, next, &comm_of(comm)->holds) {
+        if (core_hold_done(NB_CONTAINER(it, struct core_hold, link))) {
+            nb_list_remove(it);
+            nb_list_insert(&done, it);
+        }
+    }
+    while (!nb_list_empty(&done)) {
+        struct core_hold *hold = NB_CONTAINER(done.next, struct core_hold, link);
+        nb_list_remove(&hold->link);
+        core_hold_free(hold);
+    }
+}
+
+int core_comm_submit(PyObject *comm, struct nb_comm *of, const struct nb_op *op, struct core_hold *hold) {
+    if (core_comm_check(comm) < 0) {
+        return -1;
+    }
+    struct nb_error err = {0};
+    struct nb_work *work = NULL;
+    int rc = nb_submit(of, op, &work, &err);
+    if (rc < 0) {
+        core_raise(core_state_of(comm), rc, &err);
+        return -1;
+    }
+    hold->work = work;
+    return 0;
+}
+
+int core_comm_log_notices(PyObject *object) {
+    struct core_comm *self = (struct core_comm *)object;
+    char text[NB_ERROR_TEXT];
+    while (self->job != NULL && nb_job_notice(self->job, text, sizeof text)) {
+        PyObject *logging = PyImport_ImportModule("logging");
+        PyObject *logger = logging != NULL ? PyObject_CallMethod(logging, "getLogger", "s", "netbottleneck") : NULL;
+        PyObject *done = logger != NULL ? PyObject_CallMethod(logger, "warning", "siis", "[rank %d/%d] %s", self->rank,
+                                                              self->size, text)
+                                        : NULL;
+        Py_XDECREF(logging);
+        Py_XDECREF(logger);
+        if (done == NULL) {
+            return -1;
+        }
+        Py_DECREF(done);
+    }
+    return 0;
+}

@@ -1,0 +1,150 @@
+// Lane rates: measure how fast each lane delivers, and size its next segment by weighted guided self-scheduling. A
+// lane's share of the remaining bytes shrinks as they do. The bytes already ahead of it count, so that all lanes finish
+// at about the same time. A segment is never so short that handling it costs more than sending it. The bytes ahead of a
+// lane are those in flight and those sent but still held by this host; on a slow interface the latter may be more.
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/clock.h"
+#include "base/list.h"
+#include "transport/lanes.h"
+#include "transport/lanes_internal.h"
+
+enum {
+    KNOWN_BYTES = 512 * 1024,   // a smaller sample measures buffers, not the network
+    KNOWN_NS = 2 * 1000 * 1000, // a shorter sample measures how many requests finish in one turn
+    IDLE_NS = 1000 * 1000,      // a lane without work for less than this counts as busy
+    HELD_NS = 1000 * 1000,      // minimum interval between queries of what a lane still holds
+    HANDLING_NS = 100 * 1000,   // minimum duration of a segment at the rate of all lanes together
+    SEGMENT_LEAST = 16 * 1024,
+    SEGMENT_UNKNOWN = 64 * 1024 // minimum segment while a lane's rate is unknown
+};
+
+static const double FADE_NS = 300e6; // a sample of this age counts for a third
+
+void nb_rate_posted(struct path *path, size_t bytes) {
+    struct lane_rate *rate = &path->rate;
+    if (path->in_flight == 0) {
+        int64_t now = nb_now_ns();
+        rate->since_ns = now - rate->sent_ns > IDLE_NS ? now : rate->since_ns;
+    }
+    path->in_flight += bytes;
+}
+
+void nb_rate_refused(struct path *path, size_t bytes) {
+    path->in_flight -= bytes;
+}
+
+// Adds up bytes and time, as many requests may finish at once; old samples fade.
+void nb_rate_sent(const struct nb_lanes *lanes, struct path *path, size_t bytes) {
+    struct lane_rate *rate = &path->rate;
+    int64_t now = nb_now_ns();
+    path->in_flight -= bytes;
+    rate->held += lanes->config.ops->held != NULL ? bytes : 0;
+    rate->sent_ns = now;
+    double ns = (double)(now - rate->since_ns);
+    double keep = FADE_NS / (FADE_NS + ns);
+    rate->bytes = rate->bytes * keep + (double)bytes;
+    rate->ns = rate->ns * keep + ns;
+    rate->since_ns = now;
+    if (rate->bytes >= KNOWN_BYTES && rate->ns >= KNOWN_NS) {
+        rate->bytes_per_ns = rate->bytes / rate->ns;
+    }
+}
+
+static size_t bytes_left(const struct peer *peer, size_t enough) {
+    size_t left = 0;
+    NB_LIST_EACH(it, &peer->out) {
+        const struct nb_flow *flow = NB_CONTAINER(it, struct nb_flow, link);
+        left += flow->left * flow->block_bytes;
+        if (left >= enough) {
+            break;
+        }
+    }
+    return left;
+}
+
+// This lane's share of the rate of all lanes; equal shares while one of them is unknown.
+static double part_of(const struct nb_lanes *lanes, const struct peer *peer, int lane) {
+    double sum = 0;
+    for (int i = 0; i < peer->reach; i++) {
+        double rate = peer->paths[i].rate.bytes_per_ns;
+        if (peer->paths[i].open && rate <= 0) {
+            return 1.0 / lanes->used;
+        }
+        sum += peer->paths[i].open ? rate : 0;
+    }
+    return sum > 0 ? peer->paths[lane].rate.bytes_per_ns / sum : 1.0;
+}
+
+// Bytes ahead of the next segment on this lane.
+static double before(const struct path *path) {
+    return (double)path->in_flight + (double)path->rate.held;
+}
+
+static double before_all(const struct peer *peer) {
+    double bytes = 0;
+    for (int i = 0; i < peer->reach; i++) {
+        bytes += peer->paths[i].open ? before(&peer->paths[i]) : 0;
+    }
+    return bytes;
+}
+
+static void held_ask(struct nb_lanes *lanes, struct peer *peer) {
+    int64_t now = nb_now_ns();
+    for (int i = 0; i < peer->reach; i++) {
+        struct lane_rate *rate = &peer->paths[i].rate;
+        if (rate->held > 0 && now - rate->held_ns >= HELD_NS) {
+            rate->held = lanes->config.ops->held(lanes->lane[i], (int)(peer - lanes->peers));
+            rate->held_ns = now;
+        }
+    }
+}
+
+// The lane that would finish first with so many more bytes.
+static int soonest(const struct nb_lanes *lanes, const struct peer *peer, double bytes) {
+    int first = -1;
+    double least = 0;
+    for (int i = 0; i < peer->reach; i++) {
+        if (peer->paths[i].open) {
+            double done = (before(&peer->paths[i]) + bytes) / part_of(lanes, peer, i);
+            if (first < 0 || done < least) {
+                first = i;
+                least = done;
+            }
+        }
+    }
+    return first;
+}
+
+static size_t between(double value, size_t least, size_t most) {
+    size_t more = value > (double)least ? (size_t)value : least;
+    return more < most ? more : most;
+}
+
+size_t nb_rate_segment(struct nb_lanes *lanes, struct peer *peer, int lane, int *sooner) {
+    const struct path *path = &peer->paths[lane];
+    size_t most = lanes->config.segment_bytes;
+    if (lanes->used == 1) {
+        return most;
+    }
+    double rate = path->rate.bytes_per_ns;
+    double part = part_of(lanes, peer, lane);
+    double enough = (2 * (double)most + before(path)) / part;
+    double left = (double)bytes_left(peer, (size_t)enough);
+    if (left < enough) {
+        held_ask(lanes, peer);
+    }
+    double all = rate / part; // one thread handles the segments of all lanes
+    size_t least = between(all * HANDLING_NS, rate > 0 ? SEGMENT_LEAST : SEGMENT_UNKNOWN, most);
+    double room = part * (left + before_all(peer)) - before(path);
+    if (before(path) > 0 && room < (double)least && sooner != NULL) {
+        int first = soonest(lanes, peer, (double)least);
+        if (first != lane) {
+            *sooner = first;
+            return 0; // this lane would finish after the others
+        }
+    }
+    double half = part * left / 2;
+    return between(half < room ? half : room, least, most);
+}

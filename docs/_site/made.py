@@ -1,0 +1,127 @@
+"""Text that pages take from the code and from data: a line `<!-- made: NAME WORD… -->` becomes Markdown at build time.
+
+NAME is one of MAKERS. A page whose text is made is read again at each build.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import results
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = re.compile(r"^<!-- made: (\w+) ?(.*?) -->$", re.MULTILINE)
+
+
+def help_of(words: list[str]) -> str:
+    """Return what a command line prints for --help."""
+    from netbottleneck import cli
+
+    said = io.StringIO()
+    place = {"COLUMNS": "90", "NO_COLOR": "1"}
+    with mock.patch.dict(os.environ, place), contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        cli.main([*words, "--help"])
+    return said.getvalue().strip()
+
+
+def commands() -> Iterator[str]:
+    """Yield a section for each command, with its help."""
+    from netbottleneck import cli
+
+    for name, (_, text) in cli.COMMANDS.items():
+        yield f"## netbottleneck {name}\n\n{text[0].upper()}{text[1:]}.\n\n```text\n{help_of([name])}\n```\n"
+
+
+def api(module: str, kinds: str) -> Iterator[str]:
+    """Yield an autodoc directive for each public name of a module that is of these kinds, joined by commas."""
+    found = importlib.import_module(module)
+    for name in sorted(found.__all__):
+        value = getattr(found, name)
+        if kind(value) in kinds.split(","):
+            directive = "autofunction" if kind(value) == "function" else "autoclass"
+            if kind(value) == "error":
+                directive = "autoexception"
+            yield f"```{{eval-rst}}\n.. {directive}:: {module}.{name}\n```\n"
+
+
+def kind(value: Any) -> str:
+    """Return what a public name is: error, class, function or value."""
+    if isinstance(value, type):
+        return "error" if issubclass(value, BaseException) else "class"
+    return "function" if callable(value) else "value"
+
+
+def limits() -> Iterator[str]:
+    """Yield the numbers that the rules of the verdict compare with, as a table."""
+    import netbottleneck
+
+    rules = sys.modules[netbottleneck.Verdict.__module__]
+    source = Path(str(rules.__file__)).read_text(encoding="utf-8")
+    yield "| limit | value | what it is |\n| --- | --- | --- |"
+    for text, name in re.findall(r"^# (.+)\n([A-Z_]+) = [\d.]+$", source, re.MULTILINE):
+        yield f"| `{name}` | {getattr(rules, name):g} | {text.rstrip('.')} |"
+
+
+MAKERS: Mapping[str, Callable[..., Iterator[str]]] = {
+    "api": api,
+    "commands": commands,
+    "limits": limits,
+    **results.MAKERS,
+}
+
+
+def fill(text: str) -> str:
+    """Return a page with every mark replaced. Raises KeyError for a mark of another name."""
+    return MARK.sub(lambda found: "\n".join(MAKERS[found[1]](*found[2].split())), text)
+
+
+def read(_app: Any, _page: str, text: list[str]) -> None:
+    """Fill a page in before it is parsed."""
+    text[0] = fill(text[0])
+
+
+def again(app: Any, *_known: Any) -> set[str]:
+    """Return the pages whose text is made: code and data may have changed since the last build."""
+    pages = app.env.found_docs
+    return {page for page in pages if MARK.search(Path(app.env.doc2path(page)).read_text(encoding="utf-8"))}
+
+
+def docstring(_app: Any, _what: str, _name: str, _value: Any, _options: Any, lines: list[str]) -> None:
+    """Make of a docstring, which is plain text with `code`, what reStructuredText shows the same."""
+    for number, line in enumerate(lines):
+        parts = re.split(r"(`[^`]+`)", line)
+        parts = [f"`{part}`" if part.startswith("`") else re.sub(r"([*|_\\])", r"\\\1", part) for part in parts]
+        lines[number] = "".join(parts)
+
+
+# What numpy's names for types stand for, and the names again.
+NUMPY = (
+    (re.compile(r"~?numpy[^|]*_Buffer \|.*?_NestedSequence\[complex \| bytes \| str\]"), "ArrayLike"),
+    (re.compile(r"~?numpy\.ndarray\[.*?, ~?numpy\.dtype\[~?(typing\.)?Any\]\]"), "ndarray"),
+)
+
+
+def signature(*event: Any) -> tuple[Any, ...]:
+    """Return a signature and what it returns, with numpy's types by their names."""
+    found = event[-2:]
+    for pattern, name in NUMPY:
+        found = tuple(pattern.sub(name, text) if text else text for text in found)
+    return found
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Join Sphinx."""
+    app.connect("source-read", read)
+    app.connect("env-get-outdated", again)
+    app.connect("autodoc-process-docstring", docstring)
+    app.connect("autodoc-process-signature", signature)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,303 @@
+"""Tables and plots of benchmarks/results/*.json, as Markdown. Every digit is shown as the file has it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+Row = Mapping[str, Any]
+
+
+def load(name: str) -> dict[str, Any]:
+    """Return a file of measurements; its numbers are texts, so that no digit is lost."""
+    text = (FOLDER / f"{name}.json").read_text(encoding="utf-8")
+    found: dict[str, Any] = json.loads(text, parse_float=str, parse_int=str)
+    return found
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a Markdown table."""
+    yield f"| {' | '.join(heads)} |"
+    yield f"| {' | '.join('---' for _ in heads)} |"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+    yield ""
+
+
+def interval(row: Row) -> str:
+    """Return a row's value with its interval."""
+    if "value" not in row:
+        return f"{row['low']} to {row['high']}"
+    return f"{row['value']} [{row['low']}, {row['high']}]" if "low" in row else str(row["value"])
+
+
+def origin(found: Row, sitting: Row | None = None) -> Iterator[str]:
+    """Yield when, where and how a file's figures were measured."""
+    both = {**found, **(sitting or {})}
+    machine = both["machine"]
+    versions = both["versions"]
+    if not isinstance(versions, str):
+        versions = ", ".join(f"{name} {version}" for name, version in versions.items())
+    command = both["command"]
+    for name, text in (
+        ("Command", command if command == "not recorded" else f"`{command}`"),
+        ("Date", both["date"]),
+        ("Machine", f"{machine['cpu']}, {machine['cores']} cores, {both['system']}"),
+        ("Versions", versions),
+        ("Duration, load", f"{both['duration']}; {both['load']}"),
+        ("Spread", both["spread"]),
+    ):
+        yield f"* {name}: {text}"
+    yield ""
+
+
+def sitting_of(name: str, words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a file and the sitting of it that is named."""
+    found = load(name)
+    wanted = " ".join(words)
+    return found, next(each for each in found["sittings"] if each["name"] == wanted)
+
+
+def judged(rows: Iterable[Row]) -> Iterator[str]:
+    """Yield a table of figures that were judged against a bar."""
+    heads = ("gate", "verdict", "value [95 %]", "rounds", "bar", "situation")
+    return table(
+        heads,
+        (
+            (
+                row["gate"],
+                row.get("verdict", "not recorded"),
+                interval(row),
+                row["rounds"],
+                row.get("bar", "–"),
+                row.get("situation", row.get("code", "–")) + "; ".join(_paths(row)),
+            )
+            for row in rows
+        ),
+    )
+
+
+def _paths(row: Row) -> Iterator[str]:
+    if "paths" in row:
+        words = ", ".join(f"{each['path']} {each['value']} {each['unit']}" for each in row["paths"])
+        yield f" ({words})"
+
+
+def gates(*words: str) -> Iterator[str]:
+    """Yield one sitting of the gates: origin and table."""
+    found, sitting = sitting_of("gates", words)
+    yield from origin(found, sitting)
+    if "counts" in sitting:
+        yield "Counts: " + ", ".join(f"{number} {name}" for name, number in sitting["counts"].items()) + ".\n"
+    if sitting["rows"]:
+        yield from judged(sitting["rows"])
+
+
+def gates_plot(*words: str) -> Iterator[str]:
+    """Yield a plot of one sitting: value, interval and bar of each figure, on a logarithmic scale."""
+    _, sitting = sitting_of("gates", words)
+    yield from forest([row for row in sitting["rows"] if row["gate"] not in ("T8", "T10")])
+
+
+def forest(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield an SVG with a line for each row: a dot, its interval, and a stroke at its bar."""
+    left, width, pitch = 470, 840, 17
+    height = pitch * len(rows) + 40
+    low = math.log10(min(float(row["low"]) for row in rows))
+    high = math.log10(max(float(row["high"]) for row in rows))
+
+    def x(value: str | float) -> float:
+        return left + (width - left - 12) * (math.log10(float(value)) - low) / (high - low)
+
+    parts = [f'<line x1="{x(1):.1f}" y1="8" x2="{x(1):.1f}" y2="{height - 24}" stroke="currentColor" opacity="0.4"/>']
+    ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50) if 10**low <= tick <= 10**high]
+    parts += [_text(x(tick), height - 8, f"{tick:g}", "middle") for tick in ticks]
+    for number, row in enumerate(rows):
+        y = 18 + pitch * number
+        words = f"{row['gate']} {row['situation']}"
+        parts += [
+            _text(left - 8, y + 4, words if len(words) < 78 else words[:76] + "…", "end"),
+            f'<line x1="{x(row["low"]):.1f}" y1="{y}" x2="{x(row["high"]):.1f}" y2="{y}" stroke="currentColor"/>',
+            f'<line x1="{x(row["bar"]):.1f}" y1="{y - 6}" x2="{x(row["bar"]):.1f}" y2="{y + 6}" stroke="#c62828"'
+            ' stroke-width="2"/>',
+            f'<circle cx="{x(row["value"]):.1f}" cy="{y}" r="3.5" fill="currentColor"/>',
+        ]
+    yield from svg(width, height, parts)
+
+
+def _text(x: float, y: float, words: str, anchor: str) -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    return f'<text {place} font-size="11" fill="currentColor">{escape(words)}</text>'
+
+
+def svg(width: int, height: int, parts: Iterable[str]) -> Iterator[str]:
+    """Yield a picture as raw HTML."""
+    yield "```{raw} html"
+    yield f'<svg viewBox="0 0 {width} {height}" width="100%" role="img" font-family="sans-serif">{"".join(parts)}</svg>'
+    yield "```\n"
+
+
+def peers() -> Iterator[str]:
+    """Yield all-reduce beside other programs: origin and table, a column for each size."""
+    found = load("peers")
+    sizes = list(dict.fromkeys(row["size_mb"] for row in found["rows"]))
+    cells: dict[str, list[str]] = {}
+    for row in found["rows"]:
+        words = f"{row['value']} ({row['low']} to {row['high']}); {row['cpu_s_per_gb']}"
+        cells.setdefault(row["path"], []).append(words)
+    yield from origin(found)
+    yield "Each cell: busbw in Gbit/s, median of 4 rounds (p10 to p90); processor time in s for 10^9 bytes.\n"
+    yield from table(("path", *(f"{size} MB" for size in sizes)), ((path, *row) for path, row in cells.items()))
+
+
+def peers_plot(size: str) -> Iterator[str]:
+    """Yield a bar for each path at one size, with the 10th and 90th percentile."""
+    rows = [row for row in load("peers")["rows"] if row["size_mb"] == size]
+    left, width, pitch = 110, 840, 19
+    most = max(float(row["high"]) for row in rows)
+
+    def x(value: str | float) -> float:
+        return left + (width - left - 12) * float(value) / most
+
+    parts = []
+    for number, row in enumerate(rows):
+        y = 10 + pitch * number
+        colour = "#1565c0" if row["path"] in ("tcp", "ofi", "tcp-heap", "ofi-heap") else "#9e9e9e"
+        parts += [
+            _text(left - 6, y + 9, row["path"], "end"),
+            f'<rect x="{left}" y="{y}" width="{x(row["value"]) - left:.1f}" height="11" fill="{colour}"/>',
+            f'<line x1="{x(row["low"]):.1f}" y1="{y + 5.5}" x2="{x(row["high"]):.1f}" y2="{y + 5.5}"'
+            ' stroke="currentColor"/>',
+        ]
+    bottom = 10 + pitch * len(rows)
+    parts += [_text(x(tick), bottom + 12, f"{tick} Gbit/s", "middle") for tick in range(0, int(most), 25)]
+    yield from svg(width, bottom + 20, parts)
+
+
+def overhead() -> Iterator[str]:
+    """Yield what being there costs: origin, the judged figures, the medians."""
+    found = load("overhead")
+    yield from origin(found)
+    yield from judged(found["rows"])
+    heads = ("what", "median", "rounds", "spread")
+    rows = found["medians"]
+    yield from table(
+        heads, ((row["what"], f"{row['value']} {row['unit']}", row["rounds"], row["spread"]) for row in rows)
+    )
+
+
+def copy_back() -> Iterator[str]:
+    """Yield what copying a sum back costs, by size."""
+    heads = ("bytes", "backward, ns", "whole step, ns", "rounds", "spread")
+    names = ("bytes", "backward_ns", "step_ns", "rounds", "spread")
+    return table(heads, ([row[name] for name in names] for row in load("overhead")["copy_back"]["rows"]))
+
+
+def hook_versions() -> Iterator[str]:
+    """Yield the cost of a hook by version of the code."""
+    rows = load("overhead")["hooks_by_version"]["rows"]
+    return table(
+        ("code", "empty hook over ours [95 %]", "rounds"), ((r["code"], interval(r), r["rounds"]) for r in rows)
+    )
+
+
+def suite() -> Iterator[str]:
+    """Yield the outcomes of Horovod's own tests."""
+    found = load("horovod-suite")
+    yield from origin(found)
+    names = ("file", "ranks", "started_by", "netbottleneck", "horovod")
+    heads = ("file", "ranks", "started by", "netbottleneck", "Horovod 0.28.1")
+    yield from table(heads, ([row[name] for name in names] for row in found["rows"]))
+
+
+SCALE = {
+    "ranks": "ranks",
+    "lanes": "lanes",
+    "transport": "transport",
+    "setup_s": "set-up, s",
+    "connections": "connections",
+    "memory_open_mb": "memory opened, MB",
+    "memory_used_mb": "memory used, MB",
+    "latency_4kib_us": "4 KiB, µs",
+    "busbw_16mb_gbit_s": "16 MB, busbw, Gbit/s",
+}
+
+
+def scale() -> Iterator[str]:
+    """Yield what more ranks cost, measured, then predicted."""
+    found = load("scale")
+    yield from origin(found)
+    yield from table(list(SCALE.values()), ([row[name] for name in SCALE] for row in found["rows"]))
+    told = found["predicted"]
+    yield f"Predicted, not measured: {told['what']}.\n"
+    yield from table(
+        ("size", "ring", "recursive doubling", "halving and doubling"), (list(r.values()) for r in told["rows"])
+    )
+
+
+def prediction() -> Iterator[str]:
+    """Yield steps that were predicted before they ran."""
+    found = load("prediction")
+    yield from origin(found)
+    heads = ("model", "ranks", "network", "arm", "measured, ms", "predicted, ms", "error, %", "exposed, %", "streams")
+    yield from table(
+        heads,
+        (
+            (
+                *(row[name] for name in ("model", "ranks", "network", "arm")),
+                f"{row['measured_ms']} [{row['low_ms']}, {row['high_ms']}]",
+                f"{row['predicted_ms']} [{row['predicted_low_ms']}, {row['predicted_high_ms']}]",
+                *(row[name] for name in ("error_percent", "exposed_percent", "streams")),
+            )
+            for row in found["rows"]
+        ),
+    )
+
+
+def claim() -> Iterator[str]:
+    """Yield steps and scaling factors of the study of the claim."""
+    found = load("claim")
+    yield from origin(found)
+    yield from table(
+        ("model", "network", "arm", "step, ms [95 %]", "scaling factor [95 %]"),
+        (
+            (
+                *(row[name] for name in ("model", "network", "arm")),
+                f"{row['step_ms']} [{row['low_ms']}, {row['high_ms']}]" if "step_ms" in row else "–",
+                f"{row['scaling']} [{row['scaling_low']}, {row['scaling_high']}]",
+            )
+            for row in found["rows"]
+        ),
+    )
+
+
+def experiment(*topics: str) -> Iterator[str]:
+    """Yield the experiments of these topics, a table for each."""
+    known = {each["topic"]: each for each in load("experiments")["experiments"]}
+    for topic in topics:
+        each = known[topic]
+        yield f"Setting: {each['setting']}. Runs: {each['runs']}. Spread: {each['spread']}.\n"
+        yield from table(
+            ("condition", "measured"), ((r["condition"], f"{interval(r)} {r['unit']}") for r in each["rows"])
+        )
+
+
+MAKERS: Mapping[str, Callable[..., Iterator[str]]] = {
+    "gates": gates,
+    "gates_plot": gates_plot,
+    "peers": peers,
+    "peers_plot": peers_plot,
+    "overhead": overhead,
+    "copy_back": copy_back,
+    "hook_versions": hook_versions,
+    "suite": suite,
+    "scale": scale,
+    "prediction": prediction,
+    "claim": claim,
+    "experiment": experiment,
+}

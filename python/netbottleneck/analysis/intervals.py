@@ -1,0 +1,403 @@
+"""Interval algebra over a trace: the parts of a step, as a whole and by layer. Pure.
+
+The parts are compute, hidden communication, exposed communication, waiting and the rest. Intervals are arrays of shape
+(n, 2), int64 ns, half-open. A "set" is such an array sorted and disjoint, as `union` returns it. Overlapping intervals
+are merged, never counted twice.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from netbottleneck.trace.model import Collective, Parameter, Step, Trace
+from netbottleneck.trace.transports import BARE, Arm
+
+Intervals = NDArray[np.int64]
+T = TypeVar("T")
+
+# Number of steps dropped at the start of each block: the first steps pay for the change of transport.
+WARMUP_STEPS = 1
+
+
+def intervals(pairs: Iterable[tuple[int, int]]) -> Intervals:
+    """The set that `pairs` cover. Pairs with end <= begin are dropped."""
+    rows = np.array(list(pairs), dtype=np.int64).reshape(-1, 2)
+    rows = rows[rows[:, 1] > rows[:, 0]]
+    if len(rows) < 2:
+        return rows
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    reach = np.maximum.accumulate(rows[:, 1])
+    first = np.concatenate([[True], rows[1:, 0] > reach[:-1]])
+    last = np.concatenate([first[1:], [True]])
+    return np.stack([rows[first, 0], reach[last]], axis=1)
+
+
+def union(*sets: Intervals) -> Intervals:
+    """The set covered by at least one argument."""
+    return intervals(map(tuple, np.concatenate([np.empty((0, 2), np.int64), *sets]).tolist()))
+
+
+def intersection(a: Intervals, b: Intervals) -> Intervals:
+    """The set covered by both `a` and `b`."""
+    low = np.searchsorted(b[:, 1], a[:, 0], side="right")
+    count = np.maximum(np.searchsorted(b[:, 0], a[:, 1], side="left") - low, 0)
+    of_a = np.repeat(np.arange(len(a)), count)
+    of_b = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + np.repeat(low, count)
+    return np.stack([np.maximum(a[of_a, 0], b[of_b, 0]), np.minimum(a[of_a, 1], b[of_b, 1])], axis=1)
+
+
+def subtraction(a: Intervals, b: Intervals) -> Intervals:
+    """The set covered by `a` but not by `b`."""
+    if len(a) == 0 or len(b) == 0:
+        return a
+    edges = np.concatenate([[min(a[0, 0], b[0, 0])], b.ravel(), [max(a[-1, 1], b[-1, 1])]]).reshape(-1, 2)
+    return intersection(a, edges[edges[:, 1] > edges[:, 0]])
+
+
+def total(a: Intervals) -> int:
+    """Length of a set in ns."""
+    return int((a[:, 1] - a[:, 0]).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One step of one rank. compute + exposed + wait + other = step; hidden is a part of compute.
+
+    compute: union of forward, backward and optimizer, minus the time in which the training thread was blocked.
+    communication: union of the operations from start to done. hidden: its part within compute; exposed: the rest. wait:
+    time without compute or communication while an operation is submitted but not started. other: the rest of the step;
+    input_ns: the part of other before the first forward. skew_ns: the part of exposed and wait before the last rank
+    submitted the same operation; late_ns: skew_ns by the rank that was last. transfer_ns: union over the step's
+    operations, from the last rank's submission (or the start, if later) to done. bus_bytes: their tensor bytes times
+    2(n-1)/n (all-reduce; for other collectives the factors of nccl-tests).
+    """
+
+    rank: int
+    index: int
+    block: int
+    arm: Arm
+    step_ns: int
+    compute_ns: int
+    communication_ns: int
+    hidden_ns: int
+    exposed_ns: int
+    wait_ns: int
+    other_ns: int
+    input_ns: int
+    skew_ns: int
+    late_ns: Mapping[int, int]
+    transfer_ns: int
+    tensor_bytes: int
+    bus_bytes: float
+    wire_bytes: int | None
+    operations: int
+
+
+def bus_factor(kind: str, size: int) -> float:
+    """Factor from tensor bytes to bytes on a link. Source: nccl-tests, doc/PERFORMANCE.md."""
+    if kind == "barrier" or size < 2:
+        return 0.0
+    return {"allreduce": 2.0, "allgather": 1.0, "reducescatter": 1.0}.get(kind, size / (size - 1)) * (size - 1) / size
+
+
+def backward_intervals(step: Step) -> list[tuple[int, int]]:
+    """Backward passes, one for each forward: from its end to the last gradient ready before the next forward."""
+    ready = [at for _, at in step.grad_ready]
+    if not ready:
+        return []
+    forward = sorted(step.forward) or [(step.begin_ns, step.begin_ns)]
+    limits = [begin for begin, _ in forward[1:]] + [step.end_ns]
+    found = []
+    for (_, end), limit in zip(forward, limits, strict=True):
+        inside = [at for at in ready if end <= at <= limit]
+        if inside:
+            found.append((end, max(inside)))
+    return found
+
+
+def compute_intervals(step: Step) -> Intervals:
+    """Forward, backward and optimizer of a step, minus the time in which the training thread was blocked."""
+    busy = intervals([*step.forward, *backward_intervals(step), *step.optimizer])
+    return subtraction(busy, intervals((begin, end) for _, begin, end in step.waits))
+
+
+def passes(step: Step) -> Intervals:
+    """Forward and backward of a step, minus blocked time: the compute that is compared with arms without traffic."""
+    busy = intervals([*step.forward, *backward_intervals(step)])
+    return subtraction(busy, intervals((begin, end) for _, begin, end in step.waits))
+
+
+def is_split(step: Step) -> bool:
+    """True if the parts of a step are known. Never true for the untouched script, which records no operations."""
+    return step.arm != BARE and bool(step.forward or step.grad_ready or step.optimizer)
+
+
+def last_entries(trace: Trace) -> dict[tuple[Arm, int, int, int], tuple[int, int]]:
+    """For each operation that all ranks submitted: (time of the last submission, rank that made it)."""
+    entries: dict[tuple[Arm, int, int, int], dict[int, int]] = defaultdict(dict)
+    for operation in trace.collectives:
+        entries[operation.match][operation.rank] = operation.submit_ns
+    return {
+        match: max((at, rank) for rank, at in by_rank.items())
+        for match, by_rank in entries.items()
+        if len(by_rank) == trace.size
+    }
+
+
+def in_flight_spans(trace: Trace, arm: Arm) -> dict[int, Intervals]:
+    """By rank: the time in which an operation of `arm` was in flight after all ranks had submitted it."""
+    last = last_entries(trace)
+    spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for operation in trace.collectives:
+        if operation.arm == arm and operation.finished:
+            begin_ns, end_ns = _span(operation)
+            spans[operation.rank].append((max(begin_ns, last.get(operation.match, (0, 0))[0]), end_ns))
+    return {rank: intervals(own) for rank, own in spans.items()}
+
+
+class _Operations:
+    """The finished operations of one rank, searchable by time."""
+
+    def __init__(self, rows: Sequence[Collective]) -> None:
+        self.rows = sorted((c for c in rows if c.finished), key=lambda c: (c.start_ns, c.submit_ns))
+        self._submit = np.array([c.submit_ns for c in self.rows], np.int64)
+        self._done = np.array([c.done_ns for c in self.rows], np.int64)
+
+    def within(self, begin_ns: int, end_ns: int) -> list[Collective]:
+        inside = (self._submit < end_ns) & (self._done > begin_ns)
+        return [self.rows[i] for i in np.flatnonzero(inside)]
+
+
+def _span(operation: Collective) -> tuple[int, int]:
+    return operation.start_ns or 0, operation.done_ns or 0
+
+
+Exposed = tuple[tuple[Collective, int], ...]
+
+
+def _share_exposed(operations: Sequence[Collective], exposed: Intervals) -> Exposed:
+    """Exposed ns of each operation. Where operations overlap, the time belongs to the one that started first."""
+    shares = []
+    for operation in operations:
+        own = intersection(exposed, intervals([_span(operation)]))
+        if len(own):
+            shares.append((operation, total(own)))
+            exposed = subtraction(exposed, own)
+    return tuple(shares)
+
+
+def _late(
+    operations: Sequence[Collective], last: Mapping[tuple[Arm, int, int, int], tuple[int, int]], idle: Intervals
+) -> tuple[int, dict[int, int]]:
+    """(ns of `idle` before the last rank submitted the same operation, these ns by the rank that was last)."""
+    spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for operation in operations:
+        at, last_rank = last.get(operation.match, (0, operation.rank))
+        if last_rank != operation.rank:
+            spans[last_rank].append((operation.submit_ns, at))
+    by_rank = {last_rank: intersection(intervals(pairs), idle) for last_rank, pairs in spans.items()}
+    return total(union(*by_rank.values())), {
+        last_rank: total(found) for last_rank, found in by_rank.items() if len(found)
+    }
+
+
+def _split(
+    step: Step, operations: _Operations, last: Mapping[tuple[Arm, int, int, int], tuple[int, int]], size: int
+) -> tuple[Split, Exposed]:
+    whole = intervals([(step.begin_ns, step.end_ns)])
+    near = operations.within(step.begin_ns, step.end_ns)
+    compute = intersection(compute_intervals(step), whole)
+    communication = intersection(intervals(map(_span, near)), whole)
+    exposed = subtraction(communication, compute)
+    queued = intersection(intervals((c.submit_ns, c.start_ns or 0) for c in near), whole)
+    wait = subtraction(subtraction(queued, compute), communication)
+    skew_ns, late = _late(near, last, union(exposed, wait))
+    own = [c for c in near if step.begin_ns <= c.submit_ns <= step.end_ns]
+    wire = [c.wire_bytes for c in own if c.wire_bytes is not None]
+    other_ns = total(whole) - total(compute) - total(exposed) - total(wait)
+    begins = [begin for begin, _ in step.forward]
+    before = intervals([(step.begin_ns, min(begins))]) if begins else whole[:0]
+    split = Split(
+        rank=step.rank,
+        index=step.index,
+        block=step.block,
+        arm=step.arm,
+        step_ns=total(whole),
+        compute_ns=total(compute),
+        communication_ns=total(communication),
+        hidden_ns=total(intersection(communication, compute)),
+        exposed_ns=total(exposed),
+        wait_ns=total(wait),
+        other_ns=other_ns,
+        input_ns=total(subtraction(before, union(compute, communication, wait))),
+        skew_ns=skew_ns,
+        late_ns=late,
+        transfer_ns=total(intervals((max(_span(c)[0], last.get(c.match, (0, 0))[0]), _span(c)[1]) for c in own)),
+        tensor_bytes=sum(c.tensor_bytes for c in own),
+        bus_bytes=sum(c.tensor_bytes * bus_factor(c.kind, size) for c in own),
+        wire_bytes=sum(wire) if len(wire) == len(own) else None,
+        operations=len(own),
+    )
+    return split, _share_exposed(near, exposed)
+
+
+def counted(trace: Trace, warmup: int = WARMUP_STEPS) -> tuple[Step, ...]:
+    """The steps without the first `warmup` steps of each block of each rank."""
+    seen: dict[tuple[int, int, Arm], int] = defaultdict(int)
+    found = []
+    for step in sorted(trace.steps, key=lambda s: (s.rank, s.begin_ns)):
+        place = step.rank, step.block, step.arm
+        seen[place] += 1
+        if seen[place] > warmup:
+            found.append(step)
+    return tuple(found)
+
+
+def split_steps(trace: Trace, warmup: int = WARMUP_STEPS) -> list[tuple[Step, Split, Exposed]]:
+    """Each counted step, its parts, and the exposed ns of each of its operations.
+
+    Steps of the untouched script are left out: only their begin and end are known.
+    """
+    by_rank: dict[int, list[Collective]] = defaultdict(list)
+    for operation in trace.collectives:
+        by_rank[operation.rank].append(operation)
+    operations = {rank: _Operations(rows) for rank, rows in by_rank.items()}
+    nothing = _Operations([])
+    last = last_entries(trace)
+    return [
+        (step, *_split(step, operations.get(step.rank, nothing), last, trace.size))
+        for step in counted(trace, warmup)
+        if is_split(step)
+    ]
+
+
+def typical(steps: Sequence[T], length_ns: Callable[[T], int]) -> tuple[T, ...]:
+    """The middle half of `steps` by duration: means over it are near the median, and the parts still add up."""
+    if len(steps) < 4:
+        return tuple(steps)
+    lengths = [length_ns(s) for s in steps]
+    low, high = np.percentile(lengths, [25, 75])
+    return tuple(s for s, length in zip(steps, lengths, strict=True) if low <= length <= high)
+
+
+# Steps and exposed communication by layer.
+#
+# A layer's backward runs from the previous gradient-ready to its own. An operation's exposed time is attributed to its
+# tensors in proportion to their bytes. This is an attribution, not a measurement.
+
+# Layer name for operations that carry no gradient of the model.
+NO_LAYER = "(no layer)"
+# Parameter index of communication that belongs to no parameter.
+NO_PARAMETER = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A module that owns parameters; means over steps and ranks. forward_ns: sampled steps only, else None."""
+
+    name: str
+    parameters: int
+    bytes: int
+    buckets: tuple[int, ...]
+    forward_ns: float | None
+    backward_ns: float
+    exposed_ns: float
+
+
+def layer_of(parameter: str) -> str:
+    """Module name of a parameter: its name without the last component."""
+    return parameter.rpartition(".")[0] or parameter
+
+
+def backward_spans(step: Step) -> list[tuple[int, int, int]]:
+    """(parameter index, begin, end) of each gradient-ready, from the previous one. Together they are the backward."""
+    ready = sorted((at, index) for index, at in step.grad_ready)
+    found = []
+    for begin, end in backward_intervals(step):
+        previous = begin
+        for at, index in ready[bisect.bisect_left(ready, (begin, -1)) :]:
+            if at > end:
+                break
+            found.append((index, previous, at))
+            previous = at
+    return found
+
+
+def backward_times(step: Step) -> list[tuple[int, int]]:
+    """(parameter index, ns) of each gradient-ready: its span minus the blocked time in it."""
+    waits = intervals((begin, end) for _, begin, end in step.waits)
+    return [
+        (index, total(subtraction(intervals([(begin, end)]), waits)) if len(waits) else end - begin)
+        for index, begin, end in backward_spans(step)
+    ]
+
+
+def _by_parameter(trace: Trace, operation: Collective, exposed_ns: float) -> list[tuple[int, float]]:
+    if operation.bucket is None or not 0 <= operation.bucket < len(trace.buckets):
+        return [(NO_PARAMETER, exposed_ns)]
+    members = [p for p in trace.buckets[operation.bucket].parameters if p < len(trace.parameters)]
+    weight = sum(trace.parameters[p].bytes for p in members)
+    if weight == 0:
+        return [(NO_PARAMETER, exposed_ns)]
+    return [(p, exposed_ns * trace.parameters[p].bytes / weight) for p in members]
+
+
+def _by_parameters(trace: Trace, shares: Exposed) -> Iterator[tuple[int, float]]:
+    for operation, ns in shares:
+        yield from _by_parameter(trace, operation, ns)
+
+
+def _forward_times(trace: Trace, sampled: Iterable[Step]) -> dict[str, list[int]]:
+    """Forward durations in ns, by module."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for step in sampled:
+        for index, begin, end in step.modules:
+            if index < len(trace.modules):
+                found[trace.modules[index]].append(end - begin)
+    return found
+
+
+def _buckets(parameters: Iterable[Parameter]) -> tuple[int, ...]:
+    return tuple(sorted({p.bucket for p in parameters if p.bucket is not None}))
+
+
+def layers(trace: Trace, steps: Iterable[tuple[Step, Exposed]], sampled: Iterable[Step]) -> tuple[Layer, ...]:
+    """The layers in the order of their parameters: means over `steps`. Their exposed ns add up to the mean step's.
+
+    Forward times are means over `sampled`, the steps in which module hooks took time stamps. Operations without a layer
+    form a last row of their own if they have exposed or backward time.
+    """
+    names = [layer_of(p.name) for p in trace.parameters]
+    known = dict(enumerate(names))
+    backward: dict[str, float] = defaultdict(float)
+    exposed: dict[str, float] = defaultdict(float)
+    forward = _forward_times(trace, sampled)
+    count = 0
+    for step, shares in steps:
+        count += 1
+        for index, ns in backward_times(step):
+            backward[known.get(index, NO_LAYER)] += ns
+        for member, part in _by_parameters(trace, shares):
+            exposed[known.get(member, NO_LAYER)] += part
+    order = dict.fromkeys([*names, *(name for name in (NO_LAYER,) if exposed[name] or backward[name])])
+    count = max(count, 1)
+    members = {name: [p for p, own in zip(trace.parameters, names, strict=True) if own == name] for name in order}
+    return tuple(
+        Layer(
+            name=name,
+            parameters=len(own),
+            bytes=sum(p.bytes for p in own),
+            buckets=_buckets(own),
+            forward_ns=float(np.mean(forward[name])) if name in forward else None,
+            backward_ns=backward[name] / count,
+            exposed_ns=exposed[name] / count,
+        )
+        for name, own in members.items()
+    )

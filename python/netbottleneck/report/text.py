@@ -1,0 +1,419 @@
+"""The findings in sentences, and the report for the terminal and report.txt."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from netbottleneck.analysis.findings import Findings, Parts
+from netbottleneck.analysis.intervals import Layer
+from netbottleneck.analysis.statistics import Costs, Travel
+from netbottleneck.analysis.usage import HostUse
+from netbottleneck.analysis.verdict import Verdict, best_gain, handicap_sentence, own_cost, stock_is_as_good
+from netbottleneck.trace.model import Rank, Trace, TransportInfo
+from netbottleneck.trace.transports import BARE, MEANING, NATIVE, NULL, PSEUDO, STOCK, Arm
+from netbottleneck.units import gbit, ms, nbytes, percent, short, streams
+
+# Findings in sentences. Each number is labelled measured or predicted; unknown values are left out.
+
+# A rank is named only if the others wait for it at least this part of the step.
+LATE_SHARE_MIN = 0.01
+
+
+def sentences(findings: Findings) -> list[str]:
+    """Opening sentences of a report."""
+    base = findings.base
+    if base is None:
+        return ["No step could be split: the run has no step, or only steps of the untouched script."]
+    parts = findings.parts[base]
+    untouched = findings.times.get(BARE) if base == STOCK else None
+    step_ns = parts.step_ns if untouched is None else untouched.median_ns
+    if parts.operations == 0 and findings.trace.size > 1:
+        found = [f"Your step takes {ms(step_ns)}; none of its communication was recorded ({findings.label})."]
+    else:
+        found = [f"Of your {ms(step_ns)} step, {ms(parts.exposed_ns)} is exposed communication ({findings.label})."]
+    found += _bandwidth(findings, base)
+    predicted = findings.predicted_full_use_ns
+    if predicted is not None and predicted < parts.step_ns:
+        found.append(f"At full use the step would be {ms(predicted)} at most (predicted).")
+    found += _comparison(findings)
+    cost = own_cost(findings)
+    found += [cost] if cost else []
+    if findings.late_ns:
+        rank = max(findings.late_ns, key=lambda r: findings.late_ns[r])
+        if findings.late_ns[rank] >= LATE_SHARE_MIN * parts.step_ns:
+            found.append(f"Rank {rank} makes the others wait {ms(findings.late_ns[rank])} ({findings.label}).")
+    return found
+
+
+def _bandwidth(findings: Findings, base: Arm) -> list[str]:
+    achieved, achievable = findings.achieved.get(base), findings.achievable
+    if achieved is None:
+        return []
+    rates = f"{gbit(achieved.active_bps)} in transfer, {gbit(achieved.average_bps)} over the step"
+    moved = f"The {base} path moved data at {rates}"
+    label = findings.label
+    if achievable is None:
+        return [f"{moved} ({label})."]
+    best = f"{gbit(achievable.best[1])} with {streams(achievable.best[0])}"
+    return [f"{moved} ({label}); these hosts can do {best} ({label})."]
+
+
+def why_not_probed(findings: Findings) -> str:
+    """Reason why the rates of other stream counts are unknown."""
+    infos = [i for rank in findings.trace.ranks for i in rank.transports if i.name in NATIVE]
+    if findings.trace.origin != "measured":
+        return "a simulated run has no probe"
+    if not infos:
+        names = [name for name in findings.trace.arms if name not in PSEUDO]
+        return f"transport {', '.join(names) or 'none'} only"
+    return _why_no_probe_ran(infos)
+
+
+def _why_no_probe_ran(infos: Sequence[TransportInfo]) -> str:
+    if all(i.shm == "on" for i in infos):
+        return "the ranks of one host shared memory; with NETBOTTLENECK_SHM=0 they use the network"
+    fixed = sorted({i.streams_asked for i in infos if i.streams_asked})
+    if fixed:
+        return f"streams fixed by NETBOTTLENECK_STREAMS={', '.join(map(str, fixed))}"
+    if all(i.streams_asked == 0 for i in infos):
+        return "no transfer was large enough"
+    return "the record gives no reason"
+
+
+def costs(findings: Findings) -> list[str]:
+    """Cost of a step, of a byte and of an addition: one line for each transport that measured it."""
+    return [
+        f"Costs over {name} ({findings.label}): a step {short(c.step_ns)}, a byte on the wire {short(c.byte_ns)}, "
+        f"a byte added {short(c.added_ns)}{_levels(c)}."
+        for name, c in findings.costs.items()
+    ]
+
+
+def _levels(c: Costs) -> str:
+    if c.levels_ns is None or c.levels_byte_ns is None:
+        return ""
+    return f", two levels add {short(c.levels_ns)} and {short(c.levels_byte_ns)} a byte"
+
+
+def beyond_the_link(findings: Findings) -> list[str]:
+    """Explanation of a transfer rate above the link's, if the link's cap explains it."""
+    link_bps, burst_bytes = findings.link_bps, findings.link_burst_bytes
+    faster = [name for name, found in findings.achieved.items() if link_bps and found.active_bps > link_bps]
+    if not faster or burst_bytes is None:
+        return []
+    names = " and ".join(faster)
+    return [f"{names} moved data faster than the link: after a pause its cap passes a burst of {nbytes(burst_bytes)}."]
+
+
+def algorithms(findings: Findings) -> list[str]:
+    """All-reduce algorithms by size: one line for each transport that recorded them."""
+    return [
+        f"All-reduces over {name} ({findings.label}): {', '.join(map(_algorithm, found))}."
+        for name, found in findings.travels.items()
+    ]
+
+
+def _algorithm(one: Travel) -> str:
+    least, most = nbytes(one.least_bytes), nbytes(one.most_bytes)
+    name = one.algorithm.removesuffix(" all-reduce").replace("two_level", "two levels")
+    return f"{name} {least} x{one.operations}" if least == most else f"{name} {least} to {most} x{one.operations}"
+
+
+def _comparison(findings: Findings) -> list[str]:
+    pair = best_gain(findings)
+    if pair is not None:
+        gain = pair.gain
+        return [
+            f"With {pair.other} the step is {percent(gain.value)} shorter, {percent(gain.low)} to {percent(gain.high)} "
+            f"({findings.label})."
+        ]
+    if stock_is_as_good(findings):
+        tried = ", ".join(p.other for p in findings.comparisons if p.enough)
+        return [f"The {findings.base} path is as good as {tried} ({findings.label})."]
+    return []
+
+
+def _about_rank(rank: Rank, origin: str) -> list[str]:
+    found = []
+    if rank.steps_unfinished:
+        found.append(f"rank {rank.rank}: {rank.steps_unfinished} step(s) began and did not end; they are left out.")
+    if rank.events_dropped:
+        found.append(f"rank {rank.rank}: {rank.events_dropped} event(s) dropped; its numbers may be too low.")
+    if rank.error:
+        found.append(f"rank {rank.rank} failed: {rank.error}")
+    elif not rank.finished and origin == "measured":
+        found.append(f"rank {rank.rank} did not finish cleanly.")
+    if rank.clock.method in ("wall", "none") and rank.rank != 0:
+        found.append(f"rank {rank.rank}: its clock is not synchronised: cross-rank waits may be wrong by milliseconds.")
+    return found
+
+
+def _faults(trace: Trace) -> list[str]:
+    """Failures during the run. Lanes that one rank lost to the same peer form one entry."""
+    found = []
+    lost: dict[tuple[int, str], list[str]] = {}
+    for f in trace.faults:
+        peers = ", ".join(map(str, f.peers)) or "?"
+        if f.kind == "lane_lost":
+            lost.setdefault((f.rank, peers), []).append("?" if f.lane is None else str(f.lane))
+        else:
+            found.append(f"rank {f.rank}: {f.kind.replace('_', ' ')}, rank {peers}")
+    for (rank, peer), lanes in lost.items():
+        several = len(lanes) > 1
+        found.append(
+            f"rank {rank}: lane{'s' * several} {', '.join(lanes)} to rank {peer} {'were' if several else 'was'} lost; "
+            f"{'their' if several else 'its'} segments went over the other lanes."
+        )
+    return found
+
+
+def warnings(findings: Findings) -> list[str]:
+    """Caveats that a reader needs before the rest."""
+    trace = findings.trace
+    found = [sentence for sentence in [handicap_sentence(findings)] if sentence]
+    if NULL in findings.times:
+        found.append("the arm null moves no bytes: the training of this run is not valid.")
+    for rank in trace.ranks:
+        found += _about_rank(rank, trace.origin)
+    missing = sorted(set(range(trace.size)) - {rank.rank for rank in trace.ranks})
+    if missing:
+        found.append(f"no record of rank {', '.join(map(str, missing))}.")
+    found += _faults(trace)
+    for pair in findings.comparisons:
+        if not pair.enough:
+            found.append(f"comparison with {pair.other}: {pair.pairs} pair(s) of blocks, too few for an interval.")
+    return [*found, *trace.notes]
+
+
+# The report: 80 columns, colour only if the terminal supports it.
+
+WIDTH = 80
+TOP_LAYERS = 8
+
+
+def make_table(*columns: str) -> Table:
+    """Return an empty table; all columns but the first are numbers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(columns[0], overflow="fold")
+    for column in columns[1:]:
+        table.add_column(column, justify="right", overflow="fold")
+    return table
+
+
+def put_row(table: Table, *cells: str) -> None:
+    """Add cells without interpreting markup in them."""
+    table.add_row(*map(Text, cells))
+
+
+def _split_table(findings: Findings) -> tuple[str, Table]:
+    table = make_table("", *findings.parts)
+    step = {name: parts.step_ns for name, parts in findings.parts.items()}
+
+    def row(label: str, attribute: str) -> None:
+        cells = []
+        for name, parts in findings.parts.items():
+            ns = getattr(parts, attribute)
+            cells.append(f"{ms(ns)} {ns / step[name] * 100:3.0f} %" if step[name] else "-")
+        put_row(table, label, *cells)
+
+    row("compute", "compute_ns")
+    row("  of it hidden communication", "hidden_ns")
+    row("exposed communication", "exposed_ns")
+    row("waiting for negotiation", "wait_ns")
+    row("other", "other_ns")
+    row("step", "step_ns")
+    if any(parts.skew_ns > 0 for parts in findings.parts.values()):
+        row("waiting for the slowest rank", "skew_ns")
+    return f"Parts of a step: mean of the middle half of the steps ({findings.label})", table
+
+
+def _bar(parts: Parts, width: int = 60) -> Text:
+    """A step drawn to scale: # compute, = hidden, ! exposed, . waiting, - other."""
+    pieces = (
+        ("#", "green", parts.compute_ns - parts.hidden_ns),
+        ("=", "cyan", parts.hidden_ns),
+        ("!", "red", parts.exposed_ns),
+        (".", "yellow", parts.wait_ns),
+        ("-", "bright_black", parts.other_ns),
+    )
+    text = Text()
+    done = reached = 0
+    for mark, style, ns in pieces:
+        reached += int(ns)
+        cells = round(width * reached / parts.step_ns) - done if parts.step_ns else 0
+        text.append(mark * cells, style=style)
+        done += cells
+    return text
+
+
+def _top(layers: Sequence[Layer]) -> list[Layer]:
+    return sorted(layers, key=lambda layer: (-layer.exposed_ns, -layer.backward_ns, layer.name))[:TOP_LAYERS]
+
+
+def _layer_table(findings: Findings) -> tuple[str, Table]:
+    table = make_table("layer", "gradients", "forward", "backward", "exposed")
+    for layer in _top(findings.layers):
+        forward = "-" if layer.forward_ns is None else ms(layer.forward_ns)
+        put_row(table, layer.name, nbytes(layer.bytes), forward, ms(layer.backward_ns), ms(layer.exposed_ns))
+    left = len(findings.layers) - TOP_LAYERS
+    if left > 0:
+        rest = sum(layer.exposed_ns for layer in findings.layers) - sum(x.exposed_ns for x in _top(findings.layers))
+        put_row(table, f"{left} more", "", "", "", ms(rest))
+    return f"Layers under {findings.base} (exposed: {findings.label} per bucket, attributed by bytes)", table
+
+
+def _bandwidth_table(findings: Findings) -> tuple[str, Table]:
+    link = findings.link_bps
+    rated = "" if findings.trace.network else ", rated by its interface"
+    title = f"Achieved, busbw one way ({findings.label}); " + (
+        f"the link is {gbit(link)}{rated}" if link else "link unknown"
+    )
+    table = make_table("transport", "in transfer", "p10-p90", "over the step", *(("of link",) if link else ()))
+    for name, found in findings.achieved.items():
+        cells = [
+            gbit(found.active_bps),
+            f"{found.p10_bps / 1e9:.2f}-{found.p90_bps / 1e9:.2f}",
+            gbit(found.average_bps),
+        ]
+        if link:
+            cells.append(f"{percent(found.active_bps / link)}, {percent(found.average_bps / link)}")
+        put_row(table, name, *cells)
+    return title, table
+
+
+def _probe_line(findings: Findings) -> str:
+    achievable = findings.achievable
+    if achievable is None:
+        return f"Achievable: not probed ({why_not_probed(findings)})."
+    points = ", ".join(f"{count}: {gbit(rate)}" for count, rate in achievable.points)
+    return f"Achievable by streams ({findings.label}, probe over {achievable.transport}): {points}."
+
+
+def bare_ms(ns: float) -> str:
+    """Milliseconds without the unit."""
+    return ms(ns).removesuffix(" ms")
+
+
+def _transport_table(findings: Findings) -> tuple[str, Table]:
+    table = make_table("transport", "step", "p10-p90 ms", "steps/blocks", "difference, 95 %")
+    pairs = {pair.other: pair for pair in findings.comparisons}
+    for name, time in findings.times.items():
+        pair = pairs.get(name)
+        if pair is None:
+            difference = ""
+        elif findings.handicapped:
+            difference = "withheld"
+        else:
+            ns = pair.difference_ns
+            interval = f" ({bare_ms(ns.low)} to {bare_ms(ns.high)})" if pair.enough else " (no interval)"
+            difference = ms(ns.value) + interval
+        spread = f"{bare_ms(time.p10_ns)}-{bare_ms(time.p90_ns)}"
+        put_row(table, name, ms(time.median_ns), spread, f"{time.steps}/{time.blocks}", difference)
+    meant = "; ".join(f"{name}: {MEANING[name]}" for name in findings.times if name in PSEUDO)
+    title = f"Step by transport, difference to {findings.base} paired by block ({findings.label})"
+    return title + (f". {meant[0].upper()}{meant[1:]}" if meant else ""), table
+
+
+def _scaling_table(findings: Findings) -> tuple[str, Table]:
+    table = make_table("transport", "T_1 / T_n", "T_1", "", f"T_{findings.trace.size}")
+    for name, s in findings.scaling.items():
+        put_row(table, name, f"{s.factor:.2f}", ms(s.t1_ns), s.how, ms(s.tn_ns))
+    return "Scaling factor", table
+
+
+def _print_table(console: Console, title: str, table: Table) -> None:
+    console.print(title, style="bold", highlight=False, markup=False)
+    console.print(table)
+
+
+def _hosts_table(hosts: Sequence[HostUse], link_bps: float | None) -> tuple[str, Table]:
+    """Each host's busiest interface, average and active, and its cores."""
+    table = make_table("host", "transport", "way", "active", "average", "CPU", "busiest", "TCP resent")
+    for host in hosts:
+        first = host.interfaces[0].interface if host.interfaces else ""
+        for number, use in enumerate(use for use in host.interfaces if use.interface == first):
+            cells = [
+                "-" if bps is None else f"{bps / 1e9:.2f}" + (f" {100 * bps / link_bps:.0f}%" if link_bps else "")
+                for bps in (use.active_bps, use.average_bps)
+            ]
+            rest = ["", "", ""] if number else [*_core_cells(host), _retransmitted(host)]
+            put_row(table, f"{host.rank} {first}" if not number else "", host.arm, use.way, *cells, *rest)
+    return "Interfaces in Gbit/s with headers, and cores (measured by the kernel's counters)", table
+
+
+def _core_cells(host: HostUse) -> tuple[str, str]:
+    if host.cores is None:
+        return "-", "-"
+    idle = host.cores.mean["idle"] + host.cores.mean["iowait"]
+    return percent(1 - idle), percent(host.cores.busiest_share)
+
+
+def _retransmitted(host: HostUse) -> str:
+    if not host.sent_segments or host.retransmitted_segments is None:
+        return "-"
+    return f"{100 * host.retransmitted_segments / host.sent_segments:.2f} %"
+
+
+def render(findings: Findings, verdict: Verdict, console: Console, hosts: Sequence[HostUse] = ()) -> None:
+    """Print the report."""
+    trace = findings.trace
+    console.print(" ".join(sentences(findings)), style="bold", highlight=False, markup=False)
+    console.print()
+    about = [f"{trace.size} ranks", trace.model, trace.network.how if trace.network else "", trace.origin]
+    console.print(f"Run {trace.id}: {', '.join(part for part in about if part)}.", highlight=False, markup=False)
+    for warning in warnings(findings):
+        console.print(f"! {warning}", style="yellow", highlight=False, markup=False)
+    console.print()
+    if findings.base is not None:
+        for name, parts in findings.parts.items():
+            console.print(Text(f"{name:>8} ").append(_bar(parts)))
+        console.print("         # compute  = with hidden communication  ! exposed  . waiting  - other", highlight=False)
+        console.print()
+        _print_table(console, *_split_table(findings))
+        if findings.layers:
+            _print_table(console, *_layer_table(findings))
+        if findings.achieved:
+            _print_table(console, *_bandwidth_table(findings))
+        if hosts:
+            _print_table(console, *_hosts_table(hosts, findings.link_bps))
+        for line in (*beyond_the_link(findings), _probe_line(findings), *costs(findings), *algorithms(findings)):
+            console.print(line, highlight=False, markup=False)
+        console.print()
+    if findings.times:
+        _print_table(console, *_transport_table(findings))
+    if findings.scaling:
+        _print_table(console, *_scaling_table(findings))
+    for label, content in (("Verdict", verdict.code), ("Why", verdict.why), ("Next", verdict.next)):
+        console.print(Text(f"{label}: ", style="bold").append(content, style="not bold"))
+
+
+def text(findings: Findings, verdict: Verdict, hosts: Sequence[HostUse] = ()) -> str:
+    """Content of report.txt: plain, without trailing blanks."""
+    buffer = io.StringIO()
+    console = Console(
+        file=buffer, width=WIDTH, color_system=None, force_terminal=False, force_jupyter=False, legacy_windows=False
+    )
+    render(findings, verdict, console, hosts)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+
+
+def show(
+    findings: Findings,
+    verdict: Verdict,
+    console: Console | None = None,
+    hosts: Sequence[HostUse] = (),
+    page: Path | None = None,
+) -> None:
+    """Print the report, at most WIDTH columns; rich handles NO_COLOR and pipes. page: path printed at the end."""
+    screen = console or Console(force_jupyter=False)
+    screen.width = min(screen.width, WIDTH) if screen.is_terminal else WIDTH
+    render(findings, verdict, screen, hosts)
+    if page is not None:
+        screen.print(f"Report: {page}", highlight=False, markup=False, soft_wrap=True)

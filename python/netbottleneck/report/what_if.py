@@ -1,0 +1,234 @@
+"""Answers of the what-if engine in a terminal: sentences, then a table for each kind of question."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from netbottleneck.report.text import WIDTH, bare_ms, make_table, put_row
+from netbottleneck.units import gbit, ms, streams
+from netbottleneck.whatif.compat2020 import Prediction
+from netbottleneck.whatif.questions import NEGLIGIBLE_GAIN, Answer, LeastValue, prediction
+from netbottleneck.whatif.sweeps import Answers
+
+# Predicted cells of a layer log: scaling factors by link, or every value if there is one link.
+
+LINKS_MAX = 5
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.1f} %"
+
+
+def _links_table(rows: Sequence[Prediction], links: Sequence[float]) -> Table:
+    table = make_table("workers", "ratio", *(f"{bps / 1e9:g} Gbit/s" for bps in links))
+    cells = {(row.workers, row.compression, row.link_bps): _percent(row.scaling_factor) for row in rows}
+    for workers, ratio in dict.fromkeys((row.workers, row.compression) for row in rows):
+        put_row(table, f"{workers}", f"{ratio:g}x", *(cells.get((workers, ratio, bps), "") for bps in links))
+    return table
+
+
+def _one_link_table(rows: Sequence[Prediction]) -> Table:
+    table = make_table("workers", "compression", "overhead", "step", "scaling factor", "buckets")
+    for row in rows:
+        overhead, step = ms(row.overhead_s * 1e9), ms(row.step_s * 1e9)
+        cells = (
+            f"{row.workers}",
+            f"{row.compression:g}x",
+            overhead,
+            step,
+            _percent(row.scaling_factor),
+            f"{row.buckets}",
+        )
+        put_row(table, *cells)
+    return table
+
+
+def tables(rows: Sequence[Prediction]) -> Iterator[tuple[str, Table]]:
+    """Tables with their titles; the number of tables depends on the number of links."""
+    links = sorted({row.link_bps for row in rows})
+    if len(links) == 1:
+        yield f"{rows[0].model} at {gbit(links[0])}", _one_link_table(rows)
+        return
+    for at in range(0, len(links), LINKS_MAX):
+        yield (
+            f"{rows[0].model}: scaling factor by workers, compression ratio and link",
+            _links_table(rows, links[at : at + LINKS_MAX]),
+        )
+
+
+def show_grid(rows: Sequence[Prediction], how: str, console: Console | None = None) -> None:
+    """Print rows of one model to the terminal; how: name of the prediction's rules."""
+    screen = console or Console(force_jupyter=False)
+    screen.width = min(screen.width, WIDTH) if screen.is_terminal else WIDTH
+    for title, table in tables(rows):
+        screen.print(f"{title} (predicted: {how})", style="bold", highlight=False, markup=False)
+        screen.print(table)
+
+
+# Answers about a recorded run.
+
+# More inverse answers than this are shown as a table.
+LEAST_VALUES_MAX = 4
+NOT_REACHABLE = {
+    "least link": "no link is fast enough",
+    "enough link": "no link is fast enough",
+    "least compression": "no compression is enough",
+    "least lanes": "no number of streams is enough",
+}
+
+
+def _step(one: Answer) -> str:
+    """A step with its interval and label."""
+    if one.step_s is None:
+        return f"refused: {one.refused}"
+    step = one.step_s
+    between = f", {ms(step.low * 1e9)} to {ms(step.high * 1e9)}" if one.interval else ", no interval"
+    return f"{ms(step.value * 1e9)}{between} ({one.label})"
+
+
+def _recorded_step(answers: Answers) -> Iterator[str]:
+    now, was = answers.of("now"), answers.job.measured_ns
+    if was is not None:
+        name = f" of {answers.job.transport}" if answers.job.transport else ""
+        yield f"The step{name} took {ms(was.value)}, {ms(was.low)} to {ms(was.high)} (measured)."
+    if now is not None and now.step_s is not None:
+        off = (
+            f", {100 * (now.step_s.value * 1e9 / was.value - 1):+.1f} % from the measured step"
+            if was is not None
+            else ""
+        )
+        yield f"The model of this run predicts {_step(now)}{off}."
+
+
+def _amount(one: LeastValue, value: float) -> str:
+    if math.isinf(value):
+        return "above the search range"
+    if one.question.endswith("link"):
+        return gbit(value)
+    if one.question == "least lanes":
+        return streams(round(value))
+    return "no compression" if value == 1 else f"{value:.3g}x compression"
+
+
+def _interval(one: LeastValue) -> str:
+    if one.value is None or not one.interval:
+        return ""
+    return f"{_amount(one, one.value.low)} to {_amount(one, one.value.high)}"
+
+
+def _where(one: LeastValue) -> str:
+    hosts = "" if one.ranks_per_host == 1 else f", {one.ranks_per_host} ranks per host"
+    return f"{one.workers} workers{hosts}" + ("" if one.link_bps is None else f", {one.link_bps / 1e9:g} Gbit/s")
+
+
+def _least_sentence(one: LeastValue) -> str:
+    """An inverse answer in a sentence."""
+    if one.value is None:
+        return f"{_where(one)}, {one.aim}: {NOT_REACHABLE[one.question]}: {one.reason}."
+    amount, between = _amount(one, one.value.value), _interval(one) or "no interval"
+    if one.question == "enough link":
+        return f"{_where(one)}: a link faster than {amount}, {between}, does not help: {one.aim} (predicted)."
+    how = {"least link": ", fully used", "least compression": " at the achieved rate"}.get(one.question, "")
+    return f"{_where(one)}: {one.aim} needs {amount}{how}, {between} (predicted)."
+
+
+def _least_table(answers: Answers) -> Table:
+    """Table of inverse answers, used if they are too many for sentences."""
+    ended = any(one.interval for one in answers.least_values)
+    table = make_table("setting", "target", "required", *(["interval"] if ended else []))
+    for one in answers.least_values:
+        amount = one.reason if one.value is None else _amount(one, one.value.value)
+        aim = (
+            f"a gain of at most {100 * NEGLIGIBLE_GAIN:g} % by a faster link"
+            if one.question == "enough link"
+            else one.aim
+        )
+        put_row(table, _where(one), aim, amount, *([_interval(one)] if ended else []))
+    return table
+
+
+def sentences(answers: Answers) -> list[str]:
+    """The answers in plain words; each number is labelled measured or predicted."""
+    found = list(_recorded_step(answers))
+    for question, opening in (
+        ("achievable", "At {what}"),
+        ("full use", "With {what}"),
+        ("overlap", "With {what}"),
+        ("free", "With {what}"),
+    ):
+        one = answers.of(question)
+        if one is not None:
+            what = opening.format(what=one.setting.title)
+            found.append(f"{what}, the step would be {_step(one)}.")
+    return [
+        *found,
+        *(map(_least_sentence, answers.least_values) if len(answers.least_values) <= LEAST_VALUES_MAX else []),
+    ]
+
+
+def _step_cells(one: Answer, ended: bool) -> list[str]:
+    if one.step_s is None or one.scaling is None:
+        return ["refused"]
+    step, factor = one.step_s, one.scaling
+    cells = [ms(step.value * 1e9), _percent(factor.value)]
+    if ended:
+        cells.insert(1, f"{bare_ms(step.low * 1e9)}-{bare_ms(step.high * 1e9)} ms" if one.interval else "")
+        cells.append(f"{100 * factor.low:.1f}-{100 * factor.high:.1f} %" if one.interval else "")
+    return cells
+
+
+def _table(rows: Sequence[Answer]) -> Table:
+    """One row for each answer; intervals if any answer has one."""
+    ended = any(one.interval and one.step_s is not None for one in rows)
+    columns = ["step", "interval", "scaling factor", "interval"] if ended else ["step", "scaling factor"]
+    table = make_table("", *columns)
+    for one in rows:
+        cells = _step_cells(one, ended)
+        put_row(table, one.setting.title, *cells, *[""] * (len(columns) - len(cells)))
+    return table
+
+
+def _tables(answers: Answers) -> Iterator[tuple[str, Table]]:
+    for title, rows in answers.tables:
+        whole = [one for one in rows if one.setting.question == "grid" and not one.refused]
+        if len(whole) == len(rows) > 1:
+            hosts = whole[0].setting.cost.ranks_per_host
+            for over, table in tables([prediction(answers.job, one) for one in whole]):
+                yield over + (f", {hosts} ranks per host" if hosts > 1 else ""), table
+        elif rows:
+            yield title, _table(rows)
+    if len(answers.least_values) > LEAST_VALUES_MAX:
+        yield "Required values", _least_table(answers)
+
+
+def remarks(answers: Answers) -> list[str]:
+    """Caveats of the answers. Of remarks that differ only in their numbers, the first is kept."""
+    rows = [one for _, own in answers.tables for one in own]
+    refused: dict[str, list[str]] = {}
+    for one in rows:
+        if one.refused:
+            refused.setdefault(one.refused.partition("; requested:")[0], []).append(one.setting.title)
+    notes = [note for one in rows for note in one.notes]
+    kinds: dict[str, str] = {}
+    for note in (*answers.job.notes, *answers.missing, *notes):
+        kinds.setdefault(re.sub(r"\d[\d.]*", "0", note), note)
+    return [*kinds.values(), *(f"{why}. Not answered: {', '.join(words)}" for why, words in refused.items())]
+
+
+def show(answers: Answers, console: Console | None = None) -> None:
+    """Print the answers to the terminal."""
+    screen = console or Console(force_jupyter=False)
+    screen.width = min(screen.width, WIDTH) if screen.is_terminal else WIDTH
+    for line in sentences(answers):
+        screen.print(line, highlight=False, markup=False)
+    for remark in remarks(answers):
+        screen.print(f"! {remark}", style="yellow", highlight=False, markup=False)
+    for title, table in _tables(answers):
+        screen.print()
+        screen.print(f"{title} (predicted)", style="bold", highlight=False, markup=False)
+        screen.print(table)

@@ -1,0 +1,364 @@
+"""Collectives of the backend on tensors, and point-to-point messages."""
+
+import functools
+import zlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from netbottleneck.runtime import job
+from netbottleneck.runtime.async_operations import average_factor
+from netbottleneck.torch.backend.operations import (
+    SEGMENTS_MAX,
+    Move,
+    Operation,
+    Ranks,
+    Rounds,
+    Touched,
+    bytes_code,
+    engine_reduces,
+    equal_sizes,
+    exchanged,
+    gathered,
+    memory_of,
+    nonempty,
+    parts_of,
+)
+from netbottleneck.torch.gradients import dtype_code
+
+if TYPE_CHECKING:
+    from netbottleneck.torch.backend.operations import Link
+
+
+# Collectives that move tensors unchanged, and point-to-point messages.
+
+PAIRS_MAX = 60_000  # most two-rank groups in a job
+
+
+def broadcast(ranks: Ranks, tensors: Sequence[torch.Tensor], root: int) -> Rounds:
+    """Broadcast the root's tensors, in place."""
+    touched = Touched()
+    place = list(ranks.order).index(root)
+    moves = []
+    for tensor in tensors:
+        found = touched.written(tensor)
+        moves.append(ranks.move("BROADCAST", [memory_of(found)], bytes_code(), root=place, keep=found))
+    yield nonempty(moves)
+    touched.settle()
+
+
+def all_gather(ranks: Ranks, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> Rounds:
+    """Write each rank's input to its output. outputs: for each input a list with one tensor for each rank."""
+    touched = Touched()
+    moves = []
+    for given, mine in zip(outputs, inputs, strict=True):
+        equal_sizes("all_gather", [*given, mine], ranks.size + 1)
+        parts = [touched.written(part) for part in given]
+        _own(parts[ranks.rank], mine)
+        moves.append(gathered(ranks, parts, parts))
+    yield nonempty(moves)
+    touched.settle()
+
+
+def all_gather_whole(ranks: Ranks, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Rounds:
+    """As all_gather, with one tensor for the outputs of all ranks."""
+    touched = Touched()
+    moves = []
+    for given, mine in zip(outputs, inputs, strict=True):
+        parts_of("all_gather", given, mine, ranks.size)
+        whole = touched.written(given)
+        parts = whole.view(-1).split(mine.numel()) if mine.numel() else [whole] * ranks.size
+        _own(parts[ranks.rank], mine)
+        moves.append(gathered(ranks, parts, whole))
+    yield nonempty(moves)
+    touched.settle()
+
+
+def _own(place: torch.Tensor, mine: torch.Tensor) -> None:
+    """Copy this rank's part to its place, unless it is already there."""
+    if place.data_ptr() != mine.data_ptr() or not mine.is_contiguous():
+        place.copy_(mine.detach().reshape(place.shape))
+
+
+class Pairs:
+    """Point-to-point moves in a process group. Each is a broadcast in a group of two ranks."""
+
+    def __init__(self, link: "Link", ranks: Ranks) -> None:
+        self._link = link
+        self._ranks = ranks
+
+    def move(self, tensor: torch.Tensor, source: int, target: int, about: str) -> Move:
+        """Return the move of a tensor from one rank to another; this rank is one of them."""
+        ranks, link = self._ranks, self._link
+        members = sorted((ranks.jobs[source], ranks.jobs[target]))
+        return Move(
+            "BROADCAST",
+            [memory_of(tensor)],
+            bytes_code(),
+            root=members.index(ranks.jobs[source]),
+            keep=tensor,
+            group=link.pair(*members),
+            members=members,
+            way=f"{about}{source}>{target}",
+        )
+
+    def message(self, tensor: torch.Tensor, source: int, target: int, tag: int) -> Rounds:
+        """Send or receive."""
+        touched = Touched()
+        found = touched.read(tensor) if source == self._ranks.rank else touched.written(tensor)
+        yield nonempty([self.move(found, source, target, f"{tag}:")])
+        touched.settle()
+
+    def gather(self, outputs: Sequence[torch.Tensor], mine: torch.Tensor, root: int) -> Rounds:
+        """Write each rank's tensor to the root's outputs."""
+        touched, rank = Touched(), self._ranks.rank
+        if rank != root:
+            yield nonempty([self.move(touched.read(mine), rank, root, "g")])
+            return
+        equal_sizes("gather", [*outputs, mine], self._ranks.size + 1)
+        parts = [touched.written(part) for part in outputs]
+        _own(parts[root], mine)
+        yield nonempty([self.move(part, at, root, "g") for at, part in enumerate(parts) if at != root])
+        touched.settle()
+
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Rounds:
+        """Write to each rank's output its tensor of the root's inputs."""
+        touched, rank = Touched(), self._ranks.rank
+        into = touched.written(output)
+        if rank != root:
+            yield nonempty([self.move(into, root, rank, "s")])
+        else:
+            equal_sizes("scatter", [*inputs, output], self._ranks.size + 1)
+            parts = [touched.read(part) for part in inputs]
+            _own(into, parts[root])
+            yield nonempty([self.move(part, root, at, "s") for at, part in enumerate(parts) if at != root])
+        touched.settle()
+
+    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Rounds:
+        """Send one tensor, of any size, to each rank, and write the tensors received to the outputs."""
+        touched, ranks = Touched(), self._ranks
+        if self._link.size * (self._link.size - 1) // 2 > PAIRS_MAX:
+            raise NotImplementedError(f"all_to_all of parts of different sizes among {self._link.size} ranks")
+        out = [touched.read(part) for part in inputs]
+        into = [touched.written(part) for part in outputs]
+        if out[ranks.rank].numel() != into[ranks.rank].numel():
+            raise ValueError(
+                f"all_to_all: rank {ranks.rank} gives itself {out[ranks.rank].numel()} elements, and takes "
+                f"{into[ranks.rank].numel()}"
+            )
+        _own(into[ranks.rank], out[ranks.rank])
+        others = [at for at in range(ranks.size) if at != ranks.rank]
+        moves = [self.move(out[at], ranks.rank, at, "a") for at in others]
+        moves += [self.move(into[at], at, ranks.rank, "a") for at in others]
+        yield nonempty(moves)
+        touched.settle()
+
+
+def all_to_all_even(ranks: Ranks, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Rounds:
+    """As all_to_all, with parts of equal size."""
+    touched = Touched()
+    out = [touched.read(part) for part in inputs]
+    into = [touched.written(part) for part in outputs]
+    yield nonempty([exchanged(ranks, out, into, (out, into))])
+    touched.settle()
+
+
+def rows(tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[torch.Tensor]:
+    """Return a part for each rank; equal parts if splits is empty. ValueError for impossible splits."""
+    length = tensor.size(0) if tensor.dim() else 0
+    if not splits:
+        if length % size:
+            raise ValueError(f"all_to_all_single: {length} rows are no {size} equal parts: give splits")
+        return list(tensor.split(length // size)) if length else [tensor] * size
+    if len(splits) != size or sum(splits) != length:
+        raise ValueError(f"all_to_all_single: splits {list(splits)} of {length} rows: one for each of {size} ranks")
+    return list(tensor.split(list(splits)))
+
+
+# Reductions: by the engine if it supports them, else by gathering the values and reducing them here.
+
+# torch's name to the engine's. AVG is a sum followed by a factor.
+ENGINE = {"SUM": "SUM", "AVG": "SUM", "MIN": "MIN", "MAX": "MAX", "PRODUCT": "PRODUCT"}
+LOCAL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+
+
+def op_name(what: str, op: Any) -> str:
+    """Return the name of a ReduceOp; NotImplementedError for one that only NCCL supports."""
+    name = str(getattr(op, "op", op).name)
+    if name not in LOCAL:
+        raise NotImplementedError(
+            f"{what}: ReduceOp.{name} is NCCL's alone: scale the tensor yourself, and use ReduceOp.SUM or AVG"
+        )
+    return name
+
+
+@functools.cache
+def _by_engine(op: str, dtype: torch.dtype) -> bool:
+    return op in ENGINE and engine_reduces(dtype)
+
+
+@functools.cache
+def _numbers(op: str, dtype: torch.dtype, size: int) -> Mapping[str, Any]:
+    return {
+        "code": dtype_code(dtype),
+        "op": int(getattr(job.core(), ENGINE[op])),
+        "factor": average_factor(size) if op == "AVG" else 1.0,
+    }
+
+
+def reduced_here(op: str, parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+    """Reduce parts in their order, and write the result."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = LOCAL[op](total, part)
+    if op == "AVG":
+        whole = None if total.is_floating_point() or total.is_complex() else "trunc"
+        total = torch.div(total, len(parts), rounding_mode=whole)
+    into.copy_(total)
+
+
+def all_reduce(ranks: Ranks, tensors: Sequence[torch.Tensor], op: str) -> Rounds:
+    """Reduce each tensor in place, on all ranks. Tensors of one type are sent together."""
+    touched = Touched()
+    moves: list[Move] = []
+    later: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_type.setdefault(tensor.dtype, []).append(touched.written(tensor))
+    for dtype, members in by_type.items():
+        if _by_engine(op, dtype):
+            for start in range(0, len(members), SEGMENTS_MAX):
+                some = members[start : start + SEGMENTS_MAX]
+                memory = [memory_of(tensor) for tensor in some]
+                moves.append(ranks.move("ALLREDUCE", memory, keep=some, **_numbers(op, dtype, ranks.size)))
+            continue
+        for tensor in members:
+            parts = list(tensor.new_empty((ranks.size, *tensor.shape)))
+            parts[ranks.rank].copy_(tensor)
+            moves.append(gathered(ranks, parts, parts))
+            later.append((tensor, parts))
+    yield nonempty(moves)
+    for tensor, parts in later:
+        reduced_here(op, parts, tensor)
+    touched.settle()
+
+
+def reduce_to(ranks: Ranks, tensor: torch.Tensor, op: str, root: int) -> Rounds:
+    """Reduce in place, with the result on the root only. It costs as much as an all-reduce."""
+    mine = tensor if ranks.rank == root else tensor.detach().clone(memory_format=torch.contiguous_format)
+    return all_reduce(ranks, [mine], op)
+
+
+def reduce_scatter(ranks: Ranks, outputs: Sequence[torch.Tensor], inputs: Sequence[Any], op: str) -> Rounds:
+    """Write to each output this rank's part of the reduction of an input. An input has one tensor for each rank."""
+    touched = Touched()
+    moves = []
+    later = []
+    for output, parts in zip(outputs, inputs, strict=True):
+        into = touched.written(output)
+        if _by_engine(op, into.dtype):
+            copies = [touched.read(part).clone() for part in parts]
+            into.copy_(copies[ranks.rank].view_as(into))
+            line = [into if at == ranks.rank else part for at, part in enumerate(copies)]
+            numbers = _numbers(op, into.dtype, ranks.size)
+            moves.append(ranks.move("REDUCESCATTER", ranks.line(line), keep=line, **numbers))
+            continue
+        out = [touched.read(part) for part in parts]
+        came = list(into.new_empty((ranks.size, *into.shape)))
+        moves.append(exchanged(ranks, out, came, (out, came)))
+        later.append((into, came))
+    yield nonempty(moves)
+    for into, came in later:
+        reduced_here(op, came, into)
+    touched.settle()
+
+
+def all_reduce_sparse(ranks: Ranks, tensor: torch.Tensor, op: str, outputs: list[Any]) -> Rounds:
+    """Add up sparse tensors: gather their indices and values, padded to the greatest length."""
+    if op not in ("SUM", "AVG"):
+        raise ValueError(f"all_reduce of a sparse tensor takes ReduceOp.SUM or AVG, not {op}")
+    mine = tensor.detach().coalesce()
+    counts = torch.zeros(ranks.size, dtype=torch.int64)
+    counts[ranks.rank] = mine._nnz()
+    yield [gathered(ranks, list(counts.split(1)), counts)]
+    room = int(counts.max())
+    indices = torch.zeros((ranks.size, mine.sparse_dim(), room), dtype=torch.int64)
+    values = mine.values().new_zeros((ranks.size, room, *mine.values().shape[1:]))
+    indices[ranks.rank, :, : mine._nnz()] = mine.indices()
+    values[ranks.rank, : mine._nnz()] = mine.values()
+    yield nonempty([gathered(ranks, list(indices), indices), gathered(ranks, list(values), values)])
+    total = mine.new_zeros(mine.shape) if room == 0 else None
+    for at, count in enumerate(counts.tolist()):
+        part = torch.sparse_coo_tensor(indices[at, :, :count], values[at, :count], mine.shape, check_invariants=True)
+        total = part if total is None else total + part
+    assert total is not None, "there is one rank at least"
+    total = total.coalesce() / ranks.size if op == "AVG" else total.coalesce()
+    with torch.no_grad():
+        tensor.copy_(total)
+    outputs[:] = [total]
+
+
+def barrier(ranks: Ranks) -> Rounds:
+    """Move nothing; complete once all ranks have begun it."""
+    yield [ranks.move("BARRIER", [], bytes_code())]
+
+
+# Operation names: the same on all ranks that make the same calls, and reused so that the engine knows them by number.
+
+SLOTS = 16  # pending operations with equal signatures; further ones wait for these
+SERIES = 4096  # series of names between the same ranks
+LABELS_MAX = 4096  # most cached labels
+
+
+class _Series:
+    __slots__ = ("count", "last")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last: dict[int, Operation] = {}
+
+
+class Names:
+    """The names of a process group's operations.
+
+    Operations with equal signatures take names in turn, in the order in which they begin, which is the same on all
+    their ranks. Other operations may begin in a different order on each rank, for example from callbacks of futures.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._group = f"torch group {number}"
+        self._labels: dict[Hashable, tuple[Hashable, str]] = {}
+        self._series: dict[Hashable, _Series] = {}
+
+    def take(self, move: Move, operation: Operation) -> tuple[str, Operation | None]:
+        """Return a name for an operation, and the pending operation that still holds it, or None."""
+        key, label = self._label(move)
+        series = self._series.get(key)
+        if series is None:
+            series = self._series[key] = _Series()
+        at = series.count % SLOTS
+        series.count += 1
+        before, series.last[at] = series.last.get(at), operation
+        return f"{label}.{at}", None if before is None or before.over(0.0) else before
+
+    def _label(self, move: Move) -> tuple[Hashable, str]:
+        signature = (move.way, move.signature())
+        found = self._labels.get(signature)
+        if found is None:
+            number = zlib.crc32(repr(signature).encode()) % SERIES
+            nbytes = sum(piece[1] for piece in move.memory)
+            text = " ".join(filter(None, (self._group, move.way, move.kind.lower(), f"{nbytes} B")))
+            if len(self._labels) >= LABELS_MAX:
+                self._labels.clear()
+            found = self._labels[signature] = ((move.way, number), f"{text} #{number}")
+        return found

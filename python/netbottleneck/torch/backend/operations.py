@@ -1,0 +1,521 @@
+"""Operations of the backend: the moves of each collective, their progress, and the engine's communicator."""
+
+import contextlib
+import functools
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Hashable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import Work
+
+from netbottleneck.errors import DeadlineError, HorovodInternalError
+from netbottleneck.runtime import job
+from netbottleneck.torch.gradients import dtype_code
+
+if TYPE_CHECKING:
+    from netbottleneck import _core
+
+
+# Pending operations: their waiters, and progress of those with several rounds.
+
+NOTICE_S = 5.0
+# Time that the thread that completes futures waits for the oldest one before it checks the others.
+SLICE_S = 0.005
+UNSET = timedelta(0)
+
+# An engine operation: its name, and the number of its group.
+Named = tuple[str, int]
+# Generator of what an operation waits for in each round: engine works, or earlier operations.
+Steps = Generator[Sequence[Any], None, None]
+
+
+class Operation:
+    """A generator that yields what it waits for. Any thread that waits for the operation makes progress on it."""
+
+    __slots__ = ("_lock", "_stage", "_steps", "driven", "failure", "is_over")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stage: Sequence[Any] = ()
+        self._steps: Steps | None = None
+        self.driven = False  # other ranks wait for the next round: it needs progress even if nobody waits here
+        self.failure: BaseException | None = None
+        self.is_over = False
+
+    def run(self, steps: Steps) -> None:
+        """Start the operation. Raises what the first round raises."""
+        with self._lock:
+            self._steps = steps
+            self._go_on()
+        if self.is_over and self.failure is not None:
+            raise self.failure
+
+    def over(self, limit_s: float) -> bool:
+        """Wait for at most limit_s; return True if it has completed or failed. 0: do not wait."""
+        deadline = time.monotonic() + limit_s
+        while not self.is_over:
+            stage = self._stage
+            for item in stage:
+                if not self._settled(item, max(0.0, deadline - time.monotonic()) if limit_s else 0.0):
+                    return False
+            with self._lock:
+                if stage is self._stage and not self.is_over:
+                    self._go_on()
+        return True
+
+    def _settled(self, item: Any, limit_s: float) -> bool:
+        if isinstance(item, Operation):
+            return item.over(limit_s)
+        try:
+            return bool(item.wait(limit_s) if limit_s else item.test())
+        except (OSError, HorovodInternalError) as error:
+            self.failure = self.failure or error
+            return True
+
+    def _go_on(self) -> None:
+        """Begin the next round, if there is one. The caller holds the lock."""
+        steps = self._steps
+        try:
+            if self.failure is None and steps is not None:
+                self._stage = next(steps)
+                return
+        except StopIteration:
+            pass
+        except Exception as error:
+            self.failure = error
+        self._steps, self._stage, self.is_over = None, (), True
+
+
+class Progress:
+    """Progress thread: makes progress on operations and completes futures. It starts with the first operation added.
+
+    If a callback of a future waits for another future, a further thread completes that one.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Operation, Callable[[], None] | None]] = []
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._behind: Progress | None = None
+        self._closed = False
+
+    def add(self, operation: Operation, then: Callable[[], None] | None = None) -> None:
+        """Make progress on an operation, and call `then` once it is over."""
+        with self._changed:
+            if threading.current_thread() is not self._thread:
+                self._waiting.append((operation, then))
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="netbottleneck futures", daemon=True)
+                    self._thread.start()
+                self._changed.notify()
+                return
+            behind = self._behind = self._behind or Progress()
+        behind.add(operation, then)
+
+    def close(self) -> None:
+        """Stop once all operations are over. Their communicator is closed."""
+        with self._changed:
+            self._closed = True
+            thread, behind = self._thread, self._behind
+            self._changed.notify()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(NOTICE_S)
+        if behind is not None:
+            behind.close()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting:
+                    if self._closed:
+                        return
+                    self._changed.wait()
+                first = self._waiting[0][0]
+            first.over(SLICE_S)
+            with self._changed:
+                ended = [pair for pair in self._waiting if pair[0].over(0.0)]
+                self._waiting = [pair for pair in self._waiting if pair not in ended]
+            for _, then in ended:
+                if then is not None:
+                    then()
+
+
+class BackendWork(Work):
+    """The Work object that torch.distributed returns for an operation."""
+
+    def __init__(self, operation: Operation, outputs: list[Any], about: "About", source: int = -1) -> None:
+        super().__init__()
+        self._operation = operation
+        self._outputs = outputs
+        self._about = about
+        self._source = source
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: timedelta = UNSET) -> bool:
+        """Wait up to `timeout`, else the group's. Raises DeadlineError on timeout, and the operation's failure."""
+        about = self._about
+        limit_s = timeout.total_seconds() if timeout > UNSET else about.limit_s
+        deadline = time.monotonic() + limit_s
+        while not self._operation.over(max(0.001, min(NOTICE_S, deadline - time.monotonic()))):
+            about.link.tell()
+            if time.monotonic() >= deadline:
+                raise about.late(limit_s)
+        if self._operation.failure is not None:
+            raise self._operation.failure
+        return True
+
+    def synchronize(self) -> None:
+        """Same as wait: tensors are in host memory."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Same as wait: tensors are in host memory."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return True if wait would return, or raise, at once."""
+        return self._operation.over(0.0)
+
+    def is_success(self) -> bool:
+        """Return True if it has completed without failure."""
+        return self._operation.over(0.0) and self._operation.failure is None
+
+    def exception(self) -> BaseException | None:
+        """Return its failure, or None."""
+        return self._operation.failure if self._operation.over(0.0) else None
+
+    def result(self) -> list[Any]:
+        """Return the output tensors."""
+        self.wait()
+        return self._outputs
+
+    def source_rank(self) -> int:
+        """Return the sender of a received tensor: a rank of the group."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future of the output tensors."""
+        if self._future is None:
+            over: torch.futures.Future[Any] = torch.futures.Future()
+            # A callback, so that C++ also sees a failure as a failure.
+            self._future = over.then(lambda _: self._value())
+            if self._operation.over(0.0):
+                over.set_result(None)
+            else:
+                self._about.link.progress.add(self._operation, lambda: over.set_result(None))
+        return self._future
+
+    def _value(self) -> list[Any]:
+        if self._operation.failure is not None:
+            raise self._operation.failure
+        return self._outputs
+
+
+class About:
+    """Description of an operation for its timeout error."""
+
+    __slots__ = ("limit_s", "link", "names", "ranks", "what")
+
+    def __init__(self, link: "Link", what: str, ranks: Sequence[int], limit_s: float) -> None:
+        self.link = link
+        self.what = what
+        self.ranks = ranks
+        self.limit_s = limit_s
+        self.names: list[Named] = []
+
+    def late(self, limit_s: float) -> DeadlineError:
+        """Return the error for a wait of limit_s; it names the missing ranks if they are known."""
+        missing = self.link.missing(self.names)
+        text = f"{self.what} of ranks {list(self.ranks)} is not over after {limit_s:g} s"
+        error = DeadlineError(0, f"{text}; missing: rank {', '.join(map(str, missing))}" if missing else text)
+        error.peer = missing[0] if missing else -1
+        return error
+
+
+# Moves of each collective: tensors as engine operations, with the work before and after them.
+#
+# A collective is a generator: it yields the operations of one round after the other, and resumes once they are over.
+
+Rounds = Generator[list["Move"], None, None]
+Memory = tuple[int, int]  # address and bytes
+
+SEGMENTS_MAX = 512  # segments of one engine operation
+
+
+@dataclass(slots=True)
+class Move:
+    """One engine operation in the group with this number; `members` are its ranks in the job.
+
+    way: the direction (source and target) if only some ranks of the process group take part.
+    """
+
+    kind: str
+    memory: list[Memory]
+    code: int
+    op: int = 0
+    root: int = 0
+    factor: float = 1.0  # applied to the result
+    keep: Any = None
+    group: int = 0
+    members: Sequence[int] = ()
+    way: str = ""
+
+    def signature(self) -> Hashable:
+        """Return a value that is equal for operations of equal shape."""
+        nbytes = sum(piece[1] for piece in self.memory)
+        return (self.kind, nbytes, self.code, self.op, self.root, self.factor)
+
+
+class Touched:
+    """The tensors of one collective; for a tensor that is not contiguous, a copy is sent."""
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor to send."""
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            raise ValueError(
+                f"a {tensor.layout} tensor on {tensor.device} is not supported here: dense tensors travel from host "
+                f'memory; for other devices name their backend too, as in "cpu:nb,cuda:nccl"'
+            )
+        plain = tensor.detach() if tensor.requires_grad else tensor
+        return plain if plain.is_contiguous() else plain.contiguous()
+
+    def written(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor to receive into."""
+        found = self.read(tensor)
+        if found is not tensor and not tensor.is_contiguous():
+            self._copies.append((tensor.detach(), found))
+        return found
+
+    def settle(self) -> None:
+        """Copy received data to the tensors that are not contiguous."""
+        for tensor, copy in self._copies:
+            tensor.copy_(copy)
+
+
+def memory_of(tensor: torch.Tensor) -> Memory:
+    """Return address and bytes of a contiguous tensor."""
+    return tensor.data_ptr(), tensor.numel() * tensor.element_size()
+
+
+@functools.cache
+def kind_code(kind: str) -> int:
+    """Return the engine's number for a kind of operation."""
+    return int(getattr(job.core(), kind))
+
+
+@functools.cache
+def bytes_code() -> int:
+    """Return the engine's type for data that is moved without interpretation."""
+    return int(job.core().UINT8)
+
+
+def equal_sizes(what: str, tensors: Sequence[torch.Tensor], size: int) -> None:
+    """Raise ValueError unless these are `size` tensors of one size and type."""
+    if len(tensors) != size:
+        raise ValueError(f"{what}: {len(tensors)} tensors for {size} ranks: one for each is required")
+    first = tensors[0]
+    for tensor in tensors:
+        if tensor.numel() != first.numel() or tensor.dtype != first.dtype:
+            raise ValueError(
+                f"{what}: tensors of one size and type are required, not {list(first.shape)} {first.dtype} and "
+                f"{list(tensor.shape)} {tensor.dtype}"
+            )
+
+
+def parts_of(what: str, whole: torch.Tensor, part: torch.Tensor, size: int) -> None:
+    """Raise ValueError unless `whole` has `size` times the elements of `part`."""
+    if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
+        raise ValueError(
+            f"{what}: {whole.numel()} elements of {whole.dtype} are not {size} times {part.numel()} of {part.dtype}"
+        )
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a process group: which of the engine's group they are, and in which order.
+
+    order: their numbers in the process group, by their number in the engine's, in which ranks of the job rise.
+    """
+
+    number: int
+    jobs: Sequence[int]  # of the job, by rank of the process group
+    rank: int
+    order: Sequence[int]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.jobs)
+
+    @functools.cached_property
+    def members(self) -> Sequence[int]:
+        """Their ranks in the job, rising."""
+        return [self.jobs[rank] for rank in self.order]
+
+    def line(self, parts: Sequence[torch.Tensor]) -> list[Memory]:
+        """Return the memory of parts, one for each rank of the process group, in the engine's order."""
+        return [memory_of(parts[rank]) for rank in self.order]
+
+    def move(self, kind: str, memory: list[Memory], code: int, **more: Any) -> Move:
+        """Return an operation of all these ranks."""
+        return Move(kind, memory, code, group=self.number, members=self.members, **more)
+
+
+def gathered(ranks: Ranks, parts: Sequence[torch.Tensor], keep: Any) -> Move:
+    """Return the all-gather of parts, one for each rank; this rank's part is already in place."""
+    return ranks.move("ALLGATHER", ranks.line(parts), bytes_code(), keep=keep)
+
+
+def exchanged(ranks: Ranks, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor], keep: Any) -> Move:
+    """Return the all-to-all with one part for each rank."""
+    return ranks.move("ALLTOALL", [*ranks.line(out), *ranks.line(into)], bytes_code(), keep=keep)
+
+
+def engine_reduces(dtype: torch.dtype) -> bool:
+    """True if the engine can reduce elements of this type."""
+    try:
+        dtype_code(dtype)
+    except ValueError:
+        return False
+    return True
+
+
+def nonempty(moves: list[Move]) -> list[Move]:
+    """Drop moves without bytes; all their ranks drop them."""
+    return [move for move in moves if sum(piece[1] for piece in move.memory) > 0]
+
+
+# Link: one engine communicator, shared by process groups.
+
+# Time that rank 0, the coordinator, waits at the end for ranks that have not left.
+LEAVE_S = 5.0
+
+logger = logging.getLogger("netbottleneck")
+
+
+class Link:
+    """A communicator of `size` ranks, and the store of their rendezvous."""
+
+    def __init__(self, comm: "_core.Comm", store: Any) -> None:
+        self.comm = comm
+        self.rank = comm.rank
+        self.size = comm.size
+        self.store = store
+        self.progress = Progress()
+        self.closed = False
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._groups: set[int] = set()
+
+    def submit(self, move: Move, name: str, awaited: bool) -> Any:
+        """Submit an engine operation. Raises the failure that ended the job."""
+        if move.group and move.group not in self._groups:
+            self.group(move.group, move.members)
+        return self.comm.submit(
+            name,
+            kind_code(move.kind),
+            move.memory,
+            move.code,
+            op=move.op,
+            root=move.root,
+            postscale=move.factor,
+            keep=move.keep,
+            awaited=awaited,
+            group=move.group,
+        )
+
+    def group(self, number: int, ranks: Sequence[int]) -> None:
+        """Create an engine group of these ranks."""
+        with self._lock:
+            if number not in self._groups:
+                self.comm.group(number, ranks)
+                self._groups.add(number)
+
+    def pair(self, one: int, other: int) -> int:
+        """Return the number of a two-rank group, the same on both ranks; 0 if the job has no other ranks."""
+        return 0 if self.size == 2 else self._pair_number(*sorted((one, other)))
+
+    def _pair_number(self, low: int, high: int) -> int:
+        return 1 + low * self.size + high
+
+    def fresh_number(self) -> int:
+        """Return an unused group number; one rank of the group calls it."""
+        return self.size * (self.size + 1) + int(self.store.add("netbottleneck/groups", 1))
+
+    def tell(self) -> None:
+        """Log the communicator's notices: stalled ranks, lost lanes."""
+        for notice in self.comm.notices():
+            logger.warning("%s", notice)
+
+    def missing(self, names: Sequence[Named]) -> list[int]:
+        """Return the ranks known not to have submitted one of these operations."""
+        if self.closed:
+            return []
+        self.tell()
+        known = [(name, group) for name, group in names if group == 0 or group in self._groups]
+        return sorted({rank for name, group in known for rank in self.comm.missing(name, group)})
+
+    @property
+    def is_here(self) -> bool:
+        """True in the process that opened it, not in a forked child."""
+        return os.getpid() == self._process
+
+    def abort(self, why: str) -> None:
+        """Fail pending operations, on all ranks."""
+        if not self.closed:
+            self.comm.abort(why)
+            self.close()
+
+    def close(self) -> None:
+        """Close in good order; this rank's pending operations fail. A second call has no effect."""
+        with self._lock:
+            closed, self.closed = self.closed, True
+        if closed:
+            return
+        try:
+            self._take_leave()
+        finally:
+            self.comm.close()
+            self.progress.close()
+
+    def _take_leave(self) -> None:
+        """Make rank 0 leave last, within LEAVE_S: without the coordinator the others cannot negotiate."""
+        if self.size == 1 or not self._is_well():
+            return
+        with contextlib.suppress(RuntimeError):  # the store may be gone
+            if self.rank:
+                self.store.add("netbottleneck/left", 1)
+                return
+            deadline = time.monotonic() + (0.0 if _has_failed() else LEAVE_S)
+            pause_s = 0.001
+            while self.store.add("netbottleneck/left", 0) < self.size - 1 and self._is_well():
+                if time.monotonic() >= deadline:
+                    return
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.05)
+
+    def _is_well(self) -> bool:
+        """True if no rank was lost, so that this rank can still begin an operation."""
+        number = self._pair_number(self.rank, self.rank)
+        alone = Move("BARRIER", [], 0, group=number, members=(self.rank,))
+        try:
+            return bool(self.submit(alone, "netbottleneck/alone", False).wait())
+        except (OSError, HorovodInternalError):
+            return False
+
+
+def _has_failed() -> bool:
+    """True if this process ends because of an uncaught exception."""
+    return getattr(sys, "last_type", None) is not None

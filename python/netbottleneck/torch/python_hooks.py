@@ -1,0 +1,371 @@
+"""Slow path of gradients: Python hooks send them one by one, for uses that C hooks do not cover."""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+
+from netbottleneck.runtime import job
+from netbottleneck.runtime.collectives import shape_key
+from netbottleneck.torch.compression import Compression, Compressor
+from netbottleneck.torch.gradients import Bucket, Gradients, OnAccumulated, Sink, check, dtype_code
+from netbottleneck.torch.handles import synchronize
+from netbottleneck.trace.recorder import EVENTS
+
+if TYPE_CHECKING:
+    from netbottleneck import _core
+
+
+NOTICE_S = 5.0
+TOO_MANY = (
+    "Gradients were computed more than backward_passes_per_step times before step(): "
+    "increase backward_passes_per_step to add up gradients of several passes"
+)
+NONE = torch.empty(0)
+
+logger = logging.getLogger("netbottleneck")
+
+
+class Ways(NamedTuple):
+    """Operations that send a gradient of a given name over the job's own communicator; each starts the transfer.
+
+    dense: reduces in place; returns the handle. sparse: returns a function that waits for the sum. label: name of a
+    dense gradient's operation. factors: of the reduction, as Gradients.factors.
+    """
+
+    dense: Callable[[torch.Tensor, str], int]
+    sparse: Callable[[torch.Tensor, str], Callable[[], torch.Tensor]]
+    label: Callable[[str], str]
+    factors: tuple[bool, float, int | None]
+
+
+class PerParameter:
+    """Each gradient in its own bucket, whose bytes are those of the gradient that was sent last.
+
+    For compression classes, whose compress and decompress are the user's, and for sparse gradients, which stay sparse.
+    sparse: whether sparse gradients are sent dense, and whether all gradients are known to be sparse. In the latter
+    case a missing gradient is sparse without values, otherwise zeros. Gradients use the job's own communicator until
+    `target` names another sink; sparse ones always use it.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, torch.Tensor]],
+        compression: type[Compressor],
+        ways: Ways,
+        passes: int,
+        sparse: tuple[bool, bool],
+    ) -> None:
+        chosen = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+        for name, parameter in chosen:
+            if parameter.device.type != "cpu":  # the sent tensor may have another type
+                check(name, parameter)
+        self.names = tuple(name for name, _ in chosen)
+        self.parameters = tuple(parameter for _, parameter in chosen)
+        self.buckets = [
+            Bucket(ways.label(name), p.dtype, 0, p.numel() * p.element_size(), (index,), (0,))
+            for index, (name, p) in enumerate(chosen)
+        ]
+        self.version = 0
+        self.paused = False
+        self.factors = ways.factors
+        self._index = {parameter: index for index, parameter in enumerate(self.parameters)}
+        self._compression = compression
+        self._ways = ways
+        self._passes = passes
+        self._sparse_as_dense, all_sparse = sparse
+        self._sparse_dims = dict.fromkeys(self.parameters, 1) if all_sparse else {}  # of the sparse gradients
+        self._left = dict.fromkeys(self.parameters, passes)
+        self._sent: dict[torch.Tensor, tuple[Callable[[], torch.Tensor], Any]] = {}
+        self._sparse: dict[torch.Tensor, Callable[[], torch.Tensor]] = {}
+        self._sink: Sink = None
+        self._own = True  # gradients use the job's own communicator
+        self._recorder: _core.Recorder | None = None
+        self._stamps: list[Callable[[], None]] = []
+        self._staged: dict[int, torch.Tensor] = {}
+        self._hooks = [OnAccumulated(parameter, partial(self._ready, parameter)) for parameter in self.parameters]
+
+    @property
+    def passes(self) -> int:
+        """Backward passes a step."""
+        return self._passes
+
+    @passes.setter
+    def passes(self, value: int) -> None:
+        self._passes = value
+        self._left = dict.fromkeys(self.parameters, value)
+
+    @property
+    def pending(self) -> int:
+        """Number of gradients sent and not yet waited for."""
+        return len(self._sent) + len(self._sparse)
+
+    @property
+    def tensors(self) -> list[tuple[str, int, torch.dtype]]:
+        """Name, bytes and type of each gradient."""
+        return [(n, p.numel() * p.element_size(), p.dtype) for n, p in zip(self.names, self.parameters, strict=True)]
+
+    def record(self, recorder: "_core.Recorder") -> None:
+        """Stamp into this recorder from now on."""
+        self._recorder = recorder
+        self._stamps = [recorder.stamper(EVENTS["GRAD_READY"], index) for index in range(len(self.parameters))]
+
+    def target(self, sink: Sink, average: bool = True, *, predivide: float = 1.0, op: int | None = None) -> None:
+        """Set the destination of gradients, between steps, as Gradients.target does."""
+        self._sink, self._own = sink, False
+        self.factors = (average, predivide, op)
+
+    def flat(self, index: int) -> torch.Tensor:
+        """Return the sent form of gradient `index`, flat; empty before the first one."""
+        return self._staged.get(index, NONE)
+
+    def _ready(self, parameter: torch.Tensor, *_: Any) -> None:
+        if self._stamps:
+            self._stamps[self._index[parameter]]()
+        if self.paused:
+            return
+        if self._left[parameter] <= 0:
+            raise AssertionError(TOO_MANY)
+        self._left[parameter] -= 1
+        if self._left[parameter] == 0:
+            self._send(parameter)
+
+    def _send(self, parameter: torch.Tensor) -> None:
+        index = self._index[parameter]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+            if parameter in self._sparse_dims:
+                parameter.grad = parameter.grad.to_sparse(self._sparse_dims[parameter])
+        gradient = parameter.grad
+        if gradient.is_sparse:
+            if parameter not in self._sparse_dims and not self._sparse_as_dense and self._recorder is not None:
+                leave_sparse(self.names[index])
+            self._sparse_dims[parameter] = gradient.sparse_dim()
+            if not self._sparse_as_dense:
+                self._sparse[parameter] = self._ways.sparse(gradient, self.names[index])
+                return
+            gradient = gradient.to_dense()
+        travelling, context = self._compression.compress(gradient)
+        self._sent[parameter] = (self._start(index, travelling.contiguous()), context)
+
+    def _start(self, index: int, travelling: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start a reduction; return a function that waits for the result."""
+        if self._own:
+            return partial(synchronize, self._ways.dense(travelling, self.names[index]))
+        self._describe(index, travelling)
+        sink = self._sink
+        if sink is None or travelling.numel() == 0:
+            return lambda: travelling
+        if isinstance(sink, job.core().Comm):
+            return partial(_finish, self._submit(sink, index, travelling), travelling)
+        staged = self._staged[index].copy_(travelling.detach().view(-1)).view(travelling.shape)
+        start = cast(Callable[[int], Any], sink)
+        return partial(_finish, start(index), staged)
+
+    def _submit(self, comm: "_core.Comm", index: int, travelling: torch.Tensor) -> "_core.Work":
+        core, bucket = job.core(), self.buckets[index]
+        average, predivide, op = self.factors
+        return comm.submit(
+            bucket.name,
+            core.ALLREDUCE,
+            (travelling.data_ptr(), bucket.nbytes),
+            dtype_code(bucket.dtype),
+            op=core.SUM if op is None else op,
+            prescale=1.0 / predivide,
+            postscale=predivide / (comm.size if average else 1),
+            bucket=index + 1,
+            shape=shape_key((tuple(travelling.shape),)),
+            keep=travelling.detach(),  # keeps the memory even if the user replaces the tensor's
+        )
+
+    def _describe(self, index: int, travelling: torch.Tensor) -> None:
+        """Describe the sent tensor in the bucket, and place it where a callable sink finds it."""
+        bucket, nbytes = self.buckets[index], travelling.numel() * travelling.element_size()
+        if (bucket.dtype, bucket.nbytes) != (travelling.dtype, nbytes):
+            self.buckets[index] = replace(bucket, dtype=travelling.dtype, nbytes=nbytes)
+            self.version += 1
+        staged = self._staged.get(index)
+        if callable(self._sink) and (staged is None or (staged.dtype, staged.nbytes) != (travelling.dtype, nbytes)):
+            self._staged[index] = torch.empty(travelling.numel(), dtype=travelling.dtype)
+            self.version += 1
+
+    def flush(self) -> None:
+        """Send every gradient not yet sent; a missing one as zeros."""
+        for parameter in self.parameters:
+            if parameter not in self._sent and parameter not in self._sparse:
+                self._send(parameter)
+
+    def wait(self) -> None:
+        """Wait until all gradients are back, and write the results.
+
+        Raises the failure of a transfer, and RuntimeError for a gradient that was deleted meanwhile.
+        """
+        sent, self._sent = self._sent, {}
+        sparse, self._sparse = self._sparse, {}
+        self._left = dict.fromkeys(self.parameters, self._passes)
+        self._stamp("WAIT_BEGIN")
+        try:
+            results = {parameter: (wait(), context) for parameter, (wait, context) in sent.items()}
+            results |= {parameter: (wait(), None) for parameter, wait in sparse.items()}
+        finally:
+            self._stamp("WAIT_END")
+        deleted = [self.names[self._index[parameter]] for parameter in results if parameter.grad is None]
+        for parameter, (result, context) in results.items():
+            if parameter.grad is not None:
+                self._put(parameter, result if parameter in sparse else self._compression.decompress(result, context))
+        if deleted:
+            raise RuntimeError(
+                f"gradients were deleted while they were on their way: {', '.join(deleted)}: delete gradients after "
+                "synchronize() or step()"
+            )
+
+    def _put(self, parameter: torch.Tensor, result: torch.Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            _put_sparse(gradient, result)
+        elif gradient is not result:
+            gradient.copy_(result)
+
+    def _stamp(self, kind: str) -> None:
+        if self._recorder is not None:
+            self._recorder.put(EVENTS[kind])
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _finish(work: Any, result: torch.Tensor) -> torch.Tensor:
+    """Wait for a transfer that a sink started."""
+    if isinstance(work, job.core().Work):
+        while not work.wait(NOTICE_S):
+            job.current().tell()
+    else:
+        work.wait()
+    return result
+
+
+def _apart(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a sparse tensor with the current indices and values of a sparse gradient."""
+    indices, values = gradient._indices(), gradient._values()
+    return torch.sparse_coo_tensor(indices, values, gradient.size(), check_invariants=False)
+
+
+def _put_sparse(gradient: torch.Tensor, result: torch.Tensor) -> None:
+    """Write the sum to a sparse gradient, as Horovod does: a dense one becomes sparse in all its dimensions."""
+    gradient.zero_().add_(result if result.is_sparse else result.to_sparse())
+
+
+def leave_sparse(names: str) -> None:
+    """Log the gradients that a measured run leaves out."""
+    logger.warning(
+        "gradients of %s are sparse: they travel as indices and values over the job's own communicator under every "
+        "transport, and are not recorded; with sparse_as_dense=True they are",
+        names,
+    )
+
+
+class SparseApart:
+    """Gradients in buckets; those found to be sparse in the first step are sent one by one."""
+
+    def __init__(self, gradients: Gradients, ways: Ways) -> None:
+        self.gradients = gradients
+        self._ways = ways
+        self._sparse: PerParameter | None = None
+
+    @property
+    def passes(self) -> int:
+        """Backward passes a step."""
+        return self.gradients.passes
+
+    @passes.setter
+    def passes(self, value: int) -> None:
+        self.gradients.passes = value
+        if self._sparse is not None:
+            self._sparse.passes = value
+
+    @property
+    def pending(self) -> int:
+        """Number of transfers started and not yet waited for."""
+        return self.gradients.pending + (0 if self._sparse is None else self._sparse.pending)
+
+    def flush(self) -> None:
+        """Send what has not been sent."""
+        self.gradients.flush()
+        if self._sparse is not None:
+            self._sparse.flush()
+
+    def wait(self) -> None:
+        """Wait until all gradients are back. In the first step, also separate the sparse ones."""
+        if self._sparse is not None:
+            self.gradients.wait()
+            self._sparse.wait()
+            return
+        found = [(p, p.grad) for p in self.gradients.parameters if p.grad is not None and p.grad.is_sparse]
+        own = {
+            p: torch.sparse_coo_tensor(g._indices(), g._values(), g.size(), check_invariants=False) for p, g in found
+        }
+        self.gradients.wait()
+        if self.gradients.dropped:
+            self._part(own)
+
+    def _part(self, own: dict[torch.Tensor, torch.Tensor]) -> None:
+        """Send sparse gradients one by one from now on, and resend those of this step (own)."""
+        if self.gradients.recorded:
+            leave_sparse(", ".join(name for name, _ in self.gradients.dropped))
+        waits = []
+        for name, parameter in self.gradients.dropped:
+            if parameter not in own:  # the gradient is sparse on another rank only
+                own[parameter] = torch.zeros_like(parameter).to_sparse(1)
+            waits.append((parameter, self._ways.sparse(own[parameter], name)))
+        for parameter, wait in waits:
+            gradient = parameter.grad
+            if gradient is None or not gradient.is_sparse:
+                parameter.grad = gradient = own[parameter]
+            _put_sparse(gradient, wait())
+        self._sparse = PerParameter(self.gradients.dropped, Compression.none, self._ways, self.passes, (False, True))
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self.gradients.close()
+        if self._sparse is not None:
+            self._sparse.close()
+
+
+class PassGuard:
+    """Refuses an extra backward pass before a step.
+
+    It listens to the parameter whose gradient comes first: one Python call a pass.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], limit: int) -> None:
+        self.limit = limit
+        self._count = 0
+        self._first: torch.Tensor | None = None
+        self._hooks = {p: OnAccumulated(p, partial(self._ready, p)) for p in parameters}
+
+    def _ready(self, parameter: torch.Tensor, *_: Any) -> None:
+        if self._first is None:
+            self._first = parameter
+            for other, hook in self._hooks.items():
+                if other is not parameter:
+                    hook.remove()
+        if parameter is not self._first:
+            return
+        if self._count >= self.limit:
+            raise AssertionError(TOO_MANY)
+        self._count += 1
+
+    def reset(self) -> None:
+        """A step begins."""
+        self._count = 0
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks.values():
+            hook.remove()

@@ -1,0 +1,159 @@
+// What ranks must have in common before they use a lane: the number of interfaces, and CPUs that exist and suffice.
+// All ranks reach the same result; the thread runs on its configured CPU.
+#include <sched.h>
+#include <stdint.h>
+
+#include "engine/context.h"
+#include "engine/preflight.h"
+#include "job.h"
+
+static void on_its_cpu(struct test_rank *me) {
+    struct nb_job_info info;
+    cpu_set_t set;
+    nb_job_info(me->job, &info);
+    CHECK(info.cpu == me->cpus[me->rank / 2], "rank %d: CPU %d", me->rank, info.cpu);
+    CHECK(pthread_getaffinity_np(me->job->progress.thread, sizeof set, &set) == 0, "affinity: %m");
+    CHECK(CPU_COUNT(&set) == 1 && CPU_ISSET((size_t)info.cpu, &set), "rank %d has %d CPUs", me->rank, CPU_COUNT(&set));
+    test_barrier(me, "pinned");
+}
+
+static void on_any_cpu(struct test_rank *me) {
+    struct nb_job_info info;
+    cpu_set_t own;
+    cpu_set_t set;
+    nb_job_info(me->job, &info);
+    CHECK(info.cpu == -1, "rank %d: CPU %d", me->rank, info.cpu);
+    CHECK(sched_getaffinity(0, sizeof own, &own) == 0, "affinity: %m");
+    CHECK(pthread_getaffinity_np(me->job->progress.thread, sizeof set, &set) == 0, "affinity: %m");
+    CHECK(CPU_EQUAL(&set, &own), "rank %d: %d CPUs", me->rank, CPU_COUNT(&set));
+    test_barrier(me, "free");
+}
+
+static int first_cpu(void) {
+    cpu_set_t own;
+    int cpu = 0;
+    CHECK(sched_getaffinity(0, sizeof own, &own) == 0, "affinity: %m");
+    while (!CPU_ISSET((size_t)cpu, &own)) {
+        cpu++;
+    }
+    return cpu;
+}
+
+static void test_pinned(void) {
+    cpu_set_t own;
+    CHECK(sched_getaffinity(0, sizeof own, &own) == 0, "affinity: %m");
+    int cpus[2] = {first_cpu(), first_cpu()};
+    for (int cpu = cpus[0] + 1; cpu < CPU_SETSIZE; cpu++) {
+        cpus[1] = CPU_ISSET((size_t)cpu, &own) ? cpu : cpus[1];
+    }
+    // Ranks 0 and 2 are on one host, 1 and 3 on another: each is the first or the second of its own.
+    static const struct test_odd other[] = {{.rank = 1, .host = "there"}, {.rank = 3, .host = "there"}};
+    struct test_rank like = test_on("tcp");
+    like.size = 4;
+    like.odd = other;
+    like.odd_count = 2;
+    like.cpus = cpus;
+    like.cpu_count = 2;
+    like.run = on_its_cpu;
+    CHECK(test_job(&like) == 0, "tcp");
+    like.cpu_count = 0;
+    like.run = on_any_cpu;
+    CHECK(test_job(&like) == 0, "tcp");
+}
+
+static void test_too_few_cpus(void) {
+    int cpu = first_cpu();
+    struct test_rank like = test_on("tcp");
+    like.size = 3;
+    like.cpus = &cpu;
+    like.cpu_count = 1;
+    like.run = on_its_cpu;
+    test_job_fails(&like, -ENODEV, "rank 1 is number 2 of its host, and 1 CPU is named");
+}
+
+static void test_no_such_cpu(void) {
+    int cpus[3] = {first_cpu(), CPU_SETSIZE - 1, first_cpu()};
+    struct test_rank like = test_on("tcp");
+    if (sysconf(_SC_NPROCESSORS_CONF) == CPU_SETSIZE) {
+        return;
+    }
+    like.size = 3;
+    like.cpus = cpus;
+    like.cpu_count = 3;
+    like.run = on_its_cpu;
+    test_job_fails(&like, -ENODEV, "CPU 1023 of a communication thread does not exist");
+}
+
+static void *muster(void *arg) {
+    struct test_rank *me = arg;
+    struct nb_boot_config config = {
+        .rank = me->rank, .size = me->size, .timeout_ms = TEST_LIMIT_MS, .ifname = "lo", .secret = test_secret};
+    struct nb_boot boot = {0};
+    struct nb_job *job = calloc(1, sizeof *job);
+    struct binds binds = {.count = me->rank == 1 ? 1 : 2, .names = {"net0", "net1"}};
+    config.secret_bytes = sizeof test_secret;
+    config.tag = "test";
+    CHECK(nb_boot_join(&boot, &config, me->listener, me->rank == 0 ? NULL : me->address, &me->err) == 0, "join");
+    job->boot = boot;
+    job->size = me->size;
+    job->rank = me->rank;
+    job->info.streams_open = me->streams;
+    me->rc = nb_job_preflight(job, &binds, me->rc, &me->err);
+    nb_boot_close(&job->boot);
+    free(job);
+    return NULL;
+}
+
+static void run_muster(struct test_rank *ranks, int size, int streams, int failing) {
+    struct nb_listener listener = {.fd = -1};
+    struct nb_error err = {0};
+    struct nb_boot_config config = {.size = size, .ifname = "lo", .secret = test_secret, .secret_bytes = 32};
+    pthread_t threads[TEST_RANKS_MAX];
+    CHECK(nb_listener_open(&listener, &config, NULL, &err) == 0, "listen: %s", err.text);
+    for (int r = 0; r < size; r++) {
+        ranks[r] = (struct test_rank){.rank = r, .size = size, .streams = streams};
+        ranks[r].listener = r == 0 ? &listener : NULL;
+        nb_sock_format(&listener.addr, ranks[r].address);
+        if (r == failing) {
+            ranks[r].rc = nb_fail(&ranks[r].err, -ENODEV, "its own words");
+        }
+        CHECK(pthread_create(&threads[r], NULL, muster, &ranks[r]) == 0, "thread %d", r);
+    }
+    for (int r = 0; r < size; r++) {
+        pthread_join(threads[r], NULL);
+    }
+    nb_listener_close(&listener);
+}
+
+static void test_other_interfaces(void) {
+    struct test_rank ranks[3];
+    run_muster(ranks, 3, 4, -1);
+    for (int r = 0; r < 3; r++) {
+        CHECK(ranks[r].rc == NB_EMISMATCH, "rank %d: %d %s", r, ranks[r].rc, ranks[r].err.text);
+        CHECK(strstr(ranks[r].err.text, "rank 0 spreads its lanes over 2 interfaces (net0,net1), rank 1 over 1 (net0)"),
+              "rank %d: %s", r, ranks[r].err.text);
+        CHECK(strstr(ranks[r].err.text, "NETBOTTLENECK_IFNAME"), "what to do: %s", ranks[r].err.text);
+    }
+    run_muster(ranks, 3, 1, -1); // one lane uses one interface
+    for (int r = 0; r < 3; r++) {
+        CHECK(ranks[r].rc == 0, "rank %d: %d %s", r, ranks[r].rc, ranks[r].err.text);
+    }
+}
+
+static void test_lanes_that_are_not_open(void) {
+    struct test_rank ranks[3];
+    run_muster(ranks, 3, 4, 2);
+    CHECK(ranks[2].rc == -ENODEV && strcmp(ranks[2].err.text, "its own words") == 0, "%s", ranks[2].err.text);
+    for (int r = 0; r < 2; r++) {
+        CHECK(ranks[r].rc == NB_EPEER && ranks[r].err.peer == 2, "rank %d: %d %s", r, ranks[r].rc, ranks[r].err.text);
+    }
+}
+
+int main(void) {
+    test_pinned();
+    test_too_few_cpus();
+    test_no_such_cpu();
+    test_other_interfaces();
+    test_lanes_that_are_not_open();
+    return 0;
+}

@@ -246,14 +246,21 @@ enum nb_lane_message {
     NB_MESSAGE_MISSING,      // struct wire_missing: missing runs of one operation
     NB_MESSAGE_LOST_END,     // struct wire_lost: ends the report
     NB_MESSAGE_PING,         // asks for a NB_MESSAGE_PONG on this lane
-    NB_MESSAGE_PONG,
-    NB_MESSAGE_LEAVE // this rank leaves, and needs nothing more
+    NB_MESSAGE_PONG,         // struct wire_lane_pong
+    NB_MESSAGE_LEAVE         // this rank leaves, and needs nothing more
 };
 
 // A message without a body.
 struct wire_empty {
     uint8_t type;
     uint8_t zero[7];
+};
+
+// Answers a ping.
+struct wire_lane_pong {
+    uint8_t type;
+    uint8_t zero[3];
+    uint32_t writes; // complete at the sender of this message, on this lane to this peer; modulo 2^32
 };
 
 // Lets a lane write to a region.
@@ -315,6 +322,7 @@ struct wire_missing {
 };
 
 _Static_assert(sizeof(struct wire_empty) == 8, "crosses the wire");
+_Static_assert(sizeof(struct wire_lane_pong) == 8, "crosses the wire");
 _Static_assert(sizeof(struct wire_region) == 24, "crosses the wire");
 _Static_assert(sizeof(struct wire_credits) == 104 && sizeof(struct wire_credits) <= NB_LANE_MESSAGE_MAX, "fits");
 _Static_assert(sizeof(struct wire_done) == 120 && sizeof(struct wire_done) <= NB_LANE_MESSAGE_MAX, "fits");

@@ -1,5 +1,10 @@
-// Failover: gives a lane to a peer up if it fails, if its interface is down, or if it is silent while other lanes are
-// alive. Its segments are sent again over the remaining lanes (retransmit.c).
+// Failover: gives a lane to a peer up if it fails, if its interface is down, if it is silent while other lanes are
+// alive, or if writes that are complete at the peer have not arrived. Its segments are sent again over the remaining
+// lanes (retransmit.c).
+//
+// A libfabric provider may connect again without a word after a connection was reset. What was on its way is lost then,
+// and the sender may take it for complete. So a lane on which nothing moves is pinged early and again: a lost message
+// shows as a gap in the messages' numbers (ofi.c), a lost write in the count of the pong.
 #include <errno.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -12,6 +17,7 @@
 #include "base/list.h"
 #include "base/sock.h"
 #include "base/wire.h"
+#include "transport/credits.h"
 #include "transport/lanes.h"
 #include "transport/lanes_internal.h"
 #include "transport/transport.h"
@@ -19,19 +25,21 @@
 enum {
     STILL_NS = 250 * 1000 * 1000, // a lane's interface is checked after nothing moves for this long
     DOWN_NS = 1000 * 1000 * 1000, // an interface is down for this long before its lane is given up
-    PING_PART = 8,        // of timeout_ms: idle time before a sign is requested, then wait before a lane is given up
+    PING_NS = 50 * 1000 * 1000,   // after nothing moves for this long a lane is pinged; the time doubles with each ping
+    PINGS_DOUBLED = 6,
+    PING_PART = 8,        // of timeout_ms: time without a sign before a lane is suspected, then until it is given up
     PING_LIMIT_MS = 30000 // upper limit of timeout_ms here: other lanes show that the peer is alive
 };
 
 static void ping_send(struct nb_lanes *lanes, int peer_rank, int lane) {
     struct path *path = &lanes->peers[peer_rank].paths[lane];
     const struct nb_lane_ops *ops = lanes->lane[lane]->ops;
-    struct wire_empty message = {.type = NB_MESSAGE_PONG};
-    if (path->pong_due && ops->message(lanes->lane[lane], peer_rank, &message, sizeof message) == 0) {
+    const struct wire_lane_pong pong = {.type = NB_MESSAGE_PONG, .writes = path->writes_out};
+    if (path->pong_due && ops->message(lanes->lane[lane], peer_rank, &pong, sizeof pong) == 0) {
         path->pong_due = false;
     }
-    message.type = NB_MESSAGE_PING;
-    if (path->ping_due && ops->message(lanes->lane[lane], peer_rank, &message, sizeof message) == 0) {
+    const struct wire_empty ping = {.type = NB_MESSAGE_PING};
+    if (path->ping_due && ops->message(lanes->lane[lane], peer_rank, &ping, sizeof ping) == 0) {
         path->ping_due = false;
     }
 }
@@ -95,13 +103,29 @@ static void lost_received(struct nb_lanes *lanes, int peer_rank, const struct wi
     }
 }
 
+// Gives a lane up if writes of the peer that were complete at its last pong have not landed: they are lost.
+static void pong_received(struct nb_lanes *lanes, int peer_rank, int lane, const struct wire_lane_pong *message) {
+    struct path *path = &lanes->peers[peer_rank].paths[lane];
+    int32_t missing = (int32_t)(path->writes_owed - path->writes_in);
+    path->writes_owed = message->writes;
+    if (path->open && nb_is_rma(lanes) && missing > 0) {
+        struct nb_error why = {0};
+        nb_fail_peer(&why, NB_EPEER, peer_rank, "lane %d to rank %d: %d writes were lost", lane, peer_rank, missing);
+        nb_failover_lost(lanes, peer_rank, lane, &why);
+    }
+}
+
 bool nb_failover_message(struct nb_lanes *lanes, int lane, int peer_rank, const void *data, size_t bytes) {
     struct path *path = &lanes->peers[peer_rank].paths[lane];
     uint8_t word = *(const uint8_t *)data;
     struct wire_lost lost;
+    struct wire_lane_pong pong;
     path->moved_ns = nb_now_ns();
     if (word == NB_MESSAGE_PING) {
         path->pong_due = true;
+    } else if (word == NB_MESSAGE_PONG && bytes == sizeof pong) {
+        memcpy(&pong, data, sizeof pong);
+        pong_received(lanes, peer_rank, lane, &pong);
     } else if (word == NB_MESSAGE_LEAVE) {
         nb_lanes_peer_left(lanes, peer_rank);
     } else if (word == NB_MESSAGE_LOST && bytes == sizeof lost) {
@@ -162,6 +186,23 @@ static void down_tick(struct nb_lanes *lanes, int peer_rank, int lane, int64_t n
     }
 }
 
+static void ping_now(struct nb_lanes *lanes, int peer_rank, int lane, int64_t now_ns) {
+    struct path *path = &lanes->peers[peer_rank].paths[lane];
+    path->pings++;
+    path->pinged_ns = now_ns;
+    path->ping_due = true;
+    ping_send(lanes, peer_rank, lane);
+}
+
+// Pings a lane on which no data move, less and less often.
+static void ping_tick(struct nb_lanes *lanes, int peer_rank, int lane, int64_t since_ns, int64_t now_ns) {
+    const struct path *path = &lanes->peers[peer_rank].paths[lane];
+    int64_t wait_ns = (int64_t)PING_NS << (path->pings < PINGS_DOUBLED ? path->pings : PINGS_DOUBLED);
+    if (now_ns - since_ns >= (int64_t)PING_NS && now_ns - path->pinged_ns >= wait_ns) {
+        ping_now(lanes, peer_rank, lane, now_ns);
+    }
+}
+
 static void path_tick(struct nb_lanes *lanes, int peer_rank, int lane, int64_t now_ns) {
     struct peer *peer = &lanes->peers[peer_rank];
     struct path *path = &peer->paths[lane];
@@ -173,13 +214,15 @@ static void path_tick(struct nb_lanes *lanes, int peer_rank, int lane, int64_t n
         path->ping_ns = 0;
         path->other_moved_ns = 0;
     }
+    if (path->open) {
+        ping_tick(lanes, peer_rank, lane, since, now_ns);
+    }
     if (!path->open || now_ns - since < part) {
         return;
     }
     if (path->ping_ns == 0) {
         path->ping_ns = now_ns;
-        path->ping_due = true;
-        ping_send(lanes, peer_rank, lane);
+        ping_now(lanes, peer_rank, lane, now_ns);
     } else if (path->other_moved_ns == 0) {
         path->other_moved_ns = other_lane_moved(lanes, peer, path->ping_ns) ? now_ns : 0;
     } else if (now_ns - path->other_moved_ns > part) {

@@ -26,7 +26,9 @@ static void flow_moved(struct nb_lanes *lanes, struct nb_flow *flow, int lane, s
     flow->bytes_moved += bytes;
     flow->lane_bytes[lane] += bytes;
     flow->moved_ns = nb_now_ns();
-    path_of(lanes, flow->peer, lane)->moved_ns = flow->moved_ns;
+    struct path *path = path_of(lanes, flow->peer, lane);
+    path->moved_ns = flow->moved_ns;
+    path->pings = 0;
 }
 
 // Number of available blocks from `first` on that may travel as one segment.
@@ -190,6 +192,7 @@ static void up_sent(void *ctx, struct nb_lane *lane, struct nb_request *req, int
     struct nb_frame frame = req->frame;
     int peer = req->peer;
     nb_rate_sent(lanes, path, frame.bytes);
+    path->writes_out += code == 0;
     if (flow != NULL) {
         nb_retransmit_add(lanes, lane->index, at);
     }
@@ -289,6 +292,7 @@ static void rma_landed(struct nb_lanes *lanes, int lane, int from, const struct 
         return;
     }
     int peer_rank = flow->peer;
+    path_of(lanes, peer_rank, lane)->writes_in++;
     nb_flow_claim(flow, frame);
     run_landed(lanes, flow, lane, frame, data);
     if (refill) {

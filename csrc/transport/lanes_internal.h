@@ -39,9 +39,14 @@ struct path {
     bool placing_scratch;
     bool pong_due;          // the peer sent a ping: answer it
     bool ping_due;          // send a ping again: the lane did not accept it
+    int pings;              // since data moved; each is asked for later than the one before
+    int64_t pinged_ns;      // time of the last ping
     int64_t moved_ns;       // last time that something arrived or left
-    int64_t ping_ns;        // time of the ping that has no answer yet; 0: none
+    int64_t ping_ns;        // since when the lane is suspected: the time of a ping without an answer; 0: it is not
     int64_t other_moved_ns; // since when another lane is known to be alive after ping_ns
+    uint32_t writes_out;    // RMA: writes to the peer that are complete here
+    uint32_t writes_in;     // RMA: writes of the peer that have landed
+    uint32_t writes_owed;   // RMA: the peer's count in its last pong; all have landed by the next one
     size_t in_flight;       // in bytes
     struct lane_rate {
         int64_t since_ns;    // start of the measurement

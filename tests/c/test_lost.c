@@ -498,6 +498,84 @@ static void test_late_credit(void) {
     end();
 }
 
+static void say_pong(int lane, uint32_t writes) {
+    const struct wire_lane_pong pong = {.type = NB_MESSAGE_PONG, .writes = writes};
+    nb_lanes_up.message(lanes, lanes->lane[lane], PEER, &pong, sizeof pong);
+}
+
+// Lands the first granted block.
+static void land(int lane) {
+    struct wire_credits granted = {0};
+    for (int i = 0; i < heard_count && granted.count == 0; i++) {
+        if (heard[i].type == NB_MESSAGE_CREDITS) {
+            memcpy(&granted, &heard[i], sizeof granted);
+        }
+    }
+    CHECK(granted.count > 0, "nothing is granted");
+    const struct wire_credit *credit = &granted.credits[0];
+    const struct nb_frame frame = {.op = credit->op,
+                                   .block = credit->first,
+                                   .blocks = 1,
+                                   .bytes = BLOCK,
+                                   .slot = credit->slot,
+                                   .tag = credit->tag};
+    nb_lanes_up.landed(lanes, lanes->lane[lane], NB_NO_PEER, &frame);
+}
+
+// A write that is complete at the peer was lost: the lane was connected again without a word. It may be late once.
+static void test_write_lost(void) {
+    const struct nb_lane_ops ops = hand_ops(NB_LANE_RMA);
+    static struct side in;
+    begin(&ops);
+    side_add(&in, NB_FLOW_IN, 5, 4);
+    land(2);
+    say_pong(1, 1);
+    say_pong(2, 1);
+    CHECK(lanes->peers[PEER].paths[1].open, "a write may land after the pong that counts it");
+    say_pong(2, 1);
+    CHECK(lanes->peers[PEER].paths[2].open, "all of its writes have landed");
+    heard_count = 0;
+    say_pong(1, 1);
+    CHECK(!lanes->peers[PEER].paths[1].open, "a write was lost and its lane is taken for good");
+    CHECK(lanes->peers[PEER].paths[0].open && lanes->peers[PEER].paths[2].open, "other lanes lost nothing");
+    bool told = false;
+    for (int i = 0; i < heard_count; i++) {
+        told = told || (heard[i].type == NB_MESSAGE_LOST && heard[i].first == 1 << 1);
+    }
+    CHECK(told, "the peer does not hear of it");
+    nb_lanes_cancel(lanes, &in.flow);
+    end();
+}
+
+static int pings_heard(void) {
+    int count = 0;
+    for (int i = 0; i < heard_count; i++) {
+        count += heard[i].type == NB_MESSAGE_PING;
+    }
+    heard_count = 0;
+    return count;
+}
+
+// A ping may be lost with its connection, and only the next message shows it.
+static void test_pings(void) {
+    const struct nb_lane_ops ops = hand_ops(NB_LANE_RMA);
+    const int64_t ms = 1000 * 1000, start = nb_now_ns();
+    static const struct {
+        int at_ms, pings;
+    } ticks[] = {{0, 0}, {40, 0}, {60, LANES}, {150, 0}, {170, LANES}, {350, 0}, {380, LANES}};
+    static struct side in;
+    begin(&ops);
+    side_add(&in, NB_FLOW_IN, 5, 4);
+    pings_heard();
+    for (size_t i = 0; i < sizeof ticks / sizeof ticks[0]; i++) {
+        nb_lanes_tick(lanes, start + ticks[i].at_ms * ms);
+        int pings = pings_heard();
+        CHECK(pings == ticks[i].pings, "%d pings after %d ms", pings, ticks[i].at_ms);
+    }
+    nb_lanes_cancel(lanes, &in.flow);
+    end();
+}
+
 int main(void) {
     test_long_report(SAID_MAX);
     test_long_report(2);
@@ -506,5 +584,7 @@ int main(void) {
     test_flow_added_during_a_report();
     test_lane_lost_while_settling();
     test_late_credit();
+    test_write_lost();
+    test_pings();
     return 0;
 }

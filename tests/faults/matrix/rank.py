@@ -95,7 +95,10 @@ class Rank:
         return child
 
     def do_reset(self, many: str) -> int:
-        """Reset connections of this rank: the peer gets RST. many: "lane" (one connection), or "all"."""
+        """Reset connections of this rank. many: "lane" (one connection), or "all".
+
+        The peer gets RST, and this end is left as by one: what was on its way is lost, and the socket is at its end.
+        """
         door = int(os.environ["NETBOTTLENECK_MASTER"].rpartition(":")[2])
         found = []
         for name in sorted(map(int, os.listdir("/proc/self/fd"))):
@@ -107,6 +110,8 @@ class Rank:
         chosen = joined if many == "all" else lanes[-1:]
         for one in chosen:
             ctypes.CDLL(None).connect(one.fileno(), UNSPECIFIED, len(UNSPECIFIED))
+            with contextlib.suppress(OSError):  # "not connected", but it takes effect
+                one.shutdown(socket.SHUT_RDWR)
         for one in found:
             one.close()
         return len(chosen)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
-from netbottleneck.hooks.measured import Pass, Sample, compared
+from netbottleneck.hooks import measured
+from netbottleneck.hooks.measured import Crosscheck, Pass, Sample, compared
 
 TIMES = np.array([100, 200, 300, 900], np.int64)  # the last one is of the next pass
 KEYS = np.array([2, 1, 0, 2], np.uint64)
@@ -49,3 +54,32 @@ def test_a_gradient_that_no_pass_reached_is_left_out() -> None:
 
 def test_a_pass_without_a_stamp_of_ours_is_left_out() -> None:
     assert compared(sample(), OURS, TIMES[:0], KEYS[:0]) == []
+
+
+class Model:
+    """What a DDP model says of its last pass: it began a second ago by the wall clock, and ended 1000 ns ago."""
+
+    static_graph = False
+
+    def __init__(self) -> None:
+        self.iteration = 0
+        self.reducer = SimpleNamespace(get_backward_stats=lambda: [0])
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        self.iteration += 1
+        now = time.time_ns()
+        ended = {f"backward_comm_time_{what}": now - 1000 for what in ("start", "end")}
+        return {"iteration": self.iteration, "backward_compute_time_start": now - 10**9, **ended}
+
+
+def test_a_pass_is_kept_only_if_the_clock_was_looked_at_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured.job, "core", lambda: SimpleNamespace(now_ns=time.monotonic_ns))
+    model = Model()
+    hook = SimpleNamespace(count=1, sent_ns=0)
+    check = Crosscheck(model, hook, None)  # type: ignore[arg-type]
+    kept = []
+    for _ in range(5):
+        hook.sent_ns = time.monotonic_ns()
+        check.look()
+        kept.append(len(check._samples))
+    assert kept == [0, 0, 1, 2, 3]  # the pass before the last one, of which the look before it is known

@@ -489,7 +489,8 @@ class Crosscheck:
         before, wall, after = job.core().now_ns(), time.time_ns(), job.core().now_ns()
         self._offsets.append(wall - (before + after) // 2)
         data: Mapping[str, Any] = ddp._get_ddp_logging_data()
-        if int(data.get("iteration", 0)) > self._seen and "backward_comm_time_end" in data:
+        whole = len(self._offsets) == self._offsets.maxlen  # from before the pass to now
+        if whole and int(data.get("iteration", 0)) > self._seen and "backward_comm_time_end" in data:
             self._seen = int(data["iteration"])
             self._keep(data, after, (after - before) // 2)
         if self._hook.sent_ns:

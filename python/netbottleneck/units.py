@@ -29,10 +29,11 @@ def gbit(bits_per_s: float) -> str:
     return f"{_digits(bits_per_s / 1e9)} Gbit/s"
 
 
-def percent(part: float, *, signed: bool = False) -> str:
-    """0.123: "12 %"; below ten with one decimal; signed: "+12 %"."""
+def percent(part: float, *, digits: int | None = None, signed: bool = False) -> str:
+    """0.123: "12 %"; digits: decimals, by default one below ten and none from there on; signed: "+12 %"."""
     value, sign = 100 * part, "+" if signed else ""
-    return f"{value:{sign}.0f} %" if abs(value) >= 10 else f"{value:{sign}.1f} %"
+    decimals = digits if digits is not None else int(abs(value) < 10)
+    return f"{value:{sign}.{decimals}f} %"
 
 
 def nbytes(count: float) -> str:

@@ -208,7 +208,7 @@ def test_totals_of_a_step_give_the_cost_of_bytes_if_operations_do_not() -> None:
     found = fit(replace(run, steps=steps, collectives=(*rows, *moved)))
     assert found.reason == ""
     assert found.error > 0.1
-    assert "0.0% for all operations of a step" in found.notes[1]
+    assert "0.0 % for all operations of a step" in found.notes[1]
     assert found.cost.link.rate_bps == pytest.approx(1e9, rel=1e-3)
 
 

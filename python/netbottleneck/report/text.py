@@ -358,7 +358,7 @@ def _core_cells(host: HostUse) -> tuple[str, str]:
 def _retransmitted(host: HostUse) -> str:
     if not host.sent_segments or host.retransmitted_segments is None:
         return "-"
-    return f"{100 * host.retransmitted_segments / host.sent_segments:.2f} %"
+    return percent(host.retransmitted_segments / host.sent_segments, digits=2)
 
 
 def render(findings: Findings, verdict: Verdict, console: Console, hosts: Sequence[HostUse] = ()) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from netbottleneck.report.text import WIDTH, bare_ms, make_table, put_row
-from netbottleneck.units import gbit, ms, streams
+from netbottleneck.units import gbit, ms, percent, streams
 from netbottleneck.whatif.compat2020 import Prediction
 from netbottleneck.whatif.questions import NEGLIGIBLE_GAIN, Answer, LeastValue, prediction
 from netbottleneck.whatif.sweeps import Answers
@@ -20,13 +20,9 @@ from netbottleneck.whatif.sweeps import Answers
 LINKS_MAX = 5
 
 
-def _percent(part: float) -> str:
-    return f"{100 * part:.1f} %"
-
-
 def _links_table(rows: Sequence[Prediction], links: Sequence[float]) -> Table:
     table = make_table("workers", "ratio", *(f"{bps / 1e9:g} Gbit/s" for bps in links))
-    cells = {(row.workers, row.compression, row.link_bps): _percent(row.scaling_factor) for row in rows}
+    cells = {(row.workers, row.compression, row.link_bps): percent(row.scaling_factor, digits=1) for row in rows}
     for workers, ratio in dict.fromkeys((row.workers, row.compression) for row in rows):
         put_row(table, f"{workers}", f"{ratio:g}x", *(cells.get((workers, ratio, bps), "") for bps in links))
     return table
@@ -41,7 +37,7 @@ def _one_link_table(rows: Sequence[Prediction]) -> Table:
             f"{row.compression:g}x",
             overhead,
             step,
-            _percent(row.scaling_factor),
+            percent(row.scaling_factor, digits=1),
             f"{row.buckets}",
         )
         put_row(table, *cells)
@@ -98,7 +94,7 @@ def _recorded_step(answers: Answers) -> Iterator[str]:
         yield f"The step{name} took {ms(was.value)}, {ms(was.low)} to {ms(was.high)} (measured)."
     if now is not None and now.step_s is not None:
         off = (
-            f", {100 * (now.step_s.value * 1e9 / was.value - 1):+.1f} % from the measured step"
+            f", {percent(now.step_s.value * 1e9 / was.value - 1, digits=1, signed=True)} from the measured step"
             if was is not None
             else ""
         )
@@ -144,7 +140,7 @@ def _least_table(answers: Answers) -> Table:
     for one in answers.least_values:
         amount = one.reason if one.value is None else _amount(one, one.value.value)
         aim = (
-            f"a gain of at most {100 * NEGLIGIBLE_GAIN:g} % by a faster link"
+            f"a gain of at most {percent(NEGLIGIBLE_GAIN, digits=0)} by a faster link"
             if one.question == "enough link"
             else one.aim
         )
@@ -175,7 +171,7 @@ def _step_cells(one: Answer, ended: bool) -> list[str]:
     if one.step_s is None or one.scaling is None:
         return ["refused"]
     step, factor = one.step_s, one.scaling
-    cells = [ms(step.value * 1e9), _percent(factor.value)]
+    cells = [ms(step.value * 1e9), percent(factor.value, digits=1)]
     if ended:
         cells.insert(1, f"{bare_ms(step.low * 1e9)}-{bare_ms(step.high * 1e9)} ms" if one.interval else "")
         cells.append(f"{100 * factor.low:.1f}-{100 * factor.high:.1f} %" if one.interval else "")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from netbottleneck.config import Settings
 from netbottleneck.errors import PeerError
 from netbottleneck.launch import connect
+from netbottleneck.trace.recorder import EVENTS
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -226,15 +227,14 @@ class Stock:
         recorder = self._recorder
         if recorder is None:
             return None
-        core = connect.core()
-        events = core.EVENTS
+        allreduce = connect.core().ALLREDUCE
         key, turn = key_of(name), self._rounds.get(name, 0)
         self._rounds[name] = turn + 1
-        recorder.put(events["OP_SUBMIT"], key, turn, nbytes, index + 1, 0, core.ALLREDUCE)
+        recorder.put(EVENTS["OP_SUBMIT"], key, turn, nbytes, index + 1, 0, allreduce)
 
         def started(work: Any) -> None:
-            recorder.put(events["OP_START"], key, turn)
-            work.get_future().then(recorder.stamper(events["OP_DONE"], key, turn, awaited=True))
+            recorder.put(EVENTS["OP_START"], key, turn)
+            work.get_future().then(recorder.stamper(EVENTS["OP_DONE"], key, turn, awaited=True))
 
         return started
 

@@ -21,7 +21,7 @@ from netbottleneck.study.task import PLAY, Task, write_schedule
 from netbottleneck.trace import layer_log
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.transports import ASKED
-from netbottleneck.units import gbit, ms
+from netbottleneck.units import gbit, ms, percent
 from netbottleneck.whatif.plan import BUCKET_BYTES, FIRST_BYTES, Plan, ReplaySchedule, replay_schedule
 
 FINE, FAILED, USAGE = 0, 1, 2
@@ -154,7 +154,7 @@ def lines(run: Run, bytes_sent: Sequence[Sent], link: str) -> list[str]:
             by = ", ".join(one.algorithms)
             seen = [f"{what} {value / 1e6:.2f}" for what, value in (("engine", one.engine),) if value is not None]
             if one.interface is not None and one.ratio is not None:
-                seen.append(f"interface {one.interface / 1e6:.2f}, {100 * (one.ratio - 1):+.2f} %")
+                seen.append(f"interface {one.interface / 1e6:.2f}, {percent(one.ratio - 1, digits=2, signed=True)}")
             output.append(
                 f"  sent by rank 0, MB: model ({by}) {one.model / 1e6:.2f}; {'; '.join(seen) or 'not counted'}"
             )

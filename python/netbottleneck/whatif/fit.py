@@ -26,6 +26,7 @@ from netbottleneck.analysis.intervals import (
 from netbottleneck.analysis.statistics import BOOTSTRAP_SEED, PAIRS_MIN, Estimate, by_block, median_of, redrawn
 from netbottleneck.trace.model import Collective, Trace, TransportInfo
 from netbottleneck.trace.transports import NULL, PSEUDO, Arm
+from netbottleneck.units import percent
 from netbottleneck.whatif.cost import ALGORITHMS, UNLIMITED, Cost, Link, Table, Wire, non_negative
 from netbottleneck.whatif.plan import in_flight
 
@@ -278,9 +279,12 @@ def fit_operations(rows: Sequence[Service], known: float | None, least_byte_ns: 
     byte_ns = max(0.0, float(np.median((step_took - own) / step_sizes)))
     middle, most = _deviation(step_took, own + byte_ns * step_sizes)
     if len(step_took) >= LEAST_OPERATIONS and most <= MIDDLE_OFF:
-        note = f"the median deviation is {off[0]:.0%} for one operation, and {middle:.1%} for all operations of a step"
+        note = (
+            f"the median deviation is {percent(off[0])} for one operation, and {percent(middle)} for all operations of "
+            "a step"
+        )
         return fixed, byte_ns, "; ".join(reasons), note
-    reasons.append(f"half of the operations deviate by {off[0]:.0%} or more, a tenth by {off[1]:.0%} or more")
+    reasons.append(f"half of the operations deviate by {percent(off[0])} or more, a tenth by {percent(off[1])} or more")
     return a, b, "; ".join(reasons), ""
 
 
@@ -389,10 +393,13 @@ def contention(trace: Trace, transport: Arm) -> tuple[Estimate | None, str]:
         return None, f"{unknown}: it needs {PAIRS_MIN} pairs of blocks with the arm {NULL}"
     overlapped = float(np.median(found.other[:, 1] / np.maximum(found.other[:, 0], 1.0)))
     if overlapped < BESIDE_LEAST:
-        return None, f"{unknown}: only {overlapped:.1%} of compute overlaps an operation"
+        return None, f"{unknown}: only {percent(overlapped)} of compute overlaps an operation"
     lost = median_of(_lost_part(found.base, found.other), _lost_part(found.base_drawn, found.other_drawn))
     if lost.high - lost.low > WIDTH_MOST:
-        return None, f"{unknown}: the interval of the lost part, {lost.low:.0%} to {lost.high:.0%}, is too wide"
+        return (
+            None,
+            f"{unknown}: the interval of the lost part, {percent(lost.low)} to {percent(lost.high)}, is too wide",
+        )
     value, low, high = (1 / (1 - min(max(part, 0.0), LOST_MOST)) for part in (lost.value, lost.low, lost.high))
     sentence = f"compute takes {value:.3f} times as long while an operation is in flight, {low:.3f} to {high:.3f}"
     return Estimate(value, low, high), f"{sentence} (measured, {len(found.base)} pairs of blocks of {NULL})"

@@ -12,6 +12,7 @@ from netbottleneck import _core
 from netbottleneck.analysis.statistics import Estimate, widened
 from netbottleneck.trace.model import Trace
 from netbottleneck.trace.transports import NULL, PSEUDO, Arm
+from netbottleneck.units import percent
 from netbottleneck.whatif import questions
 from netbottleneck.whatif.cost import ALGORITHMS, UNLIMITED, Cost, Link, Wire
 from netbottleneck.whatif.fit import Fit, fit, flows
@@ -77,7 +78,7 @@ def _share(found: Fit, source: Wire, target: Wire, used: tuple[float, float]) ->
         source_bps, target_bps = getattr(source, how)(used[0]), getattr(target, how)(used[1])
         if source_bps and target_bps:
             part = achieved / source_bps
-            note = f"{found.transport}: {part:.1%} of {basis}, {target_bps / 1e9:.3f} Gbit/s"
+            note = f"{found.transport}: {percent(part, digits=1)} of {basis}, {target_bps / 1e9:.3f} Gbit/s"
             known.append(
                 _Share(Link(part * target_bps), Link(max(part, 1.0) * target_bps), note, saved_ns=target.burst_ns)
             )

@@ -16,6 +16,7 @@ from netbottleneck.analysis.intervals import intervals, total
 from netbottleneck.analysis.statistics import Estimate, achievable, step_times, widened
 from netbottleneck.trace.model import Collective, Trace
 from netbottleneck.trace.transports import Arm
+from netbottleneck.units import percent
 from netbottleneck.whatif.compat2020 import Prediction
 from netbottleneck.whatif.cost import Cost
 from netbottleneck.whatif.fit import Fit, fit
@@ -364,7 +365,7 @@ def least(job: Job, aim: Aim, make: Callable[[float], Setting], limit_ns: Callab
 
     value = found(IntervalEnd("", job))
     if math.isinf(value):
-        return replace(unmet, reason=f"at most {100 * scaling(job, reached_ns):.1f} % is reached")
+        return replace(unmet, reason=f"at most {percent(scaling(job, reached_ns), digits=1)} is reached")
     others = interval_ends(job, best.cost)
     between = interval(value, others, [found(end) for end in others])
     between = replace(between, low=max(low, between.low))  # ends combined in quadrature can exceed the range

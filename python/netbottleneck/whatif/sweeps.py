@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from netbottleneck.units import gbit, ms, nbytes, streams
+from netbottleneck.units import gbit, ms, nbytes, percent, streams
 from netbottleneck.whatif.cost import Cost, Link
 from netbottleneck.whatif.plan import FUSION_BYTES, Plan
 from netbottleneck.whatif.questions import (
@@ -208,7 +208,7 @@ def enough_link(job: Job) -> LeastValue:
     def limit_ns(end: IntervalEnd) -> float:
         return (1 + NEGLIGIBLE_GAIN) * simulate_setting(end.job, endless, end.apply(endless.cost)).step_ns
 
-    aim = Aim("enough link", f"a faster link gains at most {100 * NEGLIGIBLE_GAIN:g} %", LINK_BPS)
+    aim = Aim("enough link", f"a faster link gains at most {percent(NEGLIGIBLE_GAIN, digits=0)}", LINK_BPS)
     return least(job, aim, lambda bps: next(links(job, [bps])), limit_ns)
 
 

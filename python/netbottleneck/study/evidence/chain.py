@@ -249,7 +249,7 @@ def _retransmissions(arms: Sequence[ArmFacts]) -> list[str]:
     """Report the largest share of retransmitted TCP segments."""
     counts = [(arm.retransmitted_segments, arm.sent_segments) for arm in arms]
     shares = [again / sent for again, sent in counts if sent and again is not None]
-    return [f"TCP segments retransmitted: at most {100 * max(shares):.2f} % (measured)"] if shares else []
+    return [f"TCP segments retransmitted: at most {percent(max(shares), digits=2)} (measured)"] if shares else []
 
 
 def _utilisation(cell: CellFacts, arm: ArmFacts | None) -> tuple[float, float, str] | None:
@@ -438,7 +438,7 @@ def _forecasts(cells: Sequence[CellFacts]) -> Statement:
     )
     lines = [
         f"{miss.key}, {miss.arm}: predicted {values.time(miss.predicted_ns)}, "
-        f"measured {values.time(miss.measured_ns)}: {100 * miss.error:+.1f} %"
+        f"measured {values.time(miss.measured_ns)}: {percent(miss.error, digits=1, signed=True)}"
         for miss in record.forecast_errors
     ]
     return verdict, lines, refused

@@ -54,7 +54,13 @@ def _arm(cell: CellFacts, arm: ArmFacts) -> Row:
 def predictions(forecast_record: ForecastRecord) -> list[Row]:
     """Return one row per forecast."""
     return [
-        (one.key, one.arm, values.time(one.predicted_ns), ms(one.measured_ns.value), f"{100 * one.error:+.1f} %")
+        (
+            one.key,
+            one.arm,
+            values.time(one.predicted_ns),
+            ms(one.measured_ns.value),
+            percent(one.error, digits=1, signed=True),
+        )
         for one in forecast_record.forecast_errors
     ]
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from netbottleneck.analysis.statistics import BOOTSTRAP_DRAWS, BOOTSTRAP_SEED, Estimate, Paired
 from netbottleneck.trace import json_codec
 from netbottleneck.trace.transports import PSEUDO
-from netbottleneck.units import ms
+from netbottleneck.units import ms, percent
 
 # Facts of a cell.
 
@@ -256,7 +256,7 @@ def factor(one: Estimate) -> str:
 
 def percent_change(one: Estimate) -> str:
     """Format a part: +2.1 % (-0.3 to +4.5)."""
-    return f"{100 * one.value:+.1f} % ({100 * one.low:+.1f} to {100 * one.high:+.1f})"
+    return f"{percent(one.value, digits=1, signed=True)} ({100 * one.low:+.1f} to {100 * one.high:+.1f})"
 
 
 def time(one: Estimate) -> str:

@@ -1,4 +1,4 @@
-"""Stamps of ready gradients: one for each, whoever opens and how often; and the number that stands for a shape."""
+"""Ready times of gradients: hooks that stamp them, and those of DDP's reducer; and the number of a shape."""
 
 from __future__ import annotations
 
@@ -36,6 +36,50 @@ def test_what_is_opened_twice_stamps_each_gradient_once_into_the_later_recorder(
     assert not len(first)
     assert set(second["kind"]) == {EVENTS["GRAD_READY"]}
     assert sorted(second["key"]) == [0, 1, 2]
+
+
+def stamped(path: Path, *args: Any) -> tuple[int, list[tuple[int, int]]]:
+    """Return what put_ready returns, and the (parameter, ns) pairs that it stamped."""
+    recorder = _core.Recorder(str(path), 64, 0)
+    begin = recorder.put_ready(*args)
+    recorder.close()
+    events = read_ring(path).events
+    assert set(events["kind"]) <= {EVENTS["GRAD_READY"]}
+    return begin, [(int(key), int(ns)) for key, ns in zip(events["key"], events["time_ns"], strict=True)]
+
+
+def test_a_pass_begins_as_late_as_its_buckets_allow(tmp_path: Path) -> None:
+    sent = [(1100, (2, 1)), (1400, (0,))]  # the second bucket was sent 50 ns after its gradient, the first 10
+    found = stamped(tmp_path / "ring", [260, 90, 40], [], sent, 900)
+    assert found == (1010, [(2, 1050), (1, 1100), (0, 1270)])
+
+
+def test_a_bucket_sent_after_an_earlier_one_waited_for_that_ones_gradients(tmp_path: Path) -> None:
+    sent = [(1100, (2, 1)), (1101, (0,))]
+    assert stamped(tmp_path / "ring", [40, 90, 80], [], sent, 900)[0] == 1010
+
+
+def test_unknown_buckets_leave_the_last_one_as_bound(tmp_path: Path) -> None:
+    sent: list[tuple[int, tuple[int, ...]]] = [(1100, ()), (1400, ())]
+    assert stamped(tmp_path / "ring", [260, 90, 40], [], sent, 900)[0] == 1140
+
+
+def test_times_left_over_from_the_pass_before_are_not_stamped(tmp_path: Path) -> None:
+    found = stamped(tmp_path / "ring", [260, 90, 0], [250, 90, 0], [(1400, (0, 1, 2))], 900)
+    assert found == (1140, [(0, 1400)])
+
+
+@pytest.mark.parametrize(("offsets", "since"), [([900, 10], 1000), ([0, 0], 0), ([-5, -9], 0)])
+def test_times_of_a_clock_that_was_set_are_dropped(tmp_path: Path, offsets: list[int], since: int) -> None:
+    assert stamped(tmp_path / "ring", offsets, [], [(1500, (0, 1))], since) == (0, [])
+
+
+def test_a_bucket_of_parameters_that_do_not_exist_is_refused(tmp_path: Path) -> None:
+    recorder = _core.Recorder(str(tmp_path / "ring"), 64, 0)
+    with pytest.raises(ValueError, match="parameter 2 of a bucket: there are 2"):
+        recorder.put_ready([1, 2], [], [(5, (2,))], 0)
+    with pytest.raises(TypeError):
+        recorder.put_ready([1, 2], [], [(5, [0])], 0)  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def watch(ddp: DistributedDataParallel, group: ReducerGroup, told: Told) -> None
     _groups[ddp] = (group, told)
     name = str(ddp._get_ddp_logging_data().get("comm_hook", ""))
     if name:
-        group.hooked = True
+        group.hooked = group.unseen = True
         told(f"{_own(name)} It was there before the model was measured, so {NOT_TIMED}.")
 
 
@@ -84,7 +84,7 @@ def _wrap() -> None:
             return
         group, told = found
         group.leave()  # the hook keeps the reducer's current process group
-        group.hooked = True
+        group.hooked = group.unseen = True
         register_built_in(reducer, kind)
         group.enter()
         told(f"{_own(str(kind))} It is built into torch, so {NOT_TIMED}.")
@@ -217,7 +217,7 @@ def _measure(ddp: DistributedDataParallel, optimizer: Any, session: Session, cal
         own_sync=False,
         bare=lambda on: group.leave() if on else group.enter(),
         agree=agree if swaps else None,
-        on_forward=group.new_pass,
+        on_forward=group.forward_begins,
     )
     group.on_error = measured.failed
     for error in failures:

@@ -161,14 +161,15 @@ class Route:
         self.close()
         self._recorder = recorder
         self.plain = False
-        self._stamps = Stamps(self.parameters, recorder)
+        self._stamps = Stamps(recorder, len(self.parameters))
+        self._stamps.start(self.parameters)
 
     def close(self) -> None:
         """Send all all-reduces to Horovod and stop recording."""
         self.plain = True
         self._recorder = None
         if self._stamps is not None:
-            self._stamps.remove()
+            self._stamps.stop()
 
     def flush(self) -> None:
         """Do nothing: Horovod's optimizer submits the gradients itself."""

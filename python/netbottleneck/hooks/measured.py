@@ -11,11 +11,9 @@ import sys
 import threading
 import time
 import weakref
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -428,31 +426,27 @@ def compiled(model: torch.nn.Module | None) -> bool:
 # Cross-check of our stamps against DDP's own times of its backward passes. The result goes into the rank's record; a
 # disagreement is logged as a warning.
 #
-# DDP stamps three kinds of events on the wall clock: each gradient is ready, the first bucket is sent, all buckets are
-# reduced. Each lies between two of our stamps: ours for the same gradient comes just before DDP's, our next one after
-# it. So the only tolerance is the error of the mapping between the two clocks.
+# DDP's logger has the wall times at which a pass began, its first bucket was sent, and its buckets were reduced. The
+# last two lie between two of our stamps. The begin that we derive from the ready times (see Recorder.put_ready) is
+# never before DDP's. So the only tolerance is the error of the mapping between the two clocks.
 
 FIRST, EVERY = 10, 100  # DDP keeps the times of its first 10 passes, then of every 100th
 SLEW = 2000  # a clock under adjustment drifts by at most 1 ns in SLEW ns
 
 
-@dataclass(frozen=True)
-class Sample:
-    """DDP's times of one backward pass on the recorder's clock, each within `error_ns`.
-
-    ready_ns: one time per parameter; empty for a static graph.
-    """
+class Sample(NamedTuple):
+    """DDP's times of one backward pass, on the recorder's clock within `error_ns`."""
 
     begin_ns: int
     sent_ns: int
     end_ns: int
     error_ns: int
-    ready_ns: tuple[int, ...]
 
 
 class Pass(NamedTuple):
-    """Our stamps of a backward pass, ns: first bucket sent, begin and end of the wait for all buckets."""
+    """Our times of a backward pass, ns: its begin (0: unknown), first bucket sent, begin and end of the wait."""
 
+    begin_ns: int
     sent_ns: int
     wait_begin_ns: int
     wait_end_ns: int
@@ -472,10 +466,9 @@ class Crosscheck:
         self._ddp = weakref.ref(ddp)
         self._hook = hook
         self._session = session
-        self._static = bool(ddp.static_graph)  # DDP then holds all gradients back until the last one is ready
-        self._samples: list[tuple[Sample, int]] = []  # with our time of the pass's first bucket
+        self._samples: list[tuple[Sample, int, int]] = []  # with our begin and first bucket of the pass
         self._seen = 0
-        self._last: tuple[int, list[int]] = (0, [])
+        self._last = (0, 0)  # our begin and first bucket of the last pass
         self._offsets: deque[int] = deque(maxlen=3)  # wall clock minus ours, at the last three looks
 
     def look(self) -> None:
@@ -494,10 +487,10 @@ class Crosscheck:
             self._seen = int(data["iteration"])
             self._keep(data, after, (after - before) // 2)
         if self._hook.sent_ns:
-            self._last = (self._hook.sent_ns, list(ddp.reducer.get_backward_stats()))
+            self._last = (self._hook.begun_ns, self._hook.sent_ns)
 
     def _keep(self, data: Mapping[str, Any], now_ns: int, error: int) -> None:
-        sent_ns, stats = self._last
+        begun_ns, sent_ns = self._last
         moved = max(self._offsets) - min(self._offsets)  # setting the wall clock moves it in one jump
         begin, sent, end = (
             int(data[f"backward_{what}"]) - self._offsets[-1]
@@ -505,24 +498,23 @@ class Crosscheck:
         )
         error += moved + (now_ns - end) // SLEW + 1
         if sent_ns and begin - error <= sent_ns <= end + error:
-            ready = () if self._static else tuple(begin + each for each in stats)
-            self._samples.append((Sample(begin, sent, end, error, ready), sent_ns))
+            self._samples.append((Sample(begin, sent, end, error), begun_ns, sent_ns))
 
     def compare(self) -> None:
         """Compare the stored times with this rank's ring; put the result into the record and log a disagreement."""
         ring = read_ring(self._session.folder / RANKS / f"{self._session.place.rank}.train.ring")
         kinds = ring.events["kind"]
-        ready = ring.events[kinds == EVENTS["GRAD_READY"]]
         begins, ends = (ring.events[kinds == EVENTS[kind]]["time_ns"] for kind in ("WAIT_BEGIN", "WAIT_END"))
-        found = []
-        for sample, sent_ns in self._samples:
-            ours = _pass(sent_ns, begins, ends)
+        found, late = [], []
+        for sample, begun_ns, sent_ns in self._samples:
+            ours = _pass(begun_ns, sent_ns, begins, ends)
             if ours is not None:
-                found += compared(sample, ours, ready["time_ns"], ready["key"])
+                found += compared(sample, ours)
+                late += [ours.begin_ns - sample.begin_ns] if ours.begin_ns else []
         worst = max(found, key=lambda apart: apart.ns, default=None)
         self._session.described["ddp_times"] = {
             "passes": len(self._samples),
-            "gradients": sum(len(sample.ready_ns) for sample, _ in self._samples),
+            "begin_late_ns": {"median": int(np.median(late)), "max": max(late)} if late else None,
             "apart": len(found),
             "worst": worst and {"what": worst.what, "ns": worst.ns},
         }
@@ -536,43 +528,28 @@ class Crosscheck:
             )
 
 
-def _pass(sent_ns: int, begins: NDArray[Any], ends: NDArray[Any]) -> Pass | None:
+def _pass(begun_ns: int, sent_ns: int, begins: NDArray[Any], ends: NDArray[Any]) -> Pass | None:
     """Return the pass whose wait is the first after sent_ns; None if it was not recorded."""
     begin = np.searchsorted(begins, sent_ns)
     end = np.searchsorted(ends, begins[begin]) if begin < len(begins) else len(ends)
-    return Pass(sent_ns, int(begins[begin]), int(ends[end])) if end < len(ends) else None
+    return Pass(begun_ns, sent_ns, int(begins[begin]), int(ends[end])) if end < len(ends) else None
 
 
-def compared(sample: Sample, ours: Pass, times: NDArray[Any], keys: NDArray[Any]) -> list[Apart]:
-    """Return the times of DDP that lie outside our stamps.
-
-    ours: our stamps of the same pass. times, keys: our stamp (ns) and the parameter index of each ready gradient,
-    sorted by time. Gradients without a stamp of ours in this pass are left out: the backward pass did not reach them.
-    """
-    low, high = np.searchsorted(times, [sample.begin_ns - sample.error_ns, ours.wait_end_ns])
-    mine = {int(key): int(at) for key, at in zip(keys[low:high], times[low:high], strict=True)}
-    if not mine:
-        return []
-    stamps = sorted([*mine.values(), ours.wait_begin_ns])
-    places: list[tuple[str, int, int, int | None]] = [
-        ("the first bucket sent", sample.sent_ns, stamps[0], ours.sent_ns),
+def compared(sample: Sample, ours: Pass) -> list[Apart]:
+    """Return the times of DDP that lie outside our stamps of the same pass."""
+    places = [
+        ("the first bucket sent", sample.sent_ns, sample.begin_ns, ours.sent_ns),
         ("all buckets back", sample.end_ns, ours.wait_begin_ns, ours.wait_end_ns),
     ]
-    for index, at in enumerate(sample.ready_ns):
-        if index in mine:
-            places.append((f"gradient {index}", at, mine[index], _next(stamps, mine[index])))
+    if ours.begin_ns:
+        places.append(("the begin of the pass", sample.begin_ns, 0, ours.begin_ns))
     outside = [(what, _outside(at, begin, end) - sample.error_ns) for what, at, begin, end in places]
     return [Apart(what, ns) for what, ns in outside if ns > 0]
 
 
-def _next(stamps: Sequence[int], at: int) -> int | None:
-    place = bisect_right(stamps, at)
-    return stamps[place] if place < len(stamps) else None
-
-
-def _outside(at: int, begin: int, end: int | None) -> int:
-    """Return by how many ns a time lies outside an interval. end None: the interval is open."""
-    return max(begin - at, at - end if end is not None else 0, 0)
+def _outside(at: int, begin: int, end: int) -> int:
+    """Return by how many ns a time lies outside an interval."""
+    return max(begin - at, at - end, 0)
 
 
 # The end of a measured run: every rank closes its records, rank 0 writes and shows the report.

@@ -3,6 +3,8 @@
 DDP keeps its reducer, its buckets, its division, `no_sync` and `join`. `enter` replaces the model's own group in the
 reducer with this one; `leave` restores it. Dense gradient all-reduces are timed and travel over the own group or over
 our communicator. Every other call goes to the own group.
+
+DDP's reducer itself notes when each gradient is ready, so no hook of ours is on a parameter while DDP synchronises.
 """
 
 import importlib
@@ -122,7 +124,9 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
         self.paused = False
         self.count = 0  # backward passes that sent a bucket
         self.sent_ns = 0  # first bucket of the last complete pass, on the recorder's clock
+        self.begun_ns = 0  # begin of the last complete pass by its ready times; 0 if unknown
         self.hooked = False  # the user's communication hook sends the buckets
+        self.unseen = False  # the reducer sends its buckets past this group
         self._ddp = weakref.ref(ddp)
         self._group: Any = group
         self._recorder: _core.Recorder | None = recorder
@@ -132,13 +136,15 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
         self._own = True
         self._sink: _core.Comm | None = None
         self._inside = False
-        self._stamps: Stamps | None = None
+        self._stamps = Stamps(recorder, len(named))
+        self._ready: list[int] = []  # the reducer's ready time of each gradient, ns after the begin of the pass
+        self._forward_ns = 0  # begin of the last forward pass
         self._under_way: list[_Sent] = []
         self._memory: list[int] = []  # address of each bucket
         self._index = 0  # of the next bucket
         self._sent_bytes = 0  # in this pass so far
         self._task = -1  # id of the autograd graph task at whose end we wait
-        self._begun_ns = 0
+        self._sends: list[tuple[int, int]] = []  # index of each bucket of this pass, and when the reducer sent it
         self._core = job.core()
         self._wait_begin, self._wait_end = recorder.stamper(EVENTS["WAIT_BEGIN"]), recorder.stamper(EVENTS["WAIT_END"])
         self._marks: dict[str, list[int]] = {}  # bucket name -> its key and how often it was stamped
@@ -155,20 +161,18 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
         return len(self._under_way)
 
     def enter(self) -> None:
-        """Make the reducer call this group, and stamp each ready gradient. Never call it during a backward pass."""
+        """Make the reducer call this group. Never call it during a backward pass."""
         ddp = self._ddp()
         if self._inside or ddp is None or self._group is None:
             return
-        if self._recorder is not None and len(self.parameters) == len(self._parameters):
-            self._stamps = Stamps(self.parameters, self._recorder)
         reducer_of(ddp)._update_process_group(self)
         self._inside = True
+        self._use_hooks(self.unseen)
         self.new_pass()
 
     def leave(self) -> None:
         """Restore the model's own group in the reducer and stop stamping. Never call it during a backward pass."""
-        if self._stamps is not None:
-            self._stamps.remove()
+        self._stamps.stop()
         ddp = self._ddp()
         if self._inside and ddp is not None:
             reducer_of(ddp)._update_process_group(self._group)
@@ -195,9 +199,24 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
     def wait(self) -> None:
         """Do nothing: the reducer waits for its buckets itself."""
 
+    def forward_begins(self) -> None:
+        """Handle the begin of the model's forward pass, where DDP decides whether it will synchronise."""
+        self.new_pass()
+        ddp = self._ddp()
+        if self._inside and ddp is not None:
+            self._forward_ns = self._core.now_ns()
+            self._use_hooks(self.unseen or not ddp.require_backward_grad_sync)
+
     def new_pass(self) -> None:
-        """Handle the begin of the model's forward pass: the next bucket has index 0."""
+        """Handle the begin of a pass: the next bucket has index 0."""
         self._index = self._sent_bytes = 0
+
+    def _use_hooks(self, on: bool) -> None:
+        """Stamp ready gradients by hooks on the parameters, in passes that the reducer does not time for us."""
+        if not on:
+            self._stamps.stop()
+        elif self._recorder is not None and len(self.parameters) == len(self._parameters):
+            self._stamps.start(self.parameters)
 
     @eager
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
@@ -272,10 +291,11 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
             sent.work.wait()
         self.count += 1
         self._task = -1
-        self._begun_ns = self._core.now_ns()
+        self._sends = []
 
     def _note(self, index: int, dtype: torch.dtype, pointer: int, nbytes: int) -> None:
-        """Record the layout of the buckets, which changes when DDP rebuilds them."""
+        """Record when a bucket is sent, and the layout of the buckets, which changes when DDP rebuilds them."""
+        self._sends.append((index, self._core.now_ns()))
         known = self.buckets[index] if index < len(self.buckets) else None
         if known is not None and (known.nbytes, known.dtype, self._memory[index]) == (nbytes, dtype, pointer):
             return
@@ -358,10 +378,26 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
     def _wait_begins(self) -> None:
         """Wait for the buckets in flight. When no transfer is left in flight, raise the first failure."""
         self._wait_begin()
-        self.sent_ns = self._begun_ns
+        self.sent_ns = self._sends[0][1] if self._sends else 0
         if self._under_way:
             self._settle()
-        _engine.queue_callback(self._wait_end)  # after DDP's own
+        _engine.queue_callback(self._pass_ends)  # after DDP's own
+
+    @eager
+    def _pass_ends(self) -> None:
+        """Stamp the end of the wait, and when each gradient of the pass was ready."""
+        self._wait_end()
+        self._guarded(self._record_ready)
+
+    def _record_ready(self) -> None:
+        ddp, recorder = self._ddp(), self._recorder
+        if ddp is None or recorder is None:
+            return
+        before, self._ready = self._ready, reducer_of(ddp).get_backward_stats()
+        self.begun_ns = 0
+        if not self._stamps.on and len(self._ready) == len(self.names):
+            sent = [(ns, self.buckets[index].parameters) for index, ns in self._sends]
+            self.begun_ns = recorder.put_ready(self._ready, before, sent, self._forward_ns)
 
     def _settle(self) -> None:
         under_way, self._under_way = self._under_way, []

@@ -52,19 +52,30 @@ class _Hooks(dict[Any, Any]):
 
 
 class Stamps:
-    """Makes a recorder stamp each ready gradient under its parameter's index, until `remove`."""
+    """Stamps each ready gradient into a recorder under its parameter's index, by hooks, while it is on."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor], recorder: "_core.Recorder") -> None:
+    def __init__(self, recorder: "_core.Recorder", parameters: int) -> None:
+        self._stampers = [recorder.stamper(EVENTS["GRAD_READY"], index) for index in range(parameters)]
         self._hooks: list[dict[Any, Any]] = []
-        for index, parameter in enumerate(cast("Sequence[Any]", parameters)):
+
+    @property
+    def on(self) -> bool:
+        """Return whether the hooks are on the parameters."""
+        return bool(self._hooks)
+
+    def start(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Put a hook on each parameter. Does nothing while it is on."""
+        if self.on:
+            return
+        for parameter, stamper in zip(cast("Sequence[Any]", parameters), self._stampers, strict=True):
             if parameter._post_accumulate_grad_hooks is None:
                 parameter._post_accumulate_grad_hooks = _Hooks()
             hooks = parameter._post_accumulate_grad_hooks
-            hooks[self] = recorder.stamper(EVENTS["GRAD_READY"], index)  # torch's keys are numbers
+            hooks[self] = stamper  # torch's keys are numbers
             self._hooks.append(hooks)
 
-    def remove(self) -> None:
-        """Stop stamping."""
+    def stop(self) -> None:
+        """Remove the hooks."""
         for hooks in self._hooks:
             hooks.pop(self, None)
         self._hooks.clear()

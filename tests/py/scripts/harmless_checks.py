@@ -1,6 +1,7 @@
 """One rank of the checks that a measured DDP model is the script's own: in memory, in copies, in failure, in step."""
 
 import copy
+import functools
 import gc
 import io
 import logging
@@ -19,6 +20,7 @@ from netbottleneck import config
 from netbottleneck.hooks import ddp
 from netbottleneck.hooks.measured import Measured
 from netbottleneck.report import Run
+from netbottleneck.runtime import job
 
 
 def settings(transport: str, **others: str) -> config.Settings:
@@ -161,6 +163,49 @@ def an_optimizer_inside_the_backward_pass_sees_one_path_a_pass() -> None:
         return model
 
     same(trained(True), trained(False))
+
+
+@check
+def ready_times_are_the_reducers_and_no_hook_of_ours_is_there_for_them() -> None:
+    for transport in ("stock", "tcp"):
+        model = network()
+        wrapped = DistributedDataParallel(model)
+        found = measured(wrapped, transport)
+        ready: list[list[tuple[int, int]]] = []  # of each step, by hooks of this script
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+        for step in range(12):
+            assert all(getattr(p, "_post_accumulate_grad_hooks", None) is None for p in model.parameters())
+            optimizer.zero_grad()
+            wrapped(batch(step)).sum().backward()
+            optimizer.step()
+
+        def note(index: int, ready: list[list[tuple[int, int]]], _parameter: torch.Tensor) -> None:
+            ready[-1].append((index, job.core().now_ns()))
+
+        for index, parameter in enumerate(model.parameters()):
+            parameter.register_post_accumulate_grad_hook(functools.partial(note, index, ready))
+        for step in range(12):
+            ready.append([])
+            optimizer.zero_grad()
+            with wrapped.no_sync():
+                wrapped(batch(step)).sum().backward()
+            wrapped(batch(step)).sum().backward()
+            assert [len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()] == [1, 1, 1, 1]
+            optimizer.step()
+        folder = folder_of(found)
+        times = found.session.described["ddp_times"]
+        assert times["apart"] == 0 < times["passes"], times
+        if dist.get_rank() == 0:
+            steps = [step for step in Run(folder).trace.steps if step.rank == 0 and step.index > 12]
+            steps = [step for step in steps if step.arm == transport and step.index < 24]
+            assert steps
+            for step in steps:
+                mine = ready[step.index - 12]
+                assert [index for index, _ in step.grad_ready] == [index for index, _ in mine]
+                (first, second), theirs = step.forward, [at for _, at in step.grad_ready]
+                assert first[1] <= theirs[0] <= theirs[3] <= second[0] <= second[1] <= theirs[4], step
+                assert theirs[-1] <= step.optimizer[0][0]
+        dist.barrier()
 
 
 @check

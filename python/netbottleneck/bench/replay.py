@@ -49,7 +49,7 @@ class Player:
         self.memory = [core.Arena(bucket.nbytes) for bucket in self.buckets]
         self._size, self._spin = size, spin
         self._parts = played.parts()
-        self._sink: Any = None
+        self._destination: Any = None
         self.fill(float(rank + 1))
 
     def fill(self, value: float) -> None:
@@ -68,11 +68,11 @@ class Player:
         """Return a bucket as a flat tensor, for stock, which runs in torch."""
         return tensor_over(self.memory[index])
 
-    def target(self, sink: Any, _average: bool = True, *, predivide: float = 1.0, op: int | None = None) -> None:
+    def target(self, destination: Any, _average: bool = True, *, predivide: float = 1.0, op: int | None = None) -> None:
         """Set the target of complete buckets. Raises ValueError for anything but a mean."""
         if predivide != 1.0 or op is not None:
             raise ValueError("a replay sends means")
-        self._sink = sink
+        self._destination = destination
 
     def describe(self) -> dict[str, Any]:
         """Return the description of tensors and buckets for a rank's record."""
@@ -100,13 +100,13 @@ class Player:
         core.stamp_at(recorder, EVENTS["OPTIMIZER_END"], [core.now_ns() + score.tail_ns], [0], self._spin)
 
     def _send(self, index: int) -> Any:
-        sink, bucket, arena = self._sink, self.buckets[index], self.memory[index]
-        if sink is None:
+        destination, bucket, arena = self._destination, self.buckets[index], self.memory[index]
+        if destination is None:
             return None
-        if callable(sink):
-            return sink(index)
+        if callable(destination):
+            return destination(index)
         core = connect.core()
-        return sink.submit(
+        return destination.submit(
             bucket.name,
             core.ALLREDUCE,
             arena,

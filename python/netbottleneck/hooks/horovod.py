@@ -20,7 +20,7 @@ from netbottleneck.runtime import async_operations, job, timeline
 from netbottleneck.runtime.collectives import shape_key
 from netbottleneck.runtime.communicators import key_of
 from netbottleneck.runtime.session import RANKS, Session, open_together
-from netbottleneck.torch.gradients import Bucket, Sink, Stamps, can_travel, check, dtype_code
+from netbottleneck.torch.gradients import Bucket, Destination, GradientSink, Stamps, can_travel, check, dtype_code
 from netbottleneck.trace.recorder import EVENTS
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Call(NamedTuple):
     postscale: float
 
 
-class Route:
+class Route(GradientSink):
     """Routes all-reduces of the global process set to Horovod or to our communicator while a run is measured.
 
     It replaces Gradients as the target of a Communicator; each gradient is one bucket. plain: all all-reduces go to
@@ -126,17 +126,14 @@ class Route:
         self.names = tuple(name for name, _ in named)
         self.parameters = tuple(parameter for _, parameter in named)
         self.buckets = tuple(
-            Bucket(f"allreduce.{name}", p.dtype, 0, p.numel() * p.element_size(), (index,), (0,))
+            Bucket(f"allreduce.{name}", p.dtype, p.numel() * p.element_size(), (index,))
             for index, (name, p) in enumerate(named)
         )
-        self.version = 0
-        self.factors: tuple[bool, float, int | None] = (True, 1.0, None)
         self.plain = True
         self.paused = False
         self.stock_only = True  # every arm sends all-reduces to Horovod
         self._size = size
         self._stock = True
-        self._sink: Sink = None
         self._recorder: _core.Recorder | None = None
         self._keys = {bucket.name: (key_of(bucket.name), index) for index, bucket in enumerate(self.buckets)}
         self._rounds: dict[str, int] = {}
@@ -145,11 +142,6 @@ class Route:
         self._next = FIRST_HANDLE
         self._unnamed = 0
         self._stamps: Stamps | None = None
-
-    @property
-    def tensors(self) -> list[tuple[str, int, torch.dtype]]:
-        """Name, size in bytes and dtype of each gradient."""
-        return [(n, p.numel() * p.element_size(), p.dtype) for n, p in zip(self.names, self.parameters, strict=True)]
 
     @property
     def pending(self) -> int:
@@ -171,23 +163,18 @@ class Route:
         if self._stamps is not None:
             self._stamps.stop()
 
-    def flush(self) -> None:
-        """Do nothing: Horovod's optimizer submits the gradients itself."""
-
-    def wait(self) -> None:
-        """Do nothing: Horovod's optimizer waits for the gradients itself."""
-
     def flat(self, index: int) -> torch.Tensor:
         """Return a gradient as a flat view."""
         gradient = self.parameters[index].grad
         assert gradient is not None
         return gradient.view(-1)
 
-    def target(self, sink: Sink, average: bool = True, *, predivide: float = 1.0, op: int | None = None) -> None:
+    def target(
+        self, destination: Destination, average: bool = True, *, predivide: float = 1.0, op: int | None = None
+    ) -> None:
         """Run all-reduces on a Comm from now on; None: reduce nothing. Call between steps."""
-        self._sink = sink
+        super().target(destination, average, predivide=predivide, op=op)
         self._stock = False
-        self.factors = (average, predivide, op)
 
     def to_horovod(self) -> None:
         """Send all-reduces to Horovod and stamp them from now on. Call between steps."""
@@ -211,7 +198,7 @@ class Route:
         for index, (tensor, output) in enumerate(zip(call.tensors, call.outputs, strict=True)):
             if output.data_ptr() != tensor.data_ptr():
                 output.detach().copy_(tensor.detach())
-            if self._sink is not None and output.numel() > 0:
+            if self._destination is not None and output.numel() > 0:
                 whole = f"grouped_allreduce.{name}_{index + 1}of{len(call.tensors)}" if grouped else f"allreduce.{name}"
                 works.append(self._submit(whole, output, call))
         handle, self._next = self._next, self._next + 1
@@ -219,12 +206,12 @@ class Route:
         return handle
 
     def _submit(self, name: str, output: torch.Tensor, call: Call) -> Any:
-        core, sink = job.core(), self._sink
-        assert isinstance(sink, core.Comm)
+        core, destination = job.core(), self._destination
+        assert isinstance(destination, core.Comm)
         _, index = self._keys.get(name, (0, -1))
         share = async_operations.average_factor(self._size) if call.op == async_operations.Average else 1.0
         try:
-            return sink.submit(
+            return destination.submit(
                 name,
                 core.ALLREDUCE,
                 (output.data_ptr(), output.numel() * output.element_size()),

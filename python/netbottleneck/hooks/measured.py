@@ -12,9 +12,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,9 +26,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from netbottleneck.hooks.calls import Calls, eager
 from netbottleneck.hooks.reducer_group import ReducerGroup
 from netbottleneck.runtime import job
-from netbottleneck.runtime.communicators import Buckets, key_of
+from netbottleneck.runtime.communicators import key_of
 from netbottleneck.runtime.session import RANKS, Session
 from netbottleneck.torch.functions import makes_state
+from netbottleneck.torch.gradients import GradientSink
 from netbottleneck.trace.recorder import EVENTS, read_ring
 from netbottleneck.trace.transports import BARE, Arm
 from netbottleneck.whatif.plan import described
@@ -146,33 +147,6 @@ _c: Any = torch._C
 logger = logging.getLogger("netbottleneck")
 
 
-class Moving(Buckets, Protocol):
-    """The path that moves a model's gradients: torch.gradients.Gradients, ReducerGroup or Horovod's Route."""
-
-    paused: bool
-
-    @property
-    def parameters(self) -> Sequence[torch.Tensor]:
-        """The parameters whose gradients are moved."""
-
-    @property
-    def tensors(self) -> Sequence[tuple[str, int, torch.dtype]]:
-        """Name, size in bytes and dtype of each gradient."""
-
-    @property
-    def pending(self) -> int:
-        """Number of operations that were submitted and not yet waited for."""
-
-    def flush(self) -> None:
-        """Submit the gradients that are not submitted yet."""
-
-    def wait(self) -> None:
-        """Wait until all gradients are reduced."""
-
-    def close(self) -> None:
-        """Remove the hooks."""
-
-
 class Measured:
     """Measures one model, its gradients and its optimizer, and records them into a session.
 
@@ -189,7 +163,7 @@ class Measured:
     def __init__(  # noqa: PLR0913 - all but three have a default that fits
         self,
         session: Session,
-        gradients: Moving,
+        gradients: GradientSink,
         optimizer: Any,
         *,
         model: torch.nn.Module | None = None,
@@ -228,7 +202,7 @@ class Measured:
         self._forward_begin, self._forward_end = put(EVENTS["FORWARD_BEGIN"]), put(EVENTS["FORWARD_END"])
         self._updates = Updates(gradients.parameters, optimizer, self._before_step, self._after_step)
         if own_sync:
-            gradients.on_first = self._backward_begins  # type: ignore[attr-defined]
+            gradients.on_first = self._backward_begins
         if model is None:
             self._seeking = register_module_forward_pre_hook(self._seek)
         else:

@@ -11,7 +11,7 @@ import importlib
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -22,7 +22,7 @@ from netbottleneck.errors import FAILURES
 from netbottleneck.hooks.calls import eager
 from netbottleneck.runtime import job
 from netbottleneck.runtime.communicators import key_of
-from netbottleneck.torch.gradients import CODES, Stamps, dtype_code
+from netbottleneck.torch.gradients import CODES, Bucket, Destination, GradientSink, Stamps, dtype_code
 from netbottleneck.trace.recorder import EVENTS
 
 if TYPE_CHECKING:
@@ -43,16 +43,6 @@ _c10d: Any = importlib.import_module("torch._C._distributed_c10d")
 _ProcessGroup: Any = dist.ProcessGroup
 
 logger = logging.getLogger("netbottleneck")
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """A bucket of the reducer. parameters: indices into ReducerGroup.names; empty while unknown."""
-
-    name: str
-    dtype: torch.dtype
-    nbytes: int
-    parameters: tuple[int, ...] = ()
 
 
 class _Sent(NamedTuple):
@@ -101,7 +91,7 @@ class OwnGroup:
         """Do nothing: the user owns the group."""
 
 
-class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
+class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
     """Intercepts the calls of one DDP model's reducer to its process group. See the module's docstring.
 
     on_error: called with an exception of the measurement itself; the bucket still travels. Holds weak references to
@@ -117,11 +107,9 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(group.rank(), group.size())
         named = reduced_parameters(ddp)
         self.names = tuple(name for name, _ in named)
-        self.tensors = [(name, p.numel() * p.element_size(), p.dtype) for name, p in named]
+        self._tensors = [(name, p.numel() * p.element_size(), p.dtype) for name, p in named]
         self.buckets: list[Bucket] = []
-        self.version = 0
-        self.factors = (False, 1.0, None)
-        self.paused = False
+        self._factors = (False, 1.0, None)  # DDP divides
         self.count = 0  # backward passes that sent a bucket
         self.sent_ns = 0  # first bucket of the last complete pass, on the recorder's clock
         self.begun_ns = 0  # begin of the last complete pass by its ready times; 0 if unknown
@@ -132,9 +120,8 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
         self._recorder: _core.Recorder | None = recorder
         self.on_error = on_error
         self._parameters = [weakref.ref(p) for _, p in named]
-        self._pass_bytes = sum(nbytes for _, nbytes, _ in self.tensors)
+        self._pass_bytes = sum(nbytes for _, nbytes, _ in self._tensors)
         self._own = True
-        self._sink: _core.Comm | None = None
         self._inside = False
         self._stamps = Stamps(recorder, len(named))
         self._ready: list[int] = []  # the reducer's ready time of each gradient, ns after the begin of the pass
@@ -151,7 +138,12 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
         self._asked_version, self._tries = -1, 0
 
     @property
-    def parameters(self) -> tuple[torch.Tensor, ...]:
+    def tensors(self) -> Sequence[tuple[str, int, torch.dtype]]:
+        """Name, bytes and type of each gradient."""
+        return self._tensors
+
+    @property
+    def parameters(self) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
         """The parameters that are still alive."""
         return tuple(p for p in (reference() for reference in self._parameters) if p is not None)
 
@@ -187,17 +179,14 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
 
     def to_own_group(self) -> None:
         """Route buckets over the model's own group. Never call it during a backward pass."""
-        self._own, self._sink = True, None
+        self._own, self._destination = True, None
 
-    def target(self, sink: "_core.Comm | None", average: bool = False, **_factors: Any) -> None:
-        """Route buckets over our communicator; None: reduce nothing. Never call it during a backward pass."""
-        self._own, self._sink = False, sink
-
-    def flush(self) -> None:
-        """Do nothing: the reducer sends its buckets itself."""
-
-    def wait(self) -> None:
-        """Do nothing: the reducer waits for its buckets itself."""
+    def target(
+        self, destination: Destination, average: bool = False, *, predivide: float = 1.0, op: int | None = None
+    ) -> None:
+        """Route buckets over a Comm; None: reduce nothing. Never call it during a backward pass."""
+        super().target(destination, average, predivide=predivide, op=op)
+        self._own = False
 
     def forward_begins(self) -> None:
         """Handle the begin of the model's forward pass, where DDP decides whether it will synchronise."""
@@ -309,10 +298,11 @@ class ReducerGroup(_ProcessGroup):  # type: ignore[misc]
         """Submit a bucket to the communicator; return the work that DDP waits for."""
         future: Future = Future()
         work: Any = None
-        bucket, sink, core = self.buckets[index], self._sink, self._core
-        if sink is not None:
+        bucket, core = self.buckets[index], self._core
+        destination = cast("_core.Comm | None", self._destination)
+        if destination is not None:
             try:
-                work = sink.submit(
+                work = destination.submit(
                     bucket.name,
                     core.ALLREDUCE,
                     (tensor.data_ptr(), bucket.nbytes),

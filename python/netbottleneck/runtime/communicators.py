@@ -43,7 +43,7 @@ class Bucket(Protocol):
 
 
 class Buckets(Protocol):
-    """Buckets of gradients in flight: torch's Gradients, or those of DDP's reducer."""
+    """Buckets of gradients in flight: a GradientSink of `torch`, or those of a replay."""
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -57,8 +57,8 @@ class Buckets(Protocol):
     def factors(self) -> tuple[bool, float, int | None]:
         """Arithmetic given to `target`: (average, predivide, op)."""
 
-    def target(self, sink: Any, average: bool = True, *, predivide: float = 1.0, op: int | None = None) -> None:
-        """Set the destination of complete buckets, as Gradients.target does."""
+    def target(self, destination: Any, average: bool = True, *, predivide: float = 1.0, op: int | None = None) -> None:
+        """Set the destination of complete buckets, as GradientSink.target does."""
 
 
 class FlatBuckets(Buckets, Protocol):

@@ -86,7 +86,7 @@ class Stamps:
 DIRECT_BYTES = 256 << 10
 ALIGNMENT = 4096
 
-Sink: TypeAlias = "_core.Comm | Callable[[int], Any] | None"
+Destination: TypeAlias = "_core.Comm | Callable[[int], Any] | None"
 
 CODES = {
     torch.uint8: "UINT8",
@@ -110,25 +110,90 @@ def dtype_code(dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One bucket: `parameters` are indices into Gradients.names, in the order of their memory; offsets in bytes."""
+    """Gradients that are sent together. parameters: indices into GradientSink.names; empty while unknown.
+
+    offset: place in the memory of our own buckets, whose parameters are in the order of their memory; in bytes.
+    """
 
     name: str
     dtype: torch.dtype
-    offset: int
     nbytes: int
-    parameters: tuple[int, ...]
-    parameter_offsets: tuple[int, ...]
+    parameters: tuple[int, ...] = ()
+    offset: int = 0
+    parameter_offsets: tuple[int, ...] = ()
 
 
-class Gradients:
-    """Hooks on parameters that fill buckets and send each complete one to a sink; see `target`.
+class GradientSink:
+    """Takes ready gradients and sends finished buckets to a destination; see `target`.
+
+    Behind it are our own buckets (Gradients, PerParameter), DDP's (ReducerGroup) or the calls of Horovod (Route).
+    names, parameters: of the gradients, the same on every rank and in the same order. version: increases when a bucket
+    changes or moves. paused: gradients are not sent. on_first: called at the first gradient of each pass that is not
+    paused, by Gradients; a pass begins after wait().
+    """
+
+    names: tuple[str, ...]
+    parameters: Sequence[torch.Tensor]
+    buckets: Sequence[Bucket]
+    version = 0
+    paused = False
+    on_first: Callable[[], Any] | None = None
+    _destination: Destination = None
+    _factors: tuple[bool, float, int | None] = (True, 1.0, None)
+
+    @property
+    def tensors(self) -> Sequence[tuple[str, int, torch.dtype]]:
+        """Name, bytes and type of each gradient."""
+        return [(n, p.numel() * p.element_size(), p.dtype) for n, p in zip(self.names, self.parameters, strict=True)]
+
+    @property
+    def pending(self) -> int:
+        """Number of operations that were started and not yet waited for."""
+        raise NotImplementedError
+
+    @property
+    def factors(self) -> tuple[bool, float, int | None]:
+        """Arithmetic given to `target`: (average, predivide, op)."""
+        return self._factors
+
+    def target(
+        self, destination: Destination, average: bool = True, *, predivide: float = 1.0, op: int | None = None
+    ) -> None:
+        """Set the destination of complete buckets; between steps.
+
+        destination: a Comm; a callable that gets a bucket's index, starts its transfer (the bytes are `flat(index)`)
+        and returns an object with wait(); or None: nothing is moved. average: divide by the number of ranks, by
+        predivide before the sum and by the rest after it. A Comm does this by itself; a callable must do it. op: one of
+        the core's reductions; None: the sum.
+        """
+        self._destination = destination
+        self._factors = (average, predivide, op)
+
+    def scales(self, ranks: int) -> tuple[float, float]:
+        """Return the factors before and after a sum over so many ranks."""
+        average, predivide, _ = self._factors
+        return 1.0 / predivide, predivide / (ranks if average else 1)
+
+    def flush(self) -> None:
+        """Send the gradients that are not sent yet. Nothing where DDP or Horovod sends them."""
+
+    def wait(self) -> None:
+        """Wait until all gradients are reduced. Nothing where DDP or Horovod waits."""
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        raise NotImplementedError
+
+
+class Gradients(GradientSink):
+    """Hooks on parameters that fill buckets and send each complete one to a destination; see `target`.
 
     parameters: (name, tensor) pairs, the same on every rank and in the same order; those without gradient or without
     elements are left out. passes: backward passes a step. direct_bytes: a gradient of this size or more is sent from
     the memory that autograd chose; a smaller one is copied to its bucket and back. In both cases `grad` stays the
     tensor that autograd or the user put there. limits: bytes of the first bucket, and of the others. agree: a
     collective that returns rank 0's bytes on all ranks, of equal length. It is called once, at the end of the first
-    step, so that all ranks re-order their buckets alike. None: through the Comm; with the sink None, buckets keep
+    step, so that all ranks re-order their buckets alike. None: through the Comm; without a destination, buckets keep
     backward order. among: the ranks of a Comm's sums; None: all. Sparse gradients are made dense. drop_sparse:
     parameters with a sparse gradient in rank 0's first step are left out from then on, and named in `dropped`.
 
@@ -155,7 +220,6 @@ class Gradients:
         self.names = tuple(name for name, _ in chosen)
         self.parameters = tuple(parameter for _, parameter in chosen)
         self.label = label
-        self.version = 0
         self.dropped: tuple[tuple[str, torch.Tensor], ...] = ()
         self._recorder = recorder
         self._passes = passes
@@ -166,8 +230,6 @@ class Gradients:
         self._agree = agree
         self._among = among
         self._drop_sparse = drop_sparse
-        self._sink: Sink = None
-        self._factors: tuple[bool, float, int | None] = (True, 1.0, None)
         self._settled = False
         self._handles: list[Any] = []
         self._build(self._plan(None))
@@ -194,7 +256,7 @@ class Gradients:
 
     @property
     def on_first(self) -> Callable[[], Any] | None:
-        """Called at the first gradient of each pass that is not paused; a pass begins after wait()."""
+        """See GradientSink."""
         return self._on_first
 
     @on_first.setter
@@ -203,39 +265,24 @@ class Gradients:
         self.hook.on_first = call
 
     @property
-    def tensors(self) -> list[tuple[str, int, torch.dtype]]:
-        """Name, bytes and type of each gradient."""
-        return [(n, p.numel() * p.element_size(), p.dtype) for n, p in zip(self.names, self.parameters, strict=True)]
-
-    @property
     def pending(self) -> int:
         """Number of buckets sent and not yet waited for."""
         return int(self.hook.pending)
 
-    def target(self, sink: Sink, average: bool = True, *, predivide: float = 1.0, op: int | None = None) -> None:
-        """Set the destination of complete buckets; between steps.
-
-        sink: a Comm; a callable that gets a bucket's index, starts its transfer (the bytes are `flat(index)`) and
-        returns an object with wait(); or None: nothing is moved. average: divide by the number of ranks, by predivide
-        before the sum and by the rest after it. A Comm does this by itself; a callable must do it. op: one of the
-        core's reductions; None: the sum.
-        """
+    def target(
+        self, destination: Destination, average: bool = True, *, predivide: float = 1.0, op: int | None = None
+    ) -> None:
+        """Set the destination of complete buckets; between steps. See GradientSink.target."""
+        super().target(destination, average, predivide=predivide, op=op)
         core = job.core()
-        self._sink = sink
-        self._factors = (average, predivide, op)
-        if isinstance(sink, core.Comm):
-            size, group = (sink.size, 0) if self._among is None else (self._among.size, self._among.number)
-            after = predivide / (size if average else 1)
-            self.hook.target(sink, 1.0 / predivide, after, core.SUM if op is None else op, group)
+        if isinstance(destination, core.Comm):
+            size, group = (destination.size, 0) if self._among is None else (self._among.size, self._among.number)
+            before, after = self.scales(size)
+            self.hook.target(destination, before, after, core.SUM if op is None else op, group)
             if self._settled:
-                sink.map(self.arena)
+                destination.map(self.arena)
         else:
-            self.hook.target(sink)
-
-    @property
-    def factors(self) -> tuple[bool, float, int | None]:
-        """Arithmetic given to `target`: (average, predivide, op)."""
-        return self._factors
+            self.hook.target(destination)
 
     @property
     def recorded(self) -> bool:
@@ -247,7 +294,7 @@ class Gradients:
         self._recorder = recorder
         self._build([list(bucket.parameters) for bucket in self.buckets])
         average, predivide, op = self._factors
-        self.target(self._sink, average, predivide=predivide, op=op)
+        self.target(self._destination, average, predivide=predivide, op=op)
 
     def flat(self, index: int) -> torch.Tensor:
         """Return bucket `index` as one flat tensor over its memory."""
@@ -320,7 +367,7 @@ class Gradients:
     def _settle(self) -> None:
         """Use rank 0's order of the first step on all ranks, and rebuild the buckets if it changes them."""
         agree = self._agree
-        comm = self._sink if isinstance(self._sink, job.core().Comm) else None
+        comm = self._destination if isinstance(self._destination, job.core().Comm) else None
         if agree is None and comm is not None:
             agree = lambda mine: comm.exchange(mine)[0]  # noqa: E731
         if agree is None:
@@ -337,7 +384,7 @@ class Gradients:
             self.version += 1
             self._build(chosen)
         average, predivide, op = self._factors
-        self.target(self._sink, average, predivide=predivide, op=op)
+        self.target(self._destination, average, predivide=predivide, op=op)
 
 
 def can_travel(tensor: torch.Tensor) -> bool:
@@ -363,9 +410,7 @@ def own_type(parameter: Any) -> bool:
     return getattr(parameter, "grad_dtype", None) not in (None, parameter.dtype)
 
 
-def _lay_out(
-    chosen: list[list[int]], parameters: tuple[torch.Tensor, ...], label: str
-) -> tuple[tuple[Bucket, ...], int]:
+def _lay_out(chosen: list[list[int]], parameters: Sequence[torch.Tensor], label: str) -> tuple[tuple[Bucket, ...], int]:
     """Place each bucket in the arena, page-aligned; return the buckets and the bytes of the arena."""
     made = []
     start = 0
@@ -373,7 +418,7 @@ def _lay_out(
         sizes = [parameters[index].numel() * parameters[index].element_size() for index in members]
         ends = list(accumulate(sizes))
         offsets = tuple(end - size for end, size in zip(ends, sizes, strict=True))
-        made.append(Bucket(f"{label}/{number}", parameters[members[0]].dtype, start, ends[-1], tuple(members), offsets))
+        made.append(Bucket(f"{label}/{number}", parameters[members[0]].dtype, ends[-1], tuple(members), start, offsets))
         start += -(-ends[-1] // ALIGNMENT) * ALIGNMENT
     return tuple(made), start
 

@@ -11,7 +11,7 @@ import torch
 from netbottleneck.runtime import job
 from netbottleneck.runtime.collectives import shape_key
 from netbottleneck.torch.compression import Compression, Compressor
-from netbottleneck.torch.gradients import Bucket, Gradients, OnAccumulated, Sink, check, dtype_code
+from netbottleneck.torch.gradients import Bucket, Destination, Gradients, GradientSink, OnAccumulated, check, dtype_code
 from netbottleneck.torch.handles import synchronize
 from netbottleneck.trace.recorder import EVENTS
 
@@ -42,13 +42,13 @@ class Ways(NamedTuple):
     factors: tuple[bool, float, int | None]
 
 
-class PerParameter:
+class PerParameter(GradientSink):
     """Each gradient in its own bucket, whose bytes are those of the gradient that was sent last.
 
     For compression classes, whose compress and decompress are the user's, and for sparse gradients, which stay sparse.
     sparse: whether sparse gradients are sent dense, and whether all gradients are known to be sparse. In the latter
     case a missing gradient is sparse without values, otherwise zeros. Gradients use the job's own communicator until
-    `target` names another sink; sparse ones always use it.
+    `target` names another destination; sparse ones always use it.
     """
 
     def __init__(
@@ -65,13 +65,11 @@ class PerParameter:
                 check(name, parameter)
         self.names = tuple(name for name, _ in chosen)
         self.parameters = tuple(parameter for _, parameter in chosen)
-        self.buckets = [
-            Bucket(ways.label(name), p.dtype, 0, p.numel() * p.element_size(), (index,), (0,))
+        self.buckets: list[Bucket] = [
+            Bucket(ways.label(name), p.dtype, p.numel() * p.element_size(), (index,))
             for index, (name, p) in enumerate(chosen)
         ]
-        self.version = 0
-        self.paused = False
-        self.factors = ways.factors
+        self._factors = ways.factors
         self._index = {parameter: index for index, parameter in enumerate(self.parameters)}
         self._compression = compression
         self._ways = ways
@@ -81,7 +79,6 @@ class PerParameter:
         self._left = dict.fromkeys(self.parameters, passes)
         self._sent: dict[torch.Tensor, tuple[Callable[[], torch.Tensor], Any]] = {}
         self._sparse: dict[torch.Tensor, Callable[[], torch.Tensor]] = {}
-        self._sink: Sink = None
         self._own = True  # gradients use the job's own communicator
         self._recorder: _core.Recorder | None = None
         self._stamps: list[Callable[[], None]] = []
@@ -103,20 +100,17 @@ class PerParameter:
         """Number of gradients sent and not yet waited for."""
         return len(self._sent) + len(self._sparse)
 
-    @property
-    def tensors(self) -> list[tuple[str, int, torch.dtype]]:
-        """Name, bytes and type of each gradient."""
-        return [(n, p.numel() * p.element_size(), p.dtype) for n, p in zip(self.names, self.parameters, strict=True)]
-
     def record(self, recorder: "_core.Recorder") -> None:
         """Stamp into this recorder from now on."""
         self._recorder = recorder
         self._stamps = [recorder.stamper(EVENTS["GRAD_READY"], index) for index in range(len(self.parameters))]
 
-    def target(self, sink: Sink, average: bool = True, *, predivide: float = 1.0, op: int | None = None) -> None:
-        """Set the destination of gradients, between steps, as Gradients.target does."""
-        self._sink, self._own = sink, False
-        self.factors = (average, predivide, op)
+    def target(
+        self, destination: Destination, average: bool = True, *, predivide: float = 1.0, op: int | None = None
+    ) -> None:
+        """Set the destination of gradients instead of the job's own communicator. See GradientSink.target."""
+        super().target(destination, average, predivide=predivide, op=op)
+        self._own = False
 
     def flat(self, index: int) -> torch.Tensor:
         """Return the sent form of gradient `index`, flat; empty before the first one."""
@@ -156,39 +150,41 @@ class PerParameter:
         if self._own:
             return partial(synchronize, self._ways.dense(travelling, self.names[index]))
         self._describe(index, travelling)
-        sink = self._sink
-        if sink is None or travelling.numel() == 0:
+        destination = self._destination
+        if destination is None or travelling.numel() == 0:
             return lambda: travelling
-        if isinstance(sink, job.core().Comm):
-            return partial(_finish, self._submit(sink, index, travelling), travelling)
+        if isinstance(destination, job.core().Comm):
+            return partial(_finish, self._submit(destination, index, travelling), travelling)
         staged = self._staged[index].copy_(travelling.detach().view(-1)).view(travelling.shape)
-        start = cast(Callable[[int], Any], sink)
+        start = cast(Callable[[int], Any], destination)
         return partial(_finish, start(index), staged)
 
     def _submit(self, comm: "_core.Comm", index: int, travelling: torch.Tensor) -> "_core.Work":
-        core, bucket = job.core(), self.buckets[index]
-        average, predivide, op = self.factors
+        core, bucket, op = job.core(), self.buckets[index], self.factors[2]
+        before, after = self.scales(comm.size)
         return comm.submit(
             bucket.name,
             core.ALLREDUCE,
             (travelling.data_ptr(), bucket.nbytes),
             dtype_code(bucket.dtype),
             op=core.SUM if op is None else op,
-            prescale=1.0 / predivide,
-            postscale=predivide / (comm.size if average else 1),
+            prescale=before,
+            postscale=after,
             bucket=index + 1,
             shape=shape_key((tuple(travelling.shape),)),
             keep=travelling.detach(),  # keeps the memory even if the user replaces the tensor's
         )
 
     def _describe(self, index: int, travelling: torch.Tensor) -> None:
-        """Describe the sent tensor in the bucket, and place it where a callable sink finds it."""
+        """Describe the sent tensor in the bucket, and place it where a callable destination finds it."""
         bucket, nbytes = self.buckets[index], travelling.numel() * travelling.element_size()
         if (bucket.dtype, bucket.nbytes) != (travelling.dtype, nbytes):
             self.buckets[index] = replace(bucket, dtype=travelling.dtype, nbytes=nbytes)
             self.version += 1
         staged = self._staged.get(index)
-        if callable(self._sink) and (staged is None or (staged.dtype, staged.nbytes) != (travelling.dtype, nbytes)):
+        if callable(self._destination) and (
+            staged is None or (staged.dtype, staged.nbytes) != (travelling.dtype, nbytes)
+        ):
             self._staged[index] = torch.empty(travelling.numel(), dtype=travelling.dtype)
             self.version += 1
 
@@ -241,7 +237,7 @@ class PerParameter:
 
 
 def _finish(work: Any, result: torch.Tensor) -> torch.Tensor:
-    """Wait for a transfer that a sink started."""
+    """Wait for a transfer that a destination started."""
     if isinstance(work, job.core().Work):
         while not work.wait(NOTICE_S):
             job.current().tell()

@@ -30,20 +30,20 @@ from netbottleneck.trace.transports import BARE, STOCK
 BUILT_IN = "_register_builtin_comm_hook"
 PYTHON = "_register_comm_hook"
 
-Told = Callable[[str], None]
+Note = Callable[[str], None]
 
-_groups: "weakref.WeakKeyDictionary[DistributedDataParallel, tuple[ReducerGroup, Told]]" = weakref.WeakKeyDictionary()
+_groups: "weakref.WeakKeyDictionary[DistributedDataParallel, tuple[ReducerGroup, Note]]" = weakref.WeakKeyDictionary()
 
 
-def watch(ddp: DistributedDataParallel, group: ReducerGroup, told: Told) -> None:
-    """Call `told` with a note for the report if the model has a communication hook of the user, or gets one."""
+def watch(ddp: DistributedDataParallel, group: ReducerGroup, note: Note) -> None:
+    """Call `note` with a line for the report if the model has a communication hook of the user, or gets one."""
     if not _groups:
         _wrap()
-    _groups[ddp] = (group, told)
+    _groups[ddp] = (group, note)
     name = str(ddp._get_ddp_logging_data().get("comm_hook", ""))
     if name:
         group.hooked = group.unseen = True
-        told(f"{_own(name)} It was there before the model was measured, so {NOT_TIMED}.")
+        note(f"{_own(name)} It was there before the model was measured, so {NOT_TIMED}.")
 
 
 def forget(ddp: DistributedDataParallel) -> None:
@@ -55,7 +55,7 @@ def _own(name: str) -> str:
     return f"The model has a communication hook of its own ({name}): its buckets travel as that hook sends them."
 
 
-def _watched(reducer: Any) -> tuple[ReducerGroup, Told] | None:
+def _watched(reducer: Any) -> tuple[ReducerGroup, Note] | None:
     return next((found for ddp, found in _groups.items() if reducer_of(ddp) is reducer), None)
 
 
@@ -71,10 +71,10 @@ def _wrap() -> None:
         if found is None:
             register(reducer, state, hook)
             return
-        group, told = found
+        group, note = found
         group.hooked = True
         register(reducer, state, _timed(hook, weakref.ref(group)))
-        told(f"{_own(getattr(hook, '__qualname__', type(hook).__name__))} It is timed.")
+        note(f"{_own(getattr(hook, '__qualname__', type(hook).__name__))} It is timed.")
 
     @functools.wraps(register_built_in)
     def built_in(reducer: Any, kind: Any) -> None:
@@ -82,12 +82,12 @@ def _wrap() -> None:
         if found is None:
             register_built_in(reducer, kind)
             return
-        group, told = found
+        group, note = found
         group.leave()  # the hook keeps the reducer's current process group
         group.hooked = group.unseen = True
         register_built_in(reducer, kind)
         group.enter()
-        told(f"{_own(str(kind))} It is built into torch, so {NOT_TIMED}.")
+        note(f"{_own(str(kind))} It is built into torch, so {NOT_TIMED}.")
 
     python._netbottleneck = True  # type: ignore[attr-defined]
     setattr(dist, PYTHON, python)
@@ -169,12 +169,12 @@ def _attach(
         if earlier.session.joining is None:  # else it ends at process exit, as it may wait for other ranks
             finish(earlier.session, show=False)
     _end_of_same_parameters(ddp)
-    why = _refusal(ddp)
+    reason = _refusal(ddp)
     if session is None:
-        session = _open(ddp, settings, why or _not_the_only_one())
+        session = _open(ddp, settings, reason or _not_the_only_one())
         finish_at_exit(session)
-    elif why:
-        raise LeftAlone(why)
+    elif reason:
+        raise LeftAlone(reason)
     else:
         _use_own_group(session, ddp)
     return _measure(ddp, optimizer, session, called)
@@ -202,10 +202,10 @@ def _measure(ddp: DistributedDataParallel, optimizer: Any, session: Session, cal
             return False
         return session.agree()
 
-    def hooked(said: str) -> None:
-        session.notes.append(said)
+    def hooked(note: str) -> None:
+        session.notes.append(note)
         if swaps:
-            logger.warning("%s No transport takes turns with it.", said)
+            logger.warning("%s No transport takes turns with it.", note)
             session.keep_own_path(OwnGroup(process_group))
 
     watch(ddp, group, hooked)
@@ -250,24 +250,24 @@ def _close_sessions_of_gone() -> None:
             logger.info("a measured model is gone: netbottleneck report %s shows its run", gone.folder)
 
 
-def _open(ddp: DistributedDataParallel, settings: Settings, why: str) -> Session:
+def _open(ddp: DistributedDataParallel, settings: Settings, reason: str) -> Session:
     """Open a session of all ranks, or one of this rank alone if gradients use only DDP's own path.
 
-    why: the reason to leave the model alone, or "". Raises LeftAlone if this rank or another one has a reason.
+    reason: the reason to leave the model alone, or "". Raises LeftAlone if this rank or another one has a reason.
     """
     model = type(ddp.module).__name__
     own = OwnGroup(ddp.process_group)
-    if why and (settings.observes or ddp.process_group.size() != dist.get_world_size()):
-        raise LeftAlone(why)  # without a vote: ranks outside the group do not have this model
+    if reason and (settings.observes or ddp.process_group.size() != dist.get_world_size()):
+        raise LeftAlone(reason)  # without a vote: ranks outside the group do not have this model
     place = connect.Place(dist.get_rank(), dist.get_world_size())  # equal to the group's, which has all ranks
     if settings.observes:
         return observe(settings, place, stock=own, arms=settings.arms, model=model)
     same_ranks(settings, place)
     settings = _with_timeout_of(ddp.process_group, settings)
     control = job.start(settings).comm
-    votes = session.together(control, b"0" if why else b"1", settings.start_timeout_s)
-    if why:
-        raise LeftAlone(why)
+    votes = session.together(control, b"0" if reason else b"1", settings.start_timeout_s)
+    if reason:
+        raise LeftAlone(reason)
     others = [rank for rank, vote in enumerate(votes) if vote != b"1"]
     if others:
         raise LeftAlone(f"rank {others[0]} leaves it alone: see that rank's log")

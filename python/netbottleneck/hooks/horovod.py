@@ -199,8 +199,8 @@ class Route(GradientSink):
             if output.data_ptr() != tensor.data_ptr():
                 output.detach().copy_(tensor.detach())
             if self._destination is not None and output.numel() > 0:
-                whole = f"grouped_allreduce.{name}_{index + 1}of{len(call.tensors)}" if grouped else f"allreduce.{name}"
-                works.append(self._submit(whole, output, call))
+                label = f"grouped_allreduce.{name}_{index + 1}of{len(call.tensors)}" if grouped else f"allreduce.{name}"
+                works.append(self._submit(label, output, call))
         handle, self._next = self._next, self._next + 1
         self._works[handle] = works
         return handle

@@ -376,12 +376,12 @@ class Measured:
 
     def _describe(self) -> None:
         g = self.gradients
-        told = described(g.tensors, g.buckets, key_of)
+        layout = described(g.tensors, g.buckets, key_of)
         earlier = self.session.described.get("buckets", []) if self._version != -1 else []
-        names = {bucket["name"] for bucket in told["buckets"]}
-        told["buckets"] += [bucket for bucket in earlier if bucket["name"] not in names]
+        names = {bucket["name"] for bucket in layout["buckets"]}
+        layout["buckets"] += [bucket for bucket in earlier if bucket["name"] not in names]
         self._version = g.version
-        self.session.describe(modules=self._leaves, **told)
+        self.session.describe(modules=self._leaves, **layout)
 
 
 def leaves(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -456,8 +456,8 @@ class Crosscheck:
         before, wall, after = job.core().now_ns(), time.time_ns(), job.core().now_ns()
         self._offsets.append(wall - (before + after) // 2)
         data: Mapping[str, Any] = ddp._get_ddp_logging_data()
-        whole = len(self._offsets) == self._offsets.maxlen  # from before the pass to now
-        if whole and int(data.get("iteration", 0)) > self._seen and "backward_comm_time_end" in data:
+        complete = len(self._offsets) == self._offsets.maxlen  # from before the pass to now
+        if complete and int(data.get("iteration", 0)) > self._seen and "backward_comm_time_end" in data:
             self._seen = int(data["iteration"])
             self._keep(data, after, (after - before) // 2)
         if self._hook.sent_ns:

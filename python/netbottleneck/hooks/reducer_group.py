@@ -135,7 +135,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         self._core = job.core()
         self._wait_begin, self._wait_end = recorder.stamper(EVENTS["WAIT_BEGIN"]), recorder.stamper(EVENTS["WAIT_END"])
         self._marks: dict[str, list[int]] = {}  # bucket name -> its key and how often it was stamped
-        self._asked_version, self._tries = -1, 0
+        self._searched_version, self._tries = -1, 0
 
     @property
     def tensors(self) -> Sequence[tuple[str, int, torch.dtype]]:
@@ -414,8 +414,8 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
 
     def learn_parameters(self) -> None:
         """Find which parameters each bucket holds, if unknown. Call between steps, because it calls the reducer."""
-        if self._asked_version != self.version:
-            self._asked_version, self._tries = self.version, 0
+        if self._searched_version != self.version:
+            self._searched_version, self._tries = self.version, 0
         ddp = self._ddp()
         if ddp is None or self._tries >= TRIES or all(bucket.parameters for bucket in self.buckets):
             return
@@ -478,9 +478,9 @@ def _layouts(ddp: DistributedDataParallel, tensors: Sequence[tuple[str, int, Any
     A layout is one tuple of parameter indices per bucket. tensors: name, bytes and dtype of each parameter.
     """
     found = []
-    told = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
-    if told:
-        found.append([tuple(int(index) for index in bucket.split()) for bucket in told.split(",")])
+    rebuilt = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
+    if rebuilt:
+        found.append([tuple(int(index) for index in bucket.split()) for bucket in rebuilt.split(",")])
     live = [p for _, p in reduced_parameters(ddp)]
     if len(live) == len(tensors):
         cap = int(getattr(ddp, "bucket_bytes_cap", 25 << 20))

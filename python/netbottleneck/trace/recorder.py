@@ -493,13 +493,13 @@ _OF_TRANSPORT = (
 
 def _transport(name: str, info: Mapping[str, Any], events: Sequence[Event]) -> tr.TransportInfo:
     known = {k: info.get(k) for k in _OF_TRANSPORT}
-    told = tuple(tr.Probe(*map(int, point)) for point in info.get("probe") or ())
-    return tr.TransportInfo(name, **known, probe=told or probes(events), costs=costs(events))
+    points = tuple(tr.Probe(*map(int, point)) for point in info.get("probe") or ())
+    return tr.TransportInfo(name, **known, probe=points or probes(events), costs=costs(events))
 
 
-def _transports(told: Mapping[str, Any], named: Mapping[str, list[Event]]) -> tuple[tr.TransportInfo, ...]:
-    names = dict.fromkeys([*told, *(name for name in named if name != TRAIN)])
-    return tuple(_transport(name, told.get(name) or {}, named.get(name, ())) for name in names)
+def _transports(described: Mapping[str, Any], named: Mapping[str, list[Event]]) -> tuple[tr.TransportInfo, ...]:
+    names = dict.fromkeys([*described, *(name for name in named if name != TRAIN)])
+    return tuple(_transport(name, described.get(name) or {}, named.get(name, ())) for name in names)
 
 
 def _key(value: int | str) -> int:
@@ -541,11 +541,11 @@ def _rank_trace(
     )
 
 
-def _network(told: Mapping[str, Any] | None) -> tr.Network | None:
-    if not told:
+def _network(described: Mapping[str, Any] | None) -> tr.Network | None:
+    if not described:
         return None
-    flows = tuple(told.get("flow_bps") or ())
-    return tr.Network(told.get("how") or "", told.get("link_bps"), flows, told.get("verified") or {})
+    flows = tuple(described.get("flow_bps") or ())
+    return tr.Network(described.get("how") or "", described.get("link_bps"), flows, described.get("verified") or {})
 
 
 def _head(run: Mapping[str, Any], ranks: Sequence[_RankFiles]) -> tr.Trace:

@@ -38,23 +38,23 @@ def boolean(text: str) -> bool:
 
 def horovod_boolean(text: str) -> bool:
     """Horovod's boolean: a number above 0 is True. "true" is not a number, so it is False."""
-    found = re.match(r"\s*[+-]?\d+", text)
-    return found is not None and int(found.group()) > 0
+    number = re.match(r"\s*[+-]?\d+", text)
+    return number is not None and int(number.group()) > 0
 
 
 def size(text: str) -> int:
     """Return bytes. K, M, G are powers of 1000 and Ki, Mi, Gi of 1024; an optional B may follow."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?)?B?", text)
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?)?B?", text)
+    if match is None:
         raise ValueError(text)
-    value = float(found.group(1)) * SIZES[found.group(2) or ""]
+    value = float(match.group(1)) * SIZES[match.group(2) or ""]
     if value != int(value):
         raise ValueError(text)
     return int(value)
 
 
-def whole(low: int, high: int | None = None) -> Kind:
-    """A whole number in [low, high]."""
+def integer(low: int, high: int | None = None) -> Kind:
+    """An integer in [low, high]."""
 
     def parse(text: str) -> int:
         value = int(text)
@@ -62,7 +62,7 @@ def whole(low: int, high: int | None = None) -> Kind:
             raise ValueError(text)
         return value
 
-    return Kind(parse, f"a whole number from {low}" + (f" to {high}" if high is not None else " up"))
+    return Kind(parse, f"a whole number, {low} to {high}" if high is not None else f"a whole number, at least {low}")
 
 
 def seconds(low: float) -> Kind:
@@ -87,13 +87,13 @@ def transports(text: str) -> tuple[Arm, ...]:
 
 def streams(text: str) -> int:
     """Return the number of lanes, 0 for auto."""
-    return 0 if text == "auto" else int(whole(1, 64).parse(text))
+    return 0 if text == "auto" else int(integer(1, 64).parse(text))
 
 
 def ports(text: str) -> tuple[int, int]:
     """Return the first and the last port of a range."""
-    found = re.fullmatch(r"(\d+)-(\d+)", text)
-    low, high = (int(found.group(1)), int(found.group(2))) if found else (1, 0)
+    match = re.fullmatch(r"(\d+)-(\d+)", text)
+    low, high = (int(match.group(1)), int(match.group(2))) if match else (1, 0)
     if not 1 <= low <= high <= 65535:
         raise ValueError(text)
     return low, high
@@ -126,13 +126,13 @@ def secret_file(path: str) -> bytes:
     try:
         # Non-blocking, so that a pipe without a writer is refused and does not hang.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise ValueError("not a regular file")
-            if found.st_uid not in (0, os.geteuid()):
-                raise ValueError(f"it belongs to user {found.st_uid}: only this user's files and root's are read")
-            if found.st_mode & (0o037 if found.st_uid == 0 else 0o077):
-                mode = stat.S_IMODE(found.st_mode)
+            if status.st_uid not in (0, os.geteuid()):
+                raise ValueError(f"it belongs to user {status.st_uid}: only this user's files and root's are read")
+            if status.st_mode & (0o037 if status.st_uid == 0 else 0o077):
+                mode = stat.S_IMODE(status.st_mode)
                 raise ValueError(f"others have access to it (mode {mode:04o}): set its mode to 0600")
             content = file.read(_SECRET_FILE_BYTES)
     except OSError as error:
@@ -179,12 +179,12 @@ STREAMS = Kind(streams, "auto, or a number from 1 to 64")
 PORT_RANGE = Kind(ports, "LOW-HIGH, two ports from 1 to 65535")
 ADDRESS = Kind(address, "HOST:PORT")
 SECRET = Kind(secret, "text of 16 to 128 bytes, or at least 32 hex digits")
-SECRET_FILE = Kind(str, "path of a file of mode 0600 that holds what NETBOTTLENECK_SECRET may be")
+SECRET_FILE = Kind(str, "path of a file with mode 0600, whose content is valid for NETBOTTLENECK_SECRET")
 LEVEL = Kind(level, f"one of {', '.join(LEVELS)}")
-CPU = whole(0, 1023)
+CPU = integer(0, 1023)
 CPUS = Kind(cpus, "numbers of CPUs, such as 2,3")
-RANK = whole(0)
-RANKS = whole(1)
+RANK = integer(0)
+RANKS = integer(1)
 
 
 PREFIX = "NETBOTTLENECK"
@@ -192,17 +192,17 @@ PREFIX = "NETBOTTLENECK"
 
 @dataclass(frozen=True)
 class Variable:
-    """One row. `instead`: other programs' variables that apply if ours is unset, each with its parser."""
+    """One row. `fallbacks`: other programs' variables that apply if ours is unset, each with its parser."""
 
     name: str
     kind: Kind
     text: str
-    instead: tuple[tuple[str, Callable[[str], Any]], ...] = ()
+    fallbacks: tuple[tuple[str, Callable[[str], Any]], ...] = ()
 
 
-def _row(name: str, kind: Kind, default: Any, text: str, *instead: tuple[str, Callable[[str], Any]]) -> Any:
+def _row(name: str, kind: Kind, default: Any, text: str, *fallbacks: tuple[str, Callable[[str], Any]]) -> Any:
     full = f"{PREFIX}_{name}" if name else PREFIX
-    return field(default=default, repr=kind is not SECRET, metadata={"variable": Variable(full, kind, text, instead)})
+    return field(default=default, repr=kind is not SECRET, metadata={"variable": Variable(full, kind, text, fallbacks)})
 
 
 def _stall_off(text: str) -> float | None:
@@ -218,13 +218,15 @@ class Settings:
         "TRANSPORT",
         TRANSPORT_LIST,
         (STOCK,),
-        "what moves the gradients; a list takes turns by blocks of steps; bare: the script's own path, nothing stamped",
+        "transport of the gradients; the arms of a list alternate by blocks of steps; bare: the untouched script",
     )
-    strict: bool = _row("STRICT", BOOLEAN, False, "1: what cannot be measured or moved is an error, not left alone")
+    strict: bool = _row("STRICT", BOOLEAN, False, "1: raise an error for training that would be left alone")
     streams: int = _row("STREAMS", STREAMS, 0, "parallel lanes to each peer")
-    shm: str = _row("SHM", SHARING, "auto", "memory shared between ranks of one host; 1: an error where they cannot")
-    algorithm: str = _row("ALGORITHM", ALGORITHM, "auto", "of all-reduces on the network; auto: what costs least here")
-    provider: str | None = _row("PROVIDER", TEXT, None, "libfabric provider; default: the best there is")
+    shm: str = _row("SHM", SHARING, "auto", "shared memory between ranks of one host; 1: fail if it is not available")
+    algorithm: str = _row(
+        "ALGORITHM", ALGORITHM, "auto", "algorithm of network all-reduces; auto: the one of least cost"
+    )
+    provider: str | None = _row("PROVIDER", TEXT, None, "libfabric provider; default: the best available one")
     ifname: str | None = _row(
         "IFNAME",
         TEXT,
@@ -236,28 +238,31 @@ class Settings:
         "AFFINITY",
         CPUS,
         (),
-        "CPU of the communication thread, one for each rank of a host; default: the system chooses",
+        "CPUs of the communication threads, one for each local rank; default: the kernel chooses",
         ("HOROVOD_THREAD_AFFINITY", CPUS.parse),
     )
     congestion: str | None = _row("CONGESTION", TEXT, None, "tcp's congestion control; default: the host's (lo: reno)")
-    ports: tuple[int, int] = _row("PORTS", PORT_RANGE, (0, 0), "ports to listen on; default: the system chooses")
-    segment_bytes: int = _row("SEGMENT_BYTES", BYTES, 0, "bytes a lane takes at a time; 0: chosen by the engine")
+    ports: tuple[int, int] = _row("PORTS", PORT_RANGE, (0, 0), "ports to listen on; default: the kernel chooses")
+    segment_bytes: int = _row("SEGMENT_BYTES", BYTES, 0, "size of a segment; 0: the engine chooses")
     direct_bytes: int = _row(
-        "DIRECT_BYTES", BYTES, 256 << 10, "a gradient from this size on travels from where autograd put it"
+        "DIRECT_BYTES",
+        BYTES,
+        256 << 10,
+        "gradients of at least this size are reduced in place, not copied into a bucket",
     )
     timeout_s: float = _row(
         "TIMEOUT_S",
         seconds(0.1),
         30.0,
-        "how long a peer may be silent before it counts as lost",
+        "deadline: seconds of silence after which a peer counts as lost",
         ("HOROVOD_GLOO_TIMEOUT_SECONDS", seconds(0.1).parse),
     )
-    start_timeout_s: float = _row("START_TIMEOUT_S", seconds(0.1), 300.0, "how long the first rank waits for the last")
+    start_timeout_s: float = _row("START_TIMEOUT_S", seconds(0.1), 300.0, "deadline for all ranks to join the job")
     stall_s: float = _row(
         "STALL_S",
         seconds(0),
         60.0,
-        "after which a rank that has not submitted is named; 0: never",
+        "seconds after which the log names ranks that have not submitted an operation; 0: never",
         ("HOROVOD_STALL_CHECK_DISABLE", _stall_off),
         ("HOROVOD_STALL_CHECK_TIME_SECONDS", seconds(0).parse),
     )
@@ -265,7 +270,7 @@ class Settings:
         "STALL_END_S",
         seconds(0),
         0.0,
-        "after which such a rank ends the job; 0, or less than STALL_S: never",
+        "seconds after which such a stall ends the job; 0, or less than STALL_S: never",
         ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", seconds(0).parse),
     )
     dynamic_process_sets: bool = _row(
@@ -275,49 +280,57 @@ class Settings:
         "1: process sets may be added and removed after init()",
         ("HOROVOD_DYNAMIC_PROCESS_SETS", horovod_boolean),
     )
-    start_step: int = _row("START_STEP", whole(0), 10, "the first step that counts")
-    end_step: int = _row("END_STEP", whole(0), 0, "the first step that counts no more; 0: to the end")
-    block_steps: int = _row("BLOCK_STEPS", whole(1), 10, "steps of a block where TRANSPORT is a list")
-    sample_every: int = _row("SAMPLE_EVERY", whole(0), 20, "one step in so many has forward times by module; 0: none")
-    monitor_hz: int = _row("MONITOR_HZ", whole(0, 1000), 0, "how often a second a host's counters are read; 0: never")
-    trace_events: int = _row("TRACE_EVENTS", whole(1), 1 << 20, "events a rank may record; what comes after is counted")
+    start_step: int = _row("START_STEP", integer(0), 10, "first step that is recorded")
+    end_step: int = _row("END_STEP", integer(0), 0, "stop recording before this step; 0: never")
+    block_steps: int = _row("BLOCK_STEPS", integer(1), 10, "steps in a block, if TRANSPORT is a list")
+    sample_every: int = _row(
+        "SAMPLE_EVERY", integer(0), 20, "record forward times by module in one of N steps; 0: never"
+    )
+    monitor_hz: int = _row("MONITOR_HZ", integer(0, 1000), 0, "samples of a host's counters per second; 0: none")
+    trace_events: int = _row("TRACE_EVENTS", integer(1), 1 << 20, "events in a ring file; later ones are only counted")
     directory: str | None = _row(
-        "DIR", TEXT, None, "the run folder, or the first free of DIR/2, DIR/3, …; default: netbottleneck-<job or time>"
+        "DIR",
+        TEXT,
+        None,
+        "run folder; if in use, the first free of DIR/2, DIR/3, …; default: netbottleneck-<job or time>",
     )
     timeline: str | None = _row(
         "TIMELINE",
         TEXT,
         None,
-        "the file of Horovod's timeline: rank 0's; %r in it, or put before its suffix, is the rank; DYNAMIC: "
-        "hvd.start_timeline() says which",
+        "file of Horovod's timeline; %r is the rank; without %r, ranks above 0 insert theirs before the suffix; "
+        "DYNAMIC: hvd.start_timeline() names the file",
         ("HOROVOD_TIMELINE", str),
     )
     timeline_mark_cycles: bool = _row(
         "TIMELINE_MARK_CYCLES",
         BOOLEAN,
         False,
-        "1: the timeline has a mark where rank 0 gives the word for new operations",
+        "1: mark negotiation cycles in the timeline",
         ("HOROVOD_TIMELINE_MARK_CYCLES", horovod_boolean),
     )
-    log_level: str = _row("LOG_LEVEL", LEVEL, "warning", "least level that is told", ("HOROVOD_LOG_LEVEL", LEVEL.parse))
+    log_level: str = _row("LOG_LEVEL", LEVEL, "warning", "lowest level to log", ("HOROVOD_LOG_LEVEL", LEVEL.parse))
     log_file: str | None = _row(
         "LOG_FILE",
         TEXT,
         None,
-        "where it is told: %h host, %p process, %r rank; default: stderr, or the program's logging",
+        "log file; %h: host, %p: process, %r: rank; default: stderr, or the program's log handlers",
     )
-    library: str | None = _row("LIBFABRIC", TEXT, None, "path of libfabric; default: as the loader finds it")
-    host_id: str | None = _row("HOST_ID", TEXT, None, "ranks with the same text share a host; default: by the kernel")
+    library: str | None = _row("LIBFABRIC", TEXT, None, "path of libfabric; default: the loader's search path")
+    host_id: str | None = _row(
+        "HOST_ID", TEXT, None, "name of the host, the same for all its ranks; default: the kernel's"
+    )
     rank: int | None = _row("RANK", RANK, None, "this process's rank, instead of the launcher's")
     ranks: int | None = _row("SIZE", RANKS, None, "number of ranks, instead of the launcher's")
-    master: str | None = _row("MASTER", ADDRESS, None, "where rank 0 listens; with SECRET, no other meeting point")
-    rendezvous: str | None = _row("RENDEZVOUS", TEXT, None, "a folder all ranks can write, to meet in")
-    secret: bytes | None = _row("SECRET", SECRET, None, "what a process must know to join; default: drawn by rank 0")
-    secret_file: str | None = _row(
-        "SECRET_FILE", SECRET_FILE, None, "a file that holds the secret, where SECRET is not set"
-    )
+    master: str | None = _row("MASTER", ADDRESS, None, "address of rank 0; with SECRET, no rendezvous is needed")
+    rendezvous: str | None = _row("RENDEZVOUS", TEXT, None, "rendezvous folder that all ranks can write")
+    secret: bytes | None = _row("SECRET", SECRET, None, "secret of the job; default: rank 0 draws one")
+    secret_file: str | None = _row("SECRET_FILE", SECRET_FILE, None, "file that holds the secret, if SECRET is not set")
     insecure: bool = _row(
-        "INSECURE", BOOLEAN, False, "1: the network is trusted: no secret where none can be shared, and no warning"
+        "INSECURE",
+        BOOLEAN,
+        False,
+        "1: trust the network: run without a secret if none can be shared, without a warning",
     )
     sources: Mapping[str, str] = field(default_factory=dict)
 
@@ -368,18 +381,18 @@ def settings(overrides: Mapping[str, Any] | None = None, environ: Mapping[str, s
     allowed values, also if SECRET_FILE cannot be read or is accessible to others. Warns of unknown names that begin
     with NETBOTTLENECK.
     """
-    given = {key: value for key, value in (overrides or {}).items() if value is not None}
+    arguments = {key: value for key, value in (overrides or {}).items() if value is not None}
     rows = _variables()
-    unknown = sorted(set(given) - {row.name for row, _ in rows})
+    unknown = sorted(set(arguments) - {row.name for row, _ in rows})
     if unknown:
         raise TypeError(f"no such setting: {', '.join(unknown)}")
     _warn_unknown({variable.name for _, variable in rows}, environ)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for row, variable in rows:
-        found = _argument(row.name, variable, given) or _from_environment(variable, environ)
-        if found is not None:
-            values[row.name], sources[row.name] = found
+        setting = _argument(row.name, variable, arguments) or _from_environment(variable, environ)
+        if setting is not None:
+            values[row.name], sources[row.name] = setting
     if values.get("secret") is None and values.get("secret_file") is not None:
         values["secret"], sources["secret"] = _secret_from(values["secret_file"]), f"{PREFIX}_SECRET_FILE"
     chosen = Settings(**values, sources=sources)
@@ -390,10 +403,10 @@ def settings(overrides: Mapping[str, Any] | None = None, environ: Mapping[str, s
     return chosen
 
 
-def _argument(name: str, variable: Variable, given: Mapping[str, Any]) -> tuple[Any, str] | None:
-    if name not in given:
+def _argument(name: str, variable: Variable, arguments: Mapping[str, Any]) -> tuple[Any, str] | None:
+    if name not in arguments:
         return None
-    value = given[name]
+    value = arguments[name]
     if isinstance(value, bytes):
         value = value.hex()
     text = value if isinstance(value, str) else _show(value, variable.kind)
@@ -404,7 +417,7 @@ def _from_environment(variable: Variable, environ: Mapping[str, str]) -> tuple[A
     text = environ.get(variable.name, "")
     if text:
         return _parse(variable.name, text, variable.kind.parse, variable), variable.name
-    for name, parse in variable.instead:
+    for name, parse in variable.fallbacks:
         text = environ.get(name, "")
         value = _parse(name, text, parse, variable) if text else None
         if value is not None:
@@ -478,7 +491,7 @@ def describe(chosen: Settings | None = None, environ: Mapping[str, str] = os.env
                 chosen.sources.get(row.name, "default"),
                 variable.text,
                 variable.kind.allowed,
-                tuple(name for name, _ in variable.instead),
+                tuple(name for name, _ in variable.fallbacks),
             )
         )
     return rows

@@ -96,6 +96,6 @@ def test_a_rank_that_does_not_come_to_a_measured_run_is_named_in_time(
             continue
         assert ("late: 1 " in result.stdout) == strict
         assert ("the training is left alone" in result.stderr) != strict
-        assert "not all ranks came to it within 0.5 s (NETBOTTLENECK_START_TIMEOUT_S)" in said
+        assert "not all ranks did within 0.5 s (NETBOTTLENECK_START_TIMEOUT_S)" in said
         assert "Ranks that have not submitted it: 1." in said
         assert "unset NETBOTTLENECK" in said

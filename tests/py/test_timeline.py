@@ -416,12 +416,12 @@ def test_a_file_that_is_no_ring_is_refused(tmp_path: Path) -> None:
 
 def test_lost_events_are_said_in_the_file_and_not_at_every_look(ring: Ring, tmp_path: Path) -> None:
     writer = Writer(Tail(ring.fd, rewinds=True), rank=0)
-    assert writer.obey(json.dumps({"do": "start", "path": str(tmp_path / "t"), "mark_cycles": False}).encode()) == {}
+    assert writer.execute(json.dumps({"do": "start", "path": str(tmp_path / "t"), "mark_cycles": False}).encode()) == {}
     for _ in range(4):
         for key in range(20):
             ring.put(key)
         writer.look()
-    assert writer.obey(b'{"do": "stop"}') == {}
+    assert writer.execute(b'{"do": "stop"}') == {}
     lost = [one["args"]["count"] for one in json.loads((tmp_path / "t").read_text()) if one["name"] == "EVENTS_LOST"]
     assert sum(lost) == 4 * (20 - ring.capacity)
 
@@ -438,7 +438,7 @@ def test_lost_events_are_said_in_the_file_and_not_at_every_look(ring: Ring, tmp_
 )
 def test_a_command_that_cannot_be_done_is_answered(ring: Ring, command: bytes, error: str) -> None:
     writer = Writer(Tail(ring.fd, rewinds=True), rank=0)
-    assert writer.obey(command)["error"].startswith(error)
+    assert writer.execute(command)["error"].startswith(error)
 
 
 # the file

@@ -21,9 +21,10 @@ GLOBAL = 0
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The ranks that an operation is of, on one of them.
+    """The members of an operation's process set, as one of them sees it.
 
-    number: of the engine's group, 0: all ranks. ranks: of the job, rising. rank: this process's place among them.
+    number: of the engine's group; 0: all ranks. ranks: their ranks in the job, ascending. rank: this process's rank in
+    the set.
     """
 
     number: int
@@ -32,62 +33,63 @@ class Members:
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """Number of members."""
         return len(self.ranks)
 
     def place(self, rank: int, what: str = "root_rank") -> int:
-        """Return the place of a rank of the job among them; ValueError naming `what` where it has none."""
+        """Return the rank in the set of a rank of the job. ValueError, which names `what`, if it is no member."""
         if rank not in self.ranks:
             among = f"a job of {self.size}" if self.number == GLOBAL else f"the process set of ranks {list(self.ranks)}"
-            raise ValueError(f"{what}={rank} is no rank of {among}")
+            raise ValueError(f"{what}={rank} is not a rank of {among}")
         return self.ranks.index(rank)
 
 
 class ProcessSet:
-    """Some of a job's ranks. It can be used once all ranks have given it to init() or add_process_set()."""
+    """A subset of a job's ranks. Usable once all ranks have passed it to init() or add_process_set()."""
 
     def __init__(self, ranks_or_comm: Iterable[int]) -> None:
-        """Name the ranks, in any order; ValueError for what is no list of different ranks."""
+        """Ranks in any order. ValueError unless they are a list of distinct ranks."""
         if hasattr(ranks_or_comm, "Get_size"):
-            raise ValueError("a process set of an MPI communicator is not supported: give the list of its ranks")
-        given = [int(rank) for rank in ranks_or_comm]
-        if not given or min(given) < 0 or len(set(given)) < len(given):
-            raise ValueError(f"ProcessSet({given}): a list of different ranks, 0 or above, is required")
+            raise ValueError("a process set of an MPI communicator is not supported: pass the list of its ranks")
+        ranks = [int(rank) for rank in ranks_or_comm]
+        if not ranks or min(ranks) < 0 or len(set(ranks)) < len(ranks):
+            raise ValueError(f"ProcessSet({ranks}): a list of distinct ranks, 0 or above, is required")
         self.process_set_id: int | None = None
-        self.ranks: list[int] | None = sorted(given)
+        self.ranks: list[int] | None = sorted(ranks)
 
-    def _known(self) -> "job.Job | None":
+    def _job(self) -> "job.Job | None":
+        """The job in which it is registered; None if it is not registered."""
         if self.process_set_id is None or not job.is_started():
             return None
         return job.current()
 
     def size(self) -> int | None:
-        """Return the number of its ranks; None where it is not registered."""
-        return None if self._known() is None or self.ranks is None else len(self.ranks)
+        """Return the number of its ranks; None if it is not registered."""
+        return None if self._job() is None or self.ranks is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """Return this process's place in it; None where it is not registered, ValueError where it is none of it."""
-        known = self._known()
-        if known is None or self.ranks is None:
+        """Return this process's rank in it; None if it is not registered. ValueError if this rank is not a member."""
+        registered = self._job()
+        if registered is None or self.ranks is None:
             return None
-        if known.place.rank not in self.ranks:
-            raise ValueError(f"rank {known.place.rank} is not part of {self}")
-        return self.ranks.index(known.place.rank)
+        if registered.place.rank not in self.ranks:
+            raise ValueError(f"rank {registered.place.rank} is not part of {self}")
+        return self.ranks.index(registered.place.rank)
 
     def included(self) -> bool | None:
-        """Return whether this process is part of it; None where it is not registered."""
-        known = self._known()
-        return None if known is None or self.ranks is None else known.place.rank in self.ranks
+        """Return whether this process is a member; None if the set is not registered."""
+        registered = self._job()
+        return None if registered is None or self.ranks is None else registered.place.rank in self.ranks
 
     def __str__(self) -> str:
-        """Name number and ranks."""
+        """Show its number and ranks."""
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
     __repr__ = __str__
 
 
 class _AllRanks(ProcessSet):
-    """All ranks of the job that runs."""
+    """All ranks of the running job."""
 
     process_set_id: int | None = GLOBAL
 
@@ -96,7 +98,7 @@ class _AllRanks(ProcessSet):
 
     @property
     def ranks(self) -> list[int] | None:
-        """All of them; None before init()."""
+        """All ranks; None before init()."""
         return list(range(job.current().place.size)) if job.is_started() else None
 
     @ranks.setter
@@ -108,15 +110,15 @@ global_process_set: ProcessSet = _AllRanks()
 
 
 def members_of(process_set: ProcessSet) -> Members:
-    """Return its ranks as operations need them.
+    """Return the members of a process set.
 
-    Raises ValueError before init(), where the set is not registered, and where this process is none of it.
+    Raises ValueError before init(), if the set is not registered, and if this process is not a member.
     """
     this = job.current()
     if process_set is global_process_set:
         return Members(GLOBAL, range(this.place.size), this.place.rank)
     if process_set.process_set_id is None or process_set.ranks is None:
-        raise ValueError(f"{process_set} is not registered: give it to init() or add_process_set() on every rank")
+        raise ValueError(f"{process_set} is not registered: pass it to init() or add_process_set() on every rank")
     if this.place.rank not in process_set.ranks:
         raise ValueError(f"rank {this.place.rank} is not part of {process_set}")
     return Members(process_set.process_set_id, process_set.ranks, process_set.ranks.index(this.place.rank))
@@ -196,7 +198,7 @@ def code_of(array: Array) -> int:
     """Return the engine's number for an array's type; ValueError for a type that cannot be reduced."""
     name = CODES.get(array.dtype)
     if name is None:
-        raise ValueError(f"Array type {array.dtype} is not supported: one of {', '.join(map(str, CODES))} is.")
+        raise ValueError(f"Array type {array.dtype} is not supported; supported: {', '.join(map(str, CODES))}.")
     return int(getattr(job.core(), name))
 
 
@@ -219,7 +221,7 @@ def reduction(op: int, size: int) -> tuple[int, float]:
     core = job.core()
     known = {Average: core.SUM, Sum: core.SUM, Min: core.MIN, Max: core.MAX, Product: core.PRODUCT}
     if op not in known:
-        raise ValueError(f"op={op!r} is none of Average, Sum, Min, Max, Product, or is not possible here")
+        raise ValueError(f"op={op!r}: must be Average, Sum, Min, Max or Product, where this operation supports it")
     return known[op], average_factor(size) if op == Average else 1.0
 
 

@@ -90,24 +90,24 @@ def _tail(array: Array) -> int:
 def _rows_steps(mine: Sequence[int], array: Array, name: str, among: Members) -> Steps[Array]:
     """Return each rank's row counts, by rank; HorovodInternalError if types or other dimensions differ."""
     core = job.core()
-    told = np.zeros((among.size, len(mine) + 1), np.int64)
-    told[among.rank] = [*mine, _tail(array)]
-    yield [submitted(among, f"{name}.sizes", core.ALLGATHER, told, core.INT64, keep=told)]
-    unlike = [among.ranks[at] for at in range(among.size) if told[at, -1] != told[0, -1]]
-    if unlike:
+    rows = np.zeros((among.size, len(mine) + 1), np.int64)
+    rows[among.rank] = [*mine, _tail(array)]
+    yield [submitted(among, f"{name}.sizes", core.ALLGATHER, rows, core.INT64, keep=rows)]
+    different = [among.ranks[at] for at in range(among.size) if rows[at, -1] != rows[0, -1]]
+    if different:
         raise HorovodInternalError(
             f"{name}: type and all dimensions but the first must be the same on all ranks; here they are "
-            f"{array.dtype} {list(array.shape[1:])}, and ranks {unlike} differ from rank {among.ranks[0]}"
+            f"{array.dtype} {list(array.shape[1:])}, and ranks {different} differ from rank {among.ranks[0]}"
         )
-    return told[:, :-1]
+    return rows[:, :-1]
 
 
 def allgather_steps(array: Array, name: str, among: Members) -> Steps[list[Array]]:
     """Return the arrays of all ranks, by rank. Only their first dimension may differ."""
     if array.ndim == 0:
         array = array.reshape(1)
-    told = yield from _rows_steps([len(array)], array, name, among)
-    rows = told[:, 0].tolist()
+    counts = yield from _rows_steps([len(array)], array, name, among)
+    rows = counts[:, 0].tolist()
     line = np.zeros((among.size, max(rows), *array.shape[1:]), array.dtype)
     line[among.rank, : len(array)] = array
     flat, code = as_bytes(line)
@@ -127,14 +127,14 @@ def reducescatter_steps(
 ) -> Steps[Array]:
     """Return this rank's rows of the reduced array; the first (rows mod size) ranks get one row more.
 
-    factors: before and after the reduction. Raises ValueError for a number, HorovodInternalError for another op than
+    factors: before and after the reduction. Raises ValueError for a scalar, HorovodInternalError for another op than
     Average and Sum.
     """
     size, rank = among.size, among.rank
     if array.ndim == 0:
         raise ValueError("reducescatter needs an array of at least one dimension")
     if op not in (Average, Sum):
-        raise HorovodInternalError(f"{name}: reducescatter takes Average or Sum, not op={op}")
+        raise HorovodInternalError(f"{name}: reducescatter supports only Average or Sum, not op={op}")
     reduce, factor = reduction(op, size)
     before, after = factors
     starts = _shares(len(array), size)
@@ -163,12 +163,16 @@ def _splits(array: Array, splits: Sequence[int] | None, name: str, size: int) ->
     rows = len(array) if array.ndim else 0
     if splits is None:
         if array.ndim == 0 or rows % size:
-            raise ValueError(f"{name}: a first dimension of {rows} is no {size} equal parts: give splits")
+            raise ValueError(
+                f"{name}: a first dimension of {rows} cannot be split into {size} equal parts: pass splits"
+            )
         return [rows // size] * size
-    found = [int(split) for split in splits]
-    if len(found) != size or any(split < 0 for split in found) or sum(found) > rows:
-        raise ValueError(f"{name}: splits={found}: one for each of {size} ranks, {rows} in all at most, is required")
-    return found
+    counts = [int(split) for split in splits]
+    if len(counts) != size or any(count < 0 for count in counts) or sum(counts) > rows:
+        raise ValueError(
+            f"{name}: splits={counts}: one for each of {size} ranks, with a sum of at most {rows}, is required"
+        )
+    return counts
 
 
 def alltoall_steps(
@@ -176,14 +180,13 @@ def alltoall_steps(
 ) -> Steps[tuple[Array, list[int]]]:
     """Return one part of each rank's array, joined by rank, and how many rows each has.
 
-    splits: how many rows go to each rank; None: equal parts. Parts travel at the size of the largest. Raises ValueError
-    for splits that the rows do not hold.
+    splits: number of rows for each rank; None: equal parts. Parts are padded to the largest. Raises ValueError if
+    splits do not fit the rows.
     """
     size = among.size
     outgoing = _splits(array, splits, name, size)
-    told = yield from _rows_steps(outgoing, array, name, among)
-    room = int(told.max())
-    line = np.zeros((2, size, room, *array.shape[1:]), array.dtype)
+    counts = yield from _rows_steps(outgoing, array, name, among)
+    line = np.zeros((2, size, int(counts.max()), *array.shape[1:]), array.dtype)
     start = 0
     for other, rows in enumerate(outgoing):
         line[0, other, :rows] = array[start : start + rows]
@@ -191,7 +194,7 @@ def alltoall_steps(
     flat, code = as_bytes(line)
     if line.size:
         yield [submitted(among, name, job.core().ALLTOALL, flat, code, keep=line)]
-    incoming = told[:, among.rank].tolist()
+    incoming = counts[:, among.rank].tolist()
     return np.concatenate([line[1, other, :rows] for other, rows in enumerate(incoming)]), incoming
 
 
@@ -230,8 +233,8 @@ def _combined(vectors: Doubles, dots: Doubles) -> Doubles:
         of_first = np.where(first > 0, 1 - both / (2 * first), 1.0)
         of_second = np.where(second > 0, 1 - both / (2 * second), 1.0)
     joined = of_first[:, None] * vectors[0:pairs:2] + of_second[:, None] * vectors[1:pairs:2]
-    found: Doubles = np.concatenate([joined, vectors[pairs:]])
-    return found
+    result: Doubles = np.concatenate([joined, vectors[pairs:]])
+    return result
 
 
 def adasum_steps(array: Array, name: str, among: Members, factors: tuple[float, float] = (1.0, 1.0)) -> Steps[None]:

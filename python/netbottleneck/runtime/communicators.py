@@ -86,7 +86,7 @@ class Communicator(Protocol):
         """Return payload bytes sent by this rank; None if the path does not count them."""
 
     def close(self) -> None:
-        """Close in good order."""
+        """Close the connections."""
 
 
 class Native:
@@ -165,7 +165,7 @@ class Stock:
     name = "stock"
 
     def __init__(self, group: Any, size: int, recorder: "_core.Recorder | None", *, owned: bool) -> None:
-        """owned: the group was made for this path alone, and is destroyed with it."""
+        """owned: the group was made for this path alone; `close` destroys it."""
         self._group = group
         self._owned = owned
         self._size = size
@@ -252,7 +252,7 @@ def key_of(name: str) -> int:
 
 
 def stock_group(settings: Settings, place: connect.Place, exchange: Callable[[bytes], list[bytes]]) -> Any:
-    """Return a gloo group of all ranks with our deadline; starts torch.distributed if nobody has.
+    """Return a gloo group of all ranks with our deadline; initializes torch.distributed if it is not initialized.
 
     exchange: all-gather of equal-length bytes over another communicator, used for the rendezvous.
     """

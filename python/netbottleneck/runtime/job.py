@@ -266,8 +266,8 @@ def set_up_log(settings: Settings, place: connect.Place) -> None:
     _process.handler = handler
 
 
-def _tell_settings(settings: Settings, place: connect.Place) -> None:
-    """Log the settings in force, once in the job."""
+def _log_settings(settings: Settings, place: connect.Place) -> None:
+    """Log the settings in force, on rank 0."""
     if place.rank != 0:
         return
     logger.info("%d ranks, started by %s, transport %s", place.size, place.launcher, ",".join(settings.transports))
@@ -286,7 +286,7 @@ def _tell_settings(settings: Settings, place: connect.Place) -> None:
 def _open(settings: Settings, observer: Observer, environ: Mapping[str, str]) -> Job:
     place = connect.detect(settings, environ)
     set_up_log(settings, place)
-    _tell_settings(settings, place)
+    _log_settings(settings, place)
     recorder = observer.recorder(settings, place)
     comm = connect.connect(settings, place, recorder=recorder, environ=environ)
     try:

@@ -81,19 +81,19 @@ def _end(process: subprocess.Popen[bytes], parent: object) -> None:
 
 
 def wire(settings: Settings, transport: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return what is known of a transport before its first transfer: `streams_asked`, `interface`, `link_bps`.
+    """Return what is known about a transport before its first transfer: `streams_asked`, `interface`, `link_bps`.
 
-    streams_asked: 0 for auto; None if the transport has no lanes of ours. interface: None if uncertain. For our own
-    lanes it is known only if exactly one is usable. For gloo it is the first of GLOO_SOCKET_IFNAME, else the one that
-    has the host's own address.
+    streams_asked: the setting, 0 for auto; None if the transport has no lanes of ours. interface: None if uncertain.
+    For our lanes it is known only if exactly one is usable. For gloo it is the first of GLOO_SOCKET_IFNAME, else the
+    one that has the host's own address.
     """
-    asked, name = None, None
+    lanes, name = None, None
     if transport in NATIVE:
-        found = [name for name, _ in connect.core().interfaces(settings.ifname)]
-        asked, name = settings.streams, found[0] if len(found) == 1 else None
+        usable = [name for name, _ in connect.core().interfaces(settings.ifname)]
+        lanes, name = settings.streams, usable[0] if len(usable) == 1 else None
     elif transport == "stock":
         name = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or _of_own_address()
-    return {"streams_asked": asked, "interface": name, "link_bps": link_bps(name) if name else None}
+    return {"streams_asked": lanes, "interface": name, "link_bps": link_bps(name) if name else None}
 
 
 def link_bps(interface: str) -> int | None:

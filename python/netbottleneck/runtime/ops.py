@@ -62,7 +62,7 @@ __all__ = [
 
 
 def init() -> None:
-    """Start this process's job with all ranks of its launcher; no effect if it runs already."""
+    """Start this process's job with all ranks of its launcher; no effect if it is already running."""
     job.start()
 
 
@@ -179,10 +179,10 @@ def reducescatter(
     array: npt.ArrayLike, op: int = Average, name: str | None = None, *, process_set: ProcessSet = global_process_set
 ) -> Array:
     """Return this rank's rows of the reduced array; the first (rows mod size) ranks get one row more."""
-    given = np.asarray(array)
+    rows = np.asarray(array)
     among = members_of(process_set)
     name = label("reducescatter", name, among)
-    return Pending(reducescatter_steps(given, code_of(given), op, name, among)).wait()
+    return Pending(reducescatter_steps(rows, code_of(rows), op, name, among)).wait()
 
 
 def alltoall(

@@ -11,16 +11,17 @@ DYNAMIC = "dynamic"
 
 
 def _agree(sets: Sequence[ProcessSet], what: str) -> None:
-    """Raise ValueError on every rank where ranks name different sets, or want something else with them."""
+    """Raise ValueError on every rank if ranks name different sets, or request different changes."""
     among = members_of(global_process_set)
-    words = f"{what} {[process_set.ranks for process_set in sets]}".encode()
+    request = f"{what} {[process_set.ranks for process_set in sets]}".encode()
     name = async_operations.label("process_sets", None)
-    told = async_operations.Pending(collectives.allgather_steps(np.frombuffer(words, np.uint8), name, among)).wait()
-    unlike = [rank for rank in range(among.size) if told[rank].tobytes() != told[0].tobytes()]
-    if unlike:
+    pending = async_operations.Pending(collectives.allgather_steps(np.frombuffer(request, np.uint8), name, among))
+    requests = [part.tobytes().decode() for part in pending.wait()]
+    different = [rank for rank in range(among.size) if requests[rank] != requests[0]]
+    if different:
         raise ValueError(
-            f"all ranks must name the same process sets: rank 0 would {told[0].tobytes().decode()}, "
-            f"rank {unlike[0]} {told[unlike[0]].tobytes().decode()}"
+            f"all ranks must name the same process sets: rank 0 requests {requests[0]}, "
+            f"rank {different[0]} {requests[different[0]]}"
         )
 
 
@@ -31,15 +32,15 @@ def _check(sets: Sequence[ProcessSet], size: int) -> None:
         if not ranks or ranks[-1] >= size:
             raise ValueError(f"{process_set}: ranks from 0 to {size - 1} are required")
         if ranks in known:
-            raise ValueError(f"a process set of ranks {list(ranks)} is there already")
+            raise ValueError(f"a process set of ranks {list(ranks)} already exists")
         known.add(ranks)
 
 
 def register(sets: Sequence[ProcessSet]) -> None:
-    """Give sets their numbers. Every rank calls it with the same sets, in the same order.
+    """Assign numbers to sets. Every rank calls it with the same sets, in the same order.
 
-    Raises ValueError, and registers none, where ranks name different ones, where two have the same ranks, or where a
-    set has ranks that are not there.
+    Raises ValueError, and registers none, if ranks name different sets, if two sets have the same ranks, or if a set
+    has ranks outside the job.
     """
     this = job.current()
     _agree(sets, "add")
@@ -62,20 +63,20 @@ def _check_dynamic() -> None:
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Register a set after init(), and return it. Every rank calls it, also those that are none of it.
+    """Register a set after init(), and return it. Every rank calls it, members or not.
 
-    Raises ValueError as register(), and where dynamic process sets were not asked for.
+    Raises ValueError as register(), and if dynamic process sets are not enabled.
     """
     _check_dynamic()
-    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    register([made])
-    return made
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    register([added])
+    return added
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Take a set back: True where it was registered, and not the global one. Every rank calls it.
+    """Remove a set. Returns True if it was registered and is not the global set. Every rank calls it.
 
-    Raises ValueError where ranks name different sets, which then stay, and where dynamic ones were not asked for.
+    Raises ValueError, and removes none, if ranks name different sets or dynamic process sets are not enabled.
     """
     _check_dynamic()
     number = process_set.process_set_id

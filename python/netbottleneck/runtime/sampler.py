@@ -44,7 +44,7 @@ class Table:
         self._row = struct.Struct(f"<{1 + len(columns)}q")
         self._most = max(2, (limit_bytes - length) // self._row.size)
         self._count = 0
-        self.every = 1  # keeps one turn in so many
+        self.every = 1  # turns per row
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         _write(self._fd, self._head)
 
@@ -86,12 +86,12 @@ class Net:
         self._last = {name: [0] * len(NET) for name in names[:MOST_INTERFACES]}
 
     def _lines(self) -> list[tuple[bytes, bytes]]:
-        found = []
+        lines = []
         for line in os.pread(self._fd, READ_BYTES, 0).split(b"\n")[2:]:
             name, colon, rest = line.rpartition(b":")
             if colon:
-                found.append((name.strip(), rest))
-        return found
+                lines.append((name.strip(), rest))
+        return lines
 
     def read(self) -> list[int]:
         """Return the counters; an interface that disappeared keeps its last values."""
@@ -132,8 +132,8 @@ class Host:
         lines = [row for row in os.pread(self._snmp, READ_BYTES, 0).split(b"\n") if row.startswith(b"Tcp:")]
         if len(lines) < 2:
             return [0] * len(TCP)
-        told = dict(zip(lines[0].split(), lines[1].split(), strict=False))
-        return [int(told.get(name, 0)) for name in _TCP_FIELDS]
+        counters = dict(zip(lines[0].split(), lines[1].split(), strict=False))
+        return [int(counters.get(name, 0)) for name in _TCP_FIELDS]
 
     def read(self) -> list[int]:
         """Return the counters. TCP counters are read every TCP_TURNS calls."""
@@ -190,7 +190,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         run(request, ended)
     except OSError as error:
-        sys.stderr.write(f"netbottleneck: the host's counters are recorded no more: {error}\n")
+        sys.stderr.write(f"netbottleneck: recording of the host's counters stops: {error}\n")
         return 1
     return 0
 

@@ -48,10 +48,10 @@ def together(comm: "_core.Comm", blob: bytes, limit_s: float) -> list[bytes]:
     except DeadlineError as error:
         late = DeadlineError(
             error.errno,
-            f"rank {comm.rank} would measure a run, and not all ranks came to it within {limit_s:g} s "
-            f"(NETBOTTLENECK_START_TIMEOUT_S): {error.strerror}. Every rank of the job must make the optimizer, or the "
-            "model, that is measured: see what these ranks do instead, give them more time by that variable, or unset "
-            "NETBOTTLENECK and NETBOTTLENECK_TRANSPORT",
+            f"rank {comm.rank} starts a measured run, but not all ranks did within {limit_s:g} s "
+            f"(NETBOTTLENECK_START_TIMEOUT_S): {error.strerror}. Every rank of the job must create the measured "
+            "optimizer or model: check what these ranks do instead, increase that variable, or unset NETBOTTLENECK and "
+            "NETBOTTLENECK_TRANSPORT",
         )
         late.peer = error.peer
         raise late from error
@@ -65,7 +65,7 @@ def claim(comm: "_core.Comm", wanted: Path, limit_s: float) -> Path:
     """
     name = str(wanted.absolute()).encode()
     if len(name) > FOLDER_BYTES:
-        raise ValueError(f"NETBOTTLENECK_DIR={wanted}: a name of at most {FOLDER_BYTES} bytes is needed")
+        raise ValueError(f"NETBOTTLENECK_DIR={wanted}: the name must have at most {FOLDER_BYTES} bytes")
     first = Path(together(comm, name.ljust(FOLDER_BYTES), limit_s)[0].decode().rstrip())
     folder, number = first, 1
     while not _free_folder(comm, folder, limit_s):
@@ -285,9 +285,9 @@ class Session:
     def stay(self, arm: Arm) -> None:
         """Assign all further steps to one arm, and stop recording them."""
         self.stays = arm
-        said = f"all further steps use {arm}, from step {self.step} on: {self.why_stays}"
-        logger.warning("%s", said)
-        self.notes.append(said)
+        note = f"all further steps use {arm}, from step {self.step} on: {self.why_stays}"
+        logger.warning("%s", note)
+        self.notes.append(note)
 
     @contextlib.contextmanager
     def by_itself(self, number: int) -> Generator[None, None, None]:
@@ -371,7 +371,7 @@ class Session:
             try:
                 gather(self.comm, self.folder / RANKS, self.until)
             except OSError as error:
-                logger.warning("the records of other hosts could not be brought to %s: %s", self.folder, error)
+                logger.warning("the records of other hosts could not be copied to %s: %s", self.folder, error)
 
     @property
     def _finish_s(self) -> float:
@@ -414,16 +414,16 @@ def same_ranks(settings: Settings, place: connect.Place) -> None:
     if (here.rank, here.size) != (place.rank, place.size):
         raise ValueError(
             f"the launcher's variables say rank {here.rank} of {here.size}, torch.distributed says {place.rank} of "
-            f"{place.size}: set RANK and WORLD_SIZE in each process to what torch.distributed has"
+            f"{place.size}: set RANK and WORLD_SIZE in each process to the values of torch.distributed"
         )
 
 
 def _folder(settings: Settings, wanted: Path, control: "_core.Comm") -> Path:
     """Return the run folder, the same on all ranks; rank 0 chooses it."""
-    found = claim(control, wanted, settings.start_timeout_s)
-    if control.rank == 0 and found != wanted:
-        logger.warning("NETBOTTLENECK_DIR=%s holds a run already: this one goes to %s", wanted, found)
-    return found
+    claimed = claim(control, wanted, settings.start_timeout_s)
+    if control.rank == 0 and claimed != wanted:
+        logger.warning("NETBOTTLENECK_DIR=%s already holds a run: this run is written to %s", wanted, claimed)
+    return claimed
 
 
 def _communicator(  # noqa: PLR0913, PLR0917 - what a transport may need, once
@@ -659,12 +659,12 @@ class Joining:
         folder = _free(self._wanted, session.place.rank)
         scratch.rename(folder)
         session.folder = folder
-        said = (
-            f"rank {session.place.rank} recorded alone, as the ranks did not join ({why}): how long ranks wait for "
-            "each other, which rank is late and what other ranks measured are not known"
+        note = (
+            f"rank {session.place.rank} recorded alone, because the ranks did not join ({why}): waiting times between "
+            "ranks, the slowest rank and the measurements of other ranks are not known"
         )
-        logger.warning("%s", said)
-        session.notes.append(said)
+        logger.warning("%s", note)
+        session.notes.append(note)
         session.begin_folder()
 
 

@@ -68,18 +68,18 @@ class Timeline:
         """Write this rank's file from now on. If it cannot be written, a warning is logged and training continues."""
         path = os.path.abspath(path_of(name, self._rank))
         if self._ours():
-            self._tell({"do": "start", "path": path, "mark_cycles": mark_cycles}, START_S)
+            self._command({"do": "start", "path": path, "mark_cycles": mark_cycles}, START_S)
 
     def stop(self) -> None:
         """End the file. It then holds everything that happened before, unless the writer is stuck for ANSWER_S."""
         if self._ours() and self._writer is not None:
-            self._tell({"do": "stop"}, ANSWER_S)
+            self._command({"do": "stop"}, ANSWER_S)
 
     def follow(self, path: Path | str, network: str) -> None:
         """Include another ring file of this rank; network: tcp or ofi, its transport."""
         self._others.append({"do": "follow", "path": os.path.abspath(path), "network": network.upper()})
         if self._ours() and self._writer is not None:
-            self._tell(self._others[-1], ANSWER_S)
+            self._command(self._others[-1], ANSWER_S)
 
     def close(self) -> None:
         """End the file and the writer."""
@@ -113,13 +113,13 @@ class Timeline:
         if writer is not None:
             writer.kill()
 
-    def _tell(self, command: dict[str, Any], limit_s: float) -> None:
+    def _command(self, command: dict[str, Any], limit_s: float) -> None:
         try:
             if self._writer is None:
                 self._writer = self._begin(self._memory.fileno())
                 for other in self._others:
-                    self._ask(self._writer, other, limit_s)
-            self._ask(self._writer, command, limit_s)
+                    self._send(self._writer, other, limit_s)
+            self._send(self._writer, command, limit_s)
         except (OSError, ValueError) as error:
             logger.warning("the timeline is not written: its writer does not answer (%s)", error)
             self._give_up()
@@ -129,9 +129,9 @@ class Timeline:
         values = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")}
         package = str(Path(__file__).resolve().parents[2])
         values["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [values.get("PYTHONPATH")])])
-        words = [str(fd), str(os.getpid()), str(self._rank), self._network]
+        arguments = [str(fd), str(os.getpid()), str(self._rank), self._network]
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "netbottleneck.runtime.timeline_writer", *words],
+            [sys.executable, "-P", "-m", "netbottleneck.runtime.timeline_writer", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=values,
@@ -139,7 +139,7 @@ class Timeline:
             start_new_session=True,  # no signal to the rank's process group stops it before the end is written
         )
 
-    def _ask(self, writer: subprocess.Popen[bytes], command: dict[str, Any], limit_s: float) -> None:
+    def _send(self, writer: subprocess.Popen[bytes], command: dict[str, Any], limit_s: float) -> None:
         assert writer.stdin is not None
         assert writer.stdout is not None
         until = time.monotonic() + limit_s
@@ -148,11 +148,11 @@ class Timeline:
         while b"\n" not in self._answer:
             left = max(0.0, until - time.monotonic())
             if not select.select([writer.stdout], [], [], left)[0]:
-                raise TimeoutError(f"in {limit_s:g} s")
-            came = os.read(writer.stdout.fileno(), ANSWER_BYTES)
-            if not came:
-                raise ConnectionError("it has ended")
-            self._answer += came
+                raise TimeoutError(f"within {limit_s:g} s")
+            received = os.read(writer.stdout.fileno(), ANSWER_BYTES)
+            if not received:
+                raise ConnectionError("it has exited")
+            self._answer += received
         line, _, self._answer = self._answer.partition(b"\n")
         answer: dict[str, str] = json.loads(line)
         if answer.get("error"):
@@ -167,9 +167,9 @@ class Watching(job.Observer):
         self.timeline: Timeline | None = None
 
     def recorder(self, settings: Settings, place: connect.Place) -> _core.Recorder | None:
-        given = self.inner.recorder(settings, place)
-        if given is not None or not settings.timeline:
-            return given
+        recorder = self.inner.recorder(settings, place)
+        if recorder is not None or not settings.timeline:
+            return recorder
         try:
             self.timeline = Timeline(settings, place)
         except OSError as error:

@@ -111,7 +111,7 @@ USED = (
     "PEER_LOST",
     "LANE_LOST",
 )
-WORDS = frozenset({"BARRIER", "JOIN"})  # operations that consist of negotiation only
+NEGOTIATION_ONLY = frozenset({"BARRIER", "JOIN"})  # operations that move no data
 # csrc/coll/choose.h: algorithms that use shared memory only. Inline all-reduces use the control connections.
 SHARED = frozenset({32, 33})
 INLINE = ALGORITHMS.index("inline all-reduce")
@@ -201,7 +201,7 @@ class Chrome:
             self._learn(tensor, event)
             if self.mark_cycles and event.kind == "OP_AGREED":
                 yield from self._cycle(tensor, event)
-            yield from self._tell(tensor, event.key)
+            yield from self._write_known(tensor, event.key)
 
     def _tensor(self, key: int) -> _Tensor:
         if key not in self._tensors and len(self._tensors) >= TENSORS_MAX:
@@ -218,7 +218,7 @@ class Chrome:
             tensor.packs.append((event.time_ns, event.time_ns + event.d))
             return
         if tensor.operation is None or tensor.operation.round != event.a:
-            if tensor.operation is not None and tensor.operation.top and tensor.operation.kind not in WORDS:
+            if tensor.operation is not None and tensor.operation.top and tensor.operation.kind not in NEGOTIATION_ONLY:
                 tensor.abandoned_ns = event.time_ns
             tensor.operation = _Operation(event.a)
         operation = tensor.operation
@@ -243,7 +243,7 @@ class Chrome:
             self._cycle_ns = event.time_ns
             yield self._instant("CYCLE_START", event.time_ns)
 
-    def _tell(self, tensor: _Tensor, key: int) -> Iterator[ChromeEvent]:
+    def _write_known(self, tensor: _Tensor, key: int) -> Iterator[ChromeEvent]:
         """Yield what is known and not yet written of a tensor, in the order of the stages, not of arrival."""
         operation = tensor.operation
         if tensor.abandoned_ns is not None:
@@ -301,7 +301,7 @@ class Chrome:
         operation.top = True
         yield self._finish(tensor, max(agreed_ns, tensor.negotiating_ns or 0))
         tensor.negotiating_ns = None
-        if operation.kind not in WORDS:
+        if operation.kind not in NEGOTIATION_ONLY:
             yield self._begin(tensor, operation.kind, agreed_ns)
 
     def _end(self, tensor: _Tensor, operation: _Operation, done: Event) -> Iterator[ChromeEvent]:
@@ -309,11 +309,11 @@ class Chrome:
         if operation.agreed_ns is None:  # refused, or an operation of a single rank
             yield self._finish(tensor, done.time_ns, failed)
             tensor.negotiating_ns = None
-            if not failed and operation.kind not in WORDS:
+            if not failed and operation.kind not in NEGOTIATION_ONLY:
                 yield self._begin(tensor, operation.kind, done.time_ns)
                 yield self._finish(tensor, done.time_ns, _content(operation))
             return
-        if operation.kind in WORDS:
+        if operation.kind in NEGOTIATION_ONLY:
             return
         yield from self._activities(tensor, operation, operation.agreed_ns, done)
         yield self._finish(tensor, done.time_ns, {**_content(operation), **failed})
@@ -428,20 +428,20 @@ class Tail:
 
     def take(self) -> list[Event]:
         """Return the events since the last call that a timeline uses, in the ring's order."""
-        found = self._overtaken()
+        events = self._overtaken()
         taken = int(self._header()["taken"])
         end = min(taken, self._capacity)
         # Slots complete in a first read are read again: a writer fills a slot's kind last.
         empty = np.flatnonzero(self._read(self._at, end)["kind"] == 0)
-        whole = int(empty[0]) if len(empty) else end - self._at
-        found += _named(self._read(self._at, self._at + whole))
-        self._at += whole
+        complete = int(empty[0]) if len(empty) else end - self._at
+        events += _named(self._read(self._at, self._at + complete))
+        self._at += complete
         if self._slots is not None and self._at == end and 2 * self._at >= self._capacity:
             self._rewind(self._slots)
         elif self._slots is None and taken - end > self._full:
             self._lost += taken - end - self._full
             self._full = taken - end
-        return found
+        return events
 
     def _read(self, first: int, end: int) -> NDArray[Any]:
         want = max(0, end - first) * EVENT.itemsize
@@ -461,17 +461,17 @@ class Tail:
 
     def _overtaken(self) -> list[Event]:
         """Events of writers that reserved a slot just before a rewind."""
-        found: list[Event] = []
+        events: list[Event] = []
         while self._slots is not None and self._late is not None:
             if self._late >= self._capacity or self._taken.value > self._late:
                 self._late = None
             elif self._slots["kind"][self._late] == 0:
                 break
             else:
-                found += _named(self._read(self._late, self._late + 1))
+                events += _named(self._read(self._late, self._late + 1))
                 self._slots["kind"][self._late] = 0
                 self._late += 1
-        return found
+        return events
 
 
 def _named(rows: NDArray[Any]) -> list[Event]:
@@ -524,7 +524,7 @@ class Writer:
         self._tails = [own]
         self._rank = rank
         self._lost = 0
-        self._lost_told_s = 0.0
+        self._lost_reported_s = 0.0
         self._names = Names()
         self._negotiations = Negotiations()
         self._path: str | None = None
@@ -546,9 +546,9 @@ class Writer:
                 if self._chrome is not None:
                     made += self._chrome.take(event, tail.network)
             self._lost += tail.lost()
-        if self._lost and self._chrome is not None and (last or time.monotonic() > self._lost_told_s + LOST_S):
+        if self._lost and self._chrome is not None and (last or time.monotonic() > self._lost_reported_s + LOST_S):
             made.append(self._chrome.lost(self._lost, time.monotonic_ns()))
-            self._lost, self._lost_told_s = 0, time.monotonic()
+            self._lost, self._lost_reported_s = 0, time.monotonic()
         if made and self._file is not None:
             self._file.append(made)
 
@@ -593,7 +593,7 @@ class Writer:
             os.close(fd)
             raise
 
-    def obey(self, line: bytes) -> dict[str, str]:
+    def execute(self, line: bytes) -> dict[str, str]:
         """Execute a command, and return the answer."""
         try:
             command = json.loads(line)
@@ -614,12 +614,12 @@ def serve(writer: Writer, parent: int) -> None:
     while os.getppid() == parent:
         readable, _, _ = select.select([0], [], [], writer.pause_s)
         if readable:
-            came = os.read(0, WAKE_BYTES)
-            if not came:
+            received = os.read(0, WAKE_BYTES)
+            if not received:
                 break
-            *lines, waiting = (waiting + came).split(b"\n")
+            *lines, waiting = (waiting + received).split(b"\n")
             for line in lines:
-                answer = json.dumps(writer.obey(line)).encode() + b"\n"
+                answer = json.dumps(writer.execute(line)).encode() + b"\n"
                 with contextlib.suppress(BrokenPipeError):
                     os.write(1, answer)
         try:

@@ -367,11 +367,11 @@ first, second = Listener(), Listener()
 notification_manager.init()
 for listener in (first, first, second):
     notification_manager.register_listener(listener)
-notices._tell(1.0, HostUpdateResult.added)
+notices._notify(1.0, HostUpdateResult.added)
 notification_manager.remove_listener(first)
-notices._tell(2.0, HostUpdateResult.removed)
+notices._notify(2.0, HostUpdateResult.removed)
 notification_manager.remove_listener(second)
-notices._tell(3.0, HostUpdateResult.added)
+notices._notify(3.0, HostUpdateResult.added)
 assert first.heard == [(1.0, HostUpdateResult.added)]
 assert second.heard == [(1.0, HostUpdateResult.added), (2.0, HostUpdateResult.removed)]
 """)

@@ -79,8 +79,8 @@ def test_a_large_model_is_modelled_by_its_exact_tensors_and_labelled(
     ("words", "said"),
     [
         (("no_such_model",), "no_such_model"),
-        (("resnet50", "--modelled", "-1", "5"), "cannot be"),
-        (("resnet50", "--modelled", "1", "0"), "cannot be"),
+        (("resnet50", "--modelled", "-1", "5"), "are not valid"),
+        (("resnet50", "--modelled", "1", "0"), "are not valid"),
         (("thin_resnet", "--passes", "1"), "from 2"),
         (("thin_resnet", "--batch", "x"), "from 1"),
         (("thin_resnet", "--device", "cuda:99"), "--device cuda:99"),

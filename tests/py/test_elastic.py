@@ -124,7 +124,7 @@ def test_without_an_elastic_launcher_nobody_is_asked_and_nothing_told(driver: Dr
     before = dict(environ)
     launcher.renew_place(environ)
     assert environ == before
-    with Notices().told(lambda *_: None, environ):
+    with Notices().listening(lambda *_: None, environ):
         assert driver.keys == {}
 
 
@@ -132,13 +132,16 @@ def test_a_launcher_that_is_gone_is_named(driver: Driver) -> None:
     environ = {**driver.environment(0, 2, 0), "HOROVOD_GLOO_RENDEZVOUS_PORT": str(free_port())}
     with pytest.raises(Error, match=environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]):
         launcher.renew_place(environ)
-    with pytest.raises(ConnectionError, match=environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]), Notices().told(print, environ):
+    with (
+        pytest.raises(ConnectionError, match=environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]),
+        Notices().listening(print, environ),
+    ):
         pass
 
 
 def test_the_service_understands_the_launcher_and_nobody_else(driver: Driver) -> None:
     told: list[tuple[float, int]] = []
-    with Notices().told(lambda time, change: told.append((time, int(change))), driver.environment(0, 2, 0)):
+    with Notices().listening(lambda time, change: told.append((time, int(change))), driver.environment(0, 2, 0)):
         address, key = driver.service(0)
         ping = ask(address, key, PingRequest())
         assert (type(ping), ping.service_name) == (PingResponse, "worker notification service")

@@ -159,5 +159,5 @@ def test_the_backward_pass_of_a_run_has_every_gradient_once_in_order_of_readines
 
 
 def test_a_run_that_tells_no_gradient_is_refused() -> None:
-    with pytest.raises(ValueError, match="no step tells when its gradients were ready"):
+    with pytest.raises(ValueError, match="no step records when its gradients were ready"):
         layer_log.of_trace(tr.Trace("x", 1, ()))

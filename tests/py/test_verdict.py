@@ -165,7 +165,7 @@ def test_only_the_untouched_script_is_no_communication(tmp_path):
 
 def test_too_few_steps_are_inconclusive(tmp_path):
     v = verdict.decide(found(tmp_path, blocks=3, block_steps=3))
-    assert (v.code, v.why) == ("INCONCLUSIVE", "2 steps were counted; 5 are the least.")
+    assert (v.code, v.why) == ("INCONCLUSIVE", "2 steps were counted; a verdict needs at least 5.")
 
 
 def test_ranks_that_differ_in_provider_are_misconfigured(tmp_path):
@@ -231,11 +231,11 @@ def test_a_simulated_step_keeps_no_core_busy(tmp_path):
     assert findings.find(replace(run, origin="simulated")).cores_busy is None
 
 
-def test_a_share_on_both_sides_of_the_least_is_inconclusive(unexplained):
+def test_an_interval_that_includes_the_limit_is_inconclusive(unexplained):
     wide = replace(unexplained.share, value=0.1, low=0.05, high=0.15)
     v = verdict.decide(replace(unexplained, share=wide))
     assert v.code == "INCONCLUSIVE"
-    assert "both sides" in v.why
+    assert "the interval includes" in v.why
 
 
 def test_every_code_that_can_come_out_is_listed():

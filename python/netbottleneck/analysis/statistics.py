@@ -26,8 +26,8 @@ BOOTSTRAP_SEED = 0
 def by_block(rows: Iterable[tuple[Step, Sequence[float]]]) -> dict[int, NDArray[np.float64]]:
     """By block: the values of each step, as medians over the ranks that recorded it."""
     by_step: dict[tuple[int, int], list[Sequence[float]]] = defaultdict(list)
-    for step, told in rows:
-        by_step[step.block, step.index].append(told)
+    for step, value in rows:
+        by_step[step.block, step.index].append(value)
     blocks: dict[int, list[NDArray[np.float64]]] = defaultdict(list)
     for (block, _), of_ranks in sorted(by_step.items()):
         blocks[block].append(np.median(np.array(of_ranks, np.float64), axis=0))
@@ -242,12 +242,12 @@ class Costs:
 
 def costs(trace: Trace) -> dict[str, Costs]:
     """Costs by transport, where the job measured them."""
-    told: dict[str, list[tuple[float, ...]]] = defaultdict(list)
+    recorded: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     for rank in trace.ranks:
         for info in rank.transports:
             if info.costs:
-                told[info.name].append(info.costs)
-    return {name: Costs(*np.median(rows, axis=0).tolist()) for name, rows in told.items()}
+                recorded[info.name].append(info.costs)
+    return {name: Costs(*np.median(rows, axis=0).tolist()) for name, rows in recorded.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,18 +134,20 @@ def _no_communication(f: Findings) -> Verdict | None:
         return Verdict(
             "NO_COMMUNICATION",
             f"{f.trace.size} ranks, and no operation in {f.parts[f.base].steps} steps.",
-            "See whether the model is wrapped (DDP or DistributedOptimizer), or gradients are skipped.",
+            "Check whether the model is wrapped (DDP or DistributedOptimizer), or gradients are skipped.",
         )
     return None
 
 
 def _too_little(f: Findings) -> Verdict | None:
     assert f.base is not None
-    found = f.times[f.base].steps
-    if found >= STEPS_MIN:
+    steps = f.times[f.base].steps
+    if steps >= STEPS_MIN:
         return None
     return Verdict(
-        "INCONCLUSIVE", f"{found} steps were counted; {STEPS_MIN} are the least.", "Measure more steps (_END_STEP)."
+        "INCONCLUSIVE",
+        f"{steps} steps were counted; a verdict needs at least {STEPS_MIN}.",
+        "Measure more steps (NETBOTTLENECK_END_STEP).",
     )
 
 
@@ -157,9 +159,9 @@ def _misconfigured(f: Findings) -> Verdict | None:
                 kinds.setdefault(info.name, {}).setdefault(info.provider, []).append(rank.rank)
     for name, providers in kinds.items():
         if len(providers) > 1:
-            told = "; ".join(f"{provider}: rank {', '.join(map(str, r))}" for provider, r in providers.items())
+            by_rank = "; ".join(f"{provider}: rank {', '.join(map(str, r))}" for provider, r in providers.items())
             return Verdict(
-                "MISCONFIGURED", f"Ranks differ in {name}'s provider ({told}).", "Set NETBOTTLENECK_PROVIDER."
+                "MISCONFIGURED", f"Ranks differ in {name}'s provider ({by_rank}).", "Set NETBOTTLENECK_PROVIDER."
             )
     return None
 
@@ -173,8 +175,8 @@ def _not_network(f: Findings) -> Verdict | None:
     if share.high < NETWORK_SHARE_MIN and unknown is not None:
         return Verdict(
             "INCONCLUSIVE",
-            f"What is recorded of communication is {lost}. {unknown}",
-            "Measure the other model, too, in a run of its own: netbottleneck.attach.",
+            f"The recorded communication is {lost}. {unknown}",
+            "Measure the other model in a separate run: netbottleneck.attach.",
         )
     if share.high < NETWORK_SHARE_MIN:
         if parts.input_ns >= INPUT_SHARE * parts.step_ns:
@@ -191,7 +193,7 @@ def _not_network(f: Findings) -> Verdict | None:
     if share.low < NETWORK_SHARE_MIN:
         return Verdict(
             "INCONCLUSIVE",
-            f"Exposed communication and waiting are {lost}: both sides of {percent(NETWORK_SHARE_MIN)}.",
+            f"Exposed communication and waiting are {lost}: the interval includes {percent(NETWORK_SHARE_MIN)}.",
             "Measure more steps, on hosts that do nothing else.",
         )
     return None
@@ -206,7 +208,7 @@ def _straggler(f: Findings) -> Verdict | None:
     slow = max(f.late_ns, key=lambda rank: f.late_ns[rank])
     return Verdict(
         "STRAGGLER",
-        f"{ms(parts.skew_ns)} of {ms(idle)} exposed and waiting is time until the last rank has the gradient too; "
+        f"{ms(parts.skew_ns)} of {ms(idle)} of exposed communication and waiting is waiting for the slowest rank; "
         f"rank {slow} makes the others wait {ms(f.late_ns[slow])} a step.",
         f"Look at rank {slow}'s host: its input, its clock speed, what else runs there.",
     )

@@ -116,19 +116,19 @@ def measure(request: Request, settings: config.Settings, place: connect.Place, s
 
 def listener(results: Results, say: Say | None) -> Callable[[Mapping[str, Any]], None]:
     """Return the callback that adds rank 0's lines to the results and prints them."""
-    tell = say or _silent
+    write = say or _silent
 
-    def take(said: Mapping[str, Any]) -> None:
-        if "open" in said:
-            tell(heading())
-        elif "left_out" in said:
-            results.notes.append(str(said["left_out"]))
-            tell(f"# {said['left_out']}")
-        elif "row" in said:
-            results.rows.append(dict(said["row"]))
-            tell(line(said["row"]))
+    def add(message: Mapping[str, Any]) -> None:
+        if "open" in message:
+            write(heading())
+        elif "left_out" in message:
+            results.notes.append(str(message["left_out"]))
+            write(f"# {message['left_out']}")
+        elif "row" in message:
+            results.rows.append(dict(message["row"]))
+            write(line(message["row"]))
 
-    return take
+    return add
 
 
 def _silent(_: str) -> None:

@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     made = parser()
     args = made.parse_args(argv)
     try:
-        asked = _request(args)
+        request = _request(args)
         if args.lab is not None:
             parse_lab(args.lab)
         _check(args)
@@ -81,13 +81,13 @@ def main(argv: Sequence[str]) -> int:
         made.error(str(error))
     settings = config.settings({"secret": args.secret, "ifname": args.ifname})
     if args.listen or args.connect:
-        return _pair(args, asked, settings)
+        return _pair(args, request, settings)
     place = connect.detect(settings)
     if place.size > 1 and (args.lab is not None or args.ranks not in (None, place.size)):
         made.error(
             f"{place.launcher} started {place.size} ranks: --lab and --ranks, which start their own, cannot be used"
         )
-    results = measure(asked, settings, place, say) if place.size > 1 else _here(args, asked)
+    results = measure(request, settings, place, say) if place.size > 1 else _here(args, request)
     if place.rank != 0:
         return 0
     if args.json:
@@ -97,12 +97,12 @@ def main(argv: Sequence[str]) -> int:
     return 1 if results.wrong else 0
 
 
-def _here(args: argparse.Namespace, asked: Request) -> Results:
+def _here(args: argparse.Namespace, request: Request) -> Results:
     """Start the ranks on this machine and return their results."""
     ranks = args.ranks or 2
     where = f"lab {args.lab}" if args.lab else "loopback: no network"
-    say(f"# all-reduce {asked.dtype} {asked.op}, {ranks} ranks, {where}")
-    return start(asked, ranks, args.lab, args.ranks_per_host, say)
+    say(f"# all-reduce {request.dtype} {request.op}, {ranks} ranks, {where}")
+    return start(request, ranks, args.lab, args.ranks_per_host, say)
 
 
 def _request(args: argparse.Namespace) -> Request:
@@ -137,11 +137,11 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--ranks-per-host {args.ranks_per_host}: --ranks must be a multiple of it")
 
 
-def _pair(args: argparse.Namespace, asked: Request, settings: config.Settings) -> int:
+def _pair(args: argparse.Namespace, request: Request, settings: config.Settings) -> int:
     options: dict[str, Any] = {
-        "transports": asked.transports if args.transports else NATIVE,
-        "streams": asked.streams if args.streams else pair.STREAMS,
-        "bytes": asked.sizes[-1] if args.sizes else pair.BYTES,
+        "transports": request.transports if args.transports else NATIVE,
+        "streams": request.streams if args.streams else pair.STREAMS,
+        "bytes": request.sizes[-1] if args.sizes else pair.BYTES,
     }
     if not set(options["transports"]) <= set(NATIVE) or 0 in options["streams"] or options["bytes"] < 4:
         raise ValueError(

@@ -54,7 +54,7 @@ class Workers:
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "netbottleneck.bench.worker", json.dumps(self._request.to_json())]
-        with self._said(rank).open("wb") as errors:
+        with self._stderr(rank).open("wb") as errors:
             options: dict[str, Any] = {
                 "stdin": subprocess.PIPE,
                 "stdout": subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
@@ -81,11 +81,11 @@ class Workers:
             "PYTHONPATH": os.pathsep.join(path),
         }
 
-    def _said(self, rank: int) -> Path:
+    def _stderr(self, rank: int) -> Path:
         return Path(self._folder.name) / f"stderr.{rank}"
 
-    def listen(self, tell: Callable[[Mapping[str, Any]], None], silence_s: float) -> None:
-        """Pass every line of rank 0 to `tell` until all ranks have finished.
+    def listen(self, handle: Callable[[Mapping[str, Any]], None], silence_s: float) -> None:
+        """Pass every line of rank 0 to `handle` until all ranks have finished.
 
         Raises Error with the failed rank's message, or after silence_s without output.
         """
@@ -102,8 +102,8 @@ class Workers:
                 if got:
                     heard = time.monotonic()
                     *lines, pending = (pending + got).split(b"\n")
-                    for said in lines:
-                        tell(json.loads(said))
+                    for text in lines:
+                        handle(json.loads(text))
                 if any(codes):
                     last = last or time.monotonic() + GRACE_S
                 elif None not in codes and not got:
@@ -123,7 +123,7 @@ class Workers:
         parts = []
         order = sorted(range(self._ranks), key=lambda rank: (codes[rank] is None, (codes[rank] or 0) >= 0))
         for rank in order:
-            words = self._said(rank).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            words = self._stderr(rank).read_text(encoding="utf-8", errors="replace").strip().splitlines()
             code = codes[rank]
             if code is not None and code < 0:
                 parts.append(f"rank {rank} was killed by {signal.Signals(-code).name}")

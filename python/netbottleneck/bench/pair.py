@@ -187,9 +187,9 @@ class Pair:
     def _usable(self, control: _core.Comm) -> list[str]:
         """Return the transports that both sides have. Raises ValueError if the sides have different arguments."""
         wanted = ",".join([*self.transports, *map(str, self.streams), str(self.bytes)])
-        said = [text.decode().strip() for text in control.exchange(wanted.encode().ljust(200))]
-        if said[0] != said[1]:
-            raise ValueError(f"the two sides have different arguments: {said[0]} and {said[1]}")
+        arguments = [text.decode().strip() for text in control.exchange(wanted.encode().ljust(200))]
+        if arguments[0] != arguments[1]:
+            raise ValueError(f"the two sides have different arguments: {arguments[0]} and {arguments[1]}")
         found = []
         for transport in self.transports:
             why = missing(transport, self.settings)

@@ -39,12 +39,12 @@ _BUSY = (0, 1, 2, 5, 6)  # user, nice, system, irq, softirq: neither idle, nor i
 
 def sent_bytes(interfaces: Collection[str]) -> int:
     """Return the bytes that interfaces of this network namespace have sent; a missing interface counts 0."""
-    found = 0
+    sent = 0
     for line in _NET.read_text(encoding="ascii").splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() in interfaces:
-            found += int(numbers.split()[_SENT])
-    return found
+            sent += int(numbers.split()[_SENT])
+    return sent
 
 
 def busy_ns() -> int:
@@ -148,12 +148,12 @@ class Rank:
 
     def _agree(self, why: str) -> str:
         """Return the reasons of all ranks that have one; "" if there are none."""
-        said = self.control.exchange(why.encode()[:REASON_BYTES].ljust(REASON_BYTES))
-        found = {rank: text.decode(errors="replace").strip() for rank, text in enumerate(said) if text.strip()}
+        texts = self.control.exchange(why.encode()[:REASON_BYTES].ljust(REASON_BYTES))
+        reasons = {rank: text.decode(errors="replace").strip() for rank, text in enumerate(texts) if text.strip()}
         return (
-            "; ".join(f"rank {rank}: {text}" for rank, text in found.items())
-            if len(set(found.values())) > 1
-            else (next(iter(found.values()), ""))
+            "; ".join(f"rank {rank}: {text}" for rank, text in reasons.items())
+            if len(set(reasons.values())) > 1
+            else (next(iter(reasons.values()), ""))
         )
 
     def _size(self, nbytes: int, memory: Any) -> None:
@@ -162,17 +162,17 @@ class Rank:
         data = Data(self.request.dtype, self.request.op, self.place.rank, self.place.size, count)
         buffer: NDArray[Any] = np.frombuffer(memory, dtype=kind.store, count=count)
         rounds = self.request.rounds(nbytes)
-        found = np.zeros((len(self.paths), rounds, len(FIELDS)), np.int64)
+        mine = np.zeros((len(self.paths), rounds, len(FIELDS)), np.int64)
         for path in self.paths:
             if path.warms:
                 self._once(path, count, data, buffer)
         for turn in range(rounds):
             # A new order each round, equal on all ranks, so that no path benefits from its predecessor.
             for index in np.random.default_rng([SEED, turn]).permutation(len(self.paths)):
-                found[index, turn] = self._once(self.paths[index], count, data, buffer)
+                mine[index, turn] = self._once(self.paths[index], count, data, buffer)
             self._emit({"beat": [nbytes, turn]})
-        shares = [np.frombuffer(blob, np.int64) for blob in self.control.exchange(found.tobytes())]
-        samples = np.stack(shares).reshape(-1, *found.shape)
+        shares = [np.frombuffer(blob, np.int64) for blob in self.control.exchange(mine.tobytes())]
+        samples = np.stack(shares).reshape(-1, *mine.shape)
         for index, path in enumerate(self.paths):
             row = Samples(samples[:, index], count, kind.itemsize, self.counts_wire(), self.request.inner).row()
             head = {"transport": path.name, "streams": path.streams or "auto", "op": "allreduce"}

@@ -297,7 +297,7 @@ def _run_model(args: argparse.Namespace) -> tuple[tr.Trace, str]:
     def progress(done: int, of: int) -> None:
         _progress(f"{args.model} on {device}: pass {done} of {of}")
 
-    return passes.measured(args.model, batch=args.batch, passes=args.passes, device=device, tell=progress), MEASURED
+    return passes.measured(args.model, batch=args.batch, passes=args.passes, device=device, progress=progress), MEASURED
 
 
 def _progress(text: str) -> None:

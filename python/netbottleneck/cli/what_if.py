@@ -1,4 +1,4 @@
-"""`netbottleneck what-if`: reads arguments and input, asks the what-if engine, and writes the answers."""
+"""`netbottleneck what-if`: reads arguments and input, runs the what-if engine, and writes the answers."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def parser() -> argparse.ArgumentParser:
     return arguments
 
 
-# Questions that the arguments ask of a job, and their rows.
+# What-if questions from the arguments, and their rows.
 
 LINKS = (1.0, 2.5, 5.0, 10.0, 25.0, 40.0, 50.0, 100.0, 200.0, 400.0)
 WORKERS = (2, 4, 8, 16, 32, 64, 256, 1000, 10_000, 100_000)

@@ -215,7 +215,7 @@ class _Alias(importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         if spec.name in HOLDERS:
-            return ModuleType(spec.name, "Held by netbottleneck, in Horovod's place.")
+            return ModuleType(spec.name, "Provided by netbottleneck in place of Horovod.")
         real = ours(spec.name)
         if real is None:
             raise ImportError(

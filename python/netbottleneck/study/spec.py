@@ -383,10 +383,10 @@ def _cells(keys: Mapping[str, Any], model: Model, ranks_at: str) -> Iterable[Cel
 
 def _arms(job: str, transports: Sequence[str]) -> tuple[Arm, ...]:
     """Return the arms of a job: the transports, and the arms that the job adds."""
-    asked = [Arm.parse(name) for name in transports]
+    requested = [Arm.parse(name) for name in transports]
     if job == REPLAY:
-        return tuple(asked)
-    moving = [arm for arm in asked if arm != NULL]
+        return tuple(requested)
+    moving = [arm for arm in requested if arm != NULL]
     return (BARE, *moving) if job == DIGITS else (BARE, NULL, *moving)
 
 

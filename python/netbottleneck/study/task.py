@@ -123,7 +123,7 @@ MONITOR_HZ = 100  # default: a study samples the counters of its hosts
 
 @contextmanager
 def open_task(task: Task) -> Generator[Session, None, None]:
-    """Open the session of a task; in the end close it, and on rank 0 gather the records of all.
+    """Open the session of a task; at the end close it, and on rank 0 gather the records of all ranks.
 
     Every rank calls it. Raises as open_session.
     """
@@ -161,7 +161,7 @@ def _open(task: Task) -> Session:
 
 
 def warm_up(session: Session) -> None:
-    """Let every transport of ours carry something before it counts: the first large transfer tries numbers of lanes."""
+    """Run a transfer over each of our transports before counted steps: the first large one probes numbers of lanes."""
     core = connect.core()
     for name, arm in session.arms.items():
         comm = getattr(arm, "comm", None)
@@ -216,7 +216,7 @@ def play_schedule(task: Task, progress: Callable[[int, int, str], None]) -> Outc
 
 
 def _play_alone(session: Session, player: Player, task: Task, progress: Callable[[int, int, str], None]) -> None:
-    """Rank 0 plays by itself, with nothing to send; the others wait."""
+    """Replay on rank 0 alone, without communication; the other ranks wait."""
     if session.place.rank == 0:
         for number in range(task.alone):
             with session.by_itself(number):

@@ -49,10 +49,10 @@ __all__ = [
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Any = None) -> None:
-    """Start this process's job with all ranks of its launcher; no effect if it runs already.
+    """Start this process's job with all ranks of its launcher; no effect if it is already running.
 
     process_sets: sets to register, the same on all ranks, or "dynamic": sets can be added later. comm: all ranks, or
-    None. Raises ValueError for an invalid environment, for invalid sets, and for a part of the ranks; TimeoutError
+    None. Raises ValueError for an invalid environment, for invalid sets, and if comm lacks ranks; TimeoutError
     naming the missing ranks.
     """
     if isinstance(process_sets, str) and process_sets != DYNAMIC:
@@ -64,7 +64,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Any = None) -> None:
     started = job.start(settings({"dynamic_process_sets": "1" if dynamic else None}))
     try:
         if comm is not None and sorted(comm) != list(range(started.place.size)):
-            raise ValueError(f"init(comm={list(comm)}): a job is of all {started.place.size} ranks: use process sets")
+            raise ValueError(f"init(comm={list(comm)}): a job has all {started.place.size} ranks: use process sets")
         if process_sets and not dynamic:
             register(process_sets)
     except BaseException:
@@ -125,12 +125,12 @@ def is_homogeneous() -> bool:
 
 
 def _known(value: int | None) -> int:
-    assert value is not None, "a started job knows its place"
+    assert value is not None, "a started job has a complete place"
     return value
 
 
 class HorovodBasics:
-    """Horovod's first questions as methods, whatever library it is made for."""
+    """Horovod's basic queries as methods; the same for every framework."""
 
     def __init__(self, *library: Any) -> None:
         pass

@@ -111,7 +111,7 @@ class _Lines:
         self.number += 1
         if self.number > len(self._lines):
             if self._cut:
-                raise ValueError("the last line has no end: the file was cut short, or wants a line feed there")
+                raise ValueError("the last line has no end: the file was cut short, or lacks a line feed there")
             raise ValueError(f"the file ends where {what} should be; it is empty or was cut short")
         try:
             return self._lines[self.number - 1].decode().rstrip("\r")
@@ -262,18 +262,18 @@ def _offsets(step: Step) -> dict[int, int]:
     return {index: max(at - origin, 0) for index, at in step.grad_ready}
 
 
-def _told(trace: Trace) -> list[Step]:
+def _recorded_steps(trace: Trace) -> list[Step]:
     """Return the steps with gradient times of one rank and one arm; steps of one rank alone are preferred."""
-    told = [step for step in trace.steps if step.grad_ready]
-    alone = [step for step in told if step.arm == SINGLE]
-    kind = (alone or told)[0].arm if told else None
-    own = [step for step in told if step.arm == kind]
+    recorded = [step for step in trace.steps if step.grad_ready]
+    alone = [step for step in recorded if step.arm == SINGLE]
+    kind = (alone or recorded)[0].arm if recorded else None
+    own = [step for step in recorded if step.arm == kind]
     return [step for step in own if step.rank == min(one.rank for one in own)]
 
 
 def _source(trace: Trace) -> Sequence[Step]:
-    """Return the steps of `_told` without the first of each block, unless no others are left."""
-    own = _told(trace)
+    """Return the recorded steps without the first of each block, unless no others are left."""
+    own = _recorded_steps(trace)
     first: dict[int, int] = {}
     for step in own:
         first[step.block] = min(step.index, first.get(step.block, step.index))
@@ -290,7 +290,7 @@ def of_trace(trace: Trace, batch_s: float | None = None) -> LayerLog:
         for index, offset in _offsets(step).items():
             times[index].append(offset)
     if not times:
-        raise ValueError(f"run {trace.id}: no step tells when its gradients were ready")
+        raise ValueError(f"run {trace.id}: no step records when its gradients were ready")
     # Gradients with equal times stay in the order of the first step: dictionaries and sorted() are stable.
     ready = sorted(((statistics.median(offsets), index) for index, offsets in times.items()), key=lambda row: row[0])
     before = 0.0

@@ -26,7 +26,7 @@ from netbottleneck.trace.transports import Arm
 VERSION = 2
 FORMAT = "netbottleneck-trace"
 
-# What a note says of a run whose gradients travel by a hook that cannot be timed.
+# Part of a note: the gradients travel by a hook that cannot be timed.
 NOT_TIMED = "its buckets are not timed"
 # Part of a note: the run communicates through operations that are not recorded.
 NOT_RECORDED = "what it communicates is not in this record"
@@ -398,10 +398,10 @@ def read_samples(path: Path | str) -> Counters:
         width = 8 * len(columns)
         rows = np.frombuffer(raw, "<i8", max(0, len(raw) - first) // width * len(columns), min(first, len(raw)))
         rows = rows.reshape(-1, len(columns)).astype(np.int64)
-        told = {name: about[name] for name in ("hostname", "host_id", "rank", "hz", "ticks_per_s")}
+        head = {name: about[name] for name in ("hostname", "host_id", "rank", "hz", "ticks_per_s")}
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{path}: damaged head: {error}") from error
-    return Counters(**told, columns=columns[1:], time_ns=rows[:, 0], values=rows[:, 1:])
+    return Counters(**head, columns=columns[1:], time_ns=rows[:, 0], values=rows[:, 1:])
 
 
 def of_run(run_dir: Path | str) -> tuple[Samples, ...]:

@@ -1,4 +1,4 @@
-"""What-if simulation: costs fitted to a run, its trace under other settings, and the questions asked of it."""
+"""What-if simulation: costs fitted to a run, its trace under other settings, and what-if questions about it."""
 
 import importlib
 from typing import Any

@@ -264,7 +264,7 @@ def objects_are_gloos() -> None:
 def messages_come_in_order_of_their_tags() -> None:
     after, before = (rank() + 1) % size(), (rank() - 1) % size()
     if size() == 1:
-        raises(ValueError, "between two", lambda: dist.isend(torch.ones(1), 0))
+        raises(ValueError, "another rank of the group", lambda: dist.isend(torch.ones(1), 0))
         return
     # More at the same time than there are names for.
     count = 40

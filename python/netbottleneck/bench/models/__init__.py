@@ -39,7 +39,7 @@ def build(name: str, **options: Any) -> nn.Module:
 
     Raises ValueError for an unknown name, ImportError without torch."""
     if name not in _HOMES:
-        raise ValueError(f"no model is called {name!r}; there are {', '.join(NAMES)}")
+        raise ValueError(f"unknown model {name!r}: must be one of {', '.join(NAMES)}")
     module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
     model: nn.Module = getattr(module, name)(**options)
     return model
@@ -76,7 +76,7 @@ class Digits:
 def digits(seed: int = 0) -> Digits:
     """Return the digits, shuffled by `seed` and split: 1,438 to train on and 359 held out.
 
-    Raises ImportError naming scikit-learn where it is not installed. scikit-learn itself is not imported."""
+    Raises ImportError naming scikit-learn if it is not installed. scikit-learn itself is not imported."""
     table = _digits_table()
     order = np.random.default_rng(seed).permutation(len(table))
     images = (table[order, :64] / 16).astype(np.float32).reshape(-1, 1, 8, 8)

@@ -28,7 +28,7 @@ class Bert(nn.Module):
     def __init__(self, sizes: BertSizes) -> None:
         super().__init__()
         if sizes.hidden % sizes.heads:
-            raise ValueError(f"hidden size {sizes.hidden} is no multiple of {sizes.heads} heads")
+            raise ValueError(f"hidden size {sizes.hidden} is not a multiple of {sizes.heads} heads")
         self.bert = _group(
             embeddings=_Embeddings(sizes),
             encoder=_group(layer=nn.ModuleList(_Layer(sizes) for _ in range(sizes.layers))),

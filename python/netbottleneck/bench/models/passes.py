@@ -78,23 +78,23 @@ EVENTS_A_STEP = 8
 COPIES = 4  # minimum memory in sizes of the model: parameters, gradients, and temporaries of a step
 TOKENS = 1000
 
-Tell = Callable[[int, int], None]
+Progress = Callable[[int, int], None]
 
 
-def measured(name: str, *, batch: int, passes: int, device: str, tell: Tell = lambda *_: None) -> tr.Trace:
+def measured(name: str, *, batch: int, passes: int, device: str, progress: Progress = lambda *_: None) -> tr.Trace:
     """Return `passes` steps of a named model (forward, backward, SGD) on one device, with the time of each gradient.
 
     Raises ValueError if the model needs more memory than is free.
     """
     needed = COPIES * sum(size for _, size in sizes(name))
     if device == "cpu" and needed > psutil.virtual_memory().available:
-        raise ValueError(f"{name} needs {needed >> 20} MiB at least, which are not free: --modelled needs no memory")
+        raise ValueError(f"{name} needs at least {needed >> 20} MiB of free memory: --modelled needs no memory")
     torch.manual_seed(7)
     model = models.build(name).to(device)
     shape = (batch, *models.sample_shape(name)[1:])
     images = torch.rand(shape) if len(shape) == 4 else torch.randint(0, TOKENS, shape)
     work = _Work(model, images.to(device))
-    steps = (_on_gpu if device.startswith("cuda") else _on_cpu)(work, passes, tell)
+    steps = (_on_gpu if device.startswith("cuda") else _on_cpu)(work, passes, progress)
     named = [(key, value.numel() * value.element_size()) for key, value in model.named_parameters()]
     note = f"measured on {device}, batch {batch}, {torch.get_num_threads()} threads"
     return _trace(name, named, steps, "measured", note)
@@ -106,7 +106,7 @@ def modelled(name: str, forward_ms: float, backward_ms: float) -> tr.Trace:
     Nothing runs. All gradients of a layer are ready at the end of its backward. Raises ValueError for invalid times.
     """
     if forward_ms < 0 or backward_ms <= 0:
-        raise ValueError(f"a forward pass of {forward_ms} ms and a backward pass of {backward_ms} ms cannot be")
+        raise ValueError(f"a forward pass of {forward_ms} ms and a backward pass of {backward_ms} ms are not valid")
     layers = layers_of(name)
     order = [key for key, _ in sizes(name)]
     index = {key: at for at, key in enumerate(order)}
@@ -124,19 +124,19 @@ def modelled(name: str, forward_ms: float, backward_ms: float) -> tr.Trace:
     return _trace(name, sizes(name), [step], "simulated", note)
 
 
-def pick_device(asked: str) -> str:
+def pick_device(name: str) -> str:
     """Return the requested device; "auto" is cuda if available, else cpu. Raises ValueError for an unknown device."""
     there = torch.cuda.is_available()
-    if asked == "auto":
+    if name == "auto":
         return "cuda" if there else "cpu"
-    kind, _, number = asked.partition(":")
+    kind, _, number = name.partition(":")
     known = not number or (number.isdecimal() and int(number) < torch.cuda.device_count())
-    fine = kind == "cuda" and there and known
-    if asked != "cpu" and not fine:
+    available = kind == "cuda" and there and known
+    if name != "cpu" and not available:
         raise ValueError(
-            f"--device {asked}: there is {f'cuda:0 to {torch.cuda.device_count() - 1}' if there else 'cpu'}"
+            f"--device {name}: this machine has {f'cuda:0 to {torch.cuda.device_count() - 1}' if there else 'cpu'}"
         )
-    return asked
+    return name
 
 
 def sizes(name: str) -> list[tuple[str, int]]:
@@ -187,7 +187,7 @@ class _Work:
         self.optimizer.step()
 
 
-def _on_cpu(work: _Work, passes: int, tell: Tell) -> list[tr.Step]:
+def _on_cpu(work: _Work, passes: int, progress: Progress) -> list[tr.Step]:
     room = (passes + WARMUP) * (EVENTS_A_STEP + EVENTS_A_TENSOR * len(work.parameters))
     for _ in range(WARMUP):
         work.step()
@@ -208,7 +208,7 @@ def _on_cpu(work: _Work, passes: int, tell: Tell) -> list[tr.Step]:
             work.optimizer.step()
             recorder.put(EVENTS["OPTIMIZER_END"])
             recorder.put(EVENTS["STEP_END"])
-            tell(number + 1, passes)
+            progress(number + 1, passes)
         recorder.close()
         rows = read_ring(path).events[["kind", "time_ns", "step", "key", "a", "b", "c", "d", "e"]].tolist()
     names = {number: name for name, number in EVENTS.items()}
@@ -216,7 +216,7 @@ def _on_cpu(work: _Work, passes: int, tell: Tell) -> list[tr.Step]:
     return list(found)
 
 
-def _on_gpu(work: _Work, passes: int, tell: Tell) -> list[tr.Step]:
+def _on_gpu(work: _Work, passes: int, progress: Progress) -> list[tr.Step]:
     """Measure with stream events: the host sees when it queues the work of a gradient, not when that is ready."""
     for _ in range(WARMUP):
         work.step()
@@ -257,5 +257,5 @@ def _on_gpu(work: _Work, passes: int, tell: Tell) -> list[tr.Step]:
             )
         )  # fmt: skip
         clock = ns(end)
-        tell(number + 1, passes)
+        progress(number + 1, passes)
     return found

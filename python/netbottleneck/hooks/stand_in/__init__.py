@@ -1,1 +1,1 @@
-"""Stand-in folder: on sys.path, so that processes which multiprocessing starts can import `horovod`."""
+"""Stand-in folder on sys.path, so that processes started by multiprocessing can import `horovod`."""

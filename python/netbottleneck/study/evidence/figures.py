@@ -412,7 +412,7 @@ def to_csv(figure: Figure) -> str:
 # Figures as SVG, the same bytes for the same values.
 
 MARKERS = "osD^vP*X"
-# Of series that are no arm: distinct in print and for colour-blind readers.
+# Colours of series that are not arms: distinct in print and for colour-blind readers.
 OTHERS = ("#2f6f5e", "#b5651d", "#5a5f9e", "#8c8c8c", "#a03a6a", "#3f8fb0")
 FULL_USE_COLOUR, UNKNOWN_ARM = "#333333", "#7b6fa6"
 SETTINGS = {
@@ -488,7 +488,7 @@ def _rotated(panel: Panel) -> bool:
 
 
 def _styles(series: Sequence[Series]) -> list[tuple[str, str]]:
-    """(colour, marker) of each: an arm's own colour, and a marker for the part of its name before the colon."""
+    """(colour, marker) of each series: its arm's colour, and a marker for the part of its name before the colon."""
     groups: dict[str, str] = {}
     markers, others = cycle(MARKERS), cycle(OTHERS)
     found = []
@@ -533,7 +533,7 @@ def _lines(axes: Axes, panel: Panel) -> None:
 
 
 def _named(one: Series) -> str:
-    """A series with what its numbers are; of published ones, how they were read."""
+    """Name of a series with the label of its numbers; for published ones, how they were read."""
     labels = list(dict.fromkeys(point.label for point in one.points))
     if labels != [PUBLISHED]:
         return f"{one.name} ({', '.join(labels)})"

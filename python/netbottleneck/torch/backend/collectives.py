@@ -144,7 +144,7 @@ class Pairs:
         into = [touched.written(part) for part in outputs]
         if out[ranks.rank].numel() != into[ranks.rank].numel():
             raise ValueError(
-                f"all_to_all: rank {ranks.rank} gives itself {out[ranks.rank].numel()} elements, and takes "
+                f"all_to_all: rank {ranks.rank} sends itself {out[ranks.rank].numel()} elements, but receives "
                 f"{into[ranks.rank].numel()}"
             )
         _own(into[ranks.rank], out[ranks.rank])
@@ -169,10 +169,12 @@ def rows(tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[torch.T
     length = tensor.size(0) if tensor.dim() else 0
     if not splits:
         if length % size:
-            raise ValueError(f"all_to_all_single: {length} rows are no {size} equal parts: give splits")
+            raise ValueError(f"all_to_all_single: {length} rows cannot be split into {size} equal parts: pass splits")
         return list(tensor.split(length // size)) if length else [tensor] * size
     if len(splits) != size or sum(splits) != length:
-        raise ValueError(f"all_to_all_single: splits {list(splits)} of {length} rows: one for each of {size} ranks")
+        raise ValueError(
+            f"all_to_all_single: splits {list(splits)} of {length} rows: pass one for each of {size} ranks"
+        )
     return list(tensor.split(list(splits)))
 
 
@@ -291,17 +293,17 @@ def all_reduce_sparse(ranks: Ranks, tensor: torch.Tensor, op: str, outputs: list
     counts = torch.zeros(ranks.size, dtype=torch.int64)
     counts[ranks.rank] = mine._nnz()
     yield [gathered(ranks, list(counts.split(1)), counts)]
-    room = int(counts.max())
-    indices = torch.zeros((ranks.size, mine.sparse_dim(), room), dtype=torch.int64)
-    values = mine.values().new_zeros((ranks.size, room, *mine.values().shape[1:]))
+    longest = int(counts.max())
+    indices = torch.zeros((ranks.size, mine.sparse_dim(), longest), dtype=torch.int64)
+    values = mine.values().new_zeros((ranks.size, longest, *mine.values().shape[1:]))
     indices[ranks.rank, :, : mine._nnz()] = mine.indices()
     values[ranks.rank, : mine._nnz()] = mine.values()
     yield nonempty([gathered(ranks, list(indices), indices), gathered(ranks, list(values), values)])
-    total = mine.new_zeros(mine.shape) if room == 0 else None
+    total = mine.new_zeros(mine.shape) if longest == 0 else None
     for at, count in enumerate(counts.tolist()):
         part = torch.sparse_coo_tensor(indices[at, :, :count], values[at, :count], mine.shape, check_invariants=True)
         total = part if total is None else total + part
-    assert total is not None, "there is one rank at least"
+    assert total is not None, "a group has at least one rank"
     total = total.coalesce() / ranks.size if op == "AVG" else total.coalesce()
     with torch.no_grad():
         tensor.copy_(total)

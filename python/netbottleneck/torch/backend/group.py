@@ -355,12 +355,12 @@ class NbGroup(Plain):
 
     def _other(self, tensors: Any, rank: int) -> torch.Tensor:
         if rank == self.ranks.rank or not 0 <= rank < self.ranks.size:
-            raise ValueError(f"rank {rank} of {self.ranks.size} is no other rank: a message is between two")
+            raise ValueError(f"rank {rank} of {self.ranks.size}: a message needs another rank of the group")
         return cast(torch.Tensor, tensors[0])
 
     def barrier(self, opts: Any = None, *_: Any) -> BackendWork:
         if getattr(opts, "device_ids", None):
-            raise NotImplementedError("barrier: device_ids are NCCL's alone: leave them out")
+            raise NotImplementedError("barrier: only NCCL supports device_ids: omit them")
         return self._begin("barrier", collectives.barrier(self.ranks), opts)
 
     def get_group_store(self) -> Any:
@@ -379,7 +379,7 @@ class NbGroup(Plain):
     def abort(self) -> None:
         """If the group owns the link, fail all pending operations, on all ranks."""
         if self._owner:
-            self.link.abort("torch.distributed was asked to abort")
+            self.link.abort("abort() of the process group was called")
 
 
 def _op(what: str, opts: Any) -> str:

@@ -164,7 +164,7 @@ class BackendWork(Work):
         limit_s = timeout.total_seconds() if timeout > UNSET else about.limit_s
         deadline = time.monotonic() + limit_s
         while not self._operation.over(max(0.001, min(NOTICE_S, deadline - time.monotonic()))):
-            about.link.tell()
+            about.link.log_notices()
             if time.monotonic() >= deadline:
                 raise about.late(limit_s)
         if self._operation.failure is not None:
@@ -235,7 +235,7 @@ class About:
     def late(self, limit_s: float) -> DeadlineError:
         """Return the error for a wait of limit_s; it names the missing ranks if they are known."""
         missing = self.link.missing(self.names)
-        text = f"{self.what} of ranks {list(self.ranks)} is not over after {limit_s:g} s"
+        text = f"{self.what} of ranks {list(self.ranks)} is not complete after {limit_s:g} s"
         error = DeadlineError(0, f"{text}; missing: rank {', '.join(map(str, missing))}" if missing else text)
         error.peer = missing[0] if missing else -1
         return error
@@ -344,9 +344,9 @@ def parts_of(what: str, whole: torch.Tensor, part: torch.Tensor, size: int) -> N
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a process group: which of the engine's group they are, and in which order.
+    """The ranks of a process group, and their order in the engine's group.
 
-    order: their numbers in the process group, by their number in the engine's, in which ranks of the job rise.
+    order: ranks of the process group, in the order of the engine's group, which is ascending by rank of the job.
     """
 
     number: int
@@ -361,7 +361,7 @@ class Ranks:
 
     @functools.cached_property
     def members(self) -> Sequence[int]:
-        """Their ranks in the job, rising."""
+        """Their ranks in the job, ascending."""
         return [self.jobs[rank] for rank in self.order]
 
     def line(self, parts: Sequence[torch.Tensor]) -> list[Memory]:
@@ -454,7 +454,7 @@ class Link:
         """Return an unused group number; one rank of the group calls it."""
         return self.size * (self.size + 1) + int(self.store.add("netbottleneck/groups", 1))
 
-    def tell(self) -> None:
+    def log_notices(self) -> None:
         """Log the communicator's notices: stalled ranks, lost lanes."""
         for notice in self.comm.notices():
             logger.warning("%s", notice)
@@ -463,7 +463,7 @@ class Link:
         """Return the ranks known not to have submitted one of these operations."""
         if self.closed:
             return []
-        self.tell()
+        self.log_notices()
         known = [(name, group) for name, group in names if group == 0 or group in self._groups]
         return sorted({rank for name, group in known for rank in self.comm.missing(name, group)})
 
@@ -479,20 +479,20 @@ class Link:
             self.close()
 
     def close(self) -> None:
-        """Close in good order; this rank's pending operations fail. A second call has no effect."""
+        """Leave the job and close; this rank's pending operations fail. A second call has no effect."""
         with self._lock:
             closed, self.closed = self.closed, True
         if closed:
             return
         try:
-            self._take_leave()
+            self._leave()
         finally:
             self.comm.close()
             self.progress.close()
 
-    def _take_leave(self) -> None:
+    def _leave(self) -> None:
         """Make rank 0 leave last, within LEAVE_S: without the coordinator the others cannot negotiate."""
-        if self.size == 1 or not self._is_well():
+        if self.size == 1 or not self._is_healthy():
             return
         with contextlib.suppress(RuntimeError):  # the store may be gone
             if self.rank:
@@ -500,13 +500,13 @@ class Link:
                 return
             deadline = time.monotonic() + (0.0 if _has_failed() else LEAVE_S)
             pause_s = 0.001
-            while self.store.add("netbottleneck/left", 0) < self.size - 1 and self._is_well():
+            while self.store.add("netbottleneck/left", 0) < self.size - 1 and self._is_healthy():
                 if time.monotonic() >= deadline:
                     return
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.05)
 
-    def _is_well(self) -> bool:
+    def _is_healthy(self) -> bool:
         """True if no rank was lost, so that this rank can still begin an operation."""
         number = self._pair_number(self.rank, self.rank)
         alone = Move("BARRIER", [], 0, group=number, members=(self.rank,))

@@ -46,19 +46,19 @@ def own_name(environ: Mapping[str, str]) -> str:
 def renew_place(environ: MutableMapping[str, str] = os.environ) -> None:
     """Request this process's new place from Horovod's elastic launcher, and write it to `environ` for init().
 
-    The launcher answers once all remaining ranks have asked. Does nothing under other launchers: torchrun restarts all
-    processes. Raises Error if this process has no place any more, or if the launcher does not answer in
+    The launcher answers once all remaining ranks have sent a request. Does nothing under other launchers: torchrun
+    restarts all processes. Raises Error if this process has no place any more, or if the launcher does not answer in
     HOROVOD_ELASTIC_TIMEOUT seconds.
     """
     where = rendezvous(environ)
     if where is None:
         return
     name = own_name(environ)
-    values = [value.strip() for value in _ask(where, name, _limit_s(environ)).split(",")]
+    values = [value.strip() for value in _request_place(where, name, _limit_s(environ)).split(",")]
     if values[0].startswith("-"):
         raise Error(errno.ESHUTDOWN, f"{name} has been removed from the elastic job")
     if len(values) < len(NAMES) or not all(value.isdecimal() for value in values[: len(NAMES)]):
-        raise Error(errno.EPROTO, f"the launcher at {where[0]}:{where[1]} says {','.join(values)} of {name}")
+        raise Error(errno.EPROTO, f"the launcher at {where[0]}:{where[1]} answers {','.join(values)} for {name}")
     environ.update({f"HOROVOD_{key}": value for key, value in zip(NAMES, values, strict=False)})
     connect.reset_rendezvous_count()
 
@@ -68,7 +68,7 @@ def _limit_s(environ: Mapping[str, str]) -> float:
     return float(text) if text.isdecimal() and int(text) > 0 else LIMIT_S
 
 
-def _ask(where: tuple[str, int], name: str, limit_s: float) -> str:
+def _request_place(where: tuple[str, int], name: str, limit_s: float) -> str:
     # A single request, because the launcher counts requests.
     connection = http.client.HTTPConnection(*where, timeout=limit_s)
     try:
@@ -77,7 +77,7 @@ def _ask(where: tuple[str, int], name: str, limit_s: float) -> str:
         text = answer.read().decode("ascii", "replace")
     except (OSError, http.client.HTTPException) as error:
         raise Error(
-            errno.ECONNABORTED, f"the launcher at {where[0]}:{where[1]} gives {name} no rank: {error}"
+            errno.ECONNABORTED, f"the launcher at {where[0]}:{where[1]} assigns no rank to {name}: {error}"
         ) from error
     finally:
         connection.close()
@@ -100,7 +100,7 @@ class HostUpdateResult(IntFlag):
     mixed = removed | added
 
 
-Tell = Callable[[float, HostUpdateResult], None]
+Listener = Callable[[float, HostUpdateResult], None]
 
 
 class Source(Protocol):
@@ -110,27 +110,27 @@ class Source(Protocol):
         """Stop the notices."""
 
 
-def source(tell: Tell, environ: Mapping[str, str]) -> Source | None:
-    """Return a source that calls `tell` from its own thread when hosts change; None if there is none."""
+def source(listener: Listener, environ: Mapping[str, str]) -> Source | None:
+    """Return a source that calls `listener` from its own thread when hosts change; None if there is none."""
     where = rendezvous(environ)
-    return None if where is None else Service(where, own_name(environ), tell)
+    return None if where is None else Service(where, own_name(environ), listener)
 
 
 class Notices:
     """Listeners for host changes in this process. The source is open while there is a listener."""
 
-    def __init__(self, opens: Callable[[Tell, Mapping[str, str]], Source | None] = source) -> None:
+    def __init__(self, opens: Callable[[Listener, Mapping[str, str]], Source | None] = source) -> None:
         self._opens = opens
         self._lock = threading.Lock()
-        self._listeners: list[Tell] = []
+        self._listeners: list[Listener] = []
         self._source: Source | None = None
 
     @contextmanager
-    def told(self, listener: Tell, environ: Mapping[str, str] = os.environ) -> Generator[None, None, None]:
-        """Call a listener with the time and kind of each change, from another thread, within the context."""
+    def listening(self, listener: Listener, environ: Mapping[str, str] = os.environ) -> Generator[None, None, None]:
+        """Within the context, call a listener with the time and kind of each change, from another thread."""
         with self._lock:
             if not self._listeners:
-                self._source = self._opens(self._tell, environ)
+                self._source = self._opens(self._notify, environ)
             self._listeners.append(listener)
         try:
             yield
@@ -141,7 +141,7 @@ class Notices:
             if ended is not None:
                 ended.close()
 
-    def _tell(self, timestamp: float, change: HostUpdateResult) -> None:
+    def _notify(self, timestamp: float, change: HostUpdateResult) -> None:
         for listener in tuple(self._listeners):
             listener(timestamp, change)
 
@@ -191,7 +191,7 @@ class _Reader(pickle.Unpickler):
         try:
             return _READ[module, name]
         except KeyError:
-            raise pickle.UnpicklingError(f"{module}.{name} is no message of Horovod's launcher") from None
+            raise pickle.UnpicklingError(f"{module}.{name} is not a message of Horovod's launcher") from None
 
 
 def _written(name: str, **state: str) -> bytes:
@@ -207,13 +207,13 @@ def _read(key: bytes, stream: io.BufferedIOBase) -> Any:
     digest = stream.read(DIGEST_BYTES)
     head = stream.read(4)
     if len(digest) < DIGEST_BYTES or len(head) < 4:
-        raise ValueError("the message ends early")
+        raise ValueError("the message is truncated")
     length = struct.unpack("i", head)[0]
     if not 0 <= length <= BODY_BYTES_MAX:
-        raise ValueError(f"a message of {length} bytes")
+        raise ValueError(f"a message of {length} bytes is not allowed")
     body = stream.read(length)
     if len(body) < length or not hmac.compare_digest(digest, _digest(key, body)):
-        raise ValueError("the message is not by the launcher")
+        raise ValueError("the message is not from the launcher")
     return _Reader(io.BytesIO(body)).load()
 
 
@@ -224,7 +224,7 @@ def _digest(key: bytes, body: bytes) -> bytes:
 class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
     key = b""
-    tell: Tell
+    listener: Listener
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore an invalid request: it gets no answer."""
@@ -240,10 +240,10 @@ class _Handler(socketserver.StreamRequestHandler):
         if isinstance(request, _Ping):
             answer = _written("PingResponse", service_name=NAME, source_address=self.client_address[0])
         elif isinstance(request, _HostsUpdated):
-            server.tell(float(request.timestamp), HostUpdateResult(request.res))
+            server.listener(float(request.timestamp), HostUpdateResult(request.res))
             answer = _written("AckResponse")
         else:
-            raise ValueError("no request")
+            raise ValueError("the message is not a request")
         self.wfile.write(_digest(server.key, answer) + struct.pack("i", len(answer)) + answer)
 
 
@@ -254,10 +254,10 @@ class Service:
     launcher does not answer.
     """
 
-    def __init__(self, launcher: tuple[str, int], name: str, tell: Tell) -> None:
+    def __init__(self, launcher: tuple[str, int], name: str, listener: Listener) -> None:
         self._server = _Server((_own_address(*launcher), 0), _Handler)
         self._server.key = secrets.token_bytes(32)
-        self._server.tell = tell
+        self._server.listener = listener
         self._thread = threading.Thread(target=self._server.serve_forever, name="netbottleneck-hosts", daemon=True)
         self._thread.start()
         try:

@@ -283,7 +283,7 @@ def run_fn(func: Callable[Concatenate[S, P], R], reset: Callable[[], None]) -> C
     def elastic(state: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         alike = False  # True if all ranks have the same state
         here = mark()
-        with notices.told(state.on_hosts_updated):
+        with notices.listening(state.on_hosts_updated):
             while True:
                 try:
                     if not alike:
@@ -303,23 +303,23 @@ def run_fn(func: Callable[Concatenate[S, P], R], reset: Callable[[], None]) -> C
 
 
 class WorkerNotificationManager:
-    """Who wants to know of hosts that come and go, by Horovod's names: objects with on_hosts_updated."""
+    """Horovod's registry of listeners for host changes: objects with on_hosts_updated."""
 
     def __init__(self) -> None:
-        self._listening: dict[int, ExitStack] = {}
+        self._listeners: dict[int, ExitStack] = {}
 
     def init(self, *_where: Any, **_named: Any) -> None:
-        """Nothing: a source is opened for the first listener."""
+        """Do nothing: the first listener opens the source of notices."""
 
     def register_listener(self, listener: Any) -> None:
-        """Have listener.on_hosts_updated(timestamp, result) called, from another thread; a second call does nothing."""
-        if id(listener) not in self._listening:
-            self._listening[id(listener)] = stack = ExitStack()
-            stack.enter_context(notices.told(listener.on_hosts_updated))
+        """Call listener.on_hosts_updated(timestamp, result), from another thread, on each change; idempotent."""
+        if id(listener) not in self._listeners:
+            self._listeners[id(listener)] = stack = ExitStack()
+            stack.enter_context(notices.listening(listener.on_hosts_updated))
 
     def remove_listener(self, listener: Any) -> None:
-        """Tell it no more. KeyError for one that was not registered."""
-        self._listening.pop(id(listener)).close()
+        """Unregister a listener. KeyError if it is not registered."""
+        self._listeners.pop(id(listener)).close()
 
 
 notification_manager = WorkerNotificationManager()

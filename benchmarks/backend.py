@@ -1,4 +1,4 @@
-"""What the torch.distributed backend "nb" costs beside gloo: both in the same processes, in turns.
+"""Compares the torch.distributed backend "nb" with gloo, alternating in the same processes.
 
 Starts the ranks itself, on this machine. Each row is a ratio of medians over the blocks of the slowest rank, with a
 95 % interval by the paired bootstrap; above 1, nb takes less time.
@@ -86,7 +86,7 @@ def message_step(group: Any, count: int) -> Step:
     return step
 
 
-CASES: dict[str, tuple[Callable[[Any], Step], int]] = {  # and steps a block
+CASES: dict[str, tuple[Callable[[Any], Step], int]] = {  # the step, and steps per block
     "DDP step, MLP 3 x 128 (0.2 MB)": (lambda group: ddp_step(group, 128, 3), 40),
     "DDP step, MLP 4 x 512 (4.2 MB)": (lambda group: ddp_step(group, 512, 4), 10),
     "DDP step, MLP 4 x 1536 (38 MB)": (lambda group: ddp_step(group, 1536, 4), 2),
@@ -101,7 +101,7 @@ CASES: dict[str, tuple[Callable[[Any], Step], int]] = {  # and steps a block
 
 
 def rank_main(only: str, blocks: int) -> None:
-    """Measure on one rank; rank 0 prints seconds a step, by case and backend, one for each block."""
+    """Measure on one rank; rank 0 prints the seconds of a step by case and backend, one value per block."""
     import netbottleneck.torch  # noqa: F401
 
     dist.init_process_group("nb")
@@ -128,7 +128,7 @@ def rank_main(only: str, blocks: int) -> None:
 
 
 def started(ranks: int, arguments: list[str], shm: str) -> str:
-    """Run the ranks; return what rank 0 printed."""
+    """Run the ranks; return the output of rank 0."""
     processes = []
     port = free_port()
     for rank in range(ranks):
@@ -145,7 +145,7 @@ def started(ranks: int, arguments: list[str], shm: str) -> str:
         for process in processes:
             process.kill()
     if any(codes):
-        raise SystemExit(f"ranks ended with {codes}")
+        raise SystemExit(f"ranks exited with {codes}")
     return told.splitlines()[-1]
 
 
@@ -169,23 +169,23 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=40)
     parser.add_argument("--only", default="", help="part of a case's name")
-    parser.add_argument("--shm", default="auto", choices=("auto", "0"), help="0: ranks of a host use the network too")
+    parser.add_argument("--shm", default="auto", choices=("auto", "0"), help="0: ranks of one host use the network")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank-of-it", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rank_of_it:
-        rank_main(given.only, given.blocks)
+    args = parser.parse_args()
+    if args.rank_of_it:
+        rank_main(args.only, args.blocks)
         return
-    arguments = ["--only", given.only, "--blocks", str(given.blocks)]
-    found = json.loads(started(given.ranks, arguments, given.shm))
-    print(f"{given.ranks} ranks, one machine, shm={given.shm}, {given.blocks} blocks; ms a step, medians")
+    arguments = ["--only", args.only, "--blocks", str(args.blocks)]
+    found = json.loads(started(args.ranks, arguments, args.shm))
+    print(f"{args.ranks} ranks, one machine, shm={args.shm}, {args.blocks} blocks; ms a step, medians")
     print(f"{'':34}{'nb':>10}{'gloo':>10}   gloo / nb")
     for name, times in found.items():
         middle, low, high = ratio(times["nb"], times["gloo"])
         ours, theirs = (1e3 * statistics.median(times[backend]) for backend in BACKENDS)
         print(f"{name:34}{ours:10.3f}{theirs:10.3f}   {middle:.2f} ({low:.2f} to {high:.2f})")
-    if given.json is not None:
-        given.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

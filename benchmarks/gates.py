@@ -1,4 +1,4 @@
-"""The gates T1 to T10: the paths, the peers and the bars of each."""
+"""Gates T1 to T10: paths, peers and bars of each."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ OPEN_MPI_TCP = ("mpi-tcp", "mpi-tcp4")
 CAPPED = ("2gbit/500mbit", "1gbit/125mbit", "4gbit/1gbit")
 UNCAPPED: Mapping[str, str | None] = {"loopback": None, "veth": "none"}
 UNEQUAL = "none/400mbit,400mbit,400mbit,100mbit"
-# Of the 1514 bytes that HTB counts for a full frame, what is payload: 20 of IPv4, 32 of TCP with time stamps, 14 of
-# Ethernet are not. Source: linux/net/core/dev.c, qdisc_pkt_len_init.
+# Payload of the 1514 bytes that HTB counts for a full frame: without 20 bytes of IPv4, 32 of TCP with timestamps and 14
+# of Ethernet. Source: linux/net/core/dev.c, qdisc_pkt_len_init.
 PAYLOAD = 1448 / 1514
 
 
@@ -31,7 +31,7 @@ def bits_s(size: int, bps: float, ranks: int = 2) -> float:
 
 
 def t1(run: Run) -> Iterator[Figure]:
-    """Compare with the best iperf3 on a capped link with capped flows. The two best numbers of flows are kept."""
+    """Compare with the best iperf3 on a capped link with capped flows, with iperf3's two best numbers of flows."""
     for lab in CAPPED:
         survey = Case(lab, lab, IPERF, (64 * MB,), lambda _table, _size: [], rounds=2)
         found = _best_iperf(survey, run)
@@ -68,13 +68,13 @@ def t2(run: Run) -> Iterator[Figure]:
             for ours, bar in bars.items()
         ]
 
-    # With ports of their own, lanes have the same rate at both ends, and control connections have none.
+    # A fixed port range gives lanes the same rate at both ends, and control connections other flow classes.
     ports = (("NETBOTTLENECK_PORTS", "41000-41127"),)
     yield from settle(Case(UNEQUAL, UNEQUAL, NATIVE, (64 * MB,), judge, streams=(4,), variables=ports), run)
 
 
 def t3(run: Run) -> Iterator[Figure]:
-    """Compare with gloo, Open MPI and Horovod without a cap. ofi is measured, and has no bar."""
+    """Compare with gloo, Open MPI and Horovod without a cap. ofi is measured without a bar."""
     bars = {MB: 1.0, 16 * MB: 1.0, 64 * MB: 1.2, 256 * MB: 1.2}
     peers = (*GLOO, *OPEN_MPI_TCP, "mpi-ofi")
 
@@ -111,7 +111,7 @@ def t4(run: Run) -> Iterator[Figure]:
 
 
 def t5(run: Run) -> Iterator[Figure]:
-    """Compare small all-reduces, a hundred in a row, of max: repeating it keeps the result. MPI is timed in C."""
+    """Compare a hundred small all-reduces in sequence, of max, which repeats without effect. MPI is timed in C."""
 
     def judge(table: Table, size: int) -> list[Figure]:
         peers = (*GLOO, "mpi-tcp")
@@ -157,7 +157,7 @@ def t8(run: Run) -> Iterator[Figure]:
 
 
 def t9(run: Run) -> Iterator[Figure]:
-    """Compare auto with the best fixed number of lanes, which odd rounds choose and even rounds measure."""
+    """Compare auto with the best fixed number of lanes: odd rounds select it, even rounds measure it."""
     counts = (1, 2, 4, 8, 16)
 
     def judge(table: Table, size: int) -> list[Figure]:
@@ -174,7 +174,7 @@ def t9(run: Run) -> Iterator[Figure]:
 
 
 def t10(run: Run) -> Iterator[Figure]:
-    """Use two interfaces of different speed, of which one goes down."""
+    """Use two interfaces of different speed; then one of them goes down."""
     lab = "1gbit+250mbit"
 
     def judge(table: Table, size: int) -> list[Figure]:

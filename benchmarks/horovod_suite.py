@@ -1,12 +1,13 @@
-"""Runs Horovod's own tests and examples of PyTorch against this package in Horovod's place, and beside Horovod itself.
+"""Runs Horovod's own PyTorch tests and examples with this package in place of Horovod, and with Horovod itself.
 
 python benchmarks/horovod_suite.py --horovod DIR: a checkout of Horovod 0.28.1 (PyPI's package has no tests). Each file
-runs in real ranks under `netbottleneck run`, as horovodrun, torchrun and mpirun start them; what is under test/single
-has one rank. With --reference, a folder in which Horovod itself is installed (tools/peers.sh builds one), the same with
-Horovod: under torchrun it would be so many jobs of one rank, so there horovodrun's run counts. --examples runs the
-examples instead.
+runs on real ranks under `netbottleneck run`, started as by horovodrun, torchrun and mpirun; files in test/single run on
+one rank. --reference names a folder in which Horovod itself is installed (tools/peers.sh builds one): the tests also
+run with Horovod. Horovod does not support torchrun, so there the comparison is with its run under horovodrun.
+--examples runs the examples instead.
 
-Exit code: 0 where nothing passes there and not here, without --reference where nothing fails here; 2: something lacks.
+Exit code: 0 if every test that passes with Horovod passes here (without --reference: if no test fails); 2: a
+requirement is missing.
 """
 
 from __future__ import annotations
@@ -35,23 +36,23 @@ FILES = (
 )
 SHORT = ["--model", "resnet18", "--batch-size", "2", "--num-warmup-batches", "1", "--num-batches-per-iter", "10"]
 SHORT += ["--num-iters", "3"]
-EXAMPLES = {  # with what they are started, and how the line begins that they end with
+EXAMPLES = {  # arguments, and the beginning of the last line of output
     "examples/pytorch/pytorch_synthetic_benchmark.py": (SHORT, "Total img/sec on "),
     "examples/pytorch/pytorch_mnist.py": (["--epochs", "2"], "Test set: Average loss: "),
     "examples/elastic/pytorch/pytorch_synthetic_benchmark_elastic.py": (SHORT, "Total img/sec on "),
 }
 FOR_TESTS = ("torch", "pytest", "numpy", "mock", "cloudpickle", "packaging")
 FOR_EXAMPLES = ("torch", "numpy", "packaging", "filelock")
-RANK = {"passed": 1, "skipped": 0, "failed": 2, "unfinished": 3}  # of the ranks' outcomes the highest is the test's
+RANK = {"passed": 1, "skipped": 0, "failed": 2, "unfinished": 3}  # a test has the highest of its ranks' outcomes
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a test ended on all ranks, and what a rank said of it."""
+    """Outcome of a test over all ranks, with a rank's message."""
 
     kind: str
     why: str = ""
-    absent: int = 0  # ranks that did not come to it
+    absent: int = 0  # ranks that did not reach the test
 
     @property
     def failed(self) -> bool:
@@ -62,7 +63,7 @@ Outcomes = dict[str, Outcome]
 
 
 class Suite:
-    """Horovod's tests, copied to a folder where no `horovod` lies beside them."""
+    """Horovod's tests, copied to a folder without the package `horovod`."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args = args
@@ -70,7 +71,7 @@ class Suite:
         self.count = 0
 
     def job(self, command: Sequence[str], size: int, environ: dict[str, str], reference: bool) -> Job:
-        """Return a job of ranks in a folder of its own. environ: added."""
+        """Return a job with its own folder. environ: additional variables."""
         self.count += 1
         folder = self.folder / str(self.count)
         folder.mkdir()
@@ -83,14 +84,14 @@ class Suite:
         return Job([sys.executable, *start, *command], size, {**own, **environ}, folder, self.args.limit)
 
     def file(self, file: str, size: int, environment: str, reference: bool) -> Outcomes:
-        """Run a file of tests; return how each ended. What a test that hangs leaves undone is run after it."""
+        """Run a file of tests; return their outcomes. After a test that hangs, the remaining tests run again."""
         found: Outcomes = {}
         while True:
             more = self._part(file, size, environment, reference, tuple(found))
             hangs = [test for test, outcome in more.items() if outcome.kind == "unfinished" and not outcome.absent]
             if not hangs:
                 return found | more
-            # What not all ranks had come to is not to blame.
+            # Tests that not all ranks had reached did not cause the hang.
             found |= {test: outcome for test, outcome in more.items() if not outcome.absent}
 
     def _part(self, file: str, size: int, environment: str, reference: bool, but: Sequence[str]) -> Outcomes:
@@ -105,7 +106,7 @@ class Suite:
         (job.folder / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
         environ = {**job.environ, "HOROVOD_SUITE_OUT": str(out)}
         end = STARTERS[environment](replace(job, environ=environ, news=out, quiet_s=self.args.quiet))
-        found = merged([lines(path) for path in out.glob("*.jsonl")], size, reference, end.said)
+        found = merged([lines(path) for path in out.glob("*.jsonl")], size, reference, end.output)
         return found if found or but else {"(start)": Outcome("failed", f"no test began: exit code {end.code}")}
 
     def example(self, script: str, size: int, environment: str) -> Outcome:
@@ -117,17 +118,17 @@ class Suite:
             path = f"{job.folder}{os.pathsep}{job.environ['PYTHONPATH']}"
             job = replace(job, environ={**job.environ, "PYTHONPATH": path})
         end = STARTERS[environment](job)
-        last = next((line for line in reversed(end.said.splitlines()) if line.startswith(sign)), "")
-        measured = "Verdict: " in end.said and (job.folder / "run" / "summary.json").exists()
+        last = next((line for line in reversed(end.output.splitlines()) if line.startswith(sign)), "")
+        measured = "Verdict: " in end.output and (job.folder / "run" / "summary.json").exists()
         if end.code != 0 or not last or not measured:
-            why = next((line for line in reversed(end.said.splitlines()) if "Error" in line), "")
-            late = f"it did not end within {job.limit_s:g} s" if end.code is None else f"exit code {end.code}"
+            why = next((line for line in reversed(end.output.splitlines()) if "Error" in line), "")
+            late = f"not complete after {job.limit_s:g} s" if end.code is None else f"exit code {end.code}"
             return Outcome("failed", why or (late if end.code != 0 else "no report" if last else f"no line {sign}…"))
         return Outcome("passed", last.strip())
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Return what a rank has written down: a line that was not written to its end is none."""
+    """Return a rank's lines; incomplete lines are ignored."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -137,11 +138,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def merged(ranks: Sequence[list[dict[str, Any]]], size: int, reference: bool, said: str) -> Outcomes:
-    """Return each test's outcome over all ranks. Raises RuntimeError for a rank of the other package, or of none."""
+def merged(ranks: Sequence[list[dict[str, Any]]], size: int, reference: bool, output: str) -> Outcomes:
+    """Return each test's outcome over all ranks. RuntimeError if a rank did not start or used the other package."""
     of = {line["horovod"].split(".")[0] for rank in ranks for line in rank if line.get("horovod")}
     if len(ranks) != size or of - {"horovod" if reference else "netbottleneck"}:
-        raise RuntimeError(f"{len(ranks)} of {size} ranks began, of {', '.join(of) or 'nothing'}:\n{said[-2000:]}")
+        raise RuntimeError(
+            f"{len(ranks)} of {size} ranks began, with {', '.join(of) or 'no Horovod'}:\n{output[-2000:]}"
+        )
     found: Outcomes = {}
     for rank in ranks:
         here: Outcomes = {}
@@ -155,19 +158,19 @@ def merged(ranks: Sequence[list[dict[str, Any]]], size: int, reference: bool, sa
     for test in found:
         absent = sum(all(line.get("test") != test for line in rank) for rank in ranks)
         if absent:
-            found[test] = Outcome("unfinished", f"{absent} of {size} ranks did not come to it", absent)
+            found[test] = Outcome("unfinished", f"{absent} of {size} ranks did not reach it", absent)
     return found
 
 
 def worse(one: Outcome | None, other: Outcome, same_rank: bool = False) -> Outcome:
-    """Return the outcome that counts. same_rank: what follows the line that says that a test has begun replaces it."""
+    """Return the outcome that counts. same_rank: a later line of the same rank replaces "unfinished"."""
     if one is None or (same_rank and one.kind == "unfinished"):
         return other
     return other if RANK[other.kind] > RANK[one.kind] else one
 
 
 def counted(outcomes: Outcomes) -> str:
-    """Return passed, skipped and failed as cells."""
+    """Return the numbers of passed, skipped and failed tests as cells."""
     kinds = [outcome.kind for outcome in outcomes.values()]
     failed = sum(outcome.failed for outcome in outcomes.values())
     return f"{kinds.count('passed')} | {kinds.count('skipped')} | {failed}"
@@ -181,15 +184,15 @@ def listed(title: str, tests: Sequence[str]) -> None:
 
 FAILS, LOST, GAINED, BETTER, BOTH = (
     "Fails here",
-    "Passes there and not here",
-    "Skipped there, passes here",
-    "Fails there, passes here",
+    "Passes with Horovod, not here",
+    "Skipped with Horovod, passes here",
+    "Fails with Horovod, passes here",
     "Fails in both",
 )
 
 
 def beside(own: Outcome, theirs: Outcome) -> str:
-    """Return the list that a test belongs to by how it ended here and there; "" for none."""
+    """Return the list for a test, by its outcomes with this package and with Horovod; "" for none."""
     if theirs.kind == "passed":
         return LOST if own.kind != "passed" else ""
     if own.kind == "passed":
@@ -198,13 +201,13 @@ def beside(own: Outcome, theirs: Outcome) -> str:
 
 
 def compare(args: argparse.Namespace, suite: Suite) -> int:
-    """Run all files, and print the table and the lists."""
+    """Run all files; print the table and the lists."""
     print(
         "| file | ranks | started by | whose | passed | skipped | failed |\n| --- | --- | --- | --- | --- | --- | --- |"
     )
     lists: dict[str, list[str]] = {name: [] for name in (FAILS, LOST, GAINED, BETTER, BOTH)}
     there: dict[tuple[str, int, str], Outcomes] = {}
-    alone = {file for file in args.files if file.startswith("test/single/")}  # of one rank, as in Horovod's own CI
+    alone = {file for file in args.files if file.startswith("test/single/")}  # on one rank, as in Horovod's own CI
     chosen = [
         (ranks, environment, file) for ranks in args.ranks for environment in args.environment for file in args.files
     ]
@@ -233,7 +236,7 @@ def compare(args: argparse.Namespace, suite: Suite) -> int:
 
 
 def examples(args: argparse.Namespace, suite: Suite) -> int:
-    """Run the examples, and print how each ended."""
+    """Run the examples; print their outcomes."""
     real = importlib.util.find_spec("torchvision") is not None
     print(f"torchvision: {'as installed' if real else 'a stand-in, horovod_suite_vision.py'}\n")
     print("| example | ranks | started by | | last line |\n| --- | --- | --- | --- | --- |")
@@ -248,18 +251,20 @@ def examples(args: argparse.Namespace, suite: Suite) -> int:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return what is asked for; SystemExit(2) with what is missing."""
+    """Return the parsed arguments. Exits with 2 and a message if a requirement is missing."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--horovod", metavar="DIR", required=True, help="a checkout of Horovod 0.28.1")
     parser.add_argument("--ranks", type=lambda text: [int(size) for size in text.split(",")], default=[2, 4])
     starters = [name for name in STARTERS if name != "mpirun" or mpirun()]
     parser.add_argument("--environment", type=lambda text: text.split(","), default=starters)
-    parser.add_argument("--reference", metavar="DIR", help="where Horovod itself is installed")
+    parser.add_argument("--reference", metavar="DIR", help="folder in which Horovod itself is installed")
     parser.add_argument("--examples", action="store_true", help="run the examples, not the tests")
-    parser.add_argument("--files", nargs="+", default=FILES, help="of the checkout")
-    parser.add_argument("--tests", metavar="WORDS", help="only tests that pytest's -k chooses by these")
-    parser.add_argument("--limit", type=float, default=900, help="seconds of each run")
-    parser.add_argument("--quiet", type=float, default=90, help="seconds after which a test that says nothing hangs")
+    parser.add_argument("--files", nargs="+", default=FILES, help="files of the checkout to run")
+    parser.add_argument("--tests", metavar="WORDS", help="run only tests that match this pytest -k expression")
+    parser.add_argument("--limit", type=float, default=900, help="time limit of each run, in seconds")
+    parser.add_argument(
+        "--quiet", type=float, default=90, help="seconds without output after which a test counts as hanging"
+    )
     args = parser.parse_args(argv)
     for file in EXAMPLES if args.examples else args.files:
         if not (Path(args.horovod) / file).is_file():
@@ -268,7 +273,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             )
     for name in args.environment:
         if name not in starters:
-            parser.error(f"--environment {name}: must be of {', '.join(starters)}")
+            parser.error(f"--environment {name}: must be one of {', '.join(starters)}")
     if args.reference and not (Path(args.reference) / "horovod" / "torch").is_dir():
         parser.error(f"--reference {args.reference}: no horovod/torch in it: tools/peers.sh builds build/peers/horovod")
     needed = FOR_EXAMPLES if args.examples else FOR_TESTS
@@ -279,7 +284,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is asked for."""
+    """Run the requested tests or examples."""
     args = arguments(argv)
     with tempfile.TemporaryDirectory(prefix="horovod-suite-") as folder:
         suite = Suite(args, Path(folder))

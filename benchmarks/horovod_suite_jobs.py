@@ -1,4 +1,4 @@
-"""Starts the ranks of horovod_suite.py on this machine: as horovodrun does, or by torchrun or mpirun themselves."""
+"""Starts the ranks of horovod_suite.py on this machine: with horovodrun's variables, or by torchrun or mpirun."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ GRACE_S = 5.0
 
 @dataclass(frozen=True)
 class Job:
-    """What ranks are started with. `environ` is added to one that no launcher has touched."""
+    """A job to start. `environ` is added to an environment without launcher variables."""
 
     command: Sequence[str]
     size: int
     environ: Mapping[str, str]
     folder: Path
     limit_s: float
-    news: Path | None = None  # a folder whose files grow as long as it gets on,
-    quiet_s: float = 0.0  # and for how long they may not
+    news: Path | None = None  # a folder whose files grow while the job makes progress
+    quiet_s: float = 0.0  # seconds without growth after which the job counts as hanging
 
 
 @dataclass(frozen=True)
 class End:
-    """How a job ended: the launcher's exit code (the ranks' worst), None at the deadline; and what was printed."""
+    """The end of a job. code: the worst exit code, None at the deadline; output: stdout and stderr."""
 
     code: int | None
-    said: str
+    output: str
 
 
 class Rendezvous:
-    """What horovodrun's server does: keys in scopes, and a scope that is emptied when all its ranks are through."""
+    """A server like horovodrun's: keys in scopes; a scope is removed once all its ranks have finished with it."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.lock = threading.Lock()
         self.scopes: dict[str, dict[str, bytes]] = {}
-        self.through: dict[str, int] = {}
+        self.finished: dict[str, int] = {}
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.server.daemon_threads = True
         self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
@@ -60,22 +60,22 @@ class Rendezvous:
         self.thread.join()
 
     def left(self, scope: str, key: str) -> None:
-        """A rank says that it is through with a scope of Horovod's; of any other scope it takes back a key."""
+        """Handle DELETE: for Horovod's scopes, a rank has finished with the scope; for others, remove the key."""
         kind = scope.partition("_")[0]
         sizes = {"global": self.size, "local": self.size, "cross": 1}
         with self.lock:
             if kind not in sizes:
                 self.scopes.get(scope, {}).pop(key, None)
                 return
-            self.through[scope] = self.through.get(scope, 0) + 1
-            if self.through[scope] == sizes[kind]:
+            self.finished[scope] = self.finished.get(scope, 0) + 1
+            if self.finished[scope] == sizes[kind]:
                 self.scopes.pop(scope, None)
-                del self.through[scope]
+                del self.finished[scope]
 
-    def _handler(keeper) -> type[http.server.BaseHTTPRequestHandler]:
+    def _handler(rendezvous) -> type[http.server.BaseHTTPRequestHandler]:
         class Handler(http.server.BaseHTTPRequestHandler):
             def log_message(self, *_: object) -> None:
-                """Nothing."""
+                """Log nothing."""
 
             def place(self) -> tuple[str, str]:
                 scope, _, key = self.path.removeprefix("/").partition("/")
@@ -89,26 +89,26 @@ class Rendezvous:
 
             def do_GET(self) -> None:
                 scope, key = self.place()
-                with keeper.lock:
-                    value = keeper.scopes.get(scope, {}).get(key)
+                with rendezvous.lock:
+                    value = rendezvous.scopes.get(scope, {}).get(key)
                 self.answer(value)
 
             def do_PUT(self) -> None:
                 scope, key = self.place()
                 value = self.rfile.read(int(self.headers["Content-Length"]))
-                with keeper.lock:
-                    keeper.scopes.setdefault(scope, {})[key] = value
+                with rendezvous.lock:
+                    rendezvous.scopes.setdefault(scope, {})[key] = value
                 self.answer(b"")
 
             def do_DELETE(self) -> None:
-                keeper.left(*self.place())
+                rendezvous.left(*self.place())
                 self.answer(b"")
 
         return Handler
 
 
-def horovodruns(rank: int, size: int, port: int) -> dict[str, str]:
-    """Return what horovodrun sets in a rank of one host."""
+def horovodrun_variables(rank: int, size: int, port: int) -> dict[str, str]:
+    """Return the variables that horovodrun sets for a rank, if all ranks are on one host."""
     place = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size, "CROSS_RANK": 0, "CROSS_SIZE": 1}
     chosen = {"HOSTNAME": "localhost", "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "GLOO_IFACE": "lo"}
     where = {"GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "GLOO_RENDEZVOUS_PORT": port}
@@ -116,37 +116,37 @@ def horovodruns(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def clean(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment that no launcher has touched, with more."""
+    """Return this environment without launcher variables, plus `environ`."""
     here = {name: value for name, value in os.environ.items() if not name.startswith(OTHERS) and name not in TORCHRUNS}
-    # torch's store asks the name server for the name of whoever connects, and waits for it.
+    # torch's store looks up the name of each client, and waits for the name server.
     return {**here, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1", **environ}
 
 
 def by_horovodrun(job: Job) -> End:
-    """Start each rank with horovodrun's variables and a server as horovodrun has."""
+    """Start each rank with horovodrun's variables and a rendezvous server."""
     server = Rendezvous(job.size)
     try:
         port = server.server.server_address[1]
-        return _end(job, [(job.command, horovodruns(rank, job.size, port)) for rank in range(job.size)])
+        return _end(job, [(job.command, horovodrun_variables(rank, job.size, port)) for rank in range(job.size)])
     finally:
         server.close()
 
 
 def by_torchrun(job: Job) -> End:
-    """Start them by torchrun."""
+    """Start the ranks by torchrun."""
     where = ["--nproc-per-node", str(job.size), "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     return _end(job, [([sys.executable, "-m", "torch.distributed.run", *where, "--no-python", *job.command], {})])
 
 
 def mpirun() -> str:
-    """Return Open MPI's starter, not that of an MPI beside this Python; "" where there is none."""
+    """Return the path of Open MPI's mpirun, not of an MPI next to this Python; "" if there is none."""
     beside = str(Path(sys.executable).parent)
     elsewhere = os.pathsep.join(folder for folder in os.environ["PATH"].split(os.pathsep) if folder != beside)
     return shutil.which("mpirun", path=elsewhere) or ""
 
 
 def by_mpirun(job: Job) -> End:
-    """Start them by Open MPI's mpirun."""
+    """Start the ranks by Open MPI's mpirun."""
     options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(job.size)]
     return _end(job, [([mpirun(), *options, *job.command], {})])
 
@@ -155,9 +155,9 @@ STARTERS = {"horovodrun": by_horovodrun, "torchrun": by_torchrun, "mpirun": by_m
 
 
 def _end(job: Job, starts: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> End:
-    """Start processes, and return how they ended: none is left then."""
-    said = job.folder / "said"
-    with said.open("wb") as out, _ended(processes := []):
+    """Start processes, wait for them, and return the end of the job. No process is left running."""
+    output = job.folder / "output"
+    with output.open("wb") as out, _ended(processes := []):
         for command, extra in starts:
             environ = clean({**job.environ, **extra})
             process = subprocess.Popen(
@@ -168,11 +168,11 @@ def _end(job: Job, starts: Sequence[tuple[Sequence[str], Mapping[str, str]]]) ->
         _wait(job, processes)
         codes = [process.poll() for process in processes]
     worst = None if None in codes else next((code for code in codes if code), 0)
-    return End(worst, said.read_text(encoding="utf-8", errors="replace"))
+    return End(worst, output.read_text(encoding="utf-8", errors="replace"))
 
 
 def _wait(job: Job, processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait for all, while it is not too late, or too quiet."""
+    """Wait for all processes, at most until the deadline or until the job makes no progress."""
     deadline = time.monotonic() + job.limit_s
     known, heard = -1, time.monotonic()
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
@@ -187,7 +187,7 @@ def _wait(job: Job, processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 @contextlib.contextmanager
 def _ended(processes: list[subprocess.Popen[bytes]]) -> Generator[None, None, None]:
-    """End what still runs: told so, a launcher ends its ranks, which lead groups of their own."""
+    """At exit, end the remaining processes: first by SIGTERM, so that launchers end their ranks, then by SIGKILL."""
     try:
         yield
     finally:

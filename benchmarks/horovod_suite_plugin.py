@@ -1,8 +1,8 @@
-"""In each rank's pytest under horovod_suite.py: writes down how a test ended as soon as it did, a JSON line each.
+"""pytest plugin for each rank of horovod_suite.py: writes each test's outcome at once, as a line of JSON.
 
-HOROVOD_SUITE_OUT: the folder, where each process has a file. HOROVOD_SUITE_RUNNER: the folder `horovod/runner` of a
-checkout, of which the tests' own helpers want a module; set where this package stands in for Horovod.
-HOROVOD_SUITE_BUT: names of tests to leave out.
+HOROVOD_SUITE_OUT: output folder, one file per process. HOROVOD_SUITE_RUNNER: the folder `horovod/runner` of a checkout,
+from which the tests' helpers import a module; set if this package replaces Horovod. HOROVOD_SUITE_BUT: names of tests
+to leave out.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def write(**what: Any) -> None:
         out.write(json.dumps(what) + "\n")
 
 
-def lend_runner(folder: Path) -> None:
-    """Have `horovod.runner.util.threads` found, which no part of horovod.torch is."""
+def provide_runner(folder: Path) -> None:
+    """Provide `horovod.runner.util.threads`, which is not part of horovod.torch."""
     for name in (RUNNER, UTIL):
         sys.modules[name] = types.ModuleType(name)
     spec = importlib.util.spec_from_file_location(THREADS, folder / "util" / "threads.py")
@@ -39,47 +39,47 @@ def lend_runner(folder: Path) -> None:
 
 
 def pytest_configure() -> None:
-    """End with the launcher, and lend what is to be lent."""
+    """Let this process end with its launcher, and provide Horovod's runner module if requested."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     folder = os.environ.get("HOROVOD_SUITE_RUNNER")
     if folder:
-        lend_runner(Path(folder))
+        provide_runner(Path(folder))
     write(began=True)
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Leave out what an earlier run began."""
+    """Leave out tests that an earlier run began."""
     but = json.loads(os.environ.get("HOROVOD_SUITE_BUT", "[]"))
     items[:] = [item for item in items if item.name not in but]
 
 
 def pytest_collectreport(report: Any) -> None:
-    """A file that cannot be imported is a failed test."""
+    """Report a file that cannot be imported as a failed test."""
     if report.failed:
         write(test="(import)", outcome="failed", why=last_line(report))
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    """A test that says no more than this did not end."""
+    """Write the outcome "unfinished", which counts if no later line replaces it."""
     write(test=nodeid.rpartition("::")[2], outcome="unfinished", why="did not end")
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Write down a test's call; of its beginning and end what went wrong, or why it is skipped."""
+    """Write a test's outcome; for its setup and teardown, only failures and skips."""
     if report.when == "call" or report.outcome != "passed":
         why = "" if report.outcome == "passed" else last_line(report)
         write(test=report.nodeid.rpartition("::")[2], outcome=report.outcome, why=why)
 
 
 def pytest_sessionfinish(session: Any) -> None:
-    """Say whose Horovod it was, and that all tests are over. A launcher would end the others where this one fails."""
+    """Write which Horovod ran, and that all tests have ended. Exits with 0: a launcher would kill the other ranks."""
     session.exitstatus = 0
     module = sys.modules.get("horovod.torch")
     write(ended=True, horovod=getattr(getattr(module, "allreduce", None), "__module__", "") or "")
 
 
 def last_line(report: Any) -> str:
-    """Return what an exception, or a skip, said in one line."""
+    """Return the message of an exception or a skip as one line."""
     if isinstance(report.longrepr, tuple):
         return str(report.longrepr[2]).removeprefix("Skipped: ")
     crash = getattr(report.longrepr, "reprcrash", None)

@@ -1,6 +1,6 @@
-"""As much of torchvision as Horovod's PyTorch examples use: copied as a module `torchvision` where there is none.
+"""The part of torchvision that Horovod's PyTorch examples use; replaces `torchvision` if that is not installed.
 
-Models are this package's, of the published sizes. The digits of MNIST's shape are a pattern of each class under noise.
+Models are this package's, of the published sizes. Images have MNIST's shape, and show a pattern per class with noise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TRAIN, TEST, SIDE, BLOCK = 8192, 1024, 28, 7
 
 
 class MNIST(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Digits of MNIST's shape, the same on every rank."""
+    """Images of MNIST's shape, the same on every rank."""
 
     def __init__(self, root: str, train: bool = True, download: bool = False, transform: Any = None) -> None:
         drawn = torch.Generator().manual_seed(int(train))

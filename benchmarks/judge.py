@@ -13,16 +13,16 @@ from netbottleneck.analysis.statistics import Estimate
 
 DRAWS = 2000
 SEED = 1
-LEAST_ROUNDS = 6  # fewer carry no verdict
+LEAST_ROUNDS = 6  # fewer do not support a verdict
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A value and its bar, the least it may be. reason: why it was not measured. broken: why the value is invalid.
+    """A value and its bar (its minimum). reason: why it was not measured. broken: why the value is invalid.
 
-    event: something that happened or did not, for which fewer rounds suffice.
+    event: the value of an event, which needs fewer rounds.
     """
 
     name: str
@@ -46,11 +46,11 @@ class Figure:
 
     @property
     def margin(self) -> float:
-        """How far above the bar, as a ratio; what was not run is below everything."""
+        """Lower end of the interval over the bar; -1 if not run."""
         return -1.0 if self.estimate is None else self.estimate.low / self.bar
 
     def line(self, label: str = "") -> str:
-        """Return it as one line."""
+        """Return the figure as one line."""
         if self.verdict == "not run":
             return f"{label}{'not run:':<10}{self.reason or 'nothing was measured'} ({self.name}, bar {self.bar:g})"
         found = self.estimate or Estimate(0.0, 0.0, 0.0)
@@ -59,7 +59,7 @@ class Figure:
         return "; ".join(filter(None, [text, self.note, self.broken]))
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the file holds."""
+        """Return the figure as JSON values."""
         found = self.estimate
         interval = None if found is None else [found.low, found.high]
         return {
@@ -90,7 +90,7 @@ def _mean(rounds: Floats) -> Floats:
 
 
 def drawn(statistic: Callable[[NDArray[np.int64]], Floats], rounds: int) -> Estimate:
-    """Return a statistic of rounds and its 95 % percentile interval by the bootstrap: whole rounds are drawn.
+    """Return a statistic of rounds and its 95 % percentile interval, by a bootstrap over rounds.
 
     statistic: of indices of rounds, along the last axis. Source: Efron and Tibshirani, An Introduction to the
     Bootstrap, section 13.3.
@@ -101,12 +101,12 @@ def drawn(statistic: Callable[[NDArray[np.int64]], Floats], rounds: int) -> Esti
 
 
 def ratio(ours: Sequence[float], theirs: Mapping[str, Sequence[float]], *, means: bool = False) -> Estimate:
-    """Return how many times less ours is than the least of theirs: medians over rounds, or means where those count.
+    """Return the least of theirs divided by ours: medians over rounds, or means.
 
-    Each draw takes the same rounds of all, and whoever is the best in it. Raises ValueError where rounds do not match.
+    Each bootstrap draw takes the same rounds of all, and the best of theirs. Raises ValueError if rounds do not match.
     """
     if not theirs or any(len(each) != len(ours) for each in theirs.values()) or not ours:
-        raise ValueError("rounds of a ratio must match")
+        raise ValueError("both sides of a ratio need the same number of rounds")
     middle = _mean if means else _middle
     mine, others = np.asarray(ours, np.float64), [np.asarray(each, np.float64) for each in theirs.values()]
 
@@ -118,7 +118,7 @@ def ratio(ours: Sequence[float], theirs: Mapping[str, Sequence[float]], *, means
 
 
 def closeness(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
-    """Return how near the medians of two are: 1 where they are equal, 0.85 where one is 15 % below the other."""
+    """Return the ratio of two medians, the smaller over the larger: 1 if equal, 0.85 if one is 15 % below the other."""
     mine, other = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
 
     def statistic(indices: NDArray[np.int64]) -> Floats:
@@ -130,14 +130,14 @@ def closeness(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
 
 
 def held_out(ours: Sequence[float], fixed: Mapping[str, Sequence[float]]) -> tuple[Estimate, str]:
-    """Return how many times less ours is than the best of the fixed ones, and its name.
+    """Return the best of the fixed ones divided by ours, and its name.
 
-    The best is picked on odd rounds and judged on even ones, so that luck which made it the best does not count.
+    Odd rounds select the best, even rounds give its value: so the selection does not bias the value.
     """
     best = min(fixed, key=lambda name: float(np.median(np.asarray(fixed[name])[1::2])))
     return ratio(list(ours)[::2], {best: list(fixed[best])[::2]}), best
 
 
 def certain(value: float) -> Estimate:
-    """Return a value that is no sample: an event that happened or did not."""
+    """Return a value without an interval, such as that of an event."""
     return Estimate(value, value, value)

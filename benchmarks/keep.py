@@ -1,6 +1,6 @@
-"""Keeps a run of the gates as data: python benchmarks/keep.py build/gates.json NAME --command '…' --load '…'.
+"""Stores a run of the gates as data: python benchmarks/keep.py build/gates.json NAME --command '…' --load '…'.
 
-Adds a sitting to results/gates.json, in the place of one of the same name. Every digit of the file stays as it was.
+Adds a sitting to results/gates.json, or replaces the one of the same name. All other digits of the file are kept.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ PATH = re.compile(r"(.+?) ([\d.]+) (Gbit/s|µs|s/GB)")
 
 
 class Number(str):
-    """A number as a file has it: all of its digits."""
+    """A number with all digits of the file."""
 
     __slots__ = ()
 
 
 def read(text: str) -> Any:
-    """Return a document whose numbers keep their digits."""
+    """Parse a document, with numbers that keep all their digits."""
     return json.loads(text, parse_float=Number, parse_int=Number)
 
 
@@ -42,7 +42,7 @@ def flat(value: Any) -> str:
 
 
 def text(value: Any, depth: int = 0) -> str:
-    """Return a value as the files of results have it: on one line where it fits, or is one figure."""
+    """Format a value as in the results files: on one line if it fits or is one figure."""
     line = flat(value)
     figure = isinstance(value, dict) and "value" in value and not {"paths", "rows"} & set(value)
     if not isinstance(value, dict | list) or not value or len(line) + 2 * depth <= (330 if figure else WIDTH):
@@ -57,7 +57,7 @@ def text(value: Any, depth: int = 0) -> str:
 
 
 def rows(gates: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield each figure that was measured."""
+    """Yield each measured figure."""
     for gate, figures in gates.items():
         for figure in figures:
             if figure["value"] is None:
@@ -81,7 +81,7 @@ def rows(gates: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def sitting(found: Mapping[str, Any], name: str, command: str, load: str) -> dict[str, Any]:
-    """Return a run of the gates as a sitting, with machine and versions of its own."""
+    """Return a run of the gates as a sitting, with its machine and versions."""
     machine = found.get("machine", {})
     return {
         "name": name,
@@ -97,16 +97,16 @@ def sitting(found: Mapping[str, Any], name: str, command: str, load: str) -> dic
 
 
 def keep(kept: dict[str, Any], new: dict[str, Any]) -> None:
-    """Put a sitting first, in the place of one of its name."""
+    """Insert a sitting as the first; remove an earlier one of the same name."""
     kept["sittings"] = [new, *(each for each in kept["sittings"] if each["name"] != new["name"])]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, metavar="FILE", help="what transport.py --json wrote")
-    parser.add_argument("name", metavar="NAME", help='of the sitting; "latest" is what the README quotes')
+    parser.add_argument("file", type=Path, metavar="FILE", help="output of transport.py --json")
+    parser.add_argument("name", metavar="NAME", help='name of the sitting; the README quotes "latest"')
     parser.add_argument("--command", default=UNKNOWN, help="the command line of the run")
-    parser.add_argument("--load", default=UNKNOWN, help="what else the machine did")
+    parser.add_argument("--load", default=UNKNOWN, help="other load on the machine")
     args = parser.parse_args()
     place = RESULTS / "gates.json"
     kept = read(place.read_text(encoding="utf-8"))

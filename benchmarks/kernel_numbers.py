@@ -1,12 +1,12 @@
-"""The reduction kernels' speed, each against memcpy of as many bytes as it writes.
+"""Speed of the reduction kernels, each compared with a memcpy of as many bytes as it writes.
 
 python benchmarks/kernel_numbers.py [--bytes 256Ki] [--rounds 31] [--bar 0.8] [--json FILE]
 
-One row for each dtype and operation, two columns for each set of kernels that this CPU runs: GB of destination a second
-(median of the rounds), and the ratio to memcpy measured right after it (median, first and third quartile). `pair` is
-the sum written to both places, its GB those of one; the generic set has it of the best set's other kernels. `<` marks a
-ratio of the best set below the bar, which also makes the exit code 1. Both buffers lie in the cache where twice --bytes
-fit into it. Builds its own program, with the flags of the extension, and keeps it on one core.
+One row for each dtype and operation, two columns for each set of kernels that this CPU supports: GB of destination a
+second (median of the rounds), and the ratio to a memcpy measured directly after it (median, first and third quartile).
+`pair` writes the sum to both places, and counts the GB of one; the generic set's `pair` consists of the best set's
+other kernels. `<` marks a ratio of the best set below the bar; the exit code is then 1. Both buffers are in the cache
+if twice --bytes fit into it. Builds its own program, with the flags of the extension, and pins it to one core.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Key = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Speed:
-    """One kernel: GB/s, and the quartiles of its ratio to memcpy's."""
+    """One kernel: GB/s, and the quartiles of its ratio to memcpy."""
 
     gbyte_s: float
     ratio: tuple[float, float, float]
@@ -42,7 +42,7 @@ class Speed:
 
 
 def program() -> Path:
-    """Compile benchmarks/kernels.c with the kernels as the extension has them; return the binary."""
+    """Compile benchmarks/kernels.c with the extension's kernels; return the binary."""
     sources = [*sorted((cbuild.CSRC / "coll").glob("reduce*.c")), cbuild.CSRC / "base" / "dtype.c"]
     compiler = [os.environ.get("CC", "gcc"), *cbuild.base_flags(), "-O3"]
     objects = cbuild.compile_all([*sources, ROOT / "benchmarks" / "kernels.c"], BUILD, compiler)
@@ -100,7 +100,7 @@ def table(found: Mapping[Key, Speed], bar: float) -> tuple[list[str], int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print. Returns 1 where a kernel of the best set is below the bar."""
+    """Measure and print. Returns 1 if a kernel of the best set is below the bar."""
     parser = argparse.ArgumentParser(description="Reduction kernels against memcpy.")
     parser.add_argument("--bytes", type=size, default=size("256Ki"))
     parser.add_argument("--rounds", type=int, default=31)

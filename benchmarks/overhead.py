@@ -1,4 +1,4 @@
-"""Overhead of the package: a gradient's hook, measuring, a tiny all-reduce, a start. Starts its ranks on this machine.
+"""Overhead of the package: gradient hooks, measuring, a 4-byte all-reduce, a start. Starts its ranks on this machine.
 
 python benchmarks/overhead.py --json build/overhead.json: each figure against its bar, with a 95 % interval by the
 bootstrap over interleaved rounds. Figures that compare with Horovod itself need it installed (tools/peers.sh builds it;
@@ -34,7 +34,7 @@ from netbottleneck.bench import head
 RANK = Path(__file__).with_name("overhead_rank.py")
 RANKS = 2
 LIMIT_S = 290
-POINT, HIGHEST = 0.01, 0.02  # of compute inflation: the median, and the upper end of its interval
+POINT, HIGHEST = 0.01, 0.02  # limits of compute inflation: for its median, and for the upper end of its interval
 START_S = 0.2
 PARAMETERS, BUCKETS = 400, 25  # of overhead_rank.py's tiny model, with small buckets
 DDP_SHARE, BUCKET_NS = 0.25, 30_000
@@ -46,7 +46,7 @@ Say = Callable[[str], None]
 
 
 class Ranks:
-    """The processes of a job on this machine, which end with the block."""
+    """The processes of a job on this machine. A context manager: they end with the block."""
 
     def __init__(self, what: str, count: int, horovod: Variables | None = None) -> None:
         self._what = what
@@ -61,7 +61,7 @@ class Ranks:
             command = [sys.executable, str(RANK), what, str(count), self._folder.name, *more]
             pipe = subprocess.PIPE
             self._processes.append(subprocess.Popen(command, env=environ, stdin=pipe, stdout=pipe, text=True))
-        # A rank that hangs ends here, whatever this process waits for then.
+        # Kills ranks that hang, also while this process waits for one of them.
         self._timer = threading.Timer(LIMIT_S, self._kill)
         self._timer.start()
 
@@ -81,35 +81,35 @@ class Ranks:
             process.kill()
 
     def turn(self) -> list[float]:
-        """Have all ranks measure once; return each one's number. They are stopped until the next one."""
+        """Let all ranks measure once; return each rank's value. Ranks are stopped (SIGSTOP) between two calls."""
         for process in self._processes:
             process.send_signal(signal.SIGCONT)
             assert process.stdin is not None
             process.stdin.write("\n")
             process.stdin.flush()
-        said = [process.stdout.readline() for process in self._processes if process.stdout is not None]
+        lines = [process.stdout.readline() for process in self._processes if process.stdout is not None]
         for process in self._processes:
             process.send_signal(signal.SIGSTOP)
-        if not all(said):
-            raise RuntimeError(f"{self._what}: a rank ended")
-        return [float(text) for text in said]
+        if not all(lines):
+            raise RuntimeError(f"{self._what}: a rank has exited")
+        return [float(text) for text in lines]
 
     def finish(self) -> Times:
-        """Return what all have measured, round by round the mean over ranks. RuntimeError where one failed."""
+        """Return the times of each round, as means over ranks. Raises RuntimeError if a rank failed."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.close()
             process.send_signal(signal.SIGCONT)
-        said = [process.stdout.read() for process in self._processes if process.stdout is not None]
+        outputs = [process.stdout.read() for process in self._processes if process.stdout is not None]
         codes = [process.wait() for process in self._processes]
         if any(codes):
-            raise RuntimeError(f"{self._what}: ranks ended with {codes}")
-        found = [json.loads(text.splitlines()[-1]) for text in said]
-        return {name: np.mean([each[name] for each in found], axis=0).tolist() for name in found[0]}
+            raise RuntimeError(f"{self._what}: ranks exited with {codes}")
+        times = [json.loads(text.splitlines()[-1]) for text in outputs]
+        return {name: np.mean([each[name] for each in times], axis=0).tolist() for name in times[0]}
 
 
 def started(what: str, count: int, horovod: Variables | None = None) -> Times:
-    """Run a job to its end; return what it measured."""
+    """Run a job to its end; return the measured times."""
     with Ranks(what, count, horovod) as ranks:
         return ranks.finish()
 
@@ -121,13 +121,13 @@ def free_port() -> int:
 
 
 def absent() -> str:
-    """Return why there is no real Horovod to compare with; "" where there is one."""
-    return "it is left out (HOROVOD=0)" if os.environ.get("HOROVOD") == "0" else not_installed()
+    """Return why Horovod itself is not available for comparison; "" if it is."""
+    return "left out (HOROVOD=0)" if os.environ.get("HOROVOD") == "0" else not_installed()
 
 
 @contextlib.contextmanager
-def meeting() -> Generator[Variables, None, None]:
-    """Serve the meeting place that horovodrun would; give what returns a rank's variables."""
+def rendezvous() -> Generator[Variables, None, None]:
+    """Run the rendezvous server of horovodrun; yield a function that returns a rank's variables."""
     hosts = importlib.import_module("horovod.runner.common.util.hosts")
     server = importlib.import_module("horovod.runner.http.http_server").RendezvousServer(0)
     port = server.start()
@@ -147,16 +147,16 @@ def meeting() -> Generator[Variables, None, None]:
 
 
 def beside_horovod(what: str, count: int) -> tuple[Times | None, str]:
-    """Return what was measured with the real Horovod among the ranks' ways; None, and why, where it cannot be had."""
+    """Return times that include Horovod itself; None, and the reason, if it is not available."""
     why = absent()
     if why:
         return None, why
-    with meeting() as variables:
+    with rendezvous() as variables:
         return started(what, count, variables), ""
 
 
 def added(times: Times) -> dict[str, list[float]]:
-    """Return what each way adds to a plain backward pass of its round, ns a gradient."""
+    """Return the time that each way adds to a plain backward pass of the same round, ns per gradient."""
     return {
         name: [each - bare for each, bare in zip(rounds, times["plain"], strict=True)]
         for name, rounds in times.items()
@@ -164,20 +164,20 @@ def added(times: Times) -> dict[str, list[float]]:
     }
 
 
-def told(name: str, values: list[float], factor: float, unit: str) -> str:
-    """Return a row of rounds as one line: median, and from the 10th to the 90th of a hundred."""
+def row(name: str, values: list[float], factor: float, unit: str) -> str:
+    """Return one line for a series of rounds: median, 10th and 90th percentile."""
     low, middle, high = np.percentile(np.asarray(values) * factor, [10, 50, 90])
     return f"{name:<46}{middle:9.3f} {unit} (p10 {low:.3f}, p90 {high:.3f}, {len(values)} rounds)"
 
 
 def hook_figures(count: int, say: Say) -> list[Figure]:
-    """What a gradient costs on the thread that runs the backward pass, in processor time."""
+    """CPU time per gradient on the thread that runs the backward pass."""
     found = added(started("hooks", count))
     beside, why = beside_horovod("hooks", count)
     theirs = None if beside is None else added(beside)
     shown = found if theirs is None else {**found, "horovod": theirs["horovod"]}
     for name, values in shown.items():
-        say(told(f"added a gradient: {name}", values, 1e-3, "µs"))
+        say(row(f"added a gradient: {name}", values, 1e-3, "µs"))
     figures = []
     for name, words in {"ours": "our Horovod API", "measured": "the same, stamped"}.items():
         mine = found[name]
@@ -193,20 +193,20 @@ def hook_figures(count: int, say: Say) -> list[Figure]:
 
 
 def inflation_figures(count: int, say: Say) -> list[Figure]:
-    """What measuring adds to a training step over transport null."""
+    """Time that measuring adds to a training step over transport null."""
     found = started("inflation", count)
     for name, values in found.items():
-        say(told(f"step: {name}", values, 1e3, "ms"))
+        say(row(f"step: {name}", values, 1e3, "ms"))
     return _inflation(found["measured"], found["bare"], say)
 
 
 def _inflation(measured: list[float], bare: list[float], say: Say) -> list[Figure]:
     more, count = np.asarray(measured) / np.asarray(bare) - 1, len(bare)
     estimate = drawn(lambda indices: np.median(more[indices], axis=-1), count)
-    said = f"inflation {estimate.value:+.2%} [{estimate.low:+.2%}, {estimate.high:+.2%}]"
-    say(f"{said}, {count} pairs of blocks")
+    note = f"inflation {estimate.value:+.2%} [{estimate.low:+.2%}, {estimate.high:+.2%}]"
+    say(f"{note}, {count} pairs of blocks")
     return [
-        Figure("bare step over measured, the median", 1 / (1 + POINT), certain(1 / (1 + estimate.value)), count, said),
+        Figure("bare step over measured, the median", 1 / (1 + POINT), certain(1 / (1 + estimate.value)), count, note),
         Figure(
             "bare step over measured, the interval's end", 1 / (1 + HIGHEST), certain(1 / (1 + estimate.high)), count
         ),
@@ -215,16 +215,16 @@ def _inflation(measured: list[float], bare: list[float], say: Say) -> list[Figur
 
 
 def ddp_figures(count: int, say: Say) -> list[Figure]:
-    """What observing a DDP model costs on the thread that runs the backward pass, in processor time."""
+    """CPU time of observing a DDP model on the thread that runs the backward pass."""
     found = added(started("ddp", count))
     for name, values in found.items():
-        say(told(f"added a gradient: {name}", values, 1e-3, "µs"))
+        say(row(f"added a gradient: {name}", values, 1e-3, "µs"))
     per_pass = {name: PARAMETERS * np.asarray(values) for name, values in found.items()}
     ours = per_pass["observed"] - per_pass["ddp"]
     more = per_pass["observed, small buckets"] - per_pass["ddp, small buckets"] - ours
     bucket = more / (BUCKETS - 1)
-    say(told("ours, a backward pass", ours.tolist(), 1e-3, "µs"))
-    say(told("ours, a bucket", bucket.tolist(), 1e-3, "µs"))
+    say(row("ours, a backward pass", ours.tolist(), 1e-3, "µs"))
+    say(row("ours, a bucket", bucket.tolist(), 1e-3, "µs"))
 
     def share(indices: Any) -> Any:
         return DDP_SHARE * np.median(per_pass["ddp"][indices], axis=-1) / np.median(ours[indices], axis=-1)
@@ -239,20 +239,20 @@ def ddp_figures(count: int, say: Say) -> list[Figure]:
 
 
 def observe_figures(count: int, say: Say) -> list[Figure]:
-    """What observing adds to a training step, against the untouched steps of the same run."""
+    """Time that observing adds to a training step, compared with untouched steps of the same run."""
     found = started("observe", count)
     for name, values in found.items():
-        say(told(f"step: {name}", values, 1e3, "ms"))
+        say(row(f"step: {name}", values, 1e3, "ms"))
     return _inflation(found["stock"], found["bare"], say)
 
 
 def latency_figures(count: int, say: Say) -> list[Figure]:
-    """What an all-reduce of 4 bytes takes; who does not have the turn is stopped, as Horovod's thread never rests."""
+    """Time of a 4-byte all-reduce. The other job is stopped meanwhile, because Horovod's thread polls all the time."""
     why = absent()
     with contextlib.ExitStack() as stack:
         jobs = {"ours": stack.enter_context(Ranks("latency", 0))}
         if not why:
-            jobs["horovod"] = stack.enter_context(Ranks("latency", 0, stack.enter_context(meeting())))
+            jobs["horovod"] = stack.enter_context(Ranks("latency", 0, stack.enter_context(rendezvous())))
         found: dict[str, list[float]] = {name: [] for name in jobs}
         for round_ in range(count + 1):
             for name in random.Random(round_).sample(list(jobs), len(jobs)):
@@ -262,7 +262,7 @@ def latency_figures(count: int, say: Say) -> list[Figure]:
         for job in jobs.values():
             job.finish()
     for name, values in found.items():
-        say(told(f"all-reduce of 4 bytes: {name}", values, 1e6, "µs"))
+        say(row(f"all-reduce of 4 bytes: {name}", values, 1e6, "µs"))
     title = "an all-reduce of 4 bytes, horovod over ours"
     if why:
         return [Figure(title, 2.0, reason=why)]
@@ -270,11 +270,11 @@ def latency_figures(count: int, say: Say) -> list[Figure]:
 
 
 def start_figures(count: int, say: Say) -> list[Figure]:
-    """What init and shutdown take, in one process on one port."""
+    """Time of init and shutdown, repeated in one process on one port."""
     found = started("starts", count)
     both = np.asarray(found["init"]) + np.asarray(found["shutdown"])
     for name, values in {**found, "both": both.tolist()}.items():
-        say(told(f"start: {name}", values, 1e3, "ms"))
+        say(row(f"start: {name}", values, 1e3, "ms"))
     say("each, ms: " + " ".join(f"{1e3 * seconds:.1f}" for seconds in both))
     note = f"slowest {1e3 * both.max():.1f} ms, all {both.sum():.2f} s"
     estimate = drawn(lambda indices: START_S / np.median(both[indices], axis=-1), count)
@@ -297,22 +297,22 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure here")
     for name, count in COUNTS.items():
         parser.add_argument(f"--{name}", type=int, default=count, metavar="N", help=f"rounds ({count})")
-    given = parser.parse_args()
+    args = parser.parse_args()
     where = head(RANKS)
-    where["versions"]["horovod"] = version() if not absent() else "not there"
+    where["versions"]["horovod"] = version() if not absent() else "not available"
     print(f"# {where['machine']}, {where['versions']}, load {os.getloadavg()[0]:.2f}", flush=True)
 
     def say(text: str) -> None:
         print(f"# {text}", flush=True)
 
-    found = {name: PARTS[name](getattr(given, name), say) for name in given.only or PARTS}
+    found = {name: PARTS[name](getattr(args, name), say) for name in args.only or PARTS}
     for name, figures in found.items():
         print("\n".join(figure.line(f"{name:<10}") for figure in figures), flush=True)
-    if given.json is not None:
+    if args.json is not None:
         gates = {name: [figure.to_json() for figure in figures] for name, figures in found.items()}
-        given.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"version": 1, "written_wall_ns": time.time_ns(), **where, "gates": gates}, indent=1)
-        given.json.write_text(text + "\n", encoding="utf-8")
+        args.json.write_text(text + "\n", encoding="utf-8")
     missed = any(figure.verdict == "fail" for figures in found.values() for figure in figures)
     return 1 if missed else 0
 

@@ -1,7 +1,7 @@
-"""One rank of overhead.py: python overhead_rank.py WHAT COUNT FOLDER [HOROVOD]. The last line it prints is JSON.
+"""One rank of overhead.py: python overhead_rank.py WHAT COUNT FOLDER [HOROVOD]. Its last line of output is JSON.
 
-HOROVOD: the variables that horovodrun would set, as JSON. What is compared takes turns in this process, in an order
-drawn anew each round, the same on all ranks; what takes turns in processes of its own does so by lines on stdin.
+HOROVOD: the variables that horovodrun would set, as JSON. Variants in this process alternate, in a random order for
+each round that is the same on all ranks. Variants in separate processes alternate by lines on stdin.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from netbottleneck.torch.gradients import Gradients
 PARAMETERS = 400
 WARM_ROUNDS = 10  # buckets settle in the first ones
 BUCKET_BYTES = 64  # of small buckets: 16 of the parameters each
-RING_EVENTS = 1 << 18  # no stamp of the rounds is left out for want of room
-WARM_CALLS, LATENCY_CALLS = 3, 15  # of a round, one after another
+RING_EVENTS = 1 << 18  # large enough for the events of all rounds
+WARM_CALLS, LATENCY_CALLS = 3, 15  # in sequence, per round
 WARM_STEPS = 2
 BLOCK_STEPS = 6
 IMAGES = 2  # a batch of the pinned model, 32 x 32
@@ -44,14 +44,14 @@ Times = dict[str, list[float]]
 
 
 class Way(NamedTuple):
-    """A way to have gradients: what comes before the backward pass, giving the loss, and what after it."""
+    """A variant: `begin` runs up to the backward pass and returns the loss, `end` runs after it."""
 
     begin: Callable[[], torch.Tensor]
     end: Callable[[], Any]
 
 
 class Tiny(torch.nn.Module):
-    """So many parameters of one number each."""
+    """PARAMETERS parameters of one element each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Tiny(torch.nn.Module):
 
 
 def way(model: torch.nn.Module, end: Callable[[], Any] = lambda: None) -> Way:
-    """Return a way over a model's own forward pass: the same zero_grad for all."""
+    """Return a variant that runs a model's forward pass, with the same zero_grad for all variants."""
     one = torch.ones(1)
 
     def begin() -> torch.Tensor:
@@ -79,7 +79,7 @@ def plain() -> Way:
 
 
 def empty() -> Way:
-    """A hook of Python on each parameter that does nothing."""
+    """An empty Python hook on each parameter."""
     model = Tiny()
 
     def nothing(_parameter: torch.Tensor) -> None:
@@ -91,7 +91,7 @@ def empty() -> Way:
 
 
 def ours() -> Way:
-    """The Horovod API of this package, by its default transport."""
+    """The Horovod API of this package, over its default transport."""
     return by_optimizer(hvd)
 
 
@@ -102,7 +102,7 @@ def by_optimizer(api: Any) -> Way:
 
 
 def measured(folder: Path) -> Way:
-    """The same, with each gradient stamped, as in a measured run."""
+    """The Horovod API with a timestamp for each gradient, as in a measured run."""
     model = Tiny()
     recorder = job.core().Recorder(str(folder / f"{hvd.rank()}.ring"), RING_EVENTS, hvd.rank())
     gradients = Gradients(model.named_parameters(), recorder=recorder, label="measured")
@@ -120,7 +120,7 @@ def ddp(**options: Any) -> Way:
 
 
 def observed(folder: Path, **options: Any) -> Way:
-    """The same, each gradient and each bucket stamped, and sent by DDP's own group."""
+    """DDP with timestamps for each gradient and bucket, sent by DDP's own group."""
     model = DistributedDataParallel(Tiny(), **options)
     settings = netbottleneck.config.settings({"transports": "stock", "directory": str(folder), "strict": "1"})
     session = open_session(settings, arms=("stock",), directory=str(folder), model="tiny")
@@ -129,7 +129,7 @@ def observed(folder: Path, **options: Any) -> Way:
 
 
 def horovod(variables: Mapping[str, str]) -> Any:
-    """Return the real Horovod, started."""
+    """Start Horovod itself, and return its module."""
     why = not_installed()
     if why:
         raise SystemExit(why)
@@ -141,13 +141,13 @@ def horovod(variables: Mapping[str, str]) -> Any:
     return real
 
 
-def meet_by_gloo(folder: Path) -> None:
-    """Have a gloo group for DDP, apart from the job's meeting place."""
+def open_gloo(folder: Path) -> None:
+    """Create a gloo group for DDP, independent of the job's rendezvous."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=hvd.rank(), world_size=hvd.size())
 
 
 def hooks(ways: Mapping[str, Way], rounds: int) -> Times:
-    """Return by way the ns of this thread's processor time that each backward pass took, a gradient."""
+    """Return by variant this thread's CPU time of each backward pass, ns per gradient."""
     times: Times = {name: [] for name in ways}
     order = list(ways)
     gc.disable()
@@ -166,7 +166,7 @@ def hooks(ways: Mapping[str, Way], rounds: int) -> Times:
 
 
 def latency(api: Any) -> None:
-    """Print, for each line that is read, the seconds of a 4-byte all-reduce: the median of so many in a row."""
+    """For each line on stdin, print the median seconds of LATENCY_CALLS 4-byte all-reduces in sequence."""
     value = torch.ones(1)
     for _ in sys.stdin:
         took = []
@@ -193,7 +193,7 @@ def starts(count: int) -> Times:
 
 
 class Pinned:
-    """A model, a batch and an optimizer that never change; this process on one processor."""
+    """A fixed model, batch and optimizer, with this process pinned to one core."""
 
     def __init__(self) -> None:
         place = sorted(os.sched_getaffinity(0))
@@ -205,7 +205,7 @@ class Pinned:
         self.classes = torch.randint(0, 10, (IMAGES,))
 
     def steps(self, count: int) -> float:
-        """Return the seconds of a step, the median of so many."""
+        """Return the median seconds of `count` steps."""
         took = []
         for _ in range(count):
             began = time.perf_counter()
@@ -217,7 +217,7 @@ class Pinned:
 
 
 def ddp_hooks(rounds: int, folder: Path) -> Times:
-    """Return what `hooks` does for a plain model and DDP models of one bucket and of many, bare and observed."""
+    """Return the result of `hooks` for a plain model, and DDP models of one and of many buckets, bare and observed."""
     small = {"bucket_cap_mb": BUCKET_BYTES / (1 << 20)}
     ways = {"plain": plain(), "ddp": ddp(), "ddp, small buckets": ddp(**small)}
     ways["observed"] = observed(folder / "one")
@@ -226,7 +226,7 @@ def ddp_hooks(rounds: int, folder: Path) -> Times:
 
 
 def observing(steps: int, folder: Path) -> Times:
-    """Return the seconds of each step of a DDP model that is observed: those observed, and the untouched ones."""
+    """Return the seconds of the steps of an observed DDP model: observed steps, and untouched ones."""
     pinned = Pinned()
     pinned.model = DistributedDataParallel(pinned.model)
     where = str(folder / "run")
@@ -242,14 +242,14 @@ def observing(steps: int, folder: Path) -> Times:
         took = []
         while session.blocks.at(session.step)[0] == block:
             took.append(pinned.steps(1))
-        if len(took) == session.blocks.length:  # a whole block
+        if len(took) == session.blocks.length:  # a complete block
             times[arm].append(statistics.median(took[1:]))
     least = min(map(len, times.values()))
     return {arm: values[:least] for arm, values in times.items()}
 
 
 def inflation(pairs: int, folder: Path) -> Times:
-    """Return the seconds of a step by block: bare, without any hook, and with measuring on over `null`."""
+    """Return the seconds of a step by block: bare (no hook), and measured over `null`."""
     pinned, times = Pinned(), Times(bare=[], measured=[])
 
     def bare() -> float:
@@ -264,9 +264,9 @@ def inflation(pairs: int, folder: Path) -> Times:
         with netbottleneck.profile(pinned.model, pinned.optimizer, session=session):
             pinned.steps(WARM_STEPS)
             hvd.barrier()
-            found = pinned.steps(BLOCK_STEPS)
+            seconds = pinned.steps(BLOCK_STEPS)
         session.close()
-        return found
+        return seconds
 
     pinned.steps(2 * WARM_STEPS)
     for pair in range(pairs):
@@ -285,7 +285,7 @@ def main() -> None:
         hvd.init()
         real = horovod(json.loads(sys.argv[4])) if len(sys.argv) > 4 else None
         if what in ("ddp", "observe"):
-            meet_by_gloo(folder)
+            open_gloo(folder)
             found = (ddp_hooks if what == "ddp" else observing)(count, folder)
         elif what == "inflation":
             found = inflation(count, folder)
@@ -295,7 +295,7 @@ def main() -> None:
         else:
             ways = {"plain": plain(), "empty": empty(), "ours": ours(), "measured": measured(folder)}
             if real is None:
-                meet_by_gloo(folder)
+                open_gloo(folder)
             ways |= {"ddp": ddp()} if real is None else {"horovod": by_optimizer(real)}
             found = hooks(ways, count)
         hvd.barrier()

@@ -1,4 +1,4 @@
-"""Pictures of what transport.py and `netbottleneck bench --json` write. Needs matplotlib.
+"""Plots of the JSON files of transport.py and `netbottleneck bench --json`. Needs matplotlib.
 
 python benchmarks/picture.py RESULTS.json PICTURE.svg: gates against their bars, or bandwidth by size.
 """
@@ -22,7 +22,7 @@ LIMITS = ("memcpy", "add", "pair")
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
-    """Draw a document of transport.py or of the benchmark into a file; its suffix says the format."""
+    """Draw a document of transport.py or of the benchmark to a file; its suffix selects the format."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -36,7 +36,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
 
 
 def _gates(plt: Any, gates: Mapping[str, list[Mapping[str, Any]]]) -> Any:
-    """Each figure as a ratio to its bar, with its interval; the bar is the line at 1."""
+    """Draw each figure over its bar, with its interval; the bar is the line at 1."""
     rows = [(name, each) for name, figures in gates.items() for each in figures]
     figure, axes = plt.subplots(figsize=(11, 1.5 + 0.28 * max(len(rows), 1)), layout="constrained")
     for index, (_, each) in enumerate(rows):
@@ -61,7 +61,7 @@ def _gates(plt: Any, gates: Mapping[str, list[Mapping[str, Any]]]) -> Any:
 
 
 def _bandwidth(plt: Any, rows: list[Mapping[str, Any]]) -> Any:
-    """Bus bandwidth by size, a line for each path; what is a limit is dotted, of iperf3 the best."""
+    """Draw bus bandwidth by size, one line per path; limits are dotted; of iperf3, only the best."""
     lines: dict[str, dict[int, float]] = defaultdict(dict)
     for row in rows:
         name, size = path_name(row), int(row["bytes"])

@@ -1,11 +1,11 @@
-"""Judges a study's forecasts: every cell predicted and measured, then each bar, passed or failed.
+"""Checks a study's forecasts: prints every cell predicted and measured, then each bar: pass or FAIL.
 
 python benchmarks/prediction.py DIR
 
-DIR: a study's folder, made by `netbottleneck study benchmarks/studies/prediction.toml --directory DIR`. Exit code 0
-only when all bars hold: at least 24 steps foretold, of them 6 at 8 ranks; median error at most 5 %, worst 12 %; a fifth
-of the step exposed in at least half of them; bytes counted by the interfaces within 1 % of the model's; no more than
-40 minutes; and each written down before its run.
+DIR: folder of a study, made by `netbottleneck study benchmarks/studies/prediction.toml --directory DIR`. Exit code 0
+only if all bars hold: at least 24 forecast steps, 6 of them at 8 ranks; a median error of at most 5 %, the worst 12 %;
+at least a fifth of the step exposed in half of them; bytes counted by the interfaces within 1 % of the model's; at most
+40 minutes; and each forecast written before its run.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ CELLS, MANY_RANKS, AT_MANY, BYTES_OFF, LONGEST_S = 24, 8, 6, 0.01, 2400.0
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What was found, in words, and whether it is enough."""
+    """A bar: the result as text, and whether the bar holds."""
 
     words: str
     holds: bool
 
 
 def read(folder: Path) -> list[CellFacts]:
-    """Return the facts of all cells that are done. Raises ValueError for one that is damaged."""
+    """Return the facts of all complete cells. Raises ValueError for a damaged one."""
     return [values.read(path) for path in sorted(folder.glob("cells/*/facts.json"))]
 
 
 def line(cells: Sequence[CellFacts], miss: facts.ForecastError) -> str:
-    """Say of one arm of one cell what was predicted and what was measured."""
+    """Return a table row with the prediction and the measurement of one arm of one cell."""
     cell = next(cell for cell in cells if cell.key == miss.key)
     arm = cell.arms[miss.arm]
     low, value, high = (ns / 1e6 for ns in (miss.predicted_ns.low, miss.predicted_ns.value, miss.predicted_ns.high))
@@ -58,18 +58,18 @@ def line(cells: Sequence[CellFacts], miss: facts.ForecastError) -> str:
 
 
 def spent_s(folder: Path) -> float:
-    """Return how long all cells took together."""
+    """Return the total time of all cells in seconds."""
     return sum(
         float(json.loads(path.read_text(encoding="utf-8"))["seconds"]) for path in folder.glob("cells/*/cell.json")
     )
 
 
 def before(folder: Path) -> bool:
-    """Whether each forecast was written before its run began, by the wall clock of one machine."""
+    """True if each forecast was written before its run began, by the wall clock of one machine."""
     for path in folder.glob("cells/*/forecast.json"):
-        told = json.loads(path.read_text(encoding="utf-8"))
+        forecast = json.loads(path.read_text(encoding="utf-8"))
         run = json.loads((path.parent / "run" / "run.json").read_text(encoding="utf-8"))
-        if told["written_wall_ns"] >= run["started_wall_ns"]:
+        if forecast["written_wall_ns"] >= run["started_wall_ns"]:
             return False
     return True
 
@@ -84,7 +84,7 @@ def bars(folder: Path, cells: Sequence[CellFacts], found: ForecastRecord) -> lis
     seconds, count, worst = spent_s(folder), len(found.forecast_errors), found.worst
     counted = f"{len(known)} of {len(ratios)} counted"
     return [
-        Bar(f"{count} steps foretold (at least {CELLS}), {len(found.refused)} refused", count >= CELLS),
+        Bar(f"{count} steps forecast (at least {CELLS}), {len(found.refused)} refused", count >= CELLS),
         Bar(f"{many} of them at {MANY_RANKS} ranks (at least {AT_MANY})", many >= AT_MANY),
         Bar(f"median error {100 * found.median:.2f} % (at most {100 * GOOD:g} %)", found.median <= GOOD),
         Bar(
@@ -105,10 +105,10 @@ def bars(folder: Path, cells: Sequence[CellFacts], found: ForecastRecord) -> lis
 
 
 def main() -> int:
-    """Print all."""
-    made = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    made.add_argument("folder", type=Path)
-    folder = made.parse_args().folder
+    """Print all cells and bars."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
     cells = read(folder)
     found = facts.forecast_record(cells)
     if not found.forecast_errors:

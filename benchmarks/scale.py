@@ -1,12 +1,12 @@
-"""What more ranks cost: memory, connections, set-up time; and what they would cost where there are not so many.
+"""Cost of more ranks: memory, connections and set-up time, measured; times with many more ranks, predicted.
 
 python benchmarks/scale.py [--ranks 2,4,8,16] [--lanes 8] [--lab 1gbit] [--predict 1000] [--json FILE]
 
-Each rank is a host of a lab, a network namespace of this machine, on one bridge. Measured of every rank: memory (RSS)
-and connections that a communicator of so many lanes adds, before and after its first all-reduces; how long it took to
-open; all-reduces of 4 KiB and of 16 MB. Predicted: the same schedules on more ranks, by formula, from the latency and
-bandwidth that two ranks have here. A machine has as many cores for 16 ranks as for 2: what is measured of many is no
-network's number, and set-up times are upper bounds.
+Each rank is a host of a lab, a network namespace of this machine, on one bridge. Measured on every rank: the memory
+(RSS) and connections that a communicator adds, before and after its first all-reduces; the time to open it; the time of
+all-reduces of 4 KiB and of 16 MB. Predicted: the same schedules on more ranks, by formula, from the latency and
+bandwidth of two ranks. All ranks share the cores of one machine, so times with many ranks say nothing about a network,
+and set-up times are upper bounds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ESTABLISHED = "01"
 
 @dataclass(frozen=True)
 class Link:
-    """alpha_s: of one message, however small; bytes_per_s: of a host, one way."""
+    """alpha_s: time of an empty message; bytes_per_s: rate of a host, one way."""
 
     alpha_s: float
     bytes_per_s: float
@@ -50,24 +50,24 @@ class Link:
 def ring_s(link: Link, ranks: int, nbytes: float) -> float:
     """Return seconds of a ring all-reduce: 2(p-1)(alpha + n/(pB)).
 
-    Source of this one and the next ones: Thakur, Rabenseifner and Gropp, Optimization of collective communication
+    Source of this and the next formulas: Thakur, Rabenseifner and Gropp, Optimization of collective communication
     operations in MPICH (2005), section 4.5; additions are not counted, as they overlap with the transfer here.
     """
     return 2 * (ranks - 1) * (link.alpha_s + nbytes / ranks / link.bytes_per_s)
 
 
 def folds_s(link: Link, ranks: int, nbytes: float) -> float:
-    """Return seconds that ranks beyond a power of two add: they hand their line to a neighbour and get the result."""
+    """Return seconds for ranks beyond a power of two: each sends its data to a neighbour and receives the result."""
     return 2 * (link.alpha_s + nbytes / link.bytes_per_s) if ranks & (ranks - 1) else 0.0
 
 
 def doubling_s(link: Link, ranks: int, nbytes: float) -> float:
-    """Return seconds of recursive doubling: floor(log2 p)(alpha + n/B), and the folds."""
+    """Return seconds of recursive doubling: floor(log2 p)(alpha + n/B), plus folds_s."""
     return math.floor(math.log2(ranks)) * (link.alpha_s + nbytes / link.bytes_per_s) + folds_s(link, ranks, nbytes)
 
 
 def halving_s(link: Link, ranks: int, nbytes: float) -> float:
-    """Return seconds of halving and doubling: 2 log2 q alpha + 2(q-1)/q n/B, and the folds; q: p's power of two."""
+    """Return seconds of halving and doubling: 2 log2 q alpha + 2(q-1)/q n/B, plus folds_s; q: power of two up to p."""
     levels = math.floor(math.log2(ranks))
     part = 1 - 1 / (1 << levels)
     return 2 * levels * link.alpha_s + 2 * part * nbytes / link.bytes_per_s + folds_s(link, ranks, nbytes)
@@ -77,7 +77,7 @@ SCHEDULES = {"ring": ring_s, "recursive doubling": doubling_s, "halving and doub
 
 
 def fitted(small_s: float, large_s: float) -> Link:
-    """Return the link of two ranks' times: an exchange is two steps, each of half the bytes (ring of two)."""
+    """Return the link that explains two ranks' times: a ring of two has two steps of half the bytes each."""
     alpha_s = small_s / 2
     return Link(alpha_s, LARGE / max(large_s - 2 * alpha_s, 1e-9))
 
@@ -94,23 +94,23 @@ def rss_bytes() -> int:
 
 
 def connections() -> int:
-    """Return the TCP connections of this process that are established."""
+    """Return the number of established TCP connections of this process."""
     own = set()
     for entry in Path("/proc/self/fd").iterdir():
         try:
             own.add(os.readlink(entry))
         except OSError:
             continue
-    found = 0
+    count = 0
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
             words = line.split()
-            found += words[3] == ESTABLISHED and f"socket:[{words[9]}]" in own
-    return found
+            count += words[3] == ESTABLISHED and f"socket:[{words[9]}]" in own
+    return count
 
 
 def rank(transport: str, lanes: int) -> int:
-    """Be one rank: open a communicator beside another one, use it, and print what that cost."""
+    """Run one rank: open a second communicator, use it, and print its cost."""
     core, settings = connect.core(), config.settings()
     control = connect.connect(settings, connect.detect(settings), transport="tcp", streams=1)
     _together(control)
@@ -132,7 +132,7 @@ def rank(transport: str, lanes: int) -> int:
             _reduce(comm, memory, nbytes)
         seconds[nbytes] = (time.monotonic() - begin) / times
     used = (rss_bytes() - LARGE, connections())
-    said = {
+    costs = {
         "setup_s": took,
         "memory_open_bytes": opened[0] - before[0],
         "memory_used_bytes": used[0] - before[0],
@@ -141,7 +141,7 @@ def rank(transport: str, lanes: int) -> int:
         "large_s": seconds[LARGE],
         "wrong": int(np.count_nonzero(array != 1.0)),
     }
-    sys.stdout.write(json.dumps(said) + "\n")
+    sys.stdout.write(json.dumps(costs) + "\n")
     sys.stdout.flush()
     _together(control)
     comm.close()
@@ -155,7 +155,7 @@ def _together(comm: Any) -> None:
 
 
 def _reduce(comm: Any, memory: Any, nbytes: int) -> None:
-    """All-reduce by max, so that ones stay ones however often."""
+    """All-reduce by max, so that repetitions do not change the data."""
     core = connect.core()
     comm.submit("scale", core.ALLREDUCE, [(memory.address, nbytes)], core.FLOAT32, op=core.MAX, keep=memory).wait()
 
@@ -164,7 +164,7 @@ def _reduce(comm: Any, memory: Any, nbytes: int) -> None:
 
 
 def measure(ranks: int, spec: str, transport: str, lanes: int) -> dict[str, Any]:
-    """Return what a job of so many ranks cost: the most of any rank. Raises LabError, or Error with a rank's words."""
+    """Return the cost of a job: the maximum over ranks. Raises LabError, or Error with a rank's message."""
     command = [sys.executable, __file__, "--rank", transport, "--lanes", str(lanes)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with Lab(ranks, spec, ways=("root", "user")) as lab, tempfile.TemporaryDirectory(prefix="netbottleneck-") as folder:
@@ -174,17 +174,17 @@ def measure(ranks: int, spec: str, transport: str, lanes: int) -> dict[str, Any]
             names = {"NETBOTTLENECK_RANK": str(index), "NETBOTTLENECK_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
             variables = {**os.environ, **names, "NETBOTTLENECK_RENDEZVOUS": folder}
             started.append(lab.popen(index, command, variables, **pipes))
-        said = []
+        costs = []
         for process in started:
             text, errors = process.communicate(timeout=LIMIT_S)
             if process.returncode != 0:
-                raise Error(0, (errors.strip().splitlines() or ["a rank ended without a word"])[-1])
-            said.append(json.loads(text.splitlines()[-1]))
-    if any(each["wrong"] for each in said):
+                raise Error(0, (errors.strip().splitlines() or ["a rank failed without a message"])[-1])
+            costs.append(json.loads(text.splitlines()[-1]))
+    if any(each["wrong"] for each in costs):
         raise Error(0, f"{ranks} ranks: elements were wrong")
-    found = {name: max(each[name] for each in said) for name in said[0]}
+    found = {name: max(each[name] for each in costs) for name in costs[0]}
     found["small_s"], found["large_s"] = (
-        statistics.median(each[name] for each in said) for name in ("small_s", "large_s")
+        statistics.median(each[name] for each in costs) for name in ("small_s", "large_s")
     )
     return {"ranks": ranks, "lanes": lanes, "transport": transport, **found}
 
@@ -200,7 +200,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def predicted(link: Link, ranks: int) -> list[dict[str, Any]]:
-    """Return the schedules' times on more ranks, for three sizes."""
+    """Return each schedule's predicted time for three sizes."""
     found = []
     for nbytes in (SMALL, 1_000_000, 64_000_000):
         times = {name: schedule(link, ranks, nbytes) for name, schedule in SCHEDULES.items()}
@@ -222,7 +222,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.rank:
         return rank(args.rank, args.lanes)
-    print(f"# lab {args.lab}, one rank a host; of memory and set-up the most of any rank; measured")
+    print(f"# lab {args.lab}, one rank per host; memory and set-up: maximum over ranks; measured")
     print(" ranks  lanes       set-up(s)  connections   opened(MB)     used(MB)   4 KiB(us)  16 MB(Gbit/s)", flush=True)
     rows = []
     for transport in args.transports.split(","):
@@ -242,7 +242,7 @@ def main() -> int:
             "bytes_per_s": link.bytes_per_s,
             "predicted": predicted(link, args.predict),
         }
-        print(f"# of two ranks, {two['transport']}: {1e6 * link.alpha_s:.0f} us a message, ", end="")
+        print(f"# two ranks, {two['transport']}: {1e6 * link.alpha_s:.0f} us a message, ", end="")
         print(f"{8e-9 * link.bytes_per_s:.2f} Gbit/s")
         for each in document["predicted"]:
             times = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in each["predicted_s"].items())

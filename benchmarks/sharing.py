@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 LAB = "1gbit"
 STREAMS = 4
-# Much more than a full link queues: an all-reduce of less would wait for round trips, and not for its share.
+# Much more than the queue of a full link, so that an all-reduce waits for bandwidth and not for round trips.
 BYTES = 16_000_000
 ROUNDS = 6
-ALONE_S = 3.0  # before the neighbour comes, and after it has gone
+ALONE_S = 3.0  # before the neighbour starts, and after it ends
 SHARED_S = 10
-SETTLED_S = 1.0  # of the shared time, what does not count
+SETTLED_S = 1.0  # not counted, at both ends of the shared time
 WINDOW_NS = 400_000_000
-BACK = 0.9  # of the rate before, that counts as being back
+BACK = 0.9  # part of the previous rate that counts as recovered
 DOWN_AFTER_S = 3.0
 DOWN_FOR_S = 25.0
 LAST_S = 5.0
@@ -50,9 +50,10 @@ PIPES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Shared:
-    """One round: bits a second beside the neighbour, ours and iperf3's, and the neighbour's own beside each.
+    """One round: rates in bits a second while a neighbour shares the link.
 
-    back_s: from its end until the rate is what it was; pause_s: the longest between two results.
+    ours_bps, iperf_bps: of our job, and of iperf3 in its place. beside_ours_bps, beside_iperf_bps: of the neighbour at
+    the same time. back_s: from the neighbour's end until our rate has recovered. pause_s: longest time between results.
     """
 
     ours_bps: float
@@ -65,7 +66,7 @@ class Shared:
 
 
 def neighbour(run: Run) -> Iterator[Figure]:
-    """A plain TCP job, iperf3 with as many flows as we have, shares the link halfway through."""
+    """A plain TCP job (iperf3 with as many flows as we have) shares the link for a while."""
     label = f"{LAB}, {STREAMS} streams, as many flows beside"
     rounds: list[Shared] = []
     why = ""
@@ -114,11 +115,11 @@ def _shared_round(lab: Lab) -> Shared:
         began_ns = time.monotonic_ns()
         time.sleep(ALONE_S)
         came_ns, went_ns, beside = _visit(lab)
-        said = [finish(rank) for rank in ranks]
-    error = next((str(each["error"]) for each in said if each["error"]), "")
-    if any(each["wrong"] for each in said):
+        results = [finish(rank) for rank in ranks]
+    error = next((str(each["error"]) for each in results if each["error"]), "")
+    if any(each["wrong"] for each in results):
         error = "elements were wrong"
-    done = [ns for ns in said[0]["done_ns"] if ns > began_ns]
+    done = [ns for ns in results[0]["done_ns"] if ns > began_ns]
     window = (came_ns + int(SETTLED_S * 1e9), went_ns - int(SETTLED_S * 1e9))
     alone = rate(done, began_ns, came_ns)
     back = next((ns for ns in done if ns >= went_ns and rate(done, ns, ns + WINDOW_NS) >= BACK * alone), None)
@@ -128,37 +129,38 @@ def _shared_round(lab: Lab) -> Shared:
 
 
 def rate(done_ns: Sequence[int], begin_ns: int, end_ns: int) -> float:
-    """Return bits a second between the first and the last all-reduce that was done in a span."""
+    """Return bits a second between the first and the last all-reduce that completed in a span."""
     inside = [ns for ns in done_ns if begin_ns <= ns <= end_ns]
     return 8e9 * BYTES * (len(inside) - 1) / (inside[-1] - inside[0]) if len(inside) > 2 else 0.0
 
 
 def _visit(lab: Lab) -> tuple[int, int, float]:
-    """Let the neighbour move what it can; when it began and ended, in ns of the monotonic clock, and its rate."""
+    """Run the neighbour; return its begin and end in ns of the monotonic clock, and its rate."""
     with serving(lab, 5301) as target:
         came_ns = time.monotonic_ns()
         client = lab.popen(0, [*target, "-P", str(STREAMS), "--bidir", "-t", str(SHARED_S), "-J"], **PIPES)
-        said, _ = client.communicate(timeout=LIMIT_S)
+        report, _ = client.communicate(timeout=LIMIT_S)
         went_ns = time.monotonic_ns()
-    return came_ns, went_ns, mean_received(said)
+    return came_ns, went_ns, mean_received(report)
 
 
 def _in_our_place(lab: Lab, beside_ours_bps: float) -> tuple[float, float, float]:
-    """Return what iperf3 with as many flows moves beside the neighbour, the mean of both directions.
+    """Run iperf3, with as many flows as we have, and the neighbour at the same time.
 
-    Then what the neighbour moved, beside us and beside iperf3."""
+    Returns iperf3's rate, as the mean of both directions, then the neighbour's rate beside us and beside iperf3.
+    """
     lead, words = 2.0, ["-P", str(STREAMS), "--bidir", "-i", "0.5", "-J"]
     with serving(lab, 5302) as target:
         began_ns = time.monotonic_ns()
         client = lab.popen(0, [*target, *words, "-t", str(round(lead) + SHARED_S + 2)], **PIPES)
         time.sleep(lead)
         came_ns, went_ns, beside = _visit(lab)
-        said, _ = client.communicate(timeout=LIMIT_S)
-    mean_received(said)
+        report, _ = client.communicate(timeout=LIMIT_S)
+    mean_received(report)
     begin, end = ((ns - began_ns) / 1e9 for ns in (came_ns, went_ns))
     rates = [
         (each["sum"]["bits_per_second"] + each["sum_bidir_reverse"]["bits_per_second"]) / 2
-        for each in json.loads(said)["intervals"]
+        for each in json.loads(report)["intervals"]
         if each["sum"]["start"] >= begin + SETTLED_S and each["sum"]["end"] <= end - SETTLED_S
     ]
     if not rates:
@@ -168,7 +170,7 @@ def _in_our_place(lab: Lab, beside_ours_bps: float) -> tuple[float, float, float
 
 @contextlib.contextmanager
 def checked(spec: str) -> Generator[Lab, None, None]:
-    """Make two hosts, whose links carry what they should. Raises LabError."""
+    """Yield a lab of two hosts whose links have the specified rate. Raises LabError."""
     with Lab(2, spec, ways=("root", "user")) as lab:
         found = lab.verify()
         if not found["ok"]:
@@ -178,14 +180,14 @@ def checked(spec: str) -> Generator[Lab, None, None]:
 
 @contextlib.contextmanager
 def serving(lab: Lab, port: int) -> Generator[list[str], None, None]:
-    """Have iperf3 serve once on the second host; the words of its client. The lab's hosts have ports of their own."""
+    """Run an iperf3 server for one client on the second host; yield the client's command."""
     server = lab.popen(1, ["iperf3", "-s", "-1", "-p", str(port), "--forceflush"], **PIPES)
     try:
         for line in server.stdout or ():
             if "listening" in line:
                 break
         else:
-            raise Error(0, "iperf3 does not serve: is it installed?")
+            raise Error(0, "the iperf3 server did not start: is iperf3 installed?")
         yield ["iperf3", "-c", lab.address(1), "-p", str(port)]
     finally:
         server.kill()
@@ -196,7 +198,7 @@ def serving(lab: Lab, port: int) -> Generator[list[str], None, None]:
 def steady(
     lab: Lab, transport: str, streams: int, nbytes: int, seconds: float
 ) -> Generator[list[subprocess.Popen[str]], None, None]:
-    """Start ranks that all-reduce for so long; the first has finished one when this returns."""
+    """Start ranks that all-reduce for `seconds`; the first all-reduce is complete when this yields."""
     script = [sys.executable, str(Path(__file__).with_name("steady.py"))]
     words = [*script, transport, str(streams), str(nbytes), str(seconds)]
     ranks: list[subprocess.Popen[str]] = []
@@ -218,18 +220,18 @@ def steady(
 
 
 def finish(rank: subprocess.Popen[str]) -> dict[str, Any]:
-    """Return what a rank says at its end; of one that says nothing, its last words are the error."""
+    """Return a rank's result; if it has none, its last line on stderr is the error."""
     text, errors = rank.communicate(timeout=LIMIT_S)
     try:
-        said: dict[str, Any] = json.loads(text.strip().splitlines()[-1])
+        result: dict[str, Any] = json.loads(text.strip().splitlines()[-1])
     except (ValueError, IndexError):
-        words = errors.strip().splitlines()[-1:] or [f"ended with {rank.returncode}"]
+        words = errors.strip().splitlines()[-1:] or [f"exit code {rank.returncode}"]
         return {"done_ns": [], "wrong": 0, "error": words[0], "info": {}}
-    return said
+    return result
 
 
 def two_interfaces(run: Run, spec: str) -> Iterator[Figure]:
-    """The second of two interfaces is set down in the middle, for good: the job goes on over the first."""
+    """The second of two interfaces goes down and stays down: the job continues over the first."""
     label = f"{spec}: after the second interface went down"
     try:
         with (
@@ -239,19 +241,19 @@ def two_interfaces(run: Run, spec: str) -> Iterator[Figure]:
             time.sleep(DOWN_AFTER_S)
             down_ns = time.monotonic_ns()
             lab.set_link(1, up=False, link=1)
-            said = [finish(rank) for rank in ranks]
+            results = [finish(rank) for rank in ranks]
     except (LabError, Error, OSError, subprocess.TimeoutExpired) as error:
         yield Figure(label, 1.0, reason=str(getattr(error, "strerror", None) or error))
         return
-    yield _went_on(label, said, down_ns, parse_lab(spec), run.say)
+    yield _continued(label, results, down_ns, parse_lab(spec), run.say)
 
 
-def _went_on(
-    label: str, said: Sequence[dict[str, Any]], down_ns: int, spec: LinkSpec, say: Callable[[str], None]
+def _continued(
+    label: str, results: Sequence[dict[str, Any]], down_ns: int, spec: LinkSpec, say: Callable[[str], None]
 ) -> Figure:
-    done = said[0]["done_ns"]
-    error = next((str(each["error"]) for each in said if each["error"]), "")
-    if any(each["wrong"] for each in said):
+    done = results[0]["done_ns"]
+    error = next((str(each["error"]) for each in results if each["error"]), "")
+    if any(each["wrong"] for each in results):
         error = "elements were wrong"
     after = [ns for ns in done if ns > down_ns]
     end_ns = down_ns + int((DOWN_FOR_S - LAST_S) * 1e9)

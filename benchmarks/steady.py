@@ -25,7 +25,7 @@ VALUES = 1009
 
 
 class Slot:
-    """One operation's memory, and what must be in it afterwards."""
+    """One operation's memory, and its expected result."""
 
     def __init__(self, name: str, nbytes: int, rank: int, size: int) -> None:
         core = connect.core()
@@ -45,8 +45,8 @@ class Slot:
         self.work = comm.submit(self.name, core.ALLREDUCE, where, core.FLOAT32, op=core.SUM, keep=self.memory)
 
 
-def move(comm: Any, nbytes: int, seconds: float, said: dict[str, Any]) -> None:
-    """All-reduce until rank 0 has had enough, and keep the times. Raises what an operation raises."""
+def move(comm: Any, nbytes: int, seconds: float, result: dict[str, Any]) -> None:
+    """All-reduce until rank 0 stops, and add the times to `result`. Raises as Work.wait."""
     core = connect.core()
     slots = [Slot(f"steady.{index}", nbytes, comm.rank, comm.size) for index in range(SLOTS)]
     for slot in slots:
@@ -58,8 +58,8 @@ def move(comm: Any, nbytes: int, seconds: float, said: dict[str, Any]) -> None:
     while True:
         slot = slots[index % SLOTS]
         slot.work.wait()
-        said["done_ns"].append(core.now_ns())
-        said["wrong"] += int(np.count_nonzero(slot.array[:-1] != slot.right))
+        result["done_ns"].append(core.now_ns())
+        result["wrong"] += int(np.count_nonzero(slot.array[:-1] != slot.right))
         if slot.array[-1] > 0:
             break
         if index == 0 and comm.rank == 0:
@@ -73,19 +73,19 @@ def move(comm: Any, nbytes: int, seconds: float, said: dict[str, Any]) -> None:
 
 def main() -> int:
     transport, streams, nbytes, seconds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-    said: dict[str, Any] = {"done_ns": [], "wrong": 0, "error": None, "info": {}}
+    result: dict[str, Any] = {"done_ns": [], "wrong": 0, "error": None, "info": {}}
     settings = config.settings()
     comm = connect.connect(settings, connect.detect(settings), transport=transport, streams=streams)
     try:
-        move(comm, nbytes, seconds, said)
+        move(comm, nbytes, seconds, result)
         found = comm.info()
-        said["info"] = {name: found.get(name) for name in ("streams_used", "lanes_lost", "provider")}
+        result["info"] = {name: found.get(name) for name in ("streams_used", "lanes_lost", "provider")}
     except (OSError, RuntimeError) as error:
-        said["error"] = str(getattr(error, "strerror", None) or error)
-    sys.stdout.write(json.dumps(said) + "\n")
+        result["error"] = str(getattr(error, "strerror", None) or error)
+    sys.stdout.write(json.dumps(result) + "\n")
     sys.stdout.flush()
     comm.close()
-    return 1 if said["error"] else 0
+    return 1 if result["error"] else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Rounds of several benchmark runs of one case, joined by size and path, and the errors found in them."""
+"""Table of the rounds of several benchmark runs of one case, by size and path, with the errors found in them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from peers.iperf import IPERF
 from netbottleneck.bench import Results
 from netbottleneck.bench.paths import COMPARISONS
 
-# Paths that send nothing over the counted interfaces, or more than an all-reduce does.
+# Paths that send nothing over the counted interfaces, or more than an all-reduce needs.
 _NOT_COUNTED = (*COMPARISONS, *IPERF, "mpi-shm")
 
 
 class Table:
-    """The rounds measured so far: one value a round for each size and path, aligned between paths."""
+    """The rounds so far: one value per round for each size and path, aligned between paths."""
 
     def __init__(self, counted: bool = True) -> None:
         self.notes: dict[str, str] = {}
@@ -30,7 +30,7 @@ class Table:
         self._ranks = 2
 
     def add(self, found: Results) -> None:
-        """Take the rows of one more run."""
+        """Add the rows of one more run."""
         self.rows += found.rows
         for note in found.notes:
             name, _, why = note.partition(" left out: ")
@@ -49,30 +49,32 @@ class Table:
             self._broken[size, name] = f"{row['wrong']} elements of {name} were wrong"
         least = min(rounds["sent_bytes"], default=0)
         if self._counted and row["transport"] not in _NOT_COUNTED and least < row["owed_bytes"]:
-            self._broken[size, name] = f"the interfaces sent {least} bytes for {name}, which owes {row['owed_bytes']}"
+            self._broken[size, name] = (
+                f"the interfaces sent {least} bytes for {name}, which must send {row['owed_bytes']}"
+            )
 
     def series(self, size: int, name: str, what: str = "time_s") -> list[float] | None:
-        """Return a path's rounds; None where it was not in every run."""
+        """Return a path's rounds; None if it was not in every run."""
         found = self._values.get((size, name, what), [])
         return found if found and len(found) == self._rounds[size] else None
 
     def rounds(self, size: int) -> int:
-        """Return how many rounds of a size there are."""
+        """Return the number of rounds of a size."""
         return self._rounds[size]
 
     def broken(self, size: int, names: Sequence[str]) -> str:
-        """Return what is wrong with any of these paths, "" where nothing is."""
+        """Return the error of any of these paths; "" if there is none."""
         return "; ".join(self._broken[size, name] for name in names if (size, name) in self._broken)
 
     def why_not(self, size: int, names: Sequence[str]) -> str:
-        """Return why any of these paths has no rounds, "" where all have."""
+        """Return why one of these paths has no rounds; "" if all have."""
         for name in names:
             if self.series(size, name) is None:
                 return f"{name}: {self.notes.get(name.removesuffix(' x4'), 'not measured in every run')}"
         return ""
 
     def values(self, size: int, what: str, series: Mapping[str, Sequence[float]]) -> str:
-        """Return the numbers behind a ratio: medians, as busbw or as µs, or means of busy seconds for 10^9 bytes."""
+        """Return the values that a ratio compares: medians as busbw or µs, or means of busy seconds per 10^9 bytes."""
         words = []
         for name, rounds in series.items():
             middle = statistics.median(rounds)
@@ -87,7 +89,7 @@ class Table:
 
 
 def path_name(row: Mapping[str, Any]) -> str:
-    """Return a path's name: with its streams where it was given a number of them."""
+    """Return a path's name, with its number of streams if that is fixed."""
     name, lanes = str(row["transport"]), row["streams"]
     return f"{name} x{lanes}" if name in ("tcp", "ofi") and lanes != "auto" else name
 

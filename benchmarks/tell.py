@@ -1,4 +1,4 @@
-"""Prints, as Markdown, what transport.py, scale.py and `netbottleneck bench --json` wrote.
+"""Prints the JSON files of transport.py, scale.py and `netbottleneck bench --json` as Markdown tables.
 
 python benchmarks/tell.py FILE…, such as build/gates.json, build/scale.json, build/peers.json: a table for each.
 """
@@ -24,7 +24,7 @@ def value(figure: Mapping[str, Any]) -> str:
 
 
 def made(found: Mapping[str, Any], wall_ns: int) -> str:
-    """Return when and where a document was made, and by which versions."""
+    """Return date, machine and versions of a document."""
     machine, versions = found.get("machine", {}), found.get("versions", {})
     when = time.strftime("%Y-%m-%d", time.gmtime(wall_ns / 1e9))
     where = f"{machine.get('cpu', '?')}, {machine.get('cores', '?')} cores, Linux {machine.get('kernel', '?')}"
@@ -32,9 +32,9 @@ def made(found: Mapping[str, Any], wall_ns: int) -> str:
 
 
 def gates(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield where and when, and the table of all figures, gate by gate."""
+    """Yield date and machine, and the table of all figures by gate."""
     yield made(found, found["written_wall_ns"])
-    yield "| gate | verdict | value / what it is held against | bar | situation |"
+    yield "| gate | verdict | value / compared value | bar | situation |"
     yield "| --- | --- | --- | --- | --- |"
     for name, figures in found["gates"].items():
         for figure in sorted(figures, key=lambda each: ORDER.index(each["verdict"])):
@@ -43,8 +43,8 @@ def gates(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def scale(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what more ranks cost, measured, then predicted."""
-    yield f"\nLab {found['lab']}, one rank a host, the most of any rank; measured:\n"
+    """Yield the cost of more ranks, measured, then predicted."""
+    yield f"\nLab {found['lab']}, one rank per host, maximum over ranks; measured:\n"
     yield "| ranks | lanes | transport | set-up | connections | memory, opened | memory, used |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for row in found["rows"]:
@@ -75,7 +75,7 @@ def _moved(row: Mapping[str, Any]) -> str:
 
 
 def table(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a document's table, whoever wrote it."""
+    """Yield the table of any of these documents."""
     if "gates" in found:
         return gates(found)
     return scale(found) if "predicted" in found else peers(found)

@@ -1,4 +1,4 @@
-"""Gates of the transports against their bars and their peers, and a check of every type for wrong elements.
+"""Runs the gates of the transports, against bars and peers, and a check of every type for wrong elements.
 
 python benchmarks/transport.py --gates [--only T1,T3] [--rounds N] [--batches N] [--json FILE] [--plot FILE]
 python benchmarks/transport.py --correct [--ranks N] [--largest SIZE]
@@ -6,8 +6,8 @@ python benchmarks/transport.py --correct [--ranks N] [--largest SIZE]
 --gates    one line for each of T1 to T10: verdict, value, its 95 % interval (paired bootstrap over interleaved rounds),
            bar. "pass": the interval's lower end is at the bar or above; "fail": its upper end is below; "undecided":
            neither, after --batches times the rounds; "not run": a peer or the lab is missing. The worst of its
-           figures decides a gate. Exit code 0 only when all ten pass
---correct  no wrong element: every type, 1 to --ranks ranks, sizes from 0 bytes and 1 element to --largest, odd ones too
+           figures decides a gate. Exit code 0 only if all ten pass
+--correct  checks all elements: every type, 1 to --ranks ranks, sizes from 0 bytes to --largest, odd ones too
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def gates(names: Sequence[str], run: Run) -> dict[str, list[Figure]]:
 
 
 def summary(found: dict[str, list[Figure]]) -> Iterator[str]:
-    """Yield one line for each of the ten."""
+    """Yield one line for each of the ten gates."""
     for name in GATES:
         figures = found.get(name)
         if not figures:
@@ -57,19 +57,19 @@ def summary(found: dict[str, list[Figure]]) -> Iterator[str]:
 
 
 def document(found: dict[str, list[Figure]], run: Run) -> dict[str, Any]:
-    """Return what the file holds."""
+    """Return the content of the JSON file."""
     named = {name: [figure.to_json() for figure in figures] for name, figures in found.items()}
     return {"version": 1, "written_wall_ns": time.time_ns(), **run.heads, "gates": named, "rows": run.rows}
 
 
 def judged(args: argparse.Namespace) -> int:
-    """Carry out --gates."""
+    """Run --gates."""
     run = Run(say, args.rounds, args.batches)
     found: dict[str, list[Figure]] = {}
     try:
         for name in args.only:
             found |= gates([name], run)
-    finally:  # what is known when somebody interrupts is kept
+    finally:  # keep the results of an interrupted run
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps(document(found, run), indent=1) + "\n", encoding="utf-8")
@@ -82,7 +82,7 @@ def judged(args: argparse.Namespace) -> int:
 
 
 def correct(args: argparse.Namespace) -> int:
-    """Carry out --correct: the value is 1 where no element was wrong."""
+    """Run --correct: the value is 1 if no element was wrong."""
     code = 0
     for name in PATHS:
         figure = _right(name, args.ranks, args.largest)
@@ -138,10 +138,15 @@ def main() -> int:
     what.add_argument("--correct", action="store_true")
     parser.add_argument("--only", type=_names, metavar="LIST", default=list(GATES), help="gates, such as T1,T3")
     parser.add_argument("--rounds", type=int, default=0, metavar="N", help="rounds of each batch (by gate: 6 to 40)")
-    parser.add_argument("--batches", type=int, default=4, metavar="N", help="how often more rounds are added (4)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure, and the rows behind, here")
+    parser.add_argument("--batches", type=int, default=4, metavar="N", help="most batches of rounds (4)")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write every figure, and the rows that it is computed from, to this file",
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures against their bars (matplotlib)")
-    parser.add_argument("--ranks", type=int, default=8, help="most ranks of --correct")
+    parser.add_argument("--ranks", type=int, default=8, help="largest number of ranks of --correct")
     parser.add_argument("--largest", type=parse_size, default=256 * 10**6, help="largest size of --correct (256M)")
     args = parser.parse_args()
     return judged(args) if args.gates else correct(args)

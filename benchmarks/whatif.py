@@ -1,11 +1,11 @@
-"""What the what-if engine costs: processor time of the 2020 paper's whole sweep, and of a step of many workers.
+"""Cost of the what-if engine: CPU time of the 2020 paper's complete sweep, and of a step of many workers.
 
 python benchmarks/whatif.py [FOLDER] [--rounds 21]
 
-FOLDER holds the paper's inputs (*.bk.log and cuda_vec_add.log); without it, three made-up models of as many tensors.
-The sweep as `--compat paper2020` answers it: three models, 6 compression ratios, 3 numbers of workers, 5 links, 270
-rows. Then as many tensors and bytes as BERT-Large has, on 100 000 workers, as the engine answers it: one row with its
-15 steps. The least and the median of the rounds, in one process, files read before.
+FOLDER holds the paper's inputs (*.bk.log and cuda_vec_add.log); without it, three synthetic models with as many tensors
+are used. The sweep is that of `--compat paper2020`: three models, 6 compression ratios, 3 numbers of workers, 5 links,
+270 rows. The second measurement has as many tensors and bytes as BERT-Large, on 100 000 workers: one row of 15 steps.
+Prints the minimum and the median over the rounds, in one process, without reading files.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def inputs(folder: Path | None) -> tuple[list[LayerLog], VecTable]:
     return logs, VecTable(sizes, tuple(1e-5 + size / 275e9 for size in sizes))
 
 
-def tell(what: str, work: Callable[[], int], rounds: int) -> None:
-    """Print the processor time of some work that says how many rows it made."""
+def measure(what: str, work: Callable[[], int], rounds: int) -> None:
+    """Print the CPU time of `work`, which returns its number of rows."""
     spent = []
     rows = 0
     for _ in range(rounds):
@@ -52,23 +52,25 @@ def tell(what: str, work: Callable[[], int], rounds: int) -> None:
         rows = work()
         spent.append(1e3 * (time.process_time() - begin))
     middle = statistics.median(spent)
-    print(f"{what}, {rows} rows: {min(spent):.1f} ms of processor time at least, {middle:.1f} ms in the median")
+    print(f"{what}, {rows} rows: {min(spent):.1f} ms of CPU time at least, {middle:.1f} ms in the median")
 
 
 def main() -> int:
-    """Print both."""
+    """Print both measurements."""
     made = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     made.add_argument("folder", nargs="?", type=Path)
     made.add_argument("--rounds", type=int, default=21)
     args = made.parse_args()
     logs, table = inputs(args.folder)
-    tell(
+    measure(
         "2020 paper's sweep", lambda: sum(len(compat2020.sweep(log, table, STEP_S, GRID)) for log in logs), args.rounds
     )
     count, size, wait_s = BERT_LARGE
     log = LayerLog("BERT-Large", ((wait_s, size),) * count, 2 * count * wait_s)
     job = questions.job(layer_log.to_trace(log), plan=Plan.ddp(), cost=Cost(alpha_ns=20_000))
-    tell(f"{WORKERS} workers", lambda: len(sweeps.answers(job, sweeps.grid(job, [WORKERS], [1e11], [1.0], Codec()))), 5)
+    measure(
+        f"{WORKERS} workers", lambda: len(sweeps.answers(job, sweeps.grid(job, [WORKERS], [1e11], [1.0], Codec()))), 5
+    )
     return 0
 
 

@@ -1,9 +1,9 @@
-"""Records the stored trace: ResNet-50's gradients over bare DDP, stock and ofi, two ranks, a link capped per flow.
+"""Records the stored trace: ResNet-50's gradients over bare DDP, stock and ofi, on two ranks with caps per flow.
 
 python benchmarks/traces/record.py [FILE]
 
-Compute is timed (133 ms forward, 267 ms backward, spread over the layers); what is sent is real, and so is every
-stamp. What names a machine, a folder or a process is taken out before the file is written.
+Compute is timed (133 ms forward, 267 ms backward, spread over the layers); transfers and timestamps are
+real. Names of machines, folders and processes are removed before the file is written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEPS, ROUNDS, ALONE = 4, 6, 6
 
 
 def record(folder: Path) -> tr.Trace:
-    """Run the job in a lab, its run folder at `folder`, and return what was recorded."""
+    """Run the job in a lab with the run folder `folder`; return the trace."""
     with Lab(2, LAB) as lab:
         network = {
             "how": lab.how,
@@ -40,7 +40,7 @@ def record(folder: Path) -> tr.Trace:
 
 
 def scrub(found: tr.Trace) -> tr.Trace:
-    """Return the run without the names of hosts, folders and processes."""
+    """Return the trace without the names of hosts, folders and processes."""
     ranks = tuple(
         replace(rank, hostname=f"host{rank.rank}", host_id=f"host{rank.rank}", pid=0, error=None)
         for rank in found.ranks

@@ -1,9 +1,9 @@
-"""Records the stored study: `netbottleneck study --quick`, as its evidence alone.
+"""Records the stored study: only the evidence of `netbottleneck study --quick`.
 
 python benchmarks/traces/record_study.py [FOLDER]
 
-FOLDER: of a quick study that was made already; else one is made, in some minutes. Nothing of the facts names a machine,
-a folder or a process. Then run tools/readme.py: the README shows some of it.
+FOLDER: a complete quick study; without it, the study is run, in some minutes. The facts name no machine, folder or
+process. Then run tools/readme.py, because the README shows some of the numbers.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ NOTE = "Recorded by benchmarks/traces/record_study.py: netbottleneck study --qui
 
 
 def record(folder: Path) -> None:
-    """Make the study. Raises RuntimeError where it fails."""
+    """Run the study. Raises RuntimeError if it fails."""
     code = study.main(["--quick", "--directory", str(folder)])
     if code:
         raise RuntimeError(f"the study ended with exit code {code}")
 
 
 def main() -> None:
-    """Record, and write the file."""
+    """Record and write the file."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(scratch) / "quick"
         if not folder.exists():

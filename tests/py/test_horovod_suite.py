@@ -126,7 +126,7 @@ def test_a_test_counts_as_its_worst_rank_and_one_that_a_rank_does_not_reach_as_f
         "c": "unfinished",
         "d": "unfinished",
     }
-    assert "1 of 2 ranks did not come to it" in found["d"].why
+    assert "1 of 2 ranks did not reach it" in found["d"].why
 
 
 def test_ranks_of_the_wrong_package_are_no_result() -> None:
@@ -136,7 +136,7 @@ def test_ranks_of_the_wrong_package_are_no_result() -> None:
         horovod_suite.merged([ended()], 2, False, "")
 
 
-def test_what_passes_there_and_not_here_is_listed_and_is_the_exit_code(
+def test_tests_that_pass_only_with_horovod_are_listed_and_set_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "horovod" / "torch").mkdir(parents=True)
@@ -155,12 +155,10 @@ def test_what_passes_there_and_not_here_is_listed_and_is_the_exit_code(
     assert horovod_suite.main(args) == 1
     said = capsys.readouterr().out
     assert "| test_some.py | 2 | torchrun | netbottleneck | 3 | 1 | 1 |" in said
-    assert (
-        "Passes there and not here: \n* lost (test_some.py, 2 ranks, torchrun): here skipped: so; there passed: so\n"
-        in said
-    )
-    assert "Skipped there, passes here: \n* gained (" in said
-    assert "Fails there, passes here: \n* only there (" in said
+    lost = "* lost (test_some.py, 2 ranks, torchrun): here skipped: so; there passed: so\n"
+    assert f"Passes with Horovod, not here: \n{lost}" in said
+    assert "Skipped with Horovod, passes here: \n* gained (" in said
+    assert "Fails with Horovod, passes here: \n* only there (" in said
     assert "Fails in both: \n* both (" in said
     here["lost"] = "passed"
     assert horovod_suite.main(args) == 0

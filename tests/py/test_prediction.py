@@ -43,7 +43,7 @@ def put(folder: Path, cell: CellFacts, *, written: int = 1, started: int = 2) ->
     (place / "run" / "run.json").write_text(json.dumps({"started_wall_ns": started}))
 
 
-def foretold_cells() -> list[CellFacts]:
+def forecast_cells() -> list[CellFacts]:
     """Twelve cells of two arms, four of them at 8 ranks, each foretold 2 % too long."""
     arms = {name: arm(name, 100.0, 0.5) for name in ("stock", "ofi")}
     told = {name: ForecastFacts(about(102 * MS)) for name in arms}
@@ -60,7 +60,7 @@ def judged(monkeypatch: pytest.MonkeyPatch, main: Callable[[], int], folder: Pat
 def test_forecasts_that_hold_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for cell in foretold_cells():
+    for cell in forecast_cells():
         put(tmp_path, cell)
     assert judged(monkeypatch, prediction.main, tmp_path) == 0
     said = capsys.readouterr().out
@@ -71,11 +71,11 @@ def test_forecasts_that_hold_pass(
 def test_each_bar_of_the_prediction_fails_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good = foretold_cells()
+    good = forecast_cells()
     first = good[0]
     spoilt: dict[str, tuple[list[CellFacts], int]] = {
         "at 8 ranks": ([replace(cell, ranks=2) for cell in good], 1),
-        "steps foretold": (good[:11], 1),
+        "steps forecast": (good[:11], 1),
         "worst error": (
             [replace(first, forecast={"stock": ForecastFacts(about(113 * MS)), "ofi": first.forecast["ofi"]})],
             1,
@@ -96,7 +96,7 @@ def test_each_bar_of_the_prediction_fails_by_itself(
     }
     for number, (bar, (cells, written)) in enumerate(spoilt.items()):
         folder = tmp_path / str(number)
-        for cell in cells + good[len(cells) :] * (bar != "steps foretold"):
+        for cell in cells + good[len(cells) :] * (bar != "steps forecast"):
             put(folder, cell, written=written)
         assert judged(monkeypatch, prediction.main, folder) == 1
         failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]

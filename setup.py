@@ -23,20 +23,20 @@ SHIM_NAME = "libnbflowcap.so"
 
 
 def our_own_build() -> bool:
-    """Tell whether warnings are errors: in our builds, not in a user's."""
+    """Return True if warnings are errors: in our builds, not in a user's."""
     return os.environ.get("NETBOTTLENECK_WERROR") == "1"
 
 
 def python_include_flags() -> list[str]:
-    """Name Python's headers as a system's, so that only our own code is warned about."""
+    """Return flags that mark Python's headers as system headers, so that only our code causes warnings."""
     return [f"-isystem{path}" for path in {sysconfig.get_path("include"), sysconfig.get_path("platinclude")}]
 
 
 class BuildCore(build_ext):
-    """Compiles what has changed, on all cores, and links it the usual way."""
+    """Compiles changed files on all cores, and links as setuptools does."""
 
     def build_extension(self, ext: Extension) -> None:
-        """Build one extension; its sources are kept out of the base class, which would compile them one by one."""
+        """Build one extension. Its sources are hidden from the base class, which would compile them one by one."""
         flags = [*cbuild.base_flags(), *python_include_flags(), *ext.extra_compile_args]
         flags += [f"-D{name}={value}" for name, value in ext.define_macros]
         if our_own_build():
@@ -58,7 +58,7 @@ class BuildCore(build_ext):
             print(cbuild.OFI_LEFT_OUT, flush=True)
 
     def run(self) -> None:
-        """Build the extension, then the shim beside the lab's Python files."""
+        """Build the extension, then the shim in the lab's folder."""
         super().run()
         if sys.platform.startswith("linux") and SHIM_SOURCE.is_file():
             self._build_shim()
@@ -76,7 +76,7 @@ class BuildCore(build_ext):
             raise SystemExit(str(error)) from error
         target = self._shim_target()
         target.parent.mkdir(parents=True, exist_ok=True)
-        # A running job may have the old file mapped: replace it, do not write into it.
+        # A running job may have the old file mapped: replace it instead of writing to it.
         beside = target.with_suffix(".new")
         shutil.copy2(made, beside)
         beside.replace(target)
@@ -86,22 +86,22 @@ class BuildCore(build_ext):
         return base / "netbottleneck" / "lab" / SHIM_NAME
 
     def get_outputs(self) -> list[str]:
-        """Return what is installed: the extension and the shim."""
+        """Return the installed files: the extension and the shim."""
         outputs = super().get_outputs()
         return [*outputs, str(self._shim_target())] if SHIM_SOURCE.is_file() else outputs
 
 
 class WheelWithEverything(bdist_wheel):
-    """A wheel goes to machines that did not build it, so it always has libfabric's transport."""
+    """Builds wheels, which always contain the libfabric transport, because other machines use them."""
 
     def run(self) -> None:
-        """Refuse to make a wheel without libfabric's headers, unless that is asked for."""
+        """Build a wheel. Fails without libfabric's headers, unless NETBOTTLENECK_ALLOW_NO_OFI=1."""
         if cbuild.libfabric_include() is None and os.environ.get("NETBOTTLENECK_ALLOW_NO_OFI") != "1":
             raise SystemExit(
                 "a wheel without libfabric's transport: install libfabric-dev, or name a folder that holds"
                 " rdma/fabric.h in NETBOTTLENECK_LIBFABRIC_INCLUDE, or set NETBOTTLENECK_ALLOW_NO_OFI=1 to go without"
             )
-        # An earlier build left there what the tree may not have any more, and a wheel takes all that it finds.
+        # The folder may contain files of an earlier build that the tree no longer has; a wheel would include them.
         shutil.rmtree(self.get_finalized_command("build").build_lib, ignore_errors=True)
         super().run()
 

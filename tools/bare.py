@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs a command on this machine as a fresh one would have it: without Debian packages that set-up does not install.
+"""Runs a command as on a fresh machine: hides Debian packages that set-up does not install.
 
 usage: bare.py COMMAND…    as root; the command runs in a mount namespace, and nothing changes outside it
 
@@ -20,23 +20,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LAYER = ROOT / "build" / "bare"
 CLONE_NEWNS = 0x20000
-# Configuration and state of a package that is hidden do no harm: what reads them is hidden.
+# Configuration and state of a hidden package may stay: the programs that read them are hidden.
 SHOWN = ("etc", "var", "boot", "home", "root", "dev", "proc", "run", "sys", "tmp")
 FIELDS = "${binary:Package}\t${Package}\t${Provides}\t${Priority}\t${Essential}\t${Pre-Depends}, ${Depends}\n"
 
 
 def fail(text: str) -> None:
-    """End with one line on stderr."""
+    """Exit with one line on stderr."""
     sys.exit(f"bare: {text}")
 
 
 def output(*command: str | Path) -> str:
-    """Return what a command printed."""
+    """Return the output of a command."""
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def names(relation: str) -> list[str]:
-    """Return the package names in a Depends or Provides field, of alternatives all."""
+    """Return the package names in a Depends or Provides field, including all alternatives."""
     each = (re.match(r"\s*([a-z0-9][a-z0-9.+-]*)", part) for part in re.split(r"[,|]", relation))
     return [found.group(1) for found in each if found]
 
@@ -79,14 +79,14 @@ def files(packages: set[str]) -> set[Path]:
 
 
 def mount(*words: str | Path) -> None:
-    """Mount something, or end with mount's words."""
+    """Call mount; exit with its error text on failure."""
     ended = subprocess.run(["mount", *words], check=False, stderr=subprocess.PIPE, text=True)
     if ended.returncode != 0:
         fail(f"no overlay can be mounted here: {ended.stderr.strip()}")
 
 
 def hide(paths: set[Path]) -> None:
-    """Enter a mount namespace, and remove these files there."""
+    """Enter a mount namespace and remove these files in it."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNS) != 0:
         reason = os.strerror(ctypes.get_errno())
@@ -106,7 +106,7 @@ def hide(paths: set[Path]) -> None:
 
 
 def main() -> None:
-    """Hide, say what, and become the command."""
+    """Hide packages, print a summary, and exec the command."""
     command = sys.argv[1:]
     if not command:
         fail("usage: bare.py COMMAND…")
@@ -118,7 +118,7 @@ def main() -> None:
     paths = {path for path in files(hidden) - files(kept) if path.parts[1] not in SHOWN}
     hide(paths)
     print(f"bare: {len(kept)} packages stay, {len(hidden)} are hidden ({len(paths)} files)", flush=True)
-    os.chdir(Path.cwd())  # through the new mounts
+    os.chdir(Path.cwd())  # resolves the path in the new mounts
     os.execvp(command[0], command)
 
 

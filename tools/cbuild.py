@@ -1,4 +1,4 @@
-"""The C build that setup.py, tools/ctest.py and tools/lint.sh share: sources, flags, headers, a parallel compile."""
+"""C build shared by setup.py, tools/ctest.py and tools/lint.sh: sources, flags, headers, parallel compilation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OFI_LEFT_OUT = "ofi left out: install libfabric-dev"
 
 
 def core_sources(*, tests: bool = False) -> list[Path]:
-    """Return the C files of _core, or with tests those that a C test links: no csrc/py."""
+    """Return the C files of _core; tests: those that C tests link, without csrc/py."""
     rooms_out = {"lab", "py"} if tests else {"lab"}
     return [path for path in sorted(CSRC.glob("**/*.c")) if path.relative_to(CSRC).parts[0] not in rooms_out]
 
@@ -59,10 +59,10 @@ def _pkg_config_includes() -> list[Path]:
 
 
 def libfabric_include() -> Path | None:
-    """Return the folder that holds rdma/fabric.h, or None. NETBOTTLENECK_LIBFABRIC_INCLUDE alone decides where set."""
-    asked = os.environ.get("NETBOTTLENECK_LIBFABRIC_INCLUDE")
-    places = [Path(asked)] if asked is not None else [*_pkg_config_includes(), Path("/usr/include")]
-    if asked is None:
+    """Return the folder of rdma/fabric.h, or None. If NETBOTTLENECK_LIBFABRIC_INCLUDE is set, only that is tried."""
+    chosen = os.environ.get("NETBOTTLENECK_LIBFABRIC_INCLUDE")
+    places = [Path(chosen)] if chosen is not None else [*_pkg_config_includes(), Path("/usr/include")]
+    if chosen is None:
         places += [Path("/usr/local/include"), ROOT / "build" / "libfabric" / "usr" / "include"]
     return next((place for place in places if (place / "rdma" / "fabric.h").is_file()), None)
 
@@ -76,9 +76,9 @@ def defines() -> list[tuple[str, str]]:
 
 
 def include_flags(*, cross: bool = False) -> list[str]:
-    """Return -I for csrc and, where they are not on the compiler's own path, for libfabric's headers.
+    """Return -I for csrc and, if they are not on the compiler's own path, for libfabric's headers.
 
-    A cross compiler has system headers of its own: it looks beside libfabric's for what it finds nowhere else.
+    A cross compiler has its own system headers, so libfabric's folder is searched last.
     """
     flags = [f"-I{CSRC}"]
     fabric = libfabric_include()
@@ -88,12 +88,12 @@ def include_flags(*, cross: bool = False) -> list[str]:
 
 
 def base_flags(*, cross: bool = False) -> list[str]:
-    """Return what every C file of ours is compiled with, warnings aside."""
+    """Return the flags of every C file, without warnings."""
     return [*LANGUAGE, *(f"-D{name}={value}" for name, value in defines()), *include_flags(cross=cross)]
 
 
 def _is_fresh(target: Path, command: str) -> bool:
-    """Tell whether target was made by this command and is newer than all that its dependency file names."""
+    """Return True if target was made by this command and is newer than all files that its dependency file names."""
     recipe, listing = target.with_suffix(".cmd"), target.with_suffix(".d")
     try:
         if recipe.read_text(encoding="utf-8") != command:
@@ -107,7 +107,7 @@ def _is_fresh(target: Path, command: str) -> bool:
 
 
 def run_compiler(argv: Sequence[str]) -> None:
-    """Run one compiler command; what it says goes to stderr. Raises RuntimeError naming what was not made."""
+    """Run one compiler command; its output goes to stderr. Raises RuntimeError naming the target on failure."""
     done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.stdout:
         sys.stderr.write(done.stdout)
@@ -117,7 +117,7 @@ def run_compiler(argv: Sequence[str]) -> None:
 
 
 def compile_one(source: Path, target: Path, argv: Sequence[str]) -> bool:
-    """Compile source into target unless target is fresh; return whether the compiler ran."""
+    """Compile source to target unless target is fresh; return whether the compiler ran."""
     full = [*argv, "-MMD", "-MF", str(target.with_suffix(".d")), "-c", str(source), "-o", str(target)]
     command = shlex.join(full)
     if _is_fresh(target, command):

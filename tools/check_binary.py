@@ -1,6 +1,6 @@
-"""Fails where _core is more than C against CPython's limited API: in its sources, build, symbols or libraries.
+"""Fails if _core is not plain C with CPython's limited API: checks its sources, build, symbols and libraries.
 
-It fails too where the sources need libfabric's headers in a build that goes without them."""
+It also fails if the sources need libfabric's headers in a build without libfabric."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIBRARIES_BANNED = re.compile(r"libstdc\+\+|libc\+\+|libtorch|libc10|libpython")
 
 
 def source_findings() -> Iterator[str]:
-    """Yield each line of csrc, setup.py and the build requirements that names what is not used here."""
+    """Yield findings in csrc and the build requirements: files that are not C, and disallowed tools."""
     files = [ROOT / "setup.py", ROOT / "requirements" / "build.txt"]
     files += [path for path in sorted((ROOT / "csrc").glob("**/*")) if path.is_file()]
     for path in files:
@@ -39,30 +39,30 @@ def source_findings() -> Iterator[str]:
     yield from (f"pyproject.toml: build-system requires {name}" for name in requires if BANNED.search(name))
 
 
-def said_by(*argv: str) -> str:
-    """Return what a tool prints. Raises CalledProcessError where it fails."""
+def output_of(*argv: str) -> str:
+    """Return the output of a tool. Raises CalledProcessError if it fails."""
     return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
 
 
 def binary_findings() -> Iterator[str]:
-    """Yield what is wrong with the built module."""
+    """Yield findings in the built module."""
     if not BINARY.is_file():
         yield f"{BINARY.relative_to(ROOT)} is not built: make build"
         return
     for options in ((), ("-D",)):
-        for line in said_by("nm", *options, str(BINARY)).splitlines():
+        for line in output_of("nm", *options, str(BINARY)).splitlines():
             symbol = line.split()[-1]
             if symbol.startswith("_Z"):
                 yield f"C++ symbol {symbol}"
-    for line in said_by("readelf", "-d", str(BINARY)).splitlines():
+    for line in output_of("readelf", "-d", str(BINARY)).splitlines():
         if "(NEEDED)" in line and LIBRARIES_BANNED.search(line):
             yield f"needs {line.split('[')[-1].rstrip(']')}"
-    exported = [line.split()[-1] for line in said_by("nm", "-D", "--defined-only", str(BINARY)).splitlines()]
+    exported = [line.split()[-1] for line in output_of("nm", "-D", "--defined-only", str(BINARY)).splitlines()]
     yield from (f"exports {name}" for name in exported if name not in {"PyInit__core", "_init", "_fini"})
 
 
 def without_headers_findings() -> Iterator[str]:
-    """Yield each C file that does not compile, or includes libfabric's headers, in a build that has none."""
+    """Yield each C file that does not compile, or includes libfabric's headers, in a build without them."""
     sources = [p for p in cbuild.core_sources() if "NB_HAVE_OFI" in p.read_text(encoding="utf-8") or "ofi" in p.stem]
     compiler = os.environ.get("CC", "gcc")
     flags = [*cbuild.LANGUAGE, *cbuild.WARNINGS, "-D_GNU_SOURCE=1", f'-DNB_VERSION="{cbuild.version()}"']
@@ -78,7 +78,7 @@ def without_headers_findings() -> Iterator[str]:
 
 
 def abi_finding() -> str | None:
-    """Return what abi3audit has against the module; it is left out where it is not installed."""
+    """Return abi3audit's findings; the check is left out if abi3audit is not installed."""
     beside = Path(sys.executable).parent / "abi3audit"
     tool = str(beside) if beside.is_file() else shutil.which("abi3audit")
     if tool is None:
@@ -92,7 +92,7 @@ def abi_finding() -> str | None:
 
 
 def main() -> int:
-    """Print every finding. Returns 1 where there is one."""
+    """Print every finding. Returns 1 if there are findings."""
     findings = [*source_findings(), *binary_findings(), *without_headers_findings()]
     abi = abi_finding()
     if abi is not None:

@@ -1,7 +1,8 @@
-"""Fails on an include or import that the rooms' table does not allow. The table is data: the constants below.
+"""Fails on an include or import that the table of rooms (the constants below) does not allow.
 
-It fails too on a circle of rooms in that table, of C files of one room, or of imports between files of the package, and
-where docs/layout.md says something else."""
+It also fails on a circle of rooms in that table, of C files in one room, or of imports between files of the package,
+and
+if docs/layout.md differs from the table."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ C_ROOMS: dict[str, set[str]] = {
     "lab": set(),
 }
 
-# A header from outside may be included only here: (header, files of csrc).
-# Beside the two homes of sockets, those that own a control connection: bootstrap makes it, engine/control.c keeps it.
+# A header from outside may be included only here: (header, files of csrc). In addition to the two users of sockets, the
+# owners of a control connection: bootstrap opens it, engine/control.c keeps it.
 SOCKET_FILES = ["base/*", "transport/tcp*", "bootstrap/*", "engine/control*", "lab/*"]
 C_OUTSIDE: list[tuple[str, list[str]]] = [
     ("Python.h", ["py/*"]),
@@ -48,7 +49,7 @@ C_OUTSIDE: list[tuple[str, list[str]]] = [
     ("netdb.h", SOCKET_FILES),
 ]
 
-# A room of the package is a module or a folder. Anything may use these.
+# Rooms of the package (modules or folders) that all others may use.
 FOUNDATION = {"_version", "errors", "units"}
 
 # A room may import itself, the foundation and these. "*": everything but cli.
@@ -103,9 +104,9 @@ IMPURE = {
 
 INCLUDE = re.compile(r'^\s*#\s*include\s+([<"])([^>"]+)[>"]')
 
-# A comment, or a literal with what it holds.
+# A comment, or a literal with its content.
 C_BLANKED = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'""", re.DOTALL)
-# What other files can name: a function or a variable that begins a line and is not static.
+# A name visible to other files: a function or variable that begins a line and is not static.
 C_DEFINITION = re.compile(
     r"^(?!static\b|typedef\b|extern\b|return\b|else\b)[A-Za-z_](?:[\w \t*]*?)"
     r"(?:\b(?P<function>\w+)\((?:[^;{}]*)\)\s*\{|\b(?P<variable>\w+)(?:\[[^\]]*\])*\s*=)",
@@ -116,7 +117,7 @@ C_NAME = re.compile(r"(?<![\w.])(?<!->)(?<!struct )(?<!enum )(?<!union )([A-Za-z
 
 
 def c_findings(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line, what is wrong) for one C file or header."""
+    """Yield (line, finding) for one C file or header."""
     name = path.relative_to(CSRC).as_posix()
     room = name.split("/")[0]
     if room not in C_ROOMS:
@@ -140,18 +141,18 @@ def c_findings(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def c_code(text: str) -> str:
-    """Return C without comments and what strings and characters hold."""
+    """Return C code without comments and the contents of literals."""
     return C_BLANKED.sub(lambda match: " " if match[0].startswith("/") else match[0][0] * 2, text)
 
 
 def c_names(code: str) -> set[str]:
-    """Return the functions and variables that a C file defines for others."""
+    """Return the functions and variables that a C file exports."""
     found = {match["function"] or match["variable"] for match in C_DEFINITION.finditer(code)}
     return found - {"main"}
 
 
 def c_uses(folder: Path) -> dict[str, set[str]]:
-    """Return which other C files of a room each of them uses, by their stems."""
+    """Return by stem which other C files of its room each C file uses."""
     code = {path.stem: c_code(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.c"))}
     home = {name: stem for stem, text in code.items() for name in c_names(text)}
     return {
@@ -160,7 +161,7 @@ def c_uses(folder: Path) -> dict[str, set[str]]:
 
 
 def c_circles(folder: Path) -> list[set[str]]:
-    """Return the sets of C files of a room that all use one another, directly or through others."""
+    """Return the sets of C files of a room that use one another, directly or through others."""
     uses = c_uses(folder)
     below: dict[str, set[str]] = {}
     for stem in uses:
@@ -180,7 +181,7 @@ def c_circles(folder: Path) -> list[set[str]]:
 
 
 def c_circle_findings(csrc: Path) -> Iterator[tuple[Path, str]]:
-    """Yield (room, what is wrong) for each circle of C files."""
+    """Yield (room, finding) for each circle of C files."""
     for folder in sorted(path for path in csrc.iterdir() if path.is_dir()):
         for circle in c_circles(folder):
             yield folder, f"a circle of C files: {' '.join(sorted(circle))}"
@@ -193,7 +194,7 @@ def place_of(path: Path) -> str:
 
 
 def known_modules() -> set[str]:
-    """Return the modules and folders that are there, so that a name imported from the package can be told from them."""
+    """Return the existing modules and folders, to distinguish them from names that a package exports."""
     return {path.stem for path in PACKAGE.glob("*") if path.suffix in {".py", ".pyi"} or path.is_dir()}
 
 
@@ -226,7 +227,7 @@ def imports(tree: ast.Module, package: list[str]) -> Iterator[tuple[int, str, bo
 
 
 def own_finding(room: str, target: str) -> str | None:
-    """Return what is wrong with an import of one room of ours by another."""
+    """Return the finding of an import of one room by another; None if it is allowed."""
     allowed = PYTHON_ROOMS[room]
     everything = "*" in allowed and (target != "cli" or room == "cli")
     if target == room or target in FOUNDATION or target in allowed or everything:
@@ -235,12 +236,12 @@ def own_finding(room: str, target: str) -> str | None:
 
 
 def within(place: str, places: set[str]) -> bool:
-    """True where a file is one of these modules, or in one of these folders."""
+    """True if a file is one of these modules, or in one of these folders."""
     return any(place == other or place.startswith(f"{other}/") for other in places)
 
 
 def outside_finding(place: str, top: str, lazily: bool) -> str | None:
-    """Return what is wrong with an import of a package that is not ours."""
+    """Return the finding of an import of an external package; None if it is allowed."""
     room = place.partition("/")[0]
     if room in PURE_ROOMS and top in IMPURE:
         return f"{room} is analysis, a function of a trace: it may not import {top}"
@@ -252,7 +253,7 @@ def outside_finding(place: str, top: str, lazily: bool) -> str | None:
 
 
 def python_findings(path: Path, modules: set[str]) -> Iterator[tuple[int, str]]:
-    """Yield (line, what is wrong) for one Python file of the package."""
+    """Yield (line, finding) for one Python file of the package."""
     place = place_of(path)
     room = place.partition("/")[0]
     if room not in PYTHON_ROOMS:
@@ -270,7 +271,7 @@ def python_findings(path: Path, modules: set[str]) -> Iterator[tuple[int, str]]:
 
 
 def circles() -> Iterator[str]:
-    """Yield each circle of rooms that may use one another; those that may use everything are used by none."""
+    """Yield each circle of rooms that may use one another. No room uses those that may use everything."""
     for rooms in (C_ROOMS, {room: allowed - {"*"} for room, allowed in PYTHON_ROOMS.items()}):
         try:
             graphlib.TopologicalSorter(rooms).prepare()
@@ -279,7 +280,7 @@ def circles() -> Iterator[str]:
 
 
 def module_name(path: Path, root: Path) -> str:
-    """Return the dotted name of a file of the package that lies at root."""
+    """Return the dotted name of a file of the package at root."""
     parts = path.relative_to(root.parent).with_suffix("").parts
     return ".".join(parts[:-1] if path.name == "__init__.py" else parts)
 
@@ -291,7 +292,7 @@ def home_of(name: str, modules: Collection[str]) -> str | None:
 
 
 def serves_lazily(name: str, path: Path) -> bool:
-    """True where an import inside a function makes no edge: the command line, and names that a package serves."""
+    """True if imports inside functions do not count: in the command line, and in packages that export names lazily."""
     return path.name == "__init__.py" or name.split(".")[1:2] == ["cli"]
 
 
@@ -311,12 +312,12 @@ def file_circles(root: Path) -> Iterator[str]:
 
 
 def as_text(said: object) -> str:
-    """Return a value of a table as a person writes it."""
+    """Return a value of a table as readable text."""
     return (", ".join(sorted(said)) or "–") if isinstance(said, set) else str(said)
 
 
 def page_findings() -> Iterator[str]:
-    """Yield where docs/layout.md and the data here differ."""
+    """Yield the differences between docs/layout.md and the data here."""
     try:
         page = layout.read(PAGE)
     except ValueError as error:
@@ -343,7 +344,7 @@ def page_findings() -> Iterator[str]:
 
 
 def main() -> int:
-    """Print every finding as file:line. Returns 1 where there is one."""
+    """Print every finding as file:line. Returns 1 if there are findings."""
     found = [(path, *row) for path in sorted(CSRC.glob("**/*.[ch]")) for row in c_findings(path)]
     modules = known_modules()
     files = sorted(PACKAGE.glob("**/*.py"))

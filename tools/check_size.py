@@ -1,4 +1,4 @@
-"""Fails on a file that is too long: C over 1000 lines, Python over 800. Functions are lizard's matter."""
+"""Fails on files that are too long: C over 1000 lines, Python over 800. lizard checks functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIMITS = [
 
 
 def main() -> int:
-    """Print every file over its limit. Returns 1 where there is one."""
+    """Print every file over its limit. Returns 1 if there are any."""
     found = 0
     for folder, pattern, limit in LIMITS:
         for path in sorted((ROOT / folder).glob(pattern)):

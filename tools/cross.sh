@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The C core for aarch64: all of it is compiled with every warning an error; then the C tests of kernels, schedules,
-# lanes and the record are run under qemu. Where something is missing for that, it is named, and that is a failure.
+# Compiles the C core for aarch64, with warnings as errors, and runs the C tests of kernels, schedules, lanes and the
+# trace under qemu. Fails and names missing packages if it cannot.
 # usage: cross.sh             build and test
-#        cross.sh --probe     only prints Debian's names of what is missing; fails where something is
+#        cross.sh --probe     only prints Debian's names of missing packages; fails if there are any
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -10,7 +10,7 @@ system=aarch64-linux-gnu
 folder=build/cross
 tests=(test_reduce test_sched test_lanes test_ring)
 
-# Prints Debian's names. A compiler without headers and an emulator that does not run are as good as none.
+# Prints Debian's names of missing packages. A compiler without headers or an emulator that does not run counts as missing.
 missing() {
     local emulator
     emulator=$(command -v qemu-aarch64 || command -v qemu-aarch64-static) || echo qemu-user
@@ -37,7 +37,7 @@ fi
 python=.venv/bin/python
 [ -x "$python" ] || python=python3
 failed=0
-# What no C test links: the extension module and the lab's shim.
+# Sources that no C test links: the extension module and the lab's shim.
 mapfile -t flags < <("$python" tools/cbuild.py cross-flags)
 for source in csrc/py/*.c csrc/lab/*.c; do
     $system-gcc "${flags[@]}" -O2 -fPIC -c "$source" -o "$folder/object.o" || failed=1

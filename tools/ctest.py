@@ -1,4 +1,4 @@
-"""Builds and runs the C tests: each tests/c/test_*.c is a program that ends with 0, 1 or 77 (skipped, saying why)."""
+"""Builds and runs the C tests: each tests/c/test_*.c is a program that exits with 0, 1 or 77 (skipped)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TESTS = cbuild.ROOT / "tests" / "c"
 BUILD = cbuild.ROOT / "build" / "ctest"
 SUPPRESSIONS = cbuild.ROOT / "tools" / "sanitizers"
 LIMIT_S = 180  # what only a hang reaches, on a busy machine too
-# Programs that run once for each of these words, so that each run has the time of a test.
+# Programs that run once for each of these arguments, so that each run has a test's time limit.
 APART = {
     **{
         name: ("shm", "tcp", "ofi") for name in ("test_engine", "test_groups", "test_join", "test_shapes", "test_types")
@@ -33,7 +33,7 @@ APART = {
     "test_twofaults": ("kill", "stop", "cut", "ofi"),
     "test_twolevel": ("aabb", "aab", "abab", "aabbcc", "aaab", "aabbb", "rest", "ofi"),
 }
-# Functions of the core that a program stands before: its __wrap_<name> is called in their place.
+# Functions of the core that a program replaces: its __wrap_<name> is called instead.
 WRAPPED = {
     **{name: ("nb_ofi_lib_open",) for name in ("test_transport", "test_ofi_double")},
     "test_clock": ("clock_gettime",),
@@ -69,22 +69,22 @@ WRAPPED = {
     "test_twofaults": ("nb_fold_sum", "nb_fold_spread", "nb_buffer_reduce"),
 }
 SKIPPED = 77
-# Programs that run once more over another libfabric, and over another provider.
+# Programs that also run over another libfabric, and over another provider.
 OVER_LIBFABRIC = ("test_fork", "test_ofi", "test_outsider", "test_transport")
 NEWER = Path(sys.prefix, "lib", "mpich", "libfabric.so.1")
-# A provider that is never the best there is, where libfabric has another one for IP networks.
+# A provider that is never selected if libfabric has another one for IP networks.
 LAYERED = {"NETBOTTLENECK_PROVIDER": "tcp;ofi_rxm"}
 RUNNING: set[int] = set()
 # Sanitizers of gcc 12 cannot place their shadow memory where the kernel randomises more bits than this.
 RANDOM_BITS_MAX = 28
-# Warnings are judged once, at -O2: instrumented code gives gcc's flow analysis false ideas.
+# Warnings are errors only at -O2: in instrumented code, gcc's flow analysis gives false positives.
 FLAVOURS = {
     "plain": ["-O2", "-g", *cbuild.WARNINGS],
     "asan": ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"],
     "tsan": ["-O1", "-g", "-fsanitize=thread", "-fno-omit-frame-pointer"],
     "aarch64": ["-O2", "-g", *cbuild.WARNINGS],
 }
-# Flavours for another CPU: the GNU name of its system, whose libraries lie in a folder so called, and who runs it here.
+# Flavours for another CPU: the GNU name of its system, which names the folder of its libraries, and its emulator.
 CROSS = {"aarch64": ("aarch64-linux-gnu", ("qemu-aarch64", "qemu-aarch64-static"))}
 # Quoted where a path stands in it: it may hold a space.
 ENVIRONMENT = {
@@ -97,7 +97,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Result:
-    """How one program ended: PASS, FAIL or SKIP, with the reason and what it printed."""
+    """Result of one program: PASS, FAIL or SKIP, with the reason and its output."""
 
     name: str
     verdict: str
@@ -107,12 +107,12 @@ class Result:
 
 
 def may_skip(name: str, said: str) -> bool:
-    """Tell whether tests/skips.txt allows this program this reason here."""
+    """Return True if tests/skips.txt allows this program to skip for this reason here."""
     return skips.may_skip(f"c/{name}", said, ["CI"] if os.environ.get("CI") else [])
 
 
 def launcher(flavour: str) -> list[str]:
-    """Return what stands before a program: an emulator, or what switches address randomisation off for a sanitizer."""
+    """Return a program's command prefix: an emulator, or a tool that disables address randomisation for sanitizers."""
     if flavour in CROSS:
         system, emulators = CROSS[flavour]
         found = [path for path in map(shutil.which, emulators) if path is not None]
@@ -128,7 +128,7 @@ def launcher(flavour: str) -> list[str]:
 
 
 def build(flavour: str, programs: list[Path], jobs: int) -> dict[Path, Path | str]:
-    """Compile core and tests; return each program's binary, or what its compile or link said."""
+    """Compile core and tests; return each program's binary, or the output of its failed compile or link."""
     folder = BUILD / flavour
     cross = f"{CROSS[flavour][0]}-" if flavour in CROSS else ""
     named = f"{cross}gcc" if cross else os.environ.get("CC", "gcc")
@@ -157,7 +157,7 @@ def build(flavour: str, programs: list[Path], jobs: int) -> dict[Path, Path | st
 
 
 def end_all(signum: int, _frame: object) -> None:
-    """Take the programs along where this script is told to end."""
+    """Kill all programs when this script is terminated."""
     for leader in list(RUNNING):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(leader, signal.SIGKILL)
@@ -165,7 +165,7 @@ def end_all(signum: int, _frame: object) -> None:
 
 
 def end_group(process: subprocess.Popen[str]) -> None:
-    """Kill what is left of a program and its children."""
+    """Kill the remaining processes of a program's group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     RUNNING.discard(process.pid)
@@ -175,10 +175,10 @@ def end_group(process: subprocess.Popen[str]) -> None:
 def run(
     name: str, binary: Path, flavour: str, words: Sequence[str] = (), env: Mapping[str, str] | None = None
 ) -> Result:
-    """Run one program in a process group of its own, with a time limit, and judge how it ended."""
+    """Run one program in its own process group, with a time limit, and return its result."""
     began = time.monotonic()
     argv = [*launcher(flavour), str(binary), *words]
-    # What it prints goes to a file: a grandchild that holds a pipe open could make this wait for ever.
+    # Output goes to a file: with a pipe, a grandchild that holds it open could block this process.
     log = binary.with_name(f"{name}.log")
     with log.open("w", encoding="utf-8") as sink:
         process = subprocess.Popen(
@@ -212,7 +212,7 @@ def run(
 
 
 def run_newer(binary: Path, flavour: str) -> Result:
-    """Run a program once more, over the libfabric 2.x that the mpich wheel carries."""
+    """Run a program again over libfabric 2.x from the mpich wheel."""
     name = f"{binary.name}_libfabric2"
     said = "mpich is not installed"
     if NEWER.exists():
@@ -221,7 +221,7 @@ def run_newer(binary: Path, flavour: str) -> Result:
 
 
 def report(result: Result) -> None:
-    """Print one line for a program, and all it said where it failed."""
+    """Print one line for a program, and its output if it failed."""
     reason = f" ({result.reason})" if result.reason else ""
     print(f"{result.verdict} {result.name} {result.seconds:.1f} s{reason}", flush=True)
     if result.verdict == "FAIL" and result.output:
@@ -229,7 +229,7 @@ def report(result: Result) -> None:
 
 
 def main() -> int:
-    """Build, run, report. Returns 0 where nothing failed and something ran."""
+    """Build, run, report. Returns 0 if nothing failed and at least one program ran."""
     parser = argparse.ArgumentParser(description="Build and run the C tests.")
     parser.add_argument("--flavour", choices=sorted(FLAVOURS), default="plain")
     parser.add_argument("--filter", nargs="+", default=["*"], help="globs over program names, as in 'test_lanes*'")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the documentation into build/docs. Links that lead nowhere, and all other warnings, are errors.
+# Builds the documentation into build/docs. Broken links and all other warnings are errors.
 #   PYTHON=.venv/bin/python   the Python that has requirements/dev.txt
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Fuzzes what parses bytes of a peer: each tests/c/fuzz/fuzz_*.c for SECONDS (20), from the inputs in
-# tests/c/fuzz/corpus/NAME and those that earlier runs found.
-# usage: fuzz.sh [SECONDS] [NAME]     77: clang or its libFuzzer is not there
-#        fuzz.sh --probe              only says whether they are there
-#        fuzz.sh --keep [NAME]        makes the corpora anew: of all inputs, as few as reach the same code
+# Fuzzes the parsers of peer data: each tests/c/fuzz/fuzz_*.c for SECONDS (20), from the inputs in
+# tests/c/fuzz/corpus/NAME and those of earlier runs.
+# usage: fuzz.sh [SECONDS] [NAME]     exit code 77: clang or its libFuzzer is not installed
+#        fuzz.sh --probe              only checks whether they are installed
+#        fuzz.sh --keep [NAME]        rebuilds the corpora: the fewest inputs that reach the same code
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -22,7 +22,7 @@ mkdir -p "$folder"
 printf 'int LLVMFuzzerTestOneInput(const unsigned char *d, unsigned long n) { return (int)(d == 0 && n > 9); }\n' \
     >"$folder/probe.c"
 if [ -z "$clang" ] || ! "$clang" -fsanitize=fuzzer,address "$folder/probe.c" -o "$folder/probe" 2>/dev/null; then
-    echo "not fuzzed: clang with libFuzzer is not there (Debian: clang libclang-rt-14-dev)"
+    echo "not fuzzed: clang with libFuzzer is not installed (Debian: clang libclang-rt-14-dev)"
     exit 77
 fi
 [ "$seconds" != --probe ] || exit 0
@@ -61,7 +61,7 @@ fuzz() {
         "${wrapped[@]}" -pthread -ldl -lm || return 1
     mkdir -p "$folder/found/$name"
     [ "$seconds" != --keep ] || { keep "$name"; return; }
-    # Limits: a run of 10 s is a hang, 2 GiB are a leak. What a peer asks for may be more memory than there is: NULL.
+    # Limits: 10 s per input (hang), 2 GiB (leak). A peer may request more memory than available: malloc returns NULL.
     if ASAN_OPTIONS=allocator_may_return_null=1:max_allocation_size_mb=256 "$folder/$name" -max_total_time="$seconds" -timeout=10 -rss_limit_mb=2048 -max_len=4096 -verbosity=1 \
         -artifact_prefix="$folder/" "$folder/found/$name" "$corpora/$name" >"$log" 2>&1 </dev/null; then
         echo "PASS $name: $(grep -o 'Done [0-9]* runs' "$log")"

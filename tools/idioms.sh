@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs the idioms of tests/idioms, by default with .venv's torch. Arguments go to tests/idioms/run.py.
 # usage: [TORCH=2.x.y] tools/idioms.sh [ARGUMENT…]
-#   TORCH   a version of torch, in an environment of its own, .venv-torch-2.x.y, which is made when it is missing. Outside
-#           version 2.13 the registry's wheels bring CUDA's libraries: 3 GB to load, 6 GB on disk. No GPU is needed.
+#   TORCH   a version of torch, in a separate environment .venv-torch-2.x.y, which is created if it is missing. Except for
+#           version 2.13, torch's wheels include CUDA's libraries: 3 GB to download, 6 GB on disk. No GPU is needed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

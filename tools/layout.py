@@ -1,4 +1,4 @@
-"""What docs/layout.md says of rooms, as values: each table by its heading and first column, and the lists below."""
+"""Tables and lists of docs/layout.md as values: each table by its heading and first column."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Layout:
 
 
 def quoted(text: str) -> set[str]:
-    """Return what stands between backticks."""
+    """Return the parts between backticks."""
     return set(re.findall(r"`([^`]+)`", text))
 
 
 def rows(page: str, section: str, first: str) -> Iterator[list[str]]:
-    """Yield the cells of each row of a section's table, by the first column's heading. Raises ValueError without it."""
+    """Yield the cells of each row of a section's table with this first column. Raises ValueError if it is missing."""
     text = page.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     lines = iter(text.splitlines())
     if not any(line.startswith(f"| {first} |") for line in lines):
@@ -50,12 +50,12 @@ def listed(cell: str) -> set[str]:
 
 
 def rooms(page: str, section: str) -> dict[str, set[str]]:
-    """Return what each room of a section may use."""
+    """Return the rooms that each room of a section may use."""
     return {room: listed(may) for names, _, may in rows(page, section, "room") for room in sorted(quoted(names))}
 
 
 def places(page: str, section: str, first: str) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
-    """Return where each thing from outside may be used, and where inside a function only."""
+    """Return where each external header or package may be used, and where only inside a function."""
     anywhere: dict[str, set[str]] = {}
     lazily: dict[str, set[str]] = {}
     for names, cell in rows(page, section, first):
@@ -68,7 +68,7 @@ def places(page: str, section: str, first: str) -> tuple[dict[str, set[str]], di
 
 
 def sentence(page: str, pattern: str) -> re.Match[str]:
-    """Return the match of a sentence of the page, line breaks being spaces. Raises ValueError where it is not there."""
+    """Return the match of a sentence, with line breaks as spaces. Raises ValueError if the page lacks it."""
     match = re.search(pattern, page.replace("\n", " "))
     if match is None:
         raise ValueError(f"no sentence like {pattern!r}")
@@ -76,7 +76,7 @@ def sentence(page: str, pattern: str) -> re.Match[str]:
 
 
 def read(path: Path) -> Layout:
-    """Read the page. Raises ValueError naming the table or sentence that is not there."""
+    """Read the page. Raises ValueError naming a missing table or sentence."""
     page = path.read_text(encoding="utf-8")
     outside, lazily = places(page, "Python", "package")
     pure = sentence(page, r"Analysis reads no ([^:]*): (.*?) may not import (.*?)\.(?: |$)")

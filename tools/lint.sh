@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Every check that runs nothing of ours: format, clang-tidy, ruff, mypy, lizard, file sizes, layers, binary, docs. All are run; a
-# line at the end names those that found something.
+# All static checks: format, clang-tidy, ruff, mypy, lizard, file sizes, layers, binary, docs. All of them run; the last line
+# names those that failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -18,7 +18,7 @@ python_files() { find python tests tools benchmarks docs setup.py -name '*.py' -
 c_format() { find csrc tests/c -name '*.[ch]' -print0 | xargs -0 -r "$bin/clang-format" --dry-run -Werror; }
 ruff_format() { python_files | xargs -r "$bin/ruff" format -q --check; }
 ruff_check() { python_files | xargs -r "$bin/ruff" check -q; }
-# Parameters of Python functions are ruff's matter: Horovod's own signatures are longer than ours.
+# ruff checks the number of parameters of Python functions, because Horovod's signatures are longer than our limit.
 lizard_c() { "$bin/lizard" -w -l c -L 60 -C 15 -a 6 -W tools/lizard_allow.txt csrc; }
 lizard_python() { "$bin/lizard" -w -l python -L 60 -C 15 python; }
 

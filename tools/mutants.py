@@ -37,16 +37,16 @@ TIMES = PLACE / "times.json"
 PAGE = ROOT / "docs" / "mutants.md"
 SEED = 20261123
 NUMBER = 150
-# A test that takes so many times as long as without a mutant, and so many seconds more, hangs.
+# A test hangs if it takes this many times as long as without a mutant, plus these seconds.
 SLOWER, MORE_S = 6, 30
 GRACE_S = 20
-# Every process of a test has this in its environment, so that what a killed test leaves behind is found.
+# Variable in the environment of every process of a test, to find processes that a killed test leaves behind.
 MARK = "NB_MUTANTS_RUN"
 
 
 @dataclass(frozen=True)
 class Room:
-    """Sources, as globs below the root, and the tests that are run for a mutant of them, in this order.
+    """Sources, as globs below the root, and the tests that run for a mutant of them, in this order.
 
     c: programs of tests/c; asan: of these, the ones that are run again under AddressSanitizer where all passed; py:
     files of tests/py, run together. slow: files that are run where all others passed.
@@ -60,7 +60,7 @@ class Room:
 
 
 def _python(folder: str, *modules: str) -> tuple[str, ...]:
-    """Globs of a folder of the package: of all that is in it, or of some modules."""
+    """Globs of a folder of the package: of all its modules, or of some."""
     return tuple(f"python/netbottleneck/{folder}/{module}.py" for module in modules or ("*",))
 
 
@@ -131,7 +131,7 @@ ROOMS: dict[str, Room] = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change in one file. number: stays the same while the changed line does."""
+    """One change in one file. number: constant as long as the changed line is."""
 
     room: str
     path: str
@@ -141,7 +141,7 @@ class Mutant:
 
 @dataclass
 class Result:
-    """verdict: killed, survived, invalid (does not compile) or equal (the compiler makes the same code of it)."""
+    """verdict: killed, survived, invalid (does not compile) or equal (compiles to the same code)."""
 
     number: str
     room: str
@@ -171,7 +171,7 @@ def mutants(room: str) -> list[Mutant]:
 
 
 def drawn(rooms: Sequence[str], seed: int) -> Iterator[Mutant]:
-    """Yield mutants in a random order that the seed decides, one of each room in turn."""
+    """Yield mutants in a random order given by the seed, one of each room in turn."""
     orders = []
     for room in rooms:
         order = mutants(room)
@@ -187,7 +187,7 @@ def drawn(rooms: Sequence[str], seed: int) -> Iterator[Mutant]:
 
 
 def copy_tree() -> None:
-    """Make the copy as the working tree is; what was built in it is kept."""
+    """Update the copy from the working tree; build results in it are kept."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -214,7 +214,7 @@ def copy_tree() -> None:
 
 
 def end_marked(token: str) -> None:
-    """Kill what a test left behind: the processes that have its mark."""
+    """Kill the processes that a test left behind, found by its mark."""
     needle = f"{MARK}={token}".encode()
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -223,7 +223,7 @@ def end_marked(token: str) -> None:
 
 
 def run(argv: Sequence[str], limit_s: float) -> tuple[int | None, str]:
-    """Run a command in the copy; return its exit code, None where it did not end, and the end of what it said."""
+    """Run a command in the copy; return its exit code (None on timeout) and the end of its output."""
     token = f"{os.getpid()}-{time.monotonic_ns()}"
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")}
     path = os.pathsep.join([str(TREE / "python"), str(TREE / "tests" / "py")])
@@ -252,7 +252,7 @@ def run(argv: Sequence[str], limit_s: float) -> tuple[int | None, str]:
 
 
 class Tests:
-    """The tests of the rooms, and how long each takes where nothing is mutated: known until the test changes."""
+    """The tests of the rooms, and their durations without a mutant, which are kept until the test changes."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -275,7 +275,7 @@ class Tests:
             yield name, (*pytest, f"tests/py/test_{name}.py")
 
     def measure(self, rooms: Sequence[str]) -> None:
-        """Run all tests without a mutant. Raises SystemExit where one fails."""
+        """Run all tests without a mutant. Raises SystemExit if one fails."""
         for room in rooms:
             for name, command in self.steps(ROOMS[room]):
                 named = self._name(command)
@@ -292,14 +292,14 @@ class Tests:
 
     @staticmethod
     def _name(command: Sequence[str]) -> str:
-        """A command, and what its tests are."""
+        """Name of a command, with its tests."""
         files = [TREE / word for word in command if word.endswith(".py")]
         files += [TREE / "tests" / "c" / f"{word}.c" for word in command if word.startswith("test_")]
         content = b"".join(path.read_bytes() for path in files)
         return f"{' '.join(command[1:])} {hashlib.sha256(content).hexdigest()[:8]}"
 
     def judge(self, mutant: Mutant) -> tuple[str, str]:
-        """Return the verdict on the mutant that is in the copy, and the test that killed it."""
+        """Return the verdict on the mutant in the copy, and the test that killed it."""
         for name, command in self.steps(ROOMS[mutant.room]):
             code, said = run(command, min(self._limit_s, SLOWER * self._took[command] + MORE_S))
             if "the core does not build" in said:
@@ -312,7 +312,7 @@ class Tests:
 
 
 def same_code(mutant: Mutant) -> bool | None:
-    """Return True where the compiler makes the same code of a mutant, None where it makes none."""
+    """Return True if a mutant compiles to the same code, None if it does not compile."""
     path = TREE / mutant.path
     if path.suffix == ".py":
         return mutants_rules.same_bytecode(mutant.change.original, mutant.change.text)
@@ -331,7 +331,7 @@ def same_code(mutant: Mutant) -> bool | None:
 
 
 def try_one(tests: Tests, mutant: Mutant) -> Result:
-    """Put a mutant into the copy, run the tests, and put the original back."""
+    """Write a mutant to the copy, run the tests, and restore the original."""
     path = TREE / mutant.path
     began = time.monotonic()
     try:
@@ -359,7 +359,7 @@ def try_one(tests: Tests, mutant: Mutant) -> Result:
 
 
 def read_results() -> dict[str, Result]:
-    """Return what is known of mutants, by number; the last word on each counts.
+    """Return the known results by number; the last result of a mutant counts.
 
     It counts also where the mutant's line has changed since.
     """
@@ -370,7 +370,7 @@ def read_results() -> dict[str, Result]:
 
 
 def keep(result: Result) -> None:
-    """Add a result to the file, and say it."""
+    """Append a result to the file, and print it."""
     with RESULTS.open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(result)) + "\n")
     print(f"{result.verdict:<8} {result.number} {result.path}:{result.line} {result.rule} {result.by}", flush=True)
@@ -379,7 +379,7 @@ def keep(result: Result) -> None:
 
 
 def summary(results: Sequence[Result]) -> int:
-    """Print counts by room, what the page does not explain, and the last line; return 1 where that is anything."""
+    """Print counts by room, survivors that the page does not explain, and totals. Returns 1 if there are any."""
     counted = [result for result in results if result.verdict in ("killed", "survived")]
     for room in ROOMS:
         own = [result.verdict for result in counted if result.room == room]
@@ -396,7 +396,7 @@ def summary(results: Sequence[Result]) -> int:
 
 
 def chosen(options: argparse.Namespace, known: dict[str, Result]) -> Iterator[Mutant]:
-    """Yield the mutants to be run: survivors again, or new ones until there are as many as were asked for."""
+    """Yield the mutants to run: survivors again, or new ones up to the requested number."""
     if options.again:
         known_here = {mutant.number: mutant for room in options.rooms for mutant in mutants(room)}
         for number, result in known.items():
@@ -413,14 +413,14 @@ def chosen(options: argparse.Namespace, known: dict[str, Result]) -> Iterator[Mu
 
 
 def main() -> int:
-    """Run what was asked for, then print the summary."""
+    """Run the requested mutants, then print the summary."""
     parser = argparse.ArgumentParser(description="Draw mutants and run the tests of their rooms.")
-    parser.add_argument("--number", type=int, default=NUMBER, help="of mutants that compile, with those known already")
+    parser.add_argument("--number", type=int, default=NUMBER, help="mutants that compile, with earlier ones")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--rooms", nargs="+", choices=list(ROOMS), default=list(ROOMS))
-    parser.add_argument("--limit-s", type=float, default=600.0, help="of one test command")
-    parser.add_argument("--again", action="store_true", help="run the mutants that survived once more")
-    parser.add_argument("--list", action="store_true", help="the summary of what is known, and nothing else")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="time limit of one test command")
+    parser.add_argument("--again", action="store_true", help="run the mutants that survived again")
+    parser.add_argument("--list", action="store_true", help="print only the summary of the results")
     options = parser.parse_args()
     known = read_results()
     if not options.list:

@@ -1,7 +1,7 @@
-"""The rules by which tools/mutants.py changes a file: regular expressions for C, the syntax tree for Python.
+"""Mutation rules of tools/mutants.py: regular expressions for C, the syntax tree for Python.
 
-Each rule makes a fault of a kind that people make: a comparison that is off by one or the wrong way round, a condition
-negated, a wrong sign, a constant that is off by one, a statement that is missing.
+Each rule makes a common kind of error: a comparison that is off by one or reversed, a negated condition, a wrong sign,
+a constant that is off by one, a missing statement.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Change:
 
     @property
     def text(self) -> str:
-        """The whole text with the change."""
+        """The complete text with the change."""
         return self.original[: self.start] + self.new + self.original[self.end :]
 
     @property
@@ -36,12 +36,12 @@ class Change:
 
     @property
     def before(self) -> str:
-        """The lines that are changed, as they were."""
+        """The changed lines, before the change."""
         return self.original[self._first() : self._last()]
 
     @property
     def after(self) -> str:
-        """The same lines with the change."""
+        """The changed lines, after the change."""
         return self.original[self._first() : self.start] + self.new + self.original[self.end : self._last()]
 
     def _first(self) -> int:
@@ -60,7 +60,7 @@ def changes(path: Path) -> Iterator[Change]:
 
 # ---- C
 
-# (rule, what is replaced, by what); a group, where there is one, is the part that is replaced.
+# (rule, pattern, replacement); if the pattern has a group, only the group is replaced.
 C_RULES: tuple[tuple[str, str, str], ...] = (
     ("< to <=", r" < ", " <= "),
     ("<= to <", r" <= ", " < "),
@@ -94,7 +94,7 @@ C_RULES: tuple[tuple[str, str, str], ...] = (
     ("statement dropped", r"(?<=^)(?<!\w)\s*(?!return\b|if\b|for\b|while\b)[\w>.\[\]-]+(?: [+|&^-]?= .*|\(.*\));$", ""),
     ("condition negated", r"(?<=if )\(.*\)(?= \{$)", "(!*)"),
 )
-# Lines whose faults are none: text, declarations of the file, what is only for the compiler.
+# Lines in which changes are not errors: text, declarations, lines that only the compiler reads.
 C_LEFT_OUT = re.compile(r"^\s*(?://|#|_Static_assert|static const|enum \{|struct \w+;)|nb_fail\(\w+, rc,")
 
 
@@ -114,7 +114,7 @@ def _c(text: str) -> Iterator[Change]:
 
 
 def _blank(line: str) -> str:
-    """A line of C with its strings and its comment blanked, of the same length."""
+    """A line of C with blanks in place of strings and comments, of the same length."""
     hidden = re.sub(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'', lambda m: "_" * len(m.group()), line)
     code, comment, rest = hidden.partition("//")
     return code.rstrip() if comment and not rest.isspace() else hidden
@@ -146,7 +146,7 @@ OPERATORS = {
     ast.RShift: (">>", "<<"),
 }
 CALLED = {"min": "max", "max": "min", "any": "all", "all": "any"}
-# Calls that only say something.
+# Calls that only produce output.
 SAID = ("logger", "warnings", "log")
 
 
@@ -182,7 +182,7 @@ class _Finder(ast.NodeVisitor):
             self._put(f"{old} to {new}", (start + match.start(), start + match.end()), new)
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        """A text is only said."""
+        """Leave formatted text out."""
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         """Leave annotations out."""
@@ -202,35 +202,35 @@ class _Finder(ast.NodeVisitor):
             self.visit(statement)
 
     def visit_Raise(self, node: ast.Raise) -> None:
-        """An error that is not raised."""
+        """Remove a raise statement."""
         self._put("raise dropped", self._span(node), "pass")
 
     def visit_Assert(self, node: ast.Assert) -> None:
-        """For the type checker, mostly."""
+        """Leave assertions out: most are for the type checker."""
 
     def visit_Compare(self, node: ast.Compare) -> None:
-        """A comparison, off by one or the wrong way round."""
+        """Change a comparison: off by one, or reversed."""
         operands = [node.left, *node.comparators]
         for at, operator in enumerate(node.ops):
             self._between(operands[at], operands[at + 1], *COMPARISONS[type(operator)])
         self.generic_visit(node)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        """And for or, or for and."""
+        """Swap and and or."""
         old, new = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
         for left, right in zip(node.values, node.values[1:], strict=False):
             self._between(left, right, old, new)
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
-        """A wrong operator; strings have none of them."""
+        """Replace an operator, unless an operand is a string."""
         texts = any(isinstance(side, ast.JoinedStr | ast.List | ast.Tuple) for side in (node.left, node.right))
         if type(node.op) in OPERATORS and not texts:
             self._between(node.left, node.right, *OPERATORS[type(node.op)])
         self.generic_visit(node)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
-        """A negation or a sign dropped."""
+        """Remove a negation or a sign."""
         if isinstance(node.op, ast.Not | ast.USub):
             start, end = self._span(node.operand)
             rule = "not dropped" if isinstance(node.op, ast.Not) else "- dropped"
@@ -238,26 +238,26 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        """A wrong sign."""
+        """Swap += and -=."""
         if isinstance(node.op, ast.Add | ast.Sub):
             old, new = ("+=", "-=") if isinstance(node.op, ast.Add) else ("-=", "+=")
             self._between(node.target, node.value, old, new)
         self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> None:
-        """A constant, off by one."""
+        """Change a constant by one."""
         if isinstance(node.value, bool):
             self._put(f"{node.value} to {not node.value}", self._span(node), str(not node.value))
         elif isinstance(node.value, int | float):
             self._put("constant + 1", self._span(node), repr(node.value + 1))
 
     def visit_If(self, node: ast.If) -> None:
-        """A condition negated."""
+        """Negate a condition."""
         self._negate(node.test)
         self.generic_visit(node)
 
     def visit_IfExp(self, node: ast.IfExp) -> None:
-        """The same of an expression."""
+        """Negate the condition of an expression."""
         self._negate(node.test)
         self.generic_visit(node)
 
@@ -268,14 +268,14 @@ class _Finder(ast.NodeVisitor):
             self._put("condition negated", (start, end), f"(not ({inner}))")
 
     def visit_Call(self, node: ast.Call) -> None:
-        """Min for max, any for all."""
+        """Swap min and max, any and all."""
         if isinstance(node.func, ast.Name) and node.func.id in CALLED:
             new = CALLED[node.func.id]
             self._put(f"{node.func.id} to {new}", self._span(node.func), new)
         self.generic_visit(node)
 
     def visit_Expr(self, node: ast.Expr) -> None:
-        """A call that is missing; docstrings are none."""
+        """Remove a call."""
         if isinstance(node.value, ast.Call):
             if ast.unparse(node.value.func).split(".")[0] in SAID:
                 return
@@ -283,7 +283,7 @@ class _Finder(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_Return(self, node: ast.Return) -> None:
-        """A value that is not returned."""
+        """Return None instead of the value."""
         if node.value is not None and not isinstance(node.value, ast.Constant):
             self._put("None returned", self._span(node), "return None")
         self.generic_visit(node)
@@ -296,7 +296,7 @@ def _python(text: str) -> Iterator[Change]:
 
 
 def same_bytecode(original: str, changed: str) -> bool | None:
-    """Return True where Python compiles both texts to the same; None where the changed one does not compile."""
+    """Return True if both texts compile to the same bytecode, None if the changed one does not compile."""
     try:
         return _code(compile(original, "", "exec")) == _code(compile(changed, "", "exec"))
     except (SyntaxError, ValueError):

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Installs the programs that the benchmark stands beside, as far as they can be had here, and says what is missing.
-# usage: tools/peers.sh      with root: apt-get; APT=0: install nothing by it
-#        tools/peers.sh --probe   only prints Debian's names of what is missing; fails where something is
-#   HOROVOD=0   build no Horovod (it takes some minutes, once)
-#   ONECCL=0    fetch no oneCCL (50 MB)
+# Installs the programs that the benchmark compares with, as far as they are available, and names missing ones.
+# usage: tools/peers.sh      as root: uses apt-get; APT=0: does not
+#        tools/peers.sh --probe   only prints Debian's names of missing packages; fails if there are any
+#   HOROVOD=0   do not build Horovod (takes some minutes, once)
+#   ONECCL=0    do not download oneCCL (50 MB)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -32,16 +32,16 @@ for package in $(missing); do
     echo "peers: $package is missing (Debian's name): what needs it is left out"
 done
 
-# MPICH is a wheel, beside this Python. Horovod's last release asks for C++14, which torch's headers are not any more: built
-# from its source with that one line changed, over Gloo and, where Open MPI's headers are, MPI, and kept apart, where only the
-# benchmark looks.
+# MPICH comes as a wheel, in .venv. Horovod's last release requires C++14, but torch's headers need a later standard: it is
+# built from its source with that line changed, over Gloo and, if Open MPI's headers are installed, over MPI, in a separate
+# folder that only the benchmark uses.
 venv=.venv
 quietly() { mkdir -p build && "$@" >>build/peers.log 2>&1 </dev/null; }
 pip() { quietly "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
 horovod=0.28.1
 place=build/peers/horovod
 
-# Without what lies beside this Python: MPICH's compilers.
+# PATH without .venv/bin, which has MPICH's compilers.
 elsewhere() { env PATH="$(tr : '\n' <<<"$PATH" | grep -vxF "$PWD/$venv/bin" | paste -sd :)" "$@"; }
 open_mpi() { elsewhere sh -c 'mpicxx --showme:version' 2>/dev/null | grep -q 'Open MPI'; }
 over_mpi() { grep -qs 'libmpi\.so\.40' $place/horovod/torch/mpi_lib_v2*.so; }
@@ -51,10 +51,10 @@ build_horovod() {
     local work tool mpi=HOROVOD_WITHOUT_MPI=1
     open_mpi && mpi=HOROVOD_WITH_MPI=1
     for tool in cmake c++ make; do
-        command -v "$tool" >/dev/null || { echo "$tool is not there"; return 1; }
+        command -v "$tool" >/dev/null || { echo "$tool is not installed"; return 1; }
     done
-    "$venv/bin/python" -c 'import torch' 2>/dev/null || { echo "torch is not there"; return 1; }
-    echo "peers: Horovod $horovod is built from its source, which takes some minutes" >&2
+    "$venv/bin/python" -c 'import torch' 2>/dev/null || { echo "torch is not installed"; return 1; }
+    echo "peers: building Horovod $horovod from its source, which takes some minutes" >&2
     work=$(mktemp -d)
     # shellcheck disable=SC2064
     trap "rm -rf '$work'" RETURN
@@ -70,7 +70,7 @@ build_horovod() {
         { echo "it could not be built: build/peers.log"; return 1; }
 }
 
-# oneCCL's wheels, the last that need nothing but libfabric, apart as well.
+# oneCCL's wheels, the last version that needs only libfabric, in a separate folder too.
 oneccl=2021.14.1
 ccl_place=build/peers/oneccl
 fetch_oneccl() {

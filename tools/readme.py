@@ -1,4 +1,4 @@
-"""Writes what the pages show of the stored trace and study: `tools/readme.py`; --check says whether they are current.
+"""Updates the parts of pages that show the stored trace and study: `tools/readme.py`; --check: only compare.
 
 A block of README.md or of the example report lies between `<!-- trace: NAME -->` and `<!-- end -->`; NAME is one of
 BLOCKS. The picture of the report and the study's first figure are written, too.
@@ -27,7 +27,7 @@ TRACE = ROOT / "benchmarks" / "traces" / "resnet50-2gbit-500mbit.jsonl.gz"
 STUDY = ROOT / "benchmarks" / "traces" / "quick-study.json"
 FIGURE = ROOT / "docs" / "study-figure1.svg"
 PICTURE = ROOT / "docs" / "report.svg"
-# Paragraphs of the report that the picture shows, by their first words; a table comes with its title.
+# Paragraphs of the report that the picture shows, by their first words; a table includes its title.
 SHOWN = ("Run ", "   stock", "Parts of a step", "Achieved, ", "Step by transport", "Verdict: ")
 COLOURS = {"#": "#4caf50", "=": "#26a69a", "!": "#ef5350", ".": "#ffb300"}
 BLOCK = re.compile(r"(<!-- trace: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -38,19 +38,19 @@ def _sentence(run: Run) -> str:
 
 
 def _report(run: Run) -> str:
-    """The report without the sentence, which stands above it."""
+    """The report without its first sentence, which the page shows above it."""
     return f"```\n{run.text[run.text.index(f'Run {run.trace.id}') :]}```\n"
 
 
 def _answers(run: Run) -> str:
-    """What `what-if --target-scaling 0.9` says in words."""
+    """The sentences of `what-if --target-scaling 0.9`."""
     args = parser().parse_args([str(run.path), "--target-scaling", "0.9"])
     answers = what_if.answer_all(args, Source(run.path, trace=run.trace))
     return "```\n" + "".join(f"{line}\n" for line in report.sentences(answers)) + "```\n"
 
 
 def _chain(_run: Run) -> str:
-    """What the stored study says, a sentence a step."""
+    """The chain of claims of the stored study, one sentence per claim."""
     claims = enumerate(Evidence.read(STUDY).claims, 1)
     return "".join(f"{number}. **{claim.title}**: {claim.verdict}\n" for number, claim in claims)
 
@@ -64,7 +64,7 @@ BLOCKS: Mapping[str, Callable[[Run], str]] = {
 
 
 def render(text: str, run: Run) -> str:
-    """Return the text with every block made anew. Raises KeyError for a block of another name."""
+    """Return the text with every block generated again. Raises KeyError for an unknown block."""
     return BLOCK.sub(lambda found: found[1] + BLOCKS[found[2]](run) + found[3], text)
 
 
@@ -79,7 +79,7 @@ def shown(run: Run) -> Iterator[str]:
 
 
 def picture(run: Run) -> str:
-    """Return the picture: the lines of `shown` as a terminal shows them, bars in colour."""
+    """Return the picture: the lines of `shown` as in a terminal, with coloured bars."""
     lines = list(shown(run))[:-1]
     width, height = 660, 18 * len(lines) + 28
     parts = [
@@ -93,7 +93,7 @@ def picture(run: Run) -> str:
 
 
 def _coloured(line: str) -> str:
-    """Return a line as SVG text, its spaces as no-break spaces; runs of a bar's character have its colour."""
+    """Return a line as SVG text with no-break spaces, and bars in colour."""
     line = line.replace(" ", "\N{NO-BREAK SPACE}")
     runs = ["".join(run) for _, run in groupby(line)]
     if not any(len(run) > 3 and run[0] in COLOURS for run in runs):
@@ -104,7 +104,7 @@ def _coloured(line: str) -> str:
 
 
 def main() -> int:
-    """Write, or check; 1 where --check finds a difference."""
+    """Write or check. Returns 1 if --check finds a difference."""
     run = Run(TRACE)
     new = {page: render(page.read_text(encoding="utf-8"), run) for page in (README, EXAMPLE)}
     new[PICTURE] = picture(run)

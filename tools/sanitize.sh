@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The C tests under the address and undefined-behaviour sanitizers, then under the thread sanitizer; then the fuzzers, for a
-# moment. Where clang is not there to build those, that is a failure in CI and a line of text elsewhere.
+# Runs the C tests under the address and undefined-behaviour sanitizers, then under the thread sanitizer, then the fuzzers
+# briefly. Without clang the fuzzers are skipped with a message; in CI that is a failure.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Makes everything that a clone needs: system packages, .venv, pinned requirements, torch, libfabric's headers, the C build.
+# Sets up a clone: system packages, .venv, pinned requirements, torch, libfabric's headers, the C build.
 # usage: tools/setup_env.sh [run|dev|ci]   run: for make study and make build; dev: for tests and checks too (default);
-#                                          ci: for what .ci/run does beside them (mpirun, iperf3, clang with libFuzzer,
+#                                          ci: for the other parts of .ci/run (mpirun, iperf3, clang with libFuzzer,
 #                                          another CPU)
-#        tools/setup_env.sh --packages     only prints Debian's names of what the levels run and dev may install
+#        tools/setup_env.sh --packages     only prints Debian's names of packages that the levels run and dev may install
 #   APT=0           install no system packages
 #   PYTHON=python3  the Python that .venv is made from
-# Quick where nothing is to do: each part leaves a stamp that holds the hash of what it was made from.
+# Quick if nothing has changed: each part leaves a stamp with a hash of its inputs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -31,15 +31,14 @@ fail() {
 }
 have() { command -v "$1" >/dev/null 2>&1; }
 
-# Runs a command whose output only matters where it fails: it is kept in build/setup.log, and what it says of errors, or its
-# end, is shown then.
+# Runs a command with its output in build/setup.log; on failure, shows the lines that mention errors, or the last lines.
 quietly() {
     local from
     from=$(($(wc -l <"$log") + 1))
     if ! "$@" >>"$log" 2>&1 </dev/null; then
         {
             tail -n "+$from" "$log" | grep -E '(error|ERROR|E):' | head -n 15 || tail -n 15 "$log"
-            echo "all of it: $log"
+            echo "complete output: $log"
         } >&2
         return 1
     fi
@@ -60,12 +59,12 @@ find_python() {
     return 1
 }
 
-# What each level may install, as Debian's package names: what a build needs, what a run or a test is better with, and the
-# programs that .ci/run compares with (tools/peers.sh has these for a user), fuzzes with and emulates another CPU with.
+# Debian's names of the packages that a level may install: needed for a build; useful for a run or a test. The level ci also
+# installs the programs that .ci/run compares with (tools/peers.sh installs them for a user), fuzzes with and emulates with.
 needed=(gcc libc6-dev make python3 python3-venv python3-dev)
 useful=(iproute2 libfabric-dev)
 
-# True if a package of these lists is missing, or what stands in its place is.
+# True if a package of these lists, or its replacement, is missing.
 lacks() {
     case $1 in
         gcc) ! have "${CC:-gcc}" ;;
@@ -96,7 +95,7 @@ missing_useful() {
     tools/fuzz.sh --probe >/dev/null || echo clang "$(clang_runtime)"
     tools/cross.sh --probe || true
 }
-# libFuzzer stands in a package of its own, named after the version that the package clang stands for.
+# libFuzzer has its own package, named after the version of the package clang.
 clang_runtime() {
     local version
     version=$(apt-cache depends clang 2>/dev/null | sed -n 's/.*Depends: clang-\([0-9][0-9]*\)$/\1/p' | head -n 1)
@@ -131,7 +130,7 @@ system_packages() {
         export DEBIAN_FRONTEND=noninteractive
         quietly apt-get update -q || fact "apt-get update failed: going on with the lists that are here"
         missing=$({ missing_needed; missing_useful; } | words) # the new lists may know other names
-        # One after another where all at once does not work, so that one that is not to be had costs nothing else.
+        # If installing all at once fails, install one by one, so that an unavailable package does not affect the others.
         # shellcheck disable=SC2086
         if ! quietly apt-get install -y -q --no-install-recommends $missing; then
             local package
@@ -150,7 +149,7 @@ system_packages() {
     case " $lacking " in *arm64* | *aarch64* | *qemu*) fact "without a compiler and an emulator for aarch64 make cross fails" ;; esac
 }
 
-# Headers alone, without root: enough to build; the library itself is loaded at run time.
+# Only the headers, without root: enough to build, because the library is loaded at run time.
 libfabric_headers() {
     [ -z "$(fabric_headers)" ] || return 0
     if [ "${APT:-1}" != 0 ] && have apt-get && have dpkg; then
@@ -187,7 +186,7 @@ requirements() {
     is_made "requirements-$level" "$hash"
 }
 
-# Prints the folder that a Python imports torch from, where torch is new enough. Starts no import of it.
+# Prints the folder from which a Python imports torch, if torch is new enough, without importing it.
 torch_folder() {
     "$1" - "$torch_least" <<'PY' 2>/dev/null
 import importlib.metadata, importlib.util, pathlib, sys
@@ -216,7 +215,7 @@ torch() {
         fact "torch could not be installed: what needs no torch works (bench, report)"
 }
 
-# The editable install once; after that only what has changed is compiled.
+# The editable install runs once; later calls compile only changed files.
 c_build() {
     local setup hash
     setup=$(hash_of setup.py pyproject.toml python/netbottleneck/_version.py)

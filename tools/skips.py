@@ -1,4 +1,4 @@
-"""Reads tests/skips.txt: every skip that a test may make, why, and where that reason does not count."""
+"""Reads tests/skips.txt: the allowed skips, their reasons, and where a reason is not accepted."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Collection
 from pathlib import Path
 
 SKIPS = Path(__file__).resolve().parents[1] / "tests" / "skips.txt"
-# Where a reason may not count: in continuous integration (the variable CI), and in pytest's runs with --only.
+# Where a reason may not be accepted: in continuous integration (the variable CI), and in pytest's runs with --only.
 PLACES = ("CI", "peers", "frameworks")
 
 
 def listed() -> list[tuple[str, str, str]]:
-    """Return the rows as (glob over tests, part of what the skip says, where it does not count or "").
+    """Return the rows as (glob over tests, part of the skip's reason, where it is not accepted or "").
 
-    Raises ValueError for a row of another form.
+    Raises ValueError for an invalid row.
     """
     rows = []
     for number, line in enumerate(SKIPS.read_text(encoding="utf-8").splitlines(), 1):
@@ -28,7 +28,7 @@ def listed() -> list[tuple[str, str, str]]:
 
 
 def may_skip(name: str, said: str, places: Collection[str]) -> bool:
-    """Tell whether a test (as in c/test_pair or py/test_lab.py::test_x) may be skipped with these words there."""
+    """Return True if a test (such as c/test_pair or py/test_lab.py::test_x) may be skipped for this reason there."""
     return any(
         fnmatch.fnmatchcase(name, glob) and reason in said and place not in places for glob, reason, place in listed()
     )

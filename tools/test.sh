@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Runs tests. All that were asked for are run, also where one fails.
+# Runs tests. All requested groups run, even if one fails.
 # usage: tools/test.sh              all tests but the full matrices: C, then Python
-#        tools/test.sh full         these, and the full matrices
-#        tools/test.sh matrices     the full matrices alone
+#        tools/test.sh full         all tests and the full matrices
+#        tools/test.sh matrices     only the full matrices
 #        tools/test.sh peers        the tests that need peers (tools/peers.sh) or frameworks (requirements/frameworks.txt)
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -11,14 +11,14 @@ python=.venv/bin/python
 failed=0
 run() { "$@" </dev/null || failed=1; }
 tests() { run $python -m pytest -q tests/py "$@"; }
-# With --only: files without the mark need not be collected.
+# With --only: files without the mark are not collected.
 marked() {
     local files
     mapfile -t files < <(grep -l "mark\.$1" tests/py/test_*.py)
     run $python -m pytest -q --only "$1" "${files[@]}"
 }
 
-# The frameworks lie apart: a user's job has other versions of what they need, and no other test sees them.
+# The frameworks are installed in a separate folder, because they pin other versions of common packages.
 frameworks() {
     local place=build/frameworks file=requirements/frameworks.txt
     cmp -s "$file" $place/installed && return

@@ -1,4 +1,4 @@
-"""Runs clang-tidy over csrc, in parallel, and again only where something that a file sees has changed."""
+"""Runs clang-tidy over csrc, in parallel, and only over files whose preprocessed text has changed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT_S = 120
 
 
 def tool() -> str:
-    """Return clang-tidy beside this interpreter, else the one on the path."""
+    """Return clang-tidy next to this interpreter, else the one on the path."""
     beside = Path(sys.executable).parent / "clang-tidy"
     found = str(beside) if beside.is_file() else shutil.which("clang-tidy")
     if found is None:
@@ -28,13 +28,13 @@ def tool() -> str:
 
 
 def flags() -> list[str]:
-    """Return how csrc is compiled, Python's headers taken as a system's."""
+    """Return the compiler flags of csrc, with Python's headers as system headers."""
     python = [f"-isystem{sysconfig.get_path('include')}", f"-DPy_LIMITED_API={cbuild.LIMITED_API}"]
     return [*cbuild.base_flags(), *python]
 
 
 def digest(source: Path) -> str | None:
-    """Return a hash of all that clang-tidy sees of a file, or None where it does not pass the preprocessor."""
+    """Return a hash of a file's preprocessed text and settings, or None if preprocessing fails."""
     seen = subprocess.run(["gcc", "-E", *flags(), str(source)], capture_output=True, check=False)
     if seen.returncode != 0:
         return None
@@ -45,7 +45,7 @@ def digest(source: Path) -> str | None:
 
 
 def check(source: Path, fix: bool) -> str:
-    """Return what clang-tidy has against a file; empty: nothing."""
+    """Return clang-tidy's findings in a file; "" if there are none."""
     seen = digest(source)
     stamp = DONE / f"{source.relative_to(cbuild.CSRC).as_posix().replace('/', '.')}.ok"
     if seen is not None and stamp.is_file() and stamp.read_text(encoding="ascii") == seen:
@@ -54,7 +54,7 @@ def check(source: Path, fix: bool) -> str:
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
-        return f"{source}: clang-tidy was not done after {LIMIT_S} s\n"
+        return f"{source}: clang-tidy did not finish within {LIMIT_S} s\n"
     if done.returncode != 0:
         return done.stdout or done.stderr
     if seen is not None and not fix:
@@ -64,9 +64,9 @@ def check(source: Path, fix: bool) -> str:
 
 
 def main() -> int:
-    """Check every C file of csrc. Returns 1 where one has findings."""
+    """Check every C file of csrc. Returns 1 if one has findings."""
     parser = argparse.ArgumentParser(description="clang-tidy over csrc.")
-    parser.add_argument("--fix", action="store_true", help="mend what clang-tidy can mend, one file after another")
+    parser.add_argument("--fix", action="store_true", help="apply clang-tidy's fixes, one file after another")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("files", nargs="*", type=Path)
     options = parser.parse_args()

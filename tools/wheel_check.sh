@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A wheel of this tree, installed in a clean environment outside it, as a user does: the study, the report and a notebook must
-# run there. Everything is made in a temporary folder (TMPDIR says where), which is gone at the end.
+# Installs a wheel of this tree in a clean environment outside it, as a user does: the study, the report and a notebook must
+# run there. Everything is in a temporary folder (below TMPDIR), which is removed at the end.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -11,7 +11,7 @@ trap 'rm -rf "$place"' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# step NAME COMMAND…: what a command says is shown where it fails. In a function so called, errexit is off: chain with &&.
+# step NAME COMMAND…: shows a command's output only if it fails. Inside such a function errexit is off: chain with &&.
 step() {
     local name=$1 began=$SECONDS
     shift
@@ -24,13 +24,13 @@ step() {
     echo "PASS $name ($((SECONDS - began)) s)"
 }
 
-# Objects of the working build are used again where they are fresh.
+# Up-to-date objects of the working build are reused.
 build() {
     NETBOTTLENECK_WERROR=${NETBOTTLENECK_WERROR-1} "$dev/python" -m pip wheel -q --no-input --no-deps --no-build-isolation \
         -w "$place/wheel" .
 }
 
-# Every file of the package, and nothing that belongs to the tree alone.
+# The wheel must have every file of the package, and no other file of the tree.
 contents() {
     "$dev/python" - "$wheel" <<'PY'
 import pathlib
@@ -55,7 +55,7 @@ install() {
             -r requirements/torch.txt "$wheel[study,notebook]"
 }
 
-# From here on nothing of the tree is in reach: another folder, another home, no variables of ours or Python's.
+# From here on the tree is out of reach: another folder, another home, no variables of ours or Python's.
 outside() {
     local name unset=(-u PYTHONPATH -u PYTHONHOME -u VIRTUAL_ENV)
     for name in $(compgen -v NETBOTTLENECK_ || true); do unset+=(-u "$name"); done
@@ -80,7 +80,7 @@ study() {
     outside netbottleneck study --quick "${short[@]}" --directory "$place/study"
 }
 
-# What each run of the study answers, again, from its folder.
+# The report of each run of the study, again, from its folder.
 report() {
     local run
     outside python - "$place/study" >"$place/runs" <<'PY' || return 1

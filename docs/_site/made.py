@@ -1,6 +1,6 @@
-"""Text that pages take from the code and from data: a line `<!-- made: NAME WORD… -->` becomes Markdown at build time.
+"""Generated text of pages: a line `<!-- made: NAME WORD… -->` becomes Markdown at build time, from code or data.
 
-NAME is one of MAKERS. A page whose text is made is read again at each build.
+NAME is one of MAKERS. Pages with generated text are read again at each build.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MARK = re.compile(r"^<!-- made: (\w+) ?(.*?) -->$", re.MULTILINE)
 
 
 def help_of(words: list[str]) -> str:
-    """Return what a command line prints for --help."""
+    """Return the --help text of a command."""
     from netbottleneck import cli
 
     said = io.StringIO()
@@ -42,7 +42,7 @@ def commands() -> Iterator[str]:
 
 
 def api(module: str, kinds: str) -> Iterator[str]:
-    """Yield an autodoc directive for each public name of a module that is of these kinds, joined by commas."""
+    """Yield an autodoc directive for each public name of a module that has one of these kinds (separated by commas)."""
     found = importlib.import_module(module)
     for name in sorted(found.__all__):
         value = getattr(found, name)
@@ -54,19 +54,19 @@ def api(module: str, kinds: str) -> Iterator[str]:
 
 
 def kind(value: Any) -> str:
-    """Return what a public name is: error, class, function or value."""
+    """Return the kind of a public name: error, class, function or value."""
     if isinstance(value, type):
         return "error" if issubclass(value, BaseException) else "class"
     return "function" if callable(value) else "value"
 
 
 def limits() -> Iterator[str]:
-    """Yield the numbers that the rules of the verdict compare with, as a table."""
+    """Yield a table of the limits in the rules of the verdict."""
     import netbottleneck
 
     rules = sys.modules[netbottleneck.Verdict.__module__]
     source = Path(str(rules.__file__)).read_text(encoding="utf-8")
-    yield "| limit | value | what it is |\n| --- | --- | --- |"
+    yield "| limit | value | meaning |\n| --- | --- | --- |"
     for text, name in re.findall(r"^# (.+)\n([A-Z_]+) = [\d.]+$", source, re.MULTILINE):
         yield f"| `{name}` | {getattr(rules, name):g} | {text.rstrip('.')} |"
 
@@ -80,30 +80,30 @@ MAKERS: Mapping[str, Callable[..., Iterator[str]]] = {
 
 
 def fill(text: str) -> str:
-    """Return a page with every mark replaced. Raises KeyError for a mark of another name."""
+    """Return a page with every mark replaced. Raises KeyError for an unknown name."""
     return MARK.sub(lambda found: "\n".join(MAKERS[found[1]](*found[2].split())), text)
 
 
 def read(_app: Any, _page: str, text: list[str]) -> None:
-    """Fill a page in before it is parsed."""
+    """Fill in a page before it is parsed."""
     text[0] = fill(text[0])
 
 
 def again(app: Any, *_known: Any) -> set[str]:
-    """Return the pages whose text is made: code and data may have changed since the last build."""
+    """Return the pages with generated text: code and data may have changed since the last build."""
     pages = app.env.found_docs
     return {page for page in pages if MARK.search(Path(app.env.doc2path(page)).read_text(encoding="utf-8"))}
 
 
 def docstring(_app: Any, _what: str, _name: str, _value: Any, _options: Any, lines: list[str]) -> None:
-    """Make of a docstring, which is plain text with `code`, what reStructuredText shows the same."""
+    """Convert a docstring, plain text with `code`, to reStructuredText."""
     for number, line in enumerate(lines):
         parts = re.split(r"(`[^`]+`)", line)
         parts = [f"`{part}`" if part.startswith("`") else re.sub(r"([*|_\\])", r"\\\1", part) for part in parts]
         lines[number] = "".join(parts)
 
 
-# What numpy's names for types stand for, and the names again.
+# Expansions of numpy's names for types, and the names.
 NUMPY = (
     (re.compile(r"~?numpy[^|]*_Buffer \|.*?_NestedSequence\[complex \| bytes \| str\]"), "ArrayLike"),
     (re.compile(r"~?numpy\.ndarray\[.*?, ~?numpy\.dtype\[~?(typing\.)?Any\]\]"), "ndarray"),
@@ -111,7 +111,7 @@ NUMPY = (
 
 
 def signature(*event: Any) -> tuple[Any, ...]:
-    """Return a signature and what it returns, with numpy's types by their names."""
+    """Return a signature and its return type, with numpy's types by their names."""
     found = event[-2:]
     for pattern, name in NUMPY:
         found = tuple(pattern.sub(name, text) if text else text for text in found)
@@ -119,7 +119,7 @@ def signature(*event: Any) -> tuple[Any, ...]:
 
 
 def setup(app: Any) -> dict[str, bool]:
-    """Join Sphinx."""
+    """Register this extension with Sphinx."""
     app.connect("source-read", read)
     app.connect("env-get-outdated", again)
     app.connect("autodoc-process-docstring", docstring)

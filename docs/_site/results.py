@@ -1,4 +1,4 @@
-"""Tables and plots of benchmarks/results/*.json, as Markdown. Every digit is shown as the file has it."""
+"""Tables and plots of benchmarks/results/*.json, as Markdown, with exactly the digits of the files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 
 
 def load(name: str) -> dict[str, Any]:
-    """Return a file of measurements; its numbers are texts, so that no digit is lost."""
+    """Read a file of measurements; its numbers are text, so that no digit is lost."""
     text = (FOLDER / f"{name}.json").read_text(encoding="utf-8")
     found: dict[str, Any] = json.loads(text, parse_float=str, parse_int=str)
     return found
@@ -37,7 +37,7 @@ def interval(row: Row) -> str:
 
 
 def origin(found: Row, sitting: Row | None = None) -> Iterator[str]:
-    """Yield when, where and how a file's figures were measured."""
+    """Yield date, machine and command of a file's figures."""
     both = {**found, **(sitting or {})}
     machine = both["machine"]
     versions = both["versions"]
@@ -57,14 +57,14 @@ def origin(found: Row, sitting: Row | None = None) -> Iterator[str]:
 
 
 def sitting_of(name: str, words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a file and the sitting of it that is named."""
+    """Return a file and its sitting of this name."""
     found = load(name)
     wanted = " ".join(words)
     return found, next(each for each in found["sittings"] if each["name"] == wanted)
 
 
 def judged(rows: Iterable[Row]) -> Iterator[str]:
-    """Yield a table of figures that were judged against a bar."""
+    """Yield a table of figures with bars."""
     heads = ("gate", "verdict", "value [95 %]", "rounds", "bar", "situation")
     return table(
         heads,
@@ -143,7 +143,7 @@ def svg(width: int, height: int, parts: Iterable[str]) -> Iterator[str]:
 
 
 def peers() -> Iterator[str]:
-    """Yield all-reduce beside other programs: origin and table, a column for each size."""
+    """Yield the comparison of all-reduces with other programs: origin and table, one column per size."""
     found = load("peers")
     sizes = list(dict.fromkeys(row["size_mb"] for row in found["rows"]))
     cells: dict[str, list[str]] = {}
@@ -151,7 +151,7 @@ def peers() -> Iterator[str]:
         words = f"{row['value']} ({row['low']} to {row['high']}); {row['cpu_s_per_gb']}"
         cells.setdefault(row["path"], []).append(words)
     yield from origin(found)
-    yield "Each cell: busbw in Gbit/s, median of 4 rounds (p10 to p90); processor time in s for 10^9 bytes.\n"
+    yield "Each cell: busbw in Gbit/s, median of 4 rounds (p10 to p90); CPU time in s for 10^9 bytes.\n"
     yield from table(("path", *(f"{size} MB" for size in sizes)), ((path, *row) for path, row in cells.items()))
 
 
@@ -180,7 +180,7 @@ def peers_plot(size: str) -> Iterator[str]:
 
 
 def overhead() -> Iterator[str]:
-    """Yield what being there costs: origin, the judged figures, the medians."""
+    """Yield the overhead of the package: origin, figures with bars, medians."""
     found = load("overhead")
     yield from origin(found)
     yield from judged(found["rows"])
@@ -192,7 +192,7 @@ def overhead() -> Iterator[str]:
 
 
 def copy_back() -> Iterator[str]:
-    """Yield what copying a sum back costs, by size."""
+    """Yield the cost of copying a sum back, by size."""
     heads = ("bytes", "backward, ns", "whole step, ns", "rounds", "spread")
     names = ("bytes", "backward_ns", "step_ns", "rounds", "spread")
     return table(heads, ([row[name] for name in names] for row in load("overhead")["copy_back"]["rows"]))
@@ -229,19 +229,19 @@ SCALE = {
 
 
 def scale() -> Iterator[str]:
-    """Yield what more ranks cost, measured, then predicted."""
+    """Yield the cost of more ranks, measured, then predicted."""
     found = load("scale")
     yield from origin(found)
     yield from table(list(SCALE.values()), ([row[name] for name in SCALE] for row in found["rows"]))
-    told = found["predicted"]
-    yield f"Predicted, not measured: {told['what']}.\n"
+    predicted = found["predicted"]
+    yield f"Predicted, not measured: {predicted['what']}.\n"
     yield from table(
-        ("size", "ring", "recursive doubling", "halving and doubling"), (list(r.values()) for r in told["rows"])
+        ("size", "ring", "recursive doubling", "halving and doubling"), (list(r.values()) for r in predicted["rows"])
     )
 
 
 def prediction() -> Iterator[str]:
-    """Yield steps that were predicted before they ran."""
+    """Yield forecast steps with their measurements."""
     found = load("prediction")
     yield from origin(found)
     heads = ("model", "ranks", "network", "arm", "measured, ms", "predicted, ms", "error, %", "exposed, %", "streams")
@@ -260,7 +260,7 @@ def prediction() -> Iterator[str]:
 
 
 def claim() -> Iterator[str]:
-    """Yield steps and scaling factors of the study of the claim."""
+    """Yield steps and scaling factors of the claim's study."""
     found = load("claim")
     yield from origin(found)
     yield from table(
@@ -277,7 +277,7 @@ def claim() -> Iterator[str]:
 
 
 def experiment(*topics: str) -> Iterator[str]:
-    """Yield the experiments of these topics, a table for each."""
+    """Yield a table for each experiment on these topics."""
     known = {each["topic"]: each for each in load("experiments")["experiments"]}
     for topic in topics:
         each = known[topic]

@@ -72,7 +72,7 @@ class Namespaces:
             pass_fds=[alive, *([user_fd] if user_fd >= 0 else [])],
             start_new_session=True,
         )
-        line = _first_line(holder)
+        line = first_line(holder, READY_S)
         if line != b"ready\n":
             why = _stop(holder)
             raise LabError(why or "the process that holds a namespace did not start")
@@ -141,9 +141,10 @@ def _finish(tool: str, process: subprocess.Popen[str]) -> str:
     return f"{tool}: {' '.join(errors.split()) or process.returncode}" if process.returncode != 0 else ""
 
 
-def _first_line(process: subprocess.Popen[bytes]) -> bytes:
+def first_line(process: subprocess.Popen[bytes], limit_s: float) -> bytes:
+    """Return the first line that a process prints; incomplete if it exits or takes longer than limit_s."""
     assert process.stdout is not None
-    until = time.monotonic() + READY_S
+    until = time.monotonic() + limit_s
     line = b""
     while not line.endswith(b"\n") and select.select([process.stdout], [], [], max(0.0, until - time.monotonic()))[0]:
         got = os.read(process.stdout.fileno(), 64)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -23,7 +21,7 @@ import psutil
 from netbottleneck.config import settings
 from netbottleneck.lab import LabError, LinkSpec, parse_lab
 from netbottleneck.lab import lab as flows
-from netbottleneck.lab.lab import find_tool
+from netbottleneck.lab.lab import find_tool, first_line
 from netbottleneck.lab.network import interface_caps
 from netbottleneck.runtime import job
 from netbottleneck.study import runner, worker
@@ -78,7 +76,7 @@ class InterfaceCaps:
             assert self._keeper.stdin is not None
             self._keeper.stdin.write(commands.encode())
             self._keeper.stdin.close()
-            line = _first_line(self._keeper)
+            line = first_line(self._keeper, READY_S)
         except BaseException:
             self._close()
             raise
@@ -107,17 +105,6 @@ class InterfaceCaps:
             _, errors = keeper.communicate(timeout=READY_S)
             return errors.decode(errors="replace").strip() if keeper.returncode else ""
         return f"the process that caps it ({keeper.pid}) does not end"
-
-
-def _first_line(process: subprocess.Popen[bytes]) -> bytes:
-    assert process.stdout is not None
-    until, line = time.monotonic() + READY_S, b""
-    while not line.endswith(b"\n") and select.select([process.stdout], [], [], max(0.0, until - time.monotonic()))[0]:
-        got = os.read(process.stdout.fileno(), 64)
-        if not got:
-            break
-        line += got
-    return line
 
 
 # Ranks of a launcher.

@@ -246,12 +246,6 @@ def _finish(work: Any, result: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _apart(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a sparse tensor with the current indices and values of a sparse gradient."""
-    indices, values = gradient._indices(), gradient._values()
-    return torch.sparse_coo_tensor(indices, values, gradient.size(), check_invariants=False)
-
-
 def _put_sparse(gradient: torch.Tensor, result: torch.Tensor) -> None:
     """Write the sum to a sparse gradient, as Horovod does: a dense one becomes sparse in all its dimensions."""
     gradient.zero_().add_(result if result.is_sparse else result.to_sparse())

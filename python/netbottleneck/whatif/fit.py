@@ -515,16 +515,15 @@ class Fit:
     """A fitted cost, and how well it explains its run.
 
     cost: with the achieved rate. residuals: measured over predicted time of each operation, minus 1, in order of time.
-    bytes_range: sizes of the operations. reason: why the fit is poor, "" if it is not. in_flight: operations that
-    shared the link. achieved, achievable (from the probe), nominal: links; None if unknown. notes: assumptions, in
-    words. contention: the cost's factor with its interval, and in words; None if unknown. others: costs that explain
-    the total time as well, with a different split between operations and bytes.
+    reason: why the fit is poor, "" if it is not. in_flight: operations that shared the link. achieved, achievable (from
+    the probe), nominal: links; None if unknown. notes: assumptions, in words. contention: the cost's factor with its
+    interval, and in words; None if unknown. others: costs that explain the total time as well, with a different split
+    between operations and bytes.
     """
 
     cost: Cost
     transport: Arm
     residuals: tuple[float, ...]
-    bytes_range: tuple[int, int]
     reason: str = ""
     in_flight: int = 1
     achieved: Link | None = None
@@ -640,7 +639,6 @@ def _fitted(trace: Trace, name: Arm, formula: tuple[str, int], rows: Sequence[Se
         cost,
         name,
         tuple(residuals.tolist()),
-        sizes,
         why,
         concurrent,
         *reached,

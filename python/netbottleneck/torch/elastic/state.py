@@ -43,7 +43,26 @@ __all__ = [
 # The values of all ranks.
 
 
-class State:
+class Savable:
+    """Interface of what can be saved, restored, and broadcast from rank 0."""
+
+    def save(self) -> None:
+        """Save the state in this process's memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Return to the state of the last save()."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Broadcast rank 0's state."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Called when the ranks have changed; sync() may follow. Does nothing here."""
+
+
+class State(Savable):
     """State that can be saved, restored, and broadcast from rank 0.
 
     bcast_object(obj) returns rank 0's object on every rank, get_rank() this process's rank.
@@ -92,21 +111,6 @@ class State:
         if self._last_updated_timestamp > before:
             raise HostsUpdatedInterrupt(change == HostUpdateResult.removed)
 
-    def save(self) -> None:
-        """Save the state in this process's memory."""
-        raise NotImplementedError
-
-    def restore(self) -> None:
-        """Return to the state of the last save()."""
-        raise NotImplementedError
-
-    def sync(self) -> None:
-        """Broadcast rank 0's state."""
-        raise NotImplementedError
-
-    def reset(self) -> None:
-        """Called when the ranks have changed; sync() may follow. Does nothing here."""
-
 
 class ObjectState(State):
     """Plain values: each keyword argument becomes an attribute. sync() broadcasts rank 0's last save."""
@@ -132,26 +136,11 @@ class ObjectState(State):
             setattr(self, name, value)
 
 
-class StateHandler:
+class StateHandler(Savable):
     """Saves, restores and synchronises one kind of value; see set_handler_registry."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
-
-    def save(self) -> None:
-        """Save the value's state."""
-        raise NotImplementedError
-
-    def restore(self) -> None:
-        """Return to the state of the last save()."""
-        raise NotImplementedError
-
-    def sync(self) -> None:
-        """Broadcast rank 0's state."""
-        raise NotImplementedError
-
-    def reset(self) -> None:
-        """Called when the ranks have changed; sync() may follow. Does nothing here."""
 
     def set_value(self, value: Any) -> None:
         """Replace the handled value."""

@@ -129,7 +129,7 @@ def test_the_record_names_the_algorithm_that_was_pinned(
     assert [c.algorithm for c in found if c.tensor_bytes == 400_000] == [recorded] * 6
 
 
-def test_the_record_of_a_killed_job_has_what_its_choice_rested_on(plain_ranks: Ranks, tmp_path: Path) -> None:
+def test_the_record_of_a_killed_job_has_the_costs_of_its_choice(plain_ranks: Ranks, tmp_path: Path) -> None:
     results = plain_ranks(2, KILLED, {**OVER, "NETBOTTLENECK_DIR": str(tmp_path / "run")}, check=False)
     assert [result.code for result in results] == [-signal.SIGKILL] * 2, results
     for result, rank in zip(results, recorder.load(tmp_path / "run").ranks, strict=True):
@@ -139,7 +139,7 @@ def test_the_record_of_a_killed_job_has_what_its_choice_rested_on(plain_ranks: R
         assert min(known[:3]) > 0
 
 
-def test_ranks_that_disagree_are_told_so(plain_ranks: Ranks) -> None:
+def test_disagreeing_ranks_get_an_error(plain_ranks: Ranks) -> None:
     variables = {**OVER, "NETBOTTLENECK_TRANSPORT": "tcp"}
     names = ("ring", "halving_doubling")
     for result in plain_ranks(2, SUMS, lambda rank: {**variables, "NETBOTTLENECK_ALGORITHM": names[rank]}, check=False):
@@ -148,7 +148,7 @@ def test_ranks_that_disagree_are_told_so(plain_ranks: Ranks) -> None:
         assert "algorithm=halving_doubling" in result.stderr
 
 
-def test_an_algorithm_that_is_none_is_refused() -> None:
+def test_an_unknown_algorithm_is_refused() -> None:
     with pytest.raises(ValueError, match="NETBOTTLENECK_ALGORITHM=tree: must be one of auto, ring"):
         settings(environ={"NETBOTTLENECK_ALGORITHM": "tree"})
 

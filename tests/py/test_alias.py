@@ -44,7 +44,7 @@ assert HorovodInternalError is hvd.HorovodInternalError is netbottleneck.Horovod
 """)
 
 
-def test_all_below_horovod_torch_is_the_same_under_both_names() -> None:
+def test_every_module_below_horovod_torch_is_the_same_under_both_names() -> None:
     passes("""
 import importlib, pkgutil, sys
 import netbottleneck
@@ -63,7 +63,7 @@ assert ElasticSampler is hvd.elastic.ElasticSampler and TorchState is hvd.elasti
 """)
 
 
-def test_scripts_find_what_they_take_from_horovod_common() -> None:
+def test_scripts_can_import_from_horovod_common() -> None:
     passes("""
 import netbottleneck
 import horovod.torch as hvd
@@ -110,7 +110,7 @@ assert sum(str(file).endswith("torch/mpi_ops.py") for file in files) == 1
 """)
 
 
-def test_pickles_go_from_one_name_to_the_other() -> None:
+def test_pickles_load_under_either_name() -> None:
     passes("""
 import pickle
 import netbottleneck
@@ -148,7 +148,7 @@ assert importlib.reload(util) is util
         "horovod.runner",
     ],
 )
-def test_what_is_not_here_says_what_is(name: str) -> None:
+def test_a_missing_module_error_names_the_supported_modules(name: str) -> None:
     ended = python(f"import netbottleneck\nimport {name}\n", NETBOTTLENECK="1")
     last = ended.stderr.strip().splitlines()[-1]
     shown = "horovod.tensorflow" if name.startswith("horovod.tensorflow") else name
@@ -191,7 +191,7 @@ assert horovod.real
 """)
 
 
-def test_a_folder_of_that_name_is_no_horovod(tmp_path: Path) -> None:
+def test_a_folder_named_horovod_is_not_a_horovod(tmp_path: Path) -> None:
     (tmp_path / "horovod" / "examples").mkdir(parents=True)
     passes(
         "import netbottleneck\nimport horovod.torch as hvd\nassert hvd.DistributedOptimizer\n", PYTHONPATH=str(tmp_path)
@@ -203,7 +203,7 @@ def test_without_a_request_the_name_is_free() -> None:
     assert "ModuleNotFoundError: No module named 'horovod'" in ended.stderr
 
 
-def test_the_finder_is_there_once(tmp_path: Path) -> None:
+def test_the_finder_is_installed_once(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import sys\nprint([type(f).__name__ for f in sys.meta_path].count('_Horovod'))\n")
     for env in ({}, {"NETBOTTLENECK": "1"}):
@@ -233,7 +233,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_processes_that_the_script_starts_have_the_name_too(tmp_path: Path, method: str) -> None:
+def test_child_processes_can_import_horovod_too(tmp_path: Path, method: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(CHILDREN)
     ended = python("", "run", str(script), method)
@@ -335,7 +335,7 @@ MEMBERS = {
 }
 
 
-def test_all_of_horovods_public_names_are_there() -> None:
+def test_all_of_horovods_public_names_exist() -> None:
     passes(f"""
 import importlib
 import netbottleneck
@@ -351,7 +351,7 @@ assert not missing, missing
 """)
 
 
-def test_listeners_registered_as_with_horovod_hear_of_hosts_until_they_are_removed() -> None:
+def test_registered_listeners_receive_host_changes_until_they_are_removed() -> None:
     passes("""
 import netbottleneck
 from horovod.common.elastic import HostUpdateResult, notification_manager

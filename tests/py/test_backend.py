@@ -54,7 +54,7 @@ for turn in range(20):
 """
 
 
-def test_groups_come_and_go(warm_ranks: Ranks) -> None:
+def test_groups_can_be_created_and_destroyed(warm_ranks: Ranks) -> None:
     warm_ranks(2, AGAIN)
 
 
@@ -81,7 +81,7 @@ if "destroys" in sys.argv:
 
 
 @pytest.mark.parametrize("how", ["destroys", "leaves"])
-def test_processes_end_well(ranks: Ranks, how: str) -> None:
+def test_processes_exit_cleanly(ranks: Ranks, how: str) -> None:
     for result in ranks(3, END, args=[how, "others go on"]):
         assert result.stdout == "end\n"
         assert "Traceback" not in result.stderr
@@ -158,11 +158,11 @@ hvd.shutdown()
 """
 
 
-def test_groups_of_it_work_beside_gloo_and_horovods_api(warm_ranks: Ranks) -> None:
+def test_its_groups_work_together_with_gloo_and_horovods_api(warm_ranks: Ranks) -> None:
     warm_ranks(3, BESIDE)
 
 
-def test_it_is_known_where_the_environment_asks_for_measuring(ranks: Ranks) -> None:
+def test_the_backend_is_registered_if_the_environment_enables_measuring(ranks: Ranks) -> None:
     script = """
 import netbottleneck
 import torch, torch.distributed as dist

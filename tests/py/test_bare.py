@@ -34,7 +34,7 @@ def test_peers_are_hidden_and_what_set_up_installs_for_tests_stays() -> None:
     assert [name for name in peers | tools if shutil.which(name) is None] == []
 
 
-def test_without_root_it_says_so() -> None:
+def test_without_root_it_fails_with_the_reason() -> None:
     command = [str(BARE), "true"]
     if os.geteuid() == 0:
         command = ["setpriv", "--reuid=65534", "--clear-groups", *command]

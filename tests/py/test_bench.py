@@ -73,7 +73,7 @@ def fold(op: str, inputs: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("op", REDUCTIONS)
 @pytest.mark.parametrize("dtype", list(DTYPES))
-def test_a_right_result_of_any_type_and_reduction_counts_no_wrong_element(dtype: str, op: str) -> None:
+def test_a_correct_result_of_any_type_and_reduction_has_no_wrong_element(dtype: str, op: str) -> None:
     ranks, count = 5, 2003
     every = [Data(dtype, op, rank, ranks, count) for rank in range(ranks)]
     kind = DTYPES[dtype]
@@ -118,7 +118,7 @@ def test_not_a_number_is_wrong() -> None:
     assert data.wrong(buffer) == 1
 
 
-def test_sizes_and_lanes_are_read_as_they_are_written() -> None:
+def test_sizes_and_lanes_are_parsed() -> None:
     assert parse_sizes("1M,16Mi,0,7") == (10**6, 16 * 2**20, 0, 7)
     assert parse_lanes("auto,1,64") == (0, 1, 64)
     with pytest.raises(ValueError, match=r"'4X': must be a size"):
@@ -127,7 +127,7 @@ def test_sizes_and_lanes_are_read_as_they_are_written() -> None:
         parse_lanes("65")
 
 
-def test_a_request_names_what_it_does_not_know() -> None:
+def test_a_request_names_unknown_values() -> None:
     with pytest.raises(ValueError, match="transport nccl: must be one of stock, tcp, ofi"):
         Request(("nccl",))
     with pytest.raises(ValueError, match="dtype float8: must be one of"):
@@ -158,7 +158,7 @@ PEERS = {"own": Opener(lambda name, context: "", Own), "never": Opener(lambda na
 """
 
 
-def test_a_file_with_a_table_brings_its_own_paths(tmp_path: Path) -> None:
+def test_a_file_with_a_table_adds_its_paths(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(OWN_PEER, encoding="utf-8")
     found = netbottleneck.bench(2, sizes="4096", transports="tcp,own,never", iterations=1, peers=str(file))
@@ -168,7 +168,7 @@ def test_a_file_with_a_table_brings_its_own_paths(tmp_path: Path) -> None:
     assert not set(COMPARISONS) & set(load_peers(PEERS))
 
 
-def test_several_in_a_row_are_of_reductions_that_change_nothing_the_second_time() -> None:
+def test_several_all_reduces_per_round_need_an_idempotent_reduction() -> None:
     with pytest.raises(ValueError, match="more than one of min and max only"):
         Request(inner=2)
     found = bench.start(Request(("tcp", "tcp-heap"), (2,), (4096,), op="max", iterations=2, inner=3), 3)
@@ -199,7 +199,7 @@ def test_a_row_is_the_arithmetic_of_its_samples() -> None:
     }
 
 
-def test_of_several_all_reduces_a_round_the_row_is_of_one() -> None:
+def test_a_row_of_several_all_reduces_per_round_is_for_one() -> None:
     values = np.zeros((2, 1, 6), np.int64)
     values[:, 0] = (8_000_000, 4_000_000, 400, 400, 0, 40_000_000)
     row = Samples(values, 25, 4, wire=True, inner=4).row()
@@ -209,13 +209,13 @@ def test_of_several_all_reduces_a_round_the_row_is_of_one() -> None:
     assert row["wire_bits_per_s"] == pytest.approx(8 * 100 / 0.002)
 
 
-def test_what_loopback_sent_is_not_counted_once_more_for_every_rank() -> None:
+def test_loopback_bytes_are_not_counted_once_per_rank() -> None:
     values = np.ones((3, 2, 6), np.int64)
     values[:, :, 2] = 1000
     assert Samples(values, 25, 4, wire=False).row()["rounds"]["sent_bytes"] == [1000, 1000]
 
 
-def test_bytes_that_a_path_does_not_tell_are_not_estimated() -> None:
+def test_unreported_bytes_of_a_path_are_not_estimated() -> None:
     values = np.ones((2, 1, 6), np.int64)
     values[:, :, 3] = -1
     assert Samples(values, 1, 4, wire=False).row()["wire_bits_per_s"] is None
@@ -294,7 +294,7 @@ def test_auto_keeps_the_curve_of_the_probe() -> None:
     assert found.row("tcp")["streams_used"] >= 1
 
 
-def test_results_show_themselves_and_read_back(tmp_path: Path) -> None:
+def test_results_are_displayed_and_survive_json(tmp_path: Path) -> None:
     row = {"transport": "tcp <&>", "streams": "auto", "streams_used": 4, "bytes": 4, "count": 1, "dtype": "float32"}
     row |= {"redop": "sum", "time_s": {"median": 1e-3}, "algbw_bytes_per_s": 4e3, "busbw_bytes_per_s": 4e3}
     results = Results(
@@ -309,13 +309,13 @@ def test_results_show_themselves_and_read_back(tmp_path: Path) -> None:
         results.row("stock")
 
 
-def test_the_module_can_be_called_whoever_imported_it() -> None:
+def test_the_module_is_callable_before_and_after_an_import() -> None:
     assert bench is netbottleneck.bench or callable(netbottleneck.bench)
     with pytest.raises(ValueError, match="transport nothing"):
         netbottleneck.bench(transports="nothing")
 
 
-def test_a_missing_libfabric_is_left_out_with_a_line_unless_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_libfabric_is_left_out_with_a_note_unless_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NETBOTTLENECK_LIBFABRIC", "/nonexistent")
     with pytest.raises(Error, match=r"ofi was requested and cannot be used: .*nonexistent"):
         netbottleneck.bench(2, sizes="4", transports="ofi", iterations=1)
@@ -328,7 +328,7 @@ def children() -> set[int]:
     return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
 
 
-def test_a_killed_rank_ends_the_benchmark_with_its_name_and_leaves_nobody() -> None:
+def test_a_killed_rank_ends_the_benchmark_with_its_name_and_leaves_no_process() -> None:
     before = children()
     asked = Request(("tcp",), (2,), (4 * 10**6,), iterations=10**6, exact=True)
     started: list[int] = []
@@ -346,7 +346,7 @@ def test_a_killed_rank_ends_the_benchmark_with_its_name_and_leaves_nobody() -> N
     assert all(not Path(f"/proc/{pid}").exists() for pid in started)
 
 
-def test_workers_end_when_the_one_who_started_them_is_killed(tmp_path: Path) -> None:
+def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     script = (
         "import sys, netbottleneck\n"
         "from netbottleneck.bench import Request, start\n"
@@ -450,7 +450,7 @@ def test_two_hosts_see_the_curve_and_the_same_verdict(lab: Lab) -> None:
     assert "leaves a factor of" in theirs[-1]
 
 
-def test_a_wrong_secret_is_refused_and_the_right_one_still_comes_in(lab: Lab) -> None:
+def test_a_wrong_secret_is_refused_and_the_right_one_accepted_afterwards(lab: Lab) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")}
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     words = ["bench", "--listen", "--port", "0", "--transports", "tcp", "--streams", "1", "--sizes", "1M"]
@@ -620,7 +620,7 @@ def mpi_peers_of(pids: list[int]) -> list[int]:
 
 @pytest.mark.peers
 @pytest.mark.parametrize("name", ["mpi-tcp", "horovod", "horovod-mpi"])
-def test_mpi_and_horovod_end_with_the_ranks_that_they_are_beside(name: str) -> None:
+def test_mpi_and_horovod_end_with_the_benchmarks_ranks(name: str) -> None:
     skip_without_mpi() if name == "mpi-tcp" else skip_without_horovod(name)
     asked = Request((name,), sizes=(10**6,), iterations=10**6, exact=True, peers=PEERS)
     with Workers(asked, 2, None) as workers:
@@ -656,7 +656,7 @@ def test_mpi_reaches_the_hosts_of_a_lab() -> None:
         assert min(row["rounds"]["sent_bytes"]) >= row["owed_bytes"] == 2 * 300_000
 
 
-def test_an_mpi_that_does_not_start_is_left_out_with_its_own_words(
+def test_an_mpi_that_does_not_start_is_left_out_with_its_own_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in (("mpicc", "touch $5"), ("mpirun", "echo no such network; exit 3")):
@@ -724,7 +724,7 @@ def test_the_verdict_names_the_fewest_streams_that_are_nearly_the_best() -> None
     assert "NETBOTTLENECK_TRANSPORT=tcp with NETBOTTLENECK_STREAMS=auto" in said
 
 
-def test_the_verdict_says_so_where_more_streams_buy_nothing() -> None:
+def test_the_verdict_reports_that_more_streams_gain_nothing() -> None:
     said = pair.verdict(points(9.4e9, 9.5e9, 9.3e9))
     assert "one tcp stream moves 9.40 Gbit/s" in said
     assert "more streams bring no gain" in said
@@ -732,7 +732,7 @@ def test_the_verdict_says_so_where_more_streams_buy_nothing() -> None:
     assert "NETBOTTLENECK_TRANSPORT" not in said
 
 
-def test_the_verdict_advises_no_transport_that_one_plain_stream_outruns() -> None:
+def test_the_verdict_advises_no_transport_slower_than_one_plain_stream() -> None:
     # Several streams are worth a factor of three to ofi, and one of tcp is faster than all of them.
     said = pair.verdict([*points(9.4e9, 9.3e9, 9.2e9), *points(2e9, 4e9, 6e9, transport="ofi")])
     assert "one tcp stream moves 9.40 Gbit/s; one ofi stream moves 2.00 Gbit/s" in said
@@ -750,13 +750,13 @@ def test_the_verdict_advises_the_fastest_of_all_transports(turned: bool) -> None
     assert "=ofi" not in said
 
 
-def test_the_verdict_advises_one_stream_where_another_transports_is_as_good_as_any() -> None:
+def test_the_verdict_advises_one_stream_of_another_transport_if_it_is_as_fast() -> None:
     said = pair.verdict([*points(3e9, 4e9, 5e9), *points(9e9, 9.1e9, 9.2e9, transport="ofi")])
     assert "a factor of 3.0" in said
     assert "NETBOTTLENECK_TRANSPORT=ofi with NETBOTTLENECK_STREAMS=1" in said
 
 
-def test_the_verdict_speaks_of_what_was_measured_where_that_began_with_several_streams() -> None:
+def test_the_verdict_compares_with_several_streams_if_one_was_not_measured() -> None:
     said = pair.verdict([pair.Point("ofi", 2, 10**6, 1, 2e9, 0.5), pair.Point("ofi", 8, 10**6, 1, 6e9, 0.5)])
     assert said.startswith("2 ofi streams move 2.00 Gbit/s; 8 ofi streams move 6.00 Gbit/s: a job with 2 ofi streams ")
     said = pair.verdict([pair.Point("ofi", 2, 10**6, 1, 2e9, 0.5), pair.Point("ofi", 8, 10**6, 1, 2e9, 0.5)])

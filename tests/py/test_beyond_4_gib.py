@@ -45,7 +45,7 @@ nb.shutdown()
         pytest.param({"NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_SHM": "1"}, id="shm"),
     ],
 )
-def test_a_line_beyond_4_gib_is_summed(plain_ranks: Ranks, variables: dict[str, str]) -> None:
+def test_a_buffer_beyond_4_gib_is_summed(plain_ranks: Ranks, variables: dict[str, str]) -> None:
     if psutil.virtual_memory().available < NEEDED:
         pytest.skip("less than 12 GiB of memory are free")
     for result in plain_ranks(2, SCRIPT, variables):

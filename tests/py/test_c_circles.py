@@ -26,7 +26,7 @@ def found(tmp_path: Path) -> list[str]:
     return [text for _, text in check_layers.c_circle_findings(tmp_path)]
 
 
-def test_a_file_uses_those_whose_functions_and_variables_it_names(tmp_path: Path) -> None:
+def test_a_file_uses_the_files_whose_functions_and_variables_it_names(tmp_path: Path) -> None:
     table = "const struct nb_ops nb_table = {\n    .run = nb_below,\n};\nstatic int nb_hidden = 1;\n"
     folder = room(
         tmp_path, below=BELOW, above=ABOVE, table=table, top="int nb_top(void) {\n    return !!&nb_table;\n}\n"
@@ -59,18 +59,18 @@ def test_a_definition_may_take_several_lines_and_a_table_counts_as_a_call(tmp_pa
         "static int nb_above_all;\n",
     ],
 )
-def test_comments_strings_tags_and_members_are_no_uses(tmp_path: Path, said: str) -> None:
+def test_comments_strings_tags_and_members_are_not_uses(tmp_path: Path, said: str) -> None:
     assert check_layers.c_circles(room(tmp_path, below=said + BELOW, above=ABOVE)) == []
 
 
-def test_what_is_static_is_no_other_files(tmp_path: Path) -> None:
+def test_static_names_belong_to_their_file(tmp_path: Path) -> None:
     folder = room(
         tmp_path, below="static int helper(void) {\n    return 1;\n}\n" + BELOW, above="int helper;\n" + ABOVE
     )
     assert check_layers.c_circles(folder) == []
 
 
-def test_a_circle_through_others_is_one_and_two_apart_are_two(tmp_path: Path) -> None:
+def test_an_indirect_circle_is_one_and_separate_circles_are_two(tmp_path: Path) -> None:
     call = "void nb_{0}(void) {{\n    nb_{1}();\n}}\n".format
     pairs = [("a", "b"), ("b", "c"), ("c", "a"), ("d", "e"), ("e", "d"), ("f", "a")]
     folder = room(tmp_path, **{of: call(of, uses) for of, uses in pairs})

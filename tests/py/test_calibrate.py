@@ -135,7 +135,7 @@ def test_calls_use_the_pieces_in_turn() -> None:
     assert bytes(memoryview(into)) == bytes(range(32)) + bytes(32)  # a call to warm up, and one that counts
 
 
-def test_additions_are_made() -> None:
+def test_additions_are_performed() -> None:
     import numpy as np
 
     into, source = core.Arena(8), core.Arena(8)
@@ -165,7 +165,7 @@ def stamped(path: Path) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("spin", [False, True])
-def test_stamps_come_in_order_and_never_early(tmp_path: Path, spin: bool) -> None:
+def test_timestamps_are_ordered_and_never_early(tmp_path: Path, spin: bool) -> None:
     path = tmp_path / "0.train.ring"
     recorder = core.Recorder(str(path), 100, 0)
     begin = core.now_ns()
@@ -177,7 +177,7 @@ def test_stamps_come_in_order_and_never_early(tmp_path: Path, spin: bool) -> Non
     assert all(at >= due for (_, at), due in zip(found, times, strict=True))
 
 
-def test_a_wait_for_a_stamp_can_be_interrupted(tmp_path: Path) -> None:
+def test_a_wait_for_a_timestamp_can_be_interrupted(tmp_path: Path) -> None:
     recorder = core.Recorder(str(tmp_path / "0.train.ring"), 10, 0)
     begun = threading.Event()
 

@@ -93,7 +93,7 @@ assert not {"torch", "lightning", "pytorch_lightning", "transformers", "accelera
 """)
 
 
-def test_one_clear_line_says_what_is_missing() -> None:
+def test_one_clear_line_names_the_missing_package() -> None:
     said = python("""
 import sys
 import netbottleneck.callbacks as callbacks

@@ -33,7 +33,7 @@ def test_the_chrome_trace_names_its_lanes_and_none_overlaps(run):
     assert len(set(begun)) == len(begun) == len(run.trace.collectives)
 
 
-def test_overlapping_operations_and_nested_modules_get_lanes_of_their_own(run):
+def test_overlapping_operations_and_nested_modules_get_separate_lanes(run):
     step = replace(
         run.trace.steps[0], modules=((0, 100, 900), (1, 200, 300), (2, 250, 800)), waits=((1, 5, 9), (2, 7, 12))
     )
@@ -53,7 +53,7 @@ def test_the_overlap_check_finds_an_overlap():
     assert overlaps({"traceEvents": events})
 
 
-def test_a_chrome_trace_that_was_cut_says_so(run):
+def test_a_truncated_chrome_trace_has_a_note(run):
     document = chrome.chrome(run.trace, events_max=100)
     assert document["steps_cut"] > 0
     assert chrome.chrome(run.trace)["steps_cut"] == 0

@@ -37,7 +37,7 @@ def table(paper1: Path) -> VecTable:
     return layer_log.read_table(paper1 / "inputs" / "cuda_vec_add.log")
 
 
-def test_all_rows_of_the_papers_sweep_are_met(paper1: Path, logs: dict[str, LayerLog], table: VecTable) -> None:
+def test_all_rows_of_the_papers_sweep_match(paper1: Path, logs: dict[str, LayerLog], table: VecTable) -> None:
     seen = 0
     for row in rows(paper1 / "scaling.csv"):
         grid = Grid(
@@ -53,7 +53,7 @@ def test_all_rows_of_the_papers_sweep_are_met(paper1: Path, logs: dict[str, Laye
     assert seen == 270
 
 
-def test_every_bucket_is_met(paper1: Path, logs: dict[str, LayerLog]) -> None:
+def test_every_bucket_matches(paper1: Path, logs: dict[str, LayerLog]) -> None:
     want: dict[tuple[str, float], list[tuple[float, int]]] = {}
     for row in rows(paper1 / "buckets.csv"):
         place = want.setdefault((row["model"], float(row["slowdown"])), [])
@@ -65,7 +65,7 @@ def test_every_bucket_is_met(paper1: Path, logs: dict[str, LayerLog]) -> None:
         assert [bucket.ready_s for bucket in sent] == pytest.approx([at for at, _ in buckets], rel=0, abs=EQUAL_S)
 
 
-def test_every_timeline_is_met(paper1: Path, logs: dict[str, LayerLog], table: VecTable) -> None:
+def test_every_timeline_matches(paper1: Path, logs: dict[str, LayerLog], table: VecTable) -> None:
     seen = 0
     for row in rows(paper1 / "timeline.csv"):
         link_bps, ratio = float(row["linkspeed_bps"]), float(row["compression"])
@@ -85,13 +85,13 @@ def test_every_timeline_is_met(paper1: Path, logs: dict[str, LayerLog], table: V
     assert seen == 89
 
 
-def test_every_addition_is_met(paper1: Path, table: VecTable) -> None:
+def test_every_addition_matches(paper1: Path, table: VecTable) -> None:
     want = [(float(row["size_bytes"]), float(row["est_s"])) for row in rows(paper1 / "vecadd_est.csv")]
     got = compat2020.add_seconds(table, [size for size, _ in want])
     assert got.tolist() == pytest.approx([seconds for _, seconds in want], rel=0, abs=EQUAL_S)
 
 
-def test_the_papers_figure_8a_is_met_within_a_point(paper1: Path, logs: dict[str, LayerLog], table: VecTable) -> None:
+def test_the_papers_figure_8a_matches_within_a_point(paper1: Path, logs: dict[str, LayerLog], table: VecTable) -> None:
     seen = 0
     steps = {row["model"]: float(row["batch_t_s"]) for row in rows(paper1 / "scaling.csv")}
     for row in rows(paper1 / "paper_figures.csv"):
@@ -105,7 +105,7 @@ def test_the_papers_figure_8a_is_met_within_a_point(paper1: Path, logs: dict[str
     assert seen == 11
 
 
-def test_resnet101_on_32_gpus_at_1_gbit_is_what_its_author_measured_within_two_per_cent(
+def test_resnet101_on_32_gpus_at_1_gbit_matches_the_authors_measurement_within_two_per_cent(
     paper1: Path, logs: dict[str, LayerLog], table: VecTable
 ) -> None:
     (told,) = [row for row in rows(paper1 / "author_gist.csv") if row["bw_limit_gbps"] == "1"]
@@ -174,7 +174,7 @@ grids = st.builds(
 
 @settings(max_examples=300, deadline=None)
 @given(made_logs, made_tables, grids)
-def test_any_other_input_is_as_the_closed_form_has_it(log: LayerLog, table: VecTable, grid: Grid) -> None:
+def test_any_other_input_matches_the_closed_form(log: LayerLog, table: VecTable, grid: Grid) -> None:
     (got,) = compat2020.sweep(log, table, 0.1, grid)
     want = closed_form_s(log, table, grid)
     assert got.communication_end_s == pytest.approx(want, rel=1e-12, abs=EQUAL_S)
@@ -204,7 +204,7 @@ def test_one_worker_has_no_overhead() -> None:
     assert (got.overhead_s, got.scaling_factor, got.step_s) == (0.0, 1.0, 0.5)
 
 
-def test_a_tensor_that_comes_late_closes_the_bucket_it_comes_to_and_a_bucket_may_exceed_the_limit() -> None:
+def test_a_late_tensor_closes_its_bucket_and_a_bucket_may_exceed_the_limit() -> None:
     sent, end_s = compat2020.buckets(((0.004, 10), (0.02, 20), (0.001, 60 << 20), (0.001, 60 << 20), (0.0, 0)))
     assert [(bucket.bytes, bucket.ready_s) for bucket in sent] == [(30, 0.024), (120 << 20, pytest.approx(0.026))]
     assert end_s == pytest.approx(0.026)
@@ -237,6 +237,6 @@ def test_invalid_arguments_are_refused(arguments: tuple[tuple[float, ...], ...],
         Grid(*arguments)  # type: ignore[arg-type]
 
 
-def test_a_step_of_no_time_is_refused() -> None:
+def test_a_step_of_zero_time_is_refused() -> None:
     with pytest.raises(ValueError, match=r"step 0\.0: must be a finite number above 0"):
         compat2020.sweep(LayerLog("m", ((0.1, 1),)), VecTable((1,), (1.0,)), 0.0, Grid((2,), (1e9,)))

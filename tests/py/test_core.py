@@ -107,7 +107,7 @@ def test_the_clock_is_the_monotonic_one() -> None:
     assert before <= now <= after
 
 
-def test_a_second_module_of_one_process_is_its_own() -> None:
+def test_a_second_module_in_a_process_is_independent() -> None:
     source = """
 import importlib.machinery, importlib.util, sys
 from netbottleneck import _core as first
@@ -310,7 +310,7 @@ def test_info_counts_bytes_and_survives_close(pair: list[_core.Comm]) -> None:
         assert comm.notices() == []
 
 
-def test_a_mapped_arena_travels(pair: list[_core.Comm]) -> None:
+def test_a_mapped_arena_is_sent_without_a_copy(pair: list[_core.Comm]) -> None:
     def add(comm: _core.Comm) -> bytes:
         arena = _core.Arena(4096)
         comm.map(arena)
@@ -342,7 +342,7 @@ def test_memory_and_keep_live_until_a_dropped_work_is_done(pair: list[_core.Comm
     assert line == b"\1" * 65
 
 
-def test_a_done_work_lets_go_of_its_memory(alone: _core.Comm) -> None:
+def test_a_completed_work_releases_its_memory(alone: _core.Comm) -> None:
     line, token = bytearray(64), Token()
     watch = weakref.ref(token)
     work = alone.submit("done", _core.ALLREDUCE, line, _core.UINT8, keep=token)
@@ -352,7 +352,7 @@ def test_a_done_work_lets_go_of_its_memory(alone: _core.Comm) -> None:
     line.append(1)
 
 
-def test_close_lets_go_of_everything(pair: list[_core.Comm]) -> None:
+def test_close_releases_everything(pair: list[_core.Comm]) -> None:
     line, token = bytearray(64), Token()
     watch = weakref.ref(token)
     pair[0].submit("pending", _core.ALLREDUCE, line, _core.UINT8, keep=token)
@@ -416,7 +416,7 @@ assert grown < 1024, grown
 # failures
 
 
-def test_wait_gives_up_after_its_time(pair: list[_core.Comm]) -> None:
+def test_wait_returns_after_its_timeout(pair: list[_core.Comm]) -> None:
     work = pair[0].submit("alone", _core.BARRIER, None, _core.UINT8)
     assert work.test() is False
     assert work.wait(0) is False
@@ -486,7 +486,7 @@ def test_a_dropped_comm_fails_the_others() -> None:
     comms[0].close()
 
 
-def test_calls_after_close_say_so(alone: _core.Comm) -> None:
+def test_calls_after_close_raise_closed_error(alone: _core.Comm) -> None:
     alone.close()
     alone.close()
     for call in (
@@ -709,7 +709,7 @@ def refusal(call: Callable[[], object]) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_is_refused_and_harms_nobody(pair: list[_core.Comm], tmp_path: Path) -> None:
+def test_a_forked_child_is_refused_and_leaves_the_job_intact(pair: list[_core.Comm], tmp_path: Path) -> None:
     comm = pair[0]
     work = comm.submit("across", _core.BARRIER, None, _core.UINT8)
     path = tmp_path / "ring"

@@ -248,7 +248,7 @@ def test_bounding_lines_have_no_negative_cost() -> None:
     assert min(fixed for fixed, _ in bounding_lines(rows, 0.0, 2.8, 0.0)) == 0.0
 
 
-def test_other_operations_of_a_step_are_no_part_of_the_fit() -> None:
+def test_other_operations_of_a_step_are_not_fitted() -> None:
     run = run_at(Cost(alpha_ns=120_000, link=Link(3e9), launch_ns=50_000))
     added = tuple(replace(c, kind="broadcast", key=c.key + 10_000, start_ns=c.submit_ns) for c in run.collectives)
     empty = tuple(replace(c, tensor_bytes=0, key=c.key + 20_000) for c in run.collectives)

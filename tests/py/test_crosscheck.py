@@ -20,11 +20,11 @@ def sample(**changed: int) -> Sample:
     return Sample(**{**{"begin_ns": 50, "sent_ns": 240, "end_ns": 480, "error_ns": 5}, **changed})
 
 
-def test_moments_between_two_stamps_of_ours_agree() -> None:
+def test_times_between_two_of_our_timestamps_agree() -> None:
     assert compared(sample(), OURS) == []
 
 
-def test_the_clocks_error_is_allowed_for_and_no_more() -> None:
+def test_only_the_clocks_error_is_tolerated() -> None:
     assert compared(sample(begin_ns=57), OURS) == []
     assert compared(sample(begin_ns=58), OURS) == [("the begin of the pass", 1)]
 
@@ -39,7 +39,7 @@ def test_the_clocks_error_is_allowed_for_and_no_more() -> None:
         ({"end_ns": 520}, "all buckets back", 15),
     ],
 )
-def test_a_moment_elsewhere_is_reported_with_its_distance(changed: dict[str, int], what: str, ns: int) -> None:
+def test_a_time_outside_is_reported_with_its_distance(changed: dict[str, int], what: str, ns: int) -> None:
     assert compared(sample(**changed), OURS) == [(what, ns)]
 
 

@@ -98,7 +98,7 @@ def test_any_value_may_be_another(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("rank", ("clock",), None, "nothing where Clock must be"),
     ],
 )
-def test_what_is_no_value_is_named(
+def test_an_invalid_value_is_named(
     kind: str, path: tuple[Any, ...], value: object, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = rows_of(WHOLE)
@@ -113,7 +113,7 @@ def test_what_is_no_value_is_named(
 
 
 @pytest.mark.parametrize("name", ["empty.jsonl.gz", "empty.bk.log", "packed.jsonl.gz", "head.jsonl.gz"])
-def test_what_holds_nothing_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_value_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / name
     path.write_bytes(b"")
     if name.startswith("packed"):
@@ -126,7 +126,7 @@ def test_what_holds_nothing_is_named(name: str, tmp_path: Path, capsys: pytest.C
     assert str(path) in told.err
 
 
-def test_nothing_is_read_where_it_may_be() -> None:
+def test_null_is_accepted_if_the_field_is_optional() -> None:
     step = Step(0, 1, 2, Arm("tcp"), 5, 6, plan=None, cpu_ns=None)
     assert json_codec.build(Step, json.loads(json_codec.dump(step))) == step
     assert tr.read(WHOLE).size == 2

@@ -167,7 +167,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_sparse_gradient_goes_ddps_own_way(warm_ranks: Ranks) -> None:
+def test_a_sparse_gradient_uses_ddps_own_path(warm_ranks: Ranks) -> None:
     for result in warm_ranks(2, SPARSE, ENV):
         assert "done" in result.stdout
 
@@ -206,7 +206,7 @@ dist.destroy_process_group()
 """
 
 
-def test_what_cannot_be_measured_is_left_alone_and_an_error_where_that_is_asked_for(warm_ranks: Ranks) -> None:
+def test_unmeasurable_models_are_left_alone_or_an_error_in_strict_mode(warm_ranks: Ranks) -> None:
     for result in warm_ranks(2, REFUSED, ENV):
         assert "done" in result.stdout
         assert "the DDP model of Linear is left alone: its process group has 1 of 2 ranks" in result.stderr
@@ -239,6 +239,6 @@ for step in range(1 << 20):
 """
 
 
-def test_a_rank_that_is_gone_is_named_in_the_backward_pass_of_the_others(warm_ranks: Ranks) -> None:
+def test_a_lost_rank_is_named_in_the_backward_pass_of_the_others(warm_ranks: Ranks) -> None:
     first, _ = warm_ranks(2, LOST, ENV)
     assert first.stdout.splitlines()[-1] == "lost 1"

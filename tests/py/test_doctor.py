@@ -149,14 +149,14 @@ def test_a_topic_that_fails_reports_the_reason(monkeypatch: pytest.MonkeyPatch) 
     assert doctor._or_error(broken) == {"error": "no such thing"}
 
 
-def test_the_lab_is_opened_for_real() -> None:
+def test_the_lab_is_really_opened() -> None:
     found = doctor._lab()
     assert found["allowed"] == ("namespaces" in found["how"])
     if not found["allowed"]:
         assert found["not"].keys() == {"root", "user"}
 
 
-def test_a_libfabric_without_providers_is_no_error() -> None:
+def test_a_libfabric_without_providers_is_not_an_error() -> None:
     code = "from netbottleneck.cli import doctor; import json; print(json.dumps(doctor._libfabric({})))"
     env = {**os.environ, "FI_PROVIDER": "nothing"}
     done = subprocess.run(

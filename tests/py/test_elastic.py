@@ -81,7 +81,7 @@ def total(*sizes: int) -> float:
     return 100.0 - sum(2.0**-size for size in sizes)
 
 
-def test_the_ranks_that_are_left_go_on_under_horovods_launcher(warm_ranks: Ranks, driver: Driver) -> None:
+def test_the_remaining_ranks_continue_under_horovods_launcher(warm_ranks: Ranks, driver: Driver) -> None:
     driver.expected = 2
     env = {"WAIT_AT": "3"}
     job = warm_ranks.start(3, WORKER, env=lambda rank: {**driver.environment(rank, 3, rank), **env})
@@ -97,7 +97,7 @@ def test_the_ranks_that_are_left_go_on_under_horovods_launcher(warm_ranks: Ranks
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_ranks_that_come_start_where_the_others_are(warm_ranks: Ranks, driver: Driver, size: int) -> None:
+def test_added_ranks_start_from_the_others_state(warm_ranks: Ranks, driver: Driver, size: int) -> None:
     driver.expected, driver.joining = size, [size]
     env = {"WAIT_AT": str(size)}
     first = warm_ranks.start(size, WORKER, env=lambda rank: {**driver.environment(rank, size, rank), **env})
@@ -112,14 +112,14 @@ def test_ranks_that_come_start_where_the_others_are(warm_ranks: Ranks, driver: D
         assert result.stdout.splitlines()[-1] == said
 
 
-def test_a_rank_that_is_not_wanted_any_more_says_so(driver: Driver) -> None:
+def test_a_removed_rank_ends_with_the_reason(driver: Driver) -> None:
     driver.expected, driver.leaving = 1, [4]
     with pytest.raises(Error, match=r"here:4 has been removed from the elastic job"):
         launcher.renew_place(driver.environment(4, 5, 4))
 
 
 @pytest.mark.parametrize("missing", ["HOROVOD_ELASTIC", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"])
-def test_without_an_elastic_launcher_nobody_is_asked_and_nothing_told(driver: Driver, missing: str) -> None:
+def test_without_an_elastic_launcher_there_are_no_requests_and_no_notices(driver: Driver, missing: str) -> None:
     environ = {**driver.environment(0, 2, 0), missing: ""}
     before = dict(environ)
     launcher.renew_place(environ)
@@ -128,7 +128,7 @@ def test_without_an_elastic_launcher_nobody_is_asked_and_nothing_told(driver: Dr
         assert driver.keys == {}
 
 
-def test_a_launcher_that_is_gone_is_named(driver: Driver) -> None:
+def test_a_lost_launcher_is_named(driver: Driver) -> None:
     environ = {**driver.environment(0, 2, 0), "HOROVOD_GLOO_RENDEZVOUS_PORT": str(free_port())}
     with pytest.raises(Error, match=environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]):
         launcher.renew_place(environ)
@@ -139,7 +139,7 @@ def test_a_launcher_that_is_gone_is_named(driver: Driver) -> None:
         pass
 
 
-def test_the_service_understands_the_launcher_and_nobody_else(driver: Driver) -> None:
+def test_the_service_accepts_only_the_launchers_messages(driver: Driver) -> None:
     told: list[tuple[float, int]] = []
     with Notices().listening(lambda time, change: told.append((time, int(change))), driver.environment(0, 2, 0)):
         address, key = driver.service(0)
@@ -191,7 +191,7 @@ hvd.shutdown()
 
 
 @pytest.mark.full
-def test_under_torchrun_all_are_started_anew_and_go_on_from_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+def test_under_torchrun_all_ranks_restart_from_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     script = tmp_path / "restarted.py"
     script.write_text(RESTARTED, encoding="utf-8")
     arguments = ["--nproc-per-node", "2", "--max-restarts", "1", "--rdzv-backend", "c10d"]

@@ -135,7 +135,7 @@ def test_one_line_measures_a_ddp_script_and_changes_no_weight(
 
 
 @pytest.mark.parametrize("transports", ["ofi", "tcp"])
-def test_streams_auto_owes_the_gradients_and_keeps_its_probe_apart(
+def test_streams_auto_sends_the_gradients_and_counts_its_probe_separately(
     plain_ranks: Ranks, tmp_path: Path, transports: str
 ) -> None:
     script = """
@@ -164,7 +164,7 @@ job.stop()
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
-def test_no_variable_changes_nothing_and_says_nothing(
+def test_without_a_variable_nothing_changes_and_nothing_is_printed(
     ranks: Ranks, warm_ranks: Ranks, tmp_path: Path, untouched: bytes, where: str
 ) -> None:
     start = torchrun if where == "before" else directly
@@ -194,7 +194,7 @@ assert waited == [None]
 
 
 @pytest.mark.parametrize(("transport", "where"), [("tcp", "before"), ("stock", "after")])
-def test_buffers_follow_rank_0_as_they_do_without_us(
+def test_buffers_follow_rank_0_as_with_plain_ddp(
     warm_ranks: Ranks, tmp_path: Path, untouched_buffers: list[bytes], transport: str, where: str
 ) -> None:
     env = {**MEASURED, "E2E_MODEL": "norm", "E2E_OUT": str(tmp_path)}
@@ -222,7 +222,7 @@ def test_an_optimizer_may_be_made_before_ddp_wraps(
 
 @pytest.mark.parametrize("transports", ["tcp", "stock,tcp"])
 @pytest.mark.parametrize("how", ["alias", "instead"])
-def test_a_horovod_script_is_measured_and_trains_as_horovod_would(
+def test_a_horovod_script_is_measured_and_trains_as_with_horovod(
     ranks: Ranks, warm_ranks: Ranks, tmp_path: Path, how: str, transports: str
 ) -> None:
     run = tmp_path / "run"

@@ -43,7 +43,7 @@ def test_a_switch_or_any_transport_enables(environ: dict[str, str], enabled: boo
     assert settings(environ=environ).enabled is enabled
 
 
-def test_precedence_is_argument_ours_horovods_default() -> None:
+def test_precedence_is_argument_our_variable_horovods_default() -> None:
     horovod = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "7"}
     ours = {"NETBOTTLENECK_TIMEOUT_S": "8", **horovod}
     assert settings(environ=horovod).timeout_s == 7
@@ -54,7 +54,7 @@ def test_precedence_is_argument_ours_horovods_default() -> None:
     assert settings({"timeout_s": 9.0}, ours).sources["timeout_s"] == "argument"
 
 
-def test_a_wrong_horovod_value_does_not_matter_where_ours_is_set() -> None:
+def test_an_invalid_horovod_value_is_ignored_if_ours_is_set() -> None:
     environ = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "soon", "NETBOTTLENECK_TIMEOUT_S": "8"}
     assert settings(environ=environ).timeout_s == 8
 
@@ -92,7 +92,7 @@ def test_horovods_interface_is_an_exact_name() -> None:
     assert settings(environ={"HOROVOD_GLOO_IFACE": "eth1"}).ifname == "=eth1"
 
 
-def test_cpus_are_a_list_and_horovods_count_where_ours_are_unset() -> None:
+def test_cpus_are_a_list_and_horovods_apply_if_ours_are_unset() -> None:
     assert settings(environ={}).affinity == ()
     assert settings(environ={"NETBOTTLENECK_AFFINITY": "3, 1"}).affinity == (3, 1)
     both = {"NETBOTTLENECK_AFFINITY": "5", "HOROVOD_THREAD_AFFINITY": "2,4"}
@@ -213,7 +213,7 @@ def secret_file(tmp_path: Path, content: bytes = b"correct horse battery\n", mod
     return path
 
 
-def test_a_secret_is_read_from_a_file_and_its_own_variable_counts_first(tmp_path: Path) -> None:
+def test_a_secret_is_read_from_a_file_and_its_own_variable_has_precedence(tmp_path: Path) -> None:
     path = secret_file(tmp_path)
     environ = {"NETBOTTLENECK_SECRET_FILE": str(path)}
     chosen = settings(environ=environ)
@@ -267,14 +267,14 @@ def owned_by(monkeypatch: pytest.MonkeyPatch, user: int) -> None:
 
 
 @pytest.mark.parametrize("content", [b"tooshort", b"", b"\xff\xfe" * 16, b"x" * 200])
-def test_a_file_without_a_secret_in_it_is_refused_and_not_shown(content: bytes, tmp_path: Path) -> None:
+def test_a_file_without_a_valid_secret_is_refused_and_not_shown(content: bytes, tmp_path: Path) -> None:
     path = secret_file(tmp_path, content)
     with pytest.raises(ValueError, match=f"NETBOTTLENECK_SECRET_FILE={path}: it must hold text of 16 to 128") as caught:
         settings(environ={"NETBOTTLENECK_SECRET_FILE": str(path)})
     assert "tooshort" not in str(caught.value)
 
 
-def test_a_secret_file_that_is_none_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_regular_file_is_refused_at_once(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe, 0o600)
     for path, why in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory"), (pipe, "not a regular")):
@@ -298,7 +298,7 @@ def test_description_shows_value_default_and_source_of_every_variable() -> None:
     assert rows["NETBOTTLENECK_PORTS"].source == "default"
 
 
-def test_every_default_is_a_value_that_would_be_taken() -> None:
+def test_every_default_is_a_valid_value() -> None:
     shown = {row.name: row.default for row in config.describe(settings(environ={})) if row.default}
     assert {row.name: row.value for row in config.describe(settings(environ=shown)) if row.default} == shown
 
@@ -349,7 +349,7 @@ def heard(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[s
         ({"NETBOTTLENECK_LOG_LEVEL": "error"}, []),
     ],
 )
-def test_the_log_level_is_the_least_that_is_told(environ: dict[str, str], told: list[str]) -> None:
+def test_the_log_level_is_the_lowest_logged_level(environ: dict[str, str], told: list[str]) -> None:
     done = heard(environ)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if " a " in line]
@@ -357,14 +357,14 @@ def test_the_log_level_is_the_least_that_is_told(environ: dict[str, str], told: 
     assert all(line.startswith(f"[rank 0/1 {platform.node()}] netbottleneck ") for line in lines)
 
 
-def test_at_debug_the_settings_that_are_in_force_are_told_and_no_secret() -> None:
+def test_at_debug_level_the_settings_are_logged_without_the_secret() -> None:
     word = "correct horse battery"
     said = heard({"NETBOTTLENECK_LOG_LEVEL": "debug", "NETBOTTLENECK_SECRET": word}).stderr
     assert "NETBOTTLENECK_SIZE=1 (NETBOTTLENECK_SIZE)" in said
     assert word not in said
 
 
-def test_a_program_with_handlers_of_its_own_is_told_once_by_these() -> None:
+def test_log_handlers_of_the_program_log_each_message_once() -> None:
     said = heard({}, "own").stderr.splitlines()
     assert said == ["own: a warning", "own: a second job"]
 

@@ -112,7 +112,7 @@ def test_the_command_reports_a_study(tmp_path, capsys):
     assert "evidence.json: not a netbottleneck-evidence" in capsys.readouterr().err
 
 
-def test_without_matplotlib_values_are_written_and_the_page_says_so(monkeypatch, tmp_path):
+def test_without_matplotlib_values_are_written_and_the_page_has_a_note(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     plain = Evidence(CELLS)
     names = [path.name for path in plain.write(tmp_path)]

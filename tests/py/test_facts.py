@@ -74,7 +74,7 @@ def test_hooks_and_contention_are_separate_comparisons():
         assert (cell.equal_weights, cell.outlook, cell.arms["stock"].scaling) == (None, None, None)
 
 
-def test_hooks_are_not_judged_where_the_bare_arm_moves_bytes():
+def test_the_cost_of_hooks_is_unknown_if_the_bare_arm_moves_bytes():
     assert of({"bare": 50, "null": 0, "stock": 50}, "digits").hooks is None
 
 

@@ -54,7 +54,7 @@ def machine() -> Generator[Machine, None, None]:
         yield made
 
 
-def test_every_row_but_those_of_links_is_here() -> None:
+def test_every_row_except_those_of_links_is_tested() -> None:
     left_out = set(BY_NAME) - {name for name, *_ in CELLS}
     assert left_out == {"link-3s", "link-down", "interface-down"}
 

@@ -137,9 +137,7 @@ job.stop()
 """
 
 
-def test_a_rank_that_never_submits_ends_the_job_where_horovods_variable_says_so(
-    warm_ranks: Ranks, tmp_path: Path
-) -> None:
+def test_a_rank_that_never_submits_ends_the_job_if_horovods_variable_is_set(warm_ranks: Ranks, tmp_path: Path) -> None:
     env = {**QUICK, "HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
     for result in warm_ranks(2, STALLED.replace("OVER", repr(str(tmp_path / "over"))), env):
         assert re.search(r"^ended .*'allreduce\.late' has waited for .* not submitted it: 1\b", result.stdout), result
@@ -181,7 +179,7 @@ hvd.shutdown()
 """
 
 
-def test_a_lane_that_dies_alone_costs_no_step_and_the_report_says_so(warm_ranks: Ranks, tmp_path: Path) -> None:
+def test_a_lost_lane_costs_no_step_and_is_reported(warm_ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     env = {"NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_STREAMS": "3", "NETBOTTLENECK_START_STEP": "0"}
     for result in warm_ranks(2, CUT, {**QUICK, **env, "NETBOTTLENECK_DIR": str(tmp_path / "run")}):
@@ -272,7 +270,7 @@ def free_ports(count: int) -> int:
     ("name", "values"),
     [("NETBOTTLENECK_STREAMS", ("2", "3")), ("NETBOTTLENECK_TRANSPORT", ("tcp", "ofi"))],
 )
-def test_ranks_that_disagree_are_told_so(plain_ranks: Ranks, name: str, values: tuple[str, str]) -> None:
+def test_disagreeing_ranks_get_an_error(plain_ranks: Ranks, name: str, values: tuple[str, str]) -> None:
     results = plain_ranks(2, SCRIPT, lambda rank: {**QUICK, name: values[rank]}, args=["nothing"], check=False)
     for result in results:
         said = last_line(result)
@@ -316,7 +314,7 @@ def test_a_setting_that_cannot_work_is_one_clear_error(
         assert "no error" not in result.stdout
 
 
-def test_a_cpu_that_is_not_there_is_named_and_the_others_are_told(plain_ranks: Ranks) -> None:
+def test_a_missing_cpu_is_named_on_all_ranks(plain_ranks: Ranks) -> None:
     there = {**QUICK, "NETBOTTLENECK_AFFINITY": "0,0"}
     absent = {**QUICK, "NETBOTTLENECK_AFFINITY": "0,1023"}
     first, second = plain_ranks(2, SCRIPT, lambda rank: absent if rank else there, args=["nothing"], check=False)
@@ -324,9 +322,7 @@ def test_a_cpu_that_is_not_there_is_named_and_the_others_are_told(plain_ranks: R
     assert "rank 1 could not open its lanes" in last_line(first)
 
 
-def test_a_communication_thread_runs_on_the_cpu_it_was_given_and_the_record_says_so(
-    plain_ranks: Ranks, tmp_path: Path
-) -> None:
+def test_a_communication_thread_runs_on_its_cpu_which_is_recorded(plain_ranks: Ranks, tmp_path: Path) -> None:
     script = """
 from pathlib import Path
 import numpy as np
@@ -348,7 +344,7 @@ print("cpu", info["cpu"], float(nb.allreduce(np.ones(3))[0]))
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_tcp_lanes_have_the_congestion_control_that_was_asked_for(plain_ranks: Ranks, asked: bool) -> None:
+def test_tcp_lanes_have_the_requested_congestion_control(plain_ranks: Ranks, asked: bool) -> None:
     with socket.socket() as plain:
         host = plain.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
     if host == "reno":
@@ -372,7 +368,7 @@ nb.shutdown()
     assert [result.stdout.split() for result in results] == [["2" if asked else "0", "1.0"]] * 2
 
 
-def test_a_rank_without_descriptors_says_so_and_does_not_turn_in_vain(plain_ranks: Ranks) -> None:
+def test_a_rank_without_descriptors_reports_it_and_does_not_busy_loop(plain_ranks: Ranks) -> None:
     script = """
 import os
 import resource
@@ -397,7 +393,7 @@ finally:
     assert "rank 1" in last_line(results[0])
 
 
-def test_ranks_that_find_another_number_of_interfaces_are_told_so(plain_ranks: Ranks) -> None:
+def test_different_numbers_of_interfaces_are_an_error_on_all_ranks(plain_ranks: Ranks) -> None:
     names = [name for name, _ in _core.interfaces("^nothing")]
     if len(names) < 2 and names != ["lo"]:
         names = ["lo", *names]
@@ -446,17 +442,17 @@ def test_a_port_in_use_is_named(warm_ranks: Ranks) -> None:
         assert "NETBOTTLENECK_PORTS" in said
 
 
-def test_what_no_operation_takes_is_refused_by_name(plain_ranks: Ranks) -> None:
+def test_unsupported_values_of_operations_are_refused_by_name(plain_ranks: Ranks) -> None:
     for result in plain_ranks(2, SCRIPT, QUICK, args=["refused"]):
         assert result.stdout == "refused\n"
 
 
-def test_twenty_jobs_follow_each_other_on_one_port(warm_ranks: Ranks) -> None:
+def test_twenty_jobs_in_sequence_use_one_port(warm_ranks: Ranks) -> None:
     for result in warm_ranks(2, SCRIPT, QUICK, args=["rounds"]):
         assert result.stdout == "twenty\n"
 
 
-def test_a_rank_that_never_comes_is_named(warm_ranks: Ranks) -> None:
+def test_a_rank_that_never_arrives_is_named(warm_ranks: Ranks) -> None:
     env = {**QUICK, "NETBOTTLENECK_START_TIMEOUT_S": "1", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
     results = warm_ranks(2, SCRIPT, env, args=["nothing"], check=False)
     assert re.search(r"(rank|ranks 1,) 2 did not reach", last_line(results[0]))  # rank 1 may come late

@@ -46,7 +46,7 @@ def test_scaling_is_drawn_by_ranks_and_by_link():
     assert row["source"] == "one-2-1"
 
 
-def test_a_link_whose_flows_were_capped_in_several_ways_is_several_series():
+def test_a_link_with_several_flow_caps_is_several_series():
     free = replace(CELLS[1], key="free", flow_bps=())
     told = figures.to_csv(figures.figures([*CELLS, free])[2])
     assert "made, 2 ranks, 0.50 Gbit/s a flow: stock" in told
@@ -54,7 +54,7 @@ def test_a_link_whose_flows_were_capped_in_several_ways_is_several_series():
     assert '"made, 4 ranks: stock",2,' in told
 
 
-def test_gradients_of_other_sizes_are_another_job():
+def test_gradients_of_different_sizes_are_different_jobs():
     less = replace(CELLS[0], key="less", tensor_bytes=1_000_000)
     told = figures.to_csv(figures.figures([less, *CELLS[1:]])[2])
     assert '"made of 1 MB, 2 ranks: stock",1,' in told

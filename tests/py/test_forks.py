@@ -88,7 +88,9 @@ print("done")
 """
 
 
-def test_workers_and_children_that_write_gradients_change_nothing(warm_ranks: Ranks, network: dict[str, str]) -> None:
+def test_workers_and_children_that_write_gradients_do_not_change_the_parent(
+    warm_ranks: Ranks, network: dict[str, str]
+) -> None:
     for result in warm_ranks(2, WORKERS, network):
         assert "done" in result.stdout, result.stderr
 
@@ -143,7 +145,7 @@ def test_a_child_forked_right_after_a_measured_backward_pass_runs(warm_ranks: Ra
         assert "forked 200" in result.stdout, result.stderr
 
 
-def test_the_death_of_a_rank_is_seen_although_its_child_lives(warm_ranks: Ranks, network: dict[str, str]) -> None:
+def test_the_death_of_a_rank_is_detected_although_its_child_lives(warm_ranks: Ranks, network: dict[str, str]) -> None:
     results = warm_ranks(2, OUTLIVES, network, check=False)
     assert results[1].code == -9
     assert "child lives" in results[1].stdout
@@ -231,7 +233,7 @@ def few_ports() -> dict[str, str]:
     return {"NETBOTTLENECK_PORTS": f"{low}-{low + count - 1}", "NETBOTTLENECK_STREAMS": "1"}
 
 
-def test_jobs_follow_each_other_in_the_same_few_ports_while_children_of_each_stage_live(
+def test_jobs_in_sequence_use_the_same_few_ports_while_children_of_each_stage_live(
     warm_ranks: Ranks, network: dict[str, str]
 ) -> None:
     for result in warm_ranks(2, STAGES, {**network, **few_ports()}):
@@ -278,7 +280,7 @@ for child in children:
 """
 
 
-def test_an_elastic_job_starts_again_in_the_same_few_ports_while_children_live(
+def test_an_elastic_job_restarts_on_the_same_few_ports_while_children_live(
     warm_ranks: Ranks, network: dict[str, str]
 ) -> None:
     for result in warm_ranks(2, ELASTIC, {**network, **few_ports()}):

@@ -55,7 +55,7 @@ def test_the_interval_decides_and_needs_rounds(low: float, high: float, rounds: 
     assert Figure("", 1.0, Estimate((low + high) / 2, low, high), rounds).verdict == verdict
 
 
-def test_wrong_elements_fail_whatever_the_speed_and_a_reason_is_no_failure() -> None:
+def test_wrong_elements_fail_at_any_speed_and_a_reason_is_not_a_failure() -> None:
     assert Figure("", 1.0, certain(9.0), 60, broken="3 elements were wrong").verdict == "fail"
     assert Figure("", 1.0, reason="iperf3 is not installed").verdict == "not run"
     assert Figure("", 1.0).verdict == "not run"
@@ -70,7 +70,7 @@ def test_a_gate_is_as_good_as_its_worst_figure() -> None:
     assert [worst([good, undecided]), worst([undecided, absent]), worst([absent, bad])] == [undecided, absent, bad]
 
 
-def test_a_ratio_is_against_whoever_is_fastest() -> None:
+def test_a_ratio_compares_with_the_fastest() -> None:
     found = ratio([2.0] * 8, {"slow": [8.0] * 8, "fast": [3.0] * 8})
     assert (found.value, found.low, found.high) == (1.5, 1.5, 1.5)
     with pytest.raises(ValueError, match="same number of rounds"):
@@ -97,7 +97,7 @@ def test_busy_seconds_are_compared_by_their_means() -> None:
     assert found.value == pytest.approx(3.0)
 
 
-def test_being_above_is_as_far_off_as_being_below() -> None:
+def test_closeness_is_symmetric() -> None:
     assert closeness([0.8] * 6, [1.0] * 6).value == pytest.approx(0.8)
     assert closeness([1.25] * 6, [1.0] * 6).value == pytest.approx(0.8)
 
@@ -116,7 +116,7 @@ def test_a_needed_peer_that_is_missing_is_named() -> None:
     assert (figure.verdict, figure.reason) == ("not run", "mpi-tcp: mpicc and mpirun not installed")
 
 
-def test_a_peer_that_may_join_counts_where_it_is_there() -> None:
+def test_an_optional_peer_counts_if_it_was_measured() -> None:
     rows = [row("tcp", [2.0] * 8), row("stock", [3.0] * 8)]
     assert against(table(*rows), SIZE, "tcp", ("stock",), 1.0, also=("horovod",)).verdict == "pass"
     joined = table(*rows, row("horovod", [1.0] * 8))
@@ -130,7 +130,7 @@ def test_a_path_that_was_missing_in_one_run_is_not_compared() -> None:
     assert against(found, SIZE, "tcp", ("stock",), 1.0).verdict == "not run"
 
 
-def test_less_on_the_wire_than_is_owed_breaks_a_figure() -> None:
+def test_too_few_bytes_on_the_wire_invalidate_a_figure() -> None:
     short = row("tcp", [1.0] * 8)
     short["rounds"]["sent_bytes"][3] = 2 * SIZE - 1
     figure = against(table(short, row("stock", [2.0] * 8)), SIZE, "tcp", ("stock",), 1.0)
@@ -138,7 +138,7 @@ def test_less_on_the_wire_than_is_owed_breaks_a_figure() -> None:
     assert "must send 2000000" in figure.broken
 
 
-def test_a_constant_bound_is_a_peer_of_its_own() -> None:
+def test_a_constant_bound_counts_as_a_peer() -> None:
     figure = against(table(row("tcp", [1.25] * 8)), SIZE, "tcp", (), 0.75, constant=1.0)
     assert figure.estimate == Estimate(0.8, 0.8, 0.8)
     assert figure.verdict == "pass"
@@ -164,14 +164,14 @@ def settled(monkeypatch: pytest.MonkeyPatch, batches: Iterator[list[list[float]]
     return cases.settle(case, cases.Run(lambda _: None, batches=3)), asked
 
 
-def test_only_what_is_undecided_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_undecided_figures_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     unsure = [0.5, 2.0] * 4
     figures, asked = settled(monkeypatch, iter([[[0.5] * 8, unsure], [unsure], [unsure]]))
     assert asked == [(SIZE, 2 * SIZE), (2 * SIZE,), (2 * SIZE,)]
     assert [(figure.verdict, figure.rounds) for figure in figures] == [("pass", 8), ("undecided", 24)]
 
 
-def test_what_a_rank_died_of_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_failed_rank_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: Any, **__: Any) -> Results:
         raise Error(0, "rank 1 was killed by SIGKILL")
 
@@ -203,13 +203,13 @@ def test_all_ten_gates_have_a_line_and_only_ten_passes_are_a_success(
     assert transport.main() == 1
 
 
-def test_a_seconds_rate_is_between_the_first_and_the_last_that_was_done() -> None:
+def test_the_rate_of_a_span_is_between_its_first_and_last_result() -> None:
     done = [10**9 + n * 10**8 for n in range(11)]  # one every 0.1 s
     assert sharing.rate(done, 0, 3 * 10**9) == pytest.approx(8 * sharing.BYTES * 10)
     assert sharing.rate(done, 0, 10**9) == 0.0
 
 
-def test_a_job_without_a_pause_says_when_each_was_done_and_that_all_were_right(plain_ranks: Any) -> None:
+def test_a_continuous_job_reports_the_time_and_correctness_of_each_all_reduce(plain_ranks: Any) -> None:
     results = plain_ranks(
         2, BENCHMARKS / "steady.py", {"NETBOTTLENECK_IFNAME": "lo"}, args=["tcp", "2", "400000", "0.2"]
     )
@@ -221,7 +221,7 @@ def test_a_job_without_a_pause_says_when_each_was_done_and_that_all_were_right(p
         assert each["done_ns"] == sorted(each["done_ns"])
 
 
-def test_a_rank_tells_what_its_communicator_added(plain_ranks: Any) -> None:
+def test_a_rank_reports_the_cost_of_its_communicator(plain_ranks: Any) -> None:
     results = plain_ranks(
         3, BENCHMARKS / "scale.py", {"NETBOTTLENECK_IFNAME": "lo"}, args=["--rank", "tcp", "--lanes", "2"]
     )
@@ -232,13 +232,13 @@ def test_a_rank_tells_what_its_communicator_added(plain_ranks: Any) -> None:
     assert all(each["setup_s"] > 0 and each["large_s"] > 0 for each in said)
 
 
-def test_a_model_gives_back_what_it_was_fitted_to() -> None:
+def test_a_model_reproduces_the_times_it_was_fitted_to() -> None:
     link = scale.Link(1e-4, 1e8)
     fitted = scale.fitted(scale.ring_s(link, 2, 0), scale.ring_s(link, 2, scale.LARGE))
     assert (fitted.alpha_s, fitted.bytes_per_s) == (pytest.approx(1e-4), pytest.approx(1e8))
 
 
-def test_many_ranks_are_better_off_with_few_steps_for_small_and_a_ring_for_large() -> None:
+def test_with_many_ranks_few_steps_are_best_for_small_sizes_and_a_ring_for_large() -> None:
     best = {each["bytes"]: each["best"] for each in scale.predicted(scale.Link(1e-5, 1e9), 1024)}
     assert best[4096] == "recursive doubling"
     assert best[64_000_000] == "halving and doubling"

@@ -156,7 +156,7 @@ def on_two_ranks(work: Callable[[_core.Comm], Any]) -> list[Any]:
 # where gradients lie
 
 
-def test_a_small_gradient_stays_and_gets_the_sum(alone: _core.Comm) -> None:
+def test_a_small_gradient_keeps_its_memory_and_gets_the_sum(alone: _core.Comm) -> None:
     plan = Plan(chain(4))
     plan.hook.target(alone, postscale=0.5)
     weighted_sum(plan.parameters).backward()
@@ -169,7 +169,7 @@ def test_a_small_gradient_stays_and_gets_the_sum(alone: _core.Comm) -> None:
     assert plan.grads() == [view.tolist() for view in plan.views] == [[0.5 * (i + 1)] * 4 for i in range(4)]
 
 
-def test_a_large_gradient_travels_from_where_autograd_put_it(alone: _core.Comm) -> None:
+def test_a_large_gradient_is_reduced_in_autograds_memory(alone: _core.Comm) -> None:
     plan = Plan(chain(4), direct_bytes=LARGE)
     plan.hook.target(alone, prescale=2.0)
     weighted_sum(plan.parameters).backward()
@@ -202,7 +202,7 @@ LAYERS: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
 
 @pytest.mark.parametrize("again", [False, True], ids=["new", "added"])
 @pytest.mark.parametrize(("layer", "shape"), LAYERS, ids=["linear", "conv", "layer-norm", "batch-norm", "gru"])
-def test_gradients_of_usual_layers_travel_directly(
+def test_gradients_of_common_layers_are_reduced_in_place(
     alone: _core.Comm, layer: Callable[[], nn.Module], shape: tuple[int, ...], again: bool
 ) -> None:
     made = layer()
@@ -215,7 +215,7 @@ def test_gradients_of_usual_layers_travel_directly(
     assert not any(view.any() for view in plan.views)
 
 
-def test_more_direct_gradients_than_an_operation_takes_segments(alone: _core.Comm) -> None:
+def test_more_direct_gradients_than_segments_of_an_operation(alone: _core.Comm) -> None:
     plan = Plan(chain(600), buckets=1, direct_bytes=LARGE)
     plan.hook.target(alone, postscale=2.0)
     weighted_sum(plan.parameters).backward()
@@ -263,7 +263,7 @@ def test_a_graph_of_the_gradient_does_not_reach_the_view(alone: _core.Comm) -> N
     assert not plan.views[0].requires_grad
 
 
-def test_a_sparse_gradient_travels_dense_stays_sparse_and_is_told_of(alone: _core.Comm) -> None:
+def test_a_sparse_gradient_is_sent_dense_stays_sparse_and_is_reported(alone: _core.Comm) -> None:
     table = nn.Embedding(4, 2, sparse=True)
     plan = Plan([nn.Parameter(torch.ones(3)), *table.parameters()], buckets=1)
     plan.hook.target(alone, postscale=2.0)
@@ -313,7 +313,7 @@ def test_a_shared_parameter_is_one_gradient(alone: _core.Comm) -> None:
     assert plan.grads() == [[3.0] * 4, [2.0] * 4]
 
 
-def test_gradients_that_the_user_replaced_are_taken(alone: _core.Comm) -> None:
+def test_gradients_that_the_user_replaced_are_reduced(alone: _core.Comm) -> None:
     plan = Plan(chain(2), buckets=1)
     plan.hook.target(alone)
     plan.parameters[0].grad = torch.full((4,), 10.0)
@@ -327,7 +327,7 @@ def test_gradients_that_the_user_replaced_are_taken(alone: _core.Comm) -> None:
 
 
 @pytest.mark.parametrize("direct_bytes", WAYS)
-def test_a_gradient_that_is_replaced_on_its_way_gets_the_sum_too(alone: _core.Comm, direct_bytes: int) -> None:
+def test_a_gradient_that_is_replaced_in_flight_gets_the_sum_too(alone: _core.Comm, direct_bytes: int) -> None:
     plan = Plan(chain(2), buckets=1, direct_bytes=direct_bytes)
     plan.hook.target(alone, postscale=2.0)
     weighted_sum(plan.parameters).backward()
@@ -342,7 +342,7 @@ def test_a_gradient_that_is_replaced_on_its_way_gets_the_sum_too(alone: _core.Co
 
 
 @pytest.mark.parametrize("direct_bytes", WAYS)
-def test_a_gradient_that_is_deleted_on_its_way_is_an_error(alone: _core.Comm, direct_bytes: int) -> None:
+def test_a_gradient_that_is_deleted_in_flight_is_an_error(alone: _core.Comm, direct_bytes: int) -> None:
     plan = Plan(chain(3), buckets=1, direct_bytes=direct_bytes)
     plan.hook.target(alone, postscale=2.0)
     weighted_sum(plan.parameters).backward()
@@ -443,7 +443,7 @@ def test_two_parameters_with_one_gradient_get_its_last_sum(direct_bytes: int) ->
     assert one == two == [shared, [2 * 3.0 * 2] * 4, [2 * 3.0 * 3] * 4, shared]
 
 
-def test_gradients_that_overlap_travel_apart(alone: _core.Comm) -> None:
+def test_overlapping_gradients_are_sent_separately(alone: _core.Comm) -> None:
     plan = Plan([nn.Parameter(torch.ones(n)) for n in (2, 6, 8)], buckets=3, direct_bytes=LARGE)
     plan.hook.target(alone, postscale=2.0)
     first, second, third = plan.parameters
@@ -463,7 +463,7 @@ def test_gradients_that_share_memory_each_get_their_sum() -> None:
     assert plan.grads() == [[0.0, 2.0], [4.0, 6.0, 8.0, 10.0, 12.0, 14.0], [2.0 * i for i in range(8)]]
 
 
-def test_a_gradient_of_a_class_of_the_users_is_taken() -> None:
+def test_a_gradient_of_a_user_defined_class_is_reduced() -> None:
     class Marked(torch.Tensor):
         pass
 
@@ -483,7 +483,7 @@ def test_a_parameter_of_no_dimension_is_one_number() -> None:
     assert plan.grads() == [[2.0], [4.0] * 3]
 
 
-def test_a_parameter_that_was_frozen_is_zero(alone: _core.Comm) -> None:
+def test_a_frozen_parameter_contributes_zeros(alone: _core.Comm) -> None:
     plan = Plan(chain(2), buckets=1)
     plan.hook.target(alone)
     plan.parameters[1].requires_grad_(False)
@@ -564,7 +564,7 @@ def test_a_second_backward_averages_the_average_and_what_is_new(direct_bytes: in
     assert first == second == [[5.0 * (i + 1)] * 4 for i in range(3)]
 
 
-def test_a_gradient_that_is_added_to_on_its_way_is_an_error() -> None:
+def test_adding_to_a_gradient_in_flight_is_an_error() -> None:
     plan = Plan(chain(2), buckets=1)
     sink = Sink()
     plan.hook.target(sink)
@@ -577,7 +577,7 @@ def test_a_gradient_that_is_added_to_on_its_way_is_an_error() -> None:
     assert sink.seen == sink.waited == [0, 0]
 
 
-def test_the_first_gradient_of_each_pass_is_told_of() -> None:
+def test_the_first_gradient_of_each_pass_is_reported() -> None:
     plan = Plan(chain(3), passes=2)
     told: list[int] = []
     plan.hook.target(Doubling(plan))
@@ -605,7 +605,7 @@ def test_the_first_gradient_of_each_pass_is_told_of() -> None:
     assert told == [0] * 4
 
 
-def test_a_failure_of_on_first_comes_out_of_backward() -> None:
+def test_a_failure_of_on_first_is_raised_by_backward() -> None:
     plan = Plan(chain(2), buckets=1)
     plan.hook.target(Doubling(plan))
 
@@ -664,7 +664,7 @@ def test_targets_alternate_between_steps(alone: _core.Comm) -> None:
     assert len(sink.seen) == len(sink.waited) == 4
 
 
-def test_what_belongs_between_steps_is_refused_inside_one(alone: _core.Comm) -> None:
+def test_calls_for_between_steps_are_refused_inside_a_step(alone: _core.Comm) -> None:
     plan = Plan(chain(2))
     plan.hook.target(alone)
     weighted_sum(plan.parameters).backward()
@@ -696,7 +696,7 @@ def test_a_failure_of_wait_is_raised_and_the_hook_is_armed_again() -> None:
     plan.hook.wait()
 
 
-def test_a_failure_to_submit_comes_out_of_backward() -> None:
+def test_a_failure_to_submit_is_raised_by_backward() -> None:
     comm = _core.Comm(0, 1, secret=b"")
     plan = Plan(chain(2), buckets=1)
     plan.hook.target(comm)
@@ -709,7 +709,7 @@ def test_a_failure_to_submit_comes_out_of_backward() -> None:
     plan.finish()
 
 
-def test_a_lost_peer_comes_out_of_wait() -> None:
+def test_a_lost_peer_is_raised_by_wait() -> None:
     lost = threading.Event()
 
     def train(comm: _core.Comm) -> None:

@@ -80,7 +80,7 @@ def test_a_callable_gets_each_bucket_once_a_step(set_to_none: bool, direct_bytes
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("size", [3, 3000])
-def test_every_type_of_number_travels(dtype: torch.dtype, size: int) -> None:
+def test_every_numeric_type_is_sent(dtype: torch.dtype, size: int) -> None:
     parameter = torch.nn.Parameter(torch.ones(size, dtype=dtype))
     gradients = Gradients([("parameter", parameter)])
     gradients.target(Double(gradients))
@@ -92,7 +92,7 @@ def test_every_type_of_number_travels(dtype: torch.dtype, size: int) -> None:
         assert torch.equal(parameter.grad, torch.full((size,), 6.0, dtype=dtype))
 
 
-def test_nowhere_leaves_gradients_as_they_are() -> None:
+def test_without_a_target_gradients_are_unchanged() -> None:
     made = model()
     gradients = Gradients(made.named_parameters())
     gradients.target(None)
@@ -105,7 +105,7 @@ def test_nowhere_leaves_gradients_as_they_are() -> None:
             assert torch.equal(parameter.grad, plain)
 
 
-def test_what_takes_no_gradient_or_has_no_element_is_left_out() -> None:
+def test_parameters_without_gradient_or_elements_are_left_out() -> None:
     frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
     empty = torch.nn.Parameter(torch.ones(0, 3))
     gradients = Gradients([("a", torch.nn.Parameter(torch.ones(2))), ("frozen", frozen), ("empty", empty)])
@@ -113,7 +113,7 @@ def test_what_takes_no_gradient_or_has_no_element_is_left_out() -> None:
     assert Gradients([]).buckets == ()
 
 
-def test_buckets_say_where_each_gradient_lies() -> None:
+def test_buckets_describe_the_place_of_each_gradient() -> None:
     made = model()
     gradients = Gradients(made.named_parameters(), limits=(64, 128))
     sink = Double(gradients)
@@ -159,7 +159,7 @@ def test_rank_zeros_order_is_taken_after_the_first_step() -> None:
     assert gradients.version == 1
 
 
-def test_the_first_gradient_of_a_pass_is_told_of_after_buckets_are_built_anew() -> None:
+def test_the_first_gradient_of_a_pass_is_reported_after_buckets_are_rebuilt() -> None:
     first, second = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
     gradients = Gradients([("a", first.weight), ("b", second.weight)], limits=(64, 64), agree=lambda mine: mine)
     gradients.target(Double(gradients))
@@ -217,7 +217,7 @@ def test_memory_goes_with_the_last_gradient() -> None:
         (torch.nn.Parameter(torch.ones(2, device="meta")), "host memory only"),
     ],
 )
-def test_what_cannot_travel_is_refused_by_name(parameter: Any, words: str) -> None:
+def test_unsupported_parameters_are_refused_by_name(parameter: Any, words: str) -> None:
     with pytest.raises(ValueError, match="odd") as caught:
         Gradients([("odd", parameter)])
     assert words in str(caught.value)

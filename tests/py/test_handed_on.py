@@ -47,20 +47,20 @@ def horovods(environ: dict[str, str]) -> dict[str, str]:
         ({"HOROVOD_FUSION_THRESHOLD": "0"}, {"HOROVOD_FUSION_THRESHOLD": "0"}),
     ],
 )
-def test_a_script_finds_what_horovodrun_would_set_as_far_as_it_is_known(
+def test_a_script_finds_horovodruns_variables_as_far_as_they_are_known(
     environ: dict[str, str], told: dict[str, str]
 ) -> None:
     assert horovods(handed(environ)) == told
 
 
 @pytest.mark.parametrize("environ", [TORCHRUN, MPIRUN, HYDRA, SRUN, HOROVOD, {**SRUN, **MPIRUN}, {}])
-def test_what_was_handed_on_changes_nothing_for_the_job_and_is_handed_on_again(environ: dict[str, str]) -> None:
+def test_exported_variables_do_not_affect_the_job_and_are_exported_again(environ: dict[str, str]) -> None:
     given = handed(environ)
     assert place(given) == place(environ)
     assert handed(given) == given
 
 
-def test_ranks_that_a_script_starts_by_itself_are_their_own() -> None:
+def test_ranks_that_a_script_starts_form_their_own_job() -> None:
     inner = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
     started_inside = {**handed({"RANK": "0", "WORLD_SIZE": "1"}), **inner}
     assert place(started_inside) == place(inner)
@@ -72,7 +72,7 @@ def test_ranks_that_a_script_starts_by_itself_are_their_own() -> None:
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_horovodrun_inside_such_a_script_is_believed(rank: str) -> None:
+def test_horovodrun_inside_such_a_script_takes_precedence(rank: str) -> None:
     outer = handed({"RANK": "0", "WORLD_SIZE": "2"})
     inner = {"HOROVOD_RANK": rank, "HOROVOD_SIZE": "2", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}
     given = {name: value for name, value in outer.items() if name not in ("RANK", "WORLD_SIZE")} | inner
@@ -80,7 +80,7 @@ def test_horovodrun_inside_such_a_script_is_believed(rank: str) -> None:
     assert EXPORTED in given
 
 
-def test_launchers_that_disagree_are_told_of_as_before() -> None:
+def test_disagreeing_launchers_are_still_reported() -> None:
     with pytest.raises(ValueError, match="disagree"):
         handed({**SRUN, "RANK": "0", "WORLD_SIZE": "1"})
     with pytest.raises(ValueError, match="disagree"):
@@ -111,7 +111,7 @@ os.write(1, f"child: {child.stdout}".encode())
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=pytest.mark.peers)])
-def test_a_script_that_reads_them_runs_under_other_launchers_again_and_again(launcher: str, tmp_path: Path) -> None:
+def test_a_script_that_reads_them_runs_repeatedly_under_other_launchers(launcher: str, tmp_path: Path) -> None:
     needs_torch()
     ours = ["-m", "netbottleneck", "run", script(tmp_path, READS)]
     if launcher == "torchrun":

@@ -16,7 +16,7 @@ from netbottleneck.hooks import ddp
 SCRIPT = Path(__file__).parent / "scripts" / "harmless_checks.py"
 
 
-def test_a_measured_model_is_the_scripts_own(warm_ranks: Ranks) -> None:
+def test_a_measured_model_behaves_as_the_scripts_own(warm_ranks: Ranks) -> None:
     names = re.findall(r"^@check\ndef (\w+)", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
     for result in warm_ranks(2, SCRIPT, {}, args=names):
         said = [line for line in result.stdout.splitlines() if line.startswith("ok ")]
@@ -50,7 +50,7 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_that_no_launcher_joins_record_alone_and_say_what_is_not_known(plain_ranks: Ranks) -> None:
+def test_ranks_without_a_launcher_record_alone_and_name_what_is_unknown(plain_ranks: Ranks) -> None:
     env = {"NETBOTTLENECK": "1", "NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_BLOCK_STEPS": "2"}
     unset = {name: "" for name in ("NETBOTTLENECK_RANK", "NETBOTTLENECK_SIZE", "NETBOTTLENECK_RENDEZVOUS")}
     (job,) = plain_ranks(1, ALONE, {**env, **unset, "NETBOTTLENECK_DIR": "run"})
@@ -79,9 +79,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_training_without_a_ddp_model_is_left_alone_and_an_error_where_that_is_asked_for(
-    warm_ranks: Ranks, strict: bool
-) -> None:
+def test_training_without_a_ddp_model_is_left_alone_or_an_error_in_strict_mode(warm_ranks: Ranks, strict: bool) -> None:
     for result in warm_ranks(2, SHARDED, {"NETBOTTLENECK": "1", "NETBOTTLENECK_STRICT": str(int(strict))}):
         why = "FullyShardedDataParallel shards its parameters, which is not measured yet: use DDP"
         if strict:
@@ -123,7 +121,7 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_that_the_launchers_variables_do_not_know_are_left_alone_over_our_transports(plain_ranks: Ranks) -> None:
+def test_ranks_that_differ_from_the_launchers_variables_are_left_alone_over_our_transports(plain_ranks: Ranks) -> None:
     unset = {name: "" for name in ("NETBOTTLENECK_RANK", "NETBOTTLENECK_SIZE", "NETBOTTLENECK_RENDEZVOUS")}
     (job,) = plain_ranks(1, SPAWNED, {**unset, "NETBOTTLENECK_TRANSPORT": "tcp"})
     for rank in range(2):
@@ -246,7 +244,7 @@ os._exit(0)
 
 
 @pytest.mark.parametrize(("variables", "limit"), [({}, "2.5 s"), ({"NETBOTTLENECK_TIMEOUT_S": "1.5"}, "1.5 s")])
-def test_a_silent_peer_has_the_process_groups_timeout_where_no_other_was_asked_for(
+def test_a_silent_peer_has_the_process_groups_timeout_by_default(
     warm_ranks: Ranks, variables: dict[str, str], limit: str
 ) -> None:
     first, _ = warm_ranks(2, STOPPED, {"NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_TIMEOUT_S": "", **variables})
@@ -264,7 +262,7 @@ class Untold:
         raise RuntimeError("backend mpi does not implement getBackendOptions")
 
 
-def test_a_backend_that_does_not_tell_its_timeout_has_that_of_the_settings() -> None:
+def test_a_backend_without_a_known_timeout_has_that_of_the_settings() -> None:
     chosen = config.settings(environ={})
     assert ddp._with_timeout_of(Untold(), chosen) == chosen
 
@@ -341,7 +339,7 @@ hvd.shutdown()
 """
 
 
-def test_what_a_signal_handler_raises_in_a_wait_is_the_scripts_own(warm_ranks: Ranks, tmp_path: Path) -> None:
+def test_an_exception_of_a_signal_handler_in_a_wait_reaches_the_script(warm_ranks: Ranks, tmp_path: Path) -> None:
     first, second = warm_ranks(2, ALARMED, {}, args=[str(tmp_path / "told")])
     assert "raised TimeoutError a limit of the script's" in first.stdout, first.stdout + first.stderr
     assert "[1.0, 1.0, 1.0, 1.0]" in second.stdout
@@ -409,7 +407,7 @@ print("after")
 
 
 @pytest.mark.parametrize("end", ["exit", "full"])
-def test_a_good_end_has_a_report_and_a_full_disk_a_line(warm_ranks: Ranks, tmp_path: Path, end: str) -> None:
+def test_a_normal_end_writes_a_report_and_a_full_disk_one_line(warm_ranks: Ranks, tmp_path: Path, end: str) -> None:
     run = tmp_path / "run"
     env = {"NETBOTTLENECK_DIR": str(run), "NETBOTTLENECK_START_STEP": "0"}
     (result,) = warm_ranks(1, ENDS, env, args=[end])

@@ -29,7 +29,7 @@ def run(warm_ranks: Ranks, names: list[str], transport: str) -> None:
 
 
 @pytest.mark.parametrize("names", [ALL[start::8] for start in range(8)], ids=list("abcdefgh"))
-def test_loops_train_as_they_do_without_us(warm_ranks: Ranks, names: list[str]) -> None:
+def test_loops_train_as_without_the_package(warm_ranks: Ranks, names: list[str]) -> None:
     run(warm_ranks, names, "tcp")
 
 
@@ -149,6 +149,6 @@ print("alike")
 
 
 @pytest.mark.parametrize("how", ["one optimizer", "two optimizers", "profile in a measured script"])
-def test_more_than_one_thing_to_measure_trains_right(warm_ranks: Ranks, how: str) -> None:
+def test_several_models_or_optimizers_train_correctly(warm_ranks: Ranks, how: str) -> None:
     for result in warm_ranks(2, BOTH, {**ENV, "NETBOTTLENECK_TRANSPORT": "tcp"}, args=[how]):
         assert "alike" in result.stdout

@@ -79,7 +79,7 @@ def test_a_file_is_run_by_real_ranks_and_counted(environment: str, tmp_path: Pat
     assert found["test_skipped"].why == "no GPU"
 
 
-def test_what_a_test_that_hangs_leaves_undone_is_run_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_after_a_hanging_one_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = horovod_suite.Outcome
     parts = {
         (): {"a": outcome("passed"), "b": outcome("unfinished"), "c": outcome("unfinished", absent=1)},
@@ -96,7 +96,7 @@ def test_what_a_test_that_hangs_leaves_undone_is_run_after_it(monkeypatch: pytes
     }
 
 
-def test_ranks_that_say_nothing_for_long_are_ended(tmp_path: Path) -> None:
+def test_ranks_without_progress_are_killed(tmp_path: Path) -> None:
     news = tmp_path / "news"
     news.mkdir()
     talks = "import os, sys, time; [(open(sys.argv[1], 'a').write('x'), time.sleep(0.1)) for _ in range(10)]; "
@@ -116,7 +116,7 @@ def ended(*tests: tuple[str, str]) -> list[dict[str, Any]]:
     return [*lines, {"ended": True, "horovod": "netbottleneck.torch"}]
 
 
-def test_a_test_counts_as_its_worst_rank_and_one_that_a_rank_does_not_reach_as_failed() -> None:
+def test_a_tests_outcome_is_that_of_its_worst_rank_and_unreached_is_failed() -> None:
     one = ended(("a", "passed"), ("b", "passed"), ("c", "skipped"), ("d", "passed"))
     other = ended(("a", "passed"), ("b", "failed"), ("c", "unfinished"))
     found = horovod_suite.merged([one, other], 2, False, "")
@@ -129,7 +129,7 @@ def test_a_test_counts_as_its_worst_rank_and_one_that_a_rank_does_not_reach_as_f
     assert "1 of 2 ranks did not reach it" in found["d"].why
 
 
-def test_ranks_of_the_wrong_package_are_no_result() -> None:
+def test_ranks_of_the_wrong_package_are_an_error() -> None:
     with pytest.raises(RuntimeError, match="netbottleneck"):
         horovod_suite.merged([ended()], 1, True, "")
     with pytest.raises(RuntimeError, match="1 of 2 ranks began"):
@@ -171,7 +171,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     assert f"no {horovod_suite.FILES[0]} in it: a checkout of Horovod's repository at v0.28.1 has it" in ended.stderr
 
 
-def test_a_scope_of_horovodruns_is_emptied_when_all_its_ranks_are_through() -> None:
+def test_a_scope_of_horovodruns_is_removed_when_all_its_ranks_have_finished() -> None:
     server = Rendezvous(2)
     try:
         server.scopes = {"global": {"0": b"x"}, "mine": {"0": b"x", "1": b"y"}}

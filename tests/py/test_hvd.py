@@ -32,7 +32,7 @@ def test_optimizer(warm_ranks: Ranks, size: int) -> None:
     run(warm_ranks, size, "optimizer_checks.py", checks("optimizer_checks.py"))
 
 
-def test_gradients_are_what_they_are_under_horovod(warm_ranks: Ranks, tmp_path: Path) -> None:
+def test_gradients_match_those_of_horovod(warm_ranks: Ranks, tmp_path: Path) -> None:
     names = checks("hvd_gradients.py")
     for result in warm_ranks(2, SCRIPTS / "hvd_gradients.py", {"MEET": str(tmp_path)}, args=names):
         assert result.stdout.splitlines() == [f"ok {name}" for name in names]
@@ -63,7 +63,7 @@ hvd.shutdown()
 """
 
 
-def test_one_process_without_a_launcher_is_a_job_of_its_own(warm_ranks: Ranks) -> None:
+def test_one_process_without_a_launcher_is_a_job_of_one_rank(warm_ranks: Ranks) -> None:
     none = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "")
     warm_ranks(1, SINGLE, none)
 
@@ -120,7 +120,7 @@ def test_a_rank_killed_in_training_is_named_on_the_others(warm_ranks: Ranks) -> 
         assert "lost 1" in results[rank].stdout.splitlines()
 
 
-def test_an_agents_store_is_used_where_torchrun_keeps_one(ranks: Ranks) -> None:
+def test_torchruns_agent_store_is_used_if_it_exists(ranks: Ranks) -> None:
     port = free_port()
     agent = f"""
 import sys, time

@@ -36,7 +36,7 @@ def trained(warm_ranks: Ranks, kind: str, transports: str, folder: Path, **env: 
         ("dense", "stock,tcp", ("float32", 1)),
     ],
 )
-def test_what_travels_one_by_one_is_recorded_and_moved_by_each_arm(
+def test_gradients_sent_one_by_one_are_recorded_and_moved_by_each_arm(
     warm_ranks: Ranks, tmp_path: Path, kind: str, transports: str, travels: tuple[str, int]
 ) -> None:
     run, (dtype, parts) = tmp_path / "run", travels
@@ -64,7 +64,7 @@ def test_what_travels_one_by_one_is_recorded_and_moved_by_each_arm(
     assert moved == set(trace.arms)
 
 
-def test_sparse_gradients_travel_beside_the_arms_and_one_line_says_so(warm_ranks: Ranks, tmp_path: Path) -> None:
+def test_sparse_gradients_bypass_the_arms_with_one_log_line(warm_ranks: Ranks, tmp_path: Path) -> None:
     said = trained(warm_ranks, "sparse", "tcp", tmp_path / "run")
     assert said.count("gradients of table.weight are sparse") == 2  # on two ranks
     trace = Run(tmp_path / "run").trace
@@ -82,7 +82,7 @@ def test_a_run_that_one_rank_cannot_open_leaves_the_training_alone(
     assert "No space left on device" in said
 
 
-def test_a_run_that_cannot_be_opened_is_an_error_where_that_is_asked_for(warm_ranks: Ranks, tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_opened_is_an_error_in_strict_mode(warm_ranks: Ranks, tmp_path: Path) -> None:
     env = {"NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_DIR": str(tmp_path / "run"), "BREAK": "open:1:1"}
     strict = {"NETBOTTLENECK_STRICT": "1", "NETBOTTLENECK_START_TIMEOUT_S": "3"}
     job = warm_ranks.start(2, SCRIPT, env={**ENV, **env, **strict}, args=["plain"])

@@ -35,12 +35,12 @@ def python(source: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_import_alone_loads_nothing_and_says_nothing() -> None:
+def test_import_alone_loads_nothing_and_prints_nothing() -> None:
     ended = python(LOOK)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
-def test_variables_that_ask_for_nothing_change_nothing() -> None:
+def test_variables_that_do_not_enable_it_change_nothing() -> None:
     ended = python(LOOK, NETBOTTLENECK="0", NETBOTTLENECK_STREAMS="4")
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
@@ -53,7 +53,7 @@ def test_variables_that_ask_for_nothing_change_nothing() -> None:
         {"NETBOTTLENECK_TRANSPORT": "stock,ofi"},
     ],
 )
-def test_a_variable_waits_for_torch_and_imports_it_not(env: dict[str, str]) -> None:
+def test_an_enabling_variable_waits_for_torch_without_importing_it(env: dict[str, str]) -> None:
     source = """
 import sys
 import netbottleneck
@@ -65,7 +65,7 @@ assert "netbottleneck._core" not in sys.modules
 
 
 @pytest.mark.parametrize("first", ["netbottleneck", "torch"])
-def test_ddp_is_ours_once_both_are_imported(first: str) -> None:
+def test_ddp_is_patched_once_both_are_imported(first: str) -> None:
     pytest.importorskip("torch")
     second = {"netbottleneck": "torch", "torch": "netbottleneck"}[first]
     source = f"""

@@ -261,9 +261,7 @@ def test_a_ports_own_rate_holds_at_both_ends_and_control_is_free() -> None:
     assert second == [slow, fast, slow, fast, free]
 
 
-def test_a_flow_has_its_rate_where_the_shims_path_holds_a_space(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flow_has_its_rate_if_the_shims_path_has_a_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "a b"
     folder.mkdir()
     monkeypatch.setattr("netbottleneck.lab.lab.SHIM", Path(shutil.copy(SHIM, folder)))

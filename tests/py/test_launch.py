@@ -156,7 +156,7 @@ def test_incomplete_variables_that_agree_are_accepted(environ: dict[str, str], l
     assert place(environ).launcher == launcher
 
 
-def test_a_launcher_inside_another_is_no_disagreement() -> None:
+def test_a_launcher_inside_another_is_not_a_disagreement() -> None:
     inner = {"RANK": "5", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x"}
     assert place({**SRUN, **inner}).size == 8
     assert place({**MPIRUN, **inner}).size == 8
@@ -371,7 +371,7 @@ def meeting(environ: dict[str, str]) -> rendezvous.Rendezvous:
     return choose(settings(environ=environ), place(environ), environ)
 
 
-def test_ranks_meet_where_the_launcher_lets_them(key_value_port: int, tmp_path: Path) -> None:
+def test_ranks_use_the_launchers_rendezvous(key_value_port: int, tmp_path: Path) -> None:
     server = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(key_value_port)}
     assert isinstance(meeting({**HOROVOD, **server}).channel, Http)
     folder = meeting({**HOROVOD, **server, "NETBOTTLENECK_RENDEZVOUS": str(tmp_path)})
@@ -465,7 +465,7 @@ def test_an_exposed_secret_is_warned_about_once(
     ],
     ids=["loopback", "loopback of IPv6", "a channel of this user alone", "a secret of the user's", "trusted"],
 )
-def test_no_warning_where_the_secret_is_safe_or_the_network_is_trusted(
+def test_no_warning_if_the_secret_is_safe_or_the_network_is_trusted(
     address: str,
     exposed: bool,
     environ: dict[str, str],
@@ -492,7 +492,7 @@ def test_two_hosts_under_srun_need_a_secret() -> None:
     assert str(found.address).startswith("192.0.2.7:")
 
 
-def test_without_torch_a_torchrun_job_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_a_torchrun_job_fails_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.distributed", None)
     environ = {**TORCHRUN, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
     with pytest.raises(ImportError, match="set NETBOTTLENECK_MASTER=HOST:PORT"):

@@ -114,7 +114,7 @@ SERVERS = {"mpirun": "PMIx of job", "mpiexec": "the launcher at PMI_FD="}
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_mpis_launchers_bring_ranks_together_again_and_again(launcher: str, tmp_path: Path) -> None:
+def test_mpis_launchers_start_several_jobs_in_sequence(launcher: str, tmp_path: Path) -> None:
     code, said = started([*STARTERS[launcher](), script(tmp_path)], tmp_path, {"TIMES": "100"})
     assert code == 0, said
     name = {"mpirun": "mpirun", "mpiexec": "pmi"}[launcher]
@@ -445,7 +445,7 @@ def test_keys_of_an_earlier_start_in_the_agents_store_are_ignored(warm_ranks: Ra
 
 @pytest.mark.full
 @pytest.mark.parametrize("shared", ["1", "0"], ids=["the agent's store", "rank 0's store"])
-def test_ranks_that_torchrun_starts_again_meet_again(shared: str, tmp_path: Path) -> None:
+def test_ranks_that_torchrun_restarts_meet_again(shared: str, tmp_path: Path) -> None:
     needs_torch()
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", *C10D]
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0" if shared == "1" else "1"}

@@ -54,7 +54,7 @@ def test_what_is_written_is_what_is_read(
     assert layer_log.read(path) == again
 
 
-def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_table_survives_its_file(tmp_path: Path) -> None:
     table = VecTable((0, 40, 671088640), (1.04448e-05, 9.7792e-06, 0.00243368))
     layer_log.write_table(tmp_path / "add.log", table)
     assert layer_log.read_table(tmp_path / "add.log") == table
@@ -129,7 +129,7 @@ def test_a_damaged_table_is_refused_with_file_and_line(tmp_path: Path, text: str
         lambda: VecTable((1,), (math.inf,)),
     ],
 )
-def test_values_that_cannot_be_are_refused_wherever_they_come_from(make: object) -> None:
+def test_invalid_values_are_refused_from_any_source(make: object) -> None:
     with pytest.raises(ValueError, match=r"must be|one or more|without a tensor"):
         make()  # type: ignore[operator]
 
@@ -158,6 +158,6 @@ def test_the_backward_pass_of_a_run_has_every_gradient_once_in_order_of_readines
     assert min(lengths) <= log.backward_s * 1e9 <= max(lengths)
 
 
-def test_a_run_that_tells_no_gradient_is_refused() -> None:
+def test_a_run_without_gradient_times_is_refused() -> None:
     with pytest.raises(ValueError, match="no step records when its gradients were ready"):
         layer_log.of_trace(tr.Trace("x", 1, ()))

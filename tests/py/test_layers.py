@@ -39,13 +39,13 @@ def test_two_files_that_import_each_other_are_a_circle(tmp_path: Path, second: s
     ],
     ids=["for types alone", "the extension"],
 )
-def test_imports_that_are_no_edge_make_no_circle(tmp_path: Path, second: str) -> None:
+def test_imports_that_do_not_count_make_no_circle(tmp_path: Path, second: str) -> None:
     root = package(tmp_path, room__a="from netbottleneck.room import b", room__b=second)
     (root / "__init__.py").write_text("from netbottleneck.room import a")
     assert list(check_layers.file_circles(root)) == []
 
 
-def test_names_that_a_package_serves_later_make_no_circle(tmp_path: Path) -> None:
+def test_names_that_a_package_exports_lazily_make_no_circle(tmp_path: Path) -> None:
     root = package(tmp_path, room__a="import netbottleneck.room")
     (root / "room" / "__init__.py").write_text("def __getattr__(name):\n    from netbottleneck.room import a\n")
     assert list(check_layers.file_circles(root)) == []

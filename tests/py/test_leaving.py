@@ -70,7 +70,7 @@ except hvd.HorovodInternalError as error:
         ("stock", "returns", 0, "step"),
     ],
 )
-def test_whoever_is_left_gets_an_error_at_once(
+def test_remaining_ranks_get_an_error_at_once(
     warm_ranks: Ranks, tmp_path: Path, transport: str, how: str, leaver: int, where: str
 ) -> None:
     """transport: of a measured run; "": nothing is measured."""
@@ -132,7 +132,7 @@ print("done")
 """
 
 
-def test_forking_harms_nobody_and_a_child_is_refused_with_the_reason(warm_ranks: Ranks) -> None:
+def test_forking_leaves_the_job_intact_and_a_child_is_refused_with_the_reason(warm_ranks: Ranks) -> None:
     for result in warm_ranks(2, FORKING):
         said = [line for line in result.stdout.splitlines() if line.startswith("child: ")]
         assert len(said) == 4, result.stdout

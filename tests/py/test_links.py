@@ -89,7 +89,7 @@ def transport(name: str, timeout_s: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["tcp", "ofi"])
-def test_a_link_that_comes_back_costs_the_time_it_was_down(lab: Lab, tmp_path: Path, name: str) -> None:
+def test_a_link_that_comes_back_costs_its_downtime(lab: Lab, tmp_path: Path, name: str) -> None:
     job = Job(lab, tmp_path, 24, transport(name, 15))
     job.wait_for("round 2")
     job.link(0, "down")

@@ -56,7 +56,7 @@ print(json.dumps({{**told, "ends": [[rank.finished, rank.error] for rank in trac
 
 
 @pytest.mark.parametrize(("inside", "updates"), [(False, 6), (True, 12)])
-def test_a_step_is_one_pass_of_the_loop_wherever_its_updates_are(
+def test_a_step_is_one_pass_of_the_loop_for_any_place_of_its_updates(
     warm_ranks: Ranks, tmp_path: Path, inside: bool, updates: int
 ) -> None:
     run = tmp_path / "run"
@@ -147,7 +147,7 @@ def run():
 
 
 @pytest.mark.parametrize("transport", ["tcp", "stock,tcp"])
-def test_each_layout_of_ddps_buckets_has_a_version_of_its_own_and_the_record_names_all(
+def test_each_layout_of_ddps_buckets_has_its_own_version_and_all_are_recorded(
     warm_ranks: Ranks, tmp_path: Path, transport: str
 ) -> None:
     told, trace, said = ran(warm_ranks, tmp_path, transport, LAYOUTS)
@@ -182,7 +182,7 @@ def run():
 """
 
 
-def test_a_bare_step_has_nothing_of_ours_around_the_models_call(warm_ranks: Ranks, tmp_path: Path) -> None:
+def test_a_bare_step_calls_the_model_without_our_wrapper(warm_ranks: Ranks, tmp_path: Path) -> None:
     told, _, _ = ran(warm_ranks, tmp_path, "stock,bare", BARE)
     assert {arm for arm, _ in told} == {"stock", "bare"}
     assert [wrapped for _, wrapped in told] == [arm == "stock" for arm, _ in told]
@@ -205,7 +205,7 @@ def run():
 """
 
 
-def test_a_failure_to_stamp_a_bucket_is_told_once_and_ends_the_recording_alone(
+def test_a_failure_to_record_a_bucket_is_logged_once_and_ends_only_the_recording(
     warm_ranks: Ranks, tmp_path: Path
 ) -> None:
     told, trace, said = ran(warm_ranks, tmp_path, "stock", FAILING)

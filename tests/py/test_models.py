@@ -64,7 +64,7 @@ def test_importing_the_package_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_an_unknown_model_is_refused_with_the_names_there_are() -> None:
+def test_an_unknown_model_is_refused_with_the_known_names() -> None:
     with pytest.raises(ValueError, match=r"'resnet51'.*resnet50"):
         models.build("resnet51")
 
@@ -179,7 +179,7 @@ def test_a_replay_has_the_models_names_shapes_and_bytes() -> None:
 
 
 @pytest.mark.parametrize("mode", ["sleep", "spin"])
-def test_a_step_lasts_at_least_what_was_asked_for(mode: str) -> None:
+def test_a_step_lasts_at_least_the_requested_time(mode: str) -> None:
     model = ReplayModel(LAYERS, (30, 60), mode=mode)
     start = time.perf_counter()
     loss = model()
@@ -191,7 +191,7 @@ def test_a_step_lasts_at_least_what_was_asked_for(mode: str) -> None:
     assert filled_as_said(model)
 
 
-def test_gradients_come_in_reverse_order_and_at_their_layers_time() -> None:
+def test_gradients_are_ready_in_reverse_order_at_their_layers_time() -> None:
     model = ReplayModel(LAYERS, (0, 80))
     seen: list[tuple[str, float]] = []
     for name, parameter in model.named_parameters():
@@ -205,7 +205,7 @@ def test_gradients_come_in_reverse_order_and_at_their_layers_time() -> None:
 
 
 @pytest.mark.parametrize("reuse", [True, False])
-def test_each_pass_has_its_own_values_whatever_became_of_the_last(reuse: bool) -> None:
+def test_each_pass_has_its_own_values_regardless_of_the_previous_one(reuse: bool) -> None:
     model = ReplayModel(LAYERS, (0, 0), reuse=reuse)
     for _ in range(3):
         model().backward()
@@ -217,7 +217,7 @@ def test_each_pass_has_its_own_values_whatever_became_of_the_last(reuse: bool) -
 
 
 @pytest.mark.parametrize("reuse", [True, False])
-def test_passes_add_up_where_gradients_are_kept(reuse: bool) -> None:
+def test_passes_accumulate_if_gradients_are_kept(reuse: bool) -> None:
     model = ReplayModel(LAYERS, (0, 0), reuse=reuse)
     expected = [0] * 5
     for _ in range(3):
@@ -255,7 +255,7 @@ def test_ranks_differ_by_seed_and_each_knows_the_others_values() -> None:
     assert first.gradient_value(0) != first.gradient_value(0, seed=1)
 
 
-def test_an_idle_optimizer_is_one_and_touches_nothing() -> None:
+def test_an_idle_optimizer_is_an_optimizer_that_changes_nothing() -> None:
     model = ReplayModel(LAYERS, (0, 0))
     optimizer = IdleOptimizer(model.parameters())
     steps: list[int] = []

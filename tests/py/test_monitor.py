@@ -29,7 +29,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("name", "bps"), [("eth0", 25 * 10**9), ("eth0.7", 25 * 10**9), ("veth0", None), ("no", None)])
-def test_only_what_lies_on_a_device_has_a_rating(host: dict[str, int], name: str, bps: int | None) -> None:
+def test_only_interfaces_on_a_device_have_a_rating(host: dict[str, int], name: str, bps: int | None) -> None:
     assert monitor.link_bps(name) == bps
 
 
@@ -47,7 +47,7 @@ def test_loopback_has_none() -> None:
     }
 
 
-def test_an_interface_is_named_only_where_it_is_sure(host: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interface_is_named_only_if_it_is_certain(host: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     there = [("eth0", "192.0.2.1")]
     monkeypatch.setattr(connect, "core", lambda: SimpleNamespace(interfaces=lambda _: there))
     only = monitor.wire(settings(environ={}), "ofi")
@@ -56,7 +56,7 @@ def test_an_interface_is_named_only_where_it_is_sure(host: dict[str, int], monke
     assert monitor.wire(settings(environ={}), "ofi")["interface"] is None
 
 
-def test_stock_uses_what_gloo_was_told(host: dict[str, int]) -> None:
+def test_stock_uses_gloos_configured_interface(host: dict[str, int]) -> None:
     told = monitor.wire(settings(environ={}), "stock", {"GLOO_SOCKET_IFNAME": "eth0,eth0"})
     assert told == {"streams_asked": None, "interface": "eth0", "link_bps": 25 * 10**9}
 

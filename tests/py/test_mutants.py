@@ -42,7 +42,7 @@ def made(tmp_path: Path, name: str, text: str) -> list[mutants_rules.Change]:
     return list(mutants_rules.changes(path))
 
 
-def test_changes_of_c_lie_in_code(tmp_path: Path) -> None:
+def test_changes_of_c_are_in_code(tmp_path: Path) -> None:
     found = [(change.line, change.rule) for change in made(tmp_path, "walk.c", C)]
     assert found == [
         (5, "< to <="),
@@ -57,7 +57,7 @@ def test_changes_of_c_lie_in_code(tmp_path: Path) -> None:
     ]
 
 
-def test_changes_of_python_lie_in_code_and_compile(tmp_path: Path) -> None:
+def test_changes_of_python_are_in_code_and_compile(tmp_path: Path) -> None:
     found = made(tmp_path, "size.py", PYTHON)
     assert {(change.line, change.rule) for change in found} == {
         (4, "constant + 1"),
@@ -81,7 +81,7 @@ def test_changes_of_python_lie_in_code_and_compile(tmp_path: Path) -> None:
         assert change.before in PYTHON
 
 
-def test_the_same_bytecode_is_no_mutant() -> None:
+def test_the_same_bytecode_is_not_a_mutant() -> None:
     assert mutants_rules.same_bytecode("a = 1\n", "a  =  1\n") is True
     assert mutants_rules.same_bytecode("a = 1\n", "a = 2\n") is False
     assert mutants_rules.same_bytecode("a = 1\n", "a = \n") is None

@@ -37,7 +37,7 @@ def test_two_ranks_are_started_from_a_cell_and_drawn():
     assert {row[wrong].rpartition(">")[2] for row in rows} == {"0"}, "elements were wrong"
 
 
-def test_the_stored_trace_is_answered():
+def test_the_notebook_of_the_stored_trace_runs():
     outputs = executed(ANSWER)
     assert len(shown(outputs, "image/png")) == 4
     assert all("TRANSPORT_LIMITED" in table for table in shown(outputs, "text/html"))
@@ -45,7 +45,7 @@ def test_the_stored_trace_is_answered():
     assert "Verdict: TRANSPORT_LIMITED" in "".join(o.text for o in outputs if o.output_type == "stream")
 
 
-def test_the_stored_trace_is_asked_what_if():
+def test_the_what_if_notebook_of_the_stored_trace_runs():
     outputs = executed(WHAT_IF)
     said = "".join(o.text for o in outputs if o.output_type == "stream")
     for words in (
@@ -59,7 +59,7 @@ def test_the_stored_trace_is_asked_what_if():
     assert len(shown(outputs, "image/svg+xml")) == 1
 
 
-def test_the_paper_is_redone_from_the_stored_study():
+def test_the_papers_figures_are_drawn_from_the_stored_study():
     outputs = executed(PAPER)
     assert len(shown(outputs, "image/svg+xml")) == 7
     (chain,) = shown(outputs, "text/html")

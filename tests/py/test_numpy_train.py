@@ -76,7 +76,7 @@ def test_a_killed_rank_is_named_on_all_others(ranks: Ranks, tmp_path: Path, vict
             assert f"lost {victim}:" in result.stdout
 
 
-def test_waiting_for_a_busy_rank_is_no_error_but_is_told(ranks: Ranks, tmp_path: Path) -> None:
+def test_waiting_for_a_busy_rank_is_logged_and_not_an_error(ranks: Ranks, tmp_path: Path) -> None:
     times = {"NETBOTTLENECK_TIMEOUT_S": "1", "NETBOTTLENECK_STALL_S": "0.5", "BUSY_S": "3"}
     env = explicit(2, NETBOTTLENECK_RENDEZVOUS=str(tmp_path / "meet"), **times)
     results = ranks(2, SCRIPTS / "faults.py", env, args=["busy"])
@@ -84,7 +84,7 @@ def test_waiting_for_a_busy_rank_is_no_error_but_is_told(ranks: Ranks, tmp_path:
     assert any("late" in result.stderr and "0" in result.stderr for result in results)
 
 
-def test_ranks_that_disagree_are_told_both_values(ranks: Ranks, tmp_path: Path) -> None:
+def test_disagreeing_ranks_get_both_values(ranks: Ranks, tmp_path: Path) -> None:
     env = explicit(2, NETBOTTLENECK_RENDEZVOUS=str(tmp_path / "meet"))
     results = ranks(
         2,
@@ -97,7 +97,7 @@ def test_ranks_that_disagree_are_told_both_values(ranks: Ranks, tmp_path: Path) 
     assert any("streams=2" in result.stderr and "streams=3" in result.stderr for result in results)
 
 
-def test_a_rank_that_does_not_come_is_named(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_rank_that_does_not_arrive_is_named(ranks: Ranks, tmp_path: Path) -> None:
     env = explicit(3, NETBOTTLENECK_RENDEZVOUS=str(tmp_path / "meet"), NETBOTTLENECK_START_TIMEOUT_S="1")
     results = ranks(2, SCRIPTS / "faults.py", env, args=["nothing"], check=False)
     assert all(result.code not in (0, None) for result in results)

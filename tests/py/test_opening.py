@@ -45,9 +45,7 @@ hvd.shutdown()
 
 # Of one rank there is nothing to move, but a timeline to be told.
 @pytest.mark.parametrize("size", [2, 3])
-def test_an_optimizer_of_some_ranks_is_no_measured_run_and_the_one_of_all_is(
-    warm_ranks: Ranks, tmp_path: Path, size: int
-) -> None:
+def test_only_an_optimizer_of_all_ranks_opens_a_measured_run(warm_ranks: Ranks, tmp_path: Path, size: int) -> None:
     env = {
         "NETBOTTLENECK": "1",
         "NETBOTTLENECK_DIR": str(tmp_path / "run"),
@@ -85,7 +83,7 @@ hvd.shutdown()
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_rank_that_does_not_come_to_a_measured_run_is_named_in_time(
+def test_a_rank_that_does_not_join_a_measured_run_is_named_in_time(
     warm_ranks: Ranks, tmp_path: Path, strict: bool
 ) -> None:
     env = {"NETBOTTLENECK": "1", "NETBOTTLENECK_DIR": str(tmp_path / "run"), "NETBOTTLENECK_TRANSPORT": "tcp"}

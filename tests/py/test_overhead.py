@@ -54,7 +54,7 @@ def figures_of(
 @pytest.mark.parametrize(
     ("ours", "empty", "ddp"), [(2.4, "pass", "pass"), (2.6, "fail", "pass"), (4.1, "fail", "fail")]
 )
-def test_a_hook_is_held_against_an_empty_one_and_ddps(
+def test_a_hook_is_compared_with_an_empty_one_and_ddps(
     monkeypatch: pytest.MonkeyPatch, ours: float, empty: str, ddp: str
 ) -> None:
     # In ns a gradient, above a plain pass of 10, in rounds of which some are slow for all.
@@ -85,7 +85,7 @@ def test_inflation_has_a_bar_for_its_median_and_one_for_its_interval(
     assert list(verdicts.values()) == [middle, end, "pass"]
 
 
-def test_each_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_start_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"init": [0.03] * ROUNDS, "shutdown": [0.01] * ROUNDS}
     verdicts, said = figures_of("starts", times, monkeypatch)
     assert list(verdicts.values()) == ["pass"]

@@ -21,7 +21,7 @@ def test_a_tensor_that_is_larger_than_the_limit_closes_its_bucket() -> None:
     assert buckets([400 * MIB, 1, 400 * MIB], ["f"] * 3) == [[2], [1, 0]]
 
 
-def test_given_order_is_followed() -> None:
+def test_the_given_order_is_used() -> None:
     assert buckets([MIB, MIB, MIB], ["f"] * 3, [1, 0, 2], bucket_bytes=2 * MIB) == [[1], [0, 2]]
 
 
@@ -30,7 +30,7 @@ def test_types_do_not_mix_and_buckets_follow_their_last_tensor() -> None:
     assert buckets([MIB, 4, 4], ["f", "h", "h"], [1, 0, 2]) == [[0], [1, 2]]
 
 
-def test_no_tensor_no_bucket() -> None:
+def test_no_tensors_make_no_buckets() -> None:
     assert buckets([], []) == []
 
 

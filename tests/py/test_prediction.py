@@ -138,7 +138,7 @@ def test_each_bar_of_the_claim_fails_by_itself(cells: list[CellFacts], bars: lis
     assert all(bar in words for bar, words in zip(bars, failed, strict=True))
 
 
-def test_a_stock_that_still_grows_with_its_link_is_no_claim() -> None:
+def test_the_claim_fails_if_stock_still_grows_with_its_link() -> None:
     fast, slow = claim_cells("resnet50")
     slow = replace(slow, arms={"stock": arm("stock", 100.0, 0.2)})
     assert [words[:21] for holds, words in claim.judged("resnet50", [fast, slow]) if not holds] == [

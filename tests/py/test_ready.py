@@ -21,7 +21,7 @@ def named(count: int) -> list[tuple[str, Any]]:
     return [(f"weight{index}", torch.nn.Parameter(torch.ones(2))) for index in range(count)]
 
 
-def test_what_is_opened_twice_stamps_each_gradient_once_into_the_later_recorder(tmp_path: Path) -> None:
+def test_gradients_of_a_model_opened_twice_are_recorded_once_in_the_later_recorder(tmp_path: Path) -> None:
     parameters = named(3)
     standing = Route(parameters, 2)
     recorders = [_core.Recorder(str(tmp_path / name), 64, 0) for name in ("first", "second")]
@@ -92,5 +92,5 @@ def test_a_bucket_of_parameters_that_do_not_exist_is_refused(tmp_path: Path) -> 
         (((2,), (3,)), 16250338372251720331),
     ],
 )
-def test_a_shapes_number_depends_on_nothing_else(shapes: tuple[tuple[int, ...], ...], number: int) -> None:
+def test_the_hash_of_a_shape_depends_only_on_the_shape(shapes: tuple[tuple[int, ...], ...], number: int) -> None:
     assert shape_key(shapes) == number

@@ -142,7 +142,7 @@ print("done")
 """
 
 
-def test_what_we_answer_is_as_horovod_would_and_all_else_is_its_own(warm_ranks: Ranks, tmp_path: Path) -> None:
+def test_our_results_match_horovods_and_other_calls_are_its_own(warm_ranks: Ranks, tmp_path: Path) -> None:
     env = {**ENV, "NETBOTTLENECK_DIR": "run", "HOROVOD_DOUBLE": str(tmp_path), "NETBOTTLENECK_TRANSPORT": ""}
     for result in warm_ranks(2, CALLS.replace("import netbottleneck\n", TCP), env):
         assert "done" in result.stdout
@@ -173,7 +173,7 @@ print("done")
 """
 
 
-def test_each_init_has_a_run_of_its_own(warm_ranks: Ranks, tmp_path: Path) -> None:
+def test_each_init_starts_a_new_run(warm_ranks: Ranks, tmp_path: Path) -> None:
     env = {**ENV, "NETBOTTLENECK_DIR": "run", "HOROVOD_DOUBLE": str(tmp_path), "NETBOTTLENECK_TRANSPORT": ""}
     for result in warm_ranks(2, AGAIN.replace("import netbottleneck\n", TCP), env):
         assert "done" in result.stdout
@@ -212,7 +212,7 @@ def test_a_horovod_of_another_size_than_the_launchers_is_left_alone(warm_ranks: 
 BROADCAST = OTHER_SIZE.partition("weight = ")[0]
 
 
-def test_a_horovod_of_ranks_alone_is_told_of_though_it_reduces_nothing(warm_ranks: Ranks, tmp_path: Path) -> None:
+def test_a_horovod_with_one_rank_per_job_is_reported(warm_ranks: Ranks, tmp_path: Path) -> None:
     env = {**ENV, "HOROVOD_DOUBLE": str(tmp_path), "HOROVOD_DOUBLE_SIZE": "1"}
     for result in warm_ranks(2, BROADCAST, env):
         assert "broadcast" in result.stdout

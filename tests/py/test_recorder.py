@@ -41,7 +41,7 @@ def test_numbers_within_operations_are_those_of_the_headers():
         assert word.lower().replace("_", "") in re.sub("[ _-]", "", said[int(number)] or "none")
 
 
-def test_what_was_put_is_read_in_order_of_time(tmp_path):
+def test_events_are_read_in_order_of_time(tmp_path):
     ring = RingWriter(tmp_path / "0.train.ring", rank=3, mono_ns=5, wall_ns=9)
     ring.put(20, "STEP_END", 1)
     ring.put(10, "STEP_BEGIN", 1, a=2, b=1, c=1)
@@ -54,7 +54,7 @@ def test_what_was_put_is_read_in_order_of_time(tmp_path):
     assert (found.rank, found.opened_mono_ns, found.opened_wall_ns, found.closed, found.dropped) == (3, 5, 9, True, 0)
 
 
-def test_a_full_ring_says_what_it_dropped(tmp_path):
+def test_a_full_ring_reports_dropped_events(tmp_path):
     ring = RingWriter(tmp_path / "0.train.ring", capacity=4)
     for at in range(7):
         ring.put(at, "GRAD_READY")
@@ -63,7 +63,7 @@ def test_a_full_ring_says_what_it_dropped(tmp_path):
     assert (len(found.events), found.dropped) == (4, 3)
 
 
-def test_a_killed_writer_leaves_what_it_finished(tmp_path):
+def test_a_killed_writer_leaves_its_complete_events(tmp_path):
     ring = RingWriter(tmp_path / "0.train.ring", capacity=64)
     ring.put(1, "STEP_BEGIN")
     ring.tear()
@@ -84,7 +84,7 @@ def test_a_file_cut_within_an_event_loses_only_that_event(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 5000, b"NBRING2\0" + b"\0" * 5000, b"NBRING1\0" + b"\0" * 10])
-def test_what_is_no_ring_is_refused_by_name(tmp_path, content):
+def test_a_file_that_is_not_a_ring_is_refused_by_name(tmp_path, content):
     path = tmp_path / "0.train.ring"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"train\.ring: not a ring file"):
@@ -101,7 +101,7 @@ def test_a_ring_of_another_version_is_refused(tmp_path):
         recorder.read_ring(ring.path)
 
 
-def test_a_run_becomes_steps_and_operations(tmp_path):
+def test_a_run_is_read_as_steps_and_operations(tmp_path):
     trace = recorder.load(FakeRun(tmp_path, blocks=3, block_steps=4).write())
     assert [len([s for s in trace.steps if s.rank == r]) for r in (0, 1)] == [12, 12]
     step = next(s for s in trace.steps if s.arm == "stock")
@@ -113,7 +113,7 @@ def test_a_run_becomes_steps_and_operations(tmp_path):
     assert {c.arm for c in trace.collectives} == {"stock", "ofi"}
 
 
-def test_stock_tells_no_more_than_it_knows(tmp_path):
+def test_values_that_stock_does_not_report_are_null(tmp_path):
     trace = recorder.load(FakeRun(tmp_path, blocks=3).write())
     stock = next(c for c in trace.collectives if c.arm == "stock")
     assert stock.finished
@@ -132,7 +132,7 @@ def test_stock_tells_no_more_than_it_knows(tmp_path):
     )
 
 
-def test_stamps_of_the_training_thread_do_not_count_twice(tmp_path):
+def test_events_of_the_training_thread_are_not_counted_twice(tmp_path):
     run = FakeRun(tmp_path, transports=("stock", "ofi"), blocks=2, block_steps=2)
     run.write()
     before = recorder.load(tmp_path)
@@ -163,7 +163,7 @@ def test_operations_without_a_round_are_counted_on(tmp_path):
     assert len({(c.rank, *c.match) for c in counted.collectives}) == len(counted.collectives) == 24
 
 
-def test_stamps_of_one_moment_are_taken_in_the_order_they_must_have_had(tmp_path):
+def test_events_of_the_same_time_are_read_in_their_logical_order(tmp_path):
     folder = FakeRun(tmp_path, transports=("ofi",), blocks=1, block_steps=1).write()
     step = recorder.load(folder).steps[0]
     ring = RingWriter(folder / "ranks" / "0.ofi.ring")
@@ -179,7 +179,7 @@ def test_stamps_of_one_moment_are_taken_in_the_order_they_must_have_had(tmp_path
     assert (found.wire_bytes, found.lanes) == (7, ((0, 7, 7),))
 
 
-def test_clocks_are_laid_on_rank_0s_by_heartbeat(tmp_path):
+def test_clocks_are_aligned_with_rank_0_by_heartbeat(tmp_path):
     plain = recorder.load(FakeRun(tmp_path / "a", blocks=2).write())
     skewed = recorder.load(FakeRun(tmp_path / "b", blocks=2, clock_skew_ns={1: -7_000_000_123}).write())
     assert skewed.steps == plain.steps
@@ -188,7 +188,7 @@ def test_clocks_are_laid_on_rank_0s_by_heartbeat(tmp_path):
     assert (clock.method, clock.offset_ns) == ("heartbeat", -7_000_000_123)
 
 
-def test_a_drifting_clock_is_followed(tmp_path):
+def test_a_drifting_clock_is_aligned(tmp_path):
     folder = FakeRun(tmp_path, transports=("stock", "ofi"), blocks=2, block_steps=2).write()
     straight = recorder.load(folder)
     drift = 50e-6
@@ -212,7 +212,7 @@ def test_a_drifting_clock_is_followed(tmp_path):
         assert abs(a.end_ns - b.end_ns) < 1000
 
 
-def test_without_heartbeats_the_wall_clock_serves_and_says_so(tmp_path):
+def test_without_heartbeats_clocks_are_aligned_by_wall_time_which_is_recorded(tmp_path):
     folder = FakeRun(tmp_path, transports=("bare", "stock"), blocks=2, clock_skew_ns={1: 3 * 10**9}).write()
     plain = recorder.load(FakeRun(tmp_path / "plain", transports=("bare", "stock"), blocks=2).write())
     trace = recorder.load(folder)
@@ -229,7 +229,7 @@ def test_the_steps_of_a_killed_rank_are_kept_and_the_last_is_counted(tmp_path):
     assert len([s for s in trace.steps if s.rank == 1]) == len([s for s in trace.steps if s.rank == 0])
 
 
-def test_the_step_in_which_a_loop_ended_in_good_order_is_no_loss(tmp_path):
+def test_an_unfinished_last_step_of_a_normal_end_is_not_counted_as_lost(tmp_path):
     folder = FakeRun(tmp_path, blocks=3, killed=1).write()
     meta = folder / "ranks" / "1.meta.json"
     meta.write_text(json.dumps(json.loads(meta.read_text()) | {"finished": True}))
@@ -289,7 +289,7 @@ def test_the_costs_of_a_rank_that_left_no_description_are_in_its_ring(tmp_path):
     assert infos.get("stock", ()) == ()
 
 
-def test_the_readable_form_stands_for_the_rings(tmp_path):
+def test_the_readable_form_replaces_the_rings(tmp_path):
     folder = FakeRun(tmp_path, blocks=3, clock_skew_ns={1: 10**9}).write()
     trace = recorder.convert(folder)
     for path in (folder / "ranks").glob("*.ring"):
@@ -297,7 +297,7 @@ def test_the_readable_form_stands_for_the_rings(tmp_path):
     assert recorder.load(folder) == trace
 
 
-def test_what_is_no_run_is_refused(tmp_path):
+def test_a_path_that_is_not_a_run_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no run\.json"):
         recorder.load(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps({"version": 2}))
@@ -330,7 +330,7 @@ print(measured(3))
 """
 
 
-def test_a_folder_that_holds_a_run_is_left_as_it_is_and_the_next_run_goes_below(warm_ranks, tmp_path):
+def test_a_folder_with_a_run_is_kept_and_the_next_run_uses_a_subfolder(warm_ranks, tmp_path):
     run = tmp_path / "run"
     folders = [run, run / "2", run / "3", run / "4"]
     alone = {
@@ -371,7 +371,7 @@ class OtherHost:
         return [b"1" if len(mine) == 1 else str(self.wanted).encode().ljust(len(mine)), mine]
 
 
-def test_a_folder_in_which_another_hosts_rank_finds_records_of_its_own_is_not_free(tmp_path):
+def test_a_folder_with_records_of_another_hosts_rank_is_not_free(tmp_path):
     left = tmp_path / "run" / "ranks" / "1.train.ring"
     left.parent.mkdir(parents=True)
     left.write_bytes(b"kept")

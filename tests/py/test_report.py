@@ -170,7 +170,7 @@ def test_the_interface_rating_is_reported_as_the_link(tmp_path):
     assert unknown.summary["ranks"][1]["transports"][0]["link_bits_per_s"] is None
 
 
-def test_ranks_of_one_host_are_not_measured_against_its_interface(tmp_path):
+def test_ranks_of_one_host_are_not_compared_with_its_interface(tmp_path):
     assert rated(tmp_path, 10**9, meta={"host_id": "one"}).findings.link_bps is None
 
 

@@ -30,13 +30,13 @@ def each_row(found: Any) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_file_keeps_its_digits_when_it_is_written_again(path: Path) -> None:
+def test_a_file_keeps_its_digits_when_it_is_rewritten(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert keep.text(keep.read(text)) + "\n" == text
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_file_says_where_its_figures_are_from(path: Path) -> None:
+def test_a_file_names_the_origin_of_its_figures(path: Path) -> None:
     found = keep.read(path.read_text(encoding="utf-8"))
     for part in found.get("sittings", found.get("experiments", [found])):
         both = {**found, **part}
@@ -58,7 +58,7 @@ def test_every_table_and_plot_can_be_made() -> None:
     assert "1.000 [1.000, 1.000]" in "\n".join(results.gates("latest"))
 
 
-def test_a_run_of_the_gates_becomes_a_sitting() -> None:
+def test_a_run_of_the_gates_is_stored_as_a_sitting() -> None:
     note = "tcp 1.94 Gbit/s, iperf3-4 1.90 Gbit/s"
     figure = {"name": "tcp 64 MB", "bar": 0.97, "value": 1.02, "interval_95": [1.0, 1.04], "rounds": 8, "note": note}
     skipped = {**figure, "value": None, "interval_95": None, "verdict": "not run"}

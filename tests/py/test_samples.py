@@ -114,7 +114,7 @@ def test_what_the_loopback_carries_is_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
-def test_it_ends_with_a_rank_that_is_killed_and_what_it_wrote_is_good(tmp_path: Path, signum: int) -> None:
+def test_it_ends_with_a_killed_rank_and_its_files_are_valid(tmp_path: Path, signum: int) -> None:
     rank = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert rank.stdout is not None
     assert rank.stdout.readline() == "started\n"
@@ -126,7 +126,7 @@ def test_it_ends_with_a_rank_that_is_killed_and_what_it_wrote_is_good(tmp_path: 
     assert rows(tmp_path) > 3
 
 
-def test_a_child_of_the_rank_that_lives_on_does_not_keep_it(tmp_path: Path) -> None:
+def test_it_ends_although_a_child_of_the_rank_lives_on(tmp_path: Path) -> None:
     forking = PARENT.replace("import sys", "import os, sys").replace(
         'print("started"', 'child = os.fork()\nif child == 0:\n    time.sleep(60)\nprint("started", child'
     )
@@ -144,7 +144,7 @@ def test_a_child_of_the_rank_that_lives_on_does_not_keep_it(tmp_path: Path) -> N
         rank.communicate()
 
 
-def test_a_killed_writer_leaves_whole_rows(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_complete_rows(tmp_path: Path) -> None:
     end = watching(tmp_path)
     wait_for(lambda: rows(tmp_path) > 5, "rows")
     (pid,) = sampling(tmp_path)
@@ -153,7 +153,7 @@ def test_a_killed_writer_leaves_whole_rows(tmp_path: Path) -> None:
     assert rows(tmp_path) > 5
 
 
-def test_a_full_file_keeps_every_second_row_and_the_whole_time(tmp_path: Path) -> None:
+def test_a_full_file_keeps_every_second_row_over_the_complete_time(tmp_path: Path) -> None:
     limit = 16384
     end = watching(tmp_path, limit_bytes=limit)
     path = tmp_path / "0.net.counters"
@@ -178,7 +178,7 @@ def proc(folder: Path, dev: str, stat: str) -> None:
     (folder / "net" / "snmp").write_text("Tcp: OutSegs RetransSegs\nTcp: 70 7\nUdp: A\nUdp: 1\n")
 
 
-def test_what_goes_away_keeps_its_last_and_what_comes_later_is_left_out(
+def test_removed_interfaces_keep_their_last_values_and_new_ones_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampler, "PROC", tmp_path)
@@ -197,13 +197,13 @@ def test_what_goes_away_keeps_its_last_and_what_comes_later_is_left_out(
     assert host.read()[:7] == [4, 9, 7, 5, 8, 4, 2]
 
 
-def test_off_it_starts_nothing(tmp_path: Path) -> None:
+def test_disabled_it_starts_no_process(tmp_path: Path) -> None:
     monitor.watch(settings(environ={}), PLACE, tmp_path / "none")()
     monitor.watch(settings({"monitor_hz": 100}, {}), connect.Place(1, 2, 1, 2, 0, 1), tmp_path / "none")()
     assert not (tmp_path / "none").exists()
 
 
-def test_a_host_that_cannot_be_recorded_trains_all_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_training_continues_if_the_host_cannot_be_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     monitor.watch(settings({"monitor_hz": 100}, {}), PLACE, tmp_path / "file" / "ranks")()
     assert "not recorded" in caplog.text
@@ -223,7 +223,7 @@ def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     assert found.column("a:b").tolist() == [2, 4]
 
 
-def test_what_is_no_file_of_counters_is_named(tmp_path: Path) -> None:
+def test_an_invalid_file_of_counters_is_named(tmp_path: Path) -> None:
     path = tmp_path / "0.net.counters"
     for make, words in (
         (lambda: path.write_bytes(b""), "not a file of counters"),
@@ -270,7 +270,7 @@ def test_cores_are_shares_by_kind() -> None:
     assert usage.cores(counters(ticks, [0, 10**9]), intervals([(0, 10)])) is None
 
 
-def test_a_host_is_seen_on_the_clock_of_rank_0_in_the_steps_of_its_ranks() -> None:
+def test_a_hosts_counters_are_on_the_clock_of_rank_0_in_the_steps_of_its_ranks() -> None:
     second = 10**9
     still = [0] * 9
     bytes_in = {"e:rx_bytes": [100 * k for k in range(9)], "e:rx_packets": list(range(9))}

@@ -78,7 +78,7 @@ def test_connections_are_bounded_by_lanes_and_neighbours(size: int) -> None:
     on_ranks(size, lambda rank: comms[rank].close())
 
 
-def test_predictions_are_the_formulas_and_name_the_best() -> None:
+def test_predictions_follow_the_formulas_and_name_the_best() -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
     try:
         scale = importlib.import_module("scale")

@@ -159,7 +159,7 @@ def test_layers_sum_to_the_exposed_time_of_the_step(run):
     assert by_name["layer1"].exposed_ns / by_name["conv1"].exposed_ns == pytest.approx((6 << 20) / ((1 << 20) + 1024))
 
 
-def test_typical_steps_are_the_middle_half_by_length_and_all_where_they_are_few():
+def test_typical_steps_are_the_middle_half_by_length_or_all_if_few():
     assert intervals.typical([5, 1, 9], lambda length: length) == (5, 1, 9)
     assert intervals.typical([9, 1, 4, 5, 6], lambda length: length) == (4, 5, 6)
     assert intervals.typical([1, 1, 1, 9], lambda length: length) == (1, 1, 1)
@@ -169,14 +169,14 @@ def test_transports_keep_their_order(run):
     assert list(findings.find(replace(run, arms=(Arm("ofi"), Arm("bare"), Arm("stock")))).parts) == ["ofi", "stock"]
 
 
-def test_forward_times_come_from_sampled_steps_even_where_these_do_not_count(run):
+def test_forward_times_come_from_sampled_steps_even_if_these_are_not_counted(run):
     first = {b: min(s.index for s in run.steps if s.block == b) for b in range(9)}
     steps = tuple(replace(s, modules=s.modules if s.index == first[s.block] else ()) for s in run.steps)
     assert {s.block for s in steps if s.modules and s.arm == "stock"}
     assert [x.forward_ns for x in findings.find(replace(run, steps=steps)).layers] == [2 * MS] * 3
 
 
-def test_operations_without_a_layer_have_a_row_of_their_own(run):
+def test_operations_without_a_layer_have_a_separate_row(run):
     own = tuple(replace(c, bucket=None) if c.bucket == 1 else c for c in run.collectives)
     found = findings.find(replace(run, collectives=own))
     assert found.layers[-1].name == intervals.NO_LAYER
@@ -265,7 +265,7 @@ def test_neighbouring_blocks_are_paired_once_each_across_third_transports():
     assert not statistics.compare(blocks_of(("a", [1, 2]), ("b", [1, 2])), "a", "b").enough
 
 
-def test_a_drift_common_to_both_is_no_difference():
+def test_a_common_drift_is_not_a_difference():
     random = np.random.default_rng(1)
     rows = []
     for pair in range(6):
@@ -296,7 +296,7 @@ def test_a_comparison_is_the_same_each_time(run):
     assert statistics.compare(run, "stock", "ofi") == statistics.compare(run, "stock", "ofi")
 
 
-def test_scaling_is_measured_where_one_rank_ran_alone(tmp_path):
+def test_scaling_is_measured_if_one_rank_ran_alone(tmp_path):
     run = recorder.load(FakeRun(tmp_path, transports=("single", "bare", "stock"), blocks=6).write())
     found = findings.find(run).scaling["stock"]
     assert (found.how, found.t1_ns) == ("measured", pytest.approx(33.2 * MS, abs=MS))

@@ -82,7 +82,7 @@ def test_caps_end_with_their_process_however_it_ends(lab: Lab, end: str | int) -
     wait_for(lab, before)
 
 
-def test_the_kernels_own_default_comes_back(lab: Lab) -> None:
+def test_the_kernels_default_is_restored(lab: Lab) -> None:
     before = root(lab)
     process = start(lab, "1gbit", "wait")
     assert process.stdout is not None

@@ -82,7 +82,7 @@ def test_a_rank_killed_in_a_sum_is_named_by_all_others(plain_ranks: Ranks, size:
 
 
 @pytest.mark.parametrize("where", ["arena", "elsewhere"])
-def test_a_stopped_rank_is_named_and_ends_by_itself_when_it_goes_on(plain_ranks: Ranks, where: str) -> None:
+def test_a_stopped_rank_is_named_and_exits_when_it_continues(plain_ranks: Ranks, where: str) -> None:
     job = plain_ranks.start(
         2, IN_ARENA if where == "arena" else FAULTS, ["reduce"], {**SHARED, "NETBOTTLENECK_TIMEOUT_S": "2"}
     )
@@ -124,7 +124,7 @@ def test_ranks_on_two_hosts_that_must_share_memory_are_refused(plain_ranks: Rank
         assert "ranks 0 and 1 are on different hosts" in result.stderr
 
 
-def test_the_benchmark_says_whether_memory_was_shared() -> None:
+def test_the_benchmark_reports_whether_memory_was_shared() -> None:
     found = bench.bench(transports=["tcp"], streams=[1], sizes=[400_003, 3_000_000], iterations=2, shm="auto,0")
     assert [row["shm"] for row in found.rows] == ["on", "off: rank 0 disables it (NETBOTTLENECK_SHM=0)"] * 2
     assert found.wrong == 0

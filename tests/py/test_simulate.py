@@ -142,7 +142,7 @@ def test_the_untouched_script_waits_from_its_last_gradient_to_its_update_whichev
 
 @settings(max_examples=120, deadline=None)
 @given(st.data())
-def test_a_reference_simulator_by_single_nanoseconds_agrees(data: st.DataObject) -> None:
+def test_a_reference_simulator_with_steps_of_one_ns_agrees(data: st.DataObject) -> None:
     ranks, sizes, kinds = data.draw(works())
     plan, cost = data.draw(plans(len(sizes))), data.draw(costs())
     expected = Oracle(ranks, sizes, kinds, plan, cost, len(ranks)).run()
@@ -173,9 +173,7 @@ def test_every_step_sends_all_bytes_once_in_order(data: st.DataObject) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.floats(1.0, 50.0))
-def test_a_faster_link_never_makes_a_step_longer_where_operations_follow_each_other(
-    data: st.DataObject, more: float
-) -> None:
+def test_a_faster_link_never_makes_a_step_longer_if_operations_are_sequential(data: st.DataObject, more: float) -> None:
     ranks, sizes, kinds = data.draw(works())
     plan = replace(data.draw(plans(len(sizes))), in_flight=1)
     # With contention less communication can move a rank's work to a moment that suits the rule less.
@@ -203,7 +201,7 @@ def test_free_communication_leaves_the_compute(data: st.DataObject) -> None:
         assert step.end_ns == begin
 
 
-def test_blocked_time_is_no_compute() -> None:
+def test_blocked_time_is_excluded_from_compute() -> None:
     spec = RankStep(100, [(1, 10), (0, 20)], 5, 30)
     free = [
         simulate(trace_of([[spec]] * 2, [8, 8], ["f"] * 2, blocked), Plan.ddp(), Cost.free()) for blocked in (0, 900)
@@ -239,7 +237,7 @@ def from_begin(change: dict[str, Any], begin_ns: int) -> dict[str, Any]:
         {"waits": ((0, 120, 900),)},
     ],
 )
-def test_marks_that_lie_outside_of_their_step_stay_in_it(change: dict[str, Any]) -> None:
+def test_marks_outside_of_their_step_are_clamped_to_it(change: dict[str, Any]) -> None:
     trace = trace_of([[RankStep(100, [(1, 10), (0, 20)], 5, 30)] * 2] * 2, [8, 8], ["f"] * 2)
     steps = tuple(replace(step, **from_begin(change, step.begin_ns)) for step in trace.steps)
     found = simulate(replace(trace, steps=steps), Plan.ddp(), Cost(link=Link(8e9)))
@@ -262,7 +260,7 @@ def test_marks_that_lie_outside_of_their_step_stay_in_it(change: dict[str, Any])
         ("ring", 8, 2, 0),
     ],
 )
-def test_bytes_on_the_wire_are_of_one_rank_where_several_share_a_host(
+def test_wire_bytes_are_per_rank_if_several_share_a_host(
     algorithm: str, ranks_per_host: int, workers: int, wire_bytes: int
 ) -> None:
     spec = RankStep(0, [(0, 10)], 0, 0)

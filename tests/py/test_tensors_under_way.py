@@ -57,7 +57,7 @@ print("done")
 """
 
 
-def test_what_went_through_a_call_can_be_resized_afterwards(warm_ranks: Ranks) -> None:
+def test_tensors_can_be_resized_after_a_call(warm_ranks: Ranks) -> None:
     for result in warm_ranks(2, RESIZED, {}):
         assert "told: a conjugated or negated view is not supported" in result.stdout, result.stdout
         assert "done" in result.stdout
@@ -102,7 +102,7 @@ print("done")
 
 @pytest.mark.parametrize("transport", ["tcp", "ofi"])
 @pytest.mark.parametrize("shared", ["0", "1"])
-def test_a_tensor_that_gets_other_memory_under_way_gets_the_result_too(
+def test_a_tensor_whose_memory_is_replaced_in_flight_gets_the_result_too(
     warm_ranks: Ranks, transport: str, shared: str
 ) -> None:
     env = {"NETBOTTLENECK_TRANSPORT": transport, "NETBOTTLENECK_SHM": shared}
@@ -140,6 +140,6 @@ print("done")
 """
 
 
-def test_a_gradient_inside_a_larger_storage_is_summed_where_it_lies(warm_ranks: Ranks) -> None:
+def test_a_gradient_inside_a_larger_storage_is_summed_in_place(warm_ranks: Ranks) -> None:
     for result in warm_ranks(2, INSIDE, {"NETBOTTLENECK_TRANSPORT": "tcp"}):
         assert "done" in result.stdout

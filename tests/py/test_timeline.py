@@ -101,7 +101,7 @@ def spans(made: Sequence[dict[str, Any]]) -> list[str]:
 ONE = [*named(7, "allreduce.x"), submit(10), ready(11, 0), ready(14, 1), *run(15)]
 
 
-def test_an_operation_is_what_horovod_writes() -> None:
+def test_an_operation_has_horovods_events() -> None:
     activity = {"algorithm": "ring all-reduce", "bytes_out": 64, "bytes_in": 64, "first_byte_ts": 17}
     assert play(ONE) == [
         {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "allreduce.x"}},
@@ -119,7 +119,7 @@ def test_an_operation_is_what_horovod_writes() -> None:
     ]
 
 
-def test_a_rank_that_is_not_0_marks_itself() -> None:
+def test_ranks_other_than_0_mark_themselves() -> None:
     told = spans(play([*named(7, "x"), submit(10), *run(15)], rank=3))
     assert told[:2] == ["NEGOTIATE_ALLREDUCE 10-15", "=3 10"]
 
@@ -139,21 +139,19 @@ def test_a_rank_that_is_not_0_marks_itself() -> None:
         ("alltoall", "TCP", 7, "ALLTOALL", "TCP_ALLTOALL"),
     ],
 )
-def test_the_activity_says_what_moved_the_bytes(
-    kind: str, network: str, algorithm: int, top: str, activity: str
-) -> None:
+def test_the_activity_names_the_transport(kind: str, network: str, algorithm: int, top: str, activity: str) -> None:
     events = [*named(7, "x"), submit(10, kind=kind), *run(15, algorithm=algorithm)]
     names = [told.split(" ", 1)[0].strip(".") for told in spans(play(events, 1, network))]
     assert names == [f"NEGOTIATE_{top}", "=1", top, "QUEUE", activity]
 
 
 @pytest.mark.parametrize("kind", ["barrier", "join"])
-def test_a_barrier_and_a_join_are_their_negotiation(kind: str) -> None:
+def test_a_barrier_and_a_join_have_only_a_negotiation(kind: str) -> None:
     told = spans(play([*named(7, f"{kind}.noname"), submit(10, kind=kind), *run(15)], rank=1))
     assert told == [f"NEGOTIATE_{kind.upper()} 10-15", "=1 10"]
 
 
-def test_pieces_are_joined_before_and_parted_in_the_end() -> None:
+def test_pieces_are_joined_before_and_split_at_the_end() -> None:
     joined = event("OP_PACK", 5, 7, 0, 64, 0, 3 * US)
     parted = event("OP_PACK", 18, 7, 0, 64, 1, 1 * US)
     events = [*named(7, "x"), joined, submit(10), *run(15)]
@@ -169,7 +167,7 @@ def test_pieces_are_joined_before_and_parted_in_the_end() -> None:
     ]
 
 
-def test_others_that_are_ahead_are_seen_in_the_next_negotiation() -> None:
+def test_faster_ranks_appear_in_the_next_negotiation() -> None:
     first = [*named(7, "x"), submit(10), ready(11, 0), ready(14, 1), *run(15)]
     ahead = [*first[:-1], ready(18, 1, 1), first[-1]]  # rank 1 is done, and submits again, before rank 0 is
     second = [submit(30, 1), ready(31, 0, 1), *run(32, 1)]
@@ -183,7 +181,7 @@ def test_others_that_are_ahead_are_seen_in_the_next_negotiation() -> None:
     ]
 
 
-def test_who_waits_for_rank_0_is_seen_before_it_comes() -> None:
+def test_ranks_that_wait_for_rank_0_are_written_before_it_submits() -> None:
     known = Names()
     for one in [*named(7, "x"), submit(1)]:
         known.take(one)
@@ -191,7 +189,7 @@ def test_who_waits_for_rank_0_is_seen_before_it_comes() -> None:
 
 
 @pytest.mark.parametrize("place", range(1, 7))
-def test_a_submit_that_is_stamped_late_changes_nothing(place: int) -> None:
+def test_a_late_submit_event_does_not_change_the_file(place: int) -> None:
     in_order = [submit(10), ready(11, 0), ready(14, 1), *run(15)]
     late = [*in_order[1 : place + 1], in_order[0], *in_order[place + 1 :]]
     told = spans(play([*named(7, "x"), *late]))
@@ -199,7 +197,7 @@ def test_a_submit_that_is_stamped_late_changes_nothing(place: int) -> None:
     assert len(told) == 6
 
 
-def test_what_ranks_disagree_on_has_no_activity() -> None:
+def test_a_mismatched_operation_has_no_activity() -> None:
     refused = event("OP_DONE", 15, 7, 0, 0, 0, 0, MISMATCH)
     made = play([*named(7, "x"), submit(10), ready(11, 0), refused, submit(20, 1), *run(22, 1)])
     assert spans(made)[:2] == ["NEGOTIATE_ALLREDUCE 10-15", "=0 11"]
@@ -207,17 +205,17 @@ def test_what_ranks_disagree_on_has_no_activity() -> None:
     assert {"ph": "E", "ts": 15, "pid": 1, "args": {"error": -1003}} in made
 
 
-def test_one_rank_alone_agrees_with_itself() -> None:
+def test_one_rank_alone_has_an_empty_negotiation() -> None:
     made = play([*named(7, "x"), submit(10), event("OP_DONE", 12, 7, 0)], rank=0)
     assert spans(made) == ["NEGOTIATE_ALLREDUCE 10-12", "ALLREDUCE 12-12"]
 
 
-def test_a_failure_under_way_is_said_at_the_end() -> None:
+def test_a_failure_is_reported_at_the_end_of_the_operation() -> None:
     events = [*named(7, "x"), submit(10), *run(15)[:-1], event("OP_DONE", 19, 7, 0, 0, 0, RING, (1 << 64) - 104)]
     assert play(events, rank=1)[-1]["args"]["error"] == -104
 
 
-def test_an_end_that_was_lost_leaves_nothing_open() -> None:
+def test_a_lost_end_leaves_nothing_open() -> None:
     events = [*named(7, "x"), submit(10), *run(15)[:-1], submit(30, 1), *run(35, 1)]
     told = spans(play(events, rank=1))
     assert told[2] == "ALLREDUCE 15-30"
@@ -225,14 +223,14 @@ def test_an_end_that_was_lost_leaves_nothing_open() -> None:
 
 
 @pytest.mark.parametrize("lost", range(7))
-def test_whatever_is_lost_the_rest_pairs(lost: int) -> None:
+def test_begins_and_ends_pair_after_any_loss(lost: int) -> None:
     rounds = [[submit(10 + t, t // 50), ready(11 + t, 0), *run(15 + t, t // 50)] for t in range(0, 200, 50)]
     events = list(itertools.chain(*rounds))
     assert spans(play([*named(7, "x"), *events[:lost], *events[lost + 1 :]]))
     assert spans(play([*named(7, "x"), *events[:6], *events[6 + lost :]]))
 
 
-def test_what_was_under_way_when_the_file_began_is_left_out() -> None:
+def test_operations_in_progress_at_the_begin_of_the_file_are_left_out() -> None:
     known = Names()
     for one in [*named(7, "x"), submit(1)]:
         known.take(one)
@@ -251,14 +249,14 @@ def test_what_was_under_way_when_the_file_began_is_left_out() -> None:
     ],
     ids=["open", "agreed", "next", "alone", "refused"],
 )
-def test_negotiations_under_way_are_known(events: list[Event], left: list[str]) -> None:
+def test_negotiations_in_progress_are_included(events: list[Event], left: list[str]) -> None:
     negotiations = Negotiations()
     for one in events:
         negotiations.take(one)
     assert [one.kind for one in negotiations.events()] == left
 
 
-def test_cycles_are_marked_where_that_is_wanted() -> None:
+def test_cycles_are_marked_on_request() -> None:
     both = [submit(10, key=1), submit(11, key=2), *run(15, key=1), *run(16, key=2), submit(20, 1, 1), *run(25, 1, 1)]
     made = play(both, 1, mark_cycles=True)
     assert [one["ts"] for one in made if one.get("name") == "CYCLE_START"] == [15, 25]
@@ -270,18 +268,18 @@ def test_names_of_every_length(name: str) -> None:
     assert play([*named(7, name), submit(10)])[0]["args"] == {"name": name}
 
 
-def test_a_name_that_was_lost_is_its_key() -> None:
+def test_a_lost_name_is_replaced_by_the_key() -> None:
     assert play([submit(10, key=0xAB)])[0]["args"] == {"name": "00000000000000ab"}
 
 
-def test_stalls_and_lost_peers_are_told() -> None:
+def test_stalls_and_lost_peers_are_written() -> None:
     stall = event("STALL", 10, 7, 0, 61 * 10**9, 0b101)
     made = play([*named(7, "x"), submit(1), stall, event("PEER_LOST", 11, 0, 4)])
     assert made[-2]["args"] == {"name": "x", "waited_ms": 61000, "missing_ranks": [0, 2]}
     assert (made[-1]["name"], made[-1]["args"]) == ("PEER_LOST", {"rank": 4})
 
 
-def test_the_clock_is_told_when_it_is_known_better() -> None:
+def test_the_clock_is_written_when_its_estimate_improves() -> None:
     beats = [event("CLOCK", at, 0, (1 << 64) - 5, trip) for at, trip in ((1, 900), (2, 950), (3, 400))]
     assert [one["args"] for one in play(beats, rank=1)] == [
         {"before_rank_0_ns": -5, "round_trip_ns": 900},
@@ -351,7 +349,7 @@ def test_a_slot_that_is_not_filled_yet_is_waited_for(ring: Ring) -> None:
     assert keys(tail) == [2, 3]
 
 
-def test_kinds_that_no_timeline_needs_are_left_out(ring: Ring) -> None:
+def test_events_that_no_timeline_uses_are_left_out(ring: Ring) -> None:
     tail = Tail(ring.fd, rewinds=True)
     ring.put(1, "GRAD_READY")
     ring.put(2)
@@ -370,7 +368,7 @@ def test_a_ring_that_is_read_in_time_never_ends(ring: Ring, at_a_time: int) -> N
     assert got == list(range(100 * at_a_time))
 
 
-def test_what_came_too_fast_is_counted(ring: Ring) -> None:
+def test_events_that_came_too_fast_are_counted(ring: Ring) -> None:
     tail = Tail(ring.fd, rewinds=True)
     for key in range(11):
         ring.put(key)
@@ -395,7 +393,7 @@ def test_a_writer_that_a_rewind_overtook_loses_nothing(ring: Ring) -> None:
     assert keys(tail) == [6, 7, 8, 9]
 
 
-def test_somebody_elses_ring_is_only_read(ring: Ring) -> None:
+def test_a_ring_with_another_owner_is_only_read(ring: Ring) -> None:
     tail = Tail(ring.fd, rewinds=False)
     for key in range(10):
         ring.put(key)
@@ -408,13 +406,13 @@ def test_somebody_elses_ring_is_only_read(ring: Ring) -> None:
     assert bytes(ring.memory)[64:] == before[64:]
 
 
-def test_a_file_that_is_no_ring_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_ring_is_refused(tmp_path: Path) -> None:
     (tmp_path / "no").write_bytes(b"x" * 5000)
     with (tmp_path / "no").open("rb") as file, pytest.raises(ValueError, match="not a ring file"):
         Tail(file.fileno(), rewinds=False)
 
 
-def test_lost_events_are_said_in_the_file_and_not_at_every_look(ring: Ring, tmp_path: Path) -> None:
+def test_lost_events_are_reported_in_the_file_but_not_at_every_poll(ring: Ring, tmp_path: Path) -> None:
     writer = Writer(Tail(ring.fd, rewinds=True), rank=0)
     assert writer.execute(json.dumps({"do": "start", "path": str(tmp_path / "t"), "mark_cycles": False}).encode()) == {}
     for _ in range(4):
@@ -436,7 +434,7 @@ def test_lost_events_are_said_in_the_file_and_not_at_every_look(ring: Ring, tmp_
         (b'{"do": "follow", "path": "/dev/null", "network": "TCP"}', "ValueError"),
     ],
 )
-def test_a_command_that_cannot_be_done_is_answered(ring: Ring, command: bytes, error: str) -> None:
+def test_a_failed_command_is_answered_with_its_error(ring: Ring, command: bytes, error: str) -> None:
     writer = Writer(Tail(ring.fd, rewinds=True), rank=0)
     assert writer.execute(command)["error"].startswith(error)
 
@@ -546,7 +544,7 @@ def of_tensor(made: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return [one for one in made if one.get("pid") == pid]
 
 
-def test_every_rank_writes_what_it_saw(warm_ranks: Ranks, tmp_path: Path) -> None:
+def test_every_rank_writes_its_own_view(warm_ranks: Ranks, tmp_path: Path) -> None:
     file = tmp_path / "t.json"
     warm_ranks(2, OPERATIONS, {"HOROVOD_TIMELINE": str(file), "HOROVOD_TIMELINE_MARK_CYCLES": "1"})
     for rank, path in enumerate((file, tmp_path / "t.1.json")):
@@ -585,7 +583,7 @@ hvd.shutdown()
 
 
 @pytest.mark.parametrize("measured", ["0", "1"])
-def test_gradients_are_in_it(warm_ranks: Ranks, tmp_path: Path, measured: str) -> None:
+def test_the_timeline_has_gradients(warm_ranks: Ranks, tmp_path: Path, measured: str) -> None:
     file = tmp_path / "t.json"
     run = {"NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_DIR": str(tmp_path / "run")} if measured == "1" else {}
     warm_ranks(2, MEASURED, {"HOROVOD_TIMELINE": str(file), **run})
@@ -611,7 +609,7 @@ hvd.shutdown()
 """
 
 
-def test_sparse_gradients_stay_sparse_beside_it(warm_ranks: Ranks, tmp_path: Path) -> None:
+def test_sparse_gradients_stay_sparse_with_a_timeline(warm_ranks: Ranks, tmp_path: Path) -> None:
     warm_ranks(2, SPARSE, {"HOROVOD_TIMELINE": str(tmp_path / "t.json")})
     names = [one["args"].get("name", "") for one in json.loads((tmp_path / "t.json").read_text()) if one["ph"] == "M"]
     assert any(name.startswith("allgather") for name in names), names
@@ -670,7 +668,7 @@ print("done")
 """
 
 
-def test_it_is_switched_on_and_off_from_the_script(warm_ranks: Ranks, tmp_path: Path) -> None:
+def test_the_script_can_start_and_stop_the_timeline(warm_ranks: Ranks, tmp_path: Path) -> None:
     for result in warm_ranks(2, SWITCHED, args=[str(tmp_path)]):
         assert result.stdout == "done\n"
         assert result.stderr.count("the timeline is not written") == 2
@@ -729,7 +727,7 @@ def endless(warm_ranks: Ranks, tmp_path: Path) -> RankJob:
     return job
 
 
-def test_the_file_is_an_array_whenever_the_writer_stands_still(endless: RankJob, tmp_path: Path) -> None:
+def test_the_file_is_an_array_whenever_the_writer_is_stopped(endless: RankJob, tmp_path: Path) -> None:
     writer = child_of(endless.processes[0].pid)
     lengths = []
     for _ in range(20):
@@ -752,7 +750,7 @@ def test_a_rank_that_is_killed_leaves_its_last_operations(endless: RankJob, tmp_
     assert spans(json.loads((tmp_path / "t.1.json").read_text()))
 
 
-def test_training_goes_on_without_its_writer(endless: RankJob, tmp_path: Path) -> None:
+def test_training_continues_without_the_writer(endless: RankJob, tmp_path: Path) -> None:
     os.kill(child_of(endless.processes[0].pid), signal.SIGKILL)
     said = len(endless.output(0).splitlines())
     endless.wait_for_line(0, str(500 * (said + 2)))

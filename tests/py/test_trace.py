@@ -64,7 +64,7 @@ collectives = st.builds(
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(steps, max_size=4), st.lists(collectives, max_size=4), word)
-def test_what_is_written_is_read(tmp_path_factory, some_steps, some_collectives, model):
+def test_a_written_trace_is_read_back(tmp_path_factory, some_steps, some_collectives, model):
     path = tmp_path_factory.mktemp("t") / "a.jsonl.gz"
     given_trace = tr.Trace(
         id="x",
@@ -90,7 +90,7 @@ def test_the_same_trace_makes_the_same_bytes(tmp_path):
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def test_ranks_put_together_are_the_run(tmp_path):
+def test_merged_ranks_are_the_run(tmp_path):
     run = recorder.load(FakeRun(tmp_path, size=3, blocks=2).write())
     assert tr.merge(run.of_rank(rank) for rank in range(3)).steps == run.steps
     assert sorted(tr.merge(run.of_rank(rank) for rank in range(3)).collectives, key=lambda c: c.submit_ns) == sorted(
@@ -98,7 +98,7 @@ def test_ranks_put_together_are_the_run(tmp_path):
     )
 
 
-def test_ranks_of_different_runs_are_not_put_together(tmp_path):
+def test_ranks_of_different_runs_are_not_merged(tmp_path):
     run = recorder.load(FakeRun(tmp_path, blocks=2).write())
     with pytest.raises(ValueError, match="different runs"):
         tr.merge([run.of_rank(0), replace(run.of_rank(1), id="other")])
@@ -132,13 +132,13 @@ HEAD = {"format": tr.FORMAT, "version": tr.VERSION, "id": "x", "size": 1, "arms"
         ),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_name_and_line(tmp_path, lines, message):
+def test_unreadable_content_is_refused_by_file_and_line(tmp_path, lines, message):
     path = packed(tmp_path / "bad.jsonl.gz", *lines)
     with pytest.raises(ValueError, match=f"bad.jsonl.gz.*{message}"):
         tr.read(path)
 
 
-def test_a_file_whose_packing_is_damaged_is_refused(tmp_path):
+def test_a_file_with_damaged_compression_is_refused(tmp_path):
     path = FakeRun(tmp_path / "run", blocks=2).write()
     tr.write(recorder.load(path), tmp_path / "whole.jsonl.gz")
     whole = (tmp_path / "whole.jsonl.gz").read_bytes()
@@ -190,7 +190,7 @@ def test_a_trace_of_version_1_names_its_arms_by_transport(tmp_path):
         ("nccl+tcp:powersgd-4@priority", ("nccl+tcp", "powersgd-4", "priority")),
     ],
 )
-def test_an_arm_is_its_name_and_knows_its_parts(name, parts):
+def test_an_arm_is_its_name_and_has_its_parts(name, parts):
     arm = Arm.parse(name)
     assert (arm.transport, arm.compression, arm.schedule) == parts
     assert arm == Arm(*parts) == name
@@ -198,12 +198,12 @@ def test_an_arm_is_its_name_and_knows_its_parts(name, parts):
 
 
 @pytest.mark.parametrize("name", ["", ":fp16", "tcp:", "tcp@", "tcp:a:b", "tcp@a@b", "tcp,ofi", "tcp@a:b"])
-def test_an_arm_without_a_part_that_its_name_announces_is_refused(name):
+def test_an_arm_with_an_empty_part_is_refused(name):
     with pytest.raises(ValueError, match="part"):
         Arm.parse(name)
 
 
-def test_arms_of_one_transport_are_kept_apart_and_share_its_record(tmp_path):
+def test_arms_of_one_transport_are_separate_and_share_its_record(tmp_path):
     """Operations belong to the arm of their step, and costs and streams to the transport that both arms use."""
     folder = FakeRun(tmp_path, transports=("stock", "ofi"), blocks=6).write()
     document = json.loads((folder / "run.json").read_text())

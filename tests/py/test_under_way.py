@@ -165,7 +165,7 @@ def whole(plan: Plan) -> Any:
 @pytest.mark.parametrize("direct_bytes", WAYS)
 @pytest.mark.parametrize("place", [in_hook, in_thread])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_gradient_that_changes_under_way_gets_the_sum_of_what_was_sent(
+def test_a_gradient_that_changes_in_flight_gets_the_sum_of_the_sent_values(
     change: Callable[[nn.Parameter], None], place: Any, direct_bytes: int
 ) -> None:
     def finish(plan: Plan) -> Any:
@@ -198,7 +198,7 @@ def test_the_tensor_that_was_swapped_out_has_the_memory_and_grad_has_the_sum(dir
 
 @pytest.mark.parametrize("direct_bytes", WAYS)
 @pytest.mark.parametrize("place", [in_hook, in_thread])
-def test_a_gradient_that_is_freed_under_way_is_an_error_and_nothing_else_is_written(
+def test_a_gradient_that_is_freed_in_flight_is_an_error_and_other_memory_is_intact(
     place: Any, direct_bytes: int
 ) -> None:
     def free(parameter: nn.Parameter) -> None:
@@ -217,7 +217,7 @@ def test_a_gradient_that_is_freed_under_way_is_an_error_and_nothing_else_is_writ
 
 
 @pytest.mark.parametrize("direct_bytes", WAYS)
-def test_an_array_over_a_gradient_under_way_sees_the_sum(direct_bytes: int) -> None:
+def test_an_array_over_a_gradient_in_flight_sees_the_sum(direct_bytes: int) -> None:
     arrays: list[Any] = []
 
     def look(plan: Plan) -> None:
@@ -230,7 +230,7 @@ def test_an_array_over_a_gradient_under_way_sees_the_sum(direct_bytes: int) -> N
 
 
 @pytest.mark.parametrize("direct_bytes", WAYS)
-def test_after_its_sum_a_gradient_is_as_it_was(direct_bytes: int) -> None:
+def test_after_its_sum_a_gradient_has_its_original_storage(direct_bytes: int) -> None:
     def twice(plan: Plan) -> Any:
         plan.finish()
         before = [of(parameter).data_ptr() for parameter in plan.parameters]

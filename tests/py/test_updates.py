@@ -40,7 +40,7 @@ def parameter() -> Any:
     return made
 
 
-def test_an_optimizer_of_other_parameters_counts_for_nothing() -> None:
+def test_an_optimizer_of_other_parameters_is_not_counted() -> None:
     mine, other = parameter(), parameter()
     counted = Counting(mine)
     torch.optim.SGD([other], lr=1.0).step()
@@ -50,7 +50,7 @@ def test_an_optimizer_of_other_parameters_counts_for_nothing() -> None:
     assert counted.seen == ["before", "after"]
 
 
-def test_the_first_of_two_optimizers_counts_and_the_second_takes_its_place() -> None:
+def test_the_first_of_two_optimizers_counts_until_the_second_replaces_it() -> None:
     mine = parameter()
     counted = Counting(mine)
     first, second = torch.optim.SGD([mine], lr=1.0), torch.optim.SGD([mine], lr=1.0)
@@ -91,7 +91,7 @@ def test_an_update_begins_before_a_weight_changes_and_ends_after(kind: Any) -> N
     assert seen == [1.0, 0.0, 0.0, -1.0]
 
 
-def test_counting_goes_on_after_a_step_that_raised() -> None:
+def test_counting_continues_after_a_step_that_raised() -> None:
     mine = parameter()
     torch.optim.SGD([parameter()], lr=1.0)
     optimizer = Subclass([mine], lr=1.0)

@@ -36,7 +36,7 @@ def test_a_stock_as_fast_as_the_script_is_not_handicapped(tmp_path):
     assert verdict.handicap_sentence(found(tmp_path, blocks=9)) is None
 
 
-def test_one_pair_of_blocks_is_no_proof_of_anything(tmp_path):
+def test_one_pair_of_blocks_is_not_enough_for_a_claim(tmp_path):
     numbers = found(tmp_path, transports=("stock", "ofi"), blocks=2, run={"network": None}, probe=[])
     assert len(numbers.comparisons) == 1
     assert verdict.best_gain(numbers) is None
@@ -86,7 +86,7 @@ def gaining(tmp_path, value, low, high):
         (-0.10, -0.16, -0.04, False),
     ],
 )
-def test_a_gain_is_claimed_where_it_is_large_enough_and_its_interval_is_above_zero(tmp_path, value, low, high, claimed):
+def test_a_gain_is_claimed_if_it_is_large_enough_and_its_interval_is_above_zero(tmp_path, value, low, high, claimed):
     numbers = gaining(tmp_path, value, low, high)
     assert (verdict.best_gain(numbers) is not None) == claimed
     assert (verdict.decide(numbers).code == "TRANSPORT_LIMITED") == claimed
@@ -110,13 +110,13 @@ def test_every_interval_of_a_run_has_its_value_inside(tmp_path):
 
 
 @pytest.mark.parametrize(("times", "code"), [(1.0, "INCONCLUSIVE"), (1.2, "INCONCLUSIVE"), (1.3, "TRANSPORT_LIMITED")])
-def test_a_probe_speaks_from_its_ratio_on(unexplained, times, code):
+def test_a_probe_counts_from_its_ratio_on(unexplained, times, code):
     did = unexplained.achieved["stock"].active_bps
     can = Achievable("tcp", ((1, 0.5 * did), (4, times * did)), (4, times * did))
     assert verdict.decide(replace(unexplained, achievable=can)).code == code
 
 
-def test_a_gain_below_the_least_is_none(tmp_path):
+def test_a_gain_below_the_minimum_does_not_count(tmp_path):
     numbers = found(tmp_path, blocks=9, transfer_ms={"ofi": (35, 120)}, bare_ms=174)
     (pair,) = numbers.comparisons
     assert pair.difference_ns.high < 0
@@ -124,7 +124,7 @@ def test_a_gain_below_the_least_is_none(tmp_path):
     assert verdict.stock_is_as_good(numbers)
 
 
-def test_hidden_communication_is_no_bottleneck(tmp_path):
+def test_hidden_communication_is_not_a_bottleneck(tmp_path):
     v = verdict.decide(found(tmp_path, blocks=9, transfer_ms={"stock": (5, 1), "ofi": (5, 1)}, bare_ms=33))
     assert v.code == "NOT_NETWORK"
     assert v.next.startswith("Do nothing")
@@ -139,7 +139,7 @@ def test_a_rank_that_is_late_is_a_straggler(tmp_path):
     assert "rank 2 makes the others wait 40" in v.why
 
 
-def test_slow_input_is_told_from_a_slow_network(tmp_path):
+def test_slow_input_is_distinguished_from_a_slow_network(tmp_path):
     numbers = found(
         tmp_path, blocks=9, late_ms={0: 60, 1: 60}, transfer_ms={"stock": (2, 1), "ofi": (2, 1)}, bare_ms=94
     )
@@ -159,7 +159,7 @@ def test_steps_without_operations_have_no_communication(tmp_path):
     assert "none of its communication was recorded (measured)" in sentences(hooked)[0]
 
 
-def test_only_the_untouched_script_is_no_communication(tmp_path):
+def test_a_run_of_only_the_untouched_script_has_no_communication(tmp_path):
     assert verdict.decide(found(tmp_path, transports=("bare",), blocks=1)).code == "NO_COMMUNICATION"
 
 

@@ -300,7 +300,7 @@ def test_a_run_folder_and_its_trace_are_both_accepted(tmp_path: Path, capsys: py
     assert all("8 workers" in text and "(measured)" in text for text in said)
 
 
-def test_json_must_be_a_writable_file_that_is_no_input(
+def test_json_must_be_a_writable_file_other_than_the_input(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log, add = files

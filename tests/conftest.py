@@ -1,4 +1,4 @@
-"""What every Python test may use: rank processes on loopback, the skip rule and the marker of the full matrices."""
+"""Shared by all Python tests: rank processes on loopback, the skip rule and the marker of the full matrices."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ import skips  # noqa: E402
 
 Process = subprocess.Popen[bytes] | WarmProcess
 
-# Outputs of the papers' own programs, where they lie beside the checkout; they are no part of it.
+# Outputs of the papers' own programs, if they are next to the checkout; they are not part of it.
 REFERENCE = TESTS.parents[1] / "shared" / "reference"
 FULL_LIMIT_S = 300
-# Marks of tests that need what set-up does not install for all tests.
+# Marks of tests that need programs which set-up does not install for all tests.
 INSTALLED = ("peers", "frameworks")
-# Where a reason of tests/skips.txt is refused: see tools/skips.py.
+# Places where a reason of tests/skips.txt is not accepted: see tools/skips.py.
 STRICT = pytest.StashKey[list[str]]()
 # What only a hang reaches, on a busy machine too.
 RANKS_LIMIT_S = 100.0
@@ -41,19 +41,19 @@ RANKS_LIMIT_S = 100.0
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Unbuffered, print writes a line and its end one after the other: ranks that share a pipe would mix theirs.
 os.environ.pop("PYTHONUNBUFFERED", None)
-# Else every process that a test starts compiles the package again.
+# Otherwise every process that a test starts compiles the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Python loads its sitecustomize.py in every process that a test starts; what for is told there.
 SITE = str(TESTS / "py" / "site")
 os.environ["PYTHONPATH"] = os.pathsep.join([SITE, *filter(None, [os.environ.get("PYTHONPATH")])])
-# All ranks of a test are on one host. What is tested is the network between them, unless a test says otherwise.
+# All ranks of a test are on one host. Tests use the network between them, unless a test says otherwise.
 os.environ.setdefault("NETBOTTLENECK_SHM", "0")
 # Ranks have these as they are now: libraries that tests load set some of them, and a rank would not be forked for it.
 EARLY = read_early(os.environ)
 
 
 def inherited() -> dict[str, str]:
-    """Return what ranks have of this process's environment."""
+    """Return the part of this process's environment that ranks inherit."""
     now = {name: value for name, value in os.environ.items() if not name.startswith(("NETBOTTLENECK", *READ_EARLY))}
     return {**now, "PYTHONPATH": os.environ["PYTHONPATH"], **EARLY}
 
@@ -128,7 +128,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class RankResult:
-    """How one rank ended: its exit code (None: killed at the deadline) and what it printed."""
+    """Result of one rank: its exit code (None: killed at the deadline) and its output."""
 
     rank: int
     code: int | None
@@ -138,22 +138,22 @@ class RankResult:
 
 @dataclass
 class RankJob:
-    """Rank processes that run; each leads a process group of its own."""
+    """Running rank processes, each in its own process group."""
 
     processes: list[Process]
     folder: Path
     closed: bool = field(default=False)
 
     def kill(self, rank: int, signum: int = signal.SIGKILL) -> None:
-        """Send a signal to one rank alone."""
+        """Send a signal to one rank."""
         self.processes[rank].send_signal(signum)
 
     def output(self, rank: int) -> str:
-        """Return what a rank has printed to stdout so far."""
+        """Return a rank's stdout so far."""
         return (self.folder / f"{rank}.out").read_text(encoding="utf-8", errors="replace")
 
     def wait_for_line(self, rank: int, line: str, limit_s: float = RANKS_LIMIT_S) -> None:
-        """Return once a rank has printed this line. Fails where the rank ends first, or at the deadline."""
+        """Wait until a rank has printed this line. Fails if the rank exits first, or at the deadline."""
         deadline = time.monotonic() + limit_s
         while line not in self.output(rank).splitlines():
             ended = self.processes[rank].poll() is not None
@@ -163,7 +163,7 @@ class RankJob:
             time.sleep(0.01)
 
     def wait(self, limit_s: float = RANKS_LIMIT_S, *, check: bool = True) -> list[RankResult]:
-        """Wait for all ranks; with check, fail unless each ended with 0. What still runs at the deadline is killed."""
+        """Wait for all ranks; check: fail unless each exits with 0. Ranks that run at the deadline are killed."""
         deadline = time.monotonic() + limit_s
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -183,12 +183,12 @@ class RankJob:
         return RankResult(rank, code, self.output(rank), stderr)
 
     def describe(self) -> str:
-        """Return what every rank printed, as text for a failure."""
+        """Return the output of every rank, as text for a failure."""
         results = [self._result(rank, None) for rank in range(len(self.processes))]
         return "\n".join(f"--- rank {r.rank} stdout\n{r.stdout}--- rank {r.rank} stderr\n{r.stderr}" for r in results)
 
     def close(self) -> None:
-        """Kill every process that is left, with its children."""
+        """Kill every remaining process and its children."""
         if self.closed:
             return
         self.closed = True
@@ -200,13 +200,13 @@ class RankJob:
 
 
 def by_torchrun(rank: int, size: int, port: int) -> dict[str, str]:
-    """Return the variables that torchrun sets in a rank."""
+    """Return the variables that torchrun sets for a rank."""
     here = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in here.items()}}
 
 
 def by_folder(rank: int, size: int, folder: Path) -> dict[str, str]:
-    """Return the variables by which ranks meet without a launcher."""
+    """Return the variables of a rendezvous without a launcher."""
     names = {"RANK": str(rank), "SIZE": str(size), "RENDEZVOUS": str(folder / "meet")}
     return {f"NETBOTTLENECK_{name}": value for name, value in names.items()}
 
@@ -250,7 +250,7 @@ class Ranks:
                 "NETBOTTLENECK_SHM": "0",
                 "PYTHONUNBUFFERED": "1",
                 "OMP_NUM_THREADS": "1",
-                # torch's store asks the name server for the name of whoever connects, and waits for it.
+                # torch's store looks up the name of each client, and waits for the name server.
                 "RES_OPTIONS": "timeout:1 attempts:1",
                 **(by_torchrun(rank, n, port) if self.torchs else by_folder(rank, n, folder)),
                 **extra,
@@ -295,12 +295,12 @@ class Ranks:
         limit_s: float = RANKS_LIMIT_S,
         check: bool = True,
     ) -> list[RankResult]:
-        """Start n ranks, wait for them and return how each ended, in rank order."""
+        """Start n ranks, wait for them and return their results, in rank order."""
         return self.start(n, target, args, env).wait(limit_s, check=check)
 
 
 def on_ranks(comms: Sequence[Any], work: Callable[[Any], Any], limit_s: float = RANKS_LIMIT_S) -> list[Any]:
-    """Run work on every rank at once, in threads, and return what each returned; the first exception is raised."""
+    """Run work on every rank concurrently, in threads, and return the results; the first exception is raised."""
     results: list[Any] = [None] * len(comms)
     failures: list[BaseException] = []
 
@@ -323,7 +323,7 @@ def on_ranks(comms: Sequence[Any], work: Callable[[Any], Any], limit_s: float = 
 
 @pytest.fixture(scope="session")
 def paper1() -> Path:
-    """Give the folder of the first paper's numbers."""
+    """Provide the folder of the first paper's numbers."""
     folder = REFERENCE / "paper1"
     if not folder.is_dir():
         pytest.skip("no reference outputs of the papers beside the checkout")
@@ -332,13 +332,13 @@ def paper1() -> Path:
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Generator[Ranks, None, None]:
-    """Give a test its rank processes, as torchrun starts them; none outlives the test."""
+    """Provide rank processes as torchrun starts them; none outlives the test."""
     yield from _made(Ranks(tmp_path / "ranks"))
 
 
 @pytest.fixture(scope="session")
 def warm() -> Generator[WarmPair, None, None]:
-    """Give what forks ranks."""
+    """Provide the process that forks ranks."""
     pair = WarmPair(inherited())
     yield pair
     pair.close()
@@ -346,16 +346,16 @@ def warm() -> Generator[WarmPair, None, None]:
 
 @pytest.fixture
 def warm_ranks(tmp_path: Path, warm: WarmPair) -> Generator[Ranks, None, None]:
-    """Give a test its rank processes, as torchrun starts them, but forked with torch loaded; none outlives the test.
+    """Provide rank processes as torchrun starts them, but forked with torch loaded; none outlives the test.
 
-    It is for tests in which it does not matter when torch is loaded: they take a third of the time.
+    For tests that do not depend on when torch is loaded: they take a third of the time.
     """
     yield from _made(Ranks(tmp_path / "warm", warm=warm))
 
 
 @pytest.fixture
 def plain_ranks(tmp_path: Path) -> Generator[Ranks, None, None]:
-    """Give a test its rank processes, which load torch only where their script does; none outlives the test."""
+    """Provide rank processes that load torch only if their script does; none outlives the test."""
     yield from _made(Ranks(tmp_path / "plain", torchs=False))
 
 

@@ -1,4 +1,4 @@
-"""Makes traces of cells whose every number is known: forward, backward, one operation, an optimizer, other time."""
+"""Makes traces of cells with known numbers: forward, backward, one operation, an optimizer, other time."""
 
 from netbottleneck.analysis.statistics import Estimate
 from netbottleneck.trace.model import Bucket, Collective, Network, Parameter, Rank, Step, Trace

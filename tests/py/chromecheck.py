@@ -1,4 +1,4 @@
-"""What Perfetto would refuse in a Chrome trace."""
+"""Checks a Chrome trace for errors that Perfetto would report."""
 
 from collections import defaultdict
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""What Horovod's elastic launcher does for its workers, in a thread of the test: ranks, keys, and news of hosts."""
+"""Horovod's elastic launcher in a thread of the test: assigns ranks, serves keys, and sends host changes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ WORKER = "horovod.runner.elastic.worker"
 
 
 def as_horovods() -> dict[str, types.ModuleType]:
-    """Return modules of Horovod's names with these classes, which are then pickled as Horovod's are."""
+    """Return modules with Horovod's names and these classes, so that they are pickled like Horovod's."""
     made = {}
     for name, kinds in {
         NETWORK: (PingRequest, PingResponse, AckResponse),
@@ -69,7 +69,7 @@ def as_horovods() -> dict[str, types.ModuleType]:
 
 
 def ask(address: tuple[str, int], key: bytes, request: Any, *, signed_with: bytes | None = None) -> Any:
-    """Send a message to a worker's service, and return its answer; None where it gives none."""
+    """Send a message to a worker's service, and return its answer, or None."""
     with mock.patch.dict(sys.modules, as_horovods()):
         body = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
     digest = hmac.new(signed_with or key, body, hashlib.sha256).digest()
@@ -116,7 +116,7 @@ class Driver:
         self.thread.join()
 
     def environment(self, rank: int, size: int, local: int) -> dict[str, str]:
-        """Return the variables of a worker that is started with this rank; torchrun's are taken away."""
+        """Return the variables of a worker with this rank; torchrun's are removed."""
         none = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "")
         place = {"RANK": rank, "SIZE": size, "LOCAL_RANK": local, "LOCAL_SIZE": size, "CROSS_RANK": 0, "CROSS_SIZE": 1}
         where = {
@@ -128,7 +128,7 @@ class Driver:
         return {**none, **{f"HOROVOD_{name}": str(value) for name, value in {**place, **where}.items()}}
 
     def service(self, local: int) -> tuple[tuple[str, int], bytes]:
-        """Return address and key of a worker's notification service, once it has said them."""
+        """Wait for a worker's notification service; return its address and key."""
         with self.changed:
             found = self.changed.wait_for(lambda: f"/worker_addresses/here:{local}" in self.keys, LIMIT_S)
             assert found
@@ -136,7 +136,7 @@ class Driver:
         return next(iter(addresses.values()))[0], key
 
     def dealt(self) -> None:
-        """Return once ranks were dealt anew."""
+        """Wait until ranks have been assigned again."""
         with self.changed:
             assert self.changed.wait_for(lambda: self.round > 0, LIMIT_S)
 

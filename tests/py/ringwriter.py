@@ -1,4 +1,4 @@
-"""Makes ring files, bit for bit as csrc/trace/ring.h says, and whole run folders of made-up steps."""
+"""Makes ring files in the format of csrc/trace/ring.h, and complete run folders of synthetic steps."""
 
 import json
 import struct
@@ -27,7 +27,7 @@ class RingWriter:
             self.events.append(struct.pack("<qIIQ5Q", time_ns, number, step, key, *values))
 
     def tear(self):
-        """A slot that was handed out and never filled."""
+        """Add a slot that was reserved but never filled."""
         self.taken += 1
         self.events.append(bytes(64))
 

@@ -1,4 +1,4 @@
-"""`import horovod.torch` where Horovod is not installed: this package under that name, in a process of its own."""
+"""`import horovod.torch` without Horovod: this package under that name, each time in a new process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 
 
 def python(source: str, *words: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run source text, or with words the command line, in a fresh interpreter."""
+    """Run source text, or a command line, in a new interpreter."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")}
     command = [sys.executable, "-m", "netbottleneck", *words] if words else [sys.executable, "-c", source]
     return subprocess.run(
@@ -162,7 +162,7 @@ def test_a_module_that_horovod_does_not_have_either_is_not_found() -> None:
 
 
 def installed(folder: Path) -> Path:
-    """Make a package of Horovod's name."""
+    """Write a package named horovod."""
     package = folder / "horovod" / "torch"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").write_text("real = True\n")

@@ -1,4 +1,4 @@
-"""The benchmark: what it is asked, what it counts, what it says, and that nothing of it stays behind."""
+"""The benchmark: its request, its numbers, its output, and that it leaves no process."""
 
 from __future__ import annotations
 
@@ -413,7 +413,7 @@ def lab() -> Generator[Lab, None, None]:
 
 
 def run_pair(lab: Lab, *words: str) -> tuple[list[str], list[str]]:
-    """Run both sides on two hosts; what each printed. The second command is what the first one printed."""
+    """Run both sides on two hosts; return their outputs. The second command is the one that the first side printed."""
     command = [sys.executable, "-m"]
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     environ = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")}
@@ -446,7 +446,7 @@ def test_two_hosts_see_the_curve_and_the_same_verdict(lab: Lab) -> None:
     assert all(float(row[-1]) > 0 for row in table)  # of both sides together, and both say the same
     assert theirs[-1] == ours[-1]
     assert "one tcp stream moves" in theirs[-1]
-    # A flow has a quarter of the link: how large the gain comes out is the machine's, that there is one is the lab's.
+    # A flow has a quarter of the link, so there is a gain; its size depends on the machine.
     assert "leaves a factor of" in theirs[-1]
 
 
@@ -487,7 +487,7 @@ def test_a_lab_is_verified_and_its_wire_is_counted() -> None:
 
 
 def peers(ranks: int, lab: str | None, names: tuple[str, ...], **more: Any) -> Results:
-    """Return one round of some paths."""
+    """Run one round of some paths."""
     return bench.start(Request(names, (1,), (300_000,), iterations=2, exact=True, peers=PEERS, **more), ranks, lab)
 
 
@@ -733,7 +733,7 @@ def test_the_verdict_reports_that_more_streams_gain_nothing() -> None:
 
 
 def test_the_verdict_advises_no_transport_slower_than_one_plain_stream() -> None:
-    # Several streams are worth a factor of three to ofi, and one of tcp is faster than all of them.
+    # Several streams gain a factor of three for ofi, but one of tcp is faster than all of them.
     said = pair.verdict([*points(9.4e9, 9.3e9, 9.2e9), *points(2e9, 4e9, 6e9, transport="ofi")])
     assert "one tcp stream moves 9.40 Gbit/s; one ofi stream moves 2.00 Gbit/s" in said
     assert "more streams and another transport bring no gain" in said

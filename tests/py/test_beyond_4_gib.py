@@ -1,4 +1,4 @@
-"""One all-reduce of more bytes than 32 bits count, over each network."""
+"""One all-reduce of more than 2^32 bytes, over each network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from conftest import Ranks
 
 NEEDED = 12 << 30
 
-# Each byte tells its place: what comes to another place, or not at all, is another sum. Rank r adds r.
+# Each byte encodes its position, so misplaced or missing data changes the sum. Rank r adds r.
 SCRIPT = """
 import numpy as np
 import netbottleneck as nb

@@ -1,4 +1,4 @@
-"""Circles between C files of a room: what counts as a use, and what is found."""
+"""Circles between C files of a room: definition of a use, and findings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def room(tmp_path: Path, **files: str) -> Path:
 
 
 def found(tmp_path: Path) -> list[str]:
-    """Return what is wrong with the rooms below a folder."""
+    """Return the findings in the rooms below a folder."""
     return [text for _, text in check_layers.c_circle_findings(tmp_path)]
 
 

@@ -1,4 +1,4 @@
-"""The profile of a model and of this host: files that other commands read, and nothing written for bad input."""
+"""`netbottleneck calibrate`: profile files that other commands read, and no files for bad input."""
 
 from __future__ import annotations
 

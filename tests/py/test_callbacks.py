@@ -1,4 +1,4 @@
-"""Callbacks: loops as Lightning, the Trainer and Accelerate run them; where these are installed, the examples too."""
+"""Callbacks in loops as Lightning, the Trainer and Accelerate run them; the examples, if these are installed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MEASURED = {"NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_BLOCK_STEPS": "2", "
 
 
 def weights(folder: Path) -> bytes:
-    """Return what both ranks ended with, which is the same."""
+    """Return the final weights, which are equal on both ranks."""
     first, second = ((folder / f"{rank}.weights").read_bytes() for rank in range(2))
     assert first == second
     return first
 
 
 def alone() -> bytes:
-    """Return the weights that the script's loop ends with: both ranks' batches in one process, gradients averaged."""
+    """Return the expected weights: both ranks' batches in one process, with averaged gradients."""
     streams = []
     for rank in (1, 0):  # rank 0's model is everybody's
         torch.manual_seed(rank)
@@ -77,7 +77,7 @@ def test_what_cannot_be_measured_is_refused_and_an_error_is_recorded(warm_ranks:
 
 
 def python(source: str) -> str:
-    """Run source text in a fresh interpreter; what it printed."""
+    """Run source text in a new interpreter; return its output."""
     ended = subprocess.run(
         [sys.executable, "-c", source], capture_output=True, text=True, timeout=RANKS_LIMIT_S, check=False
     )

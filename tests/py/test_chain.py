@@ -1,4 +1,4 @@
-"""The chain of claims: each step says what its cells bear out, and nothing of what was not measured."""
+"""The chain of claims: verdicts follow from the cells, and unmeasured values are not reported."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ about = cellmaker.about
 
 
 class Made(Run):
-    """A run that was never on a disk."""
+    """A run in memory."""
 
     def __init__(self, trace):
         self.path, self._folder, self.trace = Path("/nowhere"), None, trace

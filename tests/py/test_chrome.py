@@ -1,4 +1,4 @@
-"""trace.json.gz opens in Perfetto: lanes are named, and nothing overlaps on one."""
+"""trace.json.gz is valid for Perfetto: lanes have names, and events on a lane do not overlap."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""The command line: what each command does, its exit codes, and how failures are told."""
+"""The command line: commands, exit codes, and failure messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRACE = Path(__file__).parent / "data" / "synthetic.jsonl.gz"
 def command(
     *words: str, env: dict[str, str] | None = None, code: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command line, or a program, in a process of its own without variables of ours."""
+    """Run the command line, or a program, in a new process without our variables."""
     values = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")}
     head = [sys.executable, "-c", code] if code else [sys.executable, "-m", "netbottleneck"]
     return subprocess.run(

@@ -1,4 +1,4 @@
-"""The 2020 simulator: its own outputs where they are there, and a closed form of its rules for any other input."""
+"""The 2020 simulator: compared with its own outputs, if available, and with a closed form of its rules."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def addition_s(table: VecTable, size: float) -> float:
 
 
 def closed_form_s(log: LayerLog, table: VecTable, grid: Grid) -> float:
-    """When all is done: the last of the backward pass, and of each bucket and all the work from it on."""
+    """End of all work: the maximum of the backward pass, and of each bucket plus all work after it."""
     (n,), (bps,), (ratio,) = grid.workers, grid.link_bps, grid.compression
 
     def spent(seconds: float) -> float:

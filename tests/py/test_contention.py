@@ -1,4 +1,4 @@
-"""Compute beside operations: what made a run is got back from it, counts once, and is not claimed where not told."""
+"""Contention of operations with compute: recovered from a run, applied once, and unknown without data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WIRE = Wire(2e9, 5e8, 4.78e8, 1.9e9)
 
 
 def alone(ranks: int, steps: int, wobble: Callable[[], int]) -> Trace:
-    """Steps in which nothing moves: a gradient every 20 ms, more or less."""
+    """Steps without communication: a gradient about every 20 ms."""
     rows = []
     for rank in range(ranks):
         begin = 0
@@ -53,7 +53,7 @@ def alone(ranks: int, steps: int, wobble: Callable[[], int]) -> Trace:
 
 
 def moved(step: Step, at: int, index: int, block: int, name: str) -> Step:
-    """A step elsewhere in the run, over another transport."""
+    """The step at another place in the run, over another transport."""
     by = at - step.begin_ns
     pairs = {what: tuple((a + by, b + by) for a, b in getattr(step, what)) for what in ("forward", "optimizer")}
     ready = tuple((tensor, when + by) for tensor, when in step.grad_ready)
@@ -63,7 +63,7 @@ def moved(step: Step, at: int, index: int, block: int, name: str) -> Step:
 
 
 def in_turn(cost: Cost, *, blocks: int = 5, block_steps: int = 5, wobble: Callable[[], int] = lambda: 0) -> Trace:
-    """A run whose blocks have nothing moving and everything moving, by turns, at a cost."""
+    """A run whose blocks alternate between no communication and all communication at a cost."""
     nothing = alone(2, blocks * block_steps, wobble)
     made = simulate(alone(2, blocks * block_steps, wobble), EACH, cost, steps=blocks * block_steps)
     steps: list[Step] = []
@@ -123,7 +123,7 @@ def test_the_interval_covers_the_contention_if_compute_varies(slower: float) -> 
 
 @pytest.mark.parametrize("bps", [1e9, 3e9, 2e10])
 def test_contention_is_applied_once(bps: float) -> None:
-    """The very run comes out as it was; without communication it is what it is where nothing moves."""
+    """The simulation reproduces the run; without communication it gives the steps of the null arm."""
     run = in_turn(Cost(link=Link(bps), contention=1.4))
     job = questions.job(run, "tcp")
     now, free = (questions.answer(job, ask(job)).step_s for ask in (sweeps.now, sweeps.free))

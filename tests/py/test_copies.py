@@ -1,4 +1,4 @@
-"""Copies into and out of a fusion buffer: told by operations of one tensor beside those of several, or given."""
+"""Copies into and out of a fusion buffer: fitted from operations of one and of several tensors, or from a table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOGETHER = ((7, 6), (5, 4), (3, 2, 1), (0,))
 
 
 def recorded(cost: Cost, buckets: tuple[tuple[int, ...], ...] = MIXED, in_flight: int = 1) -> Trace:
-    """What two ranks would have recorded, a gradient every 4 ms and a little more at each step."""
+    """A trace as two ranks would record it, with a gradient every 4 ms and a little more at each step."""
     rows = []
     for rank in (0, 1):
         begin = 0

@@ -40,7 +40,7 @@ NUMPY = {
 
 
 class Token:
-    """Something that can be watched by a weak reference."""
+    """An object that weak references can watch."""
 
 
 def join(size: int, **options: Any) -> list[_core.Comm]:
@@ -685,7 +685,7 @@ def test_a_bad_stamp_is_named(tmp_path: Path) -> None:
 
 
 def child_says(work: Callable[[], str]) -> str:
-    """Return what work returns in a forked child."""
+    """Return the result of work in a forked child."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -1,4 +1,4 @@
-"""Costs: values that refuse what cannot be, and fits that get back what made the run, or say why they cannot."""
+"""Costs: invalid values are refused, and fits recover the cost of a run or report why they cannot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DDP's own times beside ours: what counts as agreeing."""
+"""Comparison of DDP's own times with ours."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_pass_without_ready_times_has_no_begin_to_compare() -> None:
 
 
 class Model:
-    """What a DDP model says of its last pass: it began a second ago by the wall clock, and ended 1000 ns ago."""
+    """A DDP model that reports its last pass: begun a second ago by the wall clock, ended 1000 ns ago."""
 
     def __init__(self) -> None:
         self.iteration = 0

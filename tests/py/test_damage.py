@@ -1,4 +1,4 @@
-"""A trace that somebody edited: whatever stands in the place of a value, there is an answer, or one line and code 2."""
+"""Edited traces: any replaced value gives an answer, or one error line and exit code 2."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TURNS = 120
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the way to each value within one."""
+    """Yield the path to each value inside a value."""
     yield path
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in pairs:

@@ -1,4 +1,4 @@
-"""DDP models with our communication hook, in the loops of scripts/training_loops.py, and what the hook refuses."""
+"""DDP models with our hooks, in the loops of scripts/training_loops.py, and models that are left alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EAGER = [name for name in LOOPS if name not in COMPILED]
 
 
 def end_alike(ranks: Ranks, script: str, names: list[str]) -> None:
-    """Run the named loops of a script on two ranks; all must end as with plain DDP."""
+    """Run the named loops of a script on two ranks; all results must equal those of plain DDP."""
     for result in ranks(2, SCRIPTS / script, {**ENV, "LOOPS_TRANSPORT": "tcp"}, args=names):
         said = [line for line in result.stdout.splitlines() if line.startswith(("ok ", "failed "))]
         assert said == [f"ok {name}" for name in names], result.stderr

@@ -1,4 +1,4 @@
-"""What doctor finds, and what it says where something is missing."""
+"""`netbottleneck doctor`: its findings, and its messages about missing parts."""
 
 from __future__ import annotations
 

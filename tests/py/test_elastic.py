@@ -1,4 +1,4 @@
-"""Elastic training: the checks in scripts/, and ranks that die or come under Horovod's launcher."""
+"""Elastic training: the checks in scripts/, and ranks that die or are added under Horovod's launcher."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ hvd.shutdown()
 
 
 def total(*sizes: int) -> float:
-    """Return what the weight of rank 0's first worker becomes in batches on so many ranks."""
+    """Return the weight of rank 0's first worker after batches on these numbers of ranks."""
     return 100.0 - sum(2.0**-size for size in sizes)
 
 

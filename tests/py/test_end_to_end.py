@@ -1,4 +1,4 @@
-"""Scripts of users, started as users start them: one line changed or none, under every transport."""
+"""Users' scripts with one changed line or none, under every transport."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def torchrun(ranks: Ranks, script: str, out: Path, env: Mapping[str, str]) -> Ra
 
 
 def directly(ranks: Ranks, script: str, out: Path, env: Mapping[str, str]) -> RankResult:
-    """Run a script on two ranks with the variables that torchrun would set, without its process; what both printed."""
+    """Run a script on two ranks with torchrun's variables, without torchrun; return both outputs."""
     out.mkdir(exist_ok=True)
     both = ranks(2, SCRIPTS / script, {**env, "E2E_OUT": str(out)})
     return RankResult(0, 0, "".join(each.stdout for each in both), "".join(each.stderr for each in both))
 
 
 def states(out: Path) -> list[bytes]:
-    """Return the parameters and buffers that each rank ended with."""
+    """Return each rank's final parameters and buffers."""
     return [(out / f"{rank}.weights").read_bytes() for rank in range(2)]
 
 
 def weights(out: Path) -> bytes:
-    """Return what both ranks ended with, which is the same."""
+    """Return the final weights, which are equal on both ranks."""
     first, second = states(out)
     assert first == second
     return first
@@ -56,7 +56,7 @@ def weights(out: Path) -> bytes:
 
 @pytest.fixture(scope="module")
 def untouched(tmp_path_factory: pytest.TempPathFactory, warm: WarmPair) -> bytes:
-    """Return the weights that the DDP script ends with by itself."""
+    """Return the final weights of the untouched DDP script."""
     folder = tmp_path_factory.mktemp("untouched")
     Ranks(folder, warm=warm)(2, SCRIPTS / "e2e_ddp.py", {"E2E_IMPORT": "never", "E2E_OUT": str(folder)})
     return weights(folder)
@@ -64,7 +64,7 @@ def untouched(tmp_path_factory: pytest.TempPathFactory, warm: WarmPair) -> bytes
 
 @pytest.fixture(scope="module")
 def untouched_buffers(tmp_path_factory: pytest.TempPathFactory, warm: WarmPair) -> list[bytes]:
-    """Return the parameters and buffers that each rank of the script ends with by itself, where its model has some."""
+    """Return each rank's final parameters and buffers of the untouched script, for a model with buffers."""
     folder = tmp_path_factory.mktemp("untouched")
     env = {"E2E_IMPORT": "never", "E2E_MODEL": "norm", "E2E_OUT": str(folder)}
     Ranks(folder, warm=warm)(2, SCRIPTS / "e2e_ddp.py", env)
@@ -72,7 +72,7 @@ def untouched_buffers(tmp_path_factory: pytest.TempPathFactory, warm: WarmPair) 
 
 
 def record(folder: Path, transports: list[str]) -> list[dict[str, Any]]:
-    """Check that a run folder is whole; return what each rank says of its transports."""
+    """Check that a run folder is complete; return each rank's record of its transports."""
     for name in FILES:
         assert (folder / name).stat().st_size > 0, name
     summary = json.loads((folder / "summary.json").read_text())

@@ -1,4 +1,4 @@
-"""The environment: precedence, what is refused, what is told of, and what all ranks must agree on."""
+"""The environment: precedence, refused values, log output, and settings that all ranks must share."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_a_secret_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: p
 
 
 def owned_by(monkeypatch: pytest.MonkeyPatch, user: int) -> None:
-    """Let every open file belong to a user, which takes root otherwise."""
+    """Make every open file appear to belong to a user, which would need root otherwise."""
     fstat = os.fstat
     monkeypatch.setattr("os.fstat", lambda fd: os.stat_result([*fstat(fd)[:4], user, *fstat(fd)[5:10]]))
 

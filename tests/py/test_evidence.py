@@ -1,4 +1,4 @@
-"""A study's evidence: read, shown and written from its facts alone."""
+"""A study's evidence: read, shown and written from only its facts."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ FOUND = Evidence([*CELLS, PASSES], "A study of made-up <cells>", ["made & up"])
 
 
 class Page(HTMLParser):
-    """Which elements there are, and that each that is opened is closed."""
+    """Collects elements, and checks that each opened element is closed."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Every type, reduction and number of ranks from 1 to 9, at odd sizes: byte for byte what NumPy says.
+"""Every type, reduction and number of ranks from 1 to 9, at odd sizes: equal to NumPy byte for byte.
 
 Ranks are threads of this process. Numbers are such that no order of additions rounds: what differs is wrong.
 """
@@ -46,7 +46,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
 
 
 def given(rank: int, count: int, dtype: int, op: int) -> NDArray[Any]:
-    """A rank's numbers: whole ones from 0 to 27 for sums, 1 and 2 for products, any bits where nothing rounds."""
+    """A rank's numbers: integers from 0 to 27 for sums, 1 and 2 for products, any bits if nothing rounds."""
     draw = np.random.default_rng([rank, count, dtype, op])
     stored = STORED[dtype]
     if np.issubdtype(stored, np.integer) and dtype != _core.BFLOAT16:
@@ -62,14 +62,14 @@ def given(rank: int, count: int, dtype: int, op: int) -> NDArray[Any]:
 
 
 def kept(numbers: NDArray[np.float32], dtype: int) -> NDArray[Any]:
-    """Floating numbers as their type holds them; those of bfloat16 are the upper halves of float32's."""
+    """Floating-point numbers in their storage type; bfloat16 is the upper half of float32."""
     if dtype == _core.BFLOAT16:
         return (numbers.view(np.uint32) >> 16).astype(np.uint16)
     return numbers.astype(STORED[dtype])
 
 
 def folded(lines: list[NDArray[Any]], dtype: int, op: int) -> NDArray[Any]:
-    """What NumPy makes of all ranks' numbers, one after the other."""
+    """NumPy's reduction of all ranks' numbers, in rank order."""
     if dtype == _core.BFLOAT16:
         lines = [(line.astype(np.uint32) << 16).view(np.float32) for line in lines]
     whole = lines[0].copy()

@@ -1,4 +1,4 @@
-"""A cell's facts: what of a known run they say, and that they survive their file."""
+"""A cell's facts: computed from a known run, and unchanged by their file."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ class JobOutcome:
 
 
 class Made(Run):
-    """A run that was never on a disk."""
+    """A run in memory."""
 
     def __init__(self, trace):
         self.path, self._folder, self.trace = Path("/nowhere"), None, trace

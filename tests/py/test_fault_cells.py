@@ -1,4 +1,4 @@
-"""Cells of the faults matrix (tests/faults), judged by outcome alone; `make faults` runs all and judges times."""
+"""Cells of the faults matrix (tests/faults), checked by outcome only; `make faults` runs all and checks times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong: lost ranks, busy ranks, settings that cannot work. Every wait ends, and names what it was for.
+"""Faults: lost ranks, busy ranks, invalid settings. Every wait ends, with an error that names its cause.
 
 Faults of processes, connections and machines are rows of tests/faults; test_fault_cells.py runs some of their cells.
 """
@@ -28,14 +28,14 @@ QUICK = {"NETBOTTLENECK_TIMEOUT_S": str(DEADLINE_S), "NETBOTTLENECK_START_TIMEOU
 
 
 def failure(result: RankResult) -> tuple[str, int, float, float, str]:
-    """Return (error, peer, began, raised, words) as a rank tells of them."""
+    """Return (error, peer, began, raised, words) as a rank reports them."""
     found = re.search(r"^failed (\w+) (-?\d+) (\S+) (\S+) (.*)$", result.stdout, re.MULTILINE)
     assert found, (result.stdout, result.stderr)
     return found[1], int(found[2]), float(found[3]), float(found[4]), found[5]
 
 
 def kill(job: RankJob, rank: int) -> float:
-    """Kill a rank in the middle; return when."""
+    """Kill a rank during operations; return the time."""
     for each in range(len(job.processes)):
         job.wait_for_line(each, "reducing")
     job.kill(rank)
@@ -43,7 +43,7 @@ def kill(job: RankJob, rank: int) -> float:
 
 
 def survivors(job: RankJob, victim: int) -> list[RankResult]:
-    """Kill a rank in the middle; return the other ranks' results, each of which names it before the deadline."""
+    """Kill a rank during operations; return the other ranks' results, each of which names it before the deadline."""
     killed = kill(job, victim)
     results = [result for result in job.wait(check=False) if result.rank != victim]
     for result in results:
@@ -56,7 +56,7 @@ def survivors(job: RankJob, victim: int) -> list[RankResult]:
 
 
 def ended(job: RankJob, rank: int) -> int | None:
-    """Wait for a rank that must end by itself; return its exit code, None where it does not end."""
+    """Wait for a rank that must exit by itself; return its exit code, or None."""
     deadline = time.monotonic() + RANKS_LIMIT_S
     while job.processes[rank].poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -64,7 +64,7 @@ def ended(job: RankJob, rank: int) -> int | None:
 
 
 def last_line(result: RankResult) -> str:
-    """Return the error that a rank ended with."""
+    """Return a rank's final error."""
     assert result.code == 1, (result.code, result.stderr)
     lines = [line for line in result.stderr.strip().splitlines() if not line.startswith("[rank")]
     return lines[-1]
@@ -257,7 +257,7 @@ def test_interrupting_a_wait_raises_at_once(plain_ranks: Ranks) -> None:
 
 
 def free_ports(count: int) -> int:
-    """Return the first of so many ports in a row that were free a moment ago."""
+    """Return the first of `count` consecutive ports that were free a moment ago."""
     for low in range(21000, 32000, count):
         with contextlib.ExitStack() as held, contextlib.suppress(OSError):
             for port in range(low, low + count):
@@ -460,7 +460,7 @@ def test_a_rank_that_never_arrives_is_named(warm_ranks: Ranks) -> None:
 
 
 def test_nothing_is_left_when_a_run_was_killed() -> None:
-    """The fixture ends what runs; here the ranks of the tests above must have ended by themselves."""
+    """The fixture kills running ranks; those of the tests above must have exited by themselves."""
     assert not [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _is_ours(pid)]
 
 

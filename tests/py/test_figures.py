@@ -1,4 +1,4 @@
-"""The paper's figures, remade: their values, what the paper published beside them, and their pictures."""
+"""The paper's figures: their values, the published values, and their pictures."""
 
 import csv
 import io
@@ -18,7 +18,7 @@ about = cellmaker.about
 
 
 def whole(key, link_bps, stock_ms, size=2):
-    """A cell of which everything is known."""
+    """A cell with all facts known."""
     made = cell(key, {"null": 0, "stock": stock_ms}, link_bps, size=size)
     counted = {"nic": Nic("eth0", 1e8, 2e8, 3e8, 4e8), "cpu": Cpu({"user": 0.2, "idle": 0.8}, 0.5)}
     arms = {name: replace(arm, **counted) for name, arm in made.arms.items()}

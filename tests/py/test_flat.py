@@ -1,4 +1,4 @@
-"""What a process holds stays the same over many models in one job, and over many jobs one after another."""
+"""Memory and descriptors of a process stay constant over many models in a job, and over many jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forecasts: what made a run gives back the next one; they follow the network, and refuse what nothing tells."""
+"""Forecasts: recover the cost of a run, follow the network, and are refused without data."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def played(
 def run_of(
     what: ReplaySchedule, cost: Cost, wire: Wire, *, ranks: int = 2, in_flight: int = 1, steps: int = 9
 ) -> Trace:
-    """What a run of `what` would have recorded at that cost, over one transport."""
+    """The trace of a run of `what` at that cost, over one transport."""
     load = workload(as_trace(what))
     made = simulate(load, Plan.explicit(what.buckets, in_flight), cost, workers=ranks, steps=steps)
     verified = {"one_flow": {"measured_bps": wire.one_flow_bps}, "many_flows": {"measured_bps": wire.many_flows_bps}}
@@ -137,7 +137,7 @@ def test_the_interval_includes_a_run_without_the_losses_of_the_fitted_run() -> N
 def ends_of(
     source: Trace, wire: Wire, what: ReplaySchedule | None = None, ranks: int = 2
 ) -> tuple[float, float, float]:
-    """How far a forecast's interval reaches below its value and above it, and the value."""
+    """Distances of a forecast's interval below and above its value, and the value."""
     found = forecast.make(source, what or played(), ranks, wire, ["tcp"]).transports["tcp"]
     assert found.step_ns is not None, found.why
     assert found.scaling is not None

@@ -1,4 +1,4 @@
-"""Ranks that fork at every stage of a job, over each network: a child changes and keeps nothing of its parent's."""
+"""Ranks that fork at every stage of a job, over each network: a child neither changes nor keeps its parent's state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG = {"NETBOTTLENECK_TIMEOUT_S": "600"}
 
 @pytest.fixture(params=list(NETWORKS))
 def network(request: pytest.FixtureRequest) -> dict[str, str]:
-    """Give what a rank's environment says of its network, for each network there is."""
+    """Provide the variables of each network."""
     if request.param == "ofi":
         try:
             _core.providers()
@@ -214,7 +214,7 @@ for child in children:
 
 
 def free_ports(count: int) -> int:
-    """Return the first of as many ports in a row that nothing listens on."""
+    """Return the first of `count` consecutive ports without a listener."""
     for low in range(21000, 30000, count):
         with ExitStack() as stack:
             try:
@@ -227,7 +227,7 @@ def free_ports(count: int) -> int:
 
 
 def few_ports() -> dict[str, str]:
-    """Return settings with the fewest ports of a job of two: rank 0's store and its door, and a lane of each rank."""
+    """Return settings with the fewest ports of a job of two: rank 0's store and listener, and a lane of each rank."""
     count = 4
     low = free_ports(count)
     return {"NETBOTTLENECK_PORTS": f"{low}-{low + count - 1}", "NETBOTTLENECK_STREAMS": "1"}

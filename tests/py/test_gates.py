@@ -1,4 +1,4 @@
-"""The benchmark's gates: what an interval says, who is compared with whom, and what does not count."""
+"""The benchmark's gates: verdicts by interval, comparisons with peers, and excluded results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZE = 10**6
 
 
 def row(name: str, times: list[float], **more: Any) -> dict[str, Any]:
-    """A row of the benchmark, of which the wire has what is owed."""
+    """A row of the benchmark with as many wire bytes as required."""
     rounds = {"time_s": times, "busy_s": [2 * t for t in times], "sent_bytes": [2 * SIZE] * len(times)}
     base = {"transport": name, "streams": "auto", "bytes": SIZE, "ranks": 2, "wrong": 0, "owed_bytes": 2 * SIZE}
     return {**base, "rounds": rounds, **more}
@@ -145,7 +145,7 @@ def test_a_constant_bound_counts_as_a_peer() -> None:
 
 
 def settled(monkeypatch: pytest.MonkeyPatch, batches: Iterator[list[list[float]]]) -> tuple[list[Figure], list[Any]]:
-    """Settle a case of two sizes of which each batch gives the next rounds of tcp; stock always takes 1 s."""
+    """Measure a case of two sizes; each batch gives the next rounds of tcp, and stock always takes 1 s."""
     asked = []
 
     def start(request: Any, *_: Any, **__: Any) -> Results:

@@ -27,7 +27,7 @@ WAYS = [pytest.param(SMALL, id="copied"), pytest.param(LARGE, id="direct")]
 
 
 class Plan:
-    """The parameters of a model dealt to buckets, with arena, views and a GradHook on every parameter."""
+    """The parameters of a model in buckets, with arena, views and a GradHook on every parameter."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], buckets: int = 2, **options: Any) -> None:
         self.parameters = list(parameters)
@@ -63,7 +63,7 @@ class Plan:
 
 
 class Sink:
-    """A callable target that notes what it saw, adds 1 to the whole bucket when it is waited for, and may fail."""
+    """A callable target that records its calls, adds 1 to the bucket when it is waited for, and may fail."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -90,7 +90,7 @@ class Sink:
 
 
 class Doubling:
-    """A callable target that stands for two equal ranks: doubles each view of a bucket that is waited for."""
+    """A callable target that simulates two equal ranks: doubles each view of a bucket when it is waited for."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -124,7 +124,7 @@ def alone() -> Iterable[_core.Comm]:
 
 
 def on_two_ranks(work: Callable[[_core.Comm], Any]) -> list[Any]:
-    """Run work on two ranks at once and return what each returned; the first exception is raised."""
+    """Run work on two ranks concurrently and return the results; the first exception is raised."""
     listener = _core.Listener(ifname="lo")
     results: list[Any] = [None, None]
     failures: list[BaseException] = []
@@ -843,7 +843,7 @@ def test_a_parameter_that_is_gone_counts_as_zeros() -> None:
 
 
 class Memory(bytearray):
-    """Memory that tells when it is gone."""
+    """Memory that records its deallocation."""
 
 
 def test_gradients_in_flight_outlive_their_hook() -> None:

@@ -1,4 +1,4 @@
-"""Gradients: buckets, views and hooks in one process, with sinks that are callables or nowhere."""
+"""Gradients: buckets, views and hooks in one process, with callable sinks or none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from netbottleneck.torch.gradients import Gradients
 
 
 class Double:
-    """A sink that stands for two equal ranks: each bucket is doubled in place once it is waited for."""
+    """A sink that simulates two equal ranks: each bucket is doubled in place when it is waited for."""
 
     def __init__(self, gradients: Gradients) -> None:
         self.gradients = gradients

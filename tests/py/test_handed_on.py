@@ -1,4 +1,4 @@
-"""Horovod's own variables under launchers of others: a script may read them, and no job is confused."""
+"""Horovod's variables under other launchers: scripts can read them, and jobs ignore the exported ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BOTH = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4"}
 
 
 def handed(environ: dict[str, str]) -> dict[str, str]:
-    """Return the environment of a script to which its place was handed on."""
+    """Return the environment of a script with an exported place."""
     given = dict(environ)
     export_place(settings(environ=given), given)
     return given

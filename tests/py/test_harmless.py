@@ -1,4 +1,4 @@
-"""A measured DDP model is the script's own: scripts/harmless_checks.py, and ranks that cannot join."""
+"""A measured DDP model behaves as the script's own: scripts/harmless_checks.py, and ranks that cannot join."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_a_silent_peer_has_the_process_groups_timeout_by_default(
 
 
 class Untold:
-    """A process group whose backend does not tell its options."""
+    """A process group whose backend does not expose its options."""
 
     def _get_backend(self, _device: object) -> object:
         return self

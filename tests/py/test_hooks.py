@@ -1,4 +1,4 @@
-"""Loops of a user's own under netbottleneck.profile: the checks in scripts/e2e_loops.py, on two ranks."""
+"""Users' own loops under netbottleneck.profile: the checks in scripts/e2e_loops.py, on two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command that runs Horovod's own tests against this package: what it counts, and that a failure is one."""
+"""The command that runs Horovod's own tests against this package: its counts, and its exit code."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_ranks_without_progress_are_killed(tmp_path: Path) -> None:
 
 
 def ended(*tests: tuple[str, str]) -> list[dict[str, Any]]:
-    """Return what a rank writes down."""
+    """Return the lines that a rank writes."""
     lines: list[dict[str, Any]] = [{"began": True}]
     for test, outcome in tests:
         lines.append({"test": test, "outcome": "unfinished", "why": "did not end"})

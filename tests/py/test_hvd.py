@@ -1,4 +1,4 @@
-"""Horovod's API: the checks in scripts/ on two and three ranks that torchrun's variables describe."""
+"""Horovod's API: the checks in scripts/ on two and three ranks with torchrun's variables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 
 def checks(script: str) -> list[str]:
-    """Return the names of a script's checks, in its order."""
+    """Return the names of a script's checks, in order."""
     return re.findall(r"^@check\ndef (\w+)", (SCRIPTS / script).read_text(encoding="utf-8"), re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""Measured runs of Horovod's API: compressed and sparse gradients are recorded and moved, and failures end no job."""
+"""Measured runs of Horovod's API: compressed and sparse gradients are recorded, and failures do not end the job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENV = {"NETBOTTLENECK_TIMEOUT_S": "60", "NETBOTTLENECK_START_STEP": "0", "NETBOT
 
 
 def trained(warm_ranks: Ranks, kind: str, transports: str, folder: Path, **env: str) -> str:
-    """Have the script train, unmeasured and measured alike; return what both ranks said to stderr."""
+    """Run the script, which trains unmeasured and measured; return both ranks' stderr."""
     variables = {**ENV, "NETBOTTLENECK_TRANSPORT": transports, "NETBOTTLENECK_DIR": str(folder), **env}
     results = warm_ranks(2, SCRIPT, variables, args=[kind])
     assert all("alike" in result.stdout.splitlines() for result in results)

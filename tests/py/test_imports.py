@@ -1,4 +1,4 @@
-"""What `import netbottleneck` costs and changes, in a process of its own."""
+"""Cost and effects of `import netbottleneck`, each time in a new process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ assert threading.active_count() == 1
 
 
 def python(source: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run source text in a fresh interpreter."""
+    """Run source text in a new interpreter."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")}
     return subprocess.run(
         [sys.executable, "-c", source],

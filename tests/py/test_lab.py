@@ -1,4 +1,4 @@
-"""The lab: caps hold, hosts are apart, and however a run ends nothing is left of it."""
+"""The lab: caps hold, hosts are separate, and no process or namespace outlives a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "
 
 
 def open_lab(*args: Any, **options: Any) -> Lab:
-    """Return a lab of namespaces, not yet entered; skips where this machine allows none."""
+    """Return a lab of namespaces, not yet entered; skips if this machine does not allow one."""
     ways = options.pop("ways", ("root", "user"))
     try:
         with Lab(1, "none", ways=ways):
@@ -41,14 +41,14 @@ def python(code: str, *args: str) -> list[str]:
 
 
 def output(process: subprocess.Popen[str]) -> str:
-    """Return what a process wrote; fails where it did not end well."""
+    """Return a process's output; fails if it did not succeed."""
     text, errors = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, errors
     return text
 
 
 def wait_until(true: Callable[[], bool], what: str) -> None:
-    """Wait for a state, with a deadline."""
+    """Wait for a condition, with a deadline."""
     until = time.monotonic() + DEADLINE_S
     while not true():
         assert time.monotonic() < until, f"not within {DEADLINE_S} s: {what}"
@@ -342,7 +342,7 @@ with Lab(int(sys.argv[1]), "100mbit/50mbit", ways=[sys.argv[2]]) as lab:
 
 
 def traces(mark: str, spaces: list[int]) -> Iterator[int]:
-    """Yield every process that lives in one of the namespaces or was started with the lab's mark."""
+    """Yield every process that is in one of the namespaces or was started with the lab's mark."""
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             inside = os.stat(f"/proc/{name}/ns/net").st_ino in spaces

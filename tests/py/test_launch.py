@@ -1,4 +1,4 @@
-"""Who a process is under each launcher, and where ranks meet."""
+"""Place of a process under each launcher, and rendezvous of the ranks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ SRUN = {
 
 
 def place(environ: dict[str, str]) -> Place:
-    """Return the place that an environment means."""
+    """Return the place that an environment describes."""
     return detect(settings(environ=environ), environ)
 
 
@@ -295,7 +295,7 @@ def test_waiting_for_a_key_ends_at_the_deadline(tmp_path: Path) -> None:
 
 
 class KeyValue(http.server.BaseHTTPRequestHandler):
-    """What horovodrun's server does: PUT and GET of /scope/key."""
+    """A server like horovodrun's: PUT and GET of /scope/key."""
 
     kept: dict[str, bytes]
 
@@ -317,7 +317,7 @@ class KeyValue(http.server.BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(handler: type[KeyValue]) -> Iterator[int]:
-    """Run a server with nothing in it, and give its port."""
+    """Run an empty server, and yield its port."""
     handler.kept = {}
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -367,7 +367,7 @@ def test_a_server_of_another_protocol_is_named() -> None:
 
 
 def meeting(environ: dict[str, str]) -> rendezvous.Rendezvous:
-    """Return how the ranks of an environment would meet."""
+    """Return the rendezvous of an environment's ranks."""
     return choose(settings(environ=environ), place(environ), environ)
 
 
@@ -407,7 +407,7 @@ def test_an_address_without_a_secret_is_for_loopback_only(tmp_path: Path, monkey
 
 
 class Exposed:
-    """A channel that anyone can read, or not; all other ranks are on another machine."""
+    """A channel that is exposed or not; all other ranks are on another machine."""
 
     name = "MASTER_ADDR:MASTER_PORT=192.0.2.1:29500"
 
@@ -422,11 +422,11 @@ class Exposed:
         return b"another machine" if "/ready" in key else self.left.get(key)
 
     def delete(self, key: str) -> None:
-        """What was left is looked at after the meeting."""
+        """Keep the key: the test reads it after the rendezvous."""
 
 
 def opened(monkeypatch: pytest.MonkeyPatch, address: str, exposed: bool, environ: dict[str, str]) -> str:
-    """Let rank 0 open a job that listens at the address; return what it told the others."""
+    """Let rank 0 open a job that listens at the address; return its answer to the others."""
     monkeypatch.setattr(connect, "_process", connect._Process())
     channel = Exposed(exposed)
     core = SimpleNamespace(Listener=lambda *_: SimpleNamespace(address=address), Comm=lambda *_, **__: None)

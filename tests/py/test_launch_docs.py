@@ -1,4 +1,4 @@
-"""What docs/reference/launchers.md shows is what the code reads, and examples run as far as they can here."""
+"""docs/reference/launchers.md matches the code, and its examples run as far as possible here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCHEDULERS = (DOCS / "how-to" / "schedulers.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```(\w+)\n(.*?)^```$", SCHEDULERS, re.MULTILINE | re.DOTALL)
 SCRIPTS = [text for language, text in EXAMPLES if language == "bash"]
 
-# What srun does for a step on one machine: so many tasks, each with its number.
+# Stands in for srun on one machine: starts the tasks of a step, each with its number.
 SRUN = """#!/bin/bash
 for ((task = 0; task < SLURM_NTASKS; task++)); do
     SLURM_PROCID=$task SLURM_LOCALID=0 SLURM_NODEID=$task SLURM_STEP_ID=0 "$@" &

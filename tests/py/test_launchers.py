@@ -1,4 +1,4 @@
-"""Jobs that are really started: by torchrun, mpirun, mpiexec; by what horovodrun and srun set; and PMI's protocol."""
+"""Real jobs: started by torchrun, mpirun, mpiexec, with the variables of horovodrun and srun; and PMI's protocol."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from test_launch import HOROVOD, PMIX, SRUN, KeyValue, meeting, place, serving
 
 LIMIT_S = RANKS_LIMIT_S
 
-# Meets as often as it is told, and says by which way.
+# Connects the given number of times, and prints the rendezvous method.
 MEETS = """
 import os, sys
 from netbottleneck.launch import rendezvous
@@ -43,7 +43,7 @@ print(f"rank {place.rank} of {place.size} by {place.launcher} at {way.name if wa
 
 
 def clean(extra: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment that no launcher has touched, with more."""
+    """Return this environment without launcher variables, plus more."""
     known = ("NETBOTTLENECK", "OMPI_", "PMI", "SLURM_", "HOROVOD_", "TORCHELASTIC_")
     here = {name: value for name, value in os.environ.items() if not name.startswith(known)}
     return {**here, "NETBOTTLENECK_SHM": "0", "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1", **extra}
@@ -52,7 +52,7 @@ def clean(extra: Mapping[str, str]) -> dict[str, str]:
 def started(
     command: list[str], folder: Path, env: Mapping[str, str] | None = None, limit_s: float = LIMIT_S
 ) -> tuple[int, str]:
-    """Run a launcher; return its exit code and what it and its ranks printed. All of them end with the test."""
+    """Run a launcher; return its exit code and all output. All processes end with the test."""
     with (folder / "said").open("w+b") as said:
         process = subprocess.Popen(
             command,
@@ -73,7 +73,7 @@ def started(
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a launcher that still runs: told so, it ends its ranks, which lead groups of their own."""
+    """Terminate a launcher that still runs, so that it ends its ranks, which have their own process groups."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -120,7 +120,7 @@ def test_mpis_launchers_start_several_jobs_in_sequence(launcher: str, tmp_path: 
     name = {"mpirun": "mpirun", "mpiexec": "pmi"}[launcher]
     for rank in range(2):
         assert f"rank {rank} of 2 by {name} at {SERVERS[launcher]}" in said
-    # Who does not take leave has failed in the eyes of these.
+    # These launchers count a rank that does not finalize as failed.
     assert not any(word in said for word in ("exiting improperly", "BAD TERMINATION", "PMIU"))
 
 
@@ -270,7 +270,7 @@ ANSWERS = {
 
 @contextlib.contextmanager
 def hydras(answer: Callable[[str], str | None]) -> Iterator[tuple[int, list[str]]]:
-    """Give the descriptor of a launcher that answers to each command so (None: it hangs up), and what it was asked."""
+    """Provide the descriptor of a launcher with these answers (None: closes the connection), and its requests."""
     ours, theirs = socket.socketpair()
     asked: list[str] = []
 
@@ -351,7 +351,7 @@ def test_pmi_variables_of_another_rank_are_not_used(environ: dict[str, str], rea
 
 
 def no_launcher(rank: int) -> dict[str, str]:
-    """Return what takes the test's own way to meet out of a rank's environment."""
+    """Return variables that remove the test's own rendezvous from a rank's environment."""
     return dict.fromkeys(("NETBOTTLENECK_RANK", "NETBOTTLENECK_SIZE", "NETBOTTLENECK_RENDEZVOUS"), "")
 
 
@@ -385,7 +385,7 @@ job.stop()
 
 
 def free_job() -> str:
-    """Return a number of a Slurm job whose first step has a port that was free a moment ago."""
+    """Return a Slurm job number whose first step has a port that was free a moment ago."""
     for job in itertools.count(os.getpid()):
         environ = {**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "127.0.0.1"}
         address = str(meeting({**environ, "NETBOTTLENECK_SECRET": "0123456789abcdef"}).address)
@@ -427,7 +427,7 @@ C10D = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
 
 
 def needs_torch() -> None:
-    """Skip where there is no torch; it is not loaded here, which takes a while."""
+    """Skip if torch is not installed, without importing it."""
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")
 

@@ -1,4 +1,4 @@
-"""Layer logs and tables: what is written is what is read; what cannot be is refused with its file and line."""
+"""Layer logs and tables: they survive their files, and invalid ones are refused with file and line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers: a circle of imports between files of the package is found, and nothing else is called one."""
+"""Layers: circles of imports between files of the package are found, without false positives."""
 
 from __future__ import annotations
 

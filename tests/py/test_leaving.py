@@ -1,4 +1,4 @@
-"""A rank of Horovod's API that dies, leaves or raises in training: the others learn of it at once. Forked children."""
+"""A rank of Horovod's API that dies, leaves or raises in training: the others get an error at once. Forked children."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ except hvd.HorovodInternalError as error:
 def test_remaining_ranks_get_an_error_at_once(
     warm_ranks: Ranks, tmp_path: Path, transport: str, how: str, leaver: int, where: str
 ) -> None:
-    """transport: of a measured run; "": nothing is measured."""
+    """transport: of a measured run; "": not measured."""
     env = {**QUICK, "LEAVER": str(leaver), "HOW": how, "WHERE": where}
     if transport:
         env |= {"NETBOTTLENECK_TRANSPORT": transport, "NETBOTTLENECK_DIR": str(tmp_path / "run")}

@@ -42,7 +42,7 @@ def newer() -> str:
 
 
 def version(path: str | None) -> str:
-    """Return a libfabric's version, asked in a process that has loaded no other."""
+    """Return a libfabric's version, read in a process that has loaded no other."""
     code = f"from netbottleneck import _core; print(_core.libfabric({path!r})[1])"
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=RANKS_LIMIT_S, check=False

@@ -1,4 +1,4 @@
-"""Links that go down, in namespaces: for a while, for good, and one of two."""
+"""Links that go down, in namespaces: temporarily, permanently, and one of two."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECOND = "x1"
 
 
 class Job:
-    """Ranks in a lab, one a host; each host's side of a link can be set down and up."""
+    """Ranks in a lab, one per host; each host's side of a link can be set down and up."""
 
     def __init__(self, lab: Lab, folder: Path, rounds: int, env: dict[str, str]) -> None:
         self.lab = lab
@@ -119,7 +119,7 @@ def test_a_link_that_stays_down_is_an_error_on_every_rank_that_names_the_peer(
 
 @pytest.mark.parametrize("name", ["tcp", "ofi"])
 def test_with_two_interfaces_one_that_stays_down_costs_its_lanes(lab: Lab, tmp_path: Path, name: str) -> None:
-    """By what its hosts see of it, long before the time limit counts."""
+    """Hosts detect the interface state, long before the time limit."""
     places, pid = lab._host_namespaces, lab._host_namespaces[1].holder.pid
     assert lab._namespaces is not None
     lab._namespaces.batch("ip", [(places[0], f"link add {SECOND} type veth peer name {SECOND} netns {pid}\n")])

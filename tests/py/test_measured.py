@@ -1,4 +1,4 @@
-"""What a measured loop records of itself: its modules, and where its steps begin and end."""
+"""Records of a measured loop: its modules, and the begin and end of its steps."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ ENV = {"NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_BLOCK_STEPS": "2", "NETBO
 
 
 def ran(warm_ranks: Ranks, tmp_path: Path, transport: str, source: str) -> tuple[Any, Trace, str]:
-    """Run `run` of a source with the DDP model; return `told`, the record and what was said to stderr."""
+    """Run `run` of a source with the DDP model; return `told`, the record and stderr."""
     env = {**ENV, "NETBOTTLENECK_DIR": str(tmp_path / "run")}
     script = DDP.format(transport=transport) + source + DDP_END
     result = warm_ranks(1, script, env)[0]

@@ -153,7 +153,7 @@ LAYERS = [
 
 
 def filled_as_said(model: ReplayModel, times: int = 1) -> bool:
-    """Whether every gradient is its value, `times` times over."""
+    """True if every gradient is `times` times its value."""
     held = [parameter.grad for parameter in model.in_order()]
     values = [times * model.gradient_value(index) for index in range(len(held))]
     return all(grad is not None and bool((grad == value).all()) for grad, value in zip(held, values, strict=True))

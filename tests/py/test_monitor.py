@@ -1,4 +1,4 @@
-"""What a host says of its interfaces: a rating where a device gives it, nothing where none does."""
+"""Ratings of a host's interfaces: from devices, and none for virtual interfaces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from netbottleneck.runtime import monitor
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """A host with a device eth0, a VLAN above it, and a virtual veth0 that calls itself fast. Speeds in Mbit/s."""
+    """A host with a device eth0, a VLAN above it, and a virtual veth0 with a high rating. Speeds in Mbit/s."""
     for name in ("eth0", "eth0.7", "veth0"):
         (tmp_path / name).mkdir()
     (tmp_path / "eth0" / "device").mkdir()

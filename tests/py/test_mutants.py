@@ -1,4 +1,4 @@
-"""The rules of `make mutants`: what they change, and what they leave alone."""
+"""The rules of `make mutants`: changes that they make, and code that they do not change."""
 
 from __future__ import annotations
 

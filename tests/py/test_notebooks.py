@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, show pictures, and hold no logic and no outputs."""
+"""The notebooks run from top to bottom, show pictures, and contain no logic and no outputs."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Collectives without torch: a training in NumPy gives what one rank alone gives, wherever the ranks meet."""
+"""Collectives without torch: training in NumPy equals that of one rank, for each rendezvous."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ FORGET = dict.fromkeys(LAUNCHER, "")
 
 
 def explicit(size: int, **more: str) -> Callable[[int], dict[str, str]]:
-    """Return the environment of ranks that no launcher started."""
+    """Return the environment of ranks without a launcher."""
     return lambda rank: {**FORGET, "NETBOTTLENECK_RANK": str(rank), "NETBOTTLENECK_SIZE": str(size), **more}
 
 
 def weights(ranks: Ranks, size: int, env: Callable[[int], dict[str, str]]) -> list[float]:
-    """Train on `size` ranks and return the weights, which are the same on all."""
+    """Train on `size` ranks and return the weights, which are equal on all."""
     results = ranks(size, SCRIPTS / "numpy_train.py", env)
     lines = {line for result in results for line in result.stdout.splitlines() if line.startswith("weights")}
     assert len(lines) == 1

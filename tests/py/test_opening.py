@@ -1,4 +1,4 @@
-"""Which ranks open a measured run together, and what becomes of those that wait for one that does not come."""
+"""Opening of a measured run by all ranks, and the error if a rank does not join."""
 
 from __future__ import annotations
 

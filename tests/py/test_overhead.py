@@ -1,4 +1,4 @@
-"""The benchmark of what being there costs: every part runs and prints, and a figure is held against its bar."""
+"""The overhead benchmark: every part runs and prints, and figures are compared with their bars."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_each_part_runs_and_writes_its_figures(part: str, tmp_path: Path) -> Non
 def figures_of(
     part: str, times: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the verdicts of a part whose ranks have measured this, and what it said."""
+    """Return the verdicts of a part for these measurements, and its output."""
     said: list[str] = []
     monkeypatch.setenv("HOROVOD", "0")
     monkeypatch.setattr(overhead, "started", lambda what, count, horovod=None: times)

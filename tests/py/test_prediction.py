@@ -1,4 +1,4 @@
-"""Who judges the studies of the prediction and of the claim: each bar fails by itself, and the exit code says so."""
+"""Checks of the prediction study and the claim study: each bar can fail alone, and sets the exit code."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def put(folder: Path, cell: CellFacts, *, written: int = 1, started: int = 2) ->
 
 
 def forecast_cells() -> list[CellFacts]:
-    """Twelve cells of two arms, four of them at 8 ranks, each foretold 2 % too long."""
+    """Twelve cells of two arms, four of them at 8 ranks, each forecast 2 % too long."""
     arms = {name: arm(name, 100.0, 0.5) for name in ("stock", "ofi")}
     told = {name: ForecastFacts(about(102 * MS)) for name in arms}
     return [

@@ -1,4 +1,4 @@
-"""The README and docs/ say what the code does: numbers of the stored trace, variables, files and commands."""
+"""The README and docs/ match the code: numbers of the stored trace, variables, files and commands."""
 
 import importlib.util
 import json

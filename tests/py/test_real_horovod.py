@@ -1,4 +1,4 @@
-"""The real Horovod, where it is installed: measured as it is, and its all-reduces moved by us. Here on a double."""
+"""An installed Horovod: measured, and its all-reduces moved by us. The tests use a double."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENV = {
 
 
 def ran(warm_ranks: Ranks, folder: Path, way: str, env: Mapping[str, str]) -> dict[str, int]:
-    """Run the script, which checks its weights; return how often the library was called for what."""
+    """Run the script, which checks its weights; return the number of library calls by kind."""
     double = folder / "double"
     double.mkdir()
     results = warm_ranks(2, SCRIPT, {**ENV, **env, "WAY": way, "HOROVOD_DOUBLE": str(double)})

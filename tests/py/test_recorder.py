@@ -357,7 +357,7 @@ LIMIT_S = 7.0
 
 
 class OtherHost:
-    """Rank 1's side of a job whose rank 0, on a host of its own, finds every folder free."""
+    """Rank 1's side of a job whose rank 0, on another host, finds every folder free."""
 
     rank = 1
 

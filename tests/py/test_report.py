@@ -1,4 +1,4 @@
-"""The report of a run: words, files, schema, and what it leaves out rather than invents.
+"""The report of a run: text, files, schema, and omission of unknown values.
 
 data/report.txt is Run("data/synthetic.jsonl.gz").text, looked through by hand.
 """

@@ -1,4 +1,4 @@
-"""Measurements as data: what each file of benchmarks/results holds, and how a run is kept."""
+"""Measurements as data: contents of benchmarks/results, and storage of a run."""
 
 from __future__ import annotations
 

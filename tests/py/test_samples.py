@@ -1,4 +1,4 @@
-"""A host's counters: recorded by a process that never outlives its rank, read whatever happened, used by intervals."""
+"""A host's counters: recorded by a process that ends with its rank, always readable, evaluated over intervals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ time.sleep(60)
 
 
 def wait_for(true: Callable[[], bool], what: str) -> None:
-    """Wait for a state, with a deadline."""
+    """Wait for a condition, with a deadline."""
     until = time.monotonic() + DEADLINE_S
     while not true():
         assert time.monotonic() < until, f"not within {DEADLINE_S} s: {what}"
@@ -52,7 +52,7 @@ def wait_for(true: Callable[[], bool], what: str) -> None:
 
 
 def sampling(folder: Path) -> list[int]:
-    """Return the processes that write counters into a folder."""
+    """Return the processes that write counters to a folder."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -65,7 +65,7 @@ def sampling(folder: Path) -> list[int]:
 
 
 def rows(folder: Path, kind: str = "net") -> int:
-    """Return how many rows there are."""
+    """Return the number of rows."""
     try:
         return len(model.read_samples(folder / f"0.{kind}.counters").time_ns)
     except (FileNotFoundError, ValueError):
@@ -73,7 +73,7 @@ def rows(folder: Path, kind: str = "net") -> int:
 
 
 def watching(folder: Path, **limits: int) -> Callable[[], None]:
-    """Record into a folder, fast."""
+    """Record to a folder, at a high rate."""
     return monitor.watch(settings({"monitor_hz": 500}, {}), PLACE, folder, **limits)
 
 
@@ -171,7 +171,7 @@ DEV = "Inter-|   Receive |  Transmit\n face |bytes packets\n"
 
 
 def proc(folder: Path, dev: str, stat: str) -> None:
-    """Write what the kernel would tell."""
+    """Write the kernel's files."""
     (folder / "net").mkdir(exist_ok=True)
     (folder / "net" / "dev").write_text(DEV + dev)
     (folder / "stat").write_text(stat + "intr 1 2 3\n")

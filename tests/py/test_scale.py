@@ -1,4 +1,4 @@
-"""What more ranks cost: connections are bounded by the schedule, however many ranks there are; the model."""
+"""Cost of more ranks: the schedule bounds the connections for any number of ranks; the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIMIT_S = RANKS_LIMIT_S
 
 
 def on_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
-    """Run work on every rank at once, each a thread."""
+    """Run work on every rank concurrently, in threads."""
     results: list[Any] = [None] * size
     failures: list[BaseException] = []
 
@@ -44,7 +44,7 @@ def on_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
 
 
 def connected() -> int:
-    """Return this process's established TCP connections, each end by itself."""
+    """Return the number of ends of this process's established TCP connections."""
     return sum(c.status == psutil.CONN_ESTABLISHED for c in psutil.Process().net_connections("tcp"))
 
 

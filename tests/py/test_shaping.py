@@ -1,4 +1,4 @@
-"""Caps on a real interface: they hold, and the old state comes back however the study ends."""
+"""Caps on a real interface: they hold, and the old state is restored at any end of the study."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOLD = (
 
 @pytest.fixture
 def lab() -> Generator[Lab]:
-    """Give two hosts whose interfaces stand for real ones."""
+    """Provide two hosts whose interfaces stand in for real ones."""
     if os.geteuid() != 0:
         pytest.skip("caps on a real interface need root")
     try:
@@ -38,7 +38,7 @@ def lab() -> Generator[Lab]:
 
 
 def tc(lab: Lab, *words: str) -> str:
-    """Run tc on host 0, and return what it prints."""
+    """Run tc on host 0, and return its output."""
     process = lab.popen(0, ["tc", *words], stdout=subprocess.PIPE, text=True)
     text: str = process.communicate(timeout=DEADLINE_S)[0]
     assert process.returncode == 0
@@ -46,7 +46,7 @@ def tc(lab: Lab, *words: str) -> str:
 
 
 def root(lab: Lab) -> str:
-    """Return what the interface's root is now."""
+    """Return the interface's current root qdisc."""
     return tc(lab, "qdisc", "show", "dev", "nb0")
 
 
@@ -58,7 +58,7 @@ def start(lab: Lab, caps: str, then: str) -> subprocess.Popen[str]:
 
 
 def wait_for(lab: Lab, state: str) -> None:
-    """Wait until the interface is as it was, with a deadline."""
+    """Wait until the interface has this state, with a deadline."""
     until = time.monotonic() + DEADLINE_S
     while (now := root(lab)) != state:
         assert time.monotonic() < until, f"{now} in place of {state}"
@@ -129,6 +129,6 @@ def test_caps_left_by_a_killed_process_are_not_restored(lab: Lab) -> None:
 
 
 def parent(cmdline: Path) -> bytes:
-    """Return the number of a process's parent."""
+    """Return the pid of a process's parent."""
     text = cmdline.with_name("status").read_bytes()
     return next(line.split()[1] for line in text.splitlines() if line.startswith(b"PPid"))

@@ -1,4 +1,4 @@
-"""Ranks of one host that share memory: same sums as over the network, and every wait on a lost rank ends."""
+"""Ranks of one host that share memory: sums equal those over the network, and every wait on a lost rank ends."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ for shm in ("0", "1"):
 
 
 def told(results: list[RankResult], number: int = 0) -> list[Any]:
-    """Return what each rank printed after "told", the first time or a later one."""
+    """Return each rank's output after "told", for the first or a later occurrence."""
     return [json.loads(re.findall(r"^told (.*)$", result.stdout, re.MULTILINE)[number]) for result in results]
 
 

@@ -1,4 +1,4 @@
-"""The what-if engine through its front: the same as a simple one, monotone, whole, and an ordinary trace."""
+"""The what-if engine: equal to a simple reference, monotone, complete, with an ordinary trace as output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STORED = Path(__file__).parents[2] / "benchmarks" / "traces" / "resnet50-2gbit-5
 
 
 def step_of(rank: int, index: int, begin: int, spec: RankStep, blocked: int) -> Step:
-    """A step as it would be recorded, blocked for a while before its update."""
+    """A recorded step, blocked for a while before its update."""
     at = begin + spec.head
     ready = []
     for tensor, ns in spec.gaps:
@@ -217,7 +217,7 @@ def test_a_gradient_that_never_is_ready_is_sent_at_the_wait() -> None:
 
 
 def from_begin(change: dict[str, Any], begin_ns: int) -> dict[str, Any]:
-    """The same, but the last two of each row (of a gradient: the last) are moments after a step's begin."""
+    """The same change, with the last two values of each row (for gradients: the last) relative to the step's begin."""
     keep = {"grad_ready": 1, "waits": 1}
     return {
         name: tuple((*row[: keep.get(name, 0)], *(at + begin_ns for at in row[keep.get(name, 0) :])) for row in rows)

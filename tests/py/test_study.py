@@ -1,4 +1,4 @@
-"""The study: real ranks, real words, and what it does when a rank fails or somebody interrupts it."""
+"""The study: real ranks and output, failures of ranks, and interruption."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TINY = ("--model", "thin_resnet", "--compute-ms", "2", "4", "--block-steps", "3"
 
 
 def undrawn(folder: Path) -> dict[str, str]:
-    """Return variables with which there is no matplotlib: drawing takes long."""
+    """Return variables that hide matplotlib, because drawing takes long."""
     stub = folder / "stub"
     stub.mkdir(exist_ok=True)
     (stub / "matplotlib.py").write_text("raise ImportError('no matplotlib here')\n")
@@ -40,7 +40,7 @@ def undrawn(folder: Path) -> dict[str, str]:
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    """Start a study as a process of its own, in a group of its own."""
+    """Start a study in a new process and process group."""
     return subprocess.Popen(
         [sys.executable, "-m", "netbottleneck", "study", "--directory", str(folder), *words],
         stdin=subprocess.DEVNULL,
@@ -53,7 +53,7 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
 
 
 def ended(process: subprocess.Popen[str], limit_s: float = DEADLINE_S) -> tuple[int, str, str]:
-    """Return exit code, stdout and stderr; fails where the process does not end."""
+    """Return exit code, stdout and stderr; fails if the process does not end."""
     try:
         out, err = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
@@ -64,7 +64,7 @@ def ended(process: subprocess.Popen[str], limit_s: float = DEADLINE_S) -> tuple[
 
 
 def wait_for(true: Callable[[], bool], what: str) -> None:
-    """Wait for a state, with a deadline."""
+    """Wait for a condition, with a deadline."""
     until = time.monotonic() + DEADLINE_S
     while not true():
         assert time.monotonic() < until, f"not within {DEADLINE_S} s: {what}"
@@ -72,7 +72,7 @@ def wait_for(true: Callable[[], bool], what: str) -> None:
 
 
 def processes_with(text: str) -> list[int]:
-    """Return the processes whose command line holds a text."""
+    """Return the processes whose command line contains a text."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -167,7 +167,7 @@ def environ(pid: int) -> list[bytes]:
 
 
 def small(folder: Path, rounds: int, labels: str = "ab") -> Path:
-    """Write a study of a cell a label, each a replay of three gradients in so many rounds, and return its file."""
+    """Write a study with one cell per label, each a replay of three gradients, and return its file."""
     steps = tuple(
         tr.Step(
             0, number, 0, Arm("single"), at, at + 8_000_000,
@@ -201,7 +201,7 @@ def words_of(pid: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Give the folder of a study that was killed in its second cell, once all of its processes have ended."""
+    """Provide the folder of a study that was killed in its second cell, after all its processes have ended."""
     base = tmp_path_factory.mktemp("killed")
     folder = base / "s"
     process = start(folder, str(small(base, 25)))
@@ -272,7 +272,7 @@ def test_an_interrupt_leaves_no_process_and_a_readable_record(tmp_path: Path, si
 
 
 def recorded(folder: Path) -> int:
-    """Return how many steps a run folder holds, as far as it can be read."""
+    """Return the number of readable steps in a run folder."""
     try:
         return len(Run(folder).trace.steps)
     except (OSError, ValueError):

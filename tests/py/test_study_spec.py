@@ -1,4 +1,4 @@
-"""study.toml: what it says becomes cells; what it cannot say is refused by file, line, value and remedy."""
+"""study.toml: expanded into cells; errors name file, line, value and remedy."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_the_quick_study_has_two_numbers_of_ranks_and_three_link_speeds_with_one
 
 
 def cells_of(tmp_path: Path, *words: str, size: int = 1) -> dict[str, Cell]:
-    """Return the cells that a command line asks for."""
+    """Return the cells that a command line requests."""
     args = command.parser().parse_args(["--directory", str(tmp_path / "s"), *words])
     return {cell.key: cell for cell in cells.parse_request(args, words, size).spec.cells}
 

@@ -1,4 +1,4 @@
-"""Tensors of the Horovod API while a call is under way, and after it: their memory is torch's own, and stays."""
+"""Tensors of the Horovod API during and after a call: they keep torch's own memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Horovod's timeline: events by table, the reader of a ring that is being written, the file, and real ranks."""
+"""Horovod's timeline: events, the reader of a ring that is being written, the file, and real ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trace format: what is written is what is read; what cannot be read is refused by name."""
+"""The trace format: traces survive their files, and invalid files are refused by name."""
 
 import gzip
 import json

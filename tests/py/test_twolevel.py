@@ -1,4 +1,4 @@
-"""Several hosts with several ranks: sums are exact, cross the wire once a host, and a lost rank is named by all."""
+"""Several hosts with several ranks: sums are exact, cross the wire once per host, and all ranks name a lost one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ print("told", json.dumps([wrong, info["shm"], info["shm_bytes"], info["bytes_out
 
 
 def hosts(letters: str, **more: str) -> object:
-    """Return the environment by rank: a letter for the host of each."""
+    """Return the environment by rank, with one letter for each host."""
     always = {**QUICK, "NETBOTTLENECK_SHM": "1", "NETBOTTLENECK_ALGORITHM": "two_level", **more}
     return lambda rank: {**always, "NETBOTTLENECK_HOST_ID": letters[rank]}
 

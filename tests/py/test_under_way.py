@@ -1,4 +1,4 @@
-"""Gradients whose memory is replaced, resized, written to or freed while they are under way. Ranks are threads."""
+"""Gradients whose memory is replaced, resized, written to or freed while they are in flight. Ranks are threads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ JUNK = 777.0
 
 
 def of(parameter: nn.Parameter) -> torch.Tensor:
-    """Return a parameter's gradient, which is there."""
+    """Return a parameter's gradient, which must exist."""
     assert parameter.grad is not None
     return parameter.grad
 
@@ -99,7 +99,7 @@ def backward(plan: Plan, rank: int) -> None:
 
 
 def found(tensor: torch.Tensor | None) -> list[float]:
-    """Return the values that a tensor has, each once."""
+    """Return the distinct values of a tensor."""
     return [] if tensor is None else [float(value) for value in tensor.unique()]
 
 

@@ -1,4 +1,4 @@
-"""What counts as one update of the weights."""
+"""Definition of one update of the weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from netbottleneck.hooks.measured import Updates
 
 
 class Counting:
-    """Counts the updates of parameters, and says in which order things came."""
+    """Counts the updates of parameters, and records the order of events."""
 
     def __init__(self, *parameters: Any, optimizer: Any = None) -> None:
         self.seen: list[str] = []
@@ -24,7 +24,7 @@ class Counting:
 
 
 class Subclass(torch.optim.SGD):
-    """A user's optimizer, whose step does more than that of the class it comes from."""
+    """A user's optimizer, whose step extends that of its base class."""
 
     fails = False
 

@@ -1,4 +1,4 @@
-"""Each rule has a run that it decides, and a run that it does not."""
+"""Each rule of the verdict: a run that it decides, and a run that it does not."""
 
 from dataclasses import replace
 
@@ -66,7 +66,7 @@ def test_when_stock_is_as_good_do_nothing_is_the_verdict(tmp_path):
 
 
 def gaining(tmp_path, value, low, high):
-    """A run whose only comparison has this gain, and this interval of it; nothing else was probed."""
+    """A run whose only comparison has this gain and interval; without a probe."""
     numbers = found(tmp_path, transports=("stock", "ofi"), blocks=9, run={"network": None}, probe=[])
     (pair,) = numbers.comparisons
     step_ns = numbers.times["stock"].median_ns
@@ -179,7 +179,7 @@ def test_ranks_that_differ_in_provider_are_misconfigured(tmp_path):
 
 @pytest.fixture
 def unexplained(tmp_path):
-    """Exposed communication, far below the link, nothing else tried."""
+    """A run with exposed communication, far below the link, without other arms."""
     run = recorder.load(FakeRun(tmp_path, transports=("stock",), blocks=1, block_steps=12).write())
     return findings.find(replace(run, network=Network(link_bps=1e10)))
 

@@ -1,4 +1,4 @@
-"""`netbottleneck what-if`: rows and tables from a log or a run; one clear line for what it cannot answer."""
+"""`netbottleneck what-if`: rows and tables from a log or a run; one clear line for an unanswerable question."""
 
 from __future__ import annotations
 

@@ -249,7 +249,7 @@ def stored() -> Trace:
 
 
 def test_the_model_of_the_stored_run_predicts_both_transports(stored: Trace) -> None:
-    """The prediction is made from the operations of stock and the probe alone; ofi ran in the same run."""
+    """The prediction uses only the operations of stock and the probe; ofi ran in the same run."""
     job, other = questions.job(stored, "stock"), questions.job(stored, "ofi")
     assert job.measured_ns is not None
     assert other.measured_ns is not None

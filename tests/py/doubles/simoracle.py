@@ -1,4 +1,4 @@
-"""A simulator that counts single nanoseconds with fractions: slow, and so simple that it can be read."""
+"""A simple, slow simulator in steps of one nanosecond, as a reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from netbottleneck.whatif.plan import Plan
 
 @dataclass
 class RankStep:
-    """What one rank computes in a step: before its backward pass, before each gradient, until it waits, after it."""
+    """Compute of one rank in a step: before its backward pass, before each gradient, until it waits, after it."""
 
     head: int
     gaps: list[tuple[int, int]]  # (tensor, ns before it)
@@ -40,7 +40,7 @@ def sum_of(cost: Cost, nbytes: float) -> float:
 
 
 def parts_of(cost: Cost, workers: int, nbytes: int, members: int) -> list[tuple[int, list[list[object]]]]:
-    """The phases of an operation: a delay, then what uses which resource for how long."""
+    """The phases of an operation: a delay, then the time that each part uses each resource."""
     n, g = workers, min(cost.ranks_per_host, workers)
     if n < 2:
         return []

@@ -1,6 +1,6 @@
 """One rank of the checks of the backend "nb": runs the named ones and prints "ok NAME" after each.
 
-What is right is what gloo does, in a group of the same ranks in the same process.
+The reference is gloo, in a group of the same ranks in the same process.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ BOTH = Both()
 
 
 def same(work: Callable[[Any], Any]) -> Any:
-    """Return what `work` returns for nb; it must be what it returns for gloo."""
+    """Return the result of `work` for nb; it must equal that for gloo."""
     ours, theirs = (work(group) for group in BOTH)
     assert flat(ours) == flat(theirs), (ours, theirs)
     return ours
 
 
 def flat(value: Any) -> Any:
-    """Return tensors as what can be compared."""
+    """Return tensors in a form that can be compared."""
     if isinstance(value, torch.Tensor):
         dense = value.to_dense() if value.is_sparse else value
         return (str(value.dtype), list(value.shape), dense.reshape(-1).tolist())
@@ -70,7 +70,7 @@ def flat(value: Any) -> Any:
 
 
 def numbers(count: int, dtype: torch.dtype = torch.float32, of: int | None = None) -> torch.Tensor:
-    """Return small whole numbers, others on each rank."""
+    """Return small integers, different on each rank."""
     seed = rank() if of is None else of
     return ((torch.arange(count) * (seed + 3) + seed) % 5).to(dtype)
 
@@ -349,7 +349,7 @@ def groups_overlap() -> None:
     turned = dist.new_group(list(reversed(range(n))), sort_ranks=False) if "sort_ranks" in new_group_takes() else None
     everybody = dist.new_group()
     groups = [group for group in (even, late, everybody) if group != dist.GroupMember.NON_GROUP_MEMBER]
-    # Each rank begins them in an order of its own.
+    # Each rank begins them in a different order.
     values = {}
     for at in range(len(groups)):
         group = groups[(at + rank()) % len(groups)]
@@ -377,7 +377,7 @@ def new_group_takes() -> Sequence[str]:
 
 
 def check_turned(group: Any) -> None:
-    """A group whose ranks fall."""
+    """A group with descending ranks."""
     assert dist.get_group_rank(group, rank()) == size() - 1 - rank()
     line = torch.zeros(size())
     gather_whole(line, torch.tensor([float(rank())]), group=group)

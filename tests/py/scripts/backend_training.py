@@ -1,6 +1,6 @@
 """One rank that trains with the backend "nb": runs the named checks and prints "ok NAME" after each.
 
-What is right is the training with gloo, in a group of the same ranks in the same process.
+The reference is training with gloo, in a group of the same ranks in the same process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
 
 
 class Net(torch.nn.Module):
-    """Two branches, one of which may be unused; buffers that DDP keeps alike."""
+    """Two branches, one of which may be unused; buffers that DDP synchronises."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Net(torch.nn.Module):
 
 
 def inputs(step: int) -> torch.Tensor:
-    """Return a batch, another one on each rank."""
+    """Return a batch, different on each rank."""
     torch.manual_seed(100 * step + dist.get_rank())
     return torch.randn(8, 16)
 
@@ -69,7 +69,7 @@ def trained(group: Any, prepare: Callable[[Any], None] | None = None, **options:
 
 
 def alike(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    """Two ranks add in one order; more may add in another."""
+    """Compare exactly on two ranks; with more ranks the order of additions may differ."""
     assert len(ours) == len(theirs) > 0
     for one, other in zip(ours, theirs, strict=True):
         if dist.get_world_size() <= 2:

@@ -1,4 +1,4 @@
-"""A training loop as a framework runs it, on stand-ins for the framework. LOOP: which one, see main.
+"""A training loop as a framework runs it, with doubles of the framework. LOOP: the loop, see main.
 
 Each rank writes its weights to OUT. Batches are accumulated, two a step. FIRST: netbottleneck is imported first, so
 that the variables of the environment take effect when DDP is built.
@@ -29,7 +29,7 @@ def stand_in(name: str, **members: Any) -> None:
 
 
 class Wrapped:
-    """An optimizer with another one in it, as Accelerate has it."""
+    """An optimizer around another one, as in Accelerate."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer

@@ -1,4 +1,4 @@
-"""One rank of the loops of training_loops.py, as DDP models whose communication hook is ours.
+"""One rank of the loops of training_loops.py, with DDP models that use our hooks.
 
 LOOPS_TRANSPORT: what moves their buckets. The variable of ours would measure the models to compare with, too.
 """

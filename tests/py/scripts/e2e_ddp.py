@@ -1,4 +1,4 @@
-"""A plain DDP training script. Its only line that is not any user's: `import netbottleneck`, where E2E_IMPORT puts it.
+"""A plain DDP training script with one added line: `import netbottleneck`, at the place that E2E_IMPORT names.
 
 E2E_IMPORT: before or after torch's import; never: the untouched script. E2E_MODEL: linear, or norm, which has buffers.
 Every rank writes its parameters and buffers to E2E_OUT.

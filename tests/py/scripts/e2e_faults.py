@@ -1,4 +1,4 @@
-"""One rank of the tests of what goes wrong. Prints what the tests wait for; times are time.monotonic(), one clock."""
+"""One rank of the fault tests. Prints the lines that the tests wait for; times are time.monotonic()."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ session.FAILED_FINISH_S = 0.5
 
 
 def tell_of(call: Callable[[], object], *, swallow: bool = True) -> None:
-    """Repeat a collective until it fails; print who was lost, when the last call began and when it raised.
+    """Repeat a collective until it fails; print the lost rank, and when the last call began and raised.
 
     swallow: go on after that; otherwise end with the error, as scripts do.
     """
@@ -37,7 +37,7 @@ def tell_of(call: Callable[[], object], *, swallow: bool = True) -> None:
 
 
 def reduce() -> None:
-    """Large sums for ever."""
+    """Reduce large tensors without end."""
     big = np.ones(4 << 20, np.float32)
     nb.allreduce_(big, name="big")
     print("reducing", flush=True)
@@ -45,7 +45,7 @@ def reduce() -> None:
 
 
 def repeat_steps(model: Any, optimizer: Any, given: Any) -> None:
-    """Train for ever."""
+    """Train without end."""
     count = 0
 
     def step() -> None:
@@ -61,7 +61,7 @@ def repeat_steps(model: Any, optimizer: Any, given: Any) -> None:
 
 
 def train() -> None:
-    """A DDP script that trains for ever, and ends with an error as scripts do."""
+    """A DDP script that trains until an error ends it."""
     import torch
     import torch.distributed as dist
 
@@ -73,7 +73,7 @@ def train() -> None:
 
 
 def optimize() -> None:
-    """A script with Horovod's optimizer that trains for ever, and ends with an error as scripts do."""
+    """A script with Horovod's optimizer that trains until an error ends it."""
     import torch
 
     import netbottleneck.torch as hvd
@@ -85,7 +85,7 @@ def optimize() -> None:
 
 
 def busy() -> None:
-    """Rank 0 is busy elsewhere until the others were told of it."""
+    """Rank 0 is busy until the stall report on the other ranks names it."""
     this = job.current()
     stop = os.environ["STALLED"]
     if this.place.rank == 0:
@@ -105,7 +105,7 @@ def busy() -> None:
 
 
 def interrupted() -> None:
-    """Rank 0 waits for the others, which come only once it was interrupted."""
+    """Rank 0 waits for the others, which submit only after it was interrupted."""
     if job.current().place.rank == 0:
         print("waiting", flush=True)
         signalled = []
@@ -122,7 +122,7 @@ def interrupted() -> None:
 
 
 def rounds() -> None:
-    """Twenty jobs, one after the other."""
+    """Run twenty jobs in sequence."""
     for number in range(20):
         job.stop()
         job.start()
@@ -131,7 +131,7 @@ def rounds() -> None:
 
 
 def refused() -> None:
-    """What no operation takes is refused before anything is sent, and the job goes on."""
+    """Unsupported values are refused before anything is sent, and the job continues."""
     import pytest
 
     this = job.current()

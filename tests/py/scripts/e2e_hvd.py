@@ -38,7 +38,7 @@ def content(model: torch.nn.Module) -> bytes:
 
 
 def played() -> bytes:
-    """Two ranks' training in one process: the gradients of both, each divided by two before they are added."""
+    """Train as two ranks in one process: gradients of both are divided by two, then added."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for pair in zip(batches(0), batches(1), strict=True):

@@ -1,4 +1,4 @@
-"""One rank of the tests of what goes wrong. Prints what the test waits for."""
+"""One rank of the fault tests. Prints the lines that the test waits for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from netbottleneck.runtime import job, ops
 
 
 def killed() -> None:
-    """Reduce for ever; when the test kills a rank, say who was lost and how long after the call that was told."""
+    """Reduce without end; when the test kills a rank, print the lost rank and how long the last call took."""
     big = np.ones(1 << 20, np.float32)
     print("reducing", flush=True)
     try:
@@ -26,7 +26,7 @@ def killed() -> None:
 
 
 def busy() -> None:
-    """Rank 0 is busy elsewhere for longer than the deadline of a silent peer: no error, only a report."""
+    """Rank 0 is busy for longer than the deadline of a silent peer: no error, only a stall report."""
     if job.current().place.rank == 0:
         ops.broadcast_object(name="others wait")  # rank 0 leaves this before the others enter the next
         time.sleep(float(os.environ["BUSY_S"]))

@@ -1,4 +1,4 @@
-"""One rank of the checks that a measured DDP model is the script's own: in memory, in copies, in failure, in step."""
+"""One rank of the checks that a measured DDP model behaves as the script's own: memory, copies, failures, steps."""
 
 import copy
 import functools
@@ -257,7 +257,7 @@ def what_is_left_alone_says_so_once_and_trains() -> None:
 
 @check
 def a_rank_that_leaves_out_a_step_hangs_nobody() -> None:
-    """Arms take turns no longer then, as ranks would take different ones. The last check: the job measures no more."""
+    """Arms stop alternating, because ranks would use different ones. The last check: the job stops measuring."""
     left_out = 2 if dist.get_rank() == 1 else -1
     model = network()
     wrapped = DistributedDataParallel(model)

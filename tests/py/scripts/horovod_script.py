@@ -1,4 +1,4 @@
-"""A user's Horovod script, here on the double of Horovod: nothing in it is ours but what WAY asks for.
+"""A user's Horovod script on the double of Horovod. WAY selects the only lines of ours.
 
 WAY: import, before Horovod, or after: `import netbottleneck`; attach: its attach(). GROUPED, PASSES: options of the
 optimizer. Each rank compares what it ended with with one process that has all batches, and prints it and what the

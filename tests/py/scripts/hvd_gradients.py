@@ -44,7 +44,7 @@ Loop = Callable[[Parameters, Any, list[torch.Tensor]], None]
 
 
 class Emulated:
-    """Horovod's optimizer over plain gloo. All-reduces run as late as they may, one after another."""
+    """Horovod's optimizer over plain gloo. All-reduces run as late as possible, in sequence."""
 
     def __init__(self, parameters: Parameters, passes: int) -> None:
         self._parameters = parameters
@@ -105,7 +105,7 @@ def state(parameters: Parameters) -> list[torch.Tensor]:
 
 
 def alike(loop: Loop, passes: int = 1, sizes: tuple[int, ...] = SIZES) -> None:
-    """Run a loop both ways; all that it notes, weights and gradients must be equal bit for bit."""
+    """Run a loop both ways; its notes, weights and gradients must be equal bit for bit."""
     found: list[list[torch.Tensor]] = []
     for ours in (True, False):
         parameters = parameters_of(hvd.rank(), sizes)

@@ -1,4 +1,4 @@
-"""One rank of the loops of training_loops.py, by Horovod's API. LOOPS_TRANSPORT: what moves the gradients."""
+"""One rank of the loops of training_loops.py, by Horovod's API. LOOPS_TRANSPORT: transport of the gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from netbottleneck.runtime import job
 
 
 class Telling(Measuring):
-    """Tells where the run's record lies, and makes no report of it."""
+    """Keeps the folder of the run, and writes no report."""
 
     folder: Path
 
@@ -31,7 +31,7 @@ class Telling(Measuring):
 
 
 class Distributed(training_loops.Way):
-    """DistributedOptimizer on a plain model, as Horovod's guide has it. Each is a job of its own."""
+    """DistributedOptimizer on a plain model, as in Horovod's guide. Each loop is its own job."""
 
     def __init__(self, model: torch.nn.Module, passes: int = 1, **_options: Any) -> None:
         self.passes = passes

@@ -1,4 +1,4 @@
-"""One rank of a training by Horovod's API, first as it is and then measured: `hvd_measured.py KIND`.
+"""One rank of a training by Horovod's API, first unmeasured and then measured: `hvd_measured.py KIND`.
 
 Says "alike" where both have the same weights after each step, on all ranks.
 
@@ -24,7 +24,7 @@ STEPS = 8
 
 
 class Sixteenths(hvd.Compression.none):  # type: ignore[misc, name-defined]
-    """A user's own: travels as 32-bit integers."""
+    """A user's compression: sends 32-bit integers."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -56,7 +56,7 @@ class Net(torch.nn.Module):
 
 
 def break_down(how: str) -> None:
-    """Have something of the measuring fail on one rank."""
+    """Make a part of the measuring fail on one rank."""
     what, _, where = how.partition(":")
     rank, _, call = where.partition(":")
     if not what or os.environ["RANK"] != rank:
@@ -68,7 +68,7 @@ def break_down(how: str) -> None:
 
 
 def _failing(real: Callable[..., Any], call: int) -> Callable[..., Any]:
-    """Return what does the same, but fails in one call."""
+    """Return a function that does the same, but fails in one call."""
     left = [call]
 
     def made(*arguments: Any) -> Any:
@@ -81,7 +81,7 @@ def _failing(real: Callable[..., Any], call: int) -> Callable[..., Any]:
 
 
 def train(kind: str) -> list[str]:
-    """Train, in a job of its own; return a digest of the weights after each step."""
+    """Train in a new job; return a digest of the weights after each step."""
     hvd.init()
     torch.manual_seed(0)
     model = Net(kind in {"dense", "sparse"})

@@ -1,4 +1,4 @@
-"""One rank of the tests of links that go down: sums that take a while, each verified."""
+"""One rank of the tests of links that go down: verifies long all-reduces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COUNT = 1 << 19
 
 
 def main() -> None:
-    """Sum until the number of rounds is done, or an error ends it."""
+    """All-reduce for a number of rounds, or until an error."""
     rounds = int(sys.argv[1])
     nb.init()
     began = time.monotonic()

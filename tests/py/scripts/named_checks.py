@@ -1,4 +1,4 @@
-"""The checks of a script, run by name on every rank."""
+"""Runs the named checks of a script on every rank."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ CHECKS: dict[str, Callable[[], None]] = {}
 
 
 def check(function: Callable[[], None]) -> Callable[[], None]:
-    """Let a function be named on the command line."""
+    """Register a function under its name."""
     CHECKS[function.__name__] = function
     return function
 
 
 def run_named() -> None:
-    """Run the checks that the command line names, and say so of each that passed."""
+    """Run the checks that the command line names, and print each that passed."""
     for name in sys.argv[1:]:
         CHECKS[name]()
         print("ok", name, flush=True)
 
 
 def main() -> None:
-    """Run them in a job of Horovod's API, which all ranks leave together."""
+    """Run the checks in a job of Horovod's API, which all ranks leave together."""
     hvd.init()
     run_named()
     hvd.barrier()

@@ -20,12 +20,12 @@ def raises(kind: type[BaseException], words: str) -> Any:
 
 
 def whole(*shape: int, seed: int) -> torch.Tensor:
-    """Small integers, the same on every rank: sums of them are exact."""
+    """Small integers, the same on every rank, with exact sums."""
     return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
 class Net(torch.nn.Module):
-    """Parameters that are small, larger than a direct gradient, shared, channels-last, and never used."""
+    """Parameters that are small, large enough for a direct gradient, shared, channels-last, and never used."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What people do in training loops, written once for every way to move gradients.
+"""Common training loops, written once for every way to move gradients.
 
 A loop gets a Way and returns how many updates of the weights it made. ddp_loops.py and hvd_loops.py run each loop as
 plain DDP over gloo, and their own way. The weights must end alike, and the record must hold a step for each update.
@@ -28,7 +28,7 @@ LOOPS: dict[str, Loop] = {}
 
 
 class Way:
-    """Plain DDP over gloo, and what its loops ask of any other way."""
+    """Plain DDP over gloo, and the interface of any other way."""
 
     def __init__(self, model: torch.nn.Module, passes: int = 1, **options: Any) -> None:
         self.passes = passes
@@ -36,14 +36,14 @@ class Way:
         self.optimizer: Any = sgd(model)
 
     def adding(self, part: int) -> AbstractContextManager[Any]:
-        """Around backward pass `part` of several to one update."""
+        """Context of backward pass `part` of several for one update."""
         return nullcontext() if part == self.passes - 1 else self.model.no_sync()
 
     def reduced(self) -> None:
-        """Let gradients be reduced now, before they are looked at."""
+        """Finish the reduction of gradients before the script reads them."""
 
     def updating(self) -> AbstractContextManager[Any]:
-        """Around the update of gradients that were reduced before."""
+        """Context of the update after such a reduction."""
         return nullcontext()
 
     def folder(self) -> Path:
@@ -55,7 +55,7 @@ Loop = Callable[[Way], int]
 
 
 class Setting:
-    """How a loop's model is made: model, and what DDP is told, where DDP is the way."""
+    """How a loop's model is made: the model, and DDP's arguments."""
 
     def __init__(self, model: Callable[[], torch.nn.Module], ddp_only: bool = False, **options: Any) -> None:
         self.model = model
@@ -87,7 +87,7 @@ def network() -> torch.nn.Module:
 
 
 def whole_numbers() -> torch.nn.Module:
-    """Weights whose products and sums are exact in the arithmetic of autocast."""
+    """Weights with exact products and sums in autocast's arithmetic."""
     made = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).float()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -102,7 +102,7 @@ def compiled() -> torch.nn.Module:
 
 
 class Branches(torch.nn.Module):
-    """Which of its layers it uses is chosen before a pass."""
+    """The layer to use is set before each pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ def a_schedule_changes_the_learning_rate(way: Way) -> int:
 
 
 def equal(ours: torch.nn.Module, reference: torch.nn.Module, exactly: bool) -> None:
-    """The same state here in both, and the same on both ranks."""
+    """Check that both have the same state here, and both ranks too."""
     for (name, a), b in zip(ours.state_dict().items(), reference.state_dict().values(), strict=True):
         assert b.isfinite().all(), name
         worst = float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1))
@@ -292,13 +292,13 @@ def equal(ours: torch.nn.Module, reference: torch.nn.Module, exactly: bool) -> N
 
 
 def steps_in(folder: Path) -> int:
-    """Return how many steps this rank's ring holds."""
+    """Return the number of steps in this rank's ring."""
     ring = read_ring(folder / "ranks" / f"{dist.get_rank()}.train.ring")
     return int((ring.events["kind"] == EVENTS["STEP_END"]).sum())
 
 
 def run(argument: str, way: Callable[..., Way], ddp: bool) -> None:
-    """Run one loop in its settings, or in one half of them (LOOP/0, LOOP/1), against plain DDP."""
+    """Run one loop in its settings, or one half of them (LOOP/0, LOOP/1), and compare with plain DDP."""
     name, _, half = argument.partition("/")
     for setting in SETTINGS[name][int(half) :: 2] if half else SETTINGS[name]:
         if setting.ddp_only and not ddp:

@@ -21,7 +21,7 @@ GROUPS = "torch.distributed.distributed_c10d"
 
 
 def gloo_threads() -> dict[str, tuple[str, str]]:
-    """Return the state of each thread that runs gloo for torch, and how often it has slept, by its id."""
+    """Return by id the state of each gloo thread of torch, and how often it has slept."""
     seen = {}
     for task in TASKS.iterdir():
         with contextlib.suppress(OSError):  # it has ended
@@ -32,7 +32,7 @@ def gloo_threads() -> dict[str, tuple[str, str]]:
 
 
 def wait_for_torch() -> None:
-    """Return once these threads, if there are any, slept through two looks; or after LIMIT_S."""
+    """Wait until these threads were asleep at two checks in a row, at most LIMIT_S."""
     if "torch" not in sys.modules:
         return
     deadline = time.monotonic() + LIMIT_S
@@ -46,14 +46,14 @@ def wait_for_torch() -> None:
 
 
 class Finder:
-    """Has torch's destroy_process_group wait for these threads.
+    """Makes torch's destroy_process_group wait for these threads.
 
     A group joins its threads when it is freed, and keeps the interpreter meanwhile: a thread that then needs it to free
     what the last operation held waits for ever, and so does the process.
     """
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
-        """Return how torch's module is loaded, with the function changed once that is done."""
+        """Return the loader of torch's module, which changes the function after loading."""
         if name != GROUPS:
             return None
         sys.meta_path.remove(self)

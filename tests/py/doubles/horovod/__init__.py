@@ -1,3 +1,3 @@
-"""A double of Horovod, for tests: as much of its Python layer as matters to what stands before its C library."""
+"""A double of Horovod for tests: the part of its Python layer that calls its C library."""
 
 __version__ = "0.28.1"

@@ -21,7 +21,7 @@ LIMIT_S = 10.0
 
 
 class Library:
-    """What `horovod.torch.mpi_ops.mpi_lib` is."""
+    """Stands in for `horovod.torch.mpi_ops.mpi_lib`."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []  # the names of the functions that were called

@@ -315,6 +315,7 @@ void nb_autotune_run(struct nb_job *job, const struct wire_probe *sum) {
     struct nb_op op = {
         .name = "probe", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .segments = &segment, .segment_count = 1};
     struct nb_work *work = NULL;
+    rc = rc == 0 ? nb_op_check(&job->world, &op, &why) : rc;
     if (rc == 0) {
         rc = nb_work_make(&job->world, &op, nb_algorithm_get(job, sum->algorithm), &work, &why);
     }

@@ -6,6 +6,7 @@
 #include <stddef.h>
 #include <sys/uio.h>
 
+#include "base/error.h"
 #include "coll/sched.h"
 #include "engine/context.h"
 
@@ -19,5 +20,9 @@ void nb_buffer_read(const struct nb_work *work, struct nb_range range, void *dat
 // Copies a range to another of the same size. They do not overlap.
 void nb_buffer_move(const struct nb_work *work, struct nb_range from, struct nb_range to);
 struct nb_range nb_buffer_all(const struct nb_work *work);
+// Copies the buffer to one piece of memory of the engine if a block of it lies in more pieces than a segment carries.
+int nb_buffer_pack(struct nb_work *work, struct nb_error *err);
+// Copies a packed buffer back to the caller's memory.
+void nb_buffer_unpack(const struct nb_work *work);
 
 #endif

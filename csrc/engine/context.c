@@ -14,7 +14,6 @@
 #include "base/arena.h"
 #include "base/clock.h"
 #include "base/error.h"
-#include "base/hash.h"
 #include "base/list.h"
 #include "base/loop.h"
 #include "engine/engine.h"
@@ -49,8 +48,6 @@ void nb_job_lists_init(struct nb_job *job) {
     nb_list_init(&job->ops.waiting);
     nb_list_init(&job->ops.running);
     nb_list_init(&job->ops.rounds_by_age);
-    nb_hash_init(&job->ops.in_flight);
-    nb_hash_init(&job->ops.rounds);
 }
 
 void nb_job_notify(struct nb_job *job, const char *text) {

@@ -72,7 +72,6 @@ int nb_coordinator_open(struct nb_job *job, struct nb_error *err) {
         return nb_fail(err, -ENOMEM, "cannot allocate the table of operations");
     }
     a->pending = pending;
-    nb_hash_init(&a->by_key);
     nb_list_init(&a->idle);
     nb_list_init(&a->open);
     nb_list_init(&a->full);
@@ -246,7 +245,7 @@ static void idle_trim(struct nb_job *job) {
         }
         if (entry->id == NO_ID) {
             nb_list_remove(&entry->link);
-            nb_list_remove(&entry->by_key.link);
+            nb_hash_remove(&entry->by_key);
             entry_free(job, entry);
             a->idle_count--;
         }

@@ -75,7 +75,7 @@ static struct nb_work *work_make(struct nb_comm *comm, const struct op_descripto
         nb_fail(err, -ENOMEM, "%s: cannot allocate %zu zeros for a joined rank", desc->name, line.bytes);
         return NULL;
     }
-    if (nb_work_make(comm, &op, &nb_alone, &work, err) < 0) {
+    if (nb_op_check(comm, &op, err) < 0 || nb_work_make(comm, &op, &nb_alone, &work, err) < 0) {
         free(line.base);
         return NULL;
     }

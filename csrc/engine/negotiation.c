@@ -51,7 +51,6 @@ int nb_negotiation_open(struct nb_job *job, struct nb_error *err) {
     if (job->negotiation == NULL) {
         return nb_fail(err, -ENOMEM, "cannot allocate the table of operations");
     }
-    nb_hash_init(&job->negotiation->by_key);
     return 0;
 }
 
@@ -132,7 +131,7 @@ static struct nb_work *waiting_find(struct nb_job *job, uint64_t key) {
 static void remember(struct negotiation *m, uint32_t id, const struct op_descriptor *desc) {
     struct cached *cached = &m->cached[id];
     if (cached->used) {
-        nb_list_remove(&cached->by_key.link);
+        nb_hash_remove(&cached->by_key);
     }
     cached->used = true;
     cached->id = id;

@@ -38,7 +38,7 @@ struct nb_algorithm {
     // not lie in more pieces of memory than a segment carries. 0 where that does not matter.
     int (*prepare)(struct nb_work *work, struct nb_error *err);
     void (*release)(struct nb_work *work);
-    // Starts the operation on this rank. work->on_flows_done() ends it, perhaps before start() returns.
+    // Starts the operation on this rank. nb_work_moved() ends it, perhaps before start() returns.
     void (*start)(struct nb_work *work, int64_t now_ns);
     // Ends the operation at once: nothing touches its memory after this returns.
     void (*cancel)(struct nb_work *work);
@@ -85,7 +85,7 @@ struct nb_work {
     uint64_t seq; // the operation's number; with a step it forms a flow's number
     bool running;
     const struct nb_algorithm *algorithm;
-    void (*on_flows_done)(struct nb_work *work); // called when all flows are done
+    void (*on_flows_done)(struct nb_work *work); // called when all bytes have moved. NULL: the work is then complete
     uint32_t detail;                             // wire_go.detail of its start
     size_t block_bytes;
     size_t element_bytes;
@@ -124,13 +124,13 @@ struct nb_operations {
     size_t spare_bytes;
 };
 
+// -EINVAL for what no rank could do.
+int nb_op_check(const struct nb_comm *comm, const struct nb_op *op, struct nb_error *err);
 size_t nb_op_bytes(const struct nb_op *op);
-// Makes a work and prepares it for an algorithm. -EINVAL for what no rank could do, -ENOMEM.
+// Makes a work of an operation that was checked, and prepares it for an algorithm. -EINVAL if its blocks exceed the
+// segments, -ENOMEM.
 int nb_work_make(struct nb_comm *comm, const struct nb_op *op, const struct nb_algorithm *algorithm,
                  struct nb_work **work, struct nb_error *err);
-void nb_work_unref(struct nb_work *work);
-// Frees what its algorithm has prepared.
-void nb_work_unprepare(struct nb_work *work);
 // Prepares the work for another algorithm, in place of the present one.
 int nb_work_prepare(struct nb_work *work, const struct nb_algorithm *algorithm, struct nb_error *err);
 // Opens the lanes to the peers of its flows.
@@ -143,9 +143,9 @@ void nb_work_alone(struct nb_work *work);
 void nb_work_finish(struct nb_work *work, const struct nb_error *why);
 // Ends a work that nobody waits for, without counting it.
 void nb_work_discard(struct nb_work *work);
-
-// Records that pieces were joined into one buffer, or (`parted`) copied back, from begin_ns until now.
-void nb_work_record_pack(const struct nb_work *work, int64_t begin_ns, bool parted);
+// Marks the work as done and drops the engine's reference in one step: a waiting caller then holds the last reference
+// and frees the work.
+void nb_work_set_done(struct nb_work *work);
 
 // For algorithms. Prescales the buffer and moves the work to the running list. False: no flow has a block, and the work
 // is complete.
@@ -155,7 +155,9 @@ void nb_work_set_running(struct nb_work *work);
 struct nb_flow *nb_work_flow(struct nb_work *work, int index);
 // Prepares a flow for the lanes. `step` becomes part of the flow's number.
 void nb_work_flow_ready(struct nb_work *work, struct nb_flow *flow, const struct nb_flow_ops *ops, int step);
-// A flow is done. The last one completes the operation.
+// All bytes of the operation have moved.
+void nb_work_moved(struct nb_work *work);
+// A flow is done. The last one means nb_work_moved().
 void nb_work_flow_done(struct nb_work *work);
 // Table entries for algorithms that move all data by flows.
 void nb_flows_cancel(struct nb_work *work);

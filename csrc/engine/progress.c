@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -34,15 +35,15 @@ static struct timespec time_of(int64_t at_ns) {
     return (struct timespec){.tv_sec = (time_t)(at_ns / SECOND_NS), .tv_nsec = (long)(at_ns % SECOND_NS)};
 }
 
-void nb_progress_notify(struct nb_job *job, const struct nb_op *op) {
-    bool caller_follows = job->progress.callers_may_own && op->awaited &&
+void nb_progress_notify(struct nb_job *job, size_t bytes, bool awaited) {
+    bool caller_follows = job->progress.callers_may_own && awaited &&
                           (job->progress.owner == NB_PROGRESS_NONE || job->progress.owner == NB_PROGRESS_ASLEEP);
     if (caller_follows) {
         return; // the caller is about to make progress itself
     }
     if (job->progress.owner != NB_PROGRESS_NONE || job->progress.thread_polls) {
         nb_loop_wake(&job->loop);
-    } else if (nb_op_bytes(op) > LARGE_BYTES ||
+    } else if (bytes > LARGE_BYTES ||
                job->inbox.works.next != job->inbox.works.prev) { // not a single operation that its caller waits for
         job->progress.thread_due = true;
         pthread_cond_signal(&job->progress.thread_wakes);

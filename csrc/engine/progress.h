@@ -9,6 +9,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #include "engine/engine.h"
@@ -44,8 +45,9 @@ struct nb_progress {
     _Atomic bool stop;   // read without the lock too
 };
 
-// Wakes the progress owner for an operation in the inbox, if needed. The caller holds the lock.
-void nb_progress_notify(struct nb_job *job, const struct nb_op *op);
+// Wakes the progress owner for an operation in the inbox, if needed. awaited: its caller waits for it at once. The
+// caller holds the lock.
+void nb_progress_notify(struct nb_job *job, size_t bytes, bool awaited);
 // Asks the thread to end. The caller holds the lock.
 void nb_progress_end(struct nb_job *job);
 // For the thread, in a turn: sleeps, and waits while callers own progress.

@@ -219,7 +219,7 @@ static bool staged_steps(struct shared *l, struct nb_work *work) {
 
 static void finish(struct nb_work *work) {
     nb_list_remove(&work->shared.link);
-    work->on_flows_done(work);
+    nb_work_moved(work);
 }
 
 // Finishes operations whose memory no rank uses any more. A staged operation is complete with this rank's own share.

@@ -12,7 +12,6 @@
 #include "base/error.h"
 #include "base/hash.h"
 #include "base/list.h"
-#include "engine/algorithms.h"
 #include "engine/autotune.h"
 #include "engine/communicator.h"
 #include "engine/context.h"
@@ -31,26 +30,31 @@ struct key_rounds {
 };
 
 static uint32_t round_next(struct nb_job *job, uint64_t key) {
-    struct nb_hash_node *node = nb_hash_get(&job->ops.rounds, key);
-    struct key_rounds *found = node != NULL ? NB_CONTAINER(node, struct key_rounds, node) : NULL;
-    if (found == NULL && job->ops.round_count < ROUNDS_MAX) {
-        found = calloc(1, sizeof *found);
-        job->ops.round_count += found != NULL;
-    } else if (found == NULL) { // reuse the least recently used one
-        found = NB_CONTAINER(job->ops.rounds_by_age.next, struct key_rounds, by_age);
-        found->count = 0;
-        nb_list_remove(&found->node.link);
-        nb_list_remove(&found->by_age);
+    struct nb_operations *ops = &job->ops;
+    struct nb_hash_node *node = nb_hash_get(&ops->rounds, key);
+    bool full = node == NULL && ops->round_count == ROUNDS_MAX;
+    struct key_rounds *found = NULL;
+    if (node != NULL) {
+        found = NB_CONTAINER(node, struct key_rounds, node);
+    } else if (full) { // reuse the least recently used one
+        found = NB_CONTAINER(ops->rounds_by_age.next, struct key_rounds, by_age);
     } else {
-        nb_list_remove(&found->by_age);
+        found = calloc(1, sizeof *found);
     }
     if (found == NULL) {
         return 0;
     }
     if (node == NULL) {
-        nb_hash_put(&job->ops.rounds, &found->node, key);
+        nb_hash_remove(&found->node);
+        nb_hash_put(&ops->rounds, &found->node, key);
+        found->count = 0;
     }
-    nb_list_insert(&job->ops.rounds_by_age, &found->by_age);
+    if (node != NULL || full) {
+        nb_list_remove(&found->by_age);
+    } else {
+        ops->round_count++;
+    }
+    nb_list_insert(&ops->rounds_by_age, &found->by_age);
     return found->count++;
 }
 
@@ -72,47 +76,62 @@ static void name_record(const struct nb_work *work) {
     }
 }
 
-// The algorithm that rank 0 will most likely choose, so that this thread can prepare it.
-static const struct nb_algorithm *algorithm_likely(const struct nb_comm *comm, const struct nb_op *op) {
-    bool known = (int)op->kind >= 0 && op->kind < NB_OP_KINDS;
-    return known ? nb_autotune_guess(comm->job, comm->size, op->kind, nb_op_bytes(op)) : &nb_alone;
+static int refuse(const struct nb_job *job, struct nb_error *err) {
+    const struct nb_error closed = {.code = NB_ECLOSED, .peer = NB_NO_PEER, .text = "the job was shut down"};
+    const struct nb_error *why = job->failure.code != 0 ? &job->failure : &closed;
+    return nb_fail_peer(err, why->code, why->peer, "%s", why->text);
+}
+
+// Accepts a work, with the lock: gives it its round, and passes it to the progress owner.
+static int enter(struct nb_job *job, struct nb_work *work, bool awaited, struct nb_error *err) {
+    if (job->failure.code != 0 || job->progress.stop) {
+        return refuse(job, err);
+    }
+    if (nb_hash_get(&job->ops.in_flight, work->desc.key) != NULL) {
+        return nb_fail(err, -EEXIST, "%s: an operation of this name is still under way on rank %d", work->desc.name,
+                       job->rank);
+    }
+    nb_hash_put(&job->ops.in_flight, &work->by_key, work->desc.key);
+    work->round = round_next(job, work->desc.key);
+    if (work->comm->size > 1) {
+        nb_list_insert(&job->inbox.works, &work->link);
+        job->inbox.filled = true;
+        nb_progress_notify(job, work->desc.bytes, awaited);
+    }
+    return 0;
+}
+
+static void submit_record(const struct nb_work *work) {
+    const struct op_descriptor *d = &work->desc;
+    uint64_t packed = (uint64_t)d->kind | (uint64_t)d->dtype << 8 | (uint64_t)(uint32_t)d->priority << 32;
+    name_record(work);
+    nb_ring_put_at(work->comm->job->config.ring, work->times.submit_ns, NB_EV_OP_SUBMIT, d->key, work->round, d->bytes,
+                   work->bucket, d->comm, packed);
 }
 
 int nb_submit(struct nb_comm *comm, const struct nb_op *op, struct nb_work **out, struct nb_error *err) {
     struct nb_job *job = comm->job;
     struct nb_work *work = NULL;
-    int rc = nb_work_make(comm, op, algorithm_likely(comm, op), &work, err);
+    int rc = nb_op_check(comm, op, err);
+    if (rc < 0) {
+        return rc;
+    }
+    // This thread prepares the work for the algorithm that rank 0 will most likely choose.
+    const struct nb_algorithm *likely = nb_autotune_guess(job, comm->size, op->kind, nb_op_bytes(op));
+    rc = nb_work_make(comm, op, likely, &work, err);
     if (rc < 0 || work == NULL) {
         return rc;
     }
     work->times.submit_ns = nb_now_ns();
     pthread_mutex_lock(&job->lock);
-    if (job->failure.code != 0 || job->progress.stop) {
-        const struct nb_error closed = {.code = NB_ECLOSED, .peer = NB_NO_PEER, .text = "the job was shut down"};
-        const struct nb_error *why = job->failure.code != 0 ? &job->failure : &closed;
-        rc = nb_fail_peer(err, why->code, why->peer, "%s", why->text);
-    } else if (nb_hash_get(&job->ops.in_flight, work->desc.key) != NULL) {
-        rc = nb_fail(err, -EEXIST, "%s: an operation of this name is still under way on rank %d", op->name, job->rank);
-    } else {
-        nb_hash_put(&job->ops.in_flight, &work->by_key, work->desc.key);
-        work->round = round_next(job, work->desc.key);
-        if (comm->size > 1) {
-            nb_list_insert(&job->inbox.works, &work->link);
-            job->inbox.filled = true;
-            nb_progress_notify(job, op);
-        }
-    }
+    rc = enter(job, work, op->awaited, err);
     pthread_mutex_unlock(&job->lock);
     if (rc < 0) {
-        work->refs = 1;
-        nb_work_unref(work);
+        nb_work_set_done(work);
+        nb_work_release(work);
         return rc;
     }
-    name_record(work);
-    const struct op_descriptor *d = &work->desc;
-    uint64_t packed = (uint64_t)d->kind | (uint64_t)d->dtype << 8 | (uint64_t)(uint32_t)d->priority << 32;
-    nb_ring_put_at(job->config.ring, work->times.submit_ns, NB_EV_OP_SUBMIT, d->key, work->round, d->bytes,
-                   work->bucket, d->comm, packed);
+    submit_record(work);
     *out = work;
     if (comm->size == 1) {
         work->algorithm->start(work, work->times.submit_ns);

@@ -11,6 +11,7 @@
 #include "base/dtype.h"
 #include "base/error.h"
 #include "base/fork_detector.h"
+#include "base/hash.h"
 #include "base/list.h"
 #include "base/pool.h"
 #include "check.h"
@@ -183,6 +184,27 @@ static bool child_says(const struct nb_fork_detector *origin) {
     return WEXITSTATUS(status) != 0;
 }
 
+// Keys that are a multiple of the number of chains apart share a chain.
+static void test_hash(void) {
+    static struct nb_hash table;
+    struct nb_hash_node nodes[3] = {0};
+    nb_hash_remove(&nodes[0]);
+    CHECK(nb_hash_get(&table, 7) == NULL, "zeroed memory is an empty table");
+    for (uint64_t i = 0; i < 3; i++) {
+        nb_hash_put(&table, &nodes[i], 7 + i * NB_HASH_CHAINS);
+    }
+    for (uint64_t removed = 0; removed < 4; removed++) { // the middle of the chain, its end, its begin, none
+        for (uint64_t i = 0; i < 3; i++) {
+            const struct nb_hash_node *found = nb_hash_get(&table, 7 + i * NB_HASH_CHAINS);
+            bool gone = removed == 3 || (removed > 0 && i == 1) || (removed > 1 && i == 0);
+            CHECK(found == (gone ? NULL : &nodes[i]), "key %d after %d removals", (int)i, (int)removed);
+        }
+        nb_hash_remove(&nodes[removed < 3 ? (int[]){1, 0, 2}[removed] : 2]);
+    }
+    nb_hash_put(&table, &nodes[1], 9);
+    CHECK(nb_hash_get(&table, 9) == &nodes[1] && nb_hash_get(&table, 8) == NULL, "a removed node serves again");
+}
+
 static void test_origin(void) {
     struct nb_fork_detector origin;
     nb_fork_detector_open(&origin);
@@ -197,6 +219,7 @@ static void test_origin(void) {
 
 int main(void) {
     test_bits();
+    test_hash();
     test_list();
     test_list_move();
     test_pool();

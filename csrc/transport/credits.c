@@ -452,17 +452,19 @@ void nb_credits_lost(struct nb_lanes *lanes, int peer_rank) {
 // True if a run without a staging buffer may land: its final memory was granted.
 static bool is_direct(const struct nb_lanes *lanes, const struct nb_flow *flow, const struct nb_frame *frame) {
     struct wire_credit credit = {.first = frame->block, .count = 1};
-    return (uint64_t)frame->block + frame->blocks <= flow->granted && credit_direct(lanes, flow, &credit);
+    uint64_t end = (uint64_t)frame->block + frame->blocks;
+    return end > frame->block && end <= flow->granted && credit_direct(lanes, flow, &credit);
 }
 
-// True if the arrival uses a credit that its sender was given. Checks the tag first: the other fields may be forged.
-static bool is_granted(const struct nb_lanes *lanes, const struct nb_flow *flow, const struct buffer *buffer,
-                       const struct nb_frame *frame) {
+// Claims the run if it uses a credit that its sender was given. Checks the tag first: the other fields may be forged.
+static bool claim_granted(const struct nb_lanes *lanes, struct nb_flow *flow, const struct buffer *buffer,
+                          const struct nb_frame *frame) {
     if (frame->tag != (buffer != NULL ? buffer->tag : flow->tag)) {
         return false;
     }
-    bool inside = buffer == NULL || (uint64_t)frame->block + frame->blocks <= (uint64_t)buffer->first + buffer->count;
-    return inside && nb_flow_check(lanes, flow, frame) == 0 && (buffer != NULL || is_direct(lanes, flow, frame));
+    bool granted = buffer != NULL ? (uint64_t)frame->block + frame->blocks <= (uint64_t)buffer->first + buffer->count
+                                  : is_direct(lanes, flow, frame);
+    return granted && nb_flow_accept(lanes, flow, frame) == 0;
 }
 
 struct nb_flow *nb_credits_landed(struct nb_lanes *lanes, int lane, int from, const struct nb_frame *frame,
@@ -470,7 +472,7 @@ struct nb_flow *nb_credits_landed(struct nb_lanes *lanes, int lane, int from, co
     struct nb_flow *flow = frame->slot < NB_SLOTS ? lanes->rma->slots[frame->slot] : NULL;
     bool its = flow != NULL && (from == NB_NO_PEER || from == flow->peer);
     struct buffer *buffer = its ? buffer_of(lanes->peers[flow->peer].rma, flow, frame->block) : NULL;
-    if (!its || !is_granted(lanes, flow, buffer, frame)) {
+    if (!its || !claim_granted(lanes, flow, buffer, frame)) {
         lanes->lane[lane]->refused++; // from a stranger, or with an expired credit: no peer is to blame
         return NULL;
     }

@@ -1,5 +1,4 @@
-// Flows: a peer's flows in order, checks of runs that arrive, and the open lanes to a peer. Used by credits,
-// retransmission, failover and the scheduler.
+// Flows: a peer's flows in order, and the check of runs that arrive.
 #include <errno.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -10,7 +9,6 @@
 #include "base/wire.h"
 #include "transport/lanes.h"
 #include "transport/lanes_internal.h"
-#include "transport/transport.h"
 
 struct nb_flow *nb_flow_find(struct nb_lanes *lanes, int peer, enum nb_flow_dir dir, uint64_t op) {
     struct nb_list *head = dir == NB_FLOW_IN ? &lanes->peers[peer].in : &lanes->peers[peer].out;
@@ -80,35 +78,16 @@ void nb_flow_claim(struct nb_flow *flow, const struct nb_frame *frame) {
     }
 }
 
+int nb_flow_accept(const struct nb_lanes *lanes, struct nb_flow *flow, const struct nb_frame *frame) {
+    int rc = nb_flow_check(lanes, flow, frame);
+    if (rc == 0) {
+        nb_flow_claim(flow, frame);
+    }
+    return rc;
+}
+
 void nb_flow_unclaim(struct nb_flow *flow, const struct nb_frame *frame) {
     for (uint32_t i = 0; i < frame->blocks; i++) {
         nb_bits_clear(flow->map, frame->block + i);
     }
-}
-
-int nb_lanes_left(const struct nb_lanes *lanes, int peer) {
-    int left = 0;
-    for (int i = 0; lanes->peers[peer].paths != NULL && i < lanes->config.lanes; i++) {
-        left += lanes->peers[peer].paths[i].open;
-    }
-    return left;
-}
-
-void nb_lanes_update_reach(struct nb_lanes *lanes, int peer_rank) {
-    struct peer *peer = &lanes->peers[peer_rank];
-    int open = 0;
-    int reach = 0;
-    while (peer->paths != NULL && reach < lanes->config.lanes && open < lanes->used) {
-        open += peer->paths[reach++].open;
-    }
-    peer->reach = reach;
-}
-
-int nb_lanes_send_message(struct nb_lanes *lanes, int peer, const void *data, size_t bytes) {
-    for (int i = 0; lanes->peers[peer].paths != NULL && i < lanes->config.lanes; i++) {
-        if (lanes->peers[peer].paths[i].open) {
-            return lanes->lane[i]->ops->message(lanes->lane[i], peer, data, bytes);
-        }
-    }
-    return NB_EPEER;
 }

@@ -284,33 +284,29 @@ static int up_place(void *ctx, struct nb_lane *lane, int peer_rank, const struct
     return rc;
 }
 
-static void rma_landed(struct nb_lanes *lanes, int lane, int from, const struct nb_frame *frame) {
+// The flow of a segment whose memory up_place() has given, or NULL: it was cancelled. *data: as for nb_credits_landed.
+static struct nb_flow *placed_flow(struct path *path, const void **data) {
+    struct nb_flow *flow = path->placing;
+    path->placing = NULL;
+    *data = path->placing_scratch ? path->scratch : NULL;
+    return flow;
+}
+
+static void up_landed(void *ctx, struct nb_lane *lane, int from, const struct nb_frame *frame) {
+    struct nb_lanes *lanes = ctx;
+    bool rma = lanes->config.ops->kind == NB_LANE_RMA;
     const void *data = NULL;
     bool refill = false;
-    struct nb_flow *flow = nb_credits_landed(lanes, lane, from, frame, &data, &refill);
+    struct nb_flow *flow = rma ? nb_credits_landed(lanes, lane->index, from, frame, &data, &refill)
+                               : placed_flow(path_of(lanes, from, lane->index), &data);
     if (flow == NULL) {
         return;
     }
     int peer_rank = flow->peer;
-    path_of(lanes, peer_rank, lane)->writes_in++;
-    nb_flow_claim(flow, frame);
-    run_landed(lanes, flow, lane, frame, data);
+    path_of(lanes, peer_rank, lane->index)->writes_in += rma;
+    run_landed(lanes, flow, lane->index, frame, data);
     if (refill) {
         nb_credits_refill(lanes, peer_rank);
-    }
-}
-
-static void up_landed(void *ctx, struct nb_lane *lane, int peer_rank, const struct nb_frame *frame) {
-    struct nb_lanes *lanes = ctx;
-    if (lanes->config.ops->kind == NB_LANE_RMA) {
-        rma_landed(lanes, lane->index, peer_rank, frame);
-        return;
-    }
-    struct path *path = path_of(lanes, peer_rank, lane->index);
-    struct nb_flow *flow = path->placing;
-    path->placing = NULL;
-    if (flow != NULL) {
-        run_landed(lanes, flow, lane->index, frame, path->placing_scratch ? path->scratch : NULL);
     }
 }
 

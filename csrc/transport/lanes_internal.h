@@ -1,6 +1,6 @@
 // Scheduler internals: its state, and the functions that its files share. Each file calls only those before it in
-// this list: flows.c, lane_rate.c, credits.c, retransmit.c, failover.c, lanes.c, lanes_open.c. No other file includes this
-// header.
+// this list: flows.c, reach.c, lane_rate.c, credits.c, retransmit.c, failover.c, lanes.c, lanes_open.c. No other file
+// includes this header.
 #ifndef NB_LANES_INTERNAL_H
 #define NB_LANES_INTERNAL_H
 
@@ -179,6 +179,11 @@ int nb_flow_check(const struct nb_lanes *lanes, const struct nb_flow *flow, cons
 // Claims a run, so that nothing lands there twice; or releases the claim of a run that did not land.
 void nb_flow_claim(struct nb_flow *flow, const struct nb_frame *frame);
 void nb_flow_unclaim(struct nb_flow *flow, const struct nb_frame *frame);
+// Checks a run and claims it if it may land. As nb_flow_check().
+int nb_flow_accept(const struct nb_lanes *lanes, struct nb_flow *flow, const struct nb_frame *frame);
+
+// reach.c
+
 // Updates `reach` of a peer after a lane was opened or lost.
 void nb_lanes_update_reach(struct nb_lanes *lanes, int peer);
 // Sends a message over the lowest open lane. As nb_lane_ops.message.
@@ -213,8 +218,8 @@ void nb_credits_drop(struct nb_lanes *lanes, struct nb_flow *flow);
 // Queues the credits again: some may have been lost with the lane.
 void nb_credits_lost(struct nb_lanes *lanes, int peer);
 // Finds the flow of an arrival that claims to be from `peer` (NB_NO_PEER: from nobody). NULL: no credit allows it; it
-// is dropped and counted. *data: its bytes, or NULL if they are in place. *refill: call nb_credits_refill() after the
-// flow has consumed them.
+// is dropped and counted. Else the run is claimed. *data: its bytes, or NULL if they are in place. *refill: call
+// nb_credits_refill() after the flow has consumed them.
 struct nb_flow *nb_credits_landed(struct nb_lanes *lanes, int lane, int peer, const struct nb_frame *frame,
                                   const void **data, bool *refill);
 // Assigns slots to waiting flows of all peers, and grants whatever there is room for, the oldest first.

@@ -1,0 +1,34 @@
+// Reach: the open lanes to a peer, those of them that take new segments, and messages over the lowest one.
+#include <stddef.h>
+
+#include "base/error.h"
+#include "transport/lanes.h"
+#include "transport/lanes_internal.h"
+#include "transport/transport.h"
+
+int nb_lanes_left(const struct nb_lanes *lanes, int peer) {
+    int left = 0;
+    for (int i = 0; lanes->peers[peer].paths != NULL && i < lanes->config.lanes; i++) {
+        left += lanes->peers[peer].paths[i].open;
+    }
+    return left;
+}
+
+void nb_lanes_update_reach(struct nb_lanes *lanes, int peer_rank) {
+    struct peer *peer = &lanes->peers[peer_rank];
+    int open = 0;
+    int reach = 0;
+    while (peer->paths != NULL && reach < lanes->config.lanes && open < lanes->used) {
+        open += peer->paths[reach++].open;
+    }
+    peer->reach = reach;
+}
+
+int nb_lanes_send_message(struct nb_lanes *lanes, int peer, const void *data, size_t bytes) {
+    for (int i = 0; lanes->peers[peer].paths != NULL && i < lanes->config.lanes; i++) {
+        if (lanes->peers[peer].paths[i].open) {
+            return lanes->lane[i]->ops->message(lanes->lane[i], peer, data, bytes);
+        }
+    }
+    return NB_EPEER;
+}

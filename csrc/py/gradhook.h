@@ -49,7 +49,7 @@ struct gradhook_bucket {
     PyObject *future;       // sent to a callable
 };
 
-// Tracks which parameter has taken which memory in this pass, and torch's use counts of memory.
+// Tracks which parameter has taken which memory in this pass.
 struct gradhook_claims {
     struct gradhook_claim {
         const void *key; // as taken_base
@@ -58,6 +58,10 @@ struct gradhook_claims {
     } *slots; // open addressing
     uint32_t mask;
     uint32_t pass;
+};
+
+// What torch says of the users of memory.
+struct gradhook_uses {
     PyObject *count;   // torch's function that counts the users of a storage; NULL: missing
     PyObject *address; // torch's function that returns a tensor's address without counting as a write
     long tensor_uses;  // of a tensor with one owner in C++ and one Python object
@@ -66,13 +70,15 @@ struct gradhook_claims {
 
 struct core_gradhook {
     PyObject base;
-    PyObject *recorder; // or NULL
-    PyObject *target;   // a Comm, a callable, or NULL: nowhere
-    struct nb_comm *of; // of a Comm: the comm of the operations
+    const struct core_state *state; // of the module
+    PyObject *recorder;             // or NULL
+    PyObject *target;               // a Comm, a callable, or NULL: nowhere
+    struct nb_comm *of;             // of a Comm: the comm of the operations
     PyObject *keep;
     PyObject *on_first;             // called at the first gradient of a pass; or NULL
     struct core_tensor_table table; // of the views' type
     struct gradhook_claims claims;
+    struct gradhook_uses uses;
     bool native; // the target is a Comm
     bool busy;   // waiting without the GIL
     bool paused; // gradients are only stamped
@@ -98,35 +104,26 @@ struct core_gradhook {
 // gradhook_open.c: checks the arguments and fills self; 0, or -1 with an exception.
 int gradhook_open(struct core_gradhook *self, PyObject *args, PyObject *kwargs);
 
+// gradhook_memory.c
+
 // How a gradient's memory may be used.
 struct gradhook_found {
     void *base;
     bool plain; // host memory of the view's dtype and size, contiguous
+    bool stays; // plain, and the gradient can be sent from there
 };
 
-// gradhook_place.c: brings the gradient of a parameter to the memory from which its bucket is sent; a missing gradient
-// becomes zeros. arrived: the gradient that autograd has just accumulated, or NULL. 0, or -1 with an exception.
-int gradhook_place(struct core_gradhook *self, struct gradhook_param *param, PyObject *arrived);
-
-// gradhook_back.c: writes the sum to the gradient that was taken, and to the parameter's `grad` if that is another
-// tensor by now. 0, or -1 with an exception.
-int gradhook_give_back(const struct core_gradhook *self, const struct gradhook_param *param);
-
-// gradhook_claim.c
-
-// The truth of the result of a method or an attribute: 1, 0, or -1 with an exception. Steals the reference.
-int gradhook_truth(PyObject *answer);
-// Finds a gradient's memory. 0, or -1 with an exception.
+// Finds a gradient's memory; sets no `stays`. 0, or -1 with an exception.
 int gradhook_look(const struct core_gradhook *self, const struct gradhook_param *param, PyObject *gradient,
                   struct gradhook_found *out);
-int gradhook_claims_open(struct core_gradhook *self); // 0, or -1 with an exception
-void gradhook_claims_close(struct core_gradhook *self);
-// 1: only autograd's own references share the gradient's memory; 0: others do, or it is unknown; -1 with an exception.
-int gradhook_is_alone(const struct core_gradhook *self, const struct gradhook_param *param, PyObject *gradient,
-                      PyObject *arrived);
-// Keeps the memory of a gradient and its contents until gradhook_drop(), even if the gradient is given other memory,
-// resized, written to or swapped meanwhile. Records where it lies. 1; 0: it cannot be kept; -1 with an exception.
-int gradhook_hold(const struct core_gradhook *self, struct gradhook_param *param, PyObject *gradient);
+// Finds a gradient's memory. may_stay: it may be sent from there if only autograd's own references share it. A
+// gradient that is to be sent by a Comm then keeps its memory and contents until gradhook_drop(), even if it is given
+// other memory, resized, written to or swapped meanwhile. arrived: as in gradhook_place. 0, or -1 with an exception.
+int gradhook_locate(const struct core_gradhook *self, struct gradhook_param *param, PyObject *gradient,
+                    PyObject *arrived, bool may_stay, struct gradhook_found *out);
+// Learns torch's use counts. A torch that lacks them has every gradient copied.
+void gradhook_uses_open(struct core_gradhook *self);
+void gradhook_uses_close(struct core_gradhook *self);
 // What happened to the memory of a gradient that travelled directly.
 enum gradhook_moved {
     GRADHOOK_STAYED,
@@ -135,15 +132,32 @@ enum gradhook_moved {
     GRADHOOK_UNKNOWN // with an exception
 };
 enum gradhook_moved gradhook_moved(const struct core_gradhook *self, const struct gradhook_param *param, void **now);
-// Records that a parameter has taken a gradient. A parameter that took the same gradient before gets no sum: it would
-// be out of date.
-void gradhook_claim(struct core_gradhook *self, struct gradhook_param *param);
+
+// gradhook_place.c
+
+// Brings the gradient of a parameter to the memory from which its bucket is sent; a missing gradient becomes zeros.
+// arrived: the gradient that autograd has just accumulated, or NULL. 0, or -1 with an exception.
+int gradhook_place(struct core_gradhook *self, struct gradhook_param *param, PyObject *arrived);
 // Releases the gradient that was to receive the sum.
 void gradhook_drop(struct core_gradhook *self, struct gradhook_param *param);
+int gradhook_is_sparse(const struct core_gradhook *self, PyObject *tensor); // 1, 0, or -1 with an exception
+int gradhook_claims_open(struct core_gradhook *self);                       // 0, or -1 with an exception
+void gradhook_claims_close(struct core_gradhook *self);
+
+// gradhook_back.c: writes the sum to the gradient that was taken, and to the parameter's `grad` if that is another
+// tensor by now. 0, or -1 with an exception.
+int gradhook_give_back(const struct core_gradhook *self, const struct gradhook_param *param);
+
+// gradhook.c
+
+// A new callable for a hook of parameter `index`, or NULL.
+PyObject *gradhook_hook_new(PyObject *gradhook, uint32_t index);
+void gradhook_stamp(const struct core_gradhook *self, enum nb_event_kind kind, uint64_t key);
+// Sends a bucket to the target. 0, or -1 with an exception.
+int gradhook_send(struct core_gradhook *self, struct gradhook_bucket *bucket);
 
 // gradhook_bucket.c
-// Handles an accumulated gradient; arrived: as in gradhook_place.
-int gradhook_fire(struct core_gradhook *self, uint32_t index, PyObject *arrived);
+
 int gradhook_flush(struct core_gradhook *self);
 int gradhook_wait(struct core_gradhook *self);
 // Resets every parameter and bucket to the start of a step. Nothing may be pending.

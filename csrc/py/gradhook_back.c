@@ -10,13 +10,6 @@ static int call(PyObject *target, const char *name, PyObject *argument) {
     return done != NULL ? 0 : -1;
 }
 
-static int is_sparse(const struct core_gradhook *self, PyObject *tensor) {
-    PyObject *answer = PyObject_GetAttr(tensor, core_state_of((PyObject *)self)->names[CORE_IS_SPARSE]);
-    int sparse = answer != NULL ? PyObject_IsTrue(answer) : -1;
-    Py_XDECREF(answer);
-    return sparse;
-}
-
 // The sum as an existing tensor.
 static PyObject *sum_of(const struct gradhook_param *param) {
     return param->direct ? param->alias : param->view;
@@ -36,12 +29,11 @@ static int copy_to_sparse(PyObject *tensor, PyObject *sum) {
 
 // Copies the sum into a tensor of any layout and dtype; a dense one keeps its memory.
 static int copy_any(const struct core_gradhook *self, const struct gradhook_param *param, PyObject *tensor) {
-    const struct core_state *state = core_state_of((PyObject *)self);
-    int sparse = is_sparse(self, tensor);
+    int sparse = gradhook_is_sparse(self, tensor);
     if (sparse != 0) {
         return sparse < 0 ? -1 : copy_to_sparse(tensor, sum_of(param));
     }
-    PyObject *bare = PyObject_CallMethodObjArgs(tensor, state->names[CORE_DETACH], NULL);
+    PyObject *bare = PyObject_CallMethodObjArgs(tensor, self->state->names[CORE_DETACH], NULL);
     int rc = bare != NULL ? call(bare, "copy_", sum_of(param)) : -1;
     Py_XDECREF(bare);
     return rc;
@@ -100,7 +92,7 @@ static int give_current(const struct core_gradhook *self, const struct gradhook_
                      (unsigned)(param - self->params), self->buckets[param->bucket].name);
         return -1;
     }
-    int sparse = is_sparse(self, current);
+    int sparse = gradhook_is_sparse(self, current);
     if (sparse < 0) {
         return -1;
     }
@@ -118,7 +110,7 @@ int gradhook_give_back(const struct core_gradhook *self, const struct gradhook_p
     if (parameter == Py_None) {
         return 0;
     }
-    PyObject *current = PyObject_GetAttr(parameter, core_state_of((PyObject *)self)->names[CORE_GRAD]);
+    PyObject *current = PyObject_GetAttr(parameter, self->state->names[CORE_GRAD]);
     if (current == NULL) {
         return -1;
     }

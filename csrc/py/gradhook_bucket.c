@@ -1,96 +1,8 @@
-// Buckets of a GradHook: count down to the last gradient, send, wait, re-arm.
+// Buckets of a GradHook after the backward pass: sends the rest, waits, re-arms.
 #include "py/gradhook.h"
 
 #include <stddef.h>
 #include <stdint.h>
-
-static PyObject *object_of(struct core_gradhook *self) {
-    return (PyObject *)self;
-}
-
-static void stamp(const struct core_gradhook *self, enum nb_event_kind kind, uint64_t key) {
-    if (self->recorder != NULL) {
-        nb_ring_put(core_recorder_ring(self->recorder), kind, key, 0, 0, 0, 0, 0);
-    }
-}
-
-// Builds the bucket's segments: its memory, with the gradients that travel directly in their places. Returns their
-// number.
-static int build_segments(const struct core_gradhook *self, const struct gradhook_bucket *bucket,
-                          struct nb_segment *segments) {
-    int count = 0;
-    size_t at = 0;
-    for (uint32_t i = 0; i < bucket->member_count; i++) {
-        const struct gradhook_param *param = &self->params[bucket->members[i]];
-        if (!param->direct) {
-            continue;
-        }
-        if (param->offset > at) {
-            segments[count++] = (struct nb_segment){.base = bucket->base + at, .bytes = param->offset - at};
-        }
-        segments[count++] = (struct nb_segment){.base = param->taken_base, .bytes = param->bytes};
-        at = param->offset + param->bytes;
-    }
-    if (bucket->bytes > at) {
-        segments[count++] = (struct nb_segment){.base = bucket->base + at, .bytes = bucket->bytes - at};
-    }
-    return count;
-}
-
-static int send_native(struct core_gradhook *self, struct gradhook_bucket *bucket) {
-    struct nb_segment segments[NB_SEGMENTS_MAX];
-    struct core_hold *hold = core_hold_new();
-    if (hold == NULL) {
-        return -1;
-    }
-    struct nb_op op = {
-        .name = bucket->name,
-        .kind = NB_OP_ALLREDUCE,
-        .dtype = bucket->dtype,
-        .redop = self->redop,
-        .priority = bucket->priority,
-        .prescale = self->prescale,
-        .postscale = self->postscale,
-        .segments = segments,
-        .segment_count = build_segments(self, bucket, segments),
-        .bucket = (uint32_t)(bucket - self->buckets) + 1,
-    };
-    if (core_comm_submit(self->target, self->of, &op, hold) < 0) {
-        core_hold_free(hold);
-        return -1;
-    }
-    bucket->hold = hold;
-    return 0;
-}
-
-static int send_to_callable(struct core_gradhook *self, struct gradhook_bucket *bucket) {
-    PyObject *index = PyLong_FromLong((long)(bucket - self->buckets));
-    if (index == NULL) {
-        return -1;
-    }
-    PyObject *future = PyObject_CallFunctionObjArgs(self->target, index, NULL);
-    Py_DECREF(index);
-    if (future == NULL) {
-        return -1;
-    }
-    bucket->future = future;
-    return 0;
-}
-
-static int send_bucket(struct core_gradhook *self, struct gradhook_bucket *bucket) {
-    int rc = 0;
-    if (self->native) {
-        rc = send_native(self, bucket);
-    } else if (self->target != NULL) {
-        rc = send_to_callable(self, bucket);
-    }
-    if (rc == 0) {
-        bucket->sent = true;
-        bucket->round = true;
-        self->pending++;
-    }
-    return rc;
-}
 
 // Resets a bucket to the start of a step.
 static void open_bucket(struct core_gradhook *self, struct gradhook_bucket *bucket) {
@@ -132,7 +44,7 @@ static int wait_native(struct core_gradhook *self, struct gradhook_bucket *bucke
 }
 
 static int wait_future(struct core_gradhook *self, struct gradhook_bucket *bucket) {
-    PyObject *name = core_state_of(object_of(self))->names[CORE_WAIT];
+    PyObject *name = self->state->names[CORE_WAIT];
     self->busy = true;
     PyObject *done = PyObject_CallMethodObjArgs(bucket->future, name, NULL);
     self->busy = false;
@@ -183,67 +95,6 @@ static int check_idle(const struct core_gradhook *self) {
     return 0;
 }
 
-// Handles the last pass over a parameter.
-static int make_ready(struct core_gradhook *self, uint32_t index, PyObject *arrived) {
-    struct gradhook_param *param = &self->params[index];
-    struct gradhook_bucket *bucket = &self->buckets[param->bucket];
-    bool first = param->left > 0;
-    param->left = 1;
-    if (gradhook_place(self, param, arrived) < 0) {
-        if (!first) {
-            bucket->left++;
-        }
-        return -1;
-    }
-    param->left = 0;
-    if (first) {
-        bucket->left--;
-    }
-    if (!param->ordered) {
-        param->ordered = true;
-        self->order[self->order_count++] = index;
-    }
-    return bucket->left == 0 ? send_bucket(self, bucket) : 0;
-}
-
-// Handles the first gradient of a pass.
-static int begin_pass(struct core_gradhook *self) {
-    if (self->began) {
-        return 0;
-    }
-    PyObject *on_first = Py_XNewRef(self->on_first);
-    PyObject *done = on_first != NULL ? PyObject_CallNoArgs(on_first) : NULL;
-    bool failed = on_first != NULL && done == NULL;
-    Py_XDECREF(done);
-    Py_XDECREF(on_first);
-    self->began = !failed;
-    return failed ? -1 : 0;
-}
-
-int gradhook_fire(struct core_gradhook *self, uint32_t index, PyObject *arrived) {
-    struct gradhook_param *param = &self->params[index];
-    struct gradhook_bucket *bucket = &self->buckets[param->bucket];
-    stamp(self, NB_EV_GRAD_READY, index);
-    if (self->paused) {
-        return 0;
-    }
-    if (begin_pass(self) < 0) {
-        return -1;
-    }
-    if (bucket->sent) { // autograd has added to memory that is being reduced
-        PyErr_Format(PyExc_RuntimeError,
-                     "parameter %u was added to while its bucket %s is on its way: wait() between two backward passes, "
-                     "or set the number of passes of a step",
-                     index, bucket->name);
-        return -1;
-    }
-    if (param->left > 1) {
-        param->left--;
-        return 0;
-    }
-    return make_ready(self, index, arrived);
-}
-
 int gradhook_flush(struct core_gradhook *self) {
     if (check_idle(self) < 0) {
         return -1;
@@ -256,7 +107,7 @@ int gradhook_flush(struct core_gradhook *self) {
                 return -1;
             }
         }
-        if (!bucket->sent && send_bucket(self, bucket) < 0) {
+        if (!bucket->sent && gradhook_send(self, bucket) < 0) {
             return -1;
         }
     }
@@ -334,9 +185,9 @@ int gradhook_wait(struct core_gradhook *self) {
     if (check_idle(self) < 0) {
         return -1;
     }
-    stamp(self, NB_EV_WAIT_BEGIN, 0);
+    gradhook_stamp(self, NB_EV_WAIT_BEGIN, 0);
     int rc = finish_all(self);
-    stamp(self, NB_EV_WAIT_END, 0);
+    gradhook_stamp(self, NB_EV_WAIT_END, 0);
     reopen_rest(self);
     end_pass(self);
     if (self->pending == 0) {

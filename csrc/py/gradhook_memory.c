@@ -1,13 +1,14 @@
-// Claims: finds a gradient's memory and its other users. Two parameters may share a gradient, and the user may hold
-// another reference to it.
+// Memory of a gradient: where it lies, whether anything else uses it, and how it stays while it is being sent. The user
+// may hold another reference to a gradient.
 #include "py/gradhook.h"
 
 #include <stdint.h>
 #include <stdlib.h>
 
-// ---- memory of a gradient
+// ---- where it lies
 
-int gradhook_truth(PyObject *answer) {
+// The truth of the result of a method or an attribute: 1, 0, or -1 with an exception. Steals the reference.
+static int truth_of(PyObject *answer) {
     if (answer == NULL) {
         return -1;
     }
@@ -48,11 +49,11 @@ static int memory_query(const struct core_state *state, const struct gradhook_pa
     if (!same || !param->dense) {
         return 0;
     }
-    int host = gradhook_truth(PyObject_GetAttr(gradient, state->names[CORE_IS_CPU]));
+    int host = truth_of(PyObject_GetAttr(gradient, state->names[CORE_IS_CPU]));
     if (host <= 0) {
         return host;
     }
-    int contiguous = gradhook_truth(PyObject_CallMethodObjArgs(gradient, state->names[CORE_IS_CONTIGUOUS], NULL));
+    int contiguous = truth_of(PyObject_CallMethodObjArgs(gradient, state->names[CORE_IS_CONTIGUOUS], NULL));
     if (contiguous < 0 && PyErr_ExceptionMatches(PyExc_RuntimeError)) { // a sparse tensor raises it
         PyErr_Clear();
         return 0;
@@ -75,7 +76,7 @@ int gradhook_look(const struct core_gradhook *self, const struct gradhook_param 
     struct core_tensor_place found;
     *out = (struct gradhook_found){0};
     if (param->element == 0 || !core_tensor_look(&self->table, gradient, &found)) {
-        return memory_query(core_state_of((PyObject *)self), param, gradient, out);
+        return memory_query(self->state, param, gradient, out);
     }
     out->base = found.base;
     out->plain = found.plain && param->dense && found.element == param->element && found.bytes == param->bytes;
@@ -93,10 +94,10 @@ static long uses_of_tensor(PyObject *tensor) {
 }
 
 // The use count of the tensor's storage, including a Python object of it; or -1 with an exception.
-static long uses_of_storage(const struct gradhook_claims *claims, PyObject *tensor) {
+static long uses_of_storage(const struct gradhook_uses *known, PyObject *tensor) {
     PyObject *storage = PyObject_CallMethod(tensor, "untyped_storage", NULL);
     PyObject *address = storage != NULL ? PyObject_GetAttrString(storage, "_cdata") : NULL;
-    PyObject *uses = address != NULL ? PyObject_CallFunctionObjArgs(claims->count, address, NULL) : NULL;
+    PyObject *uses = address != NULL ? PyObject_CallFunctionObjArgs(known->count, address, NULL) : NULL;
     long count = uses != NULL ? PyLong_AsLong(uses) : -1;
     Py_XDECREF(uses);
     Py_XDECREF(address);
@@ -105,21 +106,22 @@ static long uses_of_storage(const struct gradhook_claims *claims, PyObject *tens
 }
 
 // Measures the use counts of an unshared tensor as the reference for gradients. 0, or -1 with an exception.
-static int calibrate(struct gradhook_claims *claims, PyObject *view) {
+static int calibrate(struct gradhook_uses *known, PyObject *view) {
     PyObject *torch = PyImport_ImportModule("torch._C");
-    claims->count = torch != NULL ? PyObject_GetAttrString(torch, "_storage_Use_Count") : NULL;
-    claims->address = claims->count != NULL ? PyObject_GetAttrString(torch, "_data_address") : NULL;
-    PyObject *alone = claims->address != NULL ? PyObject_CallMethod(view, "clone", NULL) : NULL;
-    claims->tensor_uses = alone != NULL ? uses_of_tensor(alone) + 1 : 0; // a gradient has one owner more
-    claims->storage_uses = claims->tensor_uses > 0 ? uses_of_storage(claims, alone) : -1;
+    known->count = torch != NULL ? PyObject_GetAttrString(torch, "_storage_Use_Count") : NULL;
+    known->address = known->count != NULL ? PyObject_GetAttrString(torch, "_data_address") : NULL;
+    PyObject *alone = known->address != NULL ? PyObject_CallMethod(view, "clone", NULL) : NULL;
+    known->tensor_uses = alone != NULL ? uses_of_tensor(alone) + 1 : 0; // a gradient has one owner more
+    known->storage_uses = known->tensor_uses > 0 ? uses_of_storage(known, alone) : -1;
     Py_XDECREF(alone);
     Py_XDECREF(torch);
-    return claims->storage_uses < 0 ? -1 : 0;
+    return known->storage_uses < 0 ? -1 : 0;
 }
 
 // Autograd's own references to the memory, besides the gradient itself: the arrived tensor and, if that is a view, its
 // base. -1 with an exception; -2: there are others.
-static long in_hand(const struct core_gradhook *self, const struct gradhook_param *param, PyObject *arrived) {
+static long in_hand(const struct core_gradhook *self, const struct gradhook_param *param, const void *memory,
+                    PyObject *arrived) {
     struct gradhook_found found;
     if (arrived == NULL) {
         return 0;
@@ -127,7 +129,7 @@ static long in_hand(const struct core_gradhook *self, const struct gradhook_para
     if (gradhook_look(self, param, arrived, &found) < 0) {
         return -1;
     }
-    if (!found.plain || found.base != param->taken_base) { // it was copied, or added to an existing gradient
+    if (!found.plain || found.base != memory) { // it was copied, or added to an existing gradient
         return 0;
     }
     PyObject *base = PyObject_GetAttrString(arrived, "_base");
@@ -138,25 +140,26 @@ static long in_hand(const struct core_gradhook *self, const struct gradhook_para
     if (failed) {
         return -1;
     }
-    return uses <= self->claims.tensor_uses ? held : -2;
+    return uses <= self->uses.tensor_uses ? held : -2;
 }
 
-int gradhook_is_alone(const struct core_gradhook *self, const struct gradhook_param *param, PyObject *gradient,
-                      PyObject *arrived) {
-    const struct gradhook_claims *claims = &self->claims;
-    if (claims->count == NULL) {
+// 1: only autograd's own references share the gradient's memory; 0: others do, or it is unknown; -1 with an exception.
+static int is_alone(const struct core_gradhook *self, const struct gradhook_param *param, const void *memory,
+                    PyObject *gradient, PyObject *arrived) {
+    const struct gradhook_uses *known = &self->uses;
+    if (known->count == NULL) {
         return 0;
     }
     long uses = uses_of_tensor(gradient);
-    if (uses != claims->tensor_uses) {
+    if (uses != known->tensor_uses) {
         return uses < 0 ? -1 : 0;
     }
-    long more = in_hand(self, param, arrived);
+    long more = in_hand(self, param, memory, arrived);
     if (more < 0) {
         return more == -2 ? 0 : -1;
     }
-    uses = uses_of_storage(claims, gradient);
-    return uses < 0 ? -1 : uses == claims->storage_uses + more;
+    uses = uses_of_storage(known, gradient);
+    return uses < 0 ? -1 : uses == known->storage_uses + more;
 }
 
 // ---- memory that stays while a gradient is in progress
@@ -176,8 +179,8 @@ static int storage_of(PyObject *tensor, void **out) {
 }
 
 // Where a tensor's storage begins. data_ptr() and torch's table would count as a write.
-static int address_of(const struct gradhook_claims *claims, PyObject *tensor, void **out) {
-    PyObject *address = PyObject_CallFunctionObjArgs(claims->address, tensor, NULL);
+static int address_of(const struct gradhook_uses *known, PyObject *tensor, void **out) {
+    PyObject *address = PyObject_CallFunctionObjArgs(known->address, tensor, NULL);
     *out = address != NULL ? PyLong_AsVoidPtr(address) : NULL;
     Py_XDECREF(address);
     return PyErr_Occurred() != NULL ? -1 : 0;
@@ -208,8 +211,10 @@ static PyObject *alias_of(const struct core_state *state, PyObject *gradient) {
     return alias;
 }
 
-int gradhook_hold(const struct core_gradhook *self, struct gradhook_param *param, PyObject *gradient) {
-    const struct core_state *state = core_state_of((PyObject *)self);
+// Keeps the memory of a gradient and its contents until gradhook_drop(), even if the gradient is given other memory,
+// resized, written to or swapped meanwhile. Records where it lies. 1; 0: it cannot be kept; -1 with an exception.
+static int hold(const struct core_gradhook *self, struct gradhook_param *param, PyObject *gradient) {
+    const struct core_state *state = self->state;
     PyObject *answer = PyObject_GetAttr(gradient, state->names[CORE_REQUIRES_GRAD]);
     bool graph = answer == Py_True; // its clone would be part of the graph
     Py_XDECREF(answer);
@@ -221,12 +226,25 @@ int gradhook_hold(const struct core_gradhook *self, struct gradhook_param *param
         Py_XDECREF(alias);
         return alias == NULL ? -1 : 0;
     }
-    if (storage_of(gradient, &param->storage) < 0 || address_of(&self->claims, alias, &param->storage_base) < 0) {
+    if (storage_of(gradient, &param->storage) < 0 || address_of(&self->uses, alias, &param->storage_base) < 0) {
         Py_DECREF(alias);
         return -1;
     }
     param->alias = alias;
     return 1;
+}
+
+int gradhook_locate(const struct core_gradhook *self, struct gradhook_param *param, PyObject *gradient,
+                    PyObject *arrived, bool may_stay, struct gradhook_found *out) {
+    int stays = gradhook_look(self, param, gradient, out);
+    if (stays == 0 && out->plain && may_stay) {
+        stays = is_alone(self, param, out->base, gradient, arrived);
+    }
+    if (stays > 0 && self->native) {
+        stays = hold(self, param, gradient);
+    }
+    out->stays = stays > 0;
+    return stays < 0 ? -1 : 0;
 }
 
 // 1 if the tensor's storage has all bytes of its shape, from `base` on, else 0; -1 with an exception.
@@ -248,7 +266,7 @@ static int has_room(PyObject *tensor, const char *base, size_t bytes) {
 enum gradhook_moved gradhook_moved(const struct core_gradhook *self, const struct gradhook_param *param, void **now) {
     struct gradhook_found found;
     void *storage;
-    if (address_of(&self->claims, param->taken, now) < 0) {
+    if (address_of(&self->uses, param->taken, now) < 0) {
         return GRADHOOK_UNKNOWN;
     }
     if (*now == param->storage_base) {
@@ -269,87 +287,18 @@ enum gradhook_moved gradhook_moved(const struct core_gradhook *self, const struc
     return room > 0 ? GRADHOOK_REWRITTEN : GRADHOOK_REPLACED;
 }
 
-// ---- gradients that share a tensor
-
-static uint32_t slot_of(const struct gradhook_claims *claims, const void *key) {
-    uint64_t mixed = (uint64_t)(uintptr_t)key * 0x9E3779B97F4A7C15U;
-    return (uint32_t)(mixed >> 32) & claims->mask;
-}
-
-void gradhook_claim(struct core_gradhook *self, struct gradhook_param *param) {
-    struct gradhook_claims *claims = &self->claims;
-    const void *key = param->taken_base;
-    uint32_t at = slot_of(claims, key);
-    for (uint32_t probe = 0; probe <= claims->mask; probe++, at = (at + 1) & claims->mask) {
-        struct gradhook_claim *slot = &claims->slots[at];
-        bool used = slot->pass == claims->pass;
-        if (used && slot->key != key) {
-            continue;
-        }
-        struct gradhook_param *other = &self->params[slot->param];
-        if (used && other != param && other->taken != NULL && other->taken_base == key &&
-            other->bytes == param->bytes) {
-            gradhook_drop(self, other);
-        }
-        *slot = (struct gradhook_claim){.key = key, .pass = claims->pass, .param = (uint32_t)(param - self->params)};
-        return;
-    }
-}
-
-// Makes torch release the lazy clone, so that the gradient's storage is as autograd made it.
-static void settle(const struct core_gradhook *self, PyObject *gradient) {
-    PyObject *type;
-    PyObject *value;
-    PyObject *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    PyObject *name = core_state_of((PyObject *)self)->names[CORE_DATA_PTR];
-    PyObject *address = PyObject_CallMethodObjArgs(gradient, name, NULL);
-    Py_XDECREF(address);
-    PyErr_Restore(type, value, trace);
-}
-
-void gradhook_drop(struct core_gradhook *self, struct gradhook_param *param) {
-    PyObject *taken = param->taken;
-    PyObject *alias = param->alias;
-    self->buckets[param->bucket].direct -= param->direct;
-    param->direct = false;
-    param->converted = false;
-    param->taken = NULL;
-    param->alias = NULL;
-    Py_XDECREF(alias);
-    if (alias != NULL && taken != NULL) {
-        settle(self, taken);
-    }
-    Py_XDECREF(taken);
-}
-
-int gradhook_claims_open(struct core_gradhook *self) {
-    struct gradhook_claims *claims = &self->claims;
-    uint32_t slots = 4;
-    while (slots < 4 * (self->param_count + 1)) {
-        slots *= 2;
-    }
-    claims->mask = slots - 1;
-    claims->pass = 1;
-    claims->slots = calloc(slots, sizeof(*claims->slots));
-    if (claims->slots == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    if (self->param_count > 0 && calibrate(claims, self->params[0].view) < 0) {
+void gradhook_uses_open(struct core_gradhook *self) {
+    if (self->param_count > 0 && calibrate(&self->uses, self->params[0].view) < 0) {
         PyErr_Clear(); // this torch lacks use counts or addresses: copy every gradient
-        Py_CLEAR(claims->count);
-        Py_CLEAR(claims->address);
+        Py_CLEAR(self->uses.count);
+        Py_CLEAR(self->uses.address);
     }
-    return 0;
 }
 
-void gradhook_claims_close(struct core_gradhook *self) {
-    struct gradhook_claims *claims = &self->claims;
-    PyObject *count = claims->count;
-    PyObject *address = claims->address;
-    free(claims->slots);
-    *claims = (struct gradhook_claims){0};
+void gradhook_uses_close(struct core_gradhook *self) {
+    PyObject *count = self->uses.count;
+    PyObject *address = self->uses.address;
+    self->uses = (struct gradhook_uses){0};
     Py_XDECREF(count);
     Py_XDECREF(address);
 }

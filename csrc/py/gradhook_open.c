@@ -99,7 +99,7 @@ static int method_truth(PyObject *object, const char *name, bool *out) {
 
 // Checks that the view lies at the bucket's offset, in host memory, with elements of the bucket's size.
 static int check_view(const struct core_gradhook *self, struct gradhook_param *param, uint32_t index) {
-    const struct core_state *state = core_state_of((PyObject *)self);
+    const struct core_state *state = self->state;
     const struct gradhook_bucket *bucket = &self->buckets[param->bucket];
     size_t base;
     size_t element;
@@ -137,7 +137,7 @@ static int check_view(const struct core_gradhook *self, struct gradhook_param *p
 }
 
 static int parse_param(struct core_gradhook *self, const struct lists *lists, uint32_t index) {
-    const struct core_state *state = core_state_of((PyObject *)self);
+    const struct core_state *state = self->state;
     struct gradhook_param *param = &self->params[index];
     long bucket;
     long offset;
@@ -268,6 +268,7 @@ static int fill(struct core_gradhook *self, const struct lists *lists) {
         gradhook_claims_open(self) < 0) {
         return -1;
     }
+    gradhook_uses_open(self);
     gradhook_rearm(self);
     return 0;
 }
@@ -293,7 +294,7 @@ static int fill_from(struct core_gradhook *self, PyObject *const sequences[5]) {
 int gradhook_open(struct core_gradhook *self, PyObject *args, PyObject *kwargs) {
     static const char *const keywords[] = {"parameters", "views",        "bucket_of", "offset", "buckets",
                                            "recorder",   "direct_bytes", "passes",    "keep",   NULL};
-    const struct core_state *state = core_state_of((PyObject *)self);
+    const struct core_state *state = self->state;
     PyObject *in[5];
     PyObject *recorder = Py_None;
     PyObject *direct = NULL;

@@ -1,14 +1,8 @@
-// GradHook: the type, and the callable that autograd calls for each gradient.
+// GradHook: the Python type, its methods and attributes.
 #include "py/gradhook.h"
 
 #include <stdint.h>
 #include <stdlib.h>
-
-struct core_hook {
-    PyObject base;
-    PyObject *gradhook;
-    uint32_t index;
-};
 
 static struct core_gradhook *gradhook_of(PyObject *object) {
     return (struct core_gradhook *)object;
@@ -19,6 +13,7 @@ static PyObject *gradhook_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     if (self == NULL) {
         return NULL;
     }
+    self->state = core_state_of((PyObject *)self);
     self->prescale = 1.0;
     self->postscale = 1.0;
     self->redop = NB_SUM;
@@ -36,7 +31,7 @@ static int gradhook_traverse(PyObject *object, visitproc visit, void *arg) {
     Py_VISIT(self->target);
     Py_VISIT(self->keep);
     Py_VISIT(self->on_first);
-    Py_VISIT(self->claims.count);
+    Py_VISIT(self->uses.count);
     Py_VISIT(self->table.type);
     for (uint32_t i = 0; i < self->param_count; i++) {
         Py_VISIT(self->params[i].parameter);
@@ -75,6 +70,7 @@ static int gradhook_clear(PyObject *object) {
     Py_CLEAR(self->keep);
     Py_CLEAR(self->on_first);
     gradhook_claims_close(self);
+    gradhook_uses_close(self);
     core_tensor_table_close(&self->table);
     return 0;
 }
@@ -94,18 +90,12 @@ static void gradhook_dealloc(PyObject *object) {
 }
 
 static PyObject *gradhook_hook(PyObject *object, PyObject *index_value) {
-    struct core_gradhook *self = gradhook_of(object);
+    const struct core_gradhook *self = gradhook_of(object);
     long index;
     if (core_get_long("index", index_value, 0, (long)self->param_count - 1, &index) < 0) {
         return NULL;
     }
-    PyTypeObject *type = core_state_of(object)->types[CORE_HOOK];
-    struct core_hook *hook = (struct core_hook *)PyType_GenericAlloc(type, 0);
-    if (hook != NULL) {
-        hook->gradhook = Py_NewRef(object);
-        hook->index = (uint32_t)index;
-    }
-    return (PyObject *)hook;
+    return gradhook_hook_new(object, (uint32_t)index);
 }
 
 static int check_between_steps(const struct core_gradhook *self, const char *what) {
@@ -245,63 +235,6 @@ static int gradhook_set_on_first(PyObject *object, PyObject *value, void *Py_UNU
     return 0;
 }
 
-// Prefetches the data of the next call. Autograd evicts them from the caches between two gradients, and gradients
-// usually become ready in the same order.
-static void expect_next(struct core_gradhook *self, const struct core_hook *hook) {
-    struct gradhook_param *before = &self->params[self->recent];
-    const struct gradhook_param *param = &self->params[hook->index];
-    if (before->next != hook->index || before->next_hook != hook) {
-        before->next = hook->index;
-        before->next_hook = hook;
-    }
-    self->recent = hook->index;
-    __builtin_prefetch(&self->params[param->next], 1);
-    __builtin_prefetch(param->next_hook, 1);
-}
-
-// The gradient that autograd has just accumulated, a borrowed reference; NULL if unknown. Autograd calls a hook of an
-// AccumulateGrad node with its outputs (none) and its inputs (one gradient).
-static PyObject *arrived_in(PyObject *args) {
-    PyObject *inputs = PyTuple_Size(args) == 2 ? PyTuple_GetItem(args, 1) : NULL;
-    bool one = inputs != NULL && PyTuple_Check(inputs) && PyTuple_Size(inputs) == 1;
-    return one ? PyTuple_GetItem(inputs, 0) : NULL;
-}
-
-// Called by autograd; any other caller may pass any arguments.
-static PyObject *hook_call(PyObject *object, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
-    const struct core_hook *self = (struct core_hook *)object;
-    uint32_t index = self->index;
-    PyObject *gradhook = self->gradhook;
-    if (gradhook == NULL || index >= gradhook_of(gradhook)->param_count) {
-        PyErr_SetString(PyExc_RuntimeError, "the GradHook of this hook was cleared");
-        return NULL;
-    }
-    Py_INCREF(gradhook); // the call may remove the hook
-    expect_next(gradhook_of(gradhook), self);
-    int rc = gradhook_fire(gradhook_of(gradhook), index, arrived_in(args));
-    Py_DECREF(gradhook);
-    return rc < 0 ? NULL : Py_NewRef(Py_None);
-}
-
-static int hook_traverse(PyObject *object, visitproc visit, void *arg) {
-    Py_VISIT(Py_TYPE(object));
-    Py_VISIT(((struct core_hook *)object)->gradhook);
-    return 0;
-}
-
-static int hook_clear(PyObject *object) {
-    Py_CLEAR(((struct core_hook *)object)->gradhook);
-    return 0;
-}
-
-static void hook_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
-    PyObject_GC_UnTrack(object);
-    hook_clear(object);
-    PyObject_GC_Del(object);
-    Py_DECREF(type);
-}
-
 #define WITH_KEYWORDS(function) (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS
 
 static const char gradhook_doc[] =
@@ -374,24 +307,6 @@ PyTypeObject *core_gradhook_type(PyObject *module) {
         .name = "netbottleneck._core.GradHook",
         .basicsize = sizeof(struct core_gradhook),
         .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
-        .slots = (PyType_Slot *)slots,
-    };
-    return (PyTypeObject *)PyType_FromModuleAndSpec(module, (PyType_Spec *)&spec, NULL);
-}
-
-PyTypeObject *core_hook_type(PyObject *module) {
-    static const PyType_Slot slots[] = {
-        {Py_tp_doc, (void *)"Made by GradHook.hook()."},
-        {Py_tp_dealloc, (void *)hook_dealloc},
-        {Py_tp_traverse, (void *)hook_traverse},
-        {Py_tp_clear, (void *)hook_clear},
-        {Py_tp_call, (void *)hook_call},
-        {0, NULL},
-    };
-    static const PyType_Spec spec = {
-        .name = "netbottleneck._core.Hook",
-        .basicsize = sizeof(struct core_hook),
-        .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
         .slots = (PyType_Slot *)slots,
     };
     return (PyTypeObject *)PyType_FromModuleAndSpec(module, (PyType_Spec *)&spec, NULL);

@@ -168,10 +168,6 @@ static int tcp_open(const struct nb_lane_config *config, struct nb_lane **out, s
     return 0;
 }
 
-static struct conn *conn_of(const struct nb_lane *base, int peer) {
-    return &NB_CONTAINER(base, struct tcp_lane, base)->conns[peer];
-}
-
 static void tcp_address(const struct nb_lane *base, unsigned char addr[NB_LANE_ADDR_MAX], size_t *bytes) {
     const struct tcp_lane *lane = NB_CONTAINER(base, struct tcp_lane, base);
     nb_sock_format(&lane->addr, (char *)addr);
@@ -180,7 +176,7 @@ static void tcp_address(const struct nb_lane *base, unsigned char addr[NB_LANE_A
 
 static int tcp_peer_open(struct nb_lane *base, int peer, const unsigned char *addr, size_t bytes,
                          struct nb_error *err) {
-    struct conn *conn = conn_of(base, peer);
+    struct conn *conn = nb_tcp_conn(base, peer);
     if (bytes == 0 || bytes > NB_SOCK_TEXT || addr[bytes - 1] != 0) {
         return nb_fail_peer(err, NB_EWIRE, peer, "rank %d sent no address for lane %d", peer, base->index);
     }
@@ -200,12 +196,12 @@ static int tcp_peer_open(struct nb_lane *base, int peer, const unsigned char *ad
 }
 
 static bool tcp_peer_ready(const struct nb_lane *base, int peer) {
-    const struct conn *conn = conn_of(base, peer);
+    const struct conn *conn = nb_tcp_conn(base, peer);
     return conn->state == OPEN && conn->in_watch.fd >= 0;
 }
 
 static void tcp_peer_close(struct nb_lane *base, int peer) {
-    struct conn *conn = conn_of(base, peer);
+    struct conn *conn = nb_tcp_conn(base, peer);
     struct nb_request *request = conn->request;
     conn->request = NULL;
     nb_tcp_reset(conn);
@@ -227,44 +223,6 @@ static void tcp_unmap(struct nb_lane *base, struct nb_region *region) {
     (void)region;
 }
 
-static int tcp_post(struct nb_lane *base, struct nb_request *request) {
-    struct conn *conn = conn_of(base, request->peer);
-    if (conn->state != OPEN || conn->out_ended || nb_tcp_pending(conn)) {
-        conn->refused = true;
-        return -EAGAIN;
-    }
-    nb_tcp_segment(conn, request);
-    nb_tcp_write_ahead(conn);
-    return 0;
-}
-
-static int tcp_message(struct nb_lane *base, int peer, const void *data, size_t bytes) {
-    struct conn *conn = conn_of(base, peer);
-    if (conn->messages == NULL || conn->state != OPEN || conn->out_ended || conn->message_count == MESSAGES ||
-        bytes > NB_LANE_MESSAGE_MAX) {
-        conn->refused = true;
-        return -EAGAIN;
-    }
-    struct message *message = &conn->messages[(conn->message_head + conn->message_count) % MESSAGES];
-    message->bytes = bytes;
-    memcpy(message->data, data, bytes);
-    conn->message_count++;
-    if (!nb_tcp_pending(conn)) {
-        nb_tcp_message_now(conn);
-    }
-    nb_tcp_want_out(conn);
-    return 0;
-}
-
-static void tcp_resume(struct nb_lane *base, int peer) {
-    struct conn *conn = conn_of(base, peer);
-    if (conn->in_watch.fd >= 0 && conn->held) {
-        conn->held = false;
-        nb_tcp_want_in(conn);
-        nb_tcp_read(conn);
-    }
-}
-
 static int tcp_progress(struct nb_lane *base) {
     (void)base;
     return 0;
@@ -276,11 +234,7 @@ static int tcp_arm(struct nb_lane *base) {
 }
 
 static void tcp_stats(const struct nb_lane *base, int peer, struct nb_lane_stats *stats) {
-    *stats = conn_of(base, peer)->stats;
-}
-
-static size_t tcp_held(const struct nb_lane *base, int peer) {
-    return nb_tcp_held(conn_of(base, peer));
+    *stats = nb_tcp_conn(base, peer)->stats;
 }
 
 static const char *tcp_describe(const struct nb_lane *base) {
@@ -297,12 +251,12 @@ const struct nb_lane_ops nb_tcp_ops = {.name = "tcp",
                                        .peer_close = tcp_peer_close,
                                        .map = tcp_map,
                                        .unmap = tcp_unmap,
-                                       .post = tcp_post,
-                                       .message = tcp_message,
-                                       .resume = tcp_resume,
+                                       .post = nb_tcp_post,
+                                       .message = nb_tcp_message,
+                                       .resume = nb_tcp_resume,
                                        .progress = tcp_progress,
                                        .arm = tcp_arm,
                                        .stats = tcp_stats,
-                                       .held = tcp_held,
+                                       .held = nb_tcp_held,
                                        .describe = tcp_describe,
                                        .close = tcp_close};

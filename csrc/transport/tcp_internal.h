@@ -107,12 +107,12 @@ int nb_tcp_read_proof(int fd, struct tcp_handshake *handshake);
 void nb_tcp_macs(const struct nb_boot *boot, const struct tcp_handshake *handshake, int to,
                  const struct nb_sockaddr *listener, struct nb_tcp_macs *macs);
 
+static inline struct conn *nb_tcp_conn(const struct nb_lane *base, int peer) {
+    return &NB_CONTAINER(base, struct tcp_lane, base)->conns[peer];
+}
+
 // Sets the options of a connection of this lane.
 void nb_tcp_tune(struct tcp_lane *lane, int fd);
-// True if a segment or a message is being sent.
-bool nb_tcp_pending(const struct conn *conn);
-// Bytes of sent segments that the kernel still holds, unsent or unacknowledged.
-size_t nb_tcp_held(const struct conn *conn);
 // Request from the loop the events that the connections wait for.
 void nb_tcp_want_out(struct conn *conn);
 void nb_tcp_want_in(struct conn *conn);
@@ -127,13 +127,12 @@ void nb_tcp_read(struct conn *conn);
 void nb_tcp_out_ended(struct conn *conn, int code);
 // Writes until the kernel's buffer is full, and pulls the next segment each time one is sent.
 void nb_tcp_write(struct conn *conn);
-// Writes as much of a new segment as the kernel accepts now, so that it need not wait for the loop. May call `sent` for
-// it. Bounded, as incoming data must be read, too.
-void nb_tcp_write_ahead(struct conn *conn);
-// Begins to send a segment, or the next message; nothing else may be in progress.
-void nb_tcp_segment(struct conn *conn, struct nb_request *request);
-void nb_tcp_next_message(struct conn *conn);
-// Sends as much of the next message as the kernel accepts now; calls no callback.
-void nb_tcp_message_now(struct conn *conn);
+// Entries of nb_lane_ops. nb_tcp_post() writes as much of a segment as the kernel accepts now, so that it need not wait
+// for the loop; it may call `sent` for it. Bounded, as incoming data must be read, too.
+int nb_tcp_post(struct nb_lane *base, struct nb_request *request);
+int nb_tcp_message(struct nb_lane *base, int peer, const void *data, size_t bytes);
+void nb_tcp_resume(struct nb_lane *base, int peer);
+// Bytes of sent segments that the kernel still holds, unsent or unacknowledged.
+size_t nb_tcp_held(const struct nb_lane *base, int peer);
 
 #endif

@@ -1,4 +1,4 @@
-// TCP streams: reads and writes segments and messages of one connection without blocking.
+// TCP streams: posts, reads and writes segments and messages of one connection without blocking.
 #include <errno.h>
 #include <netinet/tcp.h>
 #include <stdint.h>
@@ -11,6 +11,7 @@
 #include <linux/sockios.h>
 
 #include "base/error.h"
+#include "base/list.h"
 #include "base/loop.h"
 #include "base/sock.h"
 #include "base/wire.h"
@@ -47,9 +48,14 @@ static void want(struct conn *conn, struct nb_watch *watch, uint32_t events) {
     nb_loop_change(conn->lane->config.loop, watch, events == 0 ? (uint32_t)EPOLLET : events);
 }
 
+// True if a segment or a message is being sent.
+static bool is_sending(const struct conn *conn) {
+    return conn->request != NULL || conn->out_is_message;
+}
+
 void nb_tcp_want_out(struct conn *conn) {
     uint32_t events = conn->out_ended || conn->state == CONNECTING ? 0 : (uint32_t)EPOLLIN;
-    bool writes = conn->state == OPEN && !conn->out_ended && nb_tcp_pending(conn);
+    bool writes = conn->state == OPEN && !conn->out_ended && is_sending(conn);
     if (conn->state == CONNECTING || writes) {
         events |= EPOLLOUT;
     }
@@ -251,15 +257,16 @@ static void message_sent(struct conn *conn) {
     conn->message_count--;
 }
 
-void nb_tcp_next_message(struct conn *conn) {
+static void message_begin(struct conn *conn) {
     struct message *message = &conn->messages[conn->message_head % MESSAGES];
     out_begin(conn, (struct wire_tcp_header){.type = NB_WIRE_TCP_MESSAGE, .bytes = (uint32_t)message->bytes});
     conn->out.iov[conn->out.count++] = (struct iovec){.iov_base = message->data, .iov_len = message->bytes};
     conn->out_is_message = true;
 }
 
-void nb_tcp_message_now(struct conn *conn) {
-    nb_tcp_next_message(conn);
+// Sends as much of the next message as the kernel accepts now; calls no callback.
+static void message_send(struct conn *conn) {
+    message_begin(conn);
     (void)out_send(conn); // the loop's next write reports a failure again
     if (pieces_left(&conn->out) == 0) {
         message_sent(conn);
@@ -276,35 +283,19 @@ static void out_end(struct conn *conn) {
     conn->request = NULL;
     conn->stats.bytes_out += request->frame.bytes;
     if (conn->message_count > 0) {
-        nb_tcp_next_message(conn);
+        message_begin(conn);
     }
     lane->config.up->sent(lane->config.up_ctx, &lane->base, request, 0);
-}
-
-bool nb_tcp_pending(const struct conn *conn) {
-    return conn->request != NULL || conn->out_is_message;
-}
-
-size_t nb_tcp_held(const struct conn *conn) {
-    int kernel = 0;
-    if (conn->state != OPEN || ioctl(conn->out_watch.fd, SIOCOUTQ, &kernel) < 0 || kernel < 0) {
-        return 0;
-    }
-    size_t begun = 0; // bytes of the segment in progress
-    if (conn->request != NULL && !conn->out_is_message) {
-        begun = sizeof conn->out_header + conn->request->frame.bytes - pieces_left(&conn->out);
-    }
-    return (size_t)kernel > begun ? (size_t)kernel - begun : 0;
 }
 
 // Starts what follows a finished segment or message: a queued message, else whatever the scheduler sends.
 static void out_next(struct conn *conn) {
     out_end(conn);
-    if (conn->state != OPEN || nb_tcp_pending(conn)) {
+    if (conn->state != OPEN || is_sending(conn)) {
         return;
     }
     if (conn->message_count > 0) {
-        nb_tcp_next_message(conn);
+        message_begin(conn);
     } else if (conn->refused) {
         conn->refused = false;
         conn->lane->config.up->writable(conn->lane->config.up_ctx, &conn->lane->base, conn->peer);
@@ -325,7 +316,7 @@ void nb_tcp_out_ended(struct conn *conn, int code) {
 void nb_tcp_write(struct conn *conn) {
     size_t budget = WRITE_BUDGET;
     conn->writing = true;
-    while (conn->state == OPEN && nb_tcp_pending(conn) && !conn->out_ended && budget > 0) {
+    while (conn->state == OPEN && is_sending(conn) && !conn->out_ended && budget > 0) {
         ssize_t n = out_send(conn);
         if (n < 0 && errno != EAGAIN && errno != EINTR) {
             conn->writing = false;
@@ -346,18 +337,7 @@ void nb_tcp_write(struct conn *conn) {
     }
 }
 
-void nb_tcp_write_ahead(struct conn *conn) {
-    ssize_t n = conn->ahead < WRITE_BUDGET && !conn->writing ? out_send(conn) : 0;
-    conn->ahead += n > 0 ? (size_t)n : 0;
-    if (pieces_left(&conn->out) == 0) {
-        out_end(conn);
-    }
-    if (conn->state == OPEN && !conn->writing) { // the loop's next write reports a failure again
-        nb_tcp_want_out(conn);
-    }
-}
-
-void nb_tcp_segment(struct conn *conn, struct nb_request *request) {
+static void segment_begin(struct conn *conn, struct nb_request *request) {
     const struct nb_frame *frame = &request->frame;
     out_begin(conn, (struct wire_tcp_header){.type = NB_WIRE_TCP_SEGMENT,
                                              .bytes = frame->bytes,
@@ -368,6 +348,69 @@ void nb_tcp_segment(struct conn *conn, struct nb_request *request) {
         conn->out.iov[conn->out.count++] = request->iov[i];
     }
     conn->request = request;
+}
+
+// Writes as much of a new segment as the kernel accepts now. May call `sent` for it.
+static void write_ahead(struct conn *conn) {
+    ssize_t n = conn->ahead < WRITE_BUDGET && !conn->writing ? out_send(conn) : 0;
+    conn->ahead += n > 0 ? (size_t)n : 0;
+    if (pieces_left(&conn->out) == 0) {
+        out_end(conn);
+    }
+    if (conn->state == OPEN && !conn->writing) { // the loop's next write reports a failure again
+        nb_tcp_want_out(conn);
+    }
+}
+
+int nb_tcp_post(struct nb_lane *base, struct nb_request *request) {
+    struct conn *conn = nb_tcp_conn(base, request->peer);
+    if (conn->state != OPEN || conn->out_ended || is_sending(conn)) {
+        conn->refused = true;
+        return -EAGAIN;
+    }
+    segment_begin(conn, request);
+    write_ahead(conn);
+    return 0;
+}
+
+int nb_tcp_message(struct nb_lane *base, int peer, const void *data, size_t bytes) {
+    struct conn *conn = nb_tcp_conn(base, peer);
+    if (conn->messages == NULL || conn->state != OPEN || conn->out_ended || conn->message_count == MESSAGES ||
+        bytes > NB_LANE_MESSAGE_MAX) {
+        conn->refused = true;
+        return -EAGAIN;
+    }
+    struct message *message = &conn->messages[(conn->message_head + conn->message_count) % MESSAGES];
+    message->bytes = bytes;
+    memcpy(message->data, data, bytes);
+    conn->message_count++;
+    if (!is_sending(conn)) {
+        message_send(conn);
+    }
+    nb_tcp_want_out(conn);
+    return 0;
+}
+
+void nb_tcp_resume(struct nb_lane *base, int peer) {
+    struct conn *conn = nb_tcp_conn(base, peer);
+    if (conn->in_watch.fd >= 0 && conn->held) {
+        conn->held = false;
+        nb_tcp_want_in(conn);
+        nb_tcp_read(conn);
+    }
+}
+
+size_t nb_tcp_held(const struct nb_lane *base, int peer) {
+    const struct conn *conn = nb_tcp_conn(base, peer);
+    int kernel = 0;
+    if (conn->state != OPEN || ioctl(conn->out_watch.fd, SIOCOUTQ, &kernel) < 0 || kernel < 0) {
+        return 0;
+    }
+    size_t begun = 0; // bytes of the segment in progress
+    if (conn->request != NULL && !conn->out_is_message) {
+        begun = sizeof conn->out_header + conn->request->frame.bytes - pieces_left(&conn->out);
+    }
+    return (size_t)kernel > begun ? (size_t)kernel - begun : 0;
 }
 
 void nb_tcp_tune(struct tcp_lane *lane, int fd) {

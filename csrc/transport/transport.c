@@ -1,4 +1,4 @@
-// Transport: the list of networks.
+// Transport: the list of networks. The native rows of python/netbottleneck/trace/transports.py have the same names.
 #include "transport/transport.h"
 
 #include <string.h>

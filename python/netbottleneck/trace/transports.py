@@ -1,4 +1,8 @@
-"""Transports, and the arms of a run that use them: one list, from which all names, capabilities and texts derive."""
+"""Transports, and the arms of a run that use them: one list, from which all names, capabilities and texts derive.
+
+The native rows name the networks of nb_transports[] in csrc/transport/transport.c, in its order. The list does not read
+that table, because a saved trace is read without the extension; tests/py/test_transports.py compares the two.
+"""
 
 from __future__ import annotations
 

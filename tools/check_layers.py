@@ -128,7 +128,7 @@ def c_findings(path: Path) -> Iterator[tuple[int, str]]:
         if match is None:
             continue
         header = match[2]
-        for pattern, places in C_OUTSIDE:
+        for pattern, places in C_OUTSIDE if match[1] == "<" else []:
             if fnmatch.fnmatchcase(header, pattern) and not any(fnmatch.fnmatchcase(name, place) for place in places):
                 yield number, f"<{header}> belongs in {', '.join('csrc/' + place for place in places)} only"
         if match[1] == '"':

@@ -1,4 +1,4 @@
-"""Layers: circles of imports between files of the package are found, without false positives."""
+"""Layers: circles of imports are found without false positives; our headers and a toolkit's are told apart."""
 
 from __future__ import annotations
 
@@ -49,3 +49,15 @@ def test_names_that_a_package_exports_lazily_make_no_circle(tmp_path: Path) -> N
     root = package(tmp_path, room__a="import netbottleneck.room")
     (root / "room" / "__init__.py").write_text("def __getattr__(name):\n    from netbottleneck.room import a\n")
     assert list(check_layers.file_circles(root)) == []
+
+
+def test_a_header_of_the_room_cuda_is_no_header_of_the_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cuda").mkdir()
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "cuda" / "driver.h").write_text("")
+    user = tmp_path / "engine" / "operation.c"
+    monkeypatch.setattr(check_layers, "CSRC", tmp_path)
+    user.write_text('#include "cuda/driver.h"\n')
+    assert list(check_layers.c_findings(user)) == []
+    user.write_text("#include <cuda_runtime.h>\n")
+    assert [line for line, _ in check_layers.c_findings(user)] == [1]

@@ -2,6 +2,7 @@
 #include "coll/reduce.h"
 
 #include "base/dtype.h"
+#include "base/half.h"
 #include "coll/kernels.h"
 #include <stdbool.h>
 #include <stddef.h>

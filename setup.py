@@ -43,9 +43,8 @@ class BuildCore(build_ext):
             flags += cbuild.WARNINGS
         folder = ROOT / "build" / "core" / f"{sys.platform}-{platform.machine()}-{sys.implementation.cache_tag}"
         try:
-            objects = cbuild.compile_all(
-                [ROOT / source for source in ext.sources], folder, [*self.compiler.compiler_so, *flags]
-            )
+            made = [ROOT / source for source in ext.sources] + [cbuild.cuda_image()]
+            objects = cbuild.compile_all(made, folder, [*self.compiler.compiler_so, *flags])
         except RuntimeError as error:
             raise SystemExit(str(error)) from error
         sources, ext.sources = ext.sources, []
@@ -56,6 +55,8 @@ class BuildCore(build_ext):
             ext.sources = sources
         if cbuild.libfabric_include() is None:
             print(cbuild.OFI_LEFT_OUT, flush=True)
+        if cbuild.nvcc() is None:
+            print(cbuild.CUDA_LEFT_OUT, flush=True)
 
     def run(self) -> None:
         """Build the extension, then the shim in the lab's folder."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -29,6 +30,8 @@ LANGUAGE = ["-std=gnu11", "-fvisibility=hidden", "-pthread"]
 LIBRARIES = ["-pthread", "-ldl", "-lm"]
 LIMITED_API = "0x030b0000"
 OFI_LEFT_OUT = "ofi left out: install libfabric-dev"
+CUDA_LEFT_OUT = "device code for GPUs left out: no nvcc"
+GPUS = ("80", "90", "100")  # compute capabilities with machine code of their own; later ones get PTX of the first
 
 
 def core_sources(*, tests: bool = False) -> list[Path]:
@@ -116,9 +119,9 @@ def run_compiler(argv: Sequence[str]) -> None:
         raise RuntimeError(f"{argv[0]} could not make {target}")
 
 
-def compile_one(source: Path, target: Path, argv: Sequence[str]) -> bool:
+def compile_one(source: Path, target: Path, argv: Sequence[str], phase: str = "-c") -> bool:
     """Compile source to target unless target is fresh; return whether the compiler ran."""
-    full = [*argv, "-MMD", "-MF", str(target.with_suffix(".d")), "-c", str(source), "-o", str(target)]
+    full = [*argv, "-MMD", "-MF", str(target.with_suffix(".d")), phase, str(source), "-o", str(target)]
     command = shlex.join(full)
     if _is_fresh(target, command):
         return False
@@ -142,6 +145,50 @@ def compile_all(sources: Iterable[Path], folder: Path, argv: Sequence[str], *, j
     if failures:
         raise RuntimeError("\n".join(failures))
     return targets
+
+
+def nvcc() -> str | None:
+    """Return CUDA's compiler, or None. NVCC alone decides where set; empty: none."""
+    asked = os.environ.get("NVCC")
+    return shutil.which("nvcc" if asked is None else asked) or (
+        shutil.which("/usr/local/cuda/bin/nvcc") if asked is None else None
+    )
+
+
+def cuda_image(folder: Path = ROOT / "build" / "cuda") -> Path:
+    """Return a C file below folder that holds the image of kernels.cu, an empty one without nvcc.
+
+    nvcc runs where a file that kernels.cu includes has changed. Where it fails, the image is empty; in our own builds
+    that raises RuntimeError.
+    """
+    fatbin, made = folder / "kernels.fatbin", folder / "image.c"
+    code = b""
+    compiler = nvcc()
+    if compiler is not None:
+        asked = subprocess.run([compiler, "--list-gpu-code"], capture_output=True, text=True, check=False)
+        gpus = [gpu for gpu in GPUS if f"sm_{gpu}" in asked.stdout.split()]
+        flags = [f"-gencode=arch=compute_{gpu},code=sm_{gpu}" for gpu in gpus]
+        flags += [f"-gencode=arch=compute_{gpu},code=compute_{gpu}" for gpu in gpus[:1]]
+        # The results are those of the same C without fused multiplication and addition.
+        argv = [compiler, "--fmad=false", f"-I{CSRC}", *flags]
+        try:
+            compile_one(CSRC / "cuda" / "kernels.cu", fatbin, argv, "-fatbin")
+            code = fatbin.read_bytes()
+        except RuntimeError:
+            if os.environ.get("NETBOTTLENECK_WERROR") == "1":
+                raise
+    rows = [",".join(map(str, code[at : at + 32])) for at in range(0, len(code), 32)]
+    body = ",\n".join(rows) or "0"
+    text = f"""#include "cuda/image.h"
+_Alignas(16) const unsigned char nb_cuda_image_data[] = {{
+{body}
+}};
+const size_t nb_cuda_image_bytes = {len(code)};
+"""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not made.is_file() or made.read_text(encoding="ascii") != text:
+        made.write_text(text, encoding="ascii")
+    return made
 
 
 def main() -> int:

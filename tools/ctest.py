@@ -133,7 +133,7 @@ def build(flavour: str, programs: list[Path], jobs: int) -> dict[Path, Path | st
     cross = f"{CROSS[flavour][0]}-" if flavour in CROSS else ""
     named = f"{cross}gcc" if cross else os.environ.get("CC", "gcc")
     compiler = [named, *cbuild.base_flags(cross=bool(cross)), f"-I{TESTS}", *FLAVOURS[flavour]]
-    sources = [*cbuild.core_sources(tests=True), *sorted(TESTS.glob("mem/*.c"))]
+    sources = [*cbuild.core_sources(tests=True), cbuild.cuda_image(), *sorted(TESTS.glob("mem/*.c"))]
     objects = cbuild.compile_all(sources, folder, compiler, jobs=jobs)
     archive = folder / "libcore.a"
     archive.unlink(missing_ok=True)

@@ -21,6 +21,7 @@ import skips
 
 TESTS = cbuild.ROOT / "tests" / "c"
 BUILD = cbuild.ROOT / "build" / "ctest"
+FAKE_CUDA = cbuild.ROOT / "tests" / "cuda"  # a libcuda.so.1 beside the programs, which those of CUDA name by its path
 SUPPRESSIONS = cbuild.ROOT / "tools" / "sanitizers"
 LIMIT_S = 180  # what only a hang reaches, on a busy machine too
 # Programs that run once for each of these arguments, so that each run has a test's time limit.
@@ -140,11 +141,16 @@ def build(flavour: str, programs: list[Path], jobs: int) -> dict[Path, Path | st
     if objects:
         cbuild.run_compiler([f"{cross}ar", "rcs", str(archive), *map(str, objects)])
 
+    sanitize = [flag for flag in FLAVOURS[flavour] if flag.startswith("-fsanitize")]
+    if any("cuda" in program.stem for program in programs):
+        fake = cbuild.compile_all(sorted(FAKE_CUDA.glob("*.c")), folder, [*compiler, "-fPIC"], jobs=1)
+        shared = ["-shared", *sanitize, *map(str, fake), "-o", str(folder / "libcuda.so.1")]
+        cbuild.run_compiler([compiler[0], *shared, *cbuild.LIBRARIES])
+
     def one(program: Path) -> Path | str:
         target = folder / program.stem
         try:
             (made,) = cbuild.compile_all([program], folder, compiler, jobs=1)
-            sanitize = [flag for flag in FLAVOURS[flavour] if flag.startswith("-fsanitize")]
             wrapped = [f"-Wl,--wrap={name}" for name in WRAPPED.get(program.stem, ())]
             parts = [*sanitize, *wrapped, str(made), str(archive)]
             cbuild.run_compiler([compiler[0], *parts, "-o", str(target), *cbuild.LIBRARIES])

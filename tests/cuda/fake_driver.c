@@ -1,0 +1,979 @@
+// Fake CUDA driver: the calls that the core makes, over threads and memory of the host.
+//
+// Device memory is a file that is mapped twice. The address that the driver hands out has no access rights, so the host
+// cannot touch it. The other mapping is opened only while an operation of a stream uses it. An object that was destroyed
+// stays known until a reset, so that its use is found.
+#include <pthread.h>
+#include <sched.h>
+#include <setjmp.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "cuda/driver.h"
+#include "cuda/kernels.h"
+#include "fake.h"
+
+static unsigned char *kernel_memory(uint64_t address, uint64_t bytes);
+#define NB_KERNEL_AT(address, bytes) kernel_memory(address, bytes)
+#include "cuda/kernels.cu"
+
+#define EXPORT __attribute__((visibility("default")))
+#define DECLARED(member, symbol, parameters) EXPORT unsigned symbol parameters;
+NB_CUDA_CALLS(DECLARED)
+#undef DECLARED
+
+enum { NOT_INITIALIZED = 3, CONTEXTS_MAX = 16, OPENED_MAX = 64, GARBAGE = 0xee, MODULE_MAGIC = (int)0xba55ed50 };
+
+struct CUctx_st {
+    int device;
+    int retained;
+};
+
+struct CUevent_st {
+    struct CUevent_st *next;
+    struct CUctx_st *context;
+    const struct CUstream_st *stream; // of the last record
+    uint64_t recorded;                // number of the last record, 0: never
+    uint64_t completed;
+    bool destroyed;
+};
+
+struct operation {
+    struct operation *next;
+    enum fake_kind kind;
+    struct CUevent_st *event;
+    uint64_t ticket;
+    nb_cuda_address address;
+    void *host;
+    size_t bytes;
+    bool pinned;
+    void *staged; // the source of a slow copy to the device
+    int kernel;
+    uint64_t to;
+    uint64_t from;
+    uint64_t count;
+    double factor;
+};
+
+struct CUstream_st {
+    struct CUstream_st *next;
+    struct CUctx_st *context;
+    pthread_t thread;
+    struct operation *first;
+    struct operation **last;
+    uint64_t submitted;
+    uint64_t executed;
+    uint64_t random;
+    bool held;
+    bool destroyed;
+};
+
+struct allocation {
+    struct allocation *next;
+    struct CUctx_st *context;
+    unsigned char *base; // what the driver hands out
+    unsigned char *alias;
+    size_t bytes;
+    size_t mapped;
+    int users;
+    bool freed;
+};
+
+struct registration {
+    struct registration *next;
+    unsigned char *base;
+    size_t bytes;
+};
+
+struct CUmod_st {
+    struct CUmod_st *next;
+    struct CUctx_st *context;
+    bool unloaded;
+};
+
+struct CUfunc_st {
+    int kernel;
+};
+
+static struct {
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    struct CUctx_st contexts[FAKE_DEVICES];
+    struct CUfunc_st functions[NB_CUDA_KERNEL_COUNT];
+    struct CUstream_st *streams;
+    struct CUevent_st *events;
+    struct allocation *allocations;
+    struct registration *registrations;
+    struct CUmod_st *modules;
+    struct fake_entry *log;
+    size_t logged;
+    size_t log_room;
+    const struct CUstream_st *hastened;
+    uint64_t seed;
+    int64_t delay_max_ns;
+    int version;
+    int calls;
+    int executed;
+    int slow_copies;
+    int fail_in;
+    unsigned fail_with;
+    int break_in;
+    int drop_in;
+    bool initialized;
+    bool broken;
+    bool ending;
+} fake = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER, .version = FAKE_VERSION};
+
+static _Thread_local struct {
+    struct CUctx_st *contexts[CONTEXTS_MAX];
+    int depth;
+} current;
+
+static uint64_t draw(uint64_t *state) {
+    uint64_t z = *state += 0x9e3779b97f4a7c15u;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+// A third of the time nothing, a third another thread's turn, a third a sleep.
+static void delay(struct CUstream_st *stream, int64_t max_ns) {
+    uint64_t drawn = draw(&stream->random);
+    if (max_ns > 0 && drawn % 3 == 0) {
+        const struct timespec pause = {.tv_nsec = (long)(drawn / 3 % (uint64_t)max_ns)};
+        (void)nanosleep(&pause, NULL);
+    } else if (max_ns > 0 && drawn % 3 == 1) {
+        (void)sched_yield();
+    }
+}
+
+// Memory. The lock is held.
+
+static struct allocation *allocation_of(nb_cuda_address address, size_t bytes) {
+    for (struct allocation *it = fake.allocations; it != NULL; it = it->next) {
+        uintptr_t base = (uintptr_t)it->base;
+        if (!it->freed && address >= base && bytes <= it->bytes && address - base <= it->bytes - bytes) {
+            return it;
+        }
+    }
+    return NULL;
+}
+
+static unsigned char *alias_open(struct allocation *it, nb_cuda_address address) {
+    if (it->users++ == 0 && mprotect(it->alias, it->mapped, PROT_READ | PROT_WRITE) != 0) {
+        abort();
+    }
+    return it->alias + (address - (uintptr_t)it->base);
+}
+
+static void alias_close(struct allocation *it) {
+    if (--it->users == 0 && mprotect(it->alias, it->mapped, PROT_NONE) != 0) {
+        abort();
+    }
+}
+
+// 1: registered as a whole; 0: not at all; -1: in part.
+static int pinned(const void *memory, size_t bytes) {
+    const unsigned char *at = memory;
+    for (const struct registration *it = fake.registrations; it != NULL; it = it->next) {
+        if (at >= it->base && bytes <= it->bytes && (size_t)(at - it->base) <= it->bytes - bytes) {
+            return 1;
+        }
+        if (at < it->base + it->bytes && it->base < at + bytes) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+// Operations, on a stream's thread. The lock is not held.
+
+static _Thread_local struct {
+    struct allocation *opened[OPENED_MAX];
+    int count;
+    jmp_buf fault;
+} kernel_state;
+
+static unsigned char *kernel_memory(uint64_t address, uint64_t bytes) {
+    (void)pthread_mutex_lock(&fake.lock);
+    struct allocation *it = allocation_of(address, bytes);
+    bool right = it != NULL && kernel_state.count < OPENED_MAX;
+    unsigned char *at = NULL;
+    if (right) {
+        at = alias_open(it, address);
+        kernel_state.opened[kernel_state.count++] = it;
+    }
+    (void)pthread_mutex_unlock(&fake.lock);
+    if (!right) {
+        longjmp(kernel_state.fault, 1);
+    }
+    return at;
+}
+
+static bool run_kernel(const struct operation *op) {
+    static void (*const kernels[])(uint64_t to, uint64_t from, uint64_t count, double factor) = {
+#define KERNEL(number, name) [number] = name,
+        NB_CUDA_KERNELS(KERNEL)
+#undef KERNEL
+    };
+    kernel_state.count = 0;
+    volatile bool right = false;
+    if (setjmp(kernel_state.fault) == 0) {
+        kernels[op->kernel](op->to, op->from, op->count, op->factor);
+        right = true;
+    }
+    (void)pthread_mutex_lock(&fake.lock);
+    for (int i = 0; i < kernel_state.count; i++) {
+        alias_close(kernel_state.opened[i]);
+    }
+    (void)pthread_mutex_unlock(&fake.lock);
+    return right;
+}
+
+// Copies in two parts. The target of a copy to the host is garbage until then.
+static bool run_copy(struct CUstream_st *stream, const struct operation *op, int64_t max_ns) {
+    (void)pthread_mutex_lock(&fake.lock);
+    struct allocation *it = allocation_of(op->address, op->bytes);
+    bool right = it != NULL && (!op->pinned || pinned(op->host, op->bytes) == 1);
+    unsigned char *device = right ? alias_open(it, op->address) : NULL;
+    (void)pthread_mutex_unlock(&fake.lock);
+    if (!right) {
+        return false;
+    }
+    const size_t half = op->bytes / 2;
+    unsigned char *host = op->staged != NULL ? op->staged : op->host;
+    if (op->kind == FAKE_TO_HOST) {
+        memset(host, GARBAGE, op->bytes);
+        memcpy(host, device, half);
+        delay(stream, max_ns);
+        memcpy(host + half, device + half, op->bytes - half);
+    } else {
+        memcpy(device, host, half);
+        delay(stream, max_ns);
+        memcpy(device + half, host + half, op->bytes - half);
+    }
+    (void)pthread_mutex_lock(&fake.lock);
+    alias_close(it);
+    (void)pthread_mutex_unlock(&fake.lock);
+    return true;
+}
+
+static bool execute(struct CUstream_st *stream, const struct operation *op, int64_t max_ns) {
+    delay(stream, max_ns);
+    switch (op->kind) {
+    case FAKE_TO_HOST:
+    case FAKE_TO_DEVICE:
+        return run_copy(stream, op, max_ns);
+    case FAKE_KERNEL:
+        return run_kernel(op);
+    case FAKE_RECORD:
+    case FAKE_WAIT:
+        break;
+    }
+    return true;
+}
+
+static void log_operation(const struct CUstream_st *stream, const struct operation *op) {
+    if (fake.logged == fake.log_room) {
+        fake.log_room = fake.log_room == 0 ? 256 : 2 * fake.log_room;
+        fake.log = realloc(fake.log, fake.log_room * sizeof *fake.log);
+        if (fake.log == NULL) {
+            abort();
+        }
+    }
+    fake.log[fake.logged++] = (struct fake_entry){op->kind, stream, op->event, op->address, op->bytes};
+}
+
+static void *stream_main(void *argument) {
+    struct CUstream_st *stream = argument;
+    (void)pthread_mutex_lock(&fake.lock);
+    while (!fake.ending && !(stream->destroyed && stream->first == NULL)) {
+        struct operation *op = stream->first;
+        bool waits = op != NULL && op->kind == FAKE_WAIT && op->event->completed < op->ticket && !fake.broken;
+        if (op == NULL || waits || stream->held) {
+            (void)pthread_cond_wait(&fake.changed, &fake.lock);
+            continue;
+        }
+        bool right = true;
+        if (!fake.broken) {
+            int64_t max_ns = fake.delay_max_ns;
+            (void)pthread_mutex_unlock(&fake.lock);
+            right = execute(stream, op, max_ns);
+            (void)pthread_mutex_lock(&fake.lock);
+        }
+        fake.executed++;
+        fake.broken = fake.broken || !right || (fake.break_in > 0 && --fake.break_in == 0);
+        if (!fake.broken) {
+            log_operation(stream, op);
+        }
+        if (op->kind == FAKE_RECORD && op->event->completed < op->ticket) {
+            op->event->completed = op->ticket;
+        }
+        stream->first = op->next;
+        stream->last = stream->first == NULL ? &stream->first : stream->last;
+        stream->executed++;
+        free(op->staged);
+        free(op);
+        (void)pthread_cond_broadcast(&fake.changed);
+    }
+    (void)pthread_mutex_unlock(&fake.lock);
+    return NULL;
+}
+
+static void submit(struct CUstream_st *stream, const struct operation *model) {
+    struct operation *op = malloc(sizeof *op);
+    if (op == NULL) {
+        abort();
+    }
+    *op = *model;
+    op->next = NULL;
+    *stream->last = op;
+    stream->last = &op->next;
+    stream->submitted++;
+    (void)pthread_cond_broadcast(&fake.changed);
+}
+
+static unsigned drain(const struct CUstream_st *stream) {
+    const uint64_t until = stream->submitted;
+    while (stream->executed < until && !fake.broken) {
+        (void)pthread_cond_wait(&fake.changed, &fake.lock);
+    }
+    return fake.broken ? NB_CUDA_ILLEGAL_ADDRESS : NB_CUDA_SUCCESS;
+}
+
+// Calls: each begins with ENTER, which takes the lock, and ends with leave().
+
+#define ENTER(how)                                                                                                     \
+    do {                                                                                                               \
+        const unsigned refused = how();                                                                                \
+        if (refused != NB_CUDA_SUCCESS) {                                                                              \
+            return refused;                                                                                            \
+        }                                                                                                              \
+    } while (0)
+
+static unsigned enter_anyhow(void) {
+    (void)pthread_mutex_lock(&fake.lock);
+    fake.calls++;
+    unsigned result = NB_CUDA_SUCCESS;
+    if (fake.fail_in > 0 && --fake.fail_in == 0) {
+        result = fake.fail_with;
+    } else if (fake.broken) {
+        result = NB_CUDA_ILLEGAL_ADDRESS;
+    }
+    if (result != NB_CUDA_SUCCESS) {
+        (void)pthread_mutex_unlock(&fake.lock);
+    }
+    return result;
+}
+
+static unsigned leave(unsigned result) {
+    (void)pthread_mutex_unlock(&fake.lock);
+    return result;
+}
+
+static unsigned enter_initialized(void) {
+    unsigned result = enter_anyhow();
+    return result == NB_CUDA_SUCCESS && !fake.initialized ? leave(NOT_INITIALIZED) : result;
+}
+
+static struct CUctx_st *context_now(void) {
+    return current.depth > 0 ? current.contexts[current.depth - 1] : NULL;
+}
+
+static unsigned enter(void) {
+    unsigned result = enter_initialized();
+    if (result == NB_CUDA_SUCCESS && (context_now() == NULL || context_now()->retained == 0)) {
+        return leave(NB_CUDA_INVALID_CONTEXT);
+    }
+    return result;
+}
+
+static bool stream_is_right(const struct CUstream_st *stream) {
+    const struct CUstream_st *it = fake.streams;
+    while (it != NULL && it != stream) {
+        it = it->next;
+    }
+    return it != NULL && !it->destroyed && it->context == context_now();
+}
+
+static bool event_is_alive(const struct CUevent_st *event) {
+    const struct CUevent_st *it = fake.events;
+    while (it != NULL && it != event) {
+        it = it->next;
+    }
+    return it != NULL && !it->destroyed;
+}
+
+unsigned cuDriverGetVersion(int *version) {
+    *version = fake.version;
+    return NB_CUDA_SUCCESS;
+}
+
+unsigned cuInit(unsigned flags) {
+    ENTER(enter_anyhow);
+    fake.initialized = fake.initialized || flags == 0;
+    return leave(flags == 0 ? NB_CUDA_SUCCESS : NB_CUDA_INVALID_VALUE);
+}
+
+static const struct {
+    unsigned result;
+    const char *name;
+    const char *text;
+} results[] = {
+    {NB_CUDA_SUCCESS, "CUDA_SUCCESS", "no error"},
+    {NB_CUDA_INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
+    {NB_CUDA_OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
+    {NB_CUDA_NO_DEVICE, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
+    {NB_CUDA_INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
+    {NB_CUDA_INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
+    {NB_CUDA_ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
+};
+
+static const char *result_text(unsigned result, bool name) {
+    for (size_t i = 0; i < sizeof results / sizeof results[0]; i++) {
+        if (results[i].result == result) {
+            return name ? results[i].name : results[i].text;
+        }
+    }
+    return NULL;
+}
+
+unsigned cuGetErrorName(unsigned result, const char **name) {
+    *name = result_text(result, true);
+    return *name != NULL ? NB_CUDA_SUCCESS : NB_CUDA_INVALID_VALUE;
+}
+
+unsigned cuGetErrorString(unsigned result, const char **text) {
+    *text = result_text(result, false);
+    return *text != NULL ? NB_CUDA_SUCCESS : NB_CUDA_INVALID_VALUE;
+}
+
+unsigned cuDeviceGetCount(int *count) {
+    ENTER(enter_initialized);
+    *count = FAKE_DEVICES;
+    return leave(NB_CUDA_SUCCESS);
+}
+
+unsigned cuDeviceGet(int *device, int ordinal) {
+    ENTER(enter_initialized);
+    if (ordinal < 0 || ordinal >= FAKE_DEVICES) {
+        return leave(NB_CUDA_INVALID_DEVICE);
+    }
+    *device = ordinal;
+    return leave(NB_CUDA_SUCCESS);
+}
+
+unsigned cuDeviceGetName(char *name, int bytes, int device) {
+    ENTER(enter_initialized);
+    (void)snprintf(name, (size_t)bytes, "Fake GPU %d", device);
+    return leave(NB_CUDA_SUCCESS);
+}
+
+unsigned cuDevicePrimaryCtxRetain(struct CUctx_st **context, int device) {
+    ENTER(enter_initialized);
+    if (device < 0 || device >= FAKE_DEVICES) {
+        return leave(NB_CUDA_INVALID_DEVICE);
+    }
+    fake.contexts[device].device = device;
+    fake.contexts[device].retained++;
+    *context = &fake.contexts[device];
+    return leave(NB_CUDA_SUCCESS);
+}
+
+unsigned cuDevicePrimaryCtxRelease_v2(int device) {
+    ENTER(enter_initialized);
+    if (device < 0 || device >= FAKE_DEVICES || fake.contexts[device].retained == 0) {
+        return leave(NB_CUDA_INVALID_CONTEXT);
+    }
+    fake.contexts[device].retained--;
+    return leave(NB_CUDA_SUCCESS);
+}
+
+unsigned cuCtxPushCurrent_v2(struct CUctx_st *context) {
+    ENTER(enter_initialized);
+    if (context == NULL || context->retained == 0 || current.depth == CONTEXTS_MAX) {
+        return leave(NB_CUDA_INVALID_CONTEXT);
+    }
+    current.contexts[current.depth++] = context;
+    return leave(NB_CUDA_SUCCESS);
+}
+
+// Not counted: it fails for nobody who has pushed.
+unsigned cuCtxPopCurrent_v2(struct CUctx_st **context) {
+    if (current.depth == 0) {
+        return NB_CUDA_INVALID_CONTEXT;
+    }
+    *context = current.contexts[--current.depth];
+    return NB_CUDA_SUCCESS;
+}
+
+unsigned cuStreamCreate(struct CUstream_st **stream, unsigned flags) {
+    ENTER(enter);
+    if ((flags & ~(unsigned)NB_CUDA_STREAM_NON_BLOCKING) != 0) {
+        return leave(NB_CUDA_INVALID_VALUE);
+    }
+    struct CUstream_st *made = calloc(1, sizeof *made);
+    if (made == NULL) {
+        abort();
+    }
+    made->context = context_now();
+    made->last = &made->first;
+    made->random = draw(&fake.seed);
+    made->next = fake.streams;
+    if (pthread_create(&made->thread, NULL, stream_main, made) != 0) {
+        free(made);
+        return leave(NB_CUDA_OUT_OF_MEMORY);
+    }
+    fake.streams = made;
+    *stream = made;
+    return leave(NB_CUDA_SUCCESS);
+}
+
+unsigned cuStreamDestroy_v2(struct CUstream_st *stream) {
+    ENTER(enter);
+    if (!stream_is_right(stream)) {
+        return leave(NB_CUDA_INVALID_HANDLE);
+    }
+    stream->destroyed = true; // its thread ends after the work that it has
+    (void)pthread_cond_broadcast(&fake.changed);
+    return leave(NB_CUDA_SUCCESS);
+}
+
+unsigned cuStreamWaitEvent(struct CUstream_st *stream, struct CUevent_st *event, unsigned flags) {
+    ENTER(enter);
+    if (!stream_is_right(stream) || !event_is_alive(event)) {
+        return leave(NB_CUDA_INVALID_HANDLE);
+    }
+    bool drop = fake.drop_in > 0 && --fake.drop_in == 0;
+    if (flags == 0 && event->recorded > 0 && !drop) {
+        submit(stream, &(struct operation){.kind = FAKE_WAIT, .event = event, .ticket = event->recorded});
+    }
+    return leave(flags == 0 ? NB_CUDA_SUCCESS : NB_CUDA_INVALID_VALUE);
+}
+
+unsigned cuStreamSynchronize(struct CUstream_st *stream) {
+    ENTER(enter);
+    return leave(stream_is_right(stream) ? drain(stream) : NB_CUDA_INVALID_HANDLE);
+}
+
+unsigned cuEventCreate(struct CUevent_st **event, unsigned flags) {
+    ENTER(enter);
+    if ((flags & ~(unsigned)NB_CUDA_EVENT_DISABLE_TIMING) != 0) {
+        return leave(NB_CUDA_INVALID_VALUE);
+    }
+    struct CUevent_st *made = calloc(1, sizeof *made);
+    if (made == NULL) {
+        abort();
+    }
+    made->context = context_now();
+    made->next = fake.events;
+    fake.events = made;
+    *event = made;
+    return leave(NB_CUDA_SUCCESS);
+}
+
+unsigned cuEventDestroy_v2(struct CUevent_st *event) {
+    ENTER(enter);
+    if (!event_is_alive(event)) {
+        return leave(NB_CUDA_INVALID_HANDLE);
+    }
+    event->destroyed = true;
+    return leave(NB_CUDA_SUCCESS);
+}
+
+unsigned cuEventRecord(struct CUevent_st *event, struct CUstream_st *stream) {
+    ENTER(enter);
+    if (!stream_is_right(stream) || !event_is_alive(event) || event->context != stream->context) {
+        return leave(NB_CUDA_INVALID_HANDLE);
+    }
+    event->recorded++;
+    event->stream = stream;
+    submit(stream, &(struct operation){.kind = FAKE_RECORD, .event = event, .ticket = event->recorded});
+    return leave(NB_CUDA_SUCCESS);
+}
+
+unsigned cuEventQuery(struct CUevent_st *event) {
+    ENTER(enter);
+    if (!event_is_alive(event)) {
+        return leave(NB_CUDA_INVALID_HANDLE);
+    }
+    bool done = event->completed >= event->recorded || (fake.hastened != NULL && event->stream == fake.hastened);
+    return leave(done ? NB_CUDA_SUCCESS : NB_CUDA_NOT_READY);
+}
+
+unsigned cuMemAlloc_v2(nb_cuda_address *address, size_t bytes) {
+    ENTER(enter);
+    if (bytes == 0) {
+        return leave(NB_CUDA_INVALID_VALUE);
+    }
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    struct allocation *made = calloc(1, sizeof *made);
+    int fd = memfd_create("fake_device", MFD_CLOEXEC);
+    size_t mapped = (bytes + page - 1) / page * page;
+    if (made == NULL || fd < 0 || ftruncate(fd, (off_t)mapped) != 0) {
+        abort();
+    }
+    made->base = mmap(NULL, mapped, PROT_NONE, MAP_SHARED, fd, 0);
+    made->alias = mmap(NULL, mapped, PROT_NONE, MAP_SHARED, fd, 0);
+    (void)close(fd);
+    if (made->base == MAP_FAILED || made->alias == MAP_FAILED) {
+        abort();
+    }
+    made->bytes = bytes;
+    made->mapped = mapped;
+    made->context = context_now();
+    made->next = fake.allocations;
+    fake.allocations = made;
+    *address = (uintptr_t)made->base;
+    return leave(NB_CUDA_SUCCESS);
+}
+
+unsigned cuMemFree_v2(nb_cuda_address address) {
+    ENTER(enter);
+    struct allocation *it = allocation_of(address, 1);
+    if (it == NULL || (uintptr_t)it->base != address || it->context != context_now()) {
+        return leave(NB_CUDA_INVALID_VALUE);
+    }
+    it->freed = true; // its addresses are not used again before a reset
+    return leave(NB_CUDA_SUCCESS);
+}
+
+unsigned cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags) {
+    ENTER(enter);
+    if (memory == NULL || bytes == 0 || (flags & ~(unsigned)NB_CUDA_HOST_PORTABLE) != 0) {
+        return leave(NB_CUDA_INVALID_VALUE);
+    }
+    if (pinned(memory, bytes) != 0) {
+        return leave(NB_CUDA_HOST_ALREADY_REGISTERED);
+    }
+    struct registration *made = calloc(1, sizeof *made);
+    if (made == NULL) {
+        abort();
+    }
+    *made = (struct registration){.next = fake.registrations, .base = memory, .bytes = bytes};
+    fake.registrations = made;
+    return leave(NB_CUDA_SUCCESS);
+}
+
+unsigned cuMemHostUnregister(void *memory) {
+    ENTER(enter);
+    struct registration **at = &fake.registrations;
+    while (*at != NULL && (*at)->base != memory) {
+        at = &(*at)->next;
+    }
+    struct registration *found = *at;
+    if (found == NULL) {
+        return leave(NB_CUDA_HOST_NOT_REGISTERED);
+    }
+    *at = found->next;
+    free(found);
+    return leave(NB_CUDA_SUCCESS);
+}
+
+// A copy from or to memory that is not registered: to the host it blocks, to the device it takes the source at once.
+static unsigned copy(enum fake_kind kind, nb_cuda_address address, void *host, size_t bytes,
+                     struct CUstream_st *stream) {
+    ENTER(enter);
+    if (!stream_is_right(stream)) {
+        return leave(NB_CUDA_INVALID_HANDLE);
+    }
+    const struct allocation *it = allocation_of(address, bytes);
+    const int registered = pinned(host, bytes);
+    if (bytes == 0 || it == NULL || it->context != context_now() || registered < 0) {
+        return leave(bytes == 0 ? NB_CUDA_SUCCESS : NB_CUDA_INVALID_VALUE);
+    }
+    struct operation op = {.kind = kind, .address = address, .host = host, .bytes = bytes, .pinned = registered == 1};
+    fake.slow_copies += registered == 0;
+    if (registered == 0 && kind == FAKE_TO_DEVICE) {
+        op.staged = malloc(bytes);
+        if (op.staged == NULL) {
+            abort();
+        }
+        memcpy(op.staged, host, bytes);
+    }
+    submit(stream, &op);
+    return leave(registered == 0 && kind == FAKE_TO_HOST ? drain(stream) : NB_CUDA_SUCCESS);
+}
+
+unsigned cuMemcpyDtoHAsync_v2(void *to, nb_cuda_address from, size_t bytes, struct CUstream_st *stream) {
+    return copy(FAKE_TO_HOST, from, to, bytes, stream);
+}
+
+unsigned cuMemcpyHtoDAsync_v2(nb_cuda_address to, const void *from, size_t bytes, struct CUstream_st *stream) {
+    return copy(FAKE_TO_DEVICE, to, (void *)(uintptr_t)from, bytes, stream);
+}
+
+unsigned cuModuleLoadData(struct CUmod_st **module, const void *image) {
+    ENTER(enter);
+    int magic = 0;
+    memcpy(&magic, image, sizeof magic);
+    if (magic != MODULE_MAGIC) {
+        return leave(NB_CUDA_INVALID_IMAGE);
+    }
+    struct CUmod_st *made = calloc(1, sizeof *made);
+    if (made == NULL) {
+        abort();
+    }
+    made->context = context_now();
+    made->next = fake.modules;
+    fake.modules = made;
+    *module = made;
+    return leave(NB_CUDA_SUCCESS);
+}
+
+unsigned cuModuleUnload(struct CUmod_st *module) {
+    ENTER(enter);
+    if (module == NULL || module->unloaded || module->context != context_now()) {
+        return leave(NB_CUDA_INVALID_HANDLE);
+    }
+    module->unloaded = true;
+    return leave(NB_CUDA_SUCCESS);
+}
+
+unsigned cuModuleGetFunction(struct CUfunc_st **function, struct CUmod_st *module, const char *name) {
+    static const char *const names[] = {
+#define NAMED(number, name) [number] = #name,
+        NB_CUDA_KERNELS(NAMED)
+#undef NAMED
+    };
+    ENTER(enter);
+    if (module == NULL || module->unloaded || module->context != context_now()) {
+        return leave(NB_CUDA_INVALID_HANDLE);
+    }
+    for (int i = 0; i < NB_CUDA_KERNEL_COUNT; i++) {
+        if (strcmp(names[i], name) == 0) {
+            fake.functions[i].kernel = i;
+            *function = &fake.functions[i];
+            return leave(NB_CUDA_SUCCESS);
+        }
+    }
+    return leave(NB_CUDA_NOT_FOUND);
+}
+
+unsigned cuLaunchKernel(struct CUfunc_st *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                        unsigned block_y, unsigned block_z, unsigned shared_bytes, struct CUstream_st *stream,
+                        void **parameters, void **extra) {
+    ENTER(enter);
+    if (!stream_is_right(stream)) {
+        return leave(NB_CUDA_INVALID_HANDLE);
+    }
+    uint64_t threads = (uint64_t)block_x * block_y * block_z;
+    if (function == NULL || extra != NULL || shared_bytes != 0 || grid_x == 0 || grid_y == 0 || grid_z == 0 ||
+        grid_y > 65535 || grid_z > 65535 || threads == 0 || threads > 1024) {
+        return leave(NB_CUDA_INVALID_VALUE);
+    }
+    struct operation op = {.kind = FAKE_KERNEL, .kernel = function->kernel};
+    memcpy(&op.to, parameters[0], sizeof op.to);
+    memcpy(&op.from, parameters[1], sizeof op.from);
+    memcpy(&op.count, parameters[2], sizeof op.count);
+    memcpy(&op.factor, parameters[3], sizeof op.factor);
+    submit(stream, &op);
+    return leave(NB_CUDA_SUCCESS);
+}
+
+// Controls.
+
+static void free_streams(void) {
+    while (fake.streams != NULL) {
+        struct CUstream_st *stream = fake.streams;
+        (void)pthread_join(stream->thread, NULL);
+        while (stream->first != NULL) {
+            struct operation *op = stream->first;
+            stream->first = op->next;
+            free(op->staged);
+            free(op);
+        }
+        fake.streams = stream->next;
+        free(stream);
+    }
+}
+
+static void free_objects(void) {
+    while (fake.events != NULL) {
+        struct CUevent_st *event = fake.events;
+        fake.events = event->next;
+        free(event);
+    }
+    while (fake.modules != NULL) {
+        struct CUmod_st *module = fake.modules;
+        fake.modules = module->next;
+        free(module);
+    }
+    while (fake.registrations != NULL) {
+        struct registration *registration = fake.registrations;
+        fake.registrations = registration->next;
+        free(registration);
+    }
+    while (fake.allocations != NULL) {
+        struct allocation *it = fake.allocations;
+        (void)munmap(it->base, it->mapped);
+        (void)munmap(it->alias, it->mapped);
+        fake.allocations = it->next;
+        free(it);
+    }
+    free(fake.log);
+}
+
+static void control_reset(uint64_t seed, int64_t delay_max_ns) {
+    (void)pthread_mutex_lock(&fake.lock);
+    fake.ending = true;
+    (void)pthread_cond_broadcast(&fake.changed);
+    (void)pthread_mutex_unlock(&fake.lock);
+    free_streams();
+    (void)pthread_mutex_lock(&fake.lock);
+    free_objects();
+    fake.log = NULL;
+    fake.logged = fake.log_room = 0;
+    fake.hastened = NULL;
+    memset(fake.contexts, 0, sizeof fake.contexts);
+    fake.seed = seed;
+    fake.delay_max_ns = delay_max_ns;
+    fake.version = FAKE_VERSION;
+    fake.calls = fake.executed = fake.slow_copies = fake.fail_in = fake.break_in = fake.drop_in = 0;
+    fake.initialized = fake.broken = fake.ending = false;
+    (void)pthread_mutex_unlock(&fake.lock);
+    current.depth = 0;
+}
+
+static void control_set_version(int version) {
+    fake.version = version;
+}
+
+static void control_fail_call(int n, unsigned result) {
+    (void)pthread_mutex_lock(&fake.lock);
+    fake.fail_in = n;
+    fake.fail_with = result;
+    (void)pthread_mutex_unlock(&fake.lock);
+}
+
+static void control_break_operation(int n) {
+    (void)pthread_mutex_lock(&fake.lock);
+    fake.break_in = n;
+    (void)pthread_mutex_unlock(&fake.lock);
+}
+
+static int control_calls(void) {
+    (void)pthread_mutex_lock(&fake.lock);
+    int calls = fake.calls;
+    (void)pthread_mutex_unlock(&fake.lock);
+    return calls;
+}
+
+static int control_operations(void) {
+    (void)pthread_mutex_lock(&fake.lock);
+    int executed = fake.executed;
+    (void)pthread_mutex_unlock(&fake.lock);
+    return executed;
+}
+
+static void control_hold(struct CUstream_st *stream, bool held) {
+    (void)pthread_mutex_lock(&fake.lock);
+    stream->held = held;
+    (void)pthread_cond_broadcast(&fake.changed);
+    (void)pthread_mutex_unlock(&fake.lock);
+}
+
+static void control_drop_wait(int n) {
+    (void)pthread_mutex_lock(&fake.lock);
+    fake.drop_in = n;
+    (void)pthread_mutex_unlock(&fake.lock);
+}
+
+static void control_hasten(const struct CUstream_st *stream) {
+    (void)pthread_mutex_lock(&fake.lock);
+    fake.hastened = stream;
+    (void)pthread_mutex_unlock(&fake.lock);
+}
+
+static void control_peek(void *to, nb_cuda_address from, size_t bytes) {
+    (void)pthread_mutex_lock(&fake.lock);
+    struct allocation *it = allocation_of(from, bytes);
+    if (it == NULL) {
+        abort();
+    }
+    memcpy(to, alias_open(it, from), bytes);
+    alias_close(it);
+    (void)pthread_mutex_unlock(&fake.lock);
+}
+
+static void control_poke(nb_cuda_address to, const void *from, size_t bytes) {
+    (void)pthread_mutex_lock(&fake.lock);
+    struct allocation *it = allocation_of(to, bytes);
+    if (it == NULL) {
+        abort();
+    }
+    memcpy(alias_open(it, to), from, bytes);
+    alias_close(it);
+    (void)pthread_mutex_unlock(&fake.lock);
+}
+
+static int control_slow_copies(void) {
+    (void)pthread_mutex_lock(&fake.lock);
+    int count = fake.slow_copies;
+    (void)pthread_mutex_unlock(&fake.lock);
+    return count;
+}
+
+static size_t control_log(size_t n, struct fake_entry *entries, size_t max) {
+    (void)pthread_mutex_lock(&fake.lock);
+    size_t there = n < fake.logged ? fake.logged - n : 0;
+    size_t take = there < max ? there : max;
+    if (take > 0) {
+        memcpy(entries, fake.log + n, take * sizeof *entries);
+    }
+    (void)pthread_mutex_unlock(&fake.lock);
+    return there;
+}
+
+static struct fake_alive control_alive(void) {
+    struct fake_alive alive = {0};
+    (void)pthread_mutex_lock(&fake.lock);
+    for (int i = 0; i < FAKE_DEVICES; i++) {
+        alive.contexts += fake.contexts[i].retained;
+    }
+    for (const struct CUstream_st *it = fake.streams; it != NULL; it = it->next) {
+        alive.streams += !it->destroyed;
+    }
+    for (const struct CUevent_st *it = fake.events; it != NULL; it = it->next) {
+        alive.events += !it->destroyed;
+    }
+    for (const struct allocation *it = fake.allocations; it != NULL; it = it->next) {
+        alive.allocations += !it->freed;
+    }
+    for (const struct registration *it = fake.registrations; it != NULL; it = it->next) {
+        alive.registrations++;
+    }
+    for (const struct CUmod_st *it = fake.modules; it != NULL; it = it->next) {
+        alive.modules += !it->unloaded;
+    }
+    (void)pthread_mutex_unlock(&fake.lock);
+    return alive;
+}
+
+EXPORT const struct fake_controls *fake_controls(void);
+EXPORT const struct fake_controls *fake_controls(void) {
+    static const struct fake_controls controls = {
+        .reset = control_reset,
+        .set_version = control_set_version,
+        .fail_call = control_fail_call,
+        .break_operation = control_break_operation,
+        .calls = control_calls,
+        .operations = control_operations,
+        .hold = control_hold,
+        .drop_wait = control_drop_wait,
+        .hasten = control_hasten,
+        .peek = control_peek,
+        .poke = control_poke,
+        .slow_copies = control_slow_copies,
+        .log = control_log,
+        .alive = control_alive,
+    };
+    return &controls;
+}

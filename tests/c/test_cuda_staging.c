@@ -1,0 +1,528 @@
+// Staging over the fake driver: results are right whatever the streams' delays, each ordering rule is needed, and a failure
+// of any call or operation ends in an error and leaves nothing behind.
+#include <errno.h>
+#include <sched.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../cuda/fake.h"
+#include "base/clock.h"
+#include "base/error.h"
+#include "check.h"
+#include "cuda/driver.h"
+#include "cuda/staging.h"
+
+enum { SEEDS = 1000, JOBS_MAX = 4, CHUNK = 512, DELAY_NS = 20000, QUIET_POLLS = 50 };
+static const int64_t deadline_ns = 60000000000;
+
+static const struct fake_controls *fake;
+
+// One transfer: `input` is copied to a buffer, staged, each byte replaced by its result, and copied to `output`.
+struct job {
+    size_t bytes;
+    nb_cuda_address buffer;
+    struct CUstream_st *caller;
+    struct CUevent_st *fence;
+    struct nb_staging_transfer transfer;
+    bool started;
+    unsigned char *input;
+    unsigned char *output;
+};
+
+struct world {
+    struct nb_cuda_driver driver;
+    struct nb_cuda_device device;
+    struct CUstream_st *out;
+    struct CUstream_st *back;
+    struct nb_staging *staging;
+    struct job jobs[JOBS_MAX];
+    int count;
+    int64_t until_ns;
+    uint64_t random;
+    struct nb_error err;
+};
+
+static uint64_t draw(uint64_t *state) {
+    uint64_t z = *state += 0x9e3779b97f4a7c15u;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+static void succeed(unsigned result, const char *what) {
+    CHECK(result == NB_CUDA_SUCCESS, "%s: %u", what, result);
+}
+
+static unsigned char result_of(unsigned char value, size_t offset) {
+    return (unsigned char)(value * 3 + offset % 251 + 1);
+}
+
+static void prepare_job(struct world *w, struct job *job, size_t bytes) {
+    const struct nb_cuda_driver *driver = &w->driver;
+    job->bytes = bytes;
+    job->input = malloc(bytes);
+    job->output = calloc(1, bytes);
+    unsigned char *garbage = malloc(bytes);
+    CHECK(job->input != NULL && job->output != NULL && garbage != NULL, "memory");
+    for (size_t i = 0; i < bytes; i++) {
+        job->input[i] = (unsigned char)draw(&w->random);
+        garbage[i] = (unsigned char)(job->input[i] ^ 0x5a);
+    }
+    succeed(driver->mem_alloc(&job->buffer, bytes), "cuMemAlloc");
+    fake->poke(job->buffer, garbage, bytes);
+    free(garbage);
+    succeed(driver->host_register(job->input, bytes, 0), "cuMemHostRegister");
+    succeed(driver->host_register(job->output, bytes, 0), "cuMemHostRegister");
+    succeed(driver->stream_create(&job->caller, NB_CUDA_STREAM_NON_BLOCKING), "cuStreamCreate");
+    succeed(driver->event_create(&job->fence, NB_CUDA_EVENT_DISABLE_TIMING), "cuEventCreate");
+}
+
+static void begin(struct world *w, uint64_t seed) {
+    fake->reset(seed, DELAY_NS);
+    *w = (struct world){.random = seed, .until_ns = nb_now_ns() + deadline_ns};
+    CHECK(nb_cuda_driver_open(&w->driver, fake_path(), &w->err) == 0, "%s", w->err.text);
+    CHECK(nb_cuda_device_open(&w->device, &w->driver, 0, &w->err) == 0, "%s", w->err.text);
+    CHECK(nb_cuda_enter(&w->device, &w->err) == 0, "%s", w->err.text);
+    succeed(w->driver.stream_create(&w->out, NB_CUDA_STREAM_NON_BLOCKING), "cuStreamCreate");
+    succeed(w->driver.stream_create(&w->back, NB_CUDA_STREAM_NON_BLOCKING), "cuStreamCreate");
+}
+
+static void add_job(struct world *w, size_t bytes) {
+    prepare_job(w, &w->jobs[w->count++], bytes);
+}
+
+static int open_staging(struct world *w, size_t chunk_bytes, int chunks, bool one_stream) {
+    nb_cuda_leave(&w->device); // the staging makes the context current where it needs it
+    const struct nb_staging_config config = {
+        .chunk_bytes = chunk_bytes, .chunks = chunks, .out = w->out, .back = one_stream ? w->out : w->back};
+    return nb_staging_open(&w->staging, &w->device, &config, &w->err);
+}
+
+static void enter(struct world *w) {
+    struct nb_error err = {0};
+    CHECK(nb_cuda_enter(&w->device, &err) == 0, "%s", err.text);
+}
+
+// What the caller does before a transfer: computes, and records the fence.
+static void compute(struct world *w, struct job *job) {
+    enter(w);
+    succeed(w->driver.copy_to_device(job->buffer, job->input, job->bytes, job->caller), "cuMemcpyHtoDAsync");
+    succeed(w->driver.event_record(job->fence, job->caller), "cuEventRecord");
+    nb_cuda_leave(&w->device);
+}
+
+static int start(struct world *w, struct job *job) {
+    const struct nb_staging_request request = {job->buffer, job->bytes, job->fence, job->caller};
+    int rc = nb_staging_start(w->staging, &job->transfer, &request, &w->err);
+    job->started = rc == 0;
+    return rc;
+}
+
+// What the caller does after a transfer: takes the result along in its stream.
+static void use_result(struct world *w, struct job *job) {
+    succeed(w->driver.copy_to_host(job->output, job->buffer, job->bytes, job->caller), "cuMemcpyDtoHAsync");
+}
+
+static bool result_is_right(const struct job *job) {
+    for (size_t i = 0; i < job->bytes; i++) {
+        if (job->output[i] != result_of(job->input[i], i)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static void replace(const struct nb_staging_chunk *chunk) {
+    unsigned char *memory = chunk->memory;
+    for (size_t i = 0; i < chunk->bytes; i++) {
+        memory[i] = result_of(memory[i], chunk->offset_bytes + i);
+    }
+}
+
+// Takes chunks of a job, and returns them in an order of the seed. Returns how many it returned, or a failure.
+static int work(struct world *w, struct job *job) {
+    struct nb_staging_chunk held[8];
+    int count = 0;
+    int rc = 0;
+    while (count < 8 && (rc = nb_staging_take(w->staging, &job->transfer, &held[count], &w->err)) == 1) {
+        replace(&held[count++]);
+    }
+    for (int left = count; rc >= 0 && left > 0; left--) {
+        int which = (int)(draw(&w->random) % (uint64_t)left);
+        rc = nb_staging_return(w->staging, &job->transfer, held[which].index, &w->err);
+        held[which] = held[left - 1];
+    }
+    return rc < 0 ? rc : count;
+}
+
+static bool all_done(const struct world *w) {
+    for (int i = 0; i < w->count; i++) {
+        if (!w->jobs[i].transfer.done) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// Polls until all are done. A held stream is released when nothing else is left to be done.
+static int finish(struct world *w, struct CUstream_st *held) {
+    int quiet = 0;
+    while (!all_done(w)) {
+        CHECK(nb_now_ns() < w->until_ns, "transfers are not done");
+        int moved = nb_staging_poll(w->staging, &w->err);
+        for (int i = 0; moved >= 0 && i < w->count; i++) {
+            int returned = work(w, &w->jobs[i]);
+            moved = returned < 0 ? returned : moved + returned;
+        }
+        if (moved < 0) {
+            return moved;
+        }
+        quiet = moved > 0 ? 0 : quiet + 1;
+        if (held != NULL && quiet == QUIET_POLLS) {
+            fake->hold(held, false);
+            held = NULL;
+        }
+        if (moved == 0) {
+            (void)sched_yield();
+        }
+    }
+    return 0;
+}
+
+static void free_jobs(struct world *w) {
+    for (int i = 0; i < w->count; i++) {
+        free(w->jobs[i].input);
+        free(w->jobs[i].output);
+    }
+}
+
+static void end(struct world *w) {
+    enter(w);
+    for (int i = 0; i < w->count; i++) {
+        succeed(w->driver.stream_synchronize(w->jobs[i].caller), "cuStreamSynchronize");
+        succeed(w->driver.host_unregister(w->jobs[i].input), "cuMemHostUnregister");
+        succeed(w->driver.host_unregister(w->jobs[i].output), "cuMemHostUnregister");
+    }
+    nb_cuda_leave(&w->device);
+    nb_staging_close(w->staging);
+    struct fake_alive alive = fake->alive();
+    CHECK(alive.registrations == 0 && alive.events == w->count, "%d registrations, %d events", alive.registrations,
+          alive.events);
+    CHECK(fake->slow_copies() == 0, "%d copies of memory that is not pinned", fake->slow_copies());
+    free_jobs(w);
+}
+
+// A whole run of the jobs that a world has. Returns a failure of the staging, or 0.
+static int run(struct world *w) {
+    int rc = 0;
+    for (int i = 0; rc == 0 && i < w->count; i++) {
+        compute(w, &w->jobs[i]);
+        rc = start(w, &w->jobs[i]);
+    }
+    rc = rc < 0 ? rc : finish(w, NULL);
+    enter(w);
+    for (int i = 0; rc == 0 && i < w->count; i++) {
+        use_result(w, &w->jobs[i]);
+        succeed(w->driver.stream_synchronize(w->jobs[i].caller), "cuStreamSynchronize");
+        CHECK(result_is_right(&w->jobs[i]), "job %d of %zu bytes", i, w->jobs[i].bytes);
+    }
+    nb_cuda_leave(&w->device);
+    return rc;
+}
+
+static void test_sizes(void) {
+    static const size_t sizes[] = {1, 2, 3, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1, 100 * CHUNK + 17};
+    static const int chunks[] = {1, 2, 7};
+    struct world w;
+    for (size_t s = 0; s < sizeof sizes / sizeof sizes[0]; s++) {
+        for (size_t c = 0; c < sizeof chunks / sizeof chunks[0]; c++) {
+            begin(&w, s * 10 + c);
+            add_job(&w, sizes[s]);
+            CHECK(open_staging(&w, CHUNK, chunks[c], s % 2 == 0) == 0, "%s", w.err.text);
+            CHECK(run(&w) == 0, "%s", w.err.text);
+            end(&w);
+        }
+    }
+}
+
+static void test_nothing_to_move(void) {
+    struct world w;
+    begin(&w, 1);
+    CHECK(open_staging(&w, CHUNK, 2, false) == 0, "%s", w.err.text);
+    struct CUevent_st *fence = NULL;
+    enter(&w);
+    succeed(w.driver.event_create(&fence, 0), "cuEventCreate");
+    nb_cuda_leave(&w.device);
+    struct nb_staging_transfer transfer;
+    const struct nb_staging_request nothing = {.fence = fence};
+    CHECK(nb_staging_start(w.staging, &transfer, &nothing, &w.err) == 0 && transfer.done, "%s", w.err.text);
+    CHECK(nb_staging_poll(w.staging, &w.err) == 0, "%s", w.err.text);
+    nb_staging_cancel(w.staging, &transfer);
+    nb_staging_close(w.staging);
+}
+
+static void test_seeds(void) {
+    for (uint64_t seed = 0; seed < SEEDS; seed++) {
+        struct world w;
+        begin(&w, seed);
+        const int jobs = 1 + (int)(draw(&w.random) % JOBS_MAX);
+        const size_t chunk_bytes = 16 + draw(&w.random) % CHUNK;
+        for (int i = 0; i < jobs; i++) {
+            add_job(&w, 1 + draw(&w.random) % (chunk_bytes * 6));
+        }
+        CHECK(open_staging(&w, chunk_bytes, 1 + (int)(seed % 5), seed % 3 == 0) == 0, "%s", w.err.text);
+        CHECK(run(&w) == 0, "seed %d: %s", (int)seed, w.err.text);
+        end(&w);
+    }
+}
+
+// What orders a copy. Each of these is switched off in the driver below, and the result must be wrong.
+enum rule { NONE, FENCE, ARRIVAL, REUSE, CALLER_WAITS };
+
+// One job, with the stream held on which the rule depends. Returns whether the result is right.
+static bool right_without(enum rule held, enum rule broken) {
+    struct world w;
+    begin(&w, 7);
+    add_job(&w, 3 * CHUNK + 5);
+    struct job *job = &w.jobs[0];
+    CHECK(open_staging(&w, CHUNK, held == REUSE ? 1 : 8, false) == 0, "%s", w.err.text);
+    struct CUstream_st *const streams[] = {
+        [FENCE] = job->caller, [ARRIVAL] = w.out, [REUSE] = w.back, [CALLER_WAITS] = w.back};
+    fake->hold(streams[held], true);
+    fake->hasten(broken == FENCE || broken == ARRIVAL || broken == REUSE ? streams[held] : NULL);
+    fake->drop_wait(broken == CALLER_WAITS);
+    compute(&w, job);
+    CHECK(start(&w, job) == 0 && finish(&w, streams[held]) == 0, "%s", w.err.text);
+    enter(&w);
+    use_result(&w, job);
+    if (held == CALLER_WAITS && broken == CALLER_WAITS) {
+        succeed(w.driver.stream_synchronize(job->caller), "cuStreamSynchronize");
+    }
+    fake->hasten(NULL);
+    fake->hold(streams[held], false);
+    succeed(w.driver.stream_synchronize(w.out), "cuStreamSynchronize");
+    succeed(w.driver.stream_synchronize(w.back), "cuStreamSynchronize");
+    succeed(w.driver.stream_synchronize(job->caller), "cuStreamSynchronize");
+    nb_cuda_leave(&w.device);
+    bool right = result_is_right(job);
+    end(&w);
+    return right;
+}
+
+static void test_each_rule_is_needed(void) {
+    for (int rule = FENCE; rule <= CALLER_WAITS; rule++) {
+        CHECK(right_without((enum rule)rule, NONE), "rule %d holds, and the result is wrong", rule);
+        CHECK(!right_without((enum rule)rule, (enum rule)rule), "rule %d is broken, and nothing shows it", rule);
+    }
+}
+
+// A fence that is not reached holds nothing up that was started before.
+static void test_a_fence_holds_up_no_earlier_transfer(void) {
+    struct world w;
+    begin(&w, 5);
+    add_job(&w, 20 * CHUNK);
+    add_job(&w, 4 * CHUNK);
+    CHECK(open_staging(&w, CHUNK, 2, true) == 0, "%s", w.err.text);
+    fake->hold(w.jobs[1].caller, true);
+    compute(&w, &w.jobs[0]);
+    compute(&w, &w.jobs[1]);
+    CHECK(start(&w, &w.jobs[0]) == 0 && start(&w, &w.jobs[1]) == 0, "%s", w.err.text);
+    w.count = 1;
+    CHECK(finish(&w, NULL) == 0, "%s", w.err.text);
+    CHECK(w.jobs[0].transfer.done && !w.jobs[1].transfer.done, "the second began before its fence");
+    w.count = 2;
+    CHECK(finish(&w, w.jobs[1].caller) == 0, "%s", w.err.text);
+    enter(&w);
+    for (int i = 0; i < w.count; i++) {
+        use_result(&w, &w.jobs[i]);
+        succeed(w.driver.stream_synchronize(w.jobs[i].caller), "cuStreamSynchronize");
+        CHECK(result_is_right(&w.jobs[i]), "job %d", i);
+    }
+    nb_cuda_leave(&w.device);
+    end(&w);
+}
+
+// Cancels the first of two jobs after some steps; its caller then writes to the buffer. Returns whether that stays.
+static bool written_after_cancel(uint64_t seed, bool drop_waits) {
+    struct world w;
+    begin(&w, seed);
+    add_job(&w, 5 * CHUNK + 3);
+    add_job(&w, 3 * CHUNK + 1);
+    struct job *job = &w.jobs[0];
+    CHECK(open_staging(&w, CHUNK, 3, false) == 0, "%s", w.err.text);
+    compute(&w, &w.jobs[0]);
+    compute(&w, &w.jobs[1]);
+    CHECK(start(&w, job) == 0 && start(&w, &w.jobs[1]) == 0, "%s", w.err.text);
+    struct nb_staging_chunk chunk;
+    const size_t returned = drop_waits ? 1 : draw(&w.random) % 5;
+    int held = 0;
+    while (job->transfer.returned_bytes < returned * CHUNK) {
+        CHECK(nb_now_ns() < w.until_ns && nb_staging_poll(w.staging, &w.err) >= 0, "%s", w.err.text);
+        if (nb_staging_take(w.staging, &job->transfer, &chunk, &w.err) == 1) {
+            fake->hold(w.back, drop_waits);
+            memset(chunk.memory, 1, chunk.bytes);
+            CHECK(nb_staging_return(w.staging, &job->transfer, chunk.index, &w.err) == 0, "%s", w.err.text);
+        }
+    }
+    for (uint64_t polls = draw(&w.random) % 20; polls > 0; polls--) {
+        CHECK(nb_staging_poll(w.staging, &w.err) >= 0, "%s", w.err.text);
+        held += nb_staging_take(w.staging, &job->transfer, &chunk, &w.err);
+    }
+    CHECK(held <= 3, "%d chunks of 3", held);
+    if (drop_waits) { // the first wait is the one for the copy back: chunks are looked at in their order
+        fake->drop_wait(1);
+    }
+    nb_staging_cancel(w.staging, &job->transfer);
+    nb_staging_cancel(w.staging, &job->transfer);
+    enter(&w);
+    memset(job->input, 2, job->bytes);
+    succeed(w.driver.copy_to_device(job->buffer, job->input, job->bytes, job->caller), "cuMemcpyHtoDAsync");
+    if (drop_waits) {
+        succeed(w.driver.stream_synchronize(job->caller), "cuStreamSynchronize");
+        fake->hold(w.back, false);
+    }
+    nb_cuda_leave(&w.device);
+    CHECK(finish(&w, NULL) == 0, "%s", w.err.text); // the second has the memory of the first
+    enter(&w);
+    use_result(&w, &w.jobs[1]);
+    use_result(&w, job);
+    succeed(w.driver.stream_synchronize(w.out), "cuStreamSynchronize");
+    succeed(w.driver.stream_synchronize(w.back), "cuStreamSynchronize");
+    succeed(w.driver.stream_synchronize(job->caller), "cuStreamSynchronize");
+    succeed(w.driver.stream_synchronize(w.jobs[1].caller), "cuStreamSynchronize");
+    fake->peek(job->output, job->buffer, job->bytes);
+    nb_cuda_leave(&w.device);
+    CHECK(result_is_right(&w.jobs[1]), "seed %d: the other transfer", (int)seed);
+    bool right = memcmp(job->output, job->input, job->bytes) == 0;
+    end(&w);
+    return right;
+}
+
+static void test_cancel(void) {
+    for (uint64_t seed = 0; seed < SEEDS / 5; seed++) {
+        CHECK(written_after_cancel(seed, false), "seed %d: a copy came after the cancel", (int)seed);
+    }
+    CHECK(!written_after_cancel(1, true), "a late copy went unseen");
+}
+
+// Ends a run that may have failed.
+static void abandon(struct world *w) {
+    for (int i = 0; w->staging != NULL && i < w->count; i++) {
+        if (w->jobs[i].started) {
+            nb_staging_cancel(w->staging, &w->jobs[i].transfer);
+        }
+    }
+    nb_staging_close(w->staging);
+}
+
+// A small run with something that fails: the n-th call, or the n-th operation. Returns the staging's failure.
+static int run_failing(uint64_t seed, int call, int operation) {
+    struct world w;
+    begin(&w, seed);
+    add_job(&w, 2 * CHUNK + 1);
+    add_job(&w, CHUNK);
+    compute(&w, &w.jobs[0]);
+    compute(&w, &w.jobs[1]);
+    fake->fail_call(call, NB_CUDA_OUT_OF_MEMORY);
+    fake->break_operation(operation);
+    int rc = open_staging(&w, CHUNK, 2, false);
+    for (int i = 0; rc == 0 && i < w.count; i++) {
+        rc = start(&w, &w.jobs[i]);
+    }
+    rc = rc < 0 ? rc : finish(&w, NULL);
+    if (rc < 0) {
+        CHECK(w.err.code == rc && strncmp(w.err.text, "CUDA: cu", 8) == 0, "%d: %s", rc, w.err.text);
+        CHECK(strstr(w.err.text, " on device 0: CUDA_ERROR_") != NULL, "%s", w.err.text);
+    }
+    if (rc < 0 && w.staging != NULL) {
+        struct nb_error again = {0};
+        CHECK(nb_staging_poll(w.staging, &again) == rc && strcmp(again.text, w.err.text) == 0, "%s", again.text);
+        CHECK(start(&w, &w.jobs[1]) == rc, "a transfer was started after a failure");
+    }
+    abandon(&w);
+    fake->fail_call(0, 0);
+    struct CUstream_st *const streams[] = {w.out, w.back, w.jobs[0].caller, w.jobs[1].caller};
+    if (operation == 0) { // the device works, and nothing of the staging is under way
+        enter(&w);
+        for (size_t i = 0; i < sizeof streams / sizeof streams[0]; i++) {
+            succeed(w.driver.stream_synchronize(streams[i]), "cuStreamSynchronize");
+        }
+        nb_cuda_leave(&w.device);
+    }
+    fake->reset(0, 0);
+    free_jobs(&w);
+    return rc;
+}
+
+static void test_each_call_fails(void) {
+    enum { CALLS = 70, ROUNDS = 3 };
+    int failed = 0;
+    for (int call = 1; call <= CALLS; call++) {
+        for (uint64_t seed = 0; seed < ROUNDS; seed++) {
+            int rc = run_failing(seed, call, 0);
+            CHECK(rc == 0 || rc == -ENOMEM, "call %d: %d", call, rc);
+            failed += rc < 0;
+        }
+    }
+    CHECK(failed >= 10 * ROUNDS, "%d runs failed", failed);
+}
+
+static void test_each_operation_breaks_the_device(void) {
+    enum { OPERATIONS = 20 };
+    int failed = 0;
+    for (int operation = 1; operation <= OPERATIONS; operation++) {
+        int rc = run_failing((uint64_t)operation, 0, operation);
+        CHECK(rc == 0 || rc == -EIO, "operation %d: %d", operation, rc);
+        failed += rc < 0;
+    }
+    CHECK(failed >= 5, "%d runs failed", failed);
+}
+
+static void test_misuse_is_refused(void) {
+    struct world w;
+    struct nb_error err = {0};
+    begin(&w, 1);
+    add_job(&w, CHUNK + 1);
+    struct nb_staging *none = NULL;
+    const struct nb_staging_config configs[] = {
+        {.chunk_bytes = 0, .chunks = 1}, {.chunk_bytes = 1, .chunks = 0}, {.chunk_bytes = SIZE_MAX / 2, .chunks = 3}};
+    for (size_t i = 0; i < sizeof configs / sizeof configs[0]; i++) {
+        CHECK(nb_staging_open(&none, &w.device, &configs[i], &err) == -EINVAL && none == NULL, "%s", err.text);
+    }
+    CHECK(open_staging(&w, CHUNK, 2, false) == 0, "%s", w.err.text);
+    struct job *job = &w.jobs[0];
+    const struct nb_staging_request unfenced = {.buffer = job->buffer, .bytes = 4, .caller = job->caller};
+    CHECK(nb_staging_start(w.staging, &job->transfer, &unfenced, &err) == -EINVAL, "%s", err.text);
+    compute(&w, job);
+    CHECK(start(&w, job) == 0, "%s", w.err.text);
+    for (int index = -1; index <= 2; index++) {
+        CHECK(nb_staging_return(w.staging, &job->transfer, index, &err) == -EINVAL, "chunk %d", index);
+    }
+    struct nb_staging_chunk chunk;
+    while (nb_staging_take(w.staging, &job->transfer, &chunk, &w.err) == 0) {
+        CHECK(nb_now_ns() < w.until_ns && nb_staging_poll(w.staging, &w.err) >= 0, "%s", w.err.text);
+    }
+    replace(&chunk);
+    CHECK(nb_staging_return(w.staging, &job->transfer, chunk.index, &w.err) == 0, "%s", w.err.text);
+    CHECK(nb_staging_return(w.staging, &job->transfer, chunk.index, &err) == -EINVAL, "returned twice");
+    CHECK(finish(&w, NULL) == 0, "%s", w.err.text);
+    end(&w);
+}
+
+int main(void) {
+    fake = fake_controls_get();
+    test_misuse_is_refused();
+    test_nothing_to_move();
+    test_sizes();
+    test_each_rule_is_needed();
+    test_a_fence_holds_up_no_earlier_transfer();
+    test_cancel();
+    test_each_call_fails();
+    test_each_operation_breaks_the_device();
+    test_seeds();
+    fake->reset(0, 0);
+    return 0;
+}

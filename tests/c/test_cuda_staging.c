@@ -295,7 +295,8 @@ static bool right_without(enum rule held, enum rule broken) {
     fake->hasten(broken == FENCE || broken == ARRIVAL || broken == REUSE ? streams[held] : NULL);
     fake->drop_wait(broken == CALLER_WAITS);
     compute(&w, job);
-    CHECK(start(&w, job) == 0 && finish(&w, streams[held]) == 0, "%s", w.err.text);
+    // Where the rule is broken, nothing waits for the held stream.
+    CHECK(start(&w, job) == 0 && finish(&w, broken == NONE ? streams[held] : NULL) == 0, "%s", w.err.text);
     enter(&w);
     use_result(&w, job);
     if (held == CALLER_WAITS && broken == CALLER_WAITS) {
@@ -408,6 +409,37 @@ static void test_cancel(void) {
     CHECK(!written_after_cancel(1, true), "a late copy went unseen");
 }
 
+// After a cancel the caller's stream waits for a copy out, so that the buffer may be freed in the stream's order.
+static void test_a_cancel_covers_copies_out(void) {
+    enum { YIELDS = 1000 };
+    struct world w;
+    begin(&w, 3);
+    add_job(&w, 2 * CHUNK);
+    struct job *job = &w.jobs[0];
+    CHECK(open_staging(&w, CHUNK, 1, false) == 0, "%s", w.err.text);
+    compute(&w, job);
+    fake->hold(w.out, true);
+    CHECK(start(&w, job) == 0, "%s", w.err.text);
+    while (job->transfer.granted_bytes == 0) {
+        CHECK(nb_now_ns() < w.until_ns && nb_staging_poll(w.staging, &w.err) >= 0, "%s", w.err.text);
+    }
+    nb_staging_cancel(w.staging, &job->transfer);
+    enter(&w);
+    succeed(w.driver.copy_to_device(job->buffer, job->input, job->bytes, job->caller), "cuMemcpyHtoDAsync");
+    for (int i = 0; i < YIELDS; i++) {
+        (void)sched_yield(); // a stream that does not wait goes ahead meanwhile
+    }
+    fake->hold(w.out, false);
+    succeed(w.driver.stream_synchronize(job->caller), "cuStreamSynchronize");
+    nb_cuda_leave(&w.device);
+    struct fake_entry entries[16];
+    const size_t count = fake->log(0, entries, 16);
+    CHECK(count >= 2 && count <= 16, "%zu operations", count);
+    CHECK(entries[count - 1].kind == FAKE_TO_DEVICE && entries[count - 1].stream == job->caller,
+          "the caller's stream did not wait");
+    end(&w);
+}
+
 // Ends a run that may have failed.
 static void abandon(struct world *w) {
     for (int i = 0; w->staging != NULL && i < w->count; i++) {
@@ -418,21 +450,31 @@ static void abandon(struct world *w) {
     nb_staging_close(w->staging);
 }
 
-// A small run with something that fails: the n-th call, or the n-th operation. Returns the staging's failure.
-static int run_failing(uint64_t seed, int call, int operation) {
+// What fails in a run: the n-th call, the n-th call of those that polling repeats, the n-th operation; 0: nothing.
+struct fault {
+    int call;
+    int poll;
+    int operation;
+};
+
+// A small run with a fault. Returns the staging's failure, and how many calls the staging had made at the end.
+static int run_failing(uint64_t seed, struct fault fault, int *calls) {
     struct world w;
     begin(&w, seed);
     add_job(&w, 2 * CHUNK + 1);
     add_job(&w, CHUNK);
     compute(&w, &w.jobs[0]);
     compute(&w, &w.jobs[1]);
-    fake->fail_call(call, NB_CUDA_OUT_OF_MEMORY);
-    fake->break_operation(operation);
+    const int before = fake->calls();
+    fake->fail_call(fault.call, NB_CUDA_OUT_OF_MEMORY);
+    fake->fail_poll(fault.poll, NB_CUDA_OUT_OF_MEMORY);
+    fake->break_operation(fault.operation);
     int rc = open_staging(&w, CHUNK, 2, false);
     for (int i = 0; rc == 0 && i < w.count; i++) {
         rc = start(&w, &w.jobs[i]);
     }
     rc = rc < 0 ? rc : finish(&w, NULL);
+    *calls = fake->calls() - before;
     if (rc < 0) {
         CHECK(w.err.code == rc && strncmp(w.err.text, "CUDA: cu", 8) == 0, "%d: %s", rc, w.err.text);
         CHECK(strstr(w.err.text, " on device 0: CUDA_ERROR_") != NULL, "%s", w.err.text);
@@ -444,8 +486,9 @@ static int run_failing(uint64_t seed, int call, int operation) {
     }
     abandon(&w);
     fake->fail_call(0, 0);
+    fake->fail_poll(0, 0);
     struct CUstream_st *const streams[] = {w.out, w.back, w.jobs[0].caller, w.jobs[1].caller};
-    if (operation == 0) { // the device works, and nothing of the staging is under way
+    if (fault.operation == 0) { // the device works, and nothing of the staging is under way
         enter(&w);
         for (size_t i = 0; i < sizeof streams / sizeof streams[0]; i++) {
             succeed(w.driver.stream_synchronize(streams[i]), "cuStreamSynchronize");
@@ -458,27 +501,34 @@ static int run_failing(uint64_t seed, int call, int operation) {
 }
 
 static void test_each_call_fails(void) {
-    enum { CALLS = 70, ROUNDS = 3 };
-    int failed = 0;
-    for (int call = 1; call <= CALLS; call++) {
+    enum { CLOSING = 5, ROUNDS = 5 };
+    int calls = 0;
+    int ignored = 0;
+    CHECK(run_failing(1, (struct fault){0}, &calls) == 0 && calls > 20, "%d calls", calls);
+    for (int call = 1; call <= calls + CLOSING; call++) {
         for (uint64_t seed = 0; seed < ROUNDS; seed++) {
-            int rc = run_failing(seed, call, 0);
-            CHECK(rc == 0 || rc == -ENOMEM, "call %d: %d", call, rc);
-            failed += rc < 0;
+            int rc = run_failing(seed, (struct fault){.call = call}, &ignored);
+            CHECK(rc == (call <= calls ? -ENOMEM : 0), "call %d of %d: %d", call, calls, rc);
         }
     }
-    CHECK(failed >= 10 * ROUNDS, "%d runs failed", failed);
+}
+
+static void test_each_call_of_a_poll_fails(void) {
+    enum { CALLS = 60, CERTAIN = 10 };
+    int ignored = 0;
+    for (int call = 1; call <= CALLS; call++) {
+        int rc = run_failing((uint64_t)call, (struct fault){.poll = call}, &ignored);
+        CHECK(rc == -ENOMEM || (rc == 0 && call > CERTAIN), "call %d: %d", call, rc);
+    }
 }
 
 static void test_each_operation_breaks_the_device(void) {
-    enum { OPERATIONS = 20 };
-    int failed = 0;
+    enum { OPERATIONS = 24, CERTAIN = 7 }; // before the last of 4 copies out and 4 records is done
+    int ignored = 0;
     for (int operation = 1; operation <= OPERATIONS; operation++) {
-        int rc = run_failing((uint64_t)operation, 0, operation);
-        CHECK(rc == 0 || rc == -EIO, "operation %d: %d", operation, rc);
-        failed += rc < 0;
+        int rc = run_failing((uint64_t)operation, (struct fault){.operation = operation}, &ignored);
+        CHECK(rc == -EIO || (rc == 0 && operation > CERTAIN), "operation %d: %d", operation, rc);
     }
-    CHECK(failed >= 5, "%d runs failed", failed);
 }
 
 static void test_misuse_is_refused(void) {
@@ -520,7 +570,9 @@ int main(void) {
     test_each_rule_is_needed();
     test_a_fence_holds_up_no_earlier_transfer();
     test_cancel();
+    test_a_cancel_covers_copies_out();
     test_each_call_fails();
+    test_each_call_of_a_poll_fails();
     test_each_operation_breaks_the_device();
     test_seeds();
     fake->reset(0, 0);

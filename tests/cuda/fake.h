@@ -42,11 +42,14 @@ struct fake_controls {
     // Ends all streams and forgets all objects, hooks and counts. The delays of each stream come from the seed.
     void (*reset)(uint64_t seed, int64_t delay_max_ns);
     void (*set_version)(int version); // until the next reset
-    // The n-th call from now fails without effect; 0: none. Calls for texts of errors are not counted.
+    // The n-th call from now fails without effect; 0: none. Not counted: calls for texts of errors and what polling
+    // repeats, cuEventQuery and cuCtxPushCurrent.
     void (*fail_call)(int n, unsigned result);
+    // The same for the n-th cuEventQuery or cuCtxPushCurrent.
+    void (*fail_poll)(int n, unsigned result);
     // The n-th operation that a stream executes from now breaks the device: all later calls fail.
     void (*break_operation)(int n);
-    int (*calls)(void);
+    int (*calls)(void); // as fail_call counts them
     int (*operations)(void);
     // A held stream executes nothing.
     void (*hold)(struct CUstream_st *stream, bool held);

@@ -32,7 +32,6 @@ NB_CUDA_CALLS(DECLARED)
 enum { NOT_INITIALIZED = 3, CONTEXTS_MAX = 16, OPENED_MAX = 64, GARBAGE = 0xee, MODULE_MAGIC = (int)0xba55ed50 };
 
 struct CUctx_st {
-    int device;
     int retained;
 };
 
@@ -120,9 +119,11 @@ static struct {
     int64_t delay_max_ns;
     int version;
     int calls;
+    int poll_calls;
     int executed;
     int slow_copies;
     int fail_in;
+    int fail_poll_in;
     unsigned fail_with;
     int break_in;
     int drop_in;
@@ -358,28 +359,21 @@ static unsigned drain(const struct CUstream_st *stream) {
         }                                                                                                              \
     } while (0)
 
-static unsigned enter_anyhow(void) {
-    (void)pthread_mutex_lock(&fake.lock);
-    fake.calls++;
-    unsigned result = NB_CUDA_SUCCESS;
-    if (fake.fail_in > 0 && --fake.fail_in == 0) {
-        result = fake.fail_with;
-    } else if (fake.broken) {
-        result = NB_CUDA_ILLEGAL_ADDRESS;
-    }
-    if (result != NB_CUDA_SUCCESS) {
-        (void)pthread_mutex_unlock(&fake.lock);
-    }
-    return result;
-}
-
 static unsigned leave(unsigned result) {
     (void)pthread_mutex_unlock(&fake.lock);
     return result;
 }
 
-static unsigned enter_initialized(void) {
-    unsigned result = enter_anyhow();
+static unsigned enter_counted(int *calls, int *fail_in) {
+    (void)pthread_mutex_lock(&fake.lock);
+    ++*calls;
+    if (*fail_in > 0 && --*fail_in == 0) {
+        return leave(fake.fail_with);
+    }
+    return fake.broken ? leave(NB_CUDA_ILLEGAL_ADDRESS) : NB_CUDA_SUCCESS;
+}
+
+static unsigned check_initialized(unsigned result) {
     return result == NB_CUDA_SUCCESS && !fake.initialized ? leave(NOT_INITIALIZED) : result;
 }
 
@@ -387,12 +381,30 @@ static struct CUctx_st *context_now(void) {
     return current.depth > 0 ? current.contexts[current.depth - 1] : NULL;
 }
 
+static unsigned check_context(unsigned result) {
+    bool wrong = context_now() == NULL || context_now()->retained == 0;
+    return result == NB_CUDA_SUCCESS && wrong ? leave(NB_CUDA_INVALID_CONTEXT) : result;
+}
+
+static unsigned enter_anyhow(void) {
+    return enter_counted(&fake.calls, &fake.fail_in);
+}
+
+static unsigned enter_initialized(void) {
+    return check_initialized(enter_anyhow());
+}
+
 static unsigned enter(void) {
-    unsigned result = enter_initialized();
-    if (result == NB_CUDA_SUCCESS && (context_now() == NULL || context_now()->retained == 0)) {
-        return leave(NB_CUDA_INVALID_CONTEXT);
-    }
-    return result;
+    return check_context(enter_initialized());
+}
+
+// What polling repeats is counted apart, so that a number names the same one of the other calls in each run.
+static unsigned enter_push(void) {
+    return check_initialized(enter_counted(&fake.poll_calls, &fake.fail_poll_in));
+}
+
+static unsigned enter_query(void) {
+    return check_context(enter_push());
 }
 
 static bool stream_is_right(const struct CUstream_st *stream) {
@@ -481,7 +493,6 @@ unsigned cuDevicePrimaryCtxRetain(struct CUctx_st **context, int device) {
     if (device < 0 || device >= FAKE_DEVICES) {
         return leave(NB_CUDA_INVALID_DEVICE);
     }
-    fake.contexts[device].device = device;
     fake.contexts[device].retained++;
     *context = &fake.contexts[device];
     return leave(NB_CUDA_SUCCESS);
@@ -497,7 +508,7 @@ unsigned cuDevicePrimaryCtxRelease_v2(int device) {
 }
 
 unsigned cuCtxPushCurrent_v2(struct CUctx_st *context) {
-    ENTER(enter_initialized);
+    ENTER(enter_push);
     if (context == NULL || context->retained == 0 || current.depth == CONTEXTS_MAX) {
         return leave(NB_CUDA_INVALID_CONTEXT);
     }
@@ -600,7 +611,7 @@ unsigned cuEventRecord(struct CUevent_st *event, struct CUstream_st *stream) {
 }
 
 unsigned cuEventQuery(struct CUevent_st *event) {
-    ENTER(enter);
+    ENTER(enter_query);
     if (!event_is_alive(event)) {
         return leave(NB_CUDA_INVALID_HANDLE);
     }
@@ -836,7 +847,8 @@ static void control_reset(uint64_t seed, int64_t delay_max_ns) {
     fake.seed = seed;
     fake.delay_max_ns = delay_max_ns;
     fake.version = FAKE_VERSION;
-    fake.calls = fake.executed = fake.slow_copies = fake.fail_in = fake.break_in = fake.drop_in = 0;
+    fake.calls = fake.poll_calls = fake.fail_poll_in = fake.executed = fake.slow_copies = fake.fail_in = fake.break_in =
+        fake.drop_in = 0;
     fake.initialized = fake.broken = fake.ending = false;
     (void)pthread_mutex_unlock(&fake.lock);
     current.depth = 0;
@@ -849,6 +861,13 @@ static void control_set_version(int version) {
 static void control_fail_call(int n, unsigned result) {
     (void)pthread_mutex_lock(&fake.lock);
     fake.fail_in = n;
+    fake.fail_with = result;
+    (void)pthread_mutex_unlock(&fake.lock);
+}
+
+static void control_fail_poll(int n, unsigned result) {
+    (void)pthread_mutex_lock(&fake.lock);
+    fake.fail_poll_in = n;
     fake.fail_with = result;
     (void)pthread_mutex_unlock(&fake.lock);
 }
@@ -963,6 +982,7 @@ EXPORT const struct fake_controls *fake_controls(void) {
         .reset = control_reset,
         .set_version = control_set_version,
         .fail_call = control_fail_call,
+        .fail_poll = control_fail_poll,
         .break_operation = control_break_operation,
         .calls = control_calls,
         .operations = control_operations,

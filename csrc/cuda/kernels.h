@@ -1,5 +1,6 @@
 // Kernels: what runs on the GPU. A build with nvcc holds their image, for compute capability 8.0, 9.0 and 10.0, and as
-// PTX for later ones. A build without nvcc has none.
+// PTX for later ones. A build without nvcc has none. A driver loads an image if its CUDA has at least the major version of
+// the nvcc that made it.
 #ifndef NB_CUDA_KERNELS_H
 #define NB_CUDA_KERNELS_H
 

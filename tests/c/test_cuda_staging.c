@@ -435,6 +435,7 @@ static void test_a_cancel_covers_copies_out(void) {
     struct fake_entry entries[16];
     const size_t count = fake->log(0, entries, 16);
     CHECK(count >= 2 && count <= 16, "%zu operations", count);
+    CHECK(entries[count - 2].kind == FAKE_WAIT && entries[count - 2].stream == job->caller, "nothing made it wait");
     CHECK(entries[count - 1].kind == FAKE_TO_DEVICE && entries[count - 1].stream == job->caller,
           "the caller's stream did not wait");
     end(&w);

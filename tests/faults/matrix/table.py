@@ -8,15 +8,15 @@ from matrix.cell import Fault, Outcome
 
 PAGE = """# Injected faults
 
-`make faults` runs this matrix; `tests/faults/run.py --write` made this page. Each row is a fault, injected while
-all-reduces and broadcasts are under way. `shm` is `tcp` with memory shared between the ranks of a host; with 4 ranks
-and a link it is two hosts of two ranks.
+`make faults` runs this matrix; `tests/faults/run.py --write` generates this page. Each row is a
+fault, injected during all-reduces and broadcasts. `shm` is `tcp` with memory shared between the
+ranks of a host; with 4 ranks and a link it is two hosts of two ranks.
 
-Every result is compared bit for bit. A cell holds the time until every surviving rank has raised its error. Where the
-job goes on, it holds the longest pause between two rounds of operations. After each cell the run checks that nothing
-is left: no process, socket, shared mapping, thread, or file in `/tmp` and `/dev/shm`. One exception: libfabric 1.17's
-`net` provider does not close a connection whose handshake was under way when its endpoint was closed. The end of the
-process closes it.
+Every result is compared bit for bit. A cell shows the time until every surviving rank has raised
+its error. If the job continues, it shows the longest pause between two rounds of operations. After
+each cell the run checks for leftovers: processes, sockets, shared mappings, threads, and files in
+`/tmp` and `/dev/shm`. One exception: libfabric 1.17's `net` provider does not close a connection
+whose handshake was in progress when its endpoint was closed. The end of the process closes it.
 
 """
 

@@ -18,11 +18,12 @@ UNEQUAL = "unequal"  # and listed so
 RANKING = (*FAILURES, UNEQUAL, "left alone", "skipped", "equal")
 PAGE = """# Training loops that were compared
 
-Made by `make idioms` from the outcomes of `tests/idioms/run.py`. Each row is a way to write a training loop, run
-untouched and in each mode, with 2 and 3 ranks, with small and large gradients. After each step weights, gradients at
-each look, optimizer state, buffers, random states and losses were compared: by bits; with 3 ranks and a transport of
-ours, averaged gradients within 2·n·u·Σ|g|/n (u: the unit roundoff; each of two averages is within half of that of the
-exact one), everything else by bits.
+`make idioms` generates this page from the outcomes of `tests/idioms/run.py`. Each row is a way to
+write a training loop, run untouched and in each mode, with 2 and 3 ranks, with small and large
+gradients. After each step it compares weights, gradients whenever they are read, optimizer state,
+buffers, random states and losses bit for bit. One exception: with 3 ranks and one of our
+transports, averaged gradients must be within 2·n·u·Σ|g|/n (u: the unit roundoff; each of the two
+averages is within half of that of the exact one).
 
 """
 

@@ -87,7 +87,7 @@ os._exit(0)
 """
 
 
-def told(stdout: str) -> str:
+def marked_output(stdout: str) -> str:
     return stdout.split("told ", 1)[1].strip()
 
 
@@ -98,7 +98,7 @@ def told(stdout: str) -> str:
 def test_sums_are_right_and_equal_on_all_ranks(plain_ranks: Ranks, size: int, algorithm: str, transport: str) -> None:
     variables = {**OVER, "NETBOTTLENECK_ALGORITHM": algorithm, "NETBOTTLENECK_TRANSPORT": transport}
     results = plain_ranks(size, SUMS, env=variables)
-    found = [json.loads(told(result.stdout)) for result in results]
+    found = [json.loads(marked_output(result.stdout)) for result in results]
     assert [wrong for _, wrong, _ in found] == [0] * size
     assert len({digest for digest, _, _ in found}) == 1
     assert (min(found[0][2][:3]) > 0) == (algorithm == "auto")
@@ -109,7 +109,7 @@ def test_sums_are_right_and_equal_on_all_ranks(plain_ranks: Ranks, size: int, al
 @pytest.mark.parametrize("algorithm", ["ring", "recursive_doubling", "halving_doubling"])
 def test_two_runs_with_one_seed_and_algorithm_give_the_same_weights(plain_ranks: Ranks, algorithm: str) -> None:
     variables = {**OVER, "NETBOTTLENECK_ALGORITHM": algorithm, "NETBOTTLENECK_TRANSPORT": "tcp"}
-    weights = [told(result.stdout) for _ in range(2) for result in plain_ranks(3, TRAIN, env=variables)]
+    weights = [marked_output(result.stdout) for _ in range(2) for result in plain_ranks(3, TRAIN, env=variables)]
     assert len(set(weights)) == 1
 
 
@@ -134,7 +134,7 @@ def test_the_record_of_a_killed_job_has_the_costs_of_its_choice(plain_ranks: Ran
     assert [result.code for result in results] == [-signal.SIGKILL] * 2, results
     for result, rank in zip(results, recorder.load(tmp_path / "run").ranks, strict=True):
         (tcp,) = rank.transports
-        known = [float(word) for word in told(result.stdout).split()]
+        known = [float(word) for word in marked_output(result.stdout).split()]
         assert tcp.costs == pytest.approx(known[:3], abs=1e-6)  # a femtosecond
         assert min(known[:3]) > 0
 
@@ -159,4 +159,4 @@ def test_an_alltoall_of_uneven_parts_is_refused(plain_ranks: Ranks) -> None:
         "try:\n    nb.alltoall(np.zeros(3))\nexcept ValueError as error:\n    print('told', error)\nops.shutdown()\n"
     )
     for result in plain_ranks(2, script, env={**OVER, "NETBOTTLENECK_TRANSPORT": "tcp"}):
-        assert "a first dimension of 3 is no 2 equal parts" in told(result.stdout)
+        assert "a first dimension of 3 cannot be split into 2 equal parts" in marked_output(result.stdout)

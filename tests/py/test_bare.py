@@ -13,7 +13,7 @@ BARE = Path(__file__).parents[2] / "tools" / "bare.py"
 LOOK = "for name; do command -v $name >/dev/null && echo $name; done; :"
 
 
-def found(*names: str) -> set[str]:
+def available(*names: str) -> set[str]:
     """Return which of these commands a command under bare.py finds."""
     command = [str(BARE), "sh", "-c", LOOK, "look", *names]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -29,7 +29,7 @@ def test_peers_are_hidden_and_what_set_up_installs_for_tests_stays() -> None:
             pytest.skip(f"{name} is not installed")
     if os.geteuid() != 0:
         pytest.skip("hiding packages needs root")
-    assert found(*peers, *tools) == tools
+    assert available(*peers, *tools) == tools
     # Outside, nothing has changed.
     assert [name for name in peers | tools if shutil.which(name) is None] == []
 

@@ -21,7 +21,7 @@ def room(tmp_path: Path, **files: str) -> Path:
     return folder
 
 
-def found(tmp_path: Path) -> list[str]:
+def findings(tmp_path: Path) -> list[str]:
     """Return the findings in the rooms below a folder."""
     return [text for _, text in check_layers.c_circle_findings(tmp_path)]
 
@@ -79,7 +79,7 @@ def test_an_indirect_circle_is_one_and_separate_circles_are_two(tmp_path: Path) 
 
 def test_a_circle_is_a_finding(tmp_path: Path) -> None:
     room(tmp_path, below=BELOW + "int nb_low(void) {\n    return nb_above(1);\n}\n", above=ABOVE)
-    assert found(tmp_path) == ["a circle of C files: above below"]
+    assert findings(tmp_path) == ["a circle of C files: above below"]
 
 
 def test_the_core_has_no_circle() -> None:

@@ -146,14 +146,14 @@ def test_a_fit_finds_the_ranks_of_a_host() -> None:
     assert found.cost.link.rate_bps == pytest.approx(1e9, rel=1e-3)
 
 
-def told(run: Trace, info: TransportInfo) -> Trace:
+def with_info(run: Trace, info: TransportInfo) -> Trace:
     return replace(run, ranks=tuple(replace(rank, transports=(info,)) for rank in run.ranks))
 
 
 def test_measured_step_costs_and_the_probe_enter_the_fit() -> None:
     run = run_at(Cost(alpha_ns=30_000, fixed_ns=200_000, link=Link(1e9)))
     probe = (Probe(1, 10**6, 16 * 10**6), Probe(2, 2 * 10**6, 16 * 10**6), Probe(4, 2 * 10**6, 16 * 10**6))
-    found = fit(told(run, TransportInfo("tcp", probe=probe, costs=(30_000.0, 8.0, 0.25, 0.0, 0.0))))
+    found = fit(with_info(run, TransportInfo("tcp", probe=probe, costs=(30_000.0, 8.0, 0.25, 0.0, 0.0))))
     assert found.cost.alpha_ns == pytest.approx(30_000)
     assert found.cost.fixed_ns == pytest.approx(200_000, rel=1e-2)
     assert found.cost.add == 0.25
@@ -215,7 +215,7 @@ def test_totals_of_a_step_give_the_cost_of_bytes_if_operations_do_not() -> None:
 def test_a_fit_of_one_size_or_of_few_operations_is_poor() -> None:
     one_size = run_at(Cost(alpha_ns=1e5, link=Link(1e9)), sizes=(MIB,) * 4)
     assert "one size" in fit(one_size).reason
-    known = told(one_size, TransportInfo("tcp", costs=(1e5, 8.0, 0.0, 0.0, 0.0)))
+    known = with_info(one_size, TransportInfo("tcp", costs=(1e5, 8.0, 0.0, 0.0, 0.0)))
     assert fit(known).reason == ""
     assert fit(known).cost.link.rate_bps == pytest.approx(1e9, rel=1e-3)
     few = run_at(Cost(link=Link(1e9)))

@@ -45,7 +45,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
 }
 
 
-def given(rank: int, count: int, dtype: int, op: int) -> NDArray[Any]:
+def inputs(rank: int, count: int, dtype: int, op: int) -> NDArray[Any]:
     """A rank's numbers: integers from 0 to 27 for sums, 1 and 2 for products, any bits if nothing rounds."""
     draw = np.random.default_rng([rank, count, dtype, op])
     stored = STORED[dtype]
@@ -131,6 +131,6 @@ def check(comm: _core.Comm, own: bool, lines: list[NDArray[Any]], right: NDArray
 def test_reductions_are_numpys_byte_for_byte(job: tuple[list[_core.Comm], bool]) -> None:
     comms, own = job
     for dtype, op, count in itertools.product(STORED, FOLDS, COUNTS):
-        lines = [given(rank, count * len(comms), dtype, op) for rank in range(len(comms))]
+        lines = [inputs(rank, count * len(comms), dtype, op) for rank in range(len(comms))]
         right = folded(lines, dtype, op)
         on_ranks(comms, functools.partial(check, own=own, lines=lines, right=right, label=f"{dtype} {op}"), LIMIT_S)

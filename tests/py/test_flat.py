@@ -91,7 +91,7 @@ print(json.dumps([after[20], after[100], []]), flush=True)
 """
 
 
-def told(result: Any) -> tuple[dict[str, int], dict[str, int], list[str]]:
+def counts_of(result: Any) -> tuple[dict[str, int], dict[str, int], list[str]]:
     early, late, notices = json.loads(result.stdout.splitlines()[-1])
     return early, late, notices
 
@@ -109,7 +109,7 @@ def told(result: Any) -> tuple[dict[str, int], dict[str, int], list[str]]:
 )
 def test_nothing_grows(warm_ranks: Ranks, script: str, env: dict[str, str]) -> None:
     for result in warm_ranks(2, HELD + script, env={**QUICK, **env}):
-        early, late, notices = told(result)
+        early, late, notices = counts_of(result)
         assert notices == [], (early, late)
         assert late["arenas"] <= early["arenas"]
         assert late["maps"] <= early["maps"] + 8  # of the allocator

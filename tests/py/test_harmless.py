@@ -54,7 +54,7 @@ def test_ranks_without_a_launcher_record_alone_and_name_what_is_unknown(plain_ra
     env = {"NETBOTTLENECK": "1", "NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_BLOCK_STEPS": "2"}
     unset = {name: "" for name in ("NETBOTTLENECK_RANK", "NETBOTTLENECK_SIZE", "NETBOTTLENECK_RENDEZVOUS")}
     (job,) = plain_ranks(1, ALONE, {**env, **unset, "NETBOTTLENECK_DIR": "run"})
-    assert "which rank is late and what other ranks measured are not known" in job.stderr
+    assert "the slowest rank and the measurements of other ranks are not known" in job.stderr
     folders = sorted(path.name for path in (plain_ranks.folder / "job0").glob("*run*"))
     assert folders == ["run-rank0", "run-rank1"]
     assert "Of your " in job.stdout

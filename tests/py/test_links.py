@@ -48,17 +48,17 @@ class Job:
                 rank, [sys.executable, str(SCRIPT), str(rounds)], {**os.environ, **env}, stdout=out, stderr=out
             )
 
-    def said(self, rank: int) -> str:
+    def output_of(self, rank: int) -> str:
         return (self.folder / f"{rank}.out").read_text(encoding="utf-8", errors="replace")
 
     def wait_for(self, line: str) -> None:
         until = time.monotonic() + LIMIT_S
-        while not all(re.search(f"^{line}$", self.said(rank), re.MULTILINE) for rank in range(self.lab.size)):
-            assert time.monotonic() < until, self.all_said()
+        while not all(re.search(f"^{line}$", self.output_of(rank), re.MULTILINE) for rank in range(self.lab.size)):
+            assert time.monotonic() < until, self.all_output()
             time.sleep(0.02)
 
-    def all_said(self) -> str:
-        return "\n".join(f"--- rank {rank}\n{self.said(rank)}" for rank in range(self.lab.size))
+    def all_output(self) -> str:
+        return "\n".join(f"--- rank {rank}\n{self.output_of(rank)}" for rank in range(self.lab.size))
 
     def link(self, host: int, state: str, name: str = "nb0") -> float:
         done = self.lab.popen(host, ["ip", "link", "set", name, state], stderr=subprocess.PIPE, text=True)
@@ -72,7 +72,7 @@ class Job:
             try:
                 process.wait(max(0.1, until - time.monotonic()))
             except subprocess.TimeoutExpired:
-                pytest.fail(self.all_said(), pytrace=False)
+                pytest.fail(self.all_output(), pytrace=False)
 
 
 @pytest.fixture(params=[2])
@@ -97,7 +97,7 @@ def test_a_link_that_comes_back_costs_its_downtime(lab: Lab, tmp_path: Path, nam
     job.link(0, "up")
     job.finish()
     for rank in range(lab.size):
-        assert "right" in job.said(rank), job.all_said()
+        assert "right" in job.output_of(rank), job.all_output()
 
 
 @pytest.mark.parametrize(("lab", "name"), [(2, "tcp"), (3, "ofi")], indirect=["lab"])
@@ -110,11 +110,11 @@ def test_a_link_that_stays_down_is_an_error_on_every_rank_that_names_the_peer(
     down = job.link(cut, "down")
     job.finish()
     for rank in range(lab.size):
-        found = re.search(r"^failed (-?\d+) (\S+) (\S+) (.*)$", job.said(rank), re.MULTILINE)
-        assert found, job.all_said()
+        found = re.search(r"^failed (-?\d+) (\S+) (\S+) (.*)$", job.output_of(rank), re.MULTILINE)
+        assert found, job.all_output()
         peer, raised = int(found[1]), float(found[3])
-        assert peer == cut if rank != cut else peer in range(cut), job.all_said()
-        assert raised - down < limit_s * 1.25, job.all_said()  # the promise under test
+        assert peer == cut if rank != cut else peer in range(cut), job.all_output()
+        assert raised - down < limit_s * 1.25, job.all_output()  # the promise under test
 
 
 @pytest.mark.parametrize("name", ["tcp", "ofi"])
@@ -131,9 +131,9 @@ def test_with_two_interfaces_one_that_stays_down_costs_its_lanes(lab: Lab, tmp_p
     job.link(0, "down", SECOND)
     job.finish()
     for rank in range(2):
-        assert "right" in job.said(rank), job.all_said()
-        assert re.search(f"[12] of [34] lanes to rank {1 - rank} lost", job.said(rank)), job.all_said()
-    assert f"interface {SECOND} is down" in job.all_said(), job.all_said()
+        assert "right" in job.output_of(rank), job.all_output()
+        assert re.search(f"[12] of [34] lanes to rank {1 - rank} lost", job.output_of(rank)), job.all_output()
+    assert f"interface {SECOND} is down" in job.all_output(), job.all_output()
 
 
 @pytest.mark.parametrize("name", ["tcp", "ofi"])
@@ -144,4 +144,4 @@ def test_hosts_with_ipv6_alone(lab: Lab, tmp_path: Path, name: str) -> None:
     job = Job(lab, tmp_path, 3, {**transport(name, 8), "NETBOTTLENECK_MASTER": "[fd77::1]:29400"})
     job.finish()
     for rank in range(2):
-        assert "right" in job.said(rank), job.all_said()
+        assert "right" in job.output_of(rank), job.all_output()

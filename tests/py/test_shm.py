@@ -66,7 +66,7 @@ for shm in ("0", "1"):
 """
 
 
-def told(results: list[RankResult], number: int = 0) -> list[Any]:
+def marked_output(results: list[RankResult], number: int = 0) -> list[Any]:
     """Return each rank's output after "told", for the first or a later occurrence."""
     return [json.loads(re.findall(r"^told (.*)$", result.stdout, re.MULTILINE)[number]) for result in results]
 
@@ -106,10 +106,10 @@ def test_a_stopped_rank_is_named_and_exits_when_it_continues(plain_ranks: Ranks,
 def test_training_in_shared_memory_ends_with_the_same_weights(warm_ranks: Ranks) -> None:
     pytest.importorskip("torch")
     results = warm_ranks(2, TRAIN, QUICK)
-    (network, apart, *_), (network_too, *_) = told(results)
+    (network, apart, *_), (network_too, *_) = marked_output(results)
     assert apart.startswith("off")
     assert network == network_too
-    for digest, shm, moved, staged, by_network in told(results, 1):
+    for digest, shm, moved, staged, by_network in marked_output(results, 1):
         assert digest == network
         assert shm == "on"
         assert 0 < staged < moved  # the first step is before the arena is settled

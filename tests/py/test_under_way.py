@@ -98,13 +98,13 @@ def backward(plan: Plan, rank: int) -> None:
     torch.stack([(2.0 * (rank + 1) * (i + 1) * p).sum() for i, p in enumerate(plan.parameters)]).sum().backward()
 
 
-def found(tensor: torch.Tensor | None) -> list[float]:
+def distinct_values(tensor: torch.Tensor | None) -> list[float]:
     """Return the distinct values of a tensor."""
     return [] if tensor is None else [float(value) for value in tensor.unique()]
 
 
 def values(plan: Plan) -> list[list[float]]:
-    return [found(parameter.grad) for parameter in plan.parameters]
+    return [distinct_values(parameter.grad) for parameter in plan.parameters]
 
 
 def on_one_rank(change: Callable[[Plan], None], direct_bytes: int, finish: Callable[[Plan], Any]) -> list[Any]:
@@ -126,7 +126,7 @@ def on_one_rank(change: Callable[[Plan], None], direct_bytes: int, finish: Calla
             changed.set()
         others = [torch.full((COUNT,), JUNK) for _ in range(8)]  # what was freed, if anything, is given out here
         result = finish(plan)
-        assert [found(each) for each in others] == [[JUNK]] * 8
+        assert [distinct_values(each) for each in others] == [[JUNK]] * 8
         return result
 
     return on_two_ranks(train)
@@ -193,7 +193,7 @@ def test_the_tensor_that_was_swapped_out_has_the_memory_and_grad_has_the_sum(dir
 
     first, second = on_one_rank(swap_all, direct_bytes, whole)
     assert first == second == [[3.0], [6.0]]
-    assert [found(each) for each in kept] == ([[3.0], [6.0]] if direct_bytes == LARGE else [[2.0], [4.0]])
+    assert [distinct_values(each) for each in kept] == ([[3.0], [6.0]] if direct_bytes == LARGE else [[2.0], [4.0]])
 
 
 @pytest.mark.parametrize("direct_bytes", WAYS)
@@ -226,7 +226,7 @@ def test_an_array_over_a_gradient_in_flight_sees_the_sum(direct_bytes: int) -> N
 
     first, second = on_one_rank(look, direct_bytes, whole)
     assert first == second == [[3.0], [6.0]]
-    assert [found(torch.from_numpy(array)) for array in arrays] == first
+    assert [distinct_values(torch.from_numpy(array)) for array in arrays] == first
 
 
 @pytest.mark.parametrize("direct_bytes", WAYS)

@@ -12,19 +12,19 @@ from netbottleneck.trace.model import Network
 from ringwriter import FakeRun
 
 
-def found(folder, **settings):
+def findings_of(folder, **settings):
     return findings.find(recorder.load(FakeRun(folder, **settings).write()))
 
 
 def test_a_faster_transport_is_a_transport_limit(tmp_path):
-    v = verdict.decide(found(tmp_path, blocks=9))
+    v = verdict.decide(findings_of(tmp_path, blocks=9))
     assert v.code == "TRANSPORT_LIMITED"
     assert v.why.startswith("Measured: ofi")
     assert v.next == "NETBOTTLENECK_TRANSPORT=ofi NETBOTTLENECK_STREAMS=4"
 
 
 def test_a_handicapped_stock_withholds_the_gain(tmp_path):
-    numbers = found(tmp_path, blocks=9, bare_ms=160)
+    numbers = findings_of(tmp_path, blocks=9, bare_ms=160)
     sentence = verdict.handicap_sentence(numbers)
     assert sentence.startswith("Our hooks slow the stock path by 9.4 %, so no gain is reported")
     assert verdict.best_gain(numbers) is None
@@ -33,24 +33,24 @@ def test_a_handicapped_stock_withholds_the_gain(tmp_path):
 
 
 def test_a_stock_as_fast_as_the_script_is_not_handicapped(tmp_path):
-    assert verdict.handicap_sentence(found(tmp_path, blocks=9)) is None
+    assert verdict.handicap_sentence(findings_of(tmp_path, blocks=9)) is None
 
 
 def test_one_pair_of_blocks_is_not_enough_for_a_claim(tmp_path):
-    numbers = found(tmp_path, transports=("stock", "ofi"), blocks=2, run={"network": None}, probe=[])
+    numbers = findings_of(tmp_path, transports=("stock", "ofi"), blocks=2, run={"network": None}, probe=[])
     assert len(numbers.comparisons) == 1
     assert verdict.best_gain(numbers) is None
     assert verdict.decide(numbers).code == "INCONCLUSIVE"
 
 
 def test_a_probe_that_reaches_more_is_a_transport_limit_to_be_measured(tmp_path):
-    v = verdict.decide(found(tmp_path, transports=("stock", "ofi"), blocks=2))
+    v = verdict.decide(findings_of(tmp_path, transports=("stock", "ofi"), blocks=2))
     assert v.code == "TRANSPORT_LIMITED"
     assert "NETBOTTLENECK_TRANSPORT=stock,ofi" in v.next
 
 
 def test_a_full_link_is_a_link_limit_and_stock_is_kept(tmp_path):
-    numbers = found(tmp_path, blocks=9, transfer_ms={"stock": (9, 31)}, bare_ms=63)
+    numbers = findings_of(tmp_path, blocks=9, transfer_ms={"stock": (9, 31)}, bare_ms=63)
     assert verdict.stock_is_as_good(numbers)
     v = verdict.decide(numbers)
     assert v.code == "LINK_LIMITED"
@@ -59,7 +59,7 @@ def test_a_full_link_is_a_link_limit_and_stock_is_kept(tmp_path):
 
 def test_when_stock_is_as_good_do_nothing_is_the_verdict(tmp_path):
     v = verdict.decide(
-        found(tmp_path, blocks=9, bare_ms=174, transfer_ms={"ofi": (35, 123)}, probe=[[1, 6_000_000, 10**8]])
+        findings_of(tmp_path, blocks=9, bare_ms=174, transfer_ms={"ofi": (35, 123)}, probe=[[1, 6_000_000, 10**8]])
     )
     assert v.code == "DO_NOTHING"
     assert v.next == "Do nothing: keep stock."
@@ -67,7 +67,7 @@ def test_when_stock_is_as_good_do_nothing_is_the_verdict(tmp_path):
 
 def gaining(tmp_path, value, low, high):
     """A run whose only comparison has this gain and interval; without a probe."""
-    numbers = found(tmp_path, transports=("stock", "ofi"), blocks=9, run={"network": None}, probe=[])
+    numbers = findings_of(tmp_path, transports=("stock", "ofi"), blocks=9, run={"network": None}, probe=[])
     (pair,) = numbers.comparisons
     step_ns = numbers.times["stock"].median_ns
     difference = Estimate(-value * step_ns, -high * step_ns, -low * step_ns)
@@ -101,7 +101,7 @@ def test_the_interval_of_a_gain_lies_around_it(tmp_path):
 
 
 def test_every_interval_of_a_run_has_its_value_inside(tmp_path):
-    numbers = found(tmp_path, transports=("stock", "ofi", "tcp"), blocks=9)
+    numbers = findings_of(tmp_path, transports=("stock", "ofi", "tcp"), blocks=9)
     estimates = [numbers.share]
     for pair in (*numbers.comparisons, numbers.handicap):
         estimates += [pair.difference_ns, pair.ratio, pair.gain] if pair is not None else []
@@ -117,7 +117,7 @@ def test_a_probe_counts_from_its_ratio_on(unexplained, times, code):
 
 
 def test_a_gain_below_the_minimum_does_not_count(tmp_path):
-    numbers = found(tmp_path, blocks=9, transfer_ms={"ofi": (35, 120)}, bare_ms=174)
+    numbers = findings_of(tmp_path, blocks=9, transfer_ms={"ofi": (35, 120)}, bare_ms=174)
     (pair,) = numbers.comparisons
     assert pair.difference_ns.high < 0
     assert 0 < pair.gain.value < verdict.GAIN_MIN
@@ -125,13 +125,13 @@ def test_a_gain_below_the_minimum_does_not_count(tmp_path):
 
 
 def test_hidden_communication_is_not_a_bottleneck(tmp_path):
-    v = verdict.decide(found(tmp_path, blocks=9, transfer_ms={"stock": (5, 1), "ofi": (5, 1)}, bare_ms=33))
+    v = verdict.decide(findings_of(tmp_path, blocks=9, transfer_ms={"stock": (5, 1), "ofi": (5, 1)}, bare_ms=33))
     assert v.code == "NOT_NETWORK"
     assert v.next.startswith("Do nothing")
 
 
 def test_a_rank_that_is_late_is_a_straggler(tmp_path):
-    numbers = found(
+    numbers = findings_of(
         tmp_path, blocks=9, size=3, late_ms={2: 40}, transfer_ms={"stock": (1, 2), "ofi": (1, 2)}, bare_ms=75
     )
     v = verdict.decide(numbers)
@@ -140,14 +140,14 @@ def test_a_rank_that_is_late_is_a_straggler(tmp_path):
 
 
 def test_slow_input_is_distinguished_from_a_slow_network(tmp_path):
-    numbers = found(
+    numbers = findings_of(
         tmp_path, blocks=9, late_ms={0: 60, 1: 60}, transfer_ms={"stock": (2, 1), "ofi": (2, 1)}, bare_ms=94
     )
     assert verdict.decide(numbers).code == "INPUT_LIMITED"
 
 
 def test_one_rank_has_no_communication(tmp_path):
-    assert verdict.decide(found(tmp_path, size=1, blocks=3)).code == "NO_COMMUNICATION"
+    assert verdict.decide(findings_of(tmp_path, size=1, blocks=3)).code == "NO_COMMUNICATION"
 
 
 def test_steps_without_operations_have_no_communication(tmp_path):
@@ -160,11 +160,11 @@ def test_steps_without_operations_have_no_communication(tmp_path):
 
 
 def test_a_run_of_only_the_untouched_script_has_no_communication(tmp_path):
-    assert verdict.decide(found(tmp_path, transports=("bare",), blocks=1)).code == "NO_COMMUNICATION"
+    assert verdict.decide(findings_of(tmp_path, transports=("bare",), blocks=1)).code == "NO_COMMUNICATION"
 
 
 def test_too_few_steps_are_inconclusive(tmp_path):
-    v = verdict.decide(found(tmp_path, blocks=3, block_steps=3))
+    v = verdict.decide(findings_of(tmp_path, blocks=3, block_steps=3))
     assert (v.code, v.why) == ("INCONCLUSIVE", "2 steps were counted; a verdict needs at least 5.")
 
 
@@ -212,7 +212,7 @@ def test_time_that_does_not_depend_on_size_is_latency(unexplained):
 )
 def test_a_machine_whose_cores_are_all_busy_is_a_host_limit(tmp_path, busy_cores, meta, share, code):
     fast = {"how": "a lab", "link_bps": 1e10}
-    numbers = found(
+    numbers = findings_of(
         tmp_path,
         transports=("stock",),
         blocks=1,

@@ -419,7 +419,7 @@ def tensors_of_other_shapes() -> None:
 
 
 @check
-def wrong_calls_are_told() -> None:
+def wrong_calls_raise() -> None:
     group: Any = dist.group.WORLD
     meta = torch.ones(2, device="meta")
     raises(ValueError, 'init_process_group("cpu:nb,meta:', lambda: dist.all_reduce(meta))

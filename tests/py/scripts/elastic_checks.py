@@ -112,7 +112,7 @@ def kinds_of_ones_own_have_their_handlers() -> None:
 
 
 @check
-def a_sampler_shares_out_what_is_left() -> None:
+def a_sampler_distributes_the_remaining_indices() -> None:
     ranks = hvd.size()
     rows = list(range(8 * ranks + 1))
     sampler = hvd.elastic.ElasticSampler(rows, seed=3)
@@ -144,7 +144,7 @@ def a_sampler_shares_out_what_is_left() -> None:
 
 
 @check
-def what_rank_0_is_told_of_hosts_interrupts_all() -> None:
+def host_changes_on_rank_0_interrupt_all_ranks() -> None:
     state = hvd.elastic.TorchState(batch=1)
     state.commit()
     if hvd.rank() == 0:
@@ -208,7 +208,7 @@ def goes_on(make: Callable[[Any], Any], *, kept: bool = True, weight: float | No
 
 
 @check
-def training_goes_on_after_a_failure() -> None:
+def training_continues_after_a_failure() -> None:
     goes_on(hvd.DistributedOptimizer)
 
 
@@ -218,7 +218,7 @@ def gradients_that_travel_one_by_one_go_on_too() -> None:
 
 
 @check
-def an_optimizer_that_is_no_part_of_the_state_goes_on_too() -> None:
+def an_optimizer_outside_of_the_state_continues_too() -> None:
     goes_on(hvd.DistributedOptimizer, kept=False)
 
 
@@ -246,7 +246,7 @@ def steps_that_are_joined_by_adasum_go_on_too() -> None:
 
 
 @check
-def the_optimizer_of_a_process_set_goes_on_where_the_set_is_added_anew() -> None:
+def the_optimizer_of_a_process_set_continues_if_the_set_is_added_again() -> None:
     if hvd.size() == 1:
         return
     chosen = hvd.add_process_set(range(hvd.size() - 1))

@@ -238,7 +238,7 @@ def a_users_hook_is_called_as_without_us_and_timed() -> None:
 
 
 @check
-def what_is_left_alone_says_so_once_and_trains() -> None:
+def models_that_are_left_alone_log_it_once_and_train() -> None:
     other = DistributedDataParallel(network())
     first = measured(other, "stock")
     model = network()
@@ -256,7 +256,7 @@ def what_is_left_alone_says_so_once_and_trains() -> None:
 
 
 @check
-def a_rank_that_leaves_out_a_step_hangs_nobody() -> None:
+def a_rank_that_skips_a_step_does_not_block_others() -> None:
     """Arms stop alternating, because ranks would use different ones. The last check: the job stops measuring."""
     left_out = 2 if dist.get_rank() == 1 else -1
     model = network()

@@ -151,7 +151,7 @@ def a_name_in_use_is_refused_at_once() -> None:
 
 
 @check
-def what_ranks_disagree_on_fails_everywhere_and_the_job_goes_on() -> None:
+def mismatches_fail_on_all_ranks_and_the_job_continues() -> None:
     one = torch.ones(4 + hvd.rank())
     raises(hvd.HorovodInternalError, "length", lambda: hvd.allreduce(one, name="length"))
     kind = torch.float32 if hvd.rank() else torch.int32

@@ -182,7 +182,7 @@ def clipping_between_synchronize_and_step() -> None:
 
 
 @check
-def misuse_is_told() -> None:
+def misuse_raises() -> None:
     model = Net()
     optimizer = wrapped(model)
     model(batch(0, hvd.rank())).sum().backward()

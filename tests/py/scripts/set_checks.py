@@ -203,7 +203,7 @@ def other_shapes_of_as_many_numbers_are_refused_by_all() -> None:
 
 
 @check
-def names_of_what_is_under_way_are_taken() -> None:
+def names_of_pending_operations_are_refused() -> None:
     calls: list[Callable[[], int]] = [
         lambda: hvd.allgather_async(torch.ones(2), name="twice"),
         lambda: hvd.alltoall_async(torch.ones(hvd.size()), name="twice"),

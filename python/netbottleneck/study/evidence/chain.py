@@ -260,7 +260,7 @@ def _utilisation(cell: CellFacts, arm: ArmFacts | None) -> tuple[float, float, s
 
 
 def interfaces(cells: Sequence[CellFacts]) -> Statement:
-    """Report what the interfaces sent: on average, and while an operation was under way."""
+    """Report what the interfaces sent: on average, and while an operation was in flight."""
     rows = [(cell, arm) for cell in cells for arm in cell.transports if arm.nic is not None]
     if not rows:
         return "The utilisation of the link was not measured.", (), ("counters of interfaces",)

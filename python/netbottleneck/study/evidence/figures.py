@@ -161,7 +161,7 @@ def paper(number: int) -> Paper:
 COLUMNS = ("figure", "panel", "series", "x", "unit", "value", "low", "high", "label", "source")
 OWN, PAPER = "this study", "the paper"
 PREDICTED = "predicted"
-AVERAGE, ACTIVE = "average", "active"  # rates of an interface: over the steps, and while an operation is under way
+AVERAGE, ACTIVE = "average", "active"  # rates of an interface: over the steps, and while an operation is in flight
 FULL_USE = "full use"  # replaces an arm's name where the link is fully used
 
 
@@ -274,7 +274,7 @@ def _passes(cells: Sequence[CellFacts]) -> Iterator[tuple[str, str, Point]]:
 
 
 def _interfaces(cells: Sequence[CellFacts], name: Name) -> Iterator[tuple[str, str, Point]]:
-    """Yield the sending rate as a part of the link: average, and while an operation is under way."""
+    """Yield the sending rate as a part of the link: average, and while an operation is in flight."""
     for cell in cells:
         for arm in cell.transports:
             for what, bps in _rates(arm):

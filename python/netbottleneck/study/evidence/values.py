@@ -33,7 +33,7 @@ INFLATION = "inflation"
 
 @dataclass(frozen=True, slots=True)
 class Nic:
-    """The busiest interface of a host, the mean over hosts: over the steps, and while an operation was under way.
+    """The busiest interface of a host, the mean over hosts: over the steps, and while an operation was in flight.
 
     active_rx_bps, active_tx_bps: None if operations are too short for the sampling interval.
     """

@@ -114,12 +114,12 @@ def backward_intervals(step: Step) -> list[tuple[int, int]]:
         return []
     forward = sorted(step.forward) or [(step.begin_ns, step.begin_ns)]
     limits = [begin for begin, _ in forward[1:]] + [step.end_ns]
-    found = []
+    passes_ = []
     for (_, end), limit in zip(forward, limits, strict=True):
         inside = [at for at in ready if end <= at <= limit]
         if inside:
-            found.append((end, max(inside)))
-    return found
+            passes_.append((end, max(inside)))
+    return passes_
 
 
 def compute_intervals(step: Step) -> Intervals:

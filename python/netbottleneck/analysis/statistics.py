@@ -39,16 +39,16 @@ def _pairs(
 ) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
     """Pairs of neighbouring blocks of two arms, each block used once. Blocks of other arms are ignored."""
     blocks = sorted([(block, 0) for block in base] + [(block, 1) for block in other])
-    found = []
+    pairs = []
     place = 0
     while place + 1 < len(blocks):
         (left, is_other), (right, next_is_other) = blocks[place], blocks[place + 1]
         if is_other == next_is_other:
             place += 1
             continue
-        found.append((base[right], other[left]) if is_other else (base[left], other[right]))
+        pairs.append((base[right], other[left]) if is_other else (base[left], other[right]))
         place += 2
-    return found
+    return pairs
 
 
 @dataclass(frozen=True, slots=True)

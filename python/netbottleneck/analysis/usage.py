@@ -124,14 +124,14 @@ def hosts(trace: Trace, samples: Sequence[Samples], warmup: int = 1) -> tuple[Ho
     ids = {rank.rank: rank.host_id for rank in trace.ranks}
     clocks = {rank.rank: rank.clock.offset_ns for rank in trace.ranks}
     steps = counted(trace, warmup)
-    found = []
+    uses = []
     for sample in samples:
         mine = sample.on_clock(clocks.get(sample.rank, 0))
         local = {rank for rank, host in ids.items() if host == ids.get(sample.rank)} or {sample.rank}
         for arm in dict.fromkeys(step.arm for step in steps if step.rank in local):
             whole = intervals((s.begin_ns, s.end_ns) for s in steps if s.rank in local and s.arm == arm)
-            found.append(_host(mine, arm, whole, intersection(_moved(trace, local, arm), whole)))
-    return tuple(found)
+            uses.append(_host(mine, arm, whole, intersection(_moved(trace, local, arm), whole)))
+    return tuple(uses)
 
 
 def _moved(trace: Trace, ranks: Collection[int], arm: Arm) -> Intervals:

@@ -117,12 +117,12 @@ class Data:
 
     def wrong(self, buffer: NDArray[Any]) -> int:
         """Return how many elements of a result are wrong."""
-        found = 0
+        count = 0
         for start in range(0, len(buffer), PERIOD):
             part = self.kind.decode(buffer[start : start + PERIOD])
             right = (part >= self._low[: len(part)]) & (part <= self._high[: len(part)])
-            found += len(part) - int(np.count_nonzero(right))
-        return found
+            count += len(part) - int(np.count_nonzero(right))
+        return count
 
 
 def _as_stored(kind: Kind) -> dict[str, Any]:

@@ -86,15 +86,15 @@ def _study_report(path: Path, args: argparse.Namespace) -> int:
     """Report a study from its facts. A study has no verdict, so --strict has no effect."""
     from netbottleneck.study.evidence import Evidence
 
-    found = Evidence.read(path)
+    evidence = Evidence.read(path)
     if args.json:
-        print(found.to_json(), end="")
+        print(evidence.to_json(), end="")
     else:
-        found.show()
+        evidence.show()
     if args.html:
-        Path(args.html).write_text(found.html, encoding="utf-8")
+        Path(args.html).write_text(evidence.html, encoding="utf-8")
     if args.write:
-        found.write(args.write)
+        evidence.write(args.write)
     return SUCCESS
 
 

@@ -70,17 +70,17 @@ class TimeTable:
 
 def last_cache_bytes() -> int:
     """Return the size of the first core's largest cache; 32 MiB if the kernel does not report it."""
-    found = [int(size[:-1]) << {"K": 10, "M": 20}[size[-1]] for _, size in caches() if size[-1:] in ("K", "M")]
-    return max(found, default=32 << 20)
+    sizes = [int(size[:-1]) << {"K": 10, "M": 20}[size[-1]] for _, size in caches() if size[-1:] in ("K", "M")]
+    return max(sizes, default=32 << 20)
 
 
 def caches() -> list[tuple[str, str]]:
     """Return (level and type, size) of each cache of the first core, as the kernel reports them."""
-    found = []
+    levels = []
     for path in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         fields = [(path / name).read_text(encoding="ascii").strip() for name in ("level", "type", "size")]
-        found.append((f"L{fields[0]} {fields[1]}", fields[2]))
-    return found
+        levels.append((f"L{fields[0]} {fields[1]}", fields[2]))
+    return levels
 
 
 def host_facts() -> dict[str, Any]:
@@ -214,40 +214,40 @@ def profile(trace: tr.Trace) -> Profile:
     return Profile(spread([step.duration_ns / 1e9 for step in steps]), spread(backward), tuple(tensors))
 
 
-def layer_log(title: str, found: Profile) -> layerlog.LayerLog:
+def layer_log(title: str, measured: Profile) -> layerlog.LayerLog:
     """Return the medians as a layer log: each gradient's time since the previous one."""
     before, tensors = 0.0, []
-    for tensor in found.tensors:
+    for tensor in measured.tensors:
         tensors.append((tensor.ready.median_s - before, tensor.bytes))
         before = tensor.ready.median_s
-    return layerlog.LayerLog(title, tuple(tensors), found.step.median_s)
+    return layerlog.LayerLog(title, tuple(tensors), measured.step.median_s)
 
 
 def write(folder: Path, trace: tr.Trace, how: str) -> Profile:
     """Write MODEL.bk.log, MODEL.layers.csv and MODEL.jsonl.gz (all passes, a trace)."""
-    found = profile(trace)
+    measured = profile(trace)
     name = trace.model
     title = name if how == MEASURED else f"{name}, {MODELLED}"
-    layerlog.write(folder / f"{name}.bk.log", layer_log(title, found))
+    layerlog.write(folder / f"{name}.bk.log", layer_log(title, measured))
     with (folder / f"{name}.layers.csv").open("w", encoding="utf-8", newline="") as out:
         rows = csv.writer(out, lineterminator="\n")
         rows.writerow(["tensor", "bytes", "ready_s", "ready_p10_s", "ready_p90_s", "passes", "how"])
-        for tensor in found.tensors:
+        for tensor in measured.tensors:
             times = (tensor.ready.median_s, tensor.ready.p10_s, tensor.ready.p90_s)
             rows.writerow([tensor.name, tensor.bytes, *(f"{t:.9f}" for t in times), tensor.ready.count, how])
     tr.write(trace, folder / f"{name}.jsonl.gz")
-    return found
+    return measured
 
 
-def _profile_document(trace: tr.Trace, found: Profile, how: str) -> dict[str, Any]:
+def _profile_document(trace: tr.Trace, measured: Profile, how: str) -> dict[str, Any]:
     return {
         "model": trace.model,
         "how": how,
         "note": trace.notes[0],
-        "step": asdict(found.step),
-        "backward": asdict(found.backward),
-        "tensors": len(found.tensors),
-        "bytes": sum(tensor.bytes for tensor in found.tensors),
+        "step": asdict(measured.step),
+        "backward": asdict(measured.backward),
+        "tensors": len(measured.tensors),
+        "bytes": sum(tensor.bytes for tensor in measured.tensors),
     }
 
 
@@ -341,11 +341,11 @@ def main(argv: Sequence[str]) -> int:
     return SUCCESS
 
 
-def _summary_line(model: str, found: Profile, how: str) -> str:
-    step, back = found.step, found.backward
-    moved = nbytes(sum(tensor.bytes for tensor in found.tensors))
+def _summary_line(model: str, measured: Profile, how: str) -> str:
+    step, back = measured.step, measured.backward
+    moved = nbytes(sum(tensor.bytes for tensor in measured.tensors))
     return (
-        f"{model}: {len(found.tensors)} gradients, {moved}; step {ms(step.median_s * 1e9)}, p10-p90 "
+        f"{model}: {len(measured.tensors)} gradients, {moved}; step {ms(step.median_s * 1e9)}, p10-p90 "
         f"{ms(step.p10_s * 1e9)}-{ms(step.p90_s * 1e9)}; backward {ms(back.median_s * 1e9)} ({how}, "
         f"{step.count} {'pass' if step.count == 1 else 'passes'}, one rank)\n"
     )

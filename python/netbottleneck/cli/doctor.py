@@ -222,10 +222,10 @@ def _lab() -> dict[str, Any]:
     return {"allowed": False, "how": "loopback: links cannot be capped", "not": reasons}
 
 
-def text(found: Mapping[str, Any]) -> str:
+def text(topics: Mapping[str, Any]) -> str:
     """Return the findings as text."""
     lines = []
-    for topic, value in found.items():
+    for topic, value in topics.items():
         lines.append(topic)
         rows = _interface_rows(value) if topic == "interfaces" else value
         if not rows:

@@ -103,9 +103,9 @@ def load(path: Path) -> Source:
     return Source(path, log=layerlog.read(path))
 
 
-def _alone_s(found: Findings) -> float | None:
+def _alone_s(findings: Findings) -> float | None:
     """Return a single device's step: measured alone, else the step without communication and waiting."""
-    known = (found.base and found.scaling.get(found.base)) or next(iter(found.scaling.values()), None)
+    known = (findings.base and findings.scaling.get(findings.base)) or next(iter(findings.scaling.values()), None)
     return None if known is None else known.t1_ns / 1e9
 
 
@@ -474,8 +474,8 @@ def _least_row(answers: Answers, one: LeastValue) -> dict[str, Any]:
 
 def rows(answers: Answers) -> list[dict[str, Any]]:
     """Return all answers as rows for JSON; an unknown end of an interval is null."""
-    found = [_row(answers, one) for _, own in answers.tables for one in own]
-    return [*_measured_row(answers), *found, *(_least_row(answers, one) for one in answers.least_values)]
+    answered = [_row(answers, one) for _, own in answers.tables for one in own]
+    return [*_measured_row(answers), *answered, *(_least_row(answers, one) for one in answers.least_values)]
 
 
 # The command, and the answers of the 2020 simulator.

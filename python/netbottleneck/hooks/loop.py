@@ -58,10 +58,10 @@ def profile(
 def measure(session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Measured:
     """Attach the hooks to a DDP model or a plain one. Raises ValueError for a DDP model that is left alone."""
     if isinstance(model, DistributedDataParallel):
-        found = ddp_hooks.attach(model, optimizer, session=session)
-        if found is None:
+        measured = ddp_hooks.attach(model, optimizer, session=session)
+        if measured is None:
             raise ValueError(f"the DDP model of {type(model.module).__name__} is left alone: the log says why")
-        return found
+        return measured
     broadcast(session.control, model)
     gradients = Gradients(
         model.named_parameters(),

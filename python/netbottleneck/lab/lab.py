@@ -268,8 +268,8 @@ def preloadable() -> str:
         return str(SHIM)
     folder = Path(tempfile.gettempdir(), f"netbottleneck-lab-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o022:
+    status = folder.lstat()
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o022:
         raise LabError(f"{folder} is not a folder that this user alone can write")
     link = folder / f"{hashlib.sha256(os.fsencode(SHIM)).hexdigest()[:16]}.so"
     if set(str(link)) & set(" :"):

@@ -117,7 +117,7 @@ def _named_variable(settings: Settings) -> Generator[None, None, None]:
         yield
     except Error as error:
         text = error.strerror or str(error)
-        given = {
+        variables = {
             "PROVIDER": settings.provider,
             "IFNAME": settings.ifname,
             "LIBFABRIC": settings.library,
@@ -125,7 +125,7 @@ def _named_variable(settings: Settings) -> Generator[None, None, None]:
             "PORTS": "-".join(map(str, settings.ports)) if "already in use" in text or "no port" in text else None,
             "AFFINITY": ",".join(map(str, settings.affinity)) if "communication thread" in text else None,
         }
-        for name, value in given.items():
+        for name, value in variables.items():
             if value and (name in ("PORTS", "AFFINITY") or value.lstrip("=^") in text):
                 raise type(error)(error.errno, f"NETBOTTLENECK_{name}={value}: {text}") from error
         raise

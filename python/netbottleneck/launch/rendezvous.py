@@ -534,8 +534,8 @@ def _job(place: "Place", environ: Mapping[str, str]) -> str:
         "pmi": ("SLURM_JOB_ID", "SLURM_STEP_ID"),
         "srun": ("SLURM_JOB_ID", "SLURM_STEP_ID"),
     }.get(place.launcher, ())
-    found = [f"{name}={environ[name]}" for name in names if environ.get(name)]
-    return " ".join(found)
+    values = [f"{name}={environ[name]}" for name in names if environ.get(name)]
+    return " ".join(values)
 
 
 def _at_address(address: str, settings: Settings) -> Rendezvous:

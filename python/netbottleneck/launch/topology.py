@@ -265,13 +265,13 @@ def _reject_incomplete(
         _is_consistent(launcher, place, environ) for _, place in complete
     ):
         return
-    given = ", ".join(f"{name}={environ[name]}" for name in launcher.variables() if environ.get(name))
+    values = ", ".join(f"{name}={environ[name]}" for name in launcher.variables() if environ.get(name))
     missing = [name for name in (launcher.rank, launcher.size) if name and not environ.get(name)]
     lacks = (
         f"{' and '.join(missing)} is not set, and {launcher.name} sets both" if missing else "their number is not set"
     )
     raise ValueError(
-        f"{given}: the job has other ranks, but {lacks}. Start the script with its launcher, unset the variables "
+        f"{values}: the job has other ranks, but {lacks}. Start the script with its launcher, unset the variables "
         f"of any other launcher, or set NETBOTTLENECK_RANK and NETBOTTLENECK_SIZE. {_found_variables(environ)}"
     )
 

@@ -67,16 +67,16 @@ def _split(parts: Parts) -> dict[str, Any]:
     }
 
 
-def _bandwidth(found: statistics.Achieved, link_bps: float | None) -> dict[str, Any]:
+def _bandwidth(achieved: statistics.Achieved, link_bps: float | None) -> dict[str, Any]:
     return {
-        "active_bits_per_s": found.active_bps,
-        "average_bits_per_s": found.average_bps,
-        "active_p10_bits_per_s": found.p10_bps,
-        "active_p90_bits_per_s": found.p90_bps,
-        "wire_bits_per_s": found.wire_bps,
-        "active_utilization": found.active_bps / link_bps if link_bps else None,
-        "average_utilization": found.average_bps / link_bps if link_bps else None,
-        "steps": found.steps,
+        "active_bits_per_s": achieved.active_bps,
+        "average_bits_per_s": achieved.average_bps,
+        "active_p10_bits_per_s": achieved.p10_bps,
+        "active_p90_bits_per_s": achieved.p90_bps,
+        "wire_bits_per_s": achieved.wire_bps,
+        "active_utilization": achieved.active_bps / link_bps if link_bps else None,
+        "average_utilization": achieved.average_bps / link_bps if link_bps else None,
+        "steps": achieved.steps,
     }
 
 
@@ -91,12 +91,12 @@ def _network(trace: Trace) -> dict[str, Any] | None:
     }
 
 
-def _probe(found: statistics.Achievable | None) -> dict[str, Any] | None:
-    if found is None:
+def _probe(achievable: statistics.Achievable | None) -> dict[str, Any] | None:
+    if achievable is None:
         return None
-    points = [{"streams": count, "bits_per_s": rate} for count, rate in found.points]
-    best = {"streams": found.best[0], "bits_per_s": found.best[1]}
-    return {"transport": found.transport, "points": points, "best": best}
+    points = [{"streams": count, "bits_per_s": rate} for count, rate in achievable.points]
+    best = {"streams": achievable.best[0], "bits_per_s": achievable.best[1]}
+    return {"transport": achievable.transport, "points": points, "best": best}
 
 
 def _ranks(trace: Trace) -> list[dict[str, Any]]:

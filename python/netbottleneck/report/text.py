@@ -35,21 +35,21 @@ def sentences(findings: Findings) -> list[str]:
     untouched = findings.times.get(BARE) if base == STOCK else None
     step_ns = parts.step_ns if untouched is None else untouched.median_ns
     if parts.operations == 0 and findings.trace.size > 1:
-        found = [f"Your step takes {ms(step_ns)}; none of its communication was recorded ({findings.label})."]
+        texts = [f"Your step takes {ms(step_ns)}; none of its communication was recorded ({findings.label})."]
     else:
-        found = [f"Of your {ms(step_ns)} step, {ms(parts.exposed_ns)} is exposed communication ({findings.label})."]
-    found += _bandwidth(findings, base)
+        texts = [f"Of your {ms(step_ns)} step, {ms(parts.exposed_ns)} is exposed communication ({findings.label})."]
+    texts += _bandwidth(findings, base)
     predicted = findings.predicted_full_use_ns
     if predicted is not None and predicted < parts.step_ns:
-        found.append(f"At full use the step would be {ms(predicted)} at most (predicted).")
-    found += _comparison(findings)
+        texts.append(f"At full use the step would be {ms(predicted)} at most (predicted).")
+    texts += _comparison(findings)
     cost = own_cost(findings)
-    found += [cost] if cost else []
+    texts += [cost] if cost else []
     if findings.late_ns:
         rank = max(findings.late_ns, key=lambda r: findings.late_ns[r])
         if findings.late_ns[rank] >= LATE_SHARE_MIN * parts.step_ns:
-            found.append(f"Rank {rank} makes the others wait {ms(findings.late_ns[rank])} ({findings.label}).")
-    return found
+            texts.append(f"Rank {rank} makes the others wait {ms(findings.late_ns[rank])} ({findings.label}).")
+    return texts
 
 
 def _bandwidth(findings: Findings, base: Arm) -> list[str]:

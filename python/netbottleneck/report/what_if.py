@@ -150,7 +150,7 @@ def _least_table(answers: Answers) -> Table:
 
 def sentences(answers: Answers) -> list[str]:
     """The answers in plain words; each number is labelled measured or predicted."""
-    found = list(_recorded_step(answers))
+    texts = list(_recorded_step(answers))
     for question, opening in (
         ("achievable", "At {what}"),
         ("full use", "With {what}"),
@@ -160,9 +160,9 @@ def sentences(answers: Answers) -> list[str]:
         one = answers.of(question)
         if one is not None:
             what = opening.format(what=one.setting.title)
-            found.append(f"{what}, the step would be {_step(one)}.")
+            texts.append(f"{what}, the step would be {_step(one)}.")
     return [
-        *found,
+        *texts,
         *(map(_least_sentence, answers.least_values) if len(answers.least_values) <= LEAST_VALUES_MAX else []),
     ]
 

@@ -294,10 +294,10 @@ def _open(settings: Settings, observer: Observer, environ: Mapping[str, str]) ->
     except BaseException:
         comm.close()
         raise
-    found = connect.topology(hosts, place.rank)
+    ranks_on_hosts = connect.topology(hosts, place.rank)
     if settings.host_id is not None or not place.complete:
-        place = connect.with_topology(place, found)
-    return Job(settings, place, comm, found.homogeneous, recorder, observer)
+        place = connect.with_topology(place, ranks_on_hosts)
+    return Job(settings, place, comm, ranks_on_hosts.homogeneous, recorder, observer)
 
 
 atexit.register(stop)

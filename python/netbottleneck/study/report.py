@@ -231,9 +231,9 @@ class Study:
         }
         write_atomically(self.request.folder.path / "study.json", json.dumps(value, indent=1) + "\n")
 
-    def _job(self, found: CellReport) -> dict[str, Any]:
-        done, summary = found.done, found.run.summary
-        tuned = None if found.tuned is None else found.tuned.summary["steps"].get(BASE)
+    def _job(self, cell: CellReport) -> dict[str, Any]:
+        done, summary = cell.done, cell.run.summary
+        tuned = None if cell.tuned is None else cell.tuned.summary["steps"].get(BASE)
         keys = ["model", "steps", "hosts"]
         if done.cell.job != INFLATION:
             keys += ["sentence", "verdict", "comparisons", "handicap", "gain_withheld", "scaling", "bandwidth", "probe"]
@@ -242,12 +242,12 @@ class Study:
             "network": done.cell.network,
             "ranks": done.cell.ranks,
             "job": done.cell.job,
-            "folder": str(found.run.path.relative_to(self.request.folder.path)),
+            "folder": str(cell.run.path.relative_to(self.request.folder.path)),
             "seconds": done.seconds,
             "outcome": done.outcome.as_dict(),
             "weights_equal_to_stock_alone": done.same_as_stock,
             "stock_four_interfaces": tuned,
-            "nothing_to_do": done.cell.job != INFLATION and found.nothing_to_do,
+            "nothing_to_do": done.cell.job != INFLATION and cell.nothing_to_do,
             **{key: summary[key] for key in keys},
         }
 
@@ -270,24 +270,24 @@ def measured_line(network: str, seen: dict[str, Any]) -> str:
     return f"{network}: measured in {seen['how']}: {found}{caps}."
 
 
-def result_lines(found: CellReport) -> list[str]:
+def result_lines(cell: CellReport) -> list[str]:
     """Return the short result of one job on one network."""
-    if found.done.cell.job == INFLATION:
-        return [f"{found.done.outcome.steps} steps of forward and backward passes, {', '.join(found.done.cell.arms)}"]
-    outcome, findings = found.done.outcome, found.run.findings
+    if cell.done.cell.job == INFLATION:
+        return [f"{cell.done.outcome.steps} steps of forward and backward passes, {', '.join(cell.done.cell.arms)}"]
+    outcome, findings = cell.done.outcome, cell.run.findings
     lines = []
     if outcome.accuracy is not None:
         reached = "" if outcome.accuracy >= ACCURACY else f", below the target of {percent(ACCURACY)}"
         lines.append(f"accuracy {outcome.accuracy:.3f} on held-out data after {outcome.steps} steps{reached}")
-    what = "sums" if found.done.cell.job == REPLAY else "weights"
+    what = "sums" if cell.done.cell.job == REPLAY else "weights"
     equal = f"{what} equal on all ranks, bit for bit" if outcome.equal else f"{what.upper()} DIFFER BETWEEN RANKS"
     same = {None: "", True: ", and equal to a run over stock alone", False: "; NOT EQUAL TO A RUN OVER STOCK ALONE"}
-    lines.append(equal + same[found.done.same_as_stock])
+    lines.append(equal + same[cell.done.same_as_stock])
     withheld = rules.handicap_sentence(findings)
-    if withheld and not found.nothing_to_do:
+    if withheld and not cell.nothing_to_do:
         lines.append(withheld.rstrip("."))
-    lines += [_speedup(pair) for pair in findings.comparisons if not withheld or found.nothing_to_do]
-    if found.nothing_to_do:
+    lines += [_speedup(pair) for pair in findings.comparisons if not withheld or cell.nothing_to_do]
+    if cell.nothing_to_do:
         lines.append("on this network: do nothing; stock is as good")
     return lines
 
@@ -319,27 +319,27 @@ def table(study: Study) -> Iterable[Table]:
         yield made
 
 
-def _rows(found: CellReport) -> Iterable[tuple[str, ...]]:
-    findings = found.run.findings
+def _rows(cell: CellReport) -> Iterable[tuple[str, ...]]:
+    findings = cell.run.findings
     achievable = findings.achievable
     for name, taken in findings.times.items():
         achieved = findings.achieved.get(name)
         moved = gbit(achieved.active_bps) if achieved else ""
         reach = f"{gbit(achievable.best[1])} ({achievable.best[0]})" if achievable and achieved else ""
-        yield f"  {name}", ms(taken.median_ns), _difference(found, name), moved, reach
-        tuned = found.tuned.findings if found.tuned is not None and name == BASE else None
+        yield f"  {name}", ms(taken.median_ns), _difference(cell, name), moved, reach
+        tuned = cell.tuned.findings if cell.tuned is not None and name == BASE else None
         if tuned is not None and BASE in tuned.times:
             moved = gbit(tuned.achieved[BASE].active_bps) if BASE in tuned.achieved else ""
             yield "  stock x4", ms(tuned.times[BASE].median_ns), "separate run, not paired", moved, reach
 
 
-def _difference(found: CellReport, transport: Arm) -> str:
+def _difference(cell: CellReport, transport: Arm) -> str:
     if transport in PSEUDO:
         return ""
-    pair = found.pair(transport)
+    pair = cell.pair(transport)
     if pair is None:
         return ""
-    if found.run.findings.handicapped:
+    if cell.run.findings.handicapped:
         return "withheld"
     ns = pair.difference_ns
     return f"{ns.value / 1e6:+.0f} ms ({ns.low / 1e6:+.0f} to {ns.high / 1e6:+.0f})"

@@ -407,10 +407,10 @@ def read_samples(path: Path | str) -> Counters:
 def of_run(run_dir: Path | str) -> tuple[Samples, ...]:
     """Return the recorded counters of a run's hosts, by rank; may be empty. Raises ValueError as read_samples."""
     ranks = Path(run_dir) / "ranks"
-    found: dict[int, dict[str, Counters]] = {}
+    samples: dict[int, dict[str, Counters]] = {}
     for kind in (NET, HOST):
         for path in ranks.glob(f"*.{kind}.counters"):
             counters = read_samples(path)
             if len(counters.time_ns):
-                found.setdefault(counters.rank, {})[kind] = counters
-    return tuple(Samples(rank, **found[rank]) for rank in sorted(found))
+                samples.setdefault(counters.rank, {})[kind] = counters
+    return tuple(Samples(rank, **samples[rank]) for rank in sorted(samples))

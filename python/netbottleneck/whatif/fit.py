@@ -165,8 +165,8 @@ def fit_line(nbytes: Iterable[float], ns: Iterable[float], fixed_ns: float | Non
 
 def _transport_infos(trace: Trace, transport: Arm) -> list[TransportInfo]:
     """Transport records of all ranks: those of this transport first."""
-    found = [info for rank in trace.ranks for info in rank.transports]
-    return sorted(found, key=lambda info: info.name != transport)
+    infos = [info for rank in trace.ranks for info in rank.transports]
+    return sorted(infos, key=lambda info: info.name != transport)
 
 
 def flows(trace: Trace, transport: Arm) -> tuple[float, float]:
@@ -304,10 +304,10 @@ def bounding_lines(
     Both lines give the same total time as ns = a + b bytes. A bootstrap over sizes gives the share of the fixed part,
     because operations of one size have correlated errors.
     """
-    found = by_size(rows)
-    if len(found) < 2:
+    sizes_and_times = by_size(rows)
+    if len(sizes_and_times) < 2:
         return ()
-    sizes, counts, took = (np.array(column, np.float64) for column in zip(*found, strict=True))
+    sizes, counts, took = (np.array(column, np.float64) for column in zip(*sizes_and_times, strict=True))
     whole = float(a * counts.sum() + b * (counts * sizes).sum())
     picks = np.random.default_rng(BOOTSTRAP_SEED).integers(len(sizes), size=(LINES, len(sizes)))
     x, y, count = sizes[picks], took[picks], counts[picks]
@@ -387,14 +387,14 @@ def contention(trace: Trace, transport: Arm) -> tuple[Estimate | None, str]:
     value is the median over pairs of blocks; the interval is a bootstrap over pairs and steps. Returns None and the
     reason if the run does not suffice.
     """
-    found = redrawn(_blocks(trace, NULL), _blocks(trace, transport))
+    draws = redrawn(_blocks(trace, NULL), _blocks(trace, transport))
     unknown = "contention between operations and compute is not known"
-    if found is None or len(found.base) < PAIRS_MIN:
+    if draws is None or len(draws.base) < PAIRS_MIN:
         return None, f"{unknown}: it needs {PAIRS_MIN} pairs of blocks with the arm {NULL}"
-    overlapped = float(np.median(found.other[:, 1] / np.maximum(found.other[:, 0], 1.0)))
+    overlapped = float(np.median(draws.other[:, 1] / np.maximum(draws.other[:, 0], 1.0)))
     if overlapped < BESIDE_LEAST:
         return None, f"{unknown}: only {percent(overlapped)} of compute overlaps an operation"
-    lost = median_of(_lost_part(found.base, found.other), _lost_part(found.base_drawn, found.other_drawn))
+    lost = median_of(_lost_part(draws.base, draws.other), _lost_part(draws.base_drawn, draws.other_drawn))
     if lost.high - lost.low > WIDTH_MOST:
         return (
             None,
@@ -402,7 +402,7 @@ def contention(trace: Trace, transport: Arm) -> tuple[Estimate | None, str]:
         )
     value, low, high = (1 / (1 - min(max(part, 0.0), LOST_MOST)) for part in (lost.value, lost.low, lost.high))
     sentence = f"compute takes {value:.3f} times as long while an operation is in flight, {low:.3f} to {high:.3f}"
-    return Estimate(value, low, high), f"{sentence} (measured, {len(found.base)} pairs of blocks of {NULL})"
+    return Estimate(value, low, high), f"{sentence} (measured, {len(draws.base)} pairs of blocks of {NULL})"
 
 
 def _lost_part(base: NDArray[np.float64], other: NDArray[np.float64]) -> NDArray[np.float64]:

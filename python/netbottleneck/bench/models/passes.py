@@ -141,13 +141,13 @@ def pick_device(name: str) -> str:
 
 def sizes(name: str) -> list[tuple[str, int]]:
     """Return (name, bytes) of each parameter of a model, in its order, as float32."""
-    found = []
+    rows = []
     for key, shape in models.shapes(name):
         count = 4
         for length in shape:
             count *= length
-        found.append((key, count))
-    return found
+        rows.append((key, count))
+    return rows
 
 
 def _trace(name: str, named: list[tuple[str, int]], steps: list[tr.Step], origin: str, note: str) -> tr.Trace:

@@ -154,10 +154,10 @@ def factors(series: Series, arm: str) -> list[tuple[float, float]]:
     return [(bps, one.scaling.value) for bps, cell in series if (one := cell.arms.get(arm)) and one.scaling]
 
 
-def saturation_bps(found: Sequence[tuple[float, float]]) -> float | None:
+def saturation_bps(points: Sequence[tuple[float, float]]) -> float | None:
     """Return the slowest link beyond which the factor grows by at most GROWTH_MIN; None if it still grows."""
-    for position, (bps, value) in enumerate(found[:-1]):
-        if max(later for _, later in found[position + 1 :]) <= (1 + GROWTH_MIN) * value:
+    for position, (bps, value) in enumerate(points[:-1]):
+        if max(later for _, later in points[position + 1 :]) <= (1 + GROWTH_MIN) * value:
             return bps
     return None
 
@@ -172,10 +172,10 @@ def bandwidth(cells: Sequence[CellFacts]) -> Statement:
     for (model, ranks, flow), rows in series.items():
         job = f"{model} on {ranks} ranks" + (f" at {gbit(min(flow))} a flow" if flow else "")
         for arm in dict.fromkeys(arm.name for _, cell in rows for arm in cell.transports):
-            found = factors(rows, arm)
-            end = saturation_bps(found)
+            points = factors(rows, arm)
+            end = saturation_bps(points)
             where = "still grows" if end is None else f"stops growing at {gbit(end)}"
-            lines.append(f"{job}, {arm}: {', '.join(f'{gbit(bps)} {value:.3f}' for bps, value in found)}: {where}")
+            lines.append(f"{job}, {arm}: {', '.join(f'{gbit(bps)} {value:.3f}' for bps, value in points)}: {where}")
             if arm == STOCK:
                 stopped += [f"at {gbit(end)} for {job}"] if end is not None else []
                 growing += [job] if end is None else []

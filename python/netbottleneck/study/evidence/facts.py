@@ -225,7 +225,7 @@ def outlook_of(trace: Trace, transport: Arm, link_bps: float | None, single_ns: 
         return None
     alone_ns = single_ns or job.alone_ns
     ratio, enough = sweeps.least_compression(job, TARGET, FREE_CODEC), sweeps.enough_link(job)
-    found = Outlook(
+    outlook = Outlook(
         transport,
         TARGET,
         as_used=_curve(job, f"at {transport}'s achieved rate", alone_ns),
@@ -234,15 +234,15 @@ def outlook_of(trace: Trace, transport: Arm, link_bps: float | None, single_ns: 
         enough_bps=_bounded(enough, sweeps.LINK_BPS[1]),
         notes=job.notes,
     )
-    return _at_full_use(found, job, link_bps, alone_ns) if link_bps else found
+    return _at_full_use(outlook, job, link_bps, alone_ns) if link_bps else outlook
 
 
-def _at_full_use(found: Outlook, job: questions.Job, link_bps: float, alone_ns: float) -> Outlook:
+def _at_full_use(outlook: Outlook, job: questions.Job, link_bps: float, alone_ns: float) -> Outlook:
     full = questions.answer(job, sweeps.full_use(job, link_bps)).step_s
     fully = replace(job, cost=sweeps.with_link(job.cost, link_bps))
     least = sweeps.least_compression(fully, TARGET, FREE_CODEC)
     return replace(
-        found,
+        outlook,
         full_use_ns=None if full is None else Estimate(1e9 * full.value, 1e9 * full.low, 1e9 * full.high),
         full_use=None if full is None else _scaling(alone_ns, full),
         at_full_use=_curve(fully, f"{gbit(link_bps)}, fully used", alone_ns),
@@ -393,8 +393,8 @@ def _base(run: Run, about: CellDescription, passes_only: Trace, splits: Mapping[
 
 def _measured_bps(network: Network, flows: str) -> float | None:
     """Return the bandwidth that the preflight measurement found, for "one_flow" or "many_flows"."""
-    found = (network.verified.get(flows) or {}).get("measured_bps")
-    return None if found is None else float(found)
+    bps = (network.verified.get(flows) or {}).get("measured_bps")
+    return None if bps is None else float(bps)
 
 
 def _arm(run: Run, cell: CellFacts, passes_only: Trace, arm: tuple[Arm, Sequence[Split]]) -> ArmFacts:

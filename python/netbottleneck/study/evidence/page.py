@@ -34,9 +34,9 @@ BUDGETS = ("cell", "arm", "loss", "host-internal", "inflation", "exposed network
 Row = tuple[str, ...]
 
 
-def cells(found: Sequence[CellFacts]) -> list[Row]:
+def cells(facts: Sequence[CellFacts]) -> list[Row]:
     """Return one row per arm: its step and scaling factor, and the bound at full use of the link."""
-    return [_arm(cell, arm) for cell in found if cell.job != INFLATION for arm in cell.arms.values()]
+    return [_arm(cell, arm) for cell in facts if cell.job != INFLATION for arm in cell.arms.values()]
 
 
 def _arm(cell: CellFacts, arm: ArmFacts) -> Row:
@@ -65,7 +65,7 @@ def predictions(forecast_record: ForecastRecord) -> list[Row]:
     ]
 
 
-def budgets(found: Sequence[Budget]) -> list[Row]:
+def budgets(rows: Sequence[Budget]) -> list[Row]:
     """Return one row per arm; numbers are parts of the step."""
     return [
         (
@@ -76,7 +76,7 @@ def budgets(found: Sequence[Budget]) -> list[Row]:
                 for part in (one.loss, one.host_internal, one.inflation, one.exposed, one.other, one.waiting)
             ),
         )
-        for one in found
+        for one in rows
     ]
 
 
@@ -123,19 +123,19 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[str, A
     return {"columns": columns, "rows": rows}
 
 
-def _context(found: Evidence) -> dict[str, Any]:
-    bars = [_bar(one) for one in found.budgets]
+def _context(evidence: Evidence) -> dict[str, Any]:
+    bars = [_bar(one) for one in evidence.budgets]
     return {
-        "title": found.title or "Network study",
-        "claims": found.claims,
-        "notes": found.notes,
+        "title": evidence.title or "Network study",
+        "claims": evidence.claims,
+        "notes": evidence.notes,
         "tables": {
-            "scaling": _table(CELLS, cells(found.cells)),
-            "prediction": _table(PREDICTIONS, predictions(found.predictions)),
-            "budget": _table(BUDGETS, budgets(found.budgets)),
+            "scaling": _table(CELLS, cells(evidence.cells)),
+            "prediction": _table(PREDICTIONS, predictions(evidence.predictions)),
+            "budget": _table(BUDGETS, budgets(evidence.budgets)),
         },
         "cell_key": CELL_KEY,
-        "cell_count": len(found.cells),
+        "cell_count": len(evidence.cells),
         "bars": bars,
         "bar_height": BAR_HEIGHT,
         "bar_width": BAR_WIDTH,
@@ -146,15 +146,15 @@ def _context(found: Evidence) -> dict[str, Any]:
     }
 
 
-def page(found: Evidence) -> str:
+def page(evidence: Evidence) -> str:
     """Return the complete page."""
-    drawn = [(figure, found.pictures.get(figure.number, "")) for figure in found.figures]
-    return _environment().get_template("page.html.j2").render(_context(found), figures=drawn)
+    drawn = [(figure, evidence.pictures.get(figure.number, "")) for figure in evidence.figures]
+    return _environment().get_template("page.html.j2").render(_context(evidence), figures=drawn)
 
 
-def fragment(found: Evidence) -> str:
+def fragment(evidence: Evidence) -> str:
     """Return the chain of claims as HTML."""
-    return _environment().get_template("claims.html.j2").render(_context(found))
+    return _environment().get_template("claims.html.j2").render(_context(evidence))
 
 
 # The terminal's form: one sentence for each claim, then the result of each cell.
@@ -163,16 +163,16 @@ WIDTHS = (9, 26, 26, 10, 8)  # columns of a cell's rows
 MISSING_MAX = 3  # missing measurements listed per claim
 
 
-def render(found: Evidence, console: Console) -> None:
+def render(evidence: Evidence, console: Console) -> None:
     """Print the study to a console."""
-    if found.title:
-        console.print(Text(found.title, style="bold"))
+    if evidence.title:
+        console.print(Text(evidence.title, style="bold"))
         console.print()
-    for number, claim in enumerate(found.claims, 1):
+    for number, claim in enumerate(evidence.claims, 1):
         console.print(Text(f"{number}. {claim.title}: ", style="bold").append(claim.verdict, style="not bold"))
         for missing in _missing(claim.missing):
             console.print(Text(f"   Not measured: {missing}.", style="yellow"))
-    rows = cells(found.cells)
+    rows = cells(evidence.cells)
     if rows:
         console.print()
         console.print(Text(_columns(CELLS[1:]), style="bold"))
@@ -181,7 +181,7 @@ def render(found: Evidence, console: Console) -> None:
                 console.print(Text(row[0], style="bold"))
             console.print(Text(_columns(row[1:])))
         console.print(Text(f"{CELL_KEY}."))
-    for note in found.notes:
+    for note in evidence.notes:
         console.print(Text(note))
 
 
@@ -196,16 +196,16 @@ def _missing(missing: Sequence[str]) -> list[str]:
     return [*missing[:MISSING_MAX], *([f"and {left} more"] if left > 0 else [])]
 
 
-def text(found: Evidence) -> str:
+def text(evidence: Evidence) -> str:
     """Return the terminal's form as plain text without trailing blanks."""
     buffer = io.StringIO()
     plain = {"color_system": None, "force_terminal": False, "force_jupyter": False, "legacy_windows": False}
-    render(found, Console(file=buffer, width=WIDTH, **plain))  # type: ignore[arg-type]
+    render(evidence, Console(file=buffer, width=WIDTH, **plain))  # type: ignore[arg-type]
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
 
 
-def show(found: Evidence, console: Console | None = None) -> None:
+def show(evidence: Evidence, console: Console | None = None) -> None:
     """Print to the terminal, at most WIDTH columns."""
     screen = console or Console(force_jupyter=False)
     screen.width = min(screen.width, WIDTH) if screen.is_terminal else WIDTH
-    render(found, screen)
+    render(evidence, screen)

@@ -39,27 +39,27 @@ def now_ns() -> int:
 
 def dtype_size(dtype: int) -> int: ...
 def transports() -> list[str]:
-    """The names of the networks that were built in."""
+    """The names of the transports in this build."""
 
 def providers(library: str | None = None) -> list[tuple[str, str]]:
-    """(provider, version) of each libfabric provider a lane could use. Raises Error where there is no libfabric."""
+    """(provider, version) of each libfabric provider a lane could use. Raises Error without libfabric."""
 
 def libfabric(library: str | None = None) -> tuple[str, str]:
-    """(path, version) of the libfabric that would be used. Raises Error naming what was tried."""
+    """(path, version) of the libfabric that would be used. Raises Error naming the paths that were tried."""
 
 def interfaces(spec: str | None = None) -> list[tuple[str, str]]:
     """(name, address) of the interfaces that `spec` (NCCL_SOCKET_IFNAME's syntax) names."""
 
 def isa() -> str:
-    """The reduce kernels in use: "generic" or "avx2"."""
+    """The reduction kernels in use: "generic" or "avx2"."""
 
 def reduce(destination: Memory, source: Memory, dtype: int, op: int, isa: str | None = None) -> None:
-    """destination = destination op source, by the kernel of `isa`: to test and to measure."""
+    """destination = destination op source, by the kernel of `isa`. For tests and measurements."""
 
 def reduce_pair(one: Memory, other: Memory, dtype: int, op: int) -> None:
-    """one = other = one op other in one pass, as ranks that share memory do it: to test and to measure.
+    """one = other = one op other in one pass, as ranks that share memory do. For tests and measurements.
 
-    Raises ValueError where there is no such kernel: there is one of SUM for every dtype."""
+    Raises ValueError if there is no such kernel. SUM has one for every dtype."""
 
 def simulate(
     program: tuple[Memory, Memory, Memory, Memory, Memory, int],
@@ -68,7 +68,7 @@ def simulate(
     result: tuple[Memory, Memory, Memory, Memory, Memory],
     /,
 ) -> int:
-    """Fill the arrays of `result`, GIL released, and return how many operations there were: csrc/sim/sim.h.
+    """Fill the arrays of `result`, GIL released, and return the number of operations: csrc/sim/sim.h.
 
     program: starts, work_ns (int64), codes (int32), bytes (int64), kinds (int32), steps. plan: rule, in_flight,
     buckets, bucket_of (int32), fusion_bytes, cycle_ns. cost: algorithm, size, ranks_per_host, contention, flags (1:
@@ -95,15 +95,15 @@ def reduce_times(
 def copy_times(
     destination: Memory, source: Memory, nbytes: int, samples: int = 1, least_ns: int = 0
 ) -> list[tuple[int, int]]:
-    """As reduce_times, of memcpy."""
+    """As reduce_times, for memcpy."""
 
 def name_key(name: str, /) -> int:
     """Return the key of an operation's name: 64-bit FNV-1a of its UTF-8."""
 
 def stamp_at(recorder: Recorder, kind: int, times_ns: Sequence[int], keys: Sequence[int], spin: bool = False) -> None:
-    """Stamps `kind` for each key once its time (of now_ns()) has come, in the order given; returns after the last.
+    """Records an event `kind` for each key at its time (of now_ns()), in the given order; returns after the last.
 
-    GIL released; asleep until then, or busy with `spin`. Serves signals. ValueError for lengths that differ."""
+    GIL released; asleep until then, or busy with `spin`. Runs signal handlers. ValueError for lengths that differ."""
 
 @final
 class Arena:
@@ -130,15 +130,15 @@ class Listener:
     ) -> None: ...
     @property
     def address(self) -> str:
-        """ "host:port", what the other ranks need."""
+        """ "host:port", the address for the other ranks."""
 
     def close(self) -> None: ...
 
 @final
 class Recorder:
-    """A ring file of stamps. Any thread may stamp; stamping never blocks.
+    """A ring file of events. Any thread may record events; recording never blocks.
 
-    timeline: it takes what only a timeline needs, too.
+    timeline: also records the events that only a timeline uses.
     """
 
     def __init__(self, path: str, capacity: int, rank: int, *, timeline: bool = False) -> None: ...
@@ -147,7 +147,7 @@ class Recorder:
         self, time_ns: int, kind: int, key: int = 0, a: int = 0, b: int = 0, c: int = 0, d: int = 0, e: int = 0
     ) -> None: ...
     def stamper(self, kind: int, key: int = 0, a: int = 0, b: int = 0, *, awaited: bool = False) -> Callable[..., None]:
-        """A C callable that stamps this event whatever it is called with, and returns None."""
+        """A C callable that records this event for any arguments, and returns None."""
 
     def put_ready(
         self, offsets: list[int], before: list[int], sent: list[tuple[int, tuple[int, ...]]], since_ns: int
@@ -177,7 +177,7 @@ class Work:
     """A pending operation."""
 
     def test(self) -> bool:
-        """True when done. Raises what the operation failed with."""
+        """True when done. Raises the operation's failure."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits with the GIL released (signals are served); False after timeout_s. Raises the operation's failure:
@@ -191,14 +191,14 @@ class Comm:
     """A job's communicator: all ranks. One communication thread, which never touches Python.
 
     shm: "auto", "0" or "1": memory shared between ranks whose `host` (16 bytes) is equal; without host it is off.
-    algorithm: of all-reduces over the network: "auto" (rank 0 chooses by what steps and bytes cost in this job), or
-    "ring", "recursive_doubling", "halving_doubling", "two_level" (a ring where no host has several ranks). Rank 0's
-    counts. timeout_s: of a wait on a peer that is silent. start_timeout_s: of the join and of the lanes' opening; where
-    it is not given, timeout_s. cpus: of the communication threads of this host's ranks, in the order of the ranks.
+    algorithm: of all-reduces over the network: "auto" (rank 0 selects by measured costs), or "ring",
+    "recursive_doubling", "halving_doubling", "two_level" (a ring if no host has several ranks). Rank 0's value applies.
+    timeout_s: deadline for a silent peer. start_timeout_s: deadline for joining and opening of lanes; default:
+    timeout_s. cpus: of the communication threads of this host's ranks, in the order of the ranks.
 
     Raises, before any byte of data moves: ValueError for a bad argument; Error with errno ENOENT for a missing
     libfabric, ENODEV for a missing provider or interface; MismatchError when ranks disagree on `tag`; TimeoutError
-    naming the ranks that did not come."""
+    naming the missing ranks."""
 
     def __init__(
         self,
@@ -254,20 +254,20 @@ class Comm:
         shape: int = 0,
     ) -> Work:
         """Starts an operation in place; `keep` lives as long as the transfer. awaited: the caller waits for it at once,
-        so that no thread need be woken for it. ValueError for an operation that no rank could run, or while one of
-        this name is pending here. group: of the ranks of this group alone; root counts in it. shape: its low 64 bits
-        stand for the shape of what is in `memory`; ranks whose numbers differ are refused."""
+        so that no thread has to be woken. ValueError for an operation that no rank could run, or while one of this
+        name is pending here. group: only the ranks of this group take part; root is a rank of the group. shape: a
+        64-bit hash of the shape of `memory`; ranks with different hashes are refused."""
 
     def group(self, number: int, ranks: Sequence[int]) -> None:
-        """Creates a group of some ranks, in rising order and with this one among them. All its ranks use the same
+        """Creates a group of some ranks, in ascending order and including this one. All its ranks use the same
         number, above 0. The group lives until close(). ValueError for invalid ranks, or a number in use."""
 
     def map(self, arena: Arena) -> None:
         """Registers memory that many operations will use with the lanes."""
 
     def exchange(self, blob: bytes, *, limit_s: float = 0.0) -> list[bytes]:
-        """All-gather of equal-length blobs over the lanes, by rank; blocking, GIL released. limit_s: after which
-        TimeoutError names the ranks that have not come, on those that have; 0: never. The communicator stays usable."""
+        """All-gather of equal-length blobs over the lanes, by rank; blocking, GIL released. limit_s: deadline, after
+        which TimeoutError names the missing ranks on the others; 0: none. The communicator stays usable."""
 
     def info(self) -> dict[str, Any]:
         """streams_open, streams_used, bytes_out, bytes_in, lanes_lost, provider, clock_offset_ns, and
@@ -275,7 +275,7 @@ class Comm:
         and were dropped."""
 
     def missing(self, name: str, group: int = 0) -> list[int]:
-        """The first 16 ranks that had not submitted an operation at its last stall report; else none."""
+        """The first 16 ranks that had not submitted an operation at its last stall report; [] otherwise."""
 
     def notices(self) -> list[str]:
         """Notices for the user since the last call: stalls, lost lanes."""
@@ -285,11 +285,11 @@ class Comm:
 
 @final
 class GradHook:
-    """The gradient hook backend: stamps "gradient ready", counts buckets down and submits them, all in C.
+    """The gradient hook backend: records "gradient ready", counts buckets down and submits them, all in C.
 
     parameters[i] belongs to bucket_of[i], at byte offset[i] of the bucket's memory; views[i] is a tensor over that
-    memory. `grad` stays the tensor that autograd or the user put there, and wait() leaves the sum in it: it is copied
-    into the bucket and back, or, from `direct_bytes` on, travels from its own memory where no other tensor has it."""
+    memory. `grad` stays the tensor that autograd or the user put there, and wait() leaves the sum in it. It is copied
+    to the bucket and back; from `direct_bytes` on, it is reduced in its own memory unless another tensor shares it."""
 
     def __init__(
         self,
@@ -304,7 +304,7 @@ class GradHook:
         passes: int = 1,
         keep: Any = None,
     ) -> None:
-        """buckets: (name, dtype, address, bytes, priority) each."""
+        """buckets: a tuple (name, dtype, address, bytes, priority) for each."""
 
     def hook(self, index: int) -> Callable[[Any], None]:
         """The C callable for a hook of the node that accumulates the gradient of parameters[index]."""
@@ -317,22 +317,22 @@ class GradHook:
         op: int = ...,
         group: int = 0,
     ) -> None:
-        """Where complete buckets go: a Comm, or a group of it; a callable that gets the bucket's index (its memory is
-        then always whole: nothing travels directly) and returns an object with wait(); None: nowhere (null). Only
-        between steps."""
+        """Sets the destination of complete buckets: a Comm, or a group of it; a callable that gets the bucket's index
+        (its memory then has all gradients, without direct ones) and returns an object with wait(); None: no
+        destination (null). Only between steps."""
 
     def flush(self) -> None:
-        """Submits every bucket that is not; a gradient that is missing becomes zeros."""
+        """Submits every bucket that is not submitted; missing gradients become zeros."""
 
     def wait(self) -> None:
         """Waits for all buckets, GIL released; re-arms the hook. Raises as Work.wait, and RuntimeError
-        for a gradient that was deleted on its way."""
+        for a gradient that was deleted in flight."""
 
     def ready_order(self) -> list[int]:
         """Indices of the parameters in the order in which they became ready in the last complete step."""
 
     def sparse(self) -> list[int]:
-        """Indices of the parameters of which a gradient was sparse, and was made dense, in rising order."""
+        """Indices of the parameters with sparse gradients, which were made dense, in ascending order."""
 
     @property
     def passes(self) -> int: ...
@@ -340,7 +340,7 @@ class GradHook:
     def passes(self, value: int) -> None: ...
     @property
     def paused(self) -> bool:
-        """While true, gradients are stamped and otherwise left alone: they add up, and nothing is sent."""
+        """While true, gradients are recorded and accumulate, and nothing is sent."""
 
     @paused.setter
     def paused(self, value: bool) -> None: ...

@@ -35,7 +35,7 @@ static socklen_t address_of(const char *name, struct sockaddr_un *addr) {
 static int socket_open(struct nb_error *err) {
     nb_fork_hold();
     int fd = nb_fork_own(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-    return fd >= 0 ? fd : nb_fail(err, -errno, "a local socket: %m");
+    return fd >= 0 ? fd : nb_fail(err, -errno, "cannot open a local socket: %m");
 }
 
 static bool same_user(int fd) {
@@ -49,7 +49,7 @@ int nb_fdpass_listen(char name[NB_FDPASS_NAME], int backlog, struct nb_error *er
     struct sockaddr_un addr;
     int rc = nb_random(drawn, sizeof drawn);
     if (rc < 0) {
-        return nb_fail(err, rc, "random bytes (%s)", nb_code_name(rc));
+        return nb_fail(err, rc, "cannot draw random bytes (%s)", nb_code_name(rc));
     }
     size_t at = sizeof prefix - 1;
     memcpy(name, prefix, sizeof prefix);
@@ -62,7 +62,7 @@ int nb_fdpass_listen(char name[NB_FDPASS_NAME], int backlog, struct nb_error *er
     }
     socklen_t bytes = address_of(name, &addr);
     if (bind(fd, (const struct sockaddr *)&addr, bytes) != 0 || listen(fd, backlog) != 0) {
-        rc = nb_fail(err, -errno, "a local socket called %s: %m", name);
+        rc = nb_fail(err, -errno, "cannot listen on local socket %s: %m", name);
         close(fd);
         return rc;
     }

@@ -172,7 +172,7 @@ static struct owned *place_for(int fd) {
         size_t room = guard.room == 0 ? 32 : 2 * guard.room;
         struct owned *more = realloc(guard.owned, room * sizeof *more);
         if (more == NULL) {
-            return NULL; // the only harm: the child inherits it
+            return NULL; // the child then inherits the descriptor
         }
         guard.owned = more;
         guard.room = room;

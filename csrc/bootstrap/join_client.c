@@ -1,4 +1,4 @@
-// Join client: connects a rank to rank 0, proves the secret, waits for the verdict.
+// Join client: connects a rank to rank 0, proves the secret, waits for rank 0's answer.
 #include <errno.h>
 #include <poll.h>
 #include <stdbool.h>

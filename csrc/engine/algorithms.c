@@ -4,6 +4,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <string.h>
 
 #include "coll/choose.h"
@@ -25,6 +26,20 @@ int nb_algorithm_find(const char *name) {
         }
     }
     return strcmp(name, "auto") == 0 ? (int)NB_ALGORITHM_NONE : -1;
+}
+
+void nb_algorithm_names(char *text, size_t room) {
+    size_t used = (size_t)snprintf(text, room, "\"auto\"");
+    const char *last = NULL;
+    for (int i = 0; i < (int)BUILT_IN && used < room; i++) {
+        if (last != NULL && built_in[i]->name != NULL) {
+            used += (size_t)snprintf(text + used, room - used, ", \"%s\"", last);
+        }
+        last = built_in[i]->name != NULL ? built_in[i]->name : last;
+    }
+    if (used < room) {
+        snprintf(text + used, room - used, " or \"%s\"", last);
+    }
 }
 
 const struct nb_algorithm *nb_algorithm_get(const struct nb_job *job, uint32_t id) {

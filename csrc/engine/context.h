@@ -58,9 +58,9 @@ struct nb_job {
     int control_count;
     nb_control_handler_fn *handle_control; // handler of their messages
     bool failed;
-    bool failure_due; // the other ranks must still be told
-    bool costs_new;   // the trace does not have them yet
-    bool limit_told;  // the limit on registered memory was reported
+    bool failure_due;    // the failure must still be announced to the other ranks
+    bool costs_new;      // the trace does not have them yet
+    bool limit_reported; // the limit on registered memory was reported
 
     // In the steady state the progress owner takes the lock only for requests, for operations that complete, and around
     // its sleep.

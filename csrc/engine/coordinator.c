@@ -299,7 +299,7 @@ static void joined_check(const struct nb_job *job, struct entry *entry) {
 static void joined_announce(struct nb_job *job, const struct entry *entry) {
     for (int rank = 0; rank < job->size && entry->count < member_count(job, entry); rank++) {
         if (lacks_submission(entry, rank) && rank == 0) {
-            nb_join_stand_in(job, &entry->desc);
+            nb_join_contribute(job, &entry->desc);
         } else if (lacks_submission(entry, rank)) {
             nb_control_send(&job->controls[rank], CTL_STAND_IN, &entry->desc, sizeof entry->desc);
         }

@@ -176,6 +176,8 @@ void nb_work_times(const struct nb_work *work, struct nb_work_times *times);
 
 // The number of an algorithm that a user can choose by name; "auto" is NB_ALGORITHM_NONE. Negative: no such name.
 int nb_algorithm_find(const char *name);
+// Writes the names that nb_algorithm_find() knows, as "a", "b" or "c".
+void nb_algorithm_names(char *text, size_t room);
 
 // The key of an operation: 64-bit FNV-1a of its name.
 uint64_t nb_key(const char *name);

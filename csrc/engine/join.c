@@ -80,12 +80,12 @@ static struct nb_work *work_make(struct nb_comm *comm, const struct op_descripto
         return NULL;
     }
     work->desc.key = desc->key;
-    work->stand_in = line.base;
+    work->zeros = line.base;
     work->refs = 1;
     return work;
 }
 
-void nb_join_stand_in(struct nb_job *job, const struct op_descriptor *desc) {
+void nb_join_contribute(struct nb_job *job, const struct op_descriptor *desc) {
     struct nb_error why = {0};
     struct nb_comm *comm = nb_comm_find(job, desc->comm);
     if (comm == NULL) {

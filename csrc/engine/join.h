@@ -29,6 +29,6 @@ bool nb_join_permits(int kind);
 // Writes why the operation is not possible without the rank; leaves text unchanged if it is possible.
 void nb_join_refuse(const struct op_descriptor *desc, int rank, char *text, size_t room);
 // Submits the operation for this rank, with zeros. It is the next one to start.
-void nb_join_stand_in(struct nb_job *job, const struct op_descriptor *desc);
+void nb_join_contribute(struct nb_job *job, const struct op_descriptor *desc);
 
 #endif

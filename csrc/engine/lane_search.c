@@ -1,3 +1,4 @@
+// Lane search: chooses the next number of lanes to measure, and the one to use, by the rates measured so far.
 #include "engine/lane_search.h"
 
 #include <stdbool.h>

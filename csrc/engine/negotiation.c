@@ -80,7 +80,7 @@ void nb_negotiation_submit(struct nb_job *job, struct nb_work *work) {
         struct op_descriptor *grown = realloc(m->fresh, room * sizeof *grown);
         if (grown == NULL) {
             struct nb_error why = {0};
-            nb_fail(&why, -ENOMEM, "cannot allocate %zu operations submitted", room);
+            nb_fail(&why, -ENOMEM, "cannot allocate a list of %zu submitted operations", room);
             nb_job_fail(job, &why, true);
             return;
         }
@@ -246,12 +246,12 @@ static bool has_joined(const struct nb_job *job) {
     return false;
 }
 
-static void stand_in_received(struct nb_job *job, const unsigned char *body) {
+static void contribute_received(struct nb_job *job, const unsigned char *body) {
     struct op_descriptor desc;
     memcpy(&desc, body, sizeof desc);
     bool spared = has_joined(job) && nb_desc_possible(&desc, job->size) && nb_join_permits(desc.kind);
     if (spared && waiting_find(job, desc.key) == NULL) {
-        nb_join_stand_in(job, &desc);
+        nb_join_contribute(job, &desc);
     } else {
         nb_job_wire_fail(job, 0, "an invalid operation for a joined rank");
     }
@@ -332,7 +332,7 @@ void nb_negotiation_message(struct nb_job *job, int peer, enum control_type type
     } else if (type == CTL_GO) {
         go_received(job, body, bytes);
     } else if (type == CTL_STAND_IN) {
-        stand_in_received(job, body);
+        contribute_received(job, body);
     } else if (type == CTL_INLINE_RESULT) {
         result_received(job, body, bytes);
     } else if (type == CTL_REFUSE) {

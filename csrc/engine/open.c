@@ -286,13 +286,12 @@ static int thread_start(struct nb_job *job, struct nb_error *err) {
 
 int nb_job_open(struct nb_job **out, const struct nb_job_config *config, struct nb_error *err) {
     if (config->streams < 0 || config->streams > NB_LANES_MAX) {
-        return nb_fail(err, -EINVAL, "%d streams are not possible: choose 1 to %d, or auto", config->streams,
-                       NB_LANES_MAX);
+        return nb_fail(err, -EINVAL, "streams must be 1 to %d, or auto, not %d", NB_LANES_MAX, config->streams);
     }
     if (config->segment_bytes != 0 &&
         (config->segment_bytes < NB_BLOCK_MIN || config->segment_bytes > NB_SEGMENT_MAX / 2)) {
-        return nb_fail(err, -EINVAL, "segments of %zu bytes are not possible: choose %d to %d", config->segment_bytes,
-                       NB_BLOCK_MIN, NB_SEGMENT_MAX / 2);
+        return nb_fail(err, -EINVAL, "segments must have %d to %d bytes, not %zu", NB_BLOCK_MIN, NB_SEGMENT_MAX / 2,
+                       config->segment_bytes);
     }
     struct nb_job *job = calloc(1, sizeof *job);
     if (job == NULL) {

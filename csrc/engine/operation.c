@@ -134,7 +134,7 @@ static void work_unprepare(struct nb_work *work) {
 static void work_free(struct nb_work *work) {
     work_unprepare(work);
     free(work->fused);
-    free(work->stand_in);
+    free(work->zeros);
     free(work->pieces);
     free(work->starts);
     free(work);
@@ -210,7 +210,7 @@ static uint64_t femtoseconds(double ns) {
 }
 
 // Records the costs behind the choice of an algorithm. Only the progress owner writes info.costs.
-static void keep_costs(struct nb_job *job) {
+static void costs_record(struct nb_job *job) {
     const struct nb_costs *now = &job->info.costs;
     if (job->costs_new) {
         job->costs_new = false;
@@ -225,7 +225,7 @@ void nb_work_start(struct nb_work *work, uint64_t seq) {
     work->times.agreed_ns = work->times.agreed_ns != 0 ? work->times.agreed_ns : now;
     work->times.start_ns = now;
     if (work->ring != NULL) {
-        keep_costs(work->comm->job);
+        costs_record(work->comm->job);
         nb_ring_put_at(work->ring, now, NB_EV_OP_START, work->desc.key, work->round, 0, 0, 0, 0);
     }
     work->algorithm->start(work, now);

@@ -97,7 +97,7 @@ struct nb_work {
     struct nb_flow out;
     struct nb_flow *more; // flows beyond these two
     struct nb_work_times times;
-    void *stand_in;  // zeros that a joined rank contributes
+    void *zeros;     // memory that a joined rank contributes
     void *fused;     // the buffer copied to one piece, if the caller's pieces are too small for segments
     int piece_count; // of the buffer that travels
     struct nb_segment *pieces;

@@ -61,9 +61,8 @@ static int cpu_counts_check(const struct preflight_report *all, int size, struct
     for (int r = 0; r < size; r++) {
         int place = local_rank(all, r);
         if (all[r].cpus > 0 && place >= all[r].cpus) {
-            return nb_fail(err, -ENODEV,
-                           "rank %d is number %d of its host, and %d CPU%s named for communication threads", r,
-                           place + 1, all[r].cpus, all[r].cpus == 1 ? " is" : "s are");
+            return nb_fail(err, -ENODEV, "rank %d has local rank %d, but only %d CPU%s named for communication threads",
+                           r, place, all[r].cpus, all[r].cpus == 1 ? " is" : "s are");
         }
     }
     return 0;

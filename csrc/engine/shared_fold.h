@@ -46,7 +46,7 @@ struct shared {
     bool broken;         // operations were cancelled: nothing moves any more
     bool peer_may_write; // if so: a rank of this host may still write to the memory of operations
     bool private_told;   // reported: an arena is copied
-    bool limit_told;     // reported: the limit of shared arenas
+    bool limit_reported; // reported: the limit of shared arenas
     struct nb_list queue;
     uint64_t started;
     uint64_t described;

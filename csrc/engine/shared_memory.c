@@ -60,11 +60,11 @@ void nb_shared_map(struct nb_job *job, void *base, size_t bytes, int fd) {
     struct nb_error err = {0};
     struct shared *l = job->shared;
     int rc = fd >= 0 && l != NULL ? nb_shm_offer(l->shm, base, bytes, fd, &err) : 0;
-    if (rc < 0 && (rc != -ENOSPC || !l->limit_told)) {
+    if (rc < 0 && (rc != -ENOSPC || !l->limit_reported)) {
         nb_job_notify(job, err.text); // it goes through staging
     }
     if (rc == -ENOSPC) {
-        l->limit_told = true;
+        l->limit_reported = true;
     }
     if (fd >= 0) {
         nb_fork_close(fd);

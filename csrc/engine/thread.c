@@ -24,12 +24,12 @@
 #include "transport/lanes.h"
 
 enum {
-    FAREWELL_NS = 200 * 1000 * 1000,
+    LEAVE_NS = 200 * 1000 * 1000,
     SETTLE_NS = 2000 * 1000 * 1000 // so that a live but descheduled peer does not lose the last data sent to it
 };
 
-static void farewell(struct nb_job *job) {
-    int64_t until = nb_now_ns() + FAREWELL_NS;
+static void send_leave(struct nb_job *job) {
+    int64_t until = nb_now_ns() + LEAVE_NS;
     for (int i = 0; i < job->control_count; i++) {
         struct control *c = &job->controls[i];
         if (c->job != NULL && c->watch.fd >= 0) {
@@ -70,6 +70,6 @@ void *nb_thread_main(void *arg) {
     nb_turn_inbox(job);
     nb_control_failed(job);
     nb_turn_fail(job, &closed);
-    farewell(job);
+    send_leave(job);
     return NULL;
 }

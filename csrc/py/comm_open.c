@@ -104,9 +104,9 @@ static int get_algorithm(struct core_comm *self, const struct open_args *in, str
     }
     int found = nb_algorithm_find(name);
     if (found < 0) {
-        PyErr_Format(PyExc_ValueError,
-                     "algorithm must be \"auto\", \"ring\", \"recursive_doubling\" or \"halving_doubling\", not \"%s\"",
-                     name);
+        char names[128];
+        nb_algorithm_names(names, sizeof names);
+        PyErr_Format(PyExc_ValueError, "algorithm must be %s, not \"%s\"", names, name);
         return -1;
     }
     plan->job.algorithm = (enum nb_algorithm_id)found;

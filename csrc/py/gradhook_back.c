@@ -1,4 +1,5 @@
-// Writes the sum where Horovod's synchronize() leaves it: to the gradient that was taken, and to `grad`.
+// Result of a gradient: writes the sum to the gradient that was taken and to the parameter's `grad`, as Horovod's
+// synchronize() does.
 #include "py/gradhook.h"
 
 #include <string.h>

@@ -59,7 +59,7 @@ static int check_items(const struct nb_sim_program *program, int rank, int *seen
         return 0;
     }
     return nb_fail(err, -EINVAL, "rank %d, step %d of %d: %s", rank, r.step, program->steps,
-                   wrong != NULL ? wrong : "the items end");
+                   wrong != NULL ? wrong : "the list of items ends before the step does");
 }
 
 static int check_buckets(const struct nb_sim_program *program, const struct nb_sim_plan *plan, struct nb_error *err) {

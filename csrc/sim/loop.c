@@ -273,7 +273,7 @@ static int run(struct sim *sim) {
             dt = least(dt, sim->result->ops[sim->queued].agreed_ns - sim->now);
         }
         if (dt == INT64_MAX || sim->now > INT64_MAX / 4) {
-            return nb_fail(sim->err, -EOVERFLOW, "the run does not end, or takes centuries");
+            return nb_fail(sim->err, -EOVERFLOW, "the simulated run does not end, or exceeds the range of its clock");
         }
         flights_advance(sim, users, dt);
         ranks_advance(sim, dt);

@@ -473,7 +473,7 @@ struct nb_flow *nb_credits_landed(struct nb_lanes *lanes, int lane, int from, co
     bool its = flow != NULL && (from == NB_NO_PEER || from == flow->peer);
     struct buffer *buffer = its ? buffer_of(lanes->peers[flow->peer].rma, flow, frame->block) : NULL;
     if (!its || !claim_granted(lanes, flow, buffer, frame)) {
-        lanes->lane[lane]->refused++; // from a stranger, or with an expired credit: no peer is to blame
+        lanes->lane[lane]->refused++; // forged, or of an expired credit: not a failure of a peer
         return NULL;
     }
     *data = buffer != NULL ? unstage(lanes, flow, buffer, frame) : NULL;

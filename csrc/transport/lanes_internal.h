@@ -134,9 +134,9 @@ struct peer {
     bool done_urgent;
     bool done_request_due;
     bool done_requested;
-    uint64_t lost;       // lost lanes, a bit each
-    uint64_t lost_there; // lanes lost at the peer, by the report that is being received
-    bool hearing;        // the end of that report has not arrived
+    uint64_t lost;         // lost lanes, a bit each
+    uint64_t lost_there;   // lanes lost at the peer, by the report that is being received
+    bool receiving_report; // the end of that report has not arrived
     enum nb_report report;
     uint64_t report_floor[NB_SERIES]; // in_floor at the begin of the report
     uint64_t report_op;               // next operation to report

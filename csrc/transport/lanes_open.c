@@ -129,7 +129,7 @@ static int path_open(struct nb_lanes *lanes, struct path *path, struct nb_error 
 }
 
 // Connects a path. An endpoint that serves all peers may be lost because of another peer. Then the lane is lost for
-// this peer, too, and the peer is told.
+// this peer, too, and the peer is notified.
 static int path_connect(struct nb_lanes *lanes, int peer_rank, int lane, const struct wire_lane_address *address,
                         struct nb_error *err) {
     struct peer *peer = &lanes->peers[peer_rank];

@@ -95,7 +95,7 @@ static int load_symbols(struct nb_ofi_lib *lib, void *handle, const char *path, 
     for (size_t i = 0; i < sizeof symbols / sizeof symbols[0]; i++) {
         void *symbol = dlsym(handle, symbols[i].name);
         if (symbol == NULL) {
-            nb_fail(err, NB_ENOLIB, "%s is not a libfabric: it has no %s", path, symbols[i].name);
+            nb_fail(err, NB_ENOLIB, "%s is not a libfabric library: it lacks the function %s", path, symbols[i].name);
             return NB_ENOLIB;
         }
         memcpy((char *)lib + symbols[i].offset, &symbol, sizeof symbol);
@@ -110,7 +110,7 @@ int nb_ofi_lib_open(struct nb_ofi_lib *lib, const char *library, struct nb_error
         if (library != NULL) {
             nb_fail(err, NB_ENOLIB, "libfabric at %s: %s", library, dlerror());
         } else {
-            nb_fail(err, NB_ENOLIB, "no libfabric: %s: %s", usual_places[0],
+            nb_fail(err, NB_ENOLIB, "no libfabric library found (%s): %s", usual_places[0],
                     "install libfabric1, or the package mpich from PyPI and give its path");
         }
         return NB_ENOLIB;

@@ -186,7 +186,7 @@ static void runs_reserve(struct nb_lanes *lanes, struct nb_flow *flow) {
 void nb_retransmit_begin(struct nb_lanes *lanes, struct nb_flow *flow) {
     flow->runs = NULL;
     flow->acked = false;
-    flow->listed = lanes->peers[flow->peer].hearing; // the report may have passed its number already
+    flow->listed = lanes->peers[flow->peer].receiving_report; // the report may have passed its number already
     flow->copy = copy_make(lanes, flow);
     runs_reserve(lanes, flow);
 }
@@ -233,7 +233,7 @@ void nb_retransmit_add(struct nb_lanes *lanes, int lane, const struct assignment
 }
 
 // Replaces the caller's flow, which is over, by its copy.
-static void copy_stand_in(struct nb_lanes *lanes, struct nb_flow *flow) {
+static void copy_replace_flow(struct nb_lanes *lanes, struct nb_flow *flow) {
     struct nb_copy *copy = flow->copy;
     copy->flow = (struct nb_flow){.ops = &copy_ops,
                                   .dir = NB_FLOW_OUT,
@@ -304,7 +304,7 @@ bool nb_retransmit_settle(struct nb_lanes *lanes, struct nb_flow *flow) {
         return false;
     }
     if (flow->copy != NULL) {
-        copy_stand_in(lanes, flow);
+        copy_replace_flow(lanes, flow);
         over(lanes, flow);
         return true;
     }
@@ -488,7 +488,7 @@ static void report_send(struct nb_lanes *lanes, int peer_rank) {
 void nb_retransmit_report_received(struct nb_lanes *lanes, int peer_rank, const struct wire_lost *message) {
     struct peer *peer = &lanes->peers[peer_rank];
     peer->lost_there = message->lanes;
-    peer->hearing = true;
+    peer->receiving_report = true;
     NB_LIST_EACH(out, &peer->out) {
         NB_CONTAINER(out, struct nb_flow, link)->listed = false;
     }
@@ -536,7 +536,7 @@ static void lost_end_list(struct nb_lanes *lanes, struct nb_list *flows, const s
 
 static void lost_end_received(struct nb_lanes *lanes, int peer_rank, const struct wire_lost *message) {
     struct peer *peer = &lanes->peers[peer_rank];
-    peer->hearing = false;
+    peer->receiving_report = false;
     lost_end_list(lanes, &peer->kept, message);
     lost_end_list(lanes, &peer->out, message);
 }

@@ -225,7 +225,7 @@ int nb_shm_offer(struct nb_shm *shm, void *base, size_t bytes, int fd, struct nb
     uint32_t number = NB_SHM_ARENAS;
     struct stat st;
     if (fstat(fd, &st) != 0) {
-        return nb_fail(err, -errno, "memory to be passed on: %m");
+        return nb_fail(err, -errno, "cannot query the descriptor of memory to share: %m");
     }
     for (uint32_t i = NB_SHM_ARENAS; i-- > 0;) {
         if (me->arenas[i] == NULL) {

@@ -6,7 +6,7 @@
 //
 // Counters only grow, so a rank that reads late misses nothing. A rank marks itself asleep in its area before it
 // sleeps; a rank that advances a counter wakes it by its loop's eventfd. No lock, no allocation, and no system call
-// while nobody sleeps.
+// while no rank sleeps.
 #ifndef NB_SHM_H
 #define NB_SHM_H
 
@@ -101,7 +101,7 @@ struct nb_shm {
 
 // Allocates this rank's area, and the socket to which up to ranks_max others connect.
 int nb_shm_open(struct nb_shm **shm, int ranks_max, struct nb_error *err);
-// The same for a rank without others: it meets nobody, and needs no memory that can be passed on.
+// The same for a rank without others: it has no peers, and needs no memory that can be shared.
 int nb_shm_alone(struct nb_shm **shm, int job_rank, struct nb_error *err);
 void nb_shm_close(struct nb_shm *shm);
 

@@ -61,7 +61,7 @@ static int hello_accept(struct nb_shm_peer *peer, const struct wire_shm_hello *h
 }
 
 // Reads the hello of a connection. `expected`: the rank of the group to which this rank connected, or -1 for an
-// accepted connection, which is from any rank above this one. Returns the rank, -EAGAIN, -EPERM for a stranger, or a
+// accepted connection, which is from any rank above this one. Returns the rank, -EAGAIN, -EPERM for a process outside the job, or a
 // failure with its text.
 static int hello_receive(const struct rendezvous *m, int fd, int expected, struct nb_error *err) {
     struct nb_shm *shm = m->shm;

@@ -68,7 +68,7 @@ static void test_too_few_cpus(void) {
     like.cpus = &cpu;
     like.cpu_count = 1;
     like.run = on_its_cpu;
-    test_job_fails(&like, -ENODEV, "rank 1 is number 2 of its host, and 1 CPU is named");
+    test_job_fails(&like, -ENODEV, "rank 1 has local rank 1, but only 1 CPU is named");
 }
 
 static void test_no_such_cpu(void) {

@@ -388,7 +388,7 @@ static void most_cells(void) {
     fill(&s, 1, 1, 1, 0);
     s.program.steps = INT32_MAX;
     CHECK(nb_sim_run(&s.program, &s.plan, &s.cost, &s.result, &most) == -EINVAL, "the items are of one step");
-    CHECK(strstr(most.text, "the items end") != NULL, "%s", most.text);
+    CHECK(strstr(most.text, "the list of items ends before the step does") != NULL, "%s", most.text);
     fill(&s, 1, 2, 1, 0);
     s.program.steps = INT32_MAX / 2 + 1;
     CHECK(nb_sim_run(&s.program, &s.plan, &s.cost, &s.result, &more) == -EINVAL, "one cell too many");

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import Ranks
 
-from netbottleneck.config import settings
+from netbottleneck import _core
+from netbottleneck.config import ALGORITHMS, settings
 from netbottleneck.trace import recorder
 
 OVER = {"NETBOTTLENECK_SHM": "0", "NETBOTTLENECK_TIMEOUT_S": "60", "NETBOTTLENECK_START_TIMEOUT_S": "60"}
@@ -160,3 +161,10 @@ def test_an_alltoall_of_uneven_parts_is_refused(plain_ranks: Ranks) -> None:
     )
     for result in plain_ranks(2, script, env={**OVER, "NETBOTTLENECK_TRANSPORT": "tcp"}):
         assert "a first dimension of 3 cannot be split into 2 equal parts" in marked_output(result.stdout)
+
+
+def test_an_unknown_algorithm_is_refused_with_the_names_that_the_variable_takes() -> None:
+    with pytest.raises(ValueError, match='not "fastest"') as refusal:
+        _core.Comm(0, 1, secret=b"", algorithm="fastest")
+    named = str(refusal.value).replace('"', "").removeprefix("algorithm must be ").removesuffix(", not fastest")
+    assert named.replace(" or ", ", ").split(", ") == list(ALGORITHMS)

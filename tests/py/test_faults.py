@@ -290,7 +290,7 @@ def test_disagreeing_ranks_get_an_error(plain_ranks: Ranks, name: str, values: t
         ("NETBOTTLENECK_STREAMS", "65", {}, ["NETBOTTLENECK_STREAMS=65", "1 to 64"]),
         ("NETBOTTLENECK_STREAMS", "abc", {}, ["NETBOTTLENECK_STREAMS=abc", "1 to 64"]),
         ("NETBOTTLENECK_PROVIDER", "nosuch", {"NETBOTTLENECK_TRANSPORT": "ofi"}, ["NETBOTTLENECK_PROVIDER", "nosuch"]),
-        ("NETBOTTLENECK_AFFINITY", "0", {}, ["NETBOTTLENECK_AFFINITY=0", "rank 1 is number 2 of its host, and 1 CPU"]),
+        ("NETBOTTLENECK_AFFINITY", "0", {}, ["NETBOTTLENECK_AFFINITY=0", "rank 1 has local rank 1, but only 1 CPU"]),
         ("NETBOTTLENECK_AFFINITY", "one", {}, ["NETBOTTLENECK_AFFINITY=one", "numbers of CPUs"]),
         ("NETBOTTLENECK_CONGESTION", "nosuch", {}, ["NETBOTTLENECK_CONGESTION=nosuch", "this host allows", "reno"]),
         ("NETBOTTLENECK_IFNAME", "nosuch0", {}, ["NETBOTTLENECK_IFNAME", "nosuch0"]),

@@ -1,4 +1,4 @@
-"""Builds netbottleneck._core, one C extension for all CPythons from 3.11 on, and the lab's preload shim."""
+"""Builds netbottleneck._core (one C extension for all CPythons from 3.11 on), the lab's preload shim, NCCL's plugin."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import cbuild  # noqa: E402
 
 SHIM_SOURCE = ROOT / "csrc" / "lab" / "flowcap.c"
 SHIM_NAME = "libnbflowcap.so"
+PLUGIN = ROOT / "build" / "core" / cbuild.PLUGIN_NAME
 
 
 def our_own_build() -> bool:
@@ -42,9 +43,12 @@ class BuildCore(build_ext):
         if our_own_build():
             flags += cbuild.WARNINGS
         folder = ROOT / "build" / "core" / f"{sys.platform}-{platform.machine()}-{sys.implementation.cache_tag}"
+        compiler = [*self.compiler.compiler_so, *flags]
         try:
             made = [ROOT / source for source in ext.sources] + [cbuild.cuda_image()]
-            objects = cbuild.compile_all(made, folder, [*self.compiler.compiler_so, *flags])
+            objects = cbuild.compile_all(made, folder, compiler)
+            if sys.platform.startswith("linux"):
+                self._build_plugin(cbuild.compile_all(cbuild.plugin_sources(), folder, compiler))
         except RuntimeError as error:
             raise SystemExit(str(error)) from error
         sources, ext.sources = ext.sources, []
@@ -59,10 +63,12 @@ class BuildCore(build_ext):
             print(cbuild.CUDA_LEFT_OUT, flush=True)
 
     def run(self) -> None:
-        """Build the extension, then the shim in the lab's folder."""
+        """Build the extension and the plugin, then the shim in the lab's folder."""
         super().run()
         if sys.platform.startswith("linux") and SHIM_SOURCE.is_file():
             self._build_shim()
+        if sys.platform.startswith("linux"):
+            self._place(PLUGIN, self._package() / PLUGIN.name)
 
     def _build_shim(self) -> None:
         made = ROOT / "build" / "core" / SHIM_NAME
@@ -75,21 +81,34 @@ class BuildCore(build_ext):
             )
         except RuntimeError as error:
             raise SystemExit(str(error)) from error
-        target = self._shim_target()
+        self._place(made, self._shim_target())
+
+    def _build_plugin(self, objects: list[Path]) -> None:
+        """Link the library that NCCL loads, from objects that are mostly _core's. Raises RuntimeError."""
+        PLUGIN.parent.mkdir(parents=True, exist_ok=True)
+        linker = [*self.compiler.compiler_so[:1], *cbuild.PLUGIN_LINK]
+        cbuild.run_compiler([*linker, *map(str, objects), "-o", str(PLUGIN), *cbuild.LIBRARIES])
+
+    @staticmethod
+    def _place(made: Path, target: Path) -> None:
+        """Copy a library to its place. Replaces the old file, which a running job may have mapped."""
         target.parent.mkdir(parents=True, exist_ok=True)
-        # A running job may have the old file mapped: replace it instead of writing to it.
         beside = target.with_suffix(".new")
         shutil.copy2(made, beside)
         beside.replace(target)
 
+    def _package(self) -> Path:
+        return (ROOT / "python" if self.inplace else Path(self.build_lib)) / "netbottleneck"
+
     def _shim_target(self) -> Path:
-        base = ROOT / "python" if self.inplace else Path(self.build_lib)
-        return base / "netbottleneck" / "lab" / SHIM_NAME
+        return self._package() / "lab" / SHIM_NAME
 
     def get_outputs(self) -> list[str]:
-        """Return the installed files: the extension and the shim."""
+        """Return the installed files: the extension, the shim and the plugin."""
         outputs = super().get_outputs()
-        return [*outputs, str(self._shim_target())] if SHIM_SOURCE.is_file() else outputs
+        made = [self._shim_target()] if SHIM_SOURCE.is_file() else []
+        made += [self._package() / PLUGIN.name] if sys.platform.startswith("linux") else []
+        return [*outputs, *map(str, made)]
 
 
 class WheelWithEverything(bdist_wheel):

@@ -29,6 +29,10 @@ WARNINGS = [
 LANGUAGE = ["-std=gnu11", "-fvisibility=hidden", "-pthread"]
 LIBRARIES = ["-pthread", "-ldl", "-lm"]
 LIMITED_API = "0x030b0000"
+PLUGIN_NAME = "libnccl-net-netbottleneck.so"
+# NCCL unloads the library with its last communicator, but the handlers of a fork stay; only NCCL's tables are exported.
+PLUGIN_LINK = ["-shared", "-Wl,-z,nodelete", "-Wl,-z,defs", f"-Wl,-soname,{PLUGIN_NAME}"]
+PLUGIN_LINK += [f"-Wl,--version-script={CSRC / 'nccl' / 'exports.map'}"]
 OFI_LEFT_OUT = "ofi left out: install libfabric-dev"
 CUDA_LEFT_OUT = "device code for GPUs left out: no nvcc"
 GPUS = ("80", "90", "100")  # compute capabilities with machine code of their own; later ones get PTX of the first
@@ -36,8 +40,14 @@ GPUS = ("80", "90", "100")  # compute capabilities with machine code of their ow
 
 def core_sources(*, tests: bool = False) -> list[Path]:
     """Return the C files of _core; tests: those that C tests link, without csrc/py."""
-    rooms_out = {"lab", "py"} if tests else {"lab"}
+    rooms_out = {"lab", "py"} if tests else {"lab", "nccl"}
     return [path for path in sorted(CSRC.glob("**/*.c")) if path.relative_to(CSRC).parts[0] not in rooms_out]
+
+
+def plugin_sources() -> list[Path]:
+    """Return the C files of the library that NCCL loads: its own, and those of the rooms below."""
+    rooms = {"base", "trace", "bootstrap", "transport", "nccl"}
+    return [path for path in sorted(CSRC.glob("**/*.c")) if path.relative_to(CSRC).parts[0] in rooms]
 
 
 def version() -> str:

@@ -37,8 +37,8 @@ C_ROOMS: dict[str, set[str]] = {
 }
 
 # A header from outside may be included only here: (header, files of csrc). In addition to the two users of sockets, the
-# owners of a control connection: bootstrap opens it, engine/control.c keeps it.
-SOCKET_FILES = ["base/*", "transport/tcp*", "bootstrap/*", "engine/control*", "lab/*"]
+# owners of a control connection: bootstrap opens it, engine/control.c keeps it; nccl has its own.
+SOCKET_FILES = ["base/*", "transport/tcp*", "bootstrap/*", "engine/control*", "nccl/*", "lab/*"]
 C_OUTSIDE: list[tuple[str, list[str]]] = [
     ("Python.h", ["py/*"]),
     ("rdma/*", ["transport/ofi*"]),

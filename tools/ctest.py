@@ -30,6 +30,7 @@ APART = {
         name: ("shm", "tcp", "ofi") for name in ("test_engine", "test_groups", "test_join", "test_shapes", "test_types")
     },
     "test_fork": ("alone", "shm", "tcp", "ofi"),
+    "test_nccl": ("tcp", "ofi"),
     "test_steady_state": ("tcp", "shm", "hosts", "ofi"),
     "test_twofaults": ("kill", "stop", "cut", "ofi"),
     "test_twolevel": ("aabb", "aab", "abab", "aabbcc", "aaab", "aabbb", "rest", "ofi"),

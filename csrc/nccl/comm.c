@@ -1,0 +1,612 @@
+// Comms: listen, connect, accept, and the transfers of one direction between two processes (see net.h).
+#include <errno.h>
+#include <netinet/in.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "base/bits.h"
+#include "base/clock.h"
+#include "base/error.h"
+#include "base/list.h"
+#include "base/loop.h"
+#include "base/sha256.h"
+#include "base/sock.h"
+#include "nccl/abi.h"
+#include "nccl/net.h"
+#include "transport/lanes.h"
+#include "transport/transport.h"
+
+enum { HANDLE_MAGIC = 0x4e424e48 };
+
+// A flow whose receiving comm was closed: its bytes are read and dropped.
+struct sink {
+    struct nb_flow flow;
+    struct nb_list link;
+    size_t bytes;
+    uint64_t map[];
+};
+
+// Flows
+
+static struct nb_net_request *request_of(const struct nb_flow *flow) {
+    return NB_CONTAINER(flow, struct nb_net_request, flow);
+}
+
+static size_t span(size_t total, uint32_t first, uint32_t count) {
+    size_t begin = (size_t)first * NB_NET_BLOCK;
+    size_t end = begin + (size_t)count * NB_NET_BLOCK;
+    return (end < total ? end : total) - begin;
+}
+
+static size_t flow_bytes(const struct nb_flow *flow, uint32_t first, uint32_t count) {
+    return span(request_of(flow)->bytes, first, count);
+}
+
+static uint32_t flow_run_limit(const struct nb_flow *flow, uint32_t first, uint32_t count) {
+    (void)flow;
+    (void)first;
+    return count;
+}
+
+static int flow_memory(const struct nb_flow *flow, uint32_t first, uint32_t count, struct iovec iov[NB_LANE_IOV_MAX]) {
+    const struct nb_net_request *request = request_of(flow);
+    iov[0] = (struct iovec){.iov_base = request->data + (size_t)first * NB_NET_BLOCK,
+                            .iov_len = flow_bytes(flow, first, count)};
+    return 1;
+}
+
+static void flow_consume(struct nb_flow *flow, uint32_t first, uint32_t count, const void *data, size_t bytes) {
+    (void)flow;
+    (void)first;
+    (void)count;
+    (void)data;
+    (void)bytes;
+}
+
+static void request_finish(struct nb_net_request *request, int state) {
+    nb_list_remove(&request->link);
+    if (request->comm->link != NULL) {
+        request->comm->link->moved_ns = nb_now_ns();
+    }
+    atomic_store_explicit(&request->state, state, memory_order_release);
+}
+
+static void flow_finished(struct nb_flow *flow) {
+    request_finish(request_of(flow), NB_REQUEST_DONE);
+}
+
+static const struct nb_flow_ops flow_ops = {.bytes = flow_bytes,
+                                            .run_limit = flow_run_limit,
+                                            .memory = flow_memory,
+                                            .consume = flow_consume,
+                                            .finished = flow_finished};
+
+static size_t sink_bytes(const struct nb_flow *flow, uint32_t first, uint32_t count) {
+    return span(NB_CONTAINER(flow, const struct sink, flow)->bytes, first, count);
+}
+
+static int sink_memory(const struct nb_flow *flow, uint32_t first, uint32_t count, struct iovec iov[NB_LANE_IOV_MAX]) {
+    (void)flow;
+    (void)first;
+    (void)count;
+    (void)iov;
+    return 0;
+}
+
+static void sink_finished(struct nb_flow *flow) {
+    struct sink *sink = NB_CONTAINER(flow, struct sink, flow);
+    nb_list_remove(&sink->link);
+    free(sink);
+}
+
+static const struct nb_flow_ops sink_ops = {.bytes = sink_bytes,
+                                            .run_limit = flow_run_limit,
+                                            .memory = sink_memory,
+                                            .consume = flow_consume,
+                                            .finished = sink_finished};
+
+static uint32_t blocks_of(size_t bytes) {
+    return (uint32_t)((bytes + NB_NET_BLOCK - 1) / NB_NET_BLOCK);
+}
+
+static struct nb_flow flow_of(const struct nb_link *link, const struct nb_flow_ops *ops, uint64_t op, size_t bytes,
+                              uint64_t *map) {
+    return (struct nb_flow){.ops = ops,
+                            .dir = link->outgoing ? NB_FLOW_OUT : NB_FLOW_IN,
+                            .peer = link->outgoing ? 1 : 0,
+                            .op = op,
+                            .blocks = blocks_of(bytes),
+                            .block_bytes = NB_NET_BLOCK,
+                            .map = map};
+}
+
+// Sets up the request's flow and adds it to the lanes. False: out of memory, the link fails.
+static bool flow_start(struct nb_link *link, struct nb_net_request *request, uint64_t op) {
+    size_t words = nb_bits_words(blocks_of(request->bytes));
+    if (words > NB_NET_MAP_WORDS && words > request->long_words) {
+        free(request->long_map);
+        request->long_map = calloc(words, sizeof *request->long_map);
+        request->long_words = request->long_map != NULL ? words : 0;
+        if (request->long_map == NULL) {
+            struct nb_error why = {0};
+            nb_fail(&why, -ENOMEM, "cannot allocate a transfer of %zu bytes", request->bytes);
+            nb_link_fail(link, &why);
+            return false;
+        }
+    }
+    uint64_t *map = words > NB_NET_MAP_WORDS ? request->long_map : request->map;
+    memset(map, 0, words * sizeof *map);
+    request->flow = flow_of(link, &flow_ops, op, request->bytes, map);
+    for (uint32_t i = 0; link->outgoing && i < request->flow.blocks; i++) {
+        nb_bits_set(map, i);
+    }
+    request->flow.left = request->flow.blocks;
+    nb_list_init(&request->flow.link);
+    nb_list_init(&request->flow.granting);
+    nb_list_remove(&request->link);
+    nb_list_insert(&request->comm->active, &request->link);
+    link->moved_ns = nb_now_ns();
+    nb_lanes_add(link->lanes, &request->flow, link->moved_ns);
+    return true;
+}
+
+static bool sink_start(struct nb_link *link, uint64_t op, size_t bytes) {
+    size_t words = nb_bits_words(blocks_of(bytes));
+    struct sink *sink = calloc(1, sizeof *sink + words * sizeof sink->map[0]);
+    if (sink == NULL) {
+        return false;
+    }
+    sink->bytes = bytes;
+    sink->flow = flow_of(link, &sink_ops, op, bytes, sink->map);
+    sink->flow.left = sink->flow.blocks;
+    sink->flow.staged_only = true;
+    nb_list_init(&sink->flow.link);
+    nb_list_init(&sink->flow.granting);
+    nb_list_insert(&link->sinks, &sink->link);
+    nb_lanes_add(link->lanes, &sink->flow, nb_now_ns());
+    return true;
+}
+
+static struct nb_net_request *oldest(const struct nb_list *requests) {
+    return nb_list_empty(requests) ? NULL : NB_CONTAINER(requests->next, struct nb_net_request, link);
+}
+
+// Sends what has been granted.
+static void match(struct nb_net_comm *comm) {
+    struct nb_link *link = comm->link;
+    struct nb_net_request *request = oldest(&comm->waiting);
+    while (request != NULL && comm->grant_count > 0 && !link->failing) {
+        size_t capacity = comm->grants[comm->grant_head];
+        comm->grant_head = (comm->grant_head + 1) % NB_NET_REQUESTS;
+        comm->grant_count--;
+        if (request->bytes > capacity) {
+            struct nb_error why = {0};
+            nb_fail(&why, -EMSGSIZE, "a send of %zu bytes to %s exceeds its receive of %zu", request->bytes, link->peer,
+                    capacity);
+            nb_link_fail(link, &why);
+        } else if (request->bytes <= NB_NET_INLINE) {
+            nb_link_send(link, comm->id, 0, request->data, request->bytes);
+            request_finish(request, NB_REQUEST_DONE);
+        } else {
+            uint64_t op = ++link->next_op;
+            nb_link_send(link, comm->id, op, NULL, request->bytes);
+            flow_start(link, request, op);
+        }
+        request = oldest(&comm->waiting);
+    }
+}
+
+// What a link reports
+
+static struct nb_net_comm *comm_find(const struct nb_link *link, uint32_t id) {
+    NB_LIST_EACH(it, &link->comms) {
+        struct nb_net_comm *comm = NB_CONTAINER(it, struct nb_net_comm, at_link);
+        if (comm->id == id) {
+            return comm;
+        }
+    }
+    return NULL;
+}
+
+static struct nb_net_comm *comm_new(struct nb_net *net, struct nb_link *link, bool sends) {
+    struct nb_net_comm *comm = calloc(1, sizeof *comm);
+    if (comm == NULL) {
+        return NULL;
+    }
+    comm->net = net;
+    comm->link = link;
+    comm->sends = sends;
+    nb_list_init(&comm->at_listener);
+    nb_list_init(&comm->idle);
+    nb_list_init(&comm->waiting);
+    nb_list_init(&comm->active);
+    for (int i = 0; i < NB_NET_REQUESTS; i++) {
+        comm->requests[i].comm = comm;
+        nb_list_insert(&comm->idle, &comm->requests[i].link);
+    }
+    nb_list_insert(&link->comms, &comm->at_link);
+    return comm;
+}
+
+static void comm_free(struct nb_net_comm *comm) {
+    struct nb_link *link = comm->link;
+    nb_list_remove(&comm->at_link);
+    nb_list_remove(&comm->at_listener);
+    if (link != NULL) {
+        nb_link_release(link);
+    }
+    for (int i = 0; i < NB_NET_REQUESTS; i++) {
+        free(comm->requests[i].long_map);
+    }
+    free(comm);
+}
+
+static struct nb_net_listener *listener_find(const struct nb_net *net, uint64_t id) {
+    NB_LIST_EACH(it, &net->listeners) {
+        struct nb_net_listener *listener = NB_CONTAINER(it, struct nb_net_listener, at_net);
+        if (listener->id == id) {
+            return listener;
+        }
+    }
+    return NULL;
+}
+
+static bool link_opened(struct nb_link *link, uint32_t id, uint64_t listener_id) {
+    struct nb_net_listener *listener = listener_find(link->net, listener_id);
+    if (comm_find(link, id) != NULL) {
+        return false;
+    }
+    struct nb_net_comm *comm = listener != NULL ? comm_new(link->net, link, false) : NULL;
+    if (comm == NULL) {
+        nb_link_close_comm(link, id); // NCCL has closed the listening comm meanwhile
+        return true;
+    }
+    comm->id = id;
+    nb_list_insert(&listener->incoming, &comm->at_listener);
+    return true;
+}
+
+static bool link_granted(struct nb_link *link, uint32_t id, uint64_t bytes) {
+    struct nb_net_comm *comm = comm_find(link, id);
+    if (comm == NULL) {
+        return true; // closed here
+    }
+    if (comm->grant_count == NB_NET_REQUESTS) {
+        return false;
+    }
+    comm->grants[(comm->grant_head + comm->grant_count++) % NB_NET_REQUESTS] = bytes;
+    match(comm);
+    return true;
+}
+
+static bool link_sent(struct nb_link *link, uint32_t id, uint64_t op, size_t bytes, const void *data) {
+    struct nb_net_comm *comm = comm_find(link, id);
+    if (data == NULL && (op <= link->next_op || bytes == 0)) {
+        return false;
+    }
+    link->next_op = data == NULL ? op : link->next_op;
+    if (comm == NULL) {
+        return data != NULL || sink_start(link, op, bytes);
+    }
+    struct nb_net_request *request = oldest(&comm->waiting);
+    if (request == NULL || bytes > request->bytes) {
+        return false;
+    }
+    request->bytes = bytes;
+    if (data == NULL) {
+        flow_start(link, request, op);
+        return true;
+    }
+    memcpy(request->data, data, bytes);
+    request_finish(request, NB_REQUEST_DONE);
+    return true;
+}
+
+static void requests_fail(struct nb_list *requests) {
+    NB_LIST_EACH_SAFE(it, nx, requests) {
+        request_finish(NB_CONTAINER(it, struct nb_net_request, link), NB_REQUEST_FAILED);
+    }
+}
+
+static void link_closed(struct nb_link *link, uint32_t id) {
+    struct nb_net_comm *comm = comm_find(link, id);
+    if (comm == NULL) {
+        return;
+    }
+    comm->ended = true;
+    nb_fail(&comm->failure, NB_EPEER, "%s has closed its end of the connection", link->peer);
+    if (!nb_list_empty(&comm->waiting)) {
+        nb_net_warn(link->net, &comm->failure);
+    }
+    requests_fail(&comm->waiting); // active ones fail with the link, or end
+}
+
+static void link_ended(struct nb_link *link) {
+    bool cut = false; // a comm that the peer has not closed
+    NB_LIST_EACH_SAFE(sink, next, &link->sinks) {
+        sink_finished(&NB_CONTAINER(sink, struct sink, link)->flow);
+    }
+    NB_LIST_EACH_SAFE(it, nx, &link->comms) {
+        struct nb_net_comm *comm = NB_CONTAINER(it, struct nb_net_comm, at_link);
+        cut = cut || !comm->ended;
+        nb_list_remove(it);
+        comm->link = NULL;
+        comm->ended = true;
+        nb_fail(&comm->failure, link->failure.code == NB_ECLOSED ? (int)NB_EPEER : link->failure.code, "%s",
+                link->failure.text);
+        requests_fail(&comm->waiting);
+        requests_fail(&comm->active);
+    }
+    if (cut && link->failure.code != NB_ECLOSED) {
+        nb_net_warn(link->net, &link->failure);
+    }
+}
+
+static int64_t link_moved(const struct nb_link *link, bool *pending) {
+    int64_t moved = 0;
+    NB_LIST_EACH(it, &link->comms) {
+        const struct nb_net_comm *comm = NB_CONTAINER(it, struct nb_net_comm, at_link);
+        *pending = *pending || !nb_list_empty(&comm->waiting) || !nb_list_empty(&comm->active);
+        NB_LIST_EACH(at, &comm->active) {
+            const struct nb_net_request *request = NB_CONTAINER(at, struct nb_net_request, link);
+            moved = request->flow.moved_ns > moved ? request->flow.moved_ns : moved;
+        }
+    }
+    return moved != 0 && link->moved_ns > moved ? link->moved_ns : moved;
+}
+
+const struct nb_link_up nb_comm_up = {.opened = link_opened,
+                                      .granted = link_granted,
+                                      .sent = link_sent,
+                                      .closed = link_closed,
+                                      .ended = link_ended,
+                                      .moved = link_moved};
+
+// Opening
+
+static void handle_set_address(struct nb_net_handle *handle, const struct nb_sockaddr *address) {
+    handle->family = address->any.sa_family;
+    handle->port = nb_sock_port(address);
+    if (address->any.sa_family == AF_INET6) {
+        memcpy(handle->address, &address->in6.sin6_addr, sizeof address->in6.sin6_addr);
+        handle->scope = address->in6.sin6_scope_id;
+    } else {
+        memcpy(handle->address, &address->in4.sin_addr, sizeof address->in4.sin_addr);
+    }
+}
+
+int nb_net_listen(struct nb_net *net, void *handle, struct nb_net_listener **out, struct nb_error *err) {
+    struct nb_net_listener *listener = calloc(1, sizeof *listener);
+    if (listener == NULL) {
+        return nb_fail(err, -ENOMEM, "cannot allocate a listening comm");
+    }
+    struct nb_net_handle mine = {.magic = HANDLE_MAGIC, .process_number = (uint32_t)getpid()};
+    listener->net = net;
+    nb_list_init(&listener->incoming);
+    pthread_mutex_lock(&net->lock);
+    int rc = nb_random(listener->token, sizeof listener->token);
+    rc = rc < 0 ? nb_fail(err, rc, "no random bytes") : nb_links_listen(net, err);
+    if (rc == 0) {
+        listener->id = ++net->next_id;
+        net->users++;
+        nb_list_insert(&net->listeners, &listener->at_net);
+        handle_set_address(&mine, &net->address);
+        nb_loop_wake(&net->loop);
+    }
+    pthread_mutex_unlock(&net->lock);
+    if (rc < 0) {
+        free(listener);
+        return rc;
+    }
+    mine.listener = listener->id;
+    memcpy(mine.process, net->process, sizeof mine.process);
+    memcpy(mine.token, listener->token, sizeof mine.token);
+    memset(handle, 0, NCCL_HANDLE_BYTES);
+    memcpy(handle, &mine, sizeof mine);
+    *out = listener;
+    return 0;
+}
+
+void nb_net_listener_close(struct nb_net_listener *listener) {
+    struct nb_net *net = listener->net;
+    if (!nb_net_is_mine(net)) {
+        return;
+    }
+    pthread_mutex_lock(&net->lock);
+    nb_list_remove(&listener->at_net);
+    NB_LIST_EACH_SAFE(it, nx, &listener->incoming) {
+        struct nb_net_comm *comm = NB_CONTAINER(it, struct nb_net_comm, at_listener);
+        if (comm->link != NULL) {
+            nb_link_close_comm(comm->link, comm->id);
+        }
+        comm_free(comm);
+    }
+    if (nb_list_empty(&net->listeners)) {
+        nb_links_listen_end(net);
+    }
+    pthread_mutex_unlock(&net->lock);
+    free(listener);
+    nb_net_close(net);
+}
+
+static struct nb_net_comm *connecting_find(const struct nb_net *net, uint64_t number) {
+    NB_LIST_EACH(it, &net->connecting) {
+        struct nb_net_comm *comm = NB_CONTAINER(it, struct nb_net_comm, at_listener);
+        if (number != 0 && comm->connecting == number) {
+            return comm;
+        }
+    }
+    return NULL;
+}
+
+static int connect_begin(struct nb_net *net, uint64_t domain, const struct nb_net_handle *handle,
+                         struct nb_net_comm **out, struct nb_error *err) {
+    struct nb_link *link = NULL;
+    int rc = nb_link_find(net, domain, handle, &link, err);
+    if (rc < 0) {
+        return rc;
+    }
+    struct nb_net_comm *comm = comm_new(net, link, true);
+    if (comm == NULL) {
+        nb_link_release(link);
+        return nb_fail(err, -ENOMEM, "cannot allocate a comm");
+    }
+    comm->id = ++link->next_comm;
+    comm->listener = handle->listener;
+    comm->connecting = ++net->next_id;
+    nb_list_insert(&net->connecting, &comm->at_listener);
+    nb_loop_wake(&net->loop); // the helper may sleep until something happens
+    *out = comm;
+    return 0;
+}
+
+int nb_net_connect(struct nb_net *net, uint64_t domain, void *opaque, struct nb_net_comm **out, struct nb_error *err) {
+    struct nb_net_handle handle;
+    memcpy(&handle, opaque, sizeof handle);
+    if (handle.magic != HANDLE_MAGIC) {
+        return nb_fail(err, -EINVAL, "the handle is not of this plugin: does the peer load it, too?");
+    }
+    int rc = 0;
+    *out = NULL;
+    pthread_mutex_lock(&net->lock);
+    atomic_fetch_add_explicit(&net->calls, 1, memory_order_relaxed);
+    struct nb_net_comm *comm = connecting_find(net, handle.connecting);
+    if (comm == NULL) {
+        rc = connect_begin(net, domain, &handle, &comm, err);
+        handle.connecting = rc == 0 ? comm->connecting : 0;
+    }
+    nb_links_turn(net);
+    if (rc == 0 && comm->ended) {
+        *err = comm->failure;
+        rc = err->code;
+        comm_free(comm);
+        handle.connecting = 0;
+    } else if (rc == 0 && comm->link->state == NB_LINK_READY) {
+        nb_link_open_comm(comm->link, comm->id, comm->listener);
+        nb_list_remove(&comm->at_listener);
+        comm->opened = true;
+        net->users++;
+        handle.connecting = 0;
+        *out = comm;
+    }
+    pthread_mutex_unlock(&net->lock);
+    memcpy(opaque, &handle, sizeof handle);
+    return rc;
+}
+
+int nb_net_accept(struct nb_net_listener *listener, struct nb_net_comm **out, struct nb_error *err) {
+    struct nb_net *net = listener->net;
+    int rc = 0;
+    *out = NULL;
+    pthread_mutex_lock(&net->lock);
+    atomic_fetch_add_explicit(&net->calls, 1, memory_order_relaxed);
+    nb_links_turn(net);
+    NB_LIST_EACH_SAFE(it, nx, &listener->incoming) {
+        struct nb_net_comm *comm = NB_CONTAINER(it, struct nb_net_comm, at_listener);
+        if (*out == NULL && rc == 0 && comm->link == NULL) {
+            *err = comm->failure;
+            rc = err->code;
+            comm_free(comm);
+        } else if (*out == NULL && rc == 0 && comm->link->state == NB_LINK_READY) {
+            nb_list_remove(it);
+            comm->opened = true;
+            net->users++;
+            *out = comm;
+        }
+    }
+    pthread_mutex_unlock(&net->lock);
+    return rc;
+}
+
+// Transfers
+
+// Takes an idle request; *request NULL: none is idle.
+static int request_take(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_net_request **out,
+                        struct nb_error *err) {
+    *out = NULL;
+    if (bytes > NB_NET_BYTES_MAX) {
+        return nb_fail(err, -EINVAL, "a message of %zu bytes: at most %d are possible", bytes, NB_NET_BYTES_MAX);
+    }
+    if (comm->ended) {
+        *err = comm->failure;
+        return err->code;
+    }
+    struct nb_net_request *request = oldest(&comm->idle);
+    if (request != NULL) {
+        request->data = data;
+        request->bytes = bytes;
+        atomic_store_explicit(&request->state, NB_REQUEST_PENDING, memory_order_relaxed);
+        nb_list_remove(&request->link);
+        nb_list_insert(&comm->waiting, &request->link);
+        *out = request;
+    }
+    return 0;
+}
+
+int nb_net_isend(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_net_request **request,
+                 struct nb_error *err) {
+    pthread_mutex_lock(&comm->net->lock);
+    int rc = request_take(comm, data, bytes, request, err);
+    if (*request != NULL) {
+        match(comm);
+    }
+    pthread_mutex_unlock(&comm->net->lock);
+    return rc;
+}
+
+int nb_net_irecv(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_net_request **request,
+                 struct nb_error *err) {
+    pthread_mutex_lock(&comm->net->lock);
+    int rc = request_take(comm, data, bytes, request, err);
+    if (*request != NULL) {
+        nb_link_grant(comm->link, comm->id, bytes);
+    }
+    pthread_mutex_unlock(&comm->net->lock);
+    return rc;
+}
+
+int nb_net_test(struct nb_net_request *request, size_t *bytes) {
+    struct nb_net_comm *comm = request->comm;
+    int state = atomic_load_explicit(&request->state, memory_order_acquire);
+    if (state == NB_REQUEST_PENDING && pthread_mutex_trylock(&comm->net->lock) == 0) {
+        atomic_fetch_add_explicit(&comm->net->calls, 1, memory_order_relaxed);
+        nb_links_turn(comm->net);
+        pthread_mutex_unlock(&comm->net->lock);
+        state = atomic_load_explicit(&request->state, memory_order_acquire);
+    }
+    if (state == NB_REQUEST_FAILED) {
+        return comm->failure.code;
+    }
+    if (state != NB_REQUEST_DONE) {
+        return 0;
+    }
+    *bytes = request->bytes;
+    atomic_store_explicit(&request->state, NB_REQUEST_IDLE, memory_order_relaxed);
+    nb_list_insert(&comm->idle, &request->link);
+    return 1;
+}
+
+void nb_net_comm_close(struct nb_net_comm *comm) {
+    struct nb_net *net = comm->net;
+    if (!nb_net_is_mine(net)) {
+        return;
+    }
+    pthread_mutex_lock(&net->lock);
+    if (comm->link != NULL) {
+        nb_link_close_comm(comm->link, comm->id);
+    }
+    if (comm->link != NULL && !nb_list_empty(&comm->active)) {
+        struct nb_error why = {0};
+        nb_fail(&why, NB_ECLOSED, "closed with a transfer in flight to or from %s", comm->link->peer);
+        nb_link_fail(comm->link, &why);
+        nb_links_turn(net); // no byte lands after this returns
+    }
+    comm_free(comm);
+    pthread_mutex_unlock(&net->lock);
+    nb_net_close(net);
+}

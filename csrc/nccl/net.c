@@ -1,0 +1,221 @@
+// The process's net: its life, its helper thread, and what it writes to NCCL's log (see net.h).
+#include "nccl/net.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "base/admission.h"
+#include "base/clock.h"
+#include "base/error.h"
+#include "base/fork.h"
+#include "base/fork_detector.h"
+#include "base/list.h"
+#include "base/loop.h"
+#include "base/sha256.h"
+#include "nccl/abi.h"
+
+enum {
+    NAP_NS = 4 * 1000 * 1000, // the helper looks this often whether calls still make progress
+    LINGER_NS = 200 * 1000 * 1000
+};
+
+// The plugin's functions get no context before version 11, so the process has one net. The child of a fork has none.
+static struct {
+    pthread_mutex_t lock;
+    struct nb_net *net;
+    bool guarded; // the fork handler is registered
+} process = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+static void in_child(void) {
+    process.net = NULL; // its memory stays: the objects that NCCL holds refer to it
+    pthread_mutex_init(&process.lock, NULL);
+}
+
+bool nb_net_is_mine(const struct nb_net *net) {
+    return nb_fork_detector_is_opener(&net->fork);
+}
+
+struct nb_net *nb_net_current(void) {
+    pthread_mutex_lock(&process.lock);
+    struct nb_net *net = process.net;
+    pthread_mutex_unlock(&process.lock);
+    return net;
+}
+
+void nb_net_warn(const struct nb_net *net, const struct nb_error *why) {
+    if (net != NULL && net->log != NULL) {
+        net->log(NCCL_LOG_WARN, NCCL_LOG_INIT_NET, __FILE__, __LINE__, "NET/NetBottleneck : %s", why->text);
+    }
+}
+
+static void nap(struct nb_net *net) {
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    until.tv_nsec += NAP_NS;
+    if (until.tv_nsec >= 1000000000) {
+        until.tv_nsec -= 1000000000;
+        until.tv_sec++;
+    }
+    pthread_mutex_lock(&net->lock);
+    if (!net->stop) {
+        pthread_cond_timedwait(&net->wakes, &net->lock, &until);
+    }
+    pthread_mutex_unlock(&net->lock);
+}
+
+// Runs a turn if no call has run one since `calls`. Returns how long to sleep then, in ms.
+static int helper_turn(struct nb_net *net, bool *stop) {
+    pthread_mutex_lock(&net->lock);
+    *stop = net->stop;
+    nb_links_turn(net);
+    int sleep_ms = nb_links_arm(net);
+    pthread_mutex_unlock(&net->lock);
+    return sleep_ms;
+}
+
+static void *helper_main(void *arg) {
+    struct nb_net *net = arg;
+    uint64_t seen = 0;
+    bool stop = false;
+    while (!stop) {
+        uint64_t calls = atomic_load_explicit(&net->calls, memory_order_relaxed);
+        if (calls != seen) {
+            seen = calls;
+            nap(net);
+        }
+        if (atomic_load_explicit(&net->calls, memory_order_relaxed) == seen) {
+            int sleep_ms = helper_turn(net, &stop);
+            if (!stop && sleep_ms != 0) {
+                nb_loop_sleep(&net->loop, sleep_ms);
+            }
+        } else {
+            pthread_mutex_lock(&net->lock);
+            stop = net->stop;
+            pthread_mutex_unlock(&net->lock);
+        }
+    }
+    return NULL;
+}
+
+static int helper_start(struct nb_net *net, struct nb_error *err) {
+    sigset_t all;
+    sigset_t before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before); // signals are the program's own
+    int rc = -pthread_create(&net->helper, NULL, helper_main, net);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    net->helper_runs = rc == 0;
+    return rc < 0 ? nb_fail(err, rc, "cannot start the helper thread (%s)", nb_code_name(rc)) : 0;
+}
+
+static void locks_init(struct nb_net *net) {
+    pthread_condattr_t attr;
+    pthread_condattr_init(&attr);
+    pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
+    pthread_cond_init(&net->wakes, &attr);
+    pthread_condattr_destroy(&attr);
+    pthread_mutex_init(&net->lock, NULL);
+}
+
+static void net_free(struct nb_net *net) {
+    if (net->helper_runs) {
+        pthread_mutex_lock(&net->lock);
+        net->stop = true;
+        pthread_cond_broadcast(&net->wakes);
+        nb_loop_wake(&net->loop);
+        pthread_mutex_unlock(&net->lock);
+        pthread_join(net->helper, NULL);
+    }
+    pthread_mutex_lock(&net->lock);
+    int64_t until = nb_now_ns() + LINGER_NS;
+    while (nb_links_leaving(net) && nb_now_ns() < until) {
+        nb_links_turn(net);
+        nb_loop_sleep(&net->loop, 1);
+    }
+    nb_links_close(net);
+    NB_LIST_EACH_SAFE(it, nx, &net->connecting) { // connect() was never called again
+        nb_list_remove(it);
+        free(NB_CONTAINER(it, struct nb_net_comm, at_listener));
+    }
+    pthread_mutex_unlock(&net->lock);
+    nb_loop_fini(&net->loop);
+    pthread_cond_destroy(&net->wakes);
+    pthread_mutex_destroy(&net->lock);
+    nb_fork_detector_close(&net->fork);
+    free(net);
+}
+
+static int net_new(struct nb_net **out, const struct nb_link_up *up, nccl_logger log, struct nb_error *err) {
+    struct nb_net *net = calloc(1, sizeof *net);
+    if (net == NULL) {
+        return nb_fail(err, -ENOMEM, "cannot allocate a net");
+    }
+    net->log = log;
+    net->up = up;
+    net->listener.fd = -1;
+    net->loop.epoll_fd = -1;
+    net->loop.wake_fd = -1;
+    nb_list_init(&net->gate.link);
+    nb_list_init(&net->links);
+    nb_list_init(&net->listeners);
+    nb_list_init(&net->connecting);
+    nb_admission_init(&net->admission);
+    nb_fork_detector_open(&net->fork);
+    locks_init(net);
+    int rc = nb_net_settings_read(&net->settings, err);
+    if (rc == 0) {
+        rc = nb_random(net->process, sizeof net->process);
+        rc = rc < 0 ? nb_fail(err, rc, "no random bytes") : nb_loop_init(&net->loop, err);
+    }
+    if (rc == 0) {
+        rc = helper_start(net, err);
+    }
+    if (rc < 0) {
+        net_free(net);
+        return rc;
+    }
+    *out = net;
+    return 0;
+}
+
+int nb_net_open(struct nb_net **out, const struct nb_link_up *up, nccl_logger log, struct nb_error *err) {
+    int rc = 0;
+    pthread_mutex_lock(&process.lock);
+    if (!process.guarded) {
+        process.guarded = true;
+        nb_fork_handler(in_child);
+    }
+    if (process.net == NULL) {
+        rc = net_new(&process.net, up, log, err);
+    }
+    if (rc == 0) {
+        pthread_mutex_lock(&process.net->lock);
+        process.net->users++;
+        pthread_mutex_unlock(&process.net->lock);
+        *out = process.net;
+    }
+    pthread_mutex_unlock(&process.lock);
+    return rc;
+}
+
+void nb_net_close(struct nb_net *net) {
+    if (net == NULL || !nb_net_is_mine(net)) {
+        return;
+    }
+    pthread_mutex_lock(&process.lock);
+    pthread_mutex_lock(&net->lock);
+    bool last = --net->users == 0;
+    pthread_mutex_unlock(&net->lock);
+    process.net = last ? NULL : process.net;
+    if (last) {
+        net_free(net);
+    }
+    pthread_mutex_unlock(&process.lock);
+}

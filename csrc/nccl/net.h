@@ -1,0 +1,299 @@
+// Net plugin: point-to-point transfers between processes for NCCL, over the lanes of csrc/transport. tables.c adapts
+// NCCL's tables to the functions below.
+//
+// Devices. There is one device. Its lanes are spread over the chosen interfaces, as those of a job are.
+//
+// Links. NCCL opens a connection (a comm) for each channel and direction. All comms from one process to another share
+// one link, per NCCL communicator where NCCL names it (version 11 on). A link is a control connection and a set of
+// lanes between two ranks: the connecting process is rank 0, the accepting process rank 1. Payload goes from rank 0 to
+// rank 1 only, so two processes that send to each other have two links. The number of flows is that of the lanes,
+// whatever the number of channels.
+//
+// Handshake. The process has one listener while NCCL listens. A handle carries its address, the number of the listening
+// comm and a token drawn for it. The key of the handshake is HMAC(NETBOTTLENECK_SECRET, token); without a secret, only
+// the token proves that the peer belongs to the job. Hello, answer, join and welcome prove the key on both sides and
+// carry the lanes' addresses under the MACs. The lanes' session key is derived from the same nonces. A connection that
+// does not prove the key in time is dropped (base/admission.h).
+//
+// Transfers. irecv sends a grant with the capacity. isend takes the oldest grant of its comm, or waits for one; so
+// nothing leaves before its receive is posted. A send of up to NB_NET_INLINE bytes goes over the control connection. A
+// larger one gets the link's next operation number, is announced there with its true size, and travels over the lanes
+// as one flow. Both sides add flows in the order of these numbers, as lanes.h demands. A send is done when the peer
+// has it (inline: when it is written), a receive when all bytes have landed.
+//
+// Progress. A lock protects everything but the fields that test() reads. test() looks at its request, and if that is
+// pending and the lock is free, it runs one turn: events, lanes, ticks. So the latency is that of NCCL's own polling,
+// without a change of threads. isend and irecv hand over at once what may leave. A helper thread keeps the links alive
+// while NCCL does not call. It stays away as long as calls make progress.
+//
+// Failures. A process that dies ends the control connection, and the link fails at once. A silent peer fails it after
+// NETBOTTLENECK_TIMEOUT_S, if a transfer is pending; so does a granted transfer that does not move. A receive without a
+// send has no deadline. A failed link closes its lanes before any request shows the failure, so no late byte lands in
+// memory that NCCL frees. The log names the peer once. Closing a comm with a transfer in flight fails the link: its
+// bytes cannot be called back. Closing never waits for the peer.
+//
+// fork. A child owns nothing: every call on inherited objects fails, or does nothing where it closes.
+#ifndef NB_NCCL_NET_H
+#define NB_NCCL_NET_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/admission.h"
+#include "base/error.h"
+#include "base/fork_detector.h"
+#include "base/list.h"
+#include "base/loop.h"
+#include "base/sha256.h"
+#include "base/sock.h"
+#include "bootstrap/bootstrap.h"
+#include "nccl/abi.h"
+#include "transport/lanes.h"
+#include "transport/transport.h"
+
+enum {
+    NB_NET_REQUESTS = 64,       // of one comm; NCCL keeps up to 32
+    NB_NET_INLINE = 4096,       // largest send over the control connection
+    NB_NET_BLOCK = 16 * 1024,   // of a flow
+    NB_NET_MAP_WORDS = 4,       // of a flow's map inside the request: 4 MiB
+    NB_NET_BYTES_MAX = 1 << 30, // largest message
+    NB_NET_BINDS = 16,
+    NB_NET_ID_BYTES = 16,
+    NB_NET_TAG = 96,
+    NB_NET_PEER_TEXT = NB_SOCK_TEXT + 32
+};
+
+struct nb_link;
+struct nb_net;
+
+// What NCCL carries from listen() to connect().
+struct nb_net_handle {
+    uint32_t magic;
+    uint32_t process_number; // of the operating system, for messages
+    unsigned char process[NB_NET_ID_BYTES];
+    unsigned char token[NB_NET_ID_BYTES];
+    uint64_t listener;
+    uint64_t connecting; // connect(): the comm that is being opened, or 0
+    uint16_t family;
+    uint16_t port;
+    uint32_t scope;
+    unsigned char address[16];
+};
+
+_Static_assert(sizeof(struct nb_net_handle) <= NCCL_HANDLE_BYTES, "NCCL carries it");
+
+enum nb_request_state { NB_REQUEST_IDLE, NB_REQUEST_PENDING, NB_REQUEST_DONE, NB_REQUEST_FAILED };
+
+struct nb_net_request {
+    _Atomic int state; // set last: all else is read by test() after it
+    struct nb_net_comm *comm;
+    struct nb_list link; // in the comm's idle, waiting or active list
+    char *data;
+    size_t bytes; // to send; to receive: the capacity, then the true size
+    struct nb_flow flow;
+    uint64_t map[NB_NET_MAP_WORDS];
+    uint64_t *long_map; // of a flow with more blocks
+    size_t long_words;
+};
+
+struct nb_net_comm {
+    struct nb_net *net;
+    struct nb_link *link; // NULL: the link is gone
+    struct nb_list at_link;
+    struct nb_list at_listener; // incoming: until accept(); outgoing: in net->connecting until connect() returns it
+    uint32_t id;
+    uint64_t connecting;
+    uint64_t listener; // number of the peer's listening comm
+    bool sends;
+    bool opened;                    // outgoing: the peer was asked for it
+    bool ended;                     // the peer has closed its end
+    struct nb_list idle;            // requests; only the thread that calls isend, irecv and test uses it
+    struct nb_list waiting;         // not matched, oldest first
+    struct nb_list active;          // flows on the lanes
+    size_t grants[NB_NET_REQUESTS]; // capacities of the peer's receives
+    unsigned grant_head;
+    unsigned grant_count;
+    struct nb_error failure; // set before a request shows it
+    struct nb_net_request requests[NB_NET_REQUESTS];
+};
+
+struct nb_net_listener {
+    struct nb_net *net;
+    struct nb_list at_net;
+    uint64_t id;
+    unsigned char token[NB_NET_ID_BYTES];
+    struct nb_list incoming; // comms that accept() has not returned
+};
+
+struct nb_net_settings {
+    const struct nb_lane_ops *transport;
+    int lanes;
+    int timeout_ms;
+    size_t segment_bytes;
+    struct nb_port_range ports;
+    char provider[64]; // "": the best available
+    char library[256];
+    char congestion[16];
+    unsigned char secret[NB_SHA256_BYTES]; // a digest of it
+    size_t secret_bytes;
+    struct nb_sockaddr binds[NB_NET_BINDS];
+    char names[NB_NET_BINDS][IF_NAMESIZE];
+    int bind_count;
+    char tag[NB_NET_TAG]; // what both sides of a link must agree on
+};
+
+// What a link reports. All with the lock.
+struct nb_link_up {
+    // A control message for a comm. False: the message is not allowed.
+    bool (*opened)(struct nb_link *link, uint32_t id, uint64_t listener);
+    bool (*granted)(struct nb_link *link, uint32_t id, uint64_t bytes);
+    // data: the payload of an inline send; NULL: a flow of this number follows.
+    bool (*sent)(struct nb_link *link, uint32_t id, uint64_t op, size_t bytes, const void *data);
+    void (*closed)(struct nb_link *link, uint32_t id);
+    // The link has ended: its lanes are closed, link->failure says why.
+    void (*ended)(struct nb_link *link);
+    // Last time that a flow moved; 0: there is none. *pending: a request or an open comm waits for the peer.
+    int64_t (*moved)(const struct nb_link *link, bool *pending);
+};
+
+// One per process.
+struct nb_net {
+    struct nb_fork_detector fork;
+    struct nb_net_settings settings;
+    int users; // contexts of NCCL, comms, listeners
+    nccl_logger log;
+    pthread_mutex_t lock;
+    pthread_cond_t wakes;
+    pthread_t helper;
+    bool helper_runs;
+    bool stop;
+    _Atomic uint64_t calls; // turns that calls of NCCL ran
+    struct nb_loop loop;
+    struct nb_admission admission;
+    struct nb_watch listener;
+    struct nb_gate gate;
+    struct nb_sockaddr address; // of the listener
+    unsigned char process[NB_NET_ID_BYTES];
+    uint64_t next_id;
+    struct nb_list links;
+    struct nb_list listeners;
+    struct nb_list connecting;
+    const struct nb_link_up *up;
+    int64_t ticked_ns;
+    int64_t resumed_ns; // end of the last long time without a tick
+};
+
+enum nb_link_state {
+    NB_LINK_CONNECT, // outgoing: connecting, or waiting to connect again
+    NB_LINK_ANSWER,  // outgoing: awaits the answer
+    NB_LINK_WELCOME, // outgoing: awaits the welcome
+    NB_LINK_HELLO,   // incoming: awaits the hello
+    NB_LINK_JOIN,    // incoming: awaits the join
+    NB_LINK_LANES,   // the lanes are being opened
+    NB_LINK_READY,
+    NB_LINK_ENDED // closed; freed once no comm refers to it
+};
+
+struct nb_link_shake;
+
+struct nb_link {
+    struct nb_net *net;
+    struct nb_list at_net;
+    enum nb_link_state state;
+    bool outgoing;
+    struct nb_watch watch; // of the control connection
+    struct nb_pending pending;
+    bool admitted; // incoming: authenticated
+    struct nb_sockaddr to;
+    unsigned char process[NB_NET_ID_BYTES]; // of the peer
+    uint64_t domain;                        // NCCL's number of the communicator, or 0
+    uint64_t listener;
+    unsigned char key[NB_SHA256_BYTES];
+    char peer[NB_NET_PEER_TEXT];
+    struct nb_boot boot; // rank, size and session for the lanes
+    struct nb_link_shake *shake;
+    struct nb_lanes *lanes;
+    struct nb_list comms;
+    uint32_t next_comm;
+    uint64_t next_op;
+    struct nb_list sinks; // flows of comms that were closed here
+    bool leaving;         // outgoing: the last comm is closed
+    bool left;            // incoming: the peer leaves
+    bool failing;         // fails at the end of this turn
+    struct nb_error failure;
+    int64_t opened_ns; // begin of the handshake
+    int64_t retry_ns;
+    int64_t heard_ns;
+    int64_t pinged_ns;
+    int64_t moved_ns; // when a transfer last began or ended
+    int64_t leave_ns;
+    int64_t lost_ns; // since when no lane is left; 0: one is
+    char *in;
+    size_t in_bytes;
+    char *out;
+    size_t out_room;
+    size_t out_begin;
+    size_t out_bytes;
+};
+
+// Handshake and control messages: link.c. All with the lock.
+
+// Starts listening, unless that is done.
+int nb_links_listen(struct nb_net *net, struct nb_error *err);
+void nb_links_listen_end(struct nb_net *net);
+// The link to the process of a handle, opened if there is none.
+int nb_link_find(struct nb_net *net, uint64_t domain, const struct nb_net_handle *handle, struct nb_link **link,
+                 struct nb_error *err);
+void nb_link_open_comm(struct nb_link *link, uint32_t id, uint64_t listener);
+void nb_link_close_comm(struct nb_link *link, uint32_t id);
+void nb_link_grant(struct nb_link *link, uint32_t id, size_t capacity);
+// Announces a send. data NULL: a flow of this number follows.
+void nb_link_send(struct nb_link *link, uint32_t id, uint64_t op, const void *data, size_t bytes);
+// Call when a comm of the link is gone.
+void nb_link_release(struct nb_link *link);
+// Fails the link at the end of this turn.
+void nb_link_fail(struct nb_link *link, const struct nb_error *why);
+// Ends all links of a process at once, and frees them.
+void nb_links_close(struct nb_net *net);
+// Runs one turn.
+void nb_links_turn(struct nb_net *net);
+// Call before sleeping. Returns how long at most, in ms; -1: until a call wakes the loop.
+int nb_links_arm(const struct nb_net *net);
+// True while a link only waits for what it wrote to be read.
+bool nb_links_leaving(const struct nb_net *net);
+
+// settings.c: reads the environment. A value that is not understood is a failure that names its variable.
+int nb_net_settings_read(struct nb_net_settings *settings, struct nb_error *err);
+
+// net.c
+
+// Opens this process's net, or adds a user to it.
+int nb_net_open(struct nb_net **net, const struct nb_link_up *up, nccl_logger log, struct nb_error *err);
+void nb_net_close(struct nb_net *net);
+// This process's net, NULL if there is none.
+struct nb_net *nb_net_current(void);
+// True in the process that opened the net, false in its forked children.
+bool nb_net_is_mine(const struct nb_net *net);
+void nb_net_warn(const struct nb_net *net, const struct nb_error *why);
+
+// Comms: comm.c. Each returns 0 or a failure.
+
+extern const struct nb_link_up nb_comm_up;
+int nb_net_listen(struct nb_net *net, void *handle, struct nb_net_listener **listener, struct nb_error *err);
+void nb_net_listener_close(struct nb_net_listener *listener);
+// *comm NULL: call again, with the same handle.
+int nb_net_connect(struct nb_net *net, uint64_t domain, void *handle, struct nb_net_comm **comm, struct nb_error *err);
+int nb_net_accept(struct nb_net_listener *listener, struct nb_net_comm **comm, struct nb_error *err);
+// *request NULL: as many are pending as may be; call again.
+int nb_net_isend(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_net_request **request,
+                 struct nb_error *err);
+int nb_net_irecv(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_net_request **request,
+                 struct nb_error *err);
+// 1: done, and the request is gone; 0: pending.
+int nb_net_test(struct nb_net_request *request, size_t *bytes);
+void nb_net_comm_close(struct nb_net_comm *comm);
+
+#endif

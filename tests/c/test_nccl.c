@@ -1,0 +1,619 @@
+// The NCCL net plugin, driven as NCCL's proxy drives it: two processes for each case, which exchange handles over a
+// socket. test_nccl tcp|ofi runs all cases; test_nccl tcp|ofi CASE VERSION runs one.
+#include <arpa/inet.h>
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "../nccl/proxy.h"
+#include "base/clock.h"
+#include "check.h"
+#include "nccl/net.h"
+
+extern char **environ;
+
+enum {
+    LIMIT_S = 60,
+    SOCKET = 3, // to the other side
+    SLACK = 1000
+};
+
+// One process of a case.
+struct side {
+    int index; // 0 or 1
+    struct proxy proxy;
+    int64_t until_ns;
+};
+
+// One comm in each direction.
+struct pair {
+    void *listener;
+    unsigned char handle[NCCL_HANDLE_BYTES]; // of the other side
+    void *send;
+    void *recv;
+};
+
+static void give(const void *data, size_t bytes) {
+    CHECK(write(SOCKET, data, bytes) == (ssize_t)bytes, "write: %s", strerror(errno));
+}
+
+static void take(void *data, size_t bytes) {
+    size_t got = 0;
+    while (got < bytes) {
+        ssize_t n = read(SOCKET, (char *)data + got, bytes - got);
+        CHECK(n > 0, "the other side has ended");
+        got += (size_t)n;
+    }
+}
+
+// Both sides are here.
+static void meet(void) {
+    char mine = 'm';
+    give(&mine, 1);
+    take(&mine, 1);
+}
+
+static void in_time(const struct side *side, const char *what) {
+    CHECK(nb_now_ns() < side->until_ns, "%s takes too long", what);
+}
+
+static void open_listener(struct side *side, struct pair *pair) {
+    unsigned char handle[NCCL_HANDLE_BYTES];
+    CHECK(proxy_listen(&side->proxy, 0, handle, &pair->listener) == 0, "listen");
+    CHECK(pair->listener != NULL, "no listening comm");
+    give(handle, sizeof handle);
+    take(pair->handle, sizeof pair->handle);
+}
+
+// Connects both directions from one thread, as NCCL does.
+static void open_comms(struct side *side, struct pair *pair) {
+    pair->send = NULL;
+    pair->recv = NULL;
+    while (pair->send == NULL || pair->recv == NULL) {
+        if (pair->send == NULL) {
+            CHECK(proxy_connect(&side->proxy, 0, pair->handle, &pair->send) == 0, "connect");
+        }
+        if (pair->recv == NULL) {
+            CHECK(proxy_accept(&side->proxy, pair->listener, &pair->recv) == 0, "accept");
+        }
+        in_time(side, "connecting");
+    }
+}
+
+static void open_pair(struct side *side, struct pair *pair) {
+    open_listener(side, pair);
+    open_comms(side, pair);
+}
+
+static void close_pair(struct side *side, struct pair *pair) {
+    CHECK(proxy_close_send(&side->proxy, pair->send) == 0, "closeSend");
+    CHECK(proxy_close_recv(&side->proxy, pair->recv) == 0, "closeRecv");
+    CHECK(proxy_close_listen(&side->proxy, pair->listener) == 0, "closeListen");
+}
+
+static unsigned char byte_of(int sender, int message, size_t at) {
+    return (unsigned char)(at * 7 + (at >> 8) + (size_t)message * 31 + (size_t)sender * 101);
+}
+
+static void fill(unsigned char *data, int sender, int message, size_t bytes) {
+    for (size_t i = 0; i < bytes; i++) {
+        data[i] = byte_of(sender, message, i);
+    }
+}
+
+static void check_bytes(const unsigned char *data, int sender, int message, size_t bytes) {
+    for (size_t i = 0; i < bytes; i++) {
+        CHECK(data[i] == byte_of(sender, message, i), "message %d: byte %zu of %zu differs", message, i, bytes);
+    }
+}
+
+// Messages in both directions at once, with a receive that is larger than its send.
+struct exchange {
+    int count;
+    size_t (*size)(int message);
+    size_t most;
+    int depth; // in flight
+};
+
+static void exchange(struct side *side, const struct pair *pair, const struct exchange *plan) {
+    struct proxy_queue out = {.comm = pair->send, .sends = true};
+    struct proxy_queue in = {.comm = pair->recv};
+    size_t room = plan->most + SLACK;
+    unsigned char *sent = malloc((size_t)plan->depth * room);
+    unsigned char *got = malloc((size_t)plan->depth * room);
+    void *mhandle = NULL;
+    CHECK(sent != NULL && got != NULL, "memory");
+    CHECK(proxy_register(&side->proxy, pair->send, sent, room, &mhandle) == 0, "regMr");
+    int result = 0;
+    int bytes = -1;
+    int posted[2] = {0, 0};
+    int done[2] = {0, 0};
+    while (done[0] < plan->count || done[1] < plan->count) {
+        size_t slot = (size_t)(posted[0] % plan->depth) * room;
+        if (posted[0] < plan->count && posted[0] - done[0] < plan->depth) {
+            size_t size = plan->size(posted[0]);
+            fill(sent + slot, side->index, posted[0], size);
+            posted[0] += proxy_post(&side->proxy, &out, sent + slot, size, &result);
+            CHECK(result == 0, "isend: %d", result);
+        }
+        slot = (size_t)(posted[1] % plan->depth) * room;
+        if (posted[1] < plan->count && posted[1] - done[1] < plan->depth) {
+            posted[1] += proxy_post(&side->proxy, &in, got + slot, plan->size(posted[1]) + SLACK, &result);
+            CHECK(result == 0, "irecv: %d", result);
+        }
+        done[0] += proxy_poll(&side->proxy, &out, &bytes, &result);
+        CHECK(result == 0, "test of a send: %d", result);
+        if (proxy_poll(&side->proxy, &in, &bytes, &result)) {
+            size_t size = plan->size(done[1]);
+            CHECK(bytes == (int)size, "message %d: %d bytes reported, not %zu", done[1], bytes, size);
+            check_bytes(got + (size_t)(done[1] % plan->depth) * room, !side->index, done[1], size);
+            done[1]++;
+        }
+        CHECK(result == 0, "test of a receive: %d", result);
+        in_time(side, "an exchange");
+    }
+    CHECK(proxy_deregister(&side->proxy, pair->send, mhandle) == 0, "deregMr");
+    free(sent);
+    free(got);
+}
+
+static size_t all_sizes(int message) {
+    static const size_t sizes[] = {0, 1, 7, 4095, 4096, 4097, 16384, 16385, 65536, 1048579, 524288, 8388608, 3, 0};
+    return sizes[(size_t)message % (sizeof sizes / sizeof sizes[0])];
+}
+
+static size_t mixed_sizes(int message) {
+    return (size_t)message * 7919 % 40000;
+}
+
+static size_t steps(int message) {
+    (void)message;
+    return 256 * 1024;
+}
+
+static void case_sizes(struct side *side) {
+    static const struct exchange plan = {.count = 28, .size = all_sizes, .most = 8388608, .depth = 2};
+    struct pair pair;
+    open_pair(side, &pair);
+    exchange(side, &pair, &plan);
+    meet();
+    close_pair(side, &pair);
+}
+
+static void case_in_flight(struct side *side) {
+    static const struct exchange plan = {.count = 320, .size = mixed_sizes, .most = 40000, .depth = PROXY_REQUESTS};
+    struct pair pair;
+    open_pair(side, &pair);
+    exchange(side, &pair, &plan);
+    meet();
+    close_pair(side, &pair);
+}
+
+// Several comms of one handle share a link; a closed one leaves the others alone.
+static void case_one_handle(struct side *side) {
+    enum { COMMS = 4 };
+    static const struct exchange plan = {.count = 12, .size = mixed_sizes, .most = 40000, .depth = 8};
+    struct pair pairs[COMMS];
+    open_pair(side, &pairs[0]);
+    for (int i = 1; i < COMMS; i++) {
+        pairs[i] = pairs[0];
+        open_comms(side, &pairs[i]);
+    }
+    for (int i = 0; i < COMMS; i++) {
+        exchange(side, &pairs[i], &plan);
+        CHECK(proxy_close_send(&side->proxy, pairs[i].send) == 0, "closeSend");
+        CHECK(proxy_close_recv(&side->proxy, pairs[i].recv) == 0, "closeRecv");
+    }
+    CHECK(proxy_close_listen(&side->proxy, pairs[0].listener) == 0, "closeListen");
+}
+
+// As many requests as the plugin takes: at least 32, then NULL without an error, and room again afterwards.
+static void case_null_request(struct side *side) {
+    struct pair pair;
+    open_pair(side, &pair);
+    char byte = 'x';
+    void *requests[NB_NET_REQUESTS + 1];
+    int count = 0;
+    void *request = &byte;
+    void *comm = side->index == 0 ? pair.recv : pair.send;
+    while (request != NULL) {
+        CHECK(count <= NB_NET_REQUESTS, "no end of requests");
+        request = NULL;
+        int rc = side->index == 0 ? proxy_irecv(&side->proxy, comm, &byte, 1, &request)
+                                  : proxy_isend(&side->proxy, comm, &byte, 1, &request);
+        CHECK(rc == 0, "post: %d", rc);
+        requests[count] = request;
+        count += request != NULL;
+        if (count == 1 && request != NULL && side->index == 0) { // nothing was sent yet: pending, not an error
+            int done = 1;
+            CHECK(proxy_test(&side->proxy, request, &done, NULL) == 0 && !done, "a receive without a send is done");
+            meet();
+        } else if (count == 0) {
+            meet();
+        }
+        if (count == 1 && side->index == 1 && request != NULL) {
+            break;
+        }
+    }
+    if (side->index == 0) {
+        CHECK(count >= PROXY_REQUESTS, "only %d requests", count);
+    } else {
+        meet(); // side 0 has tested its first receive
+        for (; count < NB_NET_REQUESTS; count += requests[count] != NULL) {
+            CHECK(proxy_isend(&side->proxy, comm, &byte, 1, &requests[count]) == 0, "isend");
+        }
+    }
+    for (int i = 0; i < count; i++) {
+        int done = 0;
+        while (!done) {
+            CHECK(proxy_test(&side->proxy, requests[i], &done, NULL) == 0, "test");
+            in_time(side, "a transfer");
+        }
+    }
+    meet();
+    close_pair(side, &pair);
+}
+
+// A new listening comm and new connections after others are closed.
+static void case_again(struct side *side) {
+    static const struct exchange plan = {.count = 4, .size = steps, .most = 256 * 1024, .depth = 4};
+    for (int i = 0; i < 5; i++) {
+        struct pair pair;
+        open_pair(side, &pair);
+        exchange(side, &pair, &plan);
+        close_pair(side, &pair); // the other side may be slower: nothing waits for it
+    }
+}
+
+static bool errors_now(struct side *side, struct proxy_queue *queue) {
+    int result = 0;
+    int bytes = 0;
+    while (proxy_poll(&side->proxy, queue, &bytes, &result) && result == 0) {
+    }
+    in_time(side, "an error");
+    return result != 0;
+}
+
+// A side closes with transfers in flight; the other gets an error, and both connect anew.
+static void case_close_in_flight(struct side *side) {
+    enum { BIG = 64 * 1024 * 1024 };
+    static const struct exchange plan = {.count = 4, .size = steps, .most = 256 * 1024, .depth = 4};
+    struct pair pair;
+    open_pair(side, &pair);
+    char *data = calloc(1, BIG);
+    void *mhandle = NULL;
+    int result = 0;
+    CHECK(data != NULL, "memory");
+    struct proxy_queue queue = {.comm = side->index == 0 ? pair.send : pair.recv, .sends = side->index == 0};
+    CHECK(proxy_register(&side->proxy, queue.comm, data, BIG, &mhandle) == 0, "regMr");
+    CHECK(proxy_post(&side->proxy, &queue, data, BIG, &result), "post");
+    meet();
+    if (side->index == 0) {
+        int bytes = 0;
+        (void)proxy_poll(&side->proxy, &queue, &bytes, &result);
+        CHECK(proxy_deregister(&side->proxy, pair.send, mhandle) == 0, "deregMr");
+        close_pair(side, &pair);
+        memset(data, 1, BIG); // nothing reads it any more
+        free(data);
+    } else {
+        while (!errors_now(side, &queue)) {
+        }
+        close_pair(side, &pair);
+        free(data);
+    }
+    meet();
+    open_pair(side, &pair);
+    exchange(side, &pair, &plan);
+    meet();
+    close_pair(side, &pair);
+}
+
+// A receive that nothing was sent for is closed, or its sender is; neither side waits.
+static void case_close_waiting(struct side *side) {
+    struct pair pair;
+    char byte = 0;
+    int result = 0;
+    open_pair(side, &pair);
+    struct proxy_queue in = {.comm = pair.recv};
+    CHECK(proxy_post(&side->proxy, &in, &byte, 1, &result), "irecv");
+    meet();
+    if (side->index == 0) {
+        close_pair(side, &pair);
+        meet();
+        return;
+    }
+    while (!errors_now(side, &in)) {
+    }
+    void *request = NULL;
+    while (proxy_isend(&side->proxy, pair.send, &byte, 1, &request) == 0) {
+        int done = 0;
+        if (request != NULL && proxy_test(&side->proxy, request, &done, NULL) != 0) {
+            break;
+        }
+        in_time(side, "an error of a send");
+    }
+    meet();
+    close_pair(side, &pair);
+}
+
+// A child of a fork owns nothing, and takes nothing away.
+static void case_fork(struct side *side) {
+    static const struct exchange plan = {.count = 8, .size = steps, .most = 256 * 1024, .depth = 4};
+    struct pair pair;
+    char byte = 0;
+    open_pair(side, &pair);
+    struct proxy_queue in = {.comm = pair.recv};
+    int result = 0;
+    pid_t child = fork();
+    CHECK(child >= 0, "fork");
+    if (child == 0) {
+        bool refused = !proxy_post(&side->proxy, &in, &byte, 1, &result) && result != 0;
+        (void)proxy_close_recv(&side->proxy, pair.recv);
+        (void)proxy_close_send(&side->proxy, pair.send);
+        (void)proxy_close_listen(&side->proxy, pair.listener);
+        _exit(refused ? 0 : 1);
+    }
+    exchange(side, &pair, &plan);
+    int status = -1;
+    CHECK(waitpid(child, &status, 0) == child && status == 0, "the child ended with %d", status);
+    exchange(side, &pair, &plan);
+    meet();
+    close_pair(side, &pair);
+}
+
+// Side 1 dies, or only stops, in the middle of a transfer.
+static void die_in_flight(struct side *side, int signal_number) {
+    enum { BIG = 64 * 1024 * 1024 };
+    struct pair pair;
+    int result = 0;
+    pid_t pid = getpid();
+    open_pair(side, &pair);
+    char *data = calloc(1, BIG);
+    CHECK(data != NULL, "memory");
+    struct proxy_queue in = {.comm = pair.recv};
+    struct proxy_queue out = {.comm = pair.send, .sends = true};
+    CHECK(proxy_post(&side->proxy, &in, data, BIG, &result), "irecv");
+    if (side->index == 1) {
+        give(&pid, sizeof pid);
+        CHECK(proxy_post(&side->proxy, &out, data, 8192, &result), "isend");
+        for (int bytes = 0;;) {
+            (void)proxy_poll(&side->proxy, &out, &bytes, &result);
+            (void)proxy_poll(&side->proxy, &in, &bytes, &result);
+        }
+    }
+    take(&pid, sizeof pid);
+    CHECK(proxy_post(&side->proxy, &out, data, BIG, &result), "isend");
+    int bytes = 0;
+    while (!proxy_poll(&side->proxy, &in, &bytes, &result)) {
+        CHECK(result == 0, "test: %d", result);
+        in_time(side, "the first transfer");
+    }
+    CHECK(proxy_post(&side->proxy, &in, data, BIG, &result), "irecv");
+    CHECK(kill(pid, signal_number) == 0, "kill");
+    while (!errors_now(side, &in)) {
+    }
+    (void)kill(pid, SIGKILL);
+    close_pair(side, &pair);
+    free(data);
+}
+
+static void case_kill(struct side *side) {
+    die_in_flight(side, SIGKILL);
+}
+
+static void case_silence(struct side *side) {
+    die_in_flight(side, SIGSTOP);
+}
+
+static int dial(const struct nb_net_handle *handle) {
+    struct sockaddr_in to = {.sin_family = AF_INET, .sin_port = htons(handle->port)};
+    CHECK(handle->family == AF_INET, "not IPv4");
+    memcpy(&to.sin_addr, handle->address, sizeof to.sin_addr);
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    CHECK(fd >= 0 && connect(fd, (struct sockaddr *)&to, sizeof to) == 0, "connect: %s", strerror(errno));
+    return fd;
+}
+
+// Strangers at the listener cost time at most.
+static void case_garbage(struct side *side) {
+    enum { STRANGERS = 12 };
+    static const struct exchange plan = {.count = 8, .size = steps, .most = 256 * 1024, .depth = 4};
+    struct pair pair;
+    struct nb_net_handle handle;
+    int fds[STRANGERS];
+    unsigned char noise[4096];
+    open_listener(side, &pair);
+    memcpy(&handle, pair.handle, sizeof handle);
+    fill(noise, 1, 5, sizeof noise);
+    for (int i = 0; i < STRANGERS; i++) {
+        fds[i] = dial(&handle);
+        size_t bytes = i % 3 == 0 ? 0 : i % 3 == 1 ? sizeof noise : 17;
+        (void)!send(fds[i], noise, bytes, MSG_NOSIGNAL);
+    }
+    open_comms(side, &pair);
+    exchange(side, &pair, &plan);
+    meet();
+    for (int i = 0; i < STRANGERS; i++) {
+        close(fds[i]);
+    }
+    close_pair(side, &pair);
+}
+
+// A lane breaks in the middle: the others take its segments over.
+static void case_lost_lane(struct side *side) {
+    static const struct exchange plan = {.count = 64, .size = steps, .most = 256 * 1024, .depth = 8};
+    struct pair pair;
+    open_pair(side, &pair);
+    exchange(side, &pair, &plan);
+    meet();
+    struct nb_net_handle handle;
+    memcpy(&handle, pair.handle, sizeof handle);
+    uint16_t mine = 0;
+    give(&handle.port, sizeof handle.port);
+    take(&mine, sizeof mine); // what the other side has connected to: this side's listener
+    int broken = 0;
+    for (int fd = SOCKET + 1; side->index == 0 && fd < 256 && broken == 0; fd++) {
+        struct sockaddr_in here = {0};
+        struct sockaddr_in there = {0};
+        socklen_t bytes = sizeof here;
+        bool flow = getpeername(fd, (struct sockaddr *)&there, &bytes) == 0 && there.sin_family == AF_INET;
+        bytes = sizeof here;
+        flow = flow && getsockname(fd, (struct sockaddr *)&here, &bytes) == 0;
+        uint16_t ports[2] = {ntohs(here.sin_port), ntohs(there.sin_port)};
+        if (flow && ports[0] != mine && ports[1] != handle.port) {
+            CHECK(shutdown(fd, SHUT_RDWR) == 0, "shutdown");
+            broken++;
+        }
+    }
+    CHECK(side->index == 1 || broken == 1, "no lane was found");
+    exchange(side, &pair, &plan);
+    meet();
+    close_pair(side, &pair);
+}
+
+// Side 1 has another secret.
+static void case_secret(struct side *side) {
+    struct pair pair;
+    void *comm = NULL;
+    int rc = 0;
+    open_listener(side, &pair);
+    while (rc == 0) {
+        rc = proxy_connect(&side->proxy, 0, pair.handle, &comm);
+        CHECK(comm == NULL, "connected with another secret");
+        void *accepted = NULL;
+        CHECK(proxy_accept(&side->proxy, pair.listener, &accepted) == 0 && accepted == NULL, "accepted a stranger");
+        in_time(side, "an error");
+    }
+    char mine = 'm';
+    give(&mine, 1);
+    int flags = fcntl(SOCKET, F_GETFL);
+    CHECK(fcntl(SOCKET, F_SETFL, flags | O_NONBLOCK) == 0, "fcntl");
+    while (read(SOCKET, &mine, 1) != 1) { // the other side still needs an answer
+        void *accepted = NULL;
+        CHECK(proxy_accept(&side->proxy, pair.listener, &accepted) == 0 && accepted == NULL, "accepted a stranger");
+        in_time(side, "the other side");
+    }
+    CHECK(proxy_close_listen(&side->proxy, pair.listener) == 0, "closeListen");
+}
+
+struct test_case {
+    const char *name;
+    void (*run)(struct side *side);
+    bool all_versions;
+    bool tcp_only;
+    int killed;             // signal that ends side 1
+    const char *timeout_s;  // NULL: the default
+    const char *secrets[2]; // NULL: none
+};
+
+static const struct test_case cases[] = {
+    {.name = "sizes", .run = case_sizes, .all_versions = true},
+    {.name = "in_flight", .run = case_in_flight, .all_versions = true},
+    {.name = "one_handle", .run = case_one_handle},
+    {.name = "null_request", .run = case_null_request},
+    {.name = "again", .run = case_again, .all_versions = true},
+    {.name = "close_in_flight", .run = case_close_in_flight},
+    {.name = "close_waiting", .run = case_close_waiting},
+    {.name = "fork", .run = case_fork},
+    {.name = "kill", .run = case_kill, .killed = SIGKILL},
+    {.name = "silence", .run = case_silence, .killed = SIGKILL, .timeout_s = "5"},
+    {.name = "garbage", .run = case_garbage},
+    {.name = "lost_lane", .run = case_lost_lane, .tcp_only = true},
+    {.name = "secret", .run = case_secret, .secrets = {"the secret of this job", "another job's secret"}},
+    {.name = "same_secret", .run = case_again, .secrets = {"the secret of this job", "the secret of this job"}},
+};
+
+static const struct {
+    int version;
+    const void *table;
+} tables[] = {{6, &ncclNetPlugin_v6},
+              {8, &ncclNetPlugin_v8},
+              {10, &ncclNetPlugin_v10},
+              {11, &ncclNetPlugin_v11},
+              {12, &ncclNetPlugin_v12}};
+
+enum { CASES = sizeof cases / sizeof cases[0], TABLES = sizeof tables / sizeof tables[0] };
+
+static int run_side(const struct test_case *test, int version, int index) {
+    struct side side = {.index = index, .until_ns = nb_now_ns() + (int64_t)LIMIT_S * 1000000000};
+    side.proxy.version = version;
+    for (int i = 0; i < TABLES; i++) {
+        side.proxy.table = tables[i].version == version ? tables[i].table : side.proxy.table;
+    }
+    int count = 0;
+    CHECK(proxy_init(&side.proxy, 77) == 0, "init");
+    CHECK(proxy_v6(&side.proxy)->devices(&count) == 0 && count == 1, "%d devices", count);
+    test->run(&side);
+    CHECK(proxy_finalize(&side.proxy) == 0, "finalize");
+    return 0;
+}
+
+static pid_t start(const char *program, const char *network, const struct test_case *test, int version, int index,
+                   int fd) {
+    char words[2][8];
+    snprintf(words[0], sizeof words[0], "%d", version);
+    snprintf(words[1], sizeof words[1], "%d", index);
+    char *argv[] = {(char *)program, (char *)network, (char *)test->name, words[0], words[1], NULL};
+    posix_spawn_file_actions_t actions;
+    pid_t pid = -1;
+    setenv("NETBOTTLENECK_TRANSPORT", network, 1);
+    setenv("NETBOTTLENECK_IFNAME", "lo", 1);
+    setenv("NETBOTTLENECK_TIMEOUT_S", test->timeout_s != NULL ? test->timeout_s : "30", 1);
+    setenv("NETBOTTLENECK_SECRET", test->secrets[index] != NULL ? test->secrets[index] : "", 1);
+    posix_spawn_file_actions_init(&actions);
+    posix_spawn_file_actions_adddup2(&actions, fd, SOCKET);
+    CHECK(posix_spawn(&pid, program, &actions, NULL, argv, environ) == 0, "cannot start %s", program);
+    posix_spawn_file_actions_destroy(&actions);
+    return pid;
+}
+
+static void run_case(const char *program, const char *network, const struct test_case *test, int version) {
+    int ends[2];
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0, "socketpair");
+    int high[2] = {fcntl(ends[0], F_DUPFD_CLOEXEC, 10), fcntl(ends[1], F_DUPFD_CLOEXEC, 10)};
+    close(ends[0]);
+    close(ends[1]);
+    int64_t began = nb_now_ns();
+    pid_t pids[2];
+    for (int i = 0; i < 2; i++) {
+        pids[i] = start(program, network, test, version, i, high[i]);
+    }
+    close(high[0]);
+    close(high[1]);
+    for (int i = 0; i < 2; i++) {
+        int status = -1;
+        CHECK(waitpid(pids[i], &status, 0) == pids[i], "waitpid");
+        bool as_planned = i == 1 && test->killed != 0 ? WIFSIGNALED(status) && WTERMSIG(status) == test->killed
+                                                      : WIFEXITED(status) && WEXITSTATUS(status) == 0;
+        CHECK(as_planned, "%s, version %d, over %s: side %d ended with %#x", test->name, version, network, i,
+              (unsigned)status);
+    }
+    printf("%s v%d %s: %.2f s\n", test->name, version, network, (double)(nb_now_ns() - began) / 1e9);
+    fflush(stdout);
+}
+
+int main(int argc, char **argv) {
+    const char *network = argc > 1 ? argv[1] : "tcp";
+    if (nb_transport_find(network) == NULL) {
+        SKIP("%s left out of this build", network);
+    }
+    for (int i = 0; i < CASES; i++) {
+        bool wanted = argc <= 2 || strcmp(argv[2], cases[i].name) == 0;
+        if (wanted && argc == 5) {
+            return run_side(&cases[i], atoi(argv[3]), atoi(argv[4]));
+        }
+        for (int t = 0; wanted && t < TABLES && !(cases[i].tcp_only && strcmp(network, "tcp") != 0); t++) {
+            bool newest = t == TABLES - 1;
+            if (argc > 3 ? tables[t].version == atoi(argv[3]) : cases[i].all_versions || newest) {
+                run_case("/proc/self/exe", network, &cases[i], tables[t].version);
+            }
+        }
+    }
+    return 0;
+}

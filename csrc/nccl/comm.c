@@ -326,14 +326,25 @@ static void link_closed(struct nb_link *link, uint32_t id) {
     requests_fail(&comm->waiting); // active ones fail with the link, or end
 }
 
+// True if a comm is there that the peer has not closed.
+static bool cuts_off(const struct nb_link *link) {
+    NB_LIST_EACH(it, &link->comms) {
+        if (!NB_CONTAINER(it, const struct nb_net_comm, at_link)->ended) {
+            return true;
+        }
+    }
+    return false;
+}
+
 static void link_ended(struct nb_link *link) {
-    bool cut = false; // a comm that the peer has not closed
+    if (link->failure.code != NB_ECLOSED && cuts_off(link)) {
+        nb_net_warn(link->net, &link->failure); // before any request shows it
+    }
     NB_LIST_EACH_SAFE(sink, next, &link->sinks) {
         sink_finished(&NB_CONTAINER(sink, struct sink, link)->flow);
     }
     NB_LIST_EACH_SAFE(it, nx, &link->comms) {
         struct nb_net_comm *comm = NB_CONTAINER(it, struct nb_net_comm, at_link);
-        cut = cut || !comm->ended;
         nb_list_remove(it);
         comm->link = NULL;
         comm->ended = true;
@@ -341,9 +352,6 @@ static void link_ended(struct nb_link *link) {
                 link->failure.text);
         requests_fail(&comm->waiting);
         requests_fail(&comm->active);
-    }
-    if (cut && link->failure.code != NB_ECLOSED) {
-        nb_net_warn(link->net, &link->failure);
     }
 }
 

@@ -55,22 +55,7 @@ void nb_net_warn(const struct nb_net *net, const struct nb_error *why) {
     }
 }
 
-static void nap(struct nb_net *net) {
-    struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_nsec += NAP_NS;
-    if (until.tv_nsec >= 1000000000) {
-        until.tv_nsec -= 1000000000;
-        until.tv_sec++;
-    }
-    pthread_mutex_lock(&net->lock);
-    if (!net->stop) {
-        pthread_cond_timedwait(&net->wakes, &net->lock, &until);
-    }
-    pthread_mutex_unlock(&net->lock);
-}
-
-// Runs a turn if no call has run one since `calls`. Returns how long to sleep then, in ms.
+// Runs a turn. Returns how long to sleep then, in ms.
 static int helper_turn(struct nb_net *net, bool *stop) {
     pthread_mutex_lock(&net->lock);
     *stop = net->stop;
@@ -81,24 +66,20 @@ static int helper_turn(struct nb_net *net, bool *stop) {
 }
 
 static void *helper_main(void *arg) {
+    static const struct timespec nap = {.tv_nsec = NAP_NS};
     struct nb_net *net = arg;
     uint64_t seen = 0;
     bool stop = false;
     while (!stop) {
         uint64_t calls = atomic_load_explicit(&net->calls, memory_order_relaxed);
-        if (calls != seen) {
+        if (calls != seen && !atomic_load_explicit(&net->stop, memory_order_relaxed)) {
             seen = calls;
-            nap(net);
+            nanosleep(&nap, NULL); // takes no lock that a call could miss
+            continue;
         }
-        if (atomic_load_explicit(&net->calls, memory_order_relaxed) == seen) {
-            int sleep_ms = helper_turn(net, &stop);
-            if (!stop && sleep_ms != 0) {
-                nb_loop_sleep(&net->loop, sleep_ms);
-            }
-        } else {
-            pthread_mutex_lock(&net->lock);
-            stop = net->stop;
-            pthread_mutex_unlock(&net->lock);
+        int sleep_ms = helper_turn(net, &stop);
+        if (!stop && sleep_ms != 0) {
+            nb_loop_sleep(&net->loop, sleep_ms);
         }
     }
     return NULL;
@@ -115,20 +96,10 @@ static int helper_start(struct nb_net *net, struct nb_error *err) {
     return rc < 0 ? nb_fail(err, rc, "cannot start the helper thread (%s)", nb_code_name(rc)) : 0;
 }
 
-static void locks_init(struct nb_net *net) {
-    pthread_condattr_t attr;
-    pthread_condattr_init(&attr);
-    pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
-    pthread_cond_init(&net->wakes, &attr);
-    pthread_condattr_destroy(&attr);
-    pthread_mutex_init(&net->lock, NULL);
-}
-
 static void net_free(struct nb_net *net) {
     if (net->helper_runs) {
         pthread_mutex_lock(&net->lock);
         net->stop = true;
-        pthread_cond_broadcast(&net->wakes);
         nb_loop_wake(&net->loop);
         pthread_mutex_unlock(&net->lock);
         pthread_join(net->helper, NULL);
@@ -146,7 +117,6 @@ static void net_free(struct nb_net *net) {
     }
     pthread_mutex_unlock(&net->lock);
     nb_loop_fini(&net->loop);
-    pthread_cond_destroy(&net->wakes);
     pthread_mutex_destroy(&net->lock);
     nb_fork_detector_close(&net->fork);
     free(net);
@@ -168,7 +138,7 @@ static int net_new(struct nb_net **out, const struct nb_link_up *up, nccl_logger
     nb_list_init(&net->connecting);
     nb_admission_init(&net->admission);
     nb_fork_detector_open(&net->fork);
-    locks_init(net);
+    pthread_mutex_init(&net->lock, NULL);
     int rc = nb_net_settings_read(&net->settings, err);
     if (rc == 0) {
         rc = nb_random(net->process, sizeof net->process);

@@ -166,10 +166,9 @@ struct nb_net {
     int users; // contexts of NCCL, comms, listeners
     nccl_logger log;
     pthread_mutex_t lock;
-    pthread_cond_t wakes;
     pthread_t helper;
     bool helper_runs;
-    bool stop;
+    _Atomic bool stop;
     _Atomic uint64_t calls; // turns that calls of NCCL ran
     struct nb_loop loop;
     struct nb_admission admission;

@@ -5,6 +5,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <netinet/in.h>
+#include <pthread.h>
 #include <signal.h>
 #include <spawn.h>
 #include <sys/socket.h>
@@ -260,6 +261,62 @@ static void case_null_request(struct side *side) {
     close_pair(side, &pair);
 }
 
+struct worker {
+    struct side side;
+    struct pair pair;
+    pthread_t thread;
+};
+
+static void *worker_main(void *arg) {
+    static const struct exchange plan = {.count = 48, .size = mixed_sizes, .most = 40000, .depth = 16};
+    struct worker *worker = arg;
+    exchange(&worker->side, &worker->pair, &plan);
+    return NULL;
+}
+
+// Several proxies of one process, one for each GPU: each thread has comms of its own, and all share a link.
+static void case_threads(struct side *side) {
+    enum { WORKERS = 3 };
+    struct worker workers[WORKERS];
+    for (int i = 0; i < WORKERS; i++) {
+        workers[i].side = *side;
+        open_pair(side, &workers[i].pair);
+    }
+    for (int i = 0; i < WORKERS; i++) {
+        CHECK(pthread_create(&workers[i].thread, NULL, worker_main, &workers[i]) == 0, "thread");
+    }
+    for (int i = 0; i < WORKERS; i++) {
+        pthread_join(workers[i].thread, NULL);
+    }
+    meet();
+    for (int i = 0; i < WORKERS; i++) {
+        close_pair(side, &workers[i].pair);
+    }
+}
+
+// Two communicators between the same processes, from version 11 on: one that is aborted leaves the other alone.
+static void case_two_communicators(struct side *side) {
+    enum { BIG = 64 * 1024 * 1024 };
+    static const struct exchange plan = {.count = 12, .size = steps, .most = 256 * 1024, .depth = 4};
+    struct side other = *side;
+    struct pair pairs[2];
+    int result = 0;
+    CHECK(proxy_init(&other.proxy, 78) == 0, "init");
+    open_pair(side, &pairs[0]);
+    open_pair(&other, &pairs[1]);
+    char *data = calloc(1, BIG);
+    CHECK(data != NULL, "memory");
+    struct proxy_queue queue = {.comm = side->index == 0 ? pairs[0].send : pairs[0].recv, .sends = side->index == 0};
+    CHECK(proxy_post(&side->proxy, &queue, data, BIG, &result), "post");
+    meet();
+    close_pair(side, &pairs[0]);
+    exchange(&other, &pairs[1], &plan);
+    meet();
+    close_pair(&other, &pairs[1]);
+    CHECK(proxy_finalize(&other.proxy) == 0, "finalize");
+    free(data);
+}
+
 // A new listening comm and new connections after others are closed.
 static void case_again(struct side *side) {
     static const struct exchange plan = {.count = 4, .size = steps, .most = 256 * 1024, .depth = 4};
@@ -398,6 +455,9 @@ static void die_in_flight(struct side *side, int signal_number) {
     CHECK(kill(pid, signal_number) == 0, "kill");
     while (!errors_now(side, &in)) {
     }
+    char named[32];
+    snprintf(named, sizeof named, "(process %d)", (int)pid);
+    CHECK(strstr(proxy_warning, named) != NULL, "the log does not name the peer: %s", proxy_warning);
     (void)kill(pid, SIGKILL);
     close_pair(side, &pair);
     free(data);
@@ -516,6 +576,8 @@ static const struct test_case cases[] = {
     {.name = "sizes", .run = case_sizes, .all_versions = true},
     {.name = "in_flight", .run = case_in_flight, .all_versions = true},
     {.name = "one_handle", .run = case_one_handle},
+    {.name = "threads", .run = case_threads},
+    {.name = "two_communicators", .run = case_two_communicators},
     {.name = "null_request", .run = case_null_request},
     {.name = "again", .run = case_again, .all_versions = true},
     {.name = "close_in_flight", .run = case_close_in_flight},
@@ -610,7 +672,8 @@ int main(int argc, char **argv) {
         }
         for (int t = 0; wanted && t < TABLES && !(cases[i].tcp_only && strcmp(network, "tcp") != 0); t++) {
             bool newest = t == TABLES - 1;
-            if (argc > 3 ? tables[t].version == atoi(argv[3]) : cases[i].all_versions || newest) {
+            bool all = cases[i].all_versions && strcmp(network, "tcp") == 0; // the tables are the same over each
+            if (argc > 3 ? tables[t].version == atoi(argv[3]) : all || newest) {
                 run_case("/proc/self/exe", network, &cases[i], tables[t].version);
             }
         }

@@ -20,6 +20,8 @@ struct proxy {
     void *ctx;
 };
 
+static char proxy_warning[1024]; // the last one
+
 __attribute__((format(printf, 5, 6), unused)) static void proxy_log(int level, unsigned long subsystems,
                                                                     const char *file, int line, const char *fmt, ...) {
     va_list args;
@@ -27,11 +29,10 @@ __attribute__((format(printf, 5, 6), unused)) static void proxy_log(int level, u
     (void)file;
     (void)line;
     if (level == NCCL_LOG_WARN) {
-        char text[1024];
         va_start(args, fmt);
-        (void)vsnprintf(text, sizeof text, fmt, args);
+        (void)vsnprintf(proxy_warning, sizeof proxy_warning, fmt, args);
         va_end(args);
-        (void)fprintf(stderr, "WARN %s\n", text);
+        (void)fprintf(stderr, "WARN %s\n", proxy_warning);
     }
 }
 

@@ -1,0 +1,144 @@
+"""The library that NCCL loads: what it exports, and that it moves bytes through each table, NCCL's own adapters too."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import netbottleneck
+
+ROOT = Path(__file__).resolve().parents[2]
+PLUGIN = Path(netbottleneck.__file__).with_name("libnccl-net-netbottleneck.so")
+VERSIONS = (6, 8, 10, 11, 12)
+ADAPTED = (6, 8, 10, 11)  # NCCL 2.30 uses version 12 as it is
+LIMIT_S = 120
+SMALL = ("--bytes", "300000", "--count", "8", "--rounds", "20")
+
+Measure = Callable[..., dict[str, Any]]
+
+
+def nccl_library() -> Path:
+    """Return NCCL's library; skips the test where there is none."""
+    spec = importlib.util.find_spec("nvidia")
+    for place in (spec.submodule_search_locations or ()) if spec is not None else ():
+        path = Path(place, "nccl", "lib", "libnccl.so.2")
+        if path.is_file():
+            return path
+    pytest.skip("not run: NCCL is not installed (requirements/nccl.txt)")
+
+
+@pytest.fixture(scope="module")
+def measure(tmp_path_factory: pytest.TempPathFactory) -> Measure:
+    """Return a function that runs tests/nccl/measure.c and returns what it prints."""
+    program = tmp_path_factory.mktemp("nccl") / "measure"
+    compiler = shutil.which(os.environ.get("CC", "gcc"))
+    assert compiler is not None, "no C compiler"
+    source = ROOT / "tests" / "nccl" / "measure.c"
+    flags = ["-std=gnu11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
+    subprocess.run([compiler, *flags, str(source), "-o", str(program), "-ldl", "-lm"], check=True, timeout=LIMIT_S)
+
+    def run(*options: str, **variables: str) -> dict[str, Any]:
+        env = {**os.environ, "NETBOTTLENECK_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **variables}
+        done = subprocess.run(
+            [str(program), *options], capture_output=True, text=True, timeout=LIMIT_S, check=False, env=env
+        )
+        assert done.returncode == 0, done.stderr
+        lines = done.stdout.splitlines()
+        assert lines, done.stderr
+        said: dict[str, Any] = json.loads(lines[-1])
+        return said
+
+    return run
+
+
+def said_by(*argv: str) -> str:
+    """Return what a tool prints."""
+    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+
+
+def test_nothing_but_the_tables_is_exported() -> None:
+    """NCCL is loaded beside torch: any other name could clash."""
+    lines = said_by("nm", "-D", "--defined-only", str(PLUGIN)).splitlines()
+    assert sorted(line.split()[-1] for line in lines) == sorted(f"ncclNetPlugin_v{v}" for v in VERSIONS)
+
+
+def test_it_stays_loaded_and_needs_the_system_only() -> None:
+    """NCCL closes the library with its last communicator; a fork's handler must not be gone then."""
+    dynamic = said_by("readelf", "-d", str(PLUGIN))
+    assert "NODELETE" in dynamic
+    assert "[libnccl-net-netbottleneck.so]" in dynamic
+    needed = set(re.findall(r"\(NEEDED\).*\[(.*?)\.so", dynamic))
+    assert needed <= {"libc", "libm", "libdl", "libpthread", "ld-linux-x86-64", "ld-linux-aarch64"}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_each_table_moves_bytes(measure: Measure, version: int) -> None:
+    """Two processes, 32 messages in flight on each of 3 channels."""
+    depth = ("--depth", "32", "--channels", "3")
+    said = measure("--plugin", str(PLUGIN), "--version", str(version), *SMALL, *depth)
+    assert said["gbit_per_s"] > 0
+    assert said["channels"] == 3
+
+
+@pytest.mark.parametrize("version", ADAPTED)
+def test_nccl_takes_each_table(measure: Measure, version: int) -> None:
+    """NCCL's own adapter calls the table: the layout that NCCL was compiled with."""
+    through = ("--through", str(nccl_library()))
+    said = measure("--plugin", str(PLUGIN), "--version", str(version), *SMALL, *through)
+    assert said.get("gbit_per_s", 0) > 0, said
+
+
+def test_the_socket_network_is_driven_the_same_way(measure: Measure) -> None:
+    """The harness plays NCCL's proxy for NCCL's own network, which defines what is right."""
+    said = measure("--stock", str(nccl_library()), *SMALL)
+    assert said.get("gbit_per_s", 0) > 0, said
+
+
+def test_a_library_without_the_symbols_is_not_run(measure: Measure) -> None:
+    """A stripped or another NCCL is no failure, and no measurement."""
+    said = measure("--stock", str(PLUGIN), *SMALL)
+    assert "ncclNetSocket" in said["not_run"]
+    assert "not_run" in measure("--stock", "/nonexistent/libnccl.so.2", *SMALL)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("STREAMS", "65"),
+        ("STREAMS", "four"),
+        ("TIMEOUT_S", "soon"),
+        ("SEGMENT_BYTES", "1"),
+        ("PORTS", "9-8"),
+        ("SECRET", "short"),
+        ("SECRET_FILE", "/tmp/secret"),
+        ("IFNAME", "=nothing0"),
+    ],
+)
+def test_a_wrong_setting_is_named(measure: Measure, name: str, value: str) -> None:
+    """NCCL goes on with another network then; its log says why."""
+    with pytest.raises(AssertionError, match=f"WARN NET/NetBottleneck : .*{value if name == 'IFNAME' else name}"):
+        measure("--plugin", str(PLUGIN), *SMALL, **{f"NETBOTTLENECK_{name}": value})
+
+
+def test_settings_are_read(measure: Measure) -> None:
+    """Lanes, segments and ports of the job's own variables."""
+    said = measure(
+        "--plugin",
+        str(PLUGIN),
+        *SMALL,
+        NETBOTTLENECK_STREAMS="2",
+        NETBOTTLENECK_SEGMENT_BYTES="64Ki",
+        NETBOTTLENECK_PORTS="20000-29999",
+        NETBOTTLENECK_SECRET="a secret of sixteen",
+        NETBOTTLENECK_TRANSPORT="stock,tcp",
+    )
+    assert said["gbit_per_s"] > 0

@@ -225,6 +225,7 @@ static struct nb_net_comm *comm_new(struct nb_net *net, struct nb_link *link, bo
     nb_list_init(&comm->idle);
     nb_list_init(&comm->waiting);
     nb_list_init(&comm->active);
+    nb_list_init(&comm->memories);
     for (int i = 0; i < NB_NET_REQUESTS; i++) {
         comm->requests[i].comm = comm;
         nb_list_insert(&comm->idle, &comm->requests[i].link);
@@ -233,8 +234,52 @@ static struct nb_net_comm *comm_new(struct nb_net *net, struct nb_link *link, bo
     return comm;
 }
 
+static bool overlaps(const struct nb_net_memory *memory, const char *data, size_t bytes) {
+    return data < memory->base + memory->bytes && memory->base < data + bytes;
+}
+
+// Another registration on the link that overlaps: with the same base only, or one that is mapped.
+static struct nb_net_memory *memory_other(const struct nb_net_memory *memory, bool same_base) {
+    NB_LIST_EACH(it, &memory->comm->link->comms) {
+        const struct nb_net_comm *comm = NB_CONTAINER(it, const struct nb_net_comm, at_link);
+        NB_LIST_EACH(at, &comm->memories) {
+            struct nb_net_memory *other = NB_CONTAINER(at, struct nb_net_memory, at_comm);
+            bool found =
+                same_base ? other->base == memory->base : other->mapped && overlaps(other, memory->base, memory->bytes);
+            if (other != memory && found) {
+                return other;
+            }
+        }
+    }
+    return NULL;
+}
+
+// Comms of a link may register the same memory: it is mapped once, and the last one unmaps it.
+static void memory_map(struct nb_net_memory *memory) {
+    const struct nb_link *link = memory->comm->link;
+    struct nb_error why = {0};
+    if (link != NULL && !link->failing && memory_other(memory, false) == NULL) {
+        memory->mapped = nb_lanes_map(link->lanes, memory->base, memory->bytes, &why) == 0;
+    }
+}
+
+static void memory_unmap(struct nb_net_memory *memory) {
+    const struct nb_link *link = memory->comm->link;
+    struct nb_net_memory *heir = memory->mapped && link != NULL ? memory_other(memory, true) : NULL;
+    if (heir != NULL) {
+        heir->mapped = true;
+    } else if (memory->mapped && link != NULL) {
+        nb_lanes_unmap(link->lanes, memory->base);
+    }
+    nb_list_remove(&memory->at_comm);
+    memory->comm = NULL;
+}
+
 static void comm_free(struct nb_net_comm *comm) {
     struct nb_link *link = comm->link;
+    NB_LIST_EACH_SAFE(it, nx, &comm->memories) {
+        memory_unmap(NB_CONTAINER(it, struct nb_net_memory, at_comm));
+    }
     nb_list_remove(&comm->at_link);
     nb_list_remove(&comm->at_listener);
     if (link != NULL) {
@@ -290,7 +335,7 @@ static bool link_sent(struct nb_link *link, uint32_t id, uint64_t op, size_t byt
         return false;
     }
     link->next_op = data == NULL ? op : link->next_op;
-    if (comm == NULL) {
+    if (comm == NULL || comm->ended) {
         return data != NULL || sink_start(link, op, bytes);
     }
     struct nb_net_request *request = oldest(&comm->waiting);
@@ -321,7 +366,7 @@ static void link_closed(struct nb_link *link, uint32_t id) {
     comm->ended = true;
     nb_fail(&comm->failure, NB_EPEER, "%s has closed its end of the connection", link->peer);
     if (!nb_list_empty(&comm->waiting)) {
-        nb_net_warn(link->net, &comm->failure);
+        nb_net_log(link->net, NCCL_LOG_WARN, comm->failure.text);
     }
     requests_fail(&comm->waiting); // active ones fail with the link, or end
 }
@@ -338,7 +383,7 @@ static bool cuts_off(const struct nb_link *link) {
 
 static void link_ended(struct nb_link *link) {
     if (link->failure.code != NB_ECLOSED && cuts_off(link)) {
-        nb_net_warn(link->net, &link->failure); // before any request shows it
+        nb_net_log(link->net, NCCL_LOG_WARN, link->failure.text); // before any request shows it
     }
     NB_LIST_EACH_SAFE(sink, next, &link->sinks) {
         sink_finished(&NB_CONTAINER(sink, struct sink, link)->flow);
@@ -531,6 +576,78 @@ int nb_net_accept(struct nb_net_listener *listener, struct nb_net_comm **out, st
     return rc;
 }
 
+// Memory
+
+int nb_net_register(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_net_memory **out,
+                    struct nb_error *err) {
+    struct nb_net_memory *memory = calloc(1, sizeof *memory);
+    if (memory == NULL) {
+        return nb_fail(err, -ENOMEM, "cannot allocate a registration");
+    }
+    *memory = (struct nb_net_memory){.net = comm->net, .comm = comm, .base = data, .bytes = bytes};
+    pthread_mutex_lock(&comm->net->lock);
+    memory_map(memory);
+    nb_list_insert(&comm->memories, &memory->at_comm);
+    pthread_mutex_unlock(&comm->net->lock);
+    *out = memory;
+    return 0;
+}
+
+static bool uses(const struct nb_list *requests, const struct nb_net_memory *memory) {
+    NB_LIST_EACH(it, requests) {
+        const struct nb_net_request *request = NB_CONTAINER(it, const struct nb_net_request, link);
+        if (overlaps(memory, request->data, request->bytes)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+// True if bytes are on their way to or from the memory: on the comm, or, as it is mapped, on any of the link.
+static bool in_flight(const struct nb_net_memory *memory) {
+    const struct nb_link *link = memory->comm->link;
+    if (uses(&memory->comm->active, memory)) {
+        return true;
+    }
+    bool mapped = memory->mapped && link != NULL && memory_other(memory, true) == NULL;
+    for (const struct nb_list *it = mapped ? link->comms.next : NULL; mapped && it != &link->comms; it = it->next) {
+        if (uses(&NB_CONTAINER(it, const struct nb_net_comm, at_link)->active, memory)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+// Fails the link: its bytes cannot be called back.
+static void cut_off(struct nb_net_comm *comm, const char *what) {
+    struct nb_error why = {0};
+    nb_fail(&why, NB_ECLOSED, "%s with a transfer in flight to or from %s", what, comm->link->peer);
+    nb_link_fail(comm->link, &why);
+    nb_links_turn(comm->net); // no byte lands after it
+}
+
+void nb_net_deregister(struct nb_net_memory *memory) {
+    struct nb_net *net = memory->net;
+    if (!nb_net_is_mine(net)) {
+        return;
+    }
+    pthread_mutex_lock(&net->lock);
+    struct nb_net_comm *comm = memory->comm;
+    if (comm != NULL && comm->link != NULL && in_flight(memory)) {
+        cut_off(comm, "memory was deregistered");
+    }
+    if (comm != NULL && uses(&comm->waiting, memory)) {
+        comm->ended = true;
+        nb_fail(&comm->failure, NB_ECLOSED, "the memory of a waiting transfer was deregistered");
+        requests_fail(&comm->waiting);
+    }
+    if (comm != NULL) {
+        memory_unmap(memory);
+    }
+    pthread_mutex_unlock(&net->lock);
+    free(memory);
+}
+
 // Transfers
 
 // Takes an idle request; *request NULL: none is idle.
@@ -609,10 +726,7 @@ void nb_net_comm_close(struct nb_net_comm *comm) {
         nb_link_close_comm(comm->link, comm->id);
     }
     if (comm->link != NULL && !nb_list_empty(&comm->active)) {
-        struct nb_error why = {0};
-        nb_fail(&why, NB_ECLOSED, "closed with a transfer in flight to or from %s", comm->link->peer);
-        nb_link_fail(comm->link, &why);
-        nb_links_turn(net); // no byte lands after this returns
+        cut_off(comm, "a connection was closed");
     }
     comm_free(comm);
     pthread_mutex_unlock(&net->lock);

@@ -21,6 +21,7 @@
 #include "base/sock.h"
 #include "base/wire.h"
 #include "bootstrap/bootstrap.h"
+#include "nccl/abi.h"
 #include "nccl/net.h"
 #include "transport/lanes.h"
 #include "transport/transport.h"
@@ -241,8 +242,12 @@ static void key_derive(struct nb_link *link, const unsigned char token[NB_NET_ID
 
 static void lane_lost(void *ctx, int peer, int lane, const struct nb_error *why, int left) {
     struct nb_link *link = ctx;
+    char text[NB_ERROR_TEXT];
     (void)peer;
-    (void)lane;
+    if (left > 0 && !nb_list_empty(&link->comms)) {
+        snprintf(text, sizeof text, "lane %d to %s is lost, %d are left (%.300s)", lane, link->peer, left, why->text);
+        nb_net_log(link->net, NCCL_LOG_INFO, text);
+    }
     if (left == 0 && link->lost_ns == 0) {
         link->lost_ns = nb_now_ns();
         if (!link->failing) { // kept for tick(), which waits for a better reason

@@ -49,12 +49,6 @@ struct nb_net *nb_net_current(void) {
     return net;
 }
 
-void nb_net_warn(const struct nb_net *net, const struct nb_error *why) {
-    if (net != NULL && net->log != NULL) {
-        net->log(NCCL_LOG_WARN, NCCL_LOG_INIT_NET, __FILE__, __LINE__, "NET/NetBottleneck : %s", why->text);
-    }
-}
-
 // Runs a turn. Returns how long to sleep then, in ms.
 static int helper_turn(struct nb_net *net, bool *stop) {
     pthread_mutex_lock(&net->lock);

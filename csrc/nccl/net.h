@@ -29,8 +29,8 @@
 // Failures. A process that dies ends the control connection, and the link fails at once. A silent peer fails it after
 // NETBOTTLENECK_TIMEOUT_S, if a transfer is pending; so does a granted transfer that does not move. A receive without a
 // send has no deadline. A failed link closes its lanes before any request shows the failure, so no late byte lands in
-// memory that NCCL frees. The log names the peer once. Closing a comm with a transfer in flight fails the link: its
-// bytes cannot be called back. Closing never waits for the peer.
+// memory that NCCL frees. The log names the peer once. Closing a comm or deregistering its memory with a transfer in
+// flight fails the link: its bytes cannot be called back. Neither waits for the peer.
 //
 // fork. A child owns nothing: every call on inherited objects fails, or does nothing where it closes.
 #ifndef NB_NCCL_NET_H
@@ -99,6 +99,16 @@ struct nb_net_request {
     size_t long_words;
 };
 
+// Memory that NCCL registered with a comm.
+struct nb_net_memory {
+    struct nb_net *net;
+    struct nb_net_comm *comm; // NULL: the comm is closed
+    struct nb_list at_comm;
+    char *base;
+    size_t bytes;
+    bool mapped; // with the lanes; else its transfers go through staging where the network needs registration
+};
+
 struct nb_net_comm {
     struct nb_net *net;
     struct nb_link *link; // NULL: the link is gone
@@ -108,11 +118,12 @@ struct nb_net_comm {
     uint64_t connecting;
     uint64_t listener; // number of the peer's listening comm
     bool sends;
-    bool opened;                    // outgoing: the peer was asked for it
-    bool ended;                     // the peer has closed its end
-    struct nb_list idle;            // requests; only the thread that calls isend, irecv and test uses it
-    struct nb_list waiting;         // not matched, oldest first
-    struct nb_list active;          // flows on the lanes
+    bool opened;            // outgoing: the peer was asked for it
+    bool ended;             // the peer has closed its end
+    struct nb_list idle;    // requests; only the thread that calls isend, irecv and test uses it
+    struct nb_list waiting; // not matched, oldest first
+    struct nb_list active;  // flows on the lanes
+    struct nb_list memories;
     size_t grants[NB_NET_REQUESTS]; // capacities of the peer's receives
     unsigned grant_head;
     unsigned grant_count;
@@ -184,6 +195,13 @@ struct nb_net {
     int64_t ticked_ns;
     int64_t resumed_ns; // end of the last long time without a tick
 };
+
+// Writes to NCCL's log.
+static inline void nb_net_log(const struct nb_net *net, int level, const char *text) {
+    if (net->log != NULL) {
+        net->log(level, NCCL_LOG_INIT_NET, "nccl", 0, "NET/NetBottleneck : %s", text);
+    }
+}
 
 enum nb_link_state {
     NB_LINK_CONNECT, // outgoing: connecting, or waiting to connect again
@@ -276,7 +294,6 @@ void nb_net_close(struct nb_net *net);
 struct nb_net *nb_net_current(void);
 // True in the process that opened the net, false in its forked children.
 bool nb_net_is_mine(const struct nb_net *net);
-void nb_net_warn(const struct nb_net *net, const struct nb_error *why);
 
 // Comms: comm.c. Each returns 0 or a failure.
 
@@ -286,6 +303,11 @@ void nb_net_listener_close(struct nb_net_listener *listener);
 // *comm NULL: call again, with the same handle.
 int nb_net_connect(struct nb_net *net, uint64_t domain, void *handle, struct nb_net_comm **comm, struct nb_error *err);
 int nb_net_accept(struct nb_net_listener *listener, struct nb_net_comm **comm, struct nb_error *err);
+int nb_net_register(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_net_memory **memory,
+                    struct nb_error *err);
+// After it returns nothing reads or writes the memory. Transfers that still need it fail, and with them the comm or,
+// where bytes are on their way, the link.
+void nb_net_deregister(struct nb_net_memory *memory);
 // *request NULL: as many are pending as may be; call again.
 int nb_net_isend(struct nb_net_comm *comm, void *data, size_t bytes, struct nb_net_request **request,
                  struct nb_error *err);

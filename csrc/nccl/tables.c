@@ -1,5 +1,5 @@
-// NCCL's tables, version by version: they adapt arguments and results, and hold no logic. Host memory only: there is
-// nothing to register, and iflush is never called.
+// NCCL's tables, version by version: they adapt arguments and results, and hold no logic. Host memory only, so iflush is
+// never called.
 #include <errno.h>
 #include <limits.h>
 #include <stddef.h>
@@ -47,7 +47,7 @@ static int result_of(int code) {
 // For calls that find a failure themselves; those of a link were logged when it ended.
 static int logged(const struct nb_net *net, int code, const struct nb_error *err) {
     if (code < 0) {
-        nb_net_warn(net, err);
+        nb_net_log(net, NCCL_LOG_WARN, err->text);
     }
     return result_of(code);
 }
@@ -104,14 +104,19 @@ static int accept_from(void *listener, void **comm) {
     return result_of(rc);
 }
 
-static int reg_mr(void *comm, void *data, size_t size, int type, void **mhandle) {
-    (void)data;
-    (void)size;
+static int reg_mr(void *opaque, void *data, size_t size, int type, void **mhandle) {
+    struct nb_net_comm *comm = opaque;
+    struct nb_net_memory *memory = NULL;
+    struct nb_error err = {0};
     if (type != NCCL_PTR_HOST) {
         return NCCL_INVALID_ARGUMENT;
     }
-    *mhandle = comm;
-    return NCCL_SUCCESS;
+    if (!usable(comm->net)) {
+        return NCCL_INVALID_USAGE;
+    }
+    int rc = nb_net_register(comm, data, size, &memory, &err);
+    *mhandle = memory;
+    return logged(comm->net, rc, &err);
 }
 
 static int reg_mr_v6(void *comm, void *data, int size, int type, void **mhandle) {
@@ -120,7 +125,9 @@ static int reg_mr_v6(void *comm, void *data, int size, int type, void **mhandle)
 
 static int dereg_mr(void *comm, void *mhandle) {
     (void)comm;
-    (void)mhandle;
+    if (mhandle != NULL) {
+        nb_net_deregister(mhandle);
+    }
     return NCCL_SUCCESS;
 }
 

@@ -119,7 +119,8 @@ struct exchange {
     int count;
     size_t (*size)(int message);
     size_t most;
-    int depth; // in flight
+    int depth;     // in flight
+    int broken_fd; // shut down in the middle; 0: none
 };
 
 static void exchange(struct side *side, const struct pair *pair, const struct exchange *plan) {
@@ -128,14 +129,20 @@ static void exchange(struct side *side, const struct pair *pair, const struct ex
     size_t room = plan->most + SLACK;
     unsigned char *sent = malloc((size_t)plan->depth * room);
     unsigned char *got = malloc((size_t)plan->depth * room);
-    void *mhandle = NULL;
+    void *mhandles[2] = {NULL, NULL};
     CHECK(sent != NULL && got != NULL, "memory");
-    CHECK(proxy_register(&side->proxy, pair->send, sent, room, &mhandle) == 0, "regMr");
+    CHECK(proxy_register(&side->proxy, pair->send, sent, (size_t)plan->depth * room, &mhandles[0]) == 0, "regMr");
+    CHECK(proxy_register(&side->proxy, pair->recv, got, (size_t)plan->depth * room, &mhandles[1]) == 0, "regMr");
     int result = 0;
     int bytes = -1;
     int posted[2] = {0, 0};
     int done[2] = {0, 0};
+    bool broken = plan->broken_fd == 0;
     while (done[0] < plan->count || done[1] < plan->count) {
+        if (!broken && posted[0] > plan->count / 2) {
+            CHECK(shutdown(plan->broken_fd, SHUT_RDWR) == 0, "shutdown");
+            broken = true;
+        }
         size_t slot = (size_t)(posted[0] % plan->depth) * room;
         if (posted[0] < plan->count && posted[0] - done[0] < plan->depth) {
             size_t size = plan->size(posted[0]);
@@ -159,7 +166,8 @@ static void exchange(struct side *side, const struct pair *pair, const struct ex
         CHECK(result == 0, "test of a receive: %d", result);
         in_time(side, "an exchange");
     }
-    CHECK(proxy_deregister(&side->proxy, pair->send, mhandle) == 0, "deregMr");
+    CHECK(proxy_deregister(&side->proxy, pair->send, mhandles[0]) == 0, "deregMr");
+    CHECK(proxy_deregister(&side->proxy, pair->recv, mhandles[1]) == 0, "deregMr");
     free(sent);
     free(got);
 }
@@ -179,7 +187,7 @@ static size_t steps(int message) {
 }
 
 static void case_sizes(struct side *side) {
-    static const struct exchange plan = {.count = 28, .size = all_sizes, .most = 8388608, .depth = 2};
+    static const struct exchange plan = {.count = 14, .size = all_sizes, .most = 8388608, .depth = 2};
     struct pair pair;
     open_pair(side, &pair);
     exchange(side, &pair, &plan);
@@ -296,7 +304,7 @@ static void case_threads(struct side *side) {
 
 // Two communicators between the same processes, from version 11 on: one that is aborted leaves the other alone.
 static void case_two_communicators(struct side *side) {
-    enum { BIG = 64 * 1024 * 1024 };
+    enum { BIG = 32 * 1024 * 1024 };
     static const struct exchange plan = {.count = 12, .size = steps, .most = 256 * 1024, .depth = 4};
     struct side other = *side;
     struct pair pairs[2];
@@ -339,7 +347,7 @@ static bool errors_now(struct side *side, struct proxy_queue *queue) {
 
 // A side closes with transfers in flight; the other gets an error, and both connect anew.
 static void case_close_in_flight(struct side *side) {
-    enum { BIG = 64 * 1024 * 1024 };
+    enum { BIG = 32 * 1024 * 1024 };
     static const struct exchange plan = {.count = 4, .size = steps, .most = 256 * 1024, .depth = 4};
     struct pair pair;
     open_pair(side, &pair);
@@ -362,6 +370,7 @@ static void case_close_in_flight(struct side *side) {
         while (!errors_now(side, &queue)) {
         }
         close_pair(side, &pair);
+        CHECK(proxy_deregister(&side->proxy, queue.comm, mhandle) == 0, "deregMr after the close");
         free(data);
     }
     meet();
@@ -369,6 +378,56 @@ static void case_close_in_flight(struct side *side) {
     exchange(side, &pair, &plan);
     meet();
     close_pair(side, &pair);
+}
+
+// The receiver deregisters memory that bytes are on their way to, or that a receive waits with: nothing writes it later.
+static void case_deregister(struct side *side) {
+    enum { BIG = 32 * 1024 * 1024 };
+    struct pair pair;
+    int result = 0;
+    int bytes = 0;
+    char *data = calloc(1, BIG);
+    void *mhandle = NULL;
+    CHECK(data != NULL, "memory");
+    for (int waiting = 0; waiting < 2; waiting++) {
+        open_pair(side, &pair);
+        struct proxy_queue queue = {.comm = side->index == 0 ? pair.recv : pair.send, .sends = side->index == 1};
+        if (side->index == 0) {
+            CHECK(proxy_register(&side->proxy, queue.comm, data, BIG, &mhandle) == 0, "regMr");
+            CHECK(proxy_post(&side->proxy, &queue, data, BIG, &result), "irecv");
+            volatile char *last = data + 64 * 1024;
+            while (!waiting && *last == 0) { // until bytes land
+                CHECK(!proxy_poll(&side->proxy, &queue, &bytes, &result) && result == 0, "test: %d", result);
+                in_time(side, "the first bytes");
+            }
+            CHECK(proxy_deregister(&side->proxy, queue.comm, mhandle) == 0, "deregMr");
+            memset(data, 7, BIG);
+            meet();
+            CHECK(!proxy_poll(&side->proxy, &queue, &bytes, &result) && result != 0, "no error");
+            meet();
+            for (size_t i = 0; i < BIG; i++) {
+                CHECK(data[i] == 7, "byte %zu was written later", i);
+            }
+        } else {
+            memset(data, 1, BIG);
+            if (waiting) {
+                meet();
+            }
+            (void)proxy_post(&side->proxy, &queue, data, BIG, &result);
+            while (!waiting && !errors_now(side, &queue)) {
+            }
+            if (!waiting) {
+                meet();
+            }
+            for (int i = 0; waiting && i < 1000; i++) { // to a sink
+                (void)proxy_poll(&side->proxy, &queue, &bytes, &result);
+            }
+            meet();
+        }
+        close_pair(side, &pair);
+        meet();
+    }
+    free(data);
 }
 
 // A receive that nothing was sent for is closed, or its sender is; neither side waits.
@@ -426,7 +485,7 @@ static void case_fork(struct side *side) {
 
 // Side 1 dies, or only stops, in the middle of a transfer.
 static void die_in_flight(struct side *side, int signal_number) {
-    enum { BIG = 64 * 1024 * 1024 };
+    enum { BIG = 32 * 1024 * 1024 };
     struct pair pair;
     int result = 0;
     pid_t pid = getpid();
@@ -480,9 +539,16 @@ static int dial(const struct nb_net_handle *handle) {
     return fd;
 }
 
+// What a stranger may know of a hello: all but the token. Its join cannot be right.
+static void stranger_hello(const struct nb_net_handle *handle, unsigned char hello[152]) {
+    const uint32_t head[4] = {0x4e424e4c, 1, 4, 1}; // magic, version, lanes, process
+    memcpy(hello, head, sizeof head);
+    memcpy(hello + 48, &handle->listener, sizeof handle->listener);
+}
+
 // Strangers at the listener cost time at most.
 static void case_garbage(struct side *side) {
-    enum { STRANGERS = 12 };
+    enum { STRANGERS = 16 };
     static const struct exchange plan = {.count = 8, .size = steps, .most = 256 * 1024, .depth = 4};
     struct pair pair;
     struct nb_net_handle handle;
@@ -493,8 +559,13 @@ static void case_garbage(struct side *side) {
     fill(noise, 1, 5, sizeof noise);
     for (int i = 0; i < STRANGERS; i++) {
         fds[i] = dial(&handle);
-        size_t bytes = i % 3 == 0 ? 0 : i % 3 == 1 ? sizeof noise : 17;
-        (void)!send(fds[i], noise, bytes, MSG_NOSIGNAL);
+        unsigned char data[sizeof noise];
+        size_t bytes = i % 4 == 0 ? 0 : i % 4 == 1 ? 17 : sizeof noise;
+        memcpy(data, noise, sizeof data);
+        if (i % 4 == 3) {
+            stranger_hello(&handle, data);
+        }
+        (void)!send(fds[i], data, bytes, MSG_NOSIGNAL);
     }
     open_comms(side, &pair);
     exchange(side, &pair, &plan);
@@ -503,6 +574,66 @@ static void case_garbage(struct side *side) {
         close(fds[i]);
     }
     close_pair(side, &pair);
+}
+
+// A connected TCP socket of this process: to that port, or (0) neither to it nor from `mine`.
+static int find_flow(uint16_t to, uint16_t mine, bool lane) {
+    for (int fd = SOCKET + 1; fd < 256; fd++) {
+        struct sockaddr_in here = {0};
+        struct sockaddr_in there = {0};
+        socklen_t bytes = sizeof there;
+        bool flow = getpeername(fd, (struct sockaddr *)&there, &bytes) == 0 && there.sin_family == AF_INET;
+        bytes = sizeof here;
+        flow = flow && getsockname(fd, (struct sockaddr *)&here, &bytes) == 0;
+        bool control = ntohs(there.sin_port) == to;
+        if (flow && (lane ? !control && ntohs(here.sin_port) != mine : control)) {
+            return fd;
+        }
+    }
+    return -1;
+}
+
+// A peer that does not keep to the protocol after the handshake: an error, and nothing is written where it should not.
+static void case_noise(struct side *side) {
+    enum { ROUNDS = 24 };
+    struct {
+        uint32_t type;
+        uint32_t comm;
+        uint64_t op;
+        uint64_t bytes;
+        unsigned char rest[2 * NB_NET_INLINE];
+    } message;
+    for (int i = 0; i < ROUNDS; i++) {
+        struct pair pair;
+        struct nb_net_handle handle;
+        unsigned char data[64] = {0};
+        int result = 0;
+        open_pair(side, &pair);
+        memcpy(&handle, pair.handle, sizeof handle);
+        struct proxy_queue in = {.comm = pair.recv};
+        CHECK(proxy_post(&side->proxy, &in, data, 32, &result), "irecv");
+        meet();
+        if (side->index == 0) {
+            int control = find_flow(handle.port, 0, false);
+            CHECK(control >= 0, "no control connection");
+            memset(&message, 0, sizeof message);
+            fill(message.rest, 0, i, sizeof message.rest);
+            message.type = (uint32_t)(i % 8);
+            message.comm = (uint32_t)(i / 8 % 2 + 1);
+            message.op = i / 2 % 2 == 0 ? 0 : (uint64_t)(i * 7);
+            message.bytes = i % 3 == 0 ? 33 : i % 3 == 1 ? NB_NET_INLINE + 1 : 1 << 20;
+            CHECK(write(control, &message, sizeof message) > 0, "write: %s", strerror(errno));
+        } else {
+            while (!errors_now(side, &in)) {
+            }
+            for (size_t at = 32; at < sizeof data; at++) {
+                CHECK(data[at] == 0, "round %d wrote behind the receive", i);
+            }
+        }
+        meet();
+        close_pair(side, &pair);
+        meet();
+    }
 }
 
 // A lane breaks in the middle: the others take its segments over.
@@ -515,23 +646,14 @@ static void case_lost_lane(struct side *side) {
     struct nb_net_handle handle;
     memcpy(&handle, pair.handle, sizeof handle);
     uint16_t mine = 0;
+    struct exchange broken = plan;
     give(&handle.port, sizeof handle.port);
     take(&mine, sizeof mine); // what the other side has connected to: this side's listener
-    int broken = 0;
-    for (int fd = SOCKET + 1; side->index == 0 && fd < 256 && broken == 0; fd++) {
-        struct sockaddr_in here = {0};
-        struct sockaddr_in there = {0};
-        socklen_t bytes = sizeof here;
-        bool flow = getpeername(fd, (struct sockaddr *)&there, &bytes) == 0 && there.sin_family == AF_INET;
-        bytes = sizeof here;
-        flow = flow && getsockname(fd, (struct sockaddr *)&here, &bytes) == 0;
-        uint16_t ports[2] = {ntohs(here.sin_port), ntohs(there.sin_port)};
-        if (flow && ports[0] != mine && ports[1] != handle.port) {
-            CHECK(shutdown(fd, SHUT_RDWR) == 0, "shutdown");
-            broken++;
-        }
+    if (side->index == 0) {
+        broken.broken_fd = find_flow(handle.port, mine, true);
+        CHECK(broken.broken_fd > 0, "no lane was found");
     }
-    CHECK(side->index == 1 || broken == 1, "no lane was found");
+    exchange(side, &pair, &broken);
     exchange(side, &pair, &plan);
     meet();
     close_pair(side, &pair);
@@ -581,11 +703,13 @@ static const struct test_case cases[] = {
     {.name = "null_request", .run = case_null_request},
     {.name = "again", .run = case_again, .all_versions = true},
     {.name = "close_in_flight", .run = case_close_in_flight},
+    {.name = "deregister", .run = case_deregister},
     {.name = "close_waiting", .run = case_close_waiting},
     {.name = "fork", .run = case_fork},
     {.name = "kill", .run = case_kill, .killed = SIGKILL},
     {.name = "silence", .run = case_silence, .killed = SIGKILL, .timeout_s = "5"},
     {.name = "garbage", .run = case_garbage},
+    {.name = "noise", .run = case_noise, .tcp_only = true},
     {.name = "lost_lane", .run = case_lost_lane, .tcp_only = true},
     {.name = "secret", .run = case_secret, .secrets = {"the secret of this job", "another job's secret"}},
     {.name = "same_secret", .run = case_again, .secrets = {"the secret of this job", "the secret of this job"}},

@@ -525,7 +525,7 @@ static void control_ended(struct nb_link *link, int code) {
     if (link->leaving || link->left) {
         nb_fail(&why, NB_ECLOSED, "%s has closed its end", link->peer);
     } else if (code == 0 || code == -ECONNRESET || code == -EPIPE) {
-        nb_fail(&why, NB_EPEER, "the connection to %s ended: the process is gone", link->peer);
+        nb_fail(&why, NB_EPEER, "the connection to %s ended: its process is gone, or has closed it", link->peer);
     } else {
         nb_fail(&why, NB_EPEER, "the connection to %s failed (%s)", link->peer, nb_code_name(code));
     }

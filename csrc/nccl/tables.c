@@ -263,6 +263,13 @@ static int properties_v12(int device, struct nccl_props_v12 *props) {
     return device == 0 ? NCCL_SUCCESS : NCCL_INVALID_ARGUMENT;
 }
 
+// No part of a comm lies on a device.
+static void no_device(void **device_comm) {
+    if (device_comm != NULL) {
+        *device_comm = NULL;
+    }
+}
+
 // Before version 11: no context. NCCL never says that it is done.
 
 static int init_v6(nccl_logger log) {
@@ -288,12 +295,12 @@ static int accept_v6(void *listener, void **comm) {
 }
 
 static int connect_v8(int device, void *handle, void **comm, void **device_comm) {
-    *device_comm = NULL;
+    no_device(device_comm);
     return connect_v6(device, handle, comm);
 }
 
 static int accept_v8(void *listener, void **comm, void **device_comm) {
-    *device_comm = NULL;
+    no_device(device_comm);
     return accept_from(listener, comm);
 }
 
@@ -329,7 +336,7 @@ static int listen_v11(void *ctx, int device, void *handle, void **listener) {
 
 static int connect_v11(void *ctx, int device, void *handle, void **comm, void **device_comm) {
     const struct context *context = ctx;
-    *device_comm = NULL;
+    no_device(device_comm);
     return connect_to(context->net, context->domain, device, handle, comm);
 }
 

@@ -350,7 +350,8 @@ PyTypeObject *core_recorder_type(PyObject *module) {
          "put_at($self, time_ns, kind, key=0, a=0, b=0, c=0, d=0, e=0)\n--\n\nStamps an earlier time."},
         {"put_ready", recorder_put_ready, METH_VARARGS,
          "put_ready($self, offsets, before, sent, since_ns)\n--\n\n"
-         "Stamps GRAD_READY for each offset that differs from the one in `before`; returns the begin of the pass, or 0."},
+         "Stamps GRAD_READY for each offset that differs from the one in `before`; returns the begin of the pass, or "
+         "0."},
         {"stamper", (PyCFunction)(void (*)(void))recorder_stamper, METH_VARARGS | METH_KEYWORDS,
          "stamper($self, kind, key=0, a=0, b=0, *, awaited=False)\n--\n\n"
          "Return a C callable that stamps this event whatever it is called with, and returns None. awaited: settle()\n"

@@ -290,8 +290,8 @@ int nb_job_open(struct nb_job **out, const struct nb_job_config *config, struct 
     }
     if (config->segment_bytes != 0 &&
         (config->segment_bytes < NB_BLOCK_MIN || config->segment_bytes > NB_SEGMENT_MAX / 2)) {
-        return nb_fail(err, -EINVAL, "segments must have %d to %d bytes, not %zu", NB_BLOCK_MIN, NB_SEGMENT_MAX / 2,
-                       config->segment_bytes);
+        return nb_fail(err, -EINVAL, "segments must have %d to %d bytes, not %zu bytes", NB_BLOCK_MIN,
+                       NB_SEGMENT_MAX / 2, config->segment_bytes);
     }
     struct nb_job *job = calloc(1, sizeof *job);
     if (job == NULL) {

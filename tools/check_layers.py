@@ -311,9 +311,9 @@ def file_circles(root: Path) -> Iterator[str]:
         yield f"a circle of imports: {' -> '.join(reversed(error.args[1]))}"
 
 
-def as_text(said: object) -> str:
+def as_text(value: object) -> str:
     """Return a value of a table as readable text."""
-    return (", ".join(sorted(said)) or "–") if isinstance(said, set) else str(said)
+    return (", ".join(sorted(value)) or "–") if isinstance(value, set) else str(value)
 
 
 def page_findings() -> Iterator[str]:
@@ -336,9 +336,11 @@ def page_findings() -> Iterator[str]:
             {"analysis": PURE_ROOMS, "not in analysis": IMPURE},
         ),
     ]
-    for what, said, data in tables:
-        for name in sorted({*said, *data}):
-            page_says, data_says = (as_text(table[name]) if name in table else "(no row)" for table in (said, data))
+    for what, table_on_page, data in tables:
+        for name in sorted({*table_on_page, *data}):
+            page_says, data_says = (
+                as_text(table[name]) if name in table else "(no row)" for table in (table_on_page, data)
+            )
             if page_says != data_says:
                 yield f"{what} {name}: the page says {page_says}; the data of {Path(__file__).name}: {data_says}"
 

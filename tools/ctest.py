@@ -88,7 +88,7 @@ FLAVOURS = {
 }
 # Flavours for another CPU: the GNU name of its system, which names the folder of its libraries, and its emulator.
 CROSS = {"aarch64": ("aarch64-linux-gnu", ("qemu-aarch64", "qemu-aarch64-static"))}
-# Quoted where a path stands in it: it may hold a space.
+# Quoted, because a path in it may contain a space.
 ENVIRONMENT = {
     "ASAN_OPTIONS": "detect_leaks=1:strict_string_checks=1:detect_stack_use_after_return=1",
     "UBSAN_OPTIONS": "print_stacktrace=1",
@@ -108,9 +108,9 @@ class Result:
     seconds: float
 
 
-def may_skip(name: str, said: str) -> bool:
+def may_skip(name: str, message: str) -> bool:
     """Return True if tests/skips.txt allows this program to skip for this reason here."""
-    return skips.may_skip(f"c/{name}", said, ["CI"] if os.environ.get("CI") else [])
+    return skips.may_skip(f"c/{name}", message, ["CI"] if os.environ.get("CI") else [])
 
 
 def launcher(flavour: str) -> list[str]:
@@ -206,13 +206,13 @@ def run(
             end_group(process)
     output = log.read_text(encoding="utf-8", errors="replace")
     seconds = time.monotonic() - began
-    said = output.strip().splitlines()[-1] if output.strip() else "no reason given"
+    message = output.strip().splitlines()[-1] if output.strip() else "no reason given"
     if code is None:
         return Result(name, "FAIL", f"not done after {LIMIT_S} s", output, seconds)
-    if code == SKIPPED and may_skip(name, said):
-        return Result(name, "SKIP", said, output, seconds)
+    if code == SKIPPED and may_skip(name, message):
+        return Result(name, "SKIP", message, output, seconds)
     if code == SKIPPED:
-        return Result(name, "FAIL", f"skip is not listed in tests/skips.txt: {said}", output, seconds)
+        return Result(name, "FAIL", f"skip is not listed in tests/skips.txt: {message}", output, seconds)
     if code < 0:
         return Result(name, "FAIL", f"signal {signal.Signals(-code).name}", output, seconds)
     return Result(name, "PASS" if code == 0 else "FAIL", "" if code == 0 else f"exit {code}", output, seconds)
@@ -221,10 +221,10 @@ def run(
 def run_newer(binary: Path, flavour: str) -> Result:
     """Run a program again over libfabric 2.x from the mpich wheel."""
     name = f"{binary.name}_libfabric2"
-    said = "mpich is not installed"
+    message = "mpich is not installed"
     if NEWER.exists():
         return run(name, binary, flavour, ["ofi"], {"NETBOTTLENECK_LIBFABRIC": str(NEWER)})
-    return Result(name, "SKIP" if may_skip(name, said) else "FAIL", said, "", 0.0)
+    return Result(name, "SKIP" if may_skip(name, message) else "FAIL", message, "", 0.0)
 
 
 def report(result: Result) -> None:

@@ -283,9 +283,9 @@ class Tests:
                     self._took[command] = self._known[named]
                     continue
                 began = time.monotonic()
-                code, said = run(command, self._limit_s)
+                code, output = run(command, self._limit_s)
                 if code != 0:
-                    raise SystemExit(f"without a mutant, {name} ends with {code}:\n{said}")
+                    raise SystemExit(f"without a mutant, {name} ends with {code}:\n{output}")
                 self._took[command] = self._known[named] = time.monotonic() - began
                 TIMES.write_text(json.dumps(self._known, indent=1), encoding="utf-8")
                 print(f"{room}: {name} takes {self._took[command]:.1f} s", flush=True)
@@ -301,8 +301,8 @@ class Tests:
     def judge(self, mutant: Mutant) -> tuple[str, str]:
         """Return the verdict on the mutant in the copy, and the test that killed it."""
         for name, command in self.steps(ROOMS[mutant.room]):
-            code, said = run(command, min(self._limit_s, SLOWER * self._took[command] + MORE_S))
-            if "the core does not build" in said:
+            code, output = run(command, min(self._limit_s, SLOWER * self._took[command] + MORE_S))
+            if "the core does not build" in output:
                 return "invalid", ""
             if code is None:
                 return "killed", f"{name} (time)"

@@ -27,8 +27,9 @@ def listed() -> list[tuple[str, str, str]]:
     return rows
 
 
-def may_skip(name: str, said: str, places: Collection[str]) -> bool:
+def may_skip(name: str, message: str, places: Collection[str]) -> bool:
     """Return True if a test (such as c/test_pair or py/test_lab.py::test_x) may be skipped for this reason there."""
     return any(
-        fnmatch.fnmatchcase(name, glob) and reason in said and place not in places for glob, reason, place in listed()
+        fnmatch.fnmatchcase(name, glob) and reason in message and place not in places
+        for glob, reason, place in listed()
     )

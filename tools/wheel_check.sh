@@ -89,11 +89,11 @@ import pathlib
 import sys
 
 folder = pathlib.Path(sys.argv[1])
-told = json.loads((folder / "study.json").read_text())
-assert not told.get("failure"), told["failure"]
-assert {job["job"] for job in told["jobs"]} == {"digits", "replay", "inflation"}, told["jobs"]
+study = json.loads((folder / "study.json").read_text())
+assert not study.get("failure"), study["failure"]
+assert {job["job"] for job in study["jobs"]} == {"digits", "replay", "inflation"}, study["jobs"]
 assert (folder / "report.html").exists() and len(list((folder / "figures").glob("*.svg"))) == 8
-for job in told["jobs"]:
+for job in study["jobs"]:
     assert {"stock", "ofi"} <= set(job["steps"]), job["steps"]
     if job["job"] != "inflation":
         print(folder / job["folder"])

@@ -43,7 +43,7 @@ hvd.shutdown()
 """
 
 
-# Of one rank there is nothing to move, but a timeline to be told.
+# One rank sends nothing, but its timeline gets events.
 @pytest.mark.parametrize("size", [2, 3])
 def test_only_an_optimizer_of_all_ranks_opens_a_measured_run(warm_ranks: Ranks, tmp_path: Path, size: int) -> None:
     env = {

@@ -32,7 +32,7 @@ def step_of(rank: int, index: int, begin: int, spec: RankStep, blocked: int) -> 
         ready.append((tensor, at))
     at += spec.post
     waits = ((0, at, at + blocked),) if blocked else ()
-    # Where a rank never waited, its update tells where the wait would have been.
+    # If a rank never waited, its update marks the place of the wait.
     optimizer = ((at + blocked, at + blocked + spec.tail),)
     forward = ((begin, begin + spec.head),)
     end = at + blocked + spec.tail

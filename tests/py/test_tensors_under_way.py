@@ -121,7 +121,7 @@ weight = torch.nn.Parameter(torch.zeros(COUNT))
 
 
 def inside(parameter):
-    # A gradient that lies inside its storage, and that is nobody's view.
+    # A gradient inside its storage that is not a view of another tensor.
     storage = torch.full((COUNT + BEFORE,), -5.0).untyped_storage()
     gradient = torch.empty(0).set_(storage, BEFORE, (COUNT,), (1,))
     parameter.grad = gradient.copy_(parameter.grad)

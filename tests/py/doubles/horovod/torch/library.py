@@ -104,7 +104,7 @@ class Library:
             raise ValueError(f"Requested to reduce a tensor with the same name as another one: {name}")
         turn = self._rounds[name] = self._rounds.get(name, 0) + 1
         failed: list[BaseException] = []
-        # Of another process set, of this rank alone: nobody else is asked.
+        # In this double, another process set has only this rank.
         ranks = range(self._size) if process_set == 0 else [self._rank]
 
         def run() -> None:

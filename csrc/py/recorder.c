@@ -156,49 +156,38 @@ static PyObject *recorder_put_at(PyObject *object, PyObject *args, PyObject *kwa
     return put(object, time_ns, &s);
 }
 
-// Ready times of a backward pass, ns after its begin. A time equal to that of the pass before is left over from it.
-struct ready {
-    PyObject *offsets;
-    PyObject *before;
-    Py_ssize_t count;
-};
-
-static int64_t list_ns(PyObject *list, Py_ssize_t at) {
-    return at < PyList_Size(list) ? PyLong_AsLongLong(PyList_GetItem(list, at)) : 0;
+// Ready times of a backward pass: a list of ns after its begin. Returns 0 for a parameter without one.
+static int64_t ready_offset(PyObject *offsets, Py_ssize_t at) {
+    int64_t offset = PyLong_AsLongLong(PyList_GetItem(offsets, at));
+    return offset > 0 ? offset : 0;
 }
 
-// The offset of a parameter in this pass; 0: it has none.
-static int64_t ready_offset(const struct ready *ready, Py_ssize_t at) {
-    int64_t offset = list_ns(ready->offsets, at);
-    return offset > 0 && offset != list_ns(ready->before, at) ? offset : 0;
-}
-
-static int64_t ready_last(const struct ready *ready) {
+static int64_t ready_last(PyObject *offsets) {
     int64_t last = 0;
-    for (Py_ssize_t i = 0; i < ready->count; i++) {
-        int64_t offset = ready_offset(ready, i);
+    for (Py_ssize_t i = 0; i < PyList_Size(offsets); i++) {
+        int64_t offset = ready_offset(offsets, i);
         last = offset > last ? offset : last;
     }
     return last;
 }
 
 // The largest offset among a bucket's parameters. -1 with an exception set.
-static int64_t bucket_last(const struct ready *ready, PyObject *parameters) {
+static int64_t bucket_last(PyObject *offsets, PyObject *parameters) {
     int64_t last = 0;
     for (Py_ssize_t i = 0; i < PyTuple_Size(parameters); i++) {
         Py_ssize_t at = PyLong_AsSsize_t(PyTuple_GetItem(parameters, i));
-        if (at < 0 || at >= ready->count) {
-            PyErr_Format(PyExc_ValueError, "parameter %zd of a bucket: there are %zd", at, ready->count);
+        if (at < 0 || at >= PyList_Size(offsets)) {
+            PyErr_Format(PyExc_ValueError, "parameter %zd of a bucket: there are %zd", at, PyList_Size(offsets));
             return -1;
         }
-        int64_t offset = ready_offset(ready, at);
+        int64_t offset = ready_offset(offsets, at);
         last = offset > last ? offset : last;
     }
     return last;
 }
 
 // The latest begin that lets each bucket be sent after its gradients, and after those of the buckets before it.
-static int begin_of(const struct ready *ready, PyObject *sent, int64_t *begin_ns) {
+static int begin_of(PyObject *offsets, PyObject *sent, int64_t *begin_ns) {
     int64_t last = 0;
     bool known = true;
     Py_ssize_t count = PyList_Size(sent);
@@ -210,12 +199,12 @@ static int begin_of(const struct ready *ready, PyObject *sent, int64_t *begin_ns
             return -1;
         }
         known = known && PyTuple_Size(parameters) > 0;
-        int64_t own = known ? bucket_last(ready, parameters) : 0;
+        int64_t own = known ? bucket_last(offsets, parameters) : 0;
         if (own < 0) {
             return -1;
         }
         last = own > last ? own : last;
-        last = i == count - 1 ? ready_last(ready) : last;
+        last = i == count - 1 ? ready_last(offsets) : last;
         if ((known || i == count - 1) && last > 0 && sent_ns - last < *begin_ns) {
             *begin_ns = sent_ns - last;
         }
@@ -224,24 +213,20 @@ static int begin_of(const struct ready *ready, PyObject *sent, int64_t *begin_ns
 }
 
 static PyObject *recorder_put_ready(PyObject *object, PyObject *args) {
-    struct ready ready;
+    PyObject *offsets;
     PyObject *sent;
     long long since_ns;
     int64_t begin_ns;
-    if (!PyArg_ParseTuple(args, "O!O!O!L:put_ready", &PyList_Type, &ready.offsets, &PyList_Type, &ready.before,
-                          &PyList_Type, &sent, &since_ns)) {
-        return NULL;
-    }
-    ready.count = PyList_Size(ready.offsets);
-    if (begin_of(&ready, sent, &begin_ns) < 0) {
+    if (!PyArg_ParseTuple(args, "O!O!L:put_ready", &PyList_Type, &offsets, &PyList_Type, &sent, &since_ns) ||
+        begin_of(offsets, sent, &begin_ns) < 0) {
         return NULL;
     }
     if (begin_ns < since_ns || begin_ns == INT64_MAX) {
         return PyLong_FromLong(0);
     }
     struct nb_ring *ring = core_recorder_ring(object);
-    for (Py_ssize_t i = 0; i < ready.count; i++) {
-        int64_t offset = ready_offset(&ready, i);
+    for (Py_ssize_t i = 0; i < PyList_Size(offsets); i++) {
+        int64_t offset = ready_offset(offsets, i);
         if (offset > 0) {
             nb_ring_put_at(ring, begin_ns + offset, NB_EV_GRAD_READY, (uint64_t)i, 0, 0, 0, 0, 0);
         }
@@ -349,9 +334,8 @@ PyTypeObject *core_recorder_type(PyObject *module) {
         {"put_at", (PyCFunction)(void (*)(void))recorder_put_at, METH_VARARGS | METH_KEYWORDS,
          "put_at($self, time_ns, kind, key=0, a=0, b=0, c=0, d=0, e=0)\n--\n\nStamps an earlier time."},
         {"put_ready", recorder_put_ready, METH_VARARGS,
-         "put_ready($self, offsets, before, sent, since_ns)\n--\n\n"
-         "Stamps GRAD_READY for each offset that differs from the one in `before`; returns the begin of the pass, or "
-         "0."},
+         "put_ready($self, offsets, sent, since_ns)\n--\n\n"
+         "Stamps GRAD_READY for each parameter at its offset from the begin of the pass; returns that begin, or 0."},
         {"stamper", (PyCFunction)(void (*)(void))recorder_stamper, METH_VARARGS | METH_KEYWORDS,
          "stamper($self, kind, key=0, a=0, b=0, *, awaited=False)\n--\n\n"
          "Return a C callable that stamps this event whatever it is called with, and returns None. awaited: settle()\n"

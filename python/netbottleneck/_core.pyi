@@ -149,16 +149,14 @@ class Recorder:
     def stamper(self, kind: int, key: int = 0, a: int = 0, b: int = 0, *, awaited: bool = False) -> Callable[..., None]:
         """A C callable that records this event for any arguments, and returns None."""
 
-    def put_ready(
-        self, offsets: list[int], before: list[int], sent: list[tuple[int, tuple[int, ...]]], since_ns: int
-    ) -> int:
-        """Stamps GRAD_READY, with the index as key, for each offset that differs from the one in `before`.
+    def put_ready(self, offsets: list[int], sent: list[tuple[int, tuple[int, ...]]], since_ns: int) -> int:
+        """Stamp GRAD_READY for each parameter, with its index as key.
 
-        offsets, before: ns after the begin of a backward pass, an entry for each parameter; before may be empty. sent:
-        when each bucket was sent, and the parameters in it, in order of time; () if unknown. The begin is the latest
-        time by which no bucket was sent before its gradients were ready; it is late by at most what a reducer does
-        between a gradient and the bucket that it completes. Returns it; 0, without stamps, if it lies before since_ns
-        (the clock of the offsets was set during the pass) or if no offset differs.
+        offsets: ns after the begin of a backward pass, an entry for each parameter; 0 or less: it has none. sent: when
+        each bucket was sent, and the parameters in it, in order of time; () if unknown. The begin is the latest time by
+        which no bucket was sent before its gradients were ready; it is late by at most what a reducer does between a
+        gradient and the bucket that it completes. Returns it; 0, without stamps, if it lies before since_ns (the clock
+        of the offsets was set during the pass) or if there is no offset.
         """
 
     def settle(self) -> bool:

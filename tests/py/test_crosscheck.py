@@ -63,11 +63,12 @@ class Model:
 def test_a_pass_is_kept_only_if_the_clock_was_looked_at_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured.job, "core", lambda: SimpleNamespace(now_ns=time.monotonic_ns))
     model = Model()
-    hook = SimpleNamespace(count=1, sent_ns=0, begun_ns=0)
+    hook = SimpleNamespace(count=1, last_pass=None)
     check = Crosscheck(model, hook, None)  # type: ignore[arg-type]
     kept = []
     for _ in range(5):
-        hook.sent_ns = time.monotonic_ns()
+        now = time.monotonic_ns()
+        hook.last_pass = Pass(0, now, now, now)
         check.look()
         kept.append(len(check._samples))
     assert kept == [0, 0, 1, 2, 3]  # the pass before the last one, of which the look before it is known

@@ -50,36 +50,35 @@ def stamped(path: Path, *args: Any) -> tuple[int, list[tuple[int, int]]]:
 
 def test_a_pass_begins_as_late_as_its_buckets_allow(tmp_path: Path) -> None:
     sent = [(1100, (2, 1)), (1400, (0,))]  # the second bucket was sent 50 ns after its gradient, the first 10
-    found = stamped(tmp_path / "ring", [260, 90, 40], [], sent, 900)
+    found = stamped(tmp_path / "ring", [260, 90, 40], sent, 900)
     assert found == (1010, [(2, 1050), (1, 1100), (0, 1270)])
 
 
 def test_a_bucket_sent_after_an_earlier_one_waited_for_that_ones_gradients(tmp_path: Path) -> None:
     sent = [(1100, (2, 1)), (1101, (0,))]
-    assert stamped(tmp_path / "ring", [40, 90, 80], [], sent, 900)[0] == 1010
+    assert stamped(tmp_path / "ring", [40, 90, 80], sent, 900)[0] == 1010
 
 
 def test_unknown_buckets_leave_the_last_one_as_bound(tmp_path: Path) -> None:
     sent: list[tuple[int, tuple[int, ...]]] = [(1100, ()), (1400, ())]
-    assert stamped(tmp_path / "ring", [260, 90, 40], [], sent, 900)[0] == 1140
+    assert stamped(tmp_path / "ring", [260, 90, 40], sent, 900)[0] == 1140
 
 
-def test_times_left_over_from_the_pass_before_are_not_stamped(tmp_path: Path) -> None:
-    found = stamped(tmp_path / "ring", [260, 90, 0], [250, 90, 0], [(1400, (0, 1, 2))], 900)
-    assert found == (1140, [(0, 1400)])
+def test_a_parameter_without_an_offset_is_not_stamped(tmp_path: Path) -> None:
+    assert stamped(tmp_path / "ring", [260, 0, 90], [(1400, (0, 1, 2))], 900) == (1140, [(2, 1230), (0, 1400)])
 
 
 @pytest.mark.parametrize(("offsets", "since"), [([900, 10], 1000), ([0, 0], 0), ([-5, -9], 0)])
 def test_times_of_a_clock_that_was_set_are_dropped(tmp_path: Path, offsets: list[int], since: int) -> None:
-    assert stamped(tmp_path / "ring", offsets, [], [(1500, (0, 1))], since) == (0, [])
+    assert stamped(tmp_path / "ring", offsets, [(1500, (0, 1))], since) == (0, [])
 
 
 def test_a_bucket_of_parameters_that_do_not_exist_is_refused(tmp_path: Path) -> None:
     recorder = _core.Recorder(str(tmp_path / "ring"), 64, 0)
     with pytest.raises(ValueError, match="parameter 2 of a bucket: there are 2"):
-        recorder.put_ready([1, 2], [], [(5, (2,))], 0)
+        recorder.put_ready([1, 2], [(5, (2,))], 0)
     with pytest.raises(TypeError):
-        recorder.put_ready([1, 2], [], [(5, [0])], 0)  # type: ignore[list-item]
+        recorder.put_ready([1, 2], [(5, [0])], 0)  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(

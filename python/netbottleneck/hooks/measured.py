@@ -18,19 +18,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from netbottleneck.hooks.calls import Calls, eager
-from netbottleneck.hooks.reducer_group import ReducerGroup
+from netbottleneck.hooks.reducer_group import Pass, ReducerGroup
 from netbottleneck.runtime import job
 from netbottleneck.runtime.communicators import key_of
-from netbottleneck.runtime.session import RANKS, Session
+from netbottleneck.runtime.session import Session
 from netbottleneck.torch.functions import makes_state
 from netbottleneck.torch.gradients import GradientSink
-from netbottleneck.trace.recorder import EVENTS, read_ring
+from netbottleneck.trace.recorder import EVENTS
 from netbottleneck.trace.transports import BARE, Arm
 from netbottleneck.whatif.plan import described
 
@@ -417,15 +416,6 @@ class Sample(NamedTuple):
     error_ns: int
 
 
-class Pass(NamedTuple):
-    """Our times of a backward pass, ns: its begin (0: unknown), first bucket sent, begin and end of the wait."""
-
-    begin_ns: int
-    sent_ns: int
-    wait_begin_ns: int
-    wait_end_ns: int
-
-
 class Apart(NamedTuple):
     """A disagreement: DDP's time lies this many ns outside the interval between our two stamps."""
 
@@ -440,9 +430,9 @@ class Crosscheck:
         self._ddp = weakref.ref(ddp)
         self._hook = hook
         self._session = session
-        self._samples: list[tuple[Sample, int, int]] = []  # with our begin and first bucket of the pass
+        self._samples: list[tuple[Sample, Pass]] = []
         self._seen = 0
-        self._last = (0, 0)  # our begin and first bucket of the last pass
+        self._last: Pass | None = None
         self._offsets: deque[int] = deque(maxlen=3)  # wall clock minus ours, at the last three looks
 
     def look(self) -> None:
@@ -460,31 +450,25 @@ class Crosscheck:
         if complete and int(data.get("iteration", 0)) > self._seen and "backward_comm_time_end" in data:
             self._seen = int(data["iteration"])
             self._keep(data, after, (after - before) // 2)
-        if self._hook.sent_ns:
-            self._last = (self._hook.begun_ns, self._hook.sent_ns)
+        self._last = self._hook.last_pass
 
     def _keep(self, data: Mapping[str, Any], now_ns: int, error: int) -> None:
-        begun_ns, sent_ns = self._last
+        ours = self._last
         moved = max(self._offsets) - min(self._offsets)  # setting the wall clock moves it in one jump
         begin, sent, end = (
             int(data[f"backward_{what}"]) - self._offsets[-1]
             for what in ("compute_time_start", "comm_time_start", "comm_time_end")
         )
         error += moved + (now_ns - end) // SLEW + 1
-        if sent_ns and begin - error <= sent_ns <= end + error:
-            self._samples.append((Sample(begin, sent, end, error), begun_ns, sent_ns))
+        if ours is not None and begin - error <= ours.sent_ns <= end + error:
+            self._samples.append((Sample(begin, sent, end, error), ours))
 
     def compare(self) -> None:
-        """Compare the stored times with this rank's ring; put the result into the record and log a disagreement."""
-        ring = read_ring(self._session.folder / RANKS / f"{self._session.place.rank}.train.ring")
-        kinds = ring.events["kind"]
-        begins, ends = (ring.events[kinds == EVENTS[kind]]["time_ns"] for kind in ("WAIT_BEGIN", "WAIT_END"))
+        """Compare the stored times with ours; put the result into the record and log a disagreement."""
         found, late = [], []
-        for sample, begun_ns, sent_ns in self._samples:
-            ours = _pass(begun_ns, sent_ns, begins, ends)
-            if ours is not None:
-                found += compared(sample, ours)
-                late += [ours.begin_ns - sample.begin_ns] if ours.begin_ns else []
+        for sample, ours in self._samples:
+            found += compared(sample, ours)
+            late += [ours.begin_ns - sample.begin_ns] if ours.begin_ns else []
         worst = max(found, key=lambda apart: apart.ns, default=None)
         self._session.described["ddp_times"] = {
             "passes": len(self._samples),
@@ -500,13 +484,6 @@ class Crosscheck:
                 worst.what,
                 worst.ns // 1000,
             )
-
-
-def _pass(begun_ns: int, sent_ns: int, begins: NDArray[Any], ends: NDArray[Any]) -> Pass | None:
-    """Return the pass whose wait is the first after sent_ns; None if it was not recorded."""
-    begin = np.searchsorted(begins, sent_ns)
-    end = np.searchsorted(ends, begins[begin]) if begin < len(begins) else len(ends)
-    return Pass(begun_ns, sent_ns, int(begins[begin]), int(ends[end])) if end < len(ends) else None
 
 
 def compared(sample: Sample, ours: Pass) -> list[Apart]:

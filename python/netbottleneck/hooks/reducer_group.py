@@ -45,6 +45,15 @@ _ProcessGroup: Any = dist.ProcessGroup
 logger = logging.getLogger("netbottleneck")
 
 
+class Pass(NamedTuple):
+    """Times of a backward pass, ns of the recorder's clock: begin (0: unknown), first bucket sent, wait for all."""
+
+    begin_ns: int
+    sent_ns: int
+    wait_begin_ns: int
+    wait_end_ns: int
+
+
 class _Sent(NamedTuple):
     """A bucket in flight over our communicator. DDP waits for `future`."""
 
@@ -111,8 +120,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         self.buckets: list[Bucket] = []
         self._factors = (False, 1.0, None)  # DDP divides
         self.count = 0  # backward passes that sent a bucket
-        self.sent_ns = 0  # first bucket of the last complete pass, on the recorder's clock
-        self.begun_ns = 0  # begin of the last complete pass by its ready times; 0 if unknown
+        self.last_pass: Pass | None = None  # the last complete one
         self.hooked = False  # the user's communication hook sends the buckets
         self.unseen = False  # the reducer sends its buckets past this group
         self._ddp = weakref.ref(ddp)
@@ -120,16 +128,16 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         self._recorder: _core.Recorder | None = recorder
         self.on_error = on_error
         self._parameters = [weakref.ref(p) for _, p in named]
-        self._pass_bytes = sum(nbytes for _, nbytes, _ in self._tensors)
+        self._elements = sum(p.numel() for _, p in named)
         self._own = True
         self._inside = False
         self._stamps = Stamps(recorder, len(named))
-        self._ready: list[int] = []  # the reducer's ready time of each gradient, ns after the begin of the pass
-        self._forward_ns = 0  # begin of the last forward pass
+        self._forward_ns = 0  # begin of the last forward pass that DDP prepared for
+        self._wait_ns = 0  # begin of the last wait for buckets
         self._under_way: list[_Sent] = []
         self._memory: list[int] = []  # address of each bucket
         self._index = 0  # of the next bucket
-        self._sent_bytes = 0  # in this pass so far
+        self._sent_elements = 0  # in this pass so far
         self._task = -1  # id of the autograd graph task at whose end we wait
         self._sends: list[tuple[int, int]] = []  # index of each bucket of this pass, and when the reducer sent it
         self._core = job.core()
@@ -189,16 +197,22 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         self._own = False
 
     def forward_begins(self) -> None:
-        """Handle the begin of the model's forward pass, where DDP decides whether it will synchronise."""
-        self.new_pass()
+        """Handle the begin of the model's forward pass, where DDP decides whether its backward pass synchronises.
+
+        DDP ignores forward passes without gradients. They may run inside a backward pass, or in another thread.
+        """
         ddp = self._ddp()
-        if self._inside and ddp is not None:
+        if not self._inside or ddp is None or not torch.is_grad_enabled():
+            return
+        synchronises = bool(ddp.require_backward_grad_sync)
+        self._use_hooks(self.unseen or not synchronises)
+        if synchronises:
             self._forward_ns = self._core.now_ns()
-            self._use_hooks(self.unseen or not ddp.require_backward_grad_sync)
+            self.new_pass()
 
     def new_pass(self) -> None:
         """Handle the begin of a pass: the next bucket has index 0."""
-        self._index = self._sent_bytes = 0
+        self._index = 0
 
     def _use_hooks(self, on: bool) -> None:
         """Stamp ready gradients by hooks on the parameters, in passes that the reducer does not time for us."""
@@ -259,32 +273,31 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
     def _next_index(self, tensor: torch.Tensor) -> int:
         """Return the index of a bucket in its pass.
 
-        A new pass begins in three cases: the model's forward pass began, the pass has sent as many bytes as the model
-        has, or the first bucket's buffer comes again.
+        A new pass begins in three cases: the model's forward pass began, the pass has sent as many elements as the
+        model has, or the first bucket's buffer comes again.
         """
         sparse = tensor.layout != torch.strided
         pointer, nbytes = 0 if sparse else tensor.data_ptr(), tensor.numel() * tensor.element_size()
         again = self._index > 0 and pointer != 0 and self._memory[:1] == [pointer]
-        if again or self._sent_bytes >= self._pass_bytes:
+        if again or self._sent_elements >= self._elements:
             self.new_pass()
         if self._index == 0:
             self._begin()
         index, self._index = self._index, self._index + 1
-        self._sent_bytes += nbytes
         self._note(index, tensor.dtype, pointer, nbytes)
         return index
 
     def _begin(self) -> None:
-        under_way, self._under_way = self._under_way, []
-        for sent in under_way:  # left by a backward pass that raised
-            sent.work.wait()
+        self._settle()  # what a backward pass that raised has left
         self.count += 1
         self._task = -1
         self._sends = []
+        self._sent_elements = 0
 
     def _note(self, index: int, dtype: torch.dtype, pointer: int, nbytes: int) -> None:
         """Record when a bucket is sent, and the layout of the buckets, which changes when DDP rebuilds them."""
         self._sends.append((index, self._core.now_ns()))
+        self._sent_elements += nbytes // dtype.itemsize
         known = self.buckets[index] if index < len(self.buckets) else None
         if known is not None and (known.nbytes, known.dtype, self._memory[index]) == (nbytes, dtype, pointer):
             return
@@ -367,27 +380,28 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
     @eager
     def _wait_begins(self) -> None:
         """Wait for the buckets in flight. When no transfer is left in flight, raise the first failure."""
+        self._wait_ns = self._core.now_ns()
         self._wait_begin()
-        self.sent_ns = self._sends[0][1] if self._sends else 0
-        if self._under_way:
-            self._settle()
+        self._settle()
         _engine.queue_callback(self._pass_ends)  # after DDP's own
 
     @eager
     def _pass_ends(self) -> None:
         """Stamp the end of the wait, and when each gradient of the pass was ready."""
         self._wait_end()
-        self._guarded(self._record_ready)
+        self._guarded(self._record_pass)
 
-    def _record_ready(self) -> None:
+    def _record_pass(self) -> None:
         ddp, recorder = self._ddp(), self._recorder
-        if ddp is None or recorder is None:
+        # A reduction may take several backward passes. All its gradients are ready when all buckets were sent.
+        if ddp is None or recorder is None or self._sent_elements < self._elements:
             return
-        before, self._ready = self._ready, reducer_of(ddp).get_backward_stats()
-        self.begun_ns = 0
-        if not self._stamps.on and len(self._ready) == len(self.names):
+        begun_ns = 0
+        if not self._stamps.on:
+            offsets = reducer_of(ddp).get_backward_stats()
             sent = [(ns, self.buckets[index].parameters) for index, ns in self._sends]
-            self.begun_ns = recorder.put_ready(self._ready, before, sent, self._forward_ns)
+            begun_ns = recorder.put_ready(offsets, sent, self._forward_ns) if len(offsets) == len(self.names) else 0
+        self.last_pass = Pass(begun_ns, self._sends[0][1], self._wait_ns, self._core.now_ns())
 
     def _settle(self) -> None:
         under_way, self._under_way = self._under_way, []

@@ -209,6 +209,78 @@ def ready_times_are_the_reducers_and_no_hook_of_ours_is_there_for_them() -> None
 
 
 @check
+def forwards_without_gradients_begin_no_pass() -> None:
+    """Inside a backward pass, and between a forward pass and its backward pass."""
+
+    def trained(transport: str | None) -> tuple[torch.nn.Module, Measured | None]:
+        model = network()
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=1e-5)
+        found = measured(wrapped, transport) if transport is not None else None
+
+        def evaluate(_gradient: torch.Tensor) -> None:
+            with torch.no_grad():
+                wrapped(batch(0))
+
+        def watched(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+            output.register_hook(evaluate)
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+        for step in range(8):
+            optimizer.zero_grad()
+            handle = model[1].register_forward_hook(watched)
+            output = wrapped(batch(step))
+            handle.remove()
+            with torch.no_grad():
+                wrapped(batch(step))
+            output.sum().backward()
+            optimizer.step()
+        return model, found
+
+    expected, _ = trained(None)
+    for transport in ("stock", "tcp"):
+        model, found = trained(transport)
+        same(model, expected)
+        assert found is not None
+        every_gradient_is_ready_once(found, transport)
+
+
+@check
+def a_reduction_of_two_backward_passes_is_one_pass() -> None:
+    def trained(transport: str | None) -> tuple[torch.nn.Module, Measured | None]:
+        model = network()
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=1e-5)
+        found = measured(wrapped, transport) if transport is not None else None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+        for step in range(8):
+            optimizer.zero_grad()
+            loss = wrapped(batch(step)).sum()
+            loss.backward(inputs=list(model[2].parameters()), retain_graph=True)
+            loss.backward(inputs=list(model[0].parameters()))
+            optimizer.step()
+        return model, found
+
+    expected, _ = trained(None)
+    for transport in ("stock", "tcp"):
+        model, found = trained(transport)
+        same(model, expected)
+        assert found is not None
+        every_gradient_is_ready_once(found, transport)
+
+
+def every_gradient_is_ready_once(found: Measured, transport: str) -> None:
+    folder = folder_of(found)
+    assert found.session.described["ddp_times"]["apart"] == 0, found.session.described
+    if dist.get_rank() == 0:
+        steps = [step for step in Run(folder).trace.steps if step.arm == transport and step.index > 0]
+        assert steps
+        for step in steps:
+            assert sorted(index for index, _ in step.grad_ready) == [0, 1, 2, 3], step
+            assert step.forward[0][1] <= step.grad_ready[0][1], step
+            assert step.grad_ready[-1][1] <= step.optimizer[0][0], step
+    dist.barrier()
+
+
+@check
 def a_users_hook_is_called_as_without_us_and_timed() -> None:
     def counted(calls: list[int]) -> Any:
         def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP looks at annotations

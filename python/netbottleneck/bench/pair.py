@@ -23,6 +23,7 @@ from netbottleneck.bench.paths import missing
 from netbottleneck.config import Settings
 from netbottleneck.errors import Error
 from netbottleneck.launch import connect as launch
+from netbottleneck.trace.transports import NATIVE
 from netbottleneck.units import gbit
 
 if TYPE_CHECKING:
@@ -289,7 +290,7 @@ def listen(settings: Settings, port: int | None, say: Say, **options: Any) -> li
 def _same(options: dict[str, Any]) -> str:
     """Return the options that the other side needs too, as far as they differ from the defaults."""
     words = []
-    if options.get("transports", ("tcp", "ofi")) != ("tcp", "ofi"):
+    if options.get("transports", NATIVE) != NATIVE:
         words.append(f" --transports {','.join(options['transports'])}")
     if options.get("streams", STREAMS) != STREAMS:
         words.append(f" --streams {','.join(map(str, options['streams']))}")

@@ -262,7 +262,7 @@ class Route(GradientSink):
         try:
             for work in works:
                 while not work.wait(NOTICE_S):
-                    job.current().tell()
+                    job.current().log_notices()
         except FAILURES as error:
             raise RuntimeError(str(error)) from error
         finally:

@@ -81,7 +81,7 @@ def core() -> ModuleType:
 
 def native(settings: Settings) -> str:
     """Return the first of our own transports in the settings' list; tcp if it has none."""
-    return next((name for name in settings.transports if name in ("tcp", "ofi")), "tcp")
+    return next((arm for arm in settings.transports if arm.native), "tcp")
 
 
 def connect(

@@ -153,7 +153,7 @@ class Job:
         for work in works:
             try:
                 while not work.wait(NOTICE_S):
-                    self.tell()
+                    self.log_notices()
             except HorovodInternalError as error:
                 failure = failure or error
             except FAILURES as error:
@@ -164,7 +164,7 @@ class Job:
         finally:
             del failure  # its traceback refers to this frame: a cycle that would keep the callers' tensors alive
 
-    def tell(self) -> None:
+    def log_notices(self) -> None:
         """Log the communicator's notices: stalled ranks, lost lanes."""
         for notice in self.comm.notices():
             logger.warning("%s", notice)
@@ -230,7 +230,7 @@ def stop() -> None:
             for call in ended.ending:
                 call()
         finally:
-            ended.tell()
+            ended.log_notices()
             ended.comm.close()
         ended.observer.stopped(ended)
 

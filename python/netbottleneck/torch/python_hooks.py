@@ -240,7 +240,7 @@ def _finish(work: Any, result: torch.Tensor) -> torch.Tensor:
     """Wait for a transfer that a destination started."""
     if isinstance(work, job.core().Work):
         while not work.wait(NOTICE_S):
-            job.current().tell()
+            job.current().log_notices()
     else:
         work.wait()
     return result

@@ -15,7 +15,7 @@ from netbottleneck.lab import LabError
 from netbottleneck.trace import recorder
 from test_faults import QUICK, failure, survivors
 from test_faults import SCRIPT as FAULTS
-from test_shm import IN_ARENA, told
+from test_shm import IN_ARENA, marked_output
 
 DDP = Path(__file__).parent / "scripts" / "e2e_ddp.py"
 SUMS = """
@@ -45,7 +45,7 @@ def hosts(letters: str, **more: str) -> object:
 
 @pytest.mark.parametrize("where", ["aabb", "aab", "aabbcc"])
 def test_sums_are_exact_and_memory_is_shared_on_each_host(plain_ranks: Ranks, where: str) -> None:
-    answers = told(plain_ranks(len(where), SUMS, hosts(where)))
+    answers = marked_output(plain_ranks(len(where), SUMS, hosts(where)))
     here = Counter(where)
     for host, (wrong, shm, shared, by_network) in zip(where, answers, strict=True):
         assert wrong == 0

@@ -367,7 +367,7 @@ static void case_close_in_flight(struct side *side) {
         memset(data, 1, BIG); // nothing reads it any more
         free(data);
     } else {
-        while (!errors_now(side, &queue)) {
+        while (queue.count > 0 && !errors_now(side, &queue)) { // a fast transfer may end before the close
         }
         close_pair(side, &pair);
         CHECK(proxy_deregister(&side->proxy, queue.comm, mhandle) == 0, "deregMr after the close");
@@ -403,7 +403,8 @@ static void case_deregister(struct side *side) {
             CHECK(proxy_deregister(&side->proxy, queue.comm, mhandle) == 0, "deregMr");
             memset(data, 7, BIG);
             meet();
-            CHECK(!proxy_poll(&side->proxy, &queue, &bytes, &result) && result != 0, "no error");
+            bool ended = proxy_poll(&side->proxy, &queue, &bytes, &result); // a fast transfer may, before deregMr
+            CHECK(result != 0 || (ended && !waiting), "no error");
             meet();
             for (size_t i = 0; i < BIG; i++) {
                 CHECK(data[i] == 7, "byte %zu was written later", i);
@@ -414,7 +415,7 @@ static void case_deregister(struct side *side) {
                 meet();
             }
             (void)proxy_post(&side->proxy, &queue, data, BIG, &result);
-            while (!waiting && !errors_now(side, &queue)) {
+            while (!waiting && queue.count > 0 && !errors_now(side, &queue)) {
             }
             if (!waiting) {
                 meet();

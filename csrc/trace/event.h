@@ -1,5 +1,5 @@
 // Event: the kinds of trace events and their fields. The only definition of the numbers;
-// python/netbottleneck/trace/recorder.py reads them.
+// python/netbottleneck/trace/ring_reader.py reads them.
 #ifndef NB_TRACE_EVENT_H
 #define NB_TRACE_EVENT_H
 

@@ -4,7 +4,7 @@ import json
 import struct
 from pathlib import Path
 
-from netbottleneck.trace.recorder import EVENTS
+from netbottleneck.trace.ring_reader import EVENTS
 
 MS = 1_000_000
 HEADER_BYTES = 4096

@@ -11,7 +11,7 @@ from conftest import Ranks
 
 from netbottleneck import _core
 from netbottleneck.config import ALGORITHMS, settings
-from netbottleneck.trace import recorder
+from netbottleneck.trace import ring_reader
 
 OVER = {"NETBOTTLENECK_SHM": "0", "NETBOTTLENECK_TIMEOUT_S": "60", "NETBOTTLENECK_START_TIMEOUT_S": "60"}
 SUMS = """
@@ -126,14 +126,14 @@ def test_the_record_names_the_algorithm_that_was_pinned(
     plain_ranks: Ranks, tmp_path: Path, algorithm: str, recorded: str
 ) -> None:
     plain_ranks(2, PINNED, {**OVER, "NETBOTTLENECK_ALGORITHM": algorithm, "NETBOTTLENECK_DIR": str(tmp_path / "run")})
-    found = recorder.load(tmp_path / "run").collectives
+    found = ring_reader.load(tmp_path / "run").collectives
     assert [c.algorithm for c in found if c.tensor_bytes == 400_000] == [recorded] * 6
 
 
 def test_the_record_of_a_killed_job_has_the_costs_of_its_choice(plain_ranks: Ranks, tmp_path: Path) -> None:
     results = plain_ranks(2, KILLED, {**OVER, "NETBOTTLENECK_DIR": str(tmp_path / "run")}, check=False)
     assert [result.code for result in results] == [-signal.SIGKILL] * 2, results
-    for result, rank in zip(results, recorder.load(tmp_path / "run").ranks, strict=True):
+    for result, rank in zip(results, ring_reader.load(tmp_path / "run").ranks, strict=True):
         (tcp,) = rank.transports
         known = [float(word) for word in marked_output(result.stdout).split()]
         assert tcp.costs == pytest.approx(known[:3], abs=1e-6)  # a femtosecond

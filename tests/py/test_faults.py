@@ -18,7 +18,7 @@ from conftest import RANKS_LIMIT_S, RankJob, RankResult, Ranks
 
 from netbottleneck import _core
 from netbottleneck.report import Run
-from netbottleneck.trace import recorder
+from netbottleneck.trace import ring_reader
 
 SCRIPT = Path(__file__).parent / "scripts" / "e2e_faults.py"
 # A peer that is gone is noticed by its connections, from the later of the kill and the start of the wait; only a peer
@@ -97,7 +97,7 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
     assert "rank 1" in words
     assert raised - max(killed, began) < DEADLINE_S
     assert result.code == 1
-    trace = recorder.load(run)
+    trace = ring_reader.load(run)
     ended = {rank.rank: rank for rank in trace.ranks}
     assert set(ended) == {0, 1}
     assert not ended[1].finished

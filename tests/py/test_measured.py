@@ -15,14 +15,14 @@ import torch
 
 from netbottleneck.hooks.measured import compiled
 from netbottleneck.trace.model import Trace
-from netbottleneck.trace.recorder import load
+from netbottleneck.trace.ring_reader import load
 
 LOOP = """
 import json
 import torch
 from torch.utils.checkpoint import checkpoint
 import netbottleneck
-from netbottleneck.trace import recorder
+from netbottleneck.trace import ring_reader
 
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -49,7 +49,7 @@ with netbottleneck.profile(model, optimizer):
         loss.backward()
         if not inside:
             update(None)
-trace = recorder.load({run!r})
+trace = ring_reader.load({run!r})
 told = {{"updates": updates, "steps": len(trace.steps), "modules": list(trace.modules)}}
 print(json.dumps({{**told, "ends": [[rank.finished, rank.error] for rank in trace.ranks]}}))
 """
@@ -87,7 +87,7 @@ from torch.nn.parallel import DistributedDataParallel
 from netbottleneck import config
 from netbottleneck.hooks import ddp
 from netbottleneck.runtime.session import open_session
-from netbottleneck.trace import recorder
+from netbottleneck.trace import ring_reader
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")

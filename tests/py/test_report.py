@@ -21,7 +21,7 @@ from netbottleneck.analysis import findings, intervals, verdict
 from netbottleneck.report import Run, chrome, html, summary, text
 from netbottleneck.report import text as terminal
 from netbottleneck.trace import model as tr
-from netbottleneck.trace import recorder
+from netbottleneck.trace import ring_reader
 from ringwriter import MS, FakeRun
 
 DATA = Path(__file__).parent / "data"
@@ -369,4 +369,4 @@ def test_the_split_agrees_with_the_settings_of_the_run(run):
     native = run.findings.parts["ofi"]
     assert (native.hidden_ns, native.exposed_ns) == (9 * MS, 31 * MS)
     assert run.summary["warmup_steps"] == intervals.WARMUP_STEPS
-    assert recorder.load(run.path) == run.trace
+    assert ring_reader.load(run.path) == run.trace

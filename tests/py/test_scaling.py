@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from netbottleneck.analysis import findings, intervals, statistics
-from netbottleneck.trace import recorder
+from netbottleneck.trace import ring_reader
 from netbottleneck.trace.model import Collective, Probe, Rank, Step, Trace, TransportInfo
 from netbottleneck.trace.transports import Arm
 from ringwriter import MS, FakeRun
@@ -145,7 +145,7 @@ def test_the_parts_add_up_to_the_step(forward, optimizer, ready, waits, operatio
 
 @pytest.fixture
 def run(tmp_path):
-    return recorder.load(FakeRun(tmp_path, blocks=9).write())
+    return ring_reader.load(FakeRun(tmp_path, blocks=9).write())
 
 
 def test_layers_sum_to_the_exposed_time_of_the_step(run):
@@ -297,7 +297,7 @@ def test_a_comparison_is_the_same_each_time(run):
 
 
 def test_scaling_is_measured_if_one_rank_ran_alone(tmp_path):
-    run = recorder.load(FakeRun(tmp_path, transports=("single", "bare", "stock"), blocks=6).write())
+    run = ring_reader.load(FakeRun(tmp_path, transports=("single", "bare", "stock"), blocks=6).write())
     found = findings.find(run).scaling["stock"]
     assert (found.how, found.t1_ns) == ("measured", pytest.approx(33.2 * MS, abs=MS))
     assert found.factor == found.t1_ns / found.tn_ns

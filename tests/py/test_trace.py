@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from netbottleneck.analysis import findings
 from netbottleneck.trace import model as tr
-from netbottleneck.trace import recorder
+from netbottleneck.trace import ring_reader
 from netbottleneck.trace.transports import Arm
 from ringwriter import FakeRun
 
@@ -84,14 +84,14 @@ def test_a_written_trace_is_read_back(tmp_path_factory, some_steps, some_collect
 
 
 def test_the_same_trace_makes_the_same_bytes(tmp_path):
-    run = recorder.load(FakeRun(tmp_path / "run", blocks=2).write())
+    run = ring_reader.load(FakeRun(tmp_path / "run", blocks=2).write())
     tr.write(run, tmp_path / "a")
     tr.write(run, tmp_path / "b")
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
 def test_merged_ranks_are_the_run(tmp_path):
-    run = recorder.load(FakeRun(tmp_path, size=3, blocks=2).write())
+    run = ring_reader.load(FakeRun(tmp_path, size=3, blocks=2).write())
     assert tr.merge(run.of_rank(rank) for rank in range(3)).steps == run.steps
     assert sorted(tr.merge(run.of_rank(rank) for rank in range(3)).collectives, key=lambda c: c.submit_ns) == sorted(
         run.collectives, key=lambda c: c.submit_ns
@@ -99,7 +99,7 @@ def test_merged_ranks_are_the_run(tmp_path):
 
 
 def test_ranks_of_different_runs_are_not_merged(tmp_path):
-    run = recorder.load(FakeRun(tmp_path, blocks=2).write())
+    run = ring_reader.load(FakeRun(tmp_path, blocks=2).write())
     with pytest.raises(ValueError, match="different runs"):
         tr.merge([run.of_rank(0), replace(run.of_rank(1), id="other")])
     with pytest.raises(ValueError, match="no trace"):
@@ -140,7 +140,7 @@ def test_unreadable_content_is_refused_by_file_and_line(tmp_path, lines, message
 
 def test_a_file_with_damaged_compression_is_refused(tmp_path):
     path = FakeRun(tmp_path / "run", blocks=2).write()
-    tr.write(recorder.load(path), tmp_path / "whole.jsonl.gz")
+    tr.write(ring_reader.load(path), tmp_path / "whole.jsonl.gz")
     whole = (tmp_path / "whole.jsonl.gz").read_bytes()
     for at in range(20, len(whole), len(whole) // 40):
         (tmp_path / "bad.jsonl.gz").write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
@@ -149,7 +149,7 @@ def test_a_file_with_damaged_compression_is_refused(tmp_path):
 
 
 def test_a_file_that_is_cut_short_is_refused(tmp_path):
-    run = recorder.load(FakeRun(tmp_path / "run", blocks=2).write())
+    run = ring_reader.load(FakeRun(tmp_path / "run", blocks=2).write())
     tr.write(run, tmp_path / "a.jsonl.gz")
     whole = (tmp_path / "a.jsonl.gz").read_bytes()
     (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
@@ -209,7 +209,7 @@ def test_arms_of_one_transport_are_separate_and_share_its_record(tmp_path):
     document = json.loads((folder / "run.json").read_text())
     document["arms"] = ["stock", "ofi:half"]
     (folder / "run.json").write_text(json.dumps(document))
-    trace = recorder.load(folder)
+    trace = ring_reader.load(folder)
     assert trace.arms == ("stock", "ofi:half")
     assert {c.arm for c in trace.collectives if c.step is not None} == {"stock", "ofi:half"}
     found = findings.find(trace)

@@ -12,7 +12,7 @@ from conftest import RANKS_LIMIT_S, Ranks
 
 from netbottleneck import bench
 from netbottleneck.lab import LabError
-from netbottleneck.trace import recorder
+from netbottleneck.trace import ring_reader
 from test_faults import QUICK, failure, survivors
 from test_faults import SCRIPT as FAULTS
 from test_shm import IN_ARENA, marked_output
@@ -67,7 +67,7 @@ def test_the_record_names_it_and_what_crossed_the_wire(warm_ranks: Ranks, tmp_pa
     }
     warm_ranks(3, DDP, hosts("aab", **env))
     assert len({(tmp_path / f"{rank}.weights").read_bytes() for rank in range(3)}) == 1
-    sums = [c for c in recorder.load(tmp_path / "run").collectives if c.algorithm == "two_level"]
+    sums = [c for c in ring_reader.load(tmp_path / "run").collectives if c.algorithm == "two_level"]
     owed = sum(c.tensor_bytes for c in sums) // 3
     assert owed > 0
     assert sum(c.wire_bytes or 0 for c in sums) == 2 * owed  # 2(h - 1) of it, of all ranks of all hosts

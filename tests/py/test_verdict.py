@@ -7,13 +7,13 @@ import pytest
 from netbottleneck.analysis import findings, verdict
 from netbottleneck.analysis.statistics import Achievable, Estimate, Paired
 from netbottleneck.report.text import sentences
-from netbottleneck.trace import recorder
+from netbottleneck.trace import ring_reader
 from netbottleneck.trace.model import Network
 from ringwriter import FakeRun
 
 
 def findings_of(folder, **settings):
-    return findings.find(recorder.load(FakeRun(folder, **settings).write()))
+    return findings.find(ring_reader.load(FakeRun(folder, **settings).write()))
 
 
 def test_a_faster_transport_is_a_transport_limit(tmp_path):
@@ -151,7 +151,7 @@ def test_one_rank_has_no_communication(tmp_path):
 
 
 def test_steps_without_operations_have_no_communication(tmp_path):
-    run = recorder.load(FakeRun(tmp_path, blocks=3).write())
+    run = ring_reader.load(FakeRun(tmp_path, blocks=3).write())
     assert verdict.decide(findings.find(replace(run, collectives=()))).code == "NO_COMMUNICATION"
     note = "The model has a communication hook of its own (x): it is built into torch, so its buckets are not timed."
     hooked = findings.find(replace(run, collectives=(), notes=(note,)))
@@ -169,7 +169,7 @@ def test_too_few_steps_are_inconclusive(tmp_path):
 
 
 def test_ranks_that_differ_in_provider_are_misconfigured(tmp_path):
-    run = recorder.load(FakeRun(tmp_path, blocks=9).write())
+    run = ring_reader.load(FakeRun(tmp_path, blocks=9).write())
     first, second = run.ranks
     other = tuple(replace(info, provider="else") for info in second.transports)
     v = verdict.decide(findings.find(replace(run, ranks=(first, replace(second, transports=other)))))
@@ -180,7 +180,7 @@ def test_ranks_that_differ_in_provider_are_misconfigured(tmp_path):
 @pytest.fixture
 def unexplained(tmp_path):
     """A run with exposed communication, far below the link, without other arms."""
-    run = recorder.load(FakeRun(tmp_path, transports=("stock",), blocks=1, block_steps=12).write())
+    run = ring_reader.load(FakeRun(tmp_path, transports=("stock",), blocks=1, block_steps=12).write())
     return findings.find(replace(run, network=Network(link_bps=1e10)))
 
 
@@ -226,7 +226,7 @@ def test_a_machine_whose_cores_are_all_busy_is_a_host_limit(tmp_path, busy_cores
 
 
 def test_a_simulated_step_keeps_no_core_busy(tmp_path):
-    run = recorder.load(FakeRun(tmp_path, blocks=3, busy_cores=1.9, meta={"cores": [2, 3]}).write())
+    run = ring_reader.load(FakeRun(tmp_path, blocks=3, busy_cores=1.9, meta={"cores": [2, 3]}).write())
     assert findings.find(run).cores_busy is not None
     assert findings.find(replace(run, origin="simulated")).cores_busy is None
 

@@ -14,7 +14,7 @@ import numpy as np
 from netbottleneck.launch import connect
 from netbottleneck.runtime.async_operations import average_factor
 from netbottleneck.runtime.communicators import key_of, tensor_over
-from netbottleneck.trace.recorder import EVENTS
+from netbottleneck.trace.ring_reader import EVENTS
 from netbottleneck.whatif.plan import DTYPE, ELEMENT, ReplaySchedule, described, replay_schedule
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from netbottleneck.runtime.collectives import shape_key
 from netbottleneck.runtime.communicators import key_of
 from netbottleneck.runtime.session import RANKS, Session, open_together
 from netbottleneck.torch.gradients import Bucket, Destination, GradientSink, Stamps, can_travel, check, dtype_code
-from netbottleneck.trace.recorder import EVENTS
+from netbottleneck.trace.ring_reader import EVENTS
 
 if TYPE_CHECKING:
     from netbottleneck import _core

@@ -29,7 +29,7 @@ from netbottleneck.runtime.communicators import key_of
 from netbottleneck.runtime.session import Session
 from netbottleneck.torch.functions import makes_state
 from netbottleneck.torch.gradients import GradientSink
-from netbottleneck.trace.recorder import EVENTS
+from netbottleneck.trace.ring_reader import EVENTS
 from netbottleneck.trace.transports import BARE, Arm
 from netbottleneck.whatif.plan import described
 

@@ -23,7 +23,7 @@ from netbottleneck.hooks.calls import eager
 from netbottleneck.runtime import job
 from netbottleneck.runtime.communicators import key_of
 from netbottleneck.torch.gradients import CODES, Bucket, Destination, GradientSink, Stamps, dtype_code
-from netbottleneck.trace.recorder import EVENTS
+from netbottleneck.trace.ring_reader import EVENTS
 
 if TYPE_CHECKING:
     from netbottleneck import _core

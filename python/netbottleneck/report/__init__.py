@@ -15,7 +15,7 @@ from netbottleneck.analysis import verdict as rules
 from netbottleneck.analysis.findings import Findings, find
 from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report import chrome, html, summary, text
-from netbottleneck.trace import model, recorder
+from netbottleneck.trace import model, ring_reader
 from netbottleneck.trace import model as tr
 
 __all__ = ["Run"]
@@ -34,7 +34,7 @@ class Run:
         self.path = Path(path)
         self._folder = self.path if self.path.is_dir() else None
         self.trace: tr.Trace = (
-            recorder.load(self.path) if self._folder or not self.path.exists() else tr.read(self.path)
+            ring_reader.load(self.path) if self._folder or not self.path.exists() else tr.read(self.path)
         )
 
     @cached_property

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from netbottleneck.config import Settings
 from netbottleneck.errors import PeerError
 from netbottleneck.launch import connect
-from netbottleneck.trace.recorder import EVENTS
+from netbottleneck.trace.ring_reader import EVENTS
 
 if TYPE_CHECKING:
     from netbottleneck import _core

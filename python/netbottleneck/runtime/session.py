@@ -22,7 +22,7 @@ from netbottleneck.config import Settings, describe
 from netbottleneck.errors import DeadlineError, HorovodInternalError
 from netbottleneck.launch import connect
 from netbottleneck.runtime import communicators, job, monitor
-from netbottleneck.trace.recorder import EVENTS
+from netbottleneck.trace.ring_reader import EVENTS
 from netbottleneck.trace.transports import BARE, NULL, SINGLE, STOCK, Arm
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck.trace.recorder import (
+from netbottleneck.trace.ring_reader import (
     ALGORITHMS,
     DTYPES,
     EVENT,

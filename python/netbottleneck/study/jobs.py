@@ -25,7 +25,7 @@ from netbottleneck.runtime.communicators import key_of
 from netbottleneck.runtime.session import Session
 from netbottleneck.study.task import ACCURACY, Outcome, Task, open_task, warm_up
 from netbottleneck.torch.gradients import Gradients
-from netbottleneck.trace.recorder import EVENTS
+from netbottleneck.trace.ring_reader import EVENTS
 from netbottleneck.trace.transports import BARE, Arm
 from netbottleneck.whatif.plan import described
 

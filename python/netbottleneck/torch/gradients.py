@@ -13,7 +13,7 @@ import torch
 
 from netbottleneck.runtime import job
 from netbottleneck.runtime.async_operations import Members
-from netbottleneck.trace.recorder import EVENTS
+from netbottleneck.trace.ring_reader import EVENTS
 from netbottleneck.whatif import plan
 
 if TYPE_CHECKING:

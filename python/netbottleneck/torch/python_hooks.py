@@ -13,7 +13,7 @@ from netbottleneck.runtime.collectives import shape_key
 from netbottleneck.torch.compression import Compression, Compressor
 from netbottleneck.torch.gradients import Bucket, Destination, Gradients, GradientSink, OnAccumulated, check, dtype_code
 from netbottleneck.torch.handles import synchronize
-from netbottleneck.trace.recorder import EVENTS
+from netbottleneck.trace.ring_reader import EVENTS
 
 if TYPE_CHECKING:
     from netbottleneck import _core

@@ -19,7 +19,7 @@ from netbottleneck.bench import models
 from netbottleneck.bench.models import build, sample_shape
 from netbottleneck.launch import connect
 from netbottleneck.trace import model as tr
-from netbottleneck.trace.recorder import EVENTS, Event, rank_steps, read_ring
+from netbottleneck.trace.ring_reader import EVENTS, Event, rank_steps, read_ring
 from netbottleneck.trace.transports import SINGLE
 
 # Layers of a model in execution order, with the operations of each.

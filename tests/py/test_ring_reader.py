@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from netbottleneck.runtime import session
-from netbottleneck.trace import recorder
+from netbottleneck.trace import ring_reader
 from ringwriter import BUCKETS, MS, FakeRun, RingWriter
 
 EVENT_H = Path(__file__).parents[2] / "csrc" / "trace" / "event.h"
@@ -16,26 +16,26 @@ EVENT_H = Path(__file__).parents[2] / "csrc" / "trace" / "event.h"
 
 def test_event_numbers_are_those_of_the_header():
     found = {name: int(number) for name, number in re.findall(r"NB_EV_(\w+)\s*=\s*(\d+)", EVENT_H.read_text())}
-    assert found == dict(recorder.EVENTS)
+    assert found == dict(ring_reader.EVENTS)
 
 
 def test_event_numbers_are_those_of_the_module():
     core = pytest.importorskip("netbottleneck._core", reason="netbottleneck._core is not built")
-    assert dict(recorder.EVENTS) == core.EVENTS
+    assert dict(ring_reader.EVENTS) == core.EVENTS
 
 
 def test_numbers_within_operations_are_those_of_the_headers():
-    from netbottleneck.trace import recorder
+    from netbottleneck.trace import ring_reader
 
     csrc = EVENT_H.parents[1]
     kinds = re.search(r"enum nb_op_kind \{(.*?)\}", (csrc / "engine/engine.h").read_text(), re.S)[1]
-    assert [k.lower() for k in re.findall(r"^ *NB_OP_(\w+)", kinds, re.M)][:-1] == list(recorder.KINDS)
+    assert [k.lower() for k in re.findall(r"^ *NB_OP_(\w+)", kinds, re.M)][:-1] == list(ring_reader.KINDS)
     dtypes = re.search(r"enum nb_dtype \{(.*?)\}", (csrc / "base/dtype.h").read_text(), re.S)[1]
     short = {"u": "uint", "i": "int", "f": "float", "bf": "bfloat"}
     names = [re.fullmatch(r"NB_([A-Z]+)(\d*)", word.strip()) for word in dtypes.split(",")]
-    assert [short[n[1].lower()] + n[2] for n in names if n[2]] == list(recorder.DTYPES)
+    assert [short[n[1].lower()] + n[2] for n in names if n[2]] == list(ring_reader.DTYPES)
     declared = re.findall(r"NB_ALGORITHM_(\w+) = (\d+)", (csrc / "coll/choose.h").read_text())
-    said = {**dict(enumerate(recorder.ALGORITHMS)), **recorder.IN_MEMORY}
+    said = {**dict(enumerate(ring_reader.ALGORITHMS)), **ring_reader.IN_MEMORY}
     assert sorted(said) == sorted(int(number) for _, number in declared)
     for word, number in declared:
         assert word.lower().replace("_", "") in re.sub("[ _-]", "", said[int(number)] or "none")
@@ -47,7 +47,7 @@ def test_events_are_read_in_order_of_time(tmp_path):
     ring.put(10, "STEP_BEGIN", 1, a=2, b=1, c=1)
     ring.put(15, "GRAD_READY", 1, key=2**64 - 1, e=2**63)
     ring.close()
-    found = recorder.read_ring(ring.path)
+    found = ring_reader.read_ring(ring.path)
     assert found.events["time_ns"].tolist() == [10, 15, 20]
     assert int(found.events["key"][1]) == 2**64 - 1
     assert int(found.events["e"][1]) == 2**63
@@ -59,7 +59,7 @@ def test_a_full_ring_reports_dropped_events(tmp_path):
     for at in range(7):
         ring.put(at, "GRAD_READY")
     ring.close()
-    found = recorder.read_ring(ring.path)
+    found = ring_reader.read_ring(ring.path)
     assert (len(found.events), found.dropped) == (4, 3)
 
 
@@ -69,7 +69,7 @@ def test_a_killed_writer_leaves_its_complete_events(tmp_path):
     ring.tear()
     ring.put(2, "STEP_END")
     ring.close(orderly=False)
-    found = recorder.read_ring(ring.path)
+    found = ring_reader.read_ring(ring.path)
     assert found.events["kind"].tolist() == [1, 2]
     assert (found.closed, found.dropped) == (False, 1)
 
@@ -79,7 +79,7 @@ def test_a_file_cut_within_an_event_loses_only_that_event(tmp_path):
     for at in range(5):
         ring.put(at + 1, "GRAD_READY")
     ring.close(cut_bytes=30)
-    found = recorder.read_ring(ring.path)
+    found = ring_reader.read_ring(ring.path)
     assert (len(found.events), found.dropped) == (4, 1)
 
 
@@ -88,7 +88,7 @@ def test_a_file_that_is_not_a_ring_is_refused_by_name(tmp_path, content):
     path = tmp_path / "0.train.ring"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"train\.ring: not a ring file"):
-        recorder.read_ring(path)
+        ring_reader.read_ring(path)
 
 
 def test_a_ring_of_another_version_is_refused(tmp_path):
@@ -98,11 +98,11 @@ def test_a_ring_of_another_version_is_refused(tmp_path):
     data[8] = 9
     ring.path.write_bytes(data)
     with pytest.raises(ValueError, match="ring version 9"):
-        recorder.read_ring(ring.path)
+        ring_reader.read_ring(ring.path)
 
 
 def test_a_run_is_read_as_steps_and_operations(tmp_path):
-    trace = recorder.load(FakeRun(tmp_path, blocks=3, block_steps=4).write())
+    trace = ring_reader.load(FakeRun(tmp_path, blocks=3, block_steps=4).write())
     assert [len([s for s in trace.steps if s.rank == r]) for r in (0, 1)] == [12, 12]
     step = next(s for s in trace.steps if s.arm == "stock")
     assert (step.block, len(step.forward), len(step.optimizer), len(step.waits)) == (1, 1, 1, 1)
@@ -114,7 +114,7 @@ def test_a_run_is_read_as_steps_and_operations(tmp_path):
 
 
 def test_values_that_stock_does_not_report_are_null(tmp_path):
-    trace = recorder.load(FakeRun(tmp_path, blocks=3).write())
+    trace = ring_reader.load(FakeRun(tmp_path, blocks=3).write())
     stock = next(c for c in trace.collectives if c.arm == "stock")
     assert stock.finished
     assert (stock.agreed_ns, stock.first_byte_ns, stock.lanes, stock.wire_bytes, stock.algorithm) == (None,) * 5
@@ -135,37 +135,37 @@ def test_values_that_stock_does_not_report_are_null(tmp_path):
 def test_events_of_the_training_thread_are_not_counted_twice(tmp_path):
     run = FakeRun(tmp_path, transports=("stock", "ofi"), blocks=2, block_steps=2)
     run.write()
-    before = recorder.load(tmp_path)
+    before = ring_reader.load(tmp_path)
     native = next(s for s in before.steps if s.arm == "ofi" and s.rank == 0)
     path = tmp_path / "ranks" / "0.train.ring"
     ring = RingWriter(path, capacity=1 << 16)
-    for event in recorder.read_ring(path).events.tolist():
+    for event in ring_reader.read_ring(path).events.tolist():
         time_ns, kind, step, key, *rest = event
         ring.put(time_ns, kind, step, key, **dict(zip("abcde", rest, strict=True)))
     ring.put(native.begin_ns + 1, "OP_SUBMIT", native.index, 0x22, a=1, b=5, e=6 << 8)
     ring.close()
-    after = recorder.load(tmp_path)
+    after = ring_reader.load(tmp_path)
     assert after.collectives == before.collectives
 
 
 def test_operations_without_a_round_are_counted_on(tmp_path):
     folder = FakeRun(tmp_path, transports=("stock",), blocks=1).write()
-    numbered = recorder.load(folder)
+    numbered = ring_reader.load(folder)
     for rank in (0, 1):
         path = folder / "ranks" / f"{rank}.train.ring"
         ring = RingWriter(path, rank)
-        for time_ns, kind, step, key, a, *rest in recorder.read_ring(path).events.tolist():
-            is_op = kind >= recorder.EVENTS["OP_SUBMIT"]
+        for time_ns, kind, step, key, a, *rest in ring_reader.read_ring(path).events.tolist():
+            is_op = kind >= ring_reader.EVENTS["OP_SUBMIT"]
             ring.put(time_ns, kind, step, key, a=0 if is_op else a, **dict(zip("bcde", rest, strict=True)))
         ring.close()
-    counted = recorder.load(folder)
+    counted = ring_reader.load(folder)
     assert [c.done_ns for c in counted.collectives] == [c.done_ns for c in numbered.collectives]
     assert len({(c.rank, *c.match) for c in counted.collectives}) == len(counted.collectives) == 24
 
 
 def test_events_of_the_same_time_are_read_in_their_logical_order(tmp_path):
     folder = FakeRun(tmp_path, transports=("ofi",), blocks=1, block_steps=1).write()
-    step = recorder.load(folder).steps[0]
+    step = ring_reader.load(folder).steps[0]
     ring = RingWriter(folder / "ranks" / "0.ofi.ring")
     at = step.begin_ns + 1
     ring.put(at, "OP_LANE", key=5, b=0, c=7, d=7)
@@ -174,14 +174,14 @@ def test_events_of_the_same_time_are_read_in_their_logical_order(tmp_path):
     ring.put(at, "OP_AGREED", key=5)
     ring.put(at, "OP_SUBMIT", key=5, b=7)
     ring.close()
-    (found,) = (c for c in recorder.load(folder).collectives if c.rank == 0)
+    (found,) = (c for c in ring_reader.load(folder).collectives if c.rank == 0)
     assert (found.agreed_ns, found.start_ns, found.done_ns) == (at, at, at)
     assert (found.wire_bytes, found.lanes) == (7, ((0, 7, 7),))
 
 
 def test_clocks_are_aligned_with_rank_0_by_heartbeat(tmp_path):
-    plain = recorder.load(FakeRun(tmp_path / "a", blocks=2).write())
-    skewed = recorder.load(FakeRun(tmp_path / "b", blocks=2, clock_skew_ns={1: -7_000_000_123}).write())
+    plain = ring_reader.load(FakeRun(tmp_path / "a", blocks=2).write())
+    skewed = ring_reader.load(FakeRun(tmp_path / "b", blocks=2, clock_skew_ns={1: -7_000_000_123}).write())
     assert skewed.steps == plain.steps
     assert skewed.collectives == plain.collectives
     clock = next(r.clock for r in skewed.ranks if r.rank == 1)
@@ -190,7 +190,7 @@ def test_clocks_are_aligned_with_rank_0_by_heartbeat(tmp_path):
 
 def test_a_drifting_clock_is_aligned(tmp_path):
     folder = FakeRun(tmp_path, transports=("stock", "ofi"), blocks=2, block_steps=2).write()
-    straight = recorder.load(folder)
+    straight = ring_reader.load(folder)
     drift = 50e-6
 
     def theirs(time_ns):
@@ -199,14 +199,14 @@ def test_a_drifting_clock_is_aligned(tmp_path):
     for name in ("train", "ofi"):
         path = folder / "ranks" / f"1.{name}.ring"
         ring = RingWriter(path, rank=1)
-        for time_ns, kind, step, key, *rest in recorder.read_ring(path).events.tolist():
-            if kind != recorder.EVENTS["CLOCK"]:
+        for time_ns, kind, step, key, *rest in ring_reader.read_ring(path).events.tolist():
+            if kind != ring_reader.EVENTS["CLOCK"]:
                 ring.put(theirs(time_ns), kind, step, key, **dict(zip("abcde", rest, strict=True)))
         if name == "ofi":
             for at in range(0, 1000, 50):
                 ring.put(theirs(at * MS), "CLOCK", a=theirs(at * MS) - at * MS, b=1000 + at)
         ring.close()
-    followed = recorder.load(folder)
+    followed = ring_reader.load(folder)
     for a, b in zip(straight.steps, followed.steps, strict=True):
         assert abs(a.begin_ns - b.begin_ns) < 1000
         assert abs(a.end_ns - b.end_ns) < 1000
@@ -214,15 +214,15 @@ def test_a_drifting_clock_is_aligned(tmp_path):
 
 def test_without_heartbeats_clocks_are_aligned_by_wall_time_which_is_recorded(tmp_path):
     folder = FakeRun(tmp_path, transports=("bare", "stock"), blocks=2, clock_skew_ns={1: 3 * 10**9}).write()
-    plain = recorder.load(FakeRun(tmp_path / "plain", transports=("bare", "stock"), blocks=2).write())
-    trace = recorder.load(folder)
+    plain = ring_reader.load(FakeRun(tmp_path / "plain", transports=("bare", "stock"), blocks=2).write())
+    trace = ring_reader.load(folder)
     assert [r.clock.method for r in trace.ranks] == ["rank 0", "wall"]
     assert trace.steps == plain.steps
     assert [r.clock.method for r in plain.ranks] == ["rank 0", "same clock"]
 
 
 def test_the_steps_of_a_killed_rank_are_kept_and_the_last_is_counted(tmp_path):
-    trace = recorder.load(FakeRun(tmp_path, blocks=3, killed=1).write())
+    trace = ring_reader.load(FakeRun(tmp_path, blocks=3, killed=1).write())
     alive, killed = trace.ranks
     assert (alive.finished, alive.steps_unfinished, alive.events_dropped) == (True, 0, 0)
     assert (killed.finished, killed.steps_unfinished, killed.events_dropped) == (False, 1, 1)
@@ -233,22 +233,22 @@ def test_an_unfinished_last_step_of_a_normal_end_is_not_counted_as_lost(tmp_path
     folder = FakeRun(tmp_path, blocks=3, killed=1).write()
     meta = folder / "ranks" / "1.meta.json"
     meta.write_text(json.dumps(json.loads(meta.read_text()) | {"finished": True}))
-    assert recorder.load(folder).ranks[1].steps_unfinished == 0
+    assert ring_reader.load(folder).ranks[1].steps_unfinished == 0
 
 
 def test_the_type_of_a_bucket_is_that_of_its_description(tmp_path):
     folder = FakeRun(tmp_path, transports=("stock",), blocks=1).write()
     for path in (folder / "ranks").glob("*.meta.json"):
         path.write_text(path.read_text().replace("float32", "bfloat16"))
-    assert {c.dtype for c in recorder.load(folder).collectives} == {"bfloat16"}
+    assert {c.dtype for c in ring_reader.load(folder).collectives} == {"bfloat16"}
 
 
 def test_a_rank_without_a_description_is_read_with_the_others(tmp_path):
     folder = FakeRun(tmp_path, blocks=2).write()
-    whole = recorder.load(folder)
+    whole = ring_reader.load(folder)
     (folder / "ranks" / "0.meta.json").unlink()
     (folder / "ranks" / "1.ofi.ring").write_bytes(b"torn")
-    trace = recorder.load(folder)
+    trace = ring_reader.load(folder)
     assert trace.parameters == whole.parameters
     assert trace.steps == whole.steps
     assert any("rank 0 left no description" in note for note in trace.notes)
@@ -262,7 +262,7 @@ def test_faults_name_the_missing_ranks(tmp_path):
     ring.put(2, "PEER_LOST", a=3, b=-104)
     ring.put(3, "LANE_LOST", a=1, b=2, c=-5)
     ring.close()
-    stall, peer, lane = recorder.load(folder).faults
+    stall, peer, lane = ring_reader.load(folder).faults
     assert (stall.kind, stall.peers, stall.waited_ns) == ("stall", (1, 3), 5 * MS)
     assert (peer.kind, peer.peers, peer.code) == ("peer_lost", (3,), -104)
     assert (lane.kind, lane.lane, lane.code) == ("lane_lost", 2, -5)
@@ -273,7 +273,7 @@ def test_the_probe_of_a_rank_that_left_no_description_is_in_its_ring(tmp_path):
     ring = RingWriter(folder / "ranks" / "0.ofi.ring")
     ring.put(1, "PROBE", a=4, b=1000, c=2000)
     ring.close()
-    info = next(i for i in recorder.load(folder).ranks[0].transports if i.name == "ofi")
+    info = next(i for i in ring_reader.load(folder).ranks[0].transports if i.name == "ofi")
     assert [(p.lanes, p.bytes, p.ns, p.bits_per_s) for p in info.probe] == [(4, 1000, 2000, 4e9)]
 
 
@@ -284,28 +284,28 @@ def test_the_costs_of_a_rank_that_left_no_description_are_in_its_ring(tmp_path):
     ring.put(2, "COSTS", a=30_000_000_000, b=412_345, c=50_000)
     ring.close(orderly=False)
     (folder / "ranks" / "0.meta.json").unlink()
-    infos = {i.name: i.costs for i in recorder.load(folder).ranks[0].transports}
+    infos = {i.name: i.costs for i in ring_reader.load(folder).ranks[0].transports}
     assert infos["ofi"] == (30_000.0, 0.412345, 0.05)  # what was known last
     assert infos.get("stock", ()) == ()
 
 
 def test_the_readable_form_replaces_the_rings(tmp_path):
     folder = FakeRun(tmp_path, blocks=3, clock_skew_ns={1: 10**9}).write()
-    trace = recorder.convert(folder)
+    trace = ring_reader.convert(folder)
     for path in (folder / "ranks").glob("*.ring"):
         path.unlink()
-    assert recorder.load(folder) == trace
+    assert ring_reader.load(folder) == trace
 
 
 def test_a_path_that_is_not_a_run_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no run\.json"):
-        recorder.load(tmp_path)
+        ring_reader.load(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps({"version": 2}))
     with pytest.raises(ValueError, match=r"run\.json"):
-        recorder.load(tmp_path)
+        ring_reader.load(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps({"version": 1, "size": 2, "transports": ["stock"]}))
     with pytest.raises(FileNotFoundError, match="no rank"):
-        recorder.load(tmp_path)
+        ring_reader.load(tmp_path)
 
 
 TWO_SESSIONS = """
@@ -342,7 +342,7 @@ def test_a_folder_with_a_run_is_kept_and_the_next_run_uses_a_subfolder(warm_rank
         for result in results:
             assert result.stdout.split() == [str(folder) for folder in folders[2 * time : 2 * time + 2]]
         assert f"NETBOTTLENECK_DIR={run} already holds a run: this run is written to {run}/" in results[0].stderr
-    found = [recorder.load(folder) for folder in folders]
+    found = [ring_reader.load(folder) for folder in folders]
     assert [len([s for s in trace.steps if s.rank == 1]) for trace in found] == [2, 3, 2, 3]
     for rank in found[0].ranks:
         assert (rank.transports[0].streams_asked, rank.cores) == (0, tuple(sorted(os.sched_getaffinity(0))))

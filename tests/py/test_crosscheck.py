@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from netbottleneck.hooks import measured
-from netbottleneck.hooks.measured import Crosscheck, Pass, Sample, compared
+from netbottleneck.hooks import measured_model
+from netbottleneck.hooks.measured_model import Crosscheck, Pass, Sample, compared
 
 OURS = Pass(begin_ns=52, sent_ns=250, wait_begin_ns=310, wait_end_ns=500)
 
@@ -61,7 +61,7 @@ class Model:
 
 
 def test_a_pass_is_kept_only_if_the_clock_was_looked_at_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured.job, "core", lambda: SimpleNamespace(now_ns=time.monotonic_ns))
+    monkeypatch.setattr(measured_model.job, "core", lambda: SimpleNamespace(now_ns=time.monotonic_ns))
     model = Model()
     hook = SimpleNamespace(count=1, last_pass=None)
     check = Crosscheck(model, hook, None)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from netbottleneck.hooks.measured import Updates
+from netbottleneck.hooks.measured_model import Updates
 
 
 class Counting:

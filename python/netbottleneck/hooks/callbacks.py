@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from netbottleneck import config
 from netbottleneck.hooks import ddp
 from netbottleneck.hooks.loop import measure
-from netbottleneck.hooks.measured import Measured, finish, finish_at_exit
+from netbottleneck.hooks.measured_model import Measured, finish, finish_at_exit
 from netbottleneck.runtime.session import Session, open_session
 
 

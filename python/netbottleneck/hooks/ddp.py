@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from netbottleneck import config
 from netbottleneck.config import Settings
 from netbottleneck.hooks.left_alone import left_alone
-from netbottleneck.hooks.measured import Crosscheck, Measured, finish, finish_at_exit
+from netbottleneck.hooks.measured_model import Crosscheck, Measured, finish, finish_at_exit
 from netbottleneck.hooks.reducer_group import OwnGroup, ReducerGroup, reduced_parameters, reducer_of
 from netbottleneck.launch import connect
 from netbottleneck.runtime import job, session

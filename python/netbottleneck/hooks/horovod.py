@@ -14,7 +14,7 @@ from netbottleneck import config
 from netbottleneck.config import Settings
 from netbottleneck.errors import FAILURES
 from netbottleneck.hooks.left_alone import left_alone
-from netbottleneck.hooks.measured import Measured, close, finish, finish_at_exit, report
+from netbottleneck.hooks.measured_model import Measured, close, finish, finish_at_exit, report
 from netbottleneck.launch import connect
 from netbottleneck.runtime import async_operations, job, timeline
 from netbottleneck.runtime.collectives import shape_key

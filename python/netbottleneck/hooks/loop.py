@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck import config
 from netbottleneck.hooks import ddp as ddp_hooks
-from netbottleneck.hooks.measured import Measured, finish, finish_at_exit
+from netbottleneck.hooks.measured_model import Measured, finish, finish_at_exit
 from netbottleneck.launch import connect
 from netbottleneck.runtime.session import Session, open_session
 from netbottleneck.torch.gradients import Gradients

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck import config
 from netbottleneck.hooks import ddp
-from netbottleneck.hooks.measured import Measured
+from netbottleneck.hooks.measured_model import Measured
 from netbottleneck.report import Run
 from netbottleneck.runtime import job
 

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from netbottleneck.hooks.measured import compiled
+from netbottleneck.hooks.measured_model import compiled
 from netbottleneck.trace.model import Trace
 from netbottleneck.trace.ring_reader import load
 

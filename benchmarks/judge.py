@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck.analysis.statistics import Estimate
+from netbottleneck.analysis.comparisons import Estimate
 
 DRAWS = 2000
 SEED = 1

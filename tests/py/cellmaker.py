@@ -1,6 +1,6 @@
 """Makes traces of cells with known numbers: forward, backward, one operation, an optimizer, other time."""
 
-from netbottleneck.analysis.statistics import Estimate
+from netbottleneck.analysis.comparisons import Estimate
 from netbottleneck.trace.model import Bucket, Collective, Network, Parameter, Rank, Step, Trace
 from netbottleneck.trace.transports import Arm
 

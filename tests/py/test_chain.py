@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cellmaker
-from netbottleneck.analysis.statistics import Estimate
+from netbottleneck.analysis.comparisons import Estimate
 from netbottleneck.report import Run
 from netbottleneck.study.evidence import chain, facts
 from netbottleneck.study.evidence.values import COMPUTED, ArmFacts, CellFacts, Cpu, ForecastFacts, Nic, Outlook, Parts

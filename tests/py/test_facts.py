@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import cellmaker
-from netbottleneck.analysis.statistics import Estimate
+from netbottleneck.analysis.comparisons import Estimate
 from netbottleneck.report import Run
 from netbottleneck.study.evidence import facts, values
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from netbottleneck.analysis.statistics import Estimate, widened
+from netbottleneck.analysis.comparisons import Estimate, widened
 from netbottleneck.trace import json_codec
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.model import Network, Trace, TransportInfo

@@ -21,7 +21,7 @@ import transport  # noqa: E402
 from judge import Figure, certain, closeness, held_out, ratio, worst  # noqa: E402
 from table import Table, against  # noqa: E402
 
-from netbottleneck.analysis.statistics import Estimate  # noqa: E402
+from netbottleneck.analysis.comparisons import Estimate  # noqa: E402
 from netbottleneck.bench import Results  # noqa: E402
 from netbottleneck.errors import Error  # noqa: E402
 

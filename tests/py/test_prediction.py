@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from netbottleneck.analysis.statistics import Estimate
+from netbottleneck.analysis.comparisons import Estimate
 from netbottleneck.study.evidence import values
 from netbottleneck.study.evidence.values import ArmFacts, CellFacts, ForecastFacts, Outlook, Parts
 

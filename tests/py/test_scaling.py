@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from netbottleneck.analysis import findings, intervals, statistics
+from netbottleneck.analysis import bandwidth, comparisons, findings, intervals
 from netbottleneck.trace import ring_reader
 from netbottleneck.trace.model import Collective, Probe, Rank, Step, Trace, TransportInfo
 from netbottleneck.trace.transports import Arm
@@ -198,16 +198,16 @@ def test_bandwidth_is_bytes_over_transfer_and_over_the_step(run):
     [("allreduce", 2, 1.0), ("allreduce", 8, 1.75), ("allgather", 4, 0.75), ("broadcast", 4, 1.0), ("barrier", 4, 0.0)],
 )
 def test_bus_factors_are_those_of_nccl_tests(kind, size, factor):
-    assert intervals.bus_factor(kind, size) == factor
+    assert bandwidth.bus_factor(kind, size) == factor
 
 
 def test_the_achievable_rate_uses_the_fewest_streams():
     probe = (Probe(1, 10, 8), Probe(2, 20, 8), Probe(4, 39, 8), Probe(8, 40, 8))
     ranks = (Rank(0, transports=(TransportInfo("tcp", probe=probe),)),)
-    found = statistics.achievable(Trace("t", 1, (Arm("tcp"),), ranks=ranks))
+    found = bandwidth.achievable(Trace("t", 1, (Arm("tcp"),), ranks=ranks))
     assert found.best == (4, 39e9)
     assert [count for count, _ in found.points] == [1, 2, 4, 8]
-    assert statistics.achievable(Trace("t", 1, (Arm("tcp"),))) is None
+    assert bandwidth.achievable(Trace("t", 1, (Arm("tcp"),))) is None
 
 
 def test_costs_are_of_the_transports_that_measured_them():
@@ -216,8 +216,8 @@ def test_costs_are_of_the_transports_that_measured_them():
         Rank(number, transports=(TransportInfo("tcp", costs=costs), TransportInfo("stock")))
         for number, costs in enumerate(told)
     )
-    found = statistics.costs(Trace("t", 3, (Arm("tcp"), Arm("stock")), ranks=ranks))
-    assert found == {"tcp": statistics.Costs(30_000.0, 0.4, 0.06)}
+    found = comparisons.costs(Trace("t", 3, (Arm("tcp"), Arm("stock")), ranks=ranks))
+    assert found == {"tcp": comparisons.Costs(30_000.0, 0.4, 0.06)}
 
 
 def test_algorithms_are_listed_by_size_for_one_rank():
@@ -229,11 +229,11 @@ def test_algorithms_are_listed_by_size_for_one_rank():
         for size in some
     )
     cast = Collective(0, Arm("tcp"), 1, 0, 0, 99, kind="broadcast", algorithm="chain broadcast")
-    found = statistics.travels(Trace("t", 2, (Arm("tcp"),), ranks=(Rank(0), Rank(1)), collectives=(*rows, cast)))
+    found = comparisons.travels(Trace("t", 2, (Arm("tcp"),), ranks=(Rank(0), Rank(1)), collectives=(*rows, cast)))
     assert found == {
         "tcp": (
-            statistics.Travel("recursive doubling", 4, 16384, 2),
-            statistics.Travel("ring all-reduce", 1 << 20, 1 << 22, 3),
+            comparisons.Travel("recursive doubling", 4, 16384, 2),
+            comparisons.Travel("ring all-reduce", 1 << 20, 1 << 22, 3),
         )
     }
 
@@ -250,19 +250,19 @@ def blocks_of(*blocks):
 
 def test_the_first_step_of_each_block_is_not_counted():
     trace = blocks_of(("a", [900, 10, 10]), ("b", [900, 20, 20]))
-    assert {b: t.tolist() for b, t in statistics.step_times(trace, "a").items()} == {0: [10, 10]}
-    assert {b: t.tolist() for b, t in statistics.step_times(trace, "b").items()} == {1: [20, 20]}
+    assert {b: t.tolist() for b, t in comparisons.step_times(trace, "a").items()} == {0: [10, 10]}
+    assert {b: t.tolist() for b, t in comparisons.step_times(trace, "b").items()} == {1: [20, 20]}
 
 
 def test_neighbouring_blocks_are_paired_once_each_across_third_transports():
     rows = [("bare", [1, 1]), ("a", [1, 100]), ("b", [1, 80])] * 3
-    found = statistics.compare(blocks_of(*rows), "a", "b")
+    found = comparisons.compare(blocks_of(*rows), "a", "b")
     assert found.pairs == 3
-    assert found.difference_ns == statistics.Estimate(-20, -20, -20)
+    assert found.difference_ns == comparisons.Estimate(-20, -20, -20)
     assert found.ratio.value == 0.8
     assert found.gain.value == pytest.approx(0.2)
-    assert statistics.compare(blocks_of(("a", [1, 2])), "a", "b") is None
-    assert not statistics.compare(blocks_of(("a", [1, 2]), ("b", [1, 2])), "a", "b").enough
+    assert comparisons.compare(blocks_of(("a", [1, 2])), "a", "b") is None
+    assert not comparisons.compare(blocks_of(("a", [1, 2]), ("b", [1, 2])), "a", "b").enough
 
 
 def test_a_common_drift_is_not_a_difference():
@@ -271,7 +271,7 @@ def test_a_common_drift_is_not_a_difference():
     for pair in range(6):
         names = ("a", "b") if pair % 2 == 0 else ("b", "a")
         rows += [(name, [1, *(10_000 * (1 + pair) + random.integers(0, 100, 8))]) for name in names]
-    found = statistics.compare(blocks_of(*rows), "a", "b")
+    found = comparisons.compare(blocks_of(*rows), "a", "b")
     assert found.difference_ns.low <= 0 <= found.difference_ns.high
     assert found.difference_ns.high - found.difference_ns.low < 200
 
@@ -287,13 +287,13 @@ def test_the_interval_has_its_nominal_coverage():
                 (name, [1, *(random.normal(10_000 + shift + level, 300, 6)).astype(int)])
                 for name, shift in (("a", 0), ("b", 150))
             ]
-        found = statistics.compare(blocks_of(*rows), "a", "b")
+        found = comparisons.compare(blocks_of(*rows), "a", "b")
         covered += found.difference_ns.low <= 150 <= found.difference_ns.high
     assert covered >= 51
 
 
 def test_a_comparison_is_the_same_each_time(run):
-    assert statistics.compare(run, "stock", "ofi") == statistics.compare(run, "stock", "ofi")
+    assert comparisons.compare(run, "stock", "ofi") == comparisons.compare(run, "stock", "ofi")
 
 
 def test_scaling_is_measured_if_one_rank_ran_alone(tmp_path):
@@ -321,10 +321,10 @@ def test_the_step_of_one_rank_is_estimated_without_exposed_and_wait():
     )
     splits = [split for _, split, _ in intervals.split_steps(trace)]
     assert {(split.exposed_ns, split.wait_ns) for split in splits} == {(20, 10)}
-    found = statistics.scaling_factor(trace, "stock", splits)
-    assert found == statistics.Scaling(0.7, 70.0, 100.0, "estimated from compute")
-    assert statistics.scaling_factor(trace, "ofi", splits) is None
-    assert statistics.scaling_factor(trace, "stock", ()) is None
+    found = comparisons.scaling_factor(trace, "stock", splits)
+    assert found == comparisons.Scaling(0.7, 70.0, 100.0, "estimated from compute")
+    assert comparisons.scaling_factor(trace, "ofi", splits) is None
+    assert comparisons.scaling_factor(trace, "stock", ()) is None
 
 
 @pytest.mark.parametrize(("constant", "slope", "share"), [(0, 2, 0.0), (1000, 0, 1.0), (1000, 1, 0.606)])
@@ -334,10 +334,10 @@ def test_the_share_of_latency_is_fitted(constant, slope, share):
     for size in sizes:
         rows.append(operation(now, now + constant + slope * size + (size == 0), tensor_bytes=size))
         now += 10**6
-    assert statistics.latency_share(rows) == pytest.approx(share, abs=0.02)
+    assert comparisons.latency_share(rows) == pytest.approx(share, abs=0.02)
 
 
 def test_no_latency_is_fitted_to_too_little():
     rows = [operation(i * 10, i * 10 + 5, tensor_bytes=8) for i in range(20)]
-    assert statistics.latency_share(rows) is None
-    assert statistics.latency_share(rows[:3]) is None
+    assert comparisons.latency_share(rows) is None
+    assert comparisons.latency_share(rows[:3]) is None

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from netbottleneck.analysis import findings, verdict
-from netbottleneck.analysis.statistics import Achievable, Estimate, Paired
+from netbottleneck.analysis.bandwidth import Achievable
+from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.report.text import sentences
 from netbottleneck.trace import ring_reader
 from netbottleneck.trace.model import Network

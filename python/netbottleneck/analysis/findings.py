@@ -9,7 +9,21 @@ from typing import TypeVar
 
 import numpy as np
 
-from netbottleneck.analysis import statistics
+from netbottleneck.analysis import bandwidth
+from netbottleneck.analysis.comparisons import (
+    Costs,
+    Estimate,
+    Paired,
+    Scaling,
+    Travel,
+    compare,
+    costs,
+    headroom,
+    latency_share,
+    scaling_factor,
+    step_times,
+    travels,
+)
 from netbottleneck.analysis.intervals import WARMUP_STEPS, Exposed, Layer, Split, layers, split_steps, typical
 from netbottleneck.trace.model import Rank, Step, Trace
 from netbottleneck.trace.transports import BARE, STOCK, Arm
@@ -62,18 +76,18 @@ class Findings:
     trace: Trace
     times: Mapping[Arm, StepTime]
     parts: Mapping[Arm, Parts]
-    achieved: Mapping[Arm, statistics.Achieved]
-    achievable: statistics.Achievable | None
+    achieved: Mapping[Arm, bandwidth.Achieved]
+    achievable: bandwidth.Achievable | None
     link_bps: float | None
-    scaling: Mapping[Arm, statistics.Scaling]
-    costs: Mapping[str, statistics.Costs] = field(default_factory=dict)
-    travels: Mapping[Arm, tuple[statistics.Travel, ...]] = field(default_factory=dict)
+    scaling: Mapping[Arm, Scaling]
+    costs: Mapping[str, Costs] = field(default_factory=dict)
+    travels: Mapping[Arm, tuple[Travel, ...]] = field(default_factory=dict)
     base: Arm | None = None
-    share: statistics.Estimate | None = None
+    share: Estimate | None = None
     late_ns: Mapping[int, float] = field(default_factory=dict)
-    comparisons: tuple[statistics.Paired, ...] = ()
-    handicap: statistics.Paired | None = None
-    headroom: statistics.Paired | None = None
+    comparisons: tuple[Paired, ...] = ()
+    handicap: Paired | None = None
+    headroom: Paired | None = None
     latency_share: float | None = None
     cores_busy: float | None = None
     layers: tuple[Layer, ...] = ()
@@ -104,15 +118,15 @@ def _parts(splits: Sequence[Split]) -> Parts:
     return Parts(**{name: mean(name) for name in names}, steps=len(splits))
 
 
-def _share(splits: Sequence[Split]) -> statistics.Estimate:
+def _share(splits: Sequence[Split]) -> Estimate:
     """Mean exposed and waiting part of a step, with its normal 95 % interval."""
     shares = np.array([(s.exposed_ns + s.wait_ns) / s.step_ns for s in splits if s.step_ns])
     half = 1.96 * float(shares.std(ddof=1)) / len(shares) ** 0.5 if len(shares) > 1 else 1.0
-    return statistics.Estimate(float(shares.mean()), float(shares.mean()) - half, float(shares.mean()) + half)
+    return Estimate(float(shares.mean()), float(shares.mean()) - half, float(shares.mean()) + half)
 
 
 def _step_time(trace: Trace, arm: Arm, warmup: int) -> StepTime | None:
-    blocks = statistics.step_times(trace, arm, warmup)
+    blocks = step_times(trace, arm, warmup)
     if not blocks:
         return None
     p10, p50, p90 = np.percentile(np.concatenate(list(blocks.values())), [10, 50, 90])
@@ -166,7 +180,7 @@ def _link_bps(trace: Trace, base: Arm | None) -> float | None:
 
 
 def _full_use(
-    parts: Parts, achieved: statistics.Achieved | None, achievable: statistics.Achievable | None
+    parts: Parts, achieved: bandwidth.Achieved | None, achievable: bandwidth.Achievable | None
 ) -> float | None:
     if achieved is None or achievable is None:
         return None
@@ -194,7 +208,7 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
     middle = typical(rows, lambda row: row[1].step_ns)
     splits = [row[1] for row in rows]
     others = [arm for arm in common.times if arm.real and arm != base]
-    pairs = _there({arm: statistics.compare(trace, base, arm, warmup) for arm in others})
+    pairs = _there({arm: compare(trace, base, arm, warmup) for arm in others})
     own = [c for c in trace.collectives if c.arm == base and c.step is not None]
     sampled = [step for step in trace.steps if step.arm == base]
     return replace(
@@ -203,9 +217,9 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
         share=_share(splits),
         late_ns=_late([row[1] for row in middle], trace.size),
         comparisons=tuple(pairs.values()),
-        handicap=statistics.compare(trace, BARE, base, warmup) if base == STOCK else None,
-        headroom=statistics.headroom(trace, base),
-        latency_share=statistics.latency_share(own),
+        handicap=compare(trace, BARE, base, warmup) if base == STOCK else None,
+        headroom=headroom(trace, base),
+        latency_share=latency_share(own),
         cores_busy=_cores_busy(trace, [step for step, _, _ in rows]),
         layers=layers(trace, [(step, exposed) for step, _, exposed in middle], sampled),
         predicted_full_use_ns=_full_use(common.parts[base], common.achieved.get(base), common.achievable),
@@ -220,8 +234,8 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
     arms = list(dict.fromkeys([*trace.arms, *rows]))
     splits = {arm: [row[1] for row in rows[arm]] for arm in arms if arm in rows}
     times = {arm: _step_time(trace, arm, warmup) for arm in arms}
-    achieved = {arm: statistics.achieved(arm, own) for arm, own in splits.items()}
-    factors = {arm: statistics.scaling_factor(trace, arm, splits.get(arm, ())) for arm in times if arm.real}
+    achieved = {arm: bandwidth.achieved(arm, own) for arm, own in splits.items()}
+    factors = {arm: scaling_factor(trace, arm, splits.get(arm, ())) for arm in times if arm.real}
     parts = {arm: _parts(typical(own, lambda split: split.step_ns)) for arm, own in splits.items()}
     base = _base(trace, parts)
     common = Findings(
@@ -229,10 +243,10 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
         times=_there(times),
         parts=parts,
         achieved=_there(achieved),
-        achievable=statistics.achievable(trace),
+        achievable=bandwidth.achievable(trace),
         link_bps=_link_bps(trace, base),
         scaling=_there(factors),
-        costs=statistics.costs(trace),
-        travels=statistics.travels(trace),
+        costs=costs(trace),
+        travels=travels(trace),
     )
     return common if base is None else _about(common, base, rows[base], warmup)

@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from netbottleneck.analysis.bandwidth import bus_factor
 from netbottleneck.trace.model import Collective, Parameter, Step, Trace
 from netbottleneck.trace.transports import BARE, Arm
 
@@ -98,13 +99,6 @@ class Split:
     bus_bytes: float
     wire_bytes: int | None
     operations: int
-
-
-def bus_factor(kind: str, size: int) -> float:
-    """Factor from tensor bytes to bytes on a link. Source: nccl-tests, doc/PERFORMANCE.md."""
-    if kind == "barrier" or size < 2:
-        return 0.0
-    return {"allreduce": 2.0, "allgather": 1.0, "reducescatter": 1.0}.get(kind, size / (size - 1)) * (size - 1) / size
 
 
 def backward_intervals(step: Step) -> list[tuple[int, int]]:

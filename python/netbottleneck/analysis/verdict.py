@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 
+from netbottleneck.analysis.comparisons import Paired
 from netbottleneck.analysis.findings import Findings
-from netbottleneck.analysis.statistics import Paired
 from netbottleneck.trace.model import NOT_RECORDED, NOT_TIMED
 from netbottleneck.trace.transports import STOCK, Arm
 from netbottleneck.units import gbit, ms, percent, streams

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from netbottleneck.analysis.bandwidth import bus_factor
+
 VERSION = 1
 _COLUMNS = (
     ("transport", "", 13),
@@ -63,7 +65,7 @@ class Samples:
             "count": self.count,
             "time_s": {"median": median, "p10": p10, "p90": p90, "n": rounds},
             "algbw_bytes_per_s": algbw,
-            "busbw_bytes_per_s": algbw * 2 * (ranks - 1) / ranks,
+            "busbw_bytes_per_s": algbw * bus_factor("allreduce", ranks),
             "wire_bits_per_s": self._wire(float(times.sum())),
             "cpu_s_per_gb": spent / (nbytes * rounds / 1e9) if nbytes else None,
             "wrong": int(self.values[:, :, 4].sum()),

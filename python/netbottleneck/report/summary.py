@@ -13,7 +13,8 @@ from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
-from netbottleneck.analysis import statistics
+from netbottleneck.analysis.bandwidth import Achievable, Achieved
+from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.findings import Findings, Parts
 from netbottleneck.analysis.intervals import WARMUP_STEPS
 from netbottleneck.analysis.usage import HostUse
@@ -31,11 +32,11 @@ def _s(ns: float | None) -> float | None:
     return None if ns is None else ns / 1e9
 
 
-def _interval(estimate: statistics.Estimate, scale: float = 1.0) -> dict[str, float]:
+def _interval(estimate: Estimate, scale: float = 1.0) -> dict[str, float]:
     return {"value": estimate.value * scale, "low": estimate.low * scale, "high": estimate.high * scale}
 
 
-def _pair(pair: statistics.Paired | None, withheld: bool = False) -> dict[str, Any] | None:
+def _pair(pair: Paired | None, withheld: bool = False) -> dict[str, Any] | None:
     if pair is None:
         return None
     return {
@@ -67,7 +68,7 @@ def _split(parts: Parts) -> dict[str, Any]:
     }
 
 
-def _bandwidth(achieved: statistics.Achieved, link_bps: float | None) -> dict[str, Any]:
+def _bandwidth(achieved: Achieved, link_bps: float | None) -> dict[str, Any]:
     return {
         "active_bits_per_s": achieved.active_bps,
         "average_bits_per_s": achieved.average_bps,
@@ -91,7 +92,7 @@ def _network(trace: Trace) -> dict[str, Any] | None:
     }
 
 
-def _probe(achievable: statistics.Achievable | None) -> dict[str, Any] | None:
+def _probe(achievable: Achievable | None) -> dict[str, Any] | None:
     if achievable is None:
         return None
     points = [{"streams": count, "bits_per_s": rate} for count, rate in achievable.points]

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from netbottleneck.analysis.comparisons import Costs, Travel
 from netbottleneck.analysis.findings import Findings, Parts
 from netbottleneck.analysis.intervals import Layer
-from netbottleneck.analysis.statistics import Costs, Travel
 from netbottleneck.analysis.usage import HostUse
 from netbottleneck.analysis.verdict import Verdict, best_gain, handicap_sentence, own_cost, stock_is_as_good
 from netbottleneck.trace.model import Rank, Trace, TransportInfo

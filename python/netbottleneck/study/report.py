@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from netbottleneck.analysis import verdict as rules
-from netbottleneck.analysis.statistics import Paired
+from netbottleneck.analysis.comparisons import Paired
 from netbottleneck.report import Run
 from netbottleneck.study.cells import (
     FACTS,

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck import _core
+from netbottleneck.analysis.comparisons import BOOTSTRAP_SEED, PAIRS_MIN, Estimate, by_block, median_of, redrawn
 from netbottleneck.analysis.intervals import (
     counted,
     in_flight_spans,
@@ -23,7 +24,6 @@ from netbottleneck.analysis.intervals import (
     passes,
     total,
 )
-from netbottleneck.analysis.statistics import BOOTSTRAP_SEED, PAIRS_MIN, Estimate, by_block, median_of, redrawn
 from netbottleneck.trace.model import Collective, Trace, TransportInfo
 from netbottleneck.trace.transports import NULL, PSEUDO, Arm
 from netbottleneck.units import percent

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from netbottleneck import _core
-from netbottleneck.analysis.statistics import Estimate, widened
+from netbottleneck.analysis.comparisons import Estimate, widened
 from netbottleneck.trace.model import Trace
 from netbottleneck.trace.transports import NULL, PSEUDO, Arm
 from netbottleneck.units import percent

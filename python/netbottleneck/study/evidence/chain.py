@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from netbottleneck.analysis.statistics import Estimate, Paired
+from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.study.evidence import facts, values
 from netbottleneck.study.evidence.facts import budgets
 from netbottleneck.study.evidence.values import INFLATION, STOCK, ArmFacts, CellFacts, Outlook, with_distinct_models

@@ -12,7 +12,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck.analysis import statistics, usage
+from netbottleneck.analysis import comparisons, usage
+from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.intervals import (
     Intervals,
     Split,
@@ -25,7 +26,6 @@ from netbottleneck.analysis.intervals import (
     typical,
 )
 from netbottleneck.analysis.intervals import intervals as spans
-from netbottleneck.analysis.statistics import Estimate, Paired
 from netbottleneck.analysis.usage import HostUse
 from netbottleneck.bench.replay import sent_bytes
 from netbottleneck.report import Run
@@ -331,7 +331,7 @@ def cell_facts(
         cell,
         arms={name: with_sent(arm, sums) for name, arm in arms.items()},
         pairs=run.findings.comparisons,
-        hooks=statistics.compare(passes_only, BARE, NULL) if about.job == INFLATION else None,
+        hooks=comparisons.compare(passes_only, BARE, NULL) if about.job == INFLATION else None,
         contention=_contention(passes_only),
         forecast=forecast_facts(forecast),
         notes=(*trace.notes, *notes),
@@ -363,7 +363,7 @@ def _base(run: Run, about: CellDescription, passes_only: Trace, splits: Mapping[
     """Return the facts that do not depend on an arm: the network, the model, and the step of one rank."""
     trace = run.trace
     network = trace.network or Network()
-    name = next((arm for arm in (SINGLE, NULL) if statistics.step_times(trace, arm)), None)
+    name = next((arm for arm in (SINGLE, NULL) if comparisons.step_times(trace, arm)), None)
     baseline = {SINGLE: ALONE, NULL: NOTHING_MOVES, None: COMPUTED}[name]
     own = splits.get(name, ()) if name is not None else ()
     hosts = {rank.host_id for rank in trace.ranks}
@@ -383,9 +383,9 @@ def _base(run: Run, about: CellDescription, passes_only: Trace, splits: Mapping[
         tensors=len(trace.parameters),
         tensor_bytes=sum(parameter.bytes for parameter in trace.parameters),
         baseline=baseline,
-        single_ns=values.median(statistics.step_times(trace, name)) if name is not None else None,
+        single_ns=values.median(comparisons.step_times(trace, name)) if name is not None else None,
         single_compute_ns=_parts(own).compute_ns if own else None,
-        single_forward_backward_ns=values.median(statistics.step_times(passes_only, name))
+        single_forward_backward_ns=values.median(comparisons.step_times(passes_only, name))
         if name is not None
         else None,
     )
@@ -399,7 +399,7 @@ def _measured_bps(network: Network, flows: str) -> float | None:
 
 def _arm(run: Run, cell: CellFacts, passes_only: Trace, arm: tuple[Arm, Sequence[Split]]) -> ArmFacts:
     trace, (name, splits) = run.trace, arm
-    blocks = statistics.step_times(trace, name)
+    blocks = comparisons.step_times(trace, name)
     step_ns = values.median(blocks)
     assert step_ns is not None
     moved = run.findings.achieved.get(name)
@@ -413,7 +413,7 @@ def _arm(run: Run, cell: CellFacts, passes_only: Trace, arm: tuple[Arm, Sequence
         tuple((block, float(np.median(own))) for block, own in sorted(blocks.items())),
         scaling=None if name == NULL or cell.job == INFLATION else scaling(trace, name, cell.baseline, splits),
         parts=_parts(splits) if splits else None,
-        forward_backward_ns=values.median(statistics.step_times(passes_only, name)),
+        forward_backward_ns=values.median(comparisons.step_times(passes_only, name)),
         active_bps=active_bps,
         average_bps=average_bps,
         nic=nic(hosts),
@@ -433,11 +433,11 @@ def scaling(trace: Trace, name: Arm, baseline: str, splits: Sequence[Split]) -> 
     """Return the scaling factor T_1 / T_n of an arm, for equal work per rank.
 
     The interval is by blocks, and paired if the baseline is an arm of the same run."""
-    times = statistics.step_times(trace, name)
+    times = comparisons.step_times(trace, name)
     if baseline == ALONE:
-        return values.ratio(statistics.step_times(trace, SINGLE), times)
+        return values.ratio(comparisons.step_times(trace, SINGLE), times)
     if baseline == NOTHING_MOVES:
-        pair = statistics.compare(trace, NULL, name)
+        pair = comparisons.compare(trace, NULL, name)
         return None if pair is None else values.inverse(pair.ratio)
     shares: dict[int, list[float]] = defaultdict(list)
     for one in splits:
@@ -468,7 +468,7 @@ def compute_only(trace: Trace, job: str) -> Trace:
 def _contention(passes_only: Trace) -> tuple[Paired, ...]:
     """Compare forward and backward of each arm that moves bytes with those of the null arm."""
     names = dict.fromkeys(step.arm for step in passes_only.steps if step.arm not in PSEUDO)
-    pairs = [statistics.compare(passes_only, NULL, name) for name in names]
+    pairs = [comparisons.compare(passes_only, NULL, name) for name in names]
     return tuple(pair for pair in pairs if pair is not None)
 
 

@@ -15,7 +15,7 @@ from itertools import cycle
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from netbottleneck.analysis.statistics import Estimate
+from netbottleneck.analysis.comparisons import Estimate
 from netbottleneck.study.evidence import values
 from netbottleneck.study.evidence.chain import bound, link_bps
 from netbottleneck.study.evidence.values import INFLATION, ArmFacts, CellFacts, Curve, with_distinct_models

@@ -1,4 +1,4 @@
-"""Comparisons over a trace: arms by alternating blocks, achieved and achievable bandwidth, scaling factor.
+"""Comparisons over a trace: arms by alternating blocks, their costs and algorithms, scaling factor, latency.
 
 Pure and seeded: the same trace gives the same numbers.
 """
@@ -92,8 +92,6 @@ PAIRS_MIN = 2
 # Fewest operations, and smallest ratio of largest to smallest size, for a latency fit.
 FIT_OPERATIONS_MIN = 8
 FIT_SIZES_RATIO_MIN = 2.0
-# The probe's best point is the one with the fewest streams that reaches this part of the top rate.
-PROBE_NEAR_BEST = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,68 +163,6 @@ def compare(
     difference = median_of(found.other - found.base, found.other_drawn - found.base_drawn)
     ratio = median_of(found.other / found.base, found.other_drawn / found.base_drawn)
     return Paired(base, other, len(found.base), found.steps, difference, ratio)
-
-
-@dataclass(frozen=True, slots=True)
-class Achieved:
-    """Achieved bandwidth of an arm, one direction, as busbw (tensor bits times 2(n-1)/n for an all-reduce).
-
-    active: over transfer time; average: over whole steps. Report both or neither. p10, p90: active rate of single
-    steps. wire_bps: active rate of the bytes sent; None if its transport does not count them.
-    """
-
-    arm: Arm
-    active_bps: float
-    average_bps: float
-    p10_bps: float
-    p90_bps: float
-    wire_bps: float | None
-    steps: int
-
-
-def achieved(arm: Arm, splits: Iterable[Split]) -> Achieved | None:
-    """Achieved bandwidth over the steps of an arm; None if no bytes moved."""
-    moved = [s for s in splits if s.arm == arm and s.transfer_ns > 0 and s.bus_bytes > 0]
-    if not moved:
-        return None
-    transfer_ns = sum(s.transfer_ns for s in moved)
-    rates = [8e9 * s.bus_bytes / s.transfer_ns for s in moved]
-    wire = [s.wire_bytes for s in moved if s.wire_bytes is not None]
-    p10, p90 = np.percentile(rates, [10, 90])
-    return Achieved(
-        arm,
-        8e9 * sum(s.bus_bytes for s in moved) / transfer_ns,
-        8e9 * sum(s.bus_bytes for s in moved) / sum(s.step_ns for s in moved),
-        float(p10),
-        float(p90),
-        8e9 * sum(wire) / transfer_ns if len(wire) == len(moved) else None,
-        len(moved),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Achievable:
-    """Probe results: (streams, bits/s) points, medians over ranks; best: fewest streams near the top rate."""
-
-    transport: str
-    points: tuple[tuple[int, float], ...]
-    best: tuple[int, float]
-
-
-def achievable(trace: Trace) -> Achievable | None:
-    """Probe result of the fastest transport; None without a probe."""
-    rates: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for rank in trace.ranks:
-        for info in rank.transports:
-            for point in info.probe:
-                if point.bits_per_s > 0:
-                    rates[info.name][point.lanes].append(point.bits_per_s)
-    found = []
-    for name, by_lanes in rates.items():
-        points = tuple((lanes, float(np.median(values))) for lanes, values in sorted(by_lanes.items()))
-        top = max(rate for _, rate in points)
-        found.append(Achievable(name, points, next(p for p in points if p[1] >= PROBE_NEAR_BEST * top)))
-    return max(found, key=lambda a: a.best[1], default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@
 
 #include "base/error.h"
 #include "coll/choose.h"
+#include "engine/descriptor.h"
 #include "engine/engine.h"
-#include "engine/messages.h"
 #include "engine/operation.h"
 
 int nb_autotune_open(struct nb_job *job, struct nb_error *err);

@@ -15,7 +15,7 @@
 #include "base/loop.h"
 #include "base/wire.h"
 #include "engine/context.h"
-#include "engine/messages.h"
+#include "engine/descriptor.h"
 #include "engine/shared.h"
 #include "trace/event.h"
 #include "trace/ring.h"

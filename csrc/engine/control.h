@@ -9,7 +9,7 @@
 
 #include "base/error.h"
 #include "base/loop.h"
-#include "engine/messages.h"
+#include "engine/descriptor.h"
 #include "transport/shm_pipe.h"
 
 struct nb_job;

@@ -1,5 +1,5 @@
 // Descriptors of operations: comparison between ranks, and validation.
-#include "engine/messages.h"
+#include "engine/descriptor.h"
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -14,8 +14,8 @@
 #include "engine/algorithms.h"
 #include "engine/buffer.h"
 #include "engine/context.h"
+#include "engine/descriptor.h"
 #include "engine/engine.h"
-#include "engine/messages.h"
 #include "engine/operation.h"
 
 int nb_join_open(struct nb_job *job, struct nb_error *err) {

@@ -7,7 +7,7 @@
 #include <stdint.h>
 
 #include "base/error.h"
-#include "engine/messages.h"
+#include "engine/descriptor.h"
 
 struct nb_job;
 

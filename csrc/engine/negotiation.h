@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 #include "base/error.h"
-#include "engine/messages.h"
+#include "engine/descriptor.h"
 #include "engine/operation.h"
 
 enum { PENDING_MAX = 64 * 1024 }; // operations of one rank that may wait for other ranks

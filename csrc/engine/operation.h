@@ -13,8 +13,8 @@
 #include "coll/choose.h"
 #include "coll/reduce.h"
 #include "coll/sched.h"
+#include "engine/descriptor.h"
 #include "engine/engine.h"
-#include "engine/messages.h"
 #include "transport/lanes.h"
 
 struct piece;

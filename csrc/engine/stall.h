@@ -8,7 +8,7 @@
 
 #include "base/error.h"
 #include "engine/communicator.h"
-#include "engine/messages.h"
+#include "engine/descriptor.h"
 
 enum { NB_STALLS_KEPT = 16 };
 

@@ -1,6 +1,6 @@
 // Descriptors of operations (layout: base/wire.h): comparison and validation.
-#ifndef NB_ENGINE_MESSAGES_H
-#define NB_ENGINE_MESSAGES_H
+#ifndef NB_ENGINE_DESCRIPTOR_H
+#define NB_ENGINE_DESCRIPTOR_H
 
 #include <stdbool.h>
 #include <stddef.h>

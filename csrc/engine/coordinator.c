@@ -21,7 +21,7 @@
 #include "engine/control.h"
 #include "engine/descriptor.h"
 #include "engine/engine.h"
-#include "engine/inline.h"
+#include "engine/inline_allreduce.h"
 #include "engine/join.h"
 #include "engine/negotiation.h"
 #include "engine/shared.h"

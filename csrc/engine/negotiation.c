@@ -19,7 +19,7 @@
 #include "engine/control.h"
 #include "engine/descriptor.h"
 #include "engine/engine.h"
-#include "engine/inline.h"
+#include "engine/inline_allreduce.h"
 #include "engine/join.h"
 #include "engine/operation.h"
 #include "engine/shared.h"

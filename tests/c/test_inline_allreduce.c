@@ -4,7 +4,7 @@
 #include <stdint.h>
 #include <unistd.h>
 
-#include "engine/inline.h"
+#include "engine/inline_allreduce.h"
 #include "job.h"
 
 enum { ROUNDS = 5, FROM = 2 };

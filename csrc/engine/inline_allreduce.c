@@ -1,5 +1,5 @@
 // Inline all-reduce: sends, keeps, reduces and places the data that travels with negotiation.
-#include "engine/inline.h"
+#include "engine/inline_allreduce.h"
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -1,8 +1,8 @@
 // Inline all-reduce: each rank sends its buffer to rank 0 in place of the submission, and rank 0 answers with the
 // result in place of the start message. For a few KiB this has the lowest latency: it needs no more messages than
 // negotiation, and no lane.
-#ifndef NB_ENGINE_INLINE_H
-#define NB_ENGINE_INLINE_H
+#ifndef NB_ENGINE_INLINE_ALLREDUCE_H
+#define NB_ENGINE_INLINE_ALLREDUCE_H
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -11,7 +11,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
-#include "coll/sched.h"
+#include "coll/ring_schedule.h"
 #include "engine/engine.h"
 #include "engine/operation.h"
 #include "trace/event.h"

@@ -7,7 +7,7 @@
 #include <sys/uio.h>
 
 #include "base/error.h"
-#include "coll/sched.h"
+#include "coll/ring_schedule.h"
 #include "engine/context.h"
 
 // Writes the pieces of a range to iov, at most `max`. Returns their number, or max + 1 if there are more.

@@ -11,7 +11,7 @@
 #include "base/loop.h"
 #include "base/sock.h"
 #include "bootstrap/bootstrap.h"
-#include "coll/sched.h"
+#include "coll/ring_schedule.h"
 #include "engine/autotune.h"
 #include "engine/communicator.h"
 #include "engine/context.h"

@@ -12,7 +12,7 @@
 #include "base/list.h"
 #include "coll/choose.h"
 #include "coll/reduce.h"
-#include "coll/sched.h"
+#include "coll/ring_schedule.h"
 #include "engine/descriptor.h"
 #include "engine/engine.h"
 #include "transport/lanes.h"
@@ -105,7 +105,7 @@ struct nb_work {
     int segment_count; // of the caller's buffer
     struct nb_segment *segments;
     struct nb_sched sched;      // of pipeline.c
-    struct steps_state *steps;  // of steps.c
+    struct steps_state *steps;  // of step_operations.c
     struct nb_shared_op shared; // of shared.c and two_level.c
 };
 

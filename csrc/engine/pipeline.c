@@ -10,7 +10,7 @@
 #include "base/bits.h"
 #include "base/error.h"
 #include "coll/choose.h"
-#include "coll/sched.h"
+#include "coll/ring_schedule.h"
 #include "engine/algorithms.h"
 #include "engine/buffer.h"
 #include "engine/communicator.h"

@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 #include "base/error.h"
-#include "coll/sched.h"
+#include "coll/ring_schedule.h"
 #include "engine/operation.h"
 
 // Makes the schedule and the two flows to the neighbours.

@@ -4,7 +4,7 @@
 
 #include "base/list.h"
 #include "coll/choose.h"
-#include "coll/sched.h"
+#include "coll/ring_schedule.h"
 #include "engine/buffer.h"
 #include "engine/communicator.h"
 #include "engine/context.h"

@@ -13,7 +13,7 @@
 #include "base/error.h"
 #include "base/list.h"
 #include "coll/choose.h"
-#include "coll/sched.h"
+#include "coll/ring_schedule.h"
 #include "engine/algorithms.h"
 #include "engine/communicator.h"
 #include "engine/context.h"

@@ -8,7 +8,7 @@
 
 #include "base/dtype.h"
 #include "coll/reduce_pair.h"
-#include "coll/sched.h"
+#include "coll/ring_schedule.h"
 #include "engine/context.h"
 #include "engine/engine.h"
 #include "transport/shm.h"

@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 #include "base/list.h"
-#include "coll/sched.h"
+#include "coll/ring_schedule.h"
 #include "engine/context.h"
 #include "engine/engine.h"
 #include "transport/shm.h"

@@ -14,7 +14,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/list.h"
-#include "coll/sched.h"
+#include "coll/ring_schedule.h"
 #include "engine/buffer.h"
 #include "engine/context.h"
 #include "engine/engine.h"

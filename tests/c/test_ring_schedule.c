@@ -7,7 +7,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "coll/sched.h"
+#include "coll/ring_schedule.h"
 
 enum { RANKS_MAX = 9 };
 

@@ -4,8 +4,8 @@
 // range of the buffer to one neighbour and receives one from another. A range is cut into blocks: every step has
 // `per_step` blocks, and block g = step × per_step + i. A step may be shorter than its blocks: those past the end have
 // no bytes. When block g has landed, outgoing block nb_sched_next(g) may be sent: this forms the pipeline.
-#ifndef NB_COLL_SCHED_H
-#define NB_COLL_SCHED_H
+#ifndef NB_COLL_RING_SCHEDULE_H
+#define NB_COLL_RING_SCHEDULE_H
 
 #include <stdbool.h>
 #include <stddef.h>

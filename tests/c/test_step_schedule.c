@@ -6,8 +6,8 @@
 #include <string.h>
 
 #include "check.h"
-#include "coll/sched.h"
-#include "coll/steps.h"
+#include "coll/ring_schedule.h"
+#include "coll/step_schedule.h"
 
 enum { RANKS_MAX = 17, ELEMENT = 8 };
 

@@ -1,4 +1,4 @@
-// Operations in steps (coll/steps.h) on the lanes. All arrivals have their place from the start. The data of a step is
+// Operations in steps (coll/step_schedule.h) on the lanes. All arrivals have their place from the start. The data of a step is
 // sent when all earlier steps are complete.
 //
 // A lane may read a flow's memory again until the flow is done. So sent memory is overwritten only by data whose
@@ -15,8 +15,8 @@
 #include "base/bits.h"
 #include "base/error.h"
 #include "coll/choose.h"
-#include "coll/sched.h"
-#include "coll/steps.h"
+#include "coll/ring_schedule.h"
+#include "coll/step_schedule.h"
 #include "engine/algorithms.h"
 #include "engine/buffer.h"
 #include "engine/communicator.h"

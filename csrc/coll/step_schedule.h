@@ -1,18 +1,18 @@
 // Schedules of whole steps as arithmetic: in each step a rank sends a range of the buffer to one peer and receives one
 // from another. The bytes of a step depend on all earlier steps. For latency-bound operations: few steps, many peers.
-// (For bandwidth-bound ones, sched.h cuts the steps of a ring into pipelined blocks.)
+// (For bandwidth-bound ones, ring_schedule.h cuts the steps of a ring into pipelined blocks.)
 //
 // Recursive doubling: exchanges the whole buffer with ranks 1, 2, 4, … away. At 2 ranks: a direct exchange.
 // Recursive halving and doubling: exchanges half of it, a quarter, …, then back (Rabenseifner).
 // If the number of ranks is not a power of two, the first few hand their buffer to a neighbour and get the result back.
 // Pairwise all-to-all: the buffer is n parts to send, then n to receive; step k is to rank + k and from rank - k.
-#ifndef NB_COLL_STEPS_H
-#define NB_COLL_STEPS_H
+#ifndef NB_COLL_STEP_SCHEDULE_H
+#define NB_COLL_STEP_SCHEDULE_H
 
 #include <stdbool.h>
 #include <stddef.h>
 
-#include "coll/sched.h"
+#include "coll/ring_schedule.h"
 
 enum nb_steps_kind { NB_STEPS_NONE, NB_STEPS_DOUBLING, NB_STEPS_HALVING, NB_STEPS_PAIRWISE };
 

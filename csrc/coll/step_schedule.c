@@ -1,10 +1,10 @@
 // Schedules of whole steps: peers and ranges of each step, without I/O.
-#include "coll/steps.h"
+#include "coll/step_schedule.h"
 
 #include <stdbool.h>
 #include <stddef.h>
 
-#include "coll/sched.h"
+#include "coll/ring_schedule.h"
 
 enum { CUT_ALIGN = 64 };
 

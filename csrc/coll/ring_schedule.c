@@ -1,5 +1,5 @@
 // Ring and chain schedules as arithmetic, without I/O.
-#include "coll/sched.h"
+#include "coll/ring_schedule.h"
 #include <stddef.h>
 #include <stdint.h>
 

@@ -97,7 +97,7 @@ ROOMS: dict[str, Room] = {
                 "test_preflight",
                 "test_stall",
             ),
-            *("test_progress", "test_join", "test_algorithms"),
+            *("test_progress_owner", "test_join", "test_algorithms"),
             *("test_engine", "test_leave", "test_steady_state", "test_faults", "test_twolevel"),
         ),
         asan=("test_groups", "test_join"),

@@ -17,7 +17,7 @@
 #include "base/list.h"
 #include "base/loop.h"
 #include "engine/engine.h"
-#include "engine/progress.h"
+#include "engine/progress_owner.h"
 #include "transport/lanes.h"
 
 enum {

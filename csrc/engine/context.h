@@ -1,5 +1,5 @@
 // Job context: the state of each part of the engine, and what they share. Each part's own header describes its state.
-// Unless a comment says otherwise, a field belongs to the progress owner (progress.h).
+// Unless a comment says otherwise, a field belongs to the progress owner (progress_owner.h).
 #ifndef NB_ENGINE_CONTEXT_H
 #define NB_ENGINE_CONTEXT_H
 
@@ -18,7 +18,7 @@
 #include "engine/engine.h"
 #include "engine/join.h"
 #include "engine/operation.h"
-#include "engine/progress.h"
+#include "engine/progress_owner.h"
 #include "engine/stall.h"
 #include "engine/watchdog.h"
 

@@ -21,7 +21,7 @@
 #include "engine/join.h"
 #include "engine/negotiation.h"
 #include "engine/preflight.h"
-#include "engine/progress.h"
+#include "engine/progress_owner.h"
 #include "engine/shared.h"
 #include "engine/submit.h"
 #include "engine/thread.h"
@@ -273,7 +273,7 @@ static int thread_start(struct nb_job *job, struct nb_error *err) {
         CPU_SET((size_t)job->info.cpu, &cpus);
         pthread_attr_setaffinity_np(&attr, sizeof cpus, &cpus);
     }
-    job->progress.callers_may_own = job->info.cpu < 0; // a pinned thread runs all turns on its CPU
+    job->progress.callers_may_own = job->info.cpu < 0; // a pinned thread runs all passes on its CPU
     int rc = -pthread_create(&job->progress.thread, &attr, nb_thread_main, job);
     pthread_attr_destroy(&attr);
     job->progress.thread_runs = rc == 0;

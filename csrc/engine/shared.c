@@ -28,9 +28,9 @@
 #include "transport/shm.h"
 
 enum {
-    TURN_BYTES = 1024 * 1024, // of a share per turn, so that other work on this thread gets its turn
-    TURN_STEPS = 16,          // per turn, of an operation that goes through staging
-    SPIN_TURNS = 16,
+    PASS_BYTES = 1024 * 1024, // of a share per pass, so that other work on this thread runs too
+    PASS_STEPS = 16,          // per pass, of an operation that goes through staging
+    SPIN_ROUNDS = 16,
     REVOKE_NS = 250 * 1000 * 1000
 };
 
@@ -158,7 +158,7 @@ static void share_done(const struct shared *l, struct nb_work *work) {
 static bool direct_step(struct shared *l, struct nb_work *work) {
     struct nb_range part = nb_fold_part(l, work);
     size_t left = part.bytes - work->shared.at;
-    size_t take = left < TURN_BYTES ? left : TURN_BYTES;
+    size_t take = left < PASS_BYTES ? left : PASS_BYTES;
     if (take > 0) {
         if (!nb_shm_write_begin(l->shm)) {
             return false; // a rank has given up: the control connection will report it
@@ -199,16 +199,16 @@ static bool staged_step(struct shared *l, struct nb_work *work) {
     return true;
 }
 
-// Runs the staged steps of one turn. Polls between steps, because the other ranks' steps complete soon.
+// Runs the staged steps of one pass. Polls between steps, because the other ranks' steps complete soon.
 static bool staged_steps(struct shared *l, struct nb_work *work) {
     bool moved = false;
-    int patience = l->job->progress.may_spin ? SPIN_TURNS : 0;
-    for (int i = 0, turns = 0; i < TURN_STEPS && work->shared.stage == NB_SHARED_RUNS;) {
+    int patience = l->job->progress.may_spin ? SPIN_ROUNDS : 0;
+    for (int i = 0, waited = 0; i < PASS_STEPS && work->shared.stage == NB_SHARED_RUNS;) {
         if (staged_step(l, work)) {
             moved = true;
-            turns = 0;
+            waited = 0;
             i++;
-        } else if (moved && turns++ < patience) {
+        } else if (moved && waited++ < patience) {
             nb_pause();
         } else {
             break;
@@ -275,7 +275,7 @@ static bool begin_next(struct shared *l) {
     return true;
 }
 
-static bool rails_turn(struct shared *l) {
+static bool rails_pass(struct shared *l) {
     if (!begin_next(l)) {
         return true;
     }
@@ -289,11 +289,11 @@ static bool rails_turn(struct shared *l) {
     return moved;
 }
 
-static bool turn(struct shared *l) {
+static bool one_pass(struct shared *l) {
     bool moved = finish_next(l);
     moved = describe_next(l) || moved;
     if (l->rails != NULL) {
-        return rails_turn(l) || moved;
+        return rails_pass(l) || moved;
     }
     struct nb_work *work = current(l);
     if (work == NULL) {
@@ -322,11 +322,11 @@ bool nb_shared_progress(struct nb_job *job) {
     if (idle(l)) {
         return false;
     }
-    bool moved = turn(l);
+    bool moved = one_pass(l);
     while (!moved && l->rails == NULL && nb_job_polls(job, l->moved_ns)) {
-        for (int i = 0; i < SPIN_TURNS && !moved; i++) {
+        for (int i = 0; i < SPIN_ROUNDS && !moved; i++) {
             nb_pause();
-            moved = turn(l);
+            moved = one_pass(l);
         }
     }
     l->moved_ns = moved ? nb_now_ns() : l->moved_ns;
@@ -339,7 +339,7 @@ bool nb_shared_arm(struct nb_job *job) {
         return true;
     }
     nb_shm_mark_asleep(l->shm);
-    bool moved = turn(l);
+    bool moved = one_pass(l);
     if (moved) {
         nb_shm_mark_awake(l->shm);
         l->moved_ns = nb_now_ns();
@@ -463,7 +463,7 @@ void nb_shared_tick(struct nb_job *job, int64_t now) {
     if (idle(l)) {
         return;
     }
-    (void)turn(l); // so that what a rank did before it left counts
+    (void)one_pass(l); // so that what a rank did before it left counts
     if (l->rails != NULL && nb_two_level_moved(l) != l->rail_bytes) {
         l->rail_bytes = nb_two_level_moved(l);
         atomic_fetch_add_explicit(&own_area(l)->pulse, 1, memory_order_relaxed);

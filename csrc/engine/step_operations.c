@@ -1,5 +1,5 @@
-// Operations in steps (coll/step_schedule.h) on the lanes. All arrivals have their place from the start. The data of a step is
-// sent when all earlier steps are complete.
+// Operations in steps (coll/step_schedule.h) on the lanes. All arrivals have their place from the start. The data of a
+// step is sent when all earlier steps are complete.
 //
 // A lane may read a flow's memory again until the flow is done. So sent memory is overwritten only by data whose
 // arrival implies that the sent data has landed. Doubling therefore keeps the sum of every step. Halving gets its own

@@ -17,7 +17,7 @@
 #include "engine/context.h"
 #include "engine/engine.h"
 #include "engine/operation.h"
-#include "engine/progress.h"
+#include "engine/progress_owner.h"
 #include "trace/event.h"
 #include "trace/ring.h"
 

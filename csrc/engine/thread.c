@@ -1,4 +1,4 @@
-// Communication thread: runs turns until the job stops.
+// Communication thread: runs progress passes until the job stops.
 #include "engine/thread.h"
 
 #include <errno.h>
@@ -17,9 +17,9 @@
 #include "engine/control.h"
 #include "engine/coordinator.h"
 #include "engine/engine.h"
-#include "engine/progress.h"
+#include "engine/progress_owner.h"
+#include "engine/progress_pass.h"
 #include "engine/shared.h"
-#include "engine/turn.h"
 #include "engine/watchdog.h"
 #include "transport/lanes.h"
 
@@ -45,7 +45,7 @@ static bool may_stop(struct nb_job *job, int64_t *until_ns) {
     if (!job->progress.stop) {
         return false;
     }
-    nb_turn_inbox(job); // it may hold an abort
+    nb_progress_take_requests(job); // it may hold an abort
     *until_ns = *until_ns == 0 ? nb_now_ns() + SETTLE_NS : *until_ns;
     bool works = !nb_list_empty(&job->ops.running) || !nb_list_empty(&job->ops.waiting);
     if (job->failed || works || nb_now_ns() > *until_ns) {
@@ -62,14 +62,14 @@ void *nb_thread_main(void *arg) {
     struct nb_job *job = arg;
     int64_t stop_ns = 0;
     while (!may_stop(job, &stop_ns)) {
-        nb_turn(job, NULL, TICK_MS, nb_progress_sleep);
+        nb_progress_pass(job, NULL, TICK_MS, nb_progress_sleep);
         nb_progress_hand_over(job);
     }
     const struct nb_error closed = {
         .code = NB_ECLOSED, .peer = NB_NO_PEER, .text = "the job was shut down before the operation completed"};
-    nb_turn_inbox(job);
+    nb_progress_take_requests(job);
     nb_control_failed(job);
-    nb_turn_fail(job, &closed);
+    nb_progress_fail_all(job, &closed);
     send_leave(job);
     return NULL;
 }

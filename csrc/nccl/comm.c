@@ -533,7 +533,7 @@ int nb_net_connect(struct nb_net *net, uint64_t domain, void *opaque, struct nb_
         rc = connect_begin(net, domain, &handle, &comm, err);
         handle.connecting = rc == 0 ? comm->connecting : 0;
     }
-    nb_links_turn(net);
+    nb_links_progress(net);
     if (rc == 0 && comm->ended) {
         *err = comm->failure;
         rc = err->code;
@@ -558,7 +558,7 @@ int nb_net_accept(struct nb_net_listener *listener, struct nb_net_comm **out, st
     *out = NULL;
     pthread_mutex_lock(&net->lock);
     atomic_fetch_add_explicit(&net->calls, 1, memory_order_relaxed);
-    nb_links_turn(net);
+    nb_links_progress(net);
     NB_LIST_EACH_SAFE(it, nx, &listener->incoming) {
         struct nb_net_comm *comm = NB_CONTAINER(it, struct nb_net_comm, at_listener);
         if (*out == NULL && rc == 0 && comm->link == NULL) {
@@ -623,7 +623,7 @@ static void cut_off(struct nb_net_comm *comm, const char *what) {
     struct nb_error why = {0};
     nb_fail(&why, NB_ECLOSED, "%s with a transfer in flight to or from %s", what, comm->link->peer);
     nb_link_fail(comm->link, &why);
-    nb_links_turn(comm->net); // no byte lands after it
+    nb_links_progress(comm->net); // no byte lands after it
 }
 
 void nb_net_deregister(struct nb_net_memory *memory) {
@@ -700,7 +700,7 @@ int nb_net_test(struct nb_net_request *request, size_t *bytes) {
     int state = atomic_load_explicit(&request->state, memory_order_acquire);
     if (state == NB_REQUEST_PENDING && pthread_mutex_trylock(&comm->net->lock) == 0) {
         atomic_fetch_add_explicit(&comm->net->calls, 1, memory_order_relaxed);
-        nb_links_turn(comm->net);
+        nb_links_progress(comm->net);
         pthread_mutex_unlock(&comm->net->lock);
         state = atomic_load_explicit(&request->state, memory_order_acquire);
     }

@@ -844,7 +844,7 @@ static void reap(struct nb_net *net) {
     }
 }
 
-void nb_links_turn(struct nb_net *net) {
+void nb_links_progress(struct nb_net *net) {
     nb_loop_wait(&net->loop, 0);
     int64_t now = nb_now_ns();
     NB_LIST_EACH(it, &net->links) {

@@ -49,11 +49,11 @@ struct nb_net *nb_net_current(void) {
     return net;
 }
 
-// Runs a turn. Returns how long to sleep then, in ms.
-static int helper_turn(struct nb_net *net, bool *stop) {
+// Runs a progress pass. Returns how long to sleep then, in ms.
+static int helper_pass(struct nb_net *net, bool *stop) {
     pthread_mutex_lock(&net->lock);
     *stop = net->stop;
-    nb_links_turn(net);
+    nb_links_progress(net);
     int sleep_ms = nb_links_arm(net);
     pthread_mutex_unlock(&net->lock);
     return sleep_ms;
@@ -71,7 +71,7 @@ static void *helper_main(void *arg) {
             nanosleep(&nap, NULL); // takes no lock that a call could miss
             continue;
         }
-        int sleep_ms = helper_turn(net, &stop);
+        int sleep_ms = helper_pass(net, &stop);
         if (!stop && sleep_ms != 0) {
             nb_loop_sleep(&net->loop, sleep_ms);
         }
@@ -101,7 +101,7 @@ static void net_free(struct nb_net *net) {
     pthread_mutex_lock(&net->lock);
     int64_t until = nb_now_ns() + LINGER_NS;
     while (nb_links_leaving(net) && nb_now_ns() < until) {
-        nb_links_turn(net);
+        nb_links_progress(net);
         nb_loop_sleep(&net->loop, 1);
     }
     nb_links_close(net);

@@ -22,7 +22,7 @@
 // has it (inline: when it is written), a receive when all bytes have landed.
 //
 // Progress. A lock protects everything but the fields that test() reads. test() looks at its request, and if that is
-// pending and the lock is free, it runs one turn: events, lanes, ticks. So the latency is that of NCCL's own polling,
+// pending and the lock is free, it runs one pass: events, lanes, ticks. So the latency is that of NCCL's own polling,
 // without a change of threads. isend and irecv hand over at once what may leave. A helper thread keeps the links alive
 // while NCCL does not call. It stays away as long as calls make progress.
 //
@@ -180,7 +180,7 @@ struct nb_net {
     pthread_t helper;
     bool helper_runs;
     _Atomic bool stop;
-    _Atomic uint64_t calls; // turns that calls of NCCL ran
+    _Atomic uint64_t calls; // passes that calls of NCCL ran
     struct nb_loop loop;
     struct nb_admission admission;
     struct nb_watch listener;
@@ -239,7 +239,7 @@ struct nb_link {
     struct nb_list sinks; // flows of comms that were closed here
     bool leaving;         // outgoing: the last comm is closed
     bool left;            // incoming: the peer leaves
-    bool failing;         // fails at the end of this turn
+    bool failing;         // fails at the end of this pass
     struct nb_error failure;
     int64_t opened_ns; // begin of the handshake
     int64_t retry_ns;
@@ -271,12 +271,12 @@ void nb_link_grant(struct nb_link *link, uint32_t id, size_t capacity);
 void nb_link_send(struct nb_link *link, uint32_t id, uint64_t op, const void *data, size_t bytes);
 // Call when a comm of the link is gone.
 void nb_link_release(struct nb_link *link);
-// Fails the link at the end of this turn.
+// Fails the link at the end of this pass.
 void nb_link_fail(struct nb_link *link, const struct nb_error *why);
 // Ends all links of a process at once, and frees them.
 void nb_links_close(struct nb_net *net);
-// Runs one turn.
-void nb_links_turn(struct nb_net *net);
+// Runs one progress pass.
+void nb_links_progress(struct nb_net *net);
 // Call before sleeping. Returns how long at most, in ms; -1: until a call wakes the loop.
 int nb_links_arm(const struct nb_net *net);
 // True while a link only waits for what it wrote to be read.

@@ -17,9 +17,9 @@
 // bytes are a mean over the hosts' links, for each direction. Source: Sanders, Speck, Träff: Two-tree algorithms for
 // full bandwidth broadcast, reduction and scan, 2009.
 // halving (then doubling), direct (recursive doubling; an exchange at 2 ranks): near partners first, as in
-// coll/step_schedule.h. If N is no power of two, some ranks pass their buffer to a neighbour and receive the result (F), inside
-// a host if g > 1. Source: Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in MPICH,
-// 2005, 4.4.
+// coll/step_schedule.h. If N is no power of two, some ranks pass their buffer to a neighbour and receive the result (F),
+// inside a host if g > 1. Source: Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in
+// MPICH, 2005, 4.4.
 #ifndef NB_SIM_SHAPE_H
 #define NB_SIM_SHAPE_H
 

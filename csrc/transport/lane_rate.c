@@ -12,7 +12,7 @@
 
 enum {
     KNOWN_BYTES = 512 * 1024,   // a smaller sample measures buffers, not the network
-    KNOWN_NS = 2 * 1000 * 1000, // a shorter sample measures how many requests finish in one turn
+    KNOWN_NS = 2 * 1000 * 1000, // a shorter sample measures how many requests finish in one pass
     IDLE_NS = 1000 * 1000,      // a lane without work for less than this counts as busy
     HELD_NS = 1000 * 1000,      // minimum interval between queries of what a lane still holds
     HANDLING_NS = 100 * 1000,   // minimum duration of a segment at the rate of all lanes together

@@ -20,7 +20,7 @@
 
 enum {
     NOTSENT_BYTES = 128 * 1024,    // unsent data in the kernel: with more, a slow connection only holds more
-    READ_BUDGET = 2 * 1024 * 1024, // bytes of one connection per turn of the loop
+    READ_BUDGET = 2 * 1024 * 1024, // bytes of one connection per pass of the loop
     WRITE_BUDGET = 2 * 1024 * 1024
 };
 

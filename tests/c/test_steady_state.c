@@ -7,7 +7,7 @@
 #include <stdlib.h>
 
 #include "engine/context.h"
-#include "engine/turn.h"
+#include "engine/progress_pass.h"
 #include "stage.h"
 #include "sums.h"
 
@@ -39,7 +39,7 @@ static struct {
 
 // Of a thread.
 static _Thread_local struct {
-    struct nb_job *job; // whose turns it runs
+    struct nb_job *job; // whose passes it runs
     int locks;          // that it may take
     bool lends;         // it is where it hands over the driving
 } driver;
@@ -97,8 +97,10 @@ int __real_pthread_mutex_lock(pthread_mutex_t *lock);
 int __wrap_pthread_mutex_lock(pthread_mutex_t *lock);
 void *__real_nb_thread_main(void *job);
 void *__wrap_nb_thread_main(void *job);
-void __real_nb_turn(struct nb_job *job, const struct nb_work *awaited, int sleep_ms, nb_turn_sleep_fn *sleep);
-void __wrap_nb_turn(struct nb_job *job, const struct nb_work *awaited, int sleep_ms, nb_turn_sleep_fn *sleep);
+void __real_nb_progress_pass(struct nb_job *job, const struct nb_work *awaited, int sleep_ms,
+                             nb_progress_sleep_fn *sleep);
+void __wrap_nb_progress_pass(struct nb_job *job, const struct nb_work *awaited, int sleep_ms,
+                             nb_progress_sleep_fn *sleep);
 void __real_nb_work_finish(struct nb_work *work, const struct nb_error *why);
 void __wrap_nb_work_finish(struct nb_work *work, const struct nb_error *why);
 void __real_nb_progress_sleep(struct nb_job *job, int sleep_ms);
@@ -148,10 +150,11 @@ void *__wrap_nb_thread_main(void *job) {
     return __real_nb_thread_main(job);
 }
 
-void __wrap_nb_turn(struct nb_job *job, const struct nb_work *awaited, int sleep_ms, nb_turn_sleep_fn *sleep) {
+void __wrap_nb_progress_pass(struct nb_job *job, const struct nb_work *awaited, int sleep_ms,
+                             nb_progress_sleep_fn *sleep) {
     struct nb_job *before = driver.job; // the thread's own are in nb_thread_main()
     driver.job = job;
-    __real_nb_turn(job, awaited, sleep_ms, sleep);
+    __real_nb_progress_pass(job, awaited, sleep_ms, sleep);
     driver.job = before;
 }
 
@@ -245,7 +248,7 @@ static void rank_main(struct test_rank *me) {
     for (int i = 0; i < ROUNDS; i++) {
         done += one_round(me, base);
     }
-    // The inbox is empty: a turn that still looks into it would take a lock each time.
+    // The inbox is empty: a pass that still looks into it would take a lock each time.
     CHECK(!atomic_load(&me->job->inbox.filled), "%s: rank %d still looks into its empty inbox", plan->what, me->rank);
     pthread_barrier_wait(&plan->meet);
     atomic_store(&seen.counts, false);

@@ -1,5 +1,5 @@
-// Progress: hands progress from the communication thread to a waiting caller and back.
-#include "engine/progress.h"
+// Progress owner: hands progress from the communication thread to a waiting caller and back.
+#include "engine/progress_owner.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -20,7 +20,7 @@
 #include "engine/coordinator.h"
 #include "engine/engine.h"
 #include "engine/operation.h"
-#include "engine/turn.h"
+#include "engine/progress_pass.h"
 
 enum {
     GRACE_NS = 4000 * 1000, // progress stays free this long after a caller has left, for the next caller
@@ -152,7 +152,7 @@ static void run_progress(struct nb_job *job, const struct nb_work *work, int64_t
         if (left_ms <= 0) {
             return;
         }
-        nb_turn(job, work, left_ms < (int64_t)TICK_MS ? (int)left_ms : (int)TICK_MS, NULL);
+        nb_progress_pass(job, work, left_ms < (int64_t)TICK_MS ? (int)left_ms : (int)TICK_MS, NULL);
     }
 }
 
@@ -171,7 +171,7 @@ static void wait_until(struct nb_work *work, int64_t until_ns) {
             pthread_mutex_lock(&job->lock);
             release_progress(job);
             rc = until_ns != INT64_MAX && nb_now_ns() >= until_ns ? ETIMEDOUT : 0;
-        } else if (job->progress.may_spin && nb_now_ns() < patient_ns) { // a thread in a turn hands over soon
+        } else if (job->progress.may_spin && nb_now_ns() < patient_ns) { // a thread in a pass hands over soon
             pthread_mutex_unlock(&job->lock);
             nb_pause();
             pthread_mutex_lock(&job->lock);

@@ -1,10 +1,10 @@
-// Progress: decides which thread polls the lanes and control connections, and when it sleeps. The progress owner is the
-// communication thread, or a caller that waits; it acts as the job's communication thread meanwhile.
+// Progress owner: decides which thread polls the lanes and control connections, and when it sleeps. The progress owner
+// is the communication thread, or a caller that waits; it acts as the job's communication thread meanwhile.
 //
-// A caller takes progress over from a sleeping thread, which notices when it wakes. It asks a thread that is in a turn;
-// that thread hands over after the turn. The thread resumes shortly after the last caller has left.
-#ifndef NB_ENGINE_PROGRESS_H
-#define NB_ENGINE_PROGRESS_H
+// A caller takes progress over from a sleeping thread, which notices when it wakes. It asks a thread that is in a pass;
+// that thread hands over after the pass. The thread resumes shortly after the last caller has left.
+#ifndef NB_ENGINE_PROGRESS_OWNER_H
+#define NB_ENGINE_PROGRESS_OWNER_H
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -50,9 +50,9 @@ struct nb_progress {
 void nb_progress_notify(struct nb_job *job, size_t bytes, bool awaited);
 // Asks the thread to end. The caller holds the lock.
 void nb_progress_end(struct nb_job *job);
-// For the thread, in a turn: sleeps, and waits while callers own progress.
+// For the thread, in a pass: sleeps, and waits while callers own progress.
 void nb_progress_sleep(struct nb_job *job, int sleep_ms);
-// For the thread, after a turn: hands progress to callers that wait, and waits until it is free again.
+// For the thread, after a pass: hands progress to callers that wait, and waits until it is free again.
 void nb_progress_hand_over(struct nb_job *job);
 
 #endif

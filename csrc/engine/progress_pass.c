@@ -1,5 +1,5 @@
-// Turn: one pass over everything in a job that can make progress.
-#include "engine/turn.h"
+// Progress pass: one pass over everything in a job that can make progress.
+#include "engine/progress_pass.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -19,7 +19,7 @@
 #include "engine/engine.h"
 #include "engine/negotiation.h"
 #include "engine/operation.h"
-#include "engine/progress.h"
+#include "engine/progress_owner.h"
 #include "engine/shared.h"
 #include "engine/watchdog.h"
 #include "transport/lanes.h"
@@ -39,7 +39,7 @@ static void works_fail(struct nb_list *works, const struct nb_error *why) {
     }
 }
 
-void nb_turn_fail(struct nb_job *job, const struct nb_error *why) {
+void nb_progress_fail_all(struct nb_job *job, const struct nb_error *why) {
     works_fail(&job->ops.running, why);
     works_fail(&job->ops.waiting, why);
 }
@@ -66,7 +66,7 @@ static void map_make(struct nb_job *job, struct map_request *request) {
 }
 
 // Handles the requests of callers. Takes no lock if there are none.
-void nb_turn_inbox(struct nb_job *job) {
+void nb_progress_take_requests(struct nb_job *job) {
     struct nb_list works;
     struct nb_list maps;
     struct nb_error why;
@@ -103,10 +103,10 @@ void nb_turn_inbox(struct nb_job *job) {
     nb_watchdog_check(job);
 }
 
-// After a failure, ends every operation with it: from the turn, never from inside a lane's callback.
+// After a failure, ends every operation with it: from the pass, never from inside a lane's callback.
 static void failed_sweep(struct nb_job *job) {
-    nb_turn_inbox(job);
-    nb_turn_fail(job, &job->failure);
+    nb_progress_take_requests(job);
+    nb_progress_fail_all(job, &job->failure);
 }
 
 // True if the awaited data may arrive so soon, being small or arriving fast, that sleeping costs more than it saves.
@@ -147,8 +147,8 @@ static void tick(struct nb_job *job, int64_t now) {
     }
 }
 
-void nb_turn(struct nb_job *job, const struct nb_work *awaited, int sleep_ms, nb_turn_sleep_fn *sleep) {
-    nb_turn_inbox(job);
+void nb_progress_pass(struct nb_job *job, const struct nb_work *awaited, int sleep_ms, nb_progress_sleep_fn *sleep) {
+    nb_progress_take_requests(job);
     if (job->rank == 0) {
         nb_coordinator_collect(job);
         nb_coordinator_release(job);

@@ -55,7 +55,7 @@ struct nb_algorithm {
 
 enum nb_shared_stage { NB_SHARED_QUEUED, NB_SHARED_DESCRIBED, NB_SHARED_RUNS, NB_SHARED_SHARE_DONE };
 
-// State of an operation in shared memory (shared.c, two_level.c).
+// State of an operation in shared memory (shared_operations.c, two_level.c).
 struct nb_shared_op {
     bool staged;
     enum nb_shared_stage stage;
@@ -106,7 +106,7 @@ struct nb_work {
     struct nb_segment *segments;
     struct nb_sched sched;      // of pipeline.c
     struct steps_state *steps;  // of step_operations.c
-    struct nb_shared_op shared; // of shared.c and two_level.c
+    struct nb_shared_op shared; // of shared_operations.c and two_level.c
 };
 
 // The operations of a job on this rank.

@@ -54,7 +54,7 @@ void nb_shared_sleep(const struct nb_job *job);
 int nb_shared_hosts(const struct nb_job *job);
 // Two levels: bytes of one piece in the rings of all owners of a host together; 0 if two levels are not possible.
 size_t nb_shared_piece_bytes(const struct nb_job *job);
-// shared.c. Moves what can be moved, a few MiB at most. True: something has moved.
+// shared_operations.c. Moves what can be moved, a few MiB at most. True: something has moved.
 bool nb_shared_progress(struct nb_job *job);
 // Call before the progress owner sleeps. False: something has moved meanwhile.
 bool nb_shared_arm(struct nb_job *job);

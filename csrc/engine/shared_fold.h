@@ -1,5 +1,6 @@
 // Folds: the data movement of operations in shared memory. It knows which part belongs to which rank, what is read and
-// what is written. shared.c and two_level.c decide when. "Rank" means the local rank here, except in job_rank.
+// what is written. shared_operations.c and two_level.c decide when. "Rank" means the local rank here, except in
+// job_rank.
 #ifndef NB_ENGINE_SHARED_FOLD_H
 #define NB_ENGINE_SHARED_FOLD_H
 

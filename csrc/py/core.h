@@ -102,7 +102,7 @@ PyObject *core_raise(const struct core_state *state, int code, const struct nb_e
 // Raises Error if another process made the object: 0, or -1.
 int core_here(const struct core_state *state, pid_t pid, const char *what);
 
-// ---- values.c: checks of arguments. Each returns 0, or -1 with an exception that names the argument and its value.
+// ---- arguments.c: checks of arguments. Each returns 0, or -1 with an exception that names the argument and its value.
 
 int core_get_long(const char *name, PyObject *value, long low, long high, long *out);
 // Any 64-bit integer, signed or not; a converter for PyArg_Parse's O&.

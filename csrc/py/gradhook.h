@@ -144,7 +144,7 @@ int gradhook_is_sparse(const struct core_gradhook *self, PyObject *tensor); // 1
 int gradhook_claims_open(struct core_gradhook *self);                       // 0, or -1 with an exception
 void gradhook_claims_close(struct core_gradhook *self);
 
-// gradhook_back.c: writes the sum to the gradient that was taken, and to the parameter's `grad` if that is another
+// gradhook_result.c: writes the sum to the gradient that was taken, and to the parameter's `grad` if that is another
 // tensor by now. 0, or -1 with an exception.
 int gradhook_give_back(const struct core_gradhook *self, const struct gradhook_param *param);
 

@@ -67,7 +67,7 @@ struct sim {
 int check_input(const struct nb_sim_program *program, const struct nb_sim_plan *plan, const struct nb_sim_cost *cost,
                 struct nb_error *err);
 
-// ---- rules.c
+// ---- fusion_rules.c
 
 void rule_step(struct sim *sim, int step); // a step begins
 void rule_backward(struct sim *sim);       // backward begins on a rank

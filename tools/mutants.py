@@ -68,7 +68,15 @@ ROOMS: dict[str, Room] = {
     "sim": Room(("csrc/sim/*.c",), c=("test_sim",), asan=("test_sim",), py=("simulate",)),
     "coll": Room(
         ("csrc/coll/*.c",),
-        c=("test_ring_schedule", "test_step_schedule", "test_reduce", "test_pair", "test_choose", "test_twolevel", "test_shapes"),
+        c=(
+            "test_ring_schedule",
+            "test_step_schedule",
+            "test_reduce",
+            "test_pair",
+            "test_choose",
+            "test_twolevel",
+            "test_shapes",
+        ),
         asan=("test_ring_schedule", "test_step_schedule", "test_reduce"),
     ),
     "bootstrap": Room(

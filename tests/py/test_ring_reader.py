@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from netbottleneck.runtime import session
+from netbottleneck.runtime import run_folder
 from netbottleneck.trace import ring_reader
 from ringwriter import BUCKETS, MS, FakeRun, RingWriter
 
@@ -376,5 +376,5 @@ def test_a_folder_with_records_of_another_hosts_rank_is_not_free(tmp_path):
     left.parent.mkdir(parents=True)
     left.write_bytes(b"kept")
     comm = OtherHost(tmp_path / "run")
-    assert session.claim(comm, tmp_path / "else", LIMIT_S) == tmp_path / "run" / "2"
+    assert run_folder.claim(comm, tmp_path / "else", LIMIT_S) == tmp_path / "run" / "2"
     assert comm.said[1:] == [b"0", b"1"]

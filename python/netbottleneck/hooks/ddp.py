@@ -17,7 +17,7 @@ from netbottleneck.hooks.left_alone import left_alone
 from netbottleneck.hooks.measured_model import Crosscheck, Measured, finish, finish_at_exit
 from netbottleneck.hooks.reducer_group import OwnGroup, ReducerGroup, reduced_parameters, reducer_of
 from netbottleneck.launch import connect
-from netbottleneck.runtime import job, session
+from netbottleneck.runtime import job
 from netbottleneck.runtime.session import Session, observe, open_together, same_ranks
 from netbottleneck.trace.model import NOT_RECORDED, NOT_TIMED
 from netbottleneck.trace.transports import BARE, STOCK
@@ -265,7 +265,7 @@ def _open(ddp: DistributedDataParallel, settings: Settings, reason: str) -> Sess
     same_ranks(settings, place)
     settings = _with_timeout_of(ddp.process_group, settings)
     control = job.start(settings).comm
-    votes = session.together(control, b"0" if reason else b"1", settings.start_timeout_s)
+    votes = job.together(control, b"0" if reason else b"1", settings.start_timeout_s)
     if reason:
         raise LeftAlone(reason)
     others = [rank for rank, vote in enumerate(votes) if vote != b"1"]

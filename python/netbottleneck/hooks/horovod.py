@@ -16,10 +16,10 @@ from netbottleneck.errors import FAILURES
 from netbottleneck.hooks.left_alone import left_alone
 from netbottleneck.hooks.measured_model import Measured, close, finish, finish_at_exit, report
 from netbottleneck.launch import connect
-from netbottleneck.runtime import async_operations, job, timeline
+from netbottleneck.runtime import async_operations, job, run_folder, timeline
 from netbottleneck.runtime.collectives import shape_key
 from netbottleneck.runtime.communicators import key_of
-from netbottleneck.runtime.session import RANKS, Session, open_together
+from netbottleneck.runtime.session import Session, open_together
 from netbottleneck.torch.gradients import Bucket, Destination, GradientSink, Stamps, can_travel, check, dtype_code
 from netbottleneck.trace.ring_reader import EVENTS
 
@@ -88,7 +88,7 @@ def _have_arms_followed(session: Session) -> None:
     """Add the operations of our own arms to Horovod's timeline, if one runs. The stock arm has no ring to follow."""
     running = timeline.running(job.current())
     for name in session.arms if running is not None else ():
-        path = session.folder / RANKS / f"{session.place.rank}.{name}.ring"
+        path = run_folder.ring_path(session.folder, session.place.rank, name)
         if running is not None and path.exists():
             running.follow(path, name)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from netbottleneck.config import Settings, describe
 from netbottleneck.config import settings as read_settings
-from netbottleneck.errors import FAILURES, Error, HorovodInternalError
+from netbottleneck.errors import FAILURES, DeadlineError, Error, HorovodInternalError
 from netbottleneck.launch import connect, topology
 from netbottleneck.launch.connect import core
 
@@ -44,6 +44,7 @@ __all__ = [
     "rocm_built",
     "start",
     "stop",
+    "together",
 ]
 
 NOTICE_S = 5.0
@@ -233,6 +234,25 @@ def stop() -> None:
             ended.log_notices()
             ended.comm.close()
         ended.observer.stopped(ended)
+
+
+def together(comm: "_core.Comm", blob: bytes, limit_s: float) -> list[bytes]:
+    """All-gather one blob of each rank while they open a measured run. Every rank calls it.
+
+    Raises TimeoutError naming the missing ranks after limit_s, NETBOTTLENECK_START_TIMEOUT_S.
+    """
+    try:
+        return comm.exchange(blob, limit_s=limit_s)
+    except DeadlineError as error:
+        late = DeadlineError(
+            error.errno,
+            f"rank {comm.rank} starts a measured run, but not all ranks did within {limit_s:g} s "
+            f"(NETBOTTLENECK_START_TIMEOUT_S): {error.strerror}. Every rank of the job must create the measured "
+            "optimizer or model: check what these ranks do instead, increase that variable, or unset NETBOTTLENECK and "
+            "NETBOTTLENECK_TRANSPORT",
+        )
+        late.peer = error.peer
+        raise late from error
 
 
 def set_up_log(settings: Settings, place: connect.Place) -> None:

@@ -1,14 +1,12 @@
-"""Session: a measured run in this process: its folder, its rings, and its arms, which take turns by blocks."""
+"""Session: a measured run in this process: its record, and its arms, which take turns by blocks."""
 
 import atexit
 import contextlib
 import functools
 import itertools
-import json
 import logging
 import os
 import platform
-import shutil
 import sys
 import threading
 import time
@@ -18,132 +16,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from netbottleneck.config import Settings, describe
-from netbottleneck.errors import DeadlineError, HorovodInternalError
+from netbottleneck.config import Settings
+from netbottleneck.errors import HorovodInternalError
 from netbottleneck.launch import connect
-from netbottleneck.runtime import communicators, job, monitor
+from netbottleneck.runtime import communicators, job, monitor, run_folder
+from netbottleneck.runtime.job import together
 from netbottleneck.trace.ring_reader import EVENTS
 from netbottleneck.trace.transports import BARE, NULL, SINGLE, STOCK, Arm
 
 if TYPE_CHECKING:
     from netbottleneck import _core
-
-
-# Run folder: choice of the first free name, and transfer of other ranks' records to rank 0 without a shared folder.
-
-FOLDER_BYTES = 1024  # fixed length of a folder's name in an exchange
-RANKS = "ranks"
-NAME_BYTES = 64
-COUNT_BYTES = 8
-LEAST_S = 0.1
-
-
-def together(comm: "_core.Comm", blob: bytes, limit_s: float) -> list[bytes]:
-    """All-gather one blob of each rank while they open a measured run. Every rank calls it.
-
-    Raises TimeoutError naming the missing ranks after limit_s, NETBOTTLENECK_START_TIMEOUT_S.
-    """
-    try:
-        return comm.exchange(blob, limit_s=limit_s)
-    except DeadlineError as error:
-        late = DeadlineError(
-            error.errno,
-            f"rank {comm.rank} starts a measured run, but not all ranks did within {limit_s:g} s "
-            f"(NETBOTTLENECK_START_TIMEOUT_S): {error.strerror}. Every rank of the job must create the measured "
-            "optimizer or model: check what these ranks do instead, increase that variable, or unset NETBOTTLENECK and "
-            "NETBOTTLENECK_TRANSPORT",
-        )
-        late.peer = error.peer
-        raise late from error
-
-
-def claim(comm: "_core.Comm", wanted: Path, limit_s: float) -> Path:
-    """Return the run folder, the same on all ranks: rank 0's `wanted`, or the first free one of wanted/2, ….
-
-    Every rank calls it. The folder is reserved for this run. Raises ValueError for a name that is too long, OSError if
-    rank 0 cannot write, and as together.
-    """
-    name = str(wanted.absolute()).encode()
-    if len(name) > FOLDER_BYTES:
-        raise ValueError(f"NETBOTTLENECK_DIR={wanted}: the name must have at most {FOLDER_BYTES} bytes")
-    first = Path(together(comm, name.ljust(FOLDER_BYTES), limit_s)[0].decode().rstrip())
-    folder, number = first, 1
-    while not _free_folder(comm, folder, limit_s):
-        number += 1
-        folder = first / str(number)
-    return folder
-
-
-def _free_folder(comm: "_core.Comm", folder: Path, limit_s: float) -> bool:
-    """Return True if no rank finds a run in the folder; rank 0 has then reserved it."""
-    mine = _take(folder) if comm.rank == 0 else not any((folder / RANKS).glob(f"{comm.rank}.*"))
-    return all(free == b"1" for free in together(comm, b"1" if mine else b"0", limit_s))
-
-
-def _take(folder: Path) -> bool:
-    """Reserve a folder for this run, unless it holds a run. Of concurrent attempts, only the first succeeds."""
-    if (folder / "run.json").exists():
-        return False
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        (folder / RANKS).mkdir()
-    except FileExistsError:
-        return False
-    return True
-
-
-def shared(comm: "_core.Comm", sign: Path, limit_s: float) -> bool:
-    """Return True if every rank sees the file that rank 0 wrote. Every rank calls it, after rank 0 wrote."""
-    return all(seen == b"1" for seen in together(comm, b"1" if sign.exists() else b"0", limit_s))
-
-
-def gather(comm: "_core.Comm", folder: Path, until: float) -> None:
-    """Copy each rank's own files (ranks/<rank>.*) to rank 0's folder. Every rank calls it; the files are closed.
-
-    until: deadline by time.monotonic. Raises what Comm.submit and Work.wait raise, TimeoutError if not all ranks arrive
-    by then, and OSError if rank 0 cannot write.
-    """
-    core = connect.core()
-    for rank in range(1, comm.size):
-        packed = _pack(folder, rank) if comm.rank == rank else b""
-        limit_s = max(LEAST_S, until - time.monotonic())
-        counts = comm.exchange(len(packed).to_bytes(COUNT_BYTES, "little"), limit_s=limit_s)
-        total = int.from_bytes(counts[rank], "little")
-        if total == 0:
-            continue
-        memory = bytearray(packed) if comm.rank == rank else bytearray(total)
-        comm.submit(f"netbottleneck.records.{rank}", core.BROADCAST, memory, core.UINT8, root=rank).wait()
-        if comm.rank == 0:
-            _unpack(memory, folder)
-
-
-def _pack(folder: Path, rank: int) -> bytes:
-    """Return a rank's files, each as name, length, bytes."""
-    parts = []
-    for path in sorted(folder.glob(f"{rank}.*")):
-        data = path.read_bytes()
-        parts += [path.name.encode().ljust(NAME_BYTES), len(data).to_bytes(COUNT_BYTES, "little"), data]
-    return b"".join(parts)
-
-
-def _unpack(memory: bytearray, folder: Path) -> None:
-    at = 0
-    while at < len(memory):
-        name = Path(bytes(memory[at : at + NAME_BYTES]).decode().rstrip()).name
-        at += NAME_BYTES
-        count = int.from_bytes(memory[at : at + COUNT_BYTES], "little")
-        at += COUNT_BYTES
-        (folder / name).write_bytes(memory[at : at + count])
-        at += count
-
-
-def finished(path: Path) -> bool:
-    """Return True if a rank's record of itself is complete, or says that it failed."""
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return bool(meta.get("finished") or meta.get("error"))
 
 
 FINISH_S = 10.0  # total time that the end of a run may wait for other ranks
@@ -310,7 +192,7 @@ class Session:
     def write(self, *, finished: bool, error: str | None = None) -> None:
         """Write this rank's record."""
         with self.moving:
-            _write_json(self.folder / RANKS / f"{self.place.rank}.meta.json", self._meta(finished, error))
+            run_folder.write_meta(self.folder, self.place.rank, self._meta(finished, error))
 
     def _meta(self, finished: bool, error: str | None) -> dict[str, Any]:
         return {
@@ -350,7 +232,7 @@ class Session:
         try:
             self.write(finished=error is None, error=error)
             if self.place.rank == 0 or self.comm is None:
-                self._write_run()
+                run_folder.write_run(self.folder, _run(self))
         finally:
             for communicator in dict.fromkeys(self.arms.values()):
                 communicator.close()
@@ -358,18 +240,14 @@ class Session:
 
     def begin_folder(self) -> None:
         """Write the run folder's description of the run. Called by rank 0, and by a rank that records alone."""
-        self._write_run()
-        about = {row.name: [row.value, row.source] for row in describe(self.settings)}
-        _write_json(self.folder / "env.json", about)
-
-    def _write_run(self) -> None:
-        _write_json(self.folder / "run.json", _run(self))
+        run_folder.write_run(self.folder, _run(self))
+        run_folder.write_environment(self.folder, self.settings)
 
     def bring(self) -> None:
         """Copy all records to rank 0's folder if no folder is shared. Every rank calls it, after `close`."""
         if self.comm is not None and not self.shared:
             try:
-                gather(self.comm, self.folder / RANKS, self.until)
+                run_folder.gather(self.comm, self.folder, self.until)
             except OSError as error:
                 logger.warning("the records of other hosts could not be copied to %s: %s", self.folder, error)
 
@@ -383,26 +261,9 @@ class Session:
         """Wait, at most FINISH_S, until rank 0 has the records of all ranks in its folder. After `bring`."""
         if self.comm is None or self.place.rank != 0 or not self.shared:
             return
-        missing = set(range(self.place.size))
-        while missing and time.monotonic() < self.until:
-            missing = {rank for rank in missing if not finished(self.folder / RANKS / f"{rank}.meta.json")}
-            if missing:
-                time.sleep(0.02)
+        missing = run_folder.incomplete(self.folder, self.place.size, self.until)
         if missing:
-            logger.warning("no complete record of ranks %s in %s", sorted(missing), self.folder)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(f".{os.getpid()}.tmp")
-    scratch.write_text(json.dumps(value, indent=1), encoding="utf-8")
-    scratch.replace(path)
-
-
-def wanted_folder(settings: Settings, directory: str | None = None) -> Path:
-    """Return the run folder given by the settings."""
-    stamp = os.environ.get("SLURM_JOB_ID") or time.strftime("%Y%m%d-%H%M%S")
-    return Path(directory or settings.directory or f"netbottleneck-{stamp}").absolute()
+            logger.warning("no complete record of ranks %s in %s", missing, self.folder)
 
 
 def same_ranks(settings: Settings, place: connect.Place) -> None:
@@ -416,14 +277,6 @@ def same_ranks(settings: Settings, place: connect.Place) -> None:
             f"the launcher's variables say rank {here.rank} of {here.size}, torch.distributed says {place.rank} of "
             f"{place.size}: set RANK and WORLD_SIZE in each process to the values of torch.distributed"
         )
-
-
-def _folder(settings: Settings, wanted: Path, control: "_core.Comm") -> Path:
-    """Return the run folder, the same on all ranks; rank 0 chooses it."""
-    claimed = claim(control, wanted, settings.start_timeout_s)
-    if control.rank == 0 and claimed != wanted:
-        logger.warning("NETBOTTLENECK_DIR=%s already holds a run: this run is written to %s", wanted, claimed)
-    return claimed
 
 
 def _communicator(  # noqa: PLR0913, PLR0917 - what a transport may need, once
@@ -444,15 +297,6 @@ def _communicator(  # noqa: PLR0913, PLR0917 - what a transport may need, once
     meet = functools.partial(together, control, limit_s=settings.start_timeout_s)
     chosen = group if group is not None else communicators.stock_group(settings, place, meet)
     return communicators.Stock(chosen, place.size, recorder, owned=group is None)
-
-
-def _ring(folder: Path, rank: int, name: str, settings: Settings) -> "_core.Recorder":
-    path = folder / RANKS / f"{rank}.{name}.ring"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    ring: _core.Recorder = connect.core().Recorder(
-        str(path), settings.trace_events, rank, timeline=settings.timeline is not None
-    )
-    return ring
 
 
 def open_session(  # noqa: PLR0913 - all but the first have a default that fits
@@ -477,9 +321,11 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
     this = job.start(settings)
     place, control = this.place, this.comm
     turns = tuple(dict.fromkeys(Arm.parse(name) for name in arms or settings.transports))
-    folder = _folder(settings, wanted_folder(settings, directory), control)
-    recorder = _ring(folder, place.rank, "train", settings)
-    rings = {arm.transport: _ring(folder, place.rank, arm.transport, settings) for arm in turns if arm.native}
+    folder = run_folder.claim(control, run_folder.wanted(settings, directory), settings.start_timeout_s)
+    recorder = run_folder.open_ring(folder, place.rank, "train", settings)
+    rings = {
+        arm.transport: run_folder.open_ring(folder, place.rank, arm.transport, settings) for arm in turns if arm.native
+    }
     together(control, b"rings", settings.start_timeout_s)  # no rank connects if another cannot record
     made: dict[str, communicators.Communicator] = {}  # by transport: arms with the same transport share its connections
     for arm in turns:
@@ -536,8 +382,8 @@ def _meet(session: Session, control: "_core.Comm") -> None:
     """Check that all ranks share the run folder, and start this host's monitor. Every rank calls it."""
     limit_s = session.settings.start_timeout_s
     together(control, b"written", limit_s)
-    session.shared = shared(control, session.folder / "run.json", limit_s)
-    session.on_close.append(monitor.watch(session.settings, session.place, session.folder / RANKS))
+    session.shared = run_folder.is_shared(control, session.folder, limit_s)
+    session.on_close.append(monitor.watch(session.settings, session.place, session.folder / run_folder.RANKS))
 
 
 def observe(
@@ -554,9 +400,9 @@ def observe(
     Every arm sends gradients by the user's own path, `stock`, so ranks need no negotiation. Raises OSError if no folder
     can be written.
     """
-    wanted = wanted_folder(settings, directory)
+    wanted = run_folder.wanted(settings, directory)
     scratch = wanted.parent / f".{wanted.name}-{platform.node()}-{os.getpid()}-{next(_scratches)}"
-    recorder = _ring(scratch, place.rank, "train", settings)
+    recorder = run_folder.open_ring(scratch, place.rank, "train", settings)
     opened = Session(
         settings,
         place,
@@ -630,7 +476,7 @@ class Joining:
                 self._previous.join()
             same_ranks(settings, session.place)
             this = job.start(settings)
-            folder = _folder(settings, self._wanted, this.comm)
+            folder = run_folder.claim(this.comm, self._wanted, settings.start_timeout_s)
             with self._lock:
                 if not self._alone:
                     self._adopt(this, folder)
@@ -642,11 +488,8 @@ class Joining:
                     self._stay_alone(str(error))
 
     def _adopt(self, this: job.Job, folder: Path) -> None:
-        session, scratch = self._session, self._session.folder
-        (folder / RANKS).mkdir(parents=True, exist_ok=True)
-        for path in (scratch / RANKS).iterdir():
-            path.rename(folder / RANKS / path.name)
-        shutil.rmtree(scratch, ignore_errors=True)
+        session = self._session
+        run_folder.move_records(session.folder, folder)
         session.folder, session.place, session.comm = folder, this.place, this.comm
         session.write(finished=False)
         if this.place.rank == 0:
@@ -655,10 +498,8 @@ class Joining:
     def _stay_alone(self, why: str) -> None:
         """Move this rank's records to a folder of its own."""
         self._alone = True
-        session, scratch = self._session, self._session.folder
-        folder = _free(self._wanted, session.place.rank)
-        scratch.rename(folder)
-        session.folder = folder
+        session = self._session
+        session.folder = run_folder.keep_alone(session.folder, self._wanted, session.place.rank)
         note = (
             f"rank {session.place.rank} recorded alone, because the ranks did not join ({why}): waiting times between "
             "ranks, the slowest rank and the measurements of other ranks are not known"
@@ -666,12 +507,6 @@ class Joining:
         logger.warning("%s", note)
         session.notes.append(note)
         session.begin_folder()
-
-
-def _free(wanted: Path, rank: int) -> Path:
-    first = f"{wanted.name}-rank{rank}"
-    names = itertools.chain([first], (f"{first}-{number}" for number in itertools.count(2)))
-    return next(path for path in map(wanted.with_name, names) if not path.exists())
 
 
 def _run(session: Session) -> dict[str, Any]:

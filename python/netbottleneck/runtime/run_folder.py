@@ -1,0 +1,207 @@
+"""Run folder: its name, the files that a run writes to it, and the transfer of other ranks' records to rank 0.
+
+docs/reference/run-folder.md lists the files. The report writes those that are made from the records.
+"""
+
+import itertools
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from netbottleneck.config import Settings, describe
+from netbottleneck.launch import connect
+from netbottleneck.runtime.job import together
+
+if TYPE_CHECKING:
+    from netbottleneck import _core
+
+RANKS = "ranks"
+FOLDER_BYTES = 1024  # fixed length of a folder's name in an exchange
+NAME_BYTES = 64
+COUNT_BYTES = 8
+LEAST_S = 0.1
+
+logger = logging.getLogger("netbottleneck")
+
+
+# The name.
+
+
+def wanted(settings: Settings, directory: str | None = None) -> Path:
+    """Return the run folder given by the settings."""
+    stamp = os.environ.get("SLURM_JOB_ID") or time.strftime("%Y%m%d-%H%M%S")
+    return Path(directory or settings.directory or f"netbottleneck-{stamp}").absolute()
+
+
+def claim(comm: "_core.Comm", wanted: Path, limit_s: float) -> Path:
+    """Return the run folder, the same on all ranks: rank 0's `wanted`, or the first free one of wanted/2, ….
+
+    Every rank calls it. The folder is reserved for this run. Raises ValueError for a name that is too long, OSError if
+    rank 0 cannot write, and as together.
+    """
+    name = str(wanted.absolute()).encode()
+    if len(name) > FOLDER_BYTES:
+        raise ValueError(f"NETBOTTLENECK_DIR={wanted}: the name must have at most {FOLDER_BYTES} bytes")
+    first = Path(together(comm, name.ljust(FOLDER_BYTES), limit_s)[0].decode().rstrip())
+    folder, number = first, 1
+    while not _is_free(comm, folder, limit_s):
+        number += 1
+        folder = first / str(number)
+    if comm.rank == 0 and folder != wanted:
+        logger.warning("NETBOTTLENECK_DIR=%s already holds a run: this run is written to %s", wanted, folder)
+    return folder
+
+
+def _is_free(comm: "_core.Comm", folder: Path, limit_s: float) -> bool:
+    """Return True if no rank finds a run in the folder; rank 0 has then reserved it."""
+    mine = _take(folder) if comm.rank == 0 else not any((folder / RANKS).glob(f"{comm.rank}.*"))
+    return all(free == b"1" for free in together(comm, b"1" if mine else b"0", limit_s))
+
+
+def _take(folder: Path) -> bool:
+    """Reserve a folder for this run, unless it holds a run. Of concurrent attempts, only the first succeeds."""
+    if (folder / "run.json").exists():
+        return False
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        (folder / RANKS).mkdir()
+    except FileExistsError:
+        return False
+    return True
+
+
+def move_records(scratch: Path, folder: Path) -> None:
+    """Move the records of a rank that began without the others into the run folder, and remove `scratch`."""
+    (folder / RANKS).mkdir(parents=True, exist_ok=True)
+    for path in (scratch / RANKS).iterdir():
+        path.rename(folder / RANKS / path.name)
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def keep_alone(scratch: Path, wanted: Path, rank: int) -> Path:
+    """Rename `scratch` to a free folder of one rank beside `wanted`, and return that."""
+    first = f"{wanted.name}-rank{rank}"
+    names = itertools.chain([first], (f"{first}-{number}" for number in itertools.count(2)))
+    folder = next(path for path in map(wanted.with_name, names) if not path.exists())
+    scratch.rename(folder)
+    return folder
+
+
+# The files.
+
+
+def ring_path(folder: Path, rank: int, name: str) -> Path:
+    """Return the file of a rank's events: of the training thread ("train"), or of a transport's thread."""
+    return folder / RANKS / f"{rank}.{name}.ring"
+
+
+def open_ring(folder: Path, rank: int, name: str, settings: Settings) -> "_core.Recorder":
+    """Return a recorder that writes to ring_path(). OSError if the folder cannot be written."""
+    path = ring_path(folder, rank, name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ring: _core.Recorder = connect.core().Recorder(
+        str(path), settings.trace_events, rank, timeline=settings.timeline is not None
+    )
+    return ring
+
+
+def write_run(folder: Path, run: Mapping[str, Any]) -> None:
+    """Write run.json, the description of the run."""
+    _write_json(folder / "run.json", run)
+
+
+def write_environment(folder: Path, settings: Settings) -> None:
+    """Write env.json: the value and source of every variable."""
+    _write_json(folder / "env.json", {row.name: [row.value, row.source] for row in describe(settings)})
+
+
+def write_meta(folder: Path, rank: int, meta: Mapping[str, Any]) -> None:
+    """Write a rank's description of itself."""
+    _write_json(_meta_path(folder, rank), meta)
+
+
+def _meta_path(folder: Path, rank: int) -> Path:
+    return folder / RANKS / f"{rank}.meta.json"
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(f".{os.getpid()}.tmp")
+    scratch.write_text(json.dumps(value, indent=1), encoding="utf-8")
+    scratch.replace(path)
+
+
+# The records of other ranks.
+
+
+def is_shared(comm: "_core.Comm", folder: Path, limit_s: float) -> bool:
+    """Return True if every rank sees the run.json that rank 0 wrote. Every rank calls it, after rank 0 wrote."""
+    seen = b"1" if (folder / "run.json").exists() else b"0"
+    return all(sees == b"1" for sees in together(comm, seen, limit_s))
+
+
+def incomplete(folder: Path, size: int, until: float) -> list[int]:
+    """Wait for the records of all `size` ranks in a shared folder; return the ranks without a complete one.
+
+    until: deadline by time.monotonic.
+    """
+    missing = list(range(size))
+    while missing and time.monotonic() < until:
+        missing = [rank for rank in missing if not _is_complete(_meta_path(folder, rank))]
+        if missing:
+            time.sleep(0.02)
+    return missing
+
+
+def _is_complete(meta: Path) -> bool:
+    """Return True if a rank's description of itself says that it finished or failed."""
+    try:
+        found = json.loads(meta.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(found.get("finished") or found.get("error"))
+
+
+def gather(comm: "_core.Comm", folder: Path, until: float) -> None:
+    """Copy each rank's own files (ranks/<rank>.*) to rank 0's folder. Every rank calls it; the files are closed.
+
+    until: deadline by time.monotonic. Raises what Comm.submit and Work.wait raise, TimeoutError if not all ranks arrive
+    by then, and OSError if rank 0 cannot write.
+    """
+    core = connect.core()
+    for rank in range(1, comm.size):
+        packed = _pack(folder / RANKS, rank) if comm.rank == rank else b""
+        limit_s = max(LEAST_S, until - time.monotonic())
+        counts = comm.exchange(len(packed).to_bytes(COUNT_BYTES, "little"), limit_s=limit_s)
+        total = int.from_bytes(counts[rank], "little")
+        if total == 0:
+            continue
+        memory = bytearray(packed) if comm.rank == rank else bytearray(total)
+        comm.submit(f"netbottleneck.records.{rank}", core.BROADCAST, memory, core.UINT8, root=rank).wait()
+        if comm.rank == 0:
+            _unpack(memory, folder / RANKS)
+
+
+def _pack(ranks: Path, rank: int) -> bytes:
+    """Return a rank's files, each as name, length, bytes."""
+    parts = []
+    for path in sorted(ranks.glob(f"{rank}.*")):
+        data = path.read_bytes()
+        parts += [path.name.encode().ljust(NAME_BYTES), len(data).to_bytes(COUNT_BYTES, "little"), data]
+    return b"".join(parts)
+
+
+def _unpack(memory: bytearray, ranks: Path) -> None:
+    at = 0
+    while at < len(memory):
+        name = Path(bytes(memory[at : at + NAME_BYTES]).decode().rstrip()).name
+        at += NAME_BYTES
+        count = int.from_bytes(memory[at : at + COUNT_BYTES], "little")
+        at += COUNT_BYTES
+        (ranks / name).write_bytes(memory[at : at + count])
+        at += count

@@ -210,6 +210,8 @@ void core_listener_release(PyObject *listener);
 
 // The ring for stamps under the GIL. Never NULL; the ring of a closed recorder ignores stamps.
 struct nb_ring *core_recorder_ring(PyObject *recorder);
+// Stamps an event now, under the GIL; recorder NULL: no effect.
+void core_recorder_stamp(PyObject *recorder, enum nb_event_kind kind, uint64_t key);
 // The ring for the engine thread; it stays open until core_recorder_release(). NULL with an exception if it is closed.
 struct nb_ring *core_recorder_acquire(PyObject *recorder);
 void core_recorder_release(PyObject *recorder);

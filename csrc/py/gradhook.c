@@ -1,4 +1,4 @@
-// Gradient hook: the callable that autograd calls for each gradient. Counts its bucket down, and sends a complete one.
+// Gradient hook: the callable that autograd calls for each gradient. Counts its bucket down until that is complete.
 #include "py/gradhook.h"
 
 #include <stddef.h>
@@ -12,90 +12,6 @@ struct core_hook {
 
 static struct core_gradhook *gradhook_of(PyObject *object) {
     return (struct core_gradhook *)object;
-}
-
-void gradhook_stamp(const struct core_gradhook *self, enum nb_event_kind kind, uint64_t key) {
-    if (self->recorder != NULL) {
-        nb_ring_put(core_recorder_ring(self->recorder), kind, key, 0, 0, 0, 0, 0);
-    }
-}
-
-// Builds the bucket's segments: its memory, with the gradients that travel directly in their places. Returns their
-// number.
-static int build_segments(const struct core_gradhook *self, const struct gradhook_bucket *bucket,
-                          struct nb_segment *segments) {
-    int count = 0;
-    size_t at = 0;
-    for (uint32_t i = 0; i < bucket->member_count; i++) {
-        const struct gradhook_param *param = &self->params[bucket->members[i]];
-        if (!param->direct) {
-            continue;
-        }
-        if (param->offset > at) {
-            segments[count++] = (struct nb_segment){.base = bucket->base + at, .bytes = param->offset - at};
-        }
-        segments[count++] = (struct nb_segment){.base = param->taken_base, .bytes = param->bytes};
-        at = param->offset + param->bytes;
-    }
-    if (bucket->bytes > at) {
-        segments[count++] = (struct nb_segment){.base = bucket->base + at, .bytes = bucket->bytes - at};
-    }
-    return count;
-}
-
-static int send_native(struct core_gradhook *self, struct gradhook_bucket *bucket) {
-    struct nb_segment segments[NB_SEGMENTS_MAX];
-    struct core_hold *hold = core_hold_new();
-    if (hold == NULL) {
-        return -1;
-    }
-    struct nb_op op = {
-        .name = bucket->name,
-        .kind = NB_OP_ALLREDUCE,
-        .dtype = bucket->dtype,
-        .redop = self->redop,
-        .priority = bucket->priority,
-        .prescale = self->prescale,
-        .postscale = self->postscale,
-        .segments = segments,
-        .segment_count = build_segments(self, bucket, segments),
-        .bucket = (uint32_t)(bucket - self->buckets) + 1,
-    };
-    if (core_comm_submit(self->target, self->of, &op, hold) < 0) {
-        core_hold_free(hold);
-        return -1;
-    }
-    bucket->hold = hold;
-    return 0;
-}
-
-static int send_to_callable(struct core_gradhook *self, struct gradhook_bucket *bucket) {
-    PyObject *index = PyLong_FromLong((long)(bucket - self->buckets));
-    if (index == NULL) {
-        return -1;
-    }
-    PyObject *future = PyObject_CallFunctionObjArgs(self->target, index, NULL);
-    Py_DECREF(index);
-    if (future == NULL) {
-        return -1;
-    }
-    bucket->future = future;
-    return 0;
-}
-
-int gradhook_send(struct core_gradhook *self, struct gradhook_bucket *bucket) {
-    int rc = 0;
-    if (self->native) {
-        rc = send_native(self, bucket);
-    } else if (self->target != NULL) {
-        rc = send_to_callable(self, bucket);
-    }
-    if (rc == 0) {
-        bucket->sent = true;
-        bucket->round = true;
-        self->pending++;
-    }
-    return rc;
 }
 
 // Handles the last pass over a parameter.
@@ -139,7 +55,7 @@ static int begin_pass(struct core_gradhook *self) {
 static int fire(struct core_gradhook *self, uint32_t index, PyObject *arrived) {
     struct gradhook_param *param = &self->params[index];
     struct gradhook_bucket *bucket = &self->buckets[param->bucket];
-    gradhook_stamp(self, NB_EV_GRAD_READY, index);
+    core_recorder_stamp(self->recorder, NB_EV_GRAD_READY, index);
     if (self->paused) {
         return 0;
     }

@@ -104,7 +104,7 @@ struct core_gradhook {
 // gradhook_open.c: checks the arguments and fills self; 0, or -1 with an exception.
 int gradhook_open(struct core_gradhook *self, PyObject *args, PyObject *kwargs);
 
-// gradhook_memory.c
+// gradhook_place.c
 
 // How a gradient's memory may be used.
 struct gradhook_found {
@@ -116,11 +116,6 @@ struct gradhook_found {
 // Finds a gradient's memory; sets no `stays`. 0, or -1 with an exception.
 int gradhook_look(const struct core_gradhook *self, const struct gradhook_param *param, PyObject *gradient,
                   struct gradhook_found *out);
-// Finds a gradient's memory. may_stay: it may be sent from there if only autograd's own references share it. A
-// gradient that is to be sent by a Comm then keeps its memory and contents until gradhook_drop(), even if it is given
-// other memory, resized, written to or swapped meanwhile. arrived: as in gradhook_place. 0, or -1 with an exception.
-int gradhook_locate(const struct core_gradhook *self, struct gradhook_param *param, PyObject *gradient,
-                    PyObject *arrived, bool may_stay, struct gradhook_found *out);
 // Learns torch's use counts. A torch that lacks them has every gradient copied.
 void gradhook_uses_open(struct core_gradhook *self);
 void gradhook_uses_close(struct core_gradhook *self);
@@ -132,8 +127,6 @@ enum gradhook_moved {
     GRADHOOK_UNKNOWN // with an exception
 };
 enum gradhook_moved gradhook_moved(const struct core_gradhook *self, const struct gradhook_param *param, void **now);
-
-// gradhook_place.c
 
 // Brings the gradient of a parameter to the memory from which its bucket is sent; a missing gradient becomes zeros.
 // arrived: the gradient that autograd has just accumulated, or NULL. 0, or -1 with an exception.
@@ -152,12 +145,11 @@ int gradhook_give_back(const struct core_gradhook *self, const struct gradhook_p
 
 // A new callable for a hook of parameter `index`, or NULL.
 PyObject *gradhook_hook_new(PyObject *gradhook, uint32_t index);
-void gradhook_stamp(const struct core_gradhook *self, enum nb_event_kind kind, uint64_t key);
-// Sends a bucket to the target. 0, or -1 with an exception.
-int gradhook_send(struct core_gradhook *self, struct gradhook_bucket *bucket);
 
 // gradhook_bucket.c
 
+// Sends a bucket to the target. 0, or -1 with an exception.
+int gradhook_send(struct core_gradhook *self, struct gradhook_bucket *bucket);
 int gradhook_flush(struct core_gradhook *self);
 int gradhook_wait(struct core_gradhook *self);
 // Resets every parameter and bucket to the start of a step. Nothing may be pending.

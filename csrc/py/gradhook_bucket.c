@@ -1,8 +1,86 @@
-// Buckets of a GradHook after the backward pass: sends the rest, waits, re-arms.
+// Buckets of a GradHook: sends each, waits for it, and re-arms it.
 #include "py/gradhook.h"
 
 #include <stddef.h>
 #include <stdint.h>
+
+// Builds the bucket's segments: its memory, with the gradients that travel directly in their places. Returns their
+// number.
+static int build_segments(const struct core_gradhook *self, const struct gradhook_bucket *bucket,
+                          struct nb_segment *segments) {
+    int count = 0;
+    size_t at = 0;
+    for (uint32_t i = 0; i < bucket->member_count; i++) {
+        const struct gradhook_param *param = &self->params[bucket->members[i]];
+        if (!param->direct) {
+            continue;
+        }
+        if (param->offset > at) {
+            segments[count++] = (struct nb_segment){.base = bucket->base + at, .bytes = param->offset - at};
+        }
+        segments[count++] = (struct nb_segment){.base = param->taken_base, .bytes = param->bytes};
+        at = param->offset + param->bytes;
+    }
+    if (bucket->bytes > at) {
+        segments[count++] = (struct nb_segment){.base = bucket->base + at, .bytes = bucket->bytes - at};
+    }
+    return count;
+}
+
+static int send_native(struct core_gradhook *self, struct gradhook_bucket *bucket) {
+    struct nb_segment segments[NB_SEGMENTS_MAX];
+    struct core_hold *hold = core_hold_new();
+    if (hold == NULL) {
+        return -1;
+    }
+    struct nb_op op = {
+        .name = bucket->name,
+        .kind = NB_OP_ALLREDUCE,
+        .dtype = bucket->dtype,
+        .redop = self->redop,
+        .priority = bucket->priority,
+        .prescale = self->prescale,
+        .postscale = self->postscale,
+        .segments = segments,
+        .segment_count = build_segments(self, bucket, segments),
+        .bucket = (uint32_t)(bucket - self->buckets) + 1,
+    };
+    if (core_comm_submit(self->target, self->of, &op, hold) < 0) {
+        core_hold_free(hold);
+        return -1;
+    }
+    bucket->hold = hold;
+    return 0;
+}
+
+static int send_to_callable(struct core_gradhook *self, struct gradhook_bucket *bucket) {
+    PyObject *index = PyLong_FromLong((long)(bucket - self->buckets));
+    if (index == NULL) {
+        return -1;
+    }
+    PyObject *future = PyObject_CallFunctionObjArgs(self->target, index, NULL);
+    Py_DECREF(index);
+    if (future == NULL) {
+        return -1;
+    }
+    bucket->future = future;
+    return 0;
+}
+
+int gradhook_send(struct core_gradhook *self, struct gradhook_bucket *bucket) {
+    int rc = 0;
+    if (self->target != NULL && !self->native) {
+        rc = send_to_callable(self, bucket);
+    } else if (self->native) {
+        rc = send_native(self, bucket);
+    }
+    if (rc == 0) {
+        bucket->sent = true;
+        bucket->round = true;
+        self->pending++;
+    }
+    return rc;
+}
 
 // Resets a bucket to the start of a step.
 static void open_bucket(struct core_gradhook *self, struct gradhook_bucket *bucket) {
@@ -185,9 +263,9 @@ int gradhook_wait(struct core_gradhook *self) {
     if (check_idle(self) < 0) {
         return -1;
     }
-    gradhook_stamp(self, NB_EV_WAIT_BEGIN, 0);
+    core_recorder_stamp(self->recorder, NB_EV_WAIT_BEGIN, 0);
     int rc = finish_all(self);
-    gradhook_stamp(self, NB_EV_WAIT_END, 0);
+    core_recorder_stamp(self->recorder, NB_EV_WAIT_END, 0);
     reopen_rest(self);
     end_pass(self);
     if (self->pending == 0) {

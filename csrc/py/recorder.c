@@ -84,6 +84,13 @@ struct nb_ring *core_recorder_ring(PyObject *recorder) {
     return self->open && nb_fork_detector_is_opener(&self->opener) ? &self->ring : &self->none;
 }
 
+void core_recorder_stamp(PyObject *recorder, enum nb_event_kind kind, uint64_t key) {
+    struct nb_ring *ring = recorder != NULL ? core_recorder_ring(recorder) : NULL;
+    if (ring != NULL) {
+        nb_ring_put(ring, kind, key, 0, 0, 0, 0, 0);
+    }
+}
+
 struct nb_ring *core_recorder_acquire(PyObject *recorder) {
     struct core_recorder *self = (struct core_recorder *)recorder;
     if (core_here(core_state_of(recorder), self->opener.pid, "recorder") < 0) {

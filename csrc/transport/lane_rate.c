@@ -52,6 +52,15 @@ void nb_rate_sent(const struct nb_lanes *lanes, struct path *path, size_t bytes)
     }
 }
 
+void nb_rate_moved(struct nb_lanes *lanes, struct nb_flow *flow, int lane, size_t bytes) {
+    struct path *path = &lanes->peers[flow->peer].paths[lane];
+    flow->bytes_moved += bytes;
+    flow->lane_bytes[lane] += bytes;
+    flow->moved_ns = nb_now_ns();
+    path->moved_ns = flow->moved_ns;
+    path->pings = 0;
+}
+
 static size_t bytes_left(const struct peer *peer, size_t enough) {
     size_t left = 0;
     NB_LIST_EACH(it, &peer->out) {

@@ -22,15 +22,6 @@ static struct path *path_of(struct nb_lanes *lanes, int peer, int lane) {
     return &lanes->peers[peer].paths[lane];
 }
 
-static void flow_moved(struct nb_lanes *lanes, struct nb_flow *flow, int lane, size_t bytes) {
-    flow->bytes_moved += bytes;
-    flow->lane_bytes[lane] += bytes;
-    flow->moved_ns = nb_now_ns();
-    struct path *path = path_of(lanes, flow->peer, lane);
-    path->moved_ns = flow->moved_ns;
-    path->pings = 0;
-}
-
 // Number of available blocks from `first` on that may travel as one segment.
 static uint32_t run_length(const struct nb_flow *flow, uint32_t first, size_t segment_bytes) {
     uint32_t most = (uint32_t)(segment_bytes / flow->block_bytes);
@@ -205,7 +196,7 @@ static void up_sent(void *ctx, struct nb_lane *lane, struct nb_request *req, int
     flow->in_flight -= frame.blocks;
     if (code == 0) {
         nb_credits_sent(lanes, flow);
-        flow_moved(lanes, flow, lane->index, frame.bytes);
+        nb_rate_moved(lanes, flow, lane->index, frame.bytes);
     }
     if (code == 0 || flow->acked) { // else the lane is being lost: lost() follows, and the peer reports what is missing
         nb_retransmit_settle(lanes, flow);
@@ -227,21 +218,6 @@ static void up_writable(void *ctx, struct nb_lane *lane, int peer_rank) {
     nb_failover_flush(lanes, peer_rank);
     nb_credits_flush(lanes, peer_rank);
     while (lane->index < peer->reach && path_pull(lanes, peer, lane->index)) {
-    }
-}
-
-static void run_landed(struct nb_lanes *lanes, struct nb_flow *flow, int lane, const struct nb_frame *frame,
-                       const void *data) {
-    size_t bytes = flow->ops->bytes(flow, frame->block, frame->blocks);
-    flow_moved(lanes, flow, lane, bytes);
-    flow->first_ns = flow->first_ns != 0 ? flow->first_ns : flow->moved_ns;
-    flow->left -= frame->blocks;
-    bool last = flow->left == 0;
-    flow->ops->consume(flow, frame->block, frame->blocks, data, bytes);
-    if (last) {
-        nb_list_remove(&flow->link);
-        nb_retransmit_landed(lanes, flow);
-        flow->ops->finished(flow);
     }
 }
 
@@ -294,17 +270,27 @@ static struct nb_flow *placed_flow(struct path *path, const void **data) {
 
 static void up_landed(void *ctx, struct nb_lane *lane, int from, const struct nb_frame *frame) {
     struct nb_lanes *lanes = ctx;
-    bool rma = lanes->config.ops->kind == NB_LANE_RMA;
+    bool placed = lanes->config.ops->kind == NB_LANE_STREAM;
     const void *data = NULL;
     bool refill = false;
-    struct nb_flow *flow = rma ? nb_credits_landed(lanes, lane->index, from, frame, &data, &refill)
-                               : placed_flow(path_of(lanes, from, lane->index), &data);
+    struct nb_flow *flow = placed ? placed_flow(path_of(lanes, from, lane->index), &data)
+                                  : nb_credits_landed(lanes, lane->index, from, frame, &data, &refill);
     if (flow == NULL) {
         return;
     }
     int peer_rank = flow->peer;
-    path_of(lanes, peer_rank, lane->index)->writes_in += rma;
-    run_landed(lanes, flow, lane->index, frame, data);
+    path_of(lanes, peer_rank, lane->index)->writes_in += !placed;
+    size_t bytes = flow->ops->bytes(flow, frame->block, frame->blocks);
+    nb_rate_moved(lanes, flow, lane->index, bytes);
+    flow->first_ns = flow->first_ns != 0 ? flow->first_ns : flow->moved_ns;
+    flow->left -= frame->blocks;
+    bool last = flow->left == 0;
+    flow->ops->consume(flow, frame->block, frame->blocks, data, bytes);
+    if (last) {
+        nb_list_remove(&flow->link);
+        nb_retransmit_landed(lanes, flow);
+        flow->ops->finished(flow);
+    }
     if (refill) {
         nb_credits_refill(lanes, peer_rank);
     }

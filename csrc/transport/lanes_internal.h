@@ -193,6 +193,8 @@ int nb_lanes_send_message(struct nb_lanes *lanes, int peer, const void *data, si
 void nb_rate_posted(struct path *path, size_t bytes);
 void nb_rate_refused(struct path *path, size_t bytes);
 void nb_rate_sent(const struct nb_lanes *lanes, struct path *path, size_t bytes);
+// Counts bytes of a flow that a lane has moved, in either direction.
+void nb_rate_moved(struct nb_lanes *lanes, struct nb_flow *flow, int lane, size_t bytes);
 // The largest segment that this lane should take now. 0: another lane would be done with it sooner, which is set in
 // *sooner. sooner NULL: this lane takes it in any case.
 size_t nb_rate_segment(struct nb_lanes *lanes, struct peer *peer, int lane, int *sooner);

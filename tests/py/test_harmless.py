@@ -310,6 +310,61 @@ def test_decorators_of_ddps_methods_stay_and_fx_traces_the_same_graph(warm_ranks
         assert "graph ['placeholder', 'call_module', 'call_module', 'output']" in result.stdout
 
 
+WARNED = """
+import functools
+import sys
+import warnings
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+measured, decorated = sys.argv[1:]
+
+
+def decorate():
+    init = DDP.__init__
+
+    @functools.wraps(init)
+    def decorator(*args, **kwargs):
+        return init(*args, **kwargs)
+
+    DDP.__init__ = decorator
+
+
+class Own(DDP):
+    def __init__(self, module):
+        super().__init__(module, check_reduction=True)
+
+
+dist.init_process_group("gloo")
+if decorated == "before":
+    decorate()
+if measured == "measured":
+    import netbottleneck
+if decorated == "after":
+    decorate()
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    DDP(torch.nn.Linear(4, 4), check_reduction=True)
+    Own(torch.nn.Linear(4, 4))
+named = [f"{one.filename}:{one.lineno}" for one in caught if "check_reduction" in str(one.message)]
+print("named", len(named), *named)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("decorated", ["never", "before", "after"])
+def test_a_warning_of_ddp_names_the_line_that_it_names_without_us(warm_ranks: Ranks, decorated: str) -> None:
+    script = warm_ranks.folder / "warned.py"
+    script.write_text(WARNED, encoding="utf-8")
+    lines = []
+    for measured in ("untouched", "measured"):
+        (result,) = warm_ranks(1, script, {"NETBOTTLENECK": "1"}, args=[measured, decorated])
+        assert "named 2 " in result.stdout, result.stdout + result.stderr
+        lines.append(next(line for line in result.stdout.splitlines() if line.startswith("named ")))
+    assert lines[0] == lines[1]
+
+
 ALARMED = """
 import pathlib, signal, sys, time, torch
 import netbottleneck.torch as hvd

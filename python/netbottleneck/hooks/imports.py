@@ -8,9 +8,10 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from netbottleneck.hooks import left_alone
@@ -111,14 +112,40 @@ def _patch_ddp(module: Any) -> None:
     """Measure every DDP model that is built from now on. Wrappers that other code adds later stay outside ours."""
     init = module.DistributedDataParallel.__init__
 
-    @functools.wraps(init)
     def measured(self: Any, *args: object, **kwargs: object) -> None:
         from netbottleneck.hooks import ddp
 
         init(self, *args, **kwargs)
         ddp.attach(self)
 
-    module.DistributedDataParallel.__init__ = measured
+    module.DistributedDataParallel.__init__ = functools.update_wrapper(measured, init)
+    module.warnings = _Warnings(measured.__code__)
+
+
+class _Warnings(ModuleType):
+    """The module `warnings` for DDP's module: a warning about the caller of __init__ skips the frame of our wrapper."""
+
+    def __init__(self, wrapper: CodeType) -> None:
+        super().__init__(warnings.__name__, warnings.__doc__)
+        self._wrapper = wrapper
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(warnings, name)
+
+    def warn(
+        self,
+        message: Warning | str,
+        category: type[Warning] | None = None,
+        stacklevel: int = 1,
+        *others: Any,
+        **options: Any,
+    ) -> None:
+        """Warn as warnings.warn does, at the line that it would name without our wrapper."""
+        named = sys._getframe(1)
+        for _ in range(stacklevel - 1):
+            named = named.f_back or named
+        ours = named.f_code is self._wrapper
+        warnings.warn(message, category, stacklevel + 1 + ours, *others, **options)
 
 
 def _patch_optimizer(module: ModuleType) -> None:

@@ -22,7 +22,8 @@ extern char **environ;
 enum {
     LIMIT_S = 60,
     SOCKET = 3, // to the other side
-    SLACK = 1000
+    SLACK = 1000,
+    BIG = 32 * 1024 * 1024
 };
 
 // One process of a case.
@@ -51,6 +52,22 @@ static void take(void *data, size_t bytes) {
         CHECK(n > 0, "the other side has ended");
         got += (size_t)n;
     }
+}
+
+// Slows down what this process sends over its connections, so that BIG bytes are in flight for seconds.
+static void send_slowly(void) {
+    const unsigned long bytes_per_s = 8 * 1024 * 1024;
+    int slowed = 0;
+    for (int fd = SOCKET + 1; fd < 1024; fd++) {
+        struct sockaddr_storage peer;
+        socklen_t bytes = sizeof peer;
+        if (getpeername(fd, (struct sockaddr *)&peer, &bytes) == 0 && peer.ss_family != AF_UNIX) {
+            CHECK(setsockopt(fd, SOL_SOCKET, SO_MAX_PACING_RATE, &bytes_per_s, sizeof bytes_per_s) == 0, "pacing: %s",
+                  strerror(errno));
+            slowed++;
+        }
+    }
+    CHECK(slowed > 0, "no connection to slow down");
 }
 
 // Both sides are here.
@@ -304,7 +321,6 @@ static void case_threads(struct side *side) {
 
 // Two communicators between the same processes, from version 11 on: one that is aborted leaves the other alone.
 static void case_two_communicators(struct side *side) {
-    enum { BIG = 32 * 1024 * 1024 };
     static const struct exchange plan = {.count = 12, .size = steps, .most = 256 * 1024, .depth = 4};
     struct side other = *side;
     struct pair pairs[2];
@@ -347,7 +363,6 @@ static bool errors_now(struct side *side, struct proxy_queue *queue) {
 
 // A side closes with transfers in flight; the other gets an error, and both connect anew.
 static void case_close_in_flight(struct side *side) {
-    enum { BIG = 32 * 1024 * 1024 };
     static const struct exchange plan = {.count = 4, .size = steps, .most = 256 * 1024, .depth = 4};
     struct pair pair;
     open_pair(side, &pair);
@@ -357,17 +372,20 @@ static void case_close_in_flight(struct side *side) {
     CHECK(data != NULL, "memory");
     struct proxy_queue queue = {.comm = side->index == 0 ? pair.send : pair.recv, .sends = side->index == 0};
     CHECK(proxy_register(&side->proxy, queue.comm, data, BIG, &mhandle) == 0, "regMr");
+    if (queue.sends) {
+        send_slowly();
+    }
     CHECK(proxy_post(&side->proxy, &queue, data, BIG, &result), "post");
     meet();
     if (side->index == 0) {
         int bytes = 0;
-        (void)proxy_poll(&side->proxy, &queue, &bytes, &result);
+        CHECK(!proxy_poll(&side->proxy, &queue, &bytes, &result) && result == 0, "it is not in flight");
         CHECK(proxy_deregister(&side->proxy, pair.send, mhandle) == 0, "deregMr");
         close_pair(side, &pair);
         memset(data, 1, BIG); // nothing reads it any more
         free(data);
     } else {
-        while (queue.count > 0 && !errors_now(side, &queue)) { // a fast transfer may end before the close
+        while (!errors_now(side, &queue)) {
         }
         close_pair(side, &pair);
         CHECK(proxy_deregister(&side->proxy, queue.comm, mhandle) == 0, "deregMr after the close");
@@ -382,7 +400,6 @@ static void case_close_in_flight(struct side *side) {
 
 // The receiver deregisters memory that bytes are on their way to, or that a receive waits with: nothing writes it later.
 static void case_deregister(struct side *side) {
-    enum { BIG = 32 * 1024 * 1024 };
     struct pair pair;
     int result = 0;
     int bytes = 0;
@@ -403,8 +420,7 @@ static void case_deregister(struct side *side) {
             CHECK(proxy_deregister(&side->proxy, queue.comm, mhandle) == 0, "deregMr");
             memset(data, 7, BIG);
             meet();
-            bool ended = proxy_poll(&side->proxy, &queue, &bytes, &result); // a fast transfer may, before deregMr
-            CHECK(result != 0 || (ended && !waiting), "no error");
+            CHECK(!proxy_poll(&side->proxy, &queue, &bytes, &result) && result != 0, "no error");
             meet();
             for (size_t i = 0; i < BIG; i++) {
                 CHECK(data[i] == 7, "byte %zu was written later", i);
@@ -413,9 +429,11 @@ static void case_deregister(struct side *side) {
             memset(data, 1, BIG);
             if (waiting) {
                 meet();
+            } else {
+                send_slowly();
             }
             (void)proxy_post(&side->proxy, &queue, data, BIG, &result);
-            while (!waiting && queue.count > 0 && !errors_now(side, &queue)) {
+            while (!waiting && !errors_now(side, &queue)) {
             }
             if (!waiting) {
                 meet();
@@ -486,7 +504,6 @@ static void case_fork(struct side *side) {
 
 // Side 1 dies, or only stops, in the middle of a transfer.
 static void die_in_flight(struct side *side, int signal_number) {
-    enum { BIG = 32 * 1024 * 1024 };
     struct pair pair;
     int result = 0;
     pid_t pid = getpid();

@@ -139,14 +139,14 @@ def started(ranks: int, arguments: list[str], shm: str) -> str:
         output = subprocess.PIPE if rank == 0 else None
         processes.append(subprocess.Popen(command, env=values, stdout=output, text=True))
     try:
-        told, _ = processes[0].communicate(timeout=280)
+        printed, _ = processes[0].communicate(timeout=280)
         codes = [process.wait(timeout=30) for process in processes]
     finally:
         for process in processes:
             process.kill()
     if any(codes):
         raise SystemExit(f"ranks exited with {codes}")
-    return told.splitlines()[-1]
+    return printed.splitlines()[-1]
 
 
 def free_port() -> int:

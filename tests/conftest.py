@@ -90,12 +90,12 @@ def refuse_unlisted_skip(report: pytest.TestReport | pytest.CollectReport, stric
     """Turn a skip that tests/skips.txt does not list into a failure."""
     if not report.skipped or hasattr(report, "wasxfail"):
         return
-    said = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     name = report.nodeid.removeprefix("tests/")
-    if not skips.may_skip(name, said, strict):
+    if not skips.may_skip(name, reason, strict):
         report.outcome = "failed"
         where = f" for {' and '.join(strict)}" if strict else ""
-        report.longrepr = f"{name}: this skip is not listed in tests/skips.txt{where}: {said}"
+        report.longrepr = f"{name}: this skip is not listed in tests/skips.txt{where}: {reason}"
 
 
 @pytest.hookimpl(wrapper=True)

@@ -31,7 +31,7 @@ for loaded in sys.argv[1:] or LOADED:
 CONTROL = socket.socket(fileno=os.dup(0))
 
 
-def tell(**message: Any) -> None:
+def send(**message: Any) -> None:
     """Send one line to the tests."""
     CONTROL.sendall(json.dumps(message).encode() + b"\n")
 
@@ -83,7 +83,7 @@ def reap(numbers: dict[int, int]) -> None:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            tell(number=numbers.pop(pid), code=os.waitstatus_to_exitcode(status))
+            send(number=numbers.pop(pid), code=os.waitstatus_to_exitcode(status))
 
 
 def serve() -> dict[str, Any] | None:
@@ -100,7 +100,7 @@ def serve() -> dict[str, Any] | None:
     gc.freeze()  # else a rank's end looks through all of torch, which takes a second
     # A process with so many objects rarely collects its oldest ones. These ranks do as such a process does.
     gc.set_threshold(*gc.get_threshold()[:2], 10_000)
-    tell(threads=len(os.listdir("/proc/self/task")))
+    send(threads=len(os.listdir("/proc/self/task")))
     while True:
         ready, _, _ = select.select([CONTROL, woken], [], [])
         if woken in ready:
@@ -123,7 +123,7 @@ def serve() -> dict[str, Any] | None:
                 return request
             count += 1
             numbers[pid] = count
-            tell(started=pid, number=count)
+            send(started=pid, number=count)
 
 
 def main() -> None:

@@ -98,7 +98,7 @@ class Driver:
         self.expected = 0
         self.joining: list[int] = []
         self.leaving: list[int] = []
-        self.asked: set[int] = set()
+        self.requests: set[int] = set()
         self.ranks: dict[int, int] = {}
         self.round = 0
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -143,11 +143,11 @@ class Driver:
     def _place(self, local: int) -> bytes:
         with self.changed:
             now = self.round
-            self.asked.add(local)
-            if len(self.asked) == self.expected:
-                stay = sorted({*self.asked, *self.joining} - set(self.leaving))
+            self.requests.add(local)
+            if len(self.requests) == self.expected:
+                stay = sorted({*self.requests, *self.joining} - set(self.leaving))
                 self.ranks = {name: rank for rank, name in enumerate(stay)}
-                self.asked.clear()
+                self.requests.clear()
                 self.keys.clear()
                 self.round += 1
                 self.changed.notify_all()

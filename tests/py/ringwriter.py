@@ -151,7 +151,7 @@ class FakeRun:
                     "probe": self.probe,
                     "clock_offset_ns": self.clock_skew_ns.get(rank, 0),
                 }
-        info = {name: {**told, **self.about.get(name, {})} for name, told in info.items()}
+        info = {name: {**entry, **self.about.get(name, {})} for name, entry in info.items()}
         return {
             "version": 1,
             "rank": rank,

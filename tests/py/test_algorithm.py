@@ -38,7 +38,7 @@ sent = np.arange(3 * size, dtype=np.int64) + 1000 * rank
 got = nb.alltoall(sent)
 want = np.concatenate([np.arange(3 * rank, 3 * rank + 3) + 1000 * r for r in range(size)])
 wrong += int((got != want).sum()) + int((sent != np.arange(3 * size) + 1000 * rank).sum())
-print("told", json.dumps([digest.hexdigest(), wrong, job.current().comm.info()["costs"]]))
+print("record", json.dumps([digest.hexdigest(), wrong, job.current().comm.info()["costs"]]))
 ops.shutdown()
 """
 TRAIN = """
@@ -52,7 +52,7 @@ weights = np.random.default_rng(1).standard_normal((300, 40)).astype(np.float32)
 for step in range(20):
     gradient = rows.T @ (rows @ weights) / len(rows)
     weights -= np.float32(0.05) * nb.allreduce(gradient, ops.Average, "gradient")
-print("told", hashlib.sha256(weights.tobytes()).hexdigest())
+print("record", hashlib.sha256(weights.tobytes()).hexdigest())
 ops.shutdown()
 """
 
@@ -68,7 +68,7 @@ session = open_session(config.settings({"transports": "tcp", "start_step": 0}))
 comm = session.arms["tcp"].comm
 small = np.ones(1000, np.float32)
 comm.submit("small", job.core().ALLREDUCE, small, job.core().FLOAT32).wait()
-print("told", *comm.info()["costs"], flush=True)
+print("record", *comm.info()["costs"], flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -89,7 +89,7 @@ os._exit(0)
 
 
 def marked_output(stdout: str) -> str:
-    return stdout.split("told ", 1)[1].strip()
+    return stdout.split("record ", 1)[1].strip()
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_an_unknown_algorithm_is_refused() -> None:
 def test_an_alltoall_of_uneven_parts_is_refused(plain_ranks: Ranks) -> None:
     script = (
         "import numpy as np, netbottleneck as nb\nfrom netbottleneck.runtime import ops\nops.init()\n"
-        "try:\n    nb.alltoall(np.zeros(3))\nexcept ValueError as error:\n    print('told', error)\nops.shutdown()\n"
+        "try:\n    nb.alltoall(np.zeros(3))\nexcept ValueError as error:\n    print('record', error)\nops.shutdown()\n"
     )
     for result in plain_ranks(2, script, env={**OVER, "NETBOTTLENECK_TRANSPORT": "tcp"}):
         assert "a first dimension of 3 cannot be split into 2 equal parts" in marked_output(result.stdout)

@@ -16,8 +16,8 @@ LOOK = "for name; do command -v $name >/dev/null && echo $name; done; :"
 def available(*names: str) -> set[str]:
     """Return which of these commands a command under bare.py finds."""
     command = [str(BARE), "sh", "-c", LOOK, "look", *names]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return set(names) & set(said.splitlines())
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return set(names) & set(output.splitlines())
 
 
 @pytest.mark.peers

@@ -132,8 +132,8 @@ def test_a_request_names_unknown_values() -> None:
         Request(("nccl",))
     with pytest.raises(ValueError, match="dtype float8: must be one of"):
         Request(dtype="float8")
-    asked = Request(("tcp", "mpi-tcp"), (0, 2), (4, 8), "int8", "max", 3, True, peers=PEERS)
-    assert Request.from_json(json.loads(json.dumps(asked.to_json()))) == asked
+    request = Request(("tcp", "mpi-tcp"), (0, 2), (4, 8), "int8", "max", 3, True, peers=PEERS)
+    assert Request.from_json(json.loads(json.dumps(request.to_json()))) == request
 
 
 def test_a_peer_without_its_table_is_refused_with_the_remedy(tmp_path: Path) -> None:
@@ -222,9 +222,9 @@ def test_unreported_bytes_of_a_path_are_not_estimated() -> None:
 
 
 def test_rows_of_every_path_are_right_and_complete_on_loopback() -> None:
-    said: list[str] = []
+    lines: list[str] = []
     found = netbottleneck.bench(
-        2, sizes="0,4,1000001", transports="stock,tcp", streams="1,2", iterations=2, say=said.append
+        2, sizes="0,4,1000001", transports="stock,tcp", streams="1,2", iterations=2, say=lines.append
     )
     paths = {(row["transport"], row["streams"]) for row in found.rows}
     assert paths == {("stock", 1), ("stock x4", 4), ("tcp", 1), ("tcp", 2)}
@@ -235,7 +235,7 @@ def test_rows_of_every_path_are_right_and_complete_on_loopback() -> None:
         assert row["time_s"].keys() == {"median", "p10", "p90", "n"}
         assert row["bytes"] in (0, 4, 1000000)
         assert (row["interface"], row["link_bits_per_s"]) == ("lo", None)
-    assert "\n".join(said) == found.table()
+    assert "\n".join(lines) == found.table()
     assert set(found.head) >= {"machine", "versions", "lab", "ranks"}
 
 
@@ -330,18 +330,18 @@ def children() -> set[int]:
 
 def test_a_killed_rank_ends_the_benchmark_with_its_name_and_leaves_no_process() -> None:
     before = children()
-    asked = Request(("tcp",), (2,), (4 * 10**6,), iterations=10**6, exact=True)
+    request = Request(("tcp",), (2,), (4 * 10**6,), iterations=10**6, exact=True)
     started: list[int] = []
 
-    with Workers(asked, 2, None) as workers:
+    with Workers(request, 2, None) as workers:
         started += [process.pid for process in workers._processes]
 
-        def tell(line: Any) -> None:
+        def on_line(line: Any) -> None:
             if "beat" in line:
                 os.kill(started[1], signal.SIGKILL)
 
         with pytest.raises(Error, match="rank 1 was killed by SIGKILL"):
-            workers.listen(tell, LIMIT_S)
+            workers.listen(on_line, LIMIT_S)
     assert children() <= before
     assert all(not Path(f"/proc/{pid}").exists() for pid in started)
 
@@ -422,18 +422,18 @@ def run_pair(lab: Lab, *words: str) -> tuple[list[str], list[str]]:
     timer.start()
     try:
         assert first.stdout is not None
-        said = []
+        lines = []
         for line in first.stdout:
-            said.append(line.rstrip("\n"))
+            lines.append(line.rstrip("\n"))
             if line.startswith("netbottleneck bench --connect"):
                 break
-        second = lab.popen(1, [*command, *said[-1].split()], environ, **options)
+        second = lab.popen(1, [*command, *lines[-1].split()], environ, **options)
         theirs, _ = second.communicate(timeout=LIMIT_S)
         ours, _ = first.communicate(timeout=LIMIT_S)
     finally:
         timer.cancel()
-    assert (first.returncode, second.returncode) == (0, 0), f"{said}\n{ours}\n{theirs}"
-    return [*said, *ours.splitlines()], theirs.splitlines()
+    assert (first.returncode, second.returncode) == (0, 0), f"{lines}\n{ours}\n{theirs}"
+    return [*lines, *ours.splitlines()], theirs.splitlines()
 
 
 def test_two_hosts_see_the_curve_and_the_same_verdict(lab: Lab) -> None:
@@ -461,12 +461,12 @@ def test_a_wrong_secret_is_refused_and_the_right_one_accepted_afterwards(lab: La
     secret = command.index("--secret") + 1
     liar = [*command[:secret], "0" * 32, *command[secret + 1 :]]
     refused = lab.popen(1, [sys.executable, "-m", *liar], environ, **options)
-    said, _ = refused.communicate(timeout=LIMIT_S)
+    output, _ = refused.communicate(timeout=LIMIT_S)
     assert refused.returncode == 1
-    assert "have different secrets" in said
+    assert "have different secrets" in output
     right = lab.popen(1, [sys.executable, "-m", *command], environ, **options)
-    said, _ = right.communicate(timeout=LIMIT_S)
-    assert right.returncode == 0, said
+    output, _ = right.communicate(timeout=LIMIT_S)
+    assert right.returncode == 0, output
     first.communicate(timeout=LIMIT_S)
     assert first.returncode == 0
 
@@ -622,18 +622,18 @@ def mpi_peers_of(pids: list[int]) -> list[int]:
 @pytest.mark.parametrize("name", ["mpi-tcp", "horovod", "horovod-mpi"])
 def test_mpi_and_horovod_end_with_the_benchmarks_ranks(name: str) -> None:
     skip_without_mpi() if name == "mpi-tcp" else skip_without_horovod(name)
-    asked = Request((name,), sizes=(10**6,), iterations=10**6, exact=True, peers=PEERS)
-    with Workers(asked, 2, None) as workers:
+    request = Request((name,), sizes=(10**6,), iterations=10**6, exact=True, peers=PEERS)
+    with Workers(request, 2, None) as workers:
         pids = [process.pid for process in workers._processes]
         theirs: list[int] = []
 
-        def tell(line: Any) -> None:
+        def on_line(line: Any) -> None:
             if "beat" in line:
                 theirs.extend(mpi_peers_of(pids))
                 os.kill(pids[1], signal.SIGKILL)
 
         with pytest.raises(Error, match="rank 1 was killed by SIGKILL"):
-            workers.listen(tell, LIMIT_S)
+            workers.listen(on_line, LIMIT_S)
     assert len(theirs) >= 2
     deadline = time.monotonic() + LIMIT_S
     while any(alive(pid) for pid in theirs) and time.monotonic() < deadline:
@@ -672,11 +672,11 @@ def test_peers_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PATH", str(tmp_path))
     named = ("tcp", "mpi-tcp", "iperf3-4", "horovod-mpi")
     found = peers(2, None, named if hvd.BUILT.is_dir() else (*named, "horovod"))
-    said = dict(note.split(" left out: ") for note in found.notes)
-    assert said["mpi-tcp"].startswith("mpicc and mpirun not installed")
-    assert said["iperf3-4"] == "iperf3 is not installed"
-    assert said.get("horovod") in (None, "horovod is not installed")
-    assert said["horovod-mpi"].partition(" ")[0] in ("horovod", "the", "mpirun")
+    reasons = dict(note.split(" left out: ") for note in found.notes)
+    assert reasons["mpi-tcp"].startswith("mpicc and mpirun not installed")
+    assert reasons["iperf3-4"] == "iperf3 is not installed"
+    assert reasons.get("horovod") in (None, "horovod is not installed")
+    assert reasons["horovod-mpi"].partition(" ")[0] in ("horovod", "the", "mpirun")
     assert [row["transport"] for row in found.rows] == ["tcp"]
 
 
@@ -691,8 +691,8 @@ def test_memorys_limits_reduce_nothing_and_count_nothing_wrong() -> None:
 def test_iperf3_measures_the_link_of_the_lab(lab: Lab) -> None:
     skip_without("iperf3")
     found = Results({})
-    asked = Request(("iperf3-4",), sizes=(10**6,), iterations=1, exact=True, peers=PEERS)
-    with Workers(asked, 2, lab) as workers:
+    request = Request(("iperf3-4",), sizes=(10**6,), iterations=1, exact=True, peers=PEERS)
+    with Workers(request, 2, lab) as workers:
         workers.listen(bench.listener(found, None), LIMIT_S)
     rate = 8 * found.row("iperf3-4")["busbw_bytes_per_s"]
     assert found.row("iperf3-4")["cpu_s_per_gb"] > 0
@@ -718,47 +718,49 @@ def points(*rates: float, transport: str = "tcp") -> list[pair.Point]:
 
 
 def test_the_verdict_names_the_fewest_streams_that_are_nearly_the_best() -> None:
-    said = pair.verdict(points(1e9, 2e9, 3.9e9, 4e9, 3.8e9))
-    assert "one tcp stream moves 1.00 Gbit/s; 4 tcp streams move 3.90 Gbit/s" in said
-    assert "a factor of 3.9" in said
-    assert "NETBOTTLENECK_TRANSPORT=tcp with NETBOTTLENECK_STREAMS=auto" in said
+    sentence = pair.verdict(points(1e9, 2e9, 3.9e9, 4e9, 3.8e9))
+    assert "one tcp stream moves 1.00 Gbit/s; 4 tcp streams move 3.90 Gbit/s" in sentence
+    assert "a factor of 3.9" in sentence
+    assert "NETBOTTLENECK_TRANSPORT=tcp with NETBOTTLENECK_STREAMS=auto" in sentence
 
 
 def test_the_verdict_reports_that_more_streams_gain_nothing() -> None:
-    said = pair.verdict(points(9.4e9, 9.5e9, 9.3e9))
-    assert "one tcp stream moves 9.40 Gbit/s" in said
-    assert "more streams bring no gain" in said
-    assert "as in a stock job, is as fast" in said
-    assert "NETBOTTLENECK_TRANSPORT" not in said
+    sentence = pair.verdict(points(9.4e9, 9.5e9, 9.3e9))
+    assert "one tcp stream moves 9.40 Gbit/s" in sentence
+    assert "more streams bring no gain" in sentence
+    assert "as in a stock job, is as fast" in sentence
+    assert "NETBOTTLENECK_TRANSPORT" not in sentence
 
 
 def test_the_verdict_advises_no_transport_slower_than_one_plain_stream() -> None:
     # Several streams gain a factor of three for ofi, but one of tcp is faster than all of them.
-    said = pair.verdict([*points(9.4e9, 9.3e9, 9.2e9), *points(2e9, 4e9, 6e9, transport="ofi")])
-    assert "one tcp stream moves 9.40 Gbit/s; one ofi stream moves 2.00 Gbit/s" in said
-    assert "more streams and another transport bring no gain" in said
-    assert "NETBOTTLENECK_TRANSPORT" not in said
+    sentence = pair.verdict([*points(9.4e9, 9.3e9, 9.2e9), *points(2e9, 4e9, 6e9, transport="ofi")])
+    assert "one tcp stream moves 9.40 Gbit/s; one ofi stream moves 2.00 Gbit/s" in sentence
+    assert "more streams and another transport bring no gain" in sentence
+    assert "NETBOTTLENECK_TRANSPORT" not in sentence
 
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_the_verdict_advises_the_fastest_of_all_transports(turned: bool) -> None:
     tcp, ofi = points(3e9, 5e9, 8e9), points(2e9, 4e9, 6e9, transport="ofi")
-    said = pair.verdict([*ofi, *tcp] if turned else [*tcp, *ofi])
-    assert "4 tcp streams move 8.00 Gbit/s" in said
-    assert "a factor of 2.7" in said
-    assert "NETBOTTLENECK_TRANSPORT=tcp with NETBOTTLENECK_STREAMS=auto" in said
-    assert "=ofi" not in said
+    sentence = pair.verdict([*ofi, *tcp] if turned else [*tcp, *ofi])
+    assert "4 tcp streams move 8.00 Gbit/s" in sentence
+    assert "a factor of 2.7" in sentence
+    assert "NETBOTTLENECK_TRANSPORT=tcp with NETBOTTLENECK_STREAMS=auto" in sentence
+    assert "=ofi" not in sentence
 
 
 def test_the_verdict_advises_one_stream_of_another_transport_if_it_is_as_fast() -> None:
-    said = pair.verdict([*points(3e9, 4e9, 5e9), *points(9e9, 9.1e9, 9.2e9, transport="ofi")])
-    assert "a factor of 3.0" in said
-    assert "NETBOTTLENECK_TRANSPORT=ofi with NETBOTTLENECK_STREAMS=1" in said
+    sentence = pair.verdict([*points(3e9, 4e9, 5e9), *points(9e9, 9.1e9, 9.2e9, transport="ofi")])
+    assert "a factor of 3.0" in sentence
+    assert "NETBOTTLENECK_TRANSPORT=ofi with NETBOTTLENECK_STREAMS=1" in sentence
 
 
 def test_the_verdict_compares_with_several_streams_if_one_was_not_measured() -> None:
-    said = pair.verdict([pair.Point("ofi", 2, 10**6, 1, 2e9, 0.5), pair.Point("ofi", 8, 10**6, 1, 6e9, 0.5)])
-    assert said.startswith("2 ofi streams move 2.00 Gbit/s; 8 ofi streams move 6.00 Gbit/s: a job with 2 ofi streams ")
-    said = pair.verdict([pair.Point("ofi", 2, 10**6, 1, 2e9, 0.5), pair.Point("ofi", 8, 10**6, 1, 2e9, 0.5)])
-    assert "stock" not in said
-    assert said.endswith("Keep 2 ofi streams.")
+    sentence = pair.verdict([pair.Point("ofi", 2, 10**6, 1, 2e9, 0.5), pair.Point("ofi", 8, 10**6, 1, 6e9, 0.5)])
+    assert sentence.startswith(
+        "2 ofi streams move 2.00 Gbit/s; 8 ofi streams move 6.00 Gbit/s: a job with 2 ofi streams "
+    )
+    sentence = pair.verdict([pair.Point("ofi", 2, 10**6, 1, 2e9, 0.5), pair.Point("ofi", 8, 10**6, 1, 2e9, 0.5)])
+    assert "stock" not in sentence
+    assert sentence.endswith("Keep 2 ofi streams.")

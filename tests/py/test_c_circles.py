@@ -49,7 +49,7 @@ def test_a_definition_may_take_several_lines_and_a_table_counts_as_a_call(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "said",
+    "code",
     [
         "// nb_above\n",
         "/* nb_above\n nb_above */\n",
@@ -59,8 +59,8 @@ def test_a_definition_may_take_several_lines_and_a_table_counts_as_a_call(tmp_pa
         "static int nb_above_all;\n",
     ],
 )
-def test_comments_strings_tags_and_members_are_not_uses(tmp_path: Path, said: str) -> None:
-    assert check_layers.c_circles(room(tmp_path, below=said + BELOW, above=ABOVE)) == []
+def test_comments_strings_tags_and_members_are_not_uses(tmp_path: Path, code: str) -> None:
+    assert check_layers.c_circles(room(tmp_path, below=code + BELOW, above=ABOVE)) == []
 
 
 def test_static_names_belong_to_their_file(tmp_path: Path) -> None:

@@ -53,9 +53,9 @@ def test_a_model_is_measured_in_the_order_of_readiness_with_its_spread(tmp_path:
     assert [len(step.grad_ready) for step in trace.steps] == [len(named)] * 3
     for step in trace.steps:
         assert step.forward[0][1] <= step.grad_ready[0][1] <= step.optimizer[0][0] <= step.end_ns
-    told = json.loads((folder / "profile.json").read_text())["profile"]
-    assert (told["how"], told["tensors"]) == ("measured", len(named))
-    assert f"{torch.get_num_threads()} threads" in told["note"]
+    record = json.loads((folder / "profile.json").read_text())["profile"]
+    assert (record["how"], record["tensors"]) == ("measured", len(named))
+    assert f"{torch.get_num_threads()} threads" in record["note"]
 
 
 def test_a_large_model_is_modelled_by_its_exact_tensors_and_labelled(
@@ -76,7 +76,7 @@ def test_a_large_model_is_modelled_by_its_exact_tensors_and_labelled(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("no_such_model",), "no_such_model"),
         (("resnet50", "--modelled", "-1", "5"), "are not valid"),
@@ -90,13 +90,13 @@ def test_a_large_model_is_modelled_by_its_exact_tensors_and_labelled(
     ],
 )
 def test_bad_input_gives_one_error_line_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
 ) -> None:
     pytest.importorskip("torch")
     folder = tmp_path / "p"
     assert run(*words, "--directory", str(folder)) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert error.count("\n") == 1
     assert not folder.exists()
 
@@ -110,14 +110,14 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
 def test_tables_of_this_host_are_readable_as_layer_log_tables(tmp_path: Path) -> None:
     folder = tmp_path / "p"
     assert run("--most-bytes", "100000", "--directory", str(folder)) == 0
-    told = json.loads((folder / "profile.json").read_text())
+    record = json.loads((folder / "profile.json").read_text())
     for name in ("vector_add", "vector_add_cached", "memcpy", "memcpy_cached"):
         table = layer_log.read_table(folder / f"{name}.csv")
         assert table.bytes == tuple(size for size in calibrate.SIZES if size <= 100000)
         assert min(table.seconds) > 0
-        for row in told["tables"][name]:
+        for row in record["tables"][name]:
             assert row["p10_s"] <= row["seconds"] <= row["p90_s"]
-    assert told["host"]["caches"]
+    assert record["host"]["caches"]
 
 
 def test_tables_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

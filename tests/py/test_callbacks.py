@@ -94,7 +94,7 @@ assert not {"torch", "lightning", "pytorch_lightning", "transformers", "accelera
 
 
 def test_one_clear_line_names_the_missing_package() -> None:
-    said = python("""
+    output = python("""
 import sys
 import netbottleneck.callbacks as callbacks
 for name in ("lightning", "pytorch_lightning", "transformers", "accelerate"):
@@ -105,7 +105,7 @@ for name in callbacks.__all__:
     except ImportError as error:
         print(error)
 """)
-    assert said.splitlines() == [
+    assert output.splitlines() == [
         "netbottleneck.callbacks.LightningCallback needs lightning or pytorch-lightning, which is not installed: "
         "pip install it",
         "netbottleneck.callbacks.TransformersCallback needs transformers, which is not installed: pip install it",

@@ -176,12 +176,12 @@ def test_compression_is_reported_at_the_achieved_rate_and_at_full_use():
 
 
 def test_predictions_are_compared_with_measurements():
-    told = {
+    predictions = {
         "stock": ForecastFacts(about(210 * MS)),
         "ofi": ForecastFacts(about(120 * MS)),
         "tcp": ForecastFacts(why="no fit"),
     }
-    one = replace(cell("one", {"stock": 100, "ofi": 20, "tcp": 30}), forecast=told)
+    one = replace(cell("one", {"stock": 100, "ofi": 20, "tcp": 30}), forecast=predictions)
     held = facts.forecast_record([one])
     assert held.median == pytest.approx(0.025)
     assert (held.worst.arm, held.within(0.04), held.exposed) == ("stock", 1, 1)

@@ -36,11 +36,11 @@ def command(
 
 def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
-    said = capsys.readouterr().err
-    assert all(name in said for name in COMMANDS)
+    output = capsys.readouterr().err
+    assert all(name in output for name in COMMANDS)
     assert main(["--help"]) == 0
-    said = capsys.readouterr().out
-    assert all(name in said for name in COMMANDS)
+    output = capsys.readouterr().out
+    assert all(name in output for name in COMMANDS)
 
 
 def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,9 +111,9 @@ def test_report_prints_the_report_of_a_trace(tmp_path: Path, capsys: pytest.Capt
 
 def test_report_of_a_missing_run_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "/nonexistent/run"]) == 1
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "/nonexistent/run" in said
+    output = capsys.readouterr().err
+    assert output.count("\n") == 1
+    assert "/nonexistent/run" in output
 
 
 def test_report_and_env_work_without_the_c_module_and_import_no_torch() -> None:
@@ -233,7 +233,7 @@ def test_run_without_a_script_is_a_usage_error(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--sizes", "4X"], "'4X': must be a size"),
         (["--streams", "0"], "'0': must be auto or a number from 1 to 64"),
@@ -251,12 +251,12 @@ def test_run_without_a_script_is_a_usage_error(capsys: pytest.CaptureFixture[str
     ],
 )
 def test_bench_reports_bad_arguments_before_it_starts(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
         main(["bench", *words])
     assert end.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_bench_between_two_hosts_needs_a_secret_and_a_host(capsys: pytest.CaptureFixture[str]) -> None:

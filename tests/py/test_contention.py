@@ -165,11 +165,11 @@ def test_contention_widens_the_interval_and_is_noted() -> None:
 
 def test_a_forecast_uses_the_contention_of_its_source_and_notes_it() -> None:
     run = in_turn(Cost(link=Link(1.9e9), contention=1.4))
-    told = forecast.make(run, replay_schedule(run, EACH), 2, WIRE, ["tcp"])
-    found = told.transports["tcp"].step_ns
+    predicted = forecast.make(run, replay_schedule(run, EACH), 2, WIRE, ["tcp"])
+    found = predicted.transports["tcp"].step_ns
     assert found is not None
     assert found.value == pytest.approx(statistics.median(lengths(run, "tcp")), rel=1e-4)
-    assert any("times as long while an operation is in flight" in note for note in told.notes)
+    assert any("times as long while an operation is in flight" in note for note in predicted.notes)
 
 
 def test_unknown_contention_is_1_with_a_note() -> None:

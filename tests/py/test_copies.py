@@ -59,9 +59,9 @@ def test_a_fit_recovers_the_copies_that_made_the_run(copy_byte_ns: float) -> Non
 def test_a_run_with_other_fusion_is_predicted_with_its_copies(buckets: tuple[tuple[int, ...], ...]) -> None:
     made = Cost(alpha_ns=100_000, link=Link(3e9), copy_byte_ns=0.5)
     source, other = recorded(made), recorded(made, buckets)
-    told = simulate(source, Plan.explicit(buckets), fit(source).cost)
+    simulated = simulate(source, Plan.explicit(buckets), fit(source).cost)
     want = statistics.median(step.duration_ns for step in other.steps)
-    assert statistics.median(step.duration_ns for step in told.steps) == pytest.approx(want, rel=1e-3)
+    assert statistics.median(step.duration_ns for step in simulated.steps) == pytest.approx(want, rel=1e-3)
 
 
 def test_a_run_without_copies_fits_no_copy_cost() -> None:
@@ -105,8 +105,8 @@ def test_a_table_is_used_if_the_run_gives_no_copy_cost() -> None:
     assert now is not None
     measured = statistics.median(step.duration_ns for step in run.steps[1:])
     assert 1e9 * now.value == pytest.approx(measured, rel=1e-3)
-    told = fit(recorded(made), copy_byte_ns=9.0)  # its own operations tell it
-    assert told.cost.copy_byte_ns == pytest.approx(0.3, rel=0.01)
+    fitted = fit(recorded(made), copy_byte_ns=9.0)  # its own operations tell it
+    assert fitted.cost.copy_byte_ns == pytest.approx(0.3, rel=0.01)
 
 
 def test_copies_longer_than_their_operation_are_refused() -> None:

@@ -286,13 +286,13 @@ def test_blobs_of_unequal_length_are_a_mismatch(pair: list[_core.Comm]) -> None:
 
 
 def test_a_barrier_and_a_broadcast(pair: list[_core.Comm]) -> None:
-    def tell(comm: _core.Comm) -> bytes:
+    def broadcast(comm: _core.Comm) -> bytes:
         comm.submit("barrier", _core.BARRIER, None, _core.UINT8).wait()
         line = bytearray(b"rank%d" % comm.rank)
-        comm.submit("tell", _core.BROADCAST, line, _core.UINT8, root=1).wait()
+        comm.submit("line", _core.BROADCAST, line, _core.UINT8, root=1).wait()
         return bytes(line)
 
-    assert on_ranks(pair, tell) == [b"rank1"] * 2
+    assert on_ranks(pair, broadcast) == [b"rank1"] * 2
 
 
 def test_info_counts_bytes_and_survives_close(pair: list[_core.Comm]) -> None:
@@ -684,7 +684,7 @@ def test_a_bad_stamp_is_named(tmp_path: Path) -> None:
 # fork
 
 
-def child_says(work: Callable[[], str]) -> str:
+def child_output(work: Callable[[], str]) -> str:
     """Return the result of work in a forked child."""
     reader, writer = os.pipe()
     pid = os.fork()
@@ -695,9 +695,9 @@ def child_says(work: Callable[[], str]) -> str:
             os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
-        said = pipe.read()
+        output = pipe.read()
     os.waitpid(pid, 0)
-    return said
+    return output
 
 
 def refusal(call: Callable[[], object]) -> str:
@@ -730,16 +730,16 @@ def test_a_forked_child_is_refused_and_leaves_the_job_intact(pair: list[_core.Co
 
     def use_all() -> str:
         nonlocal work, recorder
-        said = [refusal(call) for call in calls]
+        refusals = [refusal(call) for call in calls]
         calls.clear()
         stamper()
         work = recorder = comm_gone = None  # type: ignore[assignment]  # noqa: F841
         gc.collect()
-        return "\n".join(said)
+        return "\n".join(refusals)
 
-    said = child_says(use_all).splitlines()
-    assert len(said) == 10
-    assert all(f"made in process {os.getpid()}, used in process" in line for line in said), said
+    refusals = child_output(use_all).splitlines()
+    assert len(refusals) == 10
+    assert all(f"made in process {os.getpid()}, used in process" in line for line in refusals), refusals
     pair[1].submit("across", _core.BARRIER, None, _core.UINT8)
     assert work.wait(LIMIT_S) is True
     recorder.put(_core.EVENTS["STEP_BEGIN"])

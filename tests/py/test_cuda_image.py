@@ -52,8 +52,8 @@ def test_nvcc_runs_once_until_its_source_changes(tmp_path: Path, runs: Path) -> 
 
 def test_only_gpus_that_nvcc_knows_get_code(tmp_path: Path, runs: Path) -> None:
     cbuild.cuda_image(tmp_path / "image")
-    asked = [word for word in runs.read_text().split() if word.startswith("-gencode=")]
-    assert asked == [
+    flags = [word for word in runs.read_text().split() if word.startswith("-gencode=")]
+    assert flags == [
         "-gencode=arch=compute_80,code=sm_80",
         "-gencode=arch=compute_90,code=sm_90",
         "-gencode=arch=compute_80,code=compute_80",

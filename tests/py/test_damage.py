@@ -78,13 +78,13 @@ def test_any_value_may_be_another(tmp_path: Path, capsys: pytest.CaptureFixture[
         put(damaged, number, path, value)
         code = main(["what-if", write(tmp_path / "a.jsonl.gz", damaged), "--workers", "4", "--link-gbps", "1"])
         ends.add(code)
-        said = capsys.readouterr().err
-        assert said.count("\n") == (1 if code == 2 else 0), (number + 1, path, value, said)
+        output = capsys.readouterr().err
+        assert output.count("\n") == (1 if code == 2 else 0), (number + 1, path, value, output)
     assert ends == {0, 2}
 
 
 @pytest.mark.parametrize(
-    ("kind", "path", "value", "said"),
+    ("kind", "path", "value", "message"),
     [
         ("step", ("begin_ns",), None, "nothing where int must be"),
         ("step", ("optimizer", 0, 1), None, "nothing where int must be"),
@@ -99,17 +99,17 @@ def test_any_value_may_be_another(tmp_path: Path, capsys: pytest.CaptureFixture[
     ],
 )
 def test_an_invalid_value_is_named(
-    kind: str, path: tuple[Any, ...], value: object, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, path: tuple[Any, ...], value: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = rows_of(WHOLE)
     number = next(at for at, row in enumerate(rows) if kind in row and row[kind].get("grad_ready", True))
     put(rows, number, (kind, *path), value)
     name = write(tmp_path / "a.jsonl.gz", rows)
     assert main(["what-if", name]) == 2
-    told = capsys.readouterr()
-    assert (told.out, told.err.count("\n")) == ("", 1)
-    assert name in told.err
-    assert said in told.err
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert name in captured.err
+    assert message in captured.err
 
 
 @pytest.mark.parametrize("name", ["empty.jsonl.gz", "empty.bk.log", "packed.jsonl.gz", "head.jsonl.gz"])
@@ -121,9 +121,9 @@ def test_an_empty_value_is_named(name: str, tmp_path: Path, capsys: pytest.Captu
     if name.startswith("head"):
         write(path, rows_of(WHOLE)[:1])
     assert main(["what-if", str(path), "--step-s", "1"]) == 2
-    told = capsys.readouterr()
-    assert (told.out, told.err.count("\n")) == ("", 1)
-    assert str(path) in told.err
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert str(path) in captured.err
 
 
 def test_null_is_accepted_if_the_field_is_optional() -> None:

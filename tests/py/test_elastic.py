@@ -108,8 +108,8 @@ def test_added_ranks_start_from_the_others_state(warm_ranks: Ranks, driver: Driv
     driver.dealt()
     late = warm_ranks.start(1, WORKER, env={**driver.environment(size, size + 1, size), **env})
     for result in [*first.wait(), *late.wait()]:
-        said = f"left {3 * size + 5 * (size + 1)} weight {total(*[size] * 3, *[size + 1] * 5)}"
-        assert result.stdout.splitlines()[-1] == said
+        last = f"left {3 * size + 5 * (size + 1)} weight {total(*[size] * 3, *[size + 1] * 5)}"
+        assert result.stdout.splitlines()[-1] == last
 
 
 def test_a_removed_rank_ends_with_the_reason(driver: Driver) -> None:
@@ -140,8 +140,8 @@ def test_a_lost_launcher_is_named(driver: Driver) -> None:
 
 
 def test_the_service_accepts_only_the_launchers_messages(driver: Driver) -> None:
-    told: list[tuple[float, int]] = []
-    with Notices().listening(lambda time, change: told.append((time, int(change))), driver.environment(0, 2, 0)):
+    messages: list[tuple[float, int]] = []
+    with Notices().listening(lambda time, change: messages.append((time, int(change))), driver.environment(0, 2, 0)):
         address, key = driver.service(0)
         ping = ask(address, key, PingRequest())
         assert (type(ping), ping.service_name) == (PingResponse, "worker notification service")
@@ -150,7 +150,7 @@ def test_the_service_accepts_only_the_launchers_messages(driver: Driver) -> None
         ask(address, key, HostsUpdatedRequest(9, HostUpdateResult.mixed))
         assert ask(address, key, HostsUpdatedRequest(10, HostUpdateResult.added), signed_with=bytes(32)) is None
         assert ask(address, key, print) is None
-    assert told == [*((number, int(change)) for number, change in enumerate(HostUpdateResult)), (9, 3)]
+    assert messages == [*((number, int(change)) for number, change in enumerate(HostUpdateResult)), (9, 3)]
     with pytest.raises(ConnectionRefusedError):
         ask(address, key, PingRequest())
 
@@ -202,5 +202,5 @@ def test_under_torchrun_all_ranks_restart_from_a_checkpoint(ranks: Ranks, tmp_pa
         [*arguments, "--rdzv-endpoint", "127.0.0.1:0", str(script)],
         {**none, "KEPT": str(tmp_path / "kept")},
     )
-    said = job.wait(100)[0].stdout.splitlines()
-    assert sorted(said) == ["from 0", "from 0", "from 3", "from 3", "weight -9.0", "weight -9.0"]
+    lines = job.wait(100)[0].stdout.splitlines()
+    assert sorted(lines) == ["from 0", "from 0", "from 3", "from 3", "weight -9.0", "weight -9.0"]

@@ -84,9 +84,9 @@ def record(folder: Path, transports: list[str]) -> list[dict[str, Any]]:
     assert (folder / "report.txt").read_text().startswith("Of your ")
     for rank in range(2):
         assert gzip.decompress((folder / "ranks" / f"{rank}.jsonl.gz").read_bytes())
-    told = [{entry["name"]: entry for entry in rank["transports"]} for rank in summary["ranks"]]
-    assert [list(entry) for entry in told] == [transports] * 2
-    return told
+    by_transport = [{entry["name"]: entry for entry in rank["transports"]} for rank in summary["ranks"]]
+    assert [list(entry) for entry in by_transport] == [transports] * 2
+    return by_transport
 
 
 def moved(folder: Path, transport: str) -> list[dict[str, str]]:
@@ -117,8 +117,8 @@ def test_one_line_measures_a_ddp_script_and_changes_no_weight(
     observed = transports == "stock"  # the untouched script takes turns with it
     names = ["stock", "bare"] if observed else transports.split(",")
     steps = STEPS // len(names)
-    for told in record(run, names):
-        for name, entry in told.items():
+    for by_transport in record(run, names):
+        for name, entry in by_transport.items():
             if name in ("stock", "bare"):
                 assert (entry["provider"], entry["bytes_out"]) == ("gloo", None)
             else:
@@ -236,8 +236,8 @@ def test_a_horovod_script_is_measured_and_trains_as_with_horovod(
     whole = how == "alias" or start is torchrun  # else the order of imports is of no matter
     start(ranks if whole else warm_ranks, "e2e_hvd.py", tmp_path, env)
     assert weights(tmp_path) == (tmp_path / "reference").read_bytes()
-    for told in record(run, transports.split(",")):
-        assert told["tcp"]["bytes_out"] > 0
+    for by_transport in record(run, transports.split(",")):
+        assert by_transport["tcp"]["bytes_out"] > 0
 
 
 def test_under_mpiruns_variables_ranks_find_each_other(warm_ranks: Ranks, tmp_path: Path) -> None:

@@ -340,7 +340,7 @@ def heard(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.parametrize(
-    ("environ", "told"),
+    ("environ", "expected"),
     [
         ({}, ["a warning", "a second job"]),
         ({"NETBOTTLENECK_LOG_LEVEL": "info"}, ["a fact", "a warning", "a second job"]),
@@ -349,24 +349,24 @@ def heard(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[s
         ({"NETBOTTLENECK_LOG_LEVEL": "error"}, []),
     ],
 )
-def test_the_log_level_is_the_lowest_logged_level(environ: dict[str, str], told: list[str]) -> None:
+def test_the_log_level_is_the_lowest_logged_level(environ: dict[str, str], expected: list[str]) -> None:
     done = heard(environ)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if " a " in line]
-    assert [line.partition(": ")[2] for line in lines] == told
+    assert [line.partition(": ")[2] for line in lines] == expected
     assert all(line.startswith(f"[rank 0/1 {platform.node()}] netbottleneck ") for line in lines)
 
 
 def test_at_debug_level_the_settings_are_logged_without_the_secret() -> None:
     word = "correct horse battery"
-    said = heard({"NETBOTTLENECK_LOG_LEVEL": "debug", "NETBOTTLENECK_SECRET": word}).stderr
-    assert "NETBOTTLENECK_SIZE=1 (NETBOTTLENECK_SIZE)" in said
-    assert word not in said
+    output = heard({"NETBOTTLENECK_LOG_LEVEL": "debug", "NETBOTTLENECK_SECRET": word}).stderr
+    assert "NETBOTTLENECK_SIZE=1 (NETBOTTLENECK_SIZE)" in output
+    assert word not in output
 
 
 def test_log_handlers_of_the_program_log_each_message_once() -> None:
-    said = heard({}, "own").stderr.splitlines()
-    assert said == ["own: a warning", "own: a second job"]
+    lines = heard({}, "own").stderr.splitlines()
+    assert lines == ["own: a warning", "own: a second job"]
 
 
 def test_the_log_file_is_named_for_host_process_and_rank(plain_ranks: Ranks, tmp_path: Path) -> None:

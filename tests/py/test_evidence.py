@@ -64,9 +64,9 @@ def test_invalid_evidence_is_named(tmp_path):
         path.write_text(text)
         with pytest.raises(ValueError, match=rf"{number}\.json"):
             Evidence.read(path)
-    told = json.loads(FOUND.to_json())
-    told["cells"][0]["ranks"] = "two"
-    (tmp_path / "damaged.json").write_text(json.dumps(told))
+    record = json.loads(FOUND.to_json())
+    record["cells"][0]["ranks"] = "two"
+    (tmp_path / "damaged.json").write_text(json.dumps(record))
     with pytest.raises(ValueError, match=r"damaged\.json"):
         Evidence.read(tmp_path / "damaged.json")
 

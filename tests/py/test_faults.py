@@ -183,14 +183,14 @@ def test_a_lost_lane_costs_no_step_and_is_reported(warm_ranks: Ranks, tmp_path: 
     pytest.importorskip("torch")
     env = {"NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_STREAMS": "3", "NETBOTTLENECK_START_STEP": "0"}
     for result in warm_ranks(2, CUT, {**QUICK, **env, "NETBOTTLENECK_DIR": str(tmp_path / "run")}):
-        said = re.search(
+        line = re.search(
             rf"1 of 3 lanes to rank {1 - result.rank} lost, their segments went over the others", result.stderr
         )
-        assert said, result.stderr
-    told = " ".join(Run(tmp_path / "run").text.split())
+        assert line, result.stderr
+    report = " ".join(Run(tmp_path / "run").text.split())
     for rank in range(2):
         lost = rf"rank {rank}: lane [012] to rank {1 - rank} was lost; its segments went over the other lanes\."
-        assert re.search(lost, told), told
+        assert re.search(lost, report), report
 
 
 def stock_job(ranks: Ranks, size: int, tmp_path: Path, timeout_s: float) -> RankJob:
@@ -209,7 +209,7 @@ def stock_job(ranks: Ranks, size: int, tmp_path: Path, timeout_s: float) -> Rank
 
 def check_stock_failed(results: list[RankResult]) -> None:
     for result in results:
-        failure(result)  # what tell_of saw was a HorovodInternalError
+        failure(result)  # what report_failure saw was a HorovodInternalError
         assert "torch.distributed" in result.stdout, result.stdout
         assert result.code == 1, result.stderr
 
@@ -273,13 +273,13 @@ def free_ports(count: int) -> int:
 def test_disagreeing_ranks_get_an_error(plain_ranks: Ranks, name: str, values: tuple[str, str]) -> None:
     results = plain_ranks(2, SCRIPT, lambda rank: {**QUICK, name: values[rank]}, args=["nothing"], check=False)
     for result in results:
-        said = last_line(result)
-        assert "MismatchError" in said
+        line = last_line(result)
+        assert "MismatchError" in line
         key = name.removeprefix("NETBOTTLENECK_").lower()
-        assert f"{key}={values[0]}" in said
-        assert f"{key}={values[1]}" in said
-        assert re.search(r"rank 0\b", said), said
-        assert re.search(r"rank 1\b", said), said
+        assert f"{key}={values[0]}" in line
+        assert f"{key}={values[1]}" in line
+        assert re.search(r"rank 0\b", line), line
+        assert re.search(r"rank 1\b", line), line
 
 
 @pytest.mark.parametrize(
@@ -308,9 +308,9 @@ def test_a_setting_that_cannot_work_is_one_clear_error(
 ) -> None:
     results = plain_ranks(2, SCRIPT, {**QUICK, **others, name: value}, args=["nothing"], check=False)
     for result in results:
-        said = last_line(result)
+        line = last_line(result)
         for word in words:
-            assert word in said, result.stderr
+            assert word in line, result.stderr
         assert "no error" not in result.stdout
 
 
@@ -343,8 +343,8 @@ print("cpu", info["cpu"], float(nb.allreduce(np.ones(3))[0]))
     assert [result.stdout.split() for result in results] == [["cpu", cpu, "1.0"] for cpu in given.split(",")]
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_tcp_lanes_have_the_requested_congestion_control(plain_ranks: Ranks, asked: bool) -> None:
+@pytest.mark.parametrize("requested", [True, False])
+def test_tcp_lanes_have_the_requested_congestion_control(plain_ranks: Ranks, requested: bool) -> None:
     with socket.socket() as plain:
         host = plain.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
     if host == "reno":
@@ -363,9 +363,9 @@ print(found.count({host!r}), float(nb.allreduce(np.ones(3))[0]))
 nb.shutdown()
 """
     env = {**QUICK, "NETBOTTLENECK_TRANSPORT": "tcp", "NETBOTTLENECK_STREAMS": "2", "NETBOTTLENECK_SHM": "0"}
-    results = plain_ranks(2, script, env | ({"NETBOTTLENECK_CONGESTION": host} if asked else {}))
+    results = plain_ranks(2, script, env | ({"NETBOTTLENECK_CONGESTION": host} if requested else {}))
     # Each rank has made a connection for each lane; whatever else it has is on loopback, with reno.
-    assert [result.stdout.split() for result in results] == [["2" if asked else "0", "1.0"]] * 2
+    assert [result.stdout.split() for result in results] == [["2" if requested else "0", "1.0"]] * 2
 
 
 def test_a_rank_without_descriptors_reports_it_and_does_not_busy_loop(plain_ranks: Ranks) -> None:
@@ -402,10 +402,10 @@ def test_different_numbers_of_interfaces_are_an_error_on_all_ranks(plain_ranks: 
     env = [{**QUICK, "NETBOTTLENECK_IFNAME": f"=lo,{names[-1]}"}, {**QUICK, "NETBOTTLENECK_IFNAME": "=lo"}]
     results = plain_ranks(3, SCRIPT, lambda rank: env[rank // 2], args=["nothing"], check=False)
     for result in results:
-        said = last_line(result)
-        assert "MismatchError" in said
-        assert f"rank 0 spreads its lanes over 2 interfaces (lo,{names[-1]}), rank 2 over 1 (lo)" in said
-        assert "NETBOTTLENECK_IFNAME" in said
+        line = last_line(result)
+        assert "MismatchError" in line
+        assert f"rank 0 spreads its lanes over 2 interfaces (lo,{names[-1]}), rank 2 over 1 (lo)" in line
+        assert "NETBOTTLENECK_IFNAME" in line
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ofi"])
@@ -437,9 +437,9 @@ def test_a_port_in_use_is_named(warm_ranks: Ranks) -> None:
             2, SCRIPT, {**QUICK, "NETBOTTLENECK_PORTS": f"{port}-{port}"}, args=["nothing"], check=False
         )
     for result in results:
-        said = last_line(result)
-        assert str(port) in said
-        assert "NETBOTTLENECK_PORTS" in said
+        line = last_line(result)
+        assert str(port) in line
+        assert "NETBOTTLENECK_PORTS" in line
 
 
 def test_unsupported_values_of_operations_are_refused_by_name(plain_ranks: Ranks) -> None:

@@ -48,17 +48,17 @@ def test_scaling_is_drawn_by_ranks_and_by_link():
 
 def test_a_link_with_several_flow_caps_is_several_series():
     free = replace(CELLS[1], key="free", flow_bps=())
-    told = figures.to_csv(figures.figures([*CELLS, free])[2])
-    assert "made, 2 ranks, 0.50 Gbit/s a flow: stock" in told
-    assert '"made, 2 ranks: stock",2,' in told
-    assert '"made, 4 ranks: stock",2,' in told
+    table = figures.to_csv(figures.figures([*CELLS, free])[2])
+    assert "made, 2 ranks, 0.50 Gbit/s a flow: stock" in table
+    assert '"made, 2 ranks: stock",2,' in table
+    assert '"made, 4 ranks: stock",2,' in table
 
 
 def test_gradients_of_different_sizes_are_different_jobs():
     less = replace(CELLS[0], key="less", tensor_bytes=1_000_000)
-    told = figures.to_csv(figures.figures([less, *CELLS[1:]])[2])
-    assert '"made of 1 MB, 2 ranks: stock",1,' in told
-    assert '"made of 10.5 MB, 2 ranks: stock",2,' in told
+    table = figures.to_csv(figures.figures([less, *CELLS[1:]])[2])
+    assert '"made of 1 MB, 2 ranks: stock",1,' in table
+    assert '"made of 10.5 MB, 2 ranks: stock",2,' in table
 
 
 def test_forward_and_backward_are_drawn_for_models_with_real_compute():

@@ -73,9 +73,9 @@ def test_a_forecast_recovers_the_cost_that_made_the_run(in_flight: int, alpha_ns
     source = run_of(played(), made, HERE, in_flight=in_flight)
     other = played((12 * MB, 2 * MB, 30 * MB, 8 * MB), 10)
     there = Wire(1e9, 2.5e8, 2.39e8, 9.5e8)
-    told = forecast.make(source, other, 2, there, ["tcp"])
+    predicted = forecast.make(source, other, 2, there, ["tcp"])
     real = run_of(other, replace(made, link=Link(0.9e9)), there, in_flight=in_flight)
-    assert step_of(told) == pytest.approx(real.steps[1].duration_ns, rel=0.001)
+    assert step_of(predicted) == pytest.approx(real.steps[1].duration_ns, rel=0.001)
 
 
 def test_operations_that_share_a_link_are_distinguished_from_queued_ones() -> None:
@@ -100,16 +100,16 @@ def test_a_line_is_no_steeper_than_the_network_and_meets_each_step() -> None:
 
 
 def test_a_forecast_survives_json() -> None:
-    told = forecast.make(run_of(played(), COST, HERE), played(), 2, HERE, ["tcp", "null", "stock"], cell="here")
-    assert json_codec.build(Forecast, json.loads(json_codec.dump(told))) == told
+    predicted = forecast.make(run_of(played(), COST, HERE), played(), 2, HERE, ["tcp", "null", "stock"], cell="here")
+    assert json_codec.build(Forecast, json.loads(json_codec.dump(predicted))) == predicted
 
 
 def test_free_arms_take_the_single_step_and_unknown_ones_are_refused() -> None:
-    told = forecast.make(run_of(played(), COST, HERE), played(), 2, HERE, ["tcp", "bare", "null", "stock"])
-    assert set(told.transports) == {"tcp", "null", "stock", FULL_USE}
-    assert step_of(told, "null") == told.transports["tcp"].single_ns == 127 * MS
-    assert told.transports["stock"].step_ns is None
-    assert "no all-reduce over stock" in told.transports["stock"].why
+    predicted = forecast.make(run_of(played(), COST, HERE), played(), 2, HERE, ["tcp", "bare", "null", "stock"])
+    assert set(predicted.transports) == {"tcp", "null", "stock", FULL_USE}
+    assert step_of(predicted, "null") == predicted.transports["tcp"].single_ns == 127 * MS
+    assert predicted.transports["stock"].step_ns is None
+    assert "no all-reduce over stock" in predicted.transports["stock"].why
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ def test_free_arms_take_the_single_step_and_unknown_ones_are_refused() -> None:
     ],
 )
 def test_a_forecast_scales_by_the_same_share_of_the_network(change: dict[str, Any], rate_bps: float) -> None:
-    told = forecast.make(run_of(played(), COST, HERE), played(), 2, replace(HERE, **change), ["tcp"])
-    assert told.transports["tcp"].rate_bps == pytest.approx(rate_bps, rel=0.001)
+    predicted = forecast.make(run_of(played(), COST, HERE), played(), 2, replace(HERE, **change), ["tcp"])
+    assert predicted.transports["tcp"].rate_bps == pytest.approx(rate_bps, rel=0.001)
 
 
 def test_the_interval_includes_a_run_without_the_losses_of_the_fitted_run() -> None:
@@ -223,16 +223,16 @@ def test_interval_sources_are_combined_in_quadrature() -> None:
 
 
 def test_networks_that_cannot_be_compared_are_refused() -> None:
-    told = forecast.make(run_of(played(), COST, HERE), played(), 2, Wire(), ["tcp"])
-    assert "the two networks cannot be compared" in told.transports["tcp"].why
+    predicted = forecast.make(run_of(played(), COST, HERE), played(), 2, Wire(), ["tcp"])
+    assert "the two networks cannot be compared" in predicted.transports["tcp"].why
     with pytest.raises(ValueError, match="at least 1"):
         forecast.make(run_of(played(), COST, HERE), played(), 0, HERE, ["tcp"])
 
 
 def test_too_few_operations_give_no_forecast_of_other_ranks() -> None:
     source = run_of(played((4 * MB, 8 * MB)), COST, HERE, steps=3)
-    told = forecast.make(source, played((4 * MB, 8 * MB)), 8, HERE, ["tcp"])
-    assert "refused to extrapolate a poor fit: only 4 operations" in told.transports["tcp"].why
+    predicted = forecast.make(source, played((4 * MB, 8 * MB)), 8, HERE, ["tcp"])
+    assert "refused to extrapolate a poor fit: only 4 operations" in predicted.transports["tcp"].why
 
 
 def test_the_stored_run_is_forecast_from_itself_and_grows_with_ranks() -> None:

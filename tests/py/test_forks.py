@@ -113,7 +113,7 @@ try:
     hvd.allreduce(torch.ones(1000), name="second")
     print("no error")
 except Exception as error:
-    print("told:", error)
+    print("raised:", error)
 """
 
 
@@ -149,7 +149,7 @@ def test_the_death_of_a_rank_is_detected_although_its_child_lives(warm_ranks: Ra
     results = warm_ranks(2, OUTLIVES, network, check=False)
     assert results[1].code == -9
     assert "child lives" in results[1].stdout
-    assert re.search(r"^told: .*rank 1 ", results[0].stdout, re.MULTILINE), results[0]
+    assert re.search(r"^raised: .*rank 1 ", results[0].stdout, re.MULTILINE), results[0]
     assert results[0].code == 0
 
 
@@ -176,7 +176,7 @@ def forked(use):
 
 
 def refusals():
-    said = []
+    messages = []
     for call in (
         lambda: hvd.allreduce(torch.ones(2), name="child"),
         lambda: hvd.allgather(torch.ones(2), name="gathered"),
@@ -186,12 +186,12 @@ def refusals():
     ):
         try:
             call()
-            said.append("nothing")
+            messages.append("nothing")
         except Exception as error:
-            said.append(str(error))
+            messages.append(str(error))
     hvd.shutdown()  # the parent's job is its own
     gc.collect()
-    return "\\n".join(said)
+    return "\\n".join(messages)
 
 
 before = forked(refusals)

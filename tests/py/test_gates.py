@@ -146,10 +146,10 @@ def test_a_constant_bound_counts_as_a_peer() -> None:
 
 def settled(monkeypatch: pytest.MonkeyPatch, batches: Iterator[list[list[float]]]) -> tuple[list[Figure], list[Any]]:
     """Measure a case of two sizes; each batch gives the next rounds of tcp, and stock always takes 1 s."""
-    asked = []
+    measured_sizes = []
 
     def start(request: Any, *_: Any, **__: Any) -> Results:
-        asked.append(request.sizes)
+        measured_sizes.append(request.sizes)
         rows = []
         for size, times in zip(request.sizes, next(batches), strict=True):
             for name, each in (("tcp", times), ("stock", [1.0] * len(times))):
@@ -161,13 +161,13 @@ def settled(monkeypatch: pytest.MonkeyPatch, batches: Iterator[list[list[float]]
     case = cases.Case(
         "here", None, ("tcp", "stock"), (SIZE, 2 * SIZE), lambda t, n: [against(t, n, "tcp", ("stock",), 1)]
     )
-    return cases.settle(case, cases.Run(lambda _: None, batches=3)), asked
+    return cases.settle(case, cases.Run(lambda _: None, batches=3)), measured_sizes
 
 
 def test_only_undecided_figures_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     unsure = [0.5, 2.0] * 4
-    figures, asked = settled(monkeypatch, iter([[[0.5] * 8, unsure], [unsure], [unsure]]))
-    assert asked == [(SIZE, 2 * SIZE), (2 * SIZE,), (2 * SIZE,)]
+    figures, measured_sizes = settled(monkeypatch, iter([[[0.5] * 8, unsure], [unsure], [unsure]]))
+    assert measured_sizes == [(SIZE, 2 * SIZE), (2 * SIZE,), (2 * SIZE,)]
     assert [(figure.verdict, figure.rounds) for figure in figures] == [("pass", 8), ("undecided", 24)]
 
 
@@ -214,9 +214,9 @@ def test_a_continuous_job_reports_the_time_and_correctness_of_each_all_reduce(pl
         2, BENCHMARKS / "steady.py", {"NETBOTTLENECK_IFNAME": "lo"}, args=["tcp", "2", "400000", "0.2"]
     )
     assert results[0].stdout.splitlines()[0] == "moving"
-    said = [json.loads(result.stdout.splitlines()[-1]) for result in results]
-    assert len(said[0]["done_ns"]) == len(said[1]["done_ns"]) >= 2
-    for each in said:
+    records = [json.loads(result.stdout.splitlines()[-1]) for result in results]
+    assert len(records[0]["done_ns"]) == len(records[1]["done_ns"]) >= 2
+    for each in records:
         assert (each["wrong"], each["error"]) == (0, None)
         assert each["done_ns"] == sorted(each["done_ns"])
 
@@ -225,11 +225,11 @@ def test_a_rank_reports_the_cost_of_its_communicator(plain_ranks: Any) -> None:
     results = plain_ranks(
         3, BENCHMARKS / "scale.py", {"NETBOTTLENECK_IFNAME": "lo"}, args=["--rank", "tcp", "--lanes", "2"]
     )
-    said = [json.loads(result.stdout) for result in results]
-    assert [each["wrong"] for each in said] == [0, 0, 0]
+    records = [json.loads(result.stdout) for result in results]
+    assert [each["wrong"] for each in records] == [0, 0, 0]
     # Two lanes to and from each of two neighbours, beside the control connections: rank 0 has one to each other rank.
-    assert [each["connections"] for each in said] == [10, 9, 9]
-    assert all(each["setup_s"] > 0 and each["large_s"] > 0 for each in said)
+    assert [each["connections"] for each in records] == [10, 9, 9]
+    assert all(each["setup_s"] > 0 and each["large_s"] > 0 for each in records)
 
 
 def test_a_model_reproduces_the_times_it_was_fitted_to() -> None:

@@ -579,30 +579,30 @@ def test_adding_to_a_gradient_in_flight_is_an_error() -> None:
 
 def test_the_first_gradient_of_each_pass_is_reported() -> None:
     plan = Plan(chain(3), passes=2)
-    told: list[int] = []
+    calls: list[int] = []
     plan.hook.target(Doubling(plan))
     assert plan.hook.on_first is None
-    plan.hook.on_first = call = lambda: told.append(plan.hook.pending)
+    plan.hook.on_first = call = lambda: calls.append(plan.hook.pending)
     assert plan.hook.on_first is call
     for _ in range(2):
         weighted_sum(plan.parameters).backward()
         weighted_sum(plan.parameters).backward()
         plan.finish()
-    assert told == [0, 0]
+    assert calls == [0, 0]
     plan.hook.paused = True
     weighted_sum(plan.parameters).backward()
-    assert told == [0, 0]
+    assert calls == [0, 0]
     plan.hook.paused = False
     plan.hook.passes = 1
     weighted_sum(plan.parameters[:1]).backward()
     plan.hook.wait()
     weighted_sum(plan.parameters).backward()
     plan.finish()
-    assert told == [0] * 4
+    assert calls == [0] * 4
     plan.hook.on_first = None
     weighted_sum(plan.parameters).backward()
     plan.finish()
-    assert told == [0] * 4
+    assert calls == [0] * 4
 
 
 def test_a_failure_of_on_first_is_raised_by_backward() -> None:

@@ -134,10 +134,10 @@ def test_buckets_describe_the_place_of_each_gradient() -> None:
 def test_rank_zeros_order_is_taken_after_the_first_step() -> None:
     first, second = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
     named = [("first", first.weight), ("second", second.weight)]
-    told: list[bytes] = []
+    orders: list[bytes] = []
 
     def agree(mine: bytes) -> bytes:
-        told.append(mine)
+        orders.append(mine)
         return mine
 
     gradients = Gradients(named, limits=(64, 64), agree=agree)
@@ -155,7 +155,7 @@ def test_rank_zeros_order_is_taken_after_the_first_step() -> None:
         else:
             first.zero_grad()
             second.zero_grad()
-    assert len(told) == 1
+    assert len(orders) == 1
     assert gradients.version == 1
 
 
@@ -163,12 +163,12 @@ def test_the_first_gradient_of_a_pass_is_reported_after_buckets_are_rebuilt() ->
     first, second = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
     gradients = Gradients([("a", first.weight), ("b", second.weight)], limits=(64, 64), agree=lambda mine: mine)
     gradients.target(Double(gradients))
-    told: list[int] = []
-    gradients.on_first = lambda: told.append(gradients.version)
+    calls: list[int] = []
+    gradients.on_first = lambda: calls.append(gradients.version)
     for _ in range(3):
         first(second(torch.ones(1, 4))).sum().backward()
         gradients.wait()
-    assert told == [0, 1, 1]
+    assert calls == [0, 1, 1]
     assert gradients.on_first is not None
 
 

@@ -28,7 +28,7 @@ def horovods(environ: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("environ", "told"),
+    ("environ", "expected"),
     [
         (TORCHRUN, HOROVOD),
         ({"RANK": "3", "WORLD_SIZE": "4"}, BOTH),
@@ -48,9 +48,9 @@ def horovods(environ: dict[str, str]) -> dict[str, str]:
     ],
 )
 def test_a_script_finds_horovodruns_variables_as_far_as_they_are_known(
-    environ: dict[str, str], told: dict[str, str]
+    environ: dict[str, str], expected: dict[str, str]
 ) -> None:
-    assert horovods(handed(environ)) == told
+    assert horovods(handed(environ)) == expected
 
 
 @pytest.mark.parametrize("environ", [TORCHRUN, MPIRUN, HYDRA, SRUN, HOROVOD, {**SRUN, **MPIRUN}, {}])
@@ -119,8 +119,8 @@ def test_a_script_that_reads_them_runs_repeatedly_under_other_launchers(launcher
         command = [sys.executable, "-m", "torch.distributed.run", *agent, "--no-python", sys.executable, *ours]
     else:
         command = [*open_mpi(), *ours]
-    code, said = started(command, tmp_path)
-    assert code == 0, said
+    code, output = started(command, tmp_path)
+    assert code == 0, output
     for rank in range(2):
-        assert f"child: Place(rank={rank}, size=2, local_rank={rank}, local_size=2" in said
-    assert said.count(f"launcher='{launcher}'") == 2
+        assert f"child: Place(rank={rank}, size=2, local_rank={rank}, local_size=2" in output
+    assert output.count(f"launcher='{launcher}'") == 2

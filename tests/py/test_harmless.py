@@ -19,8 +19,8 @@ SCRIPT = Path(__file__).parent / "scripts" / "harmless_checks.py"
 def test_a_measured_model_behaves_as_the_scripts_own(warm_ranks: Ranks) -> None:
     names = re.findall(r"^@check\ndef (\w+)", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
     for result in warm_ranks(2, SCRIPT, {}, args=names):
-        said = [line for line in result.stdout.splitlines() if line.startswith("ok ")]
-        assert said == [f"ok {name}" for name in names], result.stderr
+        lines = [line for line in result.stdout.splitlines() if line.startswith("ok ")]
+        assert lines == [f"ok {name}" for name in names], result.stderr
 
 
 ALONE = """
@@ -370,7 +370,7 @@ import pathlib, signal, sys, time, torch
 import netbottleneck.torch as hvd
 
 hvd.init()
-told = pathlib.Path(sys.argv[1])
+flag = pathlib.Path(sys.argv[1])
 
 
 def late(*_):
@@ -384,9 +384,9 @@ if hvd.rank() == 0:
         hvd.allreduce(torch.ones(4), name="late")
     except Exception as error:
         print("raised", type(error).__name__, error)
-    told.touch()
+    flag.touch()
 else:
-    while not told.exists():
+    while not flag.exists():
         time.sleep(0.01)
     print(hvd.allreduce(torch.ones(4), name="late").tolist())
 hvd.allreduce(torch.ones(4), name="after")
@@ -395,7 +395,7 @@ hvd.shutdown()
 
 
 def test_an_exception_of_a_signal_handler_in_a_wait_reaches_the_script(warm_ranks: Ranks, tmp_path: Path) -> None:
-    first, second = warm_ranks(2, ALARMED, {}, args=[str(tmp_path / "told")])
+    first, second = warm_ranks(2, ALARMED, {}, args=[str(tmp_path / "raised")])
     assert "raised TimeoutError a limit of the script's" in first.stdout, first.stdout + first.stderr
     assert "[1.0, 1.0, 1.0, 1.0]" in second.stdout
 
@@ -422,17 +422,17 @@ for size in (8, 300_000):
         optimizer.synchronize()
         print("no error", weight.grad[0])
     except RuntimeError as error:
-        print("told:", error)
+        print("raised:", error)
 hvd.shutdown()
 """
 
 
 def test_gradients_of_another_type_than_their_parameter_are_summed_in_it_or_refused(warm_ranks: Ranks) -> None:
     for result in warm_ranks(2, TYPES, {}, check=False):
-        told = re.findall(
-            r"^told: a gradient is of type torch.float32, its parameter of torch.float16", result.stdout, re.M
+        refusals = re.findall(
+            r"^raised: a gradient is of type torch.float32, its parameter of torch.float16", result.stdout, re.M
         )
-        assert len(told) == 2, result.stdout + result.stderr
+        assert len(refusals) == 2, result.stdout + result.stderr
 
 
 ENDS = """

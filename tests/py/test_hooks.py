@@ -24,8 +24,8 @@ ALL = [name for name in checks() if name != "arms_take_turns"]
 def run(warm_ranks: Ranks, names: list[str], transport: str) -> None:
     env = {**ENV, "E2E_TRANSPORT": transport}
     for result in warm_ranks(2, SCRIPT, env, args=names):
-        said = [line for line in result.stdout.splitlines() if line.startswith(("ok ", "failed "))]
-        assert said == [f"ok {name}" for name in names], result.stderr
+        lines = [line for line in result.stdout.splitlines() if line.startswith(("ok ", "failed "))]
+        assert lines == [f"ok {name}" for name in names], result.stderr
 
 
 @pytest.mark.parametrize("names", [ALL[start::8] for start in range(8)], ids=list("abcdefgh"))

@@ -85,7 +85,7 @@ def test_tests_after_a_hanging_one_are_run(monkeypatch: pytest.MonkeyPatch) -> N
         (): {"a": outcome("passed"), "b": outcome("unfinished"), "c": outcome("unfinished", absent=1)},
         ("a", "b"): {"c": outcome("passed"), "d": outcome("unfinished", absent=1)},
     }
-    monkeypatch.setattr(horovod_suite.Suite, "_part", lambda suite, *asked: parts[asked[-1]])
+    monkeypatch.setattr(horovod_suite.Suite, "_part", lambda suite, *arguments: parts[arguments[-1]])
     suite = horovod_suite.Suite(argparse.Namespace(), Path())
     found = suite.file(FILE, 2, "torchrun", reference=False)
     assert {test: outcome.kind for test, outcome in found.items()} == {
@@ -153,13 +153,13 @@ def test_tests_that_pass_only_with_horovod_are_listed_and_set_the_exit_code(
     args = ["--horovod", str(tmp_path), "--reference", str(tmp_path), "--ranks", "2", "--environment", "torchrun"]
     args += ["--files", FILE]
     assert horovod_suite.main(args) == 1
-    said = capsys.readouterr().out
-    assert "| test_some.py | 2 | torchrun | netbottleneck | 3 | 1 | 1 |" in said
+    output = capsys.readouterr().out
+    assert "| test_some.py | 2 | torchrun | netbottleneck | 3 | 1 | 1 |" in output
     lost = "* lost (test_some.py, 2 ranks, torchrun): here skipped: so; there passed: so\n"
-    assert f"Passes with Horovod, not here: \n{lost}" in said
-    assert "Skipped with Horovod, passes here: \n* gained (" in said
-    assert "Fails with Horovod, passes here: \n* only there (" in said
-    assert "Fails in both: \n* both (" in said
+    assert f"Passes with Horovod, not here: \n{lost}" in output
+    assert "Skipped with Horovod, passes here: \n* gained (" in output
+    assert "Fails with Horovod, passes here: \n* only there (" in output
+    assert "Fails in both: \n* both (" in output
     here["lost"] = "passed"
     assert horovod_suite.main(args) == 0
 

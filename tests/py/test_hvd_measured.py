@@ -40,14 +40,14 @@ def test_gradients_sent_one_by_one_are_recorded_and_moved_by_each_arm(
     warm_ranks: Ranks, tmp_path: Path, kind: str, transports: str, travels: tuple[str, int]
 ) -> None:
     run, (dtype, parts) = tmp_path / "run", travels
-    said = trained(warm_ranks, kind, transports, run)
-    assert "left alone" not in said
+    output = trained(warm_ranks, kind, transports, run)
+    assert "left alone" not in output
     trace = Run(run).trace
     assert trace.arms == tuple(transports.split(","))
     for rank in range(2):
-        told = json.loads((run / "ranks" / f"{rank}.meta.json").read_text(encoding="utf-8"))
-        assert {p["name"]: p["bytes"] for p in told["parameters"]} == BYTES
-        assert {(b["name"], b["bytes"], b["dtype"]) for b in told["buckets"]} == {
+        record = json.loads((run / "ranks" / f"{rank}.meta.json").read_text(encoding="utf-8"))
+        assert {p["name"]: p["bytes"] for p in record["parameters"]} == BYTES
+        assert {(b["name"], b["bytes"], b["dtype"]) for b in record["buckets"]} == {
             (f"allreduce.optimizer.0.{name}", nbytes // parts, dtype) for name, nbytes in BYTES.items()
         }
     steps = [step for step in trace.steps if step.index > 0]
@@ -65,8 +65,8 @@ def test_gradients_sent_one_by_one_are_recorded_and_moved_by_each_arm(
 
 
 def test_sparse_gradients_bypass_the_arms_with_one_log_line(warm_ranks: Ranks, tmp_path: Path) -> None:
-    said = trained(warm_ranks, "sparse", "tcp", tmp_path / "run")
-    assert said.count("gradients of table.weight are sparse") == 2  # on two ranks
+    output = trained(warm_ranks, "sparse", "tcp", tmp_path / "run")
+    assert output.count("gradients of table.weight are sparse") == 2  # on two ranks
     trace = Run(tmp_path / "run").trace
     assert {c.name for c in trace.collectives if c.bucket is not None} == {
         f"allreduce.optimizer.0.line.{name}" for name in ("weight", "bias")
@@ -77,9 +77,9 @@ def test_sparse_gradients_bypass_the_arms_with_one_log_line(warm_ranks: Ranks, t
 def test_a_run_that_one_rank_cannot_open_leaves_the_training_alone(
     warm_ranks: Ranks, tmp_path: Path, broken: str, kind: str
 ) -> None:
-    said = trained(warm_ranks, kind, "tcp", tmp_path / "run", BREAK=broken, NETBOTTLENECK_START_TIMEOUT_S="3")
-    assert said.count("the training is left alone: no run can be measured on all ranks") == 2
-    assert "No space left on device" in said
+    output = trained(warm_ranks, kind, "tcp", tmp_path / "run", BREAK=broken, NETBOTTLENECK_START_TIMEOUT_S="3")
+    assert output.count("the training is left alone: no run can be measured on all ranks") == 2
+    assert "No space left on device" in output
 
 
 def test_a_run_that_cannot_be_opened_is_an_error_in_strict_mode(warm_ranks: Ranks, tmp_path: Path) -> None:
@@ -93,5 +93,5 @@ def test_a_run_that_cannot_be_opened_is_an_error_in_strict_mode(warm_ranks: Rank
 
 @pytest.mark.parametrize("kind", ["plain", "fp16"])
 def test_a_failure_of_the_recording_ends_it_and_not_the_training(warm_ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    said = trained(warm_ranks, kind, "tcp", tmp_path / "run", BREAK="step:1")
-    assert said.count("measuring has ended, the training goes on: OSError: [Errno 28] No space left on device") == 1
+    output = trained(warm_ranks, kind, "tcp", tmp_path / "run", BREAK="step:1")
+    assert output.count("measuring has ended, the training goes on: OSError: [Errno 28] No space left on device") == 1

@@ -133,9 +133,9 @@ def test_incomplete_or_contradicting_launcher_variables_are_refused(environ: dic
 def test_the_variables_found_are_listed_with_the_remedy() -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         place({**SRUN, "RANK": "0", "WORLD_SIZE": "1", "HOME": "/root"})
-    said = str(caught.value)
-    assert "set NETBOTTLENECK_RANK and NETBOTTLENECK_SIZE" in said
-    assert said.endswith(
+    message = str(caught.value)
+    assert "set NETBOTTLENECK_RANK and NETBOTTLENECK_SIZE" in message
+    assert message.endswith(
         "Found: RANK=0 WORLD_SIZE=1 SLURM_PROCID=3 SLURM_NTASKS=4 SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_NNODES=2 "
         "SLURM_STEP_ID=0"
     )
@@ -448,10 +448,10 @@ def test_an_exposed_secret_is_warned_about_once(
     address, _, shown = opened(monkeypatch, FAR, True, {}).partition(" ")
     assert (address, len(bytes.fromhex(shown))) == (FAR, 32)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    said = caplog.records[0].getMessage()
-    assert Exposed.name in said
-    assert "NETBOTTLENECK_SECRET_FILE" in said
-    assert shown not in said
+    message = caplog.records[0].getMessage()
+    assert Exposed.name in message
+    assert "NETBOTTLENECK_SECRET_FILE" in message
+    assert shown not in message
 
 
 @pytest.mark.parametrize(
@@ -472,9 +472,11 @@ def test_no_warning_if_the_secret_is_safe_or_the_network_is_trusted(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    told = opened(monkeypatch, address, exposed, environ)
+    warning = opened(monkeypatch, address, exposed, environ)
     assert caplog.records == []
-    assert (told == f"{address} ") == ("NETBOTTLENECK_SECRET" in environ), "a secret of the user's is never passed on"
+    assert (warning == f"{address} ") == ("NETBOTTLENECK_SECRET" in environ), (
+        "a secret of the user's is never passed on"
+    )
 
 
 def test_servers_that_answer_anyone_count_as_exposed_and_folders_of_a_user_do_not() -> None:

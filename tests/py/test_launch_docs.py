@@ -63,7 +63,7 @@ def test_the_example_for_slurm_starts_a_job_that_meets(tmp_path: Path) -> None:
         "SLURM_SUBMIT_DIR": str(tmp_path),
         "NETBOTTLENECK_START_TIMEOUT_S": "100",
     }
-    said = subprocess.run(
+    output = subprocess.run(
         ["bash", "-e"],
         input=SCRIPTS[0],
         text=True,
@@ -73,9 +73,9 @@ def test_the_example_for_slurm_starts_a_job_that_meets(tmp_path: Path) -> None:
         timeout=RANKS_LIMIT_S,
         check=False,
     )
-    assert said.returncode == 0, said.stderr
+    assert output.returncode == 0, output.stderr
     for rank in range(2):
-        assert f"rank {rank} of 2 by srun at 127.0.0.1:" in said.stdout
+        assert f"rank {rank} of 2 by srun at 127.0.0.1:" in output.stdout
 
 
 @pytest.mark.parametrize("text", [text for language, text in EXAMPLES if language == "python"])

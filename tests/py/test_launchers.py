@@ -53,11 +53,11 @@ def started(
     command: list[str], folder: Path, env: Mapping[str, str] | None = None, limit_s: float = LIMIT_S
 ) -> tuple[int, str]:
     """Run a launcher; return its exit code and all output. All processes end with the test."""
-    with (folder / "said").open("w+b") as said:
+    with (folder / "output").open("w+b") as log:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=said,
+            stdout=log,
             stderr=subprocess.STDOUT,
             env=clean(env or {}),
             cwd=folder,
@@ -68,8 +68,8 @@ def started(
                 process.wait(limit_s)
         finally:
             end(process)
-        said.seek(0)
-        return process.returncode, said.read().decode(errors="replace")
+        log.seek(0)
+        return process.returncode, log.read().decode(errors="replace")
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -115,13 +115,13 @@ SERVERS = {"mpirun": "PMIx of job", "mpiexec": "the launcher at PMI_FD="}
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_mpis_launchers_start_several_jobs_in_sequence(launcher: str, tmp_path: Path) -> None:
-    code, said = started([*STARTERS[launcher](), script(tmp_path)], tmp_path, {"TIMES": "100"})
-    assert code == 0, said
+    code, output = started([*STARTERS[launcher](), script(tmp_path)], tmp_path, {"TIMES": "100"})
+    assert code == 0, output
     name = {"mpirun": "mpirun", "mpiexec": "pmi"}[launcher]
     for rank in range(2):
-        assert f"rank {rank} of 2 by {name} at {SERVERS[launcher]}" in said
+        assert f"rank {rank} of 2 by {name} at {SERVERS[launcher]}" in output
     # These launchers count a rank that does not finalize as failed.
-    assert not any(word in said for word in ("exiting improperly", "BAD TERMINATION", "PMIU"))
+    assert not any(word in output for word in ("exiting improperly", "BAD TERMINATION", "PMIU"))
 
 
 ASKS = """
@@ -135,9 +135,9 @@ print("answers", before, job.mpi_enabled(), job.mpi_threads_supported(), flush=T
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_mpi_is_reported_as_initialized_under_its_launchers(launcher: str, tmp_path: Path) -> None:
-    code, said = started([*STARTERS[launcher](), script(tmp_path, ASKS)], tmp_path)
-    assert code == 0, said
-    assert said.count("answers False True True") == 2, said
+    code, output = started([*STARTERS[launcher](), script(tmp_path, ASKS)], tmp_path)
+    assert code == 0, output
+    assert output.count("answers False True True") == 2, output
 
 
 MPI_TOO = """
@@ -165,10 +165,10 @@ LIBRARIES = {"mpirun": "libmpi.so.40", "mpiexec": str(Path(sys.prefix, "lib", "l
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_scripts_may_use_mpi_as_well(launcher: str, when: str, end: str, tmp_path: Path) -> None:
     command = [*STARTERS[launcher](), script(tmp_path, MPI_TOO.format(meets=MEETS))]
-    code, said = started(command, tmp_path, {"LIBMPI": LIBRARIES[launcher], "WHEN": when, "END": end})
-    assert code == 0, said
-    assert said.count(f"at {SERVERS[launcher]}") == 2
-    assert "PMIU" not in said
+    code, output = started(command, tmp_path, {"LIBMPI": LIBRARIES[launcher], "WHEN": when, "END": end})
+    assert code == 0, output
+    assert output.count(f"at {SERVERS[launcher]}") == 2
+    assert "PMIU" not in output
 
 
 LATE = """
@@ -178,29 +178,29 @@ from netbottleneck.config import settings
 from netbottleneck.launch.connect import connect, detect
 chosen = settings()
 place = detect(chosen)
-told = Path("told")
+reported = Path("reported")
 if place.rank == 1:
     deadline = time.monotonic() + 100
-    while not told.exists() and time.monotonic() < deadline:
+    while not reported.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     os._exit(7)
 try:
     connect(chosen, place)
 except TimeoutError as error:
     print("late:", error, flush=True)
-    told.touch()
+    reported.touch()
     sys.exit(5)
 """
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_missing_rank_is_awaited_until_the_start_timeout(launcher: str, tmp_path: Path) -> None:
-    code, said = started(
+    code, output = started(
         [*STARTERS[launcher](), script(tmp_path, LATE)], tmp_path, {"NETBOTTLENECK_START_TIMEOUT_S": "1"}
     )
     assert code != 0
-    assert f"late: not all 2 ranks reached {SERVERS[launcher]}" in said
-    assert "in time (NETBOTTLENECK_START_TIMEOUT_S); rank 0 waited for the others" in said
+    assert f"late: not all 2 ranks reached {SERVERS[launcher]}" in output
+    assert "in time (NETBOTTLENECK_START_TIMEOUT_S); rank 0 waited for the others" in output
 
 
 SHUT = """
@@ -219,9 +219,9 @@ except OSError as error:
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_failure_of_rank_0_reaches_the_other_ranks(launcher: str, tmp_path: Path) -> None:
-    code, said = started([*STARTERS[launcher](), script(tmp_path, SHUT)], tmp_path)
-    assert code == 0, said
-    first, other = sorted(line for line in said.splitlines() if line.startswith("rank "))
+    code, output = started([*STARTERS[launcher](), script(tmp_path, SHUT)], tmp_path)
+    assert code == 0, output
+    first, other = sorted(line for line in output.splitlines() if line.startswith("rank "))
     assert first.startswith("rank 0: ")
     assert "NETBOTTLENECK_IFNAME==nowhere0" in first
     assert other.startswith("rank 1: ")
@@ -256,7 +256,7 @@ def test_without_libpmix_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) ->
     assert "folder: not all ranks are on this host" in str(caught.value)
 
 
-# What hydra says, by what it was asked.
+# Answers of hydra, by command.
 ANSWERS = {
     "init": "cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=2",
     "get_maxes": "cmd=maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=1024",
@@ -272,21 +272,21 @@ ANSWERS = {
 def hydras(answer: Callable[[str], str | None]) -> Iterator[tuple[int, list[str]]]:
     """Provide the descriptor of a launcher with these answers (None: closes the connection), and its requests."""
     ours, theirs = socket.socketpair()
-    asked: list[str] = []
+    commands: list[str] = []
 
     def serve() -> None:
         with theirs, theirs.makefile("rwb", buffering=0) as stream:
             for line in iter(stream.readline, b""):
-                asked.append(line.decode().strip())
-                said = answer(asked[-1].split()[0].removeprefix("cmd="))
-                if said is None:
+                commands.append(line.decode().strip())
+                reply = answer(commands[-1].split()[0].removeprefix("cmd="))
+                if reply is None:
                     return
-                stream.write(f"{said}\n".encode() if said else b"")
+                stream.write(f"{reply}\n".encode() if reply else b"")
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     try:
-        yield ours.fileno(), asked
+        yield ours.fileno(), commands
     finally:
         ours.close()
         thread.join(RANKS_LIMIT_S)
@@ -294,10 +294,10 @@ def hydras(answer: Callable[[str], str | None]) -> Iterator[tuple[int, list[str]
 
 
 def test_the_pmi_protocol_is_followed_line_by_line() -> None:
-    with hydras(ANSWERS.__getitem__) as (descriptor, asked):
+    with hydras(ANSWERS.__getitem__) as (descriptor, commands):
         board = pmi.Pmi(descriptor, 1, 2, 5)
         assert board.share(b"mine", (0,), 5) == [b"ab"]
-    assert asked == [
+    assert commands == [
         "cmd=init pmi_version=1 pmi_subversion=1",
         "cmd=get_maxes",
         "cmd=get_my_kvsname",
@@ -321,7 +321,7 @@ def test_the_pmi_protocol_is_followed_line_by_line() -> None:
 def test_a_launcher_that_fails_or_is_silent_is_named(
     command: str, answer: str | None, kind: type[OSError], words: str
 ) -> None:
-    with hydras(lambda asked: answer if asked == command else ANSWERS[asked]) as (descriptor, _):
+    with hydras(lambda request: answer if request == command else ANSWERS[request]) as (descriptor, _):
         board = pmi.Pmi(descriptor, 1, 2, 5)
         with pytest.raises(kind) as caught:
             board.share(b"mine", (0,), 0.2 if answer == "" else 5)
@@ -372,8 +372,8 @@ def test_horovodruns_ranks_meet_at_its_server(plain_ranks: Ranks) -> None:
             }
 
         for result in plain_ranks(2, MEETS, env):
-            said = f"rank {result.rank} of 2 by horovodrun at http://127.0.0.1:{port}"
-            assert said in result.stdout
+            expected = f"rank {result.rank} of 2 by horovodrun at http://127.0.0.1:{port}"
+            assert expected in result.stdout
 
 
 WHERE = """
@@ -409,8 +409,8 @@ def test_ranks_of_srun_meet_at_the_first_host(plain_ranks: Ranks) -> None:
         host = "first" if rank < 2 else "second"
         return {**no_launcher(rank), **step, "SLURM_PROCID": str(rank), "NETBOTTLENECK_HOST_ID": host}
 
-    said = [result.stdout.strip() for result in plain_ranks(3, WHERE, env)]
-    assert said == ["place 0 2 0 2", "place 1 2 0 1", "place 0 1 1 2"]
+    places = [result.stdout.strip() for result in plain_ranks(3, WHERE, env)]
+    assert places == ["place 0 2 0 2", "place 1 2 0 1", "place 0 1 1 2"]
 
 
 AGAIN = f"""
@@ -439,8 +439,8 @@ def test_keys_of_an_earlier_start_in_the_agents_store_are_ignored(warm_ranks: Ra
         store.set(f"netbottleneck/0/{size}/0/address", "127.0.0.1:1 " + "00" * 32)
     again = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "1"}
     for result in warm_ranks(2, MEETS, {**again, "MASTER_PORT": str(store.port)}):
-        said = f"rank {result.rank} of 2 by torchrun at MASTER_ADDR:MASTER_PORT=127.0.0.1:{store.port}"
-        assert said in result.stdout
+        expected = f"rank {result.rank} of 2 by torchrun at MASTER_ADDR:MASTER_PORT=127.0.0.1:{store.port}"
+        assert expected in result.stdout
 
 
 @pytest.mark.full
@@ -449,11 +449,11 @@ def test_ranks_that_torchrun_restarts_meet_again(shared: str, tmp_path: Path) ->
     needs_torch()
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", *C10D]
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0" if shared == "1" else "1"}
-    code, said = started([*command, "--monitor-interval", "0.1", script(tmp_path, AGAIN)], tmp_path, env, 60)
-    assert code == 0, said
+    code, output = started([*command, "--monitor-interval", "0.1", script(tmp_path, AGAIN)], tmp_path, env, 60)
+    assert code == 0, output
     for rank in range(2):
-        assert f"rank {rank} of 2 by torchrun at MASTER_ADDR:MASTER_PORT=" in said
-        assert f"done {rank} again" in said
+        assert f"rank {rank} of 2 by torchrun at MASTER_ADDR:MASTER_PORT=" in output
+        assert f"done {rank} again" in output
 
 
 def test_ranks_meet_a_hundred_times_at_one_port_of_a_static_torchrun(tmp_path: Path) -> None:
@@ -461,7 +461,7 @@ def test_ranks_meet_a_hundred_times_at_one_port_of_a_static_torchrun(tmp_path: P
     port = str(free_port())
     where = ["--master-addr", "127.0.0.1", "--master-port", port]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *where, script(tmp_path)]
-    code, said = started(command, tmp_path, {"TIMES": "100"})
-    assert code == 0, said
+    code, output = started(command, tmp_path, {"TIMES": "100"})
+    assert code == 0, output
     for rank in range(2):
-        assert f"rank {rank} of 2 by torchrun at MASTER_ADDR:MASTER_PORT=127.0.0.1:{port}" in said
+        assert f"rank {rank} of 2 by torchrun at MASTER_ADDR:MASTER_PORT=127.0.0.1:{port}" in output

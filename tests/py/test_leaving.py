@@ -51,7 +51,7 @@ try:
         else:
             hvd.allreduce(torch.ones(2), name="metric")
 except hvd.HorovodInternalError as error:
-    print("told", began, time.monotonic(), error, flush=True)
+    print("record", began, time.monotonic(), error, flush=True)
 """
 
 
@@ -80,12 +80,12 @@ def test_remaining_ranks_get_an_error_at_once(
     module = "netbottleneck, horovod.torch" if transport else "netbottleneck.torch"
     results = warm_ranks(2, LEAVING.replace("horovod.torch", module), env, check=False)
     left = re.search(r"leaves (\S+)", results[leaver].stdout)
-    told = re.search(r"^told (\S+) (\S+) (.*)$", results[1 - leaver].stdout, re.MULTILINE)
+    match = re.search(r"^record (\S+) (\S+) (.*)$", results[1 - leaver].stdout, re.MULTILINE)
     assert left, results[leaver].stderr
-    assert told, results[1 - leaver].stderr
-    assert float(told[2]) - max(float(told[1]), float(left[1])) < DEADLINE_S, told[0]
+    assert match, results[1 - leaver].stderr
+    assert float(match[2]) - max(float(match[1]), float(left[1])) < DEADLINE_S, match[0]
     if transport != "stock" or where == "metric":  # gloo names nobody
-        assert f"rank {leaver} " in told[3]
+        assert f"rank {leaver} " in match[3]
     assert results[1 - leaver].code == 0
     assert results[leaver].code == {"killed": -9, "raises": 1}.get(how, 0)
 
@@ -110,7 +110,7 @@ assert weight.tolist() == [-2 * 28 * mean] * 2, weight
 
 child = os.fork()
 if child == 0:
-    said = []
+    messages = []
     for call in (
         lambda: hvd.allreduce(torch.ones(2), name="child"),
         lambda: hvd.broadcast_object("x"),
@@ -119,10 +119,10 @@ if child == 0:
     ):
         try:
             call()
-            said.append("nothing")
+            messages.append("nothing")
         except Exception as error:
-            said.append(str(error))
-    os.write(1, ("\\n".join(f"child: {each}" for each in said) + "\\n").encode())
+            messages.append(str(error))
+    os.write(1, ("\\n".join(f"child: {each}" for each in messages) + "\\n").encode())
     sys.exit(0)  # with all that is to be done at exit
 _, status = os.waitpid(child, 0)
 assert status == 0
@@ -134,7 +134,7 @@ print("done")
 
 def test_forking_leaves_the_job_intact_and_a_child_is_refused_with_the_reason(warm_ranks: Ranks) -> None:
     for result in warm_ranks(2, FORKING):
-        said = [line for line in result.stdout.splitlines() if line.startswith("child: ")]
-        assert len(said) == 4, result.stdout
-        assert [line for line in said if "after fork" not in line] == []
+        lines = [line for line in result.stdout.splitlines() if line.startswith("child: ")]
+        assert len(lines) == 4, result.stdout
+        assert [line for line in lines if "after fork" not in line] == []
         assert "done" in result.stdout

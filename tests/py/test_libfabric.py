@@ -93,9 +93,9 @@ def test_a_mixed_job_is_refused_with_both_versions(plain_ranks: Any, newer: str)
     results = plain_ranks(2, SCRIPT, lambda rank: env[rank], args=["nothing"], check=False)
     for result in results:
         assert result.code == 1, result.stdout
-        said = result.stderr.strip().splitlines()[-1]
-        assert f"/{older}" in said
-        assert f"/{version(newer)}" in said
+        output = result.stderr.strip().splitlines()[-1]
+        assert f"/{older}" in output
+        assert f"/{version(newer)}" in output
 
 
 HANDLERS = """

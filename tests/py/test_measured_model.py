@@ -50,8 +50,8 @@ with netbottleneck.profile(model, optimizer):
         if not inside:
             update(None)
 trace = ring_reader.load({run!r})
-told = {{"updates": updates, "steps": len(trace.steps), "modules": list(trace.modules)}}
-print(json.dumps({{**told, "ends": [[rank.finished, rank.error] for rank in trace.ranks]}}))
+record = {{"updates": updates, "steps": len(trace.steps), "modules": list(trace.modules)}}
+print(json.dumps({{**record, "ends": [[rank.finished, rank.error] for rank in trace.ranks]}}))
 """
 
 
@@ -62,11 +62,11 @@ def test_a_step_is_one_pass_of_the_loop_for_any_place_of_its_updates(
     run = tmp_path / "run"
     env = {"NETBOTTLENECK_DIR": str(run), "NETBOTTLENECK_START_STEP": "0"}
     result = warm_ranks(1, LOOP.format(inside=inside, run=str(run)), env)[0]
-    told = json.loads(result.stdout.splitlines()[-1])
-    assert told["updates"] == updates
-    assert told["steps"] in (5, 6)  # the last may have no end
-    assert told["modules"] == ["0", "1", "2"]
-    assert told["ends"] == [[True, None]]
+    record = json.loads(result.stdout.splitlines()[-1])
+    assert record["updates"] == updates
+    assert record["steps"] in (5, 6)  # the last may have no end
+    assert record["modules"] == ["0", "1", "2"]
+    assert record["ends"] == [[True, None]]
 
 
 def test_a_model_with_a_compiled_part_is_known_as_such() -> None:
@@ -111,34 +111,34 @@ def train(steps, look):
 run()
 session.close()
 dist.destroy_process_group()
-print(json.dumps({"told": told, "folder": str(session.folder)}))
+print(json.dumps({"record": record, "folder": str(session.folder)}))
 """
 ENV = {"NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_BLOCK_STEPS": "2", "NETBOTTLENECK_TIMEOUT_S": "60"}
 
 
 def ran(warm_ranks: Ranks, tmp_path: Path, transport: str, source: str) -> tuple[Any, Trace, str]:
-    """Run `run` of a source with the DDP model; return `told`, the record and stderr."""
+    """Run `run` of a source with the DDP model; return `record`, the trace and stderr."""
     env = {**ENV, "NETBOTTLENECK_DIR": str(tmp_path / "run")}
     script = DDP.format(transport=transport) + source + DDP_END
     result = warm_ranks(1, script, env)[0]
-    told = json.loads(result.stdout.splitlines()[-1])
-    return told["told"], load(told["folder"]), result.stderr
+    printed = json.loads(result.stdout.splitlines()[-1])
+    return printed["record"], load(printed["folder"]), result.stderr
 
 
 LAYOUTS = """
-told = {"layouts": [], "pending": []}
+record = {"layouts": [], "pending": []}
 
 
 def run():
     measured = ddp.attach(model, session=session)
     gradients = measured.gradients
-    layers[0].weight.register_post_accumulate_grad_hook(lambda _: told["pending"].append(gradients.pending))
+    layers[0].weight.register_post_accumulate_grad_hook(lambda _: record["pending"].append(gradients.pending))
 
     def note():
-        told["layouts"].append([gradients.version, [[b.name, *b.parameters] for b in gradients.buckets]])
+        record["layouts"].append([gradients.version, [[b.name, *b.parameters] for b in gradients.buckets]])
 
     def look():
-        told["pending"].append(gradients.pending)
+        record["pending"].append(gradients.pending)
         note()
 
     note()
@@ -150,48 +150,48 @@ def run():
 def test_each_layout_of_ddps_buckets_has_its_own_version_and_all_are_recorded(
     warm_ranks: Ranks, tmp_path: Path, transport: str
 ) -> None:
-    told, trace, said = ran(warm_ranks, tmp_path, transport, LAYOUTS)
-    assert "left alone" not in said
-    layouts = [(version, json.dumps(layout)) for version, layout in told["layouts"]]
+    record, trace, log = ran(warm_ranks, tmp_path, transport, LAYOUTS)
+    assert "left alone" not in log
+    layouts = [(version, json.dumps(layout)) for version, layout in record["layouts"]]
     assert len({version for version, _ in layouts}) == len({layout for _, layout in layouts}) == len(set(layouts))
-    names = {name for _, layout in told["layouts"] for name, *_ in layout}
+    names = {name for _, layout in record["layouts"] for name, *_ in layout}
     assert len(names) > 1  # DDP lays its buckets out anew after the first pass
-    last = [name for name, *_ in told["layouts"][-1][1]]
+    last = [name for name, *_ in record["layouts"][-1][1]]
     assert [bucket.name for bucket in trace.buckets][: len(last)] == last
     assert {bucket.name for bucket in trace.buckets} >= {op.name for op in trace.collectives}
     assert {c.arm for c in trace.collectives if c.bucket is not None} == set(transport.split(","))
 
 
 def test_buckets_under_way_are_those_sent_and_not_waited_for(warm_ranks: Ranks, tmp_path: Path) -> None:
-    told, _, _ = ran(warm_ranks, tmp_path, "tcp", LAYOUTS)
-    inside, after = told["pending"][0::3], told["pending"][1::3] + told["pending"][2::3]
+    record, _, _ = ran(warm_ranks, tmp_path, "tcp", LAYOUTS)
+    inside, after = record["pending"][0::3], record["pending"][1::3] + record["pending"][2::3]
     assert inside[0] == 0  # one bucket, which is sent with its last gradient
     assert min(inside[2:]) > 0
     assert set(after) == {0}
 
 
 BARE = """
-told = []
+record = []
 
 
 def run():
     ddp.attach(model, session=session)
     for _ in range(8):
-        told.append([session.arm, "__call__" in vars(DistributedDataParallel)])
+        record.append([session.arm, "__call__" in vars(DistributedDataParallel)])
         train(1, lambda: None)
 """
 
 
 def test_a_bare_step_calls_the_model_without_our_wrapper(warm_ranks: Ranks, tmp_path: Path) -> None:
-    told, _, _ = ran(warm_ranks, tmp_path, "stock,bare", BARE)
-    assert {arm for arm, _ in told} == {"stock", "bare"}
-    assert [wrapped for _, wrapped in told] == [arm == "stock" for arm, _ in told]
+    record, _, _ = ran(warm_ranks, tmp_path, "stock,bare", BARE)
+    assert {arm for arm, _ in record} == {"stock", "bare"}
+    assert [wrapped for _, wrapped in record] == [arm == "stock" for arm, _ in record]
 
 
 FAILING = """
 from netbottleneck.hooks import reducer_group
 
-told = []
+record = []
 
 
 def full(name):
@@ -201,14 +201,14 @@ def full(name):
 def run():
     reducer_group.key_of = full
     ddp.attach(model, session=session)
-    train(3, lambda: told.append(layers[0].weight.grad is not None))
+    train(3, lambda: record.append(layers[0].weight.grad is not None))
 """
 
 
 def test_a_failure_to_record_a_bucket_is_logged_once_and_ends_only_the_recording(
     warm_ranks: Ranks, tmp_path: Path
 ) -> None:
-    told, trace, said = ran(warm_ranks, tmp_path, "stock", FAILING)
-    assert told == [True] * 6
-    assert said.count("measuring has ended, the training goes on: OSError: [Errno 28] No space left on device") == 1
+    record, trace, log = ran(warm_ranks, tmp_path, "stock", FAILING)
+    assert record == [True] * 6
+    assert log.count("measuring has ended, the training goes on: OSError: [Errno 28] No space left on device") == 1
     assert [note for note in trace.notes if "measuring ended at step 0" in note]

@@ -152,7 +152,7 @@ LAYERS = [
 ]
 
 
-def filled_as_said(model: ReplayModel, times: int = 1) -> bool:
+def is_filled(model: ReplayModel, times: int = 1) -> bool:
     """True if every gradient is `times` times its value."""
     held = [parameter.grad for parameter in model.in_order()]
     values = [times * model.gradient_value(index) for index in range(len(held))]
@@ -188,7 +188,7 @@ def test_a_step_lasts_at_least_the_requested_time(mode: str) -> None:
     end = time.perf_counter()
     assert middle - start >= 0.030
     assert end - middle >= 0.060
-    assert filled_as_said(model)
+    assert is_filled(model)
 
 
 def test_gradients_are_ready_in_reverse_order_at_their_layers_time() -> None:
@@ -209,7 +209,7 @@ def test_each_pass_has_its_own_values_regardless_of_the_previous_one(reuse: bool
     model = ReplayModel(LAYERS, (0, 0), reuse=reuse)
     for _ in range(3):
         model().backward()
-        assert filled_as_said(model)
+        assert is_filled(model)
         for parameter in model.parameters():
             assert parameter.grad is not None
             parameter.grad.mul_(1000)  # as an all-reduce in place would

@@ -57,8 +57,8 @@ def test_an_interface_is_named_only_if_it_is_certain(host: dict[str, int], monke
 
 
 def test_stock_uses_gloos_configured_interface(host: dict[str, int]) -> None:
-    told = monitor.wire(settings(environ={}), "stock", {"GLOO_SOCKET_IFNAME": "eth0,eth0"})
-    assert told == {"streams_asked": None, "interface": "eth0", "link_bps": 25 * 10**9}
+    about = monitor.wire(settings(environ={}), "stock", {"GLOO_SOCKET_IFNAME": "eth0,eth0"})
+    assert about == {"streams_asked": None, "interface": "eth0", "link_bps": 25 * 10**9}
 
 
 def test_nothing_moves_over_no_interface() -> None:

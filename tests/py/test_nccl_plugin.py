@@ -54,26 +54,26 @@ def measure(tmp_path_factory: pytest.TempPathFactory) -> Measure:
         assert done.returncode == 0, done.stderr
         lines = done.stdout.splitlines()
         assert lines, done.stderr
-        said: dict[str, Any] = json.loads(lines[-1])
-        return said
+        record: dict[str, Any] = json.loads(lines[-1])
+        return record
 
     return run
 
 
-def said_by(*argv: str) -> str:
+def output_of(*argv: str) -> str:
     """Return what a tool prints."""
     return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
 
 
 def test_nothing_but_the_tables_is_exported() -> None:
     """NCCL is loaded beside torch: any other name could clash."""
-    lines = said_by("nm", "-D", "--defined-only", str(PLUGIN)).splitlines()
+    lines = output_of("nm", "-D", "--defined-only", str(PLUGIN)).splitlines()
     assert sorted(line.split()[-1] for line in lines) == sorted(f"ncclNetPlugin_v{v}" for v in VERSIONS)
 
 
 def test_it_stays_loaded_and_needs_the_system_only() -> None:
     """NCCL closes the library with its last communicator; a fork's handler must not be gone then."""
-    dynamic = said_by("readelf", "-d", str(PLUGIN))
+    dynamic = output_of("readelf", "-d", str(PLUGIN))
     assert "NODELETE" in dynamic
     assert "[libnccl-net-netbottleneck.so]" in dynamic
     needed = set(re.findall(r"\(NEEDED\).*\[(.*?)\.so", dynamic))
@@ -84,29 +84,29 @@ def test_it_stays_loaded_and_needs_the_system_only() -> None:
 def test_each_table_moves_bytes(measure: Measure, version: int) -> None:
     """Two processes, 32 messages in flight on each of 3 channels."""
     depth = ("--depth", "32", "--channels", "3")
-    said = measure("--plugin", str(PLUGIN), "--version", str(version), *SMALL, *depth)
-    assert said["gbit_per_s"] > 0
-    assert said["channels"] == 3
+    result = measure("--plugin", str(PLUGIN), "--version", str(version), *SMALL, *depth)
+    assert result["gbit_per_s"] > 0
+    assert result["channels"] == 3
 
 
 @pytest.mark.parametrize("version", ADAPTED)
 def test_nccl_takes_each_table(measure: Measure, version: int) -> None:
     """NCCL's own adapter calls the table: the layout that NCCL was compiled with."""
     through = ("--through", str(nccl_library()))
-    said = measure("--plugin", str(PLUGIN), "--version", str(version), *SMALL, *through)
-    assert said.get("gbit_per_s", 0) > 0, said
+    result = measure("--plugin", str(PLUGIN), "--version", str(version), *SMALL, *through)
+    assert result.get("gbit_per_s", 0) > 0, result
 
 
 def test_the_socket_network_is_driven_the_same_way(measure: Measure) -> None:
     """The harness plays NCCL's proxy for NCCL's own network, which defines what is right."""
-    said = measure("--stock", str(nccl_library()), *SMALL)
-    assert said.get("gbit_per_s", 0) > 0, said
+    result = measure("--stock", str(nccl_library()), *SMALL)
+    assert result.get("gbit_per_s", 0) > 0, result
 
 
 def test_a_library_without_the_symbols_is_not_run(measure: Measure) -> None:
     """A stripped or another NCCL is no failure, and no measurement."""
-    said = measure("--stock", str(PLUGIN), *SMALL)
-    assert "ncclNetSocket" in said["not_run"]
+    result = measure("--stock", str(PLUGIN), *SMALL)
+    assert "ncclNetSocket" in result["not_run"]
     assert "not_run" in measure("--stock", "/nonexistent/libnccl.so.2", *SMALL)
 
 
@@ -131,7 +131,7 @@ def test_a_wrong_setting_is_named(measure: Measure, name: str, value: str) -> No
 
 def test_settings_are_read(measure: Measure) -> None:
     """Lanes, segments and ports of the job's own variables."""
-    said = measure(
+    result = measure(
         "--plugin",
         str(PLUGIN),
         *SMALL,
@@ -141,4 +141,4 @@ def test_settings_are_read(measure: Measure) -> None:
         NETBOTTLENECK_SECRET="a secret of sixteen",
         NETBOTTLENECK_TRANSPORT="stock,tcp",
     )
-    assert said["gbit_per_s"] > 0
+    assert result["gbit_per_s"] > 0

@@ -88,12 +88,12 @@ def test_a_rank_that_does_not_join_a_measured_run_is_named_in_time(
 ) -> None:
     env = {"NETBOTTLENECK": "1", "NETBOTTLENECK_DIR": str(tmp_path / "run"), "NETBOTTLENECK_TRANSPORT": "tcp"}
     for result in warm_ranks(3, LATE, {**env, "NETBOTTLENECK_STRICT": str(int(strict))}):
-        said = result.stdout if strict else result.stderr
+        output = result.stdout if strict else result.stderr
         if result.rank == 1:
-            assert "late" not in said
+            assert "late" not in output
             continue
         assert ("late: 1 " in result.stdout) == strict
         assert ("the training is left alone" in result.stderr) != strict
-        assert "not all ranks did within 0.5 s (NETBOTTLENECK_START_TIMEOUT_S)" in said
-        assert "Ranks that have not submitted it: 1." in said
-        assert "unset NETBOTTLENECK" in said
+        assert "not all ranks did within 0.5 s (NETBOTTLENECK_START_TIMEOUT_S)" in output
+        assert "Ranks that have not submitted it: 1." in output
+        assert "unset NETBOTTLENECK" in output

@@ -44,11 +44,11 @@ def figures_of(
     part: str, times: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[dict[str, str], list[str]]:
     """Return the verdicts of a part for these measurements, and its output."""
-    said: list[str] = []
+    lines: list[str] = []
     monkeypatch.setenv("HOROVOD", "0")
     monkeypatch.setattr(overhead, "started", lambda what, count, horovod=None: times)
-    figures = overhead.PARTS[part](ROUNDS, said.append)
-    return {figure.name: figure.verdict for figure in figures}, said
+    figures = overhead.PARTS[part](ROUNDS, lines.append)
+    return {figure.name: figure.verdict for figure in figures}, lines
 
 
 @pytest.mark.parametrize(
@@ -60,11 +60,11 @@ def test_a_hook_is_compared_with_an_empty_one_and_ddps(
     # In ns a gradient, above a plain pass of 10, in rounds of which some are slow for all.
     added = {"plain": 0.0, "empty": 1.0, "ours": ours, "measured": ours, "ddp": 8.0}
     times = {name: [10.0 * (1 + turn % 3) + more for turn in range(ROUNDS)] for name, more in added.items()}
-    verdicts, said = figures_of("hooks", times, monkeypatch)
+    verdicts, lines = figures_of("hooks", times, monkeypatch)
     assert verdicts["added a gradient by empty over our Horovod API"] == empty
     assert verdicts["added a gradient by ddp over our Horovod API"] == ddp
     assert verdicts["added a gradient by horovod over our Horovod API"] == "not run"
-    assert len(said) == len(added) - 1
+    assert len(lines) == len(added) - 1
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,6 @@ def test_inflation_has_a_bar_for_its_median_and_one_for_its_interval(
 
 def test_each_start_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"init": [0.03] * ROUNDS, "shutdown": [0.01] * ROUNDS}
-    verdicts, said = figures_of("starts", times, monkeypatch)
+    verdicts, lines = figures_of("starts", times, monkeypatch)
     assert list(verdicts.values()) == ["pass"]
-    assert said[-1].endswith(" ".join(["40.0"] * ROUNDS))
+    assert lines[-1].endswith(" ".join(["40.0"] * ROUNDS))

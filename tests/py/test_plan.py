@@ -81,13 +81,13 @@ def test_a_record_lists_tensors_with_their_buckets() -> None:
             return "torch.float16"
 
     tensors = [("a", 4, "float32"), ("b", 8, Torchlike()), ("left out", 2, "float32")]
-    told = described(tensors, [Sent("second", 8, Torchlike(), (1,)), Sent("first", 4, "float32", (0,))], len)
-    assert [(row["name"], row["bytes"], row["dtype"], row["bucket"]) for row in told["parameters"]] == [
+    record = described(tensors, [Sent("second", 8, Torchlike(), (1,)), Sent("first", 4, "float32", (0,))], len)
+    assert [(row["name"], row["bytes"], row["dtype"], row["bucket"]) for row in record["parameters"]] == [
         ("a", 4, "float32", 1),
         ("b", 8, "float16", 0),
         ("left out", 2, "float32", None),
     ]
-    assert told["buckets"] == [
+    assert record["buckets"] == [
         {"name": "second", "key": 6, "bytes": 8, "dtype": "float16", "parameters": [1]},
         {"name": "first", "key": 5, "bytes": 4, "dtype": "float32", "parameters": [0]},
     ]

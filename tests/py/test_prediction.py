@@ -46,9 +46,10 @@ def put(folder: Path, cell: CellFacts, *, written: int = 1, started: int = 2) ->
 def forecast_cells() -> list[CellFacts]:
     """Twelve cells of two arms, four of them at 8 ranks, each forecast 2 % too long."""
     arms = {name: arm(name, 100.0, 0.5) for name in ("stock", "ofi")}
-    told = {name: ForecastFacts(about(102 * MS)) for name in arms}
+    forecasts = {name: ForecastFacts(about(102 * MS)) for name in arms}
     return [
-        CellFacts(f"m-{at}", "m", "replay", 8 if at < 4 else 2, "1gbit", arms=arms, forecast=told) for at in range(12)
+        CellFacts(f"m-{at}", "m", "replay", 8 if at < 4 else 2, "1gbit", arms=arms, forecast=forecasts)
+        for at in range(12)
     ]
 
 
@@ -63,9 +64,9 @@ def test_forecasts_that_hold_pass(
     for cell in forecast_cells():
         put(tmp_path, cell)
     assert judged(monkeypatch, prediction.main, tmp_path) == 0
-    said = capsys.readouterr().out
-    assert said.count("+2.00 %") == 25  # each step's, and the worst
-    assert "FAIL" not in said
+    output = capsys.readouterr().out
+    assert output.count("+2.00 %") == 25  # each step's, and the worst
+    assert "FAIL" not in output
 
 
 def test_each_bar_of_the_prediction_fails_by_itself(
@@ -147,14 +148,14 @@ def test_the_claim_fails_if_stock_still_grows_with_its_link() -> None:
 
 
 def test_the_studies_contain_the_judged_cells() -> None:
-    asked, claimed = (
+    requested, claimed = (
         tomllib.loads((BENCHMARKS / "studies" / f"{name}.toml").read_text(encoding="utf-8"))
         for name in ("prediction", "claim")
     )
-    ranks = [count for model in asked["model"] for count in model["ranks"] for _ in model["networks"]]
+    ranks = [count for model in requested["model"] for count in model["ranks"] for _ in model["networks"]]
     foretold = len(ranks) - 1  # one is fitted
-    assert len(asked["transports"]) * foretold >= prediction.CELLS
-    assert len(asked["transports"]) * ranks.count(prediction.MANY_RANKS) >= prediction.AT_MANY
+    assert len(requested["transports"]) * foretold >= prediction.CELLS
+    assert len(requested["transports"]) * ranks.count(prediction.MANY_RANKS) >= prediction.AT_MANY
     claims = [model for model in claimed["model"] if "null" in model["transports"]]
     assert sorted(model["name"] for model in claims) == sorted(claim.MODELS)
     assert all({"stock", *claim.OURS} <= set(model["transports"]) for model in claims)

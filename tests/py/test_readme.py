@@ -109,12 +109,12 @@ def test_every_verdict_is_explained():
 
 
 def test_the_speed_in_the_readme_matches_the_gate_results():
-    told = README[README.index("## How fast it is") : README.index("## What it cannot do")]
+    section = README[README.index("## How fast it is") : README.index("## What it cannot do")]
     text = (ROOT / "benchmarks" / "results" / "gates.json").read_text(encoding="utf-8")
     sittings = json.loads(text, parse_float=str)["sittings"]
     rows = [row for sitting in sittings for row in sitting["rows"] if "low" in row]
     known = {f"{row['value']} [{row['low']}, {row['high']}]" for row in rows}
-    figures = re.findall(r"\d\.\d{3} \[\d\.\d{3}, \d\.\d{3}\]", told)
+    figures = re.findall(r"\d\.\d{3} \[\d\.\d{3}, \d\.\d{3}\]", section)
     assert len(figures) > 5
     assert [figure for figure in figures if figure not in known] == []
 

@@ -202,11 +202,11 @@ def without_torch(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
-def in_lab(asked: Task, on_progress: Callable[..., None] = lambda *_: None, env: dict[str, str] | None = None) -> Run:
+def in_lab(request: Task, on_progress: Callable[..., None] = lambda *_: None, env: dict[str, str] | None = None) -> Run:
     """Run a task on two ranks on the loopback; all ranks hold the same sums in the end."""
     with Lab(2, "none", ways=("loopback",)) as lab:
-        meet = {"NETBOTTLENECK_RENDEZVOUS": str(Path(asked.folder).parent / "meeting")}
-        (outcome,) = run_in_lab(lab, [asked], on_progress, env={**meet, **(env or {})}, limit_s=DEADLINE_S)
+        meet = {"NETBOTTLENECK_RENDEZVOUS": str(Path(request.folder).parent / "meeting")}
+        (outcome,) = run_in_lab(lab, [request], on_progress, env={**meet, **(env or {})}, limit_s=DEADLINE_S)
     assert outcome.equal
     return Run(outcome.folder)
 
@@ -250,7 +250,7 @@ def test_stock_moves_the_same_buckets(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_killed_ends_the_replay_and_is_named(tmp_path: Path) -> None:
-    asked = task(tmp_path, SMALL, rounds=500)
+    request = task(tmp_path, SMALL, rounds=500)
 
     def ranks(mark: bytes) -> list[int]:
         found = []
@@ -269,7 +269,7 @@ def test_a_rank_that_is_killed_ends_the_replay_and_is_named(tmp_path: Path) -> N
             os.kill(pid, signal.SIGKILL)
 
     with pytest.raises(JobError, match="rank 1 was killed by SIGKILL"):
-        in_lab(asked, kill)
+        in_lab(request, kill)
     assert ranks(b"RANK=0") == ranks(b"RANK=1") == []
 
 
@@ -288,10 +288,10 @@ def test_the_command_replays_a_layer_log_and_prints_modelled_and_counted_bytes(t
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"model \([a-z ,-]+\) 6\.12; engine 6\.12", done.stdout)
-    told = json.loads((tmp_path / "out" / "replay.json").read_text())
-    assert told["equal_on_all_ranks"] is True
-    assert told["steps"]["tcp"]["steps"] == 3  # without the first of the block
-    for one in told["sent"]:
+    record = json.loads((tmp_path / "out" / "replay.json").read_text())
+    assert record["equal_on_all_ranks"] is True
+    assert record["steps"]["tcp"]["steps"] == 3  # without the first of the block
+    for one in record["sent"]:
         assert one["engine"] == one["model"] == 3 * 2_040_000
 
 
@@ -309,7 +309,7 @@ def test_counted_spans_begin_and_end_in_idle_gaps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("no/such/file",), "no/such/file"),
         (("TRACE", "--link", "fast"), "fast"),
@@ -325,7 +325,7 @@ def test_counted_spans_begin_and_end_in_idle_gaps() -> None:
     ],
 )
 def test_bad_input_is_reported_and_nothing_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
 ) -> None:
     path = tmp_path / "r.jsonl.gz"
     tr.write(recorded(), path)
@@ -339,5 +339,5 @@ def test_bad_input_is_reported_and_nothing_is_written(
     except SystemExit as end:
         code = int(end.code or 0)
     assert code == 2
-    assert re.search(said, capsys.readouterr().err)
+    assert re.search(message, capsys.readouterr().err)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d.bk.log", "r.jsonl.gz"]

@@ -108,27 +108,27 @@ def test_all_reduce_algorithms_are_listed_by_size(run):
     line = "All-reduces over ofi (measured): ring 2.0 MiB to 7.0 MiB x36."
     assert line in " ".join(run.text.split())
     assert line in html.page(run.findings, run.verdict)
-    (told,) = run.summary["algorithms"]["ofi"]
-    assert (told["algorithm"], told["operations"]) == ("ring all-reduce", 36)
+    (row,) = run.summary["algorithms"]["ofi"]
+    assert (row["algorithm"], row["operations"]) == ("ring all-reduce", 36)
     assert "over stock" not in " ".join(text.algorithms(run.findings))
     assert run.summary["costs"] == {}
 
 
 @pytest.mark.parametrize(
-    ("link_bps", "burst_bytes", "told"), [(1e6, 10**6, True), (1e6, None, False), (9e12, 1, False)]
+    ("link_bps", "burst_bytes", "expected"), [(1e6, 10**6, True), (1e6, None, False), (9e12, 1, False)]
 )
-def test_data_that_moved_faster_than_the_link_is_explained_by_the_cap(tmp_path, link_bps, burst_bytes, told):
+def test_data_that_moved_faster_than_the_link_is_explained_by_the_cap(tmp_path, link_bps, burst_bytes, expected):
     verified = {"many_flows": {"link_burst_bytes": burst_bytes}}
     network = {"how": "a lab", "link_bps": link_bps, "flow_bps": [], "verified": verified}
     found = Run(FakeRun(tmp_path, blocks=2, run={"network": network}).write())
     line = "stock moved data faster than the link: after a pause its cap passes a burst of 976.6 KiB."
-    assert (line in " ".join(found.text.split())) == told
-    assert (line in html.page(found.findings, found.verdict)) == told
-    assert ("moved data faster than the link" in found.text) == told
+    assert (line in " ".join(found.text.split())) == expected
+    assert (line in html.page(found.findings, found.verdict)) == expected
+    assert ("moved data faster than the link" in found.text) == expected
 
 
 @pytest.mark.parametrize(
-    ("transports", "asked", "words_of_it"),
+    ("transports", "streams_asked", "words_of_it"),
     [
         (("bare", "stock"), None, "not probed (transport stock only)"),
         (("stock", "ofi"), 4, "not probed (streams fixed by NETBOTTLENECK_STREAMS=4)"),
@@ -137,8 +137,8 @@ def test_data_that_moved_faster_than_the_link_is_explained_by_the_cap(tmp_path, 
         (("stock", "ofi"), None, "not probed (the record gives no reason)"),
     ],
 )
-def test_a_missing_probe_is_reported_with_its_reason(tmp_path, transports, asked, words_of_it):
-    about = {name: {"streams_asked": asked} for name in transports if name in ("tcp", "ofi")}
+def test_a_missing_probe_is_reported_with_its_reason(tmp_path, transports, streams_asked, words_of_it):
+    about = {name: {"streams_asked": streams_asked} for name in transports if name in ("tcp", "ofi")}
     found = Run(FakeRun(tmp_path, transports=transports, blocks=2, probe=[], about=about).write())
     assert words_of_it in " ".join(found.text.split())
     assert words_of_it in html.page(found.findings, found.verdict)
@@ -159,8 +159,8 @@ def rated(folder, bps, **settings):
 
 def test_the_interface_rating_is_reported_as_the_link(tmp_path):
     found = rated(tmp_path / "known", 10**9)
-    (told,) = found.summary["ranks"][1]["transports"]
-    assert (told["interface"], told["link_bits_per_s"]) == ("eth0", 10**9)
+    (row,) = found.summary["ranks"][1]["transports"]
+    assert (row["interface"], row["link_bits_per_s"]) == ("eth0", 10**9)
     achieved = found.findings.achieved["stock"].active_bps
     assert found.summary["bandwidth"]["stock"]["active_utilization"] == pytest.approx(achieved / 1e9)
     assert "the link is 1.00 Gbit/s, rated by its interface" in " ".join(found.text.split())

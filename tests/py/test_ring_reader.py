@@ -35,10 +35,10 @@ def test_numbers_within_operations_are_those_of_the_headers():
     names = [re.fullmatch(r"NB_([A-Z]+)(\d*)", word.strip()) for word in dtypes.split(",")]
     assert [short[n[1].lower()] + n[2] for n in names if n[2]] == list(ring_reader.DTYPES)
     declared = re.findall(r"NB_ALGORITHM_(\w+) = (\d+)", (csrc / "coll/choose.h").read_text())
-    said = {**dict(enumerate(ring_reader.ALGORITHMS)), **ring_reader.IN_MEMORY}
-    assert sorted(said) == sorted(int(number) for _, number in declared)
+    labels = {**dict(enumerate(ring_reader.ALGORITHMS)), **ring_reader.IN_MEMORY}
+    assert sorted(labels) == sorted(int(number) for _, number in declared)
     for word, number in declared:
-        assert word.lower().replace("_", "") in re.sub("[ _-]", "", said[int(number)] or "none")
+        assert word.lower().replace("_", "") in re.sub("[ _-]", "", labels[int(number)] or "none")
 
 
 def test_events_are_read_in_order_of_time(tmp_path):
@@ -363,11 +363,11 @@ class OtherHost:
 
     def __init__(self, wanted):
         self.wanted = wanted
-        self.said = []
+        self.sent = []
 
     def exchange(self, mine, limit_s):
         assert limit_s == LIMIT_S
-        self.said.append(mine)
+        self.sent.append(mine)
         return [b"1" if len(mine) == 1 else str(self.wanted).encode().ljust(len(mine)), mine]
 
 
@@ -377,4 +377,4 @@ def test_a_folder_with_records_of_another_hosts_rank_is_not_free(tmp_path):
     left.write_bytes(b"kept")
     comm = OtherHost(tmp_path / "run")
     assert run_folder.claim(comm, tmp_path / "else", LIMIT_S) == tmp_path / "run" / "2"
-    assert comm.said[1:] == [b"0", b"1"]
+    assert comm.sent[1:] == [b"0", b"1"]

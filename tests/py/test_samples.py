@@ -211,8 +211,8 @@ def test_training_continues_if_the_host_cannot_be_recorded(tmp_path: Path, caplo
 
 def written(path: Path, about: dict[str, Any] | None = None, body: bytes = b"", version: int = 1) -> Path:
     """Write a file of counters."""
-    told = {"hostname": "h", "host_id": "i", "rank": 0, "hz": 100, "ticks_per_s": 100, "columns": ["time_ns", "a:b"]}
-    text = json.dumps(told | (about or {})).encode()
+    head = {"hostname": "h", "host_id": "i", "rank": 0, "hz": 100, "ticks_per_s": 100, "columns": ["time_ns", "a:b"]}
+    text = json.dumps(head | (about or {})).encode()
     path.write_bytes(struct.pack("<8sII", b"NBCOUNT\0", version, 16 + len(text)) + text + body)
     return path
 

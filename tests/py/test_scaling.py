@@ -211,10 +211,10 @@ def test_the_achievable_rate_uses_the_fewest_streams():
 
 
 def test_costs_are_of_the_transports_that_measured_them():
-    told = [(30_000.0, 0.4, 0.05), (50_000.0, 0.4, 0.07), (20_000.0, 0.4, 0.06)]
+    measured = [(30_000.0, 0.4, 0.05), (50_000.0, 0.4, 0.07), (20_000.0, 0.4, 0.06)]
     ranks = tuple(
         Rank(number, transports=(TransportInfo("tcp", costs=costs), TransportInfo("stock")))
-        for number, costs in enumerate(told)
+        for number, costs in enumerate(measured)
     )
     found = comparisons.costs(Trace("t", 3, (Arm("tcp"), Arm("stock")), ranks=ranks))
     assert found == {"tcp": comparisons.Costs(30_000.0, 0.4, 0.06)}

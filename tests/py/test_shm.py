@@ -61,14 +61,14 @@ for shm in ("0", "1"):
         optimizer.step()
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
     info = job.current().comm.info()
-    print("told", json.dumps([digest, info["shm"], info["shm_bytes"], info["shm_staged_bytes"], info["bytes_out"]]))
+    print("record", json.dumps([digest, info["shm"], info["shm_bytes"], info["shm_staged_bytes"], info["bytes_out"]]))
     hvd.shutdown()
 """
 
 
 def marked_output(results: list[RankResult], number: int = 0) -> list[Any]:
-    """Return each rank's output after "told", for the first or a later occurrence."""
-    return [json.loads(re.findall(r"^told (.*)$", result.stdout, re.MULTILINE)[number]) for result in results]
+    """Return each rank's output after "record", for the first or a later occurrence."""
+    return [json.loads(re.findall(r"^record (.*)$", result.stdout, re.MULTILINE)[number]) for result in results]
 
 
 @pytest.mark.parametrize(("size", "victim"), [(2, 1), (3, 0)])

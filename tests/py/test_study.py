@@ -93,15 +93,15 @@ def test_a_study_from_end_to_end(tmp_path: Path) -> None:
     assert "--connect" in first
     assert "import netbottleneck" in first
     assert "measured in" in out
-    told = json.loads((folder / "study.json").read_text())
-    (job,) = told["jobs"]
+    record = json.loads((folder / "study.json").read_text())
+    (job,) = record["jobs"]
     assert set(job["steps"]) == {"stock", "tcp", "single"}
     assert job["scaling"]["stock"]["how"] == "measured"
     assert job["outcome"]["equal_on_all_ranks"] is True
-    assert told["networks"]["none"]["verified"]["one_flow"]["measured_bps"] > 0
+    assert record["networks"]["none"]["verified"]["one_flow"]["measured_bps"] > 0
     run = Run(folder / job["folder"])
     assert run.trace.network is not None
-    assert run.trace.network.verified["one_flow"] == told["networks"]["none"]["verified"]["one_flow"]
+    assert run.trace.network.verified["one_flow"] == record["networks"]["none"]["verified"]["one_flow"]
     assert (folder / job["folder"] / "report.txt").exists()
     assert (folder / "report.html").exists()
     assert len(list((folder / "figures").glob("*.csv"))) == 8
@@ -110,10 +110,10 @@ def test_a_study_from_end_to_end(tmp_path: Path) -> None:
 
 
 def test_the_loss_inside_a_host_is_measured_separately(tmp_path: Path) -> None:
-    asked = small(tmp_path, 2, "a")
-    asked.write_text(asked.read_text() + "ranks = [2, 4]\nranks_per_host = 2\n", encoding="utf-8")
+    request = small(tmp_path, 2, "a")
+    request.write_text(request.read_text() + "ranks = [2, 4]\nranks_per_host = 2\n", encoding="utf-8")
     folder = tmp_path / "s"
-    code, out, err = ended(start(folder, str(asked)))
+    code, out, err = ended(start(folder, str(request)))
     assert code == 0, out + err
     one, two = (values.read(folder / "cells" / f"a-{ranks}-none" / "facts.json") for ranks in (2, 4))
     assert [(cell.ranks, cell.ranks_per_host) for cell in (one, two)] == [(2, 2), (4, 2)]
@@ -179,7 +179,7 @@ def small(folder: Path, rounds: int, labels: str = "ab") -> Path:
     parameters = tuple(tr.Parameter(f"p{k}", 40_000, "float32") for k in range(3))
     made = tr.Trace("r", 1, (Arm("single"),), model="three", ranks=(tr.Rank(0),), parameters=parameters, steps=steps)
     layer_log.write(folder / "three.bk.log", layer_log.of_trace(made, 0.01))
-    path = folder / "asked.toml"
+    path = folder / "given.toml"
     cells = "".join(f'[[model]]\nfile = "three.bk.log"\nlabel = "{label}"\n' for label in labels)
     top = f'networks = ["none"]\ntransports = ["tcp"]\nrounds = {rounds}\nblock_steps = 3\nalone = 3\n'
     path.write_text(top + cells, encoding="utf-8")
@@ -249,9 +249,9 @@ def test_a_folder_with_another_study_is_refused(tmp_path: Path, capsys: pytest.C
     folder.mkdir()
     text = small(tmp_path, 3).read_text()
     (folder / "study.toml").write_text(text.replace("three.bk.log", str(tmp_path / "three.bk.log")))
-    asked = tmp_path / "asked.toml"
-    asked.write_text(text.replace("rounds = 3", "rounds = 4"))
-    assert study.main([str(asked), "--directory", str(folder)]) == 2
+    spec_path = tmp_path / "given.toml"
+    spec_path.write_text(text.replace("rounds = 3", "rounds = 4"))
+    assert study.main([str(spec_path), "--directory", str(folder)]) == 2
     assert "holds another study" in capsys.readouterr().err
     assert [path.name for path in folder.iterdir()] == ["study.toml"]
 
@@ -309,8 +309,8 @@ def test_under_a_launcher_the_study_uses_its_ranks_and_network(warm_ranks: Any, 
     results = warm_ranks(2, "netbottleneck", given, args=["study", *words], limit_s=DEADLINE_S)
     assert "uses the network between the" in results[0].stdout
     assert results[1].stdout == ""
-    told = json.loads((folder / "study.json").read_text())
-    (job,) = told["jobs"]
+    record = json.loads((folder / "study.json").read_text())
+    (job,) = record["jobs"]
     assert (job["network"], job["ranks"]) == ("here", 2)
     assert job["outcome"]["equal_on_all_ranks"] is True
     assert set(job["steps"]) == {"stock", "tcp", "single"}

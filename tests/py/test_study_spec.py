@@ -200,11 +200,11 @@ def test_an_invalid_file_is_reported_and_nothing_is_written(tmp_path: Path, caps
         ("speed = 1\n[[model]]\nname = 'resnet50'", "line 1: unknown key 'speed'"),
         ("[[model]]\nfile = 'd.bk.log'", "d.bk.log, line"),
     ):
-        path = tmp_path / "asked.toml"
+        path = tmp_path / "given.toml"
         path.write_text(text)
         assert study.main([str(path), "--directory", str(tmp_path / "s")]) == 2
         assert words in capsys.readouterr().err
-        assert sorted(one.name for one in tmp_path.iterdir()) == ["asked.toml", "d.bk.log"]
+        assert sorted(one.name for one in tmp_path.iterdir()) == ["given.toml", "d.bk.log"]
 
 
 def test_too_few_hosts_exit_with_code_2_and_write_nothing(
@@ -213,10 +213,10 @@ def test_too_few_hosts_exit_with_code_2_and_write_nothing(
     launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     for name, value in {**launched, "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    path = tmp_path / "asked.toml"
+    path = tmp_path / "given.toml"
     path.write_text('title = "four"\nranks = [2, 4]\n[[model]]\nname = "resnet50"\n')
     assert study.main([str(path), "--directory", str(tmp_path / "s")]) == 2
-    told = capsys.readouterr()
-    assert f"{path}, line 2: ranks = [2, 4]: only 2 were started: start more, or request fewer" in told.err
-    assert (told.out, told.err.count("\n")) == ("", 1)
-    assert [one.name for one in tmp_path.iterdir()] == ["asked.toml"]
+    captured = capsys.readouterr()
+    assert f"{path}, line 2: ranks = [2, 4]: only 2 were started: start more, or request fewer" in captured.err
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert [one.name for one in tmp_path.iterdir()] == ["given.toml"]

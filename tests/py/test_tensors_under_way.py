@@ -51,7 +51,7 @@ assert (shared == size).all()
 try:
     hvd.allreduce_(torch.ones(4, dtype=torch.complex64).conj())
 except ValueError as error:
-    print("told:", error)
+    print("raised:", error)
 hvd.shutdown()
 print("done")
 """
@@ -59,7 +59,7 @@ print("done")
 
 def test_tensors_can_be_resized_after_a_call(warm_ranks: Ranks) -> None:
     for result in warm_ranks(2, RESIZED, {}):
-        assert "told: a conjugated or negated view is not supported" in result.stdout, result.stdout
+        assert "raised: a conjugated or negated view is not supported" in result.stdout, result.stdout
         assert "done" in result.stdout
 
 
@@ -93,7 +93,7 @@ for how, change in CHANGES.items():
             assert (tensor[:COUNT] == wanted).all(), (how, tensor)
         except RuntimeError as error:
             assert how == "emptied", (how, error)
-            print("told:", error)
+            print("raised:", error)
         assert all((each == 777.0).all() for each in fill), how
 hvd.shutdown()
 print("done")
@@ -107,7 +107,7 @@ def test_a_tensor_whose_memory_is_replaced_in_flight_gets_the_result_too(
 ) -> None:
     env = {"NETBOTTLENECK_TRANSPORT": transport, "NETBOTTLENECK_SHM": shared}
     for result in warm_ranks(2, MOVED, env):
-        assert result.stdout.count("told: a tensor of shape [300000] changed its shape") == 2, result.stdout
+        assert result.stdout.count("raised: a tensor of shape [300000] changed its shape") == 2, result.stdout
         assert "done" in result.stdout
 
 

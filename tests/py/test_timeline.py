@@ -79,14 +79,14 @@ def spans(made: Sequence[dict[str, Any]]) -> list[str]:
 
     A span that is not closed has no end. X events stand as "=name at".
     """
-    told: list[list[Any]] = []
+    lines: list[list[Any]] = []
     open_by_pid: dict[int, list[list[Any]]] = {}
     for one in made:
         stack = open_by_pid.setdefault(one.get("pid", 0), [])
         if one["ph"] == "B":
-            told.append(["." * len(stack) + one["name"], one["ts"], ""])
+            lines.append(["." * len(stack) + one["name"], one["ts"], ""])
             assert not stack or one["ts"] >= stack[-1][1], "a span begins before the one around it"
-            stack.append(told[-1])
+            stack.append(lines[-1])
         elif one["ph"] == "E":
             assert stack, "an end without a begin"
             last = stack.pop()
@@ -94,8 +94,8 @@ def spans(made: Sequence[dict[str, Any]]) -> list[str]:
             last[2] = one["ts"]
         elif one["ph"] == "X":
             assert one["dur"] == 0
-            told.append([f"={one['name']}", one["ts"], None])
-    return [f"{name} {begin}" if end is None else f"{name} {begin}-{end}" for name, begin, end in told]
+            lines.append([f"={one['name']}", one["ts"], None])
+    return [f"{name} {begin}" if end is None else f"{name} {begin}-{end}" for name, begin, end in lines]
 
 
 ONE = [*named(7, "allreduce.x"), submit(10), ready(11, 0), ready(14, 1), *run(15)]
@@ -120,8 +120,8 @@ def test_an_operation_has_horovods_events() -> None:
 
 
 def test_ranks_other_than_0_mark_themselves() -> None:
-    told = spans(play([*named(7, "x"), submit(10), *run(15)], rank=3))
-    assert told[:2] == ["NEGOTIATE_ALLREDUCE 10-15", "=3 10"]
+    written = spans(play([*named(7, "x"), submit(10), *run(15)], rank=3))
+    assert written[:2] == ["NEGOTIATE_ALLREDUCE 10-15", "=3 10"]
 
 
 @pytest.mark.parametrize(
@@ -141,14 +141,14 @@ def test_ranks_other_than_0_mark_themselves() -> None:
 )
 def test_the_activity_names_the_transport(kind: str, network: str, algorithm: int, top: str, activity: str) -> None:
     events = [*named(7, "x"), submit(10, kind=kind), *run(15, algorithm=algorithm)]
-    names = [told.split(" ", 1)[0].strip(".") for told in spans(play(events, 1, network))]
+    names = [line.split(" ", 1)[0].strip(".") for line in spans(play(events, 1, network))]
     assert names == [f"NEGOTIATE_{top}", "=1", top, "QUEUE", activity]
 
 
 @pytest.mark.parametrize("kind", ["barrier", "join"])
 def test_a_barrier_and_a_join_have_only_a_negotiation(kind: str) -> None:
-    told = spans(play([*named(7, f"{kind}.noname"), submit(10, kind=kind), *run(15)], rank=1))
-    assert told == [f"NEGOTIATE_{kind.upper()} 10-15", "=1 10"]
+    written = spans(play([*named(7, f"{kind}.noname"), submit(10, kind=kind), *run(15)], rank=1))
+    assert written == [f"NEGOTIATE_{kind.upper()} 10-15", "=1 10"]
 
 
 def test_pieces_are_joined_before_and_split_at_the_end() -> None:
@@ -192,9 +192,9 @@ def test_ranks_that_wait_for_rank_0_are_written_before_it_submits() -> None:
 def test_a_late_submit_event_does_not_change_the_file(place: int) -> None:
     in_order = [submit(10), ready(11, 0), ready(14, 1), *run(15)]
     late = [*in_order[1 : place + 1], in_order[0], *in_order[place + 1 :]]
-    told = spans(play([*named(7, "x"), *late]))
-    assert told == spans(play([*named(7, "x"), *in_order]))
-    assert len(told) == 6
+    written = spans(play([*named(7, "x"), *late]))
+    assert written == spans(play([*named(7, "x"), *in_order]))
+    assert len(written) == 6
 
 
 def test_a_mismatched_operation_has_no_activity() -> None:
@@ -217,9 +217,9 @@ def test_a_failure_is_reported_at_the_end_of_the_operation() -> None:
 
 def test_a_lost_end_leaves_nothing_open() -> None:
     events = [*named(7, "x"), submit(10), *run(15)[:-1], submit(30, 1), *run(35, 1)]
-    told = spans(play(events, rank=1))
-    assert told[2] == "ALLREDUCE 15-30"
-    assert told[3:5] == ["NEGOTIATE_ALLREDUCE 30-35", "=1 30"]
+    written = spans(play(events, rank=1))
+    assert written[2] == "ALLREDUCE 15-30"
+    assert written[3:5] == ["NEGOTIATE_ALLREDUCE 30-35", "=1 30"]
 
 
 @pytest.mark.parametrize("lost", range(7))
@@ -234,8 +234,8 @@ def test_operations_in_progress_at_the_begin_of_the_file_are_left_out() -> None:
     known = Names()
     for one in [*named(7, "x"), submit(1)]:
         known.take(one)
-    told = spans(play([*run(15)[1:], submit(30, 1), *run(35, 1)], rank=1, names=known))
-    assert told[0] == "NEGOTIATE_ALLREDUCE 30-35"
+    written = spans(play([*run(15)[1:], submit(30, 1), *run(35, 1)], rank=1, names=known))
+    assert written[0] == "NEGOTIATE_ALLREDUCE 30-35"
 
 
 @pytest.mark.parametrize(
@@ -752,6 +752,6 @@ def test_a_rank_that_is_killed_leaves_its_last_operations(endless: RankJob, tmp_
 
 def test_training_continues_without_the_writer(endless: RankJob, tmp_path: Path) -> None:
     os.kill(child_of(endless.processes[0].pid), signal.SIGKILL)
-    said = len(endless.output(0).splitlines())
-    endless.wait_for_line(0, str(500 * (said + 2)))
+    count = len(endless.output(0).splitlines())
+    endless.wait_for_line(0, str(500 * (count + 2)))
     assert json.loads((tmp_path / "t.json").read_text())

@@ -33,7 +33,7 @@ for count in (0, 1, 4095, 4097, 100_003, 3_000_001):
         wanted = (np.arange(count) % 7) * comm.size + comm.size * (comm.size - 1) // 2
         wrong += int((found != wanted.astype(dtype)).sum())
 info = comm.info()
-print("told", json.dumps([wrong, info["shm"], info["shm_bytes"], info["bytes_out"]]))
+print("record", json.dumps([wrong, info["shm"], info["shm_bytes"], info["bytes_out"]]))
 """
 
 

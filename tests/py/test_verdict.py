@@ -243,8 +243,8 @@ def test_every_code_that_can_come_out_is_listed():
     import inspect
     import re
 
-    said = set(re.findall(r'Verdict\(\s*"([A-Z_]+)"', inspect.getsource(verdict)))
-    assert said == set(verdict.CODES)
+    codes = set(re.findall(r'Verdict\(\s*"([A-Z_]+)"', inspect.getsource(verdict)))
+    assert codes == set(verdict.CODES)
 
 
 def test_html_is_escaped():

@@ -99,10 +99,10 @@ def test_runs_and_logs_with_a_step_need_no_step_s_option(
     assert main(["what-if", str(TRACE), *words, "--compression", "1"]) == 0
     (row,) = json.loads(target.read_text())
     assert row["step_s"] - row["overhead_s"] == pytest.approx(0.402, rel=0.01)
-    layer_log.write(tmp_path / "told.log", LayerLog("told", LOG.tensors, 0.5))
-    assert main(["what-if", str(tmp_path / "told.log"), *words, "--compression", "1"]) == 0
+    layer_log.write(tmp_path / "model.log", LayerLog("model", LOG.tensors, 0.5))
+    assert main(["what-if", str(tmp_path / "model.log"), *words, "--compression", "1"]) == 0
     (row,) = json.loads(target.read_text())
-    assert (row["model"], row["step_s"] - row["overhead_s"]) == ("told", pytest.approx(0.5))
+    assert (row["model"], row["step_s"] - row["overhead_s"]) == ("model", pytest.approx(0.5))
     assert "step" in capsys.readouterr().out
 
 
@@ -110,7 +110,7 @@ def test_a_run_gives_sentences_tables_and_json_rows(tmp_path: Path) -> None:
     target = tmp_path / "rows.json"
     done = command(str(TRACE), "--target-scaling", "0.9", "--json", str(target))
     assert (done.returncode, done.stderr) == (0, "")
-    said = " ".join(done.stdout.split())
+    output = " ".join(done.stdout.split())
     for words in (
         "The step of stock took 1849 ms, 1845 ms to 1867 ms (measured).",
         "The model of this run predicts",
@@ -126,7 +126,7 @@ def test_a_run_gives_sentences_tables_and_json_rows(tmp_path: Path) -> None:
         "buckets of 25.0 MiB",
         "Horovod, cycle 5.00 ms",
     ):
-        assert words in said
+        assert words in output
     rows = json.loads(target.read_text())
     kinds = {row["question"] for row in rows}
     assert kinds == {
@@ -217,9 +217,9 @@ def bad_inputs() -> list[tuple[list[str], str]]:
     ]
 
 
-@pytest.mark.parametrize(("words", "said"), bad_inputs())
+@pytest.mark.parametrize(("words", "message"), bad_inputs())
 def test_bad_input_is_one_line_and_exit_code_2_and_nothing_is_overwritten(
-    words: list[str], said: str, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log, add = files
     names = {"log": log, "add": add, "folder": str(tmp_path)}
@@ -235,17 +235,17 @@ def test_bad_input_is_one_line_and_exit_code_2_and_nothing_is_overwritten(
         code: object = main(["what-if", *(word.format(**names) for word in words), "--json", str(kept)])
     except SystemExit as end:
         code = end.code
-    told = capsys.readouterr()
-    assert (code, told.out) == (2, "")
-    assert told.err.startswith("netbottleneck what-if: ")
-    assert told.err.count("\n") == 1
-    assert said.format(**names) in told.err
+    captured = capsys.readouterr()
+    assert (code, captured.out) == (2, "")
+    assert captured.err.startswith("netbottleneck what-if: ")
+    assert captured.err.count("\n") == 1
+    assert message.format(**names) in captured.err
     assert kept.read_text() == "precious"
     assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize(
-    ("was", "becomes", "said"),
+    ("was", "becomes", "message"),
     [
         ('"begin_ns":', '"begin_ns":"soon","x":', "'soon' where int must be"),
         ('"grad_ready":[[', '"grad_ready":[[4000,5],[', "has a gradient 4000; there are 4"),
@@ -255,7 +255,7 @@ def test_bad_input_is_one_line_and_exit_code_2_and_nothing_is_overwritten(
     ],
 )
 def test_an_edited_trace_gives_one_error_line(
-    was: str, becomes: str, said: str, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    was: str, becomes: str, message: str, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with gzip.open(Path(__file__).parent / "data" / "synthetic.jsonl.gz", "rt") as whole:
         text = whole.read()
@@ -265,10 +265,10 @@ def test_an_edited_trace_gives_one_error_line(
         file.write(text.replace(was, becomes))
     for words in ([], ["--compat", "paper2020", "--add-table", files[1]]):
         assert main(["what-if", str(path), *words]) == 2
-        told = capsys.readouterr()
-        assert (told.out, told.err.count("\n")) == ("", 1)
-        assert str(path) in told.err
-        assert said in told.err
+        captured = capsys.readouterr()
+        assert (captured.out, captured.err.count("\n")) == ("", 1)
+        assert str(path) in captured.err
+        assert message in captured.err
 
 
 def test_a_randomly_damaged_file_gives_an_answer_or_one_error_line(
@@ -293,11 +293,11 @@ def test_a_randomly_damaged_file_gives_an_answer_or_one_error_line(
 def test_a_run_folder_and_its_trace_are_both_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = FakeRun(tmp_path / "run")
     run.write()
-    said = []
+    outputs = []
     for path in (run.folder, TRACE):
         assert main(["what-if", str(path), "--workers", "2,8"]) == 0
-        said.append(capsys.readouterr().out)
-    assert all("8 workers" in text and "(measured)" in text for text in said)
+        outputs.append(capsys.readouterr().out)
+    assert all("8 workers" in text and "(measured)" in text for text in outputs)
 
 
 def test_json_must_be_a_writable_file_other_than_the_input(

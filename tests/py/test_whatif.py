@@ -130,9 +130,9 @@ def test_an_interval_holds_the_value_and_is_as_wide_as_the_fits_residuals() -> N
 
 def test_a_poor_fit_refuses_to_extrapolate_and_a_good_one_adds_a_note() -> None:
     seen = {"link": Link(1e9), "residual": (-0.1, 0.1), "fitted_bytes": (1000, 5000), "fitted_size": 4}
-    told = questions.answer(made(Cost(**seen)), sweeps.now(made(Cost(**seen))))
-    assert told.step_s is not None
-    assert "20000000 to 20000000 bytes, measured 1000 to 5000" in told.notes[0]
+    predicted = questions.answer(made(Cost(**seen)), sweeps.now(made(Cost(**seen))))
+    assert predicted.step_s is not None
+    assert "20000000 to 20000000 bytes, measured 1000 to 5000" in predicted.notes[0]
     job = made(Cost(**seen, poor="two operations alone"))
     refused = questions.answer(job, sweeps.now(job))
     assert (refused.step_s, refused.scaling) == (None, None)
@@ -292,8 +292,8 @@ STEPS_S = {"resnet50": 0.12808580219559176, "resnet101": 0.19200599479476405, "v
 
 
 def test_the_engine_with_the_papers_rules_matches_the_papers_simulator(paper1: Path) -> None:
-    told = layer_log.read_table(paper1 / "inputs" / "cuda_vec_add.log")
-    table = Table(tuple(map(float, told.bytes)), tuple(1e9 * s for s in told.seconds), clamped=True)
+    vectors = layer_log.read_table(paper1 / "inputs" / "cuda_vec_add.log")
+    table = Table(tuple(map(float, vectors.bytes)), tuple(1e9 * s for s in vectors.seconds), clamped=True)
     cost = Cost(add=table, pipelined=False, whole_sums=True)
     for model, whole_s in STEPS_S.items():
         read = layer_log.read(paper1 / "inputs" / f"{model}.bk.log")
@@ -301,7 +301,7 @@ def test_the_engine_with_the_papers_rules_matches_the_papers_simulator(paper1: P
         job = made(cost, log, Plan.paper2020())
         grid = compat2020.Grid((16, 64), (1e9, 1e10, 1e11), (1.0, 10.0))
         found = sweeps.answers(job, sweeps.grid(job, grid.workers, grid.link_bps, grid.compression, FREE))
-        for one, want in zip(found, compat2020.sweep(log, told, whole_s, grid), strict=True):
+        for one, want in zip(found, compat2020.sweep(log, vectors, whole_s, grid), strict=True):
             assert one.scaling is not None
             assert one.scaling.value == pytest.approx(want.scaling_factor, abs=2e-4)
 

@@ -450,13 +450,13 @@ def a_timeout_names_who_is_missing() -> None:
     dist.barrier(group)
     if rank() == late:
         store = dist.distributed_c10d._get_default_store()
-        store.wait([f"told {other}" for other in range(late)], timedelta(seconds=100))
+        store.wait([f"arrived {other}" for other in range(late)], timedelta(seconds=100))
     else:
         with pytest.raises(netbottleneck.DeadlineError, match=f"missing: rank {late}$") as caught:
             dist.all_reduce(torch.ones(2), group=group)
         assert caught.value.peer == late
         assert isinstance(caught.value, RuntimeError)
-        dist.distributed_c10d._get_default_store().set(f"told {rank()}", "1")
+        dist.distributed_c10d._get_default_store().set(f"arrived {rank()}", "1")
     # Others that come later still find it, and the group works on.
     dist.all_reduce(torch.ones(2), group=group) if rank() == late else None
     value = torch.ones(1)

@@ -19,7 +19,7 @@ from netbottleneck.runtime import job, session
 session.FAILED_FINISH_S = 0.5
 
 
-def tell_of(call: Callable[[], object], *, swallow: bool = True) -> None:
+def report_failure(call: Callable[[], object], *, swallow: bool = True) -> None:
     """Repeat a collective until it fails; print the lost rank, and when the last call began and raised.
 
     swallow: go on after that; otherwise end with the error, as scripts do.
@@ -41,7 +41,7 @@ def reduce() -> None:
     big = np.ones(4 << 20, np.float32)
     nb.allreduce_(big, name="big")
     print("reducing", flush=True)
-    tell_of(lambda: nb.allreduce_(big, name="big"))
+    report_failure(lambda: nb.allreduce_(big, name="big"))
 
 
 def repeat_steps(model: Any, optimizer: Any, given: Any) -> None:
@@ -57,7 +57,7 @@ def repeat_steps(model: Any, optimizer: Any, given: Any) -> None:
         if count == 8:
             print("reducing", flush=True)
 
-    tell_of(step, swallow=False)
+    report_failure(step, swallow=False)
 
 
 def train() -> None:
@@ -118,7 +118,7 @@ def interrupted() -> None:
             print("interrupted", time.monotonic(), flush=True)
             raise
     else:
-        tell_of(lambda: nb.allreduce(np.ones(3), name="other"))
+        report_failure(lambda: nb.allreduce(np.ones(3), name="other"))
 
 
 def rounds() -> None:

@@ -22,7 +22,7 @@ def killed() -> None:
             ops.allreduce_(big, ops.Average, name="big")
     except HorovodInternalError as error:
         print(f"lost {getattr(error, 'peer', None)}: {error}")
-        print(f"told {time.monotonic() - began:.3f}")
+        print(f"after {time.monotonic() - began:.3f}")
 
 
 def busy() -> None:

@@ -1,6 +1,7 @@
 """Prints the JSON files of transport.py, scale.py and `netbottleneck bench --json` as Markdown tables.
 
-python benchmarks/tell.py FILE…, such as build/gates.json, build/scale.json, build/peers.json: a table for each.
+python benchmarks/markdown_tables.py FILE…, such as build/gates.json, build/scale.json, build/peers.json: a table for
+each.
 """
 
 from __future__ import annotations

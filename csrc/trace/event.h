@@ -38,6 +38,8 @@ enum nb_event_kind {
     NB_EV_OP_READY = 23,  // rank 0, in its communicators. key, a: rounds negotiated before, b: rank that has submitted
                           // it, c: comm, d: kind
     NB_EV_OP_PACK = 24,   // key, a: round (0 if c is 0), b: bytes, c: 0 pieces joined, 1 copied back, d: duration in ns
+    NB_EV_GRADS_READY = 25, // ready times of ten parameters. key: index of the first, a…e: ns after the event's time,
+                            // two numbers of 32 bits each, the first one low; 0: none
     NB_EV_END             // one above the last kind
 };
 
@@ -53,6 +55,8 @@ struct nb_event {
     uint64_t key;
     uint64_t a, b, c, d, e;
 };
+
+enum { NB_EV_GRADS = 10 }; // parameters of a GRADS_READY
 
 _Static_assert(sizeof(struct nb_event) == 64, "an event is one cache line");
 

@@ -68,6 +68,21 @@ def test_a_parameter_without_an_offset_is_not_stamped(tmp_path: Path) -> None:
     assert stamped(tmp_path / "ring", [260, 0, 90], [(1400, (0, 1, 2))], 900) == (1140, [(2, 1230), (0, 1400)])
 
 
+def test_many_parameters_of_any_time_are_stamped_one_by_one(tmp_path: Path) -> None:
+    offsets = [0 if at % 7 == 3 else 1 + at * (1 << 28) for at in range(33)]  # from the 16th on beyond 32 bits
+    last = max(offsets)
+    begin, stamps = stamped(tmp_path / "ring", offsets, [(last + 1000, ())], 0)
+    assert begin == 1000
+    assert sorted(stamps) == [(at, 1000 + ns) for at, ns in enumerate(offsets) if ns]
+
+
+def test_ten_parameters_take_one_event(tmp_path: Path) -> None:
+    recorder = _core.Recorder(str(tmp_path / "ring"), 64, 0)
+    recorder.put_ready([5] * 20, [(10, ())], 0)
+    recorder.close()
+    assert (tmp_path / "ring").stat().st_size == 4096 + 2 * 64
+
+
 @pytest.mark.parametrize(("offsets", "since"), [([900, 10], 1000), ([0, 0], 0), ([-5, -9], 0)])
 def test_times_of_a_clock_that_was_set_are_dropped(tmp_path: Path, offsets: list[int], since: int) -> None:
     assert stamped(tmp_path / "ring", offsets, [(1500, (0, 1))], since) == (0, [])

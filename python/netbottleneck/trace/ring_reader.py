@@ -282,7 +282,8 @@ def costs(events: Iterable[Event]) -> tuple[float, ...]:
 # Ring file, as written by csrc/trace/ring.h: readable even after its writer was killed.
 
 RING_MAGIC = b"NBRING1\0"
-RING_VERSION = 1
+RING_VERSION = 2
+RING_VERSIONS = (1, RING_VERSION)  # that can be read: version 1 has no GRADS_READY
 RING_HEADER_BYTES = 4096
 HEADER = np.dtype(
     [
@@ -324,21 +325,39 @@ def read_ring(path: Path | str) -> Ring:
     if len(raw) < RING_HEADER_BYTES or raw[:8] != RING_MAGIC:
         raise ValueError(f"{path}: not a ring file")
     head = np.frombuffer(raw, HEADER, 1)[0]
-    if head["version"] != RING_VERSION or head["event_bytes"] != EVENT.itemsize:
-        raise ValueError(f"{path}: ring version {head['version']}; this netbottleneck reads version {RING_VERSION}")
+    if head["version"] not in RING_VERSIONS or head["event_bytes"] != EVENT.itemsize:
+        raise ValueError(f"{path}: ring version {head['version']}; this netbottleneck reads versions {RING_VERSIONS}")
     there = (len(raw) - RING_HEADER_BYTES) // EVENT.itemsize
     taken = int(head["taken"])
     events = np.frombuffer(raw, EVENT, min(taken, int(head["capacity"]), there), RING_HEADER_BYTES)
     events = events[events["kind"] != 0]
+    dropped = taken - len(events)
+    events = _each_ready(events)
     return Ring(
         int(head["rank"]),
         int(head["pid"]),
         int(head["opened_mono_ns"]),
         int(head["opened_wall_ns"]),
         bool(head["closed"]),
-        taken - len(events),
+        dropped,
         events[np.argsort(events["time_ns"], kind="stable")],
     )
+
+
+def _each_ready(events: NDArray[Any]) -> NDArray[Any]:
+    """Return events with each GRADS_READY replaced by a GRAD_READY for every parameter in it."""
+    packed = events["kind"] == EVENTS["GRADS_READY"]
+    if not packed.any():
+        return events
+    together = events[packed]
+    offsets = np.stack([together[name] for name in "abcde"], axis=1).view("<u4")  # (events, 10)
+    row, at = offsets.nonzero()
+    single = np.zeros(len(row), EVENT)
+    single["time_ns"] = together["time_ns"][row] + offsets[row, at]
+    single["kind"] = EVENTS["GRAD_READY"]
+    single["step"] = together["step"][row]
+    single["key"] = together["key"][row] + at.astype("u8")
+    return np.concatenate([events[~packed], single])
 
 
 # Rings and metadata of all ranks, combined into one Trace.
@@ -371,6 +390,7 @@ EVENTS: Mapping[str, int] = MappingProxyType(
         "OP_NAME": 22,
         "OP_READY": 23,
         "OP_PACK": 24,
+        "GRADS_READY": 25,
     }
 )
 _NAMES = MappingProxyType({number: name for name, number in EVENTS.items()})

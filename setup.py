@@ -1,4 +1,4 @@
-"""Builds netbottleneck._core (one C extension for all CPythons from 3.11 on), the lab's preload shim, NCCL's plugin."""
+"""Builds netbottleneck._core (a C extension for all CPythons from 3.11 on), the lab's preload shim, NCCL's plugins."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import cbuild  # noqa: E402
 
 SHIM_SOURCE = ROOT / "csrc" / "lab" / "flowcap.c"
 SHIM_NAME = "libnbflowcap.so"
-PLUGIN = ROOT / "build" / "core" / cbuild.PLUGIN_NAME
+PLUGINS = [ROOT / "build" / "core" / name for name in cbuild.PLUGINS]
 
 
 def our_own_build() -> bool:
@@ -48,7 +48,8 @@ class BuildCore(build_ext):
             made = [ROOT / source for source in ext.sources] + [cbuild.cuda_image()]
             objects = cbuild.compile_all(made, folder, compiler)
             if sys.platform.startswith("linux"):
-                self._build_plugin(cbuild.compile_all(cbuild.plugin_sources(), folder, compiler))
+                for plugin in PLUGINS:
+                    self._build_plugin(plugin, cbuild.compile_all(cbuild.plugin_sources(plugin.name), folder, compiler))
         except RuntimeError as error:
             raise SystemExit(str(error)) from error
         sources, ext.sources = ext.sources, []
@@ -63,12 +64,13 @@ class BuildCore(build_ext):
             print(cbuild.CUDA_LEFT_OUT, flush=True)
 
     def run(self) -> None:
-        """Build the extension and the plugin, then the shim in the lab's folder."""
+        """Build the extension and the plugins, then the shim in the lab's folder."""
         super().run()
         if sys.platform.startswith("linux") and SHIM_SOURCE.is_file():
             self._build_shim()
         if sys.platform.startswith("linux"):
-            self._place(PLUGIN, self._package() / PLUGIN.name)
+            for plugin in PLUGINS:
+                self._place(plugin, self._package() / plugin.name)
 
     def _build_shim(self) -> None:
         made = ROOT / "build" / "core" / SHIM_NAME
@@ -83,11 +85,11 @@ class BuildCore(build_ext):
             raise SystemExit(str(error)) from error
         self._place(made, self._shim_target())
 
-    def _build_plugin(self, objects: list[Path]) -> None:
-        """Link the library that NCCL loads, from objects that are mostly _core's. Raises RuntimeError."""
-        PLUGIN.parent.mkdir(parents=True, exist_ok=True)
-        linker = [*self.compiler.compiler_so[:1], *cbuild.PLUGIN_LINK]
-        cbuild.run_compiler([*linker, *map(str, objects), "-o", str(PLUGIN), *cbuild.LIBRARIES])
+    def _build_plugin(self, plugin: Path, objects: list[Path]) -> None:
+        """Link a library that NCCL loads, from objects that are mostly _core's. Raises RuntimeError."""
+        plugin.parent.mkdir(parents=True, exist_ok=True)
+        linker = [*self.compiler.compiler_so[:1], *cbuild.plugin_link(plugin.name)]
+        cbuild.run_compiler([*linker, *map(str, objects), "-o", str(plugin), *cbuild.LIBRARIES])
 
     @staticmethod
     def _place(made: Path, target: Path) -> None:
@@ -104,10 +106,10 @@ class BuildCore(build_ext):
         return self._package() / "lab" / SHIM_NAME
 
     def get_outputs(self) -> list[str]:
-        """Return the installed files: the extension, the shim and the plugin."""
+        """Return the installed files: the extension, the shim and the plugins."""
         outputs = super().get_outputs()
         made = [self._shim_target()] if SHIM_SOURCE.is_file() else []
-        made += [self._package() / PLUGIN.name] if sys.platform.startswith("linux") else []
+        made += [self._package() / plugin.name for plugin in PLUGINS] if sys.platform.startswith("linux") else []
         return [*outputs, *map(str, made)]
 
 

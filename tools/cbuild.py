@@ -29,10 +29,9 @@ WARNINGS = [
 LANGUAGE = ["-std=gnu11", "-fvisibility=hidden", "-pthread"]
 LIBRARIES = ["-pthread", "-ldl", "-lm"]
 LIMITED_API = "0x030b0000"
-PLUGIN_NAME = "libnccl-net-netbottleneck.so"
-# NCCL unloads the library with its last communicator, but the handlers of a fork stay; only NCCL's tables are exported.
-PLUGIN_LINK = ["-shared", "-Wl,-z,nodelete", "-Wl,-z,defs", f"-Wl,-soname,{PLUGIN_NAME}"]
-PLUGIN_LINK += [f"-Wl,--version-script={CSRC / 'nccl' / 'exports.map'}"]
+# The libraries that NCCL loads, and the rooms below csrc/nccl that each needs. The profiler's files are profiler*.c.
+NET_PLUGIN, PROFILER_PLUGIN = "libnccl-net-netbottleneck.so", "libnccl-profiler-netbottleneck.so"
+PLUGINS = {NET_PLUGIN: {"base", "trace", "bootstrap", "transport"}, PROFILER_PLUGIN: {"base", "trace"}}
 OFI_LEFT_OUT = "ofi left out: install libfabric-dev"
 CUDA_LEFT_OUT = "device code for GPUs left out: no nvcc"
 GPUS = ("80", "90", "100")  # compute capabilities with machine code of their own; later ones get PTX of the first
@@ -44,10 +43,20 @@ def core_sources(*, tests: bool = False) -> list[Path]:
     return [path for path in sorted(CSRC.glob("**/*.c")) if path.relative_to(CSRC).parts[0] not in rooms_out]
 
 
-def plugin_sources() -> list[Path]:
-    """Return the C files of the library that NCCL loads: its own, and those of the rooms below."""
-    rooms = {"base", "trace", "bootstrap", "transport", "nccl"}
-    return [path for path in sorted(CSRC.glob("**/*.c")) if path.relative_to(CSRC).parts[0] in rooms]
+def plugin_sources(name: str) -> list[Path]:
+    """Return the C files of a library that NCCL loads: its own, and those of the rooms below."""
+    below = [path for path in sorted(CSRC.glob("**/*.c")) if path.relative_to(CSRC).parts[0] in PLUGINS[name]]
+    profiler = name == PROFILER_PLUGIN
+    return [*below, *(p for p in sorted((CSRC / "nccl").glob("*.c")) if p.name.startswith("profiler") == profiler)]
+
+
+def plugin_link(name: str) -> list[str]:
+    """Return the linker's flags of a library that NCCL loads.
+
+    NCCL unloads it with its last communicator, but the handlers of a fork stay; only NCCL's tables are exported.
+    """
+    exports = CSRC / "nccl" / "exports.map"
+    return ["-shared", "-Wl,-z,nodelete", "-Wl,-z,defs", f"-Wl,-soname,{name}", f"-Wl,--version-script={exports}"]
 
 
 def version() -> str:

@@ -38,9 +38,23 @@ enum nb_event_kind {
     NB_EV_OP_READY = 23,  // rank 0, in its communicators. key, a: rounds negotiated before, b: rank that has submitted
                           // it, c: comm, d: kind
     NB_EV_OP_PACK = 24,   // key, a: round (0 if c is 0), b: bytes, c: 0 pieces joined, 1 copied back, d: duration in ns
-    NB_EV_GRADS_READY = 25, // ready times of ten parameters. key: index of the first, a…e: ns after the event's time,
+    // NCCL's events (csrc/nccl/profiler.h). A task is a collective, or a send or receive, that NCCL has enqueued.
+    NB_EV_NCCL_COMM = 25, // key: NCCL's id of a communicator, a: its number in this process, b: rank | ranks << 32,
+                          // c: hosts, d, e: first 16 bytes of its name
+    NB_EV_NCCL_TASK = 26, // key: task, from 1 on, a: number of the communicator, b: count x bytes of an element,
+                          // c: function | type << 8 | algorithm << 16 | protocol << 24 | channels << 32 (codes:
+                          // csrc/nccl/profiler.c), d: calls of this function before; of a send or receive the peer,
+                          // e: caller's tag, 0: none
+    // A channel of the kernel of a task; the time: its stop was seen. key: task, 0: another process's, a: channel, b: ns
+    // since its start was seen, c, d: start and stop in ns of the GPU
+    NB_EV_NCCL_KERNEL = 27,
+    // A message of a task; the time: NCCL began to wait for it. key: task, 0: another process's, a: number | peer << 32,
+    // b: channel | 1 if sent << 8 | bytes << 16, c, d, e: duration of its waits in ns. Sent: for the GPU to fill the
+    // buffer, for the network to accept it, until sent. Received: until arrived, to flush, for the GPU to empty it
+    NB_EV_NCCL_STEP = 28,
+    NB_EV_GRADS_READY = 29, // ready times of ten parameters. key: index of the first, a…e: ns after the event's time,
                             // two numbers of 32 bits each, the first one low; 0: none
-    NB_EV_END             // one above the last kind
+    NB_EV_END // one above the last kind
 };
 
 // True for events that only a timeline needs: a ring without a timeline omits them.

@@ -136,6 +136,13 @@ void nb_ring_put_at(struct nb_ring *ring, int64_t time_ns, enum nb_event_kind ki
     __atomic_store_n(&event->kind, (uint32_t)kind, __ATOMIC_RELEASE);
 }
 
+void nb_ring_drop(struct nb_ring *ring) {
+    if (ring != NULL && ring->header != NULL) {
+        // Readers count a slot that was taken and not written.
+        atomic_fetch_add_explicit(&ring->header->taken, 1, memory_order_relaxed);
+    }
+}
+
 uint64_t nb_ring_dropped(const struct nb_ring *ring) {
     if (ring == NULL || ring->header == NULL) {
         return 0;

@@ -31,7 +31,7 @@ NOT_TIMED = "its buckets are not timed"
 # Part of a note: the run communicates through operations that are not recorded.
 NOT_RECORDED = "what it communicates is not in this record"
 # Tables of a trace whose rows each belong to one rank.
-BY_RANK = ("ranks", "steps", "collectives", "faults")
+BY_RANK = ("ranks", "steps", "collectives", "nccl", "faults")
 
 Interval = tuple[int, int]
 
@@ -203,6 +203,67 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
+class NcclKernel:
+    """One channel of the GPU kernel of an NCCL operation.
+
+    start_gpu_ns, stop_gpu_ns: on the GPU's clock. start_seen_ns, stop_seen_ns: when NCCL's proxy noticed, later by an
+    unknown time."""
+
+    channel: int
+    start_gpu_ns: int
+    stop_gpu_ns: int
+    start_seen_ns: int
+    stop_seen_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class NcclStep:
+    """One message of an NCCL operation, as NCCL's proxy on this rank saw it.
+
+    times_ns: where its states begin and end. Sent: the GPU may fill the buffer, it has, the network has accepted the
+    message, it is sent. Received: the receive is asked for, the message has arrived, it is flushed, the GPU has emptied
+    the buffer. peer: rank in the communicator."""
+
+    sent: bool
+    channel: int
+    peer: int
+    number: int
+    bytes: int
+    times_ns: tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class NcclOperation:
+    """A collective, or a send or receive, that NCCL enqueued on one rank, from its profiler's events.
+
+    comm: NCCL's id of the communicator, equal on its ranks; comm_rank, comm_size: this rank in it. bytes: count times
+    bytes of an element. sequence: calls of this function on the communicator before; None for a send or receive, which
+    has a peer instead. tag: the caller's own, 0: none. submit_ns: the kernel was launched shortly before. called_ns:
+    begin of the recorded call that enqueued it. step, bucket: of the training, where the operation belongs to one.
+    kernel, network: empty where NCCL reported none, as for messages between ranks of one host."""
+
+    rank: int
+    comm: int
+    comm_rank: int
+    comm_size: int
+    function: str
+    dtype: str
+    bytes: int
+    submit_ns: int
+    algorithm: str | None = None
+    protocol: str | None = None
+    channels: int = 0
+    sequence: int | None = None
+    peer: int | None = None
+    tag: int = 0
+    called_ns: int | None = None
+    step: int | None = None
+    bucket: int | None = None
+    kernel: tuple[NcclKernel, ...] = ()
+    network: tuple[NcclStep, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Fault:
     """A fault on one rank. kind: "stall", "peer_lost" or "lane_lost"; peers: the missing or lost ranks."""
 
@@ -246,6 +307,7 @@ class Trace:
     buckets: tuple[Bucket, ...] = ()
     steps: tuple[Step, ...] = ()
     collectives: tuple[Collective, ...] = ()
+    nccl: tuple[NcclOperation, ...] = ()
     faults: tuple[Fault, ...] = ()
 
     def of_rank(self, rank: int) -> Trace:
@@ -274,6 +336,7 @@ _ROWS: Mapping[str, tuple[str, type]] = types.MappingProxyType(
         "bucket": ("buckets", Bucket),
         "step": ("steps", Step),
         "collective": ("collectives", Collective),
+        "nccl": ("nccl", NcclOperation),
         "fault": ("faults", Fault),
     }
 )

@@ -279,6 +279,107 @@ def costs(events: Iterable[Event]) -> tuple[float, ...]:
     return tuple(value / 1e6 for value in fs)
 
 
+# NCCL's events, from the ring of its profiler plugin.
+
+# Codes are the index plus 1, 0: another name. csrc/nccl/profiler.c. NCCL has no name for its uint8.
+NCCL_FUNCTIONS = (
+    *("AllReduce", "AllGather", "ReduceScatter", "Broadcast", "Reduce", "AlltoAll", "Send", "Recv"),
+    "SendRecv",
+)
+NCCL_DTYPES = (
+    *("int8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16", "float8e4m3"),
+    *("float8e5m2", "uint8"),
+)
+NCCL_ALGORITHMS = ("TREE", "RING", "COLLNET_DIRECT", "COLLNET_CHAIN", "NVLS", "NVLS_TREE", "PAT")
+NCCL_PROTOCOLS = ("LL", "LL128", "SIMPLE")
+POINT_TO_POINT = ("Send", "Recv", "SendRecv")
+# What NCCL reserves of a caller's tag.
+TAG_BITS = (1 << 63) - 1
+
+
+def _coded(table: Sequence[str], code: int) -> str | None:
+    return table[code - 1] if 0 < code <= len(table) else None
+
+
+def _nccl_step(e: Event) -> tr.NcclStep:
+    first, second = e.time_ns + e.c, e.time_ns + e.c + e.d
+    times_ns = (e.time_ns, first, second, second + e.e)
+    return tr.NcclStep(bool(e.b >> 8 & 1), e.b & 0xFF, signed(e.a >> 32, 32), e.a & 0xFFFFFFFF, e.b >> 16, times_ns)
+
+
+def _nccl_kernel(e: Event) -> tr.NcclKernel:
+    return tr.NcclKernel(e.a, e.c, e.d, e.time_ns - e.b, e.time_ns)
+
+
+def _nccl_task(e: Event, rank: int, comm: Event, step: tr.Step | None) -> tr.NcclOperation:
+    function = _coded(NCCL_FUNCTIONS, e.c & 0xFF) or "other"
+    alone = function in POINT_TO_POINT
+    return tr.NcclOperation(
+        rank=rank,
+        comm=comm.key,
+        comm_rank=comm.b & 0xFFFFFFFF,
+        comm_size=comm.b >> 32,
+        function=function,
+        dtype=_coded(NCCL_DTYPES, e.c >> 8 & 0xFF) or "other",
+        bytes=e.b,
+        submit_ns=e.time_ns,
+        algorithm=_coded(NCCL_ALGORITHMS, e.c >> 16 & 0xFF),
+        protocol=_coded(NCCL_PROTOCOLS, e.c >> 24 & 0xFF),
+        channels=e.c >> 32 & 0xFF,
+        sequence=None if alone else e.d,
+        peer=signed(e.d, 32) if alone else None,
+        tag=e.e,
+        step=step.index if step else None,
+    )
+
+
+class _Calls:
+    """Finds the recorded call that enqueued an operation of NCCL, and its bucket: by the tag, else that of the call."""
+
+    def __init__(self, collectives: Sequence[tr.Collective], buckets: Sequence[tr.Bucket]) -> None:
+        self._by_tag = {bucket.key & TAG_BITS: index for index, bucket in enumerate(buckets)}
+        self._calls = sorted((c for c in collectives if c.start_ns is not None), key=lambda c: c.submit_ns)
+        self._submits = [c.submit_ns for c in self._calls]
+
+    def bind(self, task: tr.NcclOperation) -> tr.NcclOperation:
+        place = bisect.bisect_right(self._submits, task.submit_ns) - 1
+        call = self._calls[place] if place >= 0 and task.submit_ns <= (self._calls[place].start_ns or 0) else None
+        # A call may enqueue others, such as the exchange that opens a communicator.
+        fits = call is not None and (call.kind, call.tensor_bytes) == (task.function.lower(), task.bytes)
+        bucket = self._by_tag.get(task.tag, call.bucket if call is not None and fits else None)
+        return replace(task, bucket=bucket, called_ns=None if call is None else call.submit_ns)
+
+
+def nccl_operations(
+    events: Sequence[Event],
+    rank: int,
+    in_steps: StepIndex,
+    collectives: Sequence[tr.Collective],
+    buckets: Sequence[tr.Bucket],
+) -> tuple[tr.NcclOperation, ...]:
+    """Return the operations that NCCL enqueued, in order, with their kernels and network steps.
+
+    collectives: those of this rank's training thread. Steps whose operation is another process's, or was not recorded,
+    are left out.
+    """
+    comms = {e.a: e for e in events if e.kind == "NCCL_COMM"}
+    calls = _Calls(collectives, buckets)
+    kernels: dict[int, list[tr.NcclKernel]] = {}
+    steps: dict[int, list[tr.NcclStep]] = {}
+    for e in events:
+        if e.kind == "NCCL_KERNEL":
+            kernels.setdefault(e.key, []).append(_nccl_kernel(e))
+        elif e.kind == "NCCL_STEP":
+            steps.setdefault(e.key, []).append(_nccl_step(e))
+    found = []
+    for e in events:
+        if e.kind == "NCCL_TASK" and e.a in comms:
+            task = _nccl_task(e, rank, comms[e.a], in_steps.at(e.time_ns))
+            own = replace(task, kernel=tuple(kernels.get(e.key, ())), network=tuple(steps.get(e.key, ())))
+            found.append(calls.bind(own))
+    return tuple(found)
+
+
 # Ring file, as written by csrc/trace/ring.h: readable even after its writer was killed.
 
 RING_MAGIC = b"NBRING1\0"
@@ -390,7 +491,11 @@ EVENTS: Mapping[str, int] = MappingProxyType(
         "OP_NAME": 22,
         "OP_READY": 23,
         "OP_PACK": 24,
-        "GRADS_READY": 25,
+        "NCCL_COMM": 25,
+        "NCCL_TASK": 26,
+        "NCCL_KERNEL": 27,
+        "NCCL_STEP": 28,
+        "GRADS_READY": 29,
     }
 )
 _NAMES = MappingProxyType({number: name for name, number in EVENTS.items()})
@@ -405,6 +510,7 @@ ROUND_TRIP_FACTOR = 2
 DRIFT_SAMPLES = 8
 
 TRAIN = "train"
+NCCL = "nccl"  # the ring of NCCL's profiler plugin
 _RING_NAME = re.compile(r"(\d+)\.(.+)\.ring")
 
 
@@ -518,7 +624,7 @@ def _transport(name: str, info: Mapping[str, Any], events: Sequence[Event]) -> t
 
 
 def _transports(described: Mapping[str, Any], named: Mapping[str, list[Event]]) -> tuple[tr.TransportInfo, ...]:
-    names = dict.fromkeys([*described, *(name for name in named if name != TRAIN)])
+    names = dict.fromkeys([*described, *(name for name in named if name not in (TRAIN, NCCL))])
     return tuple(_transport(name, described.get(name) or {}, named.get(name, ())) for name in names)
 
 
@@ -535,7 +641,7 @@ def _rank_trace(
     # Events of the training thread are used only for transports without a ring.
     found = [c for c in collectives(train, files.rank, None, index, buckets) if c.arm.transport not in named]
     for name, events in named.items():
-        if name != TRAIN:
+        if name not in (TRAIN, NCCL):
             found += collectives(events, files.rank, name, index, buckets)
     ended_well = bool(files.meta.get("finished")) and not files.meta.get("error")
     rank = tr.Rank(
@@ -557,6 +663,7 @@ def _rank_trace(
         ranks=(rank,),
         steps=tuple(steps),
         collectives=tuple(sorted(found, key=lambda c: c.submit_ns)),
+        nccl=nccl_operations(named.get(NCCL, ()), files.rank, index, found, run.buckets),
         faults=tuple(f for events in named.values() for f in faults(events, files.rank, run.size)),
     )
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from netbottleneck.analysis import bandwidth
+from netbottleneck.analysis import bandwidth, nccl
 from netbottleneck.analysis.comparisons import (
     Costs,
     Estimate,
@@ -70,7 +70,7 @@ class Findings:
     base against each other arm. handicap: the untouched script against base. predicted_full_use_ns: base's step
     if its transfers ran at the achievable rate: step - (exposed - skew) x (1 - achieved / achievable), an upper bound
     of the gain. cores_busy: the part of one machine's cores that its ranks keep busy during base's steps, over all
-    threads of a rank.
+    threads of a rank. nccl: split of the operations that NCCL reported within steps.
     """
 
     trace: Trace
@@ -91,6 +91,7 @@ class Findings:
     latency_share: float | None = None
     cores_busy: float | None = None
     layers: tuple[Layer, ...] = ()
+    nccl: tuple[nccl.NcclMean, ...] = ()
     predicted_full_use_ns: float | None = None
 
     @property
@@ -248,5 +249,6 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
         scaling=_there(factors),
         costs=costs(trace),
         travels=travels(trace),
+        nccl=nccl.means(trace),
     )
     return common if base is None else _about(common, base, rows[base], warmup)

@@ -184,6 +184,23 @@ def _layers(findings: Findings) -> list[dict[str, Any]]:
     ]
 
 
+def _nccl(findings: Findings) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": mean.name,
+            "operations": mean.operations,
+            "bytes": mean.bytes,
+            "kernel_s": _s(mean.kernel_ns),
+            "network_s": _s(mean.network_ns),
+            "wire_s": _s(mean.wire_ns),
+            "peer_wait_s": _s(mean.peer_wait_ns),
+            "gpu_wait_s": _s(mean.gpu_wait_ns),
+            "not_split_s": _s(mean.unknown_ns),
+        }
+        for mean in findings.nccl
+    ]
+
+
 def _faults(trace: Trace) -> list[dict[str, Any]]:
     return [
         {"rank": f.rank, "kind": f.kind, "time_ns": f.time_ns, "peers": list(f.peers), "waited_s": f.waited_ns / 1e9}
@@ -255,6 +272,7 @@ def summary(findings: Findings, verdict: Verdict, hosts: Sequence[HostUse] = ())
         "latency_share": findings.latency_share,
         "cores_busy": findings.cores_busy,
         "layers": _layers(findings),
+        "nccl": _nccl(findings),
         "ranks": _ranks(trace),
         "hosts": [_host(host) for host in hosts],
         "faults": _faults(trace),

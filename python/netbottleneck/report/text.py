@@ -14,6 +14,7 @@ from rich.text import Text
 from netbottleneck.analysis.comparisons import Costs, Travel
 from netbottleneck.analysis.findings import Findings, Parts
 from netbottleneck.analysis.intervals import Layer
+from netbottleneck.analysis.nccl import NcclMean
 from netbottleneck.analysis.usage import HostUse
 from netbottleneck.analysis.verdict import Verdict, best_gain, handicap_sentence, own_cost, stock_is_as_good
 from netbottleneck.trace.model import Rank, Trace, TransportInfo
@@ -348,6 +349,26 @@ def _hosts_table(hosts: Sequence[HostUse], link_bps: float | None) -> tuple[str,
     return "Interfaces in Gbit/s with headers, and cores (measured by the kernel's counters)", table
 
 
+NCCL_TITLE = "NCCL's operations: kernel, and parts of the network time (measured by NCCL's profiler)"
+NCCL_COLUMNS = ("kernel", "network", "wire", "peer", "GPU", "not split")
+TOP_OPERATIONS = 8
+
+
+def nccl_cells(mean: NcclMean) -> tuple[str, ...]:
+    """The columns of NCCL_COLUMNS for one bucket or function."""
+    parts = (mean.wire_ns, mean.peer_wait_ns, mean.gpu_wait_ns, mean.unknown_ns)
+    shares = [percent(ns / mean.network_ns) if mean.network_ns else "-" for ns in parts]
+    return ("-" if mean.kernel_ns is None else ms(mean.kernel_ns), ms(mean.network_ns), *shares)
+
+
+def _nccl_table(findings: Findings) -> tuple[str, Table]:
+    """The operations with the longest network time."""
+    table = make_table("operation", *NCCL_COLUMNS)
+    for mean in findings.nccl[:TOP_OPERATIONS]:
+        put_row(table, f"{mean.name} {nbytes(mean.bytes)} x{mean.operations}", *nccl_cells(mean))
+    return NCCL_TITLE, table
+
+
 def _core_cells(host: HostUse) -> tuple[str, str]:
     if host.cores is None:
         return "-", "-"
@@ -381,6 +402,8 @@ def render(findings: Findings, verdict: Verdict, console: Console, hosts: Sequen
             _print_table(console, *_layer_table(findings))
         if findings.achieved:
             _print_table(console, *_bandwidth_table(findings))
+        if findings.nccl:
+            _print_table(console, *_nccl_table(findings))
         if hosts:
             _print_table(console, *_hosts_table(hosts, findings.link_bps))
         for line in (*beyond_the_link(findings), _probe_line(findings), *costs(findings), *algorithms(findings)):

@@ -1,0 +1,192 @@
+"""The profiler that NCCL loads: it exports its tables, waits come back as long as they were, events are passed on.
+
+NCCL's calls are a sequence written by hand (tests/nccl/profiled.h), made directly and through NCCL's own adapters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import netbottleneck
+from netbottleneck.analysis import nccl
+from netbottleneck.trace import recorder
+from netbottleneck.trace.model import NcclOperation, Trace
+from test_nccl_plugin import nccl_library, said_by
+
+ROOT = Path(__file__).resolve().parents[2]
+PLUGIN = Path(netbottleneck.__file__).with_name("libnccl-profiler-netbottleneck.so")
+VERSIONS = (4, 5, 6, 7)
+ADAPTED = (4, 5, 6)  # NCCL 2.30 knows no version 7
+CLOSE = 0.05
+LIMIT_S = 120
+
+Profile = Callable[..., dict[str, Any]]
+
+
+def compiled(source: str, target: Path, *options: str) -> Path:
+    """Compile a program or library of tests/nccl."""
+    compiler = shutil.which(os.environ.get("CC", "gcc"))
+    assert compiler is not None, "no C compiler"
+    flags = ["-std=gnu11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}", *options]
+    argv = [compiler, *flags, str(ROOT / "tests" / "nccl" / source), "-o", str(target), "-ldl"]
+    subprocess.run(argv, check=True, timeout=LIMIT_S)
+    return target
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    """Return a function that runs tests/nccl/profile.c and returns what it prints, with its log as "log"."""
+    program = compiled("profile.c", tmp_path_factory.mktemp("nccl") / "profile")
+
+    def run(*options: str, **variables: str) -> dict[str, Any]:
+        argv = [str(program), "--plugin", str(PLUGIN), *options]
+        env = {**os.environ, **variables}
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=env)
+        assert done.returncode == 0, done.stderr
+        said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return {**said, "log": done.stderr}
+
+    return run
+
+
+def operations(path: Path) -> tuple[NcclOperation, ...]:
+    """Return the operations of a ring that no training belongs to."""
+    rows = recorder.read_ring(path).events[["kind", "time_ns", "step", "key", "a", "b", "c", "d", "e"]].tolist()
+    names = {number: name for name, number in recorder.EVENTS.items()}
+    events = [recorder.Event(names[kind], *rest) for kind, *rest in rows]
+    return recorder.nccl_operations(events, 0, recorder.StepIndex(()), (), ())
+
+
+def check(said: dict[str, Any], path: Path) -> None:
+    """Check that the ring has the waits of the harness, and that the split of the operation is made of them."""
+    (operation,) = operations(path)
+    assert (operation.function, operation.dtype, operation.bytes) == ("AllReduce", "float32", 1_000_000)
+    assert (operation.algorithm, operation.protocol, operation.sequence) == ("RING", "SIMPLE", 5)
+    assert (operation.comm, operation.comm_rank, operation.comm_size) == (0xC0FFEE, 0, 2)
+    sent, received = operation.network
+    for step, waits in ((sent, said["sent"]), (received, said["received"])):
+        lengths = [end - begin for begin, end in zip(step.times_ns, step.times_ns[1:], strict=False)]
+        assert lengths == [pytest.approx(wait, rel=CLOSE) for wait in waits]
+        assert (step.bytes, step.peer, step.channel, step.number) == (1_000_000, 1, 0, 0)
+    (split,) = nccl.splits(Trace("a", 2, (), nccl=(operation,)))
+    gpu, peer, wire = said["sent"]
+    arrival, flush, drain = said["received"]
+    assert split.gpu_wait_ns == pytest.approx(gpu + drain, rel=CLOSE)
+    assert split.peer_wait_ns == pytest.approx(peer, rel=CLOSE)
+    assert split.wire_ns == pytest.approx(wire + flush, rel=CLOSE)
+    assert split.unknown_ns == pytest.approx(arrival, rel=CLOSE)  # its sender left no record
+    assert split.kernel_ns == said["kernel"]
+    parts = split.wire_ns + split.peer_wait_ns + split.unknown_ns + split.gpu_wait_ns + split.idle_ns
+    assert parts == split.network_ns
+
+
+def test_nothing_but_the_tables_is_exported() -> None:
+    lines = said_by("nm", "-D", "--defined-only", str(PLUGIN)).splitlines()
+    assert sorted(line.split()[-1] for line in lines) == sorted(f"ncclProfiler_v{v}" for v in VERSIONS)
+
+
+def test_it_stays_loaded_and_needs_the_system_only() -> None:
+    dynamic = said_by("readelf", "-d", str(PLUGIN))
+    assert "NODELETE" in dynamic
+    assert "[libnccl-profiler-netbottleneck.so]" in dynamic
+    needed = set(re.findall(r"\(NEEDED\).*\[(.*?)\.so", dynamic))
+    assert needed <= {"libc", "libm", "libdl", "libpthread", "ld-linux-x86-64", "ld-linux-aarch64"}
+
+
+def test_codes_are_those_of_the_plugin() -> None:
+    source = (ROOT / "csrc" / "nccl" / "profiler.c").read_text(encoding="utf-8")
+
+    def names(table: str) -> list[str]:
+        body = re.search(rf"const {table}\[\] = {{(.*?)NULL}}", source, re.DOTALL)
+        assert body is not None
+        return re.findall(r'"(\w+)"', body[1])
+
+    assert names("functions") == list(recorder.NCCL_FUNCTIONS)
+    assert names("algorithms") == list(recorder.NCCL_ALGORITHMS)
+    assert names("protocols") == list(recorder.NCCL_PROTOCOLS)
+    types = [name.removeprefix("nccl").lower() for name in names("types")]
+    assert types == [*recorder.NCCL_DTYPES[:-1], "unknown"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_each_wait_comes_back_as_long_as_it_was(profile: Profile, tmp_path: Path, version: int) -> None:
+    """Each wait is charged to the state that ends with it, in each table."""
+    said = profile("--version", str(version), NETBOTTLENECK_NCCL_EVENTS=str(tmp_path / "%p.ring"))
+    check(said, tmp_path / f"{said['pid']}.ring")
+    (operation,) = operations(tmp_path / f"{said['pid']}.ring")
+    assert operation.tag == (42 if version == 7 else 0)
+
+
+@pytest.mark.parametrize("version", ADAPTED)
+def test_nccl_calls_each_table(profile: Profile, tmp_path: Path, version: int) -> None:
+    """NCCL's own adapter calls the table: the layout that NCCL was compiled with."""
+    through = ("--version", str(version), "--through", str(nccl_library()))
+    said = profile(*through, NETBOTTLENECK_NCCL_EVENTS=str(tmp_path / "%h-%p.ring"))
+    assert "not_run" not in said, said
+    check(said, tmp_path / f"{os.uname().nodename}-{said['pid']}.ring")
+
+
+def test_without_the_variable_nothing_is_reported(profile: Profile, tmp_path: Path) -> None:
+    said = profile("--version", "6", NETBOTTLENECK_NCCL_EVENTS="0")
+    assert said["mask"] == 0
+    assert said["log"] == ""
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("NCCL_EVENTS", "/nonexistent/a.ring", "open /nonexistent/a.ring: No such file"),
+        ("NCCL_EVENTS", "1", "name a file, such as /tmp/nccl-%h-%p.ring"),
+        ("TRACE_EVENTS", "many", "NETBOTTLENECK_TRACE_EVENTS='many' is not possible"),
+        ("NCCL_PROFILER", "nonexistent", "NETBOTTLENECK_NCCL_PROFILER=nonexistent cannot be loaded"),
+        ("NCCL_PROFILER", str(PLUGIN), "it is no other profiler of version 4 to 6"),
+    ],
+)
+def test_a_wrong_setting_is_named(profile: Profile, tmp_path: Path, name: str, value: str, why: str) -> None:
+    """NCCL goes on; its log says why."""
+    variables = {"NETBOTTLENECK_NCCL_EVENTS": str(tmp_path / "a.ring"), f"NETBOTTLENECK_{name}": value}
+    said = profile("--version", "6", **variables)
+    assert said["log"].startswith("WARN PROFILER/NetBottleneck : ")
+    assert why in said["log"]
+
+
+@pytest.mark.parametrize(("called", "other"), [(4, 4), (5, 4), (5, 5), (6, 5), (6, 6), (7, 4), (7, 5), (7, 6), (7, 7)])
+def test_events_are_passed_on(profile: Profile, tmp_path: Path, called: int, other: int) -> None:
+    """Another profiler gets the events that it wants, with its own handles, in its own version, beside ours."""
+    library = compiled("other_profiler.c", tmp_path / "libother.so", "-shared", "-fPIC", f"-DOTHER={other}")
+    variables = {"NETBOTTLENECK_NCCL_PROFILER": str(library), "OTHER_LOG": str(tmp_path / "log")}
+    said = profile("--version", str(called), NETBOTTLENECK_NCCL_EVENTS=str(tmp_path / "%p.ring"), **variables)
+    check(said, tmp_path / f"{said['pid']}.ring")
+    assert said["log"] == ""
+    group = (1, 0) if other == 4 else (0, 1)
+    assert (tmp_path / "log").read_text(encoding="utf-8").splitlines() == [
+        "init c0ffee rank 0",
+        "start 1 type 1 parent 0 group 0",
+        f"start 2 type 2 parent {group[0]} group {group[1]}",
+        "stop 2",
+        "stop 1",
+        "start 3 type 8 parent 2 group 0",
+        "start 4 type 16 parent 3 group 0",
+        *("state 4 8 bytes 0", "state 4 20 bytes 0", "state 4 20 bytes 0", "state 4 9 bytes 1000000"),
+        *("stop 4", "stop 3", "start 5 type 8 parent 2 group 0", "start 6 type 16 parent 5 group 0"),
+        *("state 6 10 bytes 0", "state 6 11 bytes 1000000", "state 6 12 bytes 1000000"),
+        *("stop 6", "stop 5", "finalize"),
+    ]
+
+
+def test_another_profiler_alone(profile: Profile, tmp_path: Path) -> None:
+    """Events are passed on, too, where none are recorded; NCCL reports those that it wants, and no others."""
+    library = compiled("other_profiler.c", tmp_path / "libother.so", "-shared", "-fPIC", "-DOTHER=6")
+    said = profile("--version", "6", NETBOTTLENECK_NCCL_PROFILER=str(library), OTHER_LOG=str(tmp_path / "log"))
+    assert said["mask"] == 1 | 2 | 16
+    assert len((tmp_path / "log").read_text(encoding="utf-8").splitlines()) == 21

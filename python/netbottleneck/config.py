@@ -288,6 +288,16 @@ class Settings:
     )
     monitor_hz: int = _row("MONITOR_HZ", integer(0, 1000), 0, "samples of a host's counters per second; 0: none")
     trace_events: int = _row("TRACE_EVENTS", integer(1), 1 << 20, "events in a ring file; later ones are only counted")
+    nccl_events: str | None = _row(
+        "NCCL_EVENTS",
+        TEXT,
+        None,
+        "1: record NCCL's events with its profiler plugin; where no script imports netbottleneck, the file for them "
+        "(%h: host, %p: process)",
+    )
+    nccl_profiler: str | None = _row(
+        "NCCL_PROFILER", TEXT, None, "another profiler plugin, which gets NCCL's events too, as in NCCL_PROFILER_PLUGIN"
+    )
     directory: str | None = _row(
         "DIR",
         TEXT,

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -190,3 +191,56 @@ def test_another_profiler_alone(profile: Profile, tmp_path: Path) -> None:
     said = profile("--version", "6", NETBOTTLENECK_NCCL_PROFILER=str(library), OTHER_LOG=str(tmp_path / "log"))
     assert said["mask"] == 1 | 2 | 16
     assert len((tmp_path / "log").read_text(encoding="utf-8").splitlines()) == 21
+
+
+SCRIPT = """
+import json, os, subprocess, sys
+import netbottleneck
+import torch
+from torch.nn.parallel import DistributedDataParallel
+said = json.loads(subprocess.check_output(sys.argv[1:])) if sys.argv[1:] else {}
+hidden = os.environ["NETBOTTLENECK_NCCL_EVENTS"].replace("%p", str(os.getpid())).replace("%h", os.uname().nodename)
+if said:
+    child = os.environ["NETBOTTLENECK_NCCL_EVENTS"].replace("%p", str(said["pid"])).replace("%h", os.uname().nodename)
+    os.rename(child, hidden)  # as if NCCL had run in this process
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+model = DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(4):
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+torch.distributed.destroy_process_group()
+print(json.dumps({"plugin": os.environ["NCCL_PROFILER_PLUGIN"], "hidden": hidden,
+                  "next": os.environ.get("NETBOTTLENECK_NCCL_PROFILER")}))
+"""
+
+
+def trained(tmp_path: Path, *argv: str, **variables: str) -> dict[str, Any]:
+    """Run SCRIPT as a job of one rank that records into tmp_path / "run"."""
+    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    env |= {"NETBOTTLENECK": "1", "NETBOTTLENECK_DIR": str(tmp_path / "run"), "NETBOTTLENECK_NCCL_EVENTS": "1"}
+    env |= {"NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_TRACE_EVENTS": "4096", **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *argv], capture_output=True, text=True, timeout=LIMIT_S, check=False, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    said: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    return said
+
+
+def test_a_run_takes_its_events(tmp_path: Path) -> None:
+    """NCCL is told of our plugin before its first communicator, and the file becomes a ring of the run."""
+    program = compiled("profile.c", tmp_path / "profile")
+    said = trained(tmp_path, str(program), "--plugin", str(PLUGIN), "--version", "6")
+    assert said["plugin"] == str(PLUGIN)
+    assert said["next"] is None
+    assert not Path(said["hidden"]).exists()
+    (operation,) = netbottleneck.Run(tmp_path / "run").trace.nccl
+    assert (operation.function, len(operation.network), operation.rank) == ("AllReduce", 2, 0)
+
+
+def test_a_profiler_that_the_user_has_gets_the_events(tmp_path: Path) -> None:
+    said = trained(tmp_path, NCCL_PROFILER_PLUGIN="inspector")
+    assert said["plugin"] == str(PLUGIN)
+    assert said["next"] == "inspector"
+    assert netbottleneck.Run(tmp_path / "run").trace.nccl == ()

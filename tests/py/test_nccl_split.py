@@ -16,8 +16,8 @@ from netbottleneck.trace.model import NcclKernel, NcclOperation, NcclStep, Trace
 from ringwriter import BUCKETS, MS, FakeRun, RingWriter
 
 BYTES = BUCKETS[0]["bytes"]
-# Sent: the GPU fills until 10 ms, the network accepts at 12 ms, sent at 40 ms. The other end asks at 2 ms, has all of it
-# at 42 ms, flushes for 1 ms and empties its buffer for 5 ms.
+# Sent: the GPU fills until 10 ms, the network accepts at 12 ms, sent at 40 ms. The other end asks at 2 ms, has it
+# all at 42 ms, flushes for 1 ms and empties its buffer for 5 ms.
 SENT = NcclStep(True, 0, 1, 0, BYTES, (0, 10 * MS, 12 * MS, 40 * MS))
 RECEIVED = NcclStep(False, 0, 0, 0, BYTES, (2 * MS, 42 * MS, 43 * MS, 48 * MS))
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from netbottleneck import config
 from netbottleneck.hooks import left_alone
 from netbottleneck.runtime import job
 
@@ -42,6 +43,11 @@ def install() -> None:
     if any(isinstance(finder, _Later | _Horovod) for finder in sys.meta_path):
         return
     job.observe(_FirstOptimizer())
+    settings = config.settings()
+    if settings.nccl_events == "1":
+        from netbottleneck.runtime import run_folder  # only then: it needs NumPy
+
+        run_folder.arrange_nccl_events(settings)
     if DDP in sys.modules:
         _patch_ddp(sys.modules[DDP])
     else:

@@ -3,10 +3,12 @@
 docs/reference/run-folder.md lists the files. The report writes those that are made from the records.
 """
 
+import atexit
 import itertools
 import json
 import logging
 import os
+import platform
 import shutil
 import time
 from collections.abc import Mapping
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from netbottleneck.config import Settings, describe
 from netbottleneck.launch import connect
 from netbottleneck.runtime.job import together
+from netbottleneck.trace.ring_reader import NCCL
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -205,3 +208,47 @@ def _unpack(memory: bytearray, ranks: Path) -> None:
         at += COUNT_BYTES
         (ranks / name).write_bytes(memory[at : at + count])
         at += count
+
+
+# NCCL's events: its profiler plugin records them from the first communicator on, often before the run folder is known.
+# The plugin writes to a hidden file beside it, which becomes a ring of this rank.
+
+NCCL_EVENTS = "NETBOTTLENECK_NCCL_EVENTS"
+NCCL_HIDDEN = ".netbottleneck-nccl-"
+NCCL_PLUGIN = Path(__file__).parents[1] / "libnccl-profiler-netbottleneck.so"
+
+
+def arrange_nccl_events(settings: Settings) -> None:
+    """Make NCCL load our profiler plugin in this process, if NETBOTTLENECK_NCCL_EVENTS=1. Call before NCCL is used.
+
+    It passes events on to the plugin that NCCL_PROFILER_PLUGIN names until now.
+    """
+    if settings.nccl_events != "1":
+        return
+    theirs = os.environ.get("NCCL_PROFILER_PLUGIN", "")
+    if theirs.lower() not in ("", "none", str(NCCL_PLUGIN).lower()):
+        os.environ.setdefault("NETBOTTLENECK_NCCL_PROFILER", theirs)
+    os.environ["NCCL_PROFILER_PLUGIN"] = str(NCCL_PLUGIN)
+    os.environ[NCCL_EVENTS] = str(wanted(settings).parent / f"{NCCL_HIDDEN}%h-%p.ring")
+    atexit.register(_drop_nccl_events)
+
+
+def _nccl_file() -> Path | None:
+    """Return the hidden file of this process, if NCCL has opened it."""
+    named = os.environ.get(NCCL_EVENTS, "").replace("%h", platform.node()).replace("%p", str(os.getpid()))
+    path = Path(named)
+    return path if path.name.startswith(NCCL_HIDDEN) and path.exists() else None
+
+
+def _drop_nccl_events() -> None:
+    """Remove the hidden file of a process that no run has recorded."""
+    path = _nccl_file()
+    if path is not None:
+        path.unlink(missing_ok=True)
+
+
+def take_nccl_events(folder: Path, rank: int) -> None:
+    """Make the hidden file of this process, if there is one, a ring of this rank."""
+    path = _nccl_file()
+    if path is not None:
+        shutil.move(path, ring_path(folder, rank, NCCL))

@@ -192,6 +192,7 @@ class Session:
     def write(self, *, finished: bool, error: str | None = None) -> None:
         """Write this rank's record."""
         with self.moving:
+            run_folder.take_nccl_events(self.folder, self.place.rank)
             run_folder.write_meta(self.folder, self.place.rank, self._meta(finished, error))
 
     def _meta(self, finished: bool, error: str | None) -> dict[str, Any]:

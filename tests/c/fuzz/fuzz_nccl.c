@@ -1,0 +1,154 @@
+// Feeds the net plugin's handshake the bytes of a broken peer. The first byte says to whom: 0: the listener, raw; 1: the
+// same after a right hello; 2: the same after a right join, so that control messages follow; 3: the side that connects,
+// from a listener that knows the token.
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "input.h"
+#include "nccl/link.c" // the messages of the handshake, and their MACs
+
+enum { WAYS = 4, UNTIL_NS = 100 * 1000 * 1000, DRAINED = 256 };
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
+
+// An end of the handshake that the plugin does not know as a link.
+struct end {
+    struct nb_link link;
+    struct nb_link_shake shake;
+    int fd;
+    int64_t until_ns;
+};
+
+static void end_init(struct end *end, struct nb_net *net, const struct nb_net_handle *handle, int fd) {
+    *end = (struct end){.link = {.net = net}, .fd = fd, .until_ns = nb_now_ns() + UNTIL_NS};
+    end->link.shake = &end->shake;
+    key_derive(&end->link, handle->token);
+}
+
+static bool tell(const struct end *end, const void *data, size_t bytes) {
+    return nb_sock_write_all(end->fd, data, bytes, end->until_ns) == 0;
+}
+
+static bool hear(const struct end *end, void *data, size_t bytes) {
+    return nb_sock_read_all(end->fd, data, bytes, end->until_ns) == 0;
+}
+
+static bool right_hello(struct end *end, const struct nb_net_handle *handle, struct input *in) {
+    struct wire_hello *hello = &end->shake.hello;
+    *hello = (struct wire_hello){.magic = MAGIC, .version = WIRE_VERSION, .listener = handle->listener};
+    hello->lanes = (uint32_t)end->link.net->settings.lanes;
+    take(in, hello->nonce, sizeof hello->nonce);
+    take(in, hello->process, 1);
+    memcpy(hello->tag, end->link.net->settings.tag, sizeof hello->tag);
+    return tell(end, hello, sizeof *hello) && hear(end, &end->shake.answer, sizeof end->shake.answer);
+}
+
+// The lanes of this peer are nowhere; only their number of bytes is the input's.
+static bool right_join(struct end *end, struct input *in) {
+    struct wire_lane_address address = {.bytes = take_byte(in)};
+    unsigned char mac[NB_SHA256_BYTES];
+    struct sockaddr_in nowhere = {.sin_family = AF_INET, .sin_port = 1, .sin_addr = {.s_addr = htonl(INADDR_LOOPBACK)}};
+    address.bytes = address.bytes == 0 ? sizeof nowhere : address.bytes;
+    memcpy(address.addr, &nowhere, sizeof nowhere);
+    mac_of(&end->link, "join", &address, sizeof address, mac);
+    return tell(end, mac, sizeof mac) && tell(end, &address, sizeof address);
+}
+
+// Writes the rest, and reads until the plugin has closed the connection.
+static void rest(const struct end *end, const struct input *in) {
+    char answer[DRAINED];
+    (void)tell(end, in->data, in->bytes);
+    (void)shutdown(end->fd, SHUT_WR);
+    while (hear(end, answer, 1)) {
+    }
+}
+
+static void incoming(struct input in, struct nb_net *net, struct nb_net_listener *listener,
+                     const struct nb_net_handle *handle, int way) {
+    struct nb_error err = {0};
+    struct nb_sockaddr to;
+    struct end end;
+    struct nb_net_comm *comm = NULL;
+    if (handle_address(handle, &to) < 0) {
+        abort();
+    }
+    end_init(&end, net, handle, nb_sock_connect(&to, NULL, NULL, &err));
+    if (way == 0 || (right_hello(&end, handle, &in) && (way == 1 || right_join(&end, &in)))) {
+        rest(&end, &in);
+    }
+    (void)nb_net_accept(listener, &comm, &err);
+    if (comm != NULL) {
+        nb_net_comm_close(comm);
+    }
+    close(end.fd);
+}
+
+// The plugin connects to a listener of ours.
+static void outgoing(struct input in, struct nb_net *net, struct nb_net_handle handle) {
+    struct nb_error err = {0};
+    struct nb_net_comm *comm = NULL;
+    struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr = {.s_addr = htonl(INADDR_LOOPBACK)}};
+    socklen_t length = sizeof at;
+    int door = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (door < 0 || bind(door, (struct sockaddr *)&at, sizeof at) != 0 || listen(door, 1) != 0 ||
+        getsockname(door, (struct sockaddr *)&at, &length) != 0) {
+        abort();
+    }
+    handle.family = AF_INET;
+    handle.port = ntohs(at.sin_port);
+    memcpy(handle.address, &at.sin_addr, sizeof at.sin_addr);
+    handle.process[0] ^= 1; // another process
+    (void)nb_net_connect(net, 0, &handle, &comm, &err);
+    struct end end;
+    end_init(&end, net, &handle, accept4(door, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (hear(&end, &end.shake.hello, sizeof end.shake.hello)) {
+        struct wire_answer *answer = &end.shake.answer;
+        uint8_t how = take_byte(&in);
+        take(&in, answer, (how & 1) != 0 ? sizeof *answer : 0);
+        memcpy(answer->tag, net->settings.tag, sizeof answer->tag);
+        if ((how & 2) != 0) {
+            answer->code = 0;
+            mac_of(&end.link, "answer", "", 0, answer->mac);
+        }
+        (void)tell(&end, answer, sizeof *answer);
+        rest(&end, &in);
+    }
+    (void)nb_net_connect(net, 0, &handle, &comm, &err);
+    if (comm != NULL) {
+        nb_net_comm_close(comm);
+    }
+    close(end.fd);
+    close(door);
+}
+
+static void settings(void) {
+    (void)setenv("NETBOTTLENECK_IFNAME", "lo", 1);
+    (void)setenv("NETBOTTLENECK_STREAMS", "1", 1);
+    (void)setenv("NETBOTTLENECK_TIMEOUT_S", "0.1", 1);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
+    struct input in = {.data = data, .bytes = bytes};
+    struct nb_error err = {0};
+    struct nb_net *net = NULL;
+    struct nb_net_listener *listener = NULL;
+    union {
+        struct nb_net_handle handle;
+        char room[NCCL_HANDLE_BYTES];
+    } at = {.room = {0}};
+    int way = take_byte(&in) % WAYS;
+    settings();
+    if (nb_net_open(&net, &nb_comm_up, NULL, &err) < 0 || nb_net_listen(net, &at, &listener, &err) < 0) {
+        abort();
+    }
+    if (way < 3) {
+        incoming(in, net, listener, &at.handle, way);
+    } else {
+        outgoing(in, net, at.handle);
+    }
+    nb_net_listener_close(listener);
+    nb_net_close(net);
+    return 0;
+}

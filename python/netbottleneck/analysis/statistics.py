@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from netbottleneck.analysis.intervals import WARMUP_STEPS, Split, counted
 from netbottleneck.trace.model import Collective, Step, Trace
 from netbottleneck.trace.transports import NULL, SINGLE, Arm
+
+Floats = NDArray[np.float64]
+Blocks = Mapping[int, Floats]
 
 # Intervals of 95 %: of the middle of independent values, and of the mean of a sequence of steps.
 
@@ -68,7 +71,7 @@ def student(degrees: int) -> float:
     return sum(terms)
 
 
-def _student_interval(values: NDArray[np.float64]) -> Estimate:
+def _student_interval(values: Floats) -> Estimate:
     """Mean, with Student's interval."""
     mean = float(values.mean())
     if len(values) < 2:
@@ -94,7 +97,7 @@ def _walsh_cut(count: int) -> int:
     return int(np.searchsorted(np.cumsum(ways) / 2.0**count, 0.025, side="right"))
 
 
-def middle(values: Sequence[float] | NDArray[np.float64]) -> Estimate:
+def middle(values: Sequence[float] | Floats) -> Estimate:
     """Return the middle of independent values that are symmetric around it, with an interval of at least 95 % coverage.
 
     From 6 values on: the Hodges-Lehmann estimate (median of the Walsh averages) with its exact signed-rank interval;
@@ -112,7 +115,7 @@ def middle(values: Sequence[float] | NDArray[np.float64]) -> Estimate:
     return Estimate(float(np.median(walsh)), float(walsh[cut - 1]), float(walsh[-cut]))
 
 
-def mean_of_steps(values: Sequence[float] | NDArray[np.float64]) -> Estimate:
+def mean_of_steps(values: Sequence[float] | Floats) -> Estimate:
     """Return the mean of a sequence of steps, in order of time, with Student's interval over means of its parts.
 
     Steps near each other are alike, so means over at most BATCHES parts of the sequence are compared (batch means: Law,
@@ -123,7 +126,9 @@ def mean_of_steps(values: Sequence[float] | NDArray[np.float64]) -> Estimate:
         raise ValueError("an estimate needs at least one value")
     count = min(BATCHES, max(5, len(array) // BATCH_STEPS), len(array))
     parts = [part.mean() for part in np.array_split(array, count)]
-    return replace(_student_interval(np.array(parts)), value=float(array.mean()))
+    mean, found = float(array.mean()), _student_interval(np.array(parts))
+    half = (found.high - found.low) / 2
+    return Estimate(mean, mean - half, mean + half)
 
 
 def pairs_needed(effect: float, spread: float) -> int:
@@ -152,18 +157,15 @@ def widened(value: float, sources: Iterable[Sequence[float]]) -> Estimate:
 # Blocks of steps. Neighbouring blocks of two arms form pairs.
 
 
-def by_block(rows: Iterable[tuple[Step, Sequence[float]]]) -> dict[int, NDArray[np.float64]]:
+def by_block(rows: Iterable[tuple[Step, Sequence[float]]]) -> dict[int, Floats]:
     """By block: the values of each step, as medians over the ranks that recorded it."""
     by_step: dict[tuple[int, int], list[Sequence[float]]] = defaultdict(list)
     for step, value in rows:
         by_step[step.block, step.index].append(value)
-    blocks: dict[int, list[NDArray[np.float64]]] = defaultdict(list)
+    blocks: dict[int, list[Floats]] = defaultdict(list)
     for (block, _), of_ranks in sorted(by_step.items()):
         blocks[block].append(np.median(np.array(of_ranks, np.float64), axis=0))
     return {block: np.array(steps) for block, steps in blocks.items()}
-
-
-Blocks = Mapping[int, NDArray[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +173,8 @@ class BlockPairs:
     """Median steps of paired blocks: base[i] and other[i] are those of pair i. steps: number of steps in them."""
 
     steps: int
-    base: NDArray[np.float64]
-    other: NDArray[np.float64]
+    base: Floats
+    other: Floats
 
 
 def block_pairs(base: Blocks, other: Blocks) -> BlockPairs | None:
@@ -232,7 +234,7 @@ class Paired:
         return max(needed - self.pairs, PAIRS_MIN - self.pairs, 1)
 
 
-def step_times(trace: Trace, arm: Arm, warmup: int = WARMUP_STEPS) -> dict[int, NDArray[np.float64]]:
+def step_times(trace: Trace, arm: Arm, warmup: int = WARMUP_STEPS) -> dict[int, Floats]:
     """By block: ns of each counted step of an arm, as the median over the ranks that finished it."""
     own = [step for step in counted(trace, warmup) if step.arm == arm]
     return {block: steps[:, 0] for block, steps in by_block((step, (step.duration_ns,)) for step in own).items()}

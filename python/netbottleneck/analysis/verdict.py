@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 
+from netbottleneck.analysis.arrivals import BY_OPERATIONS
 from netbottleneck.analysis.findings import Findings
 from netbottleneck.analysis.intervals import bus_factor, host_count
 from netbottleneck.analysis.statistics import Estimate, Paired
@@ -172,9 +173,9 @@ def best_gain(findings: Findings) -> Paired | None:
 
 
 def stock_is_as_good(findings: Findings) -> bool:
-    """True if other arms were compared with enough pairs, and none gains GAIN_MIN or more."""
+    """True if other arms were compared with enough pairs, and surely none gains GAIN_MIN or more."""
     tried = [p for p in findings.comparisons if p.enough]
-    return bool(tried) and not findings.handicapped and all(p.gain.value < GAIN_MIN for p in tried)
+    return bool(tried) and not findings.handicapped and all(p.gain.high < GAIN_MIN for p in tried)
 
 
 def _keep(findings: Findings) -> str:
@@ -268,10 +269,14 @@ class Facts:
 
     @property
     def rates_known(self) -> str:
-        """Why rates may not be judged; "" if they may."""
+        """Why rates may not be judged; "" if they may.
+
+        Clocks that are aligned by operations are exact enough: a transfer then lasts as long as on the last rank.
+        """
         parts, rate = self.f.parts[self.base], self.f.achieved.get(self.base)
         transfer_ns = 8e9 * parts.tensor_bytes / rate.active_bps if rate is not None else 0.0
-        if self.f.clock_error_ns * parts.operations > CLOCK_SHARE * transfer_ns > 0:
+        aligned = any(rank.clock.method == BY_OPERATIONS for rank in self.f.trace.ranks)
+        if not aligned and self.f.clock_error_ns * parts.operations > CLOCK_SHARE * transfer_ns > 0:
             return clock_words(self.f)
         return next((note for note in self.f.trace.notes if NOT_RECORDED in note), "")
 
@@ -364,6 +369,8 @@ def link(facts: Facts) -> Evidence:
         return facts.evidence("link", "LINK_LIMITED", rests="the link's speed is not known")
     if did is None or unknown:
         return facts.evidence("link", "LINK_LIMITED", rests=unknown or "no rate was recorded")
+    if configuration(facts).fired:
+        return facts.evidence("link", "LINK_LIMITED", rests="the interface is the wrong one: see configuration")
     used = did.active_bps / limit
     predicted = facts.predicted.savings_ns
     saving = predicted.get("link") or facts.moving.scaled(min(used, 1.0))
@@ -390,10 +397,13 @@ def latency(facts: Facts) -> Evidence:
     limit = f.link_bps or (f.achievable.best[1] if f.achievable else None)
     if share is None and did is not None and limit and each <= SMALL_BYTES:
         share, rests = max(0.0, 1 - did.active_bps / limit), f"operations of {nbytes(each)}, far below the link's rate"
+    fitted = facts.predicted.savings_ns.get("latency")
+    if share is None and fitted is not None and facts.moving.value > 0:
+        share, rests = min(1.0, fitted.value / facts.moving.value), "fit of the what-if engine"
     if share is None:
         return facts.evidence("latency", "LATENCY_LIMITED", rests="operations differ too little in size for a fit")
-    saving = facts.predicted.savings_ns.get("latency") or facts.moving.scaled(share)
-    how = "predicted" if "latency" in facts.predicted.savings_ns else "exposed x share"
+    saving = fitted or facts.moving.scaled(share)
+    how = "predicted" if fitted is not None else "exposed x share"
     return facts.evidence(
         "latency",
         "LATENCY_LIMITED",
@@ -412,6 +422,8 @@ def buckets(facts: Facts) -> Evidence:
     saving = facts.predicted.savings_ns.get("buckets")
     if saving is None:
         return facts.evidence("bucket sizes", "BUCKET_SIZES", rests=facts.predicted.refused or "no plan to compare")
+    if latency(facts).fired:
+        return facts.evidence("bucket sizes", "BUCKET_SIZES", rests="larger buckets: see latency")
     return facts.evidence(
         "bucket sizes",
         "BUCKET_SIZES",
@@ -606,23 +618,23 @@ def other_traffic(facts: Facts) -> Evidence:
     """An interface moves bytes that this record does not have: of other jobs, or of calls that are not recorded."""
     f, base = facts.f, facts.base
     own = _recorded_bytes(f, base)
-    parts: list[tuple[float, str, str]] = []
+    parts: list[tuple[float, float, str, str]] = []
     for use_of in facts.hosts:
         sent = own.get(use_of.rank)
         if use_of.arm != base or not use_of.interfaces or sent is None:
             continue
         use = max(use_of.interfaces, key=lambda one: one.bytes)
-        extra = use.bytes - sent * (1 + HEADERS)
         if use.bytes > 0:
-            parts.append((max(0.0, extra / use.bytes), use.interface, use_of.hostname))
+            surely, part = (max(0.0, 1 - sent * times / use.bytes) for times in (1 + HEADERS, 1.0))
+            parts.append((surely, part, use.interface, use_of.hostname))
     if not parts:
         return facts.evidence("other traffic", "OTHER_TRAFFIC", rests="no interface's bytes were recorded")
-    part, interface, name = max(parts)
-    saving = facts.moving.scaled(part)
+    surely, part, interface, name = max(parts)
+    saving = replace(facts.moving.scaled(part), low=facts.moving.scaled(surely).low)
     return facts.evidence(
         "other traffic",
         "OTHER_TRAFFIC",
-        applies=part >= OTHER_TRAFFIC,
+        applies=surely >= OTHER_TRAFFIC,
         saving=saving,
         rests=f"{percent(part)} of {interface}'s bytes are not recorded here",
         why=f"{percent(part)} of the bytes on {interface} of {name or 'a host'} during the steps belong to no recorded "

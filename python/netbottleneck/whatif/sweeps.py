@@ -266,6 +266,15 @@ def _bucket_plans(job: Job) -> Iterator[tuple[str, Plan]]:
         yield setting.title, setting.plan
 
 
+def _compute_as_recorded(job: Job) -> Job:
+    """The job with its compute as recorded: time that traffic takes from compute is a cause of its own."""
+    cost = replace(job.cost, contention=1.0)
+    same = questions.job(job.trace, job.transport, plan=job.plan, cost=cost)
+    lines = () if job.fit is None else tuple(replace(other, contention=1.0) for other in job.fit.others)
+    fit = None if job.fit is None else replace(job.fit, others=lines)
+    return replace(same, fit=fit, measured_ns=job.measured_ns)
+
+
 def savings(trace: Trace, arm: Arm | None, link_bps: float | None) -> Predicted:
     """Predict what a step of an arm would save without each cause that the engine can remove.
 
@@ -283,8 +292,9 @@ def savings(trace: Trace, arm: Arm | None, link_bps: float | None) -> Predicted:
         probed = found.fit.achievable
         if probed is not None:
             changes["rate"] = lambda cost: replace(cost, link=probed)
-        saved = {name: _saved(found, change, found.plan) for name, change in changes.items()}
-        plans = [(_saved(found, lambda cost: cost, plan), title) for title, plan in _bucket_plans(found)]
+        alone = _compute_as_recorded(found)
+        saved = {name: _saved(alone, change, alone.plan) for name, change in changes.items()}
+        plans = [(_saved(alone, lambda cost: cost, plan), title) for title, plan in _bucket_plans(alone)]
         best = max(plans, key=lambda row: row[0].value, default=None)
         if best is None:
             return Predicted(saved)

@@ -73,7 +73,7 @@ class Findings:
     communication. slowed: forward and backward without communication against those of base. predicted_full_use_ns:
     base's step if its transfers ran at the achievable rate: step - (exposed - skew) x (1 - achieved / achievable), an
     upper bound of the gain. cores_busy: the part of one machine's cores that its ranks keep busy during base's steps,
-    over all threads of a rank.
+    over all threads of a rank. starved: ns of compute a step in which a rank's process had no core.
     """
 
     trace: Trace
@@ -97,6 +97,7 @@ class Findings:
     slowed: statistics.Paired | None = None
     latency_share: float | None = None
     cores_busy: float | None = None
+    starved: statistics.Estimate | None = None
     layers: tuple[Layer, ...] = ()
     predicted_full_use_ns: float | None = None
 
@@ -143,6 +144,15 @@ PARTS: Mapping[str, Callable[[Split], float]] = {
     "input": lambda s: s.input_ns,
     "optimizer": lambda s: s.optimizer_ns,
 }
+
+
+def _starved(rows: Sequence[Row]) -> statistics.Estimate | None:
+    """Ns of compute a step in which the process had no core; None if processor time was not recorded."""
+    used = {(step.rank, step.index): step.cpu_ns for step, _, _ in rows}
+    if not rows or any(ns is None for ns in used.values()):
+        return None
+    lost = _over_steps([split for _, split, _ in rows], lambda s: max(0, s.compute_ns - (used[s.rank, s.index] or 0)))
+    return statistics.mean_of_steps(lost)
 
 
 def _parts_ns(splits: Sequence[Split]) -> dict[str, statistics.Estimate]:
@@ -269,6 +279,7 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
         headroom=statistics.headroom(trace, base),
         slowed=_slowed(trace, base, warmup),
         latency_share=statistics.latency_share(own),
+        starved=_starved(middle),
         cores_busy=_cores_busy(trace, [step for step, _, _ in rows]),
         layers=layers(trace, [(step, exposed) for step, _, exposed in middle], sampled),
         predicted_full_use_ns=_full_use(common.parts[base], common.achieved.get(base), common.achievable),

@@ -32,6 +32,8 @@ STUDENT = (12.706, 4.303, 3.182, 2.776)
 NORMAL = 1.959964
 # A sequence of steps is cut into at most this many parts, of this many steps if that leaves 5 parts.
 BATCHES, BATCH_STEPS = 10, 4
+# Fewest blocks whose medians stand for a run.
+BLOCKS_MIN = 5
 # Largest number of pairs that is planned.
 PLAN_MAX = 10_000
 # Largest logarithm of a ratio whose exponential is finite.
@@ -255,6 +257,35 @@ def compare_blocks(base_arm: Arm, other_arm: Arm, base: Blocks, other: Blocks) -
 def compare(trace: Trace, base: Arm, other: Arm, warmup: int = WARMUP_STEPS) -> Paired | None:
     """Paired comparison of two arms of one run; None if they have no neighbouring blocks."""
     return compare_blocks(base, other, step_times(trace, base, warmup), step_times(trace, other, warmup))
+
+
+def _levels(blocks: Blocks) -> Floats:
+    """Logarithms of independent parts of a run: its blocks' medians, or if it has few blocks, parts of its steps."""
+    parts = [steps for _, steps in sorted(blocks.items())]
+    if len(parts) < BLOCKS_MIN:
+        steps = np.concatenate(parts)
+        parts = np.array_split(steps, min(BLOCKS_MIN, len(steps)))
+    levels: Floats = np.log([max(float(np.median(part)), 1.0) for part in parts])
+    return levels
+
+
+def ratio_of_runs(before: Blocks, after: Blocks) -> Estimate | None:
+    """Return the step of one run over that of another, by the distributions of their blocks; None without steps.
+
+    Welch's interval over the logarithms of the blocks' medians. It covers the noise within the runs, not a change of
+    the machine between them.
+    """
+    if not before or not after:
+        return None
+    first, second = _levels(before), _levels(after)
+    value = float(second.mean() - first.mean())
+    parts = [float(own.var(ddof=1)) / len(own) if len(own) > 1 else math.inf for own in (first, second)]
+    whole = sum(parts)
+    half = math.inf if math.isinf(whole) else 0.0
+    if 0 < whole < math.inf:
+        degrees = whole**2 / sum(part**2 / (len(own) - 1) for part, own in zip(parts, (first, second), strict=True))
+        half = student(int(degrees)) * math.sqrt(whole)
+    return Estimate(math.exp(value), math.exp(value - half), math.exp(value + half) if half < LOG_MAX else math.inf)
 
 
 # Fewest operations, and smallest ratio of largest to smallest size, for a latency fit.

@@ -75,7 +75,7 @@ class Predicted:
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class RuleResult:
     """The result of one rule.
 
     cause: in words; code: of the verdict if it is the largest. applies: its condition holds, so `saving` counts.
@@ -123,10 +123,10 @@ class Verdict:
     code: str
     why: str
     next: str
-    evidence: tuple[Evidence, ...] = ()
+    evidence: tuple[RuleResult, ...] = ()
 
     @property
-    def secondary(self) -> tuple[Evidence, ...]:
+    def secondary(self) -> tuple[RuleResult, ...]:
         """The other rules that fired."""
         return tuple(one for one in self.evidence if one.fired and one.code != self.code)
 
@@ -280,15 +280,27 @@ class Facts:
             return clock_words(self.f)
         return next((note for note in self.f.trace.notes if NOT_RECORDED in note), "")
 
-    def evidence(self, cause: str, code: str, **fields: object) -> Evidence:
+    def evidence(self, cause: str, code: str, **fields: object) -> RuleResult:
         """Return the result of a rule, with the limits of this run."""
-        return Evidence(cause, code, limit_ns=GAIN_MIN * self.step_ns, step_ns=self.step_ns, **fields)  # type: ignore[arg-type]
+        return RuleResult(cause, code, limit_ns=GAIN_MIN * self.step_ns, step_ns=self.step_ns, **fields)  # type: ignore[arg-type]
+
+    def more_steps(self, saving: Estimate) -> str:
+        """The measurement after which the interval of a saving leaves out the limit: its width falls as 1/sqrt(n)."""
+        reach = saving.value - GAIN_MIN * self.step_ns
+        if not 0 < reach < saving.value - saving.low < math.inf:
+            return MORE_STEPS
+        steps = sum(time.steps + time.blocks for time in self.f.times.values())
+        more = math.ceil(steps * (((saving.value - saving.low) / reach) ** 2 - 1))
+        return f"Measure {more} more steps (NETBOTTLENECK_END_STEP), on hosts that do nothing else."
 
     def share(self, saving: Estimate) -> str:
         """A saving in words."""
         step = self.step_ns
         between = f"{percent(saving.low / step)} to {percent(saving.high / step)}"
         return f"{ms(saving.value)}, {percent(saving.value / step)} of the step ({between})"
+
+
+MORE_STEPS = "Measure more steps, on hosts that do nothing else."
 
 
 def clock_words(f: Findings) -> str:
@@ -310,7 +322,7 @@ def _streams_hint(f: Findings, arm: Arm) -> str:
     return f" NETBOTTLENECK_STREAMS={max(used)}" if used else ""
 
 
-def transport(facts: Facts) -> Evidence:
+def transport(facts: Facts) -> RuleResult:
     """Another transport is faster over the same link: measured against it, else predicted from the probe."""
     f = facts.f
     tried = [pair for pair in f.comparisons if pair.enough]
@@ -333,7 +345,7 @@ def transport(facts: Facts) -> Evidence:
     )
 
 
-def _probe(facts: Facts) -> Evidence:
+def _probe(facts: Facts) -> RuleResult:
     f, base = facts.f, facts.base
     did, can = f.achieved.get(base), f.achievable
     unknown = facts.rates_known
@@ -357,7 +369,7 @@ def _probe(facts: Facts) -> Evidence:
     )
 
 
-def link(facts: Facts) -> Evidence:
+def link(facts: Facts) -> RuleResult:
     """The link itself is full while data move."""
     f, did = facts.f, facts.f.achieved.get(facts.base)
     unknown = facts.rates_known
@@ -384,11 +396,11 @@ def link(facts: Facts) -> Evidence:
         f"averaged over the step {percent(did.average_bps / limit)}. A link without limit would save "
         f"{facts.share(saving)}.{_keep(f)}",
         next="Send less (larger batches, smaller gradients) or get a faster link; another transport cannot help.",
-        needs="Measure more steps, on hosts that do nothing else.",
+        needs=MORE_STEPS,
     )
 
 
-def latency(facts: Facts) -> Evidence:
+def latency(facts: Facts) -> RuleResult:
     """Operations cost time that does not depend on their size."""
     f, base = facts.f, facts.base
     parts, did = f.parts[base], f.achieved.get(base)
@@ -413,11 +425,11 @@ def latency(facts: Facts) -> Evidence:
         why=f"{percent(share)} of transfer time does not depend on size ({rests}): {parts.operations:.0f} operations "
         f"a step. Without it the step would be {facts.share(saving)} shorter.{_keep(f)}",
         next="Fewer, larger operations: larger buckets (bucket_cap_mb of DDP, HOROVOD_FUSION_THRESHOLD).",
-        needs="Measure more steps, on hosts that do nothing else.",
+        needs=MORE_STEPS,
     )
 
 
-def buckets(facts: Facts) -> Evidence:
+def buckets(facts: Facts) -> RuleResult:
     """Other bucket sizes would overlap better or cost less."""
     saving = facts.predicted.savings_ns.get("buckets")
     if saving is None:
@@ -432,11 +444,11 @@ def buckets(facts: Facts) -> Evidence:
         rests=f"predicted: {facts.predicted.buckets}",
         why=f"With {facts.predicted.buckets} the step would be {facts.share(saving)} shorter (predicted).",
         next=f"Set {facts.predicted.buckets} (bucket_cap_mb of DDP, HOROVOD_FUSION_THRESHOLD), and measure again.",
-        needs="Measure more steps, on hosts that do nothing else.",
+        needs=MORE_STEPS,
     )
 
 
-def host(facts: Facts) -> Evidence:
+def host(facts: Facts) -> RuleResult:
     """Traffic and compute share the host's processors: compute is slower beside traffic, or all cores are busy."""
     f, step = facts.f, facts.step_ns
     busy = f.cores_busy or 0.0
@@ -458,10 +470,12 @@ def host(facts: Facts) -> Evidence:
         saving = Estimate(
             saving.value + idle.value * (1 + least) / 2, saving.low + idle.low * least, saving.high + idle.high
         )
+        if f.starved is not None:
+            saving = Estimate(*(getattr(saving, end) + getattr(f.starved, end) for end in ("value", "low", "high")))
         sources.append(f"cores {percent(busy)} busy")
         reasons.append(
             f"The ranks of one machine keep {percent(busy)} of its cores busy over the whole step, also while "
-            "communication is exposed."
+            f"communication is exposed; compute waits {ms(f.starved.value if f.starved else 0.0)} a step for a core."
         )
     return facts.evidence(
         "host contention",
@@ -471,7 +485,7 @@ def host(facts: Facts) -> Evidence:
         rests="; ".join(sources) or f"no steps without traffic ({NULL})",
         why=f"{' '.join(reasons)} With enough cores the step would be {facts.share(saving)} shorter.{_keep(f)}",
         next="Give the ranks more cores, or fewer threads to the model.",
-        needs="Measure more steps." if slowed is not None else _with_arm(f, NULL),
+        needs=facts.more_steps(saving) if slowed is not None else _with_arm(f, NULL),
     )
 
 
@@ -488,7 +502,7 @@ def _unsure_clocks(facts: Facts, saving: Estimate) -> str:
     return "" if small else clock_words(facts.f)
 
 
-def straggler(facts: Facts) -> Evidence:
+def straggler(facts: Facts) -> RuleResult:
     """One rank arrives last, step after step."""
     f, late = facts.f, facts.f.lateness
     if late is None:
@@ -510,11 +524,11 @@ def straggler(facts: Facts) -> Evidence:
         why=f"Rank {rank} makes the others wait {ms(saving.value)} ({ms(saving.low)} to {ms(saving.high)}) a step, "
         f"step after step ({late.steps} steps; chance {late.chance:.0e}).{cause}",
         next=f"Look at rank {rank}'s host{f' ({name})' if name else ''}: {look}.",
-        needs="Measure more steps, on hosts that do nothing else.",
+        needs=facts.more_steps(saving),
     )
 
 
-def imbalance(facts: Facts) -> Evidence:
+def imbalance(facts: Facts) -> RuleResult:
     """Steps of the ranks differ at random: each waits for whichever is last."""
     f, late = facts.f, facts.f.lateness
     if late is None:
@@ -535,11 +549,11 @@ def imbalance(facts: Facts) -> Evidence:
             else f", beside the wait for rank {late.straggler}."
         ),
         next="Make the ranks' steps equally long: batches of equal cost, cores of their own, no other processes.",
-        needs="Measure more steps, on hosts that do nothing else.",
+        needs=facts.more_steps(saving),
     )
 
 
-def before_forward(facts: Facts) -> Evidence:
+def before_forward(facts: Facts) -> RuleResult:
     """Time passes before the forward: input."""
     f, saving = facts.f, facts.f.parts_ns["input"]
     return facts.evidence(
@@ -552,11 +566,11 @@ def before_forward(facts: Facts) -> Evidence:
         f"({percent(saving.low / facts.step_ns)} to {percent(saving.high / facts.step_ns)} of the step).",
         next="Look at what runs between the optimizer and the forward. For input: more data loader workers, or "
         "prefetching. A second optimizer, evaluation and logging count there as well.",
-        needs=f"Measure more steps ({f.label}).",
+        needs=facts.more_steps(saving),
     )
 
 
-def optimizer(facts: Facts) -> Evidence:
+def optimizer(facts: Facts) -> RuleResult:
     """The optimizer takes a large part of the step."""
     saving = facts.f.parts_ns["optimizer"]
     return facts.evidence(
@@ -568,7 +582,7 @@ def optimizer(facts: Facts) -> Evidence:
         why=f"The optimizer takes {ms(saving.value)} of {ms(facts.step_ns)} ({percent(saving.low / facts.step_ns)} to "
         f"{percent(saving.high / facts.step_ns)} of the step).",
         next="A fused or multi-tensor optimizer (foreach=True, fused=True), or updates of larger batches.",
-        needs="Measure more steps.",
+        needs=facts.more_steps(saving),
     )
 
 
@@ -591,7 +605,7 @@ def _slow_interface(f: Findings, base: Arm) -> tuple[TransportInfo, TransportInf
     return (infos[0], infos[-1]) if infos and _rating(infos[0]) < _rating(infos[-1]) else None
 
 
-def configuration(facts: Facts) -> Evidence:
+def configuration(facts: Facts) -> RuleResult:
     """The base uses a slower interface than is there, or than the other ranks use."""
     f, base = facts.f, facts.base
     slow = _slow_interface(f, base)
@@ -614,7 +628,7 @@ def configuration(facts: Facts) -> Evidence:
     )
 
 
-def other_traffic(facts: Facts) -> Evidence:
+def other_traffic(facts: Facts) -> RuleResult:
     """An interface moves bytes that this record does not have: of other jobs, or of calls that are not recorded."""
     f, base = facts.f, facts.base
     own = _recorded_bytes(f, base)
@@ -663,7 +677,7 @@ def _recorded_bytes(f: Findings, base: Arm) -> dict[int, float]:
     return found
 
 
-Rule = Callable[[Facts], Evidence]
+Rule = Callable[[Facts], RuleResult]
 RULES: tuple[Rule, ...] = (
     configuration,
     transport,
@@ -679,11 +693,12 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def judge(facts: Facts) -> tuple[Evidence, ...]:
+def judge(facts: Facts) -> tuple[RuleResult, ...]:
     """Ask every rule. Those that fired come first, then the uncertain, then the others; larger savings first."""
 
-    def place(one: Evidence) -> tuple[bool, bool, float]:
-        return not one.fired, not one.uncertain, -(one.saving.value if one.saving is not None else 0.0)
+    def place(one: RuleResult) -> tuple[bool, bool, float]:
+        counted = one.saving.value if one.saving is not None and one.applies else 0.0
+        return not one.fired, not one.uncertain, -counted
 
     return tuple(sorted((rule(facts) for rule in RULES), key=place))
 
@@ -691,7 +706,7 @@ def judge(facts: Facts) -> tuple[Evidence, ...]:
 # The verdict.
 
 
-def _nothing(facts: Facts, evidence: tuple[Evidence, ...]) -> Verdict:
+def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
     """The verdict if no rule fired."""
     f = facts.f
     assert f.share is not None

@@ -19,7 +19,7 @@ from netbottleneck.analysis.arrivals import Lateness
 from netbottleneck.analysis.findings import Findings, Parts
 from netbottleneck.analysis.intervals import WARMUP_STEPS
 from netbottleneck.analysis.usage import HostUse
-from netbottleneck.analysis.verdict import Evidence, Verdict, handicap_sentence
+from netbottleneck.analysis.verdict import RuleResult, Verdict, handicap_sentence
 from netbottleneck.report.text import sentences
 from netbottleneck.trace.model import Collective, Trace
 
@@ -39,7 +39,7 @@ def _interval(estimate: statistics.Estimate, scale: float = 1.0) -> dict[str, fl
     return {name: value * scale if math.isfinite(value) else None for name, value in values.items()}
 
 
-def _evidence(one: Evidence) -> dict[str, Any]:
+def _evidence(one: RuleResult) -> dict[str, Any]:
     return {
         "cause": one.cause,
         "code": one.code,

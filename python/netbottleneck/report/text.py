@@ -18,7 +18,7 @@ from netbottleneck.analysis.statistics import Costs, Travel
 from netbottleneck.analysis.usage import HostUse
 from netbottleneck.analysis.verdict import (
     GAIN_MIN,
-    Evidence,
+    RuleResult,
     Verdict,
     best_gain,
     handicap_sentence,
@@ -374,7 +374,7 @@ def _retransmitted(host: HostUse) -> str:
     return percent(host.retransmitted_segments / host.sent_segments, digits=2)
 
 
-def saving_words(one: Evidence) -> str:
+def saving_words(one: RuleResult) -> str:
     """The saving of a rule with its interval; "-" if its condition does not hold."""
     if not one.applies or one.saving is None:
         return "-"
@@ -382,12 +382,12 @@ def saving_words(one: Evidence) -> str:
     return f"{ms(one.saving.value)} ({low} to {high})"
 
 
-def margin_words(one: Evidence) -> str:
+def margin_words(one: RuleResult) -> str:
     """How far the saving is surely above the limit."""
     return "-" if one.margin is None else percent(one.margin, signed=True)
 
 
-def fired_words(one: Evidence) -> str:
+def fired_words(one: RuleResult) -> str:
     """Whether a rule fired."""
     return "yes" if one.fired else "perhaps" if one.uncertain else "no"
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
 
 from scenario.job import MIB, Job
+from scenario.training import Training
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Generic[T]):
     """A scenario: a job, and what the verdict about it must be.
 
     expected: codes that may be the verdict; also: codes that must have fired; never: codes that must not. gone: what
@@ -19,9 +23,9 @@ class Case:
     """
 
     name: str
-    job: Job
+    job: T
     expected: tuple[str, ...]
-    gone: Job | None = None
+    gone: T | None = None
     cause: str = ""
     also: tuple[str, ...] = ()
     never: tuple[str, ...] = ()
@@ -32,12 +36,21 @@ class Case:
 
 
 Draw = random.Random
-CASES: list[Callable[[Draw], Case]] = []
+Make = Callable[[Draw], Case[Job]]
+MakeLive = Callable[[Draw], Case[Training]]
+CASES: list[Make] = []
+LIVE: list[MakeLive] = []
 
 
-def case(make: Callable[[Draw], Case]) -> Callable[[Draw], Case]:
-    """Add a scenario; its name is that of the function."""
+def case(make: Make) -> Make:
+    """Add a scenario of a made trace."""
     CASES.append(make)
+    return make
+
+
+def live(make: MakeLive) -> MakeLive:
+    """Add a scenario that runs a training."""
+    LIVE.append(make)
     return make
 
 
@@ -58,7 +71,7 @@ def _overlapped(draw: Draw) -> Job:
 
 
 @case
-def flow_cap_measured(draw: Draw) -> Case:
+def flow_cap_measured(draw: Draw) -> Case[Job]:
     cap = draw.uniform(1.5e9, 2.5e9)
     job = replace(_big(draw), arms=("stock", "tcp", "bare"), blocks=4, link_bps=1e10, flow_bps=cap)
     return Case(
@@ -74,7 +87,7 @@ def flow_cap_measured(draw: Draw) -> Case:
 
 
 @case
-def flow_cap_probed(draw: Draw) -> Case:
+def flow_cap_probed(draw: Draw) -> Case[Job]:
     job = replace(_big(draw), link_bps=1e10, flow_bps=draw.uniform(1.5e9, 2.5e9), probe=True)
     return Case(
         "flow cap, probe only",
@@ -88,7 +101,7 @@ def flow_cap_probed(draw: Draw) -> Case:
 
 
 @case
-def full_link(draw: Draw) -> Case:
+def full_link(draw: Draw) -> Case[Job]:
     job = replace(_big(draw), link_bps=draw.uniform(1e9, 3e9))
     return Case(
         "full link", job, ("LINK_LIMITED",), replace(job, link_bps=1e13, flow_bps=1e13), "LINK_LIMITED", saves=True
@@ -96,7 +109,7 @@ def full_link(draw: Draw) -> Case:
 
 
 @case
-def full_link_compared(draw: Draw) -> Case:
+def full_link_compared(draw: Draw) -> Case[Job]:
     job = replace(_big(draw), link_bps=draw.uniform(1e9, 3e9), arms=("stock", "tcp", "bare"), blocks=4)
     return Case(
         "full link, no transport is faster",
@@ -111,7 +124,7 @@ def full_link_compared(draw: Draw) -> Case:
 
 
 @case
-def full_link_by_probe(draw: Draw) -> Case:
+def full_link_by_probe(draw: Draw) -> Case[Job]:
     rate = draw.uniform(1e9, 3e9)
     job = replace(_big(draw), link_bps=rate, flow_bps=rate, link_known=False, probe=True)
     return Case(
@@ -120,7 +133,7 @@ def full_link_by_probe(draw: Draw) -> Case:
 
 
 @case
-def latency_small(draw: Draw) -> Case:
+def latency_small(draw: Draw) -> Case[Job]:
     job = replace(
         NOISY, backward_ms=20, buckets=(4096,) * 60, latency_ms=draw.uniform(0.8, 1.5), link_bps=1e10, block_steps=20
     )
@@ -137,7 +150,7 @@ def latency_small(draw: Draw) -> Case:
 
 
 @case
-def latency_of_many_sizes(draw: Draw) -> Case:
+def latency_of_many_sizes(draw: Draw) -> Case[Job]:
     sizes = tuple(draw.choice((4096, 16384, 65536, 262144)) for _ in range(50))
     job = replace(NOISY, backward_ms=20, buckets=sizes, latency_ms=draw.uniform(0.8, 1.5))
     return Case(
@@ -151,7 +164,7 @@ def latency_of_many_sizes(draw: Draw) -> Case:
 
 
 @case
-def slow_rank(draw: Draw) -> Case:
+def slow_rank(draw: Draw) -> Case[Job]:
     slow = draw.randrange(2)
     job = replace(NOISY, jitter=0.01, slower={slow: draw.uniform(1.12, 1.3)})
     return Case(
@@ -168,7 +181,7 @@ def slow_rank(draw: Draw) -> Case:
 
 
 @case
-def sleeping_rank(draw: Draw) -> Case:
+def sleeping_rank(draw: Draw) -> Case[Job]:
     slow = draw.randrange(4)
     job = replace(NOISY, ranks=4, jitter=0.02, sleeps_ms={slow: draw.uniform(20, 60)})
     return Case(
@@ -184,7 +197,7 @@ def sleeping_rank(draw: Draw) -> Case:
 
 
 @case
-def slow_input_of_one_rank(draw: Draw) -> Case:
+def slow_input_of_one_rank(draw: Draw) -> Case[Job]:
     slow = draw.randrange(4)
     job = replace(NOISY, ranks=4, input_of_ms={slow: draw.uniform(25, 60)})
     return Case(
@@ -200,7 +213,7 @@ def slow_input_of_one_rank(draw: Draw) -> Case:
 
 
 @case
-def jitter_of_eight(draw: Draw) -> Case:
+def jitter_of_eight(draw: Draw) -> Case[Job]:
     job = replace(NOISY, ranks=8, jitter=draw.uniform(0.08, 0.15), block_steps=30)
     return Case(
         "eight equal ranks with random steps",
@@ -215,7 +228,7 @@ def jitter_of_eight(draw: Draw) -> Case:
 
 
 @case
-def jitter_of_two(draw: Draw) -> Case:
+def jitter_of_two(draw: Draw) -> Case[Job]:
     job = replace(NOISY, jitter=draw.uniform(0.12, 0.2), block_steps=40)
     return Case(
         "two equal ranks with random steps",
@@ -228,7 +241,7 @@ def jitter_of_two(draw: Draw) -> Case:
 
 
 @case
-def input_first(draw: Draw) -> Case:
+def input_first(draw: Draw) -> Case[Job]:
     job = replace(
         _big(draw), forward_ms=15, backward_ms=20, input_ms=draw.uniform(60, 90), link_bps=2e10, flow_bps=2e10
     )
@@ -245,7 +258,7 @@ def input_first(draw: Draw) -> Case:
 
 
 @case
-def network_first(draw: Draw) -> Case:
+def network_first(draw: Draw) -> Case[Job]:
     job = replace(_big(draw), forward_ms=15, backward_ms=20, input_ms=draw.uniform(60, 80), link_bps=2e9)
     return Case(
         "network first, input second",
@@ -258,13 +271,13 @@ def network_first(draw: Draw) -> Case:
 
 
 @case
-def slow_input(draw: Draw) -> Case:
+def slow_input(draw: Draw) -> Case[Job]:
     job = replace(NOISY, input_ms=draw.uniform(40, 80))
     return Case("slow input", job, ("INPUT_LIMITED",), replace(job, input_ms=0.5), "INPUT_LIMITED", saves=True)
 
 
 @case
-def slow_optimizer(draw: Draw) -> Case:
+def slow_optimizer(draw: Draw) -> Case[Job]:
     job = replace(NOISY, optimizer_ms=draw.uniform(40, 80))
     return Case(
         "slow optimizer",
@@ -279,7 +292,7 @@ def slow_optimizer(draw: Draw) -> Case:
 
 
 @case
-def clocks_apart(draw: Draw) -> Case:
+def clocks_apart(draw: Draw) -> Case[Job]:
     job = replace(NOISY, clock_ms={1: draw.choice((-1, 1)) * draw.uniform(8, 40)}, buckets=(MIB,) * 4)
     return Case(
         "clocks of the hosts differ",
@@ -290,13 +303,13 @@ def clocks_apart(draw: Draw) -> Case:
 
 
 @case
-def clocks_apart_on_a_full_link(draw: Draw) -> Case:
+def clocks_apart_on_a_full_link(draw: Draw) -> Case[Job]:
     job = replace(_big(draw), link_bps=1.5e9, clock_ms={1: draw.uniform(8, 15)})
     return Case("clocks differ, full link", job, ("LINK_LIMITED",), never=("STRAGGLER", "IMBALANCE"))
 
 
 @case
-def clocks_apart_and_a_straggler(draw: Draw) -> Case:
+def clocks_apart_and_a_straggler(draw: Draw) -> Case[Job]:
     job = replace(NOISY, buckets=(MIB,) * 4, clock_ms={1: 12.0}, sleeps_ms={1: draw.uniform(25, 50)})
     return Case(
         "clocks differ, and a straggler", job, ("STRAGGLER",), replace(job, sleeps_ms={}), "STRAGGLER", saves=True
@@ -304,7 +317,7 @@ def clocks_apart_and_a_straggler(draw: Draw) -> Case:
 
 
 @case
-def contended_compute(draw: Draw) -> Case:
+def contended_compute(draw: Draw) -> Case[Job]:
     job = replace(_overlapped(draw), contention=draw.uniform(1.3, 1.8), link_bps=1e10, flow_bps=4e9)
     return Case(
         "traffic slows compute",
@@ -318,20 +331,20 @@ def contended_compute(draw: Draw) -> Case:
 
 
 @case
-def contention_larger_than_the_link(draw: Draw) -> Case:
+def contention_larger_than_the_link(draw: Draw) -> Case[Job]:
     job = replace(_overlapped(draw), contention=draw.uniform(1.5, 1.8), link_bps=4e9, flow_bps=4e9)
     job = replace(job, buckets=(*job.buckets[:3], 8 * MIB))
     return Case("compute slowed more than the link costs", job, ("HOST_LIMITED",), also=("LINK_LIMITED",))
 
 
 @case
-def busy_cores(draw: Draw) -> Case:
+def busy_cores(draw: Draw) -> Case[Job]:
     job = replace(_big(draw), busy=draw.uniform(1.9, 2.0), link_bps=2e10, flow_bps=3e9)
     return Case("all cores busy", job, ("HOST_LIMITED",), replace(job, busy=1.0), "HOST_LIMITED")
 
 
 @case
-def slow_hooks(draw: Draw) -> Case:
+def slow_hooks(draw: Draw) -> Case[Job]:
     job = replace(_big(draw), arms=("stock", "tcp", "bare"), blocks=5, flow_bps=3e9, hooks=draw.uniform(1.3, 1.5))
     return Case(
         "hooks slow the stock path",
@@ -342,13 +355,13 @@ def slow_hooks(draw: Draw) -> Case:
 
 
 @case
-def nothing(draw: Draw) -> Case:
+def nothing(draw: Draw) -> Case[Job]:
     job = replace(NOISY, buckets=(MIB // 2,) * 4, forward_ms=draw.uniform(20, 50))
     return Case("hidden communication", job, ("NOT_NETWORK",))
 
 
 @case
-def nothing_compared(draw: Draw) -> Case:
+def nothing_compared(draw: Draw) -> Case[Job]:
     job = replace(NOISY, buckets=(MIB // 2,) * 4, arms=("stock", "tcp", "bare", "null"), blocks=5)
     return Case(
         "hidden communication, all arms measured",
@@ -360,7 +373,7 @@ def nothing_compared(draw: Draw) -> Case:
 
 
 @case
-def as_good(draw: Draw) -> Case:
+def as_good(draw: Draw) -> Case[Job]:
     rate = draw.uniform(2.5e9, 3.5e9)
     job = replace(_big(draw), arms=("stock", "tcp", "bare"), blocks=4, link_bps=rate * 1.6, flow_bps=rate, streams=1)
     return Case(
@@ -373,7 +386,7 @@ def as_good(draw: Draw) -> Case:
 
 
 @case
-def two_pairs(draw: Draw) -> Case:
+def two_pairs(draw: Draw) -> Case[Job]:
     job = replace(_big(draw), arms=("stock", "tcp"), blocks=2, block_steps=8, link_bps=5e9, flow_bps=5e9, noise=0.05)
     return Case(
         "two pairs of noisy blocks",
@@ -384,7 +397,7 @@ def two_pairs(draw: Draw) -> Case:
 
 
 @case
-def noisy_gain(draw: Draw) -> Case:
+def noisy_gain(draw: Draw) -> Case[Job]:
     job = replace(NOISY, arms=("stock", "tcp"), blocks=3, noise=0.08, link_bps=1e10)
     return Case(
         "three pairs of blocks with much noise",
@@ -396,7 +409,7 @@ def noisy_gain(draw: Draw) -> Case:
 
 
 @case
-def providers_differ(draw: Draw) -> Case:
+def providers_differ(draw: Draw) -> Case[Job]:
     job = replace(NOISY, providers=("gloo", "ucc"))
     return Case(
         "ranks differ in their provider", job, ("MISCONFIGURED",), replace(job, providers=("gloo",)), "MISCONFIGURED"
@@ -404,7 +417,7 @@ def providers_differ(draw: Draw) -> Case:
 
 
 @case
-def slow_interface(draw: Draw) -> Case:
+def slow_interface(draw: Draw) -> Case[Job]:
     slow = draw.uniform(0.8e9, 2e9)
     ratings = {"stock": ("eno1", slow), "tcp": ("eth1", 1e10)}
     job = replace(
@@ -422,7 +435,7 @@ def slow_interface(draw: Draw) -> Case:
 
 
 @case
-def traffic_of_others(draw: Draw) -> Case:
+def traffic_of_others(draw: Draw) -> Case[Job]:
     share = draw.uniform(0.4, 0.6)
     job = replace(_big(draw), link_bps=1e10, flow_bps=4e9 * (1 - share), other_share=share)
     return Case(
@@ -436,7 +449,7 @@ def traffic_of_others(draw: Draw) -> Case:
 
 
 @case
-def two_levels(draw: Draw) -> Case:
+def two_levels(draw: Draw) -> Case[Job]:
     job = replace(
         _big(draw),
         ranks=16,
@@ -456,22 +469,140 @@ def two_levels(draw: Draw) -> Case:
 
 
 @case
-def one_rank(_: Draw) -> Case:
+def one_rank(_: Draw) -> Case[Job]:
     return Case("one rank", replace(NOISY, ranks=1, buckets=(MIB,)), ("NO_COMMUNICATION",))
 
 
 @case
-def few_steps(_: Draw) -> Case:
+def few_steps(_: Draw) -> Case[Job]:
     return Case("three steps", replace(NOISY, blocks=1, block_steps=4), ("INCONCLUSIVE",), advises="more steps")
 
 
 @case
-def straggler_on_a_full_link(draw: Draw) -> Case:
+def straggler_on_a_full_link(draw: Draw) -> Case[Job]:
     job = replace(_big(draw), link_bps=2.5e9, sleeps_ms={1: draw.uniform(20, 30)})
     return Case("full link, and a straggler", job, ("LINK_LIMITED",), also=("STRAGGLER",))
 
 
 @case
-def large_buckets(draw: Draw) -> Case:
+def large_buckets(draw: Draw) -> Case[Job]:
     job = replace(_big(draw), forward_ms=20, backward_ms=150, buckets=(8 * MIB, 64 * MIB), link_bps=6e9, flow_bps=6e9)
     return Case("buckets too large to overlap", job, ("BUCKET_SIZES", "LINK_LIMITED"))
+
+
+# Trainings that run. Their compute is sleep, so two cores suffice.
+
+SMALL = Training(asked={"kib": 16})
+
+
+@live
+def live_flow_cap(draw: Draw) -> Case[Training]:
+    flow = draw.randrange(60, 120)
+    run = Training(f"1gbit/{flow}mbit", "stock,tcp,bare")
+    return Case(
+        "live: flow cap, other transport measured",
+        run,
+        ("TRANSPORT_LIMITED",),
+        run.but("1gbit"),
+        "TRANSPORT_LIMITED",
+        never=("STRAGGLER", "LINK_LIMITED"),
+        advises="NETBOTTLENECK_TRANSPORT=tcp",
+    )
+
+
+@live
+def live_full_link(draw: Draw) -> Case[Training]:
+    run = Training(f"{draw.randrange(80, 160)}mbit", "stock,tcp,bare")
+    return Case(
+        "live: full link",
+        run,
+        ("LINK_LIMITED",),
+        run.but("none"),
+        "LINK_LIMITED",
+        never=("STRAGGLER", "INPUT_LIMITED", "TRANSPORT_LIMITED"),
+        saves=True,
+    )
+
+
+@live
+def live_sleeping_rank(draw: Draw) -> Case[Training]:
+    slow = draw.randrange(2)
+    run = SMALL.but(slow_rank=slow, sleep_ms=draw.uniform(15, 50))
+    return Case(
+        "live: one rank sleeps in its backward",
+        run,
+        ("STRAGGLER",),
+        run.but(sleep_ms=None),
+        "STRAGGLER",
+        never=("LINK_LIMITED", "INPUT_LIMITED"),
+        saves=True,
+        says=f"Rank {slow} makes the others wait",
+    )
+
+
+@live
+def live_input(draw: Draw) -> Case[Training]:
+    run = SMALL.but(input_ms=draw.uniform(20, 60))
+    return Case(
+        "live: slow input",
+        run,
+        ("INPUT_LIMITED",),
+        run.but(input_ms=None),
+        "INPUT_LIMITED",
+        never=("STRAGGLER", "OPTIMIZER_LIMITED"),
+        saves=True,
+    )
+
+
+@live
+def live_optimizer(draw: Draw) -> Case[Training]:
+    run = SMALL.but(optimizer_ms=draw.uniform(25, 60))
+    return Case(
+        "live: slow optimizer",
+        run,
+        ("OPTIMIZER_LIMITED",),
+        run.but(optimizer_ms=None),
+        "OPTIMIZER_LIMITED",
+        never=("STRAGGLER", "INPUT_LIMITED"),
+        saves=True,
+    )
+
+
+@live
+def live_jitter(draw: Draw) -> Case[Training]:
+    run = SMALL.but(jitter=draw.uniform(0.15, 0.25))
+    return Case(
+        "live: random steps", run, ("IMBALANCE",), run.but(jitter=None), "IMBALANCE", never=("STRAGGLER",), saves=True
+    )
+
+
+@live
+def live_nothing(_: Draw) -> Case[Training]:
+    return Case("live: hidden communication", SMALL, ("NOT_NETWORK",), never=("STRAGGLER", "LINK_LIMITED"))
+
+
+@live
+def live_input_and_link(draw: Draw) -> Case[Training]:
+    run = Training("200mbit", "stock,bare", {"input_ms": draw.uniform(70, 90), "ms": 5.0})
+    return Case(
+        "live: input first, link second",
+        run,
+        ("INPUT_LIMITED",),
+        run.but(input_ms=None),
+        "INPUT_LIMITED",
+        also=("LINK_LIMITED",),
+        saves=True,
+    )
+
+
+@live
+def live_pinned(draw: Draw) -> Case[Training]:
+    run = Training("none", "stock,bare", {"kib": 1024, "core": draw.randrange(2), "spin": True})
+    return Case(
+        "live: both ranks on one core",
+        run,
+        ("HOST_LIMITED",),
+        run.but(core=None),
+        "HOST_LIMITED",
+        never=("LINK_LIMITED", "INPUT_LIMITED"),
+    )

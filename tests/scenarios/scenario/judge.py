@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from netbottleneck.analysis import findings, usage, verdict
+from netbottleneck.report import text
 from netbottleneck.whatif import sweeps
-from scenario.cases import Case
+from scenario.cases import CASES, Case
 from scenario.job import Job, samples_of, trace_of
 
 
@@ -28,7 +31,7 @@ class Judged:
 class Result:
     """A scenario's outcome. wrong: what differs from the expectation. error: relative, of the saving."""
 
-    case: Case
+    case: Case[Any]
     got: Judged
     wrong: tuple[str, ...]
     error: float | None = None
@@ -42,7 +45,7 @@ def judge(job: Job, seed: int) -> Judged:
     return Judged(found, verdict.decide(found, predicted, usage.hosts(trace, samples_of(job, trace))))
 
 
-def _differences(case: Case, got: Judged) -> Iterator[str]:
+def _differences(case: Case[Any], got: Judged) -> Iterator[str]:
     if got.verdict.code not in case.expected:
         yield f"expected {' or '.join(case.expected)}"
     for code in (*case.expected, *case.also):
@@ -62,8 +65,11 @@ def _step_ns(judged: Judged) -> float:
     return found.parts_ns["step"].value
 
 
-def run(case: Case, seed: int) -> Result:
-    """Run a scenario and its twin."""
+T = TypeVar("T")
+
+
+def run(case: Case[T], seed: int, judge: Callable[[T, int], Judged]) -> Result:
+    """Judge a scenario and its twin."""
     got = judge(case.job, seed)
     wrong = list(_differences(case, got))
     error = None
@@ -76,3 +82,12 @@ def run(case: Case, seed: int) -> Result:
             truth = _step_ns(got) - _step_ns(twin)
             error = first.saving.value / truth - 1
     return Result(case, got, tuple(wrong), error)
+
+
+def example(name: str) -> str:
+    """Return the end of the report of a scenario, from the table of its rules on. Raises KeyError for no scenario."""
+    make = {make.__name__: make for make in CASES}[name]
+    got = judge(make(random.Random(f"1/{name}")).job, 1)
+    whole = text.text(got.found, got.verdict)
+    start = whole.find("Rules: ")
+    return whole[start if start >= 0 else whole.index("Verdict: ") :]

@@ -1,7 +1,7 @@
 # Every target calls a script that CI also calls. `make` alone lists them.
 NB := .venv/bin/netbottleneck
 .DEFAULT_GOAL := help
-.PHONY: help setup build test test-full test-peers matrices idioms faults lint bench bench-peers gates overhead study notebooks docs sanitize fuzz mutants cross wheel-check clean
+.PHONY: help setup build test test-full test-peers matrices idioms faults scenarios lint bench bench-peers gates overhead study notebooks docs sanitize fuzz mutants cross wheel-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,10 @@ idioms: ## compare training loops bit for bit, untouched and in each mode (ARGS=
 faults: ## run the faults matrix: outcomes, times and leftovers (ARGS="--only kill,stop --networks tcp")
 	@tools/setup_env.sh run
 	@tools/faults.sh $(ARGS)
+
+scenarios: ## check the verdict about jobs with a known cause, and about their twins (SEED=n, ARGS="--live --only WORDS")
+	@tools/setup_env.sh run
+	@.venv/bin/python tests/scenarios/run.py --seed $(or $(SEED),1) $(ARGS)
 
 docs: ## build the documentation into build/docs; warnings are errors
 	@tools/setup_env.sh dev

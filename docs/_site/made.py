@@ -71,10 +71,19 @@ def limits() -> Iterator[str]:
         yield f"| `{name}` | {getattr(rules, name):g} | {text.rstrip('.')} |"
 
 
+def scenario(name: str) -> Iterator[str]:
+    """Yield the end of the report of a scenario of tests/scenarios, with its first seed."""
+    sys.path.insert(0, str(ROOT / "tests" / "scenarios"))
+    from scenario.judge import example
+
+    yield f"```text\n{example(name)}```"
+
+
 MAKERS: Mapping[str, Callable[..., Iterator[str]]] = {
     "api": api,
     "commands": commands,
     "limits": limits,
+    "scenario": scenario,
     **results.MAKERS,
 }
 

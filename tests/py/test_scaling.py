@@ -259,7 +259,7 @@ def test_neighbouring_blocks_are_paired_once_each_across_third_transports():
     found = comparisons.compare(blocks_of(*rows), "a", "b")
     assert found.pairs == 3
     assert found.difference_ns == comparisons.Estimate(-20, -20, -20)
-    assert found.ratio.value == 0.8
+    assert found.ratio.value == pytest.approx(0.8)
     assert found.gain.value == pytest.approx(0.2)
     assert comparisons.compare(blocks_of(("a", [1, 2])), "a", "b") is None
     assert not comparisons.compare(blocks_of(("a", [1, 2]), ("b", [1, 2])), "a", "b").enough
@@ -274,22 +274,6 @@ def test_a_common_drift_is_not_a_difference():
     found = comparisons.compare(blocks_of(*rows), "a", "b")
     assert found.difference_ns.low <= 0 <= found.difference_ns.high
     assert found.difference_ns.high - found.difference_ns.low < 200
-
-
-def test_the_interval_has_its_nominal_coverage():
-    random = np.random.default_rng(2)
-    covered = 0
-    for _ in range(60):
-        rows = []
-        for _ in range(5):
-            level = random.normal(0, 200)
-            rows += [
-                (name, [1, *(random.normal(10_000 + shift + level, 300, 6)).astype(int)])
-                for name, shift in (("a", 0), ("b", 150))
-            ]
-        found = comparisons.compare(blocks_of(*rows), "a", "b")
-        covered += found.difference_ns.low <= 150 <= found.difference_ns.high
-    assert covered >= 51
 
 
 def test_a_comparison_is_the_same_each_time(run):

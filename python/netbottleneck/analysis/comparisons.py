@@ -1,6 +1,6 @@
 """Comparisons over a trace: arms by alternating blocks, their costs and algorithms, scaling factor, latency.
 
-Pure and seeded: the same trace gives the same numbers.
+Pure: the same trace gives the same numbers.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,90 +18,130 @@ from netbottleneck.analysis.intervals import WARMUP_STEPS, Split, counted
 from netbottleneck.trace.model import Collective, Step, Trace
 from netbottleneck.trace.transports import NULL, SINGLE, Arm
 
-# Blocks of steps. Neighbouring blocks form pairs; a bootstrap over pairs and steps gives the interval.
+Floats = NDArray[np.float64]
+Blocks = Mapping[int, Floats]
 
-BOOTSTRAP_DRAWS = 2000
-BOOTSTRAP_SEED = 0
-
-
-def by_block(rows: Iterable[tuple[Step, Sequence[float]]]) -> dict[int, NDArray[np.float64]]:
-    """By block: the values of each step, as medians over the ranks that recorded it."""
-    by_step: dict[tuple[int, int], list[Sequence[float]]] = defaultdict(list)
-    for step, value in rows:
-        by_step[step.block, step.index].append(value)
-    blocks: dict[int, list[NDArray[np.float64]]] = defaultdict(list)
-    for (block, _), of_ranks in sorted(by_step.items()):
-        blocks[block].append(np.median(np.array(of_ranks, np.float64), axis=0))
-    return {block: np.array(steps) for block, steps in blocks.items()}
-
-
-def _pairs(
-    base: Mapping[int, NDArray[np.float64]], other: Mapping[int, NDArray[np.float64]]
-) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Pairs of neighbouring blocks of two arms, each block used once. Blocks of other arms are ignored."""
-    blocks = sorted([(block, 0) for block in base] + [(block, 1) for block in other])
-    pairs = []
-    place = 0
-    while place + 1 < len(blocks):
-        (left, is_other), (right, next_is_other) = blocks[place], blocks[place + 1]
-        if is_other == next_is_other:
-            place += 1
-            continue
-        pairs.append((base[right], other[left]) if is_other else (base[left], other[right]))
-        place += 2
-    return pairs
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """Median steps of paired blocks: measured, shape (pairs, …), and bootstrapped, shape (draws, pairs, …)."""
-
-    steps: int
-    base: NDArray[np.float64]
-    other: NDArray[np.float64]
-    base_drawn: NDArray[np.float64]
-    other_drawn: NDArray[np.float64]
-
-
-def redrawn(
-    base: Mapping[int, NDArray[np.float64]], other: Mapping[int, NDArray[np.float64]], seed: int = BOOTSTRAP_SEED
-) -> Drawn | None:
-    """Bootstrap over pairs of neighbouring blocks and over the steps within each; None if there is no pair.
-
-    A block is an array of its steps: one number each, or one row each. A row is always drawn as a whole.
-    """
-    pairs = _pairs(base, other)
-    if not pairs:
-        return None
-    random = np.random.default_rng(seed)
-
-    def redraw(steps: NDArray[np.float64]) -> NDArray[np.float64]:
-        picks: NDArray[np.int64] = random.integers(len(steps), size=(BOOTSTRAP_DRAWS, len(steps)))
-        return np.asarray(np.median(steps[picks], axis=1), np.float64)
-
-    found = [[np.median(steps, axis=0) for steps in pair] for pair in pairs]
-    drawn = [[redraw(steps) for steps in pair] for pair in pairs]
-    which = random.integers(len(pairs), size=(BOOTSTRAP_DRAWS, len(pairs)))
-    column = random.integers(BOOTSTRAP_DRAWS, size=which.shape)
-    sides = [np.array([pair[side] for pair in drawn])[which, column] for side in (0, 1)]
-    steps = sum(len(a) + len(b) for a, b in pairs)
-    return Drawn(steps, *(np.array([pair[side] for pair in found]) for side in (0, 1)), *sides)
-
+# Intervals of 95 %: of the middle of independent values, and of the mean of a sequence of steps.
 
 # Fewest pairs of blocks that support a claim.
-PAIRS_MIN = 2
-# Fewest operations, and smallest ratio of largest to smallest size, for a latency fit.
-FIT_OPERATIONS_MIN = 8
-FIT_SIZES_RATIO_MIN = 2.0
+PAIRS_MIN = 3
+# From this number of values on, the interval is the exact signed-rank interval; below, Student's.
+SIGNED_RANK_MIN = 6
+# Two-sided 95 % quantiles of Student's distribution for 1 to 4 degrees of freedom, where the series below is not exact.
+STUDENT = (12.706, 4.303, 3.182, 2.776)
+NORMAL = 1.959964
+# A sequence of steps is cut into at most this many parts, of this many steps if that leaves 5 parts.
+BATCHES, BATCH_STEPS = 10, 4
+# Fewest blocks whose medians stand for a run.
+BLOCKS_MIN = 5
+# Largest number of pairs that is planned.
+PLAN_MAX = 10_000
+# Largest logarithm of a ratio whose exponential is finite.
+LOG_MAX = 700.0
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A value with its 95 % interval."""
+    """A value with its 95 % interval; the interval of a single value is infinite."""
 
     value: float
     low: float
     high: float
+
+    def scaled(self, factor: float) -> Estimate:
+        """Return the estimate times a factor of at least 0."""
+        return Estimate(factor * self.value, factor * self.low, factor * self.high)
+
+
+def student(degrees: int) -> float:
+    """Return the two-sided 95 % quantile of Student's distribution; infinite without a degree of freedom.
+
+    Cornish-Fisher expansion from 5 degrees on (Abramowitz and Stegun 26.7.5); its error there is below 0.001.
+    """
+    if degrees < 1:
+        return math.inf
+    if degrees <= len(STUDENT):
+        return STUDENT[degrees - 1]
+    z, n = NORMAL, float(degrees)
+    terms = (
+        z,
+        (z**3 + z) / (4 * n),
+        (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2),
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3),
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * n**4),
+    )
+    return sum(terms)
+
+
+def _student_interval(values: Floats) -> Estimate:
+    """Mean, with Student's interval."""
+    mean = float(values.mean())
+    if len(values) < 2:
+        return Estimate(mean, -math.inf, math.inf)
+    half = student(len(values) - 1) * float(values.std(ddof=1)) / math.sqrt(len(values))
+    return Estimate(mean, mean - half, mean + half)
+
+
+@cache
+def _walsh_cut(count: int) -> int:
+    """Position, counted from each end, of the Walsh averages that end the 95 % interval of `count` >= 6 values.
+
+    The largest k with P(W < k) <= 2.5 % for the signed-rank statistic W: by counting up to 50 values, then by its
+    normal approximation.
+    """
+    if count > 50:
+        mean, variance = count * (count + 1) / 4, count * (count + 1) * (2 * count + 1) / 24
+        return math.floor(mean - NORMAL * math.sqrt(variance))
+    ways = np.zeros(count * (count + 1) // 2 + 1)
+    ways[0] = 1.0
+    for rank in range(1, count + 1):
+        ways[rank:] = ways[rank:] + ways[:-rank].copy()
+    return int(np.searchsorted(np.cumsum(ways) / 2.0**count, 0.025, side="right"))
+
+
+def middle(values: Sequence[float] | Floats) -> Estimate:
+    """Return the middle of independent values that are symmetric around it, with an interval of at least 95 % coverage.
+
+    From 6 values on: the Hodges-Lehmann estimate (median of the Walsh averages) with its exact signed-rank interval;
+    below: the mean with Student's interval. Source: Hollander, Wolfe, Chicken, Nonparametric Statistical Methods, 3.
+    Raises ValueError without a value.
+    """
+    array = np.asarray(values, np.float64)
+    if not array.size:
+        raise ValueError("an estimate needs at least one value")
+    if len(array) < SIGNED_RANK_MIN:
+        return _student_interval(array)
+    row, column = np.triu_indices(len(array))
+    walsh = np.sort((array[row] + array[column]) / 2)
+    cut = _walsh_cut(len(array))
+    return Estimate(float(np.median(walsh)), float(walsh[cut - 1]), float(walsh[-cut]))
+
+
+def mean_of_steps(values: Sequence[float] | Floats) -> Estimate:
+    """Return the mean of a sequence of steps, in order of time, with Student's interval over means of its parts.
+
+    Steps near each other are alike, so means over at most BATCHES parts of the sequence are compared (batch means: Law,
+    Simulation Modeling and Analysis, 9.5). Raises ValueError without a value.
+    """
+    array = np.asarray(values, np.float64)
+    if not array.size:
+        raise ValueError("an estimate needs at least one value")
+    count = min(BATCHES, max(5, len(array) // BATCH_STEPS), len(array))
+    parts = [part.mean() for part in np.array_split(array, count)]
+    mean, found = float(array.mean()), _student_interval(np.array(parts))
+    half = (found.high - found.low) / 2
+    return Estimate(mean, mean - half, mean + half)
+
+
+def pairs_needed(effect: float, spread: float) -> int:
+    """Return how many pairs give an interval that excludes 0, if their mean is `effect` and their deviation `spread`.
+
+    The least n of at least PAIRS_MIN with t(n - 1) x spread / sqrt(n) < |effect|; PLAN_MAX if there is none below.
+    """
+    for count in range(PAIRS_MIN, PLAN_MAX):
+        if student(count - 1) * spread < abs(effect) * math.sqrt(count):
+            return count
+    return PLAN_MAX
 
 
 def widened(value: float, sources: Iterable[Sequence[float]]) -> Estimate:
@@ -115,12 +156,56 @@ def widened(value: float, sources: Iterable[Sequence[float]]) -> Estimate:
     return Estimate(value, value - low, value + high)
 
 
+# Blocks of steps. Neighbouring blocks of two arms form pairs.
+
+
+def by_block(rows: Iterable[tuple[Step, Sequence[float]]]) -> dict[int, Floats]:
+    """By block: the values of each step, as medians over the ranks that recorded it."""
+    by_step: dict[tuple[int, int], list[Sequence[float]]] = defaultdict(list)
+    for step, value in rows:
+        by_step[step.block, step.index].append(value)
+    blocks: dict[int, list[Floats]] = defaultdict(list)
+    for (block, _), of_ranks in sorted(by_step.items()):
+        blocks[block].append(np.median(np.array(of_ranks, np.float64), axis=0))
+    return {block: np.array(steps) for block, steps in blocks.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPairs:
+    """Median steps of paired blocks: base[i] and other[i] are those of pair i. steps: number of steps in them."""
+
+    steps: int
+    base: Floats
+    other: Floats
+
+
+def block_pairs(base: Blocks, other: Blocks) -> BlockPairs | None:
+    """Return the pairs of neighbouring blocks of two arms, each block used once; None if there is no pair.
+
+    Blocks of other arms are ignored. A block is an array of its steps: one number each, or one row each.
+    """
+    blocks = sorted([(block, 0) for block in base] + [(block, 1) for block in other])
+    pairs = []
+    place = 0
+    while place + 1 < len(blocks):
+        (left, is_other), (right, next_is_other) = blocks[place], blocks[place + 1]
+        if is_other == next_is_other:
+            place += 1
+            continue
+        pairs.append((base[right], other[left]) if is_other else (base[left], other[right]))
+        place += 2
+    if not pairs:
+        return None
+    medians = [np.array([np.median(pair[side], axis=0) for pair in pairs]) for side in (0, 1)]
+    return BlockPairs(sum(len(a) + len(b) for a, b in pairs), *medians)
+
+
 @dataclass(frozen=True, slots=True)
 class Paired:
     """Steps under `other` against steps under `base`, over pairs of neighbouring blocks.
 
-    difference_ns: other minus base; ratio: other over base. Both are medians over the pairs, computed from the median
-    step of each block. Intervals: bootstrap over pairs and over the steps within each block.
+    difference_ns: other minus base; ratio: other over base, from the logarithms of the pairs' ratios. Both by `middle`,
+    from the median step of each block. spread: standard deviation of the pairs' logarithms, None if not known.
     """
 
     base: Arm
@@ -129,6 +214,7 @@ class Paired:
     steps: int
     difference_ns: Estimate
     ratio: Estimate
+    spread: float | None = None
 
     @property
     def enough(self) -> bool:
@@ -140,29 +226,73 @@ class Paired:
         """Part of base's step that `other` saves."""
         return Estimate(1 - self.ratio.value, 1 - self.ratio.high, 1 - self.ratio.low)
 
+    def more_pairs(self, limit: float) -> int:
+        """Return how many more pairs are needed to tell whether the gain is above `limit`; 0 if it is known."""
+        if self.enough and not self.gain.low <= limit <= self.gain.high:
+            return 0
+        if self.spread is None or self.ratio.value <= 0:
+            return max(PAIRS_MIN - self.pairs, 1)
+        needed = pairs_needed(math.log(self.ratio.value) - math.log(1 - limit), self.spread)
+        return max(needed - self.pairs, PAIRS_MIN - self.pairs, 1)
 
-def step_times(trace: Trace, arm: Arm, warmup: int = WARMUP_STEPS) -> dict[int, NDArray[np.float64]]:
+
+def step_times(trace: Trace, arm: Arm, warmup: int = WARMUP_STEPS) -> dict[int, Floats]:
     """By block: ns of each counted step of an arm, as the median over the ranks that finished it."""
     own = [step for step in counted(trace, warmup) if step.arm == arm]
     return {block: steps[:, 0] for block, steps in by_block((step, (step.duration_ns,)) for step in own).items()}
 
 
-def median_of(pairs: NDArray[np.float64], draws: NDArray[np.float64]) -> Estimate:
-    """Median over pairs of blocks, with the middle 95 % of its bootstrap draws."""
-    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
-    return Estimate(float(np.median(pairs)), float(low), float(high))
-
-
-def compare(
-    trace: Trace, base: Arm, other: Arm, warmup: int = WARMUP_STEPS, seed: int = BOOTSTRAP_SEED
-) -> Paired | None:
-    """Paired comparison of two arms of one run; None if they have no neighbouring blocks."""
-    found = redrawn(step_times(trace, base, warmup), step_times(trace, other, warmup), seed)
+def compare_blocks(base_arm: Arm, other_arm: Arm, base: Blocks, other: Blocks) -> Paired | None:
+    """Compare two arms by the ns of their steps, by block; None if they have no neighbouring blocks."""
+    found = block_pairs(base, other)
     if found is None:
         return None
-    difference = median_of(found.other - found.base, found.other_drawn - found.base_drawn)
-    ratio = median_of(found.other / found.base, found.other_drawn / found.base_drawn)
-    return Paired(base, other, len(found.base), found.steps, difference, ratio)
+    logs = np.log(np.maximum(found.other, 1.0) / np.maximum(found.base, 1.0))
+    ratio = middle(logs)
+    ratio = Estimate(*(math.exp(min(end, LOG_MAX)) for end in (ratio.value, ratio.low, ratio.high)))
+    spread = float(logs.std(ddof=1)) if len(logs) > 1 else None
+    return Paired(base_arm, other_arm, len(logs), found.steps, middle(found.other - found.base), ratio, spread)
+
+
+def compare(trace: Trace, base: Arm, other: Arm, warmup: int = WARMUP_STEPS) -> Paired | None:
+    """Paired comparison of two arms of one run; None if they have no neighbouring blocks."""
+    return compare_blocks(base, other, step_times(trace, base, warmup), step_times(trace, other, warmup))
+
+
+def _levels(blocks: Blocks) -> Floats:
+    """Logarithms of independent parts of a run: its blocks' medians, or if it has few blocks, parts of its steps."""
+    parts = [steps for _, steps in sorted(blocks.items())]
+    if len(parts) < BLOCKS_MIN:
+        steps = np.concatenate(parts)
+        parts = np.array_split(steps, min(BLOCKS_MIN, len(steps)))
+    levels: Floats = np.log([max(float(np.median(part)), 1.0) for part in parts])
+    return levels
+
+
+def ratio_of_runs(before: Blocks, after: Blocks) -> Estimate | None:
+    """Return the step of one run over that of another, by the distributions of their blocks; None without steps.
+
+    Welch's interval over the logarithms of the blocks' medians. It covers the noise within the runs, not a change of
+    the machine between them.
+    """
+    if not before or not after:
+        return None
+    first, second = _levels(before), _levels(after)
+    value = float(second.mean() - first.mean())
+    parts = [float(own.var(ddof=1)) / len(own) if len(own) > 1 else math.inf for own in (first, second)]
+    whole = sum(parts)
+    half = math.inf if math.isinf(whole) else 0.0
+    if 0 < whole < math.inf:
+        degrees = whole**2 / sum(part**2 / (len(own) - 1) for part, own in zip(parts, (first, second), strict=True))
+        half = student(int(degrees)) * math.sqrt(whole)
+    return Estimate(math.exp(value), math.exp(value - half), math.exp(value + half) if half < LOG_MAX else math.inf)
+
+
+# Fewest operations, and smallest ratio of largest to smallest size, for a latency fit.
+FIT_OPERATIONS_MIN = 8
+FIT_SIZES_RATIO_MIN = 2.0
+# The probe's best point is the one with the fewest streams that reaches this part of the top rate.
+PROBE_NEAR_BEST = 0.95
 
 
 @dataclass(frozen=True, slots=True)

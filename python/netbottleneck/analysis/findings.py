@@ -3,30 +3,47 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
 
 from netbottleneck.analysis import bandwidth, nccl
+from netbottleneck.analysis.arrivals import Lateness, aligned, clock_error_ns, lateness
 from netbottleneck.analysis.comparisons import (
     Costs,
     Estimate,
+    Floats,
     Paired,
     Scaling,
     Travel,
+    by_block,
     compare,
+    compare_blocks,
     costs,
     headroom,
     latency_share,
+    mean_of_steps,
     scaling_factor,
     step_times,
     travels,
 )
-from netbottleneck.analysis.intervals import WARMUP_STEPS, Exposed, Layer, Split, layers, split_steps, typical
+from netbottleneck.analysis.intervals import (
+    WARMUP_STEPS,
+    Exposed,
+    Layer,
+    Split,
+    counted,
+    is_split,
+    layers,
+    passes,
+    split_steps,
+    total,
+    typical,
+)
 from netbottleneck.trace.model import Rank, Step, Trace
-from netbottleneck.trace.transports import BARE, STOCK, Arm
+from netbottleneck.trace.transports import BARE, NULL, STOCK, Arm
 
 # Stock under us may be this much slower than the untouched script before a gain over it is withheld.
 HANDICAP_MAX = 0.03
@@ -44,6 +61,7 @@ class Parts:
     wait_ns: float
     other_ns: float
     input_ns: float
+    optimizer_ns: float
     skew_ns: float
     tensor_bytes: float
     operations: float
@@ -65,12 +83,16 @@ class StepTime:
 class Findings:
     """The numbers of a run.
 
-    base: the arm that the verdict is about, or None if no step could be split into parts. share: the exposed or
-    waiting part of base's step. late_ns: by rank, how long the mean step of the other ranks waits for it. comparisons:
-    base against each other arm. handicap: the untouched script against base. predicted_full_use_ns: base's step
-    if its transfers ran at the achievable rate: step - (exposed - skew) x (1 - achieved / achievable), an upper bound
-    of the gain. cores_busy: the part of one machine's cores that its ranks keep busy during base's steps, over all
-    threads of a rank. nccl: split of the operations that NCCL reported within steps.
+    trace: the run, with uncertain clocks aligned by its operations. clock_error_ns: largest error of a time difference
+    between two ranks. base: the arm that the verdict is about, or None if no step could be split into parts. share: the
+    exposed or waiting part of base's step. parts_ns: the parts of base's step that a verdict is about, with intervals.
+    late_ns: by rank, how long the mean step of the other ranks waits for it. lateness: of the ranks, over base's steps.
+    comparisons: base against each other arm. handicap: the untouched script against base. headroom: base against no
+    communication. slowed: forward and backward without communication against those of base. predicted_full_use_ns:
+    base's step if its transfers ran at the achievable rate: step - (exposed - skew) x (1 - achieved / achievable), an
+    upper bound of the gain. cores_busy: the part of one machine's cores that its ranks keep busy during base's steps,
+    over all threads of a rank. starved: ns of compute a step in which a rank's process had no core.
+    nccl: split of the operations that NCCL reported within steps.
     """
 
     trace: Trace
@@ -83,13 +105,18 @@ class Findings:
     costs: Mapping[str, Costs] = field(default_factory=dict)
     travels: Mapping[Arm, tuple[Travel, ...]] = field(default_factory=dict)
     base: Arm | None = None
+    clock_error_ns: float = 0.0
     share: Estimate | None = None
+    parts_ns: Mapping[str, Estimate] = field(default_factory=dict)
     late_ns: Mapping[int, float] = field(default_factory=dict)
+    lateness: Lateness | None = None
     comparisons: tuple[Paired, ...] = ()
     handicap: Paired | None = None
     headroom: Paired | None = None
+    slowed: Paired | None = None
     latency_share: float | None = None
     cores_busy: float | None = None
+    starved: Estimate | None = None
     layers: tuple[Layer, ...] = ()
     nccl: tuple[nccl.NcclMean, ...] = ()
     predicted_full_use_ns: float | None = None
@@ -107,8 +134,9 @@ class Findings:
 
     @property
     def handicapped(self) -> bool:
-        """True if gains over base must not be reported."""
-        return self.handicap is not None and self.handicap.enough and self.handicap.ratio.value > 1 + HANDICAP_MAX
+        """True if gains over base must not be reported: base is surely slower than the script, by HANDICAP_MAX."""
+        pair = self.handicap
+        return pair is not None and pair.enough and pair.ratio.low > 1 and pair.ratio.value > 1 + HANDICAP_MAX
 
 
 def _parts(splits: Sequence[Split]) -> Parts:
@@ -119,11 +147,48 @@ def _parts(splits: Sequence[Split]) -> Parts:
     return Parts(**{name: mean(name) for name in names}, steps=len(splits))
 
 
+def _over_steps(splits: Iterable[Split], value: Callable[[Split], float]) -> list[float]:
+    """A value of each step in order of time, as the mean over its ranks."""
+    by_step: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for split in splits:
+        by_step[split.block, split.index].append(value(split))
+    return [float(np.mean(values)) for _, values in sorted(by_step.items())]
+
+
+# The parts of a step with intervals, by name. late: of the exposed and waiting part, before the last rank arrived.
+PARTS: Mapping[str, Callable[[Split], float]] = {
+    "step": lambda s: s.step_ns,
+    "idle": lambda s: s.exposed_ns + s.wait_ns,
+    "late": lambda s: s.skew_ns,
+    "moving": lambda s: s.exposed_ns + s.wait_ns - s.skew_ns,
+    "input": lambda s: s.input_ns,
+    "optimizer": lambda s: s.optimizer_ns,
+}
+
+
+def _starved(rows: Sequence[Row]) -> Estimate | None:
+    """Ns of compute a step in which the process had no core; None if processor time was not recorded."""
+    used = {(step.rank, step.index): step.cpu_ns for step, _, _ in rows}
+    if not rows or any(ns is None for ns in used.values()):
+        return None
+    lost = _over_steps([split for _, split, _ in rows], lambda s: max(0, s.compute_ns - (used[s.rank, s.index] or 0)))
+    return mean_of_steps(lost)
+
+
+def _parts_ns(splits: Sequence[Split]) -> dict[str, Estimate]:
+    return {name: mean_of_steps(_over_steps(splits, value)) for name, value in PARTS.items()}
+
+
 def _share(splits: Sequence[Split]) -> Estimate:
-    """Mean exposed and waiting part of a step, with its normal 95 % interval."""
-    shares = np.array([(s.exposed_ns + s.wait_ns) / s.step_ns for s in splits if s.step_ns])
-    half = 1.96 * float(shares.std(ddof=1)) / len(shares) ** 0.5 if len(shares) > 1 else 1.0
-    return Estimate(float(shares.mean()), float(shares.mean()) - half, float(shares.mean()) + half)
+    """Mean exposed and waiting part of a step, with its 95 % interval."""
+    return mean_of_steps(_over_steps(splits, lambda s: (s.exposed_ns + s.wait_ns) / max(s.step_ns, 1)))
+
+
+def _passes(trace: Trace, arm: Arm, warmup: int) -> dict[int, Floats]:
+    """By block: ns of forward and backward of each counted step of an arm."""
+    own = [step for step in counted(trace, warmup) if step.arm == arm and is_split(step)]
+    rows = ((step, (float(total(passes(step))),)) for step in own)
+    return {block: steps[:, 0] for block, steps in by_block(rows).items()}
 
 
 def _step_time(trace: Trace, arm: Arm, warmup: int) -> StepTime | None:
@@ -194,6 +259,18 @@ def _base(trace: Trace, available: Mapping[Arm, object]) -> Arm | None:
     return next((arm for arm in order if arm in available), None)
 
 
+def _comparisons(common: Findings, base: Arm, warmup: int) -> tuple[Paired, ...]:
+    """`base` against each other arm that moves gradients."""
+    others = [arm for arm in common.times if arm.real and arm != base]
+    pairs = [compare(common.trace, base, arm, warmup) for arm in others]
+    return tuple(pair for pair in pairs if pair is not None)
+
+
+def _slowed(trace: Trace, base: Arm, warmup: int) -> Paired | None:
+    """Forward and backward without communication against those of an arm."""
+    return compare_blocks(NULL, base, _passes(trace, NULL, warmup), _passes(trace, base, warmup))
+
+
 Row = tuple[Step, Split, Exposed]
 T = TypeVar("T")
 
@@ -208,19 +285,21 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
     trace = common.trace
     middle = typical(rows, lambda row: row[1].step_ns)
     splits = [row[1] for row in rows]
-    others = [arm for arm in common.times if arm.real and arm != base]
-    pairs = _there({arm: compare(trace, base, arm, warmup) for arm in others})
     own = [c for c in trace.collectives if c.arm == base and c.step is not None]
     sampled = [step for step in trace.steps if step.arm == base]
     return replace(
         common,
         base=base,
         share=_share(splits),
+        parts_ns=_parts_ns([row[1] for row in middle]),
         late_ns=_late([row[1] for row in middle], trace.size),
-        comparisons=tuple(pairs.values()),
+        lateness=lateness(trace, base, splits),
+        comparisons=_comparisons(common, base, warmup),
         handicap=compare(trace, BARE, base, warmup) if base == STOCK else None,
         headroom=headroom(trace, base),
+        slowed=_slowed(trace, base, warmup),
         latency_share=latency_share(own),
+        starved=_starved(middle),
         cores_busy=_cores_busy(trace, [step for step, _, _ in rows]),
         layers=layers(trace, [(step, exposed) for step, _, exposed in middle], sampled),
         predicted_full_use_ns=_full_use(common.parts[base], common.achieved.get(base), common.achievable),
@@ -229,6 +308,7 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
 
 def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
     """Compute the findings of a trace."""
+    trace = aligned(trace)
     rows: dict[Arm, list[Row]] = defaultdict(list)
     for row in split_steps(trace, warmup):
         rows[row[0].arm].append(row)
@@ -241,6 +321,7 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
     base = _base(trace, parts)
     common = Findings(
         trace=trace,
+        clock_error_ns=clock_error_ns(trace),
         times=_there(times),
         parts=parts,
         achieved=_there(achieved),

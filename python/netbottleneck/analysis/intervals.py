@@ -74,10 +74,10 @@ class Split:
     compute: union of forward, backward and optimizer, minus the time in which the training thread was blocked.
     communication: union of the operations from start to done. hidden: its part within compute; exposed: the rest. wait:
     time without compute or communication while an operation is submitted but not started. other: the rest of the step;
-    input_ns: the part of other before the first forward. skew_ns: the part of exposed and wait before the last rank
-    submitted the same operation; late_ns: skew_ns by the rank that was last. transfer_ns: union over the step's
-    operations, from the last rank's submission (or the start, if later) to done. bus_bytes: their tensor bytes times
-    2(n-1)/n (all-reduce; for other collectives the factors of nccl-tests).
+    input_ns: the part of other before the first forward. optimizer_ns: the part of compute in the optimizer. skew_ns:
+    the part of exposed and wait before the last rank submitted the same operation; late_ns: skew_ns by the last
+    rank. transfer_ns: union over the step's operations, from the last rank's submission (or the start, if later) to
+    done. bus_bytes: their tensor bytes times bus_factor.
     """
 
     rank: int
@@ -92,6 +92,7 @@ class Split:
     wait_ns: int
     other_ns: int
     input_ns: int
+    optimizer_ns: int
     skew_ns: int
     late_ns: Mapping[int, int]
     transfer_ns: int
@@ -99,6 +100,12 @@ class Split:
     bus_bytes: float
     wire_bytes: int | None
     operations: int
+
+
+def host_count(trace: Trace) -> int | None:
+    """Number of hosts of a run; None if a rank did not record its host."""
+    hosts = {rank.host_id for rank in trace.ranks}
+    return len(hosts) if len(trace.ranks) == trace.size and "" not in hosts else None
 
 
 def backward_intervals(step: Step) -> list[tuple[int, int]]:
@@ -203,7 +210,11 @@ def _late(
 
 
 def _split(
-    step: Step, operations: _Operations, last: Mapping[tuple[Arm, int, int, int], tuple[int, int]], size: int
+    step: Step,
+    operations: _Operations,
+    last: Mapping[tuple[Arm, int, int, int], tuple[int, int]],
+    size: int,
+    hosts: int | None,
 ) -> tuple[Split, Exposed]:
     whole = intervals([(step.begin_ns, step.end_ns)])
     near = operations.within(step.begin_ns, step.end_ns)
@@ -231,11 +242,12 @@ def _split(
         wait_ns=total(wait),
         other_ns=other_ns,
         input_ns=total(subtraction(before, union(compute, communication, wait))),
+        optimizer_ns=total(intersection(intervals(step.optimizer), compute)),
         skew_ns=skew_ns,
         late_ns=late,
         transfer_ns=total(intervals((max(_span(c)[0], last.get(c.match, (0, 0))[0]), _span(c)[1]) for c in own)),
         tensor_bytes=sum(c.tensor_bytes for c in own),
-        bus_bytes=sum(c.tensor_bytes * bus_factor(c.kind, size) for c in own),
+        bus_bytes=sum(c.tensor_bytes * bus_factor(c.kind, size, c.algorithm, hosts) for c in own),
         wire_bytes=sum(wire) if len(wire) == len(own) else None,
         operations=len(own),
     )
@@ -264,9 +276,9 @@ def split_steps(trace: Trace, warmup: int = WARMUP_STEPS) -> list[tuple[Step, Sp
         by_rank[operation.rank].append(operation)
     operations = {rank: _Operations(rows) for rank, rows in by_rank.items()}
     nothing = _Operations([])
-    last = last_entries(trace)
+    last, hosts = last_entries(trace), host_count(trace)
     return [
-        (step, *_split(step, operations.get(step.rank, nothing), last, trace.size))
+        (step, *_split(step, operations.get(step.rank, nothing), last, trace.size, hosts))
         for step in counted(trace, warmup)
         if is_split(step)
     ]

@@ -1,58 +1,135 @@
-"""Verdict: measured numbers to a code, a reason and a next step; INCONCLUSIVE if the data do not suffice. Pure."""
+"""Verdict: rules over the numbers of a run, the saving that each rule proves, and the largest of them. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from html import escape
 
-from netbottleneck.analysis.comparisons import Paired
+from netbottleneck.analysis.arrivals import BY_OPERATIONS
+from netbottleneck.analysis.bandwidth import bus_factor
+from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.findings import Findings
-from netbottleneck.trace.model import NOT_RECORDED, NOT_TIMED
-from netbottleneck.trace.transports import STOCK, Arm
-from netbottleneck.units import gbit, ms, percent, streams
+from netbottleneck.analysis.intervals import host_count
+from netbottleneck.analysis.usage import HostUse
+from netbottleneck.trace.model import NOT_RECORDED, NOT_TIMED, TransportInfo
+from netbottleneck.trace.transports import NULL, STOCK, Arm
+from netbottleneck.units import gbit, ms, nbytes, percent, streams
 
-# Exposed communication and waiting below this part of the step: the network is not the bottleneck.
-NETWORK_SHARE_MIN = 0.10
-# STRAGGLER above this: waiting for the slowest rank, as a part of exposed communication and waiting.
-STRAGGLER_SHARE = 0.50
-# LINK_LIMITED from this: achieved rate in transfer, over the link's rate.
-LINK_UTILISATION = 0.80
-# TRANSPORT_LIMITED from this: rate of the probe, over the achieved rate.
-PROBE_RATIO = 1.30
-# LATENCY_LIMITED above this: part of transfer time that does not depend on size.
-LATENCY_SHARE = 0.50
-# HOST_LIMITED from this: part of a machine's cores that its ranks keep busy over the whole step.
-CORES_BUSY = 0.90
-# INPUT_LIMITED from this: time before the first forward, as a part of the step.
-INPUT_SHARE = 0.30
-# A smaller gain does not count.
+# A cause counts if its saving is surely above this part of the step.
 GAIN_MIN = 0.03
+# NOT_NETWORK below this, if no cause counts: exposed communication and waiting, as a part of the step.
+NETWORK_SHARE_MIN = 0.10
+# The link rule applies from this on: rate in transfer, over the link's rate.
+LINK_UTILISATION = 0.80
+# The transport rule applies to a probe from this on: rate of the probe, over the rate in transfer.
+PROBE_RATIO = 1.30
+# The latency rule applies above this: part of transfer time that does not depend on size.
+LATENCY_SHARE = 0.50
+# Operations of at most this many bytes, far below the link's rate, are latency without a fit.
+SMALL_BYTES = 65_536
+# The host rule applies from this on: part of a machine's cores that its ranks keep busy over the whole step.
+CORES_BUSY = 0.90
+# The input rule applies from this on: time before the first forward, as a part of the step.
+INPUT_SHARE = 0.10
+# The optimizer rule applies from this on: time in the optimizer, as a part of the step.
+OPTIMIZER_SHARE = 0.20
+# The rule of other traffic applies from this on: bytes on an interface beyond the recorded ones, as a part of all.
+OTHER_TRAFFIC = 0.20
+# Headers and acknowledgements add at most this part to the recorded bytes.
+HEADERS = 0.10
+# Rates are not judged if the error of the clocks exceeds this part of the transfer time.
+CLOCK_SHARE = 0.20
 # Fewest steps for a verdict, over all ranks.
 STEPS_MIN = 5
 
 CODES = (
-    "NOT_NETWORK",
     "TRANSPORT_LIMITED",
     "LINK_LIMITED",
     "LATENCY_LIMITED",
+    "BUCKET_SIZES",
     "HOST_LIMITED",
     "STRAGGLER",
+    "IMBALANCE",
     "INPUT_LIMITED",
+    "OPTIMIZER_LIMITED",
     "MISCONFIGURED",
+    "OTHER_TRAFFIC",
     "NO_COMMUNICATION",
+    "NOT_NETWORK",
     "DO_NOTHING",
     "INCONCLUSIVE",
 )
 
 
 @dataclass(frozen=True, slots=True)
+class Predicted:
+    """What the what-if engine predicts a step of the base to save, in ns, by the cause that is removed.
+
+    refused: why there is no prediction, "" if there is. buckets: the plan of the saving named buckets.
+    """
+
+    savings_ns: Mapping[str, Estimate] = field(default_factory=dict)
+    refused: str = ""
+    buckets: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RuleResult:
+    """The result of one rule.
+
+    cause: in words; code: of the verdict if it is the largest. applies: its condition holds, so `saving` counts.
+    saving: ns that a step would save without the cause, None if not known. limit_ns: the least saving that counts.
+    rests: the source of the saving, or why there is none. needs: the measurement that decides, if the saving is
+    uncertain.
+    """
+
+    cause: str
+    code: str
+    applies: bool = False
+    saving: Estimate | None = None
+    limit_ns: float = 0.0
+    step_ns: float = 0.0
+    rests: str = ""
+    why: str = ""
+    next: str = ""
+    needs: str = ""
+
+    @property
+    def fired(self) -> bool:
+        """True if the saving is surely above the limit."""
+        return self.applies and self.saving is not None and self.saving.low > self.limit_ns
+
+    @property
+    def uncertain(self) -> bool:
+        """True if the saving is probably above the limit, but not surely."""
+        return self.applies and not self.fired and self.saving is not None and self.saving.value > self.limit_ns
+
+    @property
+    def margin(self) -> float | None:
+        """How far the saving is surely above the limit, as a part of the step; negative below it. None if not known."""
+        known = self.applies and self.saving is not None and self.step_ns > 0
+        return (self.saving.low - self.limit_ns) / self.step_ns if known and self.saving is not None else None
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
-    """code: one of CODES; why: the numbers behind it; next: what to do."""
+    """code: one of CODES; why: the numbers behind it; next: what to do.
+
+    evidence: the result of every rule, the largest saving first; () if no rule was asked. The first one that fired is
+    the verdict.
+    """
 
     code: str
     why: str
     next: str
+    evidence: tuple[RuleResult, ...] = ()
+
+    @property
+    def secondary(self) -> tuple[RuleResult, ...]:
+        """The other rules that fired."""
+        return tuple(one for one in self.evidence if one.fired and one.code != self.code)
 
     def _repr_html_(self) -> str:
         rows = (("Verdict", self.code), ("Why", self.why), ("Next", self.next))
@@ -86,7 +163,7 @@ def handicap_sentence(findings: Findings) -> str | None:
 
 def wins(pair: Paired) -> bool:
     """True if the other arm is faster: its interval excludes zero and its gain is at least GAIN_MIN."""
-    return pair.enough and pair.difference_ns.high < 0 and pair.gain.value >= GAIN_MIN
+    return pair.enough and pair.gain.low > 0 and pair.gain.value >= GAIN_MIN
 
 
 def best_gain(findings: Findings) -> Paired | None:
@@ -97,9 +174,9 @@ def best_gain(findings: Findings) -> Paired | None:
 
 
 def stock_is_as_good(findings: Findings) -> bool:
-    """True if other arms were compared with enough pairs, and none gains GAIN_MIN or more."""
+    """True if other arms were compared with enough pairs, and surely none gains GAIN_MIN or more."""
     tried = [p for p in findings.comparisons if p.enough]
-    return bool(tried) and not findings.handicapped and all(p.gain.value < GAIN_MIN for p in tried)
+    return bool(tried) and not findings.handicapped and all(p.gain.high < GAIN_MIN for p in tried)
 
 
 def _keep(findings: Findings) -> str:
@@ -112,6 +189,9 @@ def _keep(findings: Findings) -> str:
         if p.enough
     )
     return f" The {findings.base} path is as good as what was tried (gain of {tried})."
+
+
+# Answers without a rule: there is nothing to judge.
 
 
 def _no_communication(f: Findings) -> Verdict | None:
@@ -147,11 +227,11 @@ def _too_little(f: Findings) -> Verdict | None:
     return Verdict(
         "INCONCLUSIVE",
         f"{steps} steps were counted; a verdict needs at least {STEPS_MIN}.",
-        "Measure more steps (NETBOTTLENECK_END_STEP).",
+        f"Measure {STEPS_MIN - steps} more steps or more (NETBOTTLENECK_END_STEP).",
     )
 
 
-def _misconfigured(f: Findings) -> Verdict | None:
+def _providers(f: Findings) -> Verdict | None:
     kinds: dict[str, dict[str, list[int]]] = {}
     for rank in f.trace.ranks:
         for info in rank.transports:
@@ -166,66 +246,76 @@ def _misconfigured(f: Findings) -> Verdict | None:
     return None
 
 
-def _not_network(f: Findings) -> Verdict | None:
-    assert f.base is not None
-    assert f.share is not None
-    parts, share = f.parts[f.base], f.share
-    lost = f"{percent(share.value)} of the step ({percent(share.low)} to {percent(share.high)})"
-    unknown = next((note for note in f.trace.notes if NOT_RECORDED in note), None)
-    if share.high < NETWORK_SHARE_MIN and unknown is not None:
-        return Verdict(
-            "INCONCLUSIVE",
-            f"The recorded communication is {lost}. {unknown}",
-            "Measure the other model in a separate run: netbottleneck.attach.",
-        )
-    if share.high < NETWORK_SHARE_MIN:
-        if parts.input_ns >= INPUT_SHARE * parts.step_ns:
-            return Verdict(
-                "INPUT_LIMITED",
-                f"{ms(parts.input_ns)} of {ms(parts.step_ns)} pass before the forward; communication costs {lost}.",
-                "More data loader workers, or prefetching.",
-            )
-        return Verdict(
-            "NOT_NETWORK",
-            f"Exposed communication and waiting are {lost}, below {percent(NETWORK_SHARE_MIN)}.{_keep(f)}",
-            "Do nothing about the network: a faster one could save no more than that.",
-        )
-    if share.low < NETWORK_SHARE_MIN:
-        return Verdict(
-            "INCONCLUSIVE",
-            f"Exposed communication and waiting are {lost}: the interval includes {percent(NETWORK_SHARE_MIN)}.",
-            "Measure more steps, on hosts that do nothing else.",
-        )
-    return None
+# Rules. Each is a function of the facts alone.
 
 
-def _straggler(f: Findings) -> Verdict | None:
-    assert f.base is not None
-    parts = f.parts[f.base]
-    idle = parts.exposed_ns + parts.wait_ns
-    if not f.late_ns or parts.skew_ns <= STRAGGLER_SHARE * idle:
-        return None
-    slow = max(f.late_ns, key=lambda rank: f.late_ns[rank])
-    return Verdict(
-        "STRAGGLER",
-        f"{ms(parts.skew_ns)} of {ms(idle)} of exposed communication and waiting is waiting for the slowest rank; "
-        f"rank {slow} makes the others wait {ms(f.late_ns[slow])} a step.",
-        f"Look at rank {slow}'s host: its input, its clock speed, what else runs there.",
-    )
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the rules see: the numbers of a run, the engine's predictions, and the use of its hosts."""
+
+    f: Findings
+    base: Arm
+    predicted: Predicted
+    hosts: Sequence[HostUse]
+
+    @property
+    def step_ns(self) -> float:
+        """Ns of the mean step of the base."""
+        return self.f.parts_ns["step"].value
+
+    @property
+    def moving(self) -> Estimate:
+        """Ns a step of exposed communication and waiting after the last rank arrived."""
+        return self.f.parts_ns["moving"]
+
+    @property
+    def rates_known(self) -> str:
+        """Why rates may not be judged; "" if they may.
+
+        Clocks that are aligned by operations are exact enough: a transfer then lasts as long as on the last rank.
+        """
+        parts, rate = self.f.parts[self.base], self.f.achieved.get(self.base)
+        transfer_ns = 8e9 * parts.tensor_bytes / rate.active_bps if rate is not None else 0.0
+        aligned = any(rank.clock.method == BY_OPERATIONS for rank in self.f.trace.ranks)
+        if not aligned and self.f.clock_error_ns * parts.operations > CLOCK_SHARE * transfer_ns > 0:
+            return clock_words(self.f)
+        return next((note for note in self.f.trace.notes if NOT_RECORDED in note), "")
+
+    def evidence(self, cause: str, code: str, **fields: object) -> RuleResult:
+        """Return the result of a rule, with the limits of this run."""
+        return RuleResult(cause, code, limit_ns=GAIN_MIN * self.step_ns, step_ns=self.step_ns, **fields)  # type: ignore[arg-type]
+
+    def more_steps(self, saving: Estimate) -> str:
+        """The measurement after which the interval of a saving leaves out the limit: its width falls as 1/sqrt(n)."""
+        reach = saving.value - GAIN_MIN * self.step_ns
+        if not 0 < reach < saving.value - saving.low < math.inf:
+            return MORE_STEPS
+        steps = sum(time.steps + time.blocks for time in self.f.times.values())
+        more = math.ceil(steps * (((saving.value - saving.low) / reach) ** 2 - 1))
+        return f"Measure {more} more steps (NETBOTTLENECK_END_STEP), on hosts that do nothing else."
+
+    def share(self, saving: Estimate) -> str:
+        """A saving in words."""
+        step = self.step_ns
+        between = f"{percent(saving.low / step)} to {percent(saving.high / step)}"
+        return f"{ms(saving.value)}, {percent(saving.value / step)} of the step ({between})"
 
 
-def _paired(f: Findings) -> Verdict | None:
-    pair = best_gain(f)
-    if pair is None:
-        return None
-    gain, saved = pair.gain, pair.difference_ns
-    return Verdict(
-        "TRANSPORT_LIMITED",
-        f"{f.label.capitalize()}: {pair.other} makes the step {ms(-saved.value)} shorter "
-        f"({ms(-saved.high)} to {ms(-saved.low)}), "
-        f"{percent(gain.value)} ({percent(gain.low)} to {percent(gain.high)}), over {pair.pairs} pairs of blocks.",
-        f"NETBOTTLENECK_TRANSPORT={pair.other}{_streams_hint(f, pair.other)}",
-    )
+MORE_STEPS = "Measure more steps, on hosts that do nothing else."
+
+
+def clock_words(f: Findings) -> str:
+    """Say how far the ranks' clocks may differ."""
+    if math.isinf(f.clock_error_ns):
+        return "the clocks of the ranks were not compared"
+    return f"clocks may differ by {ms(f.clock_error_ns)}"
+
+
+def _more_steps(f: Findings, pair: Paired) -> str:
+    """The run that decides a comparison: its number of further steps."""
+    cycle = sum(round(time.steps / max(time.blocks, 1)) + 1 for time in f.times.values())
+    more = pair.more_pairs(GAIN_MIN) * cycle
+    return f"Measure {more} more steps with the same arms (NETBOTTLENECK_END_STEP): the interval is then narrow enough."
 
 
 def _streams_hint(f: Findings, arm: Arm) -> str:
@@ -233,93 +323,464 @@ def _streams_hint(f: Findings, arm: Arm) -> str:
     return f" NETBOTTLENECK_STREAMS={max(used)}" if used else ""
 
 
-def _link(f: Findings) -> Verdict | None:
-    assert f.base is not None
-    did = f.achieved.get(f.base)
-    if did is None:
-        return None
+def transport(facts: Facts) -> RuleResult:
+    """Another transport is faster over the same link: measured against it, else predicted from the probe."""
+    f = facts.f
+    tried = [pair for pair in f.comparisons if pair.enough]
+    withheld = handicap_sentence(f)
+    pair = max(tried, key=lambda p: p.gain.value, default=None)
+    if pair is None:
+        return _probe(facts)
+    gain, saved = pair.gain, pair.difference_ns
+    return facts.evidence(
+        "transport",
+        "TRANSPORT_LIMITED",
+        applies=withheld is None and gain.value >= GAIN_MIN,
+        saving=Estimate(-saved.value, -saved.high, -saved.low),
+        rests=f"{f.label}: {pair.pairs} pairs of blocks" if withheld is None else withheld,
+        why=f"{f.label.capitalize()}: {pair.other} makes the step {ms(-saved.value)} shorter "
+        f"({ms(-saved.high)} to {ms(-saved.low)}), "
+        f"{percent(gain.value)} ({percent(gain.low)} to {percent(gain.high)}), over {pair.pairs} pairs of blocks.",
+        next=f"NETBOTTLENECK_TRANSPORT={pair.other}{_streams_hint(f, pair.other)}",
+        needs=_more_steps(f, pair),
+    )
+
+
+def _probe(facts: Facts) -> RuleResult:
+    f, base = facts.f, facts.base
+    did, can = f.achieved.get(base), f.achievable
+    unknown = facts.rates_known
+    if did is None or can is None or unknown:
+        return facts.evidence("transport", "TRANSPORT_LIMITED", rests=unknown or "no other transport, no probe")
+    count, rate = can.best
+    saving = facts.predicted.savings_ns.get("rate") or facts.moving.scaled(max(0.0, 1 - did.active_bps / rate))
+    compared = next((pair for pair in f.comparisons if pair.other == can.transport), None)
+    ask = f"Measure the difference: NETBOTTLENECK_TRANSPORT={base},{can.transport} NETBOTTLENECK_STREAMS={count}"
+    return facts.evidence(
+        "transport",
+        "TRANSPORT_LIMITED",
+        applies=rate >= PROBE_RATIO * did.active_bps and handicap_sentence(f) is None,
+        saving=saving,
+        rests=f"predicted from the probe of {streams(count)}",
+        why=f"The {base} path moved data at {gbit(did.active_bps)}; a probe with {streams(count)} reached "
+        f"{gbit(rate)}, {rate / did.active_bps:.1f} times as much. At that rate the step would be "
+        f"{facts.share(saving)} shorter (predicted).",
+        next=ask if compared is None else _more_steps(f, compared),
+        needs=ask if compared is None else _more_steps(f, compared),
+    )
+
+
+def link(facts: Facts) -> RuleResult:
+    """The link itself is full while data move."""
+    f, did = facts.f, facts.f.achieved.get(facts.base)
+    unknown = facts.rates_known
     if f.link_bps:
         limit, what = f.link_bps, "link"
     elif f.achievable and len(f.achievable.points) > 1:
         limit, what = f.achievable.best[1], "best of the probe (the link's speed is not known)"
     else:
-        return None
-    if did.active_bps < LINK_UTILISATION * limit:
-        return None
-    return Verdict(
+        return facts.evidence("link", "LINK_LIMITED", rests="the link's speed is not known")
+    if did is None or unknown:
+        return facts.evidence("link", "LINK_LIMITED", rests=unknown or "no rate was recorded")
+    if configuration(facts).fired:
+        return facts.evidence("link", "LINK_LIMITED", rests="the interface is the wrong one: see configuration")
+    used = did.active_bps / limit
+    predicted = facts.predicted.savings_ns
+    saving = predicted.get("link") or facts.moving.scaled(min(used, 1.0))
+    return facts.evidence(
+        "link",
         "LINK_LIMITED",
-        f"In transfer {gbit(did.active_bps)} of {gbit(limit)}, {percent(did.active_bps / limit)} of the {what}; "
-        f"averaged over the step {percent(did.average_bps / limit)}.{_keep(f)}",
-        "Send less (larger batches, smaller gradients) or get a faster link; another transport cannot help.",
+        applies=used >= LINK_UTILISATION,
+        saving=saving,
+        rests=f"{percent(used)} of the {what}; {'predicted' if 'link' in predicted else 'exposed x utilisation'}",
+        why=f"In transfer {gbit(did.active_bps)} of {gbit(limit)}, {percent(used)} of the {what}; "
+        f"averaged over the step {percent(did.average_bps / limit)}. A link without limit would save "
+        f"{facts.share(saving)}.{_keep(f)}",
+        next="Send less (larger batches, smaller gradients) or get a faster link; another transport cannot help.",
+        needs=MORE_STEPS,
     )
 
 
-def _probe(f: Findings) -> Verdict | None:
-    assert f.base is not None
-    did, can = f.achieved.get(f.base), f.achievable
-    if did is None or can is None or stock_is_as_good(f) or can.best[1] < PROBE_RATIO * did.active_bps:
-        return None
-    count, rate = can.best
-    withheld = handicap_sentence(f)
-    return Verdict(
-        "TRANSPORT_LIMITED",
-        f"The {f.base} path moved data at {gbit(did.active_bps)}; a probe with {streams(count)} reached {gbit(rate)}, "
-        f"{rate / did.active_bps:.1f} times as much." + (f" {withheld}" if withheld else ""),
-        f"Measure the difference: NETBOTTLENECK_TRANSPORT={f.base},{can.transport} NETBOTTLENECK_STREAMS={count}",
-    )
-
-
-def _latency(f: Findings) -> Verdict | None:
-    if f.latency_share is None or f.latency_share <= LATENCY_SHARE:
-        return None
-    return Verdict(
+def latency(facts: Facts) -> RuleResult:
+    """Operations cost time that does not depend on their size."""
+    f, base = facts.f, facts.base
+    parts, did = f.parts[base], f.achieved.get(base)
+    share, rests = f.latency_share, "least squares over the sizes"
+    each = parts.tensor_bytes / max(parts.operations, 1)
+    limit = f.link_bps or (f.achievable.best[1] if f.achievable else None)
+    if share is None and did is not None and limit and each <= SMALL_BYTES:
+        share, rests = max(0.0, 1 - did.active_bps / limit), f"operations of {nbytes(each)}, far below the link's rate"
+    fitted = facts.predicted.savings_ns.get("latency")
+    if share is None and fitted is not None and facts.moving.value > 0:
+        share, rests = min(1.0, fitted.value / facts.moving.value), "fit of the what-if engine"
+    if share is None:
+        return facts.evidence("latency", "LATENCY_LIMITED", rests="operations differ too little in size for a fit")
+    saving = fitted or facts.moving.scaled(share)
+    how = "predicted" if fitted is not None else "exposed x share"
+    return facts.evidence(
+        "latency",
         "LATENCY_LIMITED",
-        f"{percent(f.latency_share)} of transfer time does not depend on size (least squares).{_keep(f)}",
-        "Fewer, larger operations: larger buckets.",
+        applies=share > LATENCY_SHARE,
+        saving=saving,
+        rests=f"{rests}; {how}",
+        why=f"{percent(share)} of transfer time does not depend on size ({rests}): {parts.operations:.0f} operations "
+        f"a step. Without it the step would be {facts.share(saving)} shorter.{_keep(f)}",
+        next="Fewer, larger operations: larger buckets (bucket_cap_mb of DDP, HOROVOD_FUSION_THRESHOLD).",
+        needs=MORE_STEPS,
     )
 
 
-def _host(f: Findings) -> Verdict | None:
-    if f.cores_busy is None or f.cores_busy < CORES_BUSY:
-        return None
-    return Verdict(
+def buckets(facts: Facts) -> RuleResult:
+    """Other bucket sizes would overlap better or cost less."""
+    saving = facts.predicted.savings_ns.get("buckets")
+    if saving is None:
+        return facts.evidence("bucket sizes", "BUCKET_SIZES", rests=facts.predicted.refused or "no plan to compare")
+    if latency(facts).fired:
+        return facts.evidence("bucket sizes", "BUCKET_SIZES", rests="larger buckets: see latency")
+    return facts.evidence(
+        "bucket sizes",
+        "BUCKET_SIZES",
+        applies=True,
+        saving=saving,
+        rests=f"predicted: {facts.predicted.buckets}",
+        why=f"With {facts.predicted.buckets} the step would be {facts.share(saving)} shorter (predicted).",
+        next=f"Set {facts.predicted.buckets} (bucket_cap_mb of DDP, HOROVOD_FUSION_THRESHOLD), and measure again.",
+        needs=MORE_STEPS,
+    )
+
+
+def host(facts: Facts) -> RuleResult:
+    """Traffic and compute share the host's processors: compute is slower beside traffic, or all cores are busy."""
+    f, step = facts.f, facts.step_ns
+    busy = f.cores_busy or 0.0
+    slowed = f.slowed if f.slowed is not None and f.slowed.enough else None
+    saving = Estimate(0.0, 0.0, 0.0)
+    sources, reasons = [], []
+    if slowed is not None:
+        more = slowed.difference_ns
+        saving = more
+        sources.append(f"{f.label}: {slowed.pairs} pairs with {NULL}")
+        reasons.append(
+            f"Forward and backward take {ms(more.value)} longer ({ms(more.low)} to {ms(more.high)}) while gradients "
+            "travel than without."
+        )
+    idle = f.parts_ns["moving"]
+    if busy >= CORES_BUSY:
+        # If the cores are busy for a part b of the step, they are so for at least 1 - (1 - b) / e of a part e of it.
+        least = max(0.0, 1 - (1 - min(busy, 1.0)) * step / idle.value) if idle.value > 0 else 0.0
+        saving = Estimate(
+            saving.value + idle.value * (1 + least) / 2, saving.low + idle.low * least, saving.high + idle.high
+        )
+        if f.starved is not None:
+            saving = Estimate(*(getattr(saving, end) + getattr(f.starved, end) for end in ("value", "low", "high")))
+        sources.append(f"cores {percent(busy)} busy")
+        reasons.append(
+            f"The ranks of one machine keep {percent(busy)} of its cores busy over the whole step, also while "
+            f"communication is exposed; compute waits {ms(f.starved.value if f.starved else 0.0)} a step for a core."
+        )
+    return facts.evidence(
+        "host contention",
         "HOST_LIMITED",
-        f"The ranks of one machine keep {percent(f.cores_busy)} of its cores busy over the whole step, also while "
-        f"communication is exposed.{_keep(f)}",
-        "Give the ranks more cores, or fewer threads to the model.",
+        applies=bool(sources),
+        saving=saving if sources else None,
+        rests="; ".join(sources) or f"no steps without traffic ({NULL})",
+        why=f"{' '.join(reasons)} With enough cores the step would be {facts.share(saving)} shorter.{_keep(f)}",
+        next="Give the ranks more cores, or fewer threads to the model.",
+        needs=facts.more_steps(saving) if slowed is not None else _with_arm(f, NULL),
     )
 
 
-def _do_nothing(f: Findings) -> Verdict | None:
-    if not stock_is_as_good(f):
-        return None
-    return Verdict("DO_NOTHING", _keep(f).strip(), f"Do nothing: keep {f.base or STOCK}.")
+def _with_arm(f: Findings, arm: Arm) -> str:
+    """Ask for the same run with one more arm."""
+    named = ",".join(name for name in (*f.trace.arms, arm) if name != "single")
+    invalid = " in a short test: it moves no gradients, so the training of that run is not valid" * (arm == NULL)
+    return f"Measure NETBOTTLENECK_TRANSPORT={named}{invalid}."
 
 
-RULES: tuple[Callable[[Findings], Verdict | None], ...] = (
-    _no_communication,
-    _too_little,
-    _misconfigured,
-    _not_network,
-    _straggler,
-    _paired,
-    _link,
-    _probe,
-    _latency,
-    _host,
-    _do_nothing,
+def _unsure_clocks(facts: Facts, saving: Estimate) -> str:
+    """Why a wait between ranks may not be judged; "" if it may, or is too short to count."""
+    small = saving.value <= GAIN_MIN * facts.step_ns or saving.value >= facts.f.clock_error_ns
+    return "" if small else clock_words(facts.f)
+
+
+def straggler(facts: Facts) -> RuleResult:
+    """One rank arrives last, step after step."""
+    f, late = facts.f, facts.f.lateness
+    if late is None:
+        return facts.evidence("straggler", "STRAGGLER", rests="no step was recorded by all ranks")
+    if late.straggler is None:
+        return facts.evidence("straggler", "STRAGGLER", rests="no rank is last more often than chance allows")
+    rank, saving = late.straggler, late.persistent_ns
+    unsure = _unsure_clocks(facts, saving)
+    name = next((r.hostname for r in f.trace.ranks if r.rank == rank), "")
+    phase, more = max(late.longer.items(), key=lambda row: row[1])
+    cause = f" Its {phase} takes {ms(more)} longer than on the other ranks." if more > saving.value / 2 else ""
+    look = {"input": "its data loader and its disk"}.get(phase, "its clock speed, its cores, what else runs there")
+    return facts.evidence(
+        "straggler",
+        "STRAGGLER",
+        applies=not unsure,
+        saving=saving,
+        rests=unsure or f"{f.label}: last by rank test over {late.steps} steps",
+        why=f"Rank {rank} makes the others wait {ms(saving.value)} ({ms(saving.low)} to {ms(saving.high)}) a step, "
+        f"step after step ({late.steps} steps; chance {late.chance:.0e}).{cause}",
+        next=f"Look at rank {rank}'s host{f' ({name})' if name else ''}: {look}.",
+        needs=facts.more_steps(saving),
+    )
+
+
+def imbalance(facts: Facts) -> RuleResult:
+    """Steps of the ranks differ at random: each waits for whichever is last."""
+    f, late = facts.f, facts.f.lateness
+    if late is None:
+        return facts.evidence("imbalance", "IMBALANCE", rests="no step was recorded by all ranks")
+    saving = late.jitter_ns
+    unsure = _unsure_clocks(facts, saving)
+    return facts.evidence(
+        "imbalance",
+        "IMBALANCE",
+        applies=not unsure,
+        saving=saving,
+        rests=unsure or f"{f.label}: waiting for the last rank, {late.steps} steps",
+        why=f"The ranks' steps differ in length, and each waits for the last: {ms(saving.value)} ({ms(saving.low)} to "
+        f"{ms(saving.high)}) a step"
+        + (
+            ". No rank is last persistently."
+            if late.straggler is None
+            else f", beside the wait for rank {late.straggler}."
+        ),
+        next="Make the ranks' steps equally long: batches of equal cost, cores of their own, no other processes.",
+        needs=facts.more_steps(saving),
+    )
+
+
+def before_forward(facts: Facts) -> RuleResult:
+    """Time passes before the forward: input."""
+    f, saving = facts.f, facts.f.parts_ns["input"]
+    return facts.evidence(
+        "input",
+        "INPUT_LIMITED",
+        applies=saving.value >= INPUT_SHARE * facts.step_ns,
+        saving=saving,
+        rests=f"{f.label}: {percent(saving.value / facts.step_ns)} of the step",
+        why=f"{ms(saving.value)} of {ms(facts.step_ns)} pass before the forward "
+        f"({percent(saving.low / facts.step_ns)} to {percent(saving.high / facts.step_ns)} of the step).",
+        next="Look at what runs between the optimizer and the forward. For input: more data loader workers, or "
+        "prefetching. A second optimizer, evaluation and logging count there as well.",
+        needs=facts.more_steps(saving),
+    )
+
+
+def optimizer(facts: Facts) -> RuleResult:
+    """The optimizer takes a large part of the step."""
+    saving = facts.f.parts_ns["optimizer"]
+    return facts.evidence(
+        "optimizer",
+        "OPTIMIZER_LIMITED",
+        applies=saving.value >= OPTIMIZER_SHARE * facts.step_ns,
+        saving=saving,
+        rests=f"{facts.f.label}: {percent(saving.value / facts.step_ns)} of the step",
+        why=f"The optimizer takes {ms(saving.value)} of {ms(facts.step_ns)} ({percent(saving.low / facts.step_ns)} to "
+        f"{percent(saving.high / facts.step_ns)} of the step).",
+        next="A fused or multi-tensor optimizer (foreach=True, fused=True), or updates of larger batches.",
+        needs=facts.more_steps(saving),
+    )
+
+
+VARIABLES = {STOCK: "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"}
+
+
+def _rating(info: TransportInfo) -> int:
+    return info.link_bps or 0
+
+
+def _slow_interface(f: Findings, base: Arm) -> tuple[TransportInfo, TransportInfo] | None:
+    """The base's interface on one rank, and a faster one: of another transport there, else of the base elsewhere."""
+    rated = [(r.rank, i) for r in f.trace.ranks for i in r.transports if i.link_bps and i.interface]
+    own = [(rank, info) for rank, info in rated if info.name == base.transport]
+    for rank, info in own:
+        there = max((other for of, other in rated if of == rank), key=_rating)
+        if _rating(there) > _rating(info):
+            return info, there
+    infos = sorted((info for _, info in own), key=_rating)
+    return (infos[0], infos[-1]) if infos and _rating(infos[0]) < _rating(infos[-1]) else None
+
+
+def configuration(facts: Facts) -> RuleResult:
+    """The base uses a slower interface than is there, or than the other ranks use."""
+    f, base = facts.f, facts.base
+    slow = _slow_interface(f, base)
+    if slow is None:
+        return facts.evidence("configuration", "MISCONFIGURED", rests="no faster interface is recorded")
+    used, there = _rating(slow[0]), _rating(slow[1])
+    ranks = ", ".join(str(rank.rank) for rank in f.trace.ranks if slow[0] in rank.transports)
+    saving = facts.moving.scaled(1 - used / there)
+    variable = VARIABLES.get(Arm(base.transport), "NETBOTTLENECK_IFNAME")
+    return facts.evidence(
+        "configuration",
+        "MISCONFIGURED",
+        applies=True,
+        saving=saving,
+        rests="ratings of the interfaces; exposed x their ratio",
+        why=f"{base} uses {slow[0].interface} ({gbit(used)}) on rank {ranks}; {slow[1].interface} has {gbit(there)}. "
+        f"Over it the step would be up to {facts.share(saving)} shorter.",
+        next=f"Set {variable}={slow[1].interface}.",
+        needs="Measure over the faster interface.",
+    )
+
+
+def other_traffic(facts: Facts) -> RuleResult:
+    """An interface moves bytes that this record does not have: of other jobs, or of calls that are not recorded."""
+    f, base = facts.f, facts.base
+    own = _recorded_bytes(f, base)
+    parts: list[tuple[float, float, str, str]] = []
+    for use_of in facts.hosts:
+        sent = own.get(use_of.rank)
+        if use_of.arm != base or not use_of.interfaces or sent is None:
+            continue
+        use = max(use_of.interfaces, key=lambda one: one.bytes)
+        if use.bytes > 0:
+            surely, part = (max(0.0, 1 - sent * times / use.bytes) for times in (1 + HEADERS, 1.0))
+            parts.append((surely, part, use.interface, use_of.hostname))
+    if not parts:
+        return facts.evidence("other traffic", "OTHER_TRAFFIC", rests="no interface's bytes were recorded")
+    surely, part, interface, name = max(parts)
+    saving = replace(facts.moving.scaled(part), low=facts.moving.scaled(surely).low)
+    return facts.evidence(
+        "other traffic",
+        "OTHER_TRAFFIC",
+        applies=surely >= OTHER_TRAFFIC,
+        saving=saving,
+        rests=f"{percent(part)} of {interface}'s bytes are not recorded here",
+        why=f"{percent(part)} of the bytes on {interface} of {name or 'a host'} during the steps belong to no recorded "
+        f"operation. Without them the step would be up to {facts.share(saving)} shorter.",
+        next="Find what else sends: another job or a copy on this host, or communication of this job outside of its "
+        "gradients.",
+        needs="Measure while nothing else uses the network.",
+    )
+
+
+def _recorded_bytes(f: Findings, base: Arm) -> dict[int, float]:
+    """By the first rank of each host: bytes that its ranks' recorded operations sent in the steps of the base."""
+    hosts: dict[str, list[int]] = {}
+    for rank in f.trace.ranks:
+        hosts.setdefault(rank.host_id or str(rank.rank), []).append(rank.rank)
+    found: dict[int, float] = {}
+    for ranks in hosts.values():
+        rows = [c for c in f.trace.collectives if c.rank in ranks and c.arm == base and c.step is not None]
+        sent = [
+            c.wire_bytes
+            if c.wire_bytes is not None
+            else c.tensor_bytes * bus_factor(c.kind, f.trace.size, c.algorithm, host_count(f.trace))
+            for c in rows
+        ]
+        found |= dict.fromkeys(ranks, float(sum(sent)))
+    return found
+
+
+Rule = Callable[[Facts], RuleResult]
+RULES: tuple[Rule, ...] = (
+    configuration,
+    transport,
+    link,
+    latency,
+    buckets,
+    host,
+    straggler,
+    imbalance,
+    before_forward,
+    optimizer,
+    other_traffic,
 )
 
 
-def decide(findings: Findings) -> Verdict:
-    """The verdict of the first rule that applies; INCONCLUSIVE if none does."""
-    for rule in RULES:
-        verdict = rule(findings)
-        if verdict is not None:
-            return verdict
-    withheld = handicap_sentence(findings)
+def judge(facts: Facts) -> tuple[RuleResult, ...]:
+    """Ask every rule. Those that fired come first, then the uncertain, then the others; larger savings first."""
+
+    def place(one: RuleResult) -> tuple[bool, bool, float]:
+        counted = one.saving.value if one.saving is not None and one.applies else 0.0
+        return not one.fired, not one.uncertain, -counted
+
+    return tuple(sorted((rule(facts) for rule in RULES), key=place))
+
+
+# The verdict.
+
+
+def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
+    """The verdict if no rule fired."""
+    f = facts.f
+    assert f.share is not None
+    share = f.share
+    lost = f"{percent(share.value)} of the step ({percent(share.low)} to {percent(share.high)})"
+    doubt = next((one for one in evidence if one.uncertain), None)
+    unknown = next((note for note in f.trace.notes if NOT_RECORDED in note), None)
+    if doubt is not None:
+        assert doubt.saving is not None
+        why = f"{doubt.cause[0].upper()}{doubt.cause[1:]} may cost {facts.share(doubt.saving)}"
+        why += f", but the interval includes {percent(GAIN_MIN)} ({doubt.rests})."
+        return Verdict("INCONCLUSIVE", why, doubt.needs, evidence)
+    if share.high < NETWORK_SHARE_MIN and unknown is not None:
+        return Verdict(
+            "INCONCLUSIVE",
+            f"The recorded communication is {lost}. {unknown}",
+            "Measure the other model in a separate run: netbottleneck.attach.",
+            evidence,
+        )
+    if share.high < NETWORK_SHARE_MIN:
+        return Verdict(
+            "NOT_NETWORK",
+            f"Exposed communication and waiting are {lost}, below {percent(NETWORK_SHARE_MIN)}.{_keep(f)}",
+            f"Do nothing about the network{_bound(f)}.",
+            evidence,
+        )
+    if stock_is_as_good(f):
+        return Verdict("DO_NOTHING", _keep(f).strip(), f"Do nothing: keep {f.base or STOCK}.", evidence)
+    withheld = handicap_sentence(f)
     return Verdict(
         "INCONCLUSIVE",
-        "No rule explains what is exposed." + (f" {withheld}" if withheld else ""),
-        "Measure with NETBOTTLENECK_TRANSPORT=stock,tcp and NETBOTTLENECK_STREAMS=auto for a probe and a comparison.",
+        f"Exposed communication and waiting are {lost}, and no rule explains them."
+        + (f" {withheld}" if withheld else ""),
+        _unmeasured(f),
+        evidence,
     )
+
+
+def _bound(f: Findings) -> str:
+    """What no communication would save: measured, or a remark that the share leaves out compute beside traffic."""
+    if f.headroom is not None and f.headroom.enough:
+        gain = f.headroom.gain
+        return f": without communication the step would be {percent(gain.value)} shorter ({f.label})"
+    return f": its share does not include compute that traffic slows (compare with {NULL})"
+
+
+def _unmeasured(f: Findings) -> str:
+    """The first measurement that this run does not have."""
+    assert f.base is not None
+    if not any(arm.real and arm != f.base for arm in f.trace.arms):
+        return f"Measure NETBOTTLENECK_TRANSPORT={f.base},tcp NETBOTTLENECK_STREAMS=auto: a probe and a comparison."
+    short = [pair for pair in f.comparisons if not pair.enough]
+    if short:
+        return _more_steps(f, short[0])
+    if NULL not in f.trace.arms:
+        return _with_arm(f, NULL)
+    return "Measure on hosts that do nothing else, for more steps (NETBOTTLENECK_END_STEP)."
+
+
+def decide(findings: Findings, predicted: Predicted | None = None, hosts: Sequence[HostUse] = ()) -> Verdict:
+    """The verdict: the rule with the largest saving that is surely above GAIN_MIN of the step.
+
+    predicted: savings by the what-if engine, of the base; None: rules use formulas over the findings instead. hosts:
+    use of the hosts' interfaces. If no rule fired: do nothing, not the network, or inconclusive and what to measure.
+    """
+    for answer in (_no_communication, _too_little, _providers):
+        verdict = answer(findings)
+        if verdict is not None:
+            return verdict
+    assert findings.base is not None
+    facts = Facts(findings, findings.base, predicted or Predicted(), hosts)
+    evidence = judge(facts)
+    first = evidence[0]
+    if not first.fired:
+        return _nothing(facts, evidence)
+    return Verdict(first.code, first.why, first.next, evidence)

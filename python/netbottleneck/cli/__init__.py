@@ -98,6 +98,33 @@ def _study_report(path: Path, args: argparse.Namespace) -> int:
     return SUCCESS
 
 
+def _compare(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="netbottleneck compare",
+        description="Compare the steps of two runs, or of the same study twice, arm by arm and part by part.",
+    )
+    what = "a run folder, a single trace (*.jsonl.gz), or a study's folder"
+    parser.add_argument("before", metavar="A", help=what)
+    parser.add_argument("after", metavar="B", help="the same, to compare with A")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--max-step-time-regression-pct",
+        metavar="X",
+        type=float,
+        help="exit with code 3 if a step of B is more than X %% longer than in A, and surely longer",
+    )
+    args = parser.parse_args(argv)
+    from netbottleneck.report import compare
+
+    found = compare.compare(args.before, args.after)
+    if args.json:
+        print(json.dumps(found.as_dict(), indent=1))
+    else:
+        compare.show(found)
+    limit = args.max_step_time_regression_pct
+    return GATE if limit is not None and found.regressions(limit / 100) else SUCCESS
+
+
 def _what_if(argv: Sequence[str]) -> int:
     from netbottleneck.cli import what_if
 
@@ -217,6 +244,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "study": (_study, "run a study from one file, on simulated networks or on your hosts"),
     "run": (_run, "run an unchanged DDP or Horovod script and measure it"),
     "report": (_report, "print the report of a recorded run or a study"),
+    "compare": (_compare, "compare the steps of two runs, or of the same study twice; a gate for CI"),
     "what-if": (_what_if, "predict a recorded run with another link, more workers or compression"),
     "bench": (_bench, "measure all-reduce over stock, tcp and ofi, or between two hosts (--listen, --connect)"),
     "calibrate": (_calibrate, "measure a model's gradients on one rank, and memory costs of this host, for what-if"),

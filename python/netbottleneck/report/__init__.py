@@ -44,8 +44,17 @@ class Run:
 
     @cached_property
     def verdict(self) -> Verdict:
-        """Code, reason, next step."""
-        return rules.decide(self.findings)
+        """Code, reason, next step, and the evidence of every rule."""
+        return rules.decide(self.findings, self._predicted, self.hosts)
+
+    @property
+    def _predicted(self) -> rules.Predicted:
+        """Savings by the what-if engine, which needs the C module."""
+        try:
+            from netbottleneck.whatif import sweeps
+        except ImportError:
+            return rules.Predicted(refused="the what-if engine is not available: the C module is missing")
+        return sweeps.savings(self.findings.trace, self.findings.base, self.findings.link_bps)
 
     @cached_property
     def hosts(self) -> tuple[usage.HostUse, ...]:

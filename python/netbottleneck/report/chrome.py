@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from netbottleneck.analysis.bandwidth import bus_factor
-from netbottleneck.analysis.intervals import backward_spans, last_entries
+from netbottleneck.analysis.intervals import backward_spans, host_count, last_entries
 from netbottleneck.trace.model import Collective, Step, Trace
 from netbottleneck.trace.transports import Arm
 
@@ -108,7 +108,8 @@ def _operation_events(trace: Trace, c: Collective, lane: int, last_ns: int | Non
         args["transfer_us"] = (done_ns - max(last_ns, start_ns)) / 1e3
     if done_ns > start_ns:
         args["algbw_gbs"] = c.tensor_bytes / (done_ns - start_ns)
-        args["busbw_gbs"] = c.tensor_bytes * bus_factor(c.kind, trace.size) / (done_ns - start_ns)
+        factor = bus_factor(c.kind, trace.size, c.algorithm, host_count(trace))
+        args["busbw_gbs"] = c.tensor_bytes * factor / (done_ns - start_ns)
     yield _span(c.rank, lane, c.name, start_ns, done_ns, **args)
     yield {**common, "ph": "b", "id": number, "name": c.name, "ts": c.submit_ns / 1e3}
     yield {**common, "ph": "e", "id": number, "name": c.name, "ts": done_ns / 1e3}

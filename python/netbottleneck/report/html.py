@@ -81,6 +81,10 @@ def _context(findings: Findings, verdict: Verdict) -> dict[str, Any]:
         "f": findings,
         "trace": findings.trace,
         "verdict": verdict,
+        "evidence": [
+            (one, text.fired_words(one), text.saving_words(one), text.margin_words(one)) for one in verdict.evidence
+        ],
+        "secondary": text.secondary(verdict),
         "sentence": " ".join(text.sentences(findings)),
         "warnings": text.warnings(findings),
         "bars": bars,

@@ -8,17 +8,19 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
+from netbottleneck.analysis.arrivals import Lateness
 from netbottleneck.analysis.bandwidth import Achievable, Achieved
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.findings import Findings, Parts
 from netbottleneck.analysis.intervals import WARMUP_STEPS
 from netbottleneck.analysis.usage import HostUse
-from netbottleneck.analysis.verdict import Verdict, handicap_sentence
+from netbottleneck.analysis.verdict import RuleResult, Verdict, handicap_sentence
 from netbottleneck.report.text import sentences
 from netbottleneck.trace.model import Collective, Trace
 
@@ -32,8 +34,25 @@ def _s(ns: float | None) -> float | None:
     return None if ns is None else ns / 1e9
 
 
-def _interval(estimate: Estimate, scale: float = 1.0) -> dict[str, float]:
-    return {"value": estimate.value * scale, "low": estimate.low * scale, "high": estimate.high * scale}
+def _interval(estimate: Estimate, scale: float = 1.0) -> dict[str, float | None]:
+    """A value with its interval; None for an end that is not known."""
+    values = {"value": estimate.value, "low": estimate.low, "high": estimate.high}
+    return {name: value * scale if math.isfinite(value) else None for name, value in values.items()}
+
+
+def _evidence(one: RuleResult) -> dict[str, Any]:
+    return {
+        "cause": one.cause,
+        "code": one.code,
+        "applies": one.applies,
+        "fired": one.fired,
+        "uncertain": one.uncertain,
+        "saving_s": None if one.saving is None else _interval(one.saving, 1e-9),
+        "margin": one.margin if one.margin is not None and math.isfinite(one.margin) else None,
+        "rests": one.rests,
+        "why": one.why,
+        "next": one.next,
+    }
 
 
 def _pair(pair: Paired | None, withheld: bool = False) -> dict[str, Any] | None:
@@ -61,6 +80,7 @@ def _split(parts: Parts) -> dict[str, Any]:
         "wait_s": _s(parts.wait_ns),
         "other_s": _s(parts.other_ns),
         "input_s": _s(parts.input_ns),
+        "optimizer_s": _s(parts.optimizer_ns),
         "skew_s": _s(parts.skew_ns),
         "tensor_bytes": parts.tensor_bytes,
         "operations": parts.operations,
@@ -208,6 +228,23 @@ def _faults(trace: Trace) -> list[dict[str, Any]]:
     ]
 
 
+def _verdict(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "code": verdict.code,
+        "why": verdict.why,
+        "next": verdict.next,
+        "secondary": [one.code for one in verdict.secondary],
+        "evidence": [_evidence(one) for one in verdict.evidence],
+    }
+
+
+def _straggler(late: Lateness | None) -> dict[str, Any] | None:
+    """The rank that arrives last persistently; None if there is none, or it is not known."""
+    if late is None or late.straggler is None:
+        return None
+    return {"rank": late.straggler, "others_wait_s": _interval(late.persistent_ns, 1e-9), "chance": late.chance}
+
+
 def _steps(findings: Findings) -> dict[str, Any]:
     return {
         name: {
@@ -238,7 +275,7 @@ def summary(findings: Findings, verdict: Verdict, hosts: Sequence[HostUse] = ())
         "base": findings.base,
         "warmup_steps": WARMUP_STEPS,
         "sentence": " ".join(sentences(findings)),
-        "verdict": {"code": verdict.code, "why": verdict.why, "next": verdict.next},
+        "verdict": _verdict(verdict),
         "network": _network(trace),
         "steps": _steps(findings),
         "split": {name: _split(parts) for name, parts in findings.parts.items()},
@@ -265,6 +302,7 @@ def summary(findings: Findings, verdict: Verdict, hosts: Sequence[HostUse] = ())
             name: {"factor": s.factor, "t1_s": s.t1_ns / 1e9, "tn_s": s.tn_ns / 1e9, "how": s.how}
             for name, s in findings.scaling.items()
         },
+        "straggler": _straggler(findings.lateness),
         "late": [{"rank": rank, "others_wait_s": ns / 1e9} for rank, ns in findings.late_ns.items()],
         "predicted": None
         if predicted_ns is None

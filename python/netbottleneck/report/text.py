@@ -11,12 +11,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from netbottleneck.analysis.arrivals import BY_OPERATIONS, UNSURE_METHODS
 from netbottleneck.analysis.comparisons import Costs, Travel
 from netbottleneck.analysis.findings import Findings, Parts
 from netbottleneck.analysis.intervals import Layer
 from netbottleneck.analysis.nccl import NcclMean
 from netbottleneck.analysis.usage import HostUse
-from netbottleneck.analysis.verdict import Verdict, best_gain, handicap_sentence, own_cost, stock_is_as_good
+from netbottleneck.analysis.verdict import (
+    GAIN_MIN,
+    RuleResult,
+    Verdict,
+    best_gain,
+    handicap_sentence,
+    own_cost,
+    stock_is_as_good,
+)
 from netbottleneck.trace.model import Rank, Trace, TransportInfo
 from netbottleneck.trace.transports import BARE, MEANING, NATIVE, NULL, PSEUDO, STOCK, Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, short, streams
@@ -46,10 +55,11 @@ def sentences(findings: Findings) -> list[str]:
     texts += _comparison(findings)
     cost = own_cost(findings)
     texts += [cost] if cost else []
-    if findings.late_ns:
-        rank = max(findings.late_ns, key=lambda r: findings.late_ns[r])
-        if findings.late_ns[rank] >= LATE_SHARE_MIN * parts.step_ns:
-            texts.append(f"Rank {rank} makes the others wait {ms(findings.late_ns[rank])} ({findings.label}).")
+    late = findings.lateness
+    if late is not None and late.straggler is not None:
+        waited_ns = late.persistent_ns.value
+        if waited_ns >= max(LATE_SHARE_MIN * parts.step_ns, findings.clock_error_ns):
+            texts.append(f"Rank {late.straggler} makes the others wait {ms(waited_ns)} ({findings.label}).")
     return texts
 
 
@@ -151,8 +161,11 @@ def _about_rank(rank: Rank, origin: str) -> list[str]:
         found.append(f"rank {rank.rank} failed: {rank.error}")
     elif not rank.finished and origin == "measured":
         found.append(f"rank {rank.rank} did not finish cleanly.")
-    if rank.clock.method in ("wall", "none") and rank.rank != 0:
+    if rank.clock.method in UNSURE_METHODS and rank.rank != 0:
         found.append(f"rank {rank.rank}: its clock is not synchronised: cross-rank waits may be wrong by milliseconds.")
+    if rank.clock.method == BY_OPERATIONS:
+        error = ms(rank.clock.error_ns or 0)
+        found.append(f"rank {rank.rank}: its clock is aligned by its operations: cross-rank waits are within {error}.")
     return found
 
 
@@ -382,6 +395,40 @@ def _retransmitted(host: HostUse) -> str:
     return percent(host.retransmitted_segments / host.sent_segments, digits=2)
 
 
+def saving_words(one: RuleResult) -> str:
+    """The saving of a rule with its interval; "-" if its condition does not hold."""
+    if not one.applies or one.saving is None:
+        return "-"
+    low, high = bare_ms(one.saving.low), bare_ms(one.saving.high)
+    return f"{ms(one.saving.value)} ({low} to {high})"
+
+
+def margin_words(one: RuleResult) -> str:
+    """How far the saving is surely above the limit."""
+    return "-" if one.margin is None else percent(one.margin, signed=True)
+
+
+def fired_words(one: RuleResult) -> str:
+    """Whether a rule fired."""
+    return "yes" if one.fired else "perhaps" if one.uncertain else "no"
+
+
+def _evidence_table(verdict: Verdict) -> tuple[str, Table]:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column, justify in (("cause", "left"), ("counts", "left"), ("saving, 95 %", "right"), ("margin", "right")):
+        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    table.add_column("rests on", overflow="fold")
+    for one in verdict.evidence:
+        put_row(table, one.cause, fired_words(one), saving_words(one), margin_words(one), one.rests)
+    title = f"Rules: what a step would save; one counts if it is surely above {percent(GAIN_MIN)} of the step"
+    return title, table
+
+
+def secondary(verdict: Verdict) -> str:
+    """The causes beside the verdict, with their savings; "" if there is none."""
+    return ", ".join(f"{one.cause} ({saving_words(one)})" for one in verdict.secondary)
+
+
 def render(findings: Findings, verdict: Verdict, console: Console, hosts: Sequence[HostUse] = ()) -> None:
     """Print the report."""
     trace = findings.trace
@@ -413,7 +460,14 @@ def render(findings: Findings, verdict: Verdict, console: Console, hosts: Sequen
         _print_table(console, *_transport_table(findings))
     if findings.scaling:
         _print_table(console, *_scaling_table(findings))
-    for label, content in (("Verdict", verdict.code), ("Why", verdict.why), ("Next", verdict.next)):
+    _print_verdict(console, verdict)
+
+
+def _print_verdict(console: Console, verdict: Verdict) -> None:
+    if verdict.evidence:
+        _print_table(console, *_evidence_table(verdict))
+    lines = {"Verdict": verdict.code, "Why": verdict.why, "Next": verdict.next, "Secondary": secondary(verdict)}
+    for label, content in ((label, content) for label, content in lines.items() if content):
         console.print(Text(f"{label}: ", style="bold").append(content, style="not bold"))
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from netbottleneck.analysis import verdict as rules
-from netbottleneck.analysis.comparisons import Paired
+from netbottleneck.analysis.comparisons import PAIRS_MIN, Paired
 from netbottleneck.report import Run
 from netbottleneck.study.cells import (
     FACTS,
@@ -294,12 +294,14 @@ def result_lines(cell: CellReport) -> list[str]:
 
 def _speedup(pair: Paired) -> str:
     low, high = pair.ratio.low, pair.ratio.high
-    times = f"{1 / pair.ratio.value:.2f} times as fast ({1 / high:.2f} to {1 / low:.2f})"
+    times = f"{1 / pair.ratio.value:.2f} times as fast"
     doubt = ""
     if not pair.enough:
-        doubt = "; one pair is too few for a claim"
+        doubt = f"; a claim needs {PAIRS_MIN} pairs"
     elif low <= 1 <= high:
         doubt = "; inconclusive, run more --rounds"
+    if pair.enough:
+        times += f" ({1 / high:.2f} to {1 / low:.2f})"
     return f"{pair.other}: the step is {times} as over {pair.base}, {pair.pairs} pairs of blocks (measured{doubt})"
 
 
@@ -342,7 +344,8 @@ def _difference(cell: CellReport, transport: Arm) -> str:
     if cell.run.findings.handicapped:
         return "withheld"
     ns = pair.difference_ns
-    return f"{ns.value / 1e6:+.0f} ms ({ns.low / 1e6:+.0f} to {ns.high / 1e6:+.0f})"
+    between = f" ({ns.low / 1e6:+.0f} to {ns.high / 1e6:+.0f})" if pair.enough else ""
+    return f"{ns.value / 1e6:+.0f} ms{between}"
 
 
 def show(study: Study, console: Console) -> None:

@@ -13,7 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck import _core
-from netbottleneck.analysis.comparisons import BOOTSTRAP_SEED, PAIRS_MIN, Estimate, by_block, median_of, redrawn
+from netbottleneck.analysis.comparisons import (
+    PAIRS_MIN,
+    Estimate,
+    block_pairs,
+    by_block,
+    middle,
+)
 from netbottleneck.analysis.intervals import (
     counted,
     in_flight_spans,
@@ -215,8 +221,8 @@ def step_and_sum(trace: Trace, transport: Arm) -> tuple[float | None, float]:
 
 # A fit is poor with fewer operations than this, or with a larger median or 90th-percentile deviation.
 LEAST_OPERATIONS, MIDDLE_OFF, MOST_OFF = 8, 0.15, 0.5
-# Bootstrap draws for the uncertainty of a line.
-LINES = 2000
+# Bootstrap draws for the uncertainty of a line, and their seed.
+LINES, BOOTSTRAP_SEED = 2000, 0
 # Largest number of operations tried as sharing the link. A larger number counts only if it cuts the deviation by this.
 SHARED_MOST, BY_FAR = 4, 0.5
 
@@ -384,17 +390,17 @@ def contention(trace: Trace, transport: Arm) -> tuple[Estimate | None, str]:
 
     With C ns of forward and backward a step, h of them with operations of the transport in flight, and W ns without
     communication (the arm null, in neighbouring blocks): C - h + h/c = W, so c = 1 / (1 - (C - W)/h), at least 1. The
-    value is the median over pairs of blocks; the interval is a bootstrap over pairs and steps. Returns None and the
-    reason if the run does not suffice.
+    value and its interval are those of `middle` over pairs of blocks. Returns None and the reason if the run does not
+    suffice.
     """
-    draws = redrawn(_blocks(trace, NULL), _blocks(trace, transport))
+    pairs = block_pairs(_blocks(trace, NULL), _blocks(trace, transport))
     unknown = "contention between operations and compute is not known"
-    if draws is None or len(draws.base) < PAIRS_MIN:
+    if pairs is None or len(pairs.base) < PAIRS_MIN:
         return None, f"{unknown}: it needs {PAIRS_MIN} pairs of blocks with the arm {NULL}"
-    overlapped = float(np.median(draws.other[:, 1] / np.maximum(draws.other[:, 0], 1.0)))
+    overlapped = float(np.median(pairs.other[:, 1] / np.maximum(pairs.other[:, 0], 1.0)))
     if overlapped < BESIDE_LEAST:
         return None, f"{unknown}: only {percent(overlapped)} of compute overlaps an operation"
-    lost = median_of(_lost_part(draws.base, draws.other), _lost_part(draws.base_drawn, draws.other_drawn))
+    lost = middle((pairs.other[:, 0] - pairs.base[:, 0]) / np.maximum(pairs.other[:, 1], 1.0))
     if lost.high - lost.low > WIDTH_MOST:
         return (
             None,
@@ -402,13 +408,7 @@ def contention(trace: Trace, transport: Arm) -> tuple[Estimate | None, str]:
         )
     value, low, high = (1 / (1 - min(max(part, 0.0), LOST_MOST)) for part in (lost.value, lost.low, lost.high))
     sentence = f"compute takes {value:.3f} times as long while an operation is in flight, {low:.3f} to {high:.3f}"
-    return Estimate(value, low, high), f"{sentence} (measured, {len(draws.base)} pairs of blocks of {NULL})"
-
-
-def _lost_part(base: NDArray[np.float64], other: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Extra compute time, as a part of the time with operations in flight."""
-    lost: NDArray[np.float64] = (other[..., 0] - base[..., 0]) / np.maximum(other[..., 1], 1.0)
-    return lost
+    return Estimate(value, low, high), f"{sentence} (measured, {len(pairs.base)} pairs of blocks of {NULL})"
 
 
 # Cost of copies into and out of a fusion buffer: operations of several tensors compared with operations of one.

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from netbottleneck.analysis.comparisons import Estimate, widened
+from netbottleneck.analysis.verdict import Predicted
+from netbottleneck.trace.model import Trace
+from netbottleneck.trace.transports import Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, streams
-from netbottleneck.whatif.cost import Cost, Link
+from netbottleneck.whatif import questions
+from netbottleneck.whatif.cost import UNLIMITED, Cost, Link
 from netbottleneck.whatif.plan import FUSION_BYTES, Plan
 from netbottleneck.whatif.questions import (
     NEGLIGIBLE_GAIN,
@@ -210,6 +216,91 @@ def enough_link(job: Job) -> LeastValue:
 
     aim = Aim("enough link", f"a faster link gains at most {percent(NEGLIGIBLE_GAIN, digits=0)}", LINK_BPS)
     return least(job, aim, lambda bps: next(links(job, [bps])), limit_ns)
+
+
+# Savings: what a step would save if one cause of its length were gone.
+
+# Sizes of DDP's buckets that are tried, up to this factor beyond the sizes that the fit is from.
+BUCKET_BYTES = tuple(1 << power for power in range(18, 29))
+BEYOND_FIT = 4
+
+
+def _saved(job: Job, change: Callable[[Cost], Cost], plan: Plan) -> Estimate:
+    """Ns a step that a change of the cost, or another plan, saves.
+
+    The interval covers the fit's residual, its contention, the lines that explain the run as well, and the difference
+    of the simulated step from the measured one.
+    """
+
+    def at(end: IntervalEnd, cost: Cost) -> float:
+        before = replace(now(end.job), cost=end.apply(cost), plan=job.plan)
+        after = replace(before, cost=end.apply(change(cost)), plan=plan)
+        return simulate_setting(end.job, before).step_ns - simulate_setting(end.job, after).step_ns
+
+    itself = IntervalEnd("", job)
+    value = at(itself, job.cost)
+    sources: dict[str, list[float]] = defaultdict(list)
+    for end in interval_ends(job, job.cost):
+        sources[end.source].append(at(end, job.cost))
+    sources["line"] = [at(itself, other) for other in (() if job.fit is None else job.fit.others)]
+    if job.measured_ns is not None:
+        sources["model"] = [value * job.measured_ns.value / simulate_setting(job, now(job)).step_ns]
+    return widened(value, [ends for ends in sources.values() if ends])
+
+
+def _without_link(cost: Cost, link_bps: float) -> Cost:
+    """The cost without the part of a byte's time that the link takes: 1 / rate - 1 / link."""
+    rest = 1 / cost.link.rate_bps - 1 / link_bps
+    return with_link(cost, 1 / rest if rest > 0 else UNLIMITED)
+
+
+def _without_latency(cost: Cost) -> Cost:
+    return replace(cost, fixed_ns=0.0, alpha_ns=0.0, host_alpha_ns=0.0, launch_ns=0.0)
+
+
+def _bucket_plans(job: Job) -> Iterator[tuple[str, Plan]]:
+    """DDP's plans with buckets of sizes near those that the run measured."""
+    low, high = job.cost.fitted_bytes or (0, 0)
+    sizes = [size for size in BUCKET_BYTES if low / BEYOND_FIT <= size <= high * BEYOND_FIT]
+    for setting in fusions(job, sizes):
+        yield setting.title, setting.plan
+
+
+def _compute_as_recorded(job: Job) -> Job:
+    """The job with its compute as recorded: time that traffic takes from compute is a cause of its own."""
+    cost = replace(job.cost, contention=1.0)
+    same = questions.job(job.trace, job.transport, plan=job.plan, cost=cost)
+    lines = () if job.fit is None else tuple(replace(other, contention=1.0) for other in job.fit.others)
+    fit = None if job.fit is None else replace(job.fit, others=lines)
+    return replace(same, fit=fit, measured_ns=job.measured_ns)
+
+
+def savings(trace: Trace, arm: Arm | None, link_bps: float | None) -> Predicted:
+    """Predict what a step of an arm would save without each cause that the engine can remove.
+
+    link: no time on a link of link_bps; latency: no time per operation; rate: the probe's rate; free: no communication
+    time; buckets: the best of the plans tried. Savings that the fit is too poor for are left out, with the reason.
+    """
+    try:
+        found = questions.job(trace, arm)
+        if found.fit is None or found.fit.reason:
+            why = "no run was fitted" if found.fit is None else found.fit.reason
+            return Predicted(refused=f"no prediction: {why.partition(';')[0].partition(':')[0]}")
+        changes: dict[str, Callable[[Cost], Cost]] = {"latency": _without_latency, "free": lambda _: Cost.free()}
+        if link_bps is not None:
+            changes["link"] = lambda cost: _without_link(cost, link_bps)
+        probed = found.fit.achievable
+        if probed is not None:
+            changes["rate"] = lambda cost: replace(cost, link=probed)
+        alone = _compute_as_recorded(found)
+        saved = {name: _saved(alone, change, alone.plan) for name, change in changes.items()}
+        plans = [(_saved(alone, lambda cost: cost, plan), title) for title, plan in _bucket_plans(alone)]
+        best = max(plans, key=lambda row: row[0].value, default=None)
+        if best is None:
+            return Predicted(saved)
+        return Predicted({**saved, "buckets": best[0]}, buckets=best[1])
+    except ValueError as error:
+        return Predicted(refused=str(error))
 
 
 @dataclass(frozen=True, slots=True)

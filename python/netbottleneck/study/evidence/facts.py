@@ -330,8 +330,10 @@ def cell_facts(
     cell = replace(
         cell,
         arms={name: with_sent(arm, sums) for name, arm in arms.items()},
-        pairs=run.findings.comparisons,
-        hooks=comparisons.compare(passes_only, BARE, NULL) if about.job == INFLATION else None,
+        pairs=_enough(run.findings.comparisons),
+        hooks=next(iter(_enough([comparisons.compare(passes_only, BARE, NULL)])), None)
+        if about.job == INFLATION
+        else None,
         contention=_contention(passes_only),
         forecast=forecast_facts(forecast),
         notes=(*trace.notes, *notes),
@@ -468,8 +470,12 @@ def compute_only(trace: Trace, job: str) -> Trace:
 def _contention(passes_only: Trace) -> tuple[Paired, ...]:
     """Compare forward and backward of each arm that moves bytes with those of the null arm."""
     names = dict.fromkeys(step.arm for step in passes_only.steps if step.arm not in PSEUDO)
-    pairs = [comparisons.compare(passes_only, NULL, name) for name in names]
-    return tuple(pair for pair in pairs if pair is not None)
+    return _enough([comparisons.compare(passes_only, NULL, name) for name in names])
+
+
+def _enough(pairs: Sequence[Paired | None]) -> tuple[Paired, ...]:
+    """Return the comparisons that have enough pairs of blocks for an interval."""
+    return tuple(pair for pair in pairs if pair is not None and pair.enough)
 
 
 def forecast_facts(forecast: object | None) -> dict[str, ForecastFacts]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck.analysis.comparisons import BOOTSTRAP_DRAWS, BOOTSTRAP_SEED, Estimate, Paired
+from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.trace import json_codec
 from netbottleneck.trace.transports import PSEUDO
 from netbottleneck.units import ms, percent
@@ -284,7 +284,10 @@ def join_names(names: Iterable[str]) -> str:
 
 # Medians over the blocks of an arm with their 95 % intervals: bootstrap over blocks and over the steps of each.
 #
-# The same method as analysis.comparisons.compare for pairs of blocks; pure and seeded.
+# Pure and seeded.
+
+BOOTSTRAP_DRAWS = 2000
+BOOTSTRAP_SEED = 0
 
 Blocks = Mapping[int, NDArray[np.float64]]
 

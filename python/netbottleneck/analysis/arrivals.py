@@ -1,0 +1,239 @@
+"""Arrivals of ranks at their operations: clocks aligned by operations, a persistent straggler, jitter of all. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from netbottleneck.analysis.comparisons import Estimate, Floats, mean_of_steps
+from netbottleneck.analysis.intervals import Split
+from netbottleneck.trace.model import Clock, Collective, Step, Trace
+from netbottleneck.trace.transports import Arm
+
+# Clocks from wall times, or not compared at all, may be off by milliseconds.
+UNSURE_METHODS = ("wall", "none")
+# The method of a clock that is aligned by the ends of operations.
+BY_OPERATIONS = "operations"
+# The shortest operations bound the error of a clock that is aligned by operations: this part of them.
+SHORTEST_PART = 0.1
+# A rank is a persistent straggler only if chance makes a rank arrive this late with at most this probability.
+CHANCE_MAX = 0.001
+# Fewest steps for that test.
+STEPS_MIN = 7
+
+
+def _matched(trace: Trace) -> list[dict[int, Collective]]:
+    """By rank: the finished operations that all ranks recorded."""
+    groups: dict[tuple[Arm, int, int, int], dict[int, Collective]] = defaultdict(dict)
+    for one in trace.collectives:
+        if one.finished:
+            groups[one.match][one.rank] = one
+    return [group for group in groups.values() if len(group) == trace.size]
+
+
+def _offset(groups: Sequence[Mapping[int, Collective]], rank: int) -> tuple[int, int]:
+    """(ns by which a rank's clock is ahead of rank 0's, its error), from operations that end on both at once.
+
+    An all-reduce ends on every rank within the time that it took the rank that arrived last, so the shortest operations
+    bound the error: half of that time, and half of the spread of the ends.
+    """
+    ends = np.array([(group[rank].done_ns or 0) - (group[0].done_ns or 0) for group in groups], np.float64)
+    took = np.array(
+        [min((c.done_ns or 0) - c.submit_ns for c in (group[rank], group[0])) for group in groups], np.float64
+    )
+    shortest = took <= np.quantile(took, SHORTEST_PART)
+    low, high = np.quantile(ends[shortest], [0.1, 0.9])
+    error = (np.median(took[shortest]) + (high - low)) / 2
+    return int(np.median(ends[shortest])), int(error)
+
+
+def aligned(trace: Trace) -> Trace:
+    """The trace with uncertain clocks aligned by the ends of its operations.
+
+    The clocks of UNSURE_METHODS are aligned if all ranks recorded an operation; their method is then "operations".
+    Simulated traces have one clock.
+    """
+    unsure = [rank.rank for rank in trace.ranks if rank.rank and rank.clock.method in UNSURE_METHODS]
+    groups = _matched(trace) if unsure and trace.origin == "measured" else []
+    if not groups or 0 not in groups[0]:
+        return trace
+    moved = {rank: _offset(groups, rank) for rank in unsure}
+    for rank, (by, error) in moved.items():
+        trace = _moved(trace, rank, by, error)
+    return trace
+
+
+def _earlier(step: Step, by: int) -> Step:
+    """The step with all its times `by` ns earlier."""
+
+    def spans(values: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        return tuple((begin - by, end - by) for begin, end in values)
+
+    return replace(
+        step,
+        begin_ns=step.begin_ns - by,
+        end_ns=step.end_ns - by,
+        forward=spans(step.forward),
+        optimizer=spans(step.optimizer),
+        modules=tuple((module, begin - by, end - by) for module, begin, end in step.modules),
+        grad_ready=tuple((index, at - by) for index, at in step.grad_ready),
+        waits=tuple((key, begin - by, end - by) for key, begin, end in step.waits),
+    )
+
+
+def _moved(trace: Trace, rank: int, by: int, error: int) -> Trace:
+    """The trace with one rank's times `by` ns earlier."""
+
+    def less(at: int | None) -> int | None:
+        return None if at is None else at - by
+
+    return replace(
+        trace,
+        steps=tuple(_earlier(step, by) if step.rank == rank else step for step in trace.steps),
+        collectives=tuple(
+            replace(
+                one,
+                submit_ns=one.submit_ns - by,
+                agreed_ns=less(one.agreed_ns),
+                start_ns=less(one.start_ns),
+                first_byte_ns=less(one.first_byte_ns),
+                done_ns=less(one.done_ns),
+            )
+            if one.rank == rank
+            else one
+            for one in trace.collectives
+        ),
+        ranks=tuple(
+            replace(one, clock=Clock(BY_OPERATIONS, one.clock.offset_ns + by, error)) if one.rank == rank else one
+            for one in trace.ranks
+        ),
+        faults=tuple(replace(one, time_ns=one.time_ns - by) if one.rank == rank else one for one in trace.faults),
+    )
+
+
+def clock_error_ns(trace: Trace) -> float:
+    """Largest possible error of a time difference between two ranks; infinite if a clock was not compared."""
+    if trace.origin != "measured":
+        return 0.0
+    errors = sorted((_error_ns(rank.clock) for rank in trace.ranks), reverse=True)
+    return sum(errors[:2])
+
+
+def _error_ns(clock: Clock) -> float:
+    if clock.method in UNSURE_METHODS:
+        return math.inf
+    return float(clock.error_ns or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Lateness:
+    """What uneven arrival costs a step, and whether one rank causes it.
+
+    straggler: the rank that arrives last persistently, None if there is none. chance: probability that ranks of equal
+    speed differ as much. persistent_ns: saved if the straggler were as fast as the typical other rank; jitter_ns: saved
+    on top if all steps of all ranks were equally long. longer: how much longer than on the typical other rank the
+    straggler's input, compute and optimizer are, in ns a step.
+    """
+
+    steps: int
+    straggler: int | None
+    chance: float
+    persistent_ns: Estimate
+    jitter_ns: Estimate
+    longer: Mapping[str, float]
+
+
+PHASES = ("input", "compute", "optimizer")
+
+
+def _arrivals(trace: Trace, arm: Arm, indices: Sequence[int]) -> tuple[list[int], Floats]:
+    """(steps that all ranks recorded, submission of each rank's last operation in them, shape (steps, ranks))."""
+    last: dict[int, dict[int, int]] = defaultdict(dict)
+    for one in trace.collectives:
+        if one.arm == arm and one.step is not None:
+            own = last[one.step]
+            own[one.rank] = max(own.get(one.rank, 0), one.submit_ns)
+    whole = [index for index in indices if len(last[index]) == trace.size]
+    ranks = sorted(rank.rank for rank in trace.ranks)
+    return whole, np.array([[last[index][rank] for rank in ranks] for index in whole], np.float64)
+
+
+def _independent(values: Floats) -> float:
+    """Number of independent steps among the steps of a sequence, from the correlation of neighbours."""
+    centred = values - values.mean()
+    power = float(np.dot(centred, centred))
+    rho = float(np.dot(centred[1:], centred[:-1])) / power if power > 0 else 0.0
+    rho = min(max(rho, 0.0), 0.99)
+    return len(values) * (1 - rho) / (1 + rho)
+
+
+def _chance(places: Floats) -> float:
+    """Probability that some rank of `ranks` equal ones has a mean place as high as the highest. places: (steps, ranks).
+
+    The rank-sum statistic of Friedman's test, for the highest rank alone, with Bonferroni's correction.
+    """
+    ranks = places.shape[1]
+    worst = int(places.mean(axis=0).argmax())
+    deviation = math.sqrt((ranks**2 - 1) / 12 / _independent(places[:, worst]))
+    z = (float(places[:, worst].mean()) - (ranks - 1) / 2) / deviation
+    return float(min(1.0, ranks * math.erfc(z / math.sqrt(2)) / 2))
+
+
+def _places(arrived: Floats) -> Floats:
+    """Place of each rank in the order of arrival of each step, from 0; ranks that arrive together share a place."""
+    one, other = arrived[:, :, None], arrived[:, None, :]
+    places: Floats = (one > other).sum(axis=2) + ((one == other).sum(axis=2) - 1) / 2
+    return places
+
+
+def _longer(splits: Sequence[Split], rank: int) -> dict[str, float]:
+    """By phase: how much longer it is on a rank than on the median of the others, in ns a step."""
+    means: dict[str, dict[int, float]] = defaultdict(dict)
+    for member in {split.rank for split in splits}:
+        own = [split for split in splits if split.rank == member]
+        means["input"][member] = float(np.mean([s.input_ns for s in own]))
+        means["optimizer"][member] = float(np.mean([s.optimizer_ns for s in own]))
+        means["compute"][member] = float(np.mean([s.compute_ns - s.optimizer_ns for s in own]))
+    return {
+        phase: means[phase][rank] - float(np.median([ns for other, ns in means[phase].items() if other != rank]))
+        for phase in PHASES
+    }
+
+
+def lateness(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Lateness | None:
+    """Lateness of the ranks in the steps of an arm, `splits`; None for one rank, or without a common step.
+
+    A step saves at most the idle time in which its ranks waited for the last one.
+    """
+    idle: dict[int, dict[int, int]] = defaultdict(dict)
+    for split in splits:
+        idle[split.index][split.rank] = split.skew_ns
+    indices, arrived = _arrivals(trace, arm, sorted(index for index, own in idle.items() if len(own) == trace.size))
+    if trace.size < 2 or not len(arrived):
+        return None
+    ranks = sorted(rank.rank for rank in trace.ranks)
+    waited = np.array([[idle[index][rank] for rank in ranks] for index in indices], np.float64)
+    arrived = arrived - arrived.mean(axis=1, keepdims=True)
+    places = _places(arrived)
+    chance = _chance(places) if len(arrived) >= STEPS_MIN else 1.0
+    worst = int(places.mean(axis=0).argmax())
+    others = np.delete(arrived, worst, axis=1)
+    evened = arrived.copy()
+    found = chance <= CHANCE_MAX
+    if found:
+        evened[:, worst] -= max(0.0, float(np.median(arrived[:, worst] - np.median(others, axis=1))))
+    of_others = np.delete(waited, worst, axis=1).mean(axis=1)
+    persistent = np.minimum(np.maximum(arrived.max(axis=1) - evened.max(axis=1), 0.0), of_others)
+    jitter = np.minimum(evened.max(axis=1) - evened.mean(axis=1), waited.mean(axis=1))
+    return Lateness(
+        len(arrived),
+        ranks[worst] if found else None,
+        chance,
+        mean_of_steps(persistent),
+        mean_of_steps(jitter),
+        _longer(splits, ranks[worst]) if found else {},
+    )

@@ -1,0 +1,103 @@
+"""Arrivals: clocks that operations align, a persistent straggler, and ranks of equal speed."""
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from netbottleneck.analysis import arrivals, findings, intervals
+from netbottleneck.trace.model import Clock
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scenarios"))
+
+from scenario.job import MIB, MS, Job, trace_of
+
+APART = Job(buckets=(MIB,) * 3, jitter=0.004, clock_ms={1: 12.0}, blocks=1)
+
+
+def clock(trace, rank=1):
+    return next(one.clock for one in trace.ranks if one.rank == rank)
+
+
+@pytest.mark.parametrize("ahead_ms", [-40.0, 3.0, 12.0])
+def test_operations_align_a_clock_that_was_not_compared(ahead_ms):
+    trace = arrivals.aligned(trace_of(replace(APART, clock_ms={1: ahead_ms})))
+    found = clock(trace)
+    assert found.method == arrivals.BY_OPERATIONS
+    assert abs(found.offset_ns - ahead_ms * MS) <= found.error_ns < 2 * MS
+    begins = {rank: [step.begin_ns for step in trace.steps if step.rank == rank] for rank in (0, 1)}
+    assert max(abs(a - b) for a, b in zip(*begins.values(), strict=True)) <= found.error_ns + MS
+
+
+def test_a_clock_that_was_compared_is_left_alone():
+    trace = trace_of(replace(APART, clock_ms={}))
+    assert arrivals.aligned(trace) is trace
+    assert arrivals.clock_error_ns(trace) == 0
+
+
+def test_a_clock_without_operations_has_no_bound():
+    trace = replace(trace_of(APART), collectives=())
+    assert arrivals.aligned(trace) is trace
+    assert arrivals.clock_error_ns(trace) == math.inf
+
+
+def test_a_simulated_run_has_one_clock():
+    trace = replace(trace_of(APART), origin="simulated")
+    assert arrivals.aligned(trace) is trace
+    assert arrivals.clock_error_ns(trace) == 0
+
+
+def test_the_error_of_two_clocks_is_the_sum_of_the_two_largest():
+    trace = trace_of(Job(ranks=3, blocks=1))
+    ranks = tuple(replace(one, clock=Clock("heartbeat", 0, 1000 * one.rank)) for one in trace.ranks)
+    assert arrivals.clock_error_ns(replace(trace, ranks=ranks)) == 3000
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_ranks_of_equal_speed_are_not_stragglers(ranks):
+    random = np.random.default_rng(ranks)
+    runs = [random.normal(size=(40, ranks)) for _ in range(2000)]
+    alarms = sum(arrivals._chance(arrivals._places(run)) <= arrivals.CHANCE_MAX for run in runs)
+    assert alarms <= 8
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_rank_that_is_late_for_a_while_is_not_persistently_late(ranks):
+    arrived = np.random.default_rng(1).normal(size=(40, ranks))
+    arrived[:12, 0] += 50
+    assert arrivals._chance(arrivals._places(arrived)) > arrivals.CHANCE_MAX
+    arrived[:, 0] += 50
+    assert arrivals._chance(arrivals._places(arrived)) <= arrivals.CHANCE_MAX
+
+
+def test_ranks_that_arrive_together_share_a_place():
+    assert arrivals._places(np.array([[5.0, 5.0, 1.0]])).tolist() == [[1.5, 1.5, 0.0]]
+
+
+def test_the_wait_for_a_straggler_is_apart_from_jitter():
+    found = findings.find(trace_of(Job(ranks=4, jitter=0.02, sleeps_ms={2: 40.0})))
+    late = found.lateness
+    assert late.straggler == 2
+    assert late.persistent_ns.value == pytest.approx(40 * MS, rel=0.06)
+    assert late.longer["compute"] == pytest.approx(40 * MS, rel=0.06)
+    assert 0 < late.jitter_ns.value < 5 * MS
+
+
+def test_a_two_level_all_reduce_counts_what_crosses_the_link():
+    assert intervals.bus_factor("allreduce", 16, "two_level all-reduce", 2) == 1.0
+    assert intervals.bus_factor("allreduce", 16, "ring all-reduce", 2) == 1.875
+    assert intervals.bus_factor("allreduce", 16, "two_level all-reduce", None) == 1.875
+    job = Job(
+        ranks=16,
+        ranks_per_host=8,
+        algorithm="two_level all-reduce",
+        arms=("tcp",),
+        link_bps=2e9,
+        blocks=1,
+        block_steps=4,
+    )
+    achieved = findings.find(trace_of(replace(job, latency_ms=0.0))).achieved["tcp"]
+    assert achieved.active_bps == pytest.approx(2e9, rel=0.01)

@@ -1,0 +1,107 @@
+"""Intervals of comparisons: their coverage, their limits, and the number of pairs that a comparison needs."""
+
+import math
+
+import numpy as np
+import pytest
+
+from netbottleneck.analysis import comparisons
+from netbottleneck.trace.transports import Arm
+
+A, B = Arm("a"), Arm("b")
+RATIO = 0.95
+RUNS = 1000
+
+
+def correlated(random, shape, rho, noise):
+    """First-order autoregressive values along the last axis, each of variance 1."""
+    fresh = noise(shape)
+    values = fresh.copy()
+    for place in range(1, shape[-1]):
+        values[..., place] = rho * values[..., place - 1] + math.sqrt(1 - rho**2) * fresh[..., place]
+    return values
+
+
+def blocks_of_runs(random, pairs, tails):
+    """Steps of RUNS runs, shape (runs, blocks, steps): blocks and the steps in them are alike, as on a real machine."""
+    noise = random.standard_normal if tails == "normal" else lambda shape: random.standard_t(3, shape)
+    between = correlated(random, (RUNS, 2 * pairs), 0.6, random.standard_normal)
+    within = correlated(random, (RUNS, 2 * pairs, 6), 0.6, noise)
+    return 1e8 * np.exp(0.02 * between[..., None] + 0.03 * within)
+
+
+@pytest.mark.parametrize("tails", ["normal", "heavy"])
+@pytest.mark.parametrize("pairs", [3, 4, 5, 6, 7, 8, 10, 14])
+def test_an_interval_covers_the_true_ratio_at_every_number_of_pairs(pairs, tails):
+    steps = blocks_of_runs(np.random.default_rng(pairs), pairs, tails)
+    second = np.array([False, True, True, False] * pairs)[: 2 * pairs]  # the arms alternate as in a session
+    covered = claimed = 0
+    for run in steps:
+        base = {block: run[block] for block in np.flatnonzero(~second)}
+        other = {block: run[block] for block in np.flatnonzero(second)}
+        found = comparisons.compare_blocks(A, B, base, {block: RATIO * own for block, own in other.items()})
+        covered += found.ratio.low <= RATIO <= found.ratio.high
+        equal = comparisons.compare_blocks(A, B, base, other)
+        claimed += equal.enough and equal.gain.low > 0
+    assert covered >= 0.93 * RUNS
+    assert claimed <= 0.035 * RUNS
+
+
+@pytest.mark.parametrize("steps", [20, 60, 200])
+def test_the_mean_of_steps_that_are_alike_is_covered(steps):
+    random = np.random.default_rng(steps)
+    runs = 100 + 5 * correlated(random, (RUNS, steps), 0.5, random.standard_normal)
+    found = [comparisons.mean_of_steps(run) for run in runs]
+    assert sum(one.low <= 100 <= one.high for one in found) >= 0.88 * RUNS
+    independent = [comparisons.mean_of_steps(run) for run in random.normal(100, 5, (RUNS, steps))]
+    assert sum(one.low <= 100 <= one.high for one in independent) >= 0.93 * RUNS
+
+
+def test_the_quantiles_are_those_of_the_tables():
+    known = {1: 12.706, 2: 4.303, 4: 2.776, 5: 2.571, 9: 2.262, 30: 2.042}
+    assert {n: comparisons.student(n) for n in known} == pytest.approx(known, abs=1e-3)
+    assert comparisons.student(0) == math.inf
+    assert comparisons.student(10**6) == pytest.approx(1.96, abs=1e-3)
+
+
+def test_the_signed_rank_interval_of_seven_values_ends_at_the_third_walsh_averages():
+    found = comparisons.middle([1, 2, 3, 4, 5, 6, 7])
+    assert (found.low, found.value, found.high) == (2.0, 4.0, 6.0)
+
+
+def test_a_single_pair_has_no_bounds_and_two_are_not_enough():
+    one = comparisons.middle([3.0])
+    assert (one.low, one.value, one.high) == (-math.inf, 3.0, math.inf)
+    two = comparisons.compare_blocks(
+        A, B, {0: np.array([10.0]), 2: np.array([10.0])}, {1: np.array([8.0]), 3: np.array([8.0])}
+    )
+    assert not two.enough
+    assert two.more_pairs(0.03) == 1
+
+
+def test_no_value_is_an_error():
+    for estimate in (comparisons.middle, comparisons.mean_of_steps):
+        with pytest.raises(ValueError, match="at least one value"):
+            estimate([])
+
+
+def paired(ratio, spread, pairs):
+    log = math.log(ratio)
+    half = comparisons.student(pairs - 1) * spread / math.sqrt(pairs)
+    interval = comparisons.Estimate(ratio, math.exp(log - half), math.exp(log + half))
+    return comparisons.Paired(A, B, pairs, 10 * pairs, comparisons.Estimate(0, 0, 0), interval, spread)
+
+
+def test_the_plan_says_how_many_more_pairs_decide():
+    unsure = paired(0.95, 0.03, 3)
+    assert unsure.gain.low < 0.03 < unsure.gain.high
+    more = unsure.more_pairs(0.03)
+    assert more > 0
+    assert paired(0.95, 0.03, 3 + more).more_pairs(0.03) == 0
+    assert paired(0.95, 0.03, 2 + more).more_pairs(0.03) > 0
+    assert paired(0.5, 0.03, 3).more_pairs(0.03) == 0
+    assert paired(1.0, 0.001, 3).more_pairs(0.03) == 0
+
+
+def test_a_difference_of_nothing_needs_more_pairs_than_are_planned():
+    assert comparisons.pairs_needed(0.0, 0.1) == comparisons.PLAN_MAX

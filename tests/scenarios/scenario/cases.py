@@ -1,0 +1,608 @@
+"""Scenarios: jobs with a known cause, drawn by seed, each with a twin without the cause."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
+
+from scenario.job import MIB, Job
+from scenario.training import Training
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Case(Generic[T]):
+    """A scenario: a job, and what the verdict about it must be.
+
+    expected: codes that may be the verdict; also: codes that must have fired; never: codes that must not. gone: what
+    the job is without its cause (the twin), where `cause` must not appear. saves: the saving is compared with the
+    twin's step. says, advises: words of the reason and of the advice. silent: words that the advice must not have.
+    """
+
+    name: str
+    job: T
+    expected: tuple[str, ...]
+    gone: T | None = None
+    cause: str = ""
+    also: tuple[str, ...] = ()
+    never: tuple[str, ...] = ()
+    saves: bool = False
+    says: str = ""
+    advises: str = ""
+    silent: tuple[str, ...] = field(default=())
+
+
+Draw = random.Random
+Make = Callable[[Draw], Case[Job]]
+MakeLive = Callable[[Draw], Case[Training]]
+CASES: list[Make] = []
+LIVE: list[MakeLive] = []
+
+
+def case(make: Make) -> Make:
+    """Add a scenario of a made trace."""
+    CASES.append(make)
+    return make
+
+
+def live(make: MakeLive) -> MakeLive:
+    """Add a scenario that runs a training."""
+    LIVE.append(make)
+    return make
+
+
+NOISY = Job(jitter=0.004)
+
+
+def _big(draw: Draw) -> Job:
+    """A job whose gradients take about as long as its backward."""
+    scale = draw.uniform(0.8, 1.5)
+    return replace(NOISY, buckets=tuple(int(scale * size) for size in (12 * MIB, 30 * MIB, 16 * MIB, 6 * MIB)))
+
+
+def _overlapped(draw: Draw) -> Job:
+    """A job that hides most of its communication, measured with and without traffic."""
+    last = draw.randrange(MIB // 4, MIB)
+    sizes = (20 * MIB, 20 * MIB, 16 * MIB, last)
+    return replace(NOISY, arms=("stock", "null"), blocks=5, forward_ms=20, backward_ms=240, buckets=sizes)
+
+
+@case
+def flow_cap_measured(draw: Draw) -> Case[Job]:
+    cap = draw.uniform(1.5e9, 2.5e9)
+    job = replace(_big(draw), arms=("stock", "tcp", "bare"), blocks=4, link_bps=1e10, flow_bps=cap)
+    return Case(
+        "flow cap, other transport measured",
+        job,
+        ("TRANSPORT_LIMITED",),
+        replace(job, flow_bps=1e10),
+        "TRANSPORT_LIMITED",
+        never=("LINK_LIMITED",),
+        saves=True,
+        advises="NETBOTTLENECK_TRANSPORT=tcp",
+    )
+
+
+@case
+def flow_cap_probed(draw: Draw) -> Case[Job]:
+    job = replace(_big(draw), link_bps=1e10, flow_bps=draw.uniform(1.5e9, 2.5e9), probe=True)
+    return Case(
+        "flow cap, probe only",
+        job,
+        ("TRANSPORT_LIMITED",),
+        replace(job, flow_bps=1e10),
+        "TRANSPORT_LIMITED",
+        saves=True,
+        advises="NETBOTTLENECK_TRANSPORT=stock,tcp",
+    )
+
+
+@case
+def full_link(draw: Draw) -> Case[Job]:
+    job = replace(_big(draw), link_bps=draw.uniform(1e9, 3e9))
+    return Case(
+        "full link", job, ("LINK_LIMITED",), replace(job, link_bps=1e13, flow_bps=1e13), "LINK_LIMITED", saves=True
+    )
+
+
+@case
+def full_link_compared(draw: Draw) -> Case[Job]:
+    job = replace(_big(draw), link_bps=draw.uniform(1e9, 3e9), arms=("stock", "tcp", "bare"), blocks=4)
+    return Case(
+        "full link, no transport is faster",
+        job,
+        ("LINK_LIMITED",),
+        replace(job, link_bps=1e13, flow_bps=1e13),
+        "LINK_LIMITED",
+        saves=True,
+        says="as good as what was tried",
+        advises="another transport cannot help",
+    )
+
+
+@case
+def full_link_by_probe(draw: Draw) -> Case[Job]:
+    rate = draw.uniform(1e9, 3e9)
+    job = replace(_big(draw), link_bps=rate, flow_bps=rate, link_known=False, probe=True)
+    return Case(
+        "full link of unknown speed", job, ("LINK_LIMITED",), replace(job, link_bps=1e13, flow_bps=1e13), "LINK_LIMITED"
+    )
+
+
+@case
+def latency_small(draw: Draw) -> Case[Job]:
+    job = replace(
+        NOISY, backward_ms=20, buckets=(4096,) * 60, latency_ms=draw.uniform(0.8, 1.5), link_bps=1e10, block_steps=20
+    )
+    return Case(
+        "many small operations",
+        job,
+        ("LATENCY_LIMITED",),
+        replace(job, latency_ms=0.005),
+        "LATENCY_LIMITED",
+        never=("LINK_LIMITED",),
+        saves=True,
+        advises="larger buckets",
+    )
+
+
+@case
+def latency_of_many_sizes(draw: Draw) -> Case[Job]:
+    sizes = tuple(draw.choice((4096, 16384, 65536, 262144)) for _ in range(50))
+    job = replace(NOISY, backward_ms=20, buckets=sizes, latency_ms=draw.uniform(0.8, 1.5))
+    return Case(
+        "latency, several sizes",
+        job,
+        ("LATENCY_LIMITED",),
+        replace(job, latency_ms=0.005),
+        "LATENCY_LIMITED",
+        saves=True,
+    )
+
+
+@case
+def slow_rank(draw: Draw) -> Case[Job]:
+    slow = draw.randrange(2)
+    job = replace(NOISY, jitter=0.01, slower={slow: draw.uniform(1.12, 1.3)})
+    return Case(
+        "one of two ranks is slower",
+        job,
+        ("STRAGGLER",),
+        replace(job, slower={}),
+        "STRAGGLER",
+        never=("LINK_LIMITED", "TRANSPORT_LIMITED"),
+        saves=True,
+        says=f"Rank {slow} makes the others wait",
+        advises=f"rank {slow}'s host",
+    )
+
+
+@case
+def sleeping_rank(draw: Draw) -> Case[Job]:
+    slow = draw.randrange(4)
+    job = replace(NOISY, ranks=4, jitter=0.02, sleeps_ms={slow: draw.uniform(20, 60)})
+    return Case(
+        "one of four ranks sleeps in its backward",
+        job,
+        ("STRAGGLER",),
+        replace(job, sleeps_ms={}),
+        "STRAGGLER",
+        never=("LINK_LIMITED",),
+        saves=True,
+        says=f"Rank {slow} makes",
+    )
+
+
+@case
+def slow_input_of_one_rank(draw: Draw) -> Case[Job]:
+    slow = draw.randrange(4)
+    job = replace(NOISY, ranks=4, input_of_ms={slow: draw.uniform(25, 60)})
+    return Case(
+        "input of one rank is slow",
+        job,
+        ("STRAGGLER",),
+        replace(job, input_of_ms={}),
+        "STRAGGLER",
+        saves=True,
+        says="Its input takes",
+        advises="its data loader",
+    )
+
+
+@case
+def jitter_of_eight(draw: Draw) -> Case[Job]:
+    job = replace(NOISY, ranks=8, jitter=draw.uniform(0.08, 0.15), block_steps=30)
+    return Case(
+        "eight equal ranks with random steps",
+        job,
+        ("IMBALANCE",),
+        replace(job, jitter=0.002),
+        "IMBALANCE",
+        never=("STRAGGLER", "LINK_LIMITED"),
+        saves=True,
+        says="No rank is last persistently",
+    )
+
+
+@case
+def jitter_of_two(draw: Draw) -> Case[Job]:
+    job = replace(NOISY, jitter=draw.uniform(0.12, 0.2), block_steps=40)
+    return Case(
+        "two equal ranks with random steps",
+        job,
+        ("IMBALANCE",),
+        replace(job, jitter=0.002),
+        "IMBALANCE",
+        never=("STRAGGLER",),
+    )
+
+
+@case
+def input_first(draw: Draw) -> Case[Job]:
+    job = replace(
+        _big(draw), forward_ms=15, backward_ms=20, input_ms=draw.uniform(60, 90), link_bps=2e10, flow_bps=2e10
+    )
+    return Case(
+        "input first, network second",
+        job,
+        ("INPUT_LIMITED",),
+        replace(job, input_ms=0.5),
+        "INPUT_LIMITED",
+        also=("LINK_LIMITED",),
+        saves=True,
+        advises="data loader",
+    )
+
+
+@case
+def network_first(draw: Draw) -> Case[Job]:
+    job = replace(_big(draw), forward_ms=15, backward_ms=20, input_ms=draw.uniform(60, 80), link_bps=2e9)
+    return Case(
+        "network first, input second",
+        job,
+        ("LINK_LIMITED",),
+        replace(job, link_bps=1e13, flow_bps=1e13),
+        "LINK_LIMITED",
+        also=("INPUT_LIMITED",),
+    )
+
+
+@case
+def slow_input(draw: Draw) -> Case[Job]:
+    job = replace(NOISY, input_ms=draw.uniform(40, 80))
+    return Case("slow input", job, ("INPUT_LIMITED",), replace(job, input_ms=0.5), "INPUT_LIMITED", saves=True)
+
+
+@case
+def slow_optimizer(draw: Draw) -> Case[Job]:
+    job = replace(NOISY, optimizer_ms=draw.uniform(40, 80))
+    return Case(
+        "slow optimizer",
+        job,
+        ("OPTIMIZER_LIMITED",),
+        replace(job, optimizer_ms=0.2),
+        "OPTIMIZER_LIMITED",
+        never=("INPUT_LIMITED",),
+        saves=True,
+        silent=("data loader",),
+    )
+
+
+@case
+def clocks_apart(draw: Draw) -> Case[Job]:
+    job = replace(NOISY, clock_ms={1: draw.choice((-1, 1)) * draw.uniform(8, 40)}, buckets=(MIB,) * 4)
+    return Case(
+        "clocks of the hosts differ",
+        job,
+        ("NOT_NETWORK",),
+        never=("STRAGGLER", "IMBALANCE", "LINK_LIMITED", "TRANSPORT_LIMITED"),
+    )
+
+
+@case
+def clocks_apart_on_a_full_link(draw: Draw) -> Case[Job]:
+    job = replace(_big(draw), link_bps=1.5e9, clock_ms={1: draw.uniform(8, 15)})
+    return Case("clocks differ, full link", job, ("LINK_LIMITED",), never=("STRAGGLER", "IMBALANCE"))
+
+
+@case
+def clocks_apart_and_a_straggler(draw: Draw) -> Case[Job]:
+    job = replace(NOISY, buckets=(MIB,) * 4, clock_ms={1: 12.0}, sleeps_ms={1: draw.uniform(25, 50)})
+    return Case(
+        "clocks differ, and a straggler", job, ("STRAGGLER",), replace(job, sleeps_ms={}), "STRAGGLER", saves=True
+    )
+
+
+@case
+def contended_compute(draw: Draw) -> Case[Job]:
+    job = replace(_overlapped(draw), contention=draw.uniform(1.3, 1.8), link_bps=1e10, flow_bps=4e9)
+    return Case(
+        "traffic slows compute",
+        job,
+        ("HOST_LIMITED",),
+        replace(job, contention=1.0),
+        "HOST_LIMITED",
+        saves=True,
+        silent=("null",),
+    )
+
+
+@case
+def contention_larger_than_the_link(draw: Draw) -> Case[Job]:
+    job = replace(_overlapped(draw), contention=draw.uniform(1.5, 1.8), link_bps=4e9, flow_bps=4e9)
+    job = replace(job, buckets=(*job.buckets[:3], 8 * MIB))
+    return Case("compute slowed more than the link costs", job, ("HOST_LIMITED",), also=("LINK_LIMITED",))
+
+
+@case
+def busy_cores(draw: Draw) -> Case[Job]:
+    job = replace(_big(draw), busy=draw.uniform(1.9, 2.0), link_bps=2e10, flow_bps=3e9)
+    return Case("all cores busy", job, ("HOST_LIMITED",), replace(job, busy=1.0), "HOST_LIMITED")
+
+
+@case
+def slow_hooks(draw: Draw) -> Case[Job]:
+    job = replace(_big(draw), arms=("stock", "tcp", "bare"), blocks=5, flow_bps=3e9, hooks=draw.uniform(1.3, 1.5))
+    return Case(
+        "hooks slow the stock path",
+        job,
+        ("INCONCLUSIVE", "HOST_LIMITED", "NOT_NETWORK"),
+        never=("TRANSPORT_LIMITED",),
+    )
+
+
+@case
+def nothing(draw: Draw) -> Case[Job]:
+    job = replace(NOISY, buckets=(MIB // 2,) * 4, forward_ms=draw.uniform(20, 50))
+    return Case("hidden communication", job, ("NOT_NETWORK",))
+
+
+@case
+def nothing_compared(draw: Draw) -> Case[Job]:
+    job = replace(NOISY, buckets=(MIB // 2,) * 4, arms=("stock", "tcp", "bare", "null"), blocks=5)
+    return Case(
+        "hidden communication, all arms measured",
+        job,
+        ("NOT_NETWORK",),
+        says="as good as what was tried",
+        advises="without communication the step would be",
+    )
+
+
+@case
+def as_good(draw: Draw) -> Case[Job]:
+    rate = draw.uniform(2.5e9, 3.5e9)
+    job = replace(_big(draw), arms=("stock", "tcp", "bare"), blocks=4, link_bps=rate * 1.6, flow_bps=rate, streams=1)
+    return Case(
+        "another transport is as good",
+        job,
+        ("DO_NOTHING",),
+        never=("TRANSPORT_LIMITED", "LINK_LIMITED"),
+        advises="keep stock",
+    )
+
+
+@case
+def two_pairs(draw: Draw) -> Case[Job]:
+    job = replace(_big(draw), arms=("stock", "tcp"), blocks=2, block_steps=8, link_bps=5e9, flow_bps=5e9, noise=0.05)
+    return Case(
+        "two pairs of noisy blocks",
+        job,
+        ("INCONCLUSIVE", "LINK_LIMITED", "NOT_NETWORK", "DO_NOTHING"),
+        never=("TRANSPORT_LIMITED",),
+    )
+
+
+@case
+def noisy_gain(draw: Draw) -> Case[Job]:
+    job = replace(NOISY, arms=("stock", "tcp"), blocks=3, noise=0.08, link_bps=1e10)
+    return Case(
+        "three pairs of blocks with much noise",
+        job,
+        ("INCONCLUSIVE", "NOT_NETWORK"),
+        never=("TRANSPORT_LIMITED",),
+        silent=("NETBOTTLENECK_TRANSPORT=stock,tcp",),
+    )
+
+
+@case
+def providers_differ(draw: Draw) -> Case[Job]:
+    job = replace(NOISY, providers=("gloo", "ucc"))
+    return Case(
+        "ranks differ in their provider", job, ("MISCONFIGURED",), replace(job, providers=("gloo",)), "MISCONFIGURED"
+    )
+
+
+@case
+def slow_interface(draw: Draw) -> Case[Job]:
+    slow = draw.uniform(0.8e9, 2e9)
+    ratings = {"stock": ("eno1", slow), "tcp": ("eth1", 1e10)}
+    job = replace(
+        _big(draw), link_known=False, link_bps=slow, flow_bps=slow, interfaces=ratings, arms=("stock", "tcp"), blocks=2
+    )
+    return Case(
+        "the stock path uses the slow interface",
+        job,
+        ("MISCONFIGURED",),
+        replace(job, interfaces={"stock": ("eth1", 1e10), "tcp": ("eth1", 1e10)}, link_bps=1e10, flow_bps=1e10),
+        "MISCONFIGURED",
+        saves=True,
+        advises="GLOO_SOCKET_IFNAME",
+    )
+
+
+@case
+def traffic_of_others(draw: Draw) -> Case[Job]:
+    share = draw.uniform(0.4, 0.6)
+    job = replace(_big(draw), link_bps=1e10, flow_bps=4e9 * (1 - share), other_share=share)
+    return Case(
+        "another job's traffic",
+        job,
+        ("OTHER_TRAFFIC",),
+        replace(job, other_share=0.0, flow_bps=4e9),
+        "OTHER_TRAFFIC",
+        saves=True,
+    )
+
+
+@case
+def two_levels(draw: Draw) -> Case[Job]:
+    job = replace(
+        _big(draw),
+        ranks=16,
+        ranks_per_host=8,
+        algorithm="two_level all-reduce",
+        link_bps=2e9,
+        arms=("tcp",),
+        block_steps=8,
+    )
+    return Case(
+        "two hosts of eight ranks, full link",
+        job,
+        ("LINK_LIMITED",),
+        replace(job, link_bps=1e13, flow_bps=1e13),
+        "LINK_LIMITED",
+    )
+
+
+@case
+def one_rank(_: Draw) -> Case[Job]:
+    return Case("one rank", replace(NOISY, ranks=1, buckets=(MIB,)), ("NO_COMMUNICATION",))
+
+
+@case
+def few_steps(_: Draw) -> Case[Job]:
+    return Case("three steps", replace(NOISY, blocks=1, block_steps=4), ("INCONCLUSIVE",), advises="more steps")
+
+
+@case
+def straggler_on_a_full_link(draw: Draw) -> Case[Job]:
+    job = replace(_big(draw), link_bps=2.5e9, sleeps_ms={1: draw.uniform(20, 30)})
+    return Case("full link, and a straggler", job, ("LINK_LIMITED",), also=("STRAGGLER",))
+
+
+@case
+def large_buckets(draw: Draw) -> Case[Job]:
+    job = replace(_big(draw), forward_ms=20, backward_ms=150, buckets=(8 * MIB, 64 * MIB), link_bps=6e9, flow_bps=6e9)
+    return Case("buckets too large to overlap", job, ("BUCKET_SIZES", "LINK_LIMITED"))
+
+
+# Trainings that run. Their compute is sleep, so two cores suffice.
+
+SMALL = Training(asked={"kib": 16})
+
+
+@live
+def live_flow_cap(draw: Draw) -> Case[Training]:
+    flow = draw.randrange(60, 120)
+    run = Training(f"1gbit/{flow}mbit", "stock,tcp,bare")
+    return Case(
+        "live: flow cap, other transport measured",
+        run,
+        ("TRANSPORT_LIMITED",),
+        run.but("1gbit"),
+        "TRANSPORT_LIMITED",
+        never=("STRAGGLER", "LINK_LIMITED"),
+        advises="NETBOTTLENECK_TRANSPORT=tcp",
+    )
+
+
+@live
+def live_full_link(draw: Draw) -> Case[Training]:
+    run = Training(f"{draw.randrange(80, 160)}mbit", "stock,tcp,bare")
+    return Case(
+        "live: full link",
+        run,
+        ("LINK_LIMITED",),
+        run.but("none"),
+        "LINK_LIMITED",
+        never=("STRAGGLER", "INPUT_LIMITED", "TRANSPORT_LIMITED"),
+        saves=True,
+    )
+
+
+@live
+def live_sleeping_rank(draw: Draw) -> Case[Training]:
+    slow = draw.randrange(2)
+    run = SMALL.but(slow_rank=slow, sleep_ms=draw.uniform(15, 50))
+    return Case(
+        "live: one rank sleeps in its backward",
+        run,
+        ("STRAGGLER",),
+        run.but(sleep_ms=None),
+        "STRAGGLER",
+        never=("LINK_LIMITED", "INPUT_LIMITED"),
+        saves=True,
+        says=f"Rank {slow} makes the others wait",
+    )
+
+
+@live
+def live_input(draw: Draw) -> Case[Training]:
+    run = SMALL.but(input_ms=draw.uniform(20, 60))
+    return Case(
+        "live: slow input",
+        run,
+        ("INPUT_LIMITED",),
+        run.but(input_ms=None),
+        "INPUT_LIMITED",
+        never=("STRAGGLER", "OPTIMIZER_LIMITED"),
+        saves=True,
+    )
+
+
+@live
+def live_optimizer(draw: Draw) -> Case[Training]:
+    run = SMALL.but(optimizer_ms=draw.uniform(25, 60))
+    return Case(
+        "live: slow optimizer",
+        run,
+        ("OPTIMIZER_LIMITED",),
+        run.but(optimizer_ms=None),
+        "OPTIMIZER_LIMITED",
+        never=("STRAGGLER", "INPUT_LIMITED"),
+        saves=True,
+    )
+
+
+@live
+def live_jitter(draw: Draw) -> Case[Training]:
+    run = SMALL.but(jitter=draw.uniform(0.15, 0.25))
+    return Case(
+        "live: random steps", run, ("IMBALANCE",), run.but(jitter=None), "IMBALANCE", never=("STRAGGLER",), saves=True
+    )
+
+
+@live
+def live_nothing(_: Draw) -> Case[Training]:
+    return Case("live: hidden communication", SMALL, ("NOT_NETWORK",), never=("STRAGGLER", "LINK_LIMITED"))
+
+
+@live
+def live_input_and_link(draw: Draw) -> Case[Training]:
+    run = Training("200mbit", "stock,bare", {"input_ms": draw.uniform(70, 90), "ms": 5.0})
+    return Case(
+        "live: input first, link second",
+        run,
+        ("INPUT_LIMITED",),
+        run.but(input_ms=None),
+        "INPUT_LIMITED",
+        also=("LINK_LIMITED",),
+        saves=True,
+    )
+
+
+@live
+def live_pinned(draw: Draw) -> Case[Training]:
+    run = Training("none", "stock,bare", {"kib": 1024, "core": draw.randrange(2), "spin": True})
+    return Case(
+        "live: both ranks on one core",
+        run,
+        ("HOST_LIMITED",),
+        run.but(core=None),
+        "HOST_LIMITED",
+        never=("LINK_LIMITED", "INPUT_LIMITED"),
+    )

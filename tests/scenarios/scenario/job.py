@@ -1,0 +1,265 @@
+"""A data-parallel job as numbers, and the trace that it records: steps, buckets and waits, event by event."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from netbottleneck.trace.model import (
+    Bucket,
+    Clock,
+    Collective,
+    Counters,
+    Network,
+    Parameter,
+    Probe,
+    Rank,
+    Samples,
+    Step,
+    Trace,
+    TransportInfo,
+)
+from netbottleneck.trace.transports import BARE, NULL, Arm
+
+MS = 1_000_000
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Job:
+    """The causes of a job's step. Times in ms, rates in bits a second.
+
+    buckets: bytes of each, in order of readiness; the backward is divided evenly among them. flow_bps: cap of one flow;
+    stock has one, every other arm `streams`. latency_ms: of an operation. slower: by rank, factor of its compute.
+    sleeps_ms, input_of_ms: by rank, within the backward and before the forward. jitter: deviation of a rank's compute
+    from step to step, as a part of it; noise: the same, of all ranks of a block together. contention: compute takes
+    this many times as long beside traffic. hooks: factor of every recorded step's forward. clock_ms: by rank, how far
+    its clock is ahead. busy: cores that a rank keeps busy, of two. other_share: part of the interface's bytes that is
+    not recorded.
+    """
+
+    ranks: int = 2
+    arms: tuple[str, ...] = ("stock",)
+    blocks: int = 2
+    block_steps: int = 14
+    forward_ms: float = 30.0
+    backward_ms: float = 60.0
+    optimizer_ms: float = 2.0
+    input_ms: float = 0.5
+    buckets: tuple[int, ...] = (2 * MIB, 4 * MIB, 4 * MIB, 1 * MIB)
+    link_bps: float = 1e10
+    flow_bps: float = 1e10
+    streams: int = 8
+    latency_ms: float = 0.1
+    slower: Mapping[int, float] = field(default_factory=dict)
+    sleeps_ms: Mapping[int, float] = field(default_factory=dict)
+    input_of_ms: Mapping[int, float] = field(default_factory=dict)
+    jitter: float = 0.0
+    noise: float = 0.002
+    contention: float = 1.0
+    hooks: float = 1.0
+    clock_ms: Mapping[int, float] = field(default_factory=dict)
+    link_known: bool = True
+    probe: bool = False
+    busy: float | None = None
+    other_share: float | None = None
+    providers: tuple[str, ...] = ("gloo",)
+    interfaces: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    algorithm: str | None = None
+    ranks_per_host: int = 1
+
+    def rate_bps(self, arm: str) -> float:
+        """Rate of an arm's flows together."""
+        return min(self.link_bps, self.flow_bps * (1 if arm in ("stock", "bare") else self.streams))
+
+    def bus_bytes(self, nbytes: int) -> float:
+        """Bytes of an all-reduce that cross the link, one way."""
+        count = self.ranks
+        if self.algorithm and "two_level" in self.algorithm:
+            count = self.ranks // self.ranks_per_host
+        return 2 * (count - 1) / count * nbytes if count > 1 else 0.0
+
+
+class Clockwork:
+    """Runs a job step by step. `now` is when each rank begins its next step, in ms."""
+
+    def __init__(self, job: Job, seed: int) -> None:
+        self.job, self.random = job, np.random.default_rng(seed)
+        self.now = np.zeros(job.ranks)
+        self.steps: list[Step] = []
+        self.collectives: list[Collective] = []
+        self.index = 0
+
+    def run(self) -> None:
+        """Run all blocks; the arms' order is mirrored from round to round, as in a session."""
+        arms = self.job.arms
+        for block in range(self.job.blocks * len(arms)):
+            round_, place = divmod(block, len(arms))
+            arm = arms[place if round_ % 2 == 0 else len(arms) - 1 - place]
+            level = 1 + self.job.noise * self.random.standard_normal()
+            self.now[:] = self.now.max()
+            for _ in range(self.job.block_steps):
+                self.step(Arm(arm), block, level)
+
+    def advance(self, begin: float, work: float, busy: Sequence[tuple[float, float]]) -> float:
+        """End of `work` ms of compute from `begin`, slower while one of the `busy` spans runs."""
+        for low, high in busy:
+            if work <= 0:
+                break
+            free = max(0.0, min(low - begin, work))
+            begin, work = begin + free, work - free
+            if work > 0 and begin < high:
+                beside = min(work, (high - begin) / self.job.contention)
+                begin, work = begin + beside * self.job.contention, work - beside
+        return begin + max(work, 0.0)
+
+    def step(self, arm: Arm, block: int, level: float) -> None:
+        """Run one step of all ranks."""
+        job, ranks = self.job, range(self.job.ranks)
+        jitter = np.maximum(1 + job.jitter * self.random.standard_normal(job.ranks), 0.2)
+        factor = [level * jitter[rank] * job.slower.get(rank, 1.0) for rank in ranks]
+        hooks = 1.0 if arm == BARE else job.hooks
+        begin = self.now.copy()
+        forward = np.array([begin[r] + job.input_ms + job.input_of_ms.get(r, 0.0) for r in ranks])
+        forward_end = np.array([forward[r] + job.forward_ms * factor[r] * hooks for r in ranks])
+        at = forward_end.copy()
+        sent: list[tuple[np.ndarray, float, float]] = []
+        busy: list[tuple[float, float]] = []
+        for place, nbytes in enumerate(job.buckets):
+            for r in ranks:
+                work = job.backward_ms * factor[r] / len(job.buckets)
+                work += job.sleeps_ms.get(r, 0.0) * (place == len(job.buckets) // 2)
+                at[r] = self.advance(at[r], work, busy)
+            if arm == NULL:
+                sent.append((at.copy(), 0.0, 0.0))
+                continue
+            start = max(float(at.max()), busy[-1][1] if busy else 0.0)
+            done = start + job.latency_ms + 8e3 * job.bus_bytes(nbytes) / job.rate_bps(arm)
+            busy.append((start, done))
+            sent.append((at.copy(), start, done))
+        resumed = np.maximum(at, busy[-1][1] if busy else 0.0)
+        end = resumed + job.optimizer_ms
+        for r in ranks:
+            marks = (begin[r], forward[r], forward_end[r], at[r], resumed[r], end[r])
+            self.record(arm, block, r, marks, sent)
+        self.now, self.index = end, self.index + 1
+
+    def record(
+        self,
+        arm: Arm,
+        block: int,
+        rank: int,
+        marks: Sequence[float],
+        sent: Sequence[tuple[np.ndarray, float, float]],
+    ) -> None:
+        """Write down a rank's step as a recorder would, on the rank's own clock."""
+
+        def ns(ms: float) -> int:
+            return round((ms + self.job.clock_ms.get(rank, 0.0) + 1000) * MS)
+
+        begin, forward, forward_end, ready, resumed, end = (ns(mark) for mark in marks)
+        row = Step(rank, self.index, block, arm, begin, end)
+        if arm != BARE:
+            cpu = None if self.job.busy is None else round(self.job.busy * (end - begin))
+            row = replace(
+                row,
+                forward=((forward, forward_end),),
+                optimizer=((resumed, end),),
+                grad_ready=tuple((place, ns(at[rank])) for place, (at, _, _) in enumerate(sent)),
+                waits=((0, ready, resumed),) if resumed > ready else (),
+                cpu_ns=cpu,
+            )
+        self.steps.append(row)
+        for place, (at, start, done) in enumerate(sent):
+            if arm in (BARE, NULL):
+                continue
+            native = arm != "stock"
+            self.collectives.append(
+                Collective(
+                    rank=rank,
+                    arm=arm,
+                    key=place + 1,
+                    round=self.index,
+                    submit_ns=ns(at[rank]),
+                    tensor_bytes=self.job.buckets[place],
+                    name=f"ddp/{place}",
+                    step=self.index,
+                    bucket=place,
+                    start_ns=ns(start) if native else ns(at[rank]),
+                    agreed_ns=ns(start) if native else None,
+                    done_ns=ns(done),
+                    wire_bytes=round(self.job.bus_bytes(self.job.buckets[place])) if native else None,
+                    algorithm=self.job.algorithm,
+                )
+            )
+
+
+def _transport(job: Job, rank: int, name: str) -> TransportInfo:
+    interface, bps = job.interfaces.get(name, (None, None))
+    provider = job.providers[rank % len(job.providers)] if name == "stock" else name
+    probe: tuple[Probe, ...] = ()
+    if job.probe and name != "stock":
+        rates = {count: min(job.link_bps, count * job.flow_bps) for count in (1, job.streams)}
+        probe = tuple(Probe(count, round(bps / 80), 100 * MS) for count, bps in rates.items())
+    used = None if name == "stock" else job.streams
+    return TransportInfo(
+        name,
+        provider,
+        streams_open=used,
+        streams_used=used,
+        interface=interface,
+        link_bps=None if bps is None else int(bps),
+        probe=probe,
+    )
+
+
+def _rank(job: Job, rank: int) -> Rank:
+    names = [name for name in (*job.arms, *(("tcp",) if job.probe else ())) if name in ("stock", "tcp", "ofi")]
+    clock = (
+        Clock("rank 0", 0, 0) if rank == 0 else Clock("wall", 0, None) if job.clock_ms else Clock("same clock", 0, 0)
+    )
+    host = rank // job.ranks_per_host
+    return Rank(
+        rank,
+        f"host{host}",
+        f"h{host}",
+        finished=True,
+        clock=clock,
+        cores=(2 * rank, 2 * rank + 1),
+        transports=tuple(_transport(job, rank, name) for name in dict.fromkeys(names)),
+    )
+
+
+def trace_of(job: Job, seed: int = 0) -> Trace:
+    """The trace of a run of the job. The same seed gives the same noise."""
+    work = Clockwork(job, seed)
+    work.run()
+    return Trace(
+        id="scenario",
+        size=job.ranks,
+        arms=tuple(map(Arm, job.arms)),
+        network=Network("a scenario", job.link_bps) if job.link_known else None,
+        ranks=tuple(_rank(job, rank) for rank in range(job.ranks)),
+        parameters=tuple(Parameter(f"layer{n}.weight", size, "float32", n) for n, size in enumerate(job.buckets)),
+        buckets=tuple(Bucket(f"ddp/{n}", n + 1, size, "float32", (n,)) for n, size in enumerate(job.buckets)),
+        steps=tuple(work.steps),
+        collectives=tuple(work.collectives),
+    )
+
+
+def samples_of(job: Job, trace: Trace) -> tuple[Samples, ...]:
+    """The counters of each host's interface: the recorded bytes, and `other_share` of all."""
+    if job.other_share is None:
+        return ()
+    low, high = min(s.begin_ns for s in trace.steps), max(s.end_ns for s in trace.steps)
+    times = np.linspace(low, high, 200).astype(np.int64)
+    own = sum(job.bus_bytes(c.tensor_bytes) for c in trace.collectives if c.rank == 0)
+    moved = (np.linspace(0, own / (1 - job.other_share), 200)).astype(np.int64)
+    columns = tuple(f"eth0:{name}" for name in ("rx_bytes", "rx_packets", "tx_bytes", "tx_packets"))
+    values = np.stack([moved, moved // 1500, moved, moved // 1500], axis=1)
+    return tuple(
+        Samples(rank.rank, Counters(rank.hostname, rank.host_id, rank.rank, 50, 100, columns, times, values))
+        for rank in trace.ranks
+    )

@@ -1,0 +1,93 @@
+"""Judges scenarios: the verdict about a job, its differences from the expectation, its saving against the twin."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from netbottleneck.analysis import findings, usage, verdict
+from netbottleneck.report import text
+from netbottleneck.whatif import sweeps
+from scenario.cases import CASES, Case
+from scenario.job import Job, samples_of, trace_of
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A job's findings and verdict."""
+
+    found: findings.Findings
+    verdict: verdict.Verdict
+
+    @property
+    def fired(self) -> set[str]:
+        """Codes of the rules that fired, and of the verdict."""
+        return {self.verdict.code, *(one.code for one in self.verdict.evidence if one.fired)}
+
+
+@dataclass(frozen=True)
+class Result:
+    """A scenario's outcome. wrong: what differs from the expectation. error: relative, of the saving."""
+
+    case: Case[Any]
+    got: Judged
+    wrong: tuple[str, ...]
+    error: float | None = None
+
+
+def judge(job: Job, seed: int) -> Judged:
+    """Run a job and decide, as a report does."""
+    trace = trace_of(job, seed)
+    found = findings.find(trace)
+    predicted = sweeps.savings(found.trace, found.base, found.link_bps)
+    return Judged(found, verdict.decide(found, predicted, usage.hosts(trace, samples_of(job, trace))))
+
+
+def _differences(case: Case[Any], got: Judged) -> Iterator[str]:
+    if got.verdict.code not in case.expected:
+        yield f"expected {' or '.join(case.expected)}"
+    for code in (*case.expected, *case.also):
+        if (len(case.expected) == 1 or code in case.also) and code not in got.fired:
+            yield f"{code} did not fire"
+    yield from (f"{code} fired" for code in case.never if code in got.fired)
+    if case.says not in got.verdict.why:
+        yield f"the reason lacks {case.says!r}"
+    if case.advises not in got.verdict.next:
+        yield f"the advice lacks {case.advises!r}"
+    yield from (f"the advice has {words!r}" for words in case.silent if words in got.verdict.next)
+
+
+def _step_ns(judged: Judged) -> float:
+    found = judged.found
+    assert found.base is not None
+    return found.parts_ns["step"].value
+
+
+T = TypeVar("T")
+
+
+def run(case: Case[T], seed: int, judge: Callable[[T, int], Judged]) -> Result:
+    """Judge a scenario and its twin."""
+    got = judge(case.job, seed)
+    wrong = list(_differences(case, got))
+    error = None
+    if case.gone is not None:
+        twin = judge(case.gone, seed)
+        if case.cause in twin.fired:
+            wrong.append(f"twin: {case.cause} fired: {twin.verdict.why}")
+        first = got.verdict.evidence[0] if got.verdict.evidence else None
+        if case.saves and first is not None and first.saving is not None:
+            truth = _step_ns(got) - _step_ns(twin)
+            error = first.saving.value / truth - 1
+    return Result(case, got, tuple(wrong), error)
+
+
+def example(name: str) -> str:
+    """Return the end of the report of a scenario, from the table of its rules on. Raises KeyError for no scenario."""
+    make = {make.__name__: make for make in CASES}[name]
+    got = judge(make(random.Random(f"1/{name}")).job, 1)
+    whole = text.text(got.found, got.verdict)
+    start = whole.find("Rules: ")
+    return whole[start if start >= 0 else whole.index("Verdict: ") :]

@@ -1,0 +1,95 @@
+"""A DDP training whose compute is sleep, with the causes that its arguments name: `train.py JSON`."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import netbottleneck  # noqa: F401 - measures, as its variables say
+
+ASKED: dict[str, Any] = json.loads(sys.argv[1])
+RANK = int(os.environ["RANK"])
+RANDOM = random.Random(f"{ASKED['seed']}/{RANK}")
+LEVEL = [1.0]
+
+
+def work(ms: float) -> None:
+    """Take this time: asleep, or busy with `spin`."""
+    if not ASKED.get("spin"):
+        time.sleep(ms * LEVEL[0] / 1e3)
+        return
+    until = time.thread_time() + ms * LEVEL[0] / 1e3
+    while time.thread_time() < until:
+        sum(range(100))
+
+
+class Timed(torch.autograd.Function):
+    """The identity, whose forward and backward take time."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, forward_ms: float, backward_ms: float) -> torch.Tensor:
+        """Return the values after a while."""
+        ctx.ms = backward_ms
+        work(forward_ms)
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Return the gradient after a while."""
+        work(ctx.ms)
+        return gradient, None, None
+
+
+class Layer(nn.Module):
+    """Weights of `kib` KiB in a layer that takes time."""
+
+    def __init__(self, kib: int, ms: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(kib * 256))
+        self.ms = ms
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Add the mean of the weights."""
+        late_ms = ASKED.get("sleep_ms", 0.0) if ASKED.get("slow_rank") == RANK else 0.0
+        return Timed.apply(values + self.weight.mean(), self.ms / 2, self.ms + late_ms / ASKED["layers"])
+
+
+class Slow(torch.optim.SGD):
+    """An optimizer that takes time."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Update after a while."""
+        work(ASKED.get("optimizer_ms", 0.0))
+        return super().step(closure)
+
+
+def main() -> None:
+    """Train for the number of steps asked."""
+    if "core" in ASKED:
+        os.sched_setaffinity(0, {ASKED["core"]})
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    layers = [Layer(ASKED["kib"], ASKED["ms"]) for _ in range(ASKED["layers"])]
+    model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=ASKED["kib"] / 1024)
+    optimizer = Slow(model.parameters(), lr=0.1)
+    for _ in range(ASKED["steps"]):
+        LEVEL[0] = max(0.1, 1 + ASKED.get("jitter", 0.0) * RANDOM.gauss(0, 1))
+        work(ASKED.get("input_ms", 0.0))
+        optimizer.zero_grad()
+        model(torch.ones(1, requires_grad=True)).sum().backward()
+        optimizer.step()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

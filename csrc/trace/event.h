@@ -54,7 +54,7 @@ enum nb_event_kind {
     NB_EV_NCCL_STEP = 28,
     NB_EV_GRADS_READY = 29, // ready times of ten parameters. key: index of the first, a…e: ns after the event's time,
                             // two numbers of 32 bits each, the first one low; 0: none
-    NB_EV_END // one above the last kind
+    NB_EV_END               // one above the last kind
 };
 
 // True for events that only a timeline needs: a ring without a timeline omits them.

@@ -33,12 +33,12 @@ from netbottleneck.bench import head
 
 RANK = Path(__file__).with_name("overhead_rank.py")
 RANKS = 2
-LIMIT_S = 290
+LIMIT_S = 900
 POINT, HIGHEST = 0.01, 0.02  # limits of compute inflation: for its median, and for the upper end of its interval
 START_S = 0.2
 PARAMETERS, BUCKETS = 400, 25  # of overhead_rank.py's tiny model, with small buckets
 DDP_SHARE, BUCKET_NS = 0.25, 30_000
-COUNTS = {"hooks": 500, "ddp": 500, "observe": 60, "inflation": 96, "latency": 300, "starts": 100}
+COUNTS = {"hooks": 500, "ddp": 500, "observe": 180, "inflation": 96, "latency": 300, "starts": 100}
 
 Times = Mapping[str, list[float]]
 Variables = Callable[[int], Mapping[str, str]]

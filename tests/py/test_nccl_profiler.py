@@ -19,7 +19,7 @@ import pytest
 
 import netbottleneck
 from netbottleneck.analysis import nccl
-from netbottleneck.trace import recorder
+from netbottleneck.trace import ring_reader
 from netbottleneck.trace.model import NcclOperation, Trace
 from test_nccl_plugin import nccl_library, said_by
 
@@ -61,10 +61,10 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
 
 def operations(path: Path) -> tuple[NcclOperation, ...]:
     """Return the operations of a ring that no training belongs to."""
-    rows = recorder.read_ring(path).events[["kind", "time_ns", "step", "key", "a", "b", "c", "d", "e"]].tolist()
-    names = {number: name for name, number in recorder.EVENTS.items()}
-    events = [recorder.Event(names[kind], *rest) for kind, *rest in rows]
-    return recorder.nccl_operations(events, 0, recorder.StepIndex(()), (), ())
+    rows = ring_reader.read_ring(path).events[["kind", "time_ns", "step", "key", "a", "b", "c", "d", "e"]].tolist()
+    names = {number: name for name, number in ring_reader.EVENTS.items()}
+    events = [ring_reader.Event(names[kind], *rest) for kind, *rest in rows]
+    return ring_reader.nccl_operations(events, 0, ring_reader.StepIndex(()), (), ())
 
 
 def check(said: dict[str, Any], path: Path) -> None:
@@ -111,11 +111,11 @@ def test_codes_are_those_of_the_plugin() -> None:
         assert body is not None
         return re.findall(r'"(\w+)"', body[1])
 
-    assert names("functions") == list(recorder.NCCL_FUNCTIONS)
-    assert names("algorithms") == list(recorder.NCCL_ALGORITHMS)
-    assert names("protocols") == list(recorder.NCCL_PROTOCOLS)
+    assert names("functions") == list(ring_reader.NCCL_FUNCTIONS)
+    assert names("algorithms") == list(ring_reader.NCCL_ALGORITHMS)
+    assert names("protocols") == list(ring_reader.NCCL_PROTOCOLS)
     types = [name.removeprefix("nccl").lower() for name in names("types")]
-    assert types == [*recorder.NCCL_DTYPES[:-1], "unknown"]
+    assert types == [*ring_reader.NCCL_DTYPES[:-1], "unknown"]
 
 
 @pytest.mark.parametrize("version", VERSIONS)

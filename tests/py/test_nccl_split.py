@@ -11,7 +11,7 @@ import pytest
 
 from netbottleneck.analysis import nccl
 from netbottleneck.report import Run, summary
-from netbottleneck.trace import recorder
+from netbottleneck.trace import ring_reader
 from netbottleneck.trace.model import NcclKernel, NcclOperation, NcclStep, Trace, read
 from ringwriter import BUCKETS, MS, FakeRun, RingWriter
 
@@ -91,10 +91,10 @@ def run_with_nccl(folder: Path) -> Path:
     """Write a run of two ranks whose first bucket NCCL moves, 1 µs after its submission, in every recorded step."""
     run = FakeRun(folder, transports=("stock",)).write()
     for rank in range(2):
-        train = recorder.read_ring(run / "ranks" / f"{rank}.train.ring").events
+        train = ring_reader.read_ring(run / "ranks" / f"{rank}.train.ring").events
         ring = RingWriter(run / "ranks" / f"{rank}.nccl.ring", rank)
         ring.put(0, "NCCL_COMM", key=0xC0FFEE, a=0, b=rank | 2 << 32, c=2)
-        submits = train[(train["kind"] == recorder.EVENTS["OP_SUBMIT"]) & (train["key"] == BUCKETS[0]["key"])]
+        submits = train[(train["kind"] == ring_reader.EVENTS["OP_SUBMIT"]) & (train["key"] == BUCKETS[0]["key"])]
         for call, submit in enumerate(submits["time_ns"].tolist()):
             task = call * 3 + 1
             what = 1 | 7 << 8 | 2 << 16 | 3 << 24 | 1 << 32
@@ -112,7 +112,7 @@ def run_with_nccl(folder: Path) -> Path:
 
 
 def test_operations_are_those_of_the_buckets(tmp_path: Path) -> None:
-    trace = recorder.load(run_with_nccl(tmp_path / "run"))
+    trace = ring_reader.load(run_with_nccl(tmp_path / "run"))
     own = [found for found in trace.nccl if found.step is not None]
     assert {(found.bucket, found.rank, len(found.network), len(found.kernel)) for found in own} == {
         (0, 0, 1, 1),
@@ -131,12 +131,12 @@ def test_a_tag_names_the_bucket(tmp_path: Path) -> None:
     ring.put(0, "NCCL_COMM", key=0xC0FFEE, a=0, b=2 << 32)
     ring.put(5, "NCCL_TASK", key=1, a=0, b=1, c=1, e=BUCKETS[0]["key"] & (1 << 63) - 1)
     ring.close()
-    assert [found.bucket for found in recorder.load(run).of_rank(0).nccl] == [0]
+    assert [found.bucket for found in ring_reader.load(run).of_rank(0).nccl] == [0]
 
 
 def test_the_readable_form_holds_all_of_it(tmp_path: Path) -> None:
     run = run_with_nccl(tmp_path / "run")
-    trace = recorder.convert(run)
+    trace = ring_reader.convert(run)
     assert read(run / "ranks" / "1.jsonl.gz").nccl == trace.of_rank(1).nccl
 
 

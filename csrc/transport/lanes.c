@@ -7,7 +7,6 @@
 #include <string.h>
 
 #include "base/bits.h"
-#include "base/clock.h"
 #include "base/error.h"
 #include "base/list.h"
 #include "base/wire.h"

@@ -204,7 +204,7 @@ def test_an_invalid_file_is_reported_and_nothing_is_written(tmp_path: Path, caps
         path.write_text(text)
         assert study.main([str(path), "--directory", str(tmp_path / "s")]) == 2
         assert words in capsys.readouterr().err
-        assert sorted(one.name for one in tmp_path.iterdir()) == ["given.toml", "d.bk.log"]
+        assert sorted(one.name for one in tmp_path.iterdir()) == ["d.bk.log", "given.toml"]
 
 
 def test_too_few_hosts_exit_with_code_2_and_write_nothing(

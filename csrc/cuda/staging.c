@@ -193,8 +193,9 @@ const char *nb_staging_unpinned(const struct nb_staging *staging) {
     return staging->registered ? NULL : staging->unpinned.text;
 }
 
-bool nb_staging_copies(const struct nb_staging *staging) {
-    return !nb_list_empty(&staging->leaving) || !nb_list_empty(&staging->returning);
+bool nb_staging_polls(const struct nb_staging *staging) {
+    bool copies = !nb_list_empty(&staging->leaving) || !nb_list_empty(&staging->returning);
+    return copies || (!nb_list_empty(&staging->waiting) && !nb_list_empty(&staging->free));
 }
 
 int nb_staging_cut(struct nb_staging_cut *cut, size_t bytes, int parts, size_t element_bytes, size_t chunk_bytes,
@@ -368,6 +369,16 @@ int nb_staging_take(struct nb_staging *staging, struct nb_staging_transfer *tran
     return 1;
 }
 
+// Makes the callers' streams wait for a slot's last copy.
+static int callers_wait(struct nb_staging *staging, const struct nb_staging_request *request, const struct slot *slot) {
+    int rc = 0;
+    for (int i = 0; rc == 0 && i < request->caller_count; i++) {
+        unsigned result = staging->device->driver->stream_wait_event(request->callers[i], slot->copied, 0);
+        rc = check(staging, result, "cuStreamWaitEvent", 0);
+    }
+    return rc;
+}
+
 static int give_back(struct nb_staging *staging, struct nb_staging_transfer *transfer, struct slot *slot) {
     const bool copies = transfer->request.back.count > 0;
     int rc = copies ? copy_parts(staging, transfer, slot, false) : 0;
@@ -382,8 +393,7 @@ static int give_back(struct nb_staging *staging, struct nb_staging_transfer *tra
     transfer->returned++;
     if (transfer->returned == transfer->cut.chunks && copies) {
         // The last copy's event covers all: copies back are on one stream. A later record does not change this wait.
-        unsigned result = staging->device->driver->stream_wait_event(transfer->request.caller, slot->copied, 0);
-        rc = check(staging, result, "cuStreamWaitEvent", 0);
+        rc = callers_wait(staging, &transfer->request, slot);
     }
     transfer->done = rc == 0 && transfer->returned == transfer->cut.chunks;
     return rc;
@@ -399,15 +409,14 @@ int nb_staging_return(struct nb_staging *staging, struct nb_staging_transfer *tr
     return rc < 0 ? rc : end(staging, give_back(staging, transfer, &staging->slots[index]), err);
 }
 
-// Makes the caller's stream wait for a transfer's copies. False if the driver refuses.
-static bool fence_copies(const struct nb_staging *staging, const struct nb_staging_transfer *transfer) {
+// Makes the callers' streams wait for a transfer's copies. False if the driver refuses.
+static bool fence_copies(struct nb_staging *staging, const struct nb_staging_transfer *transfer) {
     bool right = !staging->unseen;
     for (int i = 0; right && i < staging->config.chunks; i++) {
         const struct slot *slot = &staging->slots[i];
         bool copies = slot->state == LEAVING || slot->state == RETURNING;
         if (copies && slot->owner == transfer->number) {
-            right = staging->device->driver->stream_wait_event(transfer->request.caller, slot->copied, 0) ==
-                    NB_CUDA_SUCCESS;
+            right = callers_wait(staging, &transfer->request, slot) == 0;
         }
     }
     return right;

@@ -5,8 +5,8 @@
 //   2. nb_staging_poll gives memory to chunks, and copies their outgoing parts to the host on the stream `out`.
 //   3. nb_staging_take hands out a chunk that has arrived. Its memory now belongs to the user, who puts the result there.
 //   4. nb_staging_return copies the parts that go back on the stream `back`. The memory is used again after that copy.
-//   5. After the last chunk the caller's stream waits on an event, and `done` is set: work that the caller submits to its
-//      stream from now on sees the result. The host waits for nothing.
+//   5. After the last chunk the callers' streams wait on an event, and `done` is set: work that a caller submits to such
+//      a stream from now on sees the result. The host waits for nothing.
 //
 // A buffer consists of equal parts, one after the other. A chunk is a slice of every part, so it is a small buffer of the
 // same shape: what an operation does to a whole buffer, it can do chunk by chunk.
@@ -61,9 +61,10 @@ struct nb_staging_request {
     int piece_count;
     int parts;
     size_t element_bytes;
-    struct nb_staging_parts out;  // copied to the host
-    struct nb_staging_parts back; // copied to the device
-    struct CUstream_st *caller;   // waits for the result
+    struct nb_staging_parts out;        // copied to the host
+    struct nb_staging_parts back;       // copied to the device
+    struct CUstream_st *const *callers; // wait for the result; stay as long as the pieces
+    int caller_count;
 };
 
 // In the user's memory, from nb_staging_start until it is done or cancelled. The user reads `done` only.
@@ -99,8 +100,8 @@ void nb_staging_close(struct nb_staging *staging);
 const struct nb_arena *nb_staging_memory(const struct nb_staging *staging);
 // Why the memory is not pinned, so that copies block; NULL: it is pinned.
 const char *nb_staging_unpinned(const struct nb_staging *staging);
-// True while a copy is under way.
-bool nb_staging_copies(const struct nb_staging *staging);
+// True if nb_staging_poll has something to look at or to start.
+bool nb_staging_polls(const struct nb_staging *staging);
 
 // Starts a transfer. One of 0 bytes is done at once. Errors: those of nb_staging_cut().
 int nb_staging_start(struct nb_staging *staging, struct nb_staging_transfer *transfer,
@@ -118,7 +119,7 @@ int nb_staging_return(struct nb_staging *staging, struct nb_staging_transfer *tr
                       struct nb_error *err);
 
 // Ends a transfer that is not done; no effect on one that is done. Handed-out chunks must have no writer any more. The
-// caller's stream waits for the copies that are under way, so the buffer may be freed in its order.
+// callers' streams wait for the copies that are under way, so the buffer may be freed in their order.
 void nb_staging_cancel(struct nb_staging *staging, struct nb_staging_transfer *transfer);
 
 #endif

@@ -192,6 +192,7 @@ static int network_open(struct nb_job *job, struct nb_error *err) {
 static void job_free(struct nb_job *job) {
     nb_shared_close(job);
     nb_lanes_close(job->lanes);
+    nb_devices_close(job);
     for (int i = 0; job->controls != NULL && i < job->control_count; i++) {
         nb_control_fini(&job->controls[i]);
     }

@@ -134,7 +134,8 @@ static int start(struct world *w, struct job *job) {
                                                .element_bytes = 1,
                                                .out = shape->out,
                                                .back = shape->back,
-                                               .caller = job->caller};
+                                               .callers = &job->caller,
+                                               .caller_count = 1};
     int rc = nb_staging_start(w->staging, &job->transfer, &request, &w->err);
     job->started = rc == 0;
     return rc;

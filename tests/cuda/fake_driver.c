@@ -71,6 +71,7 @@ struct CUstream_st {
     uint64_t executed;
     uint64_t random;
     bool held;
+    bool captured;
     bool destroyed;
 };
 
@@ -574,6 +575,15 @@ unsigned cuStreamSynchronize(struct CUstream_st *stream) {
     return leave(stream_is_right(stream) ? drain(stream) : NB_CUDA_INVALID_HANDLE);
 }
 
+unsigned cuStreamIsCapturing(struct CUstream_st *stream, unsigned *status) {
+    ENTER(enter);
+    if (!stream_is_right(stream)) {
+        return leave(NB_CUDA_INVALID_HANDLE);
+    }
+    *status = stream->captured;
+    return leave(NB_CUDA_SUCCESS);
+}
+
 unsigned cuEventCreate(struct CUevent_st **event, unsigned flags) {
     ENTER(enter);
     if ((flags & ~(unsigned)NB_CUDA_EVENT_DISABLE_TIMING) != 0) {
@@ -899,6 +909,12 @@ static void control_hold(struct CUstream_st *stream, bool held) {
     (void)pthread_mutex_unlock(&fake.lock);
 }
 
+static void control_capture(struct CUstream_st *stream, bool captured) {
+    (void)pthread_mutex_lock(&fake.lock);
+    stream->captured = captured;
+    (void)pthread_mutex_unlock(&fake.lock);
+}
+
 static void control_drop_wait(int n) {
     (void)pthread_mutex_lock(&fake.lock);
     fake.drop_in = n;
@@ -987,6 +1003,7 @@ EXPORT const struct fake_controls *fake_controls(void) {
         .calls = control_calls,
         .operations = control_operations,
         .hold = control_hold,
+        .capture = control_capture,
         .drop_wait = control_drop_wait,
         .hasten = control_hasten,
         .peek = control_peek,

@@ -23,9 +23,11 @@ void nb_desc_differ(const struct op_descriptor *a, int rank_a, const struct op_d
     char va[64];
     char vb[64];
     if (a->device != b->device) {
+        bool first = rank_a < rank_b;
         snprintf(text, room, "%s %s: rank %d has it on %s, rank %d on %s",
-                 a->kind == NB_OP_ALLREDUCE ? "gradient" : nb_kind_name(a->kind), a->name, rank_a,
-                 device_names[a->device], rank_b, device_names[b->device]);
+                 a->kind == NB_OP_ALLREDUCE ? "gradient" : kind_names[a->kind], a->name, first ? rank_a : rank_b,
+                 device_names[first ? a->device : b->device], first ? rank_b : rank_a,
+                 device_names[first ? b->device : a->device]);
     } else if (a->kind != b->kind) {
         what = "operations";
         snprintf(va, sizeof va, "%s", kind_names[a->kind]);

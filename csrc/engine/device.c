@@ -585,6 +585,35 @@ void nb_device_end(struct nb_work *work) {
     }
 }
 
+int nb_work_follow(const struct nb_work *work, struct CUstream_st *stream, struct nb_error *err) {
+    const struct nb_device_op *op = work->device;
+    for (int i = 0; op != NULL && i < op->stream_count; i++) {
+        if (op->streams[i] == stream) {
+            return 0;
+        }
+    }
+    if (op == NULL || op->stream_count == 0) {
+        return 0;
+    }
+    const struct nb_cuda_device *cuda = &op->device->cuda;
+    struct CUevent_st *event = NULL;
+    int rc = nb_cuda_enter(cuda, err);
+    if (rc < 0) {
+        return rc;
+    }
+    unsigned result = cuda->driver->event_create(&event, NB_CUDA_EVENT_DISABLE_TIMING);
+    rc = nb_cuda_check(cuda, result, "cuEventCreate", 0, err);
+    if (rc == 0) {
+        result = cuda->driver->event_record(event, op->streams[0]);
+        rc = nb_cuda_check(cuda, result, "cuEventRecord", 0, err);
+        result = rc == 0 ? cuda->driver->stream_wait_event(stream, event, 0) : result;
+        rc = rc < 0 ? rc : nb_cuda_check(cuda, result, "cuStreamWaitEvent", 0, err);
+        (void)cuda->driver->event_destroy(event); // the stream still waits for it
+    }
+    nb_cuda_leave(cuda);
+    return rc;
+}
+
 // ---- a communicator of one rank
 
 static bool changes(const struct op_descriptor *desc) {

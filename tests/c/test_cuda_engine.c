@@ -244,9 +244,266 @@ static void test_seeds(const char *network, int seeds) {
     }
 }
 
+// What orders the use of memory. Each of these is switched off in the driver below, and a result must be wrong.
+enum rule { NONE, FENCE, ARRIVAL, REUSE, CALLER_WAITS, RULES };
+
+struct experiment {
+    enum rule held;   // whose stream of rank 0 stands still
+    enum rule broken; // NONE: the stream goes on when the operation has had time to go wrong
+    bool right;       // out: the result of rank 0
+};
+
+// The stream of the engine that copies to the host, or back.
+static struct CUstream_st *engine_stream(const struct gpu *gpu, enum fake_kind kind) {
+    static struct fake_entry entries[4096];
+    size_t count = fake->log(0, entries, 4096);
+    for (size_t i = 0; i < count && i < 4096; i++) {
+        struct CUstream_st *stream = (struct CUstream_st *)(uintptr_t)entries[i].stream;
+        bool here = stream != gpu->stream && gpu->driver.stream_synchronize(stream) == NB_CUDA_SUCCESS; // its context
+        if (entries[i].kind == kind && here) {
+            return stream;
+        }
+    }
+    CHECK(false, "no copy of the engine");
+    return NULL;
+}
+
+static void let_others_run(void) {
+    for (int i = 0; i < YIELDS; i++) {
+        (void)sched_yield();
+    }
+}
+
+static void run_rule(struct test_rank *me) {
+    struct experiment *experiment = me->arg;
+    enum { COUNT = 3 * CHUNK / 4 + 5 };
+    struct gpu gpu;
+    struct buffer buffer;
+    struct nb_op op = {.kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .name = "rule"};
+    gpu_open(&gpu, me);
+    collective(me, &gpu, op, COUNT, 1);
+    if (experiment->held == CALLER_WAITS) { // nothing waits on rank 1
+        op.kind = NB_OP_BROADCAST;
+        op.root = 1;
+    }
+    buffer_open(&gpu, &buffer, COUNT * sizeof(float), sizeof(float), 1);
+    fill(me, &op, &buffer, COUNT);
+    test_barrier(me, "before");
+    if (me->rank > 0) {
+        buffer_copy(&gpu, &buffer, false);
+        test_done(me, test_submit(me, on_device(&gpu, &buffer, op)));
+        test_barrier(me, "after");
+        buffer_close(&gpu, &buffer);
+        gpu_close(&gpu);
+        return;
+    }
+    const bool breaks = experiment->broken != NONE;
+    struct CUstream_st *const out = engine_stream(&gpu, FAKE_TO_HOST);
+    struct CUstream_st *const back = engine_stream(&gpu, FAKE_TO_DEVICE);
+    struct CUstream_st *const streams[RULES] = {
+        [FENCE] = gpu.stream, [ARRIVAL] = out, [REUSE] = back, [CALLER_WAITS] = back};
+    struct CUstream_st *const held = streams[experiment->held];
+    fake->hold(held, true);
+    fake->hasten(breaks && experiment->broken != CALLER_WAITS ? held : NULL);
+    fake->drop_wait(experiment->broken == CALLER_WAITS);
+    buffer_copy(&gpu, &buffer, false);
+    struct nb_work *work = test_submit(me, on_device(&gpu, &buffer, op));
+    if (!breaks) {
+        let_others_run();
+        fake->hold(held, false);
+    }
+    test_done(me, work);
+    if (experiment->broken == CALLER_WAITS) { // else the wait itself makes this late
+        buffer_copy(&gpu, &buffer, true);
+        succeed(gpu.driver.stream_synchronize(gpu.stream), "cuStreamSynchronize");
+    }
+    fake->hasten(NULL);
+    fake->hold(held, false);
+    if (experiment->broken != CALLER_WAITS) {
+        buffer_copy(&gpu, &buffer, true);
+    }
+    succeed(gpu.driver.stream_synchronize(out), "cuStreamSynchronize");
+    succeed(gpu.driver.stream_synchronize(back), "cuStreamSynchronize");
+    succeed(gpu.driver.stream_synchronize(gpu.stream), "cuStreamSynchronize");
+    experiment->right = true;
+    for (size_t i = 0; i < COUNT; i++) {
+        double got = element_get((const char *)buffer.host + i * sizeof(float), NB_F32);
+        experiment->right = experiment->right && got == wanted(me, &op, i, COUNT);
+    }
+    test_barrier(me, "after");
+    buffer_close(&gpu, &buffer);
+    gpu_close(&gpu);
+}
+
+static void test_each_rule_is_needed(void) {
+    for (int rule = FENCE; rule < RULES; rule++) {
+        for (int broken = 0; broken < 2; broken++) {
+            struct experiment experiment = {.held = (enum rule)rule, .broken = broken ? (enum rule)rule : NONE};
+            struct test_rank like = ranks_on("tcp", 2);
+            like.device_chunks = rule == REUSE ? 1 : 8;
+            like.arg = &experiment;
+            job_over(&like, 1, 0, run_rule);
+            CHECK(experiment.right == !broken, "rule %d, broken: %d, right: %d", rule, broken, experiment.right);
+        }
+    }
+}
+
+// An operation whose fence is not reached holds up no other, and no rank counts as silent.
+static void run_late(struct test_rank *me) {
+    enum { COUNT = 2 * CHUNK / 4 + 1 };
+    struct gpu gpu;
+    struct buffer late;
+    struct nb_op op = {.kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .name = "late"};
+    gpu_open(&gpu, me);
+    struct CUstream_st *first = gpu.stream;
+    succeed(gpu.driver.stream_create(&gpu.stream, NB_CUDA_STREAM_NON_BLOCKING), "cuStreamCreate");
+    fake->hold(gpu.stream, me->rank == 0);
+    buffer_open(&gpu, &late, COUNT * sizeof(float), sizeof(float), 2);
+    fill(me, &op, &late, COUNT);
+    buffer_copy(&gpu, &late, false);
+    struct nb_work *work = test_submit(me, on_device(&gpu, &late, op));
+    struct gpu other = {.driver = gpu.driver, .device = gpu.device, .stream = first};
+    for (int i = 0; i < 5; i++) {
+        collective(me, &other, (struct nb_op){.kind = kinds[i % KINDS], .dtype = NB_F32}, COUNT + (size_t)i, 1);
+    }
+    int code;
+    CHECK(!nb_work_test(work, &code), "rank %d: the operation did not wait for its fence", me->rank);
+    test_barrier(me, "tested");
+    fake->hold(gpu.stream, false);
+    test_done(me, work);
+    buffer_copy(&gpu, &late, true);
+    succeed(gpu.driver.stream_synchronize(gpu.stream), "cuStreamSynchronize");
+    check_result(me, &op, late.host, COUNT);
+    buffer_close(&gpu, &late);
+    succeed(gpu.driver.stream_destroy(first), "cuStreamDestroy");
+    gpu_close(&gpu);
+}
+
+static void test_a_late_fence(void) {
+    struct test_rank like = ranks_on("shm", 2);
+    job_over(&like, 1, 0, run_late);
+}
+
+// The buffers of several streams, and a fence of the caller's own.
+static void run_streams(struct test_rank *me) {
+    enum { COUNT = CHUNK / 4 + 1 };
+    struct gpu gpu;
+    struct buffer buffer;
+    struct CUevent_st *fence = NULL;
+    struct CUstream_st *streams[NB_OP_STREAMS_MAX];
+    struct nb_op op = {.kind = NB_OP_ALLREDUCE, .dtype = NB_F32, .name = "streams"};
+    gpu_open(&gpu, me);
+    streams[0] = gpu.stream;
+    for (int i = 1; i < NB_OP_STREAMS_MAX; i++) {
+        succeed(gpu.driver.stream_create(&streams[i], NB_CUDA_STREAM_NON_BLOCKING), "cuStreamCreate");
+    }
+    buffer_open(&gpu, &buffer, COUNT * sizeof(float), sizeof(float), PIECES);
+    for (int own = 0; own < 2; own++) {
+        const int last = NB_OP_STREAMS_MAX - 1;
+        fill(me, &op, &buffer, COUNT);
+        gpu.stream = streams[last];
+        buffer_copy(&gpu, &buffer, false);
+        struct nb_op several = on_device(&gpu, &buffer, op);
+        several.streams = streams;
+        several.stream_count = NB_OP_STREAMS_MAX;
+        if (own > 0) {
+            succeed(gpu.driver.event_create(&fence, NB_CUDA_EVENT_DISABLE_TIMING), "cuEventCreate");
+            succeed(gpu.driver.event_record(fence, gpu.stream), "cuEventRecord");
+            several.fence = fence;
+        }
+        test_done(me, test_submit(me, several));
+        gpu.stream = streams[own];
+        buffer_copy(&gpu, &buffer, true);
+        succeed(gpu.driver.stream_synchronize(gpu.stream), "cuStreamSynchronize");
+        check_result(me, &op, buffer.host, COUNT);
+    }
+    succeed(gpu.driver.event_destroy(fence), "cuEventDestroy");
+    gpu.stream = streams[0];
+    buffer_close(&gpu, &buffer);
+    for (int i = 1; i < NB_OP_STREAMS_MAX; i++) {
+        succeed(gpu.driver.stream_destroy(streams[i]), "cuStreamDestroy");
+    }
+    gpu_close(&gpu);
+}
+
+static void test_streams(void) {
+    for (uint64_t seed = 0; seed < 20; seed++) {
+        struct test_rank like = ranks_on("tcp", 2);
+        job_over(&like, seed, DELAY_NS, run_streams);
+    }
+}
+
+// Rank 0 has the gradient on its GPU, the others in host memory.
+static void run_mismatch(struct test_rank *me) {
+    struct gpu gpu;
+    struct buffer buffer;
+    struct nb_error err = {0};
+    float host[4] = {0};
+    struct nb_segment segment = {host, sizeof host};
+    gpu_open(&gpu, me);
+    buffer_open(&gpu, &buffer, sizeof host, sizeof(float), 1);
+    struct nb_op op = test_op("w", NB_OP_ALLREDUCE, &segment);
+    int rc = test_try(me, me->rank == 0 ? on_device(&gpu, &buffer, op) : op, &err);
+    CHECK(rc == NB_EMISMATCH, "rank %d: %d", me->rank, rc);
+    CHECK(strcmp(err.text, "gradient w: rank 0 has it on cuda, rank 1 on cpu") == 0, "rank %d: %s", me->rank, err.text);
+    collective(me, &gpu, op, 5, 1); // the job goes on
+    buffer_close(&gpu, &buffer);
+    gpu_close(&gpu);
+}
+
+static void test_mismatch(void) {
+    struct test_rank like = ranks_on("tcp", 2);
+    job_over(&like, 1, 0, run_mismatch);
+}
+
+// What is refused at once, on this rank alone.
+static int refused(struct test_rank *me, struct nb_op op, struct nb_error *err) {
+    *err = (struct nb_error){0};
+    return test_try(me, op, err);
+}
+
+static void run_refusals(struct test_rank *me) {
+    struct gpu gpu;
+    struct buffer buffer;
+    struct nb_error err = {0};
+    gpu_open(&gpu, me);
+    buffer_open(&gpu, &buffer, 16, 4, 1);
+    const struct nb_op right = on_device(&gpu, &buffer, test_op("w", NB_OP_ALLREDUCE, NULL));
+    struct nb_op op = right;
+    op.stream_count = 0;
+    CHECK(refused(me, op, &err) == -EINVAL && strstr(err.text, "w: 0 streams") != NULL, "%s", err.text);
+    op = right;
+    op.device = FAKE_DEVICES + 1;
+    CHECK(refused(me, op, &err) == -ENODEV && strstr(err.text, "there is no device 2") != NULL, "%s", err.text);
+    op = right;
+    op.kind = NB_OP_BARRIER;
+    CHECK(refused(me, op, &err) == -EINVAL, "%s", err.text);
+    fake->capture(gpu.stream, true);
+    CHECK(refused(me, right, &err) == -EINVAL &&
+              strcmp(err.text, "gradient w was made while its stream is captured into a CUDA graph: keep backward out "
+                               "of the capture") == 0,
+          "%s", err.text);
+    fake->capture(gpu.stream, false);
+    collective(me, &gpu, right, 5, 1); // nothing of it is left
+    buffer_close(&gpu, &buffer);
+    gpu_close(&gpu);
+}
+
+static void test_refusals(void) {
+    struct test_rank like = ranks_on("tcp", 1);
+    job_over(&like, 1, 0, run_refusals);
+    like = ranks_on("tcp", 2);
+    job_over(&like, 1, 0, run_refusals);
+}
+
 int main(void) {
     static const char *const networks[] = {"tcp", "shm"};
     fake = fake_controls_get();
+    test_each_rule_is_needed();
+    test_a_late_fence();
+    test_streams();
+    test_mismatch();
+    test_refusals();
     for (int i = 0; i < 2; i++) {
         test_kinds(networks[i]);
         test_seeds(networks[i], 20);

@@ -23,7 +23,6 @@
 #include <vector>
 
 extern "C" {
-#define NB_CUDA_FOR_TORCH
 #include "cuda/driver.h"
 }
 
@@ -47,19 +46,15 @@ struct Driver {
         TORCH_CHECK(library != nullptr, "no driver: ", dlerror());
 #define LOADED(member, symbol, parameters) *reinterpret_cast<void **>(&member) = dlsym(library, #symbol);
         NB_CUDA_CALLS(LOADED)
-        const char *seed = getenv("FAKE_SEED");
-        if (seed != nullptr) {
-            auto seeded = reinterpret_cast<void (*)(unsigned long, long)>(dlsym(library, "fake_reset"));
-            TORCH_CHECK(seeded != nullptr, "the driver has no delays");
-            seeded(strtoul(seed, nullptr, 10), 200000);
-        }
         check(init(0));
         check(primary_retain(&context, 0));
         enter();
         check(stream_create(&usual, NB_CUDA_STREAM_NON_BLOCKING));
     }
 
-    static void check(unsigned result) { TORCH_CHECK(result == NB_CUDA_SUCCESS, "the driver: ", result); }
+    static void check(unsigned result) {
+        TORCH_CHECK(result == NB_CUDA_SUCCESS, "the driver: ", result);
+    }
 
     // Makes the context current in this thread, once.
     void enter() {
@@ -84,7 +79,9 @@ CUstream_st *stream_now() {
     return current != nullptr ? current : usual;
 }
 
-CUstream_st *handle(const Stream &stream) { return reinterpret_cast<CUstream_st *>(stream.id()); }
+CUstream_st *handle(const Stream &stream) {
+    return reinterpret_cast<CUstream_st *>(stream.id());
+}
 
 Stream wrapped(CUstream_st *stream) {
     return Stream(Stream::UNSAFE, Device(TYPE, 0), reinterpret_cast<c10::StreamId>(stream));
@@ -125,8 +122,12 @@ struct Memory final : c10::Allocator {
         }
         return {reinterpret_cast<void *>(block->address), block, give_back, Device(TYPE, 0)};
     }
-    c10::DeleterFnPtr raw_deleter() const override { return give_back; }
-    void copy_data(void *, const void *, std::size_t) const override { TORCH_CHECK(false, "no copy"); }
+    c10::DeleterFnPtr raw_deleter() const override {
+        return give_back;
+    }
+    void copy_data(void *, const void *, std::size_t) const override {
+        TORCH_CHECK(false, "no copy");
+    }
 };
 
 Memory memory;
@@ -134,26 +135,44 @@ Memory memory;
 // Streams.
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-    c10::DeviceType type() const override { return TYPE; }
-    Device exchangeDevice(Device) const override { return getDevice(); }
-    Device getDevice() const override { return Device(TYPE, 0); }
-    void setDevice(Device) const override {}
-    void uncheckedSetDevice(Device) const noexcept override {}
-    DeviceIndex deviceCount() const noexcept override { return 1; }
-    Stream getStream(Device) const override { return wrapped(stream_now()); }
-    Stream getDefaultStream(Device) const override { return wrapped(driver().usual); }
+    c10::DeviceType type() const override {
+        return TYPE;
+    }
+    Device exchangeDevice(Device) const override {
+        return getDevice();
+    }
+    Device getDevice() const override {
+        return Device(TYPE, 0);
+    }
+    void setDevice(Device) const override {
+    }
+    void uncheckedSetDevice(Device) const noexcept override {
+    }
+    DeviceIndex deviceCount() const noexcept override {
+        return 1;
+    }
+    Stream getStream(Device) const override {
+        return wrapped(stream_now());
+    }
+    Stream getDefaultStream(Device) const override {
+        return wrapped(driver().usual);
+    }
     Stream getNewStream(Device, int) const override {
         CUstream_st *made = nullptr;
         Driver::check(driver().stream_create(&made, NB_CUDA_STREAM_NON_BLOCKING));
         return wrapped(made);
     }
-    Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
+    Stream getStreamFromGlobalPool(Device device, bool) const override {
+        return getNewStream(device, 0);
+    }
     Stream exchangeStream(Stream stream) const override {
         Stream before = wrapped(stream_now());
         current = handle(stream);
         return before;
     }
-    void *getStreamNativeHandle(const Stream stream) const override { return handle(stream); }
+    void *getStreamNativeHandle(const Stream stream) const override {
+        return handle(stream);
+    }
     void record(void **event, const Stream &stream, const DeviceIndex, const c10::EventFlag) const override {
         auto **made = reinterpret_cast<CUevent_st **>(event);
         if (*made == nullptr) {
@@ -176,11 +195,21 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 
 struct Hooks final : at::PrivateUse1HooksInterface {
-    bool isBuilt() const override { return true; }
-    bool isAvailable() const override { return true; }
-    bool hasPrimaryContext(DeviceIndex) const override { return true; }
-    DeviceIndex deviceCount() const override { return 1; }
-    DeviceIndex getCurrentDevice() const override { return 0; }
+    bool isBuilt() const override {
+        return true;
+    }
+    bool isAvailable() const override {
+        return true;
+    }
+    bool hasPrimaryContext(DeviceIndex) const override {
+        return true;
+    }
+    DeviceIndex deviceCount() const override {
+        return 1;
+    }
+    DeviceIndex getCurrentDevice() const override {
+        return 0;
+    }
 };
 
 // Copies, all on the current stream. From pageable memory: the driver takes the source at once, and blocks the other way.
@@ -222,7 +251,9 @@ Tensor copy_from(const Tensor &from, const Tensor &to, bool) {
     } else {
         Tensor host = to_host(to);
         host.copy_(source);
-        Tensor whole = at::empty({0}, to.options()).set_(to.storage(), 0, {static_cast<int64_t>(to.storage().nbytes() / to.element_size())}, {1});
+        Tensor whole =
+            at::empty({0}, to.options())
+                .set_(to.storage(), 0, {static_cast<int64_t>(to.storage().nbytes() / to.element_size())}, {1});
         write(whole, host.storage().data(), host.storage().nbytes());
     }
     return to;
@@ -269,11 +300,15 @@ Tensor &set_tensor(Tensor &self, const Tensor &other) {
     return set_storage(self, other.storage(), other.storage_offset(), other.sym_sizes(), other.sym_strides());
 }
 
-void fallback(const c10::OperatorHandle &op, torch::jit::Stack *stack) { at::native::cpu_fallback(op, stack); }
+void fallback(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
+    at::native::cpu_fallback(op, stack);
+}
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
-TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+    m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("empty.memory_format", empty);
@@ -298,5 +333,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         auto *before = stream_now();
         current = reinterpret_cast<CUstream_st *>(stream);
         return reinterpret_cast<int64_t>(before);
+    });
+    m.def("wait_stream", [](int64_t waits, int64_t other) {
+        void *event = nullptr;
+        Guard().record(&event, wrapped(reinterpret_cast<CUstream_st *>(other)), 0, c10::EventFlag::PYTORCH_DEFAULT);
+        Guard().block(event, wrapped(reinterpret_cast<CUstream_st *>(waits)));
+        Guard().destroyEvent(event, 0);
     });
 }

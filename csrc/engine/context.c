@@ -49,7 +49,8 @@ void nb_job_lists_init(struct nb_job *job) {
     nb_list_init(&job->ops.waiting);
     nb_list_init(&job->ops.running);
     nb_list_init(&job->ops.rounds_by_age);
-    nb_devices_init(&job->devices);
+    nb_list_init(&job->devices.unready);
+    nb_list_init(&job->devices.order);
 }
 
 void nb_job_notify(struct nb_job *job, const char *text) {

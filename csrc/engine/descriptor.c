@@ -17,17 +17,25 @@ static const char *const device_names[] = {"cpu", "cuda"};
 static const char *const kind_names[NB_OP_KINDS] = {"allreduce", "allgather", "reducescatter", "broadcast",
                                                     "barrier",   "alltoall",  "join"};
 
+// By rank, not by the order of submission.
+static void devices_differ(const struct op_descriptor *a, int rank_a, const struct op_descriptor *b, int rank_b,
+                           char *text, size_t room) {
+    if (rank_a > rank_b) {
+        devices_differ(b, rank_b, a, rank_a, text, room);
+        return;
+    }
+    snprintf(text, room, "%s %s: rank %d has it on %s, rank %d on %s",
+             a->kind == NB_OP_ALLREDUCE ? "gradient" : kind_names[a->kind], a->name, rank_a, device_names[a->device],
+             rank_b, device_names[b->device]);
+}
+
 void nb_desc_differ(const struct op_descriptor *a, int rank_a, const struct op_descriptor *b, int rank_b, char *text,
                     size_t room) {
     const char *what = NULL;
     char va[64];
     char vb[64];
     if (a->device != b->device) {
-        bool first = rank_a < rank_b;
-        snprintf(text, room, "%s %s: rank %d has it on %s, rank %d on %s",
-                 a->kind == NB_OP_ALLREDUCE ? "gradient" : kind_names[a->kind], a->name, first ? rank_a : rank_b,
-                 device_names[first ? a->device : b->device], first ? rank_b : rank_a,
-                 device_names[first ? b->device : a->device]);
+        devices_differ(a, rank_a, b, rank_b, text, room);
     } else if (a->kind != b->kind) {
         what = "operations";
         snprintf(va, sizeof va, "%s", kind_names[a->kind]);

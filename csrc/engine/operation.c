@@ -86,7 +86,7 @@ int nb_op_check(const struct nb_comm *comm, const struct nb_op *op, struct nb_er
         return nb_fail(err, -EINVAL, "%s: root %d is not among %d ranks", op->name, op->root, comm->size);
     }
     int rc = parts_check(comm, op, err);
-    return rc < 0 ? rc : nb_device_check(comm, op, err);
+    return rc < 0 ? rc : nb_device_check(comm, op, nb_op_bytes(op), err);
 }
 
 static void desc_fill(struct op_descriptor *desc, const struct nb_comm *comm, const struct nb_op *op) {

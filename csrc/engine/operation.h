@@ -106,8 +106,8 @@ struct nb_work {
     size_t *starts;    // piece_count + 1 prefix sums
     int segment_count; // of the caller's buffer
     struct nb_segment *segments;
-    struct nb_device_op *device; // of device.c; NULL: host memory
-    struct nb_work *whole;       // of a window of device.c: its operation
+    struct nb_device_op *device; // of device_memory.c; NULL: host memory
+    struct nb_work *whole;       // of a window of device_windows.c: its operation
     int chunk;                   // the same: its memory
     struct nb_sched sched;       // of pipeline.c
     struct steps_state *steps;   // of step_operations.c

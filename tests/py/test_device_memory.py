@@ -1,4 +1,6 @@
-"""Training on a torch device over the fake CUDA driver: the weights are those of the CPU, bit for bit."""
+"""Training on a torch device over the fake CUDA driver: the weights are those of the CPU, bit for bit.
+
+What a hook would measure on a device is left alone."""
 
 from __future__ import annotations
 
@@ -6,9 +8,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from conftest import Ranks
+
+pytest.importorskip("torch")
+
+import torch
+
+from netbottleneck.hooks import ddp, horovod
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).parent / "scripts" / "device_training.py"
@@ -32,7 +42,7 @@ def device() -> dict[str, str]:
     driver = FOLDER / "libcuda.so.1"
     include = [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'c'}", f"-I{SOURCES}"]
     gcc = ["gcc", "-std=gnu11", "-D_GNU_SOURCE", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", *include]
-    subprocess.run([*gcc, str(SOURCES / "fake_driver.c"), "-o", str(driver)], check=True)
+    subprocess.run([*gcc, *map(str, sorted(SOURCES.glob("*.c"))), "-o", str(driver)], check=True)
     env = {"NETBOTTLENECK_CUDA_LIBRARY": str(driver), "DEVICE_FOLDER": str(FOLDER)}
     words = [str(SOURCES / "torch_device.cpp"), str(FOLDER), str(ROOT / "csrc"), "-O0", "-w"]
     subprocess.run([sys.executable, "-c", BUILD, *words], check=True)
@@ -55,3 +65,21 @@ def test_weights_are_those_of_the_cpu(ranks: Ranks, device: dict[str, str], how:
 
 def test_calls(ranks: Ranks, device: dict[str, str]) -> None:
     assert weights(ranks, "calls", "fakecuda", {**device, "FAKE_CUDA_SEED": "1"}) == "right\n"
+
+
+ON_GPU: Any = SimpleNamespace(device=torch.device("cuda:0"))
+
+
+def test_a_ddp_model_on_a_gpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = SimpleNamespace(process_group=SimpleNamespace(size=lambda: 2))
+    monkeypatch.setattr(ddp, "reducer_of", lambda _: SimpleNamespace(_update_process_group=None))
+    monkeypatch.setattr(ddp, "reduced_parameters", lambda _: [("layer.weight", ON_GPU)])
+    monkeypatch.setattr(ddp.dist, "get_world_size", lambda: 2)
+    assert "parameter layer.weight is on cuda:0: gradients travel from host memory only" in ddp._refusal(model)
+
+
+def test_a_gradient_of_an_installed_horovod_on_a_gpu_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    assert not horovod._can_travel("weight", ON_GPU, strict=False)
+    assert "is left alone: parameter weight is on cuda:0" in caplog.text
+    with pytest.raises(ValueError, match="weight is on cuda:0"):
+        horovod._can_travel("weight", ON_GPU, strict=True)

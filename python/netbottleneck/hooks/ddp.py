@@ -19,7 +19,6 @@ from netbottleneck.hooks.reducer_group import OwnGroup, ReducerGroup, reduced_pa
 from netbottleneck.launch import connect
 from netbottleneck.runtime import job
 from netbottleneck.runtime.session import Session, observe, open_together, same_ranks
-from netbottleneck.torch.gradients import elsewhere, is_reachable
 from netbottleneck.trace.model import NOT_RECORDED, NOT_TIMED
 from netbottleneck.trace.transports import BARE, STOCK
 
@@ -298,8 +297,13 @@ def _refusal(ddp: DistributedDataParallel) -> str:
             f"its process group has {group.size()} of {dist.get_world_size()} ranks: only a model of all ranks can be "
             "measured"
         )
-    far = next(((name, p) for name, p in reduced_parameters(ddp) if not is_reachable(p.device)), None)
-    return "" if far is None else elsewhere(far[0], far[1].device)
+    elsewhere = next(((name, p) for name, p in reduced_parameters(ddp) if p.device.type != "cpu"), None)
+    if elsewhere is not None:
+        name, parameter = elsewhere
+        return (
+            f"parameter {name} is on {parameter.device}: gradients travel from host memory only; use a model on the CPU"
+        )
+    return ""
 
 
 def _not_the_only_one() -> str:

@@ -22,7 +22,7 @@ from netbottleneck.errors import FAILURES
 from netbottleneck.hooks.calls import eager
 from netbottleneck.runtime import job
 from netbottleneck.runtime.communicators import key_of
-from netbottleneck.torch.gradients import CODES, Bucket, Destination, GradientSink, Stamps, dtype_code, is_reachable
+from netbottleneck.torch.gradients import CODES, Bucket, Destination, GradientSink, Stamps, dtype_code
 from netbottleneck.trace.ring_reader import EVENTS
 
 if TYPE_CHECKING:
@@ -261,10 +261,10 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         return self._stamp(index)
 
     def _takes(self, tensor: torch.Tensor) -> bool:
-        """Return whether our communicator can reduce a bucket: dense, contiguous, reachable, of a dtype in CODES."""
+        """Return whether our communicator can reduce a bucket: dense, contiguous, on the CPU, of a dtype in CODES."""
         return bool(
             tensor.layout == torch.strided
-            and is_reachable(tensor.device)
+            and tensor.device.type == "cpu"
             and _REAL.get(tensor.dtype, tensor.dtype) in CODES
             and tensor.numel() > 0
             and tensor.is_contiguous()
@@ -318,7 +318,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
                 work = destination.submit(
                     bucket.name,
                     core.ALLREDUCE,
-                    (tensor.data_ptr(), bucket.nbytes) if tensor.device.type == "cpu" else tensor,
+                    (tensor.data_ptr(), bucket.nbytes),
                     dtype_code(_REAL.get(tensor.dtype, tensor.dtype)),
                     bucket=index + 1,
                     keep=tensor,

@@ -411,20 +411,22 @@ def is_reachable(device: torch.device) -> bool:
     return device.type in _device_types()
 
 
-def elsewhere(name: str, device: torch.device) -> str:
-    """Return why a parameter's gradient cannot be sent from a device."""
-    return f"parameter {name} is on {device}: gradients travel from host and CUDA memory only"
-
-
 def can_travel(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor is in host or CUDA memory and of a type that can be reduced."""
-    return is_reachable(tensor.device) and tensor.dtype in CODES
+    """Return True if a tensor is in host memory and of a type that can be reduced."""
+    return tensor.device.type == "cpu" and tensor.dtype in CODES
+
+
+def check_on_host(name: str, parameter: Any) -> None:
+    """Raise ValueError for a parameter that a training is left alone for: of another device, or refused by check()."""
+    if parameter.device.type != "cpu":
+        raise ValueError(f"parameter {name} is on {parameter.device}: gradients travel from host memory only")
+    check(name, parameter)
 
 
 def check(name: str, parameter: Any) -> None:
     """Raise ValueError for a parameter whose gradient cannot be sent."""
     if not is_reachable(parameter.device):
-        raise ValueError(elsewhere(name, parameter.device))
+        raise ValueError(f"parameter {name} is on {parameter.device}: gradients travel from host and CUDA memory only")
     if parameter.dtype not in CODES:
         raise ValueError(f"parameter {name}: Tensor type {parameter.dtype} is not supported.")
     if own_type(parameter):

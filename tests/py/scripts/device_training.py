@@ -1,6 +1,6 @@
 """Trains a small model on the CPU or on the device of tests/cuda/torch_device.cpp; prints a digest of its weights.
 
-Arguments: how (hvd, streams, loop, ddp, calls) and where (cpu, fakecuda).
+Arguments: how (hvd, streams, calls) and where (cpu, fakecuda).
 """
 
 import hashlib

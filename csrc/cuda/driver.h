@@ -33,6 +33,7 @@ enum {
     NB_CUDA_ILLEGAL_ADDRESS = 700,
     NB_CUDA_HOST_ALREADY_REGISTERED = 712,
     NB_CUDA_HOST_NOT_REGISTERED = 713,
+    NB_CUDA_CAPTURE_IMPLICIT = 906,
 };
 
 enum {
@@ -60,6 +61,7 @@ enum { NB_CUDA_VERSION_MIN = 12000, NB_CUDA_PATH = 256, NB_CUDA_NAME = 96 };
     X(stream_destroy, cuStreamDestroy_v2, (struct CUstream_st * stream))                                               \
     X(stream_wait_event, cuStreamWaitEvent, (struct CUstream_st * stream, struct CUevent_st * event, unsigned flags))  \
     X(stream_synchronize, cuStreamSynchronize, (struct CUstream_st * stream))                                          \
+    X(stream_is_capturing, cuStreamIsCapturing, (struct CUstream_st * stream, unsigned *status))                       \
     X(event_create, cuEventCreate, (struct CUevent_st * *event, unsigned flags))                                       \
     X(event_destroy, cuEventDestroy_v2, (struct CUevent_st * event))                                                   \
     X(event_record, cuEventRecord, (struct CUevent_st * event, struct CUstream_st * stream))                           \

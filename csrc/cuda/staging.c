@@ -40,8 +40,8 @@ struct slot {
     enum state state;
     struct CUevent_st *copied; // recorded after the slot's last copy
     unsigned char *memory;
-    size_t offset_bytes;
-    size_t bytes;
+    size_t number; // in its transfer
+    size_t slice_bytes;
     uint64_t owner;                       // the number of the transfer that had it last
     struct nb_staging_transfer *transfer; // while LEAVING
 };
@@ -51,7 +51,8 @@ struct nb_staging {
     struct nb_staging_config config;
     struct nb_arena arena;
     bool registered;
-    bool unseen; // a copy is under way whose event could not be recorded
+    struct nb_error unpinned; // why not
+    bool unseen;              // a copy is under way whose event could not be recorded
     uint64_t transfers;
     struct nb_list free;
     struct nb_list leaving;   // in the order of `out`
@@ -118,10 +119,10 @@ static int prepare(struct nb_staging *staging) {
     if (rc < 0 || (rc = nb_cuda_enter(staging->device, &staging->failure)) < 0) {
         return rc;
     }
-    rc = check(staging, driver->host_register(staging->arena.base, staging->arena.bytes, NB_CUDA_HOST_PORTABLE),
-               "cuMemHostRegister", staging->arena.bytes);
-    staging->registered = rc == 0;
-    rc = rc < 0 ? rc : create_events(staging);
+    unsigned result = driver->host_register(staging->arena.base, staging->arena.bytes, NB_CUDA_HOST_PORTABLE);
+    staging->registered =
+        nb_cuda_check(staging->device, result, "cuMemHostRegister", staging->arena.bytes, &staging->unpinned) == 0;
+    rc = create_events(staging);
     nb_cuda_leave(staging->device);
     return rc;
 }
@@ -184,16 +185,53 @@ void nb_staging_close(struct nb_staging *staging) {
     free(staging);
 }
 
+const struct nb_arena *nb_staging_memory(const struct nb_staging *staging) {
+    return &staging->arena;
+}
+
+const char *nb_staging_unpinned(const struct nb_staging *staging) {
+    return staging->registered ? NULL : staging->unpinned.text;
+}
+
+bool nb_staging_polls(const struct nb_staging *staging) {
+    bool copies = !nb_list_empty(&staging->leaving) || !nb_list_empty(&staging->returning);
+    return copies || (!nb_list_empty(&staging->waiting) && !nb_list_empty(&staging->free));
+}
+
+int nb_staging_cut(struct nb_staging_cut *cut, size_t bytes, int parts, size_t element_bytes, size_t chunk_bytes,
+                   struct nb_error *err) {
+    const size_t part = bytes / (size_t)parts;
+    const size_t most = chunk_bytes / (size_t)parts / element_bytes * element_bytes;
+    if (most == 0) {
+        return nb_fail(err, -EINVAL, "CUDA: chunks of %zu bytes have no room for %d parts with elements of %zu bytes",
+                       chunk_bytes, parts, element_bytes);
+    }
+    *cut = (struct nb_staging_cut){
+        .part_bytes = part, .slice_bytes = part < most ? part : most, .chunks = (part + most - 1) / most};
+    return 0;
+}
+
+static size_t buffer_bytes(const struct nb_staging_request *request) {
+    size_t bytes = 0;
+    for (int i = 0; i < request->piece_count; i++) {
+        bytes += request->pieces[i].bytes;
+    }
+    return bytes;
+}
+
 int nb_staging_start(struct nb_staging *staging, struct nb_staging_transfer *transfer,
                      const struct nb_staging_request *request, struct nb_error *err) {
     if (staging->failure.code < 0) {
         return nb_fail(err, staging->failure.code, "%s", staging->failure.text);
     }
-    if (request->fence == NULL) {
-        return nb_fail(err, -EINVAL, "CUDA: a transfer of %zu bytes without a fence", request->bytes);
+    struct nb_staging_cut cut;
+    int rc = nb_staging_cut(&cut, buffer_bytes(request), request->parts, request->element_bytes,
+                            staging->config.chunk_bytes, err);
+    if (rc < 0) {
+        return rc;
     }
-    *transfer =
-        (struct nb_staging_transfer){.done = request->bytes == 0, .number = ++staging->transfers, .request = *request};
+    *transfer = (struct nb_staging_transfer){
+        .done = cut.chunks == 0, .number = ++staging->transfers, .request = *request, .cut = cut};
     nb_list_init(&transfer->waiting);
     nb_list_init(&transfer->arrived);
     if (!transfer->done) {
@@ -202,29 +240,68 @@ int nb_staging_start(struct nb_staging *staging, struct nb_staging_transfer *tra
     return 0;
 }
 
-// Records that a slot's copy is under way on a stream.
-static int record(struct nb_staging *staging, struct slot *slot, struct CUstream_st *stream) {
-    int rc = check(staging, staging->device->driver->event_record(slot->copied, stream), "cuEventRecord", slot->bytes);
+// Starts the copies of a range of the buffer, one for each piece that it touches.
+static int copy_range(struct nb_staging *staging, const struct nb_staging_request *request, size_t offset,
+                      unsigned char *memory, size_t bytes, bool out) {
+    const struct nb_cuda_driver *driver = staging->device->driver;
+    int rc = 0;
+    for (const struct nb_staging_piece *piece = request->pieces; rc == 0 && bytes > 0; piece++) {
+        if (offset >= piece->bytes) {
+            offset -= piece->bytes;
+            continue;
+        }
+        const size_t room = piece->bytes - offset;
+        const size_t take = room < bytes ? room : bytes;
+        const nb_cuda_address at = piece->base + offset;
+        unsigned result = out ? driver->copy_to_host(memory, at, take, staging->config.out)
+                              : driver->copy_to_device(at, memory, take, staging->config.back);
+        rc = check(staging, result, out ? "cuMemcpyDtoHAsync" : "cuMemcpyHtoDAsync", take);
+        memory += take;
+        bytes -= take;
+        offset = 0;
+    }
+    return rc;
+}
+
+// Starts the copies of a slot's slices of some parts, and records its event after them.
+static int copy_parts(struct nb_staging *staging, const struct nb_staging_transfer *transfer, struct slot *slot,
+                      bool out) {
+    const struct nb_staging_request *request = &transfer->request;
+    const struct nb_staging_parts parts = out ? request->out : request->back;
+    int rc = 0;
+    for (int i = 0; rc == 0 && i < parts.count; i++) {
+        const size_t part = (size_t)((parts.first + i) % request->parts);
+        const size_t offset = part * transfer->cut.part_bytes + slot->number * transfer->cut.slice_bytes;
+        rc = copy_range(staging, request, offset, slot->memory + part * slot->slice_bytes, slot->slice_bytes, out);
+    }
+    if (rc == 0) {
+        unsigned result =
+            staging->device->driver->event_record(slot->copied, out ? staging->config.out : staging->config.back);
+        rc = check(staging, result, "cuEventRecord", (size_t)parts.count * slot->slice_bytes);
+    }
     staging->unseen = staging->unseen || rc < 0;
     return rc;
 }
 
 static int grant(struct nb_staging *staging, struct nb_staging_transfer *transfer, struct slot *slot) {
-    const struct nb_staging_request *request = &transfer->request;
-    const size_t rest = request->bytes - transfer->granted_bytes;
-    slot->offset_bytes = transfer->granted_bytes;
-    slot->bytes = rest < staging->config.chunk_bytes ? rest : staging->config.chunk_bytes;
+    const size_t rest = transfer->cut.part_bytes - transfer->granted * transfer->cut.slice_bytes;
+    slot->number = transfer->granted;
+    slot->slice_bytes = rest < transfer->cut.slice_bytes ? rest : transfer->cut.slice_bytes;
     slot->owner = transfer->number;
     slot->transfer = transfer;
-    unsigned result = staging->device->driver->copy_to_host(slot->memory, request->buffer + slot->offset_bytes,
-                                                            slot->bytes, staging->config.out);
-    int rc = check(staging, result, "cuMemcpyDtoHAsync", slot->bytes);
-    if (rc < 0 || (rc = record(staging, slot, staging->config.out)) < 0) {
-        return rc;
+    if (transfer->request.out.count > 0) {
+        int rc = copy_parts(staging, transfer, slot, true);
+        if (rc < 0) {
+            return rc;
+        }
+        step(slot, GRANT);
+        move(&staging->leaving, slot);
+    } else {
+        step(slot, GRANT);
+        step(slot, COPIED);
+        move(&transfer->arrived, slot);
     }
-    step(slot, GRANT);
-    transfer->granted_bytes += slot->bytes;
-    move(&staging->leaving, slot);
+    transfer->granted++;
     return 0;
 }
 
@@ -233,19 +310,12 @@ static int grant_all(struct nb_staging *staging) {
     int granted = 0;
     while (!nb_list_empty(&staging->waiting) && !nb_list_empty(&staging->free)) {
         struct nb_staging_transfer *transfer = NB_CONTAINER(staging->waiting.next, struct nb_staging_transfer, waiting);
-        if (!transfer->fenced) {
-            int rc = check(staging, staging->device->driver->event_query(transfer->request.fence), "cuEventQuery", 0);
-            if (rc < 0) {
-                return rc == -EAGAIN ? granted : rc;
-            }
-            transfer->fenced = true;
-        }
         int rc = grant(staging, transfer, slot_of(staging->free.next));
         if (rc < 0) {
             return rc;
         }
         granted++;
-        if (transfer->granted_bytes == transfer->request.bytes) {
+        if (transfer->granted == transfer->cut.chunks) {
             nb_list_remove(&transfer->waiting);
         }
     }
@@ -292,32 +362,40 @@ int nb_staging_take(struct nb_staging *staging, struct nb_staging_transfer *tran
     step(slot, TAKE);
     *chunk = (struct nb_staging_chunk){
         .index = (int)(slot - staging->slots),
-        .offset_bytes = slot->offset_bytes,
-        .bytes = slot->bytes,
+        .number = slot->number,
+        .slice_bytes = slot->slice_bytes,
         .memory = slot->memory,
     };
     return 1;
 }
 
+// Makes the callers' streams wait for a slot's last copy.
+static int callers_wait(struct nb_staging *staging, const struct nb_staging_request *request, const struct slot *slot) {
+    int rc = 0;
+    for (int i = 0; rc == 0 && i < request->caller_count; i++) {
+        unsigned result = staging->device->driver->stream_wait_event(request->callers[i], slot->copied, 0);
+        rc = check(staging, result, "cuStreamWaitEvent", 0);
+    }
+    return rc;
+}
+
 static int give_back(struct nb_staging *staging, struct nb_staging_transfer *transfer, struct slot *slot) {
-    const struct nb_cuda_driver *driver = staging->device->driver;
-    const struct nb_staging_request *request = &transfer->request;
-    unsigned result =
-        driver->copy_to_device(request->buffer + slot->offset_bytes, slot->memory, slot->bytes, staging->config.back);
-    int rc = check(staging, result, "cuMemcpyHtoDAsync", slot->bytes);
-    if (rc < 0 || (rc = record(staging, slot, staging->config.back)) < 0) {
+    const bool copies = transfer->request.back.count > 0;
+    int rc = copies ? copy_parts(staging, transfer, slot, false) : 0;
+    if (rc < 0) {
         return rc;
     }
     step(slot, RETURN);
-    move(&staging->returning, slot);
-    transfer->returned_bytes += slot->bytes;
-    if (transfer->returned_bytes < request->bytes) {
-        return 0;
+    if (!copies) {
+        step(slot, COPIED);
     }
-    // The last copy's event stands for all: copies back are on one stream. A later record does not change this wait.
-    rc = check(staging, driver->stream_wait_event(request->caller, slot->copied, 0), "cuStreamWaitEvent",
-               request->bytes);
-    transfer->done = rc == 0;
+    move(copies ? &staging->returning : &staging->free, slot);
+    transfer->returned++;
+    if (transfer->returned == transfer->cut.chunks && copies) {
+        // The last copy's event covers all: copies back are on one stream. A later record does not change this wait.
+        rc = callers_wait(staging, &transfer->request, slot);
+    }
+    transfer->done = rc == 0 && transfer->returned == transfer->cut.chunks;
     return rc;
 }
 
@@ -331,15 +409,14 @@ int nb_staging_return(struct nb_staging *staging, struct nb_staging_transfer *tr
     return rc < 0 ? rc : end(staging, give_back(staging, transfer, &staging->slots[index]), err);
 }
 
-// Makes the caller's stream wait for a transfer's copies. False if the driver refuses.
-static bool fence_copies(const struct nb_staging *staging, const struct nb_staging_transfer *transfer) {
+// Makes the callers' streams wait for a transfer's copies. False if the driver refuses.
+static bool fence_copies(struct nb_staging *staging, const struct nb_staging_transfer *transfer) {
     bool right = !staging->unseen;
     for (int i = 0; right && i < staging->config.chunks; i++) {
         const struct slot *slot = &staging->slots[i];
         bool copies = slot->state == LEAVING || slot->state == RETURNING;
         if (copies && slot->owner == transfer->number) {
-            right = staging->device->driver->stream_wait_event(transfer->request.caller, slot->copied, 0) ==
-                    NB_CUDA_SUCCESS;
+            right = callers_wait(staging, &transfer->request, slot) == 0;
         }
     }
     return right;
@@ -350,7 +427,7 @@ void nb_staging_cancel(struct nb_staging *staging, struct nb_staging_transfer *t
     if (transfer->done) {
         return;
     }
-    if (transfer->granted_bytes > 0 && nb_cuda_enter(staging->device, &ignored) == 0) {
+    if (transfer->granted > 0 && nb_cuda_enter(staging->device, &ignored) == 0) {
         if (!fence_copies(staging, transfer)) {
             (void)settle_streams(staging);
         }

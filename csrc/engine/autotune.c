@@ -25,6 +25,7 @@
 #include "engine/algorithms.h"
 #include "engine/context.h"
 #include "engine/control.h"
+#include "engine/device.h"
 #include "engine/engine.h"
 #include "engine/lane_search.h"
 #include "engine/operation.h"
@@ -107,7 +108,7 @@ void nb_autotune_close(struct nb_job *job) {
 static void sum_over(struct nb_work *work);
 
 static void order_sum(struct nb_job *job, struct wire_probe *sum) {
-    sum->seq = nb_job_next_seq(job);
+    sum->seq = nb_job_next_seq(job, 1);
     nb_control_broadcast(job, CTL_PROBE, sum, sizeof *sum);
     nb_autotune_run(job, sum);
 }
@@ -331,7 +332,7 @@ void nb_autotune_run(struct nb_job *job, const struct wire_probe *sum) {
     work->on_flows_done = sum_over;
     work->bucket = sum->slot;
     nb_lanes_use(job->lanes, sum->lanes <= NB_LANES_MAX ? (int)sum->lanes : NB_LANES_MAX);
-    nb_work_start(work, sum->seq);
+    nb_device_start(work, sum->seq);
 }
 
 static void probe_end(struct nb_job *job) {

@@ -10,6 +10,7 @@
 #include "engine/buffer.h"
 #include "engine/communicator.h"
 #include "engine/context.h"
+#include "engine/device.h"
 #include "engine/engine.h"
 #include "engine/operation.h"
 #include "trace/event.h"
@@ -52,6 +53,7 @@ static void bytes_count(struct nb_work *work, struct nb_job_info *info) {
 
 void nb_work_finish(struct nb_work *work, const struct nb_error *why) {
     struct nb_job *job = work->comm->job;
+    nb_device_end(work);
     if (why != NULL) {
         work->failure = *why;
     } else {
@@ -61,6 +63,7 @@ void nb_work_finish(struct nb_work *work, const struct nb_error *why) {
     work->times.done_ns = nb_now_ns();
     work_record(work);
     nb_list_remove(&work->link);
+    nb_list_remove(&work->order);
     pthread_mutex_lock(&job->lock);
     if (why == NULL) {
         bytes_count(work, &job->info);

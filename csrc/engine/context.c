@@ -26,8 +26,9 @@ enum {
     CALLER_SPIN_NS = 150 * 1000 // a waiting caller has nothing else to do
 };
 
-uint64_t nb_job_next_seq(struct nb_job *job) {
-    return ++job->ops.numbered;
+uint64_t nb_job_next_seq(struct nb_job *job, uint64_t count) {
+    job->ops.numbered += count;
+    return job->ops.numbered - count + 1;
 }
 
 bool nb_job_accept_seq(struct nb_job *job, uint64_t seq) {
@@ -48,6 +49,8 @@ void nb_job_lists_init(struct nb_job *job) {
     nb_list_init(&job->ops.waiting);
     nb_list_init(&job->ops.running);
     nb_list_init(&job->ops.rounds_by_age);
+    nb_list_init(&job->devices.unready);
+    nb_list_init(&job->devices.order);
 }
 
 void nb_job_notify(struct nb_job *job, const char *text) {

@@ -15,6 +15,7 @@
 #include "bootstrap/bootstrap.h"
 #include "engine/communicator.h"
 #include "engine/control.h"
+#include "engine/device.h"
 #include "engine/engine.h"
 #include "engine/join.h"
 #include "engine/operation.h"
@@ -74,6 +75,7 @@ struct nb_job {
     struct nb_inbox inbox;
     struct nb_comms comms;
     struct nb_operations ops;
+    struct nb_devices devices;
     struct nb_progress progress;
     struct nb_watchdog watchdog;
     struct nb_stalls stalls;
@@ -94,8 +96,8 @@ void nb_job_fail(struct nb_job *job, const struct nb_error *why, bool announce);
 void nb_job_wire_fail(struct nb_job *job, int peer, const char *what);
 // Opens the lanes to a peer, unless they are open. NB_EPEER if the peer has left the job.
 int nb_job_peer_ready(struct nb_job *job, int peer, struct nb_error *err);
-// Rank 0: returns the number of the next operation.
-uint64_t nb_job_next_seq(struct nb_job *job);
+// Rank 0: returns the first of the numbers of the next operation, which has `count` of them.
+uint64_t nb_job_next_seq(struct nb_job *job, uint64_t count);
 // True if the number is above all earlier ones, and records it: the numbers of started operations only grow.
 bool nb_job_accept_seq(struct nb_job *job, uint64_t seq);
 // True if the progress owner should keep polling after the last movement, at moved_ns. May yield the core.

@@ -20,6 +20,7 @@
 #include "engine/context.h"
 #include "engine/control.h"
 #include "engine/descriptor.h"
+#include "engine/device.h"
 #include "engine/engine.h"
 #include "engine/inline_allreduce.h"
 #include "engine/join.h"
@@ -306,13 +307,15 @@ static void joined_announce(struct nb_job *job, const struct entry *entry) {
     }
 }
 
-static const struct nb_algorithm *algorithm_for(struct nb_job *job, const struct entry *entry) {
+// `bytes`: of a window.
+static const struct nb_algorithm *algorithm_for(struct nb_job *job, const struct entry *entry, size_t bytes) {
     const struct op_descriptor *desc = &entry->desc;
-    if (desc->kind == NB_OP_ALLREDUCE && nb_inline_complete(job, entry->parts, desc->bytes)) {
+    bool inlined = desc->kind == NB_OP_ALLREDUCE && desc->device == 0;
+    if (inlined && nb_inline_complete(job, entry->parts, desc->bytes)) {
         return &nb_inline;
     }
     int size = member_count(job, entry);
-    const struct nb_algorithm *best = nb_autotune_choose(job, size, (enum nb_op_kind)desc->kind, desc->bytes);
+    const struct nb_algorithm *best = nb_autotune_choose(job, size, (enum nb_op_kind)desc->kind, bytes);
     return best == &nb_inline ? &nb_doubling : best; // a rank has not sent its data inline
 }
 
@@ -324,9 +327,11 @@ static void go(struct nb_job *job, struct entry *entry) {
         a->ids[entry->id] = entry;
     }
     entry->cached = entry->desc;
-    const struct nb_algorithm *algorithm = algorithm_for(job, entry);
+    size_t bytes;
+    uint64_t windows = nb_device_windows(job, &entry->desc, member_count(job, entry), &bytes);
+    const struct nb_algorithm *algorithm = algorithm_for(job, entry, bytes);
     joined_announce(job, entry);
-    struct wire_go message = {.seq = nb_job_next_seq(job),
+    struct wire_go message = {.seq = nb_job_next_seq(job, windows),
                               .key = entry->desc.key,
                               .id = entry->id,
                               .algorithm = (uint32_t)algorithm->id,
@@ -384,7 +389,8 @@ static void inline_received(struct nb_job *job, int rank, const unsigned char *b
     memcpy(&part, body, sizeof part);
     struct entry *entry = part.id < a->id_count ? a->ids[part.id] : NULL;
     bool whole = entry != NULL && member_count(job, entry) == job->size;
-    if (!whole || entry->cached.kind != NB_OP_ALLREDUCE || entry->cached.bytes != bytes - sizeof part) {
+    bool inlined = whole && entry->cached.kind == NB_OP_ALLREDUCE && entry->cached.device == 0;
+    if (!inlined || entry->cached.bytes != bytes - sizeof part) {
         nb_job_wire_fail(job, rank, "data of an operation without this rank");
         return;
     }

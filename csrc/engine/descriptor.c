@@ -12,15 +12,31 @@
 
 static const uint64_t BYTES_MAX = (uint64_t)1 << 40;
 
+static const char *const device_names[] = {"cpu", "cuda"};
+
 static const char *const kind_names[NB_OP_KINDS] = {"allreduce", "allgather", "reducescatter", "broadcast",
                                                     "barrier",   "alltoall",  "join"};
+
+// By rank, not by the order of submission.
+static void devices_differ(const struct op_descriptor *a, int rank_a, const struct op_descriptor *b, int rank_b,
+                           char *text, size_t room) {
+    if (rank_a > rank_b) {
+        devices_differ(b, rank_b, a, rank_a, text, room);
+        return;
+    }
+    snprintf(text, room, "%s %s: rank %d has it on %s, rank %d on %s",
+             a->kind == NB_OP_ALLREDUCE ? "gradient" : kind_names[a->kind], a->name, rank_a, device_names[a->device],
+             rank_b, device_names[b->device]);
+}
 
 void nb_desc_differ(const struct op_descriptor *a, int rank_a, const struct op_descriptor *b, int rank_b, char *text,
                     size_t room) {
     const char *what = NULL;
     char va[64];
     char vb[64];
-    if (a->kind != b->kind) {
+    if (a->device != b->device) {
+        devices_differ(a, rank_a, b, rank_b, text, room);
+    } else if (a->kind != b->kind) {
         what = "operations";
         snprintf(va, sizeof va, "%s", kind_names[a->kind]);
         snprintf(vb, sizeof vb, "%s", kind_names[b->kind]);
@@ -63,7 +79,7 @@ bool nb_desc_equal(const struct op_descriptor *a, const struct op_descriptor *b)
 }
 
 bool nb_desc_possible(const struct op_descriptor *desc, int size) {
-    return desc->kind < NB_OP_KINDS && desc->dtype < NB_DTYPES && desc->redop < NB_REDOPS && desc->device == 0 &&
+    return desc->kind < NB_OP_KINDS && desc->dtype < NB_DTYPES && desc->redop < NB_REDOPS && desc->device <= 1 &&
            desc->root >= 0 && desc->root < size && desc->bytes <= BYTES_MAX && desc->limit_ms >= 0 &&
            memchr(desc->name, 0, sizeof desc->name) != NULL;
 }

@@ -19,6 +19,8 @@
 #include "coll/choose.h"
 #include "trace/ring.h"
 
+struct CUevent_st;
+struct CUstream_st;
 struct nb_algorithm;
 struct nb_job;
 struct nb_comm;
@@ -37,7 +39,7 @@ enum nb_op_kind {
     NB_OP_KINDS
 };
 
-enum { NB_SEGMENTS_MAX = 512, NB_STREAMS_AUTO = 0 };
+enum { NB_SEGMENTS_MAX = 512, NB_OP_STREAMS_MAX = 8, NB_STREAMS_AUTO = 0 };
 
 // Shared memory between the ranks of one host. OFF: not tried. AUTO: used where all ranks can, else the network and a
 // notice. REQUIRED: an error where not all ranks can.
@@ -70,8 +72,13 @@ struct nb_op {
     uint16_t parts;
     bool awaited; // the caller waits for it at once, so the communication thread need not be woken
     int limit_ms; // fails alone after this time if ranks have not submitted it, and names them. 0: never
-    int device;   // 0: host memory; all others are refused
-    void *fence;  // event to complete before the memory is read; NULL: none
+    // 0: host memory. Else the number of a CUDA device + 1; the segments then are addresses of that device. The memory
+    // is used until the work is done, and after that only by what the streams wait for.
+    int device;
+    struct CUstream_st *const *streams; // that wrote the memory; work given to them after the operation sees the result
+    int stream_count;                   // 1…NB_OP_STREAMS_MAX
+    struct CUevent_st *fence; // event after which the memory holds its values; stays until the work is done. NULL: all
+                              // that the streams have been given by now
 };
 
 struct nb_job_config {
@@ -97,6 +104,9 @@ struct nb_job_config {
     unsigned char host[NB_HOST_BYTES]; // identifies the host: the same on all its ranks
     const int *cpus;                   // CPU of each communication thread of this host, by local rank
     int cpu_count;                     // 0: the threads are not pinned
+    const char *cuda_library;          // NULL: libcuda.so.1
+    size_t device_chunk_bytes;         // of pinned memory; the same on all ranks. 0: the default
+    int device_chunks;                 // for each device; 0: the default
 };
 
 // Counters and settings of a job. `probe`: what streams=auto measured, in the order tried.
@@ -164,6 +174,10 @@ bool nb_work_test(const struct nb_work *work, int *code);
 int nb_work_wait(struct nb_work *work, int timeout_ms, struct nb_error *err);
 // Any thread may call this. The engine keeps a work that is not done until it is.
 void nb_work_release(struct nb_work *work);
+
+// Makes another stream wait for the result of a device operation that is done, as the operation's own streams do. Call
+// it before the job is closed. No effect on host memory.
+int nb_work_follow(const struct nb_work *work, struct CUstream_st *stream, struct nb_error *err);
 
 struct nb_work_times { // nb_now_ns(); 0: not yet
     int64_t submit_ns;

@@ -15,6 +15,7 @@
 #include "engine/buffer.h"
 #include "engine/context.h"
 #include "engine/descriptor.h"
+#include "engine/device.h"
 #include "engine/engine.h"
 #include "engine/operation.h"
 
@@ -82,6 +83,10 @@ static struct nb_work *work_make(struct nb_comm *comm, const struct op_descripto
     work->desc.key = desc->key;
     work->zeros = line.base;
     work->refs = 1;
+    if (desc->device != 0 && nb_device_attach_zeros(work, err) < 0) {
+        nb_work_discard(work);
+        return NULL;
+    }
     return work;
 }
 

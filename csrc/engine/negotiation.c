@@ -18,6 +18,7 @@
 #include "engine/context.h"
 #include "engine/control.h"
 #include "engine/descriptor.h"
+#include "engine/device.h"
 #include "engine/engine.h"
 #include "engine/inline_allreduce.h"
 #include "engine/join.h"
@@ -141,7 +142,7 @@ static void remember(struct negotiation *m, uint32_t id, const struct op_descrip
 
 struct nb_work *nb_negotiation_agreed(struct nb_job *job, const struct wire_go *go) {
     struct nb_work *work = waiting_find(job, go->key);
-    if (work == NULL || !nb_job_accept_seq(job, go->seq)) {
+    if (work == NULL || nb_device_is_unready(work) || !nb_job_accept_seq(job, go->seq)) {
         nb_job_wire_fail(job, 0, "a start of an operation that was not submitted");
         return NULL;
     }
@@ -165,11 +166,11 @@ void nb_negotiation_go(struct nb_job *job, const struct wire_go *go) {
         return;
     }
     work->detail = go->detail;
-    if (nb_work_prepare(work, algorithm, &why) < 0 || nb_work_peers(work, &why) < 0) {
+    if (nb_device_prepare(work, algorithm, &why) < 0) {
         nb_job_fail(job, &why, true);
         return;
     }
-    nb_work_start(work, go->seq);
+    nb_device_start(work, go->seq);
 }
 
 void nb_negotiation_refuse(struct nb_job *job, const struct wire_refuse *refuse) {
@@ -230,7 +231,8 @@ static void result_received(struct nb_job *job, const unsigned char *body, size_
     if (work == NULL) {
         return;
     }
-    if (work->desc.kind != NB_OP_ALLREDUCE || work->desc.bytes != bytes - sizeof go) {
+    bool inlined = work->desc.kind == NB_OP_ALLREDUCE && work->desc.device == 0;
+    if (!inlined || work->desc.bytes != bytes - sizeof go) {
         nb_job_wire_fail(job, 0, "a result of the wrong length");
         return;
     }

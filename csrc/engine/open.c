@@ -192,6 +192,7 @@ static int network_open(struct nb_job *job, struct nb_error *err) {
 static void job_free(struct nb_job *job) {
     nb_shared_close(job);
     nb_lanes_close(job->lanes);
+    nb_devices_close(job);
     for (int i = 0; job->controls != NULL && i < job->control_count; i++) {
         nb_control_fini(&job->controls[i]);
     }
@@ -214,6 +215,7 @@ static void job_free(struct nb_job *job) {
     nb_boot_close(&job->boot);
     pthread_cond_destroy(&job->finished);
     pthread_cond_destroy(&job->progress.thread_wakes);
+    pthread_mutex_destroy(&job->devices.lock);
     pthread_mutex_destroy(&job->lock);
     free(job->ops.spare);
     free(job->peer_open);
@@ -242,6 +244,7 @@ static int job_init(struct nb_job *job, const struct nb_job_config *config, stru
     pthread_cond_init(&job->progress.thread_wakes, &attr);
     pthread_condattr_destroy(&attr);
     pthread_mutex_init(&job->lock, NULL);
+    pthread_mutex_init(&job->devices.lock, NULL);
     job->loop.epoll_fd = -1;
     job->loop.wake_fd = -1;
     if (job->peer_open == NULL) {

@@ -3,6 +3,7 @@
 #include "engine/operation.h"
 
 #include <errno.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -18,6 +19,7 @@
 #include "engine/buffer.h"
 #include "engine/communicator.h"
 #include "engine/context.h"
+#include "engine/device.h"
 #include "engine/engine.h"
 #include "trace/event.h"
 #include "trace/ring.h"
@@ -83,10 +85,8 @@ int nb_op_check(const struct nb_comm *comm, const struct nb_op *op, struct nb_er
     if (op->root < 0 || op->root >= comm->size) {
         return nb_fail(err, -EINVAL, "%s: root %d is not among %d ranks", op->name, op->root, comm->size);
     }
-    if (op->device != 0) {
-        return nb_fail(err, -EINVAL, "%s: only host memory is supported, not device %d", op->name, op->device);
-    }
-    return parts_check(comm, op, err);
+    int rc = parts_check(comm, op, err);
+    return rc < 0 ? rc : nb_device_check(comm, op, nb_op_bytes(op), err);
 }
 
 static void desc_fill(struct op_descriptor *desc, const struct nb_comm *comm, const struct nb_op *op) {
@@ -172,6 +172,7 @@ static void work_fill(struct nb_work *work, struct nb_comm *comm, const struct n
     work->reduce = nb_reduce_kernel(isa, op->dtype, op->redop);
     work->scale = nb_scale_kernel(isa, op->dtype);
     nb_list_init(&work->link);
+    nb_list_init(&work->order);
 }
 
 int nb_work_make(struct nb_comm *comm, const struct nb_op *op, const struct nb_algorithm *algorithm,
@@ -250,7 +251,13 @@ void nb_work_set_done(struct nb_work *work) {
 }
 
 void nb_work_discard(struct nb_work *work) {
+    struct nb_job *job = work->comm->job;
     nb_list_remove(&work->link);
+    if (work->algorithm->retire != NULL) {
+        pthread_mutex_lock(&job->lock);
+        work->algorithm->retire(work);
+        pthread_mutex_unlock(&job->lock);
+    }
     refs_add(work, -1);
 }
 

@@ -17,6 +17,7 @@
 #include "engine/engine.h"
 #include "transport/lanes.h"
 
+struct nb_device_op;
 struct piece;
 struct steps_state;
 
@@ -74,6 +75,7 @@ struct nb_shared_op {
 
 struct nb_work {
     struct nb_list link;        // in the job's inbox, then its waiting or running list
+    struct nb_list order;       // in a list of device.h
     struct nb_hash_node by_key; // under the job's lock: in flight, by key
     struct nb_comm *comm;
     struct nb_ring *ring;    // trace ring; NULL: not recorded
@@ -104,9 +106,12 @@ struct nb_work {
     size_t *starts;    // piece_count + 1 prefix sums
     int segment_count; // of the caller's buffer
     struct nb_segment *segments;
-    struct nb_sched sched;      // of pipeline.c
-    struct steps_state *steps;  // of step_operations.c
-    struct nb_shared_op shared; // of shared_operations.c and two_level.c
+    struct nb_device_op *device; // of device_memory.c; NULL: host memory
+    struct nb_work *whole;       // of a window of device_windows.c: its operation
+    int chunk;                   // the same: its memory
+    struct nb_sched sched;       // of pipeline.c
+    struct steps_state *steps;   // of step_operations.c
+    struct nb_shared_op shared;  // of shared_operations.c and two_level.c
 };
 
 // The operations of a job on this rank.

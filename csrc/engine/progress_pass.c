@@ -16,6 +16,7 @@
 #include "engine/context.h"
 #include "engine/control.h"
 #include "engine/coordinator.h"
+#include "engine/device.h"
 #include "engine/engine.h"
 #include "engine/negotiation.h"
 #include "engine/operation.h"
@@ -98,7 +99,7 @@ void nb_progress_take_requests(struct nb_job *job) {
         struct nb_work *work = NB_CONTAINER(it, struct nb_work, link);
         job->progress.moved_ns = work->times.submit_ns;
         nb_list_remove(&work->link);
-        nb_negotiation_submit(job, work);
+        nb_device_submit(job, work);
     }
     nb_watchdog_check(job);
 }
@@ -158,9 +159,11 @@ void nb_progress_pass(struct nb_job *job, const struct nb_work *awaited, int sle
     int moved = nb_control_poll(job);
     moved += nb_lanes_progress(job->lanes, 0);
     moved += nb_shared_progress(job);
+    moved += nb_device_progress(job);
     bool stays =
         moved > 0 || is_done(awaited) || spins(job) || nb_lanes_arm(job->lanes) == -EAGAIN || !nb_shared_arm(job);
     stays = stays || !nb_control_arm(job) || job->failure_due; // the other ranks learn of a failure before a sleep
+    stays = stays || nb_device_polls(job);
     if (!stays && sleep != NULL) {
         sleep(job, sleep_ms);
     }

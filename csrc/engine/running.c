@@ -45,7 +45,7 @@ void nb_work_alone(struct nb_work *work) {
     if (work->desc.kind == NB_OP_ALLTOALL) {
         nb_buffer_move(work, (struct nb_range){0, all.bytes / 2}, (struct nb_range){all.bytes / 2, all.bytes / 2});
     }
-    nb_work_finish(work, NULL);
+    nb_work_moved(work);
 }
 
 void nb_work_set_running(struct nb_work *work) {

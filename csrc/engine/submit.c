@@ -15,6 +15,7 @@
 #include "engine/autotune.h"
 #include "engine/communicator.h"
 #include "engine/context.h"
+#include "engine/device.h"
 #include "engine/engine.h"
 #include "engine/operation.h"
 #include "engine/progress_owner.h"
@@ -117,16 +118,21 @@ int nb_submit(struct nb_comm *comm, const struct nb_op *op, struct nb_work **out
         return rc;
     }
     // This thread prepares the work for the algorithm that rank 0 will most likely choose.
-    const struct nb_algorithm *likely = nb_autotune_guess(job, comm->size, op->kind, nb_op_bytes(op));
+    const struct nb_algorithm *likely =
+        op->device != 0 ? &nb_device : nb_autotune_guess(job, comm->size, op->kind, nb_op_bytes(op));
     rc = nb_work_make(comm, op, likely, &work, err);
     if (rc < 0 || work == NULL) {
         return rc;
     }
-    work->times.submit_ns = nb_now_ns();
-    pthread_mutex_lock(&job->lock);
-    rc = enter(job, work, op->awaited, err);
-    pthread_mutex_unlock(&job->lock);
+    rc = nb_device_attach(work, op, err);
+    if (rc == 0) {
+        work->times.submit_ns = nb_now_ns();
+        pthread_mutex_lock(&job->lock);
+        rc = enter(job, work, op->awaited, err);
+        pthread_mutex_unlock(&job->lock);
+    }
     if (rc < 0) {
+        nb_device_end(work);
         nb_work_set_done(work);
         nb_work_release(work);
         return rc;

@@ -7,6 +7,7 @@
 struct core_comm {
     PyObject base;
     struct nb_job *job;      // NULL: not open, or closed
+    bool other_driver;       // another CUDA driver than the usual one is named
     bool closing;            // the job is being closed and is no longer in `job`
     int waiters;             // threads that wait on the job without the GIL
     bool recording;          // the communication thread uses `recorder`

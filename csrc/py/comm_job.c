@@ -1,5 +1,6 @@
 // The job behind a Comm: checks that it may be used, counts the threads that wait on it, and keeps dropped operations.
 #include "py/comm.h"
+#include "py/tensor.h"
 
 #include <unistd.h>
 
@@ -53,6 +54,22 @@ void core_comm_failure(PyObject *comm, const struct core_hold *hold, int code, s
     }
 }
 
+int core_comm_follow(PyObject *comm, const struct core_hold *hold) {
+    struct CUstream_st *now = NULL;
+    struct nb_error err = {0};
+    if (hold->device.type == 0 || comm_of(comm)->job == NULL) {
+        return 0;
+    }
+    if (core_stream_now(&hold->device, &now) < 0) {
+        return -1;
+    }
+    int rc = nb_work_follow(hold->work, now, &err);
+    if (rc < 0) {
+        core_raise(core_state_of(comm), rc, &err);
+    }
+    return rc < 0 ? -1 : 0;
+}
+
 void core_comm_hold(PyObject *comm, struct core_hold *hold) {
     nb_list_insert(&comm_of(comm)->holds, &hold->link);
 }
@@ -79,7 +96,18 @@ int core_comm_submit(PyObject *comm, struct nb_comm *of, const struct nb_op *op,
     }
     struct nb_error err = {0};
     struct nb_work *work = NULL;
-    int rc = nb_submit(of, op, &work, &err);
+    struct CUstream_st *now = NULL;
+    struct nb_op on_device = *op;
+    if (hold->device.type != 0) {
+        on_device.device = hold->device.number + 1;
+        if (core_device_check(&hold->device, comm_of(comm)->other_driver) < 0 ||
+            (op->stream_count == 0 && core_stream_now(&hold->device, &now) < 0)) {
+            return -1;
+        }
+        on_device.streams = op->stream_count == 0 ? &now : op->streams;
+        on_device.stream_count = op->stream_count == 0 ? 1 : op->stream_count;
+    }
+    int rc = nb_submit(of, &on_device, &work, &err);
     if (rc < 0) {
         core_raise(core_state_of(comm), rc, &err);
         return -1;

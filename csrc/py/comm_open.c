@@ -33,6 +33,7 @@ struct open_args {
     PyObject *algorithm;
     PyObject *cpus;
     PyObject *congestion;
+    PyObject *cuda_library;
 };
 
 // The arguments of the join and the job, in C.
@@ -46,14 +47,16 @@ struct open_plan {
 
 static int parse(PyObject *args, PyObject *kwargs, struct open_args *in) {
     static const char *const keywords[] = {
-        "rank",        "size",     "secret", "listener", "address",       "tag",       "transport",       "streams",
-        "provider",    "library",  "ifname", "ports",    "segment_bytes", "timeout_s", "start_timeout_s", "stall_s",
-        "stall_end_s", "recorder", "shm",    "host",     "algorithm",     "cpus",      "congestion",      NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$OOOOOOOOOOOOOOOOOOOOO:Comm", (char **)keywords, &in->rank,
-                                     &in->size, &in->secret, &in->listener, &in->address, &in->tag, &in->transport,
-                                     &in->streams, &in->provider, &in->library, &in->ifname, &in->ports,
-                                     &in->segment_bytes, &in->timeout, &in->start_timeout, &in->stall, &in->stall_end,
-                                     &in->recorder, &in->shm, &in->host, &in->algorithm, &in->cpus, &in->congestion)) {
+        "rank",      "size",        "secret",        "listener",     "address",
+        "tag",       "transport",   "streams",       "provider",     "library",
+        "ifname",    "ports",       "segment_bytes", "timeout_s",    "start_timeout_s",
+        "stall_s",   "stall_end_s", "recorder",      "shm",          "host",
+        "algorithm", "cpus",        "congestion",    "cuda_library", NULL};
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "OO|$OOOOOOOOOOOOOOOOOOOOOO:Comm", (char **)keywords, &in->rank, &in->size, &in->secret,
+            &in->listener, &in->address, &in->tag, &in->transport, &in->streams, &in->provider, &in->library,
+            &in->ifname, &in->ports, &in->segment_bytes, &in->timeout, &in->start_timeout, &in->stall, &in->stall_end,
+            &in->recorder, &in->shm, &in->host, &in->algorithm, &in->cpus, &in->congestion, &in->cuda_library)) {
         return -1;
     }
     if (in->secret == NULL) {
@@ -120,10 +123,12 @@ static int get_texts(struct core_comm *self, const struct open_args *in, struct 
         get_text(self, "provider", in->provider, NULL, &plan->job.provider) < 0 ||
         get_text(self, "library", in->library, NULL, &plan->job.library) < 0 ||
         get_text(self, "congestion", in->congestion, NULL, &plan->job.congestion) < 0 ||
+        get_text(self, "cuda_library", in->cuda_library, NULL, &plan->job.cuda_library) < 0 ||
         get_text(self, "ifname", in->ifname, NULL, &plan->boot.ifname) < 0) {
         return -1;
     }
     plan->job.ifname = plan->boot.ifname;
+    self->other_driver = plan->job.cuda_library != NULL;
     if (get_algorithm(self, in, plan) < 0) {
         return -1;
     }

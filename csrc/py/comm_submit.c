@@ -81,6 +81,7 @@ static int parse_submit(const struct submit_args *in, int size, struct nb_op *op
                      op->name, hold->memory.bytes, size, element);
         return -1;
     }
+    hold->device = hold->memory.device;
     op->segments = hold->memory.segments;
     op->segment_count = hold->memory.count;
     hold->keep = Py_XNewRef(in->keep);

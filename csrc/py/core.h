@@ -117,16 +117,28 @@ int core_get_ports(PyObject *value, struct nb_port_range *out);
 
 // ---- memory.c
 
+// A device as DLPack names it: `type` 0 is the host.
+struct core_device {
+    int32_t type;
+    int32_t number;
+    int (*stream)(int32_t type, int32_t number, void **out); // torch's function for the current stream; NULL: none
+};
+
+// tensor.c: 0 if a device's memory is that of the CUDA driver, else -1 with an exception. A driver that is named in place
+// of the usual one also has torch's PrivateUse1 devices.
+int core_device_check(const struct core_device *device, bool other_driver);
+
 // The memory of an operation, and the Python buffers that keep it in place. Zeroed: empty.
 struct core_memory {
     struct nb_segment *segments;
     int count;
     size_t bytes;
-    Py_buffer *views;
+    Py_buffer *views; // of a tensor: only a reference
     int view_count;
+    struct core_device device; // all segments are there
 };
 
-// Parses an object with the buffer protocol, (address, bytes), a sequence of those, or None. ValueError or TypeError
+// Parses a tensor, an object with the buffer protocol, (address, bytes), a sequence of those, or None. ValueError or TypeError
 // naming the position and the value. The size of every piece is a multiple of `element_bytes`.
 int core_memory_parse(struct core_memory *memory, PyObject *object, bool writable, size_t element_bytes);
 // May run any Python code.
@@ -139,6 +151,7 @@ struct core_hold {
     struct nb_list link;
     struct nb_work *work;
     struct core_memory memory;
+    struct core_device device; // of the operation
     PyObject *keep;
 };
 
@@ -151,8 +164,11 @@ int core_hold_visit(const struct core_hold *hold, visitproc visit, void *arg);
 
 // ---- comm_job.c
 
-// Submits op with hold as its owner: 0, or -1 with an exception (hold->work stays NULL).
+// Submits op with hold as its owner: 0, or -1 with an exception (hold->work stays NULL). hold->device: where the memory
+// is. op->streams: those that wrote it; none: the current one.
 int core_comm_submit(PyObject *comm, struct nb_comm *of, const struct nb_op *op, struct core_hold *hold);
+// Makes the current stream wait for the result of a device operation that is done: 0, or -1 with an exception.
+int core_comm_follow(PyObject *comm, const struct core_hold *hold);
 // Takes over a dropped hold, and frees it in a sweep after it is done.
 void core_comm_hold(PyObject *comm, struct core_hold *hold);
 // Frees the dropped holds that are done.

@@ -41,10 +41,12 @@ struct gradhook_bucket {
     size_t bytes;
     uint32_t *members; // parameters, by offset
     uint32_t member_count;
-    uint32_t left;          // members that are not ready
-    uint32_t direct;        // members that travel directly
-    bool sent;              // and not waited for
-    bool round;             // was sent since the last complete step
+    uint32_t left;                                  // members that are not ready
+    uint32_t direct;                                // members that travel directly
+    bool sent;                                      // and not waited for
+    bool round;                                     // was sent since the last complete step
+    struct CUstream_st *streams[NB_OP_STREAMS_MAX]; // of a device: those on which gradients were copied to it
+    int stream_count;
     struct core_hold *hold; // sent to a Comm
     PyObject *future;       // sent to a callable
 };
@@ -77,6 +79,7 @@ struct core_gradhook {
     PyObject *keep;
     PyObject *on_first;             // called at the first gradient of a pass; or NULL
     struct core_tensor_table table; // of the views' type
+    struct core_device device;      // of the views
     struct gradhook_claims claims;
     struct gradhook_uses uses;
     bool native; // the target is a Comm

@@ -45,6 +45,10 @@ static int send_native(struct core_gradhook *self, struct gradhook_bucket *bucke
         .segment_count = build_segments(self, bucket, segments),
         .bucket = (uint32_t)(bucket - self->buckets) + 1,
     };
+    op.streams = bucket->streams;
+    op.stream_count = bucket->stream_count;
+    hold->device = self->device;
+    bucket->stream_count = 0;
     if (core_comm_submit(self->target, self->of, &op, hold) < 0) {
         core_hold_free(hold);
         return -1;

@@ -97,8 +97,23 @@ static int method_truth(PyObject *object, const char *name, bool *out) {
     return rc < 0 ? -1 : 0;
 }
 
-// Checks that the view lies at the bucket's offset, in host memory, with elements of the bucket's size.
-static int check_view(const struct core_gradhook *self, struct gradhook_param *param, uint32_t index) {
+// Checks that all views are on one device.
+static int check_device(struct core_gradhook *self, const struct gradhook_param *param, uint32_t index, bool on_host) {
+    struct core_tensor_place place = {0};
+    if (!on_host && core_tensor_find(param->view, &place) < 0) {
+        return -1;
+    }
+    bool same = place.device.type == self->device.type && place.device.number == self->device.number;
+    if (index > 0 && !same) {
+        PyErr_Format(PyExc_ValueError, "views[%u] must be on the device of views[0]", index);
+        return -1;
+    }
+    self->device = place.device;
+    return 0;
+}
+
+// Checks that the view lies at the bucket's offset, with elements of the bucket's size.
+static int check_view(struct core_gradhook *self, struct gradhook_param *param, uint32_t index) {
     const struct core_state *state = self->state;
     const struct gradhook_bucket *bucket = &self->buckets[param->bucket];
     size_t base;
@@ -109,8 +124,7 @@ static int check_view(const struct core_gradhook *self, struct gradhook_param *p
     if (host == NULL) {
         return -1;
     }
-    if (!on_host) {
-        PyErr_Format(PyExc_ValueError, "views[%u] must be in host memory", index);
+    if (check_device(self, param, index, on_host) < 0) {
         return -1;
     }
     bool dense;

@@ -357,6 +357,29 @@ static int copy_any(const struct core_gradhook *self, struct gradhook_param *par
     return view != NULL ? 0 : -1;
 }
 
+// Notes the stream on which a gradient was copied to its bucket.
+static int note_stream(const struct core_gradhook *self, struct gradhook_bucket *bucket) {
+    struct CUstream_st *now = NULL;
+    if (self->device.type == 0) {
+        return 0;
+    }
+    if (core_stream_now(&self->device, &now) < 0) {
+        return -1;
+    }
+    for (int i = 0; i < bucket->stream_count; i++) {
+        if (bucket->streams[i] == now) {
+            return 0;
+        }
+    }
+    if (bucket->stream_count == NB_OP_STREAMS_MAX) {
+        PyErr_Format(PyExc_RuntimeError, "the gradients of bucket %s come from more than %d streams", bucket->name,
+                     NB_OP_STREAMS_MAX);
+        return -1;
+    }
+    bucket->streams[bucket->stream_count++] = now;
+    return 0;
+}
+
 // zeros(parameter.shape), contiguous, as Horovod makes them. A new reference, or NULL.
 static PyObject *make_zeros(PyObject *parameter, PyObject *grad_name) {
     PyObject *shape = PyObject_GetAttrString(parameter, "shape");
@@ -435,7 +458,7 @@ static int take(struct core_gradhook *self, struct gradhook_param *param, PyObje
     if (locate(self, param, gradient, arrived, may_stay(self, param), &found) < 0) {
         return -1;
     }
-    if (!found.plain && copy_any(self, param, gradient) < 0) {
+    if (!found.plain && (copy_any(self, param, gradient) < 0 || note_stream(self, &self->buckets[param->bucket]) < 0)) {
         return -1;
     }
     if (found.plain && !found.stays) {
@@ -475,8 +498,9 @@ int gradhook_place(struct core_gradhook *self, struct gradhook_param *param, PyO
         return -1;
     }
     if (parameter == Py_None) { // the parameter is gone: nobody will read the sum
-        memset(param->memory, 0, param->bytes);
-        return 0;
+        PyObject *zeros = PyObject_CallMethod(param->view, "zero_", NULL);
+        Py_XDECREF(zeros);
+        return zeros != NULL ? note_stream(self, &self->buckets[param->bucket]) : -1;
     }
     Py_INCREF(parameter);
     int rc = place_of(self, param, parameter, arrived);

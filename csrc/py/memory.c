@@ -1,5 +1,6 @@
 // The memory of an operation, and the buffers that keep it in place while the operation is in progress.
 #include "py/core.h"
+#include "py/tensor.h"
 
 #include <stdlib.h>
 
@@ -42,10 +43,42 @@ static void explain_buffer(PyObject *object, Py_ssize_t place, bool writable) {
     Py_XDECREF(trace);
 }
 
+static bool is_tensor(PyObject *object) {
+    return !PyObject_CheckBuffer(object) && PyObject_HasAttrString(object, "__dlpack_device__");
+}
+
+static int parse_tensor(struct core_memory *memory, PyObject *tensor, struct nb_segment *segment,
+                        struct core_device *device) {
+    struct core_tensor_place found;
+    if (core_tensor_find(tensor, &found) < 0) {
+        return -1;
+    }
+    *segment = (struct nb_segment){.base = found.base, .bytes = found.bytes};
+    *device = found.device;
+    memory->views[memory->view_count++].obj = Py_NewRef(tensor); // PyBuffer_Release() drops it
+    return 0;
+}
+
+// All pieces are on one device.
+static int check_device(struct core_memory *memory, const struct core_device *device, Py_ssize_t place) {
+    bool same = device->type == memory->device.type && device->number == memory->device.number;
+    if (memory->count > 0 && !same) {
+        PyErr_Format(PyExc_ValueError, "memory[%zd] is on another device than the pieces before it", place);
+        return -1;
+    }
+    memory->device = *device;
+    return 0;
+}
+
 static int add(struct core_memory *memory, PyObject *object, Py_ssize_t place, bool writable, size_t element_bytes) {
     struct nb_segment segment;
+    struct core_device device = {0};
     if (is_pair(object)) {
         if (parse_pair(object, place, &segment) < 0) {
+            return -1;
+        }
+    } else if (is_tensor(object)) {
+        if (parse_tensor(memory, object, &segment, &device) < 0) {
             return -1;
         }
     } else {
@@ -68,6 +101,9 @@ static int add(struct core_memory *memory, PyObject *object, Py_ssize_t place, b
         return -1;
     }
     if (segment.bytes > 0) {
+        if (check_device(memory, &device, place) < 0) {
+            return -1;
+        }
         memory->segments[memory->count++] = segment;
         memory->bytes += segment.bytes;
     }

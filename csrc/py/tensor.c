@@ -4,7 +4,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { TABLE_MAJOR = 1, DEVICE_CPU = 1 };
+enum { TABLE_MAJOR = 1, DEVICE_CPU = 1, DEVICE_CUDA = 2, DEVICE_EXTENSION = 12 };
 
 // DLTensor
 struct core_tensor {
@@ -20,7 +20,7 @@ struct core_tensor {
     uint64_t byte_offset;
 };
 
-// DLPackExchangeAPI, up to its fourth function.
+// DLPackExchangeAPI, up to its fifth function.
 struct table {
     uint32_t major;
     uint32_t minor;
@@ -29,6 +29,7 @@ struct table {
     void *take;
     void *give;
     int (*look)(void *object, struct core_tensor *out);
+    int (*stream)(int32_t type, int32_t number, void **out);
 };
 
 void core_tensor_table_open(struct core_tensor_table *table, PyObject *tensor) {
@@ -41,6 +42,7 @@ void core_tensor_table_open(struct core_tensor_table *table, PyObject *tensor) {
     if (found != NULL && found->major == TABLE_MAJOR && found->look != NULL) {
         table->type = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(tensor));
         table->look = found->look;
+        table->stream = found->stream;
     }
     PyErr_Clear();
     Py_XDECREF(capsule); // the process owns the table
@@ -74,9 +76,92 @@ bool core_tensor_look(const struct core_tensor_table *table, PyObject *object, s
         return false;
     }
     size_t count;
-    out->plain = is_contiguous(&tensor, &count) && tensor.device == DEVICE_CPU && tensor.lanes == 1;
-    out->base = out->plain ? (char *)tensor.data + tensor.byte_offset : NULL;
+    out->contiguous = is_contiguous(&tensor, &count) && tensor.lanes == 1;
+    out->plain = out->contiguous && tensor.device == DEVICE_CPU;
+    out->base = out->contiguous ? (char *)tensor.data + tensor.byte_offset : NULL;
+    out->device =
+        (struct core_device){tensor.device == DEVICE_CPU ? 0 : tensor.device, tensor.device_id, table->stream};
     out->bytes = count * (tensor.bits / 8U);
     out->element = tensor.lanes == 1 ? (uint16_t)(tensor.code << 8 | tensor.bits) : 0;
     return true;
+}
+
+// tensor.NAME() as a number: 0, or -1 with an exception.
+static int method_number(PyObject *tensor, const char *name, size_t *out) {
+    PyObject *value = PyObject_CallMethod(tensor, name, NULL);
+    *out = value != NULL ? PyLong_AsSize_t(value) : 0;
+    Py_XDECREF(value);
+    return PyErr_Occurred() != NULL ? -1 : 0;
+}
+
+// The memory of a tensor by its methods.
+static int find_slowly(PyObject *tensor, struct core_tensor_place *out) {
+    size_t contiguous;
+    size_t base;
+    size_t count;
+    size_t element;
+    int type = 0;
+    int number = 0;
+    PyObject *device = PyObject_CallMethod(tensor, "__dlpack_device__", NULL);
+    if (device == NULL || !PyArg_ParseTuple(device, "ii", &type, &number) ||
+        method_number(tensor, "is_contiguous", &contiguous) < 0 || method_number(tensor, "data_ptr", &base) < 0 ||
+        method_number(tensor, "numel", &count) < 0 || method_number(tensor, "element_size", &element) < 0) {
+        Py_XDECREF(device);
+        return -1;
+    }
+    Py_DECREF(device);
+    *out = (struct core_tensor_place){.base = (void *)base,
+                                      .bytes = count * element,
+                                      .plain = contiguous != 0 && type == DEVICE_CPU,
+                                      .contiguous = contiguous != 0,
+                                      .device = {type == DEVICE_CPU ? 0 : type, number, NULL}};
+    return 0;
+}
+
+int core_tensor_find(PyObject *tensor, struct core_tensor_place *out) {
+    struct core_tensor_table table;
+    core_tensor_table_open(&table, tensor);
+    int rc = core_tensor_look(&table, tensor, out) ? 0 : find_slowly(tensor, out);
+    core_tensor_table_close(&table);
+    if (rc == 0 && !out->contiguous) {
+        PyErr_SetString(PyExc_ValueError, "a tensor must be contiguous");
+        rc = -1;
+    }
+    return rc;
+}
+
+// torch.cuda.current_stream(NUMBER).cuda_stream
+static int stream_slowly(const struct core_device *device, struct CUstream_st **out) {
+    PyObject *cuda = PyImport_ImportModule("torch.cuda");
+    PyObject *stream = cuda != NULL ? PyObject_CallMethod(cuda, "current_stream", "i", device->number) : NULL;
+    PyObject *handle = stream != NULL ? PyObject_GetAttrString(stream, "cuda_stream") : NULL;
+    *out = handle != NULL ? PyLong_AsVoidPtr(handle) : NULL;
+    Py_XDECREF(handle);
+    Py_XDECREF(stream);
+    Py_XDECREF(cuda);
+    return PyErr_Occurred() != NULL ? -1 : 0;
+}
+
+int core_stream_now(const struct core_device *device, struct CUstream_st **out) {
+    void *found = NULL;
+    if (device->stream == NULL) {
+        return stream_slowly(device, out);
+    }
+    if (device->stream(device->type, device->number, &found) != 0) {
+        if (PyErr_Occurred() == NULL) {
+            PyErr_SetString(PyExc_RuntimeError, "torch does not tell the current stream of the device");
+        }
+        return -1;
+    }
+    *out = found;
+    return 0;
+}
+
+int core_device_check(const struct core_device *device, bool other_driver) {
+    bool known = device->type == DEVICE_CUDA || (device->type == DEVICE_EXTENSION && other_driver);
+    if (!known) {
+        PyErr_Format(PyExc_ValueError, "memory of DLPack's device type %d: only host and CUDA memory travel",
+                     (int)device->type);
+    }
+    return known ? 0 : -1;
 }

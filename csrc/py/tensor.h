@@ -12,6 +12,7 @@ struct core_tensor;
 struct core_tensor_table {
     PyTypeObject *type; // the table serves objects of exactly this type; NULL: none
     int (*look)(void *object, struct core_tensor *out);
+    int (*stream)(int32_t type, int32_t number, void **out);
 };
 
 struct core_tensor_place {
@@ -19,6 +20,8 @@ struct core_tensor_place {
     size_t bytes;
     uint16_t element; // element type: equal numbers for equal types; 0: not supported
     bool plain;       // host memory, contiguous
+    bool contiguous;
+    struct core_device device;
 };
 
 // Gets the table of an object's type, and owns the type. Empty if there is no table of this version.
@@ -26,5 +29,11 @@ void core_tensor_table_open(struct core_tensor_table *table, PyObject *tensor);
 void core_tensor_table_close(struct core_tensor_table *table);
 // True if the table finds the object's memory, which it writes to `out`. Leaves no exception. A sparse tensor has none.
 bool core_tensor_look(const struct core_tensor_table *table, PyObject *object, struct core_tensor_place *out);
+
+// Finds the memory of a tensor on any device, also in a torch without the table. 0, or -1 with an exception: TypeError
+// if it is no tensor, ValueError if it is not contiguous.
+int core_tensor_find(PyObject *tensor, struct core_tensor_place *out);
+// Gets the current stream of a device. 0, or -1 with an exception.
+int core_stream_now(const struct core_device *device, struct CUstream_st **out);
 
 #endif

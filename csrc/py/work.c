@@ -34,7 +34,7 @@ static int outcome(PyObject *comm, const struct core_hold *hold) {
     int code = 0;
     (void)nb_work_test(hold->work, &code);
     if (code == 0) {
-        return 1;
+        return core_comm_follow(comm, hold) < 0 ? -1 : 1;
     }
     core_comm_failure(comm, hold, code, &err);
     core_raise(core_state_of(comm), code, &err);

@@ -224,6 +224,7 @@ class Comm:
         algorithm: str = "auto",
         cpus: tuple[int, ...] = (),
         congestion: str | None = None,
+        cuda_library: str | None = None,
     ) -> None: ...
     @property
     def rank(self) -> int: ...

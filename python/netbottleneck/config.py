@@ -327,6 +327,12 @@ class Settings:
         "log file; %h: host, %p: process, %r: rank; default: stderr, or the program's log handlers",
     )
     library: str | None = _row("LIBFABRIC", TEXT, None, "path of libfabric; default: the loader's search path")
+    cuda_library: str | None = _row(
+        "CUDA_LIBRARY",
+        TEXT,
+        None,
+        "path of a CUDA driver in place of libcuda.so.1; PrivateUse1 devices are its devices",
+    )
     host_id: str | None = _row(
         "HOST_ID", TEXT, None, "name of the host, the same for all its ranks; default: the kernel's"
     )

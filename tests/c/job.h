@@ -46,6 +46,9 @@ struct test_rank {
     int odd_count; // 0: one, where odd is given
     const int *cpus;
     int cpu_count;
+    const char *cuda_library;
+    size_t device_chunk_bytes; // 0: the default
+    int device_chunks;         // 0: the default
     struct nb_listener *listener;
     char address[NB_SOCK_TEXT];
     struct nb_job *job;
@@ -91,7 +94,10 @@ static void *test_rank_main(void *arg) {
                                     .algorithm = me->algorithm,
                                     .shm = me->shm,
                                     .cpus = me->cpus,
-                                    .cpu_count = me->cpu_count};
+                                    .cpu_count = me->cpu_count,
+                                    .cuda_library = me->cuda_library,
+                                    .device_chunk_bytes = me->device_chunk_bytes,
+                                    .device_chunks = me->device_chunks};
         memcpy(job.host, me->host != NULL ? me->host : "", me->host != NULL ? strnlen(me->host, NB_HOST_BYTES) : 0);
         job.host[0] = me->hosts != NULL ? (unsigned char)me->hosts[me->rank] : job.host[0];
         job.more = me->more;

@@ -53,6 +53,8 @@ struct fake_controls {
     int (*operations)(void);
     // A held stream executes nothing.
     void (*hold)(struct CUstream_st *stream, bool held);
+    // The stream says that it is captured into a graph.
+    void (*capture)(struct CUstream_st *stream, bool captured);
     // The n-th cuStreamWaitEvent from now succeeds and makes nothing wait; 0: none.
     void (*drop_wait)(int n);
     // cuEventQuery says that events recorded in this stream are done, whether or not they are; NULL: none.

@@ -18,119 +18,27 @@
 
 #include "cuda/driver.h"
 #include "cuda/kernels.h"
-#include "fake.h"
+#include "fake_state.h"
 
 static unsigned char *kernel_memory(uint64_t address, uint64_t bytes);
 #define NB_KERNEL_AT(address, bytes) kernel_memory(address, bytes)
 #include "cuda/kernels.cu"
 
-#define EXPORT __attribute__((visibility("default")))
-#define DECLARED(member, symbol, parameters) EXPORT unsigned symbol parameters;
+#define DECLARED(member, symbol, parameters) FAKE_EXPORT unsigned symbol parameters;
 NB_CUDA_CALLS(DECLARED)
 #undef DECLARED
 
-enum { NOT_INITIALIZED = 3, CONTEXTS_MAX = 16, OPENED_MAX = 64, GARBAGE = 0xee, MODULE_MAGIC = (int)0xba55ed50 };
-
-struct CUctx_st {
-    int retained;
+enum {
+    NOT_INITIALIZED = 3,
+    CONTEXTS_MAX = 16,
+    OPENED_MAX = 64,
+    GARBAGE = 0xee,
+    DELAY_NS = 200000,
+    MODULE_MAGIC = (int)0xba55ed50
 };
 
-struct CUevent_st {
-    struct CUevent_st *next;
-    struct CUctx_st *context;
-    const struct CUstream_st *stream; // of the last record
-    uint64_t recorded;                // number of the last record, 0: never
-    uint64_t completed;
-    bool destroyed;
-};
-
-struct operation {
-    struct operation *next;
-    enum fake_kind kind;
-    struct CUevent_st *event;
-    uint64_t ticket;
-    nb_cuda_address address;
-    void *host;
-    size_t bytes;
-    bool pinned;
-    void *staged; // the source of a slow copy to the device
-    int kernel;
-    uint64_t to;
-    uint64_t from;
-    uint64_t count;
-    double factor;
-};
-
-struct CUstream_st {
-    struct CUstream_st *next;
-    struct CUctx_st *context;
-    pthread_t thread;
-    struct operation *first;
-    struct operation **last;
-    uint64_t submitted;
-    uint64_t executed;
-    uint64_t random;
-    bool held;
-    bool destroyed;
-};
-
-struct allocation {
-    struct allocation *next;
-    struct CUctx_st *context;
-    unsigned char *base; // what the driver hands out
-    unsigned char *alias;
-    size_t bytes;
-    size_t mapped;
-    int users;
-    bool freed;
-};
-
-struct registration {
-    struct registration *next;
-    unsigned char *base;
-    size_t bytes;
-};
-
-struct CUmod_st {
-    struct CUmod_st *next;
-    struct CUctx_st *context;
-    bool unloaded;
-};
-
-struct CUfunc_st {
-    int kernel;
-};
-
-static struct {
-    pthread_mutex_t lock;
-    pthread_cond_t changed;
-    struct CUctx_st contexts[FAKE_DEVICES];
-    struct CUfunc_st functions[NB_CUDA_KERNEL_COUNT];
-    struct CUstream_st *streams;
-    struct CUevent_st *events;
-    struct allocation *allocations;
-    struct registration *registrations;
-    struct CUmod_st *modules;
-    struct fake_entry *log;
-    size_t logged;
-    size_t log_room;
-    const struct CUstream_st *hastened;
-    uint64_t seed;
-    int64_t delay_max_ns;
-    int version;
-    int calls;
-    int poll_calls;
-    int executed;
-    int slow_copies;
-    int fail_in;
-    int fail_poll_in;
-    unsigned fail_with;
-    int break_in;
-    int drop_in;
-    bool initialized;
-    bool broken;
-    bool ending;
-} fake = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER, .version = FAKE_VERSION};
+struct fake_state fake = {
+    .lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER, .version = FAKE_VERSION};
 
 static _Thread_local struct {
     struct CUctx_st *contexts[CONTEXTS_MAX];
@@ -157,7 +65,7 @@ static void delay(struct CUstream_st *stream, int64_t max_ns) {
 
 // Memory. The lock is held.
 
-static struct allocation *allocation_of(nb_cuda_address address, size_t bytes) {
+struct allocation *fake_allocation_of(nb_cuda_address address, size_t bytes) {
     for (struct allocation *it = fake.allocations; it != NULL; it = it->next) {
         uintptr_t base = (uintptr_t)it->base;
         if (!it->freed && address >= base && bytes <= it->bytes && address - base <= it->bytes - bytes) {
@@ -167,14 +75,14 @@ static struct allocation *allocation_of(nb_cuda_address address, size_t bytes) {
     return NULL;
 }
 
-static unsigned char *alias_open(struct allocation *it, nb_cuda_address address) {
+unsigned char *fake_alias_open(struct allocation *it, nb_cuda_address address) {
     if (it->users++ == 0 && mprotect(it->alias, it->mapped, PROT_READ | PROT_WRITE) != 0) {
         abort();
     }
     return it->alias + (address - (uintptr_t)it->base);
 }
 
-static void alias_close(struct allocation *it) {
+void fake_alias_close(struct allocation *it) {
     if (--it->users == 0 && mprotect(it->alias, it->mapped, PROT_NONE) != 0) {
         abort();
     }
@@ -204,11 +112,11 @@ static _Thread_local struct {
 
 static unsigned char *kernel_memory(uint64_t address, uint64_t bytes) {
     (void)pthread_mutex_lock(&fake.lock);
-    struct allocation *it = allocation_of(address, bytes);
+    struct allocation *it = fake_allocation_of(address, bytes);
     bool right = it != NULL && kernel_state.count < OPENED_MAX;
     unsigned char *at = NULL;
     if (right) {
-        at = alias_open(it, address);
+        at = fake_alias_open(it, address);
         kernel_state.opened[kernel_state.count++] = it;
     }
     (void)pthread_mutex_unlock(&fake.lock);
@@ -232,7 +140,7 @@ static bool run_kernel(const struct operation *op) {
     }
     (void)pthread_mutex_lock(&fake.lock);
     for (int i = 0; i < kernel_state.count; i++) {
-        alias_close(kernel_state.opened[i]);
+        fake_alias_close(kernel_state.opened[i]);
     }
     (void)pthread_mutex_unlock(&fake.lock);
     return right;
@@ -241,9 +149,9 @@ static bool run_kernel(const struct operation *op) {
 // Copies in two parts. The target of a copy to the host is garbage until then.
 static bool run_copy(struct CUstream_st *stream, const struct operation *op, int64_t max_ns) {
     (void)pthread_mutex_lock(&fake.lock);
-    struct allocation *it = allocation_of(op->address, op->bytes);
+    struct allocation *it = fake_allocation_of(op->address, op->bytes);
     bool right = it != NULL && (!op->pinned || pinned(op->host, op->bytes) == 1);
-    unsigned char *device = right ? alias_open(it, op->address) : NULL;
+    unsigned char *device = right ? fake_alias_open(it, op->address) : NULL;
     (void)pthread_mutex_unlock(&fake.lock);
     if (!right) {
         return false;
@@ -261,7 +169,7 @@ static bool run_copy(struct CUstream_st *stream, const struct operation *op, int
         memcpy(device + half, host + half, op->bytes - half);
     }
     (void)pthread_mutex_lock(&fake.lock);
-    alias_close(it);
+    fake_alias_close(it);
     (void)pthread_mutex_unlock(&fake.lock);
     return true;
 }
@@ -377,6 +285,10 @@ static unsigned check_initialized(unsigned result) {
     return result == NB_CUDA_SUCCESS && !fake.initialized ? leave(NOT_INITIALIZED) : result;
 }
 
+void fake_contexts_forget(void) {
+    current.depth = 0;
+}
+
 static struct CUctx_st *context_now(void) {
     return current.depth > 0 ? current.contexts[current.depth - 1] : NULL;
 }
@@ -430,6 +342,10 @@ unsigned cuDriverGetVersion(int *version) {
 
 unsigned cuInit(unsigned flags) {
     ENTER(enter_anyhow);
+    if (!fake.initialized && getenv("FAKE_CUDA_SEED") != NULL) { // for a program that has no controls
+        fake.seed = strtoul(getenv("FAKE_CUDA_SEED"), NULL, 10);
+        fake.delay_max_ns = DELAY_NS;
+    }
     fake.initialized = fake.initialized || flags == 0;
     return leave(flags == 0 ? NB_CUDA_SUCCESS : NB_CUDA_INVALID_VALUE);
 }
@@ -574,6 +490,15 @@ unsigned cuStreamSynchronize(struct CUstream_st *stream) {
     return leave(stream_is_right(stream) ? drain(stream) : NB_CUDA_INVALID_HANDLE);
 }
 
+unsigned cuStreamIsCapturing(struct CUstream_st *stream, unsigned *status) {
+    ENTER(enter);
+    if (!stream_is_right(stream)) {
+        return leave(NB_CUDA_INVALID_HANDLE);
+    }
+    *status = stream->captured;
+    return leave(NB_CUDA_SUCCESS);
+}
+
 unsigned cuEventCreate(struct CUevent_st **event, unsigned flags) {
     ENTER(enter);
     if ((flags & ~(unsigned)NB_CUDA_EVENT_DISABLE_TIMING) != 0) {
@@ -648,7 +573,7 @@ unsigned cuMemAlloc_v2(nb_cuda_address *address, size_t bytes) {
 
 unsigned cuMemFree_v2(nb_cuda_address address) {
     ENTER(enter);
-    struct allocation *it = allocation_of(address, 1);
+    struct allocation *it = fake_allocation_of(address, 1);
     if (it == NULL || (uintptr_t)it->base != address || it->context != context_now()) {
         return leave(NB_CUDA_INVALID_VALUE);
     }
@@ -695,7 +620,7 @@ static unsigned copy(enum fake_kind kind, nb_cuda_address address, void *host, s
     if (!stream_is_right(stream)) {
         return leave(NB_CUDA_INVALID_HANDLE);
     }
-    const struct allocation *it = allocation_of(address, bytes);
+    const struct allocation *it = fake_allocation_of(address, bytes);
     const int registered = pinned(host, bytes);
     if (bytes == 0 || it == NULL || it->context != context_now() || registered < 0) {
         return leave(bytes == 0 ? NB_CUDA_SUCCESS : NB_CUDA_INVALID_VALUE);
@@ -787,213 +712,4 @@ unsigned cuLaunchKernel(struct CUfunc_st *function, unsigned grid_x, unsigned gr
     memcpy(&op.factor, parameters[3], sizeof op.factor);
     submit(stream, &op);
     return leave(NB_CUDA_SUCCESS);
-}
-
-// Controls.
-
-static void free_streams(void) {
-    while (fake.streams != NULL) {
-        struct CUstream_st *stream = fake.streams;
-        (void)pthread_join(stream->thread, NULL);
-        while (stream->first != NULL) {
-            struct operation *op = stream->first;
-            stream->first = op->next;
-            free(op->staged);
-            free(op);
-        }
-        fake.streams = stream->next;
-        free(stream);
-    }
-}
-
-static void free_objects(void) {
-    while (fake.events != NULL) {
-        struct CUevent_st *event = fake.events;
-        fake.events = event->next;
-        free(event);
-    }
-    while (fake.modules != NULL) {
-        struct CUmod_st *module = fake.modules;
-        fake.modules = module->next;
-        free(module);
-    }
-    while (fake.registrations != NULL) {
-        struct registration *registration = fake.registrations;
-        fake.registrations = registration->next;
-        free(registration);
-    }
-    while (fake.allocations != NULL) {
-        struct allocation *it = fake.allocations;
-        (void)munmap(it->base, it->mapped);
-        (void)munmap(it->alias, it->mapped);
-        fake.allocations = it->next;
-        free(it);
-    }
-    free(fake.log);
-}
-
-static void control_reset(uint64_t seed, int64_t delay_max_ns) {
-    (void)pthread_mutex_lock(&fake.lock);
-    fake.ending = true;
-    (void)pthread_cond_broadcast(&fake.changed);
-    (void)pthread_mutex_unlock(&fake.lock);
-    free_streams();
-    (void)pthread_mutex_lock(&fake.lock);
-    free_objects();
-    fake.log = NULL;
-    fake.logged = fake.log_room = 0;
-    fake.hastened = NULL;
-    memset(fake.contexts, 0, sizeof fake.contexts);
-    fake.seed = seed;
-    fake.delay_max_ns = delay_max_ns;
-    fake.version = FAKE_VERSION;
-    fake.calls = fake.poll_calls = fake.fail_poll_in = fake.executed = fake.slow_copies = fake.fail_in = fake.break_in =
-        fake.drop_in = 0;
-    fake.initialized = fake.broken = fake.ending = false;
-    (void)pthread_mutex_unlock(&fake.lock);
-    current.depth = 0;
-}
-
-static void control_set_version(int version) {
-    fake.version = version;
-}
-
-static void control_fail_call(int n, unsigned result) {
-    (void)pthread_mutex_lock(&fake.lock);
-    fake.fail_in = n;
-    fake.fail_with = result;
-    (void)pthread_mutex_unlock(&fake.lock);
-}
-
-static void control_fail_poll(int n, unsigned result) {
-    (void)pthread_mutex_lock(&fake.lock);
-    fake.fail_poll_in = n;
-    fake.fail_with = result;
-    (void)pthread_mutex_unlock(&fake.lock);
-}
-
-static void control_break_operation(int n) {
-    (void)pthread_mutex_lock(&fake.lock);
-    fake.break_in = n;
-    (void)pthread_mutex_unlock(&fake.lock);
-}
-
-static int control_calls(void) {
-    (void)pthread_mutex_lock(&fake.lock);
-    int calls = fake.calls;
-    (void)pthread_mutex_unlock(&fake.lock);
-    return calls;
-}
-
-static int control_operations(void) {
-    (void)pthread_mutex_lock(&fake.lock);
-    int executed = fake.executed;
-    (void)pthread_mutex_unlock(&fake.lock);
-    return executed;
-}
-
-static void control_hold(struct CUstream_st *stream, bool held) {
-    (void)pthread_mutex_lock(&fake.lock);
-    stream->held = held;
-    (void)pthread_cond_broadcast(&fake.changed);
-    (void)pthread_mutex_unlock(&fake.lock);
-}
-
-static void control_drop_wait(int n) {
-    (void)pthread_mutex_lock(&fake.lock);
-    fake.drop_in = n;
-    (void)pthread_mutex_unlock(&fake.lock);
-}
-
-static void control_hasten(const struct CUstream_st *stream) {
-    (void)pthread_mutex_lock(&fake.lock);
-    fake.hastened = stream;
-    (void)pthread_mutex_unlock(&fake.lock);
-}
-
-static void control_peek(void *to, nb_cuda_address from, size_t bytes) {
-    (void)pthread_mutex_lock(&fake.lock);
-    struct allocation *it = allocation_of(from, bytes);
-    if (it == NULL) {
-        abort();
-    }
-    memcpy(to, alias_open(it, from), bytes);
-    alias_close(it);
-    (void)pthread_mutex_unlock(&fake.lock);
-}
-
-static void control_poke(nb_cuda_address to, const void *from, size_t bytes) {
-    (void)pthread_mutex_lock(&fake.lock);
-    struct allocation *it = allocation_of(to, bytes);
-    if (it == NULL) {
-        abort();
-    }
-    memcpy(alias_open(it, to), from, bytes);
-    alias_close(it);
-    (void)pthread_mutex_unlock(&fake.lock);
-}
-
-static int control_slow_copies(void) {
-    (void)pthread_mutex_lock(&fake.lock);
-    int count = fake.slow_copies;
-    (void)pthread_mutex_unlock(&fake.lock);
-    return count;
-}
-
-static size_t control_log(size_t n, struct fake_entry *entries, size_t max) {
-    (void)pthread_mutex_lock(&fake.lock);
-    size_t there = n < fake.logged ? fake.logged - n : 0;
-    size_t take = there < max ? there : max;
-    if (take > 0) {
-        memcpy(entries, fake.log + n, take * sizeof *entries);
-    }
-    (void)pthread_mutex_unlock(&fake.lock);
-    return there;
-}
-
-static struct fake_alive control_alive(void) {
-    struct fake_alive alive = {0};
-    (void)pthread_mutex_lock(&fake.lock);
-    for (int i = 0; i < FAKE_DEVICES; i++) {
-        alive.contexts += fake.contexts[i].retained;
-    }
-    for (const struct CUstream_st *it = fake.streams; it != NULL; it = it->next) {
-        alive.streams += !it->destroyed;
-    }
-    for (const struct CUevent_st *it = fake.events; it != NULL; it = it->next) {
-        alive.events += !it->destroyed;
-    }
-    for (const struct allocation *it = fake.allocations; it != NULL; it = it->next) {
-        alive.allocations += !it->freed;
-    }
-    for (const struct registration *it = fake.registrations; it != NULL; it = it->next) {
-        alive.registrations++;
-    }
-    for (const struct CUmod_st *it = fake.modules; it != NULL; it = it->next) {
-        alive.modules += !it->unloaded;
-    }
-    (void)pthread_mutex_unlock(&fake.lock);
-    return alive;
-}
-
-EXPORT const struct fake_controls *fake_controls(void);
-EXPORT const struct fake_controls *fake_controls(void) {
-    static const struct fake_controls controls = {
-        .reset = control_reset,
-        .set_version = control_set_version,
-        .fail_call = control_fail_call,
-        .fail_poll = control_fail_poll,
-        .break_operation = control_break_operation,
-        .calls = control_calls,
-        .operations = control_operations,
-        .hold = control_hold,
-        .drop_wait = control_drop_wait,
-        .hasten = control_hasten,
-        .peek = control_peek,
-        .poke = control_poke,
-        .slow_copies = control_slow_copies,
-        .log = control_log,
-        .alive = control_alive,
-    };
-    return &controls;
 }

@@ -214,7 +214,7 @@ def test_memory_goes_with_the_last_gradient() -> None:
     ("parameter", "words"),
     [
         (torch.nn.Parameter(torch.ones(2, dtype=torch.complex64)), "complex64 is not supported"),
-        (torch.nn.Parameter(torch.ones(2, device="meta")), "host memory only"),
+        (torch.nn.Parameter(torch.ones(2, device="meta")), "on meta: gradients travel from host and CUDA memory only"),
     ],
 )
 def test_unsupported_parameters_are_refused_by_name(parameter: Any, words: str) -> None:

@@ -20,7 +20,15 @@ from netbottleneck.runtime import async_operations, job, run_folder, timeline
 from netbottleneck.runtime.collectives import shape_key
 from netbottleneck.runtime.communicators import key_of
 from netbottleneck.runtime.session import Session, open_together
-from netbottleneck.torch.gradients import Bucket, Destination, GradientSink, Stamps, can_travel, check, dtype_code
+from netbottleneck.torch.gradients import (
+    Bucket,
+    Destination,
+    GradientSink,
+    Stamps,
+    can_travel,
+    check_on_host,
+    dtype_code,
+)
 from netbottleneck.trace.ring_reader import EVENTS
 
 if TYPE_CHECKING:
@@ -505,7 +513,7 @@ def _can_travel(name: str, parameter: torch.Tensor, strict: bool) -> bool:
     strict: raise ValueError instead.
     """
     try:
-        check(name, parameter)
+        check_on_host(name, parameter)
     except ValueError as error:
         if strict:
             raise

@@ -160,6 +160,7 @@ def _connect(
         "host": host_digest(settings),
         "cpus": settings.affinity,
         "congestion": settings.congestion,
+        "cuda_library": settings.cuda_library,
     }
     if place.size == 1:
         comm: _core.Comm = module.Comm(0, 1, secret=secrets.token_bytes(32), **options)

@@ -373,8 +373,8 @@ def ccl_built(verbose: bool = False) -> bool:
 
 
 def cuda_built() -> bool:
-    """Return False: tensors are sent from host memory."""
-    return False
+    """Return True: tensors in CUDA memory are sent too. The driver is loaded with the first one."""
+    return True
 
 
 def rocm_built() -> bool:

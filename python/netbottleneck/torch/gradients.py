@@ -6,11 +6,13 @@ measurement of a user's own loop.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 
+from netbottleneck import config
 from netbottleneck.runtime import job
 from netbottleneck.runtime.async_operations import Members
 from netbottleneck.trace.ring_reader import EVENTS
@@ -197,8 +199,9 @@ class Gradients(GradientSink):
     backward order. among: the ranks of a Comm's sums; None: all. Sparse gradients are made dense. drop_sparse:
     parameters with a sparse gradient in rank 0's first step are left out from then on, and named in `dropped`.
 
-    Raises ValueError for a parameter outside host memory, with a dtype that cannot be reduced, or with gradients of
-    another dtype. If only the backward pass shows another dtype, it raises RuntimeError.
+    Raises ValueError for a parameter outside host and CUDA memory, for parameters on several devices, and for one with
+    a dtype that cannot be reduced, or with gradients of another dtype. If only the backward pass shows another dtype,
+    it raises RuntimeError.
     """
 
     def __init__(  # noqa: PLR0913 - all but the first have a default that fits
@@ -217,6 +220,11 @@ class Gradients(GradientSink):
         chosen = [(name, p) for name, p in parameters if p.requires_grad and p.numel() > 0]
         for name, parameter in chosen:
             check(name, parameter)
+            if parameter.device != chosen[0][1].device:
+                raise ValueError(
+                    f"parameter {name} is on {parameter.device}, {chosen[0][0]} on {chosen[0][1].device}: gradients of "
+                    "one optimizer travel from one device"
+                )
         self.names = tuple(name for name, _ in chosen)
         self.parameters = tuple(parameter for _, parameter in chosen)
         self.label = label
@@ -279,8 +287,8 @@ class Gradients(GradientSink):
             size, group = (destination.size, 0) if self._among is None else (self._among.size, self._among.number)
             before, after = self.scales(size)
             self.hook.target(destination, before, after, core.SUM if op is None else op, group)
-            if self._settled:
-                destination.map(self.arena)
+            if self._settled and isinstance(self._memory, core.Arena):
+                destination.map(self._memory)
         else:
             self.hook.target(destination)
 
@@ -299,8 +307,12 @@ class Gradients(GradientSink):
     def flat(self, index: int) -> torch.Tensor:
         """Return bucket `index` as one flat tensor over its memory."""
         bucket = self.buckets[index]
-        count = bucket.nbytes // bucket.dtype.itemsize
-        return torch.frombuffer(self.arena, dtype=bucket.dtype, count=count, offset=bucket.offset)
+        return _flat(self._memory, bucket.offset, bucket.dtype, bucket.nbytes // bucket.dtype.itemsize)
+
+    @property
+    def _address(self) -> int:
+        memory = self._memory
+        return memory.data_ptr() if isinstance(memory, torch.Tensor) else int(memory.address)
 
     def flush(self) -> None:
         """Send what the hooks have not sent; a missing gradient is sent as zeros."""
@@ -329,13 +341,13 @@ class Gradients(GradientSink):
         core = job.core()
         self.close()
         self.buckets, total = _lay_out(chosen, self.parameters, f"{self.label}.{self.version}")
-        self.arena = core.Arena(max(total, ALIGNMENT))
+        self._memory = _memory(self.parameters, max(total, ALIGNMENT))
         views = list(self.parameters)
         bucket_of = [0] * len(self.parameters)
         offsets = [0] * len(self.parameters)
         for number, bucket in enumerate(self.buckets):
             for index, offset in zip(bucket.parameters, bucket.parameter_offsets, strict=True):
-                views[index] = _view(self.arena, bucket.offset + offset, self.parameters[index])
+                views[index] = _view(self._memory, bucket.offset + offset, self.parameters[index])
                 bucket_of[index] = number
                 offsets[index] = offset
         self.hook = core.GradHook(
@@ -343,11 +355,11 @@ class Gradients(GradientSink):
             views,
             bucket_of,
             offsets,
-            [(b.name, dtype_code(b.dtype), self.arena.address + b.offset, b.nbytes, 0) for b in self.buckets],
+            [(b.name, dtype_code(b.dtype), self._address + b.offset, b.nbytes, 0) for b in self.buckets],
             recorder=self._recorder,
             direct_bytes=self._direct_bytes,
             passes=self._passes,
-            keep=self.arena,
+            keep=self._memory,
         )
         self.hook.paused = self._paused
         self.hook.on_first = self._on_first
@@ -387,15 +399,34 @@ class Gradients(GradientSink):
         self.target(self._destination, average, predivide=predivide, op=op)
 
 
+@cache
+def _device_types() -> tuple[str, ...]:
+    """Return torch's names of the devices whose memory can be sent."""
+    other = config.settings().cuda_library is not None
+    return ("cpu", "cuda", *([torch._C._get_privateuse1_backend_name()] if other else []))
+
+
+def is_reachable(device: torch.device) -> bool:
+    """Return True if gradients in this device's memory can be sent: host and CUDA memory."""
+    return device.type in _device_types()
+
+
 def can_travel(tensor: torch.Tensor) -> bool:
     """Return True if a tensor is in host memory and of a type that can be reduced."""
     return tensor.device.type == "cpu" and tensor.dtype in CODES
 
 
-def check(name: str, parameter: Any) -> None:
-    """Raise ValueError for a parameter whose gradient cannot be sent."""
+def check_on_host(name: str, parameter: Any) -> None:
+    """Raise ValueError for a parameter that a training is left alone for: of another device, or refused by check()."""
     if parameter.device.type != "cpu":
         raise ValueError(f"parameter {name} is on {parameter.device}: gradients travel from host memory only")
+    check(name, parameter)
+
+
+def check(name: str, parameter: Any) -> None:
+    """Raise ValueError for a parameter whose gradient cannot be sent."""
+    if not is_reachable(parameter.device):
+        raise ValueError(f"parameter {name} is on {parameter.device}: gradients travel from host and CUDA memory only")
     if parameter.dtype not in CODES:
         raise ValueError(f"parameter {name}: Tensor type {parameter.dtype} is not supported.")
     if own_type(parameter):
@@ -423,8 +454,23 @@ def _lay_out(chosen: list[list[int]], parameters: Sequence[torch.Tensor], label:
     return tuple(made), start
 
 
-def _view(arena: "_core.Arena", offset: int, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the arena, shaped and strided as the parameter."""
-    view = torch.frombuffer(arena, dtype=parameter.dtype, count=parameter.numel(), offset=offset)
+def _memory(parameters: Sequence[torch.Tensor], nbytes: int) -> "_core.Arena | torch.Tensor":
+    """Return memory for buckets on the device of the parameters; on the host an arena, which ranks can share."""
+    if not parameters or parameters[0].device.type == "cpu":
+        arena: _core.Arena = job.core().Arena(nbytes)
+        return arena
+    return torch.zeros(nbytes, dtype=torch.uint8, device=parameters[0].device)
+
+
+def _flat(memory: "_core.Arena | torch.Tensor", offset: int, dtype: torch.dtype, count: int) -> torch.Tensor:
+    """Return a flat tensor over the memory of buckets."""
+    if isinstance(memory, torch.Tensor):
+        return memory[offset : offset + count * dtype.itemsize].view(dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+
+
+def _view(memory: "_core.Arena | torch.Tensor", offset: int, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the memory of buckets, shaped and strided as the parameter."""
+    view = _flat(memory, offset, parameter.dtype, parameter.numel())
     shape = torch.empty_like(parameter, device="meta")  # strides as autograd would choose them
     return view.as_strided_(shape.shape, shape.stride())

@@ -7,15 +7,17 @@ import numpy as np
 import torch
 
 from netbottleneck.runtime import async_operations, job
+from netbottleneck.torch.gradients import is_reachable
 
 _c: Any = torch._C
 
 
 def check(tensor: torch.Tensor) -> None:
     """Raise ValueError for a tensor that cannot be sent."""
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+    if not is_reachable(tensor.device) or tensor.layout != torch.strided:
         raise ValueError(
-            f"a {tensor.layout} tensor on {tensor.device} is not supported: only dense tensors in host memory are"
+            f"a {tensor.layout} tensor on {tensor.device} is not supported: only dense tensors in host or CUDA memory "
+            "are"
         )
     if not tensor.is_contiguous():
         raise ValueError("Tensor is required to be contiguous.")
@@ -56,18 +58,21 @@ class Memory:
     """A tensor's memory as an array, while an operation is pending. Raises ValueError if it cannot be sent.
 
     array: of the tensor's type, or of 16-bit integers if NumPy lacks the type. It keeps the memory alive. The tensor's
-    storage can be resized again after `over`.
+    storage can be resized again after `over`. For a tensor in CUDA memory, it is a copy in host memory.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         check(tensor)
         plain = tensor.detach()
+        self._copy: torch.Tensor | None = None
+        if tensor.device.type != "cpu":
+            plain = self._copy = plain.cpu()
         self._tensor = tensor
         self._alias: _Alias | None = None
         self.array: async_operations.Array
         plain.data_ptr()  # materialises a lazy clone made by the script
         try:
-            if plain.numel() > 0 and type(plain) is torch.Tensor:
+            if self._copy is None and plain.numel() > 0 and type(plain) is torch.Tensor:
                 self._alias = _Alias(plain._lazy_clone())
         except (RuntimeError, AttributeError):
             pass  # the memory is not torch's own and cannot be resized, or torch is too old
@@ -82,6 +87,10 @@ class Memory:
         Raises RuntimeError if the new memory has another shape or type.
         """
         alias, self._alias = self._alias, None
+        if self._copy is not None:
+            if written:
+                self._tensor.detach().copy_(self._copy)
+            return
         if alias is None or alias.clone is None:
             return
         tensor, clone, alias.clone = self._tensor, alias.clone, None

@@ -269,7 +269,7 @@ def tensor_of(array: async_operations.Array, like: torch.Tensor) -> torch.Tensor
     """
     made = torch.empty(array.shape, dtype=like.dtype)
     (made.view(torch.int16) if like.dtype == torch.bfloat16 else made).copy_(torch.from_numpy(array))
-    return made
+    return made.to(like.device)
 
 
 def _broadcast_steps(

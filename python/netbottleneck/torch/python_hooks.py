@@ -11,7 +11,16 @@ import torch
 from netbottleneck.runtime import job
 from netbottleneck.runtime.collectives import shape_key
 from netbottleneck.torch.compression import Compression, Compressor
-from netbottleneck.torch.gradients import Bucket, Destination, Gradients, GradientSink, OnAccumulated, check, dtype_code
+from netbottleneck.torch.gradients import (
+    Bucket,
+    Destination,
+    Gradients,
+    GradientSink,
+    OnAccumulated,
+    check,
+    dtype_code,
+    is_reachable,
+)
 from netbottleneck.torch.handles import synchronize
 from netbottleneck.trace.ring_reader import EVENTS
 
@@ -61,7 +70,7 @@ class PerParameter(GradientSink):
     ) -> None:
         chosen = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
         for name, parameter in chosen:
-            if parameter.device.type != "cpu":  # the sent tensor may have another type
+            if not is_reachable(parameter.device):  # the sent tensor may have another type
                 check(name, parameter)
         self.names = tuple(name for name, _ in chosen)
         self.parameters = tuple(parameter for _, parameter in chosen)

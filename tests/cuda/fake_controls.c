@@ -1,0 +1,225 @@
+// Controls of the fake CUDA driver: what tests count, hold and break.
+#include <pthread.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "cuda/driver.h"
+#include "fake_state.h"
+
+static void free_streams(void) {
+    while (fake.streams != NULL) {
+        struct CUstream_st *stream = fake.streams;
+        (void)pthread_join(stream->thread, NULL);
+        while (stream->first != NULL) {
+            struct operation *op = stream->first;
+            stream->first = op->next;
+            free(op->staged);
+            free(op);
+        }
+        fake.streams = stream->next;
+        free(stream);
+    }
+}
+
+static void free_objects(void) {
+    while (fake.events != NULL) {
+        struct CUevent_st *event = fake.events;
+        fake.events = event->next;
+        free(event);
+    }
+    while (fake.modules != NULL) {
+        struct CUmod_st *module = fake.modules;
+        fake.modules = module->next;
+        free(module);
+    }
+    while (fake.registrations != NULL) {
+        struct registration *registration = fake.registrations;
+        fake.registrations = registration->next;
+        free(registration);
+    }
+    while (fake.allocations != NULL) {
+        struct allocation *it = fake.allocations;
+        (void)munmap(it->base, it->mapped);
+        (void)munmap(it->alias, it->mapped);
+        fake.allocations = it->next;
+        free(it);
+    }
+    free(fake.log);
+}
+
+static void control_reset(uint64_t seed, int64_t delay_max_ns) {
+    (void)pthread_mutex_lock(&fake.lock);
+    fake.ending = true;
+    (void)pthread_cond_broadcast(&fake.changed);
+    (void)pthread_mutex_unlock(&fake.lock);
+    free_streams();
+    (void)pthread_mutex_lock(&fake.lock);
+    free_objects();
+    fake.log = NULL;
+    fake.logged = fake.log_room = 0;
+    fake.hastened = NULL;
+    memset(fake.contexts, 0, sizeof fake.contexts);
+    fake.seed = seed;
+    fake.delay_max_ns = delay_max_ns;
+    fake.version = FAKE_VERSION;
+    fake.calls = fake.poll_calls = fake.fail_poll_in = fake.executed = fake.slow_copies = fake.fail_in = fake.break_in =
+        fake.drop_in = 0;
+    fake.initialized = fake.broken = fake.ending = false;
+    (void)pthread_mutex_unlock(&fake.lock);
+    fake_contexts_forget();
+}
+
+static void control_set_version(int version) {
+    fake.version = version;
+}
+
+static void control_fail_call(int n, unsigned result) {
+    (void)pthread_mutex_lock(&fake.lock);
+    fake.fail_in = n;
+    fake.fail_with = result;
+    (void)pthread_mutex_unlock(&fake.lock);
+}
+
+static void control_fail_poll(int n, unsigned result) {
+    (void)pthread_mutex_lock(&fake.lock);
+    fake.fail_poll_in = n;
+    fake.fail_with = result;
+    (void)pthread_mutex_unlock(&fake.lock);
+}
+
+static void control_break_operation(int n) {
+    (void)pthread_mutex_lock(&fake.lock);
+    fake.break_in = n;
+    (void)pthread_mutex_unlock(&fake.lock);
+}
+
+static int control_calls(void) {
+    (void)pthread_mutex_lock(&fake.lock);
+    int calls = fake.calls;
+    (void)pthread_mutex_unlock(&fake.lock);
+    return calls;
+}
+
+static int control_operations(void) {
+    (void)pthread_mutex_lock(&fake.lock);
+    int executed = fake.executed;
+    (void)pthread_mutex_unlock(&fake.lock);
+    return executed;
+}
+
+static void control_hold(struct CUstream_st *stream, bool held) {
+    (void)pthread_mutex_lock(&fake.lock);
+    stream->held = held;
+    (void)pthread_cond_broadcast(&fake.changed);
+    (void)pthread_mutex_unlock(&fake.lock);
+}
+
+static void control_capture(struct CUstream_st *stream, bool captured) {
+    (void)pthread_mutex_lock(&fake.lock);
+    stream->captured = captured;
+    (void)pthread_mutex_unlock(&fake.lock);
+}
+
+static void control_drop_wait(int n) {
+    (void)pthread_mutex_lock(&fake.lock);
+    fake.drop_in = n;
+    (void)pthread_mutex_unlock(&fake.lock);
+}
+
+static void control_hasten(const struct CUstream_st *stream) {
+    (void)pthread_mutex_lock(&fake.lock);
+    fake.hastened = stream;
+    (void)pthread_mutex_unlock(&fake.lock);
+}
+
+static void control_peek(void *to, nb_cuda_address from, size_t bytes) {
+    (void)pthread_mutex_lock(&fake.lock);
+    struct allocation *it = fake_allocation_of(from, bytes);
+    if (it == NULL) {
+        abort();
+    }
+    memcpy(to, fake_alias_open(it, from), bytes);
+    fake_alias_close(it);
+    (void)pthread_mutex_unlock(&fake.lock);
+}
+
+static void control_poke(nb_cuda_address to, const void *from, size_t bytes) {
+    (void)pthread_mutex_lock(&fake.lock);
+    struct allocation *it = fake_allocation_of(to, bytes);
+    if (it == NULL) {
+        abort();
+    }
+    memcpy(fake_alias_open(it, to), from, bytes);
+    fake_alias_close(it);
+    (void)pthread_mutex_unlock(&fake.lock);
+}
+
+static int control_slow_copies(void) {
+    (void)pthread_mutex_lock(&fake.lock);
+    int count = fake.slow_copies;
+    (void)pthread_mutex_unlock(&fake.lock);
+    return count;
+}
+
+static size_t control_log(size_t n, struct fake_entry *entries, size_t max) {
+    (void)pthread_mutex_lock(&fake.lock);
+    size_t there = n < fake.logged ? fake.logged - n : 0;
+    size_t take = there < max ? there : max;
+    if (take > 0) {
+        memcpy(entries, fake.log + n, take * sizeof *entries);
+    }
+    (void)pthread_mutex_unlock(&fake.lock);
+    return there;
+}
+
+static struct fake_alive control_alive(void) {
+    struct fake_alive alive = {0};
+    (void)pthread_mutex_lock(&fake.lock);
+    for (int i = 0; i < FAKE_DEVICES; i++) {
+        alive.contexts += fake.contexts[i].retained;
+    }
+    for (const struct CUstream_st *it = fake.streams; it != NULL; it = it->next) {
+        alive.streams += !it->destroyed;
+    }
+    for (const struct CUevent_st *it = fake.events; it != NULL; it = it->next) {
+        alive.events += !it->destroyed;
+    }
+    for (const struct allocation *it = fake.allocations; it != NULL; it = it->next) {
+        alive.allocations += !it->freed;
+    }
+    for (const struct registration *it = fake.registrations; it != NULL; it = it->next) {
+        alive.registrations++;
+    }
+    for (const struct CUmod_st *it = fake.modules; it != NULL; it = it->next) {
+        alive.modules += !it->unloaded;
+    }
+    (void)pthread_mutex_unlock(&fake.lock);
+    return alive;
+}
+
+FAKE_EXPORT const struct fake_controls *fake_controls(void);
+FAKE_EXPORT const struct fake_controls *fake_controls(void) {
+    static const struct fake_controls controls = {
+        .reset = control_reset,
+        .set_version = control_set_version,
+        .fail_call = control_fail_call,
+        .fail_poll = control_fail_poll,
+        .break_operation = control_break_operation,
+        .calls = control_calls,
+        .operations = control_operations,
+        .hold = control_hold,
+        .capture = control_capture,
+        .drop_wait = control_drop_wait,
+        .hasten = control_hasten,
+        .peek = control_peek,
+        .poke = control_poke,
+        .slow_copies = control_slow_copies,
+        .log = control_log,
+        .alive = control_alive,
+    };
+    return &controls;
+}

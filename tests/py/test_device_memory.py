@@ -1,0 +1,85 @@
+"""Training on a torch device over the fake CUDA driver: the weights are those of the CPU, bit for bit.
+
+What a hook would measure on a device is left alone."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import Ranks
+
+pytest.importorskip("torch")
+
+import torch
+
+from netbottleneck.hooks import ddp, horovod
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = Path(__file__).parent / "scripts" / "device_training.py"
+SOURCES = ROOT / "tests" / "cuda"
+FOLDER = ROOT / "build" / "torch_device"
+BUILD = """
+import sys
+from torch.utils import cpp_extension
+source, folder, include, *flags = sys.argv[1:]
+cpp_extension.load("nb_torch_device", [source], extra_include_paths=[include], extra_cflags=flags,
+                   build_directory=folder, is_python_module=False)
+"""
+
+
+@pytest.fixture(scope="module")
+def device() -> dict[str, str]:
+    """Compile the driver and the device; return the environment of a program that uses them."""
+    if shutil.which("ninja") is None or shutil.which("g++") is None:
+        pytest.skip("ninja or g++ is not installed")
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    driver = FOLDER / "libcuda.so.1"
+    include = [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'c'}", f"-I{SOURCES}"]
+    gcc = ["gcc", "-std=gnu11", "-D_GNU_SOURCE", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", *include]
+    subprocess.run([*gcc, *map(str, sorted(SOURCES.glob("*.c"))), "-o", str(driver)], check=True)
+    env = {"NETBOTTLENECK_CUDA_LIBRARY": str(driver), "DEVICE_FOLDER": str(FOLDER)}
+    words = [str(SOURCES / "torch_device.cpp"), str(FOLDER), str(ROOT / "csrc"), "-O0", "-w"]
+    subprocess.run([sys.executable, "-c", BUILD, *words], check=True)
+    return env
+
+
+def weights(ranks: Ranks, how: str, where: str, env: dict[str, str]) -> str:
+    """Return what all ranks print."""
+    printed = {result.stdout for result in ranks(2, SCRIPT, env, args=[how, where])}
+    assert len(printed) == 1, printed
+    return printed.pop()
+
+
+@pytest.mark.parametrize("how", ["hvd", "streams"])
+def test_weights_are_those_of_the_cpu(ranks: Ranks, device: dict[str, str], how: str) -> None:
+    right = weights(ranks, how, "cpu", {})
+    for seed in range(3):
+        assert weights(ranks, how, "fakecuda", {**device, "FAKE_CUDA_SEED": str(seed)}) == right
+
+
+def test_calls(ranks: Ranks, device: dict[str, str]) -> None:
+    assert weights(ranks, "calls", "fakecuda", {**device, "FAKE_CUDA_SEED": "1"}) == "right\n"
+
+
+ON_GPU: Any = SimpleNamespace(device=torch.device("cuda:0"))
+
+
+def test_a_ddp_model_on_a_gpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = SimpleNamespace(process_group=SimpleNamespace(size=lambda: 2))
+    monkeypatch.setattr(ddp, "reducer_of", lambda _: SimpleNamespace(_update_process_group=None))
+    monkeypatch.setattr(ddp, "reduced_parameters", lambda _: [("layer.weight", ON_GPU)])
+    monkeypatch.setattr(ddp.dist, "get_world_size", lambda: 2)
+    assert "parameter layer.weight is on cuda:0: gradients travel from host memory only" in ddp._refusal(model)
+
+
+def test_a_gradient_of_an_installed_horovod_on_a_gpu_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    assert not horovod._can_travel("weight", ON_GPU, strict=False)
+    assert "is left alone: parameter weight is on cuda:0" in caplog.text
+    with pytest.raises(ValueError, match="weight is on cuda:0"):
+        horovod._can_travel("weight", ON_GPU, strict=True)

@@ -224,7 +224,7 @@ int nb_staging_start(struct nb_staging *staging, struct nb_staging_transfer *tra
     if (staging->failure.code < 0) {
         return nb_fail(err, staging->failure.code, "%s", staging->failure.text);
     }
-    struct nb_staging_cut cut;
+    struct nb_staging_cut cut = {0};
     int rc = nb_staging_cut(&cut, buffer_bytes(request), request->parts, request->element_bytes,
                             staging->config.chunk_bytes, err);
     if (rc < 0) {

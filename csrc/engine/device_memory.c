@@ -14,7 +14,6 @@
 #include "base/error.h"
 #include "cuda/driver.h"
 #include "cuda/staging.h"
-#include "engine/buffer.h"
 #include "engine/communicator.h"
 #include "engine/context.h"
 #include "engine/descriptor.h"

@@ -14,11 +14,11 @@
 #include "engine/buffer.h"
 #include "engine/communicator.h"
 #include "engine/context.h"
-#include "engine/descriptor.h"
 #include "engine/device.h"
 #include "engine/device_memory.h"
 #include "engine/engine.h"
 #include "engine/operation.h"
+#include "transport/lanes.h"
 
 struct window {
     int chunk; // of the staging

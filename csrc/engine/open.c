@@ -17,6 +17,7 @@
 #include "engine/context.h"
 #include "engine/control.h"
 #include "engine/coordinator.h"
+#include "engine/device.h"
 #include "engine/engine.h"
 #include "engine/join.h"
 #include "engine/negotiation.h"

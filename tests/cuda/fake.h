@@ -71,7 +71,7 @@ struct fake_controls {
 
 // The path of the fake, beside the test's program.
 __attribute__((unused)) static const char *fake_path(void) {
-    static char path[NB_CUDA_PATH];
+    static _Thread_local char path[NB_CUDA_PATH]; // ranks that are threads ask at the same time
     char program[NB_CUDA_PATH - 16];
     ssize_t length = readlink("/proc/self/exe", program, sizeof program - 1);
     CHECK(length > 0, "the program's own path");

@@ -88,7 +88,7 @@ static struct op_descriptor wrong_desc(int which) {
         desc.comm = 7;
         break;
     case 6:
-        desc.device = 1;
+        desc.device = 2;
         break;
     case 7:
         desc.limit_ms = -1;

@@ -21,7 +21,7 @@ import netbottleneck
 from netbottleneck.analysis import nccl
 from netbottleneck.trace import ring_reader
 from netbottleneck.trace.model import NcclOperation, Trace
-from test_nccl_plugin import nccl_library, said_by
+from test_nccl_plugin import nccl_library, output_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = Path(netbottleneck.__file__).with_name("libnccl-profiler-netbottleneck.so")
@@ -91,12 +91,12 @@ def check(said: dict[str, Any], path: Path) -> None:
 
 
 def test_nothing_but_the_tables_is_exported() -> None:
-    lines = said_by("nm", "-D", "--defined-only", str(PLUGIN)).splitlines()
+    lines = output_of("nm", "-D", "--defined-only", str(PLUGIN)).splitlines()
     assert sorted(line.split()[-1] for line in lines) == sorted(f"ncclProfiler_v{v}" for v in VERSIONS)
 
 
 def test_it_stays_loaded_and_needs_the_system_only() -> None:
-    dynamic = said_by("readelf", "-d", str(PLUGIN))
+    dynamic = output_of("readelf", "-d", str(PLUGIN))
     assert "NODELETE" in dynamic
     assert "[libnccl-profiler-netbottleneck.so]" in dynamic
     needed = set(re.findall(r"\(NEEDED\).*\[(.*?)\.so", dynamic))

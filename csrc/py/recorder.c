@@ -222,9 +222,9 @@ static int begin_of(PyObject *offsets, PyObject *sent, int64_t *begin_ns) {
 // Records ten parameters in one event: a step's ready times of a large model then take few pages of the ring, whose
 // first touches cost far more than the stores. A time beyond 32 bits has an event of its own.
 static void put_ten_ready(struct nb_ring *ring, PyObject *offsets, Py_ssize_t first, int64_t begin_ns) {
-    uint64_t packed[NB_EV_GRADS / 2] = {0};
+    uint64_t packed[NB_GRADS_PER_EVENT / 2] = {0};
     bool any = false;
-    for (Py_ssize_t i = 0; i < NB_EV_GRADS && first + i < PyList_Size(offsets); i++) {
+    for (Py_ssize_t i = 0; i < NB_GRADS_PER_EVENT && first + i < PyList_Size(offsets); i++) {
         int64_t offset = ready_offset(offsets, first + i);
         if (offset > UINT32_MAX) {
             nb_ring_put_at(ring, begin_ns + offset, NB_EV_GRAD_READY, (uint64_t)(first + i), 0, 0, 0, 0, 0);
@@ -251,7 +251,7 @@ static PyObject *recorder_put_ready(PyObject *object, PyObject *args) {
     if (begin_ns < since_ns || begin_ns == INT64_MAX) {
         return PyLong_FromLong(0);
     }
-    for (Py_ssize_t first = 0; first < PyList_Size(offsets); first += NB_EV_GRADS) {
+    for (Py_ssize_t first = 0; first < PyList_Size(offsets); first += NB_GRADS_PER_EVENT) {
         put_ten_ready(core_recorder_ring(object), offsets, first, begin_ns);
     }
     return PyErr_Occurred() != NULL ? NULL : PyLong_FromLongLong(begin_ns);

@@ -70,7 +70,7 @@ struct nb_event {
     uint64_t a, b, c, d, e;
 };
 
-enum { NB_EV_GRADS = 10 }; // parameters of a GRADS_READY
+enum { NB_GRADS_PER_EVENT = 10 }; // parameters of a GRADS_READY
 
 _Static_assert(sizeof(struct nb_event) == 64, "an event is one cache line");
 

@@ -35,7 +35,7 @@ from netbottleneck.trace.ring_reader import (
     KINDS,
     RING_HEADER_BYTES,
     RING_MAGIC,
-    RING_VERSION,
+    RING_VERSIONS,
     Event,
     signed,
 )
@@ -403,8 +403,8 @@ class Tail:
         self.network = network
         self._fd = fd
         self._head = self._header()
-        if self._head["magic"] != RING_MAGIC.rstrip(b"\0") or self._head["version"] != RING_VERSION:
-            raise ValueError(f"not a ring file of version {RING_VERSION}")
+        if self._head["magic"] != RING_MAGIC.rstrip(b"\0") or self._head["version"] not in RING_VERSIONS:
+            raise ValueError(f"not a ring file of versions {RING_VERSIONS}")
         self._capacity = int(self._head["capacity"])
         self._at = 0
         self._late: int | None = None  # slots of writers that a rewind overtook

@@ -62,7 +62,7 @@ find_python() {
 # Debian's names of the packages that a level may install: needed for a build; useful for a run or a test. The level ci also
 # installs the programs that .ci/run compares with (tools/peers.sh installs them for a user), fuzzes with and emulates with.
 needed=(gcc libc6-dev make python3 python3-venv python3-dev)
-useful=(iproute2 libfabric-dev)
+useful=(iproute2 libfabric-dev g++)
 
 # True if a package of these lists, or its replacement, is missing.
 lacks() {
@@ -75,6 +75,7 @@ lacks() {
         python3-dev)
             [ -z "$python" ] || ! [ -f "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ]
             ;;
+        g++) ! have g++ ;;
         iproute2) ! have_in_sbin ip || ! have_in_sbin tc ;;
         libfabric-dev) [ -z "$(fabric_headers)" ] || ! ldconfig_knows libfabric.so.1 ;;
         *) fail "no test for the package $1" ;;

@@ -22,6 +22,7 @@
 enum { EXCHANGES = 16, SLACK_MS = 2000, POLL_MOST_MS = 60000 };
 
 static const int64_t MS = 1000000;
+static const uint64_t CLOCK_MAX_NS = INT64_MAX / 4; // differences of two clocks, and sums of those, do not overflow
 
 static const char *kind_name(uint32_t kind) {
     static const char *const names[NB_WIRE_EXCHANGE_KINDS] = {"?",     "an all-gather", "a barrier",
@@ -71,6 +72,10 @@ static int check_frame(const struct talk *talk, const struct wire_exchange *got,
         return nb_fail_peer(talk->err, NB_EMISMATCH, peer,
                             "an all-gather of %llu bytes on rank %d, of %llu on this rank",
                             (unsigned long long)got->value, peer, (unsigned long long)wanted->value);
+    }
+    if (wanted->kind == NB_WIRE_PONG && got->value > CLOCK_MAX_NS) {
+        return nb_fail_peer(talk->err, NB_EMISMATCH, peer, "rank %d's clock reads %llu ns: out of range", peer,
+                            (unsigned long long)got->value);
     }
     return 0;
 }

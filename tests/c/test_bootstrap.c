@@ -3,6 +3,7 @@
 #include <poll.h>
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -506,6 +507,26 @@ static void test_config(void) {
     nb_boot_close(NULL);
 }
 
+// A clock that no rank 0 can have is refused, before anything is computed from it.
+static void test_clock_out_of_range(void) {
+    int ends[2];
+    struct nb_boot boot = {.rank = 1, .size = 2, .timeout_ms = 1000};
+    struct nb_error err = {0};
+    struct wire_exchange pong = {.kind = NB_WIRE_PONG, .value = (uint64_t)1 << 62};
+    int64_t offset = 7;
+    int64_t trip = 7;
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends) == 0, "socketpair: %m");
+    boot.control = calloc(2, sizeof *boot.control);
+    boot.control[0] = ends[0];
+    boot.control[1] = -1;
+    say(ends[1], &pong, sizeof pong);
+    CHECK(nb_boot_clock(&boot, &offset, &trip, &err) == NB_EMISMATCH, "accepted: offset %lld", (long long)offset);
+    CHECK(strstr(err.text, "rank 0's clock reads 4611686018427387904 ns") != NULL, "%s", err.text);
+    CHECK(offset == 7 && trip == 7, "written in spite of the failure");
+    nb_boot_close(&boot);
+    close(ends[1]);
+}
+
 int main(void) {
     test_strangers();
     test_wrong_secret();
@@ -521,6 +542,7 @@ int main(void) {
     test_claims();
     test_leaves_early();
     test_signals();
+    test_clock_out_of_range();
     test_config();
     return 0;
 }

@@ -55,12 +55,12 @@ void core_comm_failure(PyObject *comm, const struct core_hold *hold, int code, s
 }
 
 int core_comm_follow(PyObject *comm, const struct core_hold *hold) {
-    struct CUstream_st *now = NULL;
+    void *now = NULL;
     struct nb_error err = {0};
     if (hold->device.type == 0 || comm_of(comm)->job == NULL) {
         return 0;
     }
-    if (core_stream_now(&hold->device, &now) < 0) {
+    if (hold->device.stream(hold->device.type, hold->device.number, &now) != 0) {
         return -1;
     }
     int rc = nb_work_follow(hold->work, now, &err);
@@ -90,24 +90,38 @@ void core_comm_sweep(PyObject *comm) {
     }
 }
 
+// Writes the device of the memory to op. 0, or -1 with an exception: only the CUDA driver's memory travels. A driver
+// that is named in place of the usual one also has torch's PrivateUse1 devices.
+static int set_device(struct nb_op *op, const struct core_device *device, bool other_driver) {
+    enum { DEVICE_CUDA = 2, DEVICE_EXTENSION = 12 }; // DLPack's
+    if (device->type != 0 && device->type != DEVICE_CUDA && !(device->type == DEVICE_EXTENSION && other_driver)) {
+        PyErr_Format(PyExc_ValueError, "memory of DLPack's device type %d: only host and CUDA memory travel",
+                     (int)device->type);
+        return -1;
+    }
+    op->device = device->type == 0 ? 0 : device->number + 1;
+    return 0;
+}
+
 int core_comm_submit(PyObject *comm, struct nb_comm *of, const struct nb_op *op, struct core_hold *hold) {
-    if (core_comm_check(comm) < 0) {
+    const struct core_device *device = &hold->device;
+    struct nb_op placed = *op;
+    if (set_device(&placed, device, comm_of(comm)->other_driver) < 0 || core_comm_check(comm) < 0) {
         return -1;
     }
     struct nb_error err = {0};
     struct nb_work *work = NULL;
-    struct CUstream_st *now = NULL;
-    struct nb_op on_device = *op;
-    if (hold->device.type != 0) {
-        on_device.device = hold->device.number + 1;
-        if (core_device_check(&hold->device, comm_of(comm)->other_driver) < 0 ||
-            (op->stream_count == 0 && core_stream_now(&hold->device, &now) < 0)) {
+    void *now = NULL;
+    struct CUstream_st *current;
+    if (placed.device != 0 && placed.stream_count == 0) {
+        if (device->stream(device->type, device->number, &now) != 0) {
             return -1;
         }
-        on_device.streams = op->stream_count == 0 ? &now : op->streams;
-        on_device.stream_count = op->stream_count == 0 ? 1 : op->stream_count;
+        current = now;
+        placed.streams = &current;
+        placed.stream_count = 1;
     }
-    int rc = nb_submit(of, &on_device, &work, &err);
+    int rc = nb_submit(of, &placed, &work, &err);
     if (rc < 0) {
         core_raise(core_state_of(comm), rc, &err);
         return -1;

@@ -121,12 +121,8 @@ int core_get_ports(PyObject *value, struct nb_port_range *out);
 struct core_device {
     int32_t type;
     int32_t number;
-    int (*stream)(int32_t type, int32_t number, void **out); // torch's function for the current stream; NULL: none
+    int (*stream)(int32_t type, int32_t number, void **out); // the current stream: 0, or -1 with an exception
 };
-
-// tensor.c: 0 if a device's memory is that of the CUDA driver, else -1 with an exception. A driver that is named in place
-// of the usual one also has torch's PrivateUse1 devices.
-int core_device_check(const struct core_device *device, bool other_driver);
 
 // The memory of an operation, and the Python buffers that keep it in place. Zeroed: empty.
 struct core_memory {

@@ -359,11 +359,11 @@ static int copy_any(const struct core_gradhook *self, struct gradhook_param *par
 
 // Notes the stream on which a gradient was copied to its bucket.
 static int note_stream(const struct core_gradhook *self, struct gradhook_bucket *bucket) {
-    struct CUstream_st *now = NULL;
+    void *now = NULL;
     if (self->device.type == 0) {
         return 0;
     }
-    if (core_stream_now(&self->device, &now) < 0) {
+    if (self->device.stream(self->device.type, self->device.number, &now) != 0) {
         return -1;
     }
     for (int i = 0; i < bucket->stream_count; i++) {

@@ -4,7 +4,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { TABLE_MAJOR = 1, DEVICE_CPU = 1, DEVICE_CUDA = 2, DEVICE_EXTENSION = 12 };
+enum { TABLE_MAJOR = 1, DEVICE_CPU = 1 };
 
 // DLTensor
 struct core_tensor {
@@ -32,6 +32,18 @@ struct table {
     int (*stream)(int32_t type, int32_t number, void **out);
 };
 
+// torch.cuda.current_stream(NUMBER).cuda_stream, for a torch without the table.
+static int stream_slowly(int32_t Py_UNUSED(type), int32_t number, void **out) {
+    PyObject *cuda = PyImport_ImportModule("torch.cuda");
+    PyObject *stream = cuda != NULL ? PyObject_CallMethod(cuda, "current_stream", "i", (int)number) : NULL;
+    PyObject *handle = stream != NULL ? PyObject_GetAttrString(stream, "cuda_stream") : NULL;
+    *out = handle != NULL ? PyLong_AsVoidPtr(handle) : NULL;
+    Py_XDECREF(handle);
+    Py_XDECREF(stream);
+    Py_XDECREF(cuda);
+    return PyErr_Occurred() != NULL ? -1 : 0;
+}
+
 void core_tensor_table_open(struct core_tensor_table *table, PyObject *tensor) {
     *table = (struct core_tensor_table){0};
     PyObject *capsule = PyObject_GetAttrString((PyObject *)Py_TYPE(tensor), "__dlpack_c_exchange_api__");
@@ -42,7 +54,7 @@ void core_tensor_table_open(struct core_tensor_table *table, PyObject *tensor) {
     if (found != NULL && found->major == TABLE_MAJOR && found->look != NULL) {
         table->type = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(tensor));
         table->look = found->look;
-        table->stream = found->stream;
+        table->stream = found->stream != NULL ? found->stream : stream_slowly;
     }
     PyErr_Clear();
     Py_XDECREF(capsule); // the process owns the table
@@ -114,7 +126,7 @@ static int find_slowly(PyObject *tensor, struct core_tensor_place *out) {
                                       .bytes = count * element,
                                       .plain = contiguous != 0 && type == DEVICE_CPU,
                                       .contiguous = contiguous != 0,
-                                      .device = {type == DEVICE_CPU ? 0 : type, number, NULL}};
+                                      .device = {type == DEVICE_CPU ? 0 : type, number, stream_slowly}};
     return 0;
 }
 
@@ -128,40 +140,4 @@ int core_tensor_find(PyObject *tensor, struct core_tensor_place *out) {
         rc = -1;
     }
     return rc;
-}
-
-// torch.cuda.current_stream(NUMBER).cuda_stream
-static int stream_slowly(const struct core_device *device, struct CUstream_st **out) {
-    PyObject *cuda = PyImport_ImportModule("torch.cuda");
-    PyObject *stream = cuda != NULL ? PyObject_CallMethod(cuda, "current_stream", "i", device->number) : NULL;
-    PyObject *handle = stream != NULL ? PyObject_GetAttrString(stream, "cuda_stream") : NULL;
-    *out = handle != NULL ? PyLong_AsVoidPtr(handle) : NULL;
-    Py_XDECREF(handle);
-    Py_XDECREF(stream);
-    Py_XDECREF(cuda);
-    return PyErr_Occurred() != NULL ? -1 : 0;
-}
-
-int core_stream_now(const struct core_device *device, struct CUstream_st **out) {
-    void *found = NULL;
-    if (device->stream == NULL) {
-        return stream_slowly(device, out);
-    }
-    if (device->stream(device->type, device->number, &found) != 0) {
-        if (PyErr_Occurred() == NULL) {
-            PyErr_SetString(PyExc_RuntimeError, "torch does not tell the current stream of the device");
-        }
-        return -1;
-    }
-    *out = found;
-    return 0;
-}
-
-int core_device_check(const struct core_device *device, bool other_driver) {
-    bool known = device->type == DEVICE_CUDA || (device->type == DEVICE_EXTENSION && other_driver);
-    if (!known) {
-        PyErr_Format(PyExc_ValueError, "memory of DLPack's device type %d: only host and CUDA memory travel",
-                     (int)device->type);
-    }
-    return known ? 0 : -1;
 }

@@ -33,7 +33,5 @@ bool core_tensor_look(const struct core_tensor_table *table, PyObject *object, s
 // Finds the memory of a tensor on any device, also in a torch without the table. 0, or -1 with an exception: TypeError
 // if it is no tensor, ValueError if it is not contiguous.
 int core_tensor_find(PyObject *tensor, struct core_tensor_place *out);
-// Gets the current stream of a device. 0, or -1 with an exception.
-int core_stream_now(const struct core_device *device, struct CUstream_st **out);
 
 #endif

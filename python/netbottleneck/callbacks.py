@@ -8,7 +8,7 @@ package.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from netbottleneck.hooks.callbacks import LightningCallback, TransformersCallback, accelerate
+    from netbottleneck.hooks.loop import LightningCallback, TransformersCallback, accelerate
 
 __all__ = ["LightningCallback", "TransformersCallback", "accelerate"]
 
@@ -16,6 +16,6 @@ __all__ = ["LightningCallback", "TransformersCallback", "accelerate"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from netbottleneck.hooks import callbacks  # late, because it imports torch
+    from netbottleneck.hooks import loop  # late, because it imports torch
 
-    return getattr(callbacks, name)
+    return getattr(loop, name)

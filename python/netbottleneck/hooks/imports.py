@@ -33,7 +33,7 @@ ALIASES = {
     f"{HOROVOD}.common.basics": "netbottleneck.torch.basics",
     f"{HOROVOD}.common.elastic": "netbottleneck.torch.elastic.state",
     f"{HOROVOD}.common.exceptions": "netbottleneck.hooks.horovod_common",
-    f"{HOROVOD}.common.process_sets": "netbottleneck.runtime.process_sets",
+    f"{HOROVOD}.common.process_sets": "netbottleneck.runtime.collectives",
     f"{HOROVOD}.common.util": "netbottleneck.hooks.horovod_common",
 }
 

@@ -1,10 +1,19 @@
-"""Profile: measures the user's own training loop, `with netbottleneck.profile(model, optimizer): …`."""
+"""Ways into a training loop: `with netbottleneck.profile(model, optimizer): …`, and the callbacks of frameworks.
 
-from collections.abc import Generator
+netbottleneck.callbacks documents the callbacks' public names. The first use of a name creates its class, because the
+base class belongs to the framework (Lightning, the Hugging Face Trainer, Accelerate).
+"""
+
+import gc
+import importlib
+import sys
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 import torch
+from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck import config
@@ -87,3 +96,217 @@ def broadcast(comm: Any, model: torch.nn.Module) -> None:
         work.wait()
         if flat is not data:
             data.copy_(flat)
+
+
+# Callbacks of frameworks, and the measured run that they share.
+
+
+class Run:
+    """A measured run of a framework's model and optimizer. The environment's transports move the gradients until `end`.
+
+    model: the model that the framework trains: a DistributedDataParallel, or a plain module in a job of one rank.
+    optimizer: a torch optimizer, or a framework's wrapper around one. Every rank creates a Run before its first
+    backward pass. session: None if the model is left alone. Raises ValueError for a model without DDP on several ranks.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
+        earlier = ddp_hooks.measured_by(model)
+        self.session: Session | None
+        if earlier is not None:  # measured since it was built, by an environment variable
+            self.session = earlier.session
+            if isinstance(optimizer, Marks):
+                earlier.begun_by(optimizer)
+            return
+        spread = distributed.is_initialized() and distributed.get_world_size() > 1
+        if spread and not isinstance(model, DistributedDataParallel):
+            raise ValueError(
+                f"a {type(model).__name__} on {distributed.get_world_size()} ranks: netbottleneck measures models that "
+                "DistributedDataParallel wraps"
+            )
+        place = {"rank": distributed.get_rank(), "ranks": distributed.get_world_size()} if spread else {}
+        settings = config.settings(place)
+        found: Measured | None
+        if isinstance(model, DistributedDataParallel):
+            found = ddp_hooks.attach(model, inner(optimizer), settings=settings)
+        else:
+            found = measure(open_session(settings, model=type(model).__name__), model, inner(optimizer))
+            finish_at_exit(found.session)
+        self.session = None if found is None else found.session
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Close the records on this rank, with the error if there is one. Without an error, rank 0 writes the report.
+
+        Rank 0 also shows the report. A second call does nothing.
+        """
+        if self.session is None:
+            return
+        if error is not None:
+            self.session.close(f"{type(error).__name__}: {error}")
+        else:
+            finish(self.session)
+
+
+class Marks:
+    """Wraps an optimizer whose step() also runs the backward pass: the framework marks the begin of the update."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = inner(optimizer)
+        self._begins: list[Any] = []
+
+    def register_step_pre_hook(self, hook: Any) -> "Marks":
+        """Register a hook that `begin` calls; return a handle with remove(), which removes all such hooks."""
+        self._begins.append(hook)
+        return self
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        """Register a hook for the end of the wrapped optimizer's step; return its handle."""
+        return self._optimizer.register_step_post_hook(hook)
+
+    def begin(self) -> None:
+        """Call the pre-hooks: gradients are complete, and the update of the parameters begins."""
+        for hook in self._begins:
+            hook()
+
+    def remove(self) -> None:
+        """Remove all pre-hooks."""
+        self._begins.clear()
+
+
+def inner(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the innermost optimizer below a framework's wrappers; a Marks is returned as it is."""
+    while not isinstance(optimizer, Marks) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return cast(torch.optim.Optimizer, optimizer)
+
+
+def framework(user: str, *modules: str) -> ModuleType:
+    """Return the first of these modules whose package is loaded, else the first that is installed.
+
+    If none is installed, raises ImportError, which names the packages and `user`, the callback that needs them.
+    """
+    for name in sorted(modules, key=lambda name: name.partition(".")[0] not in sys.modules):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            package = name.partition(".")[0]
+            if error.name is None or error.name.partition(".")[0] != package:
+                raise
+    packages = " or ".join(dict.fromkeys(name.partition(".")[0].replace("_", "-") for name in modules))
+    raise ImportError(f"netbottleneck.callbacks.{user} needs {packages}, which is not installed: pip install it")
+
+
+def _lightning_callback() -> type:
+    """Return the callback for Lightning 2."""
+    lightning: Any = framework("LightningCallback", "lightning.pytorch", "pytorch_lightning")
+
+    class LightningCallback(lightning.Callback):  # type: ignore[misc]
+        """Measures `Trainer.fit` with one optimizer, in one process or with the strategy "ddp" on CPUs.
+
+        A step ends with the optimizer's step and includes its accumulated batches. The report is written when the fit
+        ends. If the fit fails, the records contain the error.
+        """
+
+        __qualname__ = "LightningCallback"
+
+        def __init__(self) -> None:
+            self._run: Run | None = None
+            self._marks: Marks | None = None
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            """Begin the run. Raises ValueError unless there is exactly one optimizer, and the errors of Run."""
+            if len(trainer.optimizers) != 1:
+                raise ValueError(f"{len(trainer.optimizers)} optimizers: netbottleneck measures loops with one")
+            self._marks = Marks(trainer.optimizers[0])
+            self._run = Run(trainer.strategy.model, self._marks)
+
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            """Mark the end of the backward pass, which Lightning runs inside the closure of the optimizer's step."""
+            if self._marks is not None:
+                self._marks.begin()
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            """End the run."""
+            self._end(None)
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            """End the run with the error."""
+            self._end(exception)
+
+        def _end(self, error: BaseException | None) -> None:
+            run, self._run, self._marks = self._run, None, None
+            if run is not None:
+                run.end(error)
+
+    return LightningCallback
+
+
+def _transformers_callback() -> type:
+    """Return the callback for the Hugging Face Trainer."""
+    transformers: Any = framework("TransformersCallback", "transformers")
+
+    class TransformersCallback(transformers.TrainerCallback):  # type: ignore[misc]
+        """Measures `Trainer.train` in one process, or in several processes on CPUs with torchrun.
+
+        A step is a step of the trainer and includes its accumulated batches. The report is written when training ends.
+        """
+
+        __qualname__ = "TransformersCallback"
+
+        def __init__(self) -> None:
+            self._run: Run | None = None
+
+        def on_train_begin(
+            self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **others: Any
+        ) -> None:
+            """Begin the run. Raises the errors of Run."""
+            self._run = Run(wrapper(model), optimizer)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            """End the run."""
+            run, self._run = self._run, None
+            if run is not None:
+                run.end()
+
+    return TransformersCallback
+
+
+def wrapper(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the DistributedDataParallel around a model, or the model itself. The trainer hides the wrapper."""
+    around = (thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel))
+    return next((ddp for ddp in around if ddp.__dict__.get("_modules", {}).get("module") is model), model)
+
+
+@contextmanager
+def _measured_loop(model: torch.nn.Module, optimizer: Any) -> Generator[Run, None, None]:
+    """Measure the loop inside; model and optimizer are the results of `Accelerator.prepare`.
+
+    A step ends with the optimizer's step and includes the batches inside `Accelerator.accumulate`. The report is
+    written at the end. After an exception the records contain the error. Raises the errors of Run.
+    """
+    run = Run(model, optimizer)
+    try:
+        yield run
+    except BaseException as error:
+        run.end(error)
+        raise
+    run.end()
+
+
+def _accelerate() -> Callable[..., Any]:
+    """Return the context manager for a loop with Accelerate's model and optimizer."""
+    framework("accelerate", "accelerate")
+    _measured_loop.__name__ = _measured_loop.__qualname__ = "accelerate"
+    return _measured_loop
+
+
+_MAKERS: dict[str, Callable[[], Any]] = {
+    "LightningCallback": _lightning_callback,
+    "TransformersCallback": _transformers_callback,
+    "accelerate": _accelerate,
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MAKERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals().setdefault(name, _MAKERS[name]())

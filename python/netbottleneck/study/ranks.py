@@ -1,4 +1,4 @@
-"""Ranks of a study's job in a lab: starts them, follows them, and ends all of them with the job."""
+"""Ranks of a study's job in a lab: starts them, shows their progress, and ends all of them with the job."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 
 from netbottleneck.lab import Lab
 from netbottleneck.study.task import Outcome, Task, to_json
@@ -166,3 +171,62 @@ def _kill(ranks: Sequence[Rank]) -> None:
         rank.process.wait()
         if rank.process.stdout is not None:
             rank.process.stdout.close()
+
+
+# Progress messages: a progress bar on a terminal, plain lines elsewhere.
+
+PARTS = 4  # progress lines per job without a terminal
+
+
+class Reporter:
+    """Prints messages and the progress of running work."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console()
+        if not self.console.is_terminal:
+            self.console.width = 80
+        self._progress: Bar | None = None
+
+    def message(self, text: str) -> None:
+        """Print a paragraph."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=not self.console.is_terminal)
+
+    def done(self) -> None:
+        """Remove the progress bar, if there is one."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    @contextmanager
+    def progress(self, what: str) -> Generator[TaskProgress]:
+        """Show that work is in progress; yields a callback for (task, step, steps, arm)."""
+        if not self.console.is_terminal:
+            yield self._plain(what)
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.fields[arm]}"))
+        self._progress = Bar(*columns, TimeElapsedColumn(), console=self.console, transient=True)
+        shown = self._progress.add_task(what, total=None, arm="")
+        progress = self._progress
+
+        def on_progress(task: Task, step: int, steps: int, arm: str) -> None:
+            progress.update(
+                shown, description=task.title, completed=step, total=steps, arm=f"step {step} of {steps}, {arm}"
+            )
+
+        progress.start()
+        try:
+            yield on_progress
+        finally:
+            self.done()
+
+    def _plain(self, what: str) -> TaskProgress:
+        self.message(f"{what} ...")
+        reported: dict[str, int] = {}
+
+        def on_progress(task: Task, step: int, steps: int, arm: str) -> None:
+            part = PARTS * step // max(steps, 1)
+            if part > reported.get(task.folder, -1):
+                reported[task.folder] = part
+                self.message(f"{task.title} over {', '.join(task.arms)}: step {step} of {steps}")
+
+        return on_progress

@@ -15,8 +15,7 @@ from netbottleneck.bench import models
 from netbottleneck.lab import Lab, LabError, LinkSpec, parse_lab
 from netbottleneck.report import Run
 from netbottleneck.study.evidence.facts import Sent, sent
-from netbottleneck.study.progress import Reporter
-from netbottleneck.study.ranks import JobError, run_in_lab
+from netbottleneck.study.ranks import JobError, Reporter, run_in_lab
 from netbottleneck.study.task import PLAY, Task, write_schedule
 from netbottleneck.trace import layer_log
 from netbottleneck.trace import model as tr

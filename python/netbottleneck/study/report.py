@@ -30,7 +30,7 @@ from netbottleneck.study.cells import (
     write_atomically,
 )
 from netbottleneck.study.evidence import Evidence, facts, values
-from netbottleneck.study.progress import Reporter
+from netbottleneck.study.ranks import Reporter
 from netbottleneck.study.replaying import load_trace
 from netbottleneck.study.spec import DIGITS, INFLATION, REPLAY, Cell, Model, StudySpec
 from netbottleneck.study.task import ACCURACY, PLAY, SAME_STEPS, Task

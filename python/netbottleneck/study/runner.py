@@ -11,9 +11,8 @@ from typing import Any, Protocol
 
 from netbottleneck.lab import Lab, LabError
 from netbottleneck.study import report, spec, task
-from netbottleneck.study.cells import OWN_NETWORK, CellResult, StudyRequest
-from netbottleneck.study.progress import Progress, Reporter
-from netbottleneck.study.ranks import JobError, TaskProgress, run_in_lab
+from netbottleneck.study.cells import OWN_NETWORK, CellResult, StudyFolder, StudyRequest
+from netbottleneck.study.ranks import JobError, Reporter, TaskProgress, run_in_lab
 from netbottleneck.study.report import Study
 from netbottleneck.study.spec import REPLAY, Cell
 from netbottleneck.study.task import Outcome, Task
@@ -180,3 +179,48 @@ class _LabRanks:
         # A replay meets in a folder: a launcher's variables would select torch's store.
         meet = {"NETBOTTLENECK_RENDEZVOUS": f"{tasks[0].folder}.meeting"} if tasks[0].schedule else {}
         return run_in_lab(self._lab, tasks, on_progress, env={**meet, **extra})
+
+
+# Progress: the number of the running cell, and the time left, estimated from completed cells.
+
+START_S = 6.0  # start of a cell's ranks
+COMPUTED_S = 0.03  # a step with real compute: a guess, corrected by completed cells
+
+
+def guess_s(cell: Cell) -> float:
+    """Return a first guess of a cell's duration in seconds."""
+    model = cell.model
+    step = sum(model.compute_ms) / 1e3 * model.stretch if cell.job == REPLAY and not model.file else COMPUTED_S
+    return START_S + cell.steps * step * (2 if cell.same else 1)
+
+
+class Progress:
+    """Counts a study's cells and estimates the time left."""
+
+    def __init__(self, cells: Sequence[Cell], folder: StudyFolder, reporter: Reporter) -> None:
+        self._cells = cells
+        self._left = [cell for cell in cells if not folder.done(cell.key)]
+        self._reporter = reporter
+        self._number = len(cells) - len(self._left)
+        self._guessed_s = self._took_s = 0.0
+
+    def begin(self) -> tuple[Cell, ...]:
+        """Report the number of completed cells; returns the others."""
+        if self._number:
+            self._reporter.message(f"{self._number} of {len(self._cells)} cells are already complete.")
+        return tuple(self._left)
+
+    def next(self, cell: Cell) -> None:
+        """Report that a cell begins."""
+        self._number += 1
+        about = ""
+        if self._guessed_s:
+            seconds = sum(map(guess_s, self._left)) * self._took_s / self._guessed_s
+            about = f"; about {seconds / 60:.0f} min left" if seconds >= 90 else f"; about {seconds:.0f} s left"
+        self._left.remove(cell)
+        self._reporter.message(f"Cell {self._number} of {len(self._cells)}: {cell.key}{about}")
+
+    def finished(self, cell: Cell, seconds: float) -> None:
+        """Record a cell's duration."""
+        self._guessed_s += guess_s(cell)
+        self._took_s += seconds

@@ -6,6 +6,7 @@ from typing import Any
 
 from netbottleneck.config import settings
 from netbottleneck.runtime import job, timeline
+from netbottleneck.runtime.collectives import DYNAMIC, register
 from netbottleneck.runtime.job import (
     ccl_built,
     cuda_built,
@@ -19,7 +20,6 @@ from netbottleneck.runtime.job import (
     rocm_built,
 )
 from netbottleneck.runtime.ops import rank, shutdown, size
-from netbottleneck.runtime.process_sets import DYNAMIC, register
 
 __all__ = [
     "HorovodBasics",

@@ -22,8 +22,7 @@ from netbottleneck.runtime.async_operations import (
     label,
     members_of,
 )
-from netbottleneck.runtime.collectives import adasum_steps
-from netbottleneck.runtime.process_sets import add_process_set, remove_process_set
+from netbottleneck.runtime.collectives import adasum_steps, add_process_set, remove_process_set
 from netbottleneck.torch.basics import (
     ccl_built,
     cross_rank,

@@ -18,6 +18,8 @@
 #include "base/loop.h"
 #include "engine/engine.h"
 #include "engine/progress_owner.h"
+#include "trace/event.h"
+#include "trace/ring.h"
 #include "transport/lanes.h"
 
 enum {
@@ -57,6 +59,27 @@ void nb_job_notify(struct nb_job *job, const char *text) {
     pthread_mutex_lock(&job->lock);
     if (job->notice_count < (int)NB_NOTICES_MAX) {
         snprintf(job->notices[job->notice_count++], NB_ERROR_TEXT, "%s", text);
+    }
+    pthread_mutex_unlock(&job->lock);
+}
+
+static void clock_put(const struct nb_clock_log *clock, struct nb_ring *ring) {
+    nb_ring_put_at(ring, clock->at_ns, NB_EV_CLOCK, 0, clock->offset_ns, clock->trip_ns, 0, 0, 0);
+}
+
+void nb_job_clock_measured(struct nb_job *job, int64_t at_ns, uint64_t offset_ns, uint64_t trip_ns) {
+    pthread_mutex_lock(&job->lock);
+    job->clock = (struct nb_clock_log){job->clock.ring, at_ns, offset_ns, trip_ns};
+    clock_put(&job->clock, job->config.ring);
+    clock_put(&job->clock, job->clock.ring);
+    pthread_mutex_unlock(&job->lock);
+}
+
+void nb_job_record_clock(struct nb_job *job, struct nb_ring *ring) {
+    pthread_mutex_lock(&job->lock);
+    job->clock.ring = ring;
+    if (job->clock.at_ns != 0) {
+        clock_put(&job->clock, ring);
     }
     pthread_mutex_unlock(&job->lock);
 }

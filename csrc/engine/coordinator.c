@@ -23,7 +23,7 @@
 #include "engine/device.h"
 #include "engine/engine.h"
 #include "engine/inline_allreduce.h"
-#include "engine/join.h"
+#include "engine/joined_ranks.h"
 #include "engine/negotiation.h"
 #include "engine/shared.h"
 #include "engine/stall.h"

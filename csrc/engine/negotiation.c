@@ -21,7 +21,7 @@
 #include "engine/device.h"
 #include "engine/engine.h"
 #include "engine/inline_allreduce.h"
-#include "engine/join.h"
+#include "engine/joined_ranks.h"
 #include "engine/operation.h"
 #include "engine/shared.h"
 #include "engine/stall.h"
@@ -213,7 +213,7 @@ static void pong_received(struct nb_job *job, const unsigned char *body) {
     memcpy(&pong, body, sizeof pong);
     uint64_t trip = (uint64_t)now - (uint64_t)pong.sent_ns;
     uint64_t offset = (uint64_t)pong.sent_ns + trip / 2 - (uint64_t)pong.here_ns;
-    nb_ring_put_at(job->config.ring, now, NB_EV_CLOCK, 0, offset, trip, 0, 0, 0);
+    nb_job_clock_measured(job, now, offset, trip);
 }
 
 static void go_received(struct nb_job *job, const unsigned char *body, size_t bytes) {

@@ -19,7 +19,7 @@
 #include "engine/coordinator.h"
 #include "engine/device.h"
 #include "engine/engine.h"
-#include "engine/join.h"
+#include "engine/joined_ranks.h"
 #include "engine/negotiation.h"
 #include "engine/preflight.h"
 #include "engine/progress_owner.h"

@@ -13,7 +13,7 @@
 #include "engine/context.h"
 #include "engine/control.h"
 #include "engine/engine.h"
-#include "engine/join.h"
+#include "engine/joined_ranks.h"
 #include "trace/event.h"
 #include "trace/ring.h"
 

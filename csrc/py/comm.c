@@ -83,6 +83,16 @@ static void mapping_drop(struct core_mapping *mapping) {
     }
 }
 
+// Releases the recorder of the clock. The job does not use it any more.
+static void clock_release(struct core_comm *self) {
+    PyObject *clock = self->clock;
+    self->clock = NULL;
+    if (clock != NULL) {
+        core_recorder_release(clock);
+        Py_DECREF(clock);
+    }
+}
+
 // Ends the job. Waiting threads leave within one slice.
 static void end_job(struct core_comm *self) {
     struct nb_job *job = self->job;
@@ -103,12 +113,14 @@ static void end_job(struct core_comm *self) {
         self->recording = false;
         core_recorder_release(self->recorder);
     }
+    clock_release(self);
 }
 
 static int comm_traverse(PyObject *object, visitproc visit, void *arg) {
     const struct core_comm *self = comm_of(object);
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->recorder);
+    Py_VISIT(self->clock);
     Py_VISIT(self->strings);
     Py_VISIT(self->last_info);
     Py_VISIT(self->last_notices);
@@ -221,6 +233,29 @@ static PyObject *comm_info(PyObject *object, PyObject *Py_UNUSED(none)) {
     return self->last_info != NULL ? PyDict_Copy(self->last_info) : (core_comm_check(object), NULL);
 }
 
+static PyObject *comm_record_clock(PyObject *object, PyObject *recorder) {
+    struct core_comm *self = comm_of(object);
+    struct core_state *state = core_state_of(object);
+    struct nb_ring *ring = NULL;
+    if (core_comm_check(object) < 0) {
+        return NULL;
+    }
+    if (recorder != Py_None) {
+        if (!Py_IS_TYPE(recorder, state->types[CORE_RECORDER])) {
+            PyErr_Format(PyExc_TypeError, "recorder must be a Recorder or None, not %R", recorder);
+            return NULL;
+        }
+        ring = core_recorder_acquire(recorder);
+        if (ring == NULL) {
+            return NULL;
+        }
+    }
+    nb_job_record_clock(self->job, ring);
+    clock_release(self);
+    self->clock = ring != NULL ? Py_NewRef(recorder) : NULL;
+    Py_RETURN_NONE;
+}
+
 static PyObject *comm_notices(PyObject *object, PyObject *Py_UNUSED(none)) {
     struct core_comm *self = comm_of(object);
     if (core_here(core_state_of(object), self->pid, "communicator") < 0) {
@@ -295,6 +330,9 @@ PyTypeObject *core_comm_type(PyObject *module) {
         {"missing", WITH_KEYWORDS(core_comm_missing),
          "missing($self, name, group=0)\n--\n\nRanks (16 at most) that had not submitted it when its stall was "
          "reported."},
+        {"record_clock", comm_record_clock, METH_O,
+         "record_clock($self, recorder)\n--\n\nRecord this rank's clock against rank 0's in a Recorder too, about once a "
+         "second.\n\nNone: no longer. It replaces the recorder of an earlier call."},
         {"notices", comm_notices, METH_NOARGS,
          "notices($self)\n--\n\nNotices for the user since the last call: stalls, lost lanes."},
         {"abort", WITH_KEYWORDS(comm_abort),

@@ -12,6 +12,7 @@ struct core_comm {
     int waiters;             // threads that wait on the job without the GIL
     bool recording;          // the communication thread uses `recorder`
     PyObject *recorder;      // or NULL
+    PyObject *clock;         // the recorder that gets the clock's measurements too, or NULL
     PyObject *strings;       // the strings that the job's configuration points to
     struct nb_list mappings; // struct core_mapping: arenas that are registered with the lanes
     PyObject *last_info;     // values at close()

@@ -1,5 +1,5 @@
 // Scheduler internals: its state, and the functions that its files share. Each file calls only those before it in
-// this list: flows.c, open_lanes.c, lane_rate.c, credits.c, retransmit.c, failover.c, lanes.c, lanes_open.c. No other
+// this list: flows.c, usable_lanes.c, lane_rate.c, credits.c, retransmit.c, failover.c, lanes.c, lanes_open.c. No other
 // file includes this header.
 #ifndef NB_LANES_INTERNAL_H
 #define NB_LANES_INTERNAL_H
@@ -182,7 +182,7 @@ void nb_flow_unclaim(struct nb_flow *flow, const struct nb_frame *frame);
 // Checks a run and claims it if it may land. As nb_flow_check().
 int nb_flow_accept(const struct nb_lanes *lanes, struct nb_flow *flow, const struct nb_frame *frame);
 
-// open_lanes.c
+// usable_lanes.c
 
 // Updates `reach` of a peer after a lane was opened or lost.
 void nb_lanes_update_reach(struct nb_lanes *lanes, int peer);

@@ -276,6 +276,12 @@ class Comm:
     def missing(self, name: str, group: int = 0) -> list[int]:
         """The first 16 ranks that had not submitted an operation at its last stall report; [] otherwise."""
 
+    def record_clock(self, recorder: Recorder | None) -> None:
+        """Record this rank's clock against rank 0's in a Recorder too, about once a second; None: no longer.
+
+        Replaces the recorder of an earlier call. The first event is the last measurement. ValueError for a closed
+        recorder."""
+
     def notices(self) -> list[str]:
         """Notices for the user since the last call: stalls, lost lanes."""
 

@@ -85,7 +85,7 @@ struct double_event {
     struct double_object *from; // NULL: of a stranger
     uint64_t to;
     bool is_write;
-    bool told; // its sender has its completion
+    bool completed; // its sender has its completion
     int delay;
     uint64_t flags;
     void *context; // NULL: nobody waits for it
@@ -203,11 +203,11 @@ static inline void double_complete(struct double_object *ep, void *context, uint
 }
 
 static inline void double_told(struct double_event *event, int code) {
-    if (event->context != NULL && !event->told) {
+    if (event->context != NULL && !event->completed) {
         uint64_t flags = event->is_write ? FI_RMA | FI_WRITE : FI_MSG | FI_SEND;
         double_complete(event->from, event->context, flags, event->bytes, 0, code);
     }
-    event->told = true;
+    event->completed = true;
 }
 
 // Whether memory may be used so. addr is an offset for peers, as without FI_MR_VIRT_ADDR.

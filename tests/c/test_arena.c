@@ -10,12 +10,12 @@
 #include "base/fork.h"
 #include "check.h"
 
-static void check_memory(const struct nb_arena *arena, size_t asked) {
+static void check_memory(const struct nb_arena *arena, size_t requested) {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
     unsigned char *bytes = arena->base;
     CHECK((uintptr_t)arena->base % page == 0, "aligned to a page: %p", arena->base);
-    CHECK(arena->bytes % page == 0 && arena->bytes >= asked && arena->bytes - asked <= page, "%zu for %zu",
-          arena->bytes, asked);
+    CHECK(arena->bytes % page == 0 && arena->bytes >= requested && arena->bytes - requested <= page, "%zu for %zu",
+          arena->bytes, requested);
     for (size_t i = 0; i < arena->bytes; i++) {
         CHECK(bytes[i] == 0, "byte %zu is %d", i, bytes[i]);
         bytes[i] = (unsigned char)i;

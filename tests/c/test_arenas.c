@@ -87,8 +87,8 @@ static void too_many(struct test_rank *me) {
     for (int i = 0; i < MANY; i++) {
         sum_in(me, &mine[i]);
     }
-    bool told = nb_job_notice(me->job, text, sizeof text);
-    CHECK(told != streams && (streams || strstr(text, "further models are copied") != NULL), "rank %d reports: %s",
+    bool noticed = nb_job_notice(me->job, text, sizeof text);
+    CHECK(noticed != streams && (streams || strstr(text, "further models are copied") != NULL), "rank %d reports: %s",
           me->rank, text);
     no_notice(me);
     for (int i = 0; i < MANY; i++) {

@@ -15,11 +15,11 @@ enum { LANES = 4, BLOCK = 4096, SEGMENT = 256 * 1024 };
 
 // A network that tells what each lane still has.
 static size_t held_by[LANES];
-static int asked;
+static int queries;
 
 static size_t held(const struct nb_lane *lane, int peer) {
     (void)peer;
-    asked++;
+    queries++;
     return held_by[lane->index];
 }
 
@@ -38,7 +38,7 @@ struct world {
 static void world_make(struct world *world, const double *rates, int used) {
     memset(world, 0, sizeof *world);
     memset(held_by, 0, sizeof held_by);
-    asked = 0;
+    queries = 0;
     world->lanes.config.ops = &ops;
     world->lanes.peers = &world->peer;
     world->lanes.config.segment_bytes = SEGMENT;
@@ -180,9 +180,9 @@ static void test_lanes_are_asked_near_the_end_only(void) {
         world.paths[i].rate.held = 1;
     }
     (void)segment(&world, 0, 64 << 20);
-    CHECK(asked == 0, "with 64 MiB left %d lanes were queried", asked);
+    CHECK(queries == 0, "with 64 MiB left %d lanes were queried", queries);
     (void)segment(&world, 0, 1 << 20);
-    CHECK(asked == LANES, "with 1 MiB left %d lanes were queried", asked);
+    CHECK(queries == LANES, "with 1 MiB left %d lanes were queried", queries);
 }
 
 static void test_fast_lanes_take_no_crumbs(void) {

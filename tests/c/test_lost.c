@@ -10,10 +10,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { LANES = 3, BLOCK = 64, BLOCKS_MAX = 64, POSTS_MAX = 64, SAID_MAX = 64, RUNS = 13, SELF = 0, PEER = 1 };
+enum { LANES = 3, BLOCK = 64, BLOCKS_MAX = 64, POSTS_MAX = 64, RECEIVED_MAX = 64, RUNS = 13, SELF = 0, PEER = 1 };
 
 // As they cross the wire.
-struct said {
+struct report {
     uint8_t type;
     uint8_t count;
     uint8_t zero[6];
@@ -27,7 +27,7 @@ struct said {
     };
 };
 
-_Static_assert(sizeof(struct said) == 120, "as a report of missing runs");
+_Static_assert(sizeof(struct report) == 120, "as a report of missing runs");
 
 struct post {
     struct nb_request *request;
@@ -39,9 +39,9 @@ struct post {
 
 static struct post posts[POSTS_MAX];
 static int post_count;
-static struct said heard[SAID_MAX];
-static int heard_count;
-static int heard_room;
+static struct report received[RECEIVED_MAX];
+static int received_count;
+static int received_room;
 static struct nb_lanes *lanes;
 static const struct nb_lane_ops *network;
 
@@ -113,11 +113,11 @@ static int hand_post(struct nb_lane *lane, struct nb_request *request) {
 static int hand_message(struct nb_lane *lane, int peer, const void *data, size_t bytes) {
     (void)lane;
     (void)peer;
-    if (heard_count == heard_room) {
+    if (received_count == received_room) {
         return -EAGAIN;
     }
-    memset(&heard[heard_count], 0, sizeof heard[0]);
-    memcpy(&heard[heard_count++], data, bytes < sizeof heard[0] ? bytes : sizeof heard[0]);
+    memset(&received[received_count], 0, sizeof received[0]);
+    memcpy(&received[received_count++], data, bytes < sizeof received[0] ? bytes : sizeof received[0]);
     return 0;
 }
 
@@ -259,45 +259,45 @@ static void begin(const struct nb_lane_ops *ops) {
                                      .failed = failed};
     network = ops;
     post_count = 0;
-    heard_count = 0;
-    heard_room = SAID_MAX;
+    received_count = 0;
+    received_room = RECEIVED_MAX;
     CHECK(nb_lanes_open(&lanes, &config, &err) == 0, "%s", err.text);
     CHECK(nb_lanes_peer_open(lanes, PEER, addresses, &err) == 0, "%s", err.text);
 }
 
-static void say(struct said said) {
-    size_t bytes = said.type == NB_MESSAGE_MISSING ? sizeof said : said.type == NB_MESSAGE_DONE ? 16 : 32;
+static void deliver(struct report report) {
+    size_t bytes = report.type == NB_MESSAGE_MISSING ? sizeof report : report.type == NB_MESSAGE_DONE ? 16 : 32;
     for (int lane = 0; lane < LANES; lane++) {
         if (lanes->peers[PEER].paths[lane].open) {
-            nb_lanes_up.message(lanes, lanes->lane[lane], PEER, &said, bytes);
+            nb_lanes_up.message(lanes, lanes->lane[lane], PEER, &report, bytes);
             return;
         }
     }
 }
 
 static void say_lost(uint64_t on) {
-    say((struct said){.type = NB_MESSAGE_LOST, .first = on});
+    deliver((struct report){.type = NB_MESSAGE_LOST, .first = on});
 }
 
 static void say_lost_end(uint64_t on, uint64_t floor) {
-    say((struct said){.type = NB_MESSAGE_LOST_END, .first = on, .floor = {floor}});
+    deliver((struct report){.type = NB_MESSAGE_LOST_END, .first = on, .floor = {floor}});
 }
 
 // What left on these lanes, of the posts from `from` on, is missing there.
 static void say_missing(uint64_t op, uint64_t on, int from) {
-    struct said said = {.type = NB_MESSAGE_MISSING, .first = op};
+    struct report report = {.type = NB_MESSAGE_MISSING, .first = op};
     for (int i = from; i < post_count; i++) {
         if ((on >> posts[i].lane & 1) != 0) {
-            said.runs[said.count].first = posts[i].block;
-            said.runs[said.count++].count = 1;
+            report.runs[report.count].first = posts[i].block;
+            report.runs[report.count++].count = 1;
         }
     }
-    CHECK(said.count > 0, "nothing left on those lanes");
-    say(said);
+    CHECK(report.count > 0, "nothing left on those lanes");
+    deliver(report);
 }
 
 static void say_done(uint64_t op) {
-    say((struct said){.type = NB_MESSAGE_DONE, .count = 1, .first = op});
+    deliver((struct report){.type = NB_MESSAGE_DONE, .count = 1, .first = op});
 }
 
 static void lose(int lane) {
@@ -343,7 +343,7 @@ static void end(void) {
 static void test_long_report(int room) {
     const struct nb_lane_ops ops = hand_ops(NB_LANE_STREAM);
     static struct side in;
-    int told[BLOCKS_MAX] = {0};
+    int reported[BLOCKS_MAX] = {0};
     bool over = false;
     begin(&ops);
     side_add(&in, NB_FLOW_IN, 4, BLOCKS_MAX);
@@ -353,23 +353,23 @@ static void test_long_report(int room) {
         CHECK(nb_lanes_up.place(lanes, lanes->lane[0], PEER, &frame, iov) == 1, "a place");
         nb_lanes_up.landed(lanes, lanes->lane[0], PEER, &frame);
     }
-    heard_room = room;
+    received_room = room;
     lose(1);
     for (int turn = 0; !over; turn++) {
         CHECK(turn < 20, "the report has no end");
-        for (int i = 0; i < heard_count; i++) {
-            over = over || heard[i].type == NB_MESSAGE_LOST_END;
-            for (int run = 0; heard[i].type == NB_MESSAGE_MISSING && run < heard[i].count; run++) {
-                for (uint32_t k = 0; k < heard[i].runs[run].count; k++) {
-                    told[heard[i].runs[run].first + k]++;
+        for (int i = 0; i < received_count; i++) {
+            over = over || received[i].type == NB_MESSAGE_LOST_END;
+            for (int run = 0; received[i].type == NB_MESSAGE_MISSING && run < received[i].count; run++) {
+                for (uint32_t k = 0; k < received[i].runs[run].count; k++) {
+                    reported[received[i].runs[run].first + k]++;
                 }
             }
         }
-        heard_count = 0;
+        received_count = 0;
         nb_lanes_up.writable(lanes, lanes->lane[0], PEER);
     }
     for (int block = 0; block < BLOCKS_MAX; block++) {
-        CHECK(told[block] == block % 2, "block %d was reported %d times", block, told[block]);
+        CHECK(reported[block] == block % 2, "block %d was reported %d times", block, reported[block]);
     }
     nb_lanes_cancel(lanes, &in.flow);
     end();
@@ -413,7 +413,7 @@ static void test_copy_stands_in_during_a_report(void) {
     begin(&ops);
     side_add(&out, NB_FLOW_OUT, 5, 4);
     say_lost(1 << 2);
-    say((struct said){.type = NB_MESSAGE_MISSING, .count = 1, .first = 5, .runs = {{.first = 0, .count = 4}}});
+    deliver((struct report){.type = NB_MESSAGE_MISSING, .count = 1, .first = 5, .runs = {{.first = 0, .count = 4}}});
     all_sent();
     CHECK(out.finished, "it was sent");
     say_lost_end(1 << 2, 5);
@@ -430,7 +430,7 @@ static void test_flow_added_during_a_report(void) {
     static struct side out;
     begin(&ops);
     say_lost(1 << 2);
-    say((struct said){.type = NB_MESSAGE_MISSING, .count = 1, .first = 6, .runs = {{.first = 0, .count = 4}}});
+    deliver((struct report){.type = NB_MESSAGE_MISSING, .count = 1, .first = 6, .runs = {{.first = 0, .count = 4}}});
     side_add(&out, NB_FLOW_OUT, 6, 4);
     say_lost_end(1 << 2, 6);
     all_sent();
@@ -444,16 +444,16 @@ static void test_flow_added_during_a_report(void) {
 static void test_lane_lost_while_settling(void) {
     const struct nb_lane_ops ops = hand_ops(NB_LANE_STREAM);
     static struct side out;
-    bool asked = false;
+    bool requested = false;
     begin(&ops);
     side_add(&out, NB_FLOW_OUT, 5, 6);
     all_sent();
     int sent = post_count;
     CHECK(out.finished && !nb_lanes_settle(lanes), "the peer has not confirmed it");
-    for (int i = 0; i < heard_count; i++) {
-        asked = asked || heard[i].type == NB_MESSAGE_DONE_REQUEST;
+    for (int i = 0; i < received_count; i++) {
+        requested = requested || received[i].type == NB_MESSAGE_DONE_REQUEST;
     }
-    CHECK(asked, "the peer gets no request");
+    CHECK(requested, "the peer gets no request");
     uint64_t on_1 = blocks_on(1, 0, sent);
     lose(1);
     CHECK(!nb_lanes_settle(lanes), "a lane was lost, and the peer has not confirmed it");
@@ -506,9 +506,9 @@ static void say_pong(int lane, uint32_t writes) {
 // Lands the first granted block.
 static void land(int lane) {
     struct wire_credits granted = {0};
-    for (int i = 0; i < heard_count && granted.count == 0; i++) {
-        if (heard[i].type == NB_MESSAGE_CREDITS) {
-            memcpy(&granted, &heard[i], sizeof granted);
+    for (int i = 0; i < received_count && granted.count == 0; i++) {
+        if (received[i].type == NB_MESSAGE_CREDITS) {
+            memcpy(&granted, &received[i], sizeof granted);
         }
     }
     CHECK(granted.count > 0, "nothing is granted");
@@ -534,25 +534,25 @@ static void test_write_lost(void) {
     CHECK(lanes->peers[PEER].paths[1].open, "a write may land after the pong that counts it");
     say_pong(2, 1);
     CHECK(lanes->peers[PEER].paths[2].open, "all of its writes have landed");
-    heard_count = 0;
+    received_count = 0;
     say_pong(1, 1);
     CHECK(!lanes->peers[PEER].paths[1].open, "a write was lost and its lane is taken for good");
     CHECK(lanes->peers[PEER].paths[0].open && lanes->peers[PEER].paths[2].open, "other lanes lost nothing");
-    bool told = false;
-    for (int i = 0; i < heard_count; i++) {
-        told = told || (heard[i].type == NB_MESSAGE_LOST && heard[i].first == 1 << 1);
+    bool reported = false;
+    for (int i = 0; i < received_count; i++) {
+        reported = reported || (received[i].type == NB_MESSAGE_LOST && received[i].first == 1 << 1);
     }
-    CHECK(told, "the peer does not hear of it");
+    CHECK(reported, "the peer does not hear of it");
     nb_lanes_cancel(lanes, &in.flow);
     end();
 }
 
-static int pings_heard(void) {
+static int pings_received(void) {
     int count = 0;
-    for (int i = 0; i < heard_count; i++) {
-        count += heard[i].type == NB_MESSAGE_PING;
+    for (int i = 0; i < received_count; i++) {
+        count += received[i].type == NB_MESSAGE_PING;
     }
-    heard_count = 0;
+    received_count = 0;
     return count;
 }
 
@@ -566,10 +566,10 @@ static void test_pings(void) {
     static struct side in;
     begin(&ops);
     side_add(&in, NB_FLOW_IN, 5, 4);
-    pings_heard();
+    pings_received();
     for (size_t i = 0; i < sizeof ticks / sizeof ticks[0]; i++) {
         nb_lanes_tick(lanes, start + ticks[i].at_ms * ms);
-        int pings = pings_heard();
+        int pings = pings_received();
         CHECK(pings == ticks[i].pings, "%d pings after %d ms", pings, ticks[i].at_ms);
     }
     nb_lanes_cancel(lanes, &in.flow);
@@ -577,7 +577,7 @@ static void test_pings(void) {
 }
 
 int main(void) {
-    test_long_report(SAID_MAX);
+    test_long_report(RECEIVED_MAX);
     test_long_report(2);
     test_copy_reported_then_lost();
     test_copy_stands_in_during_a_report();

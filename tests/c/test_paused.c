@@ -216,7 +216,7 @@ static struct test_rank rank_like(const struct point *at) {
 }
 
 // Runs a rank until its job has failed and is closed; then it fills its memory, and after a word from rank 0 looks at it.
-static void rank_run(struct test_rank *me, int told) {
+static void rank_run(struct test_rank *me, int ends) {
     char byte;
     test_rank_main(me);
     if (me->rank == STOPPED) {
@@ -226,7 +226,7 @@ static void rank_run(struct test_rank *me, int told) {
     for (size_t i = 0; i < COUNT; i++) {
         line[i] = FILL;
     }
-    (void)!read(told, &byte, 1); // the end: rank 0 says nothing else
+    (void)!read(ends, &byte, 1); // the end: rank 0 says nothing else
     for (size_t i = 0; i < COUNT; i++) {
         CHECK(line[i] == FILL, "rank %d, stopped at '%s': [%zu] is %g, not %d", me->rank, point->step, i, line[i],
               FILL);
@@ -240,11 +240,11 @@ static void point_run(const struct point *at) {
     struct nb_boot_config config = {.ifname = "lo", .secret = test_secret, .secret_bytes = sizeof test_secret};
     struct test_rank like = rank_like(at);
     pid_t ranks[SIZE_MAX_HERE] = {0};
-    int told[2];
+    int ends[2];
     int status;
     point = at;
     config.size = like.size;
-    CHECK(pipe(told) == 0 && nb_listener_open(&listener, &config, NULL, &err) == 0, "listen: %s", err.text);
+    CHECK(pipe(ends) == 0 && nb_listener_open(&listener, &config, NULL, &err) == 0, "listen: %s", err.text);
     nb_sock_format(&listener.addr, like.address);
     for (int r = 1; r < like.size; r++) {
         ranks[r] = fork();
@@ -253,8 +253,8 @@ static void point_run(const struct point *at) {
             (void)prctl(PR_SET_PDEATHSIG, SIGKILL); // stopped, it would stay after a failure
             like.rank = r;
             stop_at = r == STOPPED ? at->step : NULL;
-            close(told[1]);
-            rank_run(&like, told[0]);
+            close(ends[1]);
+            rank_run(&like, ends[0]);
             _exit(0);
         }
     }
@@ -268,7 +268,7 @@ static void point_run(const struct point *at) {
     CHECK(WIFSTOPPED(stopped_status), "it did not stop at '%s': status %x", at->step, (unsigned)stopped_status);
     CHECK(kill(ranks[STOPPED], SIGCONT) == 0 && waitpid(ranks[STOPPED], &status, 0) == ranks[STOPPED] && status == 0,
           "rank %d, stopped at '%s', ended with %x", STOPPED, at->step, (unsigned)status);
-    close(told[1]);
+    close(ends[1]);
     for (size_t i = 0; i < COUNT; i++) {
         CHECK(line[i] == FILL, "rank 0, stopped at '%s': [%zu] is %g, not %d", at->step, i, line[i], FILL);
     }

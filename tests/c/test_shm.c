@@ -135,9 +135,9 @@ static void works_quietly(struct test_rank *me) {
 static void works_loudly(struct test_rank *me) {
     char text[NB_ERROR_TEXT] = "";
     works(me);
-    bool told = nb_job_notice(me->job, text, sizeof text);
-    CHECK(told == (me->rank == 0), "rank %d reports: %s", me->rank, text);
-    CHECK(!told || strstr(text, me->arg) != NULL, "the reason is not in: %s", text);
+    bool noticed = nb_job_notice(me->job, text, sizeof text);
+    CHECK(noticed == (me->rank == 0), "rank %d reports: %s", me->rank, text);
+    CHECK(!noticed || strstr(text, me->arg) != NULL, "the reason is not in: %s", text);
 }
 
 static void must_not_run(struct test_rank *me) {
@@ -232,14 +232,14 @@ static void with_a_limit(void) {
 }
 
 static void where_it_is_off(void) {
-    static char told[] = "rank 1 disables it (NETBOTTLENECK_SHM=0)";
+    static char noticed[] = "rank 1 disables it (NETBOTTLENECK_SHM=0)";
     static char hosts[] = "ranks 0 and 1 are on different hosts";
     static char nameless[] = "its host has no identifier";
     struct test_rank like = two;
     like.shm = NB_SHM_AUTO;
     like.run = works_quietly;
     like.odd = &(struct test_odd){.rank = 1, .shm = NB_SHM_OFF, .host = "here"};
-    like.arg = told;
+    like.arg = noticed;
     CHECK(test_job(&like) == 0, "one rank does not share");
     like.odd = &(struct test_odd){.rank = 1, .shm = NB_SHM_AUTO, .host = "there"};
     like.arg = hosts;

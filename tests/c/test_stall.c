@@ -29,7 +29,7 @@ static void heard_of_late(struct test_rank *me) {
     CHECK(nb_comm_missing(nb_job_world(me->job), "another", ranks) == 0, "rank %d: of another", me->rank);
 }
 
-static void told(struct test_rank *me) {
+static void check_notice(struct test_rank *me) {
     struct nb_work *work = NULL;
     if (me->rank != LATE) {
         work = test_submit(me, test_op("x", NB_OP_BARRIER, NULL));
@@ -93,8 +93,8 @@ static void run(void (*what)(struct test_rank *me), int stall_ms, int stall_end_
 }
 
 int main(void) {
-    run(told, 50, 0);
-    run(told, 50, TEST_LIMIT_MS);
+    run(check_notice, 50, 0);
+    run(check_notice, 50, TEST_LIMIT_MS);
     run(limited, 0, 0);
     run(limited, 50, TEST_LIMIT_MS);
     run(ended, 0, 50);

@@ -6,7 +6,7 @@
 
 enum { UNSETTLED = 5 };
 
-static _Atomic int asked;
+static _Atomic int queries;
 static _Atomic int farewells;
 
 bool __real_nb_lanes_settle(struct nb_lanes *lanes);
@@ -16,12 +16,12 @@ void __wrap_nb_lanes_announce_leave(struct nb_lanes *lanes);
 
 bool __wrap_nb_lanes_settle(struct nb_lanes *lanes) {
     bool settled = __real_nb_lanes_settle(lanes);
-    return lanes->config.lane.rank == 0 ? settled && atomic_fetch_add(&asked, 1) >= UNSETTLED : settled;
+    return lanes->config.lane.rank == 0 ? settled && atomic_fetch_add(&queries, 1) >= UNSETTLED : settled;
 }
 
 void __wrap_nb_lanes_announce_leave(struct nb_lanes *lanes) {
     if (lanes->config.lane.rank == 0) {
-        CHECK(atomic_load(&asked) > UNSETTLED, "leave announced before the lanes have settled");
+        CHECK(atomic_load(&queries) > UNSETTLED, "leave announced before the lanes have settled");
         atomic_fetch_add(&farewells, 1);
     }
     __real_nb_lanes_announce_leave(lanes);
@@ -34,8 +34,8 @@ static void sum_and_stop(struct test_rank *me) {
     if (me->rank == 0) {
         nb_job_close(me->job);
         me->job = NULL;
-        CHECK(atomic_load(&asked) > UNSETTLED, "it stopped after %d looks at lanes that had not settled",
-              atomic_load(&asked));
+        CHECK(atomic_load(&queries) > UNSETTLED, "it stopped after %d looks at lanes that had not settled",
+              atomic_load(&queries));
         CHECK(atomic_load(&farewells) == 1, "%d leave announcements", atomic_load(&farewells));
     }
 }

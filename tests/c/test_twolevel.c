@@ -217,21 +217,21 @@ static int on_hosts(struct test_rank like, const char *hosts, void (*run)(struct
 }
 
 static void where_it_is_off(const struct test_rank *base) {
-    static char told[] = "off: rank 3 disables it (NETBOTTLENECK_SHM=0)";
+    static char reason[] = "off: rank 3 disables it (NETBOTTLENECK_SHM=0)";
     static char apart[] = "off: ranks 0 and 1 are on different hosts";
     struct test_rank like = *base;
     like.shm = NB_SHM_AUTO;
     like.arg = apart;
     CHECK(on_hosts(like, "abc", off) == 0, "one rank a host");
     like.odd = &(struct test_odd){.rank = 3, .shm = NB_SHM_OFF};
-    like.arg = told;
+    like.arg = reason;
     CHECK(on_hosts(like, "aabb", off) == 0, "one host does not share, so no host does");
     CHECK(on_hosts(like, "aacb", small_ones) == 0, "a rank alone on its host has no rank to share with");
     like.shm = NB_SHM_REQUIRED;
     like.hosts = "aabb";
     like.size = 4;
     like.run = must_not_run;
-    test_job_fails(&like, -EOPNOTSUPP, told + 5);
+    test_job_fails(&like, -EOPNOTSUPP, reason + 5);
 }
 
 static int everything_on(struct test_rank like, const char *hosts) {

@@ -53,8 +53,8 @@ def scale(model: Any) -> None:
 
 
 def test_a_scaled_gradient_differs() -> None:
-    told = run([run(None).log], scale).differences
-    assert any("look backward" in line and "weight" in line for line in told)
+    found = run([run(None).log], scale).differences
+    assert any("look backward" in line and "weight" in line for line in found)
 
 
 def test_one_bit_of_one_element_differs() -> None:
@@ -127,8 +127,8 @@ def test_a_gradient_within_the_bound_is_taken_and_training_goes_on_from_the_unto
 
 def test_a_gradient_beyond_the_bound_is_wrong() -> None:
     logs = [run(None, rank=rank, ranks=2).log for rank in range(2)]
-    told = run(logs, by(1 + 2**-20), ranks=2).differences
-    assert any("times the bound" in line for line in told)
+    found = run(logs, by(1 + 2**-20), ranks=2).differences
+    assert any("times the bound" in line for line in found)
 
 
 def test_the_bound_is_twice_what_one_average_may_be_off() -> None:
@@ -201,12 +201,12 @@ def test_a_rank_that_waits_for_ever_is_a_hang_with_its_place(tmp_path: Path, mon
 
 
 def test_names_that_are_unknown_are_refused() -> None:
-    for given, told in (("--only=nothing", "no such idiom"), ("--modes=nothing", "must be of")):
+    for given, found in (("--only=nothing", "no such idiom"), ("--modes=nothing", "must be of")):
         ended = subprocess.run(
             [sys.executable, str(HERE / "run.py"), given], capture_output=True, text=True, check=False, timeout=100
         )
         assert ended.returncode == 1
-        assert told in ended.stderr
+        assert found in ended.stderr
 
 
 def test_every_idiom_imports_nothing_of_the_package() -> None:

@@ -24,6 +24,7 @@ import torch
 from conftest import RANKS_LIMIT_S, on_ranks
 
 from netbottleneck import _core, errors
+from netbottleneck.trace import ring_reader
 
 EVENT_H = Path(__file__).resolve().parents[2] / "csrc" / "trace" / "event.h"
 SECRET = b"sixteen bytes..."
@@ -413,6 +414,28 @@ assert before[:4] == after[:4], (before, after)
 assert grown < 1024, grown
 """
     run_python(source)
+
+
+def test_the_clock_is_recorded_in_another_recorder_too(pair: list[_core.Comm], tmp_path: Path) -> None:
+    """The first event is the last measurement; a closed or replaced recorder gets no more."""
+    kind = _core.EVENTS["CLOCK"]
+    first, second = (_core.Recorder(str(tmp_path / name), 64, 1) for name in ("first", "second"))
+    for recorder, name in ((first, "first"), (second, "second")):
+        pair[1].record_clock(recorder)
+        until = time.monotonic() + RANKS_LIMIT_S
+        while not any(event[1] == kind for event in events_of(tmp_path / name)):
+            assert time.monotonic() < until, f"no measurement in {name}"
+            time.sleep(0.01)
+    pair[1].record_clock(None)
+    second.close()
+    first.close()
+    offset, trip = next(event[4:6] for event in events_of(tmp_path / "second") if event[1] == kind)
+    assert 0 < trip
+    assert abs(ring_reader.signed(offset)) <= trip  # one host has one clock
+    with pytest.raises(ValueError, match="recorder is closed"):
+        pair[1].record_clock(first)
+    with pytest.raises(TypeError, match="must be a Recorder or None"):
+        pair[1].record_clock(3)  # type: ignore[arg-type]
 
 
 # failures

@@ -188,6 +188,14 @@ def test_clocks_are_aligned_with_rank_0_by_heartbeat(tmp_path):
     assert (clock.method, clock.offset_ns) == ("heartbeat", -7_000_000_123)
 
 
+@pytest.mark.parametrize(("skew_ns", "method", "offset_ns"), [(12 * MS, "heartbeat", 12 * MS), (300, "same clock", 0)])
+def test_hosts_that_booted_together_have_one_clock_only_if_heartbeats_agree(tmp_path, skew_ns, method, offset_ns):
+    """The heartbeats' error is 500 ns; wall clocks are compared to 20 ms."""
+    trace = ring_reader.load(FakeRun(tmp_path, blocks=2, clock_skew_ns={1: skew_ns}).write())
+    clock = next(r.clock for r in trace.ranks if r.rank == 1)
+    assert (clock.method, clock.offset_ns) == (method, offset_ns)
+
+
 def test_a_drifting_clock_is_aligned(tmp_path):
     folder = FakeRun(tmp_path, transports=("stock", "ofi"), blocks=2, block_steps=2).write()
     straight = ring_reader.load(folder)

@@ -536,11 +536,17 @@ def _clock_line(files: _RankFiles, reference_ns: int | None) -> tuple[tr.Clock, 
         return tr.Clock("rank 0", 0, 0), still
     events = files.events()
     beats = events[events["kind"] == EVENTS["CLOCK"]]
+    anchor = files.anchor_ns()
+    anchored = anchor is not None and reference_ns is not None
+    by_wall = reference_ns - anchor if anchor is not None and reference_ns is not None else 0
+    same = anchored and abs(by_wall) <= SAME_CLOCK_NS
     if len(beats):
         offset, trip = beats["a"].astype("i8"), beats["b"]
         good = trip <= ROUND_TRIP_FACTOR * trip.min()
         best = int(np.argmin(trip))
         clock = tr.Clock("heartbeat", int(offset[best]), int(trip[best]) // 2)
+        if same and abs(clock.offset_ns) <= (clock.error_ns or 0):
+            return tr.Clock("same clock", 0, 0), still
         if good.sum() >= DRIFT_SAMPLES:
             at = float(beats["time_ns"][best])
             slope, _ = np.polyfit(beats["time_ns"][good] - at, (offset[good] - offset[best]).astype(float), 1)
@@ -549,13 +555,9 @@ def _clock_line(files: _RankFiles, reference_ns: int | None) -> tuple[tr.Clock, 
     known = [t["clock_offset_ns"] for t in files.meta.get("transports", {}).values() if t.get("clock_offset_ns")]
     if known:
         return tr.Clock("heartbeat", int(known[0]), None), still
-    anchor = files.anchor_ns()
-    if anchor is None or reference_ns is None:
+    if not anchored:
         return tr.Clock(), still
-    offset_ns = reference_ns - anchor
-    if abs(offset_ns) <= SAME_CLOCK_NS:
-        return tr.Clock("same clock", 0, 0), still
-    return tr.Clock("wall", offset_ns, None), still
+    return (tr.Clock("same clock", 0, 0) if same else tr.Clock("wall", by_wall, None)), still
 
 
 def _on_rank_0(ring: Ring, clock: tr.Clock, drift: NDArray[np.float64]) -> NDArray[Any]:

@@ -71,36 +71,36 @@ static uint32_t tag_of(const struct world *world, int slot, uint32_t block) {
 
 // An arrival that has the tag right, and nothing else.
 static void tag_known(struct world *world, const uint8_t *data, size_t bytes) {
-    uint8_t said[4] = {0};
-    memcpy(said, data, bytes < sizeof said ? bytes : sizeof said);
-    struct nb_frame frame = {.slot = said[0] % 3, .block = said[1], .blocks = (uint16_t)(said[2] + 1)};
+    uint8_t bytes_in[4] = {0};
+    memcpy(bytes_in, data, bytes < sizeof bytes_in ? bytes : sizeof bytes_in);
+    struct nb_frame frame = {.slot = bytes_in[0] % 3, .block = bytes_in[1], .blocks = (uint16_t)(bytes_in[2] + 1)};
     frame.tag = tag_of(world, frame.slot, frame.block);
-    uint64_t arrival[2] = {nb_frame_pack(&frame), said[3]};
+    uint64_t arrival[2] = {nb_frame_pack(&frame), bytes_in[3]};
     if (double_state.data_bytes == sizeof arrival[0]) {
-        double_arrive(world->ids[said[3] % LANES], arrival[0], FI_REMOTE_CQ_DATA);
+        double_arrive(world->ids[bytes_in[3] % LANES], arrival[0], FI_REMOTE_CQ_DATA);
     } else {
-        (void)nb_ofi_send_message(nb_ofi_lane_of(world->peer[said[3] % LANES].lane), 0, NB_WIRE_OFI_OF_ARRIVALS,
+        (void)nb_ofi_send_message(nb_ofi_lane_of(world->peer[bytes_in[3] % LANES].lane), 0, NB_WIRE_OFI_OF_ARRIVALS,
                                   arrival, sizeof arrival);
     }
 }
 
 static void peer_write(struct world *world, const uint8_t *data, size_t bytes) {
     static unsigned char line[4 * BLOCK];
-    uint8_t said[4] = {0};
-    memcpy(said, data, bytes < sizeof said ? bytes : sizeof said);
-    struct outsider *peer = &world->peer[said[0] % LANES];
-    struct nb_request *request = &peer->requests[said[1] % OUTSIDER_REQUESTS];
-    const struct nb_region *region = &world->lanes->peers[1].rma->staging_region[said[0] % LANES];
-    if (peer->busy[said[1] % OUTSIDER_REQUESTS]) {
+    uint8_t bytes_in[4] = {0};
+    memcpy(bytes_in, data, bytes < sizeof bytes_in ? bytes : sizeof bytes_in);
+    struct outsider *peer = &world->peer[bytes_in[0] % LANES];
+    struct nb_request *request = &peer->requests[bytes_in[1] % OUTSIDER_REQUESTS];
+    const struct nb_region *region = &world->lanes->peers[1].rma->staging_region[bytes_in[0] % LANES];
+    if (peer->busy[bytes_in[1] % OUTSIDER_REQUESTS]) {
         return;
     }
-    *request = (struct nb_request){.frame = {.block = said[2], .blocks = 1, .bytes = 4 * BLOCK},
+    *request = (struct nb_request){.frame = {.block = bytes_in[2], .blocks = 1, .bytes = 4 * BLOCK},
                                    .peer = 0,
                                    .iov_count = 1,
                                    .iov = {{.iov_base = line, .iov_len = sizeof line}},
-                                   .remote_addr = region->addr + (uint64_t)said[3] * BLOCK,
+                                   .remote_addr = region->addr + (uint64_t)bytes_in[3] * BLOCK,
                                    .remote_key = region->key};
-    peer->busy[said[1] % OUTSIDER_REQUESTS] = nb_ofi_ops.post(peer->lane, request) == 0;
+    peer->busy[bytes_in[1] % OUTSIDER_REQUESTS] = nb_ofi_ops.post(peer->lane, request) == 0;
 }
 
 static void peer_say(struct world *world, const uint8_t *data, size_t bytes) {

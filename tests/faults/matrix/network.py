@@ -55,10 +55,10 @@ def link_down_for_a_while(cell: Cell) -> str:
     at = place.link(host, up=False)
     time.sleep(DOWN_S)  # the fault itself
     place.link(host, up=True)
-    said = cell.right(job, at)
+    outcome = cell.right(job, at)
     if cell.seconds is not None and cell.seconds < DOWN_S:
         raise Broken(f"sums went on after {cell.seconds:.2f} s, while the link was down: this cell showed nothing")
-    return said
+    return outcome
 
 
 def link_down_for_good(cell: Cell) -> str:

@@ -57,13 +57,13 @@ class Machine:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         self.server = Warm(self.environ, MODULES)
-        told, until = self.folder / "PRIVATE", time.monotonic() + START_S
-        while not (told.exists() and told.read_text(encoding="utf-8")):
+        answer_file, until = self.folder / "PRIVATE", time.monotonic() + START_S
+        while not (answer_file.exists() and answer_file.read_text(encoding="utf-8")):
             if time.monotonic() > until:
                 self.server.close()
                 raise RuntimeError("the process that forks ranks did not start")
             time.sleep(0.01)
-        self.private = told.read_text(encoding="utf-8")
+        self.private = answer_file.read_text(encoding="utf-8")
         return self
 
     def __exit__(self, *_: object) -> None:

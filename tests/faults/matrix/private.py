@@ -49,12 +49,12 @@ def make_private() -> None:
 
 
 def main() -> None:
-    said = "yes"
+    outcome = "yes"
     try:
         make_private()
     except OSError as error:
-        said = str(error)
-    Path(os.environ["FAULTS_FOLDER"], "PRIVATE").write_text(said, encoding="utf-8")
+        outcome = str(error)
+    Path(os.environ["FAULTS_FOLDER"], "PRIVATE").write_text(outcome, encoding="utf-8")
 
 
 main()

@@ -20,11 +20,11 @@ def kill(cell: Cell, rank: int, forked: bool = False) -> str:
         job.children.append(job.tell(rank, "fork"))
         job.more_rounds(1)
     killed = job.signal(rank, signal.SIGKILL)
-    said = cell.named(job, killed, {rank}, {rank})
+    outcome = cell.named(job, killed, {rank}, {rank})
     for child in job.children:
         if not alive(child):
             raise Broken("the child did not live on: this cell showed nothing")
-    return said
+    return outcome
 
 
 def alive(pid: int) -> bool:
@@ -42,11 +42,11 @@ def stop(cell: Cell, rank: int) -> str:
     job.start()
     at = job.signal(rank, signal.SIGSTOP)
     cell.defer(lambda: job.signal(rank, signal.SIGCONT))
-    said = cell.named(job, at, {rank}, {rank}, SILENT)
+    outcome = cell.named(job, at, {rank}, {rank}, SILENT)
     job.signal(rank, signal.SIGCONT)
     job.wait_for(str(rank), "failed")
     cell.ended(job, [str(rank)])
-    return said
+    return outcome
 
 
 def stop_and_continue(cell: Cell) -> str:
@@ -57,11 +57,11 @@ def stop_and_continue(cell: Cell) -> str:
     cell.defer(lambda: job.signal(cell.victim, signal.SIGCONT))
     time.sleep(STOPPED_S)  # the fault itself
     job.signal(cell.victim, signal.SIGCONT)
-    said = cell.right(job, at)
+    outcome = cell.right(job, at)
     lost = [job.wait_for(name, "right")["info"]["lanes_lost"] for name in job.processes]
     if any(lost):
         raise Broken(f"lanes were lost: {lost}")
-    return said
+    return outcome
 
 
 def forked_child(cell: Cell) -> str:

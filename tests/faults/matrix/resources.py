@@ -35,10 +35,10 @@ def disk(cell: Cell) -> str:
     if not job.tell(cell.victim, "fill /tmp/fault-filler"):
         raise Broken("the disk was full before: this cell showed nothing")
     job.more_rounds(2)
-    told = cell.right(job, at)
+    outcome = cell.right(job, at)
     for path in folder.glob("fault-*"):
         path.unlink()
-    return told
+    return outcome
 
 
 def clock(cell: Cell) -> str:
@@ -54,8 +54,8 @@ def clock(cell: Cell) -> str:
     for jump in JUMPS_S:
         with offset.open("r+b") as file:
             file.write(struct.pack("q", jump))
-        told = job.tell(cell.victim, "time")
-        if abs(told - time.time() - jump) > 60:
+        clock_s = job.tell(cell.victim, "time")
+        if abs(clock_s - time.time() - jump) > 60:
             raise Broken(f"the rank's clock did not jump by {jump} s: this cell showed nothing")
         job.more_rounds(2)
     return cell.right(job, at)

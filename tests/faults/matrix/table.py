@@ -57,15 +57,15 @@ def page(rows: Sequence[Fault], outcomes: Sequence[Outcome]) -> str:
     lines = [f"| fault | required outcome | {' | '.join(heads)} |", "| --- " * (2 + len(heads)) + "|"]
     for row in rows:
         bound = "" if row.within_s is None else f", within {row.within_s:g} s"
-        told = " | ".join(cells.get((row.name, *column), "") for column in columns)
-        lines.append(f"| {row.title} | {row.expects}{bound} | {told} |")
+        results = " | ".join(cells.get((row.name, *column), "") for column in columns)
+        lines.append(f"| {row.title} | {row.expects}{bound} | {results} |")
     absent = dict.fromkeys(
         f"* {each.fault}, {each.network}, {each.size} ranks: {each.words}"
         for each in outcomes
         if each.verdict == "not applicable"
     )
-    said = ["", "Not applicable:", "", *absent] if absent else []
-    return PAGE + "\n".join([*lines, *said, "", totals(outcomes)]) + "\n"
+    absent_lines = ["", "Not applicable:", "", *absent] if absent else []
+    return PAGE + "\n".join([*lines, *absent_lines, "", totals(outcomes)]) + "\n"
 
 
 def totals(outcomes: Sequence[Outcome]) -> str:

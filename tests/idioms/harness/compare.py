@@ -84,10 +84,10 @@ def differ(mine: Any, theirs: Any) -> str:
     a, b = _dense(mine).reshape(-1), _dense(theirs).reshape(-1)
     wrong = ~_same(a, b)
     first = int(wrong.nonzero()[0]) if bool(wrong.any()) else 0
-    told = f"{int(wrong.sum())} of {a.numel()} elements"
+    text = f"{int(wrong.sum())} of {a.numel()} elements"
     if a.numel():
-        told += f", [{first}]: untouched {_digits(b[first])}, here {_digits(a[first])}"
-    return told
+        text += f", [{first}]: untouched {_digits(b[first])}, here {_digits(a[first])}"
+    return text
 
 
 def _digits(element: torch.Tensor) -> str:

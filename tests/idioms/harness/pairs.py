@@ -34,7 +34,7 @@ PORTS = (16384, 30000)  # below those that the kernel deals to outgoing connecti
 
 @dataclass
 class Outcome:
-    """How one idiom went in one mode: equal, WRONG, CRASH, HANG or skipped, with what was told of it."""
+    """How one idiom went in one mode: equal, WRONG, CRASH, HANG or skipped, with what was answers of it."""
 
     verdict: str
     differences: list[str] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Job:
         self.plan.write_text(json.dumps(plan), encoding="utf-8")
         self.processes: list[subprocess.Popen[bytes]] = []
         self.pipes: list[IO[bytes]] = []
-        self.told: list[dict[str, Any]] = [{} for _ in range(size)]  # of the current item, by rank
+        self.answers: list[dict[str, Any]] = [{} for _ in range(size)]  # of the current item, by rank
         self.ready: set[int] = set()
         self.ended: set[int] = set()
         self.current = 0
@@ -166,7 +166,7 @@ class Job:
                 if not read:
                     selector.unregister(key.fileobj)
                     if rank not in self.ended:
-                        self.told[rank].setdefault("error", "the process ended")
+                        self.answers[rank].setdefault("error", "the process ended")
                         return self._broken("CRASH")
                 *lines, key.data[1] = (rest + read).split(b"\n")
                 for line in lines:
@@ -184,12 +184,12 @@ class Job:
             self.ready.add(rank)
             self.begun = time.monotonic()
         elif event == "failed":
-            self.told[rank] = message
-            wait = OTHERS_S if any(not told for told in self.told) else 0.0
+            self.answers[rank] = message
+            wait = OTHERS_S if any(not answers for answers in self.answers) else 0.0
             self.begun = min(self.begun, time.monotonic() - self.deadline_s + wait)
         elif event == "end":
-            self.told[rank] = message
-            if all("differences" in told for told in self.told):
+            self.answers[rank] = message
+            if all("differences" in answers for answers in self.answers):
                 self._take(self._outcome())
         elif event == "done":
             self.ended.add(rank)
@@ -201,17 +201,17 @@ class Job:
             self.stopped = True
             return
         self.done(self.items[self.current], outcome)
-        self.told = [{} for _ in range(self.size)]
+        self.answers = [{} for _ in range(self.size)]
         self.current += 1
         self.begun = time.monotonic()
 
     def _outcome(self) -> Outcome:
-        told = [f"rank {rank}: {line}" for rank, each in enumerate(self.told) for line in each["differences"]]
-        notes = list(dict.fromkeys(f"{level}: {line}" for each in self.told for level, line in each["notes"]))
-        skipped = self.told[0]["skipped"]
-        verdict = "skipped" if skipped else "WRONG" if told else "equal"
-        lack = next((each["lack"] for each in self.told if each["lack"]), "")
-        return Outcome(verdict, told, notes, skipped, lack, seconds=time.monotonic() - self.begun)
+        answers = [f"rank {rank}: {line}" for rank, each in enumerate(self.answers) for line in each["differences"]]
+        notes = list(dict.fromkeys(f"{level}: {line}" for each in self.answers for level, line in each["notes"]))
+        skipped = self.answers[0]["skipped"]
+        verdict = "skipped" if skipped else "WRONG" if answers else "equal"
+        lack = next((each["lack"] for each in self.answers if each["lack"]), "")
+        return Outcome(verdict, answers, notes, skipped, lack, seconds=time.monotonic() - self.begun)
 
     def _overdue(self) -> str:
         """Return CRASH or HANG where a deadline has passed."""
@@ -223,14 +223,14 @@ class Job:
             limit = self.deadline_s
         if time.monotonic() - self.begun < limit:
             return ""
-        return "CRASH" if any("error" in told for told in self.told) else "HANG"
+        return "CRASH" if any("error" in answers for answers in self.answers) else "HANG"
 
     def _broken(self, verdict: str) -> int:
         """Give the current item its outcome, and return how many have one."""
         if verdict == "HANG":
             self._stacks()
-        errors = [f"rank {rank}: {told['error']}" for rank, told in enumerate(self.told) if "error" in told]
-        traces = [told.get("trace", "") for told in self.told if "error" in told]
+        errors = [f"rank {rank}: {answers['error']}" for rank, answers in enumerate(self.answers) if "error" in answers]
+        traces = [answers.get("trace", "") for answers in self.answers if "error" in answers]
         if verdict == "HANG":
             errors = [f"rank {rank}: at {_place(self._printed(rank))}" for rank in range(self.size)]
         printed = [f"--- rank {rank}\n{self._printed(rank)}" for rank in range(self.size)]
@@ -268,7 +268,7 @@ class Job:
             self.current = len(self.items)
             for rank, code in enumerate(codes):
                 if code != 0:
-                    self.told[rank]["error"] = f"ended with {code}" if code is not None else "did not end"
+                    self.answers[rank]["error"] = f"ended with {code}" if code is not None else "did not end"
             self._broken("HANG" if None in codes else "CRASH")
 
     def _kill(self) -> None:

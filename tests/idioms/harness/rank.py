@@ -75,10 +75,10 @@ class Rank:
         self.tell("ready")
         for index, (name, width) in enumerate(self.plan["items"]):
             self.tell("begin", item=index)
-            told = self._one(name, width)
+            result = self._one(name, width)
             gc.collect()
             dist.barrier()
-            self.tell("end", item=index, **told)
+            self.tell("end", item=index, **result)
         self.tell("done")
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -121,9 +121,9 @@ class Rank:
         except Skipped as why:
             skipped = str(why)
         except Exception as error:
-            # Others may wait for this rank: what is told ends them.
-            told = traceback.format_exc()
-            self.tell("failed", error=f"{type(error).__name__}: {error}"[:400], trace=told[-3000:])
+            # Others may wait for this rank: what is result ends them.
+            result = traceback.format_exc()
+            self.tell("failed", error=f"{type(error).__name__}: {error}"[:400], trace=result[-3000:])
             signal.pause()
         watch.end()
         if self.mode.imported and kind != "horovod" and not getattr(idiom, "QUIET", False) and not skipped:

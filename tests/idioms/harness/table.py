@@ -50,8 +50,8 @@ class Table:
         """Take an outcome, and print its line."""
         name, width = item
         verdict = outcome.verdict
-        said = [line for line in outcome.notes if LEFT_ALONE.search(line)]
-        if verdict == "equal" and said:
+        left_alone = [line for line in outcome.notes if LEFT_ALONE.search(line)]
+        if verdict == "equal" and left_alone:
             verdict = "left alone"
         elif verdict == "equal" and outcome.lack:
             verdict = "SILENT"
@@ -64,7 +64,7 @@ class Table:
         shown = [
             *_together(outcome.differences)[: None if self.verbose else SHOWN],
             outcome.skipped,
-            *(outcome.notes if self.verbose or verdict in (*FAILURES, UNEQUAL) else said[:1]),
+            *(outcome.notes if self.verbose or verdict in (*FAILURES, UNEQUAL) else left_alone[:1]),
         ]
         for line in filter(None, shown):
             print(f"           {line[:300]}")
@@ -75,18 +75,18 @@ class Table:
         """Return, by idiom and mode, the worst verdict, and what it holds for."""
         rows: dict[str, dict[str, str]] = {}
         for (name, mode, size, width), (verdict, _) in self.outcomes.items():
-            told = rows.setdefault(name, {})
-            before = told.get(mode, "equal")
+            row = rows.setdefault(name, {})
+            before = row.get(mode, "equal")
             where = f" ({size} ranks, {width})" if verdict in FAILURES else ""
-            told[mode] = min(before, verdict + where, key=lambda text: RANKING.index(re.sub(r" \(.*", "", text)))
+            row[mode] = min(before, verdict + where, key=lambda text: RANKING.index(re.sub(r" \(.*", "", text)))
         return rows
 
     def text(self) -> str:
         """Return the table as lines: idiom, then modes grouped by verdict."""
         lines = []
-        for name, told in self._rows().items():
+        for name, row in self._rows().items():
             groups: dict[str, list[str]] = {}
-            for mode, verdict in told.items():
+            for mode, verdict in row.items():
                 if mode != UNTOUCHED or verdict != "equal":
                     groups.setdefault(verdict, []).append(mode)
             lines.append(f"{name:32} | " + "; ".join(f"{verdict}: {', '.join(who)}" for verdict, who in groups.items()))
@@ -94,13 +94,13 @@ class Table:
 
     def markdown(self) -> str:
         """Return the page."""
-        shown = [mode for mode in MODES if mode != UNTOUCHED and any(mode in told for told in self._rows().values())]
+        shown = [mode for mode in MODES if mode != UNTOUCHED and any(mode in row for row in self._rows().values())]
         head = ["| idiom | " + " | ".join(shown) + " |", "| --- |" + " --- |" * len(shown)]
-        body, said = [], []
-        for name, told in self._rows().items():
+        body, left_alone = [], []
+        for name, row in self._rows().items():
             title = self.known.get(name, ("", name))[1]
-            skipped = told.get(UNTOUCHED) == "skipped"
-            cells = ["skipped" if skipped else told.get(mode, "–") for mode in shown]
+            skipped = row.get(UNTOUCHED) == "skipped"
+            cells = ["skipped" if skipped else row.get(mode, "–") for mode in shown]
             body.append(f"| {title} (`{name}`) | " + " | ".join(cells) + " |")
             lines = [
                 line
@@ -110,11 +110,13 @@ class Table:
                 if LEFT_ALONE.search(line)
             ]
             reasons = [o.skipped for (idiom, *_), (_, o) in self.outcomes.items() if idiom == name and o.skipped]
-            said += [f"* `{name}`: {line}" for line in dict.fromkeys([*lines, *reasons])]
+            left_alone += [f"* `{name}`: {line}" for line in dict.fromkeys([*lines, *reasons])]
         text = PAGE + "\n".join([*head, *body]) + "\n"
-        if said:
+        if left_alone:
             text += (
-                "\nWhat the user reads of a row that is left alone, or why it was skipped:\n\n" + "\n".join(said) + "\n"
+                "\nWhat the user reads of a row that is left alone, or why it was skipped:\n\n"
+                + "\n".join(left_alone)
+                + "\n"
             )
         return text + f"\n{self.last_line()}\n"
 
@@ -138,5 +140,5 @@ class Table:
         compared = [mode for (_, mode, *_), _ in self.outcomes.items() if mode != UNTOUCHED]
         failed_here = sum(v in FAILURES for (_, m, *_), (v, _) in self.outcomes.items() if m != UNTOUCHED)
         unequal = sum(verdict == UNEQUAL for verdict, _ in self.outcomes.values())
-        told = f"{len(compared) - failed_here - unequal} passed, {self.failed} failed"
-        return f"{told}, {skipped} skipped" if skipped else told
+        counts = f"{len(compared) - failed_here - unequal} passed, {self.failed} failed"
+        return f"{counts}, {skipped} skipped" if skipped else counts

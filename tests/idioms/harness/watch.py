@@ -146,8 +146,8 @@ class Watch:
             return
         mine = self._reference[self._rank]
         if index >= len(mine.events) or mine.events[index].name != name:
-            told = mine.events[index].name if index < len(mine.events) else "nothing"
-            self._differs(f"record {index}: untouched {told}, here {name}")
+            detail = mine.events[index].name if index < len(mine.events) else "nothing"
+            self._differs(f"record {index}: untouched {detail}, here {name}")
             return
         event = mine.events[index]
         where = f"{name} (record {index})"
@@ -159,8 +159,8 @@ class Watch:
             theirs = mine.store[event.values[key]]
             far = self._apart(index, key, values[key], theirs, rounding, key in weights)
             if far > 1.0:
-                told = f", {far:.3g} times the bound" if far < float("inf") else ""
-                self._differs(f"{where}: {key}: {differ(values[key], theirs)}{told}")
+                detail = f", {far:.3g} times the bound" if far < float("inf") else ""
+                self._differs(f"{where}: {key}: {differ(values[key], theirs)}{detail}")
             if self._bounded and isinstance(theirs, torch.Tensor) and isinstance(values[key], torch.Tensor):
                 _load(values[key], theirs, (gradients or {}).get(key))
 

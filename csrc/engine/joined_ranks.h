@@ -1,6 +1,6 @@
 // Join: ranks that have joined submit nothing until all have, and contribute zeros to the others' all-reduces.
-#ifndef NB_ENGINE_JOIN_H
-#define NB_ENGINE_JOIN_H
+#ifndef NB_ENGINE_JOINED_RANKS_H
+#define NB_ENGINE_JOINED_RANKS_H
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -1,4 +1,4 @@
-// Open lanes: those to a peer, those of them that take new segments, and messages over the lowest one.
+// Usable lanes: the open lanes to a peer, those of them that take new segments, and messages over the lowest one.
 #include <stddef.h>
 
 #include "base/error.h"

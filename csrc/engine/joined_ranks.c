@@ -1,5 +1,5 @@
 // Join: rank 0's record of joined ranks, and the zeros that a joined rank contributes.
-#include "engine/join.h"
+#include "engine/joined_ranks.h"
 
 #include <errno.h>
 #include <stdint.h>

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
+import signal
 import subprocess
 import sys
 import types
@@ -224,6 +226,39 @@ def test_the_exit_of_a_script_is_preserved(tmp_path: Path) -> None:
     assert "in train" in done.stderr
     assert "runpy" not in done.stderr
     assert "cli/__init__.py" not in done.stderr
+
+
+SCRIPTS = {
+    "annotations": "class A:\n    n: int = 1\nprint(A.__annotations__)\n",
+    "file": "import os\nos.chdir('/')\nprint(__file__, os.path.abspath(__file__))\n",
+    "interrupt": "def deep():\n    raise KeyboardInterrupt('by hand')\ndeep()\n",
+    "base": "class End(BaseException): pass\nraise End('so')\n",
+    "excepthook": "import sys\ndef hook(*_):\n    raise OSError('in the hook')\nsys.excepthook = hook\n1 / 0\n",
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_runs_as_under_python(tmp_path: Path, name: str) -> None:
+    """The same output and the same traceback, also by a relative path; the command's frames do not show."""
+    Path(tmp_path, "script.py").write_text(SCRIPTS[name], encoding="utf-8")
+
+    def ended(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *words, "script.py"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=RANKS_LIMIT_S, check=False)
+
+    plain, ours = ended(), ended("-m", "netbottleneck", "run")
+    interrupted = plain.returncode == -signal.SIGINT
+    assert ours.returncode == (130 if interrupted else plain.returncode)
+    assert (ours.stdout, ours.stderr) == (plain.stdout, plain.stderr)
+
+
+def test_a_compiled_script_runs(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nprint(__file__, sys.argv)\n", encoding="utf-8")
+    compiled = py_compile.compile(str(script), str(tmp_path / "script.pyc"))
+    assert compiled is not None
+    plain = subprocess.run([sys.executable, compiled, "a"], capture_output=True, text=True, timeout=60, check=True)
+    assert command("run", compiled, "a").stdout == plain.stdout
 
 
 def test_run_without_a_script_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,10 +17,12 @@ import types
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 from netbottleneck._version import __version__
 
 SUCCESS, FAILURE, USAGE, GATE, INCONCLUSIVE = range(5)
+INTERRUPTED = 130  # a shell's code for SIGINT
 
 
 def _study(argv: Sequence[str]) -> int:
@@ -183,6 +185,7 @@ def _run_as_main(module: bool, argv: Sequence[str]) -> None:
     # Never restored, as under Python: threads and exit handlers still need the script's classes.
     _main_modules.append(sys.modules["__main__"])  # keeps the old module alive, as its functions may still be called
     sys.modules["__main__"] = types.ModuleType("__main__")
+    uncaught: BaseException | None = None
     try:
         if module:
             runpy._run_module_as_main(argv[0])  # type: ignore[attr-defined]
@@ -190,26 +193,48 @@ def _run_as_main(module: bool, argv: Sequence[str]) -> None:
             _run_file(argv[0])
         else:
             runpy.run_path(argv[0], run_name="__main__")
-    except Exception as error:
-        # Drop the frames of this file and of runpy.
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
-            trace = trace.tb_next
-        sys.last_type, sys.last_value, sys.last_traceback = type(error), error.with_traceback(trace), trace
+    except SystemExit:
+        raise
+    except BaseException as error:
+        uncaught = error
+    if uncaught is not None:  # outside the handler, as under Python: sys.exc_info() is empty in the hook
+        _show_uncaught(uncaught)
+        raise SystemExit(INTERRUPTED if isinstance(uncaught, KeyboardInterrupt) else FAILURE)
+
+
+def _show_uncaught(error: BaseException) -> None:
+    """Call sys.excepthook as Python does, without our frames and runpy's. If it raises, both exceptions are shown."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error.with_traceback(trace), trace
+    try:
         sys.excepthook(type(error), error, trace)
-        raise SystemExit(FAILURE) from error
+    except SystemExit:
+        raise
+    except BaseException as failure:
+        print("Error in sys.excepthook:", file=sys.stderr)
+        traceback.print_exception(failure.with_traceback(failure.__traceback__ and failure.__traceback__.tb_next))
+        print("\nOriginal exception was:", file=sys.stderr)
+        traceback.print_exception(type(error), error, trace)
 
 
 _main_modules: list[types.ModuleType] = []
 
 
 def _run_file(path: str) -> None:
-    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    path = os.path.abspath(path)
     main = sys.modules["__main__"].__dict__
+    loader: importlib.machinery.SourcelessFileLoader | importlib.machinery.SourceFileLoader
+    if path.endswith(".pyc"):
+        loader = importlib.machinery.SourcelessFileLoader("__main__", path)
+        code = loader.get_code("__main__")
+    else:
+        loader = importlib.machinery.SourceFileLoader("__main__", path)
+        with open(path, "rb") as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
     main.update(__file__=path, __loader__=loader, __builtins__=builtins, __cached__=None)
-    with open(path, "rb") as file:
-        code = compile(file.read(), path, "exec")
-    exec(code, main)
+    exec(cast("types.CodeType", code), main)
 
 
 def _env(argv: Sequence[str]) -> int:
@@ -302,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report_error(error)
     except KeyboardInterrupt:
         print("netbottleneck: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
 
 
 def _report_error(error: Exception) -> int:

@@ -5,7 +5,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -31,14 +31,45 @@ BUILT_IN = "_register_builtin_comm_hook"
 PYTHON = "_register_comm_hook"
 
 Note = Callable[[str], None]
+T = TypeVar("T")
 
-_groups: "weakref.WeakKeyDictionary[DistributedDataParallel, tuple[ReducerGroup, Note]]" = weakref.WeakKeyDictionary()
+
+class _ByModel(Generic[T]):
+    """Values of live models, by identity: a model's class may compare by value, or be unhashable."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[Any], T]] = {}
+
+    def __setitem__(self, model: Any, value: T) -> None:
+        key, found = id(model), self._found
+        found[key] = (weakref.ref(model, lambda _: found.pop(key, None)), value)
+
+    def get(self, model: Any) -> T | None:
+        """Return a model's value, or None."""
+        found = self._found.get(id(model))
+        return None if found is None else found[1]
+
+    def pop(self, model: Any) -> T | None:
+        """Remove a model's value and return it, or None."""
+        found = self._found.pop(id(model), None)
+        return None if found is None else found[1]
+
+    def items(self) -> list[tuple[Any, T]]:
+        """Return the live models and their values."""
+        alive = [(reference(), value) for reference, value in self._found.values()]
+        return [(model, value) for model, value in alive if model is not None]
+
+    def values(self) -> list[T]:
+        """Return the values of the live models."""
+        return [value for _, value in self.items()]
+
+
+_groups: _ByModel[tuple[ReducerGroup, Note]] = _ByModel()
 
 
 def watch(ddp: DistributedDataParallel, group: ReducerGroup, note: Note) -> None:
     """Call `note` with a line for the report if the model has a communication hook of the user, or gets one."""
-    if not _groups:
-        _wrap()
+    _wrap()
     _groups[ddp] = (group, note)
     name = str(ddp._get_ddp_logging_data().get("comm_hook", ""))
     if name:
@@ -48,7 +79,7 @@ def watch(ddp: DistributedDataParallel, group: ReducerGroup, note: Note) -> None
 
 def forget(ddp: DistributedDataParallel) -> None:
     """Stop watching a model for communication hooks."""
-    _groups.pop(ddp, None)
+    _groups.pop(ddp)
 
 
 def _own(name: str) -> str:
@@ -89,6 +120,27 @@ def _wrap() -> None:
         group.enter()
         note(f"{_own(str(kind))} It is built into torch, so {NOT_TIMED}.")
 
+    update: Any = getattr(DistributedDataParallel, "_update_process_group", None)
+
+    @functools.wraps(update)
+    def update_process_group(ddp: DistributedDataParallel, group: Any) -> None:
+        """Step aside for another group: the model is measured no longer. The same group changes nothing."""
+        measured = measured_by(ddp)
+        if measured is None or measured.closed:
+            update(ddp, group)
+            return
+        reducer_group = cast("ReducerGroup", measured.gradients)
+        same, inside = group is ddp.process_group, reducer_group.inside
+        reducer_group.leave()
+        if not same:
+            measured.failed(RuntimeError(f"{_name(ddp)} got another process group, by which its gradients travel now"))
+            measured.close()
+        update(ddp, group)
+        if same and inside:
+            reducer_group.enter()
+
+    if update is not None:
+        DistributedDataParallel._update_process_group = update_process_group  # type: ignore[method-assign]
     python._netbottleneck = True  # type: ignore[attr-defined]
     setattr(dist, PYTHON, python)
     setattr(dist, BUILT_IN, built_in)
@@ -114,7 +166,7 @@ LONGEST_S = 86400.0  # upper limit of the timeout that a process group gives us
 logger = logging.getLogger("netbottleneck")
 
 # The measurement of each model. Not an attribute of the model, because copies and pickles would include it.
-_measured: "weakref.WeakKeyDictionary[DistributedDataParallel, Measured]" = weakref.WeakKeyDictionary()
+_measured: _ByModel[Measured] = _ByModel()
 
 
 _sessions_of_gone: list[Session] = []
@@ -151,8 +203,7 @@ def attach(
 
 def measured_by(model: torch.nn.Module) -> Measured | None:
     """Return the measurement of a DDP model, or None."""
-    found: Measured | None = _measured.get(model) if isinstance(model, DistributedDataParallel) else None
-    return found
+    return _measured.get(model)
 
 
 def _attach(
@@ -163,7 +214,7 @@ def _attach(
     called: torch.nn.Module,
 ) -> Measured:
     _close_sessions_of_gone()
-    earlier = _measured.pop(ddp, None)
+    earlier = _measured.pop(ddp)
     if earlier is not None:
         earlier.close()
         if earlier.session.joining is None:  # else it ends at process exit, as it may wait for other ranks
@@ -318,10 +369,10 @@ def _not_the_only_one() -> str:
 def _end_of_same_parameters(ddp: DistributedDataParallel) -> None:
     """End the measurement of other DDP wrappers around the same parameters: the model was wrapped again."""
     own = {id(parameter) for parameter in ddp.module.parameters()}
-    for other, measured in list(_measured.items()):
+    for other, measured in _measured.items():
         if other is not ddp and any(id(parameter) in own for parameter in other.module.parameters()):
             measured.close()
-            del _measured[other]
+            _measured.pop(other)
 
 
 def _ddp_of(model: torch.nn.Module) -> DistributedDataParallel:

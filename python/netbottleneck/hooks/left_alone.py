@@ -3,6 +3,7 @@
 Never imports torch, whose import may still be in progress.
 """
 
+import contextlib
 import logging
 import sys
 from collections.abc import Callable
@@ -24,7 +25,8 @@ def left_alone(what: str, why: str) -> None:
     line = f"{what} is left alone: {why}"
     if line not in _said:
         _said.add(line)
-        logger.warning("%s", line)
+        with contextlib.suppress(Exception):  # of a handler of the script
+            logger.warning("%s", line)
 
 
 class Unmeasured:
@@ -60,9 +62,17 @@ def _measured() -> bool:
     return session is not None and bool(session.opened())
 
 
+def held(optimizer: Any) -> list[Any]:
+    """Return an optimizer's parameters; [] if its class keeps them in another way than torch's do."""
+    try:
+        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    except Exception:  # code of the script's class
+        return []
+
+
 def why_not(optimizer: Any) -> str:
     """Return why the training with this optimizer is not measured."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = held(optimizer)
     kinds = {type(p).__name__ for p in parameters}
     if "DTensor" in kinds:
         return "its parameters are sharded (FSDP2 or tensor parallelism), which is not measured yet: use DDP"

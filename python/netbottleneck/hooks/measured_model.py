@@ -4,6 +4,7 @@ Python code runs a few times per step, never per gradient: C callables stamp the
 """
 
 import atexit
+import contextlib
 import logging
 import os
 import signal
@@ -23,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from netbottleneck.hooks.calls import Calls, eager
+from netbottleneck.hooks.left_alone import held
 from netbottleneck.hooks.reducer_group import Pass, ReducerGroup
 from netbottleneck.runtime import job
 from netbottleneck.runtime.communicators import key_of
@@ -135,7 +137,7 @@ def _levels(optimizer: torch.optim.Optimizer) -> int:
 
 def shares(optimizer: torch.optim.Optimizer, own: set[int]) -> bool:
     """Return whether an optimizer holds a parameter whose id is in `own`."""
-    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+    return any(id(parameter) in own for parameter in held(optimizer))
 
 
 # The measured model.
@@ -232,8 +234,9 @@ class Measured:
         """Stop recording and log the reason once."""
         if not self._broken:
             self._broken = True
-            logger.error("measuring has ended, the training goes on: %s: %s", type(error).__name__, error)
-            logger.debug("measuring has ended", exc_info=error)
+            with contextlib.suppress(Exception):  # of a handler of the script
+                logger.error("measuring has ended, the training goes on: %s: %s", type(error).__name__, error)
+                logger.debug("measuring has ended", exc_info=error)
             self.session.notes.append(f"measuring ended at step {self.session.step}: {type(error).__name__}: {error}")
 
     def guarded(self, call: Callable[[], Any]) -> None:
@@ -572,7 +575,7 @@ def _write(session: Session, show: bool) -> None:
         logger.warning("%s: no step was recorded: a step ends where a torch optimizer updates weights", session.folder)
         return
     run.write_all()
-    if show:
+    if show and sys.stdout is not None and not sys.stdout.closed:
         run.show()
 
 

@@ -160,6 +160,11 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         """Number of buckets submitted to our communicator and not yet waited for."""
         return len(self._under_way)
 
+    @property
+    def inside(self) -> bool:
+        """True while the reducer calls this group."""
+        return self._inside
+
     def enter(self) -> None:
         """Make the reducer call this group. Never call it during a backward pass."""
         ddp = self._ddp()
@@ -474,9 +479,18 @@ def reducer_of(ddp: DistributedDataParallel) -> Any:
 
 
 def reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:
-    """Return name and tensor of each parameter that a model's reducer reduces, in the reducer's order."""
+    """Return name and tensor of each parameter that a model's reducer reduces, in the reducer's order.
+
+    DDP asks each module for its own parameters (_build_params_for_reducer). A module may list fewer for all below it.
+    """
     ignored = ddp.parameters_to_ignore
-    return [(name, p) for name, p in ddp.module.named_parameters() if name not in ignored and p.requires_grad]
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for module_name, module in ddp.module.named_modules():
+        for name, p in module.named_parameters(recurse=False):
+            full = f"{module_name}.{name}"
+            if p.requires_grad and full not in ignored:
+                found.setdefault(id(p), (full.removeprefix("."), p))
+    return list(found.values())
 
 
 def _sizes(members: Sequence[Sequence[int]], tensors: Sequence[tuple[str, int, Any]]) -> list[int]:

@@ -235,7 +235,7 @@ class Session:
             if self.place.rank == 0 or self.comm is None:
                 run_folder.write_run(self.folder, _run(self))
         finally:
-            if self.comm is not None and _clocked() is self:
+            if self.comm is not None and self in _clocked:
                 with contextlib.suppress(OSError, RuntimeError):  # its communicator may be closed
                     self.comm.record_clock(None)
             for communicator in dict.fromkeys(self.arms.values()):
@@ -384,9 +384,9 @@ def _of_exchange(error: Exception) -> bool:
 
 def _meet(session: Session, control: "_core.Comm") -> None:
     """Check that all ranks share the run folder; record clocks; start this host's monitor. Every rank calls it."""
-    global _clocked
     control.record_clock(session.recorder)
-    _clocked = weakref.ref(session)
+    _clocked.clear()
+    _clocked.add(session)
     limit_s = session.settings.start_timeout_s
     together(control, b"written", limit_s)
     session.shared = run_folder.is_shared(control, session.folder, limit_s)
@@ -429,7 +429,7 @@ def observe(
 
 _scratches = itertools.count()
 _sessions: "weakref.WeakSet[Session]" = weakref.WeakSet()
-_clocked: "Callable[[], Session | None]" = lambda: None  # whose recorder gets the clocks of the job's communicator
+_clocked: "weakref.WeakSet[Session]" = weakref.WeakSet()  # the one whose recorder gets the clock's measurements
 
 
 def _before_fork() -> None:

@@ -1,6 +1,5 @@
 """Horovod's broadcasts of the state of models and optimizers."""
 
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ from netbottleneck.torch.optimizer import own_step
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
-_making: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()  # optimizers that only make their state
+_making: set[int] = set()  # ids of optimizers that only make their state; an optimizer may be unhashable
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
@@ -75,7 +74,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
 
 def makes_state(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if the optimizer is in a step that only makes its state and is not part of training."""
-    return optimizer in _making
+    return id(optimizer) in _making
 
 
 def _make_state(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], model: Any) -> None:
@@ -91,11 +90,11 @@ def _make_state(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]
             all_sparse = isinstance(optimizer, torch.optim.SparseAdam)
             some = isinstance(optimizer, torch.optim.SGD) and id(parameter) in sparse
             parameter.grad = zeros.to_sparse() if all_sparse or some else zeros
-    _making.add(optimizer)
+    _making.add(id(optimizer))
     try:
         own_step(optimizer)
     finally:
-        _making.discard(optimizer)
+        _making.discard(id(optimizer))
 
 
 class _Outline:

@@ -437,7 +437,7 @@ def DistributedOptimizer(  # noqa: PLR0913, PLR0917 - Horovod's name and signatu
         _label(process_set), compression, op, gradient_predivide_factor, sparse_as_dense, process_set
     )
     result._begin()
-    _made.add(result)
+    _made.append(weakref.ref(result, _made.remove))  # by identity: a script's class may be unhashable
     return result
 
 
@@ -454,7 +454,7 @@ def _rest(optimizer: _Distributed | None) -> None:
         optimizer._resting = True
 
 
-_made: weakref.WeakSet[_Distributed] = weakref.WeakSet()
+_made: list[weakref.ref[_Distributed]] = []
 
 
 def mark() -> tuple[int, int]:
@@ -471,7 +471,8 @@ def number_from(here: tuple[int, int]) -> None:
 
 def renew(here: tuple[int, int]) -> None:
     """Move the distributed optimizers below an earlier job's mark to this job, and end those above it."""
-    for optimizer in sorted(_made, key=lambda each: each._age):
+    alive = [optimizer for optimizer in (reference() for reference in _made) if optimizer is not None]
+    for optimizer in sorted(alive, key=lambda each: each._age):
         if optimizer._job is job.current():
             continue
         if optimizer._age < here[0]:

@@ -18,7 +18,7 @@ from named_checks import check, run_named
 from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck import config
-from netbottleneck.hooks import ddp
+from netbottleneck.hooks import ddp, left_alone
 from netbottleneck.hooks.measured_model import Measured
 from netbottleneck.report import Run
 from netbottleneck.runtime import job
@@ -320,6 +320,131 @@ def models_that_are_left_alone_log_it_once_and_train() -> None:
     assert "another DDP model is measured already" in records[0].getMessage()
     train(second, 3)
     same(model, untouched(3))
+    folder_of(first)
+
+
+def logged(work: Callable[[], None]) -> list[str]:
+    """Run `work` and return the messages of the package's log."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("netbottleneck").addHandler(handler)
+    try:
+        work()
+    finally:
+        logging.getLogger("netbottleneck").removeHandler(handler)
+    return [record.getMessage() for record in records]
+
+
+def in_own_groups(model: torch.nn.Module, alone: Any) -> None:
+    """Train, with steps of this rank alone in the middle."""
+    wrapped = model if isinstance(model, DistributedDataParallel) else DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.125)
+    whole = wrapped.process_group
+    for group, steps in ((whole, 3), (alone, 5), (whole, 6)):
+        wrapped._update_process_group(group)
+        train(wrapped, steps, optimizer=optimizer)
+
+
+@check
+def another_process_group_ends_the_measuring_and_stays() -> None:
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    twin = network()
+    in_own_groups(twin, alone)
+    for transport in ("stock", "tcp"):
+        model = network()
+        wrapped = DistributedDataParallel(model)
+        found = measured(wrapped, transport)
+        messages = logged(functools.partial(in_own_groups, wrapped, alone))
+        same(model, twin)
+        assert [text for text in messages if "got another process group" in text], messages
+        assert found.session.step == 3  # the same group again, before, ended nothing
+        folder_of(found)
+
+
+class ByValue(torch.optim.SGD):  # noqa: PLW1641 - no __hash__
+    """Compares by value, so it is unhashable."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.125)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByValue)
+
+
+class Hidden(torch.optim.SGD):
+    """Keeps its parameters elsewhere."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.mine = list(parameters)
+        super().__init__(self.mine, lr=0.125)
+        self.param_groups = [{"lr": 0.125}]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.mine:
+            if parameter.grad is not None:
+                parameter.data -= 0.125 * parameter.grad
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.mine:
+            parameter.grad = None
+
+
+class Wrapper(DistributedDataParallel):  # noqa: PLW1641 - no __hash__
+    """Compares by value, so it is unhashable."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Wrapper)
+
+
+class Adapters(torch.nn.Sequential):
+    """Lists only its last layer's parameters."""
+
+    def named_parameters(self, *args: Any, **options: Any) -> Any:
+        return (pair for pair in super().named_parameters(*args, **options) if pair[0].startswith("2"))
+
+
+@check
+def classes_of_the_scripts_may_compare_and_list_as_they_like() -> None:
+    for kind in (ByValue, Hidden):
+        model, twin = network(), network()
+        train(DistributedDataParallel(twin), 4, optimizer=kind(twin.parameters()))
+        wrapped = DistributedDataParallel(model)
+        found = measured(wrapped, "stock")
+        train(wrapped, 4, optimizer=kind(model.parameters()))
+        same(model, twin)
+        folder_of(found)
+    model = network()
+    wrapped = Wrapper(model)
+    found = measured(wrapped, "stock")
+    assert ddp.measured_by(wrapped) is found
+    train(wrapped, 4, optimizer=torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5))
+    same(model, untouched(4))
+    folder_of(found)
+    listed = Adapters(*network())
+    adapted = DistributedDataParallel(listed)
+    found = measured(adapted, "stock")
+    assert sum(each for _, each, _ in found.gradients.tensors) == 4 * sum(p.numel() for p in network().parameters())
+    folder_of(found)
+
+
+@check
+def a_log_handler_that_raises_ends_nothing() -> None:
+    def refuse(record: logging.LogRecord) -> None:
+        raise RuntimeError(f"strict: {record.getMessage()}")
+
+    measured_model = DistributedDataParallel(network())
+    first = measured(measured_model, "stock")
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = refuse  # type: ignore[method-assign]
+    log = logging.getLogger("netbottleneck")
+    log.addHandler(handler)
+    try:
+        left_alone._said.clear()
+        assert ddp.attach(DistributedDataParallel(network()), settings=settings("stock")) is None
+        first.failed(RuntimeError("of the measurement"))
+    finally:
+        log.removeHandler(handler)
     folder_of(first)
 
 

@@ -27,7 +27,9 @@ LIMIT_S = 180  # what only a hang reaches, on a busy machine too
 # Programs that run once for each of these arguments, so that each run has a test's time limit.
 APART = {
     **{
-        name: ("shm", "tcp", "ofi") for name in ("test_engine", "test_groups", "test_join", "test_shapes", "test_types")
+        name: ("shm", "tcp", "ofi")
+        for name in ("test_engine", "test_groups", "test_join", "test_shapes", "test_types")
+        + ("test_cuda_engine", "test_cuda_faults")
     },
     "test_fork": ("alone", "shm", "tcp", "ofi"),
     "test_nccl": ("tcp", "ofi"),
@@ -242,7 +244,10 @@ def main() -> int:
     parser.add_argument("--flavour", choices=sorted(FLAVOURS), default="plain")
     parser.add_argument("--filter", nargs="+", default=["*"], help="globs over program names, as in 'test_lanes*'")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--seeds", type=int, help="seeds of the tests with random delays; default: a few")
     options = parser.parse_args()
+    if options.seeds is not None:
+        os.environ["TEST_SEEDS"] = str(options.seeds)
     signal.signal(signal.SIGTERM, end_all)
     found = sorted(TESTS.glob("test_*.c"))
     programs = [path for path in found if any(fnmatch.fnmatchcase(path.stem, glob) for glob in options.filter)]

@@ -35,7 +35,7 @@ frameworks() {
 case ${1:-} in
     "") run $python tools/ctest.py && tests ;;
     full) run $python tools/ctest.py && seeds && tests --full ;;
-    matrices) seeds; marked full ;;
+    matrices) marked full ;;
     peers)
         run env HOROVOD="${HOROVOD:-0}" tools/peers.sh
         marked peers

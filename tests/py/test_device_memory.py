@@ -19,6 +19,7 @@ pytest.importorskip("torch")
 import torch
 from torch.utils import cpp_extension
 
+from netbottleneck.config import Settings
 from netbottleneck.hooks import ddp, horovod
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,16 +30,12 @@ DEVICE = "nb_torch_device"
 
 
 @pytest.fixture(scope="module")
-def device() -> dict[str, str]:
-    """Compile the driver and the device; return the environment of a program that uses them."""
+def device(fake_driver: Path) -> dict[str, str]:
+    """Compile the device; return the environment of a program that uses them."""
     if shutil.which("g++") is None:
         pytest.skip("g++ is not installed")
     FOLDER.mkdir(parents=True, exist_ok=True)
-    driver = FOLDER / "libcuda.so.1"
-    include = [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'c'}", f"-I{SOURCES}"]
-    gcc = ["gcc", "-std=gnu11", "-D_GNU_SOURCE", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", *include]
-    subprocess.run([*gcc, *map(str, sorted(SOURCES.glob("*.c"))), "-o", str(driver)], check=True)
-    env = {"NETBOTTLENECK_CUDA_LIBRARY": str(driver), "DEVICE_FOLDER": str(FOLDER)}
+    env = {"NETBOTTLENECK_CUDA_LIBRARY": str(fake_driver), "DEVICE_FOLDER": str(FOLDER)}
     places = [*cpp_extension.include_paths(), sysconfig.get_path("include"), str(ROOT / "csrc")]
     name = f"-DTORCH_EXTENSION_NAME={DEVICE}"
     options = ["-std=c++20", "-O0", "-w", "-fPIC", "-shared", name, *(f"-I{place}" for place in places)]
@@ -77,7 +74,11 @@ def test_a_ddp_model_on_a_gpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ddp, "reducer_of", lambda _: SimpleNamespace(_update_process_group=None))
     monkeypatch.setattr(ddp, "reduced_parameters", lambda _: [("layer.weight", ON_GPU)])
     monkeypatch.setattr(ddp.dist, "get_world_size", lambda: 2)
-    assert "parameter layer.weight is on cuda:0: gradients travel from host memory only" in ddp._refusal(model)
+    assert "parameter layer.weight is on cuda:0: gradients travel from host memory only" in ddp._refusal(
+        model, Settings()
+    )
+    monkeypatch.setattr(ddp, "reduced_parameters", lambda _: [("w", SimpleNamespace(device=torch.device("xpu:0")))])
+    assert ddp._refusal(model, Settings()) == "parameter w is on xpu:0: gradients travel from host and CUDA memory only"
 
 
 def test_a_gradient_of_an_installed_horovod_on_a_gpu_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:

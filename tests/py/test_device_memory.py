@@ -1,18 +1,21 @@
 """Training on a torch device over the fake CUDA driver: the weights are those of the CPU, bit for bit.
 
-What a hook would measure on a device is left alone."""
+What a hook would measure on a device is left alone. The checks for a machine with a GPU run here too."""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import Ranks
+from conftest import RANKS_LIMIT_S, Ranks
 
 pytest.importorskip("torch")
 
@@ -86,3 +89,66 @@ def test_a_gradient_of_an_installed_horovod_on_a_gpu_is_left_alone(caplog: pytes
     assert "is left alone: parameter weight is on cuda:0" in caplog.text
     with pytest.raises(ValueError, match="weight is on cuda:0"):
         horovod._can_travel("weight", ON_GPU, strict=True)
+
+
+CHECK = ROOT / "benchmarks" / "gpu_check.py"
+
+
+def gpu_check(*options: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the checks that a machine with a GPU makes."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK_CUDA")}
+    command = [sys.executable, str(CHECK), *options]
+    return subprocess.run(
+        command, env={**clean, **(env or {})}, capture_output=True, text=True, timeout=RANKS_LIMIT_S, check=False
+    )
+
+
+ROWS = {"versions": 11, "collectives": 8, "staging": 2, "hooks": 3, "faults": 1}
+
+
+@pytest.mark.parametrize("part", ROWS)
+def test_a_part_of_gpu_check_writes_its_result_at_once(device: dict[str, str], tmp_path: Path, part: str) -> None:
+    results = tmp_path / "results.json"
+    done = gpu_check("--only", f"{part},nccl", "--device", "fakecuda", "--results", str(results), env=device)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(results.read_text(encoding="utf-8"))
+    assert "no GPU took part" in found["title"]
+    assert {"cpu", "cores", "kernel"} <= set(found["machine"])
+    assert "torch" in found["versions"]
+    assert found["parts"][part]["verdict"] == "ok"
+    assert len(found["parts"][part]["rows"]) == ROWS[part]
+    assert (found["parts"]["nccl"]["verdict"], found["parts"]["nccl"]["why"]) == ("not run", "NCCL needs a GPU")
+
+
+def test_a_failed_part_of_gpu_check_keeps_the_results_of_the_others(device: dict[str, str], tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    options = ("--device", "fakecuda", "--results", str(results), "--only")
+    assert gpu_check(*options, "versions", env=device).returncode == 0
+    failing = {**device, "FAKE_CUDA_FAIL": "cuStreamWaitEvent"}
+    done = gpu_check(*options, "hooks", env=failing)
+    assert done.returncode == 1, done.stdout + done.stderr
+    parts = json.loads(results.read_text(encoding="utf-8"))["parts"]
+    assert {name: part["verdict"] for name, part in parts.items()} == {"versions": "ok", "hooks": "failed"}
+    assert "CUDA: cuStreamWaitEvent on device 0: CUDA_ERROR_OUT_OF_MEMORY" in parts["hooks"]["why"]
+
+
+def test_gpu_check_without_a_gpu_says_what_is_absent(tmp_path: Path) -> None:
+    missing = {"NETBOTTLENECK_CUDA_LIBRARY": str(tmp_path / "libcuda.so.1")}
+    done = gpu_check("--only", "versions", "--results", str(tmp_path / "results.json"), env=missing)
+    assert done.returncode == 77, done.stderr
+    assert "nothing was checked" in done.stdout
+    assert "libcuda.so.1 cannot be loaded (" in done.stdout
+    assert not (tmp_path / "results.json").exists()
+
+
+@pytest.mark.parametrize("options", [("--only", "speed"), ("--device", "fakecuda")])
+def test_gpu_check_refuses_unknown_parts_and_results_of_the_fake_driver(options: tuple[str, ...]) -> None:
+    assert gpu_check(*options).returncode == 2
+
+
+def test_the_parts_of_gpu_check_take_at_most_eight_minutes() -> None:
+    code = "import gpu_check; print(sum(part.limit_s for part in gpu_check.PARTS.values()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=CHECK.parent, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert float(done.stdout) <= 480

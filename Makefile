@@ -1,7 +1,7 @@
 # Every target calls a script that CI also calls. `make` alone lists them.
 NB := .venv/bin/netbottleneck
 .DEFAULT_GOAL := help
-.PHONY: help setup build test test-full test-peers matrices idioms faults scenarios lint bench bench-peers gates overhead study notebooks docs sanitize fuzz mutants cross wheel-check clean
+.PHONY: help setup build test test-full test-peers matrices idioms faults scenarios lint bench bench-peers gates overhead study gpu-check notebooks docs sanitize fuzz mutants cross wheel-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -90,6 +90,9 @@ gates: ## measure the ten gates of the transports (ARGS="--only T1,T3"); needs a
 overhead: ## measure our overhead: gradient hooks, measuring, a 4-byte all-reduce, a start; needs an idle machine for 5 minutes
 	@tools/setup_env.sh run
 	@.venv/bin/python benchmarks/overhead.py --json build/overhead.json $(ARGS)
+
+gpu-check: ## check what needs a GPU, 8 minutes; results in benchmarks/results (ARGS="--only versions,nccl"); 77 without a GPU
+	@tools/gpu_check.sh $(ARGS)
 
 notebooks: ## execute the notebooks in benchmarks/notebooks
 	@tools/setup_env.sh run

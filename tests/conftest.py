@@ -364,3 +364,17 @@ def _made(maker: Ranks) -> Generator[Ranks, None, None]:
     yield maker
     for job in maker.jobs:
         job.close()
+
+
+@pytest.fixture(scope="session")
+def fake_driver() -> Path:
+    """Compile the fake CUDA driver of tests/cuda; return its path."""
+    root = TESTS.parent
+    folder = root / "build" / "fake_cuda"
+    folder.mkdir(parents=True, exist_ok=True)
+    include = [f"-I{root / 'csrc'}", f"-I{TESTS / 'c'}", f"-I{TESTS / 'cuda'}"]
+    options = ["-std=gnu11", "-D_GNU_SOURCE", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", *include]
+    made = folder / f"libcuda.{os.getpid()}"
+    sources = [str(path) for path in sorted((TESTS / "cuda").glob("*.c"))]
+    subprocess.run(["gcc", *options, *sources, "-o", str(made)], check=True)
+    return made.replace(folder / "libcuda.so.1")

@@ -24,10 +24,15 @@ BUILD = cbuild.ROOT / "build" / "ctest"
 FAKE_CUDA = cbuild.ROOT / "tests" / "cuda"  # a libcuda.so.1 beside the programs, which those of CUDA name by its path
 SUPPRESSIONS = cbuild.ROOT / "tools" / "sanitizers"
 LIMIT_S = 180  # what only a hang reaches, on a busy machine too
+SEEDS_LIMIT_S = 1200  # the same, with --seeds
 # Programs that run once for each of these arguments, so that each run has a test's time limit.
 APART = {
     **{
-        name: ("shm", "tcp", "ofi") for name in ("test_engine", "test_groups", "test_join", "test_shapes", "test_types")
+        name: ("shm", "tcp", "ofi")
+        for name in (
+            *("test_engine", "test_groups", "test_join", "test_shapes", "test_types"),
+            *("test_cuda_engine", "test_cuda_faults"),
+        )
     },
     "test_fork": ("alone", "shm", "tcp", "ofi"),
     "test_nccl": ("tcp", "ofi"),
@@ -185,6 +190,7 @@ def run(
 ) -> Result:
     """Run one program in its own process group, with a time limit, and return its result."""
     began = time.monotonic()
+    limit_s = SEEDS_LIMIT_S if "TEST_SEEDS" in os.environ else LIMIT_S
     argv = [*launcher(flavour), str(binary), *words]
     # Output goes to a file: with a pipe, a grandchild that holds it open could block this process.
     log = binary.with_name(f"{name}.log")
@@ -200,7 +206,7 @@ def run(
         )
         RUNNING.add(process.pid)
         try:
-            code: int | None = process.wait(LIMIT_S)
+            code: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = None
         finally:
@@ -209,7 +215,7 @@ def run(
     seconds = time.monotonic() - began
     message = output.strip().splitlines()[-1] if output.strip() else "no reason given"
     if code is None:
-        return Result(name, "FAIL", f"not done after {LIMIT_S} s", output, seconds)
+        return Result(name, "FAIL", f"not done after {limit_s} s", output, seconds)
     if code == SKIPPED and may_skip(name, message):
         return Result(name, "SKIP", message, output, seconds)
     if code == SKIPPED:
@@ -242,7 +248,10 @@ def main() -> int:
     parser.add_argument("--flavour", choices=sorted(FLAVOURS), default="plain")
     parser.add_argument("--filter", nargs="+", default=["*"], help="globs over program names, as in 'test_lanes*'")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--seeds", type=int, help="seeds of the tests with random delays; default: a few")
     options = parser.parse_args()
+    if options.seeds is not None:
+        os.environ["TEST_SEEDS"] = str(options.seeds)
     signal.signal(signal.SIGTERM, end_all)
     found = sorted(TESTS.glob("test_*.c"))
     programs = [path for path in found if any(fnmatch.fnmatchcase(path.stem, glob) for glob in options.filter)]

@@ -15,7 +15,7 @@ check() {
 }
 
 python_files() { find python tests tools benchmarks docs setup.py -name '*.py' -print 2>/dev/null; }
-c_format() { find csrc tests/c tests/cuda \( -name "*.[ch]" -o -name "*.cu" \) -print0 | xargs -0 -r "$bin/clang-format" --dry-run -Werror; }
+c_format() { find csrc tests/c tests/cuda tests/nccl \( -name "*.[ch]" -o -name "*.[ch]pp" -o -name "*.cu" \) -print0 | xargs -0 -r "$bin/clang-format" --dry-run -Werror; }
 ruff_format() { python_files | xargs -r "$bin/ruff" format -q --check; }
 ruff_check() { python_files | xargs -r "$bin/ruff" check -q; }
 # ruff checks the number of parameters of Python functions, because Horovod's signatures are longer than our limit.

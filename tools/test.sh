@@ -10,6 +10,7 @@ cd "$(dirname "$0")/.."
 python=.venv/bin/python
 failed=0
 run() { "$@" </dev/null || failed=1; }
+seeds() { run $python tools/ctest.py --filter test_cuda_engine --seeds 1000; }
 tests() { run $python -m pytest -q tests/py "$@"; }
 # With --only: files without the mark are not collected.
 marked() {
@@ -33,7 +34,7 @@ frameworks() {
 
 case ${1:-} in
     "") run $python tools/ctest.py && tests ;;
-    full) run $python tools/ctest.py && tests --full ;;
+    full) run $python tools/ctest.py && seeds && tests --full ;;
     matrices) marked full ;;
     peers)
         run env HOROVOD="${HOROVOD:-0}" tools/peers.sh

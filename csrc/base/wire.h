@@ -247,7 +247,8 @@ enum nb_lane_message {
     NB_MESSAGE_LOST_END,     // struct wire_lost: ends the report
     NB_MESSAGE_PING,         // asks for a NB_MESSAGE_PONG on this lane
     NB_MESSAGE_PONG,         // struct wire_lane_pong
-    NB_MESSAGE_LEAVE         // this rank leaves, and needs nothing more
+    NB_MESSAGE_LEAVE,        // this rank leaves, and needs nothing more
+    NB_MESSAGE_STARTED       // struct wire_started
 };
 
 // A message without a body.
@@ -261,6 +262,13 @@ struct wire_lane_pong {
     uint8_t type;
     uint8_t zero[3];
     uint32_t writes; // complete at the sender of this message, on this lane to this peer; modulo 2^32
+};
+
+// The highest operations, by series, for which the sender of this message expects data.
+struct wire_started {
+    uint8_t type;
+    uint8_t zero[7];
+    uint64_t ops[NB_SERIES];
 };
 
 // Lets a lane write to a region.
@@ -405,24 +413,25 @@ struct wire_control {
 };
 
 enum control_type {
-    CTL_SUBMIT = 1,   // to rank 0: struct op_descriptor each
-    CTL_MASK,         // to rank 0: uint64_t words: one bit for each cached operation that was submitted
-    CTL_GO,           // from rank 0: struct wire_go each
-    CTL_REFUSE,       // from rank 0: struct wire_refuse
-    CTL_PING,         // to rank 0: int64_t
-    CTL_PONG,         // from rank 0: struct wire_pong
-    CTL_FAIL,         // to rank 0: struct wire_failure
-    CTL_ABORT,        // from rank 0: struct wire_failure
-    CTL_BYE,          // both ways
-    CTL_LEFT,         // from rank 0: int32_t rank
-    CTL_PROBE,        // from rank 0: struct wire_probe
-    CTL_STREAMS,      // from rank 0: struct wire_streams
-    CTL_STALL,        // from rank 0: struct wire_stall, and its text
-    CTL_COSTS,        // from rank 0: struct nb_costs
-    CTL_STAND_IN,     // from rank 0: struct op_descriptor of the next operation, for a rank that has joined
-    CTL_GROUP,        // to rank 0: int32_t each: the number of a comm, and its ranks
-    CTL_INLINE,       // to rank 0: struct wire_inline and this rank's buffer
-    CTL_INLINE_RESULT // from rank 0: struct wire_go and the result
+    CTL_SUBMIT = 1,    // to rank 0: struct op_descriptor each
+    CTL_MASK,          // to rank 0: uint64_t words: one bit for each cached operation that was submitted
+    CTL_GO,            // from rank 0: struct wire_go each
+    CTL_REFUSE,        // from rank 0: struct wire_refuse
+    CTL_PING,          // to rank 0: int64_t
+    CTL_PONG,          // from rank 0: struct wire_pong
+    CTL_FAIL,          // to rank 0: struct wire_failure
+    CTL_ABORT,         // from rank 0: struct wire_failure
+    CTL_BYE,           // both ways
+    CTL_LEFT,          // from rank 0: int32_t rank
+    CTL_PROBE,         // from rank 0: struct wire_probe
+    CTL_STREAMS,       // from rank 0: struct wire_streams
+    CTL_STALL,         // from rank 0: struct wire_stall, and its text
+    CTL_COSTS,         // from rank 0: struct nb_costs
+    CTL_STAND_IN,      // from rank 0: struct op_descriptor of the next operation, for a rank that has joined
+    CTL_GROUP,         // to rank 0: int32_t each: the number of a comm, and its ranks
+    CTL_INLINE,        // to rank 0: struct wire_inline and this rank's buffer
+    CTL_INLINE_RESULT, // from rank 0: struct wire_go and the result
+    CTL_DEVICE         // from rank 0: the first operation on device memory follows
 };
 
 // The properties of an operation; all ranks must submit the same ones under one key.
@@ -499,6 +508,7 @@ struct wire_streams {
 
 _Static_assert(sizeof(struct wire_control) == 8, "crosses the wire");
 _Static_assert(sizeof(struct op_descriptor) == 64 + NB_NAME_MAX, "crosses the wire");
+_Static_assert(sizeof(struct wire_started) == 24, "crosses the wire");
 _Static_assert(sizeof(struct wire_go) == 32, "crosses the wire");
 _Static_assert(sizeof(struct wire_inline) == 8, "crosses the wire");
 _Static_assert(sizeof(struct wire_stall) == 16 + NB_MISSING_MAX * sizeof(int32_t), "crosses the wire");

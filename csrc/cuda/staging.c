@@ -427,7 +427,7 @@ void nb_staging_cancel(struct nb_staging *staging, struct nb_staging_transfer *t
     if (transfer->done) {
         return;
     }
-    if (transfer->granted > 0 && nb_cuda_enter(staging->device, &ignored) == 0) {
+    if ((transfer->granted > 0 || staging->unseen) && nb_cuda_enter(staging->device, &ignored) == 0) {
         if (!fence_copies(staging, transfer)) {
             (void)settle_streams(staging);
         }

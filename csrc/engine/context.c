@@ -198,12 +198,17 @@ int nb_job_map_arena(struct nb_job *job, const struct nb_arena *arena, struct nb
     return map_request(job, arena->base, arena->bytes, arena, err);
 }
 
-void nb_job_abort(struct nb_job *job, const char *why) {
+void nb_job_abort_for(struct nb_job *job, const struct nb_error *why) {
     pthread_mutex_lock(&job->lock);
     job->inbox.filled = true;
     job->inbox.aborting = true;
-    job->inbox.abort_why = (struct nb_error){0};
-    nb_fail_peer(&job->inbox.abort_why, NB_EPEER, job->rank, "rank %d gave up: %s", job->rank, why);
+    job->inbox.abort_why = *why;
     pthread_mutex_unlock(&job->lock);
     nb_loop_wake(&job->loop);
+}
+
+void nb_job_abort(struct nb_job *job, const char *why) {
+    struct nb_error failure = {0};
+    nb_fail_peer(&failure, NB_EPEER, job->rank, "rank %d gave up: %s", job->rank, why);
+    nb_job_abort_for(job, &failure);
 }

@@ -100,6 +100,8 @@ void nb_job_lists_init(struct nb_job *job);
 void nb_job_notify(struct nb_job *job, const char *text);
 // Fails the job: the first failure sticks and ends every operation. `announce`: the other ranks do not know it yet.
 void nb_job_fail(struct nb_job *job, const struct nb_error *why, bool announce);
+// Asks the progress owner to fail the job on all ranks. Any thread.
+void nb_job_abort_for(struct nb_job *job, const struct nb_error *why);
 // Fails the job because a peer broke the protocol, and names the peer.
 void nb_job_wire_fail(struct nb_job *job, int peer, const char *what);
 // Opens the lanes to a peer, unless they are open. NB_EPEER if the peer has left the job.

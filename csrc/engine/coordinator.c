@@ -331,6 +331,9 @@ static void go(struct nb_job *job, struct entry *entry) {
     uint64_t windows = nb_device_windows(job, &entry->desc, member_count(job, entry), &bytes);
     const struct nb_algorithm *algorithm = algorithm_for(job, entry, bytes);
     joined_announce(job, entry);
+    if (entry->desc.device != 0) {
+        nb_device_announce(job);
+    }
     struct wire_go message = {.seq = nb_job_next_seq(job, windows),
                               .key = entry->desc.key,
                               .id = entry->id,

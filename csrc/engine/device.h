@@ -6,6 +6,8 @@
 // An operation is submitted to rank 0 when its fences are reached, so a rank that still computes is late and not silent.
 // It gets pinned memory in the agreed order. Operations start in the order of their numbers on every rank: one on host
 // memory waits until all windows of the device operations before it have started.
+// A rank that has no pinned memory left starts late, perhaps long after a rank that is in fewer communicators. So from the
+// first device operation on, data travel only to ranks that have started the operation (nb_lanes_await_starts).
 //
 // The operation is done when its last copy back is under way and its streams wait for it. The host waits for no device.
 #ifndef NB_ENGINE_DEVICE_H
@@ -33,6 +35,7 @@ struct nb_devices {       // of a job
     struct nb_cuda_driver driver;
     struct nb_device *_Atomic opened;
     // Fields of the progress owner.
+    bool announced;         // rank 0: the ranks know that operations on device memory follow
     struct nb_list unready; // works with fences that are not reached
     struct nb_list order;   // works that are agreed and have not started, or have windows that have not
 };
@@ -45,7 +48,8 @@ void nb_devices_close(struct nb_job *job);
 int nb_device_check(const struct nb_comm *comm, const struct nb_op *op, size_t bytes, struct nb_error *err);
 // The number of windows of an operation, and the bytes of the largest one: all of them on host memory.
 uint64_t nb_device_windows(const struct nb_job *job, const struct op_descriptor *desc, int size, size_t *bytes);
-// Opens the device at its first use, and records the fences. Any thread.
+// Opens the device at its first use, and records the fences. Any thread. A missing driver or device and a captured stream
+// are refused; any other failure of the driver ends the job.
 int nb_device_attach(struct nb_work *work, const struct nb_op *op, struct nb_error *err);
 // True if its fences are not reached.
 bool nb_device_is_unready(const struct nb_work *work);
@@ -54,6 +58,8 @@ void nb_device_end(struct nb_work *work);
 
 // Of device_windows.c.
 
+// Rank 0: tells the ranks, once, that an operation on device memory follows.
+void nb_device_announce(struct nb_job *job);
 // Table of a device operation; that of its windows is what the ranks agree on.
 extern const struct nb_algorithm nb_device;
 

@@ -147,10 +147,20 @@ static int device_get(struct nb_job *job, int ordinal, struct nb_device **out, s
     return rc;
 }
 
-void nb_device_fail(struct nb_job *job, const struct nb_error *failure) {
+static struct nb_error of_this_rank(const struct nb_job *job, const struct nb_error *failure) {
     struct nb_error why = {0};
     nb_fail_peer(&why, failure->code, job->rank, "rank %d: %s", job->rank, failure->text);
+    return why;
+}
+
+void nb_device_fail(struct nb_job *job, const struct nb_error *failure) {
+    const struct nb_error why = of_this_rank(job, failure);
     nb_job_fail(job, &why, true);
+}
+
+void nb_device_abort(struct nb_job *job, struct nb_error *failure) {
+    *failure = of_this_rank(job, failure);
+    nb_job_abort_for(job, failure);
 }
 
 // ---- operations
@@ -188,17 +198,14 @@ uint64_t nb_device_windows(const struct nb_job *job, const struct op_descriptor 
     return rc == 0 && cut.chunks > 0 ? cut.chunks : 1;
 }
 
-// Refuses a stream that is captured into a graph: its work runs later, perhaps often, or never.
-static int check_capture(const struct nb_device *device, const struct nb_op *op, struct nb_error *err) {
+// 1: a stream is captured into a graph, so its work runs later, perhaps often, or never; 0: none is.
+static int is_captured(const struct nb_device *device, const struct nb_op *op, struct nb_error *err) {
     const struct nb_cuda_driver *driver = device->cuda.driver;
     for (int i = 0; i < op->stream_count; i++) {
         unsigned status = 0;
         unsigned result = driver->stream_is_capturing(op->streams[i], &status);
         if (status != 0 || result == NB_CUDA_CAPTURE_IMPLICIT) {
-            return nb_fail(err, -EINVAL,
-                           "gradient %s was made while its stream is captured into a CUDA graph: keep backward out of "
-                           "the capture",
-                           op->name);
+            return 1;
         }
         int rc = nb_cuda_check(&device->cuda, result, "cuStreamIsCapturing", 0, err);
         if (rc < 0) {
@@ -240,26 +247,51 @@ struct nb_device_op *nb_device_op_make(struct nb_work *work, struct nb_error *er
     return op;
 }
 
-int nb_device_attach(struct nb_work *work, const struct nb_op *op, struct nb_error *err) {
-    if (op->device == 0) {
-        return 0;
-    }
-    struct nb_device_op *made = nb_device_op_make(work, err);
-    int rc = made != NULL ? device_get(work->comm->job, op->device - 1, &made->device, err) : -ENOMEM;
-    if (rc < 0 || (rc = nb_cuda_enter(&made->device->cuda, err)) < 0) {
+// 1: a stream is captured.
+static int attach_streams(struct nb_device_op *made, const struct nb_op *op, struct nb_error *err) {
+    int rc = nb_cuda_enter(&made->device->cuda, err);
+    if (rc < 0) {
         return rc;
     }
     made->stream_count = op->stream_count;
     for (int i = 0; i < op->stream_count; i++) {
         made->streams[i] = op->streams[i];
     }
-    rc = check_capture(made->device, op, err);
+    rc = is_captured(made->device, op, err);
     if (rc == 0 && op->fence != NULL) {
         made->fences[made->fence_count++] = op->fence;
     } else if (rc == 0) {
         rc = record_fences(made, err);
     }
     nb_cuda_leave(&made->device->cuda);
+    return rc;
+}
+
+int nb_device_attach(struct nb_work *work, const struct nb_op *op, struct nb_error *err) {
+    if (op->device == 0) {
+        return 0;
+    }
+    struct nb_device_op *made = nb_device_op_make(work, err);
+    if (made == NULL) {
+        return -ENOMEM;
+    }
+    struct nb_job *job = work->comm->job;
+    struct nb_error failure = {0};
+    int rc = device_get(job, op->device - 1, &made->device, &failure);
+    if (rc == NB_ENOLIB || rc == -ENODEV) {
+        return nb_fail(err, rc, "%s", failure.text);
+    }
+    rc = rc < 0 ? rc : attach_streams(made, op, &failure);
+    if (rc == 1) {
+        return nb_fail(err, -EINVAL,
+                       "gradient %s was made while its stream is captured into a CUDA graph: keep backward out of "
+                       "the capture",
+                       op->name);
+    }
+    if (rc < 0) { // the other ranks may have submitted it already
+        nb_device_abort(job, &failure);
+        rc = nb_fail_peer(err, rc, failure.peer, "%s", failure.text);
+    }
     return rc;
 }
 

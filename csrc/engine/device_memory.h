@@ -48,5 +48,7 @@ struct nb_device_op *nb_device_op_make(struct nb_work *work, struct nb_error *er
 int nb_device_fences_reached(struct nb_device_op *op, struct nb_error *err);
 // A failed call of the driver ends the job.
 void nb_device_fail(struct nb_job *job, const struct nb_error *failure);
+// The same from any thread. Adds this rank to the failure.
+void nb_device_abort(struct nb_job *job, struct nb_error *failure);
 
 #endif

@@ -14,6 +14,7 @@
 #include "engine/buffer.h"
 #include "engine/communicator.h"
 #include "engine/context.h"
+#include "engine/control.h"
 #include "engine/device.h"
 #include "engine/device_memory.h"
 #include "engine/engine.h"
@@ -151,6 +152,14 @@ static bool windows_start(struct nb_work *work, int *moved) {
     return started == count;
 }
 
+void nb_device_announce(struct nb_job *job) {
+    if (!job->devices.announced) {
+        job->devices.announced = true;
+        nb_control_broadcast(job, CTL_DEVICE, NULL, 0);
+        nb_lanes_await_starts(job->lanes);
+    }
+}
+
 int nb_device_start_next(struct nb_job *job) {
     int moved = 0;
     while (!job->failed && !nb_list_empty(&job->devices.order)) {
@@ -255,8 +264,12 @@ static int alone_run(struct nb_work *work, struct nb_error *err) {
 static void alone_start(struct nb_work *work) {
     struct nb_error why = {0};
     bool runs = changes(&work->desc) && work->desc.bytes > 0;
-    bool failed = runs && alone_run(work, &why) < 0;
-    nb_work_finish(work, failed ? &why : NULL);
+    if (runs && alone_run(work, &why) < 0) {
+        nb_device_abort(work->comm->job, &why);
+        nb_work_finish(work, &why);
+        return;
+    }
+    nb_work_finish(work, NULL);
 }
 
 // ---- the table

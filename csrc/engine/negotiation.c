@@ -285,6 +285,7 @@ static bool length_possible(enum control_type type, size_t bytes) {
     case CTL_PONG:
         return bytes == sizeof(struct wire_pong);
     case CTL_BYE:
+    case CTL_DEVICE:
         return bytes == 0;
     case CTL_LEFT:
         return bytes == sizeof(int32_t);
@@ -352,6 +353,8 @@ void nb_negotiation_message(struct nb_job *job, int peer, enum control_type type
         probe_received(job, type, body);
     } else if (type == CTL_COSTS) {
         costs_received(job, body);
+    } else if (type == CTL_DEVICE) {
+        nb_lanes_await_starts(job->lanes);
     } else { // CTL_STALL
         nb_stall_receive(job, body, bytes);
     }

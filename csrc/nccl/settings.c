@@ -41,6 +41,7 @@ static int transport_set(struct nb_net_settings *settings, struct nb_error *err)
     const char *at = variable(name);
     settings->transport = nb_transport_find("tcp");
     while (at != NULL && *at != 0) {
+        at += strncmp(at, "nccl+", 5) == 0 ? 5 : 0;
         size_t bytes = strcspn(at, ",");
         char word[16] = "";
         snprintf(word, sizeof word, "%.*s", (int)(bytes < sizeof word ? bytes : sizeof word - 1), at);

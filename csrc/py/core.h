@@ -89,6 +89,7 @@ PyTypeObject *core_hook_type(PyObject *module);
 // The functions of the module, by file.
 PyObject *core_providers(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *core_libfabric(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *core_cuda(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *core_simulate(PyObject *module, PyObject *args);
 PyObject *core_collective_shape(PyObject *module, PyObject *args);
 PyObject *core_reduce_times(PyObject *module, PyObject *args, PyObject *kwargs);

@@ -369,6 +369,9 @@ static const PyMethodDef methods[] = {
     {"libfabric", WITH_KEYWORDS(core_libfabric),
      "libfabric(library=None)\n--\n\nReturn (path, version) of the libfabric that would be used.\n\n"
      "Raises Error naming what was tried."},
+    {"cuda", WITH_KEYWORDS(core_cuda),
+     "cuda(library=None)\n--\n\nReturn (path, version, devices) of the CUDA driver.\n\n"
+     "A device is (name, pinning, kernels): why it cannot pin memory and load the kernels, or empty."},
     {"interfaces", WITH_KEYWORDS(module_interfaces),
      "interfaces(spec=None)\n--\n\nReturn (name, address) of what `spec` (NCCL_SOCKET_IFNAME's syntax) names."},
     {"isa", module_isa, METH_NOARGS, "isa()\n--\n\nThe reduce kernels in use: \"generic\" or \"avx2\"."},

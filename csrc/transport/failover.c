@@ -51,6 +51,9 @@ void nb_failover_flush(struct nb_lanes *lanes, int peer_rank) {
             ping_send(lanes, peer_rank, i);
         }
     }
+    if (peer->started_due) {
+        nb_lanes_tell_started(lanes, peer_rank);
+    }
     nb_retransmit_flush(lanes, peer_rank);
 }
 
@@ -88,6 +91,7 @@ void nb_failover_lost(struct nb_lanes *lanes, int peer_rank, int lane, const str
         return;
     }
     nb_credits_lost(lanes, peer_rank);
+    peer->started_due = true;
     nb_failover_flush(lanes, peer_rank);
 }
 
@@ -126,6 +130,8 @@ bool nb_failover_message(struct nb_lanes *lanes, int lane, int peer_rank, const 
     } else if (word == NB_MESSAGE_PONG && bytes == sizeof pong) {
         memcpy(&pong, data, sizeof pong);
         pong_received(lanes, peer_rank, lane, &pong);
+    } else if (word == NB_MESSAGE_STARTED) {
+        return true;
     } else if (word == NB_MESSAGE_LEAVE) {
         nb_lanes_peer_left(lanes, peer_rank);
     } else if (word == NB_MESSAGE_LOST && bytes == sizeof lost) {

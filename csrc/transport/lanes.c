@@ -106,7 +106,8 @@ static bool peer_take(struct nb_lanes *lanes, struct peer *peer, int lane, struc
     size_t segment = nb_rate_segment(lanes, peer, lane, sooner);
     NB_LIST_EACH(it, &peer->out) {
         struct nb_flow *flow = NB_CONTAINER(it, struct nb_flow, link);
-        if (segment > 0 && flow->available > 0 && flow_take(lanes, flow, lane, segment, at)) {
+        bool late = lanes->awaits_starts && flow->op > peer->started[nb_series(flow->op)];
+        if (segment > 0 && flow->available > 0 && !late && flow_take(lanes, flow, lane, segment, at)) {
             return true;
         }
     }
@@ -295,12 +296,41 @@ static void up_landed(void *ctx, struct nb_lane *lane, int from, const struct nb
     }
 }
 
+void nb_lanes_tell_started(struct nb_lanes *lanes, int peer_rank) {
+    struct peer *peer = &lanes->peers[peer_rank];
+    struct wire_started message = {.type = NB_MESSAGE_STARTED};
+    if (!lanes->awaits_starts || peer->paths == NULL) {
+        return;
+    }
+    memcpy(message.ops, peer->in_floor, sizeof message.ops);
+    peer->started_due = nb_lanes_send_message(lanes, peer_rank, &message, sizeof message) == -EAGAIN;
+}
+
+void nb_lanes_await_starts(struct nb_lanes *lanes) {
+    lanes->awaits_starts = lanes->config.ops->kind == NB_LANE_STREAM;
+    for (int p = 0; p < lanes->config.lane.size; p++) {
+        nb_lanes_tell_started(lanes, p);
+    }
+}
+
+static void started_received(struct peer *peer, const void *data, size_t bytes) {
+    struct wire_started message;
+    if (bytes == sizeof message) {
+        memcpy(&message, data, bytes);
+        nb_floor_raise(peer->started, message.ops[0]);
+        nb_floor_raise(peer->started, message.ops[1]);
+    }
+}
+
 static void up_message(void *ctx, struct nb_lane *lane, int peer_rank, const void *data, size_t bytes) {
     struct nb_lanes *lanes = ctx;
+    uint8_t word = bytes > 0 ? *(const uint8_t *)data : 0;
+    if (word == NB_MESSAGE_STARTED) { // perhaps of a peer that this rank has not opened yet
+        started_received(&lanes->peers[peer_rank], data, bytes);
+    }
     if (bytes < 1 || lanes->peers[peer_rank].paths == NULL) {
         return;
     }
-    uint8_t word = *(const uint8_t *)data;
     bool more = word <= NB_MESSAGE_CREDITS ? nb_credits_message(lanes, lane->index, peer_rank, data, bytes)
                                            : nb_failover_message(lanes, lane->index, peer_rank, data, bytes);
     if (more) {
@@ -374,6 +404,7 @@ void nb_lanes_add(struct nb_lanes *lanes, struct nb_flow *flow, int64_t now_ns) 
         nb_credits_in_added(lanes, flow);
         return;
     }
+    nb_lanes_tell_started(lanes, peer_rank);
     paths_resume(lanes, peer_rank); // the flow may be over and freed now
 }
 

@@ -119,6 +119,11 @@ int nb_lanes_left(const struct nb_lanes *lanes, int peer);
 void nb_lanes_use(struct nb_lanes *lanes, int count);
 int nb_lanes_used(const struct nb_lanes *lanes);
 
+// From now on, data of an operation leave only once their receiver has added its flow. Without it, a receiver that is not
+// ready for one operation reads nothing more from that lane, so an earlier operation's data may wait behind it. Every
+// rank calls this before the first operation that a rank may start late. No effect on RMA lanes: they have credits.
+void nb_lanes_await_starts(struct nb_lanes *lanes);
+
 void nb_lanes_add(struct nb_lanes *lanes, struct nb_flow *flow, int64_t now_ns);
 // Out: allows block `block` to be sent. Cheap; call nb_lanes_push() once after a batch.
 void nb_lanes_ready(struct nb_lanes *lanes, struct nb_flow *flow, uint32_t block);

@@ -122,6 +122,8 @@ struct peer {
     struct nb_list kept;           // copies that only wait for the peer's confirmation
     uint64_t in_floor[NB_SERIES];  // highest operation expected so far: an earlier one that is not in the list is over
     uint64_t out_floor[NB_SERIES]; // highest operation sent so far
+    uint64_t started[NB_SERIES];   // highest operation that the peer expects, by its last NB_MESSAGE_STARTED
+    bool started_due;              // this rank's must be sent again: the lane did not accept it, or is lost
     struct path *paths;            // by lane; NULL: not opened
     int next_lane;
     int reach;            // open lanes before this one take new segments
@@ -157,6 +159,7 @@ struct nb_lanes {
     struct nb_lane *lane[NB_LANES_MAX];
     struct nb_admission admission;
     int used;
+    bool awaits_starts;
     size_t window_bytes; // of one path
     struct peer *peers;
     struct rma *rma;
@@ -181,6 +184,11 @@ void nb_flow_claim(struct nb_flow *flow, const struct nb_frame *frame);
 void nb_flow_unclaim(struct nb_flow *flow, const struct nb_frame *frame);
 // Checks a run and claims it if it may land. As nb_flow_check().
 int nb_flow_accept(const struct nb_lanes *lanes, struct nb_flow *flow, const struct nb_frame *frame);
+
+// lanes.c
+
+// Tells the peer which operations this rank expects, if flows await that.
+void nb_lanes_tell_started(struct nb_lanes *lanes, int peer);
 
 // usable_lanes.c
 

@@ -44,6 +44,13 @@ def transports() -> list[str]:
 def providers(library: str | None = None) -> list[tuple[str, str]]:
     """(provider, version) of each libfabric provider a lane could use. Raises Error without libfabric."""
 
+def cuda(library: str | None = None) -> tuple[str, int, list[tuple[str, str, str]]]:
+    """(path, version, devices) of the CUDA driver: 12040 is CUDA 12.4. Opens each device's primary context.
+
+    A device is (name, pinning, kernels): why it cannot pin memory and why it cannot load the kernels, "" if it can.
+    Raises Error without a driver.
+    """
+
 def libfabric(library: str | None = None) -> tuple[str, str]:
     """(path, version) of the libfabric that would be used. Raises Error naming the paths that were tried."""
 

@@ -15,141 +15,11 @@
 #include "check.h"
 #include "cuda/driver.h"
 #include "engine/engine.h"
+#include "gpu.h"
 #include "job.h"
 #include "sums.h"
 
-enum { CHUNK = 4096, CHUNKS = 4, DELAY_NS = 20000, PIECES = 3, YIELDS = 2000 };
-
-static const struct fake_controls *fake;
-
-// A rank's GPU: half of the ranks have the first one.
-struct gpu {
-    struct nb_cuda_driver driver;
-    struct nb_cuda_device device;
-    struct CUstream_st *stream;
-};
-
-static void succeed(unsigned result, const char *what) {
-    CHECK(result == NB_CUDA_SUCCESS, "%s: %u", what, result);
-}
-
-static void gpu_open(struct gpu *gpu, const struct test_rank *me) {
-    struct nb_error err = {0};
-    CHECK(nb_cuda_driver_open(&gpu->driver, fake_path(), &err) == 0, "%s", err.text);
-    CHECK(nb_cuda_device_open(&gpu->device, &gpu->driver, me->rank % FAKE_DEVICES, &err) == 0, "%s", err.text);
-    CHECK(nb_cuda_enter(&gpu->device, &err) == 0, "%s", err.text);
-    succeed(gpu->driver.stream_create(&gpu->stream, NB_CUDA_STREAM_NON_BLOCKING), "cuStreamCreate");
-}
-
-static void gpu_close(struct gpu *gpu) {
-    succeed(gpu->driver.stream_destroy(gpu->stream), "cuStreamDestroy");
-    nb_cuda_leave(&gpu->device);
-    nb_cuda_device_close(&gpu->device);
-}
-
-// A buffer in pieces of device memory, and what it is filled from and read into.
-struct buffer {
-    size_t bytes;
-    unsigned char *host;
-    struct nb_segment pieces[PIECES];
-    int count;
-};
-
-static void buffer_open(struct gpu *gpu, struct buffer *buffer, size_t bytes, size_t element, int pieces) {
-    size_t each = bytes / element / (size_t)pieces * element;
-    *buffer = (struct buffer){.bytes = bytes, .host = malloc(bytes)};
-    CHECK(buffer->host != NULL, "memory");
-    succeed(gpu->driver.host_register(buffer->host, bytes, 0), "cuMemHostRegister");
-    for (int i = 0; i < pieces; i++) {
-        size_t take = i == pieces - 1 ? bytes - (size_t)i * each : each;
-        nb_cuda_address address = 0;
-        if (take > 0) {
-            succeed(gpu->driver.mem_alloc(&address, take), "cuMemAlloc");
-            buffer->pieces[buffer->count++] = (struct nb_segment){(void *)(uintptr_t)address, take};
-        }
-    }
-}
-
-static void buffer_close(struct gpu *gpu, struct buffer *buffer) {
-    succeed(gpu->driver.stream_synchronize(gpu->stream), "cuStreamSynchronize");
-    succeed(gpu->driver.host_unregister(buffer->host), "cuMemHostUnregister");
-    for (int i = 0; i < buffer->count; i++) {
-        succeed(gpu->driver.mem_free((uintptr_t)buffer->pieces[i].base), "cuMemFree");
-    }
-    free(buffer->host);
-}
-
-// Copies on the rank's stream, in the order of what else it has been given.
-static void buffer_copy(struct gpu *gpu, const struct buffer *buffer, bool out) {
-    size_t at = 0;
-    for (int i = 0; i < buffer->count; i++) {
-        const struct nb_segment *piece = &buffer->pieces[i];
-        const nb_cuda_address address = (uintptr_t)piece->base;
-        unsigned result = out ? gpu->driver.copy_to_host(buffer->host + at, address, piece->bytes, gpu->stream)
-                              : gpu->driver.copy_to_device(address, buffer->host + at, piece->bytes, gpu->stream);
-        succeed(result, "a copy");
-        at += piece->bytes;
-    }
-}
-
-static struct nb_op on_device(const struct gpu *gpu, const struct buffer *buffer, struct nb_op op) {
-    op.segments = buffer->pieces;
-    op.segment_count = buffer->count;
-    op.device = gpu->device.ordinal + 1;
-    op.streams = &gpu->stream;
-    op.stream_count = 1;
-    return op;
-}
-
-// What element i is after the operation; -1: of no matter.
-static double result_of(const struct test_rank *me, const struct nb_op *op, size_t i, size_t count) {
-    const size_t each = count / (2 * (size_t)me->size);
-    if (op->kind != NB_OP_ALLTOALL) {
-        return wanted(me, op, i, count);
-    }
-    return i < count / 2 ? given(me->rank, i) : given((int)(i / each) - me->size, (size_t)me->rank * each + i % each);
-}
-
-static void check_result(const struct test_rank *me, const struct nb_op *op, const unsigned char *host, size_t count) {
-    for (size_t i = 0; i < count; i++) {
-        double want = result_of(me, op, i, count);
-        double got = element_get((const char *)host + i * nb_dtype_size(op->dtype), op->dtype);
-        CHECK(want < 0 || got == want, "rank %d of %d, %s: [%zu] of %zu is %g, not %g", me->rank, me->size, op->name, i,
-              count, got, want);
-    }
-}
-
-static void fill(const struct test_rank *me, const struct nb_op *op, struct buffer *buffer, size_t count) {
-    for (size_t i = 0; i < count; i++) {
-        element_put((char *)buffer->host + i * nb_dtype_size(op->dtype), op->dtype, given(me->rank, i));
-    }
-}
-
-static size_t count_for(const struct test_rank *me, enum nb_op_kind kind, size_t count) {
-    size_t parts = kind == NB_OP_ALLGATHER || kind == NB_OP_REDUCESCATTER ? (size_t)me->size : 1;
-    parts = kind == NB_OP_ALLTOALL ? 2 * (size_t)me->size : parts;
-    return (count + parts - 1) / parts * parts;
-}
-
-static void collective(struct test_rank *me, struct gpu *gpu, struct nb_op op, size_t count, int pieces) {
-    char name[NB_NAME_MAX];
-    struct buffer buffer;
-    count = count_for(me, op.kind, count);
-    snprintf(name, sizeof name, "%d %s %s %zu", (int)op.kind, nb_dtype_name(op.dtype), nb_redop_name(op.redop), count);
-    op.name = name;
-    buffer_open(gpu, &buffer, count * nb_dtype_size(op.dtype), nb_dtype_size(op.dtype), pieces);
-    fill(me, &op, &buffer, count);
-    buffer_copy(gpu, &buffer, false);
-    test_done(me, test_submit(me, on_device(gpu, &buffer, op)));
-    buffer_copy(gpu, &buffer, true);
-    succeed(gpu->driver.stream_synchronize(gpu->stream), "cuStreamSynchronize");
-    check_result(me, &op, buffer.host, count);
-    buffer_close(gpu, &buffer);
-}
-
-static const enum nb_op_kind kinds[] = {NB_OP_ALLREDUCE, NB_OP_BROADCAST, NB_OP_ALLGATHER, NB_OP_REDUCESCATTER,
-                                        NB_OP_ALLTOALL};
-enum { KINDS = sizeof kinds / sizeof kinds[0] };
+enum { DELAY_NS = 20000, YIELDS = 2000, SEEDS = 20 };
 
 static void run_kinds(struct test_rank *me) {
     static const int dtypes[] = {NB_U8, NB_I64, NB_BF16, NB_F32, NB_F64};
@@ -168,36 +38,15 @@ static void run_kinds(struct test_rank *me) {
     gpu_close(&gpu);
 }
 
-static struct test_rank ranks_on(const char *network, int size) {
-    struct test_rank like = test_on(network);
-    like.size = size;
-    like.cuda_library = fake_path();
-    like.device_chunk_bytes = CHUNK;
-    like.device_chunks = CHUNKS;
-    return like;
-}
-
-static void check_nothing_left(void) {
-    struct fake_alive alive = fake->alive();
-    CHECK(alive.contexts == 0 && alive.streams == 0 && alive.events == 0 && alive.registrations == 0,
-          "%d contexts, %d streams, %d events, %d registrations", alive.contexts, alive.streams, alive.events,
-          alive.registrations);
-}
-
-static void job_over(const struct test_rank *like, uint64_t seed, int64_t delay_max_ns,
-                     void (*run)(struct test_rank *me)) {
-    struct test_rank ranks = *like;
-    fake->reset(seed, delay_max_ns);
-    ranks.run = run;
-    CHECK(test_job(&ranks) == 0, "the job");
-    check_nothing_left();
-}
-
-static void test_kinds(const char *network) {
-    for (int size = 1; size <= 3; size++) {
+// False: the network is not there.
+static bool test_kinds(const char *network) {
+    for (int size = 3; size >= 1; size--) {
         struct test_rank like = ranks_on(network, size);
-        job_over(&like, (uint64_t)size, 0, run_kinds);
+        if (job_over(&like, (uint64_t)size, 0, run_kinds) != 0) {
+            return false;
+        }
     }
+    return true;
 }
 
 // Operations on host and device memory by turns, some of them under way together.
@@ -240,7 +89,7 @@ static void test_seeds(const char *network, int seeds) {
     for (int seed = 0; seed < seeds; seed++) {
         struct test_rank like = ranks_on(network, 2 + seed % 2);
         like.device_chunks = 1 + seed % 5;
-        job_over(&like, (uint64_t)seed, DELAY_NS, run_mixed);
+        CHECK(job_over(&like, (uint64_t)seed, DELAY_NS, run_mixed) == 0, "the job");
     }
 }
 
@@ -252,21 +101,6 @@ struct experiment {
     enum rule broken; // NONE: the stream goes on when the operation has had time to go wrong
     bool right;       // out: the result of rank 0
 };
-
-// The stream of the engine that copies to the host, or back.
-static struct CUstream_st *engine_stream(const struct gpu *gpu, enum fake_kind kind) {
-    static struct fake_entry entries[4096];
-    size_t count = fake->log(0, entries, 4096);
-    for (size_t i = 0; i < count && i < 4096; i++) {
-        struct CUstream_st *stream = (struct CUstream_st *)(uintptr_t)entries[i].stream;
-        bool here = stream != gpu->stream && gpu->driver.stream_synchronize(stream) == NB_CUDA_SUCCESS; // its context
-        if (entries[i].kind == kind && here) {
-            return stream;
-        }
-    }
-    CHECK(false, "no copy of the engine");
-    return NULL;
-}
 
 static void let_others_run(void) {
     for (int i = 0; i < YIELDS; i++) {
@@ -335,14 +169,14 @@ static void run_rule(struct test_rank *me) {
     gpu_close(&gpu);
 }
 
-static void test_each_rule_is_needed(void) {
+static void test_each_rule_is_needed(const char *network) {
     for (int rule = FENCE; rule < RULES; rule++) {
         for (int broken = 0; broken < 2; broken++) {
             struct experiment experiment = {.held = (enum rule)rule, .broken = broken ? (enum rule)rule : NONE};
-            struct test_rank like = ranks_on("tcp", 2);
+            struct test_rank like = ranks_on(network, 2);
             like.device_chunks = rule == REUSE ? 1 : 8;
             like.arg = &experiment;
-            job_over(&like, 1, 0, run_rule);
+            CHECK(job_over(&like, 1, 0, run_rule) == 0, "the job");
             CHECK(experiment.right == !broken, "rule %d, broken: %d, right: %d", rule, broken, experiment.right);
         }
     }
@@ -379,9 +213,9 @@ static void run_late(struct test_rank *me) {
     gpu_close(&gpu);
 }
 
-static void test_a_late_fence(void) {
-    struct test_rank like = ranks_on("shm", 2);
-    job_over(&like, 1, 0, run_late);
+static void test_a_late_fence(const char *network) {
+    struct test_rank like = ranks_on(network, 2);
+    CHECK(job_over(&like, 1, 0, run_late) == 0, "the job");
 }
 
 // The buffers of several streams, and a fence of the caller's own.
@@ -426,10 +260,10 @@ static void run_streams(struct test_rank *me) {
     gpu_close(&gpu);
 }
 
-static void test_streams(void) {
+static void test_streams(const char *network) {
     for (uint64_t seed = 0; seed < 20; seed++) {
-        struct test_rank like = ranks_on("tcp", 2);
-        job_over(&like, seed, DELAY_NS, run_streams);
+        struct test_rank like = ranks_on(network, 2);
+        CHECK(job_over(&like, seed, DELAY_NS, run_streams) == 0, "the job");
     }
 }
 
@@ -451,9 +285,9 @@ static void run_mismatch(struct test_rank *me) {
     gpu_close(&gpu);
 }
 
-static void test_mismatch(void) {
-    struct test_rank like = ranks_on("tcp", 2);
-    job_over(&like, 1, 0, run_mismatch);
+static void test_mismatch(const char *network) {
+    struct test_rank like = ranks_on(network, 2);
+    CHECK(job_over(&like, 1, 0, run_mismatch) == 0, "the job");
 }
 
 // What is refused at once, on this rank alone.
@@ -489,25 +323,26 @@ static void run_refusals(struct test_rank *me) {
     gpu_close(&gpu);
 }
 
-static void test_refusals(void) {
-    struct test_rank like = ranks_on("tcp", 1);
-    job_over(&like, 1, 0, run_refusals);
-    like = ranks_on("tcp", 2);
-    job_over(&like, 1, 0, run_refusals);
+static void test_refusals(const char *network) {
+    struct test_rank like = ranks_on(network, 1);
+    CHECK(job_over(&like, 1, 0, run_refusals) == 0, "the job");
+    like = ranks_on(network, 2);
+    CHECK(job_over(&like, 1, 0, run_refusals) == 0, "the job");
 }
 
-int main(void) {
-    static const char *const networks[] = {"tcp", "shm"};
+int main(int argc, char **argv) {
+    const char *network = argc > 1 ? argv[1] : "tcp";
+    const char *seeds = getenv("TEST_SEEDS"); // of streams' delays
     fake = fake_controls_get();
-    test_each_rule_is_needed();
-    test_a_late_fence();
-    test_streams();
-    test_mismatch();
-    test_refusals();
-    for (int i = 0; i < 2; i++) {
-        test_kinds(networks[i]);
-        test_seeds(networks[i], 20);
+    if (!test_kinds(network)) {
+        return CHECK_SKIPPED;
     }
+    test_seeds(network, seeds != NULL ? atoi(seeds) : SEEDS);
+    test_each_rule_is_needed(network);
+    test_a_late_fence(network);
+    test_streams(network);
+    test_mismatch(network);
+    test_refusals(network);
     fake->reset(0, 0);
     return 0;
 }

@@ -13,6 +13,7 @@ enum {
     BLOCK_MAX = 256,
     BREAKS = 3,
     BREAK_TURNS = 400,
+    AWAIT_TURNS = 200,
     BLOCKS_MAX = 24,
     TURNS_MAX = 200000,
     BAD_BLOCK = 64,
@@ -84,9 +85,18 @@ static int run(int kind, uint64_t seed) {
     }
     uint64_t random = seed;
     int done = 0;
+    int awaits_from[FLOWS_RANKS_MAX]; // turn at which a rank begins to await starts
+    for (int rank = 0; rank < FLOWS_RANKS_MAX; rank++) {
+        awaits_from[rank] = seed % 4 < 2 ? TURNS_MAX : (int)flows_below(&random, AWAIT_TURNS);
+    }
     for (int turn = 0; done < world.plan.size; turn++) {
         CHECK(turn < TURNS_MAX, "%s seed %llu never ends", world.ops->name, (unsigned long long)seed);
         breaks_turn(&breaks, &world, turn);
+        for (int rank = 0; rank < world.plan.size; rank++) {
+            if (turn == awaits_from[rank]) {
+                nb_lanes_await_starts(world.nodes[rank].lanes);
+            }
+        }
         flows_step(&world.nodes[flows_below(&random, (uint32_t)world.plan.size)]);
         done = 0;
         for (int rank = 0; rank < world.plan.size; rank++) {
@@ -438,6 +448,40 @@ static void test_credit_that_is_late(uint64_t seed) {
     pair_end(&world);
 }
 
+// A flow whose receiver has not started it leaves the lane free for an earlier one, if starts are awaited.
+static void test_a_flow_that_its_receiver_starts_late(int awaits_first, uint64_t seed) {
+    enum { BLOCKS = 6 };
+    struct flow_world world = {.ops = nb_mem_ops(NB_LANE_STREAM)};
+    struct nb_error err = {0};
+    world.plan = (struct flow_plan){.seed = seed, .size = 2, .lanes = 1, .segment_bytes = BAD_BLOCK, .count = 2};
+    for (int i = 0; i < 2; i++) {
+        world.plan.specs[i] = (struct flow_spec){.to = 1,
+                                                 .op = (uint64_t)i + 1,
+                                                 .blocks = BLOCKS,
+                                                 .full = BLOCKS,
+                                                 .step = BLOCKS,
+                                                 .block_bytes = BAD_BLOCK,
+                                                 .bytes = (size_t)BLOCKS * BAD_BLOCK,
+                                                 .ready_first = i == 1};
+    }
+    CHECK(flows_open(&world, &err) == 0, "open: %s", err.text);
+    struct flow_side *to = world.nodes[1].sides;
+    struct flow_side *from = world.nodes[0].sides;
+    for (int i = 0; i < 2; i++) {
+        nb_lanes_await_starts(world.nodes[(awaits_first + i) % 2].lanes);
+    }
+    flows_add(&to[0]);
+    flows_add(&from[0]);
+    flows_add(&from[1]);
+    pair_turns(&world);
+    flows_ready(&from[0], BLOCKS);
+    pair_turns(&world);
+    CHECK(to[0].finished && to[1].landed == 0, "seed %llu: the first flow waits behind one that is not started",
+          (unsigned long long)seed);
+    flows_add(&to[1]);
+    pair_end(&world);
+}
+
 // A flow without a copy reserves one run for each of its blocks, and no more.
 static void test_runs_of_a_long_flow(uint64_t seed) {
     enum { BLOCKS = 1000 };
@@ -461,6 +505,7 @@ int main(int argc, char **argv) {
         test_tag_that_is_over(seed);
         test_credit_that_is_late(seed);
         test_runs_of_a_long_flow(seed);
+        test_a_flow_that_its_receiver_starts_late((int)(seed % 2), seed);
         test_block_without_memory(seed % 2 == 0 ? NB_LANE_STREAM : NB_LANE_RMA, seed % 4 < 2 ? 0 : 4096, seed);
     }
     int broken = 0;

@@ -47,10 +47,14 @@ struct fake_controls {
     void (*fail_call)(int n, unsigned result);
     // The same for the n-th cuEventQuery or cuCtxPushCurrent.
     void (*fail_poll)(int n, unsigned result);
+    // The next call of this name, without `_v2`, in the context of this device fails without effect. NULL: none.
+    void (*fail_named)(const char *symbol, int device, unsigned result);
     // The n-th operation that a stream executes from now breaks the device: all later calls fail.
     void (*break_operation)(int n);
     int (*calls)(void); // as fail_call counts them
     int (*operations)(void);
+    // Operations that the stream was given and has not executed.
+    int (*pending)(const struct CUstream_st *stream);
     // A held stream executes nothing.
     void (*hold)(struct CUstream_st *stream, bool held);
     // The stream says that it is captured into a graph.

@@ -62,6 +62,7 @@ static void control_reset(uint64_t seed, int64_t delay_max_ns) {
     fake.log = NULL;
     fake.logged = fake.log_room = 0;
     fake.hastened = NULL;
+    fake.fail_symbol = NULL;
     memset(fake.contexts, 0, sizeof fake.contexts);
     fake.seed = seed;
     fake.delay_max_ns = delay_max_ns;
@@ -91,6 +92,14 @@ static void control_fail_poll(int n, unsigned result) {
     (void)pthread_mutex_unlock(&fake.lock);
 }
 
+static void control_fail_named(const char *symbol, int device, unsigned result) {
+    (void)pthread_mutex_lock(&fake.lock);
+    fake.fail_symbol = symbol;
+    fake.fail_device = device;
+    fake.fail_symbol_with = result;
+    (void)pthread_mutex_unlock(&fake.lock);
+}
+
 static void control_break_operation(int n) {
     (void)pthread_mutex_lock(&fake.lock);
     fake.break_in = n;
@@ -109,6 +118,13 @@ static int control_operations(void) {
     int executed = fake.executed;
     (void)pthread_mutex_unlock(&fake.lock);
     return executed;
+}
+
+static int control_pending(const struct CUstream_st *stream) {
+    (void)pthread_mutex_lock(&fake.lock);
+    int pending = (int)(stream->submitted - stream->executed);
+    (void)pthread_mutex_unlock(&fake.lock);
+    return pending;
 }
 
 static void control_hold(struct CUstream_st *stream, bool held) {
@@ -208,9 +224,11 @@ FAKE_EXPORT const struct fake_controls *fake_controls(void) {
         .set_version = control_set_version,
         .fail_call = control_fail_call,
         .fail_poll = control_fail_poll,
+        .fail_named = control_fail_named,
         .break_operation = control_break_operation,
         .calls = control_calls,
         .operations = control_operations,
+        .pending = control_pending,
         .hold = control_hold,
         .capture = control_capture,
         .drop_wait = control_drop_wait,

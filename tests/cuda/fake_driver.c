@@ -259,22 +259,38 @@ static unsigned drain(const struct CUstream_st *stream) {
 
 // Calls: each begins with ENTER, which takes the lock, and ends with leave().
 
-#define ENTER(how)                                                                                                     \
+#define ENTER_AS(how, symbol)                                                                                          \
     do {                                                                                                               \
-        const unsigned refused = how();                                                                                \
+        const unsigned refused = how(symbol);                                                                          \
         if (refused != NB_CUDA_SUCCESS) {                                                                              \
             return refused;                                                                                            \
         }                                                                                                              \
     } while (0)
+#define ENTER(how) ENTER_AS(how, __func__)
 
 static unsigned leave(unsigned result) {
     (void)pthread_mutex_unlock(&fake.lock);
     return result;
 }
 
-static unsigned enter_counted(int *calls, int *fail_in) {
+static struct CUctx_st *context_now(void) {
+    return current.depth > 0 ? current.contexts[current.depth - 1] : NULL;
+}
+
+// True for the call that a test named, `_v2` aside, in the context of its device.
+static bool fails_by_name(const char *symbol) {
+    const char *named = fake.fail_symbol;
+    return named != NULL && strncmp(symbol, named, strlen(named)) == 0 &&
+           context_now() == &fake.contexts[fake.fail_device];
+}
+
+static unsigned enter_counted(const char *symbol, int *calls, int *fail_in) {
     (void)pthread_mutex_lock(&fake.lock);
     ++*calls;
+    if (fails_by_name(symbol)) {
+        fake.fail_symbol = NULL;
+        return leave(fake.fail_symbol_with);
+    }
     if (*fail_in > 0 && --*fail_in == 0) {
         return leave(fake.fail_with);
     }
@@ -289,34 +305,30 @@ void fake_contexts_forget(void) {
     current.depth = 0;
 }
 
-static struct CUctx_st *context_now(void) {
-    return current.depth > 0 ? current.contexts[current.depth - 1] : NULL;
-}
-
 static unsigned check_context(unsigned result) {
     bool wrong = context_now() == NULL || context_now()->retained == 0;
     return result == NB_CUDA_SUCCESS && wrong ? leave(NB_CUDA_INVALID_CONTEXT) : result;
 }
 
-static unsigned enter_anyhow(void) {
-    return enter_counted(&fake.calls, &fake.fail_in);
+static unsigned enter_anyhow(const char *symbol) {
+    return enter_counted(symbol, &fake.calls, &fake.fail_in);
 }
 
-static unsigned enter_initialized(void) {
-    return check_initialized(enter_anyhow());
+static unsigned enter_initialized(const char *symbol) {
+    return check_initialized(enter_anyhow(symbol));
 }
 
-static unsigned enter(void) {
-    return check_context(enter_initialized());
+static unsigned enter(const char *symbol) {
+    return check_context(enter_initialized(symbol));
 }
 
 // What polling repeats is counted apart, so that a number names the same one of the other calls in each run.
-static unsigned enter_push(void) {
-    return check_initialized(enter_counted(&fake.poll_calls, &fake.fail_poll_in));
+static unsigned enter_push(const char *symbol) {
+    return check_initialized(enter_counted(symbol, &fake.poll_calls, &fake.fail_poll_in));
 }
 
-static unsigned enter_query(void) {
-    return check_context(enter_push());
+static unsigned enter_query(const char *symbol) {
+    return check_context(enter_push(symbol));
 }
 
 static bool stream_is_right(const struct CUstream_st *stream) {
@@ -336,7 +348,8 @@ static bool event_is_alive(const struct CUevent_st *event) {
 }
 
 unsigned cuDriverGetVersion(int *version) {
-    *version = fake.version;
+    const char *named = getenv("FAKE_CUDA_VERSION"); // for a program that has no controls, as in cuInit
+    *version = named != NULL ? (int)strtol(named, NULL, 10) : fake.version;
     return NB_CUDA_SUCCESS;
 }
 
@@ -345,6 +358,10 @@ unsigned cuInit(unsigned flags) {
     if (!fake.initialized && getenv("FAKE_CUDA_SEED") != NULL) { // for a program that has no controls
         fake.seed = strtoul(getenv("FAKE_CUDA_SEED"), NULL, 10);
         fake.delay_max_ns = DELAY_NS;
+    }
+    if (!fake.initialized && getenv("FAKE_CUDA_FAIL") != NULL) {
+        fake.fail_symbol = getenv("FAKE_CUDA_FAIL");
+        fake.fail_symbol_with = NB_CUDA_OUT_OF_MEMORY;
     }
     fake.initialized = fake.initialized || flags == 0;
     return leave(flags == 0 ? NB_CUDA_SUCCESS : NB_CUDA_INVALID_VALUE);
@@ -616,7 +633,7 @@ unsigned cuMemHostUnregister(void *memory) {
 // A copy from or to memory that is not registered: to the host it blocks, to the device it takes the source at once.
 static unsigned copy(enum fake_kind kind, nb_cuda_address address, void *host, size_t bytes,
                      struct CUstream_st *stream) {
-    ENTER(enter);
+    ENTER_AS(enter, kind == FAKE_TO_HOST ? "cuMemcpyDtoHAsync" : "cuMemcpyHtoDAsync");
     if (!stream_is_right(stream)) {
         return leave(NB_CUDA_INVALID_HANDLE);
     }

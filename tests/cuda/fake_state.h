@@ -108,6 +108,9 @@ struct fake_state {
     int fail_in;
     int fail_poll_in;
     unsigned fail_with;
+    const char *fail_symbol;
+    int fail_device;
+    unsigned fail_symbol_with;
     int break_in;
     int drop_in;
     bool initialized;

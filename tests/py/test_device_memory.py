@@ -1,24 +1,28 @@
 """Training on a torch device over the fake CUDA driver: the weights are those of the CPU, bit for bit.
 
-What a hook would measure on a device is left alone."""
+What a hook would measure on a device is left alone. The checks for a machine with a GPU run here too."""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import Ranks
+from conftest import RANKS_LIMIT_S, Ranks
 
 pytest.importorskip("torch")
 
 import torch
 from torch.utils import cpp_extension
 
+from netbottleneck.config import Settings
 from netbottleneck.hooks import ddp, horovod
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,16 +33,12 @@ DEVICE = "nb_torch_device"
 
 
 @pytest.fixture(scope="module")
-def device() -> dict[str, str]:
-    """Compile the driver and the device; return the environment of a program that uses them."""
+def device(fake_driver: Path) -> dict[str, str]:
+    """Compile the device; return the environment of a program that uses them."""
     if shutil.which("g++") is None:
         pytest.skip("g++ is not installed")
     FOLDER.mkdir(parents=True, exist_ok=True)
-    driver = FOLDER / "libcuda.so.1"
-    include = [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'c'}", f"-I{SOURCES}"]
-    gcc = ["gcc", "-std=gnu11", "-D_GNU_SOURCE", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", *include]
-    subprocess.run([*gcc, *map(str, sorted(SOURCES.glob("*.c"))), "-o", str(driver)], check=True)
-    env = {"NETBOTTLENECK_CUDA_LIBRARY": str(driver), "DEVICE_FOLDER": str(FOLDER)}
+    env = {"NETBOTTLENECK_CUDA_LIBRARY": str(fake_driver), "DEVICE_FOLDER": str(FOLDER)}
     places = [*cpp_extension.include_paths(), sysconfig.get_path("include"), str(ROOT / "csrc")]
     name = f"-DTORCH_EXTENSION_NAME={DEVICE}"
     options = ["-std=c++20", "-O0", "-w", "-fPIC", "-shared", name, *(f"-I{place}" for place in places)]
@@ -77,7 +77,11 @@ def test_a_ddp_model_on_a_gpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ddp, "reducer_of", lambda _: SimpleNamespace(_update_process_group=None))
     monkeypatch.setattr(ddp, "reduced_parameters", lambda _: [("layer.weight", ON_GPU)])
     monkeypatch.setattr(ddp.dist, "get_world_size", lambda: 2)
-    assert "parameter layer.weight is on cuda:0: gradients travel from host memory only" in ddp._refusal(model)
+    assert "parameter layer.weight is on cuda:0: gradients travel from host memory only" in ddp._refusal(
+        model, Settings()
+    )
+    monkeypatch.setattr(ddp, "reduced_parameters", lambda _: [("w", SimpleNamespace(device=torch.device("xpu:0")))])
+    assert ddp._refusal(model, Settings()) == "parameter w is on xpu:0: gradients travel from host and CUDA memory only"
 
 
 def test_a_gradient_of_an_installed_horovod_on_a_gpu_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -85,3 +89,66 @@ def test_a_gradient_of_an_installed_horovod_on_a_gpu_is_left_alone(caplog: pytes
     assert "is left alone: parameter weight is on cuda:0" in caplog.text
     with pytest.raises(ValueError, match="weight is on cuda:0"):
         horovod._can_travel("weight", ON_GPU, strict=True)
+
+
+CHECK = ROOT / "benchmarks" / "gpu_check.py"
+
+
+def gpu_check(*options: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the checks that a machine with a GPU makes."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK_CUDA")}
+    command = [sys.executable, str(CHECK), *options]
+    return subprocess.run(
+        command, env={**clean, **(env or {})}, capture_output=True, text=True, timeout=RANKS_LIMIT_S, check=False
+    )
+
+
+ROWS = {"versions": 11, "collectives": 8, "staging": 2, "hooks": 3, "faults": 1}
+
+
+@pytest.mark.parametrize("part", ROWS)
+def test_a_part_of_gpu_check_writes_its_result_at_once(device: dict[str, str], tmp_path: Path, part: str) -> None:
+    results = tmp_path / "results.json"
+    done = gpu_check("--only", f"{part},nccl", "--device", "fakecuda", "--results", str(results), env=device)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(results.read_text(encoding="utf-8"))
+    assert "no GPU took part" in found["title"]
+    assert {"cpu", "cores", "kernel"} <= set(found["machine"])
+    assert "torch" in found["versions"]
+    assert found["parts"][part]["verdict"] == "ok"
+    assert len(found["parts"][part]["rows"]) == ROWS[part]
+    assert (found["parts"]["nccl"]["verdict"], found["parts"]["nccl"]["why"]) == ("not run", "NCCL needs a GPU")
+
+
+def test_a_failed_part_of_gpu_check_keeps_the_results_of_the_others(device: dict[str, str], tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    options = ("--device", "fakecuda", "--results", str(results), "--only")
+    assert gpu_check(*options, "versions", env=device).returncode == 0
+    failing = {**device, "FAKE_CUDA_FAIL": "cuStreamWaitEvent"}
+    done = gpu_check(*options, "hooks", env=failing)
+    assert done.returncode == 1, done.stdout + done.stderr
+    parts = json.loads(results.read_text(encoding="utf-8"))["parts"]
+    assert {name: part["verdict"] for name, part in parts.items()} == {"versions": "ok", "hooks": "failed"}
+    assert "CUDA: cuStreamWaitEvent on device 0: CUDA_ERROR_OUT_OF_MEMORY" in parts["hooks"]["why"]
+
+
+def test_gpu_check_without_a_gpu_says_what_is_absent(tmp_path: Path) -> None:
+    missing = {"NETBOTTLENECK_CUDA_LIBRARY": str(tmp_path / "libcuda.so.1")}
+    done = gpu_check("--only", "versions", "--results", str(tmp_path / "results.json"), env=missing)
+    assert done.returncode == 77, done.stderr
+    assert "nothing was checked" in done.stdout
+    assert "libcuda.so.1 cannot be loaded (" in done.stdout
+    assert not (tmp_path / "results.json").exists()
+
+
+@pytest.mark.parametrize("options", [("--only", "speed"), ("--device", "fakecuda")])
+def test_gpu_check_refuses_unknown_parts_and_results_of_the_fake_driver(options: tuple[str, ...]) -> None:
+    assert gpu_check(*options).returncode == 2
+
+
+def test_the_parts_of_gpu_check_take_at_most_eight_minutes() -> None:
+    code = "import gpu_check; print(sum(part.limit_s for part in gpu_check.PARTS.values()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=CHECK.parent, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert float(done.stdout) <= 480

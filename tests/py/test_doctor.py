@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,3 +169,45 @@ def test_a_libfabric_without_providers_is_not_an_error() -> None:
         assert (found["providers"], found["used"]) == ([], "")
     else:
         assert found == {"error": doctor.OFI_LEFT_OUT}
+
+
+@pytest.mark.usefixtures("no_lab")
+def test_a_machine_without_a_driver_says_so(tmp_path: Path) -> None:
+    found = doctor.examine({"NETBOTTLENECK_CUDA_LIBRARY": str(tmp_path / "libcuda.so.1")})["cuda"]
+    assert "libcuda.so.1 cannot be loaded (" in found["error"]
+    assert "pinning" not in found
+    if ctypes.util.find_library("cuda") is None:
+        assert "(no NVIDIA driver here)" in doctor.examine({})["cuda"]["error"]
+
+
+DRIVER_OF = """
+import json, os
+from netbottleneck.cli import doctor
+print(json.dumps(doctor._or_error(lambda: doctor._driver(os.environ))))
+"""
+NOT_BUILT = "CUDA: this build has no device code: build netbottleneck where nvcc is"
+UNPINNED = "CUDA: cuMemHostRegister of 4194304 bytes on device 0: CUDA_ERROR_OUT_OF_MEMORY 2 (out of memory)"
+
+
+def _driver(library: Path, **extra: str) -> dict[str, Any]:
+    """Return what doctor finds with this driver, which a process loads once."""
+    env = {**os.environ, "NETBOTTLENECK_CUDA_LIBRARY": str(library), **extra}
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER_OF], env=env, capture_output=True, text=True, timeout=60, check=True
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_the_driver_pinning_and_kernels_are_shown_for_each_device(fake_driver: Path) -> None:
+    found = _driver(fake_driver)
+    assert found["driver"] == f"{fake_driver}, CUDA 12.4"
+    assert found["devices"] == ["Fake GPU 0", "Fake GPU 1"]
+    assert found["pinning"] == ["memory can be pinned"] * 2
+    assert found["kernels"] in (["loaded"] * 2, [NOT_BUILT] * 2)
+    assert _driver(fake_driver, FAKE_CUDA_FAIL="cuMemHostRegister")["pinning"] == [UNPINNED, "memory can be pinned"]
+
+
+def test_an_old_driver_is_refused(fake_driver: Path) -> None:
+    found = _driver(fake_driver, FAKE_CUDA_VERSION="11040")
+    assert found == {"error": "CUDA: driver 11.4 is too old: 12.0 or later is needed"}

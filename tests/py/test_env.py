@@ -106,9 +106,9 @@ def test_cpus_are_a_list_and_horovods_apply_if_ours_are_unset() -> None:
     ("name", "value", "allowed"),
     [
         ("NETBOTTLENECK", "yes", "0 or 1"),
-        ("NETBOTTLENECK_TRANSPORT", "quic", "stock, tcp, ofi, null"),
+        ("NETBOTTLENECK_TRANSPORT", "quic", "stock, tcp, ofi, nccl+tcp, nccl+ofi, null"),
         ("NETBOTTLENECK_TRANSPORT", "stock,stock", "without repetition"),
-        ("NETBOTTLENECK_TRANSPORT", "stock,", "stock, tcp, ofi, null"),
+        ("NETBOTTLENECK_TRANSPORT", "stock,", "stock, tcp, ofi, nccl+tcp, nccl+ofi, null"),
         ("NETBOTTLENECK_STREAMS", "0", "1 to 64"),
         ("NETBOTTLENECK_STREAMS", "65", "1 to 64"),
         ("NETBOTTLENECK_STREAMS", "many", "auto"),

@@ -8,8 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from netbottleneck import _core
-from netbottleneck.trace.transports import ALL, NATIVE
+import pytest
+from conftest import Ranks
+
+from netbottleneck import _core, config
+from netbottleneck.runtime import communicators
+from netbottleneck.runtime.communicators import nccl_refusal
+from netbottleneck.trace.transports import ALL, NATIVE, OVER_NCCL, WITHOUT_GPU, Arm
 
 PACKAGE = Path(__file__).resolve().parents[2] / "python" / "netbottleneck"
 ROW = '    Transport("new", native=True, benched=True, colour="#123456"),\n'
@@ -61,3 +66,101 @@ def test_the_list_needs_neither_the_extension_nor_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.split() == list(NATIVE), done.stderr
+
+
+def test_arms_over_nccl_are_named_in_settings_and_not_in_studies() -> None:
+    chosen = config.settings({}, {"NETBOTTLENECK_TRANSPORT": "stock,nccl+tcp,nccl+ofi,tcp"})
+    assert chosen.transports == ("stock", "nccl+tcp", "nccl+ofi", "tcp")
+    assert not chosen.observes
+    kinds = [(arm.native, arm.over_nccl, arm.own_path, arm.real) for arm in map(Arm.parse, OVER_NCCL)]
+    assert kinds == [(False, True, False, True)] * 2
+    assert not set(WITHOUT_GPU) & set(OVER_NCCL)
+
+
+@pytest.mark.parametrize(
+    ("nccl", "environ", "why"),
+    [
+        (None, {}, "torch 2.13.0+cu130 has no NCCL: use tcp or ofi"),
+        ((2, 16, 2), {}, "NCCL 2.16.2 is too old: 2.18 or later is needed"),
+        (
+            (2, 28, 9),
+            {"NCCL_NET": "Socket"},
+            "NCCL 2.28.9 took Socket, not NetBottleneck: NCCL_NET=Socket is set; unset it",
+        ),
+        (
+            (2, 28, 9),
+            {"NCCL_NET_PLUGIN": "ofi"},
+            "NCCL_NET_PLUGIN=ofi is set, and NCCL uses one plugin in a process: compare in two runs",
+        ),
+        *(
+            (
+                (2, 28, 9),
+                {"NCCL_NET": "netbottleneck", "NCCL_NET_PLUGIN": plugin},
+                "gradients on a GPU cannot be timed yet, so no run compares it: use stock, tcp or ofi",
+            )
+            for plugin in ("", "netbottleneck", "/opt/libnccl-net-netbottleneck.so")
+        ),
+    ],
+)
+@pytest.mark.parametrize("transport", OVER_NCCL)
+def test_a_transport_over_nccl_is_refused_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, transport: str, nccl: tuple[int, ...] | None, environ: dict[str, str], why: str
+) -> None:
+    monkeypatch.setattr(communicators, "_nccl_of_torch", lambda: ("2.13.0+cu130", nccl))
+    assert nccl_refusal(transport, environ) == f"{transport}: {why}"
+
+
+OBSERVED = """
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import netbottleneck
+from netbottleneck.hooks import ddp
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(3, 2))  # measured from here on, if that is possible
+assert ddp.measured_by(model) is None
+assert ddp.attach(model) is None
+model(torch.full((1, 3), dist.get_rank() + 1.0)).sum().backward()
+assert model.module.weight.grad.tolist() == [[1.5] * 3] * 2, model.module.weight.grad
+os.environ["NETBOTTLENECK_STRICT"] = "1"
+try:
+    ddp.attach(model)
+except ValueError as error:
+    print("strict:", error, flush=True)
+dist.destroy_process_group()
+"""
+
+OWN_CALL = """
+import torch
+import netbottleneck
+
+model = torch.nn.Linear(3, 2)
+try:
+    with netbottleneck.profile(model, torch.optim.SGD(model.parameters(), lr=1.0)):
+        raise AssertionError("it was measured")
+except ValueError as error:
+    print("own call:", error, flush=True)
+"""
+
+
+def _reason() -> str:
+    torch = pytest.importorskip("torch")
+    why = nccl_refusal("nccl+ofi", {})
+    none = f"nccl+ofi: torch {torch.__version__} has no NCCL: use tcp or ofi"
+    assert why == none or torch.distributed.is_nccl_available()
+    return why
+
+
+def test_a_training_over_nccl_runs_untouched_with_one_warning_or_raises_if_strict(ranks: Ranks) -> None:
+    why = _reason()
+    for result in ranks(2, OBSERVED, {"NETBOTTLENECK_TRANSPORT": "stock,nccl+ofi"}):
+        assert result.stderr.count(f"the DDP model of Linear is left alone: {why}") == 1
+        assert f"strict: {why}" in result.stdout
+
+
+def test_our_own_calls_raise_the_reason_on_every_rank(ranks: Ranks) -> None:
+    for result in ranks(2, OWN_CALL, {"NETBOTTLENECK_TRANSPORT": "nccl+ofi,tcp"}):
+        assert f"own call: {_reason()}" in result.stdout

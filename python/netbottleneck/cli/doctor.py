@@ -48,7 +48,7 @@ def examine(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
         "interfaces": lambda: _interfaces(environ),
         "libfabric": lambda: _libfabric(environ),
         "torch": _torch,
-        "cuda": _cuda,
+        "cuda": lambda: _cuda(environ),
         "machine": _machine,
         "sockets": _sysctls,
         "environment": lambda: _environment(environ),
@@ -148,16 +148,26 @@ def _torch() -> dict[str, Any]:
     return {"version": _version_of("torch"), "horovod": _version_of("horovod")}
 
 
-def _cuda() -> dict[str, Any]:
-    """Return the CUDA libraries and devices without loading a library: no CUDA context is created."""
+def _cuda(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the driver, what works on each device, and NCCL. Opens each device's primary context for a moment."""
     packages = sorted(
         f"{each.metadata['Name']} {each.version}"
         for each in metadata.distributions()
         if (each.metadata["Name"] or "").startswith(("nvidia-nccl", "nvidia-cuda-runtime"))
     )
-    driver = ctypes.util.find_library("cuda")
-    devices = sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*"))
-    return {"driver": driver, "nccl": ctypes.util.find_library("nccl"), "packages": packages, "devices": devices}
+    nodes = sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*"))
+    nccl = {"nccl": ctypes.util.find_library("nccl"), "packages": packages, "device_files": nodes}
+    return {**_or_error(lambda: _driver(environ)), **nccl}
+
+
+def _driver(environ: Mapping[str, str]) -> dict[str, Any]:
+    path, version, devices = connect.core().cuda(config.settings(environ=environ).cuda_library)
+    return {
+        "driver": f"{path}, CUDA {version // 1000}.{version % 1000 // 10}",
+        "devices": [name for name, _, _ in devices],
+        "pinning": [why or "memory can be pinned" for _, why, _ in devices],
+        "kernels": [why or "loaded" for _, _, why in devices],
+    }
 
 
 def _machine() -> dict[str, Any]:

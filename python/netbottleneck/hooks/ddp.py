@@ -18,7 +18,9 @@ from netbottleneck.hooks.measured_model import Crosscheck, Measured, finish, fin
 from netbottleneck.hooks.reducer_group import OwnGroup, ReducerGroup, reduced_parameters, reducer_of
 from netbottleneck.launch import connect
 from netbottleneck.runtime import job
+from netbottleneck.runtime.communicators import nccl_refusal
 from netbottleneck.runtime.session import Session, observe, open_together, same_ranks
+from netbottleneck.torch.gradients import UNREACHABLE, is_reachable
 from netbottleneck.trace.model import NOT_RECORDED, NOT_TIMED
 from netbottleneck.trace.transports import BARE, STOCK
 
@@ -220,7 +222,7 @@ def _attach(
         if earlier.session.joining is None:  # else it ends at process exit, as it may wait for other ranks
             finish(earlier.session, show=False)
     _end_of_same_parameters(ddp)
-    reason = _refusal(ddp)
+    reason = _refusal(ddp, settings)
     if session is None:
         session = _open(ddp, settings, reason or _not_the_only_one())
         finish_at_exit(session)
@@ -338,7 +340,7 @@ def _with_timeout_of(group: Any, settings: Settings) -> Settings:
     return replace(settings, timeout_s=min(limit.total_seconds(), LONGEST_S), sources=sources)
 
 
-def _refusal(ddp: DistributedDataParallel) -> str:
+def _refusal(ddp: DistributedDataParallel, settings: Settings) -> str:
     """Return the reason to leave a model alone, with the remedy; "" if the model can be measured."""
     if not hasattr(reducer_of(ddp), "_update_process_group"):
         return f"torch {torch.__version__} has no way into DDP's reducer: torch 2.3 or later is needed"
@@ -348,9 +350,14 @@ def _refusal(ddp: DistributedDataParallel) -> str:
             f"its process group has {group.size()} of {dist.get_world_size()} ranks: only a model of all ranks can be "
             "measured"
         )
+    over_nccl = next((arm for arm in settings.transports if arm.over_nccl), None)
+    if over_nccl is not None:
+        return nccl_refusal(over_nccl.transport)
     elsewhere = next(((name, p) for name, p in reduced_parameters(ddp) if p.device.type != "cpu"), None)
     if elsewhere is not None:
         name, parameter = elsewhere
+        if not is_reachable(parameter.device):
+            return f"parameter {name} is on {parameter.device}: {UNREACHABLE}"
         return (
             f"parameter {name} is on {parameter.device}: gradients travel from host memory only; use a model on the CPU"
         )

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 FINISH_S = 10.0  # total time that the end of a run may wait for other ranks
 FAILED_FINISH_S = 1.0  # the same after an error or a loss: by then the others have failed or left
 JOIN_S = 10.0  # time that a run begun alone waits for the other ranks
+REASON_BYTES = 512  # of a reason that ranks exchange
 AGREE_S = 10.0  # time that a rank waits for the others before the next arm begins
 
 READY, FAILED = b"1", b"no"  # of different lengths, so that a mixed exchange fails on every rank
@@ -303,6 +304,17 @@ def _communicator(  # noqa: PLR0913, PLR0917 - what a transport may need, once
     return communicators.Stock(chosen, place.size, recorder, owned=group is None)
 
 
+def _refuse_nccl(turns: tuple[Arm, ...], control: "_core.Comm", limit_s: float) -> None:
+    """Raise ValueError, the same on all ranks, if an arm needs NCCL and a rank cannot use it."""
+    named = next((arm for arm in turns if arm.over_nccl), None)
+    if named is None:
+        return
+    mine = communicators.nccl_refusal(named.transport).encode()[:REASON_BYTES].ljust(REASON_BYTES)
+    why = next((text for text in together(control, mine, limit_s) if text.strip()), b"")
+    if why:
+        raise ValueError(why.decode(errors="replace").strip())
+
+
 def open_session(  # noqa: PLR0913 - all but the first have a default that fits
     settings: Settings,
     *,
@@ -320,11 +332,13 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
     arms: names of the arms that take turns; None: from the settings. "bare" is the user's own path, untouched: the
     hooks that use the session must step aside. group: a torch.distributed group for stock. stock: the stock
     communicator if it is not torch.distributed. alone: steps of one rank by itself come first, see
-    Session.by_itself. Raises as connect.connect and together, and OSError if the folder cannot be written.
+    Session.by_itself. Raises as connect.connect and together, OSError if the folder cannot be written, and ValueError
+    for an arm over NCCL that cannot be used.
     """
     this = job.start(settings)
     place, control = this.place, this.comm
     turns = tuple(dict.fromkeys(Arm.parse(name) for name in arms or settings.transports))
+    _refuse_nccl(turns, control, settings.start_timeout_s)
     folder = run_folder.claim(control, run_folder.wanted(settings, directory), settings.start_timeout_s)
     recorder = run_folder.open_ring(folder, place.rank, "train", settings)
     rings = {

@@ -14,7 +14,7 @@ from netbottleneck.lab import parse_lab
 from netbottleneck.launch import connect
 from netbottleneck.study import cells, report, spec
 from netbottleneck.study.cells import FAILED, OWN_NETWORK, STUDY, USAGE, parse_request
-from netbottleneck.trace.transports import ASKED
+from netbottleneck.trace.transports import WITHOUT_GPU
 
 HOOKED = ("NETBOTTLENECK", "NETBOTTLENECK_TRANSPORT")
 
@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="LINK[/FLOW]",
         help="links, comma-separated, such as 2gbit/500mbit,none",
     )
-    add("--transports", type=_listed(ASKED), help="arms that take turns; default: stock,ofi")
+    add("--transports", type=_listed(WITHOUT_GPU), help="arms that take turns; default: stock,ofi")
     add("--jobs", type=_listed(spec.JOBS), help=f"jobs to run, from {','.join(spec.JOBS)}")
     add("--model", help="model whose gradients are replayed")
     add("--compute", choices=("sleep", "spin"), help="how the replayed model computes")

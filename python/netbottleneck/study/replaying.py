@@ -19,7 +19,7 @@ from netbottleneck.study.ranks import JobError, Reporter, run_in_lab
 from netbottleneck.study.task import PLAY, Task, write_schedule
 from netbottleneck.trace import layer_log
 from netbottleneck.trace import model as tr
-from netbottleneck.trace.transports import ASKED
+from netbottleneck.trace.transports import WITHOUT_GPU
 from netbottleneck.units import gbit, ms, percent
 from netbottleneck.whatif.plan import BUCKET_BYTES, FIRST_BYTES, Plan, ReplaySchedule, replay_schedule
 
@@ -171,8 +171,8 @@ def _factor(text: str) -> float:
 
 def _listed(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(","))
-    if len(set(names)) != len(names) or not set(names) <= set(ASKED):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a list of names from {', '.join(ASKED)}, each once")
+    if len(set(names)) != len(names) or not set(names) <= set(WITHOUT_GPU):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a list of names from {', '.join(WITHOUT_GPU)}, each once")
     return names
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from netbottleneck.bench import models
 from netbottleneck.lab import LinkSpec, parse_lab
-from netbottleneck.trace.transports import ASKED, BARE, NULL, Arm
+from netbottleneck.trace.transports import BARE, NULL, WITHOUT_GPU, Arm
 
 # The tables of study.toml: allowed keys, allowed values, and line numbers. Pure.
 
@@ -147,7 +147,7 @@ _SHARED: Mapping[str, Check] = MappingProxyType(
         "rounds": _number(1, 10_000, whole=True),
         "block_steps": _number(2, 10_000, whole=True),
         "alone": _number(0, 10_000, whole=True),
-        "transports": _list(_text(*ASKED), '["stock", "ofi"]'),
+        "transports": _list(_text(*WITHOUT_GPU), '["stock", "ofi"]'),
         "tuned": lambda value: "" if isinstance(value, bool) else "write true or false",
     }
 )

@@ -399,6 +399,9 @@ class Gradients(GradientSink):
         self.target(self._destination, average, predivide=predivide, op=op)
 
 
+UNREACHABLE = "gradients travel from host and CUDA memory only"
+
+
 @cache
 def _device_types() -> tuple[str, ...]:
     """Return torch's names of the devices whose memory can be sent."""
@@ -426,7 +429,7 @@ def check_on_host(name: str, parameter: Any) -> None:
 def check(name: str, parameter: Any) -> None:
     """Raise ValueError for a parameter whose gradient cannot be sent."""
     if not is_reachable(parameter.device):
-        raise ValueError(f"parameter {name} is on {parameter.device}: gradients travel from host and CUDA memory only")
+        raise ValueError(f"parameter {name} is on {parameter.device}: {UNREACHABLE}")
     if parameter.dtype not in CODES:
         raise ValueError(f"parameter {name}: Tensor type {parameter.dtype} is not supported.")
     if own_type(parameter):

@@ -14,14 +14,15 @@ from typing import Any, Final
 class Transport:
     """What moves gradients in an arm.
 
-    native: its streams are this package's lanes. own_path: the script's own process group moves the bytes. real: it
-    moves the gradients of a measured step; the others are references to compare with. asked: an environment
-    variable may name it. benched: `netbottleneck bench` measures it. meaning: a report's description of one that is not
-    real. colour: of its bars and lines.
+    native: its streams are this package's lanes. over_nccl: NCCL moves them, over this package's lanes. own_path: the
+    script's own process group moves the bytes. real: it moves the gradients of a measured step; the others are
+    references to compare with. asked: an environment variable may name it. benched: `netbottleneck bench` measures it.
+    meaning: a report's description of one that is not real. colour: of its bars and lines.
     """
 
     name: str
     native: bool = False
+    over_nccl: bool = False
     own_path: bool = False
     real: bool = True
     asked: bool = True
@@ -34,6 +35,8 @@ ALL = (
     Transport("stock", own_path=True, benched=True, colour="#cc4b37"),
     Transport("tcp", native=True, benched=True, colour="#d9a441"),
     Transport("ofi", native=True, benched=True, colour="#2f7f9e"),
+    Transport("nccl+tcp", over_nccl=True, colour="#8c6bb1"),
+    Transport("nccl+ofi", over_nccl=True, colour="#5b3a8c"),
     Transport("null", real=False, meaning="nothing moves"),
     Transport("bare", own_path=True, real=False, meaning="the untouched script", colour="#9a9a9a"),
     Transport("single", real=False, asked=False, meaning="one rank alone", colour="#c9c9c9"),
@@ -43,7 +46,9 @@ COMPRESSIONS: tuple[str, ...] = ()
 SCHEDULES: tuple[str, ...] = ()
 
 ASKED = tuple(one.name for one in ALL if one.asked)
+WITHOUT_GPU = tuple(one.name for one in ALL if one.asked and not one.over_nccl)
 BENCHED = tuple(one.name for one in ALL if one.benched)
+OVER_NCCL = tuple(one.name for one in ALL if one.over_nccl)
 NATIVE = tuple(one.name for one in ALL if one.native)
 OWN_PATH = tuple(one.name for one in ALL if one.own_path)
 PSEUDO = tuple(one.name for one in ALL if not one.real)
@@ -95,6 +100,11 @@ class Arm(str):
     def native(self) -> bool:
         """True if its transport's streams are this package's lanes."""
         return self.transport in NATIVE
+
+    @property
+    def over_nccl(self) -> bool:
+        """True if NCCL moves the bytes over this package's lanes."""
+        return self.transport in OVER_NCCL
 
     @property
     def own_path(self) -> bool:

@@ -1,0 +1,246 @@
+"""Checks on a GPU: python benchmarks/gpu_check.py [--only PART,…]. `make gpu-check` finds a Python with CUDA's torch.
+
+Each part runs two ranks on one GPU, has a time limit, and writes its result to benchmarks/results/gpu-check.json at
+once. All parts together take at most 8 minutes, without a network. Exit codes: 0, 1 if a part failed, 2 usage, 77
+without a GPU: nothing was checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from netbottleneck import _core, config
+from netbottleneck.bench import head
+
+ROOT = Path(__file__).resolve().parents[1]
+RANK = Path(__file__).with_name("gpu_rank.py")
+RESULTS = Path(__file__).with_name("results") / "gpu-check.json"
+RANKS = 2
+FAILED, USAGE, ABSENT = 1, 2, 77
+CUDA, FAKE = "cuda", "fakecuda"
+
+
+class Part(NamedTuple):
+    """A part: its limit in seconds, whether it needs NCCL, and what it checks."""
+
+    limit_s: float
+    nccl: bool
+    text: str
+
+
+PARTS = {
+    "versions": Part(30, False, "driver, devices, pinning, kernels, torch, NCCL, MPS"),
+    "collectives": Part(90, False, "every collective and type against sums on the host, bit for bit"),
+    "staging": Part(60, False, "all-reduce of GPU memory beside host memory, and plain pinned copies"),
+    "hooks": Part(90, False, "gradient hooks on the thread of backward beside an empty Python hook"),
+    "faults": Part(30, False, "a rank killed in mid-copy is an error on the other"),
+    "nccl": Part(60, True, "NCCL over our plugin: sums, and the network that NCCL took"),
+    "sockets": Part(120, True, "NCCL over our plugin beside its Socket network, default and tuned"),
+}
+
+# The variables of the ways that NCCL's transfers take in the parts `nccl` and `sockets`.
+OURS = {"NCCL_NET": "NetBottleneck"}
+WAYS: Mapping[str, Mapping[str, str]] = {
+    "ours": OURS,
+    "socket": {"NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "none"},
+    "socket 4x4": {
+        "NCCL_NET": "Socket",
+        "NCCL_NET_PLUGIN": "none",
+        "NCCL_SOCKET_NTHREADS": "4",
+        "NCCL_NSOCKS_PERTHREAD": "4",
+    },
+}
+WAYS_OF = {"nccl": ("ours",), "sockets": tuple(WAYS)}
+
+
+def absent(device: str) -> list[str]:
+    """Return what is missing for the checks; empty: nothing is."""
+    missing = []
+    try:
+        _core.cuda(config.settings().cuda_library)
+    except OSError as error:
+        missing.append(str(error.strerror or error))
+    try:
+        import torch
+    except ImportError:
+        return [*missing, "torch is not installed"]
+    if device == CUDA and not torch.cuda.is_available():
+        missing.append(f"torch {torch.__version__} finds no CUDA device")
+    return missing
+
+
+def without_nccl(device: str) -> str:
+    """Return why parts over NCCL cannot run, or ""."""
+    import torch
+
+    if device != CUDA:
+        return "NCCL needs a GPU"
+    return "" if torch.distributed.is_nccl_available() else f"torch {torch.__version__} has no NCCL"
+
+
+def versions(device: str) -> list[dict[str, Any]]:
+    """Return what is installed, as rows."""
+    import torch
+
+    path, version, devices = _core.cuda(config.settings().cuda_library)
+    found: dict[str, Any] = {"driver": path, "CUDA of the driver": f"{version // 1000}.{version % 1000 // 10}"}
+    for number, (name, pinning, kernels) in enumerate(devices):
+        found |= {
+            f"device {number}": name,
+            f"pinning {number}": pinning or "works",
+            f"kernels {number}": kernels or "load",
+        }
+    found |= {"torch": torch.__version__, "CUDA of torch": torch.version.cuda}
+    if not without_nccl(device):
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    found["MPS"] = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "not set")
+    if device == CUDA and shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name,driver_version,compute_mode,mig.mode.current", "--format=csv,noheader"]
+        found["nvidia-smi"] = subprocess.run(
+            query, capture_output=True, text=True, timeout=20, check=False
+        ).stdout.strip()
+    return [{"condition": name, "value": value} for name, value in found.items()]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environ_of(rank: int, port: int, way: Mapping[str, str], folder: str) -> dict[str, str]:
+    """Return a rank's variables. Each rank is a host of its own to NCCL, so all its transfers go over its network."""
+    plugin = Path(_core.__file__).with_name("libnccl-net-netbottleneck.so")
+    values: dict[str, Any] = {
+        "RANK": rank,
+        "WORLD_SIZE": RANKS,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": RANKS,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": 1,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NETBOTTLENECK_IFNAME": "lo",
+        "NCCL_HOSTID": f"host-{rank}",
+        "NCCL_NET_PLUGIN": plugin,
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "INIT,NET",
+        "NCCL_DEBUG_FILE": f"{folder}/nccl.{rank}.log",
+    }
+    return {**os.environ, **{name: str(value) for name, value in values.items()}, **way}
+
+
+def run_ranks(part: str, device: str, way: Mapping[str, str], until: float) -> list[dict[str, Any]]:
+    """Run a part's ranks; return the rows that rank 0 wrote. Raises RuntimeError, or TimeoutError at `until`."""
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in range(RANKS):
+            log = stack.enter_context((Path(folder) / f"{rank}.log").open("w", encoding="utf-8"))
+            command = [sys.executable, str(RANK), part, device, folder]
+            environ = environ_of(rank, port, way, folder)
+            ranks.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True))
+        try:
+            codes = [rank.wait(max(until - time.monotonic(), 0.1)) for rank in ranks]
+        except subprocess.TimeoutExpired:
+            raise TimeoutError("over its limit") from None
+        finally:
+            for rank in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(rank.pid, signal.SIGKILL)
+                rank.wait()
+        rows = Path(folder) / "rows.json"
+        killed = part == "faults" and codes[1] == -signal.SIGKILL
+        if codes[0] or (codes[1] and not killed) or not rows.exists():
+            tails = [(Path(folder) / f"{rank}.log").read_text(errors="replace")[-1500:] for rank in range(RANKS)]
+            raise RuntimeError(f"ranks exited with {codes}: " + "\n".join(tails))
+        found: list[dict[str, Any]] = json.loads(rows.read_text(encoding="utf-8"))
+        return found
+
+
+def run_part(name: str, device: str) -> dict[str, Any]:
+    """Return a part's result."""
+    began = time.monotonic()
+    part = PARTS[name]
+    result: dict[str, Any] = {"checks": part.text, "limit_s": part.limit_s, "verdict": "ok", "rows": []}
+    why = without_nccl(device) if part.nccl else ""
+    try:
+        if why:
+            result |= {"verdict": "not run", "why": why}
+        elif name == "versions":
+            result["rows"] = versions(device)
+        else:
+            for way in WAYS_OF.get(name, ("",)):
+                rows = run_ranks(name, device, WAYS.get(way, {}), began + part.limit_s)
+                result["rows"] += [{**row, "condition": f"{way}: {row['condition']}".lstrip(": ")} for row in rows]
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:  # TimeoutError is an OSError
+        result |= {"verdict": "failed", "why": f"{error}"}
+    return {**result, "seconds": round(time.monotonic() - began, 1)}
+
+
+def write(results: Path, device: str, name: str, result: Mapping[str, Any]) -> None:
+    """Add a part's result to the file, at once. Results of another machine or other versions are replaced."""
+    here = head(RANKS)
+    found: dict[str, Any] = {
+        "title": "Checks on a GPU" if device == CUDA else "Checks over the fake driver: no GPU took part",
+        "machine": here["machine"],
+        "system": f"{platform.system()} {platform.release()}",
+        "versions": here["versions"],
+        "command": "python benchmarks/gpu_check.py",
+        "parts": {},
+    }
+    with contextlib.suppress(OSError, ValueError):
+        before = json.loads(results.read_text(encoding="utf-8"))
+        if all(before.get(key) == found[key] for key in ("title", "machine", "versions")):
+            found["parts"] = before["parts"]
+    found["parts"][name] = {"date": time.strftime("%Y-%m-%d"), **result}
+    text = json.dumps(found, indent=1) + "\n"
+    beside = results.with_suffix(".new")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(results)
+
+
+def main() -> int:
+    """Check, and return the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", help=f"parts, comma-separated, of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--device", choices=(CUDA, FAKE), default=CUDA, help="fakecuda: the device of tests/cuda")
+    options = parser.parse_args()
+    names = options.only.split(",") if options.only else list(PARTS)
+    if unknown := [name for name in names if name not in PARTS]:
+        parser.error(f"no such part: {', '.join(unknown)}; parts are {', '.join(PARTS)}")
+    if options.device == FAKE and options.results == RESULTS:
+        parser.error("--device fakecuda needs --results: what the fake driver gives is no result of a GPU")
+    if missing := absent(options.device):
+        print("gpu-check: nothing was checked, because this machine has no GPU to check:")
+        print("".join(f"  {why}\n" for why in missing), end="")
+        return ABSENT
+    verdicts = []
+    for name in names:
+        result = run_part(name, options.device)
+        write(options.results, options.device, name, result)
+        verdicts.append(result["verdict"])
+        print(f"{name}: {result['verdict']}, {result['seconds']} s of {result['limit_s']} s", result.get("why", ""))
+        for row in result["rows"]:
+            print(f"  {row['condition']}: {row['value']} {row.get('unit', '')}".rstrip(), flush=True)
+    return FAILED if "failed" in verdicts else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""One rank of gpu_check.py: python gpu_rank.py PART DEVICE FOLDER. Rank 0 writes its rows to FOLDER/rows.json.
+
+DEVICE: cuda, or fakecuda, the device of tests/cuda over the fake driver.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import netbottleneck.torch as hvd
+from netbottleneck.errors import HorovodInternalError
+
+Rows = list[dict[str, Any]]
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+TYPES = (
+    *(torch.uint8, torch.int8, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+)
+ROUNDS, WARM = 7, 2
+DIFFERENT = "different elements"
+
+
+class Device:
+    """The device under test. counts: elements of its tensors; large: elements of what is timed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.real = name == "cuda"
+        self.counts = (1, 7, 1025, 3_000_001) if self.real else (1, 7, 1025, 20_001)
+        self.large = (64 << 20) // 4 if self.real else 1 << 16
+        if self.real:
+            torch.cuda.set_device(0)
+        else:
+            sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "py" / "scripts"))
+            from device_training import open_device
+
+            open_device()
+
+    def wait(self) -> None:
+        """Wait for all work on the device."""
+        if self.real:
+            torch.cuda.synchronize()
+        else:
+            torch.zeros(1, device=self.name).cpu()
+
+
+def row(condition: str, times: list[float], scale: float = 1.0, unit: str = "s") -> dict[str, Any]:
+    """Return a row with the median, the extremes and the number of runs."""
+    scaled = sorted(scale * each for each in times)
+    figures = {"value": statistics.median(scaled), "low": scaled[0], "high": scaled[-1]}
+    return {"condition": condition, **{name: float(f"{each:.4g}") for name, each in figures.items()}} | {
+        "unit": unit,
+        "runs": len(times),
+    }
+
+
+def timed(device: Device, work: Callable[[], Any]) -> list[float]:
+    """Return the seconds of each run, with the device's work."""
+    found = []
+    for _ in range(WARM + ROUNDS):
+        device.wait()
+        hvd.barrier()
+        began = time.perf_counter()
+        work()
+        device.wait()
+        found.append(time.perf_counter() - began)
+    return found[WARM:]
+
+
+def given(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a rank's data, small whole numbers, in host memory."""
+    return ((torch.arange(count) * 3 + rank * 5) % 13).to(dtype)
+
+
+def collectives(device: Device) -> Rows:
+    """Compare each collective's result with what the host computes from all ranks' data."""
+    rows: Rows = []
+    for dtype in TYPES:
+        wrong = compared = 0
+        for count in device.counts:
+            mine = given(RANK, count, dtype).to(device.name)
+            data = [given(rank, count, dtype) for rank in range(SIZE)]
+            parts = [given(rank, SIZE * count, dtype) for rank in range(SIZE)]
+            whole = given(RANK, SIZE * count, dtype).to(device.name)
+            share = slice(RANK * count, (RANK + 1) * count)
+            pairs = [
+                (hvd.allreduce(mine, op=hvd.Sum), torch.stack(data).sum(0).to(dtype)),
+                (hvd.allreduce(mine, op=hvd.Max), torch.stack(data).amax(0)),
+                (hvd.allreduce(mine, op=hvd.Min), torch.stack(data).amin(0)),
+                (hvd.broadcast(mine, SIZE - 1), data[-1]),
+                (hvd.allgather(mine), torch.cat(data)),
+                (hvd.reducescatter(whole, op=hvd.Sum), torch.stack(parts).sum(0).to(dtype)[share]),
+                (hvd.alltoall(whole), torch.cat([part[share] for part in parts])),
+            ]
+            for got, want in pairs:
+                here = (got[0] if isinstance(got, tuple) else got).cpu()
+                compared += want.numel()
+                wrong += int((here != want).sum()) if here.shape == want.shape else want.numel()
+        rows.append({"condition": f"{DIFFERENT}, {str(dtype)[6:]}, of {compared}", "value": wrong, "unit": "elements"})
+    wrong_rows = [each["condition"] for each in rows if each["value"]]
+    if wrong_rows:
+        raise AssertionError(f"rank {RANK}: {rows}")
+    return rows
+
+
+def staging(device: Device) -> Rows:
+    """Time the all-reduce of GPU memory beside that of host memory, and plain pinned copies."""
+    host = torch.ones(device.large)
+    there = torch.ones(device.large, device=device.name)
+    megabytes = device.large * 4 / 1e6
+    what = f"{megabytes:.3g} MB"
+    rows = [
+        row(
+            f"all-reduce of {what}, device memory", timed(device, lambda: hvd.allreduce_(there, op=hvd.Max)), 1e3, "ms"
+        ),
+        row(f"all-reduce of {what}, host memory", timed(device, lambda: hvd.allreduce_(host, op=hvd.Max)), 1e3, "ms"),
+    ]
+    if device.real:
+        pinned = torch.empty(device.large, pin_memory=True)
+        for name, work in (
+            ("to the host", lambda: pinned.copy_(there, non_blocking=True)),
+            ("to the device", lambda: there.copy_(pinned, non_blocking=True)),
+        ):
+            rows.append(row(f"plain pinned copy of {what} {name}", timed(device, work), 1e3, "ms"))
+        dist.init_process_group("gloo")
+        try:
+            work = timed(device, lambda: dist.all_reduce(there, op=dist.ReduceOp.MAX))
+            rows.append(row(f"all-reduce of {what}, device memory, gloo", work, 1e3, "ms"))
+        finally:
+            dist.destroy_process_group()
+    return rows
+
+
+def hooks(device: Device) -> Rows:
+    """Time the thread of backward with no hook, an empty Python hook, and ours, for each gradient."""
+    count = 400 if device.real else 20
+    rows: Rows = []
+    for name in ("none", "empty", "ours"):
+        weights = [torch.nn.Parameter(torch.ones(1, device=device.name)) for _ in range(count)]
+        optimizer: Any = torch.optim.SGD(weights, lr=0.0)
+        if name == "ours":
+            named = [(str(number), weight) for number, weight in enumerate(weights)]
+            optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named)
+        elif name == "empty":
+            for weight in weights:
+                weight.register_post_accumulate_grad_hook(lambda _: None)
+        times = []
+        for _ in range(WARM + ROUNDS):
+            optimizer.zero_grad()
+            loss = torch.stack([weight * 2.0 for weight in weights]).sum()
+            device.wait()
+            began = time.perf_counter()
+            loss.backward()
+            times.append(time.perf_counter() - began)
+            optimizer.step()
+            device.wait()
+        rows.append(row(f"backward of {count} gradients, hooks: {name}", times[WARM:], 1e6, "us"))
+    return rows
+
+
+def faults(device: Device) -> Rows:
+    """Kill rank 1 while its copies are under way; rank 0 must get an error."""
+    data = torch.ones(16 * device.large, device=device.name)
+    hvd.allreduce_(data, op=hvd.Sum, name="warm")
+    device.wait()
+    hvd.barrier()
+    began = time.perf_counter()
+    handle = hvd.allreduce_async_(data, op=hvd.Sum, name="killed")
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        hvd.synchronize(handle)
+    except HorovodInternalError as error:
+        took = time.perf_counter() - began
+        if "rank 1" not in str(error):
+            raise
+        return [row("time until the error that names rank 1", [took])]
+    raise AssertionError("the all-reduce with a dead rank succeeded")
+
+
+def over_nccl(device: Device) -> Rows:
+    """Check and time NCCL's all-reduce over the network of the environment; raise if NCCL took another."""
+    data = torch.full((device.large,), float(RANK + 1), device=device.name)
+    wanted = float(sum(range(1, SIZE + 1)))
+    dist.init_process_group("nccl", device_id=torch.device("cuda:0"))
+    times = []
+    for _ in range(WARM + ROUNDS):
+        data.fill_(RANK + 1)
+        device.wait()
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(data)
+        device.wait()
+        times.append(time.perf_counter() - began)
+        assert bool((data == wanted).all()), "a wrong sum"
+    dist.destroy_process_group()
+    log = Path(os.environ["NCCL_DEBUG_FILE"]).read_text(encoding="utf-8", errors="replace")
+    network = os.environ["NCCL_NET"]
+    assert f"via NET/{network}" in log, f"NCCL did not take {network}: {log[-1500:]}"
+    return [row(f"all-reduce of {device.large * 4 / 1e6:.3g} MB via NET/{network}", times[WARM:], 1e3, "ms")]
+
+
+def main() -> None:
+    """Run a part."""
+    part, name, folder = sys.argv[1:]
+    device = Device(name)
+    if part in ("nccl", "sockets"):
+        rows = over_nccl(device)
+    else:
+        hvd.init()
+        parts = {"collectives": collectives, "staging": staging, "hooks": hooks, "faults": faults}
+        rows = parts[part](device)
+        if part != "faults":
+            hvd.shutdown()
+    if RANK == 0:
+        (Path(folder) / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,412 @@
+// Device operations that do not go to plan, over the fake driver: a failed call of CUDA ends the job on all ranks and is
+// named, a killed rank is an error on the others, memory that cannot be pinned serves, joined ranks and groups sum right.
+#include <errno.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/types.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "../cuda/fake.h"
+#include "base/dtype.h"
+#include "base/error.h"
+#include "bootstrap/bootstrap.h"
+#include "check.h"
+#include "cuda/driver.h"
+#include "engine/engine.h"
+#include "gpu.h"
+#include "job.h"
+#include "sums.h"
+
+enum { DELAY_NS = 20000, COUNT = 5 * CHUNK / 4 + 3, LONG_MS = 10 * TEST_LIMIT_MS };
+
+static const struct nb_op sum_of_floats = {.kind = NB_OP_ALLREDUCE, .dtype = NB_F32};
+
+// ---- a failed call
+
+struct failing {
+    const char *symbol;
+    const char *said;  // of the failure
+    bool at_first_use; // of the device
+    bool own_fence;
+};
+
+static const struct failing failing_calls[] = {
+    {"cuStreamIsCapturing", "cuStreamIsCapturing on device 1", false, false},
+    {"cuEventCreate", "cuEventCreate on device 1", false, false},
+    {"cuEventRecord", "cuEventRecord on device 1", false, false},
+    {"cuEventRecord", "cuEventRecord of 4096 bytes on device 1", false, true},
+    {"cuEventQuery", "cuEventQuery on device 1", false, false},
+    {"cuMemcpyDtoHAsync", "cuMemcpyDtoHAsync of 4096 bytes on device 1", false, false},
+    {"cuMemcpyHtoDAsync", "cuMemcpyHtoDAsync of 4096 bytes on device 1", false, false},
+    {"cuStreamWaitEvent", "cuStreamWaitEvent on device 1", false, false},
+    {"cuStreamCreate", "cuStreamCreate on device 1", true, false},
+};
+
+// A call of rank 1, which alone has device 1, fails. The other rank may have had its result before.
+static void run_failing(struct test_rank *me) {
+    const struct failing *failing = me->arg;
+    struct gpu gpu;
+    struct flight flight;
+    struct CUevent_st *fence = NULL;
+    struct nb_error err = {0};
+    char text[NB_ERROR_TEXT];
+    gpu_open(&gpu, me);
+    if (!failing->at_first_use) {
+        collective(me, &gpu, sum_of_floats, 3, 1);
+    }
+    flight_prepare(me, &gpu, &flight, sum_of_floats, COUNT, 1);
+    succeed(gpu.driver.event_create(&fence, NB_CUDA_EVENT_DISABLE_TIMING), "cuEventCreate");
+    succeed(gpu.driver.event_record(fence, gpu.stream), "cuEventRecord");
+    flight.op.fence = failing->own_fence ? fence : NULL;
+    test_barrier(me, "prepared");
+    if (me->rank == 1) {
+        fake->fail_named(failing->symbol, 1, NB_CUDA_OUT_OF_MEMORY);
+    }
+    int rc = test_try(me, flight.op, &err);
+    for (int again = 0; again < 2; again++) {
+        snprintf(text, sizeof text, "rank 1: CUDA: %s: CUDA_ERROR_OUT_OF_MEMORY 2 (out of memory)", failing->said);
+        CHECK(rc == -ENOMEM || (rc == 0 && again == 0 && me->rank == 0), "rank %d, %s: %d %s", me->rank, failing->said,
+              rc, err.text);
+        CHECK(rc == 0 || (strcmp(err.text, text) == 0 && err.peer == 1), "rank %d: %s of rank %d, not: %s", me->rank,
+              err.text, err.peer, text);
+        err = (struct nb_error){0};
+        rc = test_try(me, flight.op, &err);
+    }
+    succeed(gpu.driver.event_destroy(fence), "cuEventDestroy");
+    buffer_close(&gpu, &flight.buffer);
+    gpu_close(&gpu);
+}
+
+static int test_failed_calls(const char *network) {
+    for (size_t i = 0; i < sizeof failing_calls / sizeof failing_calls[0]; i++) {
+        struct test_rank like = ranks_on(network, 2);
+        struct failing failing = failing_calls[i];
+        like.arg = &failing;
+        if (job_over(&like, i, DELAY_NS, run_failing) == CHECK_SKIPPED) {
+            return CHECK_SKIPPED;
+        }
+    }
+    return 0;
+}
+
+// One rank alone has nobody to tell.
+static void run_failing_alone(struct test_rank *me) {
+    struct gpu gpu;
+    struct flight flight;
+    struct nb_error err = {0};
+    gpu_open(&gpu, me);
+    struct nb_op op = sum_of_floats;
+    op.postscale = 0.5;
+    flight_prepare(me, &gpu, &flight, op, 7, 1);
+    fake->fail_named("cuMemcpyHtoDAsync", 0, NB_CUDA_OUT_OF_MEMORY);
+    CHECK(test_try(me, flight.op, &err) == -ENOMEM, "%s", err.text);
+    CHECK(strstr(err.text, "rank 0: CUDA: cuMemcpyHtoDAsync of 28 bytes on device 0: ") == err.text, "%s", err.text);
+    buffer_close(&gpu, &flight.buffer);
+    gpu_close(&gpu);
+}
+
+// An operation breaks the device after its call was accepted: only later calls show it.
+static void run_broken(struct test_rank *me) {
+    struct gpu gpu;
+    struct flight flight;
+    struct nb_error err = {0};
+    int rank = -1;
+    gpu_open(&gpu, me);
+    collective(me, &gpu, sum_of_floats, 3, 1);
+    flight_prepare(me, &gpu, &flight, sum_of_floats, COUNT, 1);
+    succeed(gpu.driver.stream_synchronize(gpu.stream), "cuStreamSynchronize");
+    test_barrier(me, "prepared");
+    if (me->rank == 0) {
+        fake->break_operation(5);
+    }
+    test_barrier(me, "armed");
+    int rc = test_try(me, flight.op, &err);
+    CHECK(rc == -EIO && sscanf(err.text, "rank %d: CUDA: cu", &rank) == 1 && err.peer == rank, "%d %s", rc, err.text);
+    CHECK(strstr(err.text, ": CUDA_ERROR_ILLEGAL_ADDRESS 700 (") != NULL, "%s", err.text);
+    free(flight.buffer.host);
+}
+
+static void test_broken_device(const char *network) {
+    struct test_rank like = ranks_on(network, 2);
+    fake->reset(1, 0);
+    like.run = run_broken;
+    CHECK(test_job(&like) == 0, "the job");
+}
+
+// ---- a killed rank
+
+struct killing {
+    const char *network;
+    enum fake_kind held; // copies of rank 1 that are under way when it is killed
+};
+
+static void run_killed(struct test_rank *me) {
+    const struct killing *killing = me->arg;
+    struct gpu gpu;
+    struct flight flight;
+    struct nb_error err = {0};
+    gpu_open(&gpu, me);
+    collective(me, &gpu, sum_of_floats, COUNT, 1);
+    flight_prepare(me, &gpu, &flight, sum_of_floats, COUNT, 2);
+    test_barrier(me, "prepared");
+    if (me->rank == 1) {
+        struct CUstream_st *held = engine_stream(&gpu, killing->held);
+        fake->hold(held, true);
+        flight.work = test_submit(me, flight.op);
+        while (fake->pending(held) == 0) {
+            (void)sched_yield();
+        }
+        (void)raise(SIGKILL);
+    }
+    int rc = test_try(me, flight.op, &err);
+    CHECK(rc == NB_EPEER && err.peer == 1, "rank %d: %d %s", me->rank, rc, err.text);
+    rc = test_try(me, flight.op, &err);
+    CHECK(rc == NB_EPEER, "rank %d again: %d %s", me->rank, rc, err.text);
+    buffer_copy(&gpu, &flight.buffer, true); // its own memory and streams are free
+    buffer_close(&gpu, &flight.buffer);
+    gpu_close(&gpu);
+}
+
+// Each rank but 0 is a process.
+static int killed_job(struct killing *killing) {
+    enum { SIZE = 3 };
+    struct nb_listener listener = {.fd = -1};
+    struct nb_error err = {0};
+    struct nb_boot_config config = {.size = SIZE, .ifname = "lo", .secret = test_secret, .secret_bytes = 32};
+    struct test_rank me = ranks_on(killing->network, SIZE);
+    pid_t pids[SIZE] = {0};
+    int pipes[SIZE][2];
+    fake->reset(1, DELAY_NS);
+    me.run = run_killed;
+    me.timeout_ms = LONG_MS; // a death that only the deadline shows is not noticed here
+    me.arg = killing;
+    for (int r = 1; r < SIZE; r++) {
+        CHECK(pipe(pipes[r]) == 0, "pipe: %m");
+        pids[r] = fork();
+        CHECK(pids[r] >= 0, "fork: %m");
+        if (pids[r] == 0) {
+            CHECK(prctl(PR_SET_PDEATHSIG, SIGKILL) == 0, "prctl: %m");
+            CHECK(read(pipes[r][0], me.address, sizeof me.address) == sizeof me.address, "no address");
+            me.rank = r;
+            test_rank_main(&me);
+            CHECK(me.rc == 0 || me.rc == NB_ENOLIB, "rank %d: %s", r, me.err.text);
+            if (me.rc == 0) {
+                check_nothing_left();
+            }
+            _exit(0);
+        }
+    }
+    CHECK(nb_listener_open(&listener, &config, NULL, &err) == 0, "listen: %s", err.text);
+    nb_sock_format(&listener.addr, me.address);
+    me.listener = &listener;
+    for (int r = 1; r < SIZE; r++) {
+        CHECK(write(pipes[r][1], me.address, sizeof me.address) == sizeof me.address, "write: %m");
+    }
+    test_rank_main(&me);
+    CHECK(me.rc == 0 || me.rc == NB_ENOLIB, "rank 0: %s", me.err.text);
+    for (int r = 1; r < SIZE; r++) {
+        int status;
+        CHECK(waitpid(pids[r], &status, 0) == pids[r], "wait: %m");
+        bool killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
+        bool ended = WIFEXITED(status) && WEXITSTATUS(status) == 0;
+        CHECK(r == 1 && me.rc == 0 ? killed : ended, "rank %d ended with %x", r, (unsigned)status);
+        (void)close(pipes[r][0]);
+        (void)close(pipes[r][1]);
+    }
+    nb_listener_close(&listener);
+    if (me.rc == 0) {
+        check_nothing_left();
+    }
+    return me.rc == NB_ENOLIB ? CHECK_SKIPPED : 0;
+}
+
+static int test_killed(const char *network) {
+    struct killing out = {network, FAKE_TO_HOST};
+    struct killing back = {network, FAKE_TO_DEVICE};
+    int rc = killed_job(&out);
+    return rc != 0 ? rc : killed_job(&back);
+}
+
+// ---- memory that cannot be pinned
+
+static int notices_of(struct test_rank *me, const char *like) {
+    char text[NB_ERROR_TEXT];
+    int count = 0;
+    while (nb_job_notice(me->job, text, sizeof text)) {
+        count += strstr(text, like) == text;
+    }
+    return count;
+}
+
+static void run_unpinned(struct test_rank *me) {
+    struct gpu gpu;
+    struct flight flight;
+    char text[NB_ERROR_TEXT];
+    gpu_open(&gpu, me);
+    flight_prepare(me, &gpu, &flight, sum_of_floats, COUNT, 2);
+    if (me->rank == 0) {
+        fake->fail_named("cuMemHostRegister", 0, NB_CUDA_OUT_OF_MEMORY);
+    }
+    flight.work = test_submit(me, flight.op);
+    flight_end(me, &gpu, &flight);
+    for (int i = 0; i < KINDS; i++) {
+        const struct nb_op op = {.kind = kinds[i], .dtype = NB_F64};
+        collective(me, &gpu, op, COUNT, 1);
+    }
+    snprintf(text, sizeof text,
+             "staging memory cannot be pinned, so copies of device 0 block (CUDA: cuMemHostRegister of %d bytes on "
+             "device 0: CUDA_ERROR_OUT_OF_MEMORY 2 (out of memory))",
+             CHUNK * CHUNKS);
+    int said = notices_of(me, text);
+    CHECK(said == (me->rank == 0), "rank %d said it %d times", me->rank, said);
+    test_barrier(me, "looked");
+    CHECK(fake->slow_copies() > 0, "the memory was pinned");
+    gpu_close(&gpu);
+}
+
+// ---- joined ranks
+
+// Rank r has 2 * (r + 1) sums; a rank that has no more joins.
+static void run_joined(struct test_rank *me) {
+    struct gpu gpu;
+    gpu_open(&gpu, me);
+    for (int round = 0; round < 2; round++) {
+        for (int k = 0; k < 2 * (me->rank + 1); k++) {
+            struct flight flight;
+            char name[32];
+            struct nb_op op = sum_of_floats;
+            snprintf(name, sizeof name, "sum.%d", k);
+            op.name = name;
+            const int zeros = k / 2; // ranks that have joined, from 0 on
+            flight_prepare(me, &gpu, &flight, op, k % 2 == 0 ? COUNT : 1, PIECES);
+            test_done(me, test_submit(me, flight.op));
+            buffer_copy(&gpu, &flight.buffer, true);
+            succeed(gpu.driver.stream_synchronize(gpu.stream), "cuStreamSynchronize");
+            for (size_t i = 0; i < flight.count; i++) {
+                double want = 0;
+                for (int r = zeros; r < me->size; r++) {
+                    want += given(r, i);
+                }
+                double got = element_get((const char *)flight.buffer.host + i * sizeof(float), NB_F32);
+                CHECK(got == want, "rank %d, %s: [%zu] is %g, not %g", me->rank, name, i, got, want);
+            }
+            buffer_close(&gpu, &flight.buffer);
+        }
+        int32_t last = -1;
+        struct nb_segment all = {.base = &last, .bytes = sizeof last};
+        struct nb_op join = test_op("join", NB_OP_JOIN, &all);
+        join.dtype = NB_I32;
+        test_do(me, join);
+        CHECK(last == me->size - 1, "rank %d joined last", last);
+    }
+    gpu_close(&gpu);
+}
+
+// What needs the data of a joined rank is refused, and the job goes on.
+static void run_joined_refused(struct test_rank *me) {
+    struct gpu gpu;
+    int32_t last = -1;
+    struct nb_segment all = {.base = &last, .bytes = sizeof last};
+    struct nb_op join = test_op("join", NB_OP_JOIN, &all);
+    join.dtype = NB_I32;
+    gpu_open(&gpu, me);
+    for (int k = 0; k < KINDS && me->rank > 0; k++) {
+        struct flight flight;
+        struct nb_error err = {0};
+        const struct nb_op op = {.kind = kinds[k], .dtype = NB_F32, .name = "needs all"};
+        if (kinds[k] == NB_OP_ALLREDUCE) {
+            continue;
+        }
+        flight_prepare(me, &gpu, &flight, op, COUNT, 1);
+        int rc = test_try(me, flight.op, &err);
+        CHECK(rc == NB_EMISMATCH && strstr(err.text, "after rank 0 has joined") != NULL, "%d: %s", rc, err.text);
+        buffer_close(&gpu, &flight.buffer);
+    }
+    test_do(me, join);
+    collective(me, &gpu, sum_of_floats, COUNT, 1);
+    gpu_close(&gpu);
+}
+
+// ---- groups
+
+static const struct {
+    uint32_t id;
+    int count;
+    int ranks[3];
+} groups[] = {{5, 3, {0, 1, 2}}, {6, 2, {1, 3}}, {7, 2, {0, 3}}};
+enum { GROUPS = sizeof groups / sizeof groups[0] };
+
+static struct test_rank member_of(struct test_rank *me, int group) {
+    struct test_rank member = *me;
+    member.comm = nb_comm_find(me->job, groups[group].id);
+    member.rank = member.comm != NULL ? nb_comm_rank(member.comm) : -1;
+    member.size = groups[group].count;
+    return member;
+}
+
+// Operations of one name in all groups and in the whole job at once.
+static void run_groups(struct test_rank *me) {
+    struct gpu gpu;
+    gpu_open(&gpu, me);
+    for (int g = 0; g < GROUPS; g++) {
+        for (int i = 0; i < groups[g].count; i++) {
+            struct nb_error err = {0};
+            if (groups[g].ranks[i] == me->rank) {
+                CHECK(nb_comm_make(me->job, groups[g].id, groups[g].ranks, groups[g].count, &err) == 0, "%s", err.text);
+            }
+        }
+    }
+    for (int k = 0; k < KINDS; k++) {
+        struct flight flights[GROUPS + 1];
+        struct test_rank members[GROUPS + 1];
+        for (int i = 0; i <= GROUPS; i++) {
+            const int g = (i + me->rank) % (GROUPS + 1); // another order on each rank
+            const struct nb_op op = {.kind = kinds[k], .dtype = NB_F32, .name = "one name", .root = 1};
+            members[g] = g == GROUPS ? *me : member_of(me, g);
+            if (members[g].rank >= 0) {
+                flight_prepare(&members[g], &gpu, &flights[g], op, COUNT + (size_t)g, 1 + g % PIECES);
+                flights[g].work = test_submit(&members[g], flights[g].op);
+            }
+        }
+        for (int g = 0; g <= GROUPS; g++) {
+            if (members[g].rank >= 0) {
+                flight_end(&members[g], &gpu, &flights[g]);
+            }
+        }
+    }
+    gpu_close(&gpu);
+}
+
+static void run_all(const char *network, int size, int chunks, void (*run)(struct test_rank *me)) {
+    for (uint64_t seed = 0; seed < 3; seed++) {
+        struct test_rank like = ranks_on(network, size);
+        like.device_chunks = chunks;
+        CHECK(job_over(&like, seed, DELAY_NS, run) == 0, "the job");
+    }
+}
+
+int main(int argc, char **argv) {
+    const char *network = argc > 1 ? argv[1] : "tcp";
+    fake = fake_controls_get();
+    int rc = test_killed(network);
+    if (rc != 0 || (rc = test_failed_calls(network)) != 0) {
+        return rc;
+    }
+    run_all(network, 1, CHUNKS, run_failing_alone);
+    test_broken_device(network);
+    run_all(network, 2, CHUNKS, run_unpinned);
+    run_all(network, 3, CHUNKS, run_joined);
+    run_all(network, 3, CHUNKS, run_joined_refused);
+    run_all(network, 4, 1, run_groups);
+    run_all(network, 4, CHUNKS, run_groups);
+    fake->reset(0, 0);
+    return 0;
+}

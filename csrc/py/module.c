@@ -54,6 +54,7 @@ static const struct constant events[] = {
     EVENT(OP_LANE),    EVENT(CLOCK),           EVENT(PROBE),         EVENT(STALL),         EVENT(PEER_LOST),
     EVENT(LANE_LOST),  EVENT(COSTS),           EVENT(OP_NAME),       EVENT(OP_READY),      EVENT(OP_PACK),
     EVENT(NCCL_COMM),  EVENT(NCCL_TASK),       EVENT(NCCL_KERNEL),   EVENT(NCCL_STEP),     EVENT(GRADS_READY),
+    EVENT(CHECKPOINT_BEGIN), EVENT(CHECKPOINT_END),
 };
 
 enum { CONSTANTS = sizeof(constants) / sizeof(constants[0]), EVENT_KINDS = sizeof(events) / sizeof(events[0]) };

@@ -120,7 +120,7 @@ HEAD = {"format": tr.FORMAT, "version": tr.VERSION, "id": "x", "size": 1, "arms"
         ((), "not a netbottleneck trace"),
         (("[]",), "not a netbottleneck trace"),
         (('{"format": "else"}',), "not a netbottleneck trace"),
-        ((json.dumps(HEAD | {"version": 3}),), "trace version 3; this netbottleneck reads versions 1 and 2"),
+        ((json.dumps(HEAD | {"version": 4}),), "trace version 4; this netbottleneck reads versions 1 to 3"),
         ((json.dumps(HEAD), "{"), "line 2"),
         ((json.dumps(HEAD), '{"step": {"rank": 1}}'), "line 2.*missing"),
         ((json.dumps(HEAD), '{"step": 5}'), "line 2"),

@@ -62,6 +62,8 @@ class Parts:
     other_ns: float
     input_ns: float
     optimizer_ns: float
+    evaluation_ns: float
+    checkpoint_ns: float
     skew_ns: float
     tensor_bytes: float
     operations: float
@@ -285,7 +287,7 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
     trace = common.trace
     middle = typical(rows, lambda row: row[1].step_ns)
     splits = [row[1] for row in rows]
-    own = [c for c in trace.collectives if c.arm == base and c.step is not None]
+    own = [c for c in trace.collectives if c.arm == base and c.step is not None and not c.by_script]
     sampled = [step for step in trace.steps if step.arm == base]
     return replace(
         common,

@@ -93,7 +93,8 @@ class Findings:
     communication. slowed: forward and backward without communication against those of base. predicted_full_use_ns:
     base's step if its transfers ran at the achievable rate: step - (exposed - skew) x (1 - achieved / achievable), an
     upper bound of the gain. cores_busy: the part of one machine's cores that its ranks keep busy during base's steps,
-    over all threads of a rank. starved: ns of compute a step in which a rank's process had no core.
+    over all threads of a rank. script_ns: exposed ns a step of the script's own calls of torch.distributed. starved: ns
+    of compute a step in which a rank's process had no core.
     nccl: split of the operations that NCCL reported within steps.
     """
 
@@ -116,6 +117,7 @@ class Findings:
     handicap: Paired | None = None
     headroom: Paired | None = None
     slowed: Paired | None = None
+    script_ns: float = 0.0
     latency_share: float | None = None
     cores_busy: float | None = None
     starved: Estimate | None = None
@@ -300,6 +302,7 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
         handicap=compare(trace, BARE, base, warmup) if base == STOCK else None,
         headroom=headroom(trace, base),
         slowed=_slowed(trace, base, warmup),
+        script_ns=float(np.mean([sum(ns for one, ns in exposed if one.by_script) for _, _, exposed in middle])),
         latency_share=latency_share(own),
         starved=_starved(middle),
         cores_busy=_cores_busy(trace, [step for step, _, _ in rows]),

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -121,7 +121,7 @@ class Collectives:
 
     def begins(self, call: _Call, group: Any, values: tuple[Any, ...]) -> _Sent | None:
         """Stamp the submission of a call; None if it is not recorded. values: its arguments without the group."""
-        return self._guarded(self._begin, call, group, values)
+        return cast("_Sent | None", self._guarded(self._begin, call, group, values))
 
     def handed(self, sent: _Sent, work: Any) -> None:
         """Stamp that a call has returned, and the end of its work when it ends."""

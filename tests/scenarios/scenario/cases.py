@@ -569,6 +569,48 @@ def live_optimizer(draw: Draw) -> Case[Training]:
 
 
 @live
+def live_second_optimizer(draw: Draw) -> Case[Training]:
+    run = SMALL.but(second_ms=draw.uniform(25, 60))
+    return Case(
+        "live: slow second optimizer",
+        run,
+        ("OPTIMIZER_LIMITED",),
+        run.but(second_ms=None),
+        "OPTIMIZER_LIMITED",
+        never=("STRAGGLER", "INPUT_LIMITED"),
+        saves=True,
+    )
+
+
+@live
+def live_forward_all_reduce(draw: Draw) -> Case[Training]:
+    run = SMALL.but(f"{draw.randrange(250, 400)}mbit", forward_mib=16, steps=70)
+    return Case(
+        "live: all-reduce in the forward",
+        run,
+        ("LINK_LIMITED",),
+        run.but(forward_mib=None),
+        "LINK_LIMITED",
+        never=("STRAGGLER", "INPUT_LIMITED", "OPTIMIZER_LIMITED"),
+        saves=True,
+    )
+
+
+@live
+def live_batch_norm(draw: Draw) -> Case[Training]:
+    run = SMALL.but(f"{draw.randrange(80, 160)}mbit", norm_kib=256, steps=90)
+    return Case(
+        "live: batch norm over all ranks",
+        run,
+        ("LINK_LIMITED",),
+        run.but(norm_kib=None),
+        "LINK_LIMITED",
+        never=("STRAGGLER", "INPUT_LIMITED", "OPTIMIZER_LIMITED"),
+        saves=True,
+    )
+
+
+@live
 def live_jitter(draw: Draw) -> Case[Training]:
     run = SMALL.but(jitter=draw.uniform(0.15, 0.25))
     return Case(

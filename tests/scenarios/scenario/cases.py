@@ -449,6 +449,20 @@ def traffic_of_others(draw: Draw) -> Case[Job]:
 
 
 @case
+def unseen_on_a_full_link(draw: Draw) -> Case[Job]:
+    job = replace(_big(draw), link_bps=draw.uniform(1e9, 3e9), other_share=draw.uniform(0.4, 0.6))
+    return Case(
+        "full link, and bytes that are not recorded",
+        job,
+        ("OTHER_TRAFFIC",),
+        replace(job, other_share=0.0),
+        "OTHER_TRAFFIC",
+        never=("LINK_LIMITED", "TRANSPORT_LIMITED"),
+        says="belong to no recorded operation",
+    )
+
+
+@case
 def two_levels(draw: Draw) -> Case[Job]:
     job = replace(
         _big(draw),

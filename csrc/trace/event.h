@@ -58,7 +58,7 @@ enum nb_event_kind {
                             // two numbers of 32 bits each, the first one low; 0: none
     NB_EV_CHECKPOINT_BEGIN = 30, // torch.save
     NB_EV_CHECKPOINT_END = 31,
-    NB_EV_END               // one above the last kind
+    NB_EV_END // one above the last kind
 };
 
 // True for events that only a timeline needs: a ring without a timeline omits them.

@@ -279,6 +279,11 @@ Row = tuple[Step, Split, Exposed]
 T = TypeVar("T")
 
 
+def _script_ns(rows: Sequence[Row]) -> float:
+    """Exposed ns a step of the script's own calls."""
+    return float(np.mean([sum(ns for one, ns in exposed if one.by_script) for _, _, exposed in rows]))
+
+
 def _there(values: Mapping[Arm, T | None]) -> dict[Arm, T]:
     """The entries that are not None."""
     return {name: value for name, value in values.items() if value is not None}
@@ -289,7 +294,7 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
     trace = common.trace
     middle = typical(rows, lambda row: row[1].step_ns)
     splits = [row[1] for row in rows]
-    own = [c for c in trace.collectives if c.arm == base and c.step is not None and not c.by_script]
+    own = [c for c in trace.collectives if c.arm == base and c.step is not None]
     sampled = [step for step in trace.steps if step.arm == base]
     return replace(
         common,
@@ -302,8 +307,8 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
         handicap=compare(trace, BARE, base, warmup) if base == STOCK else None,
         headroom=headroom(trace, base),
         slowed=_slowed(trace, base, warmup),
-        script_ns=float(np.mean([sum(ns for one, ns in exposed if one.by_script) for _, _, exposed in middle])),
-        latency_share=latency_share(own),
+        script_ns=_script_ns(middle),
+        latency_share=latency_share([c for c in own if not c.by_script]),
         starved=_starved(middle),
         cores_busy=_cores_busy(trace, [step for step, _, _ in rows]),
         layers=layers(trace, [(step, exposed) for step, _, exposed in middle], sampled),

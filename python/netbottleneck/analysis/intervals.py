@@ -236,6 +236,24 @@ def _late(
     }
 
 
+def _work(step: Step, whole: Intervals) -> tuple[Intervals, Intervals, Intervals]:
+    """What the training thread did in a step, without overlap: compute, evaluation, checkpoints."""
+    compute = intersection(compute_intervals(step), whole)
+    blocked = union(compute, intervals((begin, end) for _, begin, end in step.waits))
+    evaluation = subtraction(intersection(evaluation_intervals(step), whole), blocked)
+    return (
+        compute,
+        evaluation,
+        subtraction(intersection(intervals(step.checkpoints), whole), union(blocked, evaluation)),
+    )
+
+
+def _moved(step: Step, operations: Sequence[Collective]) -> list[Collective]:
+    """The operations whose bytes the step's arm moved: the script's own calls travel over its process group."""
+    stock = step.arm.transport == STOCK.transport
+    return [c for c in operations if c.tensor_bytes > 0 and (stock or not c.by_script)]
+
+
 def _split(
     step: Step,
     operations: _Operations,
@@ -245,19 +263,15 @@ def _split(
 ) -> tuple[Split, Exposed]:
     whole = intervals([(step.begin_ns, step.end_ns)])
     near = operations.within(step.begin_ns, step.end_ns)
-    compute = intersection(compute_intervals(step), whole)
+    compute, evaluation, saving = _work(step, whole)
     communication = intersection(intervals(map(_span, near)), whole)
-    blocked = union(compute, intervals((begin, end) for _, begin, end in step.waits))
-    evaluation = subtraction(intersection(evaluation_intervals(step), whole), blocked)
-    saving = subtraction(intersection(intervals(step.checkpoints), whole), union(blocked, evaluation))
     busy = union(compute, evaluation, saving)
     exposed = subtraction(communication, busy)
     queued = intersection(intervals((c.submit_ns, c.start_ns or 0) for c in near), whole)
     wait = subtraction(subtraction(queued, busy), communication)
     skew_ns, late = _late(near, last, union(exposed, wait))
     own = [c for c in near if step.begin_ns <= c.submit_ns <= step.end_ns]
-    # The script's own calls travel over its process group: another transport did not move them.
-    moved = [c for c in own if c.tensor_bytes > 0 and (step.arm.transport == STOCK.transport or not c.by_script)]
+    moved = _moved(step, own)
     wire = [c.wire_bytes for c in moved if c.wire_bytes is not None]
     other_ns = total(whole) - total(compute) - total(exposed) - total(wait)
     begins = [begin for begin, _ in step.forward]

@@ -147,6 +147,11 @@ def _transport(trace: Trace, transport: Arm | None) -> Arm:
     return found[0]
 
 
+def _script_keys(trace: Trace) -> set[int]:
+    """Keys of the script's own operations."""
+    return {one.key for one in trace.collectives if one.by_script}
+
+
 def workload(trace: Trace, transport: Arm | None = None, contention: float = 1.0) -> Workload:
     """Return the compute of a run's ranks, from the steps of one transport without the first of each block.
 
@@ -161,7 +166,7 @@ def workload(trace: Trace, transport: Arm | None = None, contention: float = 1.0
     counted_steps = {(step.rank, step.index) for step in counted(trace)}
     rows = [step for step in recorded if (step.rank, step.index) in counted_steps] or recorded
     flights = in_flight_spans(trace, name) if contention > 1 else {}
-    kept = {one.key for one in trace.collectives if one.by_script}
+    kept = _script_keys(trace)
     by_index: dict[int, dict[int, Draw]] = defaultdict(dict)
     for step in rows:
         by_index[step.index][step.rank] = draw(step, len(trace.parameters), flights.get(step.rank), contention, kept)

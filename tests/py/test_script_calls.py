@@ -251,6 +251,22 @@ def test_a_call_that_fails_raises_what_it_raises_without_us(warm_ranks: Ranks, t
     assert sum(isinstance(row[0], str) for row in plain[0]["values"]) == 6 * 5
 
 
+HOOKED = """
+def hook(state, bucket):
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+model.register_comm_hook(None, hook)
+"""
+
+
+def test_what_a_communication_hook_calls_belongs_to_its_bucket(warm_ranks: Ranks, tmp_path: Path) -> None:
+    _, trace = ran(warm_ranks, tmp_path / "run", "stock", made=HOOKED)
+    assert trace is not None
+    rows = [c for c in trace.collectives if c.rank == 0 and c.step == 3 and c.kind == "allreduce"]
+    assert [c.by_script for c in rows] == [False]
+
+
 OTHER_OPTIMIZER = """
 class Slow(torch.optim.SGD):
     def step(self, closure=None):

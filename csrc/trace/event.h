@@ -12,14 +12,16 @@ enum nb_event_kind {
     NB_EV_STEP_BEGIN = 1,    // a: block, b: transport (index into the run's list), c: 1 if modules are sampled,
                              // d: CPU time of the process so far in ns, 0 if unknown
     NB_EV_STEP_END = 2,      // d: as above
-    NB_EV_FORWARD_BEGIN = 3, // key: 0 for the whole model, else module index + 1
+    NB_EV_FORWARD_BEGIN = 3, // key: 0 for the whole model, else module index + 1; a: 1 without gradients (evaluation)
     NB_EV_FORWARD_END = 4,   // key: as above
     NB_EV_GRAD_READY = 5,    // key: parameter index
     NB_EV_OPTIMIZER_BEGIN = 6,
     NB_EV_OPTIMIZER_END = 7,
     NB_EV_WAIT_BEGIN = 8, // the training thread starts to wait. key: op key, or 0 for all
     NB_EV_WAIT_END = 9,   //
-    // key: op key, a: round, b: tensor bytes, c: bucket + 1 (0: none), d: comm, e: kind | dtype << 8 | priority << 32
+    // key: op key, a: round, b: tensor bytes, c: bucket + 1 (0: none), d: comm | ranks << 32 (0: all),
+    // e: kind | dtype << 8 | phase << 16 | priority << 32 (phases, and kinds of the stock path from 32 on:
+    // trace/ring_reader.py)
     NB_EV_OP_SUBMIT = 10,
     NB_EV_OP_AGREED = 11,     // key, a: round
     NB_EV_OP_START = 12,      // key, a: round; handed to the transport (stock: call returned)
@@ -54,7 +56,9 @@ enum nb_event_kind {
     NB_EV_NCCL_STEP = 28,
     NB_EV_GRADS_READY = 29, // ready times of ten parameters. key: index of the first, a…e: ns after the event's time,
                             // two numbers of 32 bits each, the first one low; 0: none
-    NB_EV_END               // one above the last kind
+    NB_EV_CHECKPOINT_BEGIN = 30, // torch.save
+    NB_EV_CHECKPOINT_END = 31,
+    NB_EV_END // one above the last kind
 };
 
 // True for events that only a timeline needs: a ring without a timeline omits them.

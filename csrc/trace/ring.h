@@ -12,7 +12,7 @@
 #include "base/error.h"
 #include "trace/event.h"
 
-enum { NB_RING_HEADER = 4096, NB_RING_VERSION = 2 };
+enum { NB_RING_HEADER = 4096, NB_RING_VERSION = 3 };
 #define NB_RING_MAGIC "NBRING1"
 
 // The first page of the file. Little-endian, as are all supported machines.

@@ -9,6 +9,8 @@ import pytest
 
 from netbottleneck.runtime import run_folder
 from netbottleneck.trace import ring_reader
+from netbottleneck.trace.ring_reader import Event
+from netbottleneck.trace.transports import Arm
 from ringwriter import BUCKETS, MS, FakeRun, RingWriter
 
 EVENT_H = Path(__file__).parents[2] / "csrc" / "trace" / "event.h"
@@ -99,6 +101,30 @@ def test_a_ring_of_another_version_is_refused(tmp_path):
     ring.path.write_bytes(data)
     with pytest.raises(ValueError, match="ring version 9"):
         ring_reader.read_ring(ring.path)
+
+
+def test_a_call_of_the_script_has_its_kind_its_phase_and_its_ranks():
+    def call(at, key, kind, phase, ranks=0, transport="stock"):
+        about = kind | 6 << 8 | ring_reader.PHASES.index(phase) << 16
+        put = [("OP_SUBMIT", 64, 0, ranks << 32, about), ("OP_START", 0, 0, 0, 0), ("OP_DONE", 0, 0, 0, 0)]
+        return [Event(name, at + i, 0, key, 0, b, c, d, e) for i, (name, b, c, d, e) in enumerate(put)]
+
+    events = [*call(1, 5, 0, "forward", 2), *call(5, 6, 33, "other", 4), *call(9, 7, 0, "reduce")]
+    rows = ring_reader.collectives(events, 0, None, ring_reader.StepIndex([]), ring_reader.BucketIndex([]))
+    assert [(c.kind, c.phase, c.ranks, c.dtype, c.by_script, c.comm) for c in rows] == [
+        ("allreduce", "forward", 2, "float32", True, 0),
+        ("gather", "other", 4, "float32", True, 0),
+        ("allreduce", "reduce", None, "float32", False, 0),
+    ]
+    assert [c.name for c in rows[:2]] == ["forward/allreduce", "other/gather"]
+
+
+def test_a_pass_without_gradients_is_evaluation_and_a_save_a_checkpoint():
+    kinds = ("STEP_BEGIN", "FORWARD_BEGIN", "FORWARD_END", "FORWARD_BEGIN", "FORWARD_END")
+    kinds += ("CHECKPOINT_BEGIN", "CHECKPOINT_END", "STEP_END")
+    events = [Event(kind, at, 0, 0, int(at == 1), 0, 0, 0, 0) for at, kind in enumerate(kinds)]
+    (step,), _, _ = ring_reader.rank_steps(events, 0, [Arm("stock")], None)
+    assert (step.evaluation, step.forward, step.checkpoints) == (((1, 2),), ((3, 4),), ((5, 6),))
 
 
 def test_a_run_is_read_as_steps_and_operations(tmp_path):

@@ -74,6 +74,62 @@ def test_a_step_is_split_by_hand():
     assert [ns for _, ns in exposed] == [10, 10, 1]
 
 
+def test_a_call_of_the_script_in_the_forward_is_communication_and_not_compute():
+    step = one_step(
+        forward=((10, 40),),
+        grad_ready=((0, 60),),
+        waits=((9, 20, 30), (0, 60, 70)),
+        optimizer=((0, 5), (70, 90)),
+    )
+    found, exposed = split_of(step, operation(18, 29, phase="forward", tensor_bytes=800), operation(60, 69))
+    assert found.phases() == {
+        "compute": 10 + 10 + 20,
+        "exposed": 9 + 9,
+        "optimizer": 5 + 20,
+        "input": 5,
+        "evaluation": 0,
+        "checkpoint": 0,
+        "other": 1 + 1 + 10,  # from the end of an operation to the end of the wait for it, and after the optimizer
+    }
+    assert [ns for _, ns in exposed] == [9, 9]
+    assert found.tensor_bytes == 808
+
+
+def test_evaluation_lasts_from_its_first_pass_to_its_last_and_input_leaves_it_out():
+    step = one_step(
+        evaluation=((10, 12), (15, 20), (70, 75)),
+        forward=((40, 50),),
+        grad_ready=((0, 60),),
+        waits=((7, 16, 18),),
+        checkpoints=((24, 30),),
+        optimizer=((60, 62),),
+    )
+    found, _ = split_of(step, operation(16, 18, phase="other"))
+    assert found.phases() == {
+        "compute": 20,
+        "exposed": 2,
+        "optimizer": 2,
+        "input": 10 + 4 + 10,
+        "evaluation": 8 + 5,
+        "checkpoint": 6,
+        "other": 8 + 25,
+    }
+
+
+def test_bytes_of_the_script_do_not_count_as_those_of_another_transport():
+    step = one_step(arm=Arm("tcp"), grad_ready=((0, 60),), forward=((0, 30),))
+    own = operation(60, 80, arm=Arm("tcp"), wire_bytes=8)
+    beside = operation(10, 20, arm=Arm("tcp"), phase="other", tensor_bytes=800)
+    found, _ = split_of(step, own, beside, size=2)
+    assert (found.tensor_bytes, found.wire_bytes, found.operations) == (8, 8, 2)
+
+
+def test_a_call_of_some_ranks_counts_the_bytes_of_its_group():
+    step = one_step(grad_ready=((0, 60),), forward=((0, 30),))
+    found, _ = split_of(step, operation(60, 80, phase="other", ranks=2, tensor_bytes=800), size=8)
+    assert found.bus_bytes == 800
+
+
 def test_time_blocked_is_not_compute():
     step = one_step(forward=((0, 20),), grad_ready=((0, 60),), waits=((0, 30, 45),))
     found, _ = split_of(step, operation(25, 50))

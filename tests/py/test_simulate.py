@@ -355,3 +355,33 @@ def test_the_stored_run_is_read() -> None:
     found = simulate(trace, Plan.of(trace, "ofi"), Cost(link=Link(1.9e9)), transport="ofi")
     assert len(found.steps) == 36
     assert found.arms == ("ofi",)
+
+
+def test_a_wait_for_a_call_of_the_script_stays_in_the_simulated_step() -> None:
+    step = Step(
+        rank=0,
+        index=0,
+        block=0,
+        arm=Arm("stock"),
+        begin_ns=0,
+        end_ns=100,
+        forward=((20, 50),),
+        optimizer=((0, 10), (80, 95)),
+        grad_ready=((0, 60),),
+        waits=((9, 25, 45), (0, 60, 80)),
+    )
+    call = tr.Collective(0, Arm("stock"), 9, 0, 25, 800, step=0, phase="forward", start_ns=25, done_ns=45)
+    run = Trace(
+        id="t",
+        size=1,
+        arms=(Arm("stock"),),
+        ranks=(Rank(0),),
+        parameters=(Parameter("w", 8, "float32"),),
+        steps=(step,),
+        collectives=(call,),
+    )
+    (draw,) = workload(run).draws
+    assert draw.compute_ns == 60
+    assert int(draw.work_ns.sum()) == 100 - 20  # without the wait for the gradient alone
+    without = replace(run, collectives=())
+    assert int(workload(without).draws[0].work_ns.sum()) == 100 - 20 - 20

@@ -39,6 +39,8 @@ steps = st.builds(
     modules=st.lists(st.tuples(ns, ns, ns), max_size=3).map(tuple),
     grad_ready=st.lists(span, max_size=3).map(tuple),
     waits=st.lists(st.tuples(u64, ns, ns), max_size=3).map(tuple),
+    evaluation=st.lists(span, max_size=3).map(tuple),
+    checkpoints=st.lists(span, max_size=3).map(tuple),
 )
 collectives = st.builds(
     tr.Collective,
@@ -49,6 +51,8 @@ collectives = st.builds(
     submit_ns=ns,
     tensor_bytes=ns,
     name=word,
+    ranks=st.none() | st.integers(1, 9),
+    phase=word,
     step=st.none() | st.integers(0, 99),
     priority=st.integers(-9, 9),
     bucket=st.none() | st.integers(0, 9),
@@ -120,7 +124,7 @@ HEAD = {"format": tr.FORMAT, "version": tr.VERSION, "id": "x", "size": 1, "arms"
         ((), "not a netbottleneck trace"),
         (("[]",), "not a netbottleneck trace"),
         (('{"format": "else"}',), "not a netbottleneck trace"),
-        ((json.dumps(HEAD | {"version": 3}),), "trace version 3; this netbottleneck reads versions 1 and 2"),
+        ((json.dumps(HEAD | {"version": 4}),), "trace version 4; this netbottleneck reads versions 1 to 3"),
         ((json.dumps(HEAD), "{"), "line 2"),
         ((json.dumps(HEAD), '{"step": {"rank": 1}}'), "line 2.*missing"),
         ((json.dumps(HEAD), '{"step": 5}'), "line 2"),
@@ -165,6 +169,19 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path):
 def test_keys_that_a_later_writer_adds_are_left_out(tmp_path):
     path = packed(tmp_path / "a.jsonl.gz", json.dumps(HEAD | {"mood": 1}), '{"weather": 2}')
     assert tr.read(path) == tr.Trace(id="x", size=1, arms=())
+
+
+def test_a_trace_of_version_2_has_no_calls_of_the_script(tmp_path):
+    path = tmp_path / "old.jsonl.gz"
+    rows = (
+        {"format": tr.FORMAT, "version": 2, "id": "x", "size": 1, "arms": ["stock"]},
+        {"step": {"rank": 0, "index": 0, "block": 0, "arm": "stock", "begin_ns": 0, "end_ns": 5, "forward": [[1, 2]]}},
+        {"collective": {"rank": 0, "arm": "stock", "key": 1, "round": 0, "submit_ns": 1, "tensor_bytes": 8}},
+    )
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    found = tr.read(path)
+    assert (found.steps[0].forward, found.steps[0].evaluation, found.steps[0].checkpoints) == (((1, 2),), (), ())
+    assert (found.collectives[0].by_script, found.collectives[0].ranks) == (False, None)
 
 
 def test_a_trace_of_version_1_names_its_arms_by_transport(tmp_path):

@@ -30,7 +30,7 @@ def _matched(trace: Trace) -> list[dict[int, Collective]]:
     """By rank: the finished operations that all ranks recorded."""
     groups: dict[tuple[Arm, int, int, int], dict[int, Collective]] = defaultdict(dict)
     for one in trace.collectives:
-        if one.finished:
+        if one.finished and (one.kind == "allreduce" or not one.by_script):
             groups[one.match][one.rank] = one
     return [group for group in groups.values() if len(group) == trace.size]
 
@@ -79,6 +79,8 @@ def _earlier(step: Step, by: int) -> Step:
         end_ns=step.end_ns - by,
         forward=spans(step.forward),
         optimizer=spans(step.optimizer),
+        evaluation=spans(step.evaluation),
+        checkpoints=spans(step.checkpoints),
         modules=tuple((module, begin - by, end - by) for module, begin, end in step.modules),
         grad_ready=tuple((index, at - by) for index, at in step.grad_ready),
         waits=tuple((key, begin - by, end - by) for key, begin, end in step.waits),
@@ -153,8 +155,10 @@ PHASES = ("input", "compute", "optimizer")
 def _arrivals(trace: Trace, arm: Arm, indices: Sequence[int]) -> tuple[list[int], Floats]:
     """(steps that all ranks recorded, submission of each rank's last operation in them, shape (steps, ranks))."""
     last: dict[int, dict[int, int]] = defaultdict(dict)
-    for one in trace.collectives:
-        if one.arm == arm and one.step is not None:
+    rows = [one for one in trace.collectives if one.arm == arm and one.step is not None]
+    gradients = [one for one in rows if not one.by_script]
+    for one in gradients or rows:
+        if one.step is not None:
             own = last[one.step]
             own[one.rank] = max(own.get(one.rank, 0), one.submit_ns)
     whole = [index for index in indices if len(last[index]) == trace.size]

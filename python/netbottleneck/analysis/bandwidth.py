@@ -22,11 +22,13 @@ PROBE_NEAR_BEST = 0.95
 def bus_factor(kind: str, size: int, algorithm: str | None = None, hosts: int | None = None) -> float:
     """Factor from tensor bytes to bytes on a link. Source: nccl-tests, doc/PERFORMANCE.md.
 
+    A receive is counted by its sender.
+
     An algorithm of two levels sends between hosts only what one rank of each host sends: the factor of `hosts` ranks.
     """
     if algorithm is not None and "two_level" in algorithm and hosts is not None and hosts > 1:
         size = hosts
-    if kind == "barrier" or size < 2:
+    if kind in ("barrier", "recv") or size < 2:
         return 0.0
     return {"allreduce": 2.0, "allgather": 1.0, "reducescatter": 1.0}.get(kind, size / (size - 1)) * (size - 1) / size
 

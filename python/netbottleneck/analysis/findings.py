@@ -62,6 +62,8 @@ class Parts:
     other_ns: float
     input_ns: float
     optimizer_ns: float
+    evaluation_ns: float
+    checkpoint_ns: float
     skew_ns: float
     tensor_bytes: float
     operations: float
@@ -91,7 +93,8 @@ class Findings:
     communication. slowed: forward and backward without communication against those of base. predicted_full_use_ns:
     base's step if its transfers ran at the achievable rate: step - (exposed - skew) x (1 - achieved / achievable), an
     upper bound of the gain. cores_busy: the part of one machine's cores that its ranks keep busy during base's steps,
-    over all threads of a rank. starved: ns of compute a step in which a rank's process had no core.
+    over all threads of a rank. script_ns: exposed ns a step of the script's own calls of torch.distributed. starved: ns
+    of compute a step in which a rank's process had no core.
     nccl: split of the operations that NCCL reported within steps.
     """
 
@@ -114,6 +117,7 @@ class Findings:
     handicap: Paired | None = None
     headroom: Paired | None = None
     slowed: Paired | None = None
+    script_ns: float = 0.0
     latency_share: float | None = None
     cores_busy: float | None = None
     starved: Estimate | None = None
@@ -275,6 +279,11 @@ Row = tuple[Step, Split, Exposed]
 T = TypeVar("T")
 
 
+def _script_ns(rows: Sequence[Row]) -> float:
+    """Exposed ns a step of the script's own calls."""
+    return float(np.mean([sum(ns for one, ns in exposed if one.by_script) for _, _, exposed in rows]))
+
+
 def _there(values: Mapping[Arm, T | None]) -> dict[Arm, T]:
     """The entries that are not None."""
     return {name: value for name, value in values.items() if value is not None}
@@ -298,7 +307,8 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
         handicap=compare(trace, BARE, base, warmup) if base == STOCK else None,
         headroom=headroom(trace, base),
         slowed=_slowed(trace, base, warmup),
-        latency_share=latency_share(own),
+        script_ns=_script_ns(middle),
+        latency_share=latency_share([c for c in own if not c.by_script]),
         starved=_starved(middle),
         cores_busy=_cores_busy(trace, [step for step, _, _ in rows]),
         layers=layers(trace, [(step, exposed) for step, _, exposed in middle], sampled),

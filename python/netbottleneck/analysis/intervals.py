@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from netbottleneck.analysis.bandwidth import bus_factor
 from netbottleneck.trace.model import Collective, Parameter, Step, Trace
-from netbottleneck.trace.transports import BARE, Arm
+from netbottleneck.trace.transports import BARE, STOCK, Arm
 
 Intervals = NDArray[np.int64]
 T = TypeVar("T")
@@ -71,10 +71,11 @@ def total(a: Intervals) -> int:
 class Split:
     """One step of one rank. compute + exposed + wait + other = step; hidden is a part of compute.
 
-    compute: union of forward, backward and optimizer, minus the time in which the training thread was blocked.
-    communication: union of the operations from start to done. hidden: its part within compute; exposed: the rest. wait:
-    time without compute or communication while an operation is submitted but not started. other: the rest of the step;
-    input_ns: the part of other before the first forward. optimizer_ns: the part of compute in the optimizer. skew_ns:
+    compute: union of forward, backward and optimizers, minus the time in which the training thread was blocked.
+    communication: union of the operations from start to done. hidden: its part within compute; exposed: its part
+    outside of compute, evaluation and checkpoints. wait: time without any of these while an operation is submitted but
+    not started. other: the rest of the step. evaluation_ns, checkpoint_ns: parts of other, minus blocked time;
+    input_ns: what else of other is before the first forward. optimizer_ns: the part of compute in optimizers. skew_ns:
     the part of exposed and wait before the last rank submitted the same operation; late_ns: skew_ns by the last
     rank. transfer_ns: union over the step's operations, from the last rank's submission (or the start, if later) to
     done. bus_bytes: their tensor bytes times bus_factor.
@@ -93,6 +94,8 @@ class Split:
     other_ns: int
     input_ns: int
     optimizer_ns: int
+    evaluation_ns: int
+    checkpoint_ns: int
     skew_ns: int
     late_ns: Mapping[int, int]
     transfer_ns: int
@@ -100,6 +103,18 @@ class Split:
     bus_bytes: float
     wire_bytes: int | None
     operations: int
+
+    def phases(self) -> dict[str, int]:
+        """The parts without overlap: their sum is the step."""
+        own = {
+            "compute": self.compute_ns - self.optimizer_ns,
+            "exposed": self.exposed_ns + self.wait_ns,
+            "optimizer": self.optimizer_ns,
+            "input": self.input_ns,
+            "evaluation": self.evaluation_ns,
+            "checkpoint": self.checkpoint_ns,
+        }
+        return {**own, "other": self.step_ns - sum(own.values())}
 
 
 def host_count(trace: Trace) -> int | None:
@@ -133,6 +148,18 @@ def passes(step: Step) -> Intervals:
     """Forward and backward of a step, minus blocked time: the compute that is compared with arms without traffic."""
     busy = intervals([*step.forward, *backward_intervals(step)])
     return subtraction(busy, intervals((begin, end) for _, begin, end in step.waits))
+
+
+def evaluation_intervals(step: Step) -> Intervals:
+    """Evaluation of a step: from the first to the last of the passes without gradients between which nothing trains."""
+    marks = sorted([begin for begin, _ in (*step.forward, *step.optimizer)] + [at for _, at in step.grad_ready])
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted(step.evaluation):
+        if found and bisect.bisect(marks, found[-1][1]) == bisect.bisect(marks, begin):
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return intervals(found)
 
 
 def is_split(step: Step) -> bool:
@@ -209,6 +236,24 @@ def _late(
     }
 
 
+def _work(step: Step, whole: Intervals) -> tuple[Intervals, Intervals, Intervals]:
+    """What the training thread did in a step, without overlap: compute, evaluation, checkpoints."""
+    compute = intersection(compute_intervals(step), whole)
+    blocked = union(compute, intervals((begin, end) for _, begin, end in step.waits))
+    evaluation = subtraction(intersection(evaluation_intervals(step), whole), blocked)
+    return (
+        compute,
+        evaluation,
+        subtraction(intersection(intervals(step.checkpoints), whole), union(blocked, evaluation)),
+    )
+
+
+def _moved(step: Step, operations: Sequence[Collective]) -> list[Collective]:
+    """The operations whose bytes the step's arm moved: the script's own calls travel over its process group."""
+    stock = step.arm.transport == STOCK.transport
+    return [c for c in operations if c.tensor_bytes > 0 and (stock or not c.by_script)]
+
+
 def _split(
     step: Step,
     operations: _Operations,
@@ -218,14 +263,16 @@ def _split(
 ) -> tuple[Split, Exposed]:
     whole = intervals([(step.begin_ns, step.end_ns)])
     near = operations.within(step.begin_ns, step.end_ns)
-    compute = intersection(compute_intervals(step), whole)
+    compute, evaluation, saving = _work(step, whole)
     communication = intersection(intervals(map(_span, near)), whole)
-    exposed = subtraction(communication, compute)
+    busy = union(compute, evaluation, saving)
+    exposed = subtraction(communication, busy)
     queued = intersection(intervals((c.submit_ns, c.start_ns or 0) for c in near), whole)
-    wait = subtraction(subtraction(queued, compute), communication)
+    wait = subtraction(subtraction(queued, busy), communication)
     skew_ns, late = _late(near, last, union(exposed, wait))
     own = [c for c in near if step.begin_ns <= c.submit_ns <= step.end_ns]
-    wire = [c.wire_bytes for c in own if c.wire_bytes is not None]
+    moved = _moved(step, own)
+    wire = [c.wire_bytes for c in moved if c.wire_bytes is not None]
     other_ns = total(whole) - total(compute) - total(exposed) - total(wait)
     begins = [begin for begin, _ in step.forward]
     before = intervals([(step.begin_ns, min(begins))]) if begins else whole[:0]
@@ -241,14 +288,16 @@ def _split(
         exposed_ns=total(exposed),
         wait_ns=total(wait),
         other_ns=other_ns,
-        input_ns=total(subtraction(before, union(compute, communication, wait))),
+        input_ns=total(subtraction(before, union(busy, communication, wait))),
         optimizer_ns=total(intersection(intervals(step.optimizer), compute)),
+        evaluation_ns=total(evaluation),
+        checkpoint_ns=total(saving),
         skew_ns=skew_ns,
         late_ns=late,
-        transfer_ns=total(intervals((max(_span(c)[0], last.get(c.match, (0, 0))[0]), _span(c)[1]) for c in own)),
-        tensor_bytes=sum(c.tensor_bytes for c in own),
-        bus_bytes=sum(c.tensor_bytes * bus_factor(c.kind, size, c.algorithm, hosts) for c in own),
-        wire_bytes=sum(wire) if len(wire) == len(own) else None,
+        transfer_ns=total(intervals((max(_span(c)[0], last.get(c.match, (0, 0))[0]), _span(c)[1]) for c in moved)),
+        tensor_bytes=sum(c.tensor_bytes for c in moved),
+        bus_bytes=sum(c.tensor_bytes * bus_factor(c.kind, c.ranks or size, c.algorithm, hosts) for c in moved),
+        wire_bytes=sum(wire) if len(wire) == len(moved) else None,
         operations=len(own),
     )
     return split, _share_exposed(near, exposed)

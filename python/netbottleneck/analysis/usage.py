@@ -6,12 +6,14 @@ shorter than the sampling interval is uncertain.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from netbottleneck.analysis.intervals import Intervals, counted, intersection, intervals, total
+from netbottleneck.analysis.bandwidth import bus_factor
+from netbottleneck.analysis.intervals import Intervals, counted, host_count, intersection, intervals, total
 from netbottleneck.trace.model import Counters, Samples, Trace
 from netbottleneck.trace.transports import Arm
 
@@ -132,6 +134,58 @@ def hosts(trace: Trace, samples: Sequence[Samples], warmup: int = 1) -> tuple[Ho
             whole = intervals((s.begin_ns, s.end_ns) for s in steps if s.rank in local and s.arm == arm)
             uses.append(_host(mine, arm, whole, intersection(_moved(trace, local, arm), whole)))
     return tuple(uses)
+
+
+# Headers and acknowledgements add at most this part to the recorded bytes.
+HEADERS = 0.10
+
+
+@dataclass(frozen=True, slots=True)
+class Unseen:
+    """Bytes on a host's busiest interface, in an arm's steps, that no recorded operation explains.
+
+    part: of the interface's bytes; surely: the same if headers and acknowledgements add HEADERS to the recorded ones.
+    """
+
+    hostname: str
+    interface: str
+    bytes: float
+    part: float
+    surely: float
+
+
+def _recorded_bytes(trace: Trace, arm: Arm) -> dict[int, float]:
+    """By rank: bytes that the recorded operations of its host's ranks sent in the steps of an arm."""
+    hosts: dict[str, list[int]] = defaultdict(list)
+    for rank in trace.ranks:
+        hosts[rank.host_id or str(rank.rank)].append(rank.rank)
+    count = host_count(trace)
+    found: dict[int, float] = {}
+    for ranks in hosts.values():
+        sent = [
+            c.wire_bytes
+            if c.wire_bytes is not None
+            else c.tensor_bytes * bus_factor(c.kind, c.ranks or trace.size, c.algorithm, count)
+            for c in trace.collectives
+            if c.rank in ranks and c.arm == arm and c.step is not None
+        ]
+        found |= dict.fromkeys(ranks, float(sum(sent)))
+    return found
+
+
+def unseen(trace: Trace, arm: Arm, uses: Sequence[HostUse]) -> Unseen | None:
+    """The largest unseen part among the hosts, in the steps of an arm; None if no interface's bytes were recorded."""
+    recorded = _recorded_bytes(trace, arm)
+    found = []
+    for use_of in uses:
+        sent = recorded.get(use_of.rank)
+        if use_of.arm != arm or not use_of.interfaces or sent is None:
+            continue
+        use = max(use_of.interfaces, key=lambda one: one.bytes)
+        if use.bytes > 0:
+            surely, part = (max(0.0, 1 - sent * times / use.bytes) for times in (1 + HEADERS, 1.0))
+            found.append(Unseen(use_of.hostname, use.interface, part * use.bytes, part, surely))
+    return max(found, key=lambda one: (one.surely, one.part), default=None)
 
 
 def _moved(trace: Trace, ranks: Collection[int], arm: Arm) -> Intervals:

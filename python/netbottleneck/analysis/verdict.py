@@ -8,11 +8,9 @@ from dataclasses import dataclass, field, replace
 from html import escape
 
 from netbottleneck.analysis.arrivals import BY_OPERATIONS
-from netbottleneck.analysis.bandwidth import bus_factor
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.findings import Findings
-from netbottleneck.analysis.intervals import host_count
-from netbottleneck.analysis.usage import HostUse
+from netbottleneck.analysis.usage import HostUse, Unseen, unseen
 from netbottleneck.trace.model import NOT_RECORDED, NOT_TIMED, TransportInfo
 from netbottleneck.trace.transports import NULL, STOCK, Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, streams
@@ -37,8 +35,6 @@ INPUT_SHARE = 0.10
 OPTIMIZER_SHARE = 0.20
 # The rule of other traffic applies from this on: bytes on an interface beyond the recorded ones, as a part of all.
 OTHER_TRAFFIC = 0.20
-# Headers and acknowledgements add at most this part to the recorded bytes.
-HEADERS = 0.10
 # Rates are not judged if the error of the clocks exceeds this part of the transfer time.
 CLOCK_SHARE = 0.20
 # Fewest steps for a verdict, over all ranks.
@@ -269,6 +265,11 @@ class Facts:
         return self.f.parts_ns["moving"]
 
     @property
+    def unseen(self) -> Unseen | None:
+        """Bytes on an interface that no recorded operation of the base explains; None without counters."""
+        return unseen(self.f.trace, self.base, self.hosts)
+
+    @property
     def rates_known(self) -> str:
         """Why rates may not be judged; "" if they may.
 
@@ -279,6 +280,9 @@ class Facts:
         aligned = any(rank.clock.method == BY_OPERATIONS for rank in self.f.trace.ranks)
         if not aligned and self.f.clock_error_ns * parts.operations > CLOCK_SHARE * transfer_ns > 0:
             return clock_words(self.f)
+        more = self.unseen
+        if more is not None and more.surely >= OTHER_TRAFFIC:
+            return f"unseen: {percent(more.part)} of {more.interface}'s bytes are of no recorded operation"
         return next((note for note in self.f.trace.notes if NOT_RECORDED in note), "")
 
     def evidence(self, cause: str, code: str, **fields: object) -> RuleResult:
@@ -566,7 +570,7 @@ def before_forward(facts: Facts) -> RuleResult:
         why=f"{ms(saving.value)} of {ms(facts.step_ns)} pass before the forward "
         f"({percent(saving.low / facts.step_ns)} to {percent(saving.high / facts.step_ns)} of the step).",
         next="Look at what runs between the optimizer and the forward. For input: more data loader workers, or "
-        "prefetching. A second optimizer, evaluation and logging count there as well.",
+        "prefetching. Logging counts there as well.",
         needs=facts.more_steps(saving),
     )
 
@@ -631,51 +635,23 @@ def configuration(facts: Facts) -> RuleResult:
 
 def other_traffic(facts: Facts) -> RuleResult:
     """An interface moves bytes that this record does not have: of other jobs, or of calls that are not recorded."""
-    f, base = facts.f, facts.base
-    own = _recorded_bytes(f, base)
-    parts: list[tuple[float, float, str, str]] = []
-    for use_of in facts.hosts:
-        sent = own.get(use_of.rank)
-        if use_of.arm != base or not use_of.interfaces or sent is None:
-            continue
-        use = max(use_of.interfaces, key=lambda one: one.bytes)
-        if use.bytes > 0:
-            surely, part = (max(0.0, 1 - sent * times / use.bytes) for times in (1 + HEADERS, 1.0))
-            parts.append((surely, part, use.interface, use_of.hostname))
-    if not parts:
+    more = facts.unseen
+    if more is None:
         return facts.evidence("other traffic", "OTHER_TRAFFIC", rests="no interface's bytes were recorded")
-    surely, part, interface, name = max(parts)
+    surely, part, interface, name = more.surely, more.part, more.interface, more.hostname
     saving = replace(facts.moving.scaled(part), low=facts.moving.scaled(surely).low)
     return facts.evidence(
         "other traffic",
         "OTHER_TRAFFIC",
         applies=surely >= OTHER_TRAFFIC,
         saving=saving,
-        rests=f"{percent(part)} of {interface}'s bytes are not recorded here",
+        rests=f"unseen: {nbytes(round(more.bytes))}, {percent(part)} of {interface}'s bytes",
         why=f"{percent(part)} of the bytes on {interface} of {name or 'a host'} during the steps belong to no recorded "
         f"operation. Without them the step would be up to {facts.share(saving)} shorter.",
         next="Find what else sends: another job or a copy on this host, or communication of this job outside of its "
         "gradients.",
         needs="Measure while nothing else uses the network.",
     )
-
-
-def _recorded_bytes(f: Findings, base: Arm) -> dict[int, float]:
-    """By the first rank of each host: bytes that its ranks' recorded operations sent in the steps of the base."""
-    hosts: dict[str, list[int]] = {}
-    for rank in f.trace.ranks:
-        hosts.setdefault(rank.host_id or str(rank.rank), []).append(rank.rank)
-    found: dict[int, float] = {}
-    for ranks in hosts.values():
-        rows = [c for c in f.trace.collectives if c.rank in ranks and c.arm == base and c.step is not None]
-        sent = [
-            c.wire_bytes
-            if c.wire_bytes is not None
-            else c.tensor_bytes * bus_factor(c.kind, f.trace.size, c.algorithm, host_count(f.trace))
-            for c in rows
-        ]
-        found |= dict.fromkeys(ranks, float(sum(sent)))
-    return found
 
 
 Rule = Callable[[Facts], RuleResult]
@@ -778,7 +754,11 @@ def decide(findings: Findings, predicted: Predicted | None = None, hosts: Sequen
         if verdict is not None:
             return verdict
     assert findings.base is not None
-    facts = Facts(findings, findings.base, predicted or Predicted(), hosts)
+    predicted = predicted or Predicted()
+    if findings.script_ns > GAIN_MIN * findings.parts_ns["step"].value:
+        # The engine predicts the gradients alone: formulas over all that is exposed count the script's own calls too.
+        predicted = replace(predicted, savings_ns={k: v for k, v in predicted.savings_ns.items() if k == "buckets"})
+    facts = Facts(findings, findings.base, predicted, hosts)
     evidence = judge(facts)
     first = evidence[0]
     if not first.fired:

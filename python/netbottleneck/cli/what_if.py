@@ -55,7 +55,7 @@ def _check_times(where: str, times: Iterable[int]) -> None:
 
 def _check_step(where: str, trace: Trace, step: Step) -> None:
     spans = ((begin, end) for _, begin, end in (*step.waits, *step.modules))
-    parts = ((step.begin_ns, step.end_ns), *step.forward, *step.optimizer, *spans)
+    parts = ((step.begin_ns, step.end_ns), *step.forward, *step.optimizer, *step.evaluation, *step.checkpoints, *spans)
     for begin_ns, end_ns in parts:
         if end_ns < begin_ns:
             raise ValueError(f"{where}, or a part of it, ends {begin_ns - end_ns} ns before it begins")

@@ -18,7 +18,7 @@ from netbottleneck.hooks.measured_model import Crosscheck, Measured, finish, fin
 from netbottleneck.hooks.reducer_group import OwnGroup, ReducerGroup, reduced_parameters, reducer_of
 from netbottleneck.launch import connect
 from netbottleneck.runtime import job
-from netbottleneck.runtime.communicators import nccl_refusal
+from netbottleneck.runtime.communicators import nccl_refusal, quietly
 from netbottleneck.runtime.session import Session, observe, open_together, same_ranks
 from netbottleneck.torch.gradients import UNREACHABLE, is_reachable
 from netbottleneck.trace.model import NOT_RECORDED, NOT_TIMED
@@ -153,7 +153,7 @@ def _timed(hook: Any, reference: "weakref.ref[ReducerGroup]") -> Any:
     def call(state: Any, bucket: Any) -> Any:
         group = reference()
         done = None if group is None else group.hook_begins(bucket)
-        future = hook(state, bucket)
+        future = hook(state, bucket) if done is None else quietly(hook, state, bucket)
         if group is not None and done is not None:
             group.hook_returned(done, future)
         return future

@@ -150,7 +150,7 @@ class Marks:
     """Wraps an optimizer whose step() also runs the backward pass: the framework marks the begin of the update."""
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer = inner(optimizer)
+        self._optimizer = self.wraps = inner(optimizer)
         self._begins: list[Any] = []
 
     def register_step_pre_hook(self, hook: Any) -> "Marks":

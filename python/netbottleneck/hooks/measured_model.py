@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from netbottleneck.hooks.calls import Calls, eager
+from netbottleneck.hooks.collectives import Collectives
 from netbottleneck.hooks.left_alone import held
 from netbottleneck.hooks.reducer_group import Pass, ReducerGroup
 from netbottleneck.runtime import job
@@ -41,9 +42,9 @@ from netbottleneck.whatif.plan import described
 class Updates:
     """Calls `before` and `after` once each around every update of one optimizer.
 
-    optimizer: a torch optimizer, or an object with the same step hooks. None: the first optimizer that steps one of the
-    parameters; when it is freed, the next one. Other optimizers are ignored, so a model with two optimizers has one
-    step for both.
+    optimizer: a torch optimizer, or an object with the same step hooks around the optimizer `wraps`. None: the first
+    optimizer that steps one of the parameters; when it is freed, the next one. Other optimizers end no step, so a model
+    with two optimizers has one step for both. `beside` is called with True and False around each of their steps.
 
     An optimizer's step may call the step of its base class, and torch then calls the hooks for both. `before` then runs
     with the inner step and `after` with the outer one. Horovod's optimizer waits for its gradients between the two.
@@ -55,9 +56,11 @@ class Updates:
         optimizer: Any,
         before: Callable[[], None],
         after: Callable[[], None],
+        beside: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self._before = before
         self._after = after
+        self._beside = beside
         self._own = {id(parameter) for parameter in parameters}
         self._chosen: weakref.ref[torch.optim.Optimizer] | None = None
         self._depth = 0
@@ -67,18 +70,34 @@ class Updates:
             self._handles = [
                 optimizer.register_step_pre_hook(lambda *_: before()),
                 optimizer.register_step_post_hook(lambda *_: after()),
+                *self._hook_others(getattr(optimizer, "wraps", None)),
             ]
         elif optimizer is not None:
             self._chosen = weakref.ref(optimizer)
             self._handles = [
                 optimizer.register_step_pre_hook(self._begins),
                 optimizer.register_step_post_hook(self._ended),
+                *self._hook_others(optimizer),
             ]
         else:
             self._handles = [
                 register_optimizer_step_pre_hook(self._begins),
                 register_optimizer_step_post_hook(self._ended),
             ]
+
+    def _hook_others(self, chosen: Any) -> list[Any]:
+        """Hook the steps of all optimizers but one."""
+        one = None if chosen is None else weakref.ref(chosen)
+
+        def other(begins: bool) -> Callable[..., None]:
+            @eager
+            def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+                if not makes_state(optimizer) and (one is None or one() is not optimizer):
+                    self._beside(begins)
+
+            return hook
+
+        return [register_optimizer_step_pre_hook(other(True)), register_optimizer_step_post_hook(other(False))]
 
     def begun_by(self, marks: Any) -> None:
         """Call `before` from the pre-hook of `marks` instead of the optimizer's."""
@@ -100,6 +119,7 @@ class Updates:
             self._chosen, chosen = weakref.ref(optimizer), optimizer
             self._depth, self._begun = 0, False
         if chosen is not optimizer:
+            self._beside(True)
             return
         levels = _levels(optimizer)
         # A step that raised leaves the depth too high: start again at 1.
@@ -113,7 +133,10 @@ class Updates:
 
     @eager
     def _ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._chosen is None or self._chosen() is not optimizer or makes_state(optimizer):
+        if makes_state(optimizer):
+            return
+        if self._chosen is None or self._chosen() is not optimizer:
+            self._beside(False)
             return
         self._depth -= 1
         if self._depth != 0:
@@ -201,7 +224,9 @@ class Measured:
         put = session.recorder.stamper
         self._optimizer_begin, self._optimizer_end = put(EVENTS["OPTIMIZER_BEGIN"]), put(EVENTS["OPTIMIZER_END"])
         self._forward_begin, self._forward_end = put(EVENTS["FORWARD_BEGIN"]), put(EVENTS["FORWARD_END"])
-        self._updates = Updates(gradients.parameters, optimizer, self._before_step, self._after_step)
+        self._evaluation_begin = put(EVENTS["FORWARD_BEGIN"], 0, 1)
+        self._collectives = Collectives(session.recorder, self.failed)
+        self._updates = Updates(gradients.parameters, optimizer, self._before_step, self._after_step, self._beside)
         if own_sync:
             gradients.on_first = self._backward_begins
         if model is None:
@@ -238,6 +263,7 @@ class Measured:
                 logger.error("measuring has ended, the training goes on: %s: %s", type(error).__name__, error)
                 logger.debug("measuring has ended", exc_info=error)
             self.session.notes.append(f"measuring ended at step {self.session.step}: {type(error).__name__}: {error}")
+            self._collectives.watch(False)
 
     def guarded(self, call: Callable[[], Any]) -> None:
         """Call a function that only measures. If it raises, the recording ends and the training continues."""
@@ -256,7 +282,7 @@ class Measured:
             self._know(module)
             if self._arm != BARE:
                 self._watch(True)
-                self.guarded(self._forward_begin)
+                self.guarded(self._forward_begin if torch.is_grad_enabled() else self._evaluation_begin)
 
     def _stop_seeking(self) -> None:
         seeking, self._seeking = self._seeking, None
@@ -278,19 +304,22 @@ class Measured:
             self._calls = None
         if not on:
             self._stop_sampling()
+        self._collectives.watch(on and self._arm != BARE and not self.closed and not self._broken)
 
     def _forward_begins(self) -> None:
+        self._collectives.forward(True)
         if self._late and _c._current_graph_task_id() == -1:
             self._late = False
             self._next_step()
         if self._on_forward is not None:
             self._on_forward()
         if self._arm != BARE:
-            self.guarded(self._forward_begin)
+            self.guarded(self._forward_begin if torch.is_grad_enabled() else self._evaluation_begin)
             if self.session.sampled:
                 self.guarded(self._sample)
 
     def _forward_ends(self) -> None:
+        self._collectives.forward(False)
         self._stop_sampling()
         if self._arm != BARE:
             self.guarded(self._forward_end)
@@ -336,9 +365,18 @@ class Measured:
             self._queued = False
             self._sync()
         self._synced = False
+        self._collectives.in_optimizer = True
         self.guarded(self._optimizer_begin)
 
+    def _beside(self, begins: bool) -> None:
+        """Stamp the begin or the end of a step of an optimizer that ends no step."""
+        if self.closed or self._arm == BARE:
+            return
+        self._collectives.in_optimizer = begins
+        self.guarded(self._optimizer_begin if begins else self._optimizer_end)
+
     def _after_step(self) -> None:
+        self._collectives.in_optimizer = False
         if self.closed:
             return
         if _c._current_graph_task_id() != -1:

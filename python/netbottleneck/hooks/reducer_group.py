@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from netbottleneck.errors import FAILURES
 from netbottleneck.hooks.calls import eager
 from netbottleneck.runtime import job
-from netbottleneck.runtime.communicators import key_of
+from netbottleneck.runtime.communicators import key_of, quietly
 from netbottleneck.torch.gradients import CODES, Bucket, Destination, GradientSink, Stamps, dtype_code
 from netbottleneck.trace.ring_reader import EVENTS
 
@@ -108,6 +108,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
     """
 
     getSize = _ProcessGroup.size
+    records_itself = True  # see hooks.collectives
 
     def __init__(
         self, ddp: DistributedDataParallel, recorder: "_core.Recorder", on_error: Callable[[Exception], None]
@@ -239,9 +240,10 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
             index = self._next_index(tensor)
             if self._takes(tensor):
                 return self._send(index, tensor)
-        work = self._group.allreduce(tensors, opts)
-        if done is not None:
-            self._guarded(self._sent, done, work)
+        if done is None:
+            return self._group.allreduce(tensors, opts)
+        work = quietly(self._group.allreduce, tensors, opts)
+        self._guarded(self._sent, done, work)
         return work
 
     @eager

@@ -71,6 +71,8 @@ def _step_events(trace: Trace, step: Step, modules: Lanes) -> Iterator[Event]:
     yield span(STEP, f"step {step.index} ({step.arm})", step.begin_ns, step.end_ns, **about)
     for begin, end in step.forward:
         yield span(FORWARD, "forward", begin, end)
+    for begin, end in step.evaluation:
+        yield span(FORWARD, "evaluation", begin, end)
     for begin, end in step.optimizer:
         yield span(OPTIMIZER, "optimizer", begin, end)
     reached = step.begin_ns

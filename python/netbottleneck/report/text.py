@@ -242,6 +242,9 @@ def _split_table(findings: Findings) -> tuple[str, Table]:
     row("exposed communication", "exposed_ns")
     row("waiting for negotiation", "wait_ns")
     row("other", "other_ns")
+    for what in ("evaluation", "checkpoint"):
+        if any(getattr(parts, f"{what}_ns") > 0 for parts in findings.parts.values()):
+            row(f"  of it {what}", f"{what}_ns")
     row("step", "step_ns")
     if any(parts.skew_ns > 0 for parts in findings.parts.values()):
         row("waiting for the slowest rank", "skew_ns")

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from netbottleneck.trace import json_codec
 from netbottleneck.trace.transports import Arm
 
-VERSION = 2
+VERSION = 3
 FORMAT = "netbottleneck-trace"
 
 # Part of a note: the gradients travel by a hook that cannot be timed.
@@ -126,9 +126,9 @@ class Rank:
 class Step:
     """One optimizer update on one rank.
 
-    forward, optimizer: intervals. modules: (module index, begin, end) of sampled steps. grad_ready: (parameter index,
-    ns) in order of time. waits: (key of the operation or 0, begin, end) while the training thread was blocked.
-    cpu_ns: CPU time of all threads of the process."""
+    forward, optimizer, evaluation (forward passes without gradients), checkpoints: intervals. modules: (module index,
+    begin, end) of sampled steps. grad_ready: (parameter index, ns) in order of time. waits: (key of the operation or 0,
+    begin, end) while the training thread was blocked. cpu_ns: CPU time of all threads of the process."""
 
     rank: int
     index: int
@@ -143,6 +143,8 @@ class Step:
     modules: tuple[tuple[int, int, int], ...] = ()
     grad_ready: tuple[tuple[int, int], ...] = ()
     waits: tuple[tuple[int, int, int], ...] = ()
+    evaluation: tuple[Interval, ...] = ()
+    checkpoints: tuple[Interval, ...] = ()
     cpu_ns: int | None = None
 
     @property
@@ -159,7 +161,9 @@ class Step:
 class Collective:
     """One operation on one rank. lanes: (lane, bytes sent, bytes received); step: None outside steps; bucket: index.
 
-    arm: that of its step; outside steps, its transport alone."""
+    arm: that of its step; outside steps, its transport alone. phase: "reduce" for gradients and calls of our own API;
+    for the script's own calls of torch.distributed, which travel over its process group under every arm, the phase of
+    the step: "forward", "backward", "optimizer" or "other". ranks: those of its group, None: all."""
 
     rank: int
     arm: Arm
@@ -170,6 +174,7 @@ class Collective:
     name: str = ""
     step: int | None = None
     comm: int = 0
+    ranks: int | None = None
     kind: str = "allreduce"
     dtype: str = "float32"
     priority: int = 0
@@ -191,6 +196,11 @@ class Collective:
     def transport(self) -> str:
         """Return the transport of its arm."""
         return self.arm.transport
+
+    @property
+    def by_script(self) -> bool:
+        """True for a call of torch.distributed by the script: no gradient, and not moved by the arm."""
+        return self.phase != "reduce"
 
     @property
     def finished(self) -> bool:
@@ -373,8 +383,8 @@ def read(path: Path | str) -> Trace:
             if not isinstance(head, dict) or head.get("format") != FORMAT:
                 raise ValueError("not a netbottleneck trace")
             version = head.get("version")
-            if version not in (1, VERSION):
-                raise ValueError(f"trace version {version!r}; this netbottleneck reads versions 1 and {VERSION}")
+            if version not in range(1, VERSION + 1):
+                raise ValueError(f"trace version {version!r}; this netbottleneck reads versions 1 to {VERSION}")
             if version == 1:
                 head = _renamed(head, "transports", "arms")
             rows: dict[str, list[Any]] = {attribute: [] for attribute, _ in _ROWS.values()}

@@ -26,6 +26,10 @@ from netbottleneck.trace.transports import STOCK, Arm
 
 # Codes in OP_SUBMIT and OP_DONE: csrc/engine/engine.h, csrc/base/dtype.h, csrc/coll/choose.h.
 KINDS = ("allreduce", "allgather", "reducescatter", "broadcast", "barrier", "alltoall", "join")
+# Codes of what only the stock path has, in OP_SUBMIT.
+STOCK_KINDS = MappingProxyType({32: "reduce", 33: "gather", 34: "scatter", 35: "send", 36: "recv"})
+# Codes in OP_SUBMIT: gradients and calls of our own API, then where the script called torch.distributed.
+PHASES = ("reduce", "forward", "backward", "optimizer", "other")
 DTYPES = ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 # csrc/coll/choose.h, enum nb_algorithm.
 ALGORITHMS = (
@@ -89,7 +93,9 @@ class _OpenStep:
     modules: list[tuple[int, int, int]] = field(default_factory=list)
     grad_ready: list[tuple[int, int]] = field(default_factory=list)
     waits: list[tuple[int, int, int]] = field(default_factory=list)
-    begun: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    evaluation: list[tr.Interval] = field(default_factory=list)
+    checkpoints: list[tr.Interval] = field(default_factory=list)
+    begun: dict[tuple[str, int], list[tuple[int, int]]] = field(default_factory=dict)
 
     def take(self, event: Event) -> None:
         if event.kind == "GRAD_READY":
@@ -97,13 +103,15 @@ class _OpenStep:
             return
         what, _, edge = event.kind.partition("_")
         if edge == "BEGIN":
-            self.begun.setdefault((what, event.key), []).append(event.time_ns)
+            self.begun.setdefault((what, event.key), []).append((event.time_ns, event.a))
         elif edge == "END" and self.begun.get((what, event.key)):
-            begin = self.begun[what, event.key].pop()
+            begin, mark = self.begun[what, event.key].pop()
             if what == "FORWARD" and event.key:
                 self.modules.append((event.key - 1, begin, event.time_ns))
             elif what == "FORWARD":
-                self.forward.append((begin, event.time_ns))
+                (self.evaluation if mark else self.forward).append((begin, event.time_ns))
+            elif what == "CHECKPOINT":
+                self.checkpoints.append((begin, event.time_ns))
             elif what == "OPTIMIZER":
                 self.optimizer.append((begin, event.time_ns))
             elif what == "WAIT":
@@ -140,6 +148,8 @@ def rank_steps(
                     modules=tuple(current.modules),
                     grad_ready=tuple(current.grad_ready),
                     waits=tuple(current.waits),
+                    evaluation=tuple(current.evaluation),
+                    checkpoints=tuple(current.checkpoints),
                     cpu_ns=event.d - begin.d if begin.d and event.d else None,
                 )
             )
@@ -210,6 +220,8 @@ def collectives(
         if event.kind == "OP_SUBMIT":
             step = in_steps.at(event.time_ns)
             bucket = buckets.find(event)
+            phase = _named(PHASES, event.e >> 16 & 0xFF)
+            kind = STOCK_KINDS.get(event.e & 0xFF) or _named(KINDS, event.e & 0xFF)
             row: dict[str, Any] = {
                 "rank": rank,
                 "arm": _arm_of(transport, step),
@@ -217,11 +229,13 @@ def collectives(
                 "round": event.a + times[event.key, event.a],
                 "submit_ns": event.time_ns,
                 "tensor_bytes": event.b,
-                "name": buckets.name(bucket, event.key),
+                "name": buckets.name(bucket, event.key) if phase == PHASES[0] else f"{phase}/{kind}",
                 "step": step.index if step else None,
-                "comm": event.d,
-                "kind": _named(KINDS, event.e & 0xFF),
+                "comm": event.d & 0xFFFFFFFF,
+                "ranks": event.d >> 32 or None,
+                "kind": kind,
                 "dtype": buckets.dtype(bucket) or _named(DTYPES, event.e >> 8 & 0xFF),
+                "phase": phase,
                 "priority": signed(event.e >> 32, 32),
                 "bucket": bucket,
                 "lanes": [],
@@ -383,8 +397,10 @@ def nccl_operations(
 # Ring file, as written by csrc/trace/ring.h: readable even after its writer was killed.
 
 RING_MAGIC = b"NBRING1\0"
-RING_VERSION = 2
-RING_VERSIONS = (1, RING_VERSION)  # that can be read: version 1 has no GRADS_READY
+RING_VERSION = 3
+# That can be read. Version 1 has no GRADS_READY; version 2 has no phases and ranks in OP_SUBMIT, no mark of evaluation
+# in FORWARD_BEGIN, and no checkpoints.
+RING_VERSIONS = (1, 2, RING_VERSION)
 RING_HEADER_BYTES = 4096
 HEADER = np.dtype(
     [
@@ -496,6 +512,8 @@ EVENTS: Mapping[str, int] = MappingProxyType(
         "NCCL_KERNEL": 27,
         "NCCL_STEP": 28,
         "GRADS_READY": 29,
+        "CHECKPOINT_BEGIN": 30,
+        "CHECKPOINT_END": 31,
     }
 )
 _NAMES = MappingProxyType({number: name for name, number in EVENTS.items()})
@@ -640,8 +658,9 @@ def _rank_trace(
     train = named.get(TRAIN, [])
     steps, unfinished, still_open = rank_steps(train, files.rank, run.arms, plan)
     index, buckets = StepIndex(steps), BucketIndex(run.buckets)
-    # Events of the training thread are used only for transports without a ring.
-    found = [c for c in collectives(train, files.rank, None, index, buckets) if c.arm.transport not in named]
+    # Gradients of the training thread are used only for transports without a ring; the script's own calls always.
+    own = collectives(train, files.rank, None, index, buckets)
+    found = [c for c in own if c.arm.transport not in named or c.phase != PHASES[0]]
     for name, events in named.items():
         if name not in (TRAIN, NCCL):
             found += collectives(events, files.rank, name, index, buckets)

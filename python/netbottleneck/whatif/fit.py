@@ -78,7 +78,8 @@ def _rows(trace: Trace, transport: Arm) -> list[Collective]:
     """The finished all-reduces of counted steps; of all steps if none is counted."""
     own = [(step.rank, step.index) for step in counted(trace) if step.arm == transport]
     inside = set(own or [(step.rank, step.index) for step in trace.steps if step.arm == transport])
-    rows = [c for c in trace.collectives if c.arm == transport and c.kind == "allreduce" and c.tensor_bytes > 0]
+    gradients = (c for c in trace.collectives if c.arm == transport and not c.by_script)
+    rows = [c for c in gradients if c.kind == "allreduce" and c.tensor_bytes > 0]
     return [row for row in rows if row.finished and (row.rank, row.step) in inside]
 
 

@@ -210,7 +210,7 @@ def in_flight(trace: Trace, transport: Arm) -> int:
     """
     steps: dict[tuple[int, int | None], list[Collective]] = defaultdict(list)
     for operation in trace.collectives:
-        if operation.arm == transport and operation.finished and operation.step is not None:
+        if operation.arm == transport and operation.finished and operation.step is not None and not operation.by_script:
             steps[operation.rank, operation.step].append(operation)
     seen = [_least_in_flight(operations) for operations in steps.values()]
     return min(IN_FLIGHT_MAX, statistics.median_low(seen)) if seen else 1

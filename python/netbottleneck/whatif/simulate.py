@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,11 +63,16 @@ def _gap(step: Step, ready_ns: int) -> tuple[int, int]:
     return (ready_ns, min(begins)) if step.arm == BARE and begins else (ready_ns, ready_ns)
 
 
-def _wait_begin(step: Step, ready_ns: int) -> int:
+def _waits(step: Step, kept: Collection[int]) -> list[tuple[int, int]]:
+    """Waits for gradients. Those for other operations, whose keys are `kept`, count as compute."""
+    return [(begin, end) for key, begin, end in step.waits if key not in kept]
+
+
+def _wait_begin(step: Step, ready_ns: int, kept: Collection[int]) -> int:
     """Time at which the rank began to wait for operations: after its last gradient, before its update."""
     if step.arm == BARE:
         return ready_ns
-    waits = [max(begin, ready_ns) for _, begin, end in step.waits if end > ready_ns]
+    waits = [max(begin, ready_ns) for begin, end in _waits(step, kept) if end > ready_ns]
     after = [begin for begin, _ in step.optimizer if begin >= ready_ns]
     return min([*waits, *after], default=ready_ns)
 
@@ -76,19 +81,19 @@ def _marks(step: Step, ready_ns: int, wait_ns: int) -> list[tuple[int, int, int]
     passes = [(begin, end) for begin, end in step.forward if end <= ready_ns]
     rows = [(begin, 0, FORWARD) for begin, _ in passes[:1]]
     rows.append((max((end for _, end in passes), default=step.begin_ns), 1, BACKWARD))
-    for begin, end in step.optimizer[:1]:
+    for begin, end in [(begin, end) for begin, end in step.optimizer if begin >= wait_ns][:1]:
         # Clamp the stamps to the step and keep their order: a step has all its marks or none.
         begin_ns, end_ns = min(begin, step.end_ns), min(max(begin, end), step.end_ns)
-        rows += [(begin_ns, 5, OPTIMIZER), (end_ns, 6, OPTIMIZED)] if begin >= wait_ns else []
+        rows += [(begin_ns, 5, OPTIMIZER), (end_ns, 6, OPTIMIZED)]
     return rows
 
 
-def _items(step: Step, tensors: int) -> list[tuple[int, int, int]]:
+def _items(step: Step, tensors: int, kept: Collection[int]) -> list[tuple[int, int, int]]:
     """(time, tie-break order, code), sorted. A gradient that never became ready is still sent."""
     ready = sorted(((at, index) for index, at in step.grad_ready), key=lambda row: row[0])
     last = {index: min(max(at, step.begin_ns), step.end_ns) for at, index in ready if index < tensors}
     ready_ns = max(last.values(), default=step.begin_ns)
-    wait_ns = _wait_begin(step, ready_ns)
+    wait_ns = _wait_begin(step, ready_ns, kept)
     rows = [(last[index], 2, index) for index in sorted(last, key=last.__getitem__)]
     rows += [(wait_ns, 3, index) for index in range(tensors) if index not in last]
     rows += [(wait_ns, 4, WAIT), (step.end_ns, 7, END), *_marks(step, ready_ns, wait_ns)]
@@ -101,20 +106,28 @@ def _covered(at: NDArray[np.int64], spans: Intervals) -> NDArray[np.int64]:
     return covered
 
 
-def draw(step: Step, tensors: int, in_flight: Intervals | None = None, contention: float = 1.0) -> Draw:
+def draw(
+    step: Step,
+    tensors: int,
+    in_flight: Intervals | None = None,
+    contention: float = 1.0,
+    kept: Collection[int] = (),
+) -> Draw:
     """Return a recorded step of a model with `tensors` tensors as items.
 
+    kept: keys of the script's own operations: the plan does not send them, so their waits stay as recorded.
     in_flight: spans with an operation in flight. Compute took `contention` times as long in them; this is subtracted.
     """
-    items = _items(step, tensors)
+    items = _items(step, tensors, kept)
     at = np.array([at for at, _, _ in items], np.int64)
     codes = np.array([code for _, _, code in items], np.int32)
     ready_ns = max((at for at, _, code in items if code >= 0), default=step.begin_ns)
-    blocked = intervals([*((begin, end) for _, begin, end in step.waits), _gap(step, ready_ns)])
+    blocked = intervals([*_waits(step, kept), _gap(step, ready_ns)])
     since = np.full(1, step.begin_ns)
     less = _covered(at, blocked) - _covered(since, blocked)
     if in_flight is not None and len(in_flight) and contention > 1:
-        slowed = subtraction(intersection(in_flight, intervals([(step.begin_ns, step.end_ns)])), blocked)
+        still = intervals([*((begin, end) for _, begin, end in step.waits), _gap(step, ready_ns)])
+        slowed = subtraction(intersection(in_flight, intervals([(step.begin_ns, step.end_ns)])), still)
         lost = 1 - 1 / contention
         less = less + np.rint(lost * (_covered(at, slowed) - _covered(since, slowed))).astype(np.int64)
     work = np.maximum(np.diff(at - less, prepend=step.begin_ns), 0)
@@ -134,6 +147,11 @@ def _transport(trace: Trace, transport: Arm | None) -> Arm:
     return found[0]
 
 
+def _script_keys(trace: Trace) -> set[int]:
+    """Keys of the script's own operations."""
+    return {one.key for one in trace.collectives if one.by_script}
+
+
 def workload(trace: Trace, transport: Arm | None = None, contention: float = 1.0) -> Workload:
     """Return the compute of a run's ranks, from the steps of one transport without the first of each block.
 
@@ -148,9 +166,10 @@ def workload(trace: Trace, transport: Arm | None = None, contention: float = 1.0
     counted_steps = {(step.rank, step.index) for step in counted(trace)}
     rows = [step for step in recorded if (step.rank, step.index) in counted_steps] or recorded
     flights = in_flight_spans(trace, name) if contention > 1 else {}
+    kept = _script_keys(trace)
     by_index: dict[int, dict[int, Draw]] = defaultdict(dict)
     for step in rows:
-        by_index[step.index][step.rank] = draw(step, len(trace.parameters), flights.get(step.rank), contention)
+        by_index[step.index][step.rank] = draw(step, len(trace.parameters), flights.get(step.rank), contention, kept)
     ranks = {step.rank for step in rows}
     whole = tuple(draws for _, draws in sorted(by_index.items()) if set(draws) == ranks)
     if not whole:

@@ -449,6 +449,20 @@ def traffic_of_others(draw: Draw) -> Case[Job]:
 
 
 @case
+def unseen_on_a_full_link(draw: Draw) -> Case[Job]:
+    job = replace(_big(draw), link_bps=draw.uniform(1e9, 3e9), other_share=draw.uniform(0.4, 0.6))
+    return Case(
+        "full link, and bytes that are not recorded",
+        job,
+        ("OTHER_TRAFFIC",),
+        replace(job, other_share=0.0),
+        "OTHER_TRAFFIC",
+        never=("LINK_LIMITED", "TRANSPORT_LIMITED"),
+        says="belong to no recorded operation",
+    )
+
+
+@case
 def two_levels(draw: Draw) -> Case[Job]:
     job = replace(
         _big(draw),
@@ -564,6 +578,48 @@ def live_optimizer(draw: Draw) -> Case[Training]:
         run.but(optimizer_ms=None),
         "OPTIMIZER_LIMITED",
         never=("STRAGGLER", "INPUT_LIMITED"),
+        saves=True,
+    )
+
+
+@live
+def live_second_optimizer(draw: Draw) -> Case[Training]:
+    run = SMALL.but(second_ms=draw.uniform(25, 60))
+    return Case(
+        "live: slow second optimizer",
+        run,
+        ("OPTIMIZER_LIMITED",),
+        run.but(second_ms=None),
+        "OPTIMIZER_LIMITED",
+        never=("STRAGGLER", "INPUT_LIMITED"),
+        saves=True,
+    )
+
+
+@live
+def live_forward_all_reduce(draw: Draw) -> Case[Training]:
+    run = SMALL.but(f"{draw.randrange(250, 400)}mbit", forward_mib=16, steps=70)
+    return Case(
+        "live: all-reduce in the forward",
+        run,
+        ("LINK_LIMITED",),
+        run.but(forward_mib=None),
+        "LINK_LIMITED",
+        never=("STRAGGLER", "INPUT_LIMITED", "OPTIMIZER_LIMITED"),
+        saves=True,
+    )
+
+
+@live
+def live_batch_norm(draw: Draw) -> Case[Training]:
+    run = SMALL.but(f"{draw.randrange(80, 160)}mbit", norm_kib=256, steps=90)
+    return Case(
+        "live: batch norm over all ranks",
+        run,
+        ("LINK_LIMITED",),
+        run.but(norm_kib=None),
+        "LINK_LIMITED",
+        never=("STRAGGLER", "INPUT_LIMITED", "OPTIMIZER_LIMITED"),
         saves=True,
     )
 

@@ -13,6 +13,9 @@ from netbottleneck.whatif import sweeps
 from scenario.cases import CASES, Case
 from scenario.job import Job, samples_of, trace_of
 
+# What belongs to no phase of a step, at most, as a part of it.
+OTHER_MAX = 0.02
+
 
 @dataclass(frozen=True)
 class Judged:
@@ -56,6 +59,11 @@ def _differences(case: Case[Any], got: Judged) -> Iterator[str]:
         yield f"the reason lacks {case.says!r}"
     if case.advises not in got.verdict.next:
         yield f"the advice lacks {case.advises!r}"
+    if got.found.base is not None:
+        parts = got.found.parts[got.found.base]
+        rest = parts.other_ns - parts.input_ns - parts.evaluation_ns - parts.checkpoint_ns
+        if rest > OTHER_MAX * parts.step_ns:
+            yield f"other is {rest / parts.step_ns:.1%} of the step"
     yield from (f"the advice has {words!r}" for words in case.silent if words in got.verdict.next)
 
 

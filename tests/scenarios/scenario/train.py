@@ -63,12 +63,60 @@ class Layer(nn.Module):
         return Timed.apply(values + self.weight.mean(), self.ms / 2, self.ms + late_ms / ASKED["layers"])
 
 
+class Reduced(torch.autograd.Function):
+    """The sum over all ranks, of the values and of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the values."""
+        values = values.clone()
+        dist.all_reduce(values)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the gradients."""
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class Shared(nn.Module):
+    """Sums `forward_mib` MiB over all ranks in the forward pass."""
+
+    def __init__(self, mib: int) -> None:
+        super().__init__()
+        self.values = torch.zeros(mib << 18)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values."""
+        dist.all_reduce(self.values)
+        return values
+
+
+class SyncNorm(nn.Module):
+    """Normalises by statistics of all ranks, `norm_kib` KiB of them, as SyncBatchNorm does on GPUs."""
+
+    def __init__(self, kib: int) -> None:
+        super().__init__()
+        self.channels = kib * 256
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values without their mean over all ranks, and with it: as they are."""
+        mean = Reduced.apply(values.expand(self.channels)).mean() / dist.get_world_size()
+        return values - mean + mean.detach()
+
+
 class Slow(torch.optim.SGD):
     """An optimizer that takes time."""
 
+    def __init__(self, parameters: Any, ms: float) -> None:
+        self.ms = ms
+        super().__init__(parameters, lr=0.1)
+
     def step(self, closure: Any = None) -> Any:
         """Update after a while."""
-        work(ASKED.get("optimizer_ms", 0.0))
+        work(self.ms)
         return super().step(closure)
 
 
@@ -78,15 +126,21 @@ def main() -> None:
         os.sched_setaffinity(0, {ASKED["core"]})
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    layers = [Layer(ASKED["kib"], ASKED["ms"]) for _ in range(ASKED["layers"])]
+    layers: list[nn.Module] = [Shared(ASKED["forward_mib"])] if "forward_mib" in ASKED else []
+    for _ in range(ASKED["layers"]):
+        layers.append(Layer(ASKED["kib"], ASKED["ms"]))
+        if "norm_kib" in ASKED:
+            layers.append(SyncNorm(ASKED["norm_kib"]))
     model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=ASKED["kib"] / 1024)
-    optimizer = Slow(model.parameters(), lr=0.1)
+    *most, last = model.parameters()
+    optimizers = [Slow(most, ASKED.get("optimizer_ms", 0.0)), Slow([last], ASKED.get("second_ms", 0.0))]
     for _ in range(ASKED["steps"]):
         LEVEL[0] = max(0.1, 1 + ASKED.get("jitter", 0.0) * RANDOM.gauss(0, 1))
         work(ASKED.get("input_ms", 0.0))
-        optimizer.zero_grad()
+        model.zero_grad()
         model(torch.ones(1, requires_grad=True)).sum().backward()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,0 +1,343 @@
+"""Calls of the script, recorded while a model is measured: of torch.distributed, beside the gradients, and torch.save.
+
+Collectives are observed at the methods of ProcessGroup and of Work, which the functions of torch.distributed call. The
+functions themselves stay as they are: torch compares them by identity (torch.compile, _coalescing_manager), and scripts
+import them by name. A dispatch mode or a profiler would run code for every operator, and a second profiler ends the
+user's. Calls that never leave C++ (functional collectives) are not seen here: interface bytes show them.
+"""
+
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+
+from netbottleneck.hooks.calls import eager
+from netbottleneck.runtime.communicators import APART, key_of, quietly
+from netbottleneck.trace.ring_reader import DTYPES, EVENTS, KINDS, PHASES, STOCK_KINDS
+
+if TYPE_CHECKING:
+    from netbottleneck import _core
+
+_SUBMIT, _START, _DONE = EVENTS["OP_SUBMIT"], EVENTS["OP_START"], EVENTS["OP_DONE"]
+_SAVE_BEGIN, _SAVE_END = EVENTS["CHECKPOINT_BEGIN"], EVENTS["CHECKPOINT_END"]
+_WAIT_BEGIN, _WAIT_END = EVENTS["WAIT_BEGIN"], EVENTS["WAIT_END"]
+_CODES = {name: code for code, name in (*enumerate(KINDS), *STOCK_KINDS.items())}
+_DTYPES = {getattr(torch, name): code for code, name in enumerate(DTYPES)}
+_OTHER_DTYPE = 0xFF
+
+_c: Any = torch._C
+_ProcessGroup: Any = dist.ProcessGroup
+_Work: Any = dist.distributed_c10d.Work
+
+
+class _Call(NamedTuple):
+    """A method that communicates. payload: position of the tensors that count. each: they are one rank's of all."""
+
+    kind: str
+    payload: int | None = 0
+    each: bool = False
+    blocks: bool = False
+
+
+# Methods of ProcessGroup, of every torch from 2.3 on. Bytes are counted as bandwidth.bus_factor expects them.
+_METHODS = {
+    "allreduce": _Call("allreduce"),
+    "allreduce_coalesced": _Call("allreduce"),
+    "reduce": _Call("reduce"),
+    "broadcast": _Call("broadcast"),
+    "allgather": _Call("allgather"),
+    "allgather_coalesced": _Call("allgather"),
+    "allgather_into_tensor_coalesced": _Call("allgather"),
+    "_allgather_base": _Call("allgather"),
+    "all_gather_single": _Call("allgather"),
+    "all_gather_single_coalesced": _Call("allgather"),
+    "gather": _Call("gather", 1, each=True),
+    "scatter": _Call("scatter", each=True),
+    "reduce_scatter": _Call("reducescatter", 1),
+    "reduce_scatter_tensor_coalesced": _Call("reducescatter", 1),
+    "_reduce_scatter_base": _Call("reducescatter", 1),
+    "reduce_scatter_single": _Call("reducescatter", 1),
+    "reduce_scatter_single_coalesced": _Call("reducescatter", 1),
+    "alltoall": _Call("alltoall", 1),
+    "alltoall_base": _Call("alltoall", 1),
+    "all_to_all_single": _Call("alltoall", 1),
+    "barrier": _Call("barrier", None),
+    "monitored_barrier": _Call("barrier", None, blocks=True),
+    "send": _Call("send"),
+    "recv": _Call("recv"),
+    "recv_anysource": _Call("recv"),
+}
+# What torch.save calls to write.
+_WRITE = "_save"
+# DDP's broadcast of buffers, a function of torch.distributed: its first argument is the group.
+_BUFFERS = "_broadcast_coalesced"
+
+
+class _Sent(NamedTuple):
+    """A recorded call. seen: a callback stamps its end; else the wait for it does."""
+
+    key: int
+    turn: int
+    seen: bool = False
+
+
+class Collectives:
+    """Records the collectives of this process while `watch` is on.
+
+    failed: called with an exception of the measurement itself; the calls go on unrecorded.
+    """
+
+    def __init__(self, recorder: "_core.Recorder", failed: Callable[[Exception], None]) -> None:
+        self.in_forward = False
+        self.in_optimizer = False
+        self._recorder: _core.Recorder | None = recorder
+        self._failed = failed
+        self._thread = threading.get_ident()
+        self.pid = os.getpid()
+        self._keys: dict[str, int] = {}
+        self._rounds: Counter[int] = Counter()
+        self._works: weakref.WeakKeyDictionary[Any, _Sent] = weakref.WeakKeyDictionary()
+
+    def watch(self, on: bool) -> None:
+        """Start or stop recording. Without a recording, torch has its own methods."""
+        if on == (self in _OBSERVERS):
+            return
+        if on:
+            _OBSERVERS.append(self)
+            _patch()
+        else:
+            _OBSERVERS.remove(self)
+            if not _OBSERVERS:
+                _restore()
+
+    def forward(self, begins: bool) -> None:
+        """Note the begin or the end of the model's forward pass. Its thread is the training's."""
+        self.in_forward, self._thread = begins, threading.get_ident()
+
+    def begins(self, call: _Call, group: Any, values: tuple[Any, ...]) -> _Sent | None:
+        """Stamp the submission of a call; None if it is not recorded. values: its arguments without the group."""
+        return cast("_Sent | None", self._guarded(self._begin, call, group, values))
+
+    def handed(self, sent: _Sent, work: Any) -> None:
+        """Stamp that a call has returned, and the end of its work when it ends."""
+        self._guarded(self._handed, sent, work)
+
+    def blocks(self, sent: _Sent) -> "_Blocked":
+        """Return a context in which a call blocks until it is done."""
+        return _Blocked(self, sent, starts=True)
+
+    def waits(self, work: Any) -> "_Blocked":
+        """Return a context in which a thread waits for a work."""
+        return _Blocked(self, self._works.get(work))
+
+    def trains(self) -> bool:
+        """Return whether this is the training's thread, or one that runs a backward pass."""
+        return threading.get_ident() == self._thread or _c._current_graph_task_id() != -1
+
+    def put(self, kind: int, key: int, turn: int = 0) -> None:
+        """Stamp an event."""
+        if self._recorder is not None:
+            self._guarded(self._recorder.put, kind, key, turn)
+
+    def ended(self, sent: _Sent | None, work: Any = None) -> None:
+        """Stamp the end of a call that has no callback, once."""
+        if sent is not None and not sent.seen:
+            self.put(_DONE, sent.key, sent.turn)
+            if work is not None:
+                self._works[work] = sent._replace(seen=True)
+
+    def _phase(self) -> str:
+        if _c._current_graph_task_id() != -1:
+            return "backward"
+        if threading.get_ident() != self._thread:
+            return "other"
+        return "forward" if self.in_forward else "optimizer" if self.in_optimizer else "other"
+
+    def _begin(self, call: _Call, group: Any, values: tuple[Any, ...]) -> _Sent | None:
+        there = call.payload is not None and len(values) > call.payload
+        tensors = list(_tensors(values[call.payload or 0])) if there else []
+        if self._recorder is None or not all(tensor.is_cpu for tensor in tensors):
+            return None
+        size = group.size()
+        nbytes = sum(map(_bytes, tensors)) * (size if call.each else 1)
+        dtype = _DTYPES.get(tensors[0].dtype, _OTHER_DTYPE) if tensors else 0
+        name = f"{group.group_name}/{call.kind}"
+        if call.kind in ("send", "recv"):
+            name += f"/{group.rank()}"  # no operation of all ranks
+        key = self._keys.get(name) or self._keys.setdefault(name, key_of(f"torch.distributed/{name}"))
+        turn = self._rounds[key]
+        self._rounds[key] += 1
+        about = _CODES[call.kind] | dtype << 8 | PHASES.index(self._phase()) << 16
+        self._recorder.put(_SUBMIT, key, turn, nbytes, 0, size << 32, about)
+        return _Sent(key, turn)
+
+    def _handed(self, sent: _Sent, work: Any) -> None:
+        if self._recorder is None:
+            return
+        self._recorder.put(_START, sent.key, sent.turn)
+        if work is None:
+            self.ended(sent)
+            return
+        future = None
+        if type(work) is _Work:  # the future of a work in Python may take a thread
+            try:
+                future = work.get_future()
+            except RuntimeError:  # of a send or a receive
+                future = None
+        if future is not None:
+            future.add_done_callback(self._recorder.stamper(_DONE, sent.key, sent.turn, awaited=True))
+        self._works[work] = sent._replace(seen=future is not None)
+
+    def _guarded(self, call: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return call(*args)
+        except Exception as error:
+            self._recorder = None
+            self._failed(error)
+            return None
+
+
+class _Blocked:
+    """A context in which a thread waits: stamps the wait if it is the training's, and then the end of the call."""
+
+    def __init__(self, observer: Collectives, sent: _Sent | None, *, starts: bool = False) -> None:
+        self._observer, self._sent = observer, sent
+        self._key = 0 if sent is None else sent.key
+        self._trains = observer.trains()
+        if starts and sent is not None:
+            observer.put(_START, sent.key, sent.turn)
+        if self._trains:
+            observer.put(_WAIT_BEGIN, self._key)
+
+    def over(self, work: Any = None) -> None:
+        """Stamp the end."""
+        self._observer.ended(self._sent, work)
+        if self._trains:
+            self._observer.put(_WAIT_END, self._key)
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    if tensor.layout != torch.strided:
+        return 0  # indices and values travel: their size differs from rank to rank
+    return tensor.numel() * tensor.element_size()
+
+
+# The wrappers. Each has the name of what it wraps, by which pybind11 ends the recursion of a class in Python.
+
+_OBSERVERS: list[Collectives] = []
+# (class or module, name) -> our function and the one before it; None: inherited. Ours stays below one that others add.
+_PATCHES: dict[tuple[Any, str], tuple[Any, Any]] = {}
+
+
+def _observer() -> Collectives | None:
+    """Return who records in this process; none in a forked child."""
+    return _OBSERVERS[-1] if _OBSERVERS and _OBSERVERS[-1].pid == os.getpid() else None
+
+
+def _method(call: _Call, former: Any) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        observer = None if APART.inside else _observer()
+        if observer is None:
+            return former(self, *args, **kwargs)
+        sent = observer.begins(call, self, (*args, *kwargs.values()))
+        if sent is None:
+            return former(self, *args, **kwargs)
+        if call.blocks:
+            blocked = observer.blocks(sent)
+            try:
+                return quietly(former, self, *args, **kwargs)
+            finally:
+                blocked.over()
+        work = quietly(former, self, *args, **kwargs)
+        observer.handed(sent, work)
+        return work
+
+    return method
+
+
+def _wait(former: Any) -> Any:
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        observer = _observer()
+        if observer is None:
+            return former(self, *args, **kwargs)
+        blocked = observer.waits(self)
+        try:
+            return former(self, *args, **kwargs)
+        finally:
+            blocked.over(self)
+
+    return wait
+
+
+def _save(former: Any) -> Any:
+    def save(*args: Any, **kwargs: Any) -> Any:
+        observer = _observer()
+        if observer is None or not observer.trains():
+            return former(*args, **kwargs)
+        observer.put(_SAVE_BEGIN, 0)
+        try:
+            return former(*args, **kwargs)
+        finally:
+            observer.put(_SAVE_END, 0)
+
+    return save
+
+
+def _classes(base: Any, name: str) -> list[Any]:
+    """Return a class, and those below it that have a method of their own, except ours that records itself."""
+    found, left = [], [base]
+    while left:
+        cls = left.pop()
+        left += cls.__subclasses__()
+        if (cls is base or name in vars(cls)) and not getattr(cls, "records_itself", False) and hasattr(cls, name):
+            found.append(cls)
+    return found
+
+
+def _put(owner: Any, name: str, made: Any) -> None:
+    made.__code__ = made.__code__.replace(co_name=name)
+    former = getattr(owner, name)
+    for what in ("__name__", "__qualname__", "__doc__", "__module__"):
+        setattr(made, what, getattr(former, what, getattr(made, what)))
+    ours = eager(made)
+    _PATCHES[owner, name] = ours, vars(owner).get(name)
+    setattr(owner, name, ours)
+
+
+def _patch() -> None:
+    for name, call in _METHODS.items():
+        for cls in _classes(_ProcessGroup, name):
+            if (cls, name) not in _PATCHES:
+                _put(cls, name, _method(call, getattr(cls, name)))
+    for cls in _classes(_Work, "wait"):
+        if (cls, "wait") not in _PATCHES:
+            _put(cls, "wait", _wait(cls.wait))
+    if hasattr(dist, _BUFFERS) and (dist, _BUFFERS) not in _PATCHES:
+        _put(dist, _BUFFERS, _method(_Call("broadcast", blocks=True), getattr(dist, _BUFFERS)))
+
+    if hasattr(torch.serialization, _WRITE) and (torch.serialization, _WRITE) not in _PATCHES:
+        _put(torch.serialization, _WRITE, _save(getattr(torch.serialization, _WRITE)))
+
+
+def _restore() -> None:
+    for (owner, name), (ours, before) in list(_PATCHES.items()):
+        if vars(owner).get(name) is not ours:
+            continue  # other code wrapped it: it stays, and passes calls through
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+        del _PATCHES[owner, name]

@@ -1,0 +1,397 @@
+"""The script's own calls: collectives of torch.distributed, steps of other optimizers, evaluation and checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Ranks
+
+pytest.importorskip("torch")
+
+import torch
+import torch.distributed as dist
+
+from netbottleneck.analysis.intervals import split_steps
+from netbottleneck.hooks import collectives
+from netbottleneck.hooks.measured_model import Updates
+from netbottleneck.report import Run
+from netbottleneck.trace.model import Trace
+
+# Two ranks with a DDP model. `body` runs once a step, after the forward pass; what it returns is compared.
+SCRIPT = """
+import json, os, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import netbottleneck
+from netbottleneck.launch import connect
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+now = connect.core().now_ns
+work_type = dist.distributed_c10d.Work
+spots = [(dist.ProcessGroup, "allreduce"), (dist.ProcessGroup, "barrier"), (work_type, "wait"),
+         (dist, "_broadcast_coalesced"), (torch.serialization, "_save")]
+own = [vars(owner)[name] for owner, name in spots]
+untouched = lambda: all(vars(owner)[name] is one for (owner, name), one in zip(spots, own))
+notes = {{"untouched": [], "values": [], "times": []}}
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        self.norm = torch.nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return inside(self.norm(self.layer(x)))
+
+
+inside = lambda x: x
+{setting}
+torch.manual_seed(rank)
+model = DistributedDataParallel(Net())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+{made}
+for step in range({steps}):
+    notes["untouched"].append(untouched())
+    optimizer.zero_grad()
+    output = model(torch.full((4, 8), rank + step + 1.0))
+{before}
+    output.square().sum().backward()
+    optimizer.step()
+{after}
+    notes["values"].append([p.tolist() for p in model.parameters()])
+notes["untouched"].append(untouched())
+dist.barrier()
+dist.destroy_process_group()
+print(json.dumps(notes))
+"""
+ENV = {"NETBOTTLENECK_START_STEP": "0", "NETBOTTLENECK_TIMEOUT_S": "60"}
+
+
+def ran(
+    ranks: Ranks,
+    folder: Path,
+    transport: str = "",
+    *,
+    setting: str = "",
+    made: str = "",
+    before: str = "",
+    after: str = "",
+    steps: int = 6,
+    block: int = 100,
+) -> tuple[list[Any], Trace | None]:
+    """Run the script with these parts; "": not measured. Return each rank's notes, and the trace."""
+    indented = {
+        name: "\n".join(f"    {line}" for line in text.strip("\n").splitlines())
+        for name, text in (("before", before), ("after", after))
+    }
+    where = {"NETBOTTLENECK_DIR": str(folder), "NETBOTTLENECK_TRANSPORT": transport}
+    env = {**where, **ENV, "NETBOTTLENECK_BLOCK_STEPS": str(block)} if transport else {}
+    source = SCRIPT.format(setting=setting, made=made, steps=steps, **indented)
+    results = ranks(2, source, env)
+    notes = [
+        json.loads([line for line in result.stdout.splitlines() if line.startswith("{")][-1]) for result in results
+    ]
+    return notes, Run(folder).trace if transport else None
+
+
+ALL_KINDS = """
+got = []
+full = torch.full((1000,), rank + 1.0)
+dist.all_reduce(full)
+parts = [torch.zeros(10, dtype=torch.int64) for _ in range(size)]
+dist.all_gather(parts, torch.full((10,), rank))
+flat = torch.zeros(20)
+dist.all_gather_into_tensor(flat, torch.full((10,), float(rank)))
+shared = torch.full((5,), float(rank))
+dist.broadcast(shared, 1)
+summed = torch.full((6,), rank + 1.0)
+dist.reduce(summed, 0)
+gathered = [torch.zeros(4) for _ in range(size)] if rank == 0 else None
+dist.gather(torch.full((4,), float(rank)), gathered, 0)
+scattered = torch.zeros(3)
+dist.scatter(scattered, [torch.full((3,), 1.0 + r) for r in range(size)] if rank == 0 else None, 0)
+reduced = torch.zeros(7)
+dist.reduce_scatter_tensor(reduced, torch.arange(14.0))
+if rank == 0:
+    dist.send(torch.full((9,), 3.0), 1)
+    received = torch.zeros(9)
+else:
+    received = torch.zeros(9)
+    dist.recv(received, 0)
+objects = [None] * size
+dist.all_gather_object(objects, {"rank": rank})
+later = torch.full((11,), rank + 1.0)
+work = dist.all_reduce(later, async_op=True, group=small)
+kind = type(work).__name__
+work.wait()
+together = [torch.full((2,), rank + 1.0), torch.full((3,), rank + 2.0)]
+with dist._coalescing_manager():
+    for one in together:
+        dist.all_reduce(one)
+dist.barrier()
+got += [full, *parts, flat, shared, *(gathered or []), scattered, reduced, received, later, *together]
+notes["values"].append([one.tolist() for one in got] + [objects, kind, work.is_completed()])
+"""
+
+
+@pytest.mark.parametrize("transport", ["stock", "tcp"])
+def test_each_call_of_torch_distributed_is_recorded_and_its_results_stay(
+    warm_ranks: Ranks, tmp_path: Path, transport: str
+) -> None:
+    parts: Any = {"made": "small = dist.new_group([0, 1])", "before": ALL_KINDS}
+    plain, _ = ran(warm_ranks, tmp_path, **parts)
+    measured, trace = ran(warm_ranks, tmp_path / "run", transport, **parts)
+    assert [one["values"] for one in measured] == [one["values"] for one in plain]
+    assert trace is not None
+    for rank in range(2):
+        own = [c for c in trace.collectives if c.rank == rank and c.by_script and c.step == 3 and c.phase == "other"]
+        assert all(c.finished and c.submit_ns <= (c.start_ns or 0) <= (c.done_ns or 0) for c in own)
+        assert {c.ranks for c in own} == {2}
+        found = [(c.kind, c.tensor_bytes) for c in own]
+        point = ("send" if rank == 0 else "recv", 36)
+        for wanted in (
+            ("allreduce", 4000),
+            ("allgather", 160),
+            ("allgather", 80),
+            ("broadcast", 20),
+            ("reduce", 24),
+            ("gather", 32),
+            ("scatter", 24),
+            ("reducescatter", 56),
+            point,
+            ("allreduce", 44),
+            ("allreduce", 20),
+            ("barrier", 0),
+        ):
+            assert wanted in found
+        assert {c.arm for c in own} == {transport}
+    whole = [c for c in trace.collectives if c.by_script and c.kind not in ("send", "recv")]
+    assert sorted(c.match for c in whole if c.rank == 0) == sorted(c.match for c in whole if c.rank == 1)
+
+
+PHASES = """
+class Reduced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+inside = Reduced.apply
+
+
+class Averaging(torch.optim.SGD):
+    def step(self, closure=None):
+        dist.barrier()
+        return super().step(closure)
+
+
+torch.optim.SGD = Averaging
+"""
+
+
+def test_a_call_has_the_phase_in_which_it_was_made(warm_ranks: Ranks, tmp_path: Path) -> None:
+    plain, _ = ran(warm_ranks, tmp_path, setting=PHASES)
+    measured, trace = ran(warm_ranks, tmp_path / "run", "stock", setting=PHASES)
+    assert [one["values"] for one in measured] == [one["values"] for one in plain]
+    assert trace is not None
+    rows = [c for c in trace.collectives if c.rank == 0 and c.by_script and c.step == 3]
+    assert sorted({(c.phase, c.kind) for c in rows}) == [
+        ("backward", "allreduce"),
+        ("forward", "allreduce"),
+        ("forward", "broadcast"),  # of DDP's buffers
+        ("optimizer", "barrier"),
+    ]
+    for step, split, _ in split_steps(trace):
+        assert any(key for key, _, _ in step.waits)
+        assert sum(split.phases().values()) == split.step_ns
+
+
+def test_a_bare_step_and_a_run_that_has_ended_leave_torch_as_it_is(warm_ranks: Ranks, tmp_path: Path) -> None:
+    after = "notes['times'].append(next(iter(collectives_of())).session.arm if collectives_of() else '')"
+    setting = "from netbottleneck.hooks import ddp\ncollectives_of = lambda: list(ddp._measured.values())\n"
+    measured, trace = ran(warm_ranks, tmp_path / "run", "stock,bare", setting=setting, after=after, steps=9, block=3)
+    for notes in measured:
+        arms = ["stock", *notes["times"]]  # of the step that follows
+        assert notes["untouched"] == [arm == "bare" for arm in arms]
+        assert {"stock", "bare"} == set(arms)
+    assert trace is not None
+    assert {c.arm for c in trace.collectives if c.step is not None} == {"stock"}
+
+
+FAILING = """
+for call in (lambda: dist.all_reduce("no tensor"), lambda: dist.broadcast(torch.ones(2), 7),
+             lambda: dist.group.WORLD.allreduce(torch.ones(2), 1, 2, 3), lambda: dist.group.WORLD.allgather(1),
+             lambda: dist.all_gather([torch.ones(1)], torch.ones(2))):
+    try:
+        call()
+    except Exception as error:
+        notes["values"].append([type(error).__name__, str(error).split("Invoked with")[0]])
+"""
+
+
+def test_a_call_that_fails_raises_what_it_raises_without_us(warm_ranks: Ranks, tmp_path: Path) -> None:
+    plain, _ = ran(warm_ranks, tmp_path, before=FAILING)
+    measured, _ = ran(warm_ranks, tmp_path / "run", "stock", before=FAILING)
+    assert [one["values"] for one in measured] == [one["values"] for one in plain]
+    assert sum(isinstance(row[0], str) for row in plain[0]["values"]) == 6 * 5
+
+
+HOOKED = """
+def hook(state, bucket):
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+model.register_comm_hook(None, hook)
+"""
+
+
+def test_what_a_communication_hook_calls_belongs_to_its_bucket(warm_ranks: Ranks, tmp_path: Path) -> None:
+    _, trace = ran(warm_ranks, tmp_path / "run", "stock", made=HOOKED)
+    assert trace is not None
+    rows = [c for c in trace.collectives if c.rank == 0 and c.step == 3 and c.kind == "allreduce"]
+    assert [c.by_script for c in rows] == [False]
+
+
+OTHER_OPTIMIZER = """
+class Slow(torch.optim.SGD):
+    def step(self, closure=None):
+        begin = now()
+        while now() < begin + 20_000_000:
+            pass
+        super().step(closure)
+        notes["times"].append([begin, now()])
+
+
+beside = torch.nn.Linear(2, 2)
+second = Slow(beside.parameters(), lr=0.1)
+"""
+
+
+def test_a_second_optimizer_is_optimizer_time_and_not_input(warm_ranks: Ranks, tmp_path: Path) -> None:
+    measured, trace = ran(warm_ranks, tmp_path / "run", "stock", made=OTHER_OPTIMIZER, after="second.step()", steps=8)
+    assert trace is not None
+    shift = trace.ranks[0].clock.offset_ns
+    spans = [span for step in trace.steps if step.rank == 0 for span in step.optimizer]
+    for begin, end in measured[0]["times"][:-1]:
+        assert any(low <= begin - shift and end - shift <= high for low, high in spans)
+    for step, split, _ in split_steps(trace):
+        assert split.optimizer_ns >= 20_000_000
+        assert split.input_ns < split.step_ns - split.optimizer_ns
+        assert len(step.optimizer) >= 2  # a hook of each level of a step
+
+
+SAVING = """
+import io
+model.eval()
+with torch.no_grad():
+    for _ in range(3):
+        model(torch.ones(4, 8))
+model.train()
+torch.save(model.module.state_dict(), io.BytesIO())
+"""
+
+
+def test_evaluation_and_checkpoints_are_parts_of_their_own(warm_ranks: Ranks, tmp_path: Path) -> None:
+    _, trace = ran(warm_ranks, tmp_path / "run", "stock", after=SAVING, steps=8)
+    assert trace is not None
+    for step, split, _ in split_steps(trace):
+        assert (len(step.forward), len(step.evaluation), len(step.checkpoints)) == (1, 3, 1)
+        assert split.evaluation_ns > 0
+        assert split.checkpoint_ns > 0
+        assert sum(split.phases().values()) == split.step_ns
+
+
+# In one process.
+
+
+class _Recorder:
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, ...]] = []
+
+    def put(self, *values: int) -> None:
+        self.rows.append(values)
+
+
+class _Group(dist.ProcessGroup):
+    """A process group in Python, without methods of its own."""
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return "own"
+
+
+def test_a_process_group_in_python_that_inherits_its_methods_fails_as_without_us() -> None:
+    errors: list[str] = []
+    recorder: Any = _Recorder()
+    watched = collectives.Collectives(recorder, lambda error: errors.append(repr(error)))
+    said = []
+    for on in (False, True):
+        watched.watch(on)
+        try:
+            with pytest.raises(RuntimeError) as caught:
+                _Group(0, 1).allreduce([torch.ones(2)])
+            said.append(str(caught.value).splitlines()[0])
+        finally:
+            watched.watch(False)
+    assert said[0] == said[1]
+    assert errors == []
+    assert len(recorder.rows) == 1
+
+
+def test_a_wrapper_that_other_code_adds_stays_when_the_recording_ends() -> None:
+    recorder: Any = _Recorder()
+    watched = collectives.Collectives(recorder, lambda error: None)
+    before: Any = vars(dist.ProcessGroup)["barrier"]
+    watched.watch(True)
+    ours: Any = dist.ProcessGroup.barrier
+
+    def foreign(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return ours(self, *args, **kwargs)
+
+    dist.ProcessGroup.barrier = foreign  # type: ignore[method-assign]
+    try:
+        watched.watch(False)
+        assert dist.ProcessGroup.barrier is foreign
+        watched.watch(True)
+        assert dist.ProcessGroup.barrier is foreign
+        dist.ProcessGroup.barrier = ours  # type: ignore[method-assign]
+        watched.watch(False)
+        assert vars(dist.ProcessGroup)["barrier"] is before
+    finally:
+        dist.ProcessGroup.barrier = before  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_steps_of_other_optimizers_are_told_of(known: bool) -> None:
+    def parameter() -> Any:
+        made = torch.nn.Parameter(torch.ones(2))
+        made.grad = torch.ones(2)
+        return made
+
+    mine, other, seen = parameter(), parameter(), []
+    first, second = torch.optim.SGD([mine], lr=1.0), torch.optim.Adam([other], lr=1.0)
+    updates = Updates(
+        [mine], first if known else None, lambda: seen.append("before"), lambda: seen.append("after"), seen.append
+    )
+    first.step()
+    second.step()
+    updates.remove()
+    second.step()
+    assert seen == ["before", "after", True, False]

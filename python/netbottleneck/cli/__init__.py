@@ -68,7 +68,7 @@ def _report(argv: Sequence[str]) -> int:
     path = Path(args.run)
     if path.suffix == ".json" or any((path / name).exists() for name in ("evidence.json", "cells")):
         return _study_report(path, args)
-    from netbottleneck.report import Run, html
+    from netbottleneck.report import Run
 
     run = Run(args.run)
     if args.json:
@@ -76,7 +76,7 @@ def _report(argv: Sequence[str]) -> int:
     else:
         run.show()
     if args.html:
-        Path(args.html).write_text(html.page(run.findings, run.verdict), encoding="utf-8")
+        Path(args.html).write_text(run.html, encoding="utf-8")
     if args.write:
         run.write_all(args.write)
     return INCONCLUSIVE if args.strict and run.verdict.code == "INCONCLUSIVE" else SUCCESS
@@ -107,6 +107,7 @@ def _compare(argv: Sequence[str]) -> int:
     parser.add_argument("before", metavar="A", help=what)
     parser.add_argument("after", metavar="B", help="the same, to compare with A")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--html", metavar="FILE", help="write the comparison as one HTML file with pictures")
     parser.add_argument(
         "--max-step-time-regression-pct",
         metavar="X",
@@ -121,8 +122,10 @@ def _compare(argv: Sequence[str]) -> int:
         print(json.dumps(found.as_dict(), indent=1))
     else:
         compare.show(found)
-    limit = args.max_step_time_regression_pct
-    return GATE if limit is not None and found.regressions(limit / 100) else SUCCESS
+    limit = None if args.max_step_time_regression_pct is None else args.max_step_time_regression_pct / 100
+    if args.html:
+        Path(args.html).write_text(compare.page(found, (args.before, args.after), limit), encoding="utf-8")
+    return GATE if limit is not None and found.regressions(limit) else SUCCESS
 
 
 def _what_if(argv: Sequence[str]) -> int:

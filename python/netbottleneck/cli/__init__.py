@@ -63,6 +63,14 @@ def _report(argv: Sequence[str]) -> int:
     parser.add_argument("--html", metavar="FILE", help="write the report as one HTML file")
     parser.add_argument("--json", action="store_true", help="print summary.json instead of the report")
     parser.add_argument("--write", metavar="DIR", help="write every file of the report into this folder")
+    parser.add_argument(
+        "--export",
+        metavar="NAME[=PLACE]",
+        action="append",
+        default=[],
+        help="send the numbers to prometheus (a text file), tensorboard, mlflow, wandb or opentelemetry; PLACE: a "
+        "file, folder, experiment, project or endpoint",
+    )
     parser.add_argument("--strict", action="store_true", help="exit with code 4 if the verdict is INCONCLUSIVE")
     args = parser.parse_args(argv)
     path = Path(args.run)
@@ -79,6 +87,8 @@ def _report(argv: Sequence[str]) -> int:
         Path(args.html).write_text(run.html, encoding="utf-8")
     if args.write:
         run.write_all(args.write)
+    for name, _, place in (one.partition("=") for one in args.export):
+        print(f"Exported to {name}: {run.export(name, place)}", file=sys.stderr)
     return INCONCLUSIVE if args.strict and run.verdict.code == "INCONCLUSIVE" else SUCCESS
 
 

@@ -14,7 +14,7 @@ from netbottleneck.analysis import usage
 from netbottleneck.analysis import verdict as rules
 from netbottleneck.analysis.findings import Findings, find
 from netbottleneck.analysis.verdict import Verdict
-from netbottleneck.report import chrome, html, pictures, summary, text
+from netbottleneck.report import chrome, exporters, html, pictures, summary, text
 from netbottleneck.trace import model, ring_reader
 from netbottleneck.trace import model as tr
 
@@ -122,6 +122,13 @@ class Run:
             tr.write(self.trace.of_rank(rank.rank), path)
             written.append(path)
         return written
+
+    def export(self, name: str, place: str = "") -> str:
+        """Send the numbers to an exporter, such as "tensorboard", and return where they went.
+
+        Raises ValueError for an unknown exporter, ImportError naming the package that is missing.
+        """
+        return exporters.export(exporters.numbers(self.summary, self.trace), name, place)
 
     def _repr_html_(self) -> str:
         return html.fragment(self.findings, self.verdict)

@@ -1,11 +1,14 @@
 """netbottleneck compare: a run against itself, a slower run, studies, and the gate's exit code."""
 
 import json
+import re
+from xml.etree import ElementTree
 
 import pytest
 
 from netbottleneck import cli
 from netbottleneck.report import compare
+from netbottleneck.units import ms
 from ringwriter import FakeRun
 
 
@@ -88,3 +91,39 @@ def test_runs_without_a_common_arm_are_refused(made, capsys):
 def test_a_missing_run_is_named(made, tmp_path, capsys):
     assert cli.main(["compare", str(made("a")), str(tmp_path / "none")]) == 1
     assert "none" in capsys.readouterr().err
+
+
+def test_the_page_of_a_comparison_shows_each_change_and_the_gate(made, tmp_path):
+    path = tmp_path / "c.html"
+    gate = ["--html", str(path), "--max-step-time-regression-pct", "5"]
+    assert cli.main(["compare", str(made("a")), str(made("b", 140)), *gate]) == 3
+    page = path.read_text()
+    assert "<h1>B is slower</h1>" in page
+    assert "fails: stock exceeds 5.0 %" in page
+    assert "<script" not in page
+    assert "http" not in page
+    found = compare.compare(made("a"), made("b", 140))
+    for row in found.rows:
+        assert f"<td>{ms(row.before_ns)}</td><td>{ms(row.after_ns)}</td>" in page
+    changes, split, lengths = (ElementTree.fromstring(text) for text in re.findall(r"<svg class.*?</svg>(?=\n)", page))
+    dots = {dot.find("title").text: dot for dot in changes.iter("circle")}
+    slower = next(dot for title, dot in dots.items() if title.startswith("+9.7 %"))
+    assert slower.get("class") == "nb-exposed"
+    assert {dot.get("cx") for dot in dots.values() if dot is not slower} == {"50%"}
+    widths = [float(r.get("width")[:-1]) for r in split.iter("rect") if r.get("class") == "nb-exposed"]
+    exposed = {name: (before, after) for name, before, after in found.parts}
+    longest = exposed["step"][1]
+    assert widths == pytest.approx([100 * ns / longest for ns in exposed["exposed communication"]], abs=0.01)
+    assert [text.text for text in lengths.iter("text") if text.text.endswith((", A", ", B"))] == [
+        f"{row.arm}, {which}" for row in found.rows for which in "AB"
+    ]
+
+
+def test_the_page_of_equal_runs_and_of_studies_claims_nothing(made, tmp_path):
+    for cell in "abc":
+        FakeRun(tmp_path / "study" / "cells" / cell / "run", blocks=6).write()
+    for path in (made("a"), tmp_path / "study"):
+        page = compare.page(compare.compare(path, path), ("A", "B"), 0.05)
+        assert "<h1>No sure change</h1>" in page
+        assert "passes" in page
+    assert "The parts are compared for two single runs" in page

@@ -65,12 +65,20 @@ def _report(argv: Sequence[str]) -> int:
     parser.add_argument("--html", metavar="FILE", help="write the report as one HTML file")
     parser.add_argument("--json", action="store_true", help="print summary.json instead of the report")
     parser.add_argument("--write", metavar="DIR", help="write every file of the report into this folder")
+    parser.add_argument(
+        "--export",
+        metavar="NAME[=PLACE]",
+        action="append",
+        default=[],
+        help="send the numbers to prometheus (a text file), tensorboard, mlflow, wandb or opentelemetry; PLACE: a "
+        "file, folder, experiment, project or endpoint",
+    )
     parser.add_argument("--strict", action="store_true", help="exit with code 4 if the verdict is INCONCLUSIVE")
     args = parser.parse_args(argv)
     path = Path(args.run)
     if path.suffix == ".json" or any((path / name).exists() for name in ("evidence.json", "cells")):
         return _study_report(path, args)
-    from netbottleneck.report import Run, html
+    from netbottleneck.report import Run
 
     run = Run(args.run)
     if args.json:
@@ -78,9 +86,11 @@ def _report(argv: Sequence[str]) -> int:
     else:
         run.show()
     if args.html:
-        Path(args.html).write_text(html.page(run.findings, run.verdict), encoding="utf-8")
+        Path(args.html).write_text(run.html, encoding="utf-8")
     if args.write:
         run.write_all(args.write)
+    for name, _, place in (one.partition("=") for one in args.export):
+        print(f"Exported to {name}: {run.export(name, place)}", file=sys.stderr)
     return INCONCLUSIVE if args.strict and run.verdict.code == "INCONCLUSIVE" else SUCCESS
 
 
@@ -109,6 +119,7 @@ def _compare(argv: Sequence[str]) -> int:
     parser.add_argument("before", metavar="A", help=what)
     parser.add_argument("after", metavar="B", help="the same, to compare with A")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--html", metavar="FILE", help="write the comparison as one HTML file with pictures")
     parser.add_argument(
         "--max-step-time-regression-pct",
         metavar="X",
@@ -123,8 +134,10 @@ def _compare(argv: Sequence[str]) -> int:
         print(json.dumps(found.as_dict(), indent=1))
     else:
         compare.show(found)
-    limit = args.max_step_time_regression_pct
-    return GATE if limit is not None and found.regressions(limit / 100) else SUCCESS
+    limit = None if args.max_step_time_regression_pct is None else args.max_step_time_regression_pct / 100
+    if args.html:
+        Path(args.html).write_text(compare.page(found, (args.before, args.after), limit), encoding="utf-8")
+    return GATE if limit is not None and found.regressions(limit) else SUCCESS
 
 
 def _what_if(argv: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from netbottleneck.analysis import usage
 from netbottleneck.analysis import verdict as rules
 from netbottleneck.analysis.findings import Findings, find
 from netbottleneck.analysis.verdict import Verdict
-from netbottleneck.report import chrome, html, summary, text
+from netbottleneck.report import chrome, exporters, html, pictures, summary, text
 from netbottleneck.trace import model, ring_reader
 from netbottleneck.trace import model as tr
 
@@ -71,6 +71,21 @@ class Run:
         """Content of report.txt."""
         return text.text(self.findings, self.verdict, self.hosts)
 
+    @cached_property
+    def html(self) -> str:
+        """Content of report.html: one page with pictures, without links or scripts."""
+        recorded = pictures.Recorded(self.hosts, model.of_run(self._folder) if self._folder else (), self._curve)
+        return html.page(self.findings, self.verdict, recorded)
+
+    @property
+    def _curve(self) -> pictures.Curve:
+        """Predicted steps by rate of the link, which need the C module."""
+        try:
+            from netbottleneck.report import what_if
+        except ImportError:
+            return pictures.Curve(missing="the what-if engine is not available: the C module is missing")
+        return what_if.curve(self.findings)
+
     @property
     def _page(self) -> Path | None:
         page = self.path / PAGE
@@ -95,7 +110,7 @@ class Run:
             "layers.csv": summary.layers_csv(self.findings),
             "collectives.csv": summary.collectives_csv(self.trace),
             "report.txt": self.text,
-            PAGE: html.page(self.findings, self.verdict),
+            PAGE: self.html,
         }.items():
             (target / name).write_text(content, encoding="utf-8")
             written.append(target / name)
@@ -107,6 +122,13 @@ class Run:
             tr.write(self.trace.of_rank(rank.rank), path)
             written.append(path)
         return written
+
+    def export(self, name: str, place: str = "") -> str:
+        """Send the numbers to an exporter, such as "tensorboard", and return where they went.
+
+        Raises ValueError for an unknown exporter, ImportError naming the package that is missing.
+        """
+        return exporters.export(exporters.numbers(self.summary, self.trace), name, place)
 
     def _repr_html_(self) -> str:
         return html.fragment(self.findings, self.verdict)

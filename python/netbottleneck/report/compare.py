@@ -1,10 +1,13 @@
-"""Comparison of two runs, or of the cells of the same study run twice: steps by arm, and the parts of a step."""
+"""Comparison of two runs, or of the cells of the same study run twice: steps by arm, and the parts of a step.
+
+It is printed to a terminal, or drawn on a page of its own.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,10 @@ from rich.console import Console
 
 from netbottleneck.analysis.comparisons import PAIRS_MIN, Estimate, middle, ratio_of_runs, step_times
 from netbottleneck.analysis.findings import Findings
-from netbottleneck.report import Run
+from netbottleneck.report import Run, html, pictures
+from netbottleneck.report.drawing import GAP, TEXT_HEIGHT, Picture, Piece, Scale, bars, short_name
+from netbottleneck.report.drawing import Row as Bar
+from netbottleneck.report.pictures import Shown
 from netbottleneck.report.text import WIDTH, make_table, put_row
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import ms, percent
@@ -28,13 +34,17 @@ PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """An arm of a run in both: median steps in ns, and B's over A's. cell: "" for a single run."""
+    """An arm of a run in both: median steps in ns, and B's over A's. cell: "" for a single run.
+
+    steps: ns of the counted steps of A and of B.
+    """
 
     cell: str
     arm: Arm
     before_ns: float
     after_ns: float
     ratio: Estimate
+    steps: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
 
     @property
     def name(self) -> str:
@@ -95,9 +105,11 @@ def _runs(path: Path) -> dict[str, Run]:
 def _rows(cell: str, before: Findings, after: Findings) -> Iterator[Row]:
     for arm in before.times:
         if arm in after.times:
-            ratio = ratio_of_runs(step_times(before.trace, arm), step_times(after.trace, arm))
+            both = [step_times(one.trace, arm) for one in (before, after)]
+            ratio = ratio_of_runs(*both)
             if ratio is not None:
-                yield Row(cell, arm, before.times[arm].median_ns, after.times[arm].median_ns, ratio)
+                old, new = (tuple(float(ns) for block in blocks.values() for ns in block) for blocks in both)
+                yield Row(cell, arm, before.times[arm].median_ns, after.times[arm].median_ns, ratio, (old, new))
 
 
 def _parts(before: Findings, after: Findings) -> tuple[tuple[str, float, float], ...]:
@@ -163,3 +175,92 @@ def show(found: Comparison, console: Console | None = None) -> None:
             put_row(parts, name, ms(before), ms(after), ms(after - before))
         screen.print("Parts of the base's step: means of the middle half (measured)", style="bold", highlight=False)
         screen.print(parts)
+
+
+# The page.
+
+DISTRIBUTIONS_MOST = 8
+
+
+def _sureness(ratio: Estimate) -> str:
+    """Class of a change: surely slower, surely faster, or neither."""
+    return "exposed" if ratio.low > 1 else "compute" if ratio.high < 1 else "other"
+
+
+def _changes(found: Comparison, limit: float | None) -> Shown:
+    """The change of each arm's step with its interval, beside no change and the limit of the gate."""
+    rows = [(row.name, row.ratio) for row in found.rows]
+    rows += [(f"{arm}, all cells", ratio) for arm, ratio in found.overall.items()]
+    ends = [end - 1 for _, one in rows for end in (one.low, one.value, one.high) if math.isfinite(end)]
+    widest = 1.1 * max(0.01, limit or 0.0, *(abs(end) for end in ends))
+    scale = Scale(-widest, widest)
+    picture = Picture("change of each step, B over A")
+    for name, ratio in rows:
+        picture.text(0, picture.height + 13, short_name(name))
+        picture.text(1, picture.height + 13, _change(ratio), "end")
+        y = picture.height + TEXT_HEIGHT + 7
+        low, high = (scale.at(end - 1) for end in (ratio.low, ratio.high))
+        if math.isfinite(ratio.high):
+            picture.line((low, high), (y, y), "whisker")
+        picture.dot(scale.at(ratio.value - 1), y, _sureness(ratio), _change(ratio), 5)
+        picture.height = y + 7 + GAP
+    ticks = [(value, percent(value, signed=True)) for value in scale.ticks(5)]
+    if limit is not None:
+        picture.line((scale.at(limit),) * 2, (0, picture.height), "limit")
+    picture.axis(scale, picture.height, ticks)
+    picture.height += TEXT_HEIGHT + 5
+    key = (("exposed", "surely slower"), ("compute", "surely faster"), ("other", "no sure change"))
+    note = "" if limit is None else f"The dashed line is the limit of the gate, {percent(limit, signed=True)}."
+    return Shown("Change of the median step, B over A, with 95 % intervals (measured)", (picture,), key, note)
+
+
+def _split(found: Comparison) -> Shown:
+    """The parts of the base's step in A and in B."""
+    title = "Parts of the base's step (means of the middle half, measured)"
+    if not found.parts:
+        return Shown(title, missing="The parts are compared for two single runs that have the same base.")
+    kinds = [("compute", "compute"), *pictures.KINDS[2:]]
+    drawn = []
+    for name, at in (("A", 1), ("B", 2)):
+        lengths = {part[0]: float(part[at]) for part in found.parts}
+        pieces = tuple(Piece(kind, lengths[what], f"{what}: {ms(lengths[what])}") for kind, what in _named(kinds))
+        drawn.append(Bar(name, ms(lengths["step"]), (pieces,)))
+    longest = max(max(before, after) for name, before, after in found.parts if name == "step")
+    return Shown(title, (bars("parts of a step in A and B", drawn, longest),), tuple(kinds))
+
+
+def _named(kinds: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """(class, name in PARTS) of each part but the step."""
+    return zip((kind for kind, _ in kinds), (name for name in PARTS if name != "step"), strict=True)
+
+
+def _distributions(found: Comparison) -> Shown:
+    rows = found.rows[:DISTRIBUTIONS_MOST]
+    named = {f"{row.name}, {which}": steps for row in rows for which, steps in zip("AB", row.steps, strict=True)}
+    shades = [pictures.colour(row.arm) for row in rows for _ in "AB"]
+    left = len(found.rows) - len(rows)
+    shown = pictures.histograms("Lengths of the steps (measured)", named, shades)
+    more = f" The table has {pictures.counted_words(left, 'more row')}." if left else ""
+    return replace(shown, note=shown.note + more)
+
+
+def page(found: Comparison, names: tuple[str, str], limit: float | None = None) -> str:
+    """A page with the pictures and tables of a comparison. limit: of the gate, as a part of the step."""
+    slower = [row for row in found.rows if row.arm.real and row.ratio.low > 1]
+    faster = [row for row in found.rows if row.arm.real and row.ratio.high < 1]
+    failed = found.regressions(limit) if limit is not None else ()
+    return (
+        html.environment()
+        .get_template("compare.html.j2")
+        .render(
+            names=names,
+            missing=found.missing,
+            failed=failed,
+            limit=limit,
+            slower=[(row.name, _change(row.ratio)) for row in slower],
+            faster=[(row.name, _change(row.ratio)) for row in faster],
+            figures=(_changes(found, limit), _split(found), _distributions(found)),
+            rows=[(row.name, ms(row.before_ns), ms(row.after_ns), _change(row.ratio)) for row in found.rows],
+            parts=[(name, ms(before), ms(after), ms(after - before)) for name, before, after in found.parts],
+        )
+    )

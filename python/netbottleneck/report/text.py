@@ -32,8 +32,10 @@ from netbottleneck.units import gbit, ms, nbytes, percent, short, streams
 
 # Findings in sentences. Each number is labelled measured or predicted; unknown values are left out.
 
-# A rank is named only if the others wait for it at least this part of the step.
+# Waiting for a rank is named only if it is at least this part of the step.
 LATE_SHARE_MIN = 0.01
+# Waiting for negotiation below this part of exposed communication and waiting is not named beside it.
+NEGLIGIBLE_SHARE = 0.01
 
 
 def sentences(findings: Findings) -> list[str]:
@@ -224,6 +226,17 @@ def make_table(*columns: str) -> Table:
 def put_row(table: Table, *cells: str) -> None:
     """Add cells without interpreting markup in them."""
     table.add_row(*map(Text, cells))
+
+
+def waiting_for_the_slowest(parts: Parts, size: int) -> str:
+    """Sentence: the part of exposed communication and waiting that is due to the slowest rank; "" if negligible."""
+    idle_ns = parts.exposed_ns + parts.wait_ns
+    if size < 2 or parts.skew_ns < LATE_SHARE_MIN * parts.step_ns or parts.skew_ns <= 0:
+        return ""
+    what = (
+        "exposed communication" if parts.wait_ns < NEGLIGIBLE_SHARE * idle_ns else "exposed communication and waiting"
+    )
+    return f"{bare_ms(parts.skew_ns)} of {ms(idle_ns)} of {what} is waiting for the slowest rank."
 
 
 def _split_table(findings: Findings) -> tuple[str, Table]:
@@ -448,6 +461,9 @@ def render(findings: Findings, verdict: Verdict, console: Console, hosts: Sequen
         console.print("         # compute  = with hidden communication  ! exposed  . waiting  - other", highlight=False)
         console.print()
         _print_table(console, *_split_table(findings))
+        waiting = waiting_for_the_slowest(findings.parts[findings.base], trace.size)
+        if waiting:
+            console.print(f"{waiting}\n", highlight=False, markup=False)
         if findings.layers:
             _print_table(console, *_layer_table(findings))
         if findings.achieved:

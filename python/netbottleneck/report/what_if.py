@@ -1,4 +1,4 @@
-"""Answers of the what-if engine in a terminal: sentences, then a table for each kind of question."""
+"""Answers of the what-if engine in a terminal, sentences and a table for each kind of question; and a page's curve."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from netbottleneck.analysis.findings import Findings
+from netbottleneck.report.pictures import Curve
 from netbottleneck.report.text import WIDTH, bare_ms, make_table, put_row
 from netbottleneck.units import gbit, ms, percent, streams
+from netbottleneck.whatif import questions, sweeps
 from netbottleneck.whatif.compat2020 import Prediction
 from netbottleneck.whatif.questions import NEGLIGIBLE_GAIN, Answer, LeastValue, prediction
 from netbottleneck.whatif.sweeps import Answers
@@ -228,3 +231,36 @@ def show(answers: Answers, console: Console | None = None) -> None:
         screen.print()
         screen.print(f"{title} (predicted)", style="bold", highlight=False, markup=False)
         screen.print(table)
+
+
+# The curve of a page: the step by rate of a fully used link.
+
+# Rates, as multiples of the achieved one.
+CURVE_FACTORS = tuple(2.0 ** (power / 2) for power in range(-4, 13))
+
+
+def curve(findings: Findings) -> Curve:
+    """Predict the base's step over links slower and faster than the achieved rate."""
+    if findings.base is None:
+        return Curve(missing="no step could be split")
+    try:
+        job = questions.job(findings.trace, findings.base)
+    except ValueError as error:
+        return Curve(missing=str(error))
+    if job.fit is None or job.fit.reason:
+        return Curve(missing=f"no prediction: {'no run was fitted' if job.fit is None else job.fit.reason}")
+    rate_bps = job.cost.link.rate_bps
+    if not math.isfinite(rate_bps):
+        return Curve(missing="no prediction: the time of an operation does not depend on its size")
+    speeds = [rate_bps * factor for factor in CURVE_FACTORS]
+    answers = sweeps.answers(job, list(sweeps.links(job, speeds)))
+    steps = [(bps, one.step_s) for bps, one in zip(speeds, answers, strict=True)]
+    points = [(bps, 1e9 * s.value, 1e9 * s.low, 1e9 * s.high) for bps, s in steps if s is not None]
+    if not points:
+        return Curve(missing=next(one.refused for one in answers))
+    free, was = questions.answer(job, sweeps.free(job)).step_s, job.measured_ns
+    return Curve(
+        tuple(points),
+        None if was is None else (rate_bps, was.value, was.low, was.high),
+        None if free is None else 1e9 * free.value,
+    )

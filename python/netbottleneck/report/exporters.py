@@ -1,0 +1,311 @@
+"""Exporters: the numbers of summary.json, and the length of each step, to the tools that a team already watches.
+
+A library is imported when its exporter runs, never before. Every number is taken from the summary.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from netbottleneck.trace.model import Trace
+
+Summary = Mapping[str, Any]
+Labelled = tuple[dict[str, str], float | None]
+PREFIX = "netbottleneck"
+MLFLOW_BATCH = 1000  # most metrics of one request
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Numbers of one kind. name: in the style of Prometheus, with its unit; values: (labels, value) of a summary."""
+
+    name: str
+    unit: str
+    help: str
+    values: Callable[[Summary], Iterator[Labelled]]
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """One exported number."""
+
+    family: Family
+    labels: Mapping[str, str]
+    value: float
+
+    @property
+    def path(self) -> str:
+        """Name for tools without labels: netbottleneck/step_seconds/stock/0.5."""
+        return "/".join([PREFIX, self.family.name, *self.labels.values()])
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What is exported of a run. steps: by arm, (index, seconds) of each recorded step, the median over its ranks.
+
+    started_s: wall clock at the begin of the run.
+    """
+
+    id: str
+    verdict: str
+    model: str
+    started_s: float
+    numbers: tuple[Number, ...]
+    steps: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+
+
+def _verdict(summary: Summary) -> Iterator[Labelled]:
+    yield {"code": summary["verdict"]["code"]}, 1.0
+
+
+def _size(summary: Summary) -> Iterator[Labelled]:
+    yield {}, float(summary["size"])
+
+
+def _steps(summary: Summary) -> Iterator[Labelled]:
+    for arm, found in summary["steps"].items():
+        for quantile, name in (("0.1", "p10_s"), ("0.5", "median_s"), ("0.9", "p90_s")):
+            yield {"arm": arm, "quantile": quantile}, found[name]
+
+
+def _parts(summary: Summary) -> Iterator[Labelled]:
+    for arm, split in summary["split"].items():
+        for name, value in split.items():
+            if name.endswith("_s"):
+                yield {"arm": arm, "part": name.removesuffix("_s")}, value
+
+
+def _bandwidth(summary: Summary) -> Iterator[Labelled]:
+    for arm, found in summary["bandwidth"].items():
+        yield {"arm": arm, "over": "transfer"}, found["active_bits_per_s"]
+        yield {"arm": arm, "over": "step"}, found["average_bits_per_s"]
+
+
+def _utilization(summary: Summary) -> Iterator[Labelled]:
+    for arm, found in summary["bandwidth"].items():
+        yield {"arm": arm, "over": "transfer"}, found["active_utilization"]
+        yield {"arm": arm, "over": "step"}, found["average_utilization"]
+
+
+def _probe(summary: Summary) -> Iterator[Labelled]:
+    for point in (summary["probe"] or {}).get("points", ()):
+        yield {"streams": str(point["streams"])}, point["bits_per_s"]
+
+
+def _savings(summary: Summary) -> Iterator[Labelled]:
+    for one in summary["verdict"]["evidence"]:
+        if one["applies"] and one["saving_s"] is not None:
+            yield {"cause": one["cause"]}, one["saving_s"]["value"]
+
+
+def _gains(summary: Summary) -> Iterator[Labelled]:
+    for pair in summary["comparisons"]:
+        if pair["gain"] is not None and pair["enough"]:
+            yield {"arm": pair["other"]}, pair["gain"]["value"]
+
+
+def _scaling(summary: Summary) -> Iterator[Labelled]:
+    for arm, found in summary["scaling"].items():
+        yield {"arm": arm}, found["factor"]
+
+
+def _late(summary: Summary) -> Iterator[Labelled]:
+    for one in summary["late"]:
+        yield {"rank": str(one["rank"])}, one["others_wait_s"]
+
+
+FAMILIES = (
+    Family("verdict_info", "", "The verdict of the run; always 1.", _verdict),
+    Family("ranks", "", "Number of ranks.", _size),
+    Family("step_seconds", "s", "Length of a step, by quantile.", _steps),
+    Family("part_seconds", "s", "Mean length of a part of the step; skew: waiting for the slowest rank.", _parts),
+    Family("bandwidth_bits_per_second", "bit/s", "busbw, one way, in transfer or over the step.", _bandwidth),
+    Family("link_utilization_ratio", "1", "Bandwidth over the rate of the link.", _utilization),
+    Family("probe_bits_per_second", "bit/s", "Achievable bandwidth by number of network streams.", _probe),
+    Family("saving_seconds", "s", "What a step would save without a cause.", _savings),
+    Family("gain_ratio", "1", "Part of the base's step that an arm saves, from paired blocks.", _gains),
+    Family("scaling_factor", "1", "T_1 / T_n for equal work per rank.", _scaling),
+    Family("late_seconds", "s", "How long the mean other rank waits for a rank in a step.", _late),
+)
+
+
+def _by_step(trace: Trace) -> dict[str, tuple[tuple[int, float], ...]]:
+    lengths: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for step in trace.steps:
+        lengths[step.arm][step.index].append(step.duration_ns)
+    return {
+        arm: tuple((index, median(values) / 1e9) for index, values in sorted(own.items()))
+        for arm, own in lengths.items()
+    }
+
+
+def numbers(summary: Summary, trace: Trace) -> Numbers:
+    """The numbers of a run; unknown ones are left out."""
+    found = tuple(
+        Number(family, labels, float(value))
+        for family in FAMILIES
+        for labels, value in family.values(summary)
+        if value is not None
+    )
+    about = summary["id"], summary["verdict"]["code"], summary["model"], summary["started_wall_ns"] / 1e9
+    return Numbers(*about, found, _by_step(trace))
+
+
+# Prometheus: a text file, for the textfile collector of its node exporter.
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def prometheus_text(found: Numbers) -> str:
+    """The numbers in Prometheus' text format, version 0.0.4."""
+    lines = []
+    for family in FAMILIES:
+        own = [one for one in found.numbers if one.family is family]
+        if own:
+            lines.append(f"# HELP {PREFIX}_{family.name} {family.help}")
+            lines.append(f"# TYPE {PREFIX}_{family.name} gauge")
+        for one in own:
+            labels = ",".join(f'{key}="{_escaped(value)}"' for key, value in {"run": found.id, **one.labels}.items())
+            lines.append(f"{PREFIX}_{family.name}{{{labels}}} {one.value!r}")
+    return "\n".join(lines) + "\n"
+
+
+def _prometheus(found: Numbers, place: str) -> str:
+    path = Path(place or f"{PREFIX}.prom")
+    beside = path.with_name(f".{path.name}.{os.getpid()}.new")  # a collector never reads a part of the file
+    beside.write_text(prometheus_text(found), encoding="utf-8")
+    beside.replace(path)
+    return str(path)
+
+
+# TensorBoard: an event file. The numbers of the run are at step 0; steps are at their index.
+
+
+def _tensorboard(found: Numbers, place: str) -> str:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary as Values
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    folder = place or f"runs/{found.id}"
+    writer = EventFileWriter(folder)
+    points = [(one.path, 0, one.value) for one in found.numbers]
+    points += [(f"{PREFIX}/step/{arm}", at, length) for arm, own in found.steps.items() for at, length in own]
+    for name, at, value in points:
+        row = Values(value=[Values.Value(tag=name, simple_value=value)])
+        writer.add_event(Event(wall_time=found.started_s, step=at, summary=row))
+    writer.close()
+    return folder
+
+
+# MLflow: a run of an experiment. MLflow's own variables name the server.
+
+
+def _mlflow(found: Numbers, place: str) -> str:
+    import mlflow
+    from mlflow.entities import Metric
+
+    if place:
+        mlflow.set_experiment(place)
+    with mlflow.start_run(run_name=found.id) as run:
+        mlflow.set_tags({f"{PREFIX}.verdict": found.verdict, f"{PREFIX}.model": found.model})
+        at_ms = int(1000 * found.started_s)
+        rows = [Metric(one.path, one.value, at_ms, 0) for one in found.numbers]
+        rows += [
+            Metric(f"{PREFIX}/step/{arm}", length, at_ms, at) for arm, own in found.steps.items() for at, length in own
+        ]
+        client = mlflow.MlflowClient()
+        for begin in range(0, len(rows), MLFLOW_BATCH):
+            client.log_batch(run.info.run_id, metrics=rows[begin : begin + MLFLOW_BATCH])
+        return str(run.info.run_id)
+
+
+# Weights & Biases: a run of a project. WANDB_MODE=offline keeps it in a folder.
+
+
+def _wandb(found: Numbers, place: str) -> str:
+    import wandb
+
+    config = {"model": found.model, "verdict": found.verdict}
+    run = wandb.init(project=place or PREFIX, name=found.id, job_type=PREFIX, config=config)
+    by_index: dict[int, dict[str, float]] = defaultdict(dict)
+    for arm, own in found.steps.items():
+        for at, length in own:
+            by_index[at][f"{PREFIX}/step/{arm}"] = length
+    for at, values in sorted(by_index.items()):
+        run.log(values, step=at)
+    run.summary.update({one.path: one.value for one in found.numbers} | {f"{PREFIX}/verdict": found.verdict})
+    run.finish()
+    return str(run.name)
+
+
+# OpenTelemetry: gauges of the program's own meter provider, else over OTLP to where its own variables say.
+
+
+def _opentelemetry(found: Numbers, place: str) -> str:
+    from opentelemetry import metrics
+    from opentelemetry.sdk.metrics import MeterProvider
+
+    provider: Any = metrics.get_meter_provider()
+    own = not isinstance(provider, MeterProvider)
+    if own:
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+
+        exporter = OTLPMetricExporter(endpoint=place) if place else OTLPMetricExporter()
+        provider = MeterProvider([PeriodicExportingMetricReader(exporter)])
+    meter = provider.get_meter(PREFIX)
+    for family in FAMILIES:
+        gauge = meter.create_gauge(f"{PREFIX}.{family.name}", unit=family.unit, description=family.help)
+        for one in found.numbers:
+            if one.family is family:
+                gauge.set(one.value, {"run": found.id, **one.labels})
+    provider.force_flush()
+    if own:
+        provider.shutdown()
+    return place or "the meter provider"
+
+
+@dataclass(frozen=True, slots=True)
+class Exporter:
+    """A tool that numbers go to. package: to install; place: what a user may name; send: returns where they went."""
+
+    title: str
+    package: str
+    place: str
+    send: Callable[[Numbers, str], str]
+
+
+EXPORTERS: Mapping[str, Exporter] = {
+    "prometheus": Exporter("a text file for Prometheus' textfile collector", "", "FILE", _prometheus),
+    "tensorboard": Exporter("an event file of TensorBoard", "tensorboard", "FOLDER", _tensorboard),
+    "mlflow": Exporter("a run of MLflow", "mlflow", "EXPERIMENT", _mlflow),
+    "wandb": Exporter("a run of Weights & Biases", "wandb", "PROJECT", _wandb),
+    "opentelemetry": Exporter(
+        "gauges of OpenTelemetry",
+        "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http",
+        "ENDPOINT",
+        _opentelemetry,
+    ),
+}
+
+
+def export(found: Numbers, name: str, place: str = "") -> str:
+    """Send numbers to the exporter `name`, and return where they went. place: by default the tool's own.
+
+    Raises ValueError for an unknown exporter, ImportError naming the package that is missing.
+    """
+    if name not in EXPORTERS:
+        raise ValueError(f"unknown exporter {name!r}: name one of {', '.join(EXPORTERS)}")
+    exporter = EXPORTERS[name]
+    try:
+        return exporter.send(found, place)
+    except ModuleNotFoundError as error:
+        raise ImportError(f"exporting to {name} needs: pip install {exporter.package} ({error})") from error

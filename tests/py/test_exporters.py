@@ -1,0 +1,246 @@
+"""Exporters: what each tool receives, read back from its file or from memory, is what summary.json holds."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import types
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from netbottleneck import cli
+from netbottleneck.report import Run, exporters
+from ringwriter import FakeRun
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return Run(FakeRun(tmp_path_factory.mktemp("exported") / "a run", blocks=9, size=3, late_ms={2: 4}).write())
+
+
+@pytest.fixture(scope="module")
+def found(run):
+    return exporters.numbers(run.summary, run.trace)
+
+
+def value_of(found, name, **labels):
+    (one,) = (n for n in found.numbers if n.family.name == name and dict(n.labels) == labels)
+    return one.value
+
+
+def test_the_numbers_are_those_of_the_summary(run, found):
+    summary = run.summary
+    assert value_of(found, "verdict_info", code=summary["verdict"]["code"]) == 1
+    assert value_of(found, "ranks") == 3
+    assert value_of(found, "step_seconds", arm="ofi", quantile="0.5") == summary["steps"]["ofi"]["median_s"]
+    for part in ("compute", "exposed_communication", "skew"):
+        assert value_of(found, "part_seconds", arm="stock", part=part) == summary["split"]["stock"][f"{part}_s"]
+    rates = summary["bandwidth"]["stock"]
+    assert value_of(found, "bandwidth_bits_per_second", arm="stock", over="step") == rates["average_bits_per_s"]
+    assert value_of(found, "link_utilization_ratio", arm="stock", over="transfer") == rates["active_utilization"]
+    assert value_of(found, "probe_bits_per_second", streams="4") == summary["probe"]["points"][1]["bits_per_s"]
+    for one in summary["verdict"]["evidence"]:
+        known = [n.value for n in found.numbers if n.labels.get("cause") == one["cause"]]
+        assert known == ([one["saving_s"]["value"]] if one["applies"] and one["saving_s"] else [])
+    assert value_of(found, "late_seconds", rank="2") == summary["late"][0]["others_wait_s"]
+
+
+def test_every_step_is_exported_once_for_its_arm(run, found):
+    by_arm = defaultdict(set)
+    for step in run.trace.steps:
+        by_arm[step.arm].add(step.index)
+    assert {arm: [at for at, _ in own] for arm, own in found.steps.items()} == {
+        arm: sorted(own) for arm, own in by_arm.items()
+    }
+    first = run.trace.steps[0]
+    assert dict(found.steps[first.arm])[first.index] == pytest.approx(first.duration_ns / 1e9, rel=1e-3)
+
+
+def test_unknown_numbers_are_left_out(tmp_path):
+    bare = Run(FakeRun(tmp_path, transports=("bare",), blocks=2).write())
+    names = {one.family.name for one in exporters.numbers(bare.summary, bare.trace).numbers}
+    assert names == {"verdict_info", "ranks", "step_seconds"}
+
+
+def test_names_are_unique_and_accepted_by_every_tool(found):
+    paths = [one.path for one in found.numbers]
+    assert len(set(paths)) == len(paths)
+    assert all(re.fullmatch(r"[\w./ -]+", path) for path in paths)  # MLflow's rule
+    assert all(re.fullmatch(r"[a-z_]+", family.name) for family in exporters.FAMILIES)
+
+
+LINE = re.compile(r'(?P<name>[a-z_]+)\{(?P<labels>(?:[a-z_]+="(?:[^"\\\n]|\\.)*",?)*)\} (?P<value>\S+)')
+
+
+def test_a_text_file_for_prometheus_holds_every_number(run, found, tmp_path):
+    path = tmp_path / "nb.prom"
+    assert run.export("prometheus", str(path)) == str(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["nb.prom"]
+    read, typed = {}, []
+    for line in path.read_text().splitlines():
+        if line.startswith("# TYPE "):
+            typed.append(line.split()[2])
+        elif not line.startswith("#"):
+            match = LINE.fullmatch(line)
+            assert typed[-1] == match["name"]  # the samples of a family follow its head
+            labels = dict(re.findall(r'([a-z_]+)="((?:[^"\\\n]|\\.)*)"', match["labels"]))
+            assert labels.pop("run") == run.summary["id"]
+            read[match["name"], *labels.values()] = float(match["value"])
+    assert read == {(f"netbottleneck_{n.family.name}", *n.labels.values()): n.value for n in found.numbers}
+    assert len(typed) == len(set(typed))
+
+
+def test_labels_of_prometheus_are_escaped(found):
+    odd = exporters.Numbers('a "b" \\ \n', "", "", 0.0, found.numbers[:1])
+    assert 'run="a \\"b\\" \\\\ \\n"' in exporters.prometheus_text(odd)
+
+
+def test_tensorboard_reads_every_number_from_the_event_file(run, found, tmp_path):
+    from tensorboard.backend.event_processing import event_file_loader as loader
+
+    assert run.export("tensorboard", str(tmp_path)) == str(tmp_path)
+    (path,) = tmp_path.glob("events.out.tfevents.*")
+    read = defaultdict(list)
+    for event in loader.EventFileLoader(str(path)).Load():
+        for value in event.summary.value:
+            number = value.tensor.float_val[0] if value.tensor.float_val else value.simple_value
+            read[value.tag].append((event.step, number))
+    for one in found.numbers:
+        assert read[one.path] == [(0, pytest.approx(one.value, rel=1e-6))]
+    for arm, own in found.steps.items():
+        assert read[f"netbottleneck/step/{arm}"] == [(at, pytest.approx(s, rel=1e-6)) for at, s in own]
+
+
+def test_opentelemetry_holds_every_number_in_memory(run, found, monkeypatch):
+    from opentelemetry import metrics
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+    reader = InMemoryMetricReader()
+    provider = MeterProvider([reader])
+    monkeypatch.setattr(metrics, "get_meter_provider", lambda: provider)
+    run.export("opentelemetry")
+    (resource,) = reader.get_metrics_data().resource_metrics
+    (scope,) = resource.scope_metrics
+    assert scope.scope.name == "netbottleneck"
+    read = {}
+    for metric in scope.metrics:
+        for point in metric.data.data_points:
+            labels = dict(point.attributes)
+            assert labels.pop("run") == run.summary["id"]
+            read[metric.name, *sorted(labels.items())] = point.value
+    assert read == {(f"netbottleneck.{n.family.name}", *sorted(n.labels.items())): n.value for n in found.numbers}
+    provider.shutdown()
+
+
+class Experiment:
+    """MLflow's client in memory, with the names and signatures that MLflow 3 has."""
+
+    def __init__(self):
+        self.runs, self.tags, self.batches, self.ended = [], {}, [], 0
+        self.module = types.ModuleType("mlflow")
+        self.module.set_experiment = self.runs.append
+        self.module.start_run = lambda run_id=None, experiment_id=None, run_name=None: self._started(run_name)
+        self.module.set_tags = self.tags.update
+        self.module.MlflowClient = lambda: self
+        self.entities = types.ModuleType("mlflow.entities")
+        self.entities.Metric = lambda key, value, timestamp, step: (key, value, timestamp, step)
+
+    def _started(self, name):
+        self.runs.append(name)
+        return self
+
+    def __enter__(self):
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id="7"))
+
+    def __exit__(self, *_):
+        self.ended += 1
+
+    def log_batch(self, run_id, metrics=(), params=(), tags=()):
+        assert run_id == "7"
+        self.batches.append(list(metrics))
+
+
+def test_mlflow_receives_every_number_in_batches_that_it_accepts(run, found, monkeypatch):
+    mlflow = Experiment()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow.module)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", mlflow.entities)
+    monkeypatch.setattr(exporters, "MLFLOW_BATCH", 40)
+    assert run.export("mlflow", "networks") == "7"
+    assert mlflow.runs == ["networks", run.summary["id"]]
+    assert mlflow.ended == 1
+    assert mlflow.tags["netbottleneck.verdict"] == run.summary["verdict"]["code"]
+    assert max(map(len, mlflow.batches)) <= 40
+    rows = [row for batch in mlflow.batches for row in batch]
+    at_ms = run.summary["started_wall_ns"] // 10**6
+    expected = [(n.path, n.value, at_ms, 0) for n in found.numbers]
+    expected += [(f"netbottleneck/step/{arm}", s, at_ms, at) for arm, own in found.steps.items() for at, s in own]
+    assert rows == expected
+
+
+class WandbRun:
+    """A run of wandb in memory, with the names and signatures that wandb has."""
+
+    def __init__(self, project=None, name=None, job_type=None, config=None):
+        self.project, self.name, self.config = project, name, config
+        self.logged, self.summary, self.finished = [], {}, False
+
+    def log(self, data, step=None):
+        assert not self.logged or step > self.logged[-1][0]  # wandb drops a step that is not later
+        self.logged.append((step, dict(data)))
+
+    def finish(self):
+        self.finished = True
+
+
+def test_wandb_receives_every_number_and_ascending_steps(run, found, monkeypatch):
+    opened = []
+    module = types.ModuleType("wandb")
+    module.init = lambda **about: opened.append(WandbRun(**about)) or opened[-1]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    run.export("wandb")
+    (own,) = opened
+    assert (own.project, own.name, own.finished) == ("netbottleneck", run.summary["id"], True)
+    assert own.summary == {n.path: n.value for n in found.numbers} | {
+        "netbottleneck/verdict": run.summary["verdict"]["code"]
+    }
+    read = [(key, step, value) for step, data in own.logged for key, value in data.items()]
+    expected = [(f"netbottleneck/step/{arm}", at, s) for arm, steps in found.steps.items() for at, s in steps]
+    assert sorted(read) == sorted(expected)
+
+
+def test_a_missing_library_and_an_unknown_exporter_are_named(run, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match="pip install wandb"):
+        run.export("wandb")
+    with pytest.raises(ValueError, match="unknown exporter 'nagios': name one of prometheus"):
+        run.export("nagios")
+    assert cli.main(["report", str(run.path), "--export", "nagios"]) == 1
+    assert "unknown exporter" in capsys.readouterr().err
+
+
+def test_the_command_exports_to_several_tools(run, tmp_path, capsys):
+    first, second = tmp_path / "a.prom", tmp_path / "b.prom"
+    arguments = ["report", str(run.path), "--export", f"prometheus={first}", "--export", f"prometheus={second}"]
+    assert cli.main(arguments) == 0
+    assert first.read_text() == second.read_text() != ""
+    assert f"Exported to prometheus: {second}" in capsys.readouterr().err
+
+
+def test_no_library_of_a_tool_is_imported_with_the_report():
+    names = ("tensorboard", "mlflow", "wandb", "opentelemetry", "prometheus_client")
+    code = f"import sys, netbottleneck.report; print([n for n in {names!r} if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_exporter_is_documented():
+    page = (Path(__file__).parents[2] / "docs/how-to/export.md").read_text()
+    for name, exporter in exporters.EXPORTERS.items():
+        assert f"`{name}`" in page
+        assert exporter.place in page
+    for family in exporters.FAMILIES:
+        assert f"`{family.name}`" in page

@@ -1,0 +1,369 @@
+"""report.html: one file without requests, whose pictures show the numbers of the summary or say why they cannot."""
+
+from __future__ import annotations
+
+import html.parser
+import re
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from netbottleneck.analysis import usage
+from netbottleneck.analysis.findings import find
+from netbottleneck.analysis.intervals import split_steps
+from netbottleneck.report import Run, pictures, what_if
+from netbottleneck.report import html as page_of
+from netbottleneck.report.drawing import Picture, Piece, Row, Scale, bars, short_name
+from netbottleneck.trace.model import Counters, Samples
+from netbottleneck.units import gbit, ms, percent
+from netbottleneck.whatif import questions, sweeps
+from ringwriter import MS, FakeRun
+
+VOID = {"meta", "br", "link", "img", "hr"}
+TITLES = (
+    "Parts of a step",
+    "What a step would save without each cause",
+    "One step of stock",
+    "Lengths of the steps",
+    "Achieved and achievable by streams",
+    "Waiting between ranks",
+    "Layers under stock",
+    "Interfaces and processors over time",
+    "What if the link were faster or slower",
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return Run(FakeRun(tmp_path_factory.mktemp("page"), blocks=9, size=3, late_ms={2: 4}).write())
+
+
+class Balance(html.parser.HTMLParser):
+    """Fails on a tag that is closed out of order; collects what a browser would fetch."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.fetched = [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in VOID:
+            self.open.append(tag)
+        self.fetched += [value for name, value in attrs if name in ("src", "href", "data", "srcset", "action")]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def checked(page):
+    """Check that a page is well-formed and fetches nothing, and return its sections by the begin of their title."""
+    balance = Balance()
+    balance.feed(page)
+    balance.close()
+    assert balance.open == []
+    assert balance.fetched == []
+    assert not re.search(r"<script|url\(|@import|https?:", page)
+    for drawn in re.findall(r"<svg class.*?</svg>\s*(?=<svg class|<figcaption|</figure)", page, re.DOTALL):
+        ElementTree.fromstring(drawn)
+    sections = re.findall(r"<section>(.*?)</section>", page, re.DOTALL)
+    heads = [re.search(r"<(?:h2|summary)>(.*?)<", section)[1] for section in sections]
+    return dict(zip(heads, sections, strict=True))
+
+
+def section(sections, title):
+    (found,) = (content for head, content in sections.items() if head.startswith(title))
+    return found
+
+
+def parsed(picture):
+    return ElementTree.fromstring(str(picture))
+
+
+def share(text):
+    assert text.endswith("%")
+    return float(text[:-1]) / 100
+
+
+def rects(picture, kind=None):
+    """(x, width, y) of each bar."""
+    return [
+        (share(r.get("x")), share(r.get("width")), float(r.get("y")))
+        for r in parsed(picture).iter("rect")
+        if kind is None or r.get("class") == f"nb-{kind}"
+    ]
+
+
+def words(picture):
+    return [text.text for text in parsed(picture).iter("text")]
+
+
+def test_the_page_shows_every_picture_in_one_file(run):
+    sections = checked(run.html)
+    for title in TITLES:
+        content = section(sections, title)
+        assert ("<svg" in content) != ('class="nb-missing"' in content), title
+    assert "prefers-color-scheme: dark" in run.html
+    assert "@media print" in run.html
+    assert 'name="viewport"' in run.html
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"transports": ("stock",)}, "Achievable: not probed (transport stock only)"),
+        ({"size": 1}, "One rank has no other to wait for."),
+        ({"transports": ("bare",)}, "No step could be split"),
+        ({"transports": ("null", "bare")}, "No operation was timed, so no rate is known."),
+        ({"transports": ("stock",)}, "set NETBOTTLENECK_MONITOR_HZ=20"),
+        ({"transports": ("stock",)}, "does not use this package's streams"),
+        ({"size": 1}, "What if the link"),
+        ({"killed": 1}, "rank 1 did not finish cleanly."),
+    ],
+)
+def test_a_question_that_a_run_cannot_answer_says_so(tmp_path, settings, said):
+    page = Run(FakeRun(tmp_path, blocks=3, **settings).write()).html
+    sections = checked(page)
+    assert said in html.unescape(page)
+    for content in sections.values():
+        assert ("<svg" in content) != ('class="nb-missing"' in content)
+
+
+def test_a_run_without_a_rank_says_that_waiting_is_not_known(run):
+    alone = find(run.trace.of_rank(0))
+    shown = pictures.waiting(alone, [row[1] for row in split_steps(alone.trace)])
+    assert shown.pictures == ()
+    assert "not known" in shown.missing
+
+
+def test_the_bars_are_the_parts_of_the_summary(run):
+    split = run.summary["split"]
+    longest = max(parts["step_s"] for parts in split.values())
+    (picture,) = pictures.split(run.findings).pictures
+    for kind, part in (
+        ("hidden", lambda p: p["hidden_communication_s"]),
+        ("compute", lambda p: p["compute_s"] - p["hidden_communication_s"]),
+        ("exposed", lambda p: p["exposed_communication_s"]),
+        ("wait", lambda p: p["wait_s"]),
+        ("other", lambda p: p["other_s"]),
+    ):
+        expected = [part(parts) / longest for parts in split.values() if part(parts) > 0]
+        assert [width for _, width, _ in rects(picture, kind)] == pytest.approx(expected, abs=2e-5), kind
+    assert [text for text in words(picture) if text.endswith(" ms")] == [
+        ms(1e9 * parts["step_s"]) for parts in split.values()
+    ]
+
+
+def test_the_card_has_the_numbers_of_the_summary(run):
+    card = run.html[run.html.index("<header>") : run.html.index("</header>")]
+    parts, rate = run.summary["split"]["stock"], run.summary["bandwidth"]["stock"]
+    assert run.summary["verdict"]["code"] in card
+    assert f"<dd>{ms(1e9 * parts['step_s'])}</dd>" in card
+    assert f"<dd>{percent((parts['exposed_communication_s'] + parts['wait_s']) / parts['step_s'])}</dd>" in card
+    assert f"<dd>{gbit(rate['active_bits_per_s'])}</dd>" in card
+    assert f"{percent(rate['active_utilization'])} of the link" in card
+
+
+def test_savings_are_drawn_with_their_intervals_and_the_limit(run):
+    (picture,) = pictures.causes(run.findings, run.verdict).pictures
+    known = [one for one in run.verdict.evidence if one.applies and one.saving is not None]
+    scale = max(known[0].limit_ns, *(one.saving.high for one in known))
+    drawn = [one.saving.value / scale for one in known if one.saving.value > 0]
+    assert [width for _, width, _ in rects(picture)] == pytest.approx(drawn, abs=2e-5)
+    (limit,) = (line for line in parsed(picture).iter("line") if line.get("class") == "nb-line-limit")
+    assert share(limit.get("x1")) == pytest.approx(known[0].limit_ns / scale, abs=2e-5)
+
+
+def test_the_timeline_shows_one_step_of_every_rank_to_scale(run):
+    splits = [row[1] for row in split_steps(run.trace)]
+    shown = pictures.timeline(run.findings, run.findings.base, splits)
+    (picture,) = shown.pictures
+    index = int(re.search(r"Step (\d+)", shown.note)[1])
+    own = [split for split in splits if split.index == index]
+    steps = [step for step in run.trace.steps if step.index == index]
+    span = max(s.end_ns for s in steps) - min(s.begin_ns for s in steps)
+    assert len(own) == 3
+    assert [text for text in words(picture) if text.startswith("rank")] == [f"rank {r}, host{r}" for r in range(3)]
+    assert sum(width for _, width, _ in rects(picture, "optimizer")) == pytest.approx(3 * 2 * MS / span, abs=1e-4)
+    # Both operations begin together on the ranks that are not late: these ns are drawn twice, and counted once.
+    late = sum(width for _, width, _ in rects(picture, "late"))
+    assert late * span == pytest.approx(2 * 4 * MS, rel=0.01)
+    hidden = sum(width for _, width, _ in rects(picture, "hidden"))
+    assert hidden * span == pytest.approx(sum(split.hidden_ns for split in own), rel=1e-3)
+
+
+def test_the_timeline_shows_lanes_where_they_were_recorded(run):
+    splits = [row[1] for row in split_steps(run.trace)]
+    arm = next(arm for arm in run.findings.parts if arm == "ofi")
+    shown = pictures.timeline(run.findings, arm, splits)
+    assert len(rects(shown.pictures[0], "lane")) == 3 * 2 * 2  # ranks, operations, lanes
+    assert "its part of the bytes" in shown.note
+
+
+def test_operations_that_overlap_are_in_rows_of_their_own(run):
+    def operation(begin, end):
+        some = run.trace.collectives[0]
+        return type(some)(0, some.arm, 1, 1, begin, 8, start_ns=begin, done_ns=end)
+
+    rows = pictures._rows_of([operation(0, 10), operation(5, 15), operation(10, 20)])
+    assert [[one.start_ns for one in row] for row in rows] == [[0, 10], [5]]
+    crowded = pictures._rows_of([operation(n, 1000) for n in range(3 * pictures.OPERATION_ROWS)])
+    assert len(crowded) == pictures.OPERATION_ROWS
+    assert sum(map(len, crowded)) == 3 * pictures.OPERATION_ROWS
+
+
+def test_the_distribution_counts_every_step(run):
+    (picture,) = pictures.distribution(run.findings).pictures
+    counted = [int(re.match(r"\d+", title.text)[0]) for title in parsed(picture).iter("title")]
+    assert sum(counted) == sum(time["steps"] for time in run.summary["steps"].values())
+    for time in run.summary["steps"].values():
+        assert f"median {ms(1e9 * time['median_s'])}, {time['steps']} steps" in words(picture)
+
+
+def test_rates_are_drawn_beside_the_probe_and_the_link(run):
+    shown = pictures.bandwidth(run.findings)
+    (picture,) = shown.pictures
+    said = [what for _, what in shown.key]
+    rates = {arm: rate["active_bits_per_s"] for arm, rate in run.summary["bandwidth"].items()}
+    assert said == [
+        "probe over ofi",
+        *(f"{a} {gbit(bps)} in transfer" for a, bps in rates.items()),
+        "the link 2.00 Gbit/s",
+    ]
+    titles = [title.text for title in parsed(picture).iter("title")]
+    points = run.summary["probe"]["points"]
+    assert titles == [
+        f"{p['streams']} stream{'s' if p['streams'] > 1 else ''}: {gbit(p['bits_per_s'])}" for p in points
+    ]
+    heights = [float(dot.get("cy")) for dot in parsed(picture).iter("circle")]
+    rates = [p["bits_per_s"] for p in points]
+    bottom = 24 + pictures.PLOT_HEIGHT
+    assert (bottom - heights[0]) / (bottom - heights[1]) == pytest.approx(rates[0] / rates[1], rel=0.01)
+
+
+def test_waiting_of_each_rank_is_that_of_the_findings(run):
+    splits = [row[1] for row in split_steps(run.trace)]
+    shown = pictures.waiting(run.findings, splits)
+    late = run.findings.late_ns[2]
+    assert late == pytest.approx(4 * MS, rel=0.1)
+    assert f"waits 0.00 ms, others {ms(late)}" in words(shown.pictures[0])
+    (bar,) = rects(shown.pictures[0], "waited")
+    assert bar[1] == pytest.approx(late / max(late, 4 * MS), abs=1e-3)
+
+
+def test_layers_add_up_to_the_exposed_communication(run):
+    (picture,) = pictures.layers(run.findings).pictures
+    layers = run.summary["layers"]
+    longest = max(max(one["exposed_communication_s"], one["backward_s"]) for one in layers)
+    drawn = sum(width for _, width, _ in rects(picture, "exposed")) * longest
+    assert drawn == pytest.approx(run.summary["split"]["stock"]["exposed_communication_s"], rel=0.01)
+
+
+def counters(columns, rows, hz=100):
+    begin = 100 * MS
+    times = begin + np.arange(len(rows), dtype=np.int64) * (10**9 // hz)
+    return Counters("host0", "h0", 0, hz, 100, columns, times, np.array(rows, np.int64))
+
+
+def test_counters_of_a_host_are_drawn_as_rates(run):
+    rate = 125_000_000  # bytes a second: 1 Gbit/s
+    count = 400
+    net = counters(
+        ("eth0:rx_bytes", "eth0:rx_packets", "eth0:tx_bytes", "eth0:tx_packets"),
+        [(n * rate // 200, n, n * rate // 100, n) for n in range(count)],
+    )
+    kinds = [f"cpu{core}:{kind}" for core in (0, 1) for kind in usage.CPU_KINDS]
+    kinds += ["tcp:sent_segments", "tcp:retransmitted_segments"]
+    busy = [[n if name in ("cpu0:user", "cpu1:idle") else 0 for name in kinds] for n in range(count)]
+    samples = (Samples(0, net, counters(tuple(kinds), busy)),)
+    recorded = pictures.Recorded(usage.hosts(run.trace, samples), samples)
+    shown = pictures.host_use(run.findings, recorded)
+    interface, cores = map(parsed, shown.pictures)
+
+    def heights(picture, kind):
+        (line,) = (line for line in picture.iter("polyline") if line.get("class") == f"nb-curve-{kind}")
+        found = {float(point.split(",")[1]) for point in line.get("points").split()}
+        assert max(found) - min(found) < 0.1  # a constant rate is a straight line
+        return max(found)
+
+    scale = Scale(0.0, 1.1 * 2.0)  # the link is 2 Gbit/s
+    tall = pictures.HOST_BOTTOM - pictures.HOST_TOP
+    for kind, value in (("tx", 1.0), ("rx", 0.5)):
+        expected = pictures.HOST_BOTTOM - tall * scale.at(value)
+        assert heights(interface, kind) == pytest.approx(expected, abs=0.1)
+    assert heights(cores, "busiest") == pytest.approx(pictures.HOST_TOP, abs=0.1)
+    assert heights(cores, "mean") == pytest.approx((pictures.HOST_TOP + pictures.HOST_BOTTOM) / 2, abs=0.1)
+    assert ("link", "the link") in shown.key
+
+
+def test_the_curve_holds_the_answers_and_marks_this_run(run):
+    curve = what_if.curve(run.findings)
+    assert curve.missing == ""
+    job = questions.job(run.trace, run.findings.base)
+    for bps, step_ns, low_ns, high_ns in curve.points[:: len(curve.points) // 3]:
+        one = questions.answer(job, next(sweeps.links(job, [bps])))
+        assert step_ns == pytest.approx(1e9 * one.step_s.value)
+        assert low_ns <= step_ns <= high_ns
+    steps = [point[1] for point in curve.points]
+    assert steps == sorted(steps, reverse=True)
+    assert curve.present[:2] == (job.cost.link.rate_bps, job.measured_ns.value)
+    assert curve.free_ns <= steps[-1]
+    shown = pictures.what_if(run.findings, curve)
+    assert ("present", f"this run: {ms(curve.present[1])} at {gbit(curve.present[0])} (measured)") in shown.key
+    (dot,) = parsed(shown.pictures[0]).iter("circle")
+    x = Scale(curve.points[0][0], curve.points[-1][0], log=True)
+    assert share(dot.get("cx")) == pytest.approx(x.at(curve.present[0]), abs=1e-4)
+
+
+def test_a_page_without_the_engine_says_so(run):
+    page = page_of.page(run.findings, run.verdict)
+    assert "No prediction was asked for." in page
+    checked(page)
+
+
+def test_eight_ranks_and_two_hundred_steps_stay_small(tmp_path):
+    big = Run(FakeRun(tmp_path, blocks=20, block_steps=10, size=8, transports=("stock", "ofi")).write())
+    assert len({step.index for step in big.trace.steps}) == 200
+    assert len(big.html.encode()) < 2_000_000
+
+
+def test_names_are_escaped_and_long_ones_keep_their_end():
+    drawn = bars("a & b", [Row("<module>" * 9 + "end", "1 & 2", ((Piece("exposed", 1.0, '"<&'),),))])
+    assert words(drawn)[0].endswith("end")
+    assert len(words(drawn)[0]) == len(short_name("x" * 99))
+    assert "<module" not in str(drawn)
+    assert parsed(drawn).get("aria-label") == "a & b"
+
+
+def test_a_bar_never_leaves_its_picture():
+    drawn = bars(
+        "bars", [Row("a", "", ((Piece("exposed", 3.0), Piece("wait", 9.0), Piece("other", -1.0)),))], longest=4.0
+    )
+    assert rects(drawn) == [(0.0, 0.75, 17.0), (0.75, 0.25, 17.0)]
+
+
+finite = st.floats(-1e12, 1e12, allow_nan=False)
+
+
+@given(finite, st.floats(1e-6, 1e12), st.integers(3, 9), st.booleans())
+def test_ticks_are_round_values_within_the_scale(low, span, most, log):
+    scale = (
+        Scale(abs(low) + 1e-3, (abs(low) + 1e-3) * (1.2 + span), True)
+        if log
+        else Scale(low, low + span + abs(low) / 1e6)
+    )
+    ticks = scale.ticks(most)
+    assert ticks == sorted(set(ticks))
+    assert len(ticks) <= most
+    assert all(0 <= scale.at(value) <= 1 for value in ticks)
+    slack = 1e-6 * (scale.high - scale.low)
+    assert all(scale.low - slack <= value <= scale.high + slack for value in ticks)
+
+
+def test_a_picture_keeps_its_text_above_everything_else():
+    picture = Picture("p", 20)
+    picture.text(0, 10, "words")
+    picture.bar((0, 1), (0, 20), "exposed")
+    picture.line((0, 1), (5, 5))
+    assert [element.tag for element in parsed(picture)] == ["line", "rect", "text"]

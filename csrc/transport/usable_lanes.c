@@ -1,5 +1,8 @@
 // Usable lanes: the open lanes to a peer, those of them that take new segments, and messages over the lowest one.
+#include <errno.h>
+#include <stdbool.h>
 #include <stddef.h>
+#include <string.h>
 
 #include "base/error.h"
 #include "transport/lanes.h"
@@ -31,4 +34,14 @@ int nb_lanes_send_message(struct nb_lanes *lanes, int peer, const void *data, si
         }
     }
     return NB_EPEER;
+}
+
+void nb_lanes_tell_started(struct nb_lanes *lanes, int peer_rank) {
+    struct peer *peer = &lanes->peers[peer_rank];
+    struct wire_started message = {.type = NB_MESSAGE_STARTED};
+    if (!lanes->awaits_starts || peer->paths == NULL) {
+        return;
+    }
+    memcpy(message.ops, peer->in_floor, sizeof message.ops);
+    peer->started_due = nb_lanes_send_message(lanes, peer_rank, &message, sizeof message) == -EAGAIN;
 }

@@ -60,7 +60,7 @@ def _step(name, exposed_ms, at, since, slower):
         rank,
         index,
         block,
-        name,
+        Arm(name),
         begin,
         end,
         forward=((ahead, middle),),

@@ -185,12 +185,10 @@ void nb_flow_unclaim(struct nb_flow *flow, const struct nb_frame *frame);
 // Checks a run and claims it if it may land. As nb_flow_check().
 int nb_flow_accept(const struct nb_lanes *lanes, struct nb_flow *flow, const struct nb_frame *frame);
 
-// lanes.c
+// open_lanes.c
 
 // Tells the peer which operations this rank expects, if flows await that.
 void nb_lanes_tell_started(struct nb_lanes *lanes, int peer);
-
-// open_lanes.c
 
 // Updates `reach` of a peer after a lane was opened or lost.
 void nb_lanes_update_reach(struct nb_lanes *lanes, int peer);

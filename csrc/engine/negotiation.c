@@ -28,6 +28,7 @@
 #include "engine/watchdog.h"
 #include "trace/event.h"
 #include "trace/ring.h"
+#include "transport/lanes.h"
 
 // An operation that has a number from rank 0: one bit submits it.
 struct cached {

@@ -28,6 +28,7 @@
 #include "engine/watchdog.h"
 #include "trace/event.h"
 #include "trace/ring.h"
+#include "transport/lanes.h"
 
 // An operation that has a number from rank 0: one bit submits it.
 struct cached {
@@ -271,30 +272,29 @@ static void left_received(struct nb_job *job, const unsigned char *body) {
 
 // True if a message from rank 0 of this type can have this length.
 static bool length_possible(enum control_type type, size_t bytes) {
+    static const struct {
+        enum control_type type;
+        size_t bytes;
+    } fixed[] = {{CTL_STAND_IN, sizeof(struct op_descriptor)},
+                 {CTL_REFUSE, sizeof(struct wire_refuse)},
+                 {CTL_ABORT, sizeof(struct wire_failure)},
+                 {CTL_PONG, sizeof(struct wire_pong)},
+                 {CTL_BYE, 0},
+                 {CTL_DEVICE, 0},
+                 {CTL_LEFT, sizeof(int32_t)},
+                 {CTL_PROBE, sizeof(struct wire_probe)},
+                 {CTL_STREAMS, sizeof(struct wire_streams)},
+                 {CTL_COSTS, sizeof(struct nb_costs)}};
+    for (size_t i = 0; i < sizeof fixed / sizeof fixed[0]; i++) {
+        if (fixed[i].type == type) {
+            return bytes == fixed[i].bytes;
+        }
+    }
     switch (type) {
     case CTL_GO:
         return bytes % sizeof(struct wire_go) == 0;
     case CTL_INLINE_RESULT:
         return bytes > sizeof(struct wire_go) && bytes <= sizeof(struct wire_go) + NB_INLINE_MAX;
-    case CTL_STAND_IN:
-        return bytes == sizeof(struct op_descriptor);
-    case CTL_REFUSE:
-        return bytes == sizeof(struct wire_refuse);
-    case CTL_ABORT:
-        return bytes == sizeof(struct wire_failure);
-    case CTL_PONG:
-        return bytes == sizeof(struct wire_pong);
-    case CTL_BYE:
-    case CTL_DEVICE:
-        return bytes == 0;
-    case CTL_LEFT:
-        return bytes == sizeof(int32_t);
-    case CTL_PROBE:
-        return bytes == sizeof(struct wire_probe);
-    case CTL_STREAMS:
-        return bytes == sizeof(struct wire_streams);
-    case CTL_COSTS:
-        return bytes == sizeof(struct nb_costs);
     case CTL_STALL:
         return bytes >= sizeof(struct wire_stall) && bytes < sizeof(struct wire_stall) + NB_ERROR_TEXT;
     default:
@@ -324,6 +324,17 @@ static void costs_received(struct nb_job *job, const unsigned char *body) {
     }
 }
 
+// What rank 0 has chosen or found out for the operations to come.
+static void choice_received(struct nb_job *job, enum control_type type, const unsigned char *body) {
+    if (type == CTL_COSTS) {
+        costs_received(job, body);
+    } else if (type == CTL_DEVICE) {
+        nb_lanes_await_starts(job->lanes);
+    } else { // CTL_PROBE, CTL_STREAMS
+        probe_received(job, type, body);
+    }
+}
+
 void nb_negotiation_message(struct nb_job *job, int peer, enum control_type type, const unsigned char *body,
                             size_t bytes) {
     (void)peer; // rank 0
@@ -349,13 +360,9 @@ void nb_negotiation_message(struct nb_job *job, int peer, enum control_type type
         nb_watchdog_left(job, 0);
     } else if (type == CTL_LEFT) {
         left_received(job, body);
-    } else if (type == CTL_PROBE || type == CTL_STREAMS) {
-        probe_received(job, type, body);
-    } else if (type == CTL_COSTS) {
-        costs_received(job, body);
-    } else if (type == CTL_DEVICE) {
-        nb_lanes_await_starts(job->lanes);
-    } else { // CTL_STALL
+    } else if (type == CTL_STALL) {
         nb_stall_receive(job, body, bytes);
+    } else {
+        choice_received(job, type, body);
     }
 }

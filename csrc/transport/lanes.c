@@ -296,13 +296,6 @@ static void up_landed(void *ctx, struct nb_lane *lane, int from, const struct nb
     }
 }
 
-void nb_lanes_await_starts(struct nb_lanes *lanes) {
-    lanes->awaits_starts = lanes->config.ops->kind == NB_LANE_STREAM;
-    for (int p = 0; p < lanes->config.lane.size; p++) {
-        nb_lanes_tell_started(lanes, p);
-    }
-}
-
 static void started_received(struct peer *peer, const void *data, size_t bytes) {
     struct wire_started message;
     if (bytes == sizeof message) {

@@ -189,6 +189,7 @@ int nb_flow_accept(const struct nb_lanes *lanes, struct nb_flow *flow, const str
 
 // Tells the peer which operations this rank expects, if flows await that.
 void nb_lanes_tell_started(struct nb_lanes *lanes, int peer);
+
 // Updates `reach` of a peer after a lane was opened or lost.
 void nb_lanes_update_reach(struct nb_lanes *lanes, int peer);
 // Sends a message over the lowest open lane. As nb_lane_ops.message.

@@ -1,10 +1,11 @@
-// Usable lanes: the open lanes to a peer, those of them that take new segments, and messages over the lowest one.
+// Usable lanes: the open ones to a peer, those of them that take new segments, and messages over the lowest one, among them which
+// operations have started.
 #include <errno.h>
-#include <stdbool.h>
 #include <stddef.h>
 #include <string.h>
 
 #include "base/error.h"
+#include "base/wire.h"
 #include "transport/lanes.h"
 #include "transport/lanes_internal.h"
 #include "transport/transport.h"
@@ -44,4 +45,11 @@ void nb_lanes_tell_started(struct nb_lanes *lanes, int peer_rank) {
     }
     memcpy(message.ops, peer->in_floor, sizeof message.ops);
     peer->started_due = nb_lanes_send_message(lanes, peer_rank, &message, sizeof message) == -EAGAIN;
+}
+
+void nb_lanes_await_starts(struct nb_lanes *lanes) {
+    lanes->awaits_starts = lanes->config.ops->kind == NB_LANE_STREAM;
+    for (int p = 0; p < lanes->config.lane.size; p++) {
+        nb_lanes_tell_started(lanes, p);
+    }
 }

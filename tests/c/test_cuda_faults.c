@@ -201,6 +201,7 @@ static int killed_job(struct killing *killing) {
             if (me.rc == 0) {
                 check_nothing_left();
             }
+            fake->reset(0, 0); // its streams' threads end
             _exit(0);
         }
     }

@@ -34,17 +34,21 @@ DEVICE = "nb_torch_device"
 
 @pytest.fixture(scope="module")
 def device(fake_driver: Path) -> dict[str, str]:
-    """Compile the device; return the environment of a program that uses them."""
+    """Compile the device, unless it is there; return the environment of a program that uses them."""
     if shutil.which("g++") is None:
         pytest.skip("g++ is not installed")
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    env = {"NETBOTTLENECK_CUDA_LIBRARY": str(fake_driver), "DEVICE_FOLDER": str(FOLDER)}
+    folder = FOLDER / torch.__version__
+    folder.mkdir(parents=True, exist_ok=True)
+    env = {"NETBOTTLENECK_CUDA_LIBRARY": str(fake_driver), "DEVICE_FOLDER": str(folder)}
     places = [*cpp_extension.include_paths(), sysconfig.get_path("include"), str(ROOT / "csrc")]
     name = f"-DTORCH_EXTENSION_NAME={DEVICE}"
     options = ["-std=c++20", "-O0", "-w", "-fPIC", "-shared", name, *(f"-I{place}" for place in places)]
     libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
-    target = FOLDER / f"{DEVICE}.so"
-    subprocess.run(["g++", *options, str(SOURCES / "torch_device.cpp"), "-o", str(target), *libraries], check=True)
+    target, made = folder / f"{DEVICE}.so", folder / f"{DEVICE}.{os.getpid()}"
+    sources = [*SOURCES.glob("torch_*"), *(ROOT / "csrc" / "cuda").glob("*.h")]
+    if not target.exists() or target.stat().st_mtime < max(source.stat().st_mtime for source in sources):
+        subprocess.run(["g++", *options, str(SOURCES / "torch_device.cpp"), "-o", str(made), *libraries], check=True)
+        made.replace(target)
     return env
 
 

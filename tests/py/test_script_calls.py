@@ -27,10 +27,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import netbottleneck
+import netbottleneck.torch
 from netbottleneck.launch import connect
 
 torch.set_num_threads(1)
-dist.init_process_group("gloo")
+dist.init_process_group("{backend}")
 rank, size = dist.get_rank(), dist.get_world_size()
 now = connect.core().now_ns
 work_type = dist.distributed_c10d.Work
@@ -85,6 +86,7 @@ def ran(
     after: str = "",
     steps: int = 6,
     block: int = 100,
+    backend: str = "gloo",
 ) -> tuple[list[Any], Trace | None]:
     """Run the script with these parts; "": not measured. Return each rank's notes, and the trace."""
     indented = {
@@ -93,7 +95,7 @@ def ran(
     }
     where = {"NETBOTTLENECK_DIR": str(folder), "NETBOTTLENECK_TRANSPORT": transport}
     env = {**where, **ENV, "NETBOTTLENECK_BLOCK_STEPS": str(block)} if transport else {}
-    source = SCRIPT.format(setting=setting, made=made, steps=steps, **indented)
+    source = SCRIPT.format(backend=backend, setting=setting, made=made, steps=steps, **indented)
     results = ranks(2, source, env)
     notes = [
         json.loads([line for line in result.stdout.splitlines() if line.startswith("{")][-1]) for result in results
@@ -249,6 +251,26 @@ def test_a_call_that_fails_raises_what_it_raises_without_us(warm_ranks: Ranks, t
     measured, _ = ran(warm_ranks, tmp_path / "run", "stock", before=FAILING)
     assert [one["values"] for one in measured] == [one["values"] for one in plain]
     assert sum(isinstance(row[0], str) for row in plain[0]["values"]) == 6 * 5
+
+
+OVER_OURS = """
+one = torch.full((500,), rank + 1.0)
+dist.all_reduce(one)
+other = torch.full((7,), rank + 1.0)
+work = dist.all_reduce(other, async_op=True)
+work.wait()
+work.wait()
+notes["values"].append([one.tolist(), other.tolist(), type(work).__name__])
+"""
+
+
+def test_calls_over_our_backend_end_when_they_were_waited_for(warm_ranks: Ranks, tmp_path: Path) -> None:
+    plain, _ = ran(warm_ranks, tmp_path, before=OVER_OURS, backend="nb")
+    measured, trace = ran(warm_ranks, tmp_path / "run", "stock", before=OVER_OURS, backend="nb")
+    assert [one["values"] for one in measured] == [one["values"] for one in plain]
+    assert trace is not None
+    rows = [c for c in trace.collectives if c.rank == 0 and c.step == 3 and c.by_script and c.phase == "other"]
+    assert [(c.kind, c.tensor_bytes, c.finished) for c in rows] == [("allreduce", 2000, True), ("allreduce", 28, True)]
 
 
 HOOKED = """

@@ -338,6 +338,44 @@ def test_evaluation_and_checkpoints_are_parts_of_their_own(warm_ranks: Ranks, tm
         assert sum(split.phases().values()) == split.step_ns
 
 
+HOROVOD = """
+import torch
+import netbottleneck.torch as hvd
+
+torch.set_num_threads(1)
+hvd.init()
+torch.manual_seed(hvd.rank())
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), hvd.SyncBatchNorm(8))
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
+for step in range(6):
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).square().sum().backward()
+    optimizer.step()
+    hvd.allreduce(torch.ones(5), name="metric")
+hvd.shutdown()
+"""
+
+
+def test_batch_norm_over_all_ranks_is_communication_and_not_compute(warm_ranks: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    env = {"NETBOTTLENECK_DIR": str(folder), "NETBOTTLENECK_TRANSPORT": "tcp", **ENV}
+    warm_ranks(2, HOROVOD, env)
+    trace = Run(folder).trace
+    # The measurement begins in the backward pass of the first step.
+    steps = {(step.rank, step.index): step for step in trace.steps if step.index > 0}
+    assert len(steps) >= 6
+    for (rank, index), step in steps.items():
+        rows = [c for c in trace.collectives if (c.rank, c.step) == (rank, index) and c.by_script and c.finished]
+        found = {(c.phase, c.kind) for c in rows}
+        assert ("backward", "allreduce") in found
+        assert {kind for phase, kind in found if phase == "forward"} >= {"allgather"}
+        assert {key for key, _, _ in step.waits} >= {c.key for c in rows if c.phase == "backward"}
+        (forward,) = step.forward
+        assert any(forward[0] <= begin and end <= forward[1] for key, begin, end in step.waits if key)
+    sizes = {c.tensor_bytes for c in trace.collectives if c.by_script and c.phase == "other"}
+    assert 20 in sizes  # of the metric
+
+
 # In one process.
 
 

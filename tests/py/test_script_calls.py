@@ -27,10 +27,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import netbottleneck
+import netbottleneck.torch
 from netbottleneck.launch import connect
 
 torch.set_num_threads(1)
-dist.init_process_group("gloo")
+dist.init_process_group("{backend}")
 rank, size = dist.get_rank(), dist.get_world_size()
 now = connect.core().now_ns
 work_type = dist.distributed_c10d.Work
@@ -85,6 +86,7 @@ def ran(
     after: str = "",
     steps: int = 6,
     block: int = 100,
+    backend: str = "gloo",
 ) -> tuple[list[Any], Trace | None]:
     """Run the script with these parts; "": not measured. Return each rank's notes, and the trace."""
     indented = {
@@ -93,7 +95,7 @@ def ran(
     }
     where = {"NETBOTTLENECK_DIR": str(folder), "NETBOTTLENECK_TRANSPORT": transport}
     env = {**where, **ENV, "NETBOTTLENECK_BLOCK_STEPS": str(block)} if transport else {}
-    source = SCRIPT.format(setting=setting, made=made, steps=steps, **indented)
+    source = SCRIPT.format(backend=backend, setting=setting, made=made, steps=steps, **indented)
     results = ranks(2, source, env)
     notes = [
         json.loads([line for line in result.stdout.splitlines() if line.startswith("{")][-1]) for result in results
@@ -251,6 +253,26 @@ def test_a_call_that_fails_raises_what_it_raises_without_us(warm_ranks: Ranks, t
     assert sum(isinstance(row[0], str) for row in plain[0]["values"]) == 6 * 5
 
 
+OVER_OURS = """
+one = torch.full((500,), rank + 1.0)
+dist.all_reduce(one)
+other = torch.full((7,), rank + 1.0)
+work = dist.all_reduce(other, async_op=True)
+work.wait()
+work.wait()
+notes["values"].append([one.tolist(), other.tolist(), type(work).__name__])
+"""
+
+
+def test_calls_over_our_backend_end_when_they_were_waited_for(warm_ranks: Ranks, tmp_path: Path) -> None:
+    plain, _ = ran(warm_ranks, tmp_path, before=OVER_OURS, backend="nb")
+    measured, trace = ran(warm_ranks, tmp_path / "run", "stock", before=OVER_OURS, backend="nb")
+    assert [one["values"] for one in measured] == [one["values"] for one in plain]
+    assert trace is not None
+    rows = [c for c in trace.collectives if c.rank == 0 and c.step == 3 and c.by_script and c.phase == "other"]
+    assert [(c.kind, c.tensor_bytes, c.finished) for c in rows] == [("allreduce", 2000, True), ("allreduce", 28, True)]
+
+
 HOOKED = """
 def hook(state, bucket):
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
@@ -314,6 +336,44 @@ def test_evaluation_and_checkpoints_are_parts_of_their_own(warm_ranks: Ranks, tm
         assert split.evaluation_ns > 0
         assert split.checkpoint_ns > 0
         assert sum(split.phases().values()) == split.step_ns
+
+
+HOROVOD = """
+import torch
+import netbottleneck.torch as hvd
+
+torch.set_num_threads(1)
+hvd.init()
+torch.manual_seed(hvd.rank())
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), hvd.SyncBatchNorm(8))
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
+for step in range(6):
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).square().sum().backward()
+    optimizer.step()
+    hvd.allreduce(torch.ones(5), name="metric")
+hvd.shutdown()
+"""
+
+
+def test_batch_norm_over_all_ranks_is_communication_and_not_compute(warm_ranks: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    env = {"NETBOTTLENECK_DIR": str(folder), "NETBOTTLENECK_TRANSPORT": "tcp", **ENV}
+    warm_ranks(2, HOROVOD, env)
+    trace = Run(folder).trace
+    # The measurement begins in the backward pass of the first step.
+    steps = {(step.rank, step.index): step for step in trace.steps if step.index > 0}
+    assert len(steps) >= 6
+    for (rank, index), step in steps.items():
+        rows = [c for c in trace.collectives if (c.rank, c.step) == (rank, index) and c.by_script and c.finished]
+        found = {(c.phase, c.kind) for c in rows}
+        assert ("backward", "allreduce") in found
+        assert {kind for phase, kind in found if phase == "forward"} >= {"allgather"}
+        assert {key for key, _, _ in step.waits} >= {c.key for c in rows if c.phase == "backward"}
+        (forward,) = step.forward
+        assert any(forward[0] <= begin and end <= forward[1] for key, begin, end in step.waits if key)
+    sizes = {c.tensor_bytes for c in trace.collectives if c.by_script and c.phase == "other"}
+    assert 20 in sizes  # of the metric
 
 
 # In one process.

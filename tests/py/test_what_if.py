@@ -213,7 +213,7 @@ def bad_inputs() -> list[tuple[list[str], str]]:
         (["{log}", *compat_, "--add-table", "{log}", "--step-s", "1"], "{log}, line 1: 'netbottleneck layer log"),
         (["{cut}", *compat_, *add], "{cut}, line 6: the last line has no end"),
         (["{torn}", *compat_, *add], "{torn}, line"),
-        (["{newer}", *compat_, *add], "{newer}, line 1: trace version 99; this netbottleneck reads versions 1 and 2"),
+        (["{newer}", *compat_, *add], "{newer}, line 1: trace version 99; this netbottleneck reads versions 1 to 3"),
     ]
 
 

@@ -1,5 +1,7 @@
-"""Calls of the script, recorded while a model is measured: of torch.distributed, beside the gradients, and torch.save.
+"""Calls of the script, recorded while a model is measured: collectives beside the gradients, and torch.save.
 
+Those of our own API are observed where it submits to the job and waits for it (job.Watcher). The others, of
+torch.distributed, have no such place in our code.
 Collectives are observed at the methods of ProcessGroup and of Work, which the functions of torch.distributed call. The
 functions themselves stay as they are: torch compares them by identity (torch.compile, _coalescing_manager), and scripts
 import them by name. A dispatch mode or a profiler would run code for every operator, and a second profiler ends the
@@ -10,13 +12,14 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
 from netbottleneck.hooks.calls import eager
+from netbottleneck.runtime import job
 from netbottleneck.runtime.communicators import APART, key_of, quietly
 from netbottleneck.trace.ring_reader import DTYPES, EVENTS, KINDS, PHASES, STOCK_KINDS
 
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 _SUBMIT, _START, _DONE = EVENTS["OP_SUBMIT"], EVENTS["OP_START"], EVENTS["OP_DONE"]
 _SAVE_BEGIN, _SAVE_END = EVENTS["CHECKPOINT_BEGIN"], EVENTS["CHECKPOINT_END"]
 _WAIT_BEGIN, _WAIT_END = EVENTS["WAIT_BEGIN"], EVENTS["WAIT_END"]
+_STAGES = (EVENTS["OP_AGREED"], _START, EVENTS["OP_FIRST_BYTE"], _DONE)
+_SUBMITTED_MAX = 4096
 _CODES = {name: code for code, name in (*enumerate(KINDS), *STOCK_KINDS.items())}
 _DTYPES = {getattr(torch, name): code for code, name in enumerate(DTYPES)}
 _OTHER_DTYPE = 0xFF
@@ -102,6 +107,8 @@ class Collectives:
         self._keys: dict[str, int] = {}
         self._rounds: Counter[int] = Counter()
         self._works: weakref.WeakKeyDictionary[Any, _Sent] = weakref.WeakKeyDictionary()
+        self._job: job.Job | None = None
+        self._submitted: dict[Any, _Sent] = {}  # to the job, and not seen to be done
 
     def watch(self, on: bool) -> None:
         """Start or stop recording. Without a recording, torch has its own methods."""
@@ -110,8 +117,14 @@ class Collectives:
         if on:
             _OBSERVERS.append(self)
             _patch()
+            self._job = job.current() if job.is_started() else None
+            if self._job is not None:
+                self._job.watcher = self
         else:
             _OBSERVERS.remove(self)
+            if self._job is not None and self._job.watcher is self:
+                self._job.watcher = None
+            self._submitted.clear()
             if not _OBSERVERS:
                 _restore()
 
@@ -127,7 +140,7 @@ class Collectives:
         """Stamp that a call has returned, and the end of its work when it ends."""
         self._guarded(self._handed, sent, work)
 
-    def blocks(self, sent: _Sent) -> "_Blocked":
+    def waits_inside(self, sent: _Sent) -> "_Blocked":
         """Return a context in which a call blocks until it is done."""
         return _Blocked(self, sent, starts=True)
 
@@ -150,6 +163,51 @@ class Collectives:
             self.put(_DONE, sent.key, sent.turn)
             if work is not None:
                 self._works[work] = sent._replace(seen=True)
+
+    def submitted(self, work: Any, name: str, about: tuple[int, Any, int, int]) -> None:
+        """Stamp the submission of an operation of our own API."""
+        self._guarded(self._submit, work, name, about)
+
+    def completed(self, works: Sequence[Any]) -> None:
+        """Stamp those of these operations that are done, at their own times."""
+        self._guarded(self._complete, works)
+
+    def blocks(self, works: Sequence[Any]) -> Callable[[], None]:
+        """Stamp that the training's thread waits for operations of our own API; return what stamps the end."""
+        sent = next((self._submitted[work] for work in works if work in self._submitted), None)
+        if sent is None or not self.trains():
+            return lambda: self.completed(works)
+        self.put(_WAIT_BEGIN, sent.key)
+
+        def over() -> None:
+            self.put(_WAIT_END, sent.key)
+            self.completed(works)
+
+        return over
+
+    def _submit(self, work: Any, name: str, about: tuple[int, Any, int, int]) -> None:
+        kind, memory, dtype, group = about
+        if self._recorder is None or self._job is None:
+            return
+        key = self._keys.get(name) or self._keys.setdefault(name, key_of(name))
+        turn = self._rounds[key]
+        self._rounds[key] += 1
+        ranks = self._job.process_sets[group].ranks if group in self._job.process_sets else ()
+        code = kind | dtype << 8 | PHASES.index(self._phase()) << 16
+        self._recorder.put(_SUBMIT, key, turn, _sized(memory), 0, len(ranks or ()) << 32, code)
+        if len(self._submitted) >= _SUBMITTED_MAX:
+            self._submitted.clear()
+        self._submitted[work] = _Sent(key, turn)
+
+    def _complete(self, works: Sequence[Any]) -> None:
+        for work in works:
+            sent = self._submitted.get(work)
+            if sent is None or work.times()[-1] == 0:
+                continue
+            del self._submitted[work]
+            for kind, at in zip(_STAGES, work.times()[1:], strict=True):
+                if at and self._recorder is not None:
+                    self._recorder.put_at(at, kind, sent.key, sent.turn)
 
     def _phase(self) -> str:
         if _c._current_graph_task_id() != -1:
@@ -229,6 +287,15 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
             yield from _tensors(each)
 
 
+def _sized(memory: Any) -> int:
+    """Return the bytes of what is submitted to the engine: an array, (address, bytes), or a list of these."""
+    if isinstance(memory, list):
+        return sum(map(_sized, memory))
+    if isinstance(memory, tuple):
+        return int(memory[1])
+    return int(getattr(memory, "nbytes", 0))
+
+
 def _bytes(tensor: torch.Tensor) -> int:
     if tensor.layout != torch.strided:
         return 0  # indices and values travel: their size differs from rank to rank
@@ -256,7 +323,7 @@ def _method(call: _Call, former: Any) -> Any:
         if sent is None:
             return former(self, *args, **kwargs)
         if call.blocks:
-            blocked = observer.blocks(sent)
+            blocked = observer.waits_inside(sent)
             try:
                 return quietly(former, self, *args, **kwargs)
             finally:

@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from netbottleneck.config import Settings, describe
 from netbottleneck.config import settings as read_settings
@@ -82,6 +82,19 @@ class Observer:
         """The job has ended; no other rank waits for this one."""
 
 
+class Watcher(Protocol):
+    """Records what a script submits to a job, and the time for which it waits. None of its methods raises."""
+
+    def submitted(self, work: "_core.Work", name: str, about: tuple[int, Any, int, int]) -> None:
+        """Note an operation. about: kind, memory, type, group."""
+
+    def blocks(self, works: Sequence["_core.Work"]) -> Callable[[], None]:
+        """Note that a thread begins to wait. Return what to call when it has waited."""
+
+    def completed(self, works: Sequence["_core.Work"]) -> None:
+        """Note operations that are done, or soon waited for."""
+
+
 @dataclass
 class Job:
     """A running job. Operations may be submitted from any thread."""
@@ -95,6 +108,7 @@ class Job:
     handles: dict[int, Any] = field(default_factory=dict)  # pending operations by handle
     process_sets: dict[int, Any] = field(default_factory=dict)  # registered sets by number, without the global one
     ending: list[Callable[[], None]] = field(default_factory=list)  # callbacks before the comm closes
+    watcher: Watcher | None = None
     joins: int = 0  # number of completed joins
     pid: int = field(default_factory=os.getpid)
     _numbers: dict[str, "itertools.count[int]"] = field(default_factory=dict)
@@ -130,10 +144,14 @@ class Job:
         if len(self._taken) >= TAKEN_MAX:
             self._forget()
         self._taken[place], self._names[work] = work, place
+        if self.watcher is not None:
+            self.watcher.submitted(work, name, (kind, memory, dtype, place[0]))
         return work
 
     def waited(self, works: Sequence["_core.Work"]) -> None:
         """Mark operations as complete: their names are free."""
+        if self.watcher is not None:
+            self.watcher.completed(works)
         for work in works:
             place = self._names.pop(work, None)
             if place is not None and self._taken.get(place) is work:
@@ -151,6 +169,7 @@ class Job:
         """
         failure: HorovodInternalError | None = None
         self.waited(works)
+        over = None if self.watcher is None else self.watcher.blocks(works)
         for work in works:
             try:
                 while not work.wait(NOTICE_S):
@@ -159,6 +178,8 @@ class Job:
                 failure = failure or error
             except FAILURES as error:
                 failure = failure or HorovodInternalError(str(error))
+        if over is not None:
+            over()
         try:
             if failure is not None:
                 raise failure

@@ -264,7 +264,7 @@ def leave_sparse(names: str) -> None:
     """Log the gradients that a measured run leaves out."""
     logger.warning(
         "gradients of %s are sparse: they travel as indices and values over the job's own communicator under every "
-        "transport, and are not recorded; with sparse_as_dense=True they are",
+        "transport, and count as calls of the script; with sparse_as_dense=True they take part",
         names,
     )
 

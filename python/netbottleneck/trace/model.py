@@ -161,9 +161,9 @@ class Step:
 class Collective:
     """One operation on one rank. lanes: (lane, bytes sent, bytes received); step: None outside steps; bucket: index.
 
-    arm: that of its step; outside steps, its transport alone. phase: "reduce" for gradients and calls of our own API;
-    for the script's own calls of torch.distributed, which travel over its process group under every arm, the phase of
-    the step: "forward", "backward", "optimizer" or "other". ranks: those of its group, None: all."""
+    arm: that of its step; outside steps, its transport alone. phase: "reduce" for gradients; for the
+    script's own calls of torch.distributed or of Horovod's API, which no arm moves, the phase of the step: "forward",
+    "backward", "optimizer" or "other". ranks: those of its group, None: all."""
 
     rank: int
     arm: Arm
@@ -199,7 +199,7 @@ class Collective:
 
     @property
     def by_script(self) -> bool:
-        """True for a call of torch.distributed by the script: no gradient, and not moved by the arm."""
+        """True for a call of the script: no gradient, and not moved by the arm."""
         return self.phase != "reduce"
 
     @property

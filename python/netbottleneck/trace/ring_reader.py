@@ -28,7 +28,7 @@ from netbottleneck.trace.transports import STOCK, Arm
 KINDS = ("allreduce", "allgather", "reducescatter", "broadcast", "barrier", "alltoall", "join")
 # Codes of what only the stock path has, in OP_SUBMIT.
 STOCK_KINDS = MappingProxyType({32: "reduce", 33: "gather", 34: "scatter", 35: "send", 36: "recv"})
-# Codes in OP_SUBMIT: gradients and calls of our own API, then where the script called torch.distributed.
+# Codes in OP_SUBMIT: gradients, then the phase of the step in which the script made the call.
 PHASES = ("reduce", "forward", "backward", "optimizer", "other")
 DTYPES = ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 # csrc/coll/choose.h, enum nb_algorithm.

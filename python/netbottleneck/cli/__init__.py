@@ -60,7 +60,10 @@ def _report(argv: Sequence[str]) -> int:
         prog="netbottleneck report", description="Print the report of a recorded run or a study."
     )
     parser.add_argument(
-        "run", metavar="RUN", help="a run folder, a single trace (*.jsonl.gz), a study's folder, or its evidence.json"
+        "run",
+        metavar="RUN",
+        help="a run folder, a single trace (*.jsonl.gz), a folder with torch.profiler's trace of each rank, a study's "
+        "folder, or its evidence.json",
     )
     parser.add_argument("--html", metavar="FILE", help="write the report as one HTML file")
     parser.add_argument("--json", action="store_true", help="print summary.json instead of the report")
@@ -76,7 +79,11 @@ def _report(argv: Sequence[str]) -> int:
     parser.add_argument("--strict", action="store_true", help="exit with code 4 if the verdict is INCONCLUSIVE")
     args = parser.parse_args(argv)
     path = Path(args.run)
-    if path.suffix == ".json" or any((path / name).exists() for name in ("evidence.json", "cells")):
+    from netbottleneck.trace import kineto
+
+    if (path.suffix == ".json" and not kineto.is_kineto(path)) or any(
+        (path / name).exists() for name in ("evidence.json", "cells")
+    ):
         return _study_report(path, args)
     from netbottleneck.report import Run
 

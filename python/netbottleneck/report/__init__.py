@@ -15,7 +15,7 @@ from netbottleneck.analysis import verdict as rules
 from netbottleneck.analysis.findings import Findings, find
 from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report import chrome, exporters, html, pictures, summary, text
-from netbottleneck.trace import model, ring_reader
+from netbottleneck.trace import kineto, model, ring_reader
 from netbottleneck.trace import model as tr
 
 __all__ = ["Run"]
@@ -25,7 +25,7 @@ PAGE = "report.html"
 
 
 class Run:
-    """A recorded run: a run folder, or a single trace file (*.jsonl.gz).
+    """A recorded run: a run folder, a single trace file (*.jsonl.gz), or the traces of torch.profiler in a folder.
 
     Raises FileNotFoundError if it does not exist, ValueError naming the file for an unknown version.
     """
@@ -33,9 +33,13 @@ class Run:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self._folder = self.path if self.path.is_dir() else None
-        self.trace: tr.Trace = (
-            ring_reader.load(self.path) if self._folder or not self.path.exists() else tr.read(self.path)
-        )
+        profiled = kineto.files(self.path)
+        if profiled:
+            self.trace: tr.Trace = kineto.load(profiled)
+        elif self._folder or not self.path.exists():
+            self.trace = ring_reader.load(self.path)
+        else:
+            self.trace = tr.read(self.path)
 
     @cached_property
     def findings(self) -> Findings:

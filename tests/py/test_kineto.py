@@ -1,0 +1,276 @@
+"""Traces of torch.profiler: from a real training, from JSON made of a known run, and damaged ones."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import RANKS_LIMIT_S, by_torchrun, free_port
+
+from netbottleneck import cli
+from netbottleneck.report import Run
+from netbottleneck.trace import kineto
+from ringwriter import BUCKETS, PARAMETERS, FakeRun
+
+TRAINING = """
+import sys, time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile, schedule
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(
+    torch.nn.Sequential(torch.nn.Linear(64, 8192), torch.nn.ReLU(), torch.nn.Linear(8192, 64)), bucket_cap_mb=1
+)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+def ready(prof):
+    prof.export_chrome_trace(f"{folder}/rank{rank}.pt.trace.json.gz")
+
+with profile(
+    activities=[ProfilerActivity.CPU], schedule=schedule(wait=1, warmup=1, active=24, repeat=1), on_trace_ready=ready,
+    record_shapes=True,
+) as prof:
+    for _ in range(27):
+        inputs, targets = torch.randn(8, 64), torch.randint(10, (8,))
+        if rank == 1:
+            time.sleep(0.2)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        prof.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    """Two ranks of DDP over gloo under torch.profiler; rank 1 sleeps 200 ms before each forward."""
+    folder = tmp_path_factory.mktemp("profiled")
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", TRAINING, str(rank), folder],
+            env=os.environ | by_torchrun(rank, 2, port),
+            stderr=subprocess.PIPE,
+        )
+        for rank in (0, 1)
+    ]
+    for rank in ranks:
+        _, said = rank.communicate(timeout=2 * RANKS_LIMIT_S)
+        assert rank.returncode == 0, said.decode()[-2000:]
+    return folder
+
+
+def test_a_profiled_training_gets_the_verdict_of_its_cause(profiled):
+    run = Run(profiled)
+    assert run.trace.size == 2
+    assert len(run.trace.steps) == 2 * 24
+    assert all(step.forward and step.grad_ready and step.optimizer for step in run.trace.steps)
+    assert {len([c for c in run.trace.collectives if (c.rank, c.step) == (0, s)]) for s in range(2, 26)} == {2}
+    parts = run.findings.parts["stock"]
+    assert parts.tensor_bytes == 4 * (64 * 8192 + 8192 + 8192 * 64 + 64)
+    assert run.findings.lateness.straggler == 1
+    assert run.verdict.code == "STRAGGLER"
+    assert run.findings.lateness.persistent_ns.value == pytest.approx(200e6, rel=0.3)
+    assert run.findings.lateness.longer["input"] == pytest.approx(200e6, rel=0.3)
+
+
+def test_gradients_of_a_profiled_training_belong_to_their_buckets(profiled):
+    trace = Run(profiled).trace
+    assert sorted(p.bytes for p in trace.parameters) == sorted(4 * n for n in (64 * 8192, 8192, 8192 * 64, 64))
+    assert sum(bucket.bytes for bucket in trace.buckets) == sum(p.bytes for p in trace.parameters)
+    for number, bucket in enumerate(trace.buckets):
+        assert sum(trace.parameters[p].bytes for p in bucket.parameters) == bucket.bytes
+        assert {trace.parameters[p].bucket for p in bucket.parameters} == {number}
+
+
+def test_the_command_reports_a_folder_of_profiles_and_one_of_them(profiled, capsys):
+    assert cli.main(["report", str(profiled)]) == 0
+    assert "Rank 1 makes the others wait" in " ".join(capsys.readouterr().out.split())
+    assert cli.main(["report", str(profiled / "rank1.pt.trace.json.gz")]) == 0
+    assert "no record of rank 0" in capsys.readouterr().out
+
+
+# Kineto's JSON of a run whose parts are known.
+
+
+def event(name, span, category="user_annotation", **args):
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "ts": span[0] / 1e3,
+        "dur": (span[1] - span[0]) / 1e3,
+        "args": args,
+    }
+
+
+def shape(count):
+    return {"Input Dims": [[count]], "Input type": ["float"]}
+
+
+def cpu_events(trace, rank):
+    for step in (s for s in trace.steps if s.rank == rank):
+        yield event(f"ProfilerStep#{step.index}", (step.begin_ns, step.end_ns))
+        for span in step.forward:
+            yield event("DistributedDataParallel.forward", span)
+        for span in step.optimizer:
+            yield event("Optimizer.step#SGD.step", span)
+        for index, at in step.grad_ready:
+            yield event(kineto.GRADIENT, (at - 1000, at), "cpu_op")
+            yield event(
+                "torch::autograd::AccumulateGrad", (at - 500, at), "cpu_op", **shape(PARAMETERS[index]["bytes"] // 4)
+            )
+    for one in (c for c in trace.collectives if c.rank == rank):
+        size = shape(one.tensor_bytes // 4)
+        yield event(
+            "c10d::allreduce_",
+            (one.submit_ns, one.submit_ns + 100),
+            "cpu_op",
+            **{**size, "Input Dims": [[size["Input Dims"][0]]]},
+        )
+        yield event("gloo:all_reduce", (one.start_ns, one.done_ns), **size)
+
+
+def gpu_events(trace, rank):
+    for step in (s for s in trace.steps if s.rank == rank):
+        yield event(f"ProfilerStep#{step.index}", (step.begin_ns, step.end_ns))
+        yield event(f"ProfilerStep#{step.index}", (step.begin_ns + 5000, step.end_ns + 5000), "gpu_user_annotation")
+        first, last = step.forward[0][0], max(at for _, at in step.grad_ready)
+        middle = (first + last) // 2
+        yield event("sgemm_128", (first, middle), "kernel", stream=7)
+        yield event("sgemm_64", (middle, last), "kernel", stream=7)
+        for span in step.optimizer:
+            yield event("multi_tensor_apply_kernel", span, "kernel", stream=7)
+    for number, one in enumerate(c for c in trace.collectives if c.rank == rank):
+        about = {"External id": number, "Collective name": "allreduce", "In msg nelems": one.tensor_bytes // 4}
+        about |= {"Out msg nelems": one.tensor_bytes // 4, "dtype": "Float", "Process Group Name": "0"}
+        yield event("record_param_comms", (one.submit_ns, one.submit_ns + 100), "cpu_op", **about)
+        yield event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", (one.start_ns, one.done_ns), "kernel", **about)
+
+
+def write(folder, trace, events, ranks=None, base_ns=10**18):
+    folder.mkdir(exist_ok=True)
+    for rank in range(trace.size) if ranks is None else ranks:
+        about = {"backend": "gloo", "rank": rank, "world_size": trace.size}
+        whole = {"schemaVersion": 1, "distributedInfo": about, "host_name": "one", "baseTimeNanoseconds": base_ns}
+        whole["traceEvents"] = [*events(trace, rank), {"ph": "i", "name": "end", "ts": 0.0}]
+        with gzip.open(folder / f"r{rank}.pt.trace.json.gz", "wt") as file:
+            json.dump(whole, file)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory):
+    """A run of known parts, on three ranks of which one is late."""
+    folder = tmp_path_factory.mktemp("known") / "run"
+    return Run(FakeRun(folder, size=3, transports=("stock",), blocks=1, block_steps=12, late_ms={2: 9}).write())
+
+
+@pytest.mark.parametrize("events", [cpu_events, gpu_events])
+def test_the_parts_of_a_profiled_step_are_those_of_the_same_run_recorded_by_us(known, tmp_path, events):
+    found = Run(write(tmp_path / "k", known.trace, events))
+    ours, theirs = known.findings.parts["stock"], found.findings.parts["stock"]
+    for name in ("step_ns", "compute_ns", "hidden_ns", "exposed_ns", "wait_ns", "other_ns", "input_ns", "skew_ns"):
+        assert getattr(theirs, name) == pytest.approx(getattr(ours, name), abs=2000), name
+    assert theirs.tensor_bytes == ours.tensor_bytes
+    assert found.findings.achieved["stock"].active_bps == pytest.approx(
+        known.findings.achieved["stock"].active_bps, rel=1e-3
+    )
+    assert found.verdict.code == known.verdict.code
+    assert found.findings.lateness.straggler == 2
+
+
+def test_the_layers_and_the_what_if_work_from_a_profile(known, tmp_path):
+    found = Run(write(tmp_path / "k", known.trace, cpu_events))
+    assert [bucket.bytes for bucket in found.trace.buckets] == [bucket["bytes"] for bucket in BUCKETS]
+    exposed = sum(layer.exposed_ns for layer in found.findings.layers)
+    assert exposed == pytest.approx(found.findings.parts["stock"].exposed_ns, rel=0.01)
+    (saved,) = (one for one in found.verdict.evidence if one.cause == "bucket sizes")
+    (expected,) = (one for one in known.verdict.evidence if one.cause == "bucket sizes")
+    assert (saved.saving is None) == (expected.saving is None)
+
+
+def test_what_a_profile_does_not_tell_is_said(known, tmp_path):
+    def without_shapes(trace, rank):
+        for one in cpu_events(trace, rank):
+            yield {**one, "args": {}}
+
+    found = Run(write(tmp_path / "k", known.trace, without_shapes))
+    assert "profile with record_shapes=True" in " ".join(found.text.split())
+    assert found.findings.achieved == {}
+    assert found.trace.parameters == ()
+    assert found.findings.parts["stock"].exposed_ns == pytest.approx(known.findings.parts["stock"].exposed_ns, abs=2000)
+    on_gpu = Run(write(tmp_path / "g", known.trace, gpu_events))
+    assert "forward, backward and optimizer are not told apart" in " ".join(on_gpu.text.split())
+
+
+def test_missing_and_damaged_ranks_are_named(known, tmp_path):
+    folder = write(tmp_path / "k", known.trace, cpu_events, ranks=(0, 2))
+    assert "no record of rank 1." in Run(folder).text
+    path = folder / "r2.pt.trace.json.gz"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    run = Run(folder)
+    (damaged,) = (note for note in run.trace.notes if note.startswith("left out: "))
+    assert damaged.startswith(f"left out: {path}: damaged")
+    assert "no record of rank 1, 2." in " ".join(run.text.split())
+
+
+def test_folders_that_cannot_be_one_run_are_refused(known, tmp_path, capsys):
+    folder = write(tmp_path / "k", known.trace, cpu_events, ranks=(0,))
+    (folder / "again.json.gz").write_bytes((folder / "r0.pt.trace.json.gz").read_bytes())
+    with pytest.raises(ValueError, match="two traces of rank 0"):
+        Run(folder)
+
+    def no_steps(trace, rank):
+        return (one for one in cpu_events(trace, rank) if "ProfilerStep" not in one["name"])
+
+    assert cli.main(["report", str(write(tmp_path / "n", known.trace, no_steps, ranks=(0,)))]) == 1
+    assert "call prof.step() after each step" in capsys.readouterr().err
+
+
+def test_clocks_of_other_hosts_are_not_trusted(known, tmp_path):
+    folder = write(tmp_path / "k", known.trace, cpu_events)
+    path = folder / "r1.pt.trace.json.gz"
+    whole = json.loads(gzip.decompress(path.read_bytes()))
+    whole["host_name"], whole["baseTimeNanoseconds"] = "two", 10**18 + 12_000_000
+    path.write_bytes(gzip.compress(json.dumps(whole).encode()))
+    run = Run(folder)
+    assert [rank.clock.method for rank in run.trace.ranks] == ["rank 0", "wall", "same clock"]
+    assert run.findings.trace.ranks[1].clock.method == "operations"
+    assert run.findings.parts["stock"].skew_ns == pytest.approx(known.findings.parts["stock"].skew_ns, rel=0.05)
+
+
+def test_kinds_and_sizes_of_operations_are_read_in_every_spelling():
+    kinds = {
+        "all_reduce": "allreduce",
+        "c10d::allreduce_": "allreduce",
+        "_allgather_base": "allgather",
+        "c10d::_reduce_scatter_base_": "reducescatter",
+        "all_gather_into_tensor_coalesced": "allgather",
+        "ncclDevKernel_AllReduce_Sum_f32_RING_LL": "allreduce",
+        "broadcast": "broadcast",
+        "barrier": "barrier",
+        "alltoall_base": "alltoall",
+        "send": None,
+    }
+    assert {name: kineto._kind(name) for name in kinds} == kinds
+    listed = {"Input Dims": [[[2, 3], [4]]], "Input type": ["float"]}
+    assert kineto._bytes({"args": listed}) == 40
+    gathered = {"In msg nelems": 4, "Out msg nelems": 32, "dtype": "BFloat16"}
+    assert kineto._bytes({"args": gathered}) == 64
+
+
+def test_a_study_is_not_taken_for_a_profile(tmp_path):
+    (tmp_path / "evidence.json").write_text('{"cells": []}')
+    assert kineto.files(tmp_path) == []
+    assert kineto.files(tmp_path / "evidence.json") == []

@@ -324,15 +324,12 @@ PyTypeObject *core_comm_type(PyObject *module) {
         {"exchange", WITH_KEYWORDS(core_comm_exchange),
          "exchange($self, blob, *, limit_s=0.0)\n--\n\n"
          "All-gather equal-length blobs, by rank. Every rank, in the same order.\n\n"
-         "limit_s: after which TimeoutError names the ranks that have not come; 0: never. The communicator stays "
-         "usable."},
+         "limit_s: after which TimeoutError names the missing ranks; 0: never. The communicator stays usable."},
         {"info", comm_info, METH_NOARGS, "info($self)\n--\n\nOpen lanes and bytes moved; also after close()."},
         {"missing", WITH_KEYWORDS(core_comm_missing),
-         "missing($self, name, group=0)\n--\n\nRanks (16 at most) that had not submitted it when its stall was "
-         "reported."},
+         "missing($self, name, group=0)\n--\n\nRanks (16 at most) without it when its stall was reported."},
         {"record_clock", comm_record_clock, METH_O,
-         "record_clock($self, recorder)\n--\n\nRecord this rank's clock against rank 0's in a Recorder too, about once a "
-         "second.\n\nNone: no longer. It replaces the recorder of an earlier call."},
+         "record_clock($self, recorder)\n--\n\nRecord this rank's clock in a Recorder too; None: no longer."},
         {"notices", comm_notices, METH_NOARGS,
          "notices($self)\n--\n\nNotices for the user since the last call: stalls, lost lanes."},
         {"abort", WITH_KEYWORDS(comm_abort),

@@ -1,5 +1,5 @@
-// Usable lanes: the open ones to a peer, those of them that take new segments, and messages over the lowest one, among them which
-// operations have started.
+// Usable lanes: the open ones to a peer, those of them that take new segments, and messages over the lowest one, among
+// them which operations have started.
 #include <errno.h>
 #include <stddef.h>
 #include <string.h>

@@ -561,6 +561,9 @@ def imbalance(facts: Facts) -> RuleResult:
 def before_forward(facts: Facts) -> RuleResult:
     """Time passes before the forward: input."""
     f, saving = facts.f, facts.f.parts_ns["input"]
+    other = next((note for note in f.trace.notes if NOT_RECORDED in note), None)
+    if other is not None:  # it may train before this model's forward
+        return facts.evidence("input", "INPUT_LIMITED", rests=f"not known: {other}")
     return facts.evidence(
         "input",
         "INPUT_LIMITED",

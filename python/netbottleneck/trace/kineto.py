@@ -248,7 +248,7 @@ def _collectives(found: _Recorded, steps: Sequence[Step], groups: list[str]) -> 
                 f"{one.kind}.{place}",
                 step.index,
                 groups.index(one.group),
-                one.kind,
+                kind=one.kind,
                 bucket=place if not found.gpu else None,
                 start_ns=one.start_ns,
                 done_ns=one.done_ns,

@@ -547,33 +547,36 @@ class _RankFiles:
         return next((r.opened_wall_ns - r.opened_mono_ns for r in self.rings.values()), None)
 
 
+def _by_heartbeats(beats: NDArray[Any]) -> tuple[tr.Clock, NDArray[np.float64]]:
+    """Return the clock by the heartbeat with the shortest round trip, and the drift through all good ones."""
+    offset, trip = beats["a"].astype("i8"), beats["b"]
+    good = trip <= ROUND_TRIP_FACTOR * trip.min()
+    best = int(np.argmin(trip))
+    clock = tr.Clock("heartbeat", int(offset[best]), int(trip[best]) // 2)
+    if good.sum() < DRIFT_SAMPLES:
+        return clock, np.zeros(2)
+    at = float(beats["time_ns"][best])
+    slope, _ = np.polyfit(beats["time_ns"][good] - at, (offset[good] - offset[best]).astype(float), 1)
+    return clock, np.array([slope, at])
+
+
 def _clock_line(files: _RankFiles, reference_ns: int | None) -> tuple[tr.Clock, NDArray[np.float64]]:
     """Return this rank's clock relative to rank 0's, and the drift (slope, at) around clock.offset_ns."""
     still = np.zeros(2)
     if files.rank == 0:
         return tr.Clock("rank 0", 0, 0), still
-    events = files.events()
+    events, anchor = files.events(), files.anchor_ns()
     beats = events[events["kind"] == EVENTS["CLOCK"]]
-    anchor = files.anchor_ns()
-    anchored = anchor is not None and reference_ns is not None
-    by_wall = reference_ns - anchor if anchor is not None and reference_ns is not None else 0
-    same = anchored and abs(by_wall) <= SAME_CLOCK_NS
+    by_wall = None if anchor is None or reference_ns is None else reference_ns - anchor
+    same = by_wall is not None and abs(by_wall) <= SAME_CLOCK_NS
     if len(beats):
-        offset, trip = beats["a"].astype("i8"), beats["b"]
-        good = trip <= ROUND_TRIP_FACTOR * trip.min()
-        best = int(np.argmin(trip))
-        clock = tr.Clock("heartbeat", int(offset[best]), int(trip[best]) // 2)
-        if same and abs(clock.offset_ns) <= (clock.error_ns or 0):
-            return tr.Clock("same clock", 0, 0), still
-        if good.sum() >= DRIFT_SAMPLES:
-            at = float(beats["time_ns"][best])
-            slope, _ = np.polyfit(beats["time_ns"][good] - at, (offset[good] - offset[best]).astype(float), 1)
-            return clock, np.array([slope, at])
-        return clock, still
+        clock, drift = _by_heartbeats(beats)
+        agrees = abs(clock.offset_ns) <= (clock.error_ns or 0)
+        return (tr.Clock("same clock", 0, 0), still) if same and agrees else (clock, drift)
     known = [t["clock_offset_ns"] for t in files.meta.get("transports", {}).values() if t.get("clock_offset_ns")]
     if known:
         return tr.Clock("heartbeat", int(known[0]), None), still
-    if not anchored:
+    if by_wall is None:
         return tr.Clock(), still
     return (tr.Clock("same clock", 0, 0) if same else tr.Clock("wall", by_wall, None)), still
 

@@ -9,7 +9,7 @@ from netbottleneck.analysis.bandwidth import Achievable
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.report.text import sentences
 from netbottleneck.trace import ring_reader
-from netbottleneck.trace.model import Network
+from netbottleneck.trace.model import NOT_RECORDED, Network
 from netbottleneck.trace.transports import Arm
 from ringwriter import FakeRun
 
@@ -159,6 +159,9 @@ def test_slow_input_is_distinguished_from_a_slow_network(tmp_path):
         tmp_path, blocks=9, late_ms={0: 60, 1: 60}, transfer_ms={"stock": (2, 1), "ofi": (2, 1)}, bare_ms=94
     )
     assert verdict.decide(numbers).code == "INPUT_LIMITED"
+    note = f"the DDP model of Other was left alone: {NOT_RECORDED}."
+    beside = replace(numbers, trace=replace(numbers.trace, notes=(note,)))
+    assert verdict.decide(beside).code != "INPUT_LIMITED"  # the other model may train before the forward
 
 
 def test_one_rank_has_no_communication(tmp_path):

@@ -146,7 +146,7 @@ class Collectives:
 
     def waits(self, work: Any) -> "_Blocked":
         """Return a context in which a thread waits for a work."""
-        return _Blocked(self, self._works.get(work))
+        return _Blocked(self, self._guarded(self._works.get, work))
 
     def trains(self) -> bool:
         """Return whether this is the training's thread, or one that runs a backward pass."""
@@ -162,7 +162,7 @@ class Collectives:
         if sent is not None and not sent.seen:
             self.put(_DONE, sent.key, sent.turn)
             if work is not None:
-                self._works[work] = sent._replace(seen=True)
+                self._guarded(self._works.__setitem__, work, sent._replace(seen=True))
 
     def submitted(self, work: Any, name: str, about: tuple[int, Any, int, int]) -> None:
         """Stamp the submission of an operation of our own API."""

@@ -438,6 +438,22 @@ def test_a_wrapper_that_other_code_adds_stays_when_the_recording_ends() -> None:
         dist.ProcessGroup.barrier = before  # type: ignore[method-assign]
 
 
+def test_a_recording_that_cannot_begin_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise TypeError("cannot set 'wait' attribute of immutable type")
+
+    errors: list[Exception] = []
+    recorder: Any = _Recorder()
+    before = dict(vars(dist.ProcessGroup))
+    watched = collectives.Collectives(recorder, errors.append)
+    patch = collectives._put
+    monkeypatch.setattr(collectives, "_put", lambda *args: refuse() if args[1] == "wait" else patch(*args))
+    watched.watch(True)
+    watched.watch(False)
+    assert [str(error) for error in errors] == ["cannot set 'wait' attribute of immutable type"]
+    assert dict(vars(dist.ProcessGroup)) == before
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_the_steps_of_other_optimizers_are_told_of(known: bool) -> None:
     def parameter() -> Any:

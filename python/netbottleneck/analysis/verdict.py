@@ -247,12 +247,16 @@ def _providers(f: Findings) -> Verdict | None:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the rules see: the numbers of a run, the engine's predictions, and the use of its hosts."""
+    """What the rules see: the numbers of a run, the engine's predictions, and the use of its hosts.
+
+    unseen: bytes on an interface that no recorded operation of the base explains; None without counters.
+    """
 
     f: Findings
     base: Arm
     predicted: Predicted
     hosts: Sequence[HostUse]
+    unseen: Unseen | None = None
 
     @property
     def step_ns(self) -> float:
@@ -263,11 +267,6 @@ class Facts:
     def moving(self) -> Estimate:
         """Ns a step of exposed communication and waiting after the last rank arrived."""
         return self.f.parts_ns["moving"]
-
-    @property
-    def unseen(self) -> Unseen | None:
-        """Bytes on an interface that no recorded operation of the base explains; None without counters."""
-        return unseen(self.f.trace, self.base, self.hosts)
 
     @property
     def rates_known(self) -> str:
@@ -283,6 +282,11 @@ class Facts:
         more = self.unseen
         if more is not None and more.surely >= OTHER_TRAFFIC:
             return f"unseen: {percent(more.part)} of {more.interface}'s bytes are of no recorded operation"
+        return self.not_recorded
+
+    @property
+    def not_recorded(self) -> str:
+        """The note on communication that is not in the record; "" if there is none."""
         return next((note for note in self.f.trace.notes if NOT_RECORDED in note), "")
 
     def evidence(self, cause: str, code: str, **fields: object) -> RuleResult:
@@ -561,9 +565,8 @@ def imbalance(facts: Facts) -> RuleResult:
 def before_forward(facts: Facts) -> RuleResult:
     """Time passes before the forward: input."""
     f, saving = facts.f, facts.f.parts_ns["input"]
-    other = next((note for note in f.trace.notes if NOT_RECORDED in note), None)
-    if other is not None:  # it may train before this model's forward
-        return facts.evidence("input", "INPUT_LIMITED", rests=f"not known: {other}")
+    if facts.not_recorded:  # another model may train before this one's forward
+        return facts.evidence("input", "INPUT_LIMITED", rests=f"not known: {facts.not_recorded}")
     return facts.evidence(
         "input",
         "INPUT_LIMITED",
@@ -693,13 +696,13 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
     share = f.share
     lost = f"{percent(share.value)} of the step ({percent(share.low)} to {percent(share.high)})"
     doubt = next((one for one in evidence if one.uncertain), None)
-    unknown = next((note for note in f.trace.notes if NOT_RECORDED in note), None)
+    unknown = facts.not_recorded
     if doubt is not None:
         assert doubt.saving is not None
         why = f"{doubt.cause[0].upper()}{doubt.cause[1:]} may cost {facts.share(doubt.saving)}"
         why += f", but the interval includes {percent(GAIN_MIN)} ({doubt.rests})."
         return Verdict("INCONCLUSIVE", why, doubt.needs, evidence)
-    if share.high < NETWORK_SHARE_MIN and unknown is not None:
+    if share.high < NETWORK_SHARE_MIN and unknown:
         return Verdict(
             "INCONCLUSIVE",
             f"The recorded communication is {lost}. {unknown}",
@@ -761,7 +764,8 @@ def decide(findings: Findings, predicted: Predicted | None = None, hosts: Sequen
     if findings.script_ns > GAIN_MIN * findings.parts_ns["step"].value:
         # The engine predicts the gradients alone: formulas over all that is exposed count the script's own calls too.
         predicted = replace(predicted, savings_ns={k: v for k, v in predicted.savings_ns.items() if k == "buckets"})
-    facts = Facts(findings, findings.base, predicted, hosts)
+    more = unseen(findings.trace, findings.base, hosts)
+    facts = Facts(findings, findings.base, predicted, hosts, more)
     evidence = judge(facts)
     first = evidence[0]
     if not first.fired:

@@ -112,21 +112,23 @@ class Collectives:
 
     def watch(self, on: bool) -> None:
         """Start or stop recording. Without a recording, torch has its own methods."""
-        if on == (self in _OBSERVERS):
-            return
-        if on:
-            _OBSERVERS.append(self)
-            _patch()
-            self._job = job.current() if job.is_started() else None
-            if self._job is not None:
-                self._job.watcher = self
-        else:
-            _OBSERVERS.remove(self)
-            if self._job is not None and self._job.watcher is self:
-                self._job.watcher = None
-            self._submitted.clear()
-            if not _OBSERVERS:
-                _restore()
+        if on != (self in _OBSERVERS):
+            self._guarded(self._start if on else self._stop)
+
+    def _start(self) -> None:
+        _OBSERVERS.append(self)
+        _patch()
+        self._job = job.current() if job.is_started() else None
+        if self._job is not None:
+            self._job.watcher = self
+
+    def _stop(self) -> None:
+        _OBSERVERS.remove(self)
+        if self._job is not None and self._job.watcher is self:
+            self._job.watcher = None
+        self._submitted.clear()
+        if not _OBSERVERS:
+            _restore()
 
     def forward(self, begins: bool) -> None:
         """Note the begin or the end of the model's forward pass. Its thread is the training's."""

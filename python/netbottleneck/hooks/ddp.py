@@ -58,7 +58,7 @@ class _ByModel(Generic[T]):
 
     def items(self) -> list[tuple[Any, T]]:
         """Return the live models and their values."""
-        alive = [(reference(), value) for reference, value in self._found.values()]
+        alive = [(reference(), value) for reference, value in tuple(self._found.values())]
         return [(model, value) for model, value in alive if model is not None]
 
     def values(self) -> list[T]:

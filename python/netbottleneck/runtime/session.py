@@ -397,14 +397,15 @@ def _of_exchange(error: Exception) -> bool:
 
 
 def _meet(session: Session, control: "_core.Comm") -> None:
-    """Check that all ranks share the run folder; record clocks; start this host's monitor. Every rank calls it."""
-    control.record_clock(session.recorder)
-    _clocked.clear()
-    _clocked.add(session)
+    """Check that all ranks share the run folder; start this host's monitor; record the clock. Every rank calls it."""
     limit_s = session.settings.start_timeout_s
     together(control, b"written", limit_s)
     session.shared = run_folder.is_shared(control, session.folder, limit_s)
     session.on_close.append(monitor.watch(session.settings, session.place, session.folder / run_folder.RANKS))
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # the run may be closed by now
+        control.record_clock(session.recorder)
+        _clocked.clear()
+        _clocked.add(session)
 
 
 def observe(

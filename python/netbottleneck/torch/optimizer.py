@@ -471,7 +471,7 @@ def number_from(here: tuple[int, int]) -> None:
 
 def renew(here: tuple[int, int]) -> None:
     """Move the distributed optimizers below an earlier job's mark to this job, and end those above it."""
-    alive = [optimizer for optimizer in (reference() for reference in _made) if optimizer is not None]
+    alive = [optimizer for optimizer in (reference() for reference in tuple(_made)) if optimizer is not None]
     for optimizer in sorted(alive, key=lambda each: each._age):
         if optimizer._job is job.current():
             continue

@@ -243,7 +243,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize(("variables", "limit"), [({}, "5 s"), ({"NETBOTTLENECK_TIMEOUT_S": "4"}, "4 s")])
+@pytest.mark.parametrize(("variables", "limit"), [({}, "5.0 s"), ({"NETBOTTLENECK_TIMEOUT_S": "4"}, "4.0 s")])
 def test_a_silent_peer_has_the_process_groups_timeout_by_default(
     warm_ranks: Ranks, variables: dict[str, str], limit: str
 ) -> None:

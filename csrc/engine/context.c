@@ -63,25 +63,22 @@ void nb_job_notify(struct nb_job *job, const char *text) {
     pthread_mutex_unlock(&job->lock);
 }
 
-static void clock_put(const struct nb_clock_log *clock, struct nb_ring *ring) {
-    nb_ring_put_at(ring, clock->at_ns, NB_EV_CLOCK, 0, clock->offset_ns, clock->trip_ns, 0, 0, 0);
-}
-
 void nb_job_clock_measured(struct nb_job *job, int64_t at_ns, uint64_t offset_ns, uint64_t trip_ns) {
-    pthread_mutex_lock(&job->lock);
-    job->clock = (struct nb_clock_log){job->clock.ring, at_ns, offset_ns, trip_ns};
-    clock_put(&job->clock, job->config.ring);
-    clock_put(&job->clock, job->clock.ring);
-    pthread_mutex_unlock(&job->lock);
+    nb_ring_put_at(job->config.ring, at_ns, NB_EV_CLOCK, 0, offset_ns, trip_ns, 0, 0, 0);
+    atomic_store(&job->clock.busy, true);
+    nb_ring_put_at(atomic_load(&job->clock.ring), at_ns, NB_EV_CLOCK, 0, offset_ns, trip_ns, 0, 0, 0);
+    atomic_store(&job->clock.busy, false);
 }
 
 void nb_job_record_clock(struct nb_job *job, struct nb_ring *ring) {
-    pthread_mutex_lock(&job->lock);
-    job->clock.ring = ring;
-    if (job->clock.at_ns != 0) {
-        clock_put(&job->clock, ring);
+    atomic_store(&job->clock.ring, ring);
+    while (atomic_load(&job->clock.busy)) { // one event of the earlier ring
+        sched_yield();
     }
-    pthread_mutex_unlock(&job->lock);
+    if (ring != NULL) {
+        atomic_store(&job->clock.due, true);
+        nb_loop_wake(&job->loop);
+    }
 }
 
 bool nb_job_notice(struct nb_job *job, char *text, size_t text_bytes) {

@@ -45,11 +45,10 @@ struct nb_inbox {         // requests of callers to the progress owner. Under th
     struct nb_error abort_why;
 };
 
-struct nb_clock_log {     // measurements of this rank's clock against rank 0's
-    struct nb_ring *ring; // or NULL
-    int64_t at_ns;        // of the last one; 0: none
-    uint64_t offset_ns;   //
-    uint64_t trip_ns;     //
+struct nb_clock_log {             // a second ring for measurements of this rank's clock; without a lock
+    struct nb_ring *_Atomic ring; // or NULL
+    _Atomic bool busy;            // the progress owner writes to it
+    _Atomic bool due;             // a measurement was requested
 };
 
 struct nb_job {
@@ -78,7 +77,6 @@ struct nb_job {
     struct nb_job_info info;
     char notices[NB_NOTICES_MAX][NB_ERROR_TEXT];
     int notice_count;
-    struct nb_clock_log clock;
 
     struct nb_inbox inbox;
     struct nb_comms comms;
@@ -86,6 +84,7 @@ struct nb_job {
     struct nb_devices devices;
     struct nb_progress progress;
     struct nb_watchdog watchdog;
+    struct nb_clock_log clock;
     struct nb_stalls stalls;
     struct nb_joined joined;
     size_t inline_bytes; // inline.c
@@ -110,7 +109,7 @@ int nb_job_peer_ready(struct nb_job *job, int peer, struct nb_error *err);
 uint64_t nb_job_next_seq(struct nb_job *job, uint64_t count);
 // True if the number is above all earlier ones, and records it: the numbers of started operations only grow.
 bool nb_job_accept_seq(struct nb_job *job, uint64_t seq);
-// Records a measurement of this rank's clock: its offset to rank 0's.
+// Records a measurement of this rank's clock: its offset to rank 0's. By the progress owner.
 void nb_job_clock_measured(struct nb_job *job, int64_t at_ns, uint64_t offset_ns, uint64_t trip_ns);
 // True if the progress owner should keep polling after the last movement, at moved_ns. May yield the core.
 bool nb_job_polls(const struct nb_job *job, int64_t moved_ns);

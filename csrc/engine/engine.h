@@ -136,8 +136,8 @@ void nb_job_close(struct nb_job *job);
 // Fails the job on every rank and names this rank as the cause. The caller still calls nb_job_close().
 void nb_job_abort(struct nb_job *job, const char *why);
 void nb_job_info(struct nb_job *job, struct nb_job_info *info);
-// Records this rank's clock against rank 0's in a ring too, about once a second, beginning with the last measurement.
-// NULL: no longer; the ring is then not used any more.
+// Records this rank's clock against rank 0's in a ring too, about once a second, beginning soon. NULL: no longer; the
+// ring is then not used any more.
 void nb_job_record_clock(struct nb_job *job, struct nb_ring *ring);
 // Returns the next notice for the user (a stall, a lost lane), each at most once. False: there is none.
 bool nb_job_notice(struct nb_job *job, char *text, size_t text_bytes);

@@ -3,6 +3,7 @@
 
 #include <errno.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -108,7 +109,8 @@ static void suspicion_tick(struct nb_job *job, int64_t now) {
 
 static void ping_tick(struct nb_job *job, int64_t now) {
     struct control *control = &job->controls[0];
-    if (job->rank > 0 && now >= job->watchdog.next_ping_ns && control->out_bytes == 0) {
+    bool due = now >= job->watchdog.next_ping_ns || atomic_exchange(&job->clock.due, false);
+    if (job->rank > 0 && due && control->out_bytes == 0) {
         int64_t quarter = (int64_t)job->config.timeout_ms * 1000000 / 4;
         job->watchdog.next_ping_ns = now + (quarter < 1000000000 ? quarter : 1000000000);
         nb_control_send(control, CTL_PING, &now, sizeof now);

@@ -286,8 +286,7 @@ class Comm:
     def record_clock(self, recorder: Recorder | None) -> None:
         """Record this rank's clock against rank 0's in a Recorder too, about once a second; None: no longer.
 
-        Replaces the recorder of an earlier call. The first event is the last measurement. ValueError for a closed
-        recorder."""
+        Replaces the recorder of an earlier call. ValueError for a closed recorder."""
 
     def notices(self) -> list[str]:
         """Notices for the user since the last call: stalls, lost lanes."""

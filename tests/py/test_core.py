@@ -417,7 +417,7 @@ assert grown < 1024, grown
 
 
 def test_the_clock_is_recorded_in_another_recorder_too(pair: list[_core.Comm], tmp_path: Path) -> None:
-    """The first event is the last measurement; a closed or replaced recorder gets no more."""
+    """A closed or replaced recorder gets no more."""
     kind = _core.EVENTS["CLOCK"]
     first, second = (_core.Recorder(str(tmp_path / name), 64, 1) for name in ("first", "second"))
     for recorder, name in ((first, "first"), (second, "second")):

@@ -47,6 +47,7 @@ enum core_type {
     CORE_LISTENER,
     CORE_RECORDER,
     CORE_STAMPER,
+    CORE_OPERATION,
     CORE_WORK,
     CORE_COMM,
     CORE_GRADHOOK,
@@ -81,6 +82,7 @@ PyTypeObject *core_arena_type(PyObject *module);
 PyTypeObject *core_listener_type(PyObject *module);
 PyTypeObject *core_recorder_type(PyObject *module);
 PyTypeObject *core_stamper_type(PyObject *module);
+PyTypeObject *core_operation_type(PyObject *module);
 PyTypeObject *core_work_type(PyObject *module);
 PyTypeObject *core_comm_type(PyObject *module);
 PyTypeObject *core_gradhook_type(PyObject *module);

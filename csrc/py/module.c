@@ -285,14 +285,15 @@ static int add_constants(PyObject *module) {
 
 static int add_types(PyObject *module, struct core_state *state) {
     static PyTypeObject *(*const makers[CORE_TYPES])(PyObject *) = {
-        [CORE_ARENA] = core_arena_type,       [CORE_LISTENER] = core_listener_type,
-        [CORE_RECORDER] = core_recorder_type, [CORE_STAMPER] = core_stamper_type,
-        [CORE_WORK] = core_work_type,         [CORE_COMM] = core_comm_type,
-        [CORE_GRADHOOK] = core_gradhook_type, [CORE_HOOK] = core_hook_type,
+        [CORE_ARENA] = core_arena_type,         [CORE_LISTENER] = core_listener_type,
+        [CORE_RECORDER] = core_recorder_type,   [CORE_STAMPER] = core_stamper_type,
+        [CORE_OPERATION] = core_operation_type, [CORE_WORK] = core_work_type,
+        [CORE_COMM] = core_comm_type,           [CORE_GRADHOOK] = core_gradhook_type,
+        [CORE_HOOK] = core_hook_type,
     };
     for (int i = 0; i < CORE_TYPES; i++) {
         state->types[i] = makers[i](module);
-        bool hidden = i == CORE_STAMPER || i == CORE_HOOK;
+        bool hidden = i == CORE_STAMPER || i == CORE_OPERATION || i == CORE_HOOK;
         if (state->types[i] == NULL || (!hidden && PyModule_AddType(module, state->types[i]) < 0)) {
             return -1;
         }

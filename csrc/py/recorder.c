@@ -264,6 +264,18 @@ struct core_stamper {
     bool awaited; // counted in recorder->pending until it is freed
 };
 
+static PyObject *stamper_new(PyObject *recorder, const struct stamp *stamp, bool awaited) {
+    PyTypeObject *type = core_state_of(recorder)->types[CORE_STAMPER];
+    struct core_stamper *self = (struct core_stamper *)PyType_GenericAlloc(type, 0);
+    if (self != NULL) {
+        self->recorder = Py_NewRef(recorder);
+        self->stamp = *stamp;
+        self->awaited = awaited;
+        atomic_fetch_add(&((struct core_recorder *)recorder)->pending, awaited);
+    }
+    return (PyObject *)self;
+}
+
 static PyObject *recorder_stamper(PyObject *object, PyObject *args, PyObject *kwargs) {
     static const char *const keywords[] = {"kind", "key", "a", "b", "awaited", NULL};
     struct stamp s = {0};
@@ -273,15 +285,7 @@ static PyObject *recorder_stamper(PyObject *object, PyObject *args, PyObject *kw
         check_kind(s.kind) < 0) {
         return NULL;
     }
-    PyTypeObject *type = core_state_of(object)->types[CORE_STAMPER];
-    struct core_stamper *self = (struct core_stamper *)PyType_GenericAlloc(type, 0);
-    if (self != NULL) {
-        self->recorder = Py_NewRef(object);
-        self->stamp = s;
-        self->awaited = awaited != 0;
-        atomic_fetch_add(&((struct core_recorder *)object)->pending, awaited != 0);
-    }
-    return (PyObject *)self;
+    return stamper_new(object, &s, awaited != 0);
 }
 
 static PyObject *stamper_call(PyObject *object, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs)) {
@@ -298,6 +302,56 @@ static void stamper_dealloc(PyObject *object) {
         atomic_fetch_sub(&((struct core_recorder *)self->recorder)->pending, 1);
     }
     Py_XDECREF(self->recorder);
+    PyObject_Free(object);
+    Py_DECREF(type);
+}
+
+// An operation that is repeated, as a bucket is: `turn` numbers its stamps.
+struct core_operation {
+    PyObject base;
+    PyObject *recorder;
+    uint64_t key;
+    uint64_t bytes;
+    uint64_t bucket;
+    uint64_t about;
+    uint64_t turn;
+};
+
+static PyObject *recorder_operation(PyObject *object, PyObject *args) {
+    struct core_operation found = {.turn = UINT64_MAX};
+    if (!PyArg_ParseTuple(args, "O&O&O&O&:operation", core_get_u64, &found.key, core_get_u64, &found.bytes,
+                          core_get_u64, &found.bucket, core_get_u64, &found.about)) {
+        return NULL;
+    }
+    PyTypeObject *type = core_state_of(object)->types[CORE_OPERATION];
+    struct core_operation *self = (struct core_operation *)PyType_GenericAlloc(type, 0);
+    if (self != NULL) {
+        found.base = self->base;
+        *self = found;
+        self->recorder = Py_NewRef(object);
+    }
+    return (PyObject *)self;
+}
+
+static PyObject *operation_submitted(PyObject *object, PyObject *Py_UNUSED(none)) {
+    struct core_operation *self = (struct core_operation *)object;
+    int64_t now_ns = nb_now_ns();
+    self->turn++;
+    nb_ring_put_at(core_recorder_ring(self->recorder), now_ns, NB_EV_OP_SUBMIT, self->key, self->turn, self->bytes,
+                   self->bucket, 0, self->about);
+    return PyLong_FromLongLong(now_ns);
+}
+
+static PyObject *operation_started(PyObject *object, PyObject *Py_UNUSED(none)) {
+    const struct core_operation *self = (struct core_operation *)object;
+    nb_ring_put(core_recorder_ring(self->recorder), NB_EV_OP_START, self->key, self->turn, 0, 0, 0, 0);
+    return stamper_new(self->recorder, &(struct stamp){.kind = NB_EV_OP_DONE, .key = self->key, .value = {self->turn}},
+                       true);
+}
+
+static void operation_dealloc(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    Py_XDECREF(((struct core_operation *)object)->recorder);
     PyObject_Free(object);
     Py_DECREF(type);
 }
@@ -363,6 +417,10 @@ PyTypeObject *core_recorder_type(PyObject *module) {
          "stamper($self, kind, key=0, a=0, b=0, *, awaited=False)\n--\n\n"
          "Return a C callable that stamps this event whatever it is called with, and returns None. awaited: settle()\n"
          "waits until the callable is freed."},
+        {"operation", recorder_operation, METH_VARARGS,
+         "operation($self, key, nbytes, bucket, about)\n--\n\n"
+         "Return what stamps an operation that is repeated. bucket: its number from 1; about: the last value of\n"
+         "OP_SUBMIT."},
         {"settle", recorder_settle, METH_NOARGS,
          "settle($self)\n--\n\n"
          "Wait, at most 0.1 s, until all awaited stampers are freed; return False if some are left. A thread that is\n"
@@ -400,6 +458,29 @@ PyTypeObject *core_stamper_type(PyObject *module) {
     static const PyType_Spec spec = {
         .name = "netbottleneck._core.Stamper",
         .basicsize = sizeof(struct core_stamper),
+        .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+        .slots = (PyType_Slot *)slots,
+    };
+    return (PyTypeObject *)PyType_FromModuleAndSpec(module, (PyType_Spec *)&spec, NULL);
+}
+
+PyTypeObject *core_operation_type(PyObject *module) {
+    static const PyMethodDef methods[] = {
+        {"submitted", operation_submitted, METH_NOARGS,
+         "submitted($self)\n--\n\nStamp OP_SUBMIT with the next turn; return its time in ns."},
+        {"started", operation_started, METH_NOARGS,
+         "started($self)\n--\n\nStamp OP_START; return an awaited stamper of OP_DONE."},
+        {0},
+    };
+    static const PyType_Slot slots[] = {
+        {Py_tp_doc, (void *)"Made by Recorder.operation()."},
+        {Py_tp_dealloc, (void *)operation_dealloc},
+        {Py_tp_methods, (void *)methods},
+        {0, NULL},
+    };
+    static const PyType_Spec spec = {
+        .name = "netbottleneck._core.Operation",
+        .basicsize = sizeof(struct core_operation),
         .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
         .slots = (PyType_Slot *)slots,
     };

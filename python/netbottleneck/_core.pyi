@@ -166,6 +166,9 @@ class Recorder:
         of the offsets was set during the pass) or if there is no offset.
         """
 
+    def operation(self, key: int, nbytes: int, bucket: int, about: int) -> Operation:
+        """What records the events of an operation that is repeated. about: its kind and dtype, as in OP_SUBMIT."""
+
     def settle(self) -> bool:
         """Wait, at most 0.1 s, until all awaited stampers are freed."""
 
@@ -176,6 +179,16 @@ class Recorder:
     @property
     def dropped(self) -> int: ...
     def close(self) -> None: ...
+
+@final
+class Operation:
+    """Made by Recorder.operation. Numbers its turns from 0."""
+
+    def submitted(self) -> int:
+        """Record OP_SUBMIT of the next turn; return its time in ns."""
+
+    def started(self) -> Callable[..., None]:
+        """Record OP_START of this turn; return an awaited stamper of its OP_DONE."""
 
 @final
 class Work:

@@ -217,6 +217,48 @@ def test_stamps_reach_the_file(tmp_path: Path) -> None:
     assert before <= second[0] <= third[0] <= after
 
 
+def test_an_operation_numbers_its_turns(tmp_path: Path) -> None:
+    path = tmp_path / "ring"
+    recorder = _core.Recorder(str(path), 16, 0)
+    names = ("OP_SUBMIT", "OP_START", "OP_DONE")
+    submit, start, done = (_core.EVENTS[name] for name in names)
+    operation = recorder.operation(2**64 - 1, 4096, 3, 0x10102)
+    submitted = [operation.submitted()]
+    ends = [operation.started()]
+    submitted.append(operation.submitted())
+    ends.append(operation.started())
+    assert not recorder.settle()  # two ends are awaited
+    ends.pop()("a future")
+    ends.pop()("a future")
+    assert recorder.settle()
+    recorder.close()
+    events = events_of(path)
+    key = 2**64 - 1
+    assert [event[1:] for event in events] == [
+        (submit, 0, key, 0, 4096, 3, 0, 0x10102),
+        (start, 0, key, 0, 0, 0, 0, 0),
+        (submit, 0, key, 1, 4096, 3, 0, 0x10102),
+        (start, 0, key, 1, 0, 0, 0, 0),
+        (done, 0, key, 1, 0, 0, 0, 0),
+        (done, 0, key, 0, 0, 0, 0, 0),
+    ]
+    assert [event[0] for event in events if event[1] == submit] == submitted
+
+
+def test_an_operation_of_a_closed_recorder_stamps_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "ring"
+    recorder = _core.Recorder(str(path), 2, 0)
+    operation = recorder.operation(1, 8, 1, 0)
+    recorder.close()
+    operation.submitted()
+    operation.started()()
+    assert events_of(path) == []
+    with pytest.raises(TypeError):
+        type(operation)()
+    with pytest.raises(ValueError, match=str(2**65)):
+        recorder.operation(2**65, 8, 1, 0)
+
+
 def test_a_full_ring_counts_what_it_drops(tmp_path: Path) -> None:
     recorder = _core.Recorder(str(tmp_path / "ring"), 2, 0)
     for _ in range(5):

@@ -401,16 +401,37 @@ def test_a_process_group_in_python_that_inherits_its_methods_fails_as_without_us
     errors: list[str] = []
     recorder: Any = _Recorder()
     watched = collectives.Collectives(recorder, lambda error: errors.append(repr(error)))
-    said = []
+    messages = []
     for on in (False, True):
         watched.watch(on)
         try:
             with pytest.raises(RuntimeError) as caught:
                 _Group(0, 1).allreduce([torch.ones(2)])
-            said.append(str(caught.value).splitlines()[0])
+            messages.append(str(caught.value).splitlines()[0])
         finally:
             watched.watch(False)
-    assert said[0] == said[1]
+    assert messages[0] == messages[1]
+    assert errors == []
+    assert len(recorder.rows) == 1
+
+
+class _Unnamed(dist.ProcessGroup):
+    """A group of the script's own, which never set its name."""
+
+
+def test_a_process_group_without_a_name_is_recorded() -> None:
+    errors: list[str] = []
+    recorder: Any = _Recorder()
+    watched = collectives.Collectives(recorder, lambda error: errors.append(repr(error)))
+    group = _Unnamed(0, 1)
+    with pytest.raises(RuntimeError):
+        _ = group.group_name
+    watched.watch(True)
+    try:
+        with pytest.raises(RuntimeError):  # it inherits the method of a group that has no backend
+            group.allreduce([torch.ones(2)])
+    finally:
+        watched.watch(False)
     assert errors == []
     assert len(recorder.rows) == 1
 

@@ -226,7 +226,7 @@ class Collectives:
         size = group.size()
         nbytes = sum(map(_bytes, tensors)) * (size if call.each else 1)
         dtype = _DTYPES.get(tensors[0].dtype, _OTHER_DTYPE) if tensors else 0
-        name = f"{group.group_name}/{call.kind}"
+        name = f"{_name(group)}/{call.kind}"
         if call.kind in ("send", "recv"):
             name += f"/{group.rank()}"  # no operation of all ranks
         key = self._keys.get(name) or self._keys.setdefault(name, key_of(f"torch.distributed/{name}"))
@@ -279,6 +279,14 @@ class _Blocked:
         self._observer.ended(self._sent, work)
         if self._trains:
             self._observer.put(_WAIT_END, self._key)
+
+
+def _name(group: Any) -> str:
+    """Return a name of a group that is the same on its ranks, also where the script gave it none."""
+    try:
+        return str(group.group_name)
+    except RuntimeError:
+        return f"{type(group).__name__} of {group.size()} ranks"
 
 
 def _tensors(value: Any) -> Iterable[torch.Tensor]:

@@ -35,8 +35,6 @@ _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.c
 
 TRIES = 3  # DDP reports a new layout one forward pass late
 
-_SUBMIT, _START, _DONE = EVENTS["OP_SUBMIT"], EVENTS["OP_START"], EVENTS["OP_DONE"]
-
 _engine: Any = torch.autograd.Variable._execution_engine
 _c: Any = torch._C
 _c10d: Any = importlib.import_module("torch._C._distributed_c10d")
@@ -60,6 +58,30 @@ class _Sent(NamedTuple):
     work: Any
     future: Future
     tensors: list[torch.Tensor]
+
+
+class _Place:
+    """A bucket's tensor, and its operation in the record."""
+
+    __slots__ = ("dtype", "elements", "index", "name", "operation", "pointer", "strided", "takes", "tensor")
+
+    def __init__(self, index: int, name: str, tensor: torch.Tensor, operation: Any) -> None:
+        self.index, self.name, self.operation = index, name, operation
+        self.elements, self.dtype = tensor.numel(), tensor.dtype
+        self.holds(tensor)
+
+    def holds(self, tensor: torch.Tensor) -> None:
+        """Note the bucket's tensor. takes: our communicator can reduce it."""
+        self.tensor = weakref.ref(tensor)  # torch gives the same object again while the reducer has its tensor
+        self.strided = tensor.layout is torch.strided
+        self.pointer = tensor.data_ptr() if self.strided else 0
+        self.takes = (
+            self.strided
+            and tensor.device.type == "cpu"
+            and _REAL.get(tensor.dtype, tensor.dtype) in CODES
+            and self.elements > 0
+            and tensor.is_contiguous()
+        )
 
 
 class _Unsent:
@@ -136,14 +158,15 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         self._forward_ns = 0  # begin of the last forward pass that DDP prepared for
         self._wait_ns = 0  # begin of the last wait for buckets
         self._under_way: list[_Sent] = []
-        self._memory: list[int] = []  # address of each bucket
+        self._places: list[_Place] = []  # of the buckets
+        self._operations: dict[str, _core.Operation] = {}  # by the bucket's name
         self._index = 0  # of the next bucket
         self._sent_elements = 0  # in this pass so far
         self._task = -1  # id of the autograd graph task at whose end we wait
         self._sends: list[tuple[int, int]] = []  # index of each bucket of this pass, and when the reducer sent it
         self._core = job.core()
+        self._now_ns = self._core.now_ns
         self._wait_begin, self._wait_end = recorder.stamper(EVENTS["WAIT_BEGIN"]), recorder.stamper(EVENTS["WAIT_END"])
-        self._marks: dict[str, list[int]] = {}  # bucket name -> its key and how often it was stamped
         self._searched_version, self._tries = -1, 0
 
     @property
@@ -213,7 +236,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         synchronises = bool(ddp.require_backward_grad_sync)
         self._use_hooks(self.unseen or not synchronises)
         if synchronises:
-            self._forward_ns = self._core.now_ns()
+            self._forward_ns = self._now_ns()
             self.new_pass()
 
     def new_pass(self) -> None:
@@ -230,69 +253,66 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
     @eager
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         """Reduce a bucket. The reducer calls this in the backward pass and holds its mutex: do not call the reducer."""
-        tensor = tensors[0]
-        if len(tensors) != 1 or not (tensor.is_floating_point() or tensor.is_complex()):
-            return self._group.allreduce(tensors, opts)
-        done = None
-        if self._own:
-            done = self._guarded(self._observe, tensor)
-        else:
-            index = self._next_index(tensor)
-            if self._takes(tensor):
-                return self._send(index, tensor)
-        if done is None:
+        if not self._own:
+            place = self._next_place(tensors)
+            if place is None or not place.takes:
+                return self._group.allreduce(tensors, opts)
+            return self._send(place, tensors[0])
+        submitted = None
+        try:
+            submitted = self._stamp_submission(self._next_place(tensors))
+        except Exception as error:
+            self._measuring_ends(error)
+        if submitted is None:
             return self._group.allreduce(tensors, opts)
         work = quietly(self._group.allreduce, tensors, opts)
-        self._guarded(self._sent, done, work)
+        try:
+            work.get_future().add_done_callback(submitted.started())
+        except Exception as error:
+            self._measuring_ends(error)
         return work
 
     @eager
-    def hook_begins(self, bucket: Any) -> Callable[[Any], None] | None:
-        """Stamp a bucket before the user's communication hook runs; return the callback for `hook_returned`."""
+    def hook_begins(self, bucket: Any) -> Any:
+        """Stamp a bucket before the user's communication hook runs; return what `hook_returned` takes."""
         if not self._inside or self._recorder is None:
             return None
-        return cast("Callable[[Any], None] | None", self._guarded(self._stamp_hook, bucket))
+        try:
+            index = bucket.index()
+            if index == 0:
+                self._begin()
+            return self._stamp_submission(self._place(index, bucket.buffer()))
+        except Exception as error:
+            self._measuring_ends(error)
+            return None
 
     @eager
-    def hook_returned(self, done: Callable[[Any], None], future: Any) -> None:
+    def hook_returned(self, submitted: Any, future: Any) -> None:
         """Stamp the start of a bucket, and its end when the hook's future completes."""
-        self._guarded(done, future)
+        try:
+            future.add_done_callback(submitted.started())
+        except Exception as error:
+            self._measuring_ends(error)
 
-    def _stamp_hook(self, bucket: Any) -> Callable[[Any], None] | None:
-        index, tensor = bucket.index(), bucket.buffer()
-        if index == 0:
-            self._begin()
-        if tensor.layout != torch.strided:
-            return None
-        self._note(index, tensor.dtype, tensor.data_ptr(), tensor.numel() * tensor.element_size())
-        return self._stamp(index)
-
-    def _takes(self, tensor: torch.Tensor) -> bool:
-        """Return whether our communicator can reduce a bucket: dense, contiguous, on the CPU, of a dtype in CODES."""
-        return bool(
-            tensor.layout == torch.strided
-            and tensor.device.type == "cpu"
-            and _REAL.get(tensor.dtype, tensor.dtype) in CODES
-            and tensor.numel() > 0
-            and tensor.is_contiguous()
-        )
-
-    def _next_index(self, tensor: torch.Tensor) -> int:
-        """Return the index of a bucket in its pass.
+    def _next_place(self, tensors: Sequence[torch.Tensor]) -> _Place | None:
+        """Return the place of a pass's next bucket; None: these are no gradients.
 
         A new pass begins in three cases: the model's forward pass began, the pass has sent as many elements as the
         model has, or the first bucket's buffer comes again.
         """
-        sparse = tensor.layout != torch.strided
-        pointer, nbytes = 0 if sparse else tensor.data_ptr(), tensor.numel() * tensor.element_size()
-        again = self._index > 0 and pointer != 0 and self._memory[:1] == [pointer]
-        if again or self._sent_elements >= self._elements:
-            self.new_pass()
-        if self._index == 0:
+        tensor, index, places = tensors[0], self._index, self._places
+        whole = self._sent_elements >= self._elements
+        place = places[index] if index < len(places) and not (whole and index) else None
+        if place is None or place.tensor() is not tensor:
+            if len(tensors) != 1 or not (tensor.is_floating_point() or tensor.is_complex()):
+                return None
+            pointer = tensor.data_ptr() if tensor.layout is torch.strided else 0
+            if whole or (index and pointer and pointer == places[0].pointer):
+                index = 0
+        if index == 0:
             self._begin()
-        index, self._index = self._index, self._index + 1
-        self._note(index, tensor.dtype, pointer, nbytes)
-        return index
+        self._index = index + 1
+        return self._place(index, tensor)
 
     def _begin(self) -> None:
         self._settle()  # what a backward pass that raised has left
@@ -301,33 +321,43 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         self._sends = []
         self._sent_elements = 0
 
-    def _note(self, index: int, dtype: torch.dtype, pointer: int, nbytes: int) -> None:
-        """Record when a bucket is sent, and the layout of the buckets, which changes when DDP rebuilds them."""
-        self._sends.append((index, self._core.now_ns()))
-        self._sent_elements += nbytes // dtype.itemsize
-        known = self.buckets[index] if index < len(self.buckets) else None
-        if known is not None and (known.nbytes, known.dtype, self._memory[index]) == (nbytes, dtype, pointer):
-            return
-        if known is None or (known.nbytes, known.dtype) != (nbytes, dtype):
-            # All ranks must compute the same name.
-            self.buckets[index:] = [Bucket(f"ddp/{index}:{nbytes}", dtype, nbytes)]
-            self.version += 1
-        self._memory[index : None if index >= len(self._memory) else index + 1] = [pointer]
+    def _place(self, index: int, tensor: torch.Tensor) -> _Place:
+        """Return the place of a bucket that is sent. The layout changes when DDP rebuilds its buckets."""
+        place = self._places[index] if index < len(self._places) else None
+        if place is None or place.tensor() is not tensor:
+            place = self._placed(place, index, tensor)
+        self._sent_elements += place.elements
+        return place
 
-    def _send(self, index: int, tensor: torch.Tensor) -> Any:
+    def _placed(self, place: _Place | None, index: int, tensor: torch.Tensor) -> _Place:
+        if place is not None and place.elements == tensor.numel() and place.dtype is tensor.dtype:
+            place.holds(tensor)
+            return place
+        nbytes = tensor.numel() * tensor.element_size()
+        name = f"ddp/{index}:{nbytes}"  # all ranks must compute the same one
+        if name not in self._operations and self._recorder is not None:
+            about = (key_of(name), nbytes, index + 1, self._core.ALLREDUCE)
+            self._operations[name] = self._recorder.operation(*about)
+        place = _Place(index, name, tensor, self._operations.get(name))
+        self._places[index:] = [place]
+        self.buckets[index:] = [Bucket(name, tensor.dtype, nbytes)]
+        self.version += 1
+        return place
+
+    def _send(self, place: _Place, tensor: torch.Tensor) -> Any:
         """Submit a bucket to the communicator; return the work that DDP waits for."""
         future: Future = Future()
         work: Any = None
-        bucket, core = self.buckets[index], self._core
+        self._sends.append((place.index, self._now_ns()))
         destination = cast("_core.Comm | None", self._destination)
         if destination is not None:
             try:
                 work = destination.submit(
-                    bucket.name,
-                    core.ALLREDUCE,
-                    (tensor.data_ptr(), bucket.nbytes),
-                    dtype_code(_REAL.get(tensor.dtype, tensor.dtype)),
-                    bucket=index + 1,
+                    place.name,
+                    self._core.ALLREDUCE,
+                    (place.pointer, place.elements * place.dtype.itemsize),
+                    dtype_code(_REAL.get(place.dtype, place.dtype)),
+                    bucket=place.index + 1,
                     keep=tensor,
                 )
             except FAILURES as error:
@@ -341,32 +371,15 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
             future.set_result([tensor])
         return _c10d._create_work_from_future(future)
 
-    @staticmethod
-    def _sent(done: Callable[[Any], None], work: Any) -> None:
-        done(work.get_future())
-
-    def _observe(self, tensor: torch.Tensor) -> Callable[[Any], None] | None:
-        """Stamp a bucket before the own group gets it; return the callback that stamps its start and its end."""
-        index = self._next_index(tensor)
-        return self._stamp(index) if tensor.layout == torch.strided else None
-
-    def _stamp(self, index: int) -> Callable[[Any], None] | None:
-        recorder, bucket = self._recorder, self.buckets[index]
-        if recorder is None:
+    def _stamp_submission(self, place: _Place | None) -> "_core.Operation | None":
+        """Stamp the submission of a bucket to the own group; None if it is not recorded."""
+        if place is None:
             return None
-        mark = self._marks.get(bucket.name)
-        if mark is None:
-            mark = self._marks[bucket.name] = [key_of(bucket.name), 0]
-        key, turn = mark
-        mark[1] += 1
-        recorder.put(_SUBMIT, key, turn, bucket.nbytes, index + 1, 0, self._core.ALLREDUCE)
-        self._in_backward()
-
-        def started(future: Any) -> None:
-            recorder.put(_START, key, turn)
-            future.add_done_callback(recorder.stamper(_DONE, key, turn, awaited=True))
-
-        return started
+        operation = place.operation if place.strided and self._recorder is not None else None
+        self._sends.append((place.index, self._now_ns() if operation is None else operation.submitted()))
+        if operation is not None and self._task == -1:
+            self._in_backward()
+        return operation
 
     def _in_backward(self) -> bool:
         """Return whether a backward pass runs; if so, `_wait_begins` is queued for its end.
@@ -387,7 +400,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
     @eager
     def _wait_begins(self) -> None:
         """Wait for the buckets in flight. When no transfer is left in flight, raise the first failure."""
-        self._wait_ns = self._core.now_ns()
+        self._wait_ns = self._now_ns()
         self._wait_begin()
         self._settle()
         _engine.queue_callback(self._pass_ends)  # after DDP's own
@@ -396,7 +409,11 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
     def _pass_ends(self) -> None:
         """Stamp the end of the wait, and when each gradient of the pass was ready."""
         self._wait_end()
-        self._guarded(self._record_pass)
+        self._task = -1
+        try:
+            self._record_pass()
+        except Exception as error:
+            self._measuring_ends(error)
 
     def _record_pass(self) -> None:
         ddp, recorder = self._ddp(), self._recorder
@@ -408,7 +425,7 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
             offsets = reducer_of(ddp).get_backward_stats()
             sent = [(ns, self.buckets[index].parameters) for index, ns in self._sends]
             begun_ns = recorder.put_ready(offsets, sent, self._forward_ns) if len(offsets) == len(self.names) else 0
-        self.last_pass = Pass(begun_ns, self._sends[0][1], self._wait_ns, self._core.now_ns())
+        self.last_pass = Pass(begun_ns, self._sends[0][1], self._wait_ns, self._now_ns())
 
     def _settle(self) -> None:
         under_way, self._under_way = self._under_way, []
@@ -424,14 +441,10 @@ class ReducerGroup(_ProcessGroup, GradientSink):  # type: ignore[misc]
         for sent in under_way:
             sent.future.set_result(sent.tensors)
 
-    def _guarded(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Call a function that only measures. If it raises, the measurement ends and the training continues."""
-        try:
-            return call(*args)
-        except Exception as error:
-            self._recorder = None
-            self.on_error(error)
-            return None
+    def _measuring_ends(self, error: Exception) -> None:
+        """Handle an exception of the measurement: it ends, and the training goes on."""
+        self._recorder = None
+        self.on_error(error)
 
     def learn_parameters(self) -> None:
         """Find which parameters each bucket holds, if unknown. Call between steps, because it calls the reducer."""

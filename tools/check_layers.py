@@ -64,7 +64,7 @@ PYTHON_ROOMS: dict[str, set[str]] = {
     "report": {"trace", "analysis", "whatif"},
     "lab": set(),
     "launch": {"_core", "config"},
-    "runtime": {"config", "trace", "launch"},
+    "runtime": {"config", "trace", "analysis", "launch"},
     "torch": {"config", "trace", "whatif", "launch", "runtime"},
     "hooks": {"config", "trace", "whatif", "report", "launch", "runtime", "torch"},
     "callbacks": {"hooks"},

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-from netbottleneck.trace.transports import ASKED, BARE, STOCK, Arm, arm_of
+from netbottleneck.trace.transports import ASKED, AUTO, BARE, STOCK, Arm, arm_of
 
 ALGORITHMS = ("auto", "ring", "recursive_doubling", "halving_doubling", "two_level")
 LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
@@ -78,7 +78,9 @@ def seconds(low: float) -> Kind:
 
 
 def transports(text: str) -> tuple[Arm, ...]:
-    """Return the arms of a comma-separated list of names."""
+    """Return the arms of a comma-separated list of names, or AUTO."""
+    if text.strip() == AUTO:
+        return (AUTO,)
     arms = tuple(arm_of(name.strip()) for name in text.split(","))
     if len(set(arms)) != len(arms):
         raise ValueError(text)
@@ -172,7 +174,7 @@ def cpus(text: str) -> tuple[int, ...]:
 BOOLEAN = Kind(boolean, "0 or 1")
 TEXT = Kind(str, "text")
 BYTES = Kind(size, "bytes, such as 65536, 256Ki, 1M or 64Mi (M is 10^6, Mi is 2^20)")
-TRANSPORT_LIST = Kind(transports, f"one of {', '.join(ASKED)}, or a list of them without repetition")
+TRANSPORT_LIST = Kind(transports, f"auto, one of {', '.join(ASKED)}, or a list of these without repetition")
 ALGORITHM = Kind(algorithm, f"one of {', '.join(ALGORITHMS)}")
 SHARING = Kind(sharing, "auto, 0 or 1")
 STREAMS = Kind(streams, "auto, or a number from 1 to 64")
@@ -218,7 +220,8 @@ class Settings:
         "TRANSPORT",
         TRANSPORT_LIST,
         (STOCK,),
-        "transport of the gradients; the arms of a list alternate by blocks of steps; bare: the untouched script",
+        "transport of the gradients; the arms of a list alternate by blocks of steps; bare: the untouched script; "
+        "auto: stock and ours take turns in short blocks of steps, then the fastest stays",
     )
     strict: bool = _row("STRICT", BOOLEAN, False, "1: raise an error for training that would be left alone")
     streams: int = _row("STREAMS", STREAMS, 0, "parallel lanes to each peer")
@@ -282,7 +285,7 @@ class Settings:
     )
     start_step: int = _row("START_STEP", integer(0), 10, "first step that is recorded")
     end_step: int = _row("END_STEP", integer(0), 0, "stop recording before this step; 0: never")
-    block_steps: int = _row("BLOCK_STEPS", integer(1), 10, "steps in a block, if TRANSPORT is a list")
+    block_steps: int = _row("BLOCK_STEPS", integer(1), 10, "steps in a block, if TRANSPORT is a list; auto: 5")
     sample_every: int = _row(
         "SAMPLE_EVERY", integer(0), 20, "record forward times by module in one of N steps; 0: never"
     )

@@ -206,7 +206,7 @@ class Measured:
         self.between: Callable[[], None] = _nothing  # called between two steps
         self._own_sync = own_sync
         self._bare = bare
-        self._agree = agree
+        self._agree = agree or (session.agree if session.automatic else None)
         self._on_forward = on_forward
         self._model: weakref.ref[torch.nn.Module] | None = None
         self._leaves: list[str] = []  # names of the modules stamped in sampled steps
@@ -400,13 +400,14 @@ class Measured:
 
     def _choose(self) -> None:
         """Switch the gradients to the arm of the next step."""
-        arm = self.session.arm
-        if arm == self._arm:
+        session, before = self.session, self._arm
+        ends = session.arm != before or session.block_ends
+        if before is not None and ends and self._agree is not None and not self._agree():
+            session.stay(before)
+        arm = session.arm
+        if arm == before:
             return
-        if self._arm is not None and self._agree is not None and not self._agree():
-            self.session.stay(self._arm)
-            return
-        before, self._arm = self._arm, arm
+        self._arm = arm
         if self._bare is not None and (BARE in (before, arm) or before is None):
             self._bare(arm == BARE)
         self.gradients.paused = arm == BARE

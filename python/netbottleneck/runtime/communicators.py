@@ -50,6 +50,22 @@ def nccl_refusal(transport: str, environ: Mapping[str, str] = os.environ) -> str
     return f"{transport}: {why}"
 
 
+def native_refusal(transport: str, settings: Settings) -> str:
+    """Return the reason not to use a native transport in this process; "" if it can be used."""
+    core = connect.core()
+    if transport not in core.transports():
+        return "not in this build: install libfabric's headers and build again"
+    if transport != "ofi":
+        return ""
+    try:
+        providers = [name for name, _ in core.providers(settings.library)]
+    except OSError as error:
+        return str(error)
+    if not providers or settings.provider not in (None, *providers):
+        return f"no libfabric provider {settings.provider or 'that lanes can use'}"
+    return ""
+
+
 def _nccl_of_torch() -> tuple[str, tuple[int, ...] | None]:
     """Return torch's version, and that of its NCCL; None: it has none."""
     import torch

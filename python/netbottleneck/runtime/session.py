@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,10 @@ from netbottleneck.config import Settings
 from netbottleneck.errors import HorovodInternalError
 from netbottleneck.launch import connect
 from netbottleneck.runtime import communicators, job, monitor, run_folder
+from netbottleneck.runtime.auto import Auto, usable
 from netbottleneck.runtime.job import together
 from netbottleneck.trace.ring_reader import EVENTS
-from netbottleneck.trace.transports import BARE, NULL, SINGLE, STOCK, Arm
+from netbottleneck.trace.transports import AUTO, BARE, NATIVE, NULL, SINGLE, STOCK, Arm
 
 if TYPE_CHECKING:
     from netbottleneck import _core
@@ -55,6 +56,21 @@ class Blocks:
         cycle, position = divmod(block, len(self.arms))
         return block, position if cycle % 2 == 0 else len(self.arms) - 1 - position
 
+    def ends_before(self, step: int) -> bool:
+        """Return False: arms change without a decision."""
+        return False
+
+    def took(self, ns: int) -> None:
+        """Ignore the time of a step."""
+
+    def values(self, step: int) -> bytes:
+        """Return what ranks compare before the arm changes."""
+        return step.to_bytes(8, "little")
+
+    def decide(self, step: int, of_ranks: Iterable[bytes]) -> str:
+        """Return "": nothing is to be decided."""
+        return ""
+
 
 @dataclass(eq=False)
 class Session:
@@ -66,7 +82,7 @@ class Session:
     settings: Settings
     place: connect.Place
     folder: Path
-    blocks: Blocks
+    blocks: Blocks | Auto
     recorder: "_core.Recorder"
     arms: Mapping[Arm, communicators.Communicator]
     comm: "_core.Comm | None"
@@ -89,6 +105,7 @@ class Session:
     why_stays: str = ""
     started_wall_ns: int = field(default_factory=time.time_ns)
     joining: "Joining | None" = None  # for a run that began without the other ranks
+    begun_ns: int = 0  # of the current step
     until: float = float("inf")  # deadline of the run's end for other ranks, by time.monotonic
 
     def __post_init__(self) -> None:
@@ -107,6 +124,16 @@ class Session:
         return self.stays or self.blocks.arms[self.blocks.at(self.step)[1]]
 
     @property
+    def automatic(self) -> bool:
+        """True while the ranks choose the arm of each block by the steps before it."""
+        return isinstance(self.blocks, Auto) and self.stays is None
+
+    @property
+    def block_ends(self) -> bool:
+        """True if the ranks choose the next block's arm before this step."""
+        return self.stays is None and self.blocks.ends_before(self.step)
+
+    @property
     def sampled(self) -> bool:
         """True for steps in which each module is stamped."""
         every = self.settings.sample_every
@@ -121,6 +148,7 @@ class Session:
 
     def begin(self) -> None:
         """Stamp the beginning of a step."""
+        self.begun_ns = time.monotonic_ns()
         block, arm = self.blocks.at(self.step)
         self.recorder.step = self.step
         for communicator in self.arms.values():
@@ -137,20 +165,23 @@ class Session:
             if self.running and self.counted and recorded:
                 self.recorder.put(EVENTS["STEP_END"], d=monitor.processor_ns())
         finally:
+            if self.running and self.stays is None:
+                self.blocks.took(time.monotonic_ns() - self.begun_ns)
             self.running = False
             self.step += 1
 
     def agree(self) -> bool:
-        """Return True if all ranks are at this step, so that another arm may begin. Every rank calls it.
+        """Return True if all ranks are at this step, so that another block may begin. Every rank calls it.
 
         Ranks may skip steps that others make. If ranks differ, or do not answer within AGREE_S, all ranks stop
         switching arms.
         """
         if self.stays is not None:
             return False
-        mine = self.step.to_bytes(8, "little")
+        mine = self.blocks.values(self.step)
         try:
-            same = set(self.control.exchange(mine, limit_s=AGREE_S)) == {mine}
+            found = self.control.exchange(mine, limit_s=AGREE_S)
+            same = {values[:8] for values in found} == {mine[:8]}
             why = "ranks are at different steps"
         except (OSError, HorovodInternalError) as error:
             same, why = False, str(error)
@@ -158,12 +189,18 @@ class Session:
             self.control.abort(f"rank {self.place.rank} goes on without taking turns")
         if not same:
             self.why_stays = why
-        return same
+            return False
+        line = self.blocks.decide(self.step, found)
+        if line:
+            self.notes.append(line)
+            if self.place.rank == 0:
+                logger.warning("%s", line)
+        return True
 
     def keep_own_path(self, own: communicators.Communicator) -> None:
         """Send gradients by the user's own path in all steps. Call before the first step ends."""
         self.arms = {**self.arms, STOCK: own, BARE: own}
-        self.blocks = replace(self.blocks, arms=(STOCK, BARE))
+        self.blocks = Blocks((STOCK, BARE), self.settings.block_steps)
 
     def stay(self, arm: Arm) -> None:
         """Assign all further steps to one arm, and stop recording them."""
@@ -211,6 +248,7 @@ class Session:
                 arm.transport: {**communicator.info(), **self.wires.get(arm.transport, {})}
                 for arm, communicator in self.arms.items()
             },
+            **({"auto": self.blocks.described()} if isinstance(self.blocks, Auto) else {}),
             **self.described,
         }
 
@@ -315,6 +353,31 @@ def _refuse_nccl(turns: tuple[Arm, ...], control: "_core.Comm", limit_s: float) 
         raise ValueError(why.decode(errors="replace").strip())
 
 
+def _automatic(settings: Settings, place: connect.Place, control: "_core.Comm") -> tuple[tuple[Arm, ...], list[str]]:
+    """Return stock and the native arms that all ranks can use, and a note for each of the others. Ranks call it."""
+    native = tuple(Arm(name) for name in NATIVE)
+    if place.size == 1:
+        return (STOCK,), []
+    reasons = [communicators.native_refusal(arm.transport, settings) for arm in native]
+    mine = b"".join(reason.encode()[:REASON_BYTES].ljust(REASON_BYTES) for reason in reasons)
+    votes = together(control, mine, settings.start_timeout_s)
+    of_ranks = [
+        {
+            arm: vote[place * REASON_BYTES :][:REASON_BYTES].decode(errors="replace").strip()
+            for place, arm in enumerate(native)
+        }
+        for vote in votes
+    ]
+    kept, notes = usable(native, of_ranks)
+    return (STOCK, *kept), notes
+
+
+def _plan(turns: tuple[Arm, ...], settings: Settings, *, automatic: bool) -> Blocks | Auto:
+    if not automatic or len(turns) == 1:
+        return Blocks(turns, settings.block_steps)
+    return Auto(turns, settings.block_steps) if "block_steps" in settings.sources else Auto(turns)
+
+
 def open_session(  # noqa: PLR0913 - all but the first have a default that fits
     settings: Settings,
     *,
@@ -338,6 +401,10 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
     this = job.start(settings)
     place, control = this.place, this.comm
     turns = tuple(dict.fromkeys(Arm.parse(name) for name in arms or settings.transports))
+    automatic = turns == (AUTO,)
+    if automatic:
+        turns, left_out = _automatic(settings, place, control)
+        notes = (*notes, *left_out)
     _refuse_nccl(turns, control, settings.start_timeout_s)
     folder = run_folder.claim(control, run_folder.wanted(settings, directory), settings.start_timeout_s)
     recorder = run_folder.open_ring(folder, place.rank, "train", settings)
@@ -355,7 +422,7 @@ def open_session(  # noqa: PLR0913 - all but the first have a default that fits
         settings,
         place,
         folder,
-        Blocks(turns, settings.block_steps),
+        _plan(turns, settings, automatic=automatic),
         recorder,
         {arm: made[arm.transport] for arm in turns},
         control,

@@ -121,6 +121,7 @@ STOCK: Final = Arm("stock")
 BARE: Final = Arm("bare")
 SINGLE: Final = Arm("single")
 NULL: Final = Arm("null")
+AUTO: Final = Arm("auto")  # in settings only: the run chooses among stock and the native transports
 
 
 def arm_of(name: str) -> Arm:

@@ -30,6 +30,11 @@ class Mode:
         """True where bytes must have been sent by a transport of ours, unless the model was left alone."""
         return self.bound and self.name not in ("shm", "import")
 
+    @property
+    def turns(self) -> bool:
+        """True where stock has the first steps, and other transports later ones."""
+        return self.variables.get("NETBOTTLENECK_TRANSPORT", "").startswith(("stock,", "auto"))
+
 
 def _transport(names: str, **others: str) -> dict[str, str]:
     return {
@@ -50,6 +55,7 @@ MODES = {
         Mode("shm", _transport("tcp", SHM="auto"), bound=True),
         Mode("blocks1", _transport("stock,tcp", BLOCK_STEPS="1"), bound=True),
         Mode("blocks2", _transport("stock,tcp", BLOCK_STEPS="2"), bound=True),
+        Mode("auto", _transport("auto", BLOCK_STEPS="1"), bound=True),
         Mode("attach", later=_transport("tcp"), bound=True, kinds=("ddp",)),
         Mode("profile", later=_transport("tcp"), bound=True, kinds=("loop",)),
         Mode("import", bound=True, kinds=("horovod",)),  # netbottleneck.torch by its own name, nothing measured

@@ -127,7 +127,7 @@ class Rank:
             signal.pause()
         watch.end()
         if self.mode.imported and kind != "horovod" and not getattr(idiom, "QUIET", False) and not skipped:
-            stays = getattr(idiom, "STEPLESS", False) and self.mode.name.startswith("blocks")
+            stays = getattr(idiom, "STEPLESS", False) and self.mode.turns
             lack = served.lack(moves=self.mode.moves and not stays)
         if reference is None:
             torch.save(watch.log, self.reference / f"{name}-{width}-{self.rank}.pt")

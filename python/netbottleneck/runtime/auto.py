@@ -1,0 +1,264 @@
+"""Automatic choice of the transport: NETBOTTLENECK_TRANSPORT=auto.
+
+The run begins with a trial: stock and the transports that all ranks can use take turns in short blocks of steps. The
+arm that is surely faster than stock is kept, else stock. While an arm is kept, the ranks look at its step
+time from time to time; a lasting change begins another trial. All ranks exchange their step times at the end of each
+block, and every rank decides by the same values, so all decide the same.
+"""
+
+import math
+import struct
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
+
+from netbottleneck.analysis.comparisons import PAIRS_MIN, Estimate, middle
+from netbottleneck.trace.transports import STOCK, Arm
+from netbottleneck.units import ms, percent
+
+BLOCK_STEPS = 5  # in a block of a trial, and before the first trial; the first of them is not counted
+TRIAL_BLOCKS = 12  # of each arm, at most
+CONFIRMED = 3  # consecutive blocks after which a candidate must be surely slower before it leaves the trial
+SEPARATE = 1.2  # a candidate whose fastest step exceeds another's slowest step by this factor leaves after one block
+EQUAL = 0.02  # candidates whose step times surely differ by less than this part are equal; a smaller gain is none
+LOOK_S = 2.0  # time between two looks while an arm is kept
+LOOK_STEPS = (5, 1000)  # limits of the steps between two looks
+CHANGED = 1.15  # factor of the step time that counts as a change of the network
+LOOKS = 2  # consecutive looks that must see a change
+COST_BEFORE, COST_MAX = 0.01, 0.02  # of the run's time: trials so far, before another one begins and while it runs
+
+VALUES = struct.Struct(
+    "<QQQQ"
+)  # of a rank at the end of a block: step; ns of the fastest, the median, the slowest step
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Step times of a block in ns, each the largest of the ranks': the fastest, the median and the slowest step."""
+
+    fastest: int
+    median: int
+    slowest: int
+
+
+@dataclass(slots=True)
+class Trial:
+    """One trial. against_stock: step time over stock's, of each arm with enough pairs of blocks. cost_ns: see Auto."""
+
+    first_step: int
+    end_step: int = 0
+    kept: str = ""
+    why: str = ""
+    blocks: int = 0
+    cost_ns: int = 0
+    against_stock: dict[str, Estimate] = field(default_factory=dict)
+
+    def line(self) -> str:
+        """Return what the trial found, for people."""
+        change = partial(percent, digits=1, signed=True)
+        found = ", ".join(
+            f"{name} {change(ratio.value - 1)} [{change(ratio.low - 1)}, {change(ratio.high - 1)}]"
+            for name, ratio in self.against_stock.items()
+        )
+        times = f"; step time against stock (measured, 95 % interval): {found}" if found else ""
+        return (
+            f"auto: from step {self.end_step} on {self.kept}: {self.why}{times}. "
+            f"Trial of steps {self.first_step} to {self.end_step - 1}: {ms(self.cost_ns)} more than the same steps "
+            f"over {self.kept}"
+        )
+
+
+class Auto:
+    """Assignment of steps to arms, by trials. Has the interface of session.Blocks.
+
+    arms: stock first. length: steps in a block of a trial. cost_ns: time of trial steps beyond that of the arm kept
+    after them. elapsed_ns: time of all steps.
+    """
+
+    def __init__(self, arms: Sequence[Arm], length: int = BLOCK_STEPS) -> None:
+        self.arms = tuple(arms)
+        self.length = length
+        self.trials: list[Trial] = []
+        self.elapsed_ns = 0
+        self._kept = STOCK
+        self._arm = STOCK
+        self._number = 0  # of the current block
+        self._end = length  # first step after it
+        self._times: list[int] = []  # ns of its steps on this rank
+        self._trial: Trial | None = None
+        self._turns: list[Arm] = []  # arms of the current cycle that have not had their block
+        self._candidates: list[Arm] = []
+        self._found: dict[Arm, dict[int, Block]] = {}  # by cycle
+        self._cycle = 0
+        self._slower: dict[Arm, int] = defaultdict(int)  # consecutive cycles that found an arm surely slower
+        self._reference_ns = 0  # step time of the kept arm in its first window
+        self._changed = 0
+
+    def at(self, step: int) -> tuple[int, int]:
+        """Return (block, index of the arm) of the current step."""
+        return self._number, self.arms.index(self._arm)
+
+    def ends_before(self, step: int) -> bool:
+        """Return True if a block ends before this step: all ranks then exchange `values` and call `decide`."""
+        return step >= self._end
+
+    def took(self, ns: int) -> None:
+        """Note the time of a step."""
+        self._times.append(ns)
+
+    def values(self, step: int) -> bytes:
+        """Return what the other ranks need of the block that ends before this step."""
+        counted = self._times[1:] or self._times or [0]
+        return VALUES.pack(step, min(counted), round(median(counted)), max(counted))
+
+    def decide(self, step: int, of_ranks: Iterable[bytes]) -> str:
+        """Begin the next block, by the values of all ranks. Returns a line for people if a trial has ended, else ""."""
+        rows = [VALUES.unpack(values) for values in of_ranks]
+        block = Block(*(max(row[place] for row in rows) for place in (1, 2, 3)))
+        steps = len(self._times)
+        self.elapsed_ns += block.median * steps
+        self._times = []
+        self._number += 1
+        line = ""
+        if self._trial is not None:
+            self._found[self._arm][self._cycle] = block
+            if not self._turns:
+                line = self._cycle_ends(step)
+        elif not self.trials or self._has_changed(block.median):
+            self._begins(step)
+        else:
+            self._end = step + self._until_look(block.median)
+        if self._trial is not None:
+            self._arm, self._end = self._turns.pop(0), step + self.length
+        return line
+
+    def described(self) -> dict[str, Any]:
+        """Return the trials, for the run's record."""
+        return {
+            "trials": [asdict(trial) for trial in self.trials],
+            "cost_ns": self.cost_ns,
+            "elapsed_ns": self.elapsed_ns,
+        }
+
+    @property
+    def cost_ns(self) -> int:
+        """Time of all trials' steps beyond that of the arms kept after them."""
+        return sum(trial.cost_ns for trial in self.trials)
+
+    def _begins(self, step: int) -> None:
+        self._trial = Trial(step)
+        self._candidates = list(self.arms)
+        self._turns = list(self.arms)
+        self._found = {arm: {} for arm in self.arms}
+        self._cycle = 0
+        self._slower.clear()
+
+    def _cycle_ends(self, step: int) -> str:
+        """Let slower candidates leave; end the trial or begin its next cycle."""
+        self._cycle += 1
+        self._leave()
+        why = self._why_over()
+        if why:
+            return self._over(step, why)
+        self._turns = self._candidates[:: 1 if self._cycle % 2 == 0 else -1]
+        return ""
+
+    def _leave(self) -> None:
+        if self._cycle == 1:
+            least = min(self._found[arm][0].slowest for arm in self._candidates)
+            self._candidates = [arm for arm in self._candidates if self._found[arm][0].fastest <= SEPARATE * least]
+        best = self._best()
+        for arm in list(self._candidates):
+            against = self._against(arm, best)
+            slower = arm != best and against is not None and against.low > 0 and against.value > EQUAL
+            self._slower[arm] = self._slower[arm] + 1 if slower else 0
+            if self._slower[arm] >= CONFIRMED:
+                self._candidates.remove(arm)
+
+    def _best(self) -> Arm:
+        """Return the candidate of least mean step time; of equal ones the first."""
+
+        def level(arm: Arm) -> float:
+            blocks = self._found[arm].values()
+            return sum(math.log(max(block.median, 1)) for block in blocks) / len(blocks)
+
+        return min(self._candidates, key=level)
+
+    def _against(self, arm: Arm, base: Arm) -> Estimate | None:
+        """Return the logarithm of an arm's step time over another's, over the cycles of both; None: too few."""
+        found, other = self._found[arm], self._found[base]
+        logs = [math.log(max(found[c].median, 1) / max(other[c].median, 1)) for c in sorted(set(found) & set(other))]
+        return middle(logs) if len(logs) >= PAIRS_MIN else None
+
+    def _why_over(self) -> str:
+        if len(self._candidates) == 1:
+            return "the others are surely slower"
+        if self._cycle >= TRIAL_BLOCKS:
+            return f"after {TRIAL_BLOCKS} blocks of each arm"
+        first = self._candidates[0]
+        against = [self._against(arm, first) for arm in self._candidates[1:]]
+        if all(each is not None and max(abs(each.low), abs(each.high)) < EQUAL for each in against):
+            return f"the step times of {', '.join(self._candidates)} differ by less than {EQUAL:.0%}"
+        spent = self.cost_ns + self._cost_of(self._best())
+        if self.trials and spent > COST_MAX * self.elapsed_ns:
+            return f"trials have cost {COST_MAX:.0%} of the run"
+        return ""
+
+    def _over(self, step: int, why: str) -> str:
+        """End the trial. The arm kept so far stays, unless it has left or another one is surely faster."""
+        trial = self._trial
+        assert trial is not None
+        kept, former = self._best(), self._kept
+        if kept != former and former in self._candidates:
+            gain = self._against(kept, former)
+            if gain is None or gain.high >= 0 or gain.value > math.log(1 - EQUAL):
+                kept, why = former, f"{why}; no arm is surely faster"
+        trial.end_step, trial.kept, trial.why, trial.blocks = step, str(kept), why, self._cycle
+        trial.cost_ns = self._cost_of(kept)
+        for arm in self.arms[1:]:
+            logs = self._against(arm, STOCK)
+            if logs is not None:
+                trial.against_stock[str(arm)] = Estimate(*(math.exp(end) for end in (logs.value, logs.low, logs.high)))
+        self.trials.append(trial)
+        self._trial, self._kept, self._arm = None, kept, kept
+        self._reference_ns, self._changed = 0, 0
+        self._end = step + self._until_look(round(median(block.median for block in self._found[kept].values())))
+        return trial.line()
+
+    def _cost_of(self, kept: Arm) -> int:
+        """Return the time of the trial's steps beyond that of the same number of steps of an arm."""
+        own = median(block.median for block in self._found[kept].values())
+        spent = sum(block.median - own for blocks in self._found.values() for block in blocks.values())
+        return max(0, round(self.length * spent))
+
+    def _has_changed(self, step_ns: int) -> bool:
+        """Return True if the step time of the kept arm has changed for good, and another trial is affordable."""
+        if not self._reference_ns:
+            self._reference_ns = step_ns
+            return False
+        ratio = step_ns / max(self._reference_ns, 1)
+        self._changed = self._changed + 1 if max(ratio, 1 / max(ratio, 1e-9)) > CHANGED else 0
+        return self._changed >= LOOKS and self.cost_ns <= COST_BEFORE * self.elapsed_ns
+
+    @staticmethod
+    def _until_look(step_ns: int) -> int:
+        low, high = LOOK_STEPS
+        return min(max(math.ceil(LOOK_S * 1e9 / max(step_ns, 1)), low), high)
+
+
+def usable(arms: Sequence[Arm], of_ranks: Sequence[Mapping[Arm, str]]) -> tuple[list[Arm], list[str]]:
+    """Return the arms that all ranks can use, and a note for each of the others.
+
+    of_ranks: each rank's reasons against arms.
+    """
+    kept, notes = [], []
+    for arm in arms:
+        why = next((f"rank {rank}: {found[arm]}" for rank, found in enumerate(of_ranks) if found.get(arm)), "")
+        if why:
+            notes.append(f"auto leaves {arm} out: {why}")
+        else:
+            kept.append(arm)
+    return kept, notes

@@ -1,0 +1,239 @@
+"""NETBOTTLENECK_TRANSPORT=auto: trials of the arms, by simulated step times, and in jobs of two ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Ranks
+
+from netbottleneck import config
+from netbottleneck.report import Run
+from netbottleneck.runtime import auto
+from netbottleneck.runtime.auto import Auto, usable
+from netbottleneck.trace.transports import AUTO, STOCK, Arm
+
+TCP, OFI = Arm("tcp"), Arm("ofi")
+ARMS = (STOCK, TCP, OFI)
+MS = 10**6
+
+
+class Job:
+    """Ranks that decide by exchanged values. step_ms(arm, step, rank): the time of a rank's step."""
+
+    def __init__(self, step_ms: Callable[[Arm, int, int], float], ranks: int = 2) -> None:
+        self.plans = [Auto(ARMS) for _ in range(ranks)]
+        self.step_ms = step_ms
+        self.step = 0
+        self.arms: list[Arm] = []
+        self.blocks: list[int] = []
+        self.lines: list[str] = []
+
+    def run(self, steps: int) -> Job:
+        for _ in range(steps):
+            if self.plans[0].ends_before(self.step):
+                values = [plan.values(self.step) for plan in self.plans]
+                (line,) = {plan.decide(self.step, values) for plan in self.plans}
+                self.lines += [line] if line else []
+            ((block, place),) = {plan.at(self.step) for plan in self.plans}
+            self.arms.append(ARMS[place])
+            self.blocks.append(block)
+            for rank, plan in enumerate(self.plans):
+                plan.took(round(MS * self.step_ms(ARMS[place], self.step, rank)))
+            self.step += 1
+        return self
+
+
+def steady(seed: int, times: dict[Arm, float], noise: float = 0.05) -> Callable[[Arm, int, int], float]:
+    draw = np.random.default_rng(seed)
+    return lambda arm, _step, _rank: times[arm] * math.exp(noise * draw.normal())
+
+
+@pytest.mark.parametrize("best", ARMS)
+def test_the_fastest_arm_is_kept_within_200_steps(best: Arm) -> None:
+    for seed in range(20):
+        times = {arm: 50.0 if arm == best else 60.0 for arm in ARMS}
+        job = Job(steady(seed, times)).run(400)
+        assert set(job.arms[200:]) == {best}
+        assert [trial.kept for trial in job.plans[0].trials] == [best]
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.1])
+def test_stock_stays_if_all_arms_are_equal(noise: float) -> None:
+    kept = [Job(steady(seed, dict.fromkeys(ARMS, 50.0), noise)).run(200).arms[-1] for seed in range(100)]
+    assert kept.count(STOCK) >= 92
+
+
+def test_stock_stays_if_the_gain_is_too_small_to_matter() -> None:
+    times = {STOCK: 50.0, TCP: 49.5, OFI: 49.8}
+    kept = [Job(steady(seed, times, 0.02)).run(200).arms[-1] for seed in range(100)]
+    assert kept.count(STOCK) >= 92
+
+
+def test_a_trial_runs_short_blocks_in_turns_and_numbers_them() -> None:
+    job = Job(steady(1, dict.fromkeys(ARMS, 50.0))).run(60)
+    assert set(job.arms[: auto.BLOCK_STEPS]) == {STOCK}
+    trial = job.arms[auto.BLOCK_STEPS :]
+    order = [*ARMS, *reversed(ARMS)]
+    assert trial[: len(order) * auto.BLOCK_STEPS] == [arm for arm in order for _ in range(auto.BLOCK_STEPS)]
+    assert job.blocks == sorted(job.blocks)
+    for before, after in zip(range(59), range(1, 60), strict=True):
+        assert job.arms[before] == job.arms[after] or job.blocks[after] == job.blocks[before] + 1
+
+
+def test_an_arm_that_is_much_slower_has_one_block() -> None:
+    job = Job(steady(2, {STOCK: 50.0, TCP: 52.0, OFI: 150.0})).run(200)
+    assert job.arms.count(OFI) == auto.BLOCK_STEPS
+
+
+def test_the_slowest_rank_counts() -> None:
+    """Over tcp one rank is slower than over stock, and the other one faster."""
+
+    def step_ms(arm: Arm, _step: int, rank: int) -> float:
+        return {STOCK: 50.0, TCP: 30.0 if rank else 70.0, OFI: 55.0}[arm]
+
+    assert Job(step_ms).run(200).arms[-1] == STOCK
+
+
+def test_a_lasting_change_begins_another_trial() -> None:
+    """At step 1000 the network changes, so that tcp is the fastest arm. One slow window changes nothing."""
+    draw = np.random.default_rng(3)
+
+    def step_ms(arm: Arm, step: int, _rank: int) -> float:
+        before, after = {STOCK: 50.0, TCP: 55.0, OFI: 60.0}, {STOCK: 120.0, TCP: 80.0, OFI: 110.0}
+        slow = 2.0 if 500 <= step < 520 else 1.0
+        return slow * (after if step >= 1000 else before)[arm] * math.exp(0.03 * draw.normal())
+
+    job = Job(step_ms).run(5000)
+    assert [trial.kept for trial in job.plans[0].trials] == [STOCK, TCP]
+    assert job.plans[0].trials[1].first_step > 1000
+    assert job.arms[-1] == TCP
+    assert len(job.lines) == 2
+
+
+def test_no_trial_begins_while_trials_cost_too_much() -> None:
+    """The step time changes every 300 steps, and stock is always the fastest arm."""
+
+    def step_ms(arm: Arm, step: int, _rank: int) -> float:
+        return (1.5 if step // 300 % 2 else 1.0) * {STOCK: 50.0, TCP: 58.0, OFI: 59.0}[arm]
+
+    job = Job(step_ms).run(20_000)
+    (plan, _) = job.plans
+    assert len(plan.trials) > 1
+    assert plan.cost_ns <= auto.COST_MAX * plan.elapsed_ns
+    lost = sum(step_ms(arm, step, 0) - step_ms(STOCK, step, 0) for step, arm in enumerate(job.arms))
+    whole = sum(step_ms(arm, step, 0) for step, arm in enumerate(job.arms))
+    assert lost <= auto.COST_MAX * whole
+
+
+def test_the_line_names_what_was_measured() -> None:
+    job = Job(steady(4, {STOCK: 60.0, TCP: 50.0, OFI: 61.0})).run(300)
+    (line,) = job.lines
+    trial = job.plans[0].trials[0]
+    assert f"from step {trial.end_step} on tcp" in line
+    low, value, high = (f"{100 * (each - 1):+.1f}" for each in (trial.against_stock["tcp"].low, 50 / 60, 1.0))
+    assert f"[{low} %," in line
+    assert trial.against_stock["tcp"].low < 50 / 60 < trial.against_stock["tcp"].high
+    assert float(value) < float(high)
+    json.dumps(job.plans[0].described())
+
+
+def test_arms_that_a_rank_cannot_use_are_left_out() -> None:
+    kept, notes = usable((TCP, OFI), [{TCP: "", OFI: ""}, {TCP: "", OFI: "no libfabric"}])
+    assert kept == [TCP]
+    assert notes == ["auto leaves ofi out: rank 1: no libfabric"]
+
+
+def test_auto_stands_alone() -> None:
+    assert config.settings({"transports": "auto"}).transports == (AUTO,)
+    with pytest.raises(ValueError, match="auto, one of stock"):
+        config.settings({"transports": "stock,auto"})
+
+
+# In jobs of two ranks.
+
+SCRIPT = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import netbottleneck
+from netbottleneck.runtime import auto, session
+
+session.AGREE_S = 1.0
+auto.LOOK_STEPS = (5, 20)
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+torch.manual_seed(dist.get_rank())
+for step in range({steps}):
+    optimizer.zero_grad()
+    model(torch.randn(4, 64)).square().mean().backward()
+    if {skip}:
+        continue
+    optimizer.step()
+print("weights", [p.double().sum().item().hex() for p in model.parameters()])
+dist.destroy_process_group()
+"""
+
+
+def measured(folder: Path) -> dict[str, str]:
+    return {
+        "NETBOTTLENECK_TRANSPORT": "auto",
+        "NETBOTTLENECK_DIR": str(folder),
+        "NETBOTTLENECK_START_STEP": "0",
+        "NETBOTTLENECK_TIMEOUT_S": "60",
+    }
+
+
+def test_a_job_tries_all_arms_and_computes_what_it_would(ranks: Ranks, tmp_path: Path) -> None:
+    source = SCRIPT.format(steps=230, skip="False")
+    plain = ranks(2, source, {})
+    env = measured(tmp_path / "run")
+    results = ranks(2, source, env)
+    for one, other in zip(plain, results, strict=True):
+        assert [x for x in one.stdout.splitlines() if "weights" in x] == [
+            x for x in other.stdout.splitlines() if "weights" in x
+        ]
+    run = Run(tmp_path / "run")
+    by_step = {step.index: step.arm for step in run.trace.steps if step.rank == 0}
+    assert len(by_step) == 230
+    natives = [arm for arm in run.trace.arms if arm != STOCK]
+    assert TCP in natives
+    assert set(by_step.values()) == set(run.trace.arms)
+    (note,) = [note for note in run.trace.notes if note.startswith("auto: ")]
+    assert f"on {by_step[229]}:" in note
+    both = [{s.index: (s.arm, s.block) for s in run.trace.steps if s.rank == rank} for rank in (0, 1)]
+    assert both[0] == both[1]
+    text = (tmp_path / "run" / "report.txt").read_text()
+    assert note[:60] in " ".join(text.split())
+
+
+def test_ranks_that_make_different_steps_stay_with_their_arm(ranks: Ranks, tmp_path: Path) -> None:
+    """Rank 1 leaves out an update. At the end of the block the ranks are at different steps."""
+    env = measured(tmp_path / "run")
+    source = SCRIPT.format(steps=40, skip="dist.get_rank() == 1 and step == 7")
+    results = ranks(2, source, env)
+    assert all("weights" in result.stdout for result in results)
+    run = Run(tmp_path / "run")
+    (note,) = [note for note in run.trace.notes if note.startswith("all further steps use stock")]
+    assert "from step 10 on" in note
+
+
+def test_one_rank_has_nothing_to_choose(ranks: Ranks, tmp_path: Path) -> None:
+    env = measured(tmp_path / "run")
+    ranks(1, SCRIPT.format(steps=10, skip="False"), env)
+    assert Run(tmp_path / "run").trace.arms == (STOCK,)
+
+
+def test_a_rank_without_libfabric_leaves_ofi_out(ranks: Ranks, tmp_path: Path) -> None:
+    env = measured(tmp_path / "run") | {"NETBOTTLENECK_LIBFABRIC": str(tmp_path / "libfabric.so.1")}
+    ranks(2, SCRIPT.format(steps=20, skip="False"), env)
+    trace = Run(tmp_path / "run").trace
+    assert trace.arms == (STOCK, TCP)
+    assert any(note.startswith("auto leaves ofi out: rank 0: ") for note in trace.notes)

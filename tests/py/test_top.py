@@ -1,14 +1,17 @@
-"""A run in progress: its last steps from rings that grow, and `netbottleneck top`."""
+"""A run in progress: its last steps from rings that grow, `netbottleneck top`, and the progress of rank 0."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
+import pty
 import re
 import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +24,7 @@ from rich.console import Console
 from netbottleneck import cli, report
 from netbottleneck.analysis.verdict import STEPS_MIN, Verdict
 from netbottleneck.report import Change, Following, Part, Run, text
+from netbottleneck.runtime import session as sessions
 from netbottleneck.trace import ring_reader
 from ringwriter import FakeRun, RingWriter
 
@@ -438,3 +442,133 @@ def test_a_killed_run_is_shown_as_killed(warm_ranks: Ranks, tmp_path: Path, caps
     for rank in (0, 1):
         assert f"! rank {rank} was killed: its process" in shown
     assert "part of the step" in shown
+
+
+def test_rank_0_logs_its_progress_and_trains_on(warm_ranks: Ranks, tmp_path: Path) -> None:
+    folder, until = tmp_path / "run", tmp_path / "end"
+    variables = {"NETBOTTLENECK_PROGRESS_S": "0.1", "NETBOTTLENECK_LOG_LEVEL": "info"}
+    job = started(warm_ranks, folder, until, **variables)
+    errors = job.folder / "0.err"
+    wait_for(lambda: re.search(r"INFO: step \d+: .*compute \d+ %", errors.read_text()))
+    until.touch()
+    results = job.wait()
+    assert all("trained" in result.stdout for result in results)
+    assert "\x1b" not in results[0].stderr
+    assert "\r" not in results[0].stderr
+    assert "INFO: step" not in results[1].stderr
+
+
+# The progress of rank 0.
+
+
+def followers(pid: int = os.getpid()) -> set[int]:
+    """The processes that show the progress of a rank."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if f"--of={pid}".encode() in path.read_bytes().split(b"\0"):
+                found.add(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_the_line_of_a_terminal_is_replaced_within_its_width_and_cleared(
+    fake: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, own = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "")
+    import fcntl
+    import termios
+
+    fcntl.ioctl(own, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    with os.fdopen(own, "w", encoding="utf-8") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        progress = sessions.Progress(fake, 0.01)
+        shown = b""
+        while b"\r" not in shown.lstrip(b"\r"):
+            shown += os.read(other, 1 << 12)
+        progress.close()
+        monkeypatch.undo()
+    os.set_blocking(other, False)
+    try:
+        while more := os.read(other, 1 << 12):
+            shown += more
+    except OSError:
+        pass
+    os.close(other)
+    pieces = [piece for piece in shown.decode().split("\r") if piece]
+    assert pieces[0].startswith(f"step {STEPS}: ")
+    assert max(map(len, pieces)) <= 79
+    assert "\n" not in shown.decode()
+    assert "\x1b" not in shown.decode()
+    assert pieces[-1].strip() == ""
+    assert len(pieces[-1]) == len(pieces[0])
+    wait_for(lambda: not followers())
+
+
+def test_a_change_of_the_cause_is_a_warning_in_the_log(fake: Path, caplog: pytest.LogCaptureFixture) -> None:
+    progress = sessions.Progress(fake, 1000.0)
+    with caplog.at_level("INFO", "netbottleneck"):
+        for number in range(sessions.LOG_EVERY + 1):
+            progress._say({"line": f"line {number}", "alarm": "it has changed" if number == 1 else ""}, number)
+    progress.close()
+    assert [(one.levelname, one.message) for one in caplog.records] == [
+        ("INFO", "line 0"),
+        ("WARNING", "it has changed"),
+        ("INFO", f"line {sessions.LOG_EVERY}"),
+    ]
+
+
+@pytest.mark.parametrize("python", ["/bin/false", "/nowhere/python", "/bin/echo"])
+def test_a_process_that_fails_ends_only_the_display(
+    fake: Path, python: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", python)
+    with caplog.at_level("INFO", "netbottleneck"):
+        progress = sessions.Progress(fake, 0.01)
+        progress._thread.join(RANKS_LIMIT_S)
+        assert not progress._thread.is_alive()
+        progress.close()
+    (record,) = caplog.records
+    assert "the progress of the run is" in record.message
+
+
+def test_a_rank_that_may_start_no_thread_shows_nothing(
+    fake: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    sessions.Progress(fake, 0.01).close()
+    assert [one.message for one in caplog.records] == ["the progress of the run is not shown: can't start new thread"]
+
+
+def test_the_process_ends_with_its_rank(fake: Path) -> None:
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom netbottleneck.runtime.session import Progress\n"
+        "Progress(Path(sys.argv[1]), 0.01)\nwhile True:\n    time.sleep(1)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(fake)]) as rank:
+        wait_for(lambda: followers(rank.pid))
+        rank.kill()
+    wait_for(lambda: not followers(rank.pid))
+
+
+def test_without_a_period_there_is_no_thread_and_no_process(plain_ranks: Ranks) -> None:
+    """A session of one rank; with the default period the thread exists, and ends with the session."""
+    code = """
+import sys, threading
+from netbottleneck import config
+from netbottleneck.runtime import session
+names = lambda: [thread.name for thread in threading.enumerate()]
+for period, there in ((0, False), (10, True)):
+    given = {"transports": "null", "directory": f"run{period}", "progress_s": period}
+    opened = session.open_session(config.settings(given))
+    assert ("netbottleneck-progress" in names()) is there, names()
+    opened.close()
+    assert "netbottleneck-progress" not in names()
+"""
+    plain_ranks(1, code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -22,10 +23,12 @@ from conftest import RANKS_LIMIT_S, Ranks
 from rich.console import Console
 
 from netbottleneck import cli, report
+from netbottleneck.analysis.usage import Cores, HostUse, Use
 from netbottleneck.analysis.verdict import STEPS_MIN, Verdict
 from netbottleneck.report import Change, Following, Part, Run, text
 from netbottleneck.runtime import session as sessions
 from netbottleneck.trace import ring_reader
+from netbottleneck.trace.transports import Arm
 from ringwriter import FakeRun, RingWriter
 
 TAKEN = struct.Struct("<Q")
@@ -205,6 +208,30 @@ def test_a_frame_honours_no_color_on_a_terminal(fake: Path, monkeypatch: pytest.
         text.frame(run.findings, run.verdict, (), ["in progress", "a line"], 0)
     )
     assert bool(re.search(r"\x1b\[[0-9;]*3[0-9]", out.getvalue())) is not no_colour
+
+
+def test_interfaces_are_shown_beside_their_rated_speed(tmp_path: Path) -> None:
+    rated = {"stock": {"interface": "eth1", "link_bps": 25 * 10**9}}
+    run = Run(FakeRun(tmp_path, run={"network": None}, about=rated).write())
+    base = run.findings.base
+    assert base == "stock"
+    cores = Cores({"idle": 0.25, "iowait": 0.0}, "cpu0", 0.9, 0.0)
+    uses = (
+        Use("eth1", "tx", 5e9, 20e9, 1.0, 1.0),
+        Use("eth1", "rx", 4e9, None, 1.0, 1.0),
+        Use("lo", "tx", 1e9, 2e9, 1.0, 1.0),
+    )
+    other = HostUse(1, "host1", Arm("ofi"), 1.0, 1.0, 50.0, uses[:1])
+    out = io.StringIO()
+    Console(file=out, width=80).print(
+        text.frame(
+            run.findings, run.verdict, (HostUse(0, "host0", base, 1.0, 1.0, 50.0, uses, cores), other), ["on"], 0
+        )
+    )
+    rows = [line.split() for line in out.getvalue().splitlines()]
+    assert ["host0", "eth1", "20.00", "~4.00", "25.0", "Gbit/s", "75", "%", "90", "%", "-"] in rows
+    assert ["host0", "lo", "2.00", "-", "not", "known"] in rows
+    assert not any(row[:1] == ["host1"] for row in rows)
 
 
 def test_the_parts_of_a_step_add_up_and_exposed_is_transfer_and_waiting(fake: Path) -> None:
@@ -404,6 +431,16 @@ def wait_for(true, limit_s: float = RANKS_LIMIT_S) -> None:
         time.sleep(0.01)
 
 
+def read_all(terminal: int) -> str:
+    """Return what is written to a terminal until its other end is closed."""
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO: it is closed
+        while more := os.read(terminal, 1 << 12):
+            shown += more
+    os.close(terminal)
+    return shown.decode()
+
+
 def command(folder: Path, *options: str) -> list[str]:
     return [sys.executable, "-m", "netbottleneck", "top", str(folder), *options]
 
@@ -428,6 +465,18 @@ def test_top_follows_a_run_to_its_end_from_another_process(warm_ranks: Ranks, tm
     assert len(set(seen)) >= 3
     assert seen == sorted(seen)
     assert seen[-1] == max(step.index for step in Run(folder).trace.steps)
+
+
+def test_on_a_terminal_the_frame_of_a_run_that_ended_stays(fake: Path) -> None:
+    other, own = pty.openpty()
+    with subprocess.Popen(command(fake), stdout=own, stderr=own, stdin=subprocess.DEVNULL) as top:
+        os.close(own)
+        shown = read_all(other)
+        assert top.wait(RANKS_LIMIT_S) == 0
+    before, leave, after = shown.rpartition("\x1b[?1049l")  # the alternate screen ends
+    assert leave
+    for screen in (before, after):
+        assert "Verdict: " in screen
 
 
 def test_a_killed_run_is_shown_as_killed(warm_ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -491,18 +540,12 @@ def test_the_line_of_a_terminal_is_replaced_within_its_width_and_cleared(
             shown += os.read(other, 1 << 12)
         progress.close()
         monkeypatch.undo()
-    os.set_blocking(other, False)
-    try:
-        while more := os.read(other, 1 << 12):
-            shown += more
-    except OSError:
-        pass
-    os.close(other)
-    pieces = [piece for piece in shown.decode().split("\r") if piece]
+    whole = shown.decode() + read_all(other)
+    pieces = [piece for piece in whole.split("\r") if piece]
     assert pieces[0].startswith(f"step {STEPS}: ")
     assert max(map(len, pieces)) <= 79
-    assert "\n" not in shown.decode()
-    assert "\x1b" not in shown.decode()
+    assert "\n" not in whole
+    assert "\x1b" not in whole
     assert pieces[-1].strip() == ""
     assert len(pieces[-1]) == len(pieces[0])
     wait_for(lambda: not followers())

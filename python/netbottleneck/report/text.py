@@ -661,19 +661,24 @@ def _rate_words(use: Use) -> str:
 def frame(
     findings: Findings, verdict: Verdict, hosts: Sequence[HostUse], state: Sequence[str], window: int
 ) -> RenderableType:
-    """One frame of a run in progress. state: what it does, then lines about its ranks; window: 0 for no limit."""
+    """One frame of a run in progress, the verdict before the tables, which a low terminal cuts.
+
+    state: what it does, then lines about its ranks; window: 0 for no limit.
+    """
     parts: list[RenderableType] = [Text(line, overflow="fold") for line in _head_lines(findings.trace, state)]
     parts += [Text(f"! {line}", style="yellow") for line in state[1:]]
-    if findings.base is not None:
-        tables = [_parts_table(findings), _ranks_table(findings)]
-        if findings.achieved:
-            tables.append(_bandwidth_table(findings))
-        if any(host.arm == findings.base and host.interfaces for host in hosts):
-            tables.append(_interfaces_table(findings, hosts))
-        for title, table in tables:
-            parts += [Text(title, style="bold"), table]
     missing = missing_words(findings, verdict, window)
-    parts.append(Text("Verdict: ", style="bold").append(verdict_line(verdict), style="not bold"))
-    if missing:
-        parts.append(Text("Missing: ", style="bold").append(missing, style="not bold"))
+    for label, content in (("Verdict", verdict_line(verdict)), ("Missing", missing)):
+        if content:
+            parts.append(Text(f"{label}: ", style="bold").append(content, style="not bold"))
+    if findings.base is None:
+        return Group(*parts)
+    tables = [_parts_table(findings), _ranks_table(findings)]
+    if findings.achieved:
+        tables.append(_bandwidth_table(findings))
+    if any(host.arm == findings.base and host.interfaces for host in hosts):
+        tables.append(_interfaces_table(findings, hosts))
+    for title, table in tables:
+        table.show_edge = False
+        parts += [Text(f"\n{title}", style="bold"), table]
     return Group(*parts)

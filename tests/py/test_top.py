@@ -146,6 +146,18 @@ def test_a_window_has_fewer_steps_where_they_hold_too_many_events(fake: Path) ->
     assert max(step.index for step in found.steps) == STEPS
 
 
+def test_what_is_kept_of_a_window_does_not_grow_with_the_run(tmp_path: Path) -> None:
+    folder = FakeRun(tmp_path, transports=("stock",)).write()
+    rings = sorted((folder / "ranks").glob("*.ring"))
+    grows, part, kept = Growing(folder), Part(folder, 6), []
+    for share in (0.4, 0.6, 0.8, 1.0):
+        grows.show(share)
+        part.look()
+        kept.append(sum(len(part.ring(path).events) for path in rings))
+    whole = sum(len(ring_reader.read_ring(path).events) for path in rings)
+    assert max(kept) <= whole * 8 / STEPS  # six steps, the open one, and samples of modules in some
+
+
 def test_of_a_long_ring_only_the_end_is_read(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "FIRST_EVENTS", 8)
     monkeypatch.setattr(report, "LAST_EVENTS", 100)
@@ -587,6 +599,22 @@ def test_a_rank_that_may_start_no_thread_shows_nothing(
     monkeypatch.setattr(threading.Thread, "start", refuse)
     sessions.Progress(fake, 0.01).close()
     assert [one.message for one in caplog.records] == ["the progress of the run is not shown: can't start new thread"]
+
+
+def test_the_process_prints_json_on_idle_cores_until_its_input_closes(fake: Path) -> None:
+    with subprocess.Popen(
+        command(fake, "--refresh", "0.01", f"--of={os.getpid()}"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        said = json.loads(process.stdout.readline())
+        assert said["line"].startswith(f"step {STEPS}: ")
+        assert said["alarm"] == ""
+        assert said["processor_s"] > 0
+        assert os.sched_getscheduler(process.pid) == os.SCHED_IDLE
+        process.stdin.close()
+        assert process.wait(RANKS_LIMIT_S) == 0
+        assert process.stdout.read() == b""  # nothing new was recorded
 
 
 def test_the_process_ends_with_its_rank(fake: Path) -> None:

@@ -294,8 +294,8 @@ class Settings:
         "PROGRESS_S",
         seconds(0),
         10.0,
-        "seconds between two lines of rank 0 about the run so far; on a terminal all, in a log every sixth, at level "
-        "info; 0: none",
+        "seconds between two lines of rank 0 about the run so far: on a terminal all, in a log every sixth, at level "
+        "info; 0: none. Without a terminal and without this level, nothing unless it is set",
     )
     trace_events: int = _row("TRACE_EVENTS", integer(1), 1 << 20, "events in a ring file; later ones are only counted")
     nccl_events: str | None = _row(

@@ -158,8 +158,11 @@ def _drawn(following: Following, args: argparse.Namespace) -> tuple[RenderableTy
     from netbottleneck.report import exporters, text
 
     run = following.look()
-    change = following.judge(run)
     state = following.about(run)
+    if state[0] == "ended":  # perhaps since the rings were read: their last steps may be missing
+        run = following.look()
+        state = following.about(run)
+    change = following.judge(run)
     for name, _, place in (one.partition("=") for one in args.export):
         about = {**run.summary, "cause_change": following.changed and following.changed.as_dict()}
         exporters.export(exporters.numbers(about, run.trace), name, place)

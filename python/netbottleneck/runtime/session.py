@@ -474,12 +474,18 @@ def _meet(session: Session, control: "_core.Comm") -> None:
     together(control, b"written", limit_s)
     session.shared = run_folder.is_shared(control, session.folder, limit_s)
     session.on_close.append(monitor.watch(session.settings, session.place, session.folder / run_folder.RANKS))
-    if session.place.rank == 0 and session.settings.progress_s:
+    if session.place.rank == 0 and _shows_progress(session.settings):
         session.on_close.append(Progress(session.folder, session.settings.progress_s).close)
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # the run may be closed by now
         control.record_clock(session.recorder)
         _clocked.clear()
         _clocked.add(session)
+
+
+def _shows_progress(settings: Settings) -> bool:
+    """Return True if the user asked for the progress, or would see it: on a terminal, or in the log."""
+    seen = "progress_s" in settings.sources or _is_terminal() or logger.isEnabledFor(logging.INFO)
+    return settings.progress_s > 0 and seen
 
 
 class Progress:

@@ -1,0 +1,393 @@
+"""TCP connections of the ranks: read from the kernel, joined with the operations, reported and judged."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import RANKS_LIMIT_S
+
+from netbottleneck.lab import Lab, LabError
+from netbottleneck.runtime import sampler
+from netbottleneck.trace import model
+
+DEADLINE_S = RANKS_LIMIT_S
+LO = "127.0.0.1"
+NAMES = [name for name, _, _ in sampler.INFO]
+
+
+def wait_for(true: Callable[[], bool], what: str) -> None:
+    """Wait for a condition, with a deadline."""
+    until = time.monotonic() + DEADLINE_S
+    while not true():
+        assert time.monotonic() < until, f"not within {DEADLINE_S} s: {what}"
+        time.sleep(0.01)
+
+
+# The answer of the kernel, made by hand.
+
+
+def attribute(kind: int, data: bytes, length: int | None = None) -> bytes:
+    """Return an attribute of a message; length: what it claims."""
+    whole = struct.pack("=HH", 4 + len(data) if length is None else length, kind) + data
+    return whole + bytes(-len(whole) % 4)
+
+
+def message(kind: int, body: bytes, length: int | None = None, sequence: int = 7) -> bytes:
+    """Return a message of netlink; length: what it claims."""
+    whole = struct.pack("=IHHII", 16 + len(body) if length is None else length, kind, 2, sequence, 0) + body
+    return whole + bytes(-len(whole) % 4)
+
+
+def answer(inode: int, *attributes: bytes, family: int = socket.AF_INET) -> bytes:
+    """Return the body of an answer: a socket 10.0.0.1:5000 with the peer 10.0.0.2:6000, or the same mapped to IPv6."""
+    head = b"" if family == socket.AF_INET else bytes(10) + b"\xff\xff"
+    ends = struct.pack(">HH", 5000, 6000)
+    ends += b"".join((head + bytes((10, 0, 0, last))).ljust(16, b"\0") for last in (1, 2))
+    return (
+        struct.pack("=BBBB", family, 1, 0, 0)
+        + ends
+        + bytes(12)
+        + struct.pack("=IIIII", 0, 11, 22, 0, inode)
+        + (b"".join(attributes))
+    )
+
+
+def tcp_info_bytes(length: int = 232, **values: int) -> bytes:
+    """Return the first `length` bytes of a struct tcp_info."""
+    whole = bytearray(256)
+    for name, offset, code in sampler.INFO:
+        struct.pack_into("=" + code, whole, offset, values.get(name, 0))
+    return bytes(whole[:length])
+
+
+def parsed(data: bytes) -> list[sampler.Socket]:
+    """Return the sockets of a datagram."""
+    found = [sampler._socket(body) for kind, body in sampler.messages(data, 7) if kind == 20]
+    return [one for one in found if one is not None]
+
+
+def test_an_answer_has_both_ends_the_queues_and_the_kernels_struct() -> None:
+    info = tcp_info_bytes(acked_bytes=1 << 40, resent_segments=3, app_limited=1)
+    data = message(20, answer(5, attribute(9, b"x"), attribute(2, info))) + message(
+        20, answer(6, family=socket.AF_INET6)
+    )
+    first, second = parsed(data)
+    assert (first.inode, first.unread_bytes, first.queued_bytes, first.info) == (5, 11, 22, info)
+    assert (second.inode, second.info) == (6, b"")
+    assert first.ends == second.ends
+    assert [model._address(*first.ends[:2]), first.ends[2]] == ["10.0.0.1", 5000]
+    assert [model._address(*first.ends[3:5]), first.ends[5]] == ["10.0.0.2", 6000]
+    values = dict(zip(NAMES, sampler.tcp_info(info), strict=True))
+    assert (values["acked_bytes"], values["resent_segments"], values["app_limited"]) == (1 << 40, 3, 1)
+
+
+def test_an_answer_that_is_cut_short_anywhere_gives_what_is_complete() -> None:
+    info = tcp_info_bytes(acked_bytes=9)
+    one, other = (message(20, answer(inode, attribute(2, info))) for inode in (5, 6))
+    assert [len(parsed((one + other)[:cut])) for cut in range(len(one + other))] == [
+        (cut >= len(one)) for cut in range(len(one + other))
+    ]
+
+
+@pytest.mark.parametrize("length", [0, 3, 15, 17, 1 << 31, 0xFFFFFFFF])
+def test_a_message_of_a_false_length_gives_no_socket(length: int) -> None:
+    body = answer(5, attribute(2, tcp_info_bytes()))
+    assert parsed(message(20, body, length) + message(20, body)) in ([], parsed(message(20, body)))
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 400, 0xFFFF])
+def test_an_attribute_of_a_false_length_ends_the_attributes(length: int) -> None:
+    bad = attribute(9, b"abcd", length)
+    (found,) = parsed(message(20, answer(5, attribute(2, b"early"), bad, attribute(2, b"later"))))
+    assert (found.inode, found.info) == (5, b"early")
+
+
+def test_messages_of_an_earlier_request_do_not_count() -> None:
+    assert parsed(message(20, answer(5), sequence=6) + message(20, answer(8))) == parsed(message(20, answer(8)))
+
+
+@pytest.mark.parametrize("length", range(0, 256, 4))
+def test_what_the_kernel_did_not_return_is_absent_and_never_zero(length: int) -> None:
+    values = sampler.tcp_info(tcp_info_bytes(length, **dict.fromkeys(NAMES, 5)))
+    for (_, offset, code), value in zip(sampler.INFO, values, strict=True):
+        there = offset + struct.calcsize("=" + code) <= length
+        assert value == (sampler.ABSENT if not there else value)
+        assert (value == sampler.ABSENT) == (not there)
+
+
+def test_what_the_kernel_has_not_measured_is_absent() -> None:
+    info = tcp_info_bytes(rtt_us=0, least_rtt_us=0xFFFFFFFF, delivery_bytes_per_s=0, sent_bytes=(1 << 64) - 1)
+    values = dict(zip(NAMES, sampler.tcp_info(info), strict=True))
+    assert [values[name] for name in ("rtt_us", "least_rtt_us", "delivery_bytes_per_s")] == [sampler.ABSENT] * 3
+    assert values["acked_bytes"] == 0
+    assert values["sent_bytes"] == (1 << 63) - 1  # as much as a row holds
+
+
+# Real sockets.
+
+
+@contextlib.contextmanager
+def pair(receive_bytes: int = 0) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Provide two connected sockets; receive_bytes: size of the second one's receive buffer."""
+    with socket.socket() as door:
+        if receive_bytes:
+            door.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        door.bind((LO, 0))
+        door.listen()
+        with socket.create_connection(door.getsockname()) as out:
+            came, _ = door.accept()
+            with came:
+                yield out, came
+
+
+def reader(folder: Path, pid: int | None = None, **about: Any) -> sampler.Connections:
+    """Return a reader of this process's connections as those of rank 3."""
+    return sampler.Connections(folder, {"rank": 3, "host_id": "here", **about}, pid or os.getpid(), 1)
+
+
+def reading(of: sampler.Connections, one: socket.socket) -> dict[str, int]:
+    """Return the row of a socket."""
+    inode = os.fstat(one.fileno()).st_ino
+    of._looked_s = -sampler.OWNERS_S  # look at once
+    rows = [dict(zip(sampler.CONNECTION, row, strict=True)) for row in of.read()]
+    return next(row for row in rows if row["inode"] == inode)
+
+
+def kernels(one: socket.socket) -> dict[str, int]:
+    """Return the kernel's struct of a socket by getsockopt."""
+    raw = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232)
+    return {name: struct.unpack_from("=" + code, raw, offset)[0] for name, offset, code in sampler.INFO}
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_a_reading_is_what_getsockopt_says_of_the_same_socket(tmp_path: Path, family: int) -> None:
+    try:
+        door = socket.create_server(("::1" if family == socket.AF_INET6 else LO, 0), family=family)
+    except OSError as error:
+        pytest.skip(f"no IPv6 on this machine: {error}")
+    with door, socket.create_connection(door.getsockname()[:2]) as out:
+        came, _ = door.accept()
+        with came:
+            out.sendall(bytes(300_000))
+            left = 300_000
+            while left:
+                left -= len(came.recv(left))
+            wait_for(lambda: kernels(out)["acked_bytes"] >= 300_000, "the acknowledgement")
+            row, other = (reading(reader(tmp_path), one) for one in (out, came))
+            known = kernels(out)
+    assert (row["rank"], row["local_port"], row["remote_port"]) == (3, other["remote_port"], other["local_port"])
+    for name in ("acked_bytes", "sent_bytes", "sent_segments", "resent_segments", "segment_bytes", "rtt_us"):
+        assert row[name] == known[name], name
+    for name in ("least_rtt_us", "window_segments", "busy_us", "buffer_limited_us", "receiver_limited_us"):
+        assert row[name] == known[name], name
+    assert row["acked_bytes"] >= 300_000
+    assert other["received_bytes"] == 300_000
+    assert other["unread_bytes"] == 0
+
+
+def test_the_time_in_which_the_receiver_does_not_read_is_limited_by_its_window(tmp_path: Path) -> None:
+    with pair() as (out, came):
+        of = reader(tmp_path)
+        out.setblocking(False)
+        before = reading(of, out)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                out.send(bytes(1 << 16))
+        wait_for(lambda: reading(of, out)["receiver_limited_us"] > 100_000, "time limited by the receive window")
+        row = reading(of, out)
+        assert before["receiver_limited_us"] == 0
+        assert row["busy_us"] >= row["receiver_limited_us"]
+        assert row["buffer_limited_us"] == 0
+        assert reading(of, came)["unread_bytes"] > row["peer_window_bytes"]
+
+
+def test_the_connections_of_other_processes_are_not_read(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as other:
+        with pair():
+            assert reader(tmp_path, other.pid).read() == []
+        other.communicate()
+
+
+def test_the_processes_of_this_hosts_ranks_are_found_by_their_descriptions(tmp_path: Path) -> None:
+    own = {"host_id": "here", "pid_namespace": sampler.pid_namespace(), "pid": os.getpid()}
+    descriptions: Mapping[int, Any] = {
+        4: {"rank": 4, **own},
+        5: {"rank": 5, **own, "host_id": "elsewhere", "pid": 1},
+        6: {"rank": 6, **own, "pid_namespace": "pid:[1]", "pid": 1},
+        7: {"rank": 7},
+    }
+    for rank, about in descriptions.items():
+        (tmp_path / f"{rank}.meta.json").write_text(json.dumps(about))
+    (tmp_path / "8.meta.json").write_text("{")
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as other:
+        with pair() as (out, _):
+            of = sampler.Connections(tmp_path, {"rank": 3, "host_id": "here"}, other.pid, 9)
+            assert of._pids == {3: other.pid, 4: os.getpid()}
+            assert reading(of, out)["rank"] == 4
+        other.communicate()
+
+
+def test_the_connections_with_the_most_bytes_are_kept_and_the_others_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler, "MOST_CONNECTIONS", 2)
+    with pair() as (out, came), pair() as _:
+        out.sendall(bytes(1000))
+        wait_for(lambda: kernels(came)["received_bytes"] == 1000, "the bytes")
+        rows = [dict(zip(sampler.CONNECTION, row, strict=True)) for row in reader(tmp_path).read()]
+        assert {row["inode"] for row in rows} == {os.fstat(one.fileno()).st_ino for one in (out, came)}
+    assert [row["left_out"] for row in rows] == [2, 2]
+
+
+def open_lab(*args: Any) -> Lab:
+    """Return a lab of namespaces, not yet entered; skips if this machine does not allow one."""
+    try:
+        with Lab(1, "none", ways=("root", "user")):
+            pass
+    except LabError as error:
+        pytest.skip(f"no network namespaces on this machine: {error}")
+    return Lab(*args, ways=("root", "user"))
+
+
+SMALL_BUFFER = """
+import json, os, socket, sys, time
+sys.path.insert(0, sys.argv[1])
+import sampler
+from pathlib import Path
+until = time.monotonic() + float(sys.argv[4])
+most = 0
+# The kernel starts this clock only where an acknowledgement lets the last byte go: not on every connection.
+while most < 200_000 and time.monotonic() < until:
+    with socket.socket() as out:
+        out.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 128 * 1024)
+        out.connect((sys.argv[2], int(sys.argv[3])))
+        of = sampler.Connections(Path("/nonexistent"), {"rank": 0, "host_id": ""}, os.getpid(), 1)
+        for _ in range(2):
+            out.sendall(bytes(1 << 20))
+        row = dict(zip(sampler.CONNECTION, of.read()[0]))
+        most = row["buffer_limited_us"]
+print(json.dumps(row))
+"""
+SINK = """
+import socket, sys
+door = socket.create_server((sys.argv[1], 0))
+print(door.getsockname()[1], flush=True)
+while True:
+    came, _ = door.accept()
+    while came.recv(1 << 20):
+        pass
+"""
+
+
+def test_a_send_buffer_below_what_the_path_holds_limits_the_connection() -> None:
+    with open_lab(2, "20mbit") as lab:
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
+        sink = lab.popen(1, [sys.executable, "-I", "-c", SINK, lab.address(1)], **pipes)
+        assert sink.stdout is not None
+        port = sink.stdout.readline().strip()
+        place = str(Path(sampler.__file__).parent)
+        words = [sys.executable, "-I", "-c", SMALL_BUFFER, place, lab.address(1), port, str(DEADLINE_S / 2)]
+        text, _ = lab.popen(0, words, **pipes).communicate(timeout=DEADLINE_S)
+    row = json.loads(text)
+    assert row["buffer_limited_us"] >= 200_000
+    assert row["busy_us"] >= row["buffer_limited_us"] + row["receiver_limited_us"]
+    assert row["rtt_us"] > 2 * row["least_rtt_us"]  # the bytes in flight wait in a queue
+    assert row["delivery_bytes_per_s"] > 0
+
+
+# The process that records.
+
+
+def recorded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, turns: int, capsys: pytest.CaptureFixture[str], limit: int = 1 << 20
+) -> str:
+    """Record this process's connections for some turns, 100 a second; return what was printed."""
+    about = {"rank": 0, "hostname": "h", "host_id": "i"}
+    request = {"about": about, "hz": 100, "folder": str(folder), "limit_bytes": limit, "parent": os.getpid()}
+    left = iter(range(turns))
+    sampler.run({**request, "local_size": 1}, lambda _: next(left, None) is None)
+    return capsys.readouterr().err
+
+
+def test_a_host_without_sock_diag_records_all_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*_: Any) -> socket.socket:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(socket, "socket", refused)
+    printed = recorded(tmp_path, monkeypatch, 30, capsys)
+    assert printed.count("\n") == 1
+    assert printed.startswith("netbottleneck: TCP connections are not recorded: ")
+    assert len(model.read_samples(tmp_path / "0.net.counters").time_ns) > 30
+    assert not (tmp_path / "0.tcp.counters").exists()
+
+
+@pytest.mark.parametrize("kind", [2, 3])
+def test_an_error_of_the_kernel_ends_only_the_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: int
+) -> None:
+    real, asked = sampler.messages, []
+
+    def later_refused(data: bytes, sequence: int) -> Iterator[tuple[int, bytes]]:
+        asked.append(sequence)
+        yield from real(data, sequence) if len(asked) < 20 else [(kind, struct.pack("=i", -2))]
+
+    monkeypatch.setattr(sampler, "messages", later_refused)
+    with pair():
+        printed = recorded(tmp_path, monkeypatch, 100, capsys)
+    assert (
+        printed == "netbottleneck: TCP connections are not recorded: [Errno 2] sock_diag: No such file or directory\n"
+    )
+    assert len(model.read_samples(tmp_path / "0.net.counters").time_ns) > 100
+    assert len(model.read_samples(tmp_path / "0.tcp.counters").time_ns) > 0
+
+
+def test_a_full_file_keeps_whole_readings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pair(), pair(), pair():
+        assert recorded(tmp_path, monkeypatch, 900, capsys, limit=8192) == ""
+    found = model.read_samples(tmp_path / "0.tcp.counters")
+    assert (tmp_path / "0.tcp.counters").stat().st_size <= 8192
+    times, rows = np.unique(found.time_ns, return_counts=True)
+    assert len(times) > 2
+    assert set(rows.tolist()) == {6}
+
+
+def rows_of(*rows: Mapping[str, int]) -> model.Counters:
+    """Return counters of connections; what a row leaves out is 0."""
+    values = np.array([[row.get(name, 0) for name in sampler.CONNECTION] for row in rows], np.int64)
+    times = np.array([row["time_ns"] for row in rows], np.int64)
+    return model.Counters("h", "i", 0, 100, 100, sampler.CONNECTION, times, values)
+
+
+def test_rows_become_connections_with_nan_for_what_is_absent() -> None:
+    low = int.from_bytes(b"\xff\xff" + bytes((10, 0, 0, 1)), "big")
+    one = {"rank": 1, "inode": 5, "local_low": low, "local_port": 70, "remote_high": -1, "remote_low": -1}
+    found = model.connections(
+        rows_of(
+            {**one, "time_ns": 1, "sent_segments": (1 << 32) - 1, "rtt_us": -1, "acked_bytes": 3},
+            {"rank": 2, "inode": 6, "time_ns": 1},
+            {**one, "time_ns": 2, "sent_segments": 4, "rtt_us": 8, "acked_bytes": 5},
+        )
+    )
+    first = found[0]
+    assert (first.rank, first.local, first.remote) == (1, ("10.0.0.1", 70), ("ffff:" * 7 + "ffff", 0))
+    assert first.time_ns.tolist() == [1, 2]
+    assert np.isnan(first.readings["rtt_us"]).tolist() == [True, False]
+    assert np.diff(first.readings["sent_segments"]).tolist() == [5]  # a counter of 32 bits went round
+    assert first.readings["acked_bytes"].tolist() == [3, 5]
+    assert [(each.rank, len(each.time_ns)) for each in found] == [(1, 2), (2, 1)]

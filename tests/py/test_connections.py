@@ -11,16 +11,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
-from conftest import RANKS_LIMIT_S
+from conftest import RANKS_LIMIT_S, Ranks
 
+from netbottleneck.analysis import findings, usage, verdict
+from netbottleneck.analysis.intervals import counted
 from netbottleneck.lab import Lab, LabError
+from netbottleneck.report import Run, html, pictures, summary, text
 from netbottleneck.runtime import sampler
-from netbottleneck.trace import model
+from netbottleneck.trace import model, ring_reader
+from netbottleneck.trace.model import Clock, Collective, Network, Rank, Samples, Step, Trace, TransportInfo
+from netbottleneck.trace.transports import Arm
+from ringwriter import FakeRun
 
 DEADLINE_S = RANKS_LIMIT_S
 LO = "127.0.0.1"
@@ -339,11 +347,11 @@ def test_a_host_without_sock_diag_records_all_else(
 def test_an_error_of_the_kernel_ends_only_the_connections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: int
 ) -> None:
-    real, asked = sampler.messages, []
+    real = sampler.messages
 
     def later_refused(data: bytes, sequence: int) -> Iterator[tuple[int, bytes]]:
-        asked.append(sequence)
-        yield from real(data, sequence) if len(asked) < 20 else [(kind, struct.pack("=i", -2))]
+        # Two requests a reading: the first reading opens, the second is recorded.
+        yield from real(data, sequence) if sequence <= 4 else [(kind, struct.pack("=i", -2))]
 
     monkeypatch.setattr(sampler, "messages", later_refused)
     with pair():
@@ -391,3 +399,333 @@ def test_rows_become_connections_with_nan_for_what_is_absent() -> None:
     assert np.diff(first.readings["sent_segments"]).tolist() == [5]  # a counter of 32 bits went round
     assert first.readings["acked_bytes"].tolist() == [3, 5]
     assert [(each.rank, len(each.time_ns)) for each in found] == [(1, 2), (2, 1)]
+
+
+# Use of the connections, and what a report says of them. Two ranks on two hosts; rank 1's clock is 5 s ahead.
+
+SECOND = 10**9
+AHEAD_NS = 5 * SECOND
+STOCK, TCP = Arm("stock"), Arm("tcp")
+LANE, GLOO = 7001, 6001
+ADDRESSES = ("10.0.0.1", "10.0.0.2")
+
+
+def run_of(arms: tuple[Arm, ...] = (STOCK, TCP), hosts: tuple[str, str] = ("a", "b")) -> Trace:
+    """A run whose arms have two steps of one second each, in turn; an operation fills the second half of a step."""
+    ranks = tuple(
+        Rank(
+            rank,
+            host_id=hosts[rank],
+            clock=Clock("heartbeat", AHEAD_NS * rank),
+            transports=(TransportInfo("stock"), TransportInfo("tcp", ports=(LANE,))),
+        )
+        for rank in (0, 1)
+    )
+    steps, moved = [], []
+    for number in range(2 * len(arms)):
+        arm, begin = arms[number // 2], number * SECOND
+        for rank in (0, 1):
+            steps.append(Step(rank, number, number // 2, arm, begin, begin + SECOND))
+            middle = begin + SECOND // 2
+            moved.append(
+                Collective(rank, arm, 1, number, middle, 8, step=number, start_ns=middle, done_ns=begin + SECOND)
+            )
+    return Trace("r", 2, arms, ranks=ranks, steps=tuple(steps), collectives=tuple(moved))
+
+
+def end_rows(
+    rank: int, ports: tuple[int, int], begin_s: float, every: Mapping[str, int] | None = None, **grow: int
+) -> list[dict[str, int]]:
+    """Return the readings of one end, each tenth of a second of four seconds, by its own clock.
+
+    grow: what a value grows by in a second, from begin_s on for two seconds; every: values of each reading.
+    """
+    own, other = (int.from_bytes(b"\xff\xff" + socket.inet_aton(ADDRESSES[r]), "big") for r in (rank, 1 - rank))
+    fixed = {"rank": rank, "inode": 10 + rank + ports[0], "local_low": own, "remote_low": other}
+    fixed |= {"local_port": ports[0], "remote_port": ports[1]}
+    fixed |= {
+        "rtt_us": 1000,
+        "least_rtt_us": 900,
+        "delivery_bytes_per_s": -1,
+        "window_segments": 10,
+        "segment_bytes": 1000,
+        **(every or {}),
+    }
+    rows = []
+    for tenth in range(41):
+        passed = min(max(tenth / 10 - begin_s, 0.0), 2.0)
+        values = {name: round(by * passed) for name, by in grow.items()}
+        rows.append({**fixed, **values, "time_ns": tenth * SECOND // 10 + AHEAD_NS * rank})
+    return rows
+
+
+def samples_of(*ends: list[dict[str, int]]) -> list[Samples]:
+    """Return the two hosts' recordings."""
+    rows = [row for end in ends for row in end]
+    found = []
+    for rank in (0, 1):
+        own = sorted((row for row in rows if row["rank"] == rank), key=lambda row: row["time_ns"])
+        found.append(Samples(rank, tcp=rows_of(*own)))
+    return found
+
+
+def both_ends(
+    ports: tuple[int, int], begin_s: float, receiver: Mapping[str, int] | None = None, **grow: int
+) -> list[list[dict[str, int]]]:
+    """Return the two ends of a connection on which rank 0 sends."""
+    return [
+        end_rows(0, ports, begin_s, {"peer_window_bytes": 5000}, **grow),
+        end_rows(1, (ports[1], ports[0]), begin_s, receiver, received_bytes=grow["acked_bytes"]),
+    ]
+
+
+SENT = {"acked_bytes": 10_000_000, "sent_segments": 10_000, "resent_segments": 50, "busy_us": 500_000}
+
+
+def test_a_connection_belongs_to_the_arm_of_its_port_or_of_its_bytes() -> None:
+    lane, gloo = both_ends((40000, LANE), 2, **SENT), both_ends((40001, GLOO), 0, **SENT)
+    connected = usage.connections(run_of(), samples_of(*lane, *gloo), warmup=0)
+    first, second = connected.ends
+    assert [(end.arm, end.rank, end.peer, end.remote) for end in connected.ends] == [
+        (STOCK, 0, 1, ("10.0.0.2", GLOO)),
+        (TCP, 0, 1, ("10.0.0.2", LANE)),
+    ]
+    for end in (first, second):
+        assert end.seconds == 1.0  # two operations of half a second
+        assert end.sent_bytes == pytest.approx(20_000_000)
+        assert end.segments == pytest.approx(20_000)
+        assert end.resent_share == pytest.approx(0.005)
+        assert (end.rtt_s, end.least_rtt_s, end.window_bytes) == (1e-3, 9e-4, 10_000)
+        assert (end.busy_s, end.receiver_s, end.buffer_s) == (pytest.approx(1.0), 0.0, 0.0)
+        assert end.network_share == 1.0
+        assert end.reader_late is False
+
+
+def test_a_connection_without_a_known_port_belongs_to_one_arm_only() -> None:
+    gloo = both_ends((40001, GLOO), 0, **SENT)
+    connected = usage.connections(run_of((STOCK, Arm("ofi"))), samples_of(*gloo), warmup=0)
+    assert [end.arm for end in connected.ends] == [STOCK]
+    later = both_ends((40001, GLOO), 2, **SENT)
+    connected = usage.connections(run_of((STOCK, Arm("ofi"))), samples_of(*later), warmup=0)
+    assert [end.arm for end in connected.ends] == ["ofi"]
+
+
+def test_a_connection_that_is_not_between_ranks_is_left_out() -> None:
+    gloo, other = both_ends((40001, GLOO), 0, **SENT), end_rows(0, (40002, 443), 0, **SENT)
+    assert len(usage.connections(run_of(), samples_of(*gloo, other), warmup=0).ends) == 1
+    # The other end may be on the host that was not recorded.
+    alone = [samples_of(*gloo, other)[0]]
+    ends = usage.connections(run_of(), alone, warmup=0).ends
+    assert sorted((end.remote[1], end.peer, end.reader_late) for end in ends) == [(443, None, None), (GLOO, None, None)]
+
+
+def test_connections_with_few_bytes_do_not_count() -> None:
+    gloo, control = both_ends((40001, GLOO), 0, **SENT), both_ends((40003, 6002), 0, acked_bytes=90_000)
+    assert [end.remote[1] for end in usage.connections(run_of(), samples_of(*gloo, *control), warmup=0).ends] == [GLOO]
+
+
+def test_values_that_the_kernel_does_not_have_stay_unknown() -> None:
+    old = {
+        "least_rtt_us": -1,
+        "peer_window_bytes": -1,
+        "busy_us": -1,
+        "receiver_limited_us": -1,
+        "buffer_limited_us": -1,
+    }
+    ends = [end_rows(0, (40001, GLOO), 0, {**old, "delivery_bytes_per_s": -1}, acked_bytes=1000, sent_segments=5)]
+    ends.append(end_rows(1, (GLOO, 40001), 0, received_bytes=1000))
+    connected = usage.connections(run_of(), samples_of(*ends), warmup=0)
+    (end,) = connected.ends
+    unknown = (end.least_rtt_s, end.delivery_bps, end.busy_s, end.receiver_s, end.buffer_s, end.network_share)
+    assert unknown == (None,) * 6
+    assert end.reader_late is None
+    limit = usage.limited(connected, STOCK)
+    assert limit is not None
+    assert limit.share == 0.0
+    (row,) = text.connection_rows(connected)
+    assert row[-2:] == ("-", "-")
+
+
+def test_the_delivery_rate_is_of_readings_that_the_program_does_not_limit() -> None:
+    rows = end_rows(0, (40001, GLOO), 0, **SENT)
+    for number, row in enumerate(rows):
+        row |= {"app_limited": number % 2, "delivery_bytes_per_s": 125_000 if number % 2 else 1_250_000}
+    ends = (rows, end_rows(1, (GLOO, 40001), 0, received_bytes=10))
+    (end,) = usage.connections(run_of(), samples_of(*ends), warmup=0).ends
+    assert end.delivery_bps == 10_000_000
+
+
+LIMITS = {"receive window": "receiver_limited_us", "send buffer": "buffer_limited_us"}
+
+
+def limit_of(what: str, us: int, receiver: Mapping[str, int] | None = None, **every: int) -> usage.Limited:
+    """Return the limit of a connection that is limited for `us` of each second of its steps, half of which are idle."""
+    ends = both_ends((40001, GLOO), 0, receiver, **SENT, **{LIMITS[what]: us})
+    for row in ends[0]:
+        row.update(every)
+    found = usage.limited(usage.connections(run_of(), samples_of(*ends), warmup=0), STOCK)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("what", LIMITS)
+def test_limits_are_a_part_of_communication_time(what: str) -> None:
+    found = limit_of(what, 200_000)
+    assert (found.what, found.worst.rank) == (what, 0)
+    assert found.share == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("what", LIMITS)
+def test_a_queue_in_the_network_is_no_small_buffer(what: str) -> None:
+    assert limit_of(what, 200_000, rtt_us=1801).share == 0.0
+    assert limit_of(what, 200_000, rtt_us=1800).share > 0.0
+
+
+def test_a_receiver_that_does_not_read_in_time_has_no_small_window() -> None:
+    assert limit_of("receive window", 200_000, {"unread_bytes": 5001}).share == 0.0
+    assert limit_of("receive window", 200_000, {"unread_bytes": 5000}).share > 0.0
+    assert limit_of("send buffer", 200_000, {"unread_bytes": 5001}).share > 0.0
+
+
+@pytest.fixture
+def unexplained(tmp_path: Path) -> findings.Findings:
+    """A run with exposed communication, far below the link, that no other rule explains."""
+    run = ring_reader.load(FakeRun(tmp_path, transports=("stock",), blocks=1, block_steps=12).write())
+    return findings.find(replace(run, network=Network(link_bps=1e10)))
+
+
+@pytest.mark.parametrize(
+    ("what", "setting"), [("receive window", "tcp_rmem on rank 1's"), ("send buffer", "tcp_wmem on rank 0's")]
+)
+def test_buffers_that_limit_communication_are_a_wrong_configuration(
+    unexplained: findings.Findings, what: str, setting: str
+) -> None:
+    def decided(us: int) -> verdict.Verdict:
+        ends = both_ends((40001, GLOO), 0, **SENT, **{LIMITS[what]: us})
+        return verdict.decide(unexplained, None, (), usage.connections(run_of(), samples_of(*ends), warmup=0))
+
+    assert decided(95_000).code == "INCONCLUSIVE"
+    found = decided(105_000)
+    assert found.code == "MISCONFIGURED"
+    assert f"The {what} limits stock's connections for 21 % of communication time" in found.why
+    # 2 x 10 Gbit/s x 1 ms
+    assert f"net.ipv4.{setting} host to 2 x link rate x round trip, here 2.4 MiB" in found.next
+    without = verdict.decide(unexplained)
+    assert without.code == "INCONCLUSIVE"
+
+
+def test_packet_loss_is_named_from_its_share_on() -> None:
+    def lines(**grow: int) -> list[str]:
+        ends = both_ends((40001, GLOO), 0, **{**SENT, **grow})
+        return text.connection_lines(usage.connections(run_of(), samples_of(*ends), warmup=0))
+
+    assert lines(resent_segments=99) == []
+    assert lines(resent_segments=4, sent_segments=400) == []  # too few segments
+    (line,) = lines(resent_segments=230)
+    assert line.startswith("Packet loss: stock sent 2.3 % of 20000 segments from rank 0 to rank 1 again")
+
+
+def test_the_report_has_the_worst_connections_and_the_total_of_each_arm(unexplained: findings.Findings) -> None:
+    ends = []
+    for number in range(5):
+        limited = {"buffer_limited_us": 50_000 * number}
+        ends += both_ends((40001 + number, GLOO), 0, **SENT, **limited)
+    connected = usage.connections(run_of(), samples_of(*ends, *both_ends((40009, LANE), 2, **SENT)), warmup=0)
+    rows = text.connection_rows(connected)
+    assert [row[0] for row in rows] == [
+        *(f"stock 0:{port} to 1" for port in (40005, 40004, 40003)),
+        "stock, all 5",
+        "tcp, all 1",
+    ]
+    assert rows[0][1:] == ("19.1 MiB", "0.50 %", "1.00", "-", "0%", "40%")
+    assert rows[3][1] == "95.4 MiB"
+    assert rows[3][-2:] == ("0%", "20%")
+    judged = verdict.decide(unexplained)
+    printed = text.text(unexplained, judged, (), connected)
+    assert "stock 0:40005 to 1" in printed
+    assert max(map(len, printed.splitlines())) <= text.WIDTH
+    page = html.page(unexplained, judged, pictures.Recorded(connected=connected))
+    assert "<td>stock 0:40005 to 1</td>" in page
+    assert text.CONNECTIONS_TITLE not in html.page(unexplained, judged) + text.text(unexplained, judged)
+
+
+def test_connections_that_were_not_recorded_are_counted() -> None:
+    ends = both_ends((40001, GLOO), 0, **SENT)
+    for row in ends[0]:
+        row["left_out"] = 3
+    connected = usage.connections(run_of(), samples_of(*ends), warmup=0)
+    assert text.connection_lines(connected) == ["3 connections with the fewest bytes were not recorded."]
+
+
+# A run.
+
+TRAINING = """
+import os
+import netbottleneck
+import torch, torch.distributed as dist
+from pathlib import Path
+from torch.nn.parallel import DistributedDataParallel
+from netbottleneck.trace import model
+
+counters = Path(os.environ["NETBOTTLENECK_DIR"], "ranks", "0.tcp.counters")
+
+
+def rows():
+    try:
+        return len(set(model.read_samples(counters).time_ns.tolist()))
+    except (FileNotFoundError, ValueError):
+        return 0
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+model_ = DistributedDataParallel(torch.nn.Linear(1000, 1000))
+optimizer = torch.optim.SGD(model_.parameters(), lr=0.01)
+go = torch.ones(1)
+while go.item():
+    for _ in range(10):
+        optimizer.zero_grad()
+        model_(torch.randn(4, 1000)).sum().backward()
+        optimizer.step()
+    # Both ranks stop after the same step: rank 0 has seen enough readings.
+    go = torch.tensor([float(rows() < 40)]) if dist.get_rank() == 0 else torch.ones(1)
+    dist.broadcast(go, 0)
+dist.destroy_process_group()
+"""
+
+
+def test_the_report_of_a_run_has_the_connections_of_both_arms(warm_ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    env = {
+        "NETBOTTLENECK_TRANSPORT": "stock,tcp",
+        "NETBOTTLENECK_STREAMS": "2",
+        "NETBOTTLENECK_MONITOR_HZ": "100",
+        "NETBOTTLENECK_START_STEP": "0",
+        "NETBOTTLENECK_BLOCK_STEPS": "50",
+        "NETBOTTLENECK_DIR": str(tmp_path / "run"),
+    }
+    warm_ranks(2, TRAINING, env)
+    run = Run(tmp_path / "run")
+    found = run.connections
+    for rank in (0, 1):
+        ports = {info.name: info.ports for info in run.trace.ranks[rank].transports}
+        assert (len(ports["tcp"]), ports["stock"]) == (2, ())
+        own = [end for end in found.ends if end.rank == rank]
+        lanes = [end for end in own if end.arm == "tcp"]
+        # Each rank sends over its own connections to the peer's lanes.
+        assert {end.remote[1] for end in lanes} == set(run.trace.ranks[1 - rank].transports[1].ports)
+        assert {end.peer for end in own} == {1 - rank}
+        assert [end.arm for end in own].count(STOCK) >= 1
+        for arm in (STOCK, TCP):
+            steps = [step for step in counted(run.trace) if step.rank == rank and step.arm == arm]
+            sent = sum(end.sent_bytes for end in own if end.arm == arm)
+            # Two ranks: each sends the whole gradient once a step. Readings are not aligned with the steps.
+            assert sent == pytest.approx(len(steps) * 4 * (1000 * 1000 + 1000), rel=0.25)
+    assert {name.partition(",")[0] for name, *_ in text.connection_rows(found)} >= {"stock", "tcp"}
+    assert "stock, all" in run.text
+    assert "tcp, all" in run.text
+    assert text.CONNECTIONS_TITLE in run.html
+    jsonschema.validate(run.summary, summary.schema())
+    assert {end["transport"] for end in run.summary["connections"]} == {"stock", "tcp"}
+    written = Run(run.path)
+    written.write_all()
+    assert Run(run.path).connections == found

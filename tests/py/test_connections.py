@@ -168,7 +168,7 @@ def reader(folder: Path, pid: int | None = None, **about: Any) -> sampler.Connec
 def reading(of: sampler.Connections, one: socket.socket) -> dict[str, int]:
     """Return the row of a socket."""
     inode = os.fstat(one.fileno()).st_ino
-    of._looked_s = -sampler.OWNERS_S  # look at once
+    of._look_s = 0.0  # look at once
     rows = [dict(zip(sampler.CONNECTION, row, strict=True)) for row in of.read()]
     return next(row for row in rows if row["inode"] == inode)
 
@@ -247,6 +247,32 @@ def test_the_processes_of_this_hosts_ranks_are_found_by_their_descriptions(tmp_p
         other.communicate()
 
 
+def test_a_rank_whose_files_may_not_be_read_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(path: str) -> list[str]:
+        raise PermissionError(13, "Permission denied", path)
+
+    with pair() as (out, _):
+        of = reader(tmp_path)
+        assert reading(of, out)["rank"] == 3
+        monkeypatch.setattr(os, "listdir", refused)
+        for _ in range(2):
+            of._look_s = 0.0
+            assert of.read() == []
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert printed.startswith("netbottleneck: the connections of rank 3 are not recorded: ")
+
+
+def test_a_rank_that_has_ended_has_no_connections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    with pair():
+        assert reader(tmp_path, ended.pid).read() == []
+    assert capsys.readouterr().err == ""
+
+
 def test_the_connections_with_the_most_bytes_are_kept_and_the_others_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,9 +345,18 @@ def test_a_send_buffer_below_what_the_path_holds_limits_the_connection() -> None
 
 
 def recorded(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, turns: int, capsys: pytest.CaptureFixture[str], limit: int = 1 << 20
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    turns: int,
+    capsys: pytest.CaptureFixture[str],
+    limit: int = 1 << 20,
+    share: float = 1e9,
 ) -> str:
-    """Record this process's connections for some turns, 100 a second; return what was printed."""
+    """Record this process's connections for some turns without a pause; return what was printed.
+
+    share: of a core that they may use; the default reads them every tenth turn.
+    """
+    monkeypatch.setattr(sampler, "CONNECTIONS_SHARE", share)
     about = {"rank": 0, "hostname": "h", "host_id": "i"}
     request = {"about": about, "hz": 100, "folder": str(folder), "limit_bytes": limit, "parent": os.getpid()}
     left = iter(range(turns))
@@ -363,6 +398,19 @@ def test_an_error_of_the_kernel_ends_only_the_connections(
     assert len(model.read_samples(tmp_path / "0.tcp.counters").time_ns) > 0
 
 
+@pytest.mark.parametrize(("share", "readings"), [(1e-9, 0), (1e9, 22)])
+def test_readings_are_as_far_apart_as_their_share_of_a_core_asks(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    share: float,
+    readings: int,
+) -> None:
+    with pair():
+        assert recorded(tmp_path, monkeypatch, 200, capsys, share=share) == ""
+    assert len(set(model.read_samples(tmp_path / "0.tcp.counters").time_ns.tolist())) == readings
+
+
 def test_a_full_file_keeps_whole_readings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -399,6 +447,26 @@ def test_rows_become_connections_with_nan_for_what_is_absent() -> None:
     assert np.diff(first.readings["sent_segments"]).tolist() == [5]  # a counter of 32 bits went round
     assert first.readings["acked_bytes"].tolist() == [3, 5]
     assert [(each.rank, len(each.time_ns)) for each in found] == [(1, 2), (2, 1)]
+
+
+def test_columns_that_a_file_lacks_are_unknown_and_those_that_name_a_connection_are_required() -> None:
+    whole = rows_of({"rank": 1, "time_ns": 1, "acked_bytes": 3}, {"rank": 1, "time_ns": 2, "acked_bytes": 4})
+    (one,) = model.connections(without(whole, "rtt_us"))
+    assert np.isnan(one.readings["rtt_us"]).all()
+    assert one.readings["acked_bytes"].tolist() == [3, 4]
+    with pytest.raises(ValueError, match=r"rank 0: TCP connections without a column of .*remote_port"):
+        model.connections(without(whole, "remote_port"))
+
+
+def without(counters: model.Counters, column: str) -> model.Counters:
+    """Return counters without a column."""
+    at = counters.columns.index(column)
+    columns = (*counters.columns[:at], *counters.columns[at + 1 :])
+    return replace(counters, columns=columns, values=np.delete(counters.values, at, axis=1))
+
+
+def test_the_reader_knows_every_value_that_the_sampler_writes() -> None:
+    assert set(model.READINGS) == {*NAMES, "unread_bytes", "queued_bytes"}
 
 
 # Use of the connections, and what a report says of them. Two ranks on two hosts; rank 1's clock is 5 s ahead.

@@ -444,13 +444,18 @@ def _between_ranks(found: Sequence[Connection], complete: bool) -> list[tuple[Co
     return [(one, peer) for one, peer in pairs if (not complete if peer is None else peer.rank != one.rank)]
 
 
+def _left_out(tcp: Counters) -> int:
+    """Return the most connections at one reading that were not recorded."""
+    return int(tcp.column("left_out").max(initial=0)) if "left_out" in tcp.columns else 0
+
+
 def connections(trace: Trace, samples: Sequence[Samples], warmup: int = 1) -> Connected:
     """Use of the ranks' TCP connections, by arm, in the counted steps.
 
     The peer of a connection is the rank that recorded the same addresses from the other end. If every host was
     recorded completely, a connection without one is not between ranks, and is left out.
     """
-    left_out = sum(int(s.tcp.column("left_out").max(initial=0)) for s in samples if s.tcp is not None)
+    left_out = sum(_left_out(sample.tcp) for sample in samples if sample.tcp is not None)
     arms = _Arms(trace, warmup)
     ends = [
         _end_of(one, peer, arm, arms.spans[one.rank, arm], arms.seconds(one.rank, arm))

@@ -394,7 +394,7 @@ def link(facts: Facts) -> RuleResult:
     if did is None or unknown:
         return facts.evidence("link", "LINK_LIMITED", rests=unknown or "no rate was recorded")
     if configuration(facts).fired:
-        return facts.evidence("link", "LINK_LIMITED", rests="the interface is the wrong one: see configuration")
+        return facts.evidence("link", "LINK_LIMITED", rests="wrong interface or full buffers: see configuration")
     used = did.active_bps / limit
     predicted = facts.predicted.savings_ns
     saving = predicted.get("link") or facts.moving.scaled(min(used, 1.0))

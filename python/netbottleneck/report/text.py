@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from rich import box
@@ -427,7 +426,7 @@ def connection_rows(connected: Connected) -> list[tuple[str, ...]]:
             if end.lossy or end.limited_share >= LIMITED_MIN:
                 peer = end.remote[0] if end.peer is None else str(end.peer)
                 rows.append((f"{arm} {end.rank}:{end.local[1]} to {peer}", *_connection_cells(end)))
-        rows.append((f"{arm}, all {len(ends)}", *_connection_cells(replace(total_of(ends), delivery_bps=None))))
+        rows.append((f"{arm}, all {len(ends)}", *_connection_cells(total_of(ends))))
     return rows
 
 

@@ -36,6 +36,7 @@ _TCP_FIELDS = (b"OutSegs", b"RetransSegs")
 CONNECTIONS_HZ = 10  # at most: a reading costs more than one of the interfaces
 MOST_CONNECTIONS = 64  # a reading; those with the most bytes are kept, and the others counted
 OWNERS_S = 1.0  # between two looks at the open files of the ranks
+CONNECTIONS_SHARE = 0.02  # of a core, at most: hosts with many sockets or files are read less often
 
 
 class Table:
@@ -286,7 +287,8 @@ class Connections:
         self._refused: set[int] = set()
         self._known: set[Path] = set()
         self._owners: dict[int, int] = {}
-        self._looked_s = -OWNERS_S
+        self._look_s = 0.0  # the next look, by time.monotonic
+        self._read_s = 0.0  # the next reading
         self.read()
 
     def _find_ranks(self) -> None:
@@ -335,9 +337,21 @@ class Connections:
 
     def read(self) -> list[list[int]]:
         """Return a row of CONNECTION for each connection of the ranks, those with the most bytes. Raises OSError."""
-        if time.monotonic() - self._looked_s >= OWNERS_S:
-            self._looked_s = time.monotonic()
+        before = time.process_time()
+        if time.monotonic() >= self._look_s:
             self._look()
+            self._look_s = time.monotonic() + max(OWNERS_S, (time.process_time() - before) / CONNECTIONS_SHARE)
+            before = time.process_time()
+        rows = self._rows()
+        self._read_s = time.monotonic() + (time.process_time() - before) / CONNECTIONS_SHARE
+        return rows
+
+    @property
+    def due(self) -> bool:
+        """True if another reading leaves the processor time within its share."""
+        return time.monotonic() >= self._read_s
+
+    def _rows(self) -> list[list[int]]:
         rows = []
         for family in (socket.AF_INET, socket.AF_INET6):
             for one in self._sockets(family):
@@ -383,6 +397,8 @@ def _record(table: Table, source: Net | Host | Connections) -> bool:
     now = time.monotonic_ns()
     if not isinstance(source, Connections):
         table.put([now, *source.read()])
+        return True
+    if not source.due:
         return True
     try:
         rows = source.read()

@@ -499,6 +499,11 @@ def of_run(run_dir: Path | str) -> tuple[Samples, ...]:
 
 End = tuple[str, int]  # address and port
 _ENDS = ("local_high", "local_low", "local_port", "remote_high", "remote_low", "remote_port")
+READINGS = (
+    *("acked_bytes", "received_bytes", "sent_bytes", "sent_segments", "resent_segments", "busy_us"),
+    *("receiver_limited_us", "buffer_limited_us", "rtt_us", "least_rtt_us", "delivery_bytes_per_s", "app_limited"),
+    *("window_segments", "segment_bytes", "peer_window_bytes", "unread_bytes", "queued_bytes"),
+)
 _WRAPPING = ("sent_segments", "resent_segments")  # counters of 32 bits in the kernel
 
 
@@ -506,13 +511,14 @@ _WRAPPING = ("sent_segments", "resent_segments")  # counters of 32 bits in the k
 class Connection:
     """A TCP connection as one end recorded it: readings[name][i] is the kernel's value at time_ns[i].
 
-    rank: whose process has the socket open. NaN: a value that the kernel does not have, or has not measured. Since the
-    connection opened: acked_bytes (sent, and acknowledged by the peer), received_bytes, sent_bytes (with those sent
-    again), sent_segments and resent_segments (with data), busy_us (data was waiting or in flight), and of that
-    receiver_limited_us (the peer's window was full) and buffer_limited_us (the send buffer was full of data in flight).
-    At the reading: rtt_us (smoothed), least_rtt_us, delivery_bytes_per_s (latest), app_limited (1: the program limited
-    that rate), window_segments (congestion window) of segment_bytes, peer_window_bytes (what the peer accepts),
-    unread_bytes (received, not read by the program), queued_bytes (written, not acknowledged).
+    rank: whose process has the socket open. readings: by the names of READINGS; NaN: a value that the kernel or the
+    file does not have, or that was not measured. Since the connection opened: acked_bytes (sent, and acknowledged by
+    the peer), received_bytes, sent_bytes (with those sent again), sent_segments and resent_segments (with data),
+    busy_us (data was waiting or in flight), and of that receiver_limited_us (the peer's window was full) and
+    buffer_limited_us (the send buffer was full of data in flight). At the reading: rtt_us (smoothed), least_rtt_us,
+    delivery_bytes_per_s (latest), app_limited (1: the program limited that rate), window_segments (congestion window)
+    of segment_bytes, peer_window_bytes (what the peer accepts), unread_bytes (received, not read by the program),
+    queued_bytes (written, not acknowledged).
     """
 
     rank: int
@@ -529,8 +535,8 @@ def _address(high: int, low: int) -> str:
 
 
 def _readings(counters: Counters, rows: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
-    found = {}
-    for column in (name for name in counters.columns if name not in ("rank", "inode", "left_out", *_ENDS)):
+    found = dict.fromkeys(READINGS, np.full(len(rows), np.nan))
+    for column in set(READINGS).intersection(counters.columns):
         values = counters.column(column)[rows].astype(float)
         values[values < 0] = np.nan
         if column in _WRAPPING:
@@ -540,8 +546,10 @@ def _readings(counters: Counters, rows: NDArray[np.int64]) -> dict[str, NDArray[
 
 
 def connections(counters: Counters) -> tuple[Connection, ...]:
-    """Return the connections of a file of counters "tcp". Raises ValueError for a missing column."""
+    """Return the connections of a file of counters "tcp". Raises ValueError if it does not name the connections."""
     names = ("rank", "inode", *_ENDS)
+    if not set(names) <= set(counters.columns):
+        raise ValueError(f"rank {counters.rank}: TCP connections without a column of {', '.join(names)}")
     keys = np.stack([counters.column(name) for name in names], axis=1)
     each, which = np.unique(keys, axis=0, return_inverse=True)
     found = []

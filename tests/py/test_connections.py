@@ -797,3 +797,67 @@ def test_the_report_of_a_run_has_the_connections_of_both_arms(warm_ranks: Ranks,
     written = Run(run.path)
     written.write_all()
     assert Run(run.path).connections == found
+
+
+OVER_A_DELAY = """
+import netbottleneck
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(125, 1000))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(12):
+    optimizer.zero_grad()
+    model(torch.randn(4, 125)).sum().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("tcp_rmem", "The receive window limits stock's connections"),
+        pytest.param("tcp_wmem", "The send buffer limits stock's connections", marks=pytest.mark.full),
+        pytest.param("", "", marks=pytest.mark.full),
+    ],
+)
+def test_small_buffers_over_a_long_path_are_found_in_a_run(tmp_path: Path, setting: str, words: str) -> None:
+    pytest.importorskip("torch")
+    if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
+        pytest.skip("no TUN device on this machine")
+    script = tmp_path / "train.py"
+    script.write_text(OVER_A_DELAY)
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "NETBOTTLENECK_TRANSPORT": "stock",
+        "NETBOTTLENECK_MONITOR_HZ": "100",
+        "NETBOTTLENECK_START_STEP": "0",
+        "NETBOTTLENECK_DIR": str(tmp_path / "run"),
+        "GLOO_SOCKET_IFNAME": "tun0",
+        "RES_OPTIONS": "timeout:1 attempts:1",  # torch looks up names, and there is no name server
+    }
+    with open_lab(2, "none") as lab:
+        for rank in (0, 1):
+            delay = [sys.executable, "-I", str(Path(__file__).parent / "scripts" / "delay.py")]
+            delay += [lab.address(rank), lab.address(1 - rank), f"10.99.0.{rank + 1}", "0.01"]
+            started = lab.popen(rank, delay, stdout=subprocess.PIPE, text=True)
+            assert started.stdout is not None
+            assert started.stdout.readline() == "ready\n"
+            if setting:
+                limit = ["sh", "-c", f"echo 4096 16384 65536 > /proc/sys/net/ipv4/{setting}"]
+                assert lab.popen(rank, limit).wait(DEADLINE_S) == 0
+        pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        running = [lab.popen(rank, [sys.executable, str(script)], env, **pipes) for rank in (0, 1)]
+        errors = [process.communicate(timeout=DEADLINE_S)[1] for process in running]
+        assert [process.returncode for process in running] == [0, 0], errors
+    run = Run(tmp_path / "run")
+    (cause,) = [one for one in run.verdict.evidence if one.code == "MISCONFIGURED"]
+    assert {end.peer for end in run.connections.ends} == {0, 1}
+    assert all(end.least_rtt_s is not None and end.least_rtt_s >= 0.02 for end in run.connections.ends)
+    assert cause.applies == bool(setting)
+    assert words in cause.why
+    assert f"net.ipv4.{setting}" in cause.next or not setting

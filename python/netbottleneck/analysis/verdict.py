@@ -653,9 +653,9 @@ def _buffers(facts: Facts) -> RuleResult:
         "MISCONFIGURED",
         applies=True,
         saving=saving,
-        rests=f"full {found.what}: {share} of communication time",
+        rests=f"full {found.what}: {share} of communication time; exposed x that part",
         why=f"The {found.what} limits {facts.base}'s connections for {share} of communication time (round trip "
-        f"{ms(found.rtt_s * 1e9)}). Without that the step would be up to {facts.share(saving)} shorter.",
+        f"{ms(found.rtt_s * 1e9)}). Without that the step would be {facts.share(saving)} shorter (predicted).",
         next=found.remedy(facts.f.link_bps),
         needs=MORE_STEPS,
     )

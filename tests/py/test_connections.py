@@ -816,19 +816,15 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        ("tcp_rmem", "The receive window limits stock's connections"),
-        pytest.param("tcp_wmem", "The send buffer limits stock's connections", marks=pytest.mark.full),
-        pytest.param("", "", marks=pytest.mark.full),
-    ],
-)
-def test_small_buffers_over_a_long_path_are_found_in_a_run(tmp_path: Path, setting: str, words: str) -> None:
+def run_over_a_delay(folder: Path, setting: str = "", lost: int = 0) -> Run:
+    """Return a run of two hosts with a round trip of 20 ms.
+
+    setting: of net.ipv4, whose maximum is 64 KiB; lost: every `lost`-th full packet is dropped.
+    """
     pytest.importorskip("torch")
     if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
         pytest.skip("no TUN device on this machine")
-    script = tmp_path / "train.py"
+    script = folder / "train.py"
     script.write_text(OVER_A_DELAY)
     env = {
         **os.environ,
@@ -836,14 +832,14 @@ def test_small_buffers_over_a_long_path_are_found_in_a_run(tmp_path: Path, setti
         "NETBOTTLENECK_TRANSPORT": "stock",
         "NETBOTTLENECK_MONITOR_HZ": "100",
         "NETBOTTLENECK_START_STEP": "0",
-        "NETBOTTLENECK_DIR": str(tmp_path / "run"),
+        "NETBOTTLENECK_DIR": str(folder / "run"),
         "GLOO_SOCKET_IFNAME": "tun0",
         "RES_OPTIONS": "timeout:1 attempts:1",  # torch looks up names, and there is no name server
     }
     with open_lab(2, "none") as lab:
         for rank in (0, 1):
             delay = [sys.executable, "-I", str(Path(__file__).parent / "scripts" / "delay.py")]
-            delay += [lab.address(rank), lab.address(1 - rank), f"10.99.0.{rank + 1}", "0.01"]
+            delay += [lab.address(rank), lab.address(1 - rank), f"10.99.0.{rank + 1}", "0.01", str(lost)]
             started = lab.popen(rank, delay, stdout=subprocess.PIPE, text=True)
             assert started.stdout is not None
             assert started.stdout.readline() == "ready\n"
@@ -854,10 +850,36 @@ def test_small_buffers_over_a_long_path_are_found_in_a_run(tmp_path: Path, setti
         running = [lab.popen(rank, [sys.executable, str(script)], env, **pipes) for rank in (0, 1)]
         errors = [process.communicate(timeout=DEADLINE_S)[1] for process in running]
         assert [process.returncode for process in running] == [0, 0], errors
-    run = Run(tmp_path / "run")
-    (cause,) = [one for one in run.verdict.evidence if one.code == "MISCONFIGURED"]
+    run = Run(folder / "run")
     assert {end.peer for end in run.connections.ends} == {0, 1}
     assert all(end.least_rtt_s is not None and end.least_rtt_s >= 0.02 for end in run.connections.ends)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("tcp_rmem", "The receive window limits stock's connections"),
+        pytest.param("tcp_wmem", "The send buffer limits stock's connections", marks=pytest.mark.full),
+        pytest.param("", "", marks=pytest.mark.full),
+    ],
+)
+def test_small_buffers_over_a_long_path_are_found_in_a_run(tmp_path: Path, setting: str, words: str) -> None:
+    run = run_over_a_delay(tmp_path, setting)
+    (cause,) = [one for one in run.verdict.evidence if one.code == "MISCONFIGURED"]
     assert cause.applies == bool(setting)
     assert words in cause.why
     assert f"net.ipv4.{setting}" in cause.next or not setting
+    assert text.connection_lines(run.connections) == []
+
+
+@pytest.mark.full
+def test_packets_lost_in_a_run_are_named(tmp_path: Path) -> None:
+    run = run_over_a_delay(tmp_path, lost=40)
+    lines = text.connection_lines(run.connections)
+    assert len(lines) == 1
+    assert lines[0].startswith("Packet loss: stock sent ")
+    for end in run.connections.ends:
+        assert end.resent_segments is not None
+        assert end.segments is not None
+        assert end.resent_segments >= 0.9 * end.segments / 40  # nothing lost arrives but by being sent again

@@ -682,15 +682,22 @@ def test_buffers_that_limit_communication_are_a_wrong_configuration(
     assert without.code == "INCONCLUSIVE"
 
 
-def test_packet_loss_is_named_from_its_share_on() -> None:
-    def lines(**grow: int) -> list[str]:
+def test_packet_loss_is_named_from_its_share_on(unexplained: findings.Findings) -> None:
+    def connected(**grow: int) -> usage.Connected:
         ends = both_ends((40001, GLOO), 0, **{**SENT, **grow})
-        return text.connection_lines(usage.connections(run_of(), samples_of(*ends), warmup=0))
+        return usage.connections(run_of(), samples_of(*ends), warmup=0)
+
+    def lines(**grow: int) -> list[str]:
+        return text.connection_lines(connected(**grow))
 
     assert lines(resent_segments=99) == []
     assert lines(resent_segments=4, sent_segments=400) == []  # too few segments
     (line,) = lines(resent_segments=230)
     assert line.startswith("Packet loss: stock sent 2.3 % of 20000 segments from rank 0 to rank 1 again")
+    found = verdict.decide(unexplained, None, (), connected(resent_segments=230))
+    assert found.code == "INCONCLUSIVE"
+    assert found.why.endswith(f"no rule explains them. {line}")
+    assert "Packet loss" not in verdict.decide(unexplained, None, (), connected()).why
 
 
 def test_the_report_has_the_worst_connections_and_the_total_of_each_arm(unexplained: findings.Findings) -> None:

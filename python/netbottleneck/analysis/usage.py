@@ -18,7 +18,7 @@ from netbottleneck.analysis.intervals import Intervals, counted, host_count, int
 from netbottleneck.trace.model import Connection, Counters, End, Samples, Trace
 from netbottleneck.trace.model import connections as recorded_connections
 from netbottleneck.trace.transports import Arm
-from netbottleneck.units import nbytes
+from netbottleneck.units import nbytes, percent
 
 READINGS = 2  # shortest mean active span, in sampling intervals, for which an active rate is reported
 CPU_KINDS = ("user", "system", "softirq", "iowait", "steal", "idle")
@@ -513,6 +513,19 @@ def limited(connected: Connected, arm: Arm) -> Limited | None:
         mean = sum(end.sent_bytes * share for end, share in zip(ends, shares, strict=True)) / whole
         found.append(Limited(what, mean, ends[int(np.argmax(shares))]))
     return max(found, key=lambda one: one.share, default=None)
+
+
+def packet_loss(connected: Connected, arm: Arm) -> str:
+    """Sentence: the packet loss of an arm's worst connection; "" if none lost as much as LOSS_SHARE."""
+    ends = [end for end in connected.ends if end.arm == arm and end.lossy]
+    if not ends:
+        return ""
+    end = max(ends, key=lambda one: one.resent_share or 0.0)
+    peer = end.remote[0] if end.peer is None else f"rank {end.peer}"
+    return (
+        f"Packet loss: {arm} sent {percent(end.resent_share or 0.0)} of {end.segments or 0:.0f} segments from rank "
+        f"{end.rank} to {peer} again; {len(ends)} of its connections lost packets (measured)."
+    )
 
 
 def total_of(ends: Sequence[ConnectionUse]) -> ConnectionUse:

@@ -10,7 +10,7 @@ from html import escape
 from netbottleneck.analysis.arrivals import BY_OPERATIONS
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.findings import Findings
-from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse, Unseen, limited, unseen
+from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse, Unseen, limited, packet_loss, unseen
 from netbottleneck.trace.model import NOT_RECORDED, NOT_TIMED, TransportInfo
 from netbottleneck.trace.transports import NULL, STOCK, Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, streams
@@ -740,7 +740,7 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
         )
     if stock_is_as_good(f):
         return Verdict("DO_NOTHING", _keep(f).strip(), f"Do nothing: keep {f.base or STOCK}.", evidence)
-    withheld = handicap_sentence(f)
+    withheld = handicap_sentence(f) or packet_loss(facts.connected, facts.base)
     return Verdict(
         "INCONCLUSIVE",
         f"Exposed communication and waiting are {lost}, and no rule explains them."

@@ -16,7 +16,7 @@ from netbottleneck.analysis.comparisons import Costs, Travel
 from netbottleneck.analysis.findings import Findings, Parts
 from netbottleneck.analysis.intervals import Layer
 from netbottleneck.analysis.nccl import NcclMean
-from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUse, HostUse, total_of
+from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUse, HostUse, packet_loss, total_of
 from netbottleneck.analysis.verdict import (
     GAIN_MIN,
     RuleResult,
@@ -432,16 +432,8 @@ def connection_rows(connected: Connected) -> list[tuple[str, ...]]:
 
 def connection_lines(connected: Connected) -> list[str]:
     """Sentences: the worst packet loss of each arm, and the connections that were not recorded."""
-    found = []
-    for arm in dict.fromkeys(end.arm for end in connected.ends):
-        ends = [end for end in connected.ends if end.arm == arm and end.lossy]
-        if ends:
-            end = max(ends, key=lambda one: one.resent_share or 0.0)
-            peer = f"rank {end.peer}" if end.peer is not None else end.remote[0]
-            found.append(
-                f"Packet loss: {arm} sent {percent(end.resent_share or 0.0)} of {end.segments or 0:.0f} segments from "
-                f"rank {end.rank} to {peer} again; {len(ends)} of its connections lost packets (measured)."
-            )
+    losses = (packet_loss(connected, arm) for arm in dict.fromkeys(end.arm for end in connected.ends))
+    found = [line for line in losses if line]
     if connected.left_out:
         found.append(f"{connected.left_out} connections with the fewest bytes were not recorded.")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import socket
@@ -173,10 +174,45 @@ def reading(of: sampler.Connections, one: socket.socket) -> dict[str, int]:
     return next(row for row in rows if row["inode"] == inode)
 
 
+# struct tcp_info of linux/tcp.h, whose fields are in order; the two bytes of bit fields are one name each.
+IN_BYTES = "state ca_state retransmits probes backoff options scales app_limited"
+IN_WORDS = (
+    "rto ato segment_bytes rcv_mss unacked sacked lost retrans fackets last_data_sent last_ack_sent last_data_recv "
+    "last_ack_recv pmtu rcv_ssthresh rtt_us rttvar snd_ssthresh window_segments advmss reordering rcv_rtt rcv_space "
+    "resent_segments"
+)
+THEN = (
+    ("pacing_rate max_pacing_rate acked_bytes received_bytes", ctypes.c_uint64),
+    ("segs_out segs_in notsent_bytes least_rtt_us data_segs_in sent_segments", ctypes.c_uint32),
+    ("delivery_bytes_per_s busy_us receiver_limited_us buffer_limited_us", ctypes.c_uint64),
+    ("delivered delivered_ce", ctypes.c_uint32),
+    ("sent_bytes bytes_retrans", ctypes.c_uint64),
+    ("dsack_dups reord_seen rcv_ooopack peer_window_bytes", ctypes.c_uint32),
+)
+
+
+class TcpInfo(ctypes.Structure):
+    """The kernel's struct, by the names of the sampler where it reads a field."""
+
+    _fields_ = [
+        (name, kind)
+        for names, kind in ((IN_BYTES, ctypes.c_uint8), (IN_WORDS, ctypes.c_uint32), *THEN)
+        for name in names.split()
+    ]
+
+
 def kernels(one: socket.socket) -> dict[str, int]:
     """Return the kernel's struct of a socket by getsockopt."""
-    raw = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232)
-    return {name: struct.unpack_from("=" + code, raw, offset)[0] for name, offset, code in sampler.INFO}
+    raw = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, ctypes.sizeof(TcpInfo))
+    known = TcpInfo.from_buffer_copy(raw.ljust(ctypes.sizeof(TcpInfo), b"\0"))
+    return {name: getattr(known, name) for name in NAMES}
+
+
+def test_the_fields_are_where_the_kernels_struct_has_them() -> None:
+    assert {name: getattr(TcpInfo, name).offset for name in NAMES} == {name: at for name, at, _ in sampler.INFO}
+    assert {name: getattr(TcpInfo, name).size for name in NAMES} == {
+        name: struct.calcsize("=" + code) for name, _, code in sampler.INFO
+    }
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])

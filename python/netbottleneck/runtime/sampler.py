@@ -311,7 +311,7 @@ class Connections:
         for rank, pid in self._pids.items():
             try:
                 self._owners |= dict.fromkeys(_inodes(pid), rank)
-            except FileNotFoundError:
+            except (FileNotFoundError, ProcessLookupError):
                 continue  # the rank has ended
             except OSError as error:
                 if rank not in self._refused:

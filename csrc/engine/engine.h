@@ -18,6 +18,7 @@
 #include "bootstrap/bootstrap.h"
 #include "coll/choose.h"
 #include "trace/ring.h"
+#include "transport/transport.h"
 
 struct CUevent_st;
 struct CUstream_st;
@@ -121,10 +122,11 @@ struct nb_job_info {
     struct nb_costs costs; // of the lanes; zero until the first all-reduce with a choice of algorithms
     int probe_count;
     struct nb_probe_point probe[NB_PROBE_MAX];
-    int cpu;                   // of the communication thread, or -1
-    char shm[192];             // "on", or "off: " and the reason
-    uint64_t shm_bytes;        // read from and written to other ranks' memory
-    uint64_t shm_staged_bytes; // of these: through staging
+    int cpu;                      // of the communication thread, or -1
+    uint16_t ports[NB_LANES_MAX]; // of each open lane: nb_lanes_port()
+    char shm[192];                // "on", or "off: " and the reason
+    uint64_t shm_bytes;           // read from and written to other ranks' memory
+    uint64_t shm_staged_bytes;    // of these: through staging
 };
 
 // Opens the lanes, exchanges their addresses and starts the communication thread. Errors name what was asked for and

@@ -85,6 +85,9 @@ static int job_lanes_open(struct nb_job *job, struct binds *binds, struct nb_err
         job->info.streams_open = lanes.lanes;
         job->info.streams_used = config->streams == NB_STREAMS_AUTO ? 0 : lanes.lanes;
         job->info.provider = nb_lanes_describe(job->lanes);
+        for (int i = 0; i < lanes.lanes; i++) {
+            job->info.ports[i] = nb_lanes_port(job->lanes, i);
+        }
         nb_lanes_use(job->lanes, config->streams == NB_STREAMS_AUTO ? (int)STREAMS_BEFORE_AUTO : lanes.lanes);
     }
     return rc;

@@ -24,6 +24,19 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     return (PyObject *)self;
 }
 
+// Ports of the lanes that accept TCP connections.
+static PyObject *lane_ports(const struct nb_job_info *info) {
+    PyObject *ports = PyList_New(0);
+    for (int i = 0; ports != NULL && i < info->streams_open; i++) {
+        PyObject *port = info->ports[i] != 0 ? PyLong_FromLong(info->ports[i]) : Py_NewRef(Py_None);
+        if (port == NULL || (port != Py_None && PyList_Append(ports, port) < 0)) {
+            Py_CLEAR(ports);
+        }
+        Py_XDECREF(port);
+    }
+    return ports;
+}
+
 static PyObject *job_info(const struct core_comm *self) {
     struct nb_job_info info = {0};
     nb_job_info(self->job, &info);
@@ -38,13 +51,18 @@ static PyObject *job_info(const struct core_comm *self) {
     if (probe == NULL) {
         return NULL;
     }
+    PyObject *ports = lane_ports(&info);
+    if (ports == NULL) {
+        Py_DECREF(probe);
+        return NULL;
+    }
     PyObject *cpu = info.cpu < 0 ? Py_NewRef(Py_None) : PyLong_FromLong(info.cpu);
-    return Py_BuildValue("{s:i,s:i,s:K,s:K,s:K,s:K,s:s,s:L,s:N,s:s,s:K,s:K,s:(ddddd),s:N}", "streams_open",
+    return Py_BuildValue("{s:i,s:i,s:K,s:K,s:K,s:K,s:s,s:L,s:N,s:N,s:s,s:K,s:K,s:(ddddd),s:N}", "streams_open",
                          info.streams_open, "streams_used", info.streams_used, "bytes_out",
                          (unsigned long long)info.bytes_out, "bytes_in", (unsigned long long)info.bytes_in,
                          "lanes_lost", (unsigned long long)info.dropped, "refused", (unsigned long long)info.refused,
                          "provider", info.provider != NULL ? info.provider : "", "clock_offset_ns",
-                         (long long)self->clock_offset_ns, "probe", probe, "shm", info.shm, "shm_bytes",
+                         (long long)self->clock_offset_ns, "probe", probe, "ports", ports, "shm", info.shm, "shm_bytes",
                          (unsigned long long)info.shm_bytes, "shm_staged_bytes",
                          (unsigned long long)info.shm_staged_bytes, "costs", info.costs.alpha_ns, info.costs.beta_ns,
                          info.costs.gamma_ns, info.costs.levels_ns, info.costs.levels_byte_ns, "cpu", cpu);

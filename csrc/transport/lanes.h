@@ -158,5 +158,7 @@ void nb_lanes_peer_left(struct nb_lanes *lanes, int peer);
 uint64_t nb_lanes_refused(const struct nb_lanes *lanes);
 void nb_lanes_stats(const struct nb_lanes *lanes, int peer, int lane, struct nb_lane_stats *stats);
 const char *nb_lanes_describe(const struct nb_lanes *lanes);
+// The port at which a lane accepts TCP connections; 0 if it is not known, as with libfabric.
+uint16_t nb_lanes_port(const struct nb_lanes *lanes, int lane);
 
 #endif

@@ -113,6 +113,19 @@ void nb_lanes_address(const struct nb_lanes *lanes, void *out) {
     }
 }
 
+uint16_t nb_lanes_port(const struct nb_lanes *lanes, int lane) {
+    const struct nb_lane *base = lanes->lane[lane];
+    unsigned char text[NB_LANE_ADDR_MAX] = {0};
+    size_t bytes = 0;
+    struct nb_sockaddr addr;
+    struct nb_error not_text = {0};
+    if (base->ops->kind != NB_LANE_STREAM) {
+        return 0;
+    }
+    base->ops->address(base, text, &bytes);
+    return nb_sock_parse((const char *)text, &addr, &not_text) < 0 ? 0 : nb_sock_port(&addr);
+}
+
 static int path_open(struct nb_lanes *lanes, struct path *path, struct nb_error *err) {
     bool reads = lanes->config.ops->kind == NB_LANE_STREAM; // scratch for segments without a final address
     path->assignments = calloc(NB_ASSIGNMENTS_PER_PATH, sizeof *path->assignments);

@@ -290,8 +290,8 @@ class Comm:
 
     def info(self) -> dict[str, Any]:
         """streams_open, streams_used, bytes_out, bytes_in, lanes_lost, provider, clock_offset_ns, and
-        probe: list of (lanes, bytes, ns). refused: arrivals and messages on the lanes that failed authentication,
-        and were dropped."""
+        probe: list of (lanes, bytes, ns). ports: at which its lanes accept TCP connections; [] with libfabric.
+        refused: arrivals and messages on the lanes that failed authentication, and were dropped."""
 
     def missing(self, name: str, group: int = 0) -> list[int]:
         """The first 16 ranks that had not submitted an operation at its last stall report; [] otherwise."""

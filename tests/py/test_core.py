@@ -353,6 +353,14 @@ def test_info_counts_bytes_and_survives_close(pair: list[_core.Comm]) -> None:
         assert comm.notices() == []
 
 
+def test_info_names_the_ports_at_which_the_lanes_listen(pair: list[_core.Comm]) -> None:
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]]
+    listening = {int(line[1].rpartition(":")[2], 16) for line in lines if line[3] == "0A"}
+    ports = [port for comm in pair for port in comm.info()["ports"]]
+    assert len(set(ports)) == 2
+    assert set(ports) <= listening
+
+
 def test_a_mapped_arena_is_sent_without_a_copy(pair: list[_core.Comm]) -> None:
     def add(comm: _core.Comm) -> bytes:
         arena = _core.Arena(4096)

@@ -1,4 +1,4 @@
-"""Use of a host's interfaces and cores: over the steps (average), and while operations are in flight (active).
+"""Use of a host's interfaces, cores and TCP connections: over the steps, and while operations are in flight (active).
 
 Samples are not aligned with steps. A counter is interpolated linearly between two samples, so a value over a span
 shorter than the sampling interval is uncertain.
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from netbottleneck.analysis.bandwidth import bus_factor
 from netbottleneck.analysis.intervals import Intervals, counted, host_count, intersection, intervals, total
-from netbottleneck.trace.model import Counters, Samples, Trace
+from netbottleneck.trace.model import Connection, Counters, End, Samples, Trace
+from netbottleneck.trace.model import connections as recorded_connections
 from netbottleneck.trace.transports import Arm
+from netbottleneck.units import nbytes, percent
 
 READINGS = 2  # shortest mean active span, in sampling intervals, for which an active rate is reported
 CPU_KINDS = ("user", "system", "softirq", "iowait", "steal", "idle")
@@ -221,4 +224,334 @@ def _host(sample: Samples, arm: Arm, whole: Intervals, active: Intervals) -> Hos
         None if host is None else cores(host, whole),
         None if host is None else increase(host, "tcp:sent_segments", whole),
         None if host is None else increase(host, "tcp:retransmitted_segments", whole),
+    )
+
+
+# TCP connections: those between two ranks, in the steps of the arm whose bytes they carry.
+
+# A connection with less of the bytes that its rank sent in an arm is left out: control messages, a store.
+SIGNIFICANT = 0.01
+# Above this multiple of the least round trip, data wait in a queue of the network: a larger buffer only lengthens it.
+QUEUE = 2.0
+# Packet loss is named from this share of sent segments on, of at least LOSS_SEGMENTS.
+LOSS_SHARE, LOSS_SEGMENTS = 0.01, 1000
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionUse:
+    """One end of a TCP connection that sends, in the counted steps of an arm. None: the kernel does not have it.
+
+    peer: the rank of the other end; None if that end was not recorded. seconds: in which an operation of this arm was
+    in flight on `rank`. sent_bytes: payload that the peer acknowledged. segments: with data, of which resent_segments
+    again. rtt_s: median of the smoothed round trip, of the readings between which data were sent; least_rtt_s: of the
+    connection. delivery_bps: median of the kernel's latest rates that the program did not limit. window_bytes: median
+    of the congestion window. busy_s: data were waiting or in flight; of that, receiver_s: the receive window was full;
+    buffer_s: the send buffer was full of data in flight; the rest is limited by the congestion window or the network.
+    reader_late: the receiving program left more unread than the window that remained, in the median; None if the other
+    end was not recorded.
+    """
+
+    rank: int
+    peer: int | None
+    arm: Arm
+    local: End
+    remote: End
+    seconds: float
+    sent_bytes: float
+    segments: float | None = None
+    resent_segments: float | None = None
+    rtt_s: float | None = None
+    least_rtt_s: float | None = None
+    delivery_bps: float | None = None
+    window_bytes: float | None = None
+    busy_s: float | None = None
+    receiver_s: float | None = None
+    buffer_s: float | None = None
+    reader_late: bool | None = None
+
+    @property
+    def resent_share(self) -> float | None:
+        """Part of the sent segments that were sent again."""
+        return self.resent_segments / self.segments if self.segments and self.resent_segments is not None else None
+
+    def of_busy(self, limited_s: float | None) -> float | None:
+        """A limited time as a part of the busy time."""
+        return min(1.0, limited_s / self.busy_s) if self.busy_s and limited_s is not None else None
+
+    @property
+    def network_share(self) -> float | None:
+        """Part of the busy time that neither the receive window nor the send buffer limited."""
+        receiver, buffer = self.of_busy(self.receiver_s), self.of_busy(self.buffer_s)
+        return None if receiver is None or buffer is None else max(0.0, 1 - receiver - buffer)
+
+    @property
+    def limited_share(self) -> float:
+        """Part of the busy time that the receive window or the send buffer limited; 0 if it is not known."""
+        return (self.of_busy(self.receiver_s) or 0.0) + (self.of_busy(self.buffer_s) or 0.0)
+
+    @property
+    def lossy(self) -> bool:
+        """True if it is named for packet loss."""
+        return (self.segments or 0.0) >= LOSS_SEGMENTS and (self.resent_share or 0.0) >= LOSS_SHARE
+
+    @property
+    def queued(self) -> bool:
+        """True if round trips show a queue in the network, or are not known."""
+        return not self.rtt_s or not self.least_rtt_s or self.rtt_s > QUEUE * self.least_rtt_s
+
+
+def _grown(one: Connection, name: str, spans: Intervals) -> float | None:
+    """Increase of a reading within spans; None if the kernel does not have it."""
+    values = one.readings[name]
+    inside = intersection(spans, intervals([(int(one.time_ns[0]), int(one.time_ns[-1]))]))
+    if np.isnan(values).any():
+        return None
+    at = np.interp((inside - one.time_ns[0]).ravel(), one.time_ns - one.time_ns[0], values - values[0])
+    return float((at[1::2] - at[0::2]).sum())
+
+
+def _median(values: NDArray[np.float64]) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(np.median(known)) if len(known) else None
+
+
+def _least(values: NDArray[np.float64]) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(known.min()) if len(known) else None
+
+
+def _within(time_ns: NDArray[np.int64], spans: Intervals) -> NDArray[np.bool_]:
+    """True for times inside the spans."""
+    if not len(spans):
+        return np.zeros(len(time_ns), np.bool_)
+    place = np.searchsorted(spans[:, 0], time_ns, "right") - 1
+    inside: NDArray[np.bool_] = (place >= 0) & (time_ns <= spans[np.maximum(place, 0), 1])
+    return inside
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+def _end_of(one: Connection, peer: Connection | None, arm: Arm, spans: Intervals, seconds: float) -> ConnectionUse:
+    """Use of one end in the steps of an arm, with what the other end recorded."""
+    read = one.readings
+    sending = _within(one.time_ns, spans) & (np.diff(read["acked_bytes"], prepend=read["acked_bytes"][:1]) > 0)
+    late = None
+    if peer is not None:
+        unread = _median(peer.readings["unread_bytes"][_within(peer.time_ns, spans)])
+        left = _median(read["peer_window_bytes"][sending])
+        late = None if unread is None or left is None else unread > left
+    return ConnectionUse(
+        rank=one.rank,
+        peer=None if peer is None else peer.rank,
+        arm=arm,
+        local=one.local,
+        remote=one.remote,
+        seconds=seconds,
+        sent_bytes=_grown(one, "acked_bytes", spans) or 0.0,
+        segments=_grown(one, "sent_segments", spans),
+        resent_segments=_grown(one, "resent_segments", spans),
+        rtt_s=_scaled(_median(read["rtt_us"][sending]), 1e-6),
+        least_rtt_s=_scaled(_least(read["least_rtt_us"]), 1e-6),
+        delivery_bps=_scaled(_median(read["delivery_bytes_per_s"][sending & (read["app_limited"] == 0)]), 8),
+        window_bytes=_median((read["window_segments"] * read["segment_bytes"])[sending]),
+        busy_s=_scaled(_grown(one, "busy_us", spans), 1e-6),
+        receiver_s=_scaled(_grown(one, "receiver_limited_us", spans), 1e-6),
+        buffer_s=_scaled(_grown(one, "buffer_limited_us", spans), 1e-6),
+        reader_late=late,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The ends of the ranks' connections, by arm. left_out: most connections at one time that were not recorded."""
+
+    ends: tuple[ConnectionUse, ...] = ()
+    left_out: int = 0
+
+
+NO_CONNECTIONS = Connected()
+
+
+class _Arms:
+    """The steps of each arm of a trace by rank, and the arms whose bytes a connection carries."""
+
+    def __init__(self, trace: Trace, warmup: int) -> None:
+        self._trace = trace
+        self._arms = [arm for arm in trace.arms if arm.real]
+        steps: dict[tuple[int, Arm], list[tuple[int, int]]] = defaultdict(list)
+        for step in counted(trace, warmup):
+            steps[step.rank, step.arm].append((step.begin_ns, step.end_ns))
+        self.spans = {key: intervals(pairs) for key, pairs in steps.items()}
+        self._seconds: dict[tuple[int, Arm], float] = {}
+        self._ports = {
+            rank.rank: {port: info.name for info in rank.transports for port in info.ports} for rank in trace.ranks
+        }
+
+    def seconds(self, rank: int, arm: Arm) -> float:
+        """Return the time in which an operation of a rank was in flight, within its steps of an arm."""
+        if (rank, arm) not in self._seconds:
+            moved = intersection(_moved(self._trace, {rank}, arm), self.spans[rank, arm])
+            self._seconds[rank, arm] = total(moved) / 1e9
+        return self._seconds[rank, arm]
+
+    def _by_port(self, one: Connection, peer: Connection | None) -> str | None:
+        """Return the transport that accepted a connection at the port of a lane; None if none did."""
+        there = {} if peer is None else self._ports.get(peer.rank, {})
+        return self._ports.get(one.rank, {}).get(one.local[1]) or there.get(one.remote[1])
+
+    def _by_bytes(self, one: Connection) -> str | None:
+        """Return the transport without known ports in whose steps a connection carried the most bytes a second."""
+        known = {name for ports in self._ports.values() for name in ports.values()}
+        rates: dict[str, float] = {}
+        for arm in self._arms:
+            spans = self.spans.get((one.rank, arm))
+            if arm.transport not in known and spans is not None:
+                carried = sum(_grown(one, name, spans) or 0.0 for name in ("acked_bytes", "received_bytes"))
+                rates[arm.transport] = max(rates.get(arm.transport, 0.0), carried / max(total(spans), 1))
+        best = max(rates, key=lambda name: rates[name], default=None)
+        return best if best is not None and rates[best] > 0 else None
+
+    def of(self, one: Connection, peer: Connection | None) -> list[Arm]:
+        """Return the arms whose bytes a connection carries."""
+        transport = self._by_port(one, peer) or self._by_bytes(one)
+        return [arm for arm in self._arms if arm.transport == transport and (one.rank, arm) in self.spans]
+
+
+def _all_connections(trace: Trace, samples: Sequence[Samples]) -> list[Connection]:
+    """Return the recorded connections on rank 0's clock, each with two readings or more."""
+    clocks = {rank.rank: rank.clock.offset_ns for rank in trace.ranks}
+    tables = [sample.on_clock(clocks.get(sample.rank, 0)).tcp for sample in samples]
+    found = [one for table in tables if table is not None for one in recorded_connections(table)]
+    return [one for one in found if len(one.time_ns) > 1]
+
+
+def _all_hosts(trace: Trace, samples: Sequence[Samples]) -> bool:
+    """True if the connections of every host were recorded."""
+    recorded = {sample.rank for sample in samples if sample.tcp is not None}
+    hosts = {rank.host_id for rank in trace.ranks if rank.rank in recorded}
+    return all(rank.host_id in hosts for rank in trace.ranks)
+
+
+def _between_ranks(found: Sequence[Connection], complete: bool) -> list[tuple[Connection, Connection | None]]:
+    """Return each connection with its other end, which is another rank's; None if that was not recorded.
+
+    complete: every connection was recorded, so that one without another end is not between ranks.
+    """
+    by_ends = {(one.local, one.remote): one for one in found}
+    pairs = [(one, by_ends.get((one.remote, one.local))) for one in found]
+    return [(one, peer) for one, peer in pairs if (not complete if peer is None else peer.rank != one.rank)]
+
+
+def _left_out(tcp: Counters) -> int:
+    """Return the most connections at one reading that were not recorded."""
+    return int(tcp.column("left_out").max(initial=0)) if "left_out" in tcp.columns else 0
+
+
+def connections(trace: Trace, samples: Sequence[Samples], warmup: int = 1) -> Connected:
+    """Use of the ranks' TCP connections, by arm, in the counted steps.
+
+    The peer of a connection is the rank that recorded the same addresses from the other end. If every host was
+    recorded completely, a connection without one is not between ranks, and is left out.
+    """
+    left_out = sum(_left_out(sample.tcp) for sample in samples if sample.tcp is not None)
+    arms = _Arms(trace, warmup)
+    ends = [
+        _end_of(one, peer, arm, arms.spans[one.rank, arm], arms.seconds(one.rank, arm))
+        for one, peer in _between_ranks(_all_connections(trace, samples), left_out == 0 and _all_hosts(trace, samples))
+        for arm in arms.of(one, peer)
+    ]
+    sent: dict[tuple[int, Arm], float] = defaultdict(float)
+    for end in ends:
+        sent[end.rank, end.arm] += end.sent_bytes
+    kept = [end for end in ends if end.sent_bytes > SIGNIFICANT * sent[end.rank, end.arm]]
+    return Connected(tuple(sorted(kept, key=lambda end: trace.arms.index(end.arm))), left_out)
+
+
+RECEIVER, BUFFER = "receive window", "send buffer"
+
+
+@dataclass(frozen=True, slots=True)
+class Limited:
+    """A limit of an arm's connections. share: of communication time, the mean over the bytes. worst: by its share."""
+
+    what: str
+    share: float
+    worst: ConnectionUse
+
+    @property
+    def rtt_s(self) -> float:
+        """The round trip of the worst end."""
+        return self.worst.rtt_s or 0.0
+
+    def remedy(self, link_bps: float | None) -> str:
+        """The setting to raise. Buffers count their own overhead, so they need twice the bytes in flight."""
+        name, rank = ("tcp_rmem", self.worst.peer) if self.what == RECEIVER else ("tcp_wmem", self.worst.rank)
+        size = "" if link_bps is None else f", here {nbytes(2 * link_bps / 8 * self.rtt_s)}"
+        return (
+            f"Raise the maximum of net.ipv4.{name} on rank {rank}'s host to 2 x link rate x round trip{size}, and let "
+            "no program set the size (SO_SNDBUF, SO_RCVBUF)."
+        )
+
+
+def limited(connected: Connected, arm: Arm) -> Limited | None:
+    """The larger of the two limits that sockets set to an arm's connections; None if neither is known to count.
+
+    An end with a queue in the network does not count, because a larger buffer would lengthen the queue. Nor does a full
+    receive window, unless the other end shows that its program reads in time.
+    """
+    ends = [end for end in connected.ends if end.arm == arm and end.seconds > 0]
+    whole = sum(end.sent_bytes for end in ends)
+    found = []
+    for what in (RECEIVER, BUFFER) if whole else ():
+        shares = []
+        for end in ends:
+            limited_s = end.receiver_s if what == RECEIVER else end.buffer_s
+            counts = not end.queued and (what == BUFFER or end.reader_late is False)
+            shares.append(min(1.0, (limited_s or 0.0) / end.seconds) if counts else 0.0)
+        mean = sum(end.sent_bytes * share for end, share in zip(ends, shares, strict=True)) / whole
+        found.append(Limited(what, mean, ends[int(np.argmax(shares))]))
+    return max(found, key=lambda one: one.share, default=None)
+
+
+def packet_loss(connected: Connected, arm: Arm) -> str:
+    """Sentence: the packet loss of an arm's worst connection; "" if none lost as much as LOSS_SHARE."""
+    ends = [end for end in connected.ends if end.arm == arm and end.lossy]
+    if not ends:
+        return ""
+    end = max(ends, key=lambda one: one.resent_share or 0.0)
+    peer = end.remote[0] if end.peer is None else f"rank {end.peer}"
+    return (
+        f"Packet loss: {arm} sent {percent(end.resent_share or 0.0)} of {end.segments or 0:.0f} segments from rank "
+        f"{end.rank} to {peer} again; {len(ends)} of its connections lost packets (measured)."
+    )
+
+
+def total_of(ends: Sequence[ConnectionUse]) -> ConnectionUse:
+    """All ends of an arm as one: sums, and medians of what is no sum. Ranks and addresses are those of the first."""
+
+    def known(name: str) -> list[float]:
+        values = [getattr(end, name) for end in ends]
+        return [value for value in values if value is not None]
+
+    def summed(name: str) -> float | None:
+        return sum(known(name)) if len(known(name)) == len(ends) else None
+
+    def middle(name: str) -> float | None:
+        return float(np.median(known(name))) if known(name) else None
+
+    return replace(
+        ends[0],
+        sent_bytes=sum(end.sent_bytes for end in ends),
+        segments=summed("segments"),
+        resent_segments=summed("resent_segments"),
+        rtt_s=middle("rtt_s"),
+        least_rtt_s=middle("least_rtt_s"),
+        delivery_bps=middle("delivery_bps"),
+        window_bytes=middle("window_bytes"),
+        busy_s=summed("busy_s"),
+        receiver_s=summed("receiver_s"),
+        buffer_s=summed("buffer_s"),
+        reader_late=None,
     )

@@ -11,7 +11,7 @@ from typing import Any
 from netbottleneck.analysis.arrivals import BY_OPERATIONS
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.findings import Findings
-from netbottleneck.analysis.usage import HostUse, Unseen, unseen
+from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse, Unseen, limited, packet_loss, unseen
 from netbottleneck.trace.model import NOT_RECORDED, NOT_TIMED, TransportInfo
 from netbottleneck.trace.transports import NULL, STOCK, Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, streams
@@ -36,6 +36,8 @@ INPUT_SHARE = 0.10
 OPTIMIZER_SHARE = 0.20
 # The rule of other traffic applies from this on: bytes on an interface beyond the recorded ones, as a part of all.
 OTHER_TRAFFIC = 0.20
+# The configuration rule applies to buffers from this on: time in which they limit connections, over communication time.
+BUFFER_SHARE = 0.20
 # Rates are not judged if the error of the clocks exceeds this part of the transfer time.
 CLOCK_SHARE = 0.20
 # Fewest steps for a verdict, over all ranks.
@@ -251,7 +253,7 @@ def _providers(f: Findings) -> Verdict | None:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the rules see: the numbers of a run, the engine's predictions, and the use of its hosts.
+    """What the rules see: the numbers of a run, the engine's predictions, and the use of its hosts and connections.
 
     unseen: bytes on an interface that no recorded operation of the base explains; None without counters.
     """
@@ -261,6 +263,7 @@ class Facts:
     predicted: Predicted
     hosts: Sequence[HostUse]
     unseen: Unseen | None = None
+    connected: Connected = NO_CONNECTIONS
 
     @property
     def step_ns(self) -> float:
@@ -406,7 +409,7 @@ def link(facts: Facts) -> RuleResult:
     if did is None or unknown:
         return facts.evidence("link", "LINK_LIMITED", rests=unknown or "no rate was recorded")
     if configuration(facts).fired:
-        return facts.evidence("link", "LINK_LIMITED", rests="the interface is the wrong one: see configuration")
+        return facts.evidence("link", "LINK_LIMITED", rests="wrong interface or full buffers: see configuration")
     used = did.active_bps / limit
     predicted = facts.predicted.savings_ns
     saving = predicted.get("link") or facts.moving.scaled(min(used, 1.0))
@@ -632,11 +635,11 @@ def _slow_interface(f: Findings, base: Arm) -> tuple[TransportInfo, TransportInf
 
 
 def configuration(facts: Facts) -> RuleResult:
-    """The base uses a slower interface than is there, or than the other ranks use."""
+    """The base uses a slower interface than is there, or than the other ranks use, or its sockets' buffers limit it."""
     f, base = facts.f, facts.base
     slow = _slow_interface(f, base)
     if slow is None:
-        return facts.evidence("configuration", "MISCONFIGURED", rests="no faster interface is recorded")
+        return _buffers(facts)
     used, there = _rating(slow[0]), _rating(slow[1])
     ranks = ", ".join(str(rank.rank) for rank in f.trace.ranks if slow[0] in rank.transports)
     saving = facts.moving.scaled(1 - used / there)
@@ -651,6 +654,25 @@ def configuration(facts: Facts) -> RuleResult:
         f"Over it the step would be up to {facts.share(saving)} shorter.",
         next=f"Set {variable}={slow[1].interface}.",
         needs="Measure over the faster interface.",
+    )
+
+
+def _buffers(facts: Facts) -> RuleResult:
+    """The receive windows or send buffers of the base's connections are full for a large part of communication."""
+    found = limited(facts.connected, facts.base)
+    if found is None or found.share < BUFFER_SHARE:
+        return facts.evidence("configuration", "MISCONFIGURED", rests="no faster interface is recorded")
+    saving, share = facts.moving.scaled(found.share), percent(found.share)
+    return facts.evidence(
+        "configuration",
+        "MISCONFIGURED",
+        applies=True,
+        saving=saving,
+        rests=f"full {found.what}: {share} of communication time; exposed x that part",
+        why=f"The {found.what} limits {facts.base}'s connections for {share} of communication time (round trip "
+        f"{ms(found.rtt_s * 1e9)}). Without that the step would be {facts.share(saving)} shorter (predicted).",
+        next=found.remedy(facts.f.link_bps),
+        needs=MORE_STEPS,
     )
 
 
@@ -733,7 +755,7 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
         )
     if stock_is_as_good(f):
         return Verdict("DO_NOTHING", _keep(f).strip(), f"Do nothing: keep {f.base or STOCK}.", evidence)
-    withheld = handicap_sentence(f)
+    withheld = handicap_sentence(f) or packet_loss(facts.connected, facts.base)
     return Verdict(
         "INCONCLUSIVE",
         f"Exposed communication and waiting are {lost}, and no rule explains them."
@@ -766,11 +788,17 @@ def _unmeasured(f: Findings, evidence: tuple[RuleResult, ...]) -> tuple[str, tup
     return text, evidence, more
 
 
-def decide(findings: Findings, predicted: Predicted | None = None, hosts: Sequence[HostUse] = ()) -> Verdict:
+def decide(
+    findings: Findings,
+    predicted: Predicted | None = None,
+    hosts: Sequence[HostUse] = (),
+    connected: Connected = NO_CONNECTIONS,
+) -> Verdict:
     """The verdict: the rule with the largest saving that is surely above GAIN_MIN of the step.
 
-    predicted: savings by the what-if engine, of the base; None: rules use formulas over the findings instead. hosts:
-    use of the hosts' interfaces. If no rule fired: do nothing, not the network, or inconclusive and what to measure.
+    predicted: savings by the what-if engine, of the base; None: rules use formulas over the findings instead. hosts,
+    connected: use of interfaces and connections. If no rule fired: do nothing, not the network, or inconclusive and
+    what to measure.
     """
     for answer in (_no_communication, _too_little, _providers):
         verdict = answer(findings)
@@ -781,8 +809,7 @@ def decide(findings: Findings, predicted: Predicted | None = None, hosts: Sequen
     if findings.script_ns > GAIN_MIN * findings.parts_ns["step"].value:
         # The engine predicts the gradients alone: formulas over all that is exposed count the script's own calls too.
         predicted = replace(predicted, savings_ns={k: v for k, v in predicted.savings_ns.items() if k == "buckets"})
-    more = unseen(findings.trace, findings.base, hosts)
-    facts = Facts(findings, findings.base, predicted, hosts, more)
+    facts = Facts(findings, findings.base, predicted, hosts, unseen(findings.trace, findings.base, hosts), connected)
     evidence = judge(facts)
     first = evidence[0]
     if not first.fired:

@@ -194,7 +194,7 @@ class Run:
     @cached_property
     def verdict(self) -> Verdict:
         """Code, reason, next step, and the evidence of every rule."""
-        return rules.decide(self.findings, self._predicted, self.hosts)
+        return rules.decide(self.findings, self._predicted, self.hosts, self.connections)
 
     @property
     def _predicted(self) -> rules.Predicted:
@@ -208,22 +208,31 @@ class Run:
     @cached_property
     def hosts(self) -> tuple[usage.HostUse, ...]:
         """Use of each host's interfaces and cores, where recorded."""
-        return usage.hosts(self.trace, model.of_run(self._folder, self._last_bytes)) if self._folder else ()
+        return usage.hosts(self.trace, self._samples)
+
+    @cached_property
+    def connections(self) -> usage.Connected:
+        """Use of the ranks' TCP connections, where recorded."""
+        return usage.connections(self.trace, self._samples)
+
+    @cached_property
+    def _samples(self) -> tuple[tr.Samples, ...]:
+        return model.of_run(self._folder, self._last_bytes) if self._folder else ()
 
     @cached_property
     def summary(self) -> Mapping[str, Any]:
         """Content of summary.json."""
-        return summary.summary(self.findings, self.verdict, self.hosts)
+        return summary.summary(self.findings, self.verdict, self.hosts, self.connections)
 
     @property
     def text(self) -> str:
         """Content of report.txt."""
-        return text.text(self.findings, self.verdict, self.hosts)
+        return text.text(self.findings, self.verdict, self.hosts, self.connections)
 
     @cached_property
     def html(self) -> str:
         """Content of report.html: one page with pictures, without links or scripts."""
-        recorded = pictures.Recorded(self.hosts, model.of_run(self._folder) if self._folder else (), self._curve)
+        recorded = pictures.Recorded(self.hosts, self._samples, self._curve, self.connections)
         return html.page(self.findings, self.verdict, recorded)
 
     @property
@@ -242,7 +251,7 @@ class Run:
 
     def show(self, console: Console | None = None) -> None:
         """Print the report, and the path of its HTML page."""
-        text.show(self.findings, self.verdict, console, self.hosts, self._page)
+        text.show(self.findings, self.verdict, console, self.hosts, self._page, self.connections)
 
     def write_all(self, folder: Path | str | None = None) -> list[Path]:
         """Write every file of the report into `folder` (default: the run's own) and return their paths.

@@ -66,6 +66,11 @@ def page(findings: Findings, verdict: Verdict, recorded: Recorded | None = None)
     context = _context(findings, verdict)
     context["causes"] = pictures.causes(findings, verdict)
     context["figures"] = pictures.figures(findings, recorded or Recorded())
+    connected = (recorded or Recorded()).connected
+    context["connections"] = text.connection_rows(connected)
+    context["connection_columns"] = text.CONNECTION_COLUMNS
+    context["connection_lines"] = text.connection_lines(connected)
+    context["connections_title"] = text.CONNECTIONS_TITLE
     return environment().get_template("report.html.j2").render(context)
 
 

@@ -25,7 +25,7 @@ from netbottleneck.analysis.intervals import (
     subtraction,
     typical,
 )
-from netbottleneck.analysis.usage import HostUse
+from netbottleneck.analysis.usage import Connected, HostUse
 from netbottleneck.analysis.verdict import Verdict, best_gain
 from netbottleneck.report import text
 from netbottleneck.report.drawing import (
@@ -99,6 +99,7 @@ class Recorded:
     hosts: tuple[HostUse, ...] = ()
     samples: tuple[Samples, ...] = ()
     curve: Curve = field(default_factory=lambda: Curve(missing="no prediction was asked for"))
+    connected: Connected = field(default_factory=Connected)
 
 
 def counted_words(count: int, what: str) -> str:

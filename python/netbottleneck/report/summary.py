@@ -16,10 +16,10 @@ from typing import Any
 
 from netbottleneck.analysis.arrivals import Lateness
 from netbottleneck.analysis.bandwidth import Achievable, Achieved
-from netbottleneck.analysis.comparisons import Estimate, Paired
+from netbottleneck.analysis.comparisons import Costs, Estimate, Paired
 from netbottleneck.analysis.findings import Findings, Parts
 from netbottleneck.analysis.intervals import WARMUP_STEPS
-from netbottleneck.analysis.usage import HostUse
+from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUse, HostUse
 from netbottleneck.analysis.verdict import RuleResult, Verdict, handicap_sentence
 from netbottleneck.report.text import sentences
 from netbottleneck.trace.model import Collective, Trace
@@ -191,6 +191,29 @@ def _host(host: HostUse) -> dict[str, Any]:
     }
 
 
+def _connection(end: ConnectionUse) -> dict[str, Any]:
+    return {
+        "rank": end.rank,
+        "peer": end.peer,
+        "transport": end.arm,
+        "local": list(end.local),
+        "remote": list(end.remote),
+        "communication_s": end.seconds,
+        "sent_bytes": end.sent_bytes,
+        "segments": end.segments,
+        "resent_segments": end.resent_segments,
+        "round_trip_s": end.rtt_s,
+        "least_round_trip_s": end.least_rtt_s,
+        "delivery_bits_per_s": end.delivery_bps,
+        "congestion_window_bytes": end.window_bytes,
+        "busy_s": end.busy_s,
+        "receive_window_limited_s": end.receiver_s,
+        "send_buffer_limited_s": end.buffer_s,
+        "network_share_of_busy": end.network_share,
+        "reader_late": end.reader_late,
+    }
+
+
 def _layers(findings: Findings) -> list[dict[str, Any]]:
     return [
         {
@@ -247,6 +270,16 @@ def _straggler(late: Lateness | None) -> dict[str, Any] | None:
     return {"rank": late.straggler, "others_wait_s": _interval(late.persistent_ns, 1e-9), "chance": late.chance}
 
 
+def _costs(found: Costs) -> dict[str, Any]:
+    return {
+        "step_s": _s(found.step_ns),
+        "byte_s": _s(found.byte_ns),
+        "added_byte_s": _s(found.added_ns),
+        "two_level_s": _s(found.levels_ns),
+        "two_level_byte_s": _s(found.levels_byte_ns),
+    }
+
+
 def _steps(findings: Findings) -> dict[str, Any]:
     return {
         name: {
@@ -260,7 +293,12 @@ def _steps(findings: Findings) -> dict[str, Any]:
     }
 
 
-def summary(findings: Findings, verdict: Verdict, hosts: Sequence[HostUse] = ()) -> dict[str, Any]:
+def summary(
+    findings: Findings,
+    verdict: Verdict,
+    hosts: Sequence[HostUse] = (),
+    connected: Connected = NO_CONNECTIONS,
+) -> dict[str, Any]:
     """The summary as JSON values."""
     trace = findings.trace
     withheld = findings.handicapped
@@ -283,16 +321,7 @@ def summary(findings: Findings, verdict: Verdict, hosts: Sequence[HostUse] = ())
         "split": {name: _split(parts) for name, parts in findings.parts.items()},
         "bandwidth": {name: _bandwidth(found, findings.link_bps) for name, found in findings.achieved.items()},
         "probe": _probe(findings.achievable),
-        "costs": {
-            name: {
-                "step_s": c.step_ns / 1e9,
-                "byte_s": c.byte_ns / 1e9,
-                "added_byte_s": c.added_ns / 1e9,
-                "two_level_s": None if c.levels_ns is None else c.levels_ns / 1e9,
-                "two_level_byte_s": None if c.levels_byte_ns is None else c.levels_byte_ns / 1e9,
-            }
-            for name, c in findings.costs.items()
-        },
+        "costs": {name: _costs(found) for name, found in findings.costs.items()},
         "algorithms": {
             name: [{**asdict(one), "kind": "allreduce"} for one in found] for name, found in findings.travels.items()
         },
@@ -315,6 +344,8 @@ def summary(findings: Findings, verdict: Verdict, hosts: Sequence[HostUse] = ())
         "nccl": _nccl(findings),
         "ranks": _ranks(trace),
         "hosts": [_host(host) for host in hosts],
+        "connections": [_connection(end) for end in connected.ends],
+        "connections_left_out": connected.left_out,
         "faults": _faults(trace),
         "notes": list(trace.notes),
     }

@@ -16,7 +16,7 @@ from netbottleneck.analysis.comparisons import Costs, Travel
 from netbottleneck.analysis.findings import Findings, Parts
 from netbottleneck.analysis.intervals import Layer
 from netbottleneck.analysis.nccl import NcclMean
-from netbottleneck.analysis.usage import HostUse, Use
+from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUse, HostUse, Use, packet_loss, total_of
 from netbottleneck.analysis.verdict import (
     GAIN_MIN,
     RuleResult,
@@ -398,6 +398,47 @@ def _nccl_table(findings: Findings) -> tuple[str, Table]:
     return NCCL_TITLE, table
 
 
+CONNECTIONS_TITLE = "TCP connections: what limits them while data wait (measured by the kernel)"
+CONNECTION_COLUMNS = ("sent", "resent", "RTT ms", "Gbit/s", "window", "buffer")
+TOP_CONNECTIONS = 3  # of an arm
+# A connection has a row if the receive window or the send buffer limits it for this part of its busy time.
+LIMITED_MIN = 0.05
+
+
+def _connection_cells(end: ConnectionUse) -> tuple[str, ...]:
+    shares = (end.of_busy(end.receiver_s), end.of_busy(end.buffer_s))
+    return (
+        nbytes(end.sent_bytes),
+        "-" if end.resent_share is None else percent(end.resent_share, digits=2),
+        "-" if end.rtt_s is None else bare_ms(end.rtt_s * 1e9),
+        "-" if end.delivery_bps is None else f"{end.delivery_bps / 1e9:.2f}",
+        *("-" if share is None else f"{100 * share:.0f}%" for share in shares),
+    )
+
+
+def connection_rows(connected: Connected) -> list[tuple[str, ...]]:
+    """Name and CONNECTION_COLUMNS: of each arm the worst connections, then all. A name is "arm rank:port to peer"."""
+    rows = []
+    for arm in dict.fromkeys(end.arm for end in connected.ends):
+        ends = [end for end in connected.ends if end.arm == arm]
+        worst = sorted(ends, key=lambda end: (not end.lossy, -end.limited_share, -(end.resent_share or 0.0)))
+        for end in worst[:TOP_CONNECTIONS]:
+            if end.lossy or end.limited_share >= LIMITED_MIN:
+                peer = end.remote[0] if end.peer is None else str(end.peer)
+                rows.append((f"{arm} {end.rank}:{end.local[1]} to {peer}", *_connection_cells(end)))
+        rows.append((f"{arm}, all {len(ends)}", *_connection_cells(total_of(ends))))
+    return rows
+
+
+def connection_lines(connected: Connected) -> list[str]:
+    """Sentences: the worst packet loss of each arm, and the connections that were not recorded."""
+    losses = (packet_loss(connected, arm) for arm in dict.fromkeys(end.arm for end in connected.ends))
+    found = [line for line in losses if line]
+    if connected.left_out:
+        found.append(f"{connected.left_out} connections with the fewest bytes were not recorded.")
+    return found
+
+
 def _core_cells(host: HostUse) -> tuple[str, str]:
     if host.cores is None:
         return "-", "-"
@@ -445,7 +486,23 @@ def secondary(verdict: Verdict) -> str:
     return ", ".join(f"{one.cause} ({saving_words(one)})" for one in verdict.secondary)
 
 
-def render(findings: Findings, verdict: Verdict, console: Console, hosts: Sequence[HostUse] = ()) -> None:
+def _print_connections(console: Console, connected: Connected) -> None:
+    table = make_table("connection", *CONNECTION_COLUMNS)
+    for row in connection_rows(connected):
+        put_row(table, *row)
+    if connected.ends:
+        _print_table(console, CONNECTIONS_TITLE, table)
+    for line in connection_lines(connected):
+        console.print(line, highlight=False, markup=False)
+
+
+def render(
+    findings: Findings,
+    verdict: Verdict,
+    console: Console,
+    hosts: Sequence[HostUse] = (),
+    connected: Connected = NO_CONNECTIONS,
+) -> None:
     """Print the report."""
     trace = findings.trace
     console.print(" ".join(sentences(findings)), style="bold", highlight=False, markup=False)
@@ -472,6 +529,7 @@ def render(findings: Findings, verdict: Verdict, console: Console, hosts: Sequen
             _print_table(console, *_nccl_table(findings))
         if hosts:
             _print_table(console, *_hosts_table(hosts, findings.link_bps))
+        _print_connections(console, connected)
         for line in (*beyond_the_link(findings), _probe_line(findings), *costs(findings), *algorithms(findings)):
             console.print(line, highlight=False, markup=False)
         console.print()
@@ -490,13 +548,18 @@ def _print_verdict(console: Console, verdict: Verdict) -> None:
         console.print(Text(f"{label}: ", style="bold").append(content, style="not bold"))
 
 
-def text(findings: Findings, verdict: Verdict, hosts: Sequence[HostUse] = ()) -> str:
+def text(
+    findings: Findings,
+    verdict: Verdict,
+    hosts: Sequence[HostUse] = (),
+    connected: Connected = NO_CONNECTIONS,
+) -> str:
     """Content of report.txt: plain, without trailing blanks."""
     buffer = io.StringIO()
     console = Console(
         file=buffer, width=WIDTH, color_system=None, force_terminal=False, force_jupyter=False, legacy_windows=False
     )
-    render(findings, verdict, console, hosts)
+    render(findings, verdict, console, hosts, connected)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
 
 
@@ -513,11 +576,12 @@ def show(
     console: Console | None = None,
     hosts: Sequence[HostUse] = (),
     page: Path | None = None,
+    connected: Connected = NO_CONNECTIONS,
 ) -> None:
     """Print the report, at most WIDTH columns; rich handles NO_COLOR and pipes. page: path printed at the end."""
     shown = console or screen()
     shown.width = min(shown.width, WIDTH) if shown.is_terminal else WIDTH
-    render(findings, verdict, shown, hosts)
+    render(findings, verdict, shown, hosts, connected)
     if page is not None:
         shown.print(f"Report: {page}", highlight=False, markup=False, soft_wrap=True)
 

@@ -19,7 +19,7 @@ from netbottleneck.config import Settings
 from netbottleneck.launch import connect
 from netbottleneck.trace.transports import NATIVE
 
-LIMIT_BYTES = 32 << 20  # of each of a host's two files; a full file drops every second row
+LIMIT_BYTES = 32 << 20  # of each of a host's three files; a full file drops every second reading
 END_S = 2.0  # time for the sampler process to write its last rows
 _INTERFACES = Path("/sys/class/net")
 _SAMPLER = Path(__file__).with_name("sampler.py")
@@ -54,6 +54,7 @@ def watch(
         "folder": str(folder),
         "limit_bytes": limit_bytes,
         "parent": os.getpid(),
+        "local_size": place.local_size or place.size,
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from netbottleneck.config import Settings
 from netbottleneck.errors import HorovodInternalError
 from netbottleneck.launch import connect
-from netbottleneck.runtime import communicators, job, monitor, run_folder
+from netbottleneck.runtime import communicators, job, monitor, run_folder, sampler
 from netbottleneck.runtime.auto import Auto, usable
 from netbottleneck.runtime.job import together
 from netbottleneck.trace.ring_reader import EVENTS
@@ -246,6 +246,7 @@ class Session:
             "hostname": platform.node(),
             "host_id": connect.host_digest(self.settings).hex(),
             "pid": os.getpid(),
+            "pid_namespace": sampler.pid_namespace(),
             "finished": finished,
             "error": error,
             "cores": monitor.cores(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import ipaddress
 import json
 import os
 import struct
@@ -77,7 +78,8 @@ class TransportInfo:
 
     streams_asked: 0: auto. link_bps: of `interface`. shm: "on", "on: " and ranks, or "off: " and the reason. cpu: the
     core that its thread is pinned to. costs: ns per step, per byte on the wire, per byte added; then, of two levels, a
-    fixed ns and ns per byte beyond its time on the wire; empty if not measured."""
+    fixed ns and ns per byte beyond its time on the wire; empty if not measured. ports: at which its lanes accept TCP
+    connections; empty if not known."""
 
     name: str
     provider: str | None = None
@@ -92,6 +94,7 @@ class TransportInfo:
     cpu: int | None = None
     probe: tuple[Probe, ...] = ()
     costs: tuple[float, ...] = ()
+    ports: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,7 +411,7 @@ def read(path: Path | str) -> Trace:
 MAGIC = b"NBCOUNT\0"
 SAMPLES_VERSION = 1
 _HEAD = struct.Struct("<8sII")  # magic, version, offset of the first row in bytes
-NET, HOST = "net", "host"
+NET, HOST, TCP = "net", "host", "tcp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,16 +446,19 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """A host's counters: net: of its interfaces; host: of its cores and TCP. rank: the rank that recorded them."""
+    """A host's counters: net: of its interfaces; host: of its cores and TCP; tcp: see connections. rank: its recorder.
+
+    Each is None if it was not recorded."""
 
     rank: int
     net: Counters | None = None
     host: Counters | None = None
+    tcp: Counters | None = None
 
     def on_clock(self, offset_ns: int) -> Samples:
         """Return the counters on another clock, as Counters.on_clock."""
-        net = None if self.net is None else self.net.on_clock(offset_ns)
-        return replace(self, net=net, host=None if self.host is None else self.host.on_clock(offset_ns))
+        moved = {kind: getattr(self, kind) for kind in (NET, HOST, TCP)}
+        return replace(self, **{kind: each and each.on_clock(offset_ns) for kind, each in moved.items()})
 
 
 def read_samples(path: Path | str, last_bytes: int | None = None) -> Counters:
@@ -488,9 +494,74 @@ def of_run(run_dir: Path | str, last_bytes: int | None = None) -> tuple[Samples,
     """Return the recorded counters of a run's hosts, by rank; may be empty. last_bytes, errors: as read_samples."""
     ranks = Path(run_dir) / "ranks"
     samples: dict[int, dict[str, Counters]] = {}
-    for kind in (NET, HOST):
+    for kind in (NET, HOST, TCP):
         for path in ranks.glob(f"*.{kind}.counters"):
             counters = read_samples(path, last_bytes)
             if len(counters.time_ns):
                 samples.setdefault(counters.rank, {})[kind] = counters
     return tuple(Samples(rank, **samples[rank]) for rank in sorted(samples))
+
+
+# TCP connections, from the rows of a host's counters "tcp", one for each connection and reading.
+
+End = tuple[str, int]  # address and port
+_ENDS = ("local_high", "local_low", "local_port", "remote_high", "remote_low", "remote_port")
+READINGS = (
+    *("acked_bytes", "received_bytes", "sent_bytes", "sent_segments", "resent_segments", "busy_us"),
+    *("receiver_limited_us", "buffer_limited_us", "rtt_us", "least_rtt_us", "delivery_bytes_per_s", "app_limited"),
+    *("window_segments", "segment_bytes", "peer_window_bytes", "unread_bytes", "queued_bytes"),
+)
+_WRAPPING = ("sent_segments", "resent_segments")  # counters of 32 bits in the kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A TCP connection as one end recorded it: readings[name][i] is the kernel's value at time_ns[i].
+
+    rank: whose process has the socket open. readings: by the names of READINGS; NaN: a value that the kernel or the
+    file does not have, or that was not measured. Since the connection opened: acked_bytes (sent, and acknowledged by
+    the peer), received_bytes, sent_bytes (with those sent again), sent_segments and resent_segments (with data),
+    busy_us (data was waiting or in flight), and of that receiver_limited_us (the peer's window was full) and
+    buffer_limited_us (the send buffer was full of data in flight). At the reading: rtt_us (smoothed), least_rtt_us,
+    delivery_bytes_per_s (latest), app_limited (1: the program limited that rate), window_segments (congestion window)
+    of segment_bytes, peer_window_bytes (what the peer accepts), unread_bytes (received, not read by the program),
+    queued_bytes (written, not acknowledged).
+    """
+
+    rank: int
+    local: End
+    remote: End
+    time_ns: NDArray[np.int64]
+    readings: Mapping[str, NDArray[np.float64]]
+
+
+def _address(high: int, low: int) -> str:
+    """Return an address from the signed halves of its IPv6 form; one of IPv4 as such."""
+    whole = ipaddress.IPv6Address((high & (1 << 64) - 1) << 64 | low & (1 << 64) - 1)
+    return str(whole.ipv4_mapped or whole)
+
+
+def _readings(counters: Counters, rows: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
+    found = dict.fromkeys(READINGS, np.full(len(rows), np.nan))
+    for column in set(READINGS).intersection(counters.columns):
+        values = counters.column(column)[rows].astype(float)
+        values[values < 0] = np.nan
+        if column in _WRAPPING:
+            values += np.cumsum(np.diff(values, prepend=values[:1]) < 0) * 2.0**32
+        found[column] = values
+    return found
+
+
+def connections(counters: Counters) -> tuple[Connection, ...]:
+    """Return the connections of a file of counters "tcp". Raises ValueError if it does not name the connections."""
+    names = ("rank", "inode", *_ENDS)
+    if not set(names) <= set(counters.columns):
+        raise ValueError(f"rank {counters.rank}: TCP connections without a column of {', '.join(names)}")
+    keys = np.stack([counters.column(name) for name in names], axis=1)
+    each, which = np.unique(keys, axis=0, return_inverse=True)
+    found = []
+    for number, (rank, _, *ends) in enumerate(each.tolist()):
+        rows = np.flatnonzero(which.ravel() == number)
+        local, remote = ((_address(*end[:2]), end[2]) for end in (ends[:3], ends[3:]))
+        found.append(Connection(rank, local, remote, counters.time_ns[rows], _readings(counters, rows)))
+    return tuple(found)

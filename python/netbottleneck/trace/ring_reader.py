@@ -627,7 +627,8 @@ _OF_TRANSPORT = (
 def _transport(name: str, info: Mapping[str, Any], events: Sequence[Event]) -> tr.TransportInfo:
     known = {k: info.get(k) for k in _OF_TRANSPORT}
     points = tuple(tr.Probe(*map(int, point)) for point in info.get("probe") or ())
-    return tr.TransportInfo(name, **known, probe=points or probes(events), costs=costs(events))
+    ports = tuple(map(int, info.get("ports") or ()))
+    return tr.TransportInfo(name, **known, probe=points or probes(events), costs=costs(events), ports=ports)
 
 
 def _transports(described: Mapping[str, Any], named: Mapping[str, list[Event]]) -> tuple[tr.TransportInfo, ...]:

@@ -1,12 +1,15 @@
 """Each rule of the verdict: a run that it decides, and a run that it does not."""
 
+import ast
+import inspect
 from dataclasses import replace
 
 import pytest
 
 from netbottleneck.analysis import findings, verdict
-from netbottleneck.analysis.bandwidth import Achievable
 from netbottleneck.analysis.comparisons import Estimate, Paired
+from netbottleneck.analysis.intervals import Achievable
+from netbottleneck.analysis.thresholds import GAIN_MIN
 from netbottleneck.report.text import sentences
 from netbottleneck.trace import ring_reader
 from netbottleneck.trace.model import NOT_RECORDED, Network
@@ -16,6 +19,19 @@ from ringwriter import FakeRun
 
 def findings_of(folder, **settings):
     return findings.find(ring_reader.load(FakeRun(folder, **settings).write()))
+
+
+@pytest.mark.parametrize("module", [verdict, findings])
+def test_the_verdict_takes_its_thresholds_from_one_module(module):
+    body = ast.parse(inspect.getsource(module)).body
+    numbers = [
+        node.lineno
+        for node in body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, int | float)
+    ]
+    assert numbers == []
 
 
 def test_a_faster_transport_is_a_transport_limit(tmp_path):
@@ -133,7 +149,7 @@ def test_a_gain_below_the_minimum_does_not_count(tmp_path):
     numbers = findings_of(tmp_path, blocks=9, transfer_ms={"ofi": (35, 120)}, bare_ms=174)
     (pair,) = numbers.comparisons
     assert pair.difference_ns.high < 0
-    assert 0 < pair.gain.value < verdict.GAIN_MIN
+    assert 0 < pair.gain.value < GAIN_MIN
     assert verdict.stock_is_as_good(numbers)
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from netbottleneck.analysis.bandwidth import bus_factor
-from netbottleneck.analysis.intervals import Intervals, counted, host_count, intersection, intervals, total
+from netbottleneck.analysis.intervals import Intervals, bus_factor, counted, host_count, intersection, intervals, total
+from netbottleneck.analysis.thresholds import HEADERS
 from netbottleneck.trace.model import Counters, Samples, Trace
 from netbottleneck.trace.transports import Arm
 
@@ -134,10 +134,6 @@ def hosts(trace: Trace, samples: Sequence[Samples], warmup: int = 1) -> tuple[Ho
             whole = intervals((s.begin_ns, s.end_ns) for s in steps if s.rank in local and s.arm == arm)
             uses.append(_host(mine, arm, whole, intersection(_moved(trace, local, arm), whole)))
     return tuple(uses)
-
-
-# Headers and acknowledgements add at most this part to the recorded bytes.
-HEADERS = 0.10
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""Verdict: rules over the numbers of a run, the saving that each rule proves, and the largest of them. Pure."""
+"""Verdict: rules over the numbers of a run, the saving that each rule proves, and the largest of them. Pure.
+
+The thresholds of the rules are in thresholds.py.
+"""
 
 from __future__ import annotations
 
@@ -10,35 +13,24 @@ from html import escape
 from netbottleneck.analysis.arrivals import BY_OPERATIONS
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.findings import Findings
+from netbottleneck.analysis.thresholds import (
+    CLOCK_SHARE,
+    CORES_BUSY,
+    GAIN_MIN,
+    INPUT_SHARE,
+    LATENCY_SHARE,
+    LINK_UTILISATION,
+    NETWORK_SHARE_MIN,
+    OPTIMIZER_SHARE,
+    OTHER_TRAFFIC,
+    PROBE_RATIO,
+    SMALL_BYTES,
+    STEPS_MIN,
+)
 from netbottleneck.analysis.usage import HostUse, Unseen, unseen
 from netbottleneck.trace.model import NOT_RECORDED, NOT_TIMED, TransportInfo
 from netbottleneck.trace.transports import NULL, STOCK, Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, streams
-
-# A cause counts if its saving is surely above this part of the step.
-GAIN_MIN = 0.03
-# NOT_NETWORK below this, if no cause counts: exposed communication and waiting, as a part of the step.
-NETWORK_SHARE_MIN = 0.10
-# The link rule applies from this on: rate in transfer, over the link's rate.
-LINK_UTILISATION = 0.80
-# The transport rule applies to a probe from this on: rate of the probe, over the rate in transfer.
-PROBE_RATIO = 1.30
-# The latency rule applies above this: part of transfer time that does not depend on size.
-LATENCY_SHARE = 0.50
-# Operations of at most this many bytes, far below the link's rate, are latency without a fit.
-SMALL_BYTES = 65_536
-# The host rule applies from this on: part of a machine's cores that its ranks keep busy over the whole step.
-CORES_BUSY = 0.90
-# The input rule applies from this on: time before the first forward, as a part of the step.
-INPUT_SHARE = 0.10
-# The optimizer rule applies from this on: time in the optimizer, as a part of the step.
-OPTIMIZER_SHARE = 0.20
-# The rule of other traffic applies from this on: bytes on an interface beyond the recorded ones, as a part of all.
-OTHER_TRAFFIC = 0.20
-# Rates are not judged if the error of the clocks exceeds this part of the transfer time.
-CLOCK_SHARE = 0.20
-# Fewest steps for a verdict, over all ranks.
-STEPS_MIN = 5
 
 CODES = (
     "TRANSPORT_LIMITED",

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck.analysis.bandwidth import bus_factor
+from netbottleneck.analysis.intervals import bus_factor
 
 VERSION = 1
 _COLUMNS = (

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from netbottleneck.analysis.bandwidth import bus_factor
-from netbottleneck.analysis.intervals import backward_spans, host_count, last_entries
+from netbottleneck.analysis.intervals import backward_spans, bus_factor, host_count, last_entries
 from netbottleneck.trace.model import Collective, Step, Trace
 from netbottleneck.trace.transports import Arm
 

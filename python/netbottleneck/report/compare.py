@@ -13,8 +13,9 @@ from typing import Any
 
 from rich.console import Console
 
-from netbottleneck.analysis.comparisons import PAIRS_MIN, Estimate, middle, ratio_of_runs, step_times
+from netbottleneck.analysis.comparisons import Estimate, middle, ratio_of_runs, step_times
 from netbottleneck.analysis.findings import Findings
+from netbottleneck.analysis.thresholds import PAIRS_MIN
 from netbottleneck.report import Run, html, pictures
 from netbottleneck.report.drawing import GAP, TEXT_HEIGHT, Picture, Piece, Scale, bars, short_name
 from netbottleneck.report.drawing import Row as Bar

@@ -15,10 +15,9 @@ from importlib import resources
 from typing import Any
 
 from netbottleneck.analysis.arrivals import Lateness
-from netbottleneck.analysis.bandwidth import Achievable, Achieved
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.findings import Findings, Parts
-from netbottleneck.analysis.intervals import WARMUP_STEPS
+from netbottleneck.analysis.intervals import WARMUP_STEPS, Achievable, Achieved
 from netbottleneck.analysis.usage import HostUse
 from netbottleneck.analysis.verdict import RuleResult, Verdict, handicap_sentence
 from netbottleneck.report.text import sentences

@@ -16,9 +16,9 @@ from netbottleneck.analysis.comparisons import Costs, Travel
 from netbottleneck.analysis.findings import Findings, Parts
 from netbottleneck.analysis.intervals import Layer
 from netbottleneck.analysis.nccl import NcclMean
+from netbottleneck.analysis.thresholds import GAIN_MIN
 from netbottleneck.analysis.usage import HostUse
 from netbottleneck.analysis.verdict import (
-    GAIN_MIN,
     RuleResult,
     Verdict,
     best_gain,

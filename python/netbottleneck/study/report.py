@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from netbottleneck.analysis import verdict as rules
-from netbottleneck.analysis.comparisons import PAIRS_MIN, Paired
+from netbottleneck.analysis.comparisons import Paired
+from netbottleneck.analysis.thresholds import GAIN_MIN, PAIRS_MIN
 from netbottleneck.report import Run
 from netbottleneck.study.cells import (
     FACTS,
@@ -183,7 +184,7 @@ class CellReport:
     def nothing_to_do(self) -> bool:
         """True if enough pairs were measured and no other transport has a relevant gain."""
         tried = [pair for pair in self.run.findings.comparisons if pair.enough and pair.base == BASE]
-        return bool(tried) and all(pair.gain.value < rules.GAIN_MIN for pair in tried)
+        return bool(tried) and all(pair.gain.value < GAIN_MIN for pair in tried)
 
 
 @dataclass

@@ -13,13 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck import _core
-from netbottleneck.analysis.comparisons import (
-    PAIRS_MIN,
-    Estimate,
-    block_pairs,
-    by_block,
-    middle,
-)
+from netbottleneck.analysis.comparisons import Estimate, block_pairs, by_block, middle
 from netbottleneck.analysis.intervals import (
     counted,
     in_flight_spans,
@@ -30,6 +24,7 @@ from netbottleneck.analysis.intervals import (
     passes,
     total,
 )
+from netbottleneck.analysis.thresholds import PAIRS_MIN
 from netbottleneck.trace.model import Collective, Trace, TransportInfo
 from netbottleneck.trace.transports import NULL, PSEUDO, Arm
 from netbottleneck.units import percent

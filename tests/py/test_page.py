@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from netbottleneck.analysis import usage
 from netbottleneck.analysis.findings import find
 from netbottleneck.analysis.intervals import split_steps
-from netbottleneck.report import Run, pictures, what_if
+from netbottleneck.report import Run, what_if
 from netbottleneck.report import html as page_of
 from netbottleneck.report.drawing import Picture, Piece, Row, Scale, bars, short_name
 from netbottleneck.trace.model import Counters, Samples
@@ -132,7 +132,7 @@ def test_a_question_that_a_run_cannot_answer_says_so(tmp_path, settings, said):
 
 def test_a_run_without_a_rank_says_that_waiting_is_not_known(run):
     alone = find(run.trace.of_rank(0))
-    shown = pictures.waiting(alone, [row[1] for row in split_steps(alone.trace)])
+    shown = page_of.waiting(alone, [row[1] for row in split_steps(alone.trace)])
     assert shown.pictures == ()
     assert "not known" in shown.missing
 
@@ -140,7 +140,7 @@ def test_a_run_without_a_rank_says_that_waiting_is_not_known(run):
 def test_the_bars_are_the_parts_of_the_summary(run):
     split = run.summary["split"]
     longest = max(parts["step_s"] for parts in split.values())
-    (picture,) = pictures.split(run.findings).pictures
+    (picture,) = page_of.split(run.findings).pictures
     for kind, part in (
         ("hidden", lambda p: p["hidden_communication_s"]),
         ("compute", lambda p: p["compute_s"] - p["hidden_communication_s"]),
@@ -166,7 +166,7 @@ def test_the_card_has_the_numbers_of_the_summary(run):
 
 
 def test_savings_are_drawn_with_their_intervals_and_the_limit(run):
-    (picture,) = pictures.causes(run.findings, run.verdict).pictures
+    (picture,) = page_of.causes(run.findings, run.verdict).pictures
     known = [one for one in run.verdict.evidence if one.applies and one.saving is not None]
     scale = max(known[0].limit_ns, *(one.saving.high for one in known))
     drawn = [one.saving.value / scale for one in known if one.saving.value > 0]
@@ -177,7 +177,7 @@ def test_savings_are_drawn_with_their_intervals_and_the_limit(run):
 
 def test_the_timeline_shows_one_step_of_every_rank_to_scale(run):
     splits = [row[1] for row in split_steps(run.trace)]
-    shown = pictures.timeline(run.findings, run.findings.base, splits)
+    shown = page_of.timeline(run.findings, run.findings.base, splits)
     (picture,) = shown.pictures
     index = int(re.search(r"Step (\d+)", shown.note)[1])
     own = [split for split in splits if split.index == index]
@@ -196,7 +196,7 @@ def test_the_timeline_shows_one_step_of_every_rank_to_scale(run):
 def test_the_timeline_shows_lanes_where_they_were_recorded(run):
     splits = [row[1] for row in split_steps(run.trace)]
     arm = next(arm for arm in run.findings.parts if arm == "ofi")
-    shown = pictures.timeline(run.findings, arm, splits)
+    shown = page_of.timeline(run.findings, arm, splits)
     assert len(rects(shown.pictures[0], "lane")) == 3 * 2 * 2  # ranks, operations, lanes
     assert "its part of the bytes" in shown.note
 
@@ -206,15 +206,15 @@ def test_operations_that_overlap_are_in_rows_of_their_own(run):
         some = run.trace.collectives[0]
         return type(some)(0, some.arm, 1, 1, begin, 8, start_ns=begin, done_ns=end)
 
-    rows = pictures._rows_of([operation(0, 10), operation(5, 15), operation(10, 20)])
+    rows = page_of._rows_of([operation(0, 10), operation(5, 15), operation(10, 20)])
     assert [[one.start_ns for one in row] for row in rows] == [[0, 10], [5]]
-    crowded = pictures._rows_of([operation(n, 1000) for n in range(3 * pictures.OPERATION_ROWS)])
-    assert len(crowded) == pictures.OPERATION_ROWS
-    assert sum(map(len, crowded)) == 3 * pictures.OPERATION_ROWS
+    crowded = page_of._rows_of([operation(n, 1000) for n in range(3 * page_of.OPERATION_ROWS)])
+    assert len(crowded) == page_of.OPERATION_ROWS
+    assert sum(map(len, crowded)) == 3 * page_of.OPERATION_ROWS
 
 
 def test_the_distribution_counts_every_step(run):
-    (picture,) = pictures.distribution(run.findings).pictures
+    (picture,) = page_of.distribution(run.findings).pictures
     counted = [int(re.match(r"\d+", title.text)[0]) for title in parsed(picture).iter("title")]
     assert sum(counted) == sum(time["steps"] for time in run.summary["steps"].values())
     for time in run.summary["steps"].values():
@@ -222,7 +222,7 @@ def test_the_distribution_counts_every_step(run):
 
 
 def test_rates_are_drawn_beside_the_probe_and_the_link(run):
-    shown = pictures.bandwidth(run.findings)
+    shown = page_of.bandwidth(run.findings)
     (picture,) = shown.pictures
     said = [what for _, what in shown.key]
     rates = {arm: rate["active_bits_per_s"] for arm, rate in run.summary["bandwidth"].items()}
@@ -238,13 +238,13 @@ def test_rates_are_drawn_beside_the_probe_and_the_link(run):
     ]
     heights = [float(dot.get("cy")) for dot in parsed(picture).iter("circle")]
     rates = [p["bits_per_s"] for p in points]
-    bottom = 24 + pictures.PLOT_HEIGHT
+    bottom = 24 + page_of.PLOT_HEIGHT
     assert (bottom - heights[0]) / (bottom - heights[1]) == pytest.approx(rates[0] / rates[1], rel=0.01)
 
 
 def test_waiting_of_each_rank_is_that_of_the_findings(run):
     splits = [row[1] for row in split_steps(run.trace)]
-    shown = pictures.waiting(run.findings, splits)
+    shown = page_of.waiting(run.findings, splits)
     late = run.findings.late_ns[2]
     assert late == pytest.approx(4 * MS, rel=0.1)
     assert f"waits 0.00 ms, others {ms(late)}" in words(shown.pictures[0])
@@ -253,7 +253,7 @@ def test_waiting_of_each_rank_is_that_of_the_findings(run):
 
 
 def test_layers_add_up_to_the_exposed_communication(run):
-    (picture,) = pictures.layers(run.findings).pictures
+    (picture,) = page_of.layers(run.findings).pictures
     layers = run.summary["layers"]
     longest = max(max(one["exposed_communication_s"], one["backward_s"]) for one in layers)
     drawn = sum(width for _, width, _ in rects(picture, "exposed")) * longest
@@ -277,8 +277,8 @@ def test_counters_of_a_host_are_drawn_as_rates(run):
     kinds += ["tcp:sent_segments", "tcp:retransmitted_segments"]
     busy = [[n if name in ("cpu0:user", "cpu1:idle") else 0 for name in kinds] for n in range(count)]
     samples = (Samples(0, net, counters(tuple(kinds), busy)),)
-    recorded = pictures.Recorded(usage.hosts(run.trace, samples), samples)
-    shown = pictures.host_use(run.findings, recorded)
+    recorded = page_of.Recorded(usage.hosts(run.trace, samples), samples)
+    shown = page_of.host_use(run.findings, recorded)
     interface, cores = map(parsed, shown.pictures)
 
     def heights(picture, kind):
@@ -288,12 +288,12 @@ def test_counters_of_a_host_are_drawn_as_rates(run):
         return max(found)
 
     scale = Scale(0.0, 1.1 * 2.0)  # the link is 2 Gbit/s
-    tall = pictures.HOST_BOTTOM - pictures.HOST_TOP
+    tall = page_of.HOST_BOTTOM - page_of.HOST_TOP
     for kind, value in (("tx", 1.0), ("rx", 0.5)):
-        expected = pictures.HOST_BOTTOM - tall * scale.at(value)
+        expected = page_of.HOST_BOTTOM - tall * scale.at(value)
         assert heights(interface, kind) == pytest.approx(expected, abs=0.1)
-    assert heights(cores, "busiest") == pytest.approx(pictures.HOST_TOP, abs=0.1)
-    assert heights(cores, "mean") == pytest.approx((pictures.HOST_TOP + pictures.HOST_BOTTOM) / 2, abs=0.1)
+    assert heights(cores, "busiest") == pytest.approx(page_of.HOST_TOP, abs=0.1)
+    assert heights(cores, "mean") == pytest.approx((page_of.HOST_TOP + page_of.HOST_BOTTOM) / 2, abs=0.1)
     assert ("link", "the link") in shown.key
 
 
@@ -309,7 +309,7 @@ def test_the_curve_holds_the_answers_and_marks_this_run(run):
     assert steps == sorted(steps, reverse=True)
     assert curve.present[:2] == (job.cost.link.rate_bps, job.measured_ns.value)
     assert curve.free_ns <= steps[-1]
-    shown = pictures.what_if(run.findings, curve)
+    shown = page_of.what_if(run.findings, curve)
     assert ("present", f"this run: {ms(curve.present[1])} at {gbit(curve.present[0])} (measured)") in shown.key
     (dot,) = parsed(shown.pictures[0]).iter("circle")
     x = Scale(curve.points[0][0], curve.points[-1][0], log=True)

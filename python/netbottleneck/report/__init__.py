@@ -14,7 +14,8 @@ from netbottleneck.analysis import usage
 from netbottleneck.analysis import verdict as rules
 from netbottleneck.analysis.findings import Findings, find
 from netbottleneck.analysis.verdict import Verdict
-from netbottleneck.report import chrome, exporters, html, pictures, summary, text
+from netbottleneck.report import chrome, exporters, html, summary, text
+from netbottleneck.report.html import Curve, Recorded
 from netbottleneck.trace import kineto, model, ring_reader
 from netbottleneck.trace import model as tr
 
@@ -78,16 +79,16 @@ class Run:
     @cached_property
     def html(self) -> str:
         """Content of report.html: one page with pictures, without links or scripts."""
-        recorded = pictures.Recorded(self.hosts, model.of_run(self._folder) if self._folder else (), self._curve)
+        recorded = Recorded(self.hosts, model.of_run(self._folder) if self._folder else (), self._curve)
         return html.page(self.findings, self.verdict, recorded)
 
     @property
-    def _curve(self) -> pictures.Curve:
+    def _curve(self) -> Curve:
         """Predicted steps by rate of the link, which need the C module."""
         try:
             from netbottleneck.report import what_if
         except ImportError:
-            return pictures.Curve(missing="the what-if engine is not available: the C module is missing")
+            return Curve(missing="the what-if engine is not available: the C module is missing")
         return what_if.curve(self.findings)
 
     @property

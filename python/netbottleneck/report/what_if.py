@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from netbottleneck.analysis.findings import Findings
-from netbottleneck.report.pictures import Curve
+from netbottleneck.report.html import Curve
 from netbottleneck.report.text import WIDTH, bare_ms, make_table, put_row
 from netbottleneck.units import gbit, ms, percent, streams
 from netbottleneck.whatif import questions, sweeps

@@ -27,7 +27,6 @@ from peers.iperf import mean_received, processors  # noqa: E402
 import netbottleneck  # noqa: E402
 from netbottleneck import bench  # noqa: E402
 from netbottleneck.bench import pair  # noqa: E402
-from netbottleneck.bench.conductor import Workers  # noqa: E402
 from netbottleneck.bench.paths import COMPARISONS, load_peers  # noqa: E402
 from netbottleneck.bench.request import (  # noqa: E402
     DTYPES,
@@ -39,6 +38,7 @@ from netbottleneck.bench.request import (  # noqa: E402
     parse_sizes,
 )
 from netbottleneck.bench.results import Results, Samples, cells  # noqa: E402
+from netbottleneck.bench.worker import Workers  # noqa: E402
 from netbottleneck.errors import Error  # noqa: E402
 from netbottleneck.lab import Lab, LabError  # noqa: E402
 
@@ -350,11 +350,11 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     script = (
         "import sys, netbottleneck\n"
         "from netbottleneck.bench import Request, start\n"
-        "from netbottleneck.bench import conductor\n"
-        "seen = conductor.Workers.__enter__\n"
+        "from netbottleneck.bench import worker\n"
+        "seen = worker.Workers.__enter__\n"
         "def enter(self):\n"
         "    seen(self); print(*[p.pid for p in self._processes], flush=True); return self\n"
-        "conductor.Workers.__enter__ = enter\n"
+        "worker.Workers.__enter__ = enter\n"
         "start(Request(('tcp',), (1,), (10**6,), iterations=10**6, exact=True), 2)\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:

@@ -13,7 +13,6 @@ from typing import Any, TypedDict, Unpack
 
 from netbottleneck import config
 from netbottleneck._version import __version__
-from netbottleneck.bench.conductor import Workers, patience_s
 from netbottleneck.bench.request import SIZES, Request, parse_lanes, parse_sizes
 from netbottleneck.bench.results import Results, heading, line
 from netbottleneck.lab import Lab, LinkSpec
@@ -98,6 +97,8 @@ def start(
 
 
 def _work(request: Request, ranks: int, lab: Lab | None, results: Results, say: Say | None) -> None:
+    from netbottleneck.bench.worker import Workers, patience_s
+
     with Workers(request, ranks, lab) as workers:
         workers.listen(listener(results, say), patience_s(request, lab.spec if lab else None))
 

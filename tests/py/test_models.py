@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from netbottleneck.bench import models
 from netbottleneck.bench.models import passes
-from netbottleneck.bench.models.replay import IdleOptimizer, ReplayModel, gradient_bytes, replay
+from netbottleneck.bench.models.passes import IdleOptimizer, ReplayModel, gradient_bytes, replay
 
 SIZES = {
     "resnet18": (11_689_512, 62),

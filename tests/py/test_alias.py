@@ -237,7 +237,7 @@ def test_child_processes_can_import_horovod_too(tmp_path: Path, method: str) -> 
     script = tmp_path / "train.py"
     script.write_text(CHILDREN)
     ended = python("", "run", str(script), method)
-    assert ended.stdout == "0 ('0.28.1', True, 'netbottleneck.hooks.horovod_common')\n", ended.stderr
+    assert ended.stdout == "0 ('0.28.1', True, 'netbottleneck.runtime.horovod_common')\n", ended.stderr
 
 
 TRAIN = """

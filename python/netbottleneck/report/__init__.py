@@ -14,7 +14,7 @@ from netbottleneck.analysis import usage
 from netbottleneck.analysis import verdict as rules
 from netbottleneck.analysis.findings import Findings, find
 from netbottleneck.analysis.verdict import Verdict
-from netbottleneck.report import chrome, exporters, html, summary, text
+from netbottleneck.report import exporters, html, summary, text
 from netbottleneck.report.html import Curve, Recorded
 from netbottleneck.trace import kineto, model, ring_reader
 from netbottleneck.trace import model as tr
@@ -119,7 +119,7 @@ class Run:
         }.items():
             (target / name).write_text(content, encoding="utf-8")
             written.append(target / name)
-        chrome.write(self.trace, target / "trace.json.gz")
+        summary.write_chrome_trace(self.trace, target / "trace.json.gz")
         written.append(target / "trace.json.gz")
         (target / "ranks").mkdir(exist_ok=True)
         for rank in self.trace.ranks:

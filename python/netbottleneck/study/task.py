@@ -16,7 +16,7 @@ from netbottleneck import config
 from netbottleneck.bench.replay import Player, ReplaySchedule
 from netbottleneck.launch import connect
 from netbottleneck.runtime.session import Session, open_session
-from netbottleneck.trace import json_codec
+from netbottleneck.trace.model import decode
 from netbottleneck.trace.transports import BARE, STOCK, Arm
 
 # Tasks and results.
@@ -191,7 +191,7 @@ def read_schedule(path: Path | str) -> ReplaySchedule:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
         if (document.get("format"), document.get("version")) != (FORMAT, VERSION):
             raise ValueError(f"not a {FORMAT} of version {VERSION}")
-        schedule: ReplaySchedule = json_codec.build(ReplaySchedule, document)
+        schedule: ReplaySchedule = decode(ReplaySchedule, document)
         return schedule
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: {error}") from error

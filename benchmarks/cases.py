@@ -14,7 +14,7 @@ from table import Table
 
 from netbottleneck import config
 from netbottleneck.bench import Request, start
-from netbottleneck.bench.results import Results
+from netbottleneck.bench.values import Results
 from netbottleneck.bench.worker import busy_ns
 from netbottleneck.errors import Error
 from netbottleneck.lab import LabError

@@ -28,16 +28,18 @@ import netbottleneck  # noqa: E402
 from netbottleneck import bench  # noqa: E402
 from netbottleneck.bench import pair  # noqa: E402
 from netbottleneck.bench.paths import COMPARISONS, load_peers  # noqa: E402
-from netbottleneck.bench.request import (  # noqa: E402
+from netbottleneck.bench.values import (  # noqa: E402
     DTYPES,
     PERIOD,
     REDUCTIONS,
     Data,
     Request,
+    Results,
+    Samples,
+    cells,
     parse_lanes,
     parse_sizes,
 )
-from netbottleneck.bench.results import Results, Samples, cells  # noqa: E402
 from netbottleneck.bench.worker import Workers  # noqa: E402
 from netbottleneck.errors import Error  # noqa: E402
 from netbottleneck.lab import Lab, LabError  # noqa: E402

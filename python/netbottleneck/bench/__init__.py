@@ -13,8 +13,7 @@ from typing import Any, TypedDict, Unpack
 
 from netbottleneck import config
 from netbottleneck._version import __version__
-from netbottleneck.bench.request import SIZES, Request, parse_lanes, parse_sizes
-from netbottleneck.bench.results import Results, heading, line
+from netbottleneck.bench.values import SIZES, Request, Results, heading, line, parse_lanes, parse_sizes
 from netbottleneck.lab import Lab, LinkSpec
 from netbottleneck.launch import connect
 from netbottleneck.trace.transports import BENCHED

@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 
 from netbottleneck import config
 from netbottleneck.bench.paths import Context, Native, Opener, Path, missing, open_stock
-from netbottleneck.bench.request import DTYPES, SEED, Data, Request
-from netbottleneck.bench.results import Samples
+from netbottleneck.bench.values import DTYPES, SEED, Data, Request, Samples
 from netbottleneck.errors import Error
 from netbottleneck.lab import Lab, LinkSpec
 from netbottleneck.launch import connect

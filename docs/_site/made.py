@@ -22,15 +22,15 @@ ROOT = Path(__file__).resolve().parents[2]
 MARK = re.compile(r"^<!-- made: (\w+) ?(.*?) -->$", re.MULTILINE)
 
 
-def help_of(words: list[str]) -> str:
+def help_of(command: list[str]) -> str:
     """Return the --help text of a command."""
     from netbottleneck import cli
 
-    said = io.StringIO()
+    output = io.StringIO()
     place = {"COLUMNS": "90", "NO_COLOR": "1"}
-    with mock.patch.dict(os.environ, place), contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
-        cli.main([*words, "--help"])
-    return said.getvalue().strip()
+    with mock.patch.dict(os.environ, place), contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
+        cli.main([*command, "--help"])
+    return output.getvalue().strip()
 
 
 def commands() -> Iterator[str]:

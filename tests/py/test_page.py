@@ -95,7 +95,7 @@ def rects(picture, kind=None):
     ]
 
 
-def words(picture):
+def texts_of(picture):
     return [text.text for text in parsed(picture).iter("text")]
 
 
@@ -110,7 +110,7 @@ def test_the_page_shows_every_picture_in_one_file(run):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "sentence"),
     [
         ({"transports": ("stock",)}, "Achievable: not probed (transport stock only)"),
         ({"size": 1}, "One rank has no other to wait for."),
@@ -122,10 +122,10 @@ def test_the_page_shows_every_picture_in_one_file(run):
         ({"killed": 1}, "rank 1 did not finish cleanly."),
     ],
 )
-def test_a_question_that_a_run_cannot_answer_says_so(tmp_path, settings, said):
+def test_a_question_that_a_run_cannot_answer_says_so(tmp_path, settings, sentence):
     page = Run(FakeRun(tmp_path, blocks=3, **settings).write()).html
     sections = checked(page)
-    assert said in html.unescape(page)
+    assert sentence in html.unescape(page)
     for content in sections.values():
         assert ("<svg" in content) != ('class="nb-missing"' in content)
 
@@ -150,7 +150,7 @@ def test_the_bars_are_the_parts_of_the_summary(run):
     ):
         expected = [part(parts) / longest for parts in split.values() if part(parts) > 0]
         assert [width for _, width, _ in rects(picture, kind)] == pytest.approx(expected, abs=2e-5), kind
-    assert [text for text in words(picture) if text.endswith(" ms")] == [
+    assert [text for text in texts_of(picture) if text.endswith(" ms")] == [
         ms(1e9 * parts["step_s"]) for parts in split.values()
     ]
 
@@ -184,7 +184,7 @@ def test_the_timeline_shows_one_step_of_every_rank_to_scale(run):
     steps = [step for step in run.trace.steps if step.index == index]
     span = max(s.end_ns for s in steps) - min(s.begin_ns for s in steps)
     assert len(own) == 3
-    assert [text for text in words(picture) if text.startswith("rank")] == [f"rank {r}, host{r}" for r in range(3)]
+    assert [text for text in texts_of(picture) if text.startswith("rank")] == [f"rank {r}, host{r}" for r in range(3)]
     assert sum(width for _, width, _ in rects(picture, "optimizer")) == pytest.approx(3 * 2 * MS / span, abs=1e-4)
     # Both operations begin together on the ranks that are not late: these ns are drawn twice, and counted once.
     late = sum(width for _, width, _ in rects(picture, "late"))
@@ -218,15 +218,15 @@ def test_the_distribution_counts_every_step(run):
     counted = [int(re.match(r"\d+", title.text)[0]) for title in parsed(picture).iter("title")]
     assert sum(counted) == sum(time["steps"] for time in run.summary["steps"].values())
     for time in run.summary["steps"].values():
-        assert f"median {ms(1e9 * time['median_s'])}, {time['steps']} steps" in words(picture)
+        assert f"median {ms(1e9 * time['median_s'])}, {time['steps']} steps" in texts_of(picture)
 
 
 def test_rates_are_drawn_beside_the_probe_and_the_link(run):
     shown = page_of.bandwidth(run.findings)
     (picture,) = shown.pictures
-    said = [what for _, what in shown.key]
+    labels = [what for _, what in shown.key]
     rates = {arm: rate["active_bits_per_s"] for arm, rate in run.summary["bandwidth"].items()}
-    assert said == [
+    assert labels == [
         "probe over ofi",
         *(f"{a} {gbit(bps)} in transfer" for a, bps in rates.items()),
         "the link 2.00 Gbit/s",
@@ -247,7 +247,7 @@ def test_waiting_of_each_rank_is_that_of_the_findings(run):
     shown = page_of.waiting(run.findings, splits)
     late = run.findings.late_ns[2]
     assert late == pytest.approx(4 * MS, rel=0.1)
-    assert f"waits 0.00 ms, others {ms(late)}" in words(shown.pictures[0])
+    assert f"waits 0.00 ms, others {ms(late)}" in texts_of(shown.pictures[0])
     (bar,) = rects(shown.pictures[0], "waited")
     assert bar[1] == pytest.approx(late / max(late, 4 * MS), abs=1e-3)
 
@@ -318,7 +318,7 @@ def test_the_curve_holds_the_answers_and_marks_this_run(run):
 
 def test_a_page_without_the_engine_says_so(run):
     page = page_of.page(run.findings, run.verdict)
-    assert "No prediction was asked for." in page
+    assert "No prediction was requested." in page
     checked(page)
 
 
@@ -330,8 +330,8 @@ def test_eight_ranks_and_two_hundred_steps_stay_small(tmp_path):
 
 def test_names_are_escaped_and_long_ones_keep_their_end():
     drawn = bars("a & b", [Row("<module>" * 9 + "end", "1 & 2", ((Piece("exposed", 1.0, '"<&'),),))])
-    assert words(drawn)[0].endswith("end")
-    assert len(words(drawn)[0]) == len(short_name("x" * 99))
+    assert texts_of(drawn)[0].endswith("end")
+    assert len(texts_of(drawn)[0]) == len(short_name("x" * 99))
     assert "<module" not in str(drawn)
     assert parsed(drawn).get("aria-label") == "a & b"
 

@@ -67,7 +67,7 @@ class Predicted:
 class RuleResult:
     """The result of one rule.
 
-    cause: in words; code: of the verdict if it is the largest. applies: its condition holds, so `saving` counts.
+    cause: as text; code: of the verdict if it is the largest. applies: its condition holds, so `saving` counts.
     saving: ns that a step would save without the cause, None if not known. limit_ns: the least saving that counts.
     rests: the source of the saving, or why there is none. needs: the measurement that decides, if the saving is
     uncertain.
@@ -105,8 +105,8 @@ class RuleResult:
 class Verdict:
     """code: one of CODES; why: the numbers behind it; next: what to do.
 
-    evidence: the result of every rule, the largest saving first; () if no rule was asked. The first one that fired is
-    the verdict.
+    evidence: the result of every rule, the largest saving first; () if no rule was evaluated. The first one that fired
+    is the verdict.
     """
 
     code: str
@@ -270,7 +270,7 @@ class Facts:
         transfer_ns = 8e9 * parts.tensor_bytes / rate.active_bps if rate is not None else 0.0
         aligned = any(rank.clock.method == BY_OPERATIONS for rank in self.f.trace.ranks)
         if not aligned and self.f.clock_error_ns * parts.operations > CLOCK_SHARE * transfer_ns > 0:
-            return clock_words(self.f)
+            return clock_text(self.f)
         more = self.unseen
         if more is not None and more.surely >= OTHER_TRAFFIC:
             return f"unseen: {percent(more.part)} of {more.interface}'s bytes are of no recorded operation"
@@ -295,7 +295,7 @@ class Facts:
         return f"Measure {more} more steps (NETBOTTLENECK_END_STEP), on hosts that do nothing else."
 
     def share(self, saving: Estimate) -> str:
-        """A saving in words."""
+        """A saving as text."""
         step = self.step_ns
         between = f"{percent(saving.low / step)} to {percent(saving.high / step)}"
         return f"{ms(saving.value)}, {percent(saving.value / step)} of the step ({between})"
@@ -304,7 +304,7 @@ class Facts:
 MORE_STEPS = "Measure more steps, on hosts that do nothing else."
 
 
-def clock_words(f: Findings) -> str:
+def clock_text(f: Findings) -> str:
     """Say how far the ranks' clocks may differ."""
     if math.isinf(f.clock_error_ns):
         return "the clocks of the ranks were not compared"
@@ -500,7 +500,7 @@ def _with_arm(f: Findings, arm: Arm) -> str:
 def _unsure_clocks(facts: Facts, saving: Estimate) -> str:
     """Why a wait between ranks may not be judged; "" if it may, or is too short to count."""
     small = saving.value <= GAIN_MIN * facts.step_ns or saving.value >= facts.f.clock_error_ns
-    return "" if small else clock_words(facts.f)
+    return "" if small else clock_text(facts.f)
 
 
 def straggler(facts: Facts) -> RuleResult:

@@ -138,8 +138,8 @@ def _silent(_: str) -> None:
 def lab_line(lab: Mapping[str, Any]) -> str:
     """Return one line on a lab: its specification and its measured rates."""
     runs = [lab[key] for key in ("one_flow", "many_flows") if lab.get(key)]
-    words = [f"{run['flows']} flow{'s' if run['flows'] > 1 else ''} {gbit(run['measured_bps'])}" for run in runs]
-    measured = f"; measured: {', '.join(words)}" if words else ""
+    rates = [f"{run['flows']} flow{'s' if run['flows'] > 1 else ''} {gbit(run['measured_bps'])}" for run in runs]
+    measured = f"; measured: {', '.join(rates)}" if rates else ""
     bad = "" if lab.get("ok", True) else " (NOT as specified)"
     return f"lab {lab['lab']}: {lab['how']}{measured}{bad}"
 

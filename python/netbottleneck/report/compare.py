@@ -241,7 +241,7 @@ def _distributions(found: Comparison) -> Shown:
     shades = [html.colour(row.arm) for row in rows for _ in "AB"]
     left = len(found.rows) - len(rows)
     shown = html.histograms("Lengths of the steps (measured)", named, shades)
-    more = f" The table has {html.counted_words(left, 'more row')}." if left else ""
+    more = f" The table has {html.count_text(left, 'more row')}." if left else ""
     return replace(shown, note=shown.note + more)
 
 

@@ -74,7 +74,7 @@ TICKS_LEAST = 15  # processor time is counted in ticks: a bin of fewer has too c
 class Shown:
     """A picture with its sentence.
 
-    missing: why there is no picture; key: (class of a colour, or a colour, words); folded: shown when it is opened.
+    missing: why there is no picture; key: (class of a colour, or a colour, label); folded: shown when it is opened.
     """
 
     title: str
@@ -105,10 +105,10 @@ class Recorded:
 
     hosts: tuple[HostUse, ...] = ()
     samples: tuple[Samples, ...] = ()
-    curve: Curve = field(default_factory=lambda: Curve(missing="no prediction was asked for"))
+    curve: Curve = field(default_factory=lambda: Curve(missing="no prediction was requested"))
 
 
-def counted_words(count: int, what: str) -> str:
+def count_text(count: int, what: str) -> str:
     """1, "step": "1 step"; 2: "2 steps"."""
     return f"{count} {what}{'' if count == 1 else 's'}"
 
@@ -162,7 +162,7 @@ def causes(findings: Findings, verdict: Verdict) -> Shown:
     rows = [
         Row(
             one.cause,
-            text.saving_words(one),
+            text.saving_text(one),
             ((Piece("fired" if one.fired else "idle", one.saving.value, one.rests),),),
             (one.saving.low, one.saving.high),
         )
@@ -175,7 +175,7 @@ def causes(findings: Findings, verdict: Verdict) -> Shown:
     note = f"The dashed line is the least saving that counts, {ms(limit)}."
     left = len(verdict.evidence) - len(known)
     if left:
-        note += f" Not drawn: {counted_words(left, 'cause')} whose condition does not hold."
+        note += f" Not drawn: {count_text(left, 'cause')} whose condition does not hold."
     return Shown(title, (drawn,), key, note)
 
 
@@ -287,8 +287,8 @@ class _Timeline:
     def finished(self) -> Picture:
         """The picture with its axis."""
         span_ms = Scale(0.0, (self.scale.high - self.scale.low) / 1e6)
-        words = [(self.scale.low + value * 1e6, label) for value, label in with_unit(span_ms.ticks(), "ms")]
-        self.picture.axis(self.scale, self.picture.height, words)
+        labels = [(self.scale.low + value * 1e6, label) for value, label in with_unit(span_ms.ticks(), "ms")]
+        self.picture.axis(self.scale, self.picture.height, labels)
         self.picture.height += TEXT_HEIGHT + 5
         return self.picture
 
@@ -329,7 +329,7 @@ def timeline(findings: Findings, arm: Arm, splits: Sequence[Split]) -> Shown:
     elif not drawn.lanes:
         notes.append(f"Lanes are not known: {arm} does not use this package's streams.")
     if len(steps) > len(ranks):
-        notes.append(f"trace.json.gz has {counted_words(len(steps) - len(ranks), 'more rank')}.")
+        notes.append(f"trace.json.gz has {count_text(len(steps) - len(ranks), 'more rank')}.")
     if findings.clock_error_ns > 0 and len(steps) > 1:
         notes.append(f"The ranks' clocks agree within {short(findings.clock_error_ns)}.")
     return Shown(title, (drawn.finished(),), TIMELINE_KEY, " ".join(notes))
@@ -344,7 +344,7 @@ def _histogram(picture: Picture, scale: Scale, times: Floats, shade: str) -> Non
     for count, low, high in zip(counts.tolist(), edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         if count:
             tall = 34 * count / counts.max()
-            note = f"{counted_words(count, 'step')} of {ms(low)} to {ms(high)}"
+            note = f"{count_text(count, 'step')} of {ms(low)} to {ms(high)}"
             picture.bar((scale.at(low), scale.at(high)), (top + 34 - tall, tall), "", note, shade)
     middle = scale.at(float(np.median(times)))
     picture.line((0, 1), (top + 34, top + 34))
@@ -362,7 +362,7 @@ def histograms(title: str, times: Mapping[str, Sequence[float]], shades: Sequenc
     scale = Scale(max(0.0, low - room), high + room)
     picture = Picture("histogram of step lengths")
     for (name, own), shade in zip(times.items(), shades, strict=True):
-        value = f"median {ms(float(np.median(own)))}, {counted_words(len(own), 'step')}"
+        value = f"median {ms(float(np.median(own)))}, {count_text(len(own), 'step')}"
         picture.text(0, picture.height + 13, short_name(name))
         picture.text(1, picture.height + 13, value, "end")
         _histogram(picture, scale, np.asarray(own, np.float64), shade)
@@ -371,7 +371,7 @@ def histograms(title: str, times: Mapping[str, Sequence[float]], shades: Sequenc
     picture.height += TEXT_HEIGHT
     note, beyond = "The line marks the median.", int((everything > scale.high).sum())
     if beyond:
-        note += f" The last bar has {counted_words(beyond, 'longer step')}, up to {ms(float(everything.max()))}."
+        note += f" The last bar has {count_text(beyond, 'longer step')}, up to {ms(float(everything.max()))}."
     return Shown(title, (picture,), (), note)
 
 
@@ -426,8 +426,8 @@ def _rates(points: Sequence[tuple[int, float]], levels: Mapping[Arm, float], lin
     picture.curve([(x.at(count), height(rate)) for count, rate in points], "probe")
     for count, rate in points:
         picture.dot(x.at(count), height(rate), "probe", f"{streams(count)}: {gbit(rate)}")
-    words = [(float(count), streams(count) if count == points[-1][0] else f"{count}") for count, _ in points]
-    picture.axis(x, bottom, words, bottom)
+    labels = [(float(count), streams(count) if count == points[-1][0] else f"{count}") for count, _ in points]
+    picture.axis(x, bottom, labels, bottom)
     picture.height = bottom + TEXT_HEIGHT + 5
     return picture
 
@@ -462,7 +462,7 @@ def waiting(findings: Findings, splits: Sequence[Split]) -> Shown:
     ]
     notes = []
     if len(means) > len(ranks):
-        notes.append(f"summary.json has {counted_words(len(means) - len(ranks), 'more rank')}.")
+        notes.append(f"summary.json has {count_text(len(means) - len(ranks), 'more rank')}.")
     if findings.clock_error_ns > 0:
         notes.append(f"The ranks' clocks agree within {short(findings.clock_error_ns)}.")
     key = (("late", "it waits for slower ranks"), ("waited", "the mean other rank waits for it"))
@@ -488,7 +488,7 @@ def layers(findings: Findings) -> Shown:
     ]
     left = found[TOP_LAYERS:]
     left_ns = sum(layer.exposed_ns for layer in left)
-    note = f"{counted_words(len(left), 'more layer')}: {ms(left_ns)} exposed." if left else ""
+    note = f"{count_text(len(left), 'more layer')}: {ms(left_ns)} exposed." if left else ""
     key = (("exposed", "exposed communication"), ("compute", "backward"))
     return Shown(title, (bars("exposed communication and backward by layer", rows),), key, note)
 
@@ -615,7 +615,7 @@ def host_use(findings: Findings, recorded: Recorded) -> Shown:
     note = "Bytes include headers. The strip below a curve shows the blocks of steps."
     left = len(recorded.samples) - HOSTS_MOST
     if left > 0:
-        note += f" summary.json has {counted_words(left, 'more host')}."
+        note += f" summary.json has {count_text(left, 'more host')}."
     return Shown(title, drawn, key, note)
 
 
@@ -734,7 +734,7 @@ def _context(findings: Findings, verdict: Verdict) -> dict[str, Any]:
         "verdict": verdict,
         "tiles": tiles(findings),
         "evidence": [
-            (one, text.fired_words(one), text.saving_words(one), text.margin_words(one)) for one in verdict.evidence
+            (one, text.fired_text(one), text.saving_text(one), text.margin_text(one)) for one in verdict.evidence
         ],
         "secondary": text.secondary(verdict),
         "sentence": " ".join(text.sentences(findings)),

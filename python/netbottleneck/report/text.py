@@ -411,7 +411,7 @@ def _retransmitted(host: HostUse) -> str:
     return percent(host.retransmitted_segments / host.sent_segments, digits=2)
 
 
-def saving_words(one: RuleResult) -> str:
+def saving_text(one: RuleResult) -> str:
     """The saving of a rule with its interval; "-" if its condition does not hold."""
     if not one.applies or one.saving is None:
         return "-"
@@ -419,12 +419,12 @@ def saving_words(one: RuleResult) -> str:
     return f"{ms(one.saving.value)} ({low} to {high})"
 
 
-def margin_words(one: RuleResult) -> str:
+def margin_text(one: RuleResult) -> str:
     """How far the saving is surely above the limit."""
     return "-" if one.margin is None else percent(one.margin, signed=True)
 
 
-def fired_words(one: RuleResult) -> str:
+def fired_text(one: RuleResult) -> str:
     """Whether a rule fired."""
     return "yes" if one.fired else "perhaps" if one.uncertain else "no"
 
@@ -435,14 +435,14 @@ def _evidence_table(verdict: Verdict) -> tuple[str, Table]:
         table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
     table.add_column("rests on", overflow="fold")
     for one in verdict.evidence:
-        put_row(table, one.cause, fired_words(one), saving_words(one), margin_words(one), one.rests)
+        put_row(table, one.cause, fired_text(one), saving_text(one), margin_text(one), one.rests)
     title = f"Rules: what a step would save; one counts if it is surely above {percent(GAIN_MIN)} of the step"
     return title, table
 
 
 def secondary(verdict: Verdict) -> str:
     """The causes beside the verdict, with their savings; "" if there is none."""
-    return ", ".join(f"{one.cause} ({saving_words(one)})" for one in verdict.secondary)
+    return ", ".join(f"{one.cause} ({saving_text(one)})" for one in verdict.secondary)
 
 
 def render(findings: Findings, verdict: Verdict, console: Console, hosts: Sequence[HostUse] = ()) -> None:

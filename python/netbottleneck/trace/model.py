@@ -232,7 +232,7 @@ class NcclStep:
     """One message of an NCCL operation, as NCCL's proxy on this rank saw it.
 
     times_ns: where its states begin and end. Sent: the GPU may fill the buffer, it has, the network has accepted the
-    message, it is sent. Received: the receive is asked for, the message has arrived, it is flushed, the GPU has emptied
+    message, it is sent. Received: the receive is requested, the message has arrived, it is flushed, the GPU has emptied
     the buffer. peer: rank in the communicator."""
 
     sent: bool

@@ -512,9 +512,9 @@ class Fit:
 
     cost: with the achieved rate. residuals: measured over predicted time of each operation, minus 1, in order of time.
     reason: why the fit is poor, "" if it is not. in_flight: operations that shared the link. achieved, achievable (from
-    the probe), nominal: links; None if unknown. notes: assumptions, in words. contention: the cost's factor with its
-    interval, and in words; None if unknown. others: costs that explain the total time as well, with a different split
-    between operations and bytes.
+    the probe), nominal: links; None if unknown. notes: assumptions. contention: the cost's factor with its interval;
+    None if unknown; contention_text: the same as text. others: costs that explain the total time as well, with a
+    different split between operations and bytes.
     """
 
     cost: Cost
@@ -527,7 +527,7 @@ class Fit:
     nominal: Link | None = None
     notes: tuple[str, ...] = ()
     contention: Estimate | None = None
-    contention_words: str = ""
+    contention_text: str = ""
     others: tuple[Cost, ...] = ()
 
     @property

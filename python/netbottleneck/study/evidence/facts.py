@@ -251,10 +251,10 @@ def _at_full_use(outlook: Outlook, job: questions.Job, link_bps: float, alone_ns
     )
 
 
-def _curve(job: questions.Job, words: str, alone_ns: float) -> Curve | None:
+def _curve(job: questions.Job, label: str, alone_ns: float) -> Curve | None:
     rows = sweeps.answers(job, sweeps.compression(job, RATIOS, FREE_CODEC))
     points = tuple((one.setting.cost.ratio, _scaling(alone_ns, one.step_s)) for one in rows if one.step_s is not None)
-    return Curve(words, points) if points else None
+    return Curve(label, points) if points else None
 
 
 def _scaling(alone_ns: float, step_s: Estimate) -> Estimate:

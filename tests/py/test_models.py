@@ -90,9 +90,9 @@ def test_a_thin_model_scores_images_and_reaches_all_parameters(
 
 def test_a_thin_bert_scores_words_and_reaches_all_parameters() -> None:
     model = models.build("thin_bert")
-    words, order = model(torch.arange(32).view(2, 16))
-    assert (words.shape, order.shape) == ((2, 16, 256), (2, 2))
-    (words.sum() + order.sum()).backward()
+    tokens, order = model(torch.arange(32).view(2, 16))
+    assert (tokens.shape, order.shape) == ((2, 16, 256), (2, 2))
+    (tokens.sum() + order.sum()).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 

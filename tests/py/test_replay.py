@@ -95,7 +95,7 @@ def test_invalid_replays_are_refused() -> None:
     trace = recorded()
     silent = replace(trace, steps=tuple(replace(step, grad_ready=()) for step in trace.steps))
     partly = replace(trace, steps=tuple(replace(step, grad_ready=step.grad_ready[:2]) for step in trace.steps))
-    for given, plan, scale, words in (
+    for given, plan, scale, message in (
         (silent, PLAN, 1, "no step records"),
         (partly, PLAN, 1, "only 2 of"),
         (trace, Plan.horovod(), 1, "chooses buckets at run time"),
@@ -104,7 +104,7 @@ def test_invalid_replays_are_refused() -> None:
         (trace, PLAN, 0, "must be positive"),
         (trace, PLAN, float("nan"), "must be positive"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             replay_schedule(given, plan, scale=scale)
 
 
@@ -276,9 +276,9 @@ def test_a_rank_that_is_killed_ends_the_replay_and_is_named(tmp_path: Path) -> N
 def test_the_command_replays_a_layer_log_and_prints_modelled_and_counted_bytes(tmp_path: Path) -> None:
     log = layer_log.of_trace(recorded((40_000, 2_000_000)), 0.03)
     layer_log.write(tmp_path / "two.bk.log", log)
-    words = ["replay", str(tmp_path / "two.bk.log"), "--transport", "tcp", "--link", "none", "--rounds", "1"]
+    arguments = ["replay", str(tmp_path / "two.bk.log"), "--transport", "tcp", "--link", "none", "--rounds", "1"]
     done = subprocess.run(
-        [sys.executable, "-m", "netbottleneck", *words, "--block-steps", "4", "--directory", str(tmp_path / "out")],
+        [sys.executable, "-m", "netbottleneck", *arguments, "--block-steps", "4", "--directory", str(tmp_path / "out")],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -309,7 +309,7 @@ def test_counted_spans_begin_and_end_in_idle_gaps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (("no/such/file",), "no/such/file"),
         (("TRACE", "--link", "fast"), "fast"),
@@ -325,14 +325,14 @@ def test_counted_spans_begin_and_end_in_idle_gaps() -> None:
     ],
 )
 def test_bad_input_is_reported_and_nothing_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
     path = tmp_path / "r.jsonl.gz"
     tr.write(recorded(), path)
     damaged = tmp_path / "d.bk.log"
     damaged.write_text("a log\n1\n2\n5.0,400\n")
     meant = {"TRACE": str(path), "DAMAGED": str(damaged), ".": str(tmp_path)}
-    given = [meant.get(word, word) for word in words]
+    given = [meant.get(word, word) for word in arguments]
     out = [] if "--directory" in given else ["--directory", str(tmp_path / "out")]
     try:
         code = replaying.main([*given, *out])

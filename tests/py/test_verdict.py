@@ -246,7 +246,7 @@ def test_time_that_does_not_depend_on_size_is_latency(unexplained):
         (1.9, {"cores": [2, 3]}, 0.95, "HOST_LIMITED"),  # a machine each
         (1.0, {"cores": [2, 3]}, 0.5, "INCONCLUSIVE"),
         (1.0, {"cores": [2, 3], "hostname": "one machine"}, 1.0, "HOST_LIMITED"),
-        (1.9, {}, None, "INCONCLUSIVE"),  # ranks do not tell of their cores
+        (1.9, {}, None, "INCONCLUSIVE"),  # no rank recorded its cores
         (None, {"cores": [2, 3]}, None, "INCONCLUSIVE"),  # nor of their processor time
     ],
 )

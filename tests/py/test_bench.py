@@ -339,7 +339,7 @@ def test_a_killed_rank_ends_the_benchmark_with_its_name_and_leaves_no_process() 
         started += [process.pid for process in workers._processes]
 
         def on_line(line: Any) -> None:
-            if "beat" in line:
+            if "progress" in line:
                 os.kill(started[1], signal.SIGKILL)
 
         with pytest.raises(Error, match="rank 1 was killed by SIGKILL"):
@@ -630,7 +630,7 @@ def test_mpi_and_horovod_end_with_the_benchmarks_ranks(name: str) -> None:
         theirs: list[int] = []
 
         def on_line(line: Any) -> None:
-            if "beat" in line:
+            if "progress" in line:
                 theirs.extend(mpi_peers_of(pids))
                 os.kill(pids[1], signal.SIGKILL)
 

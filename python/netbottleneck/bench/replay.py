@@ -34,21 +34,21 @@ class Bucket:
 
 
 class Player:
-    """A score's buckets in memory and their target, with the interface of communicators.Buckets."""
+    """The buckets of a replay schedule in memory and their target, with the interface of communicators.Buckets."""
 
     version = 0
     factors = (True, 1.0, None)
 
-    def __init__(self, played: ReplaySchedule, rank: int, size: int, *, spin: bool = False) -> None:
+    def __init__(self, schedule: ReplaySchedule, rank: int, size: int, *, spin: bool = False) -> None:
         core = connect.core()
-        self.score = played
+        self.schedule = schedule
         self.buckets = [
-            Bucket(f"replay.bucket.{number}", bucket, played.bucket_bytes(number))
-            for number, bucket in enumerate(played.buckets)
+            Bucket(f"replay.bucket.{number}", bucket, schedule.bucket_bytes(number))
+            for number, bucket in enumerate(schedule.buckets)
         ]
         self.memory = [core.Arena(bucket.nbytes) for bucket in self.buckets]
         self._size, self._spin = size, spin
-        self._parts = played.parts()
+        self._parts = schedule.parts()
         self._destination: Any = None
         self.fill(float(rank + 1))
 
@@ -76,7 +76,7 @@ class Player:
 
     def describe(self) -> dict[str, Any]:
         """Return the description of tensors and buckets for a rank's record."""
-        tensors = [(name, size, DTYPE) for name, size in self.score.tensors]
+        tensors = [(name, size, DTYPE) for name, size in self.schedule.tensors]
         return {"modules": [], **described(tensors, self.buckets, key_of)}
 
     def step(self, recorder: _core.Recorder) -> None:
@@ -84,9 +84,9 @@ class Player:
 
         Raises as Work.wait."""
         core = connect.core()
-        begin, score = core.now_ns(), self.score
+        begin, schedule = core.now_ns(), self.schedule
         recorder.put(EVENTS["FORWARD_BEGIN"])
-        core.stamp_at(recorder, EVENTS["FORWARD_END"], [begin + score.forward_ns], [0], self._spin)
+        core.stamp_at(recorder, EVENTS["FORWARD_END"], [begin + schedule.forward_ns], [0], self._spin)
         works = []
         for times, tensors, complete in self._parts:
             core.stamp_at(recorder, EVENTS["GRAD_READY"], [begin + at for at in times], tensors, self._spin)
@@ -97,7 +97,7 @@ class Player:
                 work.wait()
         recorder.put(EVENTS["WAIT_END"])
         recorder.put(EVENTS["OPTIMIZER_BEGIN"])
-        core.stamp_at(recorder, EVENTS["OPTIMIZER_END"], [core.now_ns() + score.tail_ns], [0], self._spin)
+        core.stamp_at(recorder, EVENTS["OPTIMIZER_END"], [core.now_ns() + schedule.tail_ns], [0], self._spin)
 
     def _send(self, index: int) -> Any:
         destination, bucket, arena = self._destination, self.buckets[index], self.memory[index]

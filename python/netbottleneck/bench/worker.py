@@ -1,8 +1,8 @@
 """Ranks of a benchmark: a rank measures every size on all paths in turn, round after round; Workers starts all ranks.
 
 python -m netbottleneck.bench.worker REQUEST is one rank: the request as JSON; rank and rendezvous come from the
-environment. Rank 0 prints one JSON object per line: {"open": …}, {"left_out": …}, {"row": …}, {"beat": …}. A rank exits
-when its standard input is closed, as its parent is then gone.
+environment. Rank 0 prints one JSON object per line: {"open": …}, {"left_out": …}, {"row": …}, {"progress": …}. A rank
+exits when its standard input is closed, as its parent is then gone.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Rank:
             # A new order each round, equal on all ranks, so that no path benefits from its predecessor.
             for index in np.random.default_rng([SEED, turn]).permutation(len(self.paths)):
                 mine[index, turn] = self._once(self.paths[index], count, data, buffer)
-            self._emit({"beat": [nbytes, turn]})
+            self._emit({"progress": [nbytes, turn]})
         shares = [np.frombuffer(blob, np.int64) for blob in self.control.exchange(mine.tobytes())]
         samples = np.stack(shares).reshape(-1, *mine.shape)
         for index, path in enumerate(self.paths):

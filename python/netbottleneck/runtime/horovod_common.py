@@ -157,32 +157,28 @@ class HorovodBasics:
     def __init__(self, *library: Any) -> None:
         pass
 
-
-for _name in (
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "gloo_built",
-    "gloo_enabled",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
-):
-    setattr(HorovodBasics, _name, staticmethod(globals()[_name]))
+    ccl_built = staticmethod(ccl_built)
+    cross_rank = staticmethod(cross_rank)
+    cross_size = staticmethod(cross_size)
+    cuda_built = staticmethod(cuda_built)
+    ddl_built = staticmethod(ddl_built)
+    gloo_built = staticmethod(gloo_built)
+    gloo_enabled = staticmethod(gloo_enabled)
+    init = staticmethod(init)
+    is_homogeneous = staticmethod(is_homogeneous)
+    is_initialized = staticmethod(is_initialized)
+    local_rank = staticmethod(local_rank)
+    local_size = staticmethod(local_size)
+    mpi_built = staticmethod(mpi_built)
+    mpi_enabled = staticmethod(mpi_enabled)
+    mpi_threads_supported = staticmethod(mpi_threads_supported)
+    nccl_built = staticmethod(nccl_built)
+    rank = staticmethod(rank)
+    rocm_built = staticmethod(rocm_built)
+    shutdown = staticmethod(shutdown)
+    size = staticmethod(size)
+    start_timeline = staticmethod(start_timeline)
+    stop_timeline = staticmethod(stop_timeline)
 
 
 # horovod.common.exceptions.

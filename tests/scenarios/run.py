@@ -1,4 +1,4 @@
-"""Runs the scenarios: `run.py [--seed N] [--only WORDS]`. A line for each; the last line counts them.
+"""Runs the scenarios: `run.py [--seed N] [--only TEXT]`. A line for each; the last line counts them.
 
 Each scenario and its twin run with the same seed. A saving is compared with the difference of their steps.
 """

@@ -17,20 +17,19 @@ import numpy as np
 import pytest
 from conftest import RANKS_LIMIT_S
 
-from netbottleneck.bench.replay import Player, ReplaySchedule, replay_schedule, sent_bytes
 from netbottleneck.lab import Lab
 from netbottleneck.launch import connect
 from netbottleneck.report import Run
 from netbottleneck.study import replaying
-from netbottleneck.study.evidence.facts import quiet_spans, sent
+from netbottleneck.study.evidence.facts import quiet_spans, sent, sent_bytes
 from netbottleneck.study.ranks import JobError, run_in_lab
-from netbottleneck.study.task import PLAY, Task, read_schedule, write_schedule
+from netbottleneck.study.task import PLAY, Player, Task, read_schedule, write_schedule
 from netbottleneck.trace import layer_log
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.ring_reader import EVENTS, read_ring
 from netbottleneck.trace.transports import Arm
 from netbottleneck.whatif.cost import Cost
-from netbottleneck.whatif.plan import Plan
+from netbottleneck.whatif.plan import Plan, ReplaySchedule, replay_schedule
 from netbottleneck.whatif.simulate import simulate
 
 DEADLINE_S = RANKS_LIMIT_S

@@ -290,6 +290,13 @@ class Settings:
         "SAMPLE_EVERY", integer(0), 20, "record forward times by module in one of N steps; 0: never"
     )
     monitor_hz: int = _row("MONITOR_HZ", integer(0, 1000), 0, "samples of a host's counters per second; 0: none")
+    progress_s: float = _row(
+        "PROGRESS_S",
+        seconds(0),
+        10.0,
+        "seconds between two lines of rank 0 about the run so far: on a terminal all, in a log every sixth, at level "
+        "info; 0: none. Without a terminal and without this level, nothing unless it is set",
+    )
     trace_events: int = _row("TRACE_EVENTS", integer(1), 1 << 20, "events in a ring file; later ones are only counted")
     nccl_events: str | None = _row(
         "NCCL_EVENTS",

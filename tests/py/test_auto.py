@@ -88,6 +88,11 @@ def test_a_trial_runs_short_blocks_in_turns_and_numbers_them() -> None:
 def test_an_arm_that_is_much_slower_has_one_block() -> None:
     job = Job(steady(2, {STOCK: 50.0, TCP: 52.0, OFI: 150.0})).run(200)
     assert job.arms.count(OFI) == auto.BLOCK_STEPS
+    (line,) = job.lines
+    assert "(too few pairs)" in line
+    (trial,) = job.plans[0].described()["trials"]
+    assert trial["against_stock"]["ofi"]["low"] is None
+    assert trial["against_stock"]["ofi"]["value"] > 2
 
 
 def test_the_slowest_rank_counts() -> None:
@@ -191,11 +196,11 @@ def measured(folder: Path) -> dict[str, str]:
     }
 
 
-def test_a_job_tries_all_arms_and_computes_what_it_would(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_job_tries_all_arms_and_computes_what_it_would(warm_ranks: Ranks, tmp_path: Path) -> None:
     source = SCRIPT.format(steps=230, skip="False")
-    plain = ranks(2, source, {})
+    plain = warm_ranks(2, source, {})
     env = measured(tmp_path / "run")
-    results = ranks(2, source, env)
+    results = warm_ranks(2, source, env)
     for one, other in zip(plain, results, strict=True):
         assert [x for x in one.stdout.splitlines() if "weights" in x] == [
             x for x in other.stdout.splitlines() if "weights" in x
@@ -214,26 +219,26 @@ def test_a_job_tries_all_arms_and_computes_what_it_would(ranks: Ranks, tmp_path:
     assert note[:60] in " ".join(text.split())
 
 
-def test_ranks_that_make_different_steps_stay_with_their_arm(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_that_make_different_steps_stay_with_their_arm(warm_ranks: Ranks, tmp_path: Path) -> None:
     """Rank 1 leaves out an update. At the end of the block the ranks are at different steps."""
     env = measured(tmp_path / "run")
     source = SCRIPT.format(steps=40, skip="dist.get_rank() == 1 and step == 7")
-    results = ranks(2, source, env)
+    results = warm_ranks(2, source, env)
     assert all("weights" in result.stdout for result in results)
     run = Run(tmp_path / "run")
     (note,) = [note for note in run.trace.notes if note.startswith("all further steps use stock")]
     assert "from step 10 on" in note
 
 
-def test_one_rank_has_nothing_to_choose(ranks: Ranks, tmp_path: Path) -> None:
+def test_one_rank_has_nothing_to_choose(warm_ranks: Ranks, tmp_path: Path) -> None:
     env = measured(tmp_path / "run")
-    ranks(1, SCRIPT.format(steps=10, skip="False"), env)
+    warm_ranks(1, SCRIPT.format(steps=10, skip="False"), env)
     assert Run(tmp_path / "run").trace.arms == (STOCK,)
 
 
-def test_a_rank_without_libfabric_leaves_ofi_out(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_rank_without_libfabric_leaves_ofi_out(warm_ranks: Ranks, tmp_path: Path) -> None:
     env = measured(tmp_path / "run") | {"NETBOTTLENECK_LIBFABRIC": str(tmp_path / "libfabric.so.1")}
-    ranks(2, SCRIPT.format(steps=20, skip="False"), env)
+    warm_ranks(2, SCRIPT.format(steps=20, skip="False"), env)
     trace = Run(tmp_path / "run").trace
     assert trace.arms == (STOCK, TCP)
     assert any(note.startswith("auto leaves ofi out: rank 0: ") for note in trace.notes)

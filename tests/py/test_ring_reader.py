@@ -85,6 +85,32 @@ def test_a_file_cut_within_an_event_loses_only_that_event(tmp_path):
     assert (len(found.events), found.dropped) == (4, 1)
 
 
+def test_a_part_of_a_ring_is_read_with_the_slots_that_are_not_filled(tmp_path):
+    ring = RingWriter(tmp_path / "0.train.ring", capacity=8)
+    for at in (10, 11, 12):
+        ring.put(at, "STEP_BEGIN", at)
+    ring.tear()
+    ring.close(orderly=False)
+    head, slots = ring_reader.read_slots(ring.path, 1)
+    assert int(head["taken"]) == 4
+    assert slots["time_ns"].tolist() == [11, 12, 0]
+    assert slots["kind"].tolist() == [1, 1, 0]
+    assert ring_reader.read_slots(ring.path, 1, 2)[1]["time_ns"].tolist() == [11]
+    assert len(ring_reader.read_slots(ring.path, 4)[1]) == 0
+
+
+def test_a_run_is_read_from_the_rings_that_the_caller_gives(tmp_path):
+    folder = FakeRun(tmp_path).write()
+
+    def last_events(path):
+        head, slots = ring_reader.read_slots(path, 60)
+        return ring_reader.ring_of(head, slots, 7)
+
+    found = ring_reader.load(folder, last_events)
+    assert 0 < len(found.steps) < len(ring_reader.load(folder).steps)
+    assert all(rank.events_dropped >= 7 for rank in found.ranks)
+
+
 @pytest.mark.parametrize("content", [b"", b"\0" * 5000, b"NBRING2\0" + b"\0" * 5000, b"NBRING1\0" + b"\0" * 10])
 def test_a_file_that_is_not_a_ring_is_refused_by_name(tmp_path, content):
     path = tmp_path / "0.train.ring"

@@ -223,6 +223,14 @@ def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     assert found.column("a:b").tolist() == [2, 4]
 
 
+def test_the_end_of_a_file_is_read_without_the_rest(tmp_path: Path) -> None:
+    rows = b"".join(struct.pack("<2q", at, 2 * at) for at in range(9))
+    path = written(tmp_path / "0.net.counters", body=rows + b"cut")
+    assert model.read_samples(path).time_ns.tolist() == list(range(9))
+    assert model.read_samples(path, 3 * 16 + 5).time_ns.tolist() == [6, 7, 8]
+    assert model.read_samples(path, 10**6).column("a:b").tolist() == [2 * at for at in range(9)]
+
+
 def test_an_invalid_file_of_counters_is_named(tmp_path: Path) -> None:
     path = tmp_path / "0.net.counters"
     for make, message in (

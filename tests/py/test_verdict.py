@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import math
 from dataclasses import replace
 
 import pytest
@@ -59,6 +60,29 @@ def test_one_pair_of_blocks_is_not_enough_for_a_claim(tmp_path):
     assert len(numbers.comparisons) == 1
     assert verdict.best_gain(numbers) is None
     assert verdict.decide(numbers).code == "INCONCLUSIVE"
+
+
+def test_an_inconclusive_verdict_has_the_number_of_steps_that_its_advice_names(tmp_path):
+    few = verdict.decide(findings_of(tmp_path / "few", transports=("stock",), blocks=1, block_steps=4))
+    pairs = {"transports": ("stock", "ofi"), "blocks": 2, "run": {"network": None}, "probe": []}
+    short = verdict.decide(findings_of(tmp_path / "short", **pairs))
+    for found in (few, short):
+        assert found.code == "INCONCLUSIVE"
+        assert found.more is not None
+        assert found.next.startswith(f"Measure {found.more} more steps")
+    assert few.more == 2  # the first step of a block does not count
+
+
+def test_a_saving_near_the_limit_has_the_steps_after_which_its_interval_leaves_it_out(tmp_path):
+    numbers = findings_of(tmp_path, blocks=9)
+    facts = verdict.Facts(numbers, numbers.base, verdict.Predicted(), ())
+    limit = GAIN_MIN * facts.step_ns
+    steps = sum(time.steps + time.blocks for time in numbers.times.values())
+    asked = facts.more_steps(Estimate(2 * limit, 0.0, 4 * limit))  # twice as wide as it may be: 4 x the steps
+    assert asked["more"] == 3 * steps
+    assert f"Measure {3 * steps} more steps" in asked["needs"]
+    for saving in (Estimate(limit, 0.0, 2 * limit), Estimate(2 * limit, -math.inf, math.inf)):
+        assert "more" not in facts.more_steps(saving)
 
 
 def test_a_probe_that_reaches_more_is_a_transport_limit_to_be_measured(tmp_path):

@@ -90,13 +90,14 @@ class Findings:
     trace: the run, with uncertain clocks aligned by its operations. clock_error_ns: largest error of a time difference
     between two ranks. base: the arm that the verdict is about, or None if no step could be split into parts. share: the
     exposed or waiting part of base's step. parts_ns: the parts of base's step that a verdict is about, with intervals.
-    late_ns: by rank, how long the mean step of the other ranks waits for it. lateness: of the ranks, over base's steps.
-    comparisons: base against each other arm. handicap: the untouched script against base. headroom: base against no
-    communication. slowed: forward and backward without communication against those of base. predicted_full_use_ns:
-    base's step if its transfers ran at the achievable rate: step - (exposed - skew) x (1 - achieved / achievable), an
-    upper bound of the gain. cores_busy: the part of one machine's cores that its ranks keep busy during base's steps,
-    over all threads of a rank. script_ns: exposed ns a step of the script's own calls of torch.distributed. starved: ns
-    of compute a step in which a rank's process had no core.
+    late_ns: by rank, how long the mean step of the other ranks waits for it. waiting_ns: by rank, how long its mean
+    step waits for the last rank. cores_used: by rank, the cores that it keeps busy in base's steps. lateness: of the
+    ranks, over base's steps. comparisons: base against each other arm. handicap: the untouched script against base.
+    headroom: base against no communication. slowed: forward and backward without communication against those of base.
+    predicted_full_use_ns: base's step if its transfers ran at the achievable rate: step - (exposed - skew) x (1 -
+    achieved / achievable), an upper bound of the gain. cores_busy: the part of one machine's cores that its ranks keep
+    busy during base's steps, over all threads of a rank. script_ns: exposed ns a step of the script's own calls of
+    torch.distributed. starved: ns of compute a step in which a rank's process had no core.
     nccl: split of the operations that NCCL reported within steps.
     """
 
@@ -114,6 +115,8 @@ class Findings:
     share: Estimate | None = None
     parts_ns: Mapping[str, Estimate] = field(default_factory=dict)
     late_ns: Mapping[int, float] = field(default_factory=dict)
+    waiting_ns: Mapping[int, float] = field(default_factory=dict)
+    cores_used: Mapping[int, float] = field(default_factory=dict)
     lateness: Lateness | None = None
     comparisons: tuple[Paired, ...] = ()
     handicap: Paired | None = None
@@ -215,12 +218,26 @@ def _late(splits: Sequence[Split], size: int) -> dict[int, float]:
     return {rank: ns / per_rank / max(size - 1, 1) for rank, ns in sorted(waited.items())}
 
 
+def _waiting(splits: Sequence[Split]) -> dict[int, float]:
+    """By rank: ns of its mean step before the last rank submitted the operation that it waits for."""
+    skews: dict[int, list[int]] = defaultdict(list)
+    for split in splits:
+        skews[split.rank].append(split.skew_ns)
+    return {rank: float(np.mean(own)) for rank, own in sorted(skews.items())}
+
+
 def _busy(rank: int, steps: Sequence[Step]) -> float | None:
     """Number of cores that a rank keeps busy during its `steps`; None if CPU time was not recorded."""
     own = [step for step in steps if step.rank == rank]
     used = [step.cpu_ns for step in own if step.cpu_ns is not None]
     long_ns = sum(step.duration_ns for step in own)
     return sum(used) / long_ns if len(used) == len(own) and long_ns > 0 else None
+
+
+def _cores_used(trace: Trace, steps: Sequence[Step]) -> dict[int, float]:
+    """By rank: the cores that it keeps busy during `steps`, where it recorded its processor time."""
+    used = {rank.rank: _busy(rank.rank, steps) for rank in trace.ranks}
+    return {rank: busy for rank, busy in used.items() if busy is not None}
 
 
 def _cores_busy(trace: Trace, steps: Sequence[Step]) -> float | None:
@@ -293,15 +310,17 @@ def _about(common: Findings, base: Arm, rows: Sequence[Row], warmup: int) -> Fin
     """`common` plus the numbers of `base`, whose counted steps are `rows`."""
     trace = common.trace
     middle = typical(rows, lambda row: row[1].step_ns)
-    splits = [row[1] for row in rows]
+    splits, typical_splits = [row[1] for row in rows], [row[1] for row in middle]
     own = [c for c in trace.collectives if c.arm == base and c.step is not None]
     sampled = [step for step in trace.steps if step.arm == base]
     return replace(
         common,
         base=base,
         share=_share(splits),
-        parts_ns=_parts_ns([row[1] for row in middle]),
-        late_ns=_late([row[1] for row in middle], trace.size),
+        parts_ns=_parts_ns(typical_splits),
+        late_ns=_late(typical_splits, trace.size),
+        waiting_ns=_waiting(typical_splits),
+        cores_used=_cores_used(trace, [step for step, _, _ in rows]),
         lateness=lateness(trace, base, splits),
         comparisons=_comparisons(common, base, warmup),
         handicap=compare(trace, BARE, base, warmup) if base == STOCK else None,

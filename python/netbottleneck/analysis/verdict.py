@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
+from typing import Any
 
 from netbottleneck.analysis.arrivals import BY_OPERATIONS
 from netbottleneck.analysis.comparisons import Estimate, Paired
@@ -70,7 +71,7 @@ class RuleResult:
     cause: as text; code: of the verdict if it is the largest. applies: its condition holds, so `saving` counts.
     saving: ns that a step would save without the cause, None if not known. limit_ns: the least saving that counts.
     rests: the source of the saving, or why there is none. needs: the measurement that decides, if the saving is
-    uncertain.
+    uncertain; more: its number of further steps, None if that is not known.
     """
 
     cause: str
@@ -83,6 +84,7 @@ class RuleResult:
     why: str = ""
     next: str = ""
     needs: str = ""
+    more: int | None = None
 
     @property
     def fired(self) -> bool:
@@ -106,13 +108,14 @@ class Verdict:
     """code: one of CODES; why: the numbers behind it; next: what to do.
 
     evidence: the result of every rule, the largest saving first; () if no rule was evaluated. The first one that fired
-    is the verdict.
+    is the verdict. more: of an inconclusive one, how many further steps decide; None if that is not known.
     """
 
     code: str
     why: str
     next: str
     evidence: tuple[RuleResult, ...] = ()
+    more: int | None = None
 
     @property
     def secondary(self) -> tuple[RuleResult, ...]:
@@ -216,6 +219,7 @@ def _too_little(f: Findings) -> Verdict | None:
         "INCONCLUSIVE",
         f"{steps} steps were counted; a verdict needs at least {STEPS_MIN}.",
         f"Measure {STEPS_MIN - steps} more steps or more (NETBOTTLENECK_END_STEP).",
+        more=STEPS_MIN - steps,
     )
 
 
@@ -285,14 +289,18 @@ class Facts:
         """Return the result of a rule, with the limits of this run."""
         return RuleResult(cause, code, limit_ns=GAIN_MIN * self.step_ns, step_ns=self.step_ns, **fields)  # type: ignore[arg-type]
 
-    def more_steps(self, saving: Estimate) -> str:
-        """The measurement after which the interval of a saving leaves out the limit: its width falls as 1/sqrt(n)."""
+    def more_steps(self, saving: Estimate) -> dict[str, Any]:
+        """`needs` and `more` of a rule: the steps after which the interval of a saving leaves out the limit.
+
+        The interval's width falls as 1/sqrt(n).
+        """
         reach = saving.value - GAIN_MIN * self.step_ns
         if not 0 < reach < saving.value - saving.low < math.inf:
-            return MORE_STEPS
+            return {"needs": MORE_STEPS}
         steps = sum(time.steps + time.blocks for time in self.f.times.values())
         more = math.ceil(steps * (((saving.value - saving.low) / reach) ** 2 - 1))
-        return f"Measure {more} more steps (NETBOTTLENECK_END_STEP), on hosts that do nothing else."
+        text = f"Measure {more} more steps (NETBOTTLENECK_END_STEP), on hosts that do nothing else."
+        return {"needs": text, "more": more}
 
     def share(self, saving: Estimate) -> str:
         """A saving as text."""
@@ -311,10 +319,15 @@ def clock_text(f: Findings) -> str:
     return f"clocks may differ by {ms(f.clock_error_ns)}"
 
 
-def _more_steps(f: Findings, pair: Paired) -> str:
-    """The run that decides a comparison: its number of further steps."""
+def _steps_to_decide(f: Findings, pair: Paired) -> int:
+    """Number of further steps, of all arms, that decide a comparison."""
     cycle = sum(round(time.steps / max(time.blocks, 1)) + 1 for time in f.times.values())
-    more = pair.more_pairs(GAIN_MIN) * cycle
+    return pair.more_pairs(GAIN_MIN) * cycle
+
+
+def _more_steps(f: Findings, pair: Paired) -> str:
+    """The run that decides a comparison."""
+    more = _steps_to_decide(f, pair)
     return f"Measure {more} more steps with the same arms (NETBOTTLENECK_END_STEP): the interval is then narrow enough."
 
 
@@ -343,6 +356,7 @@ def transport(facts: Facts) -> RuleResult:
         f"{percent(gain.value)} ({percent(gain.low)} to {percent(gain.high)}), over {pair.pairs} pairs of blocks.",
         next=f"NETBOTTLENECK_TRANSPORT={pair.other}{_streams_hint(f, pair.other)}",
         needs=_more_steps(f, pair),
+        more=_steps_to_decide(f, pair),
     )
 
 
@@ -367,6 +381,7 @@ def _probe(facts: Facts) -> RuleResult:
         f"{facts.share(saving)} shorter (predicted).",
         next=ask if compared is None else _more_steps(f, compared),
         needs=ask if compared is None else _more_steps(f, compared),
+        more=None if compared is None else _steps_to_decide(f, compared),
     )
 
 
@@ -486,7 +501,7 @@ def host(facts: Facts) -> RuleResult:
         rests="; ".join(sources) or f"no steps without traffic ({NULL})",
         why=f"{' '.join(reasons)} With enough cores the step would be {facts.share(saving)} shorter.{_keep(f)}",
         next="Give the ranks more cores, or fewer threads to the model.",
-        needs=facts.more_steps(saving) if slowed is not None else _with_arm(f, NULL),
+        **(facts.more_steps(saving) if slowed is not None else {"needs": _with_arm(f, NULL)}),
     )
 
 
@@ -525,7 +540,7 @@ def straggler(facts: Facts) -> RuleResult:
         why=f"Rank {rank} makes the others wait {ms(saving.value)} ({ms(saving.low)} to {ms(saving.high)}) a step, "
         f"step after step ({late.steps} steps; chance {late.chance:.0e}).{cause}",
         next=f"Look at rank {rank}'s host{f' ({name})' if name else ''}: {look}.",
-        needs=facts.more_steps(saving),
+        **facts.more_steps(saving),
     )
 
 
@@ -550,7 +565,7 @@ def imbalance(facts: Facts) -> RuleResult:
             else f", beside the wait for rank {late.straggler}."
         ),
         next="Make the ranks' steps equally long: batches of equal cost, cores of their own, no other processes.",
-        needs=facts.more_steps(saving),
+        **facts.more_steps(saving),
     )
 
 
@@ -569,7 +584,7 @@ def before_forward(facts: Facts) -> RuleResult:
         f"({percent(saving.low / facts.step_ns)} to {percent(saving.high / facts.step_ns)} of the step).",
         next="Look at what runs between the optimizer and the forward. For input: more data loader workers, or "
         "prefetching. Logging counts there as well.",
-        needs=facts.more_steps(saving),
+        **facts.more_steps(saving),
     )
 
 
@@ -585,7 +600,7 @@ def optimizer(facts: Facts) -> RuleResult:
         why=f"The optimizer takes {ms(saving.value)} of {ms(facts.step_ns)} ({percent(saving.low / facts.step_ns)} to "
         f"{percent(saving.high / facts.step_ns)} of the step).",
         next="A fused or multi-tensor optimizer (foreach=True, fused=True), or updates of larger batches.",
-        needs=facts.more_steps(saving),
+        **facts.more_steps(saving),
     )
 
 
@@ -693,7 +708,7 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
         assert doubt.saving is not None
         why = f"{doubt.cause[0].upper()}{doubt.cause[1:]} may cost {facts.share(doubt.saving)}"
         why += f", but the interval includes {percent(GAIN_MIN)} ({doubt.rests})."
-        return Verdict("INCONCLUSIVE", why, doubt.needs, evidence)
+        return Verdict("INCONCLUSIVE", why, doubt.needs, evidence, doubt.more)
     if share.high < NETWORK_SHARE_MIN and unknown:
         return Verdict(
             "INCONCLUSIVE",
@@ -715,8 +730,7 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
         "INCONCLUSIVE",
         f"Exposed communication and waiting are {lost}, and no rule explains them."
         + (f" {withheld}" if withheld else ""),
-        _unmeasured(f),
-        evidence,
+        *_unmeasured(f, evidence),
     )
 
 
@@ -728,17 +742,20 @@ def _bound(f: Findings) -> str:
     return f": its share does not include compute that traffic slows (compare with {NULL})"
 
 
-def _unmeasured(f: Findings) -> str:
-    """The first measurement that this run does not have."""
+def _unmeasured(f: Findings, evidence: tuple[RuleResult, ...]) -> tuple[str, tuple[RuleResult, ...], int | None]:
+    """The first measurement that this run does not have, the evidence, and the steps of that measurement if known."""
     assert f.base is not None
-    if not any(arm.real and arm != f.base for arm in f.trace.arms):
-        return f"Measure NETBOTTLENECK_TRANSPORT={f.base},tcp NETBOTTLENECK_STREAMS=auto: a probe and a comparison."
+    more = None
     short = [pair for pair in f.comparisons if not pair.enough]
-    if short:
-        return _more_steps(f, short[0])
-    if NULL not in f.trace.arms:
-        return _with_arm(f, NULL)
-    return "Measure on hosts that do nothing else, for more steps (NETBOTTLENECK_END_STEP)."
+    if not any(arm.real and arm != f.base for arm in f.trace.arms):
+        text = f"Measure NETBOTTLENECK_TRANSPORT={f.base},tcp NETBOTTLENECK_STREAMS=auto: a probe and a comparison."
+    elif short:
+        text, more = _more_steps(f, short[0]), _steps_to_decide(f, short[0])
+    elif NULL not in f.trace.arms:
+        text = _with_arm(f, NULL)
+    else:
+        text = "Measure on hosts that do nothing else, for more steps (NETBOTTLENECK_END_STEP)."
+    return text, evidence, more
 
 
 def decide(findings: Findings, predicted: Predicted | None = None, hosts: Sequence[HostUse] = ()) -> Verdict:

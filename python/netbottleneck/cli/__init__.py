@@ -11,15 +11,23 @@ import importlib.machinery
 import json
 import os
 import runpy
+import select
+import signal
 import sys
+import time
 import traceback
 import types
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from netbottleneck._version import __version__
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from netbottleneck.report import Following
 
 SUCCESS, FAILURE, USAGE, GATE, INCONCLUSIVE = range(5)
 INTERRUPTED = 130  # a shell's code for SIGINT
@@ -99,6 +107,134 @@ def _report(argv: Sequence[str]) -> int:
     for name, _, place in (one.partition("=") for one in args.export):
         print(f"Exported to {name}: {run.export(name, place)}", file=sys.stderr)
     return INCONCLUSIVE if args.strict and run.verdict.code == "INCONCLUSIVE" else SUCCESS
+
+
+def _top(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="netbottleneck top",
+        description="Follow a run in progress from its folder, in any process that sees the folder, or show one that "
+        "has ended: split of the step, waiting by rank, bandwidth, and the present verdict.",
+    )
+    parser.add_argument("run", metavar="RUN", help="a run folder (NETBOTTLENECK_DIR)")
+    parser.add_argument("--once", action="store_true", help="print one frame and exit")
+    parser.add_argument("--refresh", metavar="S", type=float, default=2.0, help="seconds between two frames (2)")
+    parser.add_argument(
+        "--window", metavar="N", type=int, help="number of last steps that are shown and judged (500); 0: all of them"
+    )
+    parser.add_argument("--line", action="store_true", help="print one line instead of a frame")
+    parser.add_argument(
+        "--export",
+        metavar="NAME[=PLACE]",
+        action="append",
+        default=[],
+        help="also send the numbers of each frame to prometheus (a text file) or opentelemetry",
+    )
+    parser.add_argument("--of", metavar="PID", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if not args.refresh > 0:
+        parser.error(f"--refresh {args.refresh:g}: must be greater than 0")
+    if args.window is not None and args.window < 0:
+        parser.error(f"--window {args.window}: must be at least 0")
+    for name, _, _ in (one.partition("=") for one in args.export):
+        from netbottleneck.report.exporters import EXPORTERS
+
+        live = [name for name, exporter in EXPORTERS.items() if exporter.live]
+        if name not in live:
+            parser.error(f"--export {name}: name one of {', '.join(live)}; the others take a run that has ended")
+    from netbottleneck.report import WINDOW_STEPS, Following
+
+    if not Path(args.run).is_dir():
+        raise FileNotFoundError(f"{args.run}: no such folder; give the run folder (NETBOTTLENECK_DIR)")
+    following = Following(args.run, WINDOW_STEPS if args.window is None else args.window)
+    if args.of:
+        return _beside_a_rank(following, args.of, args.refresh)
+    return _once(following, args) if args.once else _follow(following, args)
+
+
+def _drawn(following: Following, args: argparse.Namespace) -> tuple[RenderableType, bool]:
+    """Look once and export; return what to show, and True if nothing more will come."""
+    from rich.text import Text
+
+    from netbottleneck.report import exporters, text
+
+    run = following.look()
+    state = following.about(run)
+    if state[0] == "ended":  # perhaps since the rings were read: their last steps may be missing
+        run = following.look()
+        state = following.about(run)
+    change = following.judge(run)
+    for name, _, place in (one.partition("=") for one in args.export):
+        about = {**run.summary, "cause_change": following.changed and following.changed.as_dict()}
+        exporters.export(exporters.numbers(about, run.trace), name, place)
+    if args.line:
+        line = text.progress(run.findings, run.verdict, following.steps)
+        shown: RenderableType = Text("\n".join([*([str(change)] if change else []), "; ".join([line, *state[1:]])]))
+    else:
+        lines = [*state, *([str(following.changed)] if following.changed else [])]
+        shown = text.frame(run.findings, run.verdict, run.hosts, lines, following.steps)
+    return shown, state[0] != "in progress"
+
+
+def _once(following: Following, args: argparse.Namespace) -> int:
+    from netbottleneck.report import text
+
+    text.screen().print(_drawn(following, args)[0], soft_wrap=args.line)
+    return SUCCESS
+
+
+def _follow(following: Following, args: argparse.Namespace) -> int:
+    """Show a frame every `refresh` seconds until the run ends or Ctrl-C: in place on a terminal, else line by line."""
+    from rich.live import Live
+    from rich.text import Text
+
+    from netbottleneck.report import text
+
+    screen = text.screen()
+    live = Live(console=screen, screen=True, auto_refresh=False) if screen.is_terminal and not args.line else None
+    shown: RenderableType = ""
+    with live or contextlib.nullcontext(), contextlib.suppress(KeyboardInterrupt):
+        ended = False
+        while not ended:
+            try:
+                shown, ended = _drawn(following, args)
+            except FileNotFoundError as error:  # the ranks have not begun
+                shown = Text(f"waiting: {error}")
+            if live is not None:
+                live.update(shown, refresh=True)
+            else:
+                screen.print(shown, *([] if args.line else [""]), soft_wrap=args.line)
+            if not ended:
+                time.sleep(args.refresh)
+    if live is not None:
+        screen.print(shown)
+    return SUCCESS
+
+
+# A refresh beside a rank is followed by a pause of at least this multiple of its processor time.
+REST = 20
+
+
+def _beside_a_rank(following: Following, rank: int, refresh_s: float) -> int:
+    """Print a JSON line for each refresh until stdin closes or the process `rank` ends: see Progress of the session.
+
+    It runs only on cores that nothing else uses, and for at most 1 / (REST + 1) of the time.
+    """
+    from netbottleneck.report import text
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the rank
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    while os.getppid() == rank:
+        begin_s = time.process_time()
+        with contextlib.suppress(FileNotFoundError):  # the ranks have not begun
+            run = following.look()
+            if following.grown and run.trace.steps:
+                change = following.judge(run)
+                said = {"line": text.progress(run.findings, run.verdict, following.steps), "alarm": str(change or "")}
+                print(json.dumps({**said, "processor_s": time.process_time() - begin_s}), flush=True)
+        if select.select([0], [], [], max(refresh_s, REST * (time.process_time() - begin_s)))[0]:
+            break
+    return SUCCESS
 
 
 def _study_report(path: Path, args: argparse.Namespace) -> int:
@@ -289,6 +425,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "study": (_study, "run a study from one file, on simulated networks or on your hosts"),
     "run": (_run, "run an unchanged DDP or Horovod script and measure it"),
     "report": (_report, "print the report of a recorded run or a study"),
+    "top": (_top, "follow a run in progress: split of the step, waiting by rank, and the verdict so far"),
     "compare": (_compare, "compare the steps of two runs, or of the same study twice; a gate for CI"),
     "what-if": (_what_if, "predict a recorded run with another link, more workers or compression"),
     "bench": (_bench, "measure all-reduce over stock, tcp and ofi, or between two hosts (--listen, --connect)"),

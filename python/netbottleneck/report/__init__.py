@@ -1,13 +1,18 @@
-"""Reports of a run: Run, and the files written to a run folder."""
+"""Reports of a run: Run, the files written to a run folder, and Following: the last steps of a run in progress."""
 
 from __future__ import annotations
 
 import json
+import platform
+import time
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 
 from netbottleneck.analysis import usage
@@ -19,24 +24,164 @@ from netbottleneck.report.html import Curve, Recorded
 from netbottleneck.trace import kineto, model, ring_reader
 from netbottleneck.trace import model as tr
 
-__all__ = ["Run"]
+__all__ = ["WINDOW_STEPS", "Change", "Following", "Part", "Run"]
 
 
 PAGE = "report.html"
+
+# A run in progress: of each ring, what belongs to the last steps.
+
+WINDOW_STEPS = 500
+# A window has fewer steps if they hold more events than this, of all ranks: they are Python objects in the analysis.
+WINDOW_EVENTS = 400_000
+# Of a ring that is long when it is first read: events at its begin, with the probe, and at its end.
+FIRST_EVENTS, LAST_EVENTS = 1 << 12, 1 << 18
+# Of a host's counters, bytes at the end of the file.
+COUNTERS_BYTES = 4 << 20
+# Events that count for all later steps, and how many of them are kept.
+LASTING = ("CLOCK", "PROBE", "COSTS", "STALL", "PEER_LOST", "LANE_LOST", "NCCL_COMM")
+LASTING_EVENTS = 1 << 12
+# A run without a new step for this time, and for this many of its longest steps, is named.
+QUIET_S, QUIET_STEPS = 10.0, 5
+# Slots that were taken and not filled when they were read, and are read again.
+OPEN_SLOTS = 64
+
+
+class _Tail:
+    """The end of one ring file that grows. first: the events of this step and of all later ones are complete."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.first = 0
+        self.events = np.empty(0, ring_reader.EVENT)
+        self._head: Any = None
+        self._next = 0
+        self._open = np.empty(0, np.int64)
+
+    def grow(self) -> bool:
+        """Read the slots that were taken since the last call; return True if there are any. Raises as read_slots."""
+        again = [ring_reader.read_slots(self.path, at, at + 1)[1] for at in self._open.tolist()]
+        if self._head is None:
+            self._skip()
+        self._head, slots = ring_reader.read_slots(self.path, self._next)
+        fresh = np.concatenate([*again, slots])
+        places = np.concatenate([self._open, np.arange(self._next, self._next + len(slots))])
+        filled = fresh["kind"] != 0
+        self.events = np.concatenate([self.events, fresh[filled]])
+        self._open, self._next = places[~filled][-OPEN_SLOTS:], self._next + len(slots)
+        return bool(filled.any())
+
+    def _skip(self) -> None:
+        """Begin near the end of a long ring."""
+        head, begin = ring_reader.read_slots(self.path, 0, FIRST_EVENTS)
+        last = min(int(head["taken"]), int(head["capacity"])) - LAST_EVENTS
+        if last > FIRST_EVENTS:
+            self.events, self._next = begin[begin["kind"] != 0], last
+            self.first = int(ring_reader.read_slots(self.path, last, last + 1)[1]["step"].max(initial=0)) + 1
+
+    def keep(self, first: int, begin_ns: int) -> None:
+        """Forget the events before step `first`; of NCCL's events, which have no step, those before a time."""
+        timed = self.path.name.endswith(f".{ring_reader.NCCL}.ring")
+        late = self.events["time_ns"] >= begin_ns if timed else self.events["step"] >= first
+        lasting = ~late & np.isin(self.events["kind"], [ring_reader.EVENTS[name] for name in LASTING])
+        places = np.concatenate([np.flatnonzero(lasting)[-LASTING_EVENTS:], np.flatnonzero(late)])
+        self.events, self.first = self.events[np.sort(places)], max(self.first, first)
+
+    def at(self, kind: str) -> NDArray[Any]:
+        """Return the events of a kind."""
+        found: NDArray[Any] = self.events[self.events["kind"] == ring_reader.EVENTS[kind]]
+        return found
+
+    @property
+    def full(self) -> bool:
+        """True if the file has no room for further events."""
+        return self._head is not None and int(self._head["taken"]) > int(self._head["capacity"])
+
+    @property
+    def ring(self) -> ring_reader.Ring:
+        """Return the events that were kept, as a ring. Before `grow`, a RuntimeError."""
+        if self._head is None:
+            raise RuntimeError(f"{self.path}: not read yet")
+        dropped = max(0, int(self._head["taken"]) - int(self._head["capacity"])) + len(self._open)
+        return ring_reader.ring_of(self._head, self.events, dropped)
+
+
+class Part:
+    """The last steps of a run's rings: each `look` reads only what was written since the one before.
+
+    steps: of the window, on all ranks the same; 0: all. full: a ring has no room for further events.
+    """
+
+    def __init__(self, folder: Path | str, steps: int = WINDOW_STEPS, most_events: int = WINDOW_EVENTS) -> None:
+        self._folder = Path(folder)
+        self._steps, self._most = steps, most_events
+        self._tails: dict[str, _Tail] = {}
+
+    @property
+    def full(self) -> bool:
+        """True if a ring has no room for further events: later steps are not recorded."""
+        return any(tail.full for tail in self._tails.values())
+
+    def look(self) -> bool:
+        """Read what was written since the last call; return True if anything was."""
+        grown = False
+        for path in sorted((self._folder / "ranks").glob("*.ring")):
+            tail = self._tails.setdefault(path.name, _Tail(path))
+            try:
+                grown |= tail.grow()
+            except (OSError, ValueError):  # `ring` reports it, as a note of the trace
+                del self._tails[path.name]
+        if self._steps:
+            self._forget()
+        return grown
+
+    def ring(self, path: Path) -> ring_reader.Ring:
+        """Return the window of one ring. Raises ValueError if the file cannot be read."""
+        tail = self._tails.get(path.name)
+        return tail.ring if tail is not None else ring_reader.read_ring(path)
+
+    def _forget(self) -> None:
+        trains = {name: tail for name, tail in self._tails.items() if name.endswith(f".{ring_reader.TRAIN}.ring")}
+        last = min((int(ends["step"].max()) for t in trains.values() if len(ends := t.at("STEP_END"))), default=0)
+        first = max([0, last - self._steps + 1, *(tail.first for tail in self._tails.values())])
+        first = self._affordable(first, last)
+        if first == 0:
+            return
+        for name, tail in self._tails.items():
+            train = trains.get(f"{name.split('.')[0]}.{ring_reader.TRAIN}.ring")
+            begins = np.empty(0, ring_reader.EVENT) if train is None else train.at("STEP_BEGIN")
+            times = begins["time_ns"][begins["step"] >= first]
+            tail.keep(first, int(times.min(initial=np.iinfo(np.int64).max)))
+
+    def _affordable(self, first: int, last: int) -> int:
+        """Return the first step from which on all rings together hold at most the events of a window."""
+        counts = np.zeros(max(1, last - first + 2), np.int64)
+        for tail in self._tails.values():
+            steps = tail.events["step"].astype(np.int64)
+            own = np.clip(steps[steps >= first] - first, 0, len(counts) - 1)
+            counts += np.bincount(own, minlength=len(counts))
+        from_end = np.cumsum(counts[::-1])
+        steps_kept = max(2, int(np.searchsorted(from_end, self._most, side="right")))
+        return max(first, last + 2 - steps_kept)
 
 
 class Run:
     """A recorded run: a run folder, a single trace file (*.jsonl.gz), or the traces of torch.profiler in a folder.
 
-    Raises FileNotFoundError if it does not exist, ValueError naming the file for an unknown version.
+    part: of a run folder, only these events. Raises FileNotFoundError if it does not exist, ValueError naming the file
+    for an unknown version.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, *, part: Part | None = None) -> None:
         self.path = Path(path)
         self._folder = self.path if self.path.is_dir() else None
-        profiled = kineto.files(self.path)
-        if profiled:
-            self.trace: tr.Trace = kineto.load(profiled)
+        self._last_bytes = None if part is None else COUNTERS_BYTES
+        self.trace: tr.Trace
+        profiled = kineto.files(self.path) if part is None else []
+        if part is not None:
+            self.trace = ring_reader.load(self.path, part.ring)
+        elif profiled:
+            self.trace = kineto.load(profiled)
         elif self._folder or not self.path.exists():
             self.trace = ring_reader.load(self.path)
         else:
@@ -64,7 +209,7 @@ class Run:
     @cached_property
     def hosts(self) -> tuple[usage.HostUse, ...]:
         """Use of each host's interfaces and cores, where recorded."""
-        return usage.hosts(self.trace, model.of_run(self._folder)) if self._folder else ()
+        return usage.hosts(self.trace, model.of_run(self._folder, self._last_bytes)) if self._folder else ()
 
     @cached_property
     def summary(self) -> Mapping[str, Any]:
@@ -137,3 +282,107 @@ class Run:
 
     def _repr_html_(self) -> str:
         return html.fragment(self.findings, self.verdict)
+
+
+# A run in progress as a whole: its last steps, its state, and its cause.
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of the cause during a run. step: the last step of the window that first had the new cause."""
+
+    before: str
+    code: str
+    step: int
+
+    def __str__(self) -> str:
+        return f"the cause has changed: {self.before} -> {self.code}, since step {self.step} or shortly before"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return asdict(self)
+
+
+class Following:
+    """A run in progress, or one that has ended, from its folder: each `look` returns its last steps, at most `steps`.
+
+    steps 0: all.
+    """
+
+    def __init__(self, path: Path | str, steps: int = WINDOW_STEPS) -> None:
+        self.path = Path(path)
+        self.steps = steps
+        self.changed: Change | None = None  # the last change of the cause
+        self.grown = False  # the last look found new events
+        self._part = Part(path, steps)
+        self._cause: str | None = None
+        self._other: tuple[str, int] | None = None  # a cause that one look has found, and the last step of that look
+
+    def look(self) -> Run:
+        """Return the last steps as a run.
+
+        Raises FileNotFoundError if the folder has no run, or no rank has left a record, and ValueError as Run.
+        """
+        self.grown = self._part.look()
+        return Run(self.path, part=self._part)
+
+    def judge(self, run: Run) -> Change | None:
+        """Return the change if the cause has changed: two looks in a row, with new steps, found the same other one.
+
+        Otherwise None. An inconclusive verdict names no cause, and a run without steps has none. run: of `look`.
+        """
+        steps = [step.index for step in run.trace.steps]
+        code = run.verdict.code
+        if not steps or code in ("INCONCLUSIVE", "NO_COMMUNICATION"):
+            self._other = None
+        elif self._cause is None or code == self._cause:
+            self._cause, self._other = code, None
+        elif self._other is None or self._other[0] != code:
+            self._other = code, max(steps)
+        elif max(steps) > self._other[1]:
+            self.changed = Change(self._cause, code, self._other[1])
+            self._cause, self._other = code, None
+            return self.changed
+        return None
+
+    def about(self, run: Run) -> list[str]:
+        """Return the state of the run ("in progress", "ended" or "stopped"), then lines about what is missing in it."""
+        trace = run.trace
+        ended = bool(trace.ranks) and all(rank.finished or rank.error for rank in trace.ranks)
+        gone = [rank for rank in trace.ranks if _is_gone(rank)]
+        lines = _missing(trace)
+        lines += [f"rank {rank.rank} failed: {rank.error}" for rank in trace.ranks if rank.error]
+        lines += [f"rank {rank.rank} was killed: its process {rank.pid} is gone" for rank in gone]
+        lines += [note for note in trace.notes if note.startswith(("left out:", "rank "))]
+        if self._part.full:
+            lines.append("a ring file is full: later steps are not recorded (NETBOTTLENECK_TRACE_EVENTS)")
+        return ["ended" if ended else "stopped" if gone else "in progress", *lines, *_quiet(trace, ended)]
+
+
+def _missing(trace: tr.Trace) -> list[str]:
+    """A line about the ranks without a record."""
+    missing = sorted(set(range(trace.size)) - {rank.rank for rank in trace.ranks})
+    return [f"no record of rank {', '.join(map(str, missing))} in this folder"] if missing else []
+
+
+def _quiet(trace: tr.Trace, ended: bool) -> list[str]:
+    """A line about steps that do not come."""
+    if not trace.steps:
+        return ["no step was recorded" if ended else "no step is recorded yet (NETBOTTLENECK_START_STEP)"]
+    ago_s = (time.time_ns() - trace.epoch_wall_ns - max(step.end_ns for step in trace.steps)) / 1e9
+    longest_s = max(step.duration_ns for step in trace.steps) / 1e9
+    late = not ended and ago_s > max(QUIET_S, QUIET_STEPS * longest_s)
+    return [f"no new step: the last one ended {text.duration(ago_s)} ago"] if late else []
+
+
+def _is_gone(rank: tr.Rank) -> bool:
+    """True if a rank of this host did not end its record, and its process is not there any more."""
+    return not (rank.finished or rank.error) and rank.hostname == platform.node() and not _lives(rank.pid)
+
+
+def _lives(pid: int) -> bool:
+    """True if this host has a process with this number, and it is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -64,6 +64,13 @@ def _verdict(summary: Summary) -> Iterator[Labelled]:
     yield {"code": summary["verdict"]["code"]}, 1.0
 
 
+def _cause_change(summary: Summary) -> Iterator[Labelled]:
+    """The last change of the cause, of a run in progress alone: a report judges all steps at once."""
+    change = summary.get("cause_change")
+    if change:
+        yield {"code": change["code"], "before": change["before"]}, float(change["step"])
+
+
 def _size(summary: Summary) -> Iterator[Labelled]:
     yield {}, float(summary["size"])
 
@@ -122,6 +129,7 @@ def _late(summary: Summary) -> Iterator[Labelled]:
 
 FAMILIES = (
     Family("verdict_info", "", "The verdict of the run; always 1.", _verdict),
+    Family("cause_change_step", "", "Step since which the verdict of a run in progress has its code.", _cause_change),
     Family("ranks", "", "Number of ranks.", _size),
     Family("step_seconds", "s", "Length of a step, by quantile.", _steps),
     Family("part_seconds", "s", "Mean length of a part of the step; skew: waiting for the slowest rank.", _parts),
@@ -275,16 +283,20 @@ def _opentelemetry(found: Numbers, place: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Exporter:
-    """A tool that numbers go to. package: to install; place: what a user may name; send: returns where they went."""
+    """A tool that numbers go to. package: to install; place: what a user may name; send: returns where they went.
+
+    live: numbers may be sent again and again during a run, each time in place of those before.
+    """
 
     title: str
     package: str
     place: str
     send: Callable[[Numbers, str], str]
+    live: bool = False
 
 
 EXPORTERS: Mapping[str, Exporter] = {
-    "prometheus": Exporter("a text file for Prometheus' textfile collector", "", "FILE", _prometheus),
+    "prometheus": Exporter("a text file for Prometheus' textfile collector", "", "FILE", _prometheus, live=True),
     "tensorboard": Exporter("an event file of TensorBoard", "tensorboard", "FOLDER", _tensorboard),
     "mlflow": Exporter("a run of MLflow", "mlflow", "EXPERIMENT", _mlflow),
     "wandb": Exporter("a run of Weights & Biases", "wandb", "PROJECT", _wandb),
@@ -293,6 +305,7 @@ EXPORTERS: Mapping[str, Exporter] = {
         "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http",
         "ENDPOINT",
         _opentelemetry,
+        live=True,
     ),
 }
 

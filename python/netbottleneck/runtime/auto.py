@@ -47,7 +47,10 @@ class Block:
 
 @dataclass(slots=True)
 class Trial:
-    """One trial. against_stock: step time over stock's, of each arm with enough pairs of blocks. cost_ns: see Auto."""
+    """One trial. cost_ns: see Auto.
+
+    against_stock: step time over stock's, by arm, with its interval; infinite for too few pairs of blocks.
+    """
 
     first_step: int
     end_step: int = 0
@@ -60,9 +63,13 @@ class Trial:
     def line(self) -> str:
         """Return what the trial found, for people."""
         change = partial(percent, digits=1, signed=True)
+
+        def interval(ratio: Estimate) -> str:
+            ends = ratio.low - 1, ratio.high - 1
+            return f"[{', '.join(map(change, ends))}]" if math.isfinite(ratio.high) else "(too few pairs)"
+
         found = ", ".join(
-            f"{name} {change(ratio.value - 1)} [{change(ratio.low - 1)}, {change(ratio.high - 1)}]"
-            for name, ratio in self.against_stock.items()
+            f"{name} {change(ratio.value - 1)} {interval(ratio)}" for name, ratio in self.against_stock.items()
         )
         times = f"; step time against stock (measured, 95 % interval): {found}" if found else ""
         return (
@@ -137,9 +144,17 @@ class Auto:
         return line
 
     def described(self) -> dict[str, Any]:
-        """Return the trials, for the run's record."""
+        """Return the trials, for the run's record; an infinite interval is None."""
+
+        def ends(ratio: Estimate) -> dict[str, float | None]:
+            known = math.isfinite(ratio.high)
+            return {"value": ratio.value, "low": ratio.low if known else None, "high": ratio.high if known else None}
+
         return {
-            "trials": [asdict(trial) for trial in self.trials],
+            "trials": [
+                {**asdict(trial), "against_stock": {arm: ends(each) for arm, each in trial.against_stock.items()}}
+                for trial in self.trials
+            ],
             "cost_ns": self.cost_ns,
             "elapsed_ns": self.elapsed_ns,
         }
@@ -188,10 +203,14 @@ class Auto:
 
         return min(self._candidates, key=level)
 
-    def _against(self, arm: Arm, base: Arm) -> Estimate | None:
-        """Return the logarithm of an arm's step time over another's, over the cycles of both; None: too few."""
+    def _logs(self, arm: Arm, base: Arm) -> list[float]:
+        """Return the logarithms of an arm's step time over another's, for each cycle with both."""
         found, other = self._found[arm], self._found[base]
-        logs = [math.log(max(found[c].median, 1) / max(other[c].median, 1)) for c in sorted(set(found) & set(other))]
+        return [math.log(max(found[c].median, 1) / max(other[c].median, 1)) for c in sorted(set(found) & set(other))]
+
+    def _against(self, arm: Arm, base: Arm) -> Estimate | None:
+        """Return the middle of `_logs`; None for too few."""
+        logs = self._logs(arm, base)
         return middle(logs) if len(logs) >= PAIRS_MIN else None
 
     def _why_over(self) -> str:
@@ -220,9 +239,13 @@ class Auto:
         trial.end_step, trial.kept, trial.why, trial.blocks = step, str(kept), why, self._cycle
         trial.cost_ns = self._cost_of(kept)
         for arm in self.arms[1:]:
-            logs = self._against(arm, STOCK)
-            if logs is not None:
-                trial.against_stock[str(arm)] = Estimate(*(math.exp(end) for end in (logs.value, logs.low, logs.high)))
+            logs = self._logs(arm, STOCK)
+            if len(logs) < PAIRS_MIN:
+                ratio = Estimate(math.exp(sum(logs) / len(logs)), 0.0, math.inf)
+            else:
+                found = middle(logs)
+                ratio = Estimate(math.exp(found.value), math.exp(found.low), math.exp(found.high))
+            trial.against_stock[str(arm)] = ratio
         self.trials.append(trial)
         self._trial, self._kept, self._arm = None, kept, kept
         self._reference_ns, self._changed = 0, 0

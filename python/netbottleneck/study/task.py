@@ -153,6 +153,7 @@ def _open(task: Task) -> Session:
     settings = replace(
         given,
         monitor_hz=given.monitor_hz if "monitor_hz" in given.sources else MONITOR_HZ,
+        progress_s=0.0,
         block_steps=task.block_steps,
         start_step=0,
         end_step=0,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import struct
 import types
 import typing
@@ -529,36 +530,42 @@ class Samples:
         return replace(self, net=net, host=None if self.host is None else self.host.on_clock(offset_ns))
 
 
-def read_samples(path: Path | str) -> Counters:
-    """Read one file of counters; an incomplete last row is dropped.
+def read_samples(path: Path | str, last_bytes: int | None = None) -> Counters:
+    """Read one file of counters; an incomplete last row is dropped. last_bytes: read only the rows at its end.
 
     Raises FileNotFoundError, and ValueError naming the file if it is another format or version, or damaged.
     """
-    raw = Path(path).read_bytes()
-    if len(raw) < _HEAD.size or not raw.startswith(MAGIC):
-        raise ValueError(f"{path}: not a file of counters")
-    _, version, first = _HEAD.unpack_from(raw)
-    if version != SAMPLES_VERSION:
-        raise ValueError(f"{path}: counters of version {version}; this netbottleneck reads version {SAMPLES_VERSION}")
-    try:
-        about: dict[str, Any] = json.loads(raw[_HEAD.size : first])
-        columns = tuple(about["columns"])
-        width = 8 * len(columns)
-        rows = np.frombuffer(raw, "<i8", max(0, len(raw) - first) // width * len(columns), min(first, len(raw)))
-        rows = rows.reshape(-1, len(columns)).astype(np.int64)
-        head = {name: about[name] for name in ("hostname", "host_id", "rank", "hz", "ticks_per_s")}
-    except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        raise ValueError(f"{path}: damaged head: {error}") from error
+    with open(path, "rb") as file:
+        raw = file.read(_HEAD.size)
+        if len(raw) < _HEAD.size or not raw.startswith(MAGIC):
+            raise ValueError(f"{path}: not a file of counters")
+        _, version, first = _HEAD.unpack(raw)
+        if version != SAMPLES_VERSION:
+            raise ValueError(
+                f"{path}: counters of version {version}; this netbottleneck reads version {SAMPLES_VERSION}"
+            )
+        try:
+            about: dict[str, Any] = json.loads(file.read(max(0, first - _HEAD.size)))
+            columns = tuple(about["columns"])
+            width = 8 * len(columns)
+            there = max(0, os.fstat(file.fileno()).st_size - first) // width * width
+            left_out = 0 if last_bytes is None else max(0, there - last_bytes // width * width)
+            file.seek(first + left_out)
+            rows = np.frombuffer(file.read(there - left_out), "<i8")
+            rows = rows.reshape(-1, len(columns)).astype(np.int64)
+            head = {name: about[name] for name in ("hostname", "host_id", "rank", "hz", "ticks_per_s")}
+        except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+            raise ValueError(f"{path}: damaged head: {error}") from error
     return Counters(**head, columns=columns[1:], time_ns=rows[:, 0], values=rows[:, 1:])
 
 
-def of_run(run_dir: Path | str) -> tuple[Samples, ...]:
-    """Return the recorded counters of a run's hosts, by rank; may be empty. Raises ValueError as read_samples."""
+def of_run(run_dir: Path | str, last_bytes: int | None = None) -> tuple[Samples, ...]:
+    """Return the recorded counters of a run's hosts, by rank; may be empty. last_bytes, errors: as read_samples."""
     ranks = Path(run_dir) / "ranks"
     samples: dict[int, dict[str, Counters]] = {}
     for kind in (NET, HOST):
         for path in ranks.glob(f"*.{kind}.counters"):
-            counters = read_samples(path)
+            counters = read_samples(path, last_bytes)
             if len(counters.time_ns):
                 samples.setdefault(counters.rank, {})[kind] = counters
     return tuple(Samples(rank, **samples[rank]) for rank in sorted(samples))

@@ -10,7 +10,7 @@ import bisect
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -434,22 +434,28 @@ class Ring:
     events: NDArray[Any]
 
 
-def read_ring(path: Path | str) -> Ring:
-    """Read one ring file, complete or cut short.
+def read_slots(path: Path | str, begin: int = 0, end: int | None = None) -> tuple[Any, NDArray[Any]]:
+    """Return the header of a ring file, and its taken slots in [begin, end). Kind 0: the slot is not filled yet.
 
     Raises ValueError naming the file if it is not a ring, or of another version."""
-    raw = Path(path).read_bytes()
-    if len(raw) < RING_HEADER_BYTES or raw[:8] != RING_MAGIC:
-        raise ValueError(f"{path}: not a ring file")
-    head = np.frombuffer(raw, HEADER, 1)[0]
-    if head["version"] not in RING_VERSIONS or head["event_bytes"] != EVENT.itemsize:
-        raise ValueError(f"{path}: ring version {head['version']}; this netbottleneck reads versions {RING_VERSIONS}")
-    there = (len(raw) - RING_HEADER_BYTES) // EVENT.itemsize
-    taken = int(head["taken"])
-    events = np.frombuffer(raw, EVENT, min(taken, int(head["capacity"]), there), RING_HEADER_BYTES)
-    events = events[events["kind"] != 0]
-    dropped = taken - len(events)
-    events = _each_ready(events)
+    with open(path, "rb") as file:
+        raw = file.read(RING_HEADER_BYTES)
+        if len(raw) < RING_HEADER_BYTES or raw[:8] != RING_MAGIC:
+            raise ValueError(f"{path}: not a ring file")
+        head = np.frombuffer(raw, HEADER, 1)[0]
+        if head["version"] not in RING_VERSIONS or head["event_bytes"] != EVENT.itemsize:
+            raise ValueError(
+                f"{path}: ring version {head['version']}; this netbottleneck reads versions {RING_VERSIONS}"
+            )
+        taken = min(int(head["taken"]), int(head["capacity"]))
+        file.seek(RING_HEADER_BYTES + begin * EVENT.itemsize)
+        body = file.read(max(0, min(taken, taken if end is None else end) - begin) * EVENT.itemsize)
+    return head, np.frombuffer(body, EVENT, len(body) // EVENT.itemsize)
+
+
+def ring_of(head: Any, filled: NDArray[Any], dropped: int) -> Ring:
+    """Return a ring with these events of it, in order of time."""
+    events = _each_ready(filled)
     return Ring(
         int(head["rank"]),
         int(head["pid"]),
@@ -459,6 +465,13 @@ def read_ring(path: Path | str) -> Ring:
         dropped,
         events[np.argsort(events["time_ns"], kind="stable")],
     )
+
+
+def read_ring(path: Path | str) -> Ring:
+    """Read one ring file, complete or cut short. Raises as read_slots."""
+    head, slots = read_slots(path)
+    filled = slots[slots["kind"] != 0]
+    return ring_of(head, filled, int(head["taken"]) - len(filled))
 
 
 def _each_ready(events: NDArray[Any]) -> NDArray[Any]:
@@ -480,42 +493,13 @@ def _each_ready(events: NDArray[Any]) -> NDArray[Any]:
 # Rings and metadata of all ranks, combined into one Trace.
 
 # Name of each event kind, as in csrc/trace/event.h without NB_EV_.
-EVENTS: Mapping[str, int] = MappingProxyType(
-    {
-        "NONE": 0,
-        "STEP_BEGIN": 1,
-        "STEP_END": 2,
-        "FORWARD_BEGIN": 3,
-        "FORWARD_END": 4,
-        "GRAD_READY": 5,
-        "OPTIMIZER_BEGIN": 6,
-        "OPTIMIZER_END": 7,
-        "WAIT_BEGIN": 8,
-        "WAIT_END": 9,
-        "OP_SUBMIT": 10,
-        "OP_AGREED": 11,
-        "OP_START": 12,
-        "OP_FIRST_BYTE": 13,
-        "OP_DONE": 14,
-        "OP_LANE": 15,
-        "CLOCK": 16,
-        "PROBE": 17,
-        "STALL": 18,
-        "PEER_LOST": 19,
-        "LANE_LOST": 20,
-        "COSTS": 21,
-        "OP_NAME": 22,
-        "OP_READY": 23,
-        "OP_PACK": 24,
-        "NCCL_COMM": 25,
-        "NCCL_TASK": 26,
-        "NCCL_KERNEL": 27,
-        "NCCL_STEP": 28,
-        "GRADS_READY": 29,
-        "CHECKPOINT_BEGIN": 30,
-        "CHECKPOINT_END": 31,
-    }
+_EVENTS = (
+    "NONE STEP_BEGIN STEP_END FORWARD_BEGIN FORWARD_END GRAD_READY OPTIMIZER_BEGIN "
+    "OPTIMIZER_END WAIT_BEGIN WAIT_END OP_SUBMIT OP_AGREED OP_START OP_FIRST_BYTE OP_DONE "
+    "OP_LANE CLOCK PROBE STALL PEER_LOST LANE_LOST COSTS OP_NAME OP_READY OP_PACK NCCL_COMM "
+    "NCCL_TASK NCCL_KERNEL NCCL_STEP GRADS_READY CHECKPOINT_BEGIN CHECKPOINT_END "
 )
+EVENTS: Mapping[str, int] = MappingProxyType({name: number for number, name in enumerate(_EVENTS.split())})
 _NAMES = MappingProxyType({number: name for name, number in EVENTS.items()})
 # Events for Horovod's timeline only (timeline_writer.py): rank 0 has one per rank and operation.
 _LEFT_OUT = tuple(EVENTS[name] for name in ("OP_NAME", "OP_READY", "OP_PACK"))
@@ -607,7 +591,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return found
 
 
-def _rank_files(folder: Path, rank: int) -> _RankFiles:
+def _rank_files(folder: Path, rank: int, read: Callable[[Path], Ring]) -> _RankFiles:
     """Read the files of a rank; unreadable files become notes."""
     notes: list[str] = []
     meta: Mapping[str, Any] = {}
@@ -620,7 +604,7 @@ def _rank_files(folder: Path, rank: int) -> _RankFiles:
     rings: dict[str, Ring] = {}
     for path in sorted(folder.glob(f"{rank}.*.ring")):
         try:
-            rings[path.name.split(".", 1)[1].removesuffix(".ring")] = read_ring(path)
+            rings[path.name.split(".", 1)[1].removesuffix(".ring")] = read(path)
         except ValueError as error:
             notes.append(f"left out: {error}")
     return _RankFiles(rank, meta, rings, tuple(notes))
@@ -722,8 +706,8 @@ def _head(run: Mapping[str, Any], ranks: Sequence[_RankFiles]) -> tr.Trace:
     )
 
 
-def _from_rings(run: Mapping[str, Any], folder: Path, ranks: list[int]) -> tr.Trace:
-    everyone = [_rank_files(folder, rank) for rank in ranks]
+def _from_rings(run: Mapping[str, Any], folder: Path, ranks: list[int], read: Callable[[Path], Ring]) -> tr.Trace:
+    everyone = [_rank_files(folder, rank, read) for rank in ranks]
     head = _head(run, everyone)
     reference = next((files.anchor_ns() for files in everyone if files.rank == 0), None)
     parts = []
@@ -734,10 +718,11 @@ def _from_rings(run: Mapping[str, Any], folder: Path, ranks: list[int]) -> tr.Tr
     return replace(tr.merge(parts), epoch_wall_ns=reference or 0)
 
 
-def load(run_dir: Path | str) -> tr.Trace:
+def load(run_dir: Path | str, read: Callable[[Path], Ring] = read_ring) -> tr.Trace:
     """Load the trace of a run folder from its rings, or without rings from ranks/<rank>.jsonl.gz. Writes nothing.
 
-    Raises FileNotFoundError for a folder without a run, and ValueError naming the file for an unknown version."""
+    read: returns the ring of a file, such as a part of it. Raises FileNotFoundError for a folder without a run, and
+    ValueError naming the file for an unknown version."""
     folder = Path(run_dir)
     if not (folder / "run.json").exists():
         raise FileNotFoundError(f"{folder}: no run.json here; give the folder of a run")
@@ -746,7 +731,7 @@ def load(run_dir: Path | str) -> tr.Trace:
     matches = [_RING_NAME.fullmatch(path.name) for path in ranks_dir.glob("*.ring")]
     ranks = sorted({int(match[1]) for match in matches if match})
     if ranks:
-        return _from_rings(run, ranks_dir, ranks)
+        return _from_rings(run, ranks_dir, ranks, read)
     written = sorted(ranks_dir.glob("*.jsonl.gz"), key=lambda path: int(path.name.split(".")[0]))
     if not written:
         raise FileNotFoundError(f"{ranks_dir}: no rank has left a record")

@@ -1,0 +1,141 @@
+"""Does NETBOTTLENECK_TRANSPORT=auto end on the best transport? On simulated networks drawn at random, with two hosts.
+
+python benchmarks/auto.py [--networks 20] [--seed 1] [--json FILE]
+
+Each network: one run whose transports take turns in blocks of ten steps, which shows the best one, and one run with
+auto. An arm is right if the first run does not show it surely slower than the best one by more than 2 %, the difference
+that auto takes for none. Prints a row for each network. Exit code 0 only if 19 of 20 are right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from netbottleneck.analysis.comparisons import Estimate, compare, step_times
+from netbottleneck.bench import head
+from netbottleneck.lab import Lab, LabError
+from netbottleneck.report import Run
+from netbottleneck.runtime.auto import EQUAL
+from netbottleneck.trace.model import Trace
+from netbottleneck.trace.transports import STOCK, Arm
+
+RANK = Path(__file__).with_name("auto_rank.py")
+REFERENCE_STEPS, AUTO_STEPS, BY_STEP, LONG_STEPS = 240, 220, 200, 2000
+LINKS_MBIT, FLOWS, WIDTHS = (500, 1000, 2000, 5000, 10000), (1, 2, 4), (128, 256, 512)
+LIMIT_S = 240.0
+RIGHT = 0.95
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one network. against_best: step time of the kept arm over the best one's, in the run with turns."""
+
+    network: str
+    width: int
+    stock_ms: float
+    best: str
+    kept: str
+    by_step: int
+    against_best: tuple[float, float, float]
+    cost_steps: float
+    cost_of_long: float
+
+    @property
+    def right(self) -> bool:
+        """True unless the kept arm is surely slower than the best one, by more than EQUAL, or was kept too late."""
+        return self.by_step <= BY_STEP and self.against_best[0] <= 1 + EQUAL
+
+    def line(self) -> str:
+        """Return the row of a table."""
+        low, value, high = self.against_best
+        return (
+            f"| {self.network:<18} | {self.width:>4} | {self.stock_ms:7.2f} | {self.best:<5} | {self.kept:<5} | "
+            f"{self.by_step:>4} | {value:.3f} [{low:.3f}, {high:.3f}] | {self.cost_steps:6.1f} | "
+            f"{100 * self.cost_of_long:5.2f} % | {'right' if self.right else 'WRONG'} |"
+        )
+
+
+def measured(network: str, width: int, steps: int, variables: Mapping[str, str]) -> tuple[Trace, dict[str, Any]]:
+    """Run the loop on two simulated hosts; return the trace and rank 0's description of itself."""
+    with tempfile.TemporaryDirectory(prefix="auto-") as folder, Lab(2, network) as lab:
+        environ = {**os.environ, "NETBOTTLENECK_DIR": f"{folder}/run", "NETBOTTLENECK_START_STEP": "0", **variables}
+        environ["NETBOTTLENECK_INSECURE"] = "1"  # the network is the lab's own
+        command = [sys.executable, "-m", "netbottleneck", "run", str(RANK), str(steps), str(width)]
+        ranks = [lab.popen(rank, command, env=environ, stdout=subprocess.DEVNULL) for rank in range(lab.size)]
+        codes = [process.wait(LIMIT_S) for process in ranks]
+        if any(codes):
+            raise LabError(f"{network}: exit codes {codes}")
+        meta = json.loads((Path(folder) / "run" / "ranks" / "0.meta.json").read_text(encoding="utf-8"))
+        return Run(Path(folder) / "run").trace, meta
+
+
+def outcome(network: str, width: int) -> Outcome:
+    """Measure one network."""
+    turns = {"NETBOTTLENECK_TRANSPORT": "stock,tcp,ofi"}
+    trace, _ = measured(network, width, REFERENCE_STEPS, turns)
+    times = {arm: float(np.median(np.concatenate(list(step_times(trace, arm).values())))) for arm in trace.arms}
+    best = min(times, key=lambda arm: times[arm])
+    _, meta = measured(network, width, AUTO_STEPS, {"NETBOTTLENECK_TRANSPORT": "auto"})
+    trial, found = meta["auto"]["trials"][0], meta["auto"]
+    kept = Arm.parse(trial["kept"])
+    pair = None if kept == best else compare(trace, best, kept)
+    ratio = Estimate(1.0, 1.0, 1.0) if pair is None else pair.ratio
+    return Outcome(
+        network,
+        width,
+        times[STOCK] / 1e6,
+        str(best),
+        str(kept),
+        trial["end_step"],
+        (ratio.low, ratio.value, ratio.high),
+        trial["cost_ns"] / times[kept],
+        found["cost_ns"] / (found["cost_ns"] + LONG_STEPS * times[kept]),
+    )
+
+
+def drawn(seed: int, count: int) -> list[tuple[str, int]]:
+    """Draw networks, and the widths of the model."""
+    draw = random.Random(seed)
+    found = []
+    for _ in range(count):
+        link, flows, width = draw.choice(LINKS_MBIT), draw.choice(FLOWS), draw.choice(WIDTHS)
+        found.append((f"{link}mbit" if flows == 1 else f"{link}mbit/{link // flows}mbit", width))
+    return found
+
+
+def main() -> int:
+    """Run all networks and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--networks", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    facts = head(2)
+    print(f"# {facts['machine']}, {facts['versions']}", flush=True)
+    print("| network | width | stock, ms | best | kept | from step | kept over best [95 %] | cost, steps | of 2000 | |")
+    print("|" + " --- |" * 10, flush=True)
+    outcomes = []
+    for network, width in drawn(arguments.seed, arguments.networks):
+        outcomes.append(outcome(network, width))
+        print(outcomes[-1].line(), flush=True)
+    right = sum(one.right for one in outcomes)
+    print(f"{right} of {len(outcomes)} right (measured)")
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(one) for one in outcomes], indent=1) + "\n", encoding="utf-8")
+    return 0 if right >= RIGHT * len(outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

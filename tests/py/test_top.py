@@ -1,0 +1,645 @@
+"""A run in progress: its last steps from rings that grow, `netbottleneck top`, and the progress of rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import RANKS_LIMIT_S, Ranks
+from rich.console import Console
+
+from netbottleneck import cli, report
+from netbottleneck.analysis.usage import Cores, HostUse, Use
+from netbottleneck.analysis.verdict import STEPS_MIN, Verdict
+from netbottleneck.report import Change, Following, Part, Run, text
+from netbottleneck.runtime import session as sessions
+from netbottleneck.trace import ring_reader
+from netbottleneck.trace.transports import Arm
+from ringwriter import FakeRun, RingWriter
+
+TAKEN = struct.Struct("<Q")
+TAKEN_AT = ring_reader.HEADER.fields["taken"][1]
+STEPS = 36  # of a FakeRun with 6 blocks
+
+
+class Growing:
+    """A recorded run whose rings show only a part of their events, as if the rest were not written yet."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._whole = {path: path.read_bytes() for path in (folder / "ranks").glob("*.ring")}
+
+    def show(self, share: float) -> None:
+        for path, raw in self._whole.items():
+            body = raw[ring_reader.RING_HEADER_BYTES :]
+            count = round(share * len(body) // 64)
+            head = bytearray(raw[: ring_reader.RING_HEADER_BYTES])
+            TAKEN.pack_into(head, TAKEN_AT, count)
+            path.write_bytes(bytes(head) + body[: 64 * count])
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Path:
+    return FakeRun(tmp_path / "run", late_ms={1: 4}).write()
+
+
+def frame_of(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    assert cli.main(["top", str(folder), "--once", *options]) == 0
+    return capsys.readouterr().out
+
+
+def about_steps(run: Run) -> set[tuple[int, int]]:
+    return {(step.rank, step.index) for step in run.trace.steps}
+
+
+# The last steps of rings that grow.
+
+
+def test_a_window_of_all_steps_is_the_whole_run_however_often_it_was_read(fake: Path) -> None:
+    grows, following = Growing(fake), Following(fake, 0)
+    seen = []
+    for share in (0.2, 0.5, 0.5, 1.0):
+        grows.show(share)
+        seen.append(len(following.look().trace.steps))
+    assert seen == sorted(seen)
+    assert seen[0] > 0
+    assert following.look().trace == Run(fake).trace
+    assert following.grown is False
+
+
+def test_each_look_reads_only_what_was_written_since(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[tuple[str, int, int]] = []
+    real = ring_reader.read_slots
+
+    def read(path: Path, begin: int = 0, end: int | None = None) -> object:
+        head, slots = real(path, begin, end)
+        reads.append((Path(path).name, begin, len(slots)))
+        return head, slots
+
+    monkeypatch.setattr(ring_reader, "read_slots", read)
+    grows, following = Growing(fake), Following(fake)
+    grows.show(0.5)
+    following.look()
+    first = {name: begin + count for name, begin, count in reads}
+    reads.clear()
+    grows.show(1.0)
+    following.look()
+    assert {name: begin for name, begin, _ in reads} == first
+    reads.clear()
+    following.look()
+    assert sum(count for *_, count in reads) == 0
+
+
+def test_a_window_holds_the_same_last_steps_of_every_rank_with_all_their_operations(fake: Path) -> None:
+    whole, part = Run(fake).trace, Following(fake, 7).look().trace
+    last = range(STEPS - 6, STEPS + 1)
+    assert {(step.rank, step.index) for step in part.steps} == {(rank, index) for rank in (0, 1) for index in last}
+    assert part.steps == tuple(step for step in whole.steps if step.index in last)
+    kept = [c for c in whole.collectives if c.step in last]
+    assert kept
+    assert [(c.rank, c.step, c.name, c.submit_ns, c.done_ns) for c in part.collectives] == [
+        (c.rank, c.step, c.name, c.submit_ns, c.done_ns) for c in kept
+    ]
+    assert [rank.transports for rank in part.ranks] == [rank.transports for rank in whole.ranks]
+
+
+def test_a_window_gives_the_numbers_of_its_steps(fake: Path) -> None:
+    run = Following(fake, 12).look()
+    late = run.findings.late_ns
+    assert late[1] == pytest.approx(4e6, rel=0.01)  # rank 1 begins its forward 4 ms later
+    assert late.get(0, 0.0) == 0
+    assert run.findings.waiting_ns == pytest.approx({0: 4e6, 1: 0.0}, rel=0.01)
+
+
+def test_a_rank_that_is_behind_ends_the_window_of_all(fake: Path) -> None:
+    path = fake / "ranks" / "1.train.ring"
+    _, slots = ring_reader.read_slots(path)
+    behind = int(np.flatnonzero(slots["step"] > STEPS - 3)[0])
+    raw = bytearray(path.read_bytes())
+    TAKEN.pack_into(raw, TAKEN_AT, behind)
+    path.write_bytes(bytes(raw))
+    found = about_steps(Following(fake, 5).look())
+    assert {index for rank, index in found if rank == 1} == set(range(STEPS - 7, STEPS - 2))
+    assert {index for rank, index in found if rank == 0} == set(range(STEPS - 7, STEPS + 1))
+
+
+def test_a_window_has_fewer_steps_where_they_hold_too_many_events(fake: Path) -> None:
+    steps = [s for r in (0, 1) for s in ring_reader.read_slots(fake / "ranks" / f"{r}.train.ring")[1]["step"].tolist()]
+    part = Part(fake, 500, most_events=len(steps) // 3)
+    part.look()
+    found = ring_reader.load(fake, part.ring)
+    assert 2 <= len({step.index for step in found.steps}) < STEPS / 2
+    assert max(step.index for step in found.steps) == STEPS
+
+
+def test_what_is_kept_of_a_window_does_not_grow_with_the_run(tmp_path: Path) -> None:
+    folder = FakeRun(tmp_path, transports=("stock",)).write()
+    rings = sorted((folder / "ranks").glob("*.ring"))
+    grows, part, kept = Growing(folder), Part(folder, 6), []
+    for share in (0.4, 0.6, 0.8, 1.0):
+        grows.show(share)
+        part.look()
+        kept.append(sum(len(part.ring(path).events) for path in rings))
+    whole = sum(len(ring_reader.read_ring(path).events) for path in rings)
+    assert max(kept) <= whole * 8 / STEPS  # six steps, the open one, and samples of modules in some
+
+
+def test_of_a_long_ring_only_the_end_is_read(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "FIRST_EVENTS", 8)
+    monkeypatch.setattr(report, "LAST_EVENTS", 100)
+    indices: dict[int, set[int]] = {0: set(), 1: set()}
+    for rank, index in about_steps(Following(fake).look()):
+        indices[rank].add(index)
+    assert indices[0] == indices[1] == set(range(min(indices[0]), STEPS + 1))
+    assert len(indices[0]) < STEPS / 2
+    whole = {(c.rank, c.step, c.key) for c in Run(fake).trace.collectives if c.step in indices[0]}
+    assert {(c.rank, c.step, c.key) for c in Following(fake).look().trace.collectives if c.step} >= whole
+
+
+def test_a_slot_that_is_filled_late_is_read_then(tmp_path: Path) -> None:
+    path = tmp_path / "ranks" / "0.train.ring"
+    ring = RingWriter(path, capacity=8)
+    for step in (0, 1):
+        ring.put(10 + step, "STEP_BEGIN", step)
+        ring.put(20 + step, "STEP_END", step)
+    late = ring.events[1]
+    ring.events[1] = bytes(64)
+    ring.close(orderly=False)
+    part = Part(tmp_path)
+    assert part.look()
+    assert len(part.ring(path).events) == 3
+    assert part.ring(path).dropped == 1
+    ring.events[1] = late
+    ring.close(orderly=False)
+    assert part.look()
+    assert len(part.ring(path).events) == 4
+    assert part.ring(path).dropped == 0
+    assert not part.look()
+
+
+# What is shown.
+
+
+def test_a_frame_fits_80_columns_and_has_no_colour_in_a_pipe(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = frame_of(fake, capsys)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "\x1b" not in shown
+    run = Run(fake)
+    words = " ".join(shown.split())
+    assert "Run fake: ended, 2 ranks, 2 hosts, fake net" in words
+    assert f"Step {STEPS}" in words
+    assert f"steps 1 to {STEPS}" in words
+    assert f"Verdict: {run.verdict.code}:" in words
+    assert "the link is 2.00 Gbit/s" in words
+    for arm in run.trace.arms:
+        assert arm in words
+
+
+@pytest.mark.parametrize("no_colour", [True, False])
+def test_a_frame_honours_no_color_on_a_terminal(fake: Path, monkeypatch: pytest.MonkeyPatch, no_colour: bool) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_colour:
+        monkeypatch.setenv("NO_COLOR", "1")
+    run, out = Run(fake), io.StringIO()
+    Console(file=out, force_terminal=True, width=80).print(
+        text.frame(run.findings, run.verdict, (), ["in progress", "a line"], 0)
+    )
+    assert bool(re.search(r"\x1b\[[0-9;]*3[0-9]", out.getvalue())) is not no_colour
+
+
+def test_interfaces_are_shown_beside_their_rated_speed(tmp_path: Path) -> None:
+    rated = {"stock": {"interface": "eth1", "link_bps": 25 * 10**9}}
+    run = Run(FakeRun(tmp_path, run={"network": None}, about=rated).write())
+    base = run.findings.base
+    assert base == "stock"
+    cores = Cores({"idle": 0.25, "iowait": 0.0}, "cpu0", 0.9, 0.0)
+    uses = (
+        Use("eth1", "tx", 5e9, 20e9, 1.0, 1.0),
+        Use("eth1", "rx", 4e9, None, 1.0, 1.0),
+        Use("lo", "tx", 1e9, 2e9, 1.0, 1.0),
+    )
+    other = HostUse(1, "host1", Arm("ofi"), 1.0, 1.0, 50.0, uses[:1])
+    out = io.StringIO()
+    Console(file=out, width=80).print(
+        text.frame(
+            run.findings, run.verdict, (HostUse(0, "host0", base, 1.0, 1.0, 50.0, uses, cores), other), ["on"], 0
+        )
+    )
+    rows = [line.split() for line in out.getvalue().splitlines()]
+    assert ["host0", "eth1", "20.00", "~4.00", "25.0", "Gbit/s", "75", "%", "90", "%", "-"] in rows
+    assert ["host0", "lo", "2.00", "-", "not", "known"] in rows
+    assert not any(row[:1] == ["host1"] for row in rows)
+
+
+def test_the_parts_of_a_step_add_up_and_exposed_is_transfer_and_waiting(fake: Path) -> None:
+    for parts in Run(fake).findings.parts.values():
+        found = text.step_parts(parts)
+        assert sum(found.values()) == pytest.approx(parts.step_ns)
+        assert found["transfer"] + found["waiting"] == pytest.approx(parts.exposed_ns + parts.wait_ns)
+        assert min(found.values()) >= 0
+
+
+def test_too_few_steps_say_how_many_more_are_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = FakeRun(tmp_path, transports=("stock",), blocks=1, block_steps=4).write()
+    run = Run(folder)
+    assert run.verdict.code == "INCONCLUSIVE"
+    assert run.verdict.more == STEPS_MIN - 3  # the first step of a block does not count
+    line = frame_of(folder, capsys, "--line")
+    assert line.startswith(f"step 4: no verdict yet, {STEPS_MIN - 3} more steps (about ")
+    assert line.count("\n") == 1
+
+
+def test_a_verdict_that_needs_more_steps_than_the_window_names_the_window(fake: Path) -> None:
+    findings = Run(fake).findings
+    have = sum(time.steps + time.blocks for time in findings.times.values())
+    undecided = Verdict("INCONCLUSIVE", "", "", more=100)
+    assert f"in a window of {have + 100} steps" in text.missing_words(findings, undecided, have)
+    for window in (0, have + 100):
+        assert "window" not in text.missing_words(findings, undecided, window)
+    assert text.missing_words(findings, Verdict("NOT_NETWORK", "", ""), 1) == ""
+    assert text.missing_words(findings, Verdict("INCONCLUSIVE", "", "Measure it."), 1) == "Measure it."
+
+
+def test_a_missing_folder_and_one_without_a_run_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["top", str(tmp_path / "none"), "--once"]) == 1
+    assert "none: no such folder" in capsys.readouterr().err
+    assert cli.main(["top", str(tmp_path), "--once"]) == 1
+    error = capsys.readouterr().err
+    assert "no run.json" in error
+    assert error.count("\n") == 1
+
+
+def test_a_run_without_a_record_or_a_step_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = FakeRun(tmp_path, blocks=1, meta={"finished": False, "hostname": "elsewhere"})
+    made.write()
+    Growing(tmp_path).show(0.0)
+    assert "no step is recorded yet" in frame_of(tmp_path, capsys)
+    for path in (tmp_path / "ranks").iterdir():
+        path.unlink()
+    assert cli.main(["top", str(tmp_path), "--once"]) == 1
+    assert "no rank has left a record" in capsys.readouterr().err
+
+
+def test_missing_and_failed_ranks_are_named(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (fake / "ranks").glob("1.*"):
+        path.unlink()
+    path = fake / "ranks" / "0.meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"finished": False, "error": "out of memory"}))
+    shown = " ".join(frame_of(fake, capsys).split())
+    assert "! no record of rank 1 in this folder" in shown
+    assert "! rank 0 failed: out of memory" in shown
+
+
+def test_a_full_ring_is_named(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = fake / "ranks" / "0.train.ring"
+    raw = bytearray(path.read_bytes())
+    TAKEN.pack_into(raw, TAKEN_AT, (1 << 16) + 5)
+    path.write_bytes(bytes(raw))
+    assert "a ring file is full" in frame_of(fake, capsys)
+
+
+def test_a_damaged_ring_is_named_and_the_other_ranks_are_shown(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (fake / "ranks" / "1.train.ring").write_bytes(b"what is this")
+    shown = "".join(frame_of(fake, capsys).split())  # a long path is cut at the end of a line
+    assert "1.train.ring:notaringfile" in shown
+    assert f"Step{STEPS}" in shown
+
+
+@pytest.mark.parametrize("bad", [["--refresh", "0"], ["--window", "-1"], ["--export", "mlflow"]])
+def test_bad_arguments_are_refused(fake: Path, bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["top", str(fake), *bad])
+    assert ended.value.code == 2
+    assert bad[0] in capsys.readouterr().err
+
+
+# The alarm.
+
+
+def looked(code: str, last: int) -> SimpleNamespace:
+    return SimpleNamespace(trace=SimpleNamespace(steps=[SimpleNamespace(index=last)]), verdict=Verdict(code, "", ""))
+
+
+def changes(*looks: tuple[str, int]) -> list[Change | None]:
+    following = Following("nowhere")
+    return [following.judge(looked(*look)) for look in looks]
+
+
+def test_a_cause_has_changed_when_two_looks_in_a_row_agree() -> None:
+    link, late = "LINK_LIMITED", "STRAGGLER"
+    found = changes((link, 10), (late, 20), (link, 30), (late, 40), (late, 50), (late, 60))
+    assert found == [None, None, None, None, Change(link, late, 40), None]
+    assert str(found[4]) == "the cause has changed: LINK_LIMITED -> STRAGGLER, since step 40 or shortly before"
+
+
+def test_the_first_verdict_an_inconclusive_one_and_old_steps_change_no_cause() -> None:
+    assert changes(("INCONCLUSIVE", 5), ("LINK_LIMITED", 10), ("LINK_LIMITED", 20)) == [None] * 3
+    assert changes(("LINK_LIMITED", 10), ("INCONCLUSIVE", 20), ("INCONCLUSIVE", 30)) == [None] * 3
+    assert changes(("LINK_LIMITED", 1), ("STRAGGLER", 2), ("INCONCLUSIVE", 3), ("STRAGGLER", 4)) == [None] * 4
+    assert changes(("LINK_LIMITED", 10), ("STRAGGLER", 20), ("STRAGGLER", 20)) == [None] * 3
+
+
+def test_a_change_is_shown_and_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first half of the run short operations are limited by latency; then rank 1 begins late."""
+    before = FakeRun(tmp_path / "before", transports=("stock",), blocks=12, transfer_ms={"stock": (1, 1)}).write()
+    after = FakeRun(tmp_path / "after", transports=("stock",), blocks=12, late_ms={1: 300}).write()
+    codes = [Run(before).verdict.code, Run(after).verdict.code]
+    assert codes == ["LATENCY_LIMITED", "STRAGGLER"]
+    whole = {
+        rank: np.concatenate([_moved(half, rank, place) for place, half in enumerate((before, after))])
+        for rank in (0, 1)
+    }
+    following, said = Following(before, 20), []
+    for count in (32, 52, 72, 92, 112, 132):
+        for rank, events in whole.items():
+            _rewrite(before / "ranks" / f"{rank}.train.ring", events[events["step"] <= count])
+        said.append(following.judge(following.look()))
+    change = Change(codes[0], codes[1], 92)
+    assert said == [None, None, None, None, change, None]
+    monkeypatch.setattr(report.Following, "judge", lambda self, run: setattr(self, "changed", change))
+    assert str(change) in " ".join(frame_of(before, capsys, "--export", f"prometheus={tmp_path / 'run.prom'}").split())
+    sample = f'netbottleneck_cause_change_step{{run="fake",code="{codes[1]}",before="{codes[0]}"}} {float(change.step)}'
+    assert sample in (tmp_path / "run.prom").read_text().splitlines()
+
+
+def _moved(folder: Path, rank: int, place: int) -> np.ndarray:
+    """Events of a run of 72 steps, moved behind `place` others."""
+    events = ring_reader.read_slots(folder / "ranks" / f"{rank}.train.ring")[1].copy()
+    events["step"] += 72 * place
+    events["time_ns"] += 60 * 10**9 * place
+    for kind, name, by in (
+        ("STEP_BEGIN", "a", 12),
+        ("OP_SUBMIT", "a", 72),
+        ("OP_START", "a", 72),
+        ("OP_DONE", "a", 72),
+    ):
+        events[name][events["kind"] == ring_reader.EVENTS[kind]] += by * place
+    return events
+
+
+def _rewrite(path: Path, events: np.ndarray) -> None:
+    head = bytearray(path.read_bytes()[: ring_reader.RING_HEADER_BYTES])
+    TAKEN.pack_into(head, TAKEN_AT, len(events))
+    path.write_bytes(bytes(head) + events.tobytes())
+
+
+# Real runs.
+
+TRAINING = """
+import logging, pathlib, sys
+import torch
+import torch.distributed as dist
+import netbottleneck
+
+until, most = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(most):
+    optimizer.zero_grad()
+    model(torch.ones(4, 64)).sum().backward()
+    optimizer.step()
+    if step == 40:
+        print("on the way", flush=True)
+    if step % 20 == 0:
+        flag = torch.tensor(float(until.exists()))
+        dist.broadcast(flag, 0)
+        if flag:
+            break
+print("trained", flush=True)
+"""
+
+
+def started(ranks: Ranks, folder: Path, until: Path, **variables: str):
+    values = {"NETBOTTLENECK": "1", "NETBOTTLENECK_DIR": str(folder), "NETBOTTLENECK_START_STEP": "0", **variables}
+    job = ranks.start(2, TRAINING, [str(until), "1000000"], values)
+    job.wait_for_line(0, "on the way")
+    return job
+
+
+def wait_for(true, limit_s: float = RANKS_LIMIT_S) -> None:
+    deadline = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def read_all(terminal: int) -> str:
+    """Return what is written to a terminal until its other end is closed."""
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO: it is closed
+        while more := os.read(terminal, 1 << 12):
+            shown += more
+    os.close(terminal)
+    return shown.decode()
+
+
+def command(folder: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "netbottleneck", "top", str(folder), *options]
+
+
+def test_top_follows_a_run_to_its_end_from_another_process(warm_ranks: Ranks, tmp_path: Path) -> None:
+    folder, until = tmp_path / "run", tmp_path / "end"
+    job = started(warm_ranks, folder, until)
+    wait_for((folder / "run.json").exists)
+    with subprocess.Popen(
+        command(folder, "--line", "--refresh", "0.05"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as top:
+        assert top.stdout is not None
+        seen: list[int] = []
+        for line in top.stdout:
+            found = re.match(r"step (\d+): ", line)
+            if found:
+                seen.append(int(found[1]))
+            if len(set(seen)) >= 3:
+                until.touch()
+        assert top.wait(RANKS_LIMIT_S) == 0
+    job.wait()
+    assert len(set(seen)) >= 3
+    assert seen == sorted(seen)
+    assert seen[-1] == max(step.index for step in Run(folder).trace.steps)
+
+
+def test_on_a_terminal_the_frame_of_a_run_that_ended_stays(fake: Path) -> None:
+    other, own = pty.openpty()
+    with subprocess.Popen(command(fake), stdout=own, stderr=own, stdin=subprocess.DEVNULL) as top:
+        os.close(own)
+        shown = read_all(other)
+        assert top.wait(RANKS_LIMIT_S) == 0
+    before, leave, after = shown.rpartition("\x1b[?1049l")  # the alternate screen ends
+    assert leave
+    for screen in (before, after):
+        assert "Verdict: " in screen
+
+
+def test_a_killed_run_is_shown_as_killed(warm_ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    job = started(warm_ranks, folder, tmp_path / "never")
+    wait_for((folder / "run.json").exists)
+    for rank in (0, 1):
+        job.kill(rank, signal.SIGKILL)
+    job.wait(check=False)
+    shown = " ".join(frame_of(folder, capsys).split())
+    assert "stopped, 2 ranks" in shown
+    for rank in (0, 1):
+        assert f"! rank {rank} was killed: its process" in shown
+    assert "part of the step" in shown
+
+
+def test_rank_0_logs_its_progress_and_trains_on(warm_ranks: Ranks, tmp_path: Path) -> None:
+    folder, until = tmp_path / "run", tmp_path / "end"
+    variables = {"NETBOTTLENECK_PROGRESS_S": "0.1", "NETBOTTLENECK_LOG_LEVEL": "info"}
+    job = started(warm_ranks, folder, until, **variables)
+    errors = job.folder / "0.err"
+    wait_for(lambda: re.search(r"INFO: step \d+: .*compute \d+ %", errors.read_text()))
+    until.touch()
+    results = job.wait()
+    assert all("trained" in result.stdout for result in results)
+    assert "\x1b" not in results[0].stderr
+    assert "\r" not in results[0].stderr
+    assert "INFO: step" not in results[1].stderr
+
+
+# The progress of rank 0.
+
+
+def followers(pid: int = os.getpid()) -> set[int]:
+    """The processes that show the progress of a rank."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if f"--of={pid}".encode() in path.read_bytes().split(b"\0"):
+                found.add(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_the_line_of_a_terminal_is_replaced_within_its_width_and_cleared(
+    fake: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, own = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "")
+    import fcntl
+    import termios
+
+    fcntl.ioctl(own, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    with os.fdopen(own, "w", encoding="utf-8") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        progress = sessions.Progress(fake, 0.01)
+        shown = b""
+        while b"\r" not in shown.lstrip(b"\r"):
+            shown += os.read(other, 1 << 12)
+        progress.close()
+        monkeypatch.undo()
+    whole = shown.decode() + read_all(other)
+    pieces = [piece for piece in whole.split("\r") if piece]
+    assert pieces[0].startswith(f"step {STEPS}: ")
+    assert max(map(len, pieces)) <= 79
+    assert "\n" not in whole
+    assert "\x1b" not in whole
+    assert pieces[-1].strip() == ""
+    assert len(pieces[-1]) == len(pieces[0])
+    wait_for(lambda: not followers())
+
+
+def test_a_change_of_the_cause_is_a_warning_in_the_log(fake: Path, caplog: pytest.LogCaptureFixture) -> None:
+    progress = sessions.Progress(fake, 1000.0)
+    with caplog.at_level("INFO", "netbottleneck"):
+        for number in range(sessions.LOG_EVERY + 1):
+            progress._say({"line": f"line {number}", "alarm": "it has changed" if number == 1 else ""}, number)
+    progress.close()
+    assert [(one.levelname, one.message) for one in caplog.records] == [
+        ("INFO", "line 0"),
+        ("WARNING", "it has changed"),
+        ("INFO", f"line {sessions.LOG_EVERY}"),
+    ]
+
+
+@pytest.mark.parametrize("python", ["/bin/false", "/nowhere/python", "/bin/echo"])
+def test_a_process_that_fails_ends_only_the_display(
+    fake: Path, python: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", python)
+    with caplog.at_level("INFO", "netbottleneck"):
+        progress = sessions.Progress(fake, 0.01)
+        progress._thread.join(RANKS_LIMIT_S)
+        assert not progress._thread.is_alive()
+        progress.close()
+    (record,) = caplog.records
+    assert "the progress of the run is" in record.message
+
+
+def test_a_rank_that_may_start_no_thread_shows_nothing(
+    fake: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    sessions.Progress(fake, 0.01).close()
+    assert [one.message for one in caplog.records] == ["the progress of the run is not shown: can't start new thread"]
+
+
+def test_the_process_prints_json_on_idle_cores_until_its_input_closes(fake: Path) -> None:
+    with subprocess.Popen(
+        command(fake, "--refresh", "0.01", f"--of={os.getpid()}"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        said = json.loads(process.stdout.readline())
+        assert said["line"].startswith(f"step {STEPS}: ")
+        assert said["alarm"] == ""
+        assert said["processor_s"] > 0
+        assert os.sched_getscheduler(process.pid) == os.SCHED_IDLE
+        process.stdin.close()
+        assert process.wait(RANKS_LIMIT_S) == 0
+        assert process.stdout.read() == b""  # nothing new was recorded
+
+
+def test_the_process_ends_with_its_rank(fake: Path) -> None:
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom netbottleneck.runtime.session import Progress\n"
+        "Progress(Path(sys.argv[1]), 0.01)\nwhile True:\n    time.sleep(1)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(fake)]) as rank:
+        wait_for(lambda: followers(rank.pid))
+        rank.kill()
+    wait_for(lambda: not followers(rank.pid))
+
+
+def test_without_a_period_there_is_no_thread_and_no_process(plain_ranks: Ranks) -> None:
+    """A session of one rank; with the default period the thread exists, and ends with the session."""
+    code = """
+import sys, threading
+from netbottleneck import config
+from netbottleneck.runtime import session
+names = lambda: [thread.name for thread in threading.enumerate()]
+for period, there in ((0, False), (10, True)):
+    given = {"transports": "null", "directory": f"run{period}", "progress_s": period}
+    opened = session.open_session(config.settings(given))
+    assert ("netbottleneck-progress" in names()) is there, names()
+    opened.close()
+    assert "netbottleneck-progress" not in names()
+"""
+    plain_ranks(1, code)

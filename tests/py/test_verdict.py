@@ -78,9 +78,9 @@ def test_a_saving_near_the_limit_has_the_steps_after_which_its_interval_leaves_i
     facts = verdict.Facts(numbers, numbers.base, verdict.Predicted(), ())
     limit = GAIN_MIN * facts.step_ns
     steps = sum(time.steps + time.blocks for time in numbers.times.values())
-    asked = facts.more_steps(Estimate(2 * limit, 0.0, 4 * limit))  # twice as wide as it may be: 4 x the steps
-    assert asked["more"] == 3 * steps
-    assert f"Measure {3 * steps} more steps" in asked["needs"]
+    needed = facts.more_steps(Estimate(2 * limit, 0.0, 4 * limit))  # twice as wide as it may be: 4 x the steps
+    assert needed["more"] == 3 * steps
+    assert f"Measure {3 * steps} more steps" in needed["needs"]
     for saving in (Estimate(limit, 0.0, 2 * limit), Estimate(2 * limit, -math.inf, math.inf)):
         assert "more" not in facts.more_steps(saving)
 

@@ -543,7 +543,7 @@ def step_parts(parts: Parts) -> dict[str, float]:
 
 
 def duration(seconds: float) -> str:
-    """A time in words: 45 s, 12 min, 3.5 h."""
+    """A time as text: 45 s, 12 min, 3.5 h."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
@@ -572,8 +572,8 @@ def progress(findings: Findings, verdict: Verdict, window: int) -> str:
     shares = sorted(step_parts(parts).items(), key=lambda part: -part[1])
     split = ", ".join(f"{name} {100 * ns / max(parts.step_ns, 1):.0f} %" for name, ns in shares)
     missing = missing_text(findings, verdict, window)
-    said = f"no verdict yet, {missing[:1].lower()}{missing[1:]}" if missing else verdict.code
-    return f"step {last}: {said}; {findings.base} {ms(parts.step_ns)}: {split}"
+    state = f"no verdict yet, {missing[:1].lower()}{missing[1:]}" if missing else verdict.code
+    return f"step {last}: {state}; {findings.base} {ms(parts.step_ns)}: {split}"
 
 
 def verdict_line(verdict: Verdict) -> str:
@@ -601,8 +601,8 @@ def _head_lines(trace: Trace, state: Sequence[str]) -> list[str]:
 
 def _arm_words(arm: Arm, info: TransportInfo | None) -> str:
     known = [] if info is None else [info.provider, info.streams_used and streams(info.streams_used)]
-    words = ", ".join(str(part) for part in known if part) if arm not in PSEUDO else ""
-    return f"{arm} ({words})" if words else arm
+    details = ", ".join(str(part) for part in known if part) if arm not in PSEUDO else ""
+    return f"{arm} ({details})" if details else arm
 
 
 def _parts_table(findings: Findings) -> tuple[str, Table]:

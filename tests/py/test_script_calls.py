@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
+from netbottleneck import _core
 from netbottleneck.analysis.intervals import split_steps
 from netbottleneck.hooks import collectives
 from netbottleneck.hooks.measured_model import Updates
 from netbottleneck.report import Run
+from netbottleneck.trace import ring_reader
 from netbottleneck.trace.model import Trace
 
 # Two ranks with a DDP model. `body` runs once a step, after the forward pass; what it returns is compared.
@@ -413,6 +416,28 @@ def test_a_process_group_in_python_that_inherits_its_methods_fails_as_without_us
     assert messages[0] == messages[1]
     assert errors == []
     assert len(recorder.rows) == 1
+
+
+class _Work:
+    """An operation that was done at once."""
+
+    def times(self) -> tuple[int, int, int, int, int]:
+        return (10, 11, 12, 13, 14)
+
+
+def test_an_operation_that_is_done_before_its_submission_is_recorded_keeps_its_times(tmp_path: Path) -> None:
+    path = tmp_path / "ring"
+    recorder = _core.Recorder(str(path), 16, 0)
+    watched = collectives.Collectives(recorder, lambda error: pytest.fail(str(error)))
+    watched._job = SimpleNamespace(process_sets={})  # type: ignore[assignment]
+    work = _Work()
+    watched.submitted(work, "metric", (_core.ALLREDUCE, (0, 20), _core.FLOAT32, 0))
+    watched.completed([work])
+    recorder.close()
+    events = ring_reader.read_ring(path).events
+    names = ("OP_SUBMIT", "OP_AGREED", "OP_START", "OP_FIRST_BYTE", "OP_DONE")
+    kinds = [_core.EVENTS[name] for name in names]
+    assert [(event["time_ns"], event["kind"]) for event in events] == list(zip(range(10, 15), kinds, strict=True))
 
 
 class _Unnamed(dist.ProcessGroup):

@@ -196,7 +196,8 @@ class Collectives:
         self._rounds[key] += 1
         ranks = self._job.process_sets[group].ranks if group in self._job.process_sets else ()
         code = kind | dtype << 8 | PHASES.index(self._phase()) << 16
-        self._recorder.put(_SUBMIT, key, turn, _sized(memory), 0, len(ranks or ()) << 32, code)
+        # The work's own time: it may be done by now, and the record is read in the order of the times.
+        self._recorder.put_at(work.times()[0], _SUBMIT, key, turn, _sized(memory), 0, len(ranks or ()) << 32, code)
         if len(self._submitted) >= _SUBMITTED_MAX:
             self._submitted.clear()
         self._submitted[work] = _Sent(key, turn)

@@ -23,8 +23,9 @@ from conftest import RANKS_LIMIT_S, Ranks
 from rich.console import Console
 
 from netbottleneck import cli, report
+from netbottleneck.analysis.thresholds import STEPS_MIN
 from netbottleneck.analysis.usage import Cores, HostUse, Use
-from netbottleneck.analysis.verdict import STEPS_MIN, Verdict
+from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report import Change, Following, Part, Run, text
 from netbottleneck.runtime import session as sessions
 from netbottleneck.trace import ring_reader

@@ -11,23 +11,10 @@ from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any
 
+from netbottleneck.analysis import thresholds as limits
 from netbottleneck.analysis.arrivals import BY_OPERATIONS
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.findings import Findings
-from netbottleneck.analysis.thresholds import (
-    CLOCK_SHARE,
-    CORES_BUSY,
-    GAIN_MIN,
-    INPUT_SHARE,
-    LATENCY_SHARE,
-    LINK_UTILISATION,
-    NETWORK_SHARE_MIN,
-    OPTIMIZER_SHARE,
-    OTHER_TRAFFIC,
-    PROBE_RATIO,
-    SMALL_BYTES,
-    STEPS_MIN,
-)
 from netbottleneck.analysis.usage import HostUse, Unseen, unseen
 from netbottleneck.trace.model import NOT_RECORDED, NOT_TIMED, TransportInfo
 from netbottleneck.trace.transports import NULL, STOCK, Arm
@@ -154,7 +141,7 @@ def handicap_sentence(findings: Findings) -> str | None:
 
 def wins(pair: Paired) -> bool:
     """True if the other arm is faster: its interval excludes zero and its gain is at least GAIN_MIN."""
-    return pair.enough and pair.gain.low > 0 and pair.gain.value >= GAIN_MIN
+    return pair.enough and pair.gain.low > 0 and pair.gain.value >= limits.GAIN_MIN
 
 
 def best_gain(findings: Findings) -> Paired | None:
@@ -167,7 +154,7 @@ def best_gain(findings: Findings) -> Paired | None:
 def stock_is_as_good(findings: Findings) -> bool:
     """True if other arms were compared with enough pairs, and surely none gains GAIN_MIN or more."""
     tried = [p for p in findings.comparisons if p.enough]
-    return bool(tried) and not findings.handicapped and all(p.gain.high < GAIN_MIN for p in tried)
+    return bool(tried) and not findings.handicapped and all(p.gain.high < limits.GAIN_MIN for p in tried)
 
 
 def _keep(findings: Findings) -> str:
@@ -213,13 +200,13 @@ def _no_communication(f: Findings) -> Verdict | None:
 def _too_little(f: Findings) -> Verdict | None:
     assert f.base is not None
     steps = f.times[f.base].steps
-    if steps >= STEPS_MIN:
+    if steps >= limits.STEPS_MIN:
         return None
     return Verdict(
         "INCONCLUSIVE",
-        f"{steps} steps were counted; a verdict needs at least {STEPS_MIN}.",
-        f"Measure {STEPS_MIN - steps} more steps or more (NETBOTTLENECK_END_STEP).",
-        more=STEPS_MIN - steps,
+        f"{steps} steps were counted; a verdict needs at least {limits.STEPS_MIN}.",
+        f"Measure {limits.STEPS_MIN - steps} more steps or more (NETBOTTLENECK_END_STEP).",
+        more=limits.STEPS_MIN - steps,
     )
 
 
@@ -273,10 +260,10 @@ class Facts:
         parts, rate = self.f.parts[self.base], self.f.achieved.get(self.base)
         transfer_ns = 8e9 * parts.tensor_bytes / rate.active_bps if rate is not None else 0.0
         aligned = any(rank.clock.method == BY_OPERATIONS for rank in self.f.trace.ranks)
-        if not aligned and self.f.clock_error_ns * parts.operations > CLOCK_SHARE * transfer_ns > 0:
+        if not aligned and self.f.clock_error_ns * parts.operations > limits.CLOCK_SHARE * transfer_ns > 0:
             return clock_text(self.f)
         more = self.unseen
-        if more is not None and more.surely >= OTHER_TRAFFIC:
+        if more is not None and more.surely >= limits.OTHER_TRAFFIC:
             return f"unseen: {percent(more.part)} of {more.interface}'s bytes are of no recorded operation"
         return self.not_recorded
 
@@ -287,14 +274,14 @@ class Facts:
 
     def evidence(self, cause: str, code: str, **fields: object) -> RuleResult:
         """Return the result of a rule, with the limits of this run."""
-        return RuleResult(cause, code, limit_ns=GAIN_MIN * self.step_ns, step_ns=self.step_ns, **fields)  # type: ignore[arg-type]
+        return RuleResult(cause, code, limit_ns=limits.GAIN_MIN * self.step_ns, step_ns=self.step_ns, **fields)  # type: ignore[arg-type]
 
     def more_steps(self, saving: Estimate) -> dict[str, Any]:
         """`needs` and `more` of a rule: the steps after which the interval of a saving leaves out the limit.
 
         The interval's width falls as 1/sqrt(n).
         """
-        reach = saving.value - GAIN_MIN * self.step_ns
+        reach = saving.value - limits.GAIN_MIN * self.step_ns
         if not 0 < reach < saving.value - saving.low < math.inf:
             return {"needs": MORE_STEPS}
         steps = sum(time.steps + time.blocks for time in self.f.times.values())
@@ -322,7 +309,7 @@ def clock_text(f: Findings) -> str:
 def _steps_to_decide(f: Findings, pair: Paired) -> int:
     """Number of further steps, of all arms, that decide a comparison."""
     cycle = sum(round(time.steps / max(time.blocks, 1)) + 1 for time in f.times.values())
-    return pair.more_pairs(GAIN_MIN) * cycle
+    return pair.more_pairs(limits.GAIN_MIN) * cycle
 
 
 def _more_steps(f: Findings, pair: Paired) -> str:
@@ -348,7 +335,7 @@ def transport(facts: Facts) -> RuleResult:
     return facts.evidence(
         "transport",
         "TRANSPORT_LIMITED",
-        applies=withheld is None and gain.value >= GAIN_MIN,
+        applies=withheld is None and gain.value >= limits.GAIN_MIN,
         saving=Estimate(-saved.value, -saved.high, -saved.low),
         rests=f"{f.label}: {pair.pairs} pairs of blocks" if withheld is None else withheld,
         why=f"{f.label.capitalize()}: {pair.other} makes the step {ms(-saved.value)} shorter "
@@ -373,7 +360,7 @@ def _probe(facts: Facts) -> RuleResult:
     return facts.evidence(
         "transport",
         "TRANSPORT_LIMITED",
-        applies=rate >= PROBE_RATIO * did.active_bps and handicap_sentence(f) is None,
+        applies=rate >= limits.PROBE_RATIO * did.active_bps and handicap_sentence(f) is None,
         saving=saving,
         rests=f"predicted from the probe of {streams(count)}",
         why=f"The {base} path moved data at {gbit(did.active_bps)}; a probe with {streams(count)} reached "
@@ -405,7 +392,7 @@ def link(facts: Facts) -> RuleResult:
     return facts.evidence(
         "link",
         "LINK_LIMITED",
-        applies=used >= LINK_UTILISATION,
+        applies=used >= limits.LINK_UTILISATION,
         saving=saving,
         rests=f"{percent(used)} of the {what}; {'predicted' if 'link' in predicted else 'exposed x utilisation'}",
         why=f"In transfer {gbit(did.active_bps)} of {gbit(limit)}, {percent(used)} of the {what}; "
@@ -423,7 +410,7 @@ def latency(facts: Facts) -> RuleResult:
     share, rests = f.latency_share, "least squares over the sizes"
     each = parts.tensor_bytes / max(parts.operations, 1)
     limit = f.link_bps or (f.achievable.best[1] if f.achievable else None)
-    if share is None and did is not None and limit and each <= SMALL_BYTES:
+    if share is None and did is not None and limit and each <= limits.SMALL_BYTES:
         share, rests = max(0.0, 1 - did.active_bps / limit), f"operations of {nbytes(each)}, far below the link's rate"
     fitted = facts.predicted.savings_ns.get("latency")
     if share is None and fitted is not None and facts.moving.value > 0:
@@ -435,7 +422,7 @@ def latency(facts: Facts) -> RuleResult:
     return facts.evidence(
         "latency",
         "LATENCY_LIMITED",
-        applies=share > LATENCY_SHARE,
+        applies=share > limits.LATENCY_SHARE,
         saving=saving,
         rests=f"{rests}; {how}",
         why=f"{percent(share)} of transfer time does not depend on size ({rests}): {parts.operations:.0f} operations "
@@ -480,7 +467,7 @@ def host(facts: Facts) -> RuleResult:
             "travel than without."
         )
     idle = f.parts_ns["moving"]
-    if busy >= CORES_BUSY:
+    if busy >= limits.CORES_BUSY:
         # If the cores are busy for a part b of the step, they are so for at least 1 - (1 - b) / e of a part e of it.
         least = max(0.0, 1 - (1 - min(busy, 1.0)) * step / idle.value) if idle.value > 0 else 0.0
         saving = Estimate(
@@ -514,7 +501,7 @@ def _with_arm(f: Findings, arm: Arm) -> str:
 
 def _unsure_clocks(facts: Facts, saving: Estimate) -> str:
     """Why a wait between ranks may not be judged; "" if it may, or is too short to count."""
-    small = saving.value <= GAIN_MIN * facts.step_ns or saving.value >= facts.f.clock_error_ns
+    small = saving.value <= limits.GAIN_MIN * facts.step_ns or saving.value >= facts.f.clock_error_ns
     return "" if small else clock_text(facts.f)
 
 
@@ -577,7 +564,7 @@ def before_forward(facts: Facts) -> RuleResult:
     return facts.evidence(
         "input",
         "INPUT_LIMITED",
-        applies=saving.value >= INPUT_SHARE * facts.step_ns,
+        applies=saving.value >= limits.INPUT_SHARE * facts.step_ns,
         saving=saving,
         rests=f"{f.label}: {percent(saving.value / facts.step_ns)} of the step",
         why=f"{ms(saving.value)} of {ms(facts.step_ns)} pass before the forward "
@@ -594,7 +581,7 @@ def optimizer(facts: Facts) -> RuleResult:
     return facts.evidence(
         "optimizer",
         "OPTIMIZER_LIMITED",
-        applies=saving.value >= OPTIMIZER_SHARE * facts.step_ns,
+        applies=saving.value >= limits.OPTIMIZER_SHARE * facts.step_ns,
         saving=saving,
         rests=f"{facts.f.label}: {percent(saving.value / facts.step_ns)} of the step",
         why=f"The optimizer takes {ms(saving.value)} of {ms(facts.step_ns)} ({percent(saving.low / facts.step_ns)} to "
@@ -656,7 +643,7 @@ def other_traffic(facts: Facts) -> RuleResult:
     return facts.evidence(
         "other traffic",
         "OTHER_TRAFFIC",
-        applies=surely >= OTHER_TRAFFIC,
+        applies=surely >= limits.OTHER_TRAFFIC,
         saving=saving,
         rests=f"unseen: {nbytes(round(more.bytes))}, {percent(part)} of {interface}'s bytes",
         why=f"{percent(part)} of the bytes on {interface} of {name or 'a host'} during the steps belong to no recorded "
@@ -707,19 +694,19 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
     if doubt is not None:
         assert doubt.saving is not None
         why = f"{doubt.cause[0].upper()}{doubt.cause[1:]} may cost {facts.share(doubt.saving)}"
-        why += f", but the interval includes {percent(GAIN_MIN)} ({doubt.rests})."
+        why += f", but the interval includes {percent(limits.GAIN_MIN)} ({doubt.rests})."
         return Verdict("INCONCLUSIVE", why, doubt.needs, evidence, doubt.more)
-    if share.high < NETWORK_SHARE_MIN and unknown:
+    if share.high < limits.NETWORK_SHARE_MIN and unknown:
         return Verdict(
             "INCONCLUSIVE",
             f"The recorded communication is {lost}. {unknown}",
             "Measure the other model in a separate run: netbottleneck.attach.",
             evidence,
         )
-    if share.high < NETWORK_SHARE_MIN:
+    if share.high < limits.NETWORK_SHARE_MIN:
         return Verdict(
             "NOT_NETWORK",
-            f"Exposed communication and waiting are {lost}, below {percent(NETWORK_SHARE_MIN)}.{_keep(f)}",
+            f"Exposed communication and waiting are {lost}, below {percent(limits.NETWORK_SHARE_MIN)}.{_keep(f)}",
             f"Do nothing about the network{_bound(f)}.",
             evidence,
         )
@@ -770,7 +757,7 @@ def decide(findings: Findings, predicted: Predicted | None = None, hosts: Sequen
             return verdict
     assert findings.base is not None
     predicted = predicted or Predicted()
-    if findings.script_ns > GAIN_MIN * findings.parts_ns["step"].value:
+    if findings.script_ns > limits.GAIN_MIN * findings.parts_ns["step"].value:
         # The engine predicts the gradients alone: formulas over all that is exposed count the script's own calls too.
         predicted = replace(predicted, savings_ns={k: v for k, v in predicted.savings_ns.items() if k == "buckets"})
     more = unseen(findings.trace, findings.base, hosts)

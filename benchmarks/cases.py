@@ -14,11 +14,11 @@ from table import Table
 
 from netbottleneck import config
 from netbottleneck.bench import Request, start
-from netbottleneck.bench.results import Results
+from netbottleneck.bench.values import Results
 from netbottleneck.bench.worker import busy_ns
 from netbottleneck.errors import Error
-from netbottleneck.hooks.horovod_common import env
 from netbottleneck.lab import LabError
+from netbottleneck.runtime.horovod_common import env
 
 PEERS = str(Path(__file__).with_name("peers"))
 SHM = "NETBOTTLENECK_SHM"

@@ -89,8 +89,8 @@ def main() -> int:
     for cell in cells:
         print("\n".join(lines(cell)))
     bars = [bar for name in MODELS for bar in judged(name, cells)]
-    for holds, words in bars:
-        print(f"{'pass' if holds else 'FAIL'}  {words}")
+    for holds, text in bars:
+        print(f"{'pass' if holds else 'FAIL'}  {text}")
     return 0 if all(holds for holds, _ in bars) else 1
 
 

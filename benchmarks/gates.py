@@ -92,8 +92,8 @@ def t4(run: Run) -> Iterator[Figure]:
     bars = {MB: 2.0, 16 * MB: 2.0, 64 * MB: 4.0, 256 * MB: 4.0}
 
     def judge(table: Table, size: int) -> list[Figure]:
-        def figure(ours: str, peers: tuple[str, ...], bar: float, words: str) -> Figure:
-            return against(table, size, ours, peers, bar, label=f"{megabytes(size)} {words}")
+        def figure(ours: str, peers: tuple[str, ...], bar: float, text: str) -> Figure:
+            return against(table, size, ours, peers, bar, label=f"{megabytes(size)} {text}")
 
         return [
             figure("tcp", ("mpi-shm",), bars[size], "against Open MPI's shared memory"),

@@ -174,13 +174,13 @@ def _end(job: Job, starts: Sequence[tuple[Sequence[str], Mapping[str, str]]]) ->
 def _wait(job: Job, processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Wait for all processes, at most until the deadline or until the job makes no progress."""
     deadline = time.monotonic() + job.limit_s
-    known, heard = -1, time.monotonic()
+    known, changed = -1, time.monotonic()
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         if job.news is not None:
             now = sum(path.stat().st_size for path in job.news.iterdir())
             if now != known:
-                known, heard = now, time.monotonic()
-            elif time.monotonic() - heard > job.quiet_s:
+                known, changed = now, time.monotonic()
+            elif time.monotonic() - changed > job.quiet_s:
                 return
         time.sleep(0.05)
 

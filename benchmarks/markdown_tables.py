@@ -39,8 +39,8 @@ def gates(found: Mapping[str, Any]) -> Iterator[str]:
     yield "| --- | --- | --- | --- | --- |"
     for name, figures in found["gates"].items():
         for figure in sorted(figures, key=lambda each: ORDER.index(each["verdict"])):
-            words = f"{figure['name']} ({figure['note']})" if figure["note"] else figure["name"]
-            yield f"| {name} | {figure['verdict']} | {value(figure)} | {figure['bar']:g} | {words} |"
+            label = f"{figure['name']} ({figure['note']})" if figure["note"] else figure["name"]
+            yield f"| {name} | {figure['verdict']} | {value(figure)} | {figure['bar']:g} | {label} |"
 
 
 def scale(found: Mapping[str, Any]) -> Iterator[str]:
@@ -50,8 +50,8 @@ def scale(found: Mapping[str, Any]) -> Iterator[str]:
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for row in found["rows"]:
         opened, used = (row[name] / 1e6 for name in ("memory_open_bytes", "memory_used_bytes"))
-        words = [row["ranks"], row["lanes"], row["transport"], f"{row['setup_s']:.2f} s", row["connections"]]
-        yield f"| {' | '.join(map(str, [*words, f'{opened:.1f} MB', f'{used:.1f} MB']))} |"
+        cells = [row["ranks"], row["lanes"], row["transport"], f"{row['setup_s']:.2f} s", row["connections"]]
+        yield f"| {' | '.join(map(str, [*cells, f'{opened:.1f} MB', f'{used:.1f} MB']))} |"
     for each in found.get("predicted", []):
         times = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in each["predicted_s"].items())
         yield f"\nPredicted (a model, not measured) for {each['ranks']} ranks, {each['bytes']} bytes: {times}."

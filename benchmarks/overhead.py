@@ -137,9 +137,9 @@ def rendezvous() -> Generator[Variables, None, None]:
         def variables(rank: int) -> dict[str, str]:
             numbers = {"RANK": rank, "SIZE": RANKS, "LOCAL_RANK": rank, "LOCAL_SIZE": RANKS}
             numbers |= {"CROSS_RANK": 0, "CROSS_SIZE": 1, "GLOO_RENDEZVOUS_PORT": port}
-            words = {"HOSTNAME": "localhost", "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "GLOO_IFACE": "lo"}
-            words |= {"GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}
-            return {f"HOROVOD_{name}": str(value) for name, value in (numbers | words).items()}
+            texts = {"HOSTNAME": "localhost", "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "GLOO_IFACE": "lo"}
+            texts |= {"GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}
+            return {f"HOROVOD_{name}": str(value) for name, value in (numbers | texts).items()}
 
         yield variables
     finally:
@@ -179,12 +179,12 @@ def hook_figures(count: int, say: Say) -> list[Figure]:
     for name, values in shown.items():
         say(row(f"added a gradient: {name}", values, 1e-3, "µs"))
     figures = []
-    for name, words in {"ours": "our Horovod API", "measured": "the same, stamped"}.items():
+    for name, path in {"ours": "our Horovod API", "measured": "the same, stamped"}.items():
         mine = found[name]
         for other, bar in {"empty": 1 / 2.5, "ddp": 2.0}.items():
-            title = f"added a gradient by {other} over {words}"
+            title = f"added a gradient by {other} over {path}"
             figures.append(Figure(title, bar, ratio(mine, {other: found[other]}), count))
-        title = f"added a gradient by horovod over {words}"
+        title = f"added a gradient by horovod over {path}"
         if theirs is None:
             figures.append(Figure(title, 5.0, reason=why))
         else:

@@ -32,7 +32,7 @@ CELLS, MANY_RANKS, AT_MANY, BYTES_OFF, LONGEST_S = 24, 8, 6, 0.01, 2400.0
 class Bar:
     """A bar: the result as text, and whether the bar holds."""
 
-    words: str
+    text: str
     holds: bool
 
 
@@ -128,7 +128,7 @@ def main() -> int:
     print(f"within the fit's interval: {len(inside)} of {len(found.forecast_errors)}")
     judged = bars(folder, cells, found)
     for bar in judged:
-        print(f"{'pass' if bar.holds else 'FAIL'}  {bar.words}")
+        print(f"{'pass' if bar.holds else 'FAIL'}  {bar.text}")
     return 0 if all(bar.holds for bar in judged) else 1
 
 

@@ -104,8 +104,8 @@ def connections() -> int:
     count = 0
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
-            words = line.split()
-            count += words[3] == ESTABLISHED and f"socket:[{words[9]}]" in own
+            fields = line.split()
+            count += fields[3] == ESTABLISHED and f"socket:[{fields[9]}]" in own
     return count
 
 

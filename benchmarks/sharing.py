@@ -91,9 +91,9 @@ def _shared_rounds(run: Run) -> list[Shared]:
         for _ in range(run.rounds or ROUNDS):
             found.append(_shared_round(lab))
             last = found[-1]
-            words = f"ours {last.ours_bps / 1e6:.0f} beside {last.beside_ours_bps / 1e6:.0f} Mbit/s"
-            words += f", iperf3 in our place {last.iperf_bps / 1e6:.0f} beside {last.beside_iperf_bps / 1e6:.0f}"
-            run.say(f"# neighbour: {words}; back after {last.back_s:.2f} s, longest pause {last.pause_s:.2f} s")
+            rates = f"ours {last.ours_bps / 1e6:.0f} beside {last.beside_ours_bps / 1e6:.0f} Mbit/s"
+            rates += f", iperf3 in our place {last.iperf_bps / 1e6:.0f} beside {last.beside_iperf_bps / 1e6:.0f}"
+            run.say(f"# neighbour: {rates}; back after {last.back_s:.2f} s, longest pause {last.pause_s:.2f} s")
     return found
 
 
@@ -149,10 +149,10 @@ def _in_our_place(lab: Lab, beside_ours_bps: float) -> tuple[float, float, float
 
     Returns iperf3's rate, as the mean of both directions, then the neighbour's rate beside us and beside iperf3.
     """
-    lead, words = 2.0, ["-P", str(STREAMS), "--bidir", "-i", "0.5", "-J"]
+    lead, options = 2.0, ["-P", str(STREAMS), "--bidir", "-i", "0.5", "-J"]
     with serving(lab, 5302) as target:
         began_ns = time.monotonic_ns()
-        client = lab.popen(0, [*target, *words, "-t", str(round(lead) + SHARED_S + 2)], **PIPES)
+        client = lab.popen(0, [*target, *options, "-t", str(round(lead) + SHARED_S + 2)], **PIPES)
         time.sleep(lead)
         came_ns, went_ns, beside = _visit(lab)
         report, _ = client.communicate(timeout=LIMIT_S)
@@ -200,14 +200,14 @@ def steady(
 ) -> Generator[list[subprocess.Popen[str]], None, None]:
     """Start ranks that all-reduce for `seconds`; the first all-reduce is complete when this yields."""
     script = [sys.executable, str(Path(__file__).with_name("steady.py"))]
-    words = [*script, transport, str(streams), str(nbytes), str(seconds)]
+    command = [*script, transport, str(streams), str(nbytes), str(seconds)]
     ranks: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryDirectory(prefix="netbottleneck-steady-") as folder:
         try:
             for rank in range(lab.size):
                 names = {"NETBOTTLENECK_RANK": str(rank), "NETBOTTLENECK_SIZE": str(lab.size)}
                 names |= {"NETBOTTLENECK_RENDEZVOUS": folder, "OMP_NUM_THREADS": "1"}
-                ranks.append(lab.popen(rank, words, {**os.environ, **names}, **PIPES))
+                ranks.append(lab.popen(rank, command, {**os.environ, **names}, **PIPES))
             first = ranks[0].stdout
             if first is None or first.readline() != "moving\n":
                 ranks[0].kill()
@@ -225,8 +225,8 @@ def finish(rank: subprocess.Popen[str]) -> dict[str, Any]:
     try:
         result: dict[str, Any] = json.loads(text.strip().splitlines()[-1])
     except (ValueError, IndexError):
-        words = errors.strip().splitlines()[-1:] or [f"exit code {rank.returncode}"]
-        return {"done_ns": [], "wrong": 0, "error": words[0], "info": {}}
+        lines = errors.strip().splitlines()[-1:] or [f"exit code {rank.returncode}"]
+        return {"done_ns": [], "wrong": 0, "error": lines[0], "info": {}}
     return result
 
 
@@ -259,6 +259,6 @@ def _continued(
     end_ns = down_ns + int((DOWN_FOR_S - LAST_S) * 1e9)
     going = rate(after, end_ns, end_ns + int(LAST_S * 1e9))
     pause = max((b - a for a, b in zip([down_ns, *after], after, strict=False)), default=0) / 1e9
-    words = f"{going / 1e6:.0f} of {(spec.link_bps or 0) / 1e6:.0f} Mbit/s at the end, longest pause {pause:.1f} s"
-    say(f"# {label}: {words} {error}".rstrip())
-    return Figure(label, 1.0, certain(float(going > 0 and not error)), 1, words, broken=error, event=True)
+    note = f"{going / 1e6:.0f} of {(spec.link_bps or 0) / 1e6:.0f} Mbit/s at the end, longest pause {pause:.1f} s"
+    say(f"# {label}: {note} {error}".rstrip())
+    return Figure(label, 1.0, certain(float(going > 0 and not error)), 1, note, broken=error, event=True)

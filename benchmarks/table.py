@@ -75,17 +75,17 @@ class Table:
 
     def values(self, size: int, what: str, series: Mapping[str, Sequence[float]]) -> str:
         """Return the values that a ratio compares: medians as busbw or µs, or means of busy seconds per 10^9 bytes."""
-        words = []
+        parts = []
         for name, rounds in series.items():
             middle = statistics.median(rounds)
             if what != "time_s":
-                words.append(f"{name} {sum(rounds) / len(rounds) / size * 1e9:.2f} s/GB")
+                parts.append(f"{name} {sum(rounds) / len(rounds) / size * 1e9:.2f} s/GB")
             elif size < 10**5:
-                words.append(f"{name} {1e6 * middle:.0f} µs")
+                parts.append(f"{name} {1e6 * middle:.0f} µs")
             else:
                 moved = 2 * (self._ranks - 1) / self._ranks * size
-                words.append(f"{name} {8e-9 * moved / middle:.2f} Gbit/s")
-        return ", ".join(words)
+                parts.append(f"{name} {8e-9 * moved / middle:.2f} Gbit/s")
+        return ", ".join(parts)
 
 
 def path_name(row: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ from gates import GATES
 from judge import Figure, certain, worst
 
 from netbottleneck.bench import bench
-from netbottleneck.bench.request import DTYPES
+from netbottleneck.bench.values import DTYPES
 from netbottleneck.config import size as parse_size
 from netbottleneck.errors import Error
 

@@ -43,7 +43,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONUNBUFFERED", None)
 # Otherwise every process that a test starts compiles the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# Python loads its sitecustomize.py in every process that a test starts; what for is told there.
+# Python loads its sitecustomize.py in every process that a test starts; the file says why.
 SITE = str(TESTS / "py" / "site")
 os.environ["PYTHONPATH"] = os.pathsep.join([SITE, *filter(None, [os.environ.get("PYTHONPATH")])])
 # All ranks of a test are on one host. Tests use the network between them, unless a test says otherwise.
@@ -260,14 +260,14 @@ class Ranks:
             processes.append(self._process(rank, [*command, *args], values, folder))
         return job
 
-    def _process(self, rank: int, words: Sequence[str], environ: Mapping[str, str], folder: Path) -> Process:
+    def _process(self, rank: int, arguments: Sequence[str], environ: Mapping[str, str], folder: Path) -> Process:
         out, err = folder / f"{rank}.out", folder / f"{rank}.err"
         with out.open("wb") as printed, err.open("wb") as errors:
             server = self.warm.of(rank, environ) if self.warm is not None else None
             if server is not None:
-                return server.start(words, environ, folder, out, err)
+                return server.start(arguments, environ, folder, out, err)
             return subprocess.Popen(
-                [sys.executable, *words],
+                [sys.executable, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=errors,

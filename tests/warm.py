@@ -87,7 +87,7 @@ class Warm:
         return self._told.pop(0)
 
     def start(self, command: Sequence[str], environ: Mapping[str, str], cwd: Path, out: Path, err: Path) -> WarmProcess:
-        """Fork a process that runs `script words…` or `-m module words…`; out and err are files that exist."""
+        """Fork a process that runs `script ARGUMENT…` or `-m module ARGUMENT…`; out and err are files that exist."""
         if not self._ready:
             threads = self._answer()["threads"]
             if threads != 1:

@@ -37,7 +37,7 @@ def send(**message: Any) -> None:
 
 
 def become(request: dict[str, Any]) -> None:
-    """Turn this forked process into the one that was asked for, up to its first line of Python."""
+    """Turn this forked process into the requested one, up to its first line of Python."""
     os.setsid()
     CONTROL.close()
     for name, flags, descriptor in (

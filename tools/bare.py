@@ -78,9 +78,9 @@ def files(packages: set[str]) -> set[Path]:
     return found
 
 
-def mount(*words: str | Path) -> None:
+def mount(*arguments: str | Path) -> None:
     """Call mount; exit with its error text on failure."""
-    ended = subprocess.run(["mount", *words], check=False, stderr=subprocess.PIPE, text=True)
+    ended = subprocess.run(["mount", *arguments], check=False, stderr=subprocess.PIPE, text=True)
     if ended.returncode != 0:
         fail(f"no overlay can be mounted here: {ended.stderr.strip()}")
 

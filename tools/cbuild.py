@@ -168,9 +168,9 @@ def compile_all(sources: Iterable[Path], folder: Path, argv: Sequence[str], *, j
 
 def nvcc() -> str | None:
     """Return CUDA's compiler, or None. NVCC alone decides where set; empty: none."""
-    asked = os.environ.get("NVCC")
-    return shutil.which("nvcc" if asked is None else asked) or (
-        shutil.which("/usr/local/cuda/bin/nvcc") if asked is None else None
+    requested = os.environ.get("NVCC")
+    return shutil.which("nvcc" if requested is None else requested) or (
+        shutil.which("/usr/local/cuda/bin/nvcc") if requested is None else None
     )
 
 
@@ -184,8 +184,8 @@ def cuda_image(folder: Path = ROOT / "build" / "cuda") -> Path:
     code = b""
     compiler = nvcc()
     if compiler is not None:
-        asked = subprocess.run([compiler, "--list-gpu-code"], capture_output=True, text=True, check=False)
-        gpus = [gpu for gpu in GPUS if f"sm_{gpu}" in asked.stdout.split()]
+        listed = subprocess.run([compiler, "--list-gpu-code"], capture_output=True, text=True, check=False)
+        gpus = [gpu for gpu in GPUS if f"sm_{gpu}" in listed.stdout.split()]
         flags = [f"-gencode=arch=compute_{gpu},code=sm_{gpu}" for gpu in gpus]
         flags += [f"-gencode=arch=compute_{gpu},code=compute_{gpu}" for gpu in gpus[:1]]
         # The results are those of the same C without fused multiplication and addition.

@@ -68,7 +68,7 @@ PYTHON_ROOMS: dict[str, set[str]] = {
     "torch": {"config", "trace", "whatif", "launch", "runtime"},
     "hooks": {"config", "trace", "whatif", "report", "launch", "runtime", "torch"},
     "callbacks": {"hooks"},
-    "bench": {"config", "trace", "analysis", "whatif", "lab", "launch", "runtime"},
+    "bench": {"config", "trace", "analysis", "lab", "launch", "runtime"},
     "study": {"*"},
     "__init__": {"*"},
     "cli": {"*"},

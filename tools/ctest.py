@@ -186,12 +186,12 @@ def end_group(process: subprocess.Popen[str]) -> None:
 
 
 def run(
-    name: str, binary: Path, flavour: str, words: Sequence[str] = (), env: Mapping[str, str] | None = None
+    name: str, binary: Path, flavour: str, arguments: Sequence[str] = (), env: Mapping[str, str] | None = None
 ) -> Result:
     """Run one program in its own process group, with a time limit, and return its result."""
     began = time.monotonic()
     limit_s = SEEDS_LIMIT_S if "TEST_SEEDS" in os.environ else LIMIT_S
-    argv = [*launcher(flavour), str(binary), *words]
+    argv = [*launcher(flavour), str(binary), *arguments]
     # Output goes to a file: with a pipe, a grandchild that holds it open could block this process.
     log = binary.with_name(f"{name}.log")
     with log.open("w", encoding="utf-8") as sink:
@@ -269,8 +269,8 @@ def main() -> int:
         if isinstance(binary, str):
             results = [Result(program.stem, "FAIL", "does not build", binary, 0.0)]
         else:
-            words = APART.get(program.stem, ())
-            results = [run(f"{program.stem}_{word}", binary, options.flavour, [word]) for word in words]
+            cases = APART.get(program.stem, ())
+            results = [run(f"{program.stem}_{case}", binary, options.flavour, [case]) for case in cases]
             results = results or [run(program.stem, binary, options.flavour)]
             if program.stem in OVER_LIBFABRIC and cbuild.libfabric_include() is not None:
                 results.append(run_newer(binary, options.flavour))

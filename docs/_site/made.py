@@ -22,15 +22,15 @@ ROOT = Path(__file__).resolve().parents[2]
 MARK = re.compile(r"^<!-- made: (\w+) ?(.*?) -->$", re.MULTILINE)
 
 
-def help_of(words: list[str]) -> str:
+def help_of(command: list[str]) -> str:
     """Return the --help text of a command."""
     from netbottleneck import cli
 
-    said = io.StringIO()
+    output = io.StringIO()
     place = {"COLUMNS": "90", "NO_COLOR": "1"}
-    with mock.patch.dict(os.environ, place), contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
-        cli.main([*words, "--help"])
-    return said.getvalue().strip()
+    with mock.patch.dict(os.environ, place), contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
+        cli.main([*command, "--help"])
+    return output.getvalue().strip()
 
 
 def commands() -> Iterator[str]:
@@ -61,14 +61,13 @@ def kind(value: Any) -> str:
 
 
 def limits() -> Iterator[str]:
-    """Yield a table of the limits in the rules of the verdict."""
-    import netbottleneck
+    """Yield a table of the verdict's thresholds."""
+    from netbottleneck.analysis import thresholds
 
-    rules = sys.modules[netbottleneck.Verdict.__module__]
-    source = Path(str(rules.__file__)).read_text(encoding="utf-8")
+    source = Path(str(thresholds.__file__)).read_text(encoding="utf-8")
     yield "| limit | value | meaning |\n| --- | --- | --- |"
-    for text, name in re.findall(r"^# (.+)\n([A-Z_]+) = [\d.]+$", source, re.MULTILINE):
-        yield f"| `{name}` | {getattr(rules, name):g} | {text.rstrip('.')} |"
+    for text, name in re.findall(r"^# (.+)\n([A-Z_]+) = [\d._]+$", source, re.MULTILINE):
+        yield f"| `{name}` | {getattr(thresholds, name):g} | {text.rstrip('.')} |"
 
 
 def scenario(name: str) -> Iterator[str]:

@@ -56,10 +56,10 @@ def origin(found: Row, sitting: Row | None = None) -> Iterator[str]:
     yield ""
 
 
-def sitting_of(name: str, words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def sitting_of(name: str, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a file and its sitting of this name."""
     found = load(name)
-    wanted = " ".join(words)
+    wanted = " ".join(names)
     return found, next(each for each in found["sittings"] if each["name"] == wanted)
 
 
@@ -84,13 +84,13 @@ def judged(rows: Iterable[Row]) -> Iterator[str]:
 
 def _paths(row: Row) -> Iterator[str]:
     if "paths" in row:
-        words = ", ".join(f"{each['path']} {each['value']} {each['unit']}" for each in row["paths"])
-        yield f" ({words})"
+        paths = ", ".join(f"{each['path']} {each['value']} {each['unit']}" for each in row["paths"])
+        yield f" ({paths})"
 
 
-def gates(*words: str) -> Iterator[str]:
+def gates(*names: str) -> Iterator[str]:
     """Yield one sitting of the gates: origin and table."""
-    found, sitting = sitting_of("gates", words)
+    found, sitting = sitting_of("gates", names)
     yield from origin(found, sitting)
     if "counts" in sitting:
         yield "Counts: " + ", ".join(f"{number} {name}" for name, number in sitting["counts"].items()) + ".\n"
@@ -98,9 +98,9 @@ def gates(*words: str) -> Iterator[str]:
         yield from judged(sitting["rows"])
 
 
-def gates_plot(*words: str) -> Iterator[str]:
+def gates_plot(*names: str) -> Iterator[str]:
     """Yield a plot of one sitting: value, interval and bar of each figure, on a logarithmic scale."""
-    _, sitting = sitting_of("gates", words)
+    _, sitting = sitting_of("gates", names)
     yield from forest([row for row in sitting["rows"] if row["gate"] not in ("T8", "T10")])
 
 
@@ -119,9 +119,9 @@ def forest(rows: Sequence[Row]) -> Iterator[str]:
     parts += [_text(x(tick), height - 8, f"{tick:g}", "middle") for tick in ticks]
     for number, row in enumerate(rows):
         y = 18 + pitch * number
-        words = f"{row['gate']} {row['situation']}"
+        label = f"{row['gate']} {row['situation']}"
         parts += [
-            _text(left - 8, y + 4, words if len(words) < 78 else words[:76] + "…", "end"),
+            _text(left - 8, y + 4, label if len(label) < 78 else label[:76] + "…", "end"),
             f'<line x1="{x(row["low"]):.1f}" y1="{y}" x2="{x(row["high"]):.1f}" y2="{y}" stroke="currentColor"/>',
             f'<line x1="{x(row["bar"]):.1f}" y1="{y - 6}" x2="{x(row["bar"]):.1f}" y2="{y + 6}" stroke="#c62828"'
             ' stroke-width="2"/>',
@@ -130,9 +130,9 @@ def forest(rows: Sequence[Row]) -> Iterator[str]:
     yield from svg(width, height, parts)
 
 
-def _text(x: float, y: float, words: str, anchor: str) -> str:
+def _text(x: float, y: float, text: str, anchor: str) -> str:
     place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
-    return f'<text {place} font-size="11" fill="currentColor">{escape(words)}</text>'
+    return f'<text {place} font-size="11" fill="currentColor">{escape(text)}</text>'
 
 
 def svg(width: int, height: int, parts: Iterable[str]) -> Iterator[str]:
@@ -148,8 +148,8 @@ def peers() -> Iterator[str]:
     sizes = list(dict.fromkeys(row["size_mb"] for row in found["rows"]))
     cells: dict[str, list[str]] = {}
     for row in found["rows"]:
-        words = f"{row['value']} ({row['low']} to {row['high']}); {row['cpu_s_per_gb']}"
-        cells.setdefault(row["path"], []).append(words)
+        cell = f"{row['value']} ({row['low']} to {row['high']}); {row['cpu_s_per_gb']}"
+        cells.setdefault(row["path"], []).append(cell)
     yield from origin(found)
     yield "Each cell: busbw in Gbit/s, median of 4 rounds (p10 to p90); CPU time in s for 10^9 bytes.\n"
     yield from table(("path", *(f"{size} MB" for size in sizes)), ((path, *row) for path, row in cells.items()))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-from netbottleneck.trace.transports import ASKED, AUTO, BARE, STOCK, Arm, arm_of
+from netbottleneck.trace.transports import AUTO, BARE, SELECTABLE, STOCK, Arm, arm_of
 
 ALGORITHMS = ("auto", "ring", "recursive_doubling", "halving_doubling", "two_level")
 LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
@@ -174,7 +174,7 @@ def cpus(text: str) -> tuple[int, ...]:
 BOOLEAN = Kind(boolean, "0 or 1")
 TEXT = Kind(str, "text")
 BYTES = Kind(size, "bytes, such as 65536, 256Ki, 1M or 64Mi (M is 10^6, Mi is 2^20)")
-TRANSPORT_LIST = Kind(transports, f"auto, one of {', '.join(ASKED)}, or a list of these without repetition")
+TRANSPORT_LIST = Kind(transports, f"auto, one of {', '.join(SELECTABLE)}, or a list of these without repetition")
 ALGORITHM = Kind(algorithm, f"one of {', '.join(ALGORITHMS)}")
 SHARING = Kind(sharing, "auto, 0 or 1")
 STREAMS = Kind(streams, "auto, or a number from 1 to 64")

@@ -101,7 +101,7 @@ struct flow_node {
     bool may_fail;
     int failed;              // flows that could not be sent
     struct nb_error failure; // of the last
-    int left_last;           // what the last one said
+    int left_last;           // argument of the last call
     bool may_lose;
     uint64_t landing[FLOWS_MAX * 2]; // the ops in the order in which they finished
     void (*on_consume)(struct flow_side *side, uint32_t first, uint32_t count);

@@ -1,7 +1,7 @@
 // A libfabric inside this process, which stands in nb_ofi_lib_open's place (linked with --wrap): one provider with the
 // rules of EFA and verbs that no provider of IP networks has. Memory is registered before it is used, bound to its endpoint
 // and enabled; the provider draws the keys; completion data have 4 bytes. It breaks the test that breaks one of these
-// rules. Writes overtake each other and messages, completions come late, calls fail when they are told to.
+// rules. Writes overtake each other and messages, completions come late, calls fail on request.
 #ifndef NB_TESTS_OFI_DOUBLE_H
 #define NB_TESTS_OFI_DOUBLE_H
 
@@ -100,7 +100,7 @@ struct double_event {
 
 struct double_state {
     pthread_mutex_t lock;
-    bool on; // else the library that is asked for
+    bool on; // else the requested library
     uint64_t random;
     int delay_max;
     bool deaf;         // no message is taken

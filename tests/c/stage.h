@@ -34,7 +34,7 @@ static inline void run_case(void (*run)(struct test_rank *me), int round, int st
     (void)run_case_of(3, "tcp", run, round, streams, timeout_ms);
 }
 
-// Waits until the job has said that lanes were lost and what became of their segments.
+// Waits until the job has logged that lanes were lost and what became of their segments.
 static inline void heard_of_lanes(struct test_rank *me, int peer) {
     struct timespec pause = {.tv_nsec = 10 * 1000 * 1000};
     int64_t until = nb_now_ns() + (int64_t)TEST_LIMIT_MS * 1000000;

@@ -48,7 +48,7 @@ int close_once(int fd) {
 }
 #endif
 
-// A socket that was said to be readable may have nothing after all: recv, in libc's place, says so now and then.
+// A socket that poll reported as readable may have no data: recv, in libc's place, fails with EAGAIN or EINTR now and then.
 static _Atomic int vain_reads;
 
 ssize_t recv_in_vain(int fd, void *data, size_t bytes, int flags) __asm__("recv");

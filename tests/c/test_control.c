@@ -33,7 +33,7 @@ static void inject(int fd, const struct raw *raw) {
     CHECK(n == (ssize_t)(sizeof header + raw->body), "%s: %m", raw->what);
 }
 
-// One rank's message to the other; both must hear that it was impossible, and whose it was.
+// One rank's message to the other; both must report that it was invalid, and from which rank.
 static void broken(struct test_rank *me, int victim) {
     const struct raw *raw = me->arg;
     struct nb_error err = {0};
@@ -332,7 +332,7 @@ static void batch_run(struct test_rank *me, int from) {
     }
 }
 
-// Bytes that are allocated now. A sanitizer's allocator is asked by its own call, as glibc's heap is not in use there.
+// Bytes that are allocated now. A sanitizer's allocator has a call of its own for this, as glibc's heap is not in use there.
 static size_t in_use(void) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
     return __sanitizer_get_current_allocated_bytes();

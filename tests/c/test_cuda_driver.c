@@ -1,4 +1,4 @@
-// CUDA driver library: what a machine without one is told.
+// CUDA driver library: the error on a machine without one.
 #include <stdbool.h>
 #include <stdio.h>
 #include <string.h>

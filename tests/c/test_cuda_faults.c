@@ -33,8 +33,8 @@ static const struct nb_op sum_of_floats = {.kind = NB_OP_ALLREDUCE, .dtype = NB_
 
 struct failing {
     const char *symbol;
-    const char *said;  // of the failure
-    bool at_first_use; // of the device
+    const char *message; // of the failure
+    bool at_first_use;   // of the device
     bool own_fence;
 };
 
@@ -72,9 +72,9 @@ static void run_failing(struct test_rank *me) {
     }
     int rc = test_try(me, flight.op, &err);
     for (int again = 0; again < 2; again++) {
-        snprintf(text, sizeof text, "rank 1: CUDA: %s: CUDA_ERROR_OUT_OF_MEMORY 2 (out of memory)", failing->said);
-        CHECK(rc == -ENOMEM || (rc == 0 && again == 0 && me->rank == 0), "rank %d, %s: %d %s", me->rank, failing->said,
-              rc, err.text);
+        snprintf(text, sizeof text, "rank 1: CUDA: %s: CUDA_ERROR_OUT_OF_MEMORY 2 (out of memory)", failing->message);
+        CHECK(rc == -ENOMEM || (rc == 0 && again == 0 && me->rank == 0), "rank %d, %s: %d %s", me->rank,
+              failing->message, rc, err.text);
         CHECK(rc == 0 || (strcmp(err.text, text) == 0 && err.peer == 1), "rank %d: %s of rank %d, not: %s", me->rank,
               err.text, err.peer, text);
         err = (struct nb_error){0};
@@ -97,7 +97,7 @@ static int test_failed_calls(const char *network) {
     return 0;
 }
 
-// One rank alone has nobody to tell.
+// A job of one rank: no other rank learns of the failure.
 static void run_failing_alone(struct test_rank *me) {
     struct gpu gpu;
     struct flight flight;
@@ -266,8 +266,8 @@ static void run_unpinned(struct test_rank *me) {
              "staging memory cannot be pinned, so copies of device 0 block (CUDA: cuMemHostRegister of %d bytes on "
              "device 0: CUDA_ERROR_OUT_OF_MEMORY 2 (out of memory))",
              CHUNK * CHUNKS);
-    int said = notices_of(me, text);
-    CHECK(said == (me->rank == 0), "rank %d said it %d times", me->rank, said);
+    int notices = notices_of(me, text);
+    CHECK(notices == (me->rank == 0), "rank %d logged it %d times", me->rank, notices);
     test_barrier(me, "looked");
     CHECK(fake->slow_copies() > 0, "the memory was pinned");
     gpu_close(&gpu);

@@ -129,7 +129,7 @@ static void test_comes_back(int kind, uint64_t seed) {
     end(world);
 }
 
-// What the interface is said to be does not matter while bytes come.
+// The reported state of the interface does not matter while bytes arrive.
 static void test_still_moves(int kind, uint64_t seed) {
     struct flow_world *world = begin(kind, seed);
     lane_down(1, true);

@@ -41,7 +41,7 @@ static void submit_after_leaving(struct test_rank *me, int leaver) {
         pthread_barrier_wait(&stage->meet);
         return;
     }
-    pthread_barrier_wait(&stage->meet); // it has said so
+    pthread_barrier_wait(&stage->meet); // the leaver has announced it
     turn(me);
     pthread_barrier_wait(&stage->meet); // rank 0 has passed it on
     turn(me);
@@ -152,7 +152,7 @@ static void *wait_for(void *arg) {
     return NULL;
 }
 
-// Closed while operations wait and threads wait for them; asked again and released after that.
+// Closed while operations wait and threads wait for them; polled again and released after that.
 static void closed_with_pending(struct test_rank *me) {
     struct stage *stage = me->arg;
     struct nb_error err = {0};

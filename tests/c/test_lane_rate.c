@@ -13,7 +13,7 @@
 
 enum { LANES = 4, BLOCK = 4096, SEGMENT = 256 * 1024 };
 
-// A network that tells what each lane still has.
+// A network that reports the bytes that each lane still holds.
 static size_t held_by[LANES];
 static int queries;
 
@@ -23,7 +23,7 @@ static size_t held(const struct nb_lane *lane, int peer) {
     return held_by[lane->index];
 }
 
-static const struct nb_lane_ops ops = {.name = "told", .held = held};
+static const struct nb_lane_ops ops = {.name = "reporting", .held = held};
 static const struct nb_lane_ops silent = {.name = "silent"};
 
 struct world {

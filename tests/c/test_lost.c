@@ -375,7 +375,7 @@ static void test_long_report(int room) {
     end();
 }
 
-// A small flow is over here when it was sent. A report tells of it, then another lane that carried some of it is lost.
+// A small flow is over here when it was sent. The peer reports it, then another lane that carried some of it is lost.
 static void test_copy_reported_then_lost(void) {
     const struct nb_lane_ops ops = hand_ops(NB_LANE_STREAM);
     static struct side out;
@@ -424,7 +424,7 @@ static void test_copy_stands_in_during_a_report(void) {
     end();
 }
 
-// The report told of it before it was there.
+// The report names the flow before the flow was added.
 static void test_flow_added_during_a_report(void) {
     const struct nb_lane_ops ops = hand_ops(NB_LANE_STREAM);
     static struct side out;
@@ -440,7 +440,7 @@ static void test_flow_added_during_a_report(void) {
     end();
 }
 
-// A rank that stops: not before the peer has said that the last block is there, also where a lane is lost at that moment.
+// A rank stops only after the peer has confirmed the last block, also if a lane is lost at that moment.
 static void test_lane_lost_while_settling(void) {
     const struct nb_lane_ops ops = hand_ops(NB_LANE_STREAM);
     static struct side out;
@@ -476,7 +476,7 @@ static void say_credit(uint64_t op, uint32_t count) {
     nb_lanes_up.message(lanes, lanes->lane[0], PEER, &message, NB_WIRE_CREDITS_BYTES(1));
 }
 
-// Credit that is told again, after a lane was lost, for the newest operation there was, which is over: it is for nobody.
+// Credit that is sent again after a lane was lost, for the newest operation, which is complete: it is dropped.
 static void test_late_credit(void) {
     const struct nb_lane_ops ops = hand_ops(NB_LANE_RMA);
     static struct side out;
@@ -542,7 +542,7 @@ static void test_write_lost(void) {
     for (int i = 0; i < received_count; i++) {
         reported = reported || (received[i].type == NB_MESSAGE_LOST && received[i].first == 1 << 1);
     }
-    CHECK(reported, "the peer does not hear of it");
+    CHECK(reported, "the peer gets no report of it");
     nb_lanes_cancel(lanes, &in.flow);
     end();
 }

@@ -131,7 +131,7 @@ static void check_step(const struct nb_event *step, int64_t first_ms, int64_t se
 // A send whose waits are for the GPU, the peer and the wire, and a receive whose waits are for arrival, flush and GPU.
 static void waits_of_known_length(int version) {
     struct profiled nccl = opened(version);
-    CHECK(nccl.mask != 0, "no events asked for");
+    CHECK(nccl.mask != 0, "no events requested");
     hot = true;
     void *group = profiled_group(&nccl);
     void *task = profiled_all_reduce(&nccl, group, 7, 1000, 2, 99);
@@ -370,12 +370,12 @@ static void forked_child(int version) {
     CHECK(profiled_step(&nccl, op, 0) != NULL, "the parent has lost its operation");
 }
 
-// Loaded, and asked for nothing: NCCL reports nothing.
+// Loaded without a request for events: NCCL reports nothing.
 static void not_asked_for(int version) {
     struct profiled nccl = table_of(version);
     CHECK(unsetenv("NETBOTTLENECK_NCCL_EVENTS") == 0, "unsetenv");
     CHECK(profiled_init(&nccl, 1, NULL, 2, 0, log_nothing) == NCCL_SUCCESS, "init");
-    CHECK(nccl.mask == 0 && nccl.ctx == NULL, "events are asked for");
+    CHECK(nccl.mask == 0 && nccl.ctx == NULL, "events are requested");
     CHECK(profiled_all_reduce(&nccl, NULL, 0, 8, 1, 0) == NULL, "an event");
 }
 

@@ -145,7 +145,7 @@ static void message_case(const char *what, const unsigned char *session, int ind
     world_free(world);
 }
 
-// Rank 0 has sent several messages on lane 0, so what a rank 0 of the same session says first is said again.
+// Rank 0 has sent several messages on lane 0, so the first message of another rank 0 of the same session is a repetition.
 static void test_forged_and_replayed_messages(void) {
     struct nb_boot boots[2];
     boots_make(boots);

@@ -22,7 +22,7 @@ static bool taken_whole(const struct nb_job *job) {
     return taken == 0 || taken == OPERATIONS;
 }
 
-// A rank tells nothing of what it has submitted before it can tell all.
+// A rank announces its submissions only when it can announce all of them.
 void __wrap_nb_negotiation_flush(struct nb_job *job) {
     if (taken_whole(job)) {
         __real_nb_negotiation_flush(job);

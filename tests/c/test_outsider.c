@@ -14,7 +14,7 @@
 
 enum { RANKS = 2, LANES = 2, COUNT = 1 << 18, REFUSED = 2000, NOTICED_S = 90, SAME_SLOT = 16, SOCKETS = 4 };
 
-// What the outsider is told: where the lanes are. Anybody finds that by looking for open ports.
+// What the outsider knows: the addresses of the lanes, which a scan for open ports finds.
 struct places {
     struct wire_lane_address lane[RANKS][LANES];
 };

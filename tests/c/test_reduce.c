@@ -112,7 +112,7 @@ static void reduce_plainly(unsigned char *dst, const unsigned char *src, size_t 
     }
 }
 
-// Equal as numbers: any NaN is a NaN, and the sign of a zero counts only where it is asked for.
+// Equal as numbers: any NaN is a NaN, and the sign of a zero counts only if zero_sign is set.
 static bool same(const unsigned char *a, const unsigned char *b, int dtype, bool zero_sign) {
     if (memcmp(a, b, sizes[dtype]) == 0) {
         return true;

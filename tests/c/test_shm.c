@@ -93,7 +93,7 @@ static void not_described(struct test_rank *me) {
     nb_arena_close(&loose);
 }
 
-// What does not fit a limit, as a container may have one, is copied on its way, and the user is told so, once.
+// What does not fit a limit, as a container may have one, is copied on its way, and this is logged once.
 static void limited(struct test_rank *me) {
     enum { LIMIT = 64 << 20 };
     struct nb_op op = {.name = "large", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32};
@@ -173,7 +173,7 @@ static void without_meeting(void) {
 }
 
 // The first byte that is read wakes a writer that found too little room. Later bytes wake nobody.
-static void pipe_tells(void) {
+static void pipe_wakes_writer(void) {
     static struct nb_shm_pipe pipe;
     static char data[NB_SHM_PIPE_BYTES];
     bool writer_waits = true;
@@ -319,6 +319,6 @@ int main(void) {
     CHECK(test_job(&like) == 0, "a rank that leaves");
     where_it_is_off();
     without_meeting();
-    pipe_tells();
+    pipe_wakes_writer();
     return 0;
 }

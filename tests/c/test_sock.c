@@ -209,7 +209,7 @@ static void test_unpaced(const int fds[2]) {
     }
 }
 
-// One that is asked for stands, even on loopback; one that is not there is refused, and what there is is named.
+// A requested algorithm is used, even on loopback; an unknown one is refused with the list of those available.
 static void test_congestion(void) {
     char host[16];
     char has[16];
@@ -223,7 +223,7 @@ static void test_congestion(void) {
     int fd = nb_sock_connect(&addr, NULL, host, &err);
     CHECK(fd >= 0, "%s", err.text);
     congestion_of(fd, has);
-    CHECK(strcmp(has, host) == 0, "asked for %s, has %s", host, has);
+    CHECK(strcmp(has, host) == 0, "requested %s, has %s", host, has);
     CHECK(nb_sock_check_congestion("nosuch", &err) == -ENOENT, "%s", err.text);
     CHECK(strstr(err.text, "'nosuch'") != NULL && strstr(err.text, "this host allows: ") != NULL &&
               strstr(err.text, host) != NULL,

@@ -71,7 +71,7 @@ static void lock_seen(void *from) {
     if (driver.job == NULL || !atomic_load(&seen.counts) || atomic_load(&driver.job->inbox.filled)) {
         return;
     }
-    if (driver.lends && driver.job->progress.wanted) { // a caller has asked to drive: the thread sleeps here
+    if (driver.lends && driver.job->progress.wanted) { // a caller requested progress: the thread sleeps here
         driver.locks = INT_MAX;
     }
     if (driver.locks > 0) {

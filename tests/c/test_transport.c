@@ -251,7 +251,7 @@ static void test_mapped_again(struct suite *suite, uint64_t seed) {
     world_free(world);
 }
 
-// The limit is told, and what is given back counts no more.
+// The limit is reported, and returned memory no longer counts.
 static void test_numbers_of_mapped_memory(struct suite *suite) {
     enum { PAGES = 64, PAGE = 4096 };
     struct flow_plan plan = plan_of(0, 1);
@@ -369,7 +369,7 @@ static void test_peer_gone(struct suite *suite, uint64_t seed) {
     }
     TURN_UNTIL(world, stays->sides[1].landed >= 4);
     flows_node_close(goes);
-    if (strcmp(suite->ops->name, "ofi") != 0) { // there the control connection tells
+    if (strcmp(suite->ops->name, "ofi") != 0) { // there the control connection reports it
         TURN_UNTIL(world, stays->lost == plan.lanes);
         CHECK(stays->left_last == 0, "%d lanes are reported as left", stays->left_last);
         uint32_t landed = stays->sides[1].landed;
@@ -381,7 +381,7 @@ static void test_peer_gone(struct suite *suite, uint64_t seed) {
     world_free(world);
 }
 
-// One lane of two breaks while nothing travels: both ranks are told, and the other lane carries what comes.
+// One lane of two breaks while nothing travels: both ranks are notified, and the other lane carries later data.
 static void test_one_lane_breaks(struct suite *suite, uint64_t seed) {
     struct flow_plan plan = plan_of(seed, 2);
     plan.count = 2;
@@ -404,7 +404,7 @@ static void test_one_lane_breaks(struct suite *suite, uint64_t seed) {
     world_free(world);
 }
 
-// A lane falls silent in the middle, and nobody is told: it is given up, and its segments go over the other. Where both
+// A lane falls silent in the middle, without a notification: it is given up, and its segments go over the other. Where both
 // are silent, none is given up.
 static void test_lane_falls_silent(struct suite *suite, uint64_t seed, bool both) {
     enum { TIMEOUT_MS = 400, WAIT_MS = 600 };
@@ -545,7 +545,7 @@ int main(int argc, char **argv) {
         free(suite);
     }
     if (passed == 0) {
-        SKIP("none of the networks asked for is there");
+        SKIP("none of the requested networks is available");
     }
     return 0;
 }

@@ -107,7 +107,7 @@ static void check_sum(const struct test_rank *me, const float *data) {
     }
 }
 
-// The errors that may come of it: the victim's name, within the deadline that was asked for.
+// The errors that may come of it: the victim's name, within the requested deadline.
 static bool is_told(const struct plan *plan, int rc, const struct nb_error *err) {
     if (plan->blow == CUT) { // the only lane: each of its ends may blame the other
         return rc == NB_EPEER && err->peer % (RANKS / 2) == plan->victim % (RANKS / 2);

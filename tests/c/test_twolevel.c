@@ -10,7 +10,7 @@
 
 enum { EVEN = 3 << 18, LARGE = 12 << 20, GATHERED = 1 << 16, REPEATED = 300001, MIXED = 24, ROUNDS = 3 };
 
-static pthread_mutex_t tell = PTHREAD_MUTEX_INITIALIZER;
+static pthread_mutex_t counts_lock = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t lane_bytes[2][26]; // by host
 
 static const struct layout cut = {.pieces = 100, .gap = 12};
@@ -104,9 +104,9 @@ static void counts(struct test_rank *me) {
         uint64_t before = info_of(me).bytes_out;
         struct nb_op op = {.name = "counted", .kind = NB_OP_ALLREDUCE, .dtype = NB_F32};
         one(me, op, base, bytes[i] / sizeof(float), layouts[i]);
-        pthread_mutex_lock(&tell);
+        pthread_mutex_lock(&counts_lock);
         lane_bytes[i][me->hosts[me->rank] - 'a'] += info_of(me).bytes_out - before;
-        pthread_mutex_unlock(&tell);
+        pthread_mutex_unlock(&counts_lock);
     }
 }
 
@@ -180,7 +180,7 @@ static void chosen(struct test_rank *me) {
     mixed(me, base, elsewhere);
     costs[me->rank] = info_of(me).costs;
     CHECK(costs[me->rank].alpha_ns > 0 && costs[me->rank].levels_ns > 0, "what it costs is known");
-    test_barrier(me, "told");
+    test_barrier(me, "costs");
     CHECK(memcmp(&costs[me->rank], &costs[0], sizeof costs[0]) == 0, "rank %d knows other costs", me->rank);
     free(elsewhere);
 }

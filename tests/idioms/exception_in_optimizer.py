@@ -9,7 +9,7 @@ class Fails(torch.optim.SGD):
 
     def step(self, closure=None):
         if self.now:
-            raise RuntimeError("out of memory, said the script")
+            raise RuntimeError("out of memory (of the script)")
         return super().step(closure)
 
 

@@ -1,4 +1,4 @@
-"""Parameters that DDP is told to ignore, by _set_params_and_buffers_to_ignore_for_model."""
+"""Parameters that DDP ignores, by _set_params_and_buffers_to_ignore_for_model."""
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -13,7 +13,7 @@ VERIFIED = {
 
 
 def trace(arms, *, size=2, rounds=3, block_steps=4, computed=None, alone_ms=100, beside_ms=(2, 8), link_bps=2e9):
-    """A run of `arms`: name -> ms of exposed communication, None where nothing moves and nothing is told.
+    """A run of `arms`: name -> ms of exposed communication, None where nothing moves and nothing is recorded.
 
     Each step: 30 ms of forward and 60 of backward (times `computed` of the arm); before it and after it, beside_ms.
     """

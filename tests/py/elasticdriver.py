@@ -88,8 +88,8 @@ def ask(address: tuple[str, int], key: bytes, request: Any, *, signed_with: byte
 class Driver:
     """The key-value server of an elastic job on one host, whose workers are named by their local ranks.
 
-    GET /rank_and_size/HOST:LOCAL is answered once `expected` workers have asked: those that asked, and `joining`, are
-    then ranks 0 and up in the order of their names, and all keys are dropped.
+    GET /rank_and_size/HOST:LOCAL is answered once `expected` workers have called it. Those that called, and `joining`,
+    are then ranks 0 and up in the order of their names, and all keys are dropped.
     """
 
     def __init__(self) -> None:

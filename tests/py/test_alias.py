@@ -13,10 +13,10 @@ from conftest import RANKS_LIMIT_S, Ranks
 pytest.importorskip("torch")
 
 
-def python(source: str, *words: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+def python(source: str, *arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
     """Run source text, or a command line, in a new interpreter."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")}
-    command = [sys.executable, "-m", "netbottleneck", *words] if words else [sys.executable, "-c", source]
+    command = [sys.executable, "-m", "netbottleneck", *arguments] if arguments else [sys.executable, "-c", source]
     return subprocess.run(
         command, env={**clean, **env}, capture_output=True, text=True, timeout=RANKS_LIMIT_S, check=False, cwd=cwd
     )
@@ -237,7 +237,7 @@ def test_child_processes_can_import_horovod_too(tmp_path: Path, method: str) -> 
     script = tmp_path / "train.py"
     script.write_text(CHILDREN)
     ended = python("", "run", str(script), method)
-    assert ended.stdout == "0 ('0.28.1', True, 'netbottleneck.hooks.horovod_common')\n", ended.stderr
+    assert ended.stdout == "0 ('0.28.1', True, 'netbottleneck.runtime.horovod_common')\n", ended.stderr
 
 
 TRAIN = """
@@ -359,9 +359,9 @@ from netbottleneck.torch.elastic.launcher import notices
 
 class Listener:
     def __init__(self):
-        self.heard = []
+        self.notices = []
     def on_hosts_updated(self, timestamp, result):
-        self.heard.append((timestamp, result))
+        self.notices.append((timestamp, result))
 
 first, second = Listener(), Listener()
 notification_manager.init()
@@ -372,6 +372,6 @@ notification_manager.remove_listener(first)
 notices._notify(2.0, HostUpdateResult.removed)
 notification_manager.remove_listener(second)
 notices._notify(3.0, HostUpdateResult.added)
-assert first.heard == [(1.0, HostUpdateResult.added)]
-assert second.heard == [(1.0, HostUpdateResult.added), (2.0, HostUpdateResult.removed)]
+assert first.notices == [(1.0, HostUpdateResult.added)]
+assert second.notices == [(1.0, HostUpdateResult.added), (2.0, HostUpdateResult.removed)]
 """)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from netbottleneck.analysis import arrivals, findings, intervals
+from netbottleneck.analysis.thresholds import CHANCE_MAX
 from netbottleneck.trace.model import Clock
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scenarios"))
@@ -60,7 +61,7 @@ def test_the_error_of_two_clocks_is_the_sum_of_the_two_largest():
 def test_ranks_of_equal_speed_are_not_stragglers(ranks):
     random = np.random.default_rng(ranks)
     runs = [random.normal(size=(40, ranks)) for _ in range(2000)]
-    alarms = sum(arrivals._chance(arrivals._places(run)) <= arrivals.CHANCE_MAX for run in runs)
+    alarms = sum(arrivals._chance(arrivals._places(run)) <= CHANCE_MAX for run in runs)
     assert alarms <= 8
 
 
@@ -68,9 +69,9 @@ def test_ranks_of_equal_speed_are_not_stragglers(ranks):
 def test_a_rank_that_is_late_for_a_while_is_not_persistently_late(ranks):
     arrived = np.random.default_rng(1).normal(size=(40, ranks))
     arrived[:12, 0] += 50
-    assert arrivals._chance(arrivals._places(arrived)) > arrivals.CHANCE_MAX
+    assert arrivals._chance(arrivals._places(arrived)) > CHANCE_MAX
     arrived[:, 0] += 50
-    assert arrivals._chance(arrivals._places(arrived)) <= arrivals.CHANCE_MAX
+    assert arrivals._chance(arrivals._places(arrived)) <= CHANCE_MAX
 
 
 def test_ranks_that_arrive_together_share_a_place():

@@ -27,18 +27,20 @@ from peers.iperf import mean_received, processors  # noqa: E402
 import netbottleneck  # noqa: E402
 from netbottleneck import bench  # noqa: E402
 from netbottleneck.bench import pair  # noqa: E402
-from netbottleneck.bench.conductor import Workers  # noqa: E402
 from netbottleneck.bench.paths import COMPARISONS, load_peers  # noqa: E402
-from netbottleneck.bench.request import (  # noqa: E402
+from netbottleneck.bench.values import (  # noqa: E402
     DTYPES,
     PERIOD,
     REDUCTIONS,
     Data,
     Request,
+    Results,
+    Samples,
+    cells,
     parse_lanes,
     parse_sizes,
 )
-from netbottleneck.bench.results import Results, Samples, cells  # noqa: E402
+from netbottleneck.bench.worker import Workers  # noqa: E402
 from netbottleneck.errors import Error  # noqa: E402
 from netbottleneck.lab import Lab, LabError  # noqa: E402
 
@@ -337,7 +339,7 @@ def test_a_killed_rank_ends_the_benchmark_with_its_name_and_leaves_no_process() 
         started += [process.pid for process in workers._processes]
 
         def on_line(line: Any) -> None:
-            if "beat" in line:
+            if "progress" in line:
                 os.kill(started[1], signal.SIGKILL)
 
         with pytest.raises(Error, match="rank 1 was killed by SIGKILL"):
@@ -350,11 +352,11 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     script = (
         "import sys, netbottleneck\n"
         "from netbottleneck.bench import Request, start\n"
-        "from netbottleneck.bench import conductor\n"
-        "seen = conductor.Workers.__enter__\n"
+        "from netbottleneck.bench import worker\n"
+        "seen = worker.Workers.__enter__\n"
         "def enter(self):\n"
         "    seen(self); print(*[p.pid for p in self._processes], flush=True); return self\n"
-        "conductor.Workers.__enter__ = enter\n"
+        "worker.Workers.__enter__ = enter\n"
         "start(Request(('tcp',), (1,), (10**6,), iterations=10**6, exact=True), 2)\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
@@ -378,8 +380,8 @@ def alive(pid: int) -> bool:
 def test_a_launchers_ranks_are_used(ranks: Any, tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text("import sys\nfrom netbottleneck.cli import main\nsys.exit(main(sys.argv[1:]))\n")
-    words = ["bench", "--sizes", "1000", "--transports", "tcp", "--iters", "1", "--json", str(tmp_path / "rows.json")]
-    results = ranks(3, script, args=words, env={"NETBOTTLENECK_IFNAME": "lo"})
+    args = ["bench", "--sizes", "1000", "--transports", "tcp", "--iters", "1", "--json", str(tmp_path / "rows.json")]
+    results = ranks(3, script, args=args, env={"NETBOTTLENECK_IFNAME": "lo"})
     assert "busbw" in results[0].stdout
     assert results[1].stdout == ""
     assert [row["ranks"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]] == [3]
@@ -412,12 +414,12 @@ def lab() -> Generator[Lab, None, None]:
         pytest.skip(f"no network namespaces on this machine: {error}")
 
 
-def run_pair(lab: Lab, *words: str) -> tuple[list[str], list[str]]:
+def run_pair(lab: Lab, *args: str) -> tuple[list[str], list[str]]:
     """Run both sides on two hosts; return their outputs. The second command is the one that the first side printed."""
     command = [sys.executable, "-m"]
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     environ = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")}
-    first = lab.popen(0, [*command, "netbottleneck", "bench", "--listen", "--port", "0", *words], environ, **options)
+    first = lab.popen(0, [*command, "netbottleneck", "bench", "--listen", "--port", "0", *args], environ, **options)
     timer = threading.Timer(LIMIT_S, first.kill)
     timer.start()
     try:
@@ -453,8 +455,8 @@ def test_two_hosts_see_the_curve_and_the_same_verdict(lab: Lab) -> None:
 def test_a_wrong_secret_is_refused_and_the_right_one_accepted_afterwards(lab: Lab) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")}
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    words = ["bench", "--listen", "--port", "0", "--transports", "tcp", "--streams", "1", "--sizes", "1M"]
-    first = lab.popen(0, [sys.executable, "-m", "netbottleneck", *words], environ, **options)
+    args = ["bench", "--listen", "--port", "0", "--transports", "tcp", "--streams", "1", "--sizes", "1M"]
+    first = lab.popen(0, [sys.executable, "-m", "netbottleneck", *args], environ, **options)
     assert first.stdout is not None
     first.stdout.readline()
     command = first.stdout.readline().split()
@@ -608,11 +610,11 @@ def mpi_peers_of(pids: list[int]) -> list[int]:
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
-            words = Path(f"/proc/{name}/cmdline").read_bytes().decode(errors="replace").split("\0")
+            command = Path(f"/proc/{name}/cmdline").read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
-        if any(name in " ".join(words[:2]) for name in ("mpi_peer", "horovod_peer")) and any(
-            word.startswith(f"{pid}:") for pid in pids for word in words
+        if any(name in " ".join(command[:2]) for name in ("mpi_peer", "horovod_peer")) and any(
+            word.startswith(f"{pid}:") for pid in pids for word in command
         ):
             found.append(int(name))
     return found
@@ -628,7 +630,7 @@ def test_mpi_and_horovod_end_with_the_benchmarks_ranks(name: str) -> None:
         theirs: list[int] = []
 
         def on_line(line: Any) -> None:
-            if "beat" in line:
+            if "progress" in line:
                 theirs.extend(mpi_peers_of(pids))
                 os.kill(pids[1], signal.SIGKILL)
 

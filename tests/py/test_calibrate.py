@@ -20,10 +20,10 @@ from netbottleneck.trace.ring_reader import EVENTS, read_ring
 core = connect.core()
 
 
-def run(*words: str) -> int:
+def run(*arguments: str) -> int:
     """Run the command; argparse's exits are codes, too."""
     try:
-        return calibrate.main(words)
+        return calibrate.main(arguments)
     except SystemExit as end:
         return int(end.code or 0)
 
@@ -76,7 +76,7 @@ def test_a_large_model_is_modelled_by_its_exact_tensors_and_labelled(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (("no_such_model",), "no_such_model"),
         (("resnet50", "--modelled", "-1", "5"), "are not valid"),
@@ -90,11 +90,11 @@ def test_a_large_model_is_modelled_by_its_exact_tensors_and_labelled(
     ],
 )
 def test_bad_input_gives_one_error_line_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
     pytest.importorskip("torch")
     folder = tmp_path / "p"
-    assert run(*words, "--directory", str(folder)) == 2
+    assert run(*arguments, "--directory", str(folder)) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1

@@ -102,7 +102,7 @@ def test_hooks_and_traffic_are_separate_and_timed_compute_is_excluded():
 
 
 @pytest.mark.parametrize(
-    ("equal", "same", "words"),
+    ("equal", "same", "verdict"),
     [
         (
             True,
@@ -115,10 +115,10 @@ def test_hooks_and_traffic_are_separate_and_timed_compute_is_excluded():
         (False, None, "The results of training differ in one (measured)."),
     ],
 )
-def test_differing_training_results_are_reported(equal, same, words):
+def test_differing_training_results_are_reported(equal, same, verdict):
     one = replace(cell("one", {"stock": 100}, job="digits"), equal_weights=equal, same_as_stock=same, accuracy=0.96)
     found = steps(one)["harm"]
-    assert found.verdict.startswith(words)
+    assert found.verdict.startswith(verdict)
     assert "accuracy 0.960" in found.lines[0]
     assert bool(found.missing) == (same is None)
 

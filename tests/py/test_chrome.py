@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from chromecheck import overlaps
-from netbottleneck.report import Run, chrome
+from netbottleneck.report import Run, summary
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.transports import Arm
 from ringwriter import FakeRun
@@ -41,11 +41,11 @@ def test_overlapping_operations_and_nested_modules_get_separate_lanes(run):
     operations = tuple(
         tr.Collective(0, stock, key, 1, 100 * key, 8, start_ns=100 * key, done_ns=100 * key + 250) for key in range(5)
     )
-    document = chrome.chrome(replace(run.trace, steps=(step,), collectives=operations))
+    document = summary.chrome_trace(replace(run.trace, steps=(step,), collectives=operations))
     assert overlaps(document) == []
     spans = [e for e in document["traceEvents"] if e["ph"] == "X"]
-    assert len({e["tid"] for e in spans if e["tid"] >= chrome.TRANSFERS}) == 3
-    assert len({e["tid"] for e in spans if chrome.MODULES <= e["tid"] < chrome.TRANSFERS}) == 3
+    assert len({e["tid"] for e in spans if e["tid"] >= summary.TRANSFERS}) == 3
+    assert len({e["tid"] for e in spans if summary.MODULES <= e["tid"] < summary.TRANSFERS}) == 3
 
 
 def test_the_overlap_check_finds_an_overlap():
@@ -54,6 +54,6 @@ def test_the_overlap_check_finds_an_overlap():
 
 
 def test_a_truncated_chrome_trace_has_a_note(run):
-    document = chrome.chrome(run.trace, events_max=100)
+    document = summary.chrome_trace(run.trace, events_max=100)
     assert document["steps_cut"] > 0
-    assert chrome.chrome(run.trace)["steps_cut"] == 0
+    assert summary.chrome_trace(run.trace)["steps_cut"] == 0

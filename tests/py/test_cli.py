@@ -21,13 +21,13 @@ TRACE = Path(__file__).parent / "data" / "synthetic.jsonl.gz"
 
 
 def command(
-    *words: str, env: dict[str, str] | None = None, code: str | None = None
+    *arguments: str, env: dict[str, str] | None = None, code: str | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run the command line, or a program, in a new process without our variables."""
     values = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")}
     head = [sys.executable, "-c", code] if code else [sys.executable, "-m", "netbottleneck"]
     return subprocess.run(
-        [*head, *words],
+        [*head, *arguments],
         capture_output=True,
         text=True,
         timeout=RANKS_LIMIT_S,
@@ -77,7 +77,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_study_receives_its_arguments_and_returns_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     got: list[list[str]] = []
     study = types.ModuleType("netbottleneck.study")
-    study.main = lambda words: got.append(words) or 3  # type: ignore[attr-defined]
+    study.main = lambda arguments: got.append(arguments) or 3  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "netbottleneck.study", study)
     monkeypatch.setattr("netbottleneck.study", study, raising=False)
     assert main(["study", "--quick", "x"]) == 3
@@ -193,9 +193,9 @@ threading.Timer(0.3, saved, ["in a thread"]).start()
 @pytest.mark.parametrize("module", [False, True])
 def test_the_scripts_classes_are_those_of_main_to_the_end(tmp_path: Path, module: bool) -> None:
     (tmp_path / "trainer.py").write_text(AT_THE_END)
-    words = ["-m", "trainer"] if module else ["trainer.py"]
+    arguments = ["-m", "trainer"] if module else ["trainer.py"]
     done = subprocess.run(
-        [sys.executable, "-m", "netbottleneck", "run", *words],
+        [sys.executable, "-m", "netbottleneck", "run", *arguments],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -242,8 +242,8 @@ def test_a_script_runs_as_under_python(tmp_path: Path, name: str) -> None:
     """The same output and the same traceback, also by a relative path; the command's frames do not show."""
     Path(tmp_path, "script.py").write_text(SCRIPTS[name], encoding="utf-8")
 
-    def ended(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, *words, "script.py"]
+    def ended(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *arguments, "script.py"]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=RANKS_LIMIT_S, check=False)
 
     plain, ours = ended(), ended("-m", "netbottleneck", "run")
@@ -268,7 +268,7 @@ def test_run_without_a_script_is_a_usage_error(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["--sizes", "4X"], "'4X': must be a size"),
         (["--streams", "0"], "'0': must be auto or a number from 1 to 64"),
@@ -286,10 +286,10 @@ def test_run_without_a_script_is_a_usage_error(capsys: pytest.CaptureFixture[str
     ],
 )
 def test_bench_reports_bad_arguments_before_it_starts(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["bench", *words])
+        main(["bench", *arguments])
     assert end.value.code == 2
     assert message in capsys.readouterr().err
 

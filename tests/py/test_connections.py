@@ -24,7 +24,7 @@ from conftest import RANKS_LIMIT_S, Ranks
 from netbottleneck.analysis import findings, usage, verdict
 from netbottleneck.analysis.intervals import counted
 from netbottleneck.lab import Lab, LabError
-from netbottleneck.report import Run, html, pictures, summary, text
+from netbottleneck.report import Run, html, summary, text
 from netbottleneck.runtime import sampler
 from netbottleneck.trace import model, ring_reader
 from netbottleneck.trace.model import Clock, Collective, Network, Rank, Samples, Step, Trace, TransportInfo
@@ -755,7 +755,7 @@ def test_the_report_has_the_worst_connections_and_the_total_of_each_arm(unexplai
     printed = text.text(unexplained, judged, (), connected)
     assert "stock 0:40005 to 1" in printed
     assert max(map(len, printed.splitlines())) <= text.WIDTH
-    page = html.page(unexplained, judged, pictures.Recorded(connected=connected))
+    page = html.page(unexplained, judged, html.Recorded(connected=connected))
     assert "<td>stock 0:40005 to 1</td>" in page
     assert text.CONNECTIONS_TITLE not in html.page(unexplained, judged) + text.text(unexplained, judged)
 

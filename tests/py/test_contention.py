@@ -113,12 +113,12 @@ def test_a_fit_recovers_the_contention_that_made_the_run(slower: float) -> None:
 def test_the_interval_covers_the_contention_if_compute_varies(slower: float) -> None:
     draw = random.Random(3)
     run = in_turn(Cost(link=Link(3e9), contention=slower), blocks=8, wobble=lambda: draw.randrange(-MS, MS))
-    found, words = contention(run, "tcp")
+    found, note = contention(run, "tcp")
     assert found is not None
     assert found.low <= slower <= found.high
     assert found.high - found.low < 0.2
     assert found.value == pytest.approx(slower, abs=0.05)
-    assert "5 pairs" in words or "8 pairs" in words
+    assert "5 pairs" in note or "8 pairs" in note
 
 
 @pytest.mark.parametrize("bps", [1e9, 3e9, 2e10])

@@ -70,7 +70,7 @@ def test_a_run_without_copies_fits_no_copy_cost() -> None:
 
 
 @pytest.mark.parametrize(
-    ("buckets", "in_flight", "words"),
+    ("buckets", "in_flight", "note"),
     [
         (ALONE, 1, "is not known, and counts as part of the operations"),
         (TOGETHER, 1, "is not known, and counts as part of the operations"),
@@ -78,12 +78,12 @@ def test_a_run_without_copies_fits_no_copy_cost() -> None:
     ],
 )
 def test_copies_that_cannot_be_separated_count_as_operations(
-    buckets: tuple[tuple[int, ...], ...], in_flight: int, words: str
+    buckets: tuple[tuple[int, ...], ...], in_flight: int, note: str
 ) -> None:
     run = recorded(Cost(link=Link(3e9), copy_byte_ns=0.3), buckets, in_flight)
     found = fit(run)
     assert found.cost.copy_byte_ns == 0.0
-    assert words in found.notes[-1]
+    assert note in found.notes[-1]
 
 
 def test_the_stored_run_has_one_size_and_no_copy_cost() -> None:
@@ -126,15 +126,15 @@ def test_a_table_of_copies_is_of_tensors_copied_one_by_one() -> None:
 def test_a_layer_logs_fused_tensors_are_copied_by_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "two.bk.log", LayerLog("two", ((0.001, 10 * MB), (0.0, 10 * MB))))
     write_table(tmp_path / "copy.csv", VecTable((1, 20 * MB), (0.0, 0.02)))
-    words = ["what-if", f"{tmp_path}/two.bk.log", "--step-s", "1", "--workers", "4", "--link-gbps", "100"]
+    arguments = ["what-if", f"{tmp_path}/two.bk.log", "--step-s", "1", "--workers", "4", "--link-gbps", "100"]
     steps = []
     for more in ([], ["--copy-table", f"{tmp_path}/copy.csv"]):
-        assert main([*words, *more, "--json", f"{tmp_path}/rows.json"]) == 0
+        assert main([*arguments, *more, "--json", f"{tmp_path}/rows.json"]) == 0
         (row,) = [row for row in json.loads((tmp_path / "rows.json").read_text()) if row["question"] == "grid"]
         steps.append(row["step_s"])
     assert steps[1] - steps[0] == pytest.approx(2 * 0.020, rel=1e-3)
     capsys.readouterr()
-    assert main([*words, "--copy-table", f"{tmp_path}/none.csv"]) == 2
+    assert main([*arguments, "--copy-table", f"{tmp_path}/none.csv"]) == 2
     assert f"no such file or folder: {tmp_path}/none.csv" in capsys.readouterr().err
-    assert main([*words, "--copy-table", f"{tmp_path}/copy.csv", "--json", f"{tmp_path}/copy.csv"]) == 2
+    assert main([*arguments, "--copy-table", f"{tmp_path}/copy.csv", "--json", f"{tmp_path}/copy.csv"]) == 2
     assert "is an input of this command" in capsys.readouterr().err

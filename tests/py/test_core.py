@@ -643,14 +643,14 @@ BAD_COMMS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "words"), BAD_COMMS)
-def test_a_comm_names_a_bad_argument(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize(("options", "message"), BAD_COMMS)
+def test_a_comm_names_a_bad_argument(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         comm_with(**options)()
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"rank": "zero"}, "rank .* not 'zero'"),
         ({"secret": "text"}, "bytes"),
@@ -661,8 +661,8 @@ def test_a_comm_names_a_bad_argument(options: dict[str, Any], words: str) -> Non
         ({"timeout_s": "soon"}, "timeout_s .* not 'soon'"),
     ],
 )
-def test_a_comm_names_a_bad_type(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(TypeError, match=words):
+def test_a_comm_names_a_bad_type(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         comm_with(**options)()
 
 
@@ -670,7 +670,7 @@ GOOD_SUBMIT: dict[str, Any] = {"name": "op", "kind": _core.ALLREDUCE, "memory": 
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "message"),
     [
         ({"name": ""}, "name"),
         ({"name": "n" * 200}, "name"),
@@ -690,17 +690,17 @@ GOOD_SUBMIT: dict[str, Any] = {"name": "op", "kind": _core.ALLREDUCE, "memory": 
         ({"memory": [bytearray(4)] * 513}, "513 pieces; the limit is 512"),
     ],
 )
-def test_submit_names_a_bad_argument(alone: _core.Comm, changed: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_submit_names_a_bad_argument(alone: _core.Comm, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         alone.submit(**{**GOOD_SUBMIT, **changed})
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "message"),
     [({"memory": 5}, r"memory\[0\] .*int"), ({"memory": [bytearray(4), "text"]}, r"memory\[1\] .*str")],
 )
-def test_submit_names_a_bad_type(alone: _core.Comm, changed: dict[str, Any], words: str) -> None:
-    with pytest.raises(TypeError, match=words):
+def test_submit_names_a_bad_type(alone: _core.Comm, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         alone.submit(**{**GOOD_SUBMIT, **changed})
 
 
@@ -710,7 +710,7 @@ def test_a_line_that_ranks_cannot_share_is_refused(pair: list[_core.Comm]) -> No
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
         (lambda: _core.Arena(0), "nbytes .* not 0"),
         (lambda: _core.Arena(-5), "nbytes .* not -5"),
@@ -726,8 +726,8 @@ def test_a_line_that_ranks_cannot_share_is_refused(pair: list[_core.Comm]) -> No
         (lambda: _core.Recorder("ring", 8, -2), "rank .* not -2"),
     ],
 )
-def test_a_bad_value_is_named(call: Callable[[], object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_a_bad_value_is_named(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         call()
 
 

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from netbottleneck.cli import main
-from netbottleneck.trace import json_codec
 from netbottleneck.trace import model as tr
-from netbottleneck.trace.model import Step
+from netbottleneck.trace.model import Step, decode, encode
 from netbottleneck.trace.transports import Arm
 
 WHOLE = Path(__file__).parent / "data" / "synthetic.jsonl.gz"
@@ -128,5 +127,5 @@ def test_an_empty_value_is_named(name: str, tmp_path: Path, capsys: pytest.Captu
 
 def test_null_is_accepted_if_the_field_is_optional() -> None:
     step = Step(0, 1, 2, Arm("tcp"), 5, 6, plan=None, cpu_ns=None)
-    assert json_codec.build(Step, json.loads(json_codec.dump(step))) == step
+    assert decode(Step, json.loads(encode(step))) == step
     assert tr.read(WHOLE).size == 2

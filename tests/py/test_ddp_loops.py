@@ -95,7 +95,7 @@ assert measured.session.step == 4, measured.session.step
 again = ddp.attach(ours, sgd(model))
 assert measured.session.closed and again.session.folder != measured.session.folder
 train(ours, again_by := sgd(model))
-assert again.session.step == 0  # that was not the optimizer it was told of
+assert again.session.step == 0  # another optimizer does not count
 train(reference, sgd(twin))
 again.session.close()  # without a report, which takes its time
 back = ddp.attach(ours)

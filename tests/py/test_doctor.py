@@ -20,7 +20,7 @@ from netbottleneck.launch import connect
 
 @pytest.fixture
 def no_lab(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_lab", lambda: {"allowed": False, "how": "not asked"})
+    monkeypatch.setattr(doctor, "_lab", lambda: {"allowed": False, "how": "not tested"})
 
 
 @pytest.mark.usefixtures("no_lab")

@@ -79,7 +79,7 @@ def test_horovods_stall_check_is_honoured(environ: dict[str, str], stall_s: floa
         ({}, 0.0),
         ({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "90"}, 90.0),
         ({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "90", "NETBOTTLENECK_STALL_END_S": "70"}, 70.0),
-        ({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "59"}, 0.0),  # nobody would be told before
+        ({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "59"}, 0.0),  # no rank would be warned before
         ({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "59", "HOROVOD_STALL_CHECK_TIME_SECONDS": "59"}, 59.0),
         ({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "90", "HOROVOD_STALL_CHECK_DISABLE": "1"}, 0.0),
     ],
@@ -333,9 +333,9 @@ logger.warning("a second job")
 ALONE = {"NETBOTTLENECK_RANK": "0", "NETBOTTLENECK_SIZE": "1"}
 
 
-def heard(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+def log_of(environ: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     whole = {"PYTHONPATH": str(PYTHON), "PATH": "", **ALONE, **environ}
-    command = [sys.executable, "-c", LOGGING, *words]
+    command = [sys.executable, "-c", LOGGING, *arguments]
     return subprocess.run(command, check=False, env=whole, timeout=RANKS_LIMIT_S, capture_output=True, text=True)
 
 
@@ -350,7 +350,7 @@ def heard(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[s
     ],
 )
 def test_the_log_level_is_the_lowest_logged_level(environ: dict[str, str], expected: list[str]) -> None:
-    done = heard(environ)
+    done = log_of(environ)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if " a " in line]
     assert [line.partition(": ")[2] for line in lines] == expected
@@ -359,13 +359,13 @@ def test_the_log_level_is_the_lowest_logged_level(environ: dict[str, str], expec
 
 def test_at_debug_level_the_settings_are_logged_without_the_secret() -> None:
     word = "correct horse battery"
-    output = heard({"NETBOTTLENECK_LOG_LEVEL": "debug", "NETBOTTLENECK_SECRET": word}).stderr
+    output = log_of({"NETBOTTLENECK_LOG_LEVEL": "debug", "NETBOTTLENECK_SECRET": word}).stderr
     assert "NETBOTTLENECK_SIZE=1 (NETBOTTLENECK_SIZE)" in output
     assert word not in output
 
 
 def test_log_handlers_of_the_program_log_each_message_once() -> None:
-    lines = heard({}, "own").stderr.splitlines()
+    lines = log_of({}, "own").stderr.splitlines()
     assert lines == ["own: a warning", "own: a second job"]
 
 
@@ -380,7 +380,7 @@ def test_the_log_file_is_named_for_host_process_and_rank(plain_ranks: Ranks, tmp
 
 
 def test_a_log_file_that_cannot_be_opened_is_refused_by_its_variable(tmp_path: Path) -> None:
-    done = heard({"NETBOTTLENECK_LOG_FILE": str(tmp_path / "nowhere" / "log")})
+    done = log_of({"NETBOTTLENECK_LOG_FILE": str(tmp_path / "nowhere" / "log")})
     assert done.returncode == 1
     assert f"NETBOTTLENECK_LOG_FILE={tmp_path}/nowhere/log: No such file or directory" in done.stderr
 

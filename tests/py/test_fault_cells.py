@@ -63,5 +63,5 @@ def test_every_row_except_those_of_links_is_tested() -> None:
 def test_a_fault_has_its_outcome_and_leaves_nothing(machine: Machine, name: str, network: str, size: int) -> None:
     outcome = Cell(machine, BY_NAME[name], network, size, timed=False).outcome()
     if outcome.verdict == "not applicable":
-        pytest.skip(outcome.words)
-    assert outcome.verdict == "passed", (outcome.words, outcome.left)
+        pytest.skip(outcome.details)
+    assert outcome.verdict == "passed", (outcome.details, outcome.left)

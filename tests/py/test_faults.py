@@ -28,7 +28,7 @@ QUICK = {"NETBOTTLENECK_TIMEOUT_S": str(DEADLINE_S), "NETBOTTLENECK_START_TIMEOU
 
 
 def failure(result: RankResult) -> tuple[str, int, float, float, str]:
-    """Return (error, peer, began, raised, words) as a rank reports them."""
+    """Return (error, peer, began, raised, message) as a rank reports them."""
     found = re.search(r"^failed (\w+) (-?\d+) (\S+) (\S+) (.*)$", result.stdout, re.MULTILINE)
     assert found, (result.stdout, result.stderr)
     return found[1], int(found[2]), float(found[3]), float(found[4]), found[5]
@@ -47,9 +47,9 @@ def survivors(job: RankJob, victim: int) -> list[RankResult]:
     killed = kill(job, victim)
     results = [result for result in job.wait(check=False) if result.rank != victim]
     for result in results:
-        _, peer, began, raised, words = failure(result)
+        _, peer, began, raised, message = failure(result)
         assert peer == victim
-        assert f"rank {victim}" in words
+        assert f"rank {victim}" in message
         assert raised - max(killed, began) < DEADLINE_S
         assert result.code == 0, result.stderr
     return results
@@ -92,9 +92,9 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
     job = warm_ranks.start(2, source, env=env)
     killed = kill(job, 1)
     result = job.wait(check=False)[0]
-    error, peer, began, raised, words = failure(result)
+    error, peer, began, raised, message = failure(result)
     assert (error, peer) == ("PeerError", 1)
-    assert "rank 1" in words
+    assert "rank 1" in message
     assert raised - max(killed, began) < DEADLINE_S
     assert result.code == 1
     trace = ring_reader.load(run)
@@ -112,8 +112,8 @@ def test_a_rank_that_is_busy_is_reported_and_waited_for(plain_ranks: Ranks, tmp_
     results = plain_ranks(3, SCRIPT, env, args=["busy"])
     for result in results:
         assert "[1. 1. 1.]" in result.stdout
-    heard = [line for result in results for line in result.stdout.splitlines() if line.startswith("heard")]
-    assert any("evaluation" in line and re.search(r"not submitted it: 0\b", line) for line in heard), heard
+    logged = [line for result in results for line in result.stdout.splitlines() if line.startswith("logged")]
+    assert any("evaluation" in line and re.search(r"not submitted it: 0\b", line) for line in logged), logged
 
 
 STALLED = """
@@ -283,7 +283,7 @@ def test_disagreeing_ranks_get_an_error(plain_ranks: Ranks, name: str, values: t
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "others", "words"),
+    ("name", "value", "others", "phrases"),
     [
         ("NETBOTTLENECK_TRANSPORT", "rdma", {}, ["NETBOTTLENECK_TRANSPORT=rdma", "stock, tcp, ofi"]),
         ("NETBOTTLENECK_STREAMS", "0", {}, ["NETBOTTLENECK_STREAMS=0", "1 to 64"]),
@@ -304,13 +304,13 @@ def test_disagreeing_ranks_get_an_error(plain_ranks: Ranks, name: str, values: t
     ],
 )
 def test_a_setting_that_cannot_work_is_one_clear_error(
-    plain_ranks: Ranks, name: str, value: str, others: dict[str, str], words: list[str]
+    plain_ranks: Ranks, name: str, value: str, others: dict[str, str], phrases: list[str]
 ) -> None:
     results = plain_ranks(2, SCRIPT, {**QUICK, **others, name: value}, args=["nothing"], check=False)
     for result in results:
         line = last_line(result)
-        for word in words:
-            assert word in line, result.stderr
+        for phrase in phrases:
+            assert phrase in line, result.stderr
         assert "no error" not in result.stdout
 
 

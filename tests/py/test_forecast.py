@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from netbottleneck.analysis.comparisons import Estimate, widened
-from netbottleneck.trace import json_codec
 from netbottleneck.trace import model as tr
-from netbottleneck.trace.model import Network, Trace, TransportInfo
+from netbottleneck.trace.model import Network, Trace, TransportInfo, decode, encode
 from netbottleneck.trace.transports import Arm
 from netbottleneck.whatif import forecast
 from netbottleneck.whatif.cost import Cost, Link
@@ -101,7 +100,7 @@ def test_a_line_is_no_steeper_than_the_network_and_meets_each_step() -> None:
 
 def test_a_forecast_survives_json() -> None:
     predicted = forecast.make(run_of(played(), COST, HERE), played(), 2, HERE, ["tcp", "null", "stock"], cell="here")
-    assert json_codec.build(Forecast, json.loads(json_codec.dump(predicted))) == predicted
+    assert decode(Forecast, json.loads(encode(predicted))) == predicted
 
 
 def test_free_arms_take_the_single_step_and_unknown_ones_are_refused() -> None:

@@ -715,7 +715,7 @@ def test_a_lost_peer_is_raised_by_wait() -> None:
     def train(comm: _core.Comm) -> None:
         if comm.rank == 1:
             lost.wait(LIMIT_S)
-            comm.abort("told to")
+            comm.abort("requested")
             raise InterruptedError
         plan = Plan(chain(2))
         plan.hook.target(comm)
@@ -920,7 +920,7 @@ def arguments(**changed: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "message"),
     [
         ({"views": lambda p: p.views[:1]}, r"2 parameters .* views \(1\)"),
         ({"parameters": lambda p: p.parameters[:1] * 2}, r"parameters\[1\] occurs twice"),
@@ -941,8 +941,8 @@ def arguments(**changed: Any) -> dict[str, Any]:
         ({"direct_bytes": lambda _: -1}, "direct_bytes .* not -1"),
     ],
 )
-def test_a_bad_plan_is_named(changed: dict[str, Callable[[Plan], Any]], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_a_bad_plan_is_named(changed: dict[str, Callable[[Plan], Any]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         _core.GradHook(**arguments(**changed))
 
 

@@ -211,13 +211,13 @@ def test_memory_goes_with_the_last_gradient() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameter", "words"),
+    ("parameter", "message"),
     [
         (torch.nn.Parameter(torch.ones(2, dtype=torch.complex64)), "complex64 is not supported"),
         (torch.nn.Parameter(torch.ones(2, device="meta")), "on meta: gradients travel from host and CUDA memory only"),
     ],
 )
-def test_unsupported_parameters_are_refused_by_name(parameter: Any, words: str) -> None:
+def test_unsupported_parameters_are_refused_by_name(parameter: Any, message: str) -> None:
     with pytest.raises(ValueError, match="odd") as caught:
         Gradients([("odd", parameter)])
-    assert words in str(caught.value)
+    assert message in str(caught.value)

@@ -65,8 +65,8 @@ def profiled(tmp_path_factory):
         for rank in (0, 1)
     ]
     for rank in ranks:
-        _, said = rank.communicate(timeout=2 * RANKS_LIMIT_S)
-        assert rank.returncode == 0, said.decode()[-2000:]
+        _, errors = rank.communicate(timeout=2 * RANKS_LIMIT_S)
+        assert rank.returncode == 0, errors.decode()[-2000:]
     return folder
 
 
@@ -211,7 +211,7 @@ def test_what_a_profile_does_not_tell_is_said(known, tmp_path):
     assert found.trace.parameters == ()
     assert found.findings.parts["stock"].exposed_ns == pytest.approx(known.findings.parts["stock"].exposed_ns, abs=2000)
     on_gpu = Run(write(tmp_path / "g", known.trace, gpu_events))
-    assert "forward, backward and optimizer are not told apart" in " ".join(on_gpu.text.split())
+    assert "forward, backward and optimizer are not distinguished" in " ".join(on_gpu.text.split())
 
 
 def test_missing_and_damaged_ranks_are_named(known, tmp_path):

@@ -319,7 +319,7 @@ def test_a_missing_command_is_reported() -> None:
         assert process.returncode == 127
 
 
-# The run that is ended: a rank with a child that left its session, and where asked a forked copy of the lab's process,
+# The run that is ended: a rank with a child that left its session, and if requested a forked copy of the lab's process,
 # which outlives it and holds all its descriptors.
 RUN = """
 import json, os, sys, time

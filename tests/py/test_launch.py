@@ -98,7 +98,7 @@ def test_launchers_that_agree_are_read_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "words"),
+    ("environ", "phrases"),
     [
         ({"RANK": "0"}, ["RANK=0", "WORLD_SIZE"]),
         ({"WORLD_SIZE": "4"}, ["WORLD_SIZE=4", "RANK"]),
@@ -124,10 +124,12 @@ def test_launchers_that_agree_are_read_in_order() -> None:
         (PMIX, ["PMIX_RANK=3", "their number is not set", "set NETBOTTLENECK_RANK and NETBOTTLENECK_SIZE"]),
     ],
 )
-def test_incomplete_or_contradicting_launcher_variables_are_refused(environ: dict[str, str], words: list[str]) -> None:
+def test_incomplete_or_contradicting_launcher_variables_are_refused(
+    environ: dict[str, str], phrases: list[str]
+) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         place(environ)
-    assert [word for word in words if word not in str(caught.value)] == []
+    assert [phrase for phrase in phrases if phrase not in str(caught.value)] == []
 
 
 def test_the_variables_found_are_listed_with_the_remedy() -> None:
@@ -220,7 +222,7 @@ def test_a_list_without_a_host_is_refused(nodes: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "words"),
+    ("environ", "phrases"),
     [
         ({**HOROVOD, "HOROVOD_GLOO_RENDEZVOUS_ADDR": "h"}, ["ADDR=h is set, no HOROVOD_GLOO_RENDEZVOUS_PORT"]),
         ({**TORCHRUN, "MASTER_ADDR": "h"}, ["MASTER_ADDR=h is set, no MASTER_PORT"]),
@@ -232,12 +234,12 @@ def test_a_list_without_a_host_is_refused(nodes: str) -> None:
     ],
 )
 def test_the_reason_against_each_rendezvous_method_is_listed(
-    environ: dict[str, str], words: list[str], monkeypatch: pytest.MonkeyPatch
+    environ: dict[str, str], phrases: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "_managers", {})
     with pytest.raises(ValueError, match=r".") as caught:
         meeting(environ)
-    assert [word for word in words if word not in str(caught.value)] == []
+    assert [phrase for phrase in phrases if phrase not in str(caught.value)] == []
 
 
 def test_a_process_manager_is_joined_once_per_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,8 +143,8 @@ def test_mpi_is_reported_as_initialized_under_its_launchers(launcher: str, tmp_p
 MPI_TOO = """
 import ctypes, os
 library = ctypes.CDLL(os.environ["LIBMPI"], mode=ctypes.RTLD_GLOBAL)
-def mpi(name, *words):
-    assert getattr(library, name)(*words) == 0
+def mpi(name, *arguments):
+    assert getattr(library, name)(*arguments) == 0
 if os.environ["WHEN"] == "before":
     mpi("MPI_Init", None, None)
 {meets}
@@ -308,7 +308,7 @@ def test_the_pmi_protocol_is_followed_line_by_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "answer", "kind", "words"),
+    ("command", "answer", "kind", "message"),
     [
         ("put", "cmd=put_result rc=-1 msg=full", ConnectionError, "answered 'cmd=put_result rc=-1 msg=full' to put"),
         ("get", "cmd=get_result rc=1", ConnectionError, "to get"),
@@ -319,13 +319,13 @@ def test_the_pmi_protocol_is_followed_line_by_line() -> None:
     ],
 )
 def test_a_launcher_that_fails_or_is_silent_is_named(
-    command: str, answer: str | None, kind: type[OSError], words: str
+    command: str, answer: str | None, kind: type[OSError], message: str
 ) -> None:
     with hydras(lambda request: answer if request == command else ANSWERS[request]) as (descriptor, _):
         board = pmi.Pmi(descriptor, 1, 2, 5)
         with pytest.raises(kind) as caught:
             board.share(b"mine", (0,), 0.2 if answer == "" else 5)
-        assert words in str(caught.value)
+        assert message in str(caught.value)
         # The conversation cannot go on from there.
         with pytest.raises(ConnectionError):
             board.share(b"mine", (0,), 5)

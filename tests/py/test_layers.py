@@ -1,4 +1,4 @@
-"""Layers: circles of imports are found without false positives; our headers and a toolkit's are told apart."""
+"""Layers: circles of imports are found without false positives; our headers and a toolkit's are distinguished."""
 
 from __future__ import annotations
 

@@ -77,9 +77,9 @@ def test_means_are_right_over_a_provider_that_was_named(
 
 def test_the_benchmark_runs_over_libfabric_2(plain_ranks: Any, newer: str, tmp_path: Path) -> None:
     rows = tmp_path / "rows.json"
-    words = ["bench", "--sizes", "64K,1M", "--transports", "ofi", "--streams", "2", "--iters", "2"]
+    arguments = ["bench", "--sizes", "64K,1M", "--transports", "ofi", "--streams", "2", "--iters", "2"]
     env = {"NETBOTTLENECK_IFNAME": "lo", "NETBOTTLENECK_LIBFABRIC": newer}
-    plain_ranks(2, "netbottleneck", env, args=[*words, "--json", str(rows)])
+    plain_ranks(2, "netbottleneck", env, args=[*arguments, "--json", str(rows)])
     found = json.loads(rows.read_text())["rows"]
     assert [row["bytes"] for row in found] == [64000, 1000000]
     assert all(row["transport"] == "ofi" and row["wrong"] == 0 for row in found)

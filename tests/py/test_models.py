@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from netbottleneck.bench import models
 from netbottleneck.bench.models import passes
-from netbottleneck.bench.models.replay import IdleOptimizer, ReplayModel, gradient_bytes, replay
+from netbottleneck.bench.models.passes import IdleOptimizer, ReplayModel, gradient_bytes, replay
 
 SIZES = {
     "resnet18": (11_689_512, 62),
@@ -90,9 +90,9 @@ def test_a_thin_model_scores_images_and_reaches_all_parameters(
 
 def test_a_thin_bert_scores_words_and_reaches_all_parameters() -> None:
     model = models.build("thin_bert")
-    words, order = model(torch.arange(32).view(2, 16))
-    assert (words.shape, order.shape) == ((2, 16, 256), (2, 2))
-    (words.sum() + order.sum()).backward()
+    tokens, order = model(torch.arange(32).view(2, 16))
+    assert (tokens.shape, order.shape) == ((2, 16, 256), (2, 2))
+    (tokens.sum() + order.sum()).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 

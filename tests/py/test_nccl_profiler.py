@@ -53,8 +53,8 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
         env = {**os.environ, **variables}
         done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=env)
         assert done.returncode == 0, done.stderr
-        said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return {**said, "log": done.stderr}
+        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return {**result, "log": done.stderr}
 
     return run
 
@@ -67,25 +67,25 @@ def operations(path: Path) -> tuple[NcclOperation, ...]:
     return ring_reader.nccl_operations(events, 0, ring_reader.StepIndex(()), (), ())
 
 
-def check(said: dict[str, Any], path: Path) -> None:
+def check(result: dict[str, Any], path: Path) -> None:
     """Check that the ring has the waits of the harness, and that the split of the operation is made of them."""
     (operation,) = operations(path)
     assert (operation.function, operation.dtype, operation.bytes) == ("AllReduce", "float32", 1_000_000)
     assert (operation.algorithm, operation.protocol, operation.sequence) == ("RING", "SIMPLE", 5)
     assert (operation.comm, operation.comm_rank, operation.comm_size) == (0xC0FFEE, 0, 2)
     sent, received = operation.network
-    for step, waits in ((sent, said["sent"]), (received, said["received"])):
+    for step, waits in ((sent, result["sent"]), (received, result["received"])):
         lengths = [end - begin for begin, end in zip(step.times_ns, step.times_ns[1:], strict=False)]
         assert lengths == [pytest.approx(wait, rel=CLOSE) for wait in waits]
         assert (step.bytes, step.peer, step.channel, step.number) == (1_000_000, 1, 0, 0)
     (split,) = nccl.splits(Trace("a", 2, (), nccl=(operation,)))
-    gpu, peer, wire = said["sent"]
-    arrival, flush, drain = said["received"]
+    gpu, peer, wire = result["sent"]
+    arrival, flush, drain = result["received"]
     assert split.gpu_wait_ns == pytest.approx(gpu + drain, rel=CLOSE)
     assert split.peer_wait_ns == pytest.approx(peer, rel=CLOSE)
     assert split.wire_ns == pytest.approx(wire + flush, rel=CLOSE)
     assert split.unknown_ns == pytest.approx(arrival, rel=CLOSE)  # its sender left no record
-    assert split.kernel_ns == said["kernel"]
+    assert split.kernel_ns == result["kernel"]
     parts = split.wire_ns + split.peer_wait_ns + split.unknown_ns + split.gpu_wait_ns + split.idle_ns
     assert parts == split.network_ns
 
@@ -121,9 +121,9 @@ def test_codes_are_those_of_the_plugin() -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_each_wait_comes_back_as_long_as_it_was(profile: Profile, tmp_path: Path, version: int) -> None:
     """Each wait is charged to the state that ends with it, in each table."""
-    said = profile("--version", str(version), NETBOTTLENECK_NCCL_EVENTS=str(tmp_path / "%p.ring"))
-    check(said, tmp_path / f"{said['pid']}.ring")
-    (operation,) = operations(tmp_path / f"{said['pid']}.ring")
+    result = profile("--version", str(version), NETBOTTLENECK_NCCL_EVENTS=str(tmp_path / "%p.ring"))
+    check(result, tmp_path / f"{result['pid']}.ring")
+    (operation,) = operations(tmp_path / f"{result['pid']}.ring")
     assert operation.tag == (42 if version == 7 else 0)
 
 
@@ -131,15 +131,15 @@ def test_each_wait_comes_back_as_long_as_it_was(profile: Profile, tmp_path: Path
 def test_nccl_calls_each_table(profile: Profile, tmp_path: Path, version: int) -> None:
     """NCCL's own adapter calls the table: the layout that NCCL was compiled with."""
     through = ("--version", str(version), "--through", str(nccl_library()))
-    said = profile(*through, NETBOTTLENECK_NCCL_EVENTS=str(tmp_path / "%h-%p.ring"))
-    assert "not_run" not in said, said
-    check(said, tmp_path / f"{os.uname().nodename}-{said['pid']}.ring")
+    result = profile(*through, NETBOTTLENECK_NCCL_EVENTS=str(tmp_path / "%h-%p.ring"))
+    assert "not_run" not in result, result
+    check(result, tmp_path / f"{os.uname().nodename}-{result['pid']}.ring")
 
 
 def test_without_the_variable_nothing_is_reported(profile: Profile, tmp_path: Path) -> None:
-    said = profile("--version", "6", NETBOTTLENECK_NCCL_EVENTS="0")
-    assert said["mask"] == 0
-    assert said["log"] == ""
+    result = profile("--version", "6", NETBOTTLENECK_NCCL_EVENTS="0")
+    assert result["mask"] == 0
+    assert result["log"] == ""
     assert not list(tmp_path.iterdir())
 
 
@@ -156,9 +156,9 @@ def test_without_the_variable_nothing_is_reported(profile: Profile, tmp_path: Pa
 def test_a_wrong_setting_is_named(profile: Profile, tmp_path: Path, name: str, value: str, why: str) -> None:
     """NCCL goes on; its log says why."""
     variables = {"NETBOTTLENECK_NCCL_EVENTS": str(tmp_path / "a.ring"), f"NETBOTTLENECK_{name}": value}
-    said = profile("--version", "6", **variables)
-    assert said["log"].startswith("WARN PROFILER/NetBottleneck : ")
-    assert why in said["log"]
+    result = profile("--version", "6", **variables)
+    assert result["log"].startswith("WARN PROFILER/NetBottleneck : ")
+    assert why in result["log"]
 
 
 @pytest.mark.parametrize(("called", "other"), [(4, 4), (5, 4), (5, 5), (6, 5), (6, 6), (7, 4), (7, 5), (7, 6), (7, 7)])
@@ -166,9 +166,9 @@ def test_events_are_passed_on(profile: Profile, tmp_path: Path, called: int, oth
     """Another profiler gets the events that it wants, with its own handles, in its own version, beside ours."""
     library = compiled("other_profiler.c", tmp_path / "libother.so", "-shared", "-fPIC", f"-DOTHER={other}")
     variables = {"NETBOTTLENECK_NCCL_PROFILER": str(library), "OTHER_LOG": str(tmp_path / "log")}
-    said = profile("--version", str(called), NETBOTTLENECK_NCCL_EVENTS=str(tmp_path / "%p.ring"), **variables)
-    check(said, tmp_path / f"{said['pid']}.ring")
-    assert said["log"] == ""
+    result = profile("--version", str(called), NETBOTTLENECK_NCCL_EVENTS=str(tmp_path / "%p.ring"), **variables)
+    check(result, tmp_path / f"{result['pid']}.ring")
+    assert result["log"] == ""
     group = (1, 0) if other == 4 else (0, 1)
     assert (tmp_path / "log").read_text(encoding="utf-8").splitlines() == [
         "init c0ffee rank 0",
@@ -188,8 +188,8 @@ def test_events_are_passed_on(profile: Profile, tmp_path: Path, called: int, oth
 def test_another_profiler_alone(profile: Profile, tmp_path: Path) -> None:
     """Events are passed on, too, where none are recorded; NCCL reports those that it wants, and no others."""
     library = compiled("other_profiler.c", tmp_path / "libother.so", "-shared", "-fPIC", "-DOTHER=6")
-    said = profile("--version", "6", NETBOTTLENECK_NCCL_PROFILER=str(library), OTHER_LOG=str(tmp_path / "log"))
-    assert said["mask"] == 1 | 2 | 16
+    result = profile("--version", "6", NETBOTTLENECK_NCCL_PROFILER=str(library), OTHER_LOG=str(tmp_path / "log"))
+    assert result["mask"] == 1 | 2 | 16
     assert len((tmp_path / "log").read_text(encoding="utf-8").splitlines()) == 21
 
 
@@ -198,10 +198,10 @@ import json, os, subprocess, sys
 import netbottleneck
 import torch
 from torch.nn.parallel import DistributedDataParallel
-said = json.loads(subprocess.check_output(sys.argv[1:])) if sys.argv[1:] else {}
+result = json.loads(subprocess.check_output(sys.argv[1:])) if sys.argv[1:] else {}
 hidden = os.environ["NETBOTTLENECK_NCCL_EVENTS"].replace("%p", str(os.getpid())).replace("%h", os.uname().nodename)
-if said:
-    child = os.environ["NETBOTTLENECK_NCCL_EVENTS"].replace("%p", str(said["pid"])).replace("%h", os.uname().nodename)
+if result:
+    child = os.environ["NETBOTTLENECK_NCCL_EVENTS"].replace("%p", str(result["pid"])).replace("%h", os.uname().nodename)
     os.rename(child, hidden)  # as if NCCL had run in this process
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 model = DistributedDataParallel(torch.nn.Linear(8, 8))
@@ -224,23 +224,23 @@ def trained(tmp_path: Path, *argv: str, **variables: str) -> dict[str, Any]:
         [sys.executable, "-c", SCRIPT, *argv], capture_output=True, text=True, timeout=LIMIT_S, check=False, env=env
     )
     assert done.returncode == 0, done.stderr
-    said: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-    return said
+    result: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    return result
 
 
 def test_a_run_takes_its_events(tmp_path: Path) -> None:
-    """NCCL is told of our plugin before its first communicator, and the file becomes a ring of the run."""
+    """NCCL finds our plugin before its first communicator, and the file becomes a ring of the run."""
     program = compiled("profile.c", tmp_path / "profile")
-    said = trained(tmp_path, str(program), "--plugin", str(PLUGIN), "--version", "6")
-    assert said["plugin"] == str(PLUGIN)
-    assert said["next"] is None
-    assert not Path(said["hidden"]).exists()
+    result = trained(tmp_path, str(program), "--plugin", str(PLUGIN), "--version", "6")
+    assert result["plugin"] == str(PLUGIN)
+    assert result["next"] is None
+    assert not Path(result["hidden"]).exists()
     (operation,) = netbottleneck.Run(tmp_path / "run").trace.nccl
     assert (operation.function, len(operation.network), operation.rank) == ("AllReduce", 2, 0)
 
 
 def test_a_profiler_that_the_user_has_gets_the_events(tmp_path: Path) -> None:
-    said = trained(tmp_path, NCCL_PROFILER_PLUGIN="inspector")
-    assert said["plugin"] == str(PLUGIN)
-    assert said["next"] == "inspector"
+    result = trained(tmp_path, NCCL_PROFILER_PLUGIN="inspector")
+    assert result["plugin"] == str(PLUGIN)
+    assert result["next"] == "inspector"
     assert netbottleneck.Run(tmp_path / "run").trace.nccl == ()

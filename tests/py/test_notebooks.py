@@ -48,13 +48,13 @@ def test_the_notebook_of_the_stored_trace_runs():
 def test_the_what_if_notebook_of_the_stored_trace_runs():
     outputs = executed(WHAT_IF)
     printed = "".join(o.text for o in outputs if o.output_type == "stream")
-    for words in (
+    for expected in (
         "fully used, the step would be",
         "takes no time, the step would be",
         "a link faster than",
         "x compression at the achieved rate",
     ):
-        assert words in printed
+        assert expected in printed
     assert "predicted" in printed
     assert len(shown(outputs, "image/svg+xml")) == 1
 

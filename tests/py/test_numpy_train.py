@@ -105,21 +105,21 @@ def test_a_rank_that_does_not_arrive_is_named(ranks: Ranks, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "words"),
+    ("variable", "value", "message"),
     [
         ("NETBOTTLENECK_IFNAME", "nosuch", "nosuch"),
         ("NETBOTTLENECK_TRANSPORT", "quic", "NETBOTTLENECK_TRANSPORT=quic"),
     ],
 )
 def test_a_wrong_variable_ends_the_job_before_it_begins(
-    ranks: Ranks, tmp_path: Path, variable: str, value: str, words: str
+    ranks: Ranks, tmp_path: Path, variable: str, value: str, message: str
 ) -> None:
     env = explicit(2, NETBOTTLENECK_RENDEZVOUS=str(tmp_path / "meet"), NETBOTTLENECK_START_TIMEOUT_S="2")
     results = ranks(
         2, SCRIPTS / "faults.py", lambda rank: {**env(rank), variable: value}, args=["nothing"], check=False
     )
     assert all(result.code not in (0, None) for result in results)
-    assert any(words in result.stderr for result in results)
+    assert any(message in result.stderr for result in results)
 
 
 def test_a_port_in_use_is_named(ranks: Ranks) -> None:

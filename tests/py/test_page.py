@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from netbottleneck.analysis import usage
 from netbottleneck.analysis.findings import find
 from netbottleneck.analysis.intervals import split_steps
-from netbottleneck.report import Run, pictures, what_if
+from netbottleneck.report import Run, what_if
 from netbottleneck.report import html as page_of
 from netbottleneck.report.drawing import Picture, Piece, Row, Scale, bars, short_name
 from netbottleneck.trace.model import Counters, Samples
@@ -95,7 +95,7 @@ def rects(picture, kind=None):
     ]
 
 
-def words(picture):
+def texts_of(picture):
     return [text.text for text in parsed(picture).iter("text")]
 
 
@@ -110,7 +110,7 @@ def test_the_page_shows_every_picture_in_one_file(run):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "sentence"),
     [
         ({"transports": ("stock",)}, "Achievable: not probed (transport stock only)"),
         ({"size": 1}, "One rank has no other to wait for."),
@@ -122,17 +122,17 @@ def test_the_page_shows_every_picture_in_one_file(run):
         ({"killed": 1}, "rank 1 did not finish cleanly."),
     ],
 )
-def test_a_question_that_a_run_cannot_answer_says_so(tmp_path, settings, said):
+def test_a_question_that_a_run_cannot_answer_says_so(tmp_path, settings, sentence):
     page = Run(FakeRun(tmp_path, blocks=3, **settings).write()).html
     sections = checked(page)
-    assert said in html.unescape(page)
+    assert sentence in html.unescape(page)
     for content in sections.values():
         assert ("<svg" in content) != ('class="nb-missing"' in content)
 
 
 def test_a_run_without_a_rank_says_that_waiting_is_not_known(run):
     alone = find(run.trace.of_rank(0))
-    shown = pictures.waiting(alone, [row[1] for row in split_steps(alone.trace)])
+    shown = page_of.waiting(alone, [row[1] for row in split_steps(alone.trace)])
     assert shown.pictures == ()
     assert "not known" in shown.missing
 
@@ -140,7 +140,7 @@ def test_a_run_without_a_rank_says_that_waiting_is_not_known(run):
 def test_the_bars_are_the_parts_of_the_summary(run):
     split = run.summary["split"]
     longest = max(parts["step_s"] for parts in split.values())
-    (picture,) = pictures.split(run.findings).pictures
+    (picture,) = page_of.split(run.findings).pictures
     for kind, part in (
         ("hidden", lambda p: p["hidden_communication_s"]),
         ("compute", lambda p: p["compute_s"] - p["hidden_communication_s"]),
@@ -150,7 +150,7 @@ def test_the_bars_are_the_parts_of_the_summary(run):
     ):
         expected = [part(parts) / longest for parts in split.values() if part(parts) > 0]
         assert [width for _, width, _ in rects(picture, kind)] == pytest.approx(expected, abs=2e-5), kind
-    assert [text for text in words(picture) if text.endswith(" ms")] == [
+    assert [text for text in texts_of(picture) if text.endswith(" ms")] == [
         ms(1e9 * parts["step_s"]) for parts in split.values()
     ]
 
@@ -166,7 +166,7 @@ def test_the_card_has_the_numbers_of_the_summary(run):
 
 
 def test_savings_are_drawn_with_their_intervals_and_the_limit(run):
-    (picture,) = pictures.causes(run.findings, run.verdict).pictures
+    (picture,) = page_of.causes(run.findings, run.verdict).pictures
     known = [one for one in run.verdict.evidence if one.applies and one.saving is not None]
     scale = max(known[0].limit_ns, *(one.saving.high for one in known))
     drawn = [one.saving.value / scale for one in known if one.saving.value > 0]
@@ -177,14 +177,14 @@ def test_savings_are_drawn_with_their_intervals_and_the_limit(run):
 
 def test_the_timeline_shows_one_step_of_every_rank_to_scale(run):
     splits = [row[1] for row in split_steps(run.trace)]
-    shown = pictures.timeline(run.findings, run.findings.base, splits)
+    shown = page_of.timeline(run.findings, run.findings.base, splits)
     (picture,) = shown.pictures
     index = int(re.search(r"Step (\d+)", shown.note)[1])
     own = [split for split in splits if split.index == index]
     steps = [step for step in run.trace.steps if step.index == index]
     span = max(s.end_ns for s in steps) - min(s.begin_ns for s in steps)
     assert len(own) == 3
-    assert [text for text in words(picture) if text.startswith("rank")] == [f"rank {r}, host{r}" for r in range(3)]
+    assert [text for text in texts_of(picture) if text.startswith("rank")] == [f"rank {r}, host{r}" for r in range(3)]
     assert sum(width for _, width, _ in rects(picture, "optimizer")) == pytest.approx(3 * 2 * MS / span, abs=1e-4)
     # Both operations begin together on the ranks that are not late: these ns are drawn twice, and counted once.
     late = sum(width for _, width, _ in rects(picture, "late"))
@@ -196,7 +196,7 @@ def test_the_timeline_shows_one_step_of_every_rank_to_scale(run):
 def test_the_timeline_shows_lanes_where_they_were_recorded(run):
     splits = [row[1] for row in split_steps(run.trace)]
     arm = next(arm for arm in run.findings.parts if arm == "ofi")
-    shown = pictures.timeline(run.findings, arm, splits)
+    shown = page_of.timeline(run.findings, arm, splits)
     assert len(rects(shown.pictures[0], "lane")) == 3 * 2 * 2  # ranks, operations, lanes
     assert "its part of the bytes" in shown.note
 
@@ -206,27 +206,27 @@ def test_operations_that_overlap_are_in_rows_of_their_own(run):
         some = run.trace.collectives[0]
         return type(some)(0, some.arm, 1, 1, begin, 8, start_ns=begin, done_ns=end)
 
-    rows = pictures._rows_of([operation(0, 10), operation(5, 15), operation(10, 20)])
+    rows = page_of._rows_of([operation(0, 10), operation(5, 15), operation(10, 20)])
     assert [[one.start_ns for one in row] for row in rows] == [[0, 10], [5]]
-    crowded = pictures._rows_of([operation(n, 1000) for n in range(3 * pictures.OPERATION_ROWS)])
-    assert len(crowded) == pictures.OPERATION_ROWS
-    assert sum(map(len, crowded)) == 3 * pictures.OPERATION_ROWS
+    crowded = page_of._rows_of([operation(n, 1000) for n in range(3 * page_of.OPERATION_ROWS)])
+    assert len(crowded) == page_of.OPERATION_ROWS
+    assert sum(map(len, crowded)) == 3 * page_of.OPERATION_ROWS
 
 
 def test_the_distribution_counts_every_step(run):
-    (picture,) = pictures.distribution(run.findings).pictures
+    (picture,) = page_of.distribution(run.findings).pictures
     counted = [int(re.match(r"\d+", title.text)[0]) for title in parsed(picture).iter("title")]
     assert sum(counted) == sum(time["steps"] for time in run.summary["steps"].values())
     for time in run.summary["steps"].values():
-        assert f"median {ms(1e9 * time['median_s'])}, {time['steps']} steps" in words(picture)
+        assert f"median {ms(1e9 * time['median_s'])}, {time['steps']} steps" in texts_of(picture)
 
 
 def test_rates_are_drawn_beside_the_probe_and_the_link(run):
-    shown = pictures.bandwidth(run.findings)
+    shown = page_of.bandwidth(run.findings)
     (picture,) = shown.pictures
-    said = [what for _, what in shown.key]
+    labels = [what for _, what in shown.key]
     rates = {arm: rate["active_bits_per_s"] for arm, rate in run.summary["bandwidth"].items()}
-    assert said == [
+    assert labels == [
         "probe over ofi",
         *(f"{a} {gbit(bps)} in transfer" for a, bps in rates.items()),
         "the link 2.00 Gbit/s",
@@ -238,22 +238,22 @@ def test_rates_are_drawn_beside_the_probe_and_the_link(run):
     ]
     heights = [float(dot.get("cy")) for dot in parsed(picture).iter("circle")]
     rates = [p["bits_per_s"] for p in points]
-    bottom = 24 + pictures.PLOT_HEIGHT
+    bottom = 24 + page_of.PLOT_HEIGHT
     assert (bottom - heights[0]) / (bottom - heights[1]) == pytest.approx(rates[0] / rates[1], rel=0.01)
 
 
 def test_waiting_of_each_rank_is_that_of_the_findings(run):
     splits = [row[1] for row in split_steps(run.trace)]
-    shown = pictures.waiting(run.findings, splits)
+    shown = page_of.waiting(run.findings, splits)
     late = run.findings.late_ns[2]
     assert late == pytest.approx(4 * MS, rel=0.1)
-    assert f"waits 0.00 ms, others {ms(late)}" in words(shown.pictures[0])
+    assert f"waits 0.00 ms, others {ms(late)}" in texts_of(shown.pictures[0])
     (bar,) = rects(shown.pictures[0], "waited")
     assert bar[1] == pytest.approx(late / max(late, 4 * MS), abs=1e-3)
 
 
 def test_layers_add_up_to_the_exposed_communication(run):
-    (picture,) = pictures.layers(run.findings).pictures
+    (picture,) = page_of.layers(run.findings).pictures
     layers = run.summary["layers"]
     longest = max(max(one["exposed_communication_s"], one["backward_s"]) for one in layers)
     drawn = sum(width for _, width, _ in rects(picture, "exposed")) * longest
@@ -277,8 +277,8 @@ def test_counters_of_a_host_are_drawn_as_rates(run):
     kinds += ["tcp:sent_segments", "tcp:retransmitted_segments"]
     busy = [[n if name in ("cpu0:user", "cpu1:idle") else 0 for name in kinds] for n in range(count)]
     samples = (Samples(0, net, counters(tuple(kinds), busy)),)
-    recorded = pictures.Recorded(usage.hosts(run.trace, samples), samples)
-    shown = pictures.host_use(run.findings, recorded)
+    recorded = page_of.Recorded(usage.hosts(run.trace, samples), samples)
+    shown = page_of.host_use(run.findings, recorded)
     interface, cores = map(parsed, shown.pictures)
 
     def heights(picture, kind):
@@ -288,12 +288,12 @@ def test_counters_of_a_host_are_drawn_as_rates(run):
         return max(found)
 
     scale = Scale(0.0, 1.1 * 2.0)  # the link is 2 Gbit/s
-    tall = pictures.HOST_BOTTOM - pictures.HOST_TOP
+    tall = page_of.HOST_BOTTOM - page_of.HOST_TOP
     for kind, value in (("tx", 1.0), ("rx", 0.5)):
-        expected = pictures.HOST_BOTTOM - tall * scale.at(value)
+        expected = page_of.HOST_BOTTOM - tall * scale.at(value)
         assert heights(interface, kind) == pytest.approx(expected, abs=0.1)
-    assert heights(cores, "busiest") == pytest.approx(pictures.HOST_TOP, abs=0.1)
-    assert heights(cores, "mean") == pytest.approx((pictures.HOST_TOP + pictures.HOST_BOTTOM) / 2, abs=0.1)
+    assert heights(cores, "busiest") == pytest.approx(page_of.HOST_TOP, abs=0.1)
+    assert heights(cores, "mean") == pytest.approx((page_of.HOST_TOP + page_of.HOST_BOTTOM) / 2, abs=0.1)
     assert ("link", "the link") in shown.key
 
 
@@ -309,7 +309,7 @@ def test_the_curve_holds_the_answers_and_marks_this_run(run):
     assert steps == sorted(steps, reverse=True)
     assert curve.present[:2] == (job.cost.link.rate_bps, job.measured_ns.value)
     assert curve.free_ns <= steps[-1]
-    shown = pictures.what_if(run.findings, curve)
+    shown = page_of.what_if(run.findings, curve)
     assert ("present", f"this run: {ms(curve.present[1])} at {gbit(curve.present[0])} (measured)") in shown.key
     (dot,) = parsed(shown.pictures[0]).iter("circle")
     x = Scale(curve.points[0][0], curve.points[-1][0], log=True)
@@ -318,7 +318,7 @@ def test_the_curve_holds_the_answers_and_marks_this_run(run):
 
 def test_a_page_without_the_engine_says_so(run):
     page = page_of.page(run.findings, run.verdict)
-    assert "No prediction was asked for." in page
+    assert "No prediction was requested." in page
     checked(page)
 
 
@@ -330,8 +330,8 @@ def test_eight_ranks_and_two_hundred_steps_stay_small(tmp_path):
 
 def test_names_are_escaped_and_long_ones_keep_their_end():
     drawn = bars("a & b", [Row("<module>" * 9 + "end", "1 & 2", ((Piece("exposed", 1.0, '"<&'),),))])
-    assert words(drawn)[0].endswith("end")
-    assert len(words(drawn)[0]) == len(short_name("x" * 99))
+    assert texts_of(drawn)[0].endswith("end")
+    assert len(texts_of(drawn)[0]) == len(short_name("x" * 99))
     assert "<module" not in str(drawn)
     assert parsed(drawn).get("aria-label") == "a & b"
 

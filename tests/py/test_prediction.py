@@ -134,15 +134,15 @@ def test_a_claim_that_holds_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_each_bar_of_the_claim_fails_by_itself(cells: list[CellFacts], bars: list[str]) -> None:
-    failed = [words for holds, words in claim.judged("resnet50", cells) if not holds]
+    failed = [text for holds, text in claim.judged("resnet50", cells) if not holds]
     assert len(failed) == len(bars)
-    assert all(bar in words for bar, words in zip(bars, failed, strict=True))
+    assert all(bar in text for bar, text in zip(bars, failed, strict=True))
 
 
 def test_the_claim_fails_if_stock_still_grows_with_its_link() -> None:
     fast, slow = claim_cells("resnet50")
     slow = replace(slow, arms={"stock": arm("stock", 100.0, 0.2)})
-    assert [words[:21] for holds, words in claim.judged("resnet50", [fast, slow]) if not holds] == [
+    assert [text[:21] for holds, text in claim.judged("resnet50", [fast, slow]) if not holds] == [
         "resnet50: stock from "
     ]
 

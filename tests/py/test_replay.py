@@ -17,20 +17,19 @@ import numpy as np
 import pytest
 from conftest import RANKS_LIMIT_S
 
-from netbottleneck.bench.replay import Player, ReplaySchedule, replay_schedule, sent_bytes
 from netbottleneck.lab import Lab
 from netbottleneck.launch import connect
 from netbottleneck.report import Run
 from netbottleneck.study import replaying
-from netbottleneck.study.evidence.facts import quiet_spans, sent
+from netbottleneck.study.evidence.facts import quiet_spans, sent, sent_bytes
 from netbottleneck.study.ranks import JobError, run_in_lab
-from netbottleneck.study.task import PLAY, Task, read_schedule, write_schedule
+from netbottleneck.study.task import PLAY, Player, Task, read_schedule, write_schedule
 from netbottleneck.trace import layer_log
 from netbottleneck.trace import model as tr
 from netbottleneck.trace.ring_reader import EVENTS, read_ring
 from netbottleneck.trace.transports import Arm
 from netbottleneck.whatif.cost import Cost
-from netbottleneck.whatif.plan import Plan
+from netbottleneck.whatif.plan import Plan, ReplaySchedule, replay_schedule
 from netbottleneck.whatif.simulate import simulate
 
 DEADLINE_S = RANKS_LIMIT_S
@@ -95,7 +94,7 @@ def test_invalid_replays_are_refused() -> None:
     trace = recorded()
     silent = replace(trace, steps=tuple(replace(step, grad_ready=()) for step in trace.steps))
     partly = replace(trace, steps=tuple(replace(step, grad_ready=step.grad_ready[:2]) for step in trace.steps))
-    for given, plan, scale, words in (
+    for given, plan, scale, message in (
         (silent, PLAN, 1, "no step records"),
         (partly, PLAN, 1, "only 2 of"),
         (trace, Plan.horovod(), 1, "chooses buckets at run time"),
@@ -104,7 +103,7 @@ def test_invalid_replays_are_refused() -> None:
         (trace, PLAN, 0, "must be positive"),
         (trace, PLAN, float("nan"), "must be positive"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             replay_schedule(given, plan, scale=scale)
 
 
@@ -276,9 +275,9 @@ def test_a_rank_that_is_killed_ends_the_replay_and_is_named(tmp_path: Path) -> N
 def test_the_command_replays_a_layer_log_and_prints_modelled_and_counted_bytes(tmp_path: Path) -> None:
     log = layer_log.of_trace(recorded((40_000, 2_000_000)), 0.03)
     layer_log.write(tmp_path / "two.bk.log", log)
-    words = ["replay", str(tmp_path / "two.bk.log"), "--transport", "tcp", "--link", "none", "--rounds", "1"]
+    arguments = ["replay", str(tmp_path / "two.bk.log"), "--transport", "tcp", "--link", "none", "--rounds", "1"]
     done = subprocess.run(
-        [sys.executable, "-m", "netbottleneck", *words, "--block-steps", "4", "--directory", str(tmp_path / "out")],
+        [sys.executable, "-m", "netbottleneck", *arguments, "--block-steps", "4", "--directory", str(tmp_path / "out")],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -309,7 +308,7 @@ def test_counted_spans_begin_and_end_in_idle_gaps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (("no/such/file",), "no/such/file"),
         (("TRACE", "--link", "fast"), "fast"),
@@ -325,14 +324,14 @@ def test_counted_spans_begin_and_end_in_idle_gaps() -> None:
     ],
 )
 def test_bad_input_is_reported_and_nothing_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
     path = tmp_path / "r.jsonl.gz"
     tr.write(recorded(), path)
     damaged = tmp_path / "d.bk.log"
     damaged.write_text("a log\n1\n2\n5.0,400\n")
     meant = {"TRACE": str(path), "DAMAGED": str(damaged), ".": str(tmp_path)}
-    given = [meant.get(word, word) for word in words]
+    given = [meant.get(word, word) for word in arguments]
     out = [] if "--directory" in given else ["--directory", str(tmp_path / "out")]
     try:
         code = replaying.main([*given, *out])

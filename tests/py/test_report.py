@@ -17,7 +17,7 @@ from rich.console import Console
 
 from chromecheck import overlaps
 from netbottleneck.analysis import findings, intervals, verdict
-from netbottleneck.report import Run, chrome, html, summary, text
+from netbottleneck.report import Run, html, summary, text
 from netbottleneck.report import text as terminal
 from netbottleneck.trace import model as tr
 from netbottleneck.trace import ring_reader
@@ -235,7 +235,7 @@ def test_every_run_has_a_report_and_a_valid_summary(tmp_path, settings):
     check_schema(found.summary)
     assert "Verdict: " in found.text
     assert found.verdict.code in html.page(found.findings, found.verdict)
-    assert overlaps(chrome.chrome(found.trace)) == []
+    assert overlaps(summary.chrome_trace(found.trace)) == []
 
 
 def test_the_schema_rejects_unknown_keys(run):

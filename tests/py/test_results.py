@@ -15,7 +15,9 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "docs" / "_site")]
 
 import keep  # noqa: E402
 
+import made  # noqa: E402
 import results  # noqa: E402
+from netbottleneck.analysis import thresholds  # noqa: E402
 
 FILES = sorted(keep.RESULTS.glob("*.json"))
 ORIGIN = ("title", "date", "machine", "system", "versions", "command", "duration", "load", "spread")
@@ -51,8 +53,8 @@ def test_every_interval_holds_its_value(path: Path) -> None:
 
 
 def test_every_table_and_plot_can_be_made() -> None:
-    for name, words in {"gates": ("latest",), "gates_plot": ("latest",), "peers_plot": ("64",)}.items():
-        assert "\n".join(results.MAKERS[name](*words)).strip()
+    for name, arguments in {"gates": ("latest",), "gates_plot": ("latest",), "peers_plot": ("64",)}.items():
+        assert "\n".join(results.MAKERS[name](*arguments)).strip()
     for each in results.load("experiments")["experiments"]:
         assert "\n".join(results.experiment(each["topic"])).count("\n| ") == len(each["rows"]) + 2
     assert "1.000 [1.000, 1.000]" in "\n".join(results.gates("latest"))
@@ -77,3 +79,8 @@ def test_a_run_of_the_gates_is_stored_as_a_sitting() -> None:
     assert '"low": 1.000' in keep.text(new)
     assert row["paths"][1] == {"path": "iperf3-4", "value": 1.90, "unit": "Gbit/s"}
     assert (new["date"], new["versions"]) == ("1970-01-01", {"numpy": "2"})
+
+
+def test_the_page_of_verdicts_lists_every_threshold() -> None:
+    names = [row.split("`")[1] for row in made.limits() if "`" in row]
+    assert names == [name for name in vars(thresholds) if name.isupper()]

@@ -233,7 +233,7 @@ def test_the_end_of_a_file_is_read_without_the_rest(tmp_path: Path) -> None:
 
 def test_an_invalid_file_of_counters_is_named(tmp_path: Path) -> None:
     path = tmp_path / "0.net.counters"
-    for make, words in (
+    for make, message in (
         (lambda: path.write_bytes(b""), "not a file of counters"),
         (lambda: path.write_bytes(b"NBRING1\0" + bytes(100)), "not a file of counters"),
         (lambda: written(path, version=2), "version 2"),
@@ -243,7 +243,7 @@ def test_an_invalid_file_of_counters_is_named(tmp_path: Path) -> None:
         (lambda: path.write_bytes(struct.pack("<8sII", b"NBCOUNT\0", 1, 1 << 30) + b"{}"), "damaged"),
     ):
         make()
-        with pytest.raises(ValueError, match=words) as raised:
+        with pytest.raises(ValueError, match=message) as raised:
             model.read_samples(path)
         assert str(path) in str(raised.value)
 

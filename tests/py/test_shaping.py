@@ -37,9 +37,9 @@ def lab() -> Generator[Lab]:
     made.close()
 
 
-def tc(lab: Lab, *words: str) -> str:
+def tc(lab: Lab, *arguments: str) -> str:
     """Run tc on host 0, and return its output."""
-    process = lab.popen(0, ["tc", *words], stdout=subprocess.PIPE, text=True)
+    process = lab.popen(0, ["tc", *arguments], stdout=subprocess.PIPE, text=True)
     text: str = process.communicate(timeout=DEADLINE_S)[0]
     assert process.returncode == 0
     return text
@@ -93,20 +93,20 @@ def test_the_kernels_default_is_restored(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize(
-    ("caps", "before", "words"),
+    ("caps", "before", "message"),
     [
         ("1gbit", "tbf rate 5gbit burst 1mb latency 50ms", "its queueing discipline (tbf"),
         ("1gbit/300mbit,100mbit", "", "one cap for the link and one cap for all flows"),
     ],
 )
-def test_a_state_that_cannot_be_restored_is_not_changed(lab: Lab, caps: str, before: str, words: str) -> None:
+def test_a_state_that_cannot_be_restored_is_not_changed(lab: Lab, caps: str, before: str, message: str) -> None:
     if before:
         tc(lab, "qdisc", "replace", "dev", "nb0", "root", *before.split())
     state = root(lab)
     process = start(lab, caps, "wait")
     out, err = process.communicate(timeout=DEADLINE_S)
     assert (out, process.returncode) == ("", 1)
-    assert words in err
+    assert message in err
     assert root(lab) == state
 
 
@@ -116,8 +116,8 @@ def test_caps_left_by_a_killed_process_are_not_restored(lab: Lab) -> None:
     assert process.stdout is not None
     process.stdout.readline()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        words = path.read_bytes().split(b"\0")
-        if any(word.endswith(b"_shape.py") for word in words) and str(process.pid).encode() == parent(path):
+        command = path.read_bytes().split(b"\0")
+        if any(word.endswith(b"_shape.py") for word in command) and str(process.pid).encode() == parent(path):
             os.kill(int(path.parent.name), signal.SIGKILL)
     process.communicate(timeout=DEADLINE_S)
     assert root(lab) != before

@@ -96,10 +96,10 @@ def test_a_stopped_rank_is_named_and_exits_when_it_continues(plain_ranks: Ranks,
     job.kill(1, signal.SIGCONT)
     first, second = job.wait(check=False)
     assert code == 0, job.describe()
-    error, peer, _, _, words = failure(first)
+    error, peer, _, _, message = failure(first)
     assert (error, peer) in [("DeadlineError", 1), ("PeerError", 1)]
-    assert "rank 1" in words
-    assert failure(second)[1] == 1  # it accuses nobody: rank 0 has told it who was silent
+    assert "rank 1" in message
+    assert failure(second)[1] == 1  # rank 0 reported which rank was silent
     assert second.code == 0
 
 

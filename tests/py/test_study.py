@@ -39,10 +39,10 @@ def undrawn(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(stub), os.environ.get("PYTHONPATH")]))}
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+def start(folder: Path, *args: str) -> subprocess.Popen[str]:
     """Start a study in a new process and process group."""
     return subprocess.Popen(
-        [sys.executable, "-m", "netbottleneck", "study", "--directory", str(folder), *words],
+        [sys.executable, "-m", "netbottleneck", "study", "--directory", str(folder), *args],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -280,12 +280,12 @@ def recorded(folder: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [("--networks", "fast"), ("--transports", "carrier-pigeon"), ("--jobs", "digits,digits"), ("--compute", "nap")],
 )
-def test_an_invalid_argument_is_quoted_in_the_error(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert study.main(words) == 2
-    assert repr(words[1]) in capsys.readouterr().err
+def test_an_invalid_argument_is_quoted_in_the_error(args: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert study.main(args) == 2
+    assert repr(args[1]) in capsys.readouterr().err
 
 
 def test_tasks_survive_json() -> None:
@@ -303,10 +303,10 @@ def test_batches_share_an_epoch_among_the_ranks() -> None:
 
 def test_under_a_launcher_the_study_uses_its_ranks_and_network(warm_ranks: Any, tmp_path: Path) -> None:
     folder = tmp_path / "s"
-    words = ["--jobs", "replay", "--directory", str(folder), "--transports", "stock,tcp", *TINY]
+    args = ["--jobs", "replay", "--directory", str(folder), "--transports", "stock,tcp", *TINY]
     # Hooks that the environment asks for must not measure the study's own models.
     given = {"NETBOTTLENECK_TRANSPORT": "tcp", **undrawn(tmp_path)}
-    results = warm_ranks(2, "netbottleneck", given, args=["study", *words], limit_s=DEADLINE_S)
+    results = warm_ranks(2, "netbottleneck", given, args=["study", *args], limit_s=DEADLINE_S)
     assert "uses the network between the" in results[0].stdout
     assert results[1].stdout == ""
     record = json.loads((folder / "study.json").read_text())

@@ -62,7 +62,7 @@ def test_inflation_cells_have_three_arms_and_no_single_rank_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "words"),
+    ("text", "line", "message"),
     [
         (
             'speed = 3\n[[model]]\nname = "resnet50"',
@@ -116,11 +116,11 @@ def test_inflation_cells_have_three_arms_and_no_single_rank_steps() -> None:
         ("ranks = = 2", None, "(at line 1, column 9)"),
     ],
 )
-def test_invalid_studies_are_refused_with_file_line_value_and_remedy(text: str, line: int | None, words: str) -> None:
-    with pytest.raises(ValueError) as refused:  # noqa: PT011 - the words are looked at below
+def test_invalid_studies_are_refused_with_file_line_value_and_remedy(text: str, line: int | None, message: str) -> None:
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 - the message is checked below
         made(text)
     assert str(refused.value).startswith("s.toml" if line is None else f"s.toml, line {line}: ")
-    assert words in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_too_few_ranks_are_refused_unless_the_cells_are_complete() -> None:
@@ -155,14 +155,14 @@ def test_the_quick_study_has_two_numbers_of_ranks_and_three_link_speeds_with_one
     assert {cell.link.flow_bps for cell in played} == {(500_000_000,)}
 
 
-def cells_of(tmp_path: Path, *words: str, size: int = 1) -> dict[str, Cell]:
+def cells_of(tmp_path: Path, *arguments: str, size: int = 1) -> dict[str, Cell]:
     """Return the cells that a command line requests."""
-    args = command.parser().parse_args(["--directory", str(tmp_path / "s"), *words])
-    return {cell.key: cell for cell in cells.parse_request(args, words, size).spec.cells}
+    args = command.parser().parse_args(["--directory", str(tmp_path / "s"), *arguments])
+    return {cell.key: cell for cell in cells.parse_request(args, arguments, size).spec.cells}
 
 
 def test_options_override_a_shipped_study(tmp_path: Path) -> None:
-    words = (
+    arguments = (
         "--jobs",
         "replay",
         "--model",
@@ -175,7 +175,7 @@ def test_options_override_a_shipped_study(tmp_path: Path) -> None:
         "--rounds",
         "9",
     )
-    found = cells_of(tmp_path, "--transports", "stock,tcp", *words)
+    found = cells_of(tmp_path, "--transports", "stock,tcp", *arguments)
     assert list(found) == ["vgg16-2-1gbit", "vgg16-2-none"]
     assert found["vgg16-2-none"].model.compute_ms == (5, 6)
     assert (found["vgg16-2-none"].rounds, found["vgg16-2-none"].arms) == (9, ("stock", "tcp"))
@@ -196,14 +196,14 @@ def test_tables_are_read_as_they_were_written() -> None:
 def test_an_invalid_file_is_reported_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damaged = tmp_path / "d.bk.log"
     damaged.write_text("a log\n1\n2\n5.0,400\n")
-    for text, words in (
+    for text, message in (
         ("speed = 1\n[[model]]\nname = 'resnet50'", "line 1: unknown key 'speed'"),
         ("[[model]]\nfile = 'd.bk.log'", "d.bk.log, line"),
     ):
         path = tmp_path / "given.toml"
         path.write_text(text)
         assert study.main([str(path), "--directory", str(tmp_path / "s")]) == 2
-        assert words in capsys.readouterr().err
+        assert message in capsys.readouterr().err
         assert sorted(one.name for one in tmp_path.iterdir()) == ["d.bk.log", "given.toml"]
 
 

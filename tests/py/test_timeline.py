@@ -620,13 +620,13 @@ import json, os, sys
 import torch
 import netbottleneck.torch as hvd
 
-def refused(words, call):
+def refused(message, call):
     try:
         call()
     except ValueError as error:
-        assert words in str(error), error
+        assert message in str(error), error
     else:
-        raise AssertionError(words)
+        raise AssertionError(message)
 
 def tensors(name):
     made = json.load(open(f"{sys.argv[1]}/{name}.{hvd.rank()}"))
@@ -698,11 +698,11 @@ def child_of(pid: int) -> int:
     while time.monotonic() < deadline:
         for folder in Path("/proc").glob("[0-9]*"):
             try:
-                words = (folder / "stat").read_text().rpartition(")")[2].split()
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
                 command = (folder / "cmdline").read_bytes()
             except OSError:
                 continue
-            if int(words[1]) == pid and b"timeline_writer" in command:
+            if int(fields[1]) == pid and b"timeline_writer" in command:
                 return int(folder.name)
     raise AssertionError("no writer")
 

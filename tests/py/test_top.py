@@ -23,8 +23,9 @@ from conftest import RANKS_LIMIT_S, Ranks
 from rich.console import Console
 
 from netbottleneck import cli, report
+from netbottleneck.analysis.thresholds import STEPS_MIN
 from netbottleneck.analysis.usage import Cores, HostUse, Use
-from netbottleneck.analysis.verdict import STEPS_MIN, Verdict
+from netbottleneck.analysis.verdict import Verdict
 from netbottleneck.report import Change, Following, Part, Run, text
 from netbottleneck.runtime import session as sessions
 from netbottleneck.trace import ring_reader
@@ -199,14 +200,14 @@ def test_a_frame_fits_80_columns_and_has_no_colour_in_a_pipe(fake: Path, capsys:
     assert max(map(len, shown.splitlines())) <= 80
     assert "\x1b" not in shown
     run = Run(fake)
-    words = " ".join(shown.split())
-    assert "Run fake: ended, 2 ranks, 2 hosts, fake net" in words
-    assert f"Step {STEPS}" in words
-    assert f"steps 1 to {STEPS}" in words
-    assert f"Verdict: {run.verdict.code}:" in words
-    assert "the link is 2.00 Gbit/s" in words
+    printed = " ".join(shown.split())
+    assert "Run fake: ended, 2 ranks, 2 hosts, fake net" in printed
+    assert f"Step {STEPS}" in printed
+    assert f"steps 1 to {STEPS}" in printed
+    assert f"Verdict: {run.verdict.code}:" in printed
+    assert "the link is 2.00 Gbit/s" in printed
     for arm in run.trace.arms:
-        assert arm in words
+        assert arm in printed
 
 
 @pytest.mark.parametrize("no_colour", [True, False])
@@ -268,11 +269,11 @@ def test_a_verdict_that_needs_more_steps_than_the_window_names_the_window(fake: 
     findings = Run(fake).findings
     have = sum(time.steps + time.blocks for time in findings.times.values())
     undecided = Verdict("INCONCLUSIVE", "", "", more=100)
-    assert f"in a window of {have + 100} steps" in text.missing_words(findings, undecided, have)
+    assert f"in a window of {have + 100} steps" in text.missing_text(findings, undecided, have)
     for window in (0, have + 100):
-        assert "window" not in text.missing_words(findings, undecided, window)
-    assert text.missing_words(findings, Verdict("NOT_NETWORK", "", ""), 1) == ""
-    assert text.missing_words(findings, Verdict("INCONCLUSIVE", "", "Measure it."), 1) == "Measure it."
+        assert "window" not in text.missing_text(findings, undecided, window)
+    assert text.missing_text(findings, Verdict("NOT_NETWORK", "", ""), 1) == ""
+    assert text.missing_text(findings, Verdict("INCONCLUSIVE", "", "Measure it."), 1) == "Measure it."
 
 
 def test_a_missing_folder_and_one_without_a_run_are_one_line(
@@ -368,13 +369,13 @@ def test_a_change_is_shown_and_exported(
         rank: np.concatenate([_moved(half, rank, place) for place, half in enumerate((before, after))])
         for rank in (0, 1)
     }
-    following, said = Following(before, 20), []
+    following, changes = Following(before, 20), []
     for count in (32, 52, 72, 92, 112, 132):
         for rank, events in whole.items():
             _rewrite(before / "ranks" / f"{rank}.train.ring", events[events["step"] <= count])
-        said.append(following.judge(following.look()))
+        changes.append(following.judge(following.look()))
     change = Change(codes[0], codes[1], 92)
-    assert said == [None, None, None, None, change, None]
+    assert changes == [None, None, None, None, change, None]
     monkeypatch.setattr(report.Following, "judge", lambda self, run: setattr(self, "changed", change))
     assert str(change) in " ".join(frame_of(before, capsys, "--export", f"prometheus={tmp_path / 'run.prom'}").split())
     sample = f'netbottleneck_cause_change_step{{run="fake",code="{codes[1]}",before="{codes[0]}"}} {float(change.step)}'
@@ -607,10 +608,10 @@ def test_the_process_prints_json_on_idle_cores_until_its_input_closes(fake: Path
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        said = json.loads(process.stdout.readline())
-        assert said["line"].startswith(f"step {STEPS}: ")
-        assert said["alarm"] == ""
-        assert said["processor_s"] > 0
+        message = json.loads(process.stdout.readline())
+        assert message["line"].startswith(f"step {STEPS}: ")
+        assert message["alarm"] == ""
+        assert message["processor_s"] > 0
         assert os.sched_getscheduler(process.pid) == os.SCHED_IDLE
         process.stdin.close()
         assert process.wait(RANKS_LIMIT_S) == 0

@@ -21,8 +21,8 @@ word = st.text(max_size=8)
 u64 = st.integers(0, 2**64 - 1)
 span = st.tuples(ns, ns)
 
-words = st.text("abcxyz-é", min_size=1, max_size=8)
-arm = st.builds(Arm, words, st.none() | words, st.none() | words)
+names = st.text("abcxyz-é", min_size=1, max_size=8)
+arm = st.builds(Arm, names, st.none() | names, st.none() | names)
 
 steps = st.builds(
     tr.Step,

@@ -21,7 +21,7 @@ ROW = '    Transport("new", native=True, benched=True, colour="#123456"),\n'
 
 # Runs with a list that has one row more.
 USES = """
-from netbottleneck.bench.request import Request
+from netbottleneck.bench.values import Request
 from netbottleneck.config import settings
 from netbottleneck.report import plots
 from netbottleneck.trace.transports import Arm

@@ -100,9 +100,9 @@ def test_a_stopped_rank_is_named_by_all_others(plain_ranks: Ranks, victim: int) 
     results = job.wait(check=False)
     assert codes == [0, 0, 0], job.describe()
     for rank in others:
-        error, peer, _, _, words = failure(results[rank])
+        error, peer, _, _, message = failure(results[rank])
         assert (error, peer) in [("DeadlineError", victim), ("PeerError", victim)]
-        assert f"rank {victim}" in words
+        assert f"rank {victim}" in message
 
 
 def test_a_benchmark_of_two_hosts_puts_each_byte_on_the_wire_once_a_host(monkeypatch: pytest.MonkeyPatch) -> None:

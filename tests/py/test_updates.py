@@ -67,7 +67,7 @@ def test_the_first_of_two_optimizers_counts_until_the_second_replaces_it() -> No
 @pytest.mark.parametrize("known", [True, False])
 def test_a_step_that_calls_another_class_s_step_is_one_update(known: bool) -> None:
     mine = parameter()
-    torch.optim.SGD([parameter()], lr=1.0)  # torch tells of SGD's own step from now on
+    torch.optim.SGD([parameter()], lr=1.0)  # torch calls the hooks of SGD's own step from now on
     optimizer = Subclass([mine], lr=1.0)
     counted = Counting(mine, optimizer=optimizer if known else None)
     optimizer.step()

@@ -1,13 +1,16 @@
 """Each rule of the verdict: a run that it decides, and a run that it does not."""
 
+import ast
+import inspect
 import math
 from dataclasses import replace
 
 import pytest
 
 from netbottleneck.analysis import findings, verdict
-from netbottleneck.analysis.bandwidth import Achievable
 from netbottleneck.analysis.comparisons import Estimate, Paired
+from netbottleneck.analysis.intervals import Achievable
+from netbottleneck.analysis.thresholds import GAIN_MIN
 from netbottleneck.report.text import sentences
 from netbottleneck.trace import ring_reader
 from netbottleneck.trace.model import NOT_RECORDED, Network
@@ -17,6 +20,19 @@ from ringwriter import FakeRun
 
 def findings_of(folder, **settings):
     return findings.find(ring_reader.load(FakeRun(folder, **settings).write()))
+
+
+@pytest.mark.parametrize("module", [verdict, findings])
+def test_the_verdict_takes_its_thresholds_from_one_module(module):
+    body = ast.parse(inspect.getsource(module)).body
+    numbers = [
+        node.lineno
+        for node in body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, int | float)
+    ]
+    assert numbers == []
 
 
 def test_a_faster_transport_is_a_transport_limit(tmp_path):
@@ -60,11 +76,11 @@ def test_an_inconclusive_verdict_has_the_number_of_steps_that_its_advice_names(t
 def test_a_saving_near_the_limit_has_the_steps_after_which_its_interval_leaves_it_out(tmp_path):
     numbers = findings_of(tmp_path, blocks=9)
     facts = verdict.Facts(numbers, numbers.base, verdict.Predicted(), ())
-    limit = verdict.GAIN_MIN * facts.step_ns
+    limit = GAIN_MIN * facts.step_ns
     steps = sum(time.steps + time.blocks for time in numbers.times.values())
-    asked = facts.more_steps(Estimate(2 * limit, 0.0, 4 * limit))  # twice as wide as it may be: 4 x the steps
-    assert asked["more"] == 3 * steps
-    assert f"Measure {3 * steps} more steps" in asked["needs"]
+    needed = facts.more_steps(Estimate(2 * limit, 0.0, 4 * limit))  # twice as wide as it may be: 4 x the steps
+    assert needed["more"] == 3 * steps
+    assert f"Measure {3 * steps} more steps" in needed["needs"]
     for saving in (Estimate(limit, 0.0, 2 * limit), Estimate(2 * limit, -math.inf, math.inf)):
         assert "more" not in facts.more_steps(saving)
 
@@ -157,7 +173,7 @@ def test_a_gain_below_the_minimum_does_not_count(tmp_path):
     numbers = findings_of(tmp_path, blocks=9, transfer_ms={"ofi": (35, 120)}, bare_ms=174)
     (pair,) = numbers.comparisons
     assert pair.difference_ns.high < 0
-    assert 0 < pair.gain.value < verdict.GAIN_MIN
+    assert 0 < pair.gain.value < GAIN_MIN
     assert verdict.stock_is_as_good(numbers)
 
 
@@ -254,7 +270,7 @@ def test_time_that_does_not_depend_on_size_is_latency(unexplained):
         (1.9, {"cores": [2, 3]}, 0.95, "HOST_LIMITED"),  # a machine each
         (1.0, {"cores": [2, 3]}, 0.5, "INCONCLUSIVE"),
         (1.0, {"cores": [2, 3], "hostname": "one machine"}, 1.0, "HOST_LIMITED"),
-        (1.9, {}, None, "INCONCLUSIVE"),  # ranks do not tell of their cores
+        (1.9, {}, None, "INCONCLUSIVE"),  # no rank recorded its cores
         (None, {"cores": [2, 3]}, None, "INCONCLUSIVE"),  # nor of their processor time
     ],
 )

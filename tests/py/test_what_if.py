@@ -46,10 +46,10 @@ def files(tmp_path: Path) -> tuple[str, str]:
     return str(tmp_path / "small.bk.log"), str(tmp_path / "add.log")
 
 
-def command(*words: str) -> subprocess.CompletedProcess[str]:
+def command(*args: str) -> subprocess.CompletedProcess[str]:
     values = {name: value for name, value in os.environ.items() if not name.startswith("NETBOTTLENECK")}
     return subprocess.run(
-        [sys.executable, "-m", "netbottleneck", "what-if", *words],
+        [sys.executable, "-m", "netbottleneck", "what-if", *args],
         capture_output=True,
         text=True,
         timeout=RANKS_LIMIT_S,
@@ -79,9 +79,9 @@ def test_compat_defaults_to_the_sweep_of_the_paper(paper1: Path, tmp_path: Path)
     table = (paper1 / "scaling.csv").read_text(encoding="utf-8").splitlines()
     rows = [row for row in csv.DictReader(table) if row["model"] == "vgg16"]
     target = tmp_path / "rows.json"
-    words = ["--compat", "paper2020", "--add-table", f"{paper1}/inputs/cuda_vec_add.log"]
+    args = ["--compat", "paper2020", "--add-table", f"{paper1}/inputs/cuda_vec_add.log"]
     log = f"{paper1}/inputs/vgg16.bk.log"
-    assert main(["what-if", log, *words, "--step-s", rows[0]["batch_t_s"], "--json", str(target)]) == 0
+    assert main(["what-if", log, *args, "--step-s", rows[0]["batch_t_s"], "--json", str(target)]) == 0
     found = {(row["compression"], row["workers"], row["link_bps"]): row for row in json.loads(target.read_text())}
     assert len(found) == len(rows) == 90
     for row in rows:
@@ -95,12 +95,12 @@ def test_runs_and_logs_with_a_step_need_no_step_s_option(
 ) -> None:
     _, add = files
     target = tmp_path / "rows.json"
-    words = ["--compat", "paper2020", "--add-table", add, "--link-gbps", "10", "--workers", "2", "--json", str(target)]
-    assert main(["what-if", str(TRACE), *words, "--compression", "1"]) == 0
+    args = ["--compat", "paper2020", "--add-table", add, "--link-gbps", "10", "--workers", "2", "--json", str(target)]
+    assert main(["what-if", str(TRACE), *args, "--compression", "1"]) == 0
     (row,) = json.loads(target.read_text())
     assert row["step_s"] - row["overhead_s"] == pytest.approx(0.402, rel=0.01)
     layer_log.write(tmp_path / "model.log", LayerLog("model", LOG.tensors, 0.5))
-    assert main(["what-if", str(tmp_path / "model.log"), *words, "--compression", "1"]) == 0
+    assert main(["what-if", str(tmp_path / "model.log"), *args, "--compression", "1"]) == 0
     (row,) = json.loads(target.read_text())
     assert (row["model"], row["step_s"] - row["overhead_s"]) == ("model", pytest.approx(0.5))
     assert "step" in capsys.readouterr().out
@@ -111,7 +111,7 @@ def test_a_run_gives_sentences_tables_and_json_rows(tmp_path: Path) -> None:
     done = command(str(TRACE), "--target-scaling", "0.9", "--json", str(target))
     assert (done.returncode, done.stderr) == (0, "")
     output = " ".join(done.stdout.split())
-    for words in (
+    for expected in (
         "The step of stock took 1849 ms, 1845 ms to 1867 ms (measured).",
         "The model of this run predicts",
         "At the achievable rate, 1.91 Gbit/s, the step would be",
@@ -126,7 +126,7 @@ def test_a_run_gives_sentences_tables_and_json_rows(tmp_path: Path) -> None:
         "buckets of 25.0 MiB",
         "Horovod, cycle 5.00 ms",
     ):
-        assert words in output
+        assert expected in output
     rows = json.loads(target.read_text())
     kinds = {row["question"] for row in rows}
     assert kinds == {
@@ -151,8 +151,8 @@ def test_a_run_gives_sentences_tables_and_json_rows(tmp_path: Path) -> None:
 def test_grid_rows_follow_the_order_of_the_options(files: tuple[str, str], tmp_path: Path) -> None:
     log, add = files
     target = tmp_path / "rows.json"
-    words = ["--step-s", "0.02", "--add-table", add, "--workers", "4,2", "--link-gbps", "1,10", "--compression", "1,3"]
-    assert main(["what-if", log, *words, "--ranks-per-host", "1,2", "--json", str(target)]) == 0
+    args = ["--step-s", "0.02", "--add-table", add, "--workers", "4,2", "--link-gbps", "1,10", "--compression", "1,3"]
+    assert main(["what-if", log, *args, "--ranks-per-host", "1,2", "--json", str(target)]) == 0
     rows = [row for row in json.loads(target.read_text()) if row["question"] == "grid"]
     assert [(row["ranks_per_host"], row["compression"], row["workers"], row["link_bps"]) for row in rows] == [
         (hosts, ratio, workers, gbps * 1e9)
@@ -169,10 +169,10 @@ def test_grid_rows_follow_the_order_of_the_options(files: tuple[str, str], tmp_p
 def test_codec_time_is_included_if_its_rate_is_given(files: tuple[str, str], tmp_path: Path) -> None:
     log, _ = files
     target = tmp_path / "rows.json"
-    words = ["what-if", log, "--step-s", "0.02", "--workers", "4", "--link-gbps", "1", "--compression", "4"]
+    args = ["what-if", log, "--step-s", "0.02", "--workers", "4", "--link-gbps", "1", "--compression", "4"]
     steps = []
     for more in ([], ["--codec-gbytes", "10"]):
-        assert main([*words, *more, "--json", str(target)]) == 0
+        assert main([*args, *more, "--json", str(target)]) == 0
         steps.append(json.loads(target.read_text())[0]["step_s"])
     assert steps[1] - steps[0] == pytest.approx(2 * LOG.bytes / 10e9, rel=0.25)
 
@@ -217,9 +217,9 @@ def bad_inputs() -> list[tuple[list[str], str]]:
     ]
 
 
-@pytest.mark.parametrize(("words", "message"), bad_inputs())
+@pytest.mark.parametrize(("args", "message"), bad_inputs())
 def test_bad_input_is_one_line_and_exit_code_2_and_nothing_is_overwritten(
-    words: list[str], message: str, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    args: list[str], message: str, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log, add = files
     names = {"log": log, "add": add, "folder": str(tmp_path)}
@@ -232,7 +232,7 @@ def test_bad_input_is_one_line_and_exit_code_2_and_nothing_is_overwritten(
     kept.write_text("precious")
     before = sorted(tmp_path.iterdir())
     try:
-        code: object = main(["what-if", *(word.format(**names) for word in words), "--json", str(kept)])
+        code: object = main(["what-if", *(word.format(**names) for word in args), "--json", str(kept)])
     except SystemExit as end:
         code = end.code
     captured = capsys.readouterr()
@@ -263,8 +263,8 @@ def test_an_edited_trace_gives_one_error_line(
     path = tmp_path / "damaged.jsonl.gz"
     with gzip.open(path, "wt") as file:
         file.write(text.replace(was, becomes))
-    for words in ([], ["--compat", "paper2020", "--add-table", files[1]]):
-        assert main(["what-if", str(path), *words]) == 2
+    for args in ([], ["--compat", "paper2020", "--add-table", files[1]]):
+        assert main(["what-if", str(path), *args]) == 2
         captured = capsys.readouterr()
         assert (captured.out, captured.err.count("\n")) == ("", 1)
         assert str(path) in captured.err
@@ -304,9 +304,9 @@ def test_json_must_be_a_writable_file_other_than_the_input(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log, add = files
-    words = ["what-if", log, "--compat", "paper2020", "--add-table", add, "--step-s", "1"]
+    args = ["what-if", log, "--compat", "paper2020", "--add-table", add, "--step-s", "1"]
     for target in (log, add, str(tmp_path), str(tmp_path / "none" / "rows.json")):
-        assert main([*words, "--json", target]) == 2
+        assert main([*args, "--json", target]) == 2
         assert f"--json {target}: " in capsys.readouterr().err
     assert layer_log.read(log) == layer_log.read(log)
     assert layer_log.read_table(add) == TABLE

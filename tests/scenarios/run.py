@@ -1,4 +1,4 @@
-"""Runs the scenarios: `run.py [--seed N] [--only WORDS]`. A line for each; the last line counts them.
+"""Runs the scenarios: `run.py [--seed N] [--only TEXT]`. A line for each; the last line counts them.
 
 Each scenario and its twin run with the same seed. A saving is compared with the difference of their steps.
 """
@@ -19,7 +19,7 @@ from scenario.live import measure
 
 
 def _drawn(makers: Sequence[Any], args: argparse.Namespace) -> list[Any]:
-    """The scenarios of these makers, drawn by the seed, whose names contain the words."""
+    """The scenarios of these makers, drawn by the seed, whose names contain the text."""
     made = [make(random.Random(f"{args.seed}/{make.__name__}")) for make in makers]
     return [case for case in made if args.only in case.name]
 
@@ -31,8 +31,8 @@ def _shown(result: Result) -> Result:
     saved = "" if result.error is None else f"; saving {result.error:+.0%} of the twin's"
     print(f"{mark}  {result.case.name}: expected {expected}, got {result.got.verdict.code}{saved}")
     print(f"        {result.got.verdict.why}")
-    for words in result.wrong:
-        print(f"        ! {words}", flush=True)
+    for difference in result.wrong:
+        print(f"        ! {difference}", flush=True)
     return result
 
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1, help="draws rates, sizes, ranks and delays (1)")
     parser.add_argument("--live", action="store_true", help="also run the trainings in labs of network namespaces")
-    parser.add_argument("--only", default="", help="run the scenarios whose names contain these words")
+    parser.add_argument("--only", default="", help="run the scenarios whose names contain this text")
     args = parser.parse_args(argv)
     results = [_shown(run(case, args.seed, judge)) for case in _drawn(CASES, args)]
     if args.live:

@@ -11,6 +11,7 @@ import numpy as np
 
 from netbottleneck.analysis.comparisons import Estimate, Floats, mean_of_steps
 from netbottleneck.analysis.intervals import Split
+from netbottleneck.analysis.thresholds import CHANCE_MAX, STRAGGLER_STEPS_MIN
 from netbottleneck.trace.model import Clock, Collective, Step, Trace
 from netbottleneck.trace.transports import Arm
 
@@ -20,10 +21,6 @@ UNSURE_METHODS = ("wall", "none")
 BY_OPERATIONS = "operations"
 # The shortest operations bound the error of a clock that is aligned by operations: this part of them.
 SHORTEST_PART = 0.1
-# A rank is a persistent straggler only if chance makes a rank arrive this late with at most this probability.
-CHANCE_MAX = 0.001
-# Fewest steps for that test.
-STEPS_MIN = 7
 
 
 def _matched(trace: Trace) -> list[dict[int, Collective]]:
@@ -223,7 +220,7 @@ def lateness(trace: Trace, arm: Arm, splits: Sequence[Split]) -> Lateness | None
     waited = np.array([[idle[index][rank] for rank in ranks] for index in indices], np.float64)
     arrived = arrived - arrived.mean(axis=1, keepdims=True)
     places = _places(arrived)
-    chance = _chance(places) if len(arrived) >= STEPS_MIN else 1.0
+    chance = _chance(places) if len(arrived) >= STRAGGLER_STEPS_MIN else 1.0
     worst = int(places.mean(axis=0).argmax())
     others = np.delete(arrived, worst, axis=1)
     evened = arrived.copy()

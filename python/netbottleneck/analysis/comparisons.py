@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck.analysis.intervals import WARMUP_STEPS, Split, counted
+from netbottleneck.analysis.thresholds import FIT_OPERATIONS_MIN, FIT_SIZES_RATIO_MIN, PAIRS_MIN
 from netbottleneck.trace.model import Collective, Step, Trace
 from netbottleneck.trace.transports import NULL, SINGLE, Arm
 
@@ -23,8 +24,6 @@ Blocks = Mapping[int, Floats]
 
 # Intervals of 95 %: of the middle of independent values, and of the mean of a sequence of steps.
 
-# Fewest pairs of blocks that support a claim.
-PAIRS_MIN = 3
 # From this number of values on, the interval is the exact signed-rank interval; below, Student's.
 SIGNED_RANK_MIN = 6
 # Two-sided 95 % quantiles of Student's distribution for 1 to 4 degrees of freedom, where the series below is not exact.
@@ -286,13 +285,6 @@ def ratio_of_runs(before: Blocks, after: Blocks) -> Estimate | None:
         degrees = whole**2 / sum(part**2 / (len(own) - 1) for part, own in zip(parts, (first, second), strict=True))
         half = student(int(degrees)) * math.sqrt(whole)
     return Estimate(math.exp(value), math.exp(value - half), math.exp(value + half) if half < LOG_MAX else math.inf)
-
-
-# Fewest operations, and smallest ratio of largest to smallest size, for a latency fit.
-FIT_OPERATIONS_MIN = 8
-FIT_SIZES_RATIO_MIN = 2.0
-# The probe's best point is the one with the fewest streams that reaches this part of the top rate.
-PROBE_NEAR_BEST = 0.95
 
 
 @dataclass(frozen=True, slots=True)

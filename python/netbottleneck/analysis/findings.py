@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from netbottleneck.analysis import bandwidth, nccl
+from netbottleneck.analysis import nccl
 from netbottleneck.analysis.arrivals import Lateness, aligned, clock_error_ns, lateness
 from netbottleneck.analysis.comparisons import (
     Costs,
@@ -31,9 +31,13 @@ from netbottleneck.analysis.comparisons import (
 )
 from netbottleneck.analysis.intervals import (
     WARMUP_STEPS,
+    Achievable,
+    Achieved,
     Exposed,
     Layer,
     Split,
+    achievable_bandwidth,
+    achieved_bandwidth,
     counted,
     is_split,
     layers,
@@ -42,11 +46,9 @@ from netbottleneck.analysis.intervals import (
     total,
     typical,
 )
+from netbottleneck.analysis.thresholds import HANDICAP_MAX
 from netbottleneck.trace.model import Rank, Step, Trace
 from netbottleneck.trace.transports import BARE, NULL, STOCK, Arm
-
-# Stock under us may be this much slower than the untouched script before a gain over it is withheld.
-HANDICAP_MAX = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +104,8 @@ class Findings:
     trace: Trace
     times: Mapping[Arm, StepTime]
     parts: Mapping[Arm, Parts]
-    achieved: Mapping[Arm, bandwidth.Achieved]
-    achievable: bandwidth.Achievable | None
+    achieved: Mapping[Arm, Achieved]
+    achievable: Achievable | None
     link_bps: float | None
     scaling: Mapping[Arm, Scaling]
     costs: Mapping[str, Costs] = field(default_factory=dict)
@@ -266,9 +268,7 @@ def _link_bps(trace: Trace, base: Arm | None) -> float | None:
     return min((bps for bps in rated if bps), default=None) if all(rated) else None
 
 
-def _full_use(
-    parts: Parts, achieved: bandwidth.Achieved | None, achievable: bandwidth.Achievable | None
-) -> float | None:
+def _full_use(parts: Parts, achieved: Achieved | None, achievable: Achievable | None) -> float | None:
     if achieved is None or achievable is None:
         return None
     factor = min(achieved.active_bps / achievable.best[1], 1.0)
@@ -344,7 +344,7 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
     arms = list(dict.fromkeys([*trace.arms, *rows]))
     splits = {arm: [row[1] for row in rows[arm]] for arm in arms if arm in rows}
     times = {arm: _step_time(trace, arm, warmup) for arm in arms}
-    achieved = {arm: bandwidth.achieved(arm, own) for arm, own in splits.items()}
+    achieved = {arm: achieved_bandwidth(arm, own) for arm, own in splits.items()}
     factors = {arm: scaling_factor(trace, arm, splits.get(arm, ())) for arm in times if arm.real}
     parts = {arm: _parts(typical(own, lambda split: split.step_ns)) for arm, own in splits.items()}
     base = _base(trace, parts)
@@ -354,7 +354,7 @@ def find(trace: Trace, warmup: int = WARMUP_STEPS) -> Findings:
         times=_there(times),
         parts=parts,
         achieved=_there(achieved),
-        achievable=bandwidth.achievable(trace),
+        achievable=achievable_bandwidth(trace),
         link_bps=_link_bps(trace, base),
         scaling=_there(factors),
         costs=costs(trace),

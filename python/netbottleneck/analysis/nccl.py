@@ -1,7 +1,7 @@
 """Split of NCCL's operations: the GPU kernel's interval, and waiting for the GPU, waiting for the peer, and the wire.
 
 NCCL reports a message's states on the rank where they occur. A receiver sees one wait until arrival, which contains the
-sender's delay. Where both ends left a record, a message is on the wire from the moment both have asked for it, until it
+sender's delay. Where both ends left a record, a message is on the wire from the moment both have requested it, until it
 is sent, or has arrived and is flushed. A sender that is late is the receiver's wait for its peer, and the other way
 round; such a wait is as uncertain as the offset of the two ranks' clocks. Pure.
 """
@@ -94,12 +94,12 @@ def waits(step: NcclStep, other: NcclStep | None) -> Waits:
     """Return the spans of a message on this rank; other: the same message on its peer, None without a record."""
     begin, first, second, end = step.times_ns
     if step.sent:
-        asked = second if other is None else min(max(second, other.times_ns[0]), end)
-        return Waits(gpu=(begin, first), peer=(first, asked), wire=(asked, end), unknown=(end, end))
+        requested = second if other is None else min(max(second, other.times_ns[0]), end)
+        return Waits(gpu=(begin, first), peer=(first, requested), wire=(requested, end), unknown=(end, end))
     if other is None:
         return Waits(gpu=(second, end), peer=(begin, begin), wire=(first, second), unknown=(begin, first))
-    asked = min(max(begin, other.times_ns[2]), first)
-    return Waits(gpu=(second, end), peer=(begin, asked), wire=(asked, second), unknown=(begin, begin))
+    requested = min(max(begin, other.times_ns[2]), first)
+    return Waits(gpu=(second, end), peer=(begin, requested), wire=(requested, second), unknown=(begin, begin))
 
 
 def _split(operation: NcclOperation, other_ends: Mapping[tuple[Message, bool], NcclStep]) -> NcclSplit:

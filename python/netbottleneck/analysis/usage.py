@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck.analysis.bandwidth import bus_factor
-from netbottleneck.analysis.intervals import Intervals, counted, host_count, intersection, intervals, total
+from netbottleneck.analysis.intervals import Intervals, bus_factor, counted, host_count, intersection, intervals, total
+from netbottleneck.analysis.thresholds import HEADERS, LOSS_SEGMENTS, LOSS_SHARE, QUEUE_RATIO
 from netbottleneck.trace.model import Connection, Counters, End, Samples, Trace
 from netbottleneck.trace.model import connections as recorded_connections
 from netbottleneck.trace.transports import Arm
@@ -139,10 +139,6 @@ def hosts(trace: Trace, samples: Sequence[Samples], warmup: int = 1) -> tuple[Ho
     return tuple(uses)
 
 
-# Headers and acknowledgements add at most this part to the recorded bytes.
-HEADERS = 0.10
-
-
 @dataclass(frozen=True, slots=True)
 class Unseen:
     """Bytes on a host's busiest interface, in an arm's steps, that no recorded operation explains.
@@ -231,10 +227,6 @@ def _host(sample: Samples, arm: Arm, whole: Intervals, active: Intervals) -> Hos
 
 # A connection with less of the bytes that its rank sent in an arm is left out: control messages, a store.
 SIGNIFICANT = 0.01
-# Above this multiple of the least round trip, data wait in a queue of the network: a larger buffer only lengthens it.
-QUEUE = 2.0
-# Packet loss is named from this share of sent segments on, of at least LOSS_SEGMENTS.
-LOSS_SHARE, LOSS_SEGMENTS = 0.01, 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +289,7 @@ class ConnectionUse:
     @property
     def queued(self) -> bool:
         """True if round trips show a queue in the network, or are not known."""
-        return not self.rtt_s or not self.least_rtt_s or self.rtt_s > QUEUE * self.least_rtt_s
+        return not self.rtt_s or not self.least_rtt_s or self.rtt_s > QUEUE_RATIO * self.least_rtt_s
 
 
 def _grown(one: Connection, name: str, spans: Intervals) -> float | None:

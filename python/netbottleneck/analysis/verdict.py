@@ -1,4 +1,7 @@
-"""Verdict: rules over the numbers of a run, the saving that each rule proves, and the largest of them. Pure."""
+"""Verdict: rules over the numbers of a run, the saving that each rule proves, and the largest of them. Pure.
+
+The thresholds of the rules are in thresholds.py.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any
 
+from netbottleneck.analysis import thresholds as limits
 from netbottleneck.analysis.arrivals import BY_OPERATIONS
 from netbottleneck.analysis.comparisons import Estimate, Paired
 from netbottleneck.analysis.findings import Findings
@@ -15,33 +19,6 @@ from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, HostUse, Uns
 from netbottleneck.trace.model import NOT_RECORDED, NOT_TIMED, TransportInfo
 from netbottleneck.trace.transports import NULL, STOCK, Arm
 from netbottleneck.units import gbit, ms, nbytes, percent, streams
-
-# A cause counts if its saving is surely above this part of the step.
-GAIN_MIN = 0.03
-# NOT_NETWORK below this, if no cause counts: exposed communication and waiting, as a part of the step.
-NETWORK_SHARE_MIN = 0.10
-# The link rule applies from this on: rate in transfer, over the link's rate.
-LINK_UTILISATION = 0.80
-# The transport rule applies to a probe from this on: rate of the probe, over the rate in transfer.
-PROBE_RATIO = 1.30
-# The latency rule applies above this: part of transfer time that does not depend on size.
-LATENCY_SHARE = 0.50
-# Operations of at most this many bytes, far below the link's rate, are latency without a fit.
-SMALL_BYTES = 65_536
-# The host rule applies from this on: part of a machine's cores that its ranks keep busy over the whole step.
-CORES_BUSY = 0.90
-# The input rule applies from this on: time before the first forward, as a part of the step.
-INPUT_SHARE = 0.10
-# The optimizer rule applies from this on: time in the optimizer, as a part of the step.
-OPTIMIZER_SHARE = 0.20
-# The rule of other traffic applies from this on: bytes on an interface beyond the recorded ones, as a part of all.
-OTHER_TRAFFIC = 0.20
-# The configuration rule applies to buffers from this on: time in which they limit connections, over communication time.
-BUFFER_SHARE = 0.20
-# Rates are not judged if the error of the clocks exceeds this part of the transfer time.
-CLOCK_SHARE = 0.20
-# Fewest steps for a verdict, over all ranks.
-STEPS_MIN = 5
 
 CODES = (
     "TRANSPORT_LIMITED",
@@ -78,7 +55,7 @@ class Predicted:
 class RuleResult:
     """The result of one rule.
 
-    cause: in words; code: of the verdict if it is the largest. applies: its condition holds, so `saving` counts.
+    cause: as text; code: of the verdict if it is the largest. applies: its condition holds, so `saving` counts.
     saving: ns that a step would save without the cause, None if not known. limit_ns: the least saving that counts.
     rests: the source of the saving, or why there is none. needs: the measurement that decides, if the saving is
     uncertain; more: its number of further steps, None if that is not known.
@@ -117,8 +94,8 @@ class RuleResult:
 class Verdict:
     """code: one of CODES; why: the numbers behind it; next: what to do.
 
-    evidence: the result of every rule, the largest saving first; () if no rule was asked. The first one that fired is
-    the verdict. more: of an inconclusive one, how many further steps decide; None if that is not known.
+    evidence: the result of every rule, the largest saving first; () if no rule was evaluated. The first one that fired
+    is the verdict. more: of an inconclusive one, how many further steps decide; None if that is not known.
     """
 
     code: str
@@ -164,7 +141,7 @@ def handicap_sentence(findings: Findings) -> str | None:
 
 def wins(pair: Paired) -> bool:
     """True if the other arm is faster: its interval excludes zero and its gain is at least GAIN_MIN."""
-    return pair.enough and pair.gain.low > 0 and pair.gain.value >= GAIN_MIN
+    return pair.enough and pair.gain.low > 0 and pair.gain.value >= limits.GAIN_MIN
 
 
 def best_gain(findings: Findings) -> Paired | None:
@@ -177,7 +154,7 @@ def best_gain(findings: Findings) -> Paired | None:
 def stock_is_as_good(findings: Findings) -> bool:
     """True if other arms were compared with enough pairs, and surely none gains GAIN_MIN or more."""
     tried = [p for p in findings.comparisons if p.enough]
-    return bool(tried) and not findings.handicapped and all(p.gain.high < GAIN_MIN for p in tried)
+    return bool(tried) and not findings.handicapped and all(p.gain.high < limits.GAIN_MIN for p in tried)
 
 
 def _keep(findings: Findings) -> str:
@@ -223,13 +200,13 @@ def _no_communication(f: Findings) -> Verdict | None:
 def _too_little(f: Findings) -> Verdict | None:
     assert f.base is not None
     steps = f.times[f.base].steps
-    if steps >= STEPS_MIN:
+    if steps >= limits.STEPS_MIN:
         return None
     return Verdict(
         "INCONCLUSIVE",
-        f"{steps} steps were counted; a verdict needs at least {STEPS_MIN}.",
-        f"Measure {STEPS_MIN - steps} more steps or more (NETBOTTLENECK_END_STEP).",
-        more=STEPS_MIN - steps,
+        f"{steps} steps were counted; a verdict needs at least {limits.STEPS_MIN}.",
+        f"Measure {limits.STEPS_MIN - steps} more steps or more (NETBOTTLENECK_END_STEP).",
+        more=limits.STEPS_MIN - steps,
     )
 
 
@@ -284,10 +261,10 @@ class Facts:
         parts, rate = self.f.parts[self.base], self.f.achieved.get(self.base)
         transfer_ns = 8e9 * parts.tensor_bytes / rate.active_bps if rate is not None else 0.0
         aligned = any(rank.clock.method == BY_OPERATIONS for rank in self.f.trace.ranks)
-        if not aligned and self.f.clock_error_ns * parts.operations > CLOCK_SHARE * transfer_ns > 0:
-            return clock_words(self.f)
+        if not aligned and self.f.clock_error_ns * parts.operations > limits.CLOCK_SHARE * transfer_ns > 0:
+            return clock_text(self.f)
         more = self.unseen
-        if more is not None and more.surely >= OTHER_TRAFFIC:
+        if more is not None and more.surely >= limits.OTHER_TRAFFIC:
             return f"unseen: {percent(more.part)} of {more.interface}'s bytes are of no recorded operation"
         return self.not_recorded
 
@@ -298,14 +275,14 @@ class Facts:
 
     def evidence(self, cause: str, code: str, **fields: object) -> RuleResult:
         """Return the result of a rule, with the limits of this run."""
-        return RuleResult(cause, code, limit_ns=GAIN_MIN * self.step_ns, step_ns=self.step_ns, **fields)  # type: ignore[arg-type]
+        return RuleResult(cause, code, limit_ns=limits.GAIN_MIN * self.step_ns, step_ns=self.step_ns, **fields)  # type: ignore[arg-type]
 
     def more_steps(self, saving: Estimate) -> dict[str, Any]:
         """`needs` and `more` of a rule: the steps after which the interval of a saving leaves out the limit.
 
         The interval's width falls as 1/sqrt(n).
         """
-        reach = saving.value - GAIN_MIN * self.step_ns
+        reach = saving.value - limits.GAIN_MIN * self.step_ns
         if not 0 < reach < saving.value - saving.low < math.inf:
             return {"needs": MORE_STEPS}
         steps = sum(time.steps + time.blocks for time in self.f.times.values())
@@ -314,7 +291,7 @@ class Facts:
         return {"needs": text, "more": more}
 
     def share(self, saving: Estimate) -> str:
-        """A saving in words."""
+        """A saving as text."""
         step = self.step_ns
         between = f"{percent(saving.low / step)} to {percent(saving.high / step)}"
         return f"{ms(saving.value)}, {percent(saving.value / step)} of the step ({between})"
@@ -323,7 +300,7 @@ class Facts:
 MORE_STEPS = "Measure more steps, on hosts that do nothing else."
 
 
-def clock_words(f: Findings) -> str:
+def clock_text(f: Findings) -> str:
     """Say how far the ranks' clocks may differ."""
     if math.isinf(f.clock_error_ns):
         return "the clocks of the ranks were not compared"
@@ -333,7 +310,7 @@ def clock_words(f: Findings) -> str:
 def _steps_to_decide(f: Findings, pair: Paired) -> int:
     """Number of further steps, of all arms, that decide a comparison."""
     cycle = sum(round(time.steps / max(time.blocks, 1)) + 1 for time in f.times.values())
-    return pair.more_pairs(GAIN_MIN) * cycle
+    return pair.more_pairs(limits.GAIN_MIN) * cycle
 
 
 def _more_steps(f: Findings, pair: Paired) -> str:
@@ -359,7 +336,7 @@ def transport(facts: Facts) -> RuleResult:
     return facts.evidence(
         "transport",
         "TRANSPORT_LIMITED",
-        applies=withheld is None and gain.value >= GAIN_MIN,
+        applies=withheld is None and gain.value >= limits.GAIN_MIN,
         saving=Estimate(-saved.value, -saved.high, -saved.low),
         rests=f"{f.label}: {pair.pairs} pairs of blocks" if withheld is None else withheld,
         why=f"{f.label.capitalize()}: {pair.other} makes the step {ms(-saved.value)} shorter "
@@ -384,7 +361,7 @@ def _probe(facts: Facts) -> RuleResult:
     return facts.evidence(
         "transport",
         "TRANSPORT_LIMITED",
-        applies=rate >= PROBE_RATIO * did.active_bps and handicap_sentence(f) is None,
+        applies=rate >= limits.PROBE_RATIO * did.active_bps and handicap_sentence(f) is None,
         saving=saving,
         rests=f"predicted from the probe of {streams(count)}",
         why=f"The {base} path moved data at {gbit(did.active_bps)}; a probe with {streams(count)} reached "
@@ -416,7 +393,7 @@ def link(facts: Facts) -> RuleResult:
     return facts.evidence(
         "link",
         "LINK_LIMITED",
-        applies=used >= LINK_UTILISATION,
+        applies=used >= limits.LINK_UTILISATION,
         saving=saving,
         rests=f"{percent(used)} of the {what}; {'predicted' if 'link' in predicted else 'exposed x utilisation'}",
         why=f"In transfer {gbit(did.active_bps)} of {gbit(limit)}, {percent(used)} of the {what}; "
@@ -434,7 +411,7 @@ def latency(facts: Facts) -> RuleResult:
     share, rests = f.latency_share, "least squares over the sizes"
     each = parts.tensor_bytes / max(parts.operations, 1)
     limit = f.link_bps or (f.achievable.best[1] if f.achievable else None)
-    if share is None and did is not None and limit and each <= SMALL_BYTES:
+    if share is None and did is not None and limit and each <= limits.SMALL_BYTES:
         share, rests = max(0.0, 1 - did.active_bps / limit), f"operations of {nbytes(each)}, far below the link's rate"
     fitted = facts.predicted.savings_ns.get("latency")
     if share is None and fitted is not None and facts.moving.value > 0:
@@ -446,7 +423,7 @@ def latency(facts: Facts) -> RuleResult:
     return facts.evidence(
         "latency",
         "LATENCY_LIMITED",
-        applies=share > LATENCY_SHARE,
+        applies=share > limits.LATENCY_SHARE,
         saving=saving,
         rests=f"{rests}; {how}",
         why=f"{percent(share)} of transfer time does not depend on size ({rests}): {parts.operations:.0f} operations "
@@ -491,7 +468,7 @@ def host(facts: Facts) -> RuleResult:
             "travel than without."
         )
     idle = f.parts_ns["moving"]
-    if busy >= CORES_BUSY:
+    if busy >= limits.CORES_BUSY:
         # If the cores are busy for a part b of the step, they are so for at least 1 - (1 - b) / e of a part e of it.
         least = max(0.0, 1 - (1 - min(busy, 1.0)) * step / idle.value) if idle.value > 0 else 0.0
         saving = Estimate(
@@ -525,8 +502,8 @@ def _with_arm(f: Findings, arm: Arm) -> str:
 
 def _unsure_clocks(facts: Facts, saving: Estimate) -> str:
     """Why a wait between ranks may not be judged; "" if it may, or is too short to count."""
-    small = saving.value <= GAIN_MIN * facts.step_ns or saving.value >= facts.f.clock_error_ns
-    return "" if small else clock_words(facts.f)
+    small = saving.value <= limits.GAIN_MIN * facts.step_ns or saving.value >= facts.f.clock_error_ns
+    return "" if small else clock_text(facts.f)
 
 
 def straggler(facts: Facts) -> RuleResult:
@@ -588,7 +565,7 @@ def before_forward(facts: Facts) -> RuleResult:
     return facts.evidence(
         "input",
         "INPUT_LIMITED",
-        applies=saving.value >= INPUT_SHARE * facts.step_ns,
+        applies=saving.value >= limits.INPUT_SHARE * facts.step_ns,
         saving=saving,
         rests=f"{f.label}: {percent(saving.value / facts.step_ns)} of the step",
         why=f"{ms(saving.value)} of {ms(facts.step_ns)} pass before the forward "
@@ -605,7 +582,7 @@ def optimizer(facts: Facts) -> RuleResult:
     return facts.evidence(
         "optimizer",
         "OPTIMIZER_LIMITED",
-        applies=saving.value >= OPTIMIZER_SHARE * facts.step_ns,
+        applies=saving.value >= limits.OPTIMIZER_SHARE * facts.step_ns,
         saving=saving,
         rests=f"{facts.f.label}: {percent(saving.value / facts.step_ns)} of the step",
         why=f"The optimizer takes {ms(saving.value)} of {ms(facts.step_ns)} ({percent(saving.low / facts.step_ns)} to "
@@ -660,7 +637,7 @@ def configuration(facts: Facts) -> RuleResult:
 def _buffers(facts: Facts) -> RuleResult:
     """The receive windows or send buffers of the base's connections are full for a large part of communication."""
     found = limited(facts.connected, facts.base)
-    if found is None or found.share < BUFFER_SHARE:
+    if found is None or found.share < limits.BUFFER_SHARE:
         return facts.evidence("configuration", "MISCONFIGURED", rests="no faster interface is recorded")
     saving, share = facts.moving.scaled(found.share), percent(found.share)
     return facts.evidence(
@@ -686,7 +663,7 @@ def other_traffic(facts: Facts) -> RuleResult:
     return facts.evidence(
         "other traffic",
         "OTHER_TRAFFIC",
-        applies=surely >= OTHER_TRAFFIC,
+        applies=surely >= limits.OTHER_TRAFFIC,
         saving=saving,
         rests=f"unseen: {nbytes(round(more.bytes))}, {percent(part)} of {interface}'s bytes",
         why=f"{percent(part)} of the bytes on {interface} of {name or 'a host'} during the steps belong to no recorded "
@@ -737,19 +714,19 @@ def _nothing(facts: Facts, evidence: tuple[RuleResult, ...]) -> Verdict:
     if doubt is not None:
         assert doubt.saving is not None
         why = f"{doubt.cause[0].upper()}{doubt.cause[1:]} may cost {facts.share(doubt.saving)}"
-        why += f", but the interval includes {percent(GAIN_MIN)} ({doubt.rests})."
+        why += f", but the interval includes {percent(limits.GAIN_MIN)} ({doubt.rests})."
         return Verdict("INCONCLUSIVE", why, doubt.needs, evidence, doubt.more)
-    if share.high < NETWORK_SHARE_MIN and unknown:
+    if share.high < limits.NETWORK_SHARE_MIN and unknown:
         return Verdict(
             "INCONCLUSIVE",
             f"The recorded communication is {lost}. {unknown}",
             "Measure the other model in a separate run: netbottleneck.attach.",
             evidence,
         )
-    if share.high < NETWORK_SHARE_MIN:
+    if share.high < limits.NETWORK_SHARE_MIN:
         return Verdict(
             "NOT_NETWORK",
-            f"Exposed communication and waiting are {lost}, below {percent(NETWORK_SHARE_MIN)}.{_keep(f)}",
+            f"Exposed communication and waiting are {lost}, below {percent(limits.NETWORK_SHARE_MIN)}.{_keep(f)}",
             f"Do nothing about the network{_bound(f)}.",
             evidence,
         )
@@ -806,7 +783,7 @@ def decide(
             return verdict
     assert findings.base is not None
     predicted = predicted or Predicted()
-    if findings.script_ns > GAIN_MIN * findings.parts_ns["step"].value:
+    if findings.script_ns > limits.GAIN_MIN * findings.parts_ns["step"].value:
         # The engine predicts the gradients alone: formulas over all that is exposed count the script's own calls too.
         predicted = replace(predicted, savings_ns={k: v for k, v in predicted.savings_ns.items() if k == "buckets"})
     facts = Facts(findings, findings.base, predicted, hosts, unseen(findings.trace, findings.base, hosts), connected)

@@ -13,9 +13,7 @@ from typing import Any, TypedDict, Unpack
 
 from netbottleneck import config
 from netbottleneck._version import __version__
-from netbottleneck.bench.conductor import Workers, patience_s
-from netbottleneck.bench.request import SIZES, Request, parse_lanes, parse_sizes
-from netbottleneck.bench.results import Results, heading, line
+from netbottleneck.bench.values import SIZES, Request, Results, heading, line, parse_lanes, parse_sizes
 from netbottleneck.lab import Lab, LinkSpec
 from netbottleneck.launch import connect
 from netbottleneck.trace.transports import BENCHED
@@ -98,6 +96,8 @@ def start(
 
 
 def _work(request: Request, ranks: int, lab: Lab | None, results: Results, say: Say | None) -> None:
+    from netbottleneck.bench.worker import Workers, patience_s
+
     with Workers(request, ranks, lab) as workers:
         workers.listen(listener(results, say), patience_s(request, lab.spec if lab else None))
 
@@ -138,8 +138,8 @@ def _silent(_: str) -> None:
 def lab_line(lab: Mapping[str, Any]) -> str:
     """Return one line on a lab: its specification and its measured rates."""
     runs = [lab[key] for key in ("one_flow", "many_flows") if lab.get(key)]
-    words = [f"{run['flows']} flow{'s' if run['flows'] > 1 else ''} {gbit(run['measured_bps'])}" for run in runs]
-    measured = f"; measured: {', '.join(words)}" if words else ""
+    rates = [f"{run['flows']} flow{'s' if run['flows'] > 1 else ''} {gbit(run['measured_bps'])}" for run in runs]
+    measured = f"; measured: {', '.join(rates)}" if rates else ""
     bad = "" if lab.get("ok", True) else " (NOT as specified)"
     return f"lab {lab['lab']}: {lab['how']}{measured}{bad}"
 

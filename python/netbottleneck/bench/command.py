@@ -10,8 +10,7 @@ from typing import Any
 from netbottleneck import config
 from netbottleneck.bench import measure, pair, start
 from netbottleneck.bench.paths import COMPARISONS, load_peers
-from netbottleneck.bench.request import DTYPES, REDUCTIONS, SIZES, Request, parse_lanes, parse_sizes
-from netbottleneck.bench.results import Results
+from netbottleneck.bench.values import DTYPES, REDUCTIONS, SIZES, Request, Results, parse_lanes, parse_sizes
 from netbottleneck.lab import parse_lab
 from netbottleneck.launch import connect
 from netbottleneck.trace.transports import BENCHED, NATIVE

@@ -289,14 +289,14 @@ def listen(settings: Settings, port: int | None, say: Say, **options: Any) -> li
 
 def _same(options: dict[str, Any]) -> str:
     """Return the options that the other side needs too, as far as they differ from the defaults."""
-    words = []
+    arguments = []
     if options.get("transports", NATIVE) != NATIVE:
-        words.append(f" --transports {','.join(options['transports'])}")
+        arguments.append(f" --transports {','.join(options['transports'])}")
     if options.get("streams", STREAMS) != STREAMS:
-        words.append(f" --streams {','.join(map(str, options['streams']))}")
+        arguments.append(f" --streams {','.join(map(str, options['streams']))}")
     if options.get("bytes", BYTES) != BYTES:
-        words.append(f" --sizes {options['bytes']}")
-    return "".join(words)
+        arguments.append(f" --sizes {options['bytes']}")
+    return "".join(arguments)
 
 
 def connect(settings: Settings, address: str, say: Say, **options: Any) -> list[Point]:

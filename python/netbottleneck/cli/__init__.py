@@ -230,8 +230,8 @@ def _beside_a_rank(following: Following, rank: int, refresh_s: float) -> int:
             run = following.look()
             if following.grown and run.trace.steps:
                 change = following.judge(run)
-                said = {"line": text.progress(run.findings, run.verdict, following.steps), "alarm": str(change or "")}
-                print(json.dumps({**said, "processor_s": time.process_time() - begin_s}), flush=True)
+                line = {"line": text.progress(run.findings, run.verdict, following.steps), "alarm": str(change or "")}
+                print(json.dumps({**line, "processor_s": time.process_time() - begin_s}), flush=True)
         if select.select([0], [], [], max(refresh_s, REST * (time.process_time() - begin_s)))[0]:
             break
     return SUCCESS

@@ -30,11 +30,11 @@ STAND_IN = str(Path(__file__).parent / "stand_in")
 # below horovod.torch have the same name as below netbottleneck.torch.
 HOLDERS = (HOROVOD, f"{HOROVOD}.common")
 ALIASES = {
-    f"{HOROVOD}.common.basics": "netbottleneck.torch.basics",
+    f"{HOROVOD}.common.basics": "netbottleneck.runtime.horovod_common",
     f"{HOROVOD}.common.elastic": "netbottleneck.torch.elastic.state",
-    f"{HOROVOD}.common.exceptions": "netbottleneck.hooks.horovod_common",
+    f"{HOROVOD}.common.exceptions": "netbottleneck.runtime.horovod_common",
     f"{HOROVOD}.common.process_sets": "netbottleneck.runtime.collectives",
-    f"{HOROVOD}.common.util": "netbottleneck.hooks.horovod_common",
+    f"{HOROVOD}.common.util": "netbottleneck.runtime.horovod_common",
 }
 
 

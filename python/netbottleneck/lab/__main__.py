@@ -19,9 +19,9 @@ from netbottleneck.lab.lab import Lab, LabError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. 2: a bad argument, or no lab is possible."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    split = words.index("--") if "--" in words else len(words)
-    args, command = _arguments().parse_args(words[:split]), words[split + 1 :]
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    args, command = _arguments().parse_args(arguments[:split]), arguments[split + 1 :]
     signal.signal(signal.SIGTERM, _terminated)
     try:
         with Lab(args.hosts, args.lab, args.ranks_per_host, flow=args.flow) as lab:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 # PMI-1: the protocol of hydra (MPICH, Intel MPI) and Slurm for the processes that they start.
 #
-# Requests and answers are lines of KEY=VALUE words on the socket PMI_FD, one answer per request. A value that a rank
+# Requests and answers are lines of KEY=VALUE fields on the socket PMI_FD, one answer per request. A value that a rank
 # puts is visible to all ranks after the barrier.
 
 SUCCESS = "0"
@@ -74,7 +74,7 @@ class Pmi:
         return found
 
     def _request(self, answer: str, deadline: float, **fields: str) -> dict[str, str]:
-        """Send a request and return the words of its answer."""
+        """Send a request and return the fields of its answer."""
         if self._lost:
             raise ConnectionError(self._lost)
         line = " ".join(f"{key}={value}" for key, value in fields.items()).encode() + b"\n"

@@ -19,7 +19,8 @@ from netbottleneck.analysis import usage
 from netbottleneck.analysis import verdict as rules
 from netbottleneck.analysis.findings import Findings, find
 from netbottleneck.analysis.verdict import Verdict
-from netbottleneck.report import chrome, exporters, html, pictures, summary, text
+from netbottleneck.report import exporters, html, summary, text
+from netbottleneck.report.html import Curve, Recorded
 from netbottleneck.trace import kineto, model, ring_reader
 from netbottleneck.trace import model as tr
 
@@ -232,16 +233,16 @@ class Run:
     @cached_property
     def html(self) -> str:
         """Content of report.html: one page with pictures, without links or scripts."""
-        recorded = pictures.Recorded(self.hosts, self._samples, self._curve, self.connections)
+        recorded = Recorded(self.hosts, self._samples, self._curve, self.connections)
         return html.page(self.findings, self.verdict, recorded)
 
     @property
-    def _curve(self) -> pictures.Curve:
+    def _curve(self) -> Curve:
         """Predicted steps by rate of the link, which need the C module."""
         try:
             from netbottleneck.report import what_if
         except ImportError:
-            return pictures.Curve(missing="the what-if engine is not available: the C module is missing")
+            return Curve(missing="the what-if engine is not available: the C module is missing")
         return what_if.curve(self.findings)
 
     @property
@@ -272,7 +273,7 @@ class Run:
         }.items():
             (target / name).write_text(content, encoding="utf-8")
             written.append(target / name)
-        chrome.write(self.trace, target / "trace.json.gz")
+        summary.write_chrome_trace(self.trace, target / "trace.json.gz")
         written.append(target / "trace.json.gz")
         (target / "ranks").mkdir(exist_ok=True)
         for rank in self.trace.ranks:

@@ -13,12 +13,13 @@ from typing import Any
 
 from rich.console import Console
 
-from netbottleneck.analysis.comparisons import PAIRS_MIN, Estimate, middle, ratio_of_runs, step_times
+from netbottleneck.analysis.comparisons import Estimate, middle, ratio_of_runs, step_times
 from netbottleneck.analysis.findings import Findings
-from netbottleneck.report import Run, html, pictures
+from netbottleneck.analysis.thresholds import PAIRS_MIN
+from netbottleneck.report import Run, html
 from netbottleneck.report.drawing import GAP, TEXT_HEIGHT, Picture, Piece, Scale, bars, short_name
 from netbottleneck.report.drawing import Row as Bar
-from netbottleneck.report.pictures import Shown
+from netbottleneck.report.html import Shown
 from netbottleneck.report.text import WIDTH, make_table, put_row
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import ms, percent
@@ -219,7 +220,7 @@ def _split(found: Comparison) -> Shown:
     title = "Parts of the base's step (means of the middle half, measured)"
     if not found.parts:
         return Shown(title, missing="The parts are compared for two single runs that have the same base.")
-    kinds = [("compute", "compute"), *pictures.KINDS[2:]]
+    kinds = [("compute", "compute"), *html.KINDS[2:]]
     drawn = []
     for name, at in (("A", 1), ("B", 2)):
         lengths = {part[0]: float(part[at]) for part in found.parts}
@@ -237,10 +238,10 @@ def _named(kinds: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 def _distributions(found: Comparison) -> Shown:
     rows = found.rows[:DISTRIBUTIONS_MOST]
     named = {f"{row.name}, {which}": steps for row in rows for which, steps in zip("AB", row.steps, strict=True)}
-    shades = [pictures.colour(row.arm) for row in rows for _ in "AB"]
+    shades = [html.colour(row.arm) for row in rows for _ in "AB"]
     left = len(found.rows) - len(rows)
-    shown = pictures.histograms("Lengths of the steps (measured)", named, shades)
-    more = f" The table has {pictures.counted_words(left, 'more row')}." if left else ""
+    shown = html.histograms("Lengths of the steps (measured)", named, shades)
+    more = f" The table has {html.count_text(left, 'more row')}." if left else ""
     return replace(shown, note=shown.note + more)
 
 

@@ -82,7 +82,7 @@ class Scale:
 
 
 def with_unit(values: Sequence[float], unit: str) -> list[tuple[float, str]]:
-    """Ticks with their words; the last has the unit."""
+    """Ticks with their labels; the last has the unit."""
     return [(value, f"{value:g} {unit}" if value == values[-1] else f"{value:g}") for value in values]
 
 
@@ -128,15 +128,15 @@ class Picture:
         if note:
             ElementTree.SubElement(element, "title").text = note
 
-    def text(self, x: float, y: float, words: str, anchor: str = "start", kind: str = "") -> None:
-        """Words whose base line is at y."""
+    def text(self, x: float, y: float, content: str, anchor: str = "start", kind: str = "") -> None:
+        """Text whose base line is at y."""
         about = {"x": _share(x), "y": _pixels(y)}
         if anchor != "start":
             about["text-anchor"] = anchor
         if kind:
             about["class"] = f"nb-{kind}"
         drawn = ElementTree.Element("text", about)
-        drawn.text = words
+        drawn.text = content
         self._texts.append(drawn)
 
     def curve(
@@ -155,16 +155,16 @@ class Picture:
         about["points"] = " ".join(f"{_pixels(CURVE_WIDTH * x)},{_pixels(y)}" for x, y in points)
         ElementTree.SubElement(own, "polygon" if filled else "polyline", about)
 
-    def axis(self, scale: Scale, y: float, words: Sequence[tuple[float, str]], top: float = 0) -> None:
+    def axis(self, scale: Scale, y: float, labels: Sequence[tuple[float, str]], top: float = 0) -> None:
         """Ticks below y, with lines up to `top`."""
-        for value, label in words:
+        for value, label in labels:
             x = scale.at(value)
             self.line((x, x), (top, y + 4))
             self.text(x, y + TEXT_HEIGHT, label, "start" if x < 0.08 else "end" if x > 0.92 else "middle", "tick")
 
-    def levels(self, scale: Scale, top: float, bottom: float, words: Sequence[tuple[float, str]]) -> None:
+    def levels(self, scale: Scale, top: float, bottom: float, labels: Sequence[tuple[float, str]]) -> None:
         """Horizontal grid lines between y = top and bottom, each with its value on the line."""
-        for value, label in words:
+        for value, label in labels:
             y = bottom - (bottom - top) * scale.at(value)
             self.line((0, 1), (y, y))
             self.text(0, y - 3, label, kind="tick")

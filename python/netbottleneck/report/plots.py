@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from netbottleneck.report.pictures import KINDS, lengths
+from netbottleneck.report.html import KINDS, lengths
 from netbottleneck.trace.transports import TRANSPORT_COLOURS
 from netbottleneck.units import gbit, ms
 

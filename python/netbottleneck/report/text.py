@@ -16,9 +16,9 @@ from netbottleneck.analysis.comparisons import Costs, Travel
 from netbottleneck.analysis.findings import Findings, Parts
 from netbottleneck.analysis.intervals import Layer
 from netbottleneck.analysis.nccl import NcclMean
+from netbottleneck.analysis.thresholds import GAIN_MIN
 from netbottleneck.analysis.usage import NO_CONNECTIONS, Connected, ConnectionUse, HostUse, Use, packet_loss, total_of
 from netbottleneck.analysis.verdict import (
-    GAIN_MIN,
     RuleResult,
     Verdict,
     best_gain,
@@ -452,7 +452,7 @@ def _retransmitted(host: HostUse) -> str:
     return percent(host.retransmitted_segments / host.sent_segments, digits=2)
 
 
-def saving_words(one: RuleResult) -> str:
+def saving_text(one: RuleResult) -> str:
     """The saving of a rule with its interval; "-" if its condition does not hold."""
     if not one.applies or one.saving is None:
         return "-"
@@ -460,12 +460,12 @@ def saving_words(one: RuleResult) -> str:
     return f"{ms(one.saving.value)} ({low} to {high})"
 
 
-def margin_words(one: RuleResult) -> str:
+def margin_text(one: RuleResult) -> str:
     """How far the saving is surely above the limit."""
     return "-" if one.margin is None else percent(one.margin, signed=True)
 
 
-def fired_words(one: RuleResult) -> str:
+def fired_text(one: RuleResult) -> str:
     """Whether a rule fired."""
     return "yes" if one.fired else "perhaps" if one.uncertain else "no"
 
@@ -476,14 +476,14 @@ def _evidence_table(verdict: Verdict) -> tuple[str, Table]:
         table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
     table.add_column("rests on", overflow="fold")
     for one in verdict.evidence:
-        put_row(table, one.cause, fired_words(one), saving_words(one), margin_words(one), one.rests)
+        put_row(table, one.cause, fired_text(one), saving_text(one), margin_text(one), one.rests)
     title = f"Rules: what a step would save; one counts if it is surely above {percent(GAIN_MIN)} of the step"
     return title, table
 
 
 def secondary(verdict: Verdict) -> str:
     """The causes beside the verdict, with their savings; "" if there is none."""
-    return ", ".join(f"{one.cause} ({saving_words(one)})" for one in verdict.secondary)
+    return ", ".join(f"{one.cause} ({saving_text(one)})" for one in verdict.secondary)
 
 
 def _print_connections(console: Console, connected: Connected) -> None:
@@ -607,13 +607,13 @@ def step_parts(parts: Parts) -> dict[str, float]:
 
 
 def duration(seconds: float) -> str:
-    """A time in words: 45 s, 12 min, 3.5 h."""
+    """A time as text: 45 s, 12 min, 3.5 h."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def missing_words(findings: Findings, verdict: Verdict, window: int) -> str:
+def missing_text(findings: Findings, verdict: Verdict, window: int) -> str:
     """What an inconclusive verdict still needs: steps and time where known; "" for another one. window: 0: no limit."""
     if verdict.code != "INCONCLUSIVE":
         return ""
@@ -635,9 +635,9 @@ def progress(findings: Findings, verdict: Verdict, window: int) -> str:
     parts = findings.parts[findings.base]
     shares = sorted(step_parts(parts).items(), key=lambda part: -part[1])
     split = ", ".join(f"{name} {100 * ns / max(parts.step_ns, 1):.0f} %" for name, ns in shares)
-    missing = missing_words(findings, verdict, window)
-    said = f"no verdict yet, {missing[:1].lower()}{missing[1:]}" if missing else verdict.code
-    return f"step {last}: {said}; {findings.base} {ms(parts.step_ns)}: {split}"
+    missing = missing_text(findings, verdict, window)
+    state = f"no verdict yet, {missing[:1].lower()}{missing[1:]}" if missing else verdict.code
+    return f"step {last}: {state}; {findings.base} {ms(parts.step_ns)}: {split}"
 
 
 def verdict_line(verdict: Verdict) -> str:
@@ -645,7 +645,7 @@ def verdict_line(verdict: Verdict) -> str:
     first = verdict.evidence[0] if verdict.evidence else None
     if first is None or not first.fired:
         return f"{verdict.code}: {verdict.why}"
-    return f"{verdict.code}: {first.cause} costs {saving_words(first)} a step; rests on: {first.rests}"
+    return f"{verdict.code}: {first.cause} costs {saving_text(first)} a step; rests on: {first.rests}"
 
 
 def _head_lines(trace: Trace, state: Sequence[str]) -> list[str]:
@@ -659,14 +659,14 @@ def _head_lines(trace: Trace, state: Sequence[str]) -> list[str]:
         span = f"steps {min(indices)} to {max(indices)} ({duration((max(ends) - min(begins)) / 1e9)})"
         lines.append(f"Step {max(indices)}, {duration(since_s)} after the start; window: {span}")
     infos = {info.name: info for rank in trace.ranks for info in rank.transports}
-    lines.append("Arms: " + ", ".join(_arm_words(arm, infos.get(arm.transport)) for arm in trace.arms))
+    lines.append("Arms: " + ", ".join(_arm_text(arm, infos.get(arm.transport)) for arm in trace.arms))
     return lines
 
 
-def _arm_words(arm: Arm, info: TransportInfo | None) -> str:
+def _arm_text(arm: Arm, info: TransportInfo | None) -> str:
     known = [] if info is None else [info.provider, info.streams_used and streams(info.streams_used)]
-    words = ", ".join(str(part) for part in known if part) if arm not in PSEUDO else ""
-    return f"{arm} ({words})" if words else arm
+    details = ", ".join(str(part) for part in known if part) if arm not in PSEUDO else ""
+    return f"{arm} ({details})" if details else arm
 
 
 def _parts_table(findings: Findings) -> tuple[str, Table]:
@@ -703,7 +703,7 @@ def _interfaces_table(findings: Findings, hosts: Sequence[HostUse]) -> tuple[str
     for host in [host for host in hosts if host.arm == findings.base][:TOP_ROWS]:
         rest = (*_core_cells(host), _retransmitted(host))
         for name in dict.fromkeys(use.interface for use in host.interfaces):
-            rates = {use.way: _rate_words(use) for use in host.interfaces if use.interface == name}
+            rates = {use.way: _rate_text(use) for use in host.interfaces if use.interface == name}
             link = _rated(findings, host.rank, name)
             put_row(table, f"{host.hostname} {name}", rates.get("tx", "-"), rates.get("rx", "-"), link, *rest)
             rest = ("", "", "")
@@ -718,7 +718,7 @@ def _rated(findings: Findings, rank: int, interface: str) -> str:
     return gbit(link) if link else "not known"
 
 
-def _rate_words(use: Use) -> str:
+def _rate_text(use: Use) -> str:
     return f"~{use.average_bps / 1e9:.2f}" if use.active_bps is None else f"{use.active_bps / 1e9:.2f}"
 
 
@@ -731,7 +731,7 @@ def frame(
     """
     parts: list[RenderableType] = [Text(line, overflow="fold") for line in _head_lines(findings.trace, state)]
     parts += [Text(f"! {line}", style="yellow") for line in state[1:]]
-    missing = missing_words(findings, verdict, window)
+    missing = missing_text(findings, verdict, window)
     for label, content in (("Verdict", verdict_line(verdict)), ("Missing", missing)):
         if content:
             parts.append(Text(f"{label}: ", style="bold").append(content, style="not bold"))

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from netbottleneck.analysis.findings import Findings
-from netbottleneck.report.pictures import Curve
+from netbottleneck.report.html import Curve
 from netbottleneck.report.text import WIDTH, bare_ms, make_table, put_row
 from netbottleneck.units import gbit, ms, percent, streams
 from netbottleneck.whatif import questions, sweeps
@@ -152,7 +152,7 @@ def _least_table(answers: Answers) -> Table:
 
 
 def sentences(answers: Answers) -> list[str]:
-    """The answers in plain words; each number is labelled measured or predicted."""
+    """The answers in sentences; each number is labelled measured or predicted."""
     texts = list(_recorded_step(answers))
     for question, opening in (
         ("achievable", "At {what}"),
@@ -216,7 +216,7 @@ def remarks(answers: Answers) -> list[str]:
     kinds: dict[str, str] = {}
     for note in (*answers.job.notes, *answers.missing, *notes):
         kinds.setdefault(re.sub(r"\d[\d.]*", "0", note), note)
-    return [*kinds.values(), *(f"{why}. Not answered: {', '.join(words)}" for why, words in refused.items())]
+    return [*kinds.values(), *(f"{why}. Not answered: {', '.join(titles)}" for why, titles in refused.items())]
 
 
 def show(answers: Answers, console: Console | None = None) -> None:

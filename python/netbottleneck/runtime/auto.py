@@ -15,7 +15,8 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from netbottleneck.analysis.comparisons import PAIRS_MIN, Estimate, middle
+from netbottleneck.analysis.comparisons import Estimate, middle
+from netbottleneck.analysis.thresholds import PAIRS_MIN
 from netbottleneck.trace.transports import STOCK, Arm
 from netbottleneck.units import ms, percent
 

@@ -34,15 +34,15 @@ def nccl_refusal(transport: str, environ: Mapping[str, str] = os.environ) -> str
     NCCL_NET overrides the network that a communicator asks for, so it is refused before NCCL opens one.
     """
     version, nccl = _nccl_of_torch()
-    said = ".".join(map(str, nccl or ()))
+    nccl_version = ".".join(map(str, nccl or ()))
     network, plugin = environ.get("NCCL_NET", ""), environ.get("NCCL_NET_PLUGIN", "")
     ours = plugin.lower() == NCCL_NAME.lower() or Path(plugin).name == f"libnccl-net-{NCCL_NAME.lower()}.so"
     if nccl is None:
         why = f"torch {version} has no NCCL: use tcp or ofi"
     elif nccl < NCCL_LEAST:
-        why = f"NCCL {said} is too old: {'.'.join(map(str, NCCL_LEAST))} or later is needed"
+        why = f"NCCL {nccl_version} is too old: {'.'.join(map(str, NCCL_LEAST))} or later is needed"
     elif network and network.lower() != NCCL_NAME.lower():
-        why = f"NCCL {said} took {network}, not {NCCL_NAME}: NCCL_NET={network} is set; unset it"
+        why = f"NCCL {nccl_version} took {network}, not {NCCL_NAME}: NCCL_NET={network} is set; unset it"
     elif plugin and not ours:
         why = f"NCCL_NET_PLUGIN={plugin} is set, and NCCL uses one plugin in a process: compare in two runs"
     else:

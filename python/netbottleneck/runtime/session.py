@@ -561,16 +561,16 @@ class Progress:
             start_new_session=True,  # Ctrl-C and kills of the process group are for the rank
         )
 
-    def _say(self, said: Mapping[str, str], number: int) -> None:
+    def _say(self, message: Mapping[str, str], number: int) -> None:
         if self._ended.is_set():
             return
-        if said["alarm"]:
+        if message["alarm"]:
             self._show("")
-            logger.warning("%s", said["alarm"])
+            logger.warning("%s", message["alarm"])
         if _is_terminal():
-            self._show(said["line"])
+            self._show(message["line"])
         elif number % LOG_EVERY == 0:
-            logger.info("%s", said["line"])
+            logger.info("%s", message["line"])
 
     def _show(self, line: str) -> None:
         """Replace the line on the terminal. The cursor stays at its begin, so the script's next line overwrites it."""

@@ -17,46 +17,46 @@ import sys
 SIMPLE = ("pfifo", "bfifo")  # tc accepts its own output for these, without rounding
 
 
-def tc(tool: str, *words: str, text: str | None = None) -> str:
+def tc(tool: str, *arguments: str, text: str | None = None) -> str:
     """Run tc and return its output; raise OSError with its error text."""
-    done = subprocess.run([tool, *words], input=text, capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run([tool, *arguments], input=text, capture_output=True, text=True, timeout=20, check=False)
     if done.returncode != 0:
-        raise OSError(f"tc {' '.join(words)}: {' '.join(done.stderr.split()) or done.returncode}")
+        raise OSError(f"tc {' '.join(arguments)}: {' '.join(done.stderr.split()) or done.returncode}")
     return done.stdout
 
 
 def state(tool: str, interface: str) -> list[str]:
-    """Return the words of tc's line on an interface's root qdisc; [] if there is none."""
+    """Return the fields of tc's line on an interface's root qdisc; [] if there is none."""
     for line in tc(tool, "qdisc", "show", "dev", interface).splitlines():
-        words = line.split()
-        if "root" in words:
-            return words
+        fields = line.split()
+        if "root" in fields:
+            return fields
     return []
 
 
-def recreate_words(words: list[str], handle: str) -> list[str]:
-    """Return the words that recreate a root qdisc; [] for the kernel's default. Raises OSError if not possible."""
-    if not words or words[2] in ("0:", handle):  # handle: our qdisc, possibly left by a killed keeper
+def recreation(fields: list[str], handle: str) -> list[str]:
+    """Return the arguments that recreate a root qdisc; [] for the kernel's default. Raises OSError if not possible."""
+    if not fields or fields[2] in ("0:", handle):  # handle: our qdisc, possibly left by a killed keeper
         return []
-    kind = words[1]
+    kind = fields[1]
     if kind not in SIMPLE:
-        raise OSError(f"its queueing discipline ({kind} {words[2]}) could not be restored afterwards")
-    rest = words[words.index("root") + 1 :]
+        raise OSError(f"its queueing discipline ({kind} {fields[2]}) could not be restored afterwards")
+    rest = fields[fields.index("root") + 1 :]
     if rest[:1] == ["refcnt"]:
         rest = rest[2:]
     plain = [word[:-1] if word.endswith("p") and word[:-1].isdigit() else word for word in rest]
-    return ["handle", words[2], kind, *plain]
+    return ["handle", fields[2], kind, *plain]
 
 
-def restore(tool: str, interface: str, words: list[str], handle: str) -> None:
+def restore(tool: str, interface: str, arguments: list[str], handle: str) -> None:
     """Restore an interface's root qdisc. Raises OSError if the result differs from the old state."""
     now = state(tool, interface)
     if now and now[2] == handle:
         tc(tool, "qdisc", "del", "dev", interface, "root")
-    if words:
-        tc(tool, "qdisc", "replace", "dev", interface, "root", *words)
-    if recreate_words(state(tool, interface), handle) != words:
-        raise OSError(f"its old queueing discipline was not restored: {' '.join(words)}")
+    if arguments:
+        tc(tool, "qdisc", "replace", "dev", interface, "root", *arguments)
+    if recreation(state(tool, interface), handle) != arguments:
+        raise OSError(f"its old queueing discipline was not restored: {' '.join(arguments)}")
 
 
 def main(args: list[str]) -> int:
@@ -65,7 +65,7 @@ def main(args: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     tool, interface, handle, alive = args[0], args[1], args[2], int(args[3])
     try:
-        words = recreate_words(before := state(tool, interface), handle)
+        arguments = recreation(before := state(tool, interface), handle)
         if before and before[2] != "0:":
             tc(tool, "qdisc", "del", "dev", interface, "root")
         try:
@@ -76,7 +76,7 @@ def main(args: list[str]) -> int:
             while not poll.poll():
                 pass
         finally:
-            restore(tool, interface, words, handle)
+            restore(tool, interface, arguments, handle)
     except (OSError, subprocess.TimeoutExpired) as error:
         sys.stderr.write(f"{interface}: {error}\n")
         return 1

@@ -17,7 +17,7 @@ from netbottleneck.launch import connect
 from netbottleneck.study import spec
 from netbottleneck.study.spec import DIGITS, REPLAY, Cell, StudySpec
 from netbottleneck.study.task import Outcome
-from netbottleneck.trace import json_codec
+from netbottleneck.trace.model import decode
 
 # Folder of a study: the specification, and the files of each cell. A cell is complete when its facts are written.
 
@@ -92,7 +92,7 @@ class StudyFolder:
         try:
             document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             stock_alone = document["again"] and Outcome.from_dict(document["again"])
-            cell = json_codec.build(Cell, document["cell"])
+            cell = decode(Cell, document["cell"])
             return CellResult(
                 cell, Outcome.from_dict(document["outcome"]), stock_alone, document["tuned"], document["seconds"]
             )

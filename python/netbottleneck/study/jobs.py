@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from netbottleneck.bench import models
 from netbottleneck.bench.models import digits
-from netbottleneck.bench.models.replay import IdleOptimizer, replay
+from netbottleneck.bench.models.passes import IdleOptimizer, replay
 from netbottleneck.hooks.loop import measure
 from netbottleneck.runtime.communicators import key_of
 from netbottleneck.runtime.session import Session

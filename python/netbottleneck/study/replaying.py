@@ -62,7 +62,7 @@ def chosen_plan(trace: tr.Trace, args: argparse.Namespace) -> Plan:
 def main(argv: Sequence[str]) -> int:
     """Run the command line. Exit codes: 0 success, 1 a rank failed or no lab, 2 bad input (nothing is written)."""
     args = _arguments().parse_args(argv)
-    args.words = list(argv)
+    args.command = list(argv)
     folder = Path(args.directory).absolute()
     try:
         if folder.exists():
@@ -119,7 +119,7 @@ def _replay(
         reporter.message(line)
     document = {
         "version": VERSION,
-        "command": ["netbottleneck", "replay", *args.words],
+        "command": ["netbottleneck", "replay", *args.command],
         "folder": outcome.folder,
         "equal_on_all_ranks": outcome.equal,
         "steps": run.summary["steps"],

@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from netbottleneck.analysis import verdict as rules
-from netbottleneck.analysis.comparisons import PAIRS_MIN, Paired
+from netbottleneck.analysis.comparisons import Paired
+from netbottleneck.analysis.thresholds import GAIN_MIN, PAIRS_MIN
 from netbottleneck.report import Run
 from netbottleneck.study.cells import (
     FACTS,
@@ -34,7 +35,7 @@ from netbottleneck.study.ranks import Reporter
 from netbottleneck.study.replaying import load_trace
 from netbottleneck.study.spec import DIGITS, INFLATION, REPLAY, Cell, Model, StudySpec
 from netbottleneck.study.task import ACCURACY, PLAY, SAME_STEPS, Task
-from netbottleneck.trace import json_codec
+from netbottleneck.trace.model import decode, encode
 from netbottleneck.trace.transports import PSEUDO, STOCK, Arm
 from netbottleneck.units import gbit, ms, percent
 from netbottleneck.whatif import forecast
@@ -126,7 +127,7 @@ class CellRecorder:
             made = forecast.make(fitted, what, cell.ranks, wire, cell.arms, cell=cell.key)
         except (ValueError, OSError) as error:
             return f"no forecast: {error}"
-        document = {"written_wall_ns": time.time_ns(), **json.loads(json_codec.dump(made))}
+        document = {"written_wall_ns": time.time_ns(), **json.loads(encode(made))}
         write_atomically(self._folder.cell_folder(cell.key) / FORECAST, json.dumps(document, indent=1) + "\n")
         return ""
 
@@ -148,7 +149,7 @@ class CellRecorder:
         path = folder / FORECAST
         if not path.exists():
             return None
-        made: forecast.Forecast = json_codec.build(forecast.Forecast, json.loads(path.read_text(encoding="utf-8")))
+        made: forecast.Forecast = decode(forecast.Forecast, json.loads(path.read_text(encoding="utf-8")))
         return made
 
 
@@ -183,7 +184,7 @@ class CellReport:
     def nothing_to_do(self) -> bool:
         """True if enough pairs were measured and no other transport has a relevant gain."""
         tried = [pair for pair in self.run.findings.comparisons if pair.enough and pair.base == BASE]
-        return bool(tried) and all(pair.gain.value < rules.GAIN_MIN for pair in tried)
+        return bool(tried) and all(pair.gain.value < GAIN_MIN for pair in tried)
 
 
 @dataclass

@@ -23,7 +23,7 @@ from netbottleneck.runtime.async_operations import (
     members_of,
 )
 from netbottleneck.runtime.collectives import adasum_steps, add_process_set, remove_process_set
-from netbottleneck.torch.basics import (
+from netbottleneck.runtime.horovod_common import (
     ccl_built,
     cross_rank,
     cross_size,

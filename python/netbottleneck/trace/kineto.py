@@ -334,7 +334,7 @@ def _notes(ranks: Sequence[_Recorded], damaged: Sequence[str], rows: Sequence[Co
     yield "read from traces of torch.profiler: the profiler's own cost is part of the steps."
     yield from damaged
     if any(one.gpu for one in ranks):
-        yield "compute is all kernels that do not communicate: forward, backward and optimizer are not told apart."
+        yield "compute is all kernels that do not communicate: forward, backward and optimizer are not distinguished."
     if rows and not any(one.tensor_bytes for one in rows):
         yield "the sizes of operations are not in these traces: profile with record_shapes=True."
 

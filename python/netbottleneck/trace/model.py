@@ -13,16 +13,17 @@ import json
 import os
 import struct
 import types
+import typing
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from netbottleneck.trace import json_codec
 from netbottleneck.trace.transports import Arm
 
 VERSION = 3
@@ -235,7 +236,7 @@ class NcclStep:
     """One message of an NCCL operation, as NCCL's proxy on this rank saw it.
 
     times_ns: where its states begin and end. Sent: the GPU may fill the buffer, it has, the network has accepted the
-    message, it is sent. Received: the receive is asked for, the message has arrived, it is flushed, the GPU has emptied
+    message, it is sent. Received: the receive is requested, the message has arrived, it is flushed, the GPU has emptied
     the buffer. peer: rank in the communicator."""
 
     sent: bool
@@ -342,6 +343,80 @@ def merge(parts: Iterable[Trace]) -> Trace:
     return replace(first, **rows)
 
 
+# JSON of frozen dataclasses, by their type hints.
+
+
+def shallow(value: Any) -> dict[str, Any]:
+    """Return one level of a dataclass or mapping as a dictionary; json calls it for nested dataclasses."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return {item.name: getattr(value, item.name) for item in fields(value)}
+
+
+def encode(value: Any) -> str:
+    """Return a frozen dataclass, or a mapping with such values, as one line of JSON; tuples become lists."""
+    return json.dumps(value, separators=(",", ":"), default=shallow)
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+_WORD = 1 << 64
+_SCALARS: Mapping[Any, tuple[type, ...]] = types.MappingProxyType(
+    {int: (int,), float: (int, float), str: (str,), bool: (bool,)}
+)
+
+
+def _scalar(kind: Any, value: Any) -> Any:
+    if type(value) not in _SCALARS[kind]:
+        raise TypeError(f"{str(value)[:40]!r} where {kind.__name__} must be")
+    if kind is int and not -_WORD <= value < _WORD:
+        raise TypeError(f"{str(value)[:40]} where a number of 64 bits must be")
+    return value
+
+
+def _tuple(inner: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+    if inner[-1] is not Ellipsis:
+        return tuple(decode(i, v) for i, v in zip(inner, value, strict=True))
+    if inner[0] in _SCALARS:
+        return tuple(_scalar(inner[0], v) for v in value)
+    return tuple(decode(inner[0], v) for v in value)
+
+
+def _nothing(kind: Any) -> None:
+    """Raise TypeError unless the type allows None."""
+    if kind is not Any and type(None) not in typing.get_args(kind):
+        raise TypeError(f"nothing where {getattr(kind, '__name__', kind)} must be")
+
+
+def decode(kind: Any, value: Any) -> Any:
+    """Convert `value`, as parsed from JSON, to the type `kind`; a dataclass is built by its type hints.
+
+    Unknown keys are ignored. A class derived from str is text in JSON, and is built by its class method `parse`. Raises
+    TypeError for a scalar of another type, or for None where a value is required.
+    """
+    if value is None:
+        return _nothing(kind)
+    if is_dataclass(kind):
+        hints = _hints(typing.cast(type, kind))
+        return typing.cast(Any, kind)(**{k: decode(hints[k], v) for k, v in value.items() if k in hints})
+    origin = typing.get_origin(kind)
+    if origin is tuple:
+        return _tuple(typing.get_args(kind), value)
+    if origin in (dict, Mapping):
+        inner = typing.get_args(kind)[1]
+        return {k: decode(inner, v) for k, v in value.items()}
+    if origin in (types.UnionType, typing.Union):
+        return decode(next(k for k in typing.get_args(kind) if k is not type(None)), value)
+    if isinstance(kind, type) and issubclass(kind, str) and kind is not str:
+        return typing.cast(Any, kind).parse(_scalar(str, value))
+    return _scalar(kind, value) if kind in _SCALARS else value
+
+
+# Files of traces.
+
 # Each line of the file after the first is one row: {"step": {...}}.
 _ROWS: Mapping[str, tuple[str, type]] = types.MappingProxyType(
     {
@@ -358,11 +433,11 @@ _ROWS: Mapping[str, tuple[str, type]] = types.MappingProxyType(
 
 def _lines(trace: Trace) -> Iterator[str]:
     tables = {attribute for attribute, _ in _ROWS.values()}
-    head = {k: v for k, v in json_codec.shallow(trace).items() if k not in tables}
-    yield json_codec.dump({"format": FORMAT, "version": VERSION} | head)
+    head = {k: v for k, v in shallow(trace).items() if k not in tables}
+    yield encode({"format": FORMAT, "version": VERSION} | head)
     for kind, (attribute, _) in _ROWS.items():
         for row in getattr(trace, attribute):
-            yield json_codec.dump({kind: row})
+            yield encode({kind: row})
 
 
 def write(trace: Trace, path: Path | str) -> None:
@@ -399,8 +474,8 @@ def read(path: Path | str) -> Trace:
                     attribute, record = _ROWS[kind]
                     if version == 1 and kind in {"step", "collective"}:
                         value = _renamed(value, "transport", "arm")
-                    rows[attribute].append(json_codec.build(record, value))
-            whole: Trace = replace(json_codec.build(Trace, head), **{k: tuple(v) for k, v in rows.items()})
+                    rows[attribute].append(decode(record, value))
+            whole: Trace = replace(decode(Trace, head), **{k: tuple(v) for k, v in rows.items()})
             return whole
     except (ValueError, TypeError, AttributeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}, line {number + 1}: {error}") from error

@@ -16,8 +16,8 @@ class Transport:
 
     native: its streams are this package's lanes. over_nccl: NCCL moves them, over this package's lanes. own_path: the
     script's own process group moves the bytes. real: it moves the gradients of a measured step; the others are
-    references to compare with. asked: an environment variable may name it. benched: `netbottleneck bench` measures it.
-    meaning: a report's description of one that is not real. colour: of its bars and lines.
+    references to compare with. selectable: an environment variable may name it. benched: `netbottleneck bench` measures
+    it. meaning: a report's description of one that is not real. colour: of its bars and lines.
     """
 
     name: str
@@ -25,7 +25,7 @@ class Transport:
     over_nccl: bool = False
     own_path: bool = False
     real: bool = True
-    asked: bool = True
+    selectable: bool = True
     benched: bool = False
     meaning: str = ""
     colour: str = ""
@@ -39,14 +39,14 @@ ALL = (
     Transport("nccl+ofi", over_nccl=True, colour="#5b3a8c"),
     Transport("null", real=False, meaning="nothing moves"),
     Transport("bare", own_path=True, real=False, meaning="the untouched script", colour="#9a9a9a"),
-    Transport("single", real=False, asked=False, meaning="one rank alone", colour="#c9c9c9"),
+    Transport("single", real=False, selectable=False, meaning="one rank alone", colour="#c9c9c9"),
 )
 # Compressions and schedules that an arm may name beside its transport. None is implemented.
 COMPRESSIONS: tuple[str, ...] = ()
 SCHEDULES: tuple[str, ...] = ()
 
-ASKED = tuple(one.name for one in ALL if one.asked)
-WITHOUT_GPU = tuple(one.name for one in ALL if one.asked and not one.over_nccl)
+SELECTABLE = tuple(one.name for one in ALL if one.selectable)
+WITHOUT_GPU = tuple(one.name for one in ALL if one.selectable and not one.over_nccl)
 BENCHED = tuple(one.name for one in ALL if one.benched)
 OVER_NCCL = tuple(one.name for one in ALL if one.over_nccl)
 NATIVE = tuple(one.name for one in ALL if one.native)
@@ -127,7 +127,7 @@ AUTO: Final = Arm("auto")  # in settings only: the run chooses among stock and t
 def arm_of(name: str) -> Arm:
     """Return the arm that a user names. Raises ValueError if a part of it is not available."""
     arm = Arm.parse(name)
-    for part, known in ((arm.compression, COMPRESSIONS), (arm.schedule, SCHEDULES), (arm.transport, ASKED)):
+    for part, known in ((arm.compression, COMPRESSIONS), (arm.schedule, SCHEDULES), (arm.transport, SELECTABLE)):
         if part is not None and part not in known:
             raise ValueError(f"{name!r}: {part!r} is not available")
     return arm

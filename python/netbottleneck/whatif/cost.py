@@ -232,7 +232,7 @@ class Cost:
         )
 
     def extrapolation_notes(self, sizes: Sequence[int], workers: int) -> tuple[str, ...]:
-        """Return, in words, where a prediction lies outside of the measurements.
+        """Return, as text, where a prediction lies outside of the measurements.
 
         sizes: bytes of its operations. Raises ValueError if the fit is too poor to extrapolate.
         """

@@ -13,13 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck import _core
-from netbottleneck.analysis.comparisons import (
-    PAIRS_MIN,
-    Estimate,
-    block_pairs,
-    by_block,
-    middle,
-)
+from netbottleneck.analysis.comparisons import Estimate, block_pairs, by_block, middle
 from netbottleneck.analysis.intervals import (
     counted,
     in_flight_spans,
@@ -30,6 +24,7 @@ from netbottleneck.analysis.intervals import (
     passes,
     total,
 )
+from netbottleneck.analysis.thresholds import PAIRS_MIN
 from netbottleneck.trace.model import Collective, Trace, TransportInfo
 from netbottleneck.trace.transports import NULL, PSEUDO, Arm
 from netbottleneck.units import percent
@@ -517,9 +512,9 @@ class Fit:
 
     cost: with the achieved rate. residuals: measured over predicted time of each operation, minus 1, in order of time.
     reason: why the fit is poor, "" if it is not. in_flight: operations that shared the link. achieved, achievable (from
-    the probe), nominal: links; None if unknown. notes: assumptions, in words. contention: the cost's factor with its
-    interval, and in words; None if unknown. others: costs that explain the total time as well, with a different split
-    between operations and bytes.
+    the probe), nominal: links; None if unknown. notes: assumptions. contention: the cost's factor with its interval;
+    None if unknown; contention_text: the same as text. others: costs that explain the total time as well, with a
+    different split between operations and bytes.
     """
 
     cost: Cost
@@ -532,7 +527,7 @@ class Fit:
     nominal: Link | None = None
     notes: tuple[str, ...] = ()
     contention: Estimate | None = None
-    contention_words: str = ""
+    contention_text: str = ""
     others: tuple[Cost, ...] = ()
 
     @property

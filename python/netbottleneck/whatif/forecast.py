@@ -42,7 +42,7 @@ class ArmForecast:
 class Forecast:
     """Forecast steps of a cell. transports: by arm; "full_use": at full use of the link's nominal rate.
 
-    cell, fitted_to: names. notes: assumptions, in words.
+    cell, fitted_to: names. notes: assumptions, as sentences.
     """
 
     cell: str
@@ -190,7 +190,7 @@ def make(
         except ValueError as error:
             made[arm] = ArmForecast(None, alone_ns, None, str(error))
             continue
-        contention = [f"{arm}: {found.contention_words}"] if found.contention is not None else []
+        contention = [f"{arm}: {found.contention_text}"] if found.contention is not None else []
         notes += [share.note, *contention, *arm_notes]
         if best is None or found.cost.link.rate_bps > best.cost.link.rate_bps:
             best = found

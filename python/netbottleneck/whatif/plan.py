@@ -216,7 +216,7 @@ def in_flight(trace: Trace, transport: Arm) -> int:
     return min(IN_FLIGHT_MAX, statistics.median_low(seen)) if seen else 1
 
 
-# Replay schedule: one step of one rank as a value, made from a trace. bench/replay.py plays it.
+# Replay schedule: one step of one rank as a value, made from a trace. study/task.py plays it.
 
 ELEMENT = 4  # bytes: all gradients are sent as float32
 DTYPE = "float32"

@@ -12,9 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from netbottleneck.analysis.bandwidth import achievable
 from netbottleneck.analysis.comparisons import Estimate, step_times, widened
-from netbottleneck.analysis.intervals import intervals, total
+from netbottleneck.analysis.intervals import achievable_bandwidth, intervals, total
 from netbottleneck.trace.model import Collective, Trace
 from netbottleneck.trace.transports import Arm
 from netbottleneck.units import percent
@@ -258,7 +257,7 @@ def job(
             "all ranks shared a host: each is assumed to have its own host, and their shared path counts as the link"
         )
     made = _ready(trace, fitted.transport, plan, fitted.cost, (*notes, *fitted.notes))
-    probed = achievable(trace)
+    probed = achievable_bandwidth(trace)
     return replace(
         made,
         plan=made.plan if plan is not None else replace(made.plan, in_flight=fitted.in_flight),

@@ -27,11 +27,11 @@ static void end_init(struct end *end, struct nb_net *net, const struct nb_net_ha
     key_derive(&end->link, handle->token);
 }
 
-static bool tell(const struct end *end, const void *data, size_t bytes) {
+static bool send_bytes(const struct end *end, const void *data, size_t bytes) {
     return nb_sock_write_all(end->fd, data, bytes, end->until_ns) == 0;
 }
 
-static bool hear(const struct end *end, void *data, size_t bytes) {
+static bool receive_bytes(const struct end *end, void *data, size_t bytes) {
     return nb_sock_read_all(end->fd, data, bytes, end->until_ns) == 0;
 }
 
@@ -42,7 +42,7 @@ static bool right_hello(struct end *end, const struct nb_net_handle *handle, str
     take(in, hello->nonce, sizeof hello->nonce);
     take(in, hello->process, 1);
     memcpy(hello->tag, end->link.net->settings.tag, sizeof hello->tag);
-    return tell(end, hello, sizeof *hello) && hear(end, &end->shake.answer, sizeof end->shake.answer);
+    return send_bytes(end, hello, sizeof *hello) && receive_bytes(end, &end->shake.answer, sizeof end->shake.answer);
 }
 
 // The lanes of this peer are nowhere; only their number of bytes is the input's.
@@ -53,15 +53,15 @@ static bool right_join(struct end *end, struct input *in) {
     address.bytes = address.bytes == 0 ? sizeof nowhere : address.bytes;
     memcpy(address.addr, &nowhere, sizeof nowhere);
     mac_of(&end->link, "join", &address, sizeof address, mac);
-    return tell(end, mac, sizeof mac) && tell(end, &address, sizeof address);
+    return send_bytes(end, mac, sizeof mac) && send_bytes(end, &address, sizeof address);
 }
 
 // Writes the rest, and reads until the plugin has closed the connection.
 static void rest(const struct end *end, const struct input *in) {
     char answer[DRAINED];
-    (void)tell(end, in->data, in->bytes);
+    (void)send_bytes(end, in->data, in->bytes);
     (void)shutdown(end->fd, SHUT_WR);
-    while (hear(end, answer, 1)) {
+    while (receive_bytes(end, answer, 1)) {
     }
 }
 
@@ -103,7 +103,7 @@ static void outgoing(struct input in, struct nb_net *net, struct nb_net_handle h
     (void)nb_net_connect(net, 0, &handle, &comm, &err);
     struct end end;
     end_init(&end, net, &handle, accept4(door, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC));
-    if (hear(&end, &end.shake.hello, sizeof end.shake.hello)) {
+    if (receive_bytes(&end, &end.shake.hello, sizeof end.shake.hello)) {
         struct wire_answer *answer = &end.shake.answer;
         uint8_t how = take_byte(&in);
         take(&in, answer, (how & 1) != 0 ? sizeof *answer : 0);
@@ -112,7 +112,7 @@ static void outgoing(struct input in, struct nb_net *net, struct nb_net_handle h
             answer->code = 0;
             mac_of(&end.link, "answer", "", 0, answer->mac);
         }
-        (void)tell(&end, answer, sizeof *answer);
+        (void)send_bytes(&end, answer, sizeof *answer);
         rest(&end, &in);
     }
     (void)nb_net_connect(net, 0, &handle, &comm, &err);

@@ -25,7 +25,7 @@ void nb_mem_net_name(const struct nb_mem_net *net, char name[NB_MEM_NAME]);
 // Kills the flow between two ranks on one lane; both sides get lost() from their next progress(). Any thread.
 void nb_mem_break(struct nb_mem_net *net, int from, int to, int lane);
 
-// From now on nothing moves between two ranks on one lane, and nobody is told. For one thread that drives both.
+// From now on nothing moves between two ranks on one lane, and no rank is notified. For one thread that drives both.
 void nb_mem_stall(struct nb_mem_net *net, int from, int to, int lane);
 
 #endif

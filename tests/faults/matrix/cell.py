@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from matrix import holdings
-from matrix.job import Absent, Broken, Event, Job, said
+from matrix.job import Absent, Broken, Event, Job, event_text
 from matrix.place import Linked, Loopback, Machine
 
 CELL_LIMIT_S = 30.0  # only a hang takes longer
-TOLD_WITHIN_S = 2.0  # bound on the error that names a dead peer, and on a pause
+DETECTED_WITHIN_S = 2.0  # bound on the error that names a dead peer, and on a pause
 SILENT_S = 2.0  # the time limit of a silent peer, in cells that wait for it
 SILENT = "DeadlineError PeerError"  # of the rank that finds it, and of the ranks it notifies
 SLACK = 1.25  # time limits are checked at intervals
@@ -29,7 +29,7 @@ class Outcome:
     network: str
     size: int
     verdict: str  # passed, failed, not applicable
-    words: str
+    details: str
     seconds: float | None = None
     left: str = ""
 
@@ -40,7 +40,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Fault:
-    """A row of the matrix. expects: the outcome in words; within_s: bound on its time, if any."""
+    """A row of the matrix. expects: the outcome; within_s: bound on its time, if any."""
 
     name: str
     title: str
@@ -111,7 +111,7 @@ class Cell:
                 raise Broken(f"rank {name} did not fail")
             self.names_one_of(name, failure, culprits, job.size)
             if failure["kind"] not in kinds.split():
-                raise Broken(f"rank {name} has a {failure['kind']}, not a {kinds}: {said(failure)}")
+                raise Broken(f"rank {name} has a {failure['kind']}, not a {kinds}: {event_text(failure)}")
             took.append(failure["at"] - max(failure["began"], at))
         self.seconds = max(took)
         self.ended(job, alive)
@@ -119,14 +119,14 @@ class Cell:
 
     @staticmethod
     def names_one_of(name: str, failure: Event, culprits: set[int], size: int) -> None:
-        """Raise Broken unless a failure names the right peer, in its number and in its words."""
+        """Raise Broken unless a failure names the right peer, in its number and in its message."""
         allowed = set(range(size)) - {int(name)} if int(name) in culprits else culprits
         peer = failure["peer"]
-        if peer not in allowed or f"rank {peer}" not in failure["words"]:
-            raise Broken(f"rank {name} names {peer}, not one of {sorted(allowed)}: {said(failure)}")
+        if peer not in allowed or f"rank {peer}" not in failure["message"]:
+            raise Broken(f"rank {name} names {peer}, not one of {sorted(allowed)}: {event_text(failure)}")
 
     def right(self, job: Job, at: float) -> str:
-        """Check that all ranks go on with right sums, and end when told to. at: time of the fault."""
+        """Check that all ranks go on with right sums, and end on command. at: time of the fault."""
         names = list(job.processes)
         job.more_rounds(MORE_ROUNDS)
         for name in names:
@@ -134,10 +134,10 @@ class Cell:
         for name in names:
             ended = job.wait_for(name, "right", "failed")
             if ended["event"] == "failed":
-                raise Broken(f"rank {name}: {said(ended)}")
+                raise Broken(f"rank {name}: {event_text(ended)}")
         pauses = []
         for name in names:
-            times = [event["at"] for event in job.heard[name] if event["event"] == "round"]
+            times = [event["at"] for event in job.events[name] if event["event"] == "round"]
             pauses += [second - first for first, second in itertools.pairwise(times) if second > at]
         self.seconds = max(pauses, default=0.0)
         self.ended(job, names)
@@ -146,25 +146,25 @@ class Cell:
     def outcome(self) -> Outcome:
         """Run the cell, and check what it leaves behind."""
         self.until = time.monotonic() + CELL_LIMIT_S
-        verdict, words = "passed", ""
+        verdict, details = "passed", ""
         with self._stack, self._own:
             try:
-                words = self.fault.run(self)
+                details = self.fault.run(self)
                 self._own.close()
                 for job in self._jobs:
                     self.left += job.left_behind()
             except Absent as absent:
                 return Outcome(self.fault.name, self.network, self.size, "not applicable", str(absent))
             except Broken as broken:
-                verdict, words = "failed", str(broken)
+                verdict, details = "failed", str(broken)
         if verdict == "passed" and self.left:
             verdict = "failed"
         if verdict == "passed" and self.late:
-            verdict, words = "failed", f"{words}, but late: bound {self.fault.within_s:g} s"
+            verdict, details = "failed", f"{details}, but late: bound {self.fault.within_s:g} s"
         if verdict == "passed" and self.lost:
-            words += f" ({self.lost} sockets that libfabric lost end with their processes)"
+            details += f" ({self.lost} sockets that libfabric lost end with their processes)"
         left = ", ".join(dict.fromkeys(self.left)) or ("nothing" if verdict == "passed" else "")
-        return Outcome(self.fault.name, self.network, self.size, verdict, words, self.seconds, left)
+        return Outcome(self.fault.name, self.network, self.size, verdict, details, self.seconds, left)
 
     @property
     def late(self) -> bool:

@@ -48,9 +48,9 @@ def mappings() -> Counter[str]:
     """Return this process's shared mappings by the name of their file."""
     found: Counter[str] = Counter()
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
-        words = line.split(maxsplit=5)
-        if words[1].endswith("s"):
-            found[words[5] if len(words) > 5 else "anonymous"] += 1
+        fields = line.split(maxsplit=5)
+        if fields[1].endswith("s"):
+            found[fields[5] if len(fields) > 5 else "anonymous"] += 1
     return found
 
 
@@ -69,7 +69,7 @@ def held() -> dict[str, Counter[str]]:
 
 
 def more(before: dict[str, Counter[str]], after: dict[str, Counter[str]]) -> list[str]:
-    """Return in words what is held after and was not held before."""
+    """Return descriptions of what is held after and was not held before."""
     return [
         f"{number} × {kind} {name}"
         for kind, counted in after.items()
@@ -82,10 +82,10 @@ def sockets(ports: Collection[int], process: int | str = "self") -> list[str]:
     found = []
     for table in ("tcp", "tcp6"):
         lines = Path(f"/proc/{process}/net/{table}").read_text(encoding="ascii").splitlines()[1:]
-        for words in map(str.split, lines):
-            local, remote = (int(words[at].rpartition(":")[2], 16) for at in (1, 2))
-            if words[3] in HELD and (local in ports or remote in ports):
-                found.append(f"socket {local}-{remote} {HELD[words[3]]}")
+        for fields in map(str.split, lines):
+            local, remote = (int(fields[at].rpartition(":")[2], 16) for at in (1, 2))
+            if fields[3] in HELD and (local in ports or remote in ports):
+                found.append(f"socket {local}-{remote} {HELD[fields[3]]}")
     return found
 
 
@@ -96,9 +96,9 @@ def listening(pid: int) -> list[tuple[str, int]]:
         with contextlib.suppress(OSError):
             inodes.update(re.findall(r"socket:\[(\d+)\]", os.readlink(entry)))
     found = []
-    for words in map(str.split, Path(f"/proc/{pid}/net/tcp").read_text(encoding="ascii").splitlines()[1:]):
-        if words[3] == "0A" and words[9] in inodes:
-            address, _, port = words[1].partition(":")
+    for fields in map(str.split, Path(f"/proc/{pid}/net/tcp").read_text(encoding="ascii").splitlines()[1:]):
+        if fields[3] == "0A" and fields[9] in inodes:
+            address, _, port = fields[1].partition(":")
             numbers = reversed(bytes.fromhex(address))
             found.append((".".join(map(str, numbers)), int(port, 16)))
     return sorted(found)
@@ -111,7 +111,7 @@ def local_names(pid: int) -> list[str]:
         with contextlib.suppress(OSError):
             inodes.update(re.findall(r"socket:\[(\d+)\]", os.readlink(entry)))
     lines = map(str.split, Path(f"/proc/{pid}/net/unix").read_text(encoding="utf-8").splitlines()[1:])
-    return [words[7][1:] for words in lines if len(words) > 7 and words[6] in inodes and words[7].startswith("@")]
+    return [fields[7][1:] for fields in lines if len(fields) > 7 and fields[6] in inodes and fields[7].startswith("@")]
 
 
 def processes(sessions: Collection[int], folder: Path) -> list[str]:
@@ -120,9 +120,9 @@ def processes(sessions: Collection[int], folder: Path) -> list[str]:
     for entry in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             name, _, rest = Path(f"/proc/{entry}/stat").read_text(encoding="utf-8").rpartition(")")
-            words = rest.split()
-            there = int(words[3]) in sessions or os.readlink(f"/proc/{entry}/cwd") == str(folder)
-            if there and words[0] not in "ZX":
+            fields = rest.split()
+            there = int(fields[3]) in sessions or os.readlink(f"/proc/{entry}/cwd") == str(folder)
+            if there and fields[0] not in "ZX":
                 found.append(f"process {entry}{name.partition(' ')[2]})")
     return found
 

@@ -51,7 +51,7 @@ class Place(Protocol):
     folder: Path
     environ: Mapping[str, str]
 
-    def start(self, rank: int, words: list[str], environ: Mapping[str, str], folder: Path) -> Process: ...
+    def start(self, rank: int, arguments: list[str], environ: Mapping[str, str], folder: Path) -> Process: ...
 
 
 def free_ports() -> range:
@@ -84,7 +84,7 @@ class Job:
             **values,
         }
         self.processes: dict[str, Process] = {}
-        self.heard: dict[str, list[Event]] = {}
+        self.events: dict[str, list[Event]] = {}
         self.children: list[int] = []
         self._commands: dict[str, int] = {}
         self._selector = selectors.DefaultSelector()
@@ -106,14 +106,14 @@ class Job:
             os.mkfifo(self.folder / f"{name}.{pipe}")
         events = os.open(self.folder / f"{name}.events", os.O_RDONLY | os.O_NONBLOCK)
         self._commands[name] = os.open(self.folder / f"{name}.commands", os.O_RDWR)
-        self.heard[name], self._rest[name] = [], b""
+        self.events[name], self._rest[name] = [], b""
         self._selector.register(events, selectors.EVENT_READ, name)
         environ = {**self.place.environ, **self.values, **self.place.values(rank), **(values or {})}
         environ |= {"NETBOTTLENECK_RANK": str(rank), "FAULTS_RANK": name}
         self.processes[name] = self.place.start(rank, [str(RANK)], environ, self.folder)
         return name
 
-    # Hearing and telling
+    # Events and commands
 
     def listen(self, seconds: float) -> None:
         """Read events for at most so long, or until there is one. Raises Broken for a wrong sum."""
@@ -124,11 +124,11 @@ class Job:
                     self._selector.unregister(key.fd)
                     os.close(key.fd)
                 *lines, self._rest[key.data] = (self._rest[key.data] + read).split(b"\n")
-                self.heard[key.data] += map(json.loads, lines)
-        for name, events in self.heard.items():
+                self.events[key.data] += map(json.loads, lines)
+        for name, events in self.events.items():
             for event in events:
                 if event["event"] == "wrong":
-                    raise Broken(f"WRONG SUM on rank {name}: {said(event)}")
+                    raise Broken(f"WRONG SUM on rank {name}: {event_text(event)}")
 
     def until_true(self, what: str, true: Callable[[], bool]) -> None:
         """Wait until something holds. Raises Broken at the deadline."""
@@ -139,7 +139,7 @@ class Job:
 
     def find(self, name: str, *events: str, since: int = 0) -> Event | None:
         """Return the first of these events of a rank, from event number `since` on."""
-        return next((event for event in self.heard[name][since:] if event["event"] in events), None)
+        return next((event for event in self.events[name][since:] if event["event"] in events), None)
 
     def wait_for(self, name: str, *events: str, since: int = 0) -> Event:
         """Wait for one of these events of a rank. Raises Broken where the rank ends first."""
@@ -160,7 +160,7 @@ class Job:
 
     def rounds(self, name: str) -> int:
         """Return the last round that a rank has reported."""
-        return max((event["number"] for event in self.heard[name] if event["event"] == "round"), default=0)
+        return max((event["number"] for event in self.events[name] if event["event"] == "round"), default=0)
 
     def wait_for_rounds(self, number: int) -> None:
         """Wait until every rank has done so many. Raises Broken where one fails or ends first."""
@@ -169,7 +169,7 @@ class Job:
             def done(name: str = name) -> bool:
                 for bad in ("failed", "refused"):
                     if failure := self.find(name, bad):
-                        raise Broken(f"rank {name} {bad}: {said(failure)}; {self.describe()}")
+                        raise Broken(f"rank {name} {bad}: {event_text(failure)}; {self.describe()}")
                 if self.processes[name].poll() is not None:
                     raise Broken(f"rank {name} ended with {self.processes[name].poll()}; {self.describe()}")
                 return self.rounds(name) >= number
@@ -183,11 +183,11 @@ class Job:
 
     def write(self, rank: int | str, command: str) -> int:
         """Send a command, and return the number of events before it."""
-        since = len(self.heard[str(rank)])
+        since = len(self.events[str(rank)])
         os.write(self._commands[str(rank)], command.encode() + b"\n")
         return since
 
-    def tell(self, rank: int | str, command: str) -> Any:
+    def call(self, rank: int | str, command: str) -> Any:
         """Have a rank carry out a command, and return its answer."""
         since = self.write(rank, command)
         return self.wait_for(str(rank), f"done {command.split(maxsplit=1)[0]}", since=since)["answer"]
@@ -201,7 +201,7 @@ class Job:
     # Ending
 
     def ended(self, names: list[str]) -> list[str]:
-        """Wait for ranks that must end by themselves; return what they held after shutdown, in words."""
+        """Wait for ranks that must end by themselves; return descriptions of what they held after shutdown."""
         left = []
         for name in names:
             event = self.wait_for(name, "left")
@@ -212,7 +212,7 @@ class Job:
         return left
 
     def left_behind(self) -> list[str]:
-        """Kill the known children, and return what is left of the job, in words."""
+        """Kill the known children, and return descriptions of what is left of the job."""
         for child in self.children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
@@ -230,8 +230,8 @@ class Job:
     def describe(self) -> str:
         """Return each rank's last event and the end of its stderr."""
         lines = []
-        for name, events in self.heard.items():
-            last = said(events[-1]) if events else "nothing"
+        for name, events in self.events.items():
+            last = event_text(events[-1]) if events else "nothing"
             printed = (self.folder / f"{name}.err").read_text(encoding="utf-8", errors="replace").strip()
             code = self.processes[name].poll() if name in self.processes else None
             ended = "" if code is None else f", ended with {code}"
@@ -256,16 +256,16 @@ class Job:
         self._commands.clear()
 
 
-def said(event: Event) -> str:
-    """Return an event in words."""
+def event_text(event: Event) -> str:
+    """Return an event as text."""
     return " ".join(f"{name}={value}" for name, value in event.items() if name != "at")[:400]
 
 
-def popen(words: list[str], environ: Mapping[str, str], folder: Path, name: str) -> subprocess.Popen[bytes]:
+def popen(arguments: list[str], environ: Mapping[str, str], folder: Path, name: str) -> subprocess.Popen[bytes]:
     """Start a rank in a process that is not forked."""
     with (folder / f"{name}.out").open("wb") as out, (folder / f"{name}.err").open("wb") as err:
         return subprocess.Popen(
-            [sys.executable, *words],
+            [sys.executable, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from matrix.cell import SILENT, SILENT_S, SLACK, TOLD_WITHIN_S, Cell, Fault
+from matrix.cell import DETECTED_WITHIN_S, SILENT, SILENT_S, SLACK, Cell, Fault
 from matrix.job import Broken
 
 DOWN_S = 3.0
@@ -16,7 +16,7 @@ def reset_lane(cell: Cell) -> str:
     job = cell.job({"NETBOTTLENECK_STREAMS": "3"})
     job.start()
     at = time.monotonic()
-    if not job.tell(cell.victim, "reset lane"):
+    if not job.call(cell.victim, "reset lane"):
         raise Broken("there is no connection to reset: this cell showed nothing")
     return cell.right(job, at)
 
@@ -26,7 +26,7 @@ def reset_all(cell: Cell) -> str:
     job = cell.job()
     job.start()
     at = time.monotonic()
-    if not job.tell(cell.victim, "reset all"):
+    if not job.call(cell.victim, "reset all"):
         raise Broken("there is no connection to reset: this cell showed nothing")
     return cell.named(job, at, {cell.victim}, set())
 
@@ -80,8 +80,8 @@ def interface_down_for_good(cell: Cell) -> str:
 
 
 ROWS = [
-    Fault("reset-lane", "a lane's connection is reset", "sums right", reset_lane, TOLD_WITHIN_S),
-    Fault("reset-all", "all connections of a rank are reset", "error names the peer", reset_all, TOLD_WITHIN_S),
+    Fault("reset-lane", "a lane's connection is reset", "sums right", reset_lane, DETECTED_WITHIN_S),
+    Fault("reset-all", "all connections of a rank are reset", "error names the peer", reset_all, DETECTED_WITHIN_S),
     Fault(
         "blackhole",
         "all packets to and from a host are lost",
@@ -108,6 +108,6 @@ ROWS = [
         "one of a host's two interfaces goes down for good",
         "sums right",
         interface_down_for_good,
-        TOLD_WITHIN_S,
+        DETECTED_WITHIN_S,
     ),
 ]

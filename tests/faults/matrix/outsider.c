@@ -40,16 +40,16 @@ static void pause_us(long us) {
     nanosleep(&left, NULL);
 }
 
-static void endpoint_open(struct outsider *me, char *const *words) {
+static void endpoint_open(struct outsider *me, char *const *args) {
     struct fi_info *hints = fi_allocinfo();
     hints->caps = FI_MSG | FI_RMA | FI_WRITE | FI_REMOTE_WRITE;
     hints->mode = FI_CONTEXT | FI_CONTEXT2;
     hints->ep_attr->type = FI_EP_RDM;
     hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
     hints->domain_attr->cq_data_size = 4;
-    hints->fabric_attr->prov_name = strdup(words[3]);
+    hints->fabric_attr->prov_name = strdup(args[3]);
     hints->addr_format = FI_SOCKADDR_IN;
-    fail_if(fi_getinfo(FI_VERSION(1, 17), words[1], "0", FI_SOURCE | FI_NUMERICHOST, hints, &me->info), "fi_getinfo");
+    fail_if(fi_getinfo(FI_VERSION(1, 17), args[1], "0", FI_SOURCE | FI_NUMERICHOST, hints, &me->info), "fi_getinfo");
     fi_freeinfo(hints);
     fail_if(fi_fabric(me->info->fabric_attr, &me->fabric, NULL), "fi_fabric");
     fail_if(fi_domain(me->fabric, me->info, &me->domain, NULL), "fi_domain");
@@ -61,8 +61,8 @@ static void endpoint_open(struct outsider *me, char *const *words) {
     fail_if(fi_ep_bind(me->ep, &me->cq->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind");
     fail_if(fi_ep_bind(me->ep, &me->av->fid, 0), "fi_ep_bind");
     fail_if(fi_enable(me->ep), "fi_enable");
-    struct sockaddr_in to = {.sin_family = AF_INET, .sin_port = htons((uint16_t)atoi(words[2]))};
-    inet_pton(AF_INET, words[1], &to.sin_addr);
+    struct sockaddr_in to = {.sin_family = AF_INET, .sin_port = htons((uint16_t)atoi(args[2]))};
+    inet_pton(AF_INET, args[1], &to.sin_addr);
     fail_if(fi_av_insert(me->av, &to, 1, &me->peer, 0, NULL) == 1 ? 0 : -FI_EINVAL, "fi_av_insert");
 }
 

@@ -12,8 +12,8 @@ import threading
 import time
 
 from matrix import holdings
-from matrix.cell import TOLD_WITHIN_S, Cell, Fault
-from matrix.job import Absent, Broken, Job, said
+from matrix.cell import DETECTED_WITHIN_S, Cell, Fault
+from matrix.job import Absent, Broken, Job, event_text
 
 GARBAGE = (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 400, b"\xff" * 64, secrets.token_bytes(1 << 16))
 CONNECT_S = 2.0
@@ -23,46 +23,46 @@ INJECT_S = 5.0
 IP_TYPE, FILTER, RECEIVE_BUFFER = 0x0800, 26, 33
 
 
-def doors(job: Job) -> list[tuple[str, int]]:
+def listening_addresses(job: Job) -> list[tuple[str, int]]:
     """Return the addresses at which the ranks of a job listen."""
-    found = {door for process in job.processes.values() for door in holdings.listening(process.pid)}
+    found = {address for process in job.processes.values() for address in holdings.listening(process.pid)}
     return sorted(found)
 
 
-def knock(cell: Cell, door: tuple[str, int], words: bytes) -> socket.socket | None:
+def connect_and_send(cell: Cell, address: tuple[str, int], payload: bytes) -> socket.socket | None:
     """Connect, send some bytes and keep the connection. Returns None if it is refused."""
-    visitor = None
+    connection = None
     with contextlib.suppress(OSError):
-        visitor = socket.create_connection(door, timeout=CONNECT_S)
-        cell.defer(visitor.close)
-        visitor.sendall(words)
-    return visitor
+        connection = socket.create_connection(address, timeout=CONNECT_S)
+        cell.defer(connection.close)
+        connection.sendall(payload)
+    return connection
 
 
-def knock_locally(cell: Cell, name: str) -> None:
+def connect_locally(cell: Cell, name: str) -> None:
     """Connect to a local socket by its abstract name, and keep the connection."""
-    visitor = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    cell.defer(visitor.close)
-    visitor.settimeout(CONNECT_S)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    cell.defer(connection.close)
+    connection.settimeout(CONNECT_S)
     with contextlib.suppress(OSError):
-        visitor.connect("\0" + name)
-        visitor.sendall(b"\xff" * 64)
+        connection.connect("\0" + name)
+        connection.sendall(b"\xff" * 64)
 
 
-def visitors(cell: Cell) -> str:
+def garbage_connections(cell: Cell) -> str:
     """Send garbage to every port, and keep the connections."""
     job = cell.job()
     job.start()
-    at, found = time.monotonic(), doors(job)
-    for door in found:
-        for words in GARBAGE:
-            knock(cell, door, words)
+    at, found = time.monotonic(), listening_addresses(job)
+    for address in found:
+        for payload in GARBAGE:
+            connect_and_send(cell, address, payload)
             job.more_rounds(0)
     for process in job.processes.values():
         for name in holdings.local_names(process.pid):
-            knock_locally(cell, name)
-    told = cell.right(job, at)
-    return f"{told}, {len(found)} ports" if found else f"{told}, no port is open"
+            connect_locally(cell, name)
+    details = cell.right(job, at)
+    return f"{details}, {len(found)} ports" if found else f"{details}, no port is open"
 
 
 def silent(cell: Cell) -> str:
@@ -73,19 +73,19 @@ def silent(cell: Cell) -> str:
     free, each = 40, 30
     job = cell.job()
     job.start()
-    found = doors(job)
+    found = listening_addresses(job)
     for rank in range(job.size):
-        job.tell(rank, f"limit {free}")
+        job.call(rank, f"limit {free}")
     at = time.monotonic()
-    held = sum(knock(cell, door, b"") is not None for door in found for _ in range(each))
+    held = sum(connect_and_send(cell, address, b"") is not None for address in found for _ in range(each))
     job.more_rounds(2)
-    refused = {rank: why for rank in range(job.size) if (why := job.tell(rank, "try"))}
-    told = f"{held} connections held"
+    refused = {rank: why for rank in range(job.size) if (why := job.call(rank, "try"))}
+    details = f"{held} connections held"
     if refused and cell.network != "ofi":
-        raise Broken(f"{told} at {len(found)} ports: ranks can open nothing: {refused}")
+        raise Broken(f"{details} at {len(found)} ports: ranks can open nothing: {refused}")
     if refused:
-        told += ", libfabric has taken all descriptors"
-    return f"{cell.right(job, at)}, {told}"
+        details += ", libfabric has taken all descriptors"
+    return f"{cell.right(job, at)}, {details}"
 
 
 def injector(cell: Cell) -> str:
@@ -95,7 +95,7 @@ def injector(cell: Cell) -> str:
     program = cell.machine.compiled("outsider.c", "-lfabric")
     job = cell.job()
     job.start()
-    at, found = time.monotonic(), doors(job)
+    at, found = time.monotonic(), listening_addresses(job)
     provider = libfabrics(job)
     running = [
         subprocess.Popen(
@@ -113,14 +113,14 @@ def injector(cell: Cell) -> str:
     until = time.monotonic() + INJECT_S
     job.until_true("", lambda: all(each.poll() is not None for each in running) or time.monotonic() > until)
     job.more_rounds(0)
-    written, told = 0, []
+    written, outputs = 0, []
     for each in running:
         each.kill()
-        told.append(each.communicate()[0].strip()[:120])
-        words = told[-1].split()
-        written += int(words[1]) if words[:1] == ["written"] else 0
+        outputs.append(each.communicate()[0].strip()[:120])
+        fields = outputs[-1].split()
+        written += int(fields[1]) if fields[:1] == ["written"] else 0
     if not written:
-        raise Broken(f"the outsider wrote nothing: this cell showed nothing ({'; '.join(told)})")
+        raise Broken(f"the outsider wrote nothing: this cell showed nothing ({'; '.join(outputs)})")
     return f"{cell.right(job, at)}, {written} writes"
 
 
@@ -137,12 +137,12 @@ def wrong_secret(cell: Cell) -> str:
     job = cell.job()
     job.start(*range(job.size - 1), under_way=False)
     job.until_true("rank 0 does not listen", lambda: bool(holdings.listening(job.processes["0"].pid)))
-    knock(cell, ("127.0.0.1", job.ports[0]), GARBAGE[2])
-    liar = job.start_one(cell.victim, {"NETBOTTLENECK_SECRET": secrets.token_hex(16)}, "liar")
-    refused = job.wait_for(liar, "refused", "joined")
-    if refused["event"] != "refused" or "secret" not in refused["words"].lower():
-        raise Broken(f"a process with another secret: {said(refused)}")
-    job.processes.pop(liar).wait(cell.until - time.monotonic())
+    connect_and_send(cell, ("127.0.0.1", job.ports[0]), GARBAGE[2])
+    intruder = job.start_one(cell.victim, {"NETBOTTLENECK_SECRET": secrets.token_hex(16)}, "intruder")
+    refused = job.wait_for(intruder, "refused", "joined")
+    if refused["event"] != "refused" or "secret" not in refused["message"].lower():
+        raise Broken(f"a process with another secret: {event_text(refused)}")
+    job.processes.pop(intruder).wait(cell.until - time.monotonic())
     at = time.monotonic()
     job.start(cell.victim)
     return f"{cell.right(job, at)}, the intruder is refused"
@@ -160,7 +160,7 @@ class Capture:
         self._filter(ports)
         self.raw.bind(("lo", IP_TYPE))
         self.raw.settimeout(0.05)
-        self.said: dict[tuple[int, int], dict[int, bytes]] = {}
+        self.payloads: dict[tuple[int, int], dict[int, bytes]] = {}
         self.closed = False
         self.ports = ports
         self.thread = threading.Thread(target=self._take, daemon=True)
@@ -189,7 +189,7 @@ class Capture:
                 source, target, number = struct.unpack_from("!HHI", tcp)
                 payload = tcp[(tcp[12] >> 4) * 4 :]
                 if payload and target in self.ports:
-                    parts = self.said.setdefault((source, target), {})
+                    parts = self.payloads.setdefault((source, target), {})
                     if sum(map(len, parts.values())) < CAPTURED_BYTES:
                         parts[number] = payload
 
@@ -199,7 +199,7 @@ class Capture:
         self.thread.join()
         self.raw.close()
         result: dict[int, list[bytes]] = {}
-        for (_, target), parts in self.said.items():
+        for (_, target), parts in self.payloads.items():
             result.setdefault(target, []).append(b"".join(part for _, part in sorted(parts.items())))
         return result
 
@@ -215,39 +215,39 @@ def replayed(cell: Cell) -> str:
     try:
         job.start()
     finally:
-        heard = capture.close()
-    if job.ports[0] not in heard:
+        captured = capture.close()
+    if job.ports[0] not in captured:
         raise Broken("nothing was captured of the ranks' joining: this cell showed nothing")
     if cell.network == "ofi":
-        heard = {job.ports[0]: heard[job.ports[0]]}
+        captured = {job.ports[0]: captured[job.ports[0]]}
     at = time.monotonic()
-    for port, sayings in heard.items():
-        for words in sayings:
-            knock(cell, ("127.0.0.1", port), words)
+    for port, payloads in captured.items():
+        for payload in payloads:
+            connect_and_send(cell, ("127.0.0.1", port), payload)
             job.more_rounds(0)
     cell.right(job, at)
 
     again = cell.job(job.values)
     again.start(0, under_way=False)
     again.until_true("rank 0 does not listen", lambda: bool(holdings.listening(again.processes["0"].pid)))
-    for words in heard[job.ports[0]]:
-        visitor = knock(cell, ("127.0.0.1", job.ports[0]), words)
-        if visitor is not None and not dropped(again, visitor):
+    for payload in captured[job.ports[0]]:
+        connection = connect_and_send(cell, ("127.0.0.1", job.ports[0]), payload)
+        if connection is not None and not dropped(again, connection):
             raise Broken("rank 0 did not drop a replayed joining")
     at = time.monotonic()
     again.start(*range(1, again.size))
-    return f"{cell.right(again, at)}, {sum(map(len, heard.values()))} connections replayed"
+    return f"{cell.right(again, at)}, {sum(map(len, captured.values()))} connections replayed"
 
 
-def dropped(job: Job, visitor: socket.socket) -> bool:
+def dropped(job: Job, connection: socket.socket) -> bool:
     """Wait until the other side ends a connection; False if the cell's deadline passes first."""
-    visitor.setblocking(False)
+    connection.setblocking(False)
     ended = False
 
     def look() -> bool:
         nonlocal ended
         try:
-            ended = visitor.recv(1 << 16) == b""
+            ended = connection.recv(1 << 16) == b""
         except BlockingIOError:
             ended = False
         except OSError:
@@ -264,10 +264,10 @@ ROWS = [
         "outsiders",
         "outsiders connect to each port and send nothing or garbage",
         "sums right",
-        visitors,
-        TOLD_WITHIN_S,
+        garbage_connections,
+        DETECTED_WITHIN_S,
     ),
-    Fault("outsider-ofi", "an outsider sends libfabric writes to each port", "sums right", injector, TOLD_WITHIN_S),
+    Fault("outsider-ofi", "an outsider sends libfabric writes to each port", "sums right", injector, DETECTED_WITHIN_S),
     Fault("secret-wrong", "a process with another secret joins as a rank", "refused, sums right", wrong_secret),
     Fault("secret-replayed", "captured handshakes are replayed", "dropped, sums right", replayed),
     Fault(
@@ -275,6 +275,6 @@ ROWS = [
         "silent connections at each port, more than a rank has descriptors",
         "sums right, descriptors left (not over ofi: libfabric accepts all)",
         silent,
-        TOLD_WITHIN_S,
+        DETECTED_WITHIN_S,
     ),
 ]

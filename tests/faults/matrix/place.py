@@ -85,11 +85,11 @@ class Machine:
         folder.mkdir()
         return folder
 
-    def compiled(self, source: str, *words: str) -> Path:
+    def compiled(self, source: str, *arguments: str) -> Path:
         """Compile a C file beside this one, and return the result's path. Raises Absent if that fails."""
         path, made = Path(__file__).with_name(source), self.folder / f"{source}.made"
         if not made.exists():
-            command = ["cc", "-O2", "-Wall", "-Wextra", "-Werror", "-o", str(made), str(path), *words]
+            command = ["cc", "-O2", "-Wall", "-Wextra", "-Werror", "-o", str(made), str(path), *arguments]
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
             except FileNotFoundError:
@@ -121,22 +121,22 @@ class Loopback:
         return ["self"]
 
     def files(self) -> list[str]:
-        """Return what is left in the ranks' /tmp and /dev/shm, in words."""
+        """Return what is left in the ranks' /tmp and /dev/shm."""
         if not self.machine.own_files:
             return []
         root = self.machine.root()
         return [line.replace(str(root), "") for name in ("tmp", "dev/shm") for line in holdings.files(root / name)]
 
-    def start(self, rank: int, words: list[str], environ: Mapping[str, str], folder: Path) -> Process:
+    def start(self, rank: int, arguments: list[str], environ: Mapping[str, str], folder: Path) -> Process:
         """Start a rank: forked, unless its environment needs a new process."""
         del rank
         name = environ["FAULTS_RANK"]
         if not self.machine.server.suits(environ):
-            return popen(words, environ, folder, name)
+            return popen(arguments, environ, folder, name)
         out, err = folder / f"{name}.out", folder / f"{name}.err"
         out.touch()
         err.touch()
-        return self.machine.server.start(words, environ, folder, out, err)
+        return self.machine.server.start(arguments, environ, folder, out, err)
 
 
 class Linked(Loopback):

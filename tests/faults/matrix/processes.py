@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 
-from matrix.cell import SILENT, SILENT_S, SLACK, TOLD_WITHIN_S, Cell, Fault
+from matrix.cell import DETECTED_WITHIN_S, SILENT, SILENT_S, SLACK, Cell, Fault
 from matrix.job import Broken
 
 STOPPED_S = 1.2
@@ -17,7 +17,7 @@ def kill(cell: Cell, rank: int, forked: bool = False) -> str:
     job = cell.job()
     job.start()
     if forked:
-        job.children.append(job.tell(rank, "fork"))
+        job.children.append(job.call(rank, "fork"))
         job.more_rounds(1)
     killed = job.signal(rank, signal.SIGKILL)
     outcome = cell.named(job, killed, {rank}, {rank})
@@ -69,21 +69,21 @@ def forked_child(cell: Cell) -> str:
     job = cell.job()
     job.start()
     for rank in range(job.size):
-        job.children.append(job.tell(rank, "fork"))
+        job.children.append(job.call(rank, "fork"))
     return cell.right(job, time.monotonic())
 
 
 ROWS = [
-    Fault("kill", "a rank is killed", "error names the peer", lambda cell: kill(cell, cell.victim), TOLD_WITHIN_S),
-    Fault("kill-0", "the coordinator is killed", "error names the peer", lambda cell: kill(cell, 0), TOLD_WITHIN_S),
+    Fault("kill", "a rank is killed", "error names the peer", lambda cell: kill(cell, cell.victim), DETECTED_WITHIN_S),
+    Fault("kill-0", "the coordinator is killed", "error names the peer", lambda cell: kill(cell, 0), DETECTED_WITHIN_S),
     Fault(
         "kill-forked",
         "a rank is killed, and a child that it forked lives on",
         "error names the peer",
         lambda cell: kill(cell, cell.victim, forked=True),
-        TOLD_WITHIN_S,
+        DETECTED_WITHIN_S,
     ),
-    Fault("forked", "each rank forks a child that lives on", "sums right", forked_child, TOLD_WITHIN_S),
+    Fault("forked", "each rank forks a child that lives on", "sums right", forked_child, DETECTED_WITHIN_S),
     Fault(
         "stop",
         "a rank is stopped for good",
@@ -103,6 +103,6 @@ ROWS = [
         f"a rank is stopped for {STOPPED_S:g} s of the {PATIENT_S:g} s that a peer may be silent",
         "sums right, no lane lost",
         stop_and_continue,
-        STOPPED_S + TOLD_WITHIN_S,
+        STOPPED_S + DETECTED_WITHIN_S,
     ),
 ]

@@ -26,7 +26,7 @@ from matrix import holdings
 
 NEW_USER, NEW_NET = 0x10000000, 0x40000000
 PARENT_ENDS = 1  # PR_SET_PDEATHSIG: no rank outlives the process that forked it
-TOLD_EACH_S = 0.02
+REPORT_EACH_S = 0.02
 UNSPECIFIED = b"\0" * 16  # an address of AF_UNSPEC
 
 
@@ -55,7 +55,7 @@ class Line:
         self.events = os.open(folder / f"{rank}.events", os.O_WRONLY)
         self.commands = os.open(folder / f"{rank}.commands", os.O_RDONLY)
 
-    def tell(self, event: str, **values: Any) -> None:
+    def report(self, event: str, **values: Any) -> None:
         os.write(self.events, json.dumps({"event": event, "at": time.monotonic(), **values}).encode() + b"\n")
 
 
@@ -73,10 +73,10 @@ class Rank:
         """Carry out commands and answer each, until the pipe is closed."""
         with os.fdopen(self.line.commands, encoding="ascii") as commands:
             for command in commands:
-                name, *words = command.split()
+                name, *arguments = command.split()
                 with self.doing:
-                    answer = getattr(self, f"do_{name}")(*words)
-                    self.line.tell(f"done {name}", answer=answer)
+                    answer = getattr(self, f"do_{name}")(*arguments)
+                    self.line.report(f"done {name}", answer=answer)
 
     def do_end(self) -> None:
         """End with the round in which all ranks have this command."""
@@ -99,14 +99,14 @@ class Rank:
 
         The peer gets RST, and this end is left as by one: what was on its way is lost, and the socket is at its end.
         """
-        door = int(os.environ["NETBOTTLENECK_MASTER"].rpartition(":")[2])
+        port = int(os.environ["NETBOTTLENECK_MASTER"].rpartition(":")[2])
         found = []
         for name in sorted(map(int, os.listdir("/proc/self/fd"))):
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                     found.append(socket.socket(fileno=os.dup(name)))
         joined = [one for one in found if one.family == socket.AF_INET and has_peer(one)]
-        lanes = [one for one in joined if door not in (one.getsockname()[1], one.getpeername()[1])]
+        lanes = [one for one in joined if port not in (one.getsockname()[1], one.getpeername()[1])]
         chosen = joined if many == "all" else lanes[-1:]
         for one in chosen:
             ctypes.CDLL(None).connect(one.fileno(), UNSPECIFIED, len(UNSPECIFIED))
@@ -175,7 +175,7 @@ class Rank:
         lines += [("small", np.empty(5, np.float64))]
         bases = [(np.arange(line.size) % 1000).astype(line.dtype) for _, line in lines]
         more = np.ones(1)
-        self.number, told = 0, 0.0
+        self.number, reported = 0, 0.0
         while more[0] > 0:
             shift = self.number % 7
             for (name, line), base in zip(lines, bases, strict=True):
@@ -193,16 +193,16 @@ class Rank:
             nb.allreduce_(more, nb.runtime.ops.Max, "more")
             self.number += 1
             now = time.monotonic()
-            if now - told >= TOLD_EACH_S:
-                self.line.tell("round", number=self.number)
-                told = now
+            if now - reported >= REPORT_EACH_S:
+                self.line.report("round", number=self.number)
+                reported = now
 
     def check(self, name: str, line: Any, expected: Any) -> None:
         """Report a result whose bits are not the expected ones."""
         if line.tobytes() != expected.tobytes():
             differ = line != expected
             first = int(differ.argmax())
-            self.line.tell(
+            self.line.report(
                 "wrong",
                 number=self.number,
                 name=name,
@@ -226,32 +226,32 @@ def main() -> int:
         timeline.watch()
     rank = Rank(line)
     threading.Thread(target=rank.listen, daemon=True).start()
-    line.tell("started")
+    line.report("started")
     before = holdings.held()
     try:
         nb.init()
     except (OSError, HorovodInternalError, ValueError) as error:
-        line.tell("refused", kind=type(error).__name__, peer=getattr(error, "peer", None), words=str(error))
+        line.report("refused", kind=type(error).__name__, peer=getattr(error, "peer", None), message=str(error))
         return 0
-    line.tell("joined")
+    line.report("joined")
     try:
         rank.sum(job.current().place)
         info = {k: v for k, v in job.current().comm.info().items() if k in ("lanes_lost", "shm", "provider")}
-        line.tell("right", number=rank.number, info=info)
+        line.report("right", number=rank.number, info=info)
     except HorovodInternalError as error:
-        line.tell(
+        line.report(
             "failed",
             kind=type(error).__name__,
             peer=getattr(error, "peer", None),
             began=rank.began,
-            words=str(error),
+            message=str(error),
             number=rank.number,
         )
     with rank.doing:  # a fault that ended the job may still be under way
         rank.do_close()
     nb.shutdown()
     gc.collect()  # a failure holds the frames that it came through
-    line.tell("left", more=holdings.more(before, holdings.held()))
+    line.report("left", more=holdings.more(before, holdings.held()))
     return 0
 
 

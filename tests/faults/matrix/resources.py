@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import time
 
-from matrix.cell import TOLD_WITHIN_S, Cell, Fault
+from matrix.cell import DETECTED_WITHIN_S, Cell, Fault
 from matrix.job import Absent, Broken
 
 JUMPS_S = (3600, -7200, 86400 * 400)
@@ -16,8 +16,8 @@ def descriptors(cell: Cell) -> str:
     job = cell.job()
     job.start()
     at = time.monotonic()
-    job.tell(cell.victim, "limit 100")
-    if not job.tell(cell.victim, "open"):
+    job.call(cell.victim, "limit 100")
+    if not job.call(cell.victim, "open"):
         raise Broken("no file could be opened: this cell showed nothing")
     job.more_rounds(2)
     return cell.right(job, at)
@@ -32,7 +32,7 @@ def disk(cell: Cell) -> str:
     job = cell.job({"NETBOTTLENECK_TIMELINE": "/tmp/fault-timeline.json"})
     job.start()
     at = time.monotonic()
-    if not job.tell(cell.victim, "fill /tmp/fault-filler"):
+    if not job.call(cell.victim, "fill /tmp/fault-filler"):
         raise Broken("the disk was full before: this cell showed nothing")
     job.more_rounds(2)
     outcome = cell.right(job, at)
@@ -54,7 +54,7 @@ def clock(cell: Cell) -> str:
     for jump in JUMPS_S:
         with offset.open("r+b") as file:
             file.write(struct.pack("q", jump))
-        clock_s = job.tell(cell.victim, "time")
+        clock_s = job.call(cell.victim, "time")
         if abs(clock_s - time.time() - jump) > 60:
             raise Broken(f"the rank's clock did not jump by {jump} s: this cell showed nothing")
         job.more_rounds(2)
@@ -62,7 +62,7 @@ def clock(cell: Cell) -> str:
 
 
 ROWS = [
-    Fault("descriptors", "a rank's own code opens all its descriptors", "sums right", descriptors, TOLD_WITHIN_S),
-    Fault("disk-full", "the disk of the timeline is full", "sums right", disk, TOLD_WITHIN_S),
-    Fault("clock-set", "a rank's real-time clock is set forward and back", "sums right", clock, TOLD_WITHIN_S),
+    Fault("descriptors", "a rank's own code opens all its descriptors", "sums right", descriptors, DETECTED_WITHIN_S),
+    Fault("disk-full", "the disk of the timeline is full", "sums right", disk, DETECTED_WITHIN_S),
+    Fault("clock-set", "a rank's real-time clock is set forward and back", "sums right", clock, DETECTED_WITHIN_S),
 ]

@@ -28,7 +28,7 @@ def seconds(outcome: Outcome) -> str:
 def line(outcome: Outcome) -> str:
     """Return an outcome as a line."""
     left = f"; left behind: {outcome.left}" if outcome.left else ""
-    return f"{outcome.verdict:14} {outcome.name:34} {seconds(outcome):>8}  {outcome.words}{left}"
+    return f"{outcome.verdict:14} {outcome.name:34} {seconds(outcome):>8}  {outcome.details}{left}"
 
 
 def short(outcome: Outcome) -> str:
@@ -60,7 +60,7 @@ def page(rows: Sequence[Fault], outcomes: Sequence[Outcome]) -> str:
         results = " | ".join(cells.get((row.name, *column), "") for column in columns)
         lines.append(f"| {row.title} | {row.expects}{bound} | {results} |")
     absent = dict.fromkeys(
-        f"* {each.fault}, {each.network}, {each.size} ranks: {each.words}"
+        f"* {each.fault}, {each.network}, {each.size} ranks: {each.details}"
         for each in outcomes
         if each.verdict == "not applicable"
     )

@@ -29,7 +29,7 @@ from harness.modes import MODES, UNTOUCHED, Mode  # noqa: E402 - found by the pa
 
 
 class Notes(logging.Handler):
-    """What the package tells its user while an idiom runs."""
+    """What the package logs while an idiom runs."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -52,7 +52,7 @@ class Rank:
         self._report = report
         self._watch: Any = None
 
-    def tell(self, event: str, **what: Any) -> None:
+    def report(self, event: str, **what: Any) -> None:
         self._report.write(json.dumps({"event": event, **what}) + "\n")
         self._report.flush()
 
@@ -72,14 +72,14 @@ class Rank:
         gc.collect()
         gc.freeze()  # collections between idioms look only at what idioms leave
         dist.barrier()
-        self.tell("ready")
+        self.report("ready")
         for index, (name, width) in enumerate(self.plan["items"]):
-            self.tell("begin", item=index)
+            self.report("begin", item=index)
             result = self._one(name, width)
             gc.collect()
             dist.barrier()
-            self.tell("end", item=index, **result)
-        self.tell("done")
+            self.report("end", item=index, **result)
+        self.report("done")
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -123,7 +123,7 @@ class Rank:
         except Exception as error:
             # Others may wait for this rank: what is result ends them.
             result = traceback.format_exc()
-            self.tell("failed", error=f"{type(error).__name__}: {error}"[:400], trace=result[-3000:])
+            self.report("failed", error=f"{type(error).__name__}: {error}"[:400], trace=result[-3000:])
             signal.pause()
         watch.end()
         if self.mode.imported and kind != "horovod" and not getattr(idiom, "QUIET", False) and not skipped:

@@ -27,8 +27,8 @@ TYPES = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch
 SIZES = (1, 7, 1000, 70_000)
 
 
-def raises(kind: type[BaseException], words: str, call: Callable[[], Any]) -> None:
-    with pytest.raises(kind, match=re.escape(words)):
+def raises(kind: type[BaseException], message: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
         call()
 
 

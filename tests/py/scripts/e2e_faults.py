@@ -96,7 +96,7 @@ def busy() -> None:
 
         class Heard(logging.Handler):
             def emit(self, record: logging.LogRecord) -> None:
-                print("heard", record.getMessage(), flush=True)
+                print("logged", record.getMessage(), flush=True)
                 with open(stop, "w"):
                     pass
 
@@ -136,7 +136,7 @@ def refused() -> None:
 
     this = job.current()
     square = np.ones((4, 4), np.float32)
-    for call, words in (
+    for call, message in (
         (lambda: nb.allreduce_(square.T[1:]), "contiguous"),
         (lambda: nb.allreduce_(square[:, ::2]), "contiguous"),
         (lambda: nb.allreduce(np.ones(3, np.complex64)), "complex64"),
@@ -144,7 +144,7 @@ def refused() -> None:
         (lambda: nb.allreduce(np.ones(3), op=17), "17"),
         (lambda: nb.broadcast(np.ones(3), root_rank=5), "root_rank=5"),
     ):
-        with pytest.raises((ValueError, TypeError), match=words):
+        with pytest.raises((ValueError, TypeError), match=message):
             call()
     assert nb.allreduce(np.ones(3)).tolist() == [1.0] * 3, this
     print("refused")

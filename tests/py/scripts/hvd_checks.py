@@ -27,8 +27,8 @@ REDUCED = [
 ]
 
 
-def raises(kind: type[BaseException], words: str, call: Callable[[], Any]) -> None:
-    with pytest.raises(kind, match=re.escape(words)):
+def raises(kind: type[BaseException], message: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
         call()
 
 

@@ -189,12 +189,12 @@ def gradients_are_replaced_on_their_way() -> None:
 
 @check
 def a_deleted_gradient_is_an_error() -> None:
-    for make, words in ((distributed, "gradient of parameter 3 was deleted"), (Emulated, "set_")):
+    for make, message in ((distributed, "gradient of parameter 3 was deleted"), (Emulated, "set_")):
         parameters = parameters_of(hvd.rank())
         optimizer = make(parameters, 1)
         loss_of(parameters).backward()
         parameters[3].grad = None
-        with pytest.raises((AttributeError, RuntimeError), match=words):
+        with pytest.raises((AttributeError, RuntimeError), match=message):
             optimizer.synchronize()
         if make is distributed:
             optimizer.zero_grad()

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import netbottleneck.torch as hvd
 
 
-def raises(kind: type[BaseException], words: str) -> Any:
-    return pytest.raises(kind, match=re.escape(words))
+def raises(kind: type[BaseException], message: str) -> Any:
+    return pytest.raises(kind, match=re.escape(message))
 
 
 def whole(*shape: int, seed: int) -> torch.Tensor:

@@ -19,8 +19,8 @@ import netbottleneck.torch as hvd
 from netbottleneck.runtime import job
 
 
-def raises(kind: type[BaseException], words: str, call: Callable[[], Any]) -> None:
-    with pytest.raises(kind, match=re.escape(words)):
+def raises(kind: type[BaseException], message: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
         call()
 
 

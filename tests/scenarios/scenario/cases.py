@@ -19,7 +19,7 @@ class Case(Generic[T]):
 
     expected: codes that may be the verdict; also: codes that must have fired; never: codes that must not. gone: what
     the job is without its cause (the twin), where `cause` must not appear. saves: the saving is compared with the
-    twin's step. says, advises: words of the reason and of the advice. silent: words that the advice must not have.
+    twin's step. says, advises: parts of the reason and of the advice. silent: parts that the advice must not have.
     """
 
     name: str
@@ -506,7 +506,7 @@ def large_buckets(draw: Draw) -> Case[Job]:
 
 # Trainings that run. Their compute is sleep, so two cores suffice.
 
-SMALL = Training(asked={"kib": 16})
+SMALL = Training(options={"kib": 16})
 
 
 @live

@@ -64,7 +64,7 @@ def _differences(case: Case[Any], got: Judged) -> Iterator[str]:
         rest = parts.other_ns - parts.input_ns - parts.evaluation_ns - parts.checkpoint_ns
         if rest > OTHER_MAX * parts.step_ns:
             yield f"other is {rest / parts.step_ns:.1%} of the step"
-    yield from (f"the advice has {words!r}" for words in case.silent if words in got.verdict.next)
+    yield from (f"the advice has {text!r}" for text in case.silent if text in got.verdict.next)
 
 
 def _step_ns(judged: Judged) -> float:

@@ -26,17 +26,17 @@ TRAIN = Path(__file__).with_name("train.py")
 
 def _ranks(training: Training, folder: str, seed: int) -> float | None:
     """Run the ranks. Returns the link's rate. Raises RuntimeError with the output of a rank that failed."""
-    asked = {"seed": seed, "layers": 4, "kib": 256, "ms": 10.0, "steps": 150} | dict(training.asked)
+    options = {"seed": seed, "layers": 4, "kib": 256, "ms": 10.0, "steps": 150} | dict(training.options)
     variables = {
         "NETBOTTLENECK": "1",
         "NETBOTTLENECK_TRANSPORT": training.arms,
         "NETBOTTLENECK_DIR": folder,
         "NETBOTTLENECK_START_STEP": "5",
-        "NETBOTTLENECK_END_STEP": str(asked["steps"] - 5),
+        "NETBOTTLENECK_END_STEP": str(options["steps"] - 5),
         "NETBOTTLENECK_BLOCK_STEPS": "8",
     }
     with Lab(2, training.lab) as lab:
-        command = [sys.executable, str(TRAIN), json.dumps(asked)]
+        command = [sys.executable, str(TRAIN), json.dumps(options)]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         ranks = [lab.popen(rank, command, {**os.environ, **variables}, **pipes) for rank in range(2)]
         try:

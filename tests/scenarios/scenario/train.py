@@ -16,15 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import netbottleneck  # noqa: F401 - measures, as its variables say
 
-ASKED: dict[str, Any] = json.loads(sys.argv[1])
+OPTIONS: dict[str, Any] = json.loads(sys.argv[1])
 RANK = int(os.environ["RANK"])
-RANDOM = random.Random(f"{ASKED['seed']}/{RANK}")
+RANDOM = random.Random(f"{OPTIONS['seed']}/{RANK}")
 LEVEL = [1.0]
 
 
 def work(ms: float) -> None:
     """Take this time: asleep, or busy with `spin`."""
-    if not ASKED.get("spin"):
+    if not OPTIONS.get("spin"):
         time.sleep(ms * LEVEL[0] / 1e3)
         return
     until = time.thread_time() + ms * LEVEL[0] / 1e3
@@ -59,8 +59,8 @@ class Layer(nn.Module):
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """Add the mean of the weights."""
-        late_ms = ASKED.get("sleep_ms", 0.0) if ASKED.get("slow_rank") == RANK else 0.0
-        return Timed.apply(values + self.weight.mean(), self.ms / 2, self.ms + late_ms / ASKED["layers"])
+        late_ms = OPTIONS.get("sleep_ms", 0.0) if OPTIONS.get("slow_rank") == RANK else 0.0
+        return Timed.apply(values + self.weight.mean(), self.ms / 2, self.ms + late_ms / OPTIONS["layers"])
 
 
 class Reduced(torch.autograd.Function):
@@ -121,22 +121,22 @@ class Slow(torch.optim.SGD):
 
 
 def main() -> None:
-    """Train for the number of steps asked."""
-    if "core" in ASKED:
-        os.sched_setaffinity(0, {ASKED["core"]})
+    """Train for the requested number of steps."""
+    if "core" in OPTIONS:
+        os.sched_setaffinity(0, {OPTIONS["core"]})
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    layers: list[nn.Module] = [Shared(ASKED["forward_mib"])] if "forward_mib" in ASKED else []
-    for _ in range(ASKED["layers"]):
-        layers.append(Layer(ASKED["kib"], ASKED["ms"]))
-        if "norm_kib" in ASKED:
-            layers.append(SyncNorm(ASKED["norm_kib"]))
-    model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=ASKED["kib"] / 1024)
+    layers: list[nn.Module] = [Shared(OPTIONS["forward_mib"])] if "forward_mib" in OPTIONS else []
+    for _ in range(OPTIONS["layers"]):
+        layers.append(Layer(OPTIONS["kib"], OPTIONS["ms"]))
+        if "norm_kib" in OPTIONS:
+            layers.append(SyncNorm(OPTIONS["norm_kib"]))
+    model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=OPTIONS["kib"] / 1024)
     *most, last = model.parameters()
-    optimizers = [Slow(most, ASKED.get("optimizer_ms", 0.0)), Slow([last], ASKED.get("second_ms", 0.0))]
-    for _ in range(ASKED["steps"]):
-        LEVEL[0] = max(0.1, 1 + ASKED.get("jitter", 0.0) * RANDOM.gauss(0, 1))
-        work(ASKED.get("input_ms", 0.0))
+    optimizers = [Slow(most, OPTIONS.get("optimizer_ms", 0.0)), Slow([last], OPTIONS.get("second_ms", 0.0))]
+    for _ in range(OPTIONS["steps"]):
+        LEVEL[0] = max(0.1, 1 + OPTIONS.get("jitter", 0.0) * RANDOM.gauss(0, 1))
+        work(OPTIONS.get("input_ms", 0.0))
         model.zero_grad()
         model(torch.ones(1, requires_grad=True)).sum().backward()
         for optimizer in optimizers:

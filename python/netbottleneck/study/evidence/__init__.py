@@ -14,7 +14,7 @@ from netbottleneck.study.evidence import chain, facts, figures, page, values
 from netbottleneck.study.evidence.chain import Claim
 from netbottleneck.study.evidence.figures import Figure
 from netbottleneck.study.evidence.values import CellFacts
-from netbottleneck.trace import json_codec
+from netbottleneck.trace.model import decode, encode
 
 __all__ = ["Evidence", "Picture"]
 
@@ -58,7 +58,7 @@ class Evidence:
             document = json.loads(file.read_text(encoding="utf-8"))
             if not isinstance(document, dict) or (document.get("format"), document.get("version")) != (FORMAT, VERSION):
                 raise ValueError(f"not a {FORMAT} of version {VERSION}")
-            cells = [json_codec.build(CellFacts, cell) for cell in document["cells"]]
+            cells = [decode(CellFacts, cell) for cell in document["cells"]]
             return cls(cells, str(document.get("title", "")), document.get("notes", ()))
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ValueError(f"{file}: {error}") from error
@@ -100,7 +100,7 @@ class Evidence:
     def to_json(self) -> str:
         """Return the content of evidence.json, one cell per line."""
         head = {"format": FORMAT, "version": VERSION, "title": self.title, "notes": list(self.notes)}
-        rows = ",\n".join(json_codec.dump(cell) for cell in self.cells)
+        rows = ",\n".join(encode(cell) for cell in self.cells)
         return f'{json.dumps(head)[:-1]}, "cells": [\n{rows}\n]}}\n'
 
     @property

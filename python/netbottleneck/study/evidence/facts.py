@@ -27,7 +27,6 @@ from netbottleneck.analysis.intervals import (
 )
 from netbottleneck.analysis.intervals import intervals as spans
 from netbottleneck.analysis.usage import HostUse
-from netbottleneck.bench.replay import sent_bytes
 from netbottleneck.report import Run
 from netbottleneck.study.evidence import values
 from netbottleneck.study.evidence.values import (
@@ -98,6 +97,22 @@ def _sent_by_rank(trace: Trace, rank: int, transport: Arm, net: Counters | None)
         None if engine is None else int(engine),
         _interface_bytes(net, quiet_spans(trace, rank, own, mine)) if net is not None and own else None,
     )
+
+
+def sent_bytes(algorithm: str | None, size: int, nbytes: int) -> float | None:
+    """Return the payload bytes that one of `size` ranks sends, the mean over ranks; None for an unknown algorithm.
+
+    algorithm None: stock, which is gloo's ring. Ring and halving-doubling: 2 S (n-1)/n (Thakur et al. 2005); recursive
+    doubling with a power of two ranks: S log2(n).
+    """
+    power = size & (size - 1) == 0
+    if size == 1:
+        return 0.0
+    if algorithm in (None, "ring all-reduce") or (algorithm == "halving-doubling" and power):
+        return 2 * nbytes * (size - 1) / size
+    if algorithm == "recursive doubling" and power:
+        return float(nbytes * (size.bit_length() - 1))
+    return None
 
 
 def _algorithms(operations: Sequence[Collective]) -> tuple[str, ...]:
@@ -251,10 +266,10 @@ def _at_full_use(outlook: Outlook, job: questions.Job, link_bps: float, alone_ns
     )
 
 
-def _curve(job: questions.Job, words: str, alone_ns: float) -> Curve | None:
+def _curve(job: questions.Job, label: str, alone_ns: float) -> Curve | None:
     rows = sweeps.answers(job, sweeps.compression(job, RATIOS, FREE_CODEC))
     points = tuple((one.setting.cost.ratio, _scaling(alone_ns, one.step_s)) for one in rows if one.step_s is not None)
-    return Curve(words, points) if points else None
+    return Curve(label, points) if points else None
 
 
 def _scaling(alone_ns: float, step_s: Estimate) -> Estimate:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netbottleneck.analysis.comparisons import Estimate, Paired
-from netbottleneck.trace import json_codec
+from netbottleneck.trace.model import decode, encode, shallow
 from netbottleneck.trace.transports import PSEUDO
 from netbottleneck.units import ms, percent
 
@@ -210,7 +210,7 @@ def with_distinct_models(cells: Sequence[CellFacts]) -> tuple[CellFacts, ...]:
 
 def to_json(cell: CellFacts) -> str:
     """Return the facts as one line of JSON."""
-    return json_codec.dump({"format": FORMAT, "version": VERSION, **json_codec.shallow(cell)})
+    return encode({"format": FORMAT, "version": VERSION, **shallow(cell)})
 
 
 def from_json(text: str) -> CellFacts:
@@ -219,7 +219,7 @@ def from_json(text: str) -> CellFacts:
         document = json.loads(text)
         if not isinstance(document, dict) or (document.get("format"), document.get("version")) != (FORMAT, VERSION):
             raise ValueError(f"not a {FORMAT} of version {VERSION}")
-        cell: CellFacts = json_codec.build(CellFacts, document)
+        cell: CellFacts = decode(CellFacts, document)
         return cell
     except (TypeError, AttributeError) as error:
         raise ValueError(str(error)) from error

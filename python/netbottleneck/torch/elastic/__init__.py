@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
-from netbottleneck.torch.basics import init, shutdown
+from netbottleneck.runtime.horovod_common import init, shutdown
 from netbottleneck.torch.elastic import launcher
 from netbottleneck.torch.elastic.sampler import ElasticSampler
 from netbottleneck.torch.elastic.state import ObjectState, State, TorchState, run_fn

@@ -1,0 +1,55 @@
+"""Thresholds of the verdict: every limit of its rules, and of the numbers that the rules compare. Pure."""
+
+# Limits of the rules.
+
+# A cause counts if its saving is surely above this part of the step.
+GAIN_MIN = 0.03
+# NOT_NETWORK below this, if no cause counts: exposed communication and waiting, as a part of the step.
+NETWORK_SHARE_MIN = 0.10
+# The link rule applies from this on: rate in transfer, over the link's rate.
+LINK_UTILISATION = 0.80
+# The transport rule applies to a probe from this on: rate of the probe, over the rate in transfer.
+PROBE_RATIO = 1.30
+# The latency rule applies above this: part of transfer time that does not depend on size.
+LATENCY_SHARE = 0.50
+# Operations of at most this many bytes, far below the link's rate, are latency without a fit.
+SMALL_BYTES = 65_536
+# The host rule applies from this on: part of a machine's cores that its ranks keep busy over the whole step.
+CORES_BUSY = 0.90
+# The input rule applies from this on: time before the first forward, as a part of the step.
+INPUT_SHARE = 0.10
+# The optimizer rule applies from this on: time in the optimizer, as a part of the step.
+OPTIMIZER_SHARE = 0.20
+# The rule of other traffic applies from this on: bytes on an interface beyond the recorded ones, as a part of all.
+OTHER_TRAFFIC = 0.20
+# The configuration rule applies to buffers from this on: time in which they limit connections, over communication time.
+BUFFER_SHARE = 0.20
+# Rates are not judged if the error of the clocks exceeds this part of the transfer time.
+CLOCK_SHARE = 0.20
+# Fewest steps for a verdict, over all ranks.
+STEPS_MIN = 5
+
+# Limits of the numbers that the rules compare.
+
+# Fewest pairs of blocks that support a claim.
+PAIRS_MIN = 3
+# A gain over stock is withheld if our hooks surely slow stock by more than this part of the untouched script's step.
+HANDICAP_MAX = 0.03
+# The probe's best point is the one with the fewest streams that reaches this part of the top rate.
+PROBE_NEAR_BEST = 0.95
+# The latency fit needs at least this many operations that ran alone on their rank.
+FIT_OPERATIONS_MIN = 8
+# The latency fit needs a largest operation of at least this many times the size of the smallest.
+FIT_SIZES_RATIO_MIN = 2.0
+# A rank is a persistent straggler only if chance makes a rank arrive this late with at most this probability.
+CHANCE_MAX = 0.001
+# Fewest steps for the test of a persistent straggler.
+STRAGGLER_STEPS_MIN = 7
+# Headers and acknowledgements add at most this part to the recorded bytes.
+HEADERS = 0.10
+# Above this multiple of the least round trip, data wait in a queue of the network: a larger buffer only lengthens it.
+QUEUE_RATIO = 2.0
+# Packet loss is named from this share of sent segments on.
+LOSS_SHARE = 0.01
+# Packet loss is named from this number of sent segments on.
+LOSS_SEGMENTS = 1000

@@ -74,6 +74,20 @@ def test_a_step_is_split_by_hand():
     assert [ns for _, ns in exposed] == [10, 10, 1]
 
 
+def test_our_own_work_lies_between_two_steps_that_follow_each_other():
+    def at(index, begin_ns):
+        moved = one_step(forward=((10, 30),), grad_ready=((0, 60),), optimizer=((88, 98),))
+        parts = {"forward": ((begin_ns + 10, begin_ns + 30),), "grad_ready": ((0, begin_ns + 60),)}
+        parts["optimizer"] = ((begin_ns + 88, begin_ns + 98),)
+        return replace(moved, index=index, begin_ns=begin_ns, end_ns=begin_ns + 100, **parts)
+
+    steps = (at(1, 0), at(2, 107), at(4, 400))  # step 3 was not recorded
+    trace = Trace(id="t", size=1, arms=(Arm("stock"),), steps=steps, collectives=())
+    found = [split for _, split, _ in intervals.split_steps(trace, warmup=0)]
+    assert [split.own_ns for split in found] == [0, 7, 0]
+    assert [split.step_ns for split in found] == [100, 100, 100]
+
+
 def test_a_call_of_the_script_in_the_forward_is_communication_and_not_compute():
     step = one_step(
         forward=((10, 40),),

@@ -53,7 +53,10 @@ from netbottleneck.trace.transports import BARE, NULL, STOCK, Arm
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Parts of an arm's step: means over the middle half of its steps. compute + exposed + wait + other = step."""
+    """Parts of an arm's step: means over the middle half of its steps. compute + exposed + wait + other = step.
+
+    own_ns: our own work between two steps, beside the step.
+    """
 
     step_ns: float
     compute_ns: float
@@ -69,6 +72,7 @@ class Parts:
     skew_ns: float
     tensor_bytes: float
     operations: float
+    own_ns: float
     steps: int
 
 

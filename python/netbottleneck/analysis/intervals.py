@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -92,7 +92,8 @@ class Split:
     input_ns: what else of other is before the first forward. optimizer_ns: the part of compute in optimizers. skew_ns:
     the part of exposed and wait before the last rank submitted the same operation; late_ns: skew_ns by the last
     rank. transfer_ns: union over the step's operations, from the last rank's submission (or the start, if later) to
-    done. bus_bytes: their tensor bytes times bus_factor.
+    done. bus_bytes: their tensor bytes times bus_factor. own_ns: our own work between the step before and this one,
+    which no step contains; 0 if that step was not recorded.
     """
 
     rank: int
@@ -117,6 +118,7 @@ class Split:
     bus_bytes: float
     wire_bytes: int | None
     operations: int
+    own_ns: int = 0
 
     def phases(self) -> dict[str, int]:
         """The parts without overlap: their sum is the step."""
@@ -340,11 +342,13 @@ def split_steps(trace: Trace, warmup: int = WARMUP_STEPS) -> list[tuple[Step, Sp
     operations = {rank: _Operations(rows) for rank, rows in by_rank.items()}
     nothing = _Operations([])
     last, hosts = last_entries(trace), host_count(trace)
-    return [
-        (step, *_split(step, operations.get(step.rank, nothing), last, trace.size, hosts))
-        for step in counted(trace, warmup)
-        if is_split(step)
-    ]
+    ends = {(step.rank, step.index): step.end_ns for step in trace.steps}
+    found = []
+    for step in filter(is_split, counted(trace, warmup)):
+        split, exposed = _split(step, operations.get(step.rank, nothing), last, trace.size, hosts)
+        before_ns = ends.get((step.rank, step.index - 1), step.begin_ns)
+        found.append((step, replace(split, own_ns=max(0, step.begin_ns - before_ns)), exposed))
+    return found
 
 
 def typical(steps: Sequence[T], length_ns: Callable[[T], int]) -> tuple[T, ...]:

@@ -94,6 +94,7 @@ def _split(parts: Parts) -> dict[str, Any]:
         "evaluation_s": _s(parts.evaluation_ns),
         "checkpoint_s": _s(parts.checkpoint_ns),
         "skew_s": _s(parts.skew_ns),
+        "own_s": _s(parts.own_ns),
         "tensor_bytes": parts.tensor_bytes,
         "operations": parts.operations,
         "steps": parts.steps,

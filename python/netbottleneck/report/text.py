@@ -250,17 +250,21 @@ def _split_table(findings: Findings) -> tuple[str, Table]:
             cells.append(f"{ms(ns)} {ns / step[name] * 100:3.0f} %" if step[name] else "-")
         put_row(table, label, *cells)
 
+    def row_if_any(label: str, attribute: str) -> None:
+        if any(getattr(parts, attribute) > 0 for parts in findings.parts.values()):
+            row(label, attribute)
+
     row("compute", "compute_ns")
+    row_if_any("  of it optimizer", "optimizer_ns")
     row("  of it hidden communication", "hidden_ns")
     row("exposed communication", "exposed_ns")
     row("waiting for negotiation", "wait_ns")
     row("other", "other_ns")
-    for what in ("evaluation", "checkpoint"):
-        if any(getattr(parts, f"{what}_ns") > 0 for parts in findings.parts.values()):
-            row(f"  of it {what}", f"{what}_ns")
+    for what in ("input", "evaluation", "checkpoint"):
+        row_if_any(f"  of it {what}", f"{what}_ns")
     row("step", "step_ns")
-    if any(parts.skew_ns > 0 for parts in findings.parts.values()):
-        row("waiting for the slowest rank", "skew_ns")
+    row_if_any("waiting for the slowest rank", "skew_ns")
+    row_if_any("our own work between steps", "own_ns")
     return f"Parts of a step: mean of the middle half of the steps ({findings.label})", table
 
 

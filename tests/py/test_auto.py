@@ -147,6 +147,13 @@ def test_the_line_names_what_was_measured() -> None:
     json.dumps(job.plans[0].described())
 
 
+def test_a_run_that_ends_within_a_trial_says_so() -> None:
+    job = Job(steady(5, dict.fromkeys(ARMS, 50.0))).run(30)
+    assert "ended at step 30" in job.plans[0].unfinished(30)
+    assert "from step 5 on" in job.plans[0].unfinished(30)
+    assert job.run(300).plans[0].unfinished(330) == ""
+
+
 def test_arms_that_a_rank_cannot_use_are_left_out() -> None:
     kept, notes = usable((TCP, OFI), [{TCP: "", OFI: ""}, {TCP: "", OFI: "no libfabric"}])
     assert kept == [TCP]
@@ -241,4 +248,5 @@ def test_a_rank_without_libfabric_leaves_ofi_out(warm_ranks: Ranks, tmp_path: Pa
     warm_ranks(2, SCRIPT.format(steps=20, skip="False"), env)
     trace = Run(tmp_path / "run").trace
     assert trace.arms == (STOCK, TCP)
+    assert any(note.startswith("auto: the run ended at step 20") for note in trace.notes)
     assert any(note.startswith("auto leaves ofi out: rank 0: ") for note in trace.notes)

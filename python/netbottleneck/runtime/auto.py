@@ -143,6 +143,15 @@ class Auto:
             self._arm, self._end = self._turns.pop(0), step + self.length
         return line
 
+    def unfinished(self, step: int) -> str:
+        """Return a line for people if a run that ends before this step ends within a trial, else ""."""
+        if self._trial is None and self.trials:
+            return ""
+        begin = step if self._trial is None else self._trial.first_step
+        return (
+            f"auto: the run ended at step {step}, before its trial (from step {begin} on) found the fastest transport"
+        )
+
     def described(self) -> dict[str, Any]:
         """Return the trials, for the run's record; an infinite interval is None."""
 

@@ -274,6 +274,8 @@ class Session:
                 call()
             except Exception as failure:  # records are written in any case
                 logger.error("at the end of the run: %s: %s", type(failure).__name__, failure)
+        if isinstance(self.blocks, Auto) and self.stays is None:
+            self.notes += filter(None, [self.blocks.unfinished(self.step)])
         self.until = time.monotonic() + self._finish_s
         try:
             self.write(finished=error is None, error=error)

@@ -19,13 +19,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from training_loops import BOUND, STEPS, Branches, network, sgd
 
 import netbottleneck
 
 Loop = Callable[[Any, torch.optim.Optimizer, Callable[[], None]], None]
 CHECKS: dict[str, Callable[[], None]] = {}
-STEPS = 5
-BOUND = 1e-10
 
 
 def check(function: Callable[[], None]) -> Callable[[], None]:
@@ -72,10 +71,6 @@ def _format(tensor: torch.Tensor) -> torch.memory_format:
     return torch.channels_last if channels_last else torch.contiguous_format
 
 
-def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.0078125, momentum=0.5, weight_decay=0.25)
-
-
 def plain(model: torch.nn.Module, loop: Loop, optimizer: Callable[[Any], torch.optim.Optimizer] = sgd) -> None:
     """Compare a plain module under profile with gradients that are averaged by hand after each backward pass."""
     reference = copy.deepcopy(model)
@@ -103,13 +98,6 @@ def wrapped(
     with profiled(ours, chosen):
         loop(ours, chosen, lambda: None)
     equal(model, twin)
-
-
-def network() -> torch.nn.Module:
-    torch.manual_seed(1)
-    return torch.nn.Sequential(
-        torch.nn.Linear(6, 700), torch.nn.ReLU(), torch.nn.Linear(700, 500), torch.nn.Linear(500, 3)
-    )
 
 
 def simple(model: Any, optimizer: torch.optim.Optimizer, averaged: Callable[[], None]) -> None:
@@ -147,21 +135,12 @@ def options_of_ddp() -> None:
     wrapped(network(), simple, bucket_cap_mb=1)
 
 
-class Branches(torch.nn.Module):
+class WithUnused(Branches):
+    """One more layer, which is never used."""
+
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(2)
-        self.first = torch.nn.Linear(6, 5)
-        self.left = torch.nn.Linear(5, 3)
-        self.right = torch.nn.Linear(5, 3)
         self.never = torch.nn.Linear(5, 3)
-        self.take = "both"
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        if self.take == "both":
-            return self.left(x) + self.right(x)
-        return self.left(x) if self.take == "left" else self.right(x)
 
 
 def skipping(model: Any, optimizer: torch.optim.Optimizer, averaged: Callable[[], None]) -> None:
@@ -177,23 +156,23 @@ def skipping(model: Any, optimizer: torch.optim.Optimizer, averaged: Callable[[]
 
 @check
 def a_rank_skips_a_parameter() -> None:
-    model = Branches()
+    model = WithUnused()
     del model.never
     plain(model, skipping)
-    model = Branches()
+    model = WithUnused()
     del model.never
     wrapped(model, skipping, find_unused_parameters=True)
 
 
 @check
 def a_parameter_is_never_used() -> None:
-    plain(Branches(), simple)
+    plain(WithUnused(), simple)
 
 
 @check
 def a_parameter_is_never_used_in_ddp() -> None:
     # DDP leaves its gradient None: weight decay and momentum do not touch it.
-    wrapped(Branches(), simple, find_unused_parameters=True)
+    wrapped(WithUnused(), simple, find_unused_parameters=True)
 
 
 @check
@@ -472,7 +451,10 @@ def arms_take_turns() -> None:
     assert os.environ["E2E_TRANSPORT"] == "stock,tcp"
     wrapped(network(), simple)
     wrapped(
-        Branches(), skipping, find_unused_parameters=True, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01)
+        WithUnused(),
+        skipping,
+        find_unused_parameters=True,
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01),
     )
 
 

@@ -15,6 +15,7 @@
 #endif
 #include "base/clock.h"
 #include "base/loop.h"
+#include "lane_stubs.h"
 #include "transport/lanes_internal.h"
 #include "transport/ofi_lane.h"
 
@@ -30,35 +31,12 @@ struct outsider {
     bool lost;
 };
 
-static inline int outsider_place(void *ctx, struct nb_lane *lane, int peer, const struct nb_frame *frame,
-                                 struct iovec *iov) {
-    (void)ctx;
-    (void)lane;
-    (void)peer;
-    (void)frame;
-    (void)iov;
-    return NB_EWIRE;
-}
-
-static inline void outsider_landed(void *ctx, struct nb_lane *lane, int peer, const struct nb_frame *frame) {
-    (void)ctx;
-    (void)lane;
-    (void)peer;
-    (void)frame;
-}
-
 static inline void outsider_sent(void *ctx, struct nb_lane *lane, struct nb_request *request, int code) {
     struct outsider *outsider = ctx;
     (void)lane;
     (void)code;
     outsider->busy[request - outsider->requests] = false;
     outsider->sent++;
-}
-
-static inline void outsider_writable(void *ctx, struct nb_lane *lane, int peer) {
-    (void)ctx;
-    (void)lane;
-    (void)peer;
 }
 
 static inline void outsider_message(void *ctx, struct nb_lane *lane, int peer, const void *data, size_t bytes) {
@@ -81,10 +59,10 @@ static inline void outsider_lost(void *ctx, struct nb_lane *lane, int peer, cons
 // Says that it is `rank` of `size`. session NULL: one that it made up. 0, or why its endpoint cannot be opened.
 static inline int outsider_open(struct outsider *outsider, int index, int rank, int size, const unsigned char *session,
                                 struct nb_error *err) {
-    static const struct nb_lane_up up = {.place = outsider_place,
-                                         .landed = outsider_landed,
+    static const struct nb_lane_up up = {.place = stub_place,
+                                         .landed = stub_landed,
                                          .sent = outsider_sent,
-                                         .writable = outsider_writable,
+                                         .writable = stub_writable,
                                          .message = outsider_message,
                                          .lost = outsider_lost};
     *outsider = (struct outsider){.boot = {.rank = rank, .size = size}};

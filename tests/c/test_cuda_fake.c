@@ -135,13 +135,17 @@ static void test_refusals_of_objects(void) {
     refuse(driver.stream_synchronize(stream), NB_CUDA_INVALID_HANDLE, "a destroyed stream");
 }
 
+static void begin_with_memory(struct CUstream_st **stream, nb_cuda_address *address) {
+    begin(1);
+    succeed(driver.stream_create(stream, 0), "cuStreamCreate");
+    succeed(driver.mem_alloc(address, sizeof host), "cuMemAlloc");
+}
+
 // A copy that runs after its memory was freed breaks the device.
 static void test_memory_freed_too_early(void) {
-    begin(1);
     struct CUstream_st *stream = NULL;
     nb_cuda_address address = 0;
-    succeed(driver.stream_create(&stream, 0), "cuStreamCreate");
-    succeed(driver.mem_alloc(&address, sizeof host), "cuMemAlloc");
+    begin_with_memory(&stream, &address);
     succeed(driver.host_register(host, sizeof host, 0), "cuMemHostRegister");
     fake->hold(stream, true);
     succeed(driver.copy_to_host(host, address, sizeof host, stream), "cuMemcpyDtoHAsync");
@@ -152,11 +156,9 @@ static void test_memory_freed_too_early(void) {
 }
 
 static void test_unregistered_memory_is_slow(void) {
-    begin(1);
     struct CUstream_st *stream = NULL;
     nb_cuda_address address = 0;
-    succeed(driver.stream_create(&stream, 0), "cuStreamCreate");
-    succeed(driver.mem_alloc(&address, sizeof host), "cuMemAlloc");
+    begin_with_memory(&stream, &address);
     for (int i = 0; i < COUNT; i++) {
         host[i] = (float)i;
     }

@@ -1,6 +1,7 @@
 // The pull scheduler on a simulated network: thousands of seeded schedules, all ranks in one thread, so that a
 // failing seed fails again. test_lanes SEED runs one seed.
 #include "flows.h"
+#include "lane_stubs.h"
 #include "transport/credits.h"
 #include "transport/lanes_internal.h"
 
@@ -126,33 +127,11 @@ struct rogue {
     struct wire_credits credits; // the first that came
 };
 
-static int rogue_place(void *ctx, struct nb_lane *lane, int peer, const struct nb_frame *frame, struct iovec *iov) {
-    (void)ctx;
-    (void)lane;
-    (void)peer;
-    (void)frame;
-    (void)iov;
-    return NB_EWIRE;
-}
-
-static void rogue_landed(void *ctx, struct nb_lane *lane, int peer, const struct nb_frame *frame) {
-    (void)ctx;
-    (void)lane;
-    (void)peer;
-    (void)frame;
-}
-
 static void rogue_sent(void *ctx, struct nb_lane *lane, struct nb_request *request, int code) {
     struct rogue *rogue = ctx;
     (void)lane;
     (void)request;
     rogue->sent = code == 0;
-}
-
-static void rogue_writable(void *ctx, struct nb_lane *lane, int peer) {
-    (void)ctx;
-    (void)lane;
-    (void)peer;
 }
 
 static void rogue_message(void *ctx, struct nb_lane *lane, int peer, const void *data, size_t bytes) {
@@ -175,10 +154,10 @@ static void rogue_lost(void *ctx, struct nb_lane *lane, int peer, const struct n
 }
 
 static void rogue_open(struct rogue *rogue, struct flow_world *world) {
-    static const struct nb_lane_up up = {.place = rogue_place,
-                                         .landed = rogue_landed,
+    static const struct nb_lane_up up = {.place = stub_place,
+                                         .landed = stub_landed,
                                          .sent = rogue_sent,
-                                         .writable = rogue_writable,
+                                         .writable = stub_writable,
                                          .message = rogue_message,
                                          .lost = rogue_lost};
     unsigned char address[1024];

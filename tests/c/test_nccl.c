@@ -12,6 +12,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "../nccl/pair.h"
 #include "../nccl/proxy.h"
 #include "base/clock.h"
 #include "check.h"
@@ -19,12 +20,7 @@
 
 extern char **environ;
 
-enum {
-    LIMIT_S = 60,
-    SOCKET = 3, // to the other side
-    SLACK = 1000,
-    BIG = 32 * 1024 * 1024
-};
+enum { LIMIT_S = 60, SLACK = 1000, BIG = 32 * 1024 * 1024 };
 
 // One process of a case.
 struct side {
@@ -42,16 +38,11 @@ struct pair {
 };
 
 static void give(const void *data, size_t bytes) {
-    CHECK(write(SOCKET, data, bytes) == (ssize_t)bytes, "write: %s", strerror(errno));
+    CHECK(pair_give(data, bytes), "write: %s", strerror(errno));
 }
 
 static void take(void *data, size_t bytes) {
-    size_t got = 0;
-    while (got < bytes) {
-        ssize_t n = read(SOCKET, (char *)data + got, bytes - got);
-        CHECK(n > 0, "the other side has ended");
-        got += (size_t)n;
-    }
+    CHECK(pair_take(data, bytes), "the other side has ended");
 }
 
 // Slows down what this process sends over its connections, so that BIG bytes are in flight for seconds.

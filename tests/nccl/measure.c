@@ -15,12 +15,13 @@
 #include <sys/wait.h>
 #include <time.h>
 
+#include "pair.h"
 #include "proxy.h"
 #include "stock.h"
 
 extern char **environ;
 
-enum { SOCKET = 3, CHANNELS_MAX = 16, PING_BYTES = 8, WARM_ROUNDS = 100 };
+enum { CHANNELS_MAX = 16, PING_BYTES = 8, WARM_ROUNDS = 100 };
 
 struct plan {
     const char *plugin;
@@ -74,16 +75,11 @@ static void need(bool ok, const char *what) {
 }
 
 static void give(const void *data, size_t bytes) {
-    need(write(SOCKET, data, bytes) == (ssize_t)bytes, "write to the other process");
+    need(pair_give(data, bytes), "write to the other process");
 }
 
 static void take(void *data, size_t bytes) {
-    size_t got = 0;
-    while (got < bytes) {
-        ssize_t n = read(SOCKET, (char *)data + got, bytes - got);
-        need(n > 0, "the other process has ended");
-        got += (size_t)n;
-    }
+    need(pair_take(data, bytes), "the other process has ended");
 }
 
 static void meet(void) {

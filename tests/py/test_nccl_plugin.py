@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -65,19 +65,23 @@ def output_of(*argv: str) -> str:
     return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
 
 
-def test_nothing_but_the_tables_is_exported() -> None:
-    """NCCL is loaded beside torch: any other name could clash."""
-    lines = output_of("nm", "-D", "--defined-only", str(PLUGIN)).splitlines()
-    assert sorted(line.split()[-1] for line in lines) == sorted(f"ncclNetPlugin_v{v}" for v in VERSIONS)
+def check_library(library: Path, names: Iterable[str]) -> None:
+    """Check that a plugin exports these names alone, stays loaded, and needs the system's libraries only.
 
-
-def test_it_stays_loaded_and_needs_the_system_only() -> None:
-    """NCCL closes the library with its last communicator; a fork's handler must not be gone then."""
-    dynamic = output_of("readelf", "-d", str(PLUGIN))
+    NCCL is loaded beside torch, so any other name could clash. It closes the library with its last communicator, and a
+    fork's handler must not be gone then.
+    """
+    lines = output_of("nm", "-D", "--defined-only", str(library)).splitlines()
+    assert sorted(line.split()[-1] for line in lines) == sorted(names)
+    dynamic = output_of("readelf", "-d", str(library))
     assert "NODELETE" in dynamic
-    assert "[libnccl-net-netbottleneck.so]" in dynamic
+    assert f"[{library.name}]" in dynamic
     needed = set(re.findall(r"\(NEEDED\).*\[(.*?)\.so", dynamic))
     assert needed <= {"libc", "libm", "libdl", "libpthread", "ld-linux-x86-64", "ld-linux-aarch64"}
+
+
+def test_it_exports_its_tables_and_stays_loaded() -> None:
+    check_library(PLUGIN, [f"ncclNetPlugin_v{version}" for version in VERSIONS])
 
 
 @pytest.mark.parametrize("version", VERSIONS)

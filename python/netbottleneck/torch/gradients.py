@@ -142,6 +142,20 @@ class GradientSink:
     on_first: Callable[[], Any] | None = None
     _destination: Destination = None
     _factors: tuple[bool, float, int | None] = (True, 1.0, None)
+    _passes = 1
+
+    @property
+    def passes(self) -> int:
+        """Backward passes a step; may change between steps."""
+        return self._passes
+
+    @passes.setter
+    def passes(self, value: int) -> None:
+        self._passes = value
+        self._passes_change()
+
+    def _passes_change(self) -> None:
+        """Adopt another number of passes."""
 
     @property
     def tensors(self) -> Sequence[tuple[str, int, torch.dtype]]:
@@ -242,15 +256,8 @@ class Gradients(GradientSink):
         self._handles: list[Any] = []
         self._build(self._plan(None))
 
-    @property
-    def passes(self) -> int:
-        """Backward passes a step; may change between steps."""
-        return self._passes
-
-    @passes.setter
-    def passes(self, value: int) -> None:
-        self._passes = value
-        self.hook.passes = value
+    def _passes_change(self) -> None:
+        self.hook.passes = self._passes
 
     @property
     def paused(self) -> bool:

@@ -94,15 +94,8 @@ class PerParameter(GradientSink):
         self._staged: dict[int, torch.Tensor] = {}
         self._hooks = [OnAccumulated(parameter, partial(self._ready, parameter)) for parameter in self.parameters]
 
-    @property
-    def passes(self) -> int:
-        """Backward passes a step."""
-        return self._passes
-
-    @passes.setter
-    def passes(self, value: int) -> None:
-        self._passes = value
-        self._left = dict.fromkeys(self.parameters, value)
+    def _passes_change(self) -> None:
+        self._left = dict.fromkeys(self.parameters, self._passes)
 
     @property
     def pending(self) -> int:

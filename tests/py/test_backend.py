@@ -33,9 +33,8 @@ def test_the_name_for_the_cpu_alone_and_shared_memory(warm_ranks: Ranks) -> None
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", checks("backend_training.py"))
-def test_training(warm_ranks: Ranks, size: int, name: str, tmp_path: Path) -> None:
-    run(warm_ranks, size, "backend_training.py", [name], {"CHECKPOINT": str(tmp_path / "checkpoint")})
+def test_training(warm_ranks: Ranks, size: int, tmp_path: Path) -> None:
+    run(warm_ranks, size, "backend_training.py", checks("backend_training.py"), {"CHECKPOINT": str(tmp_path / "checkpoint")})
 
 
 AGAIN = """
